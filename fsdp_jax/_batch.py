@@ -1,0 +1,56 @@
+"""A batch on its way to the devices: rows over ranks, then over microbatches."""
+
+from __future__ import annotations
+
+import jax
+
+from fsdp_jax._mesh import BATCH_AXES, num_devices
+from fsdp_jax._plan import Plan
+from fsdp_jax._tree import PyTree, named_leaves
+
+
+def check_batch(plan: Plan, batch: PyTree, accumulate: int) -> None:
+    """Raises a `ValueError` unless every leaf's rows divide into ranks and microbatches.
+
+    Args:
+      plan: From `fully_shard`.
+      batch: Any pytree of arrays whose first dim is the global batch.
+      accumulate: Microbatches a step.
+    """
+    if accumulate < 1:
+        raise ValueError(f"accumulate={accumulate}: a step has at least 1 microbatch.")
+    leaves = named_leaves(batch)
+    scalars = [name or "batch" for name, leaf in leaves if leaf.ndim == 0]
+    rows = {name or "batch": leaf.shape[0] for name, leaf in leaves if leaf.ndim}
+    if scalars or not rows or len(set(rows.values())) > 1:
+        shown = ", ".join(f"{name}: {n} rows" for name, n in rows.items())
+        raise ValueError(
+            "Every leaf of a batch has the rows of the batch as its first dim; got "
+            f"{shown or 'no rows'}{'; scalars: ' if scalars else ''}"
+            f"{', '.join(scalars)}. Close over what is no row, or broadcast it."
+        )
+    num_rows = next(iter(rows.values()))
+    ranks = num_devices(plan.mesh, BATCH_AXES)
+    if num_rows % (ranks * accumulate):
+        fitting = -(-num_rows // (ranks * accumulate)) * ranks * accumulate
+        raise ValueError(
+            f"A batch of {num_rows} rows does not divide into {ranks} data ranks x "
+            f"{accumulate} microbatch(es). Use e.g. {fitting} rows."
+        )
+
+
+def place_batch(plan: Plan, batch: PyTree) -> PyTree:
+    """Puts each device's rows onto it, unless they lie there already."""
+    return jax.device_put(batch, plan.batch_sharding)
+
+
+def split_microbatches(batch: PyTree, accumulate: int) -> PyTree:
+    """Cuts one device's rows `[rows, ...]` into `[accumulate, rows / accumulate, ...]`."""
+    return jax.tree.map(
+        lambda x: x.reshape(accumulate, x.shape[0] // accumulate, *x.shape[1:]), batch
+    )
+
+
+def join_microbatches(rows: PyTree) -> PyTree:
+    """The inverse of `split_microbatches`."""
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), rows)

@@ -1,0 +1,281 @@
+"""What one device does: the loss and gradients of its rows, reduced over all ranks."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Key
+
+from fsdp_jax._batch import join_microbatches, split_microbatches
+from fsdp_jax._collectives import gather_weight, reduce_rest
+from fsdp_jax._linen import gather_at_units
+from fsdp_jax._mesh import BATCH_AXES, DATA_AXES, axes_in_use, num_devices
+from fsdp_jax._objects import mark_objects
+from fsdp_jax._plan import ROOT, Plan
+from fsdp_jax._shard import Shard
+from fsdp_jax._tree import PyTree
+
+LossFn = Callable[..., Any]
+"""`loss_fn(model, batch)` or `loss_fn(model, batch, rng=key)` -> loss, or (loss, aux)."""
+
+
+def global_loss(plan: Plan, loss_fn: LossFn, has_aux: bool) -> Callable[..., Any]:
+    """`fn(params, batch, rng, model_state) -> (loss, aux)` on global arrays."""
+    call = _loss_of_shards(plan, loss_fn, has_aux)
+    aux_format = _AuxFormat()
+
+    def local(params, batch, rng, model_state):
+        rng = _fold_rank(plan, rng)
+        shards = _shards(plan, params, _sinks(plan))
+        loss, (aux, _) = call(shards, model_state, batch, rng)
+        return _mean(plan, loss), _reduce_aux(plan, aux_format.take_apart(aux))
+
+    sharded = _over_mesh(plan, local, out_specs=(PartitionSpec(), _AUX_SPECS))
+
+    def fn(params, batch, rng, model_state):
+        loss, aux = sharded(params, batch, rng, model_state)
+        return loss, aux_format.put_together(aux)
+
+    return fn
+
+
+def global_grads(
+    plan: Plan, loss_fn: LossFn, has_aux: bool, accumulate: int
+) -> Callable[..., Any]:
+    """`fn(params, batch, rng, model_state) -> ((loss, aux, model_state), grads)`.
+
+    On global arrays. The gradients are those of the mean over the global batch, in the
+    mould `plan.grads`.
+    """
+    call = _loss_of_shards(plan, loss_fn, has_aux)
+    aux_format = _AuxFormat()
+    scale = 1 / (num_devices(plan.mesh, DATA_AXES) * accumulate)
+
+    def scaled_loss(sinks, params, model_state, batch, rng):
+        loss, (aux, model_state) = call(
+            _shards(plan, params, sinks), model_state, batch, rng
+        )
+        # Scaled before backward, so that sums over ranks stay in the range of one rank.
+        return loss * scale, (loss, aux_format.take_apart(aux), model_state)
+
+    def local(params, batch, rng, model_state):
+        rng = _fold_rank(plan, rng)
+        backward = jax.grad(scaled_loss, has_aux=True)
+
+        def microbatch(carry, xs):
+            grads, state = carry
+            index, rows = xs
+            key = jax.random.fold_in(rng, index)
+            new, (loss, aux, state) = backward(grads, params, state, rows, key)
+            return (jax.tree.map(jnp.add, grads, new), state), (loss, aux)
+
+        rows = split_microbatches(batch, accumulate)
+        start = (_sinks(plan), model_state)
+        (grads, new_state), (losses, aux) = lax.scan(
+            microbatch, start, (jnp.arange(accumulate), rows)
+        )
+        axes = axes_in_use(plan.mesh, DATA_AXES)
+        with jax.named_scope("reduce_rest"):
+            grads = [
+                reduce_rest(row, grad, axes)
+                for row, grad in zip(plan.rows, grads, strict=True)
+            ]
+        aux = _reduce_aux(plan, _join_aux(aux))
+        new_state = _reduce_state(plan, model_state, new_state)
+        return (_mean(plan, losses.mean()), aux, new_state), grads
+
+    grad_specs = [row.spec(row.placements.optimizer) for row in plan.rows]
+    whole = PartitionSpec()
+    sharded = _over_mesh(
+        plan, local, out_specs=((whole, _AUX_SPECS, whole), grad_specs)
+    )
+    treedef = jax.tree.structure(plan.model.params)
+
+    def fn(params, batch, rng, model_state):
+        (loss, aux, new_state), grads = sharded(params, batch, rng, model_state)
+        value = (loss, aux_format.put_together(aux), new_state)
+        return value, treedef.unflatten(grads)
+
+    return fn
+
+
+def takes_rng(loss_fn: LossFn) -> bool:
+    """Whether the loss asks for a key, by an argument named `rng`."""
+    return "rng" in inspect.signature(loss_fn).parameters
+
+
+def _over_mesh(plan: Plan, local: Callable[..., Any], out_specs: Any):
+    """`shard_map` with a plan's in_specs: `local(params, batch, rng, model_state)`."""
+    whole = PartitionSpec()
+    return jax.shard_map(
+        local,
+        mesh=plan.mesh,
+        in_specs=(plan.specs, PartitionSpec(BATCH_AXES), whole, whole),
+        out_specs=out_specs,
+        check_vma=False,
+    )
+
+
+def _loss_of_shards(plan: Plan, loss_fn: LossFn, has_aux: bool):
+    """`call(shards, model_state, batch, rng) -> (loss, (aux, model_state))`."""
+    wants_rng = takes_rng(loss_fn)
+    treedef = jax.tree.structure(plan.model.params)
+
+    def call(shards: Sequence[Shard], model_state, batch, rng):
+        with jax.named_scope("unit:root"):
+            leaves = [gather_weight(s) if s.row.unit == ROOT else s for s in shards]
+        state = _fold_keys(model_state, rng)
+        model = plan.model.merge(treedef.unflatten(leaves), state)
+        model = mark_objects(model, plan.unit_classes)
+        extra = {"rng": rng} if wants_rng else {}
+        with gather_at_units(plan.units):
+            out = loss_fn(model, batch, **extra)
+        loss, aux = out if has_aux else (out, None)
+        if isinstance(model, nnx.Module):
+            _, written = plan.model.split(model)
+            model_state = _keep_keys(model_state, written)
+        return _checked_loss(loss), (aux, model_state)
+
+    return call
+
+
+def _checked_loss(loss: Any) -> Float[Array, ""]:
+    loss = jnp.asarray(loss)
+    if loss.ndim or not jnp.issubdtype(loss.dtype, jnp.floating):
+        raise ValueError(
+            f"loss_fn returned {loss.dtype}{list(loss.shape)}; a loss is one floating-"
+            "point number, the mean over the rows it was given. Take the mean, or pass "
+            "has_aux=True if it returns (loss, aux)."
+        )
+    # Summed over microbatches and ranks: in bfloat16 that would lose digits.
+    return loss.astype(jnp.promote_types(loss.dtype, jnp.float32))
+
+
+def _shards(plan: Plan, params: PyTree, sinks: Sequence[Array]) -> list[Shard]:
+    values = jax.tree.leaves(params)
+    return [Shard(*piece) for piece in zip(values, sinks, plan.rows, strict=True)]
+
+
+def _sinks(plan: Plan) -> list[Array]:
+    """Zeros in the shape and dtype in which each gradient accumulates."""
+    sinks = []
+    for row in plan.rows:
+        shape = list(row.shape)
+        if row.dim is not None:
+            shape[row.dim] //= num_devices(plan.mesh, row.placements.gradient)
+        sinks.append(jnp.zeros(shape, row.precision.main_grads))
+    return sinks
+
+
+def _fold_rank(plan: Plan, rng: Key[Array, ""]) -> Key[Array, ""]:
+    axes = axes_in_use(plan.mesh, DATA_AXES)
+    return jax.random.fold_in(rng, lax.axis_index(axes)) if axes else rng
+
+
+def _is_key(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _fold_keys(state: PyTree, rng: Key[Array, ""]) -> PyTree:
+    """Gives every key of the model a value of its own for this rank and microbatch."""
+    word = jax.random.bits(rng)
+
+    def fold(leaf):
+        if not _is_key(leaf):
+            return leaf
+        one = functools.partial(jax.random.fold_in, data=word)
+        for _ in range(leaf.ndim):
+            one = jax.vmap(one)
+        return one(leaf)
+
+    return jax.tree.map(fold, state)
+
+
+def _keep_keys(before: PyTree, after: PyTree) -> PyTree:
+    """Takes the state the loss left, with the keys as they were before folding."""
+    return jax.tree.map(lambda b, a: b if _is_key(b) else a, before, after)
+
+
+def _mean(plan: Plan, x: Array) -> Array:
+    axes = axes_in_use(plan.mesh, DATA_AXES)
+    return lax.pmean(x, axes) if axes else x
+
+
+def _reduce_state(plan: Plan, before: PyTree, after: PyTree) -> PyTree:
+    """Averages statistics over ranks; counters and keys are the same on all of them."""
+
+    def reduce(old, new):
+        if not jnp.issubdtype(new.dtype, jnp.floating):
+            return new
+        wide = jnp.promote_types(new.dtype, jnp.float32)
+        return _mean(plan, new.astype(wide)).astype(old.dtype)
+
+    return jax.tree.map(reduce, before, after)
+
+
+_AUX_SPECS = {
+    "means": PartitionSpec(),
+    "sums": PartitionSpec(),
+    "rows": PartitionSpec(BATCH_AXES),
+}
+
+
+class _AuxFormat:
+    """Sorts the leaves of `aux` by how they are reduced, and remembers their places.
+
+    `shard_map` wants to know how its results lie before it traces what they are.
+    """
+
+    def __init__(self):
+        self._treedef: Any = None
+        self._kinds: list[str] = []
+
+    def take_apart(self, aux: PyTree) -> dict[str, list[Array]]:
+        """`{"means": ..., "sums": ..., "rows": ...}`."""
+        leaves, self._treedef = jax.tree.flatten(aux)
+        arrays = [jnp.asarray(leaf) for leaf in leaves]
+        self._kinds = [_aux_kind(leaf) for leaf in arrays]
+        return {
+            kind: [a for a, k in zip(arrays, self._kinds, strict=True) if k == kind]
+            for kind in _AUX_SPECS
+        }
+
+    def put_together(self, parts: dict[str, list[Array]]) -> PyTree:
+        """The inverse of `take_apart`."""
+        iterators = {kind: iter(leaves) for kind, leaves in parts.items()}
+        return self._treedef.unflatten(next(iterators[kind]) for kind in self._kinds)
+
+
+def _aux_kind(leaf: Array) -> str:
+    if leaf.ndim:
+        return "rows"
+    return "means" if jnp.issubdtype(leaf.dtype, jnp.inexact) else "sums"
+
+
+def _join_aux(aux: dict[str, list[Array]]) -> dict[str, list[Array]]:
+    """Over microbatches, which `scan` has stacked on a leading dim."""
+    return {
+        "means": [x.mean(0) for x in aux["means"]],
+        "sums": [x.sum(0) for x in aux["sums"]],
+        "rows": join_microbatches(aux["rows"]),
+    }
+
+
+def _reduce_aux(plan: Plan, aux: dict[str, list[Array]]) -> dict[str, list[Array]]:
+    axes = axes_in_use(plan.mesh, DATA_AXES)
+    if not axes:
+        return aux
+    wide = [x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in aux["means"]]
+    return {
+        "means": [lax.pmean(x, axes) for x in wide],
+        "sums": [lax.psum(x, axes) for x in aux["sums"]],
+        "rows": aux["rows"],
+    }

@@ -1,0 +1,116 @@
+"""One device mesh with every axis that parallelism can use."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, Mesh
+
+AXES = ("pp", "dp_outer", "dp_shard", "ep", "cp", "tp")
+"""Axes of the mesh, outermost first: neighbours on the last have the fastest links."""
+
+BATCH_AXES = ("dp_outer", "dp_shard", "ep")
+"""Axes over which the rows of a batch are split."""
+
+DATA_AXES = (*BATCH_AXES, "cp")
+"""Axes over which a gradient is summed: no two ranks on them see the same tokens."""
+
+SHARD_AXES = ("dp_shard", "ep", "cp")
+"""Axes that split a dense parameter."""
+
+
+def make_mesh(
+    *,
+    pp: int = 1,
+    dp_outer: int = 1,
+    dp_shard: int = -1,
+    ep: int = 1,
+    cp: int = 1,
+    tp: int = 1,
+    devices: Sequence[Any] | None = None,
+) -> Mesh:
+    """Makes the mesh that `fully_shard` plans for.
+
+    All six axes are always there, so that code never asks whether one exists; an axis
+    of size 1 costs nothing. `make_mesh()` puts every device on `dp_shard`, and
+    `make_mesh(dp_outer=2)` is HSDP: sharded within each half, replicated across.
+
+    Args:
+      pp: Pipeline stages.
+      dp_outer: Replicas (HSDP) or outer shards (HFSDP) of the sharded model.
+      dp_shard: Devices that split parameters, gradients and optimizer state.
+      ep: Devices that split experts; dense parameters and batch rows are split there
+        too.
+      cp: Devices that split the sequence.
+      tp: Devices that split single matrix products.
+      devices: The devices to use, default all. At most one size may be -1: whatever
+        the others leave.
+
+    Returns:
+      A `jax.sharding.Mesh` of axis type Auto with the axes `AXES`.
+
+    Raises:
+      ValueError: If the sizes do not multiply to the number of devices.
+    """
+    devices = list(jax.devices() if devices is None else devices)
+    asked = {"pp": pp, "dp_outer": dp_outer, "dp_shard": dp_shard}
+    asked |= {"ep": ep, "cp": cp, "tp": tp}
+    sizes = _fill_in(asked, len(devices))
+    return jax.make_mesh(
+        tuple(sizes.values()),
+        AXES,
+        # jax.make_mesh defaults to Explicit, under which constraints raise.
+        axis_types=(AxisType.Auto,) * len(AXES),
+        devices=devices,
+    )
+
+
+def axes_in_use(mesh: Mesh, axes: Sequence[str]) -> tuple[str, ...]:
+    """Those of `axes` that have more than one device, in the same order."""
+    return tuple(axis for axis in axes if mesh.shape[axis] > 1)
+
+
+def num_devices(mesh: Mesh, axes: Sequence[str]) -> int:
+    """Devices along `axes` together."""
+    return math.prod(mesh.shape[axis] for axis in axes)
+
+
+def check_axes(mesh: Mesh) -> None:
+    """Raises a `ValueError` unless `mesh` is one that `fully_shard` can plan for."""
+    missing = [axis for axis in AXES if axis not in mesh.shape]
+    if missing:
+        raise ValueError(
+            f"The mesh has axes {tuple(mesh.shape)}, without {', '.join(missing)}. Make "
+            "it with fsdp_jax.make_mesh, which has every axis (size 1 is free)."
+        )
+    unused = [axis for axis in ("pp", "cp", "tp") if mesh.shape[axis] > 1]
+    if unused:
+        sizes = ", ".join(f"{axis}={mesh.shape[axis]}" for axis in unused)
+        raise ValueError(
+            f"The mesh has {sizes}, but parameters are planned for dp_outer, dp_shard "
+            "and ep only, so these devices would repeat each other's work. Give them to "
+            "dp_shard."
+        )
+
+
+def _fill_in(asked: dict[str, int], available: int) -> dict[str, int]:
+    shown = ", ".join(f"{axis}={size}" for axis, size in asked.items() if size != 1)
+    bad = [axis for axis, size in asked.items() if size < 1 and size != -1]
+    open_axes = [axis for axis, size in asked.items() if size == -1]
+    if bad or len(open_axes) > 1:
+        raise ValueError(
+            f"Cannot make a mesh of {shown}: sizes are at least 1, and at most one may "
+            "be -1 (whatever the others leave)."
+        )
+    fixed = math.prod(size for size in asked.values() if size != -1)
+    if available % fixed or (not open_axes and fixed != available):
+        reason = "does not divide" if open_axes else "is not"
+        raise ValueError(
+            f"Cannot make a mesh of {shown or 'size 1'}: the product {fixed} {reason} "
+            f"the number of devices, {available}. Change a size, leave one at -1, or "
+            "pass devices=jax.devices()[:n]."
+        )
+    return {a: available // fixed if s == -1 else s for a, s in asked.items()}

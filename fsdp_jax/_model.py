@@ -1,0 +1,241 @@
+"""One view of everybody's models: parameters, other state, and the way back.
+
+A flax.nnx module, a linen variable dict, an equinox module and a dict of arrays differ
+in how they are taken apart. `describe` does that once, abstractly; the rest of the
+library sees two trees of leaves and a function that puts them together again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from fsdp_jax._tree import PyTree, named_leaves
+
+MakeModel = Callable[[jax.Array], Any]
+"""Takes a PRNG key, returns a model."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Instance:
+    """One object of a unit's class inside the model.
+
+    Attributes:
+      path: Dotted path of the object, `""` for the model itself.
+      num_stacked: Leading dims that its leaves have beyond those its constructor gave
+        them (`nnx.vmap` over the constructor gives one); None if it was not
+        constructed while the model was made, so that nobody can tell.
+    """
+
+    path: str
+    num_stacked: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelDef:
+    """A model without its arrays.
+
+    Attributes:
+      params: The trainable leaves as `jax.ShapeDtypeStruct`: an `nnx.State` of
+        `nnx.Param`, or the user's own tree with None wherever it holds no
+        floating-point array.
+      state: Every other array (dropout keys, BatchNorm statistics, integers), likewise.
+      instances: For each unit class, its objects in the model.
+      merge: `merge(params, state) -> model`, on arrays, tracers or anything that stands
+        for one.
+      split: `split(model) -> (params, state)`, its inverse.
+    """
+
+    params: PyTree
+    state: PyTree
+    instances: dict[type, tuple[Instance, ...]]
+    merge: Callable[[PyTree, PyTree], Any]
+    split: Callable[[Any], tuple[PyTree, PyTree]]
+
+
+def describe(make_model: MakeModel, classes: Sequence[type] = ()) -> ModelDef:
+    """Traces `make_model` without taking memory and takes the result apart.
+
+    Args:
+      make_model: Takes a PRNG key and returns the model.
+      classes: Unit classes whose objects are to be found.
+
+    Raises:
+      ValueError: If the model has no floating-point array.
+    """
+    with _recorded_shapes(classes) as recorded:
+        model = _abstract(make_model)
+    is_graph = isinstance(model, nnx.Module)
+    definition = _describe_nnx(model) if is_graph else _describe_pytree(model)
+    if not jax.tree.leaves(definition.params):
+        raise ValueError(
+            f"make_model returned a {type(model).__name__} without any trainable "
+            "floating-point array. Return the model itself, or its tree of weights."
+        )
+    find = _nnx_objects if is_graph else _pytree_objects
+    instances = {
+        cls: tuple(
+            Instance(path, _num_stacked(obj, recorded.get(cls, {})))
+            for path, obj in find(model, cls)
+        )
+        for cls in classes
+    }
+    return dataclasses.replace(definition, instances=instances)
+
+
+def _abstract(make_model: MakeModel) -> Any:
+    """The model with `jax.ShapeDtypeStruct`s for arrays, its other leaves as they are."""
+    rebuild: list[Callable[[Any], Any]] = []
+
+    def arrays_only(key):
+        model = make_model(key)
+        if isinstance(model, nnx.Module):
+            # Not as a pytree: that would count a shared Variable twice.
+            graphdef, state = nnx.split(model)
+            rebuild.append(lambda state: nnx.merge(graphdef, state))
+            return state
+        leaves, treedef = jax.tree.flatten(model)
+        fixed = [None if _is_array(leaf) else leaf for leaf in leaves]
+        rebuild.append(
+            lambda arrays: treedef.unflatten(
+                f if a is None else a for a, f in zip(arrays, fixed, strict=True)
+            )
+        )
+        return [leaf if _is_array(leaf) else None for leaf in leaves]
+
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    arrays = jax.eval_shape(arrays_only, key)
+    return rebuild[-1](arrays)
+
+
+def _describe_nnx(model: nnx.Module) -> ModelDef:
+    graphdef, params, state = nnx.split(model, nnx.Param, ...)
+
+    def merge(params, state):
+        # Copies: a Variable that the loss writes to (a dropout counter) would otherwise
+        # be the caller's own, written from inside a trace.
+        return nnx.merge(graphdef, params, state, copy=True)
+
+    def split(model):
+        _, params, state = nnx.split(model, nnx.Param, ...)
+        return params, state
+
+    return ModelDef(params, state, {}, merge, split)
+
+
+def _describe_pytree(model: PyTree) -> ModelDef:
+    treedef = jax.tree.structure(model)
+    leaves = jax.tree.leaves(model)
+    is_param = [_is_array(x) and jnp.issubdtype(x.dtype, jnp.inexact) for x in leaves]
+    is_state = [_is_array(x) and not p for x, p in zip(leaves, is_param, strict=True)]
+
+    def keep(tree_leaves, mask):
+        return treedef.unflatten(
+            x if m else None for x, m in zip(tree_leaves, mask, strict=True)
+        )
+
+    def merge(params, state):
+        given = zip(
+            leaves,
+            treedef.flatten_up_to(params),
+            treedef.flatten_up_to(state),
+            strict=True,
+        )
+        return treedef.unflatten(
+            p if p is not None else s if s is not None else leaf for leaf, p, s in given
+        )
+
+    def split(model):
+        new = treedef.flatten_up_to(model)
+        return keep(new, is_param), keep(new, is_state)
+
+    params, state = split(model)
+    return ModelDef(params, state, {}, merge, split)
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, (jax.Array, np.ndarray, jax.ShapeDtypeStruct))
+
+
+def _nnx_objects(model: nnx.Module, cls: type) -> Iterator[tuple[str, Any]]:
+    for path, module in nnx.iter_modules(model):
+        if isinstance(module, cls):
+            yield ".".join(map(str, path)), module
+
+
+def _pytree_objects(model: PyTree, cls: type) -> Iterator[tuple[str, Any]]:
+    def below(prefix: str, node: Any, *, root: bool) -> Iterator[tuple[str, Any]]:
+        found = named_leaves(node, lambda n: isinstance(n, cls) and n is not node)
+        if root and isinstance(node, cls):
+            yield prefix, node
+        for name, leaf in found:
+            if isinstance(leaf, cls):
+                path = f"{prefix}.{name}" if prefix else name
+                yield path, leaf
+                yield from below(path, leaf, root=False)
+
+    yield from below("", model, root=True)
+
+
+Shapes = dict[str, set[tuple[int, ...]]]
+
+
+@contextlib.contextmanager
+def _recorded_shapes(classes: Sequence[type]) -> Iterator[dict[type, Shapes]]:
+    """Notes the shapes that the constructor of each class gives its leaves.
+
+    Under `vmap` a constructor sees one slice, so the difference to the final shape is
+    exactly the dims over which the object is stacked. Nothing in the finished tree
+    tells: a stack of 8 norms of 512 looks like one 8 x 512 matrix.
+    """
+    recorded: dict[type, Shapes] = {cls: {} for cls in classes}
+    with contextlib.ExitStack() as stack:
+        for cls in classes:
+            stack.enter_context(_after_init(cls, recorded[cls]))
+        yield recorded
+
+
+@contextlib.contextmanager
+def _after_init(cls: type, shapes: Shapes) -> Iterator[None]:
+    own = "__init__" in vars(cls)
+    original = cls.__init__
+
+    def __init__(self, *args, **kwargs):
+        original(self, *args, **kwargs)
+        for name, leaf in _array_leaves(self):
+            shapes.setdefault(name, set()).add(tuple(leaf.shape))
+
+    cls.__init__ = __init__
+    try:
+        yield
+    finally:
+        if own:
+            cls.__init__ = original
+        else:
+            del cls.__init__
+
+
+def _array_leaves(obj: Any) -> list[tuple[str, Any]]:
+    tree = nnx.state(obj) if isinstance(obj, nnx.Module) else obj
+    return [(name, leaf) for name, leaf in named_leaves(tree) if _is_array(leaf)]
+
+
+def _num_stacked(obj: Any, shapes: Shapes) -> int | None:
+    """Leading dims that every leaf of `obj` has beyond its constructor's."""
+    possible: set[int] | None = None
+    for name, leaf in _array_leaves(obj):
+        extra = {
+            len(leaf.shape) - len(made)
+            for made in shapes.get(name, ())
+            if tuple(leaf.shape[len(leaf.shape) - len(made) :]) == made
+        }
+        if extra:
+            possible = extra if possible is None else possible & extra
+    return min(possible) if possible else None

@@ -1,0 +1,169 @@
+"""Weights that are let go after forward and gathered again for backward.
+
+Naming the gathered value for a `jax.checkpoint` policy is not enough: the policy then
+saves whatever is derived from it, a transpose, a cast, a slice, which is as large.
+Instead everything in a unit that depends on its weights alone moves, together with the
+gather, into one custom-derivative function whose outputs are never saved.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.extend import core
+from jaxtyping import Array
+
+Policy = Callable[..., bool]
+
+
+def reshard_after_forward(
+    compute: Callable[..., Any],
+    unshard: Callable[[Any], Sequence[Array]],
+    policy: Policy | None = None,
+) -> Callable[..., Any]:
+    """Makes a unit whose backward gathers its weights again.
+
+    Args:
+      compute: `compute(weights, *args)`, with the whole weights.
+      unshard: `unshard(shards) -> weights`; shards are what is kept for backward.
+      policy: A `jax.checkpoint` policy for everything else the unit computes; None
+        saves it all.
+
+    Returns:
+      `unit(shards, *args)`, equal to `compute(unshard(shards), *args)`. Derived weights
+      inside a loop or a custom-derivative function of `compute` are not recognised;
+      they are saved as `policy` says.
+    """
+
+    def save(primitive, *args, **params) -> bool:
+        if _is_unshard(primitive, params):
+            return False
+        return policy is None or policy(primitive, *args, **params)
+
+    def unit(shards, *args):
+        weights_only, rest, out_tree = _split(compute, unshard, shards, args)
+
+        @jax.custom_vjp
+        def fsdp_unshard(shards):
+            return weights_only(shards)
+
+        # The rule's forward calls the custom function itself: a policy would see
+        # through to whatever else it called.
+        fsdp_unshard.defvjp(
+            lambda shards: (fsdp_unshard(shards), shards),
+            lambda shards, grads: jax.vjp(weights_only, shards)[1](grads),
+        )
+        return out_tree.unflatten(rest(fsdp_unshard(shards), *jax.tree.leaves(args)))
+
+    return jax.checkpoint(unit, policy=save)
+
+
+def _is_unshard(primitive, params) -> bool:
+    if primitive.name != "custom_vjp_call":
+        return False
+    return params["call_jaxpr"].jaxpr.debug_info.func_name == "fsdp_unshard"
+
+
+def _split(compute, unshard, shards, args):
+    """Cuts `compute(unshard(shards), *args)` behind what depends on shards alone.
+
+    Returns `weights_only(shards) -> values`, `rest(values, *arg_leaves) -> leaves`,
+    and the treedef of the result.
+    """
+    weights = jax.eval_shape(unshard, shards)
+    num_weights = len(jax.tree.leaves(weights))
+    closed, out_shape = jax.make_jaxpr(compute, return_shape=True)(weights, *args)
+    closed = _inline_mixed_calls(closed, num_weights)
+    jaxpr = closed.jaxpr
+    before, after = _partition(jaxpr, set(jaxpr.invars[:num_weights]))
+    derived = list(jaxpr.invars[:num_weights])
+    for eqn in before:
+        derived.extend(eqn.outvars)
+    used = {v for eqn in after for v in eqn.invars if isinstance(v, core.Var)}
+    used |= {v for v in jaxpr.outvars if isinstance(v, core.Var)}
+    crossing = [v for v in derived if v in used]
+    first = _function(closed, jaxpr.invars[:num_weights], crossing, before)
+    second = _function(
+        closed, [*crossing, *jaxpr.invars[num_weights:]], jaxpr.outvars, after
+    )
+
+    def weights_only(shards):
+        return first(*jax.tree.leaves(unshard(shards)))
+
+    def rest(values, *arg_leaves):
+        return second(*values, *arg_leaves)
+
+    return weights_only, rest, jax.tree.structure(out_shape)
+
+
+def _partition(jaxpr, derived: set):
+    """Equations whose variables all come from `derived`, and the others."""
+    derived = set(derived)
+    before, after = [], []
+    for eqn in jaxpr.eqns:
+        read = [v for v in eqn.invars if isinstance(v, core.Var)]
+        if read and not eqn.effects and all(v in derived for v in read):
+            before.append(eqn)
+            derived.update(eqn.outvars)
+        else:
+            after.append(eqn)
+    return before, after
+
+
+def _inline_mixed_calls(closed, num_weights: int):
+    """Opens `jit` calls that take weights and other things, until there are none."""
+    while opened := _mixed_calls(closed.jaxpr, num_weights):
+        avals = [v.aval for v in closed.jaxpr.invars]
+        shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
+        inlined = functools.partial(_evaluate, closed, opened)
+        closed = jax.make_jaxpr(inlined)(*shapes)
+    return closed
+
+
+def _mixed_calls(jaxpr, num_weights: int) -> set[int]:
+    derived = set(jaxpr.invars[:num_weights])
+    before, after = _partition(jaxpr, derived)
+    for eqn in before:
+        derived.update(eqn.outvars)
+    return {
+        id(eqn)
+        for eqn in after
+        if eqn.primitive.name in ("jit", "pjit")
+        and any(isinstance(v, core.Var) and v in derived for v in eqn.invars)
+    }
+
+
+def _evaluate(closed, opened: set[int], *args):
+    """Evaluates a jaxpr, the calls in `opened` by the equations within."""
+    jaxpr = closed.jaxpr
+    env: dict[Any, Any] = dict(zip(jaxpr.constvars, closed.consts, strict=True))
+    env.update(zip(jaxpr.invars, args, strict=True))
+
+    def read(v):
+        return v.val if isinstance(v, core.Literal) else env[v]
+
+    for eqn in jaxpr.eqns:
+        if id(eqn) in opened:
+            outputs = core.jaxpr_as_fun(eqn.params["jaxpr"])(*map(read, eqn.invars))
+            env.update(zip(eqn.outvars, outputs, strict=True))
+        else:
+            variables = [v for v in eqn.invars if isinstance(v, core.Var)]
+            invars = [v for v in dict.fromkeys(variables) if v not in jaxpr.constvars]
+            outvars = [v for v in eqn.outvars if not isinstance(v, core.DropVar)]
+            single = _function(closed, invars, outvars, [eqn])
+            env.update(zip(outvars, single(*map(read, invars)), strict=True))
+    return [read(v) for v in jaxpr.outvars]
+
+
+def _function(closed, invars, outvars, eqns) -> Callable[..., Sequence[Any]]:
+    """The function of positional inputs that `eqns` compute; constants are kept."""
+    jaxpr = closed.jaxpr.replace(
+        invars=list(invars),
+        outvars=list(outvars),
+        eqns=list(eqns),
+        debug_info=closed.jaxpr.debug_info.with_unknown_names(),
+    )
+    return core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr, closed.consts))

@@ -1,0 +1,103 @@
+"""A weight as a model holds it inside the step: one device's piece, not yet gathered."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import jax
+
+from fsdp_jax._plan import ParamPlan
+from fsdp_jax._tree import PyTree
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("value", "sink"),
+    meta_fields=("row",),
+)
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """Stands in a model's tree where a unit's weight would be.
+
+    Being a pytree of arrays it is sliced by scans and stacked by maps like the weight
+    itself. Whoever computes with it outside its unit gets an error that says so: the
+    whole weight exists only while its unit runs.
+
+    The gradient leaves through `sink`, not through `value`. So its dtype and its
+    placement need not be those of the weight, which is what separates ZeRO-2 from
+    ZeRO-3 and bfloat16 weights from float32 gradients.
+
+    Attributes:
+      value: This device's piece at rest, shape `[*stacked, ...]`, main dtype.
+      sink: Zeros in the shape and dtype in which the gradient accumulates; unread.
+      row: The parameter's plan.
+    """
+
+    value: Any
+    sink: Any
+    row: ParamPlan
+
+    @property
+    def is_slice(self) -> bool:
+        """Whether all stack dims have been sliced away: the weight of one unit."""
+        return self.value.ndim <= self.row.ndim_in_unit
+
+    def __jax_array__(self) -> NoReturn:
+        """Refuses to be used as the whole weight."""
+        raise ValueError(self._misused())
+
+    def __getattr__(self, attribute: str) -> NoReturn:
+        """Refuses `.T`, `.reshape` and the like with the same explanation."""
+        if attribute.startswith("__"):
+            raise AttributeError(attribute)
+        raise AttributeError(self._misused())
+
+    def __getitem__(self, index: Any) -> NoReturn:
+        """Refuses to be sliced by hand: scan over it, or mark the function."""
+        raise ValueError(self._misused())
+
+    def _misused(self) -> str:
+        return (
+            f"'{self.row.name}' belongs to unit '{self.row.unit}' and is used outside of "
+            "it, where only this device's shard exists. Use it in the unit's __call__, "
+            "mark the function that uses it with fsdp.unit or fsdp.scan, or leave it "
+            "out of `units`, so that it is gathered at the entry of the loss."
+        )
+
+
+def is_shard(node: Any) -> bool:
+    """Whether `node` is a `Shard`."""
+    return isinstance(node, Shard)
+
+
+def shards_of(tree: PyTree) -> list[Shard]:
+    """Every `Shard` in `tree`, in leaf order."""
+    return [leaf for leaf in jax.tree.leaves(tree, is_leaf=is_shard) if is_shard(leaf)]
+
+
+def partition(
+    tree: PyTree, keep: Callable[[Any], bool] = lambda _: False
+) -> tuple[list[Shard], list[Any], Callable[[Sequence[Any], Sequence[Any]], PyTree]]:
+    """Takes the shards out of a tree.
+
+    Args:
+      tree: Any pytree.
+      keep: Nodes that are left as they are, with the shards in them.
+
+    Returns:
+      The shards; everything else; and `merge(weights, others)`, which puts whole
+      weights where the shards were.
+    """
+    leaves, treedef = jax.tree.flatten(tree, is_leaf=lambda n: is_shard(n) or keep(n))
+    taken = [is_shard(leaf) for leaf in leaves]
+
+    def merge(weights: Sequence[Any], others: Sequence[Any]) -> PyTree:
+        weight, other = iter(weights), iter(others)
+        return treedef.unflatten(next(weight) if t else next(other) for t in taken)
+
+    shards = [leaf for leaf, t in zip(leaves, taken, strict=True) if t]
+    others = [leaf for leaf, t in zip(leaves, taken, strict=True) if not t]
+    return shards, others, merge

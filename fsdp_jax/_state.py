@@ -1,0 +1,206 @@
+"""What a training run carries from step to step, and how it is born sharded."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, Int, Key
+
+from fsdp_jax._fully_shard import choose_shard_dim
+from fsdp_jax._mesh import num_devices
+from fsdp_jax._plan import ParamPlan, Plan
+from fsdp_jax._tree import PyTree, named_leaves
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("step", "params", "opt_state", "model_state", "rng"),
+    meta_fields=(),
+)
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """Everything a step reads and writes.
+
+    There is no public way to replace `params` alone: what the optimizer derived from
+    the old ones would silently win at the next step. Start again with `init`.
+
+    As made by `abstract_state` its leaves are `jax.ShapeDtypeStruct`s: the mould.
+
+    Attributes:
+      step: Updates made so far.
+      params: The parameters, in the placement and dtype of `plan.params`.
+      opt_state: The optax state, every array of it split like its parameter.
+      model_state: Arrays of the model that are no parameters (dropout keys, BatchNorm
+        statistics), whole on every device.
+      rng: The key from which each step, microbatch and data rank derives its own.
+    """
+
+    step: Int[Array, ""]
+    params: PyTree
+    opt_state: PyTree
+    model_state: PyTree
+    rng: Key[Array, ""]
+
+
+def init_params(plan: Plan, key: Key[Array, ""]) -> PyTree:
+    """Makes the parameters at random, each device only its own shards.
+
+    Args:
+      plan: From `fully_shard`.
+      key: Handed to the plan's `make_model`.
+
+    Returns:
+      The parameters in the mould `plan.params`; the same numbers on every mesh.
+    """
+
+    def make(key):
+        params, _ = plan.model.split(plan.make_model(key))
+        return jax.tree.map(lambda p, m: p.astype(m.dtype), params, plan.params)
+
+    return jax.jit(make, out_shardings=plan.shardings)(key)
+
+
+def init(
+    plan: Plan,
+    tx: optax.GradientTransformation,
+    params: PyTree,
+    *,
+    rng: Key[Array, ""] | None = None,
+) -> TrainState:
+    """Starts training from `params`: makes the optimizer state, sharded like them.
+
+    Args:
+      plan: From `fully_shard`.
+      tx: Any optax transformation.
+      params: In the mould `plan.params`, from `init_params` or a checkpoint. The state
+        takes them over: the first step donates them.
+      rng: Where dropout and other randomness starts; default `jax.random.key(0)`. The
+        model's own non-parameter arrays are made with it too.
+
+    Raises:
+      ValueError: If `params` does not fit the mould; all offenders in one message.
+    """
+    check_fits(params, plan.params, "params")
+    rng = jax.random.key(0) if rng is None else rng
+    mould = abstract_state(plan, tx)
+
+    def rest(params, rng):
+        _, model_state = plan.model.split(plan.make_model(rng))
+        step = jnp.zeros((), jnp.int32)
+        # A copy, since the state is donated and the caller's key is not ours to delete.
+        key = jax.random.wrap_key_data(
+            jax.random.key_data(rng), impl=jax.random.key_impl(rng)
+        )
+        return step, tx.init(params), model_state, key
+
+    shardings = jax.tree.map(
+        lambda leaf: leaf.sharding,
+        (mould.step, mould.opt_state, mould.model_state, mould.rng),
+    )
+    made = jax.jit(rest, out_shardings=shardings)(params, rng)
+    step, opt_state, model_state, own_rng = made
+    return TrainState(step, params, opt_state, model_state, own_rng)
+
+
+def abstract_state(plan: Plan, tx: optax.GradientTransformation) -> TrainState:
+    """The mould of a `TrainState`: shapes, dtypes and shardings, no memory taken."""
+    whole = NamedSharding(plan.mesh, PartitionSpec())
+    key = jax.eval_shape(lambda: jax.random.key(0))
+
+    def scalar(dtype) -> Any:
+        return jax.ShapeDtypeStruct((), dtype, sharding=whole)
+
+    return TrainState(
+        step=scalar(jnp.int32),
+        params=plan.params,
+        opt_state=_abstract_opt_state(plan, tx),
+        model_state=plan.model_state,
+        rng=scalar(key.dtype),
+    )
+
+
+def gather(tree: PyTree) -> PyTree:
+    """Makes every array of a sharded tree whole on every device.
+
+    For looking at small things: it takes the memory of the whole tree on each device.
+    """
+    return jax.tree.map(_gather_leaf, tree)
+
+
+def _gather_leaf(leaf: Array) -> Array:
+    if not isinstance(leaf.sharding, NamedSharding):
+        return leaf
+    whole = NamedSharding(leaf.sharding.mesh, PartitionSpec())
+    return jax.device_put(leaf, whole)
+
+
+def check_fits(tree: PyTree, mould: PyTree, what: str) -> None:
+    """Raises one `ValueError` that lists every leaf of `tree` that misfits `mould`."""
+    have, want = dict(named_leaves(tree)), dict(named_leaves(mould))
+    problems = [f"missing: {name}" for name in want if name not in have]
+    problems += [f"unexpected: {name}" for name in have if name not in want]
+    for name, leaf in want.items():
+        if name in have:
+            problems += _misfits(name, have[name], leaf)
+    if problems:
+        raise ValueError(
+            f"{what} does not fit the plan in {len(problems)} place(s):\n  "
+            + "\n  ".join(problems)
+            + "\nMake it with init_params(plan, key), or load it into the plan's mould."
+        )
+
+
+def _misfits(name: str, leaf: Any, mould: jax.ShapeDtypeStruct) -> list[str]:
+    if tuple(leaf.shape) != mould.shape:
+        return [f"{name}: shape {tuple(leaf.shape)}, planned {mould.shape}"]
+    if leaf.dtype != mould.dtype:
+        return [f"{name}: dtype {leaf.dtype}, planned {mould.dtype}"]
+    sharding = getattr(leaf, "sharding", None)
+    if sharding is None or not sharding.is_equivalent_to(mould.sharding, leaf.ndim):
+        return [f"{name}: sharding {sharding}, planned {mould.sharding}"]
+    return []
+
+
+def _abstract_opt_state(plan: Plan, tx: optax.GradientTransformation) -> PyTree:
+    """Shards the optimizer's arrays by path and shape, whatever the optimizer.
+
+    An array whose path ends in a parameter's path belongs to that parameter. If it has
+    its shape it is split like it; if not (Adafactor's factors) over the same axes, on a
+    dim that divides. An array that belongs to none is whole if it is a scalar.
+    """
+    params, _ = jax.tree_util.tree_flatten_with_path(plan.params)
+    rows = {path: row for (path, _), row in zip(params, plan.rows, strict=True)}
+    shapes = jax.eval_shape(tx.init, plan.params)
+
+    def mould(path: tuple[Any, ...], leaf: Any) -> jax.ShapeDtypeStruct:
+        row = _parameter_of(path, rows)
+        spec = _opt_spec(plan, leaf.shape, row)
+        return jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=NamedSharding(plan.mesh, spec)
+        )
+
+    return jax.tree_util.tree_map_with_path(mould, shapes)
+
+
+def _parameter_of(
+    path: tuple[Any, ...], rows: dict[tuple[Any, ...], ParamPlan]
+) -> ParamPlan | None:
+    suffixes = (path[start:] for start in range(len(path)))
+    return next((rows[suffix] for suffix in suffixes if suffix in rows), None)
+
+
+def _opt_spec(plan: Plan, shape: Sequence[int], row: ParamPlan | None) -> PartitionSpec:
+    if row is None or row.dim is None:
+        return PartitionSpec()
+    axes = row.placements.optimizer
+    if tuple(shape) == row.shape:
+        return row.spec(axes)
+    dim = choose_shard_dim(tuple(shape), num_devices(plan.mesh, axes))
+    return dataclasses.replace(row, dim=dim).spec(axes)

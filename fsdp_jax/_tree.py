@@ -1,0 +1,69 @@
+"""Names of leaves: one dotted path, whatever library made the tree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import jax
+from flax import nnx
+from jax import tree_util
+
+PyTree = Any
+
+
+def leaf_name(path: Sequence[Any]) -> str:
+    """The dotted name of a `jax.tree_util` key path, e.g. `layers.0.attn.q.kernel`."""
+    return ".".join(_component(key) for key in path)
+
+
+def named_leaves(
+    tree: PyTree, is_leaf: Callable[[Any], bool] = lambda _: False
+) -> list[tuple[str, Any]]:
+    """Every leaf with its dotted name, in the order of `jax.tree.leaves`.
+
+    An nnx `Variable` counts as its value: its key path would end in `.value`, which is
+    no part of anybody's name for a weight. `is_leaf` may stop the walk elsewhere too.
+    """
+    flat, _ = tree_util.tree_flatten_with_path(
+        tree, is_leaf=lambda node: _is_variable(node) or is_leaf(node)
+    )
+    return [
+        (leaf_name(path), leaf.get_value() if _is_variable(leaf) else leaf)
+        for path, leaf in flat
+    ]
+
+
+def map_named(fn: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
+    """Like `jax.tree.map`, with the leaf's dotted name as the first argument."""
+    names = [name for name, _ in named_leaves(tree)]
+    leaves, treedef = jax.tree.flatten(tree)
+    others = [treedef.flatten_up_to(other) for other in rest]
+    return treedef.unflatten(
+        fn(*row) for row in zip(names, leaves, *others, strict=True)
+    )
+
+
+def matches(pattern: str, name: str) -> str | None:
+    """The leading part of `name` that `pattern` matches component by component.
+
+    `layers.*` matches `layers.0` of `layers.0.mlp.kernel`; `*` never spans a dot.
+    """
+    wanted, have = pattern.split("."), name.split(".")
+    if len(wanted) > len(have):
+        return None
+    head = have[: len(wanted)]
+    ok = all(fnmatchcase(h, w) for h, w in zip(head, wanted, strict=True))
+    return ".".join(head) if ok else None
+
+
+def _is_variable(node: Any) -> bool:
+    return isinstance(node, nnx.Variable)
+
+
+def _component(key: Any) -> str:
+    for attribute in ("key", "name", "idx"):
+        if hasattr(key, attribute):
+            return str(getattr(key, attribute))
+    return str(key)

@@ -1,0 +1,7 @@
+"""Checkpoints: any mesh to any mesh, atomic, nothing cast or dropped in silence."""
+
+from fsdp_jax.checkpoint._load import load as load
+from fsdp_jax.checkpoint._load import load_metadata as load_metadata
+from fsdp_jax.checkpoint._load import load_params as load_params
+from fsdp_jax.checkpoint._save import save as save
+from fsdp_jax.checkpoint._steps import latest_step as latest_step
