@@ -1,0 +1,164 @@
+"""Layouts as data: `"(heads head_dim) embed -> embed heads head_dim"`.
+
+A pattern, unlike a function, can be inverted by swapping its sides, checked against
+shapes before a byte is read, and asked which part of the source a shard of the
+destination needs. Only permutations and reshapes can be written, so what goes in
+comes out bit by bit.
+"""
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Mapping
+
+import numpy as np
+
+from bridge._box import Box, Range, as_index, relative, shape_of, whole
+
+Sizes = Mapping[str, int]
+Side = tuple[tuple[str, ...], ...]
+Ranges = dict[str, Range]
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How a source tensor and a destination array hold the same numbers.
+
+    Args:
+      source: For each dim of the source the names of its factors, slowest first.
+      destination: The same for the destination, with the same names.
+    """
+
+    source: Side
+    destination: Side
+
+    @classmethod
+    def parse(cls, pattern: str) -> "Layout":
+        """Reads `"source dims -> destination dims"`; parentheses group factors.
+
+        Raises:
+          ValueError: If the pattern is malformed, or its two sides do not name the
+            same dims once each.
+        """
+        return _parse(pattern)
+
+    def invert(self) -> "Layout":
+        """Returns the layout from destination to source."""
+        return Layout(self.destination, self.source)
+
+    def source_shape(self, sizes: Sizes) -> tuple[int, ...]:
+        """Shape of the source, given the size of each named dim."""
+        return tuple(math.prod(sizes[name] for name in dim) for dim in self.source)
+
+    def destination_shape(self, sizes: Sizes) -> tuple[int, ...]:
+        """Shape of the destination, given the size of each named dim."""
+        return self.invert().source_shape(sizes)
+
+    def apply(self, array: np.ndarray, sizes: Sizes) -> np.ndarray:
+        """Lays a whole source tensor out as the destination; a view if it can be."""
+        return self.apply_box(array, whole(self.destination_shape(sizes)), sizes)
+
+    def source_box(self, box: Box, sizes: Sizes) -> Box:
+        """Returns the smallest readable box of the source that covers a shard.
+
+        A shard on the leading factor of a source dim, or on a whole source dim, is
+        exactly a box of the source. One on an inner factor (`head_dim` of
+        `(heads head_dim)`) is strided in it: the dim is then read whole, to be cut.
+
+        Args:
+          box: The part of the destination that is wanted.
+          sizes: Size of each named dim.
+        """
+        return _join(self.source, self._to_read(box, sizes), sizes)
+
+    def apply_box(self, piece: np.ndarray, box: Box, sizes: Sizes) -> np.ndarray:
+        """Turns what was read for a shard into the shard.
+
+        Args:
+          piece: The source at `source_box(box, sizes)`.
+          box: The part of the destination that is wanted.
+          sizes: Size of each named dim.
+
+        Returns:
+          The destination at `box`; a view of `piece` if it can be.
+        """
+        read = self._to_read(box, sizes)
+        wanted = _split(self.destination, box, sizes)
+        source_order = [name for dim in self.source for name in dim]
+        order = [name for dim in self.destination for name in dim]
+        factors = piece.reshape(shape_of(tuple(read[name] for name in source_order)))
+        factors = factors.transpose([source_order.index(name) for name in order])
+        inside = relative(
+            tuple(wanted[name] for name in order), tuple(read[name] for name in order)
+        )
+        factors = factors[as_index(inside)]
+        cover = _join(self.destination, wanted, sizes)
+        joined = factors.reshape(shape_of(cover))
+        return joined[as_index(relative(box, cover))]
+
+    def _to_read(self, box: Box, sizes: Sizes) -> Ranges:
+        """Widens what the box needs until each source dim is one range."""
+        wanted = _split(self.destination, box, sizes)
+        return _split(self.source, _join(self.source, wanted, sizes), sizes)
+
+
+def _split(side: Side, box: Box, sizes: Sizes) -> Ranges:
+    """Returns a range for each factor whose product covers a box of the dims."""
+    ranges: Ranges = {}
+    for dim, piece in zip(side, box, strict=True):
+        start, stop = piece.start, piece.stop
+        for position, name in enumerate(dim):
+            inner = math.prod(sizes[other] for other in dim[position + 1 :])
+            first, last = start // inner, -(-stop // inner)
+            ranges[name] = Range(first, last)
+            if last - first == 1:
+                start, stop = start - first * inner, stop - first * inner
+            else:  # a range over several blocks takes each of them whole
+                start, stop = 0, inner
+    return ranges
+
+
+def _join(side: Side, ranges: Ranges, sizes: Sizes) -> Box:
+    """Returns the smallest box, splittable into factors, that covers ranges."""
+    box = []
+    for dim in side:
+        start, stop, several = 0, 1, False
+        for name in dim:
+            first, last = (0, sizes[name]) if several else ranges[name]
+            start, stop = start * sizes[name] + first, (stop - 1) * sizes[name] + last
+            several = several or last - first != 1
+        box.append(Range(start, stop))
+    return tuple(box)
+
+
+@functools.cache
+def _parse(pattern: str) -> Layout:
+    sides = pattern.split("->")
+    if len(sides) != 2:
+        raise ValueError(f"Layout {pattern!r} must have one '->'.")
+    source, destination = (_parse_side(pattern, side) for side in sides)
+    left = [name for dim in source for name in dim]
+    right = [name for dim in destination for name in dim]
+    twice = sorted({n for names in (left, right) for n in names if names.count(n) > 1})
+    if twice or set(left) != set(right):
+        raise ValueError(
+            f"Layout {pattern!r} must name the same dims once on each side; "
+            f"twice on one side: {twice}, "
+            f"on one side only: {sorted(set(left) ^ set(right))}."
+        )
+    return Layout(source, destination)
+
+
+def _parse_side(pattern: str, side: str) -> Side:
+    if not re.fullmatch(
+        r"\s*(([a-z]\w*|\(\s*[a-z]\w*(\s+[a-z]\w*)*\s*\))(\s+|$))*", side
+    ):
+        raise ValueError(
+            f"Layout {pattern!r}: '{side.strip()}' is not a list of names and "
+            "(groups of names), such as '(heads head_dim) embed'."
+        )
+    return tuple(
+        tuple(token.strip("() ").split())
+        for token in re.findall(r"\([^)]*\)|\w+", side)
+    )

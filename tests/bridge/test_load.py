@@ -1,0 +1,230 @@
+"""Loading fills any mould, reads each byte once, and refuses what does not fit."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from bridge_helpers import (
+    HF_CONFIG,
+    assert_same_leaves,
+    mould_of,
+    random_tensors,
+    write_llama,
+)
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+import bridge
+from bridge._box import Range, shape_of
+from bridge._load import _fill_shards, load
+from bridge._safetensors import encode_header
+from bridge._tree import named_leaves
+
+CONFIG = bridge.from_hf_config(HF_CONFIG)
+# Dims that 8 devices divide, one way of sharding each.
+SPECS = {
+    "rows of the file": {
+        "k_proj": (None, None, None, "x"),
+        "up_proj": (None, None, "x"),
+    },
+    "whole heads": {"q_proj": (None, None, "x"), "o_proj": (None, "x")},
+    "inside heads": {"q_proj": (None, None, None, "x"), "o_proj": (None, None, "x")},
+    "columns of the file": {"q_proj": (None, "x"), "down_proj": (None, "x")},
+    "the embedding": {"embed_tokens": (None, "x"), "lm_head": ("x",), "norm": ("x",)},
+    "nothing": {},
+}
+
+
+def mesh():
+    return jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+
+
+def sharded(mould, specs):
+    """Gives each leaf whose path holds a key of `specs` that spec."""
+
+    def shard(path, leaf):
+        name = jax.tree_util.keystr(path)
+        spec = next((s for key, s in specs.items() if f"'{key}'" in name), ())
+        sharding = NamedSharding(mesh(), PartitionSpec(*spec))
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    return jax.tree.map_with_path(shard, mould)
+
+
+def test_every_leaf_is_its_tensor_as_the_names_say(llama):
+    leaves = named_leaves(bridge.load_hf(llama, mould_of(CONFIG)))
+    tensors = random_tensors(np.float32)
+    query = tensors["model.layers.2.self_attn.q_proj.weight"]
+    kernel = leaves["layers.self_attn.q_proj.kernel"]
+    np.testing.assert_array_equal(kernel[2, 5, 3, 1], query[3 * 16 + 1, 5])
+    np.testing.assert_array_equal(kernel[2].reshape(48, 128), query.T)
+    out = tensors["model.layers.1.self_attn.o_proj.weight"]
+    kernel = leaves["layers.self_attn.o_proj.kernel"]
+    np.testing.assert_array_equal(kernel[1].reshape(128, 48), out.T)
+    np.testing.assert_array_equal(leaves["lm_head.kernel"], tensors["lm_head.weight"].T)
+
+
+@pytest.mark.parametrize("specs", SPECS.values(), ids=SPECS)
+def test_a_sharded_mould_is_filled_as_an_unsharded_one(llama, bytes_read, specs):
+    whole = bridge.load_hf(llama, mould_of(CONFIG))
+    bytes_read.clear()
+    mould = sharded(mould_of(CONFIG), specs)
+    params = bridge.load_hf(llama, mould)
+    assert_same_leaves(params, whole)
+    assert jax.tree.all(
+        jax.tree.map(lambda p, m: p.sharding == m.sharding, params, mould)
+    )
+    # However it is cut, eight shards read no byte twice.
+    assert sum(bytes_read) == sum(t.nbytes for t in random_tensors(np.float32).values())
+
+
+def test_a_sharded_stack_of_layers_is_filled_as_an_unsharded_one(llama):
+    devices = np.array(jax.devices()[:3])
+    sharding = NamedSharding(jax.sharding.Mesh(devices, ("x",)), PartitionSpec("x"))
+    mould = mould_of(CONFIG)
+    cut = jax.tree.map(
+        lambda m: jax.ShapeDtypeStruct(
+            m.shape, m.dtype, sharding=sharding if m.shape[0] == 3 else None
+        ),
+        mould,
+    )
+    assert_same_leaves(bridge.load_hf(llama, cut), bridge.load_hf(llama, mould))
+
+
+def test_one_device_of_eight_reads_an_eighth_of_the_bytes(llama, bytes_read):
+    source = bridge.open_checkpoint(llama)
+    key = "model.layers.1.mlp.down_proj.weight"  # [embed, mlp] in the file
+    rule = bridge.Rule(key, "w", "embed mlp -> mlp embed")
+    (piece,) = bridge.Mapping((rule,), {"embed": 48, "mlp": 80}).pieces
+    box = (Range(0, 80), Range(12, 18))
+    shards = {box: np.empty(shape_of(box), np.float32)}
+    _fill_shards(source, piece, shards)
+    assert sum(bytes_read) == 80 * 48 * 4 / 8
+    np.testing.assert_array_equal(shards[box], source.read(key)[12:18].T)
+
+
+@pytest.mark.parametrize(
+    "stored, wanted", [("bf16", jnp.float32), ("f32", jnp.bfloat16)]
+)
+def test_the_dtype_of_the_mould_wins(llama, llama_bf16, stored, wanted):
+    path = llama if stored == "f32" else llama_bf16
+    tensors = random_tensors(np.float32 if stored == "f32" else jnp.bfloat16)
+    leaves = named_leaves(bridge.load_hf(path, mould_of(CONFIG, wanted)))
+    up = tensors["model.layers.1.mlp.up_proj.weight"].T.astype(wanted)
+    assert leaves["layers.mlp.up_proj.kernel"].dtype == wanted
+    np.testing.assert_array_equal(leaves["layers.mlp.up_proj.kernel"][1], up)
+
+
+def test_a_leaf_without_a_sharding_is_on_the_default_device(llama):
+    leaves = named_leaves(bridge.load_hf(llama, mould_of(CONFIG)))
+    assert {d for leaf in leaves.values() for d in leaf.devices()} == {jax.devices()[0]}
+
+
+def test_a_mould_may_be_any_tree(llama):
+    state = mould_of(CONFIG)
+    nested = nnx.to_pure_dict(state)
+    params = bridge.load_hf(llama, nested)
+    assert jax.tree.structure(params) == jax.tree.structure(nested)
+    flat = bridge.load_hf(llama, named_leaves(state))
+    assert_same_leaves(flat, named_leaves(params))
+
+
+def test_progress_counts_every_byte_once(llama):
+    calls = []
+    bridge.load_hf(
+        llama,
+        mould_of(CONFIG),
+        progress=lambda done, total: calls.append((done, total)),
+    )
+    total = sum(t.nbytes for t in random_tensors(np.float32).values())
+    assert calls[-1] == (total, total) and len(calls) == 30
+    assert [done for done, _ in calls] == sorted({done for done, _ in calls})
+
+
+def test_tied_and_stale_tensors_are_left_in_the_file(tmp_path):
+    tensors = random_tensors(np.float32)
+    tensors["model.layers.1.self_attn.rotary_emb.inv_freq"] = np.ones(8, np.float32)
+    path = write_llama(tmp_path / "in", tensors=tensors, tie_word_embeddings=True)
+    config = bridge.from_hf_config(path)
+    params = bridge.load_hf(path, mould_of(config))
+    assert "lm_head.kernel" not in named_leaves(params)
+
+
+def test_a_single_file_is_loaded_with_the_config_beside_it_or_a_given_one(
+    llama, tmp_path
+):
+    whole = bridge.load_hf(llama, mould_of(CONFIG))
+    file = llama / "model.safetensors"
+    assert_same_leaves(bridge.load_hf(file, mould_of(CONFIG)), whole)
+    alone = tmp_path / "alone.safetensors"
+    alone.write_bytes(file.read_bytes())
+    with pytest.raises(FileNotFoundError, match="config.json"):
+        bridge.load_hf(alone, mould_of(CONFIG))
+    params = bridge.load_hf(alone, mould_of(CONFIG), config=CONFIG)
+    assert_same_leaves(params, whole)
+
+
+def test_missing_unexpected_and_mismatched_are_one_error_before_any_read(
+    tmp_path, bytes_read
+):
+    tensors = random_tensors(np.float32)
+    del tensors["model.norm.weight"]
+    tensors["model.layers.3.mlp.up_proj.weight"] = np.ones((2, 2), np.float32)
+    tensors["lm_head.weight"] = np.ones((48, 131), np.float32)
+    path = write_llama(tmp_path / "in", tensors=tensors)
+    mould = named_leaves(mould_of(dataclasses.replace(CONFIG, hidden_size=64)))
+    del mould["norm.scale"]
+    with pytest.raises(ValueError) as error:
+        bridge.load_hf(path, mould)
+    for line in (
+        "missing in the tree (1):\n    norm.scale",
+        "embed_tokens.embedding: (131, 64), the config says (131, 48)",
+        "missing in the checkpoint (1):\n    model.norm.weight",
+        "unexpected in the checkpoint (1):\n    model.layers.3.mlp.up_proj.weight",
+        "lm_head.weight: (48, 131), the config says (131, 48)",
+    ):
+        assert line in str(error.value)
+    assert bytes_read == []
+
+
+def test_a_mould_that_cannot_be_sharded_so_is_refused_before_any_read(
+    llama, bytes_read
+):
+    mould = sharded(mould_of(CONFIG), {"embed_tokens": ("x",), "lm_head": (None, "x")})
+    with pytest.raises(ValueError, match="embed_tokens.*\n(.*\n)*.*lm_head"):
+        bridge.load_hf(llama, mould)
+    assert bytes_read == []
+
+
+def test_integers_are_not_cast_to_floats(tmp_path):
+    tensors = random_tensors(np.float32)
+    tensors["model.norm.weight"] = np.ones(48, np.int64)
+    path = write_llama(tmp_path / "in", tensors=tensors)
+    with pytest.raises(ValueError, match="model.norm.weight: int64, the tree wants"):
+        bridge.load_hf(path, mould_of(CONFIG))
+
+
+@pytest.mark.parametrize(
+    "mould, match",
+    [
+        ({"a.b": jnp.ones(1), "a": {"b": jnp.ones(1)}}, "a.b: two leaves"),
+        ({"a": 3}, "a: a int has no shape and dtype"),
+    ],
+)
+def test_a_tree_whose_leaves_cannot_be_named_is_refused(llama, mould, match):
+    with pytest.raises(ValueError, match=match):
+        bridge.load_hf(llama, mould)
+
+
+def test_float8_is_read_and_widened(tmp_path):
+    values = np.linspace(-4, 4, 6).astype(jnp.float8_e4m3fn)
+    header = encode_header({"w": ((6,), values.dtype)})
+    (tmp_path / "a.safetensors").write_bytes(header + values.tobytes())
+    source = bridge.open_checkpoint(tmp_path / "a.safetensors")
+    mapping = bridge.Mapping((bridge.Rule("w", "w", "a -> a"),), {"a": 6})
+    mould = {"w": jax.ShapeDtypeStruct((6,), jnp.float32)}
+    np.testing.assert_array_equal(
+        load(source, mapping, mould)["w"], values.astype(np.float32)
+    )

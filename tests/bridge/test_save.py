@@ -1,0 +1,161 @@
+"""Saving writes back the same bytes, and all of a checkpoint or nothing."""
+
+import dataclasses
+import json
+import os
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from bridge_helpers import (
+    HF_CONFIG,
+    assert_same_bytes,
+    mould_of,
+    random_tensors,
+    tensors_of,
+)
+from jax.sharding import NamedSharding, PartitionSpec
+from safetensors import numpy as reference
+
+import bridge
+from bridge._tree import named_leaves
+
+CONFIG = bridge.from_hf_config(HF_CONFIG)
+
+
+@pytest.fixture(scope="module")
+def params(llama):
+    return bridge.load_hf(llama, mould_of(CONFIG))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+def test_a_round_trip_returns_every_tensor_bit_by_bit(
+    tmp_path, llama, llama_bf16, dtype
+):
+    path = llama if dtype == np.float32 else llama_bf16
+    params = bridge.load_hf(path, mould_of(CONFIG, dtype))
+    bridge.save_hf(tmp_path / "out", params, CONFIG)
+    assert_same_bytes(tensors_of(tmp_path / "out"), random_tensors(dtype))
+    # Read by someone else's reader as well, for ours could share the mistake.
+    theirs = reference.load_file(tmp_path / "out" / "model.safetensors")
+    assert_same_bytes(theirs, random_tensors(dtype))
+
+
+def test_sharded_params_are_gathered_right(tmp_path, params):
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def shard(leaf):
+        dims = [dim for dim, size in enumerate(leaf.shape) if size % 8 == 0]
+        spec = [None] * leaf.ndim
+        spec[dims[-1]] = "x"
+        return jax.device_put(leaf, NamedSharding(mesh, PartitionSpec(*spec)))
+
+    bridge.save_hf(tmp_path / "out", jax.tree.map(shard, params), CONFIG)
+    assert_same_bytes(tensors_of(tmp_path / "out"), random_tensors(np.float32))
+
+
+def test_host_arrays_are_saved_as_well(tmp_path, params):
+    host = jax.tree.map(np.asarray, params)
+    bridge.save_hf(tmp_path / "out", host, CONFIG)
+    assert_same_bytes(tensors_of(tmp_path / "out"), random_tensors(np.float32))
+
+
+def test_large_models_are_split_into_files_with_an_index(tmp_path, params):
+    out, limit = tmp_path / "out", 40_000
+    bridge.save_hf(out, params, CONFIG, max_shard_bytes=limit)
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    files = sorted(set(index["weight_map"].values()))
+    count = len(files)
+    assert count > 3 and files[0] == f"model-00001-of-{count:05}.safetensors"
+    assert index["metadata"]["total_size"] == sum(
+        t.nbytes for t in random_tensors(np.float32).values()
+    )
+    for file in files:
+        held = reference.load_file(out / file)
+        assert sum(t.nbytes for t in held.values()) <= limit
+    assert_same_bytes(tensors_of(out), random_tensors(np.float32))
+
+
+def test_a_dtype_that_is_asked_for_is_cast_to_and_recorded(tmp_path, params):
+    bridge.save_hf(tmp_path / "out", params, CONFIG, dtype=jnp.bfloat16)
+    expected = {
+        k: v.astype(ml_dtypes.bfloat16) for k, v in random_tensors(np.float32).items()
+    }
+    assert_same_bytes(tensors_of(tmp_path / "out"), expected)
+    fields = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert fields["dtype"] == fields["torch_dtype"] == "bfloat16"
+
+
+def test_mixed_dtypes_are_kept_widest_first(tmp_path, params):
+    def halve(path, leaf):
+        norm = "norm" in jax.tree_util.keystr(path)
+        return leaf if norm else leaf.astype(jnp.bfloat16)
+
+    bridge.save_hf(tmp_path / "out", jax.tree.map_with_path(halve, params), CONFIG)
+    source = bridge.open_checkpoint(tmp_path / "out")
+    assert source.dtype("model.norm.weight") == np.float32
+    assert source.dtype("lm_head.weight") == ml_dtypes.bfloat16
+    widths = [source.dtype(key).itemsize for key in source.keys()]
+    assert widths == sorted(widths, reverse=True)  # so that none is misaligned
+    assert bridge.from_hf_config(tmp_path / "out").dtype == "bfloat16"
+
+
+def test_the_config_comes_back_as_it_was(tmp_path, params):
+    config = dataclasses.replace(
+        CONFIG, eos_token_id=(2, 7), max_position_embeddings=99
+    )
+    bridge.save_hf(tmp_path / "out", params, config)
+    assert bridge.from_hf_config(tmp_path / "out") == config
+    generation = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert (generation["bos_token_id"], generation["eos_token_id"]) == (1, [2, 7])
+
+
+def test_progress_counts_every_byte_once(tmp_path, params):
+    calls = []
+    bridge.save_hf(
+        tmp_path / "out", params, CONFIG, progress=lambda *c: calls.append(c)
+    )
+    total = sum(t.nbytes for t in random_tensors(np.float32).values())
+    assert calls[-1] == (total, total) and len(calls) == 30
+
+
+def test_a_failure_half_way_leaves_nothing(tmp_path, params):
+    def fail(done, total):
+        if done > total / 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        bridge.save_hf(tmp_path / "out", params, CONFIG, progress=fail)
+    assert os.listdir(tmp_path) == []
+
+
+def test_an_existing_checkpoint_is_never_overwritten(tmp_path, params):
+    out = tmp_path / "out"
+    out.mkdir()
+    bridge.save_hf(out, params, CONFIG)  # an empty directory will do
+    with pytest.raises(ValueError, match="not an empty directory"):
+        bridge.save_hf(out, params, CONFIG)
+    with pytest.raises(ValueError, match="not an empty directory"):
+        bridge.save_hf(out / "config.json", params, CONFIG)
+
+
+def test_params_that_do_not_fit_are_one_error_and_nothing_is_written(tmp_path, params):
+    leaves = dict(named_leaves(params))
+    leaves["norm.bias"] = leaves.pop("norm.scale")
+    leaves["lm_head.kernel"] = leaves["lm_head.kernel"].T
+    with pytest.raises(ValueError) as error:
+        bridge.save_hf(tmp_path / "out", leaves, CONFIG)
+    for line in ("norm.scale", "norm.bias", "lm_head.kernel: (131, 48), the config"):
+        assert line in str(error.value)
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "dtype, match", [("int32", "not cast"), ("float4_e2m1fn", "know")]
+)
+def test_a_dtype_that_cannot_be_stored_is_refused(tmp_path, params, dtype, match):
+    with pytest.raises(ValueError, match=match):
+        bridge.save_hf(tmp_path / "out", params, CONFIG, dtype=dtype)
+    assert os.listdir(tmp_path) == []
