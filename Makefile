@@ -1,0 +1,55 @@
+# Needs Python >= 3.11 with pip, and make. Everything else goes into $(VENV).
+#
+# PyTorch is used by the demo and the tests, on the CPU only. On Linux, PyPI's torch is
+# the CUDA build, of several GB; TORCH_INDEX names PyTorch's own index of CPU builds,
+# whose `2.13.0+cpu` pip prefers to `2.13.0`. Where it cannot be reached, pip warns and
+# takes what it finds elsewhere. (Hence --no-deps below: that wait is then once, not for
+# each of torch's dependencies, which the next line installs.)
+#   make test TORCH_INDEX=             torch from wherever your pip is set up to look
+#   make test TORCH=torch==2.12.0      another version
+#   make test TORCH= EXTRAS=test PYTEST="-m 'not torch and not long'"    no torch at all
+
+PYTHON ?= python3
+VENV ?= .venv
+EXTRAS ?= test,torch
+TORCH ?= torch==2.13.0
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+PYTEST ?=
+
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.PHONY: help demo test test-long lint clean
+.DEFAULT_GOAL := help
+
+help:  ## Show this list.
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
+
+demo: $(INSTALLED)  ## Shard a small model, train it, and carry it to PyTorch and back.
+	$(BIN)/fsdp-jax demo
+
+test: $(INSTALLED)  ## Run the tests, on 8 simulated devices. PYTEST=... adds arguments.
+	$(BIN)/pytest $(PYTEST)
+
+test-long: $(INSTALLED)  ## Run the tests that take minutes.
+	$(BIN)/pytest -m long $(PYTEST)
+
+lint: $(INSTALLED)  ## Check style, format and types.
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+clean:  ## Remove the environments and the caches.
+	rm -rf .venv .venv312 build dist .pytest_cache .ruff_cache .hypothesis
+	find fsdp_jax bridge tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(INSTALLED): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit( \
+	  "Python >= 3.11 is needed, and $(PYTHON) is %d.%d: name another, as in" \
+	  " `make PYTHON=python3.12`." % sys.version_info[:2])'
+	$(PYTHON) -m venv $(VENV)
+ifneq ($(strip $(TORCH)),)
+	$(BIN)/python -m pip install --no-deps "$(TORCH)" $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+endif
+	$(BIN)/python -m pip install -e ".[$(EXTRAS)]"
+	@touch $@

@@ -1,0 +1,40 @@
+"""Eight simulated devices for every test; where torch is missing, the tests without."""
+
+import importlib.util
+from pathlib import Path
+
+import flax
+import jax
+import pytest
+from helpers.marks import has_module_mark
+
+# Before any backend starts, and through jax's config rather than the environment, so
+# that the tests' child processes choose for themselves. The platform is named so that
+# the tests are the same on a machine with a GPU.
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 8)
+# Halves the time to compile, which is most of the time of a test; what is computed and
+# which collectives do it stay the same. Tests that measure memory turn it off.
+jax.config.update("jax_disable_most_optimizations", True)
+# A silent (n,) + (m, n) is a bug more often than not. flax, optax and equinox are clean
+# under it. Strict dtype promotion is not for all: optax 0.2.8's adamw breaks under it,
+# so a test wraps our own calls in `jax.numpy_dtype_promotion("strict")`.
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+def pytest_report_header() -> str:
+    """Says which of the two lanes this is."""
+    torch = "with" if importlib.util.find_spec("torch") else "without"
+    return f"jax {jax.__version__}, flax {flax.__version__}, {torch} torch"
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leaves modules marked `torch` unread where `-m "not torch"` asks for that.
+
+    pytest imports a module to learn its marks, and these cannot be imported where
+    torch is not installed. So the mark is read from the source instead. Nothing is
+    left out unless asked: without torch, and without that `-m`, the import fails.
+    """
+    if "not torch" not in config.option.markexpr or collection_path.suffix != ".py":
+        return None  # let the other hooks decide
+    return has_module_mark(collection_path.read_text(), "torch") or None
