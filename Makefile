@@ -1,11 +1,9 @@
 # Needs Python >= 3.11 with pip, and make. Everything else goes into $(VENV).
 #
 # PyTorch is used by the demo and the tests, on the CPU only. On Linux, PyPI's torch is
-# the CUDA build, of several GB; TORCH_INDEX names PyTorch's own index of CPU builds,
-# whose `2.13.0+cpu` pip prefers to `2.13.0`. Where it cannot be reached, pip warns and
-# takes what it finds elsewhere. (Hence --no-deps below: that wait is then once, not for
-# each of torch's dependencies, which the next line installs.)
-#   make test TORCH_INDEX=             torch from wherever your pip is set up to look
+# the CUDA build, of several GB: to get the CPU build, set TORCH_INDEX to the package
+# index for CPU that PyTorch's own installation page names.
+#   make test TORCH_INDEX=<url>        torch from that index, before all others
 #   make test TORCH=torch==2.12.0      another version
 #   make test TORCH= EXTRAS=test PYTEST="-m 'not torch and not long'"    no torch at all
 
@@ -13,7 +11,7 @@ PYTHON ?= python3
 VENV ?= .venv
 EXTRAS ?= test,torch
 TORCH ?= torch==2.13.0
-TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+TORCH_INDEX ?=
 PYTEST ?=
 
 BIN := $(VENV)/bin

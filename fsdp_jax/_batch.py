@@ -10,7 +10,7 @@ from fsdp_jax._tree import PyTree, named_leaves
 
 
 def check_batch(plan: Plan, batch: PyTree, accumulate: int) -> None:
-    """Raises a `ValueError` unless every leaf's rows divide into ranks and microbatches.
+    """Raises a `ValueError` unless all rows divide into ranks and microbatches.
 
     Args:
       plan: From `fully_shard`.
@@ -45,7 +45,7 @@ def place_batch(plan: Plan, batch: PyTree) -> PyTree:
 
 
 def split_microbatches(batch: PyTree, accumulate: int) -> PyTree:
-    """Cuts one device's rows `[rows, ...]` into `[accumulate, rows / accumulate, ...]`."""
+    """Cuts one device's rows `[rows, ...]` into `[accumulate, rows, ...]`."""
     return jax.tree.map(
         lambda x: x.reshape(accumulate, x.shape[0] // accumulate, *x.shape[1:]), batch
     )

@@ -94,8 +94,8 @@ def _dim_in_unit(row: ParamPlan) -> int:
 def _wrong_rank(shard: Shard) -> str:
     row, ndim = shard.row, shard.value.ndim
     advice = (
-        f"Its unit is a stack of {row.ndim_in_unit - ndim} more leading dim(s): plan it "
-        "with units=[fsdp.Stacked(...)]."
+        f"Its unit is a stack of {row.ndim_in_unit - ndim} more leading dim(s): plan "
+        "it with units=[fsdp.Stacked(...)]."
         if ndim < row.ndim_in_unit
         else "Scan over the stack (fsdp.scan, jax.lax.scan, nnx.scan) instead of "
         "entering the unit with all of it."

@@ -52,8 +52,8 @@ class MixedPrecisionPolicy:
         ]
         if wrong:
             raise ValueError(
-                f"MixedPrecisionPolicy takes floating-point dtypes, got {', '.join(wrong)}. "
-                "Use e.g. jnp.bfloat16 or jnp.float32."
+                "MixedPrecisionPolicy takes floating-point dtypes, got "
+                f"{', '.join(wrong)}. Use e.g. jnp.bfloat16 or jnp.float32."
             )
 
     def resolve(self, dtype: DTypeLike) -> Precision:
@@ -111,8 +111,8 @@ class FSDPConfig:
         """Refuses combinations in which an option would do nothing."""
         if isinstance(self.replicated, str):
             raise ValueError(
-                f"FSDPConfig(replicated={self.replicated!r}) must be a sequence of path "
-                f"patterns: write replicated=({self.replicated!r},)."
+                f"FSDPConfig(replicated={self.replicated!r}) must be a sequence of "
+                f"path patterns: write replicated=({self.replicated!r},)."
             )
         if self.min_shard_elements < 0:
             raise ValueError(

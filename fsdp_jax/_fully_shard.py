@@ -45,8 +45,8 @@ def fully_shard(
     """Plans ZeRO-3 for a model: which dim of each parameter is split, over which axes.
 
     No memory is taken; the model is traced abstractly. Each unit's weights are gathered
-    when it is entered and let go when it is left. Where units nest, the innermost owns a
-    parameter; what belongs to none is gathered once, at the entry of the loss.
+    when it is entered and let go when it is left. Where units nest, the innermost owns
+    a parameter; what belongs to none is gathered once, at the entry of the loss.
 
     Args:
       make_model: Takes a PRNG key and returns an nnx or equinox module, linen
@@ -228,8 +228,8 @@ def _indivisible(row: ParamPlan, num_shards: int) -> str:
     size = row.shape[dim]
     padded = -(-size // num_shards) * num_shards
     return (
-        f"Cannot shard '{row.name}' of shape {row.shape}: it is split over {num_shards} "
-        f"devices, and {num_shards} divides none of its dims"
+        f"Cannot shard '{row.name}' of shape {row.shape}: it is split over "
+        f"{num_shards} devices, and {num_shards} divides none of its dims"
         f"{' after the stacked ones' if start else ''}. Either pad dim {dim} from "
         f"{size} to {padded}, or keep it whole with replicated=('{row.name}',) "
         f"({math.prod(row.shape):,} elements on every device)."

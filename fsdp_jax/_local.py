@@ -24,7 +24,7 @@ from fsdp_jax._shard import Shard
 from fsdp_jax._tree import PyTree
 
 LossFn = Callable[..., Any]
-"""`loss_fn(model, batch)` or `loss_fn(model, batch, rng=key)` -> loss, or (loss, aux)."""
+"""`loss_fn(model, batch)`, with `rng=key` if it asks, to a loss or `(loss, aux)`."""
 
 
 def global_loss(plan: Plan, loss_fn: LossFn, has_aux: bool) -> Callable[..., Any]:

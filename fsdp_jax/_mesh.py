@@ -83,16 +83,16 @@ def check_axes(mesh: Mesh) -> None:
     missing = [axis for axis in AXES if axis not in mesh.shape]
     if missing:
         raise ValueError(
-            f"The mesh has axes {tuple(mesh.shape)}, without {', '.join(missing)}. Make "
-            "it with fsdp_jax.make_mesh, which has every axis (size 1 is free)."
+            f"The mesh has axes {tuple(mesh.shape)}, without {', '.join(missing)}. "
+            "Make it with fsdp_jax.make_mesh, which has every axis (size 1 is free)."
         )
     unused = [axis for axis in ("pp", "cp", "tp") if mesh.shape[axis] > 1]
     if unused:
         sizes = ", ".join(f"{axis}={mesh.shape[axis]}" for axis in unused)
         raise ValueError(
             f"The mesh has {sizes}, but parameters are planned for dp_outer, dp_shard "
-            "and ep only, so these devices would repeat each other's work. Give them to "
-            "dp_shard."
+            "and ep only, so these devices would repeat each other's work. Give them "
+            "to dp_shard."
         )
 
 

@@ -91,7 +91,7 @@ def describe(make_model: MakeModel, classes: Sequence[type] = ()) -> ModelDef:
 
 
 def _abstract(make_model: MakeModel) -> Any:
-    """The model with `jax.ShapeDtypeStruct`s for arrays, its other leaves as they are."""
+    """The model with `jax.ShapeDtypeStruct`s for arrays, all else as it is."""
     rebuild: list[Callable[[Any], Any]] = []
 
     def arrays_only(key):

@@ -223,10 +223,10 @@ def _summary(plan: Plan) -> list[str]:
         for row in plan.rows
         if row.unit == ROOT
     )
-    counts = f"{len(plan.rows)} parameters, {len(plan.units)} units"
+    counts = f"parameters: {len(plan.rows)}, units: {len(plan.units)}"
     at_rest = [f"{format_bytes(size)} {kind}" for kind, size in sizes.items()]
     lines = [
-        f"{counts}, {plan.mesh.size} devices ({axes or 'a single one'})",
+        f"{counts}, devices: {plan.mesh.size} ({axes or 'a single one'})",
         f"a device at rest: {', '.join(at_rest)}; optimizer state comes on top",
         f"gathered at the entry of the loss and kept: {format_bytes(at_entry)}",
     ]

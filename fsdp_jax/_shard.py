@@ -1,4 +1,4 @@
-"""A weight as a model holds it inside the step: one device's piece, not yet gathered."""
+"""A weight as the model holds it inside the step: one device's piece, not gathered."""
 
 from __future__ import annotations
 
@@ -61,9 +61,9 @@ class Shard:
 
     def _misused(self) -> str:
         return (
-            f"'{self.row.name}' belongs to unit '{self.row.unit}' and is used outside of "
-            "it, where only this device's shard exists. Use it in the unit's __call__, "
-            "mark the function that uses it with fsdp.unit or fsdp.scan, or leave it "
+            f"'{self.row.name}' belongs to unit '{self.row.unit}' and is used outside "
+            "of it, where only this device's shard exists. Use it in the unit's "
+            "__call__, mark the function that uses it with fsdp.unit or fsdp.scan, or leave it "
             "out of `units`, so that it is gathered at the entry of the loss."
         )
 

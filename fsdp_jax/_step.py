@@ -77,7 +77,7 @@ class TrainStep:
         return self.jitted(state, place_batch(self.plan, batch))
 
     def lower(self, state: PyTree, batch: PyTree) -> jax.stages.Lowered:
-        """Lowers the step for concrete or abstract arguments, to look at the program."""
+        """Lowers the step for concrete or abstract arguments, to look at it."""
         check_batch(self.plan, batch, self.accumulate)
         sharding = self.plan.batch_sharding
         shapes = jax.tree.map(

@@ -27,18 +27,21 @@ def save(
         stands, the model's config), as JSON.
 
     Raises:
-      ValueError: If the step is already there: a committed step is never overwritten.
+      ValueError: If the directory holds this step or a later one: a committed step is
+        never overwritten, and an older one beside it would never be the `latest`.
     """
     step = int(state.step)
     leaves = flatten(state)
     with manager(path, create=True) as steps:
-        if step in steps.all_steps():
+        newest = steps.latest_step()
+        if newest is not None and newest >= step:
             raise ValueError(
-                f"'{path}' already holds step {step}. Save to another directory, or "
-                "remove that step first."
+                f"'{path}' already holds step {newest}, so step {step} cannot be saved "
+                "there. Save to another directory, or remove the later steps first."
             )
         steps.save(
             step,
             args=ocp.args.Composite(state=ocp.args.PyTreeSave(leaves)),
             custom_metadata=metadata or {},
+            force=True,  # Orbax's own policies would skip a step without a word.
         )

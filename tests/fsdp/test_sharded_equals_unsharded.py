@@ -18,10 +18,11 @@ from fsdp_jax._model import describe
 from fsdp_jax._tree import named_leaves
 
 # ||a - b|| / ||b|| for each leaf, but those whose exact gradient is zero (the zoo names
-# them): what moves these is rounding, which Adam divides by its own size. Only the order of summation differs between eight
-# devices and one: some 1e-7 in float32 for sums of this length, 1e-16 in float64, where
-# no rounding can hide a wrong sum. In bfloat16 (8 bits) single gradients differ by 2^-8
-# and their sums over three layers by a few of that.
+# them): what moves these is rounding, which Adam divides by its own size. Only the
+# order of summation differs between eight devices and one: some 1e-7 in float32 for sums
+# of this length, 1e-16 in float64, where no rounding can hide a wrong sum. In bfloat16
+# (8 bits) a number is off by up to 2^-8, and gradients through two layers by a few of
+# that.
 GRADS_FP32 = 1e-5
 PARAMS_FP64 = 1e-9
 PARAMS_FP32 = 1e-5

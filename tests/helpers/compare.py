@@ -14,7 +14,7 @@ def host(tree):
 
 
 def relative_errors(got, want, *, without: tuple[str, ...] = ()) -> dict[str, float]:
-    """||got - want|| / ||want|| for each leaf, but those whose name ends in `without`."""
+    """||got - want|| / ||want|| for each leaf but those that end in `without`."""
     errors = {}
     for (name, a), (_, b) in zip(named_leaves(got), named_leaves(want), strict=True):
         if not name.endswith(without or ("\0",)):

@@ -9,8 +9,6 @@ import re
 _OPS = "all-gather|reduce-scatter|all-reduce|all-to-all|collective-permute"
 _OP = re.compile(rf"= (\(.*?\)|\S+) ({_OPS})(?:-start)?\((.*)$")
 _HEADER = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) .*\{$")
-_STABLEHLO = re.compile(r'"stablehlo\.(all_gather|reduce_scatter|all_reduce)"')
-_TYPE = re.compile(r"-> tensor<([0-9x]*)([a-z]+[0-9]+)>")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,6 +20,7 @@ class Collective:
       dtype: E.g. `f32`.
       shape: The result's shape on one device.
       body: The loop body it stands in, or None.
+      depth: How many loops are around it.
       groups: Who takes part, as the module writes it.
     """
 
@@ -29,6 +28,7 @@ class Collective:
     dtype: str
     shape: tuple[int, ...]
     body: str | None
+    depth: int
     groups: str
 
     @property
@@ -38,22 +38,39 @@ class Collective:
 
 def collectives(text: str) -> list[Collective]:
     """Every operand of every collective in an HLO module's text."""
-    bodies = set(re.findall(r"body=%?([\w.\-]+)", text))
-    found, computation = [], None
+    parents = _parents(text)
+    found, computation = [], ""
     for line in text.splitlines():
         if header := _HEADER.match(line):
             computation = header[1]
         if match := _OP.search(line):
-            body = computation if computation in bodies else None
-            groups = re.search(r"replica_groups=(\S+?),? ", match[3] + " ")
+            loops = _loops(computation, parents)
+            groups = re.search(r"replica_groups=(.*?)(, \w+=[^(]|$)", match[3])
             for dtype, dims in re.findall(r"(\w+)\[([\d,]*)\]", match[1]):
                 shape = tuple(int(d) for d in dims.split(",") if d)
                 found.append(
                     Collective(
-                        match[2], dtype, shape, body, groups[1] if groups else ""
+                        op=match[2],
+                        dtype=dtype,
+                        shape=shape,
+                        body=loops[0] if loops else None,
+                        depth=len(loops),
+                        groups=groups[1] if groups else "",
                     )
                 )
     return found
+
+
+def group_size(groups: str) -> int:
+    """How many devices take part together, in any of the ways that XLA writes it."""
+    if iota := re.match(r"\[\d+,(\d+)\]<=", groups):
+        return int(iota[1])
+    if named := re.match(r"mesh\[(.*?)\].* \{(.*)\}", groups):
+        sizes = dict(re.findall(r"'(\w+)'=(\d+)", named[1]))
+        return math.prod(int(sizes[axis]) for axis in re.findall(r"'(\w+)'", named[2]))
+    first = re.match(r"\{\{([\d,]+)\}", groups)
+    assert first, groups
+    return len(first[1].split(","))
 
 
 def stablehlo_dtypes(text: str, op: str) -> set[str]:
@@ -63,5 +80,29 @@ def stablehlo_dtypes(text: str, op: str) -> set[str]:
     """
     dtypes = set()
     for part in re.split(rf'(?="stablehlo\.{op}")', text)[1:]:
-        dtypes.add(re.search(r"-> tensor<(?:\d+x)*(\w+)>", part)[1])
+        result = re.search(r"-> tensor<(?:\d+x)*(\w+)>", part)
+        assert result, part[:200]
+        dtypes.add(result[1])
     return dtypes
+
+
+def _parents(text: str) -> dict[str, tuple[str, bool]]:
+    """Computation -> (the one that calls it, whether as a loop body)."""
+    parents, computation = {}, ""
+    for line in text.splitlines():
+        if header := _HEADER.match(line):
+            computation = header[1]
+        for kind, name in re.findall(r"(body|to_apply|calls)=%?([\w.\-]+)", line):
+            parents[name] = (computation, kind == "body")
+    return parents
+
+
+def _loops(computation: str, parents: dict[str, tuple[str, bool]]) -> list[str]:
+    """The loop bodies around a computation, innermost first."""
+    loops = []
+    while computation in parents:
+        caller, is_body = parents[computation]
+        if is_body:
+            loops.append(computation)
+        computation = caller
+    return loops

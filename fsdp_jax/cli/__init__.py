@@ -1,0 +1,63 @@
+"""The command line `fsdp-jax`; one file a command.
+
+The only place that imports both `fsdp_jax` and `bridge`. Results go to stdout, what
+is meant for watching goes to stderr.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import tyro
+
+from fsdp_jax.cli._compare import Compare
+from fsdp_jax.cli._demo import Demo
+from fsdp_jax.cli._diff_metrics import DiffMetrics
+from fsdp_jax.cli._errors import CheckFailed
+from fsdp_jax.cli._export import Export
+from fsdp_jax.cli._make_tiny_llama import MakeTinyLlama
+from fsdp_jax.cli._train import Train
+
+_Command = (
+    Annotated[Train, tyro.conf.subcommand("train")]
+    | Annotated[Export, tyro.conf.subcommand("export")]
+    | Annotated[Compare, tyro.conf.subcommand("compare")]
+    | Annotated[DiffMetrics, tyro.conf.subcommand("diff-metrics")]
+    | Annotated[MakeTinyLlama, tyro.conf.subcommand("make-tiny-llama")]
+    | Annotated[Demo, tyro.conf.subcommand("demo")]
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command.
+
+    Args:
+      argv: Arguments after the program's name; None takes those of the process.
+
+    Returns:
+      The exit status: 0; 1 if a comparison failed or training diverged; 2 for what the
+      user can fix; 130 if interrupted.
+    """
+    command = tyro.cli(
+        _Command,  # pyright: ignore[reportArgumentType]
+        prog="fsdp-jax",
+        description="Fully sharded training of Hugging Face models in JAX.",
+        args=argv,
+        config=(tyro.conf.DisallowNone, tyro.conf.PositionalMetavarFromFieldName),
+    )
+    try:
+        command.run()
+    except KeyboardInterrupt:
+        return 130
+    except CheckFailed as error:
+        return _report(error, status=1)
+    except (ValueError, OSError) as error:
+        return _report(error, status=2)
+    return 0
+
+
+def _report(error: Exception, *, status: int) -> int:
+    print(f"fsdp-jax: error: {error}", file=sys.stderr)
+    return status

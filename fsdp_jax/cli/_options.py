@@ -1,0 +1,58 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated, Any, TypeVar
+
+import jax
+import tyro
+
+_T = TypeVar("_T")
+
+Unset = Annotated[_T | None, tyro.conf.arg(help_behavior_hint="")]
+"""An option whose default is no constant: its help says what it is."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Devices:
+    """Which devices a command runs on.
+
+    Attributes:
+      devices: Use the first so many devices; default all.
+      cpu_devices: Simulate so many CPU devices, to try sharding on any machine; does
+        nothing where there are GPUs.
+    """
+
+    devices: Unset[int] = None
+    cpu_devices: Unset[int] = None
+
+    def pick(self) -> list[Any]:
+        """Starts jax's backend and returns the devices to use.
+
+        Raises:
+          ValueError: If a number is not positive, there are fewer devices, or the
+            backend of this process runs already with another number of CPU devices.
+        """
+        for name, count in dataclasses.asdict(self).items():
+            if count is not None and count < 1:
+                raise ValueError(f"--{name.replace('_', '-')} {count}: at least 1.")
+        if self.cpu_devices is not None:
+            _simulate_cpu_devices(self.cpu_devices)
+        available = jax.devices()
+        if self.devices is not None and self.devices > len(available):
+            raise ValueError(
+                f"--devices {self.devices}: there are {len(available)} "
+                f"{available[0].platform} devices."
+            )
+        return available[: self.devices]
+
+
+def _simulate_cpu_devices(count: int) -> None:
+    try:
+        jax.config.update("jax_num_cpu_devices", count)
+    except RuntimeError as error:
+        raise ValueError(
+            f"--cpu-devices {count}: jax runs already with {jax.device_count('cpu')}, "
+            "and cannot change it within a process. Use --devices."
+        ) from error

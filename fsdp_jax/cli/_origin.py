@@ -1,0 +1,94 @@
+"""Where a model comes from: a Hugging Face directory, or a step of a checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import bridge
+import fsdp_jax as fsdp
+from bridge.models import DecoderConfig
+from fsdp_jax._tree import PyTree
+from fsdp_jax.checkpoint._steps import resolve_step
+from fsdp_jax.cli._progress import bytes_bar
+
+
+@dataclasses.dataclass(frozen=True)
+class Origin:
+    """A model that is not loaded yet.
+
+    Attributes:
+      config: The model.
+      hf: Hugging Face's files, if any are at hand.
+      checkpoint: The directory of the checkpoint; None if the weights are those of
+        `hf`.
+      step: Updates made so far.
+      metadata: What `fsdp-jax train` saved with the step; empty without a checkpoint.
+    """
+
+    config: DecoderConfig
+    hf: Path | None
+    checkpoint: Path | None = None
+    step: int = 0
+    metadata: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def tokenizer_file(self) -> Path | None:
+        """The model's own tokenizer, if it is at hand."""
+        if self.hf is None:
+            return None
+        file = (self.hf if self.hf.is_dir() else self.hf.parent) / "tokenizer.json"
+        return file if file.is_file() else None
+
+    def load_params(self, mould: PyTree) -> PyTree:
+        """Fills a mould with the weights, shard by shard."""
+        if self.checkpoint is not None:
+            return fsdp.load_params(self.checkpoint, mould, step=self.step)
+        assert self.hf is not None
+        with bytes_bar(f"loading {self.hf}") as progress:
+            return bridge.load_hf(self.hf, mould, config=self.config, progress=progress)
+
+
+def open_hf(hf: str) -> Origin:
+    """Reads the config of a directory, a file or a hub id; headers and no weights.
+
+    Raises:
+      ValueError: If it is no safetensors checkpoint of a supported family.
+    """
+    path = bridge.resolve(hf)
+    bridge.open_checkpoint(path)
+    return Origin(bridge.from_hf_config(path), path)
+
+
+def open_checkpoint(path: Path, step: int | None, hf: str | None = None) -> Origin:
+    """Reads the metadata of one step.
+
+    Args:
+      path: A directory that `fsdp-jax train` saved to.
+      step: Which; None for the newest.
+      hf: Takes the config from there instead, and the tokenizer.
+
+    Raises:
+      ValueError: If there is no such step, or another program saved it.
+    """
+    step = resolve_step(path, step)
+    metadata = fsdp.load_metadata(path, step=step)
+    missing = [key for key in ("config", "data", "recipe") if key not in metadata]
+    if missing:
+        raise ValueError(
+            f"Step {step} of '{path}' was not saved by `fsdp-jax train`: its metadata "
+            f"has no {', '.join(missing)}. Load it with fsdp_jax.load instead."
+        )
+    files = bridge.resolve(hf) if hf is not None else None
+    config = bridge.from_hf_config(files if files is not None else metadata["config"])
+    return Origin(config, files, path, step, metadata)
+
+
+def open_either(path: Path, step: int | None) -> Origin:
+    """Opens a directory that has a `config.json` as a model, else as a checkpoint."""
+    if not (path / "config.json").is_file():
+        return open_checkpoint(path, step)
+    if step is not None:
+        raise ValueError(f"--step {step}: '{path}' is a model, which has no steps.")
+    return open_hf(str(path))

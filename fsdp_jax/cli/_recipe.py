@@ -1,0 +1,86 @@
+"""What decides the numbers of a training run, whatever the mesh."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, Literal
+
+Tokenizer = Literal["bytes", "model"]
+ParamDtype = Literal["float32", "bfloat16"]
+
+_OF_THE_DATA = ("batch", "seq", "seed", "tokenizer")
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """The choices that a checkpoint remembers, so that a resumed run repeats none.
+
+    Attributes:
+      batch: Rows of a global batch.
+      seq: Tokens that a row predicts; it holds one more.
+      seed: Of the order of the data.
+      tokenizer: How text becomes tokens.
+      lr: AdamW's learning rate.
+      weight_decay: AdamW's weight decay.
+      accumulate: Microbatches a step.
+      param_dtype: What weights are gathered and computed in.
+
+    Raises:
+      ValueError: If a number is out of its range; all offenders in one message.
+    """
+
+    tokenizer: Tokenizer
+    batch: int = 8
+    seq: int = 256
+    seed: int = 0
+    lr: float = 3e-4
+    weight_decay: float = 0.1
+    accumulate: int = 1
+    param_dtype: ParamDtype = "float32"
+
+    def __post_init__(self):
+        """Checks the ranges."""
+        wrong = [
+            f"--{name} {getattr(self, name)}: at least 1"
+            for name in ("batch", "seq", "accumulate")
+            if getattr(self, name) < 1
+        ]
+        wrong += [
+            f"--{name.replace('_', '-')} {value}: a finite number, at least 0"
+            for name in ("lr", "weight_decay")
+            if not 0 <= (value := getattr(self, name)) < math.inf
+        ]
+        if not 0 <= self.seed < 2**32:
+            wrong.append(f"--seed {self.seed}: at least 0, below 2**32")
+        if wrong:
+            raise ValueError("; ".join(wrong) + ".")
+
+
+def make_recipe(
+    given: dict[str, Any], stored: dict[str, Any], default_tokenizer: Tokenizer
+) -> Recipe:
+    """Puts together what was typed, what the checkpoint remembers, and the defaults.
+
+    Args:
+      given: Fields of `Recipe` from the command line; None where not typed.
+      stored: Those of the checkpoint that is resumed; empty if none is.
+      default_tokenizer: For a new run that does not say.
+
+    Raises:
+      ValueError: If a typed value would change which batches a resumed run sees, or
+        is out of its range.
+    """
+    typed = {name: value for name, value in given.items() if value is not None}
+    changed = [
+        f"--{name} {typed[name]} (saved with {stored[name]})"
+        for name in _OF_THE_DATA
+        if name in typed and name in stored and typed[name] != stored[name]
+    ]
+    if changed:
+        raise ValueError(
+            f"A resumed run goes on with the same batches, which {', '.join(changed)} "
+            "would change. Leave the option out, or start anew: export the checkpoint "
+            "and train with --hf."
+        )
+    return Recipe(**{"tokenizer": default_tokenizer, **stored, **typed})

@@ -1,0 +1,109 @@
+"""The training loop of `fsdp-jax train`."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import grain
+import numpy as np
+import optax
+
+import fsdp_jax as fsdp
+from fsdp_jax.cli._data import position
+from fsdp_jax.cli._errors import CheckFailed
+from fsdp_jax.cli._metrics import (
+    StepMetrics,
+    metrics_lines,
+    peak_memory_bytes,
+    write_metrics,
+)
+from fsdp_jax.cli._model import next_token_loss
+from fsdp_jax.cli._progress import step_bar
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """From which step to which, and what to write on the way.
+
+    Attributes:
+      start: Steps done before.
+      steps: The last step.
+      save: Directory of the checkpoints.
+      save_every: Saves at multiples of it; 0 for the last step alone.
+      metrics: File of the metrics; None for stdout.
+      accumulate: Microbatches a step.
+      metadata: Saved with each step, beside the position in the data.
+    """
+
+    start: int
+    steps: int
+    save: Path
+    save_every: int
+    metrics: Path | None
+    accumulate: int
+    metadata: dict[str, Any]
+
+    def saves_at(self, step: int) -> bool:
+        """Whether a checkpoint is saved after a step."""
+        due = self.save_every > 0 and step % self.save_every == 0
+        return due or step == self.steps
+
+
+def run_steps(
+    run: Run,
+    plan: fsdp.Plan,
+    tx: optax.GradientTransformation,
+    state: fsdp.TrainState,
+    batches: grain.DatasetIterator,
+) -> None:
+    """Trains.
+
+    Args:
+      run: What to do.
+      plan: From `plan_decoder`.
+      tx: The optimizer that made the state.
+      state: After `run.start` steps; given up.
+      batches: Standing where the state stands.
+
+    Raises:
+      CheckFailed: If the loss is no longer finite; such a state is not saved.
+    """
+    step = fsdp.make_train_step(plan, next_token_loss, tx, accumulate=run.accumulate)
+    # In this order: the bar may replace stdout, to have lines printed above itself.
+    with step_bar(run.start, run.steps) as show, metrics_lines(run.metrics) as lines:
+        for number in range(run.start + 1, run.steps + 1):
+            began, batch = time.perf_counter(), next(batches)
+            state, measured = step(state, batch)
+            metrics = _metrics(number, measured, batch, began)
+            write_metrics(lines, metrics)
+            show(metrics)
+            if run.saves_at(number):
+                metadata = {**run.metadata, "data": position(batches)}
+                fsdp.save(run.save, state, metadata=metadata)
+    print(f"step {run.steps} is now in {run.save}", file=sys.stderr)
+
+
+def _metrics(
+    number: int, measured: dict[str, Any], batch: np.ndarray, began: float
+) -> StepMetrics:
+    loss, grad_norm = float(measured["loss"]), float(measured["grad_norm"])
+    if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+        raise CheckFailed(
+            f"Training diverged: step {number} has loss {loss} and grad_norm "
+            f"{grad_norm}. Start again from an earlier step with a smaller --lr."
+        )
+    secs = time.perf_counter() - began
+    rows, length = batch.shape
+    return StepMetrics(
+        step=number,
+        loss=loss,
+        grad_norm=grad_norm,
+        tokens_per_sec=rows * (length - 1) / secs,
+        step_secs=secs,
+        peak_memory_bytes=peak_memory_bytes(),
+    )

@@ -1,0 +1,97 @@
+"""The stream of batches: every token once an epoch, and on from any point."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fsdp_jax.cli._data import make_batches, position
+from fsdp_jax.cli._recipe import Recipe
+from fsdp_jax.cli._tokens import fingerprint, read_tokens
+
+TOKENS = np.arange(
+    50, dtype=np.uint32
+)  # 7 rows of 7 and 1; the first is predicted never
+RECIPE = Recipe("bytes", batch=3, seq=7, seed=5)
+
+
+def take(batches, count: int) -> np.ndarray:
+    return np.concatenate([next(batches) for _ in range(count)])
+
+
+def test_an_epoch_predicts_every_token_once():
+    rows = take(make_batches(TOKENS, RECIPE), 7)  # 21 rows: three epochs
+    assert rows.shape == (21, 8)
+    assert rows.dtype == np.int32
+    for epoch in np.split(rows, 3):
+        np.testing.assert_array_equal(np.sort(epoch[:, 1:], axis=None), range(1, 50))
+
+
+def test_each_epoch_is_shuffled_anew():
+    first, second, _ = np.split(take(make_batches(TOKENS, RECIPE), 7), 3)
+    assert (first != second).any()
+
+
+def test_the_seed_makes_the_order():
+    first, again, other = (
+        take(make_batches(TOKENS, Recipe("bytes", batch=3, seq=7, seed=seed)), 2)
+        for seed in (5, 5, 6)
+    )
+    assert (first == again).all()
+    assert (first != other).any()
+
+
+@pytest.mark.parametrize("seen", [0, 1, 5])
+def test_the_position_goes_through_json_and_back(seen):
+    batches = make_batches(TOKENS, RECIPE)
+    for _ in range(seen):
+        next(batches)
+    stored = json.loads(json.dumps(position(batches)))
+    again = make_batches(TOKENS, RECIPE)
+    again.set_state(stored)
+    np.testing.assert_array_equal(take(again, 4), take(batches, 4))
+
+
+def test_bytes_are_their_own_tokens_file_after_file(tmp_path):
+    files = []
+    for name, data in {"a": b"ab\xff", "b": b"c"}.items():
+        (tmp_path / name).write_bytes(data)
+        files.append(tmp_path / name)
+    tokens = read_tokens(files, "bytes", None, vocab_size=256)
+    assert tokens.tolist() == [97, 98, 255, 99]
+    assert fingerprint(tokens) != fingerprint(tokens[::-1].copy())
+
+
+@pytest.fixture
+def tokenizer_file(tmp_path) -> Path:
+    import tokenizers  # comes with transformers
+
+    words = tokenizers.models.WordLevel({"?": 0, "to": 1, "be": 2}, unk_token="?")
+    tokenizer = tokenizers.Tokenizer(words)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.enable_truncation(2)
+    tokenizer.enable_padding(length=9)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    return tmp_path / "tokenizer.json"
+
+
+@pytest.mark.torch
+def test_the_models_tokenizer_neither_cuts_nor_pads(tokenizer_file, tmp_path):
+    (tmp_path / "text").write_text("to be or not to be")
+    tokens = read_tokens([tmp_path / "text"], "model", tokenizer_file, vocab_size=3)
+    assert tokens.tolist() == [1, 2, 0, 0, 1, 2]
+
+
+@pytest.mark.torch
+def test_a_token_without_an_embedding_is_refused(tokenizer_file, tmp_path):
+    (tmp_path / "text").write_text("to be")
+    with pytest.raises(ValueError, match="ids up to 2, but .* has 2"):
+        read_tokens([tmp_path / "text"], "model", tokenizer_file, vocab_size=2)
+
+
+@pytest.mark.torch
+def test_a_file_that_is_no_text_is_named(tokenizer_file, tmp_path):
+    (tmp_path / "latin").write_bytes(b"caf\xe9 au lait")
+    with pytest.raises(ValueError, match="latin' is no UTF-8 text"):
+        read_tokens([tmp_path / "latin"], "model", tokenizer_file, vocab_size=9)
