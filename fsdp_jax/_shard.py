@@ -63,8 +63,8 @@ class Shard:
         return (
             f"'{self.row.name}' belongs to unit '{self.row.unit}' and is used outside "
             "of it, where only this device's shard exists. Use it in the unit's "
-            "__call__, mark the function that uses it with fsdp.unit or fsdp.scan, or leave it "
-            "out of `units`, so that it is gathered at the entry of the loss."
+            "__call__, mark the function that uses it with fsdp.unit or fsdp.scan, or "
+            "leave it out of `units`, so that it is gathered at the entry of the loss."
         )
 
 

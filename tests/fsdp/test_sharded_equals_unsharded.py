@@ -19,7 +19,7 @@ from fsdp_jax._tree import named_leaves
 
 # ||a - b|| / ||b|| for each leaf, but those whose exact gradient is zero (the zoo names
 # them): what moves these is rounding, which Adam divides by its own size. Only the
-# order of summation differs between eight devices and one: some 1e-7 in float32 for sums
+# order of summation differs between eight devices and one: some 1e-7 in float32, sums
 # of this length, 1e-16 in float64, where no rounding can hide a wrong sum. In bfloat16
 # (8 bits) a number is off by up to 2^-8, and gradients through two layers by a few of
 # that.

@@ -1,0 +1,76 @@
+"""The README is true: its code runs and its commands exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from fsdp_jax.cli import main
+
+pytestmark = pytest.mark.torch  # The small Llama is written by transformers.
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
+
+
+def commands(start: str) -> list[str]:
+    lines = "\n".join(blocks("sh")).splitlines()
+    found = [line.split("#")[0].strip() for line in lines if line.startswith(start)]
+    assert found
+    return found
+
+
+def test_the_python_blocks_run_in_order(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["make-tiny-llama", "tiny-llama"]) == 0
+    names: dict[str, object] = {}
+    for block in blocks("python"):
+        exec(compile(block, "README.md", "exec"), names)
+    assert float(names["metrics"]["loss"]) > 0  # type: ignore[index]
+    assert (tmp_path / "exported" / "model.safetensors").exists()
+
+
+def test_the_commands_run_in_order(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "FILE").write_bytes(Path(__file__).read_bytes() * 3)
+    assert main(["make-tiny-llama", "DIR", "--layers", "2", "--hidden", "32"]) == 0
+    steps = {"--steps 100": "--steps 2 --seq 32", "--steps 200": "--steps 3"}
+    for command in commands("fsdp-jax"):
+        for written, short in steps.items():
+            command = command.replace(written, short)
+        arguments = command.split()[1:]
+        if "--help" in arguments:
+            with pytest.raises(SystemExit) as stop:
+                main(arguments)
+            assert stop.value.code == 0
+        else:
+            assert main(arguments) == 0, capsys.readouterr().err
+
+
+def test_the_make_targets_exist():
+    makefile = (ROOT / "Makefile").read_text()
+    for command in commands("make"):
+        assert re.search(rf"^{command.split()[1]}:", makefile, flags=re.MULTILINE)
+
+
+def test_the_extras_exist():
+    pyproject = (ROOT / "pyproject.toml").read_text()
+    for command in commands("pip"):
+        extra = re.search(r"\[(\w+)\]", command)
+        assert extra and re.search(rf"^{extra[1]} = ", pyproject, flags=re.MULTILINE)
+
+
+def test_files_and_links_exist():
+    files = re.findall(r"`((?:notebooks|tests)/[\w./]*)`", README)
+    assert files and all((ROOT / file).exists() for file in files)
+    anchors = {
+        re.sub(r"[^\w-]", "", title.lower().replace(" ", "-"))
+        for title in re.findall(r"^#+ (.*)$", README, flags=re.MULTILINE)
+    }
+    assert set(re.findall(r"\]\(#([\w-]+)\)", README)) <= anchors
