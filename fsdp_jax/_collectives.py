@@ -32,6 +32,29 @@ def gather_weight(shard: Shard) -> Float[Array, ...]:
     return _gather(shard.row, shard.value, shard.sink)
 
 
+def enter_step(row: ParamPlan, value: Float[Array, ...]) -> Float[Array, ...]:
+    """Brings a parameter from where it rests to where it is within the step.
+
+    Args:
+      row: The parameter's plan.
+      value: This device's piece at rest, split over `placements.optimizer`.
+
+    Returns:
+      The piece split over `placements.parameter`. What has to be gathered for that
+      travels in the compute dtype, once a step whatever the number of microbatches.
+    """
+    axes = tuple(
+        axis
+        for axis in row.placements.optimizer
+        if axis not in row.placements.parameter
+    )
+    if not axes:
+        return value
+    assert row.dim is not None
+    value = value.astype(row.precision.param)
+    return lax.all_gather(value, axes, axis=row.dim, tiled=True)
+
+
 def reduce_rest(
     row: ParamPlan, grad: Float[Array, ...], data_axes: tuple[str, ...]
 ) -> Float[Array, ...]:

@@ -86,6 +86,13 @@ class FSDPConfig:
     """How `fully_shard` shards; the defaults are ZeRO-3 at the model's own precision.
 
     Args:
+      zero_dp_strategy: What is split over `dp_shard`, as a number or a name: 0
+        `no_shard` nothing (DDP), 1 `optim` the parameters and their optimizer state at
+        rest, 2 `optim_grads` also gradients while they accumulate, 3
+        `optim_grads_params` also parameters within the step, unit by unit.
+      outer_dp_sharding_strategy: What is split over `dp_outer` besides: `no_shard`
+        nothing (HSDP), `optim` the parameters and their optimizer state at rest
+        (HFSDP; needs strategy 3).
       reshard_after_forward: Let a unit's whole weights go after its forward and gather
         them again for its backward. False keeps them: one gather a step fewer, one
         whole unit more memory for each unit.
@@ -101,6 +108,8 @@ class FSDPConfig:
     Source: FSDP2 `fully_shard(reshard_after_forward=, mp_policy=)`.
     """
 
+    zero_dp_strategy: int | str = 3
+    outer_dp_sharding_strategy: int | str = 0
     reshard_after_forward: bool = True
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy()
     remat_policy: Callable[..., bool] | None = None
@@ -109,6 +118,20 @@ class FSDPConfig:
 
     def __post_init__(self):
         """Refuses combinations in which an option would do nothing."""
+        strategy = _named("zero_dp_strategy", self.zero_dp_strategy, ZERO_DP_STRATEGIES)
+        outer = _named(
+            "outer_dp_sharding_strategy",
+            self.outer_dp_sharding_strategy,
+            OUTER_STRATEGIES,
+        )
+        if outer == "optim" and strategy != "optim_grads_params":
+            raise ValueError(
+                "FSDPConfig(outer_dp_sharding_strategy='optim') splits further what "
+                "zero_dp_strategy='optim_grads_params' has split, but zero_dp_strategy="
+                f"{strategy!r}. Use strategy 3, or 'no_shard' for the outer one."
+            )
+        object.__setattr__(self, "zero_dp_strategy", strategy)
+        object.__setattr__(self, "outer_dp_sharding_strategy", outer)
         if isinstance(self.replicated, str):
             raise ValueError(
                 f"FSDPConfig(replicated={self.replicated!r}) must be a sequence of "
@@ -125,3 +148,19 @@ class FSDPConfig:
                 "reshard_after_forward=False saves everything: drop one of the two."
             )
         object.__setattr__(self, "replicated", tuple(self.replicated))
+
+
+ZERO_DP_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+"""Megatron-FSDP's names of ZeRO 0 to 3, in this order."""
+
+OUTER_STRATEGIES = ("no_shard", "optim")
+"""What HSDP and HFSDP do on `dp_outer`."""
+
+
+def _named(option: str, value: int | str, names: tuple[str, ...]) -> str:
+    if isinstance(value, int) and 0 <= value < len(names):
+        return names[value]
+    if value not in names:
+        known = ", ".join(f"{number} or {name!r}" for number, name in enumerate(names))
+        raise ValueError(f"FSDPConfig({option}={value!r}) is unknown. Use {known}.")
+    return str(value)

@@ -9,8 +9,14 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from fsdp_jax._config import FSDPConfig
-from fsdp_jax._mesh import SHARD_AXES, axes_in_use, check_axes, num_devices
+from fsdp_jax._config import ZERO_DP_STRATEGIES, FSDPConfig
+from fsdp_jax._mesh import (
+    OUTER_AXES,
+    SHARD_AXES,
+    axes_in_use,
+    check_axes,
+    num_devices,
+)
 from fsdp_jax._model import Instance, MakeModel, describe
 from fsdp_jax._plan import ROOT, ParamPlan, Placements, Plan
 from fsdp_jax._tree import matches, named_leaves
@@ -42,7 +48,7 @@ def fully_shard(
     units: Sequence[UnitSpec] = (),
     config: FSDPConfig | None = None,
 ) -> Plan:
-    """Plans ZeRO-3 for a model: which dim of each parameter is split, over which axes.
+    """Plans a sharded model: which dim of each parameter is split, over which axes.
 
     No memory is taken; the model is traced abstractly. Each unit's weights are gathered
     when it is entered and let go when it is left. Where units nest, the innermost owns
@@ -55,7 +61,7 @@ def fully_shard(
       units: Classes (flax.nnx, equinox), path patterns (`"layers.*"`: one `*` a path
         component, for linen modules and for functions marked with `fsdp.unit`), or
         either in `Stacked`. Empty: the model is one unit.
-      config: Precision, resharding and what stays whole; default `FSDPConfig()`.
+      config: Strategy, precision and what stays whole; default `FSDPConfig()`, ZeRO-3.
 
     Returns:
       The plan.
@@ -65,7 +71,7 @@ def fully_shard(
         matches nothing, or a parameter has no dim that the devices divide; all
         offenders in one message.
 
-    Source: Megatron-FSDP `fully_shard_model(zero_dp_strategy="optim_grads_params")`.
+    Source: Megatron-FSDP `fully_shard_model`.
       FSDP2 splits dim 0 and pads; here the largest dim that divides is split, since JAX
       shards an array evenly or not at all.
     """
@@ -120,7 +126,7 @@ def _plan_param(
     mesh: Mesh,
     config: FSDPConfig,
 ) -> ParamPlan:
-    axes = axes_in_use(mesh, SHARD_AXES)
+    placements = _placements(mesh, config)
     whole = ParamPlan(
         name=name,
         shape=tuple(leaf.shape),
@@ -134,19 +140,32 @@ def _plan_param(
     )
     if not _should_split(whole, mesh, config):
         return whole
-    dim = choose_shard_dim(
-        whole.shape, num_devices(mesh, axes), num_stacked=num_stacked
-    )
+    num_shards = num_devices(mesh, placements.optimizer)
+    dim = choose_shard_dim(whole.shape, num_shards, num_stacked=num_stacked)
     if dim is None:
         return whole
-    return dataclasses.replace(whole, dim=dim, placements=Placements(axes, axes, axes))
+    return dataclasses.replace(whole, dim=dim, placements=placements)
+
+
+def _placements(mesh: Mesh, config: FSDPConfig) -> Placements:
+    """The preset that the strategies name."""
+    inner = axes_in_use(mesh, SHARD_AXES)
+    outer = axes_in_use(mesh, OUTER_AXES)
+    strategy = ZERO_DP_STRATEGIES.index(str(config.zero_dp_strategy))
+    hybrid = config.outer_dp_sharding_strategy == "optim"
+    return Placements(
+        parameter=inner if strategy >= 3 else (),
+        gradient=inner if strategy >= 2 else (),
+        # Inner first: the outer gather then brings contiguous pieces together.
+        optimizer=(inner if strategy >= 1 else ()) + (outer if hybrid else ()),
+    )
 
 
 def _should_split(row: ParamPlan, mesh: Mesh, config: FSDPConfig) -> bool:
     """False for scalars, and for what the config or the mesh leaves whole."""
     return (
         row.ndim_in_unit > 0
-        and num_devices(mesh, SHARD_AXES) > 1
+        and num_devices(mesh, _placements(mesh, config).optimizer) > 1
         and math.prod(row.shape) >= config.min_shard_elements
         and not any(matches(p, row.name) for p in config.replicated)
     )
@@ -216,7 +235,7 @@ def _check(
             f"{', '.join(names[:5])}."
         )
     if indivisible:
-        num_shards = num_devices(mesh, SHARD_AXES)
+        num_shards = num_devices(mesh, _placements(mesh, config).optimizer)
         raise ValueError(
             "\n".join(_indivisible(row, num_shards) for row in indivisible)
         )

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Key
 
 from fsdp_jax._batch import join_microbatches, split_microbatches
-from fsdp_jax._collectives import gather_weight, reduce_rest
+from fsdp_jax._collectives import enter_step, gather_weight, reduce_rest
 from fsdp_jax._linen import gather_at_units
 from fsdp_jax._mesh import BATCH_AXES, DATA_AXES, axes_in_use, num_devices
 from fsdp_jax._objects import mark_objects
@@ -34,7 +34,7 @@ def global_loss(plan: Plan, loss_fn: LossFn, has_aux: bool) -> Callable[..., Any
 
     def local(params, batch, rng, model_state):
         rng = _fold_rank(plan, rng)
-        shards = _shards(plan, params, _sinks(plan))
+        shards = _shards(plan, _enter(plan, params), _sinks(plan))
         loss, (aux, _) = call(shards, model_state, batch, rng)
         return _mean(plan, loss), _reduce_aux(plan, aux_format.take_apart(aux))
 
@@ -59,22 +59,25 @@ def global_grads(
     aux_format = _AuxFormat()
     scale = 1 / (num_devices(plan.mesh, DATA_AXES) * accumulate)
 
-    def scaled_loss(sinks, params, model_state, batch, rng):
+    def scaled_loss(sinks, values, model_state, batch, rng):
         loss, (aux, model_state) = call(
-            _shards(plan, params, sinks), model_state, batch, rng
+            _shards(plan, values, sinks), model_state, batch, rng
         )
         # Scaled before backward, so that sums over ranks stay in the range of one rank.
         return loss * scale, (loss, aux_format.take_apart(aux), model_state)
 
     def local(params, batch, rng, model_state):
         rng = _fold_rank(plan, rng)
+        values = _enter(plan, params)
         backward = jax.grad(scaled_loss, has_aux=True)
 
         def microbatch(carry, xs):
             grads, state = carry
             index, rows = xs
+            pieces = _not_before(plan, values, rows)
             key = jax.random.fold_in(rng, index)
-            new, (loss, aux, state) = backward(grads, params, state, rows, key)
+            # Where gradients leave is read by nobody: what has accumulated will do.
+            new, (loss, aux, state) = backward(grads, pieces, state, rows, key)
             return (jax.tree.map(jnp.add, grads, new), state), (loss, aux)
 
         rows = split_microbatches(batch, accumulate)
@@ -159,8 +162,28 @@ def _checked_loss(loss: Any) -> Float[Array, ""]:
     return loss.astype(jnp.promote_types(loss.dtype, jnp.float32))
 
 
-def _shards(plan: Plan, params: PyTree, sinks: Sequence[Array]) -> list[Shard]:
+def _enter(plan: Plan, params: PyTree) -> list[Array]:
     values = jax.tree.leaves(params)
+    with jax.named_scope("enter_step"):
+        return [enter_step(*pair) for pair in zip(plan.rows, values, strict=True)]
+
+
+def _not_before(plan: Plan, values: Sequence[Array], rows: PyTree) -> list[Array]:
+    """Ties the shards of units to a microbatch's rows.
+
+    Gathering them does not depend on the rows, so XLA may move it out of the loop over
+    microbatches (on the CPU it does), where all units' whole weights would stay.
+    """
+    in_units = [v for v, r in zip(values, plan.rows, strict=True) if r.unit != ROOT]
+    in_units, _ = lax.optimization_barrier((in_units, rows))
+    tied = iter(in_units)
+    return [
+        v if r.unit == ROOT else next(tied)
+        for v, r in zip(values, plan.rows, strict=True)
+    ]
+
+
+def _shards(plan: Plan, values: Sequence[Array], sinks: Sequence[Array]) -> list[Shard]:
     return [Shard(*piece) for piece in zip(values, sinks, plan.rows, strict=True)]
 
 

@@ -18,6 +18,9 @@ BATCH_AXES = ("dp_outer", "dp_shard", "ep")
 DATA_AXES = (*BATCH_AXES, "cp")
 """Axes over which a gradient is summed: no two ranks on them see the same tokens."""
 
+OUTER_AXES = ("dp_outer",)
+"""Axes of replicas of the sharded model, which HFSDP splits further."""
+
 SHARD_AXES = ("dp_shard", "ep", "cp")
 """Axes that split a dense parameter."""
 

@@ -25,9 +25,11 @@ class Placements:
     """The mesh axes that split one parameter, at each station of its life.
 
     Attributes:
-      parameter: While it rests between its uses.
-      gradient: While gradients accumulate over microbatches.
-      optimizer: While the optimizer updates it.
+      parameter: Within a step, between its uses.
+      gradient: Within a step, while gradients accumulate over microbatches.
+      optimizer: Between steps and while the optimizer updates it: the only copy, in the
+        main dtype. Where a model computes with more of it, that is made from this one
+        when the step begins, so no second copy can disagree with it.
 
     Source: Megatron-FSDP `experimental::Placements` (one placement a mesh axis there;
       here the axes that shard, the others being replicated or, for gradients, partial).
@@ -79,8 +81,7 @@ class ParamPlan:
 
     def num_elements(self, mesh: Mesh, axes: tuple[str, ...]) -> int:
         """Elements of it on one device when split over `axes`."""
-        whole = math.prod(self.shape)
-        return whole // num_devices(mesh, axes) if self.dim is not None else whole
+        return math.prod(self.shape) // num_devices(mesh, axes)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -110,7 +111,7 @@ class Plan:
     def params(self) -> PyTree:
         """The mould of the parameters: shapes, main dtypes and shardings at rest."""
         return self._mould(
-            lambda row: (row.precision.main_params, row.placements.parameter)
+            lambda row: (row.precision.main_params, row.placements.optimizer)
         )
 
     @property
@@ -161,12 +162,9 @@ class Plan:
         """Bytes on one device for the parameters and the gradients, at rest."""
         sizes = {"params": 0, "grads": 0}
         for row in self.rows:
-            at, dtypes = row.placements, row.precision
-            for kind, axes, dtype in (
-                ("params", at.parameter, dtypes.main_params),
-                ("grads", at.optimizer, dtypes.main_grads),
-            ):
-                sizes[kind] += row.num_elements(self.mesh, axes) * dtype.itemsize
+            held = row.num_elements(self.mesh, row.placements.optimizer)
+            sizes["params"] += held * row.precision.main_params.itemsize
+            sizes["grads"] += held * row.precision.main_grads.itemsize
         return sizes
 
     def __repr__(self) -> str:
@@ -201,7 +199,7 @@ _COLUMNS = {
 
 
 def _cells(plan: Plan, row: ParamPlan) -> tuple[str, ...]:
-    axes = row.placements.parameter
+    axes = row.placements.optimizer
     rests, moves = row.precision.main_params, row.precision.param
     return (
         row.name,
@@ -209,7 +207,7 @@ def _cells(plan: Plan, row: ParamPlan) -> tuple[str, ...]:
         rests.name,
         moves.name,
         row.unit + (" (stacked)" if row.num_stacked else ""),
-        "whole" if row.dim is None else f"dim {row.dim} over {' x '.join(axes)}",
+        "whole" if not axes else f"dim {row.dim} over {' x '.join(axes)}",
         f"{row.num_elements(plan.mesh, axes) * rests.itemsize:,}",
     )
 
@@ -217,7 +215,7 @@ def _cells(plan: Plan, row: ParamPlan) -> tuple[str, ...]:
 def _summary(plan: Plan) -> list[str]:
     sizes = plan.bytes_per_device
     axes = ", ".join(f"{a}={n}" for a, n in plan.mesh.shape.items() if n > 1)
-    whole = [row.name for row in plan.rows if row.dim is None]
+    whole = [row.name for row in plan.rows if not row.placements.optimizer]
     at_entry = sum(
         math.prod(row.shape) * row.precision.param.itemsize
         for row in plan.rows
