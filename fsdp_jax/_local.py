@@ -76,14 +76,13 @@ def global_grads(
             index, rows = xs
             pieces = _not_before(plan, values, rows)
             key = jax.random.fold_in(rng, index)
-            # Where gradients leave is read by nobody: what has accumulated will do.
-            new, (loss, aux, state) = backward(grads, pieces, state, rows, key)
+            new, (loss, aux, state) = backward(sinks, pieces, state, rows, key)
             return (jax.tree.map(jnp.add, grads, new), state), (loss, aux)
 
+        sinks = _sinks(plan)
         rows = split_microbatches(batch, accumulate)
-        start = (_sinks(plan), model_state)
         (grads, new_state), (losses, aux) = lax.scan(
-            microbatch, start, (jnp.arange(accumulate), rows)
+            microbatch, (sinks, model_state), (jnp.arange(accumulate), rows)
         )
         axes = axes_in_use(plan.mesh, DATA_AXES)
         with jax.named_scope("reduce_rest"):

@@ -11,6 +11,7 @@ from helpers.hlo import collectives, group_size
 from helpers.zoo import CASES, batch
 
 import fsdp_jax as fsdp
+from fsdp_jax._plan import ROOT
 
 CASE = CASES["nnx scanned"]
 TX = optax.adamw(1e-2, eps=1e-8)
@@ -103,6 +104,17 @@ def test_collectives_are_those_that_the_strategy_names(counts):
     assert found == expected
     # Forward and backward; what no gradient needs is not gathered again.
     assert n < gathered <= 2 * n if inner == 3 else gathered == 0
+
+
+def test_units_are_gathered_within_the_microbatch_also_when_unrolled():
+    case = CASES["nnx unrolled"]
+    plan = case.plan(fsdp.make_mesh())
+    step = fsdp.make_train_step(plan, case.loss, TX, accumulate=3)
+    lowered = step.lower(fsdp.abstract_state(plan, TX), batch(rows=24))
+    found = collectives(lowered.compile().as_text())
+    before = [c for c in found if c.op == "all-gather" and c.depth == 0]
+    root = [row for row in plan.rows if row.unit == ROOT]
+    assert len(before) <= len(root)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
