@@ -18,6 +18,7 @@ from fsdp_jax._step import TrainStep as TrainStep
 from fsdp_jax._step import make_eval_step as make_eval_step
 from fsdp_jax._step import make_train_step as make_train_step
 from fsdp_jax._step import value_and_grad as value_and_grad
+from fsdp_jax._tree import named_leaves as named_leaves
 from fsdp_jax._unit import unit as unit
 from fsdp_jax.checkpoint import latest_step as latest_step
 from fsdp_jax.checkpoint import load as load

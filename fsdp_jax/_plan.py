@@ -212,6 +212,16 @@ def _cells(plan: Plan, row: ParamPlan) -> tuple[str, ...]:
     )
 
 
+def _largest_unit(plan: Plan) -> int:
+    """Bytes of the largest unit's whole weights as computed with, one of a stack."""
+    sizes = dict.fromkeys(plan.units, 0)
+    for row in plan.rows:
+        if row.unit != ROOT:
+            elements = math.prod(row.shape[row.num_stacked :])
+            sizes[row.unit] += elements * row.precision.param.itemsize
+    return max(sizes.values(), default=0)
+
+
 def _summary(plan: Plan) -> list[str]:
     sizes = plan.bytes_per_device
     axes = ", ".join(f"{a}={n}" for a, n in plan.mesh.shape.items() if n > 1)
@@ -226,7 +236,8 @@ def _summary(plan: Plan) -> list[str]:
     lines = [
         f"{counts}, devices: {plan.mesh.size} ({axes or 'a single one'})",
         f"a device at rest: {', '.join(at_rest)}; optimizer state comes on top",
-        f"gathered at the entry of the loss and kept: {format_bytes(at_entry)}",
+        f"whole during a step: {format_bytes(at_entry)} in no unit, all the time; "
+        f"{format_bytes(_largest_unit(plan))} in the largest unit, while it runs",
     ]
     if whole and plan.mesh.size > 1:
         lines.append(f"whole on every device: {', '.join(whole)}")

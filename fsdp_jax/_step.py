@@ -81,7 +81,10 @@ class TrainStep:
         check_batch(self.plan, batch, self.accumulate)
         sharding = self.plan.batch_sharding
         shapes = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), batch
+            lambda x: jax.ShapeDtypeStruct(
+                x.shape, jax.dtypes.canonicalize_dtype(x.dtype), sharding=sharding
+            ),
+            batch,
         )
         return self.jitted.lower(state, shapes)
 

@@ -25,7 +25,9 @@ def text_table(columns: Mapping[str, str], rows: Sequence[Sequence[str]]) -> str
         table.add_row(*row)
     # A table that wraps at 80 columns can be neither read nor searched.
     out = io.StringIO()
-    Console(file=out, width=10_000, color_system=None).print(table, markup=False)
+    # In a notebook rich would otherwise write HTML to the cell, and nothing to `out`.
+    console = Console(file=out, width=10_000, color_system=None, force_jupyter=False)
+    console.print(table, markup=False)
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
 

@@ -1,0 +1,355 @@
+"""What is split, over what, and what the plan says about it."""
+
+from __future__ import annotations
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from helpers.zoo import CASES
+from jax.sharding import NamedSharding, PartitionSpec
+
+import fsdp_jax as fsdp
+from fsdp_jax._fully_shard import choose_shard_dim
+from fsdp_jax._plan import ROOT
+from fsdp_jax._tree import named_leaves
+
+MESH = fsdp.make_mesh()
+
+
+def plan_shapes(shapes, units=(), mesh=MESH, dtype=jnp.float32, **config) -> fsdp.Plan:
+    """The plan of a tree of arrays of these shapes."""
+
+    def make(key):
+        is_shape = lambda node: isinstance(node, tuple)  # noqa: E731
+        return jax.tree.map(lambda s: jnp.ones(s, dtype), shapes, is_leaf=is_shape)
+
+    return fsdp.fully_shard(make, mesh, units, fsdp.FSDPConfig(**config))
+
+
+def dims(plan) -> dict[str, int | None]:
+    return {row.name: row.dim for row in plan.rows}
+
+
+def stacks(plan) -> dict[str, int]:
+    return {row.name: row.num_stacked for row in plan.rows}
+
+
+@pytest.mark.parametrize(
+    "shape, num_stacked, dim",
+    [
+        ((1024, 4096), 0, 1),
+        ((1024, 1024), 0, 0),  # a tie: leftmost
+        ((8, 16, 16), 0, 1),
+        ((50257, 768), 0, 1),  # an odd vocabulary: what divides beats what is largest
+        ((4096,), 0, 0),
+        ((8, 24, 16), 1, 1),
+        ((64, 8, 16), 1, 2),  # the stack is largest, and is never split
+        ((64, 64, 8), 2, 2),
+        ((8, 7), 1, None),
+        ((50257, 770), 0, None),
+        ((8,), 1, None),
+        ((0, 8), 0, 1),  # nothing divides into eight nothings
+        ((), 0, None),
+    ],
+)
+def test_the_largest_dim_that_divides_is_split(shape, num_stacked, dim):
+    assert choose_shard_dim(shape, 8, num_stacked=num_stacked) == dim
+
+
+def test_every_indivisible_leaf_is_named_in_one_error():
+    shapes = {"wte": (50257, 770), "good": (8, 8), "layers": {"bias": (2, 7)}}
+    with pytest.raises(ValueError) as error:
+        plan_shapes(shapes, [fsdp.Stacked("layers")])
+    first, second = str(error.value).splitlines()
+    assert "'layers.bias' of shape (2, 7): it is split over 8 devices" in first
+    assert "divides none of its dims after the stacked ones" in first
+    assert "pad dim 1 from 7 to 8" in first
+    assert "'wte' of shape (50257, 770)" in second
+    assert "pad dim 0 from 50257 to 50264" in second
+    assert "replicated=('wte',) (38,697,890 elements on every device)" in second
+
+
+def test_the_fix_that_the_error_names_works():
+    plan = plan_shapes({"wte": (50257, 770), "w": (8, 8)}, replicated=("wte",))
+    assert dims(plan) == {"wte": None, "w": 0}
+    assert "whole on every device: wte" in repr(plan)
+
+
+@pytest.mark.parametrize(
+    "pattern, whole",
+    [
+        ("layers.*.norm", {"layers.0.norm", "layers.1.norm"}),
+        ("layers.1", {"layers.1.norm", "layers.1.w"}),
+        ("*", {"layers.0.norm", "layers.0.w", "layers.1.norm", "layers.1.w", "out"}),
+        ("ou?", {"out"}),
+    ],
+)
+def test_what_a_replicated_pattern_matches_stays_whole(pattern, whole):
+    layer = {"norm": (8,), "w": (8, 8)}
+    shapes = {"layers": [layer, layer], "out": (8, 8)}
+    plan = plan_shapes(shapes, replicated=(pattern,))
+    assert {name for name, dim in dims(plan).items() if dim is None} == whole
+
+
+def test_patterns_that_match_nothing_are_all_named():
+    with pytest.raises(ValueError, match=r"'bias', 'w.x'\. Parameter paths begin: w\."):
+        plan_shapes({"w": (8, 8)}, replicated=("bias", "w", "w.x"))
+
+
+def test_smaller_parameters_than_asked_for_stay_whole():
+    plan = plan_shapes({"a": (8, 8), "b": (63,), "c": (64,)}, min_shard_elements=64)
+    assert dims(plan) == {"a": 0, "b": None, "c": 0}
+
+
+def test_scalars_stay_whole_without_a_word():
+    plan = plan_shapes({"temperature": (), "w": (8, 8)})
+    assert dims(plan) == {"temperature": None, "w": 0}
+
+
+def test_a_scalar_for_each_unit_of_a_stack_stays_whole():
+    plan = plan_shapes({"layers": {"scale": (8,), "w": (8, 8, 8)}}, ["layers"])
+    assert dims(plan) == {"layers.scale": 0, "layers.w": 0}
+    plan = plan_shapes(
+        {"layers": {"scale": (8,), "w": (8, 8, 8)}}, [fsdp.Stacked("layers")]
+    )
+    assert dims(plan) == {"layers.scale": None, "layers.w": 1}
+
+
+class Norm(nnx.Module):
+    def __init__(self, rngs):
+        self.scale = nnx.Param(jnp.ones(8))
+        self.matrix = nnx.Param(jnp.ones((8, 8)))
+
+
+class NormStack(nnx.Module):
+    def __init__(self, rngs):
+        make = nnx.vmap(lambda rngs: Norm(rngs), in_axes=(0,), out_axes=0)
+        self.stack = nnx.split_rngs(splits=8)(make)(rngs)
+        self.single = Norm(rngs)
+
+
+class EquinoxNorm(eqx.Module):
+    scale: jax.Array
+    matrix: jax.Array
+
+    def __init__(self, key):
+        self.scale = jax.random.normal(key, (8,))
+        self.matrix = jax.random.normal(key, (8, 8))
+
+
+class EquinoxNormStack(eqx.Module):
+    stack: EquinoxNorm
+    single: EquinoxNorm
+
+    def __init__(self, key):
+        self.stack = eqx.filter_vmap(EquinoxNorm)(jax.random.split(key, 8))
+        self.single = EquinoxNorm(key)
+
+
+@pytest.mark.parametrize(
+    "make, unit",
+    [
+        (lambda key: NormStack(nnx.Rngs(key)), Norm),
+        (EquinoxNormStack, EquinoxNorm),
+    ],
+    ids=["nnx", "equinox"],
+)
+def test_eight_stacked_norms_of_eight_are_told_from_a_matrix(make, unit):
+    plan = fsdp.fully_shard(make, MESH, [unit])
+    assert stacks(plan) == {
+        "single.matrix": 0,
+        "single.scale": 0,
+        "stack.matrix": 1,
+        "stack.scale": 1,
+    }
+    assert dims(plan)["stack.scale"] == 1
+    assert dims(plan)["single.scale"] == 0
+    init = vars(unit)["__init__"]
+    assert init.__qualname__.startswith(unit.__name__)  # the class is as it was
+
+
+def test_two_maps_around_a_constructor_are_two_stacked_dims():
+    def make(key):
+        keys = jax.random.split(key, (3, 8))
+        return {"stack": eqx.filter_vmap(eqx.filter_vmap(EquinoxNorm))(keys)}
+
+    plan = fsdp.fully_shard(make, MESH, [EquinoxNorm])
+    assert stacks(plan) == {"stack.matrix": 2, "stack.scale": 2}
+
+
+def test_a_path_pattern_is_a_stack_only_where_it_is_said_to_be():
+    shapes = {"layers": (8, 16, 16)}
+    assert stacks(plan_shapes(shapes, ["layers"])) == {"layers": 0}
+    stacked = plan_shapes(shapes, [fsdp.Stacked("layers")])
+    assert (stacks(stacked), dims(stacked)) == ({"layers": 1}, {"layers": 1})
+    twice = plan_shapes(shapes, [fsdp.Stacked("layers", num_dims=2)])
+    assert (stacks(twice), dims(twice)) == ({"layers": 2}, {"layers": 2})
+
+
+def test_the_innermost_unit_owns_a_parameter():
+    shapes = {"block": {"w": (8, 8), "mlp": {"w": (8, 8)}}, "out": (8, 8)}
+    for units in (["block", "block.mlp"], ["block.mlp", "block"]):
+        plan = plan_shapes(shapes, units)
+        assert {row.name: row.unit for row in plan.rows} == {
+            "block.mlp.w": "block.mlp",
+            "block.w": "block",
+            "out": ROOT,
+        }
+
+
+def test_a_unit_is_no_prefix_of_a_longer_name():
+    plan = plan_shapes({"layer": {"w": (8,)}, "layer_norm": {"w": (8,)}}, ["layer"])
+    assert [row.unit for row in plan.rows] == ["layer", ROOT]
+
+
+class Absent(nnx.Module):
+    pass
+
+
+def test_units_that_match_nothing_are_all_named():
+    with pytest.raises(ValueError, match=r"Absent, 'blocks.\*'\..*begin: w\."):
+        plan_shapes({"w": (8, 8)}, [Absent, "w", "blocks.*"])
+
+
+def test_a_model_without_trainable_arrays_is_refused():
+    with pytest.raises(ValueError, match="dict without any trainable"):
+        plan_shapes({"i": (8, 8)}, dtype=jnp.int32)
+
+
+def test_without_units_the_model_is_one_and_the_plan_says_what_that_costs():
+    plan = plan_shapes({"w": (1024, 256)})
+    assert plan.units == ()
+    assert "kept: 1.00 MiB" in repr(plan)
+    assert "no units: the whole model is gathered" in repr(plan)
+
+
+def test_the_plan_prints_a_row_a_parameter_and_the_totals():
+    policy = fsdp.MixedPrecisionPolicy(
+        param_dtype=jnp.bfloat16, main_grads_dtype=jnp.bfloat16
+    )
+    shapes = {"layers": {"b": (3, 8), "w": (3, 8, 64)}, "head": (64, 16), "s": ()}
+    plan = plan_shapes(shapes, [fsdp.Stacked("layers")], mp_policy=policy)
+    lines = repr(plan).splitlines()
+    # name, shape, rests as, gathered as, unit, split, bytes/device
+    assert [line.split() for line in lines[1:5]] == [
+        "head (64, 16) float32 bfloat16 (root) dim 0 over dp_shard 512".split(),
+        (
+            "layers.b (3, 8) float32 bfloat16 layers (stacked) "
+            "dim 1 over dp_shard 12"
+        ).split(),
+        (
+            "layers.w (3, 8, 64) float32 bfloat16 layers (stacked) "
+            "dim 2 over dp_shard 768"
+        ).split(),
+        "s () float32 bfloat16 (root) whole 4".split(),
+    ]
+    elements = 64 * 16 // 8 + 3 * 8 // 8 + 3 * 8 * 64 // 8 + 1
+    assert plan.bytes_per_device == {"params": 4 * elements, "grads": 2 * elements}
+    assert lines[6] == "parameters: 4, units: 1, devices: 8 (dp_shard=8)"
+    assert "1.27 KiB params, 648 B grads" in lines[7]
+    assert lines[8].endswith("kept: 2.00 KiB")  # head and s, in bfloat16
+    assert lines[9] == "whole on every device: s"
+
+
+def test_on_two_axes_a_parameter_is_split_over_their_product():
+    plan = plan_shapes({"w": (8, 24)}, mesh=fsdp.make_mesh(dp_outer=2, ep=2))
+    (row,) = plan.rows
+    assert plan.specs == {"w": PartitionSpec(None, ("dp_shard", "ep"))}
+    assert "dim 1 over dp_shard x ep" in repr(plan)
+    assert plan.bytes_per_device["params"] == 4 * 8 * 24 // 4
+    assert "devices: 8 (dp_outer=2, dp_shard=2, ep=2)" in repr(plan)
+
+
+def test_on_one_device_everything_is_whole_and_nothing_is_complained_about():
+    plan = plan_shapes({"odd": (7, 9)}, mesh=fsdp.make_mesh(devices=jax.devices()[:1]))
+    assert dims(plan) == {"odd": None}
+    assert "devices: 1 (a single one)" in repr(plan)
+    assert "whole on every device" not in repr(plan)
+
+
+def test_moulds_have_the_shapes_dtypes_and_shardings_of_the_plan():
+    policy = fsdp.MixedPrecisionPolicy(
+        param_dtype=jnp.bfloat16, main_grads_dtype=jnp.float16
+    )
+    plan = plan_shapes({"w": (16, 8), "v": (4, 16)}, mp_policy=policy)
+    specs = {"w": PartitionSpec("dp_shard"), "v": PartitionSpec(None, "dp_shard")}
+    assert plan.specs == specs
+    for name, shape in (("w", (16, 8)), ("v", (4, 16))):
+        sharding = NamedSharding(MESH, specs[name])
+        assert plan.shardings[name] == sharding
+        for mould, dtype in ((plan.params, jnp.float32), (plan.grads, jnp.float16)):
+            assert (mould[name].shape, mould[name].dtype) == (shape, dtype)
+            assert mould[name].sharding == sharding
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_moulds_have_the_structure_of_the_model_for_every_library(name):
+    case = CASES[name]
+    params, _ = case.weights()
+    plan = case.plan(MESH)
+    for mould in (plan.params, plan.grads):
+        assert jax.tree.structure(mould) == jax.tree.structure(params)
+    shapes = [(name, leaf.shape) for name, leaf in named_leaves(params)]
+    assert [(row.name, row.shape) for row in plan.rows] == shapes
+    assert not any(row.name.endswith(".value") for row in plan.rows)
+
+
+BF16, FP16, FP32, FP64 = jnp.bfloat16, jnp.float16, jnp.float32, np.float64
+
+
+@pytest.mark.parametrize(
+    "policy, model, resolved",
+    [
+        ({}, FP32, (FP32, FP32, FP32, FP32)),
+        ({}, BF16, (BF16, FP32, FP32, FP32)),
+        ({}, FP64, (FP64, FP64, FP64, FP64)),
+        ({"param_dtype": BF16}, FP32, (BF16, FP32, FP32, FP32)),
+        ({"main_params_dtype": BF16}, BF16, (BF16, BF16, BF16, BF16)),
+        ({"main_grads_dtype": FP32}, BF16, (BF16, FP32, FP32, FP32)),
+        ({"main_grads_dtype": BF16}, FP32, (FP32, FP32, BF16, BF16)),
+        ({"grad_comm_dtype": "float16"}, FP32, (FP32, FP32, FP32, FP16)),
+    ],
+)
+def test_a_precision_policy_fills_in_what_is_not_said(policy, model, resolved):
+    got = fsdp.MixedPrecisionPolicy(**policy).resolve(model)
+    have = (got.param, got.main_params, got.main_grads, got.grad_comm)
+    assert have == tuple(map(jnp.dtype, resolved))
+
+
+def test_precisions_that_are_not_floating_point_are_all_named():
+    with pytest.raises(ValueError, match="param_dtype=int8, grad_comm_dtype=bool"):
+        fsdp.MixedPrecisionPolicy(
+            param_dtype=jnp.int8, main_grads_dtype=FP32, grad_comm_dtype=bool
+        )
+
+
+@pytest.mark.parametrize(
+    "config, says",
+    [
+        ({"replicated": "w"}, r"write replicated=\('w',\)"),
+        ({"min_shard_elements": -1}, r"min_shard_elements=-1\) counts elements"),
+        (
+            {
+                "remat_policy": jax.checkpoint_policies.dots_saveable,
+                "reshard_after_forward": False,
+            },
+            "drop one of the two",
+        ),
+    ],
+)
+def test_options_that_would_do_nothing_are_refused(config, says):
+    with pytest.raises(ValueError, match=says):
+        fsdp.FSDPConfig(**config)
+
+
+def test_planning_takes_no_device_memory():
+    def make(key):
+        return {"w": jax.random.normal(key, (2**20, 2**20))}  # 4 TiB
+
+    before = {id(array) for array in jax.live_arrays()}
+    plan = fsdp.fully_shard(make, MESH)
+    assert {id(array) for array in jax.live_arrays()} <= before
+    assert "512.00 GiB params" in repr(plan)
