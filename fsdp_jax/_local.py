@@ -21,7 +21,7 @@ from fsdp_jax._mesh import BATCH_AXES, DATA_AXES, axes_in_use, num_devices
 from fsdp_jax._objects import mark_objects
 from fsdp_jax._plan import ROOT, Plan
 from fsdp_jax._shard import Shard
-from fsdp_jax._tree import PyTree
+from fsdp_jax._tree import PyTree, named_leaves
 
 LossFn = Callable[..., Any]
 """`loss_fn(model, batch)`, with `rng=key` if it asks, to a loss or `(loss, aux)`."""
@@ -143,10 +143,23 @@ def _loss_of_shards(plan: Plan, loss_fn: LossFn, has_aux: bool):
         loss, aux = out if has_aux else (out, None)
         if isinstance(model, nnx.Module):
             _, written = plan.model.split(model)
+            _check_state(model_state, written)
             model_state = _keep_keys(model_state, written)
         return _checked_loss(loss), (aux, model_state)
 
     return call
+
+
+def _check_state(before: PyTree, after: PyTree) -> None:
+    """Refuses a loss that leaves the model with more or fewer arrays than it had."""
+    had, has = (dict(named_leaves(state)) for state in (before, after))
+    if had.keys() != has.keys():
+        raise ValueError(
+            "loss_fn changed which arrays the model holds; new: "
+            f"{', '.join(has.keys() - had.keys()) or 'none'}; gone: "
+            f"{', '.join(had.keys() - has.keys()) or 'none'}. Take what was sown out "
+            "again (nnx.pop(model, nnx.Intermediate)) and return it with has_aux=True."
+        )
 
 
 def _checked_loss(loss: Any) -> Float[Array, ""]:

@@ -222,7 +222,7 @@ def test_a_model_without_trainable_arrays_is_refused():
 def test_without_units_the_model_is_one_and_the_plan_says_what_that_costs():
     plan = plan_shapes({"w": (1024, 256)})
     assert plan.units == ()
-    assert "kept: 1.00 MiB" in repr(plan)
+    assert "1.00 MiB in no unit" in repr(plan)
     assert "no units: the whole model is gathered" in repr(plan)
 
 
@@ -250,7 +250,9 @@ def test_the_plan_prints_a_row_a_parameter_and_the_totals():
     assert plan.bytes_per_device == {"params": 4 * elements, "grads": 2 * elements}
     assert lines[6] == "parameters: 4, units: 1, devices: 8 (dp_shard=8)"
     assert "1.27 KiB params, 648 B grads" in lines[7]
-    assert lines[8].endswith("kept: 2.00 KiB")  # head and s, in bfloat16
+    # Of no unit: head and s. The largest unit: one layer of the three. In bfloat16.
+    assert "2.00 KiB in no unit" in lines[8]
+    assert "1.02 KiB in the largest unit" in lines[8]
     assert lines[9] == "whole on every device: s"
 
 
