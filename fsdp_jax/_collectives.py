@@ -73,12 +73,13 @@ def reduce_rest(
     summed = tuple(axis for axis in partial if axis not in scattered)
     if not partial:
         return grad
-    grad = grad.astype(row.precision.grad_comm)
     if scattered:
         assert row.dim is not None
-        grad = lax.psum_scatter(grad, scattered, scatter_dimension=row.dim, tiled=True)
+        grad = _reduce_scatter(row, grad, scattered, row.dim)
     if summed:
-        grad = lax.psum(grad, summed)
+        wide = row.precision.accumulate_wide
+        wire = row.precision.main_grads if wide else row.precision.grad_comm
+        grad = lax.psum(grad.astype(wire), summed)
     return grad.astype(row.precision.main_grads)
 
 
@@ -97,16 +98,27 @@ def _gather_forward(row: ParamPlan, value: Array, sink: Array):
 
 
 def _gather_backward(row: ParamPlan, _, grad: Array):
-    grad = grad.astype(row.precision.grad_comm)
     axes = row.placements.gradient
     if axes:
-        grad = lax.psum_scatter(
-            grad, axes, scatter_dimension=_dim_in_unit(row), tiled=True
-        )
+        grad = _reduce_scatter(row, grad, axes, _dim_in_unit(row))
     return None, grad.astype(row.precision.main_grads)
 
 
 _gather.defvjp(_gather_forward, _gather_backward)
+
+
+def _reduce_scatter(
+    row: ParamPlan, grad: Array, axes: tuple[str, ...], dim: int
+) -> Array:
+    """Sums over `axes`, each rank keeping its piece of `dim`."""
+    grad = grad.astype(row.precision.grad_comm)
+    if not row.precision.accumulate_wide:
+        return lax.psum_scatter(grad, axes, scatter_dimension=dim, tiled=True)
+    pieces = lax.all_to_all(grad, axes, split_axis=dim, concat_axis=dim, tiled=True)
+    num_ranks = lax.axis_size(axes)
+    before, size, after = pieces.shape[:dim], pieces.shape[dim], pieces.shape[dim + 1 :]
+    by_rank = pieces.reshape(*before, num_ranks, size // num_ranks, *after)
+    return by_rank.sum(axis=dim, dtype=row.precision.main_grads)
 
 
 def _dim_in_unit(row: ParamPlan) -> int:

@@ -26,24 +26,33 @@ class MixedPrecisionPolicy:
         in. None: `main_params_dtype`.
       grad_comm_dtype: What gradients are cast to before they are reduced. None:
         `main_grads_dtype`.
+      reduce_scatter_with_fp32_accumulation: Send gradients in `grad_comm_dtype`, but
+        add them up in `main_grads_dtype`: each rank receives the others' pieces (an
+        all-to-all, the same bytes as a reduce-scatter) and sums them itself. Without,
+        the sum of n ranks is rounded to `grad_comm_dtype` up to n - 1 times. An
+        all-reduce (between HSDP's replicas, and of what stays whole) has no such form
+        and travels in `main_grads_dtype` then. Needs a narrower `grad_comm_dtype`.
 
     Source: Megatron-FSDP `mixed_precision.py::MixedPrecisionPolicy` for the last three
       (there None means the parameter's own dtype for main gradients; here gradients
       are accumulated in at least float32 unless told otherwise); `param_dtype` is
-      FSDP2's.
+      FSDP2's; `reduce_scatter_with_fp32_accumulation` is that of Megatron's
+      `DistributedDataParallelConfig`.
     """
 
     param_dtype: DTypeLike | None = None
     main_params_dtype: DTypeLike | None = None
     main_grads_dtype: DTypeLike | None = None
     grad_comm_dtype: DTypeLike | None = None
+    reduce_scatter_with_fp32_accumulation: bool = False
 
     def __post_init__(self):
         """Refuses what gradients cannot be made of, all offenders at once."""
         chosen = {
             field.name: jnp.dtype(value)
             for field in dataclasses.fields(self)
-            if (value := getattr(self, field.name)) is not None
+            if field.name.endswith("_dtype")
+            and (value := getattr(self, field.name)) is not None
         }
         wrong = [
             f"{name}={dtype.name}"
@@ -54,6 +63,16 @@ class MixedPrecisionPolicy:
             raise ValueError(
                 "MixedPrecisionPolicy takes floating-point dtypes, got "
                 f"{', '.join(wrong)}. Use e.g. jnp.bfloat16 or jnp.float32."
+            )
+        wide = jnp.dtype(self.main_grads_dtype or self.main_params_dtype or jnp.float32)
+        wire = jnp.dtype(self.grad_comm_dtype or wide)
+        if self.reduce_scatter_with_fp32_accumulation and (
+            wire.itemsize >= wide.itemsize
+        ):
+            raise ValueError(
+                "MixedPrecisionPolicy(reduce_scatter_with_fp32_accumulation=True) adds "
+                f"up in main_grads_dtype ({wide.name}) what travels in grad_comm_dtype "
+                f"({wire.name}), which is no narrower. Set the latter to bfloat16."
             )
 
     def resolve(self, dtype: DTypeLike) -> Precision:
@@ -68,17 +87,19 @@ class MixedPrecisionPolicy:
             main_params=main,
             main_grads=main_grads,
             grad_comm=jnp.dtype(self.grad_comm_dtype or main_grads),
+            accumulate_wide=self.reduce_scatter_with_fp32_accumulation,
         )
 
 
 @dataclasses.dataclass(frozen=True)
 class Precision:
-    """A `MixedPrecisionPolicy` resolved for one parameter: four concrete dtypes."""
+    """A `MixedPrecisionPolicy` resolved for one parameter: its concrete dtypes."""
 
     param: jnp.dtype
     main_params: jnp.dtype
     main_grads: jnp.dtype
     grad_comm: jnp.dtype
+    accumulate_wide: bool
 
 
 @dataclasses.dataclass(frozen=True)

@@ -237,8 +237,7 @@ def test_the_plan_prints_a_row_a_parameter_and_the_totals():
     assert [line.split() for line in lines[1:5]] == [
         "head (64, 16) float32 bfloat16 (root) dim 0 over dp_shard 512".split(),
         (
-            "layers.b (3, 8) float32 bfloat16 layers (stacked) "
-            "dim 1 over dp_shard 12"
+            "layers.b (3, 8) float32 bfloat16 layers (stacked) dim 1 over dp_shard 12"
         ).split(),
         (
             "layers.w (3, 8, 64) float32 bfloat16 layers (stacked) "

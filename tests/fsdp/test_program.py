@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers.compare import worst
 from helpers.hlo import Collective, collectives, group_size, stablehlo_dtypes
 from helpers.zoo import CASES, SEQ, batch
 
@@ -210,6 +211,34 @@ def test_the_wire_carries_the_dtypes_of_the_policy(policy, gathered, reduced):
     text = step.lower(fsdp.abstract_state(plan, TX), batch()).as_text()
     assert stablehlo_dtypes(text, "all_gather") == {gathered}
     assert stablehlo_dtypes(text, "reduce_scatter") == {reduced}
+
+
+WIDE_SUMS = fsdp.MixedPrecisionPolicy(
+    grad_comm_dtype=jnp.bfloat16, reduce_scatter_with_fp32_accumulation=True
+)
+
+
+def test_gradients_may_travel_narrow_and_be_summed_wide():
+    case = CASES["plain pytree"]
+    plan = case.plan(fsdp.make_mesh(), mp_policy=WIDE_SUMS)
+    step = fsdp.make_train_step(plan, case.loss, TX)
+    text = step.lower(fsdp.abstract_state(plan, TX), batch()).as_text()
+    assert "reduce_scatter" not in text
+    assert stablehlo_dtypes(text, "all_to_all") == {"bf16"}
+
+
+def test_what_travels_narrow_is_off_by_no_more_than_one_rounding():
+    case = CASES["plain pytree"]
+    exact, narrow = (
+        fsdp.value_and_grad(plan, case.loss)(case.sharded(plan), batch())[1]
+        for plan in (
+            case.plan(fsdp.make_mesh()),
+            case.plan(fsdp.make_mesh(), mp_policy=WIDE_SUMS),
+        )
+    )
+    # Eight terms, each rounded once to 8 bits: at most 2^-9 of each term.
+    error = worst(narrow, exact)
+    assert 1e-4 < error < 2**-8
 
 
 @pytest.fixture(scope="module")

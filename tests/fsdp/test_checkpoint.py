@@ -1,0 +1,284 @@
+"""A checkpoint: the same bits on any mesh, whole or not at all, and nothing else."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import fsdp_jax as fsdp
+from fsdp_jax._tree import named_leaves
+
+WIDTH = 8
+TX = optax.adamw(1e-2)
+X = np.random.default_rng(0).normal(size=(16, WIDTH)).astype(np.float32)
+STEPS = 2
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+        self.norm = nnx.BatchNorm(WIDTH, rngs=rngs)
+        self.dropout = nnx.Dropout(0.2, rngs=rngs)
+
+    def __call__(self, x):
+        return self.dropout(self.norm(jnp.tanh(self.linear(x))))
+
+
+def loss(model, batch):
+    return jnp.mean(model(batch) ** 2)
+
+
+def plan_on(devices: int, *, make=lambda key: Block(nnx.Rngs(key)), **sizes):
+    mesh = fsdp.make_mesh(devices=jax.devices()[:devices], **sizes)
+    return fsdp.fully_shard(make, mesh)
+
+
+def bits(tree) -> dict[str, np.ndarray]:
+    """Every leaf on the host, keys as their words."""
+    is_key = lambda leaf: jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)  # noqa: E731
+    return {
+        name: np.asarray(jax.random.key_data(leaf) if is_key(leaf) else leaf)
+        for name, leaf in named_leaves(tree)
+    }
+
+
+def assert_same_bits(got, want):
+    assert got.keys() == want.keys()
+    for name in want:
+        assert got[name].dtype == want[name].dtype, name
+        np.testing.assert_array_equal(got[name], want[name], err_msg=name)
+
+
+@dataclasses.dataclass
+class Saved:
+    """A run on eight devices.
+
+    Attributes:
+      path: Where its steps 1 and 2 are.
+      step: Its compiled train step.
+      bits: What was saved at step 2, by name.
+      after: What the run had one step later.
+    """
+
+    path: str
+    step: fsdp.TrainStep
+    bits: dict[str, np.ndarray]
+    after: dict[str, np.ndarray]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Saved:
+    path = str(tmp_path_factory.mktemp("run"))
+    plan = plan_on(8)
+    step = fsdp.make_train_step(plan, loss, TX)
+    params = fsdp.init_params(plan, jax.random.key(0))
+    state = fsdp.init(plan, TX, params, rng=jax.random.key(3))
+    for number in range(1, STEPS + 1):
+        state, _ = step(state, X)
+        fsdp.save(path, state, metadata={"at": number, "data": {"shard": [1, 2]}})
+    before = bits(state)
+    after, _ = step(state, X)
+    return Saved(path, step, before, bits(after))
+
+
+@pytest.mark.parametrize(
+    "devices, sizes",
+    [(8, {}), (4, {}), (2, {}), (1, {}), (8, {"dp_outer": 2}), (8, {"dp_outer": 8})],
+    ids=["8", "4", "2", "1", "2 x 4", "8 replicas"],
+)
+def test_every_mesh_loads_the_same_bits_into_its_own_mould(saved, devices, sizes):
+    mould = fsdp.abstract_state(plan_on(devices, **sizes), TX)
+    state = fsdp.load(saved.path, mould)
+    assert_same_bits(bits(state), saved.bits)
+    assert int(state.step) == STEPS
+    for (name, leaf), (_, want) in zip(
+        named_leaves(state), named_leaves(mould), strict=True
+    ):
+        assert leaf.dtype == want.dtype, name  # keys come back typed
+        assert leaf.sharding.is_equivalent_to(want.sharding, leaf.ndim), name
+
+
+def test_training_goes_on_as_if_it_had_never_stopped(saved):
+    state = fsdp.load(saved.path, fsdp.abstract_state(saved.step.plan, TX))
+    state, _ = saved.step(state, X)
+    assert_same_bits(bits(state), saved.after)
+
+
+def test_what_was_saved_did_change_and_has_every_sort_of_leaf(saved):
+    names = " ".join(saved.bits)
+    for part in (
+        "step",
+        "rng",
+        "params.linear.kernel",
+        ".mu.",
+        "norm.mean",
+        "rngs.key",
+    ):
+        assert part in names
+    assert not np.array_equal(saved.bits["params.linear.kernel"], np.zeros((8, 8)))
+    assert any((saved.bits[n] != saved.after[n]).any() for n in saved.bits)
+
+
+def test_an_older_step_can_be_asked_for(saved):
+    mould = fsdp.abstract_state(plan_on(1), TX)
+    assert int(fsdp.load(saved.path, mould, step=1).step) == 1
+    assert fsdp.latest_step(saved.path) == STEPS
+
+
+def test_parameters_alone_are_read_alone(saved, monkeypatch):
+    read = []
+    monkeypatch.setattr(
+        "fsdp_jax.checkpoint._load.ocp.args.PyTreeRestore",
+        lambda restore=__import__("orbax.checkpoint").checkpoint.args.PyTreeRestore, **kw: (
+            (  # noqa: E501
+                read.extend(kw["item"]),
+                restore(**kw),
+            )[1]
+        ),
+    )
+    plan = plan_on(4)
+    params = fsdp.load_params(saved.path, plan.params)
+    want = {n: x for n, x in saved.bits.items() if n.startswith("params.")}
+    assert_same_bits({f"params.{n}": x for n, x in bits(params).items()}, want)
+    assert sorted(read) == sorted(want)
+    fsdp.init(plan, optax.sgd(0.1), params)  # they lie as planned
+
+
+def test_metadata_comes_back(saved):
+    assert fsdp.load_metadata(saved.path) == {"at": 2, "data": {"shard": [1, 2]}}
+    assert fsdp.load_metadata(saved.path, step=1)["at"] == 1
+
+
+def test_all_that_does_not_fit_is_named_before_anything_is_read(saved, monkeypatch):
+    class Other(Block):
+        def __init__(self, rngs):
+            super().__init__(rngs)
+            self.linear = nnx.Linear(WIDTH, 16, use_bias=False, rngs=rngs)
+            self.extra = nnx.Param(jnp.ones((WIDTH,)))
+
+    def unread(*_, **__):
+        raise AssertionError("the checkpoint was read")
+
+    monkeypatch.setattr("orbax.checkpoint.CheckpointManager.restore", unread)
+    policy = fsdp.MixedPrecisionPolicy(main_params_dtype=jnp.bfloat16)
+    mesh = fsdp.make_mesh()
+    plan = fsdp.fully_shard(
+        lambda key: Other(nnx.Rngs(key)), mesh, (), fsdp.FSDPConfig(mp_policy=policy)
+    )
+    with pytest.raises(ValueError) as error:
+        fsdp.load_params(saved.path, plan.params)
+    says = str(error.value)
+    assert "does not fit in 5 place(s)" in says
+    assert "missing in the checkpoint: params.extra" in says
+    assert "unexpected in the checkpoint: params.linear.bias" in says
+    kernel = "params.linear.kernel: stored float32[8, 8], wanted bfloat16[8, 16]"
+    assert kernel in says
+    assert "params.norm.scale: stored float32[8], wanted bfloat16[8]" in says
+
+
+def test_another_optimizer_does_not_fit(saved):
+    mould = fsdp.abstract_state(plan_on(8), optax.sgd(0.1, momentum=0.9))
+    with pytest.raises(ValueError, match="missing in the checkpoint: opt_state.*trace"):
+        fsdp.load(saved.path, mould)
+
+
+@pytest.mark.parametrize("read", [fsdp.load, fsdp.load_params])
+def test_a_directory_without_steps_is_refused(tmp_path, read):
+    mould = {"w": jax.ShapeDtypeStruct((), jnp.float32)}
+    with pytest.raises(ValueError, match="absent': there is no such directory"):
+        read(tmp_path / "absent", mould)
+    with pytest.raises(ValueError, match="holds no committed step"):
+        read(tmp_path, mould)
+    with pytest.raises(ValueError, match="there is no such directory"):
+        fsdp.load_metadata(tmp_path / "absent")
+    assert not (tmp_path / "absent").exists()
+
+
+def test_a_step_that_is_not_there_is_refused_with_those_that_are(saved):
+    mould = fsdp.abstract_state(plan_on(1), TX)
+    with pytest.raises(ValueError, match="No step 7 in .*, which holds 1, 2"):
+        fsdp.load(saved.path, mould, step=7)
+
+
+def test_an_empty_or_absent_directory_has_no_latest_step(tmp_path):
+    assert fsdp.latest_step(tmp_path) is None
+    assert fsdp.latest_step(tmp_path / "absent") is None
+
+
+def small_state(step: int) -> fsdp.TrainState:
+    return fsdp.TrainState(
+        step=jnp.int32(step),
+        params={"w": jnp.arange(8.0)},
+        opt_state=(),
+        model_state={},
+        rng=jax.random.key(0),
+    )
+
+
+def test_a_step_that_was_cut_off_is_not_the_latest(tmp_path):
+    fsdp.save(tmp_path, small_state(3))
+    (step,) = tmp_path.iterdir()
+    cut_off = f"{7}.orbax-checkpoint-tmp"  # how orbax calls what it has not committed
+    shutil.copytree(step, tmp_path / cut_off)
+    assert fsdp.latest_step(tmp_path) == 3
+    with pytest.raises(ValueError, match="No step 7 in .*, which holds 3"):
+        fsdp.load_metadata(tmp_path, step=7)
+
+
+def test_a_save_that_fails_leaves_no_step_behind(tmp_path, monkeypatch):
+    fsdp.save(tmp_path, small_state(1))
+
+    def fail(*_, **__):
+        raise OSError("disk full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("orbax.checkpoint.PyTreeCheckpointHandler.finalize", fail)
+        with pytest.raises(OSError, match="disk full"):
+            fsdp.save(tmp_path, small_state(2))
+    assert fsdp.latest_step(tmp_path) == 1
+    fsdp.save(tmp_path, small_state(2))  # and does not stand in the way
+    assert fsdp.latest_step(tmp_path) == 2
+
+
+@pytest.mark.parametrize("step", [4, 3])
+def test_a_committed_step_is_never_overwritten_nor_hidden(tmp_path, step):
+    fsdp.save(tmp_path, small_state(4), metadata={"first": True})
+    with pytest.raises(ValueError, match=f"already holds step 4, so step {step}"):
+        fsdp.save(tmp_path, small_state(step))
+    assert fsdp.latest_step(tmp_path) == 4
+    assert fsdp.load_metadata(tmp_path) == {"first": True}
+
+
+def test_two_leaves_of_one_name_are_refused_before_anything_is_written(tmp_path):
+    twice = {"a.b": jnp.ones(8), "a": {"b": jnp.zeros(8)}}
+    state = dataclasses.replace(small_state(0), params=twice)
+    with pytest.raises(ValueError, match="two leaves under one name: params.a.b"):
+        fsdp.save(tmp_path / "run", state)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_relative_path_is_as_good(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    fsdp.save("run", small_state(5))
+    assert fsdp.latest_step("run") == fsdp.latest_step(tmp_path / "run") == 5
+
+
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+def test_keys_of_every_kind_come_back_typed(tmp_path, impl):
+    keys = jax.random.split(jax.random.key(1, impl=impl), 3)
+    state = dataclasses.replace(small_state(0), model_state={"keys": keys})
+    fsdp.save(tmp_path, state)
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    mould = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), state
+    )
+    loaded = fsdp.load(tmp_path, mould)
+    assert loaded.model_state["keys"].dtype == keys.dtype
+    assert_same_bits(bits(loaded), bits(state))
