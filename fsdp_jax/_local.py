@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Sequence
@@ -27,16 +28,30 @@ LossFn = Callable[..., Any]
 """`loss_fn(model, batch)`, with `rng=key` if it asks, to a loss or `(loss, aux)`."""
 
 
-def global_loss(plan: Plan, loss_fn: LossFn, has_aux: bool) -> Callable[..., Any]:
+@dataclasses.dataclass(frozen=True)
+class LossForm:
+    """What a loss function returns.
+
+    Attributes:
+      has_aux: It returns `(loss, aux)`.
+      per_token: In the place of the loss it returns `(sum, count)`.
+    """
+
+    has_aux: bool = False
+    per_token: bool = False
+
+
+def global_loss(plan: Plan, loss_fn: LossFn, form: LossForm) -> Callable[..., Any]:
     """`fn(params, batch, rng, model_state) -> (loss, aux)` on global arrays."""
-    call = _loss_of_shards(plan, loss_fn, has_aux)
+    call = _loss_of_shards(plan, loss_fn, form)
     aux_format = _AuxFormat()
 
     def local(params, batch, rng, model_state):
         rng = _fold_rank(plan, rng)
         shards = _shards(plan, _enter(plan, params), _sinks(plan))
-        loss, (aux, _) = call(shards, model_state, batch, rng)
-        return _mean(plan, loss), _reduce_aux(plan, aux_format.take_apart(aux))
+        total, (count, aux, _) = call(shards, model_state, batch, rng)
+        loss = _sum(plan, total) / _at_least_one(_sum(plan, count))
+        return loss, _reduce_aux(plan, aux_format.take_apart(aux))
 
     sharded = _over_mesh(plan, local, out_specs=(PartitionSpec(), _AUX_SPECS))
 
@@ -48,23 +63,26 @@ def global_loss(plan: Plan, loss_fn: LossFn, has_aux: bool) -> Callable[..., Any
 
 
 def global_grads(
-    plan: Plan, loss_fn: LossFn, has_aux: bool, accumulate: int
+    plan: Plan, loss_fn: LossFn, form: LossForm, accumulate: int
 ) -> Callable[..., Any]:
     """`fn(params, batch, rng, model_state) -> ((loss, aux, model_state), grads)`.
 
-    On global arrays. The gradients are those of the mean over the global batch, in the
+    On global arrays. The gradients are those of the loss over the global batch, in the
     mould `plan.grads`.
     """
-    call = _loss_of_shards(plan, loss_fn, has_aux)
+    call = _loss_of_shards(plan, loss_fn, form)
     aux_format = _AuxFormat()
-    scale = 1 / (num_devices(plan.mesh, DATA_AXES) * accumulate)
+    # The mean of means is scaled before backward, so that sums over ranks stay in the
+    # range of one rank; how many tokens there are is known only at the end.
+    num_means = num_devices(plan.mesh, DATA_AXES) * accumulate
+    scale = 1 if form.per_token else 1 / num_means
 
     def scaled_loss(sinks, values, model_state, batch, rng):
-        loss, (aux, model_state) = call(
+        total, (count, aux, model_state) = call(
             _shards(plan, values, sinks), model_state, batch, rng
         )
-        # Scaled before backward, so that sums over ranks stay in the range of one rank.
-        return loss * scale, (loss, aux_format.take_apart(aux), model_state)
+        sums = (total, count)
+        return total * scale, (sums, aux_format.take_apart(aux), model_state)
 
     def local(params, batch, rng, model_state):
         rng = _fold_rank(plan, rng)
@@ -76,12 +94,12 @@ def global_grads(
             index, rows = xs
             pieces = _not_before(plan, values, rows)
             key = jax.random.fold_in(rng, index)
-            new, (loss, aux, state) = backward(sinks, pieces, state, rows, key)
-            return (jax.tree.map(jnp.add, grads, new), state), (loss, aux)
+            new, (sums, aux, state) = backward(sinks, pieces, state, rows, key)
+            return (jax.tree.map(jnp.add, grads, new), state), (sums, aux)
 
         sinks = _sinks(plan)
         rows = split_microbatches(batch, accumulate)
-        (grads, new_state), (losses, aux) = lax.scan(
+        (grads, new_state), ((totals, counts), aux) = lax.scan(
             microbatch, (sinks, model_state), (jnp.arange(accumulate), rows)
         )
         axes = axes_in_use(plan.mesh, DATA_AXES)
@@ -90,9 +108,13 @@ def global_grads(
                 reduce_rest(row, grad, axes)
                 for row, grad in zip(plan.rows, grads, strict=True)
             ]
+        count = _at_least_one(_sum(plan, counts.sum()))
+        if form.per_token:
+            grads = [grad / count.astype(grad.dtype) for grad in grads]
+        loss = _sum(plan, totals.sum()) / count
         aux = _reduce_aux(plan, _join_aux(aux))
         new_state = _reduce_state(plan, model_state, new_state)
-        return (_mean(plan, losses.mean()), aux, new_state), grads
+        return (loss, aux, new_state), grads
 
     grad_specs = [row.spec(row.placements.optimizer) for row in plan.rows]
     whole = PartitionSpec()
@@ -126,8 +148,11 @@ def _over_mesh(plan: Plan, local: Callable[..., Any], out_specs: Any):
     )
 
 
-def _loss_of_shards(plan: Plan, loss_fn: LossFn, has_aux: bool):
-    """`call(shards, model_state, batch, rng) -> (loss, (aux, model_state))`."""
+def _loss_of_shards(plan: Plan, loss_fn: LossFn, form: LossForm):
+    """`call(shards, model_state, batch, rng) -> (sum, (count, aux, model_state))`.
+
+    A loss that is a mean is the sum of one.
+    """
     wants_rng = takes_rng(loss_fn)
     treedef = jax.tree.structure(plan.model.params)
 
@@ -140,12 +165,13 @@ def _loss_of_shards(plan: Plan, loss_fn: LossFn, has_aux: bool):
         extra = {"rng": rng} if wants_rng else {}
         with gather_at_units(plan.units):
             out = loss_fn(model, batch, **extra)
-        loss, aux = out if has_aux else (out, None)
+        loss, aux = out if form.has_aux else (out, None)
+        total, count = _sum_and_count(loss) if form.per_token else (loss, 1)
         if isinstance(model, nnx.Module):
             _, written = plan.model.split(model)
             _check_state(model_state, written)
             model_state = _keep_keys(model_state, written)
-        return _checked_loss(loss), (aux, model_state)
+        return _checked_loss(total), (jnp.float32(count), aux, model_state)
 
     return call
 
@@ -162,13 +188,24 @@ def _check_state(before: PyTree, after: PyTree) -> None:
         )
 
 
+def _sum_and_count(loss: Any) -> tuple[Any, Any]:
+    if not isinstance(loss, tuple) or len(loss) != 2:
+        raise ValueError(
+            "With calculate_per_token_loss=True loss_fn returns (sum, count), as in "
+            "(losses.sum(), mask.sum()), or ((sum, count), aux) with has_aux=True; it "
+            f"returned a {type(loss).__name__}."
+        )
+    return loss
+
+
 def _checked_loss(loss: Any) -> Float[Array, ""]:
     loss = jnp.asarray(loss)
     if loss.ndim or not jnp.issubdtype(loss.dtype, jnp.floating):
         raise ValueError(
             f"loss_fn returned {loss.dtype}{list(loss.shape)}; a loss is one floating-"
             "point number, the mean over the rows it was given. Take the mean, or pass "
-            "has_aux=True if it returns (loss, aux)."
+            "has_aux=True if it returns (loss, aux), calculate_per_token_loss=True if "
+            "it returns (sum, count)."
         )
     # Summed over microbatches and ranks: in bfloat16 that would lose digits.
     return loss.astype(jnp.promote_types(loss.dtype, jnp.float32))
@@ -242,6 +279,16 @@ def _keep_keys(before: PyTree, after: PyTree) -> PyTree:
 def _mean(plan: Plan, x: Array) -> Array:
     axes = axes_in_use(plan.mesh, DATA_AXES)
     return lax.pmean(x, axes) if axes else x
+
+
+def _sum(plan: Plan, x: Array) -> Array:
+    axes = axes_in_use(plan.mesh, DATA_AXES)
+    return lax.psum(x, axes) if axes else x
+
+
+def _at_least_one(count: Array) -> Array:
+    """A batch without a single token has the loss 0, not 0 / 0."""
+    return jnp.where(count == 0, jnp.ones_like(count), count)
 
 
 def _reduce_state(plan: Plan, before: PyTree, after: PyTree) -> PyTree:

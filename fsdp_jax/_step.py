@@ -10,14 +10,19 @@ import jax
 import optax
 
 from fsdp_jax._batch import check_batch, place_batch
-from fsdp_jax._local import LossFn, global_grads, global_loss, takes_rng
+from fsdp_jax._local import LossFn, LossForm, global_grads, global_loss, takes_rng
 from fsdp_jax._plan import Plan
 from fsdp_jax._state import TrainState, abstract_state
 from fsdp_jax._tree import PyTree, named_leaves
 
 
 def value_and_grad(
-    plan: Plan, loss_fn: LossFn, has_aux: bool = False, accumulate: int = 1
+    plan: Plan,
+    loss_fn: LossFn,
+    has_aux: bool = False,
+    accumulate: int = 1,
+    *,
+    calculate_per_token_loss: bool = False,
 ) -> Callable[..., Any]:
     """The sharded `jax.value_and_grad`, for a training loop of one's own.
 
@@ -30,6 +35,10 @@ def value_and_grad(
         averaged over ranks and microbatches, integer ones summed, and arrays are put
         together along their first dim, as rows of the batch.
       accumulate: Microbatches a call; gradients are their mean.
+      calculate_per_token_loss: `loss_fn` returns `(sum, count)` in the place of the
+        loss, which then is the sum of all sums over the sum of all counts, so that each
+        token weighs the same however many its rank and microbatch have. Megatron's
+        word; without it, each rank and microbatch weighs the same.
 
     Returns:
       `fn(params, batch, *, rng=None, model_state=None) -> ((loss, aux), grads)`; `aux`
@@ -41,7 +50,8 @@ def value_and_grad(
       ValueError: From the call, if the batch does not divide into ranks and
         microbatches, or randomness is needed and no `rng` is given.
     """
-    compute = jax.jit(global_grads(plan, loss_fn, has_aux, accumulate))
+    form = LossForm(has_aux, calculate_per_token_loss)
+    compute = jax.jit(global_grads(plan, loss_fn, form, accumulate))
     needs_rng = takes_rng(loss_fn) or plan.has_keys
 
     def fn(params, batch, *, rng=None, model_state=None):
@@ -96,6 +106,7 @@ def make_train_step(
     *,
     has_aux: bool = False,
     accumulate: int = 1,
+    calculate_per_token_loss: bool = False,
 ) -> TrainStep:
     """Makes the step that updates a `TrainState` with one batch.
 
@@ -105,12 +116,14 @@ def make_train_step(
       tx: The optimizer that made the state.
       has_aux: As for `value_and_grad`.
       accumulate: Microbatches a step; a step with k equals one with the whole batch.
+      calculate_per_token_loss: As for `value_and_grad`.
 
     Returns:
       `step(state, batch) -> (state, metrics)`, where metrics hold `loss`, `grad_norm`
       (of the gradient before the optimizer sees it) and, with `has_aux`, `aux`.
     """
-    compute = global_grads(plan, loss_fn, has_aux, accumulate)
+    form = LossForm(has_aux, calculate_per_token_loss)
+    compute = global_grads(plan, loss_fn, form, accumulate)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(plan, tx))
 
     def step(state: TrainState, batch: PyTree):
@@ -132,7 +145,11 @@ def make_train_step(
 
 
 def make_eval_step(
-    plan: Plan, loss_fn: LossFn, *, has_aux: bool = False
+    plan: Plan,
+    loss_fn: LossFn,
+    *,
+    has_aux: bool = False,
+    calculate_per_token_loss: bool = False,
 ) -> Callable[..., PyTree]:
     """Makes the step that only looks: no gradient, nothing updated.
 
@@ -140,12 +157,14 @@ def make_eval_step(
       plan: From `fully_shard`.
       loss_fn: As for `value_and_grad`; put the model in evaluation mode there.
       has_aux: As for `value_and_grad`.
+      calculate_per_token_loss: As for `value_and_grad`.
 
     Returns:
       `evaluate(params, batch, *, rng=None, model_state=None) -> metrics` with `loss`
       and, with `has_aux`, `aux`.
     """
-    compute = jax.jit(global_loss(plan, loss_fn, has_aux))
+    form = LossForm(has_aux, calculate_per_token_loss)
+    compute = jax.jit(global_loss(plan, loss_fn, form))
     needs_rng = takes_rng(loss_fn)
 
     def evaluate(params, batch, *, rng=None, model_state=None):

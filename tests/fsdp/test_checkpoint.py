@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 
@@ -133,16 +134,13 @@ def test_an_older_step_can_be_asked_for(saved):
 
 
 def test_parameters_alone_are_read_alone(saved, monkeypatch):
-    read = []
-    monkeypatch.setattr(
-        "fsdp_jax.checkpoint._load.ocp.args.PyTreeRestore",
-        lambda restore=__import__("orbax.checkpoint").checkpoint.args.PyTreeRestore, **kw: (
-            (  # noqa: E501
-                read.extend(kw["item"]),
-                restore(**kw),
-            )[1]
-        ),
-    )
+    read, restore = [], ocp.args.PyTreeRestore
+
+    def watched(item, **options):
+        read.extend(item)
+        return restore(item, **options)
+
+    monkeypatch.setattr(ocp.args, "PyTreeRestore", watched)
     plan = plan_on(4)
     params = fsdp.load_params(saved.path, plan.params)
     want = {n: x for n, x in saved.bits.items() if n.startswith("params.")}
@@ -166,7 +164,7 @@ def test_all_that_does_not_fit_is_named_before_anything_is_read(saved, monkeypat
     def unread(*_, **__):
         raise AssertionError("the checkpoint was read")
 
-    monkeypatch.setattr("orbax.checkpoint.CheckpointManager.restore", unread)
+    monkeypatch.setattr(ocp.CheckpointManager, "restore", unread)
     policy = fsdp.MixedPrecisionPolicy(main_params_dtype=jnp.bfloat16)
     mesh = fsdp.make_mesh()
     plan = fsdp.fully_shard(
@@ -225,8 +223,8 @@ def small_state(step: int) -> fsdp.TrainState:
 def test_a_step_that_was_cut_off_is_not_the_latest(tmp_path):
     fsdp.save(tmp_path, small_state(3))
     (step,) = tmp_path.iterdir()
-    cut_off = f"{7}.orbax-checkpoint-tmp"  # how orbax calls what it has not committed
-    shutil.copytree(step, tmp_path / cut_off)
+    # So orbax calls what it has not committed yet.
+    shutil.copytree(step, tmp_path / "7.orbax-checkpoint-tmp")
     assert fsdp.latest_step(tmp_path) == 3
     with pytest.raises(ValueError, match="No step 7 in .*, which holds 3"):
         fsdp.load_metadata(tmp_path, step=7)
@@ -239,7 +237,7 @@ def test_a_save_that_fails_leaves_no_step_behind(tmp_path, monkeypatch):
         raise OSError("disk full")
 
     with monkeypatch.context() as patch:
-        patch.setattr("orbax.checkpoint.PyTreeCheckpointHandler.finalize", fail)
+        patch.setattr(ocp.PyTreeCheckpointHandler, "finalize", fail)
         with pytest.raises(OSError, match="disk full"):
             fsdp.save(tmp_path, small_state(2))
     assert fsdp.latest_step(tmp_path) == 1
