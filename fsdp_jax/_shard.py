@@ -81,18 +81,20 @@ def shards_of(tree: PyTree) -> list[Shard]:
 def partition(
     tree: PyTree, keep: Callable[[Any], bool] = lambda _: False
 ) -> tuple[list[Shard], list[Any], Callable[[Sequence[Any], Sequence[Any]], PyTree]]:
-    """Takes the shards out of a tree.
+    """Takes the shards of a unit out of a tree.
 
     Args:
       tree: Any pytree.
       keep: Nodes that are left as they are, with the shards in them.
 
     Returns:
-      The shards; everything else; and `merge(weights, others)`, which puts whole
-      weights where the shards were.
+      The shards, but those of units within the unit: these are gathered when they are
+      entered themselves; everything else; and `merge(weights, others)`, which puts
+      whole weights where the shards were.
     """
     leaves, treedef = jax.tree.flatten(tree, is_leaf=lambda n: is_shard(n) or keep(n))
-    taken = [is_shard(leaf) for leaf in leaves]
+    units = {leaf.row.unit for leaf in leaves if is_shard(leaf)}
+    taken = [is_shard(leaf) and not _is_within(leaf.row.unit, units) for leaf in leaves]
 
     def merge(weights: Sequence[Any], others: Sequence[Any]) -> PyTree:
         weight, other = iter(weights), iter(others)
@@ -101,3 +103,7 @@ def partition(
     shards = [leaf for leaf, t in zip(leaves, taken, strict=True) if t]
     others = [leaf for leaf, t in zip(leaves, taken, strict=True) if not t]
     return shards, others, merge
+
+
+def _is_within(unit: str, units: set[str]) -> bool:
+    return any(unit.startswith(f"{outer}.") for outer in units)

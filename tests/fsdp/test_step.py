@@ -16,6 +16,8 @@ ROWS = 16
 MESH = fsdp.make_mesh()
 TX = optax.sgd(0.1)
 X = np.random.default_rng(0).normal(size=(ROWS, WIDTH)).astype(np.float32)
+# Four rows a rank: enough to be cut into microbatches in the wrong order.
+MANY = np.random.default_rng(1).normal(size=(32, WIDTH)).astype(np.float32)
 # Sums over eight ranks in another order than numpy's: some units of float32's last.
 RTOL = 1e-5
 
@@ -62,13 +64,15 @@ def square_with_aux(params, batch):
 
 def check_aux(aux):
     assert set(aux) == {"mean", "low", "positive", "small", "any", "nested", "nothing"}
-    np.testing.assert_allclose(aux["mean"], X.mean(), rtol=RTOL, atol=1e-6)
+    np.testing.assert_allclose(aux["mean"], MANY.mean(), rtol=RTOL, atol=1e-6)
     # Each rank's mean has the eight bits of bfloat16; their mean has more.
-    np.testing.assert_allclose(aux["low"], X.mean(), atol=1e-2)
+    np.testing.assert_allclose(aux["low"], MANY.mean(), atol=1e-2)
     assert aux["low"].dtype == jnp.float32
-    assert aux["positive"] == (X > 0).sum()
-    np.testing.assert_array_equal(aux["nested"][0], X[:, 0])
-    np.testing.assert_array_equal(aux["nested"][1]["rows"], X.reshape(ROWS, 2, -1))
+    assert aux["positive"] == (MANY > 0).sum()
+    np.testing.assert_array_equal(aux["nested"][0], MANY[:, 0])
+    np.testing.assert_array_equal(
+        aux["nested"][1]["rows"], MANY.reshape(len(MANY), 2, -1)
+    )
     assert aux["nothing"] is None
 
 
@@ -76,16 +80,16 @@ def check_aux(aux):
 def test_aux_means_are_averaged_counts_summed_and_rows_kept_in_order(plan, accumulate):
     fn = fsdp.value_and_grad(plan, square_with_aux, has_aux=True, accumulate=accumulate)
     params = fsdp.init_params(plan, jax.random.key(0))
-    (_, aux), _ = fn(params, X)
+    (_, aux), _ = fn(params, MANY)
     check_aux(aux)
-    assert aux["small"] == (X > 0).sum()
-    ranks = X.reshape(8 * accumulate, -1)
+    assert aux["small"] == (MANY > 0).sum()
+    ranks = MANY.reshape(8 * accumulate, -1)
     assert aux["any"] == (ranks > 2).any(1).sum()
 
 
 def test_an_eval_step_reduces_aux_alike(plan):
     evaluate = fsdp.make_eval_step(plan, square_with_aux, has_aux=True)
-    metrics = evaluate(fsdp.init_params(plan, jax.random.key(0)), X)
+    metrics = evaluate(fsdp.init_params(plan, jax.random.key(0)), MANY)
     check_aux(metrics["aux"])
 
 
