@@ -81,8 +81,8 @@ def global_grads(
         total, (count, aux, model_state) = call(
             _shards(plan, values, sinks), model_state, batch, rng
         )
-        sums = (total, count)
-        return total * scale, (sums, aux_format.take_apart(aux), model_state)
+        aux = aux_format.take_apart(aux)
+        return total * scale, ((total, count), aux, model_state)
 
     def local(params, batch, rng, model_state):
         rng = _fold_rank(plan, rng)
@@ -102,19 +102,13 @@ def global_grads(
         (grads, new_state), ((totals, counts), aux) = lax.scan(
             microbatch, (sinks, model_state), (jnp.arange(accumulate), rows)
         )
-        axes = axes_in_use(plan.mesh, DATA_AXES)
-        with jax.named_scope("reduce_rest"):
-            grads = [
-                reduce_rest(row, grad, axes)
-                for row, grad in zip(plan.rows, grads, strict=True)
-            ]
+        grads = _reduce_grads(plan, grads)
         count = _at_least_one(_sum(plan, counts.sum()))
         if form.per_token:
             grads = [grad / count.astype(grad.dtype) for grad in grads]
         loss = _sum(plan, totals.sum()) / count
         aux = _reduce_aux(plan, _join_aux(aux))
-        new_state = _reduce_state(plan, model_state, new_state)
-        return (loss, aux, new_state), grads
+        return (loss, aux, _reduce_state(plan, model_state, new_state)), grads
 
     grad_specs = [row.spec(row.placements.optimizer) for row in plan.rows]
     whole = PartitionSpec()
@@ -245,6 +239,15 @@ def _sinks(plan: Plan) -> list[Array]:
             shape[row.dim] //= num_devices(plan.mesh, row.placements.gradient)
         sinks.append(jnp.zeros(shape, row.precision.main_grads))
     return sinks
+
+
+def _reduce_grads(plan: Plan, grads: Sequence[Array]) -> list[Array]:
+    axes = axes_in_use(plan.mesh, DATA_AXES)
+    with jax.named_scope("reduce_rest"):
+        return [
+            reduce_rest(row, grad, axes)
+            for row, grad in zip(plan.rows, grads, strict=True)
+        ]
 
 
 def _fold_rank(plan: Plan, rng: Key[Array, ""]) -> Key[Array, ""]:

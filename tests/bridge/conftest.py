@@ -1,17 +1,12 @@
 """Tiny random Llamas without torch, each written once a session."""
 
 import os
-import sys
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 import pytest
-
-# Test files are imported by path, which leaves their helpers to be found.
-sys.path.insert(0, str(Path(__file__).parent))
-
-from bridge_helpers import write_llama  # noqa: E402
+from bridge_helpers import write_llama
 
 
 @pytest.fixture(scope="session")

@@ -15,6 +15,7 @@ from flax import nnx
 
 import fsdp_jax as fsdp
 from fsdp_jax._tree import named_leaves
+from fsdp_jax.checkpoint._keys import is_key
 
 WIDTH = 8
 TX = optax.adamw(1e-2)
@@ -43,7 +44,6 @@ def plan_on(devices: int, *, make=lambda key: Block(nnx.Rngs(key)), **sizes):
 
 def bits(tree) -> dict[str, np.ndarray]:
     """Every leaf on the host, keys as their words."""
-    is_key = lambda leaf: jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)  # noqa: E731
     return {
         name: np.asarray(jax.random.key_data(leaf) if is_key(leaf) else leaf)
         for name, leaf in named_leaves(tree)

@@ -23,8 +23,11 @@ def plan_shapes(shapes, units=(), mesh=MESH, dtype=jnp.float32, **config) -> fsd
     """The plan of a tree of arrays of these shapes."""
 
     def make(key):
-        is_shape = lambda node: isinstance(node, tuple)  # noqa: E731
-        return jax.tree.map(lambda s: jnp.ones(s, dtype), shapes, is_leaf=is_shape)
+        return jax.tree.map(
+            lambda shape: jnp.ones(shape, dtype),
+            shapes,
+            is_leaf=lambda node: isinstance(node, tuple),
+        )
 
     return fsdp.fully_shard(make, mesh, units, fsdp.FSDPConfig(**config))
 

@@ -239,7 +239,10 @@ class Dropped(nnx.Module):
 def test_a_model_with_state_without_it_is_refused():
     plan = fsdp.fully_shard(lambda key: Dropped(nnx.Rngs(key)), MESH)
     params = fsdp.init_params(plan, jax.random.key(0))
-    loss = lambda model, batch: jnp.mean(model(batch) ** 2)  # noqa: E731
+
+    def loss(model, batch):
+        return jnp.mean(model(batch) ** 2)
+
     fn = fsdp.value_and_grad(plan, loss)
     for call in (fn, fsdp.make_eval_step(plan, loss)):
         with pytest.raises(ValueError, match=r"2 array\(s\).*dropout.rngs.count"):

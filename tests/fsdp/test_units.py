@@ -172,7 +172,9 @@ def test_units_inside_units_compute_the_same(name):
 
 
 # The outer's one weight, and what is inside once a call; an nnx.Linear has a bias too.
-@pytest.mark.parametrize("name, gathers", [("nnx", 1 + 2 * 2), ("equinox", 1 + 2 * 1)])
+@pytest.mark.parametrize(
+    "name, gathers", [("nnx", 1 + 2 * 2), ("equinox", 1 + 2), ("functions", 1 + 2)]
+)
 def test_units_inside_units_are_gathered_by_their_own_unit_only(name, gathers):
     text = loss_of_plan(*NESTED[name], reshard_after_forward=False).as_text()
     assert text.count('"stablehlo.all_gather"') == gathers
@@ -293,7 +295,9 @@ class Tied(nnx.Module):
 
 
 def test_tied_weights_are_one_parameter_with_the_sum_of_both_gradients():
-    make = lambda key: Tied(nnx.Rngs(key))  # noqa: E731
+    def make(key):
+        return Tied(nnx.Rngs(key))
+
     grads, want = grads_of(make, [Outer], lambda model, x: jnp.mean(model(x) ** 2))
     assert len(jax.tree.leaves(grads)) == 4  # embed, w, and a Linear's two
     error = worst(grads, want)
