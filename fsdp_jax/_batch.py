@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax
+import numpy as np
 
 from fsdp_jax._mesh import BATCH_AXES, num_devices
 from fsdp_jax._plan import Plan
@@ -17,8 +18,6 @@ def check_batch(plan: Plan, batch: PyTree, accumulate: int) -> None:
       batch: Any pytree of arrays whose first dim is the global batch.
       accumulate: Microbatches a step.
     """
-    if accumulate < 1:
-        raise ValueError(f"accumulate={accumulate}: a step has at least 1 microbatch.")
     leaves = named_leaves(batch)
     scalars = [name or "batch" for name, leaf in leaves if leaf.ndim == 0]
     rows = {name or "batch": leaf.shape[0] for name, leaf in leaves if leaf.ndim}
@@ -40,7 +39,15 @@ def check_batch(plan: Plan, batch: PyTree, accumulate: int) -> None:
 
 
 def place_batch(plan: Plan, batch: PyTree) -> PyTree:
-    """Puts each device's rows onto it, unless they lie there already."""
+    """Puts each device's rows onto it, unless they lie there already.
+
+    On CPU devices jax may keep using a numpy array's own memory, so a loader that fills
+    one buffer again and again would change the batch under the running step.
+    """
+    if plan.mesh.devices.flat[0].platform == "cpu":
+        batch = jax.tree.map(
+            lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf, batch
+        )
     return jax.device_put(batch, plan.batch_sharding)
 
 

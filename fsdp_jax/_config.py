@@ -78,6 +78,10 @@ class MixedPrecisionPolicy:
     def resolve(self, dtype: DTypeLike) -> Precision:
         """Fills in every None for a parameter that the model makes in `dtype`."""
         model = jnp.dtype(dtype)
+        if not jnp.issubdtype(
+            model, jnp.floating
+        ):  # Complex: the policy is not for it.
+            return Precision(model, model, model, model, accumulate_wide=False)
         main = jnp.dtype(
             self.main_params_dtype or jnp.promote_types(model, jnp.float32)
         )

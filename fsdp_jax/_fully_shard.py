@@ -38,6 +38,14 @@ class Stacked:
     unit: type | str
     num_dims: int = 1
 
+    def __post_init__(self):
+        """Refuses a stack without a dim."""
+        if self.num_dims < 1:
+            raise ValueError(
+                f"Stacked({self.unit!r}, num_dims={self.num_dims}): a stack has at "
+                "least 1 leading dim. Leave Stacked out for what is no stack."
+            )
+
 
 UnitSpec = type | str | Stacked
 
@@ -77,12 +85,11 @@ def fully_shard(
     """
     config = config or FSDPConfig()
     check_axes(mesh)
-    specs = [u if isinstance(u, Stacked) else Stacked(u, 0) for u in units]
-    declared = {s.unit for s, u in zip(specs, units, strict=True) if u is s}
-    classes = tuple(dict.fromkeys(s.unit for s in specs if isinstance(s.unit, type)))
+    plain = [u.unit if isinstance(u, Stacked) else u for u in units]
+    classes = tuple(dict.fromkeys(u for u in plain if isinstance(u, type)))
     model = describe(make_model, classes)
     names = [name for name, _ in named_leaves(model.params)]
-    found = _find_units(specs, declared, model.instances, names)
+    found = _find_units(units, model.instances, names)
     rows, indivisible = [], []
     for name, leaf in named_leaves(model.params):
         unit, num_stacked = _owner(name, found)
@@ -90,7 +97,7 @@ def fully_shard(
         rows.append(row)
         if row.dim is None and _should_split(row, mesh, config):
             indivisible.append(row)
-    _check(config, mesh, names, indivisible)
+    _check(config, mesh, rows, indivisible)
     return Plan(mesh, config, make_model, model, tuple(rows), classes)
 
 
@@ -165,6 +172,7 @@ def _should_split(row: ParamPlan, mesh: Mesh, config: FSDPConfig) -> bool:
     """False for scalars, and for what the config or the mesh leaves whole."""
     return (
         row.ndim_in_unit > 0
+        and math.prod(row.shape) > 0
         and num_devices(mesh, _placements(mesh, config).optimizer) > 1
         and math.prod(row.shape) >= config.min_shard_elements
         and not any(matches(p, row.name) for p in config.replicated)
@@ -176,25 +184,22 @@ Found = dict[str, int]
 
 
 def _find_units(
-    specs: Sequence[Stacked],
-    declared: set[type | str],
+    units: Sequence[UnitSpec],
     instances: dict[type, tuple[Instance, ...]],
     names: Sequence[str],
 ) -> Found:
     found: Found = {}
     unmatched = []
-    for spec in specs:
-        if isinstance(spec.unit, type):
-            hits = {
-                i.path: spec.num_dims if spec.unit in declared else i.num_stacked or 0
-                for i in instances[spec.unit]
-            }
+    for spec in units:
+        unit = spec.unit if isinstance(spec, Stacked) else spec
+        told = spec.num_dims if isinstance(spec, Stacked) else None
+        if isinstance(unit, type):
+            hits = {i.path: told or i.num_stacked or 0 for i in instances[unit]}
         else:
-            pattern = spec.unit
-            heads = (matches(pattern, name) for name in names)
-            hits = {head: spec.num_dims for head in heads if head is not None}
+            heads = (matches(unit, name) for name in names)
+            hits = {head: told or 0 for head in heads if head is not None}
         if not hits:
-            unmatched.append(spec.unit)
+            unmatched.append(unit)
         found.update(hits)
     if unmatched:
         raise ValueError(_no_such_unit(unmatched, names))
@@ -222,9 +227,15 @@ def _no_such_unit(unmatched: Sequence[type | str], names: Sequence[str]) -> str:
 def _check(
     config: FSDPConfig,
     mesh: Mesh,
-    names: Sequence[str],
+    rows: Sequence[ParamPlan],
     indivisible: Sequence[ParamPlan],
 ) -> None:
+    names = [row.name for row in rows]
+    if config.remat_policy is not None and all(row.unit == ROOT for row in rows):
+        raise ValueError(
+            "FSDPConfig(remat_policy=...) decides what a unit saves for backward, and "
+            "no parameter belongs to a unit. Pass units=[LayerClass], or drop it."
+        )
     unused = [
         p for p in config.replicated if not any(matches(p, name) for name in names)
     ]

@@ -29,14 +29,19 @@ def gather_at_units(units: Sequence[str]) -> Iterator[None]:
         # A lifted scan calls its wrapper, with the whole stack, under the same path.
         if not shards or not all(shard.is_slice for shard in shards):
             return next_fun(*args, **kwargs)
-        return _call(module, args, kwargs)
+        start = f"{path}."
+        within = [u.removeprefix(start) for u in units if u.startswith(start)]
+        return _call(module, args, kwargs, [f"params.{unit}" for unit in within])
 
     with nn.intercept_methods(intercept):
         yield
 
 
-def _call(module: nn.Module, args: tuple, kwargs: dict) -> Any:
-    """Applies `module` as a pure function of its weights and everything else."""
+def _call(module: nn.Module, args: tuple, kwargs: dict, within: Sequence[str]) -> Any:
+    """Applies `module` as a pure function of its weights and everything else.
+
+    Units within it are named by their paths from it: it runs detached from the model.
+    """
     assert module.scope is not None
     shards, others, merge = partition(module.variables)
     rngs = {name: module.make_rng(name) for name in module.scope.rngs}
@@ -44,9 +49,11 @@ def _call(module: nn.Module, args: tuple, kwargs: dict) -> Any:
     detached = module.clone(parent=None, name=None)
 
     def compute(whole, others, rngs, args, kwargs):
-        return detached.apply(
-            merge(whole, others), *args, rngs=rngs, mutable=mutable, **kwargs
-        )
+        variables = merge(whole, others)
+        with gather_at_units(within):
+            return detached.apply(
+                variables, *args, rngs=rngs, mutable=mutable, **kwargs
+            )
 
     out, written = call_unit(compute, shards, others, rngs, args, kwargs)
     for collection, tree in written.items():

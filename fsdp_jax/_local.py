@@ -70,6 +70,8 @@ def global_grads(
     On global arrays. The gradients are those of the loss over the global batch, in the
     mould `plan.grads`.
     """
+    if accumulate < 1:
+        raise ValueError(f"accumulate={accumulate}: a step has at least 1 microbatch.")
     call = _loss_of_shards(plan, loss_fn, form)
     aux_format = _AuxFormat()
     # The mean of means is scaled before backward, so that sums over ranks stay in the
@@ -295,9 +297,16 @@ def _at_least_one(count: Array) -> Array:
 
 
 def _reduce_state(plan: Plan, before: PyTree, after: PyTree) -> PyTree:
-    """Averages statistics over ranks; counters and keys are the same on all of them."""
+    """Averages statistics over ranks and takes the largest of integers.
+
+    Counters are the same on all ranks; what depends on a rank's rows is at least one
+    number for all of them afterwards. Keys were never changed.
+    """
+    axes = axes_in_use(plan.mesh, DATA_AXES)
 
     def reduce(old, new):
+        if jnp.issubdtype(new.dtype, jnp.integer) and axes:
+            return lax.pmax(new, axes)
         if not jnp.issubdtype(new.dtype, jnp.floating):
             return new
         wide = jnp.promote_types(new.dtype, jnp.float32)
@@ -326,7 +335,7 @@ class _AuxFormat:
     def take_apart(self, aux: PyTree) -> dict[str, list[Array]]:
         """`{"means": ..., "sums": ..., "rows": ...}`."""
         leaves, self._treedef = jax.tree.flatten(aux)
-        arrays = [jnp.asarray(leaf) for leaf in leaves]
+        arrays = [_widen(jnp.asarray(leaf)) for leaf in leaves]
         self._kinds = [_aux_kind(leaf) for leaf in arrays]
         return {
             kind: [a for a, k in zip(arrays, self._kinds, strict=True) if k == kind]
@@ -337,6 +346,15 @@ class _AuxFormat:
         """The inverse of `take_apart`."""
         iterators = {kind: iter(leaves) for kind, leaves in parts.items()}
         return self._treedef.unflatten(next(iterators[kind]) for kind in self._kinds)
+
+
+def _widen(leaf: Array) -> Array:
+    """Scalars are summed over ranks: in 8 or 16 bits that would overflow or round."""
+    if leaf.ndim:
+        return leaf
+    inexact = jnp.issubdtype(leaf.dtype, jnp.inexact)
+    wide = jnp.float32 if inexact else jnp.int32
+    return leaf.astype(jnp.promote_types(leaf.dtype, wide))
 
 
 def _aux_kind(leaf: Array) -> str:
@@ -358,9 +376,8 @@ def _reduce_aux(plan: Plan, aux: dict[str, list[Array]]) -> dict[str, list[Array
     axes = axes_in_use(plan.mesh, DATA_AXES)
     if not axes:
         return aux
-    wide = [x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in aux["means"]]
     return {
-        "means": [lax.pmean(x, axes) for x in wide],
+        "means": [lax.pmean(x, axes) for x in aux["means"]],
         "sums": [lax.psum(x, axes) for x in aux["sums"]],
         "rows": aux["rows"],
     }

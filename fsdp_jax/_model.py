@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -117,6 +117,16 @@ def _abstract(make_model: MakeModel) -> Any:
 
 def _describe_nnx(model: nnx.Module) -> ModelDef:
     graphdef, params, state = nnx.split(model, nnx.Param, ...)
+    integers = [
+        name
+        for name, leaf in named_leaves(params)
+        if not jnp.issubdtype(leaf.dtype, jnp.inexact)
+    ]
+    if integers:
+        raise ValueError(
+            f"nnx.Param {', '.join(integers)} holds no floating-point numbers, so it "
+            "has no gradient. Make it an nnx.Variable of another kind."
+        )
 
     def merge(params, state):
         # Copies: a Variable that the loss writes to (a dropout counter) would otherwise
@@ -131,6 +141,12 @@ def _describe_nnx(model: nnx.Module) -> ModelDef:
 
 
 def _describe_pytree(model: PyTree) -> ModelDef:
+    if isinstance(model, Mapping) and {"params", "batch_stats"} <= model.keys():
+        raise ValueError(
+            "make_model returned linen variables with batch_stats: statistics, not to "
+            "be trained. Use a normalisation without running statistics "
+            "(LayerNorm, GroupNorm), or flax.nnx, whose BatchNorm works."
+        )
     treedef = jax.tree.structure(model)
     leaves = jax.tree.leaves(model)
     is_param = [_is_array(x) and jnp.issubdtype(x.dtype, jnp.inexact) for x in leaves]

@@ -115,6 +115,11 @@ class _CallableUnit(UnitObject):
             raise AttributeError(name)
         return getattr(self._obj, name)
 
+    @property
+    def __class__(self):  # pyright: ignore[reportIncompatibleMethodOverride]
+        """The object's own class, so that `isinstance` in the model says the same."""
+        return type(self._obj)
+
     def tree_flatten_with_keys(self):
         return ((jax.tree_util.GetAttrKey("_obj"), self._obj),), None
 

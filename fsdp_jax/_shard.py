@@ -59,6 +59,14 @@ class Shard:
         """Refuses to be sliced by hand: scan over it, or mark the function."""
         raise ValueError(self._misused())
 
+    def _refuse(self, *_: Any) -> NoReturn:
+        raise ValueError(self._misused())
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _refuse
+    __matmul__ = __rmatmul__ = __truediv__ = __rtruediv__ = __pow__ = _refuse
+    __neg__ = __len__ = __iter__ = _refuse
+    __array_ufunc__ = None  # numpy leaves `array @ shard` to `__rmatmul__`.
+
     def _misused(self) -> str:
         return (
             f"'{self.row.name}' belongs to unit '{self.row.unit}' and is used outside "

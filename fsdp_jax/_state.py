@@ -73,6 +73,7 @@ def init(
     params: PyTree,
     *,
     rng: Key[Array, ""] | None = None,
+    model_state: PyTree | None = None,
 ) -> TrainState:
     """Starts training from `params`: makes the optimizer state, sharded like them.
 
@@ -81,18 +82,23 @@ def init(
       tx: Any optax transformation.
       params: In the mould `plan.params`, from `init_params` or a checkpoint. The state
         takes them over: the first step donates them.
-      rng: Where dropout and other randomness starts; default `jax.random.key(0)`. The
-        model's own non-parameter arrays are made with it too.
+      rng: Where dropout and other randomness starts; default `jax.random.key(0)`.
+      model_state: The model's arrays that are no parameters, in the mould
+        `plan.model_state`, e.g. BatchNorm statistics of a trained model. None: as
+        `make_model(rng)` makes them.
 
     Raises:
       ValueError: If `params` does not fit the mould; all offenders in one message.
     """
     check_fits(params, plan.params, "params")
+    if model_state is not None:
+        check_fits(model_state, plan.model_state, "model_state")
     rng = jax.random.key(0) if rng is None else rng
     mould = abstract_state(plan, tx)
 
-    def rest(params, rng):
-        _, model_state = plan.model.split(plan.make_model(rng))
+    def rest(params, rng, model_state):
+        if model_state is None:
+            _, model_state = plan.model.split(plan.make_model(rng))
         step = jnp.zeros((), jnp.int32)
         # A copy, since the state is donated and the caller's key is not ours to delete.
         key = jax.random.wrap_key_data(
@@ -104,9 +110,9 @@ def init(
         lambda leaf: leaf.sharding,
         (mould.step, mould.opt_state, mould.model_state, mould.rng),
     )
-    made = jax.jit(rest, out_shardings=shardings)(params, rng)
-    step, opt_state, model_state, own_rng = made
-    return TrainState(step, params, opt_state, model_state, own_rng)
+    made = jax.jit(rest, out_shardings=shardings)(params, rng, model_state)
+    step, opt_state, new_model_state, own_rng = made
+    return TrainState(step, params, opt_state, new_model_state, own_rng)
 
 
 def abstract_state(plan: Plan, tx: optax.GradientTransformation) -> TrainState:
@@ -192,7 +198,7 @@ def _abstract_opt_state(plan: Plan, tx: optax.GradientTransformation) -> PyTree:
 def _parameter_of(
     path: tuple[Any, ...], rows: dict[tuple[Any, ...], ParamPlan]
 ) -> ParamPlan | None:
-    suffixes = (path[start:] for start in range(len(path)))
+    suffixes = (path[start:] for start in range(len(path) + 1))
     return next((rows[suffix] for suffix in suffixes if suffix in rows), None)
 
 

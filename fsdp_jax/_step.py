@@ -124,7 +124,8 @@ def make_train_step(
     """
     form = LossForm(has_aux, calculate_per_token_loss)
     compute = global_grads(plan, loss_fn, form, accumulate)
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(plan, tx))
+    mould = abstract_state(plan, tx)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, mould)
 
     def step(state: TrainState, batch: PyTree):
         rng = jax.random.fold_in(state.rng, state.step)
@@ -134,6 +135,11 @@ def make_train_step(
         with jax.named_scope("optimizer"):
             updates, opt_state = tx.update(grads, state.opt_state, state.params)
             params = optax.apply_updates(state.params, updates)
+            # Moments keep the dtype they were made in, also where gradients are wider:
+            # else the second step would be another program, and `load` would refuse.
+            opt_state = jax.tree.map(
+                lambda new, leaf: new.astype(leaf.dtype), opt_state, mould.opt_state
+            )
         metrics = {"loss": loss, "grad_norm": optax.tree.norm(grads)}
         if has_aux:
             metrics["aux"] = aux
