@@ -299,12 +299,22 @@ def _at_least_one(count: Array) -> Array:
 def _reduce_state(plan: Plan, before: PyTree, after: PyTree) -> PyTree:
     """Averages statistics over ranks and takes the largest of integers.
 
-    Counters are the same on all ranks; what depends on a rank's rows is at least one
-    number for all of them afterwards. Keys were never changed.
+    What depends on a rank's rows is so at least one number for all of them. Random
+    streams do not: keys were never changed, and all ranks count alike.
     """
     axes = axes_in_use(plan.mesh, DATA_AXES)
+    variables = jax.tree.leaves(
+        plan.model.state, is_leaf=lambda node: isinstance(node, nnx.Variable)
+    )
+    written = [
+        isinstance(variable, nnx.Variable) and not isinstance(variable, nnx.RngState)
+        for variable in variables
+    ]
+    flags = jax.tree.structure(before).unflatten(written)
 
-    def reduce(old, new):
+    def reduce(old, new, is_written):
+        if not is_written:
+            return new
         if jnp.issubdtype(new.dtype, jnp.integer) and axes:
             return lax.pmax(new, axes)
         if not jnp.issubdtype(new.dtype, jnp.floating):
@@ -312,7 +322,7 @@ def _reduce_state(plan: Plan, before: PyTree, after: PyTree) -> PyTree:
         wide = jnp.promote_types(new.dtype, jnp.float32)
         return _mean(plan, new.astype(wide)).astype(old.dtype)
 
-    return jax.tree.map(reduce, before, after)
+    return jax.tree.map(reduce, before, after, flags)
 
 
 _AUX_SPECS = {
