@@ -46,9 +46,9 @@ def scan(
     if caught := sorted(_closed_over_tracers(unit)):
         raise ValueError(
             f"The unit given to fsdp.scan closes over traced value(s): "
-            f"{', '.join(caught)}. Its backward is a rule of its own and sees "
-            "arguments only: pass them in `consts` (same for every unit) or `xs` (one "
-            "slice each)."
+            f"{', '.join(caught)}. A unit takes what it computes with by its "
+            "arguments: pass it in `consts` (same for every unit) or `xs` (one slice "
+            "each)."
         )
     gathering = mark(unit)
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
-import jax
 from flax import nnx
 from jax import tree_util
 
@@ -33,16 +32,6 @@ def named_leaves(
         (leaf_name(path), leaf.get_value() if _is_variable(leaf) else leaf)
         for path, leaf in flat
     ]
-
-
-def map_named(fn: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
-    """Like `jax.tree.map`, with the leaf's dotted name as the first argument."""
-    names = [name for name, _ in named_leaves(tree)]
-    leaves, treedef = jax.tree.flatten(tree)
-    others = [treedef.flatten_up_to(other) for other in rest]
-    return treedef.unflatten(
-        fn(*row) for row in zip(names, leaves, *others, strict=True)
-    )
 
 
 def matches(pattern: str, name: str) -> str | None:
