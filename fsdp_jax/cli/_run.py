@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import grain
+import jax
 import numpy as np
 import optax
 
 import fsdp_jax as fsdp
+from fsdp_jax.cli._callback import Callback, call
 from fsdp_jax.cli._data import position
 from fsdp_jax.cli._errors import CheckFailed
 from fsdp_jax.cli._metrics import (
@@ -23,6 +25,7 @@ from fsdp_jax.cli._metrics import (
     write_metrics,
 )
 from fsdp_jax.cli._model import next_token_loss
+from fsdp_jax.cli._profile import Window, tracer
 from fsdp_jax.cli._progress import step_bar
 
 
@@ -38,6 +41,8 @@ class Run:
       metrics: File of the metrics; None for stdout.
       accumulate: Microbatches a step.
       metadata: Saved with each step, beside the position in the data.
+      callback: Called with the metrics of each step; None for nobody.
+      window: Steps to trace; None for none.
     """
 
     start: int
@@ -47,6 +52,8 @@ class Run:
     metrics: Path | None
     accumulate: int
     metadata: dict[str, Any]
+    callback: Callback | None = None
+    window: Window | None = None
 
     def saves_at(self, step: int) -> bool:
         """Whether a checkpoint is saved after a step."""
@@ -72,19 +79,32 @@ def run_steps(
 
     Raises:
       CheckFailed: If the loss is no longer finite; such a state is not saved.
+      RuntimeError: If the callback raises.
     """
     step = fsdp.make_train_step(plan, next_token_loss, tx, accumulate=run.accumulate)
     # In this order: the bar may replace stdout, to have lines printed above itself.
-    with step_bar(run.start, run.steps) as show, metrics_lines(run.metrics) as lines:
+    with (
+        step_bar(run.start, run.steps) as show,
+        metrics_lines(run.metrics) as lines,
+        tracer(run.window) as trace,
+    ):
         for number in range(run.start + 1, run.steps + 1):
-            began, batch = time.perf_counter(), next(batches)
-            state, measured = step(state, batch)
-            metrics = _metrics(number, measured, batch, began)
+            trace.before(number, state)
+            began = time.perf_counter()
+            with jax.profiler.StepTraceAnnotation("train", step_num=number):
+                batch = next(batches)
+                state, measured = step(state, batch)
+                metrics = _metrics(number, measured, batch, began)
+            trace.after(number, state)
             write_metrics(lines, metrics)
+            call(run.callback, metrics)
             show(metrics)
             if run.saves_at(number):
                 metadata = {**run.metadata, "data": position(batches)}
                 fsdp.save(run.save, state, metadata=metadata)
+    if (window := run.window) is not None:
+        steps = f"steps {window.first} to {window.last}"
+        print(f"the trace of {steps} is now in {window.dir}", file=sys.stderr)
     print(f"step {run.steps} is now in {run.save}", file=sys.stderr)
 
 

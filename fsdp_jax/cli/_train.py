@@ -16,11 +16,13 @@ from jax.sharding import Mesh
 import bridge
 import fsdp_jax as fsdp
 from fsdp_jax._batch import check_batch
+from fsdp_jax.cli._callback import Callback, load_callback
 from fsdp_jax.cli._data import make_batches
 from fsdp_jax.cli._errors import check_absent, check_creatable
 from fsdp_jax.cli._model import plan_decoder
 from fsdp_jax.cli._options import Devices, Unset
 from fsdp_jax.cli._origin import Origin, open_checkpoint, open_hf
+from fsdp_jax.cli._profile import Profile, Window
 from fsdp_jax.cli._recipe import ParamDtype, Recipe, Tokenizer, make_recipe
 from fsdp_jax.cli._run import Run, run_steps
 from fsdp_jax.cli._tokens import Tokens, check_files, fingerprint, read_tokens
@@ -43,6 +45,8 @@ class Train:
       resume_step: The step to go on from; default the newest.
       save_every: Saves every so many steps; 0 only at the end.
       metrics: Writes the metrics to this new file instead of stdout.
+      callback: Calls module:function with the metrics of each step, a dict of numbers,
+        after its line is written; in the first process alone.
       batch: Rows of a global batch; default 8.
       seq: Tokens that a row predicts; default 256.
       lr: AdamW's learning rate; default 3e-4.
@@ -56,6 +60,7 @@ class Train:
       dp_shard: Devices that split the model; -1 for all that the others leave.
       dp_outer: Copies of the sharded model (HSDP).
       ep: Devices that split experts; a dense model is split over them too.
+      profiling: Whether to trace some steps, and which.
       where: On which devices.
     """
 
@@ -67,6 +72,7 @@ class Train:
     resume_step: Unset[int] = None
     save_every: int = 0
     metrics: Unset[Path] = None
+    callback: Unset[str] = None
     batch: Unset[int] = None
     seq: Unset[int] = None
     lr: Unset[float] = None
@@ -78,14 +84,17 @@ class Train:
     dp_shard: int = -1
     dp_outer: int = 1
     ep: int = 1
+    profiling: Annotated[Profile, tyro.conf.arg(name="")] = Profile()
     where: Annotated[Devices, tyro.conf.arg(name="")] = Devices()
 
     def run(self) -> None:
         """Checks everything that can be checked, then loads the weights and trains."""
         _check_paths(self)
+        callback = _load_callback(self)
         mesh = _make_mesh(self)  # before anything else starts jax's backend
         origin = _open(self)
         _check_steps(self, origin.step)
+        window = self.profiling.window(origin.step, self.steps)
         recipe = _make_recipe(self, origin)
         plan = plan_decoder(origin.config, mesh, recipe.param_dtype)
         rows = jax.ShapeDtypeStruct((recipe.batch, recipe.seq + 1), jnp.int32)
@@ -98,7 +107,8 @@ class Train:
         _announce(plan, recipe, tokens)
         tx = optax.adamw(recipe.lr, weight_decay=recipe.weight_decay)
         state = _start(origin, plan, tx)
-        run_steps(_make_run(self, origin, metadata), plan, tx, state, batches)
+        run = _make_run(self, origin, metadata, callback, window)
+        run_steps(run, plan, tx, state, batches)
 
 
 def _check_paths(train: Train) -> None:
@@ -113,6 +123,11 @@ def _check_paths(train: Train) -> None:
     check_creatable(train.save, "--save")
     if train.metrics is not None:
         check_absent(train.metrics, "--metrics")
+    train.profiling.check()
+
+
+def _load_callback(train: Train) -> Callback | None:
+    return None if train.callback is None else load_callback(train.callback)
 
 
 def _open(train: Train) -> Origin:
@@ -195,7 +210,13 @@ def _start(
     return fsdp.load(origin.checkpoint, mould, step=origin.step)
 
 
-def _make_run(train: Train, origin: Origin, metadata: dict[str, Any]) -> Run:
+def _make_run(
+    train: Train,
+    origin: Origin,
+    metadata: dict[str, Any],
+    callback: Callback | None,
+    window: Window | None,
+) -> Run:
     return Run(
         start=origin.step,
         steps=train.steps,
@@ -204,4 +225,6 @@ def _make_run(train: Train, origin: Origin, metadata: dict[str, Any]) -> Run:
         metrics=train.metrics,
         accumulate=metadata["recipe"]["accumulate"],
         metadata=metadata,
+        callback=callback,
+        window=window,
     )

@@ -5,10 +5,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 from flax import nnx
 
 import bridge
+import fsdp_jax as fsdp
 from bridge.models import Decoder, DecoderConfig
 from fsdp_jax.cli import main
 
@@ -67,3 +69,21 @@ def trained(tmp_path_factory, llama, text) -> Trained:
     )
     assert status == 0
     return run
+
+
+@pytest.fixture
+def fake_step(monkeypatch):
+    """Steps that compute nothing; the loss of each is given, or its error raised."""
+
+    def replace(*losses):
+        remaining = iter(losses)
+
+        def step(state, batch):
+            loss = next(remaining)
+            if isinstance(loss, Exception):
+                raise loss
+            return state, {"loss": np.float32(loss), "grad_norm": np.float32(1)}
+
+        monkeypatch.setattr(fsdp, "make_train_step", lambda *_, **__: step)
+
+    return replace

@@ -103,6 +103,24 @@ RESUME = "train --resume {run} --data {text} --save {new}"
         (START + " --steps 2 --metrics {jsonl}", "exists already"),
         (START + " --steps 2 --metrics {text}/new", "is no directory"),
         (START + " --steps 2 --resume-step 2", "give --resume too"),
+        (START + " --steps 2 --callback no_module:f", "cannot be imported"),
+        (START + " --steps 2 --profile {text}", "is no directory"),
+        (START + " --steps 2 --profile-from 1", "give --profile DIR too"),
+        (START + " --steps 2 --profile-steps 1", "give --profile DIR too"),
+        (
+            START + " --steps 2 --profile {new} --profile-from 3",
+            "steps 3 to 3, but the run makes steps 1 to 2",
+        ),
+        (
+            START + " --steps 9 --profile {new} --profile-from 8 --profile-steps 3",
+            "steps 8 to 10, but the run makes steps 1 to 9",
+        ),
+        (START + " --steps 2 --profile {new} --profile-from 0", "makes steps 1 to 2"),
+        (START + " --steps 2 --profile {new} --profile-steps 0", "--profile-steps 0"),
+        (
+            RESUME + " --steps 9 --profile {new} --profile-from 4",
+            "steps 4 to 6, but the run makes steps 5 to 9",
+        ),
         (
             "train --hf {llama} --data {text} --steps 2 --save {run}",
             "holds step 4 already, and this run starts from step 0",

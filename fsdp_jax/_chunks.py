@@ -1,0 +1,279 @@
+"""Which part of an array lies where: as data, checked, and cut without moving any."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+import math
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import AbstractMesh
+from jaxtyping import Array, Shaped
+
+_Box = tuple[tuple[int, int], ...]  # (start, stop) of each dim
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """The part of an array that one device holds.
+
+    Attributes:
+      device: The device.
+      offsets: Where the part starts, a number a dim.
+      sizes: How far it goes, a number a dim.
+      replica_id: 0 for the first device that holds this very part, 1 for the second,
+        and so on. Whoever writes each part once writes those with 0.
+    """
+
+    device: Any
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    replica_id: int
+
+    @property
+    def index(self) -> tuple[slice, ...]:
+        """`whole[chunk.index]` is the part."""
+        return tuple(slice(start, stop) for start, stop in _box(self))
+
+    def __str__(self) -> str:
+        return f"{self.device} {_show(_box(self))}"
+
+
+def chunks(array: Shaped[Array, "*shape"] | jax.ShapeDtypeStruct) -> tuple[Chunk, ...]:
+    """Lists the part of an array that each device holds.
+
+    It follows from shape and sharding alone, where PyTorch has to ask all ranks. So
+    nothing is sent or allocated, and the devices of other processes are listed too.
+
+    Args:
+      array: Any array outside of `jax.jit`, or the mould of one: any shape, any
+        sharding.
+
+    Returns:
+      One chunk a device, in the order of the sharding's devices.
+
+    Raises:
+      TypeError: If `array` is no such thing.
+      ValueError: If it is a mould that names no devices, or that they do not divide.
+
+    Source: `Megatron-FSDP uneven_dtensor.py::gather_and_compute_chunk_metadata`
+    """
+    indices = _sharding(array).devices_indices_map(array.shape)
+    copies: collections.Counter[_Box] = collections.Counter()
+    found = []
+    for device, index in indices.items():
+        bounds = zip(index, array.shape, strict=True)
+        box = tuple(where.indices(size)[:2] for where, size in bounds)
+        found.append(_chunk(device, box, copies[box]))
+        copies[box] += 1
+    return tuple(found)
+
+
+def validate_chunks(shape: Sequence[int], chunks: Iterable[Chunk]) -> None:
+    """Checks that chunks make an array: each element once, but for replicas.
+
+    Upstream asks only that somebody touches the first and the last index of each dim;
+    a hole in the middle passes there. Here every chunk lies inside, no two of them
+    meet, and their volumes add up, which together leave no room for one.
+
+    Args:
+      shape: Of the whole array.
+      chunks: Of all devices. Equal parts are replicas; empty ones are let be.
+
+    Raises:
+      ValueError: If a chunk is out of bounds, two overlap that are no replicas, or
+        there is a gap; all offenders in one message, a part with its first device.
+
+    Source: `Megatron-FSDP uneven_dtensor.py::validate_uneven_dtensor`
+    """
+    whole = tuple((0, size) for size in shape)
+    distinct: dict[_Box, Chunk] = {}
+    for chunk in chunks:
+        distinct.setdefault(_box(chunk), chunk)
+    problems = [
+        f"{chunk} is out of bounds"
+        for box, chunk in distinct.items()
+        if not _is_within(box, whole)
+    ]
+    boxes = [b for b in distinct if len(b) == len(whole) and _volume(b)]
+    overlaps = _overlaps(boxes)
+    problems += [f"{distinct[a]} overlaps {distinct[b]}" for a, b in overlaps]
+    if problems or sum(map(_volume, boxes)) != _volume(whole):
+        problems += [f"no device holds {_show(gap)}" for gap in _gaps(whole, boxes)]
+    if problems:
+        raise ValueError(
+            f"The chunks do not make an array of shape {tuple(shape)}, in "
+            f"{len(problems)} place(s):\n  " + "\n  ".join(problems) + "\nGive the "
+            "chunks of every device, as fsdp_jax.chunks(array) lists them."
+        )
+
+
+def split_chunks(
+    array: Shaped[Array, "*shape"], size_or_sections: int | Sequence[int], dim: int = 0
+) -> list[list[tuple[Chunk, Shaped[Array, "*shape"]]]]:
+    """Splits an array into sections, each in the pieces that lie on the devices.
+
+    Every device cuts what it holds; nothing is gathered or sent, wherever the sections
+    begin. A part that lies within one section is not even copied: its piece is the
+    shard itself, which is gone when the array is donated.
+
+    Args:
+      array: Any array, any sharding.
+      size_or_sections: The size of every section but the last, which may be smaller;
+        or the sizes of all of them, which add up to the dim's. As in `torch.split`.
+      dim: Which dim to split; a negative one counts from the last.
+
+    Returns:
+      For each section its pieces on this process's devices: a chunk, whose offsets
+      count from the start of the section, and the data, on the chunk's device alone. A
+      device that holds nothing of a section is not in it.
+
+    Raises:
+      TypeError: If `array` is no array outside of `jax.jit`, or a size is no integer.
+      ValueError: If there is no such dim, or the sizes do not fit it.
+
+    Source: `Megatron-FSDP uneven_dtensor.py::split_dtensor`
+    """
+    if isinstance(array, jax.ShapeDtypeStruct):
+        raise TypeError(
+            "split_chunks takes a jax.Array, not its mould (jax.ShapeDtypeStruct), "
+            "which has nothing to cut. Fill it first, or use fsdp_jax.chunks(mould)."
+        )
+    held = {chunk.device: chunk for chunk in chunks(array)}
+    dim = _resolve_dim(array.shape, dim)
+    sizes = _section_sizes(array.shape, size_or_sections, dim)
+    ends = itertools.accumulate(sizes, initial=0)
+    shards = [(held[shard.device], shard.data) for shard in array.addressable_shards]
+    return [
+        [piece for shard in shards for piece in _cut(*shard, start, stop, dim)]
+        for start, stop in itertools.pairwise(ends)
+    ]
+
+
+def _sharding(array: Any) -> jax.sharding.Sharding:
+    is_array = isinstance(array, jax.Array | jax.ShapeDtypeStruct)
+    if not is_array or isinstance(array, Tracer):
+        raise TypeError(
+            f"A {type(array).__name__} has no chunks, since it lies on no devices. "
+            "Give a jax.Array outside of jax.jit; jax.device_put(x, sharding) makes "
+            "one."
+        )
+    sharding = array.sharding
+    if sharding is None or isinstance(getattr(sharding, "mesh", None), AbstractMesh):
+        raise ValueError(
+            f"The mould of shape {array.shape} names no devices: its sharding is "
+            f"{sharding}. Give it one over a mesh of devices."
+        )
+    return sharding
+
+
+def _chunk(device: Any, box: _Box, replica_id: int) -> Chunk:
+    offsets = tuple(start for start, _ in box)
+    return Chunk(device, offsets, tuple(b - a for a, b in box), replica_id)
+
+
+def _cut(
+    chunk: Chunk, data: Array, start: int, stop: int, dim: int
+) -> list[tuple[Chunk, Array]]:
+    """What a section `[start, stop)` of `dim` has of a shard: one piece or none."""
+    box = list(_box(chunk))
+    offset, _ = box[dim]
+    box[dim] = first, last = max(box[dim][0], start), min(box[dim][1], stop)
+    if _volume(box) <= 0:
+        return []
+    if last - first < chunk.sizes[dim]:
+        data = jax.lax.slice_in_dim(data, first - offset, last - offset, axis=dim)
+    box[dim] = first - start, last - start
+    return [(_chunk(chunk.device, tuple(box), chunk.replica_id), data)]
+
+
+def _resolve_dim(shape: tuple[int, ...], dim: int) -> int:
+    if not -len(shape) <= dim < len(shape):
+        raise ValueError(
+            f"Cannot split dim {dim} of an array of shape {shape}: it has "
+            f"{len(shape)} dims, counted from 0."
+        )
+    return dim % len(shape)
+
+
+def _section_sizes(
+    shape: tuple[int, ...], size_or_sections: int | Sequence[int], dim: int
+) -> list[int]:
+    total, asked = shape[dim], size_or_sections
+    if isinstance(asked, Iterable):
+        sizes = [operator.index(size) for size in asked]
+        if sum(sizes) != total or min(sizes, default=0) < 0:
+            raise ValueError(
+                f"Cannot split dim {dim} of {shape} into sections of {sizes}: they add "
+                f"up to {sum(sizes)}, not {total}, or one is negative. Change them."
+            )
+        return sizes
+    size = operator.index(asked)
+    if size < 1:
+        raise ValueError(
+            f"Cannot split dim {dim} of {shape} into sections of size {size}: use at "
+            "least 1."
+        )
+    # An empty dim makes one empty section, as in torch.
+    return [min(size, total - start) for start in range(0, max(total, 1), size)]
+
+
+def _box(chunk: Chunk) -> _Box:
+    pairs = zip(chunk.offsets, chunk.sizes, strict=True)
+    return tuple((offset, offset + size) for offset, size in pairs)
+
+
+def _show(box: _Box) -> str:
+    return f"[{', '.join(f'{start}:{stop}' for start, stop in box)}]"
+
+
+def _volume(box: Iterable[tuple[int, int]]) -> int:
+    return math.prod(max(stop - start, 0) for start, stop in box)
+
+
+def _is_within(box: _Box, whole: _Box) -> bool:
+    return len(box) == len(whole) and all(
+        0 <= start <= stop <= size
+        for (start, stop), (_, size) in zip(box, whole, strict=True)
+    )
+
+
+def _overlaps(boxes: Sequence[_Box]) -> list[tuple[_Box, _Box]]:
+    """Pairs that meet; one box against all later ones at a time, as there are many."""
+    starts = np.array([[start for start, _ in box] for box in boxes])
+    stops = np.array([[stop for _, stop in box] for box in boxes])
+    found = []
+    for i, box in enumerate(boxes):
+        first = np.maximum(starts[i], starts[i + 1 :])
+        last = np.minimum(stops[i], stops[i + 1 :])
+        later = np.flatnonzero((first < last).all(axis=-1))
+        found += [(box, boxes[i + 1 + int(j)]) for j in later]
+    return found
+
+
+def _gaps(whole: _Box, boxes: Iterable[_Box]) -> list[_Box]:
+    """What is left of the whole, in boxes that do not meet."""
+    left = [whole]
+    for box in boxes:
+        left = [part for gap in left for part in _subtract(gap, box)]
+    return [gap for gap in left if _volume(gap)]
+
+
+def _subtract(box: _Box, hole: _Box) -> list[_Box]:
+    """A box without another: what lies before and behind it, dim by dim."""
+    middle = tuple(
+        (max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, hole, strict=True)
+    )
+    if not _volume(middle):
+        return [box]
+    parts = []
+    for dim, ((start, stop), (first, last)) in enumerate(zip(box, middle, strict=True)):
+        for side in ((start, first), (last, stop)):
+            parts.append((*middle[:dim], side, *box[dim + 1 :]))
+    return [part for part in parts if _volume(part)]
