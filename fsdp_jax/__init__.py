@@ -2,11 +2,17 @@
 
 from fsdp_jax._config import FSDPConfig as FSDPConfig
 from fsdp_jax._config import MixedPrecisionPolicy as MixedPrecisionPolicy
+from fsdp_jax._config import Placements as Placements
+from fsdp_jax._frozen import apply_updates as apply_updates
+from fsdp_jax._frozen import trainable as trainable
 from fsdp_jax._fully_shard import Stacked as Stacked
 from fsdp_jax._fully_shard import fully_shard as fully_shard
+from fsdp_jax._health import largest_grads as largest_grads
 from fsdp_jax._mesh import make_mesh as make_mesh
+from fsdp_jax._model_state import Tally as Tally
+from fsdp_jax._padded import Padded as Padded
+from fsdp_jax._padded import unpack as unpack
 from fsdp_jax._plan import ParamPlan as ParamPlan
-from fsdp_jax._plan import Placements as Placements
 from fsdp_jax._plan import Plan as Plan
 from fsdp_jax._scan import scan as scan
 from fsdp_jax._state import TrainState as TrainState

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from fsdp_jax._plan import ParamPlan
-from fsdp_jax._shard import Shard
+from fsdp_jax._shard import Late, Shard
 
 
 def gather_weight(shard: Shard) -> Float[Array, ...]:
@@ -29,7 +32,7 @@ def gather_weight(shard: Shard) -> Float[Array, ...]:
     """
     if shard.value.ndim != shard.row.ndim_in_unit:
         raise ValueError(_wrong_rank(shard))
-    return _gather(shard.row, shard.value, shard.sink)
+    return _gather(shard.row, shard.late, shard.value, shard.sink, shard.earlier)
 
 
 def enter_step(row: ParamPlan, value: Float[Array, ...]) -> Float[Array, ...]:
@@ -43,87 +46,137 @@ def enter_step(row: ParamPlan, value: Float[Array, ...]) -> Float[Array, ...]:
       The piece split over `placements.parameter`. What has to be gathered for that
       travels in the compute dtype, once a step whatever the number of microbatches.
     """
-    axes = tuple(
-        axis
-        for axis in row.placements.optimizer
-        if axis not in row.placements.parameter
-    )
+    placements = row.placements
+    axes = tuple(a for a in placements.optimizer if a not in placements.parameter)
     if not axes:
         return value
-    assert row.dim is not None
-    value = value.astype(row.precision.param)
-    return lax.all_gather(value, axes, axis=row.dim, tiled=True)
+    return _all_gather(row, value.astype(row.precision.param), axes)
 
 
-def reduce_rest(
-    row: ParamPlan, grad: Float[Array, ...], data_axes: tuple[str, ...]
+def reduce_late(
+    row: ParamPlan, grad: Float[Array, ...], late_axes: tuple[str, ...]
 ) -> Float[Array, ...]:
-    """Finishes a gradient after the last microbatch, over the axes still partial.
+    """Finishes a gradient over the axes on which it is still partial.
 
     Args:
       row: The parameter's plan.
-      grad: This device's accumulated gradient, split over `placements.gradient`.
-      data_axes: Axes whose ranks saw different data.
+      grad: This device's accumulated gradient, or one unit's slice of it, split over
+        `placements.gradient`.
+      late_axes: Those data axes.
 
     Returns:
-      The gradient summed over all `data_axes`, split over `placements.optimizer`.
+      The gradient summed over all of them, split over `placements.optimizer`.
     """
-    partial = [axis for axis in data_axes if axis not in row.placements.gradient]
-    scattered = tuple(a for a in row.placements.optimizer if a in partial)
-    summed = tuple(axis for axis in partial if axis not in scattered)
-    if not partial:
-        return grad
+    scattered = tuple(a for a in row.placements.optimizer if a in late_axes)
+    summed = tuple(axis for axis in late_axes if axis not in scattered)
     if scattered:
-        assert row.dim is not None
-        grad = _reduce_scatter(row, grad, scattered, row.dim)
+        grad = _reduce_scatter(row, grad, scattered)
     if summed:
         wide = row.precision.accumulate_wide
         wire = row.precision.main_grads if wide else row.precision.grad_comm
-        grad = lax.psum(grad.astype(wire), summed)
+        with jax.named_scope("all_reduce"):
+            grad = _at_tp_width(row, lambda g: lax.psum(g, summed), grad.astype(wire))
     return grad.astype(row.precision.main_grads)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gather(row: ParamPlan, value: Array, sink: Array) -> Array:
-    del sink  # Carries the gradient out; see `Shard`.
+def late_axes_of(row: ParamPlan, data_axes: tuple[str, ...]) -> tuple[str, ...]:
+    """Data axes over which a microbatch leaves the gradient of `row` unreduced."""
+    return tuple(axis for axis in data_axes if axis not in row.placements.gradient)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _gather(row: ParamPlan, late: Late, value: Array, sink: Array, earlier: Array):
+    del late, sink, earlier  # They concern the gradient; see `Shard`.
     weight = value.astype(row.precision.param)
     axes = row.placements.parameter
-    if not axes:
-        return weight
-    return lax.all_gather(weight, axes, axis=_dim_in_unit(row), tiled=True)
-
-
-def _gather_forward(row: ParamPlan, value: Array, sink: Array):
-    return _gather(row, value, sink), None
-
-
-def _gather_backward(row: ParamPlan, _, grad: Array):
-    axes = row.placements.gradient
     if axes:
-        grad = _reduce_scatter(row, grad, axes, _dim_in_unit(row))
-    return None, grad.astype(row.precision.main_grads)
+        weight = _all_gather(row, weight, axes)
+    if row.padding:
+        dim = _split_dim(row, weight)
+        weight = lax.slice_in_dim(weight, 0, weight.shape[dim] - row.padding, axis=dim)
+    return weight
+
+
+def _gather_forward(row: ParamPlan, late: Late, value, sink, earlier):
+    return _gather(row, late, value, sink, earlier), earlier
+
+
+def _gather_backward(row: ParamPlan, late: Late, earlier, grad: Array):
+    if row.frozen:
+        return None, None, None
+    if late.scale != 1.0:
+        # In the wide dtype, and after backward: the loss itself, scaled, would make the
+        # small gradients of a float16 model vanish.
+        wide = jnp.promote_types(grad.dtype, jnp.float32)
+        grad = grad.astype(wide) * jnp.asarray(late.scale, wide)
+    if row.padding:
+        widths = [(0, 0)] * grad.ndim
+        widths[_split_dim(row, grad)] = (0, row.padding)
+        grad = jnp.pad(grad, widths)
+    if axes := row.placements.gradient:
+        grad = _reduce_scatter(row, grad, axes)
+    grad = grad.astype(row.precision.main_grads)
+    if earlier is not None:
+        grad = grad + earlier
+    if late.axes:
+        grad = reduce_late(row, grad, late.axes)
+    return None, grad, None
 
 
 _gather.defvjp(_gather_forward, _gather_backward)
 
 
-def _reduce_scatter(
-    row: ParamPlan, grad: Array, axes: tuple[str, ...], dim: int
+def _all_gather(row: ParamPlan, value: Array, axes: tuple[str, ...]) -> Array:
+    """Brings the pieces of the split dim together."""
+    dim = _split_dim(row, value)
+
+    def gather(piece):
+        return lax.all_gather(piece, axes, axis=dim, tiled=True)
+
+    with jax.named_scope("all_gather"):
+        return _at_tp_width(row, gather, value)
+
+
+def _reduce_scatter(row: ParamPlan, grad: Array, axes: tuple[str, ...]) -> Array:
+    """Sums over `axes`, each rank keeping its piece of the split dim."""
+    dim = _split_dim(row, grad)
+
+    def reduce(grad):
+        if not row.precision.accumulate_wide:
+            return lax.psum_scatter(grad, axes, scatter_dimension=dim, tiled=True)
+        pieces = lax.all_to_all(grad, axes, split_axis=dim, concat_axis=dim, tiled=True)
+        before, size, after = grad.shape[:dim], grad.shape[dim], grad.shape[dim + 1 :]
+        ranks = lax.axis_size(axes)
+        by_rank = pieces.reshape(*before, ranks, size // ranks, *after)
+        return by_rank.sum(axis=dim, dtype=row.precision.main_grads)
+
+    with jax.named_scope("reduce_scatter"):
+        return _at_tp_width(row, reduce, grad.astype(row.precision.grad_comm))
+
+
+def _at_tp_width(
+    row: ParamPlan, collective: Callable[[Array], Array], x: Array
 ) -> Array:
-    """Sums over `axes`, each rank keeping its piece of `dim`."""
-    grad = grad.astype(row.precision.grad_comm)
-    if not row.precision.accumulate_wide:
-        return lax.psum_scatter(grad, axes, scatter_dimension=dim, tiled=True)
-    pieces = lax.all_to_all(grad, axes, split_axis=dim, concat_axis=dim, tiled=True)
-    num_ranks = lax.axis_size(axes)
-    before, size, after = pieces.shape[:dim], pieces.shape[dim], pieces.shape[dim + 1 :]
-    by_rank = pieces.reshape(*before, num_ranks, size // num_ranks, *after)
-    return by_rank.sum(axis=dim, dtype=row.precision.main_grads)
+    """Runs a collective over data axes on this rank's part of a tp-split array.
+
+    Where `tp` is left to XLA, a bare collective would gather over it first and then
+    move tp times the bytes: the collective alone becomes manual over `tp` too.
+    """
+    if not row.is_under_tp:
+        return collective(x)
+    spec = PartitionSpec()
+    if row.tensor_dim is not None:
+        dim = row.tensor_dim - (len(row.shape) - x.ndim)
+        spec = PartitionSpec(*(None,) * dim, "tp")
+    return jax.shard_map(
+        collective, in_specs=spec, out_specs=spec, axis_names={"tp"}, check_vma=False
+    )(x)
 
 
-def _dim_in_unit(row: ParamPlan) -> int:
+def _split_dim(row: ParamPlan, x: Array) -> int:
+    """The split dim of `x`: the parameter or, without stack dims, one unit's slice."""
     assert row.dim is not None
-    return row.dim - row.num_stacked
+    return row.dim - (len(row.shape) - x.ndim)
 
 
 def _wrong_rank(shard: Shard) -> str:

@@ -1,12 +1,14 @@
-"""What a user may choose: precision, resharding, what stays whole."""
+"""What a user may choose: placements, precision, resharding, what stays whole."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
+
+from fsdp_jax._tree import matches
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,12 +34,16 @@ class MixedPrecisionPolicy:
         the sum of n ranks is rounded to `grad_comm_dtype` up to n - 1 times. An
         all-reduce (between HSDP's replicas, and of what stays whole) has no such form
         and travels in `main_grads_dtype` then. Needs a narrower `grad_comm_dtype`.
+      param_name_patterns_for_fp32_local_accumulation: Path patterns (`"*.router.*"`, or
+        `"all"`) of parameters whose gradients are accumulated over microbatches, and
+        handed to the optimizer, in float32, while the others use a narrower
+        `main_grads_dtype`. On the wire nothing changes.
 
     Source: Megatron-FSDP `mixed_precision.py::MixedPrecisionPolicy` for the last three
       (there None means the parameter's own dtype for main gradients; here gradients
       are accumulated in at least float32 unless told otherwise); `param_dtype` is
-      FSDP2's; `reduce_scatter_with_fp32_accumulation` is that of Megatron's
-      `DistributedDataParallelConfig`.
+      FSDP2's; the last two are those of Megatron's `DistributedDataParallelConfig`
+      (patterns there are `fnmatch`ed against the whole name).
     """
 
     param_dtype: DTypeLike | None = None
@@ -45,6 +51,7 @@ class MixedPrecisionPolicy:
     main_grads_dtype: DTypeLike | None = None
     grad_comm_dtype: DTypeLike | None = None
     reduce_scatter_with_fp32_accumulation: bool = False
+    param_name_patterns_for_fp32_local_accumulation: tuple[str, ...] = ()
 
     def __post_init__(self):
         """Refuses what gradients cannot be made of, all offenders at once."""
@@ -74,8 +81,22 @@ class MixedPrecisionPolicy:
                 f"up in main_grads_dtype ({wide.name}) what travels in grad_comm_dtype "
                 f"({wire.name}), which is no narrower. Set the latter to bfloat16."
             )
+        patterns = _patterns(
+            "MixedPrecisionPolicy",
+            "param_name_patterns_for_fp32_local_accumulation",
+            self.param_name_patterns_for_fp32_local_accumulation,
+        )
+        if patterns and (wide.itemsize >= 4 or self.main_grads_dtype is None):
+            raise ValueError(
+                f"MixedPrecisionPolicy({patterns=}): these parameters would accumulate "
+                "in float32 what the others accumulate in main_grads_dtype, which is "
+                f"{wide.name} already. Set main_grads_dtype=jnp.bfloat16, or drop it."
+            )
+        object.__setattr__(
+            self, "param_name_patterns_for_fp32_local_accumulation", patterns
+        )
 
-    def resolve(self, dtype: DTypeLike) -> Precision:
+    def resolve(self, name: str, dtype: DTypeLike) -> Precision:
         """Fills in every None for a parameter that the model makes in `dtype`."""
         model = jnp.dtype(dtype)
         if not jnp.issubdtype(
@@ -86,10 +107,14 @@ class MixedPrecisionPolicy:
             self.main_params_dtype or jnp.promote_types(model, jnp.float32)
         )
         main_grads = jnp.dtype(self.main_grads_dtype or main)
+        widened = any(
+            pattern == "all" or matches(pattern, name)
+            for pattern in self.param_name_patterns_for_fp32_local_accumulation
+        )
         return Precision(
             param=jnp.dtype(self.param_dtype or model),
             main_params=main,
-            main_grads=main_grads,
+            main_grads=jnp.dtype(jnp.float32) if widened else main_grads,
             grad_comm=jnp.dtype(self.grad_comm_dtype or main_grads),
             accumulate_wide=self.reduce_scatter_with_fp32_accumulation,
         )
@@ -107,6 +132,30 @@ class Precision:
 
 
 @dataclasses.dataclass(frozen=True)
+class Placements:
+    """The mesh axes that split one parameter, at each station of its life.
+
+    `FSDPConfig(placements=...)` takes any; the strategies are presets of it. The axes
+    of `parameter` and of `gradient` are the first ones of `optimizer`, so that what a
+    gather brings together is contiguous.
+
+    Attributes:
+      parameter: Within a step, between its uses.
+      gradient: Within a step, while gradients accumulate over microbatches.
+      optimizer: Between steps and while the optimizer updates it: the only copy, in the
+        main dtype. Where a model computes with more of it, that is made from this one
+        when the step begins, so no second copy can disagree with it.
+
+    Source: Megatron-FSDP `experimental::Placements` (one placement a mesh axis there;
+      here the axes that shard, the others being replicated or, for gradients, partial).
+    """
+
+    parameter: tuple[str, ...]
+    gradient: tuple[str, ...]
+    optimizer: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
 class FSDPConfig:
     """How `fully_shard` shards; the defaults are ZeRO-3 at the model's own precision.
 
@@ -118,6 +167,12 @@ class FSDPConfig:
       outer_dp_sharding_strategy: What is split over `dp_outer` besides: `no_shard`
         nothing (HSDP), `optim` the parameters and their optimizer state at rest
         (HFSDP; needs strategy 3).
+      placements: Mesh axes of your own in the place of the two strategies, e.g.
+        `Placements(*3 * [("dp_shard", "dp_outer")])` for one flat ZeRO-3.
+      overlap_outer: Where gradients are still to be reduced over an axis when the
+        microbatches are through (all but ZeRO-2 and -3 on one level), do it unit by
+        unit in the backward of the last microbatch, which is then a second copy of the
+        model in the program. False: after the loop, in one smaller program.
       reshard_after_forward: Let a unit's whole weights go after its forward and gather
         them again for its backward. False keeps them: one gather a step fewer, one
         whole unit more memory for each unit.
@@ -128,6 +183,11 @@ class FSDPConfig:
         `reshard_after_forward=True`.
       replicated: Path patterns (`"layers.*.norm.scale"`, one `*` a path component) of
         parameters that stay whole on every device.
+      frozen: Path patterns of parameters that are not trained: they rest in the dtype
+        they compute in and have neither gradient nor optimizer state.
+      tensor_parallel: Path pattern -> the dim that is split over the mesh axis `tp`, as
+        the model's own slice of the weight counts it (`{"layers.*.up.kernel": 1}`; -1
+        is the last). A parameter with a single dim is split over data axes alone.
       min_shard_elements: Parameters with fewer elements stay whole; shown in the plan.
 
     Source: FSDP2 `fully_shard(reshard_after_forward=, mp_policy=)`.
@@ -135,10 +195,16 @@ class FSDPConfig:
 
     zero_dp_strategy: int | str = 3
     outer_dp_sharding_strategy: int | str = 0
+    placements: Placements | None = None
+    overlap_outer: bool = True
     reshard_after_forward: bool = True
-    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy()
+    mp_policy: MixedPrecisionPolicy = dataclasses.field(
+        default_factory=MixedPrecisionPolicy
+    )
     remat_policy: Callable[..., bool] | None = None
     replicated: tuple[str, ...] = ()
+    frozen: tuple[str, ...] = ()
+    tensor_parallel: Mapping[str, int] = dataclasses.field(default_factory=dict)
     min_shard_elements: int = 0
 
     def __post_init__(self):
@@ -157,11 +223,15 @@ class FSDPConfig:
             )
         object.__setattr__(self, "zero_dp_strategy", strategy)
         object.__setattr__(self, "outer_dp_sharding_strategy", outer)
-        if isinstance(self.replicated, str):
+        if self.placements and (strategy, outer) != ("optim_grads_params", "no_shard"):
             raise ValueError(
-                f"FSDPConfig(replicated={self.replicated!r}) must be a sequence of "
-                f"path patterns: write replicated=({self.replicated!r},)."
+                f"FSDPConfig(placements=...) stands in the place of zero_dp_strategy="
+                f"{strategy!r} and outer_dp_sharding_strategy={outer!r}: drop either "
+                "it or these."
             )
+        for option in ("replicated", "frozen"):
+            patterns = _patterns("FSDPConfig", option, getattr(self, option))
+            object.__setattr__(self, option, patterns)
         if self.min_shard_elements < 0:
             raise ValueError(
                 f"FSDPConfig(min_shard_elements={self.min_shard_elements}) counts "
@@ -172,7 +242,6 @@ class FSDPConfig:
                 "FSDPConfig(remat_policy=...) decides what a resharded unit saves, and "
                 "reshard_after_forward=False saves everything: drop one of the two."
             )
-        object.__setattr__(self, "replicated", tuple(self.replicated))
 
 
 ZERO_DP_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
@@ -180,6 +249,16 @@ ZERO_DP_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 
 OUTER_STRATEGIES = ("no_shard", "optim")
 """What HSDP and HFSDP do on `dp_outer`."""
+
+
+def _patterns(owner: str, option: str, patterns: object) -> tuple[str, ...]:
+    """The patterns as a tuple; a lone string would be taken letter by letter."""
+    if isinstance(patterns, str):
+        raise ValueError(
+            f"{owner}({option}={patterns!r}) must be a sequence of path patterns: "
+            f"write {option}=({patterns!r},)."
+        )
+    return tuple(patterns)  # pyright: ignore[reportArgumentType]
 
 
 def _named(option: str, value: int | str, names: tuple[str, ...]) -> str:

@@ -9,8 +9,9 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from fsdp_jax._config import ZERO_DP_STRATEGIES, FSDPConfig
+from fsdp_jax._config import ZERO_DP_STRATEGIES, FSDPConfig, Placements
 from fsdp_jax._mesh import (
+    DATA_AXES,
     OUTER_AXES,
     SHARD_AXES,
     axes_in_use,
@@ -18,7 +19,7 @@ from fsdp_jax._mesh import (
     num_devices,
 )
 from fsdp_jax._model import Instance, MakeModel, describe
-from fsdp_jax._plan import ROOT, ParamPlan, Placements, Plan
+from fsdp_jax._plan import ROOT, ParamPlan, Plan
 from fsdp_jax._tree import matches, named_leaves
 
 
@@ -76,53 +77,66 @@ def fully_shard(
 
     Raises:
       ValueError: If the mesh is not one that can be planned for, a unit or a pattern
-        matches nothing, or a parameter has no dim that the devices divide; all
-        offenders in one message.
+        matches nothing, or placements do not fit the mesh; all offenders in one
+        message.
 
     Source: Megatron-FSDP `fully_shard_model`.
-      FSDP2 splits dim 0 and pads; here the largest dim that divides is split, since JAX
-      shards an array evenly or not at all.
+      FSDP2 splits dim 0 and pads; here the largest dim that divides is split, and only
+      a parameter without one is padded.
     """
     config = config or FSDPConfig()
-    check_axes(mesh)
+    check_axes(mesh, tensor_parallel=bool(config.tensor_parallel))
     plain = [u.unit if isinstance(u, Stacked) else u for u in units]
     classes = tuple(dict.fromkeys(u for u in plain if isinstance(u, type)))
     model = describe(make_model, classes)
     names = [name for name, _ in named_leaves(model.params)]
     found = _find_units(units, model.instances, names)
-    rows, indivisible = [], []
-    for name, leaf in named_leaves(model.params):
-        unit, num_stacked = _owner(name, found)
-        row = _plan_param(name, leaf, unit, num_stacked, mesh, config)
-        rows.append(row)
-        if row.dim is None and _should_split(row, mesh, config):
-            indivisible.append(row)
-    _check(config, mesh, rows, indivisible)
-    return Plan(mesh, config, make_model, model, tuple(rows), classes)
+    _check_patterns(config, names)
+    placements = _placements(mesh, config)
+    rows = tuple(
+        _plan_param(name, leaf, *_owner(name, found), mesh, placements, config)
+        for name, leaf in named_leaves(model.params)
+    )
+    _check_rows(config, mesh, rows)
+    return Plan(mesh, config, make_model, model, rows, classes, placements)
 
 
-def choose_shard_dim(
-    shape: tuple[int, ...], num_shards: int, *, num_stacked: int = 0
-) -> int | None:
-    """Picks the dim of a parameter that is split.
+def choose_split(
+    shape: tuple[int, ...],
+    num_shards: int,
+    *,
+    num_stacked: int = 0,
+    without: int | None = None,
+) -> tuple[int | None, int]:
+    """Picks the dim of an array that is split, and how many zeros it needs for that.
 
     The largest dim that divides wins, the leftmost on a tie, so that a shard is a few
-    long ranges of a row-major file.
+    long ranges of a row-major file. If none divides, the one that takes the least
+    padding.
 
     Args:
       shape: Logical shape, e.g. `(layers, embed, mlp)`.
-      num_shards: Devices that share the parameter.
+      num_shards: Devices that share the array.
       num_stacked: Leading dims that are scanned over and so cannot be split.
+      without: A dim that is split otherwise already.
 
     Returns:
-      The dim, or None if no dim divides.
+      The dim and its padding in elements; (None, 0) for what has no dim of at least 2.
     """
-    divisible = [
+    dims = [
         dim
         for dim, size in enumerate(shape)
-        if dim >= num_stacked and size and size % num_shards == 0
+        if dim >= num_stacked and dim != without and size > 1
     ]
-    return max(divisible, key=lambda dim: shape[dim]) if divisible else None
+    if not dims or not math.prod(shape):
+        return None, 0
+    padding = {dim: -shape[dim] % num_shards for dim in dims}
+    even = [dim for dim in dims if not padding[dim]]
+    if even:
+        return max(even, key=lambda dim: shape[dim]), 0
+    # By how many elements the whole array grows; on a tie the larger dim.
+    dim = min(dims, key=lambda dim: (padding[dim] / shape[dim], -shape[dim]))
+    return dim, padding[dim]
 
 
 def _plan_param(
@@ -131,31 +145,82 @@ def _plan_param(
     unit: str,
     num_stacked: int,
     mesh: Mesh,
+    placements: Placements,
     config: FSDPConfig,
 ) -> ParamPlan:
-    placements = _placements(mesh, config)
-    whole = ParamPlan(
+    precision = config.mp_policy.resolve(name, leaf.dtype)
+    frozen = any(matches(pattern, name) for pattern in config.frozen)
+    if frozen:  # Nothing is ever added to it, so nothing is lost in the narrow dtype.
+        precision = dataclasses.replace(precision, main_params=precision.param)
+    row = ParamPlan(
         name=name,
         shape=tuple(leaf.shape),
         unit=unit,
         num_stacked=num_stacked,
         dim=None,
+        padding=0,
+        tensor_dim=None,
+        is_under_tp=mesh.shape["tp"] > 1,
         placements=Placements((), (), ()),
-        precision=config.mp_policy.resolve(leaf.dtype),
+        precision=precision,
+        frozen=frozen,
         reshard=config.reshard_after_forward and unit != ROOT,
         remat_policy=config.remat_policy,
     )
-    if not _should_split(whole, mesh, config):
-        return whole
+    row = dataclasses.replace(row, tensor_dim=_tensor_dim(row, mesh, config))
+    if not _should_split(row, config):
+        return row
     num_shards = num_devices(mesh, placements.optimizer)
-    dim = choose_shard_dim(whole.shape, num_shards, num_stacked=num_stacked)
-    if dim is None:
-        return whole
-    return dataclasses.replace(whole, dim=dim, placements=placements)
+    dim, padding = choose_split(
+        row.shape, num_shards, num_stacked=num_stacked, without=row.tensor_dim
+    )
+    if dim is None or num_shards == 1:
+        return row
+    return dataclasses.replace(row, dim=dim, padding=padding, placements=placements)
+
+
+def _tensor_dim(row: ParamPlan, mesh: Mesh, config: FSDPConfig) -> int | None:
+    """The dim of the whole parameter that `FSDPConfig.tensor_parallel` names.
+
+    None too for what has a single dim: data axes split that one.
+    """
+    if mesh.shape["tp"] == 1 or row.ndim_in_unit < 2:
+        return None
+    for pattern, dim in config.tensor_parallel.items():
+        if matches(pattern, row.name):
+            return row.num_stacked + dim % row.ndim_in_unit
+    return None
 
 
 def _placements(mesh: Mesh, config: FSDPConfig) -> Placements:
-    """The preset that the strategies name."""
+    """The user's own, or the preset that the strategies name; axes of one device out.
+
+    Raises:
+      ValueError: If an axis is none that splits data, or the axes of one station are
+        not the first ones of the optimizer's.
+    """
+    if given := config.placements:
+        stations = dataclasses.asdict(given)
+        unknown = {a for axes in stations.values() for a in axes} - set(DATA_AXES)
+        if unknown:
+            raise ValueError(
+                f"{given} names {', '.join(sorted(unknown))}. Parameters are split "
+                f"over data axes: {', '.join(DATA_AXES)}."
+            )
+        used = {name: axes_in_use(mesh, axes) for name, axes in stations.items()}
+        optimizer = used["optimizer"]
+        wrong = [
+            name
+            for name, axes in used.items()
+            if axes != optimizer[: len(axes)] or len(set(axes)) < len(axes)
+        ]
+        if wrong:
+            raise ValueError(
+                f"{given}: the axes of {' and '.join(wrong)} are not the first ones of "
+                f"optimizer={optimizer}, each once, so that a device's pieces would "
+                "not be neighbours. Reorder or extend the optimizer's."
+            )
+        return Placements(**used)
     inner = axes_in_use(mesh, SHARD_AXES)
     outer = axes_in_use(mesh, OUTER_AXES)
     strategy = ZERO_DP_STRATEGIES.index(str(config.zero_dp_strategy))
@@ -168,12 +233,10 @@ def _placements(mesh: Mesh, config: FSDPConfig) -> Placements:
     )
 
 
-def _should_split(row: ParamPlan, mesh: Mesh, config: FSDPConfig) -> bool:
-    """False for scalars, and for what the config or the mesh leaves whole."""
+def _should_split(row: ParamPlan, config: FSDPConfig) -> bool:
+    """False for scalars, and for what the config leaves whole."""
     return (
         row.ndim_in_unit > 0
-        and math.prod(row.shape) > 0
-        and num_devices(mesh, _placements(mesh, config).optimizer) > 1
         and math.prod(row.shape) >= config.min_shard_elements
         and not any(matches(p, row.name) for p in config.replicated)
     )
@@ -224,43 +287,58 @@ def _no_such_unit(unmatched: Sequence[type | str], names: Sequence[str]) -> str:
     )
 
 
-def _check(
-    config: FSDPConfig,
-    mesh: Mesh,
-    rows: Sequence[ParamPlan],
-    indivisible: Sequence[ParamPlan],
-) -> None:
-    names = [row.name for row in rows]
+def _check_patterns(config: FSDPConfig, names: Sequence[str]) -> None:
+    """Refuses patterns that match no parameter: they are misspelt."""
+    widened = config.mp_policy.param_name_patterns_for_fp32_local_accumulation
+    options = {
+        "FSDPConfig(replicated=...)": config.replicated,
+        "FSDPConfig(frozen=...)": config.frozen,
+        "FSDPConfig(tensor_parallel=...)": tuple(config.tensor_parallel),
+        "param_name_patterns_for_fp32_local_accumulation": tuple(
+            pattern for pattern in widened if pattern != "all"
+        ),
+    }
+    unused = [
+        f"{option}: {pattern!r}"
+        for option, patterns in options.items()
+        for pattern in patterns
+        if not any(matches(pattern, name) for name in names)
+    ]
+    if unused:
+        raise ValueError(
+            f"Patterns that match no parameter: {'; '.join(unused)}. Parameter paths "
+            f"begin: {', '.join(names[:5])}."
+        )
+
+
+def _check_rows(config: FSDPConfig, mesh: Mesh, rows: Sequence[ParamPlan]) -> None:
     if config.remat_policy is not None and all(row.unit == ROOT for row in rows):
         raise ValueError(
             "FSDPConfig(remat_policy=...) decides what a unit saves for backward, and "
             "no parameter belongs to a unit. Pass units=[LayerClass], or drop it."
         )
-    unused = [
-        p for p in config.replicated if not any(matches(p, name) for name in names)
+    if all(row.frozen for row in rows):
+        raise ValueError(
+            f"FSDPConfig(frozen={config.frozen}) freezes all {len(rows)} parameters: "
+            "nothing is left to train. Leave some out."
+        )
+    short = [
+        f"'{row.name}' {row.shape} has no {row.num_stacked} dims to be the stack of"
+        for row in rows
+        if row.num_stacked > len(row.shape)
     ]
-    if unused:
+    if short:
         raise ValueError(
-            f"FSDPConfig(replicated=...) has patterns that match no parameter: "
-            f"{', '.join(map(repr, unused))}. Parameter paths begin: "
-            f"{', '.join(names[:5])}."
+            f"{'; '.join(short)} its unit. Correct num_dims in fsdp_jax.Stacked."
         )
-    if indivisible:
-        num_shards = num_devices(mesh, _placements(mesh, config).optimizer)
+    tp = mesh.shape["tp"]
+    uneven = [
+        f"'{row.name}' {row.shape}: dim {row.tensor_dim}"
+        for row in rows
+        if row.tensor_dim is not None and row.shape[row.tensor_dim] % tp
+    ]
+    if uneven:
         raise ValueError(
-            "\n".join(_indivisible(row, num_shards) for row in indivisible)
+            f"tp={tp} does not divide: {'; '.join(uneven)}. Split another dim in "
+            "FSDPConfig(tensor_parallel=...), or use fewer devices on tp."
         )
-
-
-def _indivisible(row: ParamPlan, num_shards: int) -> str:
-    start = row.num_stacked
-    dim = max(range(start, len(row.shape)), key=lambda d: row.shape[d])
-    size = row.shape[dim]
-    padded = -(-size // num_shards) * num_shards
-    return (
-        f"Cannot shard '{row.name}' of shape {row.shape}: it is split over "
-        f"{num_shards} devices, and {num_shards} divides none of its dims"
-        f"{' after the stacked ones' if start else ''}. Either pad dim {dim} from "
-        f"{size} to {padded}, or keep it whole with replicated=('{row.name}',) "
-        f"({math.prod(row.shape):,} elements on every device)."
-    )

@@ -81,8 +81,13 @@ def num_devices(mesh: Mesh, axes: Sequence[str]) -> int:
     return math.prod(mesh.shape[axis] for axis in axes)
 
 
-def check_axes(mesh: Mesh) -> None:
-    """Raises a `ValueError` unless `mesh` is one that `fully_shard` can plan for."""
+def check_axes(mesh: Mesh, *, tensor_parallel: bool = False) -> None:
+    """Raises a `ValueError` unless `mesh` is one that `fully_shard` can plan for.
+
+    Args:
+      mesh: The mesh.
+      tensor_parallel: Whether parameters are split over `tp`.
+    """
     missing = [axis for axis in AXES if axis not in mesh.shape]
     if missing:
         raise ValueError(
@@ -90,12 +95,14 @@ def check_axes(mesh: Mesh) -> None:
             "Make it with fsdp_jax.make_mesh, which has every axis (size 1 is free)."
         )
     unused = [axis for axis in ("pp", "cp", "tp") if mesh.shape[axis] > 1]
+    if tensor_parallel and "tp" in unused:
+        unused.remove("tp")
     if unused:
         sizes = ", ".join(f"{axis}={mesh.shape[axis]}" for axis in unused)
         raise ValueError(
             f"The mesh has {sizes}, but parameters are planned for dp_outer, dp_shard "
-            "and ep only, so these devices would repeat each other's work. Give them "
-            "to dp_shard."
+            "and ep, and for tp if FSDPConfig(tensor_parallel=...) says which dims, so "
+            "these devices would repeat each other's work. Give them to dp_shard."
         )
 
 

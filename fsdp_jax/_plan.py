@@ -4,40 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from fsdp_jax._config import FSDPConfig, Precision
-from fsdp_jax._mesh import BATCH_AXES, num_devices
+from fsdp_jax._config import FSDPConfig, Placements, Precision
+from fsdp_jax._mesh import BATCH_AXES, DATA_AXES, axes_in_use, num_devices
 from fsdp_jax._model import MakeModel, ModelDef
+from fsdp_jax._padded import Padded
 from fsdp_jax._table import format_bytes, text_table
 from fsdp_jax._tree import PyTree
 
 ROOT = "(root)"
 """The unit of whatever belongs to no other: gathered once, at the entry of the loss."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Placements:
-    """The mesh axes that split one parameter, at each station of its life.
-
-    Attributes:
-      parameter: Within a step, between its uses.
-      gradient: Within a step, while gradients accumulate over microbatches.
-      optimizer: Between steps and while the optimizer updates it: the only copy, in the
-        main dtype. Where a model computes with more of it, that is made from this one
-        when the step begins, so no second copy can disagree with it.
-
-    Source: Megatron-FSDP `experimental::Placements` (one placement a mesh axis there;
-      here the axes that shard, the others being replicated or, for gradients, partial).
-    """
-
-    parameter: tuple[str, ...]
-    gradient: tuple[str, ...]
-    optimizer: tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,9 +31,14 @@ class ParamPlan:
       shape: Logical shape, stack dims included.
       unit: Path of its unit, or `ROOT`.
       num_stacked: Leading dims that are the stack of its unit.
-      dim: The dim that is split, or None if it stays whole.
-      placements: The mesh axes that split that dim.
+      dim: The dim that is split over data axes, or None if it stays whole there.
+      padding: Zeros behind the end of `dim` where it is split, because the devices do
+        not divide it.
+      tensor_dim: The dim that is split over `tp`, or None.
+      is_under_tp: Whether the mesh has more than one device on `tp`.
+      placements: The data axes that split `dim`.
       precision: Its dtypes.
+      frozen: Whether it is not trained.
       reshard: Whether its unit is gathered again for backward.
       remat_policy: What of its unit's activations is saved, see `FSDPConfig`.
     """
@@ -61,8 +48,12 @@ class ParamPlan:
     unit: str
     num_stacked: int
     dim: int | None
+    padding: int
+    tensor_dim: int | None
+    is_under_tp: bool
     placements: Placements
     precision: Precision
+    frozen: bool
     reshard: bool
     remat_policy: Callable[..., bool] | None
 
@@ -71,17 +62,36 @@ class ParamPlan:
         """Dims of the slice that its unit computes with."""
         return len(self.shape) - self.num_stacked
 
+    @property
+    def padded_shape(self) -> tuple[int, ...]:
+        """The shape in which it is split."""
+        return tuple(
+            size + self.padding if dim == self.dim else size
+            for dim, size in enumerate(self.shape)
+        )
+
     def spec(self, axes: tuple[str, ...]) -> PartitionSpec:
-        """The spec that splits `dim` over `axes`."""
-        if self.dim is None or not axes:
-            return PartitionSpec()
-        # One axis as its name: jax takes P("x") and P(("x",)) for different specs.
-        split = axes if len(axes) > 1 else "".join(axes)
-        return PartitionSpec(*(None,) * self.dim, split)
+        """The spec that splits `dim` over the data axes `axes`, silent about `tp`."""
+        return _spec({self.dim: axes} if self.dim is not None and axes else {})
+
+    def spec_with_tp(self, axes: tuple[str, ...]) -> PartitionSpec:
+        """The spec that splits `dim` over `axes`, and `tensor_dim` over `tp`."""
+        split = {self.dim: axes} if self.dim is not None and axes else {}
+        if self.tensor_dim is not None:
+            split[self.tensor_dim] = ("tp",)
+        return _spec(split)
 
     def num_elements(self, mesh: Mesh, axes: tuple[str, ...]) -> int:
-        """Elements of it on one device when split over `axes`."""
-        return math.prod(self.shape) // num_devices(mesh, axes)
+        """Elements of it on one device when split over `axes`, padding included."""
+        tp = 1 if self.tensor_dim is None else mesh.shape["tp"]
+        shape = self.padded_shape if axes else self.shape
+        return math.prod(shape) // num_devices(mesh, axes) // tp
+
+
+def _spec(split: dict[int, tuple[str, ...]]) -> PartitionSpec:
+    dims = [split.get(dim) for dim in range(max(split, default=-1) + 1)]
+    # One axis as its name: jax takes P("x") and P(("x",)) for different specs.
+    return PartitionSpec(*(d[0] if d and len(d) == 1 else d for d in dims))
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -98,6 +108,7 @@ class Plan:
       model: The model without its arrays.
       rows: One `ParamPlan` a parameter, in the order of `jax.tree.leaves(params)`.
       unit_classes: Classes whose `__call__` is a unit.
+      placements: The data axes that split every parameter that is split.
     """
 
     mesh: Mesh
@@ -106,26 +117,50 @@ class Plan:
     model: ModelDef
     rows: tuple[ParamPlan, ...]
     unit_classes: tuple[type, ...]
+    placements: Placements
 
     @property
     def params(self) -> PyTree:
-        """The mould of the parameters: shapes, main dtypes and shardings at rest."""
-        return self._mould(
-            lambda row: (row.precision.main_params, row.placements.optimizer)
+        """The mould of the parameters: logical shapes, main dtypes, shardings at rest.
+
+        A parameter that rests padded in a `TrainState` is whole here: no array of its
+        logical shape could be split.
+        """
+        return self._unflatten(
+            self._struct(row, row.precision.main_params) for row in self.rows
         )
 
     @property
+    def packed_params(self) -> PyTree:
+        """The mould of the parameters in a `TrainState`: as `params`, but `Padded`."""
+        packed = []
+        for row in self.rows:
+            axes = row.placements.optimizer
+            struct = jax.ShapeDtypeStruct(
+                row.padded_shape,
+                row.precision.main_params,
+                sharding=NamedSharding(self.mesh, row.spec_with_tp(axes)),
+            )
+            packed.append(Padded(struct, row.shape) if row.padding else struct)
+        return self._unflatten(packed)
+
+    @property
     def grads(self) -> PyTree:
-        """The mould of the gradients as `value_and_grad` returns them."""
-        return self._mould(
-            lambda row: (row.precision.main_grads, row.placements.optimizer)
+        """The mould of the gradients of `value_and_grad`; None where frozen."""
+        return self._unflatten(
+            None if row.frozen else self._struct(row, row.precision.main_grads)
+            for row in self.rows
         )
 
     @property
     def model_state(self) -> PyTree:
         """The mould of the arrays that are no parameters; whole on every device."""
         return jax.tree.map(
-            lambda leaf: self._struct(leaf.shape, leaf.dtype, PartitionSpec()),
+            lambda leaf: jax.ShapeDtypeStruct(
+                leaf.shape,
+                leaf.dtype,
+                sharding=NamedSharding(self.mesh, PartitionSpec()),
+            ),
             self.model.state,
         )
 
@@ -136,6 +171,21 @@ class Plan:
             jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
             for leaf in jax.tree.leaves(self.model.state)
         )
+
+    @property
+    def manual_axes(self) -> frozenset[str]:
+        """Mesh axes over which the step is written device by device.
+
+        All of them, or all but `tp`: what is split over that is left to XLA.
+        """
+        tp = {"tp"} if self.mesh.shape["tp"] > 1 else set()
+        return frozenset(self.mesh.axis_names) - tp
+
+    @property
+    def late_axes(self) -> tuple[str, ...]:
+        """Data axes over which gradients are reduced after the last microbatch."""
+        axes = axes_in_use(self.mesh, DATA_AXES)
+        return tuple(a for a in axes if a not in self.placements.gradient)
 
     @property
     def specs(self) -> PyTree:
@@ -164,27 +214,27 @@ class Plan:
         for row in self.rows:
             held = row.num_elements(self.mesh, row.placements.optimizer)
             sizes["params"] += held * row.precision.main_params.itemsize
-            sizes["grads"] += held * row.precision.main_grads.itemsize
+            if not row.frozen:
+                sizes["grads"] += held * row.precision.main_grads.itemsize
         return sizes
+
+    @property
+    def treedef(self) -> Any:
+        """The structure of the parameters."""
+        return jax.tree.structure(self.model.params)
 
     def __repr__(self) -> str:
         """The table: one row a parameter, then the mesh and the bytes a device."""
         table = text_table(_COLUMNS, [_cells(self, row) for row in self.rows])
         return "\n".join([table, "", *_summary(self)])
 
-    def _mould(
-        self, of: Callable[[ParamPlan], tuple[jnp.dtype, tuple[str, ...]]]
-    ) -> PyTree:
-        structs = []
-        for row in self.rows:
-            dtype, axes = of(row)
-            structs.append(self._struct(row.shape, dtype, row.spec(axes)))
-        return jax.tree.structure(self.model.params).unflatten(structs)
+    def _unflatten(self, leaves: Iterable[Any]) -> PyTree:
+        return self.treedef.unflatten(leaves)
 
-    def _struct(self, shape, dtype, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(
-            shape, dtype, sharding=NamedSharding(self.mesh, spec)
-        )
+    def _struct(self, row: ParamPlan, dtype: Any) -> jax.ShapeDtypeStruct:
+        axes = () if row.padding else row.placements.optimizer
+        sharding = NamedSharding(self.mesh, row.spec_with_tp(axes))
+        return jax.ShapeDtypeStruct(row.shape, dtype, sharding=sharding)
 
 
 _COLUMNS = {
@@ -207,9 +257,25 @@ def _cells(plan: Plan, row: ParamPlan) -> tuple[str, ...]:
         rests.name,
         moves.name,
         row.unit + (" (stacked)" if row.num_stacked else ""),
-        "whole" if not axes else f"dim {row.dim} over {' x '.join(axes)}",
+        _split(row),
         f"{row.num_elements(plan.mesh, axes) * rests.itemsize:,}",
     )
+
+
+def _split(row: ParamPlan) -> str:
+    """How one parameter is split, in words."""
+    parts = []
+    if row.placements.optimizer:
+        parts.append(f"dim {row.dim} over {' x '.join(row.placements.optimizer)}")
+    if row.padding:
+        assert row.dim is not None
+        size = row.shape[row.dim]
+        parts.append(f"padded {size} to {size + row.padding}")
+    if row.tensor_dim is not None:
+        parts.append(f"dim {row.tensor_dim} over tp")
+    if row.frozen:
+        parts.append("frozen")
+    return ", ".join(parts) or "whole"
 
 
 def _largest_unit(plan: Plan) -> int:
@@ -222,6 +288,16 @@ def _largest_unit(plan: Plan) -> int:
     return max(sizes.values(), default=0)
 
 
+def _padding_bytes(plan: Plan, padded: Sequence[ParamPlan]) -> int:
+    """What a device holds more of the padded parameters than an even split."""
+    extra = 0.0
+    for row in padded:
+        even = math.prod(row.shape) / num_devices(plan.mesh, row.placements.optimizer)
+        held = row.num_elements(plan.mesh, row.placements.optimizer)
+        extra += (held - even) * row.precision.main_params.itemsize
+    return round(extra)
+
+
 def _summary(plan: Plan) -> list[str]:
     sizes = plan.bytes_per_device
     axes = ", ".join(f"{a}={n}" for a, n in plan.mesh.shape.items() if n > 1)
@@ -231,6 +307,7 @@ def _summary(plan: Plan) -> list[str]:
         for row in plan.rows
         if row.unit == ROOT
     )
+    frozen = sum(row.frozen for row in plan.rows)
     counts = f"parameters: {len(plan.rows)}, units: {len(plan.units)}"
     at_rest = [f"{format_bytes(size)} {kind}" for kind, size in sizes.items()]
     lines = [
@@ -239,6 +316,13 @@ def _summary(plan: Plan) -> list[str]:
         f"whole during a step: {format_bytes(at_entry)} in no unit, all the time; "
         f"{format_bytes(_largest_unit(plan))} in the largest unit, while it runs",
     ]
+    if frozen:
+        lines.append(f"frozen, with neither gradient nor optimizer state: {frozen}")
+    if padded := [row for row in plan.rows if row.padding]:
+        lines.append(
+            f"padded, since no dim divides: {len(padded)}, "
+            f"{format_bytes(_padding_bytes(plan, padded))} of zeros a device"
+        )
     if whole and plan.mesh.size > 1:
         lines.append(f"whole on every device: {', '.join(whole)}")
     if not plan.units:

@@ -13,10 +13,25 @@ from fsdp_jax._plan import ParamPlan
 from fsdp_jax._tree import PyTree
 
 
+@dataclasses.dataclass(frozen=True)
+class Late:
+    """What happens to a gradient on its way out, besides the reduce-scatter.
+
+    Attributes:
+      scale: What it is multiplied by before it travels: one over the ranks and
+        microbatches whose losses are averaged.
+      axes: Data axes over which it is reduced besides, in the same backward; empty
+        where that is left for after the last microbatch.
+    """
+
+    scale: float = 1.0
+    axes: tuple[str, ...] = ()
+
+
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=("value", "sink"),
-    meta_fields=("row",),
+    data_fields=("value", "sink", "earlier"),
+    meta_fields=("row", "late"),
 )
 @dataclasses.dataclass(frozen=True)
 class Shard:
@@ -31,14 +46,20 @@ class Shard:
     ZeRO-3 and bfloat16 weights from float32 gradients.
 
     Attributes:
-      value: This device's piece at rest, shape `[*stacked, ...]`, main dtype.
-      sink: Zeros in the shape and dtype in which the gradient accumulates; unread.
+      value: This device's piece as it lies within the step, shape `[*stacked, ...]`.
+      sink: Zeros in the shape and dtype in which the gradient leaves; unread. None if
+        the parameter is frozen.
+      earlier: What earlier microbatches accumulated, where backward is to add it and
+        to finish the gradient; None otherwise.
       row: The parameter's plan.
+      late: How the gradient is scaled and finished, see `Late`.
     """
 
     value: Any
     sink: Any
+    earlier: Any
     row: ParamPlan
+    late: Late
 
     @property
     def is_slice(self) -> bool:

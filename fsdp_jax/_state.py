@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -13,15 +12,18 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Int, Key
 
-from fsdp_jax._fully_shard import choose_shard_dim
+from fsdp_jax._config import Placements
+from fsdp_jax._frozen import trainable
+from fsdp_jax._fully_shard import choose_split
 from fsdp_jax._mesh import num_devices
+from fsdp_jax._padded import Padded, pack, unpack
 from fsdp_jax._plan import ParamPlan, Plan
 from fsdp_jax._tree import PyTree, named_leaves
 
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=("step", "params", "opt_state", "model_state", "rng"),
+    data_fields=("step", "params", "opt_state", "model_state", "rng", "num_skipped"),
     meta_fields=(),
 )
 @dataclasses.dataclass(frozen=True)
@@ -31,15 +33,18 @@ class TrainState:
     There is no public way to replace `params` alone: what the optimizer derived from
     the old ones would silently win at the next step. Start again with `init`.
 
-    As made by `abstract_state` its leaves are `jax.ShapeDtypeStruct`s: the mould.
+    As made by `abstract_state` its leaves are `jax.ShapeDtypeStruct`s: the mould. An
+    array that the devices do not divide is a `Padded` leaf; `fsdp_jax.unpack` makes
+    plain arrays of all.
 
     Attributes:
-      step: Updates made so far.
+      step: Steps made so far.
       params: The parameters, in the placement and dtype of `plan.params`.
       opt_state: The optax state, every array of it split like its parameter.
       model_state: Arrays of the model that are no parameters (dropout keys, BatchNorm
         statistics), whole on every device.
       rng: The key from which each step, microbatch and data rank derives its own.
+      num_skipped: Steps that left everything as it was, see `make_train_step`.
     """
 
     step: Int[Array, ""]
@@ -47,6 +52,7 @@ class TrainState:
     opt_state: PyTree
     model_state: PyTree
     rng: Key[Array, ""]
+    num_skipped: Int[Array, ""]
 
 
 def init_params(plan: Plan, key: Key[Array, ""]) -> PyTree:
@@ -99,20 +105,24 @@ def init(
     def rest(params, rng, model_state):
         if model_state is None:
             _, model_state = plan.model.split(plan.make_model(rng))
-        step = jnp.zeros((), jnp.int32)
+        zero = jnp.zeros((), jnp.int32)
         # A copy, since the state is donated and the caller's key is not ours to delete.
         key = jax.random.wrap_key_data(
             jax.random.key_data(rng), impl=jax.random.key_impl(rng)
         )
-        return step, tx.init(params), model_state, key
+        opt_state = pack(tx.init(trainable(plan, params)), mould.opt_state)
+        return zero, opt_state, model_state, key, zero
 
-    shardings = jax.tree.map(
-        lambda leaf: leaf.sharding,
-        (mould.step, mould.opt_state, mould.model_state, mould.rng),
-    )
-    made = jax.jit(rest, out_shardings=shardings)(params, rng, model_state)
-    step, opt_state, new_model_state, own_rng = made
-    return TrainState(step, params, opt_state, new_model_state, own_rng)
+    def sharding_of(tree):
+        return jax.tree.map(lambda leaf: leaf.sharding, tree)
+
+    wanted = (mould.step, mould.opt_state, mould.model_state, mould.rng, mould.step)
+    make_rest = jax.jit(rest, out_shardings=sharding_of(wanted))
+    step, opt_state, model_state, own_rng, none = make_rest(params, rng, model_state)
+    if any(row.padding for row in plan.rows):
+        to_rest = functools.partial(pack, mould=plan.packed_params)
+        params = jax.jit(to_rest, out_shardings=sharding_of(plan.packed_params))(params)
+    return TrainState(step, params, opt_state, model_state, own_rng, none)
 
 
 def abstract_state(plan: Plan, tx: optax.GradientTransformation) -> TrainState:
@@ -125,19 +135,20 @@ def abstract_state(plan: Plan, tx: optax.GradientTransformation) -> TrainState:
 
     return TrainState(
         step=scalar(jnp.int32),
-        params=plan.params,
+        params=plan.packed_params,
         opt_state=_abstract_opt_state(plan, tx),
         model_state=plan.model_state,
         rng=scalar(key.dtype),
+        num_skipped=scalar(jnp.int32),
     )
 
 
 def gather(tree: PyTree) -> PyTree:
-    """Makes every array of a sharded tree whole on every device.
+    """Makes every array of a sharded tree whole on every device, in its logical shape.
 
     For looking at small things: it takes the memory of the whole tree on each device.
     """
-    return jax.tree.map(_gather_leaf, tree)
+    return unpack(jax.tree.map(_gather_leaf, tree))
 
 
 def _gather_leaf(leaf: Array) -> Array:
@@ -178,19 +189,27 @@ def _abstract_opt_state(plan: Plan, tx: optax.GradientTransformation) -> PyTree:
     """Shards the optimizer's arrays by path and shape, whatever the optimizer.
 
     An array whose path ends in a parameter's path belongs to that parameter. If it has
-    its shape it is split like it; if not (Adafactor's factors) over the same axes, on a
-    dim that divides. An array that belongs to none is whole if it is a scalar.
+    its shape it is split like it; if not (Adafactor's factors), or if it belongs to
+    none, over the same axes on a dim of its own. What has no dim of at least 2 elements
+    is whole, and what belongs to a parameter that is whole.
     """
-    params, _ = jax.tree_util.tree_flatten_with_path(plan.params)
-    rows = {path: row for (path, _), row in zip(params, plan.rows, strict=True)}
-    shapes = jax.eval_shape(tx.init, plan.params)
+    params = trainable(plan, plan.params)
+    flat, _ = jax.tree_util.tree_flatten_with_path(params)
+    trained = [row for row in plan.rows if not row.frozen]
+    rows = {path: row for (path, _), row in zip(flat, trained, strict=True)}
+    shapes = jax.eval_shape(tx.init, params)
+    _refuse_multi_steps(shapes)
 
-    def mould(path: tuple[Any, ...], leaf: Any) -> jax.ShapeDtypeStruct:
+    def mould(path: tuple[Any, ...], leaf: Any) -> jax.ShapeDtypeStruct | Padded:
         row = _parameter_of(path, rows)
-        spec = _opt_spec(plan, leaf.shape, row)
-        return jax.ShapeDtypeStruct(
-            leaf.shape, leaf.dtype, sharding=NamedSharding(plan.mesh, spec)
+        shape = tuple(leaf.shape)
+        if row is None or shape != row.shape:
+            row = _row_of_its_own(plan, shape, row)
+        spec = row.spec_with_tp(row.placements.optimizer)
+        struct = jax.ShapeDtypeStruct(
+            row.padded_shape, leaf.dtype, sharding=NamedSharding(plan.mesh, spec)
         )
+        return Padded(struct, shape) if row.padding else struct
 
     return jax.tree_util.tree_map_with_path(mould, shapes)
 
@@ -202,11 +221,36 @@ def _parameter_of(
     return next((rows[suffix] for suffix in suffixes if suffix in rows), None)
 
 
-def _opt_spec(plan: Plan, shape: Sequence[int], row: ParamPlan | None) -> PartitionSpec:
-    if row is None or row.dim is None:
-        return PartitionSpec()
-    axes = row.placements.optimizer
-    if tuple(shape) == row.shape:
-        return row.spec(axes)
-    dim = choose_shard_dim(tuple(shape), num_devices(plan.mesh, axes))
-    return dataclasses.replace(row, dim=dim).spec(axes)
+def _row_of_its_own(
+    plan: Plan, shape: tuple[int, ...], owner: ParamPlan | None
+) -> ParamPlan:
+    """How an array is split that has not the shape of the parameter it belongs to."""
+    row = owner or plan.rows[0]
+    placements = owner.placements if owner else plan.placements
+    num_shards = num_devices(plan.mesh, placements.optimizer)
+    dim, padding = choose_split(shape, num_shards) if num_shards > 1 else (None, 0)
+    if owner is None and padding:  # Coefficients, not state that grows with the model.
+        dim, padding = None, 0
+    if dim is None:
+        placements = Placements((), (), ())
+    return dataclasses.replace(
+        row,
+        shape=shape,
+        dim=dim,
+        padding=padding,
+        tensor_dim=None,
+        placements=placements,
+    )
+
+
+def _refuse_multi_steps(opt_state: PyTree) -> None:
+    """Accumulating in the optimizer would keep a second set of gradients, unreduced."""
+    nodes = jax.tree.leaves(
+        opt_state, is_leaf=lambda n: isinstance(n, optax.MultiStepsState)
+    )
+    if any(isinstance(node, optax.MultiStepsState) for node in nodes):
+        raise ValueError(
+            "optax.MultiSteps accumulates gradients between calls of the step. Use "
+            "make_train_step(..., accumulate=k) with the inner optimizer instead: it "
+            "does so within one step and reduces only as often as the strategy needs."
+        )

@@ -7,10 +7,15 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from fsdp_jax._batch import check_batch, place_batch
-from fsdp_jax._local import LossFn, LossForm, global_grads, global_loss, takes_rng
+from fsdp_jax._frozen import apply_updates, trainable
+from fsdp_jax._health import raise_if_not_finite
+from fsdp_jax._local import global_grads, global_loss
+from fsdp_jax._loss import LossFn, LossForm, takes_rng
+from fsdp_jax._padded import pack, unpack
 from fsdp_jax._plan import Plan
 from fsdp_jax._state import TrainState, abstract_state
 from fsdp_jax._tree import PyTree, named_leaves
@@ -42,8 +47,9 @@ def value_and_grad(
 
     Returns:
       `fn(params, batch, *, rng=None, model_state=None) -> ((loss, aux), grads)`; `aux`
-      is None without `has_aux`. Gradients come in the mould `plan.grads`, the loss is
-      the mean over the global batch. With `model_state`, which a model with dropout or
+      is None without `has_aux`. Gradients come in the mould `plan.grads`, None where
+      frozen (see `trainable` and `apply_updates`); the loss is the mean over the global
+      batch. With `model_state`, which a model with dropout or
       BatchNorm needs, the result is `((loss, aux, model_state), grads)`. It is jitted.
 
     Raises:
@@ -51,8 +57,15 @@ def value_and_grad(
         microbatches, or randomness is needed and no `rng` is given.
     """
     form = LossForm(has_aux, calculate_per_token_loss)
-    compute = jax.jit(global_grads(plan, loss_fn, form, accumulate))
+    packed = global_grads(plan, loss_fn, form, accumulate)
     needs_rng = takes_rng(loss_fn) or plan.has_keys
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, plan.grads)
+
+    def logical(*args):
+        value, grads = packed(*args)
+        return value, unpack(grads)
+
+    compute = jax.jit(logical, out_shardings=(None, shardings))
 
     def fn(params, batch, *, rng=None, model_state=None):
         _check_call(plan, needs_rng, rng, model_state)
@@ -60,9 +73,8 @@ def value_and_grad(
         rng = jax.random.key(0) if rng is None else rng
         given = plan.model_state if model_state is None else model_state
         batch = place_batch(plan, batch)
-        (loss, aux, new_state), grads = compute(params, batch, rng, given)
-        value = (loss, aux) if model_state is None else (loss, aux, new_state)
-        return value, grads
+        (value, new_state, _), grads = compute(params, batch, rng, given)
+        return value if model_state is None else (*value, new_state), grads
 
     return fn
 
@@ -75,16 +87,26 @@ class TrainStep:
       plan: What it was made for.
       accumulate: Microbatches a step.
       jitted: The `jax.jit` function of `(state, batch)`; the state is donated.
+      check_for_nan_in_grad: Whether each call waits for the step and checks it.
     """
 
     plan: Plan
     accumulate: int
     jitted: Any
+    check_for_nan_in_grad: bool = False
 
     def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, PyTree]:
-        """Runs one step; the old state is given up to make room for the new one."""
+        """Runs one step; the old state is given up to make room for the new one.
+
+        Raises:
+          FloatingPointError: With `check_for_nan_in_grad`, if a gradient is not finite;
+            it names the parameters and the step.
+        """
         check_batch(self.plan, batch, self.accumulate)
-        return self.jitted(state, place_batch(self.plan, batch))
+        new, metrics = self.jitted(state, place_batch(self.plan, batch))
+        if self.check_for_nan_in_grad:
+            raise_if_not_finite(self.plan, metrics["grad_peaks"], int(new.step))
+        return new, metrics
 
     def lower(self, state: PyTree, batch: PyTree) -> jax.stages.Lowered:
         """Lowers the step for concrete or abstract arguments, to look at it."""
@@ -107,6 +129,10 @@ def make_train_step(
     has_aux: bool = False,
     accumulate: int = 1,
     calculate_per_token_loss: bool = False,
+    update_model_state: Callable[[Any], Any] | None = None,
+    check_for_nan_in_grad: bool = False,
+    skip_nonfinite: bool = False,
+    report_grad_peaks: bool = False,
 ) -> TrainStep:
     """Makes the step that updates a `TrainState` with one batch.
 
@@ -117,37 +143,112 @@ def make_train_step(
       has_aux: As for `value_and_grad`.
       accumulate: Microbatches a step; a step with k equals one with the whole batch.
       calculate_per_token_loss: As for `value_and_grad`.
+      update_model_state: `fn(model)`, called once a step behind the microbatches, with
+        the state of all ranks, to change what is no parameter: a router's bias from the
+        tokens counted (see `Tally`). It changes the model or returns another; what it
+        does to parameters is lost.
+      check_for_nan_in_grad: Raise `FloatingPointError` with the names of the parameters
+        whose gradients are not finite. Each step is then waited for.
+      skip_nonfinite: Leave parameters, optimizer and model state as they were where a
+        gradient is not finite, and count it in `state.num_skipped`.
+      report_grad_peaks: Put `grad_peaks` into the metrics also without the two.
 
     Returns:
       `step(state, batch) -> (state, metrics)`, where metrics hold `loss`, `grad_norm`
-      (of the gradient before the optimizer sees it) and, with `has_aux`, `aux`.
+      (of the gradient before the optimizer sees it), with `has_aux` `aux`, and
+      `grad_peaks` where asked for: the largest magnitude of each gradient, for
+      `largest_grads`.
+
+    Raises:
+      ValueError: If two options contradict each other, or the optimizer is
+        `optax.MultiSteps`.
+
+    Source: Megatron `DistributedDataParallelConfig` for `check_for_nan_in_grad` (there
+      each bucket's norm before the collective; here each parameter's, after it, alike
+      on all hosts); `finalize_model_grads` for `update_model_state`.
     """
+    if check_for_nan_in_grad and skip_nonfinite:
+        raise ValueError(
+            "make_train_step(check_for_nan_in_grad=True, skip_nonfinite=True): the one "
+            "stops at what the other passes over. Choose one."
+        )
     form = LossForm(has_aux, calculate_per_token_loss)
-    compute = global_grads(plan, loss_fn, form, accumulate)
+    with_peaks = check_for_nan_in_grad or skip_nonfinite or report_grad_peaks
+    compute = global_grads(plan, loss_fn, form, accumulate, with_peaks=with_peaks)
     mould = abstract_state(plan, tx)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, mould)
 
     def step(state: TrainState, batch: PyTree):
         rng = jax.random.fold_in(state.rng, state.step)
-        (loss, aux, model_state), grads = compute(
+        ((loss, aux), model_state, peaks), grads = compute(
             state.params, batch, rng, state.model_state
         )
+        if update_model_state:
+            model_state = _updated(plan, update_model_state, state.params, model_state)
+        grads, params = unpack(grads), unpack(state.params)
         with jax.named_scope("optimizer"):
-            updates, opt_state = tx.update(grads, state.opt_state, state.params)
-            params = optax.apply_updates(state.params, updates)
-            # Moments keep the dtype they were made in, also where gradients are wider:
-            # else the second step would be another program, and `load` would refuse.
-            opt_state = jax.tree.map(
-                lambda new, leaf: new.astype(leaf.dtype), opt_state, mould.opt_state
+            updates, opt_state = tx.update(
+                grads, unpack(state.opt_state), trainable(plan, params)
             )
+            params = apply_updates(plan, params, updates)
         metrics = {"loss": loss, "grad_norm": optax.tree.norm(grads)}
         if has_aux:
             metrics["aux"] = aux
-        new = TrainState(state.step + 1, params, opt_state, model_state, state.rng)
+        if with_peaks:
+            metrics["grad_peaks"] = peaks
+        new = TrainState(
+            state.step + 1,
+            pack(params, mould.params),
+            _in_dtypes_of(mould.opt_state, pack(opt_state, mould.opt_state)),
+            model_state,
+            state.rng,
+            state.num_skipped,
+        )
+        if skip_nonfinite:
+            new = _unless(~jnp.isfinite(peaks).all(), state, new)
         return new, metrics
 
     jitted = jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
-    return TrainStep(plan, accumulate, jitted)
+    return TrainStep(plan, accumulate, jitted, check_for_nan_in_grad)
+
+
+def _updated(
+    plan: Plan, update: Callable[[Any], Any], params: PyTree, model_state: PyTree
+) -> PyTree:
+    """The model state after `update` has had the model in its hands."""
+    model = plan.model.merge(unpack(params), model_state)
+    changed = update(model)
+    _, after = plan.model.split(model if changed is None else changed)
+    if jax.tree.structure(after) != jax.tree.structure(model_state):
+        raise ValueError(
+            "update_model_state left the model with other arrays than it had. Change "
+            "the values of its variables, and neither add nor remove any."
+        )
+    return _in_dtypes_of(plan.model_state, after)
+
+
+def _in_dtypes_of(mould: PyTree, tree: PyTree) -> PyTree:
+    """Keeps each array in the dtype that it was made in.
+
+    A moment that widens with the gradient would make the second step another program,
+    and its checkpoint one that does not load.
+    """
+    return jax.tree.map(lambda leaf, new: new.astype(leaf.dtype), mould, tree)
+
+
+def _unless(is_bad: Any, old: TrainState, new: TrainState) -> TrainState:
+    """The new state; where `is_bad`, the old one, with the step counted and skipped."""
+
+    def choose(old, new):
+        return jax.tree.map(lambda o, n: jnp.where(is_bad, o, n), old, new)
+
+    return dataclasses.replace(
+        new,
+        params=choose(old.params, new.params),
+        opt_state=choose(old.opt_state, new.opt_state),
+        model_state=choose(old.model_state, new.model_state),
+        num_skipped=old.num_skipped + is_bad,
+    )
 
 
 def make_eval_step(

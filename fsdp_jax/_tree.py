@@ -9,6 +9,8 @@ from typing import Any
 from flax import nnx
 from jax import tree_util
 
+from fsdp_jax._padded import Padded
+
 PyTree = Any
 
 
@@ -23,15 +25,18 @@ def named_leaves(
     """Every leaf with its dotted name, in the order of `jax.tree.leaves`.
 
     An nnx `Variable` counts as its value: its key path would end in `.value`, which is
-    no part of anybody's name for a weight. `is_leaf` may stop the walk elsewhere too.
+    no part of anybody's name for a weight. A `Padded` leaf counts as one, of its
+    logical shape. `is_leaf` may stop the walk elsewhere too.
     """
     flat, _ = tree_util.tree_flatten_with_path(
-        tree, is_leaf=lambda node: _is_variable(node) or is_leaf(node)
+        tree,
+        is_leaf=lambda n: _is_variable(n) or isinstance(n, Padded) or is_leaf(n),
     )
-    return [
+    named = [
         (leaf_name(path), leaf.get_value() if _is_variable(leaf) else leaf)
         for path, leaf in flat
     ]
+    return [(name, leaf) for name, leaf in named if leaf is not None]
 
 
 def matches(pattern: str, name: str) -> str | None:

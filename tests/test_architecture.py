@@ -23,13 +23,16 @@ PACKAGES = ("fsdp_jax", "bridge")
 # A module of fsdp_jax imports only from lower rows. A subpackage is one entry; leading
 # underscores are left out. `__init__` is the package itself: `from fsdp_jax import X`.
 ROWS = [
-    {"config", "tree", "table", "reshard"},
+    {"padded", "table", "reshard", "uses"},
+    {"tree"},
+    {"config", "chunks"},
     {"mesh", "model"},
     {"plan", "data", "launch"},
-    {"shard", "fully_shard", "batch"},
-    {"collectives", "state"},
+    {"shard", "fully_shard", "batch", "frozen", "health", "model_state"},
+    {"collectives", "state", "aux"},
     {"unit", "checkpoint", "ops"},
     {"scan", "objects", "linen"},
+    {"loss"},
     {"local"},
     {"step"},
     {"planner"},

@@ -7,12 +7,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
+from fsdp_jax._padded import Padded, pack, unpack
 from fsdp_jax._tree import PyTree, named_leaves
 
 
 def flatten(tree: PyTree) -> dict[str, Any]:
-    """One flat dict of dotted names, PRNG keys as their `uint32` words.
+    """One flat dict of dotted names; logical shapes, PRNG keys as `uint32` words.
 
     Args:
       tree: A `TrainState` or any pytree of arrays or `jax.ShapeDtypeStruct`s.
@@ -28,16 +30,41 @@ def flatten(tree: PyTree) -> dict[str, Any]:
             f"Cannot save two leaves under one name: {', '.join(twice)}. Rename a key "
             "that has a dot in it."
         )
-    return {name: key_words(leaf) if is_key(leaf) else leaf for name, leaf in named}
+    return {name: _stored(leaf) for name, leaf in named}
 
 
 def unflatten(mould: PyTree, leaves: dict[str, Any]) -> PyTree:
     """The inverse of `flatten`, in the structure of `mould`."""
-    values = [
-        as_key(leaves[name], leaf) if is_key(leaf) else leaves[name]
-        for name, leaf in named_leaves(mould)
-    ]
-    return jax.tree.structure(mould).unflatten(values)
+    values, treedef = [], jax.tree.structure(mould, is_leaf=_is_padded)
+    for name, leaf in named_leaves(mould):
+        value = as_key(leaves[name], leaf) if is_key(leaf) else leaves[name]
+        values.append(_repacked(value, leaf) if _is_padded(leaf) else value)
+    return treedef.unflatten(values)
+
+
+def _stored(leaf: Any) -> Any:
+    """The plain array, or its shape, that stands for a leaf on disk."""
+    if is_key(leaf):
+        return key_words(leaf)
+    if not _is_padded(leaf):
+        return leaf
+    if isinstance(leaf.value, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=_whole(leaf))
+    return jax.jit(unpack, out_shardings=_whole(leaf))(leaf)
+
+
+def _repacked(value: jax.Array, mould: Padded) -> Padded:
+    padding = jax.jit(lambda v: pack(v, mould), out_shardings=mould.value.sharding)
+    return padding(value)
+
+
+def _whole(leaf: Padded) -> NamedSharding:
+    """On every device: what no dim of can be split is small."""
+    return NamedSharding(leaf.value.sharding.mesh, PartitionSpec())
+
+
+def _is_padded(leaf: Any) -> bool:
+    return isinstance(leaf, Padded)
 
 
 def is_key(leaf: Any) -> bool:

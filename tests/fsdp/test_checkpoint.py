@@ -217,6 +217,7 @@ def small_state(step: int) -> fsdp.TrainState:
         opt_state=(),
         model_state={},
         rng=jax.random.key(0),
+        num_skipped=jnp.int32(0),
     )
 
 

@@ -12,7 +12,7 @@ from helpers.zoo import CASES
 from jax.sharding import NamedSharding, PartitionSpec
 
 import fsdp_jax as fsdp
-from fsdp_jax._fully_shard import choose_shard_dim
+from fsdp_jax._fully_shard import choose_split
 from fsdp_jax._plan import ROOT
 from fsdp_jax._tree import named_leaves
 
@@ -41,44 +41,64 @@ def stacks(plan) -> dict[str, int]:
 
 
 @pytest.mark.parametrize(
-    "shape, num_stacked, dim",
+    "shape, num_stacked, dim, padding",
     [
-        ((1024, 4096), 0, 1),
-        ((1024, 1024), 0, 0),  # a tie: leftmost
-        ((8, 16, 16), 0, 1),
-        ((50257, 768), 0, 1),  # an odd vocabulary: what divides beats what is largest
-        ((4096,), 0, 0),
-        ((8, 24, 16), 1, 1),
-        ((64, 8, 16), 1, 2),  # the stack is largest, and is never split
-        ((64, 64, 8), 2, 2),
-        ((8, 7), 1, None),
-        ((50257, 770), 0, None),
-        ((8,), 1, None),
-        ((0, 8), 0, 1),  # nothing divides into eight nothings
-        ((), 0, None),
+        ((1024, 4096), 0, 1, 0),
+        ((1024, 1024), 0, 0, 0),  # a tie: leftmost
+        ((8, 16, 16), 0, 1, 0),
+        ((50257, 768), 0, 1, 0),  # an odd vocabulary: what divides beats the largest
+        ((4096,), 0, 0, 0),
+        ((8, 24, 16), 1, 1, 0),
+        ((64, 8, 16), 1, 2, 0),  # the stack is largest, and is never split
+        ((64, 64, 8), 2, 2, 0),
+        ((8, 7), 1, 1, 1),
+        ((50257, 770), 0, 0, 7),  # 7 in 50257 adds less than 6 in 770
+        ((13, 17), 0, 0, 3),
+        ((95, 101), 0, 0, 1),
+        ((333,), 0, 0, 3),
+        ((3,), 0, 0, 5),
+        ((1, 1), 0, None, 0),
+        ((8,), 1, None, 0),
+        ((0, 8), 0, None, 0),
+        ((), 0, None, 0),
     ],
 )
-def test_the_largest_dim_that_divides_is_split(shape, num_stacked, dim):
-    assert choose_shard_dim(shape, 8, num_stacked=num_stacked) == dim
+def test_the_largest_dim_that_divides_is_split_or_the_one_that_needs_least_padding(
+    shape, num_stacked, dim, padding
+):
+    assert choose_split(shape, 8, num_stacked=num_stacked) == (dim, padding)
 
 
-def test_every_indivisible_leaf_is_named_in_one_error():
+def test_what_no_dim_of_divides_is_padded_and_the_plan_says_what_that_costs():
     shapes = {"wte": (50257, 770), "good": (8, 8), "layers": {"bias": (2, 7)}}
-    with pytest.raises(ValueError) as error:
-        plan_shapes(shapes, [fsdp.Stacked("layers")])
-    first, second = str(error.value).splitlines()
-    assert "'layers.bias' of shape (2, 7): it is split over 8 devices" in first
-    assert "divides none of its dims after the stacked ones" in first
-    assert "pad dim 1 from 7 to 8" in first
-    assert "'wte' of shape (50257, 770)" in second
-    assert "pad dim 0 from 50257 to 50264" in second
-    assert "replicated=('wte',) (38,697,890 elements on every device)" in second
+    plan = plan_shapes(shapes, [fsdp.Stacked("layers")])
+    table = repr(plan)
+    assert "dim 0 over dp_shard, padded 50257 to 50264" in table
+    assert "dim 1 over dp_shard, padded 7 to 8" in table
+    # A device holds 6283 rows of 770 where 50257 / 8 would be even, and 2 of 14 / 8.
+    zeros = round(4 * (6283 * 770 - 50257 * 770 / 8) + 4 * (2 - 14 / 8))
+    assert f"no dim divides: 2, {zeros / 1024:.2f} KiB of zeros a device" in table
+    held = 6283 * 770 + 8 + 2
+    assert plan.bytes_per_device["params"] == 4 * held
 
 
-def test_the_fix_that_the_error_names_works():
+def test_a_padded_parameter_has_its_logical_shape_in_every_mould_but_at_rest():
+    plan = plan_shapes({"w": (13, 17)})
+    for mould in (plan.params["w"], plan.grads["w"], plan.packed_params["w"]):
+        assert mould.shape == (13, 17)
+    assert plan.packed_params["w"].value.shape == (16, 17)
+    assert plan.packed_params["w"].value.sharding.spec == PartitionSpec("dp_shard")
+
+
+def test_a_parameter_that_would_be_padded_can_be_kept_whole():
     plan = plan_shapes({"wte": (50257, 770), "w": (8, 8)}, replicated=("wte",))
     assert dims(plan) == {"wte": None, "w": 0}
     assert "whole on every device: wte" in repr(plan)
+
+
+def test_a_stack_of_more_dims_than_a_parameter_has_is_refused():
+    with pytest.raises(ValueError, match=r"'w' \(8, 8\) has no 3 dims.*num_dims"):
+        plan_shapes({"w": (8, 8)}, [fsdp.Stacked("w", num_dims=3)])
 
 
 @pytest.mark.parametrize(
@@ -98,8 +118,26 @@ def test_what_a_replicated_pattern_matches_stays_whole(pattern, whole):
 
 
 def test_patterns_that_match_nothing_are_all_named():
-    with pytest.raises(ValueError, match=r"'bias', 'w.x'\. Parameter paths begin: w\."):
-        plan_shapes({"w": (8, 8)}, replicated=("bias", "w", "w.x"))
+    policy = fsdp.MixedPrecisionPolicy(
+        main_grads_dtype=jnp.bfloat16,
+        param_name_patterns_for_fp32_local_accumulation=("norm", "w"),
+    )
+    with pytest.raises(ValueError) as error:
+        plan_shapes(
+            {"w": (8, 8)},
+            replicated=("bias", "w", "w.x"),
+            frozen=("v",),
+            tensor_parallel={"up": 0, "w": 1},
+            mp_policy=policy,
+        )
+    for named in (
+        "FSDPConfig(replicated=...): 'bias'; FSDPConfig(replicated=...): 'w.x'",
+        "FSDPConfig(frozen=...): 'v'",
+        "FSDPConfig(tensor_parallel=...): 'up'",
+        "param_name_patterns_for_fp32_local_accumulation: 'norm'",
+        "Parameter paths begin: w.",
+    ):
+        assert named in str(error.value)
 
 
 def test_smaller_parameters_than_asked_for_stay_whole():
@@ -318,7 +356,7 @@ BF16, FP16, FP32, FP64 = jnp.bfloat16, jnp.float16, jnp.float32, np.float64
     ],
 )
 def test_a_precision_policy_fills_in_what_is_not_said(policy, model, resolved):
-    got = fsdp.MixedPrecisionPolicy(**policy).resolve(model)
+    got = fsdp.MixedPrecisionPolicy(**policy).resolve("w", model)
     have = (got.param, got.main_params, got.main_grads, got.grad_comm)
     assert have == tuple(map(jnp.dtype, resolved))
 

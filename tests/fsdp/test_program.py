@@ -10,8 +10,9 @@ import numpy as np
 import optax
 import pytest
 from helpers.compare import worst
+from helpers.compiles import compilations
 from helpers.hlo import Collective, collectives, group_size, stablehlo_dtypes
-from helpers.zoo import CASES, SEQ, batch
+from helpers.zoo import CASES, batch
 
 import fsdp_jax as fsdp
 from fsdp_jax._plan import ROOT
@@ -82,16 +83,28 @@ def test_gathers_stay_within_a_replica(hsdp):
     assert inner and {group_size(c.groups) for c in inner} == {4}
 
 
-def test_replicas_are_reduced_once_a_step_after_the_last_microbatch(hsdp):
-    plan, found = hsdp
-    outer = [c for c in found if c.op == "all-reduce" and group_size(c.groups) == 2]
-    assert {c.depth for c in outer} == {0}
+def shards_of(rows, *, sliced) -> Counter:
     shards = Counter()
-    for row in plan.rows:
+    for row in rows:
         shape = list(row.shape)
         shape[row.dim] //= 4
-        shards[("f32", tuple(shape))] += 1
-    assert shapes(outer) == shards
+        shards[("f32", tuple(shape[1:] if sliced else shape))] += 1
+    return shards
+
+
+def test_replicas_are_reduced_once_a_step_unit_by_unit_in_the_last_backward(hsdp):
+    plan, found = hsdp
+    outer = [c for c in found if c.op == "all-reduce" and group_size(c.groups) == 2]
+    # The one loop they are in is that over the layers of the last microbatch, which
+    # reduce-scatters the same gradients; the microbatches before it are deeper down.
+    (loop,) = {c.loops for c in outer if c.loops}
+    assert len(loop) == 1
+    assert any(c.op == "reduce-scatter" and c.loops == loop for c in found)
+    root = [row for row in plan.rows if row.unit == ROOT]
+    at_the_end = shards_of(root, sliced=False)
+    assert shapes([c for c in outer if not c.loops]) == at_the_end
+    in_units = shards_of(unit_rows(plan), sliced=True)
+    assert shapes([c for c in outer if c.loops]) == in_units
 
 
 def test_nothing_else_is_communicated(hsdp):
@@ -248,20 +261,11 @@ def trained():
     plan = case.plan(fsdp.make_mesh())
     step = fsdp.make_train_step(plan, case.loss, TX)
     state = fsdp.init(plan, TX, case.sharded(plan))
-    compiled: list[str] = []
-
-    def listen(event: str, duration: float, **_):
-        if "compile" in event or "trace" in event:
-            compiled.append(event)
-
     state, _ = step(state, batch())
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    for _ in range(2):
-        state, _ = step(state, batch())
-    seen = list(compiled)
-    jax.jit(lambda x: x + jnp.float32(SEQ))(jnp.ones(3))
-    assert len(compiled) > len(seen)  # The listener hears compilations.
-    return plan, state, seen
+    with compilations() as heard:
+        for _ in range(2):
+            state, _ = step(state, batch())
+    return plan, state, heard
 
 
 def test_the_second_step_compiles_nothing(trained):

@@ -100,9 +100,9 @@ OPTIMIZERS = {
     "momentum": optax.sgd(1e-3, momentum=0.9),
     "lion": optax.lion(1e-3),
     "adafactor": optax.adafactor(1e-3),
-    "microbatches of optax": optax.MultiSteps(
-        optax.adam(1e-3), 2
-    ).gradient_transformation(),
+    "muon": optax.contrib.muon(1e-3),
+    "schedule": optax.adam(optax.cosine_decay_schedule(1e-3, 100)),
+    "masked": optax.adamw(1e-3, mask=lambda p: jax.tree.map(lambda x: x.ndim > 1, p)),
     "multi_transform": optax.multi_transform(
         {"adam": optax.adam(1e-3), "sgd": optax.sgd(1e-3, momentum=0.9)}, labels
     ),
@@ -121,6 +121,13 @@ def test_no_optimizer_state_that_divides_stays_whole(plan, name):
         else:
             assert leaf.size <= 3, leaf_name  # scalars, adafactor's placeholders
     assert split >= 2
+
+
+def test_accumulating_in_the_optimizer_is_refused_with_advice(plan):
+    tx = optax.MultiSteps(optax.adam(1e-3), 2).gradient_transformation()
+    for inner in (tx, optax.chain(optax.clip(1.0), tx)):
+        with pytest.raises(ValueError, match=r"accumulate=k\) with the inner"):
+            fsdp.abstract_state(plan, inner)
 
 
 def test_adams_moments_lie_exactly_as_their_parameters(plan):

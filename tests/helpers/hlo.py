@@ -19,17 +19,25 @@ class Collective:
       op: E.g. `all-gather`.
       dtype: E.g. `f32`.
       shape: The result's shape on one device.
-      body: The loop body it stands in, or None.
-      depth: How many loops are around it.
+      loops: The bodies of the loops around it, innermost first.
       groups: Who takes part, as the module writes it.
     """
 
     op: str
     dtype: str
     shape: tuple[int, ...]
-    body: str | None
-    depth: int
+    loops: tuple[str, ...]
     groups: str
+
+    @property
+    def body(self) -> str | None:
+        """The loop body it stands in, or None."""
+        return self.loops[0] if self.loops else None
+
+    @property
+    def depth(self) -> int:
+        """How many loops are around it."""
+        return len(self.loops)
 
     @property
     def size(self) -> int:
@@ -53,12 +61,18 @@ def collectives(text: str) -> list[Collective]:
                         op=match[2],
                         dtype=dtype,
                         shape=shape,
-                        body=loops[0] if loops else None,
-                        depth=len(loops),
+                        loops=tuple(loops),
                         groups=groups[1] if groups else "",
                     )
                 )
     return found
+
+
+def loops_around_loops(text: str) -> set[str]:
+    """Bodies of the loops that have a loop within: those over microbatches."""
+    parents = _parents(text)
+    bodies = [name for name, (_, is_body) in parents.items() if is_body]
+    return {outer for body in bodies for outer in _loops(body, parents)[1:]}
 
 
 def group_size(groups: str) -> int:

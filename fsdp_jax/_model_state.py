@@ -1,0 +1,98 @@
+"""A model's arrays that are no parameters: keys, statistics and counters in a step."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, Key
+
+from fsdp_jax._plan import Plan
+from fsdp_jax._tree import PyTree, named_leaves
+
+
+class Tally(nnx.Variable):
+    """A model's counter that all ranks and microbatches add to.
+
+    What each of them adds in a step is summed, as tokens an expert received are; other
+    state is averaged over ranks, or, if integer, the largest is taken.
+    """
+
+
+def fold_rank(rng: Key[Array, ""], data_axes: tuple[str, ...]) -> Key[Array, ""]:
+    """Gives every data rank a key of its own."""
+    return jax.random.fold_in(rng, lax.axis_index(data_axes)) if data_axes else rng
+
+
+def fold_keys(state: PyTree, rng: Key[Array, ""]) -> PyTree:
+    """Gives every key of the model a value of its own for this rank and microbatch."""
+    word = jax.random.bits(rng)
+
+    def fold(leaf):
+        if not _is_key(leaf):
+            return leaf
+        one = functools.partial(jax.random.fold_in, data=word)
+        for _ in range(leaf.ndim):
+            one = jax.vmap(one)
+        return one(leaf)
+
+    return jax.tree.map(fold, state)
+
+
+def written_state(before: PyTree, after: PyTree) -> PyTree:
+    """The state that the loss left, with the keys as they were before folding.
+
+    Raises:
+      ValueError: If the loss left the model with more or fewer arrays than it had.
+    """
+    had, has = (dict(named_leaves(state)) for state in (before, after))
+    if had.keys() != has.keys():
+        raise ValueError(
+            "loss_fn changed which arrays the model holds; new: "
+            f"{', '.join(has.keys() - had.keys()) or 'none'}; gone: "
+            f"{', '.join(had.keys() - has.keys()) or 'none'}. Take what was sown out "
+            "again (nnx.pop(model, nnx.Intermediate)) and return it with has_aux=True."
+        )
+    return jax.tree.map(lambda b, a: b if _is_key(b) else a, before, after)
+
+
+def reduce_state(
+    plan: Plan, before: PyTree, after: PyTree, data_axes: tuple[str, ...]
+) -> PyTree:
+    """One state for all ranks: tallies summed, statistics averaged, integers maximal.
+
+    Random streams are left alone: keys were never changed, and all ranks count alike.
+    """
+    variables = jax.tree.leaves(
+        plan.model.state, is_leaf=lambda node: isinstance(node, nnx.Variable)
+    )
+    kinds = jax.tree.structure(before).unflatten(map(_kind, variables))
+
+    def reduce(old, new, kind):
+        if kind == "kept" or not data_axes:
+            return new
+        if kind == "summed":
+            return old + lax.psum(new - old, data_axes)
+        if jnp.issubdtype(new.dtype, jnp.integer):
+            return lax.pmax(new, data_axes)
+        if not jnp.issubdtype(new.dtype, jnp.floating):
+            return new
+        wide = jnp.promote_types(new.dtype, jnp.float32)
+        return lax.pmean(new.astype(wide), data_axes).astype(old.dtype)
+
+    return jax.tree.map(reduce, before, after, kinds)
+
+
+def _kind(variable: Any) -> str:
+    if isinstance(variable, Tally):
+        return "summed"
+    is_state = isinstance(variable, nnx.Variable)
+    return "agreed" if is_state and not isinstance(variable, nnx.RngState) else "kept"
+
+
+def _is_key(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)

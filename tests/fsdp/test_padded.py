@@ -1,0 +1,232 @@
+"""Parameters that the devices do not divide: split all the same, and nobody notices."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers.compare import host, worst
+from helpers.compiles import compilations
+from jax.sharding import PartitionSpec
+
+import fsdp_jax as fsdp
+from fsdp_jax._padded import Padded
+from fsdp_jax._tree import named_leaves
+
+# The shapes of upstream's tests: 13, 17, 95, 101 and 333, none of which 8 divides.
+SHAPES = {
+    "layers": {"up": (3, 13, 17), "down": (3, 17, 13), "scale": (3, 13)},
+    "odd": (95, 101),
+    "bias": (333,),
+    "even": (13, 16),
+    "one": (1,),
+}
+ROWS = 16
+
+
+def make_weights(key):
+    shapes, treedef = jax.tree.flatten(SHAPES, is_leaf=lambda s: isinstance(s, tuple))
+    keys = jax.random.split(key, len(shapes))
+    leaves = [0.2 * jax.random.normal(k, s) for k, s in zip(keys, shapes, strict=True)]
+    return treedef.unflatten(leaves)
+
+
+def layer(w, x):
+    return x + jnp.tanh((x * w["scale"][None]) @ w["up"]) @ w["down"], None
+
+
+def loss_fn(weights, batch):
+    x, _ = fsdp.scan(layer, weights["layers"], batch["x"])
+    wide = jnp.tanh(x @ weights["even"]) @ jnp.ones((16, 95), x.dtype)
+    odd = jnp.tanh(wide @ weights["odd"])
+    bias = jnp.sin(weights["bias"][None, :101]) + weights["bias"][-1]
+    return jnp.mean((odd * bias - batch["y"] * weights["one"][None]) ** 2)
+
+
+def batch(dtype=np.float32):
+    random = np.random.default_rng(0)
+    return {
+        "x": random.normal(size=(ROWS, 13)).astype(dtype),
+        "y": random.normal(size=(ROWS, 101)).astype(dtype),
+    }
+
+
+def plan_of(mesh, **config):
+    units = [fsdp.Stacked("layers")]
+    return fsdp.fully_shard(make_weights, mesh, units, fsdp.FSDPConfig(**config))
+
+
+def one_device():
+    return fsdp.make_mesh(devices=jax.devices()[:1])
+
+
+def trained(plan, tx, steps=3, accumulate=1):
+    step = fsdp.make_train_step(plan, loss_fn, tx, accumulate=accumulate)
+    state = fsdp.init(plan, tx, fsdp.init_params(plan, jax.random.key(1)))
+    for _ in range(steps):
+        state, metrics = step(state, batch(np.float64))
+    return host(fsdp.gather(state.params)), host(metrics)
+
+
+@pytest.fixture(scope="module")
+def plan():
+    return plan_of(fsdp.make_mesh())
+
+
+def test_what_does_not_divide_is_padded_and_nothing_else(plan):
+    assert {row.name: row.padding for row in plan.rows} == {
+        "bias": 3,
+        "even": 0,
+        "layers.down": 3,  # 17 takes 7, so 13 it is
+        "layers.scale": 3,
+        "layers.up": 3,
+        "odd": 1,
+        "one": 0,
+    }
+    whole = [row.name for row in plan.rows if row.dim is None]
+    assert whole == ["one"]
+
+
+OPTIMIZERS = {
+    "adamw": optax.adamw(1e-2, eps=1e-8),
+    "adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=8),
+    "muon": optax.contrib.muon(1e-2),
+    "clip": optax.chain(optax.clip_by_global_norm(0.01), optax.sgd(0.5, momentum=0.9)),
+    "lamb": optax.lamb(1e-2),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_updates_are_exactly_those_of_the_unpadded_arrays(name):
+    with jax.enable_x64(True):
+        tx = OPTIMIZERS[name]
+        got, metrics = trained(plan_of(fsdp.make_mesh()), tx)
+        want, want_metrics = trained(plan_of(one_device()), tx)
+        assert worst(got, want) < 1e-9
+        for key in ("loss", "grad_norm"):
+            assert abs(metrics[key] - want_metrics[key]) < 1e-9 * abs(want_metrics[key])
+
+
+def test_updates_of_the_padded_arrays_would_be_noticed():
+    # The negative control: the same optimizer on 16 x 17 with three rows of zeros.
+    tx = OPTIMIZERS["adafactor"]
+    grad = np.random.default_rng(0).normal(size=(13, 17)).astype(np.float32)
+    params = np.ones((13, 17), np.float32)
+
+    def update(pad):
+        widths = ((0, pad), (0, 0))
+        g, p = jnp.pad(grad, widths), jnp.pad(params, widths)
+        return np.asarray(tx.update(g, tx.init(p), p)[0])[:13]
+
+    assert worst({"w": update(3)}, {"w": update(0)}) > 1e-3
+
+
+@pytest.mark.parametrize("strategy, outer", [(0, 0), (1, 0), (2, 0), (3, 0), (3, 1)])
+def test_every_strategy_computes_what_one_device_computes(strategy, outer):
+    with jax.enable_x64(True):
+        tx = OPTIMIZERS["adamw"]
+        plan = plan_of(
+            fsdp.make_mesh(dp_outer=2),
+            zero_dp_strategy=strategy,
+            outer_dp_sharding_strategy=outer,
+        )
+        got, _ = trained(plan, tx, accumulate=2)
+        want, _ = trained(plan_of(one_device()), tx)
+    assert worst(got, want) < 1e-9
+
+
+def test_at_rest_each_device_holds_an_eighth_of_the_padded_array(plan):
+    tx = OPTIMIZERS["adamw"]
+    state = fsdp.init(plan, tx, fsdp.init_params(plan, jax.random.key(0)))
+    odd = state.params["odd"]
+    assert isinstance(odd, Padded)
+    assert odd.shape == (95, 101) and odd.value.shape == (96, 101)
+    assert {shard.data.shape for shard in odd.value.addressable_shards} == {(12, 101)}
+    moments = [x for n, x in named_leaves(state.opt_state) if n.endswith("mu.odd")]
+    assert [m.value.sharding.spec for m in moments] == [PartitionSpec("dp_shard")]
+    held = sum(
+        leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state.params)
+    )
+    assert held == plan.bytes_per_device["params"]
+
+
+def test_no_optimizer_state_stays_whole_but_what_has_a_single_element(plan):
+    tx = OPTIMIZERS["adafactor"]
+    state = fsdp.init(plan, tx, fsdp.init_params(plan, jax.random.key(0)))
+    whole = [
+        (name, leaf.shape)
+        for name, leaf in named_leaves(state.opt_state)
+        if getattr(leaf, "value", leaf).sharding.is_fully_replicated
+    ]
+    # Those of `one`, counters, and the place-holders that adafactor keeps.
+    assert all(np.prod(shape) == 1 for _, shape in whole), whole
+
+
+def test_a_padded_leaf_reads_as_the_array_of_its_logical_shape(plan):
+    params = fsdp.init_params(plan, jax.random.key(0))
+    want = np.asarray(params["bias"])
+    state = fsdp.init(plan, OPTIMIZERS["adamw"], params)
+    leaf = state.params["bias"]
+    np.testing.assert_array_equal(np.asarray(leaf), want)
+    assert float(jnp.max(leaf)) == want.max()
+    np.testing.assert_array_equal(fsdp.unpack(state.params)["bias"], want)
+    np.testing.assert_array_equal(fsdp.gather(state.params)["bias"], want)
+    assert not np.asarray(leaf.value)[333:].any()
+
+
+def test_gradients_have_the_logical_shape(plan):
+    params = fsdp.init_params(plan, jax.random.key(0))
+    _, grads = fsdp.value_and_grad(plan, loss_fn)(params, batch())
+    for (name, grad), (_, mould) in zip(
+        named_leaves(grads), named_leaves(plan.grads), strict=True
+    ):
+        assert grad.shape == mould.shape, name
+        assert grad.sharding.is_equivalent_to(mould.sharding, grad.ndim), name
+    # A state's packed parameters are as good as the mould's.
+    packed = fsdp.init(plan, OPTIMIZERS["adamw"], params).params
+    _, again = fsdp.value_and_grad(plan, loss_fn)(packed, batch())
+    assert worst(again, grads) == 0
+
+
+def test_a_checkpoint_holds_logical_shapes_and_loads_on_any_mesh(plan, tmp_path):
+    tx = OPTIMIZERS["adafactor"]
+    step = fsdp.make_train_step(plan, loss_fn, tx)
+    state = fsdp.init(plan, tx, fsdp.init_params(plan, jax.random.key(0)))
+    state, _ = step(state, batch())
+    fsdp.save(tmp_path, state)
+    want = host(fsdp.gather(state.params)), host(fsdp.gather(state.opt_state))
+    for devices in (8, 4, 3, 1):
+        other = plan_of(fsdp.make_mesh(devices=jax.devices()[:devices]))
+        got = fsdp.load(tmp_path, fsdp.abstract_state(other, tx))
+        for have, wanted in zip((got.params, got.opt_state), want, strict=True):
+            for (name, a), (_, b) in zip(
+                named_leaves(have), named_leaves(wanted), strict=True
+            ):
+                np.testing.assert_array_equal(np.asarray(a), b, err_msg=name)
+        params = fsdp.load_params(tmp_path, other.params)
+        np.testing.assert_array_equal(params["odd"], want[0]["odd"])
+
+
+def test_the_second_step_compiles_nothing(plan):
+    tx = OPTIMIZERS["adamw"]
+    step = fsdp.make_train_step(plan, loss_fn, tx)
+    state = fsdp.init(plan, tx, fsdp.init_params(plan, jax.random.key(0)))
+    state, _ = step(state, batch())
+    with compilations() as heard:
+        for _ in range(2):
+            state, _ = step(state, batch())
+    assert heard == []
+
+
+def test_whole_weights_have_no_zeros_in_their_unit():
+    seen = []
+
+    def look(weights, batch):
+        seen.append(jax.tree.map(jnp.shape, weights))
+        return jnp.sum(batch["x"]) * weights["bias"].sum()
+
+    plan = fsdp.fully_shard(make_weights, fsdp.make_mesh())
+    fsdp.value_and_grad(plan, look)(fsdp.init_params(plan, jax.random.key(0)), batch())
+    assert seen[0] == SHAPES
