@@ -97,7 +97,6 @@ RESUME = "train --resume {run} --data {text} --save {new}"
         (START + " --steps 2 --dp-outer 0", "sizes are at least 1"),
         (START + " --steps 2 --devices 0", "--devices 0: at least 1"),
         (START + " --steps 2 --devices 9", "there are 8 cpu devices"),
-        (START + " --steps 2 --devices 5 --batch 5", "split over 5 devices"),
         (START + " --steps 2 --cpu-devices 3", "jax runs already with 8"),
         (START + " --steps 2 --tokenizer model", "needs a tokenizer.json"),
         (START + " --steps 2 --metrics {jsonl}", "exists already"),
