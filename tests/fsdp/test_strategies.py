@@ -39,7 +39,7 @@ LAYERS, ROWS = 3, 24
 SIZES = {"even": (16, 32, 8), "odd": (13, 17, 101)}
 # policy, what parameters may differ by as ||a - b|| / ||b||. float64 stands for all
 # precisions of one dtype: float32 would differ by rounding alone. In bfloat16 each rank
-# rounds the gradient of its own rows, to 2^-9; the negative control is at 0.3.
+# rounds the gradient of its own rows, to 2^-9; the negative control is at 1.2.
 PRECISIONS = {
     "float64": ({}, 1e-9),
     "bfloat16": ({"param_dtype": jnp.bfloat16, "main_grads_dtype": jnp.float32}, 5e-2),
