@@ -229,8 +229,11 @@ def _row_of_its_own(
     placements = owner.placements if owner else plan.placements
     num_shards = num_devices(plan.mesh, placements.optimizer)
     dim, padding = choose_split(shape, num_shards) if num_shards > 1 else (None, 0)
-    if owner is None and padding:  # Coefficients, not state that grows with the model.
-        dim, padding = None, 0
+    if owner is None:
+        # The first dim that divides: of a stack, whole members. What none of divides is
+        # coefficients, and no state that grows with the model.
+        even = (d for d, size in enumerate(shape) if size > 1 and not size % num_shards)
+        dim, padding = (next(even, None) if num_shards > 1 else None), 0
     if dim is None:
         placements = Placements((), (), ())
     return dataclasses.replace(

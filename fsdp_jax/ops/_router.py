@@ -1,0 +1,57 @@
+"""Router state that no gradient trains: changed once a step from global counts."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Num
+
+
+def update_expert_bias(
+    bias: Float[Array, " experts"],
+    tokens_per_expert: Num[Array, " experts"],
+    rate: float,
+) -> Float[Array, " experts"]:
+    """Moves each expert's bias by `rate`, up if it got fewer tokens than the mean.
+
+    That balances the load without a loss term. Call it in `update_model_state`, with
+    the tokens counted in a `Tally`, which by then holds those of all ranks and
+    microbatches, and set the count to zero.
+
+    Args:
+      bias: Added to the router's scores when experts are chosen.
+      tokens_per_expert: How many tokens each expert was given.
+      rate: The step, e.g. 1e-3.
+
+    Returns:
+      The new bias. An expert with exactly the mean keeps its own.
+
+    Source: DeepSeek-V3 technical report, section 2.1.2; Megatron-LM
+      `finalize_model_grads.py::_update_router_expert_bias`.
+    """
+    tokens = tokens_per_expert.astype(jnp.float32)
+    return bias + rate * jnp.sign(tokens.mean() - tokens).astype(bias.dtype)
+
+
+def update_qb_beta(
+    beta: Float[Array, " experts"],
+    accumulated: Float[Array, " experts"],
+    count: Num[Array, ""],
+    ema: float,
+) -> Float[Array, " experts"]:
+    """Moves a router's beta to the mean of what forwards proposed, and centres it.
+
+    Args:
+      beta: The one in use.
+      accumulated: The sum of what all forwards of all ranks proposed, in a `Tally`.
+      count: How many forwards these were, in a `Tally`; 0 leaves only the decay.
+      ema: How much of the old one is kept, 0 to 1.
+
+    Returns:
+      The new beta, whose mean over experts is zero.
+
+    Source: Megatron-LM `finalize_model_grads.py`, which averages the means of ranks:
+      the same, since all ranks run as many forwards.
+    """
+    mean = accumulated / jnp.maximum(count, 1).astype(accumulated.dtype)
+    new = ema * beta + (1 - ema) * mean.astype(beta.dtype)
+    return new - new.mean()
