@@ -69,13 +69,13 @@ def reduce_late(
     """
     scattered = tuple(a for a in row.placements.optimizer if a in late_axes)
     summed = tuple(axis for axis in late_axes if axis not in scattered)
-    if scattered:
-        grad = _reduce_scatter(row, grad, scattered)
-    if summed:
-        wide = row.precision.accumulate_wide
-        wire = row.precision.main_grads if wide else row.precision.grad_comm
-        with jax.named_scope("all_reduce"):
-            grad = _at_tp_width(row, lambda g: lax.psum(g, summed), grad.astype(wire))
+    with jax.named_scope("reduce_late"):
+        if scattered:
+            grad = _reduce_scatter(row, grad, scattered)
+        if summed:
+            wide = row.precision.accumulate_wide
+            wire = row.precision.main_grads if wide else row.precision.grad_comm
+            grad = _all_reduce(row, grad.astype(wire), summed)
     return grad.astype(row.precision.main_grads)
 
 
@@ -135,6 +135,11 @@ def _all_gather(row: ParamPlan, value: Array, axes: tuple[str, ...]) -> Array:
 
     with jax.named_scope("all_gather"):
         return _at_tp_width(row, gather, value)
+
+
+def _all_reduce(row: ParamPlan, grad: Array, axes: tuple[str, ...]) -> Array:
+    with jax.named_scope("all_reduce"):
+        return _at_tp_width(row, lambda grad: lax.psum(grad, axes), grad)
 
 
 def _reduce_scatter(row: ParamPlan, grad: Array, axes: tuple[str, ...]) -> Array:

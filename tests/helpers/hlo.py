@@ -88,15 +88,16 @@ def group_size(groups: str) -> int:
 
 
 def stablehlo_dtypes(text: str, op: str) -> set[str]:
-    """The dtypes that cross the wire in all `op`s of a StableHLO module.
+    """The dtypes that cross the wire in all `op`s of arrays in a StableHLO module.
 
     Before any backend touched it: the CPU backend widens bfloat16 collectives.
     """
     dtypes = set()
     for part in re.split(rf'(?="stablehlo\.{op}")', text)[1:]:
-        result = re.search(r"-> tensor<(?:\d+x)*(\w+)>", part)
+        result = re.search(r"-> tensor<((?:\d+x)*)(\w+)>", part)
         assert result, part[:200]
-        dtypes.add(result[1])
+        if result[1]:  # Scalars are losses and norms.
+            dtypes.add(result[2])
     return dtypes
 
 
