@@ -1,5 +1,10 @@
 """Fully sharded data parallelism for your own JAX model, on a mesh of GPUs."""
 
+from fsdp_jax import ops as ops
+from fsdp_jax._chunks import Chunk as Chunk
+from fsdp_jax._chunks import chunks as chunks
+from fsdp_jax._chunks import split_chunks as split_chunks
+from fsdp_jax._chunks import validate_chunks as validate_chunks
 from fsdp_jax._config import FSDPConfig as FSDPConfig
 from fsdp_jax._config import MixedPrecisionPolicy as MixedPrecisionPolicy
 from fsdp_jax._config import Placements as Placements

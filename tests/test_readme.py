@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
+import operator
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import fsdp_jax as fsdp
 from fsdp_jax.cli import main
 
 pytestmark = pytest.mark.torch  # The small Llama is written by transformers.
@@ -41,7 +44,11 @@ def test_the_commands_run_in_order(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "FILE").write_bytes(Path(__file__).read_bytes() * 3)
     assert main(["make-tiny-llama", "DIR", "--layers", "2", "--hidden", "32"]) == 0
-    steps = {"--steps 100": "--steps 2 --seq 32", "--steps 200": "--steps 3"}
+    steps = {
+        "--steps 100": "--steps 2 --seq 32",
+        "--steps 200": "--steps 3",
+        "--profile-from 10 --profile-steps 3": "--profile-from 2 --profile-steps 1",
+    }
     for command in commands("fsdp-jax"):
         for written, short in steps.items():
             command = command.replace(written, short)
@@ -65,6 +72,31 @@ def test_the_extras_exist():
     for command in commands("pip"):
         extra = re.search(r"\[(\w+)\]", command)
         assert extra and re.search(rf"^{extra[1]} = ", pyproject, flags=re.MULTILINE)
+
+
+def test_every_word_of_ours_in_the_tables_is_one():
+    options = {
+        *inspect.signature(fsdp.FSDPConfig).parameters,
+        *inspect.signature(fsdp.MixedPrecisionPolicy).parameters,
+        *inspect.signature(fsdp.make_train_step).parameters,
+        *inspect.signature(fsdp.make_mesh).parameters,
+        *inspect.signature(fsdp.fully_shard).parameters,
+    }
+    for code in re.findall(r"`([^`\n]+)`", README):
+        for name in re.findall(r"\bfsdp\.([\w.]+)", code):
+            assert operator.attrgetter(name)(fsdp), code
+    ours = README.partition("## Coming from PyTorch")[2].partition("\n## ")[0]
+    rows = [line.split("|") for line in ours.splitlines() if line.startswith("| ")]
+    assert len(rows) >= 40
+    for row in rows[1:]:
+        for code in re.findall(r"`([\w=]+)`", row[2]):
+            name = code.partition("=")[0]
+            known = name in options or hasattr(fsdp, name)
+            assert known or name in MODEL_WORDS, row
+
+
+# Words of the tables that are no option of ours.
+MODEL_WORDS = {"output_dtype", "cast_forward_inputs"}
 
 
 def test_files_and_links_exist():
