@@ -29,8 +29,8 @@ demo: $(INSTALLED)  ## Shard a small model, train it, and carry it to PyTorch an
 test: $(INSTALLED)  ## Run the tests, on 8 simulated devices. PYTEST=... adds arguments.
 	$(BIN)/pytest $(PYTEST)
 
-test-long: $(INSTALLED)  ## Run the tests that take minutes.
-	$(BIN)/pytest -m long $(PYTEST)
+test-long: $(INSTALLED)  ## Run the tests that take minutes; their outcome goes to benchmarks/results.
+	$(BIN)/python benchmarks/long_tests.py $(PYTEST)
 
 lint: $(INSTALLED)  ## Check style, format and types.
 	$(BIN)/ruff check .

@@ -1,0 +1,185 @@
+"""UPSTREAM.md says of each of Megatron-LM's tests which of ours show the same.
+
+What it cites exists (read from the source, nothing is imported), what it leaves out has
+a reason, and no row is lost.
+"""
+
+import ast
+import dataclasses
+import re
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+# Megatron-LM's test file -> its cases, so that no row is lost unnoticed. Change a number
+# here with the row that comes or goes, and say in the commit why it does.
+ROWS: dict[str, int] = {}
+
+HEADER = ["upstream test", "what it shows", "ours"]
+# `tests/fsdp/test_x.py::test_y`
+CITED = re.compile(r"`(tests/[\w/]+\.py::\w+)`")
+# What stands in the place of a test, up to the next one or the end.
+EXCUSE = re.compile(r"(N/A|not yet):(.*?)(?=; (?:N/A|not yet):|$)")
+LEAST_WORDS = 5
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One case of a file of Megatron-LM's tests, and what shows it here."""
+
+    file: str
+    cells: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return f"{self.file}, {self.cells[0]}"
+
+    @property
+    def ours(self) -> str:
+        return self.cells[-1]
+
+
+def rows(text: str) -> list[Row]:
+    """The rows of all tables, each with the heading above it."""
+    found, file = [], ""
+    for line in text.splitlines():
+        if line.startswith("### "):
+            file = line.removeprefix("### ").strip("`")
+        elif line.startswith("|"):
+            cells = [cell.strip() for cell in line.strip("|").split("|")]
+            if cells != HEADER and not all(re.fullmatch("-+", c) for c in cells):
+                found.append(Row(file, tuple(cells)))
+    return found
+
+
+def tests_of(root: Path, files: Iterable[str]) -> set[str]:
+    """`path::name` of every test function in these files; what is absent has none."""
+    return {
+        f"{file}::{node.name}"
+        for file in files
+        if (root / file).exists()
+        for node in ast.parse((root / file).read_text()).body
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+    }
+
+
+def files_cited(table: list[Row]) -> set[str]:
+    return {
+        cited.partition("::")[0] for row in table for cited in CITED.findall(row.ours)
+    }
+
+
+def problems(table: list[Row], tests: set[str]) -> list[str]:
+    """What is wrong with rows, given the tests that there are."""
+    return [
+        *(f"{name}: twice" for name, n in names(table).items() if n > 1),
+        *(problem for row in table for problem in problems_of(row, tests)),
+    ]
+
+
+def names(table: list[Row]) -> Counter[str]:
+    return Counter(row.name for row in table)
+
+
+def problems_of(row: Row, tests: set[str]) -> list[str]:
+    if len(row.cells) != len(HEADER) or not all(row.cells):
+        return [f"{row.name}: not three cells with something in them"]
+    cited, excuses = CITED.findall(row.ours), EXCUSE.findall(row.ours)
+    found = [
+        f"{row.name}: no such test {test}" for test in cited if test not in tests
+    ] + [
+        f"{row.name}: {kind} without a reason"
+        for kind, reason in excuses
+        if len(CITED.sub("", reason).split()) < LEAST_WORDS
+    ]
+    if row.ours.count("::") != len(cited):
+        found.append(f"{row.name}: cites what is no `tests/path.py::test_name`")
+    if not cited and not excuses:
+        found.append(f"{row.name}: neither a test, nor N/A, nor not yet")
+    return found
+
+
+@pytest.fixture(scope="module")
+def table() -> list[Row]:
+    return rows((ROOT / "tests" / "UPSTREAM.md").read_text())
+
+
+def test_every_row_cites_tests_that_exist_or_says_why_not(table):
+    assert problems(table, tests_of(ROOT, files_cited(table))) == []
+
+
+def test_no_row_and_no_file_is_lost(table):
+    assert Counter(row.file for row in table) == ROWS
+
+
+# The checker catches what it is for.
+
+
+def planted(*ours: str) -> list[Row]:
+    """Rows of one table, numbered, with these last cells."""
+    lines = [f"| case {i} | something | {cell} |" for i, cell in enumerate(ours)]
+    head = ["### `test_upstream.py`", "", f"| {' | '.join(HEADER)} |", "|---|---|---|"]
+    return rows("\n".join([*head, *lines]))
+
+
+GOOD = "`tests/test_a.py::test_good`"
+NO_TORCH = "N/A: a reason of a few words"
+
+
+@pytest.mark.parametrize(
+    "ours, problem",
+    [
+        ("`tests/test_a.py::test_gone`", "no such test tests/test_a.py::test_gone"),
+        (f"{GOOD}, `tests/b/test_b.py::test_good`", "no such test tests/b/test_b.py"),
+        ("`tests/test_a.py::helper`", "no such test"),
+        ("`tests/test_a.py::test_good[id]`", "cites what is no"),
+        ("tests/test_a.py::test_good", "cites what is no"),  # without backticks
+        ("", "not three cells"),
+        ("N/A", "neither a test"),
+        ("N/A:", "N/A without a reason"),
+        ("N/A: no use", "N/A without a reason"),
+        ("not yet: later", "not yet without a reason"),
+        (f"{GOOD}; not yet:", "not yet without a reason"),
+        (f"not yet: {GOOD} and {GOOD}", "not yet without a reason"),
+        ("as above", "neither a test"),
+        (f"{GOOD} | {GOOD}", "not three cells"),
+    ],
+)
+def test_a_planted_fault_is_caught(ours, problem):
+    found = problems(planted(GOOD, ours), {"tests/test_a.py::test_good"})
+    assert found
+    assert all(problem in each for each in found if "cites" not in each), found
+    assert any(problem in each for each in found), found
+
+
+def test_a_planted_second_row_of_one_name_is_caught():
+    assert problems(planted(GOOD) * 2, {"tests/test_a.py::test_good"}) == [
+        "test_upstream.py, case 0: twice"
+    ]
+
+
+@pytest.mark.parametrize(
+    "ours",
+    [
+        GOOD,
+        f"{GOOD} [one case], {GOOD} (and why)",
+        NO_TORCH,
+        f"not yet: a reason of a few words; for a part of it {GOOD}",
+        f"{GOOD}; not yet: a reason of a few words",
+    ],
+)
+def test_a_good_row_is_let_be(ours):
+    assert problems(planted(ours), {"tests/test_a.py::test_good"}) == []
+
+
+def test_tests_are_read_from_the_source(tmp_path):
+    (tmp_path / "test_a.py").write_text(
+        "import absent\ndef test_one():\n    def test_inner(): ...\n"
+        "def helper(): ...\n# def test_comment(): ...\nclass test_class: ..."
+    )
+    found = tests_of(tmp_path, ["test_a.py", "test_absent.py"])
+    assert found == {"test_a.py::test_one"}
