@@ -15,9 +15,38 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 
-# Megatron-LM's test file -> its cases, so that no row is lost unnoticed. Change a number
-# here with the row that comes or goes, and say in the commit why it does.
-ROWS: dict[str, int] = {}
+# Megatron-LM's test file -> how many of its cases are listed, so that no row is lost
+# unnoticed. Where a row comes or goes, its number here does too.
+ROWS = {
+    "mfsdp_v1/test_mfsdp_fully_shard.py": 22,
+    "mfsdp_v1/test_mcore_fully_sharded_data_parallel.py": 23,
+    "mfsdp_v1/test_mcore_tensor_parallelism_detect.py": 13,
+    "mfsdp_v1/test_mfsdp_uneven_dtensor.py": 20,
+    "mfsdp_v1/test_mfsdp_fused_mla_checkpoint.py": 4,
+    "mfsdp_v2/test_dbuffer.py": 24,
+    "mfsdp_v2/test_fully_shard.py": 19,
+    "mfsdp_v2/test_memory.py": 6,
+    "mfsdp_v2/test_overlap.py": 5,
+    "mfsdp_v2/test_symmetric_memory.py": 2,
+    "mfsdp_v2/test_cuda_graph.py": 2,
+    "mfsdp_v2/test_checkpoint.py": 2,
+    "mfsdp_v2/test_context.py": 8,
+    "mfsdp_v2/test_annotation.py": 5,
+    "mfsdp_v2/test_optimizer.py": 2,
+    "mfsdp_v2/test_expert_parallel.py": 1,
+    "mfsdp_v2/test_mcore_adapter.py": 6,
+    "test_distributed_data_parallel.py": 2,
+    "test_torch_fully_sharded_parallel.py": 3,
+    "test_param_and_grad_buffer.py": 27,
+    "test_finalize_model_grads.py": 10,
+    "test_grad_reduce_for_replicated_embedder.py": 2,
+    "test_grad_sync_with_expert_parallel.py": 4,
+    "test_reduce_scatter_with_fp32_accumulation.py": 5,
+    "test_param_layout.py": 25,
+    "test_layer_wise_param_layout.py": 25,
+    "test_param_readiness.py": 10,
+    "Beyond upstream": 15,
+}
 
 HEADER = ["upstream test", "what it shows", "ours"]
 # `tests/fsdp/test_x.py::test_y`
@@ -56,7 +85,7 @@ def rows(text: str) -> list[Row]:
     return found
 
 
-def tests_of(root: Path, files: Iterable[str]) -> set[str]:
+def defined_in(root: Path, files: Iterable[str]) -> set[str]:
     """`path::name` of every test function in these files; what is absent has none."""
     return {
         f"{file}::{node.name}"
@@ -109,7 +138,7 @@ def table() -> list[Row]:
 
 
 def test_every_row_cites_tests_that_exist_or_says_why_not(table):
-    assert problems(table, tests_of(ROOT, files_cited(table))) == []
+    assert problems(table, defined_in(ROOT, files_cited(table))) == []
 
 
 def test_no_row_and_no_file_is_lost(table):
@@ -151,9 +180,8 @@ NO_TORCH = "N/A: a reason of a few words"
 )
 def test_a_planted_fault_is_caught(ours, problem):
     found = problems(planted(GOOD, ours), {"tests/test_a.py::test_good"})
-    assert found
-    assert all(problem in each for each in found if "cites" not in each), found
     assert any(problem in each for each in found), found
+    assert all(each.startswith("test_upstream.py, case 1: ") for each in found)
 
 
 def test_a_planted_second_row_of_one_name_is_caught():
@@ -181,5 +209,5 @@ def test_tests_are_read_from_the_source(tmp_path):
         "import absent\ndef test_one():\n    def test_inner(): ...\n"
         "def helper(): ...\n# def test_comment(): ...\nclass test_class: ..."
     )
-    found = tests_of(tmp_path, ["test_a.py", "test_absent.py"])
+    found = defined_in(tmp_path, ["test_a.py", "test_absent.py"])
     assert found == {"test_a.py::test_one"}
