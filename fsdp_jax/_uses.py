@@ -105,9 +105,14 @@ def _bodies(eqn: Any, given: _Given) -> Iterator[tuple[core.Jaxpr, _Given]]:
     params, kind = eqn.params, eqn.primitive.name
     if kind == "scan":
         # Each slice of what is scanned over is its own, once; all else is as in a loop.
-        looped = params["num_consts"] + params["num_carry"]
-        many = _as_many(given[:looped]) if params["length"] > 1 else given[:looped]
-        yield params["jaxpr"].jaxpr, [*many, *given[looped:]]
+        # By rank, since jax 0.10 and 0.12 name what is scanned over differently.
+        body = params["jaxpr"].jaxpr
+        many = _as_many(given) if params["length"] > 1 else given
+        held = zip(given, many, eqn.invars, body.invars, strict=True)
+        yield (
+            body,
+            [s if a.aval.ndim > b.aval.ndim else loop for s, loop, a, b in held],
+        )
     elif kind == "while":
         held, cond, body = (
             _as_many(given),
