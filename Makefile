@@ -13,6 +13,7 @@ EXTRAS ?= test,torch
 TORCH ?= torch==2.13.0
 TORCH_INDEX ?=
 PYTEST ?=
+JOBS ?= 2
 
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
@@ -26,8 +27,8 @@ help:  ## Show this list.
 demo: $(INSTALLED)  ## Shard a small model, train it, and carry it to PyTorch and back.
 	$(BIN)/fsdp-jax demo
 
-test: $(INSTALLED)  ## Run the tests, on 8 simulated devices. PYTEST=... adds arguments.
-	$(BIN)/pytest $(PYTEST)
+test: $(INSTALLED)  ## Run the tests, on 8 simulated devices, in JOBS=2 processes. PYTEST=... adds arguments.
+	$(BIN)/pytest -n $(JOBS) --dist loadfile $(PYTEST)
 
 test-long: $(INSTALLED)  ## Run the tests that take minutes; their outcome goes to benchmarks/results.
 	$(BIN)/python benchmarks/long_tests.py $(PYTEST)

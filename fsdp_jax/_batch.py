@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import numpy as np
 
@@ -19,6 +21,14 @@ def check_batch(plan: Plan, batch: PyTree, accumulate: int) -> None:
       accumulate: Microbatches a step.
     """
     leaves = named_leaves(batch)
+    plain = [
+        f"{name or 'batch'}: {leaf!r}" for name, leaf in leaves if not _is_array(leaf)
+    ]
+    if plain:
+        raise ValueError(
+            f"A batch holds arrays of rows; got {', '.join(plain)}. Close over what is "
+            "no row, or make it an array of rows."
+        )
     scalars = [name or "batch" for name, leaf in leaves if leaf.ndim == 0]
     rows = {name or "batch": leaf.shape[0] for name, leaf in leaves if leaf.ndim}
     if scalars or not rows or len(set(rows.values())) > 1:
@@ -36,6 +46,10 @@ def check_batch(plan: Plan, batch: PyTree, accumulate: int) -> None:
             f"A batch of {num_rows} rows does not divide into {ranks} data ranks x "
             f"{accumulate} microbatch(es). Use e.g. {fitting} rows."
         )
+
+
+def _is_array(leaf: Any) -> bool:
+    return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 
 def place_batch(plan: Plan, batch: PyTree) -> PyTree:

@@ -32,7 +32,7 @@ def gather_weight(shard: Shard) -> Float[Array, ...]:
     """
     if shard.value.ndim != shard.row.ndim_in_unit:
         raise ValueError(_wrong_rank(shard))
-    return _gather(shard.row, shard.late, shard.value, shard.sink, shard.earlier)
+    return fsdp_gather(shard.row, shard.late, shard.value, shard.sink, shard.earlier)
 
 
 def enter_step(row: ParamPlan, value: Float[Array, ...]) -> Float[Array, ...]:
@@ -85,7 +85,9 @@ def late_axes_of(row: ParamPlan, data_axes: tuple[str, ...]) -> tuple[str, ...]:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _gather(row: ParamPlan, late: Late, value: Array, sink: Array, earlier: Array):
+def fsdp_gather(
+    row: ParamPlan, late: Late, value: Array, sink: Array | None, earlier: Array | None
+) -> Array:
     del late, sink, earlier  # They concern the gradient; see `Shard`.
     weight = value.astype(row.precision.param)
     axes = row.placements.parameter
@@ -98,7 +100,7 @@ def _gather(row: ParamPlan, late: Late, value: Array, sink: Array, earlier: Arra
 
 
 def _gather_forward(row: ParamPlan, late: Late, value, sink, earlier):
-    return _gather(row, late, value, sink, earlier), earlier
+    return fsdp_gather(row, late, value, sink, earlier), earlier
 
 
 def _gather_backward(row: ParamPlan, late: Late, earlier, grad: Array):
@@ -123,7 +125,7 @@ def _gather_backward(row: ParamPlan, late: Late, earlier, grad: Array):
     return None, grad, None
 
 
-_gather.defvjp(_gather_forward, _gather_backward)
+fsdp_gather.defvjp(_gather_forward, _gather_backward)
 
 
 def _all_gather(row: ParamPlan, value: Array, axes: tuple[str, ...]) -> Array:

@@ -86,7 +86,7 @@ class MixedPrecisionPolicy:
             "param_name_patterns_for_fp32_local_accumulation",
             self.param_name_patterns_for_fp32_local_accumulation,
         )
-        if patterns and (wide.itemsize >= 4 or self.main_grads_dtype is None):
+        if patterns and wide.itemsize >= 4:
             raise ValueError(
                 f"MixedPrecisionPolicy({patterns=}): these parameters would accumulate "
                 "in float32 what the others accumulate in main_grads_dtype, which is "
@@ -204,7 +204,9 @@ class FSDPConfig:
     remat_policy: Callable[..., bool] | None = None
     replicated: tuple[str, ...] = ()
     frozen: tuple[str, ...] = ()
-    tensor_parallel: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    tensor_parallel: Mapping[str, int] = dataclasses.field(
+        default_factory=dict, hash=False
+    )
     min_shard_elements: int = 0
 
     def __post_init__(self):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import optax
 
+from fsdp_jax._padded import unpack
 from fsdp_jax._plan import Plan
 from fsdp_jax._tree import PyTree
 
@@ -28,6 +29,7 @@ def apply_updates(plan: Plan, params: PyTree, updates: PyTree) -> PyTree:
       params: All parameters.
       updates: From `tx.update`, None where frozen.
     """
+    params = unpack(params)
     new = jax.tree.leaves(optax.apply_updates(trainable(plan, params), updates))
     given = iter(new)
     leaves = plan.treedef.flatten_up_to(params)

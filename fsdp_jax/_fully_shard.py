@@ -332,6 +332,25 @@ def _check_rows(config: FSDPConfig, mesh: Mesh, rows: Sequence[ParamPlan]) -> No
             f"{'; '.join(short)} its unit. Correct num_dims in fsdp_jax.Stacked."
         )
     tp = mesh.shape["tp"]
+    outside = [
+        f"{pattern!r}: dim {dim} of '{row.name}', which has {row.ndim_in_unit} in its "
+        "unit"
+        for pattern, dim in config.tensor_parallel.items()
+        for row in rows
+        if matches(pattern, row.name) and row.ndim_in_unit > 1
+        if not -row.ndim_in_unit <= dim < row.ndim_in_unit
+    ]
+    if outside:
+        raise ValueError(
+            f"FSDPConfig(tensor_parallel=...) names dims that are not there: "
+            f"{'; '.join(outside)}."
+        )
+    if tp > 1 and all(row.tensor_dim is None for row in rows):
+        raise ValueError(
+            f"The mesh has tp={tp}, and FSDPConfig(tensor_parallel=...) splits nothing "
+            "over it: a parameter of one dim is split over data axes alone. Name the "
+            "matrices, or give these devices to dp_shard."
+        )
     uneven = [
         f"'{row.name}' {row.shape}: dim {row.tensor_dim}"
         for row in rows

@@ -46,11 +46,12 @@ def raise_if_not_finite(plan: Plan, grad_peaks: Any, step: int) -> None:
         all ranks within the step, so that every host raises, or none.
       step: Number of the step, the first being 1.
     """
-    bad = [n for n, p in _by_name(plan, grad_peaks).items() if not math.isfinite(p)]
+    peaks = _by_name(plan, grad_peaks)
+    bad = [name for name, peak in peaks.items() if not math.isfinite(peak)]
     if bad:
         more = f" and {len(bad) - 20} more" if len(bad) > 20 else ""
         raise FloatingPointError(
-            f"Step {step}: {len(bad)} of {len(plan.rows)} gradients are not finite: "
+            f"Step {step}: {len(bad)} of {len(peaks)} gradients are not finite: "
             f"{', '.join(bad[:20])}{more}. The state has been updated with them: go on "
             "from the last checkpoint, with a smaller learning rate or without this "
             "batch, or pass skip_nonfinite=True to pass over such steps."

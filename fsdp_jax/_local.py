@@ -80,13 +80,11 @@ def global_grads(
     call = loss_of_shards(plan, loss_fn, form)
     data_axes = axes_in_use(plan.mesh, DATA_AXES)
     aux_format = AuxFormat()
-    # How many tokens there are is known only at the end.
     num_means = num_devices(plan.mesh, DATA_AXES) * accumulate
-    scale = 1.0 if form.per_token else 1 / num_means
 
     def local(values, batch, rng, model_state):
         rows = split_microbatches(batch, accumulate)
-        shards = _shards(plan, _enter(plan, values), scale)
+        shards = _shards(plan, _enter(plan, values), 1 / num_means)
         key = fold_rank(rng, data_axes)
         grads, state, outs = _accumulate(
             plan, call, aux_format, shards, model_state, rows, key, accumulate
@@ -94,7 +92,8 @@ def global_grads(
         totals, counts, aux = outs
         count = _at_least_one(_sum(counts.sum(), data_axes))
         if form.per_token:
-            grads = [grad / count.astype(grad.dtype) for grad in grads]
+            # How many tokens a rank has on the mean is known only now.
+            grads = [_divided(grad, count / num_means) for grad in grads]
         loss = _sum(totals.sum(), data_axes) / count
         aux = reduce_aux(aux, data_axes)
         state = reduce_state(plan, model_state, state, data_axes)
@@ -138,25 +137,8 @@ def _accumulate(
       `(totals[accumulate], counts[accumulate], aux)` of this rank.
     """
     data_axes = axes_in_use(plan.mesh, DATA_AXES)
+    backward = _backward(aux_format, key)
     xs = (jnp.arange(accumulate), rows)
-
-    def backward(loss, shards, state, x):
-        index, rows = x
-        shards = _not_before(shards, rows)
-
-        def of_sinks(sinks):
-            given = [
-                dataclasses.replace(shard, sink=sink)
-                for shard, sink in zip(shards, sinks, strict=True)
-            ]
-            step_key = jax.random.fold_in(key, index)
-            total, (count, aux, after) = loss(given, state, rows, step_key)
-            return total, (after, (total, count, aux_format.take_apart(aux)))
-
-        sinks = [shard.sink for shard in shards]
-        grads, (state, out) = jax.grad(of_sinks, has_aux=True)(sinks)
-        return grads, state, out
-
     example = (model_state, jax.tree.map(lambda x: x[0], rows), key)
     loss, gathers = trace_loss(call, shards, *example)
     grads: Grads = [shard.sink for shard in shards]
@@ -193,6 +175,32 @@ def _accumulate(
     totals, counts, aux = zip(*outs, strict=True)
     out = (jnp.concatenate(totals), jnp.concatenate(counts), join_aux(list(aux)))
     return reduced, state, out
+
+
+def _backward(aux_format: AuxFormat, key: Array) -> Callable[..., Any]:
+    """Makes `fn(loss, shards, state, (index, rows)) -> (grads, state, out)`.
+
+    It is one microbatch: the gradients as they leave through the sinks of the shards.
+    """
+
+    def backward(loss, shards, state, x):
+        index, rows = x
+        shards = _not_before(shards, rows)
+
+        def of_sinks(sinks):
+            given = [
+                dataclasses.replace(shard, sink=sink)
+                for shard, sink in zip(shards, sinks, strict=True)
+            ]
+            own_key = jax.random.fold_in(key, index)
+            total, (count, aux, after) = loss(given, state, rows, own_key)
+            return total, (after, (total, count, aux_format.take_apart(aux)))
+
+        sinks = [shard.sink for shard in shards]
+        grads, (state, out) = jax.grad(of_sinks, has_aux=True)(sinks)
+        return grads, state, out
+
+    return backward
 
 
 def _num_looped(plan: Plan, accumulate: int) -> int:
@@ -332,6 +340,12 @@ def _peaks(
 
     peaks = jnp.stack([peak(grad) for grad in grads])
     return lax.pmax(peaks, data_axes) if data_axes else peaks
+
+
+def _divided(grad: Array, count: Array) -> Array:
+    """In a wide dtype: float16 ends at 65,504, and bfloat16 counts in steps."""
+    wide = jnp.promote_types(grad.dtype, jnp.float32)
+    return (grad.astype(wide) / count.astype(wide)).astype(grad.dtype)
 
 
 def _sum(x: Array, data_axes: tuple[str, ...]) -> Array:

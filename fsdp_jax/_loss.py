@@ -101,10 +101,10 @@ def trace_loss(
     if uses.misread:
         raise ValueError(
             f"loss_fn computes with {', '.join(sorted(uses.misread))} outside of the "
-            "unit, where only this device's shard exists. Use a weight in its unit's "
-            "__call__, mark the function that uses it with fsdp_jax.unit or "
-            "fsdp_jax.scan, or leave it out of `units`. A penalty on weights belongs "
-            "into the optimizer (weight_decay)."
+            "unit, or returns it, where only this device's shard exists. Use a weight "
+            "in its unit's __call__, mark the function that uses it with fsdp.unit or "
+            "fsdp.scan, or leave it out of `units`. A penalty on weights belongs into "
+            "the optimizer (weight_decay)."
         )
 
     def run(*args):

@@ -65,7 +65,8 @@ def reduce_state(
 ) -> PyTree:
     """One state for all ranks: tallies summed, statistics averaged, integers maximal.
 
-    Random streams are left alone: keys were never changed, and all ranks count alike.
+    A flag is true if it is on any rank. Random streams are left alone: keys were never
+    changed, and all ranks count alike.
     """
     variables = jax.tree.leaves(
         plan.model.state, is_leaf=lambda node: isinstance(node, nnx.Variable)
@@ -77,9 +78,11 @@ def reduce_state(
             return new
         if kind == "summed":
             return old + lax.psum(new - old, data_axes)
+        if new.dtype == jnp.bool_:
+            return lax.pmax(new.astype(jnp.int32), data_axes).astype(jnp.bool_)
         if jnp.issubdtype(new.dtype, jnp.integer):
             return lax.pmax(new, data_axes)
-        if not jnp.issubdtype(new.dtype, jnp.floating):
+        if not jnp.issubdtype(new.dtype, jnp.inexact):
             return new
         wide = jnp.promote_types(new.dtype, jnp.float32)
         return lax.pmean(new.astype(wide), data_axes).astype(old.dtype)

@@ -19,8 +19,9 @@ from jaxtyping import Array
 class Padded:
     """One array of a `TrainState` with zeros behind its end, so that it can be split.
 
-    It reads as the array of its logical shape: `jnp.sum(leaf)` and
-    `numpy.asarray(leaf)` see no zeros. Updates run on the logical shape too, since
+    Functions read it as the array of its logical shape: `jnp.sum(leaf)` and
+    `numpy.asarray(leaf)` see no zeros. For operators and indexing there is `unpack`.
+    Updates run on the logical shape too, since
     zeros would change those that average over an array (adafactor's and muon's by 2 %,
     measured at 13 x 17).
 

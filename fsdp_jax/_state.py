@@ -120,9 +120,22 @@ def init(
     make_rest = jax.jit(rest, out_shardings=sharding_of(wanted))
     step, opt_state, model_state, own_rng, none = make_rest(params, rng, model_state)
     if any(row.padding for row in plan.rows):
-        to_rest = functools.partial(pack, mould=plan.packed_params)
-        params = jax.jit(to_rest, out_shardings=sharding_of(plan.packed_params))(params)
+        params = _pack_each(plan, params)
     return TrainState(step, params, opt_state, model_state, own_rng, none)
+
+
+def _pack_each(plan: Plan, params: PyTree) -> PyTree:
+    """Pads what rests padded; all else is handed on, not copied."""
+
+    def to_rest(leaf, mould):
+        if not isinstance(mould, Padded):
+            return leaf
+        packing = functools.partial(pack, mould=mould)
+        return jax.jit(packing, out_shardings=mould.value.sharding)(leaf)
+
+    moulds = plan.treedef.flatten_up_to(plan.packed_params)
+    leaves = plan.treedef.flatten_up_to(params)
+    return plan.treedef.unflatten(map(to_rest, leaves, moulds))
 
 
 def abstract_state(plan: Plan, tx: optax.GradientTransformation) -> TrainState:
@@ -175,6 +188,8 @@ def check_fits(tree: PyTree, mould: PyTree, what: str) -> None:
 
 
 def _misfits(name: str, leaf: Any, mould: jax.ShapeDtypeStruct) -> list[str]:
+    if isinstance(leaf, Padded):
+        return [f"{name}: padded, as in a TrainState; take fsdp.unpack(state.params)"]
     if tuple(leaf.shape) != mould.shape:
         return [f"{name}: shape {tuple(leaf.shape)}, planned {mould.shape}"]
     if leaf.dtype != mould.dtype:

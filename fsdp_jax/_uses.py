@@ -12,7 +12,7 @@ from typing import Any
 
 from jax.extend import core
 
-GATHERS = ("_gather", "fsdp_unshard")
+GATHERS = ("fsdp_gather", "fsdp_unshard")
 """Names of the custom-derivative functions that take shards and return weights."""
 
 MANY = 2
@@ -26,7 +26,8 @@ class Uses:
     Attributes:
       gathers: Name -> 0, 1, or `MANY`. A stack that a loop takes slice by slice counts
         as often as each slice.
-      misread: Names of shards that are computed with as if they were weights.
+      misread: Names of shards that are computed with, or returned, as if they were
+        weights.
     """
 
     gathers: dict[str, int]
@@ -52,7 +53,7 @@ _Given = Sequence[_Tracked | None]
 
 # What moves or cuts an array, as maps and stacks do, without reading it.
 _MOVES = {
-    *("broadcast_in_dim", "concatenate", "convert_element_type", "copy", "copy_p"),
+    *("broadcast_in_dim", "concatenate", "convert_element_type", "copy"),
     *("dynamic_slice", "gather", "name", "optimization_barrier", "reshape", "rev"),
     *("sharding_constraint", "slice", "split", "squeeze", "stop_gradient", "transpose"),
 }
@@ -66,7 +67,10 @@ def uses_of_shards(jaxpr: core.Jaxpr, shards: Mapping[Any, str]) -> Uses:
       shards: The input variables that are shards, with the parameter's name.
     """
     uses = Uses(dict.fromkeys(shards.values(), 0), set())
-    _follow(jaxpr, {v: _Tracked(name) for v, name in shards.items()}, uses)
+    known: _Known = {v: _Tracked(name) for v, name in shards.items()}
+    _follow(jaxpr, known, uses)
+    results = [v for v in jaxpr.outvars if isinstance(v, core.Var)]
+    uses.misread |= {known[v].name for v in results if v in known}
     return uses
 
 
@@ -88,9 +92,10 @@ def _follow(jaxpr: core.Jaxpr, known: _Known, uses: Uses) -> None:
                     if isinstance(result, core.Var) and result in inner:
                         known[out] = dataclasses.replace(inner[result], many=True)
         elif eqn.primitive.name in _MOVES:
-            first = next(filter(None, given))
-            moved = dataclasses.replace(first, many=True)
-            known.update(dict.fromkeys(eqn.outvars, moved))
+            moved = _as_many(given)
+            if eqn.primitive.name != "optimization_barrier":  # One result an operand.
+                moved = [next(filter(None, moved))] * len(eqn.outvars)
+            known |= {v: t for v, t in zip(eqn.outvars, moved, strict=True) if t}
         else:
             uses.misread |= {tracked.name for tracked in given if tracked}
 
@@ -114,11 +119,8 @@ def _bodies(eqn: Any, given: _Given) -> Iterator[tuple[core.Jaxpr, _Given]]:
             [s if a.aval.ndim > b.aval.ndim else loop for s, loop, a, b in held],
         )
     elif kind == "while":
-        held, cond, body = (
-            _as_many(given),
-            params["cond_nconsts"],
-            params["body_nconsts"],
-        )
+        held = _as_many(given)
+        cond, body = params["cond_nconsts"], params["body_nconsts"]
         carry = held[cond + body :]
         yield params["cond_jaxpr"].jaxpr, [*held[:cond], *carry]
         yield params["body_jaxpr"].jaxpr, [*held[cond : cond + body], *carry]

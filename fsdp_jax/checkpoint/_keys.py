@@ -59,7 +59,7 @@ def _repacked(value: jax.Array, mould: Padded) -> Padded:
 
 
 def _whole(leaf: Padded) -> NamedSharding:
-    """On every device: what no dim of can be split is small."""
+    """On every device, while it is written or read: it is seldom large."""
     return NamedSharding(leaf.value.sharding.mesh, PartitionSpec())
 
 

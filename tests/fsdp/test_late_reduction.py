@@ -245,3 +245,39 @@ def test_all_misread_weights_are_named_at_once():
     params = fsdp.init_params(plan, jax.random.key(0))
     with pytest.raises(ValueError, match=r"with single\.w, stack\.w outside of the"):
         fsdp.value_and_grad(plan, loss)(params, jax.tree.map(np.float32, data()))
+
+
+def test_weights_that_leave_the_loss_as_aux_are_misread():
+    def loss(weights, batch):
+        return loss_of(once)(weights, batch), {"w": weights["single"]["w"]}
+
+    plan = fsdp.fully_shard(make_weights, fsdp.make_mesh(), UNITS)
+    params = fsdp.init_params(plan, jax.random.key(0))
+    rows = jax.tree.map(np.float32, data())
+    for call in (
+        lambda: fsdp.make_eval_step(plan, loss, has_aux=True)(params, rows),
+        lambda: fsdp.value_and_grad(plan, loss, has_aux=True)(params, rows),
+    ):
+        with pytest.raises(ValueError, match=r"with single\.w outside of the unit"):
+            call()
+
+
+@pytest.mark.parametrize(
+    "move",
+    [
+        jax.lax.optimization_barrier,
+        lambda tree: jax.tree.map(jax.lax.stop_gradient, tree) and tree,
+        lambda tree: jax.tree.map(lambda x: x.astype(x.dtype), tree),
+    ],
+    ids=["barrier", "stop_gradient", "cast"],
+)
+def test_moving_weights_about_is_no_misuse(move):
+    def loss(weights, batch):
+        return loss_of(once)(move(weights), batch)
+
+    plan = fsdp.fully_shard(make_weights, fsdp.make_mesh(), UNITS)
+    params = fsdp.init_params(plan, jax.random.key(0))
+    rows = jax.tree.map(np.float32, data())
+    _, got = fsdp.value_and_grad(plan, loss)(params, rows)
+    _, want = fsdp.value_and_grad(plan, loss_of(once))(params, rows)
+    assert worst(host(got), host(want)) < 1e-6

@@ -230,3 +230,28 @@ def test_whole_weights_have_no_zeros_in_their_unit():
     plan = fsdp.fully_shard(make_weights, fsdp.make_mesh())
     fsdp.value_and_grad(plan, look)(fsdp.init_params(plan, jax.random.key(0)), batch())
     assert seen[0] == SHAPES
+
+
+def test_what_is_not_padded_is_taken_over_and_not_copied(plan):
+    params = fsdp.init_params(plan, jax.random.key(0))
+    shards = params["even"].addressable_shards
+    pointers = [shard.data.unsafe_buffer_pointer() for shard in shards]
+    state = fsdp.init(plan, OPTIMIZERS["adamw"], params)
+    shards = state.params["even"].addressable_shards
+    assert [s.data.unsafe_buffer_pointer() for s in shards] == pointers
+
+
+def test_packed_parameters_cannot_start_a_state_and_the_error_says_what_can(plan):
+    tx = OPTIMIZERS["adamw"]
+    state = fsdp.init(plan, tx, fsdp.init_params(plan, jax.random.key(0)))
+    with pytest.raises(ValueError, match=r"bias: padded.*fsdp.unpack\(state.params\)"):
+        fsdp.init(plan, tx, state.params)
+
+
+def test_updates_apply_to_packed_parameters_too(plan):
+    tx = OPTIMIZERS["adamw"]
+    params = fsdp.init_params(plan, jax.random.key(0))
+    ones = jax.tree.map(jnp.ones_like, params)
+    want = host(fsdp.apply_updates(plan, params, ones))
+    packed = fsdp.init(plan, tx, params).params
+    assert worst(host(fsdp.apply_updates(plan, packed, ones)), want) == 0

@@ -395,3 +395,8 @@ def test_planning_takes_no_device_memory():
     plan = fsdp.fully_shard(make, MESH)
     assert {id(array) for array in jax.live_arrays()} <= before
     assert "512.00 GiB params" in repr(plan)
+
+
+def test_a_config_can_be_hashed():
+    config = fsdp.FSDPConfig(tensor_parallel={"w": 0})
+    assert hash(config) == hash(fsdp.FSDPConfig(tensor_parallel={"w": 0}))

@@ -260,3 +260,25 @@ def test_twenty_draws_of_a_wide_sum_are_float32s_and_not_bfloat16s():
         for row in x:
             narrow = (narrow + row).astype(BF16)
         assert not np.allclose(narrow.astype(np.float32) / 8, exact(x), rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [FP16, BF16], ids=["float16", "bfloat16"])
+def test_more_tokens_than_a_narrow_dtype_counts_are_divided_by_exactly(dtype):
+    tokens = 1000  # a row: 24,000 in all, each with the gradient 0.001
+
+    def loss(weights, batch):
+        count = tokens * batch["x"].shape[0]
+        return weights["w"].sum() * 0.001 * count * 10, count * 10
+
+    plan = fsdp.fully_shard(
+        lambda key: {"w": jnp.ones((8, 8))},
+        fsdp.make_mesh(),
+        config=fsdp.FSDPConfig(
+            mp_policy=fsdp.MixedPrecisionPolicy(main_grads_dtype=dtype)
+        ),
+    )
+    params = fsdp.init_params(plan, jax.random.key(0))
+    compute = fsdp.value_and_grad(plan, loss, calculate_per_token_loss=True)
+    _, grads = compute(params, {"x": np.ones((24, 1), np.float32)})
+    got = np.asarray(grads["w"]).astype(np.float32)
+    np.testing.assert_allclose(got, 0.001, rtol=float(2 * jnp.finfo(dtype).eps))

@@ -180,3 +180,23 @@ def test_gradients_are_averaged_over_ranks_and_microbatches():
         compute = fsdp.value_and_grad(plan, loss, accumulate=accumulate)
         _, grads = compute(params, {"x": x})
         np.testing.assert_array_equal(grads["w"], np.full((8, 8), 4.5))
+
+
+class Flagged(nnx.Module):
+    def __init__(self, rngs):
+        self.weight = nnx.Param(jnp.ones(8))
+        self.seen = nnx.Variable(jnp.array(False))
+
+    def __call__(self, batch):
+        self.seen[...] |= batch["tokens"].max() > 1
+        return self.weight[...].sum() * batch["tokens"].size
+
+
+def test_a_flag_is_true_for_all_if_it_is_for_one_rank():
+    plan = fsdp.fully_shard(lambda key: Flagged(nnx.Rngs(key)), fsdp.make_mesh())
+    tx = optax.sgd(0.1)
+    step = fsdp.make_train_step(plan, loss_fn, tx)
+    state = fsdp.init(plan, tx, fsdp.init_params(plan, jax.random.key(0)))
+    state, _ = step(state, batch())
+    shards = state.model_state["seen"][...].addressable_shards
+    assert [bool(shard.data) for shard in shards] == [True] * 8

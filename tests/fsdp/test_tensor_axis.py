@@ -201,3 +201,16 @@ def test_dims_that_tp_does_not_divide_are_all_named():
     says = str(error.value)
     assert "'layers.out' (3, 4, 8, 16): dim 1" in says
     assert "'layers.qkv' (3, 16, 3, 4, 8): dim 2" in says
+
+
+@pytest.mark.parametrize(
+    "rules, message",
+    [
+        ({"layers.up": 5}, "dim 5 of 'layers.up', which has 2 in its unit"),
+        ({"layers.up": 1, "layers.down": -3}, "dim -3 of 'layers.down'"),
+        ({"layers.bias": 0}, "splits nothing over it"),
+    ],
+)
+def test_rules_that_split_nothing_are_refused(rules, message):
+    with pytest.raises(ValueError, match=message):
+        plan_of(fsdp.make_mesh(tp=2), tensor_parallel=rules)
