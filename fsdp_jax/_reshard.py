@@ -44,7 +44,7 @@ def reshard_after_forward(
         return policy is None or policy(primitive, *args, **params)
 
     def unit(shards, *args):
-        weights_only, rest, out_tree = _split(compute, unshard, shards, args)
+        weights_only, rest, out_tree = split_unit(compute, unshard, shards, args)
 
         @jax.custom_vjp
         def fsdp_unshard(shards):
@@ -67,7 +67,7 @@ def _is_unshard(primitive, params) -> bool:
     return params["call_jaxpr"].jaxpr.debug_info.func_name == "fsdp_unshard"
 
 
-def _split(compute, unshard, shards, args):
+def split_unit(compute, unshard, shards, args):
     """Cuts `compute(unshard(shards), *args)` behind what depends on shards alone.
 
     Returns `weights_only(shards) -> values`, `rest(values, *arg_leaves) -> leaves`,

@@ -9,6 +9,8 @@ from typing import Any
 import jax
 from jax.core import Tracer
 
+from fsdp_jax._prefetch import prefetching_scan
+from fsdp_jax._shard import Shard, partition, shards_of
 from fsdp_jax._tree import PyTree
 from fsdp_jax._unit import unit as mark
 
@@ -19,6 +21,9 @@ def scan(
     carry: PyTree,
     xs: tuple[PyTree, ...] = (),
     consts: tuple[PyTree, ...] = (),
+    *,
+    prefetch: int = 0,
+    unroll: int = 1,
 ) -> tuple[PyTree, PyTree]:
     """Runs `unit` over a stack of weights, gathering one slice of it at a time.
 
@@ -30,12 +35,19 @@ def scan(
       xs: Trees with the same leading dim, a slice of each for every unit, e.g. keys.
       consts: Trees that every unit sees whole, e.g. rope tables. What the result is to
         be differentiated by enters here, not through a closure.
+      prefetch: How many units ahead of the one that computes are gathered, forward and
+        backward, so that gathers need not wait for it; also each unit's gradients are
+        reduced while the next one computes. At most `prefetch + 1` units are whole at
+        a time. 0 gathers a unit when it is entered.
+      unroll: Units in one iteration of the compiled loop. With `prefetch`, 2 saves a
+        copy of the weights that are handed from one iteration to the next.
 
     Returns:
       The last carry, and the `y`s stacked on a new leading dim.
 
     Raises:
-      ValueError: If `unit` closes over a traced value, or `xs` or `consts` is no tuple.
+      ValueError: If `unit` closes over a traced value, `xs` or `consts` is no tuple, or
+        the stack cannot be prefetched.
     """
     for name, value in (("xs", xs), ("consts", consts)):
         if not isinstance(value, tuple):
@@ -50,13 +62,54 @@ def scan(
             "arguments: pass it in `consts` (same for every unit) or `xs` (one slice "
             "each)."
         )
+    if prefetch < 0 or unroll < 1:
+        raise ValueError(
+            f"fsdp.scan({prefetch=}, {unroll=}): at least 0 units are gathered ahead, "
+            "and at least 1 is in an iteration."
+        )
+    own, others, merge = partition(stacked)
+    if prefetch and own:
+        _check_prefetch(own, (others, carry, xs, consts))
+
+        def compute(weights, carry, slices, consts):
+            others, xs = slices
+            return unit(merge(weights, others), carry, *xs, *consts)
+
+        with jax.named_scope(f"unit:{own[0].row.unit}"):
+            return prefetching_scan(
+                *(compute, own, carry, (others, xs), consts),
+                prefetch=prefetch,
+                unroll=unroll,
+            )
     gathering = mark(unit)
 
     def body(carry, slices):
         weights, x = slices
         return gathering(weights, carry, *x, *consts)
 
-    return jax.lax.scan(body, carry, (stacked, xs))
+    return jax.lax.scan(body, carry, (stacked, xs), unroll=unroll)
+
+
+def _check_prefetch(own: list[Shard], rest: PyTree) -> None:
+    """Refuses a stack whose units cannot be gathered ahead."""
+    row = own[0].row
+    problem = None
+    if not row.reshard:
+        problem = (
+            "reshard_after_forward=False keeps all weights, so that backward has "
+            "nothing to gather"
+        )
+    elif any(
+        s.row.num_stacked != 1 or s.value.ndim != s.row.ndim_in_unit + 1 for s in own
+    ):
+        problem = "it is a stack of more dims than one, or was planned as no stack"
+    elif inner := shards_of(rest):
+        problem = f"it has units within, such as '{inner[0].row.unit}'"
+    if problem:
+        raise ValueError(
+            f"fsdp.scan(prefetch=...) cannot gather '{row.unit}' ahead: {problem}. Use "
+            "prefetch=0."
+        )
 
 
 def _closed_over_tracers(fn: Callable[..., Any]) -> Iterator[str]:

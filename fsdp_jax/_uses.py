@@ -12,7 +12,7 @@ from typing import Any
 
 from jax.extend import core
 
-GATHERS = ("fsdp_gather", "fsdp_unshard")
+GATHERS = ("fsdp_gather", "fsdp_unshard", "fsdp_scan")
 """Names of the custom-derivative functions that take shards and return weights."""
 
 MANY = 2

@@ -81,6 +81,7 @@ def test_every_word_of_ours_in_the_tables_is_one():
         *inspect.signature(fsdp.make_train_step).parameters,
         *inspect.signature(fsdp.make_mesh).parameters,
         *inspect.signature(fsdp.fully_shard).parameters,
+        *inspect.signature(fsdp.scan).parameters,
     }
     for code in re.findall(r"`([^`\n]+)`", README):
         for name in re.findall(r"\bfsdp\.([\w.]+)", code):
