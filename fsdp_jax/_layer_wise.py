@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from fsdp_jax._mesh import num_devices
+from fsdp_jax._padded import pad_to
 from fsdp_jax._plan import ParamPlan, Plan
 from fsdp_jax._tree import PyTree, matches
 
@@ -118,10 +119,10 @@ def _dealt_out(
             flat = lax.all_to_all(flat, axes, split_axis=0, concat_axis=dim, tiled=True)
         return flat[:, :rows, :cols]
 
-    padded = [_padded(row, leaf) for row, leaf in zip(members, leaves, strict=True)]
-    return _over_mesh(plan, local, [r.spec(axes) for r in members], _stack_spec(axes))(
-        *padded
-    )
+    pairs = zip(members, leaves, strict=True)
+    padded = [pad_to(leaf, row.padded_shape) for row, leaf in pairs]
+    specs = [row.spec(axes) for row in members]
+    return _over_mesh(plan, local, specs, _stack_spec(axes))(*padded)
 
 
 def _brought_back(
@@ -165,11 +166,6 @@ def _dim(row: ParamPlan) -> int:
     """The split dim of a matrix of `row` in its stack `[matrices, rows, cols]`."""
     assert row.dim is not None
     return row.dim - (len(row.shape) - 2) + 1
-
-
-def _padded(row: ParamPlan, leaf: Array) -> Array:
-    sizes = zip(row.padded_shape, leaf.shape, strict=True)
-    return jnp.pad(leaf, [(0, padded - size) for padded, size in sizes])
 
 
 def _stack_spec(axes: tuple[str, ...]) -> PartitionSpec:

@@ -183,7 +183,7 @@ class Plan:
 
     @property
     def late_axes(self) -> tuple[str, ...]:
-        """Data axes over which gradients are reduced after the last microbatch."""
+        """Data axes over which gradients of what is split are reduced only once."""
         axes = axes_in_use(self.mesh, DATA_AXES)
         return tuple(a for a in axes if a not in self.placements.gradient)
 

@@ -36,8 +36,8 @@ def prefetching_scan(
 ) -> tuple[PyTree, PyTree]:
     """Runs a stack of units, each gathered `prefetch` units ahead.
 
-    At most `prefetch + 1` units are whole at a time; in backward there are besides the
-    gradients of one unit that are not reduced yet.
+    `prefetch + 1` units are whole at a time, and with more than 1 ahead XLA makes a
+    copy of one; in backward there are besides the unreduced gradients of one unit.
 
     Args:
       compute: `compute(weights, carry, slices, consts) -> (carry, y)`.

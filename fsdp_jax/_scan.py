@@ -37,10 +37,10 @@ def scan(
         be differentiated by enters here, not through a closure.
       prefetch: How many units ahead of the one that computes are gathered, forward and
         backward, so that gathers need not wait for it; also each unit's gradients are
-        reduced while the next one computes. At most `prefetch + 1` units are whole at
-        a time. 0 gathers a unit when it is entered.
-      unroll: Units in one iteration of the compiled loop. With `prefetch`, 2 saves a
-        copy of the weights that are handed from one iteration to the next.
+        reduced while the next one computes. `prefetch + 1` units are whole at a time,
+        and with more than 1 ahead XLA makes a copy of one. 0 gathers a unit when it is
+        entered.
+      unroll: Units in one iteration of the compiled loop; more take more memory.
 
     Returns:
       The last carry, and the `y`s stacked on a new leading dim.

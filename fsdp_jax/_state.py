@@ -243,12 +243,15 @@ def _row_of_its_own(
     row = owner or plan.rows[0]
     placements = owner.placements if owner else plan.placements
     num_shards = num_devices(plan.mesh, placements.optimizer)
-    dim, padding = choose_split(shape, num_shards) if num_shards > 1 else (None, 0)
-    if owner is None:
+    if num_shards == 1:
+        dim, padding = None, 0
+    elif owner:
+        dim, padding = choose_split(shape, num_shards)
+    else:
         # The first dim that divides: of a stack, whole members. What none of divides is
         # coefficients, and no state that grows with the model.
-        even = (d for d, size in enumerate(shape) if size > 1 and not size % num_shards)
-        dim, padding = (next(even, None) if num_shards > 1 else None), 0
+        even = (d for d, size in enumerate(shape) if size and not size % num_shards)
+        dim, padding = next(even, None), 0
     if dim is None:
         placements = Placements((), (), ())
     return dataclasses.replace(

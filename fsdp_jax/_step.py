@@ -49,8 +49,8 @@ def value_and_grad(
       `fn(params, batch, *, rng=None, model_state=None) -> ((loss, aux), grads)`; `aux`
       is None without `has_aux`. Gradients come in the mould `plan.grads`, None where
       frozen (see `trainable` and `apply_updates`); the loss is the mean over the global
-      batch. With `model_state`, which a model with dropout or
-      BatchNorm needs, the result is `((loss, aux, model_state), grads)`. It is jitted.
+      batch. With `model_state`, which a model with dropout or BatchNorm needs, the
+      result is `((loss, aux, model_state), grads)`. It is jitted.
 
     Raises:
       ValueError: From the call, if the batch does not divide into ranks and

@@ -247,7 +247,7 @@ def test_integers_are_no_parameters_and_come_back_as_they_were():
     np.testing.assert_array_equal(state.model_state["table"], np.arange(16))
 
 
-def test_a_scalar_of_each_layer_is_whole_and_trained_as_on_one_device():
+def test_a_scalar_of_each_layer_stays_whole():
     plan = fsdp.fully_shard(mixed_weights, fsdp.make_mesh(), [fsdp.Stacked("layers")])
     (gain,) = [row for row in plan.rows if row.name == "layers.gain"]
     assert gain.dim is None

@@ -254,3 +254,17 @@ def test_units_within_a_unit_are_refused():
 def test_numbers_of_units_that_cannot_be_are_refused(options):
     with pytest.raises(ValueError, match="at least"):
         fsdp.scan(square, jnp.ones((3, 8, 8)), jnp.ones((8, 8)), **options)
+
+
+@pytest.mark.parametrize("unit", ["layers", fsdp.Stacked("layers", num_dims=2)])
+def test_what_is_no_stack_of_one_dim_is_not_gathered_ahead(unit):
+    plan = fsdp.fully_shard(
+        lambda key: {"layers": jnp.ones((3, 8, 8, 8))}, fsdp.make_mesh(), [unit]
+    )
+
+    def loss(weights, x):
+        return fsdp.scan(square, weights["layers"], x, prefetch=1)[0].mean()
+
+    params = fsdp.init_params(plan, jax.random.key(0))
+    with pytest.raises(ValueError, match="more dims than one, or was planned as no"):
+        fsdp.value_and_grad(plan, loss)(params, np.ones((8, 8), np.float32))
