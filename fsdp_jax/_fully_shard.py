@@ -81,7 +81,7 @@ def fully_shard(
         message.
 
     Source: Megatron-FSDP `fully_shard_model`.
-      FSDP2 splits dim 0 and pads; here the largest dim that divides is split, and only
+      FSDP2 splits dim 0 and pads; here the first dim that divides is split, and only
       a parameter without one is padded.
     """
     config = config or FSDPConfig()
@@ -110,9 +110,10 @@ def choose_split(
 ) -> tuple[int | None, int]:
     """Picks the dim of an array that is split, and how many zeros it needs for that.
 
-    The largest dim that divides wins, the leftmost on a tie, so that a shard is a few
-    long ranges of a row-major file. If none divides, the one that takes the least
-    padding.
+    The leftmost dim that divides wins: a shard is then a few long ranges of a row-major
+    array, which travels and is written in place without being transposed (XLA:GPU kept
+    a transposed copy of all layers' float32 weights that were split on their last dim).
+    If none divides, the one that takes the least padding.
 
     Args:
       shape: Logical shape, e.g. `(layers, embed, mlp)`.
@@ -133,7 +134,7 @@ def choose_split(
     padding = {dim: -shape[dim] % num_shards for dim in dims}
     even = [dim for dim in dims if not padding[dim]]
     if even:
-        return max(even, key=lambda dim: shape[dim]), 0
+        return even[0], 0
     # By how many elements the whole array grows; on a tie the larger dim.
     dim = min(dims, key=lambda dim: (padding[dim] / shape[dim], -shape[dim]))
     return dim, padding[dim]

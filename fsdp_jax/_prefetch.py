@@ -37,7 +37,8 @@ def prefetching_scan(
     """Runs a stack of units, each gathered `prefetch` units ahead.
 
     `prefetch + 1` units are whole at a time, and with more than 1 ahead XLA makes a
-    copy of one; in backward there are besides the unreduced gradients of one unit.
+    copy of one; in backward there are besides the unreduced gradients of one unit. The
+    units that are whole when forward ends are those that backward begins with.
 
     Args:
       compute: `compute(weights, carry, slices, consts) -> (carry, y)`.
@@ -60,7 +61,7 @@ def prefetching_scan(
         return _forward(stack, shards, floats, others)[0]
 
     def forward(shards, floats, others):
-        out, saved = _forward(stack, shards, floats, others)
+        out, *saved = _forward(stack, shards, floats, others)
         return out, (shards, saved, floats[1:], others[1:])
 
     def backward(residuals, cotangents):
@@ -119,9 +120,29 @@ class _Stack:
         )
 
     def values(self, shards: list[Shard], i: Any) -> Leaves:
-        """The gathered values of unit `i`; of the nearest one if there is none."""
-        i = jnp.clip(i, 0, self.num_units - 1)
-        return list(self.weights_only(_at(shards, i)))
+        """The gathered values of unit `i`.
+
+        Behind the last unit the numbers run backwards, as backward will; before the
+        first one there is only that.
+        """
+        i = jnp.minimum(i, 2 * self.num_units - 1 - i)
+        return list(self.weights_only(_at(shards, jnp.maximum(i, 0))))
+
+    def shift(
+        self, shards: list[Shard], window: list[Leaves], i: Any
+    ) -> tuple[list[Leaves], Leaves]:
+        """The values in `window`, and those of unit `i`, gathered after them.
+
+        Gathers that do not depend on each other XLA sends as one, which then is waited
+        for as a whole where the first is needed.
+        """
+        pieces = [shard.value for shard in shards]
+        pieces, window = lax.optimization_barrier((pieces, window))
+        tied = [
+            dataclasses.replace(shard, value=piece)
+            for shard, piece in zip(shards, pieces, strict=True)
+        ]
+        return window, self.values(tied, i)
 
     def unit(self, values, carry, slices, consts, others):
         """One unit as a function of floating-point leaves; other results are aux."""
@@ -139,14 +160,17 @@ class _Stack:
 
 
 def _forward(stack: _Stack, shards, floats, others):
-    """`((carry, ys), (other carry, other ys)), what backward needs of each unit`."""
+    """The results, what backward needs of each unit, and the values it begins with.
+
+    Returns `((carry, ys), (other carry, other ys)), saved, window`.
+    """
     carry, slices, consts = floats
     other_carry, other_slices, other_consts = others
 
     def body(state, x):
         carry, other_carry, window = state
         i, slices, other_slices = x
-        ahead = stack.values(shards, i + stack.prefetch)
+        window, ahead = stack.shift(shards, window, i + stack.prefetch)
         others = (other_carry, other_slices, other_consts)
 
         def of_floats(values, carry, slices, consts):
@@ -160,25 +184,25 @@ def _forward(stack: _Stack, shards, floats, others):
         return (carry, other_carry, [*window[1:], ahead]), (y, other_y, saved)
 
     window = [stack.values(shards, i) for i in range(stack.prefetch)]
-    (carry, other_carry, _), (ys, other_ys, saved) = lax.scan(
+    (carry, other_carry, window), (ys, other_ys, saved) = lax.scan(
         body,
         (carry, other_carry, window),
         (jnp.arange(stack.num_units), slices, other_slices),
         unroll=stack.unroll,
     )
-    return ((carry, ys), (other_carry, other_ys)), saved
+    return ((carry, ys), (other_carry, other_ys)), saved, window
 
 
 def _backward(stack: _Stack, residuals, cotangents):
     """The cotangents of `(shards, floats, others)`."""
-    shards, saved, (slices, consts), (other_slices, other_consts) = residuals
+    shards, (saved, window), (slices, consts), (other_slices, other_consts) = residuals
     (carry, ys), _ = cotangents
     last = stack.num_units - 1
 
     def body(state, x):
         carry, window, pending, sinks, d_consts = state
         i, y, saved, slices, other_slices = x
-        behind = stack.values(shards, i - stack.prefetch)
+        window, behind = stack.shift(shards, window, i - stack.prefetch)
         # The first iteration has nothing pending, and writes where the second one does.
         later = jnp.minimum(i + 1, last)
         sinks = _put(sinks, _reduced(stack, shards, pending, later), later)
@@ -188,7 +212,6 @@ def _backward(stack: _Stack, residuals, cotangents):
         d_consts = jax.tree.map(jnp.add, d_consts, more)
         return (carry, [*window[1:], behind], pending, sinks, d_consts), d_slices
 
-    window = [stack.values(shards, last - i) for i in range(stack.prefetch)]
     start = (
         carry,
         window,

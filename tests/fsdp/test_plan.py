@@ -43,13 +43,12 @@ def stacks(plan) -> dict[str, int]:
 @pytest.mark.parametrize(
     "shape, num_stacked, dim, padding",
     [
-        ((1024, 4096), 0, 1, 0),
-        ((1024, 1024), 0, 0, 0),  # a tie: leftmost
-        ((8, 16, 16), 0, 1, 0),
-        ((50257, 768), 0, 1, 0),  # an odd vocabulary: what divides beats the largest
+        ((1024, 4096), 0, 0, 0),
+        ((8, 16, 16), 0, 0, 0),
+        ((50257, 768), 0, 1, 0),  # an odd vocabulary
         ((4096,), 0, 0, 0),
         ((8, 24, 16), 1, 1, 0),
-        ((64, 8, 16), 1, 2, 0),  # the stack is largest, and is never split
+        ((64, 8, 16), 1, 1, 0),  # the stack is never split
         ((64, 64, 8), 2, 2, 0),
         ((8, 7), 1, 1, 1),
         ((50257, 770), 0, 0, 7),  # 7 in 50257 adds less than 6 in 770
@@ -63,7 +62,7 @@ def stacks(plan) -> dict[str, int]:
         ((), 0, None, 0),
     ],
 )
-def test_the_largest_dim_that_divides_is_split_or_the_one_that_needs_least_padding(
+def test_the_first_dim_that_divides_is_split_or_the_one_that_needs_least_padding(
     shape, num_stacked, dim, padding
 ):
     assert choose_split(shape, 8, num_stacked=num_stacked) == (dim, padding)
@@ -282,7 +281,7 @@ def test_the_plan_prints_a_row_a_parameter_and_the_totals():
         ).split(),
         (
             "layers.w (3, 8, 64) float32 bfloat16 layers (stacked) "
-            "dim 2 over dp_shard 768"
+            "dim 1 over dp_shard 768"
         ).split(),
         "s () float32 bfloat16 (root) whole 4".split(),
     ]
@@ -299,8 +298,8 @@ def test_the_plan_prints_a_row_a_parameter_and_the_totals():
 def test_on_two_axes_a_parameter_is_split_over_their_product():
     plan = plan_shapes({"w": (8, 24)}, mesh=fsdp.make_mesh(dp_outer=2, ep=2))
     (row,) = plan.rows
-    assert plan.specs == {"w": PartitionSpec(None, ("dp_shard", "ep"))}
-    assert "dim 1 over dp_shard x ep" in repr(plan)
+    assert plan.specs == {"w": PartitionSpec(("dp_shard", "ep"))}
+    assert "dim 0 over dp_shard x ep" in repr(plan)
     assert plan.bytes_per_device["params"] == 4 * 8 * 24 // 4
     assert "devices: 8 (dp_outer=2, dp_shard=2, ep=2)" in repr(plan)
 

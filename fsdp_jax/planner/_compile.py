@@ -1,0 +1,101 @@
+"""Compiling for GPUs that are not there, scheduled by the cost model."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+
+from fsdp_jax.planner._cost import compute_seconds, wire_seconds
+from fsdp_jax.planner._gpu import GPU, CostModel
+from fsdp_jax.planner._hlo import Module, parse
+from fsdp_jax.planner._wire import collective_of, walk
+
+Options = Mapping[str, bool | int | str]
+
+
+def gpu_devices(gpu: GPU, count: int) -> Sequence[Any]:
+    """Stand-ins for `count` GPUs, which can be compiled for but hold no array.
+
+    Give them to `make_mesh(devices=...)`.
+
+    Args:
+      gpu: One of `GPUS`.
+      count: How many; more than a node has must be whole nodes.
+
+    Raises:
+      ValueError: If the count makes no whole nodes, or XLA for GPUs is not installed.
+    """
+    in_node = gpu.cost.devices_per_node
+    if count < 1 or (count > in_node and count % in_node):
+        raise ValueError(
+            f"{count} GPUs are neither a part of a node of {in_node} nor whole nodes. "
+            f"Use a multiple of {in_node}."
+        )
+    nodes = max(count // in_node, 1)
+    try:
+        topology = topologies.get_topology_desc(
+            platform="cuda",
+            target_config=gpu.target_config,
+            topology=f"{nodes}x1x{count // nodes}",
+        )
+    except Exception as error:  # jax raises whatever the plugin's absence breaks.
+        raise ValueError(
+            "Compiling for GPUs needs XLA's CUDA plugin, of the very version of jax: "
+            f"pip install 'fsdp-jax[plan]'. What jax said: {error}"
+        ) from error
+    return topology.devices
+
+
+def compile_scheduled(
+    lowered: jax.stages.Lowered, cost: CostModel, num_devices: int, options: Options
+) -> jax.stages.Compiled:
+    """Compiles twice: the second time XLA's scheduler knows what each operation takes.
+
+    Left to its own guesses it takes collectives for much faster than a network between
+    nodes is, and starts them too late to be hidden.
+
+    Args:
+      lowered: Lowered for stand-ins from `gpu_devices`.
+      cost: How long things take.
+      num_devices: All of them.
+      options: XLA's, see `compiler_options`.
+    """
+    first = lowered.compile(compiler_options=dict(options))
+    profile = scheduling_profile(parse(first.as_text()), cost, num_devices)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "profile.pbtxt"
+        path.write_text(profile)
+        guided = {
+            "xla_gpu_pgle_profile_file_or_directory_path": str(path),
+            # What was fused otherwise the second time has no entry, which is no error.
+            "xla_gpu_pgle_accuracy_checker": "PGLE_STRICTNESS_LEVEL_OFF",
+        }
+        return lowered.compile(compiler_options={**options, **guided})
+
+
+def scheduling_profile(module: Module, cost: CostModel, num_devices: int) -> str:
+    """What each instruction takes, in the form of XLA's profiles.
+
+    Returns:
+      The text of a `ProfiledInstructionsProto`.
+    """
+    return "\n".join(
+        f'costs {{ name: "{name}" cost_us: {seconds * 1e6:.3f} }}'
+        for name, seconds in _seconds(module, cost, num_devices)
+        if seconds
+    )
+
+
+def _seconds(
+    module: Module, cost: CostModel, num_devices: int
+) -> Iterator[tuple[str, float]]:
+    for computation, one, _, _ in walk(module):
+        if collective := collective_of(module, computation, one):
+            yield one.name, wire_seconds(collective, num_devices, cost)
+        elif one.opcode != "while" and not one.opcode.endswith("-done"):
+            yield one.name, compute_seconds(module, computation, one, cost)

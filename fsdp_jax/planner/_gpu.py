@@ -1,0 +1,160 @@
+"""GPUs that a step can be compiled for, and how fast they are taken to be."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class CostModel:
+    """What a device does in a second; every figure may be replaced.
+
+    The figures of `GPUS` are what large matrices, copies and rings reach, not what data
+    sheets promise.
+
+    Attributes:
+      flops: Of matrix products in 16-bit floats, a second.
+      memory_bandwidth: Bytes a second from and to its own memory.
+      link_bandwidth: Bytes a second that it sends to its node's other devices.
+      network_bandwidth: Bytes a second that it sends to other nodes.
+      latency: Seconds that each collective takes besides.
+      devices_per_node: Devices with links to one another.
+      peak_flops: What the data sheet promises, for model FLOPs utilization alone.
+    """
+
+    flops: float
+    memory_bandwidth: float
+    link_bandwidth: float
+    network_bandwidth: float
+    latency: float
+    devices_per_node: int
+    peak_flops: float
+
+
+@dataclasses.dataclass(frozen=True)
+class GPU:
+    """A kind of GPU.
+
+    Attributes:
+      name: As `--gpu` takes it.
+      description: As its driver calls it.
+      memory: Bytes on the device.
+      compute_capability: `(major, minor)`.
+      cores: Streaming multiprocessors.
+      l2_cache: Bytes.
+      shared_memory: Bytes of a core that one block may take.
+      clock: GHz.
+      data_sheet_bandwidth: Bytes a second.
+      cost: How fast it is taken to be.
+    """
+
+    name: str
+    description: str
+    memory: int
+    compute_capability: tuple[int, int]
+    cores: int
+    l2_cache: int
+    shared_memory: int
+    clock: float
+    data_sheet_bandwidth: int
+    cost: CostModel
+
+    @property
+    def target_config(self) -> str:
+        """What XLA must know to compile for it, as the text of a protobuf."""
+        major, minor = self.compute_capability
+        return f"""
+gpu_device_info {{
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  shared_memory_per_block: 49152
+  shared_memory_per_core: {self.shared_memory + 1024}
+  shared_memory_per_block_optin: {self.shared_memory}
+  threads_per_core_limit: 2048
+  core_count: {self.cores}
+  fpus_per_core: {64 if (major, minor) == (8, 0) else 128}
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  memory_bandwidth: {self.data_sheet_bandwidth}
+  l2_cache_size: {self.l2_cache}
+  clock_rate_ghz: {self.clock}
+  device_memory_size: {self.memory}
+  cuda_compute_capability {{ major: {major} minor: {minor} }}
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 10 }}
+runtime_version {{ major: 12 minor: 9 patch: 0 }}
+device_description_str: "{self.description}"
+"""
+
+
+def _cost(
+    flops: float, memory: float, links: float, network: float, peak_flops: float
+) -> CostModel:
+    """A model of nodes of 8; TFLOP/s, and GB/s of memory, links and network."""
+    return CostModel(
+        flops=flops * 1e12,
+        memory_bandwidth=memory * 1e9,
+        link_bandwidth=links * 1e9,
+        network_bandwidth=network * 1e9,
+        latency=15e-6,
+        devices_per_node=8,
+        peak_flops=peak_flops * 1e12,
+    )
+
+
+GPUS = {
+    "a100": GPU(
+        name="a100",
+        description="NVIDIA A100-SXM4-80GB",
+        memory=85_000_000_000,
+        compute_capability=(8, 0),
+        cores=108,
+        l2_cache=40 << 20,
+        shared_memory=163 << 10,
+        clock=1.41,
+        data_sheet_bandwidth=2_039_000_000_000,
+        cost=_cost(250, 1800, links=235, network=22.5, peak_flops=312),
+    ),
+    "h100": GPU(
+        name="h100",
+        description="NVIDIA H100 80GB HBM3",
+        memory=85_000_000_000,
+        compute_capability=(9, 0),
+        cores=132,
+        l2_cache=50 << 20,
+        shared_memory=227 << 10,
+        clock=1.98,
+        data_sheet_bandwidth=3_350_000_000_000,
+        cost=_cost(790, 3000, links=350, network=45, peak_flops=989),
+    ),
+    "h200": GPU(
+        name="h200",
+        description="NVIDIA H200",
+        memory=150_000_000_000,
+        compute_capability=(9, 0),
+        cores=132,
+        l2_cache=60 << 20,
+        shared_memory=227 << 10,
+        clock=1.98,
+        data_sheet_bandwidth=4_800_000_000_000,
+        cost=_cost(790, 4300, links=350, network=45, peak_flops=989),
+    ),
+    "b200": GPU(
+        name="b200",
+        description="NVIDIA B200",
+        memory=192_000_000_000,
+        compute_capability=(10, 0),
+        cores=148,
+        l2_cache=126 << 20,
+        shared_memory=227 << 10,
+        clock=1.965,
+        data_sheet_bandwidth=8_000_000_000_000,
+        cost=_cost(1750, 7000, links=700, network=45, peak_flops=2250),
+    ),
+}
+"""By name. Shapes are the vendor's; the speeds, stated and not measured here, are about
+80 % of its 16-bit peak, 90 % of its memory and network, 78 % of its links."""

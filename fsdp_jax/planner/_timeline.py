@@ -1,0 +1,186 @@
+"""A compiled schedule replayed on one stream that computes and one that sends."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from fsdp_jax.planner._cost import compute_seconds, wire_bytes, wire_seconds
+from fsdp_jax.planner._gpu import CostModel
+from fsdp_jax.planner._hlo import Computation, Instruction, Module
+from fsdp_jax.planner._wire import Collective, collective_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """What a stream did from `start` to `end`, in seconds from the step's beginning."""
+
+    start: float
+    end: float
+    name: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Sent:
+    """One run of a collective.
+
+    Attributes:
+      collective: What it is.
+      start: When the wire began with it.
+      end: When it was through.
+      exposed: Seconds that the computing stream stood still for it.
+      depth: Loops around it.
+    """
+
+    collective: Collective
+    start: float
+    end: float
+    exposed: float
+    depth: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Timeline:
+    """One step of one device.
+
+    Attributes:
+      seconds: From the first instruction to the last.
+      compute: What the computing stream did, in order; neighbours of a name joined.
+      sent: What the wire carried, in order.
+    """
+
+    seconds: float
+    compute: tuple[Span, ...]
+    sent: tuple[Sent, ...]
+
+    @property
+    def compute_seconds(self) -> float:
+        """Seconds that the computing stream was busy."""
+        return sum(span.end - span.start for span in self.compute)
+
+    @property
+    def wire_seconds(self) -> float:
+        """Seconds that the wire was busy."""
+        return sum(sent.end - sent.start for sent in self.sent)
+
+    @property
+    def exposed_seconds(self) -> float:
+        """Seconds that the computing stream waited for the wire."""
+        return sum(sent.exposed for sent in self.sent)
+
+
+def replay(module: Module, cost: CostModel, num_devices: int) -> Timeline:
+    """Runs a scheduled module on paper.
+
+    Both streams take their work in the order of the schedule: an asynchronous
+    collective begins when the computing stream has come to its start and the wire is
+    free, and the computing stream waits at its end. Others are waited for at once.
+
+    Args:
+      module: Compiled for `num_devices`, with a schedule (`is_scheduled=true`).
+      cost: How fast both streams are.
+      num_devices: All of them.
+    """
+    player = _Player(module, cost, num_devices)
+    player.play(module[module.entry])
+    player.finish()
+    return Timeline(player.now, tuple(player.compute), tuple(player.sent))
+
+
+class _Player:
+    """Both streams' clocks, and what is under way."""
+
+    def __init__(self, module: Module, cost: CostModel, num_devices: int):
+        self.module = module
+        self.cost = cost
+        self.num_devices = num_devices
+        self.now = 0.0
+        self.wire_free = 0.0
+        self.depth = 0
+        self.compute: list[Span] = []
+        self.sent: list[Sent] = []
+        self.under_way: dict[str, int] = {}
+        self.steps: dict[str, list[Callable[[], None]]] = {}
+
+    def play(self, computation: Computation) -> None:
+        # An instruction is read once, though a loop may run it a thousand times.
+        if computation.name not in self.steps:
+            self.steps[computation.name] = [
+                step
+                for one in computation.instructions
+                if (step := self._step(computation, one))
+            ]
+        for step in self.steps[computation.name]:
+            step()
+
+    def finish(self) -> None:
+        """Waits for what nobody waited for."""
+        for name in list(self.under_way):
+            self._wait(name)
+
+    def _step(
+        self, computation: Computation, one: Instruction
+    ) -> Callable[[], None] | None:
+        if one.opcode == "while":
+            return lambda: self._loop(one)
+        if one.opcode in ("call", "conditional"):
+            return lambda: self._branch(one)
+        if one.opcode.endswith("-done"):
+            started = one.operands[0]
+            return lambda: self._wait(started)
+        if collective := collective_of(self.module, computation, one):
+            seconds = wire_seconds(collective, self.num_devices, self.cost)
+            is_async = one.opcode.endswith("-start")
+            return lambda: self._send(collective, one.name, seconds, is_async)
+        if one.opcode.endswith(("-start", "-update")):
+            return None  # A copy to or from the host, which neither stream does.
+        seconds = compute_seconds(self.module, computation, one, self.cost)
+        label = _label(one)
+        return (lambda: self._run(label, seconds)) if seconds else None
+
+    def _run(self, label: str, seconds: float) -> None:
+        start, self.now = self.now, self.now + seconds
+        last = self.compute[-1] if self.compute else None
+        if last and last.name == label and last.end == start:
+            self.compute[-1] = Span(last.start, self.now, label)
+        else:
+            self.compute.append(Span(start, self.now, label))
+
+    def _send(self, collective, name: str, seconds: float, is_async: bool) -> None:
+        start = max(self.now, self.wire_free)
+        self.wire_free = start + seconds
+        self.sent.append(Sent(collective, start, self.wire_free, 0.0, self.depth))
+        self.under_way[name] = len(self.sent) - 1
+        if not is_async:
+            self._wait(name)
+
+    def _wait(self, name: str) -> None:
+        at = self.under_way.pop(name, None)
+        if at is None:
+            return
+        sent = self.sent[at]
+        if sent.end > self.now:
+            self.sent[at] = dataclasses.replace(sent, exposed=sent.end - self.now)
+            self.now = sent.end
+
+    def _loop(self, one: Instruction) -> None:
+        self.depth += 1
+        for _ in range(one.trip_count or 1):
+            self.play(self.module[one.calls[0]])
+        self.depth -= 1
+
+    def _branch(self, one: Instruction) -> None:
+        """Runs what is called; of several branches the first."""
+        self.play(self.module[one.calls[0]])
+
+
+def _label(one: Instruction) -> str:
+    """What an instruction is for, as far as jax's scopes tell."""
+    if "optimizer" in one.op_name:
+        return "optimizer"
+    return "backward" if "transpose(" in one.op_name else "forward"
+
+
+def total_wire_bytes(timeline: Timeline, num_devices: int) -> float:
+    """Bytes that a device sends in a step."""
+    return sum(wire_bytes(sent.collective, num_devices) for sent in timeline.sent)
