@@ -23,9 +23,6 @@ import time
 from pathlib import Path
 
 import jax
-
-jax.config.update("jax_platforms", "cpu")  # A GPU at hand is no part of this.
-
 import jax.numpy as jnp
 import optax
 from jax import lax
@@ -344,6 +341,7 @@ def main():
     parser.add_argument("--dump", type=Path, help="keep each module's text here")
     parser.add_argument("--out", type=Path, help="write the JSON here as well")
     args = parser.parse_args()
+    jax.config.update("jax_platforms", "cpu")  # A GPU at hand is no part of this.
     if args.dump:
         args.dump.mkdir(parents=True, exist_ok=True)
     in_node = COST.devices_per_node

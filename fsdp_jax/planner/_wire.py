@@ -24,7 +24,7 @@ OPS = (
 )
 
 Groups = frozenset[tuple[int, ...]]
-"""Which devices talk to which: each group in ascending order, empty for all together."""
+"""Who talks to whom: each group in ascending order; empty means all together."""
 
 
 @dataclasses.dataclass(frozen=True)
