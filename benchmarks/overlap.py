@@ -32,8 +32,6 @@ import fsdp_jax as fsdp
 from fsdp_jax._compiler_options import compiler_options
 from fsdp_jax.planner._compile import compile_scheduled, gpu_devices
 from fsdp_jax.planner._gpu import GPUS
-from fsdp_jax.planner._hlo import parse
-from fsdp_jax.planner._timeline import replay
 
 WIDTH, MLP, HEADS, KV_HEADS, HEAD_DIM = 4096, 14336, 32, 8, 128
 LAYERS, VOCAB, VOCAB_CHUNKS = 32, 128256, 8
@@ -256,14 +254,13 @@ def measure(form, plan, rows, accumulate, dump):
     gpus = plan.mesh.size
     started = time.perf_counter()
     lowered = lower(form, plan, rows * gpus * accumulate, accumulate)
-    compiled = compile_scheduled(lowered, COST, gpus, compiler_options())
+    scheduled = compile_scheduled(lowered, COST, gpus, compiler_options())
     seconds = time.perf_counter() - started
-    text = compiled.as_text()
+    compiled, timeline = scheduled.compiled, scheduled.timeline
     variant = "_hsdp" if plan.mesh.shape["dp_outer"] > 1 else ""
     variant += f"_{accumulate}_microbatches" if accumulate > 1 else ""
     if dump:
-        (dump / f"{form}{variant}_{gpus}.hlo").write_text(text)
-    timeline = replay(parse(text), COST, gpus)
+        (dump / f"{form}{variant}_{gpus}.hlo").write_text(compiled.as_text())
     return {
         "form": form + variant,
         "gpus": gpus,
@@ -276,6 +273,7 @@ def measure(form, plan, rows, accumulate, dump):
         "exposed_of_step": round(timeline.exposed_seconds / timeline.seconds, 4),
         "floor_ms": milliseconds(floor(timeline)),
         "temporaries_gb": round(compiled.memory_analysis().temp_size_in_bytes / 1e9, 3),
+        "guided": scheduled.guided,
         "compile_s": round(seconds, 1),
     }
 

@@ -98,7 +98,9 @@ def fully_shard(
         for name, leaf in named_leaves(model.params)
     )
     _check_rows(config, mesh, rows)
-    return Plan(mesh, config, make_model, model, rows, classes, placements)
+    return Plan(
+        *(mesh, config, make_model, model, rows, tuple(units), classes, placements)
+    )
 
 
 def choose_split(

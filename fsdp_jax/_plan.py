@@ -107,6 +107,7 @@ class Plan:
       make_model: The user's own function, from a PRNG key to a model.
       model: The model without its arrays.
       rows: One `ParamPlan` a parameter, in the order of `jax.tree.leaves(params)`.
+      unit_specs: The units as `fully_shard` was given them.
       unit_classes: Classes whose `__call__` is a unit.
       placements: The data axes that split every parameter that is split.
     """
@@ -116,6 +117,7 @@ class Plan:
     make_model: MakeModel
     model: ModelDef
     rows: tuple[ParamPlan, ...]
+    unit_specs: tuple[Any, ...]
     unit_classes: tuple[type, ...]
     placements: Placements
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from jax.experimental import topologies
 from fsdp_jax.planner._cost import compute_seconds, wire_seconds
 from fsdp_jax.planner._gpu import GPU, CostModel
 from fsdp_jax.planner._hlo import Module, parse
+from fsdp_jax.planner._timeline import Timeline, replay
 from fsdp_jax.planner._wire import collective_of, walk
 
 Options = Mapping[str, bool | int | str]
@@ -51,13 +53,33 @@ def gpu_devices(gpu: GPU, count: int) -> Sequence[Any]:
     return topology.devices
 
 
+@dataclasses.dataclass(frozen=True)
+class Scheduled:
+    """A compiled program and what its schedule comes to.
+
+    Attributes:
+      compiled: The program.
+      timeline: Its replay.
+      guided: Whether XLA's scheduler was told how long things take.
+    """
+
+    compiled: jax.stages.Compiled
+    timeline: Timeline
+    guided: bool
+
+
+EXPOSED_ENOUGH = 0.02
+"""The part of a step that waits for the wire above which a better schedule is tried."""
+
+
 def compile_scheduled(
     lowered: jax.stages.Lowered, cost: CostModel, num_devices: int, options: Options
-) -> jax.stages.Compiled:
-    """Compiles twice: the second time XLA's scheduler knows what each operation takes.
+) -> Scheduled:
+    """Compiles, and again if too much of the wire is exposed.
 
-    Left to its own guesses it takes collectives for much faster than a network between
-    nodes is, and starts them too late to be hidden.
+    The second time XLA's scheduler is told what each operation takes. Left to its own
+    guesses it takes collectives for much faster than a network between nodes is, and
+    starts them too late to be hidden. The better of the two is kept.
 
     Args:
       lowered: Lowered for stand-ins from `gpu_devices`.
@@ -65,8 +87,21 @@ def compile_scheduled(
       num_devices: All of them.
       options: XLA's, see `compiler_options`.
     """
-    first = lowered.compile(compiler_options=dict(options))
-    profile = scheduling_profile(parse(first.as_text()), cost, num_devices)
+    compiled = lowered.compile(compiler_options=dict(options))
+    module = parse(compiled.as_text())
+    own = Scheduled(compiled, replay(module, cost, num_devices), guided=False)
+    if own.timeline.exposed_seconds < EXPOSED_ENOUGH * own.timeline.seconds:
+        return own
+    profile = scheduling_profile(module, cost, num_devices)
+    compiled = _compile_guided(lowered, profile, options)
+    module = parse(compiled.as_text())
+    guided = Scheduled(compiled, replay(module, cost, num_devices), guided=True)
+    return min(own, guided, key=lambda one: one.timeline.seconds)
+
+
+def _compile_guided(
+    lowered: jax.stages.Lowered, profile: str, options: Options
+) -> jax.stages.Compiled:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "profile.pbtxt"
         path.write_text(profile)

@@ -105,10 +105,11 @@ class _Player:
     def play(self, computation: Computation) -> None:
         # An instruction is read once, though a loop may run it a thousand times.
         if computation.name not in self.steps:
+            labels = _labels(computation, in_loop=self.depth > 0)
             self.steps[computation.name] = [
                 step
-                for one in computation.instructions
-                if (step := self._step(computation, one))
+                for one, label in zip(computation.instructions, labels, strict=True)
+                if (step := self._step(computation, one, label))
             ]
         for step in self.steps[computation.name]:
             step()
@@ -119,7 +120,7 @@ class _Player:
             self._wait(name)
 
     def _step(
-        self, computation: Computation, one: Instruction
+        self, computation: Computation, one: Instruction, label: str
     ) -> Callable[[], None] | None:
         if one.opcode == "while":
             return lambda: self._loop(one)
@@ -135,7 +136,6 @@ class _Player:
         if one.opcode.endswith(("-start", "-update")):
             return None  # A copy to or from the host, which neither stream does.
         seconds = compute_seconds(self.module, computation, one, self.cost)
-        label = _label(one)
         return (lambda: self._run(label, seconds)) if seconds else None
 
     def _run(self, label: str, seconds: float) -> None:
@@ -174,11 +174,22 @@ class _Player:
         self.play(self.module[one.calls[0]])
 
 
-def _label(one: Instruction) -> str:
-    """What an instruction is for, as far as jax's scopes tell."""
-    if "optimizer" in one.op_name:
-        return "optimizer"
-    return "backward" if "transpose(" in one.op_name else "forward"
+def _labels(computation: Computation, *, in_loop: bool) -> list[str]:
+    """What each instruction is for, as far as jax's scopes tell.
+
+    What backward computes again bears the scopes of forward: a loop is all of one kind.
+    What bears none is taken for what comes before it.
+    """
+    labels, label = [], "forward"
+    for one in computation.instructions:
+        if "optimizer" in one.op_name:
+            label = "optimizer"
+        elif one.op_name:
+            label = "backward" if "transpose(" in one.op_name else "forward"
+        labels.append(label)
+    if in_loop and "backward" in labels:
+        return ["backward"] * len(labels)
+    return labels
 
 
 def total_wire_bytes(timeline: Timeline, num_devices: int) -> float:

@@ -1,0 +1,55 @@
+"""What a model computes, counted from its trace: the work of its matrix products."""
+
+from __future__ import annotations
+
+import math
+
+from fsdp_jax.planner._trace import Operation, Program
+
+
+def product_flops(program: Program) -> float:
+    """Operations of all matrix products of a traced program, loops counted out.
+
+    Attention counts as a whole square, causal or not. A loop whose number of iterations
+    is unknown counts as one, of a condition the costliest branch.
+
+    Args:
+      program: E.g. a model's forward, in the shapes of one device.
+    """
+    return sum(_flops(operation) for operation in program.operations)
+
+
+def _flops(operation: Operation) -> float:
+    if operation.name == "dot_general":
+        return _dot_general(operation)
+    if operation.name == "conv_general_dilated":
+        return _convolution(operation)
+    if operation.name.startswith("dot_product_attention_fwd"):
+        return _attention(operation)
+    within = [product_flops(body) for body in operation.bodies]
+    times = operation.params["length"] if operation.name == "scan" else 1
+    return times * max(within, default=0.0)
+
+
+def _dot_general(operation: Operation) -> float:
+    (contracted, _), _ = operation.params["dimension_numbers"]
+    left = operation.inputs[0]
+    assert left is not None
+    depth = math.prod(left.shape[dim] for dim in contracted)
+    return 2.0 * math.prod(operation.outputs[0].shape) * depth
+
+
+def _convolution(operation: Operation) -> float:
+    kernel = operation.inputs[1]
+    assert kernel is not None
+    out_dim = operation.params["dimension_numbers"].rhs_spec[0]
+    a_result = math.prod(kernel.shape) / kernel.shape[out_dim]
+    return 2.0 * math.prod(operation.outputs[0].shape) * a_result
+
+
+def _attention(operation: Operation) -> float:
+    """Two products, of the queries with the keys and of the result with the values."""
+    query, key = operation.inputs[:2]
+    assert query is not None and key is not None
+    batch, length, heads, width = query.shape
+    return 2 * 2.0 * batch * heads * length * key.shape[1] * width

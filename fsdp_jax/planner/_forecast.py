@@ -1,0 +1,306 @@
+"""What a training step will need and where its time goes, on GPUs that are not here."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import optax
+
+from fsdp_jax._compiler_options import compiler_options
+from fsdp_jax._fully_shard import fully_shard
+from fsdp_jax._local import global_loss
+from fsdp_jax._loss import LossFn, LossForm
+from fsdp_jax._mesh import AXES, make_mesh
+from fsdp_jax._plan import Plan
+from fsdp_jax._state import abstract_state
+from fsdp_jax._step import make_train_step
+from fsdp_jax._table import format_bytes, text_table
+from fsdp_jax._tree import PyTree
+from fsdp_jax.planner._compile import compile_scheduled, gpu_devices
+from fsdp_jax.planner._flops import product_flops
+from fsdp_jax.planner._gpu import GPU, GPUS, CostModel
+from fsdp_jax.planner._memory import Memory, predict_memory
+from fsdp_jax.planner._picture import draw_forecast
+from fsdp_jax.planner._sent import SentRow, sent_rows
+from fsdp_jax.planner._timeline import Timeline
+from fsdp_jax.planner._trace import on_one_device
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Forecast:
+    """A training step as compiled for GPUs and replayed on a cost model.
+
+    `print(forecast)` shows it as a table.
+
+    Attributes:
+      gpu: The GPU, with its cost model.
+      plan: The plan, on a mesh of stand-ins.
+      compiled: The compiled step; it cannot run here.
+      timeline: Its replay.
+      guided: Whether XLA's scheduler was given the cost model, see `compile_for`.
+      compiled_bytes: Bytes on a GPU at the fullest moment, as XLA assigned buffers.
+      memory: The same by what it is, predicted from the plan and the trace alone.
+      sent: One row a collective.
+      tokens: Tokens in a global batch; None if not told.
+      model_flops: Work of forward and backward on one device, without recomputation.
+    """
+
+    gpu: GPU
+    plan: Plan
+    compiled: jax.stages.Compiled
+    timeline: Timeline
+    guided: bool
+    compiled_bytes: int
+    memory: Memory
+    sent: tuple[SentRow, ...]
+    tokens: int | None
+    model_flops: float
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs of the mesh."""
+        return self.plan.mesh.size
+
+    @property
+    def exposed(self) -> float:
+        """The part of the step in which the GPU waits for the wire."""
+        return self.timeline.exposed_seconds / self.timeline.seconds
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilization, of the data sheet's peak, attention as a square."""
+        peak = self.gpu.cost.peak_flops
+        return self.model_flops / self.timeline.seconds / peak
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Tokens a second of all GPUs together; None if the tokens were not told."""
+        return None if self.tokens is None else self.tokens / self.timeline.seconds
+
+    @property
+    def fits(self) -> bool:
+        """Whether the compiled step leaves a tenth of the memory to others."""
+        return self.compiled_bytes <= 0.9 * self.gpu.memory
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything in it as JSON has it; bytes, seconds."""
+        speed = self.tokens_per_second
+        return {
+            "gpu": self.gpu.name,
+            "gpus": self.num_gpus,
+            "mesh": {a: n for a, n in self.plan.mesh.shape.items() if n > 1},
+            "jax": jax.__version__,
+            "guided": self.guided,
+            "cost_model": dataclasses.asdict(self.gpu.cost),
+            "step_seconds": self.timeline.seconds,
+            "compute_seconds": self.timeline.compute_seconds,
+            "wire_seconds": self.timeline.wire_seconds,
+            "exposed_seconds": self.timeline.exposed_seconds,
+            "tokens": self.tokens,
+            "tokens_per_second_per_gpu": None
+            if speed is None
+            else speed / self.num_gpus,
+            "mfu": self.mfu,
+            "fits": self.fits,
+            "memory_of_gpu": self.gpu.memory,
+            "memory_compiled": self.compiled_bytes,
+            "memory_predicted": {
+                **dataclasses.asdict(self.memory),
+                "total": self.memory.total,
+            },
+            "collectives": [dataclasses.asdict(row) for row in self.sent],
+        }
+
+    def save_json(self, path: str | Path) -> None:
+        """Writes `to_dict()` to a file."""
+        Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n")
+
+    def save_picture(self, path: str | Path) -> None:
+        """Draws memory as bars and the step as two lanes; PNG or SVG by its suffix."""
+        draw_forecast(self.memory, self.compiled_bytes, self.gpu, self.timeline, path)
+
+    def __repr__(self) -> str:
+        """The table."""
+        return "\n".join([*_headline(self), "", _memory_table(self), "", _wires(self)])
+
+
+def compile_for(
+    plan: Plan,
+    loss_fn: LossFn,
+    tx: optax.GradientTransformation,
+    batch: PyTree,
+    *,
+    gpu: str | GPU = "h200",
+    gpus: int | None = None,
+    mesh: Mapping[str, int] | None = None,
+    tokens: int | None = None,
+    options: Mapping[str, Any] | None = None,
+    **step_options: Any,
+) -> Forecast:
+    """Compiles the training step for GPUs, with none at hand, and foretells it.
+
+    The program is the one that would run; its schedule is replayed on a stated model of
+    the GPU, one stream that computes and one that communicates. If more than 2 % of the
+    step waits for the wire, it is compiled once more with XLA's scheduler told how long
+    things take on that model, and the better of the two is kept.
+
+    Args:
+      plan: From `fully_shard`, on any mesh.
+      loss_fn: As for `make_train_step`.
+      tx: The optimizer.
+      batch: The global batch, arrays or their moulds.
+      gpu: A name in `GPUS`, or a GPU of your own, e.g. with another cost model.
+      gpus: How many; None for as many as the plan's mesh has.
+      mesh: Sizes of mesh axes, at most one of them -1. None: those of the plan's mesh,
+        but `dp_shard` takes what the others leave.
+      tokens: Tokens in the batch, to tell tokens a second.
+      options: XLA's; None for `compiler_options()`.
+      **step_options: For `make_train_step`.
+
+    Returns:
+      The forecast; print it.
+
+    Raises:
+      ValueError: If the GPU is unknown, the mesh does not fit, or XLA's compiler for
+        GPUs is not installed.
+    """
+    gpu = find_gpu(gpu)
+    count = plan.mesh.size if gpus is None else gpus
+    sizes = {axis: plan.mesh.shape[axis] for axis in AXES} | {"dp_shard": -1}
+    given = sizes if mesh is None else dict(mesh)
+    there = make_mesh(**given, devices=gpu_devices(gpu, count))
+    plan = fully_shard(plan.make_model, there, plan.unit_specs, plan.config)
+    step = make_train_step(plan, loss_fn, tx, **step_options)
+    state = abstract_state(plan, tx)
+    mould = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
+    options = compiler_options() if options is None else options
+    scheduled = compile_scheduled(step.lower(state, mould), gpu.cost, count, options)
+    traced = jax.make_jaxpr(step.jitted)(state, mould)
+    return Forecast(
+        gpu=gpu,
+        plan=plan,
+        compiled=scheduled.compiled,
+        timeline=scheduled.timeline,
+        guided=scheduled.guided,
+        compiled_bytes=compiled_bytes(scheduled.compiled),
+        memory=predict_memory(plan, state, mould, traced),
+        sent=sent_rows(scheduled.timeline, plan),
+        tokens=tokens,
+        model_flops=_model_flops(plan, loss_fn, step_options, state, mould),
+    )
+
+
+def find_gpu(gpu: str | GPU, **costs: float) -> GPU:
+    """The GPU of a name, with figures of its cost model replaced.
+
+    Args:
+      gpu: A name in `GPUS`, or a GPU.
+      **costs: Fields of `CostModel`.
+
+    Raises:
+      ValueError: If the name or a field is unknown, or a figure is not positive.
+    """
+    if isinstance(gpu, str):
+        if gpu not in GPUS:
+            raise ValueError(f"The GPU '{gpu}' is unknown: use {', '.join(GPUS)}.")
+        gpu = GPUS[gpu]
+    known = [field.name for field in dataclasses.fields(CostModel)]
+    wrong = [f"{k}={v}" for k, v in costs.items() if k not in known or v <= 0]
+    if wrong:
+        raise ValueError(
+            f"The cost model takes no {', '.join(wrong)}: its figures are positive, "
+            f"and they are {', '.join(known)}."
+        )
+    return dataclasses.replace(gpu, cost=dataclasses.replace(gpu.cost, **costs))
+
+
+def compiled_bytes(compiled: jax.stages.Compiled) -> int:
+    """Bytes on a device at the fullest moment: what XLA assigned buffers to."""
+    stats = compiled.memory_analysis()
+    return (
+        stats.argument_size_in_bytes
+        + stats.output_size_in_bytes
+        - stats.alias_size_in_bytes
+        + stats.temp_size_in_bytes
+    )
+
+
+def _model_flops(plan: Plan, loss_fn, options, state, batch) -> float:
+    """Three times the forward's work: backward takes twice as much."""
+    form = LossForm(
+        options.get("has_aux", False), options.get("calculate_per_token_loss", False)
+    )
+    rng = jax.eval_shape(lambda: jax.random.key(0))
+    traced = jax.make_jaxpr(global_loss(plan, loss_fn, form))(
+        state.params, batch, rng, state.model_state
+    )
+    program = on_one_device(traced.jaxpr)
+    assert program is not None
+    return 3 * product_flops(program)
+
+
+def _headline(forecast: Forecast) -> list[str]:
+    line, mesh = forecast.timeline, forecast.plan.mesh.shape
+    axes = ", ".join(f"{a}={n}" for a, n in mesh.items() if n > 1) or "a single one"
+    times = (
+        f"step: {line.seconds * 1e3:,.1f} ms as modelled, "
+        f"{line.exposed_seconds * 1e3:,.1f} ms of it exposed communication "
+        f"({forecast.exposed:.1%}) of {line.wire_seconds * 1e3:,.1f} ms on the wire"
+    )
+    speed = f"MFU {forecast.mfu:.1%}"
+    if (rate := forecast.tokens_per_second) is not None:
+        speed = f"{rate / forecast.num_gpus:,.0f} tokens/s/GPU, {speed}"
+    room = f"{forecast.compiled_bytes / forecast.gpu.memory:.0%} of the GPU's memory"
+    verdict = "fits" if forecast.fits else "DOES NOT FIT"
+    return [
+        f"{forecast.num_gpus} x {forecast.gpu.description} ({axes})",
+        times,
+        speed,
+        f"memory: {format_bytes(forecast.compiled_bytes)} a GPU as compiled, "
+        f"{room}: {verdict}",
+    ]
+
+
+def _memory_table(forecast: Forecast) -> str:
+    memory = forecast.memory
+    rows = [
+        (name, format_bytes(size), f"{size / memory.total:.1%}")
+        for name, size in dataclasses.asdict(memory).items()
+    ]
+    rows.append(("predicted together", format_bytes(memory.total), ""))
+    off = memory.total / forecast.compiled_bytes - 1
+    rows.append(("as compiled", format_bytes(forecast.compiled_bytes), f"{-off:+.1%}"))
+    columns = {"memory a GPU": "left", "bytes": "right", "": "right"}
+    return text_table(columns, rows)
+
+
+def _wires(forecast: Forecast) -> str:
+    columns = {
+        "collective": "left",
+        "unit": "left",
+        "dtype": "left",
+        "over": "left",
+        "bytes each": "right",
+        "times": "right",
+        "ms each": "right",
+        "exposed ms": "right",
+    }
+    rows = [
+        (
+            row.op,
+            row.unit,
+            row.dtype,
+            " x ".join(row.axes) if row.axes else "?",
+            format_bytes(row.bytes),
+            str(row.times),
+            f"{row.seconds * 1e3:.2f}",
+            f"{row.exposed_seconds * 1e3:.2f}",
+        )
+        for row in forecast.sent
+    ]
+    return text_table(columns, rows)

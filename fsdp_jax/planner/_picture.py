@@ -1,0 +1,83 @@
+"""A forecast as a picture: memory as bars, the step as two lanes."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from fsdp_jax.planner._gpu import GPU
+from fsdp_jax.planner._memory import Memory
+from fsdp_jax.planner._timeline import Timeline
+
+COMPUTE = {"forward": "#4477aa", "backward": "#66ccee", "optimizer": "#ccbb44"}
+WIRE = {
+    "all-gather": "#228833",
+    "reduce-scatter": "#aa3377",
+    "all-reduce": "#ee6677",
+}
+OTHER = "#bbbbbb"
+MEMORY = "#4477aa #ccbb44 #aa3377 #228833 #66ccee #88ccaa #ee6677 #bbbbbb".split()
+
+
+def draw_forecast(
+    memory: Memory, compiled_bytes: int, gpu: GPU, timeline: Timeline, path: str | Path
+) -> None:
+    """Draws into a file, PNG or SVG by its suffix.
+
+    Raises:
+      ValueError: If matplotlib is not installed, or the suffix is neither.
+    """
+    path = Path(path)
+    if path.suffix not in (".png", ".svg"):
+        raise ValueError(f"The picture '{path}' is drawn as .png or .svg: name it so.")
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ValueError(
+            "Pictures are drawn by matplotlib: pip install 'fsdp-jax[notebook]'."
+        ) from error
+    figure = Figure(figsize=(11, 5.5), layout="constrained")
+    top, bottom = figure.subplots(2, 1, height_ratios=[1, 1.6])
+    _draw_memory(top, memory, compiled_bytes, gpu)
+    _draw_timeline(bottom, timeline)
+    figure.savefig(path, dpi=130)
+
+
+def _draw_memory(axes, memory: Memory, compiled_bytes: int, gpu: GPU) -> None:
+    left = 0.0
+    for (name, size), color in zip(
+        dataclasses.asdict(memory).items(), MEMORY, strict=True
+    ):
+        width = size / 2**30
+        axes.barh(1, width, left=left, color=color, label=f"{name} {width:.1f}")
+        left += width
+    axes.barh(0, compiled_bytes / 2**30, color="#dddddd", edgecolor="#666666")
+    axes.axvline(gpu.memory / 2**30, color="black", linestyle=":")
+    axes.set_yticks([0, 1], ["as compiled", "predicted"])
+    axes.set_xlabel(f"GiB a GPU; the dotted line is all of {gpu.description}")
+    axes.legend(ncols=4, fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1.0))
+
+
+def _draw_timeline(axes, timeline: Timeline) -> None:
+    for name, color in COMPUTE.items():
+        bars = [
+            (span.start * 1e3, (span.end - span.start) * 1e3)
+            for span in timeline.compute
+            if span.name == name
+        ]
+        axes.broken_barh(bars, (1, 0.8), facecolors=color, label=name)
+    ops = dict.fromkeys(sent.collective.op for sent in timeline.sent)
+    for op in ops:
+        runs = [sent for sent in timeline.sent if sent.collective.op == op]
+        bars = [(run.start * 1e3, (run.end - run.start) * 1e3) for run in runs]
+        axes.broken_barh(bars, (0, 0.8), facecolors=WIRE.get(op, OTHER), label=op)
+    waits = [
+        ((sent.end - sent.exposed) * 1e3, sent.exposed * 1e3)
+        for sent in timeline.sent
+        if sent.exposed
+    ]
+    axes.broken_barh(waits, (1, 0.8), facecolors="#ff2200", label="waits")
+    axes.set_yticks([0.4, 1.4], ["wire", "compute"])
+    axes.set_xlim(0, timeline.seconds * 1e3)
+    axes.set_xlabel("ms of a step, as modelled")
+    axes.legend(ncols=8, fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1.0))

@@ -1,0 +1,76 @@
+"""The collectives of a step as a table: what travels, where, how often, how hidden."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from fsdp_jax._plan import Plan
+from fsdp_jax.planner._cost import wire_bytes
+from fsdp_jax.planner._timeline import Sent, Timeline
+from fsdp_jax.planner._wire import Collective, axes_of
+
+
+@dataclasses.dataclass(frozen=True)
+class SentRow:
+    """One collective of the compiled step, with all its runs.
+
+    Attributes:
+      op: E.g. `all-gather`.
+      unit: Whose parameters it moves; "-" if it moves none.
+      dtype: What crosses the wire, as HLO writes it.
+      axes: The mesh axes it runs along; empty if along none of them as a whole.
+      bytes: What a device sends in one run, on a ring.
+      times: Runs a step.
+      seconds: Of one run that has the wire for itself.
+      exposed_seconds: How long the GPU waits for it, all runs together.
+    """
+
+    op: str
+    unit: str
+    dtype: str
+    axes: tuple[str, ...]
+    bytes: int
+    times: int
+    seconds: float
+    exposed_seconds: float
+
+
+def sent_rows(timeline: Timeline, plan: Plan) -> tuple[SentRow, ...]:
+    """One row a collective, in the order in which they first run."""
+    runs: dict[str, list[Sent]] = {}
+    for sent in timeline.sent:
+        runs.setdefault(sent.collective.name, []).append(sent)
+    return tuple(_row(found, plan) for found in runs.values())
+
+
+def _row(runs: list[Sent], plan: Plan) -> SentRow:
+    first = runs[0]
+    collective = first.collective
+    dtypes = dict.fromkeys(shape.dtype for shape in collective.sent)
+    return SentRow(
+        op=collective.op,
+        unit=_unit(collective, plan),
+        dtype="+".join(dtypes),
+        axes=axes_of(collective.groups, plan.mesh) or (),
+        bytes=round(wire_bytes(collective, plan.mesh.size)),
+        times=len(runs),
+        seconds=first.end - first.start,
+        exposed_seconds=sum(run.exposed for run in runs),
+    )
+
+
+def _unit(collective: Collective, plan: Plan) -> str:
+    """Its unit's path; where XLA put several together, all whose weights fit."""
+    whole = {
+        shape.dims
+        for shape in (*collective.sent, *collective.received)
+        if shape.num_elements > 1
+    }
+    units = dict.fromkeys(
+        row.unit
+        for row in plan.rows
+        if {row.shape[row.num_stacked :], row.padded_shape[row.num_stacked :]} & whole
+    )
+    if collective.unit and (collective.unit in units or not units):
+        return collective.unit
+    return " + ".join(units) or "-"
