@@ -5,6 +5,7 @@ from fsdp_jax._chunks import Chunk as Chunk
 from fsdp_jax._chunks import chunks as chunks
 from fsdp_jax._chunks import split_chunks as split_chunks
 from fsdp_jax._chunks import validate_chunks as validate_chunks
+from fsdp_jax._compiler_options import compiler_options as compiler_options
 from fsdp_jax._config import FSDPConfig as FSDPConfig
 from fsdp_jax._config import MixedPrecisionPolicy as MixedPrecisionPolicy
 from fsdp_jax._config import Placements as Placements
@@ -37,3 +38,9 @@ from fsdp_jax.checkpoint import load as load
 from fsdp_jax.checkpoint import load_metadata as load_metadata
 from fsdp_jax.checkpoint import load_params as load_params
 from fsdp_jax.checkpoint import save as save
+from fsdp_jax.planner import GPU as GPU
+from fsdp_jax.planner import GPUS as GPUS
+from fsdp_jax.planner import CostModel as CostModel
+from fsdp_jax.planner import Forecast as Forecast
+from fsdp_jax.planner import compile_for as compile_for
+from fsdp_jax.planner import gpu_devices as gpu_devices

@@ -203,6 +203,8 @@ def _backward(stack: _Stack, residuals, cotangents):
         carry, window, pending, sinks, d_consts = state
         i, y, saved, slices, other_slices = x
         window, behind = stack.shift(shards, window, i - stack.prefetch)
+        # As for the gathers: one unit's gradients after the other's, and not together.
+        pending, sinks = lax.optimization_barrier((pending, sinks))
         # The first iteration has nothing pending, and writes where the second one does.
         later = jnp.minimum(i + 1, last)
         sinks = _put(sinks, _reduced(stack, shards, pending, later), later)

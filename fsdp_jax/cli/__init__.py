@@ -18,10 +18,12 @@ from fsdp_jax.cli._diff_metrics import DiffMetrics
 from fsdp_jax.cli._errors import CheckFailed
 from fsdp_jax.cli._export import Export
 from fsdp_jax.cli._make_tiny_llama import MakeTinyLlama
+from fsdp_jax.cli._plan import Plan
 from fsdp_jax.cli._train import Train
 
 _Command = (
     Annotated[Train, tyro.conf.subcommand("train")]
+    | Annotated[Plan, tyro.conf.subcommand("plan")]
     | Annotated[Export, tyro.conf.subcommand("export")]
     | Annotated[Compare, tyro.conf.subcommand("compare")]
     | Annotated[DiffMetrics, tyro.conf.subcommand("diff-metrics")]

@@ -15,23 +15,34 @@ from bridge.models import Decoder, DecoderConfig, DecoderLayer
 
 
 def plan_decoder(
-    config: DecoderConfig, mesh: Mesh, param_dtype: str = "float32"
+    config: DecoderConfig,
+    mesh: Mesh,
+    fsdp_config: fsdp.FSDPConfig | None = None,
+    *,
+    prefetch: int = 1,
+    unroll: int = 1,
 ) -> fsdp.Plan:
     """Plans the decoder of a config, a layer a unit.
 
     Args:
       config: The model.
       mesh: From `fsdp_jax.make_mesh`.
-      param_dtype: What weights are gathered and computed in; they rest and are
-        updated in float32.
+      fsdp_config: How it is sharded; default ZeRO-3 in float32.
+      prefetch: As for `fsdp_jax.scan`.
+      unroll: As for `fsdp_jax.scan`.
     """
-    policy = fsdp.MixedPrecisionPolicy(param_dtype=jnp.dtype(param_dtype))
     return fsdp.fully_shard(
-        functools.partial(_make_decoder, config),
+        functools.partial(_make_decoder, config, prefetch, unroll),
         mesh,
         units=[DecoderLayer],
-        config=fsdp.FSDPConfig(mp_policy=policy),
+        config=fsdp_config,
     )
+
+
+def computed_in(param_dtype: str) -> fsdp.FSDPConfig:
+    """Weights are gathered and computed in this dtype, and kept in float32."""
+    policy = fsdp.MixedPrecisionPolicy(param_dtype=jnp.dtype(param_dtype))
+    return fsdp.FSDPConfig(mp_policy=policy)
 
 
 def next_token_loss(
@@ -43,5 +54,8 @@ def next_token_loss(
     return losses.mean()
 
 
-def _make_decoder(config: DecoderConfig, key: Array) -> Decoder:
-    return Decoder(config, rngs=nnx.Rngs(key), scan=fsdp.scan)
+def _make_decoder(
+    config: DecoderConfig, prefetch: int, unroll: int, key: Array
+) -> Decoder:
+    scan = functools.partial(fsdp.scan, prefetch=prefetch, unroll=unroll)
+    return Decoder(config, rngs=nnx.Rngs(key), scan=scan)

@@ -19,7 +19,7 @@ from fsdp_jax._batch import check_batch
 from fsdp_jax.cli._callback import Callback, load_callback
 from fsdp_jax.cli._data import make_batches
 from fsdp_jax.cli._errors import check_absent, check_creatable
-from fsdp_jax.cli._model import plan_decoder
+from fsdp_jax.cli._model import computed_in, plan_decoder
 from fsdp_jax.cli._options import Devices, Unset
 from fsdp_jax.cli._origin import Origin, open_checkpoint, open_hf
 from fsdp_jax.cli._profile import Profile, Window
@@ -96,7 +96,7 @@ class Train:
         _check_steps(self, origin.step)
         window = self.profiling.window(origin.step, self.steps)
         recipe = _make_recipe(self, origin)
-        plan = plan_decoder(origin.config, mesh, recipe.param_dtype)
+        plan = plan_decoder(origin.config, mesh, computed_in(recipe.param_dtype))
         rows = jax.ShapeDtypeStruct((recipe.batch, recipe.seq + 1), jnp.int32)
         check_batch(plan, rows, recipe.accumulate)
         tokens = _read_tokens(self, origin, recipe)

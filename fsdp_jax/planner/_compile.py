@@ -17,7 +17,7 @@ from fsdp_jax.planner._hlo import Module, parse
 from fsdp_jax.planner._timeline import Timeline, replay
 from fsdp_jax.planner._wire import collective_of, walk
 
-Options = Mapping[str, bool | int | str]
+Options = Mapping[str, Any]
 
 
 def gpu_devices(gpu: GPU, count: int) -> Sequence[Any]:
@@ -88,15 +88,22 @@ def compile_scheduled(
       options: XLA's, see `compiler_options`.
     """
     compiled = lowered.compile(compiler_options=dict(options))
-    module = parse(compiled.as_text())
+    module = parse(text_of(compiled))
     own = Scheduled(compiled, replay(module, cost, num_devices), guided=False)
     if own.timeline.exposed_seconds < EXPOSED_ENOUGH * own.timeline.seconds:
         return own
     profile = scheduling_profile(module, cost, num_devices)
     compiled = _compile_guided(lowered, profile, options)
-    module = parse(compiled.as_text())
+    module = parse(text_of(compiled))
     guided = Scheduled(compiled, replay(module, cost, num_devices), guided=True)
     return min(own, guided, key=lambda one: one.timeline.seconds)
+
+
+def text_of(compiled: jax.stages.Compiled) -> str:
+    """The compiled module as text."""
+    text = compiled.as_text()
+    assert text, "XLA's compilers for CPUs and GPUs tell their modules"
+    return text
 
 
 def _compile_guided(

@@ -157,7 +157,7 @@ def _fusion_bytes(fused: Computation) -> float:
 
 def _read(fused: Computation, value: Instruction) -> int:
     """Bytes of a fusion's operand that its instructions need."""
-    needed = 0
+    needed = 0.0
     for reader in fused.readers.get(value.name, []):
         if reader.opcode in ("dynamic-slice", "slice", "gather"):
             needed += reader.shapes[0].num_elements * _width(value)
@@ -166,11 +166,11 @@ def _read(fused: Computation, value: Instruction) -> int:
                 needed += value.bytes
         elif reader.opcode in VIEWS:
             scale = _width(value) / max(_width(reader), 1e-9)
-            needed += int(_read(fused, reader) * scale)
+            needed += _read(fused, reader) * scale
             needed += value.bytes if _leaves(fused, reader) else 0
         else:
             needed += value.bytes
-    return min(needed, value.bytes)
+    return min(int(needed), value.bytes)
 
 
 def _leaves(fused: Computation, one: Instruction) -> bool:

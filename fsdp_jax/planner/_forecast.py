@@ -21,13 +21,14 @@ from fsdp_jax._state import abstract_state
 from fsdp_jax._step import make_train_step
 from fsdp_jax._table import format_bytes, text_table
 from fsdp_jax._tree import PyTree
-from fsdp_jax.planner._compile import compile_scheduled, gpu_devices
+from fsdp_jax.planner._compile import compile_scheduled, gpu_devices, text_of
 from fsdp_jax.planner._flops import product_flops
-from fsdp_jax.planner._gpu import GPU, GPUS, CostModel
+from fsdp_jax.planner._gpu import GPU, find_gpu
+from fsdp_jax.planner._hlo import parse
 from fsdp_jax.planner._memory import Memory, predict_memory
 from fsdp_jax.planner._picture import draw_forecast
-from fsdp_jax.planner._sent import SentRow, sent_rows
-from fsdp_jax.planner._timeline import Timeline
+from fsdp_jax.planner._sent import SentRow, sent_rows, sent_table
+from fsdp_jax.planner._timeline import Timeline, replay
 from fsdp_jax.planner._trace import on_one_device
 
 
@@ -126,7 +127,9 @@ class Forecast:
 
     def __repr__(self) -> str:
         """The table."""
-        return "\n".join([*_headline(self), "", _memory_table(self), "", _wires(self)])
+        return "\n".join(
+            [*_headline(self), "", _memory_table(self), "", sent_table(self.sent)]
+        )
 
 
 def compile_for(
@@ -195,33 +198,38 @@ def compile_for(
     )
 
 
-def find_gpu(gpu: str | GPU, **costs: float) -> GPU:
-    """The GPU of a name, with figures of its cost model replaced.
+def count_on_cpu(
+    plan: Plan,
+    loss_fn: LossFn,
+    tx: optax.GradientTransformation,
+    batch: PyTree,
+    **step_options: Any,
+) -> tuple[int, tuple[SentRow, ...]]:
+    """What the CPU's compiler tells of a step, where that for GPUs is not installed.
 
     Args:
-      gpu: A name in `GPUS`, or a GPU.
-      **costs: Fields of `CostModel`.
+      plan: From `fully_shard`, on simulated CPU devices.
+      loss_fn: As for `make_train_step`.
+      tx: The optimizer.
+      batch: The global batch, arrays or their moulds.
+      **step_options: For `make_train_step`.
 
-    Raises:
-      ValueError: If the name or a field is unknown, or a figure is not positive.
+    Returns:
+      Bytes on a device at the fullest moment; and the collectives, in the dtypes of the
+      CPU, without times.
     """
-    if isinstance(gpu, str):
-        if gpu not in GPUS:
-            raise ValueError(f"The GPU '{gpu}' is unknown: use {', '.join(GPUS)}.")
-        gpu = GPUS[gpu]
-    known = [field.name for field in dataclasses.fields(CostModel)]
-    wrong = [f"{k}={v}" for k, v in costs.items() if k not in known or v <= 0]
-    if wrong:
-        raise ValueError(
-            f"The cost model takes no {', '.join(wrong)}: its figures are positive, "
-            f"and they are {', '.join(known)}."
-        )
-    return dataclasses.replace(gpu, cost=dataclasses.replace(gpu.cost, **costs))
+    step = make_train_step(plan, loss_fn, tx, **step_options)
+    compiled = step.lower(abstract_state(plan, tx), batch).compile()
+    # On the CPU all waits for the wire, so that any cost model gives the counts.
+    cost = find_gpu("h200").cost
+    timeline = replay(parse(text_of(compiled)), cost, plan.mesh.size)
+    return compiled_bytes(compiled), sent_rows(timeline, plan)
 
 
 def compiled_bytes(compiled: jax.stages.Compiled) -> int:
     """Bytes on a device at the fullest moment: what XLA assigned buffers to."""
     stats = compiled.memory_analysis()
+    assert stats is not None
     return (
         stats.argument_size_in_bytes
         + stats.output_size_in_bytes
@@ -276,31 +284,4 @@ def _memory_table(forecast: Forecast) -> str:
     off = memory.total / forecast.compiled_bytes - 1
     rows.append(("as compiled", format_bytes(forecast.compiled_bytes), f"{-off:+.1%}"))
     columns = {"memory a GPU": "left", "bytes": "right", "": "right"}
-    return text_table(columns, rows)
-
-
-def _wires(forecast: Forecast) -> str:
-    columns = {
-        "collective": "left",
-        "unit": "left",
-        "dtype": "left",
-        "over": "left",
-        "bytes each": "right",
-        "times": "right",
-        "ms each": "right",
-        "exposed ms": "right",
-    }
-    rows = [
-        (
-            row.op,
-            row.unit,
-            row.dtype,
-            " x ".join(row.axes) if row.axes else "?",
-            format_bytes(row.bytes),
-            str(row.times),
-            f"{row.seconds * 1e3:.2f}",
-            f"{row.exposed_seconds * 1e3:.2f}",
-        )
-        for row in forecast.sent
-    ]
     return text_table(columns, rows)

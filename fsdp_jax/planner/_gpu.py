@@ -158,3 +158,27 @@ GPUS = {
 }
 """By name. Shapes are the vendor's; the speeds, stated and not measured here, are about
 80 % of its 16-bit peak, 90 % of its memory and network, 78 % of its links."""
+
+
+def find_gpu(gpu: str | GPU, **costs: float) -> GPU:
+    """The GPU of a name, with figures of its cost model replaced.
+
+    Args:
+      gpu: A name in `GPUS`, or a GPU.
+      **costs: Fields of `CostModel`.
+
+    Raises:
+      ValueError: If the name or a field is unknown, or a figure is not positive.
+    """
+    if isinstance(gpu, str):
+        if gpu not in GPUS:
+            raise ValueError(f"The GPU '{gpu}' is unknown: use {', '.join(GPUS)}.")
+        gpu = GPUS[gpu]
+    known = [field.name for field in dataclasses.fields(CostModel)]
+    wrong = [f"{k}={v}" for k, v in costs.items() if k not in known or v <= 0]
+    if wrong:
+        raise ValueError(
+            f"The cost model takes no {', '.join(wrong)}: its figures are positive, "
+            f"and they are {', '.join(known)}."
+        )
+    return dataclasses.replace(gpu, cost=dataclasses.replace(gpu.cost, **costs))

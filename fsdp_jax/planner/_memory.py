@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import math
 from collections.abc import Iterable, Mapping
 
 import jax
+import jax.numpy as jnp
+from jax.extend import core
 
 from fsdp_jax._plan import Plan
 from fsdp_jax._tree import PyTree
@@ -111,7 +114,7 @@ class Memory:
 
 
 def predict_memory(
-    plan: Plan, state: PyTree, batch: PyTree, traced: jax.extend.core.ClosedJaxpr
+    plan: Plan, state: PyTree, batch: PyTree, traced: core.ClosedJaxpr
 ) -> Memory:
     """Predicts the fullest moment of a step.
 
@@ -141,20 +144,15 @@ def predict_memory(
 
 
 def _bytes_on_a_device(tree: PyTree, plan: Plan | None = None) -> int:
+    """Bytes of moulds on one device; those without a sharding lie as batches do."""
     total = 0
     for leaf in jax.tree.leaves(tree):
         sharding = getattr(leaf, "sharding", None)
         if sharding is None and plan is not None:
             sharding = plan.batch_sharding
         shape = sharding.shard_shape(leaf.shape) if sharding else leaf.shape
-        dtype = leaf.dtype
-        width = (
-            8 if jax.dtypes.issubdtype(dtype, jax.dtypes.extended) else (dtype.itemsize)
-        )
-        size = width
-        for dim in shape:
-            size *= dim
-        total += size
+        is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        total += math.prod(shape) * (8 if is_key else leaf.dtype.itemsize)
     return total
 
 
@@ -212,10 +210,11 @@ class _Walk:
             return "gathered"
         if key in self.grads:
             return "gradients"
-        if value in account.to_reduce or (
-            operation.name == "scan" and key in self.whole
-        ):
-            return "gradients" if value in account.to_reduce else "gathered"
+        if value in account.to_reduce:
+            return "gradients"
+        if key in self.whole and operation.name in ("scan", "broadcast_in_dim"):
+            # What a loop hands on of a unit: the next weights, or zeros to begin with.
+            return "gathered" if operation.name == "scan" else "gradients"
         if operation.name == "scan":
             return "saved"
         scopes = f"{inside}{operation.scopes}"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 from fsdp_jax._plan import Plan
+from fsdp_jax._table import format_bytes, text_table
 from fsdp_jax.planner._cost import wire_bytes
 from fsdp_jax.planner._timeline import Sent, Timeline
 from fsdp_jax.planner._wire import Collective, axes_of
@@ -74,3 +76,34 @@ def _unit(collective: Collective, plan: Plan) -> str:
     if collective.unit and (collective.unit in units or not units):
         return collective.unit
     return " + ".join(units) or "-"
+
+
+def sent_table(rows: Sequence[SentRow], *, timed: bool = True) -> str:
+    """The rows as text; without the columns of time if nothing was timed."""
+    columns = {
+        "collective": "left",
+        "unit": "left",
+        "dtype": "left",
+        "over": "left",
+        "bytes each": "right",
+        "times": "right",
+        "ms each": "right",
+        "exposed ms": "right",
+    }
+    cells = [
+        (
+            row.op,
+            row.unit,
+            row.dtype,
+            " x ".join(row.axes) or "?",
+            format_bytes(row.bytes),
+            str(row.times),
+            f"{row.seconds * 1e3:.2f}",
+            f"{row.exposed_seconds * 1e3:.2f}",
+        )
+        for row in rows
+    ]
+    if timed:
+        return text_table(columns, cells)
+    untimed = dict(list(columns.items())[:-2])
+    return text_table(untimed, [row[:-2] for row in cells])

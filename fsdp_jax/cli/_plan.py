@@ -1,0 +1,286 @@
+"""`fsdp-jax plan`: what training a model will need on GPUs that are not here."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Literal
+
+import jax
+import jax.numpy as jnp
+import optax
+import tyro
+from jax.sharding import Mesh
+
+import bridge
+import fsdp_jax as fsdp
+from bridge.models import DecoderConfig
+from fsdp_jax._table import format_bytes, text_table
+from fsdp_jax.cli._errors import check_absent
+from fsdp_jax.cli._model import next_token_loss, plan_decoder
+from fsdp_jax.cli._options import Unset
+from fsdp_jax.cli._origin import open_hf
+from fsdp_jax.cli._recipe import ParamDtype
+from fsdp_jax.planner import (
+    GPU,
+    Forecast,
+    compile_for,
+    count_on_cpu,
+    find_gpu,
+    gpu_devices,
+    sent_table,
+)
+
+_REMAT = {
+    "all": None,
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "nothing": jax.checkpoint_policies.nothing_saveable,
+}
+_NO_PLUGIN = (
+    "XLA's compiler for GPUs is not installed (pip install 'fsdp-jax[plan]'), so this "
+    "is what the compiler for CPUs says: memory, and how often what is communicated. "
+    "It widens bfloat16 and hides nothing; no time is foretold."
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Speeds:
+    """Figures of the cost model in the place of the GPU's own.
+
+    Attributes:
+      tflops: Of 16-bit matrix products, TFLOP/s.
+      memory_gbs: Of the GPU's own memory, GB/s.
+      link_gbs: To the other GPUs of its node, GB/s a GPU.
+      network_gbs: To other nodes, GB/s a GPU.
+      latency_us: Of each collective, microseconds.
+    """
+
+    tflops: Unset[float] = None
+    memory_gbs: Unset[float] = None
+    link_gbs: Unset[float] = None
+    network_gbs: Unset[float] = None
+    latency_us: Unset[float] = None
+
+    def apply(self, gpu: str) -> GPU:
+        """The GPU of that name, with these figures."""
+        scaled = {
+            "flops": (self.tflops, 1e12),
+            "memory_bandwidth": (self.memory_gbs, 1e9),
+            "link_bandwidth": (self.link_gbs, 1e9),
+            "network_bandwidth": (self.network_gbs, 1e9),
+            "latency": (self.latency_us, 1e-6),
+        }
+        costs = {k: v * unit for k, (v, unit) in scaled.items() if v is not None}
+        return find_gpu(gpu, **costs)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Compile a model's training step for GPUs, without any, and say what it takes.
+
+    Prints memory, communication and modelled time. Nothing is loaded but the config.
+
+    Attributes:
+      hf: The model: a directory with config.json, or a hub id.
+      config: The model: a config.json, or a directory that has one, without weights.
+      gpu: a100, h100, h200 or b200.
+      gpus: How many; more than 8 are whole nodes of 8.
+      mesh: Sizes of the mesh's axes, as in dp_outer=4,dp_shard=-1; default all on
+        dp_shard.
+      batch: Rows of a global batch; default one a GPU.
+      seq: Tokens that a row predicts.
+      accumulate: Microbatches a step.
+      zero: What is sharded: ZeRO 0 to 3.
+      outer: What dp_outer splits: 0 nothing (HSDP), 1 the optimizer (HFSDP).
+      param_dtype: What weights are gathered and computed in.
+      remat: What of a layer's activations is kept for backward: all, dots, or nothing.
+      prefetch: Layers gathered ahead of the one that computes.
+      unroll: Layers in one iteration of the compiled loop.
+      json: Writes everything to this file.
+      picture: Draws memory and time into this file, .png or .svg.
+      sweep: Tries other meshes and strategies too, and recommends one.
+      speeds: Figures of the cost model.
+    """
+
+    hf: Unset[str] = None
+    config: Unset[Path] = None
+    gpu: str = "h200"
+    gpus: int = 8
+    mesh: Unset[str] = None
+    batch: Unset[int] = None
+    seq: int = 4096
+    accumulate: int = 1
+    zero: int = 3
+    outer: int = 0
+    param_dtype: ParamDtype = "bfloat16"
+    remat: Literal["all", "dots", "nothing"] = "nothing"
+    prefetch: int = 1
+    unroll: int = 2
+    json: Unset[Path] = None
+    picture: Unset[Path] = None
+    sweep: bool = False
+    speeds: Annotated[Speeds, tyro.conf.arg(name="")] = Speeds()
+
+    def run(self) -> None:
+        """Prints the forecast, or what can be told without XLA's GPU compiler."""
+        # Lowering starts a backend: that of the CPU, as no GPU is asked for anything.
+        jax.config.update("jax_platforms", "cpu")
+        gpu = self.speeds.apply(self.gpu)
+        config = _read_config(self)
+        sizes = _mesh_sizes(self.mesh)
+        for file, option in ((self.json, "--json"), (self.picture, "--picture")):
+            if file is not None:
+                check_absent(file, option)
+        try:
+            gpu_devices(gpu, self.gpus)
+        except ValueError as error:
+            if "fsdp-jax[plan]" not in str(error) or self.sweep:
+                raise
+            _print_cpu(self, config, sizes)
+            return
+        if self.sweep:
+            _sweep(self, config, gpu)
+            return
+        forecast = _forecast(self, config, gpu, sizes)
+        print(forecast)
+        if self.json is not None:
+            forecast.save_json(self.json)
+        if self.picture is not None:
+            forecast.save_picture(self.picture)
+
+
+def _read_config(options: Plan) -> DecoderConfig:
+    if (options.hf is None) == (options.config is None):
+        raise ValueError("plan takes the model from --hf MODEL or --config FILE: one.")
+    if options.hf is not None:
+        return open_hf(options.hf).config
+    assert options.config is not None
+    return bridge.from_hf_config(options.config)
+
+
+def _mesh_sizes(text: str | None) -> dict[str, int]:
+    """`dp_outer=4,dp_shard=-1` as sizes."""
+    if text is None:
+        return {}
+    sizes = {}
+    for part in text.split(","):
+        axis, _, size = part.partition("=")
+        if axis not in ("dp_outer", "dp_shard", "ep") or not size.lstrip("-").isdigit():
+            raise ValueError(
+                f"--mesh {text}: '{part}' is no size of dp_outer, dp_shard or ep. "
+                "Write it as in --mesh dp_outer=4,dp_shard=-1."
+            )
+        sizes[axis] = int(size)
+    return sizes
+
+
+def _forecast(
+    options: Plan, config: DecoderConfig, gpu: GPU, sizes: dict[str, int]
+) -> Forecast:
+    plan, loss, tokens = _step_of(options, config)
+    rows = tokens.shape[0]
+    return compile_for(
+        *(plan, loss, optax.adamw(3e-4, weight_decay=0.1), tokens),
+        gpu=gpu,
+        gpus=options.gpus,
+        mesh=sizes,
+        tokens=rows * options.seq,
+        accumulate=options.accumulate,
+    )
+
+
+def _step_of(options: Plan, config: DecoderConfig, mesh=None):
+    """The plan on `mesh`, the loss, and the mould of a batch."""
+    here = mesh or fsdp.make_mesh(devices=jax.devices()[:1])
+    fsdp_config = fsdp.FSDPConfig(
+        zero_dp_strategy=options.zero,
+        outer_dp_sharding_strategy=options.outer,
+        mp_policy=fsdp.MixedPrecisionPolicy(
+            param_dtype=jnp.dtype(options.param_dtype),
+            grad_comm_dtype=jnp.dtype(options.param_dtype),
+        ),
+        remat_policy=_REMAT[options.remat],
+    )
+    plan = plan_decoder(
+        config,
+        here,
+        fsdp_config,
+        prefetch=options.prefetch,
+        unroll=options.unroll,
+    )
+    rows = options.gpus * options.accumulate if options.batch is None else options.batch
+    tokens = jax.ShapeDtypeStruct((rows, options.seq + 1), jnp.int32)
+    return plan, next_token_loss, tokens
+
+
+def _print_cpu(options: Plan, config: DecoderConfig, sizes: dict[str, int]) -> None:
+    print(f"fsdp-jax: {_NO_PLUGIN}", file=sys.stderr)
+    jax.config.update("jax_num_cpu_devices", options.gpus)
+    mesh = _make_mesh(sizes)
+    plan, loss, tokens = _step_of(options, config, mesh)
+    tx = optax.adamw(3e-4, weight_decay=0.1)
+    size, sent = count_on_cpu(plan, loss, tx, tokens, accumulate=options.accumulate)
+    print(f"memory: {format_bytes(size)} a device, as the compiler for CPUs assigns it")
+    print()
+    print(sent_table(sent, timed=False))
+
+
+def _make_mesh(sizes: Mapping[str, int]) -> Mesh:
+    return fsdp.make_mesh(**sizes)  # pyright: ignore[reportArgumentType]
+
+
+def _sweep(options: Plan, config: DecoderConfig, gpu: GPU) -> None:
+    found: list[tuple[str, Forecast]] = []
+    for name, changed, sizes in _candidates(options, gpu):
+        print(f"fsdp-jax: compiling {name}", file=sys.stderr)
+        found.append((name, _forecast(changed, config, gpu, sizes)))
+    found.sort(key=lambda pair: (not pair[1].fits, pair[1].timeline.seconds))
+    columns = {
+        "": "left",
+        "memory a GPU": "right",
+        "step ms": "right",
+        "exposed": "right",
+        "MFU": "right",
+        "tokens/s/GPU": "right",
+    }
+    rows = [
+        (
+            name,
+            format_bytes(f.compiled_bytes) + ("" if f.fits else " DOES NOT FIT"),
+            f"{f.timeline.seconds * 1e3:,.1f}",
+            f"{f.exposed:.1%}",
+            f"{f.mfu:.1%}",
+            f"{(f.tokens_per_second or 0) / f.num_gpus:,.0f}",
+        )
+        for name, f in found
+    ]
+    print(text_table(columns, rows))
+    name, best = found[0]
+    print()
+    if not best.fits:
+        print(
+            "recommended: none of these fits. Use more GPUs, shorter rows, or --remat "
+            "nothing."
+        )
+        return
+    print(f"recommended: {name}")
+    if options.json is not None:
+        best.save_json(options.json)
+    if options.picture is not None:
+        best.save_picture(options.picture)
+
+
+def _candidates(options: Plan, gpu: GPU):
+    """`(name, options, mesh sizes)` of what a sweep tries."""
+    nodes = options.gpus // gpu.cost.devices_per_node
+    flat = [("FSDP (ZeRO-3)", {"zero": 3}, {}), ("ZeRO-2", {"zero": 2}, {})]
+    flat.append(("ZeRO-1", {"zero": 1}, {}))
+    by_node = {"dp_outer": nodes}
+    if nodes > 1:
+        flat.append(("HSDP, a replica a node", {"zero": 3}, by_node))
+        flat.append(("HFSDP, a replica a node", {"zero": 3, "outer": 1}, by_node))
+    for name, changes, sizes in flat:
+        base = {"zero": 3, "outer": 0} | changes
+        yield name, dataclasses.replace(options, **base), sizes

@@ -1,0 +1,191 @@
+"""Steps are compiled for GPUs that are not here, and do what was planned."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from helpers.llama import Llama, tokens
+
+import fsdp_jax as fsdp
+from fsdp_jax.planner._compile import compile_scheduled
+from fsdp_jax.planner._gpu import GPUS
+
+pytestmark = pytest.mark.plan
+
+TX = optax.adamw(1e-3)
+WIDE = Llama(
+    width=4096, mlp=14336, heads=32, layers=8, vocab=128000, pieces=8
+)  # Llama-3 8B, a quarter of its layers.
+SMALL = Llama(layers=6)
+
+
+@pytest.fixture(autouse=True)
+def all_optimizations():
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", True)
+
+
+def forecast(model, batch, *, prefetch=1, unroll=1, config=None, **options):
+    plan = model.plan(fsdp.make_mesh(devices=jax.devices()[:1]), **(config or {}))
+    loss = model.loss(prefetch, unroll)
+    many = math.prod(batch.shape[:1]) * (batch.shape[1] - 1)
+    options = {"gpus": 8, "tokens": many} | options
+    return fsdp.compile_for(plan, loss, TX, batch, **options)
+
+
+@pytest.fixture(scope="module")
+def wide():
+    jax.config.update("jax_disable_most_optimizations", False)
+    return forecast(WIDE, tokens(8, 4096), unroll=2)
+
+
+def in_loops(found, op):
+    return [
+        sent for sent in found.timeline.sent if sent.depth and sent.collective.op == op
+    ]
+
+
+def test_what_a_scanned_stack_communicates_is_hidden(wide):
+    for op in ("all-gather", "reduce-scatter"):
+        sent = in_loops(wide, op)
+        exposed = sum(s.exposed for s in sent)
+        assert len(sent) >= 8
+        assert exposed < 0.02 * sum(s.end - s.start for s in sent)
+    assert wide.exposed < 0.05  # At both ends there is nothing to hide behind.
+
+
+def test_without_prefetch_each_gather_would_be_waited_for():
+    plain = forecast(WIDE, tokens(8, 4096), prefetch=0)
+    sent = in_loops(plain, "all-gather")
+    assert sum(s.exposed for s in sent) > 0.8 * sum(s.end - s.start for s in sent)
+
+
+def test_the_wire_carries_bfloat16_where_the_policy_says_so(wide):
+    large = [row for row in wide.sent if row.bytes > 1 << 20]
+    assert large and {row.dtype for row in large} == {"bf16"}
+    assert {row.axes for row in large} == {("dp_shard",)}
+
+
+def test_each_unit_travels_as_often_as_planned(wide):
+    times = {"all-gather": 0, "reduce-scatter": 0}
+    for row in wide.sent:
+        if row.unit == "layers":
+            times[row.op] += row.times
+    # Each of the 8 layers forward and backward; the last one once for both, but one
+    # gather ahead of the first layer's backward, and one of what is not there yet.
+    assert times["all-gather"] in (16, 17)
+    assert times["reduce-scatter"] in (8, 9)
+
+
+def test_a_forecast_is_a_table_json_and_a_picture(wide, tmp_path):
+    text = repr(wide)
+    assert text.startswith("8 x NVIDIA H200 (dp_shard=8)\nstep: ")
+    for word in ("tokens/s/GPU", "MFU", "predicted together", "reduce-scatter", "fits"):
+        assert word in text
+    wide.save_json(tmp_path / "f.json")
+    found = json.loads((tmp_path / "f.json").read_text())
+    assert found["step_seconds"] == wide.timeline.seconds
+    assert found["memory_predicted"]["total"] == wide.memory.total
+    assert len(found["collectives"]) == len(wide.sent)
+    for name in ("f.png", "f.svg"):
+        wide.save_picture(tmp_path / name)
+        assert (tmp_path / name).stat().st_size > 10_000
+    with pytest.raises(ValueError, match=r"drawn as \.png or \.svg"):
+        wide.save_picture(tmp_path / "f.jpeg")
+
+
+def test_model_flops_are_those_of_the_formula(wide):
+    # 6 a weight and token, attention 12 a layer, width, position and token.
+    weights = sum(
+        math.prod(row.shape)
+        for row in wide.plan.rows
+        if len(row.shape) > 1 and row.name != "embed" and "norm" not in row.name
+    )
+    seq = 4096
+    a_token = 6 * weights + 12 * WIDE.layers * WIDE.heads * WIDE.head_dim * seq
+    assert wide.model_flops == pytest.approx(a_token * seq, rel=1e-6)
+
+
+CONFIGURATIONS = {
+    "two layers an iteration": dict(unroll=2, batch=tokens(8, 4096)),
+    "no prefetch": dict(prefetch=0, batch=tokens(8, 4096)),
+    "two ahead": dict(prefetch=2, batch=tokens(8, 4096)),
+    "short rows": dict(batch=tokens(64, 512)),
+    "microbatches": dict(unroll=2, batch=tokens(32, 4096), accumulate=4),
+    "replicas": dict(batch=tokens(64, 512), gpus=16, mesh={"dp_outer": 2}),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_memory_is_predicted_within_5_percent_of_what_xla_assigns(name, wide):
+    options = dict(CONFIGURATIONS[name])
+    same = name == "two layers an iteration"
+    found = wide if same else forecast(WIDE, options.pop("batch"), **options)
+    assert found.memory.total == pytest.approx(found.compiled_bytes, rel=0.05)
+    assert found.memory.params == found.plan.bytes_per_device["params"]
+
+
+def test_a_prediction_that_forgets_the_activations_would_be_noticed(wide):
+    without = wide.memory.total - wide.memory.activations
+    assert without != pytest.approx(wide.compiled_bytes, rel=0.05)
+
+
+def test_replicas_gather_within_a_node_and_reduce_behind_the_computation():
+    found = forecast(SMALL, tokens(32, 2048), unroll=2, gpus=16, mesh={"dp_outer": 2})
+    outer = [s for s in found.timeline.sent if s.collective.group_size == 2]
+    assert {s.collective.op for s in outer} == {"all-reduce"}
+    gathers = [row for row in found.sent if row.op == "all-gather"]
+    assert {row.axes for row in gathers} == {("dp_shard",)}
+    looped = [s for s in outer if s.depth]
+    assert len(looped) >= SMALL.layers
+    assert sum(s.exposed for s in looped) < 0.3 * sum(s.end - s.start for s in looped)
+
+
+def test_a_schedule_is_guided_where_the_wire_is_slow():
+    """XLA takes a network for faster than it is, and starts gathers too late."""
+    plan = SMALL.plan(
+        fsdp.make_mesh(devices=fsdp.gpu_devices(GPUS["h200"], 16)),
+    )
+    step = fsdp.make_train_step(plan, SMALL.loss(1, 2), TX)
+    lowered = step.lower(fsdp.abstract_state(plan, TX), tokens(64, 2048))
+    slow = dataclasses.replace(GPUS["h200"].cost, network_bandwidth=20e9)
+    found = compile_scheduled(lowered, slow, 16, fsdp.compiler_options())
+    assert found.guided
+    fast = dataclasses.replace(slow, network_bandwidth=1e15, link_bandwidth=1e15)
+    assert not compile_scheduled(lowered, fast, 16, fsdp.compiler_options()).guided
+
+
+def test_other_gpus_are_other_targets():
+    plan = Llama(width=256, mlp=512, heads=2, kv_heads=2, layers=2, vocab=512).plan(
+        fsdp.make_mesh(devices=jax.devices()[:1])
+    )
+    model = Llama(width=256, mlp=512, heads=2, kv_heads=2, layers=2, vocab=512)
+    batch = tokens(8, 128)
+    times = {
+        gpu: fsdp.compile_for(plan, model.loss(), TX, batch, gpu=gpu, gpus=8)
+        for gpu in ("a100", "b200")
+    }
+    assert times["a100"].timeline.seconds > times["b200"].timeline.seconds
+
+
+def test_what_makes_no_whole_nodes_is_refused():
+    with pytest.raises(ValueError, match="12 GPUs are neither .* multiple of 8"):
+        fsdp.gpu_devices(GPUS["h200"], 12)
+
+
+def test_the_axes_of_a_mesh_of_stand_ins_are_those_asked_for():
+    found = forecast(
+        Llama(width=256, mlp=512, heads=2, kv_heads=2, layers=2, vocab=512),
+        tokens(16, 128),
+        gpus=16,
+        mesh={"dp_outer": 4, "dp_shard": -1},
+    )
+    assert dict(found.plan.mesh.shape)["dp_shard"] == 4
+    assert jnp.dtype(found.plan.rows[0].precision.param) == jnp.bfloat16

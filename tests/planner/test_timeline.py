@@ -1,0 +1,193 @@
+"""The replay of a schedule equals what one works out by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from fsdp_jax.planner._compile import scheduling_profile
+from fsdp_jax.planner._cost import bytes_moved, compute_seconds, wire_bytes
+from fsdp_jax.planner._gpu import GPUS, CostModel, find_gpu
+from fsdp_jax.planner._hlo import parse
+from fsdp_jax.planner._timeline import replay
+from fsdp_jax.planner._wire import collective_of
+
+# A second is 1 operation, 1 byte of memory, 1 byte to a neighbour or a tenth of one to
+# another node; nodes of 4 devices.
+UNIT = CostModel(
+    flops=1.0,
+    memory_bandwidth=1.0,
+    link_bandwidth=1.0,
+    network_bandwidth=0.1,
+    latency=5.0,
+    devices_per_node=4,
+    peak_flops=1.0,
+)
+
+
+def schedule(*lines, computations=""):
+    body = "\n".join(f"  {line}" for line in lines)
+    return parse(f"{computations}\nENTRY %main (p: f32[2]) -> f32[2] {{\n{body}\n}}\n")
+
+
+P = "%p = f32[2]{0} parameter(0)"
+START = (
+    "%gs = (f32[2]{0}, f32[8]{0}) all-gather-start(%p), replica_groups={{0,1,2,3}}, "
+    'metadata={op_name="jvp(unit:a)/all_gather"}'
+)
+DONE = "%gd = f32[8]{0} all-gather-done(%gs)"
+# 8 bytes read and 8 written.
+WORK = "%work = f32[2]{0} negate(%p)"
+
+
+def test_what_is_computed_meanwhile_hides_the_wire():
+    line = replay(schedule(P, START, WORK, DONE, "ROOT %r = f32[2] copy(%p)"), UNIT, 4)
+    # A ring sends 3 of 4 pieces, 24 of 32 bytes, in 5 + 24 s; 16 s are computed then.
+    (sent,) = line.sent
+    assert (sent.start, sent.end, sent.exposed) == (0, 29, 13)
+    assert line.seconds == 29 + 16
+    assert line.compute_seconds == 32
+    assert line.exposed_seconds == 13
+
+
+def test_what_is_waited_for_at_once_is_exposed():
+    line = replay(schedule(P, START, DONE, WORK, "ROOT %r = f32[2] copy(%p)"), UNIT, 4)
+    assert line.exposed_seconds == 29
+    assert line.seconds == 29 + 32
+
+
+def test_a_collective_without_a_start_is_waited_for_at_once():
+    plain = "%g = f32[8]{0} all-gather(%p), replica_groups={{0,1,2,3}}"
+    line = replay(schedule(P, plain, "ROOT %r = f32[2] copy(%p)"), UNIT, 4)
+    assert (line.exposed_seconds, line.seconds) == (29, 29 + 16)
+
+
+def test_the_wire_carries_one_collective_at_a_time():
+    second = START.replace("%gs", "%gs2")
+    done = DONE.replace("%gd", "%gd2").replace("%gs", "%gs2")
+    module = schedule(P, START, second, DONE, done, "ROOT %r = f32[2] copy(%p)")
+    line = replay(module, UNIT, 4)
+    assert [(s.start, s.end) for s in line.sent] == [(0, 29), (29, 58)]
+    assert [s.exposed for s in line.sent] == [29, 29]
+
+
+LOOP = """
+%body (s: (f32[2])) -> (f32[2]) {
+  %s = (f32[2]{0}) parameter(0)
+  %p = f32[2]{0} get-tuple-element(%s), index=0
+  %gs = (f32[2]{0}, f32[8]{0}) all-gather-start(%p), replica_groups={{0,1,2,3}}
+  %work = f32[2]{0} negate(%p)
+  %gd = f32[8]{0} all-gather-done(%gs)
+  ROOT %t = (f32[2]{0}) tuple(%work)
+}
+%cond (c: (f32[2])) -> pred[] {
+  %c = (f32[2]{0}) parameter(0)
+  ROOT %true = pred[] constant(true)
+}
+"""
+
+
+def test_a_loop_runs_as_often_as_it_says():
+    loop = (
+        "%loop = (f32[2]{0}) while(%t), condition=%cond, body=%body, "
+        'backend_config={"known_trip_count":{"n":"3"}}'
+    )
+    module = schedule(
+        *(P, "%t = (f32[2]{0}) tuple(%p)", loop),
+        "ROOT %r = f32[2]{0} get-tuple-element(%loop), index=0",
+        computations=LOOP,
+    )
+    line = replay(module, UNIT, 4)
+    assert line.seconds == 3 * 29
+    assert line.exposed_seconds == 3 * 13
+    assert [sent.depth for sent in line.sent] == [1, 1, 1]
+
+
+def test_between_nodes_the_network_is_what_counts():
+    start = START.replace("{{0,1,2,3}}", "{{0,4},{1,5},{2,6},{3,7}}")
+    start = start.replace("f32[8]", "f32[4]")
+    module = schedule(
+        P, start, DONE.replace("f32[8]", "f32[4]"), WORK.replace("%work", "ROOT %work")
+    )
+    (sent,) = replay(module, UNIT, 8).sent
+    assert sent.end == 5 + 8 / 0.1
+
+
+@pytest.mark.parametrize(
+    "line, sent",
+    [
+        ("all-gather(%p), replica_groups={{0,1,2,3}}", 8 * 4 * 3 / 4),
+        ("all-reduce(%p), replica_groups={{0,1,2,3}}", 2 * 8 * 3 / 4),
+        ("all-to-all(%p), replica_groups={{0,1,2,3}}", 8 * 3 / 4),
+        ("collective-permute(%p), source_target_pairs={{0,1},{1,0}}", 8),
+    ],
+)
+def test_a_ring_sends_so_many_bytes(line, sent):
+    result = "f32[8]{0}" if line.startswith("all-gather") else "f32[2]{0}"
+    module = schedule(P, f"ROOT %c = {result} {line}")
+    main = module["main"]
+    collective = collective_of(module, main, main.by_name["c"])
+    assert wire_bytes(collective, 4) == sent
+
+
+def test_a_matrix_product_takes_as_long_as_its_arithmetic():
+    text = """ENTRY %main (a: bf16[4,8], b: bf16[8,2]) -> bf16[4,2] {
+  %a = bf16[4,8]{1,0} parameter(0)
+  %b = bf16[8,2]{1,0} parameter(1)
+  ROOT %c = (bf16[4,2]{1,0}, s8[64]{0}) custom-call(%a, %b), \
+custom_call_target="__cublas$lt$matmul", backend_config={"gemm_backend_config":\
+{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"]}}}
+}
+"""
+    module = parse(text)
+    main = module["main"]
+    assert compute_seconds(module, main, main.root, UNIT) == 2 * 4 * 2 * 8
+    # Its workspace is neither read nor written as a whole.
+    assert bytes_moved(module, main, main.root) == 2 * (32 + 16 + 8)
+
+
+FUSION = """
+%fused (a: f32[16,4], b: f32[1,4], i: s32[]) -> f32[16,4] {
+  %a = f32[16,4]{1,0} parameter(0)
+  %b = f32[1,4]{1,0} parameter(1)
+  %i = s32[] parameter(2)
+  %zero = s32[] constant(0)
+  %twice = f32[1,4]{1,0} add(%b, %b)
+  ROOT %put = f32[16,4]{1,0} dynamic-update-slice(%a, %twice, %i, %zero)
+}
+"""
+
+
+def test_what_is_updated_in_place_counts_as_the_update():
+    text = (
+        FUSION
+        + """ENTRY %main (a: f32[16,4], b: f32[1,4], i: s32[]) -> f32[16,4] {
+  %a = f32[16,4]{1,0} parameter(0)
+  %b = f32[1,4]{1,0} parameter(1)
+  %i = s32[] parameter(2)
+  ROOT %f = f32[16,4]{1,0} fusion(%a, %b, %i), kind=kLoop, calls=%fused
+}
+"""
+    )
+    module = parse(text)
+    main = module["main"]
+    assert bytes_moved(module, main, main.root) == 16 + 16 + 4
+
+
+def test_the_profile_tells_the_scheduler_what_the_replay_uses():
+    module = schedule(P, START, WORK, DONE, "ROOT %r = f32[2] copy(%p)")
+    profile = scheduling_profile(module, UNIT, 4)
+    assert profile.splitlines() == [
+        'costs { name: "gs" cost_us: 29000000.000 }',
+        'costs { name: "work" cost_us: 16000000.000 }',
+        'costs { name: "r" cost_us: 16000000.000 }',
+    ]
+
+
+def test_figures_of_the_cost_model_can_be_replaced():
+    slow = find_gpu("h200", network_bandwidth=1e9)
+    assert slow.cost.network_bandwidth == 1e9
+    assert slow.cost.flops == GPUS["h200"].cost.flops
+    with pytest.raises(ValueError, match="takes no speed=1, latency=0"):
+        find_gpu("h200", speed=1, latency=0)
+    with pytest.raises(ValueError, match="'v100' is unknown: use a100"):
+        find_gpu("v100")
