@@ -92,7 +92,7 @@ def tokens(rows, seq=2048):
 def _norm(x, scale):
     y = x.astype(jnp.float32)
     y *= lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + 1e-5)
-    return y.astype(x.dtype) * scale
+    return y.astype(x.dtype) * jnp.broadcast_to(scale, x.shape)
 
 
 def _piece(w, piece, x, labels):
