@@ -29,7 +29,6 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import fsdp_jax as fsdp
-from fsdp_jax._compiler_options import compiler_options
 from fsdp_jax.planner._compile import compile_scheduled, gpu_devices
 from fsdp_jax.planner._gpu import GPUS
 
@@ -254,7 +253,7 @@ def measure(form, plan, rows, accumulate, dump):
     gpus = plan.mesh.size
     started = time.perf_counter()
     lowered = lower(form, plan, rows * gpus * accumulate, accumulate)
-    scheduled = compile_scheduled(lowered, COST, gpus, compiler_options())
+    scheduled = compile_scheduled(lowered, COST, gpus, fsdp.compiler_options())
     seconds = time.perf_counter() - started
     compiled, timeline = scheduled.compiled, scheduled.timeline
     variant = "_hsdp" if plan.mesh.shape["dp_outer"] > 1 else ""
@@ -359,7 +358,7 @@ def main():
             for name in ("jax", "jaxlib", "jax-cuda12-plugin", "optax")
         },
         "cost_model": dataclasses.asdict(COST),
-        "compiler_options": compiler_options(),
+        "compiler_options": fsdp.compiler_options(),
         "compared": compare(rows),
         "rows": rows,
     }

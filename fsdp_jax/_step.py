@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from fsdp_jax._batch import check_batch, place_batch
+from fsdp_jax._compiler_options import options_for
 from fsdp_jax._frozen import apply_updates, trainable
 from fsdp_jax._health import raise_if_not_finite
 from fsdp_jax._local import global_grads, global_loss
@@ -133,6 +134,7 @@ def make_train_step(
     check_for_nan_in_grad: bool = False,
     skip_nonfinite: bool = False,
     report_grad_peaks: bool = False,
+    compiler_options: Mapping[str, bool | int | str] | None = None,
 ) -> TrainStep:
     """Makes the step that updates a `TrainState` with one batch.
 
@@ -152,6 +154,9 @@ def make_train_step(
       skip_nonfinite: Leave parameters, optimizer and model state as they were where a
         gradient is not finite, and count it in `state.num_skipped`.
       report_grad_peaks: Put `grad_peaks` into the metrics also without the two.
+      compiler_options: XLA's, for this program alone, as `jax.jit` takes them; {} for
+        none. Default `fsdp_jax.compiler_options()` on GPUs, and none elsewhere. A name
+        that XLA does not know raises when the step compiles.
 
     Returns:
       `step(state, batch) -> (state, metrics)`, where metrics hold `loss`, `grad_norm`
@@ -208,7 +213,12 @@ def make_train_step(
             new = _unless(~jnp.isfinite(peaks).all(), state, new)
         return new, metrics
 
-    jitted = jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
+    jitted = jax.jit(
+        step,
+        donate_argnums=0,
+        out_shardings=(shardings, None),
+        compiler_options=options_for(plan.mesh, compiler_options),
+    )
     return TrainStep(plan, accumulate, jitted, check_for_nan_in_grad)
 
 

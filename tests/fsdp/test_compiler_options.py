@@ -1,0 +1,120 @@
+"""What a step is compiled with: known to this XLA, replaceable, and never fatal."""
+
+import dataclasses
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import fsdp_jax as fsdp
+from fsdp_jax._compiler_options import options_for
+
+TX = optax.sgd(0.1)
+UNKNOWN = {"xla_gpu_no_such_option": True}
+
+
+@pytest.fixture(scope="module")
+def plan():
+    return fsdp.fully_shard(lambda key: {"w": jnp.ones((8, 8))}, fsdp.make_mesh())
+
+
+def loss(params, batch):
+    return jnp.mean(batch @ params["w"])
+
+
+def lowered(plan, **options):
+    step = fsdp.make_train_step(plan, loss, TX, **options)
+    return step.lower(fsdp.abstract_state(plan, TX), np.ones((8, 8), np.float32))
+
+
+@pytest.fixture
+def passed(monkeypatch) -> list:
+    """The compiler options of each `jax.jit` from here on."""
+    seen = []
+    jit = jax.jit
+
+    def spy(*args, compiler_options=None, **options):
+        seen.append(compiler_options)
+        return jit(*args, **options)
+
+    monkeypatch.setattr(jax, "jit", spy)
+    return seen
+
+
+@dataclasses.dataclass(frozen=True)
+class Mesh:
+    """One device of a platform."""
+
+    platform: str
+
+    @property
+    def devices(self):
+        return np.array([SimpleNamespace(platform=self.platform)])
+
+
+def test_this_xla_knows_every_option():
+    # The names are the same on every backend, so that CPUs check those of GPUs.
+    double = jax.jit(lambda x: x * 2, compiler_options=fsdp.compiler_options())
+    assert double(1.0) == 2
+
+
+def test_jit_and_compile_both_take_them(plan):
+    options = fsdp.compiler_options()
+    lowered(plan, compiler_options=options).compile(compiler_options=options)
+
+
+@pytest.mark.parametrize("version", ["0.10.2", "0.11.2", "0.12.0.1", "0.12.1.dev3"])
+def test_each_version_has_its_options(version):
+    assert fsdp.compiler_options(version)["xla_gpu_enable_latency_hiding_scheduler"]
+
+
+def test_a_newer_version_gets_the_newest_known():
+    newest = fsdp.compiler_options("0.12.0")
+    assert fsdp.compiler_options("0.13.0") == fsdp.compiler_options("1.0") == newest
+
+
+@pytest.mark.parametrize(
+    "version, says", [("0.9.2", "older than 0.10"), ("new", "no version")]
+)
+def test_no_version_and_too_old_a_version_are_refused(version, says):
+    with pytest.raises(ValueError, match=says):
+        fsdp.compiler_options(version)
+
+
+def test_each_caller_gets_a_dict_of_its_own():
+    fsdp.compiler_options().clear()
+    assert fsdp.compiler_options()
+
+
+@pytest.mark.parametrize("platform", ["gpu", "cuda"])
+def test_a_mesh_of_gpus_gets_them_unasked(platform):
+    assert options_for(Mesh(platform), None) == fsdp.compiler_options()
+    assert options_for(Mesh(platform), {}) == {}
+    assert options_for(Mesh(platform), {"a": 1}) == {"a": 1}
+
+
+def test_a_mesh_of_cpus_gets_none_unasked(plan, passed):
+    fsdp.make_train_step(plan, loss, TX)
+    assert passed[-1] == {}
+
+
+def test_what_is_given_reaches_jit_as_it_is(plan, passed):
+    given = {"xla_gpu_autotune_level": 0}
+    fsdp.make_train_step(plan, loss, TX, compiler_options=given)
+    assert passed[-1] == given
+
+
+def test_an_unknown_option_raises_and_the_process_lives(plan):
+    with pytest.raises(jax.errors.JaxRuntimeError, match="xla_gpu_no_such_option"):
+        lowered(plan, compiler_options=UNKNOWN).compile()
+    with pytest.raises(jax.errors.JaxRuntimeError, match="xla_gpu_no_such_option"):
+        lowered(plan).compile(compiler_options=UNKNOWN)
+
+
+def test_a_value_that_xla_cannot_read_raises(plan):
+    options = {"xla_gpu_autotune_level": "maybe"}
+    with pytest.raises(jax.errors.JaxRuntimeError, match="not a valid int32"):
+        lowered(plan, compiler_options=options).compile()
