@@ -15,6 +15,7 @@ import tyro
 from fsdp_jax.cli._compare import Compare
 from fsdp_jax.cli._demo import Demo
 from fsdp_jax.cli._diff_metrics import DiffMetrics
+from fsdp_jax.cli._doctor import Doctor
 from fsdp_jax.cli._errors import CheckFailed
 from fsdp_jax.cli._export import Export
 from fsdp_jax.cli._make_tiny_llama import MakeTinyLlama
@@ -29,6 +30,7 @@ _Command = (
     | Annotated[DiffMetrics, tyro.conf.subcommand("diff-metrics")]
     | Annotated[MakeTinyLlama, tyro.conf.subcommand("make-tiny-llama")]
     | Annotated[Demo, tyro.conf.subcommand("demo")]
+    | Annotated[Doctor, tyro.conf.subcommand("doctor")]
 )
 
 
@@ -39,8 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
       argv: Arguments after the program's name; None takes those of the process.
 
     Returns:
-      The exit status: 0; 1 if a comparison failed or training diverged; 2 for what the
-      user can fix; 130 if interrupted.
+      The exit status: 0; 1 if a comparison failed, training diverged or the doctor
+      found something wrong; 2 for what the user can fix; 130 if interrupted.
     """
     command = tyro.cli(
         _Command,  # pyright: ignore[reportArgumentType]
