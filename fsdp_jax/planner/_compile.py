@@ -73,7 +73,12 @@ EXPOSED_ENOUGH = 0.02
 
 
 def compile_scheduled(
-    lowered: jax.stages.Lowered, cost: CostModel, num_devices: int, options: Options
+    lowered: jax.stages.Lowered,
+    cost: CostModel,
+    num_devices: int,
+    options: Options,
+    *,
+    guide: bool = True,
 ) -> Scheduled:
     """Compiles, and again if too much of the wire is exposed.
 
@@ -86,11 +91,13 @@ def compile_scheduled(
       cost: How long things take.
       num_devices: All of them.
       options: XLA's, see `compiler_options`.
+      guide: Whether to compile again at all.
     """
     compiled = lowered.compile(compiler_options=dict(options))
     module = parse(text_of(compiled))
     own = Scheduled(compiled, replay(module, cost, num_devices), guided=False)
-    if own.timeline.exposed_seconds < EXPOSED_ENOUGH * own.timeline.seconds:
+    waits = own.timeline.exposed_seconds > EXPOSED_ENOUGH * own.timeline.seconds
+    if not (guide and waits):
         return own
     profile = scheduling_profile(module, cost, num_devices)
     compiled = _compile_guided(lowered, profile, options)

@@ -1,0 +1,264 @@
+"""What one GPU does with the reference decoder, beside the planner and PyTorch FSDP2.
+
+    python benchmarks/gpu_check.py [--out FILE]      on a GPU, under 8 minutes
+    python benchmarks/gpu_check.py --rehearse        a tiny model, on any machine
+
+A decoder of 1.2B parameters (Llama 3.2's sizes), bfloat16, sequence 4,096, cuDNN's
+attention, full recompute, AdamW: the median step, tokens a second, model FLOPs
+utilization with attention counted as a square and as a triangle, and the peak of memory
+beside what the planner predicts. Where torch sees the GPU, transformers' model of the
+same config trains under FSDP2 beside it. JSON goes to stdout.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import importlib.metadata
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+import fsdp_jax as fsdp
+from bridge.models import Decoder, DecoderConfig, DecoderLayer
+from fsdp_jax.planner._gpu import GPUS
+from fsdp_jax.planner._memory import predict_memory
+
+LLAMA_1B = DecoderConfig(
+    vocab_size=128256,
+    hidden_size=2048,
+    intermediate_size=8192,
+    num_hidden_layers=16,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    head_dim=64,
+    tie_word_embeddings=True,
+)
+TINY = DecoderConfig(
+    vocab_size=256,
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What is trained: the sizes of a batch, and how many steps are timed."""
+
+    config: DecoderConfig
+    rows: int
+    seq: int
+    steps: int
+
+
+FULL = Run(LLAMA_1B, rows=4, seq=4096, steps=20)
+REHEARSAL = Run(TINY, rows=2, seq=32, steps=3)
+
+
+def make_plan(config):
+    policy = fsdp.MixedPrecisionPolicy(
+        param_dtype=jnp.bfloat16, grad_comm_dtype=jnp.bfloat16
+    )
+
+    def make(key):
+        scan = functools.partial(fsdp.scan, prefetch=1, unroll=2)
+        return Decoder(config, rngs=nnx.Rngs(key), scan=scan)
+
+    return fsdp.fully_shard(
+        make,
+        fsdp.make_mesh(devices=jax.devices()[:1]),
+        [DecoderLayer],
+        fsdp.FSDPConfig(
+            mp_policy=policy, remat_policy=jax.checkpoint_policies.nothing_saveable
+        ),
+    )
+
+
+def loss_fn(model, tokens):
+    logits = model(tokens[:, :-1]).astype(jnp.float32)
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
+    return losses.mean()
+
+
+def measure_jax(run):
+    plan = make_plan(run.config)
+    tx = optax.adamw(3e-4, weight_decay=0.1)
+    step = fsdp.make_train_step(plan, loss_fn, tx)
+    rng = np.random.default_rng(0)
+    shape = (run.rows, run.seq + 1)
+    tokens = rng.integers(0, run.config.vocab_size, shape, dtype=np.int32)
+    mould = fsdp.abstract_state(plan, tx)
+    started = time.perf_counter()
+    compiled = step.lower(mould, tokens).compile()
+    compile_seconds = time.perf_counter() - started
+    traced = jax.make_jaxpr(step.jitted)(mould, jnp.asarray(tokens))
+    predicted = predict_memory(plan, mould, jnp.asarray(tokens), traced)
+    state = fsdp.init(plan, tx, fsdp.init_params(plan, jax.random.key(0)))
+    seconds, losses = [], []
+    for _ in range(3 + run.steps):
+        started = time.perf_counter()
+        state, metrics = step(state, tokens)
+        losses.append(float(metrics["loss"]))  # Waits for the step.
+        seconds.append(time.perf_counter() - started)
+    stats = compiled.memory_analysis()
+    assigned = (
+        stats.argument_size_in_bytes
+        + stats.output_size_in_bytes
+        - stats.alias_size_in_bytes
+        + stats.temp_size_in_bytes
+    )
+    peak = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+    median = statistics.median(seconds[3:])
+    return {
+        "median_step_s": median,
+        "steps_s": seconds[3:],
+        "compile_s": compile_seconds,
+        "first_loss": losses[0],
+        "last_loss": losses[-1],
+        **speeds(plan, run, median),
+        "memory": {
+            "peak_in_use": peak,
+            "assigned_by_xla": assigned,
+            "predicted": dataclasses.asdict(predicted) | {"total": predicted.total},
+            "predicted_of_assigned": round(predicted.total / assigned, 4),
+            "predicted_of_peak": peak and round(predicted.total / peak, 4),
+        },
+    }
+
+
+def speeds(plan, run, seconds):
+    """Tokens a second, and both ways in which people count the work of a token."""
+    config = run.config
+    weights = sum(
+        int(np.prod(row.shape))
+        for row in plan.rows
+        if len(row.shape) - row.num_stacked > 1
+    )
+    if not config.tie_word_embeddings:
+        weights -= config.vocab_size * config.hidden_size  # looked up, not multiplied
+    width = config.num_attention_heads * config.head_dim
+    square = 12 * config.num_hidden_layers * width * run.seq
+    tokens = run.rows * run.seq
+    peak = GPUS["h200"].cost.peak_flops
+    return {
+        "tokens_per_s": tokens / seconds,
+        "mfu_attention_square": tokens * (6 * weights + square) / seconds / peak,
+        "mfu_attention_causal": tokens * (6 * weights + square / 2) / seconds / peak,
+    }
+
+
+FSDP2 = """
+import json, statistics, sys, time, torch, torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from transformers import LlamaConfig, LlamaForCausalLM
+sizes, rows, seq, steps = json.loads(sys.argv[1])
+cuda = torch.cuda.is_available()
+device = "cuda" if cuda else "cpu"
+store = dist.HashStore()
+dist.init_process_group("nccl" if cuda else "gloo", rank=0, world_size=1, store=store)
+torch.manual_seed(0)
+config = LlamaConfig(**sizes, attn_implementation="sdpa", use_cache=False)
+with torch.device(device):
+    model = LlamaForCausalLM(config)
+model.gradient_checkpointing_enable()
+policy = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
+for layer in model.model.layers:
+    fully_shard(layer, mp_policy=policy)
+fully_shard(model, mp_policy=policy)
+tx = torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.1, fused=cuda)
+tokens = torch.randint(config.vocab_size, (rows, seq), device=device)
+seconds = []
+for _ in range(3 + steps):
+    start = time.perf_counter()
+    loss = model(input_ids=tokens, labels=tokens).loss
+    loss.backward()
+    tx.step()
+    tx.zero_grad()
+    float(loss)
+    seconds.append(time.perf_counter() - start)
+peak = torch.cuda.max_memory_allocated() if cuda else None
+print(json.dumps({"median_step_s": statistics.median(seconds[3:]),
+                  "peak_in_use": peak, "torch": torch.__version__}))
+dist.destroy_process_group()
+"""
+
+
+def measure_fsdp2(run):
+    """The same model in PyTorch, in a process of its own; or why not."""
+    config = run.config
+    sizes = {
+        name: getattr(config, name)
+        for name in (
+            *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
+            *("num_attention_heads", "num_key_value_heads", "head_dim"),
+            "tie_word_embeddings",
+        )
+    }
+    arguments = json.dumps([sizes, run.rows, run.seq, run.steps])
+    done = subprocess.run(
+        [sys.executable, "-c", FSDP2, arguments], capture_output=True, text=True
+    )
+    if done.returncode:
+        return {"not_run": done.stderr.strip().splitlines()[-1:]}
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def versions():
+    names = ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "flax")
+    found = {}
+    for name in (*names, "optax", "torch", "transformers"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, help="write the JSON here as well")
+    parser.add_argument("--rehearse", action="store_true", help="a tiny model")
+    args = parser.parse_args()
+    run = REHEARSAL if args.rehearse else FULL
+    # PyTorch first, as jax keeps what memory it once had.
+    fsdp2 = measure_fsdp2(run)
+    device = jax.devices()[0]
+    if device.platform == "cpu" and not args.rehearse:
+        sys.exit("gpu_check.py measures a GPU, and jax sees none: try --rehearse.")
+    ours = measure_jax(run)
+    report = {
+        "command": " ".join(["python", "benchmarks/gpu_check.py", *sys.argv[1:]]),
+        "versions": versions(),
+        "device": device.device_kind,
+        "cpus": os.cpu_count(),
+        "model": dataclasses.asdict(run.config),
+        "rows": run.rows,
+        "seq": run.seq,
+        "fsdp_jax": ours,
+        "fsdp2": fsdp2,
+    }
+    if "median_step_s" in fsdp2:
+        faster = fsdp2["median_step_s"] / ours["median_step_s"]
+        report["faster_than_fsdp2"] = round(faster, 3)
+    text = json.dumps(report, indent=1)
+    print(text)
+    if args.out:
+        args.out.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()
