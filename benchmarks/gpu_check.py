@@ -105,8 +105,8 @@ def measure_jax(run):
     started = time.perf_counter()
     compiled = step.lower(mould, tokens).compile()
     compile_seconds = time.perf_counter() - started
-    traced = jax.make_jaxpr(step.jitted)(mould, jnp.asarray(tokens))
-    predicted = predict_memory(plan, mould, jnp.asarray(tokens), traced)
+    traced = step.jitted.trace(mould, tokens).jaxpr
+    predicted = predict_memory(plan, mould, tokens, traced)
     state = fsdp.init(plan, tx, fsdp.init_params(plan, jax.random.key(0)))
     seconds, losses = [], []
     for _ in range(3 + run.steps):

@@ -44,3 +44,5 @@ from fsdp_jax.planner import CostModel as CostModel
 from fsdp_jax.planner import Forecast as Forecast
 from fsdp_jax.planner import compile_for as compile_for
 from fsdp_jax.planner import gpu_devices as gpu_devices
+from fsdp_jax.planner._audit import AuditError as AuditError
+from fsdp_jax.planner._audit import audit as audit

@@ -181,14 +181,15 @@ def compile_for(
     given = sizes if mesh is None else dict(mesh)
     there = make_mesh(**given, devices=gpu_devices(gpu, count))
     plan = fully_shard(plan.make_model, there, plan.unit_specs, plan.config)
-    step = make_train_step(plan, loss_fn, tx, **step_options)
+    # Those of jit would be below what is asked for here.
+    step = make_train_step(plan, loss_fn, tx, compiler_options={}, **step_options)
     state = abstract_state(plan, tx)
     mould = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
     options = compiler_options() if options is None else options
     scheduled = compile_scheduled(
         step.lower(state, mould), gpu.cost, count, options, guide=guide
     )
-    traced = jax.make_jaxpr(step.jitted)(state, mould)
+    traced = step.jitted.trace(state, mould).jaxpr
     return Forecast(
         gpu=gpu,
         plan=plan,

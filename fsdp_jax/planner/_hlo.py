@@ -35,7 +35,8 @@ class Instruction:
       name: Its own, without `%`.
       shapes: Of its result; several for a tuple, nested ones flattened.
       opcode: E.g. `fusion`, `all-gather-start`.
-      operands: Names of what it reads, in the same computation.
+      operands: Names of what it reads, in the same computation; of a parameter its
+        number, of a constant its value.
       attributes: Whatever follows the operands.
     """
 
@@ -70,6 +71,12 @@ class Instruction:
     def trip_count(self) -> int | None:
         """How often a loop runs its body; None if the compiler does not know."""
         found = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', self.attributes)
+        return int(found[1]) if found else None
+
+    @property
+    def index(self) -> int | None:
+        """Which element of a tuple a `get-tuple-element` takes."""
+        found = re.search(r"(?:^|, )index=(\d+)", self.attributes)
         return int(found[1]) if found else None
 
     @property
@@ -191,7 +198,7 @@ def _instruction(line: str) -> tuple[bool, Instruction]:
     )
     listed = operands[1:-1]
     names = re.findall(r"%([\w.\-]+)", listed)
-    if opcode == "parameter":
+    if opcode in ("parameter", "constant"):
         names = [listed]
     return bool(match[1]), Instruction(
         match[2], shapes, opcode, tuple(names), attributes

@@ -122,7 +122,7 @@ def predict_memory(
       plan: Its plan.
       state: The mould of the train state, as from `abstract_state`.
       batch: The mould of the global batch.
-      traced: `jax.make_jaxpr(step.jitted)(state, batch)`.
+      traced: `step.jitted.trace(state, batch).jaxpr`.
     """
     at_rest = {
         "params": _bytes_on_a_device(state.params),

@@ -1,0 +1,129 @@
+"""What a plan says travels: one leg for each station of a parameter's way."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+
+import jax.numpy as jnp
+
+from fsdp_jax._mesh import DATA_AXES, axes_in_use, num_devices
+from fsdp_jax._plan import ParamPlan, Plan
+from fsdp_jax.planner._program import Dims
+
+_HLO_DTYPES = {
+    "bfloat16": "bf16",
+    **{f"float{bits}": f"f{bits}" for bits in (16, 32, 64)},
+    **{f"complex{bits}": f"c{bits}" for bits in (64, 128)},
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Leg:
+    """One collective that the plan says a parameter, or a unit's slice of it, takes.
+
+    Attributes:
+      row: The parameter.
+      kind: `gather` and `reduce` happen wherever its unit runs; `enter` when the step
+        begins and `late` once a step.
+      op: E.g. `all-gather`.
+      axes: Mesh axes.
+      dtype: As HLO writes it.
+      sent: Dims of what each device gives, at tp width.
+      received: Dims of what each device gets.
+      most: How often a step at most; None where the plan does not say, since a unit
+        may be used more than once.
+    """
+
+    row: ParamPlan
+    kind: str
+    op: str
+    axes: tuple[str, ...]
+    dtype: str
+    sent: Dims
+    received: Dims
+    most: int | None
+
+    @property
+    def whole(self) -> Dims:
+        """The side that is not split over its axes."""
+        return self.received if self.op == "all-gather" else self.sent
+
+
+def hlo_dtype(dtype: jnp.dtype) -> str:
+    """The name of a dtype in HLO."""
+    return _HLO_DTYPES.get(dtype.name, dtype.name.replace("float8_", "f8"))
+
+
+def legs(plan: Plan) -> list[Leg]:
+    """All that the plan says travels over data axes."""
+    return [leg for row in plan.rows for leg in _legs(plan, row)]
+
+
+def dims_of(plan: Plan, row: ParamPlan, axes: tuple[str, ...], *, sliced: bool) -> Dims:
+    """Dims on one device, split over the data axes `axes` and over tp.
+
+    Args:
+      plan: The plan.
+      row: One of its parameters.
+      axes: What splits it.
+      sliced: Of one unit of a stack.
+    """
+    dims = list(row.padded_shape)
+    if row.dim is not None:
+        dims[row.dim] //= num_devices(plan.mesh, axes)
+    if row.tensor_dim is not None:
+        dims[row.tensor_dim] //= plan.mesh.shape["tp"]
+    return tuple(dims[row.num_stacked if sliced else 0 :])
+
+
+def _legs(plan: Plan, row: ParamPlan) -> Iterator[Leg]:
+    places, param = row.placements, hlo_dtype(row.precision.param)
+    if places.parameter:
+        yield Leg(
+            *(row, "gather", "all-gather", places.parameter, param),
+            dims_of(plan, row, places.parameter, sliced=True),
+            dims_of(plan, row, (), sliced=True),
+            None,
+        )
+    enters = tuple(a for a in places.optimizer if a not in places.parameter)
+    if enters:
+        yield Leg(
+            *(row, "enter", "all-gather", enters, param),
+            dims_of(plan, row, places.optimizer, sliced=False),
+            dims_of(plan, row, places.parameter, sliced=False),
+            1,
+        )
+    if not row.frozen:
+        yield from _reductions(plan, row)
+
+
+def _reductions(plan: Plan, row: ParamPlan) -> Iterator[Leg]:
+    places, precision = row.placements, row.precision
+    scatter = "all-to-all" if precision.accumulate_wide else "reduce-scatter"
+    wire = hlo_dtype(precision.grad_comm)
+    if places.gradient:
+        whole = dims_of(plan, row, (), sliced=True)
+        yield Leg(
+            *(row, "reduce", scatter, places.gradient, wire, whole),
+            dims_of(plan, row, places.gradient, sliced=True),
+            None,
+        )
+    late = tuple(
+        a for a in axes_in_use(plan.mesh, DATA_AXES) if a not in places.gradient
+    )
+    scattered = tuple(a for a in places.optimizer if a in late)
+    summed = tuple(a for a in late if a not in scattered)
+    wide = hlo_dtype(precision.main_grads) if precision.accumulate_wide else wire
+    # In the last backward unit by unit, or behind it the whole stack at once.
+    for sliced in (False, True) if row.num_stacked else (False,):
+        before = dims_of(plan, row, places.gradient, sliced=sliced)
+        after = dims_of(plan, row, places.optimizer, sliced=sliced)
+        stack = math.prod(row.shape[: row.num_stacked]) if sliced else 0
+        # A scan that reduces a unit later reduces zeros once.
+        most = stack + 1
+        if scattered:
+            yield Leg(row, "late", scatter, scattered, wire, before, after, most)
+        if summed:
+            yield Leg(row, "late", "all-reduce", summed, wide, after, after, most)

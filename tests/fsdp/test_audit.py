@@ -1,0 +1,504 @@
+"""The audit passes what does as its plan says, and names each planted fault."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from helpers.zoo import CASES, batch
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import fsdp_jax as fsdp
+from fsdp_jax import _collectives
+from fsdp_jax._compiler_options import compiler_options
+from fsdp_jax._plan import Plan
+from fsdp_jax.planner._compile import gpu_devices
+from fsdp_jax.planner._gpu import GPUS
+
+TX = optax.adamw(1e-3)
+LAYERS, WIDTH, MLP, OUT, ROWS = 3, 32, 64, 16, 96
+TENSOR = {"layers.up": 1, "layers.down": 0}
+BF16 = fsdp.MixedPrecisionPolicy(param_dtype=jnp.bfloat16, grad_comm_dtype=jnp.bfloat16)
+WIDE_SUMS = fsdp.MixedPrecisionPolicy(
+    grad_comm_dtype=jnp.bfloat16, reduce_scatter_with_fp32_accumulation=True
+)
+
+
+def make_weights(key, scale=1):
+    up, down, head = jax.random.split(key, 3)
+    return {
+        "layers": {
+            "up": jax.random.normal(up, (LAYERS, WIDTH * scale, MLP * scale)),
+            "down": jax.random.normal(down, (LAYERS, MLP * scale, WIDTH * scale)),
+            "bias": jnp.zeros((LAYERS, MLP * scale)),
+        },
+        "head": jax.random.normal(head, (WIDTH * scale, OUT)),
+    }
+
+
+def layer(w, x):
+    hidden = jnp.tanh(x @ w["up"] + w["bias"][None])
+    return x + hidden @ w["down"], None
+
+
+def loss_of(layer=layer, **options):
+    def loss(weights, batch):
+        x = batch["x"].astype(weights["head"].dtype)
+        x, _ = fsdp.scan(layer, weights["layers"], x, **options)
+        return jnp.mean((x @ weights["head"] - batch["y"]) ** 2)
+
+    return loss
+
+
+def plan_of(mesh=None, *, devices=None, units=("layers",), scale=1, **config) -> Plan:
+    return fsdp.fully_shard(
+        functools.partial(make_weights, scale=scale),
+        fsdp.make_mesh(devices=devices, **(mesh or {})),
+        [fsdp.Stacked(unit) for unit in units],
+        fsdp.FSDPConfig(**config),
+    )
+
+
+def lowered(plan: Plan, loss=None, accumulate=1, state=None):
+    step = fsdp.make_train_step(plan, loss or loss_of(), TX, accumulate=accumulate)
+    width = plan.rows[0].shape[0]
+    rows = {"x": (ROWS, width), "y": (ROWS, OUT)}
+    data = {
+        name: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=plan.batch_sharding)
+        for name, shape in rows.items()
+    }
+    return step.jitted.lower(state or fsdp.abstract_state(plan, TX), data)
+
+
+def differences(plan: Plan, program, **options) -> list[str]:
+    with pytest.raises(fsdp.AuditError) as error:
+        fsdp.audit(plan, program, **options)
+    assert all(line in str(error.value) for line in error.value.differences)
+    return list(error.value.differences)
+
+
+# What does as its plan says
+
+HEALTHY = {
+    "DDP": ({}, {"zero_dp_strategy": 0}, 3, {}),
+    "ZeRO-1": ({}, {"zero_dp_strategy": 1}, 3, {}),
+    "ZeRO-2 x 2": ({"dp_outer": 2}, {"zero_dp_strategy": 2}, 3, {}),
+    "ZeRO-3": ({}, {}, 1, {}),
+    "kept by plan": ({}, {"reshard_after_forward": False}, 1, {}),
+    "HSDP": ({"dp_outer": 2}, {}, 3, {}),
+    "HSDP, not overlapped": ({"dp_outer": 2}, {"overlap_outer": False}, 3, {}),
+    "HFSDP, prefetched": (
+        {"dp_outer": 2},
+        {"outer_dp_sharding_strategy": 1},
+        3,
+        {"prefetch": 1, "unroll": 2},
+    ),
+    "tp": ({"tp": 2}, {"tensor_parallel": TENSOR}, 3, {}),
+    "bf16": ({}, {"mp_policy": BF16}, 3, {}),
+    "wide sums": ({"dp_outer": 2}, {"mp_policy": WIDE_SUMS}, 1, {}),
+    "prefetched": ({}, {}, 1, {"prefetch": 1, "unroll": 2}),
+    "partly whole and frozen": (
+        {"ep": 2},
+        {"replicated": ("layers.bias",), "frozen": ("head",)},
+        3,
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_a_program_of_its_plan_passes(name):
+    mesh, config, accumulate, options = HEALTHY[name]
+    plan = plan_of(mesh, **config)
+    program = lowered(plan, loss_of(**options), accumulate)
+    fsdp.audit(plan, program, accumulate=accumulate)
+    compiled = program.compile()
+    fsdp.audit(plan, compiled, accumulate=accumulate)
+    fsdp.audit(plan, compiled.as_text(), accumulate=accumulate)
+
+
+@pytest.fixture(scope="module")
+def unrolled():
+    """`reshard -> (plan, lowered)` of a model with a list of layers."""
+    case, made = CASES["nnx unrolled"], {}
+    for reshard in (True, False):
+        plan = case.plan(fsdp.make_mesh(), reshard_after_forward=reshard)
+        step = fsdp.make_train_step(plan, case.loss, TX, report_grad_peaks=True)
+        made[reshard] = plan, step.lower(fsdp.abstract_state(plan, TX), batch())
+    return made
+
+
+def test_a_list_of_layers_passes(unrolled):
+    plan, program = unrolled[True]
+    fsdp.audit(plan, program)
+    fsdp.audit(plan, program.compile())
+
+
+@pytest.mark.parametrize("sizes", [{}, {"dp_outer": 2}])
+def test_a_model_of_which_no_dim_divides_passes(sizes):
+    plan = fsdp.fully_shard(
+        lambda key: {"layers": jax.random.normal(key, (LAYERS, 13, 13))},
+        fsdp.make_mesh(**sizes),
+        [fsdp.Stacked("layers")],
+    )
+
+    def loss(weights, x):
+        layer = lambda w, x: (jnp.tanh(x @ w), None)  # noqa: E731
+        return fsdp.scan(layer, weights["layers"], x)[0].mean()
+
+    step = fsdp.make_train_step(plan, loss, TX)
+    rows = jax.ShapeDtypeStruct((16, 13), jnp.float32)
+    fsdp.audit(plan, step.lower(fsdp.abstract_state(plan, TX), rows).compile())
+    compute = jax.jit(lambda params, x: fsdp.value_and_grad(plan, loss)(params, x))
+    fsdp.audit(plan, compute.lower(plan.params, rows))
+
+
+# 1: weights kept for backward
+
+
+@pytest.fixture(scope="module")
+def keeping():
+    return lowered(plan_of(reshard_after_forward=False))
+
+
+@pytest.mark.parametrize("compiles", [False, True], ids=["lowered", "compiled"])
+def test_a_stack_of_weights_kept_for_backward_is_named(keeping, compiles):
+    found = differences(plan_of(), keeping.compile() if compiles else keeping)
+    assert len(found) == 2  # The matrices; of a bias backward needs no value.
+    (up,) = [line for line in found if "'layers.up'" in line]
+    assert "(unit 'layers')" in up and "f32[3,32,64] through a loop" in up
+    assert "reshard_after_forward" in up
+
+
+def test_weights_of_a_list_of_layers_kept_for_backward_are_named(unrolled):
+    found = differences(unrolled[True][0], unrolled[False][1])
+    for unit in ("layers.0", "layers.1"):
+        # Of the attention backward needs all four, of the other layers two.
+        assert sum(f"(unit '{unit}')" in line for line in found) >= 4
+    assert all("forward gathered in backward" in line for line in found)
+
+
+def test_a_stack_that_is_gathered_at_once_is_named():
+    found = differences(plan_of(), lowered(plan_of(units=())).compile())
+    gathered = [line for line in found if "all-gather of f32[3,4,64]" in line]
+    assert len(gathered) == 1 and gathered[0].startswith("'layers.up'")
+    assert "unit by unit" in gathered[0]
+
+
+# 2: dtypes
+
+
+@pytest.fixture(scope="module")
+def full_precision():
+    return lowered(plan_of())
+
+
+def test_gathers_in_full_precision_are_named(full_precision):
+    policy = fsdp.MixedPrecisionPolicy(
+        param_dtype=jnp.bfloat16, grad_comm_dtype=jnp.float32
+    )
+    found = differences(plan_of(mp_policy=policy), full_precision)
+    assert len([line for line in found if "has all-gather of f32" in line]) == len(
+        found
+    )
+    (head,) = [line for line in found if line.startswith("'head'")]
+    assert "all-gather of bf16[4,16] to bf16[32,16] over dp_shard" in head
+    assert "has all-gather of f32[4,16] to f32[32,16]" in head
+    assert "param_dtype" in head
+
+
+def test_reductions_in_full_precision_are_named(full_precision):
+    policy = fsdp.MixedPrecisionPolicy(grad_comm_dtype=jnp.bfloat16)
+    found = differences(plan_of(mp_policy=policy), full_precision)
+    assert sorted(line.split(" (")[0] for line in found) == [
+        *("'head'", "'layers.bias'", "'layers.down'", "'layers.up'")
+    ]
+    assert all("has reduce-scatter of f32" in line for line in found)
+    assert all("grad_comm_dtype" in line for line in found)
+
+
+def test_of_a_program_for_cpus_dtypes_are_not_judged(full_precision):
+    fsdp.audit(plan_of(mp_policy=BF16), full_precision.compile())
+
+
+# 3: what the plan does not need
+
+
+def with_psum_of_activations(w, x):
+    y, _ = layer(w, x)
+    return y + 1e-3 * lax.psum(x, "dp_shard"), None
+
+
+def with_psum_of_a_weight(w, x):
+    return layer(w | {"up": lax.pmean(w["up"], "dp_shard")}, x)
+
+
+@pytest.mark.parametrize(
+    "body, array",
+    [(with_psum_of_activations, "f32[12,32]"), (with_psum_of_a_weight, "f32[32,64]")],
+)
+@pytest.mark.parametrize("compiles", [False, True], ids=["lowered", "compiled"])
+def test_an_all_reduce_that_the_plan_does_not_need_is_named(body, array, compiles):
+    program = lowered(plan_of(), loss_of(body))
+    found = differences(plan_of(), program.compile() if compiles else program)
+    reduced = [line for line in found if "all-reduce" in line]
+    assert reduced and all("a psum, pmean" in line for line in reduced)
+    seen = f"has all-reduce of {array} over dp_shard (6 a step, in a loop)"
+    assert all(seen in line for line in reduced)
+    # What a psum makes of a weight is no longer a weight, and is kept for backward.
+    kept = [line for line in found if "through a loop" in line]
+    assert len(found) == len(reduced) + len(kept)
+    assert bool(kept) == (body is with_psum_of_a_weight)
+
+
+# 4: too often
+
+
+def test_a_reduction_in_each_microbatch_is_named():
+    program = lowered(plan_of(zero_dp_strategy=2), accumulate=3)
+    plan = plan_of(zero_dp_strategy=1)
+    for form in (program, program.compile()):
+        found = differences(plan, form, accumulate=3)
+        (up,) = [line for line in found if line.startswith("'layers.up'")]
+        assert "over dp_shard, once a step (3 of this shape)" in up
+        assert "9 times a step, 9 of them in loops" in up
+        assert any(line.startswith("'head' (unit '(root)')") for line in found)
+
+
+def own_loop(plan: Plan):
+    """Microbatches in a loop around `value_and_grad`, each one's gradients clipped.
+
+    Without that XLA could, and in part does, move their reduction out of the loop.
+    """
+    compute = fsdp.value_and_grad(plan, loss_of())
+
+    def step(params, batches):
+        def body(total, rows):
+            _, grads = compute(params, rows)
+            return jax.tree.map(lambda t, g: t + g.clip(-1, 1), total, grads), None
+
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        return lax.scan(body, zeros, batches)[0]
+
+    rows = NamedSharding(plan.mesh, P(None, ("dp_outer", "dp_shard")))
+    data = {
+        name: jax.ShapeDtypeStruct((3, ROWS // 3, size), jnp.float32, sharding=rows)
+        for name, size in (("x", WIDTH), ("y", OUT))
+    }
+    return jax.jit(step).lower(plan.params, data)
+
+
+def test_replicas_reduced_in_each_microbatch_are_named():
+    plan = plan_of({"dp_outer": 2})
+    found = differences(plan, own_loop(plan).compile(), accumulate=3)
+    (head,) = [line for line in found if line.startswith("'head'")]
+    assert "all-reduce of f32[8,16] over dp_outer, once a step" in head
+    assert "3 times a step" in head
+
+
+# 5: what lies whole
+
+
+@pytest.fixture(scope="module")
+def whole_arguments():
+    """A step that is given one parameter, and one of its moments, whole."""
+    plan = plan_of()
+    everywhere = NamedSharding(plan.mesh, P())
+
+    def place(path, leaf):
+        name = jax.tree_util.keystr(path)
+        if name in (".params['layers']['up']", ".opt_state[0].nu['layers']['up']"):
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=everywhere)
+        return leaf
+
+    state = jax.tree_util.tree_map_with_path(place, fsdp.abstract_state(plan, TX))
+    return lowered(plan, state=state)
+
+
+@pytest.mark.parametrize("compiles", [False, True], ids=["lowered", "compiled"])
+def test_arguments_that_lie_whole_are_named(whole_arguments, compiles):
+    program = whole_arguments.compile() if compiles else whole_arguments
+    first, second = differences(plan_of(), program)
+    assert first.startswith("'layers.up' (unit 'layers')")
+    assert "[3, 4, 64] on each device" in first
+    assert "takes state.params['layers']['up'] as [3, 32, 64]" in first
+    assert "takes state.opt_state[0].nu['layers']['up'] as" in second
+
+
+def test_results_that_lie_whole_are_named():
+    plan = plan_of()
+    everywhere = NamedSharding(plan.mesh, P())
+    halve = jax.jit(
+        lambda p: jax.tree.map(lambda w: w / 2, p), out_shardings=everywhere
+    )
+    found = differences(plan, halve.lower(plan.params).compile())
+    returned = [line for line in found if "returns" in line]
+    assert len(returned) == len(plan.rows)
+    assert "returns ['head'] as [32, 16]" in returned[0]
+
+
+# 6: tp lost
+
+
+def test_a_gather_at_full_width_is_named(monkeypatch):
+    plan = plan_of({"tp": 2}, tensor_parallel=TENSOR)
+    monkeypatch.setattr(
+        _collectives, "_at_tp_width", lambda row, collective, x: collective(x)
+    )
+    found = differences(plan, lowered(plan).compile())
+    gathers = [line for line in found if "has all-gather" in line]
+    assert {line.split(" ")[0] for line in gathers} == {"'layers.up'", "'layers.down'"}
+    (up,) = [line for line in gathers if line.startswith("'layers.up'")]
+    assert "f32[8,32] to f32[32,32]" in up and "f32[8,64] to f32[32,64]" in up
+    assert "tp was lost" in up
+
+
+# 8: other axes
+
+
+def test_collectives_over_other_axes_are_named():
+    # All of a size, so that the arrays that travel are the same.
+    mesh = {"dp_outer": 2, "ep": 2}
+    inner, outer = (
+        plan_of(mesh, placements=fsdp.Placements(*3 * [(axis,)]))
+        for axis in ("dp_shard", "dp_outer")
+    )
+    program = lowered(outer)
+    for form in (program, program.compile()):
+        found = differences(inner, form)
+        gathers = [line for line in found if "has all-gather" in line]
+        assert {line.split(" ")[0] for line in gathers} == {
+            *("'head'", "'layers.bias'", "'layers.down'", "'layers.up'")
+        }
+        assert all("over dp_shard; the program" in line for line in gathers)
+        assert all("over dp_outer (" in line for line in gathers)
+        assert any("has reduce-scatter" in line for line in found)
+
+
+# What cannot be audited
+
+
+def test_all_differences_are_in_one_error():
+    program = lowered(
+        plan_of(reshard_after_forward=False), loss_of(with_psum_of_a_weight)
+    )
+    found = differences(plan_of(mp_policy=BF16), program)
+    for part in ("through a loop", "all-reduce of f32[32,64]", "of bf16[4,16]"):
+        assert any(part in line for line in found), part
+
+
+def test_what_is_no_program_is_refused(full_precision):
+    with pytest.raises(TypeError, match="not a function"):
+        fsdp.audit(plan_of(), loss_of())
+    with pytest.raises(ValueError, match="no ENTRY"):
+        fsdp.audit(plan_of(), full_precision.as_text())
+    with pytest.raises(ValueError, match="compiled for GPUs"):
+        fsdp.audit(plan_of(), full_precision.compile(), overlapped=True)
+
+
+# Compiled for GPUs, without one. 7: what nothing computes beside
+
+
+@pytest.fixture(scope="module")
+def gpus():
+    """Stand-ins for 8 GPUs, where XLA's plugin is installed."""
+    pytest.importorskip("jax_plugins.xla_cuda12", reason="needs XLA's CUDA plugin")
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield gpu_devices(GPUS["h200"], 8)
+    jax.config.update("jax_disable_most_optimizations", True)
+
+
+def compiled_for(gpus, mesh=None, loss=None, accumulate=1, scale=1, **config):
+    plan = plan_of(mesh, devices=gpus, scale=scale, **config)
+    program = lowered(plan, loss, accumulate)
+    return plan, program.compile(compiler_options=compiler_options())
+
+
+GPU_HEALTHY = ["DDP", "HSDP", "HFSDP, prefetched", "tp", "bf16", "wide sums"]
+
+
+@pytest.mark.parametrize("name", GPU_HEALTHY)
+def test_a_program_for_gpus_of_its_plan_passes(gpus, name):
+    mesh, config, accumulate, options = HEALTHY[name]
+    plan, program = compiled_for(gpus, mesh, loss_of(**options), accumulate, **config)
+    fsdp.audit(plan, program, accumulate=accumulate)
+
+
+@pytest.fixture(scope="module")
+def faulty(gpus):
+    """A program in full precision that keeps its weights, and has a psum."""
+    return compiled_for(
+        gpus,
+        loss=loss_of(with_psum_of_a_weight),
+        reshard_after_forward=False,
+    )[1]
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        "f32[3,32,64] through a loop",
+        "the plan says all-gather of bf16[4,16]",
+        "the plan says reduce-scatter of bf16[32,64]",
+        "has all-reduce of f32[32,64] over dp_shard (6 a step, in a loop)",
+    ],
+)
+def test_faults_of_a_program_for_gpus_are_named(gpus, faulty, part):
+    plan = plan_of(devices=gpus, mp_policy=BF16)
+    assert sum(part in line for line in differences(plan, faulty)) == 1
+
+
+def test_merged_reductions_in_each_microbatch_are_named_by_their_elements(gpus):
+    plan = plan_of({"dp_outer": 2}, devices=gpus)
+    program = own_loop(plan).compile(compiler_options=compiler_options())
+    found = differences(plan, program, accumulate=3)
+    assert any(line.startswith("all-reduces over dp_outer") for line in found)
+
+
+def test_weights_of_single_layers_kept_on_gpus_are_named(gpus):
+    def make(key):
+        single = jax.tree.map(lambda w: w[0], make_weights(key)["layers"])
+        return {"first": single, "second": single}
+
+    def loss(weights, batch):
+        x, _ = fsdp.unit(layer)(weights["first"], batch)
+        return fsdp.unit(layer)(weights["second"], x)[0].mean()
+
+    plans, programs = {}, {}
+    for reshard in (True, False):
+        config = fsdp.FSDPConfig(reshard_after_forward=reshard)
+        mesh = fsdp.make_mesh(devices=gpus)
+        plan = fsdp.fully_shard(make, mesh, ["first", "second"], config)
+        step = fsdp.make_train_step(plan, loss, TX)
+        rows = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
+        program = step.lower(fsdp.abstract_state(plan, TX), rows)
+        plans[reshard] = plan
+        programs[reshard] = program.compile(compiler_options=compiler_options())
+    fsdp.audit(plans[True], programs[True])
+    found = differences(plans[True], programs[False])
+    assert all("forward gathered in backward" in line for line in found)
+    # Of the first layer backward needs no `up`: there is nothing before it.
+    assert {line.split(" (")[1] for line in found} == {
+        "unit 'first'): the plan says it is gathered again for backward",
+        "unit 'second'): the plan says it is gathered again for backward",
+    }
+
+
+def test_what_nothing_computes_beside_is_named(gpus):
+    plan, program = compiled_for(gpus, scale=64)
+    found = differences(plan, program, overlapped=True)
+    fsdp.audit(plan, program)
+    assert all("(unit 'layers')" in line for line in found)
+    assert any("all-gather" in line for line in found)
+    assert all("matrix product" in line or "at once" in line for line in found)
+
+
+def test_what_is_gathered_ahead_is_overlapped(gpus):
+    loss = loss_of(prefetch=1, unroll=2)
+    plan, program = compiled_for(gpus, loss=loss, scale=64)
+    fsdp.audit(plan, program, overlapped=True)
