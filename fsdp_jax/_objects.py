@@ -75,6 +75,24 @@ def _call_module(cls: type, module: nnx.Module, args: tuple, kwargs: dict) -> An
     return out
 
 
+def written_state(tree: Any) -> Any:
+    """What the nnx modules in `tree` may have written: all Variables but parameters."""
+    return nnx.state(tree, _is_written) if _has_modules(tree) else ()
+
+
+def put_state(tree: Any, written: Any) -> None:
+    """Writes what `written_state` read of a copy of `tree` into `tree` itself."""
+    if _has_modules(tree):
+        nnx.update(tree, written)
+
+
+def _has_modules(tree: Any) -> bool:
+    def is_module(node):
+        return isinstance(node, nnx.Module)
+
+    return any(map(is_module, jax.tree.leaves(tree, is_leaf=is_module)))
+
+
 def _is_written(path: Any, leaf: Any) -> bool:
     return isinstance(leaf, nnx.Variable) and not isinstance(leaf, nnx.Param)
 

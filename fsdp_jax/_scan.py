@@ -9,6 +9,7 @@ from typing import Any
 import jax
 from jax.core import Tracer
 
+from fsdp_jax._objects import put_state, written_state
 from fsdp_jax._prefetch import prefetching_scan
 from fsdp_jax._shard import Shard, partition, shards_of
 from fsdp_jax._tree import PyTree
@@ -67,27 +68,36 @@ def scan(
             f"fsdp.scan({prefetch=}, {unroll=}): at least 0 units are gathered ahead, "
             "and at least 1 is in an iteration."
         )
+
+    def stateful(weights, *args):
+        carry, y = unit(weights, *args)
+        # Dropout counters, BatchNorm statistics: written inside, wanted outside.
+        return carry, (y, written_state(weights))
+
     own, others, merge = partition(stacked)
     if prefetch and own:
         _check_prefetch(own, (others, carry, xs, consts))
 
         def compute(weights, carry, slices, consts):
             others, xs = slices
-            return unit(merge(weights, others), carry, *xs, *consts)
+            return stateful(merge(weights, others), carry, *xs, *consts)
 
         with jax.named_scope(f"unit:{own[0].row.unit}"):
-            return prefetching_scan(
+            carry, (ys, written) = prefetching_scan(
                 *(compute, own, carry, (others, xs), consts),
                 prefetch=prefetch,
                 unroll=unroll,
             )
-    gathering = mark(unit)
+    else:
+        gathering = mark(stateful)
 
-    def body(carry, slices):
-        weights, x = slices
-        return gathering(weights, carry, *x, *consts)
+        def body(carry, slices):
+            weights, x = slices
+            return gathering(weights, carry, *x, *consts)
 
-    return jax.lax.scan(body, carry, (stacked, xs), unroll=unroll)
+        carry, (ys, written) = jax.lax.scan(body, carry, (stacked, xs), unroll=unroll)
+    put_state(stacked, written)
+    return carry, ys
 
 
 def _check_prefetch(own: list[Shard], rest: PyTree) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -12,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import optax
 import tyro
-from jax.sharding import Mesh
 
 import bridge
 import fsdp_jax as fsdp
@@ -20,7 +18,7 @@ from bridge.models import DecoderConfig
 from fsdp_jax._table import format_bytes, text_table
 from fsdp_jax.cli._errors import check_absent
 from fsdp_jax.cli._model import next_token_loss, plan_decoder
-from fsdp_jax.cli._options import Unset
+from fsdp_jax.cli._options import Devices, Unset
 from fsdp_jax.cli._origin import open_hf
 from fsdp_jax.cli._recipe import ParamDtype
 from fsdp_jax.planner import (
@@ -217,18 +215,14 @@ def _step_of(options: Plan, config: DecoderConfig, mesh=None):
 
 def _print_cpu(options: Plan, config: DecoderConfig, sizes: dict[str, int]) -> None:
     print(f"fsdp-jax: {_NO_PLUGIN}", file=sys.stderr)
-    jax.config.update("jax_num_cpu_devices", options.gpus)
-    mesh = _make_mesh(sizes)
+    devices = Devices(cpu_devices=options.gpus).pick()
+    mesh = fsdp.make_mesh(**sizes, devices=devices)
     plan, loss, tokens = _step_of(options, config, mesh)
     tx = optax.adamw(3e-4, weight_decay=0.1)
     size, sent = count_on_cpu(plan, loss, tx, tokens, accumulate=options.accumulate)
     print(f"memory: {format_bytes(size)} a device, as the compiler for CPUs assigns it")
     print()
     print(sent_table(sent, timed=False))
-
-
-def _make_mesh(sizes: Mapping[str, int]) -> Mesh:
-    return fsdp.make_mesh(**sizes)  # pyright: ignore[reportArgumentType]
 
 
 def _sweep(options: Plan, config: DecoderConfig, gpu: GPU) -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from helpers.compare import host, worst
 from helpers.hlo import collectives, group_size
+from jax.ad_checkpoint import checkpoint_name
 
 import fsdp_jax as fsdp
 from fsdp_jax._tree import named_leaves
@@ -144,6 +148,111 @@ def test_every_strategy_computes_the_same_with_microbatches(mesh, config):
         loss, grads = computed(plan, 1, **options)
     assert abs(loss - want[0]) < 1e-12
     assert worst(grads, want[1]) < 1e-12
+
+
+def named(w, x):
+    hidden = checkpoint_name(jnp.tanh(x @ w["up"]), "hidden")
+    return x + checkpoint_name(hidden @ w["down"], "out"), None
+
+
+POLICIES = {
+    "named": jax.checkpoint_policies.save_only_these_names("hidden"),
+    "offload": jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=["out"],
+        names_which_can_be_offloaded=["hidden"],
+        offload_src="device",
+        offload_dst="pinned_host",
+    ),
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_is_named_may_be_saved_or_offloaded_to_the_host(policy):
+    def gradients(prefetch, remat_policy):
+        def loss(weights, batch):
+            x, _ = fsdp.scan(named, weights["layers"], batch["x"], prefetch=prefetch)
+            return jnp.mean((x - batch["y"]) ** 2)
+
+        plan = plan_of(3, remat_policy=remat_policy)
+        params = fsdp.init_params(plan, jax.random.key(1))
+        compute = fsdp.value_and_grad(plan, loss)
+        return host(compute(params, rows())[1])
+
+    want, got = gradients(0, None), gradients(1, POLICIES[policy])
+    for (name, a), (_, b) in zip(named_leaves(got), named_leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7, err_msg=name)
+
+
+def other(w, x):
+    return x * jnp.tanh(x @ w["gate"]), None
+
+
+def test_a_stack_may_be_followed_by_one_of_another_kind():
+    def make(key):
+        ours = make_weights(3)(key)["layers"]
+        return {"dense": ours, "moe": {"gate": jnp.ones((2, 16, 16)) / 16}}
+
+    def gradients(prefetch):
+        def loss(weights, batch):
+            scan = functools.partial(fsdp.scan, prefetch=prefetch)
+            x, _ = scan(named, weights["dense"], batch["x"])
+            x, _ = scan(other, weights["moe"], x)
+            return jnp.mean((x - batch["y"]) ** 2)
+
+        units = [fsdp.Stacked("dense"), fsdp.Stacked("moe")]
+        plan = fsdp.fully_shard(make, fsdp.make_mesh(), units)
+        params = fsdp.init_params(plan, jax.random.key(1))
+        return host(fsdp.value_and_grad(plan, loss)(params, rows())[1])
+
+    plain, ahead = gradients(0), gradients(1)
+    for (name, a), (_, b) in zip(named_leaves(ahead), named_leaves(plain), strict=True):
+        np.testing.assert_array_equal(a, b, err_msg=name)
+
+
+class Normed(nnx.Module):
+    def __init__(self, rngs):
+        self.up = nnx.Linear(16, 16, rngs=rngs)
+        self.norm = nnx.BatchNorm(16, rngs=rngs)
+        self.drop = nnx.Dropout(0.3, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.drop(jnp.tanh(self.norm(self.up(x))))
+
+
+class NormedStack(nnx.Module):
+    def __init__(self, rngs, prefetch):
+        self.prefetch = prefetch
+        self.layers = nnx.split_rngs(splits=3)(nnx.vmap(Normed))(rngs)
+
+    def __call__(self, x):
+        def run(layer, x):
+            return layer(x), None
+
+        return fsdp.scan(run, self.layers, x, prefetch=self.prefetch)[0]
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_what_nnx_modules_write_within_a_scan_is_there_afterwards(prefetch):
+    def after_two_steps(prefetch):
+        plan = fsdp.fully_shard(
+            lambda key: NormedStack(nnx.Rngs(key), prefetch), fsdp.make_mesh(), [Normed]
+        )
+        tx = optax.sgd(0.1)
+        step = fsdp.make_train_step(plan, lambda m, b: jnp.mean(m(b) ** 2), tx)
+        state = fsdp.init(plan, tx, fsdp.init_params(plan, jax.random.key(0)))
+        for _ in range(2):
+            state, metrics = step(state, rows()["x"])
+        return float(metrics["loss"]), dict(named_leaves(state.model_state))
+
+    loss, state = after_two_steps(prefetch)
+    assert np.all(state["layers.drop.rngs.count"] == 2)
+    assert np.abs(state["layers.norm.mean"]).min() > 0
+    if prefetch:
+        plain_loss, plain = after_two_steps(0)
+        assert loss == plain_loss
+        np.testing.assert_array_equal(
+            state["layers.norm.mean"], plain["layers.norm.mean"]
+        )
 
 
 def test_without_a_plan_the_units_run_as_they_are():

@@ -1,0 +1,103 @@
+"""`fsdp-jax plan`: a model's config in, what its training takes out."""
+
+from __future__ import annotations
+
+import json
+
+import jax
+import optax
+import pytest
+from helpers.llama import Llama, tokens
+
+import fsdp_jax as fsdp
+from fsdp_jax.cli import main
+from fsdp_jax.planner import count_on_cpu
+
+TINY = Llama(width=64, mlp=128, heads=2, kv_heads=1, layers=3, vocab=256, head_dim=32)
+
+
+def plan(llama, *options: str) -> int:
+    return main(["plan", "--config", str(llama / "config.json"), *options])
+
+
+@pytest.mark.plan
+def test_a_plan_is_printed_and_written(llama, capsys, tmp_path):
+    files = tmp_path / "plan.json", tmp_path / "plan.svg"
+    assert not plan(
+        *(llama, "--gpus", "16", "--mesh", "dp_outer=2,dp_shard=-1", "--seq", "64"),
+        *("--batch", "16", "--json", str(files[0]), "--picture", str(files[1])),
+    )
+    out = capsys.readouterr().out
+    assert out.startswith("16 x NVIDIA H200 (dp_outer=2, dp_shard=8)\nstep: ")
+    assert "reduce-scatter" in out and "predicted together" in out
+    found = json.loads(files[0].read_text())
+    assert found["mesh"] == {"dp_outer": 2, "dp_shard": 8}
+    assert found["tokens"] == 16 * 64
+    assert "<svg" in files[1].read_text()
+
+
+@pytest.mark.plan
+def test_figures_of_the_cost_model_change_the_time_alone(llama, capsys, tmp_path):
+    found = []
+    for name, speed in (("fast", "1000000"), ("slow", "0.01")):
+        file = tmp_path / f"{name}.json"
+        options = ("--seq", "64", "--link-gbs", speed, "--json", str(file))
+        assert not plan(llama, *options)
+        found.append(json.loads(file.read_text()))
+    capsys.readouterr()
+    assert found[0]["step_seconds"] < found[1]["step_seconds"]
+    assert found[1]["cost_model"]["link_bandwidth"] == 0.01e9
+    assert found[0]["memory_predicted"] == found[1]["memory_predicted"]
+
+
+@pytest.mark.plan
+def test_a_sweep_recommends_what_is_fastest_of_what_fits(llama, capsys):
+    assert not plan(llama, "--gpus", "16", "--seq", "64", "--sweep")
+    lines = capsys.readouterr().out.splitlines()
+    rows = [line for line in lines if "GiB" in line or "MiB" in line]
+    assert len(rows) == 5
+    assert lines[-1].startswith("recommended: ")
+    assert lines[-1].removeprefix("recommended: ") in rows[0]
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (("--gpu", "v100"), "'v100' is unknown: use a100, h100, h200, b200"),
+        (("--mesh", "dp_shard:8"), "'dp_shard:8' is no size of dp_outer"),
+        (("--tflops", "-1"), "takes no flops=-1"),
+        (("--gpus", "12"), "12 GPUs are neither a part of a node of 8"),
+        (("--hf", "somewhere"), "from --hf MODEL or --config FILE: one"),
+    ],
+)
+def test_wrong_options_are_told_in_a_line(llama, capsys, options, message):
+    assert plan(llama, *options) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_without_the_compiler_for_gpus_the_cpu_s_says_what_it_can(
+    llama, capsys, monkeypatch
+):
+    def absent(gpu, count):
+        raise ValueError("pip install 'fsdp-jax[plan]'")
+
+    monkeypatch.setattr("fsdp_jax.cli._plan.gpu_devices", absent)
+    assert not plan(llama, "--gpus", str(jax.device_count()), "--seq", "16")
+    out, err = capsys.readouterr()
+    assert "no time is foretold" in err
+    assert "as the compiler for CPUs assigns it" in out
+    assert "all-gather" in out and "ms each" not in out
+
+
+def test_the_counts_of_the_cpu_are_those_of_the_plan():
+    llama = TINY.plan(fsdp.make_mesh())
+    size, sent = count_on_cpu(llama, TINY.loss(0), optax.sgd(0.1), tokens(8, 16))
+    assert size > sum(llama.bytes_per_device.values())
+    times = {"all-gather": 0, "reduce-scatter": 0}
+    for row in sent:
+        if row.unit == "layers" and row.op in times:
+            times[row.op] += row.times
+    layers = [row for row in llama.rows if row.unit == "layers"]
+    # Each weight of 3 layers, forward and backward; each gradient once.
+    assert times["reduce-scatter"] == 3 * len(layers)
+    assert times["all-gather"] == 2 * 3 * len(layers)
