@@ -6,10 +6,11 @@
 #   make test TORCH_INDEX=<url>        torch from that index, before all others
 #   make test TORCH=torch==2.12.0      another version
 #   make test TORCH= EXTRAS=test PYTEST="-m 'not torch and not long'"    no torch at all
+#   make test EXTRAS=test,torch    without XLA's compiler for GPUs (600 MB), and its tests
 
 PYTHON ?= python3
 VENV ?= .venv
-EXTRAS ?= test,torch
+EXTRAS ?= test,torch,plan
 TORCH ?= torch==2.13.0
 TORCH_INDEX ?=
 PYTEST ?=

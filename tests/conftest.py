@@ -38,3 +38,13 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if "not torch" not in config.option.markexpr or collection_path.suffix != ".py":
         return None  # let the other hooks decide
     return has_module_mark(collection_path.read_text(), "torch") or None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skips what compiles for GPUs where XLA's compiler for them is not installed."""
+    if importlib.util.find_spec("jax_cuda12_plugin"):
+        return
+    missing = pytest.mark.skip(reason="pip install 'fsdp-jax[plan]' to run it")
+    for item in items:
+        if item.get_closest_marker("plan"):
+            item.add_marker(missing)

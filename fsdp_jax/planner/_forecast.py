@@ -277,6 +277,21 @@ def _headline(forecast: Forecast) -> list[str]:
         speed,
         f"memory: {format_bytes(forecast.compiled_bytes)} a GPU as compiled, "
         f"{room}: {verdict}",
+        *_advice(forecast),
+    ]
+
+
+def _advice(forecast: Forecast) -> list[str]:
+    """What hides gathers of units that now are waited for."""
+    waits: dict[str, float] = {}
+    for row in forecast.sent:
+        if row.op == "all-gather" and row.unit in forecast.plan.units:
+            waits[row.unit] = waits.get(row.unit, 0.0) + row.exposed_seconds
+    return [
+        f"the gathers of '{unit}' are waited for, {seconds * 1e3:,.1f} ms a step: scan "
+        "it with fsdp.scan(..., prefetch=1) to hide them"
+        for unit, seconds in waits.items()
+        if seconds > 0.05 * forecast.timeline.seconds
     ]
 
 

@@ -63,6 +63,7 @@ def test_what_a_scanned_stack_communicates_is_hidden(wide):
 
 def test_without_prefetch_each_gather_would_be_waited_for():
     plain = forecast(WIDE, tokens(8, 4096), prefetch=0)
+    assert "gathers of 'layers' are waited for" in repr(plain)
     sent = in_loops(plain, "all-gather")
     assert sum(s.exposed for s in sent) > 0.8 * sum(s.end - s.start for s in sent)
 
@@ -87,6 +88,7 @@ def test_each_unit_travels_as_often_as_planned(wide):
 def test_a_forecast_is_a_table_json_and_a_picture(wide, tmp_path):
     text = repr(wide)
     assert text.startswith("8 x NVIDIA H200 (dp_shard=8)\nstep: ")
+    assert "waited for" not in text
     for word in ("tokens/s/GPU", "MFU", "predicted together", "reduce-scatter", "fits"):
         assert word in text
     wide.save_json(tmp_path / "f.json")
