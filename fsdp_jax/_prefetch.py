@@ -142,7 +142,8 @@ class _Stack:
             dataclasses.replace(shard, value=piece)
             for shard, piece in zip(shards, pieces, strict=True)
         ]
-        return window, self.values(tied, i)
+        with jax.named_scope("prefetch"):
+            return window, self.values(tied, i)
 
     def unit(self, values, carry, slices, consts, others):
         """One unit as a function of floating-point leaves; other results are aux."""
@@ -200,34 +201,38 @@ def _backward(stack: _Stack, residuals, cotangents):
     last = stack.num_units - 1
 
     def body(state, x):
-        carry, window, pending, sinks, d_consts = state
+        carry, window, pending, reduced, sinks, d_consts = state
         i, y, saved, slices, other_slices = x
         window, behind = stack.shift(shards, window, i - stack.prefetch)
         # As for the gathers: one unit's gradients after the other's, and not together.
-        pending, sinks = lax.optimization_barrier((pending, sinks))
-        # The first iteration has nothing pending, and writes where the second one does.
-        later = jnp.minimum(i + 1, last)
-        sinks = _put(sinks, _reduced(stack, shards, pending, later), later)
+        pending, reduced = lax.optimization_barrier((pending, reduced))
+        # The first two have nothing to write yet, and write where the third one does.
+        sinks = _put(sinks, reduced, jnp.minimum(i + 2, last))
+        reduced = _reduced(stack, shards, pending, jnp.minimum(i + 1, last))
         known = (window[0], slices, consts, other_slices, other_consts)
         pull = stack.traced["pull"].rebuild(saved, known)
         pending, carry, d_slices, more = pull((carry, y))
         d_consts = jax.tree.map(jnp.add, d_consts, more)
-        return (carry, [*window[1:], behind], pending, sinks, d_consts), d_slices
+        window = [*window[1:], behind]
+        return (carry, window, pending, reduced, sinks, d_consts), d_slices
 
+    zeros = [shard.sink for shard in shards]  # Of the shape of the gradients.
     start = (
         carry,
         window,
         jax.tree.map(jnp.zeros_like, window[0]),
-        [shard.sink for shard in shards],  # Zeros, of the shape of the gradients.
+        _at(zeros, 0),
+        zeros,
         jax.tree.map(jnp.zeros_like, consts),
     )
-    (carry, _, pending, sinks, d_consts), d_slices = lax.scan(
+    (carry, _, pending, reduced, sinks, d_consts), d_slices = lax.scan(
         body,
         start,
         (jnp.arange(stack.num_units), ys, saved, slices, other_slices),
         reverse=True,
         unroll=stack.unroll,
     )
+    sinks = _put(sinks, reduced, min(1, last))
     sinks = _put(sinks, _reduced(stack, shards, pending, 0), 0)
     d_shards = [
         dataclasses.replace(shard, value=None, sink=sink, earlier=None)

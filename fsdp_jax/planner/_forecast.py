@@ -283,9 +283,14 @@ def _headline(forecast: Forecast) -> list[str]:
 
 def _advice(forecast: Forecast) -> list[str]:
     """What hides gathers of units that now are waited for."""
+    ahead = {
+        sent.collective.unit
+        for sent in forecast.timeline.sent
+        if "/prefetch/" in sent.collective.op_name
+    }
     waits: dict[str, float] = {}
     for row in forecast.sent:
-        if row.op == "all-gather" and row.unit in forecast.plan.units:
+        if row.op == "all-gather" and row.unit in set(forecast.plan.units) - ahead:
             waits[row.unit] = waits.get(row.unit, 0.0) + row.exposed_seconds
     return [
         f"the gathers of '{unit}' are waited for, {seconds * 1e3:,.1f} ms a step: scan "
