@@ -177,7 +177,12 @@ def _mesh_sizes(text: str | None) -> dict[str, int]:
 
 
 def _forecast(
-    options: Plan, config: DecoderConfig, gpu: GPU, sizes: dict[str, int]
+    options: Plan,
+    config: DecoderConfig,
+    gpu: GPU,
+    sizes: dict[str, int],
+    *,
+    guide: bool = True,
 ) -> Forecast:
     plan, loss, tokens = _step_of(options, config)
     rows = tokens.shape[0]
@@ -187,6 +192,7 @@ def _forecast(
         gpus=options.gpus,
         mesh=sizes,
         tokens=rows * options.seq,
+        guide=guide,
         accumulate=options.accumulate,
     )
 
@@ -231,7 +237,7 @@ def _sweep(options: Plan, config: DecoderConfig, gpu: GPU) -> None:
     found: list[tuple[str, Forecast]] = []
     for name, changed, sizes in _candidates(options, gpu):
         print(f"fsdp-jax: compiling {name}", file=sys.stderr)
-        found.append((name, _forecast(changed, config, gpu, sizes)))
+        found.append((name, _forecast(changed, config, gpu, sizes, guide=False)))
     found.sort(key=lambda pair: (not pair[1].fits, pair[1].timeline.seconds))
     columns = {
         "": "left",

@@ -121,7 +121,7 @@ def test_each_device_owns_whole_matrices_of_the_momentum(plan):
     shards = {n: m.sharding.shard_shape(m.shape) for n, m in momenta.items()}
     # 6 matrices of 16 x 64, and 3 each of the others, on 8 devices: at most one each.
     assert shards == {
-        "16 x 64 split on 1": (1, 16, 64),
+        "16 x 64 split on 0": (1, 16, 64),
         "64 x 16 split on 0": (1, 64, 16),
         "13 x 17 split on 0": (1, 13, 17),
     }

@@ -48,7 +48,9 @@ def test_random_parameters_are_the_same_on_every_mesh(name):
         got = fsdp.init_params(case.plan(mesh), key)
         pairs = zip(named_leaves(got), named_leaves(want), strict=True)
         for (leaf_name, a), (_, b) in pairs:
-            np.testing.assert_array_equal(a, b, err_msg=leaf_name)
+            # XLA:CPU computes the ends of rows by other instructions than their middle,
+            # and which is which depends on the split: one rounding of values below 1.
+            np.testing.assert_allclose(a, b, rtol=0, atol=2**-23, err_msg=leaf_name)
 
 
 def test_random_parameters_lie_as_planned_in_the_main_dtype():
