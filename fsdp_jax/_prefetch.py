@@ -37,8 +37,9 @@ def prefetching_scan(
     """Runs a stack of units, each gathered `prefetch` units ahead.
 
     `prefetch + 1` units are whole at a time, and with more than 1 ahead XLA makes a
-    copy of one; in backward there are besides the unreduced gradients of one unit. The
-    units that are whole when forward ends are those that backward begins with.
+    copy of one; in backward there are besides the gradients of one unit before they are
+    reduced, and this device's piece of those of the one before it. The units that are
+    whole when forward ends are those that backward begins with.
 
     Args:
       compute: `compute(weights, carry, slices, consts) -> (carry, y)`.
