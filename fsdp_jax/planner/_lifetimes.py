@@ -133,9 +133,22 @@ def lifetimes(
 
 
 def carry_of(operation: Operation) -> tuple[int, int]:
-    """Where a scan's carry begins and ends among what it reads."""
-    consts = operation.params["num_consts"]
-    return consts, consts + operation.params["num_carry"]
+    """Where a scan's carry begins and ends among what it reads.
+
+    By the dim that slices and what is stacked have more outside than within: versions
+    of jax keep the numbers in different forms.
+    """
+    (body,) = operation.bodies
+    read = zip(operation.inputs, body.inputs, strict=True)
+    num_slices = sum(_ndim(outer) > _ndim(inner) for outer, inner in read)
+    made = zip(operation.outputs, body.outputs, strict=True)
+    num_carried = sum(_ndim(outer) == _ndim(inner) for outer, inner in made)
+    end = len(operation.inputs) - num_slices
+    return end - num_carried, end
+
+
+def _ndim(value: Value | None) -> int:
+    return 0 if value is None else len(value.shape)  # A literal is a scalar.
 
 
 def _read(operation: Operation) -> list[Value]:
