@@ -128,6 +128,11 @@ class Plan:
         gpu = self.speeds.apply(self.gpu)
         config = _read_config(self)
         sizes = _mesh_sizes(self.mesh)
+        if self.sweep and (self.mesh, self.zero, self.outer) != (None, 3, 0):
+            raise ValueError(
+                "plan --sweep tries meshes and strategies of its own: leave out "
+                "--mesh, --zero and --outer, or --sweep."
+            )
         for file, option in ((self.json, "--json"), (self.picture, "--picture")):
             if file is not None:
                 check_absent(file, option)
@@ -266,8 +271,8 @@ def _sweep(options: Plan, config: DecoderConfig, gpu: GPU) -> None:
             "recommended: none of these fits. Use more GPUs, shorter rows, or --remat "
             "nothing."
         )
-        return
-    print(f"recommended: {name}")
+    else:
+        print(f"recommended: {name}")
     if options.json is not None:
         best.save_json(options.json)
     if options.picture is not None:

@@ -307,7 +307,7 @@ def _memory_table(forecast: Forecast) -> str:
         for name, size in dataclasses.asdict(memory).items()
     ]
     rows.append(("predicted together", format_bytes(memory.total), ""))
-    off = memory.total / forecast.compiled_bytes - 1
-    rows.append(("as compiled", format_bytes(forecast.compiled_bytes), f"{-off:+.1%}"))
+    more = forecast.compiled_bytes / memory.total - 1
+    rows.append(("as compiled", format_bytes(forecast.compiled_bytes), f"{more:+.1%}"))
     columns = {"memory a GPU": "left", "bytes": "right", "": "right"}
     return text_table(columns, rows)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from fsdp_jax.planner._cost import compute_seconds, wire_bytes, wire_seconds
+from fsdp_jax.planner._cost import compute_seconds, wire_seconds
 from fsdp_jax.planner._gpu import CostModel
 from fsdp_jax.planner._hlo import Computation, Instruction, Module
 from fsdp_jax.planner._wire import Collective, collective_of
@@ -190,8 +190,3 @@ def _labels(computation: Computation, *, in_loop: bool) -> list[str]:
     if in_loop and "backward" in labels:
         return ["backward"] * len(labels)
     return labels
-
-
-def total_wire_bytes(timeline: Timeline, num_devices: int) -> float:
-    """Bytes that a device sends in a step."""
-    return sum(wire_bytes(sent.collective, num_devices) for sent in timeline.sent)

@@ -66,6 +66,7 @@ def test_a_sweep_recommends_what_is_fastest_of_what_fits(llama, capsys):
         (("--gpu", "v100"), "'v100' is unknown: use a100, h100, h200, b200"),
         (("--mesh", "dp_shard:8"), "'dp_shard:8' is no size of dp_outer"),
         (("--tflops", "-1"), "takes no flops=-1"),
+        (("--sweep", "--zero", "2"), "leave out --mesh, --zero"),
         (("--gpus", "12"), "12 GPUs are neither a part of a node of 8"),
         (("--hf", "somewhere"), "from --hf MODEL or --config FILE: one"),
     ],

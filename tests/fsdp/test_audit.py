@@ -148,7 +148,9 @@ def test_a_model_of_which_no_dim_divides_passes(sizes):
     )
 
     def loss(weights, x):
-        layer = lambda w, x: (jnp.tanh(x @ w), None)  # noqa: E731
+        def layer(w, x):
+            return jnp.tanh(x @ w), None
+
         return fsdp.scan(layer, weights["layers"], x)[0].mean()
 
     step = fsdp.make_train_step(plan, loss, TX)
