@@ -1,7 +1,6 @@
 """The index of a checkpoint of several files: which file holds which tensor."""
 
 from pathlib import Path
-from typing import Any
 
 from bridge._json import read_json
 from bridge._safetensors import TensorInfo, read_header
@@ -20,13 +19,14 @@ def read_sharded(index: Path) -> dict[str, TensorInfo]:
       ValueError: If the index names what is no file beside it, or it and the headers
         disagree on any tensor. Everything that is wrong is listed.
     """
-    files = parse_index(read_json(index, f"The index '{index}'"), f"'{index}'")
-    _check_names(index, set(files.values()))
+    files = read_index(index)
     found, wrong = {}, []
     for file in sorted(set(files.values())):
         try:
             found[file] = read_header(index.parent / file)
-        except (ValueError, FileNotFoundError) as error:
+        except FileNotFoundError:
+            wrong.append(f"  {file!r} is absent")
+        except ValueError as error:
             wrong.append(f"  {error}")
     # A tensor missing from a file that cannot be read would be that file's fault.
     wrong = wrong or _disagreements(files, found)
@@ -35,37 +35,28 @@ def read_sharded(index: Path) -> dict[str, TensorInfo]:
     return {key: found[file][key] for key, file in files.items()}
 
 
-def parse_index(fields: dict[str, Any], subject: str) -> dict[str, str]:
-    """Returns the file name of each tensor.
+def read_index(index: Path) -> dict[str, str]:
+    """Returns the file name of each tensor; looks at no other file.
 
     Args:
-      fields: The whole index.
-      subject: What it is, to begin the error message.
+      index: Path of the index.
 
     Raises:
-      ValueError: If it names no files.
+      ValueError: If it is no index, or what it names are no file names.
     """
-    files = fields.get("weight_map")
+    files = read_json(index, f"The index '{index}'").get("weight_map")
     if (
         not isinstance(files, dict)
         or not files
         or not all(isinstance(file, str) for file in files.values())
     ):
-        raise ValueError(f"{subject} has no 'weight_map' from tensor to file name.")
-    return files
-
-
-def _check_names(index: Path, files: set[str]) -> None:
+        raise ValueError(f"'{index}' has no 'weight_map' from tensor to file name.")
     # An index is a stranger's text: a plain file name cannot leave the directory.
-    wrong = [
-        f"  {file!r} " + ("is absent" if _is_plain(file) else "is no file name")
-        for file in sorted(files)
-        if not _is_plain(file) or not (index.parent / file).exists()
-    ]
+    wrong = sorted({file for file in files.values() if not _is_plain(file)})
     if wrong:
-        raise ValueError(
-            f"'{index}' names files that are not beside it:\n" + "\n".join(wrong)
-        )
+        lines = [f"  {file!r} is no file name" for file in wrong]
+        raise ValueError(f"'{index}' names what is not beside it:\n" + "\n".join(lines))
+    return files
 
 
 def _is_plain(file: str) -> bool:
