@@ -11,7 +11,6 @@ from urllib.parse import unquote, urlsplit
 
 COMMIT = hashlib.sha1(b"main").hexdigest()
 BRANCH_COMMIT = hashlib.sha1(b"branch").hexdigest()
-REVISIONS = {"main": COMMIT, "branch": BRANCH_COMMIT}
 Files = Mapping[str, bytes]
 _API = re.compile(
     r"/api/models/(?P<repo>.+?)(/(?P<kind>revision|tree)/(?P<revision>.+))?"
@@ -24,14 +23,16 @@ class Hub(ThreadingHTTPServer):
 
     Args:
       repos: The files of each repository, `{commit}` in them being the commit's hash.
-      gated: Repositories whose files are shown and not given.
+      gated: A repository whose files are shown and not given.
+      moves_after: A file name; once it is fetched, `main` is another commit.
     """
 
     daemon_threads = True
 
-    def __init__(self, repos: Mapping[str, Files], gated: frozenset[str] = frozenset()):
+    def __init__(self, repos: Mapping[str, Files], gated: str = "", moves_after=""):
         super().__init__(("127.0.0.1", 0), _Handler)
-        self.repos, self.gated = repos, gated
+        self.repos, self.gated, self.moves_after = repos, gated, moves_after
+        self.revisions = {"main": COMMIT, "branch": BRANCH_COMMIT}
         self.fetched: dict[str, set[str]] = {}
 
     @property
@@ -84,18 +85,20 @@ class _Handler(BaseHTTPRequestHandler):
         files = self._find(repo, revision)
         if files is None:
             return
-        if repo in self.server.gated:
+        if repo == self.server.gated:
             self._send(403, b"", {"X-Error-Code": "GatedRepo"})
             return
         if self.command == "GET":
             self.server.fetched.setdefault(repo, set()).add(file)
+            if file == self.server.moves_after:
+                self.server.revisions["main"] = BRANCH_COMMIT
         self._send(200, files[file], {"ETag": f'"{_etag(files[file])}"'})
 
     def _find(self, repo: str, revision: str) -> Files | None:
-        self.commit = REVISIONS.get(revision, revision)
+        self.commit = self.server.revisions.get(revision, revision)
         if repo not in self.server.repos:
             self._send(404, b"", {"X-Error-Code": "RepoNotFound"})
-        elif self.commit not in REVISIONS.values():
+        elif self.commit not in (COMMIT, BRANCH_COMMIT):
             self._send(404, b"", {"X-Error-Code": "RevisionNotFound"})
         else:
             files = self.server.repos[repo].items()

@@ -68,6 +68,25 @@ def written_files(draw) -> bytes:
     return len(text).to_bytes(8, "little") + text + draw(st.binary(max_size=40))
 
 
+@st.composite
+def placed_files(draw) -> bytes:
+    """Tensors of a few bytes anywhere: beside, over and apart from each other."""
+    spans = st.tuples(st.integers(0, 4), st.integers(0, 3))
+    header = {
+        name: {"dtype": "U8", "shape": [size], "data_offsets": [start, start + size]}
+        for name, (start, size) in draw(
+            st.dictionaries(st.sampled_from("abcd"), spans)
+        ).items()
+    }
+    text = json.dumps(header).encode()
+    end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    data = bytes(range(draw(st.just(end) | st.integers(0, 8))))
+    return len(text).to_bytes(8, "little") + text + data
+
+
+any_files = st.binary() | mutated_files() | written_files() | placed_files()
+
+
 @pytest.fixture(scope="module")
 def file(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("fuzz") / "model.safetensors"
@@ -97,7 +116,7 @@ def assert_read_as_the_package_does(content: bytes, arrays: dict[str, np.ndarray
 
 
 @settings(deadline=None, max_examples=500)
-@given(st.binary() | mutated_files() | written_files())
+@given(any_files)
 def test_any_bytes_are_read_as_the_package_reads_them_or_refused(file, content):
     arrays = read_all(file, content)
     event("refused" if arrays is None else f"{len(arrays)} tensors")
@@ -114,7 +133,7 @@ def test_a_valid_file_is_never_refused(file, content):
 
 
 @settings(deadline=None, max_examples=100)
-@given(mutated_files() | written_files())
+@given(any_files)
 def test_no_header_makes_the_parser_take_memory(file, content):
     tracemalloc.start()
     read_all(file, content)

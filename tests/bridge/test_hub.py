@@ -61,6 +61,13 @@ def content_of(repo: str, file: str) -> bytes:
     return json.dumps({"weight_map": weight_map, "of": repo}).encode()
 
 
+def contents() -> dict[str, dict[str, bytes]]:
+    return {
+        repo: {file: content_of(repo, file) for file in files}
+        for repo, files in REPOS.items()
+    }
+
+
 def resolve_all(
     arguments: list[dict[str, Any]], home: Path, **environment: str
 ) -> list[str]:
@@ -98,8 +105,7 @@ def resolved(home) -> tuple[dict[str, str], dict[str, set[str]]]:
         {"id": "org/one", "revision": "no-branch"},
         {"id": str(home), "revision": "branch"},
     ]
-    repos = {repo: {f: content_of(repo, f) for f in REPOS[repo]} for repo in REPOS}
-    with running(Hub(repos, gated=frozenset({"org/gated"}))) as hub:
+    with running(Hub(contents(), gated="org/gated")) as hub:
         paths = resolve_all(arguments, home, HF_ENDPOINT=hub.url)
     keys = ["@".join(str(v) for v in argument.values()) for argument in arguments]
     return dict(zip(keys, paths, strict=True)), hub.fetched
@@ -140,6 +146,13 @@ def test_a_revision_is_a_branch_or_a_commit(resolved):
     ):
         weights = (Path(resolved[0][asked]) / ONE).read_text()
         assert weights == f"org/one/{ONE} at {commit}"
+
+
+def test_all_files_are_of_one_commit_whatever_is_pushed_meanwhile(tmp_path):
+    with running(Hub(contents(), moves_after=INDEX)) as hub:
+        (path,) = resolve_all([{"id": "org/many"}], tmp_path, HF_ENDPOINT=hub.url)
+    weights = (Path(path) / SHARDS[0]).read_text()
+    assert weights == f"org/many/{SHARDS[0]} at {COMMIT}"
 
 
 def test_nothing_is_fetched_of_a_repository_of_pickles(resolved):
