@@ -1,17 +1,27 @@
 """Block-scaled weights are bit by bit what transformers makes of them, where it can."""
 
+import json
+
+import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from bridge_helpers import mould_of
 from test_block_scaled import FP8, MXFP4, mxfp4_tensors, opened
+from tiny_configs import hf_fields
+from transformers import AutoModelForCausalLM
 from transformers.integrations.finegrained_fp8 import (
     Fp8Dequantize,
     _dequantize_fp8_weight,
 )
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+import bridge
 from bridge._block_scaled import decode_block_scaled
+from bridge._config import find_family
+from bridge._load import load
 
 pytestmark = pytest.mark.torch
 
@@ -81,3 +91,34 @@ def test_mxfp4_is_decoded_as_transformers_decodes_it(tmp_path):
     np.testing.assert_array_equal(
         np.ascontiguousarray(read).view(np.uint16), bits_of(expected)
     )
+
+
+def released(shape: tuple[int, ...], key: str) -> dict[str, np.ndarray]:
+    """A random tensor of a GPT-OSS checkpoint as it is released: experts in mxfp4."""
+    if key.endswith(("experts.gate_up_proj", "experts.down_proj")):
+        packed = mxfp4_tensors(*shape).items()
+        return {name.replace("up_proj", key): array for name, array in packed}
+    values = np.random.default_rng(0).normal(size=shape)
+    return {key: values.astype(ml_dtypes.bfloat16)}
+
+
+def test_a_gpt_oss_release_is_what_transformers_loads(tmp_path):
+    changes = {"hidden_size": 64, "intermediate_size": 96, "dtype": "bfloat16"}
+    quantization = MXFP4 | {"dequantize": True}
+    fields = hf_fields("gpt_oss", quantization_config=quantization, **changes)
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    config = bridge.from_hf_config(tmp_path)
+    mapping = find_family("gpt_oss").mapping(config)
+    tensors = {}
+    for key, pieces in mapping.by_source().items():
+        tensors |= released(pieces[0].source_shape, key)
+    source = opened(tmp_path / "model.safetensors", tensors)
+    source = decode_block_scaled(source, quantization)
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
+    assert set(source.keys()) == set(expected)
+    for key, tensor in expected.items():
+        bits = np.ascontiguousarray(source.read(key)).view(np.uint16)
+        np.testing.assert_array_equal(bits, bits_of(tensor), key)
+    params = load(source, mapping, mould_of(config, jnp.bfloat16))
+    loaded = sum(leaf.size for leaf in jax.tree.leaves(params))
+    assert loaded == sum(tensor.numel() for tensor in expected.values())
