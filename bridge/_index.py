@@ -1,16 +1,23 @@
 """The index of a checkpoint of several files: which file holds which tensor."""
 
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 from bridge._json import read_json
-from bridge._safetensors import TensorInfo, read_header
+
+Tensor = TypeVar("Tensor")
+"""Where a tensor lies, as its format says it."""
 
 
-def read_sharded(index: Path) -> dict[str, TensorInfo]:
+def read_sharded(
+    index: Path, read_file: Callable[[Path], Mapping[str, Tensor]]
+) -> dict[str, Tensor]:
     """Reads an index and the headers of the files it names; no data.
 
     Args:
       index: Path of the index. Its files lie beside it.
+      read_file: Returns each tensor's place in a file, by name.
 
     Returns:
       Each tensor's place, by name, in the order of the index.
@@ -23,7 +30,7 @@ def read_sharded(index: Path) -> dict[str, TensorInfo]:
     found, wrong = {}, []
     for file in sorted(set(files.values())):
         try:
-            found[file] = read_header(index.parent / file)
+            found[file] = read_file(index.parent / file)
         except FileNotFoundError:
             wrong.append(f"  {file!r} is absent")
         except ValueError as error:
@@ -64,7 +71,7 @@ def _is_plain(file: str) -> bool:
 
 
 def _disagreements(
-    files: dict[str, str], found: dict[str, dict[str, TensorInfo]]
+    files: dict[str, str], found: Mapping[str, Collection[str]]
 ) -> list[str]:
     return [
         f"  tensor {key!r} is not in {file!r}"

@@ -6,13 +6,14 @@ Names and first bytes decide what an error advises, never how anything is read.
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 
+_MOST_NAMES = 3  # of one kind, in a message
 _FIRST_BYTES = {
     b"version https://git-lfs": (
         "It is a git-lfs pointer, which stands for the file: run `git lfs pull` "
         "where it was cloned, or download it from the hub."
     ),
-    b"PK": "It is a zip, as torch.save writes: `bridge.from_torch` reads those.",
-    b"\x80": "It is a pickle, as torch.save writes: `bridge.from_torch` reads those.",
+    b"PK": "It is a zip, as torch.save writes: name it .pt for `bridge.from_torch`.",
+    b"\x80": "It is a bare pickle, as torch wrote before 1.6: save it anew with torch.",
     b"GGUF": "It is a GGUF file, of llama.cpp: get the model's original weights.",
     b"\x89HDF": "It is an HDF5 file, of Keras: get the model's PyTorch weights.",
     b"<": "It is a web page: the download was answered by one, perhaps by a login.",
@@ -23,7 +24,10 @@ _NAMES = {
     "*.pth": "PyTorch pickles: `bridge.from_torch` reads them, running no code",
     "adapter_*.safetensors": "a PEFT adapter, no model: open the model it adapts",
     "*.safetensors": "safetensors under a name of their own: give the file's path",
-    "*.distcp": "a distributed PyTorch checkpoint, as Megatron writes it",
+    "*.distcp": "Megatron's distributed checkpoint: `bridge.megatron.open_megatron`",
+    "latest_checkpointed_iteration.txt": (
+        "checkpoints of Megatron: `bridge.megatron.open_megatron` reads them"
+    ),
     "*.gguf": "GGUF, of llama.cpp: get the model's original weights",
     "*.onnx": "ONNX: get the model's original weights",
     "*.h5": "HDF5, of Keras: get the model's PyTorch weights",
@@ -36,6 +40,9 @@ def describe_content(head: bytes) -> str:
 
     Args:
       head: The first bytes of the file, 32 or more if it has them.
+
+    Returns:
+      Sentences to be appended to a message.
     """
     known = (text for magic, text in _FIRST_BYTES.items() if head.startswith(magic))
     return next(known, "")
@@ -55,9 +62,9 @@ def describe_names(names: Iterable[str]) -> str:
         advice = next((a for p, a in _NAMES.items() if fnmatchcase(name, p)), None)
         if advice is not None:
             groups.setdefault(advice, []).append(name)
-    return "".join(
-        f"\n  {found[0]!r}"
-        + (f" and {len(found) - 1} more" if found[1:] else "")
-        + f": {advice}."
-        for advice, found in groups.items()
-    )
+    lines = []
+    for advice, found in groups.items():
+        shown = ", ".join(map(repr, found[:_MOST_NAMES]))
+        more = len(found) - _MOST_NAMES
+        lines.append(f"\n  {shown}{f' and {more} more' * (more > 0)}: {advice}.")
+    return "".join(lines)

@@ -141,7 +141,7 @@ def _read_directory(directory: Path) -> dict[str, TensorInfo]:
         )
     if INDEX_NAME not in names:
         return read_header(directory / SINGLE_NAME)
-    tensors = read_sharded(directory / INDEX_NAME)
+    tensors = read_sharded(directory / INDEX_NAME, read_header)
     named = {info.file.name for info in tensors.values()}
     if SINGLE_NAME in names - named:
         raise ValueError(

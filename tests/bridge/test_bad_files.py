@@ -66,7 +66,7 @@ NO_SAFETENSORS = {
     "zeros": (header(bytes(99)), r"begin with b'\\x00'"),
     "a list": (header(b"[]"), r"begin with b'\['"),
     "a git-lfs pointer": (LFS_POINTER, "run `git lfs pull`"),
-    "a pickle that runs code": (pickle.dumps(Canary()), "a pickle.*bridge.from_torch"),
+    "a pickle that runs code": (pickle.dumps(Canary()), "a bare pickle, as torch"),
     "a torch zip that runs code": (torch_zip(), "a zip.*bridge.from_torch"),
     "a GGUF file": (b"GGUF\3\0\0\0" + bytes(32), "a GGUF file"),
     "an HDF5 file": (b"\x89HDF\r\n\x1a\n" + bytes(32), "an HDF5 file"),
@@ -378,7 +378,8 @@ OTHERS = {
     "adapter_model.safetensors": "a PEFT adapter, no model",
     "consolidated.safetensors": "safetensors under a name of their own",
     "model.gguf": "GGUF, of llama.cpp",
-    "__0_0.distcp": "a distributed PyTorch checkpoint",
+    "__0_0.distcp": "Megatron's distributed checkpoint: `bridge.megatron.open_",
+    "latest_checkpointed_iteration.txt": "checkpoints of Megatron",
     "flax_model.msgpack": "flax of transformers 4",
     "tf_model.h5": "HDF5, of Keras",
     "model.onnx": "ONNX",
@@ -392,6 +393,13 @@ def test_weights_of_another_kind_are_named_with_advice(
     (checkpoint / "model.safetensors").unlink()
     (checkpoint / name).write_bytes(pickle.dumps(Canary()))
     refused(checkpoint, f"neither 'model.safetensors' nor .*\n  '{name}': {advice}")
+
+
+def test_many_files_of_a_kind_are_one_line(checkpoint, refused):
+    (checkpoint / "model.safetensors").unlink()
+    for number in range(5):
+        (checkpoint / f"pytorch_model-{number}.bin").touch()
+    refused(checkpoint, r"-0.bin', '.*-1.bin', '.*-2.bin' and 2 more: PyTorch pickles")
 
 
 def test_an_empty_directory_is_refused(tmp_path, refused):
