@@ -19,7 +19,7 @@ from bridge._source import Source
 _E4M3 = DTYPES["F8_E4M3"]
 _SCALE_DTYPES = tuple(DTYPES[name] for name in ("F32", "BF16", "F8_E8M0"))
 _SUFFIX = "_scale_inv"
-# Every E4M3 number in float32: looking one up is twice as fast as casting it.
+# Every E4M3 number in float32: to `take` one is several times as fast as a cast.
 _VALUES = np.arange(256, dtype=np.uint8).view(_E4M3).astype(np.float32)
 
 
@@ -71,7 +71,7 @@ class Fp8Tensor:
             part = (*matrix, rows)
             scale = scales[(*matrix, block_row)].astype(np.float32)[columns]
             with np.errstate(over="ignore", invalid="ignore"):  # inf and NaN may come
-                decoded[part] = _VALUES[numbers[part]] * scale
+                decoded[part] = np.take(_VALUES, numbers[part]) * scale
         return decoded
 
 

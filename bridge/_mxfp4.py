@@ -105,7 +105,7 @@ def _misfit(parts: list[tuple[tuple[int, ...], np.dtype]]) -> str | None:
 
 def _decode(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
     """Decodes `(out, blocks, 16)` bytes with `(out, blocks)` scales to `(out, in)`."""
-    pairs = _pairs()[scales[..., None].astype(np.uint16) << 8 | blocks]
+    pairs = np.take(_pairs(), scales[..., None].astype(np.uint16) << 8 | blocks)
     return pairs.view(ml_dtypes.bfloat16).reshape(len(blocks), -1)
 
 

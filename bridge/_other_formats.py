@@ -22,7 +22,7 @@ _NAMES = {
     "*.bin": "PyTorch pickles: `bridge.from_torch` reads them, running no code",
     "*.pt": "PyTorch pickles: `bridge.from_torch` reads them, running no code",
     "*.pth": "PyTorch pickles: `bridge.from_torch` reads them, running no code",
-    "adapter_*.safetensors": "a PEFT adapter, no model: open the model it adapts",
+    "adapter_*.safetensors": "a PEFT adapter, no model: `bridge.load_lora` reads it",
     "*.safetensors": "safetensors under a name of their own: give the file's path",
     "*.distcp": "Megatron's distributed checkpoint: `bridge.megatron.open_megatron`",
     "latest_checkpointed_iteration.txt": (
