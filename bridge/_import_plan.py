@@ -8,12 +8,12 @@ import jax
 import numpy as np
 
 from bridge._box import Box, complete, overlap, shape_of, whole
-from bridge._config import find_family, from_hf_config
+from bridge._hf_checkpoint import open_hf
 from bridge._layout import Layout, Side
 from bridge._mapping import Mapping, is_ignored
 from bridge._piece import Piece
 from bridge._report import fold_numbers
-from bridge._source import Source, open_checkpoint
+from bridge._source import Source
 from bridge._tree import named_leaves
 from bridge.models import DecoderConfig
 
@@ -126,9 +126,7 @@ def plan(
       ValueError: If the checkpoint is damaged, its family not supported, or mould,
         config and checkpoint do not fit; everything that does not fit is listed.
     """
-    source = open_checkpoint(path)
-    config = config or from_hf_config(path)
-    mapping = find_family(config.model_type).mapping_for(config, source.keys())
+    source, config, mapping = open_hf(path, config)
     leaves = _expected(source, mapping) if mould is None else named_leaves(mould)
     mapping.check(leaves, source)
     pieces = mapping.by_destination()
