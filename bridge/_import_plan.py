@@ -1,4 +1,4 @@
-"""What an import would do, from headers alone: which tensors, where to, how many bytes."""
+"""What an import would do, from headers alone: tensors, their places, their bytes."""
 
 import dataclasses
 import os
