@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bridge._source import Source
@@ -22,6 +22,7 @@ _KINDS = {
 _ANY_KIND = "|".join(sorted(_KINDS, key=len, reverse=True))
 _OPTIMIZER = re.compile(r"^(?:chained_\d+\.)?optimizer\.")
 _KIND_FIRST = re.compile(rf"^state\.({_ANY_KIND})\.(.+)$")
+_STEP = re.compile(r"^state\.(.+\.)?step$")
 _KIND_LAST = re.compile(rf"^state\.(.+)\.({_ANY_KIND})$")
 
 
@@ -68,13 +69,15 @@ def read_optimizer(
         "exp_avg_sq": {},
         "master": {},
     }
-    left_out = []
+    left_out, steps = [], []
     for key, tensor in tensors.items():
         rest = _OPTIMIZER.sub("", key)
         if match := _KIND_FIRST.match(rest):
             kinds[_KINDS[match[1]]][match[2]] = tensor
         elif match := _KIND_LAST.match(rest):
             kinds[_KINDS[match[2]]][match[1]] = tensor
+        elif _STEP.match(rest):
+            steps.append(tensor)
         else:
             left_out.append(key)
     if not kinds["exp_avg"] or not kinds["exp_avg_sq"]:
@@ -88,7 +91,7 @@ def read_optimizer(
         sources["exp_avg"],
         sources["exp_avg_sq"],
         sources["master"] if kinds["master"] else None,
-        _step(groups, common),
+        _step(groups, common, steps),
         groups,
     )
     return state, tuple(left_out)
@@ -103,9 +106,13 @@ def _param_groups(common: Any) -> list[Mapping[str, Any]]:
     return [group for inner in common.values() for group in _param_groups(inner)]
 
 
-def _step(groups: tuple[Mapping[str, Any], ...], common: Any) -> int | None:
+def _step(
+    groups: Sequence[Mapping[str, Any]], common: Any, tensors: Sequence[Tensor]
+) -> int | None:
+    """Finds the steps taken, which are kept in one of three places."""
     steps = {int(group["step"]) for group in groups if "step" in group}
     steps |= _common_steps(common)
+    steps |= {int(tensor.read()) for tensor in tensors}
     if len(steps) > 1:
         raise ValueError(f"The optimizer's groups took {sorted(steps)} steps.")
     return steps.pop() if steps else None
