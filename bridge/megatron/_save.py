@@ -18,9 +18,10 @@ from bridge._torch_writer import TorchWriter
 from bridge.megatron._checkpoint import COMMON_NAME
 from bridge.megatron._find import TRACKER_NAME
 from bridge.megatron._names import EMBEDDING, HEAD
+from bridge.megatron._pipeline import Pipeline
 from bridge.megatron._ranks import ParallelSizes
 from bridge.megatron._vocab import padded_shape
-from bridge.megatron._write_legacy import Pipeline, check_pipeline, write_legacy
+from bridge.megatron._write_legacy import check_pipeline, write_legacy
 from bridge.megatron._write_torch_dist import slots_of, write_torch_dist
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")

@@ -89,14 +89,16 @@ def merge(parts: Sequence[Tensor], split: Split) -> Tensor:
     return concatenate([*gates, *ups], dim=0)
 
 
-def check_split(shape: tuple[int, ...], split: Split, num_ranks: int) -> None:
-    """Checks that a weight of this shape can be cut evenly.
+def split_shape(
+    shape: tuple[int, ...], split: Split, num_ranks: int
+) -> tuple[int, ...]:
+    """Returns the shape of a rank's part.
 
     Raises:
-      ValueError: If it cannot.
+      ValueError: If the weight cannot be cut evenly.
     """
     if split is Split.NONE:
-        return
+        return shape
     dim = 1 if split is Split.COLUMNS else 0
     divisor = num_ranks * (2 if split is Split.GATED else 1)
     if shape[dim] % divisor:
@@ -104,6 +106,7 @@ def check_split(shape: tuple[int, ...], split: Split, num_ranks: int) -> None:
             f"dim {dim} of shape {shape} is not a multiple of {divisor}, as "
             f"{num_ranks} tensor-parallel ranks need {split.value}"
         )
+    return (*shape[:dim], shape[dim] // num_ranks, *shape[dim + 1 :])
 
 
 def cut(array: np.ndarray, split: Split, num_ranks: int) -> list[np.ndarray]:

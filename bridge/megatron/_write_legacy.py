@@ -1,62 +1,20 @@
 """Writing legacy checkpoints: each tensor cut for its ranks as it comes."""
 
 import contextlib
-import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from bridge._report import format_report
 from bridge._source import Source
 from bridge._torch_writer import TorchWriter
 from bridge.megatron._legacy import FILE_NAME
 from bridge.megatron._names import EMBEDDING, HEAD
-from bridge.megatron._ranks import ParallelSizes, Rank
+from bridge.megatron._pipeline import Pipeline
+from bridge.megatron._ranks import Rank
 from bridge.megatron._spelling import in_module
-from bridge.megatron._tensor_parallel import Split, check_split, cut, is_gated, split_of
+from bridge.megatron._tensor_parallel import Split, cut, is_gated, split_of, split_shape
 from bridge.megatron._vocab import pad_vocab, padded_shape
-
-_LAYER = re.compile(r"^(decoder\.layers\.)(\d+)(?=\.)")
-_EXPERT = re.compile(r"(\.mlp\.experts\.)(\d+)(?=\.)")
-
-
-class Pipeline(NamedTuple):
-    """How layers and experts are dealt out.
-
-    Args:
-      sizes: Ranks of each kind.
-      num_chunks: Model chunks a stage (VPP); 1 without a virtual pipeline.
-      num_layers: Layers in all.
-      num_experts: Experts a layer; 0 for dense models.
-    """
-
-    sizes: ParallelSizes
-    num_chunks: int
-    num_layers: int
-    num_experts: int
-
-    def place(self, name: str) -> tuple[int, int, str]:
-        """Returns a tensor's stage, chunk, and name with the layer's local number."""
-        match = _LAYER.match(name)
-        if match is None:
-            first = name.startswith("embedding.")
-            return (
-                (0, 0, name)
-                if first
-                else (self.sizes.pp - 1, self.num_chunks - 1, name)
-            )
-        per_chunk = self.num_layers // (self.sizes.pp * self.num_chunks)
-        chunk, stage = divmod(int(match[2]) // per_chunk, self.sizes.pp)
-        local = int(match[2]) % per_chunk
-        return stage, chunk, _LAYER.sub(rf"\g<1>{local}", name)
-
-    def expert(self, name: str) -> tuple[int | None, str]:
-        """Returns an expert's rank, or None for all, and its name on that rank."""
-        match = _EXPERT.search(name)
-        if match is None:
-            return None, name
-        rank, local = divmod(int(match[2]), self.num_experts // self.sizes.ep)
-        return rank, _EXPERT.sub(rf"\g<1>{local}", name)
 
 
 def check_pipeline(
@@ -76,7 +34,7 @@ def check_pipeline(
     for name in source.keys() if sizes.tp > 1 else ():
         try:
             shape = padded_shape(name, source.shape(name), multiple)
-            check_split(shape, split_of(name, gated=is_gated(args)), sizes.tp)
+            split_shape(shape, split_of(name, gated=is_gated(args)), sizes.tp)
         except ValueError as error:
             wrong.append(f"{name}: {error}")
     if wrong:
