@@ -20,6 +20,7 @@ from bridge._report import format_report
 from bridge._rules import Rule
 from bridge._sizes import settle
 from bridge._source import Source
+from bridge._torch_source import tied_in
 from bridge.adapt import Adapter
 
 Rules = Sequence[Rule | Adapter]
@@ -71,7 +72,7 @@ def ties_of(source: Source, rules: Rules) -> dict[str, str]:
     Returns:
       For each of them, the name of the one that a rule speaks of.
     """
-    tied: Mapping[str, str] = getattr(source, "tied", {})
+    tied = tied_in(source)
     spoken = set(spoken_of(rules, source.keys()))
     groups: dict[str, list[str]] = collections.defaultdict(list)
     for key in source.keys():

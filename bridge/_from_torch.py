@@ -16,7 +16,7 @@ from bridge._derived import derive
 from bridge._load import Progress, load
 from bridge._mould import read_mould
 from bridge._propose import propose_rules
-from bridge._torch_source import open_torch
+from bridge._torch_files import open_torch
 
 
 def from_torch(
@@ -26,6 +26,7 @@ def from_torch(
     *,
     sizes: Mapping[str, int] | None = None,
     ignore: Sequence[str] = (),
+    prefix: str = "",
     progress: Progress | None = None,
 ) -> Any:
     """Fills a model with the weights of a PyTorch model.
@@ -52,6 +53,8 @@ def from_torch(
         takes the proposal only if nothing in it is in doubt; see `propose_rules`.
       sizes: Sizes of dims that the rules name and that no shape tells, by name.
       ignore: Names of tensors that nobody needs; `{name}` stands for a number.
+      prefix: Take the tensors whose names begin so, under the rest of their names:
+        `"model."` of a training checkpoint, `"module."` of a wrapped model.
       progress: Called with bytes done, and bytes in all, after each tensor.
 
     Returns:
@@ -64,9 +67,11 @@ def from_torch(
         listed, before a weight is read), or if the proposal is in doubt: it is then
         printed, as code to be corrected.
     """
-    tensors, target = open_torch(source), read_mould(mould)
+    tensors, target = open_torch(source, prefix), read_mould(mould)
     if rules is None:
-        rules = propose_rules(source, mould, ignore=ignore).certain_rules()
+        rules = propose_rules(
+            source, mould, ignore=ignore, prefix=prefix
+        ).certain_rules()
     leaves = structs_of(target.leaves)
     derived = derived_of(rules)
     adapted = derive(tensors, derived)

@@ -17,7 +17,7 @@ _COUNTERPARTS = {
     "Linear": {"Linear"},
     "Conv": _CONVS,
     "ConvTranspose": _TRANSPOSED,
-    "Kernel": _CONVS,
+    "Kernel": _CONVS | _TRANSPOSED,
     "Embed": {"Embedding"},
     "LayerNorm": {"LayerNorm"},
     "GroupNorm": {"GroupNorm"},
@@ -30,7 +30,7 @@ _COUNTERPARTS = {
     "GRUCell": {"GRU", "GRUCell"},
 }
 _NORMS = {"LayerNorm", "GroupNorm", "RMSNorm", "Norm"}
-_MATRICES = {"Linear", "Conv", "ConvTranspose", "Embed"}
+_MATRICES = {"Linear", "Conv", "ConvTranspose", "Kernel", "Embed"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +79,7 @@ def pair(theirs: TorchLayer, ours: TreeLayer) -> Row | None:
         return None
     name, options = _adapter(theirs, ours)
     module, prefix = adapt, "adapt."
-    if ours.family == "equinox":
+    if ours.by == "equinox":
         module, prefix = adapt.equinox, "adapt.equinox."
     doubts = tuple(_doubts(theirs, ours))
     paths = theirs.path, ours.path
@@ -135,10 +135,12 @@ def _doubts(theirs: TorchLayer, ours: TreeLayer) -> list[str]:
     if theirs.kind is not None and theirs.kind not in _COUNTERPARTS[kind]:
         doubts.append(f"{theirs.kind} in PyTorch, {kind} in the tree")
     weight = theirs.shapes.get("weight", ())
+    unsure = theirs.kind is None or ours.by == "names"
     if theirs.kind is None and kind == "Kernel":
-        doubts.append("nothing says of which class it is")
-    elif theirs.kind is None and kind in _MATRICES and len(set(weight[:2])) == 1:
-        doubts.append(f"square, {weight}, and no class says which dim is which")
+        doubts.append("no class says what it is")
+    elif unsure and kind in _MATRICES and len(set(weight[:2])) == 1:
+        side = "PyTorch" if theirs.kind is None else "the tree"
+        doubts.append(f"square, {weight}, and of no known class in {side}")
     if kind == "Kernel" and theirs.kind in _TRANSPOSED:
         doubts.append("nothing says whether it has `transpose_kernel`")
     if kind.endswith("Cell") and any("bias" in name for name in theirs.shapes):

@@ -27,8 +27,8 @@ from bridge._report import fold_numbers
 from bridge._rules import Rule
 from bridge._sizes import settle
 from bridge._source import Source
+from bridge._torch_files import open_torch
 from bridge._torch_layers import TorchLayer, torch_layers
-from bridge._torch_source import open_torch
 from bridge._tree_layers import TreeLayer, tree_layers
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -88,7 +88,9 @@ class Proposal:
         return "\n".join(lines)
 
 
-def propose_rules(source: Any, mould: Any, *, ignore: Sequence[str] = ()) -> Proposal:
+def propose_rules(
+    source: Any, mould: Any, *, ignore: Sequence[str] = (), prefix: str = ""
+) -> Proposal:
     """Proposes the rules by which `from_torch` would fill a mould; reads no weights.
 
     A row is in doubt if the two sides' classes or shapes do not fit, if a matrix is
@@ -99,17 +101,18 @@ def propose_rules(source: Any, mould: Any, *, ignore: Sequence[str] = ()) -> Pro
       source: As for `from_torch`. A module tells more than its state dict.
       mould: As for `from_torch`.
       ignore: Names of tensors that nobody needs; `{name}` stands for a number.
+      prefix: As for `from_torch`.
     """
-    tensors, target = open_torch(source), read_mould(mould)
+    tensors, target = open_torch(source, prefix), read_mould(mould)
     theirs = torch_layers(source, tensors)
     ours = tree_layers(mould, target)
     shapes = {name: tuple(leaf.shape) for name, leaf in target.leaves.items()}
     pairs = _pairs(theirs, ours)
     channels = _channels(pairs)
     rows = [
-        _flattened(_contradicted(row, tensors, shapes), a, channels, b.family)
+        _flattened(_contradicted(row, tensors, shapes), a, channels, b.by)
         for a, b in pairs
-        if (row := pair(a, b)) is not None
+        if (row := pair(a, b)) is not None and spoken_of([row.rule], tensors.keys())
     ]
     rows += _bare(rows, tensors, shapes)
     rules = [row.rule for row in rows]
@@ -169,15 +172,13 @@ def _contradicted(row: Row, tensors: Source, leaves: Shapes) -> Row:
     return dataclasses.replace(row, doubts=tuple(doubts))
 
 
-def _flattened(
-    row: Row, layer: TorchLayer, channels: Sequence[int], family: str
-) -> Row:
+def _flattened(row: Row, layer: TorchLayer, channels: Sequence[int], by: str) -> Row:
     """Doubts a linear whose input may be a flattened feature map.
 
     PyTorch flattens channels first, flax channels last, and neither class nor shape
     tells what a linear is fed with. equinox has channels first too.
     """
-    if row.make is not adapt.linear or family == "equinox":
+    if row.make is not adapt.linear or by == "equinox":
         return row
     width = layer.shapes["weight"][-1]
     found = [c for c in channels if width > c and width % c == 0]

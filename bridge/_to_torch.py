@@ -20,7 +20,8 @@ from bridge._derived import derive, underive
 from bridge._mould import read_mould
 from bridge._piece import Piece
 from bridge._source import Source
-from bridge._torch_source import open_torch, to_tensor
+from bridge._torch_files import open_torch
+from bridge._torch_source import to_tensor
 
 
 def to_torch(

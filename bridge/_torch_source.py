@@ -1,91 +1,68 @@
-"""PyTorch's tensors as a source: modules, state dicts, and files without pickles run.
+"""PyTorch's tensors as sources: modules and state dicts, in memory.
 
-torch is imported only when there are tensors of it, or to make some.
+torch is imported only where there are tensors of it already, or to make some.
 """
 
 import dataclasses
-import functools
-import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from bridge._box import as_index, complete
-from bridge._source import Source, open_checkpoint
+from bridge._source import Source
+from bridge._torch_tensors import LazyTensor
+from bridge._torch_zip import TensorSource
 
-_UNSIGNED = {1: "uint8", 2: "uint16", 4: "uint32", 8: "uint64"}
+_BITS = {1: "uint8", 2: "uint16", 4: "uint32"}
 
 
-@dataclasses.dataclass(frozen=True)
-class TensorSource:
-    """A mapping of tensors, or of numpy arrays, seen as a source.
+@dataclasses.dataclass(frozen=True, eq=False)
+class HeldTensor:
+    """A `torch.Tensor`, or an array of numpy or jax, as a source holds it.
+
+    Args:
+      value: The tensor.
+    """
+
+    value: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape."""
+        return tuple(self.value.shape)
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Its dtype, as numpy or ml_dtypes name it."""
+        return jnp.dtype(str(self.value.dtype).removeprefix("torch."))
+
+    def read(self, slices: tuple[slice, ...] = ()) -> np.ndarray:
+        """Returns the tensor, or the box of it that `slices` says; a view if it can."""
+        array = to_numpy(self.value, self.dtype)
+        return array[as_index(complete(slices, array.shape))]
+
+
+def hold(name: str, tensors: Mapping[str, Any]) -> Source:
+    """Makes a source of tensors in memory.
 
     Args:
       name: What they are, for messages.
-      tensors: By name.
-    """
-
-    name: str
-    tensors: Mapping[str, Any]
-
-    def keys(self) -> tuple[str, ...]:
-        """Names of all tensors."""
-        return tuple(self.tensors)
-
-    def shape(self, key: str) -> tuple[int, ...]:
-        """Shape of one tensor."""
-        return tuple(self.tensors[key].shape)
-
-    def dtype(self, key: str) -> np.dtype:
-        """Dtype of one tensor."""
-        return dtype_of(self.tensors[key])
-
-    def read(self, key: str, slices: tuple[slice, ...] = ()) -> np.ndarray:
-        """Returns a tensor, or the box of it that `slices` says; a view if it can."""
-        array = to_numpy(self.tensors[key])
-        return array[as_index(complete(slices, array.shape))]
-
-    @functools.cached_property
-    def tied(self) -> dict[str, str]:
-        """Names of tensors that are another one again, and that other's name."""
-        first: dict[Any, str] = {}
-        return {
-            key: owner
-            for key, tensor in self.tensors.items()
-            if (owner := first.setdefault(_memory(tensor, key), key)) != key
-        }
-
-
-def open_torch(source: Any) -> Source:
-    """Opens what `from_torch` takes; reads no weights.
-
-    Args:
-      source: An `nn.Module`, a state dict of tensors or numpy arrays, the path of a
-        `.safetensors` file or of a directory with them, or a `Source`.
+      tensors: `torch.Tensor`s, or arrays, by name.
 
     Raises:
-      FileNotFoundError: If nothing is at the path.
-      ValueError: If the path is no checkpoint, or a value no tensor with data.
+      ValueError: If a value is no tensor with data, or a name no string; all of them
+        are listed.
     """
-    if isinstance(source, str | os.PathLike):
-        return open_checkpoint(Path(source))
-    if is_module(source):
-        source = TensorSource(f"the {type(source).__name__}", source.state_dict())
-    elif isinstance(source, Mapping):
-        source = TensorSource("the state dict", source)
-    else:
-        return source
     wrong = [
         f"  {key}: {problem}"
-        for key, value in source.tensors.items()
+        for key, value in tensors.items()
         if (problem := _problem(key, value))
     ]
     if wrong:
-        raise ValueError(f"{source.name} holds what is no tensor:\n" + "\n".join(wrong))
-    return source
+        raise ValueError(f"{name} holds what is no tensor:\n" + "\n".join(wrong))
+    return TensorSource(name, {key: HeldTensor(v) for key, v in tensors.items()})
 
 
 def is_module(source: Any) -> bool:
@@ -96,23 +73,35 @@ def is_module(source: Any) -> bool:
     )
 
 
-def dtype_of(tensor: Any) -> np.dtype:
-    """Returns the dtype of a tensor, or of an array, as numpy's or ml_dtypes'."""
-    return jnp.dtype(str(tensor.dtype).removeprefix("torch."))
+def tied_in(source: Source) -> dict[str, str]:
+    """Returns the names of tensors that are another one again.
+
+    They share memory, or the storage of a file; equal values are not enough.
+
+    Returns:
+      For each name, the first of its tensor.
+    """
+    if not isinstance(source, TensorSource):
+        return {}
+    first: dict[Any, str] = {}
+    return {
+        key: owner
+        for key, tensor in source.tensors.items()
+        if (owner := first.setdefault(_memory(tensor, key), key)) != key
+    }
 
 
-def to_numpy(tensor: Any) -> np.ndarray:
-    """Returns the values of a tensor; its memory if it lies on the host."""
-    if isinstance(tensor, np.ndarray):
-        return tensor
-    tensor, dtype = tensor.detach().cpu(), dtype_of(tensor)
+def to_numpy(tensor: Any, dtype: np.dtype) -> np.ndarray:
+    """Returns the values of a tensor; its own memory if it lies on the host."""
+    if not hasattr(tensor, "detach"):
+        return np.asarray(tensor)
+    tensor = tensor.detach().cpu()
     if dtype.isbuiltin == 1:
         return tensor.numpy()
     import torch  # there is a tensor of it
 
     # numpy has no bfloat16 or float8 of its own, but their bits.
-    bits = getattr(torch, _UNSIGNED[dtype.itemsize])
-    return tensor.view(bits).numpy().view(dtype)
+    return tensor.view(getattr(torch, _BITS[dtype.itemsize])).numpy().view(dtype)
 
 
 def to_tensor(array: np.ndarray) -> Any:
@@ -122,7 +111,7 @@ def to_tensor(array: np.ndarray) -> Any:
     array = np.array(array, order="C")
     if array.dtype.isbuiltin == 1:
         return torch.from_numpy(array)
-    bits = torch.from_numpy(array.view(_UNSIGNED[array.dtype.itemsize]))
+    bits = torch.from_numpy(array.view(_BITS[array.dtype.itemsize]))
     return bits.view(getattr(torch, array.dtype.name))
 
 
@@ -138,11 +127,16 @@ def _problem(key: Any, value: Any) -> str | None:
     return None
 
 
-def _memory(tensor: Any, key: str) -> Any:
-    """Returns what two tensors share if they are the same numbers in memory."""
+def _memory(tensor: LazyTensor | HeldTensor, key: str) -> Any:
+    """Returns what two tensors share if they are the same numbers in one place."""
     if 0 in tensor.shape:
         return key
-    array = isinstance(tensor, np.ndarray)
-    start = tensor.ctypes.data if array else tensor.data_ptr()
-    strides = tensor.strides if array else tensor.stride()
-    return start, tuple(tensor.shape), tuple(strides), str(tensor.dtype)
+    if isinstance(tensor, LazyTensor):
+        place = id(tensor.archive), tensor.member, tensor.offset, tensor.strides
+    elif hasattr(tensor.value, "data_ptr"):
+        place = tensor.value.data_ptr(), tensor.value.stride(), tensor.value.device
+    elif isinstance(tensor.value, np.ndarray):
+        place = tensor.value.ctypes.data, tensor.value.strides
+    else:
+        place = id(tensor.value)
+    return place, tensor.shape, tensor.dtype

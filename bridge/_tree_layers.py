@@ -25,14 +25,14 @@ class TreeLayer:
       path: Path of the module; empty for the model itself.
       kind: Name of the class in flax; None if nothing tells.
       shapes: Shape of each leaf by its name within the module.
-      family: `"nnx"`, `"linen"` (names alone) or `"equinox"`.
+      by: What tells the kind: a class of `"nnx"` or `"equinox"`, or `"names"`.
       options: What an adapter wants to know of the module.
     """
 
     path: str
     kind: str | None
     shapes: dict[str, Shape]
-    family: str
+    by: str
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
@@ -118,7 +118,7 @@ def _by_names(shapes: dict[str, Shape]) -> list[TreeLayer]:
         statistics = groups.pop(path)
         groups.setdefault(params, {}).update(statistics)
     return [
-        TreeLayer(path, _kind(names), names, "linen") for path, names in groups.items()
+        TreeLayer(path, _kind(names), names, "names") for path, names in groups.items()
     ]
 
 
