@@ -3,19 +3,12 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bridge._bind import (
-    Rules,
-    bind,
-    derived_of,
-    entries_of,
-    ignored_by,
-    structs_of,
-    ties_of,
-)
+from bridge._bind import bind
 from bridge._derived import derive
 from bridge._load import Progress, load
 from bridge._mould import read_mould
 from bridge._propose import propose_rules
+from bridge._spoken import Rules, derived_of, ignored_by, spell_out, ties_of
 from bridge._torch_files import open_torch
 
 
@@ -72,11 +65,10 @@ def from_torch(
         rules = propose_rules(
             source, mould, ignore=ignore, prefix=prefix
         ).certain_rules()
-    leaves = structs_of(target.leaves)
+    leaves = target.structs
     derived = derived_of(rules)
     adapted = derive(tensors, derived)
-    entries = entries_of(rules, sizes or {})
-    spare = ignored_by(rules, ignore, adapted.keys())
-    spare += [*ties_of(tensors, rules)]
-    mapping = bind(entries, leaves, adapted, spare)
+    sized = spell_out(rules, sizes or {})
+    spare = {*ignored_by(rules, ignore, adapted.keys()), *ties_of(tensors, rules)}
+    mapping = bind(sized, leaves, adapted, spare)
     return target.fill(load(adapted, mapping, leaves, progress=progress))

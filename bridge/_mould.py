@@ -23,6 +23,16 @@ class Mould:
     leaves: dict[str, Any]
     fill: Callable[[Mapping[str, Any]], Any]
 
+    @property
+    def structs(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shape, dtype and sharding of each leaf; None where it is nowhere yet."""
+        return {
+            name: jax.ShapeDtypeStruct(
+                leaf.shape, leaf.dtype, sharding=getattr(leaf, "sharding", None)
+            )
+            for name, leaf in self.leaves.items()
+        }
+
 
 def read_mould(tree: Any) -> Mould:
     """Finds the weights of a model or tree.

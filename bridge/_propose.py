@@ -11,22 +11,13 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bridge import adapt
-from bridge._bind import (
-    Rules,
-    derived_of,
-    entries_of,
-    ignored_by,
-    spoken_of,
-    ties_of,
-)
-from bridge._derived import derive
+from bridge._doubts import channels_of, contradicted, flattened
 from bridge._mould import read_mould
 from bridge._pair import Row, pair
 from bridge._report import fold_numbers
 from bridge._rules import Rule
-from bridge._sizes import settle
 from bridge._source import Source
+from bridge._spoken import Rules, ignored_by, spell_out, spoken_of, ties_of
 from bridge._torch_files import open_torch
 from bridge._torch_layers import TorchLayer, torch_layers
 from bridge._tree_layers import TreeLayer, tree_layers
@@ -108,9 +99,9 @@ def propose_rules(
     ours = tree_layers(mould, target)
     shapes = {name: tuple(leaf.shape) for name, leaf in target.leaves.items()}
     pairs = _pairs(theirs, ours)
-    channels = _channels(pairs)
+    channels = channels_of(pairs)
     rows = [
-        _flattened(_contradicted(row, tensors, shapes), a, channels, b.by)
+        flattened(contradicted(row, tensors, shapes), a, channels, b.by)
         for a, b in pairs
         if (row := pair(a, b)) is not None and spoken_of([row.rule], tensors.keys())
     ]
@@ -124,7 +115,7 @@ def propose_rules(
         tuple(rows),
         {k: tensors.shape(k) for k in tensors.keys() if k not in spoken},
         {k: shape for k, shape in shapes.items() if k not in _destinations(rules)},
-        tuple(ignored),
+        tuple(sorted(ignored)),
         tied,
     )
 
@@ -157,47 +148,6 @@ def _pairs(
     ]
 
 
-def _contradicted(row: Row, tensors: Source, leaves: Shapes) -> Row:
-    """Adds what shapes and names say against a row."""
-    adapted = derive(tensors, derived_of([row.rule]), check_zeros=False)
-    given = {key: adapted.shape(key) for key in adapted.keys()}
-    doubts = list(row.doubts)
-    for entry in entries_of([row.rule], {}):
-        doubts += settle(entry.rule, given, leaves, entry.sizes)[1]
-        for names, known in (
-            (entry.rule.sources, given),
-            (entry.rule.destinations, leaves),
-        ):
-            doubts += [f"there is no {name}" for name in names if name not in known]
-    return dataclasses.replace(row, doubts=tuple(doubts))
-
-
-def _flattened(row: Row, layer: TorchLayer, channels: Sequence[int], by: str) -> Row:
-    """Doubts a linear whose input may be a flattened feature map.
-
-    PyTorch flattens channels first, flax channels last, and neither class nor shape
-    tells what a linear is fed with. equinox has channels first too.
-    """
-    if row.make is not adapt.linear or by == "equinox":
-        return row
-    width = layer.shapes["weight"][-1]
-    found = [c for c in channels if width > c and width % c == 0]
-    if not found:
-        return row
-    doubt = f"fed with a flattened feature map? then flattened=({found[0]}, ...)"
-    return dataclasses.replace(row, doubts=(*row.doubts, doubt))
-
-
-def _channels(layers: Sequence[tuple[TorchLayer, TreeLayer]]) -> list[int]:
-    """Returns the channels that convolutions put out."""
-    return [
-        theirs.shapes["weight"][1 if "Transpose" in f"{theirs.kind}{ours.kind}" else 0]
-        for theirs, ours in layers
-        if ours.kind in ("Conv", "ConvTranspose", "Kernel")
-        and "weight" in theirs.shapes
-    ]
-
-
 def _bare(rows: Sequence[Row], tensors: Source, leaves: Shapes) -> list[Row]:
     """Proposes a rule for each tensor of no layer whose whole name is a leaf's."""
     rules = [row.rule for row in rows]
@@ -226,7 +176,7 @@ def _as_it_is(
 
 
 def _destinations(rules: Rules) -> set[str]:
-    return {name for entry in entries_of(rules, {}) for name in entry.rule.destinations}
+    return {path for sized in spell_out(rules, {}) for path in sized.rule.destinations}
 
 
 def _listed(heading: str, shapes: Shapes) -> list[str]:

@@ -7,11 +7,12 @@ model of their own has shapes on its two sides, and those settle nearly every di
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from bridge._layout import Side
 from bridge._rules import Rule
+from bridge._spoken import matching
 
 Shapes = Mapping[str, tuple[int, ...]]
 Sizes = dict[str, int]
@@ -38,8 +39,8 @@ def settle(
 
     Args:
       rule: The rule.
-      tensors: Shape of each tensor of the source; those that are missing teach nothing.
-      leaves: Shape of each leaf of the tree.
+      tensors: Shapes of the source by name; what is missing teaches nothing.
+      leaves: Shapes of the tree by path; likewise.
       given: Sizes that someone has said, by name.
 
     Returns:
@@ -47,72 +48,58 @@ def settle(
       nothing settles is in neither.
     """
     sizes = {name: given[name] for name in rule.dims if name in given}
-    equations, wrong = [], []
-    for side in _sides(rule, tensors, leaves):
-        try:
-            equations += list(side)
-        except ValueError as error:
-            wrong.append(str(error))
+    equations, wrong = _equations(rule, tensors, leaves)
     while not wrong and (found := _next(equations, sizes)):
         sizes |= found
-    wrong += [
+    wrong = wrong or [
         f"{e.subject} is {e.total}, but {_text(e, sizes)} is {_value(e, sizes)} by "
         "the other shapes of the rule"
         for e in equations
-        if not wrong and _known(e, sizes) and _value(e, sizes) != e.total
+        if _known(e, sizes) and _value(e, sizes) != e.total
     ]
     return sizes, wrong
 
 
-def _sides(rule: Rule, tensors: Shapes, leaves: Shapes) -> Iterator[Iterable[Equation]]:
-    captures = re.findall(r"\{(\w+)\}", rule.sources[0])
-    first = {name: 0 for name in captures}
-    sources = [name.format(**first) for name in rule.sources]
-    layouts = rule.layouts
-    yield from _side(
-        rule, sources, [layout.source for layout in layouts], tensors, (), rule.sources
-    )
-    stacked = tuple((name,) for name in captures)
-    sides = [layout.destination for layout in layouts]
-    names = rule.destinations
-    yield from _side(rule, names, sides, leaves, stacked, names)
-
-
-def _side(
-    rule: Rule,
-    names: Iterable[str],
-    sides: list[Side],
-    shapes: Shapes,
-    stacked: Side,
-    labels: tuple[str, ...],
-) -> Iterator[Iterable[Equation]]:
-    """Yields what each tensor, or leaf, says; where there is one, its parts add up."""
-    names = list(names)
-    joined = len(names) == 1
-    for number, (name, label) in enumerate(zip(names, labels, strict=True)):
-        parts = sides if joined else [sides[number]]
-        if name in shapes:
-            yield _of_shape(label, shapes[name], parts, stacked, rule.dim)
+def _equations(
+    rule: Rule, tensors: Shapes, leaves: Shapes
+) -> tuple[list[Equation], list[str]]:
+    """Returns what the shapes say, and the shapes that have another number of dims."""
+    stacked = tuple((name,) for name in re.findall(r"\{(\w+)\}", rule.sources[0]))
+    sources = [layout.source for layout in rule.layouts]
+    destinations = [layout.destination for layout in rule.layouts]
+    equations, wrong = [], []
+    for names, sides, outer, shapes in (
+        (rule.sources, sources, (), tensors),
+        (rule.destinations, destinations, stacked, leaves),
+    ):
+        for number, pattern in enumerate(names):
+            # A side with one name holds all parts of the other, end to end.
+            parts = sides if len(names) == 1 else [sides[number]]
+            for name in matching(pattern, shapes):
+                expected = len(outer) + len(parts[0])
+                if len(shapes[name]) == expected:
+                    equations += _of_shape(name, shapes[name], parts, outer, rule.dim)
+                else:
+                    dims = " ".join(map(_group, outer + parts[0]))
+                    wrong.append(
+                        f"{name} has shape {shapes[name]}, and the rule {expected} "
+                        f"dims: {dims}"
+                    )
+    return equations, wrong
 
 
 def _of_shape(
-    name: str, shape: tuple[int, ...], parts: list[Side], stacked: Side, dim: int
+    name: str, shape: tuple[int, ...], parts: Sequence[Side], stacked: Side, dim: int
 ) -> Iterator[Equation]:
-    expected = len(stacked) + len(parts[0])
-    if len(shape) != expected:
-        sides = " ".join(_group(d) for d in stacked + parts[0])
-        raise ValueError(
-            f"{name} has shape {shape}, the rule says {expected} dims: {sides}"
-        )
     for position, size in enumerate(shape):
-        subject = f"dim {position} of {name}, of shape {shape},"
-        if position < len(stacked):
-            yield Equation((stacked[position],), size, subject)
-            continue
         own = position - len(stacked)
-        cut = own == dim and len(parts) > 1
-        terms = tuple(part[own] for part in (parts if cut else parts[:1]))
-        yield Equation(terms, size, subject)
+        if own < 0:
+            terms = (stacked[position],)
+        elif own == dim:
+            terms = tuple(part[own] for part in parts)
+        else:
+            terms = (parts[0][own],)
+        yield Equation(terms, size, f"dim {position} of {name}, of shape {shape},")
 
 
 def _next(equations: list[Equation], sizes: Sizes) -> Sizes:

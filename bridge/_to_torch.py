@@ -6,20 +6,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from bridge._bind import (
-    Rules,
-    bind,
-    derived_of,
-    entries_of,
-    ignored_by,
-    structs_of,
-    ties_of,
-)
+from bridge._bind import bind
 from bridge._box import as_index
 from bridge._derived import derive, underive
+from bridge._mapping import Mapping as WeightMapping
 from bridge._mould import read_mould
-from bridge._piece import Piece
 from bridge._source import Source
+from bridge._spoken import Rules, derived_of, ignored_by, spell_out, ties_of
 from bridge._torch_files import open_torch
 from bridge._torch_source import to_tensor
 
@@ -38,7 +31,8 @@ def to_torch(
     for biases that were added on request. Weights are gathered on the host.
 
     Args:
-      tree: A model or tree, as for `from_torch`, of arrays.
+      tree: A model or tree, as for `from_torch`, of arrays that this process can
+        address.
       rules: The same rules.
       like: What the state dict should resemble: a source as for `from_torch`. From it
         come the dtypes, the names of tied tensors, and the tensors that the rules
@@ -54,30 +48,25 @@ def to_torch(
       ValueError: If tree, rules and `like` do not fit; everything that does not is
         listed.
     """
-    leaves = read_mould(tree).leaves
-    derived, entries = derived_of(rules), entries_of(rules, sizes or {})
-    model = None if like is None else open_torch(like)
-    adapted = None if model is None else derive(model, derived, check_zeros=False)
-    kept, tied = [], {}
-    if model is not None and adapted is not None:
-        kept = ignored_by(rules, ignore, adapted.keys())
-        tied = ties_of(model, rules)
-    mapping = bind(entries, structs_of(leaves), adapted, (*kept, *tied))
-    host = {name: np.asarray(jax.device_get(leaf)) for name, leaf in leaves.items()}
-    made = _undo(mapping.by_source(), host, adapted)
-    arrays = underive(made, derived)
-    if model is None:
-        return {key: to_tensor(array) for key, array in arrays.items()}
-    arrays |= {key: model.read(key) for key in kept}
+    leaves = jax.device_get(read_mould(tree).leaves)
+    derived, sized = derived_of(rules), spell_out(rules, sizes or {})
+    if like is None:
+        made = _undo(bind(sized, leaves, None), leaves, None)
+        return {key: to_tensor(a) for key, a in underive(made, derived).items()}
+    model = open_torch(like)
+    adapted = derive(model, derived, check_zeros=False)
+    kept, tied = ignored_by(rules, ignore, adapted.keys()), ties_of(model, rules)
+    made = _undo(bind(sized, leaves, adapted, {*kept, *tied}), leaves, adapted)
+    arrays = underive(made, derived) | {key: model.read(key).copy() for key in kept}
     tensors = {key: to_tensor(array) for key, array in arrays.items()}
     return {key: tensors[tied.get(key, key)] for key in model.keys()}
 
 
 def _undo(
-    pieces: Mapping[str, list[Piece]],
-    leaves: Mapping[str, np.ndarray],
-    like: Source | None,
+    mapping: WeightMapping, leaves: Mapping[str, np.ndarray], like: Source | None
 ) -> dict[str, np.ndarray]:
+    """Returns the tensors that the rules speak of."""
+    pieces = mapping.by_source()
     dtypes = {key: {leaves[p.destination].dtype for p in pieces[key]} for key in pieces}
     mixed = [key for key, found in dtypes.items() if len(found) > 1]
     if like is None and mixed:

@@ -105,10 +105,10 @@ def to_numpy(tensor: Any, dtype: np.dtype) -> np.ndarray:
 
 
 def to_tensor(array: np.ndarray) -> Any:
-    """Returns a `torch.Tensor` that owns a copy of the values."""
+    """Returns a `torch.Tensor` that keeps its values in the memory of an array."""
     import torch  # here alone tensors are made
 
-    array = np.array(array, order="C")
+    array = np.asarray(array, order="C")
     if array.dtype.isbuiltin == 1:
         return torch.from_numpy(array)
     bits = torch.from_numpy(array.view(_BITS[array.dtype.itemsize]))

@@ -116,8 +116,10 @@ def test_weights_are_born_in_the_moulds_shardings():
     assert isinstance(filled, nnx.State)
     kernel = filled["linear1"]["kernel"][...]
     assert kernel.sharding.spec == jax.P(None, "x")
-    weight = twins.torch().linear1.weight.detach().numpy()
+    weight = twins.torch().linear1.weight.detach()
     np.testing.assert_array_equal(kernel, weight.T)
+    again = bridge.to_torch(filled, twins.rules)
+    assert torch.equal(again["linear1.weight"], weight)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -202,3 +204,24 @@ def test_a_size_that_no_shape_tells_is_asked_for():
         bridge.from_torch(state, {"d": back}, rules)
     filled = bridge.from_torch(state, {"d": back}, rules, sizes={"a": 3})
     np.testing.assert_array_equal(filled["d"], state["d"].reshape(3, 4).T.reshape(-1))
+
+
+def test_a_tensor_made_of_two_dtypes_gets_none_in_silence():
+    tree = {"a": jnp.ones(2, jnp.float32), "b": jnp.ones(3, jnp.bfloat16)}
+    rules = [Rule("ab", ("a", "b"), ("x -> x", "y -> y"))]
+    with pytest.raises(ValueError, match="ab: made of leaves of several dtypes"):
+        bridge.to_torch(tree, rules)
+    like = {"ab": torch.zeros(5, dtype=torch.float16)}
+    assert bridge.to_torch(tree, rules, like)["ab"].dtype == torch.float16
+
+
+def test_what_comes_back_shares_no_memory_with_what_it_was_made_of():
+    twins, net = TWINS["cnn"], TWINS["cnn"].torch()
+    model = bridge.from_torch(net, twins.mould(), twins.rules)
+    for tensor in bridge.to_torch(model, twins.rules, like=net).values():
+        tensor.zero_()
+    assert_same_leaves(
+        nnx.state(model),
+        nnx.state(bridge.from_torch(twins.torch(), twins.mould(), twins.rules)),
+    )
+    assert net.stem.weight.any() and net.bn.weight.any()
