@@ -49,6 +49,8 @@ def to_torch(
         listed.
     """
     leaves = jax.device_get(read_mould(tree).leaves)
+    if empty := [n for n, x in leaves.items() if isinstance(x, jax.ShapeDtypeStruct)]:
+        raise ValueError(f"The tree is a mould, without numbers in {', '.join(empty)}.")
     derived, sized = derived_of(rules), spell_out(rules, sizes or {})
     if like is None:
         made = _undo(bind(sized, leaves, None), leaves, None)

@@ -46,12 +46,11 @@ def tree_layers(model: Any, mould: Mould) -> list[TreeLayer]:
     shapes = {name: tuple(leaf.shape) for name, leaf in mould.leaves.items()}
     layers = []
     for path, module in sorted(_modules(model), key=lambda found: len(found[0])):
+        start = f"{path}." if path else ""
         own = {
-            name.removeprefix(path + "."): shape
-            for name, shape in shapes.items()
-            if name.startswith(path + ".")
+            k.removeprefix(start): s for k, s in shapes.items() if k.startswith(start)
         }
-        shapes = {k: s for k, s in shapes.items() if not k.startswith(path + ".")}
+        shapes = {k: s for k, s in shapes.items() if not k.startswith(start)}
         if own:  # a module within a module was taken with it
             layers.append(_of_module(path, module, own))
     return layers + _by_names(shapes)
@@ -63,13 +62,13 @@ def _modules(model: Any) -> list[tuple[str, Any]]:
         return [
             (".".join(map(str, path)), module)
             for path, module in nnx.iter_modules(model)
-            if path and _is_known(module)
+            if _is_known(module)
         ]
     found = jax.tree_util.tree_flatten_with_path(model, is_leaf=_is_known)[0]
     return [
         (jax.tree_util.keystr(path, simple=True, separator="."), module)
         for path, module in found
-        if path and _is_known(module)
+        if _is_known(module)
     ]
 
 

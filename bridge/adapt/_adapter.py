@@ -22,3 +22,8 @@ class Adapter:
     derived: tuple[Derived, ...] = ()
     ignore: tuple[str, ...] = ()
     sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+
+def at(path: str, name: str) -> str:
+    """Returns the path of a leaf of a module; the path of the model itself is empty."""
+    return f"{path}.{name}" if path else name

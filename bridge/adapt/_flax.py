@@ -2,7 +2,7 @@
 
 from bridge._derived import Derived, Term
 from bridge._rules import Rule
-from bridge.adapt._adapter import Adapter
+from bridge.adapt._adapter import Adapter, at
 
 _SPATIAL = ("", "w", "h w", "d h w")
 
@@ -28,7 +28,7 @@ def linear(
         space = " ".join(f"s{dim}" for dim in range(len(flattened) - 1))
         layout = f"out (channels {space}) -> ({space} channels) out"
         sizes = dict(zip(["channels", *space.split()], flattened, strict=True))
-    kernel = Rule(f"{source}.weight", f"{destination}.kernel", layout)
+    kernel = Rule(at(source, "weight"), at(destination, "kernel"), layout)
     return Adapter((kernel, *_bias(source, destination, bias)), sizes=sizes)
 
 
@@ -43,7 +43,7 @@ def conv(source: str, destination: str, *, ndim: int, bias: bool = True) -> Adap
     """
     space = _SPATIAL[ndim]
     layout = f"out in {space} -> {space} in out"
-    kernel = Rule(f"{source}.weight", f"{destination}.kernel", layout)
+    kernel = Rule(at(source, "weight"), at(destination, "kernel"), layout)
     return Adapter((kernel, *_bias(source, destination, bias)))
 
 
@@ -70,7 +70,7 @@ def conv_transpose(
       transpose_kernel: As the flax module has it.
       bias: Whether both have one.
     """
-    space, weight = _SPATIAL[ndim], f"{source}.weight"
+    space, weight = _SPATIAL[ndim], at(source, "weight")
     if transpose_kernel:
         layout, derived = f"in out {space} -> {space} out in", ()
     else:
@@ -79,14 +79,14 @@ def conv_transpose(
         layout = f"in out {space} -> {space} in out"
         derived = (Derived(name, (Term(weight, flip=dims),)),)
         weight = name
-    kernel = Rule(weight, f"{destination}.kernel", layout)
+    kernel = Rule(weight, at(destination, "kernel"), layout)
     return Adapter((kernel, *_bias(source, destination, bias)), derived)
 
 
 def embedding(source: str, destination: str) -> Adapter:
     """`nn.Embedding` as `Embed`: the table, as it is."""
     table = Rule(
-        f"{source}.weight", f"{destination}.embedding", "vocab embed -> vocab embed"
+        at(source, "weight"), at(destination, "embedding"), "vocab embed -> vocab embed"
     )
     return Adapter((table,))
 
@@ -96,7 +96,7 @@ def norm(source: str, destination: str, *, bias: bool = True) -> Adapter:
 
     flax's epsilon is 1e-6 by default, PyTorch's 1e-5.
     """
-    scale = Rule(f"{source}.weight", f"{destination}.scale", "embed -> embed")
+    scale = Rule(at(source, "weight"), at(destination, "scale"), "embed -> embed")
     return Adapter((scale, *_bias(source, destination, bias)))
 
 
@@ -116,11 +116,11 @@ def batch_norm(
     """
     stats = destination if stats is None else stats
     statistics = (
-        Rule(f"{source}.running_mean", f"{stats}.mean", "embed -> embed"),
-        Rule(f"{source}.running_var", f"{stats}.var", "embed -> embed"),
+        Rule(at(source, "running_mean"), at(stats, "mean"), "embed -> embed"),
+        Rule(at(source, "running_var"), at(stats, "var"), "embed -> embed"),
     )
     rules = norm(source, destination).rules if affine else ()
-    return Adapter(rules + statistics, ignore=(f"{source}.num_batches_tracked",))
+    return Adapter(rules + statistics, ignore=(at(source, "num_batches_tracked"),))
 
 
 def attention(
@@ -136,25 +136,27 @@ def attention(
         unless `kdim` or `vdim` differ from `embed_dim`.
     """
     names = ("query", "key", "value")
-    kernels = tuple(f"{destination}.{name}.kernel" for name in names)
+    kernels = tuple(at(destination, f"{name}.kernel") for name in names)
     layout = "(heads head_dim) embed -> embed heads head_dim"
     if fused:
-        rules = [Rule(f"{source}.in_proj_weight", kernels, layout)]
+        rules = [Rule(at(source, "in_proj_weight"), kernels, layout)]
     else:
         rules = [
-            Rule(f"{source}.{name[0]}_proj_weight", kernel, layout)
+            Rule(at(source, f"{name[0]}_proj_weight"), kernel, layout)
             for name, kernel in zip(names, kernels, strict=True)
         ]
     output = "embed (heads head_dim) -> heads head_dim embed"
-    rules.append(Rule(f"{source}.out_proj.weight", f"{destination}.out.kernel", output))
+    rules.append(
+        Rule(at(source, "out_proj.weight"), at(destination, "out.kernel"), output)
+    )
     if bias:
-        biases = tuple(f"{destination}.{name}.bias" for name in names)
+        biases = tuple(at(destination, f"{name}.bias") for name in names)
         flat = "(heads head_dim) -> heads head_dim"
-        rules.append(Rule(f"{source}.in_proj_bias", biases, flat))
-        rules += _bias(f"{source}.out_proj", f"{destination}.out", bias)
+        rules.append(Rule(at(source, "in_proj_bias"), biases, flat))
+        rules += _bias(at(source, "out_proj"), at(destination, "out"), bias)
     return Adapter(tuple(rules))
 
 
 def _bias(source: str, destination: str, bias: bool) -> tuple[Rule, ...]:
-    rule = Rule(f"{source}.bias", f"{destination}.bias", "out -> out")
+    rule = Rule(at(source, "bias"), at(destination, "bias"), "out -> out")
     return (rule,) if bias else ()

@@ -14,7 +14,7 @@ from typing import Literal
 
 from bridge._derived import Derived, Term
 from bridge._rules import Rule
-from bridge.adapt._adapter import Adapter
+from bridge.adapt._adapter import Adapter, at
 
 Bias = Literal["ih", "sum"]
 
@@ -39,14 +39,14 @@ def lstm(
       suffix: Ends PyTorch's names: `_l0`, `_l1`, `_l0_reverse`; empty for `LSTMCell`.
     """
     name, derived = _merged_bias(source, suffix, bias, [(0, 1)])
-    weights = f"{source}.weight_ih{suffix}", f"{source}.weight_hh{suffix}"
+    weights = at(source, f"weight_ih{suffix}"), at(source, f"weight_hh{suffix}")
     if cell == "nnx.OptimizedLSTMCell":
         rules = _fused(weights, destination)
-        biases: str | tuple[str, ...] = f"{destination}.dense_h.bias"
+        biases: str | tuple[str, ...] = at(destination, "dense_h.bias")
     else:
         forget = "if_" if cell == "nnx.LSTMCell" else "if"
         rules = _by_gate(weights, destination, ("ii", forget, "ig", "io"), "ifgo")
-        biases = tuple(f"{destination}.h{gate}.bias" for gate in "ifgo")
+        biases = tuple(at(destination, f"h{gate}.bias") for gate in "ifgo")
     return Adapter((*rules, Rule(name[0], biases, "hidden -> hidden")), derived)
 
 
@@ -70,20 +70,22 @@ def gru(
       cell: Class of the cell.
       suffix: Ends PyTorch's names: `_l0`, `_l1`, `_l0_reverse`; empty for `GRUCell`.
     """
-    weights = f"{source}.weight_ih{suffix}", f"{source}.weight_hh{suffix}"
+    weights = at(source, f"weight_ih{suffix}"), at(source, f"weight_hh{suffix}")
     names, derived = _merged_bias(source, suffix, bias, [(0, 3), (1, 3)])
-    hidden = Term(f"{source}.bias_hh{suffix}", 2, 3)
-    input_n = f"{source}.bias_ih{suffix}[2/3]"
-    term_n = (Term(f"{source}.bias_ih{suffix}", 2, 3),)
+    hidden = Term(at(source, f"bias_hh{suffix}"), 2, 3)
+    input_n = at(source, f"bias_ih{suffix}[2/3]")
+    term_n = (Term(at(source, f"bias_ih{suffix}"), 2, 3),)
     if cell == "nnx.GRUCell":
         rules = _fused(weights, destination)
-        merged = Rule((*names, input_n), f"{destination}.dense_i.bias", "gate -> gate")
+        merged = Rule(
+            (*names, input_n), at(destination, "dense_i.bias"), "gate -> gate"
+        )
         rules = (*rules, merged)
         derived += (Derived(input_n, term_n, zeros=(hidden,)),)
     else:
         rules = _by_gate(weights, destination, ("ir", "iz", "in"), "rzn")
         hidden_n = f"{hidden.tensor}[2/3]"
-        leaves = [f"{destination}.{leaf}.bias" for leaf in ("ir", "iz", "in", "hn")]
+        leaves = [at(destination, f"{leaf}.bias") for leaf in ("ir", "iz", "in", "hn")]
         rules += tuple(
             Rule(name, leaf, "hidden -> hidden")
             for name, leaf in zip((*names, input_n, hidden_n), leaves, strict=True)
@@ -94,7 +96,7 @@ def gru(
 
 def _fused(weights: tuple[str, str], destination: str) -> tuple[Rule, ...]:
     layout = "gates embed -> embed gates"
-    kernels = f"{destination}.dense_i.kernel", f"{destination}.dense_h.kernel"
+    kernels = at(destination, "dense_i.kernel"), at(destination, "dense_h.kernel")
     return tuple(
         Rule(w, kernel, layout) for w, kernel in zip(weights, kernels, strict=True)
     )
@@ -106,7 +108,7 @@ def _by_gate(
     layout = "hidden embed -> embed hidden"
     leaves = inputs, [f"h{gate}" for gate in gates]
     return tuple(
-        Rule(w, tuple(f"{destination}.{leaf}.kernel" for leaf in names), layout)
+        Rule(w, tuple(at(destination, f"{leaf}.kernel") for leaf in names), layout)
         for w, names in zip(weights, leaves, strict=True)
     )
 
@@ -123,7 +125,7 @@ def _merged_bias(
     derived = []
     for part, parts in shares:
         where = "" if parts == 1 else f"[{part}/{parts}]"
-        names = [f"{source}.bias_{side}{suffix}" for side in ("ih", "hh")]
+        names = [at(source, f"bias_{side}{suffix}") for side in ("ih", "hh")]
         ih, hh = (Term(name, part, parts) for name in names)
         if bias == "sum":
             name = " + ".join(name + where for name in names)

@@ -2,7 +2,7 @@
 
 from bridge._derived import Derived, Term
 from bridge._rules import Rule
-from bridge.adapt._adapter import Adapter
+from bridge.adapt._adapter import Adapter, at
 
 _SPATIAL = ("", "w", "h w", "d h w")
 
@@ -23,11 +23,11 @@ def conv_transpose(
     source: str, destination: str, *, ndim: int, bias: bool = True
 ) -> Adapter:
     """`nn.ConvTranspose1d`, `2d`, `3d`, not grouped: flipped, and `[out, in, ...]`."""
-    weight, space = f"{source}.weight", _SPATIAL[ndim]
+    weight, space = at(source, "weight"), _SPATIAL[ndim]
     dims = tuple(range(2, 2 + ndim))
     name = f"{weight} flipped along {list(dims)}"
     layout = f"in out {space} -> out in {space}"
-    rules = (Rule(name, f"{destination}.weight", layout),)
+    rules = (Rule(name, at(destination, "weight"), layout),)
     derived = (Derived(name, (Term(weight, flip=dims),)),)
     return Adapter(rules + _conv_bias(source, destination, ndim, bias), derived)
 
@@ -45,11 +45,13 @@ def norm(source: str, destination: str, *, bias: bool = True) -> Adapter:
 def _same(
     source: str, destination: str, weight: str, bias: bool, bias_dims: str = ""
 ) -> tuple[Rule, ...]:
-    rules = Rule(f"{source}.weight", f"{destination}.weight", f"{weight} -> {weight}")
+    rules = Rule(
+        at(source, "weight"), at(destination, "weight"), f"{weight} -> {weight}"
+    )
     if not bias:
         return (rules,)
     layout = f"{bias_dims} -> {bias_dims}"
-    return (rules, Rule(f"{source}.bias", f"{destination}.bias", layout))
+    return (rules, Rule(at(source, "bias"), at(destination, "bias"), layout))
 
 
 def _conv_bias(
@@ -57,5 +59,5 @@ def _conv_bias(
 ) -> tuple[Rule, ...]:
     ones = " ".join(f"one{dim}" for dim in range(ndim))
     layout = f"(out {ones}) -> out {ones}"
-    rule = Rule(f"{source}.bias", f"{destination}.bias", layout)
+    rule = Rule(at(source, "bias"), at(destination, "bias"), layout)
     return (rule,) if bias else ()

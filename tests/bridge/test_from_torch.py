@@ -225,3 +225,9 @@ def test_what_comes_back_shares_no_memory_with_what_it_was_made_of():
         nnx.state(bridge.from_torch(twins.torch(), twins.mould(), twins.rules)),
     )
     assert net.stem.weight.any() and net.bn.weight.any()
+
+
+def test_a_mould_has_nothing_to_take_back():
+    twins = TWINS["encoder"]
+    with pytest.raises(ValueError, match="without numbers in linear1.bias, linear1"):
+        bridge.to_torch(twins.mould(), twins.rules)

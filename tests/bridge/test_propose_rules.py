@@ -1,7 +1,9 @@
 """Proposals: certain by names and classes, or printed as code; never by shape."""
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import torch
 from bridge_helpers import assert_same_leaves
@@ -148,6 +150,19 @@ def test_sequences_and_wrappers_have_other_names_in_flax():
     assert bridge.propose_rules(net, mould).is_certain
     wrapped = torch.nn.ModuleDict({"module": net})
     assert bridge.propose_rules(wrapped, mould).is_certain
+
+
+@pytest.mark.parametrize("framework", ["nnx", "equinox"])
+def test_a_model_may_be_one_layer(framework):
+    net = torch.nn.Linear(3, 3)
+    mould = (
+        nnx.eval_shape(lambda: nnx.Linear(3, 3, rngs=nnx.Rngs(0)))
+        if framework == "nnx"
+        else eqx.nn.Linear(3, 3, key=jax.random.key(0))
+    )
+    model = bridge.from_torch(net, mould)
+    kernel = model.kernel[...] if framework == "nnx" else model.weight.T
+    np.testing.assert_array_equal(kernel, net.weight.detach().T)
 
 
 @pytest.mark.parametrize(
