@@ -11,6 +11,11 @@ from bridge._config import to_hf_config as to_hf_config
 from bridge._from_torch import from_torch as from_torch
 from bridge._hub import resolve as resolve
 from bridge._load import load_hf as load_hf
+from bridge._lora import Lora as Lora
+from bridge._lora import load_lora as load_lora
+from bridge._lora import save_lora as save_lora
+from bridge._lora_config import LoraConfig as LoraConfig
+from bridge._lora_merge import load_hf_with_lora as load_hf_with_lora
 from bridge._mapping import Mapping as Mapping
 from bridge._propose import Proposal as Proposal
 from bridge._propose import propose_rules as propose_rules

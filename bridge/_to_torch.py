@@ -4,14 +4,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
+from bridge._back import follow_back
 from bridge._bind import bind
-from bridge._box import as_index
 from bridge._derived import derive, underive
-from bridge._mapping import Mapping as WeightMapping
 from bridge._mould import read_mould
-from bridge._source import Source
 from bridge._spoken import Rules, derived_of, ignored_by, spell_out, ties_of
 from bridge._torch_files import open_torch
 from bridge._torch_source import to_tensor
@@ -53,34 +50,12 @@ def to_torch(
         raise ValueError(f"The tree is a mould, without numbers in {', '.join(empty)}.")
     derived, sized = derived_of(rules), spell_out(rules, sizes or {})
     if like is None:
-        made = _undo(bind(sized, leaves, None), leaves, None)
+        made = follow_back(bind(sized, leaves, None), leaves)
         return {key: to_tensor(a) for key, a in underive(made, derived).items()}
     model = open_torch(like)
     adapted = derive(model, derived, check_zeros=False)
     kept, tied = ignored_by(rules, ignore, adapted.keys()), ties_of(model, rules)
-    made = _undo(bind(sized, leaves, adapted, {*kept, *tied}), leaves, adapted)
+    made = follow_back(bind(sized, leaves, adapted, {*kept, *tied}), leaves, adapted)
     arrays = underive(made, derived) | {key: model.read(key).copy() for key in kept}
     tensors = {key: to_tensor(array) for key, array in arrays.items()}
     return {key: tensors[tied.get(key, key)] for key in model.keys()}
-
-
-def _undo(
-    mapping: WeightMapping, leaves: Mapping[str, np.ndarray], like: Source | None
-) -> dict[str, np.ndarray]:
-    """Returns the tensors that the rules speak of."""
-    pieces = mapping.by_source()
-    dtypes = {key: {leaves[p.destination].dtype for p in pieces[key]} for key in pieces}
-    mixed = [key for key, found in dtypes.items() if len(found) > 1]
-    if like is None and mixed:
-        raise ValueError(
-            f"{', '.join(mixed)}: made of leaves of several dtypes, and none is "
-            "chosen in silence. Give `like`, whose dtypes hold."
-        )
-    arrays = {}
-    for key, parts in pieces.items():
-        dtype = max(dtypes[key], key=str) if like is None else like.dtype(key)
-        arrays[key] = np.empty(parts[0].source_shape, dtype)
-        for piece in parts:
-            section = leaves[piece.destination][as_index(piece.destination_box)]
-            arrays[key][as_index(piece.source_box)] = piece.to_source(section)
-    return arrays
