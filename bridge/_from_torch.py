@@ -45,7 +45,8 @@ def from_torch(
       rules: `bridge.Rule`s and adapters (`bridge.adapt`). None proposes them, and
         takes the proposal only if nothing in it is in doubt; see `propose_rules`.
       sizes: Sizes of dims that the rules name and that no shape tells, by name.
-      ignore: Names of tensors that nobody needs; `{name}` stands for a number.
+      ignore: Names of tensors that nobody needs; `{name}` stands for a number, `**`
+        for anything.
       prefix: Take the tensors whose names begin so, under the rest of their names:
         `"model."` of a training checkpoint, `"module."` of a wrapped model.
       progress: Called with bytes done, and bytes in all, after each tensor.

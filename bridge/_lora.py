@@ -15,17 +15,9 @@ from bridge._back import follow_back
 from bridge._config import find_family
 from bridge._load import load
 from bridge._lora_config import CONFIG_NAME, LoraConfig
-from bridge._lora_rules import (
-    A_LEAF,
-    B_LEAF,
-    adapted_rules,
-    expand,
-    factor_rules,
-    stem_of,
-)
-from bridge._lora_source import A_SUFFIX, PREFIX, WEIGHTS_NAME, LoraSource, open_lora
+from bridge._lora_rules import A_LEAF, B_LEAF, Adapted, adapted_weights
+from bridge._lora_source import WEIGHTS_NAME, open_lora
 from bridge._mapping import Mapping as WeightMapping
-from bridge._rules import Rule
 from bridge._safetensors import encode_header
 from bridge.models import DecoderConfig
 
@@ -70,9 +62,11 @@ def load_lora(path: str | os.PathLike[str], config: DecoderConfig) -> Lora:
             f"'{path}' saves whole tensors beside its factors; `load_hf_with_lora` "
             f"puts them in their places: {', '.join(adapter.whole)}."
         )
-    base = find_family(config.model_type).mapping(config)
-    rules = adapted_rules(base, adapter.modules)
-    mapping = _mapping(rules, base, {r.sources: _rank(r, base, adapter) for r in rules})
+    keys = tuple(f"{module}.weight" for module in adapter.modules)
+    base = find_family(config.model_type).mapping_for(config, keys)
+    transposed = adapter.config.fan_in_fan_out
+    weights = adapted_weights(base, adapter.modules, transposed=transposed)
+    mapping = _mapping(weights, base, adapter.config)
     mould = {
         leaf: jax.ShapeDtypeStruct(
             parts[0].destination_shape, adapter.source.dtype(parts[0].source)
@@ -81,10 +75,12 @@ def load_lora(path: str | os.PathLike[str], config: DecoderConfig) -> Lora:
     }
     arrays = load(adapter.source, mapping, mould)
     factors = {
-        path: {name: arrays[f"{path}.{name}"] for name in (A_LEAF, B_LEAF)}
-        for path in (rule.destinations[0] for rule in rules)
+        weight.leaf: {
+            name: arrays[f"{weight.leaf}.{name}"] for name in (A_LEAF, B_LEAF)
+        }
+        for weight in weights
     }
-    return Lora(adapter.config, factors, scales_of(adapter.config, rules, base))
+    return Lora(adapter.config, factors, _scales(adapter.config, weights))
 
 
 def save_lora(path: str | os.PathLike[str], lora: Lora, config: DecoderConfig) -> None:
@@ -103,69 +99,58 @@ def save_lora(path: str | os.PathLike[str], lora: Lora, config: DecoderConfig) -
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):
         raise ValueError(f"Cannot save to '{path}': it is no empty directory.")
     base = find_family(config.model_type).mapping(config)
-    by_leaf = {rule.destinations: rule for rule in base.rules}
-    if unknown := [leaf for leaf in lora.factors if (leaf,) not in by_leaf]:
-        raise ValueError(f"The model has no weights {', '.join(unknown)}.")
-    rules = tuple(by_leaf[leaf,] for leaf in lora.factors)
-    ranks = {rule.sources: _config_rank(rule, base, lora.config) for rule in rules}
+    modules = _modules(lora, base)
+    transposed = lora.config.fan_in_fan_out
+    weights = adapted_weights(base, modules, transposed=transposed)
     leaves = {
         f"{leaf}.{name}": np.asarray(array)
         for leaf, pair in lora.factors.items()
         for name, array in pair.items()
     }
-    mapping = _mapping(rules, base, ranks)
-    shapes = {name: jax.ShapeDtypeStruct(a.shape, a.dtype) for name, a in leaves.items()}
-    mapping.check(shapes)
-    modules = [name for rule in rules for name in expand(stem_of(rule), base.sizes)]
-    fields = lora.config.to_json(modules)
-    _write(path, follow_back(mapping, leaves), fields)
+    mapping = _mapping(weights, base, lora.config)
+    mapping.check(
+        {name: jax.ShapeDtypeStruct(a.shape, a.dtype) for name, a in leaves.items()}
+    )
+    _write(path, follow_back(mapping, leaves), lora.config.to_json(modules))
 
 
-def scales_of(
-    config: LoraConfig, rules: tuple[Rule, ...], base: WeightMapping
-) -> dict[str, np.ndarray]:
-    """Returns the scale of each weight, by path, stacked like its layers."""
-    scales = {}
-    for rule in rules:
-        names = expand(stem_of(rule), base.sizes)
-        shape = next(
-            piece.destination_shape[: len(piece.destination_box) - _num_dims(rule)]
-            for piece in rule.pieces(base.sizes)
-        )
-        found = np.array([config.scale(name) for name in names], np.float32)
-        scales[rule.destinations[0]] = found.reshape(shape)
-    return scales
+def _modules(lora: Lora, base: WeightMapping) -> list[str]:
+    """Returns the modules whose weights have factors."""
+    pieces = base.by_destination()
+    if unknown := [leaf for leaf in lora.factors if leaf not in pieces]:
+        raise ValueError(f"The model has no weights {', '.join(unknown)}.")
+    return [
+        piece.source.removesuffix(".weight")
+        for leaf in lora.factors
+        for piece in pieces[leaf]
+    ]
 
 
-def _num_dims(rule: Rule) -> int:
-    return len(rule.layouts[0].destination)
+def _scales(config: LoraConfig, weights: tuple[Adapted, ...]) -> dict[str, np.ndarray]:
+    return {
+        weight.leaf: np.array(
+            [config.scale(module) for module in weight.modules], np.float32
+        ).reshape(weight.stacked)
+        for weight in weights
+    }
 
 
 def _mapping(
-    rules: tuple[Rule, ...], base: WeightMapping, ranks: Mapping[Any, int]
+    weights: tuple[Adapted, ...], base: WeightMapping, config: LoraConfig
 ) -> WeightMapping:
-    factors, sizes = factor_rules(rules, lambda rule: ranks[rule.sources])
-    return WeightMapping(factors, {**base.sizes, **sizes})
-
-
-def _rank(rule: Rule, base: WeightMapping, adapter: LoraSource) -> int:
-    names = expand(stem_of(rule), base.sizes)
-    ranks = {adapter.source.shape(PREFIX + name + A_SUFFIX)[0] for name in names}
-    return _same(rule, ranks)
-
-
-def _config_rank(rule: Rule, base: WeightMapping, config: LoraConfig) -> int:
-    names = expand(stem_of(rule), base.sizes)
-    return _same(rule, {config.rank(name) for name in names})
-
-
-def _same(rule: Rule, ranks: set[int]) -> int:
-    if len(ranks) > 1:
+    rules, sizes, wrong = [], dict(base.sizes), []
+    for number, weight in enumerate(weights):
+        ranks = sorted({config.rank(module) for module in weight.modules})
+        if len(ranks) > 1:
+            wrong.append(f"  {weight.leaf}: ranks {ranks} in layers that are stacked")
+        sizes[f"lora_rank{number}"] = ranks[0]
+        rules += weight.factor_rules(f"lora_rank{number}")
+    if wrong:
         raise ValueError(
-            f"{stem_of(rule)}: layers stacked in the tree have factors of the ranks "
-            f"{sorted(ranks)}, which do not stack. Merge them instead."
+            "The factors cannot be kept beside the weights (merging them may do):\n"
+            + "\n".join(wrong)
         )
-    return ranks.pop()
+    return WeightMapping(tuple(rules), sizes)
 
 
 def _write(path: Path, tensors: dict[str, np.ndarray], fields: dict[str, Any]) -> None:

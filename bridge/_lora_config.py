@@ -9,7 +9,6 @@ import os
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from bridge._json import parse_json
@@ -24,7 +23,10 @@ _UNREAD = {
     *("megatron_core", "modules_to_save", "peft_type", "peft_version", "revision"),
     *("qalora_group_size", "target_modules", "task_type"),
 }
-_READ = {"r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"}
+_READ = {
+    *("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"),
+    "fan_in_fan_out",
+}
 # Initialisations that leave the base weights as they are: PiSSA, OLoRA, CorDA and
 # LoftQ take something away from them.
 _PLAIN_INITS = (True, False, "gaussian", "orthogonal")
@@ -40,15 +42,17 @@ class LoraConfig:
       use_rslora: Scale by `lora_alpha / sqrt(r)` instead of `lora_alpha / r`.
       rank_pattern: Ranks of modules whose path ends in one of these names.
       alpha_pattern: Their `lora_alpha`, likewise.
+      fan_in_fan_out: Whether the base model stores its weights `[in, out]`, as GPT-2.
       fields: The file as it was read, to be written again.
     """
 
     r: int
     lora_alpha: float
     use_rslora: bool = False
-    rank_pattern: Mapping[str, int] = MappingProxyType({})
-    alpha_pattern: Mapping[str, float] = MappingProxyType({})
-    fields: Mapping[str, Any] = MappingProxyType({})
+    rank_pattern: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    alpha_pattern: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    fan_in_fan_out: bool = False
+    fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def rank(self, module: str) -> int:
         """Returns the rank of a module's factors."""
@@ -83,6 +87,7 @@ class LoraConfig:
             "use_rslora": self.use_rslora,
             "rank_pattern": dict(self.rank_pattern),
             "alpha_pattern": dict(self.alpha_pattern),
+            "fan_in_fan_out": self.fan_in_fan_out,
         }
 
 

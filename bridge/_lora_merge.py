@@ -65,11 +65,15 @@ class MergedSource:
         return module if key != module and module in self.adapter.modules else None
 
     def _delta(self, module: str, box: Box) -> np.ndarray:
-        rows, columns = as_index(box)
+        rows, columns = self._out_and_in(as_index(box))
         a = self.adapter.source.read(PREFIX + module + A_SUFFIX, (slice(None), columns))
         b = self.adapter.source.read(PREFIX + module + B_SUFFIX, (rows,))
         scale = np.float32(self.adapter.config.scale(module))
-        return (b.astype(np.float32) @ a.astype(np.float32)) * scale
+        delta = (b.astype(np.float32) @ a.astype(np.float32)) * scale
+        return delta.T if self.adapter.config.fan_in_fan_out else delta
+
+    def _out_and_in(self, sides: tuple[Any, ...]) -> tuple[Any, ...]:
+        return sides[::-1] if self.adapter.config.fan_in_fan_out else sides
 
 
 def merge_lora(base: Source, adapter: LoraSource) -> MergedSource:
@@ -80,12 +84,14 @@ def merge_lora(base: Source, adapter: LoraSource) -> MergedSource:
         another shape; all of them are listed.
     """
     shapes = {name: adapter.source.shape(key) for name, key in adapter.whole.items()}
+    transposed = adapter.config.fan_in_fan_out
     for module in adapter.modules:
         (_, columns), (rows, _) = (
             adapter.source.shape(PREFIX + module + suffix)
             for suffix in (A_SUFFIX, B_SUFFIX)
         )
-        shapes[f"{module}.weight"] = rows, columns
+        sides = rows, columns
+        shapes[f"{module}.weight"] = sides[:: -1 if transposed else 1]
     keys = set(base.keys())
     report = {
         "not in the base": [key for key in shapes if key not in keys],
@@ -132,5 +138,5 @@ def load_hf_with_lora(
     """
     source = merge_lora(open_checkpoint(path), open_lora(adapter))
     config = config or from_hf_config(path)
-    mapping = find_family(config.model_type).mapping(config)
+    mapping = find_family(config.model_type).mapping_for(config, source.keys())
     return load(source, mapping, mould, progress=progress)

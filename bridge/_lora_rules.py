@@ -5,9 +5,8 @@
 so that `A` and `B`, contracted over the rank, are laid out like the leaf itself.
 """
 
-import itertools
-import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+import dataclasses
+from collections.abc import Collection, Iterator
 
 from bridge._layout import Layout, Side
 from bridge._lora_source import A_SUFFIX, B_SUFFIX, PREFIX
@@ -18,96 +17,105 @@ A_LEAF = "lora_a"
 B_LEAF = "lora_b"
 
 
-def stem_of(rule: Rule) -> str:
-    """Returns the name of the module, or modules, whose weight a rule speaks of."""
-    return rule.sources[0].removesuffix(".weight")
+@dataclasses.dataclass(frozen=True)
+class Adapted:
+    """A weight of the tree that has factors.
+
+    Args:
+      rule: Its rule, of one tensor and one leaf.
+      modules: Names of its modules, one for each stacked layer.
+      stacked: How many layers are stacked, by dim; empty if it is one.
+      transposed: Whether the tensors are `[in, out]`.
+    """
+
+    rule: Rule
+    modules: tuple[str, ...]
+    stacked: tuple[int, ...]
+    transposed: bool
+
+    @property
+    def leaf(self) -> str:
+        """Path of the weight."""
+        return self.rule.destinations[0]
+
+    def factor_rules(self, rank: str) -> tuple[Rule, Rule]:
+        """Returns the rules of `A`, `[rank, in]`, and `B`, `[out, rank]`.
+
+        Args:
+          rank: Name of the dim.
+        """
+        layout = self.rule.layouts[0]
+        outer, inner = layout.source[:: -1 if self.transposed else 1]
+        stem = PREFIX + _stem(self.rule)
+        ins, outs = (_text(_within(layout, side)) for side in (inner, outer))
+        a = f"{rank} {_text([inner])} -> {ins} {rank}"
+        b = f"{_text([outer])} {rank} -> {rank} {outs}"
+        return (
+            Rule(stem + A_SUFFIX, f"{self.leaf}.{A_LEAF}", a),
+            Rule(stem + B_SUFFIX, f"{self.leaf}.{B_LEAF}", b),
+        )
 
 
-def expand(pattern: str, sizes: Mapping[str, int]) -> list[str]:
-    """Returns a name for each combination of layers that a pattern stands for."""
-    captures = re.findall(r"\{(\w+)\}", pattern)
-    return [
-        pattern.format(**dict(zip(captures, position, strict=True)))
-        for position in itertools.product(*[range(sizes[name]) for name in captures])
-    ]
-
-
-def adapted_rules(base: WeightMapping, modules: Collection[str]) -> tuple[Rule, ...]:
-    """Returns the rules of the weights that an adapter has factors for.
+def adapted_weights(
+    base: WeightMapping, modules: Collection[str], *, transposed: bool
+) -> tuple[Adapted, ...]:
+    """Returns the weights of the tree that modules with factors are.
 
     Args:
       base: The mapping of the base model.
       modules: Names of the modules with factors.
+      transposed: Whether the base model stores weights as `[in, out]`.
 
     Raises:
       ValueError: If a module has no weight of its own in the tree, or is one of
         several layers that are stacked there and not all adapted.
     """
-    spoken: dict[str, Rule] = {}
-    for rule in base.rules:
-        for name in rule.sources:
-            stems = expand(name.removesuffix(".weight"), base.sizes)
-            spoken |= {stem: rule for stem in stems if name.endswith(".weight")}
-    found = {
-        spoken[module].sources: spoken[module] for module in modules if module in spoken
-    }
-    wrong = [f"  {m}: no weight of the model" for m in modules if m not in spoken]
-    for rule in found.values():
-        wrong += _unfit(rule, base, modules)
+    found = [w for r in base.rules if (w := _weight(r, base, transposed)) is not None]
+    found = [w for w in found if set(w.modules) & set(modules)]
+    known = {module for weight in found for module in weight.modules}
+    wrong = [f"  {m}: no weight of the model" for m in modules if m not in known]
+    wrong += [line for weight in found for line in _unfit(weight, modules)]
     if wrong:
         raise ValueError(
             "The factors cannot be kept beside the weights (merging them may do):\n"
             + "\n".join(wrong)
         )
-    return tuple(found.values())
+    return tuple(found)
 
 
-def factor_rules(
-    rules: Collection[Rule], rank_of: Callable[[Rule], int]
-) -> tuple[tuple[Rule, ...], dict[str, int]]:
-    """Returns the rules of the factors of some weights, and the sizes of their ranks.
-
-    Args:
-      rules: The rules of the weights, of one tensor and one leaf each.
-      rank_of: Returns the rank of a weight's factors.
-    """
-    factors, ranks = [], {}
-    for number, rule in enumerate(rules):
-        rank = f"lora_rank{number}"
-        ranks[rank] = rank_of(rule)
-        stem, leaf = PREFIX + stem_of(rule), rule.destinations[0]
-        a, b = _layouts(rule.layouts[0], rank)
-        factors.append(Rule(stem + A_SUFFIX, f"{leaf}.{A_LEAF}", a))
-        factors.append(Rule(stem + B_SUFFIX, f"{leaf}.{B_LEAF}", b))
-    return tuple(factors), ranks
+def _weight(rule: Rule, base: WeightMapping, transposed: bool) -> Adapted | None:
+    if not rule.sources[0].endswith(".weight"):
+        return None
+    pieces = list(rule.pieces(base.sizes))
+    names = dict.fromkeys(piece.source.removesuffix(".weight") for piece in pieces)
+    num_stacked = len(pieces[0].destination_box) - len(rule.layouts[0].destination)
+    stacked = pieces[0].destination_shape[:num_stacked]
+    return Adapted(rule, tuple(names), stacked, transposed)
 
 
-def _unfit(rule: Rule, base: WeightMapping, modules: Collection[str]) -> Iterator[str]:
-    stem = stem_of(rule)
+def _unfit(weight: Adapted, modules: Collection[str]) -> Iterator[str]:
+    rule, stem = weight.rule, _stem(weight.rule)
     if len(rule.sources) > 1 or len(rule.destinations) > 1:
         yield f"  {stem}: its weight is cut, or joined with others, in the tree"
     elif not _is_separable(rule.layouts[0]):
         yield f"  {stem}: its weight is no matrix whose two sides stay apart"
-    elif left := [m for m in expand(stem, base.sizes) if m not in modules]:
-        yield f"  {stem}: stacked in the tree, and {', '.join(left)} not adapted"
+    elif left := [module for module in weight.modules if module not in modules]:
+        yield f"  {stem}: stacked in the tree, and not adapted in {', '.join(left)}"
+
+
+def _stem(rule: Rule) -> str:
+    return rule.sources[0].removesuffix(".weight")
 
 
 def _is_separable(layout: Layout) -> bool:
-    sides = [set(dim) for dim in layout.source]
-    return len(sides) == 2 and all(
-        set(dim) <= side or not set(dim) & side
-        for dim in layout.destination
-        for side in sides
+    return len(layout.source) == 2 and len(layout.destination) == sum(
+        len(_within(layout, side)) for side in layout.source
     )
 
 
-def _layouts(layout: Layout, rank: str) -> tuple[str, str]:
-    """Returns the patterns of `A`, `[rank, in]`, and of `B`, `[out, rank]`."""
-    outer, inner = layout.source
-    ins = [dim for dim in layout.destination if set(dim) <= set(inner)]
-    outs = [dim for dim in layout.destination if set(dim) <= set(outer)]
-    a = f"{rank} {_text((inner,))} -> {_text(ins)} {rank}"
-    return a, f"{_text((outer,))} {rank} -> {rank} {_text(outs)}"
+def _within(layout: Layout, side: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """Returns the dims of the destination that are of one dim of the source."""
+    return [dim for dim in layout.destination if set(dim) <= set(side)]
 
 
 def _text(side: Side | list[tuple[str, ...]]) -> str:

@@ -91,7 +91,8 @@ def propose_rules(
     Args:
       source: As for `from_torch`. A module tells more than its state dict.
       mould: As for `from_torch`.
-      ignore: Names of tensors that nobody needs; `{name}` stands for a number.
+      ignore: Names of tensors that nobody needs; `{name}` stands for a number, `**`
+        for anything.
       prefix: As for `from_torch`.
     """
     tensors, target = open_torch(source, prefix), read_mould(mould)

@@ -6,6 +6,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 
 from bridge._derived import Derived
+from bridge._mapping import is_ignored
 from bridge._rules import Rule
 from bridge._source import Source
 from bridge._torch_source import tied_in
@@ -59,8 +60,8 @@ def matching(pattern: str, names: Collection[str]) -> list[str]:
 def ignored_by(rules: Rules, ignore: Sequence[str], names: Collection[str]) -> set[str]:
     """Returns the tensors that adapters, or the caller, leave aside by name."""
     adapters = [rule for rule in rules if isinstance(rule, Adapter)]
-    patterns = [*ignore, *[name for adapter in adapters for name in adapter.ignore]]
-    return {name for pattern in patterns for name in matching(pattern, names)}
+    patterns = (*ignore, *[name for adapter in adapters for name in adapter.ignore])
+    return {name for name in names if is_ignored(name, patterns)}
 
 
 def spoken_of(rules: Rules, names: Collection[str]) -> set[str]:
