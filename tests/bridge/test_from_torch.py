@@ -7,7 +7,7 @@ import pytest
 import torch
 from bridge_helpers import assert_same_leaves
 from flax import nnx
-from torch_twins import TWINS, Twins, outputs
+from torch_twins import TWINS, Twins, normal, outputs
 
 import bridge
 from bridge import Rule, adapt
@@ -231,3 +231,23 @@ def test_a_mould_has_nothing_to_take_back():
     twins = TWINS["encoder"]
     with pytest.raises(ValueError, match="without numbers in linear1.bias, linear1"):
         bridge.to_torch(twins.mould(), twins.rules)
+
+
+def test_attention_to_another_width_has_three_projections_of_its_own():
+    torch.manual_seed(0)
+    net = torch.nn.MultiheadAttention(12, 4, kdim=6, vdim=6, batch_first=True)
+    torch.nn.init.normal_(net.in_proj_bias)
+    mould = nnx.eval_shape(
+        lambda: nnx.MultiHeadAttention(
+            4, 12, in_kv_features=6, decode=False, rngs=nnx.Rngs(0)
+        )
+    )
+    model = bridge.from_torch(net, mould, [adapt.attention("", "", fused=False)])
+    query, memory = normal(2, 5, 12), normal(2, 3, 6)
+    with torch.no_grad():
+        q, kv = torch.from_numpy(query), torch.from_numpy(memory)
+        theirs = net(q, kv, kv)[0].numpy()
+    assert error(np.asarray(model(query, memory, memory)), theirs) <= TOLERANCE
+    again = bridge.to_torch(model, [adapt.attention("", "", fused=False)], like=net)
+    assert all(torch.equal(again[k], v) for k, v in net.state_dict().items())
+    assert bridge.propose_rules(net, mould).is_certain

@@ -296,3 +296,52 @@ def test_some_of_the_stacked_layers_are_merged_but_not_kept_apart(hf, shapes, tm
     with pytest.raises(ValueError, match=r"down_proj.kernel: ranks \[2, 4\]"):
         bridge.load_lora(path, bridge.from_hf_config(hf.path))
     merged_logits(hf, path)
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("gpt2"), "gpt2")
+
+
+def gpt2_factors(path, *modules) -> dict[str, np.ndarray]:
+    """Of weights that are stored as [in, out]."""
+    source = bridge.open_checkpoint(path)
+    keys = [key for key in source.keys() if key.endswith(".weight")]
+    return factors({key: source.shape(key)[::-1] for key in keys}, modules)
+
+
+def test_a_base_that_stores_its_weights_the_other_way_says_so(gpt2, tmp_path):
+    tensors = gpt2_factors(gpt2.path, "attn.c_attn", "attn.c_proj", "mlp.c_fc")
+    name = "base_model.model.transformer.h.1.mlp.c_fc"
+    (width,) = bridge.open_checkpoint(gpt2.path).shape(f"{name[17:]}.bias")
+    bias = np.full(width, 0.5, np.float32)
+    whole = {f"{name}.base_layer.bias": bias}  # as PEFT names it
+    path = write(tmp_path / "lora", tensors | whole, bias="all", fan_in_fan_out=True)
+    model = AutoModelForCausalLM.from_pretrained(gpt2.path).eval()
+    state = model.state_dict()
+    state["transformer.h.1.mlp.c_fc.bias"].copy_(torch.from_numpy(bias))
+    for key in tensors:
+        if key.endswith("lora_A.weight"):
+            a, b = (tensors[key.replace("_A.", f"_{x}.")] for x in "AB")
+            weight = key[len("base_model.model.") : -len(".lora_A.weight")] + ".weight"
+            state[weight] += torch.from_numpy(4 * b @ a).T
+    theirs = hf_logits(model, gpt2.tokens)
+    assert error(merged_logits(gpt2, path), theirs) <= TOLERANCE
+    write(tmp_path / "apart", tensors, fan_in_fan_out=True)
+    with pytest.raises(ValueError, match="c_attn: its weight is cut"):
+        bridge.load_lora(tmp_path / "apart", bridge.from_hf_config(gpt2.path))
+
+
+def test_factors_of_a_weight_stored_the_other_way_are_laid_out_like_it(gpt2, tmp_path):
+    config = bridge.from_hf_config(gpt2.path)
+    tensors = gpt2_factors(gpt2.path, "mlp.c_proj")
+    path = write(tmp_path / "lora", tensors, fan_in_fan_out=True)
+    lora = bridge.load_lora(path, config)
+    pair = lora.factors["layers.mlp.down_proj.kernel"]
+    a = tensors["base_model.model.transformer.h.1.mlp.c_proj.lora_A.weight"]
+    np.testing.assert_array_equal(pair["lora_a"][1], a.T)
+    bridge.save_lora(tmp_path / "out", lora, config)
+    assert_same_bytes(tensors_of(tmp_path / "out/adapter_model.safetensors"), tensors)
+    wrong = write(tmp_path / "wrong", tensors, fan_in_fan_out=False)
+    with pytest.raises(ValueError, match="of another shape"):
+        bridge.load_hf_with_lora(gpt2.path, wrong, mould_of(config))
