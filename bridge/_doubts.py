@@ -4,25 +4,27 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from bridge import adapt
-from bridge._derived import derive
 from bridge._pair import Row
 from bridge._sizes import settle
-from bridge._source import Source
-from bridge._spoken import derived_of, spell_out
+from bridge._spoken import spell_out
 from bridge._torch_layers import TorchLayer
 from bridge._tree_layers import TreeLayer
 
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-def contradicted(row: Row, tensors: Source, leaves: Shapes) -> Row:
-    """Adds what shapes and names say against a row."""
-    adapted = derive(tensors, derived_of([row.rule]), check_zeros=False)
-    given = {key: adapted.shape(key) for key in adapted.keys()}
+def contradicted(row: Row, tensors: Shapes, leaves: Shapes) -> Row:
+    """Adds what shapes and names say against a row.
+
+    Args:
+      row: A row that names something of the source.
+      tensors: Shapes of the source by name, derived tensors in their places.
+      leaves: Shapes of the tree by path.
+    """
     doubts = list(row.doubts)
     for sized in spell_out([row.rule], {}):
-        doubts += settle(sized.rule, given, leaves, sized.sizes)[1]
-        names = [name for name in sized.rule.sources if name not in given]
+        doubts += settle(sized.rule, tensors, leaves, sized.sizes)[1]
+        names = [name for name in sized.rule.sources if name not in tensors]
         names += [path for path in sized.rule.destinations if path not in leaves]
         doubts += [f"there is no {name}" for name in names]
     return dataclasses.replace(row, doubts=tuple(doubts))

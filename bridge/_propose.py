@@ -11,13 +11,21 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from bridge._derived import derive
 from bridge._doubts import channels_of, contradicted, flattened
 from bridge._mould import read_mould
 from bridge._pair import Row, pair
 from bridge._report import fold_numbers
 from bridge._rules import Rule
 from bridge._source import Source
-from bridge._spoken import Rules, ignored_by, spell_out, spoken_of, ties_of
+from bridge._spoken import (
+    Rules,
+    derived_of,
+    ignored_by,
+    spell_out,
+    spoken_of,
+    ties_of,
+)
 from bridge._torch_files import open_torch
 from bridge._torch_layers import TorchLayer, torch_layers
 from bridge._tree_layers import TreeLayer, tree_layers
@@ -96,26 +104,20 @@ def propose_rules(
       prefix: As for `from_torch`.
     """
     tensors, target = open_torch(source, prefix), read_mould(mould)
-    theirs = torch_layers(source, tensors)
-    ours = tree_layers(mould, target)
     shapes = {name: tuple(leaf.shape) for name, leaf in target.leaves.items()}
-    pairs = _pairs(theirs, ours)
-    channels = channels_of(pairs)
-    rows = [
-        flattened(contradicted(row, tensors, shapes), a, channels, b.by)
-        for a, b in pairs
-        if (row := pair(a, b)) is not None and spoken_of([row.rule], tensors.keys())
-    ]
+    pairs = _pairs(torch_layers(source, tensors), tree_layers(mould, target))
+    rows = _layers(pairs, tensors, shapes)
     rows += _bare(rows, tensors, shapes)
     rules = [row.rule for row in rows]
     tied = ties_of(tensors, rules)
     ignored = ignored_by(rules, ignore, tensors.keys())
+    taken = _destinations(rules)
     spoken = {*spoken_of(rules, tensors.keys()), *ignored, *tied}
     return Proposal(
         tensors.name,
         tuple(rows),
         {k: tensors.shape(k) for k in tensors.keys() if k not in spoken},
-        {k: shape for k, shape in shapes.items() if k not in _destinations(rules)},
+        {k: shape for k, shape in shapes.items() if k not in taken},
         tuple(sorted(ignored)),
         tied,
     )
@@ -131,6 +133,30 @@ def canonical(path: str) -> str:
     path = re.sub(r"^((params|batch_stats|module|_orig_mod)(\.|$))+", "", path)
     path = re.sub(r"(^|\.)layers\.(?=\d)", r"\1", path)
     return re.sub(r"\.cell$", "", path)
+
+
+def _layers(
+    pairs: Sequence[tuple[TorchLayer, TreeLayer]], tensors: Source, leaves: Shapes
+) -> list[Row]:
+    """Proposes a row for each pair of layers, with all that is in doubt."""
+    channels = channels_of(pairs)
+    rows = [
+        flattened(row, theirs, channels, ours.by)
+        for theirs, ours in pairs
+        if (row := pair(theirs, ours)) is not None
+    ]
+    derived = derived_of([row.rule for row in rows])
+    adapted = derive(tensors, derived, check_zeros=False)
+    given = {key: adapted.shape(key) for key in adapted.keys()}
+    return [contradicted(row, given, leaves) for row in rows if _names_any(row, given)]
+
+
+def _names_any(row: Row, tensors: Shapes) -> bool:
+    return any(
+        name in tensors
+        for sized in spell_out([row.rule], {})
+        for name in sized.rule.sources
+    )
 
 
 def _pairs(

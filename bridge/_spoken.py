@@ -68,7 +68,8 @@ def spoken_of(rules: Rules, names: Collection[str]) -> set[str]:
     """Returns the tensors that some rule, or what a rule derives from, names."""
     patterns = [name for sized in spell_out(rules, {}) for name in sized.rule.sources]
     patterns += [term.tensor for derived in derived_of(rules) for term in derived.used]
-    return {name for pattern in patterns for name in matching(pattern, names)}
+    held = dict.fromkeys(names)  # to be looked up, not searched
+    return {name for pattern in patterns for name in matching(pattern, held)}
 
 
 def ties_of(source: Source, rules: Rules) -> dict[str, str]:

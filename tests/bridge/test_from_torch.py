@@ -122,6 +122,21 @@ def test_weights_are_born_in_the_moulds_shardings():
     assert torch.equal(again["linear1.weight"], weight)
 
 
+@pytest.mark.parametrize("dim", range(4))
+def test_shards_of_a_flipped_kernel_are_cut_from_where_they_lie(dim):
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.P(*["x" if d == dim else None for d in range(4)])
+    sharding = jax.NamedSharding(mesh, spec)
+    mould = jax.ShapeDtypeStruct((4, 2, 6, 8), jnp.float32, sharding=sharding)
+    weight = torch.randn(6, 8, 4, 2)
+    rules = [adapt.conv_transpose("up", "up", ndim=2, bias=False)]
+    filled = bridge.from_torch({"up.weight": weight}, {"up": {"kernel": mould}}, rules)
+    kernel = filled["up"]["kernel"]
+    assert kernel.sharding == sharding
+    expected = weight.flip(2, 3).permute(2, 3, 0, 1)
+    np.testing.assert_array_equal(kernel, expected)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_a_checkpoint_of_any_float_fills_float32_and_returns_bit_by_bit(dtype):
     twins = TWINS["encoder"]
