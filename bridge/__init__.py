@@ -10,6 +10,9 @@ from bridge._config import from_hf_config as from_hf_config
 from bridge._config import to_hf_config as to_hf_config
 from bridge._from_torch import from_torch as from_torch
 from bridge._hub import resolve as resolve
+from bridge._import_plan import ImportPlan as ImportPlan
+from bridge._import_plan import PlannedLeaf as PlannedLeaf
+from bridge._import_plan import plan as plan
 from bridge._load import load_hf as load_hf
 from bridge._lora import Lora as Lora
 from bridge._lora import load_lora as load_lora

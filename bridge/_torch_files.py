@@ -11,7 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from bridge._json import parse_json
+from bridge._index import read_sharded
 from bridge._source import (
     INDEX_NAME,
     SINGLE_NAME,
@@ -20,6 +20,7 @@ from bridge._source import (
     open_checkpoint,
 )
 from bridge._torch_source import hold, is_module
+from bridge._torch_tensors import LazyTensor
 from bridge._torch_zip import (
     TensorSource,
     flatten_tensors,
@@ -82,7 +83,8 @@ def _open_path(path: Path) -> Source:
         (path / name).is_file() for name in (INDEX_NAME, SINGLE_NAME)
     ):
         if (path / BIN_INDEX_NAME).is_file():
-            return _open_index(path)
+            tensors = read_sharded(path / BIN_INDEX_NAME, _read_file)
+            return TensorSource(str(path), MappingProxyType(tensors))
         if (path / BIN_NAME).is_file():
             return open_torch_file(path / BIN_NAME)
     if path.is_file() and path.suffix != ".safetensors":
@@ -90,36 +92,5 @@ def _open_path(path: Path) -> Source:
     return open_checkpoint(path)
 
 
-def _open_index(directory: Path) -> Source:
-    """Opens the files that an index names, as one source."""
-    subject = f"The index '{directory / BIN_INDEX_NAME}'"
-    index = parse_json((directory / BIN_INDEX_NAME).read_bytes(), subject)
-    files = index.get("weight_map")
-    if not isinstance(files, dict) or not all(
-        isinstance(file, str) for file in files.values()
-    ):
-        raise ValueError(f"{subject} has no 'weight_map' from tensor to file name.")
-    names = sorted(set(files.values()))
-    # An index is a stranger's text: a plain file name cannot leave the directory.
-    if outside := [name for name in names if Path(name).name != name]:
-        raise ValueError(f"{subject} names {outside}, which are no file names.")
-    if absent := [name for name in names if not (directory / name).is_file()]:
-        raise ValueError(f"{subject} names files that are absent: {absent}.")
-    found = {
-        name: flatten_tensors(read_torch_file(directory / name), f"'{name}'")
-        for name in names
-    }
-    wrong = [
-        f"  {key!r} is not in '{file}'"
-        for key, file in files.items()
-        if key not in found[file]
-    ] + [
-        f"  '{file}' holds {key!r}, which the index places elsewhere, or not at all"
-        for file, tensors in found.items()
-        for key in tensors
-        if files.get(key) != file
-    ]
-    if wrong:
-        raise ValueError(f"{subject} does not fit its files:\n" + "\n".join(wrong))
-    tensors = {key: found[file][key] for key, file in files.items()}
-    return TensorSource(str(directory), MappingProxyType(tensors))
+def _read_file(file: Path) -> dict[str, LazyTensor]:
+    return flatten_tensors(read_torch_file(file), f"'{file}'")

@@ -50,6 +50,17 @@ class Origin:
             return bridge.load_hf(self.hf, mould, config=self.config, progress=progress)
 
 
+def open_model(model: str) -> Origin:
+    """Opens what training can start from: a model, or the parameters of a checkpoint.
+
+    Args:
+      model: A directory of either kind, a safetensors file, or a hub id.
+    """
+    path = Path(model)
+    is_checkpoint = fsdp.latest_step(path) is not None
+    return open_checkpoint(path, None) if is_checkpoint else open_hf(model)
+
+
 def open_hf(hf: str) -> Origin:
     """Reads the config of a directory, a file or a hub id; headers and no weights.
 
@@ -61,11 +72,26 @@ def open_hf(hf: str) -> Origin:
     return Origin(bridge.from_hf_config(path), path)
 
 
+def open_run(path: Path, step: int | None, hf: str | None = None) -> Origin:
+    """Opens a step that training can go on from, as it was.
+
+    Raises:
+      ValueError: As for `open_checkpoint`, or if it was imported and never trained.
+    """
+    origin = open_checkpoint(path, step, hf)
+    if "recipe" not in origin.metadata or "data" not in origin.metadata:
+        raise ValueError(
+            f"Step {origin.step} of '{path}' was imported, not trained: there is "
+            f"nothing to go on from. Start from it with --hf {path}."
+        )
+    return origin
+
+
 def open_checkpoint(path: Path, step: int | None, hf: str | None = None) -> Origin:
     """Reads the metadata of one step.
 
     Args:
-      path: A directory that `fsdp-jax train` saved to.
+      path: A directory that `fsdp-jax train` or `fsdp-jax import` saved to.
       step: Which; None for the newest.
       hf: Takes the config from there instead, and the tokenizer.
 
@@ -74,11 +100,10 @@ def open_checkpoint(path: Path, step: int | None, hf: str | None = None) -> Orig
     """
     step = resolve_step(path, step)
     metadata = fsdp.load_metadata(path, step=step)
-    missing = [key for key in ("config", "data", "recipe") if key not in metadata]
-    if missing:
+    if "config" not in metadata:
         raise ValueError(
             f"Step {step} of '{path}' was not saved by `fsdp-jax train`: its metadata "
-            f"has no {', '.join(missing)}. Load it with fsdp_jax.load instead."
+            "has no config. Load it with fsdp_jax.load instead."
         )
     files = bridge.resolve(hf) if hf is not None else None
     config = bridge.from_hf_config(files if files is not None else metadata["config"])
@@ -86,8 +111,8 @@ def open_checkpoint(path: Path, step: int | None, hf: str | None = None) -> Orig
 
 
 def open_either(path: Path, step: int | None) -> Origin:
-    """Opens a directory that has a `config.json` as a model, else as a checkpoint."""
-    if not (path / "config.json").is_file():
+    """Opens a file, or a directory with a config, as a model, else as a checkpoint."""
+    if not path.is_file() and not (path / "config.json").is_file():
         return open_checkpoint(path, step)
     if step is not None:
         raise ValueError(f"--step {step}: '{path}' is a model, which has no steps.")
