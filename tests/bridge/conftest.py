@@ -1,4 +1,4 @@
-"""Tiny random Llamas without torch, and goldens, to be loaded, watched or broken."""
+"""Tiny random Llamas without torch, to be loaded, watched or broken; and goldens."""
 
 import functools
 import os
@@ -41,6 +41,20 @@ def bytes_read(monkeypatch) -> list[int]:
     return counts
 
 
+@pytest.fixture(scope="session")
+def golden(tmp_path_factory) -> Callable[[str], Path]:
+    """Checkpoints that Megatron wrote, unpacked when they are first asked for."""
+
+    @functools.cache
+    def unpack(name: str) -> Path:
+        directory = tmp_path_factory.mktemp(name)
+        with tarfile.open(GOLDEN / f"{name}.tar.xz") as archive:
+            archive.extractall(directory, filter="data")
+        return directory / name
+
+    return unpack
+
+
 @pytest.fixture
 def checkpoint(tmp_path, monkeypatch) -> Path:
     """A directory that loads, to be broken, and somewhere for stray files to show."""
@@ -67,17 +81,3 @@ def refused(tmp_path, capfd) -> Callable[[Path, str], None]:
         assert allocated < MAX_ALLOCATED_BYTES
 
     return refused
-
-
-@pytest.fixture(scope="session")
-def golden(tmp_path_factory) -> Callable[[str], Path]:
-    """Checkpoints that Megatron wrote, unpacked when they are first asked for."""
-
-    @functools.cache
-    def unpack(name: str) -> Path:
-        directory = tmp_path_factory.mktemp(name)
-        with tarfile.open(GOLDEN / f"{name}.tar.xz") as archive:
-            archive.extractall(directory, filter="data")
-        return directory / name
-
-    return unpack
