@@ -6,6 +6,8 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import jax
+
 import bridge
 import fsdp_jax as fsdp
 from bridge.models import DecoderConfig
@@ -41,13 +43,39 @@ class Origin:
         file = (self.hf if self.hf.is_dir() else self.hf.parent) / "tokenizer.json"
         return file if file.is_file() else None
 
-    def load_params(self, mould: PyTree) -> PyTree:
-        """Fills a mould with the weights, shard by shard."""
+    def load_params(self, mould: PyTree, *, as_stored: bool = False) -> PyTree:
+        """Fills a mould with the weights, shard by shard.
+
+        Args:
+          mould: Shapes, dtypes and shardings.
+          as_stored: Takes the dtypes of the checkpoint instead.
+        """
         if self.checkpoint is not None:
-            return fsdp.load_params(self.checkpoint, mould, step=self.step)
+            stored = _with_stored_dtypes(mould, self.checkpoint, self.step)
+            params = fsdp.load_params(self.checkpoint, stored, step=self.step)
+            return params if as_stored else jax.tree.map(_cast, params, mould)
         assert self.hf is not None
         with bytes_bar(f"loading {self.hf}") as progress:
             return bridge.load_hf(self.hf, mould, config=self.config, progress=progress)
+
+
+def _with_stored_dtypes(mould: PyTree, checkpoint: Path, step: int) -> PyTree:
+    """The mould in the floating dtypes in which `fsdp-jax import --dtype` saved it."""
+    stored = fsdp.load_shapes(checkpoint, step=step)
+    dtypes = iter(
+        stored[key].dtype if (key := f"params.{name}") in stored else leaf.dtype
+        for name, leaf in fsdp.named_leaves(mould)
+    )
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(
+            leaf.shape, next(dtypes), sharding=leaf.sharding
+        ),
+        mould,
+    )
+
+
+def _cast(leaf: jax.Array, mould: jax.ShapeDtypeStruct) -> jax.Array:
+    return leaf.astype(mould.dtype)
 
 
 def open_model(model: str) -> Origin:
