@@ -49,7 +49,7 @@ def bind(
     missing = _missing(plain, sizes, None if source is None else tensors, shapes)
     report = {
         **missing,
-        **_unexpected(plain, tensors, shapes, spare),
+        **_unexpected(plain, sizes, tensors, shapes, spare),
         "of another shape": [line for _, wrong in settled for line in wrong],
     }
     if source is not None:
@@ -98,14 +98,22 @@ def _names(rule: Rule, sizes: Sizes) -> list[str]:
     ]
 
 
+def _all_layers(rule: Rule, tensors: Collection[str]) -> list[str]:
+    return [key for pattern in rule.sources for key in matching(pattern, tensors)]
+
+
 def _unexpected(
     rules: Sequence[Rule],
+    sizes: Sequence[Sizes],
     tensors: Collection[str],
     leaves: Collection[str],
     spare: Collection[str],
 ) -> Report:
     users = collections.Counter(
-        key for r in rules for name in r.sources for key in matching(name, tensors)
+        key
+        for rule, found in zip(rules, sizes, strict=True)
+        for key in _names(rule, found) or _all_layers(rule, tensors)
+        if key in tensors
     )
     takers = collections.Counter(path for rule in rules for path in rule.destinations)
     return {

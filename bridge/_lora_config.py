@@ -124,22 +124,36 @@ def _refusals(fields: Mapping[str, Any]) -> list[str]:
     init = fields.get("init_lora_weights", True)
     if init not in _PLAIN_INITS:
         wrong.append(f"  init_lora_weights={init!r} changes the base weights")
-    for name in ("r", "lora_alpha"):
-        if not _is_positive(fields.get(name)):
-            wrong.append(f"  {name}={fields.get(name)!r} is no positive number")
-    for name in ("rank_pattern", "alpha_pattern"):
-        for key, value in (fields.get(name) or {}).items():
-            if not re.fullmatch(r"\^?[\w.]+", key) or not _is_positive(value):
-                wrong.append(f"  {name}: {key!r}: {value!r} is no name with a number")
-    return wrong
-
-
-def _is_positive(value: Any) -> bool:
+    if not _is_positive(fields.get("r"), int):
+        wrong.append(f"  r={fields.get('r')!r} is no positive integer")
+    if not _is_positive(fields.get("lora_alpha")):
+        wrong.append(f"  lora_alpha={fields.get('lora_alpha')!r} is no positive number")
+    for name in ("use_rslora", "fan_in_fan_out"):
+        if not isinstance(fields.get(name) or False, bool):
+            wrong.append(f"  {name}={fields[name]!r} is neither true nor false")
     return (
-        isinstance(value, int | float)
-        and not isinstance(value, bool)
-        and 0 < value < math.inf
+        wrong
+        + _bad_pattern("rank_pattern", fields)
+        + _bad_pattern("alpha_pattern", fields)
     )
+
+
+def _bad_pattern(name: str, fields: Mapping[str, Any]) -> list[str]:
+    """Describes what is no name with a number; PEFT takes regular expressions too."""
+    pattern = fields.get(name) or {}
+    if not isinstance(pattern, dict):
+        return [f"  {name}={pattern!r} is no object"]
+    kind = int if name == "rank_pattern" else (int, float)
+    return [
+        f"  {name}: {key!r}: {value!r} is no name with a number"
+        for key, value in pattern.items()
+        if not re.fullmatch(r"\^?[\w.]+", key) or not _is_positive(value, kind)
+    ]
+
+
+def _is_positive(value: Any, kind: type | tuple[type, ...] = (int, float)) -> bool:
+    is_number = isinstance(value, kind) and not isinstance(value, bool)
+    return is_number and 0 < value < math.inf
 
 
 def _by_ending(patterns: Mapping[str, Any], module: str, default: Any) -> Any:

@@ -10,8 +10,10 @@ from pathlib import Path
 
 from bridge._lora_config import LoraConfig, read_lora_config
 from bridge._source import Source, open_checkpoint
+from bridge._torch_zip import open_torch_file
 
 WEIGHTS_NAME = "adapter_model.safetensors"
+BIN_NAME = "adapter_model.bin"
 PREFIX = "base_model.model."
 A_SUFFIX = ".lora_A.weight"
 B_SUFFIX = ".lora_B.weight"
@@ -39,7 +41,8 @@ def open_lora(path: str | os.PathLike[str]) -> LoraSource:
     """Opens an adapter that PEFT saved; reads config and headers only.
 
     Args:
-      path: A directory with `adapter_config.json` and `adapter_model.safetensors`.
+      path: A directory with `adapter_config.json` and `adapter_model.safetensors`, or
+        `adapter_model.bin` as PEFT once wrote it.
 
     Raises:
       FileNotFoundError: If a file is not there.
@@ -47,7 +50,7 @@ def open_lora(path: str | os.PathLike[str]) -> LoraSource:
         are not two of the config's rank; everything is listed.
     """
     config = read_lora_config(path)
-    source = open_checkpoint(Path(path) / WEIGHTS_NAME)
+    source = _open_weights(Path(path))
     names = [key.removeprefix(PREFIX) for key in source.keys()]
     modules = {
         name.removesuffix(suffix): None
@@ -65,6 +68,12 @@ def open_lora(path: str | os.PathLike[str]) -> LoraSource:
     if wrong:
         raise ValueError(f"'{source.name}' is no plain LoRA:\n" + "\n".join(wrong))
     return LoraSource(config, source, tuple(modules), whole)
+
+
+def _open_weights(directory: Path) -> Source:
+    if (directory / WEIGHTS_NAME).is_file() or not (directory / BIN_NAME).is_file():
+        return open_checkpoint(directory / WEIGHTS_NAME)
+    return open_torch_file(directory / BIN_NAME)
 
 
 def _strange(source: Source) -> list[str]:

@@ -92,14 +92,14 @@ def _of_shape(
     name: str, shape: tuple[int, ...], parts: Sequence[Side], stacked: Side, dim: int
 ) -> Iterator[Equation]:
     for position, size in enumerate(shape):
+        subject = f"dim {position} of {name}, of shape {shape},"
         own = position - len(stacked)
         if own < 0:
-            terms = (stacked[position],)
+            yield Equation((stacked[position],), size, subject)
         elif own == dim:
-            terms = tuple(part[own] for part in parts)
+            yield Equation(tuple(part[own] for part in parts), size, subject)
         else:
-            terms = (parts[0][own],)
-        yield Equation(terms, size, f"dim {position} of {name}, of shape {shape},")
+            yield from (Equation((part[own],), size, subject) for part in parts)
 
 
 def _next(equations: list[Equation], sizes: Sizes) -> Sizes:

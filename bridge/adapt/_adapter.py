@@ -27,3 +27,8 @@ class Adapter:
 def at(path: str, name: str) -> str:
     """Returns the path of a leaf of a module; the path of the model itself is empty."""
     return f"{path}.{name}" if path else name
+
+
+def spatial(ndim: int) -> str:
+    """Returns names for the spatial dims of a layout."""
+    return " ".join(f"s{dim}" for dim in range(ndim))

@@ -2,9 +2,7 @@
 
 from bridge._derived import Derived, Term
 from bridge._rules import Rule
-from bridge.adapt._adapter import Adapter, at
-
-_SPATIAL = ("", "w", "h w", "d h w")
+from bridge.adapt._adapter import Adapter, at, spatial
 
 
 def linear(
@@ -25,7 +23,7 @@ def linear(
     """
     layout, sizes = "out in -> in out", {}
     if flattened is not None:
-        space = " ".join(f"s{dim}" for dim in range(len(flattened) - 1))
+        space = spatial(len(flattened) - 1)
         layout = f"out (channels {space}) -> ({space} channels) out"
         sizes = dict(zip(["channels", *space.split()], flattened, strict=True))
     kernel = Rule(at(source, "weight"), at(destination, "kernel"), layout)
@@ -41,7 +39,7 @@ def conv(source: str, destination: str, *, ndim: int, bias: bool = True) -> Adap
       ndim: Spatial dims: 1, 2 or 3.
       bias: Whether both have one.
     """
-    space = _SPATIAL[ndim]
+    space = spatial(ndim)
     layout = f"out in {space} -> {space} in out"
     kernel = Rule(at(source, "weight"), at(destination, "kernel"), layout)
     return Adapter((kernel, *_bias(source, destination, bias)))
@@ -70,7 +68,7 @@ def conv_transpose(
       transpose_kernel: As the flax module has it.
       bias: Whether both have one.
     """
-    space, weight = _SPATIAL[ndim], at(source, "weight")
+    space, weight = spatial(ndim), at(source, "weight")
     if transpose_kernel:
         layout, derived = f"in out {space} -> {space} out in", ()
     else:

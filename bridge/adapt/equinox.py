@@ -2,9 +2,7 @@
 
 from bridge._derived import Derived, Term
 from bridge._rules import Rule
-from bridge.adapt._adapter import Adapter, at
-
-_SPATIAL = ("", "w", "h w", "d h w")
+from bridge.adapt._adapter import Adapter, at, spatial
 
 
 def linear(source: str, destination: str, *, bias: bool = True) -> Adapter:
@@ -14,7 +12,7 @@ def linear(source: str, destination: str, *, bias: bool = True) -> Adapter:
 
 def conv(source: str, destination: str, *, ndim: int, bias: bool = True) -> Adapter:
     """`nn.Conv1d`, `2d`, `3d` as those of equinox: the bias is `[out, 1, ...]`."""
-    kernel = f"out in {_SPATIAL[ndim]}"
+    kernel = f"out in {spatial(ndim)}"
     rules = _same(source, destination, kernel, False)
     return Adapter(rules + _conv_bias(source, destination, ndim, bias))
 
@@ -23,7 +21,7 @@ def conv_transpose(
     source: str, destination: str, *, ndim: int, bias: bool = True
 ) -> Adapter:
     """`nn.ConvTranspose1d`, `2d`, `3d`, not grouped: flipped, and `[out, in, ...]`."""
-    weight, space = at(source, "weight"), _SPATIAL[ndim]
+    weight, space = at(source, "weight"), spatial(ndim)
     dims = tuple(range(2, 2 + ndim))
     name = f"{weight} flipped along {list(dims)}"
     layout = f"in out {space} -> out in {space}"

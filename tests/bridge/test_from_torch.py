@@ -177,6 +177,22 @@ def test_layers_of_a_list_are_stacked_where_the_tree_has_them_so():
         f"{i}.bias" for i in range(5)
     ]
     net.load_state_dict(again)
+    longer = net.append(torch.nn.Linear(3, 4))
+    with pytest.raises(ValueError, match=r"in the source \(2\):\n *5.weight\n *5.bias"):
+        bridge.from_torch(longer, mould, rules)
+    shorter = net[:3]
+    with pytest.raises(ValueError, match=r"missing in the source \(4\):\n *3.weight"):
+        bridge.from_torch(shorter, mould, rules)
+
+
+def test_parts_of_one_tensor_agree_on_the_dims_that_are_not_cut():
+    leaves = {"a": (2, 3), "b": (2, 4)}
+    mould = {k: jax.ShapeDtypeStruct(s, jnp.float32) for k, s in leaves.items()}
+    rules = [Rule("ab", ("a", "b"), ("x y -> x y", "x z -> x z"))]
+    with pytest.raises(
+        ValueError, match=r"dim 1 of b, of shape \(2, 4\), is 4, but z=3"
+    ):
+        bridge.from_torch({"ab": torch.zeros(4, 3)}, mould, rules)
 
 
 def test_one_error_lists_all_that_is_wrong():

@@ -170,6 +170,19 @@ def test_an_adapter_returns_bit_by_bit(hf, shapes, tmp_path, dtype):
     assert fields == CONFIG | {"use_rslora": True}
 
 
+def test_adapters_of_old_are_read_without_running_their_pickle(hf, shapes, tmp_path):
+    tensors = factors(shapes)
+    config = bridge.from_hf_config(hf.path)
+    theirs = bridge.load_lora(write(tmp_path / "new", tensors), config)
+    path = write(tmp_path / "old", tensors)
+    (path / "adapter_model.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match="adapter_model.safetensors"):
+        bridge.load_lora(path, config)
+    state = {key: torch.from_numpy(value) for key, value in tensors.items()}
+    torch.save(state, path / "adapter_model.bin")
+    assert_same_leaves(bridge.load_lora(path, config).factors, theirs.factors)
+
+
 def test_factors_that_were_trained_here_are_an_adapter_of_peft(hf, shapes, tmp_path):
     config = bridge.from_hf_config(hf.path)
     path = write(tmp_path / "lora", factors(shapes))
@@ -229,7 +242,12 @@ def test_modules_that_were_saved_whole_take_the_places_of_the_bases(
         ({"target_parameters": ["experts"]}, "target_parameters=.* is not modelled"),
         ({"layer_replication": [[0, 2]]}, "layer_replication"),
         ({"something_new": 3}, "something_new=3 is not modelled"),
-        ({"r": 0}, "r=0 is no positive number"),
+        ({"r": 0}, "r=0 is no positive integer"),
+        ({"r": 4.0}, "r=4.0 is no positive integer"),
+        ({"lora_alpha": float("nan")}, "NaN|lora_alpha=nan is no positive number"),
+        ({"use_rslora": "no"}, "use_rslora='no' is neither true nor false"),
+        ({"rank_pattern": ["q_proj"]}, r"rank_pattern=\['q_proj'\] is no object"),
+        ({"rank_pattern": {"q_proj": True}}, "no name with a number"),
         ({"lora_alpha": "16"}, "lora_alpha='16' is no positive number"),
         ({"rank_pattern": {"(a+)+$": 2}}, "no name with a number"),
         ({"rank_pattern": {"q_proj": 2}}, "q_proj.*rank 2"),
