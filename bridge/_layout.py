@@ -8,9 +8,10 @@ comes out bit by bit.
 
 import dataclasses
 import functools
+import itertools
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
@@ -97,6 +98,28 @@ class Layout:
         joined = factors.reshape(shape_of(cover))
         return joined[as_index(relative(box, cover))]
 
+    def bands(self, sizes: Sizes, max_elements: int) -> list[Box]:
+        """Cuts the destination into boxes, each of them one range of the source.
+
+        Read one after another they are the source from its first byte to its last. A
+        dim of the destination that runs across the source's order (`(b a)` of `a b`)
+        cannot be cut so along its inner factor; the bands are then larger.
+
+        Args:
+          sizes: Size of each named dim.
+          max_elements: Numbers in a band, if the layout lets it be.
+        """
+        names = [name for dim in self.source for name in dim]
+        inner = [math.prod(sizes[n] for n in names[k + 1 :]) for k in range(len(names))]
+        fits = (k for k, count in enumerate(inner) if count <= max_elements)
+        for k in range(next(fits, len(names) - 1), -1, -1) if names else ():
+            step = max(1, max_elements // max(1, inner[k]))
+            ranges = list(_ranges(names, k, step, sizes))
+            boxes = [_join(self.destination, cut, sizes) for cut in ranges]
+            if all(map(_is_exact, boxes, ranges)):
+                return boxes
+        return [whole(self.destination_shape(sizes))]
+
     def _to_read(self, box: Box, sizes: Sizes) -> Ranges:
         """Widens what the box needs until each source dim is one range."""
         wanted = _split(self.destination, box, sizes)
@@ -117,6 +140,22 @@ def _split(side: Side, box: Box, sizes: Sizes) -> Ranges:
             else:  # a range over several blocks takes each of them whole
                 start, stop = 0, inner
     return ranges
+
+
+def _ranges(names: list[str], k: int, step: int, sizes: Sizes) -> Iterator[Ranges]:
+    """Yields `step` positions of factor `k` at a time; outer ones singly, inner whole."""
+    inner = {name: Range(0, sizes[name]) for name in names[k + 1 :]}
+    for outer in itertools.product(*(range(sizes[name]) for name in names[:k])):
+        single = (Range(i, i + 1) for i in outer)
+        fixed = dict(zip(names[:k], single, strict=True)) | inner
+        for start in range(0, sizes[names[k]], step):
+            stop = min(start + step, sizes[names[k]])
+            yield fixed | {names[k]: Range(start, stop)}
+
+
+def _is_exact(box: Box, ranges: Ranges) -> bool:
+    wanted = math.prod(r.stop - r.start for r in ranges.values())
+    return math.prod(shape_of(box)) == wanted
 
 
 def _join(side: Side, ranges: Ranges, sizes: Sizes) -> Box:

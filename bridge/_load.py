@@ -1,31 +1,24 @@
 """Loading: a mould is filled from a checkpoint, shard by shard."""
 
 import os
+from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Executor, Future
 from typing import Any
 
 import jax
-import numpy as np
 
-from bridge._box import (
-    Box,
-    as_index,
-    complete,
-    cover,
-    overlap,
-    relative,
-    shape_of,
-    whole,
-)
 from bridge._config import find_family, from_hf_config
+from bridge._fill import start_piece
 from bridge._mapping import Mapping
 from bridge._piece import Piece
+from bridge._shards import Shards, empty_shards, to_array
 from bridge._source import Source, open_checkpoint
 from bridge._tree import named_leaves
+from bridge._workers import workers
 from bridge.models import DecoderConfig
 
 Progress = Callable[[int, int], None]
-Shards = dict[Box, np.ndarray]
 
 
 def load_hf(
@@ -81,7 +74,7 @@ def load(
     _check_shardings(leaves)
     pieces = mapping.by_destination()
     tick = _counter(source, mapping, progress)
-    arrays = [_fill(source, pieces[name], leaf, tick) for name, leaf in leaves.items()]
+    arrays = _fill_all(source, pieces, leaves, tick)
     return jax.tree.unflatten(jax.tree.structure(mould), arrays)
 
 
@@ -95,6 +88,45 @@ def _check_shardings(leaves: dict[str, jax.ShapeDtypeStruct]) -> None:
             wrong.append(f"  {name}: {error}")
     if wrong:
         raise ValueError("The mould cannot be sharded so:\n" + "\n".join(wrong))
+
+
+def _fill_all(
+    source: Source,
+    pieces: dict[str, list[Piece]],
+    leaves: dict[str, jax.ShapeDtypeStruct],
+    tick: Callable[[Piece], None],
+) -> list[jax.Array]:
+    """Fills leaf after leaf; the reads of the next begin before one is done."""
+    arrays, started = [], deque()
+    with workers() as pool:
+        for name, leaf in leaves.items():
+            started.append(_start(pool, source, pieces[name], leaf))
+            if len(started) > 1:
+                arrays.append(_finish(*started.popleft(), tick))
+        while started:
+            arrays.append(_finish(*started.popleft(), tick))
+    return arrays
+
+
+def _start(
+    pool: Executor, source: Source, pieces: list[Piece], leaf: jax.ShapeDtypeStruct
+) -> tuple[jax.ShapeDtypeStruct, Shards, list[tuple[Piece, list[Future[None]]]]]:
+    shards = empty_shards(leaf)
+    tasks = [(piece, start_piece(pool, source, piece, shards)) for piece in pieces]
+    return leaf, shards, tasks
+
+
+def _finish(
+    leaf: jax.ShapeDtypeStruct,
+    shards: Shards,
+    tasks: list[tuple[Piece, list[Future[None]]]],
+    tick: Callable[[Piece], None],
+) -> jax.Array:
+    for piece, futures in tasks:
+        for future in futures:
+            future.result()
+        tick(piece)
+    return to_array(leaf, shards)
 
 
 def _counter(
@@ -113,66 +145,3 @@ def _counter(
             progress(done, total)
 
     return tick
-
-
-def _fill(
-    source: Source,
-    pieces: list[Piece],
-    leaf: jax.ShapeDtypeStruct,
-    tick: Callable[[Piece], None],
-) -> jax.Array:
-    shards = _empty_shards(leaf)
-    for piece in pieces:
-        _fill_shards(source, piece, shards)
-        tick(piece)
-    if leaf.sharding is None:
-        return jax.device_put(*shards.values())
-    return jax.make_array_from_callback(
-        leaf.shape,
-        leaf.sharding,
-        lambda index: shards[complete(index or (), leaf.shape)],
-    )
-
-
-def _empty_shards(leaf: jax.ShapeDtypeStruct) -> Shards:
-    """Allocates what this process will hold; replicas share one array."""
-    boxes = {whole(leaf.shape)}
-    if leaf.sharding is not None:
-        indices = leaf.sharding.addressable_devices_indices_map(leaf.shape)
-        boxes = {complete(index or (), leaf.shape) for index in indices.values()}
-    return {box: np.empty(shape_of(box), leaf.dtype) for box in boxes}
-
-
-def _fill_shards(source: Source, piece: Piece, shards: Shards) -> None:
-    """Copies one section of the checkpoint to the shards that need part of it."""
-    wanted = [
-        (box, common)
-        for box in shards
-        if (common := overlap(box, piece.destination_box)) is not None
-    ]
-    for group in _sharing_rows(piece, wanted):
-        to_read = [piece.box_to_read(common) for _, common in group]
-        hull = cover(to_read)
-        read = source.read(piece.source, as_index(hull))
-        for (box, common), part in zip(group, to_read, strict=True):
-            values = piece.to_destination(read[as_index(relative(part, hull))], common)
-            shards[box][as_index(relative(common, box))] = values
-
-
-def _sharing_rows(
-    piece: Piece, wanted: list[tuple[Box, Box]]
-) -> list[list[tuple[Box, Box]]]:
-    """Groups shards that need the same rows of the file, to read those once.
-
-    Eight shards of the rows are eight reads of an eighth; eight shards of the columns
-    are one read of everything, where one each would read the file eight times.
-    """
-    groups, end = [], -1
-    for box, common in sorted(wanted, key=lambda w: piece.box_to_read(w[1])):
-        rows = piece.box_to_read(common)[:1]
-        if groups and (not rows or rows[0].start < end):
-            groups[-1].append((box, common))
-        else:
-            groups.append([(box, common)])
-        end = max([end, *(r.stop for r in rows)])
-    return groups

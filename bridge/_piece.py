@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 
-from bridge._box import Box, absolute, relative, shape_of
+from bridge._box import Box, absolute, relative, shape_of, whole
 from bridge._layout import Layout, Sizes
 
 
@@ -38,6 +38,17 @@ class Piece:
         """Numbers in the section."""
         return math.prod(shape_of(self.source_box))
 
+    def bands(self, max_elements: int) -> list[Box]:
+        """Cuts `destination_box` into boxes, each of them one range of the section.
+
+        Args:
+          max_elements: Numbers in a band, if the layout lets it be.
+        """
+        return [
+            absolute((*whole(self._stacked_shape), *band), self.destination_box)
+            for band in self.layout.bands(self.sizes, max_elements)
+        ]
+
     def box_to_read(self, wanted: Box) -> Box:
         """Returns the box of the source tensor that covers part of the destination.
 
@@ -57,6 +68,10 @@ class Piece:
         section = array.reshape(self.layout.destination_shape(self.sizes))
         return self.layout.invert().apply(section, self.sizes)
 
-    def _inside(self, wanted: Box) -> Box:
+    @property
+    def _stacked_shape(self) -> tuple[int, ...]:
         num_stacked = len(self.destination_box) - len(self.layout.destination)
-        return relative(wanted, self.destination_box)[num_stacked:]
+        return (1,) * num_stacked
+
+    def _inside(self, wanted: Box) -> Box:
+        return relative(wanted, self.destination_box)[len(self._stacked_shape) :]

@@ -1,7 +1,7 @@
 """Checkpoints as lazy sources: shapes at once, bytes when asked for.
 
-`Source` is all the rest of the package knows of a checkpoint. Reads are `pread`s of
-exact byte ranges: a memory map reads ahead, six times the bytes of a cold eighth.
+`Source` is all the rest of the package knows of a checkpoint, and `DirectSource` one
+that can also read into memory it is handed.
 """
 
 import dataclasses
@@ -10,12 +10,14 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from bridge._box import complete, shape_of
+from bridge._box import Box, as_index, complete, shape_of
 from bridge._json import parse_json
+from bridge._pread import read_rows
+from bridge._reorder import copy
 from bridge._safetensors import TensorInfo, read_header
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -45,6 +47,30 @@ class Source(Protocol):
     def read(self, key: str, slices: tuple[slice, ...] = ()) -> np.ndarray:
         """Reads a tensor, or the box of it that `slices` says."""
         ...
+
+
+@runtime_checkable
+class DirectSource(Source, Protocol):
+    """A source that needs no memory of its own to read: an extension, for speed."""
+
+    def read_into(self, key: str, box: Box, out: np.ndarray) -> None:
+        """Reads a box of a tensor into an array of its shape and dtype."""
+        ...
+
+
+def read_into(source: Source, key: str, box: Box, out: np.ndarray) -> None:
+    """Reads a box of a tensor into an array, directly where the source can.
+
+    Args:
+      source: The checkpoint.
+      key: Name of the tensor.
+      box: Which part of it.
+      out: Array of the box's shape and the tensor's dtype, its last dim contiguous.
+    """
+    if isinstance(source, DirectSource):
+        source.read_into(key, box, out)
+    else:
+        copy(out, source.read(key, as_index(box)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,14 +118,31 @@ class SafetensorsSource:
         shape = shape_of(box)
         if 0 in shape:
             return np.empty(shape, info.dtype)
-        strides = _byte_strides(info)
-        first = sum(r.start * n for r, n in zip(box, strides, strict=True))
-        last = sum((r.stop - 1) * n for r, n in zip(box, strides, strict=True))
-        nbytes = last - first + info.dtype.itemsize
-        data = _pread(info.file, info.offset + first, nbytes)
+        first, end = _byte_range(info, box)
+        data = np.empty((1, end - first), np.uint8)
+        read_rows(info.file, info.offset + first, data)
         # From the first element of the box to its last, the tensor's own strides
         # pick the box out of the covering range.
-        return np.ndarray(shape, info.dtype, data, strides=strides)
+        return np.ndarray(shape, info.dtype, data, strides=_byte_strides(info))
+
+    def read_into(self, key: str, box: Box, out: np.ndarray) -> None:
+        """Reads a box of a tensor into an array, which may have its rows spread.
+
+        A box that is one range of the file needs no other memory.
+
+        Args:
+          key: Name of the tensor.
+          box: Which part of it.
+          out: Array of the box's shape and the tensor's dtype, its last dim
+            contiguous, its dims but the last evenly spaced.
+        """
+        info = self.tensors[key]
+        first, end = _byte_range(info, box)
+        if out.nbytes != end - first:
+            copy(out, self.read(key, as_index(box)))
+        elif out.nbytes:
+            rows = out.reshape(-1, out.shape[-1] if out.ndim else 1).view(np.uint8)
+            read_rows(info.file, info.offset + first, rows)
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Source:
@@ -133,29 +176,21 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Source:
     return SafetensorsSource(str(path), MappingProxyType(tensors))
 
 
+def _byte_range(info: TensorInfo, box: Box) -> tuple[int, int]:
+    """Returns the first byte of a box within its tensor, and the one past its last."""
+    if any(r.start == r.stop for r in box):
+        return 0, 0
+    strides = _byte_strides(info)
+    first = sum(r.start * n for r, n in zip(box, strides, strict=True))
+    last = sum((r.stop - 1) * n for r, n in zip(box, strides, strict=True))
+    return first, last + info.dtype.itemsize
+
+
 def _byte_strides(info: TensorInfo) -> tuple[int, ...]:
     return tuple(
         math.prod(info.shape[dim + 1 :]) * info.dtype.itemsize
         for dim in range(len(info.shape))
     )
-
-
-def _pread(file: Path, offset: int, nbytes: int) -> np.ndarray:
-    data = np.empty(nbytes, np.uint8)
-    done = 0
-    descriptor = os.open(file, os.O_RDONLY)
-    try:
-        while done < nbytes:  # Linux hands out at most 2 GiB a call
-            count = os.preadv(descriptor, [data.data[done:]], offset + done)
-            if count == 0:
-                raise ValueError(
-                    f"'{file}' ended {nbytes - done:,} bytes early: it was cut short "
-                    "after it was opened."
-                )
-            done += count
-    finally:
-        os.close(descriptor)
-    return data
 
 
 def _read_sharded(directory: Path) -> dict[str, TensorInfo]:

@@ -18,9 +18,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import bridge
 from bridge._box import Range, shape_of
-from bridge._load import _fill_shards, load
+from bridge._fill import start_piece
+from bridge._load import load
 from bridge._safetensors import encode_header
 from bridge._tree import named_leaves
+from bridge._workers import workers
 
 CONFIG = bridge.from_hf_config(HF_CONFIG)
 # Dims that 8 devices divide, one way of sharding each.
@@ -100,7 +102,9 @@ def test_one_device_of_eight_reads_an_eighth_of_the_bytes(llama, bytes_read):
     (piece,) = bridge.Mapping((rule,), {"embed": 48, "mlp": 80}).pieces
     box = (Range(0, 80), Range(12, 18))
     shards = {box: np.empty(shape_of(box), np.float32)}
-    _fill_shards(source, piece, shards)
+    with workers() as pool:
+        for future in start_piece(pool, source, piece, shards):
+            future.result()
     assert sum(bytes_read) == 80 * 48 * 4 / 8
     np.testing.assert_array_equal(shards[box], source.read(key)[12:18].T)
 
