@@ -1,20 +1,18 @@
 """Filling shards from a checkpoint, band by band, on several threads."""
 
+from collections.abc import Mapping
 from concurrent.futures import Executor, Future
 
 import numpy as np
 
-from bridge._box import Box, as_index, cover, overlap, relative, shape_of
+from bridge._bands import Band, bands
+from bridge._box import Box, shape_of
 from bridge._piece import Piece
 from bridge._reorder import Scratch, copy
 from bridge._shards import Shards
 from bridge._source import Source, read_into
 
-# As measured: fewer rows make short runs in the destination, more leave the cache.
-_BAND_ROWS = 512
-_BAND_BYTES = 8 << 20
-
-_READ, _CAST = Scratch(), Scratch()
+_READ, _SPREAD = Scratch(), Scratch()
 
 
 def start_piece(
@@ -34,60 +32,42 @@ def start_piece(
     Returns:
       What to wait for.
     """
+    planes = _planes(piece, shards)
     itemsize = source.dtype(piece.source).itemsize
-    row = piece.source_shape[-1] if len(piece.source_shape) > 1 else 1
-    rows = _BAND_ROWS * row if len(piece.source_shape) > 1 else _BAND_BYTES
-    bands = piece.bands(min(_BAND_BYTES // itemsize, rows))
     return [
-        pool.submit(_fill, source, piece, group, shards)
-        for band in bands
-        for group in _sharing_rows(piece, _wanted(band, shards))
+        pool.submit(_fill, source, piece.source, band, planes)
+        for band in bands(piece, tuple(planes), itemsize)
     ]
 
 
-def _wanted(band: Box, shards: Shards) -> list[tuple[Box, Box]]:
-    return [
-        (box, common) for box in shards if (common := overlap(box, band)) is not None
-    ]
+def _planes(piece: Piece, shards: Shards) -> Shards:
+    """Takes the shards' parts at a layer, by their boxes without stacked dims."""
+    num_stacked = len(piece.position)
+    planes = {}
+    for box, shard in shards.items():
+        ranges = list(zip(piece.position, box[:num_stacked], strict=True))
+        if all(r.start <= i < r.stop for i, r in ranges):
+            planes[box[num_stacked:]] = shard[tuple(i - r.start for i, r in ranges)]
+    return planes
 
 
 def _fill(
-    source: Source, piece: Piece, group: list[tuple[Box, Box]], shards: Shards
+    source: Source, key: str, band: Band, planes: Mapping[Box, np.ndarray]
 ) -> None:
-    """Reads what some shards need of a band, and copies it there."""
-    to_read = [piece.box_to_read(common) for _, common in group]
-    hull = cover(to_read)
-    read = _READ.take(shape_of(hull), source.dtype(piece.source))
-    read_into(source, piece.source, hull, read)
-    read = _cast(read, shards[group[0][0]].dtype)
-    for (box, common), part in zip(group, to_read, strict=True):
-        values = piece.to_destination(read[as_index(relative(part, hull))], common)
-        copy(shards[box][as_index(relative(common, box))], values)
+    read = _READ.take(shape_of(band.box), source.dtype(key))
+    read_into(source, key, band.box, read)
+    dtype = planes[band.parts[0].shard].dtype
+    if read.dtype != dtype or not all(part.move.keeps_order for part in band.parts):
+        read = _spread(read, dtype)
+    for part in band.parts:
+        copy(planes[part.shard][part.where], part.move(read[part.cut]))
 
 
-def _cast(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Casts before anything is transposed, while the numbers lie in order."""
-    if array.dtype == dtype:
-        return array
-    cast = _CAST.take(array.shape, dtype)
-    np.copyto(cast, array, casting="unsafe")
-    return cast
-
-
-def _sharing_rows(
-    piece: Piece, wanted: list[tuple[Box, Box]]
-) -> list[list[tuple[Box, Box]]]:
-    """Groups shards that need the same rows of the file, to read those once.
-
-    Eight shards of the rows are eight reads of an eighth; eight shards of the columns
-    are one read of everything, where one each would read the file eight times.
-    """
-    groups, end = [], -1
-    for box, common in sorted(wanted, key=lambda w: piece.box_to_read(w[1])):
-        rows = piece.box_to_read(common)[:1]
-        if groups and (not rows or rows[0].start < end):
-            groups[-1].append((box, common))
-        else:
-            groups.append([(box, common)])
-        end = max([end, *(r.stop for r in rows)])
-    return groups
+def _spread(read: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Casts, and spreads the rows, while the numbers still lie in order."""
+    spread = _SPREAD.take(read.shape, dtype, spread=True)
+    if read.dtype == dtype:
+        copy(spread, read)
+    else:
+        np.copyto(spread, read, casting="unsafe")
+    return spread

@@ -84,19 +84,25 @@ class Layout:
         Returns:
           The destination at `box`; a view of `piece` if it can be.
         """
+        return self.move(box, sizes)(piece)
+
+    def move(self, box: Box, sizes: Sizes) -> "Move":
+        """Returns what `apply_box` does, to be done to many arrays."""
         read = self._to_read(box, sizes)
         wanted = _split(self.destination, box, sizes)
         source_order = [name for dim in self.source for name in dim]
         order = [name for dim in self.destination for name in dim]
-        factors = piece.reshape(shape_of(tuple(read[name] for name in source_order)))
-        factors = factors.transpose([source_order.index(name) for name in order])
         inside = relative(
             tuple(wanted[name] for name in order), tuple(read[name] for name in order)
         )
-        factors = factors[as_index(inside)]
         cover = _join(self.destination, wanted, sizes)
-        joined = factors.reshape(shape_of(cover))
-        return joined[as_index(relative(box, cover))]
+        return Move(
+            factors=shape_of(tuple(read[name] for name in source_order)),
+            order=tuple(source_order.index(name) for name in order),
+            inside=as_index(inside),
+            joined=shape_of(cover),
+            wanted=as_index(relative(box, cover)),
+        )
 
     def bands(self, sizes: Sizes, max_elements: int) -> list[Box]:
         """Cuts the destination into boxes, each of them one range of the source.
@@ -124,6 +130,35 @@ class Layout:
         """Widens what the box needs until each source dim is one range."""
         wanted = _split(self.destination, box, sizes)
         return _split(self.source, _join(self.source, wanted, sizes), sizes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Move:
+    """What numpy does to lay a box out: only views, where memory allows it.
+
+    Args:
+      factors: Shape of what was read, one dim for each factor.
+      order: Where each factor of the destination is found.
+      inside: What of the factors is needed.
+      joined: Shape once factors are joined to dims.
+      wanted: What of that is the box.
+    """
+
+    factors: tuple[int, ...]
+    order: tuple[int, ...]
+    inside: tuple[slice, ...]
+    joined: tuple[int, ...]
+    wanted: tuple[slice, ...]
+
+    @property
+    def keeps_order(self) -> bool:
+        """Whether numbers that follow each other still do."""
+        return self.order == tuple(sorted(self.order))
+
+    def __call__(self, array: np.ndarray) -> np.ndarray:
+        """Lays out what was read for the box."""
+        factors = array.reshape(self.factors).transpose(self.order)[self.inside]
+        return factors.reshape(self.joined)[self.wanted]
 
 
 def _split(side: Side, box: Box, sizes: Sizes) -> Ranges:

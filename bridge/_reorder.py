@@ -26,18 +26,21 @@ class Scratch(threading.local):
         """Holds nothing yet, in every thread."""
         self._buffer = np.empty(0, np.uint8)
 
-    def take(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        """Returns an array whose rows, along its last dim, are spread apart.
+    def take(
+        self, shape: tuple[int, ...], dtype: np.dtype, *, spread: bool = False
+    ) -> np.ndarray:
+        """Returns an array, with whatever the memory holds.
 
         Args:
           shape: Its shape.
           dtype: Its dtype.
+          spread: Whether its rows, along the last dim, lie an odd number of cache
+            lines apart; else they follow each other.
         """
         row_bytes = (shape[-1] if shape else 1) * dtype.itemsize
         num_rows = math.prod(shape[:-1])
-        # An odd number of cache lines. A lone row needs none.
         lines = -(-row_bytes // ALIGNMENT_BYTES) | 1
-        pitch = lines * ALIGNMENT_BYTES if num_rows > 1 else row_bytes
+        pitch = lines * ALIGNMENT_BYTES if spread else row_bytes
         if self._buffer.size < num_rows * pitch:
             self._buffer = np.empty(num_rows * pitch, np.uint8)
         rows = self._buffer[: num_rows * pitch].reshape(num_rows, pitch)

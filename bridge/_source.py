@@ -16,7 +16,7 @@ import numpy as np
 
 from bridge._box import Box, as_index, complete, shape_of
 from bridge._json import parse_json
-from bridge._pread import read_rows
+from bridge._pread import read_range
 from bridge._reorder import copy
 from bridge._safetensors import TensorInfo, read_header
 
@@ -65,7 +65,7 @@ def read_into(source: Source, key: str, box: Box, out: np.ndarray) -> None:
       source: The checkpoint.
       key: Name of the tensor.
       box: Which part of it.
-      out: Array of the box's shape and the tensor's dtype, its last dim contiguous.
+      out: C-contiguous array of the box's shape and the tensor's dtype.
     """
     if isinstance(source, DirectSource):
         source.read_into(key, box, out)
@@ -119,30 +119,29 @@ class SafetensorsSource:
         if 0 in shape:
             return np.empty(shape, info.dtype)
         first, end = _byte_range(info, box)
-        data = np.empty((1, end - first), np.uint8)
-        read_rows(info.file, info.offset + first, data)
+        data = np.empty(end - first, np.uint8)
+        read_range(info.file, info.offset + first, data.data)
         # From the first element of the box to its last, the tensor's own strides
         # pick the box out of the covering range.
         return np.ndarray(shape, info.dtype, data, strides=_byte_strides(info))
 
     def read_into(self, key: str, box: Box, out: np.ndarray) -> None:
-        """Reads a box of a tensor into an array, which may have its rows spread.
+        """Reads a box of a tensor into an array.
 
         A box that is one range of the file needs no other memory.
 
         Args:
           key: Name of the tensor.
           box: Which part of it.
-          out: Array of the box's shape and the tensor's dtype, its last dim
-            contiguous, its dims but the last evenly spaced.
+          out: C-contiguous array of the box's shape and the tensor's dtype.
         """
         info = self.tensors[key]
         first, end = _byte_range(info, box)
         if out.nbytes != end - first:
             copy(out, self.read(key, as_index(box)))
-        elif out.nbytes:
-            rows = out.reshape(-1, out.shape[-1] if out.ndim else 1).view(np.uint8)
-            read_rows(info.file, info.offset + first, rows)
+        else:
+            data = out.reshape(-1).view(np.uint8).data
+            read_range(info.file, info.offset + first, data)
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Source:

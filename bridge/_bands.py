@@ -1,0 +1,124 @@
+"""Bands: a section cut into single reads of bounded size, each for several shards."""
+
+import dataclasses
+import functools
+
+from bridge._box import Box, absolute, as_index, cover, overlap, relative
+from bridge._layout import Layout, Move
+from bridge._piece import Piece
+
+# As measured: fewer rows make short runs in the destination, more leave the cache.
+_BAND_ROWS = 512
+_BAND_BYTES = 8 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """What one shard takes from a band.
+
+    Args:
+      shard: The shard, by its box without stacked dims.
+      where: Where in the shard it goes.
+      cut: What of the band is taken.
+      move: How it is laid out.
+    """
+
+    shard: Box
+    where: tuple[slice, ...]
+    cut: tuple[slice, ...]
+    move: Move
+
+
+@dataclasses.dataclass(frozen=True)
+class Band:
+    """One read, and what becomes of it.
+
+    Args:
+      box: The part of the source tensor that is read.
+      parts: What the shards take from it.
+    """
+
+    box: Box
+    parts: tuple[Part, ...]
+
+
+def bands(piece: Piece, shards: tuple[Box, ...], itemsize: int) -> tuple[Band, ...]:
+    """Cuts a section so that each byte is read once, however many shards need it.
+
+    Args:
+      piece: The section.
+      shards: Boxes of the shards that hold its place in the stacked dims, without
+        those dims.
+      itemsize: Bytes of a number in the source.
+
+    Returns:
+      What to read, in the order of the source; nothing that no shard needs.
+    """
+    max_elements = _BAND_BYTES // itemsize
+    if len(piece.source_shape) > 1:
+        max_elements = min(max_elements, _BAND_ROWS * piece.source_shape[-1])
+    sizes = tuple(sorted(piece.sizes.items()))
+    section = _Section(piece.layout, sizes, piece.source_box, piece.inner_box)
+    return _bands(section, shards, max_elements)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Section:
+    """What all layers of a stacked leaf have in common."""
+
+    layout: Layout
+    sizes: tuple[tuple[str, int], ...]
+    source_box: Box
+    box: Box
+
+    def to_read(self, common: Box) -> Box:
+        """Returns the box of the source that covers part of the section."""
+        inside = relative(common, self.box)
+        return absolute(
+            self.layout.source_box(inside, dict(self.sizes)), self.source_box
+        )
+
+    def part(self, shard: Box, common: Box, to_read: Box, read: Box) -> Part:
+        """Returns what a shard takes from what was read."""
+        return Part(
+            shard=shard,
+            where=as_index(relative(common, shard)),
+            cut=as_index(relative(to_read, read)),
+            move=self.layout.move(relative(common, self.box), dict(self.sizes)),
+        )
+
+
+@functools.lru_cache(maxsize=256)  # a model has few kinds of layers, and many layers
+def _bands(
+    section: _Section, shards: tuple[Box, ...], max_elements: int
+) -> tuple[Band, ...]:
+    found = []
+    for inside in section.layout.bands(dict(section.sizes), max_elements):
+        band = absolute(inside, section.box)
+        wanted = [
+            (section.to_read(common), shard, common)
+            for shard in shards
+            if (common := overlap(shard, band)) is not None
+        ]
+        for group in _sharing_rows(wanted):
+            read = cover([to_read for to_read, _, _ in group])
+            parts = [section.part(shard, c, to_read, read) for to_read, shard, c in group]
+            found.append(Band(read, tuple(parts)))
+    return tuple(found)
+
+
+def _sharing_rows(wanted: list[tuple[Box, Box, Box]]) -> list[list[tuple[Box, Box, Box]]]:
+    """Groups shards that need the same rows of the file, to read those once.
+
+    Eight shards of the rows are eight reads of an eighth; eight shards of the columns
+    are one read of everything, where one each would read the file eight times.
+    """
+    groups, end = [], -1
+    for to_read, shard, common in sorted(wanted):
+        rows = to_read[:1]
+        if groups and (not rows or rows[0].start < end):
+            groups[-1].append((to_read, shard, common))
+        else:
+            groups.append([(to_read, shard, common)])
+        end = max([end, *(r.stop for r in rows)])
+    return groups
