@@ -71,6 +71,11 @@ class _Section:
     source_box: Box
     box: Box
 
+    def split(self, common: Box) -> list[Box]:
+        """Cuts part of the section into boxes that are one range of each factor."""
+        parts = self.layout.split(relative(common, self.box), dict(self.sizes))
+        return [absolute(part, self.box) for part in parts]
+
     def to_read(self, common: Box) -> Box:
         """Returns the box of the source that covers part of the section."""
         inside = relative(common, self.box)
@@ -96,9 +101,10 @@ def _bands(
     for inside in section.layout.bands(dict(section.sizes), max_elements):
         band = absolute(inside, section.box)
         wanted = [
-            (section.to_read(common), shard, common)
+            (section.to_read(part), shard, part)
             for shard in shards
             if (common := overlap(shard, band)) is not None
+            for part in section.split(common)
         ]
         for group in _sharing_rows(wanted):
             read = cover([to_read for to_read, _, _ in group])

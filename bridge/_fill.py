@@ -1,18 +1,17 @@
-"""Filling shards from a checkpoint, band by band, on several threads."""
+"""Filling shards from a checkpoint, or tensors from shards, band by band."""
 
-from collections.abc import Mapping
 from concurrent.futures import Executor, Future
 
 import numpy as np
 
 from bridge._bands import Band, bands
-from bridge._box import Box, shape_of
+from bridge._box import as_index, shape_of
 from bridge._piece import Piece
 from bridge._reorder import Scratch, copy
-from bridge._shards import Shards
+from bridge._shards import Shards, planes
 from bridge._source import Source, read_into
 
-_READ, _SPREAD = Scratch(), Scratch()
+_READ, _LAID_OUT = Scratch(), Scratch()
 
 
 def start_piece(
@@ -32,42 +31,64 @@ def start_piece(
     Returns:
       What to wait for.
     """
-    planes = _planes(piece, shards)
+    here = planes(piece, shards)
     itemsize = source.dtype(piece.source).itemsize
     return [
-        pool.submit(_fill, source, piece.source, band, planes)
-        for band in bands(piece, tuple(planes), itemsize)
+        pool.submit(_fill, source, piece.source, band, here)
+        for band in bands(piece, tuple(here), itemsize)
     ]
 
 
-def _planes(piece: Piece, shards: Shards) -> Shards:
-    """Takes the shards' parts at a layer, by their boxes without stacked dims."""
-    num_stacked = len(piece.position)
-    planes = {}
-    for box, shard in shards.items():
-        ranges = list(zip(piece.position, box[:num_stacked], strict=True))
-        if all(r.start <= i < r.stop for i, r in ranges):
-            planes[box[num_stacked:]] = shard[tuple(i - r.start for i, r in ranges)]
-    return planes
+def start_tensor(
+    pool: Executor, piece: Piece, here: Shards, tensor: np.ndarray
+) -> list[Future[None]]:
+    """Starts to copy part of a leaf to the section of a tensor that it is.
+
+    Args:
+      pool: Its threads do the work.
+      piece: Which section, and how it is laid out.
+      here: The section as the devices hold it, as `gather` returns it.
+      tensor: The whole tensor, filled at `piece.source_box`.
+
+    Returns:
+      What to wait for.
+    """
+    return [
+        pool.submit(_fill_tensor, band, here, tensor)
+        for band in bands(piece, tuple(here), tensor.dtype.itemsize)
+    ]
 
 
-def _fill(
-    source: Source, key: str, band: Band, planes: Mapping[Box, np.ndarray]
-) -> None:
+def _fill(source: Source, key: str, band: Band, here: Shards) -> None:
     read = _READ.take(shape_of(band.box), source.dtype(key))
     read_into(source, key, band.box, read)
-    dtype = planes[band.parts[0].shard].dtype
-    if read.dtype != dtype or not all(part.move.keeps_order for part in band.parts):
-        read = _spread(read, dtype)
+    dtype = here[band.parts[0].shard].dtype
+    in_order = all(part.move.keeps_order for part in band.parts)
+    rows = None if in_order or read.ndim < 2 else read.ndim - 2
+    if read.dtype != dtype or not in_order:
+        read = _laid_out(read, dtype, rows)
     for part in band.parts:
-        copy(planes[part.shard][part.where], part.move(read[part.cut]))
+        values = part.move.view(read[part.cut])
+        copy(here[part.shard][part.where].reshape(values.shape), values)
 
 
-def _spread(read: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Casts, and spreads the rows, while the numbers still lie in order."""
-    spread = _SPREAD.take(read.shape, dtype, spread=True)
-    if read.dtype == dtype:
-        copy(spread, read)
+def _fill_tensor(band: Band, here: Shards, tensor: np.ndarray) -> None:
+    for part in band.parts:
+        view = part.move.view(tensor[as_index(band.box)][part.cut])
+        values = here[part.shard][part.where].reshape(view.shape)
+        if not part.move.keeps_order:
+            innermost = part.move.order.index(len(part.move.order) - 1)
+            values = _laid_out(values, tensor.dtype, innermost)
+        elif values.dtype != tensor.dtype:
+            values = _laid_out(values, tensor.dtype, None)
+        copy(view, values)
+
+
+def _laid_out(array: np.ndarray, dtype: np.dtype, spread: int | None) -> np.ndarray:
+    """Casts, and spreads what will be walked along, while numbers still lie in order."""
+    found = _LAID_OUT.take(array.shape, dtype, spread=spread)
+    if array.dtype == dtype:
+        copy(found, array)
     else:
-        np.copyto(spread, read, casting="unsafe")
-    return spread
+        np.copyto(found, array, casting="unsafe")
+    return found

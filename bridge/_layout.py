@@ -104,6 +104,17 @@ class Layout:
             wanted=as_index(relative(box, cover)),
         )
 
+    def split(self, box: Box, sizes: Sizes) -> list[Box]:
+        """Cuts part of the destination into boxes that are one range of each factor.
+
+        Reshaped to its factors, such a box is a view, to be read and written alike.
+        Most boxes are so; one that begins or ends inside a block of
+        `(heads head_dim)` is two or three of them.
+        """
+        dims = zip(self.destination, box, strict=True)
+        parts = [_blocks(r, [sizes[name] for name in dim]) for dim, r in dims]
+        return list(itertools.product(*parts))
+
     def bands(self, sizes: Sizes, max_elements: int) -> list[Box]:
         """Cuts the destination into boxes, each of them one range of the source.
 
@@ -155,10 +166,13 @@ class Move:
         """Whether numbers that follow each other still do."""
         return self.order == tuple(sorted(self.order))
 
+    def view(self, array: np.ndarray) -> np.ndarray:
+        """Returns what was read, or is to be written, by factors of the destination."""
+        return array.reshape(self.factors).transpose(self.order)[self.inside]
+
     def __call__(self, array: np.ndarray) -> np.ndarray:
-        """Lays out what was read for the box."""
-        factors = array.reshape(self.factors).transpose(self.order)[self.inside]
-        return factors.reshape(self.joined)[self.wanted]
+        """Lays out what was read for the box; a copy, if factors lie apart."""
+        return self.view(array).reshape(self.joined)[self.wanted]
 
 
 def _split(side: Side, box: Box, sizes: Sizes) -> Ranges:
@@ -175,6 +189,28 @@ def _split(side: Side, box: Box, sizes: Sizes) -> Ranges:
             else:  # a range over several blocks takes each of them whole
                 start, stop = 0, inner
     return ranges
+
+
+def _blocks(wanted: Range, sizes: list[int]) -> list[Range]:
+    """Cuts a range of a dim where a block of its factors begins or ends."""
+    inner = math.prod(sizes[1:])
+    if len(sizes) < 2 or not inner:
+        return [wanted]
+    first, last = -(-wanted.start // inner) * inner, wanted.stop // inner * inner
+    if first > last:  # inside one block
+        return _shifted(Range(*wanted), last, sizes[1:])
+    found = [Range(first, last)] if first < last else []
+    if wanted.start < first:
+        head = Range(wanted.start, first)
+        found = [*_shifted(head, first - inner, sizes[1:]), *found]
+    if last < wanted.stop:
+        found += _shifted(Range(last, wanted.stop), last, sizes[1:])
+    return found
+
+
+def _shifted(wanted: Range, origin: int, sizes: list[int]) -> list[Range]:
+    inside = _blocks(Range(wanted.start - origin, wanted.stop - origin), sizes)
+    return [Range(r.start + origin, r.stop + origin) for r in inside]
 
 
 def _ranges(names: list[str], k: int, step: int, sizes: Sizes) -> Iterator[Ranges]:

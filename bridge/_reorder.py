@@ -27,24 +27,25 @@ class Scratch(threading.local):
         self._buffer = np.empty(0, np.uint8)
 
     def take(
-        self, shape: tuple[int, ...], dtype: np.dtype, *, spread: bool = False
+        self, shape: tuple[int, ...], dtype: np.dtype, *, spread: int | None = None
     ) -> np.ndarray:
         """Returns an array, with whatever the memory holds.
 
         Args:
           shape: Its shape.
           dtype: Its dtype.
-          spread: Whether its rows, along the last dim, lie an odd number of cache
-            lines apart; else they follow each other.
+          spread: A dim along which numbers lie an odd number of cache lines apart, to
+            be walked along; None for plain C order.
         """
-        row_bytes = (shape[-1] if shape else 1) * dtype.itemsize
-        num_rows = math.prod(shape[:-1])
-        lines = -(-row_bytes // ALIGNMENT_BYTES) | 1
-        pitch = lines * ALIGNMENT_BYTES if spread else row_bytes
-        if self._buffer.size < num_rows * pitch:
-            self._buffer = np.empty(num_rows * pitch, np.uint8)
-        rows = self._buffer[: num_rows * pitch].reshape(num_rows, pitch)
-        return rows[:, :row_bytes].view(dtype).reshape(shape)
+        dim = 0 if spread is None else spread + 1
+        block_bytes = math.prod(shape[dim:]) * dtype.itemsize
+        num_blocks = math.prod(shape[:dim])
+        lines = -(-block_bytes // ALIGNMENT_BYTES) | 1
+        pitch = block_bytes if spread is None else lines * ALIGNMENT_BYTES
+        if self._buffer.size < num_blocks * pitch:
+            self._buffer = np.empty(num_blocks * pitch, np.uint8)
+        blocks = self._buffer[: num_blocks * pitch].reshape(num_blocks, pitch)
+        return blocks[:, :block_bytes].view(dtype).reshape(shape)
 
 
 def copy(destination: np.ndarray, source: np.ndarray) -> None:

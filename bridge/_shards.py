@@ -6,6 +6,7 @@ import jax
 import numpy as np
 
 from bridge._box import Box, complete, shape_of, whole
+from bridge._piece import Piece
 from bridge._reorder import ALIGNMENT_BYTES
 
 Shards = dict[Box, np.ndarray]
@@ -35,6 +36,25 @@ def empty_shards(leaf: jax.ShapeDtypeStruct) -> Shards:
         shards[box] = part.view(leaf.dtype).reshape(shape_of(box))
         start += span
     return shards
+
+
+def planes(piece: Piece, shards: Shards) -> Shards:
+    """Returns the shards' views of one layer.
+
+    Args:
+      piece: Says which place in the stacked dims.
+      shards: Parts of the leaf.
+
+    Returns:
+      The parts that hold this place, by their boxes without stacked dims.
+    """
+    num_stacked = len(piece.position)
+    found = {}
+    for box, shard in shards.items():
+        ranges = list(zip(piece.position, box[:num_stacked], strict=True))
+        if all(r.start <= i < r.stop for i, r in ranges):
+            found[box[num_stacked:]] = shard[tuple(i - r.start for i, r in ranges)]
+    return found
 
 
 def to_array(leaf: jax.ShapeDtypeStruct, shards: Shards) -> jax.Array:

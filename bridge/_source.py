@@ -16,7 +16,7 @@ import numpy as np
 
 from bridge._box import Box, as_index, complete, shape_of
 from bridge._json import parse_json
-from bridge._pread import read_range
+from bridge._ranges import read_range
 from bridge._reorder import copy
 from bridge._safetensors import TensorInfo, read_header
 
