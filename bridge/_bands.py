@@ -3,13 +3,14 @@
 import dataclasses
 import functools
 
-from bridge._box import Box, absolute, as_index, cover, overlap, relative
+from bridge._box import Box, absolute, as_index, cover, overlap, relative, span
 from bridge._layout import Layout, Move
 from bridge._piece import Piece
 
 # As measured: fewer rows make short runs in the destination, more leave the cache.
 _BAND_ROWS = 512
-_BAND_BYTES = 8 << 20
+BAND_BYTES = 8 << 20
+"""Bytes that a thread reads at a time."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,12 +55,20 @@ def bands(piece: Piece, shards: tuple[Box, ...], itemsize: int) -> tuple[Band, .
     Returns:
       What to read, in the order of the source; nothing that no shard needs.
     """
-    max_elements = _BAND_BYTES // itemsize
+    max_elements = BAND_BYTES // itemsize
     if len(piece.source_shape) > 1:
         max_elements = min(max_elements, _BAND_ROWS * piece.source_shape[-1])
     sizes = tuple(sorted(piece.sizes.items()))
     section = _Section(piece.layout, sizes, piece.source_box, piece.inner_box)
     return _bands(section, shards, max_elements)
+
+
+def elements_to_read(piece: Piece, shards: tuple[Box, ...]) -> int:
+    """Returns how many numbers are read for some shards, their boxes as in `bands`."""
+    spans = [
+        span(band.box, piece.source_shape) for band in bands(piece, shards, itemsize=1)
+    ]
+    return sum(r.stop - r.start for r in spans)
 
 
 @dataclasses.dataclass(frozen=True)

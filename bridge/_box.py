@@ -53,6 +53,16 @@ def shape_of(box: Box) -> tuple[int, ...]:
     return tuple(r.stop - r.start for r in box)
 
 
+def span(box: Box, shape: tuple[int, ...]) -> Range:
+    """Returns the one range of a C-ordered array, flattened, that covers a box of it."""
+    if 0 in shape_of(box):
+        return Range(0, 0)
+    first = last = 0
+    for r, size in zip(box, shape, strict=True):
+        first, last = first * size + r.start, last * size + r.stop - 1
+    return Range(first, last + 1)
+
+
 def overlap(a: Box, b: Box) -> Box | None:
     """Returns what two boxes have in common, or None."""
     common = tuple(

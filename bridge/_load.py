@@ -9,9 +9,11 @@ from typing import Any
 import jax
 
 from bridge._config import find_family, from_hf_config
+from bridge._cooperate import fill_together, must_cooperate
 from bridge._fill import start_piece
 from bridge._mapping import Mapping
 from bridge._piece import Piece
+from bridge._processes import agreeing
 from bridge._shards import Shards, empty_shards, to_array
 from bridge._source import Source, open_checkpoint
 from bridge._tree import named_leaves
@@ -100,6 +102,11 @@ def _fill_all(
     arrays, started = [], deque()
     with workers() as pool:
         for name, leaf in leaves.items():
+            if must_cooperate(leaf, pieces[name]):
+                while started:
+                    arrays.append(_finish(*started.popleft(), tick))
+                arrays.append(fill_together(pool, source, pieces[name], leaf, tick))
+                continue
             started.append(_start(pool, source, pieces[name], leaf))
             if len(started) > 1:
                 arrays.append(_finish(*started.popleft(), tick))
@@ -122,10 +129,11 @@ def _finish(
     tasks: list[tuple[Piece, list[Future[None]]]],
     tick: Callable[[Piece], None],
 ) -> jax.Array:
-    for piece, futures in tasks:
-        for future in futures:
-            future.result()
-        tick(piece)
+    with agreeing():
+        for piece, futures in tasks:
+            for future in futures:
+                future.result()
+            tick(piece)
     return to_array(leaf, shards)
 
 

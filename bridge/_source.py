@@ -14,7 +14,7 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from bridge._box import Box, as_index, complete, shape_of
+from bridge._box import Box, as_index, complete, shape_of, span
 from bridge._json import parse_json
 from bridge._ranges import read_range
 from bridge._reorder import copy
@@ -118,9 +118,9 @@ class SafetensorsSource:
         shape = shape_of(box)
         if 0 in shape:
             return np.empty(shape, info.dtype)
-        first, end = _byte_range(info, box)
-        data = np.empty(end - first, np.uint8)
-        read_range(info.file, info.offset + first, data.data)
+        start, stop = (i * info.dtype.itemsize for i in span(box, info.shape))
+        data = np.empty(stop - start, np.uint8)
+        read_range(info.file, info.offset + start, data.data)
         # From the first element of the box to its last, the tensor's own strides
         # pick the box out of the covering range.
         return np.ndarray(shape, info.dtype, data, strides=_byte_strides(info))
@@ -136,12 +136,12 @@ class SafetensorsSource:
           out: C-contiguous array of the box's shape and the tensor's dtype.
         """
         info = self.tensors[key]
-        first, end = _byte_range(info, box)
-        if out.nbytes != end - first:
+        start, stop = span(box, info.shape)
+        if out.size < stop - start:
             copy(out, self.read(key, as_index(box)))
         else:
             data = out.reshape(-1).view(np.uint8).data
-            read_range(info.file, info.offset + first, data)
+            read_range(info.file, info.offset + start * info.dtype.itemsize, data)
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Source:
@@ -173,16 +173,6 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Source:
             f"no directory with '{SINGLE_NAME}' or '{INDEX_NAME}' in it."
         )
     return SafetensorsSource(str(path), MappingProxyType(tensors))
-
-
-def _byte_range(info: TensorInfo, box: Box) -> tuple[int, int]:
-    """Returns the first byte of a box within its tensor, and the one past its last."""
-    if any(r.start == r.stop for r in box):
-        return 0, 0
-    strides = _byte_strides(info)
-    first = sum(r.start * n for r, n in zip(box, strides, strict=True))
-    last = sum((r.stop - 1) * n for r, n in zip(box, strides, strict=True))
-    return first, last + info.dtype.itemsize
 
 
 def _byte_strides(info: TensorInfo) -> tuple[int, ...]:
