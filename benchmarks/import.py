@@ -302,9 +302,7 @@ def compare(rows, size):
         "cold_of_transformers": ratio("bridge", "transformers", "cold"),
         "warm_of_transformers": ratio("bridge", "transformers", "warm"),
         "peak_above_destination_mb": round(
-            max(
-                row["peak_bytes"] - size for row in rows if row["name"] == "bridge"
-            )
+            max(row["peak_bytes"] - size for row in rows if row["name"] == "bridge")
             / 1e6,
             1,
         ),

@@ -92,7 +92,7 @@ class _Section:
             self.layout.source_box(inside, dict(self.sizes)), self.source_box
         )
 
-    def part(self, shard: Box, common: Box, to_read: Box, read: Box) -> Part:
+    def part(self, to_read: Box, shard: Box, common: Box, read: Box) -> Part:
         """Returns what a shard takes from what was read."""
         return Part(
             shard=shard,
@@ -100,6 +100,9 @@ class _Section:
             cut=as_index(relative(to_read, read)),
             move=self.layout.move(relative(common, self.box), dict(self.sizes)),
         )
+
+
+_Wish = tuple[Box, Box, Box]  # what to read, for which shard, and for what of it
 
 
 @functools.lru_cache(maxsize=256)  # a model has few kinds of layers, and many layers
@@ -117,12 +120,12 @@ def _bands(
         ]
         for group in _sharing_rows(wanted):
             read = cover([to_read for to_read, _, _ in group])
-            parts = [section.part(shard, c, to_read, read) for to_read, shard, c in group]
+            parts = [section.part(*wish, read) for wish in group]
             found.append(Band(read, tuple(parts)))
     return tuple(found)
 
 
-def _sharing_rows(wanted: list[tuple[Box, Box, Box]]) -> list[list[tuple[Box, Box, Box]]]:
+def _sharing_rows(wanted: list[_Wish]) -> list[list[_Wish]]:
     """Groups shards that need the same rows of the file, to read those once.
 
     Eight shards of the rows are eight reads of an eighth; eight shards of the columns

@@ -54,7 +54,7 @@ def shape_of(box: Box) -> tuple[int, ...]:
 
 
 def span(box: Box, shape: tuple[int, ...]) -> Range:
-    """Returns the one range of a C-ordered array, flattened, that covers a box of it."""
+    """Returns the one range that covers a box of a C-ordered array, flattened."""
     if 0 in shape_of(box):
         return Range(0, 0)
     first = last = 0

@@ -3,7 +3,7 @@
 Where the shards of several processes need the same rows of a file, as columns and
 replicas do, every process would read them. Instead each reads an even part of the rows,
 and one compiled function transposes, stacks and reshards: every byte leaves storage
-once a job, and crosses the network between devices, where it is fast.
+once a job, and crosses between devices, where that is fast.
 """
 
 import collections
@@ -28,8 +28,11 @@ from bridge._source import Source, read_into
 Tick = Callable[[Piece], None]
 
 
-def must_cooperate(leaf: jax.ShapeDtypeStruct, pieces: list[Piece]) -> bool:
-    """Says whether processes that read what they hold would read a byte twice.
+def put_together_by_devices(leaf: jax.ShapeDtypeStruct, pieces: list[Piece]) -> bool:
+    """Says whether a leaf's sections go to its devices as they lie in the file.
+
+    They do where hosts that read what they hold would read a byte twice; and where
+    devices have memory of their own, so that the host holds a layer, not the stack.
 
     Args:
       leaf: Shape, dtype and sharding.
@@ -37,6 +40,8 @@ def must_cooperate(leaf: jax.ShapeDtypeStruct, pieces: list[Piece]) -> bool:
     """
     if not isinstance(leaf.sharding, NamedSharding):
         return False
+    if any(device.platform != "cpu" for device in leaf.sharding.device_set):
+        return True
     if leaf.sharding.is_fully_addressable:
         return False
     held: dict[int, set[Box]] = collections.defaultdict(set)
@@ -56,7 +61,7 @@ def fill_together(
     leaf: jax.ShapeDtypeStruct,
     tick: Tick,
 ) -> jax.Array:
-    """Fills a leaf of which several processes hold parts; all must call this alike.
+    """Fills a leaf section by section; all processes that hold part must call alike.
 
     The next section is read while devices place the one before it.
 

@@ -4,6 +4,7 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,6 @@ from bridge._processes import agreeing
 from bridge._ranges import append
 from bridge._safetensors import encode_header
 from bridge._workers import workers
-
-Put = Callable[[memoryview], None]
 
 
 def write_weights(
@@ -43,44 +42,57 @@ def write_weights(
         for name, entries in files.items():
             # Widest first: every tensor then starts at a multiple of its item size.
             entries = dict(sorted(entries.items(), key=lambda e: -e[1][1].itemsize))
-            with _file(None if directory is None else directory / name) as put:
-                put(memoryview(encode_header(entries)))
+            with _opened(None if directory is None else directory / name) as file:
+                file.put(memoryview(encode_header(entries)))
                 for key, entry in entries.items():
                     with agreeing():
                         tensor = _tensor(pool, pieces[key], leaves, *entry)
-                        put(tensor.reshape(-1).view(np.uint8).data)
+                        file.put(tensor.reshape(-1).view(np.uint8).data)
                         done += nbytes(entry)
                         if progress is not None:
                             progress(done, total)
 
 
 @contextlib.contextmanager
-def _file(path: Path | None) -> Iterator[Put]:
-    """Opens a file to which a thread appends, one piece behind; durable at the end."""
+def _opened(path: Path | None) -> Iterator["_Appender"]:
+    """Opens a file, whose bytes are on the disk at the end; None takes and drops."""
     with contextlib.ExitStack() as stack:
-        pending: list[Future[None]] = []
-
-        def put(data: memoryview) -> None:
-            if thread is not None:
-                wait(pending)
-                pending.append(thread.submit(append, stream, data))
-
         with agreeing():
-            stream = thread = None
-            if path is not None:
-                stream = stack.enter_context(path.open("wb", buffering=0))
-                thread = stack.enter_context(ThreadPoolExecutor(1))
-        yield put
+            stream = None if path is None else path.open("wb", buffering=0)
+            file = _Appender(stream and stack.enter_context(stream))
+            stack.callback(file.thread.shutdown)
+        yield file
         with agreeing():
-            if stream is not None:
-                wait(pending)
-                os.fsync(stream.fileno())
+            file.finish()
 
 
-def wait(pending: list[Future[None]]) -> None:
-    """Waits for what was begun, and raises what it raised."""
-    while pending:
-        pending.pop().result()
+class _Appender:
+    """Appends to a file on a thread of its own, one piece behind.
+
+    Args:
+      stream: The file; None for none.
+    """
+
+    def __init__(self, stream: FileIO | None):
+        self.thread = ThreadPoolExecutor(1)
+        self._stream = stream
+        self._pending: list[Future[None]] = []
+
+    def put(self, data: memoryview) -> None:
+        """Waits for the piece before, and begins with this one."""
+        self._wait()
+        if self._stream is not None:
+            self._pending.append(self.thread.submit(append, self._stream, data))
+
+    def finish(self) -> None:
+        """Waits until all is on the disk."""
+        self._wait()
+        if self._stream is not None:
+            os.fsync(self._stream.fileno())
+
+    def _wait(self) -> None:
+        while self._pending:
+            self._pending.pop().result()
 
 
 def _tensor(
@@ -96,5 +108,6 @@ def _tensor(
     for piece in pieces:
         here = gather(leaves[piece.destination], piece)
         futures += start_tensor(pool, piece, here, tensor)
-    wait(futures)
+    for future in futures:
+        future.result()
     return tensor

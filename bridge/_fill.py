@@ -85,7 +85,7 @@ def _fill_tensor(band: Band, here: Shards, tensor: np.ndarray) -> None:
 
 
 def _laid_out(array: np.ndarray, dtype: np.dtype, spread: int | None) -> np.ndarray:
-    """Casts, and spreads what will be walked along, while numbers still lie in order."""
+    """Casts, and spreads what will be walked along, while numbers lie in order."""
     found = _LAID_OUT.take(array.shape, dtype, spread=spread)
     if array.dtype == dtype:
         copy(found, array)

@@ -42,8 +42,9 @@ def _from_device(shard: Any, box: Box, piece: Piece) -> Shards:
         return planes(piece, {box: np.asarray(shard.data)})
     # Only the layer crosses over, and jax keeps no copy of the shard on the host.
     num_stacked = len(piece.position)
-    starts = [i - r.start for i, r in zip(piece.position, box[:num_stacked], strict=True)]
-    starts += [0] * (len(box) - num_stacked)
+    starts = [0] * len(box)
+    for dim, place in enumerate(piece.position):
+        starts[dim] = place - box[dim].start
     inner = shape_of(box[num_stacked:])
     layer = _cut(shard.data, starts, (1,) * num_stacked + inner)
     return {box[num_stacked:]: np.asarray(layer).reshape(inner)}

@@ -214,7 +214,7 @@ def _shifted(wanted: Range, origin: int, sizes: list[int]) -> list[Range]:
 
 
 def _ranges(names: list[str], k: int, step: int, sizes: Sizes) -> Iterator[Ranges]:
-    """Yields `step` positions of factor `k` at a time; outer ones singly, inner whole."""
+    """Yields `step` places of factor `k` at a time, outer ones singly, inner whole."""
     inner = {name: Range(0, sizes[name]) for name in names[k + 1 :]}
     for outer in itertools.product(*(range(sizes[name]) for name in names[:k])):
         single = (Range(i, i + 1) for i in outer)

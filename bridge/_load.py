@@ -1,5 +1,6 @@
 """Loading: a mould is filled from a checkpoint, shard by shard."""
 
+import dataclasses
 import os
 from collections import deque
 from collections.abc import Callable
@@ -9,7 +10,7 @@ from typing import Any
 import jax
 
 from bridge._config import find_family, from_hf_config
-from bridge._cooperate import fill_together, must_cooperate
+from bridge._cooperate import fill_together, put_together_by_devices
 from bridge._fill import start_piece
 from bridge._mapping import Mapping
 from bridge._piece import Piece
@@ -21,6 +22,7 @@ from bridge._workers import workers
 from bridge.models import DecoderConfig
 
 Progress = Callable[[int, int], None]
+Tick = Callable[[Piece], None]
 
 
 def load_hf(
@@ -32,9 +34,11 @@ def load_hf(
 ) -> Any:
     """Fills a mould with the weights of a Hugging Face checkpoint.
 
-    Only what this process's shards need is read, and each byte of it once; host
-    memory holds the shards of one leaf and one tensor of the file. Everything is
-    checked against config and headers before the first weight is read.
+    Only what this process's shards need is read, and each byte of it once. On CPU the
+    host holds the arrays themselves and a few megabytes a core; for other devices, two
+    tensors of the file. In a job of several processes all of them must call this
+    alike: a byte is read by one of them. Everything is checked against config and
+    headers before the first weight is read.
 
     Values are cast to the dtype of the mould between floating dtypes (bfloat16 files
     fill float32 main weights exactly; the other way rounds); any other difference of
@@ -96,50 +100,51 @@ def _fill_all(
     source: Source,
     pieces: dict[str, list[Piece]],
     leaves: dict[str, jax.ShapeDtypeStruct],
-    tick: Callable[[Piece], None],
+    tick: Tick,
 ) -> list[jax.Array]:
-    """Fills leaf after leaf; the reads of the next begin before one is done."""
-    arrays, started = [], deque()
+    """Fills leaf after leaf; reads for the next begin before one is done."""
+    arrays = []
+    started: deque[_Started] = deque()
     with workers() as pool:
         for name, leaf in leaves.items():
-            if must_cooperate(leaf, pieces[name]):
-                while started:
-                    arrays.append(_finish(*started.popleft(), tick))
+            by_devices = put_together_by_devices(leaf, pieces[name])
+            while len(started) > (not by_devices):
+                arrays.append(started.popleft().finish(tick))
+            if by_devices:
                 arrays.append(fill_together(pool, source, pieces[name], leaf, tick))
-                continue
-            started.append(_start(pool, source, pieces[name], leaf))
-            if len(started) > 1:
-                arrays.append(_finish(*started.popleft(), tick))
-        while started:
-            arrays.append(_finish(*started.popleft(), tick))
+            else:
+                started.append(_start(pool, source, pieces[name], leaf))
+        arrays += [one.finish(tick) for one in started]
     return arrays
+
+
+@dataclasses.dataclass(frozen=True)
+class _Started:
+    """A leaf whose shards are being filled, and what to wait for."""
+
+    leaf: jax.ShapeDtypeStruct
+    shards: Shards
+    tasks: list[tuple[Piece, list[Future[None]]]]
+
+    def finish(self, tick: Tick) -> jax.Array:
+        """Waits for every section, and hands the shards over."""
+        with agreeing():
+            for piece, futures in self.tasks:
+                for future in futures:
+                    future.result()
+                tick(piece)
+            return to_array(self.leaf, self.shards)
 
 
 def _start(
     pool: Executor, source: Source, pieces: list[Piece], leaf: jax.ShapeDtypeStruct
-) -> tuple[jax.ShapeDtypeStruct, Shards, list[tuple[Piece, list[Future[None]]]]]:
+) -> _Started:
     shards = empty_shards(leaf)
     tasks = [(piece, start_piece(pool, source, piece, shards)) for piece in pieces]
-    return leaf, shards, tasks
+    return _Started(leaf, shards, tasks)
 
 
-def _finish(
-    leaf: jax.ShapeDtypeStruct,
-    shards: Shards,
-    tasks: list[tuple[Piece, list[Future[None]]]],
-    tick: Callable[[Piece], None],
-) -> jax.Array:
-    with agreeing():
-        for piece, futures in tasks:
-            for future in futures:
-                future.result()
-            tick(piece)
-    return to_array(leaf, shards)
-
-
-def _counter(
-    source: Source, mapping: Mapping, progress: Progress | None
-) -> Callable[[Piece], None]:
+def _counter(source: Source, mapping: Mapping, progress: Progress | None) -> Tick:
     def nbytes(piece: Piece) -> int:
         return piece.num_elements * source.dtype(piece.source).itemsize
 

@@ -8,6 +8,7 @@ import os
 from io import FileIO
 from pathlib import Path
 
+
 def read_range(file: Path, offset: int, out: memoryview) -> None:
     """Reads one range of a file.
 

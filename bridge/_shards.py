@@ -26,13 +26,13 @@ def empty_shards(leaf: jax.ShapeDtypeStruct) -> Shards:
     if leaf.sharding is not None:
         indices = leaf.sharding.addressable_devices_indices_map(leaf.shape)
         boxes = {complete(index or (), leaf.shape) for index in indices.values()}
-    nbytes = {box: math.prod(shape_of(box)) * leaf.dtype.itemsize for box in boxes}
-    spans = {box: -(-n // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for box, n in nbytes.items()}
-    buffer = np.empty(sum(spans.values()) + ALIGNMENT_BYTES, np.uint8)
+    sizes = {box: math.prod(shape_of(box)) * leaf.dtype.itemsize for box in boxes}
+    spans = [nbytes + -nbytes % ALIGNMENT_BYTES for nbytes in sizes.values()]
+    buffer = np.empty(sum(spans) + ALIGNMENT_BYTES, np.uint8)
     start = -buffer.ctypes.data % ALIGNMENT_BYTES
     shards = {}
-    for box, span in spans.items():
-        part = buffer[start : start + nbytes[box]]
+    for (box, nbytes), span in zip(sizes.items(), spans, strict=True):
+        part = buffer[start : start + nbytes]
         shards[box] = part.view(leaf.dtype).reshape(shape_of(box))
         start += span
     return shards

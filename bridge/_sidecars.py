@@ -32,19 +32,29 @@ def find_sidecars(directory: Path) -> list[Path]:
     """Returns the tokenizer's and generation's files of a model, relative to it.
 
     Args:
-      directory: A model's directory. Links are followed as the hub's cache needs it,
-        which links each file to a blob, but only to plain files.
+      directory: A model's directory.
 
     Raises:
-      ValueError: If there is no such directory, or such a name is no plain file.
+      ValueError: If there is no such directory, or such a name is no plain file of it.
+        A link counts as one if it leads to a file of the directory, or of the blobs
+        beside it as in the hub's cache; elsewhere, it could publish any file.
     """
     if not directory.is_dir():
         raise ValueError(f"Cannot copy from '{directory}': it is no directory.")
     found = sorted({file for name in _PATTERNS for file in directory.glob(name)})
-    if wrong := [file for file in found if not file.is_file()]:
+    real = directory.resolve()
+    inside = (real, real.parent.parent / "blobs")
+    wrong = [
+        f"  '{file}' is {file.resolve()}"
+        for file in found
+        if not file.is_file()
+        or not any(file.resolve().is_relative_to(home) for home in inside)
+    ]
+    if wrong:
         raise ValueError(
-            "Cannot copy these, which are no files:\n"
-            + "\n".join(f"  {file}" for file in wrong)
+            f"These of '{directory}' are not files that lie there:\n"
+            + "\n".join(wrong)
+            + "\nReplace them by plain files, or remove them."
         )
     return [file.relative_to(directory) for file in found]
 
