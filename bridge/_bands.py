@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 
-from bridge._box import Box, absolute, as_index, cover, overlap, relative, span
+from bridge._box import Box, absolute, cover, overlap, relative, span
 from bridge._layout import Layout, Move
 from bridge._piece import Piece
 
@@ -25,8 +25,8 @@ class Part:
     """
 
     shard: Box
-    where: tuple[slice, ...]
-    cut: tuple[slice, ...]
+    where: Box
+    cut: Box
     move: Move
 
 
@@ -96,8 +96,8 @@ class _Section:
         """Returns what a shard takes from what was read."""
         return Part(
             shard=shard,
-            where=as_index(relative(common, shard)),
-            cut=as_index(relative(to_read, read)),
+            where=relative(common, shard),
+            cut=relative(to_read, read),
             move=self.layout.move(relative(common, self.box), dict(self.sizes)),
         )
 

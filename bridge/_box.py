@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 
 class Range(NamedTuple):
     """Positions from `start` up to, and without, `stop`.
@@ -41,6 +43,11 @@ def complete(index: Sequence[Any], shape: tuple[int, ...]) -> Box:
 def as_index(box: Box) -> tuple[slice, ...]:
     """Returns the slices that take a box out of an array."""
     return tuple(slice(*r) for r in box)
+
+
+def take(array: np.ndarray, box: Box) -> np.ndarray:
+    """Returns the box of an array: a view, of what has no dims as well."""
+    return array[(*as_index(box), ...)]
 
 
 def whole(shape: tuple[int, ...]) -> Box:

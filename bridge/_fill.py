@@ -5,7 +5,7 @@ from concurrent.futures import Executor, Future
 import numpy as np
 
 from bridge._bands import Band, bands
-from bridge._box import as_index, shape_of
+from bridge._box import shape_of, take
 from bridge._piece import Piece
 from bridge._reorder import Scratch, copy
 from bridge._shards import Shards, planes
@@ -68,14 +68,14 @@ def _fill(source: Source, key: str, band: Band, here: Shards) -> None:
     if read.dtype != dtype or not in_order:
         read = _laid_out(read, dtype, rows)
     for part in band.parts:
-        values = part.move.view(read[part.cut])
-        copy(here[part.shard][part.where].reshape(values.shape), values)
+        values = part.move.view(take(read, part.cut))
+        copy(take(here[part.shard], part.where).reshape(values.shape), values)
 
 
 def _fill_tensor(band: Band, here: Shards, tensor: np.ndarray) -> None:
     for part in band.parts:
-        view = part.move.view(tensor[as_index(band.box)][part.cut])
-        values = here[part.shard][part.where].reshape(view.shape)
+        view = part.move.view(take(take(tensor, band.box), part.cut))
+        values = take(here[part.shard], part.where).reshape(view.shape)
         if not part.move.keeps_order:
             innermost = part.move.order.index(len(part.move.order) - 1)
             values = _laid_out(values, tensor.dtype, innermost)

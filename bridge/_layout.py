@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from bridge._box import Box, Range, as_index, relative, shape_of, whole
+from bridge._box import Box, Range, relative, shape_of, take, whole
 
 Sizes = Mapping[str, int]
 Side = tuple[tuple[str, ...], ...]
@@ -99,9 +99,9 @@ class Layout:
         return Move(
             factors=shape_of(tuple(read[name] for name in source_order)),
             order=tuple(source_order.index(name) for name in order),
-            inside=as_index(inside),
+            inside=inside,
             joined=shape_of(cover),
-            wanted=as_index(relative(box, cover)),
+            wanted=relative(box, cover),
         )
 
     def split(self, box: Box, sizes: Sizes) -> list[Box]:
@@ -157,9 +157,9 @@ class Move:
 
     factors: tuple[int, ...]
     order: tuple[int, ...]
-    inside: tuple[slice, ...]
+    inside: Box
     joined: tuple[int, ...]
-    wanted: tuple[slice, ...]
+    wanted: Box
 
     @property
     def keeps_order(self) -> bool:
@@ -168,11 +168,11 @@ class Move:
 
     def view(self, array: np.ndarray) -> np.ndarray:
         """Returns what was read, or is to be written, by factors of the destination."""
-        return array.reshape(self.factors).transpose(self.order)[self.inside]
+        return take(array.reshape(self.factors).transpose(self.order), self.inside)
 
     def __call__(self, array: np.ndarray) -> np.ndarray:
         """Lays out what was read for the box; a copy, if factors lie apart."""
-        return self.view(array).reshape(self.joined)[self.wanted]
+        return take(self.view(array).reshape(self.joined), self.wanted)
 
 
 def _split(side: Side, box: Box, sizes: Sizes) -> Ranges:

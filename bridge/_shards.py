@@ -53,7 +53,7 @@ def planes(piece: Piece, shards: Shards) -> Shards:
     for box, shard in shards.items():
         ranges = list(zip(piece.position, box[:num_stacked], strict=True))
         if all(r.start <= i < r.stop for i, r in ranges):
-            found[box[num_stacked:]] = shard[tuple(i - r.start for i, r in ranges)]
+            found[box[num_stacked:]] = shard[(*(i - r.start for i, r in ranges), ...)]
     return found
 
 
