@@ -41,7 +41,13 @@ def find_sidecars(directory: Path) -> list[Path]:
     """
     if not directory.is_dir():
         raise ValueError(f"Cannot copy from '{directory}': it is no directory.")
-    found = sorted({file for name in _PATTERNS for file in directory.glob(name)})
+    # Not a glob for each pattern, which would pass over a broken link in silence.
+    listed = [*directory.iterdir(), *directory.glob("additional_chat_templates/*")]
+    found = sorted(
+        file
+        for file in listed
+        if any(file.relative_to(directory).match(pattern) for pattern in _PATTERNS)
+    )
     real = directory.resolve()
     inside = (real, real.parent.parent / "blobs")
     wrong = [
