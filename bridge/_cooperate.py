@@ -22,13 +22,13 @@ from bridge._box import Box, Range, absolute, complete, shape_of
 from bridge._layout import Layout
 from bridge._piece import Piece
 from bridge._processes import agreeing
-from bridge._shards import empty_shards, planes, to_array
+from bridge._shards import empty_shards, is_on_host, planes, to_array
 from bridge._source import Source, read_into
 
 Tick = Callable[[Piece], None]
 
 
-def put_together_by_devices(leaf: jax.ShapeDtypeStruct, pieces: list[Piece]) -> bool:
+def put_together(leaf: jax.ShapeDtypeStruct, pieces: list[Piece]) -> bool:
     """Says whether a leaf's sections go to its devices as they lie in the file.
 
     They do where hosts that read what they hold would read a byte twice; and where
@@ -40,7 +40,7 @@ def put_together_by_devices(leaf: jax.ShapeDtypeStruct, pieces: list[Piece]) -> 
     """
     if not isinstance(leaf.sharding, NamedSharding):
         return False
-    if any(device.platform != "cpu" for device in leaf.sharding.device_set):
+    if not is_on_host(leaf):
         return True
     if leaf.sharding.is_fully_addressable:
         return False
@@ -122,7 +122,7 @@ def _parts(box: Box, shape: tuple[int, ...], itemsize: int) -> Iterator[Box]:
 def _read(source: Source, piece: Piece, part: Box, out: np.ndarray) -> None:
     box = absolute(part[: len(piece.source_box)], piece.source_box)
     rows = out[: part[0].stop - part[0].start]
-    read_into(source, piece.source, box, rows.reshape(shape_of(box)))
+    read_into(source, piece.source, box, rows.reshape(shape_of(box)), ahead=False)
 
 
 @functools.lru_cache(maxsize=256)

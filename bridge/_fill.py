@@ -15,7 +15,7 @@ _READ, _LAID_OUT = Scratch(), Scratch()
 
 
 def start_piece(
-    pool: Executor, source: Source, piece: Piece, shards: Shards
+    pool: Executor, source: Source, piece: Piece, shards: Shards, *, ahead: bool = True
 ) -> list[Future[None]]:
     """Starts to copy a section of the checkpoint to the shards that need part of it.
 
@@ -27,6 +27,7 @@ def start_piece(
       source: The checkpoint.
       piece: Which section, and what becomes of it.
       shards: Filled where the section belongs.
+      ahead: Whether they are all of it, so that what is read next follows.
 
     Returns:
       What to wait for.
@@ -34,7 +35,7 @@ def start_piece(
     here = planes(piece, shards)
     itemsize = source.dtype(piece.source).itemsize
     return [
-        pool.submit(_fill, source, piece.source, band, here)
+        pool.submit(_fill, source, piece.source, band, here, ahead)
         for band in bands(piece, tuple(here), itemsize)
     ]
 
@@ -59,9 +60,9 @@ def start_tensor(
     ]
 
 
-def _fill(source: Source, key: str, band: Band, here: Shards) -> None:
+def _fill(source: Source, key: str, band: Band, here: Shards, ahead: bool) -> None:
     read = _READ.take(shape_of(band.box), source.dtype(key))
-    read_into(source, key, band.box, read)
+    read_into(source, key, band.box, read, ahead=ahead)
     dtype = here[band.parts[0].shard].dtype
     in_order = all(part.move.keeps_order for part in band.parts)
     rows = None if in_order or read.ndim < 2 else read.ndim - 2

@@ -1,21 +1,19 @@
 """Loading: a mould is filled from a checkpoint, shard by shard."""
 
-import dataclasses
 import os
-from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor
 from typing import Any
 
 import jax
 
 from bridge._config import find_family, from_hf_config
-from bridge._cooperate import fill_together, put_together_by_devices
+from bridge._cooperate import fill_together, put_together
 from bridge._fill import start_piece
 from bridge._mapping import Mapping
 from bridge._piece import Piece
 from bridge._processes import agreeing
-from bridge._shards import Shards, empty_shards, to_array
+from bridge._shards import empty_shards, is_on_host, to_array
 from bridge._source import Source, open_checkpoint
 from bridge._tree import named_leaves
 from bridge._workers import workers
@@ -81,7 +79,8 @@ def load(
     pieces = mapping.by_destination()
     tick = _counter(source, mapping, progress)
     arrays = _fill_all(source, pieces, leaves, tick)
-    return jax.tree.unflatten(jax.tree.structure(mould), arrays)
+    in_order = [arrays[name] for name in leaves]
+    return jax.tree.unflatten(jax.tree.structure(mould), in_order)
 
 
 def _check_shardings(leaves: dict[str, jax.ShapeDtypeStruct]) -> None:
@@ -101,47 +100,46 @@ def _fill_all(
     pieces: dict[str, list[Piece]],
     leaves: dict[str, jax.ShapeDtypeStruct],
     tick: Tick,
-) -> list[jax.Array]:
-    """Fills leaf after leaf; reads for the next begin before one is done."""
-    arrays = []
-    started: deque[_Started] = deque()
+) -> dict[str, jax.Array]:
+    """Fills every leaf; what is filled in place, in the order of the file."""
+    arrays = {}
+    by_devices = {n for n, leaf in leaves.items() if put_together(leaf, pieces[n])}
+    in_place = [n for n in leaves if n not in by_devices and is_on_host(leaves[n])]
+    others = [[n] for n in leaves if n not in by_devices and n not in in_place]
     with workers() as pool:
-        for name, leaf in leaves.items():
-            by_devices = put_together_by_devices(leaf, pieces[name])
-            while len(started) > (not by_devices):
-                arrays.append(started.popleft().finish(tick))
-            if by_devices:
-                arrays.append(fill_together(pool, source, pieces[name], leaf, tick))
-            else:
-                started.append(_start(pool, source, pieces[name], leaf))
-        arrays += [one.finish(tick) for one in started]
+        for names in [in_place, *others]:
+            batch = {name: leaves[name] for name in names}
+            arrays |= _fill_batch(pool, source, pieces, batch, tick)
+        for name in leaves:
+            if name in by_devices:
+                arrays[name] = fill_together(
+                    pool, source, pieces[name], leaves[name], tick
+                )
     return arrays
 
 
-@dataclasses.dataclass(frozen=True)
-class _Started:
-    """A leaf whose shards are being filled, and what to wait for."""
-
-    leaf: jax.ShapeDtypeStruct
-    shards: Shards
-    tasks: list[tuple[Piece, list[Future[None]]]]
-
-    def finish(self, tick: Tick) -> jax.Array:
-        """Waits for every section, and hands the shards over."""
-        with agreeing():
-            for piece, futures in self.tasks:
-                for future in futures:
-                    future.result()
-                tick(piece)
-            return to_array(self.leaf, self.shards)
-
-
-def _start(
-    pool: Executor, source: Source, pieces: list[Piece], leaf: jax.ShapeDtypeStruct
-) -> _Started:
-    shards = empty_shards(leaf)
-    tasks = [(piece, start_piece(pool, source, piece, shards)) for piece in pieces]
-    return _Started(leaf, shards, tasks)
+def _fill_batch(
+    pool: Executor,
+    source: Source,
+    pieces: dict[str, list[Piece]],
+    leaves: dict[str, jax.ShapeDtypeStruct],
+    tick: Tick,
+) -> dict[str, jax.Array]:
+    shards = {name: empty_shards(leaf) for name, leaf in leaves.items()}
+    position = {key: i for i, key in enumerate(source.keys())}
+    wanted = [(name, piece) for name in leaves for piece in pieces[name]]
+    wanted.sort(key=lambda w: (position[w[1].source], w[1].source_box))
+    alone = jax.process_count() == 1
+    with agreeing():
+        started = [
+            (piece, start_piece(pool, source, piece, shards[name], ahead=alone))
+            for name, piece in wanted
+        ]
+        for piece, futures in started:
+            for future in futures:
+                future.result()
+            tick(piece)
+        return {name: to_array(leaf, shards[name]) for name, leaf in leaves.items()}
 
 
 def _counter(source: Source, mapping: Mapping, progress: Progress | None) -> Tick:

@@ -9,7 +9,7 @@ from io import FileIO
 from pathlib import Path
 
 
-def read_range(file: Path, offset: int, out: memoryview) -> None:
+def read_range(file: Path, offset: int, out: memoryview, *, ahead: bool = True) -> None:
     """Reads one range of a file.
 
     What was read is dropped from the system's cache: weights are read once, and a
@@ -19,6 +19,8 @@ def read_range(file: Path, offset: int, out: memoryview) -> None:
       file: The file.
       offset: First byte of the range.
       out: The bytes to fill; as many are read.
+      ahead: Whether the system may read on, for what follows is wanted next. By
+        itself it would, an eighth more than is wanted where rows are shared out.
 
     Raises:
       ValueError: If the file ends before the range does.
@@ -26,7 +28,8 @@ def read_range(file: Path, offset: int, out: memoryview) -> None:
     done = 0
     descriptor = os.open(file, os.O_RDONLY)
     try:
-        _advise(descriptor, 0, 0, "RANDOM")  # reads nothing ahead
+        if not ahead:
+            _advise(descriptor, 0, 0, "RANDOM")
         while done < len(out):  # Linux hands out at most 2 GiB a call
             count = os.preadv(descriptor, [out[done:]], offset + done)
             if count == 0:

@@ -38,6 +38,13 @@ def empty_shards(leaf: jax.ShapeDtypeStruct) -> Shards:
     return shards
 
 
+def is_on_host(leaf: jax.ShapeDtypeStruct) -> bool:
+    """Says whether a leaf's devices can take the host's memory as it is."""
+    if leaf.sharding is None:
+        return jax.default_backend() == "cpu"
+    return all(device.platform == "cpu" for device in leaf.sharding.device_set)
+
+
 def planes(piece: Piece, shards: Shards) -> Shards:
     """Returns the shards' views of one layer.
 

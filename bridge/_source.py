@@ -53,12 +53,14 @@ class Source(Protocol):
 class DirectSource(Source, Protocol):
     """A source that needs no memory of its own to read: an extension, for speed."""
 
-    def read_into(self, key: str, box: Box, out: np.ndarray) -> None:
+    def read_into(self, key: str, box: Box, out: np.ndarray, *, ahead: bool) -> None:
         """Reads a box of a tensor into an array of its shape and dtype."""
         ...
 
 
-def read_into(source: Source, key: str, box: Box, out: np.ndarray) -> None:
+def read_into(
+    source: Source, key: str, box: Box, out: np.ndarray, *, ahead: bool
+) -> None:
     """Reads a box of a tensor into an array, directly where the source can.
 
     Args:
@@ -66,9 +68,10 @@ def read_into(source: Source, key: str, box: Box, out: np.ndarray) -> None:
       key: Name of the tensor.
       box: Which part of it.
       out: C-contiguous array of the box's shape and the tensor's dtype.
+      ahead: Whether what follows in the tensor is wanted next.
     """
     if isinstance(source, DirectSource):
-        source.read_into(key, box, out)
+        source.read_into(key, box, out, ahead=ahead)
     else:
         copy(out, source.read(key, as_index(box)))
 
@@ -125,7 +128,9 @@ class SafetensorsSource:
         # pick the box out of the covering range.
         return np.ndarray(shape, info.dtype, data, strides=_byte_strides(info))
 
-    def read_into(self, key: str, box: Box, out: np.ndarray) -> None:
+    def read_into(
+        self, key: str, box: Box, out: np.ndarray, *, ahead: bool = True
+    ) -> None:
         """Reads a box of a tensor into an array.
 
         A box that is one range of the file needs no other memory.
@@ -134,6 +139,7 @@ class SafetensorsSource:
           key: Name of the tensor.
           box: Which part of it.
           out: C-contiguous array of the box's shape and the tensor's dtype.
+          ahead: Whether what follows in the tensor is wanted next.
         """
         info = self.tensors[key]
         start, stop = span(box, info.shape)
@@ -141,7 +147,8 @@ class SafetensorsSource:
             copy(out, self.read(key, as_index(box)))
         else:
             data = out.reshape(-1).view(np.uint8).data
-            read_range(info.file, info.offset + start * info.dtype.itemsize, data)
+            first = info.offset + start * info.dtype.itemsize
+            read_range(info.file, first, data, ahead=ahead)
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Source:
