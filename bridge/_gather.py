@@ -7,6 +7,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from bridge._box import Box, complete, overlap, shape_of, whole
+from bridge._lazy import LazyLeaf
 from bridge._piece import Piece
 from bridge._shards import Shards, planes
 
@@ -23,6 +24,8 @@ def gather(leaf: Any, piece: Piece) -> Shards:
       Arrays by their boxes in the leaf, without stacked dims; together they are the
       section, and may hold more. Views of device memory where the device is the host.
     """
+    if isinstance(leaf, LazyLeaf):
+        return planes(piece, {piece.destination_box: leaf.read(piece.destination_box)})
     if not isinstance(leaf, jax.Array):
         return planes(piece, {whole(leaf.shape): np.asarray(leaf)})
     if not leaf.is_fully_addressable:
