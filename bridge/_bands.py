@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+from collections.abc import Iterator
+from typing import NamedTuple
 
 from bridge._box import Box, absolute, cover, overlap, relative, span
 from bridge._layout import Layout, Move
@@ -80,29 +82,20 @@ class _Section:
     source_box: Box
     box: Box
 
-    def split(self, common: Box) -> list[Box]:
-        """Cuts part of the section into boxes that are one range of each factor."""
-        parts = self.layout.split(relative(common, self.box), dict(self.sizes))
-        return [absolute(part, self.box) for part in parts]
-
-    def to_read(self, common: Box) -> Box:
-        """Returns the box of the source that covers part of the section."""
-        inside = relative(common, self.box)
-        return absolute(
-            self.layout.source_box(inside, dict(self.sizes)), self.source_box
-        )
-
-    def part(self, to_read: Box, shard: Box, common: Box, read: Box) -> Part:
-        """Returns what a shard takes from what was read."""
-        return Part(
-            shard=shard,
-            where=relative(common, shard),
-            cut=relative(to_read, read),
-            move=self.layout.move(relative(common, self.box), dict(self.sizes)),
-        )
+    def wishes(self, shard: Box, common: Box) -> Iterator["_Wish"]:
+        """Yields what is to be read for part of a shard, and what becomes of it."""
+        sizes = dict(self.sizes)
+        for inside in self.layout.split(relative(common, self.box), sizes):
+            source_box, move = self.layout.cut(inside, sizes)
+            where = relative(absolute(inside, self.box), shard)
+            yield _Wish(absolute(source_box, self.source_box), shard, where, move)
 
 
-_Wish = tuple[Box, Box, Box]  # what to read, for which shard, and for what of it
+class _Wish(NamedTuple):
+    to_read: Box
+    shard: Box
+    where: Box
+    move: Move
 
 
 @functools.lru_cache(maxsize=256)  # a model has few kinds of layers, and many layers
@@ -112,31 +105,34 @@ def _bands(
     found = []
     for inside in section.layout.bands(dict(section.sizes), max_elements):
         band = absolute(inside, section.box)
-        wanted = [
-            (section.to_read(part), shard, part)
+        wishes = [
+            wish
             for shard in shards
             if (common := overlap(shard, band)) is not None
-            for part in section.split(common)
+            for wish in section.wishes(shard, common)
         ]
-        for group in _sharing_rows(wanted):
-            read = cover([to_read for to_read, _, _ in group])
-            parts = [section.part(*wish, read) for wish in group]
+        for group in _sharing_rows(wishes):
+            read = cover([wish.to_read for wish in group])
+            parts = [
+                Part(wish.shard, wish.where, relative(wish.to_read, read), wish.move)
+                for wish in group
+            ]
             found.append(Band(read, tuple(parts)))
     return tuple(found)
 
 
-def _sharing_rows(wanted: list[_Wish]) -> list[list[_Wish]]:
+def _sharing_rows(wishes: list[_Wish]) -> list[list[_Wish]]:
     """Groups shards that need the same rows of the file, to read those once.
 
     Eight shards of the rows are eight reads of an eighth; eight shards of the columns
     are one read of everything, where one each would read the file eight times.
     """
     groups, end = [], -1
-    for to_read, shard, common in sorted(wanted):
-        rows = to_read[:1]
+    for wish in sorted(wishes, key=lambda wish: wish.to_read):
+        rows = wish.to_read[:1]
         if groups and (not rows or rows[0].start < end):
-            groups[-1].append((to_read, shard, common))
+            groups[-1].append(wish)
         else:
-            groups.append([(to_read, shard, common)])
+            groups.append([wish])
         end = max([end, *(r.stop for r in rows)])
     return groups

@@ -128,7 +128,7 @@ def test_parts_of_a_box_are_views_of_its_factors_and_tile_it(drawn, data):
     hits = np.zeros(shape, int)
     for part in layout.split(box, sizes):
         hits[as_index(part)] += 1
-        move = layout.move(part, sizes)
+        _, move = layout.cut(part, sizes)
         assert move.joined == shape_of(part)
     inside = np.zeros(shape, int)
     inside[as_index(box)] = 1
