@@ -17,12 +17,12 @@ BAND_BYTES = 8 << 20
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """What one shard takes from a band.
+    """What one shard takes from a read.
 
     Args:
       shard: The shard, by its box without stacked dims.
       where: Where in the shard it goes.
-      cut: What of the band is taken.
+      cut: What of the read is taken.
       move: How it is laid out.
     """
 
@@ -33,11 +33,11 @@ class Part:
 
 
 @dataclasses.dataclass(frozen=True)
-class Band:
-    """One read, and what becomes of it.
+class Read:
+    """One range of a tensor, or a little more, and what becomes of it.
 
     Args:
-      box: The part of the source tensor that is read.
+      box: The part of the tensor that is read.
       parts: What the shards take from it.
     """
 
@@ -45,50 +45,88 @@ class Band:
     parts: tuple[Part, ...]
 
 
-def bands(piece: Piece, shards: tuple[Box, ...], itemsize: int) -> tuple[Band, ...]:
-    """Cuts a section so that each byte is read once, however many shards need it.
+@dataclasses.dataclass(frozen=True)
+class Section:
+    """What the sections of all layers of a stack have in common.
 
     Args:
-      piece: The section.
-      shards: Boxes of the shards that hold its place in the stacked dims, without
-        those dims.
-      itemsize: Bytes of a number in the source.
-
-    Returns:
-      What to read, in the order of the source; nothing that no shard needs.
+      layout: How source and destination hold the same numbers.
+      sizes: Name and size of each dim that the layout names.
+      source_box: The section in the tensor.
+      box: The section in the leaf, without stacked dims.
+      row_elements: Numbers in a row of the tensor.
     """
-    max_elements = BAND_BYTES // itemsize
-    if len(piece.source_shape) > 1:
-        max_elements = min(max_elements, _BAND_ROWS * piece.source_shape[-1])
-    sizes = tuple(sorted(piece.sizes.items()))
-    section = _Section(piece.layout, sizes, piece.source_box, piece.inner_box)
-    return _bands(section, shards, max_elements)
-
-
-def elements_to_read(piece: Piece, shards: tuple[Box, ...]) -> int:
-    """Returns how many numbers are read for some shards, their boxes as in `bands`."""
-    spans = [
-        span(band.box, piece.source_shape) for band in bands(piece, shards, itemsize=1)
-    ]
-    return sum(r.stop - r.start for r in spans)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Section:
-    """What all layers of a stacked leaf have in common."""
 
     layout: Layout
     sizes: tuple[tuple[str, int], ...]
     source_box: Box
     box: Box
+    row_elements: int
 
-    def wishes(self, shard: Box, common: Box) -> Iterator["_Wish"]:
-        """Yields what is to be read for part of a shard, and what becomes of it."""
-        sizes = dict(self.sizes)
-        for inside in self.layout.split(relative(common, self.box), sizes):
-            source_box, move = self.layout.cut(inside, sizes)
-            where = relative(absolute(inside, self.box), shard)
-            yield _Wish(absolute(source_box, self.source_box), shard, where, move)
+    @classmethod
+    def of(cls, piece: Piece) -> "Section":
+        """Returns what a piece shares with those of other layers."""
+        shape = piece.source_shape
+        return cls(
+            layout=piece.layout,
+            sizes=tuple(sorted(piece.sizes.items())),
+            source_box=piece.source_box,
+            box=piece.inner_box,
+            row_elements=shape[-1] if len(shape) > 1 else 0,
+        )
+
+    def bands(self, itemsize: int) -> list[Box]:
+        """Cuts the section, in the order of the source, into boxes of the leaf.
+
+        Args:
+          itemsize: Bytes of a number in the source.
+        """
+        max_elements = BAND_BYTES // itemsize
+        if self.row_elements:
+            max_elements = min(max_elements, _BAND_ROWS * self.row_elements)
+        inside = self.layout.bands(dict(self.sizes), max_elements)
+        return [absolute(band, self.box) for band in inside]
+
+
+@functools.lru_cache(maxsize=4096)  # a model has few kinds of layers, and many layers
+def reads(section: Section, shards: tuple[Box, ...], band: Box) -> tuple[Read, ...]:
+    """Returns what to read of a band, each byte once however many shards need it.
+
+    Args:
+      section: The section.
+      shards: Boxes of the shards that hold its place in the stacked dims, without
+        those dims.
+      band: Part of the section.
+
+    Returns:
+      Reads in the order of the source; none of what no shard needs.
+    """
+    wishes = [
+        wish
+        for shard in shards
+        if (common := overlap(shard, band)) is not None
+        for wish in _wishes(section, shard, common)
+    ]
+    found = []
+    for group in _sharing_rows(wishes):
+        box = cover([wish.to_read for wish in group])
+        parts = [
+            Part(wish.shard, wish.where, relative(wish.to_read, box), wish.move)
+            for wish in group
+        ]
+        found.append(Read(box, tuple(parts)))
+    return tuple(found)
+
+
+def elements_to_read(piece: Piece, shards: tuple[Box, ...]) -> int:
+    """Returns how many numbers are read for some shards, their boxes as in `reads`."""
+    section = Section.of(piece)
+    spans = [
+        span(read.box, piece.source_shape)
+        for band in section.bands(itemsize=1)
+        for read in reads(section, shards, band)
+    ]
+    return sum(r.stop - r.start for r in spans)
 
 
 class _Wish(NamedTuple):
@@ -98,27 +136,13 @@ class _Wish(NamedTuple):
     move: Move
 
 
-@functools.lru_cache(maxsize=256)  # a model has few kinds of layers, and many layers
-def _bands(
-    section: _Section, shards: tuple[Box, ...], max_elements: int
-) -> tuple[Band, ...]:
-    found = []
-    for inside in section.layout.bands(dict(section.sizes), max_elements):
-        band = absolute(inside, section.box)
-        wishes = [
-            wish
-            for shard in shards
-            if (common := overlap(shard, band)) is not None
-            for wish in section.wishes(shard, common)
-        ]
-        for group in _sharing_rows(wishes):
-            read = cover([wish.to_read for wish in group])
-            parts = [
-                Part(wish.shard, wish.where, relative(wish.to_read, read), wish.move)
-                for wish in group
-            ]
-            found.append(Band(read, tuple(parts)))
-    return tuple(found)
+def _wishes(section: Section, shard: Box, common: Box) -> Iterator[_Wish]:
+    """Yields what is to be read for part of a shard, and what becomes of it."""
+    sizes = dict(section.sizes)
+    for inside in section.layout.split(relative(common, section.box), sizes):
+        source_box, move = section.layout.cut(inside, sizes)
+        where = relative(absolute(inside, section.box), shard)
+        yield _Wish(absolute(source_box, section.source_box), shard, where, move)
 
 
 def _sharing_rows(wishes: list[_Wish]) -> list[list[_Wish]]:
