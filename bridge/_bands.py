@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+from collections.abc import Iterator
+from typing import NamedTuple
 
 from bridge._box import Box, absolute, cover, overlap, relative, span
 from bridge._layout import Layout, Move
@@ -15,12 +17,12 @@ BAND_BYTES = 8 << 20
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """What one shard takes from a band.
+    """What one shard takes from a read.
 
     Args:
       shard: The shard, by its box without stacked dims.
       where: Where in the shard it goes.
-      cut: What of the band is taken.
+      cut: What of the read is taken.
       move: How it is laid out.
     """
 
@@ -31,11 +33,11 @@ class Part:
 
 
 @dataclasses.dataclass(frozen=True)
-class Band:
-    """One read, and what becomes of it.
+class Read:
+    """One range of a tensor, or a little more, and what becomes of it.
 
     Args:
-      box: The part of the source tensor that is read.
+      box: The part of the tensor that is read.
       parts: What the shards take from it.
     """
 
@@ -43,100 +45,118 @@ class Band:
     parts: tuple[Part, ...]
 
 
-def bands(piece: Piece, shards: tuple[Box, ...], itemsize: int) -> tuple[Band, ...]:
-    """Cuts a section so that each byte is read once, however many shards need it.
+@dataclasses.dataclass(frozen=True)
+class Section:
+    """What the sections of all layers of a stack have in common.
 
     Args:
-      piece: The section.
-      shards: Boxes of the shards that hold its place in the stacked dims, without
-        those dims.
-      itemsize: Bytes of a number in the source.
-
-    Returns:
-      What to read, in the order of the source; nothing that no shard needs.
+      layout: How source and destination hold the same numbers.
+      sizes: Name and size of each dim that the layout names.
+      source_box: The section in the tensor.
+      box: The section in the leaf, without stacked dims.
+      row_elements: Numbers in a row of the tensor.
     """
-    max_elements = BAND_BYTES // itemsize
-    if len(piece.source_shape) > 1:
-        max_elements = min(max_elements, _BAND_ROWS * piece.source_shape[-1])
-    sizes = tuple(sorted(piece.sizes.items()))
-    section = _Section(piece.layout, sizes, piece.source_box, piece.inner_box)
-    return _bands(section, shards, max_elements)
-
-
-def elements_to_read(piece: Piece, shards: tuple[Box, ...]) -> int:
-    """Returns how many numbers are read for some shards, their boxes as in `bands`."""
-    spans = [
-        span(band.box, piece.source_shape) for band in bands(piece, shards, itemsize=1)
-    ]
-    return sum(r.stop - r.start for r in spans)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Section:
-    """What all layers of a stacked leaf have in common."""
 
     layout: Layout
     sizes: tuple[tuple[str, int], ...]
     source_box: Box
     box: Box
+    row_elements: int
 
-    def split(self, common: Box) -> list[Box]:
-        """Cuts part of the section into boxes that are one range of each factor."""
-        parts = self.layout.split(relative(common, self.box), dict(self.sizes))
-        return [absolute(part, self.box) for part in parts]
-
-    def to_read(self, common: Box) -> Box:
-        """Returns the box of the source that covers part of the section."""
-        inside = relative(common, self.box)
-        return absolute(
-            self.layout.source_box(inside, dict(self.sizes)), self.source_box
+    @classmethod
+    def of(cls, piece: Piece) -> "Section":
+        """Returns what a piece shares with those of other layers."""
+        shape = piece.source_shape
+        return cls(
+            layout=piece.layout,
+            sizes=tuple(sorted(piece.sizes.items())),
+            source_box=piece.source_box,
+            box=piece.inner_box,
+            row_elements=shape[-1] if len(shape) > 1 else 0,
         )
 
-    def part(self, to_read: Box, shard: Box, common: Box, read: Box) -> Part:
-        """Returns what a shard takes from what was read."""
-        return Part(
-            shard=shard,
-            where=relative(common, shard),
-            cut=relative(to_read, read),
-            move=self.layout.move(relative(common, self.box), dict(self.sizes)),
-        )
+    def bands(self, itemsize: int) -> list[Box]:
+        """Cuts the section, in the order of the source, into boxes of the leaf.
+
+        Args:
+          itemsize: Bytes of a number in the source.
+        """
+        max_elements = BAND_BYTES // itemsize
+        if self.row_elements:
+            max_elements = min(max_elements, _BAND_ROWS * self.row_elements)
+        inside = self.layout.bands(dict(self.sizes), max_elements)
+        return [absolute(band, self.box) for band in inside]
 
 
-_Wish = tuple[Box, Box, Box]  # what to read, for which shard, and for what of it
+@functools.lru_cache(maxsize=4096)  # a model has few kinds of layers, and many layers
+def reads(section: Section, shards: tuple[Box, ...], band: Box) -> tuple[Read, ...]:
+    """Returns what to read of a band, each byte once however many shards need it.
 
+    Args:
+      section: The section.
+      shards: Boxes of the shards that hold its place in the stacked dims, without
+        those dims.
+      band: Part of the section.
 
-@functools.lru_cache(maxsize=256)  # a model has few kinds of layers, and many layers
-def _bands(
-    section: _Section, shards: tuple[Box, ...], max_elements: int
-) -> tuple[Band, ...]:
+    Returns:
+      Reads in the order of the source; none of what no shard needs.
+    """
+    wishes = [
+        wish
+        for shard in shards
+        if (common := overlap(shard, band)) is not None
+        for wish in _wishes(section, shard, common)
+    ]
     found = []
-    for inside in section.layout.bands(dict(section.sizes), max_elements):
-        band = absolute(inside, section.box)
-        wanted = [
-            (section.to_read(part), shard, part)
-            for shard in shards
-            if (common := overlap(shard, band)) is not None
-            for part in section.split(common)
+    for group in _sharing_rows(wishes):
+        box = cover([wish.to_read for wish in group])
+        parts = [
+            Part(wish.shard, wish.where, relative(wish.to_read, box), wish.move)
+            for wish in group
         ]
-        for group in _sharing_rows(wanted):
-            read = cover([to_read for to_read, _, _ in group])
-            parts = [section.part(*wish, read) for wish in group]
-            found.append(Band(read, tuple(parts)))
+        found.append(Read(box, tuple(parts)))
     return tuple(found)
 
 
-def _sharing_rows(wanted: list[_Wish]) -> list[list[_Wish]]:
+def elements_to_read(piece: Piece, shards: tuple[Box, ...]) -> int:
+    """Returns how many numbers are read for some shards, their boxes as in `reads`."""
+    section = Section.of(piece)
+    spans = [
+        span(read.box, piece.source_shape)
+        for band in section.bands(itemsize=1)
+        for read in reads(section, shards, band)
+    ]
+    return sum(r.stop - r.start for r in spans)
+
+
+class _Wish(NamedTuple):
+    to_read: Box
+    shard: Box
+    where: Box
+    move: Move
+
+
+def _wishes(section: Section, shard: Box, common: Box) -> Iterator[_Wish]:
+    """Yields what is to be read for part of a shard, and what becomes of it."""
+    sizes = dict(section.sizes)
+    for inside in section.layout.split(relative(common, section.box), sizes):
+        source_box, move = section.layout.cut(inside, sizes)
+        where = relative(absolute(inside, section.box), shard)
+        yield _Wish(absolute(source_box, section.source_box), shard, where, move)
+
+
+def _sharing_rows(wishes: list[_Wish]) -> list[list[_Wish]]:
     """Groups shards that need the same rows of the file, to read those once.
 
     Eight shards of the rows are eight reads of an eighth; eight shards of the columns
     are one read of everything, where one each would read the file eight times.
     """
     groups, end = [], -1
-    for to_read, shard, common in sorted(wanted):
-        rows = to_read[:1]
+    for wish in sorted(wishes, key=lambda wish: wish.to_read):
+        rows = wish.to_read[:1]
         if groups and (not rows or rows[0].start < end):
-            groups[-1].append((to_read, shard, common))
+            groups[-1].append(wish)
         else:
-            groups.append([(to_read, shard, common)])
+            groups.append([wish])
         end = max([end, *(r.stop for r in rows)])
     return groups

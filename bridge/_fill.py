@@ -4,8 +4,8 @@ from concurrent.futures import Executor, Future
 
 import numpy as np
 
-from bridge._bands import Band, bands
-from bridge._box import shape_of, take
+from bridge._bands import Section, reads
+from bridge._box import Box, shape_of, take
 from bridge._piece import Piece
 from bridge._reorder import Scratch, copy
 from bridge._shards import Shards, planes
@@ -33,10 +33,10 @@ def start_piece(
       What to wait for.
     """
     here = planes(piece, shards)
-    itemsize = source.dtype(piece.source).itemsize
+    section = Section.of(piece)
     return [
-        pool.submit(_fill, source, piece.source, band, here, ahead)
-        for band in bands(piece, tuple(here), itemsize)
+        pool.submit(_fill, source, piece.source, section, band, here, ahead)
+        for band in section.bands(source.dtype(piece.source).itemsize)
     ]
 
 
@@ -54,35 +54,40 @@ def start_tensor(
     Returns:
       What to wait for.
     """
+    section = Section.of(piece)
     return [
-        pool.submit(_fill_tensor, band, here, tensor)
-        for band in bands(piece, tuple(here), tensor.dtype.itemsize)
+        pool.submit(_fill_tensor, section, band, here, tensor)
+        for band in section.bands(tensor.dtype.itemsize)
     ]
 
 
-def _fill(source: Source, key: str, band: Band, here: Shards, ahead: bool) -> None:
-    read = _READ.take(shape_of(band.box), source.dtype(key))
-    read_into(source, key, band.box, read, ahead=ahead)
-    dtype = here[band.parts[0].shard].dtype
-    in_order = all(part.move.keeps_order for part in band.parts)
-    rows = None if in_order or read.ndim < 2 else read.ndim - 2
-    if read.dtype != dtype or not in_order:
-        read = _laid_out(read, dtype, rows)
-    for part in band.parts:
-        values = part.move.view(take(read, part.cut))
-        copy(take(here[part.shard], part.where).reshape(values.shape), values)
+def _fill(
+    source: Source, key: str, section: Section, band: Box, here: Shards, ahead: bool
+) -> None:
+    for read in reads(section, tuple(here), band):
+        values = _READ.take(shape_of(read.box), source.dtype(key))
+        read_into(source, key, read.box, values, ahead=ahead)
+        dtype = here[read.parts[0].shard].dtype
+        in_order = all(part.move.keeps_order for part in read.parts)
+        rows = None if in_order or values.ndim < 2 else values.ndim - 2
+        if values.dtype != dtype or not in_order:
+            values = _laid_out(values, dtype, rows)
+        for part in read.parts:
+            view = part.move.view(take(values, part.cut))
+            copy(take(here[part.shard], part.where).reshape(view.shape), view)
 
 
-def _fill_tensor(band: Band, here: Shards, tensor: np.ndarray) -> None:
-    for part in band.parts:
-        view = part.move.view(take(take(tensor, band.box), part.cut))
-        values = take(here[part.shard], part.where).reshape(view.shape)
-        if not part.move.keeps_order:
-            innermost = part.move.order.index(len(part.move.order) - 1)
-            values = _laid_out(values, tensor.dtype, innermost)
-        elif values.dtype != tensor.dtype:
-            values = _laid_out(values, tensor.dtype, None)
-        copy(view, values)
+def _fill_tensor(section: Section, band: Box, here: Shards, tensor: np.ndarray) -> None:
+    for read in reads(section, tuple(here), band):
+        for part in read.parts:
+            view = part.move.view(take(take(tensor, read.box), part.cut))
+            values = take(here[part.shard], part.where).reshape(view.shape)
+            if not part.move.keeps_order:
+                innermost = part.move.order.index(len(part.move.order) - 1)
+                values = _laid_out(values, tensor.dtype, innermost)
+            elif values.dtype != tensor.dtype:
+                values = _laid_out(values, tensor.dtype, None)
+            copy(view, values)
 
 
 def _laid_out(array: np.ndarray, dtype: np.dtype, spread: int | None) -> np.ndarray:

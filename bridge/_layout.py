@@ -71,7 +71,7 @@ class Layout:
           box: The part of the destination that is wanted.
           sizes: Size of each named dim.
         """
-        return _join(self.source, self._to_read(box, sizes), sizes)
+        return self.cut(box, sizes)[0]
 
     def apply_box(self, piece: np.ndarray, box: Box, sizes: Sizes) -> np.ndarray:
         """Turns what was read for a shard into the shard.
@@ -84,22 +84,24 @@ class Layout:
         Returns:
           The destination at `box`; a view of `piece` if it can be.
         """
-        return self.move(box, sizes)(piece)
+        return self.cut(box, sizes)[1](piece)
 
-    def move(self, box: Box, sizes: Sizes) -> "Move":
-        """Returns what `apply_box` does, to be done to many arrays."""
-        read = self._to_read(box, sizes)
+    def cut(self, box: Box, sizes: Sizes) -> tuple[Box, "Move"]:
+        """Returns `source_box`, and what `apply_box` then does, to do it many times."""
         wanted = _split(self.destination, box, sizes)
+        # Widened until each dim of the source is one range.
+        source_box = _join(self.source, wanted, sizes)
+        read = _split(self.source, source_box, sizes)
         source_order = [name for dim in self.source for name in dim]
         order = [name for dim in self.destination for name in dim]
-        inside = relative(
-            tuple(wanted[name] for name in order), tuple(read[name] for name in order)
-        )
         cover = _join(self.destination, wanted, sizes)
-        return Move(
+        return source_box, Move(
             factors=shape_of(tuple(read[name] for name in source_order)),
             order=tuple(source_order.index(name) for name in order),
-            inside=inside,
+            inside=relative(
+                tuple(wanted[name] for name in order),
+                tuple(read[name] for name in order),
+            ),
             joined=shape_of(cover),
             wanted=relative(box, cover),
         )
@@ -136,11 +138,6 @@ class Layout:
             if all(map(_is_exact, boxes, ranges)):
                 return boxes
         return [whole(self.destination_shape(sizes))]
-
-    def _to_read(self, box: Box, sizes: Sizes) -> Ranges:
-        """Widens what the box needs until each source dim is one range."""
-        wanted = _split(self.destination, box, sizes)
-        return _split(self.source, _join(self.source, wanted, sizes), sizes)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -46,7 +46,7 @@ class Source(Protocol):
         ...
 
     def read(self, key: str, slices: tuple[slice, ...] = ()) -> np.ndarray:
-        """Reads a tensor, or the box of it that `slices` says."""
+        """Reads a tensor, or the box of it that `slices` says; on any thread."""
         ...
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
 from bridge import Mapping, Rule, _bands
-from bridge._bands import bands, elements_to_read
+from bridge._bands import Section, elements_to_read, reads
 from bridge._box import Box, Range, as_index, complete, shape_of, span, whole
 from bridge._cooperate import fill_together
 from bridge._fill import start_piece, start_tensor
@@ -128,7 +128,7 @@ def test_parts_of_a_box_are_views_of_its_factors_and_tile_it(drawn, data):
     hits = np.zeros(shape, int)
     for part in layout.split(box, sizes):
         hits[as_index(part)] += 1
-        move = layout.move(part, sizes)
+        _, move = layout.cut(part, sizes)
         assert move.joined == shape_of(part)
     inside = np.zeros(shape, int)
     inside[as_index(box)] = 1
@@ -163,10 +163,11 @@ def test_shards_of_rows_read_nothing_twice(drawn, data):
     layout, sizes = drawn
     (piece,) = Mapping((Rule("w", "leaf", pattern(layout)),), sizes).pieces
     boxes = grid(data.draw, piece.destination_shape)
-    read = [band.box for band in bands(piece, tuple(boxes), itemsize=4)]
+    section = Section.of(piece)
     hits = np.zeros(piece.source_shape, int)
-    for box in read:
-        hits[as_index(box)] += 1
+    for band in section.bands(itemsize=4):
+        for read in reads(section, tuple(boxes), band):
+            hits[as_index(read.box)] += 1
     rows = hits.reshape(len(hits), -1) if hits.ndim else hits.reshape(1, 1)
     if len(layout.source) < 2 or len(layout.source[0]) < 2:  # else within one row
         assert rows.max(initial=1) == 1
