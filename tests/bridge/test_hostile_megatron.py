@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from bridge._pickle_writer import Call, Name, Object, Pairs, encode_pickle
-from bridge.megatron import open_megatron
+from bridge._torch_writer import TorchWriter
+from bridge.megatron import open_megatron, plain_args, save_megatron
 from bridge.megatron._dcp import open_dcp
 from bridge.megatron._dcp_writer import DcpWriter
 
@@ -352,6 +353,29 @@ def legacy_file(directory: Path, tree: dict) -> None:
     (directory / "mp_rank_00").mkdir()
     file = directory / "mp_rank_00/model_optim_rng.pt"
     file.write_bytes(archive(encode_pickle(tree)))
+
+
+def test_ranks_of_different_iterations_are_refused(golden, legacy):
+    (tmp := legacy.parent / "later").mkdir()
+    args, _ = plain_args(open_megatron(legacy).args)
+    source = open_megatron(legacy).source
+    split = {"format": "legacy", "pp": 2, "ep": 2}
+    save_megatron(tmp / "x", source, args, iteration=9, **split)
+    rank = "mp_rank_00_001_000/model_optim_rng.pt"
+    shutil.copy(tmp / "x/iter_0000009" / rank, legacy / rank)
+    with pytest.raises(ValueError, match="of different iterations: .*_001_000': 9"):
+        open_megatron(legacy)
+
+
+def test_a_stage_without_one_of_its_layers_is_refused(tmp_path):
+    layer = "decoder.layers.{}.mlp.linear_fc2.weight"
+    (tmp_path / "mp_rank_00").mkdir()
+    with (tmp_path / "mp_rank_00/model_optim_rng.pt").open("wb") as stream:
+        with TorchWriter(stream) as writer:
+            model = {layer.format(number): writer.add(VALUES) for number in (0, 2)}
+            writer.finish({"args": {}, "checkpoint_version": 3.0, "model": model})
+    with pytest.raises(ValueError, match="stage 0 has the layers .0, 2."):
+        open_megatron(tmp_path)
 
 
 ARGS = {"num_layers": 1}
