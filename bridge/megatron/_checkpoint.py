@@ -18,6 +18,7 @@ from bridge.megatron._names import canonical_tensors
 from bridge.megatron._optimizer import (
     MegatronOptimizer,
     is_optimizer_key,
+    name_legacy_optimizer,
     read_optimizer,
 )
 
@@ -87,18 +88,18 @@ def open_megatron(path: str | os.PathLike[str]) -> MegatronCheckpoint:
 
 def _from_legacy(directory: Path) -> MegatronCheckpoint:
     legacy = open_legacy(directory)
-    left_out = [key for key in RANDOM if key in legacy.common]
+    source = TensorSource(str(directory), MappingProxyType(dict(legacy.tensors)))
+    optimizer, notes = None, ()
     if legacy.common.get("optimizer") is not None:
-        left_out.append("optimizer")
-    left_out += sorted(
+        optimizer, notes = name_legacy_optimizer(legacy)
+    others = [key for key in RANDOM if key in legacy.common]
+    others += sorted(
         str(file.relative_to(directory))
         for file in directory.glob("*/*optim*.pt")
         if file.name != FILE_NAME
     )
-    source = TensorSource(str(directory), MappingProxyType(dict(legacy.tensors)))
-    return _checkpoint(
-        directory, "legacy", source, None, legacy.common, describe_left_out(left_out)
-    )
+    lines = (*notes, *describe_left_out(others))
+    return _checkpoint(directory, "legacy", source, optimizer, legacy.common, lines)
 
 
 def _from_dcp(directory: Path, format_: str) -> MegatronCheckpoint:
