@@ -55,6 +55,9 @@ _KNOWN_NAMES = {
         f"{_DCP}.planner.{name}"
         for name in ("SavePlan", "TensorWriteData", "WriteItem", "WriteItemType")
     ),
+    # Where torch before 2.3 had them.
+    "torch.distributed._shard.sharded_tensor.metadata.TensorProperties",
+    "torch.distributed._shard.sharded_tensor.metadata.MEM_FORMAT_ENCODING",
     "argparse.Namespace",
     "types.SimpleNamespace",
     "collections.OrderedDict",

@@ -25,6 +25,11 @@ from bridge.megatron._views import Replicated, Tensor
 
 FILE_NAME = "model_optim_rng.pt"
 
+_UNREADABLE = {
+    r"^language_model\.": "a model from before Megatron-Core",
+    r"\.experts\.weight[12]$": "all experts of a layer in one matrix, transposed",
+}
+_CONVERT = "Load it with Megatron and save it with --ckpt-format torch_dist."
 _MODEL_KEY = re.compile(r"model(\d*)")
 _LAYER = re.compile(r"^(decoder\.layers\.)(\d+)(?=\.)")
 _EXPERT = re.compile(r"(\.mlp\.experts\.)(\d+)(?=\.)")
@@ -166,18 +171,11 @@ def _check_files(path: Path, sizes: ParallelSizes, files: Mapping[Rank, Any]) ->
     }
     if len(set(steps.values())) > 1:
         raise ValueError(f"The ranks of '{path}' are of different iterations: {steps}.")
-    old = [
-        key
-        for file in files.values()
-        for chunk in _chunks(file)
-        for key in chunk
-        if key.startswith("language_model.")
-    ]
-    if old:
-        raise ValueError(
-            f"'{path}' is of a model from before Megatron-Core ('{old[0]}'): convert "
-            "it with Megatron's tools/checkpoint/convert.py first."
-        )
+    names = [key for file in files.values() for chunk in _chunks(file) for key in chunk]
+    for start, what in _UNREADABLE.items():
+        found = [name for name in names if re.search(start, name)]
+        if found:
+            raise ValueError(f"'{path}' has {what} ('{found[0]}'). {_CONVERT}")
 
 
 def _chunks(file: Mapping[str, Any]) -> list[dict[str, LazyTensor]]:

@@ -88,6 +88,16 @@ def read_optimizer(
         except ValueError as error:
             reason = f"its {len(flat)} flat buckets are not understood: {error}"
             left_out.append(f"the optimizer's state: {reason}; {_ADVICE}")
+    other = {
+        key: (tensor.shape, model[key].shape)
+        for of_kind in kinds.values()
+        for key, tensor in of_kind.items()
+        if key in model and model[key].shape != tensor.shape
+    }
+    if other:  # before 0.14 Megatron-Core flattened them
+        key, (shape, of_model) = next(iter(other.items()))
+        reason = f"of '{key}' it has the shape {shape}, not {of_model}"
+        return None, (*left_out, f"the optimizer's state: {reason}; {_ADVICE}")
     return _optimizer(name, kinds, common, steps), tuple(left_out)
 
 
