@@ -63,7 +63,7 @@ def load_hf(
     """
     source = open_checkpoint(path)
     config = config or from_hf_config(path)
-    mapping = find_family(config.model_type).mapping(config)
+    mapping = find_family(config.model_type).mapping_for(config, source.keys())
     return load(source, mapping, mould, progress=progress)
 
 

@@ -10,10 +10,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import DTypeLike
 
-from bridge._layout import Sizes
 from bridge._piece import Piece
 from bridge._report import format_report
-from bridge._rules import Rule
+from bridge._rules import Rule, RuleSizes
 from bridge._source import Source
 
 
@@ -23,16 +22,16 @@ class Mapping:
 
     Args:
       rules: Every tensor and every leaf is spoken of by exactly one of them.
-      sizes: Size of each dim that the rules name.
+      sizes: Size of each dim that the rules name, and each `{name}`'s size or range.
       ignore: Names of tensors that a checkpoint may hold and nobody needs; `{name}`
-        stands for a number.
+        stands for a number, `**` for anything.
 
     Raises:
       ValueError: If a rule names a dim without a size.
     """
 
     rules: tuple[Rule, ...]
-    sizes: Sizes
+    sizes: RuleSizes
     ignore: tuple[str, ...] = ()
 
     def __post_init__(self):
@@ -120,14 +119,28 @@ def _group(pieces: Iterable[Piece], side: str) -> dict[str, list[Piece]]:
 def _headers(
     source: Source, ignore: tuple[str, ...]
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    ignored = [
-        r"\d+".join(map(re.escape, re.split(r"\{\w+\}", pattern))) for pattern in ignore
-    ]
     return {
         key: jax.ShapeDtypeStruct(source.shape(key), source.dtype(key))
         for key in source.keys()
-        if not any(re.fullmatch(pattern, key) for pattern in ignored)
+        if not is_ignored(key, ignore)
     }
+
+
+def is_ignored(key: str, patterns: tuple[str, ...]) -> bool:
+    """Says whether a tensor is one that nobody needs; see `Mapping`."""
+    return any(_ignored(pattern).fullmatch(key) for pattern in patterns)
+
+
+@functools.cache
+def _ignored(pattern: str) -> re.Pattern[str]:
+    meanings = {"**": ".*"}  # any other hole is a number
+    parts = re.split(r"(\{\w+\}|\*\*)", pattern)
+    return re.compile(
+        "".join(
+            re.escape(part) if i % 2 == 0 else meanings.get(part, r"\d+")
+            for i, part in enumerate(parts)
+        )
+    )
 
 
 def _differences(

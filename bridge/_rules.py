@@ -8,19 +8,22 @@ be followed backwards and returns the same bits.
 import dataclasses
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from bridge._box import Box, Range, whole
 from bridge._layout import Layout, Sizes
 from bridge._piece import Piece
+
+RuleSizes = Mapping[str, int | range]
 
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
     """Says which tensor, or tensors, of a file become which leaf, or leaves.
 
-    `{layer}` in a source name stands for 0, 1, ... and becomes the leading dim of
-    the destination; with two such names the first is the outer dim.
+    `{layer}` in a source name stands for 0, 1, ..., or the range that `sizes` gives it,
+    and becomes the leading dim of the destination; with two such names the first is
+    the outer dim.
 
     ```python
     Rule("wte.weight", "embed_tokens.embedding", "vocab embed -> vocab embed")
@@ -58,7 +61,7 @@ class Rule:
             wrong.append("a name is given twice")
         if len(layouts) != many:
             wrong.append(f"{len(layouts)} layouts for {many} parts")
-        if any(self.dim >= self._num_dims(layout) for layout in layouts):
+        if not all(0 <= self.dim < self._num_dims(layout) for layout in layouts):
             wrong.append(f"dim {self.dim} is not a dim of every part")
         if len({_captures(source) for source in sources}) != 1:
             wrong.append("the sources do not hold the same {names}")
@@ -91,18 +94,24 @@ class Rule:
             _captures(self.sources[0])
         )
 
-    def pieces(self, sizes: Sizes) -> Iterator[Piece]:
+    def pieces(self, sizes: RuleSizes) -> Iterator[Piece]:
         """Spells the rule out, tensor by tensor.
 
         Args:
-          sizes: Size of each dim that the layouts name, and of each `{name}`.
+          sizes: Size of each dim that the layouts name; of each `{name}` the size, or
+            the range of its numbers.
         """
         names = _captures(self.sources[0])
-        stacked = tuple(sizes[name] for name in names)
+        numbers = [_numbers(sizes[name]) for name in names]
+        stacked = tuple(map(len, numbers))
+        dims = {name: size for name, size in sizes.items() if isinstance(size, int)}
         for position in itertools.product(*map(range, stacked)):
-            where = dict(zip(names, position, strict=True))
+            where = {
+                name: values[i]
+                for name, values, i in zip(names, numbers, position, strict=True)
+            }
             origin = tuple(Range(i, i + 1) for i in position)
-            yield from self._parts(where, stacked, origin, sizes)
+            yield from self._parts(where, stacked, origin, dims)
 
     def _parts(
         self, where: dict[str, int], stacked: tuple[int, ...], origin: Box, sizes: Sizes
@@ -131,6 +140,11 @@ class Rule:
         """Lays parts end to end if the other side has several, for ours is then one."""
         if len(other_side) == 1:
             return [whole(shape) for shape in shapes], shapes
+        if len({shape[: self.dim] + shape[self.dim + 1 :] for shape in shapes}) > 1:
+            raise ValueError(
+                f"{self}: parts of shapes {shapes} cannot be laid end to end; its "
+                f"parts differ in another dim than {self.dim}."
+            )
         boxes, end = [], 0
         for shape in shapes:
             box = list(whole(shape))
@@ -148,6 +162,10 @@ class Rule:
 
 def _as_tuple(value: str | tuple[str, ...]) -> tuple[str, ...]:
     return (value,) if isinstance(value, str) else value
+
+
+def _numbers(size: int | range) -> range:
+    return size if isinstance(size, range) else range(size)
 
 
 def _captures(pattern: str) -> tuple[str, ...]:

@@ -15,7 +15,8 @@ from typing import Protocol
 import numpy as np
 
 from bridge._box import complete, shape_of
-from bridge._json import parse_json
+from bridge._index import read_sharded
+from bridge._other_formats import describe_names
 from bridge._pread import pread
 from bridge._safetensors import TensorInfo, read_header
 
@@ -120,18 +121,35 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Source:
     path = Path(path)
     if not path.exists():
         raise FileNotFoundError(f"No checkpoint at '{path}': nothing is there.")
-    if path.is_file() and path.suffix == ".safetensors":
+    if path.is_dir():
+        tensors = _read_directory(path)
+    elif path.suffix == ".safetensors":
         tensors = read_header(path)
-    elif (path / INDEX_NAME).is_file():
-        tensors = _read_sharded(path)
-    elif (path / SINGLE_NAME).is_file():
-        tensors = read_header(path / SINGLE_NAME)
     else:
         raise ValueError(
-            f"'{path}' is no safetensors checkpoint: it is no .safetensors file, and "
-            f"no directory with '{SINGLE_NAME}' or '{INDEX_NAME}' in it."
+            f"'{path}' is no safetensors checkpoint: its name does not end in "
+            f".safetensors, and it is no directory.{describe_names([path.name])}"
         )
     return SafetensorsSource(str(path), MappingProxyType(tensors))
+
+
+def _read_directory(directory: Path) -> dict[str, TensorInfo]:
+    names = set(os.listdir(directory))
+    if INDEX_NAME not in names and SINGLE_NAME not in names:
+        raise ValueError(
+            f"'{directory}' is no safetensors checkpoint: it holds neither "
+            f"'{SINGLE_NAME}' nor '{INDEX_NAME}'.{describe_names(names)}"
+        )
+    if INDEX_NAME not in names:
+        return read_header(directory / SINGLE_NAME)
+    tensors = read_sharded(directory / INDEX_NAME, read_header)
+    named = {info.file.name for info in tensors.values()}
+    if SINGLE_NAME in names - named:
+        raise ValueError(
+            f"'{directory}' holds two checkpoints: '{SINGLE_NAME}', and '{INDEX_NAME}' "
+            "that does not name it. Remove one of them."
+        )
+    return tensors
 
 
 def _byte_strides(info: TensorInfo) -> tuple[int, ...]:
@@ -139,44 +157,3 @@ def _byte_strides(info: TensorInfo) -> tuple[int, ...]:
         math.prod(info.shape[dim + 1 :]) * info.dtype.itemsize
         for dim in range(len(info.shape))
     )
-
-
-def _read_sharded(directory: Path) -> dict[str, TensorInfo]:
-    subject = f"The index '{directory / INDEX_NAME}'"
-    index = parse_json((directory / INDEX_NAME).read_bytes(), subject)
-    files = index.get("weight_map")
-    if not isinstance(files, dict) or not all(
-        isinstance(file, str) for file in files.values()
-    ):
-        raise ValueError(f"{subject} has no 'weight_map' from tensor to file name.")
-    _check_files(subject, directory, set(files.values()))
-    found = {
-        file: read_header(directory / file) for file in sorted(set(files.values()))
-    }
-    wrong = [
-        f"  tensor {key!r} is not in '{file}'"
-        for key, file in files.items()
-        if key not in found[file]
-    ] + [
-        f"  '{file}' holds {key!r}, which the index "
-        + (f"places in '{files[key]}'" if key in files else "does not name")
-        for file, tensors in found.items()
-        for key in tensors
-        if files.get(key) != file
-    ]
-    if wrong:
-        raise ValueError(f"{subject} does not fit its files:\n" + "\n".join(wrong))
-    return {key: found[file][key] for key, file in files.items()}
-
-
-def _check_files(subject: str, directory: Path, files: set[str]) -> None:
-    # An index is a stranger's text: a plain file name cannot leave the directory.
-    wrong = [
-        f"  '{file}' " + ("is absent" if Path(file).name == file else "is no file name")
-        for file in sorted(files)
-        if Path(file).name != file or not (directory / file).is_file()
-    ]
-    if wrong:
-        raise ValueError(
-            f"{subject} names files that are not in the directory:\n" + "\n".join(wrong)
-        )

@@ -4,7 +4,9 @@ from typing import Literal, Protocol
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
+
+Window = int | Int[Array, ""] | None
 
 
 class Attention(Protocol):
@@ -14,11 +16,14 @@ class Attention(Protocol):
         self,
         query: Float[Array, "batch seq heads head_dim"],
         key: Float[Array, "batch seq kv_heads head_dim"],
-        value: Float[Array, "batch seq kv_heads head_dim"],
+        value: Float[Array, "batch seq kv_heads v_head_dim"],
         *,
         scale: float,
         segment_ids: Int[Array, "batch seq"] | None = None,
-    ) -> Float[Array, "batch seq heads head_dim"]:
+        window: Window = None,
+        softcap: float | None = None,
+        sinks: Float[Array, " heads"] | None = None,
+    ) -> Float[Array, "batch seq heads v_head_dim"]:
         """Attends from each query to the keys at and before it, in its segment."""
         ...
 
@@ -26,11 +31,14 @@ class Attention(Protocol):
 def dot_product_attention(
     query: Float[Array, "batch seq heads head_dim"],
     key: Float[Array, "batch seq kv_heads head_dim"],
-    value: Float[Array, "batch seq kv_heads head_dim"],
+    value: Float[Array, "batch seq kv_heads v_head_dim"],
     *,
     scale: float,
     segment_ids: Int[Array, "batch seq"] | None = None,
-) -> Float[Array, "batch seq heads head_dim"]:
+    window: Window = None,
+    softcap: float | None = None,
+    sinks: Float[Array, " heads"] | None = None,
+) -> Float[Array, "batch seq heads v_head_dim"]:
     """Attends causally, with a float32 softmax.
 
     Query head `i` reads key head `i // (heads / kv_heads)`, as Hugging Face lays
@@ -44,25 +52,82 @@ def dot_product_attention(
       scale: Multiplies the scores, `head_dim ** -0.5` as a rule.
       segment_ids: Texts packed in one row see only themselves; None means one text
         a row.
+      window: Tokens that a query sees, its own included; an array where it differs
+        from layer to layer; None means all before it.
+      softcap: Scores are bent into (-softcap, softcap) by tanh; None leaves them.
+      sinks: For each head a score that takes part in the softmax and has no value;
+        None means none.
 
     Returns:
       For each query the mean of the values it attends to.
     """
+    if softcap is not None or sinks is not None or query.shape[-1] != value.shape[-1]:
+        mask = _visible(query.shape[1], segment_ids, window)
+        return _attend(query, key, value, scale, mask, softcap, sinks)
+    static = isinstance(window, int)
+    mask = None
+    if segment_ids is not None or not (static or window is None):
+        mask = _visible(query.shape[1], segment_ids, window)
     return jax.nn.dot_product_attention(
         query,
         key,
         value,
-        mask=None if segment_ids is None else _same_segment(segment_ids),
+        mask=mask,
         scale=scale,
         is_causal=True,
+        local_window_size=(window - 1, 0) if isinstance(window, int) else None,
         implementation=_implementation(query),
     )
 
 
-def _same_segment(
-    segment_ids: Int[Array, "batch seq"],
+def _visible(
+    seq: int, segment_ids: Int[Array, "batch seq"] | None, window: Window
+) -> Bool[Array, "#batch 1 seq seq"]:
+    """Says which key each query may see."""
+    rows = jnp.arange(seq, dtype=jnp.int32)
+    behind = rows[:, None] - rows[None, :]
+    mask = behind >= 0
+    if window is not None:
+        mask &= behind < window
+    mask = mask[None, None]
+    if segment_ids is None:
+        return mask
+    same = jnp.equal(segment_ids[:, None, :, None], segment_ids[:, None, None, :])
+    return jnp.logical_and(*jnp.broadcast_arrays(mask, same))
+
+
+def _attend(
+    query: Array,
+    key: Array,
+    value: Array,
+    scale: float,
+    mask: Bool[Array, "#batch 1 seq seq"],
+    softcap: float | None,
+    sinks: Float[Array, " heads"] | None,
 ) -> Array:
-    return jnp.equal(segment_ids[:, None, :, None], segment_ids[:, None, None, :])
+    """Attention with what jax's own does not offer, spelled out.
+
+    Source: transformers `modeling_gemma2.py::eager_attention_forward`,
+      `modeling_gpt_oss.py::eager_attention_forward`.
+    """
+    batch, seq, heads, _ = query.shape
+    kv_heads = key.shape[2]
+    grouped = query.reshape(batch, seq, kv_heads, heads // kv_heads, -1)
+    wide = jnp.promote_types(query.dtype, jnp.float32)
+    scores = scale * jnp.einsum(
+        "bqgrd,bkgd->bgrqk", grouped, key, preferred_element_type=wide
+    )
+    if softcap is not None:
+        scores = softcap * jnp.tanh(scores / softcap)
+    visible = jnp.broadcast_to(mask[:, :, None], scores.shape)
+    scores = jnp.where(visible, scores, jnp.finfo(wide).min)
+    if sinks is not None:
+        column = sinks.astype(wide).reshape(1, kv_heads, heads // kv_heads, 1, 1)
+        column = jnp.broadcast_to(column, (*scores.shape[:-1], 1))
+        scores = jnp.concatenate([scores, column], axis=-1)
+    weights = jax.nn.softmax(scores, axis=-1)[..., :seq].astype(value.dtype)
+    mixed = jnp.einsum("bgrqk,bkgd->bqgrd", weights, value)
+    return mixed.reshape(batch, seq, heads, -1)
 
 
 def _implementation(query: Array) -> Literal["cudnn", "xla"]:

@@ -1,95 +1,99 @@
 """The shape and the traits of a decoder, under the names Hugging Face gives them."""
 
 import dataclasses
-from typing import Literal
+import itertools
+from typing import Any, Literal
 
-RopeType = Literal["default", "linear", "llama3"]
+from bridge.models._checks import raise_if, wrong_fields, wrong_sizes
+from bridge.models._mla_config import MLAConfig
+from bridge.models._moe_config import MoEConfig
+from bridge.models._rope_config import RopeConfig
+
+LayerType = Literal["full_attention", "sliding_attention"]
+Norm = Literal["rms", "rms_wide", "rms_zero_centered", "layer"]
+NormPlacement = Literal["pre", "post", "both", "parallel"]
+Activation = Literal["silu", "gelu", "gelu_pytorch_tanh", "gelu_new"]
+
+
+MAX_LAYERS = 1000
+"""More than any model has: a config with more is damaged, or meant to fill memory."""
 
 
 @dataclasses.dataclass(frozen=True)
-class RopeConfig:
-    """How positions turn the query and key heads.
-
-    One value for what Hugging Face spells in two ways (`rope_theta` with
-    `rope_scaling`, and `rope_parameters`), so that nothing past the config
-    translation knows there were two.
+class LayerRun:
+    """Neighbouring layers of one structure, which one stack of weights can hold.
 
     Args:
-      rope_theta: Base of the geometric series of wavelengths.
-      rope_type: `default`, or how the frequencies are stretched: `linear` divides
-        them all by `factor`; `llama3` only those of long wavelengths.
-      factor: How many times longer the context is than at pre-training.
-      low_freq_factor: `llama3`: wavelengths above original length / this are
-        divided by `factor`.
-      high_freq_factor: `llama3`: wavelengths below original length / this stay.
-      original_max_position_embeddings: `llama3`: tokens of context at pre-training.
-
-    Raises:
-      ValueError: If a field that `rope_type` needs is missing, or one that it does
-        not read is set.
+      start: The first layer.
+      stop: The layer behind the last.
+      sparse: Whether their MLPs are mixtures of experts.
     """
 
-    rope_theta: float = 10000.0
-    rope_type: RopeType = "default"
-    factor: float | None = None
-    low_freq_factor: float | None = None
-    high_freq_factor: float | None = None
-    original_max_position_embeddings: int | None = None
-
-    def __post_init__(self):
-        """Refuses a field that would do nothing, and the absence of one that does."""
-        needed = ROPE_FIELDS.get(self.rope_type)
-        if needed is None:
-            raise ValueError(
-                f"rope_type {self.rope_type!r} is not modelled; "
-                f"the modelled types are {', '.join(ROPE_FIELDS)}."
-            )
-        wrong = [
-            f"  {name} = {getattr(self, name)!r}: "
-            + ("needed, not set" if name in needed else "set, but never read")
-            for name in ROPE_FIELDS["llama3"]
-            if (getattr(self, name) is not None) != (name in needed)
-        ]
-        if wrong:
-            raise ValueError(
-                f"rope_type {self.rope_type!r} reads "
-                f"{', '.join(needed) or 'no further field'}:\n" + "\n".join(wrong)
-            )
-
-
-ROPE_FIELDS: dict[str, tuple[str, ...]] = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": (
-        "factor",
-        "low_freq_factor",
-        "high_freq_factor",
-        "original_max_position_embeddings",
-    ),
-}
+    start: int
+    stop: int
+    sparse: bool
 
 
 @dataclasses.dataclass(frozen=True)
 class DecoderConfig:
     """A decoder-only transformer, as data.
 
-    Fields carry Hugging Face's names and meanings. Those that the model does not
-    read (`initializer_range` aside, the token ids, `max_position_embeddings` and
-    `dtype`) are kept so that an exported config says what the imported one said.
+    Fields carry Hugging Face's names and meanings where it has one name for a thing.
+    Those that the model does not read (`initializer_range` aside, the token ids,
+    `max_position_embeddings` unless positions are learned, `dtype` and `carried`) are
+    kept so that an exported config says what the imported one said.
 
     Args:
       vocab_size: Rows of the embedding, padding included.
       hidden_size: Width of the residual stream.
-      intermediate_size: Width inside the MLP.
-      num_hidden_layers: Layers, stacked in one module.
+      intermediate_size: Width inside a dense MLP.
+      num_hidden_layers: Layers.
       num_attention_heads: Query heads.
       num_key_value_heads: Key and value heads; None means as many as query heads.
-      head_dim: Width of a head; None means `hidden_size / num_attention_heads`.
+      head_dim: Width of a query or key head; None means `hidden_size /
+        num_attention_heads`, or what `mla` says.
       max_position_embeddings: Longest sequence the model was trained for, in tokens.
-      rms_norm_eps: Added to the mean square under the root.
-      rope: How positions turn queries and keys.
-      attention_bias: Whether q, k, v and o projections have biases.
-      mlp_bias: Whether gate, up and down projections have biases.
+      norm: `rms`: scaled in the dtype of the weights; `rms_wide`: in float32, then
+        rounded; `rms_zero_centered`: the same, the scale stored less one; `layer`:
+        the mean subtracted as well.
+      norm_eps: Added to the mean square, or variance, under the root.
+      norm_bias: Whether norms add a bias.
+      norm_placement: Attention and MLP are normed before (`pre`), after (`post`),
+        before and after (`both`), or share the norm before them and run side by side
+        (`parallel`).
+      hidden_act: The MLP's activation.
+      gated_mlp: Whether it multiplies a second projection.
+      mlp_bias: Whether the MLP's projections have biases.
+      attention_bias: Whether q, k and v projections have biases.
+      attention_out_bias: Whether the o projection has one.
+      qk_norm: Queries and keys are normed: each `head` by one shared scale, each head
+        by a scale of its own (`per_head`), all heads as one vector (`full`), or not
+        at all (None).
+      query_pre_attn_scalar: Scores are scaled by this to the power of -1/2; None
+        means `head_dim`.
+      attention_multiplier: Scores are scaled by this instead; None means by the
+        above.
+      attn_logit_softcapping: Scores are bent into this range, by tanh; None: not.
+      final_logit_softcapping: The same for the logits.
+      attention_sinks: Whether each head has a learned score that takes part in the
+        softmax and brings no value.
+      clip_qkv: Bound on queries, keys and values; None means none.
+      mla: Sizes of latent attention; None means grouped-query attention.
+      rope: How positions turn queries and keys; None means positions are learned
+        vectors, added to the embedding.
+      sliding_rope: The same for sliding layers; None means as `rope`.
+      no_rope_layers: Layers (counted from 0) whose queries and keys are not turned.
+      sliding_window: Tokens that a sliding layer sees, the current one included.
+      layer_types: One a layer; None means all slide if `sliding_window` is set, else
+        none.
+      scale_embeddings: Whether embeddings are multiplied by the root of `hidden_size`,
+        rounded to their dtype.
+      embedding_multiplier: Multiplies the embeddings.
+      residual_multiplier: Multiplies what attention and MLP add to the stream.
+      logit_scale: Multiplies the logits.
+      logits_scaling: Divides the logits.
+      moe: The experts; None means all layers are dense.
+      dense_layers: With `moe`, the layers (counted from 0) that are dense all the same.
       tie_word_embeddings: Whether the embedding is also the output projection.
       initializer_range: Standard deviation of freshly initialised weights.
       bos_token_id: Token that begins a text, or None.
@@ -98,9 +102,11 @@ class DecoderConfig:
       model_type: The family, a key of the family table.
       dtype: Weights' dtype as recorded in the config file. The compute dtype
         follows the weights, never this field.
+      carried: Name and value of fields of the file that change no logit (dropout
+        rates, loss coefficients), exported again; no dropout is computed.
 
     Raises:
-      ValueError: If sizes are not positive or do not fit each other.
+      ValueError: If a field has a value it cannot have, or fields do not fit.
     """
 
     vocab_size: int
@@ -111,10 +117,35 @@ class DecoderConfig:
     num_key_value_heads: int = None  # pyright: ignore[reportAssignmentType]
     head_dim: int = None  # pyright: ignore[reportAssignmentType]
     max_position_embeddings: int = 2048
-    rms_norm_eps: float = 1e-6
-    rope: RopeConfig = RopeConfig()
-    attention_bias: bool = False
+    norm: Norm = "rms"
+    norm_eps: float = 1e-6
+    norm_bias: bool = False
+    norm_placement: NormPlacement = "pre"
+    hidden_act: Activation = "silu"
+    gated_mlp: bool = True
     mlp_bias: bool = False
+    attention_bias: bool = False
+    attention_out_bias: bool = False
+    qk_norm: Literal["head", "per_head", "full"] | None = None
+    query_pre_attn_scalar: float | None = None
+    attention_multiplier: float | None = None
+    attn_logit_softcapping: float | None = None
+    final_logit_softcapping: float | None = None
+    attention_sinks: bool = False
+    clip_qkv: float | None = None
+    mla: MLAConfig | None = None
+    rope: RopeConfig | None = RopeConfig()
+    sliding_rope: RopeConfig | None = None
+    no_rope_layers: tuple[int, ...] = ()
+    sliding_window: int | None = None
+    layer_types: tuple[LayerType, ...] | None = None
+    scale_embeddings: bool = False
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logit_scale: float = 1.0
+    logits_scaling: float = 1.0
+    moe: MoEConfig | None = None
+    dense_layers: tuple[int, ...] = ()
     tie_word_embeddings: bool = False
     initializer_range: float = 0.02
     bos_token_id: int | None = None
@@ -122,56 +153,115 @@ class DecoderConfig:
     pad_token_id: int | None = None
     model_type: str = "llama"
     dtype: str = "float32"
+    carried: tuple[tuple[str, Any], ...] = ()
 
     def __post_init__(self):
-        """Fills in the two derived sizes and checks that all sizes fit."""
-        wrong = [
-            f"{name} is {getattr(self, name)!r}, not a positive integer"
-            for name in _SIZES
-            if not _is_size(getattr(self, name), optional=name in _DERIVED)
+        """Fills in the two derived sizes and checks that everything fits."""
+        self._derive()
+        wrong = wrong_fields(self) + wrong_sizes(self, _SIZES)
+        raise_if("DecoderConfig", wrong or self._misfits())
+
+    @property
+    def rope_dim(self) -> int:
+        """Dims of a head that positions turn; 0 if positions are learned."""
+        if self.rope is None:
+            return 0
+        width = self.mla.qk_rope_head_dim if self.mla else self.head_dim
+        return int(width * self.rope.partial_rotary_factor)
+
+    @property
+    def v_head_dim(self) -> int:
+        """Width of a value head."""
+        return self.mla.v_head_dim if self.mla else self.head_dim
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """For each layer the tokens it sees, or None for all before it."""
+        types = self.layer_types or ("sliding_attention",) * self.num_hidden_layers
+        return tuple(
+            self.sliding_window if kind == "sliding_attention" else None
+            for kind in types
+        )
+
+    @property
+    def layer_runs(self) -> tuple[LayerRun, ...]:
+        """The layers as few runs as their structure allows."""
+        dense = set(self.dense_layers)
+        sparse = [
+            self.moe is not None and layer not in dense
+            for layer in range(self.num_hidden_layers)
         ]
-        if not wrong:
-            self._derive()
-            wrong = self._misfits()
-        if wrong:
-            raise ValueError("DecoderConfig:\n" + "\n".join(f"  {w}" for w in wrong))
+        runs, start = [], 0
+        for kind, group in itertools.groupby(sparse):
+            stop = start + len(list(group))
+            runs.append(LayerRun(start, stop, kind))
+            start = stop
+        return tuple(runs)
 
     def _derive(self):
         # A frozen dataclass is still being made here: its own setattr refuses.
+        hidden, heads = self.hidden_size, self.num_attention_heads
         if self.num_key_value_heads is None:
-            object.__setattr__(self, "num_key_value_heads", self.num_attention_heads)
-        if self.head_dim is None:
-            head_dim = self.hidden_size // self.num_attention_heads
-            object.__setattr__(self, "head_dim", head_dim)
+            object.__setattr__(self, "num_key_value_heads", heads)
+        if self.head_dim is None and isinstance(self.mla, MLAConfig):
+            object.__setattr__(self, "head_dim", self.mla.qk_head_dim)
+        elif self.head_dim is None and isinstance(hidden, int) and heads:
+            object.__setattr__(self, "head_dim", hidden // heads)
 
     def _misfits(self) -> list[str]:
-        misfits = []
-        if self.num_attention_heads % self.num_key_value_heads:
-            misfits.append(
-                f"num_attention_heads {self.num_attention_heads} is not a multiple of "
-                f"num_key_value_heads {self.num_key_value_heads}: query heads share "
-                "key heads in equal groups"
+        heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
+        wrong = []
+        if heads % kv_heads:
+            wrong.append(
+                f"num_attention_heads {heads} is not a multiple of "
+                f"num_key_value_heads {kv_heads}: query heads share key heads in "
+                "equal groups"
             )
-        if self.head_dim % 2:
-            misfits.append(
+        if self.rope_dim % 2:
+            wrong.append(
                 f"head_dim {self.head_dim} is odd, but rotary embedding turns pairs"
             )
-        return misfits
+        for name in ("norm_eps", "initializer_range"):
+            if getattr(self, name) < 0:
+                wrong.append(f"{name} {getattr(self, name)} is negative")
+        if self.num_hidden_layers > MAX_LAYERS:
+            wrong.append(
+                f"num_hidden_layers {self.num_hidden_layers:,}: at most {MAX_LAYERS:,}"
+            )
+        if self.logits_scaling == 0:
+            wrong.append("logits_scaling 0 divides the logits")
+        if self.mla and (kv_heads != heads or self.head_dim != self.mla.qk_head_dim):
+            wrong.append(
+                f"mla: num_key_value_heads {kv_heads} and head_dim {self.head_dim} "
+                f"must be {heads} and {self.mla.qk_head_dim}"
+            )
+        return wrong + self._layer_misfits()
+
+    def _layer_misfits(self) -> list[str]:
+        layers, types = self.num_hidden_layers, self.layer_types
+        wrong = []
+        if types is not None and len(types) != layers:
+            wrong.append(f"layer_types has {len(types)} entries for {layers} layers")
+        if "sliding_attention" in (types or ()) and self.sliding_window is None:
+            wrong.append("layer_types slide, but sliding_window is None")
+        if self.dense_layers and self.moe is None:
+            wrong.append("dense_layers are set, but there is no moe")
+        for name in ("dense_layers", "no_rope_layers"):
+            if outside := [i for i in getattr(self, name) if not 0 <= i < layers]:
+                wrong.append(f"{name} {outside} are none of the {layers} layers")
+        if self.rope is None and (self.sliding_rope or self.no_rope_layers):
+            wrong.append("sliding_rope and no_rope_layers need a rope")
+        return wrong
 
 
-_DERIVED = ("num_key_value_heads", "head_dim")
 _SIZES = (
     "vocab_size",
     "hidden_size",
     "intermediate_size",
     "num_hidden_layers",
     "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
     "max_position_embeddings",
-    *_DERIVED,
+    "sliding_window",
 )
-
-
-def _is_size(value: object, *, optional: bool) -> bool:
-    if value is None:
-        return optional
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0

@@ -1,19 +1,35 @@
 """The reference decoder: a function of its config, one device's plain JAX."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, DTypeLike, Float, Int
 
 from bridge.models._attention import Attention, dot_product_attention
-from bridge.models._config import DecoderConfig
-from bridge.models._modules import MLP, Embedding, Linear, RMSNorm, SelfAttention
+from bridge.models._config import DecoderConfig, LayerRun
+from bridge.models._decoder_layer import (
+    DecoderLayer,
+    PerLayer,
+    Stream,
+    Tables,
+    make_norm,
+    scale_by,
+)
+from bridge.models._linear import Embedding, Linear
+from bridge.models._moe import Dispatch, sorted_dispatch
 from bridge.models._rope import rope_tables
+from bridge.models._rope_config import RopeConfig
 
 Scan = Callable[..., tuple[Any, Any]]
+Ids = Int[Array, "batch seq"]
+
+# Wider than any text: a layer that sees everything, among layers that do not.
+_NO_WINDOW = 2**30
 
 
 def plain_scan(
@@ -46,44 +62,15 @@ def plain_scan(
     return jax.lax.scan(body, carry, (stacked, xs))
 
 
-class DecoderLayer(nnx.Module):
-    """One layer: attention, then MLP, each normed before and added after."""
-
-    def __init__(
-        self,
-        config: DecoderConfig,
-        *,
-        rngs: nnx.Rngs,
-        param_dtype: DTypeLike = jnp.float32,
-        attention: Attention = dot_product_attention,
-    ):
-        """Makes the weights of one layer, without a layer dim."""
-        self.input_layernorm = RMSNorm(config, param_dtype=param_dtype)
-        self.self_attn = SelfAttention(
-            config, rngs=rngs, param_dtype=param_dtype, attention=attention
-        )
-        self.post_attention_layernorm = RMSNorm(config, param_dtype=param_dtype)
-        self.mlp = MLP(config, rngs=rngs, param_dtype=param_dtype)
-
-    def __call__(
-        self,
-        x: Float[Array, "batch seq embed"],
-        cos: Float[Array, "batch seq head_dim"],
-        sin: Float[Array, "batch seq head_dim"],
-        segment_ids: Int[Array, "batch seq"] | None = None,
-    ) -> Float[Array, "batch seq embed"]:
-        """Adds what attention and MLP make to the residual stream."""
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, segment_ids)
-        return x + self.mlp(self.post_attention_layernorm(x))
-
-
 class Decoder(nnx.Module):
-    """A decoder-only language model whose layers are stacked in one module.
+    """A decoder-only language model whose layers are stacked.
 
     `layers` is a single `DecoderLayer` with a leading layer dim on every leaf, so
-    that a scan compiles one layer and a file's layers land in one array. Parameters
-    are only touched inside the call of the module that owns them: whoever replaces
-    `DecoderLayer.__call__` sees every use of a layer's weights.
+    that a scan compiles one layer and a file's layers land in one array; where dense
+    and sparse layers mix, it is a list of such stacks, one for each run of
+    `config.layer_runs`. Parameters are only touched inside the call of the module that
+    owns them: whoever replaces `DecoderLayer.__call__` sees every use of a layer's
+    weights.
 
     What parallelism changes comes in as an argument with a plain default.
 
@@ -93,6 +80,7 @@ class Decoder(nnx.Module):
       param_dtype: Dtype of the parameters.
       scan: Runs the layers; the signature of `plain_scan`.
       attention: Mixes tokens; the signature of `dot_product_attention`.
+      dispatch: Brings tokens to experts; the signature of `sorted_dispatch`.
     """
 
     def __init__(
@@ -103,43 +91,57 @@ class Decoder(nnx.Module):
         param_dtype: DTypeLike = jnp.float32,
         scan: Scan = plain_scan,
         attention: Attention = dot_product_attention,
+        dispatch: Dispatch = sorted_dispatch,
     ):
         """Makes all weights; under `nnx.eval_shape`, only their shapes."""
         self.config = config
         self.scan = scan
-        self.embed_tokens = Embedding(config, rngs=rngs, param_dtype=param_dtype)
+        std, embed = config.initializer_range, config.hidden_size
+        table = partial(Embedding, std=std, rngs=rngs, param_dtype=param_dtype)
+        self.embed_tokens = table(config.vocab_size, embed)
+        positions = config.max_position_embeddings
+        self.embed_positions = None if config.rope else table(positions, embed)
 
-        @nnx.split_rngs(splits=config.num_hidden_layers)
-        @nnx.vmap
-        def make_layers(rngs: nnx.Rngs) -> DecoderLayer:
-            return DecoderLayer(
-                config, rngs=rngs, param_dtype=param_dtype, attention=attention
-            )
+        def make_stack(run: LayerRun) -> DecoderLayer:
+            @nnx.split_rngs(splits=run.stop - run.start)
+            @nnx.vmap
+            def make_layers(rngs: nnx.Rngs) -> DecoderLayer:
+                return DecoderLayer(
+                    config,
+                    sparse=run.sparse,
+                    rngs=rngs,
+                    param_dtype=param_dtype,
+                    attention=attention,
+                    dispatch=dispatch,
+                )
 
-        self.layers = make_layers(rngs)
-        self.norm = RMSNorm(config, param_dtype=param_dtype)
+            return make_layers(rngs)
+
+        stacks = [make_stack(run) for run in config.layer_runs]
+        self.layers = stacks[0] if len(stacks) == 1 else nnx.List(stacks)
+        self.norm = make_norm(config, param_dtype)
         if not config.tie_word_embeddings:
             self.lm_head = Linear(
-                (config.hidden_size,),
+                (embed,),
                 (config.vocab_size,),
-                bias=False,
-                std=config.initializer_range,
+                std=std,
                 rngs=rngs,
                 param_dtype=param_dtype,
             )
 
     def __call__(
         self,
-        tokens: Int[Array, "batch seq"],
-        positions: Int[Array, "batch seq"] | None = None,
-        segment_ids: Int[Array, "batch seq"] | None = None,
+        tokens: Ids,
+        positions: Ids | None = None,
+        segment_ids: Ids | None = None,
     ) -> Float[Array, "batch seq vocab"]:
         """Predicts the next token at every position.
 
         Args:
           tokens: Token ids.
           positions: Position of each token in its text; None counts from 0 in each
-            row. Only differences matter, so packed texts need no restart.
+            row. To rotary embedding only differences matter, so packed texts need no
+            restart; learned positions do.
           segment_ids: Which of several texts packed in a row a token belongs to;
             None means one text a row.
 
@@ -147,18 +149,125 @@ class Decoder(nnx.Module):
           Logits in the dtype of the weights: a loss that sums over the vocabulary
           should cast them to float32 first.
         """
+        x, _ = self._run(tokens, positions, segment_ids, _apply_layer)
+        x = self.norm(x)
+        config = self.config
+        tied = config.tie_word_embeddings
+        logits = self.embed_tokens.attend(x) if tied else self.lm_head(x)
+        logits = scale_by(logits, config.logit_scale)
+        logits = scale_by(logits, 1 / config.logits_scaling)
+        if (cap := config.final_logit_softcapping) is not None:
+            logits = cap * jnp.tanh(logits / cap)
+        return logits
+
+    def hidden_states(
+        self,
+        tokens: Ids,
+        positions: Ids | None = None,
+        segment_ids: Ids | None = None,
+    ) -> Float[Array, "layers+1 batch seq embed"]:
+        """Returns the residual stream before the layers and behind each of them.
+
+        To find the first layer where two models part. As transformers has it, the last
+        entry is normed.
+        """
+        x, (first, *states) = self._run(
+            tokens, positions, segment_ids, _apply_and_keep, keep_first=True
+        )
+        states = jnp.concatenate(states)
+        return jnp.concatenate([first[None], states[:-1], self.norm(x)[None]])
+
+    def _run(
+        self,
+        tokens: Ids,
+        positions: Ids | None,
+        segment_ids: Ids | None,
+        unit: Callable[..., tuple[Stream, Any]],
+        *,
+        keep_first: bool = False,
+    ) -> tuple[Stream, list[Any]]:
+        """Embeds, and runs one stack of layers after the other."""
         if positions is None:
             row = jnp.arange(tokens.shape[1], dtype=jnp.int32)
             positions = jnp.broadcast_to(row[None, :], tokens.shape)
+        x = self._embed(tokens, positions)
+        tables, per_layer = self._tables(positions, x.dtype), _per_layer(self.config)
+        states: list[Any] = [x] if keep_first else []
+        for run, stack in zip(self.config.layer_runs, self._stacks(), strict=True):
+            mine = {name: v[run.start : run.stop] for name, v in per_layer.items()}
+            x, y = self.scan(unit, stack, x, xs=(mine,), consts=(tables, segment_ids))
+            states.append(y)
+        return x, states
+
+    def _stacks(self) -> list[DecoderLayer]:
+        layers = self.layers
+        return [layers] if isinstance(layers, DecoderLayer) else list(layers)
+
+    def _embed(self, tokens: Ids, positions: Ids) -> Stream:
         x = self.embed_tokens(tokens)
-        cos, sin = rope_tables(self.config, positions, x.dtype)
-        x, _ = self.scan(_apply_layer, self.layers, x, consts=(cos, sin, segment_ids))
-        x = self.norm(x)
-        if self.config.tie_word_embeddings:
-            return self.embed_tokens.attend(x)
-        return self.lm_head(x)
+        if self.embed_positions is not None:
+            x = x + self.embed_positions(positions)
+        if self.config.scale_embeddings:
+            # The root is rounded to the dtype of the weights, as it was in training.
+            x = x * jnp.asarray(self.config.hidden_size**0.5, x.dtype)
+        return scale_by(x, self.config.embedding_multiplier)
+
+    def _tables(self, positions: Ids, dtype: DTypeLike) -> Tables:
+        config, ropes = self.config, _ropes(self.config)
+        if not ropes:
+            return None
+        tables = []
+        for rope in ropes:
+            if rope is None:  # a turn by nothing
+                ones = jnp.ones((*positions.shape, config.rope_dim // 2), dtype)
+                tables.append((ones, jnp.zeros_like(ones)))
+            else:
+                tables.append(rope_tables(rope, config.rope_dim, positions, dtype))
+        if len(tables) == 1:
+            return tables[0]
+        cosines, sines = zip(*tables, strict=True)
+        return jnp.stack(cosines), jnp.stack(sines)
 
 
-def _apply_layer(layer: DecoderLayer, x: Array, *consts: Any) -> tuple[Array, None]:
+def _layer_ropes(config: DecoderConfig) -> list[RopeConfig | None]:
+    """Returns what turns the heads of each layer."""
+    sliding = config.sliding_rope or config.rope
+    return [
+        None
+        if layer in config.no_rope_layers
+        else (config.rope if window is None else sliding)
+        for layer, window in enumerate(config.windows)
+    ]
+
+
+def _ropes(config: DecoderConfig) -> list[RopeConfig | None]:
+    """Returns the different ones, in the order of their first use."""
+    if config.rope is None:
+        return []
+    return list(dict.fromkeys(_layer_ropes(config)))
+
+
+def _per_layer(config: DecoderConfig) -> dict[str, np.ndarray]:
+    """Returns, where layers differ, what each of them is told."""
+    values, ropes = {}, _ropes(config)
+    if len(ropes) > 1:
+        indices = [ropes.index(rope) for rope in _layer_ropes(config)]
+        values["table"] = np.asarray(indices, np.int32)
+    if len(set(config.windows)) > 1:
+        windows = [_NO_WINDOW if w is None else w for w in config.windows]
+        values["window"] = np.asarray(windows, np.int32)
+    return values
+
+
+def _apply_layer(
+    layer: DecoderLayer, x: Stream, per_layer: PerLayer, *consts: Any
+) -> tuple[Stream, None]:
     # By the call, not by the parts: a subclass may gather the weights at entry.
-    return layer(x, *consts), None
+    return layer(x, per_layer, *consts), None
+
+
+def _apply_and_keep(
+    layer: DecoderLayer, x: Stream, per_layer: PerLayer, *consts: Any
+) -> tuple[Stream, Stream]:
+    x = layer(x, per_layer, *consts)
+    return x, x

@@ -1,68 +1,141 @@
 """Rotary position embedding: the tables, and the turn."""
 
+import math
+
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, DTypeLike, Float, Int
 
-from bridge.models._config import DecoderConfig, RopeConfig
+from bridge.models._rope_config import RopeConfig
+
+Frequencies = Float[np.ndarray, " half_rope_dim"]
+Table = Float[Array, "batch seq half_rope_dim"]
 
 
 def rope_tables(
-    config: DecoderConfig, positions: Int[Array, "batch seq"], dtype: DTypeLike
-) -> tuple[Float[Array, "batch seq head_dim"], Float[Array, "batch seq head_dim"]]:
+    rope: RopeConfig, dim: int, positions: Int[Array, "batch seq"], dtype: DTypeLike
+) -> tuple[Table, Table]:
     """Computes cosines and sines for every position, once per forward pass.
 
     Angles are float32 whatever the compute dtype: bfloat16 cannot tell position 257
     from 256. Only the finished tables are cast, as in transformers.
 
     Args:
-      config: Gives `head_dim` and the frequencies.
+      rope: Gives the frequencies.
+      dim: Dims of a head that are turned.
       positions: Position of each token in its text.
       dtype: Compute dtype of the tables.
 
     Returns:
-      Cosines and sines; the second half of the last dim repeats the first.
+      Cosines and sines, one for each pair of dims.
 
-    Source: transformers `modeling_llama.py::LlamaRotaryEmbedding`.
+    Source: transformers `modeling_llama.py::LlamaRotaryEmbedding`,
+      `modeling_rope_utils.py::dynamic_rope_update`.
     """
-    frequencies = inverse_frequencies(config.rope, config.head_dim)
+    frequencies = jnp.asarray(inverse_frequencies(rope, dim))
+    if rope.rope_type == "longrope":
+        # All positions turn by one set, which the longest text decides.
+        length = rope.original_max_position_embeddings
+        assert length is not None
+        beyond = inverse_frequencies(rope, dim, beyond=True)
+        is_longer = jnp.max(positions) + 1 > length
+        frequencies = jnp.where(is_longer, beyond, frequencies)
     angles = jnp.einsum("bs,f->bsf", positions.astype(jnp.float32), frequencies)
-    angles = jnp.concatenate([angles, angles], axis=-1)
-    return jnp.cos(angles).astype(dtype), jnp.sin(angles).astype(dtype)
+    scale = np.float32(attention_factor(rope))
+    return (jnp.cos(angles) * scale).astype(dtype), (jnp.sin(angles) * scale).astype(
+        dtype
+    )
 
 
 def apply_rope(
     heads: Float[Array, "batch seq heads head_dim"],
-    cos: Float[Array, "batch seq head_dim"],
-    sin: Float[Array, "batch seq head_dim"],
+    cos: Table,
+    sin: Table,
+    *,
+    interleaved: bool = False,
 ) -> Float[Array, "batch seq heads head_dim"]:
-    """Turns each pair (i, i + head_dim / 2) of a head by its angle.
+    """Turns the first dims of a head by their angles, pair by pair.
 
-    Pairs are halves apart, not neighbours: that is the order of Hugging Face files,
-    so no weight is permuted on the way in or out.
+    A pair is (i, i + rope_dim / 2), or two neighbours if `interleaved`: the orders of
+    Hugging Face files, so no weight is permuted on the way in or out.
+
+    Args:
+      heads: Queries or keys; dims past twice the table's width stay as they are.
+      cos: Cosines.
+      sin: Sines.
+      interleaved: How pairs lie.
     """
-    left, right = jnp.split(heads, 2, axis=-1)
-    rotated = jnp.concatenate([-right, left], axis=-1)
-    return heads * cos[:, :, None, :] + rotated * sin[:, :, None, :]
+    turned, rest = jnp.split(heads, [2 * cos.shape[-1]], axis=-1)
+    cos, sin = cos[:, :, None, :], sin[:, :, None, :]
+    if interleaved:
+        pairs = turned.reshape(*turned.shape[:-1], -1, 2)
+        left, right = pairs[..., 0], pairs[..., 1]
+    else:
+        left, right = jnp.split(turned, 2, axis=-1)
+    ends = left * cos - right * sin, right * cos + left * sin
+    if interleaved:
+        joined = jnp.stack(ends, axis=-1).reshape(turned.shape)
+    else:
+        joined = jnp.concatenate(ends, axis=-1)
+    return jnp.concatenate([joined, rest], axis=-1)
 
 
 def inverse_frequencies(
-    rope: RopeConfig, head_dim: int
-) -> Float[np.ndarray, " half_head_dim"]:
+    rope: RopeConfig, dim: int, *, beyond: bool = False
+) -> Frequencies:
     """Returns the angle that each pair of a head turns per position, in float32.
 
-    Computed in numpy, so that a trace holds it as a constant of `head_dim / 2`
-    numbers. Each operation is float32, in transformers' order.
+    Computed in numpy, so that a trace holds it as a constant of `dim / 2` numbers.
+    Each operation is float32, in transformers' order.
+
+    Args:
+      rope: How.
+      dim: Dims of a head that are turned.
+      beyond: Of `longrope` the set for texts beyond the original length.
 
     Source: transformers `modeling_rope_utils.py`.
     """
-    exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
-    frequencies = np.float32(1) / np.float32(rope.rope_theta) ** exponents
+    exponents = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
+    wavelengths = np.float32(rope.rope_theta) ** exponents  # over 2 pi
     if rope.rope_type == "linear":
-        return frequencies / np.float32(rope.factor)
+        return np.float32(1) / wavelengths / np.float32(rope.factor)
     if rope.rope_type == "llama3":
-        return _stretch_long_wavelengths(frequencies, rope)
-    return frequencies
+        return _stretch_long_wavelengths(np.float32(1) / wavelengths, rope)
+    if rope.rope_type == "yarn":
+        return _stretch_slow_turns(wavelengths, rope, dim)
+    if rope.rope_type == "longrope":
+        factors = rope.long_factor if beyond else rope.short_factor
+        return np.float32(1) / (np.asarray(factors, np.float32) * wavelengths)
+    return np.float32(1) / wavelengths
+
+
+def attention_factor(rope: RopeConfig) -> float:
+    """Returns what cosines and sines are multiplied by, 1 for most types.
+
+    Source: transformers `modeling_rope_utils.py::_compute_yarn_parameters`,
+      `_compute_longrope_parameters`.
+    """
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    if rope.rope_type == "yarn":
+        assert rope.factor is not None
+        if rope.mscale and rope.mscale_all_dim:
+            of_all = yarn_mscale(rope.factor, rope.mscale_all_dim)
+            return yarn_mscale(rope.factor, rope.mscale) / of_all
+        return yarn_mscale(rope.factor)
+    if rope.rope_type == "longrope":
+        length, factor = rope.original_max_position_embeddings, rope.factor
+        assert length is not None and factor is not None
+        return math.sqrt(1 + math.log(factor) / math.log(length)) if factor > 1 else 1
+    return 1.0
+
+
+def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
+    """Returns YaRN's temperature for a context `factor` times longer.
+
+    Source: YaRN, https://arxiv.org/abs/2309.00071, section 3.4.
+    """
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def _stretch_long_wavelengths(frequencies: np.ndarray, rope: RopeConfig) -> np.ndarray:
@@ -76,3 +149,28 @@ def _stretch_long_wavelengths(frequencies: np.ndarray, rope: RopeConfig) -> np.n
     blended = (1 - kept) * frequencies / factor + kept * frequencies
     stretched = np.where(wavelengths > length / low, frequencies / factor, blended)
     return np.where(wavelengths < length / high, frequencies, stretched)
+
+
+def _stretch_slow_turns(wavelengths: np.ndarray, rope: RopeConfig, dim: int):
+    length, factor = rope.original_max_position_embeddings, rope.factor
+    assert length is not None and factor is not None
+
+    def dim_that_turns(times: float) -> float:
+        return (
+            dim
+            * math.log(length / (times * 2 * math.pi))
+            / (2 * math.log(rope.rope_theta))
+        )
+
+    low = dim_that_turns(rope.beta_fast or 32)
+    high = dim_that_turns(rope.beta_slow or 1)
+    if rope.truncate is not False:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    high += 0.001 if low == high else 0  # no division by zero
+    ramp = (np.arange(dim // 2, dtype=np.float32) - np.float32(low)) / np.float32(
+        high - low
+    )
+    kept = 1 - np.clip(ramp, 0, 1).astype(np.float32)
+    stretched = np.float32(1) / (np.float32(factor) * wavelengths)
+    return stretched * (1 - kept) + np.float32(1) / wavelengths * kept

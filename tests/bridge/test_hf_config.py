@@ -1,11 +1,14 @@
 """Configs of transformers 4 and 5 mean the same, and nothing in them is dropped."""
 
+import dataclasses
 import json
 
 import pytest
 from bridge_helpers import HF_CONFIG
+from tiny_configs import FAMILIES, VARIANTS, hf_fields
 
 import bridge
+from bridge.families import FAMILIES as FAMILY_TABLE
 from bridge.models import DecoderConfig, RopeConfig
 
 LLAMA3 = {
@@ -54,7 +57,7 @@ def test_every_spelling_of_rope_is_read_alike(spelling):
     "rope",
     [
         RopeConfig(),
-        RopeConfig(5e5, "linear", 4.0),
+        RopeConfig(5e5, "linear", factor=4.0),
         RopeConfig(5e5, "llama3", **LLAMA3),
     ],
 )
@@ -77,9 +80,10 @@ def test_all_fields_survive_json():
         num_key_value_heads=2,
         head_dim=32,
         max_position_embeddings=77,
-        rms_norm_eps=1e-5,
+        norm_eps=1e-5,
         rope=RopeConfig(1e6),
         attention_bias=True,
+        attention_out_bias=True,
         mlp_bias=True,
         tie_word_embeddings=True,
         initializer_range=0.1,
@@ -115,7 +119,7 @@ def test_everything_that_is_not_modelled_is_named_in_one_error():
         "attention_dropout": 0.1,
         "quantization_config": {"bits": 4},
         "sliding_window": 128,
-        "rope_scaling": {"rope_type": "yarn", "factor": 4.0},
+        "rope_scaling": {"rope_type": "dynamic", "factor": 4.0},
         "dtype": "float32",
         "torch_dtype": "bfloat16",
     }
@@ -129,7 +133,7 @@ def test_everything_that_is_not_modelled_is_named_in_one_error():
         "attention_dropout = 0.1: only 0.0",
         "quantization_config = {'bits': 4}",
         "sliding_window = 128",
-        "'yarn' is not modelled",
+        "'dynamic' is not modelled",
         "dtype and torch_dtype differ",
     ):
         assert line in str(error.value)
@@ -141,9 +145,11 @@ def test_everything_that_is_not_modelled_is_named_in_one_error():
         ({"rope_scaling": {"rope_type": "linear"}}, "factor = None: needed, not set"),
         (
             {"rope_parameters": {"rope_theta": 1e4, "factor": 2.0}},
-            "set, but never read",
+            "not modelled: .'factor'.",
         ),
-        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ({"rope_parameters": {"partial_rotary_factor": 0}}, "must be above 0"),
+        ({"rope_theta": -1e4}, "rope_theta = -10000.0: must be above 0"),
+        ({"rope_theta": "10000"}, "rope_theta is '10000', not a finite number"),
         ({"rope_parameters": {"full_attention": {}}}, "full_attention"),
         ({"rope_scaling": "linear"}, "rope_scaling = 'linear' is not an object"),
         (
@@ -181,3 +187,88 @@ def test_a_config_file_that_is_no_object_is_refused(tmp_path, text):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ValueError, match="config.json'"):
         bridge.from_hf_config(tmp_path)
+
+
+# Every family
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_config_of_any_family_survives_json(variant):
+    config = bridge.from_hf_config(hf_fields(variant))
+    fields = json.loads(json.dumps(bridge.to_hf_config(config)))
+    assert bridge.from_hf_config(fields) == config
+    assert hash(config) == hash(bridge.from_hf_config(fields))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_transformers_4_reads_the_same_as_5(variant):
+    config = bridge.from_hf_config(hf_fields(variant))
+    fields = bridge.to_hf_config(config)
+    old = {k: v for k, v in fields.items() if k not in ("rope_parameters", "dtype")}
+    assert bridge.from_hf_config(old) == config
+
+
+@pytest.mark.parametrize("variant", FAMILIES)
+def test_a_field_unknown_to_the_family_is_refused_by_name(variant):
+    fields = hf_fields(variant, a_new_multiplier=3.0)
+    with pytest.raises(ValueError, match="a_new_multiplier = 3.0: this field is not"):
+        bridge.from_hf_config(fields)
+
+
+def test_all_families_of_the_table_are_tried():
+    assert {VARIANTS[name]["model_type"] for name in VARIANTS} == set(FAMILY_TABLE)
+
+
+def test_a_config_that_its_familys_files_cannot_say_is_not_written():
+    config = bridge.from_hf_config(hf_fields("qwen3"))
+    with pytest.raises(ValueError, match="qk_norm = None: would be read as 'head'"):
+        bridge.to_hf_config(dataclasses.replace(config, qk_norm=None))
+
+
+@pytest.mark.parametrize(
+    "variant, changes, match",
+    [
+        ("llama", {"rms_norm_eps": float("nan")}, "norm_eps is nan, not a finite"),
+        ("llama", {"tie_word_embeddings": "false"}, "is 'false', not true or false"),
+        ("llama", {"num_hidden_layers": True}, "is True, not an integer"),
+        ("llama", {"num_hidden_layers": -3}, "is -3, not a positive integer"),
+        ("qwen2-sliding", {"num_hidden_layers": "3"}, "wrong type"),
+        ("qwen2", {"layer_types": ["sliding_attention"] * 3}, "use_sliding_window"),
+        ("gemma2", {"layer_types": ["full_attention"]}, "1 entries for 3 layers"),
+        ("gemma2", {"layer_types": ["chunked"] * 3}, "layer_types is"),
+        ("gemma3", {"rope_parameters": {"rope_theta": 1e4}}, "one rope for each of"),
+        ("phi3-longrope-long", {"hidden_act": "gelu"}, "only 'silu' is modelled"),
+        ("mixtral", {"num_experts_per_tok": 6}, "num_experts_per_tok 6 of num_exp"),
+        ("qwen3_moe", {"num_local_experts": 4}, "num_experts = 8, but num_local"),
+        ("deepseek_v3", {"n_group": 3}, "topk_group 2 of n_group 3 of 8 experts"),
+        ("deepseek_v3", {"topk_method": "greedy"}, "only 'noaux_tc' is modelled"),
+        ("deepseek_v2", {"topk_method": "noaux_tc"}, "only .* are modelled"),
+        ("deepseek_v2", {"n_shared_experts": None}, "only 1 or more are modelled"),
+        ("deepseek_v2", {"head_dim": 18}, "the other sizes say 8"),
+        ("deepseek_v2", {"num_key_value_heads": 2}, "mla: num_key_value_heads 2"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "only False is modelled"),
+        ("smollm3", {"no_rope_layers": [1, 0]}, "2 entries for 4 layers"),
+    ],
+)
+def test_a_config_that_no_model_of_the_family_has_is_refused(variant, changes, match):
+    with pytest.raises(ValueError, match=match):
+        bridge.from_hf_config(hf_fields(variant, **changes))
+
+
+@pytest.mark.parametrize(
+    "changes, match",
+    [
+        ({"architectures": 3}, "architectures 3 of model_type"),
+        ({"architectures": "LlamaForCausalLM"}, "architectures LlamaFor"),
+        ({"quantization_config": "fp8"}, "quantization_config = 'fp8': only"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "gptq.*: only the methods"),
+        ({"dtype": "pickle"}, "dtype = 'pickle': none of float32"),
+        ({"torch_dtype": 3}, "dtype = '3': none of"),
+        ({"rope_theta": 0}, "rope_theta = 0: must be above 0"),
+        ({"initializer_range": -0.1}, "initializer_range -0.1 is negative"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers 1,000,000,000: at most"),
+    ],
+)
+def test_a_damaged_value_is_refused_by_name(changes, match):
+    with pytest.raises(ValueError, match=match):
+        bridge.from_hf_config(HF_CONFIG | changes)

@@ -1,121 +1,246 @@
 """The imported model is the model: its logits are those of transformers."""
 
 import dataclasses
+from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from bridge_helpers import abstract_model, load_model, logits_of
+from bridge_helpers import (
+    abstract_model,
+    assert_same_bytes,
+    load_model,
+    logits_of,
+    tensors_of,
+)
 from flax import nnx
-from tiny_llamas import LLAMA3_ROPE, VARIANTS, HFModel, hf_logits, make_llama
+from tiny_configs import VARIANTS
+from tiny_models import HFModel, hf_logits, make_model
 from transformers import AutoModelForCausalLM
 
 import bridge
-from bridge.models import DecoderLayer, RopeConfig, dot_product_attention
+from bridge.models import (
+    Decoder,
+    DecoderConfig,
+    DecoderLayer,
+    RopeConfig,
+    dot_product_attention,
+)
 
 pytestmark = pytest.mark.torch
 
-# Two float32 programs that sum in different orders; measured here: below 2e-6.
+# The largest difference over the largest logit. Two float32 programs that sum in
+# different orders; measured here: below 2e-6 for all variants.
 RELATIVE = 2e-5
 
 
-@pytest.fixture(scope="session", params=list(VARIANTS))
-def hf_model(request, tmp_path_factory) -> HFModel:
+@dataclasses.dataclass(frozen=True)
+class Carried:
+    """A model of transformers, what we made of it, and what we wrote of that."""
+
+    hf: HFModel
+    model: Decoder
+    out: Path
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def carried(request, tmp_path_factory) -> Carried:
     path = tmp_path_factory.mktemp(request.param)
-    return make_llama(path, **VARIANTS[request.param])
+    hf = make_model(path / "in", request.param)
+    model = load_model(hf.path)
+    bridge.save_hf(path / "out", nnx.state(model, nnx.Param), model.config)
+    return Carried(hf, model, path / "out")
 
 
 @pytest.fixture(scope="session")
-def untied(tmp_path_factory) -> HFModel:
-    return make_llama(tmp_path_factory.mktemp("one_untied"))
-
-
-@pytest.fixture(scope="session")
-def bf16(tmp_path_factory) -> HFModel:
-    return make_llama(tmp_path_factory.mktemp("one_bf16"), dtype=torch.bfloat16)
+def llama(tmp_path_factory) -> HFModel:
+    return make_model(tmp_path_factory.mktemp("llama"), "llama")
 
 
 def relative_error(ours, theirs) -> float:
     return float(np.abs(np.asarray(ours) - theirs).max() / np.abs(theirs).max())
 
 
-def test_logits_equal_those_of_transformers(hf_model: HFModel):
-    model = load_model(hf_model.path)
-    assert hf_model.logits.std() >= 1
-    assert (
-        relative_error(logits_of(model, hf_model.tokens), hf_model.logits) <= RELATIVE
+def test_logits_equal_those_of_transformers(carried: Carried):
+    assert carried.hf.logits.std() >= 1
+    ours = logits_of(carried.model, carried.hf.tokens)
+    assert relative_error(ours, carried.hf.logits) <= RELATIVE
+
+
+def test_tensors_come_back_bit_by_bit(carried: Carried):
+    assert_same_bytes(tensors_of(carried.out), tensors_of(carried.hf.path))
+
+
+def test_transformers_computes_the_same_from_what_we_write(carried: Carried):
+    again = AutoModelForCausalLM.from_pretrained(carried.out).eval()
+    np.testing.assert_array_equal(
+        hf_logits(again, carried.hf.tokens), carried.hf.logits
     )
 
 
-def test_packed_texts_read_as_if_each_were_alone(untied: HFModel):
-    model = load_model(untied.path)
-    segments = np.repeat([[0] * 15 + [1] * 25], 2, axis=0)
-    packed = logits_of(model, untied.tokens, segment_ids=segments)
-    alone = [
-        logits_of(model, untied.tokens[:, :15]),
-        logits_of(model, untied.tokens[:, 15:]),
-    ]
-    assert relative_error(packed, np.concatenate(alone, axis=1)) <= RELATIVE
+def test_configs_come_back_as_they_were(carried: Carried):
+    config = carried.model.config
+    assert bridge.from_hf_config(bridge.to_hf_config(config)) == config
+    # transformers has filled in its defaults on the way, which we take for absent.
+    saved = AutoModelForCausalLM.from_pretrained(carried.out).config.to_dict()
+    assert bridge.from_hf_config(saved) == config
 
 
-def test_positions_shift_and_stretch_as_in_transformers(untied: HFModel):
-    model = load_model(untied.path)
-    positions = np.arange(40)[None].repeat(2, axis=0)
-    assert (
-        relative_error(
-            logits_of(model, untied.tokens, positions=positions + 7), untied.logits
-        )
-        <= 1e-4
-    )
-    assert (
-        relative_error(
-            logits_of(model, untied.tokens, positions=positions * 2), untied.logits
-        )
-        > 1e-2
-    )
+# Changes of one trait that keep all shapes: each must be seen in the logits.
+WRONG: dict[str, tuple[str, dict[str, Any]]] = {
+    "theta": ("llama-llama3-rope", {"rope.rope_theta": 10000.0}),
+    "llama3 rope": ("llama-llama3-rope", {"rope": RopeConfig(500000.0)}),
+    "linear rope": ("llama-linear-rope", {"rope": RopeConfig()}),
+    "yarn": ("qwen2-yarn", {"rope.factor": 4.0}),
+    "yarn's border": ("gpt_oss", {"rope.truncate": True}),
+    "long factors": ("phi3-longrope-long", {"rope.long_factor": (2.5, 3.0, 9.0)}),
+    "short factors": ("phi3-longrope-short", {"rope.short_factor": (1.5, 1.1, 1.2)}),
+    "partial rope": ("glm4", {"rope.partial_rotary_factor": 0.25}),
+    "pairs": ("glm4", {"rope.interleaved": False}),
+    "pairs of all dims": ("cohere", {"rope.interleaved": False}),
+    "latent pairs": ("deepseek_v3", {"rope.interleaved": False}),
+    "latent scale": ("deepseek_v2", {"rope.mscale_all_dim": 0.8}),
+    "window": ("mistral", {"sliding_window": 10}),
+    "layer types": ("gemma2", {"layer_types": None}),
+    "the sliding layers' rope": ("gemma3", {"sliding_rope": None}),
+    "turning in all layers": ("smollm3", {"no_rope_layers": ()}),
+    "score cap": ("gemma2", {"attn_logit_softcapping": 3.0}),
+    "logit cap": ("gemma2", {"final_logit_softcapping": 40.0}),
+    "score scale": ("gemma3", {"query_pre_attn_scalar": 16}),
+    "norm": ("gemma3", {"norm": "rms_wide"}),
+    "layer norm": ("gpt2", {"norm": "rms_wide"}),
+    "epsilon": ("deepseek_v2", {"norm_eps": 1e-6}),
+    "norm of all heads": ("olmo2", {"norm_eps": 1e-2}),
+    "side by side": ("cohere-qk-norm", {"logit_scale": 0.82}),
+    "embedding scale": ("gemma2", {"scale_embeddings": False}),
+    "embedding multiplier": ("granite", {"embedding_multiplier": 5.0}),
+    "residual multiplier": ("granite", {"residual_multiplier": 0.3}),
+    "attention multiplier": ("granite", {"attention_multiplier": 0.25}),
+    "logits scaling": ("granite", {"logits_scaling": 0.8}),
+    "activation": ("gpt2", {"hidden_act": "silu"}),
+    "clip": ("olmoe", {"clip_qkv": None}),
+    "renormalised": ("mixtral", {"moe.norm_topk_prob": False}),
+    "not renormalised": ("qwen2_moe", {"moe.norm_topk_prob": True}),
+    "scoring": ("gpt_oss", {"moe.scoring": "softmax"}),
+    "limit": ("gpt_oss", {"moe.swiglu_limit": 1.0}),
+    "group score": ("deepseek_v3", {"moe.group_scoring": "max"}),
+    "groups": ("deepseek_v2-groups", {"moe.topk_group": 4}),
+    "scaling": ("deepseek_v2", {"moe.routed_scaling_factor": 1.0}),
+}
 
 
-@pytest.mark.parametrize("wrong", ["theta", "type"])
-def test_a_wrong_rope_misses_by_a_hundredfold(tmp_path, wrong):
-    hf = make_llama(tmp_path, rope_parameters=LLAMA3_ROPE)
-    config = bridge.from_hf_config(tmp_path)
-    rope = (
-        dataclasses.replace(config.rope, rope_theta=10000.0)
-        if wrong == "theta"
-        else RopeConfig(config.rope.rope_theta)
-    )
-    model = abstract_model(dataclasses.replace(config, rope=rope))
-    graph, mould = nnx.split(model)
+@pytest.mark.parametrize("variant, changes", WRONG.values(), ids=WRONG)
+def test_a_wrong_trait_misses_by_a_hundredfold(tmp_path, variant, changes):
+    hf = make_model(tmp_path, variant)
+    wrong = change(bridge.from_hf_config(tmp_path), changes)
+    graph, mould = nnx.split(abstract_model(wrong))
     model = nnx.merge(graph, bridge.load_hf(tmp_path, mould))
     assert relative_error(logits_of(model, hf.tokens), hf.logits) > 100 * RELATIVE
 
 
-def test_heads_paired_the_wrong_way_miss_by_a_hundredfold(untied: HFModel):
+def change(config: DecoderConfig, changes: dict[str, Any]) -> DecoderConfig:
+    for name, value in changes.items():
+        part, _, rest = name.rpartition(".")
+        if part:
+            value = dataclasses.replace(getattr(config, part), **{rest: value})
+        config = dataclasses.replace(config, **{part or rest: value})
+    return config
+
+
+@pytest.mark.parametrize("variant", ["mixtral", "qwen3_moe", "deepseek_v3"])
+def test_experts_held_as_one_tensor_are_read_as_well(tmp_path, variant):
+    hf = make_model(tmp_path / "split", variant)
+    model = AutoModelForCausalLM.from_pretrained(hf.path)
+    model.save_pretrained(tmp_path / "fused", save_original_format=False)
+    assert set(tensors_of(tmp_path / "fused")) != set(tensors_of(hf.path))
+    ours = load_model(tmp_path / "fused")
+    assert relative_error(logits_of(ours, hf.tokens), hf.logits) <= RELATIVE
+
+
+def test_a_gpt2_without_prefix_is_read_as_well(tmp_path):
+    from safetensors.numpy import save_file
+
+    hf = make_model(tmp_path, "gpt2")
+    tensors = {
+        key.removeprefix("transformer."): t for key, t in tensors_of(tmp_path).items()
+    }
+    tensors["h.0.attn.bias"] = np.tril(np.ones((1, 1, 40, 40), np.float32))
+    save_file(tensors, tmp_path / "model.safetensors")
+    ours = logits_of(load_model(tmp_path), hf.tokens)
+    assert relative_error(ours, hf.logits) <= RELATIVE
+
+
+def test_packed_texts_read_as_if_each_were_alone(llama: HFModel):
+    model = load_model(llama.path)
+    segments = np.repeat([[0] * 15 + [1] * 25], 2, axis=0)
+    packed = logits_of(model, llama.tokens, segment_ids=segments)
+    alone = [
+        logits_of(model, llama.tokens[:, :15]),
+        logits_of(model, llama.tokens[:, 15:]),
+    ]
+    assert relative_error(packed, np.concatenate(alone, axis=1)) <= RELATIVE
+
+
+@pytest.mark.parametrize("variant", ["gemma2", "gpt_oss", "deepseek_v2-lite"])
+def test_packed_texts_of_unusual_attention_read_as_if_each_were_alone(
+    tmp_path, variant
+):
+    hf = make_model(tmp_path, variant)
+    model = load_model(tmp_path)
+    segments = np.repeat([[0] * 15 + [1] * 25], 2, axis=0)
+    packed = logits_of(model, hf.tokens, segment_ids=segments)
+    alone = logits_of(model, hf.tokens[:, 15:])
+    assert relative_error(packed[:, 15:], np.asarray(alone)) <= RELATIVE
+
+
+def test_positions_shift_and_stretch_as_in_transformers(llama: HFModel):
+    model = load_model(llama.path)
+    positions = np.arange(40)[None].repeat(2, axis=0)
+    shifted = logits_of(model, llama.tokens, positions=positions + 7)
+    assert relative_error(shifted, llama.logits) <= 1e-4
+    stretched = logits_of(model, llama.tokens, positions=positions * 2)
+    assert relative_error(stretched, llama.logits) > 1e-2
+
+
+def test_heads_paired_the_wrong_way_miss_by_a_hundredfold(llama: HFModel):
     def modulo(query, key, value, **kwargs):  # query i with key i % n_kv
         n_rep = query.shape[2] // key.shape[2]
         key, value = (jnp.tile(x, (1, 1, n_rep, 1)) for x in (key, value))
         return dot_product_attention(query, key, value, **kwargs)
 
-    model = load_model(untied.path, attention=modulo)
-    assert (
-        relative_error(logits_of(model, untied.tokens), untied.logits) > 100 * RELATIVE
-    )
+    model = load_model(llama.path, attention=modulo)
+    assert relative_error(logits_of(model, llama.tokens), llama.logits) > 100 * RELATIVE
 
 
-def test_bf16_weights_compute_in_bf16_and_stay_close(bf16: HFModel):
-    model = load_model(bf16.path, jnp.bfloat16)
-    logits = logits_of(model, bf16.tokens)
+# bfloat16 rounds to 1 part in 256, some twenty roundings deep.
+BF16 = 0.05
+
+
+@pytest.mark.parametrize(
+    "variant, traits",
+    [
+        ("llama", {}),
+        ("gemma2", {}),
+        ("olmo2", {}),
+        ("gpt2", {}),
+        # Without experts: a rounding may choose others.
+        ("deepseek_v2", {"first_k_dense_replace": 3}),
+    ],
+)
+def test_bf16_weights_compute_in_bf16_and_stay_close(tmp_path, variant, traits):
+    hf = make_model(tmp_path, variant, dtype=torch.bfloat16, **traits)
+    logits = logits_of(load_model(tmp_path, jnp.bfloat16), hf.tokens)
     assert logits.dtype == jnp.bfloat16
-    # bfloat16 rounds to 1 part in 256, some twenty roundings deep.
-    assert relative_error(logits.astype(jnp.float32), bf16.logits) < 0.05
+    assert relative_error(logits.astype(jnp.float32), hf.logits) < BF16
 
 
-def test_compute_follows_the_weights_that_are_handed_in(untied: HFModel):
-    model = load_model(untied.path)
+def test_compute_follows_the_weights_that_are_handed_in(llama: HFModel):
+    model = load_model(llama.path)
     halved = jax.tree.map(lambda w: w.astype(jnp.bfloat16), model)
-    assert logits_of(halved, untied.tokens).dtype == jnp.bfloat16
+    assert logits_of(halved, llama.tokens).dtype == jnp.bfloat16
 
 
 class Negated(DecoderLayer):
@@ -125,19 +250,32 @@ class Negated(DecoderLayer):
         return DecoderLayer.__call__(jax.tree.map(jnp.negative, self), *args)
 
 
-def test_a_layers_weights_are_only_used_inside_its_own_call(untied: HFModel):
-    model = load_model(untied.path)  # FSDP swaps the class to gather at entry
+def test_a_layers_weights_are_only_used_inside_its_own_call(llama: HFModel):
+    model = load_model(llama.path)  # FSDP swaps the class to gather at entry
     model.layers = jax.tree.map(jnp.negative, model.layers)
     model.layers.__class__ = Negated
-    assert relative_error(logits_of(model, untied.tokens), untied.logits) <= RELATIVE
+    assert relative_error(logits_of(model, llama.tokens), llama.logits) <= RELATIVE
+
+
+def test_the_stream_behind_every_layer_is_that_of_transformers(tmp_path):
+    hf = make_model(tmp_path, "qwen3_moe")
+    with torch.no_grad():
+        theirs = AutoModelForCausalLM.from_pretrained(tmp_path)(
+            torch.from_numpy(hf.tokens), output_hidden_states=True
+        ).hidden_states
+    ours = load_model(tmp_path).hidden_states(jnp.asarray(hf.tokens))
+    assert len(ours) == len(theirs) == 4
+    for mine, want in zip(ours, theirs, strict=True):
+        assert relative_error(mine, want.numpy()) <= RELATIVE
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_transformers_loads_what_we_export(tmp_path, dtype):
-    hf = make_llama(tmp_path / "in", dtype=getattr(torch, dtype), head_dim=16)
-    config = bridge.from_hf_config(hf.path)
+def test_transformers_loads_what_we_export_in_files(tmp_path, dtype):
+    hf = make_model(tmp_path / "in", "llama", dtype=getattr(torch, dtype), head_dim=16)
     model = load_model(hf.path, getattr(jnp, dtype))
-    bridge.save_hf(tmp_path / "out", nnx.state(model), config, max_shard_bytes=50_000)
+    bridge.save_hf(
+        tmp_path / "out", nnx.state(model), model.config, max_shard_bytes=50_000
+    )
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     assert again.dtype == getattr(torch, dtype)
     np.testing.assert_array_equal(hf_logits(again, hf.tokens), hf.logits)

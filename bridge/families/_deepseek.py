@@ -1,0 +1,80 @@
+"""What DeepSeek V2 and V3 have in common: latent attention, shared experts."""
+
+from bridge._codec import Codec
+from bridge._family import Field
+from bridge.families._blocks import Rules, mlp
+from bridge.families._fields import SIZES, tokens
+from bridge.models import DecoderConfig
+
+FIELDS = {
+    **{name: field for name, field in SIZES.items() if name != "head_dim"},
+    **tokens(1, 2),
+    "rms_norm_eps": Field(1e-6, "norm_eps"),
+    "attention_bias": Field(False, ("attention_bias", "attention_out_bias")),
+    "kv_lora_rank": Field(512, "mla.kv_lora_rank"),
+    "q_lora_rank": Field(1536, "mla.q_lora_rank"),
+    "qk_rope_head_dim": Field(64, "mla.qk_rope_head_dim"),
+    "qk_nope_head_dim": Field(128, "mla.qk_nope_head_dim"),
+    "v_head_dim": Field(128, "mla.v_head_dim"),
+}
+FIXED = {
+    "hidden_act": "silu",
+    "attention_dropout": 0.0,
+    "pretraining_tp": 1,
+    "moe_layer_freq": 1,
+}
+CARRIED = {
+    "output_router_logits": False,
+    "aux_loss_alpha": None,
+    "seq_aux": None,
+    "ep_size": None,
+    "router_aux_loss_coef": None,
+}
+
+
+def shared_experts(default: int) -> Codec:
+    """Reads how many experts all tokens share; they are one MLP, so many times wider.
+
+    Args:
+      default: What transformers takes where the file does not say.
+    """
+    count, width = "n_shared_experts", "moe_intermediate_size"
+
+    def read(fields):
+        shared = fields.get(count, default)
+        if not shared:
+            raise ValueError(f"{count} = {shared!r}: only 1 or more are modelled")
+        return {"moe.shared_intermediate_size": shared * fields[width]}
+
+    def write(config: DecoderConfig):
+        moe = config.moe
+        assert moe is not None and moe.shared_intermediate_size is not None
+        return {count: moe.shared_intermediate_size // moe.intermediate_size}
+
+    return Codec((count,), read, write)
+
+
+def shared(config: DecoderConfig) -> Rules:
+    """Rules of the shared experts."""
+    return mlp(config, "mlp.shared_experts.", "mlp.shared_expert.", "shared_mlp")
+
+
+# transformers derives these from the others; a file that says otherwise is refused.
+def _derived() -> Codec:
+    def read(fields):
+        rope, nope = fields["qk_rope_head_dim"], fields["qk_nope_head_dim"]
+        expected = {"head_dim": rope, "qk_head_dim": rope + nope}
+        wrong = [
+            f"{name} = {fields[name]!r}: the other sizes say {value}"
+            for name, value in expected.items()
+            if fields.get(name) not in (None, value)
+        ]
+        if wrong:
+            raise ValueError("\n".join(wrong))
+        return {}
+
+    return Codec(("head_dim", "qk_head_dim"), read, lambda config: {})
+
+
+DERIVED_SIZES = _derived()
+"""`head_dim` of these files is the turned part of a head, and follows."""

@@ -1,0 +1,23 @@
+"""What OLMo 2 and 3 share: norms behind attention and MLP, and of all heads as one."""
+
+from bridge._family import Field
+from bridge.families._blocks import Rules, attention, mlp, norms
+from bridge.families._fields import SIZES, attention_bias, tokens
+from bridge.models import DecoderConfig
+
+FIELDS = {
+    **SIZES,
+    **tokens(None, 50279, 1),
+    **attention_bias(),
+    "max_position_embeddings": Field(2048),
+    "rms_norm_eps": Field(1e-5, "norm_eps"),
+}
+TRAITS = {"norm": "rms_wide", "norm_placement": "post", "qk_norm": "full"}
+FIXED = {"hidden_act": "silu", "attention_dropout": 0.0}
+_NORMS = ("post_attention_layernorm", "post_feedforward_layernorm")
+
+
+def layer(config: DecoderConfig, sparse: bool) -> Rules:
+    """A layer with its two norms."""
+    del sparse
+    return attention(config) + mlp(config) + norms({name: name for name in _NORMS})

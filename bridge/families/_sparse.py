@@ -1,0 +1,42 @@
+"""Layers of Llama's names whose MLP is a mixture of experts."""
+
+from collections.abc import Callable
+
+from bridge._family import Spelling
+from bridge.families._blocks import (
+    FUSED_EXPERTS,
+    PRE_NORMS,
+    Rules,
+    attention,
+    experts,
+    mlp,
+    norms,
+    router,
+    spelling,
+)
+from bridge.models import DecoderConfig
+
+Part = Callable[[DecoderConfig], Rules]
+
+
+def spellings(
+    attend: Part = attention, beside: Part = lambda _: ()
+) -> tuple[Spelling, Spelling]:
+    """Returns both ways to write the experts: each by itself, and all in one tensor.
+
+    The first is what transformers writes, the second what it holds in memory and
+    writes with `save_original_format=False`.
+
+    Args:
+      attend: Rules of the attention.
+      beside: Rules of what a sparse MLP has beside router and experts.
+    """
+
+    def layer(run: Rules) -> Callable[[DecoderConfig, bool], Rules]:
+        def rules(config: DecoderConfig, sparse: bool) -> Rules:
+            inner = router() + run + beside(config) if sparse else mlp(config)
+            return attend(config) + inner + norms(PRE_NORMS)
+
+        return rules
+
+    return spelling(layer(experts())), spelling(layer(FUSED_EXPERTS))

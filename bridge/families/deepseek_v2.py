@@ -1,0 +1,62 @@
+"""DeepSeek-V2 and V2-Lite.
+
+Source: transformers `configuration_deepseek_v2.py`, `modeling_deepseek_v2.py`.
+"""
+
+from bridge._codec import Codec
+from bridge._family import Family, Field
+from bridge._hf_rope import rope
+from bridge.families import _deepseek
+from bridge.families._blocks import ignore_tied_head, latent_attention
+from bridge.families._fields import moe
+from bridge.families._layer_types import FIRST_DENSE
+from bridge.families._sparse import spellings
+from bridge.models import DecoderConfig
+
+_METHODS = ("greedy", "group_limited_greedy")
+
+
+def _read_groups(fields):
+    method = fields.get("topk_method") or "greedy"
+    if method not in _METHODS:
+        raise ValueError(f"topk_method = {method!r}: only {_METHODS} are modelled")
+    if method == "greedy":  # it reads no groups
+        return {"moe.n_group": None, "moe.topk_group": None}
+    return {f"moe.{name}": fields.get(name) for name in ("n_group", "topk_group")}
+
+
+def _write_groups(config: DecoderConfig):
+    assert config.moe is not None
+    method = _METHODS[config.moe.n_group is not None]
+    groups = {"n_group": config.moe.n_group, "topk_group": config.moe.topk_group}
+    return {"topk_method": method, **groups}
+
+
+FAMILY = Family(
+    model_type="deepseek_v2",
+    architecture="DeepseekV2ForCausalLM",
+    fields={
+        **_deepseek.FIELDS,
+        **moe(
+            num_experts=("n_routed_experts", 64),
+            num_experts_per_tok=("num_experts_per_tok", None),
+            intermediate_size=("moe_intermediate_size", 1407),
+            routed_scaling_factor=("routed_scaling_factor", 1.0),
+        ),
+        "max_position_embeddings": Field(2048),
+        "mlp_bias": Field(False),
+    },
+    codecs=(
+        rope(interleaved=True),
+        FIRST_DENSE,
+        _deepseek.shared_experts(2),
+        _deepseek.DERIVED_SIZES,
+        Codec(("topk_method", "n_group", "topk_group"), _read_groups, _write_groups),
+    ),
+    traits={"moe.float32_logits": True},
+    # transformers reads no `norm_topk_prob` of this family.
+    fixed={**_deepseek.FIXED, "norm_topk_prob": False, "scoring_func": "softmax"},
+    carried=_deepseek.CARRIED,
+    spellings=spellings(latent_attention, _deepseek.shared),
+    ignore=ignore_tied_head,
+)

@@ -1,0 +1,27 @@
+"""Gemma 2: every second layer slides; scores and logits are capped.
+
+Source: transformers `configuration_gemma2.py`, `modeling_gemma2.py`.
+"""
+
+from bridge._family import Family, Field
+from bridge._hf_rope import rope
+from bridge.families import _gemma
+from bridge.families._blocks import ignore_tied_head, spelling
+from bridge.families._layer_types import layer_types
+
+FAMILY = Family(
+    model_type="gemma2",
+    architecture="Gemma2ForCausalLM",
+    fields={
+        **_gemma.FIELDS,
+        "max_position_embeddings": Field(8192),
+        "final_logit_softcapping": Field(30.0),
+        "attn_logit_softcapping": Field(50.0),
+    },
+    codecs=(rope(), layer_types(2)),
+    traits=_gemma.TRAITS,
+    fixed=_gemma.FIXED,
+    carried={**_gemma.CARRIED, "cache_implementation": None},
+    spellings=(spelling(_gemma.layer),),
+    ignore=ignore_tied_head,
+)

@@ -1,0 +1,33 @@
+"""Gemma 3, the text model: five layers of six slide, with a rope of their own.
+
+Checkpoints of the models that also see hold the text model under a prefix, beside a
+vision tower that is left out.
+
+Source: transformers `configuration_gemma3.py`, `modeling_gemma3.py`.
+"""
+
+from bridge._family import Family, Field
+from bridge._hf_rope import rope_by_layer_type
+from bridge.families import _gemma
+from bridge.families._blocks import ignore_tied_head, spelling
+from bridge.families._layer_types import layer_types
+
+FAMILY = Family(
+    model_type="gemma3_text",
+    architecture="Gemma3ForCausalLM",
+    fields={
+        **_gemma.FIELDS,
+        "max_position_embeddings": Field(131072),
+        "final_logit_softcapping": Field(None),
+        "attn_logit_softcapping": Field(None),
+    },
+    codecs=(
+        rope_by_layer_type(1e6, 10000.0, "rope_local_base_freq"),
+        layer_types(6, "sliding_window_pattern"),
+    ),
+    traits={**_gemma.TRAITS, "qk_norm": "head"},
+    fixed=_gemma.FIXED,
+    carried={**_gemma.CARRIED, "cache_implementation": None},
+    spellings=(spelling(_gemma.layer),),
+    ignore=ignore_tied_head,
+)

@@ -1,0 +1,141 @@
+"""GPT-2: learned positions, biases everywhere, kernels stored as [in, out].
+
+Some checkpoints, OpenAI's own among them, lack the prefix `transformer.` and hold
+masks.
+
+Source: transformers `configuration_gpt2.py`, `modeling_gpt2.py`, `pytorch_utils.py
+::Conv1D`.
+"""
+
+from bridge._codec import Codec
+from bridge._family import Family, Field, Layers, Spelling
+from bridge._rules import Rule
+from bridge.families._blocks import HEAD, Rules
+from bridge.families._fields import tokens
+from bridge.models import DecoderConfig
+
+_NAMES = tuple(f"self_attn.{name}_proj" for name in "qkv")
+
+
+def _layer(config: DecoderConfig, sparse: bool) -> Rules:
+    del config, sparse
+    qkv = "embed (heads head_dim) -> embed heads head_dim"
+    bias = "(heads head_dim) -> heads head_dim"
+    return (
+        *_norm("ln_1", "input_layernorm"),
+        Rule(
+            "attn.c_attn.weight",
+            tuple(f"{name}.kernel" for name in _NAMES),
+            (qkv,) * 3,
+            dim=1,
+        ),
+        Rule("attn.c_attn.bias", tuple(f"{name}.bias" for name in _NAMES), (bias,) * 3),
+        *_conv1d(
+            "attn.c_proj",
+            "self_attn.o_proj",
+            "(heads head_dim) embed -> heads head_dim embed",
+            "embed",
+        ),
+        *_norm("ln_2", "pre_feedforward_layernorm"),
+        *_conv1d("mlp.c_fc", "mlp.up_proj", "embed mlp -> embed mlp", "mlp"),
+        *_conv1d("mlp.c_proj", "mlp.down_proj", "mlp embed -> mlp embed", "embed"),
+    )
+
+
+def _conv1d(source: str, destination: str, layout: str, out: str) -> Rules:
+    return (
+        Rule(f"{source}.weight", f"{destination}.kernel", layout),
+        Rule(f"{source}.bias", f"{destination}.bias", f"{out} -> {out}"),
+    )
+
+
+def _norm(source: str, destination: str) -> Rules:
+    return (
+        Rule(f"{source}.weight", f"{destination}.scale", "embed -> embed"),
+        Rule(f"{source}.bias", f"{destination}.bias", "embed -> embed"),
+    )
+
+
+def _spelling(prefix: str) -> Spelling:
+    def table(name: str, destination: str, rows: str) -> Rule:
+        layout = f"{rows} embed -> {rows} embed"
+        return Rule(f"{prefix}{name}.weight", f"{destination}.embedding", layout)
+
+    def outer(config: DecoderConfig) -> Rules:
+        rules = (
+            table("wte", "embed_tokens", "vocab"),
+            table("wpe", "embed_positions", "positions"),
+            *_norm(f"{prefix}ln_f", "norm"),
+        )
+        return rules + (() if config.tie_word_embeddings else (HEAD,))
+
+    return Spelling(outer, Layers(prefix + "h.{layer}.", _layer))
+
+
+def _ignore(config: DecoderConfig) -> tuple[str, ...]:
+    masks = tuple(
+        f"{prefix}h.{{layer}}.attn.{name}"
+        for prefix in ("transformer.", "")
+        for name in ("bias", "masked_bias")
+    )
+    return masks + (("lm_head.weight",) if config.tie_word_embeddings else ())
+
+
+def _inner() -> Codec:
+    def read(fields):
+        return {"intermediate_size": fields.get("n_inner") or 4 * fields["n_embd"]}
+
+    def write(config: DecoderConfig):
+        derived = config.intermediate_size == 4 * config.hidden_size
+        return {"n_inner": None if derived else config.intermediate_size}
+
+    return Codec(("n_inner",), read, write)
+
+
+FAMILY = Family(
+    model_type="gpt2",
+    architecture="GPT2LMHeadModel",
+    fields={
+        **tokens(50256, 50256),
+        "vocab_size": Field(50257),
+        "n_positions": Field(1024, "max_position_embeddings"),
+        "n_embd": Field(768, "hidden_size"),
+        "n_layer": Field(12, "num_hidden_layers"),
+        "n_head": Field(12, "num_attention_heads"),
+        "activation_function": Field("gelu_new", "hidden_act"),
+        "layer_norm_epsilon": Field(1e-5, "norm_eps"),
+        "initializer_range": Field(0.02),
+        "tie_word_embeddings": Field(True),
+    },
+    codecs=(_inner(),),
+    traits={
+        "rope": None,
+        "norm": "layer",
+        "norm_bias": True,
+        "gated_mlp": False,
+        "mlp_bias": True,
+        "attention_bias": True,
+        "attention_out_bias": True,
+    },
+    fixed={
+        "scale_attn_weights": True,
+        "scale_attn_by_inverse_layer_idx": False,
+        "add_cross_attention": False,
+    },
+    # Dropout is no part of the decoder; of the rest, logits know nothing.
+    carried={
+        "resid_pdrop": 0.1,
+        "embd_pdrop": 0.1,
+        "attn_pdrop": 0.1,
+        "reorder_and_upcast_attn": False,
+        "summary_type": "cls_index",
+        "summary_use_proj": True,
+        "summary_activation": None,
+        "summary_proj_to_labels": True,
+        "summary_first_dropout": 0.1,
+        "n_ctx": None,
+        "task_specific_params": None,
+    },
+    spellings=(_spelling("transformer."), _spelling("")),
+    ignore=_ignore,
+)

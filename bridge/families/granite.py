@@ -1,0 +1,31 @@
+"""Granite 3 and 4, dense: Llama with multipliers.
+
+Source: transformers `configuration_granite.py`, `modeling_granite.py`.
+"""
+
+from bridge._family import Family, Field
+from bridge._hf_rope import rope
+from bridge.families._blocks import dense_layer, ignore_tied_head, spelling
+from bridge.families._fields import SIZES, attention_bias, tokens
+
+FAMILY = Family(
+    model_type="granite",
+    architecture="GraniteForCausalLM",
+    fields={
+        **SIZES,
+        **tokens(1, 2),
+        **attention_bias(),
+        "max_position_embeddings": Field(2048),
+        "rms_norm_eps": Field(1e-6, "norm_eps"),
+        "mlp_bias": Field(False),
+        "embedding_multiplier": Field(1.0),
+        "residual_multiplier": Field(1.0),
+        "attention_multiplier": Field(1.0),
+        "logits_scaling": Field(1.0),
+    },
+    codecs=(rope(),),
+    fixed={"hidden_act": "silu"},
+    carried={"attention_dropout": 0.0},
+    spellings=(spelling(dense_layer),),
+    ignore=ignore_tied_head,
+)

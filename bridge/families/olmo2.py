@@ -1,0 +1,20 @@
+"""OLMo 2.
+
+Source: transformers `configuration_olmo2.py`, `modeling_olmo2.py`.
+"""
+
+from bridge._family import Family
+from bridge._hf_rope import rope
+from bridge.families import _olmo
+from bridge.families._blocks import ignore_tied_head, spelling
+
+FAMILY = Family(
+    model_type="olmo2",
+    architecture="Olmo2ForCausalLM",
+    fields=_olmo.FIELDS,
+    codecs=(rope(),),
+    traits=_olmo.TRAITS,
+    fixed=_olmo.FIXED,
+    spellings=(spelling(_olmo.layer),),
+    ignore=ignore_tied_head,
+)

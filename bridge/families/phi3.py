@@ -1,0 +1,54 @@
+"""Phi-3, Phi-3.5 and Phi-4: q, k and v, gate and up, each in one tensor.
+
+Source: transformers `configuration_phi3.py`, `modeling_phi3.py`.
+"""
+
+from bridge._family import Family, Field
+from bridge._hf_rope import rope
+from bridge._rules import Rule
+from bridge.families._blocks import (
+    PRE_NORMS,
+    Rules,
+    attention_out,
+    fused_gate_up,
+    ignore_tied_head,
+    norms,
+    spelling,
+)
+from bridge.families._fields import SIZES, tokens
+from bridge.families._layer_types import window_of_all
+from bridge.models import DecoderConfig
+
+
+def _layer(config: DecoderConfig, sparse: bool) -> Rules:
+    del sparse
+    kv = "(kv_heads head_dim) embed -> embed kv_heads head_dim"
+    qkv = Rule(
+        "self_attn.qkv_proj.weight",
+        tuple(f"self_attn.{name}_proj.kernel" for name in "qkv"),
+        ("(heads head_dim) embed -> embed heads head_dim", kv, kv),
+    )
+    parts = attention_out(config), fused_gate_up(config), norms(PRE_NORMS)
+    return (qkv, *(rule for part in parts for rule in part))
+
+
+FAMILY = Family(
+    model_type="phi3",
+    architecture="Phi3ForCausalLM",
+    fields={
+        **SIZES,
+        **tokens(1, 32000, 32000),
+        "max_position_embeddings": Field(4096),
+        "rms_norm_eps": Field(1e-5, "norm_eps"),
+    },
+    codecs=(rope(original_length=4096), window_of_all()),
+    fixed={
+        "hidden_act": "silu",
+        "attention_dropout": 0.0,
+        "attention_bias": False,
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+    },
+    spellings=(spelling(_layer),),
+    ignore=ignore_tied_head,
+)

@@ -1,0 +1,31 @@
+"""Qwen2 and Qwen2.5: biases on queries, keys and values.
+
+Source: transformers `configuration_qwen2.py`, `modeling_qwen2.py`.
+"""
+
+from bridge._family import Family, Field
+from bridge._hf_rope import rope
+from bridge.families._blocks import dense_layer, ignore_tied_head, spelling
+from bridge.families._fields import SIZES, tokens
+from bridge.families._layer_types import switched_window
+
+FAMILY = Family(
+    model_type="qwen2",
+    architecture="Qwen2ForCausalLM",
+    fields={
+        **SIZES,
+        **tokens(None, None),
+        "num_key_value_heads": Field(32),
+        "max_position_embeddings": Field(32768),
+        "rms_norm_eps": Field(1e-6, "norm_eps"),
+    },
+    codecs=(
+        rope(),
+        switched_window(lambda layer, fields: layer >= fields["max_window_layers"]),
+    ),
+    traits={"attention_bias": True},
+    fixed={"hidden_act": "silu", "attention_dropout": 0.0},
+    carried={"max_window_layers": 28},
+    spellings=(spelling(dense_layer),),
+    ignore=ignore_tied_head,
+)

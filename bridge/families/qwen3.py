@@ -1,0 +1,33 @@
+"""Qwen3, dense: heads are normed, and wider than the hidden size says.
+
+Source: transformers `configuration_qwen3.py`, `modeling_qwen3.py`.
+"""
+
+from bridge._family import Family, Field
+from bridge._hf_rope import rope
+from bridge.families._blocks import dense_layer, ignore_tied_head, spelling
+from bridge.families._fields import SIZES, attention_bias, tokens
+from bridge.families._layer_types import switched_window
+
+FAMILY = Family(
+    model_type="qwen3",
+    architecture="Qwen3ForCausalLM",
+    fields={
+        **SIZES,
+        **tokens(None, None),
+        **attention_bias(),
+        "num_key_value_heads": Field(32),
+        "head_dim": Field(128),
+        "max_position_embeddings": Field(32768),
+        "rms_norm_eps": Field(1e-6, "norm_eps"),
+    },
+    codecs=(
+        rope(),
+        switched_window(lambda layer, fields: layer >= fields["max_window_layers"]),
+    ),
+    traits={"qk_norm": "head"},
+    fixed={"hidden_act": "silu", "attention_dropout": 0.0},
+    carried={"max_window_layers": 28},
+    spellings=(spelling(dense_layer),),
+    ignore=ignore_tied_head,
+)

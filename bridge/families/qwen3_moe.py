@@ -1,0 +1,42 @@
+"""Qwen3-MoE: Qwen3 with experts.
+
+Source: transformers `configuration_qwen3_moe.py`, `modeling_qwen3_moe.py`.
+"""
+
+from bridge._family import Family, Field
+from bridge._hf_rope import rope
+from bridge.families._blocks import ignore_tied_head
+from bridge.families._fields import (
+    EXPERT_TRAINING,
+    SIZES,
+    attention_bias,
+    moe,
+    tokens,
+)
+from bridge.families._layer_types import DENSE_BY_STEP, switched_window
+from bridge.families._sparse import spellings
+
+FAMILY = Family(
+    model_type="qwen3_moe",
+    architecture="Qwen3MoeForCausalLM",
+    fields={
+        **SIZES,
+        **tokens(None, None),
+        **attention_bias(),
+        **moe(
+            num_experts=("num_experts", 128),
+            num_experts_per_tok=("num_experts_per_tok", 8),
+            intermediate_size=("moe_intermediate_size", 768),
+            norm_topk_prob=("norm_topk_prob", False),
+        ),
+        "num_key_value_heads": Field(4),
+        "max_position_embeddings": Field(32768),
+        "rms_norm_eps": Field(1e-6, "norm_eps"),
+    },
+    codecs=(rope(), DENSE_BY_STEP, switched_window(None)),
+    traits={"qk_norm": "head", "moe.rounded_weights": True},
+    fixed={"hidden_act": "silu", "attention_dropout": 0.0},
+    carried={**EXPERT_TRAINING, "max_window_layers": None},
+    spellings=spellings(),
+    ignore=ignore_tied_head,
+)

@@ -1,0 +1,141 @@
+"""One layer of a decoder."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, DTypeLike, Float, Int
+
+from bridge.models._attention import Attention, dot_product_attention
+from bridge.models._config import DecoderConfig
+from bridge.models._mlp import MLP
+from bridge.models._moe import Dispatch, MoE, sorted_dispatch
+from bridge.models._norm import Norm
+from bridge.models._self_attention import LatentAttention, SelfAttention
+
+Stream = Float[Array, "batch seq embed"]
+PerLayer = dict[str, Int[Array, ""]]
+Tables = tuple[Array, Array] | None
+
+
+class DecoderLayer(nnx.Module):
+    """One layer: attention and MLP, each normed and added to the residual stream.
+
+    Args:
+      config: Sizes and traits.
+      sparse: Whether the MLP is a mixture of experts.
+      rngs: Source of keys.
+      param_dtype: Dtype of the parameters.
+      attention: Mixes tokens; the signature of `dot_product_attention`.
+      dispatch: Brings tokens to experts; the signature of `sorted_dispatch`.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        *,
+        sparse: bool = False,
+        rngs: nnx.Rngs,
+        param_dtype: DTypeLike = jnp.float32,
+        attention: Attention = dot_product_attention,
+        dispatch: Dispatch = sorted_dispatch,
+    ):
+        """Makes the weights of one layer, without a layer dim."""
+        placement = config.norm_placement
+        before, after = placement != "post", placement in ("post", "both")
+
+        def norm() -> Norm:
+            return make_norm(config, param_dtype)
+
+        self.input_layernorm = norm() if before else None
+        self.self_attn = (LatentAttention if config.mla else SelfAttention)(
+            config,
+            window=_shared_window(config),
+            rngs=rngs,
+            param_dtype=param_dtype,
+            attention=attention,
+        )
+        self.post_attention_layernorm = norm() if after else None
+        own = placement in ("pre", "both")
+        self.pre_feedforward_layernorm = norm() if own else None
+        self.mlp = (
+            MoE(config, rngs=rngs, param_dtype=param_dtype, dispatch=dispatch)
+            if sparse
+            else MLP(
+                config,
+                config.intermediate_size,
+                bias=config.mlp_bias,
+                rngs=rngs,
+                param_dtype=param_dtype,
+            )
+        )
+        self.post_feedforward_layernorm = norm() if after else None
+        self.parallel = placement == "parallel"
+        self.multiplier = config.residual_multiplier
+
+    def __call__(
+        self,
+        x: Stream,
+        per_layer: PerLayer | None = None,
+        tables: Tables = None,
+        segment_ids: Int[Array, "batch seq"] | None = None,
+    ) -> Stream:
+        """Adds what attention and MLP make to the residual stream.
+
+        Args:
+          x: The stream.
+          per_layer: Where layers differ: `window`, the tokens a query sees, and
+            `table`, which of the tables turns its heads.
+          tables: Cosines and sines of the positions, stacked if layers differ; None
+            if positions are learned.
+          segment_ids: Which of several texts packed in a row a token belongs to.
+        """
+        per_layer = per_layer or {}
+        cos, sin = _pick(tables, per_layer.get("table"))
+        normed = _apply(self.input_layernorm, x)
+        mixed = self.self_attn(normed, cos, sin, segment_ids, per_layer.get("window"))
+        if self.parallel:
+            return x + self._scaled(mixed) + self._scaled(self.mlp(normed))
+        x = x + self._scaled(_apply(self.post_attention_layernorm, mixed))
+        y = self.mlp(_apply(self.pre_feedforward_layernorm, x))
+        return x + self._scaled(_apply(self.post_feedforward_layernorm, y))
+
+    def _scaled(self, y: Stream) -> Stream:
+        return scale_by(y, self.multiplier)
+
+
+def make_norm(config: DecoderConfig, param_dtype: DTypeLike) -> Norm:
+    """Makes a norm of the residual stream."""
+    return Norm(
+        (config.hidden_size,),
+        config.norm,
+        config.norm_eps,
+        bias=config.norm_bias,
+        param_dtype=param_dtype,
+    )
+
+
+def scale_by(x: Array, factor: float) -> Array:
+    """Multiplies in float32, so that the factor itself is not rounded to bfloat16."""
+    if factor == 1:
+        return x
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    return (x.astype(wide) * factor).astype(x.dtype)
+
+
+def _shared_window(config: DecoderConfig) -> int | None:
+    windows = set(config.windows)
+    return windows.pop() if len(windows) == 1 else None
+
+
+def _apply(norm: Norm | None, x: Stream) -> Stream:
+    return x if norm is None else norm(x)
+
+
+def _pick(tables: Tables, table: Array | None) -> tuple[Array | None, Array | None]:
+    if tables is None:
+        return None, None
+    cos, sin = tables
+    if table is None:
+        return cos, sin
+    picked = [jax.lax.dynamic_index_in_dim(t, table, keepdims=False) for t in tables]
+    return picked[0], picked[1]

@@ -1,0 +1,66 @@
+"""The dense MLP, and the activations."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import MappingProxyType
+
+import jax
+from flax import nnx
+from jaxtyping import Array, DTypeLike, Float
+
+from bridge.models._config import DecoderConfig
+from bridge.models._linear import Linear
+
+ACTIVATIONS: Mapping[str, Callable[[Array], Array]] = MappingProxyType(
+    {
+        "silu": jax.nn.silu,
+        "gelu": partial(jax.nn.gelu, approximate=False),
+        "gelu_pytorch_tanh": partial(jax.nn.gelu, approximate=True),
+        "gelu_new": partial(jax.nn.gelu, approximate=True),
+    }
+)
+"""By Hugging Face's names; the last two are one function, written twice there."""
+
+
+class MLP(nnx.Module):
+    """`down(act(gate(x)) * up(x))`, or `down(act(up(x)))` without a gate.
+
+    Args:
+      config: Gives everything but the width.
+      width: Width inside.
+      bias: Whether the projections have biases.
+      rngs: Source of keys.
+      param_dtype: Dtype of the parameters.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        width: int,
+        *,
+        bias: bool,
+        rngs: nnx.Rngs,
+        param_dtype: DTypeLike,
+    ):
+        """Makes two or three projections."""
+        embed, inside = (config.hidden_size,), (width,)
+        linear = partial(
+            Linear,
+            bias=bias,
+            std=config.initializer_range,
+            rngs=rngs,
+            param_dtype=param_dtype,
+        )
+        self.gate_proj = linear(embed, inside) if config.gated_mlp else None
+        self.up_proj = linear(embed, inside)
+        self.down_proj = linear(inside, embed)
+        self.activation = config.hidden_act
+
+    def __call__(
+        self, x: Float[Array, "batch seq embed"]
+    ) -> Float[Array, "batch seq embed"]:
+        """Works on each token by itself."""
+        activation = ACTIVATIONS[self.activation]
+        if self.gate_proj is None:
+            return self.down_proj(activation(self.up_proj(x)))
+        return self.down_proj(activation(self.gate_proj(x)) * self.up_proj(x))

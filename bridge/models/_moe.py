@@ -1,0 +1,180 @@
+"""Mixture of experts, dropless: tokens sorted by expert, one grouped product each."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, DTypeLike, Float, Int
+
+from bridge.models._config import DecoderConfig
+from bridge.models._linear import Linear
+from bridge.models._mlp import ACTIVATIONS, MLP
+from bridge.models._router import Router
+
+Rows = Float[Array, "rows embed"]
+RunExperts = Callable[[Rows, Int[Array, " experts"]], Rows]
+
+
+class Dispatch(Protocol):
+    """What the decoder asks of a dispatch: each token through its experts, summed."""
+
+    def __call__(
+        self,
+        run: RunExperts,
+        x: Float[Array, "tokens embed"],
+        experts: Int[Array, "tokens chosen"],
+        weights: Float[Array, "tokens chosen"],
+        num_experts: int,
+    ) -> Float[Array, "tokens embed"]:
+        """Sums over the chosen experts `weight * expert(token)`."""
+        ...
+
+
+def sorted_dispatch(
+    run: RunExperts,
+    x: Float[Array, "tokens embed"],
+    experts: Int[Array, "tokens chosen"],
+    weights: Float[Array, "tokens chosen"],
+    num_experts: int,
+) -> Float[Array, "tokens embed"]:
+    """Gives every token to every expert it chose; none is dropped.
+
+    The default of the decoder's `dispatch` argument, and the signature that any other
+    must have. All experts are on this device.
+
+    Args:
+      run: `run(rows, group_sizes)` computes rows sorted by expert, of which the first
+        `group_sizes[0]` belong to the first, and so on.
+      x: Tokens.
+      experts: The experts that each token chose.
+      weights: What each one's word weighs.
+      num_experts: Experts in all.
+
+    Returns:
+      The weighted sums, added in float32 and rounded once.
+    """
+    chosen = experts.shape[-1]
+    flat = experts.reshape(-1)
+    order = jnp.argsort(flat)  # stable: equal experts keep the tokens' order
+    group_sizes = jnp.bincount(flat, length=num_experts).astype(jnp.int32)
+    rows = run(jnp.take(x, order // chosen, axis=0), group_sizes)
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    back = jnp.take(rows, jnp.argsort(order), axis=0).reshape(*experts.shape, -1)
+    return jnp.einsum("tce,tc->te", back.astype(wide), weights.astype(wide)).astype(
+        x.dtype
+    )
+
+
+class Experts(nnx.Module):
+    """The weights of all experts of a layer, experts first.
+
+    Gate and up are one kernel, so that a token meets them in one product.
+
+    Args:
+      config: Sizes and traits; `config.moe` is set.
+      rngs: Source of keys.
+      param_dtype: Dtype of the parameters.
+    """
+
+    def __init__(
+        self, config: DecoderConfig, *, rngs: nnx.Rngs, param_dtype: DTypeLike
+    ):
+        """Makes normal kernels and, if asked for, zero biases."""
+        moe = config.moe
+        assert moe is not None
+        experts, embed, width = (
+            moe.num_experts,
+            config.hidden_size,
+            moe.intermediate_size,
+        )
+        init = nnx.initializers.normal(config.initializer_range, dtype=param_dtype)
+        zeros = partial(jnp.zeros, dtype=param_dtype)
+        self.gate_up_proj = nnx.Param(init(rngs.params(), (experts, embed, 2, width)))
+        self.down_proj = nnx.Param(init(rngs.params(), (experts, width, embed)))
+        biased = moe.expert_bias
+        self.gate_up_bias = nnx.Param(zeros((experts, 2, width))) if biased else None
+        self.down_bias = nnx.Param(zeros((experts, embed))) if biased else None
+        self.moe = moe
+        self.activation = config.hidden_act
+
+    def __call__(self, x: Rows, group_sizes: Int[Array, " experts"]) -> Rows:
+        """Runs rows that are sorted by expert."""
+        kernel = self.gate_up_proj[...]
+        experts, embed, _, width = kernel.shape
+        kernel = kernel.reshape(experts, embed, 2 * width)
+        gate_up = jax.lax.ragged_dot(x, kernel, group_sizes)
+        down, owner = self.down_proj[...], None
+        if self.gate_up_bias is not None:
+            owner = jnp.repeat(
+                jnp.arange(experts), group_sizes, total_repeat_length=x.shape[0]
+            )
+            bias = self.gate_up_bias[...].reshape(experts, 2 * width)
+            gate_up += jnp.take(bias, owner, axis=0)
+        gate, up = jnp.split(gate_up, 2, axis=-1)
+        y = jax.lax.ragged_dot(self._activate(gate, up), down, group_sizes)
+        if self.down_bias is not None and owner is not None:
+            y += jnp.take(self.down_bias[...], owner, axis=0)
+        return y
+
+    def _activate(self, gate: Array, up: Array) -> Array:
+        limit, alpha = self.moe.swiglu_limit, self.moe.swiglu_alpha
+        if limit is None or alpha is None:
+            return ACTIVATIONS[self.activation](gate) * up
+        gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+        return (up + 1) * gate * jax.nn.sigmoid(gate * alpha)
+
+
+class MoE(nnx.Module):
+    """Router, experts, and an MLP that all tokens share, if there is one.
+
+    Args:
+      config: Sizes and traits; `config.moe` is set.
+      rngs: Source of keys.
+      param_dtype: Dtype of the parameters.
+      dispatch: Brings tokens to their experts; the signature of `sorted_dispatch`.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        *,
+        rngs: nnx.Rngs,
+        param_dtype: DTypeLike,
+        dispatch: Dispatch = sorted_dispatch,
+    ):
+        """Makes the parts."""
+        moe = config.moe
+        assert moe is not None
+        std, embed = config.initializer_range, config.hidden_size
+        self.router = Router(moe, embed, std=std, rngs=rngs, param_dtype=param_dtype)
+        self.experts = Experts(config, rngs=rngs, param_dtype=param_dtype)
+        shared = partial(MLP, config, bias=False, rngs=rngs, param_dtype=param_dtype)
+        width = moe.shared_intermediate_size
+        self.shared_expert = None if width is None else shared(width)
+        gate = partial(Linear, std=std, rngs=rngs, param_dtype=param_dtype)
+        self.shared_gate = gate((embed,), (1,)) if moe.shared_gate else None
+        self.dispatch = dispatch
+        self.num_experts = moe.num_experts
+
+    def __call__(
+        self, x: Float[Array, "batch seq embed"]
+    ) -> Float[Array, "batch seq embed"]:
+        """Works on each token by itself."""
+        experts, weights = self.router(x)
+        tokens = x.reshape(-1, x.shape[-1])
+        y = self.dispatch(
+            self.experts,
+            tokens,
+            experts.reshape(len(tokens), -1),
+            weights.reshape(len(tokens), -1),
+            self.num_experts,
+        ).reshape(x.shape)
+        if self.shared_expert is None:
+            return y
+        shared = self.shared_expert(x)
+        if self.shared_gate is not None:
+            shared *= jax.nn.sigmoid(self.shared_gate(x))
+        return y + shared

@@ -1,0 +1,112 @@
+"""A mixture of experts, as data."""
+
+import dataclasses
+from typing import Literal
+
+from bridge.models._checks import raise_if, wrong_fields, wrong_sizes
+
+
+@dataclasses.dataclass(frozen=True)
+class MoEConfig:
+    """The experts of a layer, and how a token chooses among them.
+
+    Args:
+      num_experts: Experts that the router chooses from.
+      num_experts_per_tok: How many of them a token is given to.
+      intermediate_size: Width inside an expert.
+      scoring: What the router makes of its logits: `softmax` over all experts,
+        `sigmoid` of each, or `softmax_of_chosen`, over the chosen ones' logits alone.
+      norm_topk_prob: Whether the chosen experts' weights are divided by their sum.
+      routed_scaling_factor: Multiplies the weights at the end.
+      n_group: Groups that the experts form; a token first chooses groups. None means
+        it chooses among all experts.
+      topk_group: Groups that it chooses.
+      group_scoring: A group's score: that of its best expert, `max`, or the sum of
+        its best two, `top2_sum`.
+      correction_bias: Whether a bias that no gradient trains is added to the scores
+        for the choice, and not to the weights.
+      router_bias: Whether the router's projection has a bias.
+      float32_logits: Whether the router projects in float32 whatever the dtype of the
+        weights.
+      rounded_weights: Whether the weights are rounded to the dtype of the model.
+      expert_bias: Whether the experts' projections have biases.
+      swiglu_limit: Bound on what enters the gated activation, which then is
+        `(up + 1) * gate * sigmoid(swiglu_alpha * gate)`; None means plain.
+      swiglu_alpha: See `swiglu_limit`; both or none.
+      shared_intermediate_size: Width of an MLP that every token goes through besides;
+        None means there is none.
+      shared_gate: Whether a sigmoid of the token scales what the shared MLP makes.
+
+    Raises:
+      ValueError: If a field has a value it cannot have, or fields do not fit.
+
+    Source: transformers `modeling_mixtral.py`, `modeling_qwen2_moe.py`,
+      `modeling_gpt_oss.py`, `modeling_deepseek_v2.py`, `modeling_deepseek_v3.py`,
+      each `*TopKRouter` and `*Experts`.
+    """
+
+    num_experts: int
+    num_experts_per_tok: int
+    intermediate_size: int
+    scoring: Literal["softmax", "sigmoid", "softmax_of_chosen"] = "softmax"
+    norm_topk_prob: bool = False
+    routed_scaling_factor: float = 1.0
+    n_group: int | None = None
+    topk_group: int | None = None
+    group_scoring: Literal["max", "top2_sum"] = "max"
+    correction_bias: bool = False
+    router_bias: bool = False
+    float32_logits: bool = False
+    rounded_weights: bool = False
+    expert_bias: bool = False
+    swiglu_limit: float | None = None
+    swiglu_alpha: float | None = None
+    shared_intermediate_size: int | None = None
+    shared_gate: bool = False
+
+    def __post_init__(self):
+        """Checks values, then whether they fit each other."""
+        wrong = wrong_fields(self) or wrong_sizes(self, _SIZES) or self._misfits()
+        raise_if("MoEConfig", wrong)
+
+    def _misfits(self) -> list[str]:
+        chosen, experts = self.num_experts_per_tok, self.num_experts
+        wrong = []
+        if chosen > experts:
+            wrong.append(f"num_experts_per_tok {chosen} of num_experts {experts}")
+        if (self.n_group is None) != (self.topk_group is None):
+            wrong.append("n_group and topk_group are set together, or neither")
+        if self.n_group is not None and self.topk_group is not None:
+            wrong += self._group_misfits(self.n_group, self.topk_group)
+        if (self.swiglu_limit is None) != (self.swiglu_alpha is None):
+            wrong.append("swiglu_limit and swiglu_alpha are set together, or neither")
+        if self.shared_gate and self.shared_intermediate_size is None:
+            wrong.append("shared_gate without shared_intermediate_size gates nothing")
+        return wrong
+
+    def _group_misfits(self, groups: int, chosen: int) -> list[str]:
+        if self.num_experts % groups or chosen > groups:
+            return [
+                f"topk_group {chosen} of n_group {groups} of {self.num_experts} "
+                "experts: groups must be equal, and no more chosen than there are"
+            ]
+        size = self.num_experts // groups
+        wrong = []
+        if self.num_experts_per_tok > chosen * size:
+            wrong.append(
+                f"num_experts_per_tok {self.num_experts_per_tok}: {chosen} groups "
+                f"have only {chosen * size} experts"
+            )
+        if self.group_scoring == "top2_sum" and size < 2:
+            wrong.append(f"group_scoring 'top2_sum' of groups of {size}")
+        return wrong
+
+
+_SIZES = (
+    "num_experts",
+    "num_experts_per_tok",
+    "intermediate_size",
+    "n_group",
+    "topk_group",
+    "shared_intermediate_size",
+)

@@ -1,0 +1,61 @@
+"""Norms: what differs between families is where the rounding falls."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, DTypeLike, Float
+
+from bridge.models._config import Norm as NormKind
+
+
+class Norm(nnx.Module):
+    """Scales each vector to a root mean square, or variance, of its scale squared.
+
+    Statistics are float32 for every kind. In float32 the kinds `rms` and `rms_wide`
+    are one; in bfloat16 their last bits differ, as they do between the families.
+
+    Args:
+      shape: Of the scale, e.g. `(embed,)` or `(heads, head_dim)`.
+      kind: See `DecoderConfig.norm`.
+      epsilon: Added to the mean square, or variance, under the root.
+      bias: Whether a bias is added.
+      dims: Trailing dims over which the mean is taken.
+      param_dtype: Dtype of the parameters.
+
+    Source: transformers `LlamaRMSNorm`, `Olmo2RMSNorm`, `Gemma2RMSNorm`,
+      `CohereLayerNorm`; torch `nn.LayerNorm`.
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        kind: NormKind,
+        epsilon: float,
+        *,
+        bias: bool = False,
+        dims: int = 1,
+        param_dtype: DTypeLike,
+    ):
+        """Makes a scale that changes nothing."""
+        ones = kind != "rms_zero_centered"
+        self.scale = nnx.Param(jnp.full(shape, float(ones), param_dtype))
+        self.bias = nnx.Param(jnp.zeros(shape, param_dtype)) if bias else None
+        self.kind = kind
+        self.epsilon = epsilon
+        self.axes = tuple(range(-dims, 0))
+
+    def __call__(self, x: Float[Array, "batch seq *dims"]) -> Float[Array, "..."]:
+        """Norms the last dim, or dims."""
+        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        if self.kind == "layer":
+            wide -= jnp.mean(wide, axis=self.axes, keepdims=True)
+        variance = jnp.mean(jnp.square(wide), axis=self.axes, keepdims=True)
+        wide *= jax.lax.rsqrt(variance + self.epsilon)
+        scale = jnp.expand_dims(self.scale[...], tuple(range(x.ndim - self.scale.ndim)))
+        if self.kind == "rms":
+            return wide.astype(x.dtype) * scale
+        scale = scale.astype(wide.dtype)
+        wide *= scale + 1 if self.kind == "rms_zero_centered" else scale
+        if self.bias is not None:
+            wide += self.bias[...].astype(wide.dtype).reshape(scale.shape)
+        return wide.astype(x.dtype)

@@ -1,0 +1,103 @@
+"""Routers: which experts a token is given to, and how much each one's word weighs."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, DTypeLike, Float, Int
+
+from bridge.models._linear import Linear
+from bridge.models._moe_config import MoEConfig
+
+
+class Router(nnx.Module):
+    """Chooses experts for each token, as transformers does, dtype by dtype.
+
+    No gradient reaches the correction bias. Freeze it (`frozen=("*correction_bias",)`),
+    for an optimizer's weight decay would shrink it all the same.
+
+    Args:
+      config: How.
+      hidden_size: Width of a token.
+      std: Standard deviation of the initial kernel.
+      rngs: Source of keys.
+      param_dtype: Dtype of the parameters.
+
+    Source: transformers, the `*TopKRouter` of each family; see `MoEConfig`.
+    """
+
+    def __init__(
+        self,
+        config: MoEConfig,
+        hidden_size: int,
+        *,
+        std: float,
+        rngs: nnx.Rngs,
+        param_dtype: DTypeLike,
+    ):
+        """Makes the projection, and a correction bias of zeros if there is one."""
+        self.gate = Linear(
+            (hidden_size,),
+            (config.num_experts,),
+            bias=config.router_bias,
+            std=std,
+            rngs=rngs,
+            param_dtype=param_dtype,
+        )
+        # Float32 whatever the weights are, as transformers keeps it: it is moved by
+        # steps of 1e-3, which bfloat16 would lose.
+        bias = jnp.zeros(config.num_experts, jnp.float32)
+        self.correction_bias = nnx.Param(bias) if config.correction_bias else None
+        self.config = config
+
+    def __call__(
+        self, x: Float[Array, "batch seq embed"]
+    ) -> tuple[
+        Int[Array, "batch seq chosen"],
+        Float[Array, "batch seq chosen"],
+    ]:
+        """Chooses.
+
+        Returns:
+          The chosen experts of each token, best first, and their weights.
+        """
+        config = self.config
+        logits = self.gate(_widen(x) if config.float32_logits else x)
+        if config.scoring == "softmax_of_chosen":
+            best, experts = jax.lax.top_k(logits, config.num_experts_per_tok)
+            return experts, jax.nn.softmax(best, axis=-1)
+        function = {"softmax": jax.nn.softmax, "sigmoid": jax.nn.sigmoid}
+        scores = function[config.scoring](_widen(logits))
+        for_choice = scores
+        if self.correction_bias is not None:
+            # No gradient trains it: it only breaks ties between experts.
+            bias = jax.lax.stop_gradient(self.correction_bias[...])
+            for_choice = scores + jnp.expand_dims(bias.astype(scores.dtype), (0, 1))
+        for_choice = _mask_groups(for_choice, config)
+        _, experts = jax.lax.top_k(for_choice, config.num_experts_per_tok)
+        weights = jnp.take_along_axis(scores, experts, axis=-1)
+        if config.norm_topk_prob:
+            total = weights.sum(axis=-1, keepdims=True)
+            # A sum of sigmoids can be nothing at all, one of softmaxes cannot.
+            weights /= total + 1e-20 if config.scoring == "sigmoid" else total
+        weights *= config.routed_scaling_factor
+        return experts, weights.astype(x.dtype) if config.rounded_weights else weights
+
+
+def _widen(x: Array) -> Array:
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def _mask_groups(scores: Array, config: MoEConfig) -> Array:
+    """Leaves only the experts of the best groups in the running."""
+    if config.n_group is None or config.topk_group is None:
+        return scores
+    groups = scores.reshape(*scores.shape[:-1], config.n_group, -1)
+    if config.group_scoring == "max":
+        group_scores, lost = groups.max(axis=-1), 0.0
+    else:
+        group_scores = jax.lax.top_k(groups, 2)[0].sum(axis=-1)
+        lost = -jnp.inf
+    _, chosen = jax.lax.top_k(group_scores, config.topk_group)
+    open_groups = jax.nn.one_hot(chosen, config.n_group, dtype=jnp.bool_).any(axis=-2)
+    kept = jnp.broadcast_to(open_groups[..., None], groups.shape)
+    return jnp.where(kept, groups, lost).reshape(scores.shape)

@@ -1,0 +1,211 @@
+"""Self-attention: grouped queries, or latent keys and values."""
+
+from collections.abc import Callable
+from functools import partial
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, DTypeLike, Float, Int
+
+from bridge.models._attention import Attention, Window
+from bridge.models._config import DecoderConfig
+from bridge.models._linear import Linear
+from bridge.models._norm import Norm
+from bridge.models._rope import Table, apply_rope, yarn_mscale
+
+Heads = Float[Array, "batch seq heads head_dim"]
+MakeLinear = Callable[..., Linear]
+
+# transformers norms the latent vectors with this, whatever the config says.
+_LATENT_NORM_EPS = 1e-6
+
+
+class SelfAttention(nnx.Module):
+    """Grouped-query attention: mixes each token with those before it.
+
+    Args:
+      config: Sizes and traits.
+      window: Tokens that a query sees, if it is so in all layers.
+      rngs: Source of keys.
+      param_dtype: Dtype of the parameters.
+      attention: Does the mixing; kept as it is.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        *,
+        window: int | None,
+        rngs: nnx.Rngs,
+        param_dtype: DTypeLike,
+        attention: Attention,
+    ):
+        """Makes the projections, norms and sinks that the config asks for."""
+        heads = config.num_attention_heads
+        linear = partial(
+            Linear, std=config.initializer_range, rngs=rngs, param_dtype=param_dtype
+        )
+        self._make_projections(config, linear, param_dtype)
+        self.o_proj = linear(
+            (heads, config.v_head_dim),
+            (config.hidden_size,),
+            bias=config.attention_out_bias,
+        )
+        sinks = jnp.zeros(heads, param_dtype)
+        self.sinks = nnx.Param(sinks) if config.attention_sinks else None
+        self.attention = attention
+        self.scale = attention_scale(config)
+        self.softcap = config.attn_logit_softcapping
+        self.window = window
+        self.interleaved = config.rope is not None and config.rope.interleaved
+
+    def __call__(
+        self,
+        x: Float[Array, "batch seq embed"],
+        cos: Table | None,
+        sin: Table | None,
+        segment_ids: Int[Array, "batch seq"] | None,
+        window: Window = None,
+    ) -> Float[Array, "batch seq embed"]:
+        """Projects, turns by position, mixes, and projects back.
+
+        Args:
+          x: The normed hidden states.
+          cos: Cosines of the positions; None if positions are learned.
+          sin: Sines.
+          segment_ids: Which of several texts packed in a row a token belongs to.
+          window: In place of the one that all layers share.
+        """
+        query, key, value = self._project(x, cos, sin)
+        mixed = self.attention(
+            query,
+            key,
+            value,
+            scale=self.scale,
+            segment_ids=segment_ids,
+            window=self.window if window is None else window,
+            softcap=self.softcap,
+            sinks=None if self.sinks is None else self.sinks[...],
+        )
+        return self.o_proj(mixed)
+
+    def _make_projections(
+        self, config: DecoderConfig, linear: MakeLinear, param_dtype: DTypeLike
+    ) -> None:
+        embed, head_dim = (config.hidden_size,), config.head_dim
+        heads = (config.num_attention_heads, head_dim)
+        kv_heads = (config.num_key_value_heads, head_dim)
+        self.q_proj = linear(embed, heads, bias=config.attention_bias)
+        self.k_proj = linear(embed, kv_heads, bias=config.attention_bias)
+        self.v_proj = linear(embed, kv_heads, bias=config.attention_bias)
+        self.q_norm = _head_norm(config, heads, param_dtype)
+        self.k_norm = _head_norm(config, kv_heads, param_dtype)
+        self.clip = config.clip_qkv
+
+    def _project(
+        self,
+        x: Float[Array, "batch seq embed"],
+        cos: Table | None,
+        sin: Table | None,
+    ) -> tuple[Heads, Heads, Heads]:
+        query, key, value = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        if self.q_norm is not None and self.k_norm is not None:
+            query, key = self.q_norm(query), self.k_norm(key)
+        if self.clip is not None:
+            query, key, value = (
+                jnp.clip(heads, -self.clip, self.clip) for heads in (query, key, value)
+            )
+        return self._turn(query, cos, sin), self._turn(key, cos, sin), value
+
+    def _turn(self, heads: Heads, cos: Table | None, sin: Table | None) -> Heads:
+        if cos is None or sin is None:
+            return heads
+        return apply_rope(heads, cos, sin, interleaved=self.interleaved)
+
+
+class LatentAttention(SelfAttention):
+    """Multi-head latent attention: keys and values unfold from a narrow vector.
+
+    The unfolded heads are mixed as any others; the narrow form that saves memory in
+    generation is the same numbers, and no matter for training.
+
+    Source: transformers `modeling_deepseek_v3.py::DeepseekV3Attention`.
+    """
+
+    def _make_projections(
+        self, config: DecoderConfig, linear: MakeLinear, param_dtype: DTypeLike
+    ) -> None:
+        mla, embed = config.mla, (config.hidden_size,)
+        assert mla is not None
+        heads, bias = config.num_attention_heads, config.attention_bias
+        norm = partial(
+            Norm, kind=config.norm, epsilon=_LATENT_NORM_EPS, param_dtype=param_dtype
+        )
+        if mla.q_lora_rank is None:
+            self.q_proj = linear(embed, (heads, mla.qk_head_dim))
+        else:
+            rank = (mla.q_lora_rank,)
+            self.q_a_proj = linear(embed, rank, bias=bias)
+            self.q_a_layernorm = norm(rank)
+            self.q_b_proj = linear(rank, (heads, mla.qk_head_dim))
+        rank = (mla.kv_lora_rank,)
+        width = mla.kv_lora_rank + mla.qk_rope_head_dim
+        self.kv_a_proj_with_mqa = linear(embed, (width,), bias=bias)
+        self.kv_a_layernorm = norm(rank)
+        self.kv_b_proj = linear(rank, (heads, mla.qk_nope_head_dim + mla.v_head_dim))
+        self.kv_rank, self.unturned = mla.kv_lora_rank, mla.qk_nope_head_dim
+        self.narrow_query = mla.q_lora_rank is not None
+
+    def _project(
+        self,
+        x: Float[Array, "batch seq embed"],
+        cos: Table | None,
+        sin: Table | None,
+    ) -> tuple[Heads, Heads, Heads]:
+        if self.narrow_query:
+            query = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
+        else:
+            query = self.q_proj(x)
+        query, turned_query = jnp.split(query, [self.unturned], axis=-1)
+        latent, turned_key = jnp.split(
+            self.kv_a_proj_with_mqa(x), [self.kv_rank], axis=-1
+        )
+        key_value = self.kv_b_proj(self.kv_a_layernorm(latent))
+        key, value = jnp.split(key_value, [self.unturned], axis=-1)
+        turned_query = self._turn(turned_query, cos, sin)
+        turned_key = self._turn(turned_key[:, :, None, :], cos, sin)
+        turned_key = jnp.broadcast_to(turned_key, turned_query.shape)
+        return (
+            jnp.concatenate([query, turned_query], axis=-1),
+            jnp.concatenate([key, turned_key], axis=-1),
+            value,
+        )
+
+
+def attention_scale(config: DecoderConfig) -> float:
+    """Returns what scores are multiplied by.
+
+    Source: transformers `modeling_gemma2.py::Gemma2Attention`,
+      `modeling_granite.py::GraniteAttention`,
+      `modeling_deepseek_v3.py::yarn_apply_mscale`.
+    """
+    if config.attention_multiplier is not None:
+        return config.attention_multiplier
+    scale = (config.query_pre_attn_scalar or config.head_dim) ** -0.5
+    if config.mla and config.rope and config.rope.mscale_all_dim and config.rope.factor:
+        scale *= yarn_mscale(config.rope.factor, config.rope.mscale_all_dim) ** 2
+    return scale
+
+
+def _head_norm(
+    config: DecoderConfig, heads: tuple[int, int], param_dtype: DTypeLike
+) -> Norm | None:
+    if config.qk_norm is None:
+        return None
+    return Norm(
+        heads[1:] if config.qk_norm == "head" else heads,
+        config.norm,
+        config.norm_eps,
+        dims=2 if config.qk_norm == "full" else 1,
+        param_dtype=param_dtype,
+    )

@@ -1,0 +1,230 @@
+"""Config files of tiny models, of every family, as plain data without torch."""
+
+from typing import Any
+
+SIZES = {
+    "vocab_size": 131,  # odd, so that nothing divides it
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    # Short, so that a 40-token text meets all three bands of wavelengths.
+    "original_max_position_embeddings": 32,
+}
+LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "original_max_position_embeddings": 32,
+}
+DEEPSEEK_ROPE = YARN_ROPE | {"mscale": 0.707, "mscale_all_dim": 0.9}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0, 1.1, 1.2],
+    "long_factor": [1.5, 3.0, 9.0],
+}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 20,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 14,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+    "rope_parameters": DEEPSEEK_ROPE,
+    # Not what the latent vectors are normed with.
+    "rms_norm_eps": 1e-3,
+}
+WINDOW = {"sliding_window": 9}
+GPT2_NAMES = {
+    "hidden_size": "n_embd",
+    "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head",
+    "max_position_embeddings": "n_positions",
+    "intermediate_size": None,
+    "num_key_value_heads": None,
+}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama"},
+    "llama-tied": {"model_type": "llama", "tie_word_embeddings": True},
+    # 6 * 32 is not the hidden size
+    "llama-wide-heads": {
+        "model_type": "llama",
+        "head_dim": 32,
+        "num_attention_heads": 6,
+    },
+    "llama-llama3-rope": {"model_type": "llama", "rope_parameters": LLAMA3_ROPE},
+    "llama-linear-rope": {"model_type": "llama", "rope_parameters": LINEAR_ROPE},
+    "llama-biased": {
+        "model_type": "llama",
+        "attention_bias": True,
+        "mlp_bias": True,
+        "eos_token_id": [2, 7],
+    },
+    "mistral": {"model_type": "mistral", **WINDOW, "head_dim": 16},
+    "mistral-full": {"model_type": "mistral", "sliding_window": None},
+    "qwen2": {"model_type": "qwen2"},
+    "qwen2-yarn": {"model_type": "qwen2", "rope_parameters": YARN_ROPE},
+    "qwen2-sliding": {
+        "model_type": "qwen2",
+        "use_sliding_window": True,
+        "max_window_layers": 1,
+        "tie_word_embeddings": True,
+        **WINDOW,
+    },
+    "qwen3": {"model_type": "qwen3", "head_dim": 16},
+    "gemma2": {
+        "model_type": "gemma2",
+        "head_dim": 16,
+        "query_pre_attn_scalar": 16,
+        "attn_logit_softcapping": 2.0,  # within what the scores reach
+        **WINDOW,
+    },
+    "gemma3": {
+        "model_type": "gemma3_text",
+        "head_dim": 16,
+        "query_pre_attn_scalar": 20,
+        "layer_types": [
+            "sliding_attention",
+            "full_attention",
+            "sliding_attention",
+        ],
+        "rope_parameters": {
+            "full_attention": {**LINEAR_ROPE, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+        **WINDOW,
+    },
+    "phi3": {"model_type": "phi3"},
+    "phi3-longrope-short": {
+        "model_type": "phi3",
+        "rope_parameters": {**LONGROPE, "partial_rotary_factor": 0.5},
+        "original_max_position_embeddings": 64,
+    },
+    "phi3-longrope-long": {
+        "model_type": "phi3",
+        "rope_parameters": {**LONGROPE, "partial_rotary_factor": 0.5},
+        "original_max_position_embeddings": 32,
+        **WINDOW,
+    },
+    "gpt2": {"model_type": "gpt2"},
+    "gpt2-untied": {
+        "model_type": "gpt2",
+        "tie_word_embeddings": False,
+        "n_inner": 80,
+        "activation_function": "gelu",
+    },
+    "olmo2": {"model_type": "olmo2"},
+    "olmo3": {"model_type": "olmo3", "num_hidden_layers": 4, **WINDOW},
+    "smollm3": {"model_type": "smollm3", "num_hidden_layers": 4},
+    "granite": {
+        "model_type": "granite",
+        "embedding_multiplier": 6.0,
+        "residual_multiplier": 0.22,
+        "attention_multiplier": 0.3,
+        "logits_scaling": 0.7,
+    },
+    "cohere": {"model_type": "cohere", "logit_scale": 0.3},
+    "cohere-qk-norm": {
+        "model_type": "cohere",
+        "use_qk_norm": True,
+        "logit_scale": 0.83,
+    },
+    "glm4": {"model_type": "glm4", "head_dim": 16},
+    "qwen2_moe": {
+        "model_type": "qwen2_moe",
+        **EXPERTS,
+        "shared_expert_intermediate_size": 40,
+    },
+    "qwen2_moe-mixed": {
+        "model_type": "qwen2_moe",
+        **EXPERTS,
+        "shared_expert_intermediate_size": 40,
+        "num_hidden_layers": 4,
+        "decoder_sparse_step": 2,
+        "norm_topk_prob": True,
+    },
+    "olmoe": {
+        "model_type": "olmoe",
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "clip_qkv": 1.5,
+    },
+    "qwen3_moe": {
+        "model_type": "qwen3_moe",
+        **EXPERTS,
+        "head_dim": 16,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [1],
+    },
+    "mixtral": {
+        "model_type": "mixtral",
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+    },
+    "gpt_oss": {
+        "model_type": "gpt_oss",
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "head_dim": 16,
+        "rope_parameters": {**YARN_ROPE, "truncate": False},
+        **WINDOW,
+    },
+    "deepseek_v2": {"model_type": "deepseek_v2", **LATENT},
+    "deepseek_v2-lite": {
+        "model_type": "deepseek_v2",
+        **LATENT,
+        "q_lora_rank": None,
+        "n_shared_experts": 1,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+    "deepseek_v2-groups": {
+        "model_type": "deepseek_v2",
+        **LATENT,
+        "topk_method": "group_limited_greedy",
+        "n_group": 4,
+        "topk_group": 2,
+    },
+    "deepseek_v3": {
+        "model_type": "deepseek_v3",
+        **LATENT,
+        "n_group": 4,
+        "topk_group": 2,
+        "first_k_dense_replace": 2,
+    },
+}
+
+# One of each family, for what is slow.
+FAMILIES = tuple(
+    {fields["model_type"]: name for name, fields in reversed(VARIANTS.items())}.values()
+)
+
+
+def hf_fields(variant: str, **changes: Any) -> dict[str, Any]:
+    """The fields of a variant's config file."""
+    fields = {**SIZES, **VARIANTS[variant], **changes}
+    if fields["model_type"] == "gpt2":  # which has names of its own
+        renamed = {GPT2_NAMES.get(name, name): v for name, v in fields.items()}
+        return {name: v for name, v in renamed.items() if name is not None}
+    return fields

@@ -1,0 +1,60 @@
+"""Tiny random models of every family, written by transformers itself."""
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import torch
+from tiny_configs import SIZES, hf_fields
+from transformers import AutoConfig, AutoModelForCausalLM
+
+
+@dataclasses.dataclass(frozen=True)
+class HFModel:
+    """A checkpoint, and what transformers makes of it."""
+
+    path: Path
+    tokens: np.ndarray
+    logits: np.ndarray
+
+
+def make_model(path: Path, variant: str, *, dtype=torch.float32, **traits) -> HFModel:
+    """Writes a model whose logits have a standard deviation of about 1 or more."""
+    torch.manual_seed(0)
+    fields = hf_fields(variant, **traits)
+    config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            weight.copy_(torch.randn(weight.shape) * _std(name, weight))
+            if _is_norm_scale(name) and "gemma" not in variant:
+                weight.add_(1.0)
+        for name, buffer in model.named_buffers():
+            if "correction_bias" in name:
+                buffer.copy_(torch.randn(buffer.shape) * 0.3)
+    model.to(dtype).save_pretrained(path)
+    # Read back: `.to(bfloat16)` has also rounded the rotary frequencies.
+    model = AutoModelForCausalLM.from_pretrained(path).eval()
+    tokens = np.random.default_rng(0).integers(0, SIZES["vocab_size"], (2, 40))
+    return HFModel(path, tokens, hf_logits(model, tokens))
+
+
+def hf_logits(model: torch.nn.Module, tokens: np.ndarray) -> np.ndarray:
+    with torch.no_grad():
+        return model(torch.from_numpy(tokens)).logits.float().numpy()
+
+
+def _std(name: str, weight: torch.Tensor) -> float:
+    # Norms around 1, biases and embeddings not zero, kernels that keep the variance:
+    # every weight matters to the logits.
+    if weight.ndim == 1:
+        return 0.5
+    if any(table in name for table in ("embed_tokens", "wte", "wpe", "lm_head")):
+        return 0.5
+    transposed = any(part in name for part in (".c_", "experts.down_proj"))
+    fan_in = weight.shape[-2] if transposed else weight.shape[-1]
+    return fan_in**-0.5
+
+
+def _is_norm_scale(name: str) -> bool:
+    return name.endswith("weight") and ("norm" in name or ".ln_" in name)

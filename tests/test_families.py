@@ -1,0 +1,87 @@
+"""Every family of bridge trains under a plan of fsdp_jax as it does on one device."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from helpers.compare import host, worst
+from tiny_configs import FAMILIES, hf_fields
+
+import bridge
+import fsdp_jax as fsdp
+from bridge.models import Decoder, DecoderConfig, DecoderLayer, plain_scan
+
+# ||a - b|| / ||b|| of each gradient. In float64, so that no rounding gives a
+# token to other experts; but for the softmax of jax's attention, which is float32, and
+# leaves 3e-7.
+GRADIENTS = 1e-5
+# No gradient reaches the first; that of the second is rounding where nothing is turned.
+UNTRAINED = ("correction_bias", "k_proj.bias")
+ROWS, SEQ = 8, 12
+
+
+def make(config: DecoderConfig, scan, key) -> Decoder:
+    return Decoder(config, rngs=nnx.Rngs(key), param_dtype=jnp.float64, scan=scan)
+
+
+def loss(model: Decoder, tokens):
+    logits = model(tokens[:, :-1])
+    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+
+def last_gradients() -> optax.GradientTransformation:
+    """An optimizer whose state is the last gradient, and that takes a step by it."""
+    return optax.GradientTransformation(
+        lambda params: jax.tree.map(jnp.zeros_like, params),
+        lambda grads, state, params=None: (grads, grads),
+    )
+
+
+def weights(config: DecoderConfig) -> tuple[Any, Any]:
+    """Random weights, none of them zero."""
+    model = nnx.eval_shape(lambda: make(config, plain_scan, jax.random.key(0)))
+    graph, mould = nnx.split(model)
+    leaves, structure = jax.tree.flatten(mould)
+    keys = jax.random.split(jax.random.key(1), len(leaves))
+    values = [
+        jax.random.normal(key, leaf.shape, leaf.dtype) * 0.3 + 0.1
+        for key, leaf in zip(keys, leaves, strict=True)
+    ]
+    return graph, jax.tree.unflatten(structure, values)
+
+
+def gradients_of_eight(config: DecoderConfig, params, tokens):
+    plan = fsdp.fully_shard(
+        functools.partial(make, config, fsdp.scan),
+        fsdp.make_mesh(),
+        units=[DecoderLayer],
+    )
+    params = jax.tree.map(
+        lambda leaf, mould: jax.device_put(leaf, mould.sharding), params, plan.params
+    )
+    tx = last_gradients()
+    step = fsdp.make_train_step(plan, loss, tx)
+    state, _ = step(fsdp.init(plan, tx, params), jnp.asarray(tokens))
+    return host(fsdp.unpack(state.opt_state))
+
+
+@pytest.mark.parametrize("variant", FAMILIES)
+def test_a_step_on_eight_devices_is_that_of_one(variant):
+    with jax.enable_x64(True):
+        config = bridge.from_hf_config(hf_fields(variant))
+        tokens = np.random.default_rng(0).integers(0, 131, (ROWS, SEQ + 1))
+        graph, params = weights(config)
+        gradients = jax.jit(
+            jax.grad(lambda p, tokens: loss(nnx.merge(graph, p), tokens))
+        )
+        want, other = host(gradients(params, tokens)), tokens[::-1].copy()
+        other[0] = 0  # another text in one row of eight
+        wrong = host(gradients(params, other))
+        got = gradients_of_eight(config, params, tokens)
+    assert worst(got, want, without=UNTRAINED) < GRADIENTS
+    assert worst(wrong, want, without=UNTRAINED) > 100 * GRADIENTS
