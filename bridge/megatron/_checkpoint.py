@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from bridge._source import Source
+from bridge._torch_tensors import LazyTensor
 from bridge._torch_zip import TensorSource, read_torch_file
 from bridge.megatron._dcp import DcpDirectory, open_dcp
 from bridge.megatron._find import find_format, find_iteration
@@ -23,6 +24,7 @@ from bridge.megatron._optimizer import (
 )
 
 COMMON_NAME = "common.pt"
+TRAIN_STATE_NAME = "train_state.pt"
 COMMON_ITEM = "common_state/shard_0_1"
 
 # In dp_reshardable every rank's optimizer has settings of its own, all alike.
@@ -158,14 +160,17 @@ def _checkpoint(
         raise ValueError(f"'{directory}' holds no weights of a model.")
     args = _dict(directory, common, "args")
     scheduler = _dict(directory, common, "opt_param_scheduler")
+    progress = _train_state(directory)
+    iteration = progress.get("step", common.get("iteration"))
+    samples = progress.get("consumed_train_samples", args.get("consumed_train_samples"))
     return MegatronCheckpoint(
         path=directory,
         format=format_,
         source=source,
         optimizer=optimizer,
         args=MappingProxyType(args),
-        iteration=common.get("iteration"),
-        consumed_samples=args.get("consumed_train_samples"),
+        iteration=_number(directory, "iteration", iteration),
+        consumed_samples=_number(directory, "consumed samples", samples),
         scheduler=MappingProxyType(scheduler),
         left_out=left_out,
     )
@@ -175,4 +180,21 @@ def _dict(directory: Path, common: Mapping[str, Any], key: str) -> dict[str, Any
     value = common.get(key) or {}
     if not isinstance(value, dict):
         raise ValueError(f"'{key}' of '{directory}' is no dict, but {value!r}.")
+    return value
+
+
+def _train_state(directory: Path) -> dict[str, Any]:
+    """Returns the progress that Megatron-Bridge keeps in a file of its own."""
+    file = directory / TRAIN_STATE_NAME
+    state = read_torch_file(file) if file.is_file() else {}
+    if not isinstance(state, dict):
+        raise ValueError(f"'{file}' is no dict, but {state!r}.")
+    return state
+
+
+def _number(directory: Path, what: str, value: Any) -> int | None:
+    if isinstance(value, LazyTensor) and value.shape == ():
+        value = value.read().item()
+    if value is not None and not isinstance(value, int):
+        raise ValueError(f"The {what} of '{directory}' are no number, but {value!r}.")
     return value

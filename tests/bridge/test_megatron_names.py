@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from held import assert_equal
 
+from bridge._torch_writer import TorchWriter
 from bridge.megatron import open_megatron
 from bridge.megatron._dcp_writer import DcpWriter
 
@@ -109,3 +110,27 @@ def test_moments_of_another_shape_than_the_weight_are_left_out(tmp_path):
     found = open_megatron(tmp_path)
     assert found.optimizer is None
     assert "it has the shape (6,), not (2, 3)" in found.left_out[0]
+
+
+def test_progress_that_megatron_bridge_keeps_apart_is_found(tmp_path):
+    with DcpWriter(tmp_path) as writer:
+        writer.add("output_layer.weight", (0, 0), np.ones((2, 3), np.float32))
+        writer.finish()
+    file = tmp_path / "train_state.pt"
+    with file.open("wb") as stream, TorchWriter(stream) as out:
+        numbers = {"step": 500, "consumed_train_samples": 120_000}
+        out.finish({key: out.add(np.asarray(n)) for key, n in numbers.items()})
+    found = open_megatron(tmp_path)
+    assert (found.iteration, found.consumed_samples) == (500, 120_000)
+
+
+@pytest.mark.parametrize("value", ["7", 7.5, [7]])
+def test_progress_that_is_no_number_is_refused(tmp_path, value):
+    with DcpWriter(tmp_path) as writer:
+        writer.add("output_layer.weight", (0, 0), np.ones((2, 3), np.float32))
+        writer.finish()
+    file = tmp_path / "train_state.pt"
+    with file.open("wb") as stream, TorchWriter(stream) as out:
+        out.finish({"step": value})
+    with pytest.raises(ValueError, match="are no number, but"):
+        open_megatron(tmp_path)
