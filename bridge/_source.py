@@ -16,6 +16,7 @@ import numpy as np
 
 from bridge._box import complete, shape_of
 from bridge._json import parse_json
+from bridge._pread import pread
 from bridge._safetensors import TensorInfo, read_header
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -96,7 +97,7 @@ class SafetensorsSource:
         first = sum(r.start * n for r, n in zip(box, strides, strict=True))
         last = sum((r.stop - 1) * n for r, n in zip(box, strides, strict=True))
         nbytes = last - first + info.dtype.itemsize
-        data = _pread(info.file, info.offset + first, nbytes)
+        data = pread(info.file, info.offset + first, nbytes)
         # From the first element of the box to its last, the tensor's own strides
         # pick the box out of the covering range.
         return np.ndarray(shape, info.dtype, data, strides=strides)
@@ -138,24 +139,6 @@ def _byte_strides(info: TensorInfo) -> tuple[int, ...]:
         math.prod(info.shape[dim + 1 :]) * info.dtype.itemsize
         for dim in range(len(info.shape))
     )
-
-
-def _pread(file: Path, offset: int, nbytes: int) -> np.ndarray:
-    data = np.empty(nbytes, np.uint8)
-    done = 0
-    descriptor = os.open(file, os.O_RDONLY)
-    try:
-        while done < nbytes:  # Linux hands out at most 2 GiB a call
-            count = os.preadv(descriptor, [data.data[done:]], offset + done)
-            if count == 0:
-                raise ValueError(
-                    f"'{file}' ended {nbytes - done:,} bytes early: it was cut short "
-                    "after it was opened."
-                )
-            done += count
-    finally:
-        os.close(descriptor)
-    return data
 
 
 def _read_sharded(directory: Path) -> dict[str, TensorInfo]:

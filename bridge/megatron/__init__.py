@@ -1,3 +1,7 @@
 """Megatron-Core's files and buffers, read without Megatron and without torch."""
 
 from bridge.megatron import buckets as buckets
+from bridge.megatron._checkpoint import MegatronCheckpoint as MegatronCheckpoint
+from bridge.megatron._checkpoint import open_megatron as open_megatron
+from bridge.megatron._optimizer import MegatronOptimizer as MegatronOptimizer
+from bridge.megatron._vocab import trim_vocab as trim_vocab

@@ -1,12 +1,17 @@
-"""Tiny random Llamas without torch, each written once a session."""
+"""Tiny random Llamas without torch, and goldens, each made once a session."""
 
+import functools
 import os
+import tarfile
+from collections.abc import Callable
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 import pytest
 from bridge_helpers import write_llama
+
+GOLDEN = Path(__file__).parents[1] / "golden"
 
 
 @pytest.fixture(scope="session")
@@ -30,3 +35,17 @@ def bytes_read(monkeypatch) -> list[int]:
 
     monkeypatch.setattr(os, "preadv", counting)
     return counts
+
+
+@pytest.fixture(scope="session")
+def golden(tmp_path_factory) -> Callable[[str], Path]:
+    """Checkpoints that Megatron wrote, unpacked when they are first asked for."""
+
+    @functools.cache
+    def unpack(name: str) -> Path:
+        directory = tmp_path_factory.mktemp(name)
+        with tarfile.open(GOLDEN / f"{name}.tar.xz") as archive:
+            archive.extractall(directory, filter="data")
+        return directory / name
+
+    return unpack
