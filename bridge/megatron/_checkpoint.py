@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -23,6 +24,10 @@ from bridge.megatron._optimizer import (
 COMMON_NAME = "common.pt"
 COMMON_ITEM = "common_state/shard_0_1"
 
+# In dp_reshardable every rank's optimizer has settings of its own, all alike.
+_SETTINGS = re.compile(
+    r"^(chained_\d+\.)?optimizer\.distributed\.dp_group_idx_0\.optimizer/"
+)
 _COMMON_KEYS = ("args", "iteration", "checkpoint_version", "opt_param_scheduler")
 
 
@@ -91,26 +96,30 @@ def _from_legacy(directory: Path) -> MegatronCheckpoint:
         if file.name != FILE_NAME
     )
     source = TensorSource(str(directory), MappingProxyType(dict(legacy.tensors)))
-    return _checkpoint(directory, "legacy", source, None, legacy.common, left_out)
+    return _checkpoint(
+        directory, "legacy", source, None, legacy.common, describe_left_out(left_out)
+    )
 
 
 def _from_dcp(directory: Path, format_: str) -> MegatronCheckpoint:
     dcp = open_dcp(directory)
     common = _common(dcp)
-    optimizer_keys = [key for key in dcp.tensors if is_optimizer_key(key)]
     model_keys = _model_keys(dcp)
-    tensors = canonical_tensors({key: dcp.tensors[key] for key in model_keys})
-    source = TensorSource(str(directory), MappingProxyType(tensors))
-    optimizer, left_out = read_optimizer(
+    model = canonical_tensors({key: dcp.tensors[key] for key in model_keys})
+    states = {key: dcp.tensors[key] for key in dcp.tensors if is_optimizer_key(key)}
+    settings = [key for key in dcp.items if _SETTINGS.match(key)]
+    optimizer, notes = read_optimizer(
         str(directory),
-        {key: dcp.tensors[key] for key in optimizer_keys},
-        common.get("optimizer"),
+        states,
+        model,
+        _dict(directory, common, "args"),
+        common.get("optimizer") or {key: dcp.items[key]() for key in settings},
     )
-    used = {COMMON_ITEM, *_COMMON_KEYS, *model_keys, *optimizer_keys}
+    used = {COMMON_ITEM, *_COMMON_KEYS, *model_keys, *states, *settings}
     others = [key for key in (*dcp.tensors, *dcp.items) if key not in used]
-    return _checkpoint(
-        directory, format_, source, optimizer, common, [*left_out, *others]
-    )
+    source = TensorSource(str(directory), MappingProxyType(model))
+    left_out = (*notes, *describe_left_out(others))
+    return _checkpoint(directory, format_, source, optimizer, common, left_out)
 
 
 def _model_keys(dcp: DcpDirectory) -> list[str]:
@@ -142,13 +151,12 @@ def _checkpoint(
     source: TensorSource,
     optimizer: MegatronOptimizer | None,
     common: Mapping[str, Any],
-    left_out: list[str],
+    left_out: tuple[str, ...],
 ) -> MegatronCheckpoint:
     if not source.keys():
         raise ValueError(f"'{directory}' holds no weights of a model.")
-    args, scheduler = (common.get(key) or {} for key in ("args", "opt_param_scheduler"))
-    if not isinstance(args, dict) or not isinstance(scheduler, dict):
-        raise ValueError(f"'{directory}' has args or a scheduler that are no dicts.")
+    args = _dict(directory, common, "args")
+    scheduler = _dict(directory, common, "opt_param_scheduler")
     return MegatronCheckpoint(
         path=directory,
         format=format_,
@@ -158,5 +166,12 @@ def _checkpoint(
         iteration=common.get("iteration"),
         consumed_samples=args.get("consumed_train_samples"),
         scheduler=MappingProxyType(scheduler),
-        left_out=describe_left_out(left_out),
+        left_out=left_out,
     )
+
+
+def _dict(directory: Path, common: Mapping[str, Any], key: str) -> dict[str, Any]:
+    value = common.get(key) or {}
+    if not isinstance(value, dict):
+        raise ValueError(f"'{key}' of '{directory}' is no dict, but {value!r}.")
+    return value

@@ -14,16 +14,11 @@ _REASONS = (
     (r"^rng_state", "torch's random generators, which JAX has not"),
     (r"^rerun_state_machine", "Megatron's search for faulty hardware"),
     (
-        r"^optimizer\.distributed\.",
-        "the optimizer's state in flat buckets (dp_reshardable), whose layout needs "
-        "the run's own model; save with --dist-ckpt-optim-fully-reshardable",
-    ),
-    (
         r"^(.*/)?(optimizer$|\w*optim\w*\.pt$)",
         "the optimizer's state, without the names of the weights; save with "
         "--ckpt-format torch_dist to carry it",
     ),
-    (r"^(chained_\d+\.)?optimizer\.", "part of the optimizer's state, of unknown use"),
+    (r"^(chained_\d+\.)?optimizer\.", "settings of the optimizer"),
 )
 
 

@@ -2,14 +2,17 @@
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
+from bridge._report import fold_numbers
 from bridge._source import Source
 from bridge._torch_tensors import LazyTensor
 from bridge._torch_zip import TensorSource
+from bridge.megatron._dp_reshardable import is_bucket_key, read_buckets
 from bridge.megatron._names import canonical_tensors
-from bridge.megatron._views import Tensor
+from bridge.megatron._views import Assembled, Tensor
 
 # Megatron puts the kind in front of the weight's name; torch's FSDP, behind it.
 _KINDS = {
@@ -20,8 +23,10 @@ _KINDS = {
     "master_param": "master",
 }
 _ANY_KIND = "|".join(sorted(_KINDS, key=len, reverse=True))
+_ADVICE = "save with --dist-ckpt-optim-fully-reshardable to carry it"
 _OPTIMIZER = re.compile(r"^(?:chained_\d+\.)?optimizer\.")
 _KIND_FIRST = re.compile(rf"^state\.({_ANY_KIND})\.(.+)$")
+_STEP = re.compile(r"^state\.(.+\.)?step$")
 _KIND_LAST = re.compile(rf"^state\.(.+)\.({_ANY_KIND})$")
 
 
@@ -51,36 +56,40 @@ def is_optimizer_key(key: str) -> bool:
 
 
 def read_optimizer(
-    name: str, tensors: Mapping[str, Tensor], common: Any
+    name: str,
+    tensors: Mapping[str, Assembled],
+    model: Mapping[str, Tensor],
+    args: Mapping[str, Any],
+    common: Any,
 ) -> tuple[MegatronOptimizer | None, tuple[str, ...]]:
     """Sorts an optimizer's tensors by what they are.
 
     Args:
       name: Where they come from.
       tensors: By key on disk, all of them keys of an optimizer.
+      model: The model's tensors by canonical name.
+      args: The run's settings.
       common: What the checkpoint says of the optimizer beside tensors.
 
     Returns:
-      The state, or None without moments; and the keys that it does not hold.
+      The state, or None without moments; and a line for all that it does not hold.
+
+    Raises:
+      ValueError: If its parts contradict each other.
     """
-    kinds: dict[str, dict[str, Tensor]] = {
-        "exp_avg": {},
-        "exp_avg_sq": {},
-        "master": {},
-    }
-    left_out = []
-    for key, tensor in tensors.items():
-        rest = _OPTIMIZER.sub("", key)
-        if match := _KIND_FIRST.match(rest):
-            kinds[_KINDS[match[1]]][match[2]] = tensor
-        elif match := _KIND_LAST.match(rest):
-            kinds[_KINDS[match[2]]][match[1]] = tensor
-        else:
-            left_out.append(key)
+    flat = {key: tensor for key, tensor in tensors.items() if is_bucket_key(key)}
+    named = {key: tensor for key, tensor in tensors.items() if key not in flat}
+    kinds, steps, left_out = _sort(named)
+    if flat:
+        try:
+            kinds = read_buckets(flat, model, args)
+        except ValueError as error:
+            reason = f"its {len(flat)} flat buckets are not understood: {error}"
+            left_out.append(f"the optimizer's state: {reason}; {_ADVICE}")
     if not kinds["exp_avg"] or not kinds["exp_avg_sq"]:
-        return None, tuple(tensors)
+        return None, tuple(left_out)
     sources = {
-        kind: TensorSource(f"{name} ({kind})", canonical_tensors(of_kind))
+        kind: TensorSource(f"{name} ({kind})", MappingProxyType(of_kind))
         for kind, of_kind in kinds.items()
     }
     groups = tuple(_param_groups(common))
@@ -88,10 +97,30 @@ def read_optimizer(
         sources["exp_avg"],
         sources["exp_avg_sq"],
         sources["master"] if kinds["master"] else None,
-        _step(groups, common),
+        _step(groups, common, steps),
         groups,
     )
     return state, tuple(left_out)
+
+
+def _sort(
+    tensors: Mapping[str, Tensor],
+) -> tuple[dict[str, dict[str, Tensor]], list[Tensor], list[str]]:
+    """Sorts tensors with names into kinds, steps, and lines for those of no use."""
+    kinds: dict[str, dict[str, Tensor]] = {kind: {} for kind in set(_KINDS.values())}
+    steps, others = [], []
+    for key, tensor in tensors.items():
+        rest = _OPTIMIZER.sub("", key)
+        if match := _KIND_FIRST.match(rest):
+            kinds[_KINDS[match[1]]][match[2]] = tensor
+        elif match := _KIND_LAST.match(rest):
+            kinds[_KINDS[match[2]]][match[1]] = tensor
+        elif _STEP.match(rest):
+            steps.append(tensor)
+        else:
+            others.append(f"{key}: of the optimizer, and of unknown use")
+    named = {kind: canonical_tensors(of_kind) for kind, of_kind in kinds.items()}
+    return named, steps, fold_numbers(others)
 
 
 def _param_groups(common: Any) -> list[Mapping[str, Any]]:
@@ -103,9 +132,13 @@ def _param_groups(common: Any) -> list[Mapping[str, Any]]:
     return [group for inner in common.values() for group in _param_groups(inner)]
 
 
-def _step(groups: tuple[Mapping[str, Any], ...], common: Any) -> int | None:
+def _step(
+    groups: Sequence[Mapping[str, Any]], common: Any, tensors: Sequence[Tensor]
+) -> int | None:
+    """Finds the steps taken, which are kept in one of three places."""
     steps = {int(group["step"]) for group in groups if "step" in group}
     steps |= _common_steps(common)
+    steps |= {int(tensor.read()) for tensor in tensors}
     if len(steps) > 1:
         raise ValueError(f"The optimizer's groups took {sorted(steps)} steps.")
     return steps.pop() if steps else None

@@ -9,6 +9,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from bridge.megatron._views import Tensor, concatenate, rows
 
 
@@ -85,3 +87,33 @@ def merge(parts: Sequence[Tensor], split: Split) -> Tensor:
     gates = [rows(part, 0, part.shape[0] // 2) for part in parts]
     ups = [rows(part, part.shape[0] // 2, part.shape[0]) for part in parts]
     return concatenate([*gates, *ups], dim=0)
+
+
+def split_shape(
+    shape: tuple[int, ...], split: Split, num_ranks: int
+) -> tuple[int, ...]:
+    """Returns the shape of a rank's part.
+
+    Raises:
+      ValueError: If the weight cannot be cut evenly.
+    """
+    if split is Split.NONE:
+        return shape
+    dim = 1 if split is Split.COLUMNS else 0
+    divisor = num_ranks * (2 if split is Split.GATED else 1)
+    if shape[dim] % divisor:
+        raise ValueError(
+            f"dim {dim} of shape {shape} is not a multiple of {divisor}, as "
+            f"{num_ranks} tensor-parallel ranks need {split.value}"
+        )
+    return (*shape[:dim], shape[dim] // num_ranks, *shape[dim + 1 :])
+
+
+def cut(array: np.ndarray, split: Split, num_ranks: int) -> list[np.ndarray]:
+    """Cuts a weight for the ranks; undoes `merge`."""
+    if split is Split.NONE:
+        return [array] * num_ranks
+    if split is Split.GATED:
+        gate, up = (np.split(half, num_ranks) for half in np.split(array, 2))
+        return [np.concatenate(parts) for parts in zip(gate, up, strict=True)]
+    return np.split(array, num_ranks, axis=1 if split is Split.COLUMNS else 0)

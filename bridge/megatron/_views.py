@@ -70,11 +70,12 @@ class Assembled:
     def read(self, slices: Slices = ()) -> np.ndarray:
         """Reads the tensor, or a box of it, from the parts that it touches."""
         box = complete(slices, self.shape)
+        found = list(find(self._tiling, box)) if 0 not in shape_of(box) else []
+        if len(found) == 1:  # all of it: no copy is needed
+            return _read_part(*found[0])
         out = np.empty(shape_of(box), self.dtype)
-        if out.size:
-            for part, common in find(self._tiling, box):
-                values = part.part.read(as_index(relative(common, part.box)))
-                out[as_index(relative(common, box))] = values
+        for part, common in found:
+            out[as_index(relative(common, box))] = _read_part(part, common)
         return out
 
 
@@ -174,6 +175,10 @@ class Unflattened:
         values = self.flat.read((covering,))
         shape = (rows.stop - rows.start, *self.shape[1:])[: len(self.shape)]
         return values.reshape(shape)[(slice(None), *as_index(box[1:]))[: len(box)]]
+
+
+def _read_part(part: Tile[Tensor], box: Box) -> np.ndarray:
+    return part.part.read(as_index(relative(box, part.box)))
 
 
 def section(tensor: Tensor, *positions: int) -> Section:

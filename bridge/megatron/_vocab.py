@@ -42,6 +42,27 @@ def trim_vocab(source: Source, vocab_size: int) -> Source:
     return TensorSource(source.name, MappingProxyType(tensors))
 
 
+def pad_vocab(key: str, array: np.ndarray, multiple: int) -> np.ndarray:
+    """Adds rows of zeros, as Megatron pads: to a multiple; other tensors stay.
+
+    Args:
+      key: Canonical name.
+      array: The whole tensor.
+      multiple: `make_vocab_size_divisible_by`, times the tensor-parallel ranks.
+    """
+    shape = padded_shape(key, array.shape, multiple)
+    if shape == array.shape:
+        return array
+    padded = np.zeros(shape, array.dtype)
+    padded[: array.shape[0]] = array
+    return padded
+
+
+def padded_shape(key: str, shape: tuple[int, ...], multiple: int) -> tuple[int, ...]:
+    """Returns the shape that `pad_vocab` gives a tensor."""
+    return (shape[0] + -shape[0] % multiple, *shape[1:]) if key in PADDED else shape
+
+
 @dataclasses.dataclass(frozen=True)
 class _Keyed:
     """One tensor of a source."""
