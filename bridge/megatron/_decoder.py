@@ -3,9 +3,10 @@
 import dataclasses
 import math
 import os
+from collections import Counter
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -17,9 +18,10 @@ from bridge._piece import Piece
 from bridge._source import Source
 from bridge._torch_zip import TensorSource
 from bridge._tree import named_leaves
-from bridge.megatron._args import from_args
+from bridge.megatron._args import from_args, to_args
 from bridge.megatron._checkpoint import open_megatron
 from bridge.megatron._regrouped import Regrouped
+from bridge.megatron._save import save_megatron as write_tensors
 from bridge.megatron._transformer_config import to_transformer_config
 from bridge.megatron._vocab import trim_vocab
 from bridge.megatron._weight_rules import grouped_shapes, weight_mapping
@@ -62,6 +64,85 @@ def load_megatron(
     to_transformer_config(config)  # refuses what Megatron's layers cannot be
     source = decoder_source(checkpoint.source, config)
     return load(source, weight_mapping(config), mould, progress=progress)
+
+
+def save_megatron(
+    path: str | os.PathLike[str],
+    params: Any,
+    config: DecoderConfig,
+    *,
+    format: Literal["torch_dist", "legacy"] = "torch_dist",
+    iteration: int | None = None,
+    tensor_parallel: int = 1,
+    pipeline_parallel: int = 1,
+    virtual_pipeline: int | None = None,
+    expert_parallel: int = 1,
+    make_vocab_size_divisible_by: int = 128,
+    flags: Mapping[str, Any] | None = None,
+    max_file_bytes: int = 5 * 10**9,
+    progress: Progress | None = None,
+) -> None:
+    """Writes a directory that Megatron's `--load` takes, without Megatron or torch.
+
+    One tensor is gathered to the host at a time. The directory appears under its name
+    when it is complete, by a rename; a failure leaves nothing.
+
+    Args:
+      path: A directory that does not exist yet, or is empty.
+      params: Pytree of arrays, sharded in any way; this process holds all of them.
+      config: The model, written as the settings of a run.
+      format: `"torch_dist"`, which any run reads, or `"legacy"` (`--ckpt-format
+        torch`), which only one with these parallel sizes does.
+      iteration: Steps of training done; None writes a `release`.
+      tensor_parallel: Tensor-parallel ranks, of experts too; legacy alone, as are the
+        next three.
+      pipeline_parallel: Pipeline stages.
+      virtual_pipeline: Model chunks a stage; None means one.
+      expert_parallel: Expert-parallel ranks.
+      make_vocab_size_divisible_by: Of what, times the tensor-parallel ranks, rows of
+        zeros make the vocabulary a multiple.
+      flags: Further settings of the run, such as `{"transformer_impl": "local"}`.
+      max_file_bytes: Bytes of a `torch_dist` file after which another is begun.
+      progress: Called with bytes written, and bytes in all, after each tensor.
+
+    Raises:
+      ValueError: If `path` is taken, tree and config do not fit, Megatron's layers
+        cannot be this model's, or it cannot be dealt out so; nothing is written.
+    """
+    source = megatron_tensors(params, config)
+    sizes = {
+        "tensor_parallel": tensor_parallel,
+        "pipeline_parallel": pipeline_parallel,
+        "virtual_pipeline": virtual_pipeline,
+        "expert_parallel": expert_parallel,
+    }
+    to_transformer_config(config, **sizes)  # refuses what cannot be dealt out
+    args = to_args(
+        dataclasses.replace(config, dtype=_main_dtype(source)),
+        make_vocab_size_divisible_by=make_vocab_size_divisible_by,
+        flags=flags,
+    )
+    write_tensors(
+        path,
+        source,
+        args,
+        format=format,
+        iteration=iteration,
+        tp=tensor_parallel,
+        pp=pipeline_parallel,
+        ep=expert_parallel,
+        vpp=virtual_pipeline or 1,
+        max_file_bytes=max_file_bytes,
+        progress=progress,
+    )
+
+
+def _main_dtype(source: Source) -> str:
+    """Returns the dtype of most numbers: what a run has to hold all of them in."""
+    sizes = Counter[str]()
+    for key in source.keys():
+        sizes[source.dtype(key).name] += math.prod(source.shape(key))
+    return sizes.most_common(1)[0][0]
 
 
 def decoder_source(source: Source, config: DecoderConfig) -> Source:

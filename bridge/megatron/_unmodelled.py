@@ -14,7 +14,6 @@ FIXED: Mapping[str, Any] = {
     "add_position_embedding": True,
     "apply_residual_connection_post_layernorm": False,
     "attention_output_gate": False,
-    "embedding_init_method": None,
     "enable_hyper_connections": False,
     "enable_mhc_connections": False,
     "experimental_attention_variant": None,
@@ -57,7 +56,7 @@ _NEUTRAL = re.compile(
     # how it is run, or trained, though it begins like a part of the model
     activation_func_fp8_input_store
     | attention_backend | attention_dropout | attention_softmax_in_fp32
-    | embedding_init_method_std | embedding_path
+    | embedding_init_method\w* | embedding_path
     | logits_(load|save)_\w+ | logit_dtype
     | mla_down_proj_fusion
     | moe_aux_loss_coeff | moe_z_loss_coeff | moe_input_jitter_eps
