@@ -1,7 +1,7 @@
 """Weights and configs between Hugging Face, Megatron and JAX: exact, without torch.
 
 `load_hf` and `load_megatron` fill a mould, a tree of `jax.ShapeDtypeStruct`, from a
-checkpoint's files; `save_hf` and `save_megatron` write such files from a tree of arrays.
+checkpoint; `save_hf` and `save_megatron` write one from a tree of arrays.
 """
 
 from bridge import megatron as megatron

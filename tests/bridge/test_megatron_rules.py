@@ -1,6 +1,7 @@
 """Megatron's tensors are our leaves, bit for bit, whoever wrote them."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -115,9 +116,9 @@ def _spec(shape: tuple[int, ...]) -> PartitionSpec:
     """Shards the last dims that can be: of a projection the heads, and their dims."""
     axes, left = [], {"two": 2, "four": 4}
     for size in reversed(shape):
-        fits = next((axis for axis, n in left.items() if size % n == 0), None)
-        left.pop(fits, None)
-        axes.append(fits)
+        fitting = [axis for axis, n in left.items() if size % n == 0]
+        axes.append(fitting[0] if fitting else None)
+        left = {axis: n for axis, n in left.items() if axis not in fitting[:1]}
     return PartitionSpec(*reversed(axes))
 
 
@@ -158,7 +159,7 @@ def test_a_family_without_a_twin_is_refused_before_anything_is_done(variant, tmp
     assert not any(tmp_path.iterdir())
 
 
-FILES = {
+FILES: dict[str, dict[str, Any]] = {
     "qwen3": {"tensor_parallel": 2, "pipeline_parallel": 3},
     "qwen2-yarn": {"tensor_parallel": 2},
     "mixtral": {"pipeline_parallel": 3},
@@ -175,7 +176,7 @@ FILES = {
 def test_what_we_write_is_the_same_model_again(variant, format, tmp_path):
     config = twin_config(variant)
     params = random_params(config)
-    sizes = FILES[variant] if format == "legacy" else {}
+    sizes: dict[str, Any] = FILES[variant] if format == "legacy" else {}
     bridge.save_megatron(tmp_path / "run", params, config, format=format, **sizes)
     again = bridge.load_megatron(tmp_path / "run", mould_of(config))
     assert_same_leaves(again, params)
