@@ -95,6 +95,8 @@ def _read_yarn(fields: Fields) -> dict[str, Any]:
 def _read_latent(fields: Fields) -> RopeConfig:
     theta, kind = fields["rotary_base"], fields["rope_type"]
     wrong = []
+    if fields["position_embedding_type"] == "learned_absolute":
+        wrong.append("position_embedding_type = 'learned_absolute': added to a rope")
     if fields["rotary_percent"] != 1:
         wrong.append(f"rotary_percent = {fields['rotary_percent']}: latent heads turn")
     if fields["rotary_interleaved"]:
@@ -185,6 +187,7 @@ def _write_latent(rope: RopeConfig) -> dict[str, Any]:
         wrong.append("rope.mscale and mscale_all_dim: both or none")
     refuse(wrong)
     written: dict[str, Any] = {
+        "position_embedding_type": "rope",
         "rotary_base": rope.rope_theta,
         "rotary_percent": 1.0,
         "rope_type": "yarn" if rope.rope_type == "yarn" else "rope",

@@ -174,6 +174,7 @@ def test_a_dense_config_by_hand():
         ("qwen3_moe", {"moe_layer_freq": [1, 0, 1], "qk_layernorm": True}),
         ("qwen2_moe", {"moe_shared_expert_gate": True, "moe_aux_loss_coeff": 0.001}),
         ("deepseek_v2-lite", {"rope_type": "rope", "rotary_scaling_factor": 1.0}),
+        ("deepseek_v3", {"position_embedding_type": "rope", "rope_type": "yarn"}),
         ("deepseek_v3", {"q_lora_rank": 20, "qk_head_dim": 10, "mscale": 0.707}),
     ],
 )
@@ -343,6 +344,7 @@ def test_how_it_was_run_is_nobodys_business(name, value):
         ({"qk_layernorm": False}, "latent vectors are normed"),
         ({"original_max_position_embeddings": None}, "tokens of context before yarn"),
         ({"rotary_interleaved": True}, "pairs always are"),
+        ({"position_embedding_type": "learned_absolute"}, "added to a rope"),
         ({"mscale_all_dim": 0.0}, "mscale = 0.707 with mscale_all_dim"),
     ],
 )
