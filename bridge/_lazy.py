@@ -8,7 +8,7 @@ import dataclasses
 
 import numpy as np
 
-from bridge._box import Box, overlap, shape_of
+from bridge._box import Box, complete, overlap, shape_of
 from bridge._fill import start_piece
 from bridge._mapping import Mapping
 from bridge._piece import Piece
@@ -31,6 +31,10 @@ class LazyLeaf:
     pieces: tuple[Piece, ...]
     shape: tuple[int, ...]
     dtype: np.dtype
+
+    def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
+        """Reads what slices say, as an array gives it."""
+        return self.read(complete(index, self.shape))
 
     def read(self, box: Box) -> np.ndarray:
         """Reads part of the leaf, and of the checkpoint no more than that needs."""
