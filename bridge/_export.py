@@ -1,6 +1,7 @@
 """Weights written file after file: a tensor is laid out while the last is written."""
 
 import contextlib
+import itertools
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
@@ -16,6 +17,7 @@ from bridge._gather import gather
 from bridge._piece import Piece
 from bridge._processes import agreeing
 from bridge._ranges import append
+from bridge._reorder import Scratch
 from bridge._safetensors import encode_header
 from bridge._workers import workers
 
@@ -38,6 +40,8 @@ def write_weights(
     """
     total = sum(nbytes(entry) for held in files.values() for entry in held.values())
     done = 0
+    # One is filled while the other is written: fresh pages cost more than a copy.
+    buffers = itertools.cycle((Scratch(), Scratch()))
     with workers() as pool:
         for name, entries in files.items():
             # Widest first: every tensor then starts at a multiple of its item size.
@@ -46,7 +50,8 @@ def write_weights(
                 file.put(memoryview(encode_header(entries)))
                 for key, entry in entries.items():
                     with agreeing():
-                        tensor = _tensor(pool, pieces[key], leaves, *entry)
+                        tensor = next(buffers).take(*entry)
+                        _fill(pool, pieces[key], leaves, tensor)
                         file.put(tensor.reshape(-1).view(np.uint8).data)
                         done += nbytes(entry)
                         if progress is not None:
@@ -95,19 +100,12 @@ class _Appender:
             self._pending.pop().result()
 
 
-def _tensor(
-    pool: Executor,
-    pieces: list[Piece],
-    leaves: dict[str, Any],
-    shape: tuple[int, ...],
-    dtype: np.dtype,
-) -> np.ndarray:
-    """Returns a tensor in C order, whatever the layouts return."""
-    tensor = np.empty(shape, dtype)
+def _fill(
+    pool: Executor, pieces: list[Piece], leaves: dict[str, Any], tensor: np.ndarray
+) -> None:
     futures = []
     for piece in pieces:
         here = gather(leaves[piece.destination], piece)
         futures += start_tensor(pool, piece, here, tensor)
     for future in futures:
         future.result()
-    return tensor
