@@ -30,6 +30,8 @@ _PREFIX = re.compile(r"^(?:(?:model|module)\.)+")
 _STACKED_LAYER = re.compile(r"^(.*\blayers)\.(?!\d+\.)(.+)$")
 _STACKED_EXPERT = re.compile(r"^(.*\bexperts)\.experts\.(?!\d+\.)(.+)$")
 _GATED_HALF = re.compile(r"^(.*\.(?:weight|bias)\d*)_([wv])$")
+# Layers, or experts of a layer: more than any model has.
+_MAX_STACKED = 2**16
 _RENAMED = (
     (re.compile(r"\bexperts\.(?:local_)?experts\.(\d+)\."), r"experts.\1."),
     (
@@ -107,8 +109,8 @@ def _unstacked(
         if stacked is None:
             cut[name] = tensor
             continue
-        if not tensor.shape:
-            raise ValueError(f"'{name}' is a scalar, not stacked over layers.")
+        if not tensor.shape or 0 in tensor.shape or tensor.shape[0] > _MAX_STACKED:
+            raise ValueError(f"'{name}' of shape {tensor.shape} is no stack of layers.")
         for number in range(tensor.shape[0]):
             inner = template.format(stacked[1], number, stacked[2])
             cut[inner] = section(tensor, number)
