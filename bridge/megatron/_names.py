@@ -38,6 +38,7 @@ _RENAMED = (
         re.compile(r"\bmlp\.experts\.(linear_fc[12])\.(weight|bias)(\d+)$"),
         r"mlp.experts.\3.\1.\2",
     ),
+    (re.compile(r"\.mtp_model_layer\."), ".transformer_layer."),
     (re.compile(r"^decoder\.final_norm\."), "decoder.final_layernorm."),
     (re.compile(r"\blinear_q_up_proj\.layer_norm_"), "q_layernorm."),
     (re.compile(r"\blinear_kv_up_proj\.layer_norm_"), "kv_layernorm."),
