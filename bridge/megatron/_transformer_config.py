@@ -18,7 +18,7 @@ from bridge.megatron._layer_fields import LAYER_CODECS
 from bridge.megatron._moe_fields import MLA_CODEC, MOE_CODEC
 from bridge.megatron._parallel_fields import ParallelFields
 from bridge.megatron._rope_fields import ROPE_CODEC
-from bridge.megatron._training_fields import write_training
+from bridge.megatron._training_fields import TRAINING, write_training
 from bridge.megatron._unmodelled import find_unmodelled
 from bridge.models import DecoderConfig
 
@@ -205,7 +205,7 @@ def from_transformer_config(
         fields = {**fields, "vocab_size": vocab_size}
     latent = fields.get("multi_latent_attention")
     filled = {**(_LATENT_DEFAULTS if latent else _DEFAULTS), **fields}
-    wrong = find_unmodelled(fields, READ)
+    wrong = find_unmodelled(fields, READ | TRAINING)
     values: dict[str, Any] = {}
     for codec in CODECS:
         wrong += _collect(lambda c=codec: values.update(c.read(filled)))

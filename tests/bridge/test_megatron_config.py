@@ -237,6 +237,11 @@ def test_settings_under_their_old_names_are_read():
     assert from_args(args, **said(config)) == config
 
 
+def test_groups_of_queries_count_only_where_they_are_turned_on():
+    args = to_args(twin_config("llama")) | {"group_query_attention": False}
+    assert from_args({**args, "num_query_groups": 1}).num_key_value_heads == 4
+
+
 def test_fused_gelu_is_the_one_by_tanh():
     args = to_args(twin_config("gpt2"))
     assert args["bias_gelu_fusion"]
@@ -338,7 +343,6 @@ def test_how_it_was_run_is_nobodys_business(name, value):
     [
         ({"vocab_size": None, "padded_vocab_size": 256}, "padded_vocab_size = 256: gi"),
         ({"squared_relu": True}, "squared_relu"),
-        ({"mtp_num_layers": 1}, "mtp_num_layers = 1"),
         ({"moe_router_load_balancing_type": "sinkhorn"}, "another router"),
         ({"moe_router_group_topk": 1}, "more than its best two"),
         ({"qk_layernorm": False}, "latent vectors are normed"),
@@ -352,6 +356,15 @@ def test_settings_that_are_unclear_are_refused(changes, match):
     args = to_args(twin_config("deepseek_v3")) | changes
     with pytest.raises(ValueError, match=match):
         from_args(args)
+
+
+def test_layers_that_predict_further_tokens_are_left_out_where_files_have_them():
+    config = twin_config("deepseek_v3")
+    found = from_args(to_args(config) | {"mtp_num_layers": 2}, **said(config))
+    assert dict(found.carried)["num_nextn_predict_layers"] == 2
+    args = to_args(twin_config("llama")) | {"mtp_num_layers": 2}
+    with pytest.raises(ValueError, match="mtp_num_layers = 2: no layers of this fam"):
+        from_args(args, model_type="llama")
 
 
 def test_what_a_run_does_not_know_can_be_given():

@@ -183,8 +183,8 @@ def test_what_we_write_is_the_same_model_again(variant, format, tmp_path):
 
 
 def test_settings_in_the_file_are_the_config(tmp_path):
-    config = twin_config("qwen3", dtype="bfloat16")
-    params = random_params(config, jnp.bfloat16)
+    config = twin_config("qwen3", dtype="float32")
+    params = random_params(config, jnp.bfloat16)  # which is what the file says
     bridge.save_megatron(
         tmp_path / "run", params, config, make_vocab_size_divisible_by=50
     )
@@ -192,7 +192,8 @@ def test_settings_in_the_file_are_the_config(tmp_path):
     assert (args["vocab_size"], args["padded_vocab_size"]) == (131, 150)
     found = bridge.megatron.from_args(args, model_type="qwen3")
     tokens = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-    assert dataclasses.replace(found, **tokens) == config
+    expected = dataclasses.replace(config, dtype="bfloat16")
+    assert dataclasses.replace(found, **tokens) == expected
 
 
 def test_the_vocabularys_padding_is_zeros_in_the_file_and_nowhere_else(tmp_path):
