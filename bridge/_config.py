@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from bridge._family import REQUIRED, Family
-from bridge._json import parse_json
+from bridge._json import read_json
 from bridge.families import FAMILIES
 from bridge.models import DecoderConfig, MLAConfig, MoEConfig
+from bridge.models._config import MAX_LAYERS
 
 CONFIG_NAME = "config.json"
 
@@ -26,6 +27,7 @@ _NEUTRAL = frozenset(
 DECODED = ("fp8", "mxfp4")
 """Quantization methods that the source of the weights decodes."""
 
+_DTYPES = ("float32", "bfloat16", "float16", "float64")
 _PARTS = {"moe": MoEConfig, "mla": MLAConfig}
 
 
@@ -136,7 +138,7 @@ def read_config_file(path: str | os.PathLike[str]) -> dict[str, Any]:
         path = path.with_name(CONFIG_NAME)
     if not path.is_file():
         raise FileNotFoundError(f"No model config: '{path}' is not there.")
-    return parse_json(path.read_bytes(), f"'{path}'")
+    return read_json(path, f"'{path}'")
 
 
 def getter(config: Any, name: str) -> Any:
@@ -164,7 +166,7 @@ def build_config(family: Family, values: Mapping[str, Any]) -> DecoderConfig:
 def _family_of(fields: Mapping[str, Any]) -> Family:
     family = find_family(fields.get("model_type"))
     given = fields.get("architectures") or [family.architecture]
-    if family.architecture not in given:
+    if not isinstance(given, list | tuple) or family.architecture not in given:
         raise ValueError(
             f"architectures {given} of model_type {family.model_type!r} are not "
             f"supported; the supported one is {family.architecture}."
@@ -196,6 +198,9 @@ def _read_fields(
     values = dict(family.traits)
     for name, field in family.fields.items():
         values |= dict.fromkeys(field.targets(name), _freeze(filled[name]))
+    layers = filled.get("num_hidden_layers", filled.get("n_layer"))
+    if isinstance(layers, int) and layers > MAX_LAYERS:  # before any list of so many
+        return values, [f"num_hidden_layers {layers:,}: at most {MAX_LAYERS:,}"]
     given = {**fields, **{name: v for name, v in filled.items() if v is not REQUIRED}}
     for codec in family.codecs:
         try:
@@ -215,12 +220,7 @@ def _unmodelled(family: Family, fields: Mapping[str, Any]) -> list[str]:
         for name, modelled in family.fixed.items()
         if fields.get(name) not in (None, modelled)
     ]
-    quantization = fields.get("quantization_config") or {}
-    if quantization and quantization.get("quant_method") not in DECODED:
-        wrong.append(
-            f"quantization_config = {quantization!r}: only the methods "
-            f"{', '.join(DECODED)} are decoded"
-        )
+    wrong += _undecoded(fields.get("quantization_config"))
     known = {*family.fields, *family.fixed, *family.carried, *_NEUTRAL}
     known |= {name for codec in family.codecs for name in codec.names}
     return wrong + [
@@ -230,12 +230,29 @@ def _unmodelled(family: Family, fields: Mapping[str, Any]) -> list[str]:
     ]
 
 
+def _undecoded(quantization: Any) -> list[str]:
+    if not quantization:
+        return []
+    known = isinstance(quantization, Mapping)
+    if known and quantization.get("quant_method") in DECODED:
+        return []
+    return [
+        f"quantization_config = {quantization!r}: only the methods "
+        f"{', '.join(DECODED)} are decoded"
+    ]
+
+
 def _read_dtype(fields: Mapping[str, Any], wrong: list[str]) -> str:
     dtypes = {
         str(fields[name]) for name in ("dtype", "torch_dtype") if fields.get(name)
     }
     if len(dtypes) > 1:
         wrong.append(f"dtype and torch_dtype differ: {sorted(dtypes)}")
+    wrong += [
+        f"dtype = {dtype!r}: none of {', '.join(_DTYPES)}"
+        for dtype in sorted(dtypes)
+        if dtype not in _DTYPES
+    ]
     return min(dtypes, default="float32")
 
 

@@ -188,7 +188,8 @@ def _read_spelling(
     if kind not in NEEDED:
         return RopeConfig(rope_type=kind)  # which refuses it, and lists the others
     for key in ("rope_theta", "partial_rotary_factor"):
-        default = fields.get(key) or defaults.get(key)
+        default = fields.get(key)
+        default = defaults.get(key) if default is None else default
         if default is not None:
             values.setdefault(key, default)
     _add_lengths(values, kind, fields, defaults)

@@ -6,7 +6,6 @@ refuses those that torch and Megatron have no use for.
 """
 
 import pickletools
-from collections.abc import Iterator
 
 # Protocol 2 and later, less what can name a class without `find_class` (EXT), build
 # one in an older way (INST, OBJ), or needs buffers from outside.
@@ -53,8 +52,13 @@ def check_opcodes(program: bytes) -> None:
       ValueError: If it uses an opcode of no use here, ends early, does not end where
         it stops, or numbers a memo entry beyond its own length.
     """
-    position = 0
-    for position, code in _opcodes(program):
+    position, code = 0, -1
+    while code != _STOP:
+        if position >= len(program):
+            raise ValueError("it ends before its STOP")
+        code, position = program[position], position + 1
+        size = _FIXED.get(code)
+        position = _skip(program, code, position) if size is None else position + size
         if code == _LONG_BINPUT:
             entry = int.from_bytes(program[position - 4 : position], "little")
             if entry > len(program):
@@ -63,20 +67,8 @@ def check_opcodes(program: bytes) -> None:
         raise ValueError(f"{len(program) - position:,} bytes follow its end")
 
 
-def _opcodes(program: bytes) -> Iterator[tuple[int, int]]:
-    """Yields each opcode, and where the next one starts, up to and with STOP."""
-    position, code = 0, -1
-    while code != _STOP:
-        if position >= len(program):
-            raise ValueError("it ends before its STOP")
-        code = program[position]
-        position = _skip(program, code, position + 1)
-        yield position, code
-
-
 def _skip(program: bytes, code: int, position: int) -> int:
-    if code in _FIXED:
-        return position + _FIXED[code]
+    """Returns where the opcode after one of variable length starts."""
     if code in _COUNTED:
         start = position + _COUNTED[code]
         return start + int.from_bytes(program[position:start], "little")

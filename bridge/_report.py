@@ -3,9 +3,8 @@
 import re
 from collections.abc import Mapping, Sequence
 
-# A number that is a whole part of a dotted path.
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)(?!.*\.\d+\.)")
-_HOLE = "\0"
+# A number, or numbers folded already, that are a whole part of a dotted path.
+_NUMBERS = re.compile(r"(?<=\.)(0|[1-9]\d*|\{[\d,-]+\})(?=\.)")
 
 
 def format_report(report: Mapping[str, Sequence[str]]) -> str:
@@ -30,20 +29,25 @@ def fold_numbers(entries: Sequence[str]) -> list[str]:
 
     An 80-layer checkpoint of another model would else fill the screen with names.
     """
-    entries, folded = list(entries), _fold_last(entries)
-    while folded != entries:
-        entries, folded = folded, _fold_last(folded)
-    return folded
+    most = max((len(_NUMBERS.findall(entry)) for entry in entries), default=0)
+    for place in range(1, most + 1):
+        entries = _fold(entries, place)
+    return list(entries)
 
 
-def _fold_last(entries: Sequence[str]) -> list[str]:
-    groups: dict[str, list[int]] = {}
+def _fold(entries: Sequence[str], place: int) -> list[str]:
+    """Folds entries that differ in one number alone, the `place`-th from the end."""
+    groups: dict[tuple[str, ...], list[int]] = {}
     for entry in entries:
-        numbers = groups.setdefault(_NUMBER.sub(_HOLE, entry), [])
-        numbers += [int(number) for number in _NUMBER.findall(entry)]
+        numbers = list(_NUMBERS.finditer(entry))[-place:]
+        if len(numbers) == place and numbers[0][0].isdigit():
+            rest = entry[: numbers[0].start()], entry[numbers[0].end() :]
+            groups.setdefault(rest, []).append(int(numbers[0][0]))
+        else:
+            groups[(entry,)] = []
     return [
-        template.replace(_HOLE, _ranges(numbers))
-        for template, numbers in groups.items()
+        _ranges(numbers).join(rest) if numbers else rest[0]
+        for rest, numbers in groups.items()
     ]
 
 

@@ -61,7 +61,7 @@ class Rule:
             wrong.append("a name is given twice")
         if len(layouts) != many:
             wrong.append(f"{len(layouts)} layouts for {many} parts")
-        if any(self.dim >= self._num_dims(layout) for layout in layouts):
+        if not all(0 <= self.dim < self._num_dims(layout) for layout in layouts):
             wrong.append(f"dim {self.dim} is not a dim of every part")
         if len({_captures(source) for source in sources}) != 1:
             wrong.append("the sources do not hold the same {names}")
@@ -140,6 +140,11 @@ class Rule:
         """Lays parts end to end if the other side has several, for ours is then one."""
         if len(other_side) == 1:
             return [whole(shape) for shape in shapes], shapes
+        if len({shape[: self.dim] + shape[self.dim + 1 :] for shape in shapes}) > 1:
+            raise ValueError(
+                f"{self}: parts of shapes {shapes} cannot be laid end to end; its "
+                f"parts differ in another dim than {self.dim}."
+            )
         boxes, end = [], 0
         for shape in shapes:
             box = list(whole(shape))

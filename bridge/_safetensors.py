@@ -11,6 +11,7 @@ Source: https://github.com/huggingface/safetensors#format
 import dataclasses
 import json
 import math
+import reprlib
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ import ml_dtypes
 import numpy as np
 
 from bridge._json import parse_json
+from bridge._other_formats import describe_content
+from bridge._regular_file import check_regular_file
 
 DTYPES: dict[str, np.dtype] = {
     "BOOL": np.dtype(np.bool_),
@@ -42,6 +45,9 @@ DTYPE_NAMES: dict[np.dtype, str] = {dtype: name for name, dtype in DTYPES.items(
 
 # The package's own limit. A length above it is a file of another kind.
 _MAX_HEADER_BYTES = 100_000_000
+# numpy's own limits: of dims, and of the bytes that a shape and dtype come to.
+_MAX_DIMS = 64
+_MAX_BYTES = 2**63 - 1
 # Data that start on a cache line can be handed to a device without a copy.
 _ALIGNMENT_BYTES = 64
 
@@ -82,8 +88,7 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
         fill the data exactly once. Every broken tensor is named.
     """
     header, data_start, data_bytes = _read_json(file)
-    header.pop("__metadata__", None)
-    tensors, spans, wrong = {}, [], []
+    tensors, spans, wrong = {}, [], _wrong_metadata(header.pop("__metadata__", {}))
     for name, entry in header.items():
         try:
             info, end = _parse_entry(file, entry, data_start)
@@ -124,17 +129,34 @@ def encode_header(entries: dict[str, tuple[tuple[int, ...], np.dtype]]) -> bytes
 
 
 def _read_json(file: Path) -> tuple[dict[str, Any], int, int]:
+    check_regular_file(file)
     file_bytes = file.stat().st_size
     with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        if file_bytes < 8 or length > min(file_bytes - 8, _MAX_HEADER_BYTES):
+        head = stream.read(64)
+        length = int.from_bytes(head[:8], "little")
+        # The brace, so that a length that fits by chance costs no memory.
+        if (
+            file_bytes < 8
+            or length > min(file_bytes - 8, _MAX_HEADER_BYTES)
+            or head[8:9] != b"{"
+        ):
             raise ValueError(
                 f"'{file}' is no safetensors file, or is cut short: it has "
-                f"{file_bytes:,} bytes and its header would have {length:,} "
-                f"(at most {_MAX_HEADER_BYTES:,} are accepted). Download it again."
+                f"{file_bytes:,} bytes, its header would have {length:,} (at most "
+                f"{_MAX_HEADER_BYTES:,} are accepted) and begin with {head[8:9]!r}. "
+                + (describe_content(head) or "Download it again.")
             )
+        stream.seek(8)
         header = parse_json(stream.read(length), f"The header of '{file}'")
     return header, 8 + length, file_bytes - 8 - length
+
+
+def _wrong_metadata(metadata: Any) -> list[str]:
+    if isinstance(metadata, dict) and all(
+        isinstance(value, str) for value in metadata.values()
+    ):
+        return []
+    return [f"  '__metadata__': {reprlib.repr(metadata)} is not text by name"]
 
 
 def _parse_entry(file: Path, entry: Any, data_start: int) -> tuple[TensorInfo, int]:
@@ -142,11 +164,12 @@ def _parse_entry(file: Path, entry: Any, data_start: int) -> tuple[TensorInfo, i
         raise ValueError("is not described by dtype, shape and data_offsets alone")
     name, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(name, str) or name not in DTYPES:
-        raise ValueError(f"dtype {name!r} is none of {', '.join(DTYPES)}")
-    if not _are_sizes(shape):
-        raise ValueError(f"shape {shape!r} is not a list of sizes")
+        raise ValueError(f"dtype {reprlib.repr(name)} is none of {', '.join(DTYPES)}")
+    _check_shape(shape, DTYPES[name])
     if not _are_sizes(offsets) or len(offsets) != 2:
-        raise ValueError(f"data_offsets {offsets!r} are not two byte positions")
+        raise ValueError(
+            f"data_offsets {reprlib.repr(offsets)} are not two byte positions"
+        )
     start, end = offsets
     info = TensorInfo(file, tuple(shape), DTYPES[name], data_start + start)
     if end - start != info.nbytes:
@@ -157,9 +180,20 @@ def _parse_entry(file: Path, entry: Any, data_start: int) -> tuple[TensorInfo, i
     return info, end
 
 
+def _check_shape(shape: Any, dtype: np.dtype) -> None:
+    if not _are_sizes(shape):
+        raise ValueError(f"shape {reprlib.repr(shape)} is not a list of sizes")
+    if len(shape) > _MAX_DIMS:
+        raise ValueError(f"{len(shape):,} dims are more than {_MAX_DIMS}")
+    # A size of 0 among others makes no bytes, but the strides beside it still count.
+    if math.prod(size or 1 for size in shape) * dtype.itemsize > _MAX_BYTES:
+        raise ValueError(f"shape {reprlib.repr(shape)} is larger than any file")
+
+
 def _are_sizes(values: Any) -> bool:
     return isinstance(values, list) and all(
-        isinstance(v, int) and not isinstance(v, bool) and v >= 0 for v in values
+        isinstance(v, int) and not isinstance(v, bool) and 0 <= v <= _MAX_BYTES
+        for v in values
     )
 
 

@@ -1,7 +1,7 @@
 """Checkpoints as lazy sources: shapes at once, bytes when asked for.
 
-`Source` is all the rest of the package knows of a checkpoint. Reads are `pread`s of
-exact byte ranges: a memory map reads ahead, six times the bytes of a cold eighth.
+`Source` is all the rest of the package knows of a checkpoint, and `DirectSource` one
+that can also read into memory it is handed.
 """
 
 import dataclasses
@@ -10,13 +10,15 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from bridge._box import complete, shape_of
-from bridge._json import parse_json
-from bridge._pread import pread
+from bridge._box import Box, as_index, complete, shape_of, span
+from bridge._index import read_sharded
+from bridge._other_formats import describe_names
+from bridge._ranges import read_bytes, read_range
+from bridge._reorder import copy
 from bridge._safetensors import TensorInfo, read_header
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -44,8 +46,35 @@ class Source(Protocol):
         ...
 
     def read(self, key: str, slices: tuple[slice, ...] = ()) -> np.ndarray:
-        """Reads a tensor, or the box of it that `slices` says."""
+        """Reads a tensor, or the box of it that `slices` says; on any thread."""
         ...
+
+
+@runtime_checkable
+class DirectSource(Source, Protocol):
+    """A source that needs no memory of its own to read: an extension, for speed."""
+
+    def read_into(self, key: str, box: Box, out: np.ndarray, *, ahead: bool) -> None:
+        """Reads a box of a tensor into an array of its shape and dtype."""
+        ...
+
+
+def read_into(
+    source: Source, key: str, box: Box, out: np.ndarray, *, ahead: bool
+) -> None:
+    """Reads a box of a tensor into an array, directly where the source can.
+
+    Args:
+      source: The checkpoint.
+      key: Name of the tensor.
+      box: Which part of it.
+      out: C-contiguous array of the box's shape and the tensor's dtype.
+      ahead: Whether what follows in the tensor is wanted next.
+    """
+    if isinstance(source, DirectSource):
+        source.read_into(key, box, out, ahead=ahead)
+    else:
+        copy(out, source.read(key, as_index(box)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,14 +122,33 @@ class SafetensorsSource:
         shape = shape_of(box)
         if 0 in shape:
             return np.empty(shape, info.dtype)
-        strides = _byte_strides(info)
-        first = sum(r.start * n for r, n in zip(box, strides, strict=True))
-        last = sum((r.stop - 1) * n for r, n in zip(box, strides, strict=True))
-        nbytes = last - first + info.dtype.itemsize
-        data = pread(info.file, info.offset + first, nbytes)
+        start, stop = (i * info.dtype.itemsize for i in span(box, info.shape))
+        data = read_bytes(info.file, info.offset + start, stop - start)
         # From the first element of the box to its last, the tensor's own strides
         # pick the box out of the covering range.
-        return np.ndarray(shape, info.dtype, data, strides=strides)
+        return np.ndarray(shape, info.dtype, data, strides=_byte_strides(info))
+
+    def read_into(
+        self, key: str, box: Box, out: np.ndarray, *, ahead: bool = True
+    ) -> None:
+        """Reads a box of a tensor into an array.
+
+        A box that is one range of the file needs no other memory.
+
+        Args:
+          key: Name of the tensor.
+          box: Which part of it.
+          out: C-contiguous array of the box's shape and the tensor's dtype.
+          ahead: Whether what follows in the tensor is wanted next.
+        """
+        info = self.tensors[key]
+        start, stop = span(box, info.shape)
+        if out.size < stop - start:
+            copy(out, self.read(key, as_index(box)))
+        else:
+            data = out.reshape(-1).view(np.uint8).data
+            first = info.offset + start * info.dtype.itemsize
+            read_range(info.file, first, data, ahead=ahead)
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Source:
@@ -120,18 +168,35 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Source:
     path = Path(path)
     if not path.exists():
         raise FileNotFoundError(f"No checkpoint at '{path}': nothing is there.")
-    if path.is_file() and path.suffix == ".safetensors":
+    if path.is_dir():
+        tensors = _read_directory(path)
+    elif path.suffix == ".safetensors":
         tensors = read_header(path)
-    elif (path / INDEX_NAME).is_file():
-        tensors = _read_sharded(path)
-    elif (path / SINGLE_NAME).is_file():
-        tensors = read_header(path / SINGLE_NAME)
     else:
         raise ValueError(
-            f"'{path}' is no safetensors checkpoint: it is no .safetensors file, and "
-            f"no directory with '{SINGLE_NAME}' or '{INDEX_NAME}' in it."
+            f"'{path}' is no safetensors checkpoint: its name does not end in "
+            f".safetensors, and it is no directory.{describe_names([path.name])}"
         )
     return SafetensorsSource(str(path), MappingProxyType(tensors))
+
+
+def _read_directory(directory: Path) -> dict[str, TensorInfo]:
+    names = set(os.listdir(directory))
+    if INDEX_NAME not in names and SINGLE_NAME not in names:
+        raise ValueError(
+            f"'{directory}' is no safetensors checkpoint: it holds neither "
+            f"'{SINGLE_NAME}' nor '{INDEX_NAME}'.{describe_names(names)}"
+        )
+    if INDEX_NAME not in names:
+        return read_header(directory / SINGLE_NAME)
+    tensors = read_sharded(directory / INDEX_NAME, read_header)
+    named = {info.file.name for info in tensors.values()}
+    if SINGLE_NAME in names - named:
+        raise ValueError(
+            f"'{directory}' holds two checkpoints: '{SINGLE_NAME}', and '{INDEX_NAME}' "
+            "that does not name it. Remove one of them."
+        )
+    return tensors
 
 
 def _byte_strides(info: TensorInfo) -> tuple[int, ...]:
@@ -139,44 +204,3 @@ def _byte_strides(info: TensorInfo) -> tuple[int, ...]:
         math.prod(info.shape[dim + 1 :]) * info.dtype.itemsize
         for dim in range(len(info.shape))
     )
-
-
-def _read_sharded(directory: Path) -> dict[str, TensorInfo]:
-    subject = f"The index '{directory / INDEX_NAME}'"
-    index = parse_json((directory / INDEX_NAME).read_bytes(), subject)
-    files = index.get("weight_map")
-    if not isinstance(files, dict) or not all(
-        isinstance(file, str) for file in files.values()
-    ):
-        raise ValueError(f"{subject} has no 'weight_map' from tensor to file name.")
-    _check_files(subject, directory, set(files.values()))
-    found = {
-        file: read_header(directory / file) for file in sorted(set(files.values()))
-    }
-    wrong = [
-        f"  tensor {key!r} is not in '{file}'"
-        for key, file in files.items()
-        if key not in found[file]
-    ] + [
-        f"  '{file}' holds {key!r}, which the index "
-        + (f"places in '{files[key]}'" if key in files else "does not name")
-        for file, tensors in found.items()
-        for key in tensors
-        if files.get(key) != file
-    ]
-    if wrong:
-        raise ValueError(f"{subject} does not fit its files:\n" + "\n".join(wrong))
-    return {key: found[file][key] for key, file in files.items()}
-
-
-def _check_files(subject: str, directory: Path, files: set[str]) -> None:
-    # An index is a stranger's text: a plain file name cannot leave the directory.
-    wrong = [
-        f"  '{file}' " + ("is absent" if Path(file).name == file else "is no file name")
-        for file in sorted(files)
-        if Path(file).name != file or not (directory / file).is_file()
-    ]
-    if wrong:
-        raise ValueError(
-            f"{subject} names files that are not in the directory:\n" + "\n".join(wrong)
-        )

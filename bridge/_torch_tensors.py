@@ -73,7 +73,7 @@ def tensor_rules(archive: StoredZip, folder: str) -> dict[str, Rule]:
 
 def _as_dict(stub: Stub) -> dict[Any, Any]:
     pairs = stub.args[0] if stub.args and not isinstance(stub.args[0], Stub) else ()
-    return {**dict(pairs), **stub.entries}
+    return {**dict(pairs), **(stub.entries or {})}
 
 
 def _encode(stub: Stub) -> bytes:

@@ -55,6 +55,9 @@ _KNOWN_NAMES = {
         f"{_DCP}.planner.{name}"
         for name in ("SavePlan", "TensorWriteData", "WriteItem", "WriteItemType")
     ),
+    # Where torch before 2.3 had them.
+    "torch.distributed._shard.sharded_tensor.metadata.TensorProperties",
+    "torch.distributed._shard.sharded_tensor.metadata.MEM_FORMAT_ENCODING",
     "argparse.Namespace",
     "types.SimpleNamespace",
     "collections.OrderedDict",
@@ -95,20 +98,20 @@ class Stub:
       name: Full name of the class or function that the pickle spoke of.
       args: What it was called with.
       state: What it was told to restore; None if nothing.
-      entries: What was set in it by key, as into a dict.
-      elements: What was appended to it, as to a list.
+      entries: What was set in it by key, as into a dict; None if nothing.
+      elements: What was appended to it, as to a list; None if nothing.
     """
 
     __slots__ = ("args", "elements", "entries", "state")
     name: ClassVar[str] = ""
     args: tuple[Any, ...]
     state: Any
-    entries: dict[Any, Any]
-    elements: list[Any]
+    entries: dict[Any, Any] | None
+    elements: list[Any] | None
 
     def __new__(cls, *args: Any):
         self = object.__new__(cls)
-        self.args, self.state, self.entries, self.elements = args, None, {}, []
+        self.args, self.state, self.entries, self.elements = args, None, None, None
         return self
 
     def __setstate__(self, state: Any) -> None:
@@ -117,10 +120,12 @@ class Stub:
         self.state = state
 
     def __setitem__(self, key: Any, value: Any) -> None:
+        self.entries = {} if self.entries is None else self.entries
         self.entries[key] = value
 
     def append(self, element: Any) -> None:
         """Remembers an element."""
+        self.elements = [] if self.elements is None else self.elements
         self.elements.append(element)
 
     def __repr__(self) -> str:
@@ -194,6 +199,9 @@ class _Unpickler(pickle.Unpickler):
         return self._stubs[name]
 
 
+_ATOMS = frozenset({str, int, float, bool, bytes, type(None)})
+
+
 class _Interpreter:
     """Applies rules from the leaves up; what is shared stays shared."""
 
@@ -205,7 +213,7 @@ class _Interpreter:
         self._open: set[int] = set()
 
     def interpret(self, value: Any) -> Any:
-        if isinstance(value, (str, int, float, bytes, type(None))):
+        if type(value) in _ATOMS:
             return value
         key = id(value)
         if key in self._open:
@@ -229,7 +237,8 @@ class _Interpreter:
         return value
 
     def _apply(self, stub: Stub) -> Any:
-        stub.args = self.interpret(stub.args)
+        if stub.args:
+            stub.args = self.interpret(stub.args)
         stub.state = self.interpret(stub.state)
         stub.entries = self.interpret(stub.entries)
         stub.elements = self.interpret(stub.elements)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from bridge._pread import pread, pread_into
+from bridge._ranges import read_bytes, read_range
 
 _LOCAL_HEADER_BYTES = 30
 _CRC_BLOCK_BYTES = 2**23
@@ -94,7 +94,7 @@ class StoredZip:
                 f"{stop:,} of it were asked for."
             )
         if name in self._verified:
-            return pread(self._file, member.start + start, stop - start)
+            return read_bytes(self._file, member.start + start, stop - start)
         data = self._read_verified(member, name, start, stop)
         self._verified.add(name)
         return data
@@ -114,7 +114,7 @@ class StoredZip:
             end = min(at + _CRC_BLOCK_BYTES, self.nbytes(name))
             inside = start <= at and end <= stop  # needs no copy
             block = data[at - start : end - start] if inside else spare[: end - at]
-            pread_into(self._file, member.start + at, block)
+            read_range(self._file, member.start + at, block.data)
             crc = zlib.crc32(block.data, crc)
             first, last = max(start, at), min(stop, end)
             if not inside and first < last:
@@ -161,7 +161,7 @@ class StoredZip:
         header = self._offset + info.header_offset
         if header < self._offset or header + _LOCAL_HEADER_BYTES > self._stop:
             raise ValueError(f"{self.name}: '{info.filename}' lies outside of it.")
-        fields = pread(self._file, header, _LOCAL_HEADER_BYTES).tobytes()
+        fields = read_bytes(self._file, header, _LOCAL_HEADER_BYTES).tobytes()
         lengths = [int.from_bytes(fields[at : at + 2], "little") for at in (26, 28)]
         start = header + _LOCAL_HEADER_BYTES + sum(lengths)
         if fields[:4] != b"PK\3\4" or start + info.file_size > self._stop:
@@ -207,6 +207,6 @@ class _Window(io.RawIOBase):
     def read(self, size: int = -1, /) -> bytes:
         left = max(0, self._nbytes - self._at)
         nbytes = left if size < 0 else min(size, left)
-        data = pread(self._file, self._start + self._at, nbytes).tobytes()
+        data = read_bytes(self._file, self._start + self._at, nbytes).tobytes()
         self._at += nbytes
         return data

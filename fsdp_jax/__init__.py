@@ -37,6 +37,7 @@ from fsdp_jax.checkpoint import latest_step as latest_step
 from fsdp_jax.checkpoint import load as load
 from fsdp_jax.checkpoint import load_metadata as load_metadata
 from fsdp_jax.checkpoint import load_params as load_params
+from fsdp_jax.checkpoint import load_shapes as load_shapes
 from fsdp_jax.checkpoint import save as save
 from fsdp_jax.planner import GPU as GPU
 from fsdp_jax.planner import GPUS as GPUS

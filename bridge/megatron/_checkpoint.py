@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from bridge._source import Source
+from bridge._torch_tensors import LazyTensor
 from bridge._torch_zip import TensorSource, read_torch_file
 from bridge.megatron._dcp import DcpDirectory, open_dcp
 from bridge.megatron._find import find_format, find_iteration
@@ -18,10 +19,12 @@ from bridge.megatron._names import canonical_tensors
 from bridge.megatron._optimizer import (
     MegatronOptimizer,
     is_optimizer_key,
+    name_legacy_optimizer,
     read_optimizer,
 )
 
 COMMON_NAME = "common.pt"
+TRAIN_STATE_NAME = "train_state.pt"
 COMMON_ITEM = "common_state/shard_0_1"
 
 # In dp_reshardable every rank's optimizer has settings of its own, all alike.
@@ -87,18 +90,18 @@ def open_megatron(path: str | os.PathLike[str]) -> MegatronCheckpoint:
 
 def _from_legacy(directory: Path) -> MegatronCheckpoint:
     legacy = open_legacy(directory)
-    left_out = [key for key in RANDOM if key in legacy.common]
+    source = TensorSource(str(directory), MappingProxyType(dict(legacy.tensors)))
+    optimizer, notes = None, ()
     if legacy.common.get("optimizer") is not None:
-        left_out.append("optimizer")
-    left_out += sorted(
+        optimizer, notes = name_legacy_optimizer(legacy)
+    others = [key for key in RANDOM if key in legacy.common]
+    others += sorted(
         str(file.relative_to(directory))
         for file in directory.glob("*/*optim*.pt")
         if file.name != FILE_NAME
     )
-    source = TensorSource(str(directory), MappingProxyType(dict(legacy.tensors)))
-    return _checkpoint(
-        directory, "legacy", source, None, legacy.common, describe_left_out(left_out)
-    )
+    lines = (*notes, *describe_left_out(others))
+    return _checkpoint(directory, "legacy", source, optimizer, legacy.common, lines)
 
 
 def _from_dcp(directory: Path, format_: str) -> MegatronCheckpoint:
@@ -157,14 +160,17 @@ def _checkpoint(
         raise ValueError(f"'{directory}' holds no weights of a model.")
     args = _dict(directory, common, "args")
     scheduler = _dict(directory, common, "opt_param_scheduler")
+    progress = _train_state(directory)
+    iteration = progress.get("step", common.get("iteration"))
+    samples = progress.get("consumed_train_samples", args.get("consumed_train_samples"))
     return MegatronCheckpoint(
         path=directory,
         format=format_,
         source=source,
         optimizer=optimizer,
         args=MappingProxyType(args),
-        iteration=common.get("iteration"),
-        consumed_samples=args.get("consumed_train_samples"),
+        iteration=_number(directory, "iteration", iteration),
+        consumed_samples=_number(directory, "consumed samples", samples),
         scheduler=MappingProxyType(scheduler),
         left_out=left_out,
     )
@@ -174,4 +180,21 @@ def _dict(directory: Path, common: Mapping[str, Any], key: str) -> dict[str, Any
     value = common.get(key) or {}
     if not isinstance(value, dict):
         raise ValueError(f"'{key}' of '{directory}' is no dict, but {value!r}.")
+    return value
+
+
+def _train_state(directory: Path) -> dict[str, Any]:
+    """Returns the progress that Megatron-Bridge keeps in a file of its own."""
+    file = directory / TRAIN_STATE_NAME
+    state = read_torch_file(file) if file.is_file() else {}
+    if not isinstance(state, dict):
+        raise ValueError(f"'{file}' is no dict, but {state!r}.")
+    return state
+
+
+def _number(directory: Path, what: str, value: Any) -> int | None:
+    if isinstance(value, LazyTensor) and value.shape == ():
+        value = value.read().item()
+    if value is not None and not isinstance(value, int):
+        raise ValueError(f"The {what} of '{directory}' are no number, but {value!r}.")
     return value

@@ -226,6 +226,8 @@ def _place(stub: Stub) -> _Place:
 _DCP = "torch.distributed.checkpoint"
 _RULES: dict[str, Rule] = {
     f"{_DCP}.metadata.Metadata": _metadata,
+    # Megatron-Core before 0.15 had a class of its own, with the same fields first.
+    "megatron.core.dist_checkpointing.strategies.torch.MCoreMetadata": _metadata,
     f"{_DCP}.metadata.TensorStorageMetadata": _tensor_entry,
     f"{_DCP}.metadata.BytesStorageMetadata": lambda stub: None,
     f"{_DCP}.metadata.ChunkStorageMetadata": _box,

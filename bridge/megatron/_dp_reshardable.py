@@ -11,13 +11,10 @@ Source: Megatron-LM megatron/core/optimizer/distrib_optimizer.py
 ::DistributedOptimizer.sharded_param_state_dp_reshardable
 """
 
-import dataclasses
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
-
-import numpy as np
 
 from bridge.megatron._names import EMBEDDING, HEAD
 from bridge.megatron._padding import pad_param_start
@@ -32,6 +29,7 @@ from bridge.megatron._tensor_parallel import (
     split_of,
     split_shape,
 )
+from bridge.megatron._verified import verify_states
 from bridge.megatron._views import Assembled, Replicated, Tensor, Unflattened
 
 _KEY = re.compile(
@@ -47,42 +45,6 @@ Buckets = list[dict[str, Assembled]]
 def is_bucket_key(key: str) -> bool:
     """Says whether a key of a distributed checkpoint is of a flat bucket."""
     return _KEY.match(key) is not None
-
-
-@dataclasses.dataclass(frozen=True)
-class _Verified:
-    """A moment or master weight, which is read only if it proves to be of its weight.
-
-    Args:
-      name: The weight's name.
-      tensor: What is read.
-      master: The master weights at the same place.
-      weight: The model's weight.
-    """
-
-    name: str
-    tensor: Tensor
-    master: Tensor
-    weight: Tensor
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.tensor.shape
-
-    @property
-    def dtype(self) -> np.dtype:
-        return self.tensor.dtype
-
-    def read(self, slices: tuple[slice, ...] = ()) -> np.ndarray:
-        weight = self.weight.read(slices)
-        rounded = self.master.read(slices).astype(weight.dtype)
-        if not np.array_equal(_bits(rounded), _bits(weight)):
-            raise ValueError(
-                f"The optimizer's master weights for '{self.name}' do not round to the "
-                "model's: its buckets are laid out in another order than was worked "
-                "out. Save with --dist-ckpt-optim-fully-reshardable instead."
-            )
-        return self.tensor.read(slices)
 
 
 def read_buckets(
@@ -115,17 +77,8 @@ def read_buckets(
     if buffers:
         raise ValueError(f"no parameters are known for {len(buffers)} buffers")
     states = {kind: _merge(parts, kind, args, pipeline) for kind in KINDS}
-    return {
-        KINDS[kind]: {
-            name: _Verified(name, tensor, states["param"][name], model[name])
-            for name, tensor in state.items()
-        }
-        for kind, state in states.items()
-    }
-
-
-def _bits(values: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+    named = {KINDS[kind]: state for kind, state in states.items()}
+    return verify_states(named, model)
 
 
 def _pipeline(args: Mapping[str, Any]) -> Pipeline:

@@ -14,7 +14,7 @@ _REASONS = (
     (r"^rng_state", "torch's random generators, which JAX has not"),
     (r"^rerun_state_machine", "Megatron's search for faulty hardware"),
     (
-        r"^(.*/)?(optimizer$|\w*optim\w*\.pt$)",
+        r"/\w*optim\w*\.pt$",
         "the optimizer's state, without the names of the weights; save with "
         "--ckpt-format torch_dist to carry it",
     ),

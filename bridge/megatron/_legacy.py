@@ -25,6 +25,11 @@ from bridge.megatron._views import Replicated, Tensor
 
 FILE_NAME = "model_optim_rng.pt"
 
+_UNREADABLE = {
+    r"^language_model\.": "a model from before Megatron-Core",
+    r"\.experts\.weight[12]$": "all experts of a layer in one matrix, transposed",
+}
+_CONVERT = "Load it with Megatron and save it with --ckpt-format torch_dist."
 _MODEL_KEY = re.compile(r"model(\d*)")
 _LAYER = re.compile(r"^(decoder\.layers\.)(\d+)(?=\.)")
 _EXPERT = re.compile(r"(\.mlp\.experts\.)(\d+)(?=\.)")
@@ -35,12 +40,21 @@ class LegacyDirectory:
     """What a legacy checkpoint holds.
 
     Args:
+      path: Its directory.
+      sizes: How many ranks wrote it.
+      files: Each rank's file.
       tensors: The model's tensors, merged, by canonical name.
-      common: The first rank's file, without its model.
     """
 
+    path: Path
+    sizes: ParallelSizes
+    files: Mapping[Rank, Any]
     tensors: Mapping[str, Tensor]
-    common: Mapping[str, Any]
+
+    @property
+    def common(self) -> Mapping[str, Any]:
+        """What the first rank's file holds, settings and progress among it."""
+        return self.files[Rank(0, 0, 0)]
 
 
 def open_legacy(path: Path) -> LegacyDirectory:
@@ -64,12 +78,52 @@ def open_legacy(path: Path) -> LegacyDirectory:
         for rank in sizes.ranks()
     }
     _check_files(path, sizes, files)
-    args = first["args"]
-    tensors = _merge_ranks(path, sizes, files, args)
-    if not args.get("untie_embeddings_and_output_weights", True):
-        tensors = _tie(tensors)
-    common = {k: v for k, v in first.items() if not _MODEL_KEY.fullmatch(k)}
-    return LegacyDirectory(tensors, common)
+    return LegacyDirectory(path, sizes, files, merge_ranks(path, sizes, files))
+
+
+def chunk_keys(file: Mapping[str, Any]) -> list[str]:
+    """Names a rank's model chunks: one, or several with a virtual pipeline."""
+    keys = [key for key in file if _MODEL_KEY.fullmatch(str(key))]
+    return sorted(keys, key=lambda key: int(key.removeprefix("model") or 0))
+
+
+def merge_ranks(
+    path: Path, sizes: ParallelSizes, files: Mapping[Rank, Any]
+) -> dict[str, Tensor]:
+    """Merges the ranks' model chunks, or what has their names and shapes.
+
+    Args:
+      path: Where they come from.
+      sizes: How many ranks there are.
+      files: Each rank's chunks, and the first's `args`.
+
+    Returns:
+      Tensors by canonical name.
+
+    Raises:
+      ValueError: If they do not fit each other, or the layout is not supported.
+    """
+    args = files[Rank(0, 0, 0)]["args"]
+    chunks = {
+        rank: [canonical_tensors(chunk) for chunk in _chunks(file)]
+        for rank, file in files.items()
+    }
+    found: dict[str, dict[Rank, Tensor]] = {}
+    for rank, number, offset in _in_model_order(path, sizes, chunks):
+        for name, tensor in chunks[rank][number].items():
+            key = _global_name(name, offset, rank, chunks)
+            found.setdefault(key, {})[rank] = tensor
+    _check_layers(path, found, args)
+    merged, wrong = {}, []
+    for name, tensors in found.items():
+        try:
+            merged[name] = _merge(name, tensors, sizes, is_gated(args))
+        except ValueError as error:
+            wrong.append(f"  {name}: {error}")
+    if wrong:
+        raise ValueError(f"The ranks of '{path}' do not fit:\n" + "\n".join(wrong))
+    tied = not args.get("untie_embeddings_and_output_weights", True)
+    return _tie(merged) if tied else merged
 
 
 def _sizes(path: Path, first: Any) -> ParallelSizes:
@@ -117,60 +171,22 @@ def _check_files(path: Path, sizes: ParallelSizes, files: Mapping[Rank, Any]) ->
     }
     if len(set(steps.values())) > 1:
         raise ValueError(f"The ranks of '{path}' are of different iterations: {steps}.")
-    old = [
-        key
-        for file in files.values()
-        for chunk in _chunks(file)
-        for key in chunk
-        if key.startswith("language_model.")
-    ]
-    if old:
-        raise ValueError(
-            f"'{path}' is of a model from before Megatron-Core ('{old[0]}'): convert "
-            "it with Megatron's tools/checkpoint/convert.py first."
-        )
+    names = [key for file in files.values() for chunk in _chunks(file) for key in chunk]
+    for start, what in _UNREADABLE.items():
+        found = [name for name in names if re.search(start, name)]
+        if found:
+            raise ValueError(f"'{path}' has {what} ('{found[0]}'). {_CONVERT}")
 
 
 def _chunks(file: Mapping[str, Any]) -> list[dict[str, LazyTensor]]:
-    """Returns a rank's model chunks: one, or several with a virtual pipeline."""
-    keys = [key for key in file if _MODEL_KEY.fullmatch(str(key))]
-    keys.sort(key=lambda key: int(key.removeprefix("model") or 0))
     return [
         {
             strip_prefix(name): tensor
             for name, tensor in flatten_tensors(file[key], key).items()
             if not name.endswith("_extra_state")
         }
-        for key in keys
+        for key in chunk_keys(file)
     ]
-
-
-def _merge_ranks(
-    path: Path,
-    sizes: ParallelSizes,
-    files: Mapping[Rank, Any],
-    args: Mapping[str, Any],
-) -> dict[str, Tensor]:
-    chunks = {
-        rank: [canonical_tensors(chunk) for chunk in _chunks(file)]
-        for rank, file in files.items()
-    }
-    found: dict[str, dict[Rank, Tensor]] = {}
-    for rank, number, offset in _in_model_order(path, sizes, chunks):
-        for name, tensor in chunks[rank][number].items():
-            found.setdefault(_global_name(name, offset, rank, chunks), {})[rank] = (
-                tensor
-            )
-    _check_layers(path, found, args)
-    merged, wrong = {}, []
-    for name, tensors in found.items():
-        try:
-            merged[name] = _merge(name, tensors, sizes, is_gated(args))
-        except ValueError as error:
-            wrong.append(f"  {name}: {error}")
-    if wrong:
-        raise ValueError(f"The ranks of '{path}' do not fit:\n" + "\n".join(wrong))
-    return merged
 
 
 def _in_model_order(

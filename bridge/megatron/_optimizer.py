@@ -1,8 +1,8 @@
-"""Adam's state in a distributed checkpoint, by the names of the weights."""
+"""Adam's state, by the names of the weights, from every format that holds it."""
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -11,6 +11,8 @@ from bridge._source import Source
 from bridge._torch_tensors import LazyTensor
 from bridge._torch_zip import TensorSource
 from bridge.megatron._dp_reshardable import is_bucket_key, read_buckets
+from bridge.megatron._legacy import LegacyDirectory
+from bridge.megatron._legacy_optimizer import optimizer_steps, read_legacy_optimizer
 from bridge.megatron._names import canonical_tensors
 from bridge.megatron._views import Assembled, Tensor
 
@@ -86,26 +88,62 @@ def read_optimizer(
         except ValueError as error:
             reason = f"its {len(flat)} flat buckets are not understood: {error}"
             left_out.append(f"the optimizer's state: {reason}; {_ADVICE}")
+    other = {
+        key: (tensor.shape, model[key].shape)
+        for of_kind in kinds.values()
+        for key, tensor in of_kind.items()
+        if key in model and model[key].shape != tensor.shape
+    }
+    if other:  # before 0.14 Megatron-Core flattened them
+        key, (shape, of_model) = next(iter(other.items()))
+        reason = f"of '{key}' it has the shape {shape}, not {of_model}"
+        return None, (*left_out, f"the optimizer's state: {reason}; {_ADVICE}")
+    return _optimizer(name, kinds, common, steps), tuple(left_out)
+
+
+def name_legacy_optimizer(
+    legacy: LegacyDirectory,
+) -> tuple[MegatronOptimizer | None, tuple[str, ...]]:
+    """Names what the ranks of a legacy checkpoint hold; as `read_optimizer`."""
+    try:
+        kinds = read_legacy_optimizer(legacy)
+        steps = optimizer_steps(legacy)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        # Of whatever shape a stranger's tree is: it is said, and the weights remain.
+        return None, (f"the optimizer's state is not understood: {error}; {_ADVICE}",)
+    common = {"chain": dict(enumerate(_as_list(legacy.common["optimizer"])))}
+    return _optimizer(str(legacy.path), kinds, common, steps), ()
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _optimizer(
+    name: str,
+    kinds: Mapping[str, Mapping[str, Tensor]],
+    common: Any,
+    steps: Iterable[int],
+) -> MegatronOptimizer | None:
     if not kinds["exp_avg"] or not kinds["exp_avg_sq"]:
-        return None, tuple(left_out)
+        return None
     sources = {
-        kind: TensorSource(f"{name} ({kind})", MappingProxyType(of_kind))
+        kind: TensorSource(f"{name} ({kind})", MappingProxyType(dict(of_kind)))
         for kind, of_kind in kinds.items()
     }
     groups = tuple(_param_groups(common))
-    state = MegatronOptimizer(
+    return MegatronOptimizer(
         sources["exp_avg"],
         sources["exp_avg_sq"],
-        sources["master"] if kinds["master"] else None,
+        sources["master"] if kinds.get("master") else None,
         _step(groups, common, steps),
         groups,
     )
-    return state, tuple(left_out)
 
 
 def _sort(
     tensors: Mapping[str, Tensor],
-) -> tuple[dict[str, dict[str, Tensor]], list[Tensor], list[str]]:
+) -> tuple[dict[str, dict[str, Tensor]], list[int], list[str]]:
     """Sorts tensors with names into kinds, steps, and lines for those of no use."""
     kinds: dict[str, dict[str, Tensor]] = {kind: {} for kind in set(_KINDS.values())}
     steps, others = [], []
@@ -116,7 +154,7 @@ def _sort(
         elif match := _KIND_LAST.match(rest):
             kinds[_KINDS[match[2]]][match[1]] = tensor
         elif _STEP.match(rest):
-            steps.append(tensor)
+            steps.append(int(tensor.read()))
         else:
             others.append(f"{key}: of the optimizer, and of unknown use")
     named = {kind: canonical_tensors(of_kind) for kind, of_kind in kinds.items()}
@@ -133,12 +171,12 @@ def _param_groups(common: Any) -> list[Mapping[str, Any]]:
 
 
 def _step(
-    groups: Sequence[Mapping[str, Any]], common: Any, tensors: Sequence[Tensor]
+    groups: Sequence[Mapping[str, Any]], common: Any, found: Iterable[int]
 ) -> int | None:
     """Finds the steps taken, which are kept in one of three places."""
     steps = {int(group["step"]) for group in groups if "step" in group}
     steps |= _common_steps(common)
-    steps |= {int(tensor.read()) for tensor in tensors}
+    steps |= set(found)
     if len(steps) > 1:
         raise ValueError(f"The optimizer's groups took {sorted(steps)} steps.")
     return steps.pop() if steps else None

@@ -15,6 +15,10 @@ NormPlacement = Literal["pre", "post", "both", "parallel"]
 Activation = Literal["silu", "gelu", "gelu_pytorch_tanh", "gelu_new"]
 
 
+MAX_LAYERS = 1000
+"""More than any model has: a config with more is damaged, or meant to fill memory."""
+
+
 @dataclasses.dataclass(frozen=True)
 class LayerRun:
     """Neighbouring layers of one structure, which one stack of weights can hold.
@@ -217,8 +221,15 @@ class DecoderConfig:
             wrong.append(
                 f"head_dim {self.head_dim} is odd, but rotary embedding turns pairs"
             )
-        if self.norm_eps < 0:
-            wrong.append(f"norm_eps {self.norm_eps} is negative")
+        for name in ("norm_eps", "initializer_range"):
+            if getattr(self, name) < 0:
+                wrong.append(f"{name} {getattr(self, name)} is negative")
+        if self.num_hidden_layers > MAX_LAYERS:
+            wrong.append(
+                f"num_hidden_layers {self.num_hidden_layers:,}: at most {MAX_LAYERS:,}"
+            )
+        if self.logits_scaling == 0:
+            wrong.append("logits_scaling 0 divides the logits")
         if self.mla and (kv_heads != heads or self.head_dim != self.mla.qk_head_dim):
             wrong.append(
                 f"mla: num_key_value_heads {kv_heads} and head_dim {self.head_dim} "

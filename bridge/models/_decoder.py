@@ -165,10 +165,17 @@ class Decoder(nnx.Module):
         tokens: Ids,
         positions: Ids | None = None,
         segment_ids: Ids | None = None,
-    ) -> Float[Array, "layers batch seq embed"]:
-        """Returns the residual stream behind every layer, to find where models part."""
-        _, states = self._run(tokens, positions, segment_ids, _apply_and_keep)
-        return jnp.concatenate(states)
+    ) -> Float[Array, "layers+1 batch seq embed"]:
+        """Returns the residual stream before the layers and behind each of them.
+
+        To find the first layer where two models part. As transformers has it, the last
+        entry is normed.
+        """
+        x, (first, *states) = self._run(
+            tokens, positions, segment_ids, _apply_and_keep, keep_first=True
+        )
+        states = jnp.concatenate(states)
+        return jnp.concatenate([first[None], states[:-1], self.norm(x)[None]])
 
     def _run(
         self,
@@ -176,6 +183,8 @@ class Decoder(nnx.Module):
         positions: Ids | None,
         segment_ids: Ids | None,
         unit: Callable[..., tuple[Stream, Any]],
+        *,
+        keep_first: bool = False,
     ) -> tuple[Stream, list[Any]]:
         """Embeds, and runs one stack of layers after the other."""
         if positions is None:
@@ -183,7 +192,7 @@ class Decoder(nnx.Module):
             positions = jnp.broadcast_to(row[None, :], tokens.shape)
         x = self._embed(tokens, positions)
         tables, per_layer = self._tables(positions, x.dtype), _per_layer(self.config)
-        states = []
+        states: list[Any] = [x] if keep_first else []
         for run, stack in zip(self.config.layer_runs, self._stacks(), strict=True):
             mine = {name: v[run.start : run.stop] for name, v in per_layer.items()}
             x, y = self.scan(unit, stack, x, xs=(mine,), consts=(tables, segment_ids))

@@ -3,5 +3,6 @@
 from fsdp_jax.checkpoint._load import load as load
 from fsdp_jax.checkpoint._load import load_metadata as load_metadata
 from fsdp_jax.checkpoint._load import load_params as load_params
+from fsdp_jax.checkpoint._load import load_shapes as load_shapes
 from fsdp_jax.checkpoint._save import save as save
 from fsdp_jax.checkpoint._steps import latest_step as latest_step

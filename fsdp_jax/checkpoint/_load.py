@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import jax
 import orbax.checkpoint as ocp
 
 from fsdp_jax._tree import PyTree
@@ -51,6 +52,26 @@ def load_params(
     wanted = {f"params.{name}": leaf for name, leaf in flatten(mould).items()}
     leaves = _read(path, wanted, step, within="params.")
     return unflatten(mould, {n.removeprefix("params."): x for n, x in leaves.items()})
+
+
+def load_shapes(
+    path: str | os.PathLike[str], *, step: int | None = None
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shape and dtype of every leaf of a step, by dotted name; reads no array.
+
+    Args:
+      path: The directory that `save` wrote to.
+      step: Which step; None for the newest.
+
+    Raises:
+      ValueError: If there is no such step.
+    """
+    step = resolve_step(path, step)
+    with manager(path, create=False) as steps:
+        return {
+            name: jax.ShapeDtypeStruct(tuple(leaf.shape), leaf.dtype)
+            for name, leaf in steps.item_metadata(step)["state"].items()
+        }
 
 
 def load_metadata(

@@ -18,6 +18,8 @@ from fsdp_jax.cli._diff_metrics import DiffMetrics
 from fsdp_jax.cli._doctor import Doctor
 from fsdp_jax.cli._errors import CheckFailed
 from fsdp_jax.cli._export import Export
+from fsdp_jax.cli._import import Import
+from fsdp_jax.cli._inspect import Inspect
 from fsdp_jax.cli._make_tiny_llama import MakeTinyLlama
 from fsdp_jax.cli._plan import Plan
 from fsdp_jax.cli._train import Train
@@ -25,7 +27,9 @@ from fsdp_jax.cli._train import Train
 _Command = (
     Annotated[Train, tyro.conf.subcommand("train")]
     | Annotated[Plan, tyro.conf.subcommand("plan")]
+    | Annotated[Import, tyro.conf.subcommand("import")]
     | Annotated[Export, tyro.conf.subcommand("export")]
+    | Annotated[Inspect, tyro.conf.subcommand("inspect")]
     | Annotated[Compare, tyro.conf.subcommand("compare")]
     | Annotated[DiffMetrics, tyro.conf.subcommand("diff-metrics")]
     | Annotated[MakeTinyLlama, tyro.conf.subcommand("make-tiny-llama")]

@@ -25,7 +25,7 @@ class Export:
       checkpoint: A directory given to `fsdp-jax train --save`.
       out: The directory to write; new, or empty.
       step: Which step; default the newest.
-      dtype: Dtype of the files; default that of the main weights, float32.
+      dtype: Dtype of the files; default that of the checkpoint.
       where: On which devices.
     """
 
@@ -41,7 +41,7 @@ class Export:
         mesh = fsdp.make_mesh(devices=self.where.pick())
         origin = open_checkpoint(self.checkpoint, self.step)
         plan = plan_decoder(origin.config, mesh)
-        params = origin.load_params(plan.params)
+        params = origin.load_params(plan.params, as_stored=True)
         with bytes_bar(f"writing {self.out}") as progress:
             bridge.save_hf(
                 self.out, params, origin.config, dtype=self.dtype, progress=progress

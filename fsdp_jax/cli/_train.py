@@ -21,7 +21,7 @@ from fsdp_jax.cli._data import make_batches
 from fsdp_jax.cli._errors import check_absent, check_creatable
 from fsdp_jax.cli._model import computed_in, plan_decoder
 from fsdp_jax.cli._options import Devices, Unset
-from fsdp_jax.cli._origin import Origin, open_checkpoint, open_hf
+from fsdp_jax.cli._origin import Origin, open_model, open_run
 from fsdp_jax.cli._profile import Profile, Window
 from fsdp_jax.cli._recipe import ParamDtype, Recipe, Tokenizer, make_recipe
 from fsdp_jax.cli._run import Run, run_steps
@@ -40,7 +40,7 @@ class Train:
       steps: The step to train to, counted from the start of the run.
       save: Directory for the checkpoints, one folder a step.
       hf: The model to start from: a directory with config.json and safetensors files,
-        or a hub id.
+        a hub id, or the directory of a checkpoint, of which the parameters are taken.
       resume: Goes on from a checkpoint instead: a directory given to --save before.
       resume_step: The step to go on from; default the newest.
       save_every: Saves every so many steps; 0 only at the end.
@@ -93,8 +93,9 @@ class Train:
         callback = _load_callback(self)
         mesh = _make_mesh(self)  # before anything else starts jax's backend
         origin = _open(self)
-        _check_steps(self, origin.step)
-        window = self.profiling.window(origin.step, self.steps)
+        start = _first_step(self, origin)
+        _check_steps(self, start)
+        window = self.profiling.window(start, self.steps)
         recipe = _make_recipe(self, origin)
         plan = plan_decoder(origin.config, mesh, computed_in(recipe.param_dtype))
         rows = jax.ShapeDtypeStruct((recipe.batch, recipe.seq + 1), jnp.int32)
@@ -106,7 +107,7 @@ class Train:
             batches.set_state(origin.metadata["data"])
         _announce(plan, recipe, tokens)
         tx = optax.adamw(recipe.lr, weight_decay=recipe.weight_decay)
-        state = _start(origin, plan, tx)
+        state = _start(self, origin, plan, tx)
         run = _make_run(self, origin, metadata, callback, window)
         run_steps(run, plan, tx, state, batches)
 
@@ -132,9 +133,13 @@ def _load_callback(train: Train) -> Callback | None:
 
 def _open(train: Train) -> Origin:
     if train.resume is not None:
-        return open_checkpoint(train.resume, train.resume_step, train.hf)
+        return open_run(train.resume, train.resume_step, train.hf)
     assert train.hf is not None
-    return open_hf(train.hf)
+    return dataclasses.replace(open_model(train.hf), metadata={})
+
+
+def _first_step(train: Train, origin: Origin) -> int:
+    return 0 if train.resume is None else origin.step
 
 
 def _check_steps(train: Train, start: int) -> None:
@@ -202,12 +207,12 @@ def _announce(plan: fsdp.Plan, recipe: Recipe, tokens: Tokens) -> None:
 
 
 def _start(
-    origin: Origin, plan: fsdp.Plan, tx: optax.GradientTransformation
+    train: Train, origin: Origin, plan: fsdp.Plan, tx: optax.GradientTransformation
 ) -> fsdp.TrainState:
-    if origin.checkpoint is None:
+    if train.resume is None:
         return fsdp.init(plan, tx, origin.load_params(plan.params))
     mould = fsdp.abstract_state(plan, tx)
-    return fsdp.load(origin.checkpoint, mould, step=origin.step)
+    return fsdp.load(train.resume, mould, step=origin.step)
 
 
 def _make_run(
@@ -218,7 +223,7 @@ def _make_run(
     window: Window | None,
 ) -> Run:
     return Run(
-        start=origin.step,
+        start=_first_step(train, origin),
         steps=train.steps,
         save=train.save,
         save_every=train.save_every,

@@ -96,11 +96,3 @@ def assert_same_bytes(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> Non
 
 def assert_same_leaves(a: Any, b: Any) -> None:
     jax.tree.map(np.testing.assert_array_equal, a, b)
-
-
-def write_safetensors(
-    file: Path, entries: dict[str, Any], data: bytes = b"", pad: int = 0
-) -> None:
-    """Writes any header at all, right or wrong."""
-    text = json.dumps(entries).encode() + b" " * pad
-    file.write_bytes(len(text).to_bytes(8, "little") + text + data)

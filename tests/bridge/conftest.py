@@ -1,8 +1,9 @@
-"""Tiny random Llamas without torch, and goldens, each made once a session."""
+"""Tiny random Llamas without torch, to be loaded, watched or broken; and goldens."""
 
 import functools
 import os
 import tarfile
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +11,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 from bridge_helpers import write_llama
+from refusals import CANARY, MAX_ALLOCATED_BYTES, listing
+
+import bridge
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 
@@ -49,3 +53,31 @@ def golden(tmp_path_factory) -> Callable[[str], Path]:
         return directory / name
 
     return unpack
+
+
+@pytest.fixture
+def checkpoint(tmp_path, monkeypatch) -> Path:
+    """A directory that loads, to be broken, and somewhere for stray files to show."""
+    monkeypatch.chdir(tmp_path)
+    return write_llama(tmp_path / "checkpoint")
+
+
+@pytest.fixture
+def refused(tmp_path, capfd) -> Callable[[Path, str], None]:
+    """Asserts that a path is refused, and that nothing else happens."""
+
+    def refused(path: Path, match: str) -> None:
+        before = listing(tmp_path)
+        capfd.readouterr()
+        tracemalloc.start()
+        with pytest.raises(ValueError, match=match) as raised:
+            bridge.load_hf(path, {})
+        allocated = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert str(path) in str(raised.value)
+        assert len(str(raised.value)) < 2000
+        assert listing(tmp_path) == before and CANARY not in before
+        assert capfd.readouterr() == ("", "")
+        assert allocated < MAX_ALLOCATED_BYTES
+
+    return refused

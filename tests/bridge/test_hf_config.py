@@ -253,3 +253,22 @@ def test_a_config_that_its_familys_files_cannot_say_is_not_written():
 def test_a_config_that_no_model_of_the_family_has_is_refused(variant, changes, match):
     with pytest.raises(ValueError, match=match):
         bridge.from_hf_config(hf_fields(variant, **changes))
+
+
+@pytest.mark.parametrize(
+    "changes, match",
+    [
+        ({"architectures": 3}, "architectures 3 of model_type"),
+        ({"architectures": "LlamaForCausalLM"}, "architectures LlamaFor"),
+        ({"quantization_config": "fp8"}, "quantization_config = 'fp8': only"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "gptq.*: only the methods"),
+        ({"dtype": "pickle"}, "dtype = 'pickle': none of float32"),
+        ({"torch_dtype": 3}, "dtype = '3': none of"),
+        ({"rope_theta": 0}, "rope_theta = 0: must be above 0"),
+        ({"initializer_range": -0.1}, "initializer_range -0.1 is negative"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers 1,000,000,000: at most"),
+    ],
+)
+def test_a_damaged_value_is_refused_by_name(changes, match):
+    with pytest.raises(ValueError, match=match):
+        bridge.from_hf_config(HF_CONFIG | changes)

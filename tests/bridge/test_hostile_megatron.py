@@ -1,14 +1,13 @@
 """Megatron checkpoints from strangers: nothing runs, and damage is one clear error."""
 
-import io
 import os
 import pickle
 import shutil
-import zipfile
 from pathlib import Path
 
 import numpy as np
 import pytest
+from exploits import Touch, archive
 
 from bridge._pickle_writer import Call, Name, Object, Pairs, encode_pickle
 from bridge.megatron import open_megatron
@@ -17,29 +16,6 @@ from bridge.megatron._dcp_writer import DcpWriter
 
 DCP = "torch.distributed.checkpoint"
 VALUES = np.arange(24, dtype=np.float32).reshape(6, 4)
-
-
-class Touch:
-    """Pickled, it is a call that makes a file."""
-
-    def __init__(self, path: Path):
-        self.path = path
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.path),)
-
-
-def archive(program: bytes, nbytes: int | None = None) -> bytes:
-    """A torch archive around a pickle, made as long as it must be."""
-
-    def make(padding: int) -> bytes:
-        stream = io.BytesIO()
-        with zipfile.ZipFile(stream, "w") as zip_:
-            zip_.writestr("archive/data.pkl", program)
-            zip_.writestr("archive/padding", bytes(padding))
-        return stream.getvalue()
-
-    return make(0) if nbytes is None else make(nbytes - len(make(0)))
 
 
 def read_all(path: Path) -> dict[str, bytes]:
@@ -54,12 +30,6 @@ def read_all(path: Path) -> dict[str, bytes]:
 def torch_dist(request, golden, tmp_path) -> Path:
     name, kind = request.param.split("/")
     shutil.copytree(golden(name) / kind, tmp_path / "run")
-    return tmp_path / "run/iter_0000007"
-
-
-@pytest.fixture
-def legacy(golden, tmp_path) -> Path:
-    shutil.copytree(golden("mixtral") / "legacy", tmp_path / "run")
     return tmp_path / "run/iter_0000007"
 
 
@@ -102,20 +72,11 @@ def test_an_exploit_in_a_chunk_is_not_run(torch_dist, tmp_path):
     assert not (tmp_path / "sentinel").exists()
 
 
-def test_an_exploit_in_a_legacy_file_is_not_run(legacy, tmp_path):
-    program = pickle.dumps({"model": Touch(tmp_path / "sentinel"), "args": {}})
-    file = legacy / "mp_rank_00_001_001/model_optim_rng.pt"
-    file.write_bytes(archive(program))
-    with pytest.raises(ValueError, match="asks for 'posix.mkdir'"):
-        open_megatron(legacy)
-    assert not (tmp_path / "sentinel").exists()
-
-
 def test_a_flipped_bit_is_an_error_or_changes_nothing(torch_dist):
     before = read_all(torch_dist)
     random, caught = np.random.default_rng(0), 0
     files = sorted(torch_dist.glob("*.distcp"))
-    for file in random.choice(np.array(files, object), 30):
+    for file in random.choice(np.array(files, object), 16):
         data = file.read_bytes()
         flipped = bytearray(data)
         flipped[random.integers(len(data))] ^= 1 << int(random.integers(8))
@@ -125,7 +86,7 @@ def test_a_flipped_bit_is_an_error_or_changes_nothing(torch_dist):
         except ValueError:
             caught += 1
         file.write_bytes(data)
-    assert caught > 3
+    assert caught > 2
 
 
 def test_a_flipped_bit_of_a_weight_is_caught_by_its_checksum(torch_dist):
@@ -205,7 +166,7 @@ def write_metadata(directory: Path, file="__0_0.distcp", **changed) -> None:
         },
         "storage_data": Pairs(tuple(places)),
     }
-    metadata = Object(Name(f"{DCP}.metadata.Metadata"), state)
+    metadata = Object(Name(changed.get("kind", f"{DCP}.metadata.Metadata")), state)
     (directory / ".metadata").write_bytes(encode_pickle(metadata))
 
 
@@ -215,8 +176,12 @@ def directory(tmp_path) -> Path:
     return tmp_path
 
 
-def test_metadata_made_by_hand_is_read(directory):
-    write_metadata(directory)
+MCORE = "megatron.core.dist_checkpointing.strategies.torch.MCoreMetadata"
+
+
+@pytest.mark.parametrize("kind", [f"{DCP}.metadata.Metadata", MCORE])
+def test_metadata_made_by_hand_is_read(directory, kind):
+    write_metadata(directory, kind=kind)
     assert open_megatron(directory).source.shape("w") == (6, 4)
 
 
@@ -293,94 +258,3 @@ def test_common_state_of_another_kind_is_refused(golden, tmp_path, value):
     (tmp_path / "x/common.pt").write_bytes(archive(program))
     with pytest.raises(ValueError, match="no dict"):
         open_megatron(tmp_path / "x")
-
-
-# Legacy ranks that do not fit
-
-
-def test_missing_ranks_are_all_named(legacy):
-    shutil.rmtree(legacy / "mp_rank_00_001_000")
-    (legacy / "mp_rank_00_000_001/model_optim_rng.pt").unlink()
-    with pytest.raises(ValueError, match="TP 1 x PP 2 x EP 2") as error:
-        open_megatron(legacy)
-    assert "mp_rank_00_001_000" in str(error.value)
-    assert "mp_rank_00_000_001" in str(error.value)
-
-
-def test_ranks_of_another_run_are_named(legacy):
-    shutil.copytree(legacy / "mp_rank_00_000_000", legacy / "mp_rank_01_000_000")
-    with pytest.raises(ValueError, match="unexpected.*\n.*mp_rank_01_000_000"):
-        open_megatron(legacy)
-
-
-def test_copies_that_differ_are_refused_when_read(legacy):
-    """Ranks of other experts hold the same attention: one of them is changed."""
-    source = open_megatron(legacy).source
-    key = "decoder.layers.1.self_attention.linear_qkv.weight"
-    weights = source.read(key)
-    file = legacy / "mp_rank_00_000_001/model_optim_rng.pt"
-    rewrite(file, weights.tobytes(), (weights + 1).tobytes())
-    source = open_megatron(legacy).source
-    with pytest.raises(ValueError, match="mp_rank_00_000_000, and mp_rank_00_000_001"):
-        source.read(key)
-    source.read("decoder.layers.0.self_attention.linear_qkv.weight")
-
-
-def test_a_tied_head_that_differs_is_refused_when_read(golden, tmp_path):
-    shutil.copytree(golden("qwen3") / "legacy/iter_0000007", tmp_path / "x")
-    source = open_megatron(tmp_path / "x").source
-    rows = source.read("embedding.word_embeddings.weight", (slice(192, 384),))
-    file = tmp_path / "x/mp_rank_01_001/model_optim_rng.pt"
-    rewrite(file, rows.tobytes(), (-rows).tobytes())
-    source = open_megatron(tmp_path / "x").source
-    source.read("embedding.word_embeddings.weight", (slice(0, 192),))
-    with pytest.raises(ValueError, match="the tied output_layer.weight"):
-        source.read("embedding.word_embeddings.weight")
-
-
-def rewrite(file: Path, old: bytes, new: bytes) -> None:
-    """Replaces part of a storage of an archive, with a checksum that fits."""
-    with zipfile.ZipFile(file) as before:
-        members = {name: before.read(name) for name in before.namelist()}
-    assert any(old in data for data in members.values())
-    with zipfile.ZipFile(file, "w") as after:
-        for name, data in members.items():
-            after.writestr(name, data.replace(old, new))
-
-
-def legacy_file(directory: Path, tree: dict) -> None:
-    (directory / "mp_rank_00").mkdir()
-    file = directory / "mp_rank_00/model_optim_rng.pt"
-    file.write_bytes(archive(encode_pickle(tree)))
-
-
-ARGS = {"num_layers": 1}
-LEGACY = {
-    "no args": ({"model": {}}, "holds no `args`"),
-    "old": ({"args": ARGS, "checkpoint_version": 2.0}, "checkpoint_version 2.0"),
-    "no model": ({"args": ARGS, "checkpoint_version": 3.0}, r"\[0\] model chunks"),
-    "no weights": ({"args": {}, "checkpoint_version": 3.0, "model": {}}, "no weights"),
-    "no layers": (
-        {"args": ARGS, "checkpoint_version": 3.0, "model": {}},
-        "args say 1",
-    ),
-    "other experts": (
-        {
-            "args": {
-                "num_experts": 4,
-                "tensor_model_parallel_size": 2,
-                "expert_tensor_parallel_size": 1,
-            },
-            "checkpoint_version": 3.0,
-            "model": {},
-        },
-        "cuts experts among 1 .* torch_dist",
-    ),
-}
-
-
-@pytest.mark.parametrize("tree, match", LEGACY.values(), ids=LEGACY)
-def test_a_legacy_file_that_cannot_be_understood_is_refused(tmp_path, tree, match):
-    legacy_file(tmp_path, tree)
-    with pytest.raises(ValueError, match=match):
-        open_megatron(tmp_path)

@@ -264,10 +264,9 @@ def test_the_stream_behind_every_layer_is_that_of_transformers(tmp_path):
             torch.from_numpy(hf.tokens), output_hidden_states=True
         ).hidden_states
     ours = load_model(tmp_path).hidden_states(jnp.asarray(hf.tokens))
-    # Theirs begins with the embedding and ends with what is normed at last.
-    for layer in range(2):
-        want = theirs[layer + 1].numpy()
-        assert relative_error(ours[layer], want) <= RELATIVE
+    assert len(ours) == len(theirs) == 4
+    for mine, want in zip(ours, theirs, strict=True):
+        assert relative_error(mine, want.numpy()) <= RELATIVE
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -1,6 +1,7 @@
 """torch reads what is written for it, and what it writes is read."""
 
 import argparse
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 
-from bridge.megatron import open_megatron, plain_args, save_megatron
+from bridge.megatron import open_megatron, plain_args, save_megatron, trim_vocab
 
 pytestmark = pytest.mark.torch
 
@@ -131,3 +132,139 @@ def test_chunks_of_every_width_are_read(tmp_path, dtype):
     assert source.read("w").tobytes() == bits(values)
     box = source.read("w", (slice(1, 3), slice(2, 5)))
     assert np.ascontiguousarray(box).tobytes() == bits(values[1:3, 2:5])
+
+
+def load_rank(file: Path) -> dict[str, Any]:
+    with torch.serialization.safe_globals([argparse.Namespace]):
+        return torch.load(file, weights_only=True)
+
+
+def rank_tensors(file: Path) -> dict[tuple[str, str], torch.Tensor]:
+    """A rank's parameters by model chunk and name, in their order."""
+    return {
+        (chunk, name): tensor
+        for chunk, model in load_rank(file).items()
+        if chunk.startswith("model")
+        for name, tensor in model.items()
+    }
+
+
+def add_optimizer(
+    run: Path, states: dict[str, Path], *, mixed: bool, swapped: bool = False
+) -> None:
+    """Adds to each rank's file what Megatron's own optimizer would have put there."""
+    for file in run.rglob("model_optim_rng.pt"):
+        rank = file.relative_to(run)
+        local = {kind: rank_tensors(path / rank) for kind, path in states.items()}
+        names = list(rank_tensors(file))
+        chained = []
+        for of_experts in (False, True):
+            ours = [n for n in names if (".mlp.experts." in n[1]) == of_experts]
+            if not ours:
+                continue
+            groups, masters, order = [], [], []
+            for decays in (True, False):
+                found = [n for n in ours if (local["exp_avg"][n].dim() > 1) == decays]
+                if swapped and not decays:
+                    found[0], found[1] = found[1], found[0]
+                numbers = list(range(len(order), len(order) + len(found)))
+                masters.append([local["master"][n] for n in found])
+                order += found
+                settings = {"lr": 0.1, "betas": (0.9, 0.95), "step": 3}
+                kind = {"wd_mult": float(decays), "is_expert_parallel": of_experts}
+                groups.append({"params": numbers, **kind, **settings})
+            state = {
+                number: {kind: local[kind][n] for kind in ("exp_avg", "exp_avg_sq")}
+                | {"step": torch.tensor(3.0)}
+                for number, n in enumerate(order)
+            }
+            tree = {"state": state, "param_groups": groups}
+            if mixed:
+                tree = {"optimizer": tree, "fp32_from_fp16_params": masters}
+            chained.append(tree)
+        whole = load_rank(file)
+        whole["optimizer"] = chained[0] if len(chained) == 1 else chained
+        torch.save(whole, file)
+
+
+SPLITS = [("qwen3", 2, 2, 1, 1), ("qwen3", 1, 2, 1, 2), ("mixtral", 1, 2, 2, 1)]
+SPLITS += [("mixtral", 2, 1, 2, 1), ("mixtral", 1, 1, 1, 1)]
+
+
+def write_trained(golden, tmp_path: Path, split, **changed) -> dict[str, Any]:
+    """Writes a legacy run with an optimizer; returns each kind of state's source."""
+    name, tp, pp, ep, vpp = split
+    found = open_megatron(golden(name) / "torch_dist")
+    assert found.optimizer is not None
+    master = found.optimizer.master or found.source
+    sources = {
+        "exp_avg": found.optimizer.exp_avg,
+        "exp_avg_sq": found.optimizer.exp_avg_sq,
+        "master": master,
+    }
+    sizes = {"tp": tp, "pp": pp, "ep": ep, "vpp": vpp, "format": "legacy"}
+    args, _ = plain_args(found.args)
+    for kind, source in (*sources.items(), ("run", found.source)):
+        save_megatron(tmp_path / kind, source, args, **sizes)
+    states = {kind: tmp_path / kind for kind in sources}
+    mixed = found.optimizer.master is not None
+    add_optimizer(tmp_path / "run", states, mixed=mixed, **changed)
+    return sources if mixed else {**sources, "master": None}
+
+
+@pytest.mark.parametrize("split", SPLITS, ids=str)
+def test_moments_of_legacy_files_are_found_weight_by_weight(golden, tmp_path, split):
+    sources = write_trained(golden, tmp_path, split)
+    found = open_megatron(tmp_path / "run")
+    assert found.left_out == ()
+    assert found.optimizer is not None
+    assert found.optimizer.step == 3
+    assert found.optimizer.param_groups[0]["betas"] == (0.9, 0.95)
+    for kind, expected in sources.items():
+        source = getattr(found.optimizer, kind)
+        if expected is None:
+            assert source is None
+            continue
+        # More tensor-parallel ranks pad the vocabulary with more rows.
+        source, expected = trim_vocab(source, 331), trim_vocab(expected, 331)
+        assert set(source.keys()) == set(expected.keys())
+        for key in expected.keys():
+            assert source.read(key).tobytes() == expected.read(key).tobytes(), key
+
+
+def test_legacy_moments_in_another_order_are_never_handed_out(golden, tmp_path):
+    """Two norms of one shape change places: their master weights tell."""
+    write_trained(golden, tmp_path, SPLITS[0], swapped=True)
+    optimizer = open_megatron(tmp_path / "run").optimizer
+    assert optimizer is not None
+    with pytest.raises(ValueError, match="do not round to the model's"):
+        for key in optimizer.exp_avg.keys():
+            optimizer.exp_avg.read(key)
+
+
+@pytest.mark.parametrize(
+    "change, reason",
+    [
+        (lambda tree: tree["param_groups"][0].update(lr_mult=0.5), "of their own"),
+        (lambda tree: tree["param_groups"][0]["params"].pop(), "parameters, the model"),
+        (lambda tree: tree["param_groups"].pop(), "have no group"),
+        (lambda tree: tree.update(state={}), "state is in other files"),
+        (lambda tree: tree["state"].pop(0), "not understood: 0"),
+        (
+            lambda tree: tree["state"][0].update(exp_avg=torch.zeros(3)),
+            "exp_avg of .* is not of shape",
+        ),
+    ],
+)
+def test_a_legacy_optimizer_that_is_not_understood_is_said_with_the_reason(
+    golden, tmp_path, change, reason
+):
+    write_trained(golden, tmp_path, ("qwen3", 1, 1, 1, 1))
+    (file,) = (tmp_path / "run").rglob("model_optim_rng.pt")
+    whole = load_rank(file)
+    change(whole["optimizer"]["optimizer"])
+    torch.save(whole, file)
+    found = open_megatron(tmp_path / "run")
+    assert found.optimizer is None
+    assert re.search(reason, found.left_out[0])
+    found.source.read("decoder.final_layernorm.weight")  # the weights remain

@@ -7,7 +7,6 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from bridge_helpers import write_safetensors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import numpy as reference
@@ -86,63 +85,6 @@ def test_the_package_reads_what_we_write(tmp_path):
     assert read["ü"].tobytes() == values.tobytes()
 
 
-def tensor(shape, start, end, dtype="F32"):
-    return {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
-
-
-BROKEN = {
-    "cut short in the data": ({"w": tensor([4], 0, 16)}, 12, "past the end"),
-    "bytes left over": ({"w": tensor([4], 0, 16)}, 20, "belong to no tensor"),
-    "overlap": ({"a": tensor([4], 0, 16), "b": tensor([4], 8, 24)}, 24, "overlaps"),
-    "gap": ({"a": tensor([2], 0, 8), "b": tensor([2], 12, 20)}, 20, "gap"),
-    "shape against offsets": ({"w": tensor([5], 0, 16)}, 16, "needs 20 bytes"),
-    "end before start": ({"w": tensor([4], 16, 0)}, 16, "hold -16"),
-    "negative offset": ({"w": tensor([4], -8, 8)}, 16, "not two byte positions"),
-    "negative size": ({"w": tensor([-4], 0, 16)}, 16, "not a list of sizes"),
-    "boolean size": ({"w": tensor([True], 0, 4)}, 4, "not a list of sizes"),
-    "unknown dtype": ({"w": tensor([4], 0, 16, "F12")}, 16, "'F12' is none of"),
-    "dtype no name": ({"w": tensor([4], 0, 16, ["F32"])}, 16, "is none of"),
-    "fields missing": ({"w": {"dtype": "F32"}}, 0, "not described by"),
-    "entry no object": ({"w": 3}, 0, "not described by"),
-    "past the end": ({"w": tensor([4], 10**18, 10**18 + 16)}, 16, "past the end"),
-}
-
-
-@pytest.mark.parametrize("entries, num_bytes, match", BROKEN.values(), ids=BROKEN)
-def test_a_broken_header_is_one_clear_error(tmp_path, entries, num_bytes, match):
-    write_safetensors(tmp_path / "model.safetensors", entries, bytes(num_bytes))
-    with pytest.raises(ValueError, match=match) as error:
-        bridge.open_checkpoint(tmp_path)
-    assert str(tmp_path) in str(error.value)
-
-
-@pytest.mark.parametrize(
-    "content, match",
-    [
-        (b"", "no safetensors file"),
-        (b"\x80\x04torch pickle", "no safetensors file"),
-        ((10**15).to_bytes(8, "little") + b"{}", "no safetensors file"),
-        (b"\x05" + bytes(7) + b"{'a'}", "not valid JSON"),
-        (b"\x04" + bytes(7) + b"\xff\xfe{}", "not valid JSON"),
-        (b"\x02" + bytes(7) + b"[]", "not an object"),
-        (b"\x10" + bytes(7) + b'{"a": 1, "a": 2}', "keys given twice: \\['a'\\]"),
-        ((10**5).to_bytes(8, "little") + b"[" * 10**5, "not valid JSON"),
-    ],
-    ids=["empty", "pickle", "huge", "json", "utf8", "list", "duplicate", "nested"],
-)
-def test_a_file_of_another_kind_is_refused(tmp_path, content, match):
-    (tmp_path / "model.safetensors").write_bytes(content)
-    with pytest.raises(ValueError, match=match):
-        bridge.open_checkpoint(tmp_path)
-
-
-def test_all_broken_tensors_are_named_at_once(tmp_path):
-    entries = {"a": tensor([5], 0, 16), "b": tensor([4], 16, 32, "F12")}
-    write_safetensors(tmp_path / "model.safetensors", entries, bytes(32))
-    with pytest.raises(ValueError, match="'a'.*\n.*'b'"):
-        bridge.open_checkpoint(tmp_path)
-
-
 def write_sharded(directory: Path, weight_map: dict[str, str]) -> None:
     for name, key in (("a.safetensors", "a"), ("b.safetensors", "b")):
         reference.save_file({key: VALUES}, directory / name)
@@ -157,27 +99,8 @@ def test_shards_are_one_source(tmp_path):
     np.testing.assert_array_equal(source.read("a"), VALUES)
 
 
-@pytest.mark.parametrize(
-    "weight_map, match",
-    [
-        ({"a": "a.safetensors", "b": "../b.safetensors"}, "is no file name"),
-        ({"a": "a.safetensors", "b": "/etc/passwd"}, "is no file name"),
-        ({"a": "a.safetensors", "b": ".."}, "'..' is"),
-        ({"a": "a.safetensors", "b": "c.safetensors"}, "'c.safetensors' is absent"),
-        ({"a": "a.safetensors", "b": "a.safetensors"}, "'b' is not in"),
-        ({"a": "a.safetensors", "c": "b.safetensors"}, "'b', which .* does not name"),
-        ({"a": 3}, "no 'weight_map'"),
-        (["a"], "no 'weight_map'"),
-    ],
-)
-def test_a_wrong_index_is_refused(tmp_path, weight_map, match):
-    write_sharded(tmp_path, weight_map)
-    with pytest.raises(ValueError, match=match):
-        bridge.open_checkpoint(tmp_path)
-
-
 def test_a_path_that_is_no_checkpoint_says_what_was_looked_for(tmp_path):
-    with pytest.raises(ValueError, match="'model.safetensors' or"):
+    with pytest.raises(ValueError, match="neither 'model.safetensors' nor"):
         bridge.open_checkpoint(tmp_path)
     with pytest.raises(FileNotFoundError, match="nothing is there"):
         bridge.open_checkpoint(tmp_path / "absent")

@@ -1,0 +1,40 @@
+"""A Hugging Face checkpoint: its config and its tensors, decoded if need be."""
+
+import os
+
+from bridge._block_scaled import decode_block_scaled
+from bridge._config import find_family, from_hf_config, read_config_file
+from bridge._mapping import Mapping
+from bridge._source import Source, open_checkpoint
+from bridge.models import DecoderConfig
+
+
+def open_hf(
+    path: str | os.PathLike[str], config: DecoderConfig | None = None
+) -> tuple[Source, DecoderConfig, Mapping]:
+    """Opens a checkpoint and finds the rules that it follows; reads headers only.
+
+    Args:
+      path: A directory with `config.json` and safetensors files, or one such file.
+      config: The model; None reads `config.json`. A file that stands alone, without
+        one, is taken to hold plain numbers.
+
+    Returns:
+      The tensors (block-scaled ones as the bfloat16 they stand for), the model, and
+      the mapping between the two.
+
+    Raises:
+      FileNotFoundError: If there is no checkpoint, or no config.
+      ValueError: If the checkpoint is damaged, or its family not supported.
+    """
+    source = open_checkpoint(path)
+    try:
+        fields = read_config_file(path)
+    except FileNotFoundError:
+        if config is None:
+            raise
+        fields = {}
+    config = config or from_hf_config(fields)
+    source = decode_block_scaled(source, fields.get("quantization_config"))
+    mapping = find_family(config.model_type).mapping_for(config, source.keys())
+    return source, config, mapping

@@ -1,0 +1,106 @@
+"""`fsdp-jax inspect`: what is in a directory, from headers alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+import bridge
+import fsdp_jax as fsdp
+from bridge.models import DecoderConfig
+from fsdp_jax._table import text_table
+from fsdp_jax.cli._model import plan_decoder
+from fsdp_jax.cli._options import Devices
+from fsdp_jax.cli._origin import open_either
+
+
+@dataclasses.dataclass(frozen=True)
+class Inspect:
+    """Show what a model or a checkpoint holds, and where each tensor would go.
+
+    Reads headers and no weights.
+
+    Attributes:
+      path: A model's directory, a safetensors file, or a directory of `fsdp-jax train
+        --save` or `fsdp-jax import`.
+      sharded: Also plans how it would be sharded over the devices, and says what each
+        process would read.
+      json: Prints one JSON object instead.
+      where: On which devices, with --sharded.
+    """
+
+    path: tyro.conf.Positional[Path]
+    sharded: bool = False
+    json: bool = False
+    where: Annotated[Devices, tyro.conf.arg(name="")] = Devices()
+
+    def run(self) -> None:
+        """Prints traits, the mapping, and the sums."""
+        devices = self.where.pick() if self.sharded else None
+        origin = open_either(self.path, None)
+        mould = None
+        if devices is not None:
+            mesh = fsdp.make_mesh(devices=devices)
+            mould = plan_decoder(origin.config, mesh).params
+        if origin.hf is not None and origin.checkpoint is None:
+            self._print_model(origin.config, bridge.plan(origin.hf, mould))
+        else:
+            self._print_checkpoint(origin.config, origin.step)
+
+    def _print_model(self, config: DecoderConfig, plan: bridge.ImportPlan) -> None:
+        if self.json:
+            print(json.dumps({"config": traits(config), **plan.as_dict()}))
+            return
+        print(_trait_table(config))
+        print()
+        print(plan)
+
+    def _print_checkpoint(self, config: DecoderConfig, step: int) -> None:
+        leaves = {
+            name: (tuple(leaf.shape), str(leaf.dtype))
+            for name, leaf in fsdp.load_shapes(self.path, step=step).items()
+        }
+        if self.json:
+            print(
+                json.dumps({"config": traits(config), "step": step, "leaves": leaves})
+            )
+            return
+        print(_trait_table(config))
+        print()
+        rows = [
+            (name, "x".join(map(str, shape)), dtype)
+            for name, (shape, dtype) in leaves.items()
+        ]
+        print(text_table({"leaf": "left", "shape": "left", "dtype": "left"}, rows))
+        print(f"step {step} of {self.path}")
+
+
+def traits(config: Any) -> dict[str, Any]:
+    """Returns the fields of a config that are not the default of all families.
+
+    Args:
+      config: A `DecoderConfig`, or one of its parts.
+    """
+    return {
+        field.name: traits(value) if dataclasses.is_dataclass(value) else value
+        for field in dataclasses.fields(config)
+        if (value := getattr(config, field.name)) != field.default
+        and field.name != "carried"
+    }
+
+
+def _trait_table(config: DecoderConfig) -> str:
+    rows = [(name, _short(value)) for name, value in traits(config).items()]
+    return text_table({"trait": "left", "value": "left"}, rows)
+
+
+def _short(value: Any) -> str:
+    """Cuts long values: layer by layer, a large model would fill the screen."""
+    if isinstance(value, dict):
+        value = ", ".join(f"{name} {part}" for name, part in value.items())
+    text = str(value)
+    return text if len(text) <= 100 else text[:97] + "..."
