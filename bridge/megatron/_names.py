@@ -30,12 +30,15 @@ _PREFIX = re.compile(r"^(?:(?:model|module)\.)+")
 _STACKED_LAYER = re.compile(r"^(.*\blayers)\.(?!\d+\.)(.+)$")
 _STACKED_EXPERT = re.compile(r"^(.*\bexperts)\.experts\.(?!\d+\.)(.+)$")
 _GATED_HALF = re.compile(r"^(.*\.(?:weight|bias)\d*)_([wv])$")
+# Layers, or experts of a layer: more than any model has.
+_MAX_STACKED = 2**16
 _RENAMED = (
     (re.compile(r"\bexperts\.(?:local_)?experts\.(\d+)\."), r"experts.\1."),
     (
         re.compile(r"\bmlp\.experts\.(linear_fc[12])\.(weight|bias)(\d+)$"),
         r"mlp.experts.\3.\1.\2",
     ),
+    (re.compile(r"\.mtp_model_layer\."), ".transformer_layer."),
     (re.compile(r"^decoder\.final_norm\."), "decoder.final_layernorm."),
     (re.compile(r"\blinear_q_up_proj\.layer_norm_"), "q_layernorm."),
     (re.compile(r"\blinear_kv_up_proj\.layer_norm_"), "kv_layernorm."),
@@ -107,8 +110,8 @@ def _unstacked(
         if stacked is None:
             cut[name] = tensor
             continue
-        if not tensor.shape:
-            raise ValueError(f"'{name}' is a scalar, not stacked over layers.")
+        if not tensor.shape or 0 in tensor.shape or tensor.shape[0] > _MAX_STACKED:
+            raise ValueError(f"'{name}' of shape {tensor.shape} is no stack of layers.")
         for number in range(tensor.shape[0]):
             inner = template.format(stacked[1], number, stacked[2])
             cut[inner] = section(tensor, number)

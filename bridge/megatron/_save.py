@@ -121,6 +121,10 @@ def _directory(path: Path, name: str) -> Iterator[Path]:
         number = name.removeprefix("iter_")
         tracked = str(int(number)) if number.isdigit() else name
         (root / TRACKER_NAME).write_text(tracked)
+        for file in root.rglob("*"):
+            if file.is_file():  # on disk before it has its name
+                with file.open("rb") as stream:
+                    os.fsync(stream.fileno())
         root.rename(path)
 
 
@@ -171,6 +175,11 @@ def _with_facts(
     ]
     _, objects = plain_args(args)
     wrong += [f"  {name}: {args[name]!r} is no plain value" for name in objects]
+    wrong += [
+        f"  {key}: torch has no dtype {source.dtype(key)}"
+        for key in keys
+        if source.dtype(key) not in DTYPE_NAMES
+    ]
     if wrong:
         raise ValueError(f"'{source.name}' and args do not fit:\n" + "\n".join(wrong))
     return {

@@ -31,6 +31,11 @@ def check_pipeline(
         wrong.append(f"{pipeline.num_layers} layers among PP x VPP = {stages} chunks")
     if pipeline.num_experts % sizes.ep or (sizes.ep > 1 and not pipeline.num_experts):
         wrong.append(f"{pipeline.num_experts} experts among EP = {sizes.ep} ranks")
+    wrong += [
+        f"{name}: what its module is called depends on the version; use torch_dist"
+        for name in source.keys()
+        if name.startswith("mtp.")
+    ]
     for name in source.keys() if sizes.tp > 1 else ():
         try:
             shape = padded_shape(name, source.shape(name), multiple)
@@ -38,7 +43,7 @@ def check_pipeline(
         except ValueError as error:
             wrong.append(f"{name}: {error}")
     if wrong:
-        report = format_report({"do not divide": wrong})
+        report = format_report({"in the way": wrong})
         raise ValueError(f"'{source.name}' cannot be dealt out so:\n{report}")
 
 

@@ -122,6 +122,7 @@ def size(*values: int) -> Call:
 
 def write_metadata(directory: Path, file="__0_0.distcp", **changed) -> None:
     """Metadata of one tensor of shape (6, 4) in two chunks, changed in one place."""
+    key = changed.get("key", "w")
     properties = (
         Name(changed.get("dtype", "torch.float32")),
         Call(Name("torch.serialization._get_layout"), ("torch.strided",)),
@@ -146,7 +147,7 @@ def write_metadata(directory: Path, file="__0_0.distcp", **changed) -> None:
         (
             Object(
                 Name(f"{DCP}.metadata.MetadataIndex"),
-                {"fqn": "w", "offset": size(row, 0), "index": None},
+                {"fqn": key, "offset": size(row, 0), "index": None},
             ),
             Object(
                 Name(f"{DCP}.filesystem._StorageInfo"),
@@ -162,7 +163,7 @@ def write_metadata(directory: Path, file="__0_0.distcp", **changed) -> None:
     ]
     state = {
         "state_dict_metadata": {
-            "w": Object(Name(f"{DCP}.metadata.TensorStorageMetadata"), entry)
+            key: Object(Name(f"{DCP}.metadata.TensorStorageMetadata"), entry)
         },
         "storage_data": Pairs(tuple(places)),
     }
@@ -220,6 +221,24 @@ def test_metadata_that_lies_is_refused_at_once(directory, changed, match):
     with pytest.raises(ValueError, match=match) as error:
         open_megatron(directory)
     assert ".metadata" in str(error.value)
+
+
+STACKED = "decoder.layers.mlp.linear_fc2.weight"
+
+
+def test_an_endless_stack_of_empty_layers_is_refused(directory):
+    write_metadata(directory, key=STACKED, shape=(2**40, 0), boxes=[], rows=())
+    with pytest.raises(ValueError, match=r"shape .1099511627776, 0. is no stack"):
+        open_megatron(directory)
+
+
+@pytest.mark.parametrize("shape", [(), (2**17,)])
+def test_what_no_model_stacks_is_refused(tmp_path, shape):
+    with DcpWriter(tmp_path) as writer:
+        writer.add(STACKED, (0,) * len(shape), np.zeros(shape, np.uint8))
+        writer.finish()
+    with pytest.raises(ValueError, match="is no stack of layers"):
+        open_megatron(tmp_path)
 
 
 def test_all_that_is_wrong_is_listed(directory):

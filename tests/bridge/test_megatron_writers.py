@@ -241,6 +241,31 @@ def test_what_does_not_fit_is_refused_and_nothing_is_written(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_dtype_that_torch_has_not_is_refused(tmp_path):
+    values = np.zeros((4, 4), "S3")
+    source = held({"embedding.word_embeddings.weight": values})
+    with pytest.raises(ValueError, match="torch has no dtype .S3"):
+        save_megatron(tmp_path / "out", source, {})
+
+
+EXPERT = "mtp.layers.0.transformer_layer.mlp.experts.0.linear_fc1.weight"
+PREDICTING = {
+    "embedding.word_embeddings.weight": np.ones((128, 4), np.float32),
+    "mtp.layers.0.eh_proj.weight": np.ones((4, 8), np.float32),
+    EXPERT: np.ones((4, 4), np.float32),
+}
+
+
+def test_layers_that_predict_further_tokens_keep_their_numbers(tmp_path):
+    save_megatron(tmp_path / "out", held(PREDICTING), {})
+    assert_equal(open_megatron(tmp_path / "out").source, PREDICTING)
+
+
+def test_layers_that_predict_further_tokens_are_not_written_as_legacy(tmp_path):
+    with pytest.raises(ValueError, match="depends on the version; use torch_dist"):
+        save_megatron(tmp_path / "out", held(PREDICTING), {}, format="legacy")
+
+
 def test_a_missing_layer_is_refused(golden, tmp_path):
     twin = megatron_twin(golden("qwen3") / "hf")
     del twin["decoder.layers.2.mlp.linear_fc2.weight"]
