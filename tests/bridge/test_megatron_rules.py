@@ -302,6 +302,24 @@ def test_a_tree_of_several_dtypes_in_one_tensor_is_refused():
         megatron_tensors(_nested(leaves), config)
 
 
+@pytest.mark.parametrize("variant, fits", [("deepseek_v3", True), ("llama", False)])
+def test_layers_that_predict_further_tokens_are_left_out_where_files_have_them(
+    variant, fits
+):
+    config = twin_config(variant)
+    params = random_params(config)
+    tensors = megatron_tensors(params, config)
+    held = {key: tensors.read(key) for key in tensors.keys()}
+    further = {"mtp.layers.0.eh_proj.weight": np.ones((48, 96), np.float32)}
+    source = decoder_source(counted(held | further), config)
+    if fits:
+        again = load(source, weight_mapping(config), mould_of(config))
+        assert_same_leaves(again, params)
+    else:
+        with pytest.raises(ValueError, match="unexpected .*\n.*mtp.layers.0.eh_proj"):
+            load(source, weight_mapping(config), mould_of(config))
+
+
 def _nested(leaves):
     tree = {}
     for name, leaf in leaves.items():
