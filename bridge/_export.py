@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from io import FileIO
 from pathlib import Path
@@ -46,7 +46,7 @@ def write_weights(
                 file.put(memoryview(encode_header(entries)))
                 for key, entry in entries.items():
                     with agreeing():
-                        tensor = _tensor(pool, pieces[key], leaves, *entry)
+                        tensor = assemble(pool, pieces[key], leaves, *entry)
                         file.put(tensor.reshape(-1).view(np.uint8).data)
                         done += nbytes(entry)
                         if progress is not None:
@@ -95,14 +95,22 @@ class _Appender:
             self._pending.pop().result()
 
 
-def _tensor(
+def assemble(
     pool: Executor,
-    pieces: list[Piece],
-    leaves: dict[str, Any],
+    pieces: Sequence[Piece],
+    leaves: Mapping[str, Any],
     shape: tuple[int, ...],
     dtype: np.dtype,
 ) -> np.ndarray:
-    """Returns a tensor in C order, whatever the layouts return."""
+    """Gathers a tensor to the host, in C order whatever the layouts return.
+
+    Args:
+      pool: Its threads do the work.
+      pieces: The sections that it is made of.
+      leaves: The tree's leaves by path.
+      shape: Its shape.
+      dtype: Its dtype.
+    """
     tensor = np.empty(shape, dtype)
     futures = []
     for piece in pieces:
