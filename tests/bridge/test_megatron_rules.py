@@ -271,6 +271,16 @@ def test_a_shard_of_heads_reads_its_own_rows_alone(bytes_read, tmp_path):
     assert group.nbytes <= sum(bytes_read) < 1.2 * group.nbytes
 
 
+def test_threads_that_read_one_tensor_verify_its_checksum_once(bytes_read, tmp_path):
+    config = twin_config("llama", vocab_size=64_000)  # 12 MB: several bands
+    params = random_params(config)
+    bridge.save_megatron(tmp_path / "run", params, config)
+    bytes_read.clear()
+    bridge.load_megatron(tmp_path / "run", mould_of(config))
+    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    assert weights <= sum(bytes_read) <= 2.1 * weights
+
+
 def test_a_checkpoint_of_another_model_is_refused_with_all_that_differs(
     golden, bytes_read
 ):
