@@ -12,9 +12,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from bridge._codec import Codec
+from bridge.megatron._attention_fields import ATTENTION_CODEC, WINDOW_CODEC
 from bridge.megatron._dtype_fields import DTYPE_CODEC
 from bridge.megatron._family_of_fields import Tokens, settle
 from bridge.megatron._layer_fields import LAYER_CODECS
+from bridge.megatron._mlp_fields import MLP_CODEC
 from bridge.megatron._moe_fields import MLA_CODEC, MOE_CODEC
 from bridge.megatron._parallel_fields import ParallelFields
 from bridge.megatron._rope_fields import ROPE_CODEC
@@ -24,6 +26,9 @@ from bridge.models import DecoderConfig
 
 CODECS: tuple[Codec, ...] = (
     *LAYER_CODECS,
+    ATTENTION_CODEC,
+    WINDOW_CODEC,
+    MLP_CODEC,
     ROPE_CODEC,
     MLA_CODEC,
     MOE_CODEC,

@@ -49,6 +49,15 @@ WITHOUT = {
 
 WITH = tuple(name for name in VARIANTS if name not in WITHOUT)
 
+GOLDENS = {
+    "qwen3, TP2 PP2": ("qwen3", "torch_dist", "qwen3"),
+    "qwen3, legacy": ("qwen3", "legacy", "qwen3"),
+    "qwen3, without common.pt": ("qwen3_mcore_head", "torch_dist", "qwen3"),
+    "mixtral, PP2 EP2": ("mixtral", "torch_dist", "mixtral"),
+    "mixtral, legacy": ("mixtral", "legacy", "mixtral"),
+}
+"""Of each checkpoint that Megatron wrote: directory, format, and its twin's."""
+
 
 def twin_fields(variant: str) -> dict:
     """A config file of a variant, changed to what Megatron can be."""

@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 from megatron_oracle import by_hand
-from megatron_variants import WITH, WITHOUT, twin_config
+from megatron_variants import GOLDENS, WITH, WITHOUT, twin_config
 
 import bridge
 from bridge._load import load
@@ -33,14 +33,6 @@ from bridge.megatron import (
     weight_mapping,
 )
 from bridge.megatron._regrouped import Regrouped
-
-GOLDENS = {
-    "qwen3, TP2 PP2": ("qwen3", "torch_dist", "qwen3"),
-    "qwen3, legacy": ("qwen3", "legacy", "qwen3"),
-    "qwen3, without common.pt": ("qwen3_mcore_head", "torch_dist", "qwen3"),
-    "mixtral, PP2 EP2": ("mixtral", "torch_dist", "mixtral"),
-    "mixtral, legacy": ("mixtral", "legacy", "mixtral"),
-}
 
 
 @pytest.fixture(params=GOLDENS.values(), ids=GOLDENS)
