@@ -1,6 +1,8 @@
 """Megatron-Core's files, configs and buffers, without Megatron and without torch."""
 
 from bridge.megatron import buckets as buckets
+from bridge.megatron._adam import Adam as Adam
+from bridge.megatron._adam import load_megatron_adam as load_megatron_adam
 from bridge.megatron._args import from_args as from_args
 from bridge.megatron._args import to_args as to_args
 from bridge.megatron._checkpoint import MegatronCheckpoint as MegatronCheckpoint
