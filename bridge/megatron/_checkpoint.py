@@ -116,7 +116,7 @@ def _from_dcp(directory: Path, format_: str) -> MegatronCheckpoint:
         states,
         model,
         _dict(directory, common, "args"),
-        common.get("optimizer") or {key: dcp.items[key]() for key in settings},
+        {"common": common.get("optimizer"), **{k: dcp.items[k]() for k in settings}},
     )
     used = {COMMON_ITEM, *_COMMON_KEYS, *model_keys, *states, *settings}
     others = [key for key in (*dcp.tensors, *dcp.items) if key not in used]

@@ -14,6 +14,7 @@ from bridge.megatron._dp_reshardable import is_bucket_key, read_buckets
 from bridge.megatron._legacy import LegacyDirectory
 from bridge.megatron._legacy_optimizer import optimizer_steps, read_legacy_optimizer
 from bridge.megatron._names import canonical_tensors
+from bridge.megatron._verified import verify_states
 from bridge.megatron._views import Assembled, Tensor
 
 # Megatron puts the kind in front of the weight's name; torch's FSDP, behind it.
@@ -25,6 +26,8 @@ _KINDS = {
     "master_param": "master",
 }
 _ANY_KIND = "|".join(sorted(_KINDS, key=len, reverse=True))
+# Weights that are stored in fewer bits than the file says are not rounded masters.
+_QUANTIZED = ("fp8_param_gather", "fp8_param", "fp4_param")
 _ADVICE = "save with --dist-ckpt-optim-fully-reshardable to carry it"
 _OPTIMIZER = re.compile(r"^(?:chained_\d+\.)?optimizer\.")
 _KIND_FIRST = re.compile(rf"^state\.({_ANY_KIND})\.(.+)$")
@@ -98,6 +101,8 @@ def read_optimizer(
         key, (shape, of_model) = next(iter(other.items()))
         reason = f"of '{key}' it has the shape {shape}, not {of_model}"
         return None, (*left_out, f"the optimizer's state: {reason}; {_ADVICE}")
+    if named and kinds["master"] and not any(args.get(key) for key in _QUANTIZED):
+        kinds = verify_states(kinds, model)
     return _optimizer(name, kinds, common, steps), tuple(left_out)
 
 

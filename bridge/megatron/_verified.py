@@ -1,4 +1,4 @@
-"""Optimizer state whose place was worked out: handed out only if it proves right."""
+"""Optimizer state, handed out only if it proves to be of its weight."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -18,12 +18,16 @@ def verify_states(states: States, model: Mapping[str, Tensor]) -> dict[str, dict
     do not.
 
     Args:
-      states: With `"master"` among the kinds.
+      states: With `"master"` among the kinds. States of other weights than the model's
+        stay as they are.
       model: The model's tensors by canonical name.
     """
+    masters = states["master"]
     return {
         kind: {
-            name: _Verified(name, tensor, states["master"][name], model[name])
+            name: _Verified(name, tensor, masters[name], model[name])
+            if name in masters and name in model
+            else tensor
             for name, tensor in of_kind.items()
         }
         for kind, of_kind in states.items()
@@ -53,8 +57,9 @@ class _Verified:
         if not np.array_equal(_bits(rounded), _bits(weight)):
             raise ValueError(
                 f"The optimizer's master weights for '{self.name}' do not round to the "
-                "model's: its state lies in another order than was worked out. Save "
-                "with --ckpt-format torch_dist --dist-ckpt-optim-fully-reshardable."
+                "model's, so the state is another weight's: it lies in another order "
+                "than was worked out, or was saved so, as Megatron-Core 0.16 does with "
+                "--dist-ckpt-optim-fully-reshardable where buckets end in padding."
             )
         return self.tensor.read(slices)
 
