@@ -3,7 +3,7 @@
 import contextlib
 import itertools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from io import FileIO
 from pathlib import Path
@@ -51,7 +51,7 @@ def write_weights(
                 for key, entry in entries.items():
                     with agreeing():
                         tensor = next(buffers).take(*entry)
-                        _fill(pool, pieces[key], leaves, tensor)
+                        assemble(pool, pieces[key], leaves, tensor)
                         file.put(tensor.reshape(-1).view(np.uint8).data)
                         done += nbytes(entry)
                         if progress is not None:
@@ -100,9 +100,20 @@ class _Appender:
             self._pending.pop().result()
 
 
-def _fill(
-    pool: Executor, pieces: list[Piece], leaves: dict[str, Any], tensor: np.ndarray
+def assemble(
+    pool: Executor,
+    pieces: Sequence[Piece],
+    leaves: Mapping[str, Any],
+    tensor: np.ndarray,
 ) -> None:
+    """Gathers a tensor to the host, in C order whatever the layouts return.
+
+    Args:
+      pool: Its threads do the work.
+      pieces: The sections that it is made of.
+      leaves: The tree's leaves by path.
+      tensor: Filled.
+    """
     futures = []
     for piece in pieces:
         here = gather(leaves[piece.destination], piece)

@@ -8,6 +8,7 @@ zip says two things at once.
 
 import io
 import os
+import threading
 import zipfile
 import zlib
 from collections import Counter
@@ -62,6 +63,7 @@ class StoredZip:
         self._members = {info.filename: self._locate(info) for info in infos}
         self._check_overlaps()
         self._verified: set[str] = set()
+        self._verifying = {name: threading.Lock() for name in self._members}
 
     def names(self) -> tuple[str, ...]:
         """Names of all members, in the order of the directory."""
@@ -93,11 +95,12 @@ class StoredZip:
                 f"{self.name}: '{name}' has {nbytes:,} bytes, but bytes {start:,} to "
                 f"{stop:,} of it were asked for."
             )
-        if name in self._verified:
-            return read_bytes(self._file, member.start + start, stop - start)
-        data = self._read_verified(member, name, start, stop)
-        self._verified.add(name)
-        return data
+        with self._verifying[name]:  # of several threads, one: the others wait
+            if name not in self._verified:
+                data = self._read_verified(member, name, start, stop)
+                self._verified.add(name)
+                return data
+        return read_bytes(self._file, member.start + start, stop - start)
 
     def _member(self, name: str) -> _Member:
         if name not in self._members:

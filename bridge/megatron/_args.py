@@ -12,7 +12,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from bridge.megatron._layer_fields import GELU, QUICK_GELU, SILU, TANH_GELU
+from bridge.megatron._mlp_fields import GELU, QUICK_GELU, SILU, TANH_GELU
 from bridge.megatron._transformer_config import (
     from_transformer_config,
     to_gpt_model,

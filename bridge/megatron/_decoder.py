@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from bridge._box import as_index, complete
+from bridge._export import assemble
 from bridge._files import entries_of
 from bridge._import_plan import ImportPlan, plan_of
 from bridge._lazy import LazyLeaf, lazy_tree
@@ -20,6 +21,7 @@ from bridge._piece import Piece
 from bridge._source import Source
 from bridge._torch_zip import TensorSource
 from bridge._tree import named_leaves
+from bridge._workers import workers
 from bridge.megatron._args import from_args, to_args
 from bridge.megatron._checkpoint import open_megatron
 from bridge.megatron._regrouped import Regrouped
@@ -290,7 +292,6 @@ class _Assembly:
     def read(self, slices: tuple[slice, ...] = ()) -> np.ndarray:
         """Gathers the tensor to the host, and cuts what `slices` says."""
         tensor = np.empty(self.pieces[0].source_shape, self.dtype)
-        for piece in self.pieces:
-            section = self.leaves[piece.destination][as_index(piece.destination_box)]
-            tensor[as_index(piece.source_box)] = piece.to_source(np.asarray(section))
+        with workers() as pool:
+            assemble(pool, self.pieces, self.leaves, tensor)
         return tensor.reshape(self.shape)[as_index(complete(slices, self.shape))]

@@ -12,7 +12,7 @@ Source: Megatron-LM megatron/core/transformer/moe/moe_utils.py
 from typing import Any
 
 from bridge._codec import Codec
-from bridge.megatron._layer_fields import Fields, refuse
+from bridge.megatron._refusal import Fields, refuse
 from bridge.models import DecoderConfig, MoEConfig
 
 _LATENT_NORM_EPS = 1e-6
@@ -65,12 +65,13 @@ def _read_experts(fields: Fields) -> dict[str, Any]:
         ),
         "moe.shared_intermediate_size": fields["moe_shared_expert_intermediate_size"],
         "moe.shared_gate": fields["moe_shared_expert_gate"],
-        "dense_layers": _read_dense(fields),
+        "dense_layers": read_dense_layers(fields),
     }
     return values | _read_router(fields)
 
 
-def _read_dense(fields: Fields) -> tuple[int, ...]:
+def read_dense_layers(fields: Fields) -> tuple[int, ...]:
+    """Returns the layers of a sparse model that are dense."""
     pattern, layers = fields["moe_layer_freq"], range(fields["num_layers"])
     if isinstance(pattern, int):
         return tuple(i for i in layers if i % pattern)

@@ -13,6 +13,10 @@ _CARRIED = {
 }
 """Megatron's name, and the names that families carry it by."""
 
+_FURTHER, _OUR_FURTHER = "mtp_num_layers", "num_nextn_predict_layers"
+TRAINING = frozenset((*_CARRIED, _FURTHER))
+"""The fields that are read here."""
+
 
 def write_training(config: DecoderConfig) -> dict[str, Any]:
     """Returns the fields; without a value of the family's, the rate is 0."""
@@ -36,8 +40,16 @@ def read_training(
     Args:
       fields: Of Megatron.
       defaults: What the family carries, with transformers' defaults.
+
+    Raises:
+      ValueError: If there are layers that predict further tokens, and the family's
+        files have none, to be left out.
     """
-    carried = dict(defaults)
+    carried, further = dict(defaults), fields.get(_FURTHER)
+    if further and _OUR_FURTHER not in carried:
+        raise ValueError(f"{_FURTHER} = {further}: no layers of this family's")
+    if further:
+        carried[_OUR_FURTHER] = further
     for theirs, names in _CARRIED.items():
         name = next((name for name in names if name in carried), None)
         value = fields.get(theirs, 0.0)

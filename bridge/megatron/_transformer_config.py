@@ -12,18 +12,23 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from bridge._codec import Codec
+from bridge.megatron._attention_fields import ATTENTION_CODEC, WINDOW_CODEC
 from bridge.megatron._dtype_fields import DTYPE_CODEC
 from bridge.megatron._family_of_fields import Tokens, settle
 from bridge.megatron._layer_fields import LAYER_CODECS
+from bridge.megatron._mlp_fields import MLP_CODEC
 from bridge.megatron._moe_fields import MLA_CODEC, MOE_CODEC
 from bridge.megatron._parallel_fields import ParallelFields
 from bridge.megatron._rope_fields import ROPE_CODEC
-from bridge.megatron._training_fields import write_training
+from bridge.megatron._training_fields import TRAINING, write_training
 from bridge.megatron._unmodelled import find_unmodelled
 from bridge.models import DecoderConfig
 
 CODECS: tuple[Codec, ...] = (
     *LAYER_CODECS,
+    ATTENTION_CODEC,
+    WINDOW_CODEC,
+    MLP_CODEC,
     ROPE_CODEC,
     MLA_CODEC,
     MOE_CODEC,
@@ -205,7 +210,7 @@ def from_transformer_config(
         fields = {**fields, "vocab_size": vocab_size}
     latent = fields.get("multi_latent_attention")
     filled = {**(_LATENT_DEFAULTS if latent else _DEFAULTS), **fields}
-    wrong = find_unmodelled(fields, READ)
+    wrong = find_unmodelled(fields, READ | TRAINING)
     values: dict[str, Any] = {}
     for codec in CODECS:
         wrong += _collect(lambda c=codec: values.update(c.read(filled)))

@@ -40,7 +40,6 @@ FIXED: Mapping[str, Any] = {
     "moe_shared_expert_glu_interleave_size": None,
     "moe_token_dropping": False,
     "mrope_section": None,
-    "mtp_num_layers": None,
     "mup_embedding_mult": 1.0,
     "mup_output_mult": 1.0,
     "qk_l2_norm": False,
@@ -55,11 +54,11 @@ _NEUTRAL = re.compile(
     r"""
     # how it is run, or trained, though it begins like a part of the model
     activation_func_fp8_input_store
-    | attention_backend | attention_dropout | attention_softmax_in_fp32
+    | attention_backend | attention_softmax_in_fp32
     | embedding_init_method\w* | embedding_path
     | logits_(load|save)_\w+ | logit_dtype
     | mla_down_proj_fusion
-    | moe_aux_loss_coeff | moe_z_loss_coeff | moe_input_jitter_eps
+    | moe_z_loss_coeff
     | moe_(deepep|hybridep|flex|ncclep|paged_stash|routing_trace|upcycling|use)_?\w*
     | moe_(enable_deepep|enable_routing_replay|extended_tp|grouped_gemm)
     | moe_(combine_bwd|dispatch_fwd)_dtype

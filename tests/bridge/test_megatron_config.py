@@ -2,15 +2,11 @@
 
 import dataclasses
 import json
-import math
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
-from flax import nnx
-from megatron_variants import WITH, WITHOUT, twin_config, twin_fields
+from megatron_variants import GOLDENS, WITH, WITHOUT, twin_config, twin_fields
 
 import bridge
 from bridge.megatron import (
@@ -23,15 +19,7 @@ from bridge.megatron import (
     to_transformer_config,
 )
 from bridge.models import DecoderConfig
-from bridge.models._router import Router
 
-GOLDENS = {
-    "qwen3, TP2 PP2": ("qwen3", "torch_dist", "qwen3"),
-    "qwen3, legacy": ("qwen3", "legacy", "qwen3"),
-    "qwen3, core 0.20": ("qwen3_mcore_head", "torch_dist", "qwen3"),
-    "mixtral, PP2 EP2": ("mixtral", "torch_dist", "mixtral"),
-    "mixtral, legacy": ("mixtral", "legacy", "mixtral"),
-}
 # What no field of Megatron's says, and no logit knows.
 UNSAID = ("max_window_layers",)
 
@@ -211,6 +199,16 @@ def test_frequencies_are_read_as_megatron_counts(changes, expected):
     assert from_transformer_config(fields).dense_layers == expected
 
 
+def test_dense_layers_of_a_biased_model_are_biased_too():
+    fields = megatron_fields(twin_config("qwen3_moe")) | {"add_bias_linear": True}
+    with pytest.raises(ValueError, match="mlp_bias = True: would be read as False"):
+        from_transformer_config(fields, model_type="qwen3_moe")
+    with pytest.raises(ValueError, match="add_bias_linear = True: its shared experts"):
+        from_transformer_config(
+            megatron_fields(twin_config("qwen2_moe")) | {"add_bias_linear": True}
+        )
+
+
 def test_every_so_many_layers_see_all_and_do_not_turn():
     fields = megatron_fields(twin_config("smollm3"))
     fields |= {"window_size": [8, 0], "window_attn_skip_freq": 2, "no_rope_freq": 4}
@@ -237,6 +235,11 @@ def test_settings_under_their_old_names_are_read():
     assert from_args(args, **said(config)) == config
 
 
+def test_groups_of_queries_count_only_where_they_are_turned_on():
+    args = to_args(twin_config("llama")) | {"group_query_attention": False}
+    assert from_args({**args, "num_query_groups": 1}).num_key_value_heads == 4
+
+
 def test_fused_gelu_is_the_one_by_tanh():
     args = to_args(twin_config("gpt2"))
     assert args["bias_gelu_fusion"]
@@ -261,6 +264,12 @@ def test_a_model_that_megatron_has_not_is_refused_with_the_reason(variant):
         ("deepseek_v3", {"attention_bias": True}, "its latent attention has none"),
         ("llama", {"attention_out_bias": True}, "or those of q, k and v alone"),
         ("llama", {"mlp_bias": True}, "mlp_bias = True"),
+        ("gpt_oss", {"moe.expert_bias": False}, "moe.expert_bias = False"),
+        (
+            "gpt_oss",
+            {"moe.shared_intermediate_size": 8, "moe.swiglu_limit": 7.0},
+            "its shared experts have none",
+        ),
         ("gpt2", {"norm_bias": False}, "its LayerNorm has a bias"),
         ("llama", {"query_pre_attn_scalar": 7.0}, "query_pre_attn_scalar = 7.0"),
         ("gpt_oss", {"moe.swiglu_alpha": 1.5}, "moe.swiglu_alpha = 1.5"),
@@ -338,7 +347,6 @@ def test_how_it_was_run_is_nobodys_business(name, value):
     [
         ({"vocab_size": None, "padded_vocab_size": 256}, "padded_vocab_size = 256: gi"),
         ({"squared_relu": True}, "squared_relu"),
-        ({"mtp_num_layers": 1}, "mtp_num_layers = 1"),
         ({"moe_router_load_balancing_type": "sinkhorn"}, "another router"),
         ({"moe_router_group_topk": 1}, "more than its best two"),
         ({"qk_layernorm": False}, "latent vectors are normed"),
@@ -352,6 +360,15 @@ def test_settings_that_are_unclear_are_refused(changes, match):
     args = to_args(twin_config("deepseek_v3")) | changes
     with pytest.raises(ValueError, match=match):
         from_args(args)
+
+
+def test_layers_that_predict_further_tokens_are_left_out_where_files_have_them():
+    config = twin_config("deepseek_v3")
+    found = from_args(to_args(config) | {"mtp_num_layers": 2}, **said(config))
+    assert dict(found.carried)["num_nextn_predict_layers"] == 2
+    args = to_args(twin_config("llama")) | {"mtp_num_layers": 2}
+    with pytest.raises(ValueError, match="mtp_num_layers = 2: no layers of this fam"):
+        from_args(args, model_type="llama")
 
 
 def test_what_a_run_does_not_know_can_be_given():
@@ -377,169 +394,3 @@ def test_where_no_family_fits_each_ones_reason_is_given():
         from_transformer_config(fields)
     for name in TWINS:
         assert f"{name}: " in str(error.value)
-
-
-# Parallel sizes
-
-
-def test_parallel_sizes_are_fields():
-    fields = to_transformer_config(
-        twin_config("qwen3_moe", num_hidden_layers=8),
-        tensor_parallel=2,
-        pipeline_parallel=2,
-        virtual_pipeline=4,
-        expert_parallel=4,
-        expert_tensor_parallel=1,
-        context_parallel=3,
-        flags={"moe_grouped_gemm": True},
-    )
-    assert fields["moe_grouped_gemm"] is True
-    assert {k: v for k, v in fields.items() if "parallel" in k} == {
-        "tensor_model_parallel_size": 2,
-        "pipeline_model_parallel_size": 2,
-        "virtual_pipeline_model_parallel_size": 4,
-        "context_parallel_size": 3,
-        "expert_model_parallel_size": 4,
-        "expert_tensor_parallel_size": 1,
-        "sequence_parallel": True,
-    }
-
-
-@pytest.mark.parametrize(
-    "variant, sizes, match",
-    [
-        ("qwen3", {"tensor_parallel": 3}, "num_attention_heads 4 is not a multiple"),
-        ("llama-wide-heads", {"tensor_parallel": 3}, "neither a multiple nor a div"),
-        ("qwen3", {"pipeline_parallel": 2}, "num_hidden_layers 3"),
-        ("qwen3", {"pipeline_parallel": 3, "virtual_pipeline": 2}, "3 is not a m.* 6"),
-        ("qwen3", {"virtual_pipeline": 3}, "virtual pipeline 3 of one stage"),
-        ("qwen3", {"expert_parallel": 2}, "without experts"),
-        ("mixtral", {"expert_parallel": 2}, "moe.num_experts 5"),
-        ("qwen3_moe", {"expert_tensor_parallel": 5}, "moe.intermediate_size 24"),
-        ("qwen3", {"sequence_parallel": True}, "sequence parallel without tensor"),
-        ("qwen3", {"tensor_parallel": 0}, "tensor = 0: not a positive integer"),
-        ("qwen3", {"flags": {"qk_layernorm": False}}, "qk_layernorm is decided"),
-    ],
-)
-def test_sizes_that_do_not_fit_the_model_are_refused(variant, sizes, match):
-    with pytest.raises(ValueError, match=match):
-        to_transformer_config(twin_config(variant), **sizes)
-
-
-def test_the_vocabulary_is_padded_for_the_ranks():
-    config = twin_config("llama")
-    assert to_gpt_model(config)["vocab_size"] == 256
-    rows = to_gpt_model(config, tensor_parallel=4, make_vocab_size_divisible_by=10)
-    assert rows["vocab_size"] == 160
-
-
-# Routers: what Megatron's would do with these fields, and what ours does
-
-
-def megatron_routing(
-    logits: np.ndarray, bias: np.ndarray, fields: dict[str, Any]
-) -> np.ndarray:
-    """Weights of all experts, 0 of those not chosen.
-
-    Source: Megatron-LM moe_utils.py::topk_routing_with_score_function.
-    """
-    chosen, before = fields["moe_router_topk"], fields["moe_router_pre_softmax"]
-    if fields["moe_router_score_function"] == "sigmoid":
-        scores = 1 / (1 + np.exp(-logits))
-        biased = scores + bias * fields["moe_router_enable_expert_bias"]
-        picked = best(biased, chosen, fields)
-        weights = np.where(picked, scores, 0)
-        if chosen > 1:
-            weights /= weights.sum(-1, keepdims=True) + 1e-20
-    elif before:
-        scores = softmax(logits)
-        weights = np.where(best(scores, chosen, fields), scores, 0)
-    else:
-        weights = softmax(np.where(best(logits, chosen, fields), logits, -np.inf))
-    return weights * (fields["moe_router_topk_scaling_factor"] or 1)
-
-
-def best(scores: np.ndarray, chosen: int, fields: dict[str, Any]) -> np.ndarray:
-    groups, kept = fields["moe_router_num_groups"], fields["moe_router_group_topk"]
-    if groups:
-        by_group = scores.reshape(len(scores), groups, -1)
-        sums = np.sort(by_group)[..., -(chosen // kept) :].sum(-1)
-        allowed = np.argsort(np.argsort(-sums)) < kept
-        scores = np.where(allowed[..., None], by_group, -np.inf).reshape(scores.shape)
-    return np.argsort(np.argsort(-scores)) < chosen
-
-
-def softmax(x: np.ndarray) -> np.ndarray:
-    e = np.exp(x - x.max(-1, keepdims=True))
-    return e / e.sum(-1, keepdims=True)
-
-
-def our_routing(config: DecoderConfig) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Our router's weights of all experts, and its logits and bias."""
-    moe = config.moe
-    assert moe is not None
-    router = Router(moe, 16, std=1.0, rngs=nnx.Rngs(0), param_dtype=jnp.float32)
-    bias = 0.1 * jax.random.normal(jax.random.key(2), (moe.num_experts,))
-    if router.correction_bias is not None:
-        router.correction_bias[...] = bias
-    x = jax.random.normal(jax.random.key(1), (1, 500, 16)) / math.sqrt(16)
-    chosen, weights = router(x)
-    dense = jnp.einsum("btc,btce->te", weights, jax.nn.one_hot(chosen, moe.num_experts))
-    return np.asarray(dense), np.asarray(router.gate(x)[0]), np.asarray(bias)
-
-
-SPARSE = [name for name in WITH if twin_config(name).moe is not None]
-
-
-@pytest.mark.parametrize("variant", SPARSE)
-def test_megatrons_router_with_our_fields_is_our_router(variant):
-    """Ours is transformers' (`test_logits`), so this is too."""
-    config = twin_config(variant)
-    weights, logits, bias = our_routing(config)
-    theirs = megatron_routing(logits, bias, to_transformer_config(config))
-    np.testing.assert_allclose(theirs, weights, atol=2e-6)
-
-
-@pytest.mark.parametrize(
-    "variant, upstream, share",
-    [
-        ("mixtral", {"moe_router_pre_softmax": True}, 1.0),
-        ("qwen2_moe-mixed", {"moe_router_pre_softmax": True}, 1.0),
-        (
-            "deepseek_v3",
-            {"moe_router_num_groups": None, "moe_router_group_topk": None},
-            0.3,
-        ),
-        (
-            "deepseek_v2-groups",
-            {"moe_router_num_groups": None, "moe_router_group_topk": None},
-            0.2,
-        ),
-        ("deepseek_v2", {"moe_router_topk_scaling_factor": None}, 1.0),
-    ],
-)
-def test_the_fields_that_upstream_writes_are_another_router(variant, upstream, share):
-    config = twin_config(variant)
-    weights, logits, bias = our_routing(config)
-    fields = {**to_transformer_config(config), **upstream}
-    theirs = megatron_routing(logits, bias, fields)
-    differ = np.abs(theirs - weights).max(-1) > 1e-3
-    assert differ.mean() >= share
-
-
-def test_deepseek_v2_of_236b_is_refused_for_megatron_would_choose_others():
-    """It judges a group by its best two of 6 / 3; DeepSeek-V2 by the best one."""
-    config = twin_config("deepseek_v2-groups")
-    assert config.moe is not None
-    moe = dataclasses.replace(
-        config.moe, num_experts=32, n_group=8, topk_group=3, num_experts_per_tok=6
-    )
-    config = dataclasses.replace(config, moe=moe)
-    with pytest.raises(ValueError, match=r"'max': it judges a group by its best 6 / 3"):
-        to_transformer_config(config)
-    simpler = dataclasses.replace(moe, n_group=None, topk_group=None)
-    fields = to_transformer_config(dataclasses.replace(config, moe=simpler))
-    fields |= {"moe_router_num_groups": 8, "moe_router_group_topk": 3}
-    weights, logits, bias = our_routing(config)
-    chosen = megatron_routing(logits, bias, fields) > 0
-    assert ((weights > 0) != chosen).any(-1).mean() > 0.1

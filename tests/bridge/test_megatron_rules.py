@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 from megatron_oracle import by_hand
-from megatron_variants import WITH, WITHOUT, twin_config
+from megatron_variants import GOLDENS, WITH, WITHOUT, twin_config
 
 import bridge
 from bridge._load import load
@@ -33,14 +33,6 @@ from bridge.megatron import (
     weight_mapping,
 )
 from bridge.megatron._regrouped import Regrouped
-
-GOLDENS = {
-    "qwen3, TP2 PP2": ("qwen3", "torch_dist", "qwen3"),
-    "qwen3, legacy": ("qwen3", "legacy", "qwen3"),
-    "qwen3, without common.pt": ("qwen3_mcore_head", "torch_dist", "qwen3"),
-    "mixtral, PP2 EP2": ("mixtral", "torch_dist", "mixtral"),
-    "mixtral, legacy": ("mixtral", "legacy", "mixtral"),
-}
 
 
 @pytest.fixture(params=GOLDENS.values(), ids=GOLDENS)
@@ -183,8 +175,8 @@ def test_what_we_write_is_the_same_model_again(variant, format, tmp_path):
 
 
 def test_settings_in_the_file_are_the_config(tmp_path):
-    config = twin_config("qwen3", dtype="bfloat16")
-    params = random_params(config, jnp.bfloat16)
+    config = twin_config("qwen3", dtype="float32")
+    params = random_params(config, jnp.bfloat16)  # which is what the file says
     bridge.save_megatron(
         tmp_path / "run", params, config, make_vocab_size_divisible_by=50
     )
@@ -192,7 +184,8 @@ def test_settings_in_the_file_are_the_config(tmp_path):
     assert (args["vocab_size"], args["padded_vocab_size"]) == (131, 150)
     found = bridge.megatron.from_args(args, model_type="qwen3")
     tokens = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-    assert dataclasses.replace(found, **tokens) == config
+    expected = dataclasses.replace(config, dtype="bfloat16")
+    assert dataclasses.replace(found, **tokens) == expected
 
 
 def test_the_vocabularys_padding_is_zeros_in_the_file_and_nowhere_else(tmp_path):
@@ -270,6 +263,16 @@ def test_a_shard_of_heads_reads_its_own_rows_alone(bytes_read, tmp_path):
     assert group.nbytes <= sum(bytes_read) < 1.2 * group.nbytes
 
 
+def test_threads_that_read_one_tensor_verify_its_checksum_once(bytes_read, tmp_path):
+    config = twin_config("llama", vocab_size=64_000)  # 12 MB: several bands
+    params = random_params(config)
+    bridge.save_megatron(tmp_path / "run", params, config)
+    bytes_read.clear()
+    bridge.load_megatron(tmp_path / "run", mould_of(config))
+    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    assert weights <= sum(bytes_read) <= 2.1 * weights
+
+
 def test_a_checkpoint_of_another_model_is_refused_with_all_that_differs(
     golden, bytes_read
 ):
@@ -299,6 +302,24 @@ def test_a_tree_of_several_dtypes_in_one_tensor_is_refused():
         ValueError, match="linear_qkv.weight: made of leaves of several"
     ):
         megatron_tensors(_nested(leaves), config)
+
+
+@pytest.mark.parametrize("variant, fits", [("deepseek_v3", True), ("llama", False)])
+def test_layers_that_predict_further_tokens_are_left_out_where_files_have_them(
+    variant, fits
+):
+    config = twin_config(variant)
+    params = random_params(config)
+    tensors = megatron_tensors(params, config)
+    held = {key: tensors.read(key) for key in tensors.keys()}
+    further = {"mtp.layers.0.eh_proj.weight": np.ones((48, 96), np.float32)}
+    source = decoder_source(counted(held | further), config)
+    if fits:
+        again = load(source, weight_mapping(config), mould_of(config))
+        assert_same_leaves(again, params)
+    else:
+        with pytest.raises(ValueError, match="unexpected .*\n.*mtp.layers.0.eh_proj"):
+            load(source, weight_mapping(config), mould_of(config))
 
 
 def _nested(leaves):
