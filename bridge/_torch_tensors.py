@@ -95,6 +95,19 @@ PLAIN_RULES: Mapping[str, Rule] = {
 """What to make of the stubs that mean something outside of tensors too."""
 
 
+# Types whose tensors are no more than their elements.
+_PLAIN_TYPES = {
+    "torch.Tensor",
+    "torch.nn.parameter.Buffer",
+    "torch.nn.parameter.Parameter",
+}
+
+
+def _called(rule: Rule) -> Rule:
+    """Lets a function that is only named stay a name."""
+    return lambda stub: rule(stub) if stub.args else stub
+
+
 @dataclasses.dataclass(frozen=True)
 class _Storage:
     member: str
@@ -109,14 +122,25 @@ class _TensorRules:
 
     def rules(self) -> dict[str, Rule]:
         utils = "torch._utils."
-        return {
-            PERSISTENT_ID: self._storage,
+        functions: dict[str, Rule] = {
             f"{utils}_rebuild_tensor": self._tensor,
             f"{utils}_rebuild_tensor_v2": self._tensor,
             f"{utils}_rebuild_tensor_v3": lambda s: self._tensor(s, s.args[6]),
             f"{utils}_rebuild_parameter": lambda stub: stub.args[0],
             f"{utils}_rebuild_parameter_with_state": lambda stub: stub.args[0],
+            "torch._tensor._rebuild_from_type_v2": self._typed,
         }
+        return {
+            PERSISTENT_ID: self._storage,
+            **{name: _called(rule) for name, rule in functions.items()},
+        }
+
+    def _typed(self, stub: Stub) -> LazyTensor:
+        """A tensor with attributes: a function that makes it, and its arguments."""
+        function, of_type, args, _ = stub.args
+        if of_type.name not in _PLAIN_TYPES:
+            raise ValueError(f"tensors of the type {of_type.name} are not read")
+        return self.rules()[function.name](type(function)(*args))
 
     def _storage(self, stub: Stub) -> _Storage:
         kind, of_class, key, _, num_elements = stub.args[0]

@@ -242,11 +242,17 @@ def test_buckets_that_do_not_fit_the_settings_are_left_out_with_the_reason(
     assert found.source.shape("output_layer.weight") == (V, H)
 
 
+FORMATS = [("dp_reshardable", "fully_reshardable"), ("legacy", "torch_dist")]
+
+
 @pytest.mark.parametrize("model", ["dense", "experts"])
-def test_buckets_that_megatron_wrote_hold_what_it_wrote_whole(golden, model):
+@pytest.mark.parametrize("nameless, named", FORMATS)
+def test_state_without_names_is_what_megatron_wrote_with_them(
+    golden, model, nameless, named
+):
     runs = golden("optimizer_formats") / model
-    flat = open_megatron(runs / "dp_reshardable").optimizer
-    whole = open_megatron(runs / "fully_reshardable").optimizer
+    flat = open_megatron(runs / nameless).optimizer
+    whole = open_megatron(runs / named).optimizer
     assert flat is not None and whole is not None
     assert flat.step == whole.step == 2
     assert len(flat.param_groups) == len(whole.param_groups) == 2 + (model == "experts")

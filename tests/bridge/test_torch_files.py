@@ -123,6 +123,23 @@ def test_a_checkpoint_is_a_tree(tmp_path):
     )
 
 
+MARKED = {
+    torch.nn.Parameter: b"_rebuild_parameter_with_state",
+    torch.nn.Buffer: b"_rebuild_from_type_v2",
+    torch.clone: b"_rebuild_from_type_v2",
+}
+
+
+@pytest.mark.parametrize("make, function", MARKED.items())
+def test_tensors_with_attributes_are_tensors(tmp_path, make, function):
+    """Megatron marks its parameters, and torch then names their type as well."""
+    tensor = make(VALUES)
+    tensor.tensor_model_parallel = True
+    torch.save({"w": tensor}, tmp_path / "w.pt")
+    assert function in (tmp_path / "w.pt").read_bytes()
+    assert_same(open_torch_file(tmp_path / "w.pt").read("w"), tensor.detach())
+
+
 def test_two_tensors_of_one_name_are_refused(tmp_path):
     torch.save({"a": {"b": VALUES}, "a.b": VALUES}, tmp_path / "w.pt")
     with pytest.raises(ValueError, match="two tensors named 'a.b'"):
