@@ -368,7 +368,7 @@ def main():
     size = (checkpoint / "model.safetensors").stat().st_size
     check_cache(rows, size)
     report = {
-        "command": " ".join(["python", "benchmarks/import.py", *sys.argv[1:]]),
+        "command": f"python benchmarks/import.py --dir DIR --runs {args.runs}",
         "versions": {
             "python": platform.python_version(),
             **{
@@ -377,7 +377,7 @@ def main():
             },
         },
         "machine": {"cpus": os.cpu_count(), "system": platform.platform()},
-        "load_before": load,
+        "load": {"before": load, "after": os.getloadavg()[0]},  # others' work, and ours
         "file_bytes": size,
         "runs": args.runs,
         "rows": rows,

@@ -11,6 +11,7 @@ from bridge import models as models
 from bridge._config import from_hf_config as from_hf_config
 from bridge._config import to_hf_config as to_hf_config
 from bridge._from_torch import from_torch as from_torch
+from bridge._hf_checkpoint import lazy_hf as lazy_hf
 from bridge._hub import resolve as resolve
 from bridge._import_plan import ImportPlan as ImportPlan
 from bridge._import_plan import PlannedLeaf as PlannedLeaf

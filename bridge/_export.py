@@ -1,6 +1,7 @@
 """Weights written file after file: a tensor is laid out while the last is written."""
 
 import contextlib
+import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
@@ -16,6 +17,7 @@ from bridge._gather import gather
 from bridge._piece import Piece
 from bridge._processes import agreeing
 from bridge._ranges import append
+from bridge._reorder import Scratch
 from bridge._safetensors import encode_header
 from bridge._workers import workers
 
@@ -38,6 +40,8 @@ def write_weights(
     """
     total = sum(nbytes(entry) for held in files.values() for entry in held.values())
     done = 0
+    # One is filled while the other is written: fresh pages cost more than a copy.
+    buffers = itertools.cycle((Scratch(), Scratch()))
     with workers() as pool:
         for name, entries in files.items():
             # Widest first: every tensor then starts at a multiple of its item size.
@@ -46,7 +50,8 @@ def write_weights(
                 file.put(memoryview(encode_header(entries)))
                 for key, entry in entries.items():
                     with agreeing():
-                        tensor = assemble(pool, pieces[key], leaves, *entry)
+                        tensor = next(buffers).take(*entry)
+                        assemble(pool, pieces[key], leaves, tensor)
                         file.put(tensor.reshape(-1).view(np.uint8).data)
                         done += nbytes(entry)
                         if progress is not None:
@@ -99,23 +104,19 @@ def assemble(
     pool: Executor,
     pieces: Sequence[Piece],
     leaves: Mapping[str, Any],
-    shape: tuple[int, ...],
-    dtype: np.dtype,
-) -> np.ndarray:
+    tensor: np.ndarray,
+) -> None:
     """Gathers a tensor to the host, in C order whatever the layouts return.
 
     Args:
       pool: Its threads do the work.
       pieces: The sections that it is made of.
       leaves: The tree's leaves by path.
-      shape: Its shape.
-      dtype: Its dtype.
+      tensor: Filled.
     """
-    tensor = np.empty(shape, dtype)
     futures = []
     for piece in pieces:
         here = gather(leaves[piece.destination], piece)
         futures += start_tensor(pool, piece, here, tensor)
     for future in futures:
         future.result()
-    return tensor

@@ -131,6 +131,13 @@ def plan(
         config and checkpoint do not fit; everything that does not fit is listed.
     """
     source, config, mapping = open_hf(path, config)
+    return plan_of(source, mapping, config, mould)
+
+
+def plan_of(
+    source: Source, mapping: Mapping, config: DecoderConfig, mould: Any = None
+) -> ImportPlan:
+    """Says what `load` would do with any source and mapping; see `plan`."""
     leaves = _expected(source, mapping) if mould is None else named_leaves(mould)
     mapping.check(leaves, source)
     pieces = mapping.by_destination()

@@ -8,8 +8,11 @@ from bridge.megatron._args import to_args as to_args
 from bridge.megatron._checkpoint import MegatronCheckpoint as MegatronCheckpoint
 from bridge.megatron._checkpoint import open_megatron as open_megatron
 from bridge.megatron._decoder import decoder_source as decoder_source
+from bridge.megatron._decoder import lazy_megatron as lazy_megatron
 from bridge.megatron._decoder import megatron_tensors as megatron_tensors
+from bridge.megatron._decoder import plan_megatron as plan_megatron
 from bridge.megatron._family_of_fields import TWINS as TWINS
+from bridge.megatron._find import is_megatron as is_megatron
 from bridge.megatron._optimizer import MegatronOptimizer as MegatronOptimizer
 from bridge.megatron._save import plain_args as plain_args
 from bridge.megatron._save import save_megatron as save_megatron

@@ -14,6 +14,8 @@ import numpy as np
 from bridge._box import as_index, complete
 from bridge._export import assemble
 from bridge._files import entries_of
+from bridge._import_plan import ImportPlan, plan_of
+from bridge._lazy import LazyLeaf, lazy_tree
 from bridge._load import Progress, load
 from bridge._piece import Piece
 from bridge._source import Source
@@ -61,11 +63,69 @@ def load_megatron(
       ValueError: If the checkpoint is damaged, its model cannot be carried over, or
         mould, config and checkpoint do not fit; everything that does not is listed.
     """
+    source, config = open_decoder(path, config)
+    return load(source, weight_mapping(config), mould, progress=progress)
+
+
+def plan_megatron(
+    path: str | os.PathLike[str],
+    mould: Any = None,
+    *,
+    config: DecoderConfig | None = None,
+) -> ImportPlan:
+    """Says what `load_megatron` would do, without reading a weight.
+
+    Args:
+      path: What `open_megatron` takes.
+      mould: As for `load_megatron`; None takes every leaf whole and in the dtype of
+        its tensors.
+      config: As for `load_megatron`.
+
+    Raises:
+      FileNotFoundError: If there is no checkpoint.
+      ValueError: As for `load_megatron`.
+    """
+    source, config = open_decoder(path, config)
+    return plan_of(source, weight_mapping(config), config, mould)
+
+
+def lazy_megatron(
+    path: str | os.PathLike[str], config: DecoderConfig | None = None
+) -> tuple[dict[str, LazyLeaf], DecoderConfig]:
+    """Opens a checkpoint as a tree of which nothing is read yet, to be saved elsewhere.
+
+    Args:
+      path: What `open_megatron` takes.
+      config: As for `load_megatron`.
+
+    Returns:
+      Leaves by dotted path, and the model.
+
+    Raises:
+      FileNotFoundError: If there is no checkpoint.
+      ValueError: As for `load_megatron`.
+    """
+    source, config = open_decoder(path, config)
+    return lazy_tree(source, weight_mapping(config)), config
+
+
+def open_decoder(
+    path: str | os.PathLike[str], config: DecoderConfig | None = None
+) -> tuple[Source, DecoderConfig]:
+    """Opens a checkpoint as the rules see it, and finds what model it holds.
+
+    Args:
+      path: What `open_megatron` takes.
+      config: The model; None reads the settings of the run, as `from_args`.
+
+    Raises:
+      FileNotFoundError: If there is no checkpoint.
+      ValueError: If it is damaged, or its model cannot be carried over.
+    """
     checkpoint = open_megatron(path)
     config = from_args(checkpoint.args) if config is None else config
     to_transformer_config(config)  # refuses what Megatron's layers cannot be
-    source = decoder_source(checkpoint.source, config)
-    return load(source, weight_mapping(config), mould, progress=progress)
+    return decoder_source(checkpoint.source, config), config
 
 
 def save_megatron(
@@ -231,7 +291,7 @@ class _Assembly:
 
     def read(self, slices: tuple[slice, ...] = ()) -> np.ndarray:
         """Gathers the tensor to the host, and cuts what `slices` says."""
-        factored = self.pieces[0].source_shape
+        tensor = np.empty(self.pieces[0].source_shape, self.dtype)
         with workers() as pool:
-            tensor = assemble(pool, self.pieces, self.leaves, factored, self.dtype)
+            assemble(pool, self.pieces, self.leaves, tensor)
         return tensor.reshape(self.shape)[as_index(complete(slices, self.shape))]

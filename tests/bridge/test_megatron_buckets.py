@@ -240,3 +240,35 @@ def test_buckets_that_do_not_fit_the_settings_are_left_out_with_the_reason(
             for name in found.optimizer.exp_avg.keys():
                 found.optimizer.exp_avg.read(name)
     assert found.source.shape("output_layer.weight") == (V, H)
+
+
+@pytest.mark.parametrize("model", ["dense", "experts"])
+def test_buckets_that_megatron_wrote_hold_what_it_wrote_whole(golden, model):
+    runs = golden("optimizer_formats") / model
+    flat = open_megatron(runs / "dp_reshardable").optimizer
+    whole = open_megatron(runs / "fully_reshardable").optimizer
+    assert flat is not None and whole is not None
+    assert flat.step == whole.step == 2
+    assert len(flat.param_groups) == len(whole.param_groups) == 2 + (model == "experts")
+    for kind in ("master", "exp_avg", "exp_avg_sq"):
+        found, expected = getattr(flat, kind), getattr(whole, kind)
+        assert set(found.keys()) == set(expected.keys())
+        for key in found.keys():
+            assert found.read(key).tobytes() == expected.read(key).tobytes(), key
+
+
+def test_state_that_megatron_saved_under_the_wrong_weights_is_refused(golden):
+    """It gathers buckets without the padding between them, and cuts as if with it."""
+    run = golden("optimizer_formats") / "dense/fully_reshardable_several_buckets"
+    optimizer = open_megatron(run).optimizer
+    assert optimizer is not None
+    right, wrong = [], []
+    for key in optimizer.exp_avg.keys():
+        try:
+            optimizer.exp_avg.read(key)
+            right.append(key)
+        except ValueError as error:
+            assert "do not round to the model's" in str(error)
+            wrong.append(key)
+    assert "output_layer.weight" in right  # of the first bucket
+    assert "embedding.word_embeddings.weight" in wrong  # of the last
