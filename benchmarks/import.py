@@ -5,8 +5,10 @@
 A random bfloat16 Llama of about 1 GB is made in DIR, without torch, and loaded onto 8
 simulated CPU devices: by `bridge.load_hf` as FSDP shards it, stacked and transposed; by
 `safetensors` and `jax.device_put`, tensor by tensor in the file's own layout; and by
-`transformers`. Beside them the same bytes are merely read and written. Each run is a
-process of its own, runs are interleaved, and figures are medians. JSON goes to stdout.
+`transformers`. A `torch_dist` checkpoint of the same model, as Megatron loads it, is
+converted to Hugging Face's files. Beside them the same bytes are merely read, written,
+and copied. Each run is a process of its own, runs are interleaved, and figures are
+medians. JSON goes to stdout.
 
 Cold: none of the file is in the page cache, and /proc/self/io confirms that all of it
 came from the disk. Warm: all of it is cached, and none did. Linux only.
@@ -132,6 +134,36 @@ def by_raw_write(checkpoint):
     yield
 
 
+def by_conversion(checkpoint):
+    """Turns Megatron's checkpoint into Hugging Face's files, without devices."""
+    import bridge
+
+    megatron = checkpoint.with_name("megatron")
+    config = bridge.from_hf_config(checkpoint)
+    out = fresh(checkpoint.parent / "out")
+    yield
+    tree, _ = bridge.megatron.lazy_megatron(megatron, config)
+    bridge.save_hf(out, tree, config)
+    yield
+
+
+def by_raw_copy(checkpoint):
+    """Reads the same number of bytes from one file, and writes them to another."""
+    out = fresh(checkpoint.parent / "out")
+    out.mkdir()
+    yield
+    buffer = bytearray(CHUNK_BYTES)
+    source = checkpoint / "model.safetensors"
+    with (
+        source.open("rb", buffering=0) as read,
+        (out / source.name).open("wb", buffering=0) as written,
+    ):
+        while count := read.readinto(buffer):
+            written.write(memoryview(buffer)[:count])
+        os.fsync(written.fileno())
+    yield
+
+
 IMPORTS = {
     "bridge": by_bridge,
     "safetensors_device_put": by_safetensors,
@@ -140,6 +172,7 @@ IMPORTS = {
 }
 HOSTS = {"bridge_eighth": by_eighth}
 EXPORTS = {"bridge_export": by_export, "raw_write": by_raw_write}
+CONVERSIONS = {"bridge_conversion": by_conversion, "raw_copy": by_raw_copy}
 
 
 def fsdp_mould(checkpoint):
@@ -226,6 +259,24 @@ def make_checkpoint(path):
     partial.rename(path)
 
 
+def make_megatron(checkpoint):
+    """Writes the same model as Megatron loads it, if it is not there yet."""
+    import bridge
+
+    path = checkpoint.with_name("megatron")
+    if not path.is_dir():
+        bridge.save_megatron(path, *bridge.lazy_hf(checkpoint))
+
+
+def files_of(checkpoint):
+    """All files that a contender may read."""
+    megatron = checkpoint.with_name("megatron")
+    return [
+        checkpoint / "model.safetensors",
+        *filter(Path.is_file, megatron.rglob("*")),
+    ]
+
+
 def set_cache(file, warm):
     """Puts all of a file into the page cache, or none of it."""
     with file.open("rb", buffering=0) as stream:
@@ -245,10 +296,11 @@ def run_child(name, checkpoint, warm):
     flags = os.environ.get("XLA_FLAGS", "")
     count = f"--xla_force_host_platform_device_count={DEVICES}"
     os.environ["XLA_FLAGS"] = f"{flags} {count}"
-    steps = (IMPORTS | HOSTS | EXPORTS)[name](checkpoint)
+    steps = (IMPORTS | HOSTS | EXPORTS | CONVERSIONS)[name](checkpoint)
     next(steps)
     if warm is not None:
-        set_cache(checkpoint / "model.safetensors", warm)
+        for file in files_of(checkpoint):
+            set_cache(file, warm)
     Path("/proc/self/clear_refs").write_text("5")  # forgets the peak so far
     before, read_before = status("VmRSS"), read_bytes()
     started = time.perf_counter()
@@ -257,6 +309,7 @@ def run_child(name, checkpoint, warm):
     found = {
         "seconds": seconds,
         "peak_bytes": status("VmHWM") - before,
+        "resident_bytes": status("VmHWM"),
         "disk_bytes": read_bytes() - read_before,
     }
     del held
@@ -335,6 +388,10 @@ def compare(rows, size):
             by_key["bridge_eighth", "cold"]["disk_bytes"] / (size / 8), 3
         ),
         "export_speed_of_raw_write": ratio("raw_write", "bridge_export", "none"),
+        "conversion_speed_of_raw_copy": ratio("raw_copy", "bridge_conversion", "cold"),
+        "conversion_resident_mb": round(
+            by_key["bridge_conversion", "cold"]["resident_bytes"] / 1e6, 1
+        ),
     }
 
 
@@ -351,9 +408,10 @@ def main():
         warm = {"warm": True, "cold": False, "none": None}[args.cache]
         return run_child(args.child, checkpoint, warm)
     make_checkpoint(checkpoint)
+    make_megatron(checkpoint)
     load = os.getloadavg()[0]
     kinds = [(name, cache) for cache in ("cold", "warm") for name in IMPORTS]
-    kinds += [(name, "cold") for name in HOSTS]
+    kinds += [(name, "cold") for name in (*HOSTS, *CONVERSIONS)]
     kinds += [(name, "none") for name in EXPORTS]
     found = collections.defaultdict(list)
     for number in range(args.runs):

@@ -11,7 +11,14 @@ from pathlib import Path
 import numpy as np
 
 
-def read_range(file: Path, offset: int, out: memoryview, *, ahead: bool = True) -> None:
+def read_range(
+    file: Path,
+    offset: int,
+    out: memoryview,
+    *,
+    ahead: bool = True,
+    again: bool = False,
+) -> None:
     """Reads one range of a file.
 
     What was read is dropped from the system's cache: weights are read once, and a
@@ -23,6 +30,7 @@ def read_range(file: Path, offset: int, out: memoryview, *, ahead: bool = True) 
       out: The bytes to fill; as many are read.
       ahead: Whether the system may read on, for what follows is wanted next. By
         itself it would, an eighth more than is wanted where rows are shared out.
+      again: Whether the range will be read once more, and so is not dropped yet.
 
     Raises:
       ValueError: If the file ends before the range does.
@@ -40,7 +48,8 @@ def read_range(file: Path, offset: int, out: memoryview, *, ahead: bool = True) 
                     "short after it was opened."
                 )
             done += count
-        _advise(descriptor, offset, done, "DONTNEED")
+        if not again:
+            _advise(descriptor, offset, done, "DONTNEED")
     finally:
         os.close(descriptor)
 
