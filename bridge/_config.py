@@ -62,7 +62,7 @@ def from_hf_config(config: Mapping[str, Any] | str | os.PathLike[str]) -> Decode
     )
     if not wrong:
         try:
-            return _build(family, values)
+            return build_config(family, values)
         except ValueError as error:
             wrong = str(error).splitlines()
     raise ValueError(
@@ -88,6 +88,7 @@ def to_hf_config(config: DecoderConfig) -> dict[str, Any]:
         this config says.
     """
     family = find_family(config.model_type)
+    _check_parts(family, config)
     fields = {
         name: getter(config, field.targets(name)[0])
         for name, field in family.fields.items()
@@ -145,6 +146,21 @@ def getter(config: Any, name: str) -> Any:
     for part in name.split("."):
         config = getattr(config, part)
     return config
+
+
+def build_config(family: Family, values: Mapping[str, Any]) -> DecoderConfig:
+    """Builds a config of values by dotted name, each in the part that it begins with.
+
+    Raises:
+      ValueError: If a value cannot be, or values do not fit.
+    """
+    nested: dict[str, dict[str, Any]] = {part: {} for part in _PARTS}
+    flat = {}
+    for name, value in values.items():
+        part, _, rest = name.rpartition(".")
+        (nested[part] if part else flat)[rest] = value
+    parts = {part: _PARTS[part](**given) for part, given in nested.items() if given}
+    return DecoderConfig(model_type=family.model_type, **flat, **parts)
 
 
 def _family_of(fields: Mapping[str, Any]) -> Family:
@@ -240,15 +256,22 @@ def _read_dtype(fields: Mapping[str, Any], wrong: list[str]) -> str:
     return min(dtypes, default="float32")
 
 
-def _build(family: Family, values: dict[str, Any]) -> DecoderConfig:
-    """Nests values by the part that their dotted name begins with."""
-    nested: dict[str, dict[str, Any]] = {part: {} for part in _PARTS}
-    flat = {}
-    for name, value in values.items():
-        part, _, rest = name.rpartition(".")
-        (nested[part] if part else flat)[rest] = value
-    parts = {part: _PARTS[part](**given) for part, given in nested.items() if given}
-    return DecoderConfig(model_type=family.model_type, **flat, **parts)
+def _check_parts(family: Family, config: DecoderConfig) -> None:
+    """Refuses a config with a part that the family lacks, or without one it has."""
+    targets = {t for name, field in family.fields.items() for t in field.targets(name)}
+    has = {part: any(t.startswith(f"{part}.") for t in targets) for part in _PARTS}
+    has["rope"] = "rope" not in family.traits
+    wrong = [
+        f"  {part} = {getattr(config, part)!r}: all its models have one"
+        if needed
+        else f"  {part} = {getattr(config, part)!r}: none of its models has one"
+        for part, needed in has.items()
+        if needed != (getattr(config, part) is not None)
+    ]
+    if wrong:
+        raise ValueError(
+            f"A {config.model_type} config file cannot say:\n" + "\n".join(wrong)
+        )
 
 
 def _check_said(config: DecoderConfig, fields: dict[str, Any]) -> None:

@@ -4,9 +4,36 @@ import os
 
 from bridge._block_scaled import decode_block_scaled
 from bridge._config import find_family, from_hf_config, read_config_file
+from bridge._lazy import LazyLeaf, lazy_tree
 from bridge._mapping import Mapping
 from bridge._source import Source, open_checkpoint
 from bridge.models import DecoderConfig
+
+
+def lazy_hf(
+    path: str | os.PathLike[str], config: DecoderConfig | None = None
+) -> tuple[dict[str, LazyLeaf], DecoderConfig]:
+    """Opens a checkpoint as a tree of which nothing is read yet, to be saved elsewhere.
+
+    ```python
+    tree, config = bridge.lazy_hf("mixtral")
+    bridge.save_megatron("megatron", tree, config)  # a few tensors in memory
+    ```
+
+    Args:
+      path: As for `load_hf`.
+      config: As for `load_hf`.
+
+    Returns:
+      Leaves by dotted path, and the model.
+
+    Raises:
+      FileNotFoundError: If there is no checkpoint, or no config.
+      ValueError: If the checkpoint is damaged, its family not supported, or the two do
+        not fit.
+    """
+    source, config, mapping = open_hf(path, config)
+    return lazy_tree(source, mapping), config
 
 
 def open_hf(

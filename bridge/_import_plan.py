@@ -1,5 +1,6 @@
 """What an import would do, from headers alone: tensors, their places, their bytes."""
 
+import collections
 import dataclasses
 import os
 from typing import Any
@@ -7,12 +8,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from bridge._box import Box, complete, overlap, shape_of, whole
+from bridge._bands import elements_to_read
+from bridge._box import Box, complete
+from bridge._cooperate import put_together
 from bridge._hf_checkpoint import open_hf
 from bridge._layout import Layout, Side
 from bridge._mapping import Mapping, is_ignored
 from bridge._piece import Piece
 from bridge._report import fold_numbers
+from bridge._shards import inner_boxes
 from bridge._source import Source
 from bridge._tree import named_leaves
 from bridge.models import DecoderConfig
@@ -127,6 +131,13 @@ def plan(
         config and checkpoint do not fit; everything that does not fit is listed.
     """
     source, config, mapping = open_hf(path, config)
+    return plan_of(source, mapping, config, mould)
+
+
+def plan_of(
+    source: Source, mapping: Mapping, config: DecoderConfig, mould: Any = None
+) -> ImportPlan:
+    """Says what `load` would do with any source and mapping; see `plan`."""
     leaves = _expected(source, mapping) if mould is None else named_leaves(mould)
     mapping.check(leaves, source)
     pieces = mapping.by_destination()
@@ -167,42 +178,31 @@ def _planned(source: Source, name: str, leaf: Any, pieces: list[Piece]) -> Plann
 def _bytes_read(
     source: Source, pieces: dict[str, list[Piece]], leaves: dict[str, Any]
 ) -> dict[int, int]:
-    """Sums, for each process, the rows of each tensor that its shards need."""
-    totals: dict[int, int] = {}
+    """Sums for each process what it reads of each leaf."""
+    totals: dict[int, int] = collections.defaultdict(int)
     for name, leaf in leaves.items():
-        for process, boxes in _boxes_by_process(leaf).items():
-            read = sum(_rows_read(source, p, boxes) for p in pieces[name])
-            totals[process] = totals.get(process, 0) + read
+        for piece in pieces[name]:
+            itemsize = source.dtype(piece.source).itemsize
+            for process, count in _elements_read(leaf, pieces[name], piece).items():
+                totals[process] += count * itemsize
     return dict(sorted(totals.items()))
 
 
-def _boxes_by_process(leaf: Any) -> dict[int, set[Box]]:
+def _elements_read(leaf: Any, pieces: list[Piece], piece: Piece) -> dict[int, int]:
+    """Numbers of a section that each process reads: what it holds, or its even part."""
     sharding = getattr(leaf, "sharding", None)
     if sharding is None:
-        return {0: {whole(leaf.shape)}}
-    boxes: dict[int, set[Box]] = {}
+        return {0: piece.num_elements}
+    boxes: dict[int, list[Box]] = collections.defaultdict(list)
     for device, index in sharding.devices_indices_map(leaf.shape).items():
-        box = complete(index or (), leaf.shape)
-        boxes.setdefault(device.process_index, set()).add(box)
-    return boxes
-
-
-def _rows_read(source: Source, piece: Piece, boxes: set[Box]) -> int:
-    """Bytes of the whole rows of a tensor that any of the boxes needs."""
-    needed = [
-        piece.box_to_read(common)
-        for box in boxes
-        if (common := overlap(box, piece.destination_box)) is not None
-    ]
-    itemsize = source.dtype(piece.source).itemsize
-    if not piece.source_shape:
-        return itemsize if needed else 0
-    row = int(np.prod(shape_of(piece.source_box)[1:], dtype=np.int64)) * itemsize
-    total = end = 0
-    for start, stop in sorted(box[0] for box in needed):
-        total += max(0, stop - max(start, end)) * row
-        end = max(end, stop)
-    return total
+        boxes[device.process_index].append(complete(index or (), leaf.shape))
+    if put_together(leaf, pieces):
+        devices = sum(map(len, boxes.values()))
+        return {p: piece.num_elements * len(b) // devices for p, b in boxes.items()}
+    return {
+        process: elements_to_read(piece, inner_boxes(piece, held))
+        for process, held in boxes.items()
+    }
 
 
 def _pattern(layout: Layout) -> str:

@@ -8,13 +8,14 @@ comes out bit by bit.
 
 import dataclasses
 import functools
+import itertools
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from bridge._box import Box, Range, as_index, relative, shape_of, whole
+from bridge._box import Box, Range, relative, shape_of, take, whole
 
 Sizes = Mapping[str, int]
 Side = tuple[tuple[str, ...], ...]
@@ -70,7 +71,7 @@ class Layout:
           box: The part of the destination that is wanted.
           sizes: Size of each named dim.
         """
-        return _join(self.source, self._to_read(box, sizes), sizes)
+        return self.cut(box, sizes)[0]
 
     def apply_box(self, piece: np.ndarray, box: Box, sizes: Sizes) -> np.ndarray:
         """Turns what was read for a shard into the shard.
@@ -83,24 +84,92 @@ class Layout:
         Returns:
           The destination at `box`; a view of `piece` if it can be.
         """
-        read = self._to_read(box, sizes)
+        return self.cut(box, sizes)[1](piece)
+
+    def cut(self, box: Box, sizes: Sizes) -> tuple[Box, "Move"]:
+        """Returns `source_box`, and what `apply_box` then does, to do it many times."""
         wanted = _split(self.destination, box, sizes)
+        # Widened until each dim of the source is one range.
+        source_box = _join(self.source, wanted, sizes)
+        read = _split(self.source, source_box, sizes)
         source_order = [name for dim in self.source for name in dim]
         order = [name for dim in self.destination for name in dim]
-        factors = piece.reshape(shape_of(tuple(read[name] for name in source_order)))
-        factors = factors.transpose([source_order.index(name) for name in order])
-        inside = relative(
-            tuple(wanted[name] for name in order), tuple(read[name] for name in order)
-        )
-        factors = factors[as_index(inside)]
         cover = _join(self.destination, wanted, sizes)
-        joined = factors.reshape(shape_of(cover))
-        return joined[as_index(relative(box, cover))]
+        return source_box, Move(
+            factors=shape_of(tuple(read[name] for name in source_order)),
+            order=tuple(source_order.index(name) for name in order),
+            inside=relative(
+                tuple(wanted[name] for name in order),
+                tuple(read[name] for name in order),
+            ),
+            joined=shape_of(cover),
+            wanted=relative(box, cover),
+        )
 
-    def _to_read(self, box: Box, sizes: Sizes) -> Ranges:
-        """Widens what the box needs until each source dim is one range."""
-        wanted = _split(self.destination, box, sizes)
-        return _split(self.source, _join(self.source, wanted, sizes), sizes)
+    def split(self, box: Box, sizes: Sizes) -> list[Box]:
+        """Cuts part of the destination into boxes that are one range of each factor.
+
+        Reshaped to its factors, such a box is a view, to be read and written alike.
+        Most boxes are so; one that begins or ends inside a block of
+        `(heads head_dim)` is two or three of them.
+        """
+        dims = zip(self.destination, box, strict=True)
+        parts = [_blocks(r, [sizes[name] for name in dim]) for dim, r in dims]
+        return list(itertools.product(*parts))
+
+    def bands(self, sizes: Sizes, max_elements: int) -> list[Box]:
+        """Cuts the destination into boxes, each of them one range of the source.
+
+        Read one after another they are the source from its first byte to its last. A
+        dim of the destination that runs across the source's order (`(b a)` of `a b`)
+        cannot be cut so along its inner factor; the bands are then larger.
+
+        Args:
+          sizes: Size of each named dim.
+          max_elements: Numbers in a band, if the layout lets it be.
+        """
+        names = [name for dim in self.source for name in dim]
+        inner = [math.prod(sizes[n] for n in names[k + 1 :]) for k in range(len(names))]
+        fits = (k for k, count in enumerate(inner) if count <= max_elements)
+        for k in range(next(fits, len(names) - 1), -1, -1) if names else ():
+            step = max(1, max_elements // max(1, inner[k]))
+            ranges = list(_ranges(names, k, step, sizes))
+            boxes = [_join(self.destination, cut, sizes) for cut in ranges]
+            if all(map(_is_exact, boxes, ranges)):
+                return boxes
+        return [whole(self.destination_shape(sizes))]
+
+
+@dataclasses.dataclass(frozen=True)
+class Move:
+    """What numpy does to lay a box out: only views, where memory allows it.
+
+    Args:
+      factors: Shape of what was read, one dim for each factor.
+      order: Where each factor of the destination is found.
+      inside: What of the factors is needed.
+      joined: Shape once factors are joined to dims.
+      wanted: What of that is the box.
+    """
+
+    factors: tuple[int, ...]
+    order: tuple[int, ...]
+    inside: Box
+    joined: tuple[int, ...]
+    wanted: Box
+
+    @property
+    def keeps_order(self) -> bool:
+        """Whether numbers that follow each other still do."""
+        return self.order == tuple(sorted(self.order))
+
+    def view(self, array: np.ndarray) -> np.ndarray:
+        """Returns what was read, or is to be written, by factors of the destination."""
+        return take(array.reshape(self.factors).transpose(self.order), self.inside)
+
+    def __call__(self, array: np.ndarray) -> np.ndarray:
+        """Lays out what was read for the box; a copy, if factors lie apart."""
+        return take(self.view(array).reshape(self.joined), self.wanted)
 
 
 def _split(side: Side, box: Box, sizes: Sizes) -> Ranges:
@@ -117,6 +186,44 @@ def _split(side: Side, box: Box, sizes: Sizes) -> Ranges:
             else:  # a range over several blocks takes each of them whole
                 start, stop = 0, inner
     return ranges
+
+
+def _blocks(wanted: Range, sizes: list[int]) -> list[Range]:
+    """Cuts a range of a dim where a block of its factors begins or ends."""
+    inner = math.prod(sizes[1:])
+    if len(sizes) < 2 or not inner:
+        return [wanted]
+    first, last = -(-wanted.start // inner) * inner, wanted.stop // inner * inner
+    if first > last:  # inside one block
+        return _shifted(Range(*wanted), last, sizes[1:])
+    found = [Range(first, last)] if first < last else []
+    if wanted.start < first:
+        head = Range(wanted.start, first)
+        found = [*_shifted(head, first - inner, sizes[1:]), *found]
+    if last < wanted.stop:
+        found += _shifted(Range(last, wanted.stop), last, sizes[1:])
+    return found
+
+
+def _shifted(wanted: Range, origin: int, sizes: list[int]) -> list[Range]:
+    inside = _blocks(Range(wanted.start - origin, wanted.stop - origin), sizes)
+    return [Range(r.start + origin, r.stop + origin) for r in inside]
+
+
+def _ranges(names: list[str], k: int, step: int, sizes: Sizes) -> Iterator[Ranges]:
+    """Yields `step` places of factor `k` at a time, outer ones singly, inner whole."""
+    inner = {name: Range(0, sizes[name]) for name in names[k + 1 :]}
+    for outer in itertools.product(*(range(sizes[name]) for name in names[:k])):
+        single = (Range(i, i + 1) for i in outer)
+        fixed = dict(zip(names[:k], single, strict=True)) | inner
+        for start in range(0, sizes[names[k]], step):
+            stop = min(start + step, sizes[names[k]])
+            yield fixed | {names[k]: Range(start, stop)}
+
+
+def _is_exact(box: Box, ranges: Ranges) -> bool:
+    wanted = math.prod(r.stop - r.start for r in ranges.values())
+    return math.prod(shape_of(box)) == wanted
 
 
 def _join(side: Side, ranges: Ranges, sizes: Sizes) -> Box:

@@ -2,30 +2,25 @@
 
 import os
 from collections.abc import Callable
+from concurrent.futures import Executor
 from typing import Any
 
 import jax
-import numpy as np
 
-from bridge._box import (
-    Box,
-    as_index,
-    complete,
-    cover,
-    overlap,
-    relative,
-    shape_of,
-    whole,
-)
-from bridge._config import find_family, from_hf_config
+from bridge._cooperate import fill_together, put_together
+from bridge._fill import start_piece
+from bridge._hf_checkpoint import open_hf
 from bridge._mapping import Mapping
 from bridge._piece import Piece
-from bridge._source import Source, open_checkpoint
+from bridge._processes import agreeing
+from bridge._shards import empty_shards, is_on_host, to_array
+from bridge._source import Source
 from bridge._tree import named_leaves
+from bridge._workers import workers
 from bridge.models import DecoderConfig
 
 Progress = Callable[[int, int], None]
-Shards = dict[Box, np.ndarray]
+Tick = Callable[[Piece], None]
 
 
 def load_hf(
@@ -37,9 +32,11 @@ def load_hf(
 ) -> Any:
     """Fills a mould with the weights of a Hugging Face checkpoint.
 
-    Only what this process's shards need is read, and each byte of it once; host
-    memory holds the shards of one leaf and one tensor of the file. Everything is
-    checked against config and headers before the first weight is read.
+    Only what this process's shards need is read, and each byte of it once. On CPU the
+    host holds the arrays themselves and a few megabytes a core; for other devices, two
+    tensors of the file. In a job of several processes all of them must call this
+    alike: a byte is read by one of them. Everything is checked against config and
+    headers before the first weight is read.
 
     Values are cast to the dtype of the mould between floating dtypes (bfloat16 files
     fill float32 main weights exactly; the other way rounds); any other difference of
@@ -61,9 +58,7 @@ def load_hf(
       ValueError: If the checkpoint is damaged, its family not supported, or mould,
         config and checkpoint do not fit; everything that does not fit is listed.
     """
-    source = open_checkpoint(path)
-    config = config or from_hf_config(path)
-    mapping = find_family(config.model_type).mapping_for(config, source.keys())
+    source, _, mapping = open_hf(path, config)
     return load(source, mapping, mould, progress=progress)
 
 
@@ -81,8 +76,9 @@ def load(
     _check_shardings(leaves)
     pieces = mapping.by_destination()
     tick = _counter(source, mapping, progress)
-    arrays = [_fill(source, pieces[name], leaf, tick) for name, leaf in leaves.items()]
-    return jax.tree.unflatten(jax.tree.structure(mould), arrays)
+    arrays = _fill_all(source, pieces, leaves, tick)
+    in_order = [arrays[name] for name in leaves]
+    return jax.tree.unflatten(jax.tree.structure(mould), in_order)
 
 
 def _check_shardings(leaves: dict[str, jax.ShapeDtypeStruct]) -> None:
@@ -97,9 +93,54 @@ def _check_shardings(leaves: dict[str, jax.ShapeDtypeStruct]) -> None:
         raise ValueError("The mould cannot be sharded so:\n" + "\n".join(wrong))
 
 
-def _counter(
-    source: Source, mapping: Mapping, progress: Progress | None
-) -> Callable[[Piece], None]:
+def _fill_all(
+    source: Source,
+    pieces: dict[str, list[Piece]],
+    leaves: dict[str, jax.ShapeDtypeStruct],
+    tick: Tick,
+) -> dict[str, jax.Array]:
+    """Fills every leaf; what is filled in place, in the order of the file."""
+    arrays = {}
+    by_devices = {n for n, leaf in leaves.items() if put_together(leaf, pieces[n])}
+    in_place = [n for n in leaves if n not in by_devices and is_on_host(leaves[n])]
+    others = [[n] for n in leaves if n not in by_devices and n not in in_place]
+    with workers() as pool:
+        for names in [in_place, *others]:
+            batch = {name: leaves[name] for name in names}
+            arrays |= _fill_batch(pool, source, pieces, batch, tick)
+        for name in leaves:
+            if name in by_devices:
+                arrays[name] = fill_together(
+                    pool, source, pieces[name], leaves[name], tick
+                )
+    return arrays
+
+
+def _fill_batch(
+    pool: Executor,
+    source: Source,
+    pieces: dict[str, list[Piece]],
+    leaves: dict[str, jax.ShapeDtypeStruct],
+    tick: Tick,
+) -> dict[str, jax.Array]:
+    shards = {name: empty_shards(leaf) for name, leaf in leaves.items()}
+    position = {key: i for i, key in enumerate(source.keys())}
+    wanted = [(name, piece) for name in leaves for piece in pieces[name]]
+    wanted.sort(key=lambda w: (position[w[1].source], w[1].source_box))
+    alone = jax.process_count() == 1
+    with agreeing():
+        started = [
+            (piece, start_piece(pool, source, piece, shards[name], ahead=alone))
+            for name, piece in wanted
+        ]
+        for piece, futures in started:
+            for future in futures:
+                future.result()
+            tick(piece)
+        return {name: to_array(leaf, shards[name]) for name, leaf in leaves.items()}
+
+
+def _counter(source: Source, mapping: Mapping, progress: Progress | None) -> Tick:
     def nbytes(piece: Piece) -> int:
         return piece.num_elements * source.dtype(piece.source).itemsize
 
@@ -113,66 +154,3 @@ def _counter(
             progress(done, total)
 
     return tick
-
-
-def _fill(
-    source: Source,
-    pieces: list[Piece],
-    leaf: jax.ShapeDtypeStruct,
-    tick: Callable[[Piece], None],
-) -> jax.Array:
-    shards = _empty_shards(leaf)
-    for piece in pieces:
-        _fill_shards(source, piece, shards)
-        tick(piece)
-    if leaf.sharding is None:
-        return jax.device_put(*shards.values())
-    return jax.make_array_from_callback(
-        leaf.shape,
-        leaf.sharding,
-        lambda index: shards[complete(index or (), leaf.shape)],
-    )
-
-
-def _empty_shards(leaf: jax.ShapeDtypeStruct) -> Shards:
-    """Allocates what this process will hold; replicas share one array."""
-    boxes = {whole(leaf.shape)}
-    if leaf.sharding is not None:
-        indices = leaf.sharding.addressable_devices_indices_map(leaf.shape)
-        boxes = {complete(index or (), leaf.shape) for index in indices.values()}
-    return {box: np.empty(shape_of(box), leaf.dtype) for box in boxes}
-
-
-def _fill_shards(source: Source, piece: Piece, shards: Shards) -> None:
-    """Copies one section of the checkpoint to the shards that need part of it."""
-    wanted = [
-        (box, common)
-        for box in shards
-        if (common := overlap(box, piece.destination_box)) is not None
-    ]
-    for group in _sharing_rows(piece, wanted):
-        to_read = [piece.box_to_read(common) for _, common in group]
-        hull = cover(to_read)
-        read = source.read(piece.source, as_index(hull))
-        for (box, common), part in zip(group, to_read, strict=True):
-            values = piece.to_destination(read[as_index(relative(part, hull))], common)
-            shards[box][as_index(relative(common, box))] = values
-
-
-def _sharing_rows(
-    piece: Piece, wanted: list[tuple[Box, Box]]
-) -> list[list[tuple[Box, Box]]]:
-    """Groups shards that need the same rows of the file, to read those once.
-
-    Eight shards of the rows are eight reads of an eighth; eight shards of the columns
-    are one read of everything, where one each would read the file eight times.
-    """
-    groups, end = [], -1
-    for box, common in sorted(wanted, key=lambda w: piece.box_to_read(w[1])):
-        rows = piece.box_to_read(common)[:1]
-        if groups and (not rows or rows[0].start < end):
-            groups[-1].append((box, common))
-        else:
-            groups.append([(box, common)])
-        end = max([end, *(r.stop for r in rows)])
-    return groups

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 
 from bridge._box import Box, as_index, complete
-from bridge._config import find_family, from_hf_config
+from bridge._hf_checkpoint import open_hf
 from bridge._load import Progress, load
 from bridge._lora_source import A_SUFFIX, B_SUFFIX, PREFIX, LoraSource, open_lora
 from bridge._report import format_report
-from bridge._source import Source, open_checkpoint
+from bridge._source import Source
 from bridge.models import DecoderConfig
 
 
@@ -136,7 +136,6 @@ def load_hf_with_lora(
       ValueError: If the adapter is none that is modelled, or not of this base, or as
         `load_hf` raises it.
     """
-    source = merge_lora(open_checkpoint(path), open_lora(adapter))
-    config = config or from_hf_config(path)
-    mapping = find_family(config.model_type).mapping_for(config, source.keys())
+    base, _, mapping = open_hf(path, config)
+    source = merge_lora(base, open_lora(adapter))
     return load(source, mapping, mould, progress=progress)

@@ -4,7 +4,9 @@ import collections
 import dataclasses
 import functools
 import re
+from collections import abc
 from collections.abc import Iterable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +16,9 @@ from bridge._piece import Piece
 from bridge._report import format_report
 from bridge._rules import Rule, RuleSizes
 from bridge._source import Source
+
+Abstract = abc.Mapping[str, Any]
+"""Whatever has a shape and a dtype, by name."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +63,7 @@ class Mapping:
 
     def check(
         self,
-        leaves: dict[str, jax.ShapeDtypeStruct],
+        leaves: Abstract,
         source: Source | None = None,
     ) -> None:
         """Checks that tree and checkpoint are what the rules say; reads headers only.
@@ -146,7 +151,7 @@ def _ignored(pattern: str) -> re.Pattern[str]:
 def _differences(
     subject: str,
     expected: dict[str, list[Piece]],
-    given: dict[str, jax.ShapeDtypeStruct],
+    given: Abstract,
     side: str,
 ) -> dict[str, list[str]]:
     shapes = {key: getattr(p[0], f"{side}_shape") for key, p in expected.items()}
@@ -163,8 +168,8 @@ def _differences(
 
 def _uncastable(
     pieces: Iterable[Piece],
-    tensors: dict[str, jax.ShapeDtypeStruct],
-    leaves: dict[str, jax.ShapeDtypeStruct],
+    tensors: Abstract,
+    leaves: Abstract,
 ) -> list[str]:
     return [
         f"{p.source}: {tensors[p.source].dtype}, the tree wants "

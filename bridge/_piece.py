@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 
-from bridge._box import Box, absolute, relative, shape_of
+from bridge._box import Box, shape_of
 from bridge._layout import Layout, Sizes
 
 
@@ -38,25 +38,18 @@ class Piece:
         """Numbers in the section."""
         return math.prod(shape_of(self.source_box))
 
-    def box_to_read(self, wanted: Box) -> Box:
-        """Returns the box of the source tensor that covers part of the destination.
+    @property
+    def position(self) -> tuple[int, ...]:
+        """Where the section lies in the stacked dims of the leaf."""
+        num_stacked = len(self.destination_box) - len(self.layout.destination)
+        return tuple(r.start for r in self.destination_box[:num_stacked])
 
-        Args:
-          wanted: Part of the destination leaf, inside `destination_box`.
-        """
-        box = self.layout.source_box(self._inside(wanted), self.sizes)
-        return absolute(box, self.source_box)
-
-    def to_destination(self, array: np.ndarray, wanted: Box) -> np.ndarray:
-        """Turns the source at `box_to_read(wanted)` into the destination there."""
-        part = self.layout.apply_box(array, self._inside(wanted), self.sizes)
-        return part.reshape(shape_of(wanted))
+    @property
+    def inner_box(self) -> Box:
+        """The section in the other dims of the leaf."""
+        return self.destination_box[len(self.position) :]
 
     def to_source(self, array: np.ndarray) -> np.ndarray:
         """Turns the destination at `destination_box` into the source section."""
         section = array.reshape(self.layout.destination_shape(self.sizes))
         return self.layout.invert().apply(section, self.sizes)
-
-    def _inside(self, wanted: Box) -> Box:
-        num_stacked = len(self.destination_box) - len(self.layout.destination)
-        return relative(wanted, self.destination_box)[num_stacked:]

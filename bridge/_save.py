@@ -1,10 +1,12 @@
 """Saving: a tree is written as a Hugging Face checkpoint, tensor by tensor."""
 
+import contextlib
 import dataclasses
 import json
 import math
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +14,12 @@ import jax
 import numpy as np
 from jaxtyping import DTypeLike
 
-from bridge._box import as_index, shape_of
 from bridge._config import CONFIG_NAME, find_family, to_hf_config
-from bridge._files import Entries, assign_files, entries_of, index_of, nbytes
+from bridge._export import write_weights
+from bridge._files import Entries, assign_files, entries_of, index_of
 from bridge._load import Progress
-from bridge._piece import Piece
-from bridge._safetensors import encode_header
+from bridge._processes import agreeing
+from bridge._sidecars import copy_sidecars, find_sidecars
 from bridge._source import INDEX_NAME
 from bridge._tree import named_leaves
 from bridge.models import DecoderConfig
@@ -30,12 +32,16 @@ def save_hf(
     *,
     dtype: DTypeLike | None = None,
     max_shard_bytes: int = 5 * 10**9,
+    copy_from: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
 ) -> None:
     """Writes a directory that transformers loads.
 
-    One tensor is gathered to the host at a time. The directory appears under its name
-    when it is complete, by a rename; a failure leaves nothing.
+    One tensor is gathered to the host while the one before it is written. The directory
+    appears under its name when it is complete and on the disk, by a rename; a failure
+    leaves nothing. In a job of several processes all of them must call this alike: the
+    first writes, on a file system that is its own or everyone's, and all return when
+    that is done, or raise.
 
     Args:
       path: A directory that does not exist yet, or is empty.
@@ -45,6 +51,8 @@ def save_hf(
         loaded without a cast is written back bit by bit.
       max_shard_bytes: Bytes of tensors in a file; above it, several files and an
         index are written. A tensor is never cut, however large.
+      copy_from: A model's directory, whose tokenizer, chat template and
+        `generation_config.json` are copied along; that one in place of ours.
       progress: Called with bytes written, and bytes in all, after each tensor.
 
     Raises:
@@ -52,82 +60,64 @@ def save_hf(
         does not fit is listed, and nothing is written.
     """
     path = Path(path)
+    writes = jax.process_index() == 0
+    with agreeing():
+        if writes:
+            _check_free(path)
+        sidecars = [] if copy_from is None else find_sidecars(Path(copy_from))
+        leaves = named_leaves(params)
+        mapping = find_family(config.model_type).mapping(config)
+        mapping.check(leaves)
+        pieces = mapping.by_source()
+        tensors = entries_of(pieces, leaves, dtype)
+        files = assign_files(tensors, max_shard_bytes)
+    with contextlib.ExitStack() as stack:
+        with agreeing():
+            directory = stack.enter_context(_beside(path)) if writes else None
+        write_weights(directory, files, pieces, leaves, progress)
+        with agreeing():
+            if directory is not None:
+                if len(files) > 1:
+                    _write_json(directory / INDEX_NAME, index_of(files))
+                _write_configs(directory, config, tensors)
+                if copy_from is not None:
+                    copy_sidecars(Path(copy_from), sidecars, directory)
+                _publish(directory, path)
+
+
+def _check_free(path: Path) -> None:
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):
         raise ValueError(
             f"Cannot save to '{path}': it exists and is not an empty directory. Give "
             "a new name, or remove it first."
         )
-    leaves = named_leaves(params)
-    mapping = find_family(config.model_type).mapping(config)
-    mapping.check(leaves)
-    pieces = mapping.by_source()
-    tensors = entries_of(pieces, leaves, dtype)
-    files = assign_files(tensors, max_shard_bytes)
+
+
+@contextlib.contextmanager
+def _beside(path: Path) -> Iterator[Path]:
+    """Makes a directory to be renamed, and removes what is left of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as temp:
         # Not the temporary directory itself: that one is closed to other users.
         directory = Path(temp) / "checkpoint"
         directory.mkdir()
-        _write_weights(directory, files, pieces, leaves, progress)
-        if len(files) > 1:
-            _write_json(directory / INDEX_NAME, index_of(files))
-        _write_configs(directory, config, tensors)
-        directory.rename(path)
+        yield directory
 
 
-def _write_weights(
-    directory: Path,
-    files: dict[str, Entries],
-    pieces: dict[str, list[Piece]],
-    leaves: dict[str, Any],
-    progress: Progress | None,
-) -> None:
-    total = sum(
-        nbytes(entry) for entries in files.values() for entry in entries.values()
-    )
-    done = 0
-    for name, entries in files.items():
-        # Widest first: every tensor then starts at a multiple of its item size.
-        entries = dict(sorted(entries.items(), key=lambda e: -e[1][1].itemsize))
-        with (directory / name).open("wb") as stream:
-            stream.write(encode_header(entries))
-            for key, entry in entries.items():
-                stream.write(_tensor_bytes(pieces[key], leaves, *entry))
-                done += nbytes(entry)
-                if progress is not None:
-                    progress(done, total)
-            stream.flush()
-            os.fsync(stream.fileno())
+def _publish(directory: Path, path: Path) -> None:
+    """Renames a directory once all of it, and then its name, survives a power cut."""
+    for inside in (*directory.rglob("*"), directory):
+        _fsync(inside)
+    directory.rename(path)
+    _fsync(path.parent)
 
 
-def _tensor_bytes(
-    pieces: list[Piece],
-    leaves: dict[str, Any],
-    shape: tuple[int, ...],
-    dtype: np.dtype,
-) -> memoryview:
-    # Filled in place, so that it is in C order whatever the layouts return.
-    tensor = np.empty(shape, dtype)
-    for piece in pieces:
-        section = _gather(leaves[piece.destination], piece)
-        tensor[as_index(piece.source_box)] = piece.to_source(section)
-    return tensor.reshape(-1).view(np.uint8).data
-
-
-def _gather(leaf: Any, piece: Piece) -> np.ndarray:
-    """Brings one section of a leaf to the host: a layer, not the stack of them."""
-    if not isinstance(leaf, jax.Array):
-        return np.asarray(leaf)[as_index(piece.destination_box)]
-    starts = tuple(r.start for r in piece.destination_box)
-    sizes = shape_of(piece.destination_box)
-    if isinstance(leaf.sharding, jax.sharding.NamedSharding):
-        replicated = jax.sharding.NamedSharding(
-            leaf.sharding.mesh, jax.sharding.PartitionSpec()
-        )
-    else:
-        replicated = leaf.sharding
-    cut = jax.jit(jax.lax.dynamic_slice, static_argnums=2, out_shardings=replicated)
-    return np.asarray(cut(leaf, starts, sizes))
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _write_configs(directory: Path, config: DecoderConfig, entries: Entries) -> None:

@@ -1,7 +1,7 @@
 """Checkpoints as lazy sources: shapes at once, bytes when asked for.
 
-`Source` is all the rest of the package knows of a checkpoint. Reads are `pread`s of
-exact byte ranges: a memory map reads ahead, six times the bytes of a cold eighth.
+`Source` is all the rest of the package knows of a checkpoint, and `DirectSource` one
+that can also read into memory it is handed.
 """
 
 import dataclasses
@@ -10,14 +10,15 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from bridge._box import complete, shape_of
+from bridge._box import Box, as_index, complete, shape_of, span
 from bridge._index import read_sharded
 from bridge._other_formats import describe_names
-from bridge._pread import pread
+from bridge._ranges import read_bytes, read_range
+from bridge._reorder import copy
 from bridge._safetensors import TensorInfo, read_header
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -45,8 +46,35 @@ class Source(Protocol):
         ...
 
     def read(self, key: str, slices: tuple[slice, ...] = ()) -> np.ndarray:
-        """Reads a tensor, or the box of it that `slices` says."""
+        """Reads a tensor, or the box of it that `slices` says; on any thread."""
         ...
+
+
+@runtime_checkable
+class DirectSource(Source, Protocol):
+    """A source that needs no memory of its own to read: an extension, for speed."""
+
+    def read_into(self, key: str, box: Box, out: np.ndarray, *, ahead: bool) -> None:
+        """Reads a box of a tensor into an array of its shape and dtype."""
+        ...
+
+
+def read_into(
+    source: Source, key: str, box: Box, out: np.ndarray, *, ahead: bool
+) -> None:
+    """Reads a box of a tensor into an array, directly where the source can.
+
+    Args:
+      source: The checkpoint.
+      key: Name of the tensor.
+      box: Which part of it.
+      out: C-contiguous array of the box's shape and the tensor's dtype.
+      ahead: Whether what follows in the tensor is wanted next.
+    """
+    if isinstance(source, DirectSource):
+        source.read_into(key, box, out, ahead=ahead)
+    else:
+        copy(out, source.read(key, as_index(box)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,14 +122,33 @@ class SafetensorsSource:
         shape = shape_of(box)
         if 0 in shape:
             return np.empty(shape, info.dtype)
-        strides = _byte_strides(info)
-        first = sum(r.start * n for r, n in zip(box, strides, strict=True))
-        last = sum((r.stop - 1) * n for r, n in zip(box, strides, strict=True))
-        nbytes = last - first + info.dtype.itemsize
-        data = pread(info.file, info.offset + first, nbytes)
+        start, stop = (i * info.dtype.itemsize for i in span(box, info.shape))
+        data = read_bytes(info.file, info.offset + start, stop - start)
         # From the first element of the box to its last, the tensor's own strides
         # pick the box out of the covering range.
-        return np.ndarray(shape, info.dtype, data, strides=strides)
+        return np.ndarray(shape, info.dtype, data, strides=_byte_strides(info))
+
+    def read_into(
+        self, key: str, box: Box, out: np.ndarray, *, ahead: bool = True
+    ) -> None:
+        """Reads a box of a tensor into an array.
+
+        A box that is one range of the file needs no other memory.
+
+        Args:
+          key: Name of the tensor.
+          box: Which part of it.
+          out: C-contiguous array of the box's shape and the tensor's dtype.
+          ahead: Whether what follows in the tensor is wanted next.
+        """
+        info = self.tensors[key]
+        start, stop = span(box, info.shape)
+        if out.size < stop - start:
+            copy(out, self.read(key, as_index(box)))
+        else:
+            data = out.reshape(-1).view(np.uint8).data
+            first = info.offset + start * info.dtype.itemsize
+            read_range(info.file, first, data, ahead=ahead)
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Source:

@@ -8,6 +8,7 @@ zip says two things at once.
 
 import io
 import os
+import threading
 import zipfile
 import zlib
 from collections import Counter
@@ -16,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from bridge._pread import pread, pread_into
+from bridge._ranges import read_bytes, read_range
 
 _LOCAL_HEADER_BYTES = 30
 _CRC_BLOCK_BYTES = 2**23
@@ -62,6 +63,7 @@ class StoredZip:
         self._members = {info.filename: self._locate(info) for info in infos}
         self._check_overlaps()
         self._verified: set[str] = set()
+        self._verifying = {name: threading.Lock() for name in self._members}
 
     def names(self) -> tuple[str, ...]:
         """Names of all members, in the order of the directory."""
@@ -93,11 +95,12 @@ class StoredZip:
                 f"{self.name}: '{name}' has {nbytes:,} bytes, but bytes {start:,} to "
                 f"{stop:,} of it were asked for."
             )
-        if name in self._verified:
-            return pread(self._file, member.start + start, stop - start)
-        data = self._read_verified(member, name, start, stop)
-        self._verified.add(name)
-        return data
+        with self._verifying[name]:  # of several threads, one: the others wait
+            if name not in self._verified:
+                data = self._read_verified(member, name, start, stop)
+                self._verified.add(name)
+                return data
+        return read_bytes(self._file, member.start + start, stop - start)
 
     def _member(self, name: str) -> _Member:
         if name not in self._members:
@@ -114,7 +117,7 @@ class StoredZip:
             end = min(at + _CRC_BLOCK_BYTES, self.nbytes(name))
             inside = start <= at and end <= stop  # needs no copy
             block = data[at - start : end - start] if inside else spare[: end - at]
-            pread_into(self._file, member.start + at, block)
+            read_range(self._file, member.start + at, block.data)
             crc = zlib.crc32(block.data, crc)
             first, last = max(start, at), min(stop, end)
             if not inside and first < last:
@@ -161,7 +164,7 @@ class StoredZip:
         header = self._offset + info.header_offset
         if header < self._offset or header + _LOCAL_HEADER_BYTES > self._stop:
             raise ValueError(f"{self.name}: '{info.filename}' lies outside of it.")
-        fields = pread(self._file, header, _LOCAL_HEADER_BYTES).tobytes()
+        fields = read_bytes(self._file, header, _LOCAL_HEADER_BYTES).tobytes()
         lengths = [int.from_bytes(fields[at : at + 2], "little") for at in (26, 28)]
         start = header + _LOCAL_HEADER_BYTES + sum(lengths)
         if fields[:4] != b"PK\3\4" or start + info.file_size > self._stop:
@@ -207,6 +210,6 @@ class _Window(io.RawIOBase):
     def read(self, size: int = -1, /) -> bytes:
         left = max(0, self._nbytes - self._at)
         nbytes = left if size < 0 else min(size, left)
-        data = pread(self._file, self._start + self._at, nbytes).tobytes()
+        data = read_bytes(self._file, self._start + self._at, nbytes).tobytes()
         self._at += nbytes
         return data

@@ -1,5 +1,6 @@
 """Finding a checkpoint: which directory holds an iteration, and in what format."""
 
+import os
 import re
 from pathlib import Path
 
@@ -33,6 +34,15 @@ def find_iteration(path: Path) -> Path:
             f"'{FORMAT_NAME}', no '{METADATA_NAME}' and no 'mp_rank_*' directory."
         )
     return found[0]
+
+
+def is_megatron(path: str | os.PathLike[str]) -> bool:
+    """Says whether `open_megatron` would look further: by names of files alone."""
+    try:
+        find_iteration(Path(path))
+    except (ValueError, FileNotFoundError):
+        return False
+    return True
 
 
 def _is_iteration(path: Path) -> bool:

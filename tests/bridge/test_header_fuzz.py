@@ -149,7 +149,7 @@ def test_any_bytes_for_an_index_are_an_error(file, content):
     file.unlink(missing_ok=True)
     index.write_bytes(content)
     try:
-        with pytest.raises(ValueError, match="The index '.*' is not valid JSON"):
+        with pytest.raises(ValueError, match="The index '.*' (is|has) "):
             bridge.open_checkpoint(file.parent)
     finally:
         index.unlink()
