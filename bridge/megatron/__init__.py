@@ -14,8 +14,6 @@ from bridge.megatron._decoder import plan_megatron as plan_megatron
 from bridge.megatron._family_of_fields import TWINS as TWINS
 from bridge.megatron._find import is_megatron as is_megatron
 from bridge.megatron._optimizer import MegatronOptimizer as MegatronOptimizer
-from bridge.megatron._save import plain_args as plain_args
-from bridge.megatron._save import save_megatron as save_megatron
 from bridge.megatron._transformer_config import (
     from_transformer_config as from_transformer_config,
 )
@@ -26,3 +24,5 @@ from bridge.megatron._transformer_config import (
 from bridge.megatron._vocab import trim_vocab as trim_vocab
 from bridge.megatron._weight_rules import weight_mapping as weight_mapping
 from bridge.megatron._weight_rules import weight_rules as weight_rules
+from bridge.megatron._write import plain_args as plain_args
+from bridge.megatron._write import write_megatron as write_megatron

@@ -105,7 +105,7 @@ def to_args(
       flags: Further settings, passed on unread: `{"transformer_impl": "local"}`.
 
     Returns:
-      Settings by name, for `save_megatron`; dtypes are numpy's. Parallel sizes are not
+      Settings by name, for `write_megatron`; dtypes are numpy's. Parallel sizes are not
       among them, for the files decide those.
 
     Raises:

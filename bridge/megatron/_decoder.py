@@ -25,10 +25,10 @@ from bridge._workers import workers
 from bridge.megatron._args import from_args, to_args
 from bridge.megatron._checkpoint import open_megatron
 from bridge.megatron._regrouped import Regrouped
-from bridge.megatron._save import save_megatron as write_tensors
 from bridge.megatron._transformer_config import to_transformer_config
 from bridge.megatron._vocab import trim_vocab
 from bridge.megatron._weight_rules import grouped_shapes, weight_mapping
+from bridge.megatron._write import write_megatron
 from bridge.models import DecoderConfig
 
 # Groups, parts of a group, and dims of a head are the rows of `linear_qkv`.
@@ -184,7 +184,7 @@ def save_megatron(
         make_vocab_size_divisible_by=make_vocab_size_divisible_by,
         flags=flags,
     )
-    write_tensors(
+    write_megatron(
         path,
         source,
         args,

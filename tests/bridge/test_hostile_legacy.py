@@ -10,7 +10,7 @@ import pytest
 from exploits import Touch, archive
 
 from bridge._torch_writer import TorchWriter
-from bridge.megatron import open_megatron, plain_args, save_megatron
+from bridge.megatron import open_megatron, plain_args, write_megatron
 
 VALUES = np.arange(24, dtype=np.float32).reshape(6, 4)
 
@@ -95,7 +95,7 @@ def test_ranks_of_different_iterations_are_refused(golden, legacy):
     args, _ = plain_args(open_megatron(legacy).args)
     source = open_megatron(legacy).source
     split = {"format": "legacy", "pp": 2, "ep": 2}
-    save_megatron(tmp / "x", source, args, iteration=9, **split)
+    write_megatron(tmp / "x", source, args, iteration=9, **split)
     rank = "mp_rank_00_001_000/model_optim_rng.pt"
     shutil.copy(tmp / "x/iter_0000009" / rank, legacy / rank)
     with pytest.raises(ValueError, match="of different iterations: .*_001_000': 9"):

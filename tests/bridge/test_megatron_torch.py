@@ -11,7 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 
-from bridge.megatron import open_megatron, plain_args, save_megatron, trim_vocab
+from bridge.megatron import open_megatron, plain_args, trim_vocab, write_megatron
 
 pytestmark = pytest.mark.torch
 
@@ -44,7 +44,7 @@ def opened(request, golden):
 
 
 def test_torch_loads_what_is_written_as_torch_dist(opened, tmp_path):
-    save_megatron(tmp_path / "out", opened.source, plain_args(opened.args)[0])
+    write_megatron(tmp_path / "out", opened.source, plain_args(opened.args)[0])
     state = load_all(tmp_path / "out/release")
     for key in opened.source.keys():
         parts = key.split(".")
@@ -57,7 +57,7 @@ def test_torch_loads_what_is_written_as_torch_dist(opened, tmp_path):
 
 
 def test_torch_loads_common_state_without_running_pickles(opened, tmp_path):
-    save_megatron(
+    write_megatron(
         tmp_path / "out", opened.source, plain_args(opened.args)[0], iteration=7
     )
     with torch.serialization.safe_globals([argparse.Namespace]):
@@ -70,7 +70,7 @@ def test_torch_loads_common_state_without_running_pickles(opened, tmp_path):
 def test_torch_loads_legacy_files_without_running_pickles(opened, tmp_path):
     experts = bool(opened.args["num_experts"])
     args, _ = plain_args(opened.args)
-    save_megatron(
+    write_megatron(
         tmp_path / "out", opened.source, args, format="legacy", pp=2, ep=1 + experts
     )
     found = 0
@@ -205,7 +205,7 @@ def write_trained(golden, tmp_path: Path, split, **changed) -> dict[str, Any]:
     sizes = {"tp": tp, "pp": pp, "ep": ep, "vpp": vpp, "format": "legacy"}
     args, _ = plain_args(found.args)
     for kind, source in (*sources.items(), ("run", found.source)):
-        save_megatron(tmp_path / kind, source, args, **sizes)
+        write_megatron(tmp_path / kind, source, args, **sizes)
     states = {kind: tmp_path / kind for kind in sources}
     mixed = found.optimizer.master is not None
     add_optimizer(tmp_path / "run", states, mixed=mixed, **changed)

@@ -11,7 +11,7 @@ from held import assert_equal, held
 from megatron_twins import megatron_twin
 
 from bridge._torch_zip import TensorSource, open_torch_file, read_torch_file
-from bridge.megatron import open_megatron, plain_args, save_megatron, trim_vocab
+from bridge.megatron import open_megatron, plain_args, trim_vocab, write_megatron
 from bridge.megatron._dcp import open_dcp
 
 VOCAB = 331
@@ -37,7 +37,7 @@ def test_any_split_is_merged_back_exactly(
     twin = megatron_twin(golden(name) / "hf")
     spelled = {"local": "local", "te": "transformer_engine"}[impl]
     args = settings(golden, name, transformer_impl=spelled, moe_grouped_gemm=ep == 2)
-    save_megatron(
+    write_megatron(
         tmp_path / "out",
         held(twin),
         args,
@@ -62,7 +62,9 @@ def test_legacy_files_are_those_that_megatron_wrote(golden, tmp_path, name, tp, 
     source = open_megatron(golden(name) / "torch_dist").source  # padding included
     args = settings(golden, name)
     split = {"tp": tp, "pp": pp, "ep": ep}
-    save_megatron(tmp_path / "out", source, args, format="legacy", iteration=7, **split)
+    write_megatron(
+        tmp_path / "out", source, args, format="legacy", iteration=7, **split
+    )
     theirs, ours = golden(name) / "legacy", tmp_path / "out"
     files = sorted(theirs.rglob("*.pt"))
     assert len(files) == tp * pp * ep
@@ -81,7 +83,7 @@ def test_a_virtual_pipeline_goes_round_the_stages(golden, tmp_path):
     twin = megatron_twin(golden("qwen3") / "hf")
     args = settings(golden, "qwen3", transformer_impl="te")
     split = {"format": "legacy", "pp": 2, "vpp": 2}
-    save_megatron(tmp_path / "out", held(twin), args, **split)
+    write_megatron(tmp_path / "out", held(twin), args, **split)
     for stage, chunk, layer in ((0, 0, 0), (1, 0, 1), (0, 1, 2), (1, 1, 3)):
         rank = f"out/release/mp_rank_00_00{stage}/model_optim_rng.pt"
         found = open_torch_file(tmp_path / rank)
@@ -95,7 +97,7 @@ def test_torch_dist_keys_and_shapes_are_those_that_megatron_wrote(
     golden, tmp_path, name
 ):
     run = open_megatron(golden(name) / "torch_dist")
-    save_megatron(tmp_path / "out", run.source, settings(golden, name), iteration=7)
+    write_megatron(tmp_path / "out", run.source, settings(golden, name), iteration=7)
     found = open_dcp(tmp_path / "out/iter_0000007").tensors
     theirs = open_dcp(run.path).tensors
     expected = {k: v for k, v in theirs.items() if not k.startswith("optimizer.")}
@@ -121,7 +123,7 @@ def test_layers_of_several_kinds_keep_their_numbers(golden, tmp_path):
         twin[f"decoder.layers.0.{key}"] = np.ones(shape, np.float32)
     twin["decoder.layers.0.mlp.linear_fc1.layer_norm_weight"] = np.ones(32, np.float32)
     args = settings(golden, "mixtral", moe_layer_freq=[0, 1, 1, 1])
-    save_megatron(tmp_path / "out", held(twin), args)
+    write_megatron(tmp_path / "out", held(twin), args)
     keys = open_dcp(tmp_path / "out/release").tensors
     assert keys["decoder.layers.0.mlp.linear_fc1.weight"].shape == (80, 32)
     experts = keys["decoder.layers.3.mlp.experts.experts.linear_fc1.weight"]
@@ -160,7 +162,7 @@ def test_latent_attention_and_biases_survive(tmp_path, impl, format):
     }
     args = {"transformer_impl": impl, "make_vocab_size_divisible_by": 5}
     split = {"tp": 2, "pp": 2} if format == "legacy" else {}
-    save_megatron(tmp_path / "out", held(tensors), args, format=format, **split)
+    write_megatron(tmp_path / "out", held(tensors), args, format=format, **split)
     assert_equal(open_megatron(tmp_path / "out").source, tensors)
 
 
@@ -173,7 +175,7 @@ def test_an_mlp_without_a_gate_is_cut_into_plain_rows(tmp_path):
     for swiglu, rows in ((False, [0, 1, 2, 3]), (True, [0, 1, 4, 5])):
         out = tmp_path / str(swiglu)
         args = {"swiglu": swiglu, "make_vocab_size_divisible_by": 2}
-        save_megatron(out, held(tensors), args, format="legacy", tp=2)
+        write_megatron(out, held(tensors), args, format="legacy", tp=2)
         rank = open_torch_file(out / "release/mp_rank_00/model_optim_rng.pt")
         found = rank.read("model.decoder.layers.0.mlp.linear_fc1.weight")
         np.testing.assert_array_equal(found, fc1[rows])
@@ -192,7 +194,7 @@ def test_one_tensor_is_in_memory_at_a_time(tmp_path):
     source = TensorSource("made", MappingProxyType(lazy))
     for format in ("torch_dist", "legacy"):
         tracemalloc.start()
-        save_megatron(tmp_path / format, source, {}, format=format)
+        write_megatron(tmp_path / format, source, {}, format=format)
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         assert peak < 2 * 2**22 + 2**20  # the tensor, and its cut parts
@@ -200,7 +202,7 @@ def test_one_tensor_is_in_memory_at_a_time(tmp_path):
 
 def test_progress_ends_at_all_bytes_and_large_files_are_parted(golden, tmp_path):
     twin, ticks = megatron_twin(golden("qwen3") / "hf"), []
-    save_megatron(
+    write_megatron(
         tmp_path / "out",
         held(twin),
         settings(golden, "qwen3"),
@@ -237,7 +239,7 @@ def test_what_does_not_fit_is_refused_and_nothing_is_written(
     source = held(megatron_twin(golden("qwen3") / "hf"))
     args = settings(golden, "qwen3", **changed.pop("args", {}))
     with pytest.raises(ValueError, match=message):
-        save_megatron(tmp_path / "out", source, args, **changed)
+        write_megatron(tmp_path / "out", source, args, **changed)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -245,7 +247,7 @@ def test_a_dtype_that_torch_has_not_is_refused(tmp_path):
     values = np.zeros((4, 4), "S3")
     source = held({"embedding.word_embeddings.weight": values})
     with pytest.raises(ValueError, match="torch has no dtype .S3"):
-        save_megatron(tmp_path / "out", source, {})
+        write_megatron(tmp_path / "out", source, {})
 
 
 EXPERT = "mtp.layers.0.transformer_layer.mlp.experts.0.linear_fc1.weight"
@@ -257,20 +259,20 @@ PREDICTING = {
 
 
 def test_layers_that_predict_further_tokens_keep_their_numbers(tmp_path):
-    save_megatron(tmp_path / "out", held(PREDICTING), {})
+    write_megatron(tmp_path / "out", held(PREDICTING), {})
     assert_equal(open_megatron(tmp_path / "out").source, PREDICTING)
 
 
 def test_layers_that_predict_further_tokens_are_not_written_as_legacy(tmp_path):
     with pytest.raises(ValueError, match="depends on the version; use torch_dist"):
-        save_megatron(tmp_path / "out", held(PREDICTING), {}, format="legacy")
+        write_megatron(tmp_path / "out", held(PREDICTING), {}, format="legacy")
 
 
 def test_a_missing_layer_is_refused(golden, tmp_path):
     twin = megatron_twin(golden("qwen3") / "hf")
     del twin["decoder.layers.2.mlp.linear_fc2.weight"]
     with pytest.raises(ValueError, match="layer 3: .'mlp.linear_fc2.weight'"):
-        save_megatron(tmp_path / "out", held(twin), settings(golden, "qwen3"))
+        write_megatron(tmp_path / "out", held(twin), settings(golden, "qwen3"))
 
 
 def test_a_missing_number_is_refused(golden, tmp_path):
@@ -279,7 +281,7 @@ def test_a_missing_number_is_refused(golden, tmp_path):
         twin = {key: values for key, values in twin.items() if gap not in key}
         what, number = gap.strip(".").split(".")
         with pytest.raises(ValueError, match=rf"has no {what} \[{number}\]"):
-            save_megatron(tmp_path / "out", held(twin), {})
+            write_megatron(tmp_path / "out", held(twin), {})
 
 
 def test_a_failure_midway_leaves_nothing(golden, tmp_path):
@@ -292,7 +294,7 @@ def test_a_failure_midway_leaves_nothing(golden, tmp_path):
 
     for format in ("torch_dist", "legacy"):
         with pytest.raises(RuntimeError, match="the disk is gone"):
-            save_megatron(
+            write_megatron(
                 tmp_path / "out",
                 source,
                 settings(golden, "qwen3"),
@@ -305,7 +307,7 @@ def test_a_failure_midway_leaves_nothing(golden, tmp_path):
 def test_a_taken_path_is_refused(golden, tmp_path):
     (tmp_path / "mine").write_text("precious")
     with pytest.raises(ValueError, match="not an empty directory"):
-        save_megatron(tmp_path, held({}), {})
+        write_megatron(tmp_path, held({}), {})
 
 
 def test_settings_that_are_megatrons_own_objects_are_named(golden):
@@ -319,7 +321,7 @@ def test_settings_that_are_megatrons_own_objects_are_named(golden):
 def test_storages_are_aligned_as_torch_maps_them(golden, tmp_path):
     twin = megatron_twin(golden("qwen3") / "hf")
     args = settings(golden, "qwen3")
-    save_megatron(tmp_path / "out", held(twin), args, format="legacy")
+    write_megatron(tmp_path / "out", held(twin), args, format="legacy")
     (file,) = tmp_path.glob("out/release/*/*.pt")
     data = file.read_bytes()
     for values in twin.values():
@@ -331,7 +333,7 @@ def test_what_is_written_is_alike_every_time(golden, tmp_path):
     twin = megatron_twin(golden("qwen3") / "hf")
     contents: list[list[bytes]] = []
     for name in ("a", "b"):
-        save_megatron(tmp_path / name, held(twin), settings(golden, "qwen3"))
+        write_megatron(tmp_path / name, held(twin), settings(golden, "qwen3"))
         files = sorted(file for file in (tmp_path / name).rglob("*") if file.is_file())
         contents.append([file.read_bytes() for file in files])
     assert contents[0] == contents[1]

@@ -29,7 +29,7 @@ _EXPERT = re.compile(r"\.mlp\.experts\.(\d+)\.")
 _PLAIN = (type(None), bool, int, float, str, bytes)
 
 
-def save_megatron(
+def write_megatron(
     path: str | os.PathLike[str],
     source: Source,
     args: Mapping[str, Any],
@@ -135,7 +135,7 @@ def plain_args(args: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]
       args: As `open_megatron` gives them: some are objects of Megatron's own classes.
 
     Returns:
-      The plain settings, for `save_megatron`; and the names of the others.
+      The plain settings, for `write_megatron`; and the names of the others.
     """
     plain = {key: value for key, value in args.items() if _is_plain(value)}
     return plain, tuple(key for key in args if key not in plain)
