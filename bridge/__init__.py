@@ -16,7 +16,7 @@ from bridge._hub import resolve as resolve
 from bridge._import_plan import ImportPlan as ImportPlan
 from bridge._import_plan import PlannedLeaf as PlannedLeaf
 from bridge._import_plan import plan as plan
-from bridge._load import load_hf as load_hf
+from bridge._load_hf import load_hf as load_hf
 from bridge._lora import Lora as Lora
 from bridge._lora import load_lora as load_lora
 from bridge._lora import save_lora as save_lora

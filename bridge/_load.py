@@ -1,6 +1,5 @@
-"""Loading: a mould is filled from a checkpoint, shard by shard."""
+"""Loading: a mould is filled from any source, shard by shard."""
 
-import os
 from collections.abc import Callable
 from concurrent.futures import Executor
 from typing import Any
@@ -9,7 +8,6 @@ import jax
 
 from bridge._cooperate import fill_together, put_together
 from bridge._fill import start_piece
-from bridge._hf_checkpoint import open_hf
 from bridge._mapping import Mapping
 from bridge._piece import Piece
 from bridge._processes import agreeing
@@ -17,55 +15,28 @@ from bridge._shards import empty_shards, is_on_host, to_array
 from bridge._source import Source
 from bridge._tree import named_leaves
 from bridge._workers import workers
-from bridge.models import DecoderConfig
 
 Progress = Callable[[int, int], None]
 Tick = Callable[[Piece], None]
 
 
-def load_hf(
-    path: str | os.PathLike[str],
-    mould: Any,
-    *,
-    config: DecoderConfig | None = None,
-    progress: Progress | None = None,
+def load(
+    source: Source, mapping: Mapping, mould: Any, *, progress: Progress | None = None
 ) -> Any:
-    """Fills a mould with the weights of a Hugging Face checkpoint.
-
-    Only what this process's shards need is read, and each byte of it once. On CPU the
-    host holds the arrays themselves and a few megabytes a core; for other devices, two
-    tensors of the file. In a job of several processes all of them must call this
-    alike: a byte is read by one of them. Everything is checked against config and
-    headers before the first weight is read.
-
-    Values are cast to the dtype of the mould between floating dtypes (bfloat16 files
-    fill float32 main weights exactly; the other way rounds); any other difference of
-    dtype is an error. Tensors or leaves without a counterpart are errors too.
+    """Fills a mould from any source by any mapping.
 
     Args:
-      path: A directory with `config.json` and safetensors files, or one such file.
-      mould: Any pytree of `jax.ShapeDtypeStruct`. A leaf is born in its `.sharding`;
-        without one, on the default device.
-      config: The model; None reads `config.json`.
-      progress: Called with bytes of the checkpoint done, and bytes in all, after each
-        tensor of the file.
+      source: The checkpoint.
+      mapping: Its rules.
+      mould: As for `bridge.load_hf`.
+      progress: As for `bridge.load_hf`.
 
     Returns:
       The mould's tree, with arrays for leaves.
 
     Raises:
-      FileNotFoundError: If there is no checkpoint or no config.
-      ValueError: If the checkpoint is damaged, its family not supported, or mould,
-        config and checkpoint do not fit; everything that does not fit is listed.
+      ValueError: If mould, mapping and checkpoint do not fit; all of it is listed.
     """
-    source, _, mapping = open_hf(path, config)
-    return load(source, mapping, mould, progress=progress)
-
-
-def load(
-    source: Source, mapping: Mapping, mould: Any, *, progress: Progress | None = None
-) -> Any:
-    """Fills a mould from any source by any mapping; see `load_hf`."""
     leaves = {
         name: jax.ShapeDtypeStruct(
             leaf.shape, leaf.dtype, sharding=getattr(leaf, "sharding", None)
