@@ -91,7 +91,7 @@ def by_eighth(checkpoint):
 
     import bridge
     from bridge._box import Range, shape_of, whole
-    from bridge._source import read_into
+    from bridge.formats._source import read_into
 
     source = bridge.open_checkpoint(checkpoint)
     yield

@@ -3,8 +3,8 @@
 import dataclasses
 from collections.abc import Mapping
 
-from bridge._derived import Derived
-from bridge._rules import Rule
+from bridge.adapt._derived import Derived
+from bridge.rules._rules import Rule
 
 
 @dataclasses.dataclass(frozen=True)

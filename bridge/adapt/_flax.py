@@ -1,8 +1,8 @@
 """Layers of flax, nnx and linen alike: the names of their leaves are the same."""
 
-from bridge._derived import Derived, Term
-from bridge._rules import Rule
 from bridge.adapt._adapter import Adapter, at, spatial
+from bridge.adapt._derived import Derived, Term
+from bridge.rules._rules import Rule
 
 
 def linear(

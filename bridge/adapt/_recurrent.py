@@ -12,9 +12,9 @@ adds nothing, so how two become one is for the caller to say, `bias=`:
 from collections.abc import Sequence
 from typing import Literal
 
-from bridge._derived import Derived, Term
-from bridge._rules import Rule
 from bridge.adapt._adapter import Adapter, at
+from bridge.adapt._derived import Derived, Term
+from bridge.rules._rules import Rule
 
 Bias = Literal["ih", "sum"]
 

@@ -1,8 +1,8 @@
 """Layers of equinox, which keeps PyTorch's layouts and names; biases have more dims."""
 
-from bridge._derived import Derived, Term
-from bridge._rules import Rule
 from bridge.adapt._adapter import Adapter, at, spatial
+from bridge.adapt._derived import Derived, Term
+from bridge.rules._rules import Rule
 
 
 def linear(source: str, destination: str, *, bias: bool = True) -> Adapter:

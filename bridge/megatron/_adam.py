@@ -8,15 +8,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from bridge._load import Progress, load
-from bridge._mapping import Mapping
-from bridge._source import Source
 from bridge._tree import named_leaves
+from bridge.formats._source import Source
 from bridge.megatron._args import from_args
 from bridge.megatron._checkpoint import open_megatron
 from bridge.megatron._decoder import decoder_source
 from bridge.megatron._weight_rules import weight_mapping
 from bridge.models import DecoderConfig
+from bridge.rules._mapping import Mapping
+from bridge.streaming._load import Progress, load
 
 # No gradient trains it: Megatron holds it beside the parameters, without moments.
 _UNTRAINED = "correction_bias"

@@ -8,9 +8,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from bridge._source import Source
-from bridge._torch_tensors import LazyTensor
-from bridge._torch_zip import TensorSource, read_torch_file
+from bridge.formats._source import Source
+from bridge.formats._torch_tensors import LazyTensor
+from bridge.formats._torch_zip import TensorSource, read_torch_file
 from bridge.megatron._dcp import DcpDirectory, open_dcp
 from bridge.megatron._find import find_format, find_iteration
 from bridge.megatron._left_out import RANDOM, describe_left_out

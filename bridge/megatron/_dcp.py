@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 
 from bridge._box import Box, Range, shape_of
-from bridge._torch_tensors import PLAIN_RULES, LazyTensor
-from bridge._torch_zip import read_torch_archive
-from bridge._unpickle import Rule, Stub, unpickle
-from bridge._zip import StoredZip
+from bridge.formats._torch_tensors import PLAIN_RULES, LazyTensor
+from bridge.formats._torch_zip import read_torch_archive
+from bridge.formats._unpickle import Rule, Stub, unpickle
+from bridge.formats._zip import StoredZip
 from bridge.megatron._tiling import Tile
 from bridge.megatron._views import Assembled
 

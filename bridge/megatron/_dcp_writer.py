@@ -10,9 +10,9 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from bridge._pickle_writer import Call, Name, Object, Pairs, encode_pickle
-from bridge._torch_dtypes import DTYPE_NAMES
-from bridge._torch_writer import TorchWriter
+from bridge.formats._pickle_writer import Call, Name, Object, Pairs, encode_pickle
+from bridge.formats._torch_dtypes import DTYPE_NAMES
+from bridge.formats._torch_writer import TorchWriter
 from bridge.megatron._dcp import METADATA_NAME
 
 _DCP = "torch.distributed.checkpoint"

@@ -12,16 +12,10 @@ import jax
 import numpy as np
 
 from bridge._box import as_index, complete
-from bridge._export import assemble
-from bridge._files import entries_of
-from bridge._import_plan import ImportPlan, plan_of
-from bridge._lazy import LazyLeaf, lazy_tree
-from bridge._load import Progress, load
-from bridge._piece import Piece
-from bridge._source import Source
-from bridge._torch_zip import TensorSource
 from bridge._tree import named_leaves
-from bridge._workers import workers
+from bridge.formats._source import Source
+from bridge.formats._torch_zip import TensorSource
+from bridge.hf._import_plan import ImportPlan, plan_of
 from bridge.megatron._args import from_args, to_args
 from bridge.megatron._checkpoint import open_megatron
 from bridge.megatron._regrouped import Regrouped
@@ -30,6 +24,12 @@ from bridge.megatron._vocab import trim_vocab
 from bridge.megatron._weight_rules import grouped_shapes, weight_mapping
 from bridge.megatron._write import write_megatron
 from bridge.models import DecoderConfig
+from bridge.rules._piece import Piece
+from bridge.streaming._export import assemble
+from bridge.streaming._files import entries_of
+from bridge.streaming._lazy import LazyLeaf, lazy_tree
+from bridge.streaming._load import Progress, load
+from bridge.streaming._workers import workers
 
 # Groups, parts of a group, and dims of a head are the rows of `linear_qkv`.
 _NUM_FACTORS = 3

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from bridge._codec import Codec
+from bridge.families._codec import Codec
 from bridge.models import DecoderConfig
 
 _FLAGS = {"bf16": "bfloat16", "fp16": "float16"}

@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from bridge._config import build_config, find_family, to_hf_config
-from bridge._family import Family
+from bridge.families._family import Family
+from bridge.hf._config import build_config, find_family, to_hf_config
 from bridge.megatron._training_fields import read_training
 from bridge.models import DecoderConfig
 

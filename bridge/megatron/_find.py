@@ -4,7 +4,7 @@ import os
 import re
 from pathlib import Path
 
-from bridge._json import parse_json
+from bridge.formats._json import parse_json
 from bridge.megatron._dcp import METADATA_NAME
 from bridge.megatron._ranks import RANK_DIRECTORY
 

@@ -9,7 +9,7 @@ megatron/core/models/gpt/gpt_model.py::GPTModel
 
 from typing import Any
 
-from bridge._codec import Codec
+from bridge.families._codec import Codec
 from bridge.megatron._moe_fields import read_dense_layers
 from bridge.megatron._refusal import Fields, refuse
 from bridge.models import DecoderConfig, RopeConfig

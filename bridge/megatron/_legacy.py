@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from bridge._report import format_report
-from bridge._torch_tensors import LazyTensor
-from bridge._torch_zip import flatten_tensors, read_torch_file
+from bridge.formats._torch_tensors import LazyTensor
+from bridge.formats._torch_zip import flatten_tensors, read_torch_file
 from bridge.megatron._names import EMBEDDING, HEAD, canonical_tensors, strip_prefix
 from bridge.megatron._ranks import RANK_DIRECTORY, ParallelSizes, Rank
 from bridge.megatron._tensor_parallel import Split, is_gated, merge, split_of

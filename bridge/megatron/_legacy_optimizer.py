@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from bridge._torch_tensors import LazyTensor
+from bridge.formats._torch_tensors import LazyTensor
 from bridge.megatron._legacy import LegacyDirectory, chunk_keys, merge_ranks
 from bridge.megatron._param_order import is_parameter
 from bridge.megatron._ranks import Rank

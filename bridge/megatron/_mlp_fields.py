@@ -7,7 +7,7 @@ megatron/core/transformer/mlp.py::MLP, megatron/core/fusions/fused_bias_gelu.py
 from collections.abc import Mapping
 from typing import Any
 
-from bridge._codec import Codec
+from bridge.families._codec import Codec
 from bridge.megatron._refusal import Fields, refuse
 from bridge.models import DecoderConfig
 

@@ -11,7 +11,7 @@ Source: Megatron-LM megatron/core/transformer/moe/moe_utils.py
 
 from typing import Any
 
-from bridge._codec import Codec
+from bridge.families._codec import Codec
 from bridge.megatron._refusal import Fields, refuse
 from bridge.models import DecoderConfig, MoEConfig
 

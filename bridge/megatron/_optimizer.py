@@ -7,9 +7,9 @@ from types import MappingProxyType
 from typing import Any
 
 from bridge._report import fold_numbers
-from bridge._source import Source
-from bridge._torch_tensors import LazyTensor
-from bridge._torch_zip import TensorSource
+from bridge.formats._source import Source
+from bridge.formats._torch_tensors import LazyTensor
+from bridge.formats._torch_zip import TensorSource
 from bridge.megatron._dp_reshardable import is_bucket_key, read_buckets
 from bridge.megatron._legacy import LegacyDirectory
 from bridge.megatron._legacy_optimizer import optimizer_steps, read_legacy_optimizer

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from bridge._box import Box, Range, as_index, complete, relative, shape_of
-from bridge._source import Source
+from bridge.formats._source import Source
 
 
 @dataclasses.dataclass(frozen=True)

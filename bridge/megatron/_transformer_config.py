@@ -11,7 +11,7 @@ Source: Megatron-LM megatron/core/transformer/transformer_config.py::Transformer
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from bridge._codec import Codec
+from bridge.families._codec import Codec
 from bridge.megatron._attention_fields import ATTENTION_CODEC, WINDOW_CODEC
 from bridge.megatron._dtype_fields import DTYPE_CODEC
 from bridge.megatron._family_of_fields import Tokens, settle

@@ -12,12 +12,12 @@ megatron/core/transformer/multi_latent_attention.py::MLASelfAttention
 
 from collections.abc import Mapping
 
-from bridge._family import Layers, Spelling, sizes_of
-from bridge._mapping import Mapping as WeightMapping
-from bridge._rules import Rule, RuleSizes
 from bridge.families._blocks import linear
+from bridge.families._family import Layers, Spelling, sizes_of
 from bridge.megatron._names import EMBEDDING, HEAD
 from bridge.models import DecoderConfig
+from bridge.rules._mapping import Mapping as WeightMapping
+from bridge.rules._rules import Rule, RuleSizes
 
 Rules = tuple[Rule, ...]
 

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from bridge._report import format_report
-from bridge._source import Source
-from bridge._torch_writer import TorchWriter
+from bridge.formats._source import Source
+from bridge.formats._torch_writer import TorchWriter
 from bridge.megatron._legacy import FILE_NAME
 from bridge.megatron._names import EMBEDDING, HEAD
 from bridge.megatron._pipeline import Pipeline

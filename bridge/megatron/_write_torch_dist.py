@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from bridge._source import Source
+from bridge.formats._source import Source
 from bridge.megatron._dcp_writer import DcpWriter
 from bridge.megatron._find import FORMAT_NAME
 from bridge.megatron._spelling import in_torch_dist

@@ -4,8 +4,8 @@ from types import MappingProxyType
 
 import numpy as np
 
-from bridge._source import Source
-from bridge._torch_zip import TensorSource
+from bridge.formats._source import Source
+from bridge.formats._torch_zip import TensorSource
 
 
 class Held:

@@ -13,8 +13,8 @@ from bridge_helpers import mould_of
 from tiny_configs import LLAMA3_ROPE, VARIANTS, hf_fields
 
 import bridge
-from bridge._source import Source
 from bridge._tree import named_leaves
+from bridge.formats._source import Source
 from bridge.models import DecoderConfig
 
 # What transformers norms latent vectors with; and Megatron's way to judge a group.

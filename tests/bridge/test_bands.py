@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
 from bridge import Mapping, Rule, _bands
-from bridge._bands import Section, elements_to_read, reads
 from bridge._box import Box, Range, as_index, complete, shape_of, span, whole
-from bridge._cooperate import fill_together
-from bridge._fill import start_piece, start_tensor
-from bridge._layout import Layout
-from bridge._shards import empty_shards, planes, to_array
-from bridge._workers import workers
+from bridge.rules._layout import Layout
+from bridge.streaming._bands import Section, elements_to_read, reads
+from bridge.streaming._cooperate import fill_together
+from bridge.streaming._fill import start_piece, start_tensor
+from bridge.streaming._shards import empty_shards, planes, to_array
+from bridge.streaming._workers import workers
 
 
 @dataclasses.dataclass(frozen=True)

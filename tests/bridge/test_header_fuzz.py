@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from safetensors import deserialize
 
 import bridge
-from bridge._safetensors import DTYPE_NAMES, DTYPES, encode_header
+from bridge.formats._safetensors import DTYPE_NAMES, DTYPES, encode_header
 
 MAX_ALLOCATED_BYTES = 2 * 10**6  # a thousand times the longest file drawn here
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from exploits import Touch, archive
 
-from bridge._torch_writer import TorchWriter
+from bridge.formats._torch_writer import TorchWriter
 from bridge.megatron import open_megatron, plain_args, write_megatron
 
 VALUES = np.arange(24, dtype=np.float32).reshape(6, 4)

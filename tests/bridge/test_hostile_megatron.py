@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from exploits import Touch, archive
 
-from bridge._pickle_writer import Call, Name, Object, Pairs, encode_pickle
+from bridge.formats._pickle_writer import Call, Name, Object, Pairs, encode_pickle
 from bridge.megatron import open_megatron
 from bridge.megatron._dcp import open_dcp
 from bridge.megatron._dcp_writer import DcpWriter

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bridge._torch_zip import open_torch_file, read_torch_file
-from bridge._unpickle import Stub, unpickle
-from bridge._zip import StoredZip
+from bridge.formats._torch_zip import open_torch_file, read_torch_file
+from bridge.formats._unpickle import Stub, unpickle
+from bridge.formats._zip import StoredZip
 
 
 class Call:

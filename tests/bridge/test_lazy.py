@@ -7,8 +7,8 @@ from tiny_configs import hf_fields
 
 import bridge
 from bridge._box import Range
-from bridge._config import find_family
-from bridge._lazy import lazy_tree
+from bridge.hf._config import find_family
+from bridge.streaming._lazy import lazy_tree
 
 
 def opened(path):

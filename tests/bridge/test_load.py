@@ -18,14 +18,14 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 import bridge
-from bridge import _bands
 from bridge._box import Range, shape_of
-from bridge._config import find_family
-from bridge._fill import start_piece
-from bridge._load import load
-from bridge._safetensors import encode_header
 from bridge._tree import named_leaves
-from bridge._workers import workers
+from bridge.formats._safetensors import encode_header
+from bridge.hf._config import find_family
+from bridge.streaming import _bands
+from bridge.streaming._fill import start_piece
+from bridge.streaming._load import load
+from bridge.streaming._workers import workers
 
 CONFIG = bridge.from_hf_config(HF_CONFIG)
 # Dims that 8 devices divide, one way of sharding each.

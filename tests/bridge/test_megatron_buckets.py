@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from bridge._torch_writer import TorchWriter
+from bridge.formats._torch_writer import TorchWriter
 from bridge.megatron import open_megatron
 from bridge.megatron._dcp_writer import DcpWriter
 from bridge.megatron.buckets import ParamSpec, distributed_optimizer_layout

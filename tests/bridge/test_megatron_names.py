@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from held import assert_equal
 
-from bridge._torch_writer import TorchWriter
+from bridge.formats._torch_writer import TorchWriter
 from bridge.megatron import open_megatron
 from bridge.megatron._dcp_writer import DcpWriter
 

@@ -23,9 +23,8 @@ from megatron_oracle import by_hand
 from megatron_variants import GOLDENS, WITH, WITHOUT, twin_config
 
 import bridge
-from bridge._load import load
-from bridge._source import Source
 from bridge._tree import named_leaves
+from bridge.formats._source import Source
 from bridge.megatron import (
     decoder_source,
     megatron_tensors,
@@ -33,6 +32,7 @@ from bridge.megatron import (
     weight_mapping,
 )
 from bridge.megatron._regrouped import Regrouped
+from bridge.streaming._load import load
 
 
 @pytest.fixture(params=GOLDENS.values(), ids=GOLDENS)

@@ -10,7 +10,7 @@ import pytest
 from held import assert_equal, held
 from megatron_twins import megatron_twin
 
-from bridge._torch_zip import TensorSource, open_torch_file, read_torch_file
+from bridge.formats._torch_zip import TensorSource, open_torch_file, read_torch_file
 from bridge.megatron import open_megatron, plain_args, trim_vocab, write_megatron
 from bridge.megatron._dcp import open_dcp
 

@@ -11,9 +11,9 @@ from safetensors import numpy as reference
 
 import bridge
 from bridge._box import Range, as_index, shape_of, span, whole
-from bridge._ranges import append, read_range
 from bridge._reorder import Scratch, copy
-from bridge._source import DirectSource
+from bridge.formats._ranges import append, read_range
+from bridge.formats._source import DirectSource
 
 SHAPE = (6, 4, 5)
 VALUES = np.arange(120, dtype=np.float32).reshape(SHAPE)

@@ -21,10 +21,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from safetensors import numpy as reference
 
 import bridge
-from bridge import _export
 from bridge._box import Range
-from bridge._gather import _from_device
 from bridge._tree import named_leaves
+from bridge.streaming import _export
+from bridge.streaming._gather import _from_device
 
 CONFIG = bridge.from_hf_config(HF_CONFIG)
 

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bridge._torch_dtypes import DTYPES
-from bridge._torch_zip import open_torch_file, read_torch_file
+from bridge.formats._torch_dtypes import DTYPES
+from bridge.formats._torch_zip import open_torch_file, read_torch_file
 
 pytestmark = pytest.mark.torch
 
