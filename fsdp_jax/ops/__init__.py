@@ -1,4 +1,21 @@
-"""Functions that a model or its training step needs under a plan."""
+"""Functions that a model, a loss or its training step needs under a plan."""
 
+from fsdp_jax.ops._cross_entropy import (
+    vocab_parallel_cross_entropy as vocab_parallel_cross_entropy,
+)
+from fsdp_jax.ops._cross_entropy import (
+    vocab_parallel_log_probs as vocab_parallel_log_probs,
+)
+from fsdp_jax.ops._entropy import vocab_parallel_entropy as vocab_parallel_entropy
+from fsdp_jax.ops._fused_linear_cross_entropy import (
+    fused_linear_cross_entropy as fused_linear_cross_entropy,
+)
+from fsdp_jax.ops._masked import masked_count as masked_count
+from fsdp_jax.ops._masked import masked_max as masked_max
+from fsdp_jax.ops._masked import masked_mean as masked_mean
+from fsdp_jax.ops._masked import masked_min as masked_min
+from fsdp_jax.ops._masked import masked_sum as masked_sum
+from fsdp_jax.ops._masked import masked_var as masked_var
+from fsdp_jax.ops._masked import masked_whiten as masked_whiten
 from fsdp_jax.ops._router import update_expert_bias as update_expert_bias
 from fsdp_jax.ops._router import update_qb_beta as update_qb_beta

@@ -1,0 +1,128 @@
+"""Where a vocabulary lies: on one device, or over a mesh axis, automatic or manual."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Int
+
+from fsdp_jax._tree import PyTree
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """The part of a vocabulary that code running on one rank has in its hands.
+
+    Attributes:
+      axis: The mesh axis over which the vocabulary is split, which is manual there;
+        None if the part is all of it.
+      vocab_size: Entries of the whole vocabulary that count. Those behind it are
+        padding.
+    """
+
+    axis: str | None
+    vocab_size: int
+
+    def first(self, size: int) -> Int[Array, ""]:
+        """The entry of the whole vocabulary where this part of `size` starts."""
+        rank = lax.axis_index(self.axis) if self.axis else 0
+        return jnp.int32(rank * size)
+
+    def max(self, x: Array) -> Array:
+        """The maximum over ranks. It has no gradient."""
+        x = lax.stop_gradient(x)
+        return lax.pmax(x, self.axis) if self.axis else x
+
+    def sum(self, xs: PyTree) -> PyTree:
+        """The sums over ranks; never of bfloat16, which XLA:CPU dies of."""
+        return lax.psum(xs, self.axis) if self.axis else xs
+
+
+def on_each_part(
+    local: Callable[..., Array],
+    arrays: Sequence[Array],
+    vocab_dims: Sequence[int | None],
+    *,
+    axis: str,
+    vocab_size: int | None,
+) -> Array:
+    """Runs `local(part, *arrays)` where each rank has its part of the vocabulary.
+
+    Inside `shard_map` with `axis` manual the arrays are such parts already. Where a
+    mesh with `axis` is in use and the axis is automatic, as in a training step, they
+    become so in a `shard_map` over that axis alone: left to XLA, whether logits are
+    gathered would be a matter of luck. Otherwise there is one part.
+
+    Args:
+      local: It returns what is the same on all ranks.
+      arrays: Its arguments.
+      vocab_dims: The dim of each that is the vocabulary, or None.
+      axis: The mesh axis that splits the vocabulary.
+      vocab_size: As in `Part`; None if all entries count.
+
+    Returns:
+      Its result.
+
+    Raises:
+      ValueError: If the vocabulary does not divide, or is smaller than `vocab_size`.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    is_manual, ranks = axis in mesh.manual_axes, mesh.shape.get(axis, 1)
+    dim, array = next(
+        (d, a) for d, a in zip(vocab_dims, arrays, strict=True) if d is not None
+    )
+    entries = array.shape[dim] * (ranks if is_manual else 1)
+    counted = entries if vocab_size is None else vocab_size
+    _check(entries, counted, ranks, axis)
+    if is_manual or ranks == 1:
+        return local(Part(axis if is_manual else None, counted), *arrays)
+    split = [d is not None for d in vocab_dims]
+
+    def on_part(*arrays):
+        seen = [
+            a if s else _with_wide_gradient(a, axis)
+            for s, a in zip(split, arrays, strict=True)
+        ]
+        return local(Part(axis, counted), *seen)
+
+    specs = tuple(_spec(*pair, axis) for pair in zip(arrays, vocab_dims, strict=True))
+    # With check_vma a gradient crosses the axis where it has to, and nowhere else: that
+    # of logits never does.
+    return jax.shard_map(
+        on_part, in_specs=specs, out_specs=PartitionSpec(), axis_names={axis}
+    )(*arrays)
+
+
+def _with_wide_gradient(x: Array, axis: str) -> Array:
+    """The same on each rank of `axis`; their gradients are summed in float32."""
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return x
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return lax.pcast(wide, axis, to="varying").astype(x.dtype)
+
+
+def _spec(x: Array, vocab_dim: int | None, axis: str) -> PartitionSpec:
+    dims: list[str | None] = [None] * x.ndim
+    if vocab_dim is not None:
+        dims[vocab_dim] = axis
+    return PartitionSpec(*dims)
+
+
+def _check(entries: int, counted: int, ranks: int, axis: str) -> None:
+    if entries % ranks:
+        more = -entries % ranks
+        raise ValueError(
+            f"A vocabulary of {entries} does not divide over {ranks} ranks of "
+            f"'{axis}'. Pad it by {more} to {entries + more} and pass "
+            f"vocab_size={counted}, so that the padding counts for nothing."
+        )
+    if not 0 < counted <= entries:
+        raise ValueError(
+            f"vocab_size={counted}, but there are logits for {entries} entries. It is "
+            "how many of them, from the first, are no padding."
+        )
