@@ -14,7 +14,7 @@ EXTRAS ?= test,torch,plan
 TORCH ?= torch==2.13.0
 TORCH_INDEX ?=
 PYTEST ?=
-JOBS ?= 2
+JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
@@ -28,7 +28,7 @@ help:  ## Show this list.
 demo: $(INSTALLED)  ## Shard a small model, train it, and carry it to PyTorch and back.
 	$(BIN)/fsdp-jax demo
 
-test: $(INSTALLED)  ## Run the tests, on 8 simulated devices, in JOBS=2 processes. PYTEST=... adds arguments.
+test: $(INSTALLED)  ## Run the tests, on 8 simulated devices, in a process for each core, or JOBS=n. PYTEST=... adds arguments.
 	$(BIN)/pytest -n $(JOBS) --dist loadfile $(PYTEST)
 
 test-long: $(INSTALLED)  ## Run the tests that take minutes; their outcome goes to benchmarks/results.

@@ -8,7 +8,15 @@ import dataclasses
 
 import numpy as np
 
-from bridge._box import Box, complete, overlap, shape_of
+from bridge._box import (
+    Box,
+    absolute,
+    as_index,
+    complete,
+    overlap,
+    relative,
+    shape_of,
+)
 from bridge.formats._source import Source
 from bridge.rules._mapping import Mapping
 from bridge.rules._piece import Piece
@@ -37,18 +45,31 @@ class LazyLeaf:
         return self.read(complete(index, self.shape))
 
     def read(self, box: Box) -> np.ndarray:
-        """Reads part of the leaf, and of the checkpoint no more than that needs."""
+        """Reads part of the leaf, and of the checkpoint no more than that needs.
+
+        Returns:
+          The part; a view of what lies in the file where one section holds all of it,
+          so that what is written in the file's order again is not turned twice.
+        """
+        touched = [p for p in self.pieces if overlap(box, p.destination_box)]
+        if len(touched) == 1 and overlap(box, touched[0].destination_box) == box:
+            return self._view(touched[0], box)
         found = np.empty(shape_of(box), self.dtype)
         with workers() as pool:
             futures = [
                 future
-                for piece in self.pieces
-                if overlap(box, piece.destination_box) is not None
+                for piece in touched
                 for future in start_piece(pool, self.source, piece, {box: found})
             ]
             for future in futures:
                 future.result()
         return found
+
+    def _view(self, piece: Piece, box: Box) -> np.ndarray:
+        inside = relative(box, piece.destination_box)[len(piece.position) :]
+        to_read, move = piece.layout.cut(inside, piece.sizes)
+        slices = as_index(absolute(to_read, piece.source_box))
+        return move(self.source.read(piece.source, slices)).reshape(shape_of(box))
 
 
 def lazy_tree(source: Source, mapping: Mapping) -> dict[str, LazyLeaf]:
