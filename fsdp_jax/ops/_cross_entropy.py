@@ -97,16 +97,11 @@ def vocab_parallel_log_probs(
 def _loss(label_smoothing: float, part: Part, logits: Array, targets: Array) -> Array:
     flat = targets.reshape(-1)
     rows = logits.reshape(flat.size, logits.shape[-1])
-    sums = _sums(part, label_smoothing > 0, rows, flat)
+    sums = _differentiable_sums(part, label_smoothing > 0, rows, flat)
     return loss_of_sums(part, sums, flat, label_smoothing).reshape(targets.shape)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _sums(part: Part, is_smoothed: bool, logits: Array, targets: Array) -> TokenSums:
-    """What a rank's logits sum to; for backward they are kept, and nothing like them.
-
-    Differentiating the sums would keep the exponentials, in float32.
-    """
     return sums_of_chunks(
         over_chunks(
             part,
@@ -128,4 +123,7 @@ def _sums_backward(part: Part, is_smoothed: bool, saved, grads: TokenSums):
     return grad.astype(logits.dtype), None
 
 
-_sums.defvjp(_sums_forward, _sums_backward)
+# For backward the logits are kept, and nothing of their size: to differentiate the sums
+# would keep the exponentials, in float32.
+_differentiable_sums = jax.custom_vjp(_sums, nondiff_argnums=(0, 1))
+_differentiable_sums.defvjp(_sums_forward, _sums_backward)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 
 import jax
@@ -46,7 +45,7 @@ def vocab_parallel_entropy(
 
 def _of_part(part: Part, logits: Array) -> Array:
     *batch, size = logits.shape
-    lse, entropy = _of_rank(part, logits.reshape(math.prod(batch), size))
+    lse, entropy = _differentiable(part, logits.reshape(math.prod(batch), size))
     peak = part.max(lse)
     log_share = lse - peak - jnp.log(part.sum(jnp.exp(lse - peak)))
     return part.sum(_weighted(log_share, entropy)).reshape(batch)
@@ -64,7 +63,6 @@ def _weighted(log_share: Array, entropy: Array) -> Array:
     return share * (entropy - log_share)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _of_rank(part: Part, logits: Array) -> tuple[Array, Array]:
     """The `logsumexp` of a rank's logits, and the entropy of their softmax."""
     lse, entropy = over_chunks(part, logits, _of_chunk)
@@ -101,4 +99,5 @@ def _backward(part: Part, saved, grads):
     return (grad.astype(logits.dtype),)
 
 
-_of_rank.defvjp(_forward, _backward)
+_differentiable = jax.custom_vjp(_of_rank, nondiff_argnums=(0,))
+_differentiable.defvjp(_forward, _backward)

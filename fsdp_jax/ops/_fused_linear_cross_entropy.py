@@ -130,11 +130,10 @@ def _loss(
     head = _Head(part, chunk, label_smoothing > 0, logit_fn or _as_they_are)
     flat = targets.reshape(-1)
     rows = hidden.reshape(flat.size, hidden.shape[-1])
-    sums = _sums(head, rows, kernel, flat)
+    sums = _differentiable_sums(head, rows, kernel, flat)
     return loss_of_sums(part, sums, flat, label_smoothing).reshape(targets.shape)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _sums(head: _Head, hidden: Array, kernel: Array, targets: Array) -> TokenSums:
     def of_chunk(index):
         chunk, _, product = head.product(hidden, kernel, index)
@@ -171,7 +170,8 @@ def _sums_backward(head: _Head, saved, grads: TokenSums):
     return grad_hidden.astype(hidden.dtype), grad_kernel, None
 
 
-_sums.defvjp(_sums_forward, _sums_backward)
+_differentiable_sums = jax.custom_vjp(_sums, nondiff_argnums=(0,))
+_differentiable_sums.defvjp(_sums_forward, _sums_backward)
 
 
 def _matmul(a: Array, b: Array) -> Array:
