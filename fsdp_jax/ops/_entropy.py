@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from fsdp_jax._tree import PyTree
 from fsdp_jax.ops._chunk import Chunk, chunk_of, in_float32, over_chunks
 from fsdp_jax.ops._vocabulary import Part, on_each_part
 
@@ -46,29 +49,33 @@ def vocab_parallel_entropy(
 def _of_part(part: Part, logits: Array) -> Array:
     *batch, size = logits.shape
     lse, entropy = _differentiable(part, logits.reshape(math.prod(batch), size))
-    peak = part.max(lse)
-    log_share = lse - peak - jnp.log(part.sum(jnp.exp(lse - peak)))
-    return part.sum(_weighted(log_share, entropy)).reshape(batch)
+    _, entropy = _joined(lse, entropy, part.max(lse), part.sum)
+    return entropy.reshape(batch)
 
 
-def _weighted(log_share: Array, entropy: Array) -> Array:
-    """A part's share of an entropy, from the entropy within it.
+def _joined(
+    lse: Array, entropy: Array, peak: Array, total: Callable[[PyTree], PyTree]
+) -> tuple[Array, Array]:
+    """The `logsumexp` and entropy of a whole, from those of its parts.
 
     By the chain rule: the entropy of the whole is that of which part it is, and the
     mean of those within the parts. Nothing large is taken from anything large.
     """
-    has_some = ~jnp.isneginf(log_share)
-    log_share = jnp.where(has_some, log_share, 0)
-    share = jnp.where(has_some, jnp.exp(log_share), 0)
-    return share * (entropy - log_share)
+    is_some = ~jnp.isneginf(lse)
+    below = jnp.where(is_some, lse - peak, 0)
+    exp = jnp.where(is_some, jnp.exp(below), 0)
+    weighted = jnp.where(is_some, exp * (entropy - below), 0)
+    exp, weighted = total((exp, weighted))
+    return peak + jnp.log(exp), jnp.log(exp) + weighted / exp
 
 
 def _of_rank(part: Part, logits: Array) -> tuple[Array, Array]:
     """The `logsumexp` of a rank's logits, and the entropy of their softmax."""
     lse, entropy = over_chunks(part, logits, _of_chunk)
-    whole = jax.nn.logsumexp(lse, axis=0)
-    floor = jnp.where(jnp.isneginf(whole), 0, whole)
-    return whole, _weighted(lse - floor[None], entropy).sum(0)
+    peak = lse.max(0, keepdims=True)
+    total = functools.partial(jax.tree.map, lambda x: x.sum(0, keepdims=True))
+    lse, entropy = _joined(lse, entropy, peak, total)
+    return lse[0], entropy[0]
 
 
 def _of_chunk(chunk: Chunk, logits: Array) -> tuple[Array, Array]:

@@ -108,8 +108,9 @@ def masked_var(
     Source: verl `utils/torch_functional.py::masked_var`, which raises where this is
       NaN: a compiled program cannot.
     """
-    mean = masked_mean(values, mask, axes=axes)
-    squares = masked_sum((_wide(values) - mean) ** 2, mask, axes=axes)
+    kept = _kept(values, mask)
+    mean = masked_mean(kept, mask, axes=axes)
+    squares = masked_sum((kept - mean) ** 2, mask, axes=axes)
     count = masked_count(mask, axes=axes).astype(squares.dtype)
     least = 1 if unbiased else 0
     return jnp.where(count > least, squares / (count - least), jnp.nan)
@@ -127,21 +128,23 @@ def masked_whiten(
 
     Args:
       values: As in `masked_sum`.
-      mask: As in `masked_sum`. Values that it leaves out do not enter mean and
-        deviation, and are moved by these too.
+      mask: As in `masked_sum`.
       shift_mean: Leave the mean at zero, instead of where it was.
       eps: Added to the variance.
       axes: As in `masked_sum`.
 
     Returns:
-      The whitened values, in float32; NaN if fewer than two are left.
+      The whitened values, in float32, and 0 where the mask leaves them out; NaN if
+      fewer than two are left.
 
-    Source: verl `utils/torch_functional.py::masked_whiten`.
+    Source: verl `utils/torch_functional.py::masked_whiten`, which moves those that are
+      left out too.
     """
-    mean = masked_mean(values, mask, axes=axes)
-    var = masked_var(values, mask, axes=axes)
-    whitened = (_wide(values) - mean) * lax.rsqrt(var + eps)
-    return whitened if shift_mean else whitened + mean
+    kept = _kept(values, mask)
+    mean = masked_mean(kept, mask, axes=axes)
+    var = masked_var(kept, mask, axes=axes)
+    whitened = (kept - mean) * lax.rsqrt(var + eps)
+    return jnp.where(mask != 0, whitened if shift_mean else whitened + mean, 0)
 
 
 def masked_max(
@@ -184,8 +187,13 @@ def masked_min(
 
 
 def _weighted(values: Array, mask: Array) -> Array:
-    wide = _wide(values)
-    return jnp.where(mask != 0, wide, 0) * _weights(mask).astype(wide.dtype)
+    kept = _kept(values, mask)
+    return kept * _weights(mask).astype(kept.dtype)
+
+
+def _kept(values: Array, mask: Array) -> Array:
+    """In float32; 0 where left out, so that not even 0 times NaN comes of it."""
+    return jnp.where(mask != 0, _wide(values), 0)
 
 
 def _weights(mask: Array) -> Array:
