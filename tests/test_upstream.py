@@ -45,7 +45,7 @@ ROWS = {
     "test_param_layout.py": 25,
     "test_layer_wise_param_layout.py": 25,
     "test_param_readiness.py": 10,
-    "Beyond upstream": 15,
+    "Beyond upstream": 19,
 }
 
 HEADER = ["upstream test", "what it shows", "ours"]
