@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 
 import jax.numpy as jnp
-import optax
 from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
@@ -49,9 +48,8 @@ def next_token_loss(
     model: Decoder, tokens: Int[Array, "batch seq+1"]
 ) -> Float[Array, ""]:
     """Cross entropy of each token given those before it, in float32, the mean."""
-    logits = model(tokens[:, :-1]).astype(jnp.float32)
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
-    return losses.mean()
+    logits = model(tokens[:, :-1])
+    return fsdp.ops.vocab_parallel_cross_entropy(logits, tokens[:, 1:]).mean()
 
 
 def _make_decoder(

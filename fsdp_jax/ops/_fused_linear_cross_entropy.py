@@ -54,7 +54,8 @@ def fused_linear_cross_entropy(
 
     Args:
       hidden: What the head is applied to.
-      kernel: The head. Pass the transpose of a tied embedding.
+      kernel: The head. Of a tied embedding pass the transpose; its gradient is then
+        turned back, which takes room for one more.
       targets: As in `vocab_parallel_cross_entropy`.
       chunk: Entries of the vocabulary at a time, on each rank. Where they do not divide
         it, all chunks are a little smaller.

@@ -249,7 +249,7 @@ def on_two(fn, *shapes):
 
 
 def test_entropy_and_gradient_of_a_vocabulary_of_155136(all_optimizations):
-    logits = 5 * np.random.default_rng(0).standard_normal((ROWS, ENTRIES), np.float32)
+    logits = np.random.default_rng(0).standard_normal((ROWS, ENTRIES), np.float32)
     targets = np.zeros(ROWS, np.int32)
 
     def total(z, targets):
@@ -269,9 +269,12 @@ def test_entropy_and_gradient_of_a_vocabulary_of_155136(all_optimizations):
         log_p = below - np.log(np.exp(below).sum(-1, keepdims=True))
         p = np.exp(log_p)
         want = -(p * log_p).sum(-1)
-        np.testing.assert_allclose(values[rows], want, rtol=1e-6, atol=1e-6)
+        np.testing.assert_allclose(values[rows], want, rtol=1e-6)
         want_grad = -p * (log_p + want[:, None])
-        np.testing.assert_allclose(grad[rows], want_grad, rtol=1e-6, atol=1e-6)
+        largest = np.abs(want_grad).max()
+        np.testing.assert_allclose(
+            grad[rows], want_grad, rtol=1e-6, atol=1e-6 * largest
+        )
 
 
 @pytest.mark.parametrize("name", ["smoothed", "entropy"])
