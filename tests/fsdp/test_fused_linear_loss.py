@@ -71,7 +71,7 @@ def assert_close(got, want, eps=EPS):
 
 
 @pytest.mark.parametrize("is_split", [False, True], ids=["whole", "split"])
-@pytest.mark.parametrize("chunk", [1, 3, 5, 100])
+@pytest.mark.parametrize("chunk", [3, 100])
 def test_losses_and_gradients_are_those_with_logits(chunk, is_split):
     op = fused(chunk=chunk)
     op = split_over_tp(op) if is_split else op
