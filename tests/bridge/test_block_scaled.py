@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import bridge
+from bridge._tree import named_leaves
 from bridge.formats._block_scaled import decode_block_scaled
 from bridge.formats._safetensors import encode_header
 from bridge.hf._config import find_family
@@ -286,3 +287,18 @@ def test_a_block_scaled_llama_is_exported_as_the_bfloat16_it_was_read_as(tmp_pat
     bridge.save_hf(tmp_path / "saved", params, config)
     expected = {key: source.read(key) for key in source.keys()}
     assert_same_bytes(tensors_of(tmp_path / "saved"), expected)
+
+
+def test_an_import_decodes_what_its_config_says(tmp_path):
+    tensors = random_tensors(BF16)
+    key = "model.layers.1.mlp.up_proj.weight"
+    tensors[key] = tensors[key].astype(E4M3)
+    tensors[key + "_scale_inv"] = RNG.uniform(0.1, 2, (3, 2)).astype("f4")
+    fp8 = FP8 | {"weight_block_size": [32, 32]}
+    path = write_llama(tmp_path, quantization_config=fp8)
+    write(path / "model.safetensors", tensors)
+    params = bridge.load_hf(path, mould_of(bridge.from_hf_config(path), jnp.bfloat16))
+    decoded = decode_block_scaled(bridge.open_checkpoint(path), fp8).read(key)
+    kernel = named_leaves(params)["layers.mlp.up_proj.kernel"]
+    np.testing.assert_array_equal(kernel[1], decoded.T)
+    assert str(bridge.plan(path)).count("bfloat16") == 12
