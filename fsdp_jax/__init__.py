@@ -33,12 +33,16 @@ from fsdp_jax._step import make_train_step as make_train_step
 from fsdp_jax._step import value_and_grad as value_and_grad
 from fsdp_jax._tree import named_leaves as named_leaves
 from fsdp_jax._unit import unit as unit
+from fsdp_jax.checkpoint import DamagedCheckpointError as DamagedCheckpointError
+from fsdp_jax.checkpoint import Loaded as Loaded
+from fsdp_jax.checkpoint import Verified as Verified
 from fsdp_jax.checkpoint import latest_step as latest_step
 from fsdp_jax.checkpoint import load as load
 from fsdp_jax.checkpoint import load_metadata as load_metadata
 from fsdp_jax.checkpoint import load_params as load_params
 from fsdp_jax.checkpoint import load_shapes as load_shapes
 from fsdp_jax.checkpoint import save as save
+from fsdp_jax.checkpoint import verify as verify
 from fsdp_jax.planner import GPU as GPU
 from fsdp_jax.planner import GPUS as GPUS
 from fsdp_jax.planner import CostModel as CostModel

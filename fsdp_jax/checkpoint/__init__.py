@@ -4,5 +4,11 @@ from fsdp_jax.checkpoint._load import load as load
 from fsdp_jax.checkpoint._load import load_metadata as load_metadata
 from fsdp_jax.checkpoint._load import load_params as load_params
 from fsdp_jax.checkpoint._load import load_shapes as load_shapes
+from fsdp_jax.checkpoint._manifest import (
+    DamagedCheckpointError as DamagedCheckpointError,
+)
 from fsdp_jax.checkpoint._save import save as save
 from fsdp_jax.checkpoint._steps import latest_step as latest_step
+from fsdp_jax.checkpoint._strict import Loaded as Loaded
+from fsdp_jax.checkpoint._verify import Verified as Verified
+from fsdp_jax.checkpoint._verify import verify as verify

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
-import orbax.checkpoint as ocp
-
 from fsdp_jax._state import TrainState
+from fsdp_jax.checkpoint._engine import manager, save_arguments
 from fsdp_jax.checkpoint._keys import flatten
-from fsdp_jax.checkpoint._steps import manager
+from fsdp_jax.checkpoint._steps import latest_step
+from fsdp_jax.checkpoint._typed_json import encode
 
 
 def save(
@@ -20,28 +21,39 @@ def save(
 ) -> None:
     """Writes `path/<state.step>`, complete or not at all; each device its own shards.
 
+    Every chunk of values gets a checksum, and the step a manifest of its files.
+
     Args:
-      path: The directory of the run; made if missing.
+      path: The directory of the run; made if missing. What an earlier save left there
+        unfinished is removed.
       state: What to save; its own `step` names the folder.
       metadata: What belongs to the step and is no array (where the data iterator
-        stands, the model's config), as JSON.
+        stands, the model's config): None, bool, int, float, str, bytes, and lists,
+        tuples and dicts of them. It comes back as it was.
 
     Raises:
       ValueError: If the directory holds this step or a later one: a committed step is
-        never overwritten, and an older one beside it would never be the `latest`.
+        never overwritten, and an older one beside it would never be the `latest`. If
+        `metadata` holds anything else.
     """
     step = int(state.step)
-    leaves = flatten(state)
-    with manager(path, create=True) as steps:
-        newest = steps.latest_step()
-        if newest is not None and newest >= step:
-            raise ValueError(
-                f"'{path}' already holds step {newest}, so step {step} cannot be saved "
-                "there. Save to another directory, or remove the later steps first."
-            )
-        steps.save(
-            step,
-            args=ocp.args.Composite(state=ocp.args.PyTreeSave(leaves)),
-            custom_metadata=metadata or {},
-            force=True,  # Orbax's own policies would skip a step without a word.
+    arguments = save_arguments(flatten(state), encode(metadata or {}))
+    check_free(path, step)
+    with manager(path, enable_async_checkpointing=False) as steps:
+        # By force: Orbax's own policies would skip a step without a word.
+        steps.save(step, args=arguments, force=True)
+
+
+def check_free(path: str | os.PathLike[str], step: int) -> None:
+    """Raises a `ValueError` if `step` cannot become the newest under `path`."""
+    newest = latest_step(path)
+    if newest is not None and newest >= step:
+        raise ValueError(
+            f"'{path}' already holds step {newest}, so step {step} cannot be saved "
+            "there. Save to another directory, or remove the later steps first."
+        )
+    if (folder := Path(path) / str(step)).exists():
+        raise ValueError(
+            f"'{folder}' is in the way of step {step}: it is no complete step, or not "
+            "one of fsdp_jax. Look at it, and remove it."
         )

@@ -1,0 +1,149 @@
+"""Orbax, set up: what it writes for us and how, and nothing it decides by itself."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+
+from fsdp_jax.checkpoint._checksums import CHECKSUMMED, is_checksummed
+from fsdp_jax.checkpoint._keys import Leaf
+from fsdp_jax.checkpoint._manifest import write_manifest
+from fsdp_jax.checkpoint._stored import crop, zarr_metadata
+
+ITEM = "state"
+# What is read at once for any part of it: a mesh that cuts otherwise reads little more
+# than it needs.
+_CHUNK_BYTES = 32 * 2**20
+
+
+class StateHandler(ocp.PyTreeCheckpointHandler):
+    """Orbax's handler, with checksums, logical shapes, and a manifest as last file."""
+
+    def __init__(self):
+        # All who hold a replica write a part; Orbax's default asks JAX_PLATFORMS.
+        arrays = ocp.type_handlers.ArrayHandler(use_replica_parallel=True)
+        types = ocp.type_handlers.create_type_handler_registry(
+            (jax.Array, arrays), (np.ndarray, ocp.type_handlers.NumpyHandler())
+        )
+        super().__init__(
+            use_zarr3=True, use_compression=CHECKSUMMED, type_handler_registry=types
+        )
+        self._saving: StateSave | None = None
+
+    async def async_save(
+        self, directory: Any, item: Any = None, save_args: Any = None, args: Any = None
+    ) -> Any:
+        """Remembers what `finalize` needs; one save at a time is under way."""
+        self._saving = args
+        return await super().async_save(directory, item, save_args, args)
+
+    def finalize(self, directory: Any) -> None:
+        """Writes the manifest when all processes are done, before the commit."""
+        super().finalize(directory)
+        assert self._saving is not None
+        path, leaves = Path(directory), self._saving.leaves
+        _check_checksummed(path)
+        crop(path, {name: tuple(leaf.shape) for name, leaf in leaves.items()})
+        _check_written(path, leaves)
+        write_manifest(path, leaves, self._saving.metadata)
+
+
+@ocp.args.register_with_handler(StateHandler, for_save=True)
+@dataclasses.dataclass
+class StateSave(ocp.args.PyTreeSave):
+    """Arguments of a save.
+
+    Attributes:
+      leaves: Logical shape and dtype of every leaf of `item`.
+      metadata: For the manifest, in types of JSON.
+    """
+
+    leaves: dict[str, jax.ShapeDtypeStruct] = dataclasses.field(default_factory=dict)
+    metadata: Any = None
+
+
+@ocp.args.register_with_handler(StateHandler, for_restore=True)
+@dataclasses.dataclass
+class StateRestore(ocp.args.PyTreeRestore):
+    """Arguments of a load."""
+
+
+def save_arguments(leaves: dict[str, Leaf], metadata: Any) -> ocp.args.Composite:
+    """What to hand to a manager's `save`."""
+    item = {name: leaf.value for name, leaf in leaves.items()}
+    chunked = {name: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES) for name in leaves}
+    moulds = {name: leaf.mould for name, leaf in leaves.items()}
+    state = StateSave(item, chunked, leaves=moulds, metadata=metadata)
+    return ocp.args.Composite(**{ITEM: state})
+
+
+def restore(directory: Path, wanted: dict[str, Any]) -> dict[str, jax.Array]:
+    """Reads arrays, cut or filled with zeros to the shapes of `wanted`.
+
+    Args:
+      directory: Of a step, as `state_directory` says.
+      wanted: A `jax.ShapeDtypeStruct` with a sharding, by name.
+    """
+    arguments = {
+        name: ocp.ArrayRestoreArgs(
+            dtype=leaf.dtype,
+            sharding=leaf.sharding,
+            global_shape=tuple(leaf.shape),
+            strict=False,
+        )
+        for name, leaf in wanted.items()
+    }
+    args = StateRestore(item=wanted, restore_args=arguments, partial_restore=True)
+    with ocp.Checkpointer(StateHandler()) as checkpointer:
+        return checkpointer.restore(directory, args=args)
+
+
+@contextmanager
+def manager(path: str | os.PathLike[str], **options: Any) -> Iterator:
+    """Orbax's manager of the steps under `path`, closed again whatever happens."""
+    # Orbax refuses relative paths.
+    with ocp.CheckpointManager(
+        Path(path).absolute(),
+        options=ocp.CheckpointManagerOptions(
+            create=True, cleanup_tmp_directories=True, **options
+        ),
+        item_handlers={ITEM: StateHandler()},
+    ) as opened:
+        yield opened
+
+
+def _check_checksummed(directory: Path) -> None:
+    arrays = zarr_metadata(directory)
+    if bare := [name for name, array in arrays.items() if not is_checksummed(array)]:
+        raise RuntimeError(
+            f"orbax-checkpoint {ocp.__version__} wrote no checksums for {len(bare)} "
+            f"leaf/leaves, e.g. {bare[0]}: use a version that fsdp_jax was tested with."
+        )
+
+
+def _check_written(directory: Path, leaves: dict[str, jax.ShapeDtypeStruct]) -> None:
+    """Raises unless the disk holds each leaf, and no other, in its shape and dtype."""
+    stored = {
+        name: (tuple(array["shape"]), jnp.dtype(array["data_type"]))
+        for name, array in zarr_metadata(directory).items()
+    }
+    asked = {name: (leaf.shape, leaf.dtype) for name, leaf in leaves.items()}
+    wrong = sorted(
+        name
+        for name in stored.keys() | asked.keys()
+        if stored.get(name) != asked.get(name)
+    )
+    if wrong:
+        raise RuntimeError(
+            f"orbax-checkpoint {ocp.__version__} did not write what it was given, in "
+            f"{len(wrong)} leaf/leaves: {', '.join(wrong)}. The step is not committed."
+        )
