@@ -33,6 +33,7 @@ from fsdp_jax._step import make_train_step as make_train_step
 from fsdp_jax._step import value_and_grad as value_and_grad
 from fsdp_jax._tree import named_leaves as named_leaves
 from fsdp_jax._unit import unit as unit
+from fsdp_jax.checkpoint import Checkpointer as Checkpointer
 from fsdp_jax.checkpoint import DamagedCheckpointError as DamagedCheckpointError
 from fsdp_jax.checkpoint import Loaded as Loaded
 from fsdp_jax.checkpoint import Verified as Verified

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import shutil
 
 import jax
@@ -12,10 +13,13 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
+from hypothesis import given
+from hypothesis import strategies as st
 
 import fsdp_jax as fsdp
 from fsdp_jax._tree import named_leaves
 from fsdp_jax.checkpoint._keys import is_key
+from fsdp_jax.checkpoint._typed_json import decode, encode
 
 WIDTH = 8
 TX = optax.adamw(1e-2)
@@ -281,3 +285,64 @@ def test_keys_of_every_kind_come_back_typed(tmp_path, impl):
     loaded = fsdp.load(tmp_path, mould)
     assert loaded.model_state["keys"].dtype == keys.dtype
     assert_same_bits(bits(loaded), bits(state))
+
+
+def test_step_b_after_a_load_is_step_b_to_the_bit_with_schedule_and_remat(tmp_path):
+    """As in verl tests/utils/test_fsdp_ckpt.py: A, save, B, load, B again."""
+    schedule = optax.warmup_cosine_decay_schedule(0.0, 1e-2, 3, 20)
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule))
+    config = fsdp.FSDPConfig(remat_policy=jax.checkpoint_policies.nothing_saveable)
+    plan = fsdp.fully_shard(
+        lambda key: Block(nnx.Rngs(key)), fsdp.make_mesh(), (Block,), config
+    )
+    step = fsdp.make_train_step(plan, loss, tx)
+    batches = np.random.default_rng(1).normal(size=(4, *X.shape)).astype(np.float32)
+    state = fsdp.init(plan, tx, fsdp.init_params(plan, jax.random.key(0)))
+    for number in (0, 1):
+        state, _ = step(state, batches[number])
+    fsdp.save(tmp_path, state, metadata={"next_batch": 2})
+    at_save = bits(state)
+    state, metrics = step(state, batches[2])
+    after, loss_b = bits(state), np.asarray(metrics["loss"])
+
+    again = fsdp.load(tmp_path, fsdp.abstract_state(plan, tx))
+    assert_same_bits(bits(again), at_save)
+    again, metrics = step(again, batches[fsdp.load_metadata(tmp_path)["next_batch"]])
+    assert_same_bits(bits(again), after)
+    np.testing.assert_array_equal(metrics["loss"], loss_b)
+    other, _ = step(fsdp.load(tmp_path, fsdp.abstract_state(plan, tx)), batches[3])
+    assert any((bits(other)[name] != after[name]).any() for name in after)
+
+
+SCALARS = (
+    st.none() | st.booleans() | st.integers() | st.text() | st.binary() | st.floats()
+)
+METADATA = st.dictionaries(
+    st.text() | st.sampled_from(["__tuple__", "__bytes__", "__items__"]),
+    st.recursive(
+        SCALARS,
+        lambda x: (
+            st.lists(x)
+            | st.lists(x).map(tuple)
+            | st.dictionaries(st.text() | st.integers() | st.tuples(st.integers()), x)
+        ),
+        max_leaves=8,
+    ),
+)
+
+
+@given(METADATA)
+def test_metadata_comes_back_as_it_was_tuples_bytes_and_keys_of_any_sort(metadata):
+    text = json.dumps(encode(metadata))
+    assert repr(decode(json.loads(text))) == repr(metadata)
+
+
+@pytest.mark.parametrize(
+    "value", [np.float32(1), {1, 2}, jnp.ones(2), object], ids=repr
+)
+def test_metadata_that_json_cannot_hold_is_refused_before_anything_is_written(
+    tmp_path, value
+):
+    with pytest.raises(ValueError, match=r"metadata\['at'\]\[1\]: "):
+        fsdp.save(tmp_path / "run", small_state(1), metadata={"at": [0, value]})
+    assert not (tmp_path / "run").exists()

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from helpers.damage import files_of, flipped, random_bit
+from helpers.damage import ORBAX_FAILS_NOISILY, files_of, flipped, random_bit
 from jax.sharding import NamedSharding, PartitionSpec
 from orbax.checkpoint._src.serialization import tensorstore_utils
 
@@ -20,11 +20,7 @@ from fsdp_jax.checkpoint import _checksums
 from fsdp_jax.checkpoint._stored import zarr_metadata
 from fsdp_jax.cli import main
 
-# Orbax closes its event loop at the first array that fails; the reads of the others end
-# later, unheard.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:Exception ignored in:pytest.PytestUnraisableExceptionWarning"
-)
+pytestmark = ORBAX_FAILS_NOISILY
 
 METADATA = {"order": (3, 1), "seen": {0: "a", 7: "b"}, "iterator": b"\x00\xff"}
 SHAPE = (64, 128)  # a chunk of less than a kilobyte would lie within a B-tree node

@@ -1,4 +1,4 @@
-"""What is stored and what is asked for may differ as far as one says, and no further."""
+"""What is stored and what is asked for differ as far as one says, and no further."""
 
 from __future__ import annotations
 

@@ -7,6 +7,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
+import pytest
+
+# Orbax closes its event loop at the first array that fails; what it began for others
+# ends later, unheard, and Python says so.
+ORBAX_FAILS_NOISILY = pytest.mark.filterwarnings(
+    "ignore:Exception ignored in:pytest.PytestUnraisableExceptionWarning"
+)
 
 
 def files_of(directory: Path) -> list[Path]:
