@@ -36,6 +36,7 @@ from fsdp_jax._unit import unit as unit
 from fsdp_jax.checkpoint import Checkpointer as Checkpointer
 from fsdp_jax.checkpoint import DamagedCheckpointError as DamagedCheckpointError
 from fsdp_jax.checkpoint import Loaded as Loaded
+from fsdp_jax.checkpoint import OtherProcessError as OtherProcessError
 from fsdp_jax.checkpoint import Verified as Verified
 from fsdp_jax.checkpoint import latest_step as latest_step
 from fsdp_jax.checkpoint import load as load

@@ -1,5 +1,6 @@
 """Checkpoints: any mesh to any mesh, atomic, nothing cast or dropped in silence."""
 
+from fsdp_jax.checkpoint._agree import OtherProcessError as OtherProcessError
 from fsdp_jax.checkpoint._checkpointer import Checkpointer as Checkpointer
 from fsdp_jax.checkpoint._load import load as load
 from fsdp_jax.checkpoint._load import load_metadata as load_metadata

@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 from contextlib import ExitStack
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -19,12 +20,10 @@ from orbax.checkpoint.checkpoint_managers import (
 
 from fsdp_jax._state import TrainState
 from fsdp_jax._tree import PyTree
-from fsdp_jax.checkpoint._engine import manager, save_arguments
-from fsdp_jax.checkpoint._keys import flatten
+from fsdp_jax.checkpoint._engine import StateHandler, manager, raise_failure
 from fsdp_jax.checkpoint._load import load
-from fsdp_jax.checkpoint._save import check_free
+from fsdp_jax.checkpoint._save import prepare
 from fsdp_jax.checkpoint._steps import Step, latest_step
-from fsdp_jax.checkpoint._typed_json import encode
 
 _KILLED_BY_SIGTERM = 128 + signal.SIGTERM
 
@@ -73,11 +72,13 @@ class Checkpointer:
         self._failure: tuple[int, Exception] | None = None
         self._saving: int | None = None
         self._terminated = threading.Event()
+        self._handler = StateHandler()
         self._stack = ExitStack()
         every = ocp.checkpoint_managers.FixedIntervalPolicy(1)
         self._manager = self._stack.enter_context(
             manager(
                 path,
+                self._handler,
                 save_decision_policy=save_decision_policy or every,
                 preservation_policy=preservation_policy,
                 async_options=ocp.AsyncOptions(timeout_secs=timeout_secs),
@@ -161,9 +162,8 @@ class Checkpointer:
     def _start(
         self, step: int, state: TrainState, metadata: dict[str, Any] | None
     ) -> None:
-        arguments = save_arguments(flatten(state), encode(metadata or {}))
         self._settle()
-        check_free(self._path, step)
+        arguments = prepare(self._path, step, state, metadata)
         self._failure, self._saving = None, step
         self._manager.save(step, args=arguments, force=True)
 
@@ -175,6 +175,7 @@ class Checkpointer:
         try:
             self._manager.wait_until_finished()
             self._manager.check_for_errors()
+            raise_failure(self._handler, Path(self._path) / str(step))
         except Exception as error:
             self._failure = step, error
             self._manager.reload()

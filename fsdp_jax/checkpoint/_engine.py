@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
+from fsdp_jax.checkpoint._agree import (
+    collect,
+    describe,
+    exchange,
+    publish,
+    raise_others,
+    reserve,
+)
 from fsdp_jax.checkpoint._checksums import CHECKSUMMED, is_checksummed
 from fsdp_jax.checkpoint._keys import Leaf
 from fsdp_jax.checkpoint._manifest import write_manifest
@@ -38,23 +47,66 @@ class StateHandler(ocp.PyTreeCheckpointHandler):
             use_zarr3=True, use_compression=CHECKSUMMED, type_handler_registry=types
         )
         self._saving: StateSave | None = None
+        self.failure: Exception | None = None
 
     async def async_save(
         self, directory: Any, item: Any = None, save_args: Any = None, args: Any = None
     ) -> Any:
-        """Remembers what `finalize` needs; one save at a time is under way."""
-        self._saving = args
-        return await super().async_save(directory, item, save_args, args)
+        """Remembers what `finalize` needs; one save at a time is under way.
+
+        With more processes a failure of one is kept until all have heard of it: if it
+        were raised at once, the others would wait for that process in a barrier.
+        """
+        self._saving, self.failure = args, None
+        if jax.process_count() == 1:
+            return await super().async_save(directory, item, save_args, args)
+        try:
+            futures = await super().async_save(directory, item, save_args, args)
+        except Exception as error:
+            self.failure, futures = error, []
+        return [_Outcome(self, args.point, futures or [])]
 
     def finalize(self, directory: Any) -> None:
         """Writes the manifest when all processes are done, before the commit."""
-        super().finalize(directory)
         assert self._saving is not None
-        path, leaves = Path(directory), self._saving.leaves
+        if jax.process_count() == 1:
+            self._write_manifest(directory, self._saving)
+            return
+        try:
+            raise_others("Saving", collect(self._saving.point))
+            self._write_manifest(directory, self._saving)
+        except Exception as error:
+            self.failure = self.failure or error
+
+    def _write_manifest(self, directory: Any, saving: StateSave) -> None:
+        super().finalize(directory)
+        path, leaves = Path(directory), saving.leaves
         _check_checksummed(path)
         crop(path, {name: tuple(leaf.shape) for name, leaf in leaves.items()})
         _check_written(path, leaves)
-        write_manifest(path, leaves, self._saving.metadata)
+        write_manifest(path, leaves, saving.metadata)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Outcome:
+    """The writes of this process as one future, which tells all how they ended."""
+
+    handler: StateHandler
+    point: str
+    futures: list[Any]
+
+    def result(self, timeout: float | None = None) -> None:
+        for future in self.futures:
+            try:
+                future.result(timeout)
+            except Exception as error:
+                self.handler.failure = self.handler.failure or error
+        failure = self.handler.failure
+        publish(self.point, None if failure is None else describe(failure))
+
+    def cancel(self) -> None:
+        for future in self.futures:
+            future.cancel()
 
 
 @ocp.args.register_with_handler(StateHandler, for_save=True)
@@ -65,10 +117,12 @@ class StateSave(ocp.args.PyTreeSave):
     Attributes:
       leaves: Logical shape and dtype of every leaf of `item`.
       metadata: For the manifest, in types of JSON.
+      point: Where processes tell each other how their writes ended.
     """
 
     leaves: dict[str, jax.ShapeDtypeStruct] = dataclasses.field(default_factory=dict)
     metadata: Any = None
+    point: str = ""
 
 
 @ocp.args.register_with_handler(StateHandler, for_restore=True)
@@ -82,7 +136,7 @@ def save_arguments(leaves: dict[str, Leaf], metadata: Any) -> ocp.args.Composite
     item = {name: leaf.value for name, leaf in leaves.items()}
     chunked = {name: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES) for name in leaves}
     moulds = {name: leaf.mould for name, leaf in leaves.items()}
-    state = StateSave(item, chunked, leaves=moulds, metadata=metadata)
+    state = StateSave(item, chunked, leaves=moulds, metadata=metadata, point=reserve())
     return ocp.args.Composite(**{ITEM: state})
 
 
@@ -103,12 +157,16 @@ def restore(directory: Path, wanted: dict[str, Any]) -> dict[str, jax.Array]:
         for name, leaf in wanted.items()
     }
     args = StateRestore(item=wanted, restore_args=arguments, partial_restore=True)
-    with ocp.Checkpointer(StateHandler()) as checkpointer:
-        return checkpointer.restore(directory, args=args)
+    # Not through a Checkpointer: where one process cannot read, the others would wait
+    # for it in a barrier.
+    read: Any = StateHandler().restore
+    return read(directory, args=args)
 
 
 @contextmanager
-def manager(path: str | os.PathLike[str], **options: Any) -> Iterator:
+def manager(
+    path: str | os.PathLike[str], handler: StateHandler, **options: Any
+) -> Iterator:
     """Orbax's manager of the steps under `path`, closed again whatever happens."""
     # Orbax refuses relative paths.
     with ocp.CheckpointManager(
@@ -116,9 +174,28 @@ def manager(path: str | os.PathLike[str], **options: Any) -> Iterator:
         options=ocp.CheckpointManagerOptions(
             create=True, cleanup_tmp_directories=True, **options
         ),
-        item_handlers={ITEM: StateHandler()},
+        item_handlers={ITEM: handler},
     ) as opened:
         yield opened
+
+
+def raise_failure(handler: StateHandler, folder: Path) -> None:
+    """Raises in every process if the save that just ended failed in one.
+
+    What it left is removed first. It has no manifest, so it was never a step.
+
+    Raises:
+      OtherProcessError: Where it went well.
+    """
+    if jax.process_count() == 1:
+        return
+    failure = handler.failure
+    if failure is not None and jax.process_index() == 0:
+        shutil.rmtree(folder, ignore_errors=True)
+    told = exchange(None if failure is None else describe(failure))
+    if failure is not None:
+        raise failure
+    raise_others(f"Saving '{folder}'", told)
 
 
 def _check_checksummed(directory: Path) -> None:

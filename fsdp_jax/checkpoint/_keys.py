@@ -72,9 +72,22 @@ def unflatten(mould: PyTree, values: dict[str, Any]) -> PyTree:
     )
 
 
+def layout(leaves: dict[str, Leaf]) -> dict[str, list[str]]:
+    """Shape, dtype and split of every leaf, as processes compare them."""
+    return {
+        name: [str(leaf.shape), str(leaf.value.dtype), _split(leaf.value)]
+        for name, leaf in leaves.items()
+    }
+
+
 def is_key(leaf: Any) -> bool:
     """Whether `leaf` holds typed PRNG keys."""
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _split(value: Any) -> str:
+    sharding = getattr(value, "sharding", None)
+    return str(getattr(sharding, "spec", sharding))
 
 
 def _leaf(leaf: Any) -> Leaf:

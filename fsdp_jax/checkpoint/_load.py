@@ -11,10 +11,11 @@ import jax
 import jax.numpy as jnp
 
 from fsdp_jax._tree import PyTree
+from fsdp_jax.checkpoint._agree import check_same, exchange, together
 from fsdp_jax.checkpoint._engine import restore
-from fsdp_jax.checkpoint._keys import Leaf, flatten, unflatten
+from fsdp_jax.checkpoint._keys import Leaf, flatten, layout, unflatten
 from fsdp_jax.checkpoint._manifest import DamagedCheckpointError
-from fsdp_jax.checkpoint._steps import Step, open_step
+from fsdp_jax.checkpoint._steps import Step, open_step, resolve_step
 from fsdp_jax.checkpoint._strict import Cast, Loaded, Match, Options, Strict, match
 from fsdp_jax.checkpoint._typed_json import decode
 
@@ -138,15 +139,26 @@ def _read(
     options: Options,
 ) -> tuple[dict[str, jax.Array], Match]:
     """Reads what is wanted of what is stored under the prefix `within`."""
-    directory, manifest = open_step(path, step)
-    stored = {n: leaf for n, leaf in manifest.leaves.items() if n.startswith(within)}
-    found = match(str(directory.parent), stored, wanted, options)
-    values = _restore(directory, {n: leaf.value for n, leaf in found.read.items()})
+    step = _agreed_step(path, step)
+    with together("Loading"):
+        directory, manifest = open_step(path, step)
+        stored = {n: x for n, x in manifest.leaves.items() if n.startswith(within)}
+        found = match(str(directory.parent), stored, wanted, options)
+    check_same("the layout of what is loaded", layout(found.read))
+    with together("Loading"):
+        values = _restore(directory, {n: x.value for n, x in found.read.items()})
     return {
         name: _without_excess(value, found.read[name], stored[name].shape)
         for name, value in values.items()
         if name in found.read
     }, found
+
+
+def _agreed_step(path: str | os.PathLike[str], step: Step) -> int:
+    """The step that the first process finds: it alone looks, and verifies."""
+    with together("Loading"):
+        found = resolve_step(path, step) if jax.process_index() == 0 else None
+    return exchange(found)[0]
 
 
 def _restore(directory: Path, wanted: dict[str, Any]) -> dict[str, jax.Array]:
@@ -158,9 +170,16 @@ def _restore(directory: Path, wanted: dict[str, Any]) -> dict[str, jax.Array]:
         raise
     except Exception as error:  # TensorStore raises bare `Exception`s.
         raise DamagedCheckpointError(
-            f"'{directory}' cannot be read: {error}\nCopy it again, load another step, "
-            'or load with step="latest-good".'
+            f"'{directory}' cannot be read: {_root_cause(error)}\nCopy it again, load "
+            'another step, or load with step="latest-good".'
         ) from error
+
+
+def _root_cause(error: BaseException) -> str:
+    """What TensorStore said, without the specification it repeats behind."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return str(error).partition(" [tensorstore_spec")[0]
 
 
 def _without_excess(

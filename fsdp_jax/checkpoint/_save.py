@@ -7,8 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_jax._state import TrainState
-from fsdp_jax.checkpoint._engine import manager, save_arguments
-from fsdp_jax.checkpoint._keys import flatten
+from fsdp_jax.checkpoint._agree import check_same, together
+from fsdp_jax.checkpoint._engine import (
+    StateHandler,
+    manager,
+    raise_failure,
+    save_arguments,
+)
+from fsdp_jax.checkpoint._keys import flatten, layout
 from fsdp_jax.checkpoint._steps import latest_step
 from fsdp_jax.checkpoint._typed_json import encode
 
@@ -37,11 +43,32 @@ def save(
         `metadata` holds anything else.
     """
     step = int(state.step)
-    arguments = save_arguments(flatten(state), encode(metadata or {}))
-    check_free(path, step)
-    with manager(path, enable_async_checkpointing=False) as steps:
+    arguments = prepare(path, step, state, metadata)
+    handler = StateHandler()
+    with manager(path, handler, enable_async_checkpointing=False) as steps:
         # By force: Orbax's own policies would skip a step without a word.
         steps.save(step, args=arguments, force=True)
+        raise_failure(handler, Path(path) / str(step))
+
+
+def prepare(
+    path: str | os.PathLike[str],
+    step: int,
+    state: TrainState,
+    metadata: dict[str, Any] | None,
+) -> Any:
+    """Checks all that can be checked, in every process; what to hand to the manager.
+
+    Raises:
+      ValueError: As for `save`, or if the processes do not save the same.
+    """
+    with together("Saving"):
+        leaves, encoded = flatten(state), encode(metadata or {})
+        check_free(path, step)
+    check_same("the step that is saved", step)
+    check_same("the layout of the state that is saved", layout(leaves))
+    check_same("the metadata that is saved", encoded)
+    return save_arguments(leaves, encoded)
 
 
 def check_free(path: str | os.PathLike[str], step: int) -> None:

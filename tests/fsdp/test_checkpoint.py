@@ -138,13 +138,13 @@ def test_an_older_step_can_be_asked_for(saved):
 
 
 def test_parameters_alone_are_read_alone(saved, monkeypatch):
-    read, restore = [], ocp.Checkpointer.restore
+    read, restore = [], ocp.PyTreeCheckpointHandler.restore
 
     def watched(self, directory, *, args):
         read.extend(args.item)
         return restore(self, directory, args=args)
 
-    monkeypatch.setattr(ocp.Checkpointer, "restore", watched)
+    monkeypatch.setattr(ocp.PyTreeCheckpointHandler, "restore", watched)
     plan = plan_on(4)
     params = fsdp.load_params(saved.path, plan.params)
     want = {n: x for n, x in saved.bits.items() if n.startswith("params.")}
@@ -168,7 +168,7 @@ def test_all_that_does_not_fit_is_named_before_anything_is_read(saved, monkeypat
     def unread(*_, **__):
         raise AssertionError("the checkpoint was read")
 
-    monkeypatch.setattr(ocp.Checkpointer, "restore", unread)
+    monkeypatch.setattr(ocp.PyTreeCheckpointHandler, "restore", unread)
     policy = fsdp.MixedPrecisionPolicy(main_params_dtype=jnp.bfloat16)
     mesh = fsdp.make_mesh()
     plan = fsdp.fully_shard(

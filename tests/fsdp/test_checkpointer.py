@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import logging
 import os
 import random
-import resource
 import signal
-import subprocess
-import sys
-import time
-from pathlib import Path
 
 import jax
 import orbax.checkpoint.checkpoint_managers as policies
 import pytest
 from helpers import saving_worker
-from helpers.damage import ORBAX_FAILS_NOISILY
+from helpers.damage import ORBAX_FAILS_NOISILY, file_size_limited
 from helpers.saving_worker import check, mould, state_at
 
 import fsdp_jax as fsdp
@@ -123,24 +117,13 @@ def test_sigterm_after_the_step_was_saved_exits_without_saving_it_twice(tmp_path
     assert fsdp.latest_step(tmp_path) == 1
 
 
-@contextlib.contextmanager
-def no_room_for_files_above(size: int):
-    """Writing more than `size` bytes to a file fails, as on a full disk."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
 def test_a_save_that_fails_for_want_of_room_spoils_neither_the_last_nor_the_next(
     tmp_path,
 ):
     with fsdp.Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, state_at(1))
         checkpointer.wait()
-        with no_room_for_files_above(100_000):
+        with file_size_limited(100_000):
             checkpointer.save(2, state_at(2))
             with pytest.raises(RuntimeError, match="Step 2 is not saved: .*File too l"):
                 checkpointer.wait()
@@ -156,7 +139,7 @@ def test_a_save_that_failed_unnoticed_is_logged_and_the_next_one_is_made(
 ):
     with caplog.at_level(logging.ERROR, logger="fsdp_jax"):
         with fsdp.Checkpointer(tmp_path) as checkpointer:
-            with no_room_for_files_above(100_000):
+            with file_size_limited(100_000):
                 checkpointer.save(1, state_at(1))
                 checkpointer.save(2, state_at(2))  # waits for the first
             checkpointer.save(3, state_at(3))
@@ -166,32 +149,18 @@ def test_a_save_that_failed_unnoticed_is_logged_and_the_next_one_is_made(
 
 def test_a_failure_of_the_last_save_is_raised_at_the_end(tmp_path):
     with pytest.raises(RuntimeError, match="Step 1 is not saved"):
-        with no_room_for_files_above(100_000):
+        with file_size_limited(100_000):
             with fsdp.Checkpointer(tmp_path) as checkpointer:
                 checkpointer.save(1, state_at(1))
     fsdp.save(tmp_path, state_at(1))  # by hand, once there is room
     assert check(fsdp.load(tmp_path, mould())) == 1
 
 
-def kill_while_saving(directory: Path, moment: float) -> list[int]:
-    """Starts the worker, kills it that long after it began; the steps it committed."""
-    command = [sys.executable, saving_worker.__file__, str(directory), "100000"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as worker:
-        assert worker.stdout is not None
-        first = worker.stdout.readline().split()
-        assert first[:1] == ["resumed"], "what it found was not what was saved"
-        time.sleep(moment)
-        worker.kill()
-        lines = [first, *(line.split() for line in worker.stdout)]
-    # A line may be cut in the middle.
-    return [int(line[1]) for line in lines if line[0] in ("resumed", "committed")]
-
-
 def test_no_committed_step_is_lost_when_the_process_is_killed_at_any_moment(tmp_path):
     """Each round first checks what the one before left, and goes on from there."""
     moments = random.Random(0)
     for _ in range(ROUNDS):
-        committed = kill_while_saving(tmp_path, moments.uniform(0, 1.5))
+        committed = saving_worker.kill_while_saving(tmp_path, moments.uniform(0, 1.5))
         newest = fsdp.latest_step(tmp_path) or 0
         assert newest >= committed[-1]
     assert check(fsdp.load(tmp_path, mould())) == newest

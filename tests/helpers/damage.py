@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -43,3 +44,14 @@ def flipped(path: Path, bit: int) -> Iterator[None]:
         yield
     finally:
         path.write_bytes(whole)
+
+
+@contextmanager
+def file_size_limited(num_bytes: int) -> Iterator[None]:
+    """Writing more than that to a file fails, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

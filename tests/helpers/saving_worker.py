@@ -6,7 +6,10 @@ hold what was saved, and says on stdout what it has done.
 
 from __future__ import annotations
 
+import subprocess
 import sys
+import time
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -51,6 +54,25 @@ def check(state: fsdp.TrainState) -> int:
             got, want = jax.random.key_data(got), jax.random.key_data(want)
         np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
     return step
+
+
+def kill_while_saving(directory: Path, moment_secs: float) -> list[int]:
+    """Starts a process that saves, and kills it that long after it began.
+
+    Returns:
+      The step it went on from, and those it said were committed.
+    """
+    command = [sys.executable, __file__, str(directory), "100000"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as worker:
+        assert worker.stdout is not None
+        first = worker.stdout.readline().split()
+        assert first[:1] == ["resumed"], "what it found was not what was saved"
+        time.sleep(moment_secs)
+        worker.kill()
+        lines = [first, *(line.split() for line in worker.stdout)]
+    return [int(number) for _, number in lines]
 
 
 def main(directory: str, num_steps: int) -> None:
