@@ -14,8 +14,9 @@ from fsdp_jax._tree import PyTree
 from fsdp_jax.checkpoint._agree import check_same, exchange, together
 from fsdp_jax.checkpoint._engine import restore
 from fsdp_jax.checkpoint._keys import Leaf, flatten, layout, unflatten
-from fsdp_jax.checkpoint._manifest import DamagedCheckpointError
+from fsdp_jax.checkpoint._manifest import damaged
 from fsdp_jax.checkpoint._steps import Step, open_step, resolve_step
+from fsdp_jax.checkpoint._stored import root_cause
 from fsdp_jax.checkpoint._strict import Cast, Loaded, Match, Options, Strict, match
 from fsdp_jax.checkpoint._typed_json import decode
 
@@ -169,17 +170,7 @@ def _restore(directory: Path, wanted: dict[str, Any]) -> dict[str, jax.Array]:
     except (MemoryError, jax.errors.JaxRuntimeError):
         raise
     except Exception as error:  # TensorStore raises bare `Exception`s.
-        raise DamagedCheckpointError(
-            f"'{directory}' cannot be read: {_root_cause(error)}\nCopy it again, load "
-            'another step, or load with step="latest-good".'
-        ) from error
-
-
-def _root_cause(error: BaseException) -> str:
-    """What TensorStore said, without the specification it repeats behind."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return str(error).partition(" [tensorstore_spec")[0]
+        raise damaged(directory, [root_cause(error)]) from error
 
 
 def _without_excess(

@@ -13,8 +13,10 @@ from fsdp_jax.checkpoint._manifest import (
     DamagedCheckpointError,
     Manifest,
     check_files,
+    damaged,
     read_manifest,
 )
+from fsdp_jax.checkpoint._stored import read_all, root_cause
 
 Step = int | Literal["latest-good"] | None
 
@@ -70,8 +72,23 @@ def open_step(path: str | os.PathLike[str], step: Step) -> tuple[Path, Manifest]
     """
     directory = state_directory(path, resolve_step(path, step))
     manifest = read_manifest(directory)
-    check_files(directory, manifest, values=False)
+    check_files(directory, manifest)
     return directory, manifest
+
+
+def check_whole(directory: Path) -> Manifest:
+    """Reads every byte of a step; its manifest.
+
+    Raises:
+      DamagedCheckpointError: If anything differs from what was written.
+    """
+    manifest = read_manifest(directory)
+    check_files(directory, manifest)
+    try:
+        read_all(directory)
+    except Exception as error:  # TensorStore raises bare `Exception`s.
+        raise damaged(directory, [root_cause(error)]) from error
+    return manifest
 
 
 def state_directory(path: str | os.PathLike[str], step: int) -> Path:
@@ -89,7 +106,7 @@ def _latest_good(path: str | os.PathLike[str], available: list[int]) -> int:
     for step in reversed(available):
         directory = state_directory(path, step)
         try:
-            check_files(directory, read_manifest(directory), values=True)
+            check_whole(directory)
         except DamagedCheckpointError as error:
             warnings.warn(f"Step {step} is passed over. {error}", stacklevel=4)
         else:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 
-from fsdp_jax.checkpoint._manifest import check_files
-from fsdp_jax.checkpoint._steps import open_step, resolve_step
+from fsdp_jax.checkpoint._steps import check_whole, resolve_step, state_directory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +26,7 @@ class Verified:
 
 
 def verify(path: str | os.PathLike[str], *, step: int | None = None) -> Verified:
-    """Reads every byte of a step and compares it with the manifest.
+    """Reads all of a step and compares it with its manifest and its checksums.
 
     Before a checkpoint is archived or handed on, and after it was copied. `load` needs
     no such pass: it verifies the checksum of every chunk that it reads.
@@ -38,11 +37,10 @@ def verify(path: str | os.PathLike[str], *, step: int | None = None) -> Verified
 
     Raises:
       ValueError: If there is no such step.
-      DamagedCheckpointError: If a file is gone or differs; all in one message.
+      DamagedCheckpointError: If it is not as it was written.
     """
     step = resolve_step(path, step)
-    directory, manifest = open_step(path, step)
-    check_files(directory, manifest, values=True)
+    manifest = check_whole(state_directory(path, step))
     return Verified(
         step,
         num_leaves=len(manifest.leaves),
