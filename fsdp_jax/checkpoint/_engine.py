@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,6 +33,9 @@ ITEM = "state"
 # What is read at once for any part of it: a mesh that cuts otherwise reads little more
 # than it needs.
 _CHUNK_BYTES = 32 * 2**20
+# How Orbax calls a step until it is committed.
+_UNFINISHED = ".orbax-checkpoint-tmp"
+_ATTEMPTS = 20
 
 
 class StateHandler(ocp.PyTreeCheckpointHandler):
@@ -168,15 +172,29 @@ def manager(
     path: str | os.PathLike[str], handler: StateHandler, **options: Any
 ) -> Iterator:
     """Orbax's manager of the steps under `path`, closed again whatever happens."""
+    if jax.process_index() == 0:
+        _remove_unfinished(Path(path))
     # Orbax refuses relative paths.
     with ocp.CheckpointManager(
         Path(path).absolute(),
-        options=ocp.CheckpointManagerOptions(
-            create=True, cleanup_tmp_directories=True, **options
-        ),
+        options=ocp.CheckpointManagerOptions(create=True, **options),
         item_handlers={ITEM: handler},
     ) as opened:
         yield opened
+
+
+def _remove_unfinished(path: Path) -> None:
+    """Removes what a save left that did not end well.
+
+    Not by Orbax, which gives up where a write of that save is still under way.
+    """
+    for _ in range(_ATTEMPTS):
+        unfinished = list(path.glob(f"*{_UNFINISHED}"))
+        if not unfinished:
+            return
+        for folder in unfinished:
+            shutil.rmtree(folder, ignore_errors=True)
+        time.sleep(0.1)
 
 
 def raise_failure(handler: StateHandler, folder: Path) -> None:

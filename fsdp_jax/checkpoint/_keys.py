@@ -45,7 +45,7 @@ def flatten(tree: PyTree) -> dict[str, Leaf]:
 
     Raises:
       ValueError: If two leaves have one name (`{"a.b": x, "a": {"b": y}}`): the second
-        would overwrite the first.
+        would overwrite the first. If a leaf is no array.
     """
     named = named_leaves(tree)
     twice = [name for name, n in Counter(name for name, _ in named).items() if n > 1]
@@ -53,6 +53,12 @@ def flatten(tree: PyTree) -> dict[str, Leaf]:
         raise ValueError(
             f"Cannot save two leaves under one name: {', '.join(twice)}. Rename a key "
             "that has a dot in it."
+        )
+    plain = [name for name, leaf in named if not hasattr(leaf, "dtype")]
+    if plain:
+        raise ValueError(
+            f"{len(plain)} leaf/leaves are no arrays: {', '.join(plain)}. Make them "
+            "arrays with jnp.asarray."
         )
     return {name: _leaf(leaf) for name, leaf in named}
 

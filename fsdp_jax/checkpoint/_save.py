@@ -14,8 +14,9 @@ from fsdp_jax.checkpoint._engine import (
     raise_failure,
     save_arguments,
 )
-from fsdp_jax.checkpoint._keys import flatten, layout
+from fsdp_jax.checkpoint._keys import Leaf, flatten, layout
 from fsdp_jax.checkpoint._steps import latest_step
+from fsdp_jax.checkpoint._stored import is_dtype_stored
 from fsdp_jax.checkpoint._typed_json import encode
 
 
@@ -40,7 +41,7 @@ def save(
     Raises:
       ValueError: If the directory holds this step or a later one: a committed step is
         never overwritten, and an older one beside it would never be the `latest`. If
-        `metadata` holds anything else.
+        `metadata` holds anything else, or `state` what cannot be stored.
     """
     step = int(state.step)
     arguments = prepare(path, step, state, metadata)
@@ -65,6 +66,7 @@ def prepare(
     with together("Saving"):
         leaves, encoded = flatten(state), encode(metadata or {})
         check_free(path, step)
+        _check_storable(leaves)
     check_same("the step that is saved", step)
     check_same("the layout of the state that is saved", layout(leaves))
     check_same("the metadata that is saved", encoded)
@@ -83,4 +85,20 @@ def check_free(path: str | os.PathLike[str], step: int) -> None:
         raise ValueError(
             f"'{folder}' is in the way of step {step}: it is no complete step, or not "
             "one of fsdp_jax. Look at it, and remove it."
+        )
+
+
+def _check_storable(leaves: dict[str, Leaf]) -> None:
+    """Raises a `ValueError` that names every leaf that zarr has no place for."""
+    problems = [f"{name}: no elements" for name, x in leaves.items() if 0 in x.shape]
+    problems += [
+        f"{name}: dtype {leaf.value.dtype}"
+        for name, leaf in leaves.items()
+        if not is_dtype_stored(leaf.value.dtype.name)
+    ]
+    if problems:
+        raise ValueError(
+            f"Cannot save {len(problems)} leaf/leaves:\n  "
+            + "\n  ".join(problems)
+            + "\nLeave them out of the state, or cast them."
         )

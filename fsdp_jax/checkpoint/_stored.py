@@ -27,6 +27,15 @@ def zarr_metadata(directory: Path) -> dict[str, dict[str, Any]]:
     }
 
 
+def is_dtype_stored(name: str) -> bool:
+    """Whether TensorStore knows a dtype; of jax's it lacks uint2, uint4 and a few."""
+    try:
+        ts.dtype(name)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
 def crop(directory: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Gives arrays that were written padded the shapes named; moves no value.
 

@@ -346,3 +346,48 @@ def test_metadata_that_json_cannot_hold_is_refused_before_anything_is_written(
     with pytest.raises(ValueError, match=r"metadata\['at'\]\[1\]: "):
         fsdp.save(tmp_path / "run", small_state(1), metadata={"at": [0, value]})
     assert not (tmp_path / "run").exists()
+
+
+STORED = (
+    "float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e4m3b11fnuz "
+    "float8_e3m4 float8_e8m0fnu float4_e2m1fn int2 int4 int8 uint8 bool bfloat16 "
+    "float16 complex64"
+)
+
+
+def test_leaves_of_every_dtype_come_back_to_the_bit(tmp_path):
+    values = np.arange(1, 17)
+    params = {name: jnp.asarray(values).astype(name) for name in STORED.split()}
+    state = dataclasses.replace(small_state(0), params=params)
+    fsdp.save(tmp_path, state)
+    mould = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
+    )
+    loaded = fsdp.load(tmp_path, mould)
+    for name, want in params.items():
+        assert loaded.params[name].dtype == want.dtype
+        got = np.asarray(loaded.params[name])
+        assert got.tobytes() == np.asarray(want).tobytes(), name
+
+
+def test_what_cannot_be_stored_is_named_before_anything_is_written(tmp_path):
+    params = {"none": jnp.zeros((0, 3)), "four": jnp.zeros(8, jnp.uint4), "w": X}
+    state = dataclasses.replace(small_state(0), params=params)
+    with pytest.raises(ValueError) as error:
+        fsdp.save(tmp_path / "run", state)
+    says = str(error.value)
+    assert "Cannot save 2 leaf/leaves" in says
+    assert "params.none: no elements" in says and "params.four: dtype uint4" in says
+    state = dataclasses.replace(small_state(0), opt_state={"count": 3})
+    with pytest.raises(ValueError, match="are no arrays: opt_state.count"):
+        fsdp.save(tmp_path / "run", state)
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_an_earlier_save_left_unfinished_is_removed_by_the_next(tmp_path):
+    fsdp.save(tmp_path, small_state(1))
+    shutil.copytree(tmp_path / "1", tmp_path / "2.orbax-checkpoint-tmp")
+    fsdp.load_shapes(tmp_path)
+    assert (tmp_path / "2.orbax-checkpoint-tmp").exists()  # reading removes nothing
+    fsdp.save(tmp_path, small_state(2))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2"]
