@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -35,8 +36,17 @@ DISK_MEGABYTES = 24
 
 
 def kills(directory: Path, rounds: int) -> dict[str, int]:
-    """Kills a process that does nothing but save, and looks at what it left."""
-    moments, lost, unreadable, during = random.Random(0), 0, 0, 0
+    """Kills processes that do nothing but save, in two runs side by side."""
+    with ThreadPoolExecutor() as pool:
+        runs = [(directory / "a", rounds // 2), (directory / "b", rounds - rounds // 2)]
+        found = list(pool.map(lambda run: kills_of_one(*run), runs))
+    return {what: sum(one[what] for one in found) for what in found[0]}
+
+
+def kills_of_one(directory: Path, rounds: int) -> dict[str, int]:
+    """Kills the process again and again, and looks each time at what it left."""
+    directory.mkdir()
+    moments, lost, unreadable, during = random.Random(directory.name), 0, 0, 0
     for number in range(rounds):
         committed = kill_while_saving(directory, moments.uniform(0, 1.5))
         during += any(".orbax-checkpoint-tmp" in p.name for p in directory.iterdir())
@@ -45,7 +55,7 @@ def kills(directory: Path, rounds: int) -> dict[str, int]:
         if newest:
             unreadable += check(fsdp.load(directory, mould())) != newest
             _keep_newest(directory, newest)
-        _say(f"kill {number + 1} of {rounds}: step {newest}")
+        _say(f"{directory.name}: kill {number + 1} of {rounds}: step {newest}")
     return {
         "rounds": rounds,
         "killed_while_writing": during,
