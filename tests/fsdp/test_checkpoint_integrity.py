@@ -114,6 +114,16 @@ def test_a_flipped_bit_anywhere_is_an_error_or_changes_nothing(run):
     assert refused > len(bits) / 2  # so the flips did reach what is read
 
 
+def test_a_flipped_bit_of_the_metadata_is_an_error(run):
+    """Which alone lies in the manifest, and nowhere else."""
+    manifest = run / "2" / "state" / "manifest.json"
+    first = manifest.read_bytes().index(b'"metadata"')
+    for byte in range(first, first + 60):
+        with flipped(manifest, 8 * byte), pytest.raises(fsdp.DamagedCheckpointError):
+            fsdp.load_metadata(run)
+    assert fsdp.load_metadata(run) == METADATA
+
+
 def read_by_orbax(directory: Path, name: str) -> np.ndarray:
     """One leaf, read as anybody would who has no fsdp_jax."""
     item = {name: mould().params["w"]}
