@@ -94,7 +94,9 @@ class Checkpointer:
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        self._settle()
+        # Of several processes one that failed must not wait for what others report.
+        if kind is None or jax.process_count() == 1:
+            self._settle()
         self._stack.close()
         if kind is None:
             self._raise_failure()

@@ -13,12 +13,15 @@ import optax
 import pytest
 from helpers.zoo import CASES
 from jax.sharding import NamedSharding, PartitionSpec
+from tiny_configs import hf_fields
 
+import bridge
 import fsdp_jax as fsdp
 from fsdp_jax._padded import Padded
 from fsdp_jax._tree import named_leaves
 from fsdp_jax.checkpoint._keys import flatten, is_key
 from fsdp_jax.checkpoint._stored import zarr_metadata
+from fsdp_jax.cli._model import plan_decoder
 
 TX = optax.adamw(1e-2)
 # name -> (zero_dp_strategy, outer_dp_sharding_strategy, devices on dp_outer)
@@ -36,7 +39,7 @@ LAYOUTS = [
     for devices in (8, 4, 2, 1)
     if devices >= outer
 ]
-REGISTERED = ["nnx scanned", "linen scanned", "equinox", "plain pytree"]
+REGISTERED = ["nnx scanned", "linen scanned", "equinox", "plain pytree", "llama"]
 KEYS = Path(__file__).parent / "checkpoint_keys.json"
 
 
@@ -197,8 +200,14 @@ def test_an_optimizer_may_lie_otherwise_than_its_parameters(source, target, tmp_
     assert_placed(loaded, mould)
 
 
+def plan_of(case: str) -> fsdp.Plan:
+    if case in CASES:
+        return CASES[case].plan(fsdp.make_mesh())
+    return plan_decoder(bridge.from_hf_config(hf_fields(case)), fsdp.make_mesh())
+
+
 def keys_of(case: str) -> list[str]:
-    plan = CASES[case].plan(fsdp.make_mesh())
+    plan = plan_of(case)
     return [
         f"{name} {leaf.value.dtype}{list(leaf.shape)}"
         for name, leaf in flatten(fsdp.abstract_state(plan, TX)).items()
@@ -211,5 +220,8 @@ def test_names_on_disk_are_those_of_the_list(case):
     assert keys_of(case) == json.loads(KEYS.read_text())[case]
 
 
-if __name__ == "__main__":
-    KEYS.write_text(json.dumps({case: keys_of(case) for case in REGISTERED}, indent=1))
+if __name__ == "__main__":  # writes the list anew
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 8)
+    names = {case: keys_of(case) for case in REGISTERED}
+    KEYS.write_text(json.dumps(names, indent=1) + "\n")
