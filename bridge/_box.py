@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 
 class Range(NamedTuple):
     """Positions from `start` up to, and without, `stop`.
@@ -43,6 +45,11 @@ def as_index(box: Box) -> tuple[slice, ...]:
     return tuple(slice(*r) for r in box)
 
 
+def take(array: np.ndarray, box: Box) -> np.ndarray:
+    """Returns the box of an array: a view, of what has no dims as well."""
+    return array[(*as_index(box), ...)]
+
+
 def whole(shape: tuple[int, ...]) -> Box:
     """Returns the box that is all of an array."""
     return tuple(Range(0, size) for size in shape)
@@ -51,6 +58,16 @@ def whole(shape: tuple[int, ...]) -> Box:
 def shape_of(box: Box) -> tuple[int, ...]:
     """Returns the shape of what a box names."""
     return tuple(r.stop - r.start for r in box)
+
+
+def span(box: Box, shape: tuple[int, ...]) -> Range:
+    """Returns the one range that covers a box of a C-ordered array, flattened."""
+    if 0 in shape_of(box):
+        return Range(0, 0)
+    first = last = 0
+    for r, size in zip(box, shape, strict=True):
+        first, last = first * size + r.start, last * size + r.stop - 1
+    return Range(first, last + 1)
 
 
 def overlap(a: Box, b: Box) -> Box | None:

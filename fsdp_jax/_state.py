@@ -80,8 +80,13 @@ def init(
     *,
     rng: Key[Array, ""] | None = None,
     model_state: PyTree | None = None,
+    opt_state: PyTree | None = None,
+    step: int = 0,
 ) -> TrainState:
     """Starts training from `params`: makes the optimizer state, sharded like them.
+
+    Or goes on with one that comes from elsewhere, such as the moments of a run that
+    Megatron began: `optax.tree.set(tx.init(params), mu=mu, nu=nu, count=count)`.
 
     Args:
       plan: From `fully_shard`.
@@ -92,17 +97,22 @@ def init(
       model_state: The model's arrays that are no parameters, in the mould
         `plan.model_state`, e.g. BatchNorm statistics of a trained model. None: as
         `make_model(rng)` makes them.
+      opt_state: The state of `tx` for these `params`, plain arrays in their logical
+        shapes, sharded in any way. None: as `tx.init` makes it.
+      step: Steps made so far, where `opt_state` is that of a run.
 
     Raises:
-      ValueError: If `params` does not fit the mould; all offenders in one message.
+      ValueError: If `params` or `opt_state` does not fit; all offenders in one message.
     """
     check_fits(params, plan.params, "params")
+    if opt_state is not None:
+        _check_opt_state(plan, tx, opt_state)
     if model_state is not None:
         check_fits(model_state, plan.model_state, "model_state")
     rng = jax.random.key(0) if rng is None else rng
     mould = abstract_state(plan, tx)
 
-    def rest(params, rng, model_state):
+    def rest(params, rng, model_state, opt_state):
         if model_state is None:
             _, model_state = plan.model.split(plan.make_model(rng))
         zero = jnp.zeros((), jnp.int32)
@@ -110,18 +120,44 @@ def init(
         key = jax.random.wrap_key_data(
             jax.random.key_data(rng), impl=jax.random.key_impl(rng)
         )
-        opt_state = pack(tx.init(trainable(plan, params)), mould.opt_state)
-        return zero, opt_state, model_state, key, zero
+        if opt_state is None:
+            opt_state = tx.init(trainable(plan, params))
+        opt_state = pack(opt_state, mould.opt_state)
+        return zero + step, opt_state, model_state, key, zero
 
     def sharding_of(tree):
         return jax.tree.map(lambda leaf: leaf.sharding, tree)
 
     wanted = (mould.step, mould.opt_state, mould.model_state, mould.rng, mould.step)
     make_rest = jax.jit(rest, out_shardings=sharding_of(wanted))
-    step, opt_state, model_state, own_rng, none = make_rest(params, rng, model_state)
+    made, opt_state, model_state, own_rng, none = make_rest(
+        params, rng, model_state, opt_state
+    )
     if any(row.padding for row in plan.rows):
         params = _pack_each(plan, params)
-    return TrainState(step, params, opt_state, model_state, own_rng, none)
+    return TrainState(made, params, opt_state, model_state, own_rng, none)
+
+
+def _check_opt_state(
+    plan: Plan, tx: optax.GradientTransformation, opt_state: PyTree
+) -> None:
+    """Raises one `ValueError` that lists what `tx` would not have made so."""
+    mould = jax.eval_shape(tx.init, trainable(plan, plan.params))
+    have, want = dict(named_leaves(opt_state)), dict(named_leaves(mould))
+    problems = [f"missing: {name}" for name in want if name not in have]
+    problems += [f"unexpected: {name}" for name in have if name not in want]
+    problems += [
+        f"{name}: {have[name].dtype}{list(have[name].shape)}, "
+        f"wanted {leaf.dtype}{list(leaf.shape)}"
+        for name, leaf in want.items()
+        if name in have
+        and (have[name].shape, have[name].dtype) != (leaf.shape, leaf.dtype)
+    ]
+    if problems:
+        raise ValueError(
+            f"opt_state is not what this optimizer makes, in {len(problems)} place(s):"
+            "\n  " + "\n  ".join(problems)
+        )
 
 
 def _pack_each(plan: Plan, params: PyTree) -> PyTree:

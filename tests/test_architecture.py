@@ -41,7 +41,18 @@ ROWS = [
     {"__init__"},
     {"cli"},
 ]
+# The same for bridge, whose packages are a row each.
+BRIDGE_ROWS = [
+    {"box", "report", "tree", "reorder"},
+    {"models", "formats"},
+    {"rules"},
+    {"families", "adapt", "streaming"},
+    {"hf", "pytorch"},
+    {"lora", "megatron"},
+    {"__init__"},
+]
 RANK = {layer: rank for rank, row in enumerate(ROWS) for layer in row}
+BRIDGE_RANK = {layer: rank for rank, row in enumerate(BRIDGE_ROWS) for layer in row}
 # Stricter than the rows: these import nothing of ours but what is named.
 ONLY = {"data": {"config", "mesh"}}
 # Laxer than the rows: (importer, imported), with the reason beside it.
@@ -138,6 +149,21 @@ def across(modules: Sources) -> list[str]:
     )
 
 
+def upward_in_bridge(modules: Sources) -> list[str]:
+    """Imports within bridge that the table above forbids; the package's own aside."""
+    edges = {
+        (name, target)
+        for name in modules
+        for target in imports(name, modules)
+        if top(name) == top(target) == "bridge" and layer(name) != layer(target)
+    }
+    return sorted(
+        f"{name} imports {target}"
+        for name, target in edges
+        if BRIDGE_RANK[layer(target)] >= BRIDGE_RANK[layer(name)]
+    )
+
+
 def cycle(modules: Sources) -> list[str]:
     """Modules that import each other in a ring, or nothing."""
     graph = {name: imports(name, modules) & set(modules) for name in modules}
@@ -161,6 +187,22 @@ def test_imports_are_absolute():
 
 def test_imports_run_one_way():
     assert upward(sources()) == []
+
+
+def test_imports_within_bridge_run_one_way():
+    placed = {layer(name) for name in sources() if top(name) == "bridge"}
+    assert placed == set(BRIDGE_RANK)
+    assert upward_in_bridge(sources()) == []
+
+
+def test_a_planted_upward_import_in_bridge_is_caught():
+    modules = {
+        "bridge": "",
+        "bridge.formats._source": "from bridge.hf._config import from_hf_config",
+        "bridge.hf._config": "from bridge.formats import _source",
+        "bridge.rules._rules": "import bridge",
+    }
+    assert len(upward_in_bridge(modules)) == 2
 
 
 def test_neither_package_imports_the_other():
@@ -219,7 +261,10 @@ def test_a_planted_upward_import_is_caught(name, text):
         ("fsdp_jax.checkpoint._save", "from fsdp_jax._state import TrainState"),
         ("fsdp_jax.cli.demo", "import bridge\nimport fsdp_jax as fsdp"),
         ("fsdp_jax._data", "from fsdp_jax._mesh import BATCH_AXES"),
-        ("bridge._load", "import jax\nfrom bridge._source import Source"),
+        (
+            "bridge.streaming._load",
+            "import jax\nfrom bridge.formats._source import Source",
+        ),
     ],
 )
 def test_a_good_import_is_let_be(name, text):
@@ -242,8 +287,8 @@ def test_a_planted_module_without_a_place_is_caught():
     "name, text",
     [
         ("fsdp_jax._plan", "import bridge"),
-        ("fsdp_jax._plan", "def f():\n    from bridge._load import load_hf"),
-        ("bridge._load", "from fsdp_jax import Plan"),
+        ("fsdp_jax._plan", "def f():\n    from bridge.streaming._load import load_hf"),
+        ("bridge.streaming._load", "from fsdp_jax import Plan"),
         ("bridge.cli", "import fsdp_jax"),  # only fsdp_jax's own command line may
     ],
 )
@@ -254,10 +299,10 @@ def test_a_planted_import_across_is_caught(name, text):
 def test_a_planted_ring_is_caught():
     modules = {
         "bridge": "",
-        "bridge._load": "from bridge._save import save",
-        "bridge._save": "def f():\n    from bridge import _load",
+        "bridge.streaming._load": "from bridge.hf._save import save",
+        "bridge.hf._save": "def f():\n    from bridge.streaming import _load",
     }
-    assert set(cycle(modules)) == {"bridge._load", "bridge._save"}
+    assert set(cycle(modules)) == {"bridge.streaming._load", "bridge.hf._save"}
 
 
 # Public names

@@ -43,6 +43,29 @@ def test_all_forms_were_compiled_and_replayed_alike():
         assert max(floors) <= 1
 
 
+def imported():
+    return json.loads((RESULTS / "import.json").read_text())
+
+
+def test_an_import_takes_little_memory_beside_what_it_loads():
+    compared = imported()["compared"]
+    assert compared["peak_above_destination_mb"] <= 256 + compared["two_tensors_mb"]
+
+
+def test_one_host_of_eight_reads_an_eighth_of_the_disk():
+    assert imported()["compared"]["disk_of_an_eighth"] <= 1.1
+
+
+def test_imports_were_compared_cold_and_warm_in_one_run():
+    found = imported()
+    assert found["runs"] >= 5 and found["file_bytes"] > 1e9
+    rows = {(row["name"], row["cache"]): row for row in found["rows"]}
+    for name in ("bridge", "safetensors_device_put", "raw_read"):
+        assert rows[name, "cold"]["disk_bytes"] >= 0.99 * found["file_bytes"]
+        assert rows[name, "warm"]["disk_bytes"] <= 0.01 * found["file_bytes"]
+    assert {"jax", "numpy", "safetensors", "transformers"} <= set(found["versions"])
+
+
 @pytest.mark.torch
 def test_the_check_of_a_gpu_runs_through_in_rehearsal(tmp_path):
     out = tmp_path / "check.json"

@@ -2,7 +2,6 @@
 
 from types import MappingProxyType
 
-from bridge._family import Family
 from bridge.families import (
     cohere,
     deepseek_v2,
@@ -26,6 +25,7 @@ from bridge.families import (
     qwen3_moe,
     smollm3,
 )
+from bridge.families._family import Family
 
 _MODULES = (
     *(llama, mistral, qwen2, qwen3, gemma2, gemma3, phi3, gpt2, olmo2, olmo3),

@@ -4,9 +4,9 @@ Rows of q and k are in the order in which the family turns them, in the files an
 the model alike, so no rule permutes them.
 """
 
-from bridge._family import Layers, Spelling
-from bridge._rules import Rule
+from bridge.families._family import Layers, Spelling
 from bridge.models import DecoderConfig
+from bridge.rules._rules import Rule
 
 Rules = tuple[Rule, ...]
 

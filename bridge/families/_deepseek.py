@@ -1,8 +1,8 @@
 """What DeepSeek V2 and V3 have in common: latent attention, shared experts."""
 
-from bridge._codec import Codec
-from bridge._family import Field
 from bridge.families._blocks import Rules, mlp
+from bridge.families._codec import Codec
+from bridge.families._family import Field
 from bridge.families._fields import SIZES, tokens
 from bridge.models import DecoderConfig
 

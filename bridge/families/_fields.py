@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from bridge._family import Field
+from bridge.families._family import Field
 
 SIZES: Mapping[str, Field] = {
     "vocab_size": Field(),

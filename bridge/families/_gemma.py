@@ -4,8 +4,8 @@ Norms before and after attention and MLP, their scales stored less one; embeddin
 multiplied by the root of their width.
 """
 
-from bridge._family import Field
 from bridge.families._blocks import Rules, attention, mlp, norms
+from bridge.families._family import Field
 from bridge.families._fields import SIZES, attention_bias, tokens
 from bridge.models import DecoderConfig
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from bridge._codec import Codec
+from bridge.families._codec import Codec
 from bridge.models import DecoderConfig
 
 FULL, SLIDING = "full_attention", "sliding_attention"

@@ -1,7 +1,7 @@
 """What OLMo 2 and 3 share: norms behind attention and MLP, and of all heads as one."""
 
-from bridge._family import Field
 from bridge.families._blocks import Rules, attention, mlp, norms
+from bridge.families._family import Field
 from bridge.families._fields import SIZES, attention_bias, tokens
 from bridge.models import DecoderConfig
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 
-from bridge._family import Spelling
 from bridge.families._blocks import (
     FUSED_EXPERTS,
     PRE_NORMS,
@@ -14,6 +13,7 @@ from bridge.families._blocks import (
     router,
     spelling,
 )
+from bridge.families._family import Spelling
 from bridge.models import DecoderConfig
 
 Part = Callable[[DecoderConfig], Rules]

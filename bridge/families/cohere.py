@@ -3,9 +3,6 @@
 Source: transformers `configuration_cohere.py`, `modeling_cohere.py`.
 """
 
-from bridge._codec import Codec
-from bridge._family import Family, Field
-from bridge._hf_rope import rope
 from bridge.families._blocks import (
     Rules,
     attention,
@@ -14,7 +11,10 @@ from bridge.families._blocks import (
     norms,
     spelling,
 )
+from bridge.families._codec import Codec
+from bridge.families._family import Family, Field
 from bridge.families._fields import SIZES, attention_bias, tokens
+from bridge.families._hf_rope import rope
 from bridge.models import DecoderConfig
 
 

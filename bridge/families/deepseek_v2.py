@@ -3,12 +3,12 @@
 Source: transformers `configuration_deepseek_v2.py`, `modeling_deepseek_v2.py`.
 """
 
-from bridge._codec import Codec
-from bridge._family import Family, Field
-from bridge._hf_rope import rope
 from bridge.families import _deepseek
 from bridge.families._blocks import ignore_tied_head, latent_attention
+from bridge.families._codec import Codec
+from bridge.families._family import Family, Field
 from bridge.families._fields import moe
+from bridge.families._hf_rope import rope
 from bridge.families._layer_types import FIRST_DENSE
 from bridge.families._sparse import spellings
 from bridge.models import DecoderConfig

@@ -6,15 +6,15 @@ leaves them out. Weights in FP8 are decoded by the source.
 Source: transformers `configuration_deepseek_v3.py`, `modeling_deepseek_v3.py`.
 """
 
-from bridge._family import Family, Field
-from bridge._hf_rope import rope
-from bridge._rules import Rule
 from bridge.families import _deepseek
 from bridge.families._blocks import Rules, ignore_tied_head, latent_attention
+from bridge.families._family import Family, Field
 from bridge.families._fields import moe, tokens
+from bridge.families._hf_rope import rope
 from bridge.families._layer_types import FIRST_DENSE
 from bridge.families._sparse import spellings
 from bridge.models import DecoderConfig
+from bridge.rules._rules import Rule
 
 _BIAS = Rule(
     "mlp.gate.e_score_correction_bias",

@@ -6,10 +6,10 @@ vision tower that is left out.
 Source: transformers `configuration_gemma3.py`, `modeling_gemma3.py`.
 """
 
-from bridge._family import Family, Field
-from bridge._hf_rope import rope_by_layer_type
 from bridge.families import _gemma
 from bridge.families._blocks import ignore_tied_head, spelling
+from bridge.families._family import Family, Field
+from bridge.families._hf_rope import rope_by_layer_type
 from bridge.families._layer_types import layer_types
 
 FAMILY = Family(

@@ -3,8 +3,6 @@
 Source: transformers `configuration_glm4.py`, `modeling_glm4.py`.
 """
 
-from bridge._family import Family, Field
-from bridge._hf_rope import rope
 from bridge.families._blocks import (
     Rules,
     attention,
@@ -13,7 +11,9 @@ from bridge.families._blocks import (
     norms,
     spelling,
 )
+from bridge.families._family import Family, Field
 from bridge.families._fields import SIZES, attention_bias, tokens
+from bridge.families._hf_rope import rope
 from bridge.models import DecoderConfig
 
 _NORMS = {

@@ -7,12 +7,12 @@ Source: transformers `configuration_gpt2.py`, `modeling_gpt2.py`, `pytorch_utils
 ::Conv1D`.
 """
 
-from bridge._codec import Codec
-from bridge._family import Family, Field, Layers, Spelling
-from bridge._rules import Rule
 from bridge.families._blocks import HEAD, Rules
+from bridge.families._codec import Codec
+from bridge.families._family import Family, Field, Layers, Spelling
 from bridge.families._fields import tokens
 from bridge.models import DecoderConfig
+from bridge.rules._rules import Rule
 
 _NAMES = tuple(f"self_attn.{name}_proj" for name in "qkv")
 

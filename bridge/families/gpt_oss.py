@@ -6,9 +6,6 @@ MXFP4 are decoded by the source.
 Source: transformers `configuration_gpt_oss.py`, `modeling_gpt_oss.py`.
 """
 
-from bridge._family import Family, Field
-from bridge._hf_rope import rope
-from bridge._rules import Rule
 from bridge.families._blocks import (
     PRE_NORMS,
     Rules,
@@ -18,9 +15,12 @@ from bridge.families._blocks import (
     norms,
     spelling,
 )
+from bridge.families._family import Family, Field
 from bridge.families._fields import SIZES, attention_bias, moe, tokens
+from bridge.families._hf_rope import rope
 from bridge.families._layer_types import layer_types
 from bridge.models import DecoderConfig
+from bridge.rules._rules import Rule
 
 _EXPERTS = "mlp.experts."
 

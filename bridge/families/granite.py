@@ -3,10 +3,10 @@
 Source: transformers `configuration_granite.py`, `modeling_granite.py`.
 """
 
-from bridge._family import Family, Field
-from bridge._hf_rope import rope
 from bridge.families._blocks import dense_layer, ignore_tied_head, spelling
+from bridge.families._family import Family, Field
 from bridge.families._fields import SIZES, attention_bias, tokens
+from bridge.families._hf_rope import rope
 
 FAMILY = Family(
     model_type="granite",

@@ -5,8 +5,6 @@ Source: transformers `configuration_mixtral.py`, `modeling_mixtral.py`.
 
 from collections.abc import Callable
 
-from bridge._family import Family, Field
-from bridge._hf_rope import rope
 from bridge.families._blocks import (
     FUSED_EXPERTS,
     PRE_NORMS,
@@ -18,7 +16,9 @@ from bridge.families._blocks import (
     router,
     spelling,
 )
+from bridge.families._family import Family, Field
 from bridge.families._fields import EXPERT_TRAINING, SIZES, moe, tokens
+from bridge.families._hf_rope import rope
 from bridge.families._layer_types import window_of_all
 from bridge.models import DecoderConfig
 

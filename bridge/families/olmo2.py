@@ -3,10 +3,10 @@
 Source: transformers `configuration_olmo2.py`, `modeling_olmo2.py`.
 """
 
-from bridge._family import Family
-from bridge._hf_rope import rope
 from bridge.families import _olmo
 from bridge.families._blocks import ignore_tied_head, spelling
+from bridge.families._family import Family
+from bridge.families._hf_rope import rope
 
 FAMILY = Family(
     model_type="olmo2",

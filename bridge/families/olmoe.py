@@ -3,9 +3,8 @@
 Source: transformers `configuration_olmoe.py`, `modeling_olmoe.py`.
 """
 
-from bridge._family import Family, Field
-from bridge._hf_rope import rope
 from bridge.families._blocks import ignore_tied_head
+from bridge.families._family import Family, Field
 from bridge.families._fields import (
     EXPERT_TRAINING,
     SIZES,
@@ -13,6 +12,7 @@ from bridge.families._fields import (
     moe,
     tokens,
 )
+from bridge.families._hf_rope import rope
 from bridge.families._sparse import spellings
 
 FAMILY = Family(

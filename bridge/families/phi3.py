@@ -3,9 +3,6 @@
 Source: transformers `configuration_phi3.py`, `modeling_phi3.py`.
 """
 
-from bridge._family import Family, Field
-from bridge._hf_rope import rope
-from bridge._rules import Rule
 from bridge.families._blocks import (
     PRE_NORMS,
     Rules,
@@ -15,9 +12,12 @@ from bridge.families._blocks import (
     norms,
     spelling,
 )
+from bridge.families._family import Family, Field
 from bridge.families._fields import SIZES, tokens
+from bridge.families._hf_rope import rope
 from bridge.families._layer_types import window_of_all
 from bridge.models import DecoderConfig
+from bridge.rules._rules import Rule
 
 
 def _layer(config: DecoderConfig, sparse: bool) -> Rules:

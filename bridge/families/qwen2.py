@@ -3,10 +3,10 @@
 Source: transformers `configuration_qwen2.py`, `modeling_qwen2.py`.
 """
 
-from bridge._family import Family, Field
-from bridge._hf_rope import rope
 from bridge.families._blocks import dense_layer, ignore_tied_head, spelling
+from bridge.families._family import Family, Field
 from bridge.families._fields import SIZES, tokens
+from bridge.families._hf_rope import rope
 from bridge.families._layer_types import switched_window
 
 FAMILY = Family(

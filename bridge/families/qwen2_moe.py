@@ -3,10 +3,10 @@
 Source: transformers `configuration_qwen2_moe.py`, `modeling_qwen2_moe.py`.
 """
 
-from bridge._family import Family, Field
-from bridge._hf_rope import rope
 from bridge.families._blocks import Rules, ignore_tied_head, linear, mlp
+from bridge.families._family import Family, Field
 from bridge.families._fields import EXPERT_TRAINING, SIZES, moe, tokens
+from bridge.families._hf_rope import rope
 from bridge.families._layer_types import DENSE_BY_STEP, switched_window
 from bridge.families._sparse import spellings
 from bridge.models import DecoderConfig

@@ -6,10 +6,10 @@ Source: transformers `configuration_smollm3.py`, `modeling_smollm3.py`.
 from collections.abc import Mapping
 from typing import Any
 
-from bridge._family import Family, Field
-from bridge._hf_rope import rope
 from bridge.families._blocks import dense_layer, ignore_tied_head, spelling
+from bridge.families._family import Family, Field
 from bridge.families._fields import SIZES, attention_bias, tokens
+from bridge.families._hf_rope import rope
 from bridge.families._layer_types import NO_ROPE_LAYERS, switched_window
 
 

@@ -13,6 +13,7 @@ from typing import Annotated
 import tyro
 
 from fsdp_jax.cli._compare import Compare
+from fsdp_jax.cli._convert import Convert
 from fsdp_jax.cli._demo import Demo
 from fsdp_jax.cli._diff_metrics import DiffMetrics
 from fsdp_jax.cli._doctor import Doctor
@@ -30,6 +31,7 @@ _Command = (
     | Annotated[Plan, tyro.conf.subcommand("plan")]
     | Annotated[Import, tyro.conf.subcommand("import")]
     | Annotated[Export, tyro.conf.subcommand("export")]
+    | Annotated[Convert, tyro.conf.subcommand("convert")]
     | Annotated[Inspect, tyro.conf.subcommand("inspect")]
     | Annotated[Verify, tyro.conf.subcommand("verify")]
     | Annotated[Compare, tyro.conf.subcommand("compare")]

@@ -18,7 +18,7 @@ import fsdp_jax as fsdp
 from fsdp_jax.cli._errors import CheckFailed, require
 from fsdp_jax.cli._model import plan_decoder
 from fsdp_jax.cli._options import Devices, Unset
-from fsdp_jax.cli._origin import Origin, open_either
+from fsdp_jax.cli._origin import Origin, open_any
 
 Tokens = Int[np.ndarray, "batch seq"]
 
@@ -95,7 +95,7 @@ class Compare:
         if self.seq < 1:
             raise ValueError(f"--seq {self.seq}: at least 1.")
         devices = self.where.pick()
-        ours = open_either(self.checkpoint, self.step)
+        ours = open_any(self.checkpoint, self.step)
         vocab = ours.config.vocab_size
         other = self._open_other(vocab)
         shape = len(devices), self.seq
@@ -111,7 +111,7 @@ class Compare:
         """Opens OUT, but for transformers; either way a `ValueError` if it differs."""
         other = None
         if self.against == "bridge":
-            other = open_either(self.out, None)
+            other = open_any(self.out)
         config = other.config if other else bridge.from_hf_config(self.out)
         if config.vocab_size != vocab:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""`fsdp-jax export`: from a checkpoint to a directory that transformers loads."""
+"""`fsdp-jax export`: from a checkpoint to what transformers or Megatron loads."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import tyro
 import bridge
 import fsdp_jax as fsdp
 from fsdp_jax.cli._errors import check_empty
+from fsdp_jax.cli._megatron import Format, MegatronLayout
 from fsdp_jax.cli._model import plan_decoder
 from fsdp_jax.cli._options import Devices, Unset
 from fsdp_jax.cli._origin import open_checkpoint
@@ -19,13 +20,18 @@ from fsdp_jax.cli._progress import bytes_bar
 
 @dataclasses.dataclass(frozen=True)
 class Export:
-    """Write a checkpoint as a directory that transformers loads.
+    """Write a checkpoint as a directory that transformers, or Megatron, loads.
 
     Attributes:
       checkpoint: A directory given to `fsdp-jax train --save`.
       out: The directory to write; new, or empty.
       step: Which step; default the newest.
-      dtype: Dtype of the files; default that of the main weights, float32.
+      dtype: Dtype of transformers' files; default that of the checkpoint.
+      megatron: Writes for Megatron instead: torch_dist, which any run reads, or legacy,
+        for a run of the parallel sizes below.
+      tokenizer: A model's directory whose tokenizer, chat template and generation
+        config are copied along.
+      layout: How it is dealt out, for Megatron.
       where: On which devices.
     """
 
@@ -33,17 +39,39 @@ class Export:
     out: tyro.conf.Positional[Path]
     step: Unset[int] = None
     dtype: Unset[Literal["float32", "bfloat16", "float16"]] = None
+    megatron: Unset[Format] = None
+    tokenizer: Unset[Path] = None
+    layout: Annotated[MegatronLayout, tyro.conf.arg(name="")] = MegatronLayout()
     where: Annotated[Devices, tyro.conf.arg(name="")] = Devices()
 
     def run(self) -> None:
         """Loads the parameters sharded over all devices, and writes them."""
         check_empty(self.out, "OUT")
+        self._check()
         mesh = fsdp.make_mesh(devices=self.where.pick())
         origin = open_checkpoint(self.checkpoint, self.step)
         plan = plan_decoder(origin.config, mesh)
-        params = origin.load_params(plan.params)
+        params = origin.load_params(plan.params, as_stored=True)
         with bytes_bar(f"writing {self.out}") as progress:
-            bridge.save_hf(
-                self.out, params, origin.config, dtype=self.dtype, progress=progress
-            )
+            if self.megatron is not None:
+                self.layout.save(
+                    self.out, params, origin.config, self.megatron, progress
+                )
+            else:
+                bridge.save_hf(
+                    self.out,
+                    params,
+                    origin.config,
+                    dtype=self.dtype,
+                    copy_from=self.tokenizer,
+                    progress=progress,
+                )
         print(f"step {origin.step} of {self.checkpoint} is now in {self.out}")
+
+    def _check(self) -> None:
+        self.layout.check(self.megatron is not None)
+        if self.megatron is not None and (self.dtype or self.tokenizer):
+            raise ValueError(
+                "--dtype and --tokenizer are of transformers' files: leave out "
+                f"--megatron {self.megatron}, or them."
+            )

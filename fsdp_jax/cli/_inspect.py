@@ -15,7 +15,7 @@ from bridge.models import DecoderConfig
 from fsdp_jax._table import text_table
 from fsdp_jax.cli._model import plan_decoder
 from fsdp_jax.cli._options import Devices
-from fsdp_jax.cli._origin import open_either
+from fsdp_jax.cli._origin import Origin, open_any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,8 +25,8 @@ class Inspect:
     Reads headers and no weights.
 
     Attributes:
-      path: A model's directory, a safetensors file, or a directory of `fsdp-jax train
-        --save` or `fsdp-jax import`.
+      path: A model's directory, a safetensors file, a Megatron checkpoint, or a
+        directory of `fsdp-jax train --save` or `fsdp-jax import`.
       sharded: Also plans how it would be sharded over the devices, and says what each
         process would read.
       json: Prints one JSON object instead.
@@ -41,23 +41,27 @@ class Inspect:
     def run(self) -> None:
         """Prints traits, the mapping, and the sums."""
         devices = self.where.pick() if self.sharded else None
-        origin = open_either(self.path, None)
+        origin = open_any(self.path)
         mould = None
         if devices is not None:
             mesh = fsdp.make_mesh(devices=devices)
             mould = plan_decoder(origin.config, mesh).params
-        if origin.hf is not None and origin.checkpoint is None:
-            self._print_model(origin.config, bridge.plan(origin.hf, mould))
+        if origin.checkpoint is None:
+            self._print_model(origin, origin.plan_import(mould))
         else:
             self._print_checkpoint(origin.config, origin.step)
 
-    def _print_model(self, config: DecoderConfig, plan: bridge.ImportPlan) -> None:
+    def _print_model(self, origin: Origin, plan: bridge.ImportPlan) -> None:
+        run = {} if origin.megatron is None else run_of(origin.megatron)
         if self.json:
-            print(json.dumps({"config": traits(config), **plan.as_dict()}))
+            found = {"config": traits(origin.config), **plan.as_dict(), **run}
+            print(json.dumps(found))
             return
-        print(_trait_table(config))
+        print(_trait_table(origin.config))
         print()
         print(plan)
+        for name, value in run.items():
+            print(f"{name}: {value}")
 
     def _print_checkpoint(self, config: DecoderConfig, step: int) -> None:
         leaves = {
@@ -77,6 +81,18 @@ class Inspect:
         ]
         print(text_table({"leaf": "left", "shape": "left", "dtype": "left"}, rows))
         print(f"step {step} of {self.path}")
+
+
+def run_of(megatron: Path) -> dict[str, Any]:
+    """Returns what a Megatron checkpoint holds beside the weights."""
+    checkpoint = bridge.megatron.open_megatron(megatron)
+    return {
+        "format": checkpoint.format,
+        "iteration": checkpoint.iteration,
+        "consumed_samples": checkpoint.consumed_samples,
+        "optimizer": None if checkpoint.optimizer is None else "Adam",
+        "not_carried": checkpoint.left_out,
+    }
 
 
 def traits(config: Any) -> dict[str, Any]:

@@ -61,14 +61,13 @@ class MakeTinyLlama:
         print(f"{model.num_parameters():,} random parameters are now in {self.out}")
 
 
-# Short, so that even short rows meet wavelengths that are stretched.
 _LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 500000.0,
     "factor": 8.0,
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 128,
+    "original_max_position_embeddings": 8192,
 }
 
 

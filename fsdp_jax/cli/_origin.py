@@ -1,4 +1,4 @@
-"""Where a model comes from: a Hugging Face directory, or a step of a checkpoint."""
+"""Where a model comes from: Hugging Face, Megatron, or a step of a checkpoint."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import jax
+
 import bridge
 import fsdp_jax as fsdp
 from bridge.models import DecoderConfig
 from fsdp_jax._tree import PyTree
 from fsdp_jax.checkpoint._steps import resolve_step
+from fsdp_jax.cli._model import plan_decoder
 from fsdp_jax.cli._progress import bytes_bar
 
 
@@ -21,8 +24,10 @@ class Origin:
     Attributes:
       config: The model.
       hf: Hugging Face's files, if any are at hand.
-      checkpoint: The directory of the checkpoint; None if the weights are those of
-        `hf`.
+      checkpoint: The directory of the checkpoint that holds the weights; None if they
+        are elsewhere.
+      megatron: The directory of Megatron's checkpoint that holds them; None likewise.
+        With neither, they are those of `hf`.
       step: Updates made so far.
       metadata: What `fsdp-jax train` saved with the step; empty without a checkpoint.
     """
@@ -30,6 +35,7 @@ class Origin:
     config: DecoderConfig
     hf: Path | None
     checkpoint: Path | None = None
+    megatron: Path | None = None
     step: int = 0
     metadata: dict[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -41,24 +47,111 @@ class Origin:
         file = (self.hf if self.hf.is_dir() else self.hf.parent) / "tokenizer.json"
         return file if file.is_file() else None
 
-    def load_params(self, mould: PyTree) -> PyTree:
-        """Fills a mould with the weights, shard by shard."""
+    def load_params(self, mould: PyTree, *, as_stored: bool = False) -> PyTree:
+        """Fills a mould with the weights, shard by shard.
+
+        Args:
+          mould: Shapes, dtypes and shardings.
+          as_stored: Takes the dtypes of the checkpoint instead.
+        """
         if self.checkpoint is not None:
-            return fsdp.load_params(self.checkpoint, mould, step=self.step)
+            stored = _with_stored_dtypes(mould, self.checkpoint, self.step)
+            params = fsdp.load_params(self.checkpoint, stored, step=self.step)
+            return params if as_stored else jax.tree.map(_cast, params, mould)
+        path = self.megatron or self.hf
+        assert path is not None
+        load = bridge.load_hf if self.megatron is None else bridge.load_megatron
+        with bytes_bar(f"loading {path}") as progress:
+            return load(path, mould, config=self.config, progress=progress)
+
+    def lazy_params(self) -> PyTree:
+        """Returns leaves that are read when they are written elsewhere.
+
+        Those of a checkpoint of ours are read now, onto one device.
+        """
+        if self.checkpoint is not None:
+            mesh = fsdp.make_mesh(devices=jax.devices()[:1])
+            mould = plan_decoder(self.config, mesh).params
+            return self.load_params(mould, as_stored=True)
+        if self.megatron is not None:
+            return bridge.megatron.lazy_megatron(self.megatron, self.config)[0]
         assert self.hf is not None
-        with bytes_bar(f"loading {self.hf}") as progress:
-            return bridge.load_hf(self.hf, mould, config=self.config, progress=progress)
+        return bridge.lazy_hf(self.hf, self.config)[0]
+
+    def plan_import(self, mould: PyTree | None) -> bridge.ImportPlan:
+        """Says what `load_params` would do; of a checkpoint of ours it is not said."""
+        if self.megatron is not None:
+            plan = bridge.megatron.plan_megatron
+            return plan(self.megatron, mould, config=self.config)
+        assert self.hf is not None
+        return bridge.plan(self.hf, mould, config=self.config)
 
 
-def open_model(model: str) -> Origin:
-    """Opens what training can start from: a model, or the parameters of a checkpoint.
+def _with_stored_dtypes(mould: PyTree, checkpoint: Path, step: int) -> PyTree:
+    """The mould in the floating dtypes in which `fsdp-jax import --dtype` saved it."""
+    stored = fsdp.load_shapes(checkpoint, step=step)
+    dtypes = iter(
+        stored[key].dtype if (key := f"params.{name}") in stored else leaf.dtype
+        for name, leaf in fsdp.named_leaves(mould)
+    )
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(
+            leaf.shape, next(dtypes), sharding=leaf.sharding
+        ),
+        mould,
+    )
+
+
+def _cast(leaf: jax.Array, mould: jax.ShapeDtypeStruct) -> jax.Array:
+    return leaf.astype(mould.dtype)
+
+
+def open_any(
+    model: str | Path, step: int | None = None, *, config: Path | None = None
+) -> Origin:
+    """Opens a model or a checkpoint of any kind, which is found out.
 
     Args:
-      model: A directory of either kind, a safetensors file, or a hub id.
+      model: A directory of Hugging Face, Megatron or ours, a safetensors file, or a
+        hub id.
+      step: Which step of a checkpoint of ours; None for the newest.
+      config: Says what the model is, in the place of what it says itself.
+
+    Raises:
+      ValueError: If it is none of them, or one that is not supported.
     """
     path = Path(model)
-    is_checkpoint = fsdp.latest_step(path) is not None
-    return open_checkpoint(path, None) if is_checkpoint else open_hf(model)
+    if not (path / "config.json").is_file():
+        if fsdp.latest_step(path) is not None:
+            origin = open_checkpoint(path, step)
+            return origin if config is None else _as(origin, config)
+        if bridge.megatron.is_megatron(path):
+            return _open_megatron(path, step, config)
+        if path.is_dir() and not any(path.glob("*.safetensors")):
+            raise ValueError(
+                f"No checkpoint at '{path}': the directory has no config.json, as a "
+                "model of Hugging Face, nothing of Megatron, and no committed step."
+            )
+    _refuse_step(step, path)
+    origin = open_hf(str(model))
+    return origin if config is None else _as(origin, config)
+
+
+def _open_megatron(path: Path, step: int | None, config: Path | None) -> Origin:
+    _refuse_step(step, path)
+    if config is not None:
+        return Origin(bridge.from_hf_config(config), None, megatron=path)
+    args = bridge.megatron.open_megatron(path).args
+    return Origin(bridge.megatron.from_args(args), None, megatron=path)
+
+
+def _as(origin: Origin, config: Path) -> Origin:
+    return dataclasses.replace(origin, config=bridge.from_hf_config(config))
+
+
+def _refuse_step(step: int | None, path: Path) -> None:
+    if step is not None:
+        raise ValueError(f"--step {step}: '{path}' is a model, which has no steps.")
 
 
 def open_hf(hf: str) -> Origin:
@@ -79,7 +172,8 @@ def open_run(path: Path, step: int | None, hf: str | None = None) -> Origin:
       ValueError: As for `open_checkpoint`, or if it was imported and never trained.
     """
     origin = open_checkpoint(path, step, hf)
-    if "recipe" not in origin.metadata or "data" not in origin.metadata:
+    trained = {"recipe", "data"} <= set(origin.metadata)
+    if not trained and "optimizer" not in origin.metadata:
         raise ValueError(
             f"Step {origin.step} of '{path}' was imported, not trained: there is "
             f"nothing to go on from. Start from it with --hf {path}."
@@ -107,13 +201,4 @@ def open_checkpoint(path: Path, step: int | None, hf: str | None = None) -> Orig
         )
     files = bridge.resolve(hf) if hf is not None else None
     config = bridge.from_hf_config(files if files is not None else metadata["config"])
-    return Origin(config, files, path, step, metadata)
-
-
-def open_either(path: Path, step: int | None) -> Origin:
-    """Opens a file, or a directory with a config, as a model, else as a checkpoint."""
-    if not path.is_file() and not (path / "config.json").is_file():
-        return open_checkpoint(path, step)
-    if step is not None:
-        raise ValueError(f"--step {step}: '{path}' is a model, which has no steps.")
-    return open_hf(str(path))
+    return Origin(config, files, path, step=step, metadata=metadata)

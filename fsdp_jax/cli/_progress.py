@@ -14,6 +14,7 @@ from rich.progress import (
     ProgressColumn,
     TextColumn,
     TimeRemainingColumn,
+    TransferSpeedColumn,
 )
 
 from fsdp_jax._table import format_bytes
@@ -22,7 +23,7 @@ from fsdp_jax.cli._metrics import StepMetrics
 
 @contextmanager
 def bytes_bar(what: str) -> Iterator[Callable[[int, int], None]]:
-    """Shows how many bytes are done.
+    """Shows how many bytes are done, how fast, and when all will be.
 
     Args:
       what: What is going on, e.g. `"loading llama"`.
@@ -30,7 +31,12 @@ def bytes_bar(what: str) -> Iterator[Callable[[int, int], None]]:
     Yields:
       `show(done, total)`, the `progress` argument of bridge's functions.
     """
-    with _progress(TextColumn("{task.description}"), DownloadColumn()) as bar:
+    columns = (
+        TextColumn("{task.description}"),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+    )
+    with _progress(*columns, TextColumn("ETA"), TimeRemainingColumn()) as bar:
         task = bar.add_task(what, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 

@@ -21,7 +21,7 @@ from fsdp_jax.cli._data import make_batches
 from fsdp_jax.cli._errors import check_absent, check_creatable
 from fsdp_jax.cli._model import computed_in, plan_decoder
 from fsdp_jax.cli._options import Devices, Unset
-from fsdp_jax.cli._origin import Origin, open_model, open_run
+from fsdp_jax.cli._origin import Origin, open_any, open_run
 from fsdp_jax.cli._profile import Profile, Window
 from fsdp_jax.cli._recipe import ParamDtype, Recipe, Tokenizer, make_recipe
 from fsdp_jax.cli._run import Run, run_steps
@@ -40,7 +40,8 @@ class Train:
       steps: The step to train to, counted from the start of the run.
       save: Directory for the checkpoints, one folder a step.
       hf: The model to start from: a directory with config.json and safetensors files,
-        a hub id, or the directory of a checkpoint, of which the parameters are taken.
+        a hub id, a Megatron checkpoint, or one of ours, of which the parameters are
+        taken.
       resume: Goes on from a checkpoint instead: a directory given to --save before.
       resume_step: The step to go on from; default the newest.
       save_every: Saves every so many steps; 0 only at the end.
@@ -135,7 +136,7 @@ def _open(train: Train) -> Origin:
     if train.resume is not None:
         return open_run(train.resume, train.resume_step, train.hf)
     assert train.hf is not None
-    return dataclasses.replace(open_model(train.hf), metadata={})
+    return dataclasses.replace(open_any(train.hf), metadata={})
 
 
 def _first_step(train: Train, origin: Origin) -> int:

@@ -1,6 +1,8 @@
-"""Tiny random Llamas without torch, to be loaded, watched or broken."""
+"""Tiny random Llamas without torch, to be loaded, watched or broken; and goldens."""
 
+import functools
 import os
+import tarfile
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +14,8 @@ from bridge_helpers import write_llama
 from refusals import CANARY, MAX_ALLOCATED_BYTES, listing
 
 import bridge
+
+GOLDEN = Path(__file__).parents[1] / "golden"
 
 
 @pytest.fixture(scope="session")
@@ -35,6 +39,20 @@ def bytes_read(monkeypatch) -> list[int]:
 
     monkeypatch.setattr(os, "preadv", counting)
     return counts
+
+
+@pytest.fixture(scope="session")
+def golden(tmp_path_factory) -> Callable[[str], Path]:
+    """Checkpoints that Megatron wrote, unpacked when they are first asked for."""
+
+    @functools.cache
+    def unpack(name: str) -> Path:
+        directory = tmp_path_factory.mktemp(name)
+        with tarfile.open(GOLDEN / f"{name}.tar.xz") as archive:
+            archive.extractall(directory, filter="data")
+        return directory / name
+
+    return unpack
 
 
 @pytest.fixture

@@ -18,10 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import bridge
-from bridge._block_scaled import decode_block_scaled
-from bridge._config import find_family
-from bridge._load import load
-from bridge._safetensors import encode_header
+from bridge.formats._block_scaled import decode_block_scaled
+from bridge.formats._safetensors import encode_header
+from bridge.hf._config import find_family
+from bridge.streaming._load import load
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)

@@ -19,9 +19,9 @@ from transformers.integrations.finegrained_fp8 import (
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import bridge
-from bridge._block_scaled import decode_block_scaled
-from bridge._config import find_family
-from bridge._load import load
+from bridge.formats._block_scaled import decode_block_scaled
+from bridge.hf._config import find_family
+from bridge.streaming._load import load
 
 pytestmark = pytest.mark.torch
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from safetensors import deserialize
 
 import bridge
-from bridge._safetensors import DTYPE_NAMES, DTYPES, encode_header
+from bridge.formats._safetensors import DTYPE_NAMES, DTYPES, encode_header
 
 MAX_ALLOCATED_BYTES = 2 * 10**6  # a thousand times the longest file drawn here
 
@@ -149,7 +149,7 @@ def test_any_bytes_for_an_index_are_an_error(file, content):
     file.unlink(missing_ok=True)
     index.write_bytes(content)
     try:
-        with pytest.raises(ValueError, match="The index '.*' is not valid JSON"):
+        with pytest.raises(ValueError, match="The index '.*' (is|has) "):
             bridge.open_checkpoint(file.parent)
     finally:
         index.unlink()

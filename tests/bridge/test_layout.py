@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bridge._box import Range, as_index, shape_of, whole
-from bridge._layout import Layout
+from bridge.rules._layout import Layout
 
 QUERY = Layout.parse("(heads head_dim) embed -> embed heads head_dim")
 SIZES = {"heads": 4, "head_dim": 6, "embed": 5}

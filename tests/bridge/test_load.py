@@ -1,6 +1,7 @@
 """Loading fills any mould, reads each byte once, and refuses what does not fit."""
 
 import dataclasses
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +19,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import bridge
 from bridge._box import Range, shape_of
-from bridge._load import _fill_shards, load
-from bridge._safetensors import encode_header
 from bridge._tree import named_leaves
+from bridge.formats._safetensors import encode_header
+from bridge.hf._config import find_family
+from bridge.streaming import _bands
+from bridge.streaming._fill import start_piece
+from bridge.streaming._load import load
+from bridge.streaming._workers import workers
 
 CONFIG = bridge.from_hf_config(HF_CONFIG)
 # Dims that 8 devices divide, one way of sharding each.
@@ -100,7 +105,9 @@ def test_one_device_of_eight_reads_an_eighth_of_the_bytes(llama, bytes_read):
     (piece,) = bridge.Mapping((rule,), {"embed": 48, "mlp": 80}).pieces
     box = (Range(0, 80), Range(12, 18))
     shards = {box: np.empty(shape_of(box), np.float32)}
-    _fill_shards(source, piece, shards)
+    with workers() as pool:
+        for future in start_piece(pool, source, piece, shards):
+            future.result()
     assert sum(bytes_read) == 80 * 48 * 4 / 8
     np.testing.assert_array_equal(shards[box], source.read(key)[12:18].T)
 
@@ -228,3 +235,47 @@ def test_float8_is_read_and_widened(tmp_path):
     np.testing.assert_array_equal(
         load(source, mapping, mould)["w"], values.astype(np.float32)
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class Failing:
+    """A checkpoint whose disk fails in the middle; only what a source must have."""
+
+    inner: bridge.Source
+
+    name = "failing"
+
+    def keys(self):
+        return self.inner.keys()
+
+    def shape(self, key):
+        return self.inner.shape(key)
+
+    def dtype(self, key):
+        return self.inner.dtype(key)
+
+    def read(self, key, slices=()):
+        if key == "model.layers.1.mlp.up_proj.weight":
+            raise OSError("the disk is gone")
+        return self.inner.read(key, slices)
+
+
+def test_a_failure_half_way_is_raised_and_ends_every_thread(llama):
+    source = Failing(bridge.open_checkpoint(llama))
+    mapping = find_family("llama").mapping(CONFIG)
+    calls = []
+    with pytest.raises(OSError, match="the disk is gone"):
+        load(source, mapping, mould_of(CONFIG), progress=lambda *c: calls.append(c))
+    assert 0 < len(calls) < 30
+    assert not any(t.name.startswith("bridge") for t in threading.enumerate())
+
+
+def test_no_read_is_larger_than_a_band(llama, bytes_read, monkeypatch):
+    monkeypatch.setattr(_bands, "BAND_BYTES", 1000)
+    assert_same_leaves(
+        bridge.load_hf(llama, sharded(mould_of(CONFIG), SPECS["columns of the file"])),
+        bridge.load_hf(llama, mould_of(CONFIG)),
+    )
+    tensors = random_tensors(np.float32)
+    assert max(bytes_read) <= 1000
+    assert sum(bytes_read) == 2 * sum(t.nbytes for t in tensors.values())

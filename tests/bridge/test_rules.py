@@ -7,8 +7,8 @@ import pytest
 from safetensors import numpy as reference
 
 from bridge import Mapping, Rule, open_checkpoint
-from bridge._load import load
 from bridge._report import fold_numbers
+from bridge.streaming._load import load
 
 SIZES = {"layer": 3, "expert": 2, "q": 8, "k": 4, "embed": 6, "mlp": 5}
 SPLIT = Rule(

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import types
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from safetensors import numpy as reference
 
 import bridge
+from bridge._box import Range
 from bridge._tree import named_leaves
+from bridge.streaming import _export
+from bridge.streaming._gather import _from_device
 
 CONFIG = bridge.from_hf_config(HF_CONFIG)
 
@@ -159,3 +163,87 @@ def test_a_dtype_that_cannot_be_stored_is_refused(tmp_path, params, dtype, match
     with pytest.raises(ValueError, match=match):
         bridge.save_hf(tmp_path / "out", params, CONFIG, dtype=dtype)
     assert os.listdir(tmp_path) == []
+
+
+SIDECARS = {
+    "tokenizer.json": b"{}",
+    "tokenizer.model": bytes(range(256)),
+    "chat_template.jinja": b"{{ messages }}",
+    "additional_chat_templates/tools.jinja": b"{{ tools }}",
+    "generation_config.json": b'{"temperature": 0.6}',
+    "qwen.tiktoken": b"IQ== 0",
+}
+LEFT_BEHIND = ["model.safetensors", "config.json", "optimizer.bin", "modeling_x.py"]
+
+
+@pytest.fixture
+def origin(tmp_path):
+    """A model's directory with files of all kinds."""
+    left = dict.fromkeys(LEFT_BEHIND, b"not ours to copy")
+    for name, content in (SIDECARS | left).items():
+        file = tmp_path / "origin" / name
+        file.parent.mkdir(exist_ok=True)
+        file.write_bytes(content)
+    return tmp_path / "origin"
+
+
+def test_tokenizer_chat_template_and_generation_config_come_along(
+    tmp_path, params, origin
+):
+    out = tmp_path / "out"
+    bridge.save_hf(out, params, CONFIG, copy_from=origin)
+    for name, content in SIDECARS.items():
+        assert (out / name).read_bytes() == content
+    assert bridge.from_hf_config(out) == CONFIG  # ours
+    assert_same_bytes(tensors_of(out), random_tensors(np.float32))
+    assert not (out / "optimizer.bin").exists()
+    assert not (out / "modeling_x.py").exists()
+
+
+def test_links_of_the_hub_s_cache_are_copied_as_files(tmp_path, params):
+    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "0123abcd"
+    blobs.mkdir()
+    snapshot.mkdir(parents=True)
+    (blobs / "cafe").write_bytes(b"tokens")
+    (snapshot / "tokenizer.json").symlink_to("../../blobs/cafe")
+    bridge.save_hf(tmp_path / "out", params, CONFIG, copy_from=snapshot)
+    copied = tmp_path / "out" / "tokenizer.json"
+    assert copied.read_bytes() == b"tokens" and not copied.is_symlink()
+
+
+@pytest.mark.parametrize("kind", ["link to a secret", "broken link", "directory"])
+def test_what_is_no_file_of_the_directory_is_not_copied(tmp_path, params, origin, kind):
+    (tmp_path / "secret").write_text("key")
+    file = origin / "tokenizer_config.json"
+    if kind == "directory":
+        file.mkdir()
+    else:
+        file.symlink_to(tmp_path / ("secret" if "secret" in kind else "absent"))
+    with pytest.raises(ValueError, match="tokenizer_config.json"):
+        bridge.save_hf(tmp_path / "out", params, CONFIG, copy_from=origin)
+    with pytest.raises(ValueError, match="no directory"):
+        bridge.save_hf(tmp_path / "out", params, CONFIG, copy_from=tmp_path / "none")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_failed_write_is_raised_and_leaves_nothing(tmp_path, params, monkeypatch):
+    def full(stream, data):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(_export, "append", full)
+    with pytest.raises(OSError, match="no space left"):
+        bridge.save_hf(tmp_path / "out", params, CONFIG)
+    assert os.listdir(tmp_path) == []
+
+
+def test_of_a_device_with_memory_of_its_own_only_the_layer_is_fetched():
+    """As far as it can be tried where every device is the host."""
+    values = np.arange(2 * 3 * 8, dtype=np.float32).reshape(2, 3, 8)
+    rule = bridge.Rule("{layer}.w", "w", "a b -> b a")
+    pieces = bridge.Mapping((rule,), {"layer": 4, "a": 8, "b": 3}).pieces
+    box = (Range(1, 3), Range(0, 3), Range(0, 8))  # the middle two of four layers
+    device = types.SimpleNamespace(platform="elsewhere")
+    shard = types.SimpleNamespace(device=device, data=jnp.asarray(values))
+    for layer in (1, 2):
+        found = _from_device(shard, box, pieces[layer])
+        np.testing.assert_array_equal(found[box[1:]], values[layer - 1])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from safetensors import numpy as reference
 
 import bridge
-from bridge._safetensors import DTYPES, encode_header
+from bridge.formats._safetensors import DTYPES, encode_header
 
 SHAPE = (6, 4, 5)
 VALUES = np.arange(120, dtype=np.float32).reshape(SHAPE)

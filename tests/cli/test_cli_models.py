@@ -131,10 +131,16 @@ def test_every_family_can_be_inspected(variant, tmp_path, capsys):
     assert config.model_type in capsys.readouterr().out
 
 
-def test_the_dtype_of_an_import_is_that_of_its_parameters(mixed, tmp_path, capsys):
+def test_an_import_in_bfloat16_is_that_for_all_that_read_it(mixed, tmp_path, capsys):
     path = str(tmp_path / "run")
     assert main(["import", mixed, path, "--dtype", "bfloat16"]) == 0
     capsys.readouterr()
     assert main(["inspect", path, "--json"]) == 0
     leaves = json.loads(capsys.readouterr().out)["leaves"]
     assert {d for n, (_, d) in leaves.items() if n.startswith("params")} == {"bfloat16"}
+    argv = ["compare", path, mixed, "--against", "bridge", "--seq", "8"]
+    assert main([*argv, "--tolerance", "0.2"]) == 0
+    assert main([*argv, "--tolerance", "1e-6"]) == 1
+    out = str(tmp_path / "out")
+    assert main(["export", path, out]) == 0
+    assert bridge.from_hf_config(out).dtype == "bfloat16"

@@ -1,0 +1,180 @@
+"""What there is to know of a model family: fields, rules, and what is refused."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from bridge.families._codec import Codec
+from bridge.models import DecoderConfig
+from bridge.rules._mapping import Mapping as WeightMapping
+from bridge.rules._rules import Rule
+
+REQUIRED = object()
+"""In place of a default: a config file without the field is refused."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Field:
+    """A field of a config file that is one of ours.
+
+    Args:
+      default: What transformers takes when the file does not say; `REQUIRED` if there
+        is nothing to take.
+      ours: Dotted name in `DecoderConfig`, or several that are all this; None means
+        the same name.
+      aliases: Other names that files give the field; never written.
+    """
+
+    default: Any = REQUIRED
+    ours: str | tuple[str, ...] | None = None
+    aliases: tuple[str, ...] = ()
+
+    def targets(self, name: str) -> tuple[str, ...]:
+        """Our names for what the file calls `name`."""
+        if isinstance(self.ours, tuple):
+            return self.ours
+        return (self.ours or name,)
+
+
+@dataclasses.dataclass(frozen=True)
+class Layers:
+    """How the tensors of a layer are the leaves of a `DecoderLayer`.
+
+    Args:
+      prefix: What their names begin with, `{layer}` for the number.
+      rules: The rules of one layer, without that prefix; told whether it is sparse.
+    """
+
+    prefix: str
+    rules: Callable[[DecoderConfig, bool], tuple[Rule, ...]]
+
+    def stacked(self, config: DecoderConfig) -> tuple[Rule, ...]:
+        """Returns the rules of all layers, each run in its stack."""
+        runs = config.layer_runs
+        return tuple(
+            self._of_run(rule, number, len(runs))
+            for number, run in enumerate(runs)
+            for rule in self.rules(config, run.sparse)
+        )
+
+    def _of_run(self, rule: Rule, number: int, count: int) -> Rule:
+        stack = "layers." if count == 1 else f"layers.{number}."
+        prefix = self.prefix.format(layer="{" + capture(number) + "}")
+        return dataclasses.replace(
+            rule,
+            source=tuple(prefix + name for name in rule.sources),
+            destination=tuple(stack + name for name in rule.destinations),
+        )
+
+
+def capture(number: int) -> str:
+    """Name of the dim that counts the layers of a run."""
+    return f"layer_{number}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Spelling:
+    """One of the ways in which a family's checkpoints name their tensors.
+
+    Args:
+      outer: Rules of what belongs to no layer.
+      layers: Those of the layers.
+    """
+
+    outer: Callable[[DecoderConfig], tuple[Rule, ...]]
+    layers: Layers
+
+    def rules(self, config: DecoderConfig) -> tuple[Rule, ...]:
+        """Returns all rules that hold for a config."""
+        return self.outer(config) + self.layers.stacked(config)
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """One family of models, as a table.
+
+    Args:
+      model_type: The `model_type` of its config files.
+      architecture: The class of transformers that its checkpoints are of.
+      fields: Fields of the config file that are fields of ours.
+      spellings: How its checkpoints name their tensors; the first is what is written.
+      codecs: Fields that are not one to one with ours.
+      traits: What all models of the family have in common, by our dotted names.
+      fixed: Fields of which one value is modelled; any other is refused.
+      carried: Fields that change no logit, with transformers' default; kept.
+      ignore: Tensors that checkpoints may hold and nobody reads; `{name}` stands for a
+        number, `**` for anything.
+    """
+
+    model_type: str
+    architecture: str
+    fields: Mapping[str, Field]
+    spellings: tuple[Spelling, ...]
+    codecs: tuple[Codec, ...] = ()
+    traits: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    carried: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    ignore: Callable[[DecoderConfig], tuple[str, ...]] = lambda _: ()
+
+    def mapping(self, config: DecoderConfig) -> WeightMapping:
+        """Returns the rules that hold for a config, with its sizes."""
+        return self.mappings(config)[0]
+
+    def mappings(self, config: DecoderConfig) -> tuple[WeightMapping, ...]:
+        """Returns one mapping for each spelling."""
+        sizes, ignore = sizes_of(config), self.ignore(config)
+        return tuple(
+            WeightMapping(spelling.rules(config), sizes, ignore)
+            for spelling in self.spellings
+        )
+
+    def mapping_for(
+        self, config: DecoderConfig, keys: tuple[str, ...]
+    ) -> WeightMapping:
+        """Returns the mapping whose tensors are the most like those at hand.
+
+        By names alone; whether they are really all there is `Mapping.check`'s matter.
+
+        Args:
+          config: The model.
+          keys: Names of the checkpoint's tensors.
+        """
+        held = set(keys)
+
+        def strangers(mapping: WeightMapping) -> int:
+            return len(held ^ set(mapping.by_source()))
+
+        return min(self.mappings(config), key=strangers)
+
+
+def sizes_of(config: DecoderConfig) -> dict[str, int | range]:
+    """Returns the size of each dim that rules name, and each run's layers."""
+    sizes: dict[str, int | range] = {
+        "one": 1,
+        "two": 2,
+        "vocab": config.vocab_size,
+        "positions": config.max_position_embeddings,
+        "embed": config.hidden_size,
+        "mlp": config.intermediate_size,
+        "heads": config.num_attention_heads,
+        "kv_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
+        "v_head_dim": config.v_head_dim,
+    }
+    if (moe := config.moe) is not None:
+        sizes |= {
+            "expert": moe.num_experts,
+            "experts": moe.num_experts,
+            "expert_mlp": moe.intermediate_size,
+            "shared_mlp": moe.shared_intermediate_size or 0,
+        }
+    if (mla := config.mla) is not None:
+        sizes |= {
+            "q_rank": mla.q_lora_rank or 0,
+            "kv_rank": mla.kv_lora_rank,
+            "kv_rank_and_rope": mla.kv_lora_rank + mla.qk_rope_head_dim,
+            "nope_and_v": mla.qk_nope_head_dim + mla.v_head_dim,
+        }
+    for number, run in enumerate(config.layer_runs):
+        sizes[capture(number)] = range(run.start, run.stop)
+    return sizes

@@ -1,0 +1,223 @@
+"""Rotary embedding in Hugging Face config files: two spellings of one thing.
+
+transformers 5 writes `rope_parameters`; up to 4 it was `rope_theta` and
+`rope_scaling`, and a reader that knows one spelling takes the default for the other
+in silence: a base of 10,000 where 500,000 was meant.
+
+Source: transformers `modeling_rope_utils.py::RotaryEmbeddingConfigMixin`, and the
+`convert_rope_params_to_dict` of `configuration_gemma3.py`, `configuration_olmo3.py`.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from bridge.families._codec import Codec
+from bridge.models import DecoderConfig, RopeConfig
+from bridge.models._rope_config import NEEDED, OPTIONAL, STRETCHING
+
+Fields = Mapping[str, Any]
+_SPELLINGS = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
+_LAYER_TYPES = ("full_attention", "sliding_attention")
+# Names of types that became others, and a key that became `rope_type`.
+_ALIASES = {"su": "longrope"}
+
+
+def rope(
+    theta: float = 10000.0,
+    *,
+    partial: float = 1.0,
+    interleaved: bool = False,
+    interleave_field: str | None = None,
+    original_length: int | None = None,
+    absent: Fields | None = None,
+) -> Codec:
+    """Reads and writes one rope for all layers.
+
+    Args:
+      theta: What transformers takes for `rope_theta` where the file does not say.
+      partial: The same for `partial_rotary_factor`.
+      interleaved: Whether the family's pairs are neighbours.
+      interleave_field: The field of the file that says so instead.
+      original_length: What a family takes for `original_max_position_embeddings` if
+        it keeps that beside the rope and not in it; None if it does not.
+      absent: The rope of a file that says nothing of one; None means unscaled.
+    """
+    names = [*_SPELLINGS]
+    if interleave_field is not None:
+        names.append(interleave_field)
+    if original_length is not None:
+        names.append("original_max_position_embeddings")
+
+    def read(fields: Fields) -> dict[str, Any]:
+        defaults = {"rope_theta": theta, "partial_rotary_factor": partial}
+        if original_length is not None:
+            name = "original_max_position_embeddings"
+            defaults[name] = fields.get(name, original_length)
+        pairs = interleaved
+        if interleave_field is not None:
+            pairs = fields.get(interleave_field, interleaved)
+        value = read_rope(fields, defaults, absent or {})
+        return {"rope": dataclasses.replace(value, interleaved=pairs)}
+
+    def write(config: DecoderConfig) -> dict[str, Any]:
+        assert config.rope is not None
+        written = write_rope(config.rope)
+        if interleave_field is not None:
+            written[interleave_field] = config.rope.interleaved
+        if original_length is not None:
+            length = config.rope.original_max_position_embeddings
+            written["original_max_position_embeddings"] = length or original_length
+        return written
+
+    return Codec(tuple(names), read, write)
+
+
+def rope_by_layer_type(
+    theta: float, sliding_theta: float, sliding_name: str | None = None
+) -> Codec:
+    """Reads and writes a rope for full layers and one for those that slide.
+
+    In the old spelling the scaling is the full layers' alone.
+
+    Args:
+      theta: What transformers takes for the full layers' base.
+      sliding_theta: The same for the sliding ones.
+      sliding_name: The old spelling's field for the sliding layers' base; None if it
+        has none, for then it takes `sliding_theta` whatever `rope_theta` says.
+    """
+    names = (*_SPELLINGS, *([sliding_name] if sliding_name else []))
+
+    def read(fields: Fields) -> dict[str, Any]:
+        nested = fields.get("rope_parameters") or {}
+        if not isinstance(nested, Mapping) or set(nested) - set(_LAYER_TYPES):
+            raise ValueError(
+                f"rope_parameters = {nested!r}: this family has one rope for each of "
+                f"{', '.join(_LAYER_TYPES)}"
+            )
+        full, sliding = (nested.get(kind) or {} for kind in _LAYER_TYPES)
+        local = fields.get(sliding_name) if sliding_name else None
+        old = {
+            name: fields[name]
+            for name in ("rope_theta", "rope_scaling", "max_position_embeddings")
+            if fields.get(name) is not None
+        }
+        return {
+            "rope": read_rope(
+                old | ({"rope_parameters": full} if full else {}),
+                {"rope_theta": theta},
+            ),
+            "sliding_rope": read_rope(
+                {"rope_parameters": sliding, **_lengths(fields)},
+                {"rope_theta": local or sliding_theta},
+            ),
+        }
+
+    def write(config: DecoderConfig) -> dict[str, Any]:
+        assert config.rope is not None
+        full = write_rope(config.rope)
+        sliding = write_rope(config.sliding_rope or config.rope)
+        parameters = full["rope_parameters"], sliding["rope_parameters"]
+        full["rope_parameters"] = dict(zip(_LAYER_TYPES, parameters, strict=True))
+        if sliding_name is not None:
+            full[sliding_name] = sliding["rope_theta"]
+        return full
+
+    return Codec(names, read, write)
+
+
+def read_rope(
+    fields: Fields, defaults: Fields | None = None, absent: Fields | None = None
+) -> RopeConfig:
+    """Reads either spelling, or both if they agree.
+
+    Args:
+      fields: A whole config file.
+      defaults: What a value that the file does not give is; None for Llama's.
+      absent: The rope of a file that gives none.
+
+    Raises:
+      ValueError: If the spellings differ, or say what is not modelled.
+    """
+    defaults = {"rope_theta": 10000.0, **(defaults or {})}
+    given = {
+        name: _read_spelling(name, fields[name], fields, defaults)
+        for name in ("rope_scaling", "rope_parameters")
+        if fields.get(name)
+    }
+    if len(set(given.values())) > 1:
+        raise ValueError(f"rope_scaling and rope_parameters differ: {given}")
+    if given:
+        return next(iter(given.values()))
+    return _read_spelling("", absent or {}, fields, defaults)
+
+
+def write_rope(rope: RopeConfig) -> dict[str, Any]:
+    """Writes both spellings, so that transformers 4 and 5 read the same."""
+    extra = {
+        name: list(value) if isinstance(value, tuple) else value
+        for name in STRETCHING
+        if (value := getattr(rope, name)) is not None
+    }
+    scaling = {"rope_type": rope.rope_type, **extra}
+    parameters = {"rope_theta": rope.rope_theta, **scaling}
+    written = {
+        "rope_theta": rope.rope_theta,
+        "rope_scaling": scaling if extra else None,
+        "rope_parameters": parameters,
+    }
+    if rope.partial_rotary_factor != 1:
+        parameters["partial_rotary_factor"] = rope.partial_rotary_factor
+        written["partial_rotary_factor"] = rope.partial_rotary_factor
+    return written
+
+
+def _read_spelling(
+    name: str, spelling: Any, fields: Fields, defaults: Fields
+) -> RopeConfig:
+    if not isinstance(spelling, Mapping):
+        raise ValueError(f"{name} = {spelling!r} is not an object")
+    values: dict[str, Any] = {
+        key: tuple(value) if isinstance(value, list) else value
+        for key, value in spelling.items()
+        if value is not None
+    }
+    old_type = values.pop("type", "default")
+    kind: Any = values.setdefault("rope_type", old_type)
+    kind = values["rope_type"] = _ALIASES.get(kind, kind)
+    if kind not in NEEDED:
+        return RopeConfig(rope_type=kind)  # which refuses it, and lists the others
+    for key in ("rope_theta", "partial_rotary_factor"):
+        default = fields.get(key)
+        default = defaults.get(key) if default is None else default
+        if default is not None:
+            values.setdefault(key, default)
+    _add_lengths(values, kind, fields, defaults)
+    known = {"rope_type", "rope_theta", "partial_rotary_factor"}
+    known |= {*NEEDED[kind], *OPTIONAL[kind]}
+    if unknown := sorted(set(values) - known):
+        raise ValueError(f"{name} has fields that are not modelled: {unknown}")
+    return RopeConfig(**values)
+
+
+def _add_lengths(
+    values: dict[str, Any], kind: str, fields: Fields, defaults: Fields
+) -> None:
+    """Fills in the length at pre-training and the factor, where they are derived."""
+    key, longest = "original_max_position_embeddings", "max_position_embeddings"
+    if key not in NEEDED[kind]:
+        return
+    beside = defaults.get(key)
+    if beside is not None and values.get(key, beside) != beside:
+        raise ValueError(
+            f"{key} is {values[key]} in the rope and {beside} beside it, where this "
+            "family reads it"
+        )
+    values.setdefault(key, beside if beside is not None else fields.get(longest))
+    if "factor" not in values and fields.get(longest) and values[key]:
+        values["factor"] = fields[longest] / values[key]
+
+
+def _lengths(fields: Fields) -> dict[str, Any]:
+    name = "max_position_embeddings"
+    return {name: fields[name]} if name in fields else {}

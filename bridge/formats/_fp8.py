@@ -1,0 +1,145 @@
+"""DeepSeek's fp8: E4M3 weights, and a scale for each block of 128 by 128 of them.
+
+Source: deepseek-ai/DeepSeek-V3 `inference/kernel.py::weight_dequant`. A block is told
+by position divided by block size, so the last of a dim may be short; transformers
+5.23 (`finegrained_fp8.py::Fp8Dequantize`) divides the size by the number of scales
+instead: it refuses 576 rows with 5 scales, and gives each of 2 scales 96 of 192 rows.
+"""
+
+import dataclasses
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from bridge._box import Box, Range, as_index, shape_of
+from bridge.formats._safetensors import DTYPES
+from bridge.formats._source import Source
+
+_E4M3 = DTYPES["F8_E4M3"]
+_SCALE_DTYPES = tuple(DTYPES[name] for name in ("F32", "BF16", "F8_E8M0"))
+_SUFFIX = "_scale_inv"
+# Every E4M3 number in float32: to `take` one is several times as fast as a cast.
+_VALUES = np.arange(256, dtype=np.uint8).view(_E4M3).astype(np.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Fp8Tensor:
+    """A weight of E4M3 numbers with a scale for each block of its last two dims.
+
+    Args:
+      weight: Name of the numbers; that of the scales ends in `_scale_inv`.
+      shape: `(..., out, in)`.
+      block: Rows and columns of a block.
+    """
+
+    weight: str
+    shape: tuple[int, ...]
+    block: tuple[int, int]
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Names of the tensors that it is made of."""
+        return self.weight, self.weight + _SUFFIX
+
+    def read(self, source: Source, box: Box) -> np.ndarray:
+        """Reads and decodes a box.
+
+        The product is in float32 and rounded once, a row of blocks at a time: the
+        float32 copy of a whole matrix would be four times what is read.
+
+        Args:
+          source: Where the parts are.
+          box: What is wanted of the weight.
+
+        Returns:
+          The box, bfloat16.
+        """
+        decoded = np.empty(shape_of(box), ml_dtypes.bfloat16)
+        if 0 in decoded.shape:
+            return decoded
+        numbers = source.read(self.weight, as_index(box)).view(np.uint8)
+        scale_box = (
+            *box[:-2],
+            _blocks_of(box[-2], self.block[0]),
+            _blocks_of(box[-1], self.block[1]),
+        )
+        scales = source.read(self.weight + _SUFFIX, as_index(scale_box))
+        columns = np.arange(*box[-1]) // self.block[1] - scale_box[-1].start
+        for *matrix, block_row in np.ndindex(scales.shape[:-1]):
+            rows = _rows_of(scale_box[-2].start + block_row, self.block[0], box[-2])
+            part = (*matrix, rows)
+            scale = scales[(*matrix, block_row)].astype(np.float32)[columns]
+            with np.errstate(over="ignore", invalid="ignore"):  # inf and NaN may come
+                decoded[part] = np.take(_VALUES, numbers[part]) * scale
+        return decoded
+
+
+def find_fp8(source: Source, block: Any) -> tuple[dict[str, Fp8Tensor], dict[str, str]]:
+    """Finds the weights that are fp8; reads headers only.
+
+    Args:
+      source: The checkpoint. A weight and its scales may lie in different files.
+      block: Rows and columns of a block, the config's `weight_block_size`.
+
+    Returns:
+      The weights by name, and what is wrong, by tensor.
+
+    Raises:
+      ValueError: If `block` is not two sizes.
+    """
+    block = _check_block(block)
+    keys = dict.fromkeys(source.keys())
+    tensors = {
+        key: Fp8Tensor(key, source.shape(key), block)
+        for key in keys
+        if source.dtype(key) == _E4M3
+    }
+    wrong = {
+        key: f"there is no fp8 weight {key.removesuffix(_SUFFIX)}"
+        for key in keys
+        if key.endswith(_SUFFIX) and key.removesuffix(_SUFFIX) not in tensors
+    }
+    for key, tensor in tensors.items():
+        scale = key + _SUFFIX
+        if scale not in keys:
+            wrong[key] = f"there is no {scale}"
+        elif misfit := _misfit(tensor, source.shape(scale), source.dtype(scale)):
+            wrong[scale] = misfit
+    return tensors, wrong
+
+
+def _misfit(tensor: Fp8Tensor, shape: tuple[int, ...], dtype: np.dtype) -> str | None:
+    """Says why scales are not those of a weight; None if they are."""
+    if len(tensor.shape) < 2:
+        return f"{tensor.shape} has no rows and columns to be cut into blocks"
+    sizes = zip(tensor.shape[-2:], tensor.block, strict=True)
+    expected = *tensor.shape[:-2], *(-(-size // block) for size, block in sizes)
+    if shape != expected:
+        return f"{shape}, but {tensor.shape} has {expected} blocks of {tensor.block}"
+    if dtype not in _SCALE_DTYPES:
+        return f"scales of {dtype} are not decoded"
+    return None
+
+
+def _check_block(block: Any) -> tuple[int, int]:
+    if (
+        not isinstance(block, list | tuple)
+        or len(block) != 2
+        or any(type(size) is not int or size < 1 for size in block)
+    ):
+        raise ValueError(
+            f"weight_block_size = {block!r} of quantization_config is not the rows and "
+            "columns of a block; fp8 with one scale a tensor is not decoded."
+        )
+    return block[0], block[1]
+
+
+def _blocks_of(positions: Range, block: int) -> Range:
+    return Range(positions.start // block, -(-positions.stop // block))
+
+
+def _rows_of(block_row: int, block: int, rows: Range) -> slice:
+    """Returns the rows of a block, counted from the first of `rows`."""
+    start = max(block_row * block, rows.start) - rows.start
+    return slice(start, min((block_row + 1) * block, rows.stop) - rows.start)

@@ -1,0 +1,83 @@
+"""JSON from strangers: one object, each key once, every number finite."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any, NoReturn
+
+from bridge.formats._other_formats import describe_content
+from bridge.formats._regular_file import check_regular_file
+
+# Indices of the largest models have a few megabytes. Far above that it is no such file.
+_MAX_BYTES = 100_000_000
+
+
+def read_json(path: Path, subject: str) -> dict[str, Any]:
+    """Reads a file that holds one JSON object; see `parse_json`.
+
+    Raises:
+      FileNotFoundError: If there is no such file.
+      ValueError: If it is no file, larger than 100 MB, or not one such object.
+    """
+    check_regular_file(path)
+    if (size := path.stat().st_size) > _MAX_BYTES:
+        raise ValueError(
+            f"{subject} has {size:,} bytes; at most {_MAX_BYTES:,} are accepted."
+        )
+    return parse_json(path.read_bytes(), subject)
+
+
+def parse_json(text: bytes, subject: str) -> dict[str, Any]:
+    """Parses a JSON object, refusing what Python lets pass and the standard does not.
+
+    NaN and infinities, written out or by an exponent too large, would become sizes
+    and constants of a model; of a key given twice, one value would be lost; half a
+    surrogate pair cannot be printed or written.
+
+    Args:
+      text: The bytes of the object, in UTF-8.
+      subject: What it is, to begin the error message.
+
+    Raises:
+      ValueError: If it is not one JSON object with each key given once.
+    """
+    try:
+        value = json.loads(
+            text.decode(),
+            object_pairs_hook=_object,
+            parse_constant=_refuse,
+            parse_float=_finite,
+        )
+    except (ValueError, RecursionError) as error:
+        advice = describe_content(text[:64])
+        raise ValueError(
+            f"{subject} is not valid JSON: {error}. {advice}".rstrip()
+        ) from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{subject} is a JSON {type(value).__name__}, not an object")
+    return value
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    seen = dict(pairs)
+    if len(seen) < len(pairs):
+        raise ValueError(f"keys given twice: {_twice([key for key, _ in pairs])}")
+    for text in (*seen, *(v for v in seen.values() if isinstance(v, str))):
+        text.encode()
+    return seen
+
+
+def _twice(keys: list[str]) -> list[str]:
+    seen: set[str] = set()
+    return sorted({key for key in keys if key in seen or seen.add(key)})
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is no JSON number")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text[:40]} is larger than any float")
+    return value

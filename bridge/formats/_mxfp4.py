@@ -1,0 +1,129 @@
+"""The mxfp4 of GPT-OSS: two E2M1 numbers a byte, and a power of two for every 32.
+
+Source: OCP Microscaling Formats (MX) v1.0; for names, shapes and the order of the two
+numbers transformers `integrations/mxfp4.py::_convert_moe_packed_tensors`.
+"""
+
+import dataclasses
+import functools
+
+import ml_dtypes
+import numpy as np
+
+from bridge._box import Box, Range, as_index, shape_of
+from bridge.formats._source import Source
+
+_BLOCKS, _SCALES = "_blocks", "_scales"
+_BLOCK_BYTES = 16
+_BLOCK_SIZE = 2 * _BLOCK_BYTES  # numbers with one scale
+
+
+@dataclasses.dataclass(frozen=True)
+class Mxfp4Tensor:
+    """The weights of all experts of a layer.
+
+    Args:
+      name: Name once decoded; its parts' names end in `_blocks` and `_scales`.
+      shape: `(experts, in, out)`, as in the bfloat16 checkpoint of that name. The
+        blocks run along `in`, and lie in the file as `(experts, out, in / 32, 16)`.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Names of the tensors that it is made of."""
+        return self.name + _BLOCKS, self.name + _SCALES
+
+    def read(self, source: Source, box: Box) -> np.ndarray:
+        """Reads and decodes a box, an expert at a time.
+
+        Args:
+          source: Where the parts are.
+          box: What is wanted of the weights.
+
+        Returns:
+          The box, bfloat16, as a view with `out` before `in`.
+        """
+        experts, inputs, outputs = box
+        num_experts, num_in, num_out = shape_of(box)
+        decoded = np.empty((num_experts, num_out, num_in), ml_dtypes.bfloat16)
+        if 0 not in decoded.shape:
+            groups = Range(inputs.start // _BLOCK_SIZE, -(-inputs.stop // _BLOCK_SIZE))
+            first = inputs.start - groups.start * _BLOCK_SIZE
+            for i in range(num_experts):
+                expert = Range(experts.start + i, experts.start + i + 1)
+                part = as_index((expert, outputs, groups))
+                blocks, scales = (source.read(name, part) for name in self.parts)
+                values = _decode(blocks[0], scales[0])
+                decoded[i] = values[:, first : first + num_in]
+        return decoded.transpose(0, 2, 1)
+
+
+def find_mxfp4(source: Source) -> tuple[dict[str, Mxfp4Tensor], dict[str, str]]:
+    """Finds the weights that are mxfp4; reads headers only.
+
+    Args:
+      source: The checkpoint. Blocks and scales may lie in different files.
+
+    Returns:
+      The weights by the name they have once decoded; what is wrong, by tensor.
+    """
+    keys = dict.fromkeys(source.keys())
+    names = [
+        key.removesuffix(suffix)
+        for suffix in (_BLOCKS, _SCALES)
+        for key in keys
+        if key.endswith(suffix)
+    ]
+    tensors, wrong = {}, {}
+    for name in dict.fromkeys(names):
+        parts = [key for key in (name + _BLOCKS, name + _SCALES) if key in keys]
+        if misfit := _misfit([(source.shape(k), source.dtype(k)) for k in parts]):
+            wrong |= dict.fromkeys(parts, misfit)
+        else:
+            num_experts, num_out, num_blocks, _ = source.shape(name + _BLOCKS)
+            shape = num_experts, num_blocks * _BLOCK_SIZE, num_out
+            tensors[name] = Mxfp4Tensor(name, shape)
+    return tensors, wrong
+
+
+def _misfit(parts: list[tuple[tuple[int, ...], np.dtype]]) -> str | None:
+    """Says why tensors are not the blocks and scales of a weight; None if they are."""
+    if len(parts) != 2:
+        return f"there are not both {_BLOCKS} and {_SCALES} of this name"
+    (blocks, blocks_dtype), (scales, scales_dtype) = parts
+    if len(blocks) != 4 or blocks[-1] != _BLOCK_BYTES:
+        return f"{blocks} is not (experts, out, blocks, {_BLOCK_BYTES})"
+    if scales != blocks[:-1]:
+        return f"{blocks} blocks with {scales} scales"
+    if {blocks_dtype, scales_dtype} != {np.dtype(np.uint8)}:
+        return f"{blocks_dtype} blocks with {scales_dtype} scales are not uint8"
+    return None
+
+
+def _decode(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """Decodes `(out, blocks, 16)` bytes with `(out, blocks)` scales to `(out, in)`."""
+    pairs = np.take(_pairs(), scales[..., None].astype(np.uint16) << 8 | blocks)
+    return pairs.view(ml_dtypes.bfloat16).reshape(len(blocks), -1)
+
+
+@functools.cache
+def _pairs() -> np.ndarray:
+    """The two numbers of a byte times a scale, at `256 * scale + byte`, as 32 bits.
+
+    All of them are exact in bfloat16, up to infinity where E2M1 times 2**127 leaves
+    its range. The scale 255 is the NaN of E8M0.
+    """
+    nibbles = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn)
+    low_first = np.arange(256)[:, None] >> [0, 4] & 15
+    numbers = nibbles.astype(np.float32)[low_first]
+    scales = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e8m0fnu)
+    with np.errstate(over="ignore"):
+        values = scales.astype(np.float32)[:, None, None] * numbers
+    return (
+        np.ascontiguousarray(values.astype(ml_dtypes.bfloat16))
+        .view(np.uint32)[..., 0]
+        .reshape(-1)
+    )

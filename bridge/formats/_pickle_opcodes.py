@@ -1,0 +1,83 @@
+"""Pickle opcodes: a program is read through before it is run.
+
+The C unpickler believes every number it is told: one opcode of five bytes makes it
+allocate, and fill, 34 GB of memo. So a pass over the opcodes comes first, which also
+refuses those that torch and Megatron have no use for.
+"""
+
+import pickletools
+
+# Protocol 2 and later, less what can name a class without `find_class` (EXT), build
+# one in an older way (INST, OBJ), or needs buffers from outside.
+_ALLOWED = """
+PROTO STOP FRAME MARK POP POP_MARK DUP NONE NEWTRUE NEWFALSE
+BININT BININT1 BININT2 LONG1 LONG4 BINFLOAT
+SHORT_BINSTRING BINSTRING SHORT_BINBYTES BINBYTES BINBYTES8 BYTEARRAY8
+SHORT_BINUNICODE BINUNICODE BINUNICODE8
+EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 EMPTY_LIST LIST APPEND APPENDS
+EMPTY_DICT DICT SETITEM SETITEMS EMPTY_SET ADDITEMS FROZENSET
+BINPUT LONG_BINPUT MEMOIZE BINGET LONG_BINGET
+GLOBAL STACK_GLOBAL REDUCE BUILD NEWOBJ NEWOBJ_EX BINPERSID
+""".split()
+
+_LENGTH_BYTES = {
+    pickletools.TAKEN_FROM_ARGUMENT1: 1,
+    pickletools.TAKEN_FROM_ARGUMENT4: 4,
+    pickletools.TAKEN_FROM_ARGUMENT4U: 4,
+    pickletools.TAKEN_FROM_ARGUMENT8U: 8,
+}
+
+_BY_CODE = {ord(op.code): op for op in pickletools.opcodes if op.name in _ALLOWED}
+_FIXED = {
+    code: op.arg.n if op.arg else 0
+    for code, op in _BY_CODE.items()
+    if op.arg is None or op.arg.n >= 0
+}
+_COUNTED = {
+    code: _LENGTH_BYTES[op.arg.n]
+    for code, op in _BY_CODE.items()
+    if op.arg is not None and op.arg.n in _LENGTH_BYTES
+}
+_GLOBAL, _STOP, _LONG_BINPUT = ord("c"), ord("."), ord("r")
+_NAMES = {ord(op.code): op.name for op in pickletools.opcodes}
+
+
+def check_opcodes(program: bytes) -> None:
+    """Checks that a pickle can be run within memory of the order of its own size.
+
+    Args:
+      program: One whole pickle.
+
+    Raises:
+      ValueError: If it uses an opcode of no use here, ends early, does not end where
+        it stops, or numbers a memo entry beyond its own length.
+    """
+    position, code = 0, -1
+    while code != _STOP:
+        if position >= len(program):
+            raise ValueError("it ends before its STOP")
+        code, position = program[position], position + 1
+        size = _FIXED.get(code)
+        position = _skip(program, code, position) if size is None else position + size
+        if code == _LONG_BINPUT:
+            entry = int.from_bytes(program[position - 4 : position], "little")
+            if entry > len(program):
+                raise ValueError(f"it asks for {entry:,} memo entries")
+    if position != len(program):
+        raise ValueError(f"{len(program) - position:,} bytes follow its end")
+
+
+def _skip(program: bytes, code: int, position: int) -> int:
+    """Returns where the opcode after one of variable length starts."""
+    if code in _COUNTED:
+        start = position + _COUNTED[code]
+        return start + int.from_bytes(program[position:start], "little")
+    if code == _GLOBAL:  # two lines: module and name
+        middle = program.find(b"\n", position) + 1
+        end = program.find(b"\n", middle) + 1
+        if middle and end:
+            return end
+        raise ValueError("it ends inside a name")
+    raise ValueError(
+        f"it uses the opcode {_NAMES.get(code, hex(code))}, which torch never writes"
+    )

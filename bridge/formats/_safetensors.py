@@ -1,0 +1,219 @@
+"""The safetensors format: dtype names, and headers read with suspicion.
+
+A file is `u64 little-endian n | n bytes of JSON | data`. Written here rather than
+taken from the safetensors package: its numpy side knows no float8, and saves a
+transposed view as the wrong bytes without a word
+(https://github.com/safetensors/safetensors/issues/825).
+
+Source: https://github.com/huggingface/safetensors#format
+"""
+
+import dataclasses
+import json
+import math
+import reprlib
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from bridge.formats._json import parse_json
+from bridge.formats._other_formats import describe_content
+from bridge.formats._regular_file import check_regular_file
+
+DTYPES: dict[str, np.dtype] = {
+    "BOOL": np.dtype(np.bool_),
+    "U8": np.dtype(np.uint8),
+    "I8": np.dtype(np.int8),
+    "U16": np.dtype("<u2"),
+    "I16": np.dtype("<i2"),
+    "U32": np.dtype("<u4"),
+    "I32": np.dtype("<i4"),
+    "U64": np.dtype("<u8"),
+    "I64": np.dtype("<i8"),
+    "F16": np.dtype("<f2"),
+    "F32": np.dtype("<f4"),
+    "F64": np.dtype("<f8"),
+    "C64": np.dtype("<c8"),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
+}
+DTYPE_NAMES: dict[np.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
+
+# The package's own limit. A length above it is a file of another kind.
+_MAX_HEADER_BYTES = 100_000_000
+# numpy's own limits: of dims, and of the bytes that a shape and dtype come to.
+_MAX_DIMS = 64
+_MAX_BYTES = 2**63 - 1
+# Data that start on a cache line can be handed to a device without a copy.
+_ALIGNMENT_BYTES = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorInfo:
+    """Where one tensor lies.
+
+    Args:
+      file: The file that holds it.
+      shape: Its shape.
+      dtype: Its dtype.
+      offset: First byte, counted from the start of the file.
+    """
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def read_header(file: Path) -> dict[str, TensorInfo]:
+    """Reads and checks the header of one file; no data.
+
+    Args:
+      file: Path of a `.safetensors` file.
+
+    Returns:
+      Each tensor's place, by name, in the header's order.
+
+    Raises:
+      ValueError: If the file is not safetensors, is cut short, or its tensors do not
+        fill the data exactly once. Every broken tensor is named.
+    """
+    header, data_start, data_bytes = _read_json(file)
+    tensors, spans, wrong = {}, [], _wrong_metadata(header.pop("__metadata__", {}))
+    for name, entry in header.items():
+        try:
+            info, end = _parse_entry(file, entry, data_start)
+        except ValueError as error:
+            wrong.append(f"  {name!r}: {error}")
+            continue
+        tensors[name] = info
+        spans.append((info.offset - data_start, end, name))
+    # A gap beside a tensor that could not be parsed would be that tensor's.
+    wrong = wrong or _misplaced(spans, data_bytes)
+    if wrong:
+        raise ValueError(f"'{file}' is damaged:\n" + "\n".join(wrong))
+    return tensors
+
+
+def encode_header(entries: dict[str, tuple[tuple[int, ...], np.dtype]]) -> bytes:
+    """Makes the bytes that precede the data of tensors written one after another.
+
+    Args:
+      entries: Shape and dtype by name, in the order the data will be written.
+
+    Returns:
+      Length and JSON, padded so that the data start on a cache line.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers insists
+    offset = 0
+    for name, (shape, dtype) in entries.items():
+        end = offset + math.prod(shape) * dtype.itemsize
+        header[name] = {
+            "dtype": DTYPE_NAMES[dtype],
+            "shape": list(shape),
+            "data_offsets": [offset, end],
+        }
+        offset = end
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-(8 + len(text)) % _ALIGNMENT_BYTES)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _read_json(file: Path) -> tuple[dict[str, Any], int, int]:
+    check_regular_file(file)
+    file_bytes = file.stat().st_size
+    with file.open("rb") as stream:
+        head = stream.read(64)
+        length = int.from_bytes(head[:8], "little")
+        # The brace, so that a length that fits by chance costs no memory.
+        if (
+            file_bytes < 8
+            or length > min(file_bytes - 8, _MAX_HEADER_BYTES)
+            or head[8:9] != b"{"
+        ):
+            raise ValueError(
+                f"'{file}' is no safetensors file, or is cut short: it has "
+                f"{file_bytes:,} bytes, its header would have {length:,} (at most "
+                f"{_MAX_HEADER_BYTES:,} are accepted) and begin with {head[8:9]!r}. "
+                + (describe_content(head) or "Download it again.")
+            )
+        stream.seek(8)
+        header = parse_json(stream.read(length), f"The header of '{file}'")
+    return header, 8 + length, file_bytes - 8 - length
+
+
+def _wrong_metadata(metadata: Any) -> list[str]:
+    if isinstance(metadata, dict) and all(
+        isinstance(value, str) for value in metadata.values()
+    ):
+        return []
+    return [f"  '__metadata__': {reprlib.repr(metadata)} is not text by name"]
+
+
+def _parse_entry(file: Path, entry: Any, data_start: int) -> tuple[TensorInfo, int]:
+    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+        raise ValueError("is not described by dtype, shape and data_offsets alone")
+    name, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(name, str) or name not in DTYPES:
+        raise ValueError(f"dtype {reprlib.repr(name)} is none of {', '.join(DTYPES)}")
+    _check_shape(shape, DTYPES[name])
+    if not _are_sizes(offsets) or len(offsets) != 2:
+        raise ValueError(
+            f"data_offsets {reprlib.repr(offsets)} are not two byte positions"
+        )
+    start, end = offsets
+    info = TensorInfo(file, tuple(shape), DTYPES[name], data_start + start)
+    if end - start != info.nbytes:
+        raise ValueError(
+            f"{name} of shape {info.shape} needs {info.nbytes:,} bytes, "
+            f"but data_offsets {offsets} hold {end - start:,}"
+        )
+    return info, end
+
+
+def _check_shape(shape: Any, dtype: np.dtype) -> None:
+    if not _are_sizes(shape):
+        raise ValueError(f"shape {reprlib.repr(shape)} is not a list of sizes")
+    if len(shape) > _MAX_DIMS:
+        raise ValueError(f"{len(shape):,} dims are more than {_MAX_DIMS}")
+    # A size of 0 among others makes no bytes, but the strides beside it still count.
+    if math.prod(size or 1 for size in shape) * dtype.itemsize > _MAX_BYTES:
+        raise ValueError(f"shape {reprlib.repr(shape)} is larger than any file")
+
+
+def _are_sizes(values: Any) -> bool:
+    return isinstance(values, list) and all(
+        isinstance(v, int) and not isinstance(v, bool) and 0 <= v <= _MAX_BYTES
+        for v in values
+    )
+
+
+def _misplaced(spans: list[tuple[int, int, str]], data_bytes: int) -> list[str]:
+    """Describes overlaps, gaps and bytes past the end, as the format forbids them."""
+    wrong, expected = [], 0
+    for start, end, name in sorted(spans):
+        if end > data_bytes:
+            wrong.append(
+                f"  {name!r}: bytes {start:,} to {end:,} lie past the end of the data "
+                f"({data_bytes:,} bytes); the file may be cut short"
+            )
+        elif start != expected:
+            kind = (
+                "overlaps the tensor before it" if start < expected else "follows a gap"
+            )
+            wrong.append(f"  {name!r}: starts at {start:,}, not {expected:,}: {kind}")
+        expected = end
+    if not wrong and expected != data_bytes:
+        wrong.append(
+            f"  {data_bytes - expected:,} bytes at the end belong to no tensor"
+        )
+    return wrong

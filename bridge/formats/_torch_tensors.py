@@ -1,0 +1,179 @@
+"""Tensors as torch's pickles describe them, and what else those pickles mean.
+
+Source: pytorch torch/_utils.py::_rebuild_tensor_v2
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from bridge._box import complete, shape_of
+from bridge.formats._torch_dtypes import DTYPES, STORAGES
+from bridge.formats._unpickle import PERSISTENT_ID, Rule, Stub
+from bridge.formats._zip import StoredZip
+
+
+@dataclasses.dataclass(frozen=True)
+class LazyTensor:
+    """A tensor of a torch file: measured, and not yet read.
+
+    Args:
+      archive: The file's archive, or None where storages are kept elsewhere.
+      member: Name of the member that is its storage.
+      shape: Its shape.
+      dtype: Its dtype.
+      offset: Its first element, counted from the start of the storage.
+      strides: Elements from one position to the next, for each dim.
+    """
+
+    archive: StoredZip
+    member: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    offset: int
+    strides: tuple[int, ...]
+
+    def read(self, slices: tuple[slice, ...] = ()) -> np.ndarray:
+        """Reads the tensor, or the box of it that `slices` says.
+
+        What is read is the one range that covers the box; strides pick it out.
+
+        Raises:
+          ValueError: If the bytes are damaged or absent, or a slice has a step.
+        """
+        box = complete(slices, self.shape)
+        shape = shape_of(box)
+        if 0 in shape:
+            return np.empty(shape, self.dtype)
+        strides = self.strides
+        first = self.offset + sum(
+            r.start * n for r, n in zip(box, strides, strict=True)
+        )
+        last = self.offset + sum(
+            (r.stop - 1) * n for r, n in zip(box, strides, strict=True)
+        )
+        itemsize = self.dtype.itemsize
+        data = self.archive.read(self.member, first * itemsize, (last + 1) * itemsize)
+        byte_strides = tuple(n * itemsize for n in strides)
+        return np.ndarray(shape, self.dtype, data, strides=byte_strides)
+
+
+def tensor_rules(archive: StoredZip, folder: str) -> dict[str, Rule]:
+    """Returns what to make of the pickle of an archive, tensors included.
+
+    Args:
+      archive: Where its tensors' storages are.
+      folder: What their members' names begin with, such as `"archive/"`.
+    """
+    return {**PLAIN_RULES, **_TensorRules(archive, folder).rules()}
+
+
+def _as_dict(stub: Stub) -> dict[Any, Any]:
+    pairs = stub.args[0] if stub.args and not isinstance(stub.args[0], Stub) else ()
+    return {**dict(pairs), **(stub.entries or {})}
+
+
+def _encode(stub: Stub) -> bytes:
+    text, encoding = stub.args
+    if encoding != "latin1":
+        raise ValueError(f"bytes are encoded as {encoding!r}, not latin1")
+    return text.encode("latin1")
+
+
+PLAIN_RULES: Mapping[str, Rule] = {
+    "collections.OrderedDict": _as_dict,
+    "collections.defaultdict": _as_dict,
+    "argparse.Namespace": lambda stub: dict(stub.state or {}),
+    "types.SimpleNamespace": lambda stub: dict(stub.state or {}),
+    "torch.Size": lambda stub: tuple(*stub.args),
+    "_codecs.encode": _encode,
+    **{f"torch.{name}": lambda _, dtype=dtype: dtype for name, dtype in DTYPES.items()},
+}
+"""What to make of the stubs that mean something outside of tensors too."""
+
+
+# Types whose tensors are no more than their elements.
+_PLAIN_TYPES = {
+    "torch.Tensor",
+    "torch.nn.parameter.Buffer",
+    "torch.nn.parameter.Parameter",
+}
+
+
+def _called(rule: Rule) -> Rule:
+    """Lets a function that is only named stay a name."""
+    return lambda stub: rule(stub) if stub.args else stub
+
+
+@dataclasses.dataclass(frozen=True)
+class _Storage:
+    member: str
+    dtype: np.dtype
+    nbytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class _TensorRules:
+    archive: StoredZip
+    folder: str
+
+    def rules(self) -> dict[str, Rule]:
+        utils = "torch._utils."
+        functions: dict[str, Rule] = {
+            f"{utils}_rebuild_tensor": self._tensor,
+            f"{utils}_rebuild_tensor_v2": self._tensor,
+            f"{utils}_rebuild_tensor_v3": lambda s: self._tensor(s, s.args[6]),
+            f"{utils}_rebuild_parameter": lambda stub: stub.args[0],
+            f"{utils}_rebuild_parameter_with_state": lambda stub: stub.args[0],
+            "torch._tensor._rebuild_from_type_v2": self._typed,
+        }
+        return {
+            PERSISTENT_ID: self._storage,
+            **{name: _called(rule) for name, rule in functions.items()},
+        }
+
+    def _typed(self, stub: Stub) -> LazyTensor:
+        """A tensor with attributes: a function that makes it, and its arguments."""
+        function, of_type, args, _ = stub.args
+        if of_type.name not in _PLAIN_TYPES:
+            raise ValueError(f"tensors of the type {of_type.name} are not read")
+        return self.rules()[function.name](type(function)(*args))
+
+    def _storage(self, stub: Stub) -> _Storage:
+        kind, of_class, key, _, num_elements = stub.args[0]
+        name = of_class.name.removeprefix("torch.").removeprefix("storage.")
+        if kind != "storage" or name not in STORAGES or not isinstance(key, str):
+            raise ValueError(f"{stub.args[0]!r} is no storage")
+        member, dtype = f"{self.folder}data/{key}", STORAGES[name]
+        nbytes = num_elements * dtype.itemsize
+        if self.archive.nbytes(member) != nbytes:
+            raise ValueError(
+                f"storage {key!r} would have {nbytes:,} bytes, and its member has "
+                f"{self.archive.nbytes(member):,}"
+            )
+        return _Storage(member, dtype, nbytes)
+
+    def _tensor(self, stub: Stub, named: np.dtype | None = None) -> LazyTensor:
+        storage, offset, shape, strides = stub.args[:4]
+        dtype: np.dtype = storage.dtype if named is None else named
+        sizes = (offset, *shape, *strides)
+        if len(shape) != len(strides) or not all(_is_size(size) for size in sizes):
+            raise ValueError(f"{sizes} are no offset, shape and strides of a tensor")
+        tensor = LazyTensor(
+            self.archive, storage.member, tuple(shape), dtype, offset, tuple(strides)
+        )
+        last = sum((n - 1) * by for n, by in zip(shape, strides, strict=True))
+        end = (offset + last + 1) * dtype.itemsize
+        if math.prod(shape) > 0 and end > storage.nbytes:
+            raise ValueError(
+                f"a tensor of shape {tensor.shape} would end at byte {end:,} of "
+                f"'{storage.member}', which has {storage.nbytes:,}"
+            )
+        return tensor
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

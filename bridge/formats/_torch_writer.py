@@ -1,0 +1,114 @@
+"""Files that `torch.load` reads, written without torch, a tensor at a time.
+
+Source: pytorch torch/serialization.py::_save, torch/_utils.py::_rebuild_tensor_v2
+"""
+
+import math
+import zipfile
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from bridge.formats._pickle_writer import Call, External, Name, encode_pickle
+from bridge.formats._torch_dtypes import DTYPE_NAMES, STORAGE_NAMES
+
+_LOCAL_HEADER_BYTES = 30
+_ZIP64_EXTRA_BYTES = 20
+_ZIP64_FROM_BYTES = 2**31 - 1
+# As torch has it: a mapped file then gives aligned tensors.
+_ALIGNMENT_BYTES = 64
+_BLOCK_BYTES = 2**23
+
+
+class TorchWriter:
+    """Writes one archive: tensors as they come, and at last the tree that names them.
+
+    A context: what is not finished in it is no archive that can be read.
+
+    Args:
+      stream: Where it is written, from its position on.
+    """
+
+    def __init__(self, stream: BinaryIO):
+        self._sink = _Sink(stream)
+        self._zip = zipfile.ZipFile(self._sink, "w")
+        self._num_tensors = 0
+
+    def __enter__(self) -> "TorchWriter":
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._zip.close()  # or its destructor would, into a stream that is closed
+
+    def add(self, array: np.ndarray) -> Call:
+        """Writes a tensor, and returns what stands for it in the tree.
+
+        Raises:
+          ValueError: If torch has no such dtype.
+        """
+        if array.dtype not in DTYPE_NAMES:
+            raise ValueError(f"torch has no dtype {array.dtype}.")
+        key = str(self._num_tensors)
+        self._num_tensors += 1
+        # In C order, whatever the array was a view of.
+        data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        self._write(f"data/{key}", data.data)
+        return _tensor(key, array.shape, array.dtype)
+
+    def finish(self, tree: Any) -> int:
+        """Writes the tree, ends the archive, and returns its length in bytes.
+
+        Raises:
+          ValueError: If the tree holds an object that is no plain value.
+        """
+        self._write("data.pkl", encode_pickle(tree))
+        self._write("byteorder", b"little")
+        self._write("version", b"3\n")
+        self._zip.close()
+        return self._sink.count
+
+    def _write(self, name: str, data: bytes | memoryview) -> None:
+        info = zipfile.ZipInfo(f"archive/{name}")
+        zip64 = len(data) > _ZIP64_FROM_BYTES
+        before = self._sink.count + _LOCAL_HEADER_BYTES + len(info.filename)
+        before += 4 + (_ZIP64_EXTRA_BYTES if zip64 else 0)
+        padding = -before % _ALIGNMENT_BYTES
+        info.extra = b"FB" + padding.to_bytes(2, "little") + b"Z" * padding
+        with self._zip.open(info, "w", force_zip64=zip64) as member:
+            for start in range(0, len(data), _BLOCK_BYTES):
+                member.write(data[start : start + _BLOCK_BYTES])
+
+
+class _Sink:
+    """A stream that counts, and cannot tell: zipfile then counts from 0, as it must."""
+
+    def __init__(self, stream: BinaryIO):
+        self._stream = stream
+        self.count = 0
+
+    def write(self, data: Any) -> int:
+        self._stream.write(data)
+        self.count += len(data)
+        return len(data)
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+    def close(self) -> None:
+        """Leaves the stream open: other archives may follow in it."""
+
+
+def _tensor(key: str, shape: tuple[int, ...], dtype: np.dtype) -> Call:
+    strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+    hooks = Call(Name("collections.OrderedDict"), ())
+    num_elements = math.prod(shape)
+    if dtype in STORAGE_NAMES:
+        kind = Name(f"torch.{STORAGE_NAMES[dtype]}")
+        storage = External(("storage", kind, key, "cpu", num_elements))
+        args = (storage, 0, shape, strides, False, hooks)
+        return Call(Name("torch._utils._rebuild_tensor_v2"), args)
+    kind = Name("torch.storage.UntypedStorage")
+    storage = External(("storage", kind, key, "cpu", num_elements * dtype.itemsize))
+    named = Name(f"torch.{DTYPE_NAMES[dtype]}")
+    args = (storage, 0, shape, strides, False, hooks, named)
+    return Call(Name("torch._utils._rebuild_tensor_v3"), args)

@@ -1,0 +1,170 @@
+"""Files that `torch.save` wrote: trees of lazy tensors, read without torch.
+
+A `.pt` or `.bin` file is a zip archive: a pickle, which is read as data, and one
+member a storage, from which a tensor takes elements by offset and strides.
+
+Source: pytorch torch/serialization.py::_save
+"""
+
+import dataclasses
+import itertools
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from bridge.formats._source import Source
+from bridge.formats._torch_tensors import LazyTensor, tensor_rules
+from bridge.formats._unpickle import unpickle
+from bridge.formats._zip import StoredZip
+
+# More than any checkpoint has; a few lines of pickle can share their way to 2**60.
+_MAX_VALUES = 2**20
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorSource:
+    """Lazy tensors of any kind, by name, as a `Source`.
+
+    Args:
+      name: Where they come from.
+      tensors: Anything with `shape`, `dtype` and `read(slices)`, such as `LazyTensor`.
+    """
+
+    name: str
+    tensors: Mapping[str, Any]
+
+    def keys(self) -> tuple[str, ...]:
+        """Names of all tensors."""
+        return tuple(self.tensors)
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        """Shape of one tensor."""
+        return self.tensors[key].shape
+
+    def dtype(self, key: str) -> np.dtype:
+        """Dtype of one tensor as stored."""
+        return self.tensors[key].dtype
+
+    def read(self, key: str, slices: tuple[slice, ...] = ()) -> np.ndarray:
+        """Reads a tensor, or the box of it that `slices` says."""
+        return self.tensors[key].read(slices)
+
+
+def open_torch_file(path: str | os.PathLike[str]) -> Source:
+    """Opens a file of `torch.save` as named tensors; reads its pickle only.
+
+    The file may hold a state dict, or any nesting of dicts and lists, such as a
+    training checkpoint: names are then joined by dots. What is no tensor is left out;
+    `read_torch_file` returns it.
+
+    Args:
+      path: A `.pt`, `.pth` or `.bin` file, from torch 1.6 or newer.
+
+    Returns:
+      The tensors, to be read piece by piece.
+
+    Raises:
+      FileNotFoundError: If nothing is there.
+      ValueError: If it is no such file, is damaged, asks for code to be run, holds no
+        tensor, or two of its tensors would have one name.
+    """
+    tensors = flatten_tensors(read_torch_file(path), f"'{path}'")
+    if not tensors:
+        raise ValueError(f"'{path}' holds no tensors: nothing can be taken from it.")
+    return TensorSource(str(path), MappingProxyType(tensors))
+
+
+def read_torch_file(path: str | os.PathLike[str]) -> Any:
+    """Reads the tree that `torch.save` wrote, with a `LazyTensor` for each tensor.
+
+    Args:
+      path: As in `open_torch_file`.
+
+    Returns:
+      Dicts, lists, tuples, strings and numbers. A namespace is a dict; a dtype is
+      numpy's; objects of other kinds are inert `Stub`s.
+
+    Raises:
+      FileNotFoundError: If nothing is there.
+      ValueError: If it is no such file, is damaged, or asks for code to be run.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"No torch file at '{path}': no file is there.")
+    _check_kind(path)
+    return read_torch_archive(StoredZip(path))
+
+
+def read_torch_archive(archive: StoredZip) -> Any:
+    """Reads the tree of one archive, as `read_torch_file` does of a file's."""
+    pickles = [name for name in archive.names() if name.endswith("/data.pkl")]
+    if len(pickles) != 1 or pickles[0].count("/") != 1:
+        raise ValueError(
+            f"{archive.name} is no file of torch.save: it has {len(pickles)} members "
+            "'<name>/data.pkl', not one."
+        )
+    folder = pickles[0].removesuffix("data.pkl")
+    if f"{folder}constants.pkl" in archive.names():
+        raise ValueError(
+            f"{archive.name} is a TorchScript program, not weights. Load it with "
+            "torch.jit.load and save its state_dict()."
+        )
+    if f"{folder}byteorder" in archive.names():
+        order = archive.read(f"{folder}byteorder").tobytes()
+        if order != b"little":
+            raise ValueError(f"{archive.name} has the byte order {order!r}, not little")
+    program = archive.read(pickles[0]).tobytes()
+    return unpickle(program, archive.name, tensor_rules(archive, folder))
+
+
+def flatten_tensors(tree: Any, subject: str) -> dict[str, LazyTensor]:
+    """Returns all tensors of a tree, by their keys joined with dots.
+
+    Raises:
+      ValueError: If two would have one name, or the tree has over a million values.
+    """
+    tensors: dict[str, LazyTensor] = {}
+    values = itertools.islice(_walk(tree, ()), _MAX_VALUES + 1)
+    for count, (path, value) in enumerate(values):
+        if count == _MAX_VALUES:
+            raise ValueError(f"{subject} holds more than {_MAX_VALUES:,} values.")
+        if isinstance(value, LazyTensor):
+            name = ".".join(path)
+            if name in tensors:
+                raise ValueError(f"{subject} holds two tensors named {name!r}.")
+            tensors[name] = value
+    return tensors
+
+
+def _walk(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yields every value of a tree, in order, and the keys that lead to it."""
+    left = [(path, tree)]
+    while left:
+        path, tree = left.pop()
+        yield path, tree
+        if isinstance(tree, dict):
+            inner = [((*path, str(key)), value) for key, value in tree.items()]
+            left += reversed(inner)
+        elif isinstance(tree, (list, tuple)):
+            inner = [((*path, str(n)), value) for n, value in enumerate(tree)]
+            left += reversed(inner)
+
+
+def _check_kind(path: Path) -> None:
+    with path.open("rb") as stream:
+        start = stream.read(4)
+    if start[:2] == b"\x80\x02":
+        raise ValueError(
+            f"'{path}' is a bare pickle, as torch wrote before 1.6. Load it with a "
+            "torch of today and save it again: "
+            "torch.save(torch.load(path, weights_only=True), new_path)."
+        )
+    if start != b"PK\3\4":
+        raise ValueError(
+            f"'{path}' is no file of torch.save: it begins with {start!r}, a zip "
+            "archive with b'PK\\x03\\x04'."
+        )

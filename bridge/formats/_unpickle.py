@@ -1,0 +1,250 @@
+"""Pickles from strangers: read as data, never run.
+
+A pickle is a program that may call anything importable. Here nothing is imported:
+each name it speaks of becomes a `Stub`, a class made on the spot that remembers what
+it was called with and does nothing else, so that a pickle, whatever it says, builds
+lists. What the stubs mean is decided afterwards, by rules over plain data.
+
+Names that nobody vouches for are refused, although a stub of them would be harmless:
+a checkpoint that asks for `os.system` is not one to be trusted with its numbers.
+"""
+
+import io
+import pickle
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+from bridge.formats._pickle_opcodes import check_opcodes
+from bridge.formats._torch_dtypes import DTYPES, STORAGES
+
+# A `.metadata` of 100,000 chunks, with all ranks' plans in it, has about 100 MB.
+_MAX_PICKLE_BYTES = 2**28
+
+_TORCH_NAMES = {f"torch.{name}" for name in (*DTYPES, *STORAGES)}
+_DCP = "torch.distributed.checkpoint"
+_KNOWN_NAMES = {
+    *_TORCH_NAMES,
+    "torch.Size",
+    "torch.device",
+    "torch.storage.UntypedStorage",
+    "torch.storage.TypedStorage",
+    "torch.serialization._get_layout",
+    "torch._C.Generator",
+    "torch.Tensor",
+    "torch.nn.parameter.Buffer",
+    "torch.nn.parameter.Parameter",
+    "torch._tensor._rebuild_from_type_v2",
+    "torch._utils._rebuild_tensor",
+    "torch._utils._rebuild_tensor_v2",
+    "torch._utils._rebuild_tensor_v3",
+    "torch._utils._rebuild_parameter",
+    "torch._utils._rebuild_parameter_with_state",
+    f"{_DCP}.filesystem._StorageInfo",
+    f"{_DCP}.filesystem._StoragePrefix",
+    f"{_DCP}.filesystem.SerializationFormat",
+    *(
+        f"{_DCP}.metadata.{name}"
+        for name in (
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "TensorProperties",
+            "TensorStorageMetadata",
+            "_MEM_FORMAT_ENCODING",
+        )
+    ),
+    *(
+        f"{_DCP}.planner.{name}"
+        for name in ("SavePlan", "TensorWriteData", "WriteItem", "WriteItemType")
+    ),
+    # Where torch before 2.3 had them.
+    "torch.distributed._shard.sharded_tensor.metadata.TensorProperties",
+    "torch.distributed._shard.sharded_tensor.metadata.MEM_FORMAT_ENCODING",
+    "argparse.Namespace",
+    "types.SimpleNamespace",
+    "collections.OrderedDict",
+    "collections.defaultdict",
+    "collections.deque",
+    "_codecs.encode",
+    "_io.BytesIO",
+    "signal.Signals",
+    "pathlib.Path",
+    "pathlib.PosixPath",
+    "pathlib.PurePosixPath",
+    "pathlib._local.PosixPath",
+    "datetime.datetime",
+    "datetime.timedelta",
+    # Protocol 2 spells the module as Python 2 did.
+    *(
+        f"{module}.{name}"
+        for module in ("builtins", "__builtin__")
+        for name in ("bytearray", "complex", "dict", "frozenset", "int", "list", "set")
+    ),
+    *(
+        f"{module}.multiarray.{name}"
+        for module in ("numpy.core", "numpy._core")
+        for name in ("_reconstruct", "scalar")
+    ),
+    "numpy.ndarray",
+    "numpy.dtype",
+    "numpy.dtypes.UInt32DType",
+}
+# Their classes are many and change by the month; what they hold is read as data.
+_KNOWN_PACKAGES = {"megatron", "transformer_engine", "modelopt", "nemo"}
+
+
+class Stub:
+    """Whatever a pickle made of one name: what it was given, and nothing done with it.
+
+    Attributes:
+      name: Full name of the class or function that the pickle spoke of.
+      args: What it was called with.
+      state: What it was told to restore; None if nothing.
+      entries: What was set in it by key, as into a dict; None if nothing.
+      elements: What was appended to it, as to a list; None if nothing.
+    """
+
+    __slots__ = ("args", "elements", "entries", "state")
+    name: ClassVar[str] = ""
+    args: tuple[Any, ...]
+    state: Any
+    entries: dict[Any, Any] | None
+    elements: list[Any] | None
+
+    def __new__(cls, *args: Any):
+        self = object.__new__(cls)
+        self.args, self.state, self.entries, self.elements = args, None, None, None
+        return self
+
+    def __setstate__(self, state: Any) -> None:
+        # Also what keeps a pickle from setting attributes of the class, if it says
+        # BUILD to that: there is this to call, and it lacks an argument.
+        self.state = state
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.entries = {} if self.entries is None else self.entries
+        self.entries[key] = value
+
+    def append(self, element: Any) -> None:
+        """Remembers an element."""
+        self.elements = [] if self.elements is None else self.elements
+        self.elements.append(element)
+
+    def __repr__(self) -> str:
+        return f"<{self.name}{self.args or ''}>"
+
+
+PERSISTENT_ID = "a persistent id"
+"""Name of the stubs of what a pickle keeps outside: torch, its tensors' storages."""
+
+Rule = Callable[[Stub], Any]
+"""What becomes of a stub, once all that it holds has been interpreted."""
+
+
+def unpickle(program: bytes, subject: str, rules: Mapping[str, Rule]) -> Any:
+    """Reads a pickle as data.
+
+    Args:
+      program: The bytes of one pickle.
+      subject: What it is, to begin the error message.
+      rules: What to make of stubs, by name; stubs without a rule stay.
+
+    Returns:
+      Lists, tuples, dicts, strings, numbers, stubs, and what rules made.
+
+    Raises:
+      ValueError: If it names anything that is not expected in a checkpoint, is
+        damaged, larger than 256 MiB, or is not understood by the rules.
+    """
+    try:
+        if len(program) > _MAX_PICKLE_BYTES:
+            raise ValueError(f"it has {len(program):,} bytes, a checkpoint's has fewer")
+        check_opcodes(program)
+        return _Interpreter(rules).interpret(_Unpickler(io.BytesIO(program)).load())
+    except _Refused as error:
+        raise ValueError(
+            f"{subject} asks for {error}, which no checkpoint needs. Nothing was run. "
+            "Do not trust this file: if it is your own, save its tensors alone, as a "
+            "state dict or as safetensors."
+        ) from None
+    except Exception as error:  # whatever a hostile program can make of inert parts
+        raise ValueError(
+            f"{subject} is a pickle that cannot be read: {error or type(error)}. "
+            "Nothing of it was run; the file is damaged, or of another kind."
+        ) from error
+
+
+class _Refused(Exception):
+    """Names what was asked for; no ValueError, so that it is told apart."""
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, stream: io.BytesIO):
+        super().__init__(stream)
+        self._stubs: dict[str, Any] = {}
+
+    def find_class(self, module_name: str, global_name: str, /) -> Any:
+        name = f"{module_name}.{global_name}"
+        known = module_name.partition(".")[0] in _KNOWN_PACKAGES
+        if not known and name not in _KNOWN_NAMES:
+            raise _Refused(f"'{name}'")
+        return self._stub(name)
+
+    def persistent_load(self, pid: Any, /) -> Stub:
+        return self._stub(PERSISTENT_ID)(pid)
+
+    def _stub(self, name: str) -> Any:
+        if name not in self._stubs:
+            # A class, and not an instance: NEWOBJ insists on one.
+            body = {"__slots__": (), "name": name, "__doc__": Stub.__doc__}
+            self._stubs[name] = type("Stub", (Stub,), body)
+        return self._stubs[name]
+
+
+_ATOMS = frozenset({str, int, float, bool, bytes, type(None)})
+
+
+class _Interpreter:
+    """Applies rules from the leaves up; what is shared stays shared."""
+
+    def __init__(self, rules: Mapping[str, Rule]):
+        self._rules = rules
+        self._done: dict[int, Any] = {}
+        # Ids are unique among the living alone.
+        self._alive: list[Any] = []
+        self._open: set[int] = set()
+
+    def interpret(self, value: Any) -> Any:
+        if type(value) in _ATOMS:
+            return value
+        key = id(value)
+        if key in self._open:
+            raise ValueError("a value of it contains itself")
+        if key not in self._done:
+            self._open.add(key)
+            self._done[key] = self._make(value)
+            self._alive.append(value)
+            self._open.remove(key)
+        return self._done[key]
+
+    def _make(self, value: Any) -> Any:
+        if isinstance(value, Stub):
+            return self._apply(value)
+        if isinstance(value, type) and issubclass(value, Stub):
+            return self._apply(value())  # a name alone: a dtype, a class of storage
+        if isinstance(value, dict):
+            return {self.interpret(k): self.interpret(v) for k, v in value.items()}
+        if isinstance(value, (list, tuple, set, frozenset)):
+            return type(value)(self.interpret(v) for v in value)
+        return value
+
+    def _apply(self, stub: Stub) -> Any:
+        if stub.args:
+            stub.args = self.interpret(stub.args)
+        stub.state = self.interpret(stub.state)
+        stub.entries = self.interpret(stub.entries)
+        stub.elements = self.interpret(stub.elements)
+        rule = self._rules.get(stub.name)
+        return stub if rule is None else rule(stub)

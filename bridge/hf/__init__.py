@@ -1,0 +1,1 @@
+"""Hugging Face's checkpoints: configs, families' tables, the hub, and export."""

@@ -1,0 +1,301 @@
+"""Config files of Hugging Face, to and from `DecoderConfig`."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from bridge.families import FAMILIES
+from bridge.families._family import REQUIRED, Family
+from bridge.formats._json import read_json
+from bridge.models import DecoderConfig, MLAConfig, MoEConfig
+from bridge.models._config import MAX_LAYERS
+
+CONFIG_NAME = "config.json"
+
+# Fields that say how a model is used, stored or displayed, never what it computes.
+_NEUTRAL = frozenset(
+    """
+    _attn_implementation_autoset _name_or_path _sliding_window_pattern architectures
+    auto_map chunk_size_feed_forward do_sample dtype early_stopping id2label label2id
+    length_penalty max_length max_new_tokens min_length model_type num_beams
+    num_return_sequences output_attentions output_hidden_states problem_type
+    quantization_config repetition_penalty return_dict return_dict_in_generate
+    temperature top_k top_p torch_dtype transformers_version typical_p use_cache
+    """.split()
+)
+DECODED = ("fp8", "mxfp4")
+"""Quantization methods that the source of the weights decodes."""
+
+_DTYPES = ("float32", "bfloat16", "float16", "float64")
+_PARTS = {"moe": MoEConfig, "mla": MLAConfig}
+
+
+def from_hf_config(config: Mapping[str, Any] | str | os.PathLike[str]) -> DecoderConfig:
+    """Reads a Hugging Face config, of transformers 4 or 5.
+
+    Whatever would change what the model computes, and is not modelled, is refused
+    by name; nothing is dropped.
+
+    Args:
+      config: The fields, or the path of a `config.json`, or of the directory or the
+        weight file beside it.
+
+    Returns:
+      The same as a `DecoderConfig`.
+
+    Raises:
+      FileNotFoundError: If there is no such file.
+      ValueError: If the family is not supported, a field is missing, or one has a
+        value that is not modelled. All of them are listed.
+    """
+    fields = config if isinstance(config, Mapping) else read_config_file(config)
+    family = _family_of(fields)
+    fields, wrong = _rename(family, fields)
+    values, unread = _read_fields(family, fields)
+    wrong += unread
+    wrong += _unmodelled(family, fields)
+    values["dtype"] = _read_dtype(fields, wrong)
+    values["carried"] = tuple(
+        (name, _freeze(fields.get(name, default)))
+        for name, default in family.carried.items()
+    )
+    if not wrong:
+        try:
+            return build_config(family, values)
+        except ValueError as error:
+            wrong = str(error).splitlines()
+    raise ValueError(
+        f"This {family.model_type} config cannot be carried over:\n"
+        + "\n".join(f"  {line}" for line in wrong)
+    )
+
+
+def to_hf_config(config: DecoderConfig) -> dict[str, Any]:
+    """Writes the fields of a Hugging Face config, in old and new spellings.
+
+    `rope_parameters` beside `rope_theta` and `rope_scaling`, `dtype` beside
+    `torch_dtype`: transformers 4 and 5 each read theirs.
+
+    Args:
+      config: The model.
+
+    Returns:
+      Fields ready for JSON.
+
+    Raises:
+      ValueError: If the family is not supported, or its config files cannot say what
+        this config says.
+    """
+    family = find_family(config.model_type)
+    _check_parts(family, config)
+    fields = {
+        name: getter(config, field.targets(name)[0])
+        for name, field in family.fields.items()
+    }
+    fields |= {**family.fixed, **dict(config.carried)}
+    for codec in family.codecs:
+        fields |= codec.write(config)
+    fields = {
+        "architectures": [family.architecture],
+        "model_type": family.model_type,
+        **{name: _thaw(value) for name, value in fields.items()},
+        "dtype": config.dtype,
+        "torch_dtype": config.dtype,
+    }
+    _check_said(config, fields)
+    return fields
+
+
+def find_family(model_type: Any) -> Family:
+    """Looks a family up.
+
+    Raises:
+      ValueError: If there is none; the supported ones are listed.
+    """
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        raise ValueError(
+            f"model_type {model_type!r} is not supported; the supported ones are "
+            f"{', '.join(sorted(FAMILIES))}."
+        )
+    return FAMILIES[model_type]
+
+
+def read_config_file(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Reads the fields of a `config.json`.
+
+    Args:
+      path: The file, or the directory or the weight file beside it.
+
+    Raises:
+      FileNotFoundError: If there is no such file.
+      ValueError: If it is not one JSON object.
+    """
+    path = Path(path)
+    if path.is_dir():
+        path = path / CONFIG_NAME
+    elif path.suffix == ".safetensors":
+        path = path.with_name(CONFIG_NAME)
+    if not path.is_file():
+        raise FileNotFoundError(f"No model config: '{path}' is not there.")
+    return read_json(path, f"'{path}'")
+
+
+def getter(config: Any, name: str) -> Any:
+    """Returns a value of a config by its dotted name."""
+    for part in name.split("."):
+        config = getattr(config, part)
+    return config
+
+
+def build_config(family: Family, values: Mapping[str, Any]) -> DecoderConfig:
+    """Builds a config of values by dotted name, each in the part that it begins with.
+
+    Raises:
+      ValueError: If a value cannot be, or values do not fit.
+    """
+    nested: dict[str, dict[str, Any]] = {part: {} for part in _PARTS}
+    flat = {}
+    for name, value in values.items():
+        part, _, rest = name.rpartition(".")
+        (nested[part] if part else flat)[rest] = value
+    parts = {part: _PARTS[part](**given) for part, given in nested.items() if given}
+    return DecoderConfig(model_type=family.model_type, **flat, **parts)
+
+
+def _family_of(fields: Mapping[str, Any]) -> Family:
+    family = find_family(fields.get("model_type"))
+    given = fields.get("architectures") or [family.architecture]
+    if not isinstance(given, list | tuple) or family.architecture not in given:
+        raise ValueError(
+            f"architectures {given} of model_type {family.model_type!r} are not "
+            f"supported; the supported one is {family.architecture}."
+        )
+    return family
+
+
+def _rename(
+    family: Family, fields: Mapping[str, Any]
+) -> tuple[dict[str, Any], list[str]]:
+    """Gives fields the names that they are written by, and says which differ."""
+    renamed, wrong = dict(fields), []
+    for name, field in family.fields.items():
+        for alias in field.aliases:
+            value = renamed.pop(alias, None)
+            if value is not None and renamed.setdefault(name, value) != value:
+                wrong.append(f"{name} = {renamed[name]!r}, but {alias} = {value!r}")
+    return renamed, wrong
+
+
+def _read_fields(
+    family: Family, fields: Mapping[str, Any]
+) -> tuple[dict[str, Any], list[str]]:
+    """Returns values by our dotted names, and what is wrong with the fields."""
+    filled = {
+        name: fields.get(name, field.default) for name, field in family.fields.items()
+    }
+    wrong = [f"{name} is missing" for name, v in filled.items() if v is REQUIRED]
+    values = dict(family.traits)
+    for name, field in family.fields.items():
+        values |= dict.fromkeys(field.targets(name), _freeze(filled[name]))
+    layers = filled.get("num_hidden_layers", filled.get("n_layer"))
+    if isinstance(layers, int) and layers > MAX_LAYERS:  # before any list of so many
+        return values, [f"num_hidden_layers {layers:,}: at most {MAX_LAYERS:,}"]
+    given = {**fields, **{name: v for name, v in filled.items() if v is not REQUIRED}}
+    for codec in family.codecs:
+        try:
+            values |= codec.read(given)
+        except ValueError as error:
+            wrong += str(error).splitlines()
+        except KeyError as error:  # of a missing field, which is in the list already
+            assert f"{error.args[0]} is missing" in wrong
+        except TypeError as error:
+            wrong.append(f"{', '.join(codec.names)}, or a size: wrong type: {error}")
+    return values, wrong
+
+
+def _unmodelled(family: Family, fields: Mapping[str, Any]) -> list[str]:
+    wrong = [
+        f"{name} = {fields[name]!r}: only {modelled!r} is modelled"
+        for name, modelled in family.fixed.items()
+        if fields.get(name) not in (None, modelled)
+    ]
+    wrong += _undecoded(fields.get("quantization_config"))
+    known = {*family.fields, *family.fixed, *family.carried, *_NEUTRAL}
+    known |= {name for codec in family.codecs for name in codec.names}
+    return wrong + [
+        f"{name} = {value!r}: this field is not modelled"
+        for name, value in fields.items()
+        if name not in known and value not in (None, False, [], {}, "")
+    ]
+
+
+def _undecoded(quantization: Any) -> list[str]:
+    if not quantization:
+        return []
+    known = isinstance(quantization, Mapping)
+    if known and quantization.get("quant_method") in DECODED:
+        return []
+    return [
+        f"quantization_config = {quantization!r}: only the methods "
+        f"{', '.join(DECODED)} are decoded"
+    ]
+
+
+def _read_dtype(fields: Mapping[str, Any], wrong: list[str]) -> str:
+    dtypes = {
+        str(fields[name]) for name in ("dtype", "torch_dtype") if fields.get(name)
+    }
+    if len(dtypes) > 1:
+        wrong.append(f"dtype and torch_dtype differ: {sorted(dtypes)}")
+    wrong += [
+        f"dtype = {dtype!r}: none of {', '.join(_DTYPES)}"
+        for dtype in sorted(dtypes)
+        if dtype not in _DTYPES
+    ]
+    return min(dtypes, default="float32")
+
+
+def _check_parts(family: Family, config: DecoderConfig) -> None:
+    """Refuses a config with a part that the family lacks, or without one it has."""
+    targets = {t for name, field in family.fields.items() for t in field.targets(name)}
+    has = {part: any(t.startswith(f"{part}.") for t in targets) for part in _PARTS}
+    has["rope"] = "rope" not in family.traits
+    wrong = [
+        f"  {part} = {getattr(config, part)!r}: all its models have one"
+        if needed
+        else f"  {part} = {getattr(config, part)!r}: none of its models has one"
+        for part, needed in has.items()
+        if needed != (getattr(config, part) is not None)
+    ]
+    if wrong:
+        raise ValueError(
+            f"A {config.model_type} config file cannot say:\n" + "\n".join(wrong)
+        )
+
+
+def _check_said(config: DecoderConfig, fields: dict[str, Any]) -> None:
+    """Refuses a config that its family's files cannot say: a changed trait, say."""
+    again = from_hf_config(fields)
+    if again != config:
+        names = [
+            f"  {name} = {getattr(config, name)!r}: would be read as {value!r}"
+            for name, value in vars(again).items()
+            if value != getattr(config, name)
+        ]
+        raise ValueError(
+            f"A {config.model_type} config file cannot say:\n" + "\n".join(names)
+        )
+
+
+def _freeze(value: Any) -> Any:
+    """Makes lists tuples, so that a config can be hashed and compared."""
+    if isinstance(value, list | tuple):
+        return tuple(map(_freeze, value))
+    if isinstance(value, dict):
+        return tuple((key, _freeze(v)) for key, v in value.items())
+    return value
+
+
+def _thaw(value: Any) -> Any:
+    return list(map(_thaw, value)) if isinstance(value, tuple) else value

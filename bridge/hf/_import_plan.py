@@ -1,0 +1,226 @@
+"""What an import would do, from headers alone: tensors, their places, their bytes."""
+
+import collections
+import dataclasses
+import os
+from typing import Any
+
+import jax
+import numpy as np
+
+from bridge._box import Box, complete
+from bridge._report import fold_numbers
+from bridge._tree import named_leaves
+from bridge.formats._source import Source
+from bridge.hf._hf_checkpoint import open_hf
+from bridge.models import DecoderConfig
+from bridge.rules._layout import Layout, Side
+from bridge.rules._mapping import Mapping, is_ignored
+from bridge.rules._piece import Piece
+from bridge.streaming._bands import elements_to_read
+from bridge.streaming._cooperate import put_together
+from bridge.streaming._shards import inner_boxes
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedLeaf:
+    """One leaf of the tree, and what fills it.
+
+    Args:
+      name: Its path.
+      shape: Its shape, stacked layers first.
+      dtype: Its dtype.
+      tensors: Names of the tensors it is made of, in the order they are read.
+      layouts: Patterns from tensor to leaf, each once.
+      nbytes: Bytes of those tensors, or of the parts of them that go here.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    tensors: tuple[str, ...]
+    layouts: tuple[str, ...]
+    nbytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class ImportPlan:
+    """What `load_hf` would do; `print` it for a table.
+
+    Args:
+      source: The checkpoint.
+      config: The model.
+      leaves: Every leaf that would be filled.
+      left_out: Tensors of the checkpoint that nobody needs, by name.
+      bytes_read: For each process the bytes of the checkpoint that it would read.
+    """
+
+    source: str
+    config: DecoderConfig
+    leaves: tuple[PlannedLeaf, ...]
+    left_out: tuple[str, ...]
+    bytes_read: dict[int, int]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors that would be used."""
+        return sum(leaf.nbytes for leaf in self.leaves)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns the same as JSON holds it."""
+        return {
+            "source": self.source,
+            "model_type": self.config.model_type,
+            "bytes": self.nbytes,
+            "bytes_read_by_process": self.bytes_read,
+            "left_out": self.left_out,
+            "leaves": [
+                dataclasses.asdict(leaf) | {"dtype": str(leaf.dtype)}
+                for leaf in self.leaves
+            ],
+        }
+
+    def __str__(self) -> str:
+        """A row a leaf, layers folded, and the sums."""
+        header = ("leaf", "shape", "dtype", "MiB", "tensors", "layout")
+        rows = [
+            (
+                leaf.name,
+                "x".join(map(str, leaf.shape)),
+                str(leaf.dtype),
+                f"{leaf.nbytes / 2**20:,.2f}",
+                ", ".join(fold_numbers(leaf.tensors)),
+                "; ".join(leaf.layouts),
+            )
+            for leaf in self.leaves
+        ]
+        lines = _columns([header, *rows])
+        lines.append(
+            f"{self.config.model_type}: {self.nbytes / 2**20:,.2f} MiB in "
+            f"{sum(len(leaf.tensors) for leaf in self.leaves):,} tensors of "
+            f"'{self.source}'"
+        )
+        lines += [
+            f"process {process} reads {count / 2**20:,.2f} MiB"
+            for process, count in self.bytes_read.items()
+        ]
+        lines += [f"left out: {name}" for name in fold_numbers(self.left_out)]
+        return "\n".join(lines)
+
+
+def plan(
+    path: str | os.PathLike[str],
+    mould: Any = None,
+    *,
+    config: DecoderConfig | None = None,
+) -> ImportPlan:
+    """Says what `load_hf` would do, without reading a weight.
+
+    Args:
+      path: As for `load_hf`.
+      mould: As for `load_hf`; None takes every leaf whole and in the dtype of its
+        tensors.
+      config: The model; None reads `config.json`.
+
+    Returns:
+      The plan.
+
+    Raises:
+      FileNotFoundError: If there is no checkpoint or no config.
+      ValueError: If the checkpoint is damaged, its family not supported, or mould,
+        config and checkpoint do not fit; everything that does not fit is listed.
+    """
+    source, config, mapping = open_hf(path, config)
+    return plan_of(source, mapping, config, mould)
+
+
+def plan_of(
+    source: Source, mapping: Mapping, config: DecoderConfig, mould: Any = None
+) -> ImportPlan:
+    """Says what `load` would do with any source and mapping; see `plan`."""
+    leaves = _expected(source, mapping) if mould is None else named_leaves(mould)
+    mapping.check(leaves, source)
+    pieces = mapping.by_destination()
+    return ImportPlan(
+        source=source.name,
+        config=config,
+        leaves=tuple(
+            _planned(source, name, leaf, pieces[name]) for name, leaf in leaves.items()
+        ),
+        left_out=tuple(k for k in source.keys() if is_ignored(k, mapping.ignore)),
+        bytes_read=_bytes_read(source, pieces, leaves),
+    )
+
+
+def _expected(source: Source, mapping: Mapping) -> dict[str, jax.ShapeDtypeStruct]:
+    """The leaves that the rules would make, each in the dtype of its first tensor."""
+    held = set(source.keys())
+    return {
+        name: jax.ShapeDtypeStruct(
+            parts[0].destination_shape,
+            source.dtype(key) if (key := parts[0].source) in held else np.float32,
+        )
+        for name, parts in mapping.by_destination().items()
+    }
+
+
+def _planned(source: Source, name: str, leaf: Any, pieces: list[Piece]) -> PlannedLeaf:
+    return PlannedLeaf(
+        name=name,
+        shape=tuple(leaf.shape),
+        dtype=np.dtype(leaf.dtype),
+        tensors=tuple(dict.fromkeys(piece.source for piece in pieces)),
+        layouts=tuple(dict.fromkeys(_pattern(piece.layout) for piece in pieces)),
+        nbytes=sum(p.num_elements * source.dtype(p.source).itemsize for p in pieces),
+    )
+
+
+def _bytes_read(
+    source: Source, pieces: dict[str, list[Piece]], leaves: dict[str, Any]
+) -> dict[int, int]:
+    """Sums for each process what it reads of each leaf."""
+    totals: dict[int, int] = collections.defaultdict(int)
+    for name, leaf in leaves.items():
+        for piece in pieces[name]:
+            itemsize = source.dtype(piece.source).itemsize
+            for process, count in _elements_read(leaf, pieces[name], piece).items():
+                totals[process] += count * itemsize
+    return dict(sorted(totals.items()))
+
+
+def _elements_read(leaf: Any, pieces: list[Piece], piece: Piece) -> dict[int, int]:
+    """Numbers of a section that each process reads: what it holds, or its even part."""
+    sharding = getattr(leaf, "sharding", None)
+    if sharding is None:
+        return {0: piece.num_elements}
+    boxes: dict[int, list[Box]] = collections.defaultdict(list)
+    for device, index in sharding.devices_indices_map(leaf.shape).items():
+        boxes[device.process_index].append(complete(index or (), leaf.shape))
+    if put_together(leaf, pieces):
+        devices = sum(map(len, boxes.values()))
+        return {p: piece.num_elements * len(b) // devices for p, b in boxes.items()}
+    return {
+        process: elements_to_read(piece, inner_boxes(piece, held))
+        for process, held in boxes.items()
+    }
+
+
+def _pattern(layout: Layout) -> str:
+    return f"{_side(layout.source)} -> {_side(layout.destination)}"
+
+
+def _side(side: Side) -> str:
+    return " ".join(dim[0] if len(dim) == 1 else f"({' '.join(dim)})" for dim in side)
+
+
+def _columns(rows: list[tuple[str, ...]]) -> list[str]:
+    """Lines up columns, numbers on the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    right = {"MiB"}
+    return [
+        "  ".join(
+            cell.rjust(width) if head in right else cell.ljust(width)
+            for cell, width, head in zip(row, widths, rows[0], strict=True)
+        ).rstrip()
+        for row in rows
+    ]

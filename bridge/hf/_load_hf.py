@@ -1,0 +1,47 @@
+"""Loading a Hugging Face checkpoint into a mould."""
+
+import os
+from typing import Any
+
+from bridge.hf._hf_checkpoint import open_hf
+from bridge.models import DecoderConfig
+from bridge.streaming._load import Progress, load
+
+
+def load_hf(
+    path: str | os.PathLike[str],
+    mould: Any,
+    *,
+    config: DecoderConfig | None = None,
+    progress: Progress | None = None,
+) -> Any:
+    """Fills a mould with the weights of a Hugging Face checkpoint.
+
+    Only what this process's shards need is read, and each byte of it once. On CPU the
+    host holds the arrays themselves and a few megabytes a core; for other devices, two
+    tensors of the file. In a job of several processes all of them must call this
+    alike: a byte is read by one of them. Everything is checked against config and
+    headers before the first weight is read.
+
+    Values are cast to the dtype of the mould between floating dtypes (bfloat16 files
+    fill float32 main weights exactly; the other way rounds); any other difference of
+    dtype is an error. Tensors or leaves without a counterpart are errors too.
+
+    Args:
+      path: A directory with `config.json` and safetensors files, or one such file.
+      mould: Any pytree of `jax.ShapeDtypeStruct`. A leaf is born in its `.sharding`;
+        without one, on the default device.
+      config: The model; None reads `config.json`.
+      progress: Called with bytes of the checkpoint done, and bytes in all, after each
+        tensor of the file.
+
+    Returns:
+      The mould's tree, with arrays for leaves.
+
+    Raises:
+      FileNotFoundError: If there is no checkpoint or no config.
+      ValueError: If the checkpoint is damaged, its family not supported, or mould,
+        config and checkpoint do not fit; everything that does not fit is listed.
+    """
+    source, _, mapping = open_hf(path, config)
+    return load(source, mapping, mould, progress=progress)

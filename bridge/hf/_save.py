@@ -1,0 +1,144 @@
+"""Saving: a tree is written as a Hugging Face checkpoint, tensor by tensor."""
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import DTypeLike
+
+from bridge._tree import named_leaves
+from bridge.formats._source import INDEX_NAME
+from bridge.hf._config import CONFIG_NAME, find_family, to_hf_config
+from bridge.models import DecoderConfig
+from bridge.streaming._export import write_weights
+from bridge.streaming._files import Entries, assign_files, entries_of, index_of
+from bridge.streaming._load import Progress
+from bridge.streaming._processes import agreeing
+from bridge.streaming._sidecars import copy_sidecars, find_sidecars
+
+
+def save_hf(
+    path: str | os.PathLike[str],
+    params: Any,
+    config: DecoderConfig,
+    *,
+    dtype: DTypeLike | None = None,
+    max_shard_bytes: int = 5 * 10**9,
+    copy_from: str | os.PathLike[str] | None = None,
+    progress: Progress | None = None,
+) -> None:
+    """Writes a directory that transformers loads.
+
+    One tensor is gathered to the host while the one before it is written. The directory
+    appears under its name when it is complete and on the disk, by a rename; a failure
+    leaves nothing. In a job of several processes all of them must call this alike: the
+    first writes, on a file system that is its own or everyone's, and all return when
+    that is done, or raise.
+
+    Args:
+      path: A directory that does not exist yet, or is empty.
+      params: Pytree of arrays, sharded in any way, as `load_hf` returns it.
+      config: The model, written as `config.json`.
+      dtype: Floating dtype of the files; None keeps each leaf's own, so that what was
+        loaded without a cast is written back bit by bit.
+      max_shard_bytes: Bytes of tensors in a file; above it, several files and an
+        index are written. A tensor is never cut, however large.
+      copy_from: A model's directory, whose tokenizer, chat template and
+        `generation_config.json` are copied along; that one in place of ours.
+      progress: Called with bytes written, and bytes in all, after each tensor.
+
+    Raises:
+      ValueError: If `path` is taken, or tree and config do not fit; everything that
+        does not fit is listed, and nothing is written.
+    """
+    path = Path(path)
+    writes = jax.process_index() == 0
+    with agreeing():
+        if writes:
+            _check_free(path)
+        sidecars = [] if copy_from is None else find_sidecars(Path(copy_from))
+        leaves = named_leaves(params)
+        mapping = find_family(config.model_type).mapping(config)
+        mapping.check(leaves)
+        pieces = mapping.by_source()
+        tensors = entries_of(pieces, leaves, dtype)
+        files = assign_files(tensors, max_shard_bytes)
+    with contextlib.ExitStack() as stack:
+        with agreeing():
+            directory = stack.enter_context(_beside(path)) if writes else None
+        write_weights(directory, files, pieces, leaves, progress)
+        with agreeing():
+            if directory is not None:
+                if len(files) > 1:
+                    _write_json(directory / INDEX_NAME, index_of(files))
+                _write_configs(directory, config, tensors)
+                if copy_from is not None:
+                    copy_sidecars(Path(copy_from), sidecars, directory)
+                _publish(directory, path)
+
+
+def _check_free(path: Path) -> None:
+    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+        raise ValueError(
+            f"Cannot save to '{path}': it exists and is not an empty directory. Give "
+            "a new name, or remove it first."
+        )
+
+
+@contextlib.contextmanager
+def _beside(path: Path) -> Iterator[Path]:
+    """Makes a directory to be renamed, and removes what is left of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as temp:
+        # Not the temporary directory itself: that one is closed to other users.
+        directory = Path(temp) / "checkpoint"
+        directory.mkdir()
+        yield directory
+
+
+def _publish(directory: Path, path: Path) -> None:
+    """Renames a directory once all of it, and then its name, survives a power cut."""
+    for inside in (*directory.rglob("*"), directory):
+        _fsync(inside)
+    directory.rename(path)
+    _fsync(path.parent)
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _write_configs(directory: Path, config: DecoderConfig, entries: Entries) -> None:
+    # The dtype of most bytes: what transformers will load everything as.
+    totals: dict[np.dtype, int] = {}
+    for shape, dtype in entries.values():
+        totals[dtype] = totals.get(dtype, 0) + math.prod(shape) * dtype.itemsize
+    dtype = max(totals, key=lambda dtype: totals[dtype])
+    fields = to_hf_config(dataclasses.replace(config, dtype=dtype.name))
+    _write_json(directory / CONFIG_NAME, fields)
+    tokens = {
+        name: fields[name]
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id")
+        if fields[name] is not None
+    }
+    if tokens:  # without it transformers generates past the end of the text
+        _write_json(
+            directory / "generation_config.json",
+            {"_from_model_config": True, **tokens},
+        )
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

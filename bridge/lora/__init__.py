@@ -1,0 +1,1 @@
+"""PEFT's adapters, merged or beside the weights."""

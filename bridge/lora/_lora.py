@@ -1,0 +1,171 @@
+"""LoRA, kept apart: an adapter of PEFT as a tree beside the weights, and back."""
+
+import dataclasses
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from bridge.formats._safetensors import encode_header
+from bridge.hf._config import find_family
+from bridge.lora._lora_config import CONFIG_NAME, LoraConfig
+from bridge.lora._lora_rules import A_LEAF, B_LEAF, Adapted, adapted_weights
+from bridge.lora._lora_source import WEIGHTS_NAME, open_lora
+from bridge.models import DecoderConfig
+from bridge.pytorch._back import follow_back
+from bridge.rules._mapping import Mapping as WeightMapping
+from bridge.streaming._load import load
+
+
+@dataclasses.dataclass(frozen=True)
+class Lora:
+    """The factors of an adapter, laid out like the weights they adapt.
+
+    The weight at `path` becomes `w + scale * tensordot(lora_a, lora_b, 1)`; layers
+    that are stacked in `w` are stacked in the factors and in the scale.
+
+    Args:
+      config: How the factors are scaled.
+      factors: By path of the weight, `{"lora_a": [..., in, rank], "lora_b": [..., rank,
+        out]}`, where in and out are the dims of the weight.
+      scales: By path, one number for each stacked layer; no dim where none is.
+    """
+
+    config: LoraConfig
+    factors: Mapping[str, Mapping[str, Any]]
+    scales: Mapping[str, np.ndarray]
+
+
+def load_lora(path: str | os.PathLike[str], config: DecoderConfig) -> Lora:
+    """Reads an adapter of PEFT as a tree beside the weights.
+
+    Args:
+      path: A directory that PEFT saved.
+      config: The base model.
+
+    Returns:
+      The factors, in their own dtype, on the default device.
+
+    Raises:
+      FileNotFoundError: If a file is not there.
+      ValueError: If the adapter is none that is modelled, or not of this model; if it
+        saves tensors whole; or if layers stacked in the tree are not adapted alike.
+    """
+    adapter = open_lora(path)
+    if adapter.whole:
+        raise ValueError(
+            f"'{path}' saves whole tensors beside its factors; `load_hf_with_lora` "
+            f"puts them in their places: {', '.join(adapter.whole)}."
+        )
+    keys = tuple(f"{module}.weight" for module in adapter.modules)
+    base = find_family(config.model_type).mapping_for(config, keys)
+    transposed = adapter.config.fan_in_fan_out
+    weights = adapted_weights(base, adapter.modules, transposed=transposed)
+    mapping = _mapping(weights, base, adapter.config)
+    mould = {
+        leaf: jax.ShapeDtypeStruct(
+            parts[0].destination_shape, adapter.source.dtype(parts[0].source)
+        )
+        for leaf, parts in mapping.by_destination().items()
+    }
+    arrays = load(adapter.source, mapping, mould)
+    factors = {
+        weight.leaf: {
+            name: arrays[f"{weight.leaf}.{name}"] for name in (A_LEAF, B_LEAF)
+        }
+        for weight in weights
+    }
+    return Lora(adapter.config, factors, _scales(adapter.config, weights))
+
+
+def save_lora(path: str | os.PathLike[str], lora: Lora, config: DecoderConfig) -> None:
+    """Writes an adapter as PEFT does: bit by bit what `load_lora` read.
+
+    Args:
+      path: A directory that does not exist yet, or is empty.
+      lora: The factors, trained or as they were read.
+      config: The base model.
+
+    Raises:
+      ValueError: If `path` is taken, or the factors are not of this model or not of
+        the ranks that their config says; nothing is written.
+    """
+    path = Path(path)
+    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+        raise ValueError(f"Cannot save to '{path}': it is no empty directory.")
+    base = find_family(config.model_type).mapping(config)
+    modules = _modules(lora, base)
+    transposed = lora.config.fan_in_fan_out
+    weights = adapted_weights(base, modules, transposed=transposed)
+    leaves = {
+        f"{leaf}.{name}": np.asarray(array)
+        for leaf, pair in lora.factors.items()
+        for name, array in pair.items()
+    }
+    mapping = _mapping(weights, base, lora.config)
+    mapping.check(
+        {name: jax.ShapeDtypeStruct(a.shape, a.dtype) for name, a in leaves.items()}
+    )
+    _write(path, follow_back(mapping, leaves), lora.config.to_json(modules))
+
+
+def _modules(lora: Lora, base: WeightMapping) -> list[str]:
+    """Returns the modules whose weights have factors."""
+    pieces = base.by_destination()
+    if unknown := [leaf for leaf in lora.factors if leaf not in pieces]:
+        raise ValueError(f"The model has no weights {', '.join(unknown)}.")
+    return [
+        piece.source.removesuffix(".weight")
+        for leaf in lora.factors
+        for piece in pieces[leaf]
+    ]
+
+
+def _scales(config: LoraConfig, weights: tuple[Adapted, ...]) -> dict[str, np.ndarray]:
+    return {
+        weight.leaf: np.array(
+            [config.scale(module) for module in weight.modules], np.float32
+        ).reshape(weight.stacked)
+        for weight in weights
+    }
+
+
+def _mapping(
+    weights: tuple[Adapted, ...], base: WeightMapping, config: LoraConfig
+) -> WeightMapping:
+    rules, sizes, wrong = [], dict(base.sizes), []
+    for number, weight in enumerate(weights):
+        ranks = sorted({config.rank(module) for module in weight.modules})
+        if len(ranks) > 1:
+            wrong.append(f"  {weight.leaf}: ranks {ranks} in layers that are stacked")
+        sizes[f"lora_rank{number}"] = ranks[0]
+        rules += weight.factor_rules(f"lora_rank{number}")
+    if wrong:
+        raise ValueError(
+            "The factors cannot be kept beside the weights (merging them may do):\n"
+            + "\n".join(wrong)
+        )
+    return WeightMapping(tuple(rules), sizes)
+
+
+def _write(path: Path, tensors: dict[str, np.ndarray], fields: dict[str, Any]) -> None:
+    # Widest first: every tensor then starts at a multiple of its item size.
+    tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].itemsize))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as temp:
+        # Not the temporary directory itself: that one is closed to other users.
+        directory = Path(temp) / "adapter"
+        directory.mkdir()
+        with (directory / WEIGHTS_NAME).open("wb") as stream:
+            entries = {key: (a.shape, a.dtype) for key, a in tensors.items()}
+            stream.write(encode_header(entries))
+            for array in tensors.values():
+                stream.write(np.ascontiguousarray(array).view(np.uint8).data)
+        text = json.dumps(fields, indent=2) + "\n"
+        (directory / CONFIG_NAME).write_text(text, encoding="utf-8")
+        directory.rename(path)

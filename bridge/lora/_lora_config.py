@@ -1,0 +1,164 @@
+"""The config of a LoRA adapter as PEFT writes it: what is modelled, what is refused.
+
+Source: huggingface/peft src/peft/tuners/lora/config.py::LoraConfig
+"""
+
+import dataclasses
+import math
+import os
+import re
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from bridge.formats._json import parse_json
+
+CONFIG_NAME = "adapter_config.json"
+
+# What says nothing of the numbers: how it was trained, what for, and by whom. Which
+# modules have factors is what the tensors say.
+_UNREAD = {
+    *("auto_mapping", "base_model_name_or_path", "bias", "exclude_modules"),
+    *("inference_mode", "layers_pattern", "layers_to_transform", "lora_dropout"),
+    *("megatron_core", "modules_to_save", "peft_type", "peft_version", "revision"),
+    *("qalora_group_size", "target_modules", "task_type"),
+}
+_READ = {
+    *("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"),
+    "fan_in_fan_out",
+}
+# Initialisations that leave the base weights as they are: PiSSA, OLoRA, CorDA and
+# LoftQ take something away from them.
+_PLAIN_INITS = (True, False, "gaussian", "orthogonal")
+
+
+@dataclasses.dataclass(frozen=True)
+class LoraConfig:
+    """How the factors of an adapter are scaled.
+
+    Args:
+      r: The rank.
+      lora_alpha: What the product of the factors is scaled by, times the rank.
+      use_rslora: Scale by `lora_alpha / sqrt(r)` instead of `lora_alpha / r`.
+      rank_pattern: Ranks of modules whose path ends in one of these names.
+      alpha_pattern: Their `lora_alpha`, likewise.
+      fan_in_fan_out: Whether the base model stores its weights `[in, out]`, as GPT-2.
+      fields: The file as it was read, to be written again.
+    """
+
+    r: int
+    lora_alpha: float
+    use_rslora: bool = False
+    rank_pattern: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    alpha_pattern: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    fan_in_fan_out: bool = False
+    fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def rank(self, module: str) -> int:
+        """Returns the rank of a module's factors."""
+        return _by_ending(self.rank_pattern, module, self.r)
+
+    def scale(self, module: str) -> float:
+        """Returns what the product of a module's factors is multiplied by."""
+        rank = self.rank(module)
+        alpha = _by_ending(self.alpha_pattern, module, self.lora_alpha)
+        return alpha / (math.sqrt(rank) if self.use_rslora else rank)
+
+    def to_json(self, modules: Collection[str]) -> dict[str, Any]:
+        """Returns the fields of the file, those that were read kept.
+
+        Args:
+          modules: Paths of the modules that have factors.
+        """
+        targets = sorted({name.rpartition(".")[2] for name in modules})
+        fields = self.fields or {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": None,
+            "inference_mode": True,
+            "target_modules": targets,
+            "bias": "none",
+            "lora_dropout": 0.0,
+        }
+        return {
+            **fields,
+            "r": self.r,
+            "lora_alpha": self.lora_alpha,
+            "use_rslora": self.use_rslora,
+            "rank_pattern": dict(self.rank_pattern),
+            "alpha_pattern": dict(self.alpha_pattern),
+            "fan_in_fan_out": self.fan_in_fan_out,
+        }
+
+
+def read_lora_config(path: str | os.PathLike[str]) -> LoraConfig:
+    """Reads `adapter_config.json`.
+
+    Args:
+      path: The adapter's directory.
+
+    Raises:
+      FileNotFoundError: If it has no such file.
+      ValueError: If it is no LoRA, or has a field that is not modelled at a value that
+        matters; all of them are named.
+    """
+    file = Path(path) / CONFIG_NAME
+    if not file.is_file():
+        raise FileNotFoundError(f"No adapter at '{path}': it has no '{CONFIG_NAME}'.")
+    fields = parse_json(file.read_bytes(), f"'{file}'")
+    if wrong := _refusals(fields):
+        raise ValueError(f"'{file}' cannot be followed:\n" + "\n".join(wrong))
+    read = {name: fields[name] for name in _READ & set(fields)}
+    read = {name: value for name, value in read.items() if value is not None}
+    return LoraConfig(**read, fields=fields)
+
+
+def _refusals(fields: Mapping[str, Any]) -> list[str]:
+    if fields.get("peft_type") != "LORA":
+        return [f"  peft_type is {fields.get('peft_type')!r}, not 'LORA'"]
+    wrong = [
+        f"  {name}={value!r} is not modelled"
+        for name, value in fields.items()
+        if name not in _UNREAD | _READ | {"init_lora_weights"} and value
+    ]
+    init = fields.get("init_lora_weights", True)
+    if init not in _PLAIN_INITS:
+        wrong.append(f"  init_lora_weights={init!r} changes the base weights")
+    if not _is_positive(fields.get("r"), int):
+        wrong.append(f"  r={fields.get('r')!r} is no positive integer")
+    if not _is_positive(fields.get("lora_alpha")):
+        wrong.append(f"  lora_alpha={fields.get('lora_alpha')!r} is no positive number")
+    for name in ("use_rslora", "fan_in_fan_out"):
+        if not isinstance(fields.get(name) or False, bool):
+            wrong.append(f"  {name}={fields[name]!r} is neither true nor false")
+    return (
+        wrong
+        + _bad_pattern("rank_pattern", fields)
+        + _bad_pattern("alpha_pattern", fields)
+    )
+
+
+def _bad_pattern(name: str, fields: Mapping[str, Any]) -> list[str]:
+    """Describes what is no name with a number; PEFT takes regular expressions too."""
+    pattern = fields.get(name) or {}
+    if not isinstance(pattern, dict):
+        return [f"  {name}={pattern!r} is no object"]
+    kind = int if name == "rank_pattern" else (int, float)
+    return [
+        f"  {name}: {key!r}: {value!r} is no name with a number"
+        for key, value in pattern.items()
+        if not re.fullmatch(r"\^?[\w.]+", key) or not _is_positive(value, kind)
+    ]
+
+
+def _is_positive(value: Any, kind: type | tuple[type, ...] = (int, float)) -> bool:
+    is_number = isinstance(value, kind) and not isinstance(value, bool)
+    return is_number and 0 < value < math.inf
+
+
+def _by_ending(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
+    for ending, value in patterns.items():
+        name = ending.removeprefix("^")
+        if module == name or (name == ending and module.endswith(f".{name}")):
+            return value
+    return default

@@ -1,0 +1,141 @@
+"""LoRA, merged: the base weights plus the scaled product of the factors.
+
+This is arithmetic, and so no rule: the sum is made in float32, where the weights are
+read, and cast once to what the mould asks for. A merge cannot be undone to the bit.
+"""
+
+import dataclasses
+import os
+from typing import Any
+
+import numpy as np
+
+from bridge._box import Box, as_index, complete
+from bridge._report import format_report
+from bridge.formats._source import Source
+from bridge.hf._hf_checkpoint import open_hf
+from bridge.lora._lora_source import A_SUFFIX, B_SUFFIX, PREFIX, LoraSource, open_lora
+from bridge.models import DecoderConfig
+from bridge.streaming._load import Progress, load
+
+
+@dataclasses.dataclass(frozen=True)
+class MergedSource:
+    """A base checkpoint with an adapter merged in, box by box, as it is read.
+
+    Args:
+      base: The base checkpoint.
+      adapter: The adapter.
+    """
+
+    base: Source
+    adapter: LoraSource
+
+    @property
+    def name(self) -> str:
+        """Where the tensors come from."""
+        return f"{self.base.name} with {self.adapter.source.name}"
+
+    def keys(self) -> tuple[str, ...]:
+        """Names of all tensors of the base model."""
+        return self.base.keys()
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        """Shape of one tensor."""
+        return self.base.shape(key)
+
+    def dtype(self, key: str) -> np.dtype:
+        """Dtype of one tensor: float32 if it is a sum."""
+        if key in self.adapter.whole:
+            return self.adapter.source.dtype(self.adapter.whole[key])
+        return np.dtype(np.float32) if self._module(key) else self.base.dtype(key)
+
+    def read(self, key: str, slices: tuple[slice, ...] = ()) -> np.ndarray:
+        """Reads a tensor, or the box of it that `slices` says."""
+        if key in self.adapter.whole:
+            return self.adapter.source.read(self.adapter.whole[key], slices)
+        base, module = self.base.read(key, slices), self._module(key)
+        if module is None:
+            return base
+        box = complete(slices, self.shape(key))
+        return base.astype(np.float32) + self._delta(module, box)
+
+    def _module(self, key: str) -> str | None:
+        module = key.removesuffix(".weight")
+        return module if key != module and module in self.adapter.modules else None
+
+    def _delta(self, module: str, box: Box) -> np.ndarray:
+        rows, columns = self._out_and_in(as_index(box))
+        a = self.adapter.source.read(PREFIX + module + A_SUFFIX, (slice(None), columns))
+        b = self.adapter.source.read(PREFIX + module + B_SUFFIX, (rows,))
+        scale = np.float32(self.adapter.config.scale(module))
+        delta = (b.astype(np.float32) @ a.astype(np.float32)) * scale
+        return delta.T if self.adapter.config.fan_in_fan_out else delta
+
+    def _out_and_in(self, sides: tuple[Any, ...]) -> tuple[Any, ...]:
+        return sides[::-1] if self.adapter.config.fan_in_fan_out else sides
+
+
+def merge_lora(base: Source, adapter: LoraSource) -> MergedSource:
+    """Returns a base checkpoint with an adapter merged in; reads headers only.
+
+    Raises:
+      ValueError: If the base has no tensor for what the adapter holds, or one of
+        another shape; all of them are listed.
+    """
+    shapes = {name: adapter.source.shape(key) for name, key in adapter.whole.items()}
+    transposed = adapter.config.fan_in_fan_out
+    for module in adapter.modules:
+        (_, columns), (rows, _) = (
+            adapter.source.shape(PREFIX + module + suffix)
+            for suffix in (A_SUFFIX, B_SUFFIX)
+        )
+        sides = rows, columns
+        shapes[f"{module}.weight"] = sides[:: -1 if transposed else 1]
+    keys = set(base.keys())
+    report = {
+        "not in the base": [key for key in shapes if key not in keys],
+        "of another shape": [
+            f"{key}: {base.shape(key)}, the adapter is for {shape}"
+            for key, shape in shapes.items()
+            if key in keys and base.shape(key) != shape
+        ],
+    }
+    if any(report.values()):
+        raise ValueError(
+            f"'{adapter.source.name}' is no adapter of '{base.name}':\n"
+            f"{format_report(report)}"
+        )
+    return MergedSource(base, adapter)
+
+
+def load_hf_with_lora(
+    path: str | os.PathLike[str],
+    adapter: str | os.PathLike[str],
+    mould: Any,
+    *,
+    config: DecoderConfig | None = None,
+    progress: Progress | None = None,
+) -> Any:
+    """Fills a mould with a Hugging Face checkpoint into which a LoRA is merged.
+
+    Each weight is `W + scale * B @ A`, in float32, cast once to the mould's dtype.
+
+    Args:
+      path: The base checkpoint, as for `load_hf`.
+      adapter: A directory that PEFT saved.
+      mould: As for `load_hf`.
+      config: As for `load_hf`.
+      progress: As for `load_hf`.
+
+    Returns:
+      The mould's tree, with arrays for leaves.
+
+    Raises:
+      FileNotFoundError: If a file is not there.
+      ValueError: If the adapter is none that is modelled, or not of this base, or as
+        `load_hf` raises it.
+    """
+    base, _, mapping = open_hf(path, config)
+    source = merge_lora(base, open_lora(adapter))
+    return load(source, mapping, mould, progress=progress)

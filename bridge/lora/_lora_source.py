@@ -1,0 +1,97 @@
+"""LoRA adapters of PEFT on disk: which modules have factors, and whole tensors.
+
+Source: huggingface/peft src/peft/utils/save_and_load.py::get_peft_model_state_dict
+"""
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from bridge.formats._source import Source, open_checkpoint
+from bridge.formats._torch_zip import open_torch_file
+from bridge.lora._lora_config import LoraConfig, read_lora_config
+
+WEIGHTS_NAME = "adapter_model.safetensors"
+BIN_NAME = "adapter_model.bin"
+PREFIX = "base_model.model."
+A_SUFFIX = ".lora_A.weight"
+B_SUFFIX = ".lora_B.weight"
+
+
+@dataclasses.dataclass(frozen=True)
+class LoraSource:
+    """An adapter, opened.
+
+    Args:
+      config: How factors are scaled.
+      source: Its tensors.
+      modules: Paths of the modules with factors, as the base model names them.
+      whole: Names in the file of tensors that take the place of the base model's own,
+        by the names there: biases, and modules that were saved whole.
+    """
+
+    config: LoraConfig
+    source: Source
+    modules: tuple[str, ...]
+    whole: Mapping[str, str]
+
+
+def open_lora(path: str | os.PathLike[str]) -> LoraSource:
+    """Opens an adapter that PEFT saved; reads config and headers only.
+
+    Args:
+      path: A directory with `adapter_config.json` and `adapter_model.safetensors`, or
+        `adapter_model.bin` as PEFT once wrote it.
+
+    Raises:
+      FileNotFoundError: If a file is not there.
+      ValueError: If it is damaged, has a field that is not modelled, or factors that
+        are not two of the config's rank; everything is listed.
+    """
+    config = read_lora_config(path)
+    source = _open_weights(Path(path))
+    names = [key.removeprefix(PREFIX) for key in source.keys()]
+    modules = {
+        name.removesuffix(suffix): None
+        for name in names
+        for suffix in (A_SUFFIX, B_SUFFIX)
+        if name.endswith(suffix)
+    }
+    whole = {
+        name.replace(".base_layer.", "."): PREFIX + name
+        for name in names
+        if not name.endswith((A_SUFFIX, B_SUFFIX))
+    }
+    wrong = [f"  {key} is no tensor of the model" for key in _strange(source)]
+    wrong += [line for module in modules for line in _misfits(module, config, source)]
+    if wrong:
+        raise ValueError(f"'{source.name}' is no plain LoRA:\n" + "\n".join(wrong))
+    return LoraSource(config, source, tuple(modules), whole)
+
+
+def _open_weights(directory: Path) -> Source:
+    if (directory / WEIGHTS_NAME).is_file() or not (directory / BIN_NAME).is_file():
+        return open_checkpoint(directory / WEIGHTS_NAME)
+    return open_torch_file(directory / BIN_NAME)
+
+
+def _strange(source: Source) -> list[str]:
+    plain = (A_SUFFIX, B_SUFFIX)
+    return [
+        key
+        for key in source.keys()
+        if not key.startswith(PREFIX) or ("lora_" in key and not key.endswith(plain))
+    ]
+
+
+def _misfits(module: str, config: LoraConfig, source: Source) -> list[str]:
+    a, b = (PREFIX + module + suffix for suffix in (A_SUFFIX, B_SUFFIX))
+    if absent := [key for key in (a, b) if key not in source.keys()]:
+        return [f"  {absent[0]} is missing beside its other factor"]
+    shapes, rank = (source.shape(a), source.shape(b)), config.rank(module)
+    if any(len(shape) != 2 for shape in shapes):
+        return [f"  {module}: factors of shapes {shapes} are no matrices"]
+    if shapes[0][0] != rank or shapes[1][1] != rank:
+        return [f"  {module}: factors of shapes {shapes}, and the config's rank {rank}"]
+    return []

@@ -1,0 +1,200 @@
+"""Megatron checkpoints of every format: found out, opened, named alike."""
+
+import dataclasses
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from bridge.formats._source import Source
+from bridge.formats._torch_tensors import LazyTensor
+from bridge.formats._torch_zip import TensorSource, read_torch_file
+from bridge.megatron._dcp import DcpDirectory, open_dcp
+from bridge.megatron._find import find_format, find_iteration
+from bridge.megatron._left_out import RANDOM, describe_left_out
+from bridge.megatron._legacy import FILE_NAME, open_legacy
+from bridge.megatron._names import canonical_tensors
+from bridge.megatron._optimizer import (
+    MegatronOptimizer,
+    is_optimizer_key,
+    name_legacy_optimizer,
+    read_optimizer,
+)
+
+COMMON_NAME = "common.pt"
+TRAIN_STATE_NAME = "train_state.pt"
+COMMON_ITEM = "common_state/shard_0_1"
+
+# In dp_reshardable every rank's optimizer has settings of its own, all alike.
+_SETTINGS = re.compile(
+    r"^(chained_\d+\.)?optimizer\.distributed\.dp_group_idx_0\.optimizer/"
+)
+_COMMON_KEYS = ("args", "iteration", "checkpoint_version", "opt_param_scheduler")
+
+
+@dataclasses.dataclass(frozen=True)
+class MegatronCheckpoint:
+    """A Megatron checkpoint, measured and not yet read.
+
+    Args:
+      path: The directory of the one iteration.
+      format: `"torch_dist"`, `"dcp"` (plain torch, or `fsdp_dtensor`) or `"legacy"`.
+      source: The model's tensors by canonical name (see `bridge.megatron._names`):
+        whole, with the vocabulary padded as it was saved.
+      optimizer: Adam's state, or None if it is not there or cannot be carried.
+      args: Settings of the run that saved it; empty if there are none.
+      iteration: Steps of training done; None if not said.
+      consumed_samples: Training samples seen; None if not said.
+      scheduler: State of the learning-rate schedule; empty if there is none.
+      left_out: What is in the files and in none of the above, a line each.
+    """
+
+    path: Path
+    format: str
+    source: Source
+    optimizer: MegatronOptimizer | None
+    args: Mapping[str, Any]
+    iteration: int | None
+    consumed_samples: int | None
+    scheduler: Mapping[str, Any]
+    left_out: tuple[str, ...]
+
+
+def open_megatron(path: str | os.PathLike[str]) -> MegatronCheckpoint:
+    """Opens a Megatron checkpoint of any format; reads what describes it alone.
+
+    Needs neither Megatron nor torch, and runs no pickle. The format is found out:
+    `torch_dist` of old and new versions, `fsdp_dtensor`, plain `torch_dcp`, legacy
+    `torch`, and NeMo's directories of these.
+
+    Args:
+      path: What `--save` named, whose latest iteration is taken, or the directory of
+        one iteration.
+
+    Returns:
+      The checkpoint, to be read piece by piece.
+
+    Raises:
+      FileNotFoundError: If nothing is there.
+      ValueError: If it is no Megatron checkpoint, is of a format that is not read
+        (zarr), incomplete, damaged, or would run code.
+    """
+    directory = find_iteration(Path(path))
+    format_ = find_format(directory)
+    if format_ == "legacy":
+        return _from_legacy(directory)
+    return _from_dcp(directory, format_)
+
+
+def _from_legacy(directory: Path) -> MegatronCheckpoint:
+    legacy = open_legacy(directory)
+    source = TensorSource(str(directory), MappingProxyType(dict(legacy.tensors)))
+    optimizer, notes = None, ()
+    if legacy.common.get("optimizer") is not None:
+        optimizer, notes = name_legacy_optimizer(legacy)
+    others = [key for key in RANDOM if key in legacy.common]
+    others += sorted(
+        str(file.relative_to(directory))
+        for file in directory.glob("*/*optim*.pt")
+        if file.name != FILE_NAME
+    )
+    lines = (*notes, *describe_left_out(others))
+    return _checkpoint(directory, "legacy", source, optimizer, legacy.common, lines)
+
+
+def _from_dcp(directory: Path, format_: str) -> MegatronCheckpoint:
+    dcp = open_dcp(directory)
+    common = _common(dcp)
+    model_keys = _model_keys(dcp)
+    model = canonical_tensors({key: dcp.tensors[key] for key in model_keys})
+    states = {key: dcp.tensors[key] for key in dcp.tensors if is_optimizer_key(key)}
+    settings = [key for key in dcp.items if _SETTINGS.match(key)]
+    optimizer, notes = read_optimizer(
+        str(directory),
+        states,
+        model,
+        _dict(directory, common, "args"),
+        {"common": common.get("optimizer"), **{k: dcp.items[k]() for k in settings}},
+    )
+    used = {COMMON_ITEM, *_COMMON_KEYS, *model_keys, *states, *settings}
+    others = [key for key in (*dcp.tensors, *dcp.items) if key not in used]
+    source = TensorSource(str(directory), MappingProxyType(model))
+    left_out = (*notes, *describe_left_out(others))
+    return _checkpoint(directory, format_, source, optimizer, common, left_out)
+
+
+def _model_keys(dcp: DcpDirectory) -> list[str]:
+    keys = [
+        key
+        for key in dcp.tensors
+        if not is_optimizer_key(key) and not key.endswith("_extra_state")
+    ]
+    nested = [key for key in keys if key.startswith("model.")]
+    return nested or [key for key in keys if not key.startswith(RANDOM)]
+
+
+def _common(dcp: DcpDirectory) -> dict[str, Any]:
+    """Returns what is not sharded, from wherever the version at hand puts it."""
+    if (dcp.path / COMMON_NAME).is_file():
+        common = read_torch_file(dcp.path / COMMON_NAME)
+    elif COMMON_ITEM in dcp.items:
+        common = dcp.items[COMMON_ITEM]()
+    else:
+        common = {key: dcp.items[key]() for key in _COMMON_KEYS if key in dcp.items}
+    if not isinstance(common, dict):
+        raise ValueError(f"The common state of '{dcp.path}' is no dict, but {common!r}")
+    return common
+
+
+def _checkpoint(
+    directory: Path,
+    format_: str,
+    source: TensorSource,
+    optimizer: MegatronOptimizer | None,
+    common: Mapping[str, Any],
+    left_out: tuple[str, ...],
+) -> MegatronCheckpoint:
+    if not source.keys():
+        raise ValueError(f"'{directory}' holds no weights of a model.")
+    args = _dict(directory, common, "args")
+    scheduler = _dict(directory, common, "opt_param_scheduler")
+    progress = _train_state(directory)
+    iteration = progress.get("step", common.get("iteration"))
+    samples = progress.get("consumed_train_samples", args.get("consumed_train_samples"))
+    return MegatronCheckpoint(
+        path=directory,
+        format=format_,
+        source=source,
+        optimizer=optimizer,
+        args=MappingProxyType(args),
+        iteration=_number(directory, "iteration", iteration),
+        consumed_samples=_number(directory, "consumed samples", samples),
+        scheduler=MappingProxyType(scheduler),
+        left_out=left_out,
+    )
+
+
+def _dict(directory: Path, common: Mapping[str, Any], key: str) -> dict[str, Any]:
+    value = common.get(key) or {}
+    if not isinstance(value, dict):
+        raise ValueError(f"'{key}' of '{directory}' is no dict, but {value!r}.")
+    return value
+
+
+def _train_state(directory: Path) -> dict[str, Any]:
+    """Returns the progress that Megatron-Bridge keeps in a file of its own."""
+    file = directory / TRAIN_STATE_NAME
+    state = read_torch_file(file) if file.is_file() else {}
+    if not isinstance(state, dict):
+        raise ValueError(f"'{file}' is no dict, but {state!r}.")
+    return state
+
+
+def _number(directory: Path, what: str, value: Any) -> int | None:
+    if isinstance(value, LazyTensor) and value.shape == ():
+        value = value.read().item()
+    if value is not None and not isinstance(value, int):
+        raise ValueError(f"The {what} of '{directory}' are no number, but {value!r}.")
+    return value

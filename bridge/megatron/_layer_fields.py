@@ -1,0 +1,149 @@
+"""Fields of a `TransformerConfig`: sizes, norms, biases, and what has no field.
+
+Each `Codec` reads some fields into values of ours, and writes them back; what cannot be
+said on the other side raises a `ValueError` with a line for each reason.
+
+Source: Megatron-LM megatron/core/transformer/transformer_config.py::TransformerConfig,
+megatron/core/models/gpt/gpt_model.py::GPTModel
+"""
+
+from typing import Any
+
+from bridge.families._codec import Codec
+from bridge.megatron._moe_fields import read_dense_layers
+from bridge.megatron._refusal import Fields, refuse
+from bridge.models import DecoderConfig, RopeConfig
+
+_SIZES = {
+    "num_layers": "num_hidden_layers",
+    "hidden_size": "hidden_size",
+    "ffn_hidden_size": "intermediate_size",
+    "num_attention_heads": "num_attention_heads",
+    "init_method_std": "initializer_range",
+    "max_sequence_length": "max_position_embeddings",
+    "vocab_size": "vocab_size",
+    "share_embeddings_and_output_weights": "tie_word_embeddings",
+}
+_PLAIN: dict[str, tuple[Any, str]] = {
+    "norm_placement": ("pre", "its layers norm before attention and MLP, and add"),
+    "scale_embeddings": (False, "it has no multiplier of embeddings"),
+    "embedding_multiplier": (1, "it has no multiplier of embeddings"),
+    "residual_multiplier": (1, "it has no multiplier of the residual stream"),
+    "logit_scale": (1, "it has no multiplier of logits"),
+    "logits_scaling": (1, "it has no multiplier of logits"),
+    "attn_logit_softcapping": (None, "it has no softcap"),
+    "final_logit_softcapping": (None, "it has no softcap"),
+    "clip_qkv": (None, "it does not clip"),
+    "sliding_rope": (None, "all its layers have one rope"),
+}
+"""What Megatron's layers always are, and why nothing else can be said."""
+
+
+def _write_plain(config: DecoderConfig) -> dict[str, Any]:
+    refuse(
+        [
+            f"{name} {_shown(getattr(config, name))}: {why}"
+            for name, (value, why) in _PLAIN.items()
+            if getattr(config, name) != value
+        ]
+    )
+    return {}
+
+
+def _shown(value: Any) -> str:
+    return "is set" if isinstance(value, RopeConfig) else f"= {value!r}"
+
+
+def _read_sizes(fields: Fields) -> dict[str, Any]:
+    wrong = [f"{name} is missing" for name in _SIZES if fields.get(name) is None]
+    refuse([line for line in wrong if "ffn" not in line])
+    values = {ours: fields.get(theirs) for theirs, ours in _SIZES.items()}
+    if values["intermediate_size"] is None:
+        values["intermediate_size"] = 4 * fields["hidden_size"]
+    return values
+
+
+def _write_sizes(config: DecoderConfig) -> dict[str, Any]:
+    return {theirs: getattr(config, ours) for theirs, ours in _SIZES.items()}
+
+
+def _read_norm(fields: Fields) -> dict[str, Any]:
+    kind, centered = fields["normalization"], fields["layernorm_zero_centered_gamma"]
+    if kind not in ("RMSNorm", "LayerNorm"):
+        raise ValueError(f"normalization = {kind!r}: only RMSNorm and LayerNorm are")
+    if kind == "LayerNorm" and centered:
+        raise ValueError(
+            "layernorm_zero_centered_gamma = True: only RMSNorm's scale is modelled so"
+        )
+    norm = "layer" if kind == "LayerNorm" else "rms"
+    return {
+        "norm": "rms_zero_centered" if centered else norm,
+        "norm_eps": fields["layernorm_epsilon"],
+        "norm_bias": kind == "LayerNorm",
+    }
+
+
+def _write_norm(config: DecoderConfig) -> dict[str, Any]:
+    if config.norm_bias != (config.norm == "layer"):
+        raise ValueError(
+            f"norm_bias = {config.norm_bias} of norm = {config.norm!r}: its LayerNorm "
+            "has a bias, its RMSNorm has none"
+        )
+    return {
+        "normalization": "LayerNorm" if config.norm == "layer" else "RMSNorm",
+        "layernorm_zero_centered_gamma": config.norm == "rms_zero_centered",
+        "layernorm_epsilon": config.norm_eps,
+    }
+
+
+def _read_biases(fields: Fields) -> dict[str, Any]:
+    everywhere = fields["add_bias_linear"]
+    values = {
+        "attention_bias": everywhere or fields["add_qkv_bias"],
+        "attention_out_bias": everywhere,
+    }
+    if fields["num_moe_experts"] is None:
+        return values | {"mlp_bias": everywhere}
+    if everywhere and fields["moe_shared_expert_intermediate_size"]:
+        raise ValueError("add_bias_linear = True: its shared experts have none")
+    return values | {
+        "mlp_bias": everywhere and bool(read_dense_layers(fields)),
+        "moe.expert_bias": everywhere,
+        "moe.router_bias": everywhere,
+    }
+
+
+def _write_biases(config: DecoderConfig) -> dict[str, Any]:
+    others, moe = {"attention_out_bias": config.attention_out_bias}, config.moe
+    if moe is None or config.dense_layers or config.mlp_bias:
+        others["mlp_bias"] = config.mlp_bias
+    if moe is not None:
+        others["moe.expert_bias"] = moe.expert_bias
+        others["moe.router_bias"] = moe.router_bias
+    everywhere = all(others.values()) and config.attention_bias
+    if any(others.values()) and not everywhere:
+        raise ValueError(
+            f"attention_bias = {config.attention_bias}, "
+            + ", ".join(f"{name} = {value}" for name, value in others.items())
+            + ": all its linear layers have biases, or those of q, k and v alone"
+        )
+    if everywhere and moe and moe.shared_intermediate_size:
+        raise ValueError("moe.expert_bias = True: its shared experts have none")
+    if config.mla and config.attention_bias:
+        raise ValueError("attention_bias = True: its latent attention has none")
+    return {
+        "add_bias_linear": everywhere,
+        "add_qkv_bias": config.attention_bias and not everywhere,
+    }
+
+
+LAYER_CODECS = (
+    Codec((), lambda fields: {}, _write_plain),
+    Codec(tuple(_SIZES), _read_sizes, _write_sizes),
+    Codec(
+        ("normalization", "layernorm_zero_centered_gamma", "layernorm_epsilon"),
+        _read_norm,
+        _write_norm,
+    ),
+    Codec(("add_bias_linear", "add_qkv_bias"), _read_biases, _write_biases),
+)

@@ -1,0 +1,139 @@
+"""Adam's state in legacy files: numbered by parameter, and named here.
+
+torch numbers parameters group by group. Megatron makes the groups of the model's
+parameters, in their order, by what tells them apart: whether they decay, and whether
+they are experts'. Both are said of each group, and the model's own names come in that
+order in the same file.
+
+Source: Megatron-LM megatron/core/optimizer/__init__.py::_get_param_groups,
+megatron/core/optimizer/optimizer.py::Float16OptimizerWithFloat16Params.state_dict
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from bridge.formats._torch_tensors import LazyTensor
+from bridge.megatron._legacy import LegacyDirectory, chunk_keys, merge_ranks
+from bridge.megatron._param_order import is_parameter
+from bridge.megatron._ranks import Rank
+from bridge.megatron._verified import verify_states
+from bridge.megatron._views import Tensor
+
+_EXPERT = re.compile(r"\.mlp\.experts\.")
+_QK_NORM = re.compile(r"\b[qk]_layernorm\.")
+
+
+class _Param(NamedTuple):
+    chunk: str
+    name: str
+    shape: tuple[int, ...]
+
+
+def read_legacy_optimizer(legacy: LegacyDirectory) -> dict[str, dict[str, Tensor]]:
+    """Finds each weight's moments, and its master weights if there are any.
+
+    Args:
+      legacy: A checkpoint whose ranks each hold an `optimizer` that is not distributed.
+
+    Returns:
+      For each of `"exp_avg"`, `"exp_avg_sq"` and `"master"`, tensors by canonical
+      name; no `"master"` where the model's weights are those.
+
+    Raises:
+      ValueError: If the groups are not those that Megatron makes by default.
+    """
+    args = legacy.common["args"]
+    found: dict[str, dict[Rank, dict[str, Any]]] = {}
+    for rank, file in legacy.files.items():
+        for param, states in _of_rank(file, args):
+            for kind, tensor in states.items():
+                chunks = found.setdefault(kind, {}).setdefault(
+                    rank, {"args": args, **{key: {} for key in chunk_keys(file)}}
+                )
+                chunks[param.chunk][param.name] = tensor
+    merged = {
+        kind: merge_ranks(legacy.path, legacy.sizes, files)
+        for kind, files in found.items()
+    }
+    if any(set(state) != set(legacy.tensors) for state in merged.values()):
+        raise ValueError("not all weights have the same kinds of state")
+    return verify_states(merged, legacy.tensors) if "master" in merged else merged
+
+
+def optimizer_steps(legacy: LegacyDirectory) -> list[int]:
+    """Returns the steps that each parameter of the first rank was updated."""
+    states = [
+        state
+        for tree in _trees(legacy.common)
+        for state in tree.get("optimizer", tree).get("state", {}).values()
+    ]
+    steps = [state["step"] for state in states if isinstance(state, dict)]
+    return [int(s.read() if isinstance(s, LazyTensor) else s) for s in steps]
+
+
+def _of_rank(
+    file: Mapping[str, Any], args: Mapping[str, Any]
+) -> Iterator[tuple[_Param, dict[str, Tensor]]]:
+    classes: dict[tuple[bool, bool], list[_Param]] = {}
+    for param in _params(file):
+        key = (_decays(param, args), _EXPERT.search(param.name) is not None)
+        classes.setdefault(key, []).append(param)
+    for tree in _trees(file):
+        inner = tree.get("optimizer", tree)
+        masters = tree.get("fp32_from_fp16_params")
+        if not isinstance(inner.get("state"), dict) or not inner["state"]:
+            raise ValueError("it is distributed: its state is in other files")
+        for number, group in enumerate(inner["param_groups"]):
+            if group.get("lr_mult", 1.0) != 1.0 or group.get("is_decoupled_lr"):
+                raise ValueError("groups have learning rates of their own")
+            key = (bool(group["wd_mult"]), bool(group.get("is_expert_parallel")))
+            params = classes.pop(key, [])
+            if len(params) != len(group["params"]):
+                raise ValueError(
+                    f"group {number} has {len(group['params'])} parameters, the model "
+                    f"{len(params)} such"
+                )
+            for position, index in enumerate(group["params"]):
+                states = dict(inner["state"][index])
+                if masters is not None:
+                    states["master"] = masters[number][position]
+                yield params[position], _checked(params[position], states)
+    if classes:
+        raise ValueError(f"{sum(map(len, classes.values()))} parameters have no group")
+
+
+def _trees(file: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Returns the optimizers: of dense weights, and of experts if there are any."""
+    optimizer = file.get("optimizer")
+    trees = optimizer if isinstance(optimizer, list) else [optimizer]
+    found = [tree for tree in trees if isinstance(tree, dict)]
+    if len(found) < len(trees):
+        raise ValueError("a rank has none")
+    return found
+
+
+def _params(file: Mapping[str, Any]) -> Iterator[_Param]:
+    for chunk in chunk_keys(file):
+        for name, tensor in file[chunk].items():
+            if isinstance(tensor, LazyTensor) and is_parameter(name):
+                if not name.endswith("_extra_state"):
+                    yield _Param(chunk, name, tensor.shape)
+
+
+def _decays(param: _Param, args: Mapping[str, Any]) -> bool:
+    if args.get("apply_wd_to_qk_layernorm") and _QK_NORM.search(param.name):
+        return True
+    return len(param.shape) > 1 and not param.name.endswith(".bias")
+
+
+def _checked(param: _Param, states: Mapping[str, Any]) -> dict[str, Tensor]:
+    kept = {
+        kind: tensor
+        for kind, tensor in states.items()
+        if kind in ("exp_avg", "exp_avg_sq", "master")
+    }
+    for kind, tensor in kept.items():
+        if not isinstance(tensor, LazyTensor) or tensor.shape != param.shape:
+            raise ValueError(f"{kind} of '{param.name}' is not of shape {param.shape}")
+    return kept

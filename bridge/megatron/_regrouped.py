@@ -1,0 +1,103 @@
+"""Regrouped: a source some of whose tensors are seen in a factored shape."""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+
+from bridge._box import Box, Range, as_index, complete, relative, shape_of
+from bridge.formats._source import Source
+
+
+@dataclasses.dataclass(frozen=True)
+class Regrouped:
+    """A source that presents the first dim of some tensors as several factors.
+
+    A rule splits along whole dims alone; the rows of a fused projection are then one
+    of the factors.
+
+    Args:
+      source: The tensors.
+      shapes: Factored shape of those that are seen so: the factors of the first dim,
+        slowest first, then the other dims.
+    """
+
+    source: Source
+    shapes: Mapping[str, tuple[int, ...]]
+
+    @property
+    def name(self) -> str:
+        """Where the tensors come from, for error messages."""
+        return self.source.name
+
+    def keys(self) -> tuple[str, ...]:
+        """Names of all tensors."""
+        return self.source.keys()
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        """Shape of one tensor, factored if it is one of those, and can be."""
+        return self.shapes[key] if self._is_factored(key) else self.source.shape(key)
+
+    def dtype(self, key: str) -> np.dtype:
+        """Dtype of one tensor as stored."""
+        return self.source.dtype(key)
+
+    def read(self, key: str, slices: tuple[slice, ...] = ()) -> np.ndarray:
+        """Reads a tensor, or a box of it; rows outside the box are not read.
+
+        Args:
+          key: Name of the tensor.
+          slices: Up to one slice a dim of the factored shape, of step 1.
+        """
+        if not self._is_factored(key):
+            return self.source.read(key, slices)
+        shape = self.shapes[key]
+        num_factors = len(shape) - len(self.source.shape(key)) + 1
+        box = complete(slices, shape)
+        out = np.empty(shape_of(box), self.source.dtype(key))
+        rest = as_index(box[num_factors:])
+        for part, rows in _contiguous(box[:num_factors], shape[:num_factors]):
+            values = self.source.read(key, (slice(*rows), *rest))
+            target = out[as_index(relative(part, box[:num_factors]))]
+            target[...] = values.reshape(target.shape)
+        return out
+
+    def _is_factored(self, key: str) -> bool:
+        # One of another size stays as it is, to be reported as of another shape.
+        return key in self.shapes and flat_shape(
+            self.shapes[key], len(self.source.shape(key))
+        ) == self.source.shape(key)
+
+
+def flat_shape(shape: tuple[int, ...], num_dims: int) -> tuple[int, ...]:
+    """Returns a factored shape with its factors multiplied.
+
+    Args:
+      shape: The factors of the first dim, then the other dims.
+      num_dims: Dims of the result.
+    """
+    num_factors = len(shape) - num_dims + 1
+    return (math.prod(shape[:num_factors]), *shape[num_factors:])
+
+
+def _contiguous(box: Box, factors: tuple[int, ...]) -> Iterator[tuple[Box, Range]]:
+    """Cuts a box of the factors into as few parts as are ranges of the rows.
+
+    Yields:
+      Each part, and the rows that it is.
+    """
+    # Behind the last factor that is cut, all are whole: rows of it are neighbours.
+    last = max(
+        (i for i, r in enumerate(box) if shape_of((r,)) != (factors[i],)), default=0
+    )
+    block = math.prod(factors[last + 1 :])
+    for position in itertools.product(*(range(*r) for r in box[:last])):
+        start = 0
+        for number, size in zip(position, factors[:last], strict=True):
+            start = start * size + number
+        start *= factors[last]
+        cut = box[last]
+        part = (*(Range(i, i + 1) for i in position), *box[last:])
+        yield part, Range((start + cut.start) * block, (start + cut.stop) * block)

@@ -1,0 +1,243 @@
+"""Configs of Megatron-Core, to and from `DecoderConfig`.
+
+A model is described there in two places: `TransformerConfig` has the layers, and the
+arguments of `GPTModel` have vocabulary, positions and rope. Both are dicts of names and
+values here; functions and dtypes are by name. Neither Megatron nor torch is needed.
+
+Source: Megatron-LM megatron/core/transformer/transformer_config.py::TransformerConfig,
+::MLATransformerConfig, megatron/core/models/gpt/gpt_model.py::GPTModel
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from bridge.families._codec import Codec
+from bridge.megatron._attention_fields import ATTENTION_CODEC, WINDOW_CODEC
+from bridge.megatron._dtype_fields import DTYPE_CODEC
+from bridge.megatron._family_of_fields import Tokens, settle
+from bridge.megatron._layer_fields import LAYER_CODECS
+from bridge.megatron._mlp_fields import MLP_CODEC
+from bridge.megatron._moe_fields import MLA_CODEC, MOE_CODEC
+from bridge.megatron._parallel_fields import ParallelFields
+from bridge.megatron._rope_fields import ROPE_CODEC
+from bridge.megatron._training_fields import TRAINING, write_training
+from bridge.megatron._unmodelled import find_unmodelled
+from bridge.models import DecoderConfig
+
+CODECS: tuple[Codec, ...] = (
+    *LAYER_CODECS,
+    ATTENTION_CODEC,
+    WINDOW_CODEC,
+    MLP_CODEC,
+    ROPE_CODEC,
+    MLA_CODEC,
+    MOE_CODEC,
+    DTYPE_CODEC,
+)
+READ = frozenset(name for codec in CODECS for name in codec.names)
+
+_GPT_MODEL = (
+    "vocab_size",
+    "max_sequence_length",
+    "share_embeddings_and_output_weights",
+    "position_embedding_type",
+    "rotary_base",
+    "rotary_percent",
+    "seq_len_interpolation_factor",
+    "rope_scaling",
+    "rope_scaling_factor",
+)
+# Latent attention makes its own rope, from its config.
+_OF_BOTH = ("rotary_base", "rotary_percent")
+
+_DEFAULTS: Mapping[str, Any] = {
+    **dict.fromkeys(READ),
+    "init_method_std": 0.02,
+    "share_embeddings_and_output_weights": False,
+    "normalization": "LayerNorm",
+    "layernorm_zero_centered_gamma": False,
+    "layernorm_epsilon": 1e-5,
+    "add_bias_linear": True,
+    "add_qkv_bias": False,
+    "softmax_type": "vanilla",
+    "qk_layernorm": False,
+    "gated_linear_unit": False,
+    "activation_func": "gelu",
+    "glu_linear_offset": 0.0,
+    "bias_activation_fusion": False,
+    "position_embedding_type": "learned_absolute",
+    "rotary_base": 10000.0,
+    "rotary_percent": 1.0,
+    "rotary_interleaved": False,
+    "rope_scaling": False,
+    "rope_scaling_factor": 8.0,
+    "multi_latent_attention": False,
+    "moe_router_topk": 2,
+    "moe_shared_expert_gate": False,
+    "moe_layer_freq": 1,
+    "moe_router_score_function": "softmax",
+    "moe_router_pre_softmax": False,
+    "moe_router_enable_expert_bias": False,
+    "moe_router_load_balancing_type": "aux_loss",
+}
+_LATENT_DEFAULTS: Mapping[str, Any] = {
+    **_DEFAULTS,
+    "normalization": "RMSNorm",
+    "q_lora_rank": 512,
+    "kv_lora_rank": 512,
+    "qk_head_dim": 128,
+    "qk_pos_emb_head_dim": 64,
+    "v_head_dim": 128,
+    "rope_type": "yarn",
+    "rotary_scaling_factor": 40,
+    "original_max_position_embeddings": 4096,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.0,
+}
+
+
+def to_transformer_config(
+    config: DecoderConfig,
+    *,
+    tensor_parallel: int = 1,
+    pipeline_parallel: int = 1,
+    virtual_pipeline: int | None = None,
+    expert_parallel: int = 1,
+    expert_tensor_parallel: int | None = None,
+    context_parallel: int = 1,
+    sequence_parallel: bool | None = None,
+    flags: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Writes the fields of a `TransformerConfig`, or of an `MLATransformerConfig`.
+
+    Args:
+      config: The model.
+      tensor_parallel: Tensor-parallel ranks.
+      pipeline_parallel: Pipeline stages.
+      virtual_pipeline: Model chunks a stage; None means one.
+      expert_parallel: Expert-parallel ranks.
+      expert_tensor_parallel: Tensor-parallel ranks of experts; None means as others.
+      context_parallel: Context-parallel ranks.
+      sequence_parallel: None means where there are several tensor-parallel ranks.
+      flags: Further fields, of kernels and dispatchers, that are passed on unread.
+
+    Returns:
+      Fields by name; `activation_func` and dtypes are names: `"silu"`, `"bfloat16"`.
+      `MLATransformerConfig` is the class if `multi_latent_attention` is true.
+
+    Raises:
+      ValueError: If Megatron's layers cannot be this model's, it cannot be dealt out
+        so, or a flag is one of the fields that the model decides; all of it is listed.
+    """
+    parallel = ParallelFields(
+        tensor=tensor_parallel,
+        pipeline=pipeline_parallel,
+        virtual_pipeline=virtual_pipeline,
+        context=context_parallel,
+        expert=expert_parallel,
+        expert_tensor=expert_tensor_parallel,
+        sequence=sequence_parallel,
+    )
+    fields, wrong = _write(config)
+    wrong += parallel.misfits(config)
+    fields |= parallel.fields()
+    wrong += [
+        f"flags: {name} is decided by the model"
+        for name in flags or ()
+        if name in fields
+    ]
+    _raise_if(f"This {config.model_type} model cannot be one of Megatron's", wrong)
+    kept = _OF_BOTH if config.mla is not None else ()
+    own = {k: v for k, v in fields.items() if k not in _GPT_MODEL or k in kept}
+    return {**own, **(flags or {})}
+
+
+def to_gpt_model(
+    config: DecoderConfig,
+    *,
+    tensor_parallel: int = 1,
+    make_vocab_size_divisible_by: int = 128,
+) -> dict[str, Any]:
+    """Writes the arguments of `GPTModel` that a `TransformerConfig` does not hold.
+
+    Args:
+      config: The model.
+      tensor_parallel: Tensor-parallel ranks.
+      make_vocab_size_divisible_by: Of what, times the ranks, the rows of the
+        vocabulary are made a multiple.
+
+    Raises:
+      ValueError: As `to_transformer_config`.
+    """
+    fields, wrong = _write(config)
+    _raise_if(f"This {config.model_type} model cannot be one of Megatron's", wrong)
+    multiple = make_vocab_size_divisible_by * tensor_parallel
+    rows = config.vocab_size + -config.vocab_size % multiple
+    return {k: v for k, v in fields.items() if k in _GPT_MODEL} | {"vocab_size": rows}
+
+
+def from_transformer_config(
+    fields: Mapping[str, Any],
+    *,
+    vocab_size: int | None = None,
+    model_type: str | None = None,
+    bos_token_id: int | None = None,
+    eos_token_id: int | tuple[int, ...] | None = None,
+    pad_token_id: int | None = None,
+) -> DecoderConfig:
+    """Reads the fields of a `TransformerConfig` and the arguments of `GPTModel`.
+
+    Args:
+      fields: Both, by name; `vars(config)` will do, as will the `model` section of a
+        `run_config.yaml`. What is absent is as Megatron's classes have it by default.
+      vocab_size: Words; None takes the rows of `fields`, which padding is part of.
+      model_type: The family; None takes the first of `TWINS` whose config files can
+        say what the fields say. Families that both can differ in roundings alone.
+      bos_token_id: Token that begins a text.
+      eos_token_id: Token, or tokens, that end a text.
+      pad_token_id: Token that fills up a batch.
+
+    Returns:
+      The model. What changes no logit and no field says is as the family's defaults.
+
+    Raises:
+      ValueError: If a field is missing, or has a value that is not modelled, or the
+        family cannot be so. All of them are listed.
+    """
+    if vocab_size is not None:
+        fields = {**fields, "vocab_size": vocab_size}
+    latent = fields.get("multi_latent_attention")
+    filled = {**(_LATENT_DEFAULTS if latent else _DEFAULTS), **fields}
+    wrong = find_unmodelled(fields, READ | TRAINING)
+    values: dict[str, Any] = {}
+    for codec in CODECS:
+        wrong += _collect(lambda c=codec: values.update(c.read(filled)))
+    _raise_if("This Megatron config cannot be carried over", wrong)
+    tokens = Tokens(bos_token_id, eos_token_id, pad_token_id)
+    return settle(values, filled, tokens, model_type)
+
+
+def _write(config: DecoderConfig) -> tuple[dict[str, Any], list[str]]:
+    fields, wrong = write_training(config), []
+    for codec in CODECS:
+        wrong += _collect(lambda c=codec: fields.update(c.write(config)))
+    return fields, wrong
+
+
+def _collect(run: Callable[[], None]) -> list[str]:
+    try:
+        run()
+    except ValueError as error:
+        return str(error).splitlines()
+    except (TypeError, KeyError) as error:
+        return [f"a field of the wrong type: {error}"]
+    return []
+
+
+def _raise_if(subject: str, wrong: list[str]) -> None:
+    if wrong:
+        raise ValueError(
+            f"{subject}:\n" + "\n".join(f"  {line}" for line in dict.fromkeys(wrong))
+        )

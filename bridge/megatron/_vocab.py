@@ -1,0 +1,82 @@
+"""The vocabulary's padding: rows of embedding and head that stand for no word."""
+
+import dataclasses
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from bridge._box import Range, whole
+from bridge.formats._source import Source
+from bridge.formats._torch_zip import TensorSource
+from bridge.megatron._names import EMBEDDING, HEAD
+from bridge.megatron._views import Section
+
+PADDED = (EMBEDDING, HEAD, "output_layer.bias")
+"""What has a row for each word."""
+
+
+def trim_vocab(source: Source, vocab_size: int) -> Source:
+    """Presents embedding and head without the rows that pad the vocabulary.
+
+    Megatron pads to a multiple that depends on the tensor parallelism of the run; how
+    many rows are words, only the tokenizer or the model's config knows.
+
+    Args:
+      source: A model's tensors by canonical name.
+      vocab_size: Words.
+
+    Raises:
+      ValueError: If there are fewer rows than words.
+    """
+    tensors: dict[str, Any] = {key: _Keyed(source, key) for key in source.keys()}
+    for key in (key for key in PADDED if key in tensors):
+        shape = source.shape(key)
+        if shape[0] < vocab_size:
+            raise ValueError(
+                f"'{source.name}': '{key}' has {shape[0]:,} rows, fewer than the "
+                f"{vocab_size:,} words of the vocabulary."
+            )
+        box = (Range(0, vocab_size), *whole(shape)[1:])
+        tensors[key] = Section(tensors[key], box)
+    return TensorSource(source.name, MappingProxyType(tensors))
+
+
+def pad_vocab(key: str, array: np.ndarray, multiple: int) -> np.ndarray:
+    """Adds rows of zeros, as Megatron pads: to a multiple; other tensors stay.
+
+    Args:
+      key: Canonical name.
+      array: The whole tensor.
+      multiple: `make_vocab_size_divisible_by`, times the tensor-parallel ranks.
+    """
+    shape = padded_shape(key, array.shape, multiple)
+    if shape == array.shape:
+        return array
+    padded = np.zeros(shape, array.dtype)
+    padded[: array.shape[0]] = array
+    return padded
+
+
+def padded_shape(key: str, shape: tuple[int, ...], multiple: int) -> tuple[int, ...]:
+    """Returns the shape that `pad_vocab` gives a tensor."""
+    return (shape[0] + -shape[0] % multiple, *shape[1:]) if key in PADDED else shape
+
+
+@dataclasses.dataclass(frozen=True)
+class _Keyed:
+    """One tensor of a source."""
+
+    source: Source
+    key: str
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.source.shape(self.key)
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.source.dtype(self.key)
+
+    def read(self, slices: tuple[slice, ...] = ()) -> np.ndarray:
+        return self.source.read(self.key, slices)

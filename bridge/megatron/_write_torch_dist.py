@@ -1,0 +1,129 @@
+"""Writing `torch_dist`: one chunk a tensor, readable by torch's DCP and by Megatron.
+
+Layers that are alike are stacked under one key, as Megatron has them: each is a chunk
+of its own, so that stacking moves no byte.
+
+Source: Megatron-LM megatron/core/transformer/transformer_block.py
+::TransformerBlock.sharded_state_dict, megatron/core/transformer/moe/experts.py
+::SequentialMLP.sharded_state_dict
+"""
+
+import dataclasses
+import json
+import math
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from bridge.formats._source import Source
+from bridge.megatron._dcp_writer import DcpWriter
+from bridge.megatron._find import FORMAT_NAME
+from bridge.megatron._spelling import in_torch_dist
+from bridge.megatron._vocab import pad_vocab
+
+_LAYER = re.compile(r"^(decoder\.layers)\.(\d+)\.(.+)$")
+_EXPERT = re.compile(r"^(.*\bmlp\.experts)\.(\d+)\.(.+)$")
+
+
+@dataclasses.dataclass(frozen=True)
+class Slot:
+    """Where a tensor goes.
+
+    Args:
+      key: Key on disk.
+      position: Its layer and its expert, where the key is stacked over those.
+    """
+
+    key: str
+    position: tuple[int, ...]
+
+
+def write_torch_dist(
+    directory: Path,
+    source: Source,
+    slots: Mapping[str, Slot],
+    *,
+    multiple: int,
+    max_file_bytes: int,
+    tick: Callable[[int], None],
+) -> None:
+    """Writes the tensors, `.metadata` and `metadata.json`; one tensor in memory.
+
+    Args:
+      directory: Exists, and is empty.
+      source: A model's tensors by canonical name.
+      slots: Where each goes, as `slots_of` says.
+      multiple: Of what the rows of the vocabulary become one.
+      max_file_bytes: Bytes of a file after which another is begun.
+      tick: Called with the bytes of each tensor written.
+    """
+    with DcpWriter(directory, max_file_bytes) as writer:
+        for name, slot in slots.items():
+            array = pad_vocab(name, source.read(name), multiple)
+            stacked = array.reshape((1,) * len(slot.position) + array.shape)
+            writer.add(slot.key, (*slot.position, *(0,) * array.ndim), stacked)
+            tick(array.nbytes)
+        writer.finish()
+    fields = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+    (directory / FORMAT_NAME).write_text(json.dumps(fields))
+
+
+def slots_of(source: Source, args: Mapping[str, Any]) -> dict[str, Slot]:
+    """Says where each tensor goes.
+
+    Raises:
+      ValueError: If experts of one layer differ, or are not numbered from 0.
+    """
+    names = frozenset(source.keys())
+    stack_layers = _are_layers_alike(source, args)
+    slots = {}
+    for name in source.keys():
+        key, position = in_torch_dist(name, names, args), []
+        if stack_layers and (match := _LAYER.match(key)):
+            key = f"{match[1]}.{match[3]}"
+            position.append(int(match[2]))
+        if match := _EXPERT.match(key):
+            key = f"{match[1]}.experts.{match[3]}"
+            position.append(int(match[2]))
+        slots[name] = Slot(key, tuple(position))
+    _check(source, slots)
+    return slots
+
+
+def _are_layers_alike(source: Source, args: Mapping[str, Any]) -> bool:
+    """Says whether Megatron stacks layers: where its settings mix no kinds."""
+    mixing = {
+        name: args.get(name)
+        for name in ("moe_layer_freq", "linear_attention_freq")
+        if args.get(name) not in (None, 1)
+    }
+    if mixing or args.get("hetereogenous_dist_checkpoint"):
+        return False
+    layers: dict[str, set[str]] = {}
+    for name in source.keys():
+        if match := _LAYER.match(name):
+            layers.setdefault(match[2], set()).add(match[3])
+    common = set.intersection(*layers.values()) if layers else set()
+    wrong = [f"  layer {n}: {sorted(names - common)}" for n, names in layers.items()]
+    if any(names != common for names in layers.values()):
+        raise ValueError(
+            f"The layers of '{source.name}' differ, although args say that all are "
+            "alike (no moe_layer_freq). What not all of them have:\n" + "\n".join(wrong)
+        )
+    return True
+
+
+def _check(source: Source, slots: Mapping[str, Slot]) -> None:
+    groups: dict[str, list[str]] = {}
+    for name, slot in slots.items():
+        groups.setdefault(slot.key, []).append(name)
+    wrong = []
+    for key, names in groups.items():
+        kinds = {(source.shape(name), source.dtype(name)) for name in names}
+        positions = [slots[name].position for name in names]
+        counts = [len(set(of_dim)) for of_dim in zip(*positions, strict=True)]
+        if len(kinds) > 1 or math.prod(counts) != len(names):
+            wrong.append(f"  {key}: {len(names)} tensors that do not stack, {kinds}")
+    if wrong:
+        raise ValueError(f"'{source.name}' is not complete:\n" + "\n".join(wrong))

@@ -1,0 +1,1 @@
+"""Any PyTorch model, by rules that are said or proposed."""

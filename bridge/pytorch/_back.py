@@ -1,0 +1,43 @@
+"""A mapping followed backwards, in memory: leaves become the tensors they came from."""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from bridge._box import as_index
+from bridge.formats._source import Source
+from bridge.rules._mapping import Mapping as WeightMapping
+
+
+def follow_back(
+    mapping: WeightMapping,
+    leaves: Mapping[str, np.ndarray],
+    like: Source | None = None,
+) -> dict[str, np.ndarray]:
+    """Returns the tensors that a mapping speaks of.
+
+    Args:
+      mapping: How tensors and leaves correspond.
+      leaves: The leaves by path.
+      like: Where the dtypes come from; None takes those of the leaves.
+
+    Raises:
+      ValueError: If a tensor is made of leaves of several dtypes, and nothing says
+        which one it has.
+    """
+    pieces = mapping.by_source()
+    dtypes = {key: {leaves[p.destination].dtype for p in pieces[key]} for key in pieces}
+    mixed = [key for key, found in dtypes.items() if len(found) > 1]
+    if like is None and mixed:
+        raise ValueError(
+            f"{', '.join(mixed)}: made of leaves of several dtypes, and none is "
+            "chosen in silence. Give `like`, whose dtypes hold."
+        )
+    arrays = {}
+    for key, parts in pieces.items():
+        dtype = max(dtypes[key], key=str) if like is None else like.dtype(key)
+        arrays[key] = np.empty(parts[0].source_shape, dtype)
+        for piece in parts:
+            section = leaves[piece.destination][as_index(piece.destination_box)]
+            arrays[key][as_index(piece.source_box)] = piece.to_source(section)
+    return arrays

@@ -1,0 +1,91 @@
+"""What rules and adapters speak of: which tensors they name, and which need none."""
+
+import collections
+import dataclasses
+import re
+from collections.abc import Collection, Mapping, Sequence
+
+from bridge.adapt import Adapter
+from bridge.adapt._derived import Derived
+from bridge.formats._source import Source
+from bridge.pytorch._torch_source import tied_in
+from bridge.rules._mapping import is_ignored
+from bridge.rules._rules import Rule
+
+Rules = Sequence[Rule | Adapter]
+"""What `from_torch` takes."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SizedRule:
+    """A rule, and the sizes that are known before any shape is.
+
+    Args:
+      rule: The rule.
+      sizes: By the names of its dims.
+    """
+
+    rule: Rule
+    sizes: Mapping[str, int]
+
+
+def spell_out(rules: Rules, sizes: Mapping[str, int]) -> list[SizedRule]:
+    """Returns the rules of all adapters.
+
+    Args:
+      rules: Rules and adapters.
+      sizes: Sizes that hold for every rule; those of an adapter go before.
+    """
+    spelled = []
+    for rule in rules:
+        adapter = rule if isinstance(rule, Adapter) else Adapter((rule,))
+        spelled += [SizedRule(r, {**sizes, **adapter.sizes}) for r in adapter.rules]
+    return spelled
+
+
+def derived_of(rules: Rules) -> list[Derived]:
+    """Returns the tensors that adapters derive."""
+    return [d for rule in rules if isinstance(rule, Adapter) for d in rule.derived]
+
+
+def matching(pattern: str, names: Collection[str]) -> list[str]:
+    """Returns the names that are a pattern with numbers for its `{names}`."""
+    if "{" not in pattern:
+        return [pattern] if pattern in names else []
+    parts = map(re.escape, re.split(r"\{\w+\}", pattern))
+    regex = re.compile(r"\d+".join(parts))
+    return [name for name in names if regex.fullmatch(name)]
+
+
+def ignored_by(rules: Rules, ignore: Sequence[str], names: Collection[str]) -> set[str]:
+    """Returns the tensors that adapters, or the caller, leave aside by name."""
+    adapters = [rule for rule in rules if isinstance(rule, Adapter)]
+    patterns = (*ignore, *[name for adapter in adapters for name in adapter.ignore])
+    return {name for name in names if is_ignored(name, patterns)}
+
+
+def spoken_of(rules: Rules, names: Collection[str]) -> set[str]:
+    """Returns the tensors that some rule, or what a rule derives from, names."""
+    patterns = [name for sized in spell_out(rules, {}) for name in sized.rule.sources]
+    patterns += [term.tensor for derived in derived_of(rules) for term in derived.used]
+    held = dict.fromkeys(names)  # to be looked up, not searched
+    return {name for pattern in patterns for name in matching(pattern, held)}
+
+
+def ties_of(source: Source, rules: Rules) -> dict[str, str]:
+    """Returns the tensors that need no rule, as they are another one that has one.
+
+    Returns:
+      For each of them, the name of the one that a rule speaks of.
+    """
+    tied, spoken = tied_in(source), spoken_of(rules, source.keys())
+    groups: dict[str, list[str]] = collections.defaultdict(list)
+    for key in source.keys():
+        groups[tied.get(key, key)].append(key)
+    return {
+        key: known[0]
+        for group in groups.values()
+        if (known := [key for key in group if key in spoken])
+        for key in group
+        if key not in spoken
+    }

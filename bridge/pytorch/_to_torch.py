@@ -1,0 +1,61 @@
+"""JAX to PyTorch: the rules of `from_torch`, followed backwards."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from bridge.adapt._derived import derive, underive
+from bridge.pytorch._back import follow_back
+from bridge.pytorch._bind import bind
+from bridge.pytorch._mould import read_mould
+from bridge.pytorch._spoken import Rules, derived_of, ignored_by, spell_out, ties_of
+from bridge.pytorch._torch_files import open_torch
+from bridge.pytorch._torch_source import to_tensor
+
+
+def to_torch(
+    tree: Any,
+    rules: Rules,
+    like: Any = None,
+    *,
+    sizes: Mapping[str, int] | None = None,
+    ignore: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Returns a state dict with the weights of a model in JAX.
+
+    What `from_torch` did with the same rules is undone to the bit, but for casts, and
+    for biases that were added on request. Weights are gathered on the host.
+
+    Args:
+      tree: A model or tree, as for `from_torch`, of arrays that this process can
+        address.
+      rules: The same rules.
+      like: What the state dict should resemble: a source as for `from_torch`. From it
+        come the dtypes, the names of tied tensors, and the tensors that the rules
+        leave aside (`num_batches_tracked`). None keeps the dtypes of the leaves.
+      sizes: As for `from_torch`.
+      ignore: As for `from_torch`.
+
+    Returns:
+      A `torch.Tensor` on the host for each name, in the order of `like`, else of the
+      rules; names of tied tensors share one.
+
+    Raises:
+      ValueError: If tree, rules and `like` do not fit; everything that does not is
+        listed.
+    """
+    leaves = jax.device_get(read_mould(tree).leaves)
+    if empty := [n for n, x in leaves.items() if isinstance(x, jax.ShapeDtypeStruct)]:
+        raise ValueError(f"The tree is a mould, without numbers in {', '.join(empty)}.")
+    derived, sized = derived_of(rules), spell_out(rules, sizes or {})
+    if like is None:
+        made = follow_back(bind(sized, leaves, None), leaves)
+        return {key: to_tensor(a) for key, a in underive(made, derived).items()}
+    model = open_torch(like)
+    adapted = derive(model, derived, check_zeros=False)
+    kept, tied = ignored_by(rules, ignore, adapted.keys()), ties_of(model, rules)
+    made = follow_back(bind(sized, leaves, adapted, {*kept, *tied}), leaves, adapted)
+    arrays = underive(made, derived) | {key: model.read(key).copy() for key in kept}
+    tensors = {key: to_tensor(array) for key, array in arrays.items()}
+    return {key: tensors[tied.get(key, key)] for key in model.keys()}

@@ -1,0 +1,172 @@
+"""Rules as data: which tensors of a file are which leaves of a tree.
+
+A rule may permute and reshape (by its layout), split, concatenate and stack; values
+may be cast on the way, and nothing else: there is no arithmetic, so every rule can
+be followed backwards and returns the same bits.
+"""
+
+import dataclasses
+import itertools
+import re
+from collections.abc import Iterator, Mapping
+
+from bridge._box import Box, Range, whole
+from bridge.rules._layout import Layout, Sizes
+from bridge.rules._piece import Piece
+
+RuleSizes = Mapping[str, int | range]
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """Says which tensor, or tensors, of a file become which leaf, or leaves.
+
+    `{layer}` in a source name stands for 0, 1, ..., or the range that `sizes` gives it,
+    and becomes the leading dim of the destination; with two such names the first is
+    the outer dim.
+
+    ```python
+    Rule("wte.weight", "embed_tokens.embedding", "vocab embed -> vocab embed")
+    Rule("h.{layer}.o.weight", "layers.o.kernel", "embed mlp -> mlp embed")
+    # One tensor split along its dim 0:
+    Rule("qkv.weight", ("q.kernel", "k.kernel"), ("q e -> e q", "k e -> e k"))
+    # Two tensors concatenated along the destination's dim 1:
+    Rule(("gate.weight", "up.weight"), "gate_up.kernel", "mlp e -> e mlp", dim=1)
+    ```
+
+    Args:
+      source: Name of the tensor, or several to be concatenated.
+      destination: Path of the leaf, or several into which one tensor is split.
+      layout: Pattern from source to destination, one for all or one for each.
+      dim: Where a tensor is split: a dim of the source. Where several are
+        concatenated: a dim of the destination, stacked dims not counted.
+
+    Raises:
+      ValueError: If the parts do not fit each other.
+    """
+
+    source: str | tuple[str, ...]
+    destination: str | tuple[str, ...]
+    layout: str | tuple[str, ...]
+    dim: int = 0
+
+    def __post_init__(self):
+        """Checks what can be known without sizes."""
+        sources, destinations, layouts = self.sources, self.destinations, self.layouts
+        many = max(len(sources), len(destinations))
+        wrong = []
+        if min(len(sources), len(destinations)) != 1:
+            wrong.append("one side must be a single name")
+        if len({*sources}) != len(sources) or len({*destinations}) != len(destinations):
+            wrong.append("a name is given twice")
+        if len(layouts) != many:
+            wrong.append(f"{len(layouts)} layouts for {many} parts")
+        if not all(0 <= self.dim < self._num_dims(layout) for layout in layouts):
+            wrong.append(f"dim {self.dim} is not a dim of every part")
+        if len({_captures(source) for source in sources}) != 1:
+            wrong.append("the sources do not hold the same {names}")
+        if wrong:
+            raise ValueError(f"{self}: {'; '.join(wrong)}.")
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Names of the tensors."""
+        return _as_tuple(self.source)
+
+    @property
+    def destinations(self) -> tuple[str, ...]:
+        """Paths of the leaves."""
+        return _as_tuple(self.destination)
+
+    @property
+    def layouts(self) -> tuple[Layout, ...]:
+        """One layout for each part."""
+        patterns = _as_tuple(self.layout)
+        if len(patterns) == 1:
+            patterns *= max(len(self.sources), len(self.destinations))
+        return tuple(Layout.parse(pattern) for pattern in patterns)
+
+    @property
+    def dims(self) -> set[str]:
+        """Names of all dims whose sizes the rule needs."""
+        sides = [layout.source for layout in self.layouts]
+        return {name for side in sides for dim in side for name in dim} | set(
+            _captures(self.sources[0])
+        )
+
+    def pieces(self, sizes: RuleSizes) -> Iterator[Piece]:
+        """Spells the rule out, tensor by tensor.
+
+        Args:
+          sizes: Size of each dim that the layouts name; of each `{name}` the size, or
+            the range of its numbers.
+        """
+        names = _captures(self.sources[0])
+        numbers = [_numbers(sizes[name]) for name in names]
+        stacked = tuple(map(len, numbers))
+        dims = {name: size for name, size in sizes.items() if isinstance(size, int)}
+        for position in itertools.product(*map(range, stacked)):
+            where = {
+                name: values[i]
+                for name, values, i in zip(names, numbers, position, strict=True)
+            }
+            origin = tuple(Range(i, i + 1) for i in position)
+            yield from self._parts(where, stacked, origin, dims)
+
+    def _parts(
+        self, where: dict[str, int], stacked: tuple[int, ...], origin: Box, sizes: Sizes
+    ) -> Iterator[Piece]:
+        from_boxes, from_shape = self._place(
+            [layout.source_shape(sizes) for layout in self.layouts], self.destinations
+        )
+        to_boxes, to_shape = self._place(
+            [layout.destination_shape(sizes) for layout in self.layouts], self.sources
+        )
+        for part, layout in enumerate(self.layouts):
+            yield Piece(
+                source=self.sources[part % len(self.sources)].format(**where),
+                source_shape=from_shape[part],
+                source_box=from_boxes[part],
+                destination=self.destinations[part % len(self.destinations)],
+                destination_shape=stacked + to_shape[part],
+                destination_box=origin + to_boxes[part],
+                layout=layout,
+                sizes=sizes,
+            )
+
+    def _place(
+        self, shapes: list[tuple[int, ...]], other_side: tuple[str, ...]
+    ) -> tuple[list[Box], list[tuple[int, ...]]]:
+        """Lays parts end to end if the other side has several, for ours is then one."""
+        if len(other_side) == 1:
+            return [whole(shape) for shape in shapes], shapes
+        if len({shape[: self.dim] + shape[self.dim + 1 :] for shape in shapes}) > 1:
+            raise ValueError(
+                f"{self}: parts of shapes {shapes} cannot be laid end to end; its "
+                f"parts differ in another dim than {self.dim}."
+            )
+        boxes, end = [], 0
+        for shape in shapes:
+            box = list(whole(shape))
+            box[self.dim] = Range(end, end := end + shape[self.dim])
+            boxes.append(tuple(box))
+        total = (*shapes[0][: self.dim], end, *shapes[0][self.dim + 1 :])
+        return boxes, [total] * len(shapes)
+
+    def _num_dims(self, layout: Layout) -> int:
+        if len(self.destinations) > 1:
+            return len(layout.source)
+        # A rule of one part cuts nothing, and any dim will do.
+        return len(layout.destination) if len(self.sources) > 1 else self.dim + 1
+
+
+def _as_tuple(value: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (value,) if isinstance(value, str) else value
+
+
+def _numbers(size: int | range) -> range:
+    return size if isinstance(size, range) else range(size)
+
+
+def _captures(pattern: str) -> tuple[str, ...]:
+    return tuple(re.findall(r"\{(\w+)\}", pattern))

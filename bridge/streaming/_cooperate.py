@@ -1,0 +1,150 @@
+"""Many hosts, one read: each takes its rows of a tensor, and devices exchange the rest.
+
+Where the shards of several processes need the same rows of a file, as columns and
+replicas do, every process would read them. Instead each reads an even part of the rows,
+and one compiled function transposes, stacks and reshards: every byte leaves storage
+once a job, and crosses between devices, where that is fast.
+"""
+
+import collections
+import functools
+import math
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from bridge._box import Box, Range, absolute, complete, shape_of
+from bridge.formats._source import Source, read_into
+from bridge.rules._layout import Layout
+from bridge.rules._piece import Piece
+from bridge.streaming._bands import BAND_BYTES, elements_to_read
+from bridge.streaming._processes import agreeing
+from bridge.streaming._shards import empty_shards, inner_boxes, is_on_host, to_array
+
+Tick = Callable[[Piece], None]
+
+
+def put_together(leaf: jax.ShapeDtypeStruct, pieces: list[Piece]) -> bool:
+    """Says whether a leaf's sections go to its devices as they lie in the file.
+
+    They do where hosts that read what they hold would read a byte twice; and where
+    devices have memory of their own, so that the host holds a layer, not the stack.
+
+    Args:
+      leaf: Shape, dtype and sharding.
+      pieces: All sections of the leaf.
+    """
+    if not isinstance(leaf.sharding, NamedSharding):
+        return False
+    if not is_on_host(leaf):
+        return True
+    if leaf.sharding.is_fully_addressable:
+        return False
+    held: dict[int, set[Box]] = collections.defaultdict(set)
+    for device, index in leaf.sharding.devices_indices_map(leaf.shape).items():
+        held[device.process_index].add(complete(index or (), leaf.shape))
+    return any(
+        sum(
+            elements_to_read(piece, inner_boxes(piece, boxes))
+            for boxes in held.values()
+        )
+        > piece.num_elements
+        for piece in pieces
+    )
+
+
+def fill_together(
+    pool: Executor,
+    source: Source,
+    pieces: list[Piece],
+    leaf: jax.ShapeDtypeStruct,
+    tick: Tick,
+) -> jax.Array:
+    """Fills a leaf section by section; all processes that hold part must call alike.
+
+    The next section is read while devices place the one before it.
+
+    Args:
+      pool: Its threads read.
+      source: The checkpoint, which all processes see.
+      pieces: All sections of the leaf.
+      leaf: Shape, dtype and a `NamedSharding`.
+      tick: Called with each section that is done.
+    """
+    array = _zeros(leaf.shape, leaf.dtype, leaf.sharding)()
+    for piece in pieces:
+        with agreeing():
+            section = _read_rows(pool, source, piece, leaf.sharding)
+        jax.block_until_ready(array)  # so that no more than two sections are alive
+        place = _place(piece.layout, tuple(sorted(piece.sizes.items())), leaf.sharding)
+        starts = [r.start for r in piece.destination_box]
+        array = place(array, section, starts)
+        tick(piece)
+    return array
+
+
+def _read_rows(
+    pool: Executor, source: Source, piece: Piece, sharding: NamedSharding
+) -> jax.Array:
+    """Returns a section in the file's layout, an even part of its rows a device."""
+    mesh = sharding.mesh
+    shape = shape_of(piece.source_box) or (1,)
+    padded = (-(-shape[0] // mesh.size) * mesh.size, *shape[1:])
+    by_rows = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+    dtype = source.dtype(piece.source)
+    mould = jax.ShapeDtypeStruct(padded, dtype, sharding=by_rows)
+    shards = empty_shards(mould)
+    futures = [
+        pool.submit(_read, source, piece, part, shard[part[0].start - box[0].start :])
+        for box, shard in shards.items()
+        for part in _parts(box, shape, dtype.itemsize)
+    ]
+    for future in futures:
+        future.result()
+    return to_array(mould, shards)
+
+
+def _parts(box: Box, shape: tuple[int, ...], itemsize: int) -> Iterator[Box]:
+    """Cuts the rows of a shard that are no padding into reads of bounded size."""
+    row_bytes = math.prod(shape[1:]) * itemsize
+    step = max(1, BAND_BYTES // max(1, row_bytes))
+    stop = min(box[0].stop, shape[0])
+    for start in range(box[0].start, stop, step):
+        yield (Range(start, min(start + step, stop)), *box[1:])
+
+
+def _read(source: Source, piece: Piece, part: Box, out: np.ndarray) -> None:
+    box = absolute(part[: len(piece.source_box)], piece.source_box)
+    rows = out[: part[0].stop - part[0].start]
+    read_into(source, piece.source, box, rows.reshape(shape_of(box)), ahead=False)
+
+
+@functools.lru_cache(maxsize=256)
+def _zeros(
+    shape: tuple[int, ...], dtype: np.dtype, sharding: NamedSharding
+) -> Callable[[], jax.Array]:
+    return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)
+
+
+@functools.lru_cache(maxsize=256)
+def _place(
+    layout: Layout, sizes: tuple[tuple[str, int], ...], sharding: NamedSharding
+) -> Callable[..., jax.Array]:
+    """Compiles: a section, in the file's layout and padded, goes to its place."""
+    size_of = dict(sizes)
+    names = [name for dim in layout.source for name in dim]
+    order = [names.index(name) for dim in layout.destination for name in dim]
+    rows = (layout.source_shape(size_of) or (1,))[0]
+    inner = layout.destination_shape(size_of)
+
+    def place(array, section, starts):
+        factors = section[:rows].reshape([size_of[name] for name in names])
+        values = factors.transpose(order).astype(array.dtype)
+        values = values.reshape((1,) * (array.ndim - len(inner)) + inner)
+        return jax.lax.dynamic_update_slice(array, values, starts)
+
+    return jax.jit(place, donate_argnums=0, out_shardings=sharding)

@@ -1,0 +1,122 @@
+"""Weights written file after file: a tensor is laid out while the last is written."""
+
+import contextlib
+import itertools
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bridge._reorder import Scratch
+from bridge.formats._ranges import append
+from bridge.formats._safetensors import encode_header
+from bridge.rules._piece import Piece
+from bridge.streaming._files import Entries, nbytes
+from bridge.streaming._fill import start_tensor
+from bridge.streaming._gather import gather
+from bridge.streaming._processes import agreeing
+from bridge.streaming._workers import workers
+
+
+def write_weights(
+    directory: Path | None,
+    files: dict[str, Entries],
+    pieces: dict[str, list[Piece]],
+    leaves: dict[str, Any],
+    progress: Callable[[int, int], None] | None,
+) -> None:
+    """Writes all files. Every process of a job must call this alike.
+
+    Args:
+      directory: Where to; None in a process that only gives what it holds.
+      files: What each file holds.
+      pieces: The pieces of each tensor.
+      leaves: The tree's leaves by path.
+      progress: Called with bytes written, and bytes in all, after each tensor.
+    """
+    total = sum(nbytes(entry) for held in files.values() for entry in held.values())
+    done = 0
+    # One is filled while the other is written: fresh pages cost more than a copy.
+    buffers = itertools.cycle((Scratch(), Scratch()))
+    with workers() as pool:
+        for name, entries in files.items():
+            # Widest first: every tensor then starts at a multiple of its item size.
+            entries = dict(sorted(entries.items(), key=lambda e: -e[1][1].itemsize))
+            with _opened(None if directory is None else directory / name) as file:
+                file.put(memoryview(encode_header(entries)))
+                for key, entry in entries.items():
+                    with agreeing():
+                        tensor = next(buffers).take(*entry)
+                        assemble(pool, pieces[key], leaves, tensor)
+                        file.put(tensor.reshape(-1).view(np.uint8).data)
+                        done += nbytes(entry)
+                        if progress is not None:
+                            progress(done, total)
+
+
+@contextlib.contextmanager
+def _opened(path: Path | None) -> Iterator["_Appender"]:
+    """Opens a file, whose bytes are on the disk at the end; None takes and drops."""
+    with contextlib.ExitStack() as stack:
+        with agreeing():
+            stream = None if path is None else path.open("wb", buffering=0)
+            file = _Appender(stream and stack.enter_context(stream))
+            stack.callback(file.thread.shutdown)
+        yield file
+        with agreeing():
+            file.finish()
+
+
+class _Appender:
+    """Appends to a file on a thread of its own, one piece behind.
+
+    Args:
+      stream: The file; None for none.
+    """
+
+    def __init__(self, stream: FileIO | None):
+        self.thread = ThreadPoolExecutor(1)
+        self._stream = stream
+        self._pending: list[Future[None]] = []
+
+    def put(self, data: memoryview) -> None:
+        """Waits for the piece before, and begins with this one."""
+        self._wait()
+        if self._stream is not None:
+            self._pending.append(self.thread.submit(append, self._stream, data))
+
+    def finish(self) -> None:
+        """Waits until all is on the disk."""
+        self._wait()
+        if self._stream is not None:
+            os.fsync(self._stream.fileno())
+
+    def _wait(self) -> None:
+        while self._pending:
+            self._pending.pop().result()
+
+
+def assemble(
+    pool: Executor,
+    pieces: Sequence[Piece],
+    leaves: Mapping[str, Any],
+    tensor: np.ndarray,
+) -> None:
+    """Gathers a tensor to the host, in C order whatever the layouts return.
+
+    Args:
+      pool: Its threads do the work.
+      pieces: The sections that it is made of.
+      leaves: The tree's leaves by path.
+      tensor: Filled.
+    """
+    futures = []
+    for piece in pieces:
+        here = gather(leaves[piece.destination], piece)
+        futures += start_tensor(pool, piece, here, tensor)
+    for future in futures:
+        future.result()

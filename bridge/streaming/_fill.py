@@ -1,0 +1,100 @@
+"""Filling shards from a checkpoint, or tensors from shards, band by band."""
+
+from concurrent.futures import Executor, Future
+
+import numpy as np
+
+from bridge._box import Box, shape_of, take
+from bridge._reorder import Scratch, copy
+from bridge.formats._source import Source, read_into
+from bridge.rules._piece import Piece
+from bridge.streaming._bands import Section, reads
+from bridge.streaming._shards import Shards, planes
+
+_READ, _LAID_OUT = Scratch(), Scratch()
+
+
+def start_piece(
+    pool: Executor, source: Source, piece: Piece, shards: Shards, *, ahead: bool = True
+) -> list[Future[None]]:
+    """Starts to copy a section of the checkpoint to the shards that need part of it.
+
+    Each byte is read once, whatever the number of shards. A thread holds one band,
+    which bounds the bytes in flight.
+
+    Args:
+      pool: Its threads do the work.
+      source: The checkpoint.
+      piece: Which section, and what becomes of it.
+      shards: Filled where the section belongs.
+      ahead: Whether they are all of it, so that what is read next follows.
+
+    Returns:
+      What to wait for.
+    """
+    here = planes(piece, shards)
+    section = Section.of(piece)
+    return [
+        pool.submit(_fill, source, piece.source, section, band, here, ahead)
+        for band in section.bands(source.dtype(piece.source).itemsize)
+    ]
+
+
+def start_tensor(
+    pool: Executor, piece: Piece, here: Shards, tensor: np.ndarray
+) -> list[Future[None]]:
+    """Starts to copy part of a leaf to the section of a tensor that it is.
+
+    Args:
+      pool: Its threads do the work.
+      piece: Which section, and how it is laid out.
+      here: The section as the devices hold it, as `gather` returns it.
+      tensor: The whole tensor, filled at `piece.source_box`.
+
+    Returns:
+      What to wait for.
+    """
+    section = Section.of(piece)
+    return [
+        pool.submit(_fill_tensor, section, band, here, tensor)
+        for band in section.bands(tensor.dtype.itemsize)
+    ]
+
+
+def _fill(
+    source: Source, key: str, section: Section, band: Box, here: Shards, ahead: bool
+) -> None:
+    for read in reads(section, tuple(here), band):
+        values = _READ.take(shape_of(read.box), source.dtype(key))
+        read_into(source, key, read.box, values, ahead=ahead)
+        dtype = here[read.parts[0].shard].dtype
+        in_order = all(part.move.keeps_order for part in read.parts)
+        rows = None if in_order or values.ndim < 2 else values.ndim - 2
+        if values.dtype != dtype or not in_order:
+            values = _laid_out(values, dtype, rows)
+        for part in read.parts:
+            view = part.move.view(take(values, part.cut))
+            copy(take(here[part.shard], part.where).reshape(view.shape), view)
+
+
+def _fill_tensor(section: Section, band: Box, here: Shards, tensor: np.ndarray) -> None:
+    for read in reads(section, tuple(here), band):
+        for part in read.parts:
+            view = part.move.view(take(take(tensor, read.box), part.cut))
+            values = take(here[part.shard], part.where).reshape(view.shape)
+            if not part.move.keeps_order:
+                innermost = part.move.order.index(len(part.move.order) - 1)
+                values = _laid_out(values, tensor.dtype, innermost)
+            elif values.dtype != tensor.dtype:
+                values = _laid_out(values, tensor.dtype, None)
+            copy(view, values)
+
+
+def _laid_out(array: np.ndarray, dtype: np.dtype, spread: int | None) -> np.ndarray:
+    """Casts, and spreads what will be walked along, while numbers lie in order."""
+    found = _LAID_OUT.take(array.shape, dtype, spread=spread)
+    if array.dtype == dtype:
+        copy(found, array)
+    else:
+        np.copyto(found, array, casting="unsafe")
+    return found

@@ -1,0 +1,94 @@
+"""Leaves that stay in their checkpoint until a part of them is asked for.
+
+A tree of them can be saved in another format, tensor by tensor, on a machine that
+could not hold the model.
+"""
+
+import dataclasses
+
+import numpy as np
+
+from bridge._box import Box, complete, overlap, shape_of
+from bridge.formats._source import Source
+from bridge.rules._mapping import Mapping
+from bridge.rules._piece import Piece
+from bridge.streaming._fill import start_piece
+from bridge.streaming._workers import workers
+
+
+@dataclasses.dataclass(frozen=True)
+class LazyLeaf:
+    """A leaf of a tree, still in its checkpoint.
+
+    Args:
+      source: The checkpoint.
+      pieces: All sections of the leaf.
+      shape: Shape of the whole leaf, stacked layers first.
+      dtype: Its dtype, that of its tensors.
+    """
+
+    source: Source
+    pieces: tuple[Piece, ...]
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
+        """Reads what slices say, as an array gives it."""
+        return self.read(complete(index, self.shape))
+
+    def read(self, box: Box) -> np.ndarray:
+        """Reads part of the leaf, and of the checkpoint no more than that needs."""
+        found = np.empty(shape_of(box), self.dtype)
+        with workers() as pool:
+            futures = [
+                future
+                for piece in self.pieces
+                if overlap(box, piece.destination_box) is not None
+                for future in start_piece(pool, self.source, piece, {box: found})
+            ]
+            for future in futures:
+                future.result()
+        return found
+
+
+def lazy_tree(source: Source, mapping: Mapping) -> dict[str, LazyLeaf]:
+    """Returns the tree that an import would fill, with nothing read.
+
+    Args:
+      source: The checkpoint.
+      mapping: Its rules.
+
+    Returns:
+      Leaves by dotted path.
+
+    Raises:
+      ValueError: If checkpoint and mapping do not fit, or the tensors of one leaf have
+        several dtypes. All of them are listed.
+    """
+    pieces = mapping.by_destination()
+    held = set(source.keys())
+    dtypes = {
+        name: {source.dtype(p.source) for p in parts if p.source in held}
+        for name, parts in pieces.items()
+    }
+    leaves = {
+        name: LazyLeaf(
+            source,
+            tuple(parts),
+            parts[0].destination_shape,
+            min(dtypes[name], key=str, default=np.dtype(np.float32)),
+        )
+        for name, parts in pieces.items()
+    }
+    mapping.check(leaves, source)
+    mixed = [
+        f"  {name}: {', '.join(sorted(map(str, found)))}"
+        for name, found in dtypes.items()
+        if len(found) > 1
+    ]
+    if mixed:
+        raise ValueError(
+            f"'{source.name}' has layers of several dtypes where a tree has one leaf:\n"
+            + "\n".join(mixed)
+        )
+    return leaves

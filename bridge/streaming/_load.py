@@ -1,0 +1,127 @@
+"""Loading: a mould is filled from any source, shard by shard."""
+
+from collections.abc import Callable
+from concurrent.futures import Executor
+from typing import Any
+
+import jax
+
+from bridge._tree import named_leaves
+from bridge.formats._source import Source
+from bridge.rules._mapping import Mapping
+from bridge.rules._piece import Piece
+from bridge.streaming._cooperate import fill_together, put_together
+from bridge.streaming._fill import start_piece
+from bridge.streaming._processes import agreeing
+from bridge.streaming._shards import empty_shards, is_on_host, to_array
+from bridge.streaming._workers import workers
+
+Progress = Callable[[int, int], None]
+Tick = Callable[[Piece], None]
+
+
+def load(
+    source: Source, mapping: Mapping, mould: Any, *, progress: Progress | None = None
+) -> Any:
+    """Fills a mould from any source by any mapping.
+
+    Args:
+      source: The checkpoint.
+      mapping: Its rules.
+      mould: As for `bridge.load_hf`.
+      progress: As for `bridge.load_hf`.
+
+    Returns:
+      The mould's tree, with arrays for leaves.
+
+    Raises:
+      ValueError: If mould, mapping and checkpoint do not fit; all of it is listed.
+    """
+    leaves = {
+        name: jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=getattr(leaf, "sharding", None)
+        )
+        for name, leaf in named_leaves(mould).items()
+    }
+    mapping.check(leaves, source)
+    _check_shardings(leaves)
+    pieces = mapping.by_destination()
+    tick = _counter(source, mapping, progress)
+    arrays = _fill_all(source, pieces, leaves, tick)
+    in_order = [arrays[name] for name in leaves]
+    return jax.tree.unflatten(jax.tree.structure(mould), in_order)
+
+
+def _check_shardings(leaves: dict[str, jax.ShapeDtypeStruct]) -> None:
+    wrong = []
+    for name, leaf in leaves.items():
+        try:
+            if leaf.sharding is not None:
+                leaf.sharding.shard_shape(leaf.shape)
+        except ValueError as error:
+            wrong.append(f"  {name}: {error}")
+    if wrong:
+        raise ValueError("The mould cannot be sharded so:\n" + "\n".join(wrong))
+
+
+def _fill_all(
+    source: Source,
+    pieces: dict[str, list[Piece]],
+    leaves: dict[str, jax.ShapeDtypeStruct],
+    tick: Tick,
+) -> dict[str, jax.Array]:
+    """Fills every leaf; what is filled in place, in the order of the file."""
+    arrays = {}
+    by_devices = {n for n, leaf in leaves.items() if put_together(leaf, pieces[n])}
+    in_place = [n for n in leaves if n not in by_devices and is_on_host(leaves[n])]
+    others = [[n] for n in leaves if n not in by_devices and n not in in_place]
+    with workers() as pool:
+        for names in [in_place, *others]:
+            batch = {name: leaves[name] for name in names}
+            arrays |= _fill_batch(pool, source, pieces, batch, tick)
+        for name in leaves:
+            if name in by_devices:
+                arrays[name] = fill_together(
+                    pool, source, pieces[name], leaves[name], tick
+                )
+    return arrays
+
+
+def _fill_batch(
+    pool: Executor,
+    source: Source,
+    pieces: dict[str, list[Piece]],
+    leaves: dict[str, jax.ShapeDtypeStruct],
+    tick: Tick,
+) -> dict[str, jax.Array]:
+    shards = {name: empty_shards(leaf) for name, leaf in leaves.items()}
+    position = {key: i for i, key in enumerate(source.keys())}
+    wanted = [(name, piece) for name in leaves for piece in pieces[name]]
+    wanted.sort(key=lambda w: (position[w[1].source], w[1].source_box))
+    alone = jax.process_count() == 1
+    with agreeing():
+        started = [
+            (piece, start_piece(pool, source, piece, shards[name], ahead=alone))
+            for name, piece in wanted
+        ]
+        for piece, futures in started:
+            for future in futures:
+                future.result()
+            tick(piece)
+        return {name: to_array(leaf, shards[name]) for name, leaf in leaves.items()}
+
+
+def _counter(source: Source, mapping: Mapping, progress: Progress | None) -> Tick:
+    def nbytes(piece: Piece) -> int:
+        return piece.num_elements * source.dtype(piece.source).itemsize
+
+    total = sum(map(nbytes, mapping.pieces))
+    done = 0
+
+    def tick(piece: Piece) -> None:
+        nonlocal done
+        done += nbytes(piece)
+        if progress is not None:
+            progress(done, total)
+
+    return tick

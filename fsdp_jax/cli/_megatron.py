@@ -1,0 +1,71 @@
+"""What the commands that write for Megatron have in common."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import bridge
+from bridge.models import DecoderConfig
+from fsdp_jax.cli._options import Unset
+
+Format = Literal["torch_dist", "legacy"]
+
+
+@dataclasses.dataclass(frozen=True)
+class MegatronLayout:
+    """How a checkpoint for Megatron is dealt out.
+
+    Attributes:
+      tensor_parallel: Tensor-parallel ranks of a legacy checkpoint, as are the next
+        three; torch_dist fits any run.
+      pipeline_parallel: Pipeline stages.
+      virtual_pipeline: Model chunks a stage; default one.
+      expert_parallel: Expert-parallel ranks.
+      vocab_divisor: Of what, times the tensor-parallel ranks, rows of zeros make the
+        vocabulary a multiple.
+    """
+
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    virtual_pipeline: Unset[int] = None
+    expert_parallel: int = 1
+    vocab_divisor: int = 128
+
+    def check(self, written: bool) -> None:
+        """Refuses what would do nothing, where nothing is written for Megatron."""
+        default = MegatronLayout()
+        changed = [
+            f"--{field.name.replace('_', '-')}"
+            for field in dataclasses.fields(self)
+            if getattr(self, field.name) != getattr(default, field.name)
+        ]
+        if changed and not written:
+            raise ValueError(
+                f"{', '.join(changed)}: of checkpoints for Megatron, and none is "
+                "written."
+            )
+
+    def save(
+        self,
+        out: Path,
+        params: Any,
+        config: DecoderConfig,
+        format: Format,
+        progress: Callable[[int, int], None],
+    ) -> None:
+        """Writes parameters, or leaves that are not read yet."""
+        bridge.save_megatron(
+            out,
+            params,
+            config,
+            format=format,
+            tensor_parallel=self.tensor_parallel,
+            pipeline_parallel=self.pipeline_parallel,
+            virtual_pipeline=self.virtual_pipeline,
+            expert_parallel=self.expert_parallel,
+            make_vocab_size_divisible_by=self.vocab_divisor,
+            progress=progress,
+        )

@@ -1,0 +1,365 @@
+"""LoRA adapters of PEFT: merged as weights are read, or kept beside them; and back."""
+
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from bridge_helpers import (
+    abstract_model,
+    assert_same_bytes,
+    assert_same_leaves,
+    logits_of,
+    mould_of,
+    tensors_of,
+)
+from flax import nnx
+from safetensors import numpy as safetensors
+from tiny_models import hf_logits, make_model
+from transformers import AutoModelForCausalLM
+
+import bridge
+
+pytestmark = pytest.mark.torch
+
+# Of the largest logit: two float32 programs that sum in other orders.
+TOLERANCE = 2e-5
+
+MODULES = ("self_attn.q_proj", "self_attn.o_proj", "mlp.down_proj")
+CONFIG = {
+    "peft_type": "LORA",
+    "task_type": "CAUSAL_LM",
+    "base_model_name_or_path": "someone/llama",
+    "r": 4,
+    "lora_alpha": 16,
+    "target_modules": ["q_proj", "o_proj", "down_proj"],
+    "bias": "none",
+    "fan_in_fan_out": False,
+    "use_rslora": False,
+    "use_dora": False,
+    "rank_pattern": {},
+    "alpha_pattern": {},
+    "init_lora_weights": True,
+    "modules_to_save": None,
+    "layer_replication": None,
+    "loftq_config": {},
+    "qalora_group_size": 16,
+}
+
+
+@pytest.fixture(scope="module")
+def hf(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("base"), "llama")
+
+
+@pytest.fixture(scope="module")
+def shapes(hf) -> dict[str, tuple[int, ...]]:
+    source = bridge.open_checkpoint(hf.path)
+    return {key: source.shape(key) for key in source.keys()}
+
+
+def factors(shapes, modules=MODULES, rank=4, dtype=np.float32) -> dict[str, np.ndarray]:
+    random = np.random.default_rng(0)
+    tensors = {}
+    for key, shape in shapes.items():
+        module = key.removesuffix(".weight")
+        if module.endswith(modules):
+            rows, columns = shape
+            name = f"base_model.model.{module}.lora"
+            a, b = (rank, columns), (rows, rank)
+            tensors[f"{name}_A.weight"] = random.normal(size=a).astype(dtype) / 8
+            tensors[f"{name}_B.weight"] = random.normal(size=b).astype(dtype) / 8
+    return tensors
+
+
+def write(path: Path, tensors, **fields) -> Path:
+    path.mkdir()
+    safetensors.save_file(tensors, path / "adapter_model.safetensors")
+    (path / "adapter_config.json").write_text(json.dumps(CONFIG | fields))
+    return path
+
+
+def merged_by_torch(hf, tensors, scale_of) -> torch.nn.Module:
+    model = AutoModelForCausalLM.from_pretrained(hf.path).eval()
+    state = model.state_dict()
+    for key in tensors:
+        if key.endswith("lora_A.weight"):
+            module = key.removeprefix("base_model.model.").removesuffix(
+                ".lora_A.weight"
+            )
+            a, b = (
+                torch.from_numpy(tensors[key.replace("_A.", f"_{x}.")]) for x in "AB"
+            )
+            state[f"{module}.weight"] += scale_of(module) * b @ a
+    return model
+
+
+def merged_logits(hf, path) -> np.ndarray:
+    config = bridge.from_hf_config(hf.path)
+    graph, mould = nnx.split(abstract_model(config))
+    filled = bridge.load_hf_with_lora(hf.path, path, mould)
+    return np.asarray(logits_of(nnx.merge(graph, filled), hf.tokens))
+
+
+def error(ours, theirs) -> float:
+    return float(np.abs(ours - theirs).max() / np.abs(theirs).max())
+
+
+def by_pattern(module: str) -> float:
+    if module.endswith("q_proj"):
+        return 8 / 4
+    return (2 if module == "model.layers.1.mlp.down_proj" else 16) / 4
+
+
+PATTERNS = {"alpha_pattern": {"q_proj": 8, "layers.1.mlp.down_proj": 2}}
+SCALES = {
+    "plain": ({}, lambda module: 16 / 4),
+    "rslora": ({"use_rslora": True}, lambda module: 16 / 4**0.5),
+    "patterns": (PATTERNS, by_pattern),
+}
+
+
+@pytest.mark.parametrize("name", list(SCALES))
+def test_logits_of_a_merged_model_are_those_of_the_sum(hf, shapes, tmp_path, name):
+    fields, scale_of = SCALES[name]
+    tensors = factors(shapes)
+    path = write(tmp_path / "lora", tensors, **fields)
+    theirs = hf_logits(merged_by_torch(hf, tensors, scale_of), hf.tokens)
+    ours = merged_logits(hf, path)
+    assert error(ours, theirs) <= TOLERANCE
+    assert error(hf.logits, theirs) > 100 * TOLERANCE  # the adapter matters
+    unscaled = hf_logits(merged_by_torch(hf, tensors, lambda _: 1), hf.tokens)
+    assert error(ours, unscaled) > 100 * TOLERANCE  # and so does its scale
+
+
+def test_factors_beside_the_weights_are_laid_out_like_them(hf, shapes, tmp_path):
+    path = write(tmp_path / "lora", factors(shapes), **PATTERNS)
+    config = bridge.from_hf_config(hf.path)
+    lora = bridge.load_lora(path, config)
+    base = bridge.load_hf(hf.path, mould_of(config))
+    merged = bridge.load_hf_with_lora(hf.path, path, mould_of(config))
+    base, merged = (dict(_named(tree)) for tree in (base, merged))
+    assert set(lora.factors) == {f"layers.{module}.kernel" for module in MODULES}
+    for leaf, pair in lora.factors.items():
+        for layer, scale in enumerate(lora.scales[leaf]):
+            delta = jnp.tensordot(pair["lora_a"][layer], pair["lora_b"][layer], 1)
+            difference = merged[leaf][layer] - base[leaf][layer]
+            np.testing.assert_allclose(difference, scale * delta, rtol=0, atol=1e-5)
+            assert np.abs(delta).max() > 0.01
+    untouched = set(base) - set(lora.factors)
+    assert_same_leaves(*({k: t[k] for k in untouched} for t in (merged, base)))
+
+
+def _named(tree):
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        yield jax.tree_util.keystr(path[:-1], simple=True, separator="."), leaf
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_an_adapter_returns_bit_by_bit(hf, shapes, tmp_path, dtype):
+    tensors = factors(shapes, dtype=dtype)
+    path = write(tmp_path / "lora", tensors, use_rslora=True)
+    config = bridge.from_hf_config(hf.path)
+    bridge.save_lora(tmp_path / "out", bridge.load_lora(path, config), config)
+    again = tensors_of(tmp_path / "out" / "adapter_model.safetensors")
+    assert_same_bytes(again, tensors)
+    fields = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert fields == CONFIG | {"use_rslora": True}
+
+
+def test_adapters_of_old_are_read_without_running_their_pickle(hf, shapes, tmp_path):
+    tensors = factors(shapes)
+    config = bridge.from_hf_config(hf.path)
+    theirs = bridge.load_lora(write(tmp_path / "new", tensors), config)
+    path = write(tmp_path / "old", tensors)
+    (path / "adapter_model.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match="adapter_model.safetensors"):
+        bridge.load_lora(path, config)
+    state = {key: torch.from_numpy(value) for key, value in tensors.items()}
+    torch.save(state, path / "adapter_model.bin")
+    assert_same_leaves(bridge.load_lora(path, config).factors, theirs.factors)
+
+
+def test_factors_that_were_trained_here_are_an_adapter_of_peft(hf, shapes, tmp_path):
+    config = bridge.from_hf_config(hf.path)
+    path = write(tmp_path / "lora", factors(shapes))
+    theirs = bridge.load_lora(path, config)
+    ours = bridge.Lora(bridge.LoraConfig(4, 16), theirs.factors, theirs.scales)
+    bridge.save_lora(tmp_path / "out", ours, config)
+    again = bridge.load_lora(tmp_path / "out", config)
+    assert_same_leaves(again.factors, theirs.factors)
+    assert again.config.scale("model.layers.0.mlp.down_proj") == 4
+    fields = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert sorted(fields["target_modules"]) == ["down_proj", "o_proj", "q_proj"]
+    wrong = bridge.Lora(bridge.LoraConfig(5, 16), theirs.factors, theirs.scales)
+    with pytest.raises(ValueError, match="lora_a: .*, 4\\), the config says .*, 5"):
+        bridge.save_lora(tmp_path / "wrong", wrong, config)
+    assert not (tmp_path / "wrong").exists()
+
+
+def test_shards_of_a_merged_weight_are_those_of_the_whole(hf, shapes, tmp_path):
+    path = write(tmp_path / "lora", factors(shapes))
+    config = bridge.from_hf_config(hf.path)
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    mould = mould_of(config)
+    across = jax.tree.map(
+        lambda leaf: leaf.update(
+            sharding=jax.NamedSharding(mesh, jax.P(*[None] * (leaf.ndim - 1), "x"))
+            if leaf.shape[-1] % 2 == 0
+            else jax.NamedSharding(mesh, jax.P())
+        ),
+        mould,
+    )
+    whole, cut = (bridge.load_hf_with_lora(hf.path, path, m) for m in (mould, across))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-6), whole, cut
+    )
+
+
+def test_modules_that_were_saved_whole_take_the_places_of_the_bases(
+    hf, shapes, tmp_path
+):
+    tensors = factors(shapes)
+    head = np.full(shapes["lm_head.weight"], 0.25, np.float32)
+    tensors["base_model.model.lm_head.weight"] = head
+    path = write(tmp_path / "lora", tensors, modules_to_save=["lm_head"])
+    config = bridge.from_hf_config(hf.path)
+    merged = dict(_named(bridge.load_hf_with_lora(hf.path, path, mould_of(config))))
+    np.testing.assert_array_equal(merged["lm_head.kernel"], head.T)
+    with pytest.raises(ValueError, match="saves whole tensors.*lm_head.weight"):
+        bridge.load_lora(path, config)
+
+
+@pytest.mark.parametrize(
+    "fields, match",
+    [
+        ({"use_dora": True}, "use_dora=True is not modelled"),
+        ({"peft_type": "IA3"}, "peft_type is 'IA3'"),
+        ({"init_lora_weights": "pissa_niter_4"}, "'pissa_niter_4' changes the base"),
+        ({"target_parameters": ["experts"]}, "target_parameters=.* is not modelled"),
+        ({"layer_replication": [[0, 2]]}, "layer_replication"),
+        ({"something_new": 3}, "something_new=3 is not modelled"),
+        ({"r": 0}, "r=0 is no positive integer"),
+        ({"r": 4.0}, "r=4.0 is no positive integer"),
+        ({"lora_alpha": float("nan")}, "NaN|lora_alpha=nan is no positive number"),
+        ({"use_rslora": "no"}, "use_rslora='no' is neither true nor false"),
+        ({"rank_pattern": ["q_proj"]}, r"rank_pattern=\['q_proj'\] is no object"),
+        ({"rank_pattern": {"q_proj": True}}, "no name with a number"),
+        ({"lora_alpha": "16"}, "lora_alpha='16' is no positive number"),
+        ({"rank_pattern": {"(a+)+$": 2}}, "no name with a number"),
+        ({"rank_pattern": {"q_proj": 2}}, "q_proj.*rank 2"),
+        ({"r": 8}, "q_proj: factors of shapes .*, and the config's rank 8"),
+    ],
+)
+def test_what_is_not_modelled_is_refused_by_name(hf, shapes, tmp_path, fields, match):
+    path = write(tmp_path / "lora", factors(shapes), **fields)
+    config = bridge.from_hf_config(hf.path)
+    with pytest.raises(ValueError, match=match):
+        bridge.load_lora(path, config)
+    with pytest.raises(ValueError, match=match):
+        bridge.load_hf_with_lora(hf.path, path, mould_of(config))
+
+
+def test_tensors_that_are_none_of_the_models_are_all_listed(hf, shapes, tmp_path):
+    tensors = factors(shapes) | {
+        "base_model.model.model.layers.0.self_attn.q_proj.lora_magnitude_vector": (
+            np.ones(3, np.float32)
+        ),
+        "base_model.model.model.layers.9.mlp.up_proj.lora_A.weight": (
+            np.ones((4, 3), np.float32)
+        ),
+        "stray": np.ones(3, np.float32),
+    }
+    path = write(tmp_path / "lora", tensors)
+    with pytest.raises(ValueError) as raised:
+        bridge.load_lora(path, bridge.from_hf_config(hf.path))
+    for line in (
+        "q_proj.lora_magnitude_vector is no tensor of the model",
+        "stray is no tensor of the model",
+        "layers.9.mlp.up_proj.lora_B.weight is missing beside its other factor",
+    ):
+        assert line in str(raised.value)
+
+
+def test_an_adapter_of_another_model_is_refused(hf, shapes, tmp_path):
+    tensors = factors({"model.layers.7.mlp.up_proj.weight": (5, 6)}, ("up_proj",))
+    key = "base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"
+    tensors |= factors(shapes) | {key: np.ones((3, 4), np.float32)}
+    path = write(tmp_path / "lora", tensors)
+    config = bridge.from_hf_config(hf.path)
+    with pytest.raises(ValueError) as raised:
+        bridge.load_hf_with_lora(hf.path, path, mould_of(config))
+    assert "model.layers.7.mlp.up_proj.weight" in str(raised.value)
+    assert "the adapter is for (3, 48)" in str(raised.value)
+    with pytest.raises(
+        ValueError, match="layers.7.mlp.up_proj: no weight of the model"
+    ):
+        bridge.load_lora(path, config)
+
+
+def test_some_of_the_stacked_layers_are_merged_but_not_kept_apart(hf, shapes, tmp_path):
+    tensors = factors(shapes, ("layers.1.mlp.down_proj", "layers.2.mlp.down_proj"))
+    path = write(tmp_path / "lora", tensors)
+    assert error(merged_logits(hf, path), hf.logits) > 100 * TOLERANCE
+    with pytest.raises(ValueError, match="not adapted in model.layers.0.mlp.down_proj"):
+        bridge.load_lora(path, bridge.from_hf_config(hf.path))
+    ranks = factors(shapes, ("0.mlp.down_proj",), rank=2) | factors(
+        shapes, ("1.mlp.down_proj", "2.mlp.down_proj")
+    )
+    pattern = {"layers.0.mlp.down_proj": 2}
+    path = write(tmp_path / "ranks", ranks, rank_pattern=pattern)
+    with pytest.raises(ValueError, match=r"down_proj.kernel: ranks \[2, 4\]"):
+        bridge.load_lora(path, bridge.from_hf_config(hf.path))
+    merged_logits(hf, path)
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("gpt2"), "gpt2")
+
+
+def gpt2_factors(path, *modules) -> dict[str, np.ndarray]:
+    """Of weights that are stored as [in, out]."""
+    source = bridge.open_checkpoint(path)
+    keys = [key for key in source.keys() if key.endswith(".weight")]
+    return factors({key: source.shape(key)[::-1] for key in keys}, modules)
+
+
+def test_a_base_that_stores_its_weights_the_other_way_says_so(gpt2, tmp_path):
+    tensors = gpt2_factors(gpt2.path, "attn.c_attn", "attn.c_proj", "mlp.c_fc")
+    name = "base_model.model.transformer.h.1.mlp.c_fc"
+    (width,) = bridge.open_checkpoint(gpt2.path).shape(f"{name[17:]}.bias")
+    bias = np.full(width, 0.5, np.float32)
+    whole = {f"{name}.base_layer.bias": bias}  # as PEFT names it
+    path = write(tmp_path / "lora", tensors | whole, bias="all", fan_in_fan_out=True)
+    model = AutoModelForCausalLM.from_pretrained(gpt2.path).eval()
+    state = model.state_dict()
+    state["transformer.h.1.mlp.c_fc.bias"].copy_(torch.from_numpy(bias))
+    for key in tensors:
+        if key.endswith("lora_A.weight"):
+            a, b = (tensors[key.replace("_A.", f"_{x}.")] for x in "AB")
+            weight = key[len("base_model.model.") : -len(".lora_A.weight")] + ".weight"
+            state[weight] += torch.from_numpy(4 * b @ a).T
+    theirs = hf_logits(model, gpt2.tokens)
+    assert error(merged_logits(gpt2, path), theirs) <= TOLERANCE
+    write(tmp_path / "apart", tensors, fan_in_fan_out=True)
+    with pytest.raises(ValueError, match="c_attn: its weight is cut"):
+        bridge.load_lora(tmp_path / "apart", bridge.from_hf_config(gpt2.path))
+
+
+def test_factors_of_a_weight_stored_the_other_way_are_laid_out_like_it(gpt2, tmp_path):
+    config = bridge.from_hf_config(gpt2.path)
+    tensors = gpt2_factors(gpt2.path, "mlp.c_proj")
+    path = write(tmp_path / "lora", tensors, fan_in_fan_out=True)
+    lora = bridge.load_lora(path, config)
+    pair = lora.factors["layers.mlp.down_proj.kernel"]
+    a = tensors["base_model.model.transformer.h.1.mlp.c_proj.lora_A.weight"]
+    np.testing.assert_array_equal(pair["lora_a"][1], a.T)
+    bridge.save_lora(tmp_path / "out", lora, config)
+    assert_same_bytes(tensors_of(tmp_path / "out/adapter_model.safetensors"), tensors)
+    wrong = write(tmp_path / "wrong", tensors, fan_in_fan_out=False)
+    with pytest.raises(ValueError, match="of another shape"):
+        bridge.load_hf_with_lora(gpt2.path, wrong, mould_of(config))
