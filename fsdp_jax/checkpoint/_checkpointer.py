@@ -20,7 +20,12 @@ from orbax.checkpoint.checkpoint_managers import (
 
 from fsdp_jax._state import TrainState
 from fsdp_jax._tree import PyTree
-from fsdp_jax.checkpoint._engine import StateHandler, manager, raise_failure
+from fsdp_jax.checkpoint._engine import (
+    StateHandler,
+    manager,
+    raise_failure,
+    remove_unfinished,
+)
 from fsdp_jax.checkpoint._load import load
 from fsdp_jax.checkpoint._save import prepare
 from fsdp_jax.checkpoint._steps import Step, latest_step
@@ -68,6 +73,7 @@ class Checkpointer:
             all.
           timeout_secs: After so long a save has failed.
         """
+        remove_unfinished(Path(path))
         self._path = path
         self._failure: tuple[int, Exception] | None = None
         self._saving: int | None = None

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ ITEM = "state"
 _CHUNK_BYTES = 32 * 2**20
 # How Orbax calls a step until it is committed.
 _UNFINISHED = ".orbax-checkpoint-tmp"
+_FAILED = "failed"
 _ATTEMPTS = 20
 
 
@@ -81,6 +82,10 @@ class StateHandler(ocp.PyTreeCheckpointHandler):
             self._write_manifest(directory, self._saving)
         except Exception as error:
             self.failure = self.failure or error
+            # Orbax commits the folder now; whoever is killed before it is removed
+            # leaves it to the next save, which knows it by this.
+            with contextlib.suppress(OSError):
+                (Path(directory) / _FAILED).touch()
 
     def _write_manifest(self, directory: Any, saving: StateSave) -> None:
         super().finalize(directory)
@@ -167,13 +172,11 @@ def restore(directory: Path, wanted: dict[str, Any]) -> dict[str, jax.Array]:
     return read(directory, args=args)
 
 
-@contextmanager
+@contextlib.contextmanager
 def manager(
     path: str | os.PathLike[str], handler: StateHandler, **options: Any
 ) -> Iterator:
     """Orbax's manager of the steps under `path`, closed again whatever happens."""
-    if jax.process_index() == 0:
-        _remove_unfinished(Path(path))
     # Orbax refuses relative paths.
     with ocp.CheckpointManager(
         Path(path).absolute(),
@@ -183,13 +186,17 @@ def manager(
         yield opened
 
 
-def _remove_unfinished(path: Path) -> None:
+def remove_unfinished(path: Path) -> None:
     """Removes what a save left that did not end well.
 
-    Not by Orbax, which gives up where a write of that save is still under way.
+    Not by Orbax, which gives up where a write of that save is still under way. The
+    first process does it; the others wait elsewhere.
     """
+    if jax.process_index() > 0:
+        return
     for _ in range(_ATTEMPTS):
-        unfinished = list(path.glob(f"*{_UNFINISHED}"))
+        failed = [marker.parents[1] for marker in path.glob(f"*/{ITEM}/{_FAILED}")]
+        unfinished = [*path.glob(f"*{_UNFINISHED}"), *failed]
         if not unfinished:
             return
         for folder in unfinished:

@@ -12,6 +12,7 @@ from fsdp_jax.checkpoint._engine import (
     StateHandler,
     manager,
     raise_failure,
+    remove_unfinished,
     save_arguments,
 )
 from fsdp_jax.checkpoint._keys import Leaf, flatten, layout
@@ -63,6 +64,8 @@ def prepare(
     Raises:
       ValueError: As for `save`, or if the processes do not save the same.
     """
+    with together("Saving"):
+        remove_unfinished(Path(path))
     with together("Saving"):
         leaves, encoded = flatten(state), encode(metadata or {})
         check_free(path, step)

@@ -391,3 +391,15 @@ def test_what_an_earlier_save_left_unfinished_is_removed_by_the_next(tmp_path):
     assert (tmp_path / "2.orbax-checkpoint-tmp").exists()  # reading removes nothing
     fsdp.save(tmp_path, small_state(2))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2"]
+
+
+def test_a_step_that_failed_in_another_process_is_not_in_the_way(tmp_path):
+    """Orbax commits it all the same; here whoever should remove it was killed."""
+    fsdp.save(tmp_path, small_state(1))
+    shutil.copytree(tmp_path / "1", tmp_path / "2")
+    (tmp_path / "2" / "state" / "manifest.json").rename(
+        tmp_path / "2" / "state" / "failed"
+    )
+    assert fsdp.latest_step(tmp_path) == 1
+    fsdp.save(tmp_path, small_state(2))
+    assert fsdp.latest_step(tmp_path) == 2

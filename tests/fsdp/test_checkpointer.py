@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import json
 import logging
 import os
 import random
 import signal
+from pathlib import Path
 
 import jax
 import orbax.checkpoint.checkpoint_managers as policies
@@ -17,6 +19,8 @@ from helpers.saving_worker import check, mould, state_at
 
 import fsdp_jax as fsdp
 
+ROOT = Path(__file__).parents[2]
+TORTURE = ROOT / "benchmarks" / "results" / "torture.json"
 ROUNDS = 10  # 200 in benchmarks/torture.py
 
 pytestmark = ORBAX_FAILS_NOISILY
@@ -165,3 +169,16 @@ def test_no_committed_step_is_lost_when_the_process_is_killed_at_any_moment(tmp_
         assert newest >= committed[-1]
     assert check(fsdp.load(tmp_path, mould())) == newest
     assert newest > ROUNDS / 2  # the kills did not all come before the first save
+
+
+def test_the_long_form_lost_nothing_either():
+    """What benchmarks/torture.py found when it was last run."""
+    found = json.loads(TORTURE.read_text())
+    assert found["flips"]["rounds"] >= 200 and found["kills"]["rounds"] >= 200
+    assert found["flips"]["wrong_values_returned"] == 0
+    assert found["flips"]["refused"] > found["flips"]["rounds"] / 2
+    assert found["full_disk"]["saves_that_failed"] > 0
+    assert found["full_disk"]["previous_step_spoilt"] == 0
+    assert found["full_disk"]["next_save_failed"] == 0
+    assert found["kills"]["killed_while_writing"] > found["kills"]["rounds"] / 2
+    assert found["kills"]["steps_lost"] == found["kills"]["latest_unreadable"] == 0
