@@ -58,7 +58,8 @@ def make_state(gigabytes: float) -> fsdp.TrainState:
 
     zero, key = jax.device_put((jnp.int32(1), jax.random.key(0)), whole)
     opt_state = {"mu": tree(), "nu": tree()}
-    return fsdp.TrainState(zero, tree(), opt_state, {}, key, zero)
+    state = fsdp.TrainState(zero, tree(), opt_state, {}, key, zero)
+    return jax.block_until_ready(state)
 
 
 def mould_of(tree: Any) -> Any:
