@@ -1,8 +1,16 @@
 """Checkpoints: any mesh to any mesh, atomic, nothing cast or dropped in silence."""
 
+from fsdp_jax.checkpoint._agree import OtherProcessError as OtherProcessError
+from fsdp_jax.checkpoint._checkpointer import Checkpointer as Checkpointer
 from fsdp_jax.checkpoint._load import load as load
 from fsdp_jax.checkpoint._load import load_metadata as load_metadata
 from fsdp_jax.checkpoint._load import load_params as load_params
 from fsdp_jax.checkpoint._load import load_shapes as load_shapes
+from fsdp_jax.checkpoint._manifest import (
+    DamagedCheckpointError as DamagedCheckpointError,
+)
 from fsdp_jax.checkpoint._save import save as save
 from fsdp_jax.checkpoint._steps import latest_step as latest_step
+from fsdp_jax.checkpoint._strict import Loaded as Loaded
+from fsdp_jax.checkpoint._verify import Verified as Verified
+from fsdp_jax.checkpoint._verify import verify as verify

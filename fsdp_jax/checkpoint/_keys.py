@@ -2,18 +2,42 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
 
-from fsdp_jax._padded import Padded, pack, unpack
+from fsdp_jax._padded import Padded
 from fsdp_jax._tree import PyTree, named_leaves
 
 
-def flatten(tree: PyTree) -> dict[str, Any]:
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """One leaf as Orbax is given it.
+
+    Attributes:
+      value: A plain array, or its `jax.ShapeDtypeStruct`: what a `Padded` leaf wraps,
+        since only that is split evenly, and the words of PRNG keys.
+      shape: The logical shape, which is the one on disk.
+    """
+
+    value: Any
+    shape: tuple[int, ...]
+
+    @property
+    def mould(self) -> jax.ShapeDtypeStruct:
+        """Logical shape and dtype."""
+        return jax.ShapeDtypeStruct(self.shape, self.value.dtype)
+
+    @property
+    def is_abstract(self) -> bool:
+        """Whether it has no value yet."""
+        return isinstance(self.value, jax.ShapeDtypeStruct)
+
+
+def flatten(tree: PyTree) -> dict[str, Leaf]:
     """One flat dict of dotted names; logical shapes, PRNG keys as `uint32` words.
 
     Args:
@@ -21,7 +45,7 @@ def flatten(tree: PyTree) -> dict[str, Any]:
 
     Raises:
       ValueError: If two leaves have one name (`{"a.b": x, "a": {"b": y}}`): the second
-        would overwrite the first.
+        would overwrite the first. If a leaf is no array.
     """
     named = named_leaves(tree)
     twice = [name for name, n in Counter(name for name, _ in named).items() if n > 1]
@@ -30,41 +54,36 @@ def flatten(tree: PyTree) -> dict[str, Any]:
             f"Cannot save two leaves under one name: {', '.join(twice)}. Rename a key "
             "that has a dot in it."
         )
-    return {name: _stored(leaf) for name, leaf in named}
+    plain = [name for name, leaf in named if not hasattr(leaf, "dtype")]
+    if plain:
+        raise ValueError(
+            f"{len(plain)} leaf/leaves are no arrays: {', '.join(plain)}. Make them "
+            "arrays with jnp.asarray."
+        )
+    return {name: _leaf(leaf) for name, leaf in named}
 
 
-def unflatten(mould: PyTree, leaves: dict[str, Any]) -> PyTree:
-    """The inverse of `flatten`, in the structure of `mould`."""
-    values, treedef = [], jax.tree.structure(mould, is_leaf=_is_padded)
-    for name, leaf in named_leaves(mould):
-        value = as_key(leaves[name], leaf) if is_key(leaf) else leaves[name]
-        values.append(_repacked(value, leaf) if _is_padded(leaf) else value)
-    return treedef.unflatten(values)
+def unflatten(mould: PyTree, values: dict[str, Any]) -> PyTree:
+    """The inverse of `flatten`, in the structure of `mould`.
+
+    Args:
+      mould: The tree that was flattened.
+      values: An array by name, of the shape of that leaf's `value`. A leaf without one
+        stays as it is.
+    """
+    treedef = jax.tree.structure(mould, is_leaf=_is_padded)
+    return treedef.unflatten(
+        _filled(leaf, values[name]) if name in values else leaf
+        for name, leaf in named_leaves(mould)
+    )
 
 
-def _stored(leaf: Any) -> Any:
-    """The plain array, or its shape, that stands for a leaf on disk."""
-    if is_key(leaf):
-        return key_words(leaf)
-    if not _is_padded(leaf):
-        return leaf
-    if isinstance(leaf.value, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=_whole(leaf))
-    return jax.jit(unpack, out_shardings=_whole(leaf))(leaf)
-
-
-def _repacked(value: jax.Array, mould: Padded) -> Padded:
-    padding = jax.jit(lambda v: pack(v, mould), out_shardings=mould.value.sharding)
-    return padding(value)
-
-
-def _whole(leaf: Padded) -> NamedSharding:
-    """On every device, while it is written or read: it is seldom large."""
-    return NamedSharding(leaf.value.sharding.mesh, PartitionSpec())
-
-
-def _is_padded(leaf: Any) -> bool:
-    return isinstance(leaf, Padded)
+def layout(leaves: dict[str, Leaf]) -> dict[str, list[str]]:
+    """Shape, dtype and split of every leaf, as processes compare them."""
+    return {
+        name: [str(leaf.shape), str(leaf.value.dtype), _split(leaf.value)]
+        for name, leaf in leaves.items()
+    }
 
 
 def is_key(leaf: Any) -> bool:
@@ -72,7 +91,29 @@ def is_key(leaf: Any) -> bool:
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-def key_words(leaf: Any) -> Any:
+def _split(value: Any) -> str:
+    sharding = getattr(value, "sharding", None)
+    return str(getattr(sharding, "spec", sharding))
+
+
+def _leaf(leaf: Any) -> Leaf:
+    if is_key(leaf):
+        words = _key_words(leaf)
+        return Leaf(words, tuple(words.shape))
+    return Leaf(leaf.value if _is_padded(leaf) else leaf, tuple(leaf.shape))
+
+
+def _filled(leaf: Any, value: jax.Array) -> Any:
+    if is_key(leaf):
+        return _as_key(value, leaf)
+    return Padded(value, leaf.shape) if _is_padded(leaf) else value
+
+
+def _is_padded(leaf: Any) -> bool:
+    return isinstance(leaf, Padded)
+
+
+def _key_words(leaf: Any) -> Any:
     """The words of a PRNG key array, or their abstract shape with the same sharding."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
         words = jax.eval_shape(jax.random.key_data, leaf)
@@ -80,7 +121,7 @@ def key_words(leaf: Any) -> Any:
     return jax.random.key_data(leaf)
 
 
-def as_key(words: jax.Array, mould: Any) -> jax.Array:
+def _as_key(words: jax.Array, mould: Any) -> jax.Array:
     """The PRNG keys of the kind of `mould` that have these words."""
     impls: list[Any] = []  # jax tells a key's kind for arrays and tracers only.
     jax.eval_shape(lambda key: impls.append(jax.random.key_impl(key)), mould)

@@ -3,38 +3,83 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
-import orbax.checkpoint as ocp
+import jax.numpy as jnp
 
 from fsdp_jax._tree import PyTree
-from fsdp_jax.checkpoint._keys import flatten, unflatten
-from fsdp_jax.checkpoint._steps import manager, resolve_step
+from fsdp_jax.checkpoint._agree import check_same, exchange, together
+from fsdp_jax.checkpoint._engine import restore
+from fsdp_jax.checkpoint._keys import Leaf, flatten, layout, unflatten
+from fsdp_jax.checkpoint._manifest import damaged
+from fsdp_jax.checkpoint._steps import Step, open_step, resolve_step
+from fsdp_jax.checkpoint._stored import root_cause
+from fsdp_jax.checkpoint._strict import Cast, Loaded, Match, Options, Strict, match
+from fsdp_jax.checkpoint._typed_json import decode
+
+_PARAMS = "params."
 
 
 def load(
-    path: str | os.PathLike[str], mould: PyTree, *, step: int | None = None
-) -> PyTree:
+    path: str | os.PathLike[str],
+    mould: PyTree,
+    *,
+    step: Step = None,
+    strict: Strict = "raise_all",
+    allow_shape_mismatch: Sequence[str] = (),
+    cast: Cast = "never",
+) -> Any:
     """Reads a step onto any mesh: each device only the bytes of its own shards.
+
+    Every byte is verified by a checksum on the way. In Megatron's words, *unexpected*
+    is a leaf that is asked for and not stored, *missing* one that is stored and not
+    asked for.
 
     Args:
       path: The directory that `save` wrote to.
       mould: What to fill, e.g. `abstract_state(plan, tx)`: shapes, dtypes, shardings.
-      step: Which step; None for the newest.
+        Where a leaf of it is an array, that is what an unexpected leaf keeps; one that
+        is abstract must be in the checkpoint, whatever `strict` says.
+      step: Which step; None for the newest. `"latest-good"`: the newest of which every
+        byte is as it was written, with a warning for each that is passed over; it
+        reads them twice.
+      strict: What to do about leaves that do not correspond. `"raise_all"` refuses
+        both sorts; `"raise_unexpected"` and `"assume_ok_unexpected"` leave what is
+        missing unread; `"log_unexpected"`, `"log_all"` warn in the log `fsdp_jax`;
+        `"return_unexpected"`, `"return_all"` return them; `"ignore_all"` is silent.
+        Where a mode names only the unexpected, those that are missing are not read.
+      allow_shape_mismatch: Patterns of leaves that are cut at their end, or filled with
+        zeros, to the shape of the mould: for a vocabulary padded otherwise. A pattern
+        matches the last components of a name: `"embed.embedding"` is the parameter and
+        its moments.
+      cast: `"floats"` reads a float as the float that the mould asks for; `"never"`
+        refuses it. All else always has its own dtype.
 
     Returns:
-      Arrays in the structure, dtypes and shardings of `mould`.
+      Arrays in the structure, dtypes and shardings of `mould`; a `Loaded` with these
+      and the names where `strict` begins with `return`.
 
     Raises:
-      ValueError: If the step does not hold exactly the mould's leaves, in their shapes
-        and dtypes; all offenders in one message, before anything is read.
+      ValueError: If the step does not hold the mould's leaves, in their shapes and
+        dtypes, but for what is allowed; all offenders in one message, before anything
+        is read.
+      DamagedCheckpointError: If it is not as it was written.
+
+    Source: Megatron-LM dist_checkpointing/serialization.py::load
     """
-    return unflatten(mould, _read(path, flatten(mould), step, within=""))
+    options = Options(strict, allow_shape_mismatch, cast)
+    values, found = _read(path, flatten(mould), step, "", options)
+    state = unflatten(mould, values)
+    if not strict.startswith("return"):
+        return state
+    return Loaded(state, found.missing, found.unexpected)
 
 
 def load_params(
-    path: str | os.PathLike[str], mould: PyTree, *, step: int | None = None
+    path: str | os.PathLike[str], mould: PyTree, *, step: Step = None
 ) -> PyTree:
     """Reads the parameters of a saved `TrainState` and nothing else.
 
@@ -44,84 +89,104 @@ def load_params(
     Args:
       path: The directory that `save` wrote to.
       mould: `plan.params` of any mesh.
-      step: Which step; None for the newest.
+      step: As for `load`.
 
     Raises:
       ValueError: As for `load`.
+      DamagedCheckpointError: As for `load`.
     """
-    wanted = {f"params.{name}": leaf for name, leaf in flatten(mould).items()}
-    leaves = _read(path, wanted, step, within="params.")
-    return unflatten(mould, {n.removeprefix("params."): x for n, x in leaves.items()})
+    wanted = {_PARAMS + name: leaf for name, leaf in flatten(mould).items()}
+    values, _ = _read(path, wanted, step, _PARAMS, Options())
+    return unflatten(mould, {n.removeprefix(_PARAMS): x for n, x in values.items()})
 
 
 def load_shapes(
-    path: str | os.PathLike[str], *, step: int | None = None
+    path: str | os.PathLike[str], *, step: Step = None
 ) -> dict[str, jax.ShapeDtypeStruct]:
     """Shape and dtype of every leaf of a step, by dotted name; reads no array.
 
     Args:
       path: The directory that `save` wrote to.
-      step: Which step; None for the newest.
+      step: As for `load`.
 
     Raises:
       ValueError: If there is no such step.
+      DamagedCheckpointError: As for `load`.
     """
-    step = resolve_step(path, step)
-    with manager(path, create=False) as steps:
-        return {
-            name: jax.ShapeDtypeStruct(tuple(leaf.shape), leaf.dtype)
-            for name, leaf in steps.item_metadata(step)["state"].items()
-        }
+    _, manifest = open_step(path, step)
+    return manifest.leaves
 
 
-def load_metadata(
-    path: str | os.PathLike[str], *, step: int | None = None
-) -> dict[str, Any]:
-    """The `metadata` that `save` was given for a step; None for the newest."""
-    step = resolve_step(path, step)
-    with manager(path, create=False) as steps:
-        return dict(steps.metadata(step).custom_metadata)
+def load_metadata(path: str | os.PathLike[str], *, step: Step = None) -> dict[str, Any]:
+    """The `metadata` that `save` was given for a step; tuples, bytes and all.
+
+    Args:
+      path: The directory that `save` wrote to.
+      step: As for `load`.
+
+    Raises:
+      ValueError: If there is no such step.
+      DamagedCheckpointError: As for `load`.
+    """
+    _, manifest = open_step(path, step)
+    return decode(manifest.metadata)
 
 
 def _read(
     path: str | os.PathLike[str],
-    wanted: dict[str, Any],
-    step: int | None,
-    *,
+    wanted: dict[str, Leaf],
+    step: Step,
     within: str,
-) -> dict[str, Any]:
-    """Restores `wanted`, which must be all that is stored under the prefix `within`."""
-    step = resolve_step(path, step)
-    with manager(path, create=False) as steps:
-        stored = {
-            name: leaf
-            for name, leaf in steps.item_metadata(step)["state"].items()
-            if name.startswith(within)
-        }
-        _check(f"{path}/{step}", stored, wanted)
-        arguments = ocp.args.PyTreeRestore(
-            item=wanted,
-            restore_args=ocp.checkpoint_utils.construct_restore_args(wanted),
-            partial_restore=True,
-        )
-        return steps.restore(step, args=ocp.args.Composite(state=arguments))["state"]
+    options: Options,
+) -> tuple[dict[str, jax.Array], Match]:
+    """Reads what is wanted of what is stored under the prefix `within`."""
+    step = _agreed_step(path, step)
+    with together("Loading"):
+        directory, manifest = open_step(path, step)
+        stored = {n: x for n, x in manifest.leaves.items() if n.startswith(within)}
+        found = match(str(directory.parent), stored, wanted, options)
+    check_same("the layout of what is loaded", layout(found.read))
+    with together("Loading"):
+        values = _restore(directory, {n: x.value for n, x in found.read.items()})
+    return {
+        name: _without_excess(value, found.read[name], stored[name].shape)
+        for name, value in values.items()
+        if name in found.read
+    }, found
 
 
-def _check(where: str, stored: dict[str, Any], wanted: dict[str, Any]) -> None:
-    problems = [f"missing in the checkpoint: {n}" for n in wanted if n not in stored]
-    problems += [
-        f"unexpected in the checkpoint: {n}" for n in stored if n not in wanted
-    ]
-    for name in wanted.keys() & stored.keys():
-        have, want = stored[name], wanted[name]
-        if tuple(have.shape) != tuple(want.shape) or have.dtype != want.dtype:
-            problems.append(
-                f"{name}: stored {have.dtype}{list(have.shape)}, "
-                f"wanted {want.dtype}{list(want.shape)}"
-            )
-    if problems:
-        raise ValueError(
-            f"'{where}' does not fit in {len(problems)} place(s):\n  "
-            + "\n  ".join(sorted(problems))
-            + "\nLoad it with the model, precision and optimizer it was saved with."
+def _agreed_step(path: str | os.PathLike[str], step: Step) -> int:
+    """The step that the first process finds: it alone looks, and verifies."""
+    with together("Loading"):
+        found = resolve_step(path, step) if jax.process_index() == 0 else None
+    return exchange(found)[0]
+
+
+def _restore(directory: Path, wanted: dict[str, Any]) -> dict[str, jax.Array]:
+    if not wanted:
+        return {}
+    try:
+        return restore(directory, wanted)
+    except (MemoryError, jax.errors.JaxRuntimeError):
+        raise
+    except Exception as error:  # TensorStore raises bare `Exception`s.
+        raise damaged(directory, [root_cause(error)]) from error
+
+
+def _without_excess(
+    value: jax.Array, leaf: Leaf, stored_shape: tuple[int, ...]
+) -> jax.Array:
+    """Zeros behind the end of a padded leaf that is cut within what was stored."""
+    if all(have <= want for have, want in zip(stored_shape, leaf.shape, strict=True)):
+        return value
+
+    def cut(value):
+        inside = [
+            jax.lax.broadcasted_iota(jnp.int32, value.shape, dim) < size
+            for dim, size in enumerate(leaf.shape)
+        ]
+        return jnp.where(jnp.all(jnp.stack(inside), axis=0), value, 0).astype(
+            value.dtype
         )
+
+    return jax.jit(cut, out_shardings=value.sharding)(value)

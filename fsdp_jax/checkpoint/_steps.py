@@ -3,25 +3,36 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+import warnings
 from pathlib import Path
+from typing import Literal
 
-import orbax.checkpoint as ocp
+from fsdp_jax.checkpoint import _manifest
+from fsdp_jax.checkpoint._engine import ITEM
+from fsdp_jax.checkpoint._manifest import (
+    DamagedCheckpointError,
+    Manifest,
+    check_files,
+    damaged,
+    read_manifest,
+)
+from fsdp_jax.checkpoint._stored import read_all, root_cause
+
+Step = int | Literal["latest-good"] | None
+
+_COMMIT_MARKER = "commit_success.txt"
 
 
-@contextmanager
-def manager(path: str | os.PathLike[str], *, create: bool) -> Iterator:
-    """Orbax's manager of the steps under `path`, closed again whatever happens."""
-    options = ocp.CheckpointManagerOptions(
-        create=create, enable_async_checkpointing=False
-    )
-    handlers = {"state": ocp.PyTreeCheckpointHandler()}
-    # Orbax refuses relative paths.
-    with ocp.CheckpointManager(
-        Path(path).absolute(), options=options, item_handlers=handlers
-    ) as opened:
-        yield opened
+def committed_steps(path: str | os.PathLike[str]) -> list[int]:
+    """The steps under `path` that were written to the end, oldest first.
+
+    A step counts if it has both Orbax's commit marker and our manifest. One that was
+    cut off while it was written, or that someone else wrote, does not.
+    """
+    if not Path(path).is_dir():
+        return []
+    folders = (child for child in Path(path).iterdir() if child.name.isdecimal())
+    return sorted(int(folder.name) for folder in folders if _is_committed(folder))
 
 
 def latest_step(path: str | os.PathLike[str]) -> int | None:
@@ -29,13 +40,10 @@ def latest_step(path: str | os.PathLike[str]) -> int | None:
 
     A step that was cut off while it was written is not committed and does not count.
     """
-    if not Path(path).is_dir():
-        return None
-    with manager(path, create=False) as steps:
-        return steps.latest_step()
+    return max(committed_steps(path), default=None)
 
 
-def resolve_step(path: str | os.PathLike[str], step: int | None) -> int:
+def resolve_step(path: str | os.PathLike[str], step: Step) -> int:
     """`step`, or the newest one.
 
     Raises:
@@ -43,12 +51,66 @@ def resolve_step(path: str | os.PathLike[str], step: int | None) -> int:
     """
     if not Path(path).is_dir():
         raise ValueError(f"No checkpoint at '{path}': there is no such directory.")
-    with manager(path, create=False) as steps:
-        available = sorted(steps.all_steps())
+    available = committed_steps(path)
     if not available:
         raise ValueError(f"No checkpoint at '{path}': it holds no committed step.")
+    if step == "latest-good":
+        return _latest_good(path, available)
     if step is not None and step not in available:
         raise ValueError(
             f"No step {step} in '{path}', which holds {', '.join(map(str, available))}."
         )
     return available[-1] if step is None else step
+
+
+def open_step(path: str | os.PathLike[str], step: Step) -> tuple[Path, Manifest]:
+    """Where the arrays of a step are, and its manifest, all but the values checked.
+
+    Raises:
+      ValueError: If there is no such step.
+      DamagedCheckpointError: If a file is gone, or one that holds no values differs.
+    """
+    directory = state_directory(path, resolve_step(path, step))
+    manifest = read_manifest(directory)
+    check_files(directory, manifest)
+    return directory, manifest
+
+
+def check_whole(directory: Path) -> Manifest:
+    """Reads every byte of a step; its manifest.
+
+    Raises:
+      DamagedCheckpointError: If anything differs from what was written.
+    """
+    manifest = read_manifest(directory)
+    check_files(directory, manifest)
+    try:
+        read_all(directory)
+    except Exception as error:  # TensorStore raises bare `Exception`s.
+        raise damaged(directory, [root_cause(error)]) from error
+    return manifest
+
+
+def state_directory(path: str | os.PathLike[str], step: int) -> Path:
+    """Where the arrays of a step and its manifest are."""
+    return Path(path).absolute() / str(step) / ITEM
+
+
+def _is_committed(folder: Path) -> bool:
+    files = (folder / _COMMIT_MARKER, folder / ITEM / _manifest.NAME)
+    return all(file.is_file() for file in files)
+
+
+def _latest_good(path: str | os.PathLike[str], available: list[int]) -> int:
+    """The newest step of which every byte is as it was written."""
+    for step in reversed(available):
+        directory = state_directory(path, step)
+        try:
+            check_whole(directory)
+        except DamagedCheckpointError as error:
+            warnings.warn(f"Step {step} is passed over. {error}", stacklevel=4)
+        else:
+            return step
+    raise DamagedCheckpointError(
+        f"No step of '{path}' is whole: {', '.join(map(str, available))} are damaged."
+    )

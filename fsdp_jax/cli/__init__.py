@@ -24,6 +24,7 @@ from fsdp_jax.cli._inspect import Inspect
 from fsdp_jax.cli._make_tiny_llama import MakeTinyLlama
 from fsdp_jax.cli._plan import Plan
 from fsdp_jax.cli._train import Train
+from fsdp_jax.cli._verify import Verify
 
 _Command = (
     Annotated[Train, tyro.conf.subcommand("train")]
@@ -32,6 +33,7 @@ _Command = (
     | Annotated[Export, tyro.conf.subcommand("export")]
     | Annotated[Convert, tyro.conf.subcommand("convert")]
     | Annotated[Inspect, tyro.conf.subcommand("inspect")]
+    | Annotated[Verify, tyro.conf.subcommand("verify")]
     | Annotated[Compare, tyro.conf.subcommand("compare")]
     | Annotated[DiffMetrics, tyro.conf.subcommand("diff-metrics")]
     | Annotated[MakeTinyLlama, tyro.conf.subcommand("make-tiny-llama")]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import shutil
 
 import jax
@@ -12,10 +13,13 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
+from hypothesis import given
+from hypothesis import strategies as st
 
 import fsdp_jax as fsdp
 from fsdp_jax._tree import named_leaves
 from fsdp_jax.checkpoint._keys import is_key
+from fsdp_jax.checkpoint._typed_json import decode, encode
 
 WIDTH = 8
 TX = optax.adamw(1e-2)
@@ -134,13 +138,13 @@ def test_an_older_step_can_be_asked_for(saved):
 
 
 def test_parameters_alone_are_read_alone(saved, monkeypatch):
-    read, restore = [], ocp.args.PyTreeRestore
+    read, restore = [], ocp.PyTreeCheckpointHandler.restore
 
-    def watched(item, **options):
-        read.extend(item)
-        return restore(item, **options)
+    def watched(self, directory, *, args):
+        read.extend(args.item)
+        return restore(self, directory, args=args)
 
-    monkeypatch.setattr(ocp.args, "PyTreeRestore", watched)
+    monkeypatch.setattr(ocp.PyTreeCheckpointHandler, "restore", watched)
     plan = plan_on(4)
     params = fsdp.load_params(saved.path, plan.params)
     want = {n: x for n, x in saved.bits.items() if n.startswith("params.")}
@@ -164,7 +168,7 @@ def test_all_that_does_not_fit_is_named_before_anything_is_read(saved, monkeypat
     def unread(*_, **__):
         raise AssertionError("the checkpoint was read")
 
-    monkeypatch.setattr(ocp.CheckpointManager, "restore", unread)
+    monkeypatch.setattr(ocp.PyTreeCheckpointHandler, "restore", unread)
     policy = fsdp.MixedPrecisionPolicy(main_params_dtype=jnp.bfloat16)
     mesh = fsdp.make_mesh()
     plan = fsdp.fully_shard(
@@ -174,8 +178,8 @@ def test_all_that_does_not_fit_is_named_before_anything_is_read(saved, monkeypat
         fsdp.load_params(saved.path, plan.params)
     says = str(error.value)
     assert "does not fit in 5 place(s)" in says
-    assert "missing in the checkpoint: params.extra" in says
-    assert "unexpected in the checkpoint: params.linear.bias" in says
+    assert "not in the checkpoint: params.extra" in says
+    assert "only in the checkpoint: params.linear.bias" in says
     kernel = "params.linear.kernel: stored float32[8, 8], wanted bfloat16[8, 16]"
     assert kernel in says
     assert "params.norm.scale: stored float32[8], wanted bfloat16[8]" in says
@@ -183,7 +187,7 @@ def test_all_that_does_not_fit_is_named_before_anything_is_read(saved, monkeypat
 
 def test_another_optimizer_does_not_fit(saved):
     mould = fsdp.abstract_state(plan_on(8), optax.sgd(0.1, momentum=0.9))
-    with pytest.raises(ValueError, match="missing in the checkpoint: opt_state.*trace"):
+    with pytest.raises(ValueError, match="not in the checkpoint: opt_state.*trace"):
         fsdp.load(saved.path, mould)
 
 
@@ -281,3 +285,121 @@ def test_keys_of_every_kind_come_back_typed(tmp_path, impl):
     loaded = fsdp.load(tmp_path, mould)
     assert loaded.model_state["keys"].dtype == keys.dtype
     assert_same_bits(bits(loaded), bits(state))
+
+
+def test_step_b_after_a_load_is_step_b_to_the_bit_with_schedule_and_remat(tmp_path):
+    """As in verl tests/utils/test_fsdp_ckpt.py: A, save, B, load, B again."""
+    schedule = optax.warmup_cosine_decay_schedule(0.0, 1e-2, 3, 20)
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule))
+    config = fsdp.FSDPConfig(remat_policy=jax.checkpoint_policies.nothing_saveable)
+    plan = fsdp.fully_shard(
+        lambda key: Block(nnx.Rngs(key)), fsdp.make_mesh(), (Block,), config
+    )
+    step = fsdp.make_train_step(plan, loss, tx)
+    batches = np.random.default_rng(1).normal(size=(4, *X.shape)).astype(np.float32)
+    state = fsdp.init(plan, tx, fsdp.init_params(plan, jax.random.key(0)))
+    for number in (0, 1):
+        state, _ = step(state, batches[number])
+    fsdp.save(tmp_path, state, metadata={"next_batch": 2})
+    at_save = bits(state)
+    state, metrics = step(state, batches[2])
+    after, loss_b = bits(state), np.asarray(metrics["loss"])
+
+    again = fsdp.load(tmp_path, fsdp.abstract_state(plan, tx))
+    assert_same_bits(bits(again), at_save)
+    again, metrics = step(again, batches[fsdp.load_metadata(tmp_path)["next_batch"]])
+    assert_same_bits(bits(again), after)
+    np.testing.assert_array_equal(metrics["loss"], loss_b)
+    other, _ = step(fsdp.load(tmp_path, fsdp.abstract_state(plan, tx)), batches[3])
+    assert any((bits(other)[name] != after[name]).any() for name in after)
+
+
+SCALARS = (
+    st.none() | st.booleans() | st.integers() | st.text() | st.binary() | st.floats()
+)
+METADATA = st.dictionaries(
+    st.text() | st.sampled_from(["__tuple__", "__bytes__", "__items__"]),
+    st.recursive(
+        SCALARS,
+        lambda x: (
+            st.lists(x)
+            | st.lists(x).map(tuple)
+            | st.dictionaries(st.text() | st.integers() | st.tuples(st.integers()), x)
+        ),
+        max_leaves=8,
+    ),
+)
+
+
+@given(METADATA)
+def test_metadata_comes_back_as_it_was_tuples_bytes_and_keys_of_any_sort(metadata):
+    text = json.dumps(encode(metadata))
+    assert repr(decode(json.loads(text))) == repr(metadata)
+
+
+@pytest.mark.parametrize(
+    "value", [np.float32(1), {1, 2}, jnp.ones(2), object], ids=repr
+)
+def test_metadata_that_json_cannot_hold_is_refused_before_anything_is_written(
+    tmp_path, value
+):
+    with pytest.raises(ValueError, match=r"metadata\['at'\]\[1\]: "):
+        fsdp.save(tmp_path / "run", small_state(1), metadata={"at": [0, value]})
+    assert not (tmp_path / "run").exists()
+
+
+STORED = (
+    "float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e4m3b11fnuz "
+    "float8_e3m4 float8_e8m0fnu float4_e2m1fn int2 int4 int8 uint8 bool bfloat16 "
+    "float16 complex64"
+)
+
+
+def test_leaves_of_every_dtype_come_back_to_the_bit(tmp_path):
+    values = np.arange(1, 17)
+    params = {name: jnp.asarray(values).astype(name) for name in STORED.split()}
+    state = dataclasses.replace(small_state(0), params=params)
+    fsdp.save(tmp_path, state)
+    mould = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
+    )
+    loaded = fsdp.load(tmp_path, mould)
+    for name, want in params.items():
+        assert loaded.params[name].dtype == want.dtype
+        got = np.asarray(loaded.params[name])
+        assert got.tobytes() == np.asarray(want).tobytes(), name
+
+
+def test_what_cannot_be_stored_is_named_before_anything_is_written(tmp_path):
+    params = {"none": jnp.zeros((0, 3)), "four": jnp.zeros(8, jnp.uint4), "w": X}
+    state = dataclasses.replace(small_state(0), params=params)
+    with pytest.raises(ValueError) as error:
+        fsdp.save(tmp_path / "run", state)
+    says = str(error.value)
+    assert "Cannot save 2 leaf/leaves" in says
+    assert "params.none: no elements" in says and "params.four: dtype uint4" in says
+    state = dataclasses.replace(small_state(0), opt_state={"count": 3})
+    with pytest.raises(ValueError, match="are no arrays: opt_state.count"):
+        fsdp.save(tmp_path / "run", state)
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_an_earlier_save_left_unfinished_is_removed_by_the_next(tmp_path):
+    fsdp.save(tmp_path, small_state(1))
+    shutil.copytree(tmp_path / "1", tmp_path / "2.orbax-checkpoint-tmp")
+    fsdp.load_shapes(tmp_path)
+    assert (tmp_path / "2.orbax-checkpoint-tmp").exists()  # reading removes nothing
+    fsdp.save(tmp_path, small_state(2))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2"]
+
+
+def test_a_step_that_failed_in_another_process_is_not_in_the_way(tmp_path):
+    """Orbax commits it all the same; here whoever should remove it was killed."""
+    fsdp.save(tmp_path, small_state(1))
+    shutil.copytree(tmp_path / "1", tmp_path / "2")
+    (tmp_path / "2" / "state" / "manifest.json").rename(
+        tmp_path / "2" / "state" / "failed"
+    )
+    assert fsdp.latest_step(tmp_path) == 1
+    fsdp.save(tmp_path, small_state(2))
+    assert fsdp.latest_step(tmp_path) == 2

@@ -1,0 +1,92 @@
+"""The arrays of a step as TensorStore sees them: their metadata, and their shape."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tensorstore as ts
+
+_METADATA = "/zarr.json"
+# Of a chunk each: so much memory a pass over a step takes.
+_READS_AT_ONCE = 16
+
+
+def zarr_metadata(directory: Path) -> dict[str, dict[str, Any]]:
+    """The `zarr.json` of every array under `directory`, by the name of its leaf."""
+    store = ts.KvStore.open(_ocdbt(directory)).result()
+    keys = [key.decode() for key in store.list().result()]
+    reads = {key: store.read(key) for key in keys if key.endswith(_METADATA)}
+    return {
+        key.removesuffix(_METADATA): json.loads(read.result().value)
+        for key, read in reads.items()
+    }
+
+
+def is_dtype_stored(name: str) -> bool:
+    """Whether TensorStore knows a dtype; of jax's it lacks uint2, uint4 and a few."""
+    try:
+        ts.dtype(name)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def crop(directory: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Gives arrays that were written padded the shapes named; moves no value.
+
+    What lies behind the end stays in the file, and no reader of zarr sees it.
+    """
+    context = ts.Context()
+    for name, metadata in zarr_metadata(directory).items():
+        shape = shapes.get(name)
+        if shape is None or shape == tuple(metadata["shape"]):
+            continue
+        spec = {"driver": "zarr3", "kvstore": _ocdbt(directory) | {"path": f"{name}/"}}
+        array = ts.open(spec, context=context).result()
+        array.resize(exclusive_max=shape, resize_metadata_only=True).result()
+
+
+def read_all(directory: Path) -> None:
+    """Reads every chunk of every array, and so verifies all checksums.
+
+    Raises:
+      Exception: As TensorStore does, if one does not hold; see `root_cause`.
+    """
+    context = ts.Context()
+    under_way: deque[ts.Future] = deque()
+    for name, metadata in zarr_metadata(directory).items():
+        spec = {"driver": "zarr3", "kvstore": _ocdbt(directory) | {"path": f"{name}/"}}
+        array = ts.open(spec, context=context, open=True).result()
+        grid = metadata["chunk_grid"]["configuration"]["chunk_shape"]
+        for chunk in _chunks(metadata["shape"], grid):
+            under_way.append(array[chunk].read())
+            if len(under_way) == _READS_AT_ONCE:
+                under_way.popleft().result()
+    for read in under_way:
+        read.result()
+
+
+def root_cause(error: BaseException) -> str:
+    """What TensorStore said, without the specification it repeats behind."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return str(error).partition(" [tensorstore_spec")[0]
+
+
+def _chunks(shape: Sequence[int], sizes: Sequence[int]) -> Iterator[tuple[slice, ...]]:
+    starts = [range(0, total, size) for total, size in zip(shape, sizes, strict=True)]
+    for corner in itertools.product(*starts):
+        yield tuple(
+            slice(start, min(start + size, total))
+            for start, size, total in zip(corner, sizes, shape, strict=True)
+        )
+
+
+def _ocdbt(directory: Path) -> dict[str, Any]:
+    base = {"driver": "file", "path": f"{directory}/"}
+    return {"driver": "ocdbt", "base": base}

@@ -1,0 +1,254 @@
+"""What was read is what was written, or it is an error: never other numbers."""
+
+from __future__ import annotations
+
+import gc
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from helpers.damage import ORBAX_FAILS_NOISILY, files_of, flipped, random_bit
+from jax.sharding import NamedSharding, PartitionSpec
+from orbax.checkpoint._src.serialization import tensorstore_utils
+
+import fsdp_jax as fsdp
+from fsdp_jax.checkpoint import _checksums
+from fsdp_jax.checkpoint._stored import _chunks, zarr_metadata
+from fsdp_jax.cli import main
+
+pytestmark = ORBAX_FAILS_NOISILY
+
+METADATA = {"order": (3, 1), "seen": {0: "a", 7: "b"}, "iterator": b"\x00\xff"}
+SHAPE = (64, 128)  # a chunk of less than a kilobyte would lie within a B-tree node
+FLIPS = 40  # 200 and more in benchmarks/torture.py
+
+
+@pytest.fixture(autouse=True)
+def failed_reads_end_within_the_test():
+    yield
+    gc.collect()
+
+
+def mesh() -> jax.sharding.Mesh:
+    return fsdp.make_mesh()
+
+
+def state_at(step: int) -> fsdp.TrainState:
+    """Sharded, replicated, scalar, half-precision and key leaves, none of them zero."""
+    rows = NamedSharding(mesh(), PartitionSpec("dp_shard"))
+    whole = NamedSharding(mesh(), PartitionSpec())
+    rng = np.random.default_rng(step)
+    normal = rng.normal(size=SHAPE).astype(np.float32)
+    state = fsdp.TrainState(
+        step=jnp.int32(step),
+        params={"w": jax.device_put(normal, rows), "b": jax.device_put(-normal, whole)},
+        opt_state={"mu": jax.device_put(normal.astype(jnp.bfloat16), rows)},
+        model_state={},
+        rng=jax.random.key(step),
+        num_skipped=jnp.int32(1),
+    )
+    return jax.tree.map(
+        lambda x: x if isinstance(x.sharding, NamedSharding) else put(x, whole), state
+    )
+
+
+def put(leaf, sharding):
+    return jax.device_put(leaf, sharding)
+
+
+def mould() -> fsdp.TrainState:
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
+        state_at(0),
+    )
+
+
+def assert_same(got, want):
+    for (path, a), (_, b) in zip(
+        jax.tree.leaves_with_path(got), jax.tree.leaves_with_path(want), strict=True
+    ):
+        if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
+            a, b = jax.random.key_data(a), jax.random.key_data(b)
+        assert a.dtype == b.dtype, path
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b), err_msg=str(path))
+
+
+@pytest.fixture
+def run(tmp_path) -> Path:
+    """Steps 1 and 2."""
+    for step in (1, 2):
+        fsdp.save(tmp_path, state_at(step), metadata=METADATA)
+    return tmp_path
+
+
+def values_of(step: Path) -> Path:
+    """The file that holds the most values."""
+    return max(files_of(step), key=lambda path: path.stat().st_size)
+
+
+def is_refused(run: Path) -> bool:
+    """Whether step 2 is refused; if it is not, it must be as it was written."""
+    try:
+        state = fsdp.load(run, mould(), step=2)
+        metadata = fsdp.load_metadata(run, step=2)
+    except fsdp.DamagedCheckpointError:
+        return True
+    assert_same(state, state_at(2))
+    assert metadata == METADATA
+    return False
+
+
+def test_a_flipped_bit_anywhere_is_an_error_or_changes_nothing(run):
+    rng = np.random.default_rng(0)
+    bits = [random_bit(run / "2", rng) for _ in range(FLIPS)]
+    bits += [(path, 8 * (path.stat().st_size // 2)) for path in files_of(run / "2")]
+    refused = 0
+    for path, bit in bits:
+        with flipped(path, bit):
+            refused += is_refused(run)
+    assert not is_refused(run)  # each was put right again
+    assert refused > len(bits) / 2  # so the flips did reach what is read
+
+
+def test_a_flipped_bit_of_the_metadata_is_an_error(run):
+    """Which alone lies in the manifest, and nowhere else."""
+    manifest = run / "2" / "state" / "manifest.json"
+    first = manifest.read_bytes().index(b'"metadata"')
+    for byte in range(first, first + 60):
+        with flipped(manifest, 8 * byte), pytest.raises(fsdp.DamagedCheckpointError):
+            fsdp.load_metadata(run)
+    assert fsdp.load_metadata(run) == METADATA
+
+
+def read_by_orbax(directory: Path, name: str) -> np.ndarray:
+    """One leaf, read as anybody would who has no fsdp_jax."""
+    item = {name: mould().params["w"]}
+    arguments = ocp.args.PyTreeRestore(
+        item=item,
+        restore_args=ocp.checkpoint_utils.construct_restore_args(item),
+        partial_restore=True,
+    )
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as plain:
+        return np.asarray(plain.restore(directory, args=arguments)[name])
+
+
+def first_value(directory: Path, row: np.ndarray) -> tuple[Path, int]:
+    """The file, and the bit of it, at which a row of an array begins."""
+    found = [p for p in files_of(directory) if row.tobytes() in p.read_bytes()]
+    (path,) = found
+    return path, 8 * path.read_bytes().index(row.tobytes())
+
+
+def test_a_flipped_bit_of_a_value_is_found_by_orbax_alone(run):
+    state, want = run / "2" / "state", np.asarray(state_at(2).params["w"])
+    np.testing.assert_array_equal(read_by_orbax(state, "params.w"), want)
+    with flipped(*first_value(state, want[3])):
+        with pytest.raises(Exception, match="CRC-32C|crc32c"):
+            read_by_orbax(state, "params.w")
+
+
+def test_without_our_checksums_orbax_would_return_another_value(tmp_path):
+    w = state_at(2).params["w"]
+    handler = ocp.PyTreeCheckpointHandler(use_zarr3=True, use_compression=False)
+    with ocp.Checkpointer(handler) as plain:
+        plain.save(tmp_path / "plain", args=ocp.args.PyTreeSave({"w": w}))
+    (array,) = zarr_metadata(tmp_path / "plain").values()
+    assert not _checksums.is_checksummed(array)  # others' use of Orbax is as it was
+    with flipped(*first_value(tmp_path / "plain", np.asarray(w)[3])):
+        wrong = read_by_orbax(tmp_path / "plain", "w") != np.asarray(w)
+    assert wrong.sum() == 1
+
+
+def test_every_leaf_is_written_with_checksums(run):
+    arrays = zarr_metadata(run / "2" / "state")
+    assert len(arrays) == 6
+    assert all(map(_checksums.is_checksummed, arrays.values()))
+
+
+def test_an_orbax_that_writes_no_checksums_commits_no_step(run, monkeypatch):
+    bare = _checksums._metadata_of_orbax
+    monkeypatch.setattr(tensorstore_utils, "_build_zarr3_metadata", bare)
+    with pytest.raises(RuntimeError, match="wrote no checksums for 6 leaf/leaves"):
+        fsdp.save(run, state_at(3))
+    assert fsdp.latest_step(run) == 2
+
+
+@pytest.mark.parametrize("how", ["gone", "short", "long"])
+def test_a_file_that_is_gone_or_of_another_size_is_named(run, how):
+    path = values_of(run / "2")
+    whole = path.read_bytes()
+    match how:
+        case "gone":
+            path.unlink()
+        case "short":
+            path.write_bytes(whole[:-1])
+        case "long":
+            path.write_bytes(whole + b"\0")
+    with pytest.raises(fsdp.DamagedCheckpointError, match=path.name):
+        fsdp.load(run, mould())
+
+
+def test_verify_reads_all_of_a_step_and_says_how_much_it_is(run):
+    report = fsdp.verify(run)
+    assert (report.step, report.num_leaves) == (2, 6)
+    assert report.num_bytes > np.prod(SHAPE) * (4 + 4 + 2)
+    row = np.asarray(state_at(2).params["w"])[-1]
+    with flipped(*first_value(run / "2" / "state", row)):
+        with pytest.raises(fsdp.DamagedCheckpointError, match="computed digest is"):
+            fsdp.verify(run)
+        assert fsdp.verify(run, step=1).step == 1
+    assert fsdp.verify(run) == report
+
+
+def test_every_chunk_of_an_array_is_read_once():
+    seen = np.zeros((5, 7), int)
+    for chunk in _chunks((5, 7), (2, 3)):
+        seen[chunk] += 1
+    assert (seen == 1).all()
+    assert list(_chunks((), ())) == [()]
+
+
+@pytest.mark.parametrize("gone", ["state/manifest.json", "commit_success.txt"])
+def test_a_step_without_manifest_or_commit_marker_is_not_the_latest(run, gone):
+    (run / "2" / gone).unlink()
+    assert fsdp.latest_step(run) == 1
+    with pytest.raises(ValueError, match="No step 2 in .*, which holds 1"):
+        fsdp.load(run, mould(), step=2)
+    with pytest.raises(ValueError, match="2' is in the way of step 2"):
+        fsdp.save(run, state_at(2))
+
+
+def test_a_damaged_newest_step_falls_back_to_the_one_before_only_when_asked(run):
+    row = np.asarray(state_at(2).params["b"])[1]
+    with flipped(*first_value(run / "2" / "state", row)):
+        with pytest.raises(fsdp.DamagedCheckpointError, match="latest-good"):
+            fsdp.load(run, mould())
+        with pytest.warns(
+            UserWarning, match="(?s)Step 2 is passed over.*computed digest is"
+        ):
+            state = fsdp.load(run, mould(), step="latest-good")
+    assert_same(state, state_at(1))
+    assert_same(fsdp.load(run, mould(), step="latest-good"), state_at(2))
+
+
+def test_where_no_step_is_whole_none_is_loaded(run):
+    shutil.rmtree(run / "2")
+    path = values_of(run / "1")
+    with flipped(path, 9), pytest.warns(UserWarning, match="Step 1 is passed over"):
+        with pytest.raises(fsdp.DamagedCheckpointError, match="No step of .* is whole"):
+            fsdp.load(run, mould(), step="latest-good")
+
+
+def test_the_command_line_verifies_every_step_or_one(run, capsys):
+    assert main(["verify", str(run)]) == 0
+    assert "step 1: " in (said := capsys.readouterr().out) and "step 2: " in said
+    path = values_of(run / "2")
+    with flipped(path, 9):
+        assert main(["verify", str(run)]) == 1
+        assert "computed digest is" in capsys.readouterr().err
+        assert main(["verify", str(run), "--step", "1"]) == 0
+    assert main(["verify", str(run / "absent")]) == 2

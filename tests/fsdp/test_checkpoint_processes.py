@@ -1,0 +1,245 @@
+"""Four processes save and load as one: what fails in one of them fails in all."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers.damage import file_size_limited, files_of, flipped
+from helpers.processes import run_processes
+from jax.sharding import NamedSharding, PartitionSpec
+
+import fsdp_jax as fsdp
+from fsdp_jax.checkpoint._agree import exchange
+
+PROCESSES = 4
+SHAPE = (64, 128)
+
+
+def values(step: int) -> np.ndarray:
+    return np.random.default_rng(step).normal(size=SHAPE).astype(np.float32)
+
+
+def mould() -> fsdp.TrainState:
+    def leaf(shape, dtype, *spec):
+        sharding = NamedSharding(fsdp.make_mesh(), PartitionSpec(*spec))
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    scalar = leaf((), jnp.int32)
+    params = {"rows": leaf(SHAPE, jnp.float32, "dp_shard")}
+    opt_state = {"whole": leaf(SHAPE, jnp.float32)}
+    return fsdp.TrainState(scalar, params, opt_state, {}, scalar, scalar)
+
+
+def state_at(step: int) -> fsdp.TrainState:
+    def make(leaf):
+        whole = value_of(leaf, step)
+        return jax.make_array_from_callback(
+            leaf.shape, leaf.sharding, lambda i: whole[i]
+        )
+
+    return jax.tree.map(make, mould())
+
+
+def value_of(leaf, step: int) -> np.ndarray:
+    """Other numbers in each leaf, so that none stands in for another."""
+    if not leaf.shape:
+        return np.asarray(step, leaf.dtype)
+    return -values(step) if leaf.sharding.is_fully_replicated else values(step)
+
+
+def holds(state: fsdp.TrainState, step: int) -> bool:
+    """Whether the parts of this process are those of the step."""
+    return all(
+        np.array_equal(shard.data, value_of(leaf, step)[shard.index])
+        for leaf in jax.tree.leaves(state)
+        for shard in leaf.addressable_shards
+    )
+
+
+def outcome(action, *arguments, **options) -> list:
+    """What came of it: kind, message, seconds."""
+    start = time.monotonic()
+    try:
+        result = action(*arguments, **options)
+        said = ["well", result if isinstance(result, bool | int) else ""]
+    except Exception as error:
+        said = [type(error).__name__, str(error)]
+    exchange(None)  # all are done, before the next begins
+    return [*said, time.monotonic() - start]
+
+
+def scenario(directory: str) -> dict[str, list]:
+    """All that one process of the job sees."""
+    rank, seen = jax.process_index(), {}
+
+    def load() -> bool:
+        state = fsdp.load(directory, mould())
+        return holds(state, int(state.step))
+
+    def save(step, only=None, **options):
+        limit = file_size_limited(1000) if rank == only else contextlib.nullcontext()
+        with limit:
+            fsdp.save(directory, state_at(step), **options)
+
+    seen["save"] = outcome(save, 1, metadata={"at": 1})
+    seen["load"] = outcome(load)
+    seen["other metadata"] = outcome(save, 2, metadata={"rank": rank == 2})
+    wider = dataclasses.replace(state_at(2), model_state={"x": state_at(2).step})
+    other = wider if rank == 1 else state_at(2)
+    seen["other leaves"] = outcome(fsdp.save, directory, other)
+    seen["cannot write"] = outcome(save, 2, only=3)
+    seen["cannot write, the first"] = outcome(save, 2, only=0)
+    seen["latest after"] = outcome(fsdp.latest_step, directory)
+    seen["load after"] = outcome(load)
+    seen["save after"] = outcome(save, 2)
+    asked = dataclasses.replace(mould(), model_state={"x": mould().step})
+    asked = asked if rank == 1 else mould()
+    seen["other mould"] = outcome(fsdp.load, directory, asked)
+    with damaged_by_the_first(directory):
+        seen["cannot read"] = outcome(load)
+    seen["read again"] = outcome(load)
+    seen["in the background"] = outcome(background, directory)
+    seen["load at the end"] = outcome(load)
+    return seen
+
+
+@contextlib.contextmanager
+def damaged_by_the_first(directory: str):
+    """A bit of what process 2 alone reads is flipped, of step 2."""
+    row = values(2)[-17].tobytes()  # the third quarter ends one row before the last 16
+    (path,) = [p for p in files_of(Path(directory, "2")) if row in p.read_bytes()]
+    at = 8 * path.read_bytes().index(row)
+    exchange(None)
+    first = jax.process_index() == 0
+    with flipped(path, at) if first else contextlib.nullcontext():
+        exchange(None)
+        yield
+        exchange(None)
+    exchange(None)
+
+
+def background(directory: str) -> str:
+    """A save of a `Checkpointer` that fails in one process, and the next one."""
+    with fsdp.Checkpointer(directory) as checkpointer:
+        only = jax.process_index() == 2
+        with file_size_limited(1000) if only else contextlib.nullcontext():
+            checkpointer.save(3, state_at(3))
+            try:
+                checkpointer.wait()
+            except RuntimeError as error:
+                said = str(error)
+        checkpointer.save(4, state_at(4))
+    raise RuntimeError(said)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("job")
+
+
+@pytest.fixture(scope="module")
+def seen(directory) -> list[dict[str, list]]:
+    return run_processes(scenario, PROCESSES, str(directory))
+
+
+def kinds(seen, what: str) -> list[str]:
+    return [process[what][0] for process in seen]
+
+
+def messages(seen, what: str) -> list[str]:
+    return [process[what][1] for process in seen]
+
+
+def test_four_processes_save_and_load_as_one(seen):
+    assert kinds(seen, "save") == ["well"] * PROCESSES
+    assert messages(seen, "load") == [True] * PROCESSES
+
+
+@pytest.mark.parametrize(
+    "what, says",
+    [
+        ("other metadata", "the metadata that is saved differs .*0, 1, 3; 2"),
+        ("other leaves", "the layout of the state that is saved differs .*0, 2, 3; 1"),
+    ],
+)
+def test_what_differs_between_processes_is_refused_in_all(seen, what, says):
+    assert kinds(seen, what) == ["ValueError"] * PROCESSES
+    for message in messages(seen, what):
+        with pytest.raises(ValueError, match=says):
+            raise ValueError(message)
+
+
+@pytest.mark.parametrize(
+    "what, rank",
+    [("cannot write", 3), ("cannot write, the first", 0), ("cannot read", 2)],
+)
+def test_what_fails_in_one_process_is_raised_in_all_with_its_cause_at_once(
+    seen, what, rank
+):
+    for process, (kind, message, seconds) in enumerate(p[what] for p in seen):
+        if process != rank:
+            assert kind == "OtherProcessError"
+            assert f"process {rank}: " in message
+        else:
+            assert kind not in ("well", "OtherProcessError")
+        cause = "computed digest" if what == "cannot read" else "File too large"
+        assert cause in message
+        assert seconds < 30
+
+
+def test_a_failed_save_leaves_the_last_step_and_does_not_spoil_the_next(seen):
+    assert messages(seen, "latest after") == [1] * PROCESSES
+    assert messages(seen, "load after") == [True] * PROCESSES
+    assert kinds(seen, "save after") == ["well"] * PROCESSES
+    assert messages(seen, "read again") == [True] * PROCESSES
+
+
+def test_a_mould_that_fits_in_all_but_one_process_is_refused_in_all(seen):
+    assert kinds(seen, "other mould") == [
+        "OtherProcessError",
+        "ValueError",
+        "OtherProcessError",
+        "OtherProcessError",
+    ]
+    assert all(
+        "not in the checkpoint" in said for said in messages(seen, "other mould")
+    )
+
+
+def test_a_failure_in_the_background_is_raised_in_all_and_the_next_is_saved(seen):
+    for said in messages(seen, "in the background"):
+        assert "Step 3 is not saved" in said and "File too large" in said
+    assert messages(seen, "load at the end") == [True] * PROCESSES
+
+
+def test_one_process_loads_what_four_have_saved(seen, directory):
+    assert fsdp.latest_step(directory) == 4
+    assert holds(fsdp.load(directory, mould()), 4)
+    assert fsdp.verify(directory).step == 4
+    assert sorted(p.name for p in directory.iterdir()) == ["1", "2", "4"]
+
+
+def load_in_fewer(directory: str) -> bool:
+    return holds(fsdp.load(directory, mould(), step="latest-good"), 4)
+
+
+def test_two_processes_load_what_four_have_saved(seen, directory):
+    assert run_processes(load_in_fewer, 2, str(directory)) == [True, True]
+
+
+def fails_in_one() -> None:
+    if jax.process_index() == 1:
+        raise ValueError("on purpose")
+    time.sleep(1000)
+
+
+def test_a_process_that_fails_ends_the_job_and_says_why():
+    with pytest.raises(AssertionError, match="(?s)processes .*1.* failed.*on purpose"):
+        run_processes(fails_in_one, 2)

@@ -1,0 +1,184 @@
+"""Saving while training goes on: nothing is lost, whatever happens meanwhile."""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import os
+import random
+import signal
+from pathlib import Path
+
+import jax
+import orbax.checkpoint.checkpoint_managers as policies
+import pytest
+from helpers import saving_worker
+from helpers.damage import ORBAX_FAILS_NOISILY, file_size_limited
+from helpers.saving_worker import check, mould, state_at
+
+import fsdp_jax as fsdp
+
+ROOT = Path(__file__).parents[2]
+TORTURE = ROOT / "benchmarks" / "results" / "torture.json"
+ROUNDS = 10  # 200 in benchmarks/torture.py
+
+pytestmark = ORBAX_FAILS_NOISILY
+
+
+@pytest.fixture(autouse=True)
+def failed_writes_end_within_the_test():
+    yield
+    gc.collect()
+
+
+def test_a_run_goes_on_where_it_stopped(tmp_path):
+    with fsdp.Checkpointer(tmp_path) as checkpointer:
+        assert checkpointer.resume(mould()) is None
+        assert checkpointer.save(1, state_at(1), metadata={"at": (1, 2)})
+        assert checkpointer.save(2, state_at(2))
+    assert fsdp.load_metadata(tmp_path, step=1) == {"at": (1, 2)}
+    with fsdp.Checkpointer(tmp_path) as checkpointer:
+        assert check(checkpointer.resume(mould())) == 2
+        assert check(checkpointer.resume(mould(), step=1)) == 1
+        assert check(checkpointer.resume(mould(), step="latest-good")) == 2
+        checkpointer.save(3, state_at(3))
+        checkpointer.wait()
+        assert fsdp.latest_step(tmp_path) == 3
+
+
+def test_what_is_saved_in_the_background_is_what_save_saves(tmp_path):
+    fsdp.save(tmp_path / "now", state_at(1))
+    with fsdp.Checkpointer(tmp_path / "behind") as checkpointer:
+        checkpointer.save(1, state_at(1))
+    for path in ("now", "behind"):
+        assert check(fsdp.load(tmp_path / path, mould())) == 1
+        assert fsdp.verify(tmp_path / path).num_leaves == 5
+
+
+def test_the_state_may_be_donated_as_soon_as_save_returns(tmp_path):
+    def spoil(state):
+        return jax.tree.map(lambda x: x * 0 - 1, (state.params, state.opt_state))
+
+    state = state_at(1)
+    with fsdp.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, state)
+        jax.block_until_ready(jax.jit(spoil, donate_argnums=0)(state))
+        for leaf in jax.tree.leaves(state):
+            leaf.delete()  # where jax did not: on the CPU it spares what is in use
+    assert check(fsdp.load(tmp_path, mould())) == 1
+
+
+def test_policies_of_orbax_say_which_steps_are_saved_and_which_stay(tmp_path):
+    with fsdp.Checkpointer(
+        tmp_path,
+        save_decision_policy=policies.FixedIntervalPolicy(2),
+        preservation_policy=policies.LatestN(2),
+    ) as checkpointer:
+        saved = [
+            step for step in range(1, 9) if checkpointer.save(step, state_at(step))
+        ]
+    assert saved == [2, 4, 6, 8]
+    assert sorted(int(p.name) for p in tmp_path.iterdir() if p.name.isdecimal()) == [
+        6,
+        8,
+    ]
+
+
+def test_a_step_must_be_the_one_of_the_state(tmp_path):
+    with fsdp.Checkpointer(tmp_path) as checkpointer:
+        with pytest.raises(ValueError, match=r"save\(2, state\): .*own step is 1"):
+            checkpointer.save(2, state_at(1))
+        with pytest.raises(ValueError, match=r"metadata\['seen'\]: set"):
+            checkpointer.save(1, state_at(1), metadata={"seen": {1}})
+        checkpointer.save(1, state_at(1))
+        with pytest.raises(ValueError, match="already holds step 1"):
+            fsdp.save(tmp_path, state_at(checkpointer.wait() or 1))
+
+
+def test_sigterm_saves_at_the_next_step_and_exits(tmp_path):
+    never = policies.FixedIntervalPolicy(1000)
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as stopped:
+        with fsdp.Checkpointer(tmp_path, save_decision_policy=never) as checkpointer:
+            assert not checkpointer.save(1, state_at(1))
+            os.kill(os.getpid(), signal.SIGTERM)
+            checkpointer.save(2, state_at(2))
+            raise AssertionError("it went on")
+    assert stopped.value.code == 143
+    assert signal.getsignal(signal.SIGTERM) is before
+    with fsdp.Checkpointer(tmp_path) as checkpointer:
+        assert check(checkpointer.resume(mould())) == 2
+
+
+def test_sigterm_after_the_step_was_saved_exits_without_saving_it_twice(tmp_path):
+    with pytest.raises(SystemExit):
+        with fsdp.Checkpointer(tmp_path) as checkpointer:
+            checkpointer.save(1, state_at(1))
+            checkpointer.wait()
+            os.kill(os.getpid(), signal.SIGTERM)
+            checkpointer.save(1, state_at(1))
+    assert fsdp.latest_step(tmp_path) == 1
+
+
+def test_a_save_that_fails_for_want_of_room_spoils_neither_the_last_nor_the_next(
+    tmp_path,
+):
+    with fsdp.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, state_at(1))
+        checkpointer.wait()
+        with file_size_limited(100_000):
+            checkpointer.save(2, state_at(2))
+            with pytest.raises(RuntimeError, match="Step 2 is not saved: .*File too l"):
+                checkpointer.wait()
+        assert check(fsdp.load(tmp_path, mould())) == 1
+        checkpointer.wait()  # said once
+        checkpointer.save(3, state_at(3))
+    assert check(fsdp.load(tmp_path, mould())) == 3
+    assert fsdp.verify(tmp_path, step=1) and fsdp.verify(tmp_path, step=3)
+
+
+def test_a_save_that_failed_unnoticed_is_logged_and_the_next_one_is_made(
+    tmp_path, caplog
+):
+    with caplog.at_level(logging.ERROR, logger="fsdp_jax"):
+        with fsdp.Checkpointer(tmp_path) as checkpointer:
+            with file_size_limited(100_000):
+                checkpointer.save(1, state_at(1))
+                checkpointer.save(2, state_at(2))  # waits for the first
+            checkpointer.save(3, state_at(3))
+    assert "Step 1 is not saved" in caplog.text
+    assert check(fsdp.load(tmp_path, mould())) == 3
+
+
+def test_a_failure_of_the_last_save_is_raised_at_the_end(tmp_path):
+    with pytest.raises(RuntimeError, match="Step 1 is not saved"):
+        with file_size_limited(100_000):
+            with fsdp.Checkpointer(tmp_path) as checkpointer:
+                checkpointer.save(1, state_at(1))
+    fsdp.save(tmp_path, state_at(1))  # by hand, once there is room
+    assert check(fsdp.load(tmp_path, mould())) == 1
+
+
+def test_no_committed_step_is_lost_when_the_process_is_killed_at_any_moment(tmp_path):
+    """Each round first checks what the one before left, and goes on from there."""
+    moments = random.Random(0)
+    for _ in range(ROUNDS):
+        committed = saving_worker.kill_while_saving(tmp_path, moments.uniform(0, 1.5))
+        newest = fsdp.latest_step(tmp_path) or 0
+        assert newest >= committed[-1]
+    assert check(fsdp.load(tmp_path, mould())) == newest
+    assert newest > ROUNDS / 2  # the kills did not all come before the first save
+
+
+def test_the_long_form_lost_nothing_either():
+    """What benchmarks/torture.py found when it was last run."""
+    found = json.loads(TORTURE.read_text())
+    assert found["flips"]["rounds"] >= 200 and found["kills"]["rounds"] >= 200
+    assert found["flips"]["wrong_values_returned"] == 0
+    assert found["flips"]["refused"] > found["flips"]["rounds"] / 2
+    assert found["full_disk"]["saves_that_failed"] > 0
+    assert found["full_disk"]["previous_step_spoilt"] == 0
+    assert found["full_disk"]["next_save_failed"] == 0
+    assert found["kills"]["killed_while_writing"] > found["kills"]["rounds"] / 2
+    assert found["kills"]["steps_lost"] == found["kills"]["latest_unreadable"] == 0
