@@ -56,6 +56,18 @@ def test_one_host_of_eight_reads_an_eighth_of_the_disk():
     assert imported()["compared"]["disk_of_an_eighth"] <= 1.1
 
 
+def test_an_import_and_an_export_are_nearly_as_fast_as_the_disk():
+    compared = imported()["compared"]
+    assert compared["cold_of_raw_read"] <= 1.25
+    assert compared["export_speed_of_raw_write"] >= 0.8
+
+
+def test_a_megatron_checkpoint_is_converted_at_half_the_disks_speed_in_600_mb():
+    compared = imported()["compared"]
+    assert compared["conversion_speed_of_raw_copy"] >= 0.5
+    assert compared["conversion_resident_mb"] < 600
+
+
 def test_imports_were_compared_cold_and_warm_in_one_run():
     found = imported()
     assert found["runs"] >= 5 and found["file_bytes"] > 1e9

@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
-from bridge import Mapping, Rule, _bands
+from bridge import Mapping, Rule
 from bridge._box import Box, Range, as_index, complete, shape_of, span, whole
 from bridge.rules._layout import Layout
+from bridge.streaming import _bands
 from bridge.streaming._bands import Section, elements_to_read, reads
 from bridge.streaming._cooperate import fill_together
 from bridge.streaming._fill import start_piece, start_tensor
