@@ -76,6 +76,12 @@ class MoEConfig:
             wrong.append(f"num_experts_per_tok {chosen} of num_experts {experts}")
         if (self.n_group is None) != (self.topk_group is None):
             wrong.append("n_group and topk_group are set together, or neither")
+        if self.scoring == "softmax_of_chosen":
+            wrong += [
+                f"{name} is set, but {self.scoring} never reads it"
+                for name in _OF_SCORES
+                if getattr(self, name) != getattr(MoEConfig, name)
+            ]
         if self.n_group is not None and self.topk_group is not None:
             wrong += self._group_misfits(self.n_group, self.topk_group)
         if (self.swiglu_limit is None) != (self.swiglu_alpha is None):
@@ -102,6 +108,14 @@ class MoEConfig:
         return wrong
 
 
+# What is done with the scores of all experts, which that scoring does not make.
+_OF_SCORES = (
+    "norm_topk_prob",
+    "routed_scaling_factor",
+    "n_group",
+    "correction_bias",
+    "rounded_weights",
+)
 _SIZES = (
     "num_experts",
     "num_experts_per_tok",

@@ -9,7 +9,7 @@ from tiny_configs import FAMILIES, VARIANTS, hf_fields
 
 import bridge
 from bridge.families import FAMILIES as FAMILY_TABLE
-from bridge.models import DecoderConfig, RopeConfig
+from bridge.models import DecoderConfig, MoEConfig, RopeConfig
 
 LLAMA3 = {
     "factor": 8.0,
@@ -272,3 +272,8 @@ def test_a_config_that_no_model_of_the_family_has_is_refused(variant, changes, m
 def test_a_damaged_value_is_refused_by_name(changes, match):
     with pytest.raises(ValueError, match=match):
         bridge.from_hf_config(HF_CONFIG | changes)
+
+
+def test_a_trait_that_a_router_never_reads_is_refused():
+    with pytest.raises(ValueError, match="n_group is set, but softmax_of_chosen never"):
+        MoEConfig(4, 2, 8, scoring="softmax_of_chosen", n_group=2, topk_group=1)
