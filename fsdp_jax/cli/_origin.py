@@ -124,7 +124,9 @@ def open_any(
     if not (path / "config.json").is_file():
         if fsdp.latest_step(path) is not None:
             origin = open_checkpoint(path, step)
-            return origin if config is None else _as(origin, config)
+            if config is None:
+                return origin
+            return dataclasses.replace(origin, config=bridge.from_hf_config(config))
         if bridge.megatron.is_megatron(path):
             return _open_megatron(path, step, config)
         if path.is_dir() and not any(path.glob("*.safetensors")):
@@ -133,8 +135,7 @@ def open_any(
                 "model of Hugging Face, nothing of Megatron, and no committed step."
             )
     _refuse_step(step, path)
-    origin = open_hf(str(model))
-    return origin if config is None else _as(origin, config)
+    return open_hf(str(model), config)
 
 
 def _open_megatron(path: Path, step: int | None, config: Path | None) -> Origin:
@@ -145,24 +146,24 @@ def _open_megatron(path: Path, step: int | None, config: Path | None) -> Origin:
     return Origin(bridge.megatron.from_args(args), None, megatron=path)
 
 
-def _as(origin: Origin, config: Path) -> Origin:
-    return dataclasses.replace(origin, config=bridge.from_hf_config(config))
-
-
 def _refuse_step(step: int | None, path: Path) -> None:
     if step is not None:
         raise ValueError(f"--step {step}: '{path}' is a model, which has no steps.")
 
 
-def open_hf(hf: str) -> Origin:
+def open_hf(hf: str, config: Path | None = None) -> Origin:
     """Reads the config of a directory, a file or a hub id; headers and no weights.
+
+    Args:
+      hf: The model.
+      config: Says what it is; None for what lies beside the weights.
 
     Raises:
       ValueError: If it is no safetensors checkpoint of a supported family.
     """
     path = bridge.resolve(hf)
     bridge.open_checkpoint(path)
-    return Origin(bridge.from_hf_config(path), path)
+    return Origin(bridge.from_hf_config(path if config is None else config), path)
 
 
 def open_run(path: Path, step: int | None, hf: str | None = None) -> Origin:

@@ -62,6 +62,13 @@ def test_there_and_back_is_the_same_model(tmp_path, variant, to, sizes):
     assert bridge.from_hf_config(tmp_path / "back") == bridge.from_hf_config(model)
 
 
+def test_a_file_that_stands_alone_is_what_the_given_config_says(tmp_path):
+    model = write_model(tmp_path / "model", "llama")
+    alone = (Path(model) / "model.safetensors").rename(tmp_path / "alone.safetensors")
+    run("convert", alone, tmp_path / "out", "--to", "hf", "--config", model)
+    assert tensors(tmp_path / "out") == tensors(alone)
+
+
 def test_what_megatron_wrote_becomes_its_hugging_face_twin(golden, tmp_path):
     source, out = golden / "torch_dist", tmp_path / "out"
     run("convert", source, out, "--to", "hf", "--config", golden / "hf")
