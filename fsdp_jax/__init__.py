@@ -33,13 +33,17 @@ from fsdp_jax._step import make_train_step as make_train_step
 from fsdp_jax._step import value_and_grad as value_and_grad
 from fsdp_jax._tree import named_leaves as named_leaves
 from fsdp_jax._unit import unit as unit
+from fsdp_jax.checkpoint import Checkpointable as Checkpointable
 from fsdp_jax.checkpoint import Checkpointer as Checkpointer
 from fsdp_jax.checkpoint import DamagedCheckpointError as DamagedCheckpointError
 from fsdp_jax.checkpoint import Loaded as Loaded
 from fsdp_jax.checkpoint import OtherProcessError as OtherProcessError
+from fsdp_jax.checkpoint import PerProcess as PerProcess
+from fsdp_jax.checkpoint import Stateful as Stateful
 from fsdp_jax.checkpoint import Verified as Verified
 from fsdp_jax.checkpoint import latest_step as latest_step
 from fsdp_jax.checkpoint import load as load
+from fsdp_jax.checkpoint import load_files as load_files
 from fsdp_jax.checkpoint import load_metadata as load_metadata
 from fsdp_jax.checkpoint import load_params as load_params
 from fsdp_jax.checkpoint import load_shapes as load_shapes

@@ -2,6 +2,10 @@
 
 from fsdp_jax.checkpoint._agree import OtherProcessError as OtherProcessError
 from fsdp_jax.checkpoint._checkpointer import Checkpointer as Checkpointer
+from fsdp_jax.checkpoint._extras import Checkpointable as Checkpointable
+from fsdp_jax.checkpoint._extras import PerProcess as PerProcess
+from fsdp_jax.checkpoint._extras import Stateful as Stateful
+from fsdp_jax.checkpoint._files import load_files as load_files
 from fsdp_jax.checkpoint._load import load as load
 from fsdp_jax.checkpoint._load import load_metadata as load_metadata
 from fsdp_jax.checkpoint._load import load_params as load_params

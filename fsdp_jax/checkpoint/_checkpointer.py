@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import threading
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
@@ -26,8 +27,9 @@ from fsdp_jax.checkpoint._engine import (
     raise_failure,
     remove_unfinished,
 )
+from fsdp_jax.checkpoint._extras import Extra
 from fsdp_jax.checkpoint._load import load
-from fsdp_jax.checkpoint._save import prepare
+from fsdp_jax.checkpoint._save import Beside, prepare
 from fsdp_jax.checkpoint._steps import Step, latest_step
 
 _KILLED_BY_SIGTERM = 128 + signal.SIGTERM
@@ -107,12 +109,19 @@ class Checkpointer:
         if kind is None:
             self._raise_failure()
 
-    def resume(self, mould: PyTree, *, step: Step = None) -> Any:
+    def resume(
+        self,
+        mould: PyTree,
+        *,
+        step: Step = None,
+        extras: Mapping[str, Extra] | None = None,
+    ) -> Any:
         """Loads the newest step, or returns None where there is none yet.
 
         Args:
           mould: As for `load`.
           step: As for `load`; with `"latest-good"` a damaged step is passed over.
+          extras: As for `load`.
 
         Raises:
           ValueError: As for `load`.
@@ -121,10 +130,16 @@ class Checkpointer:
         if step is None or step == "latest-good":
             if latest_step(self._path) is None:
                 return None
-        return load(self._path, mould, step=step)
+        return load(self._path, mould, step=step, extras=extras)
 
     def save(
-        self, step: int, state: TrainState, *, metadata: dict[str, Any] | None = None
+        self,
+        step: int,
+        state: TrainState,
+        *,
+        metadata: dict[str, Any] | None = None,
+        extras: Mapping[str, Extra] | None = None,
+        files: Mapping[str, str | os.PathLike[str]] | None = None,
     ) -> bool:
         """Saves if the policy says so; returns when `state` may be donated.
 
@@ -135,6 +150,8 @@ class Checkpointer:
           step: `state.step`, which to read would wait for the device at every step.
           state: What to save.
           metadata: As for `save`.
+          extras: As for `save`; asked for their states before this returns.
+          files: As for `save`; copied behind.
 
         Returns:
           Whether it saves.
@@ -152,7 +169,7 @@ class Checkpointer:
             raise ValueError(
                 f"save({step}, state): the state's own step is {state.step}."
             )
-        self._start(step, state, metadata)
+        self._start(step, state, Beside(metadata, extras, files))
         if stop:
             self.wait()
             raise SystemExit(_KILLED_BY_SIGTERM)
@@ -167,11 +184,9 @@ class Checkpointer:
         self._settle()
         self._raise_failure()
 
-    def _start(
-        self, step: int, state: TrainState, metadata: dict[str, Any] | None
-    ) -> None:
+    def _start(self, step: int, state: TrainState, beside: Beside) -> None:
         self._settle()
-        arguments = prepare(self._path, step, state, metadata)
+        arguments = prepare(self._path, step, state, beside)
         self._failure, self._saving = None, step
         self._manager.save(step, args=arguments, force=True)
 

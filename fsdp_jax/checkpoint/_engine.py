@@ -7,7 +7,7 @@ import dataclasses
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from fsdp_jax.checkpoint._checksums import CHECKSUMMED, is_checksummed
 from fsdp_jax.checkpoint._keys import Leaf
 from fsdp_jax.checkpoint._manifest import write_manifest
 from fsdp_jax.checkpoint._stored import crop, zarr_metadata
+from fsdp_jax.checkpoint._writing import Writing
 
 ITEM = "state"
 # What is read at once for any part of it: a mesh that cuts otherwise reads little more
@@ -63,13 +64,15 @@ class StateHandler(ocp.PyTreeCheckpointHandler):
         were raised at once, the others would wait for that process in a barrier.
         """
         self._saving, self.failure = args, None
+        last = Writing(directory, args.contents)
         if jax.process_count() == 1:
-            return await super().async_save(directory, item, save_args, args)
+            futures = await super().async_save(directory, item, save_args, args)
+            return [*(futures or []), last]
         try:
             futures = await super().async_save(directory, item, save_args, args)
         except Exception as error:
             self.failure, futures = error, []
-        return [_Outcome(self, args.point, futures or [])]
+        return [_Outcome(self, args.point, [*(futures or []), last])]
 
     def finalize(self, directory: Any) -> None:
         """Writes the manifest when all processes are done, before the commit."""
@@ -127,11 +130,13 @@ class StateSave(ocp.args.PyTreeSave):
       leaves: Logical shape and dtype of every leaf of `item`.
       metadata: For the manifest, in types of JSON.
       point: Where processes tell each other how their writes ended.
+      contents: What this process writes beside the arrays, as `Writing` takes it.
     """
 
     leaves: dict[str, jax.ShapeDtypeStruct] = dataclasses.field(default_factory=dict)
     metadata: Any = None
     point: str = ""
+    contents: Mapping[str, bytes | Path] = dataclasses.field(default_factory=dict)
 
 
 @ocp.args.register_with_handler(StateHandler, for_restore=True)
@@ -140,12 +145,21 @@ class StateRestore(ocp.args.PyTreeRestore):
     """Arguments of a load."""
 
 
-def save_arguments(leaves: dict[str, Leaf], metadata: Any) -> ocp.args.Composite:
+def save_arguments(
+    leaves: dict[str, Leaf], metadata: Any, contents: Mapping[str, bytes | Path]
+) -> ocp.args.Composite:
     """What to hand to a manager's `save`."""
     item = {name: leaf.value for name, leaf in leaves.items()}
     chunked = {name: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES) for name in leaves}
     moulds = {name: leaf.mould for name, leaf in leaves.items()}
-    state = StateSave(item, chunked, leaves=moulds, metadata=metadata, point=reserve())
+    state = StateSave(
+        item,
+        chunked,
+        leaves=moulds,
+        metadata=metadata,
+        point=reserve(),
+        contents=contents,
+    )
     return ocp.args.Composite(**{ITEM: state})
 
 

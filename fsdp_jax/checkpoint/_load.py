@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from fsdp_jax._tree import PyTree
 from fsdp_jax.checkpoint._agree import check_same, exchange, together
 from fsdp_jax.checkpoint._engine import restore
+from fsdp_jax.checkpoint._extras import Extra, capture, read_extras, restore_extras
 from fsdp_jax.checkpoint._keys import Leaf, flatten, layout, unflatten
 from fsdp_jax.checkpoint._manifest import damaged
 from fsdp_jax.checkpoint._steps import Step, open_step, resolve_step
@@ -31,6 +32,7 @@ def load(
     strict: Strict = "raise_all",
     allow_shape_mismatch: Sequence[str] = (),
     cast: Cast = "never",
+    extras: Mapping[str, Extra] | None = None,
 ) -> Any:
     """Reads a step onto any mesh: each device only the bytes of its own shards.
 
@@ -56,7 +58,11 @@ def load(
         matches the last components of a name: `"embed.embedding"` is the parameter and
         its moments.
       cast: `"floats"` reads a float as the float that the mould asks for; `"never"`
-        refuses it. All else always has its own dtype.
+        refuses it; `"as_stored"` gives a float as it is stored, whatever the mould
+        says. All else always has its own dtype.
+      extras: Objects that take the state they had when `save` was given them, by the
+        same names; last of all, so that a load that fails leaves them as they were.
+        `strict` counts them as leaves.
 
     Returns:
       Arrays in the structure, dtypes and shardings of `mould`; a `Loaded` with these
@@ -71,7 +77,7 @@ def load(
     Source: Megatron-LM dist_checkpointing/serialization.py::load
     """
     options = Options(strict, allow_shape_mismatch, cast)
-    values, found = _read(path, flatten(mould), step, "", options)
+    values, found = _read(path, flatten(mould), step, "", options, extras or {})
     state = unflatten(mould, values)
     if not strict.startswith("return"):
         return state
@@ -79,7 +85,11 @@ def load(
 
 
 def load_params(
-    path: str | os.PathLike[str], mould: PyTree, *, step: Step = None
+    path: str | os.PathLike[str],
+    mould: PyTree,
+    *,
+    step: Step = None,
+    cast: Cast = "never",
 ) -> PyTree:
     """Reads the parameters of a saved `TrainState` and nothing else.
 
@@ -90,13 +100,14 @@ def load_params(
       path: The directory that `save` wrote to.
       mould: `plan.params` of any mesh.
       step: As for `load`.
+      cast: As for `load`.
 
     Raises:
       ValueError: As for `load`.
       DamagedCheckpointError: As for `load`.
     """
     wanted = {_PARAMS + name: leaf for name, leaf in flatten(mould).items()}
-    values, _ = _read(path, wanted, step, _PARAMS, Options())
+    values, _ = _read(path, wanted, step, _PARAMS, Options(cast=cast), {})
     return unflatten(mould, {n.removeprefix(_PARAMS): x for n, x in values.items()})
 
 
@@ -138,21 +149,34 @@ def _read(
     step: Step,
     within: str,
     options: Options,
+    extras: Mapping[str, Extra],
 ) -> tuple[dict[str, jax.Array], Match]:
     """Reads what is wanted of what is stored under the prefix `within`."""
     step = _agreed_step(path, step)
     with together("Loading"):
         directory, manifest = open_step(path, step)
         stored = {n: x for n, x in manifest.leaves.items() if n.startswith(within)}
-        found = match(str(directory.parent), stored, wanted, options)
+        captured = capture(extras)
+        objects = read_extras(directory, manifest.files, extras)
+        found = match(
+            str(directory.parent),
+            stored,
+            wanted | captured.leaves,
+            options,
+            [name for name in objects.names if name.startswith(within)],
+            [f"extras.{name}" for name in extras],
+        )
     check_same("the layout of what is loaded", layout(found.read))
     with together("Loading"):
         values = _restore(directory, {n: x.value for n, x in found.read.items()})
-    return {
+    values = {
         name: _without_excess(value, found.read[name], stored[name].shape)
         for name, value in values.items()
         if name in found.read
-    }, found
+    }
+    with together("Loading"):
+        restore_extras(extras, captured, objects, values)
+    return values, found
 
 
 def _agreed_step(path: str | os.PathLike[str], step: Step) -> int:

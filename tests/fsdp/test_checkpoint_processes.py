@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import time
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -107,7 +108,32 @@ def scenario(directory: str) -> dict[str, list]:
     seen["read again"] = outcome(load)
     seen["in the background"] = outcome(background, directory)
     seen["load at the end"] = outcome(load)
+    seen["own"] = outcome(own_state, f"{directory}-own")
+    one = {"one": Place(rank)}
+    seen["not the same"] = outcome(fsdp.save, f"{directory}-no", wider, extras=one)
     return seen
+
+
+@dataclasses.dataclass
+class Place:
+    """Where the iterator of a process stands."""
+
+    state: Any
+
+    def get_state(self):
+        return self.state
+
+    def set_state(self, state):
+        self.state = state
+
+
+def own_state(directory: str) -> int:
+    """Saves another state in each process; what each gets back."""
+    place = fsdp.PerProcess(Place(10 + jax.process_index()))
+    fsdp.save(directory, state_at(1), extras={"own": place})
+    again = Place(None)
+    fsdp.load(directory, mould(), extras={"own": fsdp.PerProcess(again)})
+    return again.state
 
 
 @contextlib.contextmanager
@@ -226,12 +252,41 @@ def test_one_process_loads_what_four_have_saved(seen, directory):
     assert sorted(p.name for p in directory.iterdir()) == ["1", "2", "4"]
 
 
-def load_in_fewer(directory: str) -> bool:
-    return holds(fsdp.load(directory, mould(), step="latest-good"), 4)
+def load_in_fewer(directory: str) -> list:
+    loaded = holds(fsdp.load(directory, mould(), step="latest-good"), 4)
+    place, own = Place(None), f"{directory}-own"
+    refused = outcome(fsdp.load, own, mould(), extras={"own": fsdp.PerProcess(place)})
+    merged = fsdp.PerProcess(place, merge=lambda states: states[jax.process_index() :])
+    fsdp.load(own, mould(), extras={"own": merged})
+    return [loaded, refused[:2], place.state]
 
 
-def test_two_processes_load_what_four_have_saved(seen, directory):
-    assert run_processes(load_in_fewer, 2, str(directory)) == [True, True]
+@pytest.fixture(scope="module")
+def fewer(seen, directory) -> list[list]:
+    return run_processes(load_in_fewer, 2, str(directory))
+
+
+def test_two_processes_load_what_four_have_saved(fewer):
+    assert [loaded for loaded, _, _ in fewer] == [True, True]
+
+
+def test_each_process_gets_back_the_object_that_it_saved(seen):
+    assert messages(seen, "own") == [10, 11, 12, 13]
+
+
+def test_another_number_of_processes_says_how_to_merge_what_each_had(fewer):
+    for rank, (_, (kind, says), merged) in enumerate(fewer):
+        assert kind == "ValueError"
+        assert "extras.own: 4 process(es) saved, 2 load" in says
+        assert merged == [10, 11, 12, 13][rank:]
+
+
+def test_an_object_that_differs_between_processes_is_not_stored_once_for_all(seen):
+    assert kinds(seen, "not the same") == ["ValueError"] * PROCESSES
+    assert all(
+        "what extras hold that are not PerProcess differs" in said
+        for said in messages(seen, "not the same")
+    )
 
 
 def fails_in_one() -> None:
