@@ -47,6 +47,7 @@ from fsdp_jax.checkpoint import load_files as load_files
 from fsdp_jax.checkpoint import load_metadata as load_metadata
 from fsdp_jax.checkpoint import load_params as load_params
 from fsdp_jax.checkpoint import load_shapes as load_shapes
+from fsdp_jax.checkpoint import remove as remove
 from fsdp_jax.checkpoint import save as save
 from fsdp_jax.checkpoint import verify as verify
 from fsdp_jax.planner import GPU as GPU

@@ -13,6 +13,7 @@ from fsdp_jax.checkpoint._load import load_shapes as load_shapes
 from fsdp_jax.checkpoint._manifest import (
     DamagedCheckpointError as DamagedCheckpointError,
 )
+from fsdp_jax.checkpoint._remove import remove as remove
 from fsdp_jax.checkpoint._save import save as save
 from fsdp_jax.checkpoint._steps import latest_step as latest_step
 from fsdp_jax.checkpoint._strict import Loaded as Loaded

@@ -27,6 +27,7 @@ from fsdp_jax.checkpoint._agree import (
 from fsdp_jax.checkpoint._checksums import CHECKSUMMED, is_checksummed
 from fsdp_jax.checkpoint._keys import Leaf
 from fsdp_jax.checkpoint._manifest import write_manifest
+from fsdp_jax.checkpoint._replace import finish_replacements
 from fsdp_jax.checkpoint._stored import crop, zarr_metadata
 from fsdp_jax.checkpoint._writing import Writing
 
@@ -35,7 +36,7 @@ ITEM = "state"
 # than it needs.
 _CHUNK_BYTES = 32 * 2**20
 # How Orbax calls a step until it is committed.
-_UNFINISHED = ".orbax-checkpoint-tmp"
+UNFINISHED = ".orbax-checkpoint-tmp"
 _FAILED = "failed"
 _ATTEMPTS = 20
 
@@ -208,9 +209,10 @@ def remove_unfinished(path: Path) -> None:
     """
     if jax.process_index() > 0:
         return
+    finish_replacements(path)
     for _ in range(_ATTEMPTS):
         failed = [marker.parents[1] for marker in path.glob(f"*/{ITEM}/{_FAILED}")]
-        unfinished = [*path.glob(f"*{_UNFINISHED}"), *failed]
+        unfinished = [*path.glob(f"*{UNFINISHED}"), *failed]
         if not unfinished:
             return
         for folder in unfinished:

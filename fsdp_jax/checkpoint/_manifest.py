@@ -131,6 +131,11 @@ def damaged(directory: Path, problems: list[str]) -> DamagedCheckpointError:
     )
 
 
+def holds_arrays(name: str) -> bool:
+    """Whether a file, by its place in the step, is of OCDBT, which holds the arrays."""
+    return bool(re.fullmatch(r"(ocdbt\.process_\d+/)?(manifest\.ocdbt|d/[^/]+)", name))
+
+
 def _holds_values(name: str) -> bool:
     """Whether a file is a data file of OCDBT, checksummed part by part."""
     return bool(re.fullmatch(r"(ocdbt\.process_\d+/)?d/[^/]+", name))

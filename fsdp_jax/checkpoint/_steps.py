@@ -16,6 +16,7 @@ from fsdp_jax.checkpoint._manifest import (
     damaged,
     read_manifest,
 )
+from fsdp_jax.checkpoint._replace import step_folder, steps_in
 from fsdp_jax.checkpoint._stored import read_all, root_cause
 
 Step = int | Literal["latest-good"] | None
@@ -31,8 +32,8 @@ def committed_steps(path: str | os.PathLike[str]) -> list[int]:
     """
     if not Path(path).is_dir():
         return []
-    folders = (child for child in Path(path).iterdir() if child.name.isdecimal())
-    return sorted(int(folder.name) for folder in folders if _is_committed(folder))
+    steps = steps_in(Path(path))
+    return sorted(step for step in steps if _is_committed(step_folder(path, step)))
 
 
 def latest_step(path: str | os.PathLike[str]) -> int | None:
@@ -93,7 +94,7 @@ def check_whole(directory: Path) -> Manifest:
 
 def state_directory(path: str | os.PathLike[str], step: int) -> Path:
     """Where the arrays of a step and its manifest are."""
-    return Path(path).absolute() / str(step) / ITEM
+    return step_folder(Path(path).absolute(), step) / ITEM
 
 
 def _is_committed(folder: Path) -> bool:

@@ -23,6 +23,7 @@ from fsdp_jax.cli._import import Import
 from fsdp_jax.cli._inspect import Inspect
 from fsdp_jax.cli._make_tiny_llama import MakeTinyLlama
 from fsdp_jax.cli._plan import Plan
+from fsdp_jax.cli._remove import Remove
 from fsdp_jax.cli._train import Train
 from fsdp_jax.cli._verify import Verify
 
@@ -34,6 +35,7 @@ _Command = (
     | Annotated[Convert, tyro.conf.subcommand("convert")]
     | Annotated[Inspect, tyro.conf.subcommand("inspect")]
     | Annotated[Verify, tyro.conf.subcommand("verify")]
+    | Annotated[Remove, tyro.conf.subcommand("remove")]
     | Annotated[Compare, tyro.conf.subcommand("compare")]
     | Annotated[DiffMetrics, tyro.conf.subcommand("diff-metrics")]
     | Annotated[MakeTinyLlama, tyro.conf.subcommand("make-tiny-llama")]
