@@ -96,7 +96,7 @@ def fsdp_gather(
     if row.padding:
         dim = _split_dim(row, weight)
         weight = lax.slice_in_dim(weight, 0, weight.shape[dim] - row.padding, axis=dim)
-    return weight
+    return _with_cut_dim(row, weight, -1) if row.is_cut else weight
 
 
 def _gather_forward(row: ParamPlan, late: Late, value, sink, earlier):
@@ -106,6 +106,10 @@ def _gather_forward(row: ParamPlan, late: Late, value, sink, earlier):
 def _gather_backward(row: ParamPlan, late: Late, earlier, grad: Array):
     if row.frozen:
         return None, None, None
+    if row.is_cut:
+        dim = row.tensor_dim
+        assert dim is not None
+        grad = _with_cut_dim(row, grad, row.shape[dim], row.shape[dim + 1])
     if late.scale != 1.0:
         # In the wide dtype, and after backward: the loss itself, scaled, would make the
         # small gradients of a float16 model vanish.
@@ -178,6 +182,14 @@ def _at_tp_width(
     return jax.shard_map(
         collective, in_specs=spec, out_specs=spec, axis_names={"tp"}, check_vma=False
     )(x)
+
+
+def _with_cut_dim(row: ParamPlan, x: Array, *sizes: int) -> Array:
+    """A unit's slice with other sizes where `ParamPlan.in_step` cuts a dim in two."""
+    assert row.tensor_dim is not None
+    dim = row.tensor_dim - row.num_stacked
+    behind = row.shape[row.tensor_dim + 2 :]
+    return x.reshape(*x.shape[:dim], *sizes, *behind)
 
 
 def _split_dim(row: ParamPlan, x: Array) -> int:

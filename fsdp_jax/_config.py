@@ -187,7 +187,9 @@ class FSDPConfig:
         they compute in and have neither gradient nor optimizer state.
       tensor_parallel: Path pattern -> the dim that is split over the mesh axis `tp`, as
         the model's own slice of the weight counts it (`{"layers.*.up.kernel": 1}`; -1
-        is the last). A parameter with a single dim is split over data axes alone.
+        is the last). Where data axes find no other dim, or zeros would be needed, both
+        split this one. A single dim that they do not divide together is split over data
+        axes alone; the plan shows it.
       min_shard_elements: Parameters with fewer elements stay whole; shown in the plan.
 
     Source: FSDP2 `fully_shard(reshard_after_forward=, mp_policy=)`.

@@ -170,29 +170,50 @@ def _plan_param(
         reshard=config.reshard_after_forward and unit != ROOT,
         remat_policy=config.remat_policy,
     )
-    row = dataclasses.replace(row, tensor_dim=_tensor_dim(row, mesh, config))
+    num_shards = num_devices(mesh, placements.optimizer)
+    tensor_dim = _tensor_dim(row, mesh, config, num_shards)
+    row = dataclasses.replace(row, tensor_dim=tensor_dim)
     if not _should_split(row, config):
         return row
-    num_shards = num_devices(mesh, placements.optimizer)
     dim, padding = choose_split(
         row.shape, num_shards, num_stacked=num_stacked, without=row.tensor_dim
     )
+    if dim is None or padding:
+        # A dim that tp has split already, rather than zeros.
+        tensor_dim = row.tensor_dim
+        if tensor_dim is not None and _divide_one_dim(
+            row, tensor_dim, mesh, num_shards
+        ):
+            dim, padding = tensor_dim, 0
     if dim is None or num_shards == 1:
         return row
     return dataclasses.replace(row, dim=dim, padding=padding, placements=placements)
 
 
-def _tensor_dim(row: ParamPlan, mesh: Mesh, config: FSDPConfig) -> int | None:
+def _tensor_dim(
+    row: ParamPlan, mesh: Mesh, config: FSDPConfig, num_shards: int
+) -> int | None:
     """The dim of the whole parameter that `FSDPConfig.tensor_parallel` names.
 
-    None too for what has a single dim: data axes split that one.
+    None too for what has a single dim that tp and data axes do not divide together:
+    the latter split that one.
     """
-    if mesh.shape["tp"] == 1 or row.ndim_in_unit < 2:
+    if mesh.shape["tp"] == 1 or not row.ndim_in_unit:
         return None
     for pattern, dim in config.tensor_parallel.items():
         if matches(pattern, row.name):
-            return row.num_stacked + dim % row.ndim_in_unit
+            tensor_dim = row.num_stacked + dim % row.ndim_in_unit
+            if row.ndim_in_unit == 1 and not _divide_one_dim(
+                row, tensor_dim, mesh, num_shards
+            ):
+                return None
+            return tensor_dim
     return None
+
+
+def _divide_one_dim(row: ParamPlan, dim: int, mesh: Mesh, num_shards: int) -> bool:
+    """Whether tp and `num_shards` devices of data axes divide one dim together."""
+    return row.shape[dim] % (mesh.shape["tp"] * num_shards) == 0
 
 
 def _placements(mesh: Mesh, config: FSDPConfig) -> Placements:
@@ -351,8 +372,9 @@ def _check_rows(config: FSDPConfig, mesh: Mesh, rows: Sequence[ParamPlan]) -> No
     if tp > 1 and all(row.tensor_dim is None for row in rows):
         raise ValueError(
             f"The mesh has tp={tp}, and FSDPConfig(tensor_parallel=...) splits nothing "
-            "over it: a parameter of one dim is split over data axes alone. Name the "
-            "matrices, or give these devices to dp_shard."
+            "over it: a parameter of one dim that tp and data axes do not divide "
+            "together is split over the latter alone. Name the matrices, or give these "
+            "devices to dp_shard."
         )
     uneven = [
         f"'{row.name}' {row.shape}: dim {row.tensor_dim}"

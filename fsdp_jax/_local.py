@@ -43,7 +43,7 @@ def global_loss(plan: Plan, loss_fn: LossFn, form: LossForm) -> Callable[..., An
         values = _enter(plan, values)
         shards = [
             Shard(value, None, None, row, Late())
-            for row, value in zip(plan.rows, values, strict=True)
+            for row, value in zip(plan.rows_in_step, values, strict=True)
         ]
         args = (model_state, batch, fold_rank(rng, data_axes))
         loss, _ = trace_loss(call, shards, *args)
@@ -100,7 +100,7 @@ def global_grads(
         peaks = _peaks(grads, data_axes) if with_peaks else None
         return (loss, aux, state, peaks), grads
 
-    trained = [row for row in plan.rows if not row.frozen]
+    trained = [row for row in plan.rows_in_step if not row.frozen]
     whole = PartitionSpec()
     grad_specs = [row.spec(row.placements.optimizer) for row in trained]
     sharded = _over_mesh(
@@ -162,14 +162,14 @@ def _accumulate(
         new, state, out = backward(loss, last, state, jax.tree.map(lambda x: x[-1], xs))
         grads = [
             n if row.name in finished or not looped else _plus(g, n)
-            for row, g, n in zip(plan.rows, grads, new, strict=True)
+            for row, g, n in zip(plan.rows_in_step, grads, new, strict=True)
         ]
         outs.append(jax.tree.map(lambda x: x[None], out))
     reduced = [
         grad
         if row.name in finished
         else reduce_late(row, grad, late_axes_of(row, data_axes))
-        for row, grad in zip(plan.rows, grads, strict=True)
+        for row, grad in zip(plan.rows_in_step, grads, strict=True)
         if grad is not None
     ]
     totals, counts, aux = zip(*outs, strict=True)
@@ -222,7 +222,7 @@ def _finished_in_backward(plan: Plan, gathers: dict[str, int]) -> set[str]:
         return set()
     return {
         row.name
-        for row in plan.rows
+        for row in plan.rows_in_step
         if row.num_stacked and not row.frozen and gathers.get(row.name) == 1
     }
 
@@ -256,7 +256,7 @@ def _shards(plan: Plan, values: Sequence[Array], scale: float) -> list[Shard]:
             row,
             Late(scale),
         )
-        for row, value in zip(plan.rows, values, strict=True)
+        for row, value in zip(plan.rows_in_step, values, strict=True)
     ]
 
 
@@ -288,7 +288,7 @@ def _not_before(shards: Sequence[Shard], rows: PyTree) -> list[Shard]:
 def _over_mesh(plan: Plan, local: Callable[..., Any], out_specs: Any):
     """`shard_map` with a plan's in_specs: `local(values, batch, rng, model_state)`."""
     whole = PartitionSpec()
-    specs = [row.spec(row.placements.optimizer) for row in plan.rows]
+    specs = [row.spec(row.placements.optimizer) for row in plan.rows_in_step]
     return jax.shard_map(
         local,
         mesh=plan.mesh,
@@ -302,20 +302,32 @@ def _over_mesh(plan: Plan, local: Callable[..., Any], out_specs: Any):
 def _packed(plan: Plan, params: PyTree) -> list[Array]:
     """The arrays of the parameters as they rest in a `TrainState`."""
     leaves = plan.treedef.flatten_up_to(pack(params, plan.packed_params))
-    return [leaf.value if isinstance(leaf, Padded) else leaf for leaf in leaves]
+    values = [leaf.value if isinstance(leaf, Padded) else leaf for leaf in leaves]
+    return [
+        _laid_out(plan, row, value.reshape(row.shape)) if row.is_cut else value
+        for row, value in zip(plan.rows_in_step, values, strict=True)
+    ]
 
 
 def _placed(plan: Plan, row: ParamPlan, grad: Array) -> Array | Padded:
     """A gradient as it left the ranks, in the form of its parameter at rest."""
     if row.tensor_dim is not None:
-        spec = row.spec_with_tp(row.placements.optimizer)
-        grad = lax.with_sharding_constraint(grad, NamedSharding(plan.mesh, spec))
+        grad = grad.reshape(row.padded_shape)  # One dim again, if a step cut it in two.
+        grad = _laid_out(plan, row, grad)
     return Padded(grad, row.shape) if row.padding else grad
+
+
+def _laid_out(plan: Plan, row: ParamPlan, x: Array) -> Array:
+    """As it rests: over `tp` too, which the step leaves to XLA."""
+    spec = row.spec_with_tp(row.placements.optimizer)
+    return lax.with_sharding_constraint(x, NamedSharding(plan.mesh, spec))
 
 
 def _enter(plan: Plan, values: Sequence[Array]) -> list[Array]:
     with jax.named_scope("enter_step"):
-        return [enter_step(*pair) for pair in zip(plan.rows, values, strict=True)]
+        return [
+            enter_step(*pair) for pair in zip(plan.rows_in_step, values, strict=True)
+        ]
 
 
 def _add(grads: Grads, new: Grads) -> Grads:

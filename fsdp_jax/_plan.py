@@ -41,6 +41,7 @@ class ParamPlan:
       frozen: Whether it is not trained.
       reshard: Whether its unit is gathered again for backward.
       remat_policy: What of its unit's activations is saved, see `FSDPConfig`.
+      is_cut: Whether this is the form of `in_step`, and not the parameter's own.
     """
 
     name: str
@@ -56,6 +57,7 @@ class ParamPlan:
     frozen: bool
     reshard: bool
     remat_policy: Callable[..., bool] | None
+    is_cut: bool = False
 
     @property
     def ndim_in_unit(self) -> int:
@@ -78,8 +80,21 @@ class ParamPlan:
         """The spec that splits `dim` over `axes`, and `tensor_dim` over `tp`."""
         split = {self.dim: axes} if self.dim is not None and axes else {}
         if self.tensor_dim is not None:
-            split[self.tensor_dim] = ("tp",)
+            split[self.tensor_dim] = ("tp", *split.get(self.tensor_dim, ()))
         return _spec(split)
+
+    def in_step(self, tp: int) -> ParamPlan:
+        """The form in which a step has it: `dim` and `tensor_dim` are two dims.
+
+        Where they are one, each rank of tp has a contiguous part of that dim, of which
+        data axes split what is inside: a gather over these brings the part together,
+        and nothing is permuted. So that dim is cut in two, `(tp, rest)`.
+        """
+        dim = self.dim
+        if dim is None or dim != self.tensor_dim:
+            return self
+        shape = (*self.shape[:dim], tp, self.shape[dim] // tp, *self.shape[dim + 1 :])
+        return dataclasses.replace(self, shape=shape, dim=dim + 1, is_cut=True)
 
     def num_elements(self, mesh: Mesh, axes: tuple[str, ...]) -> int:
         """Elements of it on one device when split over `axes`, padding included."""
@@ -153,6 +168,11 @@ class Plan:
             None if row.frozen else self._struct(row, row.precision.main_grads)
             for row in self.rows
         )
+
+    @property
+    def rows_in_step(self) -> tuple[ParamPlan, ...]:
+        """The rows in the form that a step has them in."""
+        return tuple(row.in_step(self.mesh.shape["tp"]) for row in self.rows)
 
     @property
     def model_state(self) -> PyTree:
@@ -267,8 +287,11 @@ def _cells(plan: Plan, row: ParamPlan) -> tuple[str, ...]:
 def _split(row: ParamPlan) -> str:
     """How one parameter is split, in words."""
     parts = []
-    if row.placements.optimizer:
-        parts.append(f"dim {row.dim} over {' x '.join(row.placements.optimizer)}")
+    axes = row.placements.optimizer
+    if axes and row.dim == row.tensor_dim:
+        return f"dim {row.dim} over {' x '.join(('tp', *axes))}"
+    if axes:
+        parts.append(f"dim {row.dim} over {' x '.join(axes)}")
     if row.padding:
         assert row.dim is not None
         size = row.shape[row.dim]
@@ -285,9 +308,21 @@ def _largest_unit(plan: Plan) -> int:
     sizes = dict.fromkeys(plan.units, 0)
     for row in plan.rows:
         if row.unit != ROOT:
-            elements = math.prod(row.shape[row.num_stacked :])
+            elements = math.prod(row.shape[row.num_stacked :]) // _tp_parts(plan, row)
             sizes[row.unit] += elements * row.precision.param.itemsize
     return max(sizes.values(), default=0)
+
+
+def _tp_parts(plan: Plan, row: ParamPlan) -> int:
+    """How many ranks of tp share what is gathered over data axes."""
+    return 1 if row.tensor_dim is None else plan.mesh.shape["tp"]
+
+
+def _whole_over_tp(plan: Plan) -> list[str]:
+    """Matrices that each rank of tp computes with as a whole."""
+    if plan.mesh.shape["tp"] == 1:
+        return []
+    return [r.name for r in plan.rows if r.tensor_dim is None and r.ndim_in_unit > 1]
 
 
 def _padding_bytes(plan: Plan, padded: Sequence[ParamPlan]) -> int:
@@ -305,7 +340,7 @@ def _summary(plan: Plan) -> list[str]:
     axes = ", ".join(f"{a}={n}" for a, n in plan.mesh.shape.items() if n > 1)
     whole = [row.name for row in plan.rows if not row.placements.optimizer]
     at_entry = sum(
-        math.prod(row.shape) * row.precision.param.itemsize
+        math.prod(row.shape) // _tp_parts(plan, row) * row.precision.param.itemsize
         for row in plan.rows
         if row.unit == ROOT
     )
@@ -327,6 +362,8 @@ def _summary(plan: Plan) -> list[str]:
         )
     if whole and plan.mesh.size > 1:
         lines.append(f"whole on every device: {', '.join(whole)}")
+    if names := _whole_over_tp(plan):
+        lines.append(f"whole on each rank of tp: {', '.join(names)}")
     if not plan.units:
         lines.append(
             "no units: the whole model is gathered at the entry of the loss; pass "

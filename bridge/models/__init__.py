@@ -4,6 +4,8 @@ from bridge.models._attention import Attention as Attention
 from bridge.models._attention import dot_product_attention as dot_product_attention
 from bridge.models._config import DecoderConfig as DecoderConfig
 from bridge.models._config import LayerRun as LayerRun
+from bridge.models._constrain import Constrain as Constrain
+from bridge.models._constrain import unconstrained as unconstrained
 from bridge.models._decoder import Decoder as Decoder
 from bridge.models._decoder import plain_scan as plain_scan
 from bridge.models._decoder_layer import DecoderLayer as DecoderLayer
@@ -12,3 +14,6 @@ from bridge.models._moe import Dispatch as Dispatch
 from bridge.models._moe import sorted_dispatch as sorted_dispatch
 from bridge.models._moe_config import MoEConfig as MoEConfig
 from bridge.models._rope_config import RopeConfig as RopeConfig
+from bridge.models._tensor_parallel import (
+    tensor_parallel_rules as tensor_parallel_rules,
+)

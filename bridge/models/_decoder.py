@@ -12,6 +12,7 @@ from jaxtyping import Array, DTypeLike, Float, Int
 
 from bridge.models._attention import Attention, dot_product_attention
 from bridge.models._config import DecoderConfig, LayerRun
+from bridge.models._constrain import Constrain, unconstrained
 from bridge.models._decoder_layer import (
     DecoderLayer,
     PerLayer,
@@ -81,6 +82,7 @@ class Decoder(nnx.Module):
       scan: Runs the layers; the signature of `plain_scan`.
       attention: Mixes tokens; the signature of `dot_product_attention`.
       dispatch: Brings tokens to experts; the signature of `sorted_dispatch`.
+      constrain: Lays activations out; the signature of `unconstrained`.
     """
 
     def __init__(
@@ -92,10 +94,12 @@ class Decoder(nnx.Module):
         scan: Scan = plain_scan,
         attention: Attention = dot_product_attention,
         dispatch: Dispatch = sorted_dispatch,
+        constrain: Constrain = unconstrained,
     ):
         """Makes all weights; under `nnx.eval_shape`, only their shapes."""
         self.config = config
         self.scan = scan
+        self.constrain = constrain
         std, embed = config.initializer_range, config.hidden_size
         table = partial(Embedding, std=std, rngs=rngs, param_dtype=param_dtype)
         self.embed_tokens = table(config.vocab_size, embed)
@@ -113,6 +117,7 @@ class Decoder(nnx.Module):
                     param_dtype=param_dtype,
                     attention=attention,
                     dispatch=dispatch,
+                    constrain=constrain,
                 )
 
             return make_layers(rngs)
@@ -149,11 +154,34 @@ class Decoder(nnx.Module):
           Logits in the dtype of the weights: a loss that sums over the vocabulary
           should cast them to float32 first.
         """
-        x, _ = self._run(tokens, positions, segment_ids, _apply_layer)
-        x = self.norm(x)
-        config = self.config
-        tied = config.tie_word_embeddings
+        x = self.final_states(tokens, positions, segment_ids)
+        tied = self.config.tie_word_embeddings
         logits = self.embed_tokens.attend(x) if tied else self.lm_head(x)
+        return self.finish_logits(self.constrain(logits, "logits"))
+
+    def final_states(
+        self,
+        tokens: Ids,
+        positions: Ids | None = None,
+        segment_ids: Ids | None = None,
+    ) -> Float[Array, "batch seq embed"]:
+        """Returns what the head reads, behind the last norm.
+
+        For a loss that makes logits a part at a time, from these, `head_kernel` and
+        `finish_logits`.
+        """
+        x, _ = self._run(tokens, positions, segment_ids, _apply_layer)
+        return self.constrain(self.norm(x), "input")
+
+    def head_kernel(self) -> Float[Array, "embed vocab"]:
+        """Returns the head's kernel; of a tied embedding, its transpose."""
+        if self.config.tie_word_embeddings:
+            return self.embed_tokens.embedding[...].T
+        return self.lm_head.kernel[...]
+
+    def finish_logits(self, logits: Float[Array, "..."]) -> Float[Array, "..."]:
+        """Scales products of head and states, and bends them, entry by entry."""
+        config = self.config
         logits = scale_by(logits, config.logit_scale)
         logits = scale_by(logits, 1 / config.logits_scaling)
         if (cap := config.final_logit_softcapping) is not None:
@@ -190,7 +218,7 @@ class Decoder(nnx.Module):
         if positions is None:
             row = jnp.arange(tokens.shape[1], dtype=jnp.int32)
             positions = jnp.broadcast_to(row[None, :], tokens.shape)
-        x = self._embed(tokens, positions)
+        x = self.constrain(self._embed(tokens, positions), "output")
         tables, per_layer = self._tables(positions, x.dtype), _per_layer(self.config)
         states: list[Any] = [x] if keep_first else []
         for run, stack in zip(self.config.layer_runs, self._stacks(), strict=True):

@@ -7,6 +7,7 @@ from jaxtyping import Array, DTypeLike, Float, Int
 
 from bridge.models._attention import Attention, dot_product_attention
 from bridge.models._config import DecoderConfig
+from bridge.models._constrain import Constrain, unconstrained
 from bridge.models._mlp import MLP
 from bridge.models._moe import Dispatch, MoE, sorted_dispatch
 from bridge.models._norm import Norm
@@ -27,6 +28,7 @@ class DecoderLayer(nnx.Module):
       param_dtype: Dtype of the parameters.
       attention: Mixes tokens; the signature of `dot_product_attention`.
       dispatch: Brings tokens to experts; the signature of `sorted_dispatch`.
+      constrain: Lays activations out; the signature of `unconstrained`.
     """
 
     def __init__(
@@ -38,6 +40,7 @@ class DecoderLayer(nnx.Module):
         param_dtype: DTypeLike = jnp.float32,
         attention: Attention = dot_product_attention,
         dispatch: Dispatch = sorted_dispatch,
+        constrain: Constrain = unconstrained,
     ):
         """Makes the weights of one layer, without a layer dim."""
         placement = config.norm_placement
@@ -53,6 +56,7 @@ class DecoderLayer(nnx.Module):
             rngs=rngs,
             param_dtype=param_dtype,
             attention=attention,
+            constrain=constrain,
         )
         self.post_attention_layernorm = norm() if after else None
         own = placement in ("pre", "both")
@@ -71,6 +75,8 @@ class DecoderLayer(nnx.Module):
         self.post_feedforward_layernorm = norm() if after else None
         self.parallel = placement == "parallel"
         self.multiplier = config.residual_multiplier
+        self.is_latent = config.mla is not None
+        self.constrain = constrain
 
     def __call__(
         self,
@@ -92,11 +98,17 @@ class DecoderLayer(nnx.Module):
         per_layer = per_layer or {}
         cos, sin = _pick(tables, per_layer.get("table"))
         normed = _apply(self.input_layernorm, x)
-        mixed = self.self_attn(normed, cos, sin, segment_ids, per_layer.get("window"))
+        read = self.constrain(normed, "input")
+        # Latent attention constrains the narrow vectors that it makes first.
+        heard = normed if self.is_latent else read
+        mixed = self.self_attn(heard, cos, sin, segment_ids, per_layer.get("window"))
         if self.parallel:
-            return x + self._scaled(mixed) + self._scaled(self.mlp(normed))
+            both = self._scaled(mixed) + self._scaled(self.mlp(read))
+            return x + self.constrain(both, "output")
+        mixed = self.constrain(mixed, "output")
         x = x + self._scaled(_apply(self.post_attention_layernorm, mixed))
-        y = self.mlp(_apply(self.pre_feedforward_layernorm, x))
+        normed = _apply(self.pre_feedforward_layernorm, x)
+        y = self.constrain(self.mlp(self.constrain(normed, "input")), "output")
         return x + self._scaled(_apply(self.post_feedforward_layernorm, y))
 
     def _scaled(self, y: Stream) -> Stream:

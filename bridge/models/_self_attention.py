@@ -9,6 +9,7 @@ from jaxtyping import Array, DTypeLike, Float, Int
 
 from bridge.models._attention import Attention, Window
 from bridge.models._config import DecoderConfig
+from bridge.models._constrain import Constrain
 from bridge.models._linear import Linear
 from bridge.models._norm import Norm
 from bridge.models._rope import Table, apply_rope, yarn_mscale
@@ -29,6 +30,7 @@ class SelfAttention(nnx.Module):
       rngs: Source of keys.
       param_dtype: Dtype of the parameters.
       attention: Does the mixing; kept as it is.
+      constrain: Lays latent vectors out before they unfold into heads.
     """
 
     def __init__(
@@ -39,6 +41,7 @@ class SelfAttention(nnx.Module):
         rngs: nnx.Rngs,
         param_dtype: DTypeLike,
         attention: Attention,
+        constrain: Constrain,
     ):
         """Makes the projections, norms and sinks that the config asks for."""
         heads = config.num_attention_heads
@@ -54,6 +57,7 @@ class SelfAttention(nnx.Module):
         sinks = jnp.zeros(heads, param_dtype)
         self.sinks = nnx.Param(sinks) if config.attention_sinks else None
         self.attention = attention
+        self.constrain = constrain
         self.scale = attention_scale(config)
         self.softcap = config.attn_logit_softcapping
         self.window = window
@@ -163,14 +167,17 @@ class LatentAttention(SelfAttention):
         sin: Table | None,
     ) -> tuple[Heads, Heads, Heads]:
         if self.narrow_query:
-            query = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
+            narrow = self.q_a_layernorm(self.q_a_proj(x))
+            query = self.q_b_proj(self.constrain(narrow, "input"))
         else:
-            query = self.q_proj(x)
+            query = self.q_proj(self.constrain(x, "input"))
         query, turned_query = jnp.split(query, [self.unturned], axis=-1)
         latent, turned_key = jnp.split(
             self.kv_a_proj_with_mqa(x), [self.kv_rank], axis=-1
         )
-        key_value = self.kv_b_proj(self.kv_a_layernorm(latent))
+        latent = self.constrain(self.kv_a_layernorm(latent), "input")
+        turned_key = self.constrain(turned_key, "input")
+        key_value = self.kv_b_proj(latent)
         key, value = jnp.split(key_value, [self.unturned], axis=-1)
         turned_query = self._turn(turned_query, cos, sin)
         turned_key = self._turn(turned_key[:, :, None, :], cos, sin)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax.numpy as jnp
 from flax import nnx
@@ -10,7 +12,13 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 import fsdp_jax as fsdp
-from bridge.models import Decoder, DecoderConfig, DecoderLayer
+from bridge.models import (
+    Decoder,
+    DecoderConfig,
+    DecoderLayer,
+    dot_product_attention,
+    tensor_parallel_rules,
+)
 
 
 def plan_decoder(
@@ -21,7 +29,7 @@ def plan_decoder(
     prefetch: int = 1,
     unroll: int = 1,
 ) -> fsdp.Plan:
-    """Plans the decoder of a config, a layer a unit.
+    """Plans the decoder of a config, a layer a unit, its matrices split over `tp`.
 
     Args:
       config: The model.
@@ -30,11 +38,14 @@ def plan_decoder(
       prefetch: As for `fsdp_jax.scan`.
       unroll: As for `fsdp_jax.scan`.
     """
+    rules = tensor_parallel_rules(config, mesh.shape["tp"])
     return fsdp.fully_shard(
         functools.partial(_make_decoder, config, prefetch, unroll),
         mesh,
         units=[DecoderLayer],
-        config=fsdp_config,
+        config=dataclasses.replace(
+            fsdp_config or fsdp.FSDPConfig(), tensor_parallel=rules
+        ),
     )
 
 
@@ -44,16 +55,54 @@ def computed_in(param_dtype: str) -> fsdp.FSDPConfig:
     return fsdp.FSDPConfig(mp_policy=policy)
 
 
+def check_rows(seq: int, tp: int) -> None:
+    """Raises a `ValueError` if rows of `seq` tokens do not divide over `tp`."""
+    if tp > 1 and seq % tp:
+        raise ValueError(
+            f"--seq {seq}: tp={tp} splits the tokens of a row, and does not divide "
+            f"them. Use a multiple of {tp}."
+        )
+
+
+def loss_of(*, fused: bool) -> Callable[..., Float[Array, ""]]:
+    """The loss that the commands train with: logits at once, or a chunk at a time."""
+    return fused_next_token_loss if fused else next_token_loss
+
+
 def next_token_loss(
     model: Decoder, tokens: Int[Array, "batch seq+1"]
 ) -> Float[Array, ""]:
     """Cross entropy of each token given those before it, in float32, the mean."""
-    logits = model(tokens[:, :-1])
-    return fsdp.ops.vocab_parallel_cross_entropy(logits, tokens[:, 1:]).mean()
+    states = model.final_states(tokens[:, :-1])
+    logits = states @ fsdp.ops.pad_vocabulary(model.head_kernel())
+    losses = fsdp.ops.vocab_parallel_cross_entropy(
+        model.finish_logits(logits), tokens[:, 1:], vocab_size=model.config.vocab_size
+    )
+    return losses.mean()
+
+
+def fused_next_token_loss(
+    model: Decoder, tokens: Int[Array, "batch seq+1"]
+) -> Float[Array, ""]:
+    """The same, in the memory of a chunk of the vocabulary; a product more."""
+    losses = fsdp.ops.fused_linear_cross_entropy(
+        model.final_states(tokens[:, :-1]),
+        fsdp.ops.pad_vocabulary(model.head_kernel()),
+        tokens[:, 1:],
+        vocab_size=model.config.vocab_size,
+        logit_fn=model.finish_logits,
+    )
+    return losses.mean()
 
 
 def _make_decoder(
     config: DecoderConfig, prefetch: int, unroll: int, key: Array
 ) -> Decoder:
     scan = functools.partial(fsdp.scan, prefetch=prefetch, unroll=unroll)
-    return Decoder(config, rngs=nnx.Rngs(key), scan=scan)
+    return Decoder(
+        config,
+        rngs=nnx.Rngs(key),
+        scan=scan,
+        attention=fsdp.ops.split_heads(dot_product_attention),
+        constrain=fsdp.ops.sequence_parallel,
+    )

@@ -11,13 +11,14 @@ import jax
 import jax.numpy as jnp
 import optax
 import tyro
+from jax.sharding import Mesh
 
 import bridge
 import fsdp_jax as fsdp
 from bridge.models import DecoderConfig
 from fsdp_jax._table import format_bytes, text_table
 from fsdp_jax.cli._errors import check_absent
-from fsdp_jax.cli._model import next_token_loss, plan_decoder
+from fsdp_jax.cli._model import check_rows, loss_of, plan_decoder
 from fsdp_jax.cli._options import Devices, Unset
 from fsdp_jax.cli._origin import open_hf
 from fsdp_jax.cli._recipe import ParamDtype
@@ -36,6 +37,7 @@ _REMAT = {
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     "nothing": jax.checkpoint_policies.nothing_saveable,
 }
+_AXES = ("dp_outer", "dp_shard", "ep", "tp")
 _NO_PLUGIN = (
     "XLA's compiler for GPUs is not installed (pip install 'fsdp-jax[plan]'), so this "
     "is what the compiler for CPUs says: memory, and how often what is communicated. "
@@ -87,7 +89,7 @@ class Plan:
       gpus: How many; more than 8 are whole nodes of 8.
       mesh: Sizes of the mesh's axes, as in dp_outer=4,dp_shard=-1; default all on
         dp_shard.
-      batch: Rows of a global batch; default one a GPU.
+      batch: Rows of a global batch; default one a GPU, of tp GPUs together.
       seq: Tokens that a row predicts.
       accumulate: Microbatches a step.
       zero: What is sharded: ZeRO 0 to 3.
@@ -96,6 +98,7 @@ class Plan:
       remat: What of a layer's activations is kept for backward: all, dots, or nothing.
       prefetch: Layers gathered ahead of the one that computes.
       unroll: Layers in one iteration of the compiled loop.
+      fused_loss: Makes logits a chunk of the vocabulary at a time: memory for work.
       json: Writes everything to this file.
       picture: Draws memory and time into this file, .png or .svg.
       sweep: Tries other meshes and strategies too, and recommends one.
@@ -116,6 +119,7 @@ class Plan:
     remat: Literal["all", "dots", "nothing"] = "nothing"
     prefetch: int = 1
     unroll: int = 2
+    fused_loss: bool = False
     json: Unset[Path] = None
     picture: Unset[Path] = None
     sweep: bool = False
@@ -172,10 +176,10 @@ def _mesh_sizes(text: str | None) -> dict[str, int]:
     sizes = {}
     for part in text.split(","):
         axis, _, size = part.partition("=")
-        if axis not in ("dp_outer", "dp_shard", "ep") or not size.lstrip("-").isdigit():
+        if axis not in _AXES or not size.lstrip("-").isdigit():
             raise ValueError(
-                f"--mesh {text}: '{part}' is no size of dp_outer, dp_shard or ep. "
-                "Write it as in --mesh dp_outer=4,dp_shard=-1."
+                f"--mesh {text}: '{part}' is no size of {', '.join(_AXES)}. "
+                "Write it as in --mesh dp_shard=-1,tp=8."
             )
         sizes[axis] = int(size)
     return sizes
@@ -189,22 +193,22 @@ def _forecast(
     *,
     guide: bool = True,
 ) -> Forecast:
-    plan, loss, tokens = _step_of(options, config)
+    mesh = fsdp.make_mesh(**sizes, devices=gpu_devices(gpu, options.gpus))
+    plan, loss, tokens = _step_of(options, config, mesh)
     rows = tokens.shape[0]
     return compile_for(
         *(plan, loss, optax.adamw(3e-4, weight_decay=0.1), tokens),
         gpu=gpu,
-        gpus=options.gpus,
-        mesh=sizes,
         tokens=rows * options.seq,
         guide=guide,
         accumulate=options.accumulate,
     )
 
 
-def _step_of(options: Plan, config: DecoderConfig, mesh=None):
+def _step_of(options: Plan, config: DecoderConfig, mesh: Mesh):
     """The plan on `mesh`, the loss, and the mould of a batch."""
-    here = mesh or fsdp.make_mesh(devices=jax.devices()[:1])
+    tp = mesh.shape["tp"]
+    check_rows(options.seq, tp)
     fsdp_config = fsdp.FSDPConfig(
         zero_dp_strategy=options.zero,
         outer_dp_sharding_strategy=options.outer,
@@ -216,14 +220,16 @@ def _step_of(options: Plan, config: DecoderConfig, mesh=None):
     )
     plan = plan_decoder(
         config,
-        here,
+        mesh,
         fsdp_config,
         prefetch=options.prefetch,
         unroll=options.unroll,
     )
-    rows = options.gpus * options.accumulate if options.batch is None else options.batch
+    rows = options.gpus // tp * options.accumulate
+    if options.batch is not None:
+        rows = options.batch
     tokens = jax.ShapeDtypeStruct((rows, options.seq + 1), jnp.int32)
-    return plan, next_token_loss, tokens
+    return plan, loss_of(fused=options.fused_loss), tokens
 
 
 def _print_cpu(options: Plan, config: DecoderConfig, sizes: dict[str, int]) -> None:

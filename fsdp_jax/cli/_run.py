@@ -24,7 +24,7 @@ from fsdp_jax.cli._metrics import (
     peak_memory_bytes,
     write_metrics,
 )
-from fsdp_jax.cli._model import next_token_loss
+from fsdp_jax.cli._model import loss_of
 from fsdp_jax.cli._profile import Window, tracer
 from fsdp_jax.cli._progress import step_bar
 
@@ -43,6 +43,7 @@ class Run:
       metadata: Saved with each step, beside the position in the data.
       callback: Called with the metrics of each step; None for nobody.
       window: Steps to trace; None for none.
+      fused_loss: Whether logits are made a chunk of the vocabulary at a time.
     """
 
     start: int
@@ -54,6 +55,7 @@ class Run:
     metadata: dict[str, Any]
     callback: Callback | None = None
     window: Window | None = None
+    fused_loss: bool = False
 
     def saves_at(self, step: int) -> bool:
         """Whether a checkpoint is saved after a step."""
@@ -81,7 +83,8 @@ def run_steps(
       CheckFailed: If the loss is no longer finite; such a state is not saved.
       RuntimeError: If the callback raises.
     """
-    step = fsdp.make_train_step(plan, next_token_loss, tx, accumulate=run.accumulate)
+    loss = loss_of(fused=run.fused_loss)
+    step = fsdp.make_train_step(plan, loss, tx, accumulate=run.accumulate)
     # In this order: the bar may replace stdout, to have lines printed above itself.
     with (
         step_bar(run.start, run.steps) as show,

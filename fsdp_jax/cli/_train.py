@@ -19,7 +19,7 @@ from fsdp_jax._batch import check_batch
 from fsdp_jax.cli._callback import Callback, load_callback
 from fsdp_jax.cli._data import make_batches
 from fsdp_jax.cli._errors import check_absent, check_creatable
-from fsdp_jax.cli._model import computed_in, plan_decoder
+from fsdp_jax.cli._model import check_rows, computed_in, plan_decoder
 from fsdp_jax.cli._options import Devices, Unset
 from fsdp_jax.cli._origin import Origin, open_any, open_run
 from fsdp_jax.cli._profile import Profile, Window
@@ -61,6 +61,8 @@ class Train:
       dp_shard: Devices that split the model; -1 for all that the others leave.
       dp_outer: Copies of the sharded model (HSDP).
       ep: Devices that split experts; a dense model is split over them too.
+      tp: Devices that split each matrix, and the tokens between: those of a node.
+      fused_loss: Makes logits a chunk of the vocabulary at a time: memory for work.
       profiling: Whether to trace some steps, and which.
       where: On which devices.
     """
@@ -85,6 +87,8 @@ class Train:
     dp_shard: int = -1
     dp_outer: int = 1
     ep: int = 1
+    tp: int = 1
+    fused_loss: bool = False
     profiling: Annotated[Profile, tyro.conf.arg(name="")] = Profile()
     where: Annotated[Devices, tyro.conf.arg(name="")] = Devices()
 
@@ -98,6 +102,7 @@ class Train:
         _check_steps(self, start)
         window = self.profiling.window(start, self.steps)
         recipe = _make_recipe(self, origin)
+        check_rows(recipe.seq, self.tp)
         plan = plan_decoder(origin.config, mesh, computed_in(recipe.param_dtype))
         rows = jax.ShapeDtypeStruct((recipe.batch, recipe.seq + 1), jnp.int32)
         check_batch(plan, rows, recipe.accumulate)
@@ -172,6 +177,7 @@ def _make_mesh(train: Train) -> Mesh:
         dp_outer=train.dp_outer,
         dp_shard=train.dp_shard,
         ep=train.ep,
+        tp=train.tp,
         devices=train.where.pick(),
     )
 
@@ -233,4 +239,5 @@ def _make_run(
         metadata=metadata,
         callback=callback,
         window=window,
+        fused_loss=train.fused_loss,
     )

@@ -17,5 +17,8 @@ from fsdp_jax.ops._masked import masked_min as masked_min
 from fsdp_jax.ops._masked import masked_sum as masked_sum
 from fsdp_jax.ops._masked import masked_var as masked_var
 from fsdp_jax.ops._masked import masked_whiten as masked_whiten
+from fsdp_jax.ops._pad_vocabulary import pad_vocabulary as pad_vocabulary
 from fsdp_jax.ops._router import update_expert_bias as update_expert_bias
 from fsdp_jax.ops._router import update_qb_beta as update_qb_beta
+from fsdp_jax.ops._split_heads import split_heads as split_heads
+from fsdp_jax.ops._tensor_parallel import sequence_parallel as sequence_parallel

@@ -200,7 +200,7 @@ def compile_for(
         memory=predict_memory(plan, state, mould, traced),
         sent=sent_rows(scheduled.timeline, plan),
         tokens=tokens,
-        model_flops=_model_flops(plan, loss_fn, step_options, state, mould),
+        model_flops=_model_flops(plan, loss_fn, step_options, mould) / count,
     )
 
 
@@ -244,8 +244,14 @@ def compiled_bytes(compiled: jax.stages.Compiled) -> int:
     )
 
 
-def _model_flops(plan: Plan, loss_fn, options, state, batch) -> float:
-    """Three times the forward's work: backward takes twice as much."""
+def _model_flops(plan: Plan, loss_fn, options, batch) -> float:
+    """Three times the forward's work on all rows: backward takes twice as much.
+
+    As one device would do it: no axis is left to XLA then, so that all shapes are told.
+    """
+    alone = make_mesh(devices=list(plan.mesh.devices.flat[:1]))
+    plan = fully_shard(plan.make_model, alone, plan.unit_specs, plan.config)
+    state = abstract_state(plan, optax.identity())
     form = LossForm(
         options.get("has_aux", False), options.get("calculate_per_token_loss", False)
     )
