@@ -79,11 +79,6 @@ def reduce_late(
     return grad.astype(row.precision.main_grads)
 
 
-def late_axes_of(row: ParamPlan, data_axes: tuple[str, ...]) -> tuple[str, ...]:
-    """Data axes over which a microbatch leaves the gradient of `row` unreduced."""
-    return tuple(axis for axis in data_axes if axis not in row.placements.gradient)
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def fsdp_gather(
     row: ParamPlan, late: Late, value: Array, sink: Array | None, earlier: Array | None

@@ -190,6 +190,11 @@ class FSDPConfig:
         is the last). Where data axes find no other dim, or zeros would be needed, both
         split this one. A single dim that they do not divide together is split over data
         axes alone; the plan shows it.
+      expert_parallel: Path pattern -> the dim that counts experts, in the same way
+        (`{"layers.*.experts": 0}`). It is split over the mesh axis `ep`, where the
+        model computes with its own experts alone, which are gathered, and their
+        gradients reduced, over the other data axes. The model has to bring tokens to
+        their experts (`fsdp_jax.ops.expert_parallel_dispatch`).
       min_shard_elements: Parameters with fewer elements stay whole; shown in the plan.
 
     Source: FSDP2 `fully_shard(reshard_after_forward=, mp_policy=)`.
@@ -207,6 +212,9 @@ class FSDPConfig:
     replicated: tuple[str, ...] = ()
     frozen: tuple[str, ...] = ()
     tensor_parallel: Mapping[str, int] = dataclasses.field(
+        default_factory=dict, hash=False
+    )
+    expert_parallel: Mapping[str, int] = dataclasses.field(
         default_factory=dict, hash=False
     )
     min_shard_elements: int = 0

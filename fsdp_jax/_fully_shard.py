@@ -10,6 +10,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from fsdp_jax._config import ZERO_DP_STRATEGIES, FSDPConfig, Placements
+from fsdp_jax._experts import check_experts, expert_dim, without_ep
 from fsdp_jax._mesh import (
     DATA_AXES,
     OUTER_AXES,
@@ -98,6 +99,7 @@ def fully_shard(
         for name, leaf in named_leaves(model.params)
     )
     _check_rows(config, mesh, rows)
+    check_experts(config, mesh, rows)
     return Plan(
         *(mesh, config, make_model, model, rows, tuple(units), classes, placements)
     )
@@ -108,7 +110,7 @@ def choose_split(
     num_shards: int,
     *,
     num_stacked: int = 0,
-    without: int | None = None,
+    without: tuple[int | None, ...] = (),
 ) -> tuple[int | None, int]:
     """Picks the dim of an array that is split, and how many zeros it needs for that.
 
@@ -121,7 +123,7 @@ def choose_split(
       shape: Logical shape, e.g. `(layers, embed, mlp)`.
       num_shards: Devices that share the array.
       num_stacked: Leading dims that are scanned over and so cannot be split.
-      without: A dim that is split otherwise already.
+      without: Dims that are split otherwise already.
 
     Returns:
       The dim and its padding in elements; (None, 0) for what has no dim of at least 2.
@@ -129,7 +131,7 @@ def choose_split(
     dims = [
         dim
         for dim, size in enumerate(shape)
-        if dim >= num_stacked and dim != without and size > 1
+        if dim >= num_stacked and dim not in without and size > 1
     ]
     if not dims or not math.prod(shape):
         return None, 0
@@ -163,6 +165,7 @@ def _plan_param(
         dim=None,
         padding=0,
         tensor_dim=None,
+        expert_dim=expert_dim(name, leaf.shape, num_stacked, mesh, config),
         is_under_tp=mesh.shape["tp"] > 1,
         placements=Placements((), (), ()),
         precision=precision,
@@ -170,13 +173,18 @@ def _plan_param(
         reshard=config.reshard_after_forward and unit != ROOT,
         remat_policy=config.remat_policy,
     )
+    if row.is_expert:
+        placements = without_ep(placements)
     num_shards = num_devices(mesh, placements.optimizer)
     tensor_dim = _tensor_dim(row, mesh, config, num_shards)
     row = dataclasses.replace(row, tensor_dim=tensor_dim)
     if not _should_split(row, config):
         return row
     dim, padding = choose_split(
-        row.shape, num_shards, num_stacked=num_stacked, without=row.tensor_dim
+        row.shape,
+        num_shards,
+        num_stacked=num_stacked,
+        without=(row.tensor_dim, row.expert_dim),
     )
     if dim is None or padding:
         # A dim that tp has split already, rather than zeros.
@@ -318,6 +326,7 @@ def _check_patterns(config: FSDPConfig, names: Sequence[str]) -> None:
         "FSDPConfig(replicated=...)": config.replicated,
         "FSDPConfig(frozen=...)": config.frozen,
         "FSDPConfig(tensor_parallel=...)": tuple(config.tensor_parallel),
+        "FSDPConfig(expert_parallel=...)": tuple(config.expert_parallel),
         "param_name_patterns_for_fp32_local_accumulation": tuple(
             pattern for pattern in widened if pattern != "all"
         ),

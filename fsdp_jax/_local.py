@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 
 from fsdp_jax._aux import AUX_SPECS, AuxFormat, join_aux, reduce_aux
 from fsdp_jax._batch import split_microbatches
-from fsdp_jax._collectives import enter_step, late_axes_of, reduce_late
+from fsdp_jax._collectives import enter_step, reduce_late
 from fsdp_jax._loss import (
     LossFn,
     LossForm,
@@ -168,7 +168,7 @@ def _accumulate(
     reduced = [
         grad
         if row.name in finished
-        else reduce_late(row, grad, late_axes_of(row, data_axes))
+        else reduce_late(row, grad, row.late_axes(data_axes))
         for row, grad in zip(plan.rows_in_step, grads, strict=True)
         if grad is not None
     ]
@@ -236,7 +236,7 @@ def _finishing(
     for i, shard in enumerate(shards):
         row = shard.row
         if row.name in finished:
-            late = Late(shard.late.scale, late_axes_of(row, data_axes))
+            late = Late(shard.late.scale, row.late_axes(data_axes))
             shard = dataclasses.replace(
                 shard,
                 sink=_sink(plan, row, row.placements.optimizer),
@@ -263,8 +263,9 @@ def _shards(plan: Plan, values: Sequence[Array], scale: float) -> list[Shard]:
 def _sink(plan: Plan, row: ParamPlan, axes: tuple[str, ...]) -> Array:
     """Zeros in the shape and dtype of a gradient that is split over `axes`."""
     shape = list(row.padded_shape)
-    if row.dim is not None:
-        shape[row.dim] //= num_devices(plan.mesh, axes)
+    for dim, split in ((row.dim, axes), (row.expert_dim, ("ep",))):
+        if dim is not None:
+            shape[dim] //= num_devices(plan.mesh, split)
     return jnp.zeros(shape, row.precision.main_grads)
 
 

@@ -35,6 +35,8 @@ class ParamPlan:
       padding: Zeros behind the end of `dim` where it is split, because the devices do
         not divide it.
       tensor_dim: The dim that is split over `tp`, or None.
+      expert_dim: The dim that is split over `ep` all the time, or None: each rank there
+        computes with experts of its own.
       is_under_tp: Whether the mesh has more than one device on `tp`.
       placements: The data axes that split `dim`.
       precision: Its dtypes.
@@ -51,6 +53,7 @@ class ParamPlan:
     dim: int | None
     padding: int
     tensor_dim: int | None
+    expert_dim: int | None
     is_under_tp: bool
     placements: Placements
     precision: Precision
@@ -74,11 +77,11 @@ class ParamPlan:
 
     def spec(self, axes: tuple[str, ...]) -> PartitionSpec:
         """The spec that splits `dim` over the data axes `axes`, silent about `tp`."""
-        return _spec({self.dim: axes} if self.dim is not None and axes else {})
+        return _spec(self._split(axes))
 
     def spec_with_tp(self, axes: tuple[str, ...]) -> PartitionSpec:
         """The spec that splits `dim` over `axes`, and `tensor_dim` over `tp`."""
-        split = {self.dim: axes} if self.dim is not None and axes else {}
+        split = self._split(axes)
         if self.tensor_dim is not None:
             split[self.tensor_dim] = ("tp", *split.get(self.tensor_dim, ()))
         return _spec(split)
@@ -94,13 +97,50 @@ class ParamPlan:
         if dim is None or dim != self.tensor_dim:
             return self
         shape = (*self.shape[:dim], tp, self.shape[dim] // tp, *self.shape[dim + 1 :])
-        return dataclasses.replace(self, shape=shape, dim=dim + 1, is_cut=True)
+        expert_dim = self.expert_dim
+        if expert_dim is not None:
+            expert_dim += expert_dim > dim
+        return dataclasses.replace(
+            self, shape=shape, dim=dim + 1, expert_dim=expert_dim, is_cut=True
+        )
 
     def num_elements(self, mesh: Mesh, axes: tuple[str, ...]) -> int:
         """Elements of it on one device when split over `axes`, padding included."""
-        tp = 1 if self.tensor_dim is None else mesh.shape["tp"]
         shape = self.padded_shape if axes else self.shape
-        return math.prod(shape) // num_devices(mesh, axes) // tp
+        return math.prod(self.on_device(mesh, shape, axes))
+
+    def on_device(
+        self, mesh: Mesh, shape: tuple[int, ...], axes: tuple[str, ...]
+    ) -> tuple[int, ...]:
+        """The dims of `shape` on one device, split over `axes`, `tp` and `ep`."""
+        dims, tp = list(shape), mesh.shape["tp"]
+        for dim, devices in (
+            (self.dim, num_devices(mesh, axes)),
+            (self.tensor_dim, tp),
+            (self.expert_dim, mesh.shape["ep"]),
+        ):
+            if dim is not None:
+                dims[dim] //= devices
+        return tuple(dims)
+
+    def late_axes(self, data_axes: tuple[str, ...]) -> tuple[str, ...]:
+        """Those of `data_axes` over which a microbatch leaves its gradient partial.
+
+        Never `ep` for experts: tokens of all its ranks have come to them.
+        """
+        done = (*self.placements.gradient, *(("ep",) if self.is_expert else ()))
+        return tuple(axis for axis in data_axes if axis not in done)
+
+    @property
+    def is_expert(self) -> bool:
+        """Whether each rank on `ep` has experts of its own in it."""
+        return self.expert_dim is not None
+
+    def _split(self, axes: tuple[str, ...]) -> dict[int, tuple[str, ...]]:
+        split = {self.dim: axes} if self.dim is not None and axes else {}
+        if self.expert_dim is not None:
+            split[self.expert_dim] = ("ep",)
+        return split
 
 
 def _spec(split: dict[int, tuple[str, ...]]) -> PartitionSpec:
@@ -298,6 +338,8 @@ def _split(row: ParamPlan) -> str:
         parts.append(f"padded {size} to {size + row.padding}")
     if row.tensor_dim is not None:
         parts.append(f"dim {row.tensor_dim} over tp")
+    if row.expert_dim is not None:
+        parts.append(f"dim {row.expert_dim} over ep")
     if row.frozen:
         parts.append("frozen")
     return ", ".join(parts) or "whole"
@@ -308,14 +350,19 @@ def _largest_unit(plan: Plan) -> int:
     sizes = dict.fromkeys(plan.units, 0)
     for row in plan.rows:
         if row.unit != ROOT:
-            elements = math.prod(row.shape[row.num_stacked :]) // _tp_parts(plan, row)
-            sizes[row.unit] += elements * row.precision.param.itemsize
+            sizes[row.unit] += _whole_bytes(plan, row, row.num_stacked)
     return max(sizes.values(), default=0)
 
 
-def _tp_parts(plan: Plan, row: ParamPlan) -> int:
-    """How many ranks of tp share what is gathered over data axes."""
-    return 1 if row.tensor_dim is None else plan.mesh.shape["tp"]
+def _whole_bytes(plan: Plan, row: ParamPlan, num_stacked: int = 0) -> int:
+    """Bytes of a parameter as computed with, or of one of a stack.
+
+    Neither other ranks' experts nor other parts of tp are gathered.
+    """
+    experts = plan.mesh.shape["ep"] if row.is_expert else 1
+    parts = 1 if row.tensor_dim is None else plan.mesh.shape["tp"]
+    elements = math.prod(row.shape[num_stacked:]) // experts // parts
+    return elements * row.precision.param.itemsize
 
 
 def _whole_over_tp(plan: Plan) -> list[str]:
@@ -329,7 +376,9 @@ def _padding_bytes(plan: Plan, padded: Sequence[ParamPlan]) -> int:
     """What a device holds more of the padded parameters than an even split."""
     extra = 0.0
     for row in padded:
-        even = math.prod(row.shape) / num_devices(plan.mesh, row.placements.optimizer)
+        even = row.num_elements(plan.mesh, ()) / num_devices(
+            plan.mesh, row.placements.optimizer
+        )
         held = row.num_elements(plan.mesh, row.placements.optimizer)
         extra += (held - even) * row.precision.main_params.itemsize
     return round(extra)
@@ -338,13 +387,12 @@ def _padding_bytes(plan: Plan, padded: Sequence[ParamPlan]) -> int:
 def _summary(plan: Plan) -> list[str]:
     sizes = plan.bytes_per_device
     axes = ", ".join(f"{a}={n}" for a, n in plan.mesh.shape.items() if n > 1)
-    whole = [row.name for row in plan.rows if not row.placements.optimizer]
-    at_entry = sum(
-        math.prod(row.shape) // _tp_parts(plan, row) * row.precision.param.itemsize
-        for row in plan.rows
-        if row.unit == ROOT
-    )
+    whole = [
+        row.name for row in plan.rows if not (row.placements.optimizer or row.is_expert)
+    ]
+    at_entry = sum(_whole_bytes(plan, row) for row in plan.rows if row.unit == ROOT)
     frozen = sum(row.frozen for row in plan.rows)
+    experts = sum(row.is_expert for row in plan.rows)
     counts = f"parameters: {len(plan.rows)}, units: {len(plan.units)}"
     at_rest = [f"{format_bytes(size)} {kind}" for kind, size in sizes.items()]
     lines = [
@@ -353,6 +401,13 @@ def _summary(plan: Plan) -> list[str]:
         f"whole during a step: {format_bytes(at_entry)} in no unit, all the time; "
         f"{format_bytes(_largest_unit(plan))} in the largest unit, while it runs",
     ]
+    if experts:
+        lines.append(f"experts, never gathered over ep: {experts}")
+    elif plan.mesh.shape["ep"] > 1:
+        lines.append(
+            f"ep={plan.mesh.shape['ep']} is as dp_shard here, since no experts are "
+            "split over it: FSDPConfig(expert_parallel=...) names none"
+        )
     if frozen:
         lines.append(f"frozen, with neither gradient nor optimizer state: {frozen}")
     if padded := [row for row in plan.rows if row.padding]:

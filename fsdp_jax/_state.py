@@ -277,7 +277,10 @@ def _row_of_its_own(
 ) -> ParamPlan:
     """How an array is split that has not the shape of the parameter it belongs to."""
     row = owner or plan.rows[0]
-    placements = owner.placements if owner else plan.placements
+    # Of experts too: what has no dim of experts is split over `ep` as all else.
+    placements = plan.placements
+    if owner is not None and not owner.is_expert:
+        placements = owner.placements
     num_shards = num_devices(plan.mesh, placements.optimizer)
     if num_shards == 1:
         dim, padding = None, 0
@@ -296,6 +299,7 @@ def _row_of_its_own(
         dim=dim,
         padding=padding,
         tensor_dim=None,
+        expert_dim=None,
         placements=placements,
     )
 

@@ -28,6 +28,7 @@ ROWS = [
     {"config", "chunks"},
     {"mesh", "model"},
     {"plan", "data", "launch"},
+    {"experts"},
     {"shard", "fully_shard", "batch", "frozen", "health"},
     {"model_state", "layer_wise"},
     {"collectives", "state", "aux"},

@@ -11,9 +11,11 @@ from bridge.models._decoder import plain_scan as plain_scan
 from bridge.models._decoder_layer import DecoderLayer as DecoderLayer
 from bridge.models._mla_config import MLAConfig as MLAConfig
 from bridge.models._moe import Dispatch as Dispatch
+from bridge.models._moe import expert_parallel_rules as expert_parallel_rules
 from bridge.models._moe import sorted_dispatch as sorted_dispatch
 from bridge.models._moe_config import MoEConfig as MoEConfig
 from bridge.models._rope_config import RopeConfig as RopeConfig
+from bridge.models._router_stats import RouterStats as RouterStats
 from bridge.models._tensor_parallel import (
     tensor_parallel_rules as tensor_parallel_rules,
 )

@@ -25,6 +25,7 @@ from bridge.models._linear import Embedding, Linear
 from bridge.models._moe import Dispatch, sorted_dispatch
 from bridge.models._rope import rope_tables
 from bridge.models._rope_config import RopeConfig
+from bridge.models._router_stats import RouterStats
 
 Scan = Callable[..., tuple[Any, Any]]
 Ids = Int[Array, "batch seq"]
@@ -154,9 +155,29 @@ class Decoder(nnx.Module):
           Logits in the dtype of the weights: a loss that sums over the vocabulary
           should cast them to float32 first.
         """
-        x = self.final_states(tokens, positions, segment_ids)
+        return self.with_router_stats(tokens, positions, segment_ids)[0]
+
+    def with_router_stats(
+        self,
+        tokens: Ids,
+        positions: Ids | None = None,
+        segment_ids: Ids | None = None,
+    ) -> tuple[Float[Array, "batch seq vocab"], RouterStats | None]:
+        """Returns the logits, and what the routers did, for losses that balance them.
+
+        Returns:
+          As a call; and the sums of all layers with experts, stacked on a first dim, or
+          None if there are none.
+        """
+        states, stats = self.final_states(tokens, positions, segment_ids)
+        return self.logits(states), stats
+
+    def logits(
+        self, states: Float[Array, "batch seq embed"]
+    ) -> Float[Array, "batch seq vocab"]:
+        """Returns the logits of what `final_states` returned."""
         tied = self.config.tie_word_embeddings
-        logits = self.embed_tokens.attend(x) if tied else self.lm_head(x)
+        logits = self.embed_tokens.attend(states) if tied else self.lm_head(states)
         return self.finish_logits(self.constrain(logits, "logits"))
 
     def final_states(
@@ -164,14 +185,15 @@ class Decoder(nnx.Module):
         tokens: Ids,
         positions: Ids | None = None,
         segment_ids: Ids | None = None,
-    ) -> Float[Array, "batch seq embed"]:
-        """Returns what the head reads, behind the last norm.
+    ) -> tuple[Float[Array, "batch seq embed"], RouterStats | None]:
+        """Returns what the head reads, behind the last norm, and what the routers did.
 
         For a loss that makes logits a part at a time, from these, `head_kernel` and
         `finish_logits`.
         """
-        x, _ = self._run(tokens, positions, segment_ids, _apply_layer)
-        return self.constrain(self.norm(x), "input")
+        x, stats = self._run(tokens, positions, segment_ids, _apply_layer)
+        states = self.constrain(self.norm(x), "input")
+        return states, _stacked([s for s in stats if s is not None])
 
     def head_kernel(self) -> Float[Array, "embed vocab"]:
         """Returns the head's kernel; of a tied embedding, its transpose."""
@@ -289,13 +311,20 @@ def _per_layer(config: DecoderConfig) -> dict[str, np.ndarray]:
 
 def _apply_layer(
     layer: DecoderLayer, x: Stream, per_layer: PerLayer, *consts: Any
-) -> tuple[Stream, None]:
+) -> tuple[Stream, RouterStats | None]:
     # By the call, not by the parts: a subclass may gather the weights at entry.
-    return layer(x, per_layer, *consts), None
+    return layer(x, per_layer, *consts)
 
 
 def _apply_and_keep(
     layer: DecoderLayer, x: Stream, per_layer: PerLayer, *consts: Any
 ) -> tuple[Stream, Stream]:
-    x = layer(x, per_layer, *consts)
+    x, _ = layer(x, per_layer, *consts)
     return x, x
+
+
+def _stacked(stats: list[RouterStats]) -> RouterStats | None:
+    """Those of several stacks of layers as one."""
+    if not stats:
+        return None
+    return jax.tree.map(lambda *parts: jnp.concatenate(parts), *stats)

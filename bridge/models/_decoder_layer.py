@@ -11,6 +11,7 @@ from bridge.models._constrain import Constrain, unconstrained
 from bridge.models._mlp import MLP
 from bridge.models._moe import Dispatch, MoE, sorted_dispatch
 from bridge.models._norm import Norm
+from bridge.models._router_stats import RouterStats
 from bridge.models._self_attention import LatentAttention, SelfAttention
 
 Stream = Float[Array, "batch seq embed"]
@@ -84,7 +85,7 @@ class DecoderLayer(nnx.Module):
         per_layer: PerLayer | None = None,
         tables: Tables = None,
         segment_ids: Int[Array, "batch seq"] | None = None,
-    ) -> Stream:
+    ) -> tuple[Stream, RouterStats | None]:
         """Adds what attention and MLP make to the residual stream.
 
         Args:
@@ -94,6 +95,9 @@ class DecoderLayer(nnx.Module):
           tables: Cosines and sines of the positions, stacked if layers differ; None
             if positions are learned.
           segment_ids: Which of several texts packed in a row a token belongs to.
+
+        Returns:
+          The stream, and what the router did, if the layer has one.
         """
         per_layer = per_layer or {}
         cos, sin = _pick(tables, per_layer.get("table"))
@@ -103,13 +107,19 @@ class DecoderLayer(nnx.Module):
         heard = normed if self.is_latent else read
         mixed = self.self_attn(heard, cos, sin, segment_ids, per_layer.get("window"))
         if self.parallel:
-            both = self._scaled(mixed) + self._scaled(self.mlp(read))
-            return x + self.constrain(both, "output")
+            y, stats = self._feedforward(read)
+            both = self._scaled(mixed) + self._scaled(y)
+            return x + self.constrain(both, "output"), stats
         mixed = self.constrain(mixed, "output")
         x = x + self._scaled(_apply(self.post_attention_layernorm, mixed))
         normed = _apply(self.pre_feedforward_layernorm, x)
-        y = self.constrain(self.mlp(self.constrain(normed, "input")), "output")
-        return x + self._scaled(_apply(self.post_feedforward_layernorm, y))
+        y, stats = self._feedforward(self.constrain(normed, "input"))
+        y = self.constrain(y, "output")
+        return x + self._scaled(_apply(self.post_feedforward_layernorm, y)), stats
+
+    def _feedforward(self, x: Stream) -> tuple[Stream, RouterStats | None]:
+        mlp = self.mlp
+        return mlp(x) if isinstance(mlp, MoE) else (mlp(x), None)
 
     def _scaled(self, y: Stream) -> Stream:
         return scale_by(y, self.multiplier)

@@ -73,7 +73,7 @@ def next_token_loss(
     model: Decoder, tokens: Int[Array, "batch seq+1"]
 ) -> Float[Array, ""]:
     """Cross entropy of each token given those before it, in float32, the mean."""
-    states = model.final_states(tokens[:, :-1])
+    states, _ = model.final_states(tokens[:, :-1])
     logits = states @ fsdp.ops.pad_vocabulary(model.head_kernel())
     losses = fsdp.ops.vocab_parallel_cross_entropy(
         model.finish_logits(logits), tokens[:, 1:], vocab_size=model.config.vocab_size
@@ -85,8 +85,9 @@ def fused_next_token_loss(
     model: Decoder, tokens: Int[Array, "batch seq+1"]
 ) -> Float[Array, ""]:
     """The same, in the memory of a chunk of the vocabulary; a product more."""
+    states, _ = model.final_states(tokens[:, :-1])
     losses = fsdp.ops.fused_linear_cross_entropy(
-        model.final_states(tokens[:, :-1]),
+        states,
         fsdp.ops.pad_vocabulary(model.head_kernel()),
         tokens[:, 1:],
         vocab_size=model.config.vocab_size,

@@ -7,6 +7,12 @@ from fsdp_jax.ops._cross_entropy import (
     vocab_parallel_log_probs as vocab_parallel_log_probs,
 )
 from fsdp_jax.ops._entropy import vocab_parallel_entropy as vocab_parallel_entropy
+from fsdp_jax.ops._expert_dispatch import (
+    expert_capacity_dispatch as expert_capacity_dispatch,
+)
+from fsdp_jax.ops._expert_dispatch import (
+    expert_parallel_dispatch as expert_parallel_dispatch,
+)
 from fsdp_jax.ops._fused_linear_cross_entropy import (
     fused_linear_cross_entropy as fused_linear_cross_entropy,
 )
