@@ -50,6 +50,10 @@ from fsdp_jax.checkpoint import load_shapes as load_shapes
 from fsdp_jax.checkpoint import remove as remove
 from fsdp_jax.checkpoint import save as save
 from fsdp_jax.checkpoint import verify as verify
+from fsdp_jax.launch import Job as Job
+from fsdp_jax.launch import Patience as Patience
+from fsdp_jax.launch import initialize as initialize
+from fsdp_jax.launch import report_progress as report_progress
 from fsdp_jax.planner import GPU as GPU
 from fsdp_jax.planner import GPUS as GPUS
 from fsdp_jax.planner import CostModel as CostModel

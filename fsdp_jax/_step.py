@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ from fsdp_jax._padded import pack, unpack
 from fsdp_jax._plan import Plan
 from fsdp_jax._state import TrainState, abstract_state
 from fsdp_jax._tree import PyTree, named_leaves
+from fsdp_jax.launch import report_progress
 
 
 def value_and_grad(
@@ -95,6 +97,9 @@ class TrainStep:
     accumulate: int
     jitted: Any
     check_for_nan_in_grad: bool = False
+    _calls: Iterator[int] = dataclasses.field(
+        default_factory=lambda: itertools.count(1), compare=False, repr=False
+    )
 
     def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, PyTree]:
         """Runs one step; the old state is given up to make room for the new one.
@@ -104,6 +109,7 @@ class TrainStep:
             it names the parameters and the step.
         """
         check_batch(self.plan, batch, self.accumulate)
+        report_progress(f"call {next(self._calls)} of the train step")
         new, metrics = self.jitted(state, place_batch(self.plan, batch))
         if self.check_for_nan_in_grad:
             raise_if_not_finite(self.plan, metrics["grad_peaks"], int(new.step))

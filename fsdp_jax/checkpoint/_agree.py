@@ -16,6 +16,8 @@ from typing import Any
 import jax
 from jax._src import distributed
 
+from fsdp_jax.launch import report_progress
+
 # How long a process may be behind the others: it may still write while they are done.
 _TIMEOUT_SECS = 1200
 # Every process passes the same points in the same order; so the number names the point.
@@ -69,6 +71,7 @@ def together(what: str) -> Iterator[None]:
     Raises:
       OtherProcessError: Where it went well, if it failed elsewhere.
     """
+    report_progress(what)
     try:
         yield
     except Exception as error:
