@@ -79,6 +79,8 @@ class Attendance:
             news = _read(self._connection)
         except (OSError, ValueError):
             news = {}
+        with self._lock:
+            self._connection.close()
         # A program that ended waits for the others within jax, so it hears of them too.
         # But that the coordinator ends before it is then as it should be.
         ended = self._over.wait(_GRACE_SECS)
@@ -103,9 +105,17 @@ def attend(host: str, port: int, claim: Claim, patience: Patience) -> Attendance
     Raises:
       ValueError: If there is no coordinator, or it says why the job does not start.
     """
-    end = time.monotonic() + patience.start_secs
-    connection = _connect(host, port, end)
-    _check_greeting(connection, f"{host}:{port}")
+    connection = _connect(host, port, time.monotonic() + patience.start_secs)
+    try:
+        return Attendance(claim, connection, _report(connection, claim, patience))
+    except BaseException:
+        connection.close()
+        raise
+
+
+def _report(connection: socket.socket, claim: Claim, patience: Patience) -> Message:
+    """Sends the claim; the answer, once all have come."""
+    _check_greeting(connection)
     connection.sendall(encode(claim.to_message()))
     # The coordinator keeps the time, and says who is missing.
     connection.settimeout(patience.start_secs + _GREETING_SECS)
@@ -113,11 +123,9 @@ def attend(host: str, port: int, claim: Claim, patience: Patience) -> Attendance
     if "refused" in answer:
         raise ValueError(answer["refused"])
     if "service" not in answer:
-        raise ValueError(
-            f"The coordinator at {host}:{port} ended before all processes had come."
-        )
+        raise ValueError("The coordinator ended before all processes had come.")
     connection.settimeout(None)
-    return Attendance(claim, connection, answer)
+    return answer
 
 
 def _connect(host: str, port: int, end: float) -> socket.socket:
@@ -133,16 +141,17 @@ def _connect(host: str, port: int, end: float) -> socket.socket:
             time.sleep(0.1)
 
 
-def _check_greeting(connection: socket.socket, address: str) -> None:
+def _check_greeting(connection: socket.socket) -> None:
     try:
         greeting: Any = _read(connection)
     except (OSError, ValueError):
         greeting = None
     if greeting != GREETING:
-        connection.close()
+        host, port = connection.getpeername()[:2]
         raise ValueError(
-            f"What listens at {address} is no coordinator of this version of fsdp_jax: "
-            "another program has the port. Choose another, the same for all processes."
+            f"What listens at {host}:{port} is no coordinator of this version of "
+            "fsdp_jax: another program has the port. Choose another, the same for all "
+            "processes."
         )
 
 

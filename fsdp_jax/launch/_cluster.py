@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import os
 from collections.abc import Mapping, Sequence
 
@@ -65,6 +66,7 @@ def find_place(
         if _is_torchrun(variables):
             return _from_torchrun(variables, ids)
         _check_step(variables)
+        _check_pod(variables)
     # What is not given is found by jax, of its JAX_* variables or of a cluster.
     address = coordinator_address or variables.get("JAX_COORDINATOR_ADDRESS")
     address, count, rank, ids = ClusterEnv.auto_detect_unset_distributed_params(
@@ -125,4 +127,14 @@ def _check_step(variables: Mapping[str, str]) -> None:
         raise ValueError(
             f"SLURM has {tasks} tasks for this job, but this process was not started "
             "by srun and is none of them. Write `srun python ...` in the batch script."
+        )
+
+
+def _check_pod(variables: Mapping[str, str]) -> None:
+    """Without Kubernetes' client jax warns, and each pod would run alone."""
+    of_a_job = {"KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX"} <= variables.keys()
+    if of_a_job and importlib.util.find_spec("kubernetes") is None:
+        raise ValueError(
+            "This is a pod of an indexed Job, and the other pods are found with the "
+            "package 'kubernetes', which is not installed: pip install 'jax[k8s]'."
         )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import queue
 import socket
 import sys
 import threading
@@ -23,7 +24,7 @@ from fsdp_jax.launch._wire import GREETING, MAX_BYTES, Message, decode, encode
 
 # How long the coordinator of a job that does not start answers those who come late.
 _LINGER_SECS = 5.0
-_LOOK_SECS = 0.5
+_LOOK_SECS = 0.1
 
 
 def say(text: str) -> None:
@@ -60,50 +61,40 @@ class Meeting:
         """
         patience = patience or Patience()
         self._roll = Roll(num_processes, patience, report, time.monotonic())
-        self._look_secs = min(_LOOK_SECS, patience.beat_secs)
+        self._news: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._closed = threading.Event()
         self._socket = _listening(host, port)
         self.port: int = self._socket.getsockname()[1]
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread = threading.Thread(
+            target=lambda: asyncio.run(self._serve()), daemon=True
+        )
         self._thread.start()
 
     def announce(self, text: str) -> None:
         """Ends the job with bad news from elsewhere."""
-        self._call(self._roll.end, text)
+        self._news.put(text)
 
     def linger(self) -> None:
         """Waits until all processes know why the job does not start, some seconds."""
         end = time.monotonic() + _LINGER_SECS
         while not self._roll.all_have_come and time.monotonic() < end:
-            time.sleep(0.05)
-        time.sleep(0.2)  # for the last message to leave
+            time.sleep(_LOOK_SECS)
+        time.sleep(_LOOK_SECS)  # for the last message to leave
 
     def close(self) -> None:
         """Stops listening, and lets go of all connections."""
-        self._call(self._loop.stop)
-        self._thread.join(timeout=5)
+        self._closed.set()
+        self._thread.join()
 
-    def _call(self, function: Callable[..., object], *arguments: object) -> None:
-        with contextlib.suppress(RuntimeError):  # closed before
-            self._loop.call_soon_threadsafe(function, *arguments)
-
-    def _run(self) -> None:
-        loop = self._loop
-        listen = asyncio.start_server(self._attend, sock=self._socket, limit=MAX_BYTES)
-        server = loop.run_until_complete(listen)
-        loop.create_task(self._watch())
-        loop.run_forever()
-        server.close()
-        tasks = asyncio.all_tasks(loop)
-        for task in tasks:
-            task.cancel()
-        loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
-        loop.close()
-
-    async def _watch(self) -> None:
-        while True:
-            await asyncio.sleep(self._look_secs)
+    async def _serve(self) -> None:
+        serve = asyncio.start_server(self._attend, sock=self._socket, limit=MAX_BYTES)
+        server = await serve
+        while not self._closed.is_set():
+            while not self._news.empty():
+                self._roll.end(self._news.get())
             self._roll.look(time.monotonic())
+            await asyncio.sleep(_LOOK_SECS)
+        server.close()
 
     async def _attend(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
