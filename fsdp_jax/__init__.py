@@ -9,6 +9,11 @@ from fsdp_jax._compiler_options import compiler_options as compiler_options
 from fsdp_jax._config import FSDPConfig as FSDPConfig
 from fsdp_jax._config import MixedPrecisionPolicy as MixedPrecisionPolicy
 from fsdp_jax._config import Placements as Placements
+from fsdp_jax._data import HostBatches as HostBatches
+from fsdp_jax._data import HostShard as HostShard
+from fsdp_jax._data import global_batch as global_batch
+from fsdp_jax._data import host_shard as host_shard
+from fsdp_jax._data import padded_global_batch as padded_global_batch
 from fsdp_jax._frozen import apply_updates as apply_updates
 from fsdp_jax._frozen import trainable as trainable
 from fsdp_jax._fully_shard import Stacked as Stacked
@@ -33,6 +38,12 @@ from fsdp_jax._step import make_train_step as make_train_step
 from fsdp_jax._step import value_and_grad as value_and_grad
 from fsdp_jax._tree import named_leaves as named_leaves
 from fsdp_jax._unit import unit as unit
+from fsdp_jax.batches import Batch as Batch
+from fsdp_jax.batches import Jagged as Jagged
+from fsdp_jax.batches import all_gather as all_gather
+from fsdp_jax.batches import allgather_dict_into_dict as allgather_dict_into_dict
+from fsdp_jax.batches import load_batch as load_batch
+from fsdp_jax.batches import save_batch as save_batch
 from fsdp_jax.checkpoint import Checkpointable as Checkpointable
 from fsdp_jax.checkpoint import Checkpointer as Checkpointer
 from fsdp_jax.checkpoint import DamagedCheckpointError as DamagedCheckpointError

@@ -27,7 +27,7 @@ ROWS = [
     {"tree"},
     {"config", "chunks"},
     {"mesh", "model"},
-    {"plan", "data", "launch"},
+    {"plan", "data", "launch", "batches"},
     {"experts"},
     {"shard", "fully_shard", "batch", "frozen", "health"},
     {"model_state", "layer_wise"},
