@@ -11,7 +11,7 @@ from bridge.rules._layout import Layout, Move
 from bridge.rules._piece import Piece
 
 # As measured: fewer rows make short runs in the destination, more leave the cache.
-_BAND_ROWS = 1024
+_BAND_ROWS = 768
 BAND_BYTES = 8 << 20
 """Bytes that a thread reads at a time."""
 
