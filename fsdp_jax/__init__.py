@@ -1,6 +1,11 @@
 """Fully sharded data parallelism for your own JAX model, on a mesh of GPUs."""
 
 from fsdp_jax import ops as ops
+from fsdp_jax._adapters import add_lora as add_lora
+from fsdp_jax._adapters import base_mould as base_mould
+from fsdp_jax._adapters import merge_lora as merge_lora
+from fsdp_jax._adapters import trained_state as trained_state
+from fsdp_jax._adapters import with_frozen as with_frozen
 from fsdp_jax._chunks import Chunk as Chunk
 from fsdp_jax._chunks import chunks as chunks
 from fsdp_jax._chunks import split_chunks as split_chunks
@@ -20,6 +25,8 @@ from fsdp_jax._fully_shard import Stacked as Stacked
 from fsdp_jax._fully_shard import fully_shard as fully_shard
 from fsdp_jax._health import largest_grads as largest_grads
 from fsdp_jax._layer_wise import layer_wise as layer_wise
+from fsdp_jax._lora_config import LoRA as LoRA
+from fsdp_jax._lora_config import LoRATarget as LoRATarget
 from fsdp_jax._mesh import make_mesh as make_mesh
 from fsdp_jax._model_state import Tally as Tally
 from fsdp_jax._padded import Padded as Padded

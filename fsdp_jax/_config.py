@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from fsdp_jax._lora_config import LoRA
 from fsdp_jax._tree import matches
 
 
@@ -185,6 +186,8 @@ class FSDPConfig:
         parameters that stay whole on every device.
       frozen: Path patterns of parameters that are not trained: they rest in the dtype
         they compute in and have neither gradient nor optimizer state.
+      lora: Trains factors beside some weights and freezes all others. Parameters are
+        then `{"base", "lora"}`, see `add_lora` and `merge_lora`.
       tensor_parallel: Path pattern -> the dim that is split over the mesh axis `tp`, as
         the model's own slice of the weight counts it (`{"layers.*.up.kernel": 1}`; -1
         is the last). Where data axes find no other dim, or zeros would be needed, both
@@ -211,6 +214,7 @@ class FSDPConfig:
     remat_policy: Callable[..., bool] | None = None
     replicated: tuple[str, ...] = ()
     frozen: tuple[str, ...] = ()
+    lora: LoRA | None = None
     tensor_parallel: Mapping[str, int] = dataclasses.field(
         default_factory=dict, hash=False
     )
@@ -244,6 +248,11 @@ class FSDPConfig:
         for option in ("replicated", "frozen"):
             patterns = _patterns("FSDPConfig", option, getattr(self, option))
             object.__setattr__(self, option, patterns)
+        if self.lora is not None and self.frozen:
+            raise ValueError(
+                f"FSDPConfig(lora=..., frozen={self.frozen}): with LoRA all of the "
+                "model is frozen but LoRA(modules_to_save=...). Drop frozen."
+            )
         if self.min_shard_elements < 0:
             raise ValueError(
                 f"FSDPConfig(min_shard_elements={self.min_shard_elements}) counts "

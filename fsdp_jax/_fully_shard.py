@@ -9,8 +9,9 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from fsdp_jax._config import ZERO_DP_STRATEGIES, FSDPConfig, Placements
+from fsdp_jax._config import ZERO_DP_STRATEGIES, FSDPConfig, Placements, Precision
 from fsdp_jax._experts import check_experts, expert_dim, without_ep
+from fsdp_jax._lora import with_lora
 from fsdp_jax._mesh import (
     DATA_AXES,
     OUTER_AXES,
@@ -19,7 +20,7 @@ from fsdp_jax._mesh import (
     check_axes,
     num_devices,
 )
-from fsdp_jax._model import Instance, MakeModel, describe
+from fsdp_jax._model import Instance, MakeModel, ModelDef, describe
 from fsdp_jax._plan import ROOT, ParamPlan, Plan
 from fsdp_jax._tree import matches, named_leaves
 
@@ -93,13 +94,18 @@ def fully_shard(
     names = [name for name, _ in named_leaves(model.params)]
     found = _find_units(units, model.instances, names)
     _check_patterns(config, names)
+    if config.lora is not None:
+        owners = {name: _owner(name, found) for name in names}
+        model = with_lora(model, config.lora, owners, ROOT, config.mp_policy)
     placements = _placements(mesh, config)
     rows = tuple(
-        _plan_param(name, leaf, *_owner(name, found), mesh, placements, config)
-        for name, leaf in named_leaves(model.params)
+        _plan_param(name, leaf, *_owner(name, found), mesh, placements, config, model)
+        for name, leaf in model.named_params
     )
-    _check_rows(config, mesh, rows)
-    check_experts(config, mesh, rows)
+    added = model.factors | model.codes
+    own = [row for row in rows if row.name not in added]
+    _check_rows(config, mesh, own)
+    check_experts(config, mesh, own)
     return Plan(
         *(mesh, config, make_model, model, rows, tuple(units), classes, placements)
     )
@@ -152,10 +158,15 @@ def _plan_param(
     mesh: Mesh,
     placements: Placements,
     config: FSDPConfig,
+    model: ModelDef,
 ) -> ParamPlan:
     precision = config.mp_policy.resolve(name, leaf.dtype)
-    frozen = any(matches(pattern, name) for pattern in config.frozen)
-    if frozen:  # Nothing is ever added to it, so nothing is lost in the narrow dtype.
+    frozen = name in model.frozen or any(matches(p, name) for p in config.frozen)
+    if name in model.codes:
+        precision = Precision(*(4 * [leaf.dtype]), accumulate_wide=False)
+    elif name in model.factors:
+        precision = dataclasses.replace(precision, param=precision.main_params)
+    elif frozen:  # Nothing is ever added to it: nothing is lost in the narrow dtype.
         precision = dataclasses.replace(precision, main_params=precision.param)
     row = ParamPlan(
         name=name,
@@ -176,8 +187,9 @@ def _plan_param(
     if row.is_expert:
         placements = without_ep(placements)
     num_shards = num_devices(mesh, placements.optimizer)
-    tensor_dim = _tensor_dim(row, mesh, config, num_shards)
-    row = dataclasses.replace(row, tensor_dim=tensor_dim)
+    if name not in model.factors | model.codes:
+        tensor_dim = _tensor_dim(row, mesh, config, num_shards)
+        row = dataclasses.replace(row, tensor_dim=tensor_dim)
     if not _should_split(row, config):
         return row
     dim, padding = choose_split(
@@ -350,7 +362,7 @@ def _check_rows(config: FSDPConfig, mesh: Mesh, rows: Sequence[ParamPlan]) -> No
             "FSDPConfig(remat_policy=...) decides what a unit saves for backward, and "
             "no parameter belongs to a unit. Pass units=[LayerClass], or drop it."
         )
-    if all(row.frozen for row in rows):
+    if config.lora is None and all(row.frozen for row in rows):
         raise ValueError(
             f"FSDPConfig(frozen={config.frozen}) freezes all {len(rows)} parameters: "
             "nothing is left to train. Leave some out."

@@ -229,7 +229,7 @@ class Plan:
     @property
     def has_keys(self) -> bool:
         """Whether the model carries PRNG keys, as dropout does."""
-        return any(
+        return self.model.is_random or any(
             jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
             for leaf in jax.tree.leaves(self.model.state)
         )

@@ -68,6 +68,8 @@ def init_params(plan: Plan, key: Key[Array, ""]) -> PyTree:
 
     def make(key):
         params, _ = plan.model.split(plan.make_model(key))
+        if plan.model.adapted is not None:
+            params = plan.model.adapted.complete(params, jax.random.fold_in(key, 1))
         return jax.tree.map(lambda p, m: p.astype(m.dtype), params, plan.params)
 
     return jax.jit(make, out_shardings=plan.shardings)(key)

@@ -23,16 +23,17 @@ PACKAGES = ("fsdp_jax", "bridge")
 # A module of fsdp_jax imports only from lower rows. A subpackage is one entry; leading
 # underscores are left out. `__init__` is the package itself: `from fsdp_jax import X`.
 ROWS = [
-    {"padded", "table", "reshard", "uses", "compiler_options"},
-    {"tree"},
-    {"config", "chunks"},
-    {"mesh", "model"},
+    {"padded", "table", "reshard", "uses", "compiler_options", "lora_config"},
+    {"tree", "quantized"},
+    {"config", "chunks", "factored"},
+    {"mesh", "model", "derived"},
+    {"lora"},
     {"plan", "data", "launch", "batches"},
     {"experts"},
     {"shard", "fully_shard", "batch", "frozen", "health"},
     {"model_state", "layer_wise"},
     {"collectives", "state", "aux"},
-    {"unit", "checkpoint", "ops"},
+    {"unit", "checkpoint", "ops", "adapters"},
     {"prefetch", "objects", "linen"},
     {"scan"},
     {"loss"},
