@@ -19,6 +19,8 @@ from fsdp_jax._data import HostShard as HostShard
 from fsdp_jax._data import global_batch as global_batch
 from fsdp_jax._data import host_shard as host_shard
 from fsdp_jax._data import padded_global_batch as padded_global_batch
+from fsdp_jax._eval import make_eval_step as make_eval_step
+from fsdp_jax._eval import make_forward as make_forward
 from fsdp_jax._frozen import apply_updates as apply_updates
 from fsdp_jax._frozen import trainable as trainable
 from fsdp_jax._fully_shard import Stacked as Stacked
@@ -40,7 +42,6 @@ from fsdp_jax._state import gather as gather
 from fsdp_jax._state import init as init
 from fsdp_jax._state import init_params as init_params
 from fsdp_jax._step import TrainStep as TrainStep
-from fsdp_jax._step import make_eval_step as make_eval_step
 from fsdp_jax._step import make_train_step as make_train_step
 from fsdp_jax._step import value_and_grad as value_and_grad
 from fsdp_jax._tree import named_leaves as named_leaves

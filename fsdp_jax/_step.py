@@ -15,12 +15,13 @@ from fsdp_jax._batch import check_batch, place_batch
 from fsdp_jax._compiler_options import options_for
 from fsdp_jax._frozen import apply_updates, trainable
 from fsdp_jax._health import raise_if_not_finite
-from fsdp_jax._local import global_grads, global_loss
+from fsdp_jax._local import global_grads
 from fsdp_jax._loss import LossFn, LossForm, takes_rng
+from fsdp_jax._model_state import check_call
 from fsdp_jax._padded import pack, unpack
 from fsdp_jax._plan import Plan
 from fsdp_jax._state import TrainState, abstract_state
-from fsdp_jax._tree import PyTree, named_leaves
+from fsdp_jax._tree import PyTree
 from fsdp_jax.launch import report_progress
 
 
@@ -71,7 +72,7 @@ def value_and_grad(
     compute = jax.jit(logical, out_shardings=(None, shardings))
 
     def fn(params, batch, *, rng=None, model_state=None):
-        _check_call(plan, needs_rng, rng, model_state)
+        check_call(plan, needs_rng, rng, model_state)
         check_batch(plan, batch, accumulate)
         rng = jax.random.key(0) if rng is None else rng
         given = plan.model_state if model_state is None else model_state
@@ -265,53 +266,3 @@ def _unless(is_bad: Any, old: TrainState, new: TrainState) -> TrainState:
         model_state=choose(old.model_state, new.model_state),
         num_skipped=old.num_skipped + is_bad,
     )
-
-
-def make_eval_step(
-    plan: Plan,
-    loss_fn: LossFn,
-    *,
-    has_aux: bool = False,
-    calculate_per_token_loss: bool = False,
-) -> Callable[..., PyTree]:
-    """Makes the step that only looks: no gradient, nothing updated.
-
-    Args:
-      plan: From `fully_shard`.
-      loss_fn: As for `value_and_grad`; put the model in evaluation mode there.
-      has_aux: As for `value_and_grad`.
-      calculate_per_token_loss: As for `value_and_grad`.
-
-    Returns:
-      `evaluate(params, batch, *, rng=None, model_state=None) -> metrics` with `loss`
-      and, with `has_aux`, `aux`.
-    """
-    form = LossForm(has_aux, calculate_per_token_loss)
-    compute = jax.jit(global_loss(plan, loss_fn, form))
-    needs_rng = takes_rng(loss_fn)
-
-    def evaluate(params, batch, *, rng=None, model_state=None):
-        _check_call(plan, needs_rng, rng, model_state)
-        check_batch(plan, batch, 1)
-        rng = jax.random.key(0) if rng is None else rng
-        given = plan.model_state if model_state is None else model_state
-        loss, aux = compute(params, place_batch(plan, batch), rng, given)
-        return {"loss": loss, "aux": aux} if has_aux else {"loss": loss}
-
-    return evaluate
-
-
-def _check_call(plan: Plan, needs_rng: bool, rng: Any, model_state: Any) -> None:
-    """Refuses a call that would leave a part of the model without a value."""
-    missing = [name for name, _ in named_leaves(plan.model_state)]
-    if model_state is None and missing:
-        raise ValueError(
-            f"The model has {len(missing)} array(s) that are no parameters: "
-            f"{', '.join(missing[:5])}. Pass model_state=state.model_state, as made by "
-            "fsdp_jax.init."
-        )
-    if needs_rng and rng is None:
-        raise ValueError(
-            "The loss or the model is random (dropout, or an argument `rng`). Pass "
-            "rng=jax.random.key(...), a different one each call."
-        )

@@ -38,7 +38,7 @@ ROWS = [
     {"scan"},
     {"loss"},
     {"local"},
-    {"step"},
+    {"step", "eval"},
     {"planner"},
     {"__init__"},
     {"cli"},

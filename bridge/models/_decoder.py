@@ -1,6 +1,6 @@
 """The reference decoder: a function of its config, one device's plain JAX."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,6 +11,7 @@ from flax import nnx
 from jaxtyping import Array, DTypeLike, Float, Int
 
 from bridge.models._attention import Attention, dot_product_attention
+from bridge.models._cache import KeyValues
 from bridge.models._config import DecoderConfig, LayerRun
 from bridge.models._constrain import Constrain, unconstrained
 from bridge.models._decoder_layer import (
@@ -135,6 +136,11 @@ class Decoder(nnx.Module):
                 param_dtype=param_dtype,
             )
 
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Dtype of the weights, which compute follows."""
+        return self.norm.scale[...].dtype
+
     def __call__(
         self,
         tokens: Ids,
@@ -175,10 +181,26 @@ class Decoder(nnx.Module):
     def logits(
         self, states: Float[Array, "batch seq embed"]
     ) -> Float[Array, "batch seq vocab"]:
-        """Returns the logits of what `final_states` returned."""
+        """Returns the logits of what `final_states` or `extend` returned."""
         tied = self.config.tie_word_embeddings
         logits = self.embed_tokens.attend(states) if tied else self.lm_head(states)
         return self.finish_logits(self.constrain(logits, "logits"))
+
+    def extend(
+        self, tokens: Ids, positions: Ids, cache: Sequence[KeyValues]
+    ) -> tuple[Float[Array, "batch seq embed"], list[KeyValues]]:
+        """Runs tokens that go on from those in a cache.
+
+        Args:
+          tokens: Token ids.
+          positions: Where each lies in its text, and so in the cache.
+          cache: From `empty_cache`, or from here.
+
+        Returns:
+          What the head reads, and the cache with these tokens in it.
+        """
+        x, cache = self._run(tokens, positions, None, _extend_layer, cache=cache)
+        return self.constrain(self.norm(x), "input"), cache
 
     def final_states(
         self,
@@ -235,6 +257,7 @@ class Decoder(nnx.Module):
         unit: Callable[..., tuple[Stream, Any]],
         *,
         keep_first: bool = False,
+        cache: Sequence[KeyValues] | None = None,
     ) -> tuple[Stream, list[Any]]:
         """Embeds, and runs one stack of layers after the other."""
         if positions is None:
@@ -242,12 +265,17 @@ class Decoder(nnx.Module):
             positions = jnp.broadcast_to(row[None, :], tokens.shape)
         x = self.constrain(self._embed(tokens, positions), "output")
         tables, per_layer = self._tables(positions, x.dtype), _per_layer(self.config)
-        states: list[Any] = [x] if keep_first else []
-        for run, stack in zip(self.config.layer_runs, self._stacks(), strict=True):
+        ys: list[Any] = [x] if keep_first else []
+        for i, (run, stack) in enumerate(
+            zip(self.config.layer_runs, self._stacks(), strict=True)
+        ):
             mine = {name: v[run.start : run.stop] for name, v in per_layer.items()}
-            x, y = self.scan(unit, stack, x, xs=(mine,), consts=(tables, segment_ids))
-            states.append(y)
-        return x, states
+            xs, consts = (mine,), (tables, segment_ids)
+            if cache is not None:
+                xs, consts = (mine, cache[i]), (tables, positions)
+            x, y = self.scan(unit, stack, x, xs=xs, consts=consts)
+            ys.append(y)
+        return x, ys
 
     def _stacks(self) -> list[DecoderLayer]:
         layers = self.layers
@@ -313,14 +341,27 @@ def _apply_layer(
     layer: DecoderLayer, x: Stream, per_layer: PerLayer, *consts: Any
 ) -> tuple[Stream, RouterStats | None]:
     # By the call, not by the parts: a subclass may gather the weights at entry.
-    return layer(x, per_layer, *consts)
+    out = layer(x, per_layer, *consts)
+    return out.stream, out.router_stats
 
 
 def _apply_and_keep(
     layer: DecoderLayer, x: Stream, per_layer: PerLayer, *consts: Any
 ) -> tuple[Stream, Stream]:
-    x, _ = layer(x, per_layer, *consts)
+    x = layer(x, per_layer, *consts).stream
     return x, x
+
+
+def _extend_layer(
+    layer: DecoderLayer,
+    x: Stream,
+    per_layer: PerLayer,
+    cache: KeyValues,
+    tables: Tables,
+    slots: Ids,
+) -> tuple[Stream, KeyValues | None]:
+    out = layer(x, per_layer, tables, cache=cache, slots=slots)
+    return out.stream, out.cache
 
 
 def _stacked(stats: list[RouterStats]) -> RouterStats | None:

@@ -1,11 +1,14 @@
 """One layer of a decoder."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, DTypeLike, Float, Int
 
 from bridge.models._attention import Attention, dot_product_attention
+from bridge.models._cache import KeyValues, Slots
 from bridge.models._config import DecoderConfig
 from bridge.models._constrain import Constrain, unconstrained
 from bridge.models._mlp import MLP
@@ -17,6 +20,20 @@ from bridge.models._self_attention import LatentAttention, SelfAttention
 Stream = Float[Array, "batch seq embed"]
 PerLayer = dict[str, Int[Array, ""]]
 Tables = tuple[Array, Array] | None
+
+
+class LayerOutput(NamedTuple):
+    """What a layer makes.
+
+    Attributes:
+      stream: The residual stream.
+      router_stats: What the router did; None in a dense layer.
+      cache: With the new tokens in it; None if there was none.
+    """
+
+    stream: Stream
+    router_stats: RouterStats | None
+    cache: KeyValues | None
 
 
 class DecoderLayer(nnx.Module):
@@ -85,7 +102,10 @@ class DecoderLayer(nnx.Module):
         per_layer: PerLayer | None = None,
         tables: Tables = None,
         segment_ids: Int[Array, "batch seq"] | None = None,
-    ) -> tuple[Stream, RouterStats | None]:
+        *,
+        cache: KeyValues | None = None,
+        slots: Slots | None = None,
+    ) -> LayerOutput:
         """Adds what attention and MLP make to the residual stream.
 
         Args:
@@ -95,9 +115,8 @@ class DecoderLayer(nnx.Module):
           tables: Cosines and sines of the positions, stacked if layers differ; None
             if positions are learned.
           segment_ids: Which of several texts packed in a row a token belongs to.
-
-        Returns:
-          The stream, and what the router did, if the layer has one.
+          cache: Keys and values of the tokens before, if these go on from some.
+          slots: Then where these lie in it.
         """
         per_layer = per_layer or {}
         cos, sin = _pick(tables, per_layer.get("table"))
@@ -105,7 +124,17 @@ class DecoderLayer(nnx.Module):
         read = self.constrain(normed, "input")
         # Latent attention constrains the narrow vectors that it makes first.
         heard = normed if self.is_latent else read
-        mixed = self.self_attn(heard, cos, sin, segment_ids, per_layer.get("window"))
+        window = per_layer.get("window")
+        if cache is None or slots is None:
+            mixed = self.self_attn(heard, cos, sin, segment_ids, window)
+        else:
+            mixed, cache = self.self_attn.extend(heard, cos, sin, cache, slots, window)
+        return LayerOutput(*self._add(x, read, mixed), cache)
+
+    def _add(
+        self, x: Stream, read: Stream, mixed: Stream
+    ) -> tuple[Stream, RouterStats | None]:
+        """Adds what attention made, and what the MLP makes of that or beside it."""
         if self.parallel:
             y, stats = self._feedforward(read)
             both = self._scaled(mixed) + self._scaled(y)

@@ -2,12 +2,14 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, DTypeLike, Float, Int
 
 from bridge.models._attention import Attention, Window
+from bridge.models._cache import KeyValues, Slots, attend_cached
 from bridge.models._config import DecoderConfig
 from bridge.models._constrain import Constrain
 from bridge.models._linear import Linear
@@ -82,16 +84,44 @@ class SelfAttention(nnx.Module):
         """
         query, key, value = self._project(x, cos, sin)
         mixed = self.attention(
-            query,
-            key,
-            value,
-            scale=self.scale,
-            segment_ids=segment_ids,
-            window=self.window if window is None else window,
-            softcap=self.softcap,
-            sinks=None if self.sinks is None else self.sinks[...],
+            query, key, value, segment_ids=segment_ids, **self._traits(window)
         )
         return self.o_proj(mixed)
+
+    def extend(
+        self,
+        x: Float[Array, "batch seq embed"],
+        cos: Table | None,
+        sin: Table | None,
+        cache: KeyValues,
+        slots: Slots,
+        window: Window = None,
+    ) -> tuple[Float[Array, "batch seq embed"], KeyValues]:
+        """Does the same to tokens that go on from those in a cache.
+
+        Args:
+          x: The normed hidden states of the new tokens.
+          cos: As in the call.
+          sin: Likewise.
+          cache: Of this layer.
+          slots: Where each token lies in it: its position.
+          window: As in the call.
+
+        Returns:
+          What the call returns, and the cache with the new tokens in it.
+        """
+        query, key, value = self._project(x, cos, sin)
+        new = KeyValues(key, value)
+        mixed, cache = attend_cached(query, new, cache, slots, **self._traits(window))
+        return self.o_proj(mixed), cache
+
+    def _traits(self, window: Window) -> dict[str, Any]:
+        return {
+            "scale": self.scale,
+            "window": self.window if window is None else window,
+            "softcap": self.softcap,
+            "sinks": None if self.sinks is None else self.sinks[...],
+        }
 
     def _make_projections(
         self, config: DecoderConfig, linear: MakeLinear, param_dtype: DTypeLike

@@ -18,7 +18,9 @@ from fsdp_jax.cli._demo import Demo
 from fsdp_jax.cli._diff_metrics import DiffMetrics
 from fsdp_jax.cli._doctor import Doctor
 from fsdp_jax.cli._errors import CheckFailed, ChildFailed
+from fsdp_jax.cli._eval import Eval
 from fsdp_jax.cli._export import Export
+from fsdp_jax.cli._generate import Generate
 from fsdp_jax.cli._import import Import
 from fsdp_jax.cli._inspect import Inspect
 from fsdp_jax.cli._launch import Launch
@@ -31,6 +33,8 @@ from fsdp_jax.launch import fail
 
 _Command = (
     Annotated[Train, tyro.conf.subcommand("train")]
+    | Annotated[Eval, tyro.conf.subcommand("eval")]
+    | Annotated[Generate, tyro.conf.subcommand("generate")]
     | Annotated[Plan, tyro.conf.subcommand("plan")]
     | Annotated[Import, tyro.conf.subcommand("import")]
     | Annotated[Export, tyro.conf.subcommand("export")]

@@ -42,6 +42,23 @@ def bytes_bar(what: str) -> Iterator[Callable[[int, int], None]]:
 
 
 @contextmanager
+def rows_bar(what: str, rows: int) -> Iterator[Callable[[int], None]]:
+    """Shows how many rows are done, and when all will be.
+
+    Args:
+      what: What is going on, e.g. `"evaluating"`.
+      rows: All of them.
+
+    Yields:
+      `show(done)`.
+    """
+    columns = (TextColumn("{task.description} {task.completed}/{task.total} rows"),)
+    with _progress(*columns, TextColumn("ETA"), TimeRemainingColumn()) as bar:
+        task = bar.add_task(what, total=rows)
+        yield lambda done: bar.update(task, completed=done)
+
+
+@contextmanager
 def step_bar(start: int, steps: int) -> Iterator[Callable[[StepMetrics], None]]:
     """Shows step, loss, speed, memory, and when training will be done.
 
