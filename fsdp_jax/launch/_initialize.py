@@ -89,7 +89,8 @@ def initialize(
       ValueError: In every process, if the job cannot start: with other sizes, ids,
         configs or versions in one than in another, a taken port, or processes that do
         not come.
-      RuntimeError: If called again with arguments, or after jax has started.
+      RuntimeError: If a job's process calls it again with arguments, or jax has
+        started.
     """
     arguments = (coordinator_address, num_processes, process_id, local_device_ids)
     if _process.job is not None:
@@ -98,10 +99,9 @@ def initialize(
         return _process.job
     place = find_place(*arguments)
     if place is None:
-        _process.job = Job()
-    else:
-        _join(place, as_facts({} if config is None else config), patience or Patience())
-        _process.job = Job(place.process_id, place.num_processes)
+        return Job()
+    _join(place, as_facts({} if config is None else config), patience or Patience())
+    _process.job = Job(place.process_id, place.num_processes)
     return _process.job
 
 
