@@ -28,6 +28,7 @@ from fsdp_jax.checkpoint._engine import (
     remove_unfinished,
 )
 from fsdp_jax.checkpoint._extras import Extra
+from fsdp_jax.checkpoint._files import Files
 from fsdp_jax.checkpoint._load import load
 from fsdp_jax.checkpoint._save import Beside, prepare
 from fsdp_jax.checkpoint._steps import Step, latest_step
@@ -139,7 +140,7 @@ class Checkpointer:
         *,
         metadata: dict[str, Any] | None = None,
         extras: Mapping[str, Extra] | None = None,
-        files: Mapping[str, str | os.PathLike[str]] | None = None,
+        files: Mapping[str, Files] | None = None,
     ) -> bool:
         """Saves if the policy says so; returns when `state` may be donated.
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from fsdp_jax.checkpoint._manifest import Manifest
 from fsdp_jax.checkpoint._steps import Step, open_step
+
+# A file, a directory of files, or several of these, each by its own name.
+Files = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 
 # The folder of a step with the files that `save` was given.
 FOLDER = "files"
@@ -28,8 +32,7 @@ def load_files(path: str | os.PathLike[str], name: str, *, step: Step = None) ->
       DamagedCheckpointError: As for `load`.
     """
     directory, manifest = open_step(path, step)
-    inside = [file.split("/") for file in manifest.files]
-    names = sorted({parts[1] for parts in inside if parts[0] == FOLDER})
+    names = names_of_files(manifest)
     if name not in names:
         raise ValueError(
             f"'{directory.parent}' carries no files {name!r}: it has "
@@ -38,22 +41,29 @@ def load_files(path: str | os.PathLike[str], name: str, *, step: Step = None) ->
     return directory / FOLDER / name
 
 
-def find_files(files: Mapping[str, str | os.PathLike[str]]) -> dict[str, Path]:
+def names_of_files(manifest: Manifest) -> list[str]:
+    """The names under which a step carries files."""
+    inside = [file.split("/") for file in manifest.files]
+    return sorted({parts[1] for parts in inside if parts[0] == FOLDER})
+
+
+def find_files(files: Mapping[str, Files]) -> dict[str, Path]:
     """What to copy into a step: the source of each file, by its place in there.
 
     Raises:
       ValueError: If a path is no file and no directory of files, or a name no word.
     """
     found, problems = {}, unusable_names(files)
-    for name, path in files.items():
-        source = Path(path)
-        inside = sorted(file for file in source.rglob("*") if file.is_file())
-        sources = [source] if source.is_file() else inside
-        if not sources:
-            problems.append(f"{name}: '{path}' is no file and no directory of files")
-        root = source.parent if source.is_file() else source
-        for file in sources:
-            found[f"{FOLDER}/{name}/{file.relative_to(root).as_posix()}"] = file
+    for name, given in files.items():
+        one = isinstance(given, str | os.PathLike)
+        for path in [Path(given)] if one else map(Path, given):
+            inside = sorted(file for file in path.rglob("*") if file.is_file())
+            sources = [path] if path.is_file() else inside
+            if not sources:
+                problems.append(f"{name}: '{path}' is no file, or directory of files")
+            root = path if one and path.is_dir() else path.parent
+            for file in sources:
+                found[f"{FOLDER}/{name}/{file.relative_to(root).as_posix()}"] = file
     if problems:
         raise ValueError("files: " + "; ".join(problems) + ".")
     return found

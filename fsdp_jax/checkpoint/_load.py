@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,8 +16,8 @@ from fsdp_jax._tree import PyTree
 from fsdp_jax.checkpoint._agree import check_same, exchange, together
 from fsdp_jax.checkpoint._engine import restore
 from fsdp_jax.checkpoint._extras import Extra, capture, read_extras, restore_extras
-from fsdp_jax.checkpoint._keys import Leaf, flatten, layout, unflatten
-from fsdp_jax.checkpoint._manifest import damaged
+from fsdp_jax.checkpoint._keys import IMPLS, Leaf, flatten, layout, unflatten
+from fsdp_jax.checkpoint._manifest import Manifest, damaged
 from fsdp_jax.checkpoint._steps import Step, open_step, resolve_step
 from fsdp_jax.checkpoint._stored import root_cause
 from fsdp_jax.checkpoint._strict import Cast, Loaded, Match, Options, Strict, match
@@ -162,7 +164,7 @@ def _read(
             str(directory.parent),
             stored,
             wanted | captured.leaves,
-            options,
+            dataclasses.replace(options, impls=_impls(directory, manifest)),
             [name for name in objects.names if name.startswith(within)],
             [f"extras.{name}" for name in extras],
         )
@@ -184,6 +186,12 @@ def _agreed_step(path: str | os.PathLike[str], step: Step) -> int:
     with together("Loading"):
         found = resolve_step(path, step) if jax.process_index() == 0 else None
     return exchange(found)[0]
+
+
+def _impls(directory: Path, manifest: Manifest) -> dict[str, str]:
+    if IMPLS not in manifest.files:
+        return {}
+    return json.loads((directory / IMPLS).read_bytes())
 
 
 def _restore(directory: Path, wanted: dict[str, Any]) -> dict[str, jax.Array]:

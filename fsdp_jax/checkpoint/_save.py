@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,8 +21,8 @@ from fsdp_jax.checkpoint._engine import (
     save_arguments,
 )
 from fsdp_jax.checkpoint._extras import Captured, Extra, capture
-from fsdp_jax.checkpoint._files import find_files
-from fsdp_jax.checkpoint._keys import Leaf, flatten, layout
+from fsdp_jax.checkpoint._files import Files, find_files
+from fsdp_jax.checkpoint._keys import IMPLS, Leaf, flatten, layout
 from fsdp_jax.checkpoint._steps import latest_step
 from fsdp_jax.checkpoint._stored import is_dtype_stored
 from fsdp_jax.checkpoint._typed_json import encode
@@ -33,7 +34,7 @@ def save(
     *,
     metadata: dict[str, Any] | None = None,
     extras: Mapping[str, Extra] | None = None,
-    files: Mapping[str, str | os.PathLike[str]] | None = None,
+    files: Mapping[str, Files] | None = None,
 ) -> None:
     """Writes `path/<state.step>`, complete or not at all; each device its own shards.
 
@@ -49,8 +50,9 @@ def save(
       extras: Objects that go on where they stood when they are given to `load` by the
         same names: a data iterator, an average of the weights. See `Checkpointable`,
         and `PerProcess` for those of which each process has its own.
-      files: Files, or directories of files, that the step carries along, such as a
-        tokenizer's; see `load_files`. Those of the first process count.
+      files: A file, a directory, or several of them, that the step carries along under
+        each name, such as a tokenizer's; see `load_files`. Those of the first process
+        count.
 
     Raises:
       ValueError: If the directory holds this step or a later one: a committed step is
@@ -72,7 +74,7 @@ class Beside:
 
     metadata: dict[str, Any] | None = None
     extras: Mapping[str, Extra] | None = None
-    files: Mapping[str, str | os.PathLike[str]] | None = None
+    files: Mapping[str, Files] | None = None
 
 
 def prepare(
@@ -88,7 +90,7 @@ def prepare(
     with together("Saving"):
         captured, encoded = capture(beside.extras or {}), encode(beside.metadata or {})
         leaves = flatten(state) | captured.leaves
-        contents = _contents(captured, beside)
+        contents = _contents(leaves, captured, beside)
         check_free(path, step)
         _check_storable(leaves)
     check_same("the step that is saved", step)
@@ -98,10 +100,15 @@ def prepare(
     return save_arguments(leaves, encoded, contents)
 
 
-def _contents(captured: Captured, beside: Beside) -> dict[str, bytes | Path]:
+def _contents(
+    leaves: dict[str, Leaf], captured: Captured, beside: Beside
+) -> dict[str, bytes | Path]:
     """What this process writes beside the arrays."""
-    files = find_files(beside.files or {}) if jax.process_index() == 0 else {}
-    return {**captured.contents(), **files}
+    if jax.process_index() > 0:
+        return {**captured.contents()}
+    impls = {name: leaf.impl for name, leaf in leaves.items() if leaf.impl}
+    kinds = {IMPLS: json.dumps(impls).encode()}
+    return {**captured.contents(), **find_files(beside.files or {}), **kinds}
 
 
 def check_free(path: str | os.PathLike[str], step: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import warnings
 from pathlib import Path
@@ -90,6 +91,18 @@ def check_whole(directory: Path) -> Manifest:
     except Exception as error:  # TensorStore raises bare `Exception`s.
         raise damaged(directory, [root_cause(error)]) from error
     return manifest
+
+
+def set_aside(path: str | os.PathLike[str], step: int) -> Path:
+    """Renames a damaged step, so that a better one may take its number.
+
+    Returns:
+      Where it is now.
+    """
+    folder = step_folder(path, step)
+    names = (f"{step}.damaged{'-' * bool(n)}{n or ''}" for n in itertools.count())
+    free = next(name for name in names if not (Path(path) / name).exists())
+    return folder.rename(Path(path) / free)
 
 
 def state_directory(path: str | os.PathLike[str], step: int) -> Path:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -64,6 +64,7 @@ class Options:
       strict: One of Megatron's eight modes.
       allow_shape_mismatch: Patterns of leaves that may be cut or filled with zeros.
       cast: Whether floats may be stored as other floats, and which they then become.
+      impls: Of which kind stored PRNG keys are, by name.
 
     Source: Megatron-LM dist_checkpointing/validation.py::StrictHandling
     """
@@ -71,6 +72,7 @@ class Options:
     strict: Strict = "raise_all"
     allow_shape_mismatch: Sequence[str] = ()
     cast: Cast = "never"
+    impls: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,6 +179,9 @@ def _misfits(
     if not same_shape or not same_dtype:
         stored = f"{have.dtype}{list(have.shape)}"
         return [f"{name}: stored {stored}, wanted {want.dtype}{list(want.shape)}"]
+    kind = options.impls.get(name)
+    if kind and leaf.impl and kind != leaf.impl:  # plain words may hold any keys
+        return [f"{name}: stored keys of {kind}, wanted keys of {leaf.impl}"]
     if getattr(leaf.value, "sharding", None) is None:
         return [f"{name}: the mould does not say its sharding"]
     return []

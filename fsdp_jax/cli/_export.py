@@ -30,7 +30,7 @@ class Export:
       megatron: Writes for Megatron instead: torch_dist, which any run reads, or legacy,
         for a run of the parallel sizes below.
       tokenizer: A model's directory whose tokenizer, chat template and generation
-        config are copied along.
+        config are copied along; default those that the checkpoint carries.
       layout: How it is dealt out, for Megatron.
       where: On which devices.
     """
@@ -51,7 +51,7 @@ class Export:
         mesh = fsdp.make_mesh(devices=self.where.pick())
         origin = open_checkpoint(self.checkpoint, self.step)
         plan = plan_decoder(origin.config, mesh)
-        params = origin.load_params(plan.params, as_stored=True)
+        params = origin.load_params_as_stored(plan.params)
         with bytes_bar(f"writing {self.out}") as progress:
             if self.megatron is not None:
                 self.layout.save(
@@ -63,7 +63,7 @@ class Export:
                     params,
                     origin.config,
                     dtype=self.dtype,
-                    copy_from=self.tokenizer,
+                    copy_from=self.tokenizer or origin.files,
                     progress=progress,
                 )
         print(f"step {origin.step} of {self.checkpoint} is now in {self.out}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import resource
 import sys
 from collections.abc import Iterator
@@ -37,14 +38,30 @@ class StepMetrics:
 
 
 @contextlib.contextmanager
-def metrics_lines(path: Path | None) -> Iterator[TextIO]:
-    """Opens a new file for metrics, or stdout if there is no path."""
+def metrics_lines(path: Path | None, start: int = 0) -> Iterator[TextIO]:
+    """Opens a file for metrics, or stdout if there is no path.
+
+    Args:
+      path: A new file, or one of the same run: its steps after `start`, which come
+        again, are taken out, and what a process that was killed had half written.
+      start: Steps done before.
+    """
     if path is None:
         yield sys.stdout
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("x", encoding="utf-8") as file:
+    if path.exists():
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        part = path.with_name(f"{path.name}.part")
+        part.write_text("".join(line for line in lines if _step_of(line) <= start))
+        part.replace(path)
+    with path.open("a", encoding="utf-8") as file:
         yield file
+
+
+def _step_of(line: str) -> float:
+    """The step of a line; a cut-off one, which is the last, is later than any."""
+    return json.loads(line)["step"] if line.endswith("\n") else math.inf
 
 
 def write_metrics(file: TextIO, metrics: StepMetrics) -> None:

@@ -13,6 +13,7 @@ import grain
 import jax
 import numpy as np
 import optax
+import orbax.checkpoint.checkpoint_managers as policies
 
 import fsdp_jax as fsdp
 from fsdp_jax.cli._callback import Callback, call
@@ -38,9 +39,11 @@ class Run:
       steps: The last step.
       save: Directory of the checkpoints.
       save_every: Saves at multiples of it; 0 for the last step alone.
+      keep: Keeps the newest so many; 0 for all.
       metrics: File of the metrics; None for stdout.
       accumulate: Microbatches a step.
       metadata: Saved with each step, beside the position in the data.
+      files: What each step carries along.
       callback: Called with the metrics of each step; None for nobody.
       window: Steps to trace; None for none.
       fused_loss: Whether logits are made a chunk of the vocabulary at a time.
@@ -50,17 +53,24 @@ class Run:
     steps: int
     save: Path
     save_every: int
+    keep: int
     metrics: Path | None
     accumulate: int
     metadata: dict[str, Any]
+    files: dict[str, list[Path]]
     callback: Callback | None = None
     window: Window | None = None
     fused_loss: bool = False
 
-    def saves_at(self, step: int) -> bool:
-        """Whether a checkpoint is saved after a step."""
-        due = self.save_every > 0 and step % self.save_every == 0
-        return due or step == self.steps
+    def open_checkpointer(self) -> fsdp.Checkpointer:
+        """Opens the directory of the checkpoints, to be written in the background."""
+        last = policies.SpecificStepsPolicy([self.steps])
+        due = [policies.FixedIntervalPolicy(self.save_every)] if self.save_every else []
+        return fsdp.Checkpointer(
+            self.save,
+            save_decision_policy=policies.AnySavePolicy([*due, last]),
+            preservation_policy=policies.LatestN(self.keep) if self.keep else None,
+        )
 
 
 def run_steps(
@@ -81,14 +91,16 @@ def run_steps(
 
     Raises:
       CheckFailed: If the loss is no longer finite; such a state is not saved.
-      RuntimeError: If the callback raises.
+      RuntimeError: If the callback raises, or the last save failed.
+      SystemExit: After SIGTERM, with status 143, when the step it came in is saved.
     """
     loss = loss_of(fused=run.fused_loss)
     step = fsdp.make_train_step(plan, loss, tx, accumulate=run.accumulate)
     # In this order: the bar may replace stdout, to have lines printed above itself.
     with (
+        run.open_checkpointer() as checkpointer,
         step_bar(run.start, run.steps) as show,
-        metrics_lines(run.metrics) as lines,
+        metrics_lines(run.metrics, run.start) as lines,
         tracer(run.window) as trace,
     ):
         for number in range(run.start + 1, run.steps + 1):
@@ -102,9 +114,12 @@ def run_steps(
             write_metrics(lines, metrics)
             call(run.callback, metrics)
             show(metrics)
-            if run.saves_at(number):
-                metadata = {**run.metadata, "data": position(batches)}
-                fsdp.save(run.save, state, metadata=metadata)
+            metadata = {**run.metadata, "data": position(batches)}
+            try:
+                checkpointer.save(number, state, metadata=metadata, files=run.files)
+            except SystemExit:
+                print(f"stopped: step {number} is in {run.save}", file=sys.stderr)
+                raise
     if (window := run.window) is not None:
         steps = f"steps {window.first} to {window.last}"
         print(f"the trace of {steps} is now in {window.dir}", file=sys.stderr)

@@ -82,6 +82,7 @@ def fake_step(monkeypatch):
             loss = next(remaining)
             if isinstance(loss, Exception):
                 raise loss
+            state = dataclasses.replace(state, step=state.step + 1)
             return state, {"loss": np.float32(loss), "grad_norm": np.float32(1)}
 
         monkeypatch.setattr(fsdp, "make_train_step", lambda *_, **__: step)

@@ -215,12 +215,15 @@ def test_a_directory_of_files_is_carried_along_and_verified(tmp_path):
     one = tmp_path / "recipe.txt"
     one.write_text("lr 1")
     run = tmp_path / "run"
-    fsdp.save(run, state_at(1), files={"tokenizer": source, "recipe": one})
+    files = {"tokenizer": source, "recipe": one, "both": [source / "d", one]}
+    fsdp.save(run, state_at(1), files=files)
     carried = fsdp.load_files(run, "tokenizer")
     assert {
         p.relative_to(carried): p.read_bytes() for p in carried.rglob("*.json")
     } == {p.relative_to(source): p.read_bytes() for p in source.rglob("*.json")}
     assert (fsdp.load_files(run, "recipe") / "recipe.txt").read_text() == "lr 1"
+    both = {path.as_posix() for path in contents(fsdp.load_files(run, "both"))}
+    assert both == {"d/manifest.json", "recipe.txt"}
     fsdp.load(run, mould())  # files are no state
     for name in ("tokenizer.json", "d/manifest.json"):
         with (
@@ -228,7 +231,7 @@ def test_a_directory_of_files_is_carried_along_and_verified(tmp_path):
             pytest.raises(fsdp.DamagedCheckpointError, match=f"files/tokenizer/{name}"),
         ):
             fsdp.load_files(run, "tokenizer")
-    with pytest.raises(ValueError, match="no files 'vocab': it has recipe, tokenizer"):
+    with pytest.raises(ValueError, match="no files 'vocab': it has both, rec"):
         fsdp.load_files(run, "vocab")
 
 
