@@ -41,14 +41,6 @@ def command(llama, text) -> Callable[[Path], list[str]]:
     return make
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory, command) -> Path:
-    """A run that nothing stopped."""
-    folder = tmp_path_factory.mktemp("whole")
-    assert main([*command(folder), "--devices", "2"]) == 0
-    return folder
-
-
 def lines(folder: Path) -> list[dict]:
     """The metrics, without what is measured by a clock."""
     path = folder / "run.jsonl"
@@ -84,6 +76,12 @@ def started(argv: list[str]) -> Iterator[subprocess.Popen]:
             process.kill()
 
 
+def finish(argv: list[str]) -> None:
+    with started(argv) as process:
+        _, said = process.communicate(timeout=300)
+        assert process.returncode == 0, said
+
+
 def stop_at(step: int, number: signal.Signals, folder: Path, argv: list[str]):
     """Sends a signal once a step is done; the status, and what was said."""
     metrics, end = folder / "run.jsonl", time.monotonic() + 300
@@ -94,6 +92,14 @@ def stop_at(step: int, number: signal.Signals, folder: Path, argv: list[str]):
         process.send_signal(number)
         _, said = process.communicate(timeout=300)
         return process.returncode, said
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, command) -> Path:
+    """A run that nothing stopped; in such a process too, for the last bit."""
+    folder = tmp_path_factory.mktemp("whole")
+    finish(command(folder))
+    return folder
 
 
 def test_after_sigterm_and_after_kill_it_ends_as_if_nothing_had_happened(
@@ -112,9 +118,7 @@ def test_after_sigterm_and_after_kill_it_ends_as_if_nothing_had_happened(
     assert killed is not None and stopped < killed < STEPS
     assert len(lines(tmp_path)) >= stopped + 14
 
-    with started(argv) as process:
-        _, said = process.communicate(timeout=300)
-        assert process.returncode == 0, said
+    finish(argv)
     assert bits(tmp_path) == bits(whole)
     assert lines(tmp_path) == lines(whole)
     steps = sorted(p.name for p in (tmp_path / "run").iterdir() if p.is_dir())

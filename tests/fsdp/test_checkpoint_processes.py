@@ -95,6 +95,9 @@ def scenario(directory: str) -> dict[str, list]:
     wider = dataclasses.replace(state_at(2), model_state={"x": state_at(2).step})
     other = wider if rank == 1 else state_at(2)
     seen["other leaves"] = outcome(fsdp.save, directory, other)
+    numbers = {"n": np.full(3, rank == 1)}  # which one process writes for all
+    other = dataclasses.replace(state_at(2), model_state=numbers)
+    seen["other numbers"] = outcome(fsdp.save, directory, other)
     seen["cannot write"] = outcome(save, 2, only=3)
     seen["cannot write, the first"] = outcome(save, 2, only=0)
     seen["latest after"] = outcome(fsdp.latest_step, directory)
@@ -193,6 +196,7 @@ def test_four_processes_save_and_load_as_one(seen):
     [
         ("other metadata", "the metadata that is saved differs .*0, 1, 3; 2"),
         ("other leaves", "the layout of the state that is saved differs .*0, 2, 3; 1"),
+        ("other numbers", "the layout of the state that is saved differs .*0, 2, 3; 1"),
     ],
 )
 def test_what_differs_between_processes_is_refused_in_all(seen, what, says):
