@@ -104,11 +104,12 @@ def _contents(
     leaves: dict[str, Leaf], captured: Captured, beside: Beside
 ) -> dict[str, bytes | Path]:
     """What this process writes beside the arrays."""
-    if jax.process_index() > 0:
-        return {**captured.contents()}
-    impls = {name: leaf.impl for name, leaf in leaves.items() if leaf.impl}
-    kinds = {IMPLS: json.dumps(impls).encode()}
-    return {**captured.contents(), **find_files(beside.files or {}), **kinds}
+    contents: dict[str, bytes | Path] = {**captured.contents()}
+    if jax.process_index() == 0:
+        impls = {name: leaf.impl for name, leaf in leaves.items() if leaf.impl}
+        contents[IMPLS] = json.dumps(impls).encode()
+        contents |= find_files(beside.files or {})
+    return contents
 
 
 def check_free(path: str | os.PathLike[str], step: int) -> None:

@@ -135,20 +135,8 @@ class Train:
         tx = optax.adamw(recipe.lr, weight_decay=recipe.weight_decay)
         state = _start(origin, resumed, plan, tx)
         mark_begun(self.save, _command(self))
-        run = Run(
-            start=start,
-            steps=self.steps,
-            save=self.save,
-            save_every=self.save_every,
-            keep=self.keep,
-            metrics=self.metrics,
-            accumulate=recipe.accumulate,
-            fused_loss=self.fused_loss,
-            metadata=metadata,
-            files=files_to_carry(origin),
-            callback=callback,
-            window=window,
-        )
+        run = _make_run(self, start, metadata, files_to_carry(origin))
+        run = dataclasses.replace(run, callback=callback, window=window)
         run_steps(run, plan, tx, state, batches)
 
 
@@ -281,3 +269,20 @@ def _start(
         return fsdp.init(plan, tx, origin.load_params(plan.params))
     mould = fsdp.abstract_state(plan, tx)
     return fsdp.load(resumed.path, mould, step=resumed.step)
+
+
+def _make_run(
+    train: Train, start: int, metadata: dict[str, Any], files: dict[str, list[Path]]
+) -> Run:
+    return Run(
+        start=start,
+        steps=train.steps,
+        save=train.save,
+        save_every=train.save_every,
+        keep=train.keep,
+        metrics=train.metrics,
+        accumulate=metadata["recipe"]["accumulate"],
+        fused_loss=train.fused_loss,
+        metadata=metadata,
+        files=files,
+    )
