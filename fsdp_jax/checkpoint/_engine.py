@@ -35,6 +35,10 @@ ITEM = "state"
 # What is read at once for any part of it: a mesh that cuts otherwise reads little more
 # than it needs.
 _CHUNK_BYTES = 32 * 2**20
+# What goes to the disk at once while the next is encoded: Orbax's 2 GiB would be written
+# when all of a smaller state is. Of a larger one, the files of a process stay few.
+_FILE_BYTES = 64 * 2**20
+_MAX_FILES = 64
 # How Orbax calls a step until it is committed.
 UNFINISHED = ".orbax-checkpoint-tmp"
 _FAILED = "failed"
@@ -153,15 +157,22 @@ def save_arguments(
     item = {name: leaf.value for name, leaf in leaves.items()}
     chunked = {name: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES) for name in leaves}
     moulds = {name: leaf.mould for name, leaf in leaves.items()}
+    num_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in moulds.values())
     state = StateSave(
         item,
         chunked,
+        ocdbt_target_data_file_size=file_bytes(num_bytes),
         leaves=moulds,
         metadata=metadata,
         point=reserve(),
         contents=contents,
     )
     return ocp.args.Composite(**{ITEM: state})
+
+
+def file_bytes(num_bytes: int) -> int:
+    """How large the files of a state of `num_bytes` are, in all processes alike."""
+    return max(_FILE_BYTES, num_bytes // jax.process_count() // _MAX_FILES)
 
 
 def restore(directory: Path, wanted: dict[str, Any]) -> dict[str, jax.Array]:
