@@ -19,6 +19,8 @@ from fsdp_jax._data import HostShard as HostShard
 from fsdp_jax._data import global_batch as global_batch
 from fsdp_jax._data import host_shard as host_shard
 from fsdp_jax._data import padded_global_batch as padded_global_batch
+from fsdp_jax._eight_bit import EightBitState as EightBitState
+from fsdp_jax._eight_bit import eight_bit as eight_bit
 from fsdp_jax._eval import make_eval_step as make_eval_step
 from fsdp_jax._eval import make_forward as make_forward
 from fsdp_jax._frozen import apply_updates as apply_updates
@@ -29,6 +31,8 @@ from fsdp_jax._health import largest_grads as largest_grads
 from fsdp_jax._layer_wise import layer_wise as layer_wise
 from fsdp_jax._lora_config import LoRA as LoRA
 from fsdp_jax._lora_config import LoRATarget as LoRATarget
+from fsdp_jax._loss_scale import LossScale as LossScale
+from fsdp_jax._loss_scale import ScaleState as ScaleState
 from fsdp_jax._mesh import make_mesh as make_mesh
 from fsdp_jax._model_state import Tally as Tally
 from fsdp_jax._padded import Padded as Padded

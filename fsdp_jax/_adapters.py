@@ -1,4 +1,4 @@
-"""What a plan with LoRA is filled with, what comes of it, and what need not be saved."""
+"""What fills a plan with LoRA, what comes of it, and what of it need not be saved."""
 
 from __future__ import annotations
 

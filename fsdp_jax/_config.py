@@ -35,6 +35,10 @@ class MixedPrecisionPolicy:
         the sum of n ranks is rounded to `grad_comm_dtype` up to n - 1 times. An
         all-reduce (between HSDP's replicas, and of what stays whole) has no such form
         and travels in `main_grads_dtype` then. Needs a narrower `grad_comm_dtype`.
+      stochastic_rounding: With `main_params_dtype=jnp.bfloat16`, round each updated
+        weight up or down at random, to the nearer neighbour more often, so that updates
+        too small for bfloat16 are not lost on the mean. The optimizer's state is in
+        float32 then. Any mesh rounds alike.
       param_name_patterns_for_fp32_local_accumulation: Path patterns (`"*.router.*"`, or
         `"all"`) of parameters whose gradients are accumulated over microbatches, and
         handed to the optimizer, in float32, while the others use a narrower
@@ -52,6 +56,7 @@ class MixedPrecisionPolicy:
     main_grads_dtype: DTypeLike | None = None
     grad_comm_dtype: DTypeLike | None = None
     reduce_scatter_with_fp32_accumulation: bool = False
+    stochastic_rounding: bool = False
     param_name_patterns_for_fp32_local_accumulation: tuple[str, ...] = ()
 
     def __post_init__(self):
@@ -71,6 +76,12 @@ class MixedPrecisionPolicy:
             raise ValueError(
                 "MixedPrecisionPolicy takes floating-point dtypes, got "
                 f"{', '.join(wrong)}. Use e.g. jnp.bfloat16 or jnp.float32."
+            )
+        if self.stochastic_rounding and chosen.get("main_params_dtype") != jnp.bfloat16:
+            raise ValueError(
+                "MixedPrecisionPolicy(stochastic_rounding=True) is of weights in "
+                f"bfloat16, and main_params_dtype={self.main_params_dtype}. Set that "
+                "to jnp.bfloat16, or drop it."
             )
         wide = jnp.dtype(self.main_grads_dtype or self.main_params_dtype or jnp.float32)
         wire = jnp.dtype(self.grad_comm_dtype or wide)

@@ -43,8 +43,8 @@ class Factored:
 
     name: str
     base: Float[Array, ...]
-    a: Float[Array, "*inputs rank"]
-    b: Float[Array, rank * outputs]
+    a: Float[Array, "... rank"]
+    b: Float[Array, "rank ..."]
     a_dims: tuple[int, ...]
     b_dims: tuple[int, ...]
     dropout: float = 0.0

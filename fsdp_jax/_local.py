@@ -68,7 +68,7 @@ def global_grads(
     *,
     with_peaks: bool = False,
 ) -> Callable[..., Any]:
-    """Makes `fn(params, batch, rng, model_state)`, on global arrays.
+    """Makes `fn(params, batch, rng, model_state, loss_scale=1)`, on global arrays.
 
     It returns `(((loss, aux), model_state, peaks), grads)`. The gradients are those of
     the loss over the global batch, in the structure of the parameters, packed; None
@@ -82,13 +82,18 @@ def global_grads(
     aux_format = AuxFormat()
     num_means = num_devices(plan.mesh, DATA_AXES) * accumulate
 
-    def local(values, batch, rng, model_state):
+    def local(values, batch, given, model_state):
+        rng, loss_scale = given
         rows = split_microbatches(batch, accumulate)
         shards = _shards(plan, _enter(plan, values), 1 / num_means)
         key = fold_rank(rng, data_axes)
         grads, state, outs = _accumulate(
-            plan, call, aux_format, shards, model_state, rows, key, accumulate
+            *(plan, call, aux_format, shards, model_state, rows, key),
+            loss_scale,
+            accumulate,
         )
+        if loss_scale is not None:
+            grads = [_divided(grad, loss_scale) for grad in grads]
         totals, counts, aux = outs
         count = _at_least_one(_sum(counts.sum(), data_axes))
         if form.per_token:
@@ -107,8 +112,9 @@ def global_grads(
         plan, local, out_specs=((whole, AUX_SPECS, whole, whole), grad_specs)
     )
 
-    def fn(params, batch, rng, model_state):
-        out, grads = sharded(_packed(plan, params), batch, rng, model_state)
+    def fn(params, batch, rng, model_state, loss_scale=None):
+        given = (rng, loss_scale)
+        out, grads = sharded(_packed(plan, params), batch, given, model_state)
         loss, aux, new_state, peaks = out
         given = iter(grads)
         placed = [
@@ -128,6 +134,7 @@ def _accumulate(
     model_state: PyTree,
     rows: PyTree,
     key: Array,
+    loss_scale: Array | None,
     accumulate: int,
 ) -> tuple[list[Array], PyTree, Any]:
     """Runs the microbatches: a loop, and behind it, where it pays, the last one.
@@ -137,7 +144,7 @@ def _accumulate(
       `(totals[accumulate], counts[accumulate], aux)` of this rank.
     """
     data_axes = axes_in_use(plan.mesh, DATA_AXES)
-    backward = _backward(aux_format, key)
+    backward = _backward(aux_format, key, loss_scale)
     xs = (jnp.arange(accumulate), rows)
     example = (model_state, jax.tree.map(lambda x: x[0], rows), key)
     loss, gathers = trace_loss(call, shards, *example)
@@ -177,10 +184,13 @@ def _accumulate(
     return reduced, state, out
 
 
-def _backward(aux_format: AuxFormat, key: Array) -> Callable[..., Any]:
+def _backward(
+    aux_format: AuxFormat, key: Array, loss_scale: Array | None
+) -> Callable[..., Any]:
     """Makes `fn(loss, shards, state, (index, rows)) -> (grads, state, out)`.
 
-    It is one microbatch: the gradients as they leave through the sinks of the shards.
+    It is one microbatch: the gradients as they leave through the sinks of the shards,
+    those of the loss times `loss_scale`.
     """
 
     def backward(loss, shards, state, x):
@@ -197,7 +207,9 @@ def _backward(aux_format: AuxFormat, key: Array) -> Callable[..., Any]:
             return total, (after, (total, count, aux_format.take_apart(aux)))
 
         sinks = [shard.sink for shard in shards]
-        grads, (state, out) = jax.grad(of_sinks, has_aux=True)(sinks)
+        total, pull, (state, out) = jax.vjp(of_sinks, sinks, has_aux=True)
+        scale = 1 if loss_scale is None else loss_scale
+        (grads,) = pull(jnp.full_like(total, scale))
         return grads, state, out
 
     return backward

@@ -265,7 +265,7 @@ def _weight(
         shape=shape[num_stacked:],
         dtype=policy.resolve(name, leaf.dtype).param,
         form=lora.base if is_coded else None,
-        num_in=target.num_in if target else None,
+        num_in=(target.num_in or 1) if target else None,
         out_first=bool(target and target.out_first),
         scale=lora.scale_of(target) if target else 1.0,
         dropout=lora.dropout,
@@ -276,8 +276,7 @@ def _weight(
 
 def _target(lora: LoRA, name: str) -> LoRATarget | None:
     """The first target whose pattern is the path of the weight."""
-    for target in lora.targets:
-        assert isinstance(target, LoRATarget)
+    for target in lora.all_targets:
         if matches(target.pattern, name):
             return target
     return None
@@ -290,7 +289,8 @@ def _check(
     root: str,
 ) -> None:
     wrong = []
-    for pattern in (*(t.pattern for t in lora.targets), *lora.modules_to_save):  # pyright: ignore
+    patterns = [target.pattern for target in lora.all_targets]
+    for pattern in (*patterns, *lora.modules_to_save):
         if not any(matches(pattern, name) for name in leaves):
             wrong.append(f"{pattern!r} matches no parameter")
     for name, leaf in leaves.items():
@@ -298,12 +298,12 @@ def _check(
             continue
         unit, num_stacked = owners[name]
         ndim = len(leaf.shape) - num_stacked
-        if target.num_in >= ndim:
+        if (target.num_in or 1) >= ndim:
             wrong.append(
-                f"'{name}' has {ndim} dim(s) in its unit, of which {target.num_in} "
-                "would be inputs and none outputs"
+                f"'{name}' has {ndim} dim(s) in its unit, of which "
+                f"{target.num_in or 1} would be inputs and none outputs"
             )
-        if ndim > 2 and target == LoRATarget(target.pattern):
+        elif ndim > 2 and target.num_in is None:
             wrong.append(
                 f"'{name}' has {ndim} dims in its unit: say with "
                 "fsdp.LoRATarget(..., num_in=...) how many are inputs"

@@ -18,14 +18,14 @@ class LoRATarget:
     Args:
       pattern: Path pattern, one `*` a path component.
       num_in: How many of the weight's dims, in its unit, are inputs: 1 of
-        `[embed, heads, head_dim]`, 2 of `[heads, head_dim, embed]`.
+        `[embed, heads, head_dim]`, 2 of `[heads, head_dim, embed]`. None: 1 of 2.
       out_first: The outputs come first, as in torch's and equinox's `[out, in]`.
       rank: Of these weights; None for `LoRA.rank`.
       alpha: Likewise.
     """
 
     pattern: str
-    num_in: int = 1
+    num_in: int | None = None
     out_first: bool = False
     rank: int | None = None
     alpha: float | None = None
@@ -72,12 +72,9 @@ class LoRA:
                 f"LoRA(targets={self.targets!r}, modules_to_save="
                 f"{self.modules_to_save!r}): each is a sequence of path patterns."
             )
-        targets = tuple(
-            LoRATarget(target) if isinstance(target, str) else target
-            for target in self.targets
-        )
-        object.__setattr__(self, "targets", targets)
+        object.__setattr__(self, "targets", tuple(self.targets))
         object.__setattr__(self, "modules_to_save", tuple(self.modules_to_save))
+        targets = self.all_targets
         wrong = [] if targets else ["targets is empty"]
         wrong += [
             f"{target.pattern!r}: rank={self.rank_of(target)}, at least 1"
@@ -92,7 +89,7 @@ class LoRA:
         wrong += [
             f"{target.pattern!r}: num_in={target.num_in}, at least 1"
             for target in targets
-            if target.num_in < 1
+            if target.num_in is not None and target.num_in < 1
         ]
         if not 0 <= self.dropout < 1:
             wrong.append(f"dropout={self.dropout}, at least 0 and below 1")
@@ -100,6 +97,14 @@ class LoRA:
             wrong.append(f"base={self.base!r}, one of 'int8', 'nf4', None")
         if wrong:
             raise ValueError(f"LoRA: {'; '.join(wrong)}.")
+
+    @property
+    def all_targets(self) -> tuple[LoRATarget, ...]:
+        """The targets, a lone pattern among them as a `LoRATarget`."""
+        return tuple(
+            LoRATarget(target) if isinstance(target, str) else target
+            for target in self.targets
+        )
 
     def rank_of(self, target: LoRATarget) -> int:
         """The rank of a target's factors."""

@@ -65,8 +65,8 @@ def quantize(
     unit = blocks / jnp.where(scales == 0, 1, scales)[:, None]
     if form == "int8":
         return jnp.round(unit * 127).astype(jnp.int8).reshape(-1), scales
-    middles = (NF4[1:] + NF4[:-1]) / 2
-    codes = (unit[..., None] > middles).sum(-1).astype(jnp.uint8).reshape(-1, 2)
+    middles = jnp.asarray((NF4[1:] + NF4[:-1]) / 2)
+    codes = jnp.searchsorted(middles, unit.reshape(-1)).astype(jnp.uint8).reshape(-1, 2)
     return codes[:, 0] << 4 | codes[:, 1], scales
 
 

@@ -13,10 +13,11 @@ import optax
 
 from fsdp_jax._batch import check_batch, place_batch
 from fsdp_jax._compiler_options import options_for
-from fsdp_jax._frozen import apply_updates, trainable
+from fsdp_jax._frozen import apply_updates, seen_by_optimizer
 from fsdp_jax._health import raise_if_not_finite
 from fsdp_jax._local import global_grads
 from fsdp_jax._loss import LossFn, LossForm, takes_rng
+from fsdp_jax._loss_scale import LossScale
 from fsdp_jax._model_state import check_call
 from fsdp_jax._padded import pack, unpack
 from fsdp_jax._plan import Plan
@@ -140,6 +141,7 @@ def make_train_step(
     update_model_state: Callable[[Any], Any] | None = None,
     check_for_nan_in_grad: bool = False,
     skip_nonfinite: bool = False,
+    loss_scale: LossScale | None = None,
     report_grad_peaks: bool = False,
     compiler_options: Mapping[str, bool | int | str] | None = None,
 ) -> TrainStep:
@@ -160,6 +162,10 @@ def make_train_step(
         whose gradients are not finite. Each step is then waited for.
       skip_nonfinite: Leave parameters, optimizer and model state as they were where a
         gradient is not finite, and count it in `state.num_skipped`.
+      loss_scale: For float16: gradients are those of the loss times a factor, which
+        is divided out before anything sees them, and which finds its size by itself;
+        steps where they are not finite are passed over and counted, as with
+        `skip_nonfinite`. The state is made with `init(..., loss_scale=...)`.
       report_grad_peaks: Put `grad_peaks` into the metrics also without the two.
       compiler_options: XLA's, for this program alone, as `jax.jit` takes them; {} for
         none. Default `fsdp_jax.compiler_options()` on GPUs, and none elsewhere. A name
@@ -179,31 +185,39 @@ def make_train_step(
       each bucket's norm before the collective; here each parameter's, after it, alike
       on all hosts); `finalize_model_grads` for `update_model_state`.
     """
-    if check_for_nan_in_grad and skip_nonfinite:
+    if check_for_nan_in_grad and (skip_nonfinite or loss_scale is not None):
+        other = "skip_nonfinite=True" if skip_nonfinite else "loss_scale=..."
         raise ValueError(
-            "make_train_step(check_for_nan_in_grad=True, skip_nonfinite=True): the one "
-            "stops at what the other passes over. Choose one."
+            f"make_train_step(check_for_nan_in_grad=True, {other}): the one stops at "
+            "what the other passes over. Choose one."
         )
     form = LossForm(has_aux, calculate_per_token_loss)
-    with_peaks = check_for_nan_in_grad or skip_nonfinite or report_grad_peaks
+    skips = skip_nonfinite or loss_scale is not None
+    with_peaks = check_for_nan_in_grad or skips or report_grad_peaks
     compute = global_grads(plan, loss_fn, form, accumulate, with_peaks=with_peaks)
-    mould = abstract_state(plan, tx)
+    mould = abstract_state(plan, tx, loss_scale)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, mould)
 
     def step(state: TrainState, batch: PyTree):
         rng = jax.random.fold_in(state.rng, state.step)
+        scale = state.loss_scale
         ((loss, aux), model_state, peaks), grads = compute(
-            state.params, batch, rng, state.model_state
+            state.params, batch, rng, state.model_state, scale and scale.scale
         )
+        is_finite = jnp.isfinite(peaks).all() if skips else jnp.array(True)
         if update_model_state:
             model_state = _updated(plan, update_model_state, state.params, model_state)
         grads, params = unpack(grads), unpack(state.params)
         with jax.named_scope("optimizer"):
             updates, opt_state = tx.update(
-                grads, unpack(state.opt_state), trainable(plan, params)
+                grads, unpack(state.opt_state), seen_by_optimizer(plan, params)
             )
-            params = apply_updates(plan, params, updates)
+            # Apart from the keys of the ranks, which count from zero.
+            key = jax.random.fold_in(rng, 2**31 - 1)
+            params = apply_updates(plan, params, updates, key=key)
         metrics = {"loss": loss, "grad_norm": optax.tree.norm(grads)}
+        if scale is not None:
+            metrics["loss_scale"] = scale.scale
         if has_aux:
             metrics["aux"] = aux
         if with_peaks:
@@ -215,9 +229,10 @@ def make_train_step(
             model_state,
             state.rng,
             state.num_skipped,
+            loss_scale.update(scale, is_finite) if loss_scale and scale else None,
         )
-        if skip_nonfinite:
-            new = _unless(~jnp.isfinite(peaks).all(), state, new)
+        if skips:
+            new = _unless(~is_finite, state, new)
         return new, metrics
 
     jitted = jax.jit(

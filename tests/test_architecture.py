@@ -23,8 +23,10 @@ PACKAGES = ("fsdp_jax", "bridge")
 # A module of fsdp_jax imports only from lower rows. A subpackage is one entry; leading
 # underscores are left out. `__init__` is the package itself: `from fsdp_jax import X`.
 ROWS = [
-    {"padded", "table", "reshard", "uses", "compiler_options", "lora_config"},
+    {"padded", "table", "reshard", "uses", "compiler_options", "lora_config"}
+    | {"loss_scale"},
     {"tree", "quantized"},
+    {"rounding", "eight_bit"},
     {"config", "chunks", "factored"},
     {"mesh", "model", "derived"},
     {"lora"},

@@ -18,13 +18,13 @@ from bridge_helpers import random_tensors, write_llama
 FOLDER = Path(__file__).parent / "peft_lora"
 TARGETS = ("q_proj", "o_proj", "down_proj")
 RANK, ALPHA, STEPS = 4, 16, 20
-ADAMW = {"lr": 3e-3, "weight_decay": 0.1, "eps": 1e-6}
+ADAMW = {"lr": 3e-3, "weight_decay": 0.1, "eps": 1e-4}
 
 
 def write_base(path: Path) -> Path:
     """The base model; its activations keep their size."""
     tensors = random_tensors(np.float32)
-    for key, tensor in tensors.items():
+    for tensor in tensors.values():
         if tensor.ndim == 2:
             tensor *= tensor.shape[1] ** -0.5
         else:
