@@ -44,10 +44,14 @@ class MixedPrecisionPolicy:
         handed to the optimizer, in float32, while the others use a narrower
         `main_grads_dtype`. On the wire nothing changes.
 
+      param_name_patterns_in_fp32: Path patterns of parameters that are gathered and
+        compute in float32 whatever `param_dtype` is: a router's bias, say, which moves
+        by steps that bfloat16 would lose.
+
     Source: Megatron-FSDP `mixed_precision.py::MixedPrecisionPolicy` for the last three
       (there None means the parameter's own dtype for main gradients; here gradients
       are accumulated in at least float32 unless told otherwise); `param_dtype` is
-      FSDP2's; the last two are those of Megatron's `DistributedDataParallelConfig`
+      FSDP2's; the next two are those of Megatron's `DistributedDataParallelConfig`
       (patterns there are `fnmatch`ed against the whole name).
     """
 
@@ -58,6 +62,7 @@ class MixedPrecisionPolicy:
     reduce_scatter_with_fp32_accumulation: bool = False
     stochastic_rounding: bool = False
     param_name_patterns_for_fp32_local_accumulation: tuple[str, ...] = ()
+    param_name_patterns_in_fp32: tuple[str, ...] = ()
 
     def __post_init__(self):
         """Refuses what gradients cannot be made of, all offenders at once."""
@@ -107,6 +112,9 @@ class MixedPrecisionPolicy:
         object.__setattr__(
             self, "param_name_patterns_for_fp32_local_accumulation", patterns
         )
+        option = "param_name_patterns_in_fp32"
+        kept = _patterns("MixedPrecisionPolicy", option, getattr(self, option))
+        object.__setattr__(self, option, kept)
 
     def resolve(self, name: str, dtype: DTypeLike) -> Precision:
         """Fills in every None for a parameter that the model makes in `dtype`."""
@@ -123,8 +131,9 @@ class MixedPrecisionPolicy:
             pattern == "all" or matches(pattern, name)
             for pattern in self.param_name_patterns_for_fp32_local_accumulation
         )
+        is_kept = any(matches(p, name) for p in self.param_name_patterns_in_fp32)
         return Precision(
-            param=jnp.dtype(self.param_dtype or model),
+            param=jnp.dtype(jnp.float32 if is_kept else self.param_dtype or model),
             main_params=main,
             main_grads=jnp.dtype(jnp.float32) if widened else main_grads,
             grad_comm=jnp.dtype(self.grad_comm_dtype or main_grads),

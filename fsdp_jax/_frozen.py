@@ -68,3 +68,14 @@ def apply_updates(
     return plan.treedef.unflatten(
         leaf if row.frozen else next(given) for row, leaf in rows
     )
+
+
+def put_frozen(plan: Plan, params: PyTree, new: PyTree) -> PyTree:
+    """The parameters, with those of `new` in the place of what is frozen."""
+    pairs = zip(
+        plan.rows,
+        plan.treedef.flatten_up_to(params),
+        plan.treedef.flatten_up_to(new),
+        strict=True,
+    )
+    return plan.treedef.unflatten(b if row.frozen else a for row, a, b in pairs)

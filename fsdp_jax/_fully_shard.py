@@ -339,6 +339,7 @@ def _check_patterns(config: FSDPConfig, names: Sequence[str]) -> None:
         "FSDPConfig(frozen=...)": config.frozen,
         "FSDPConfig(tensor_parallel=...)": tuple(config.tensor_parallel),
         "FSDPConfig(expert_parallel=...)": tuple(config.expert_parallel),
+        "param_name_patterns_in_fp32": config.mp_policy.param_name_patterns_in_fp32,
         "param_name_patterns_for_fp32_local_accumulation": tuple(
             pattern for pattern in widened if pattern != "all"
         ),

@@ -13,7 +13,7 @@ import optax
 
 from fsdp_jax._batch import check_batch, place_batch
 from fsdp_jax._compiler_options import options_for
-from fsdp_jax._frozen import apply_updates, seen_by_optimizer
+from fsdp_jax._frozen import apply_updates, put_frozen, seen_by_optimizer
 from fsdp_jax._health import raise_if_not_finite
 from fsdp_jax._local import global_grads
 from fsdp_jax._loss import LossFn, LossForm, takes_rng
@@ -155,9 +155,10 @@ def make_train_step(
       accumulate: Microbatches a step; a step with k equals one with the whole batch.
       calculate_per_token_loss: As for `value_and_grad`.
       update_model_state: `fn(model)`, called once a step behind the microbatches, with
-        the state of all ranks, to change what is no parameter: a router's bias from the
-        tokens counted (see `Tally`). It changes the model or returns another; what it
-        does to parameters is lost.
+        the state of all ranks, to change what the optimizer does not: what is no
+        parameter, and parameters that are frozen, as a router's bias, from the tokens
+        counted (see `Tally`). It changes the model or returns another; what it does to
+        parameters that are trained is lost.
       check_for_nan_in_grad: Raise `FloatingPointError` with the names of the parameters
         whose gradients are not finite. Each step is then waited for.
       skip_nonfinite: Leave parameters, optimizer and model state as they were where a
@@ -205,9 +206,11 @@ def make_train_step(
             state.params, batch, rng, state.model_state, scale and scale.scale
         )
         is_finite = jnp.isfinite(peaks).all() if skips else jnp.array(True)
-        if update_model_state:
-            model_state = _updated(plan, update_model_state, state.params, model_state)
         grads, params = unpack(grads), unpack(state.params)
+        if update_model_state:
+            params, model_state = _updated(
+                plan, update_model_state, params, model_state
+            )
         with jax.named_scope("optimizer"):
             updates, opt_state = tx.update(
                 grads, unpack(state.opt_state), seen_by_optimizer(plan, params)
@@ -246,17 +249,18 @@ def make_train_step(
 
 def _updated(
     plan: Plan, update: Callable[[Any], Any], params: PyTree, model_state: PyTree
-) -> PyTree:
-    """The model state after `update` has had the model in its hands."""
-    model = plan.model.merge(unpack(params), model_state)
+) -> tuple[PyTree, PyTree]:
+    """Frozen parameters and state after `update` has had the model in its hands."""
+    model = plan.model.merge(params, model_state)
     changed = update(model)
-    _, after = plan.model.split(model if changed is None else changed)
+    new, after = plan.model.split(model if changed is None else changed)
     if jax.tree.structure(after) != jax.tree.structure(model_state):
         raise ValueError(
             "update_model_state left the model with other arrays than it had. Change "
             "the values of its variables, and neither add nor remove any."
         )
-    return _in_dtypes_of(plan.model_state, after)
+    params = put_frozen(plan, params, _in_dtypes_of(params, new))
+    return params, _in_dtypes_of(plan.model_state, after)
 
 
 def _in_dtypes_of(mould: PyTree, tree: PyTree) -> PyTree:

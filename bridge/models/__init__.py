@@ -15,6 +15,8 @@ from bridge.models._generate import Generated as Generated
 from bridge.models._generate import generate as generate
 from bridge.models._mla_config import MLAConfig as MLAConfig
 from bridge.models._moe import Dispatch as Dispatch
+from bridge.models._moe import MoE as MoE
+from bridge.models._moe import correction_bias_paths as correction_bias_paths
 from bridge.models._moe import expert_parallel_rules as expert_parallel_rules
 from bridge.models._moe import sorted_dispatch as sorted_dispatch
 from bridge.models._moe_config import MoEConfig as MoEConfig

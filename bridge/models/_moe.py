@@ -215,10 +215,23 @@ def expert_parallel_rules(config: DecoderConfig) -> dict[str, int]:
     Returns:
       Path patterns, and the dim in the slice of one layer.
     """
+    return {f"{path}.experts": 0 for path in _paths(config)}
+
+
+def correction_bias_paths(config: DecoderConfig) -> tuple[str, ...]:
+    """Names the parameters of a decoder that no gradient trains: routers' biases.
+
+    For `FSDPConfig(frozen=...)`, since weight decay would shrink them all the same, and
+    `MixedPrecisionPolicy(param_name_patterns_in_fp32=...)`; empty if there are none.
+    """
+    if config.moe is None or not config.moe.correction_bias:
+        return ()
+    return tuple(f"{path}.router.correction_bias" for path in _paths(config))
+
+
+def _paths(config: DecoderConfig) -> list[str]:
+    """Paths of the `MoE` of each stack of layers that has one."""
     runs = config.layer_runs
     stacks = ["layers"] if len(runs) == 1 else [f"layers.{i}" for i in range(len(runs))]
-    return {
-        f"{stack}.mlp.experts": 0
-        for stack, run in zip(stacks, runs, strict=True)
-        if run.sparse
-    }
+    pairs = zip(stacks, runs, strict=True)
+    return [f"{stack}.mlp" for stack, run in pairs if run.sparse]

@@ -12,8 +12,8 @@ from bridge.models._moe_config import MoEConfig
 class Router(nnx.Module):
     """Chooses experts for each token, as transformers does, dtype by dtype.
 
-    No gradient reaches the correction bias. Freeze it (`frozen=("*correction_bias",)`),
-    for an optimizer's weight decay would shrink it all the same.
+    No gradient reaches the correction bias. Freeze it (`correction_bias_paths`), for an
+    optimizer's weight decay would shrink it all the same.
 
     Args:
       config: How.

@@ -1,5 +1,7 @@
 """Functions that a model, a loss or its training step needs under a plan."""
 
+from fsdp_jax.ops._balance import load_balancing_loss as load_balancing_loss
+from fsdp_jax.ops._balance import max_expert_load as max_expert_load
 from fsdp_jax.ops._cross_entropy import (
     vocab_parallel_cross_entropy as vocab_parallel_cross_entropy,
 )

@@ -32,10 +32,11 @@ def trained(plan, accumulate=1, **options):
         plan, loss_of(**options), TX, accumulate=accumulate, has_aux=True
     )
     state = fsdp.init(plan, TX, fsdp.init_params(plan, jax.random.key(0)))
+    metrics = {}
     for _ in range(3):
         state, metrics = step(state, batch())
-    norm = np.asarray(metrics["grad_norm"])
-    return host(fsdp.unpack(state.params)), float(metrics["loss"]), float(norm)
+    numbers = float(metrics["loss"]), float(metrics["grad_norm"])
+    return host(fsdp.unpack(state.params)), *numbers
 
 
 @pytest.fixture(scope="module")
