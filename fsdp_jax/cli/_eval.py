@@ -17,7 +17,7 @@ import fsdp_jax as fsdp
 from bridge.models import Decoder
 from fsdp_jax.cli._model import computed_in, plan_decoder
 from fsdp_jax.cli._options import Devices, Unset
-from fsdp_jax.cli._origin import Origin, open_any
+from fsdp_jax.cli._origin import Origin, open_any, tokenizer_file
 from fsdp_jax.cli._progress import rows_bar
 from fsdp_jax.cli._recipe import ParamDtype, Tokenizer
 from fsdp_jax.cli._tokens import Tokens, check_files, read_tokens
@@ -78,11 +78,11 @@ class Eval:
         return batch
 
     def _read_tokens(self, origin: Origin) -> Tokens:
-        default = "bytes" if origin.tokenizer_file is None else "model"
+        default = "bytes" if tokenizer_file(origin) is None else "model"
         tokens = read_tokens(
             self.data,
             self.tokenizer or default,
-            origin.tokenizer_file,
+            tokenizer_file(origin),
             origin.config.vocab_size,
         )
         if len(tokens) < 2:

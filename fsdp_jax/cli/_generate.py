@@ -26,7 +26,7 @@ from fsdp_jax._mesh import BATCH_AXES, num_devices
 from fsdp_jax.cli._codec import TextCodec, open_codec
 from fsdp_jax.cli._model import computed_in, plan_decoder
 from fsdp_jax.cli._options import Devices, Unset
-from fsdp_jax.cli._origin import Origin, open_any
+from fsdp_jax.cli._origin import Origin, open_any, tokenizer_file
 from fsdp_jax.cli._recipe import ParamDtype, Tokenizer
 
 
@@ -101,9 +101,9 @@ class Generate:
             raise ValueError("; ".join(wrong) + ".")
 
     def _open_codec(self, origin: Origin) -> TextCodec:
-        default = "bytes" if origin.tokenizer_file is None else "model"
+        default = "bytes" if tokenizer_file(origin) is None else "model"
         return open_codec(
-            self.tokenizer or default, origin.tokenizer_file, origin.config.vocab_size
+            self.tokenizer or default, tokenizer_file(origin), origin.config.vocab_size
         )
 
     def _print(

@@ -83,7 +83,10 @@ def _with_adam(
     )
     tx = optax.adamw(0.0)  # its rate is no part of its state
     opt_state = optax.tree.set(
-        tx.init(adam.params), mu=adam.mu, nu=adam.nu, count=adam.count
+        tx.init(fsdp.trainable(plan, adam.params)),
+        mu=fsdp.trainable(plan, adam.mu),
+        nu=fsdp.trainable(plan, adam.nu),
+        count=adam.count,
     )
     step = checkpoint.iteration or int(adam.count)
     state = fsdp.init(plan, tx, adam.params, opt_state=opt_state, step=step)

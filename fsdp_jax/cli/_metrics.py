@@ -27,6 +27,8 @@ class StepMetrics:
       step_secs: Seconds from batch to metrics.
       peak_memory_bytes: The largest so far: of the fullest GPU, or of the process
         where devices are simulated.
+      routers: Of a model with experts: its loss without what balances them, and the
+        figures of `router_losses`; empty for others.
     """
 
     step: int
@@ -35,6 +37,12 @@ class StepMetrics:
     tokens_per_sec: float
     step_secs: float
     peak_memory_bytes: int
+    routers: dict[str, float] = dataclasses.field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, float]:
+        """All numbers by name."""
+        numbers = dataclasses.asdict(self)
+        return numbers | numbers.pop("routers")
 
 
 @contextlib.contextmanager
@@ -66,7 +74,7 @@ def _step_of(line: str) -> float:
 
 def write_metrics(file: TextIO, metrics: StepMetrics) -> None:
     """Writes one line at once, so that a run can be watched and loses none."""
-    print(json.dumps(dataclasses.asdict(metrics)), file=file, flush=True)
+    print(json.dumps(metrics.as_dict()), file=file, flush=True)
 
 
 def read_losses(path: Path) -> dict[int, float]:

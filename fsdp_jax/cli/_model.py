@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
@@ -16,35 +17,54 @@ from bridge.models import (
     Decoder,
     DecoderConfig,
     DecoderLayer,
+    correction_bias_paths,
     dot_product_attention,
+    expert_parallel_rules,
     tensor_parallel_rules,
 )
+from fsdp_jax.cli._routing import CountingDecoder, Routing, router_losses
 
 
 def plan_decoder(
     config: DecoderConfig,
     mesh: Mesh,
     fsdp_config: fsdp.FSDPConfig | None = None,
+    routing: Routing | None = None,
     *,
     prefetch: int = 1,
     unroll: int = 1,
 ) -> fsdp.Plan:
-    """Plans the decoder of a config, a layer a unit, its matrices split over `tp`.
+    """Plans the decoder of a config, a layer a unit.
+
+    Its matrices are split over `tp`, and its experts over `ep`. Routers' biases that no
+    gradient trains are frozen, in float32.
 
     Args:
       config: The model.
       mesh: From `fsdp_jax.make_mesh`.
       fsdp_config: How it is sharded; default ZeRO-3 in float32.
+      routing: How tokens find experts; default dropless, as the model says.
       prefetch: As for `fsdp_jax.scan`.
       unroll: As for `fsdp_jax.scan`.
     """
-    rules = tensor_parallel_rules(config, mesh.shape["tp"])
+    routing = routing or Routing(router_dtype="model")
+    fsdp_config, biases = (
+        fsdp_config or fsdp.FSDPConfig(),
+        correction_bias_paths(config),
+    )
+    policy = dataclasses.replace(
+        fsdp_config.mp_policy, param_name_patterns_in_fp32=biases
+    )
     return fsdp.fully_shard(
-        functools.partial(_make_decoder, config, prefetch, unroll),
+        functools.partial(_make_decoder, config, routing, prefetch, unroll),
         mesh,
         units=[DecoderLayer],
         config=dataclasses.replace(
-            fsdp_config or fsdp.FSDPConfig(), tensor_parallel=rules
+            fsdp_config,
+            mp_policy=policy,
+            frozen=(*fsdp_config.frozen, *biases),
+            tensor_parallel=tensor_parallel_rules(config, mesh.shape["tp"]),
+            expert_parallel=expert_parallel_rules(config),
         ),
     )
 
@@ -69,16 +89,32 @@ def loss_of(*, fused: bool) -> Callable[..., Float[Array, ""]]:
     return fused_next_token_loss if fused else next_token_loss
 
 
+def training_loss(*, fused: bool, routing: Routing) -> Callable[..., Any]:
+    """The loss of `train`: that of `loss_of`, and of a model with experts its balance.
+
+    It returns the loss, and of such a model what it is made of.
+    """
+    of_states = _fused_loss_of_states if fused else _loss_of_states
+
+    def loss(model, tokens):
+        states, stats = model.final_states(tokens[:, :-1])
+        cross_entropy = of_states(model, states, tokens[:, 1:])
+        if stats is None:
+            return cross_entropy, {}
+        if isinstance(model, CountingDecoder):
+            model.count(stats)
+        balance, reported = router_losses(model.config, routing, stats)
+        return cross_entropy + balance, {"cross_entropy": cross_entropy, **reported}
+
+    return loss
+
+
 def next_token_loss(
     model: Decoder, tokens: Int[Array, "batch seq+1"]
 ) -> Float[Array, ""]:
     """Cross entropy of each token given those before it, in float32, the mean."""
     states, _ = model.final_states(tokens[:, :-1])
-    logits = states @ fsdp.ops.pad_vocabulary(model.head_kernel())
-    losses = fsdp.ops.vocab_parallel_cross_entropy(
-        model.finish_logits(logits), tokens[:, 1:], vocab_size=model.config.vocab_size
-    )
-    return losses.mean()
+    return _loss_of_states(model, states, tokens[:, 1:])
 
 
 def fused_next_token_loss(
@@ -86,10 +122,24 @@ def fused_next_token_loss(
 ) -> Float[Array, ""]:
     """The same, in the memory of a chunk of the vocabulary; a product more."""
     states, _ = model.final_states(tokens[:, :-1])
+    return _fused_loss_of_states(model, states, tokens[:, 1:])
+
+
+def _loss_of_states(model: Decoder, states: Array, targets: Array) -> Float[Array, ""]:
+    logits = states @ fsdp.ops.pad_vocabulary(model.head_kernel())
+    losses = fsdp.ops.vocab_parallel_cross_entropy(
+        model.finish_logits(logits), targets, vocab_size=model.config.vocab_size
+    )
+    return losses.mean()
+
+
+def _fused_loss_of_states(
+    model: Decoder, states: Array, targets: Array
+) -> Float[Array, ""]:
     losses = fsdp.ops.fused_linear_cross_entropy(
         states,
         fsdp.ops.pad_vocabulary(model.head_kernel()),
-        tokens[:, 1:],
+        targets,
         vocab_size=model.config.vocab_size,
         logit_fn=model.finish_logits,
     )
@@ -97,13 +147,14 @@ def fused_next_token_loss(
 
 
 def _make_decoder(
-    config: DecoderConfig, prefetch: int, unroll: int, key: Array
+    config: DecoderConfig, routing: Routing, prefetch: int, unroll: int, key: Array
 ) -> Decoder:
-    scan = functools.partial(fsdp.scan, prefetch=prefetch, unroll=unroll)
-    return Decoder(
-        config,
+    make = CountingDecoder if routing.expert_bias_rate else Decoder
+    return make(
+        routing.apply(config),
         rngs=nnx.Rngs(key),
-        scan=scan,
+        scan=functools.partial(fsdp.scan, prefetch=prefetch, unroll=unroll),
         attention=fsdp.ops.split_heads(dot_product_attention),
+        dispatch=routing.dispatch,
         constrain=fsdp.ops.sequence_parallel,
     )

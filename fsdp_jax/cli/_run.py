@@ -25,9 +25,10 @@ from fsdp_jax.cli._metrics import (
     peak_memory_bytes,
     write_metrics,
 )
-from fsdp_jax.cli._model import loss_of
+from fsdp_jax.cli._model import training_loss
 from fsdp_jax.cli._profile import Window, tracer
 from fsdp_jax.cli._progress import step_bar
+from fsdp_jax.cli._routing import Routing, move_biases
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +48,7 @@ class Run:
       callback: Called with the metrics of each step; None for nobody.
       window: Steps to trace; None for none.
       fused_loss: Whether logits are made a chunk of the vocabulary at a time.
+      routing: How tokens find experts.
     """
 
     start: int
@@ -61,6 +63,7 @@ class Run:
     callback: Callback | None = None
     window: Window | None = None
     fused_loss: bool = False
+    routing: Routing = Routing()
 
     def open_checkpointer(self) -> fsdp.Checkpointer:
         """Opens the directory of the checkpoints, to be written in the background."""
@@ -94,8 +97,15 @@ def run_steps(
       RuntimeError: If the callback raises, or the last save failed.
       SystemExit: After SIGTERM, with status 143, when the step it came in is saved.
     """
-    loss = loss_of(fused=run.fused_loss)
-    step = fsdp.make_train_step(plan, loss, tx, accumulate=run.accumulate)
+    rate = run.routing.expert_bias_rate
+    step = fsdp.make_train_step(
+        plan,
+        training_loss(fused=run.fused_loss, routing=run.routing),
+        tx,
+        has_aux=True,
+        accumulate=run.accumulate,
+        update_model_state=move_biases(rate) if rate else None,
+    )
     # In this order: the bar may replace stdout, to have lines printed above itself.
     with (
         run.open_checkpointer() as checkpointer,
@@ -144,4 +154,5 @@ def _metrics(
         tokens_per_sec=rows * (length - 1) / secs,
         step_secs=secs,
         peak_memory_bytes=peak_memory_bytes(),
+        routers={name: value.item() for name, value in measured["aux"].items()},
     )

@@ -33,6 +33,11 @@ from fsdp_jax.cli._origin import (
 )
 from fsdp_jax.cli._profile import Profile
 from fsdp_jax.cli._recipe import ParamDtype, Recipe, Tokenizer, make_recipe
+from fsdp_jax.cli._routing import (
+    Over,
+    RouterDtype,
+    default_aux_loss_coef,
+)
 from fsdp_jax.cli._run import Run, run_steps
 from fsdp_jax.cli._tokens import Tokens, check_files, fingerprint, read_tokens
 
@@ -70,6 +75,18 @@ class Train:
       accumulate: Microbatches a step; default 1.
       param_dtype: What weights are gathered and computed in; they are kept and updated
         in float32. Default float32.
+      aux_loss_coef: Weight of the load-balancing loss of a model with experts; default
+        what its config says.
+      aux_loss_over: Whose use of experts it balances: that of each rank's batch, as
+        transformers' loss, of the batches of all ranks (global), or of each sequence,
+        layer by layer, as DeepSeek's. Default batch.
+      z_loss_coef: Weight of the routers' z-loss; default 0.
+      expert_bias_rate: How far routers' biases follow the load each step, as 1e-3, if
+        the model's have any; default 0: they stay.
+      capacity_factor: An expert takes this many times its even share of a rank's tokens
+        and drops the rest, which is reported; default none is dropped.
+      router_dtype: In which routers multiply: float32, the default, or that of the
+        model.
       tokenizer: The bytes themselves, or the model's tokenizer.json; default the
         latter where there is one.
       dp_shard: Devices that split the model; -1 for all that the others leave.
@@ -98,6 +115,12 @@ class Train:
     seed: Unset[int] = None
     accumulate: Unset[int] = None
     param_dtype: Unset[ParamDtype] = None
+    aux_loss_coef: Unset[float] = None
+    aux_loss_over: Unset[Over] = None
+    z_loss_coef: Unset[float] = None
+    expert_bias_rate: Unset[float] = None
+    capacity_factor: Unset[float] = None
+    router_dtype: Unset[RouterDtype] = None
     tokenizer: Unset[Tokenizer] = None
     dp_shard: int = -1
     dp_outer: int = 1
@@ -123,7 +146,10 @@ class Train:
         stored = {} if resumed is None else resumed.metadata
         recipe = _make_recipe(self, origin, stored)
         check_rows(recipe.seq, self.tp)
-        plan = plan_decoder(origin.config, mesh, computed_in(recipe.param_dtype))
+        recipe.routing.check(origin.config)
+        plan = plan_decoder(
+            origin.config, mesh, computed_in(recipe.param_dtype), recipe.routing
+        )
         rows = jax.ShapeDtypeStruct((recipe.batch, recipe.seq + 1), jnp.int32)
         check_batch(plan, rows, recipe.accumulate)
         tokens = _read_tokens(self, origin, recipe)
@@ -136,7 +162,9 @@ class Train:
         state = _start(origin, resumed, plan, tx)
         mark_begun(self.save, _command(self))
         run = _make_run(self, start, metadata, files_to_carry(origin))
-        run = dataclasses.replace(run, callback=callback, window=window)
+        run = dataclasses.replace(
+            run, callback=callback, window=window, routing=recipe.routing
+        )
         run_steps(run, plan, tx, state, batches)
 
 
@@ -213,8 +241,11 @@ def _check_steps(train: Train, start: int) -> None:
 
 
 def _make_recipe(train: Train, origin: Origin, stored: dict[str, Any]) -> Recipe:
-    default = "bytes" if tokenizer_file(origin) is None else "model"
-    return make_recipe(_command(train).recipe, stored.get("recipe", {}), default)
+    defaults = {
+        "tokenizer": "bytes" if tokenizer_file(origin) is None else "model",
+        "aux_loss_coef": default_aux_loss_coef(origin.config),
+    }
+    return make_recipe(_command(train).recipe, stored.get("recipe", {}), defaults)
 
 
 def _make_mesh(train: Train) -> Mesh:

@@ -132,15 +132,14 @@ def _padded(form: Exchange, rows: Array, *segments: Sizes) -> Array:
     index = _starts(there.sent)[:, None] + lanes
     is_sent = lanes < there.sent[:, None]
     sent = jnp.take(rows, index, axis=0, mode="clip")
-    sent = jnp.where(is_sent[..., None], sent, 0)
+    sent = jnp.where(is_sent[..., None], sent, 0).reshape(-1, rows.shape[-1])
     found = lax.all_to_all(sent, form.axis, split_axis=0, concat_axis=0, tiled=True)
     place = jnp.arange(form.room, dtype=jnp.int32)
     ends = jnp.cumsum(there.received)
     source = jnp.searchsorted(ends, place, side="right", method="compare_all")
     source = jnp.minimum(source, len(ends) - 1)
     lane = place - jnp.take(_starts(there.received), source)
-    flat = found.reshape(-1, rows.shape[-1])
-    packed = jnp.take(flat, source * form.most + lane, axis=0, mode="clip")
+    packed = jnp.take(found, source * form.most + lane, axis=0, mode="clip")
     return jnp.where((place < ends[-1])[:, None], packed, 0)
 
 

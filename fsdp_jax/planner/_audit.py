@@ -43,13 +43,14 @@ def audit(
     that belong behind the last one, parameters that lie whole, tp lost in a gather,
     and collectives over other axes.
 
-    Not judged: activations over `tp`, what the optimizer sends, all-reduces of scalars
-    and other small arrays, and how often a unit is gathered, since it may be used more
-    than once. Of a program compiled for CPUs besides: dtypes, since XLA widens bfloat16
-    there, and whether weights of units in no stack are kept, since it drops the
-    barriers that keep it from doing so; lower the step, or compile it for GPUs, and
-    audit that. Of text: how results lie. XLA for GPUs lays what it all-reduces together
-    end to end, so that there the number of elements is judged.
+    Not judged: activations over `tp`, tokens on their way to experts over `ep`, what
+    the optimizer sends, all-reduces of scalars and other small arrays, and how often a
+    unit is gathered, since it may be used more than once. Of a program compiled for
+    CPUs besides: dtypes, since XLA widens bfloat16 there, and whether weights of units
+    in no stack are kept, since it drops the barriers that keep it from doing so; lower
+    the step, or compile it for GPUs, and audit that. Of text: how results lie. XLA for
+    GPUs lays what it all-reduces together end to end, so that there the number of
+    elements is judged.
 
     Args:
       plan: What the program was made for.

@@ -83,7 +83,8 @@ def fake_step(monkeypatch):
             if isinstance(loss, Exception):
                 raise loss
             state = dataclasses.replace(state, step=state.step + 1)
-            return state, {"loss": np.float32(loss), "grad_norm": np.float32(1)}
+            numbers = {"loss": np.float32(loss), "grad_norm": np.float32(1)}
+            return state, {**numbers, "aux": {}}
 
         monkeypatch.setattr(fsdp, "make_train_step", lambda *_, **__: step)
 

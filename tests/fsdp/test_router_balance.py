@@ -23,9 +23,9 @@ from bridge.models import (
     expert_parallel_rules,
 )
 from fsdp_jax import ops
-from fsdp_jax.cli._balance import (
-    Balance,
+from fsdp_jax.cli._routing import (
     CountingDecoder,
+    Routing,
     default_aux_loss_coef,
     move_biases,
     router_losses,
@@ -143,7 +143,7 @@ def make(config, key):
 
 
 def loss_fn(model, tokens):
-    states, stats = model.routed_states(tokens)
+    states, stats = model.final_states(tokens)
     model.count(stats)
     return jnp.mean(states.astype(jnp.float32) ** 2)
 
@@ -183,7 +183,7 @@ def test_biases_of_a_decoder_follow_the_tokens_of_all_ranks_and_microbatches(con
     )
     one = nnx.clone(model)
     one.scan = functools.partial(fsdp.scan, prefetch=0)
-    _, stats = jax.jit(lambda m, t: m.routed_states(t))(one, tokens)
+    _, stats = jax.jit(lambda m, t: m.final_states(t))(one, tokens)
     totals = np.asarray(stats.tokens_per_expert.sum(1))
     state, _ = step(state, tokens)
     bias = host(state.params)["layers"][1]["mlp"]["router"]["correction_bias"][...]
@@ -199,8 +199,8 @@ def test_the_losses_of_a_decoder_are_weighed_and_reported(config, over):
     tokens, scores = used()
     z_loss, dropped = np.full((LAYERS, ROWS), 2.0), np.ones((LAYERS, ROWS), int)
     stats = RouterStats(*map(jnp.asarray, (tokens, scores, z_loss, dropped)))
-    balance = Balance(aux_loss_coef=0.5, aux_loss_over=over, z_loss_coef=0.25)
-    loss, reported = router_losses(config, balance, stats)
+    routing = Routing(aux_loss_coef=0.5, aux_loss_over=over, z_loss_coef=0.25)
+    loss, reported = router_losses(config, routing, stats)
     want = 0.5 * reported["aux_loss"] + 0.25 * LAYERS * 2.0
     np.testing.assert_allclose(loss, want, rtol=1e-6)
     # Of a router in balance transformers' is the experts a token chooses, and

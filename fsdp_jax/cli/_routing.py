@@ -1,8 +1,9 @@
-"""What keeps experts evenly used while `fsdp-jax train` trains: losses and biases."""
+"""How tokens find their experts in `fsdp-jax train`, and what keeps these balanced."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -11,14 +12,23 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 import fsdp_jax as fsdp
-from bridge.models import Decoder, DecoderConfig, DecoderLayer, MoE, RouterStats
+from bridge.models import (
+    Decoder,
+    DecoderConfig,
+    DecoderLayer,
+    Dispatch,
+    MoE,
+    RouterStats,
+    correction_bias_paths,
+)
 
+RouterDtype = Literal["float32", "model"]
 Over = Literal["sequence", "batch", "global"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Balance:
-    """How a model with experts is kept balanced.
+class Routing:
+    """How a model with experts is trained.
 
     Attributes:
       aux_loss_coef: Weight of the load-balancing loss.
@@ -26,12 +36,48 @@ class Balance:
         transformers' loss, of all layers together; of a row DeepSeek's, layer by layer.
       z_loss_coef: Weight of the router's z-loss, the sum of all layers'.
       expert_bias_rate: How far the routers' biases move in a step; 0 for not at all.
+      capacity_factor: See `fsdp_jax.ops.expert_capacity_dispatch`; None is dropless.
+      router_dtype: In which routers multiply: float32, or that of the weights.
     """
 
     aux_loss_coef: float = 0.0
     aux_loss_over: Over = "batch"
     z_loss_coef: float = 0.0
     expert_bias_rate: float = 0.0
+    capacity_factor: float | None = None
+    router_dtype: RouterDtype = "float32"
+
+    @property
+    def dispatch(self) -> Dispatch:
+        """What brings tokens to their experts."""
+        if self.capacity_factor is None:
+            return fsdp.ops.expert_parallel_dispatch
+        return functools.partial(
+            fsdp.ops.expert_capacity_dispatch, capacity_factor=self.capacity_factor
+        )
+
+    def apply(self, config: DecoderConfig) -> DecoderConfig:
+        """The config with routers that multiply in `router_dtype`."""
+        if config.moe is None or self.router_dtype == "model":
+            return config
+        moe = dataclasses.replace(config.moe, float32_logits=True)
+        return dataclasses.replace(config, moe=moe)
+
+    def check(self, config: DecoderConfig) -> None:
+        """Raises a `ValueError` if a model has nothing that this could concern."""
+        given = [
+            f"--{field.name.replace('_', '-')} {getattr(self, field.name)}"
+            for field in dataclasses.fields(self)
+            if getattr(self, field.name) != field.default
+        ]
+        if config.moe is None and given:
+            raise ValueError(f"{', '.join(given)}: this model has no experts.")
+        if self.expert_bias_rate and not correction_bias_paths(config):
+            raise ValueError(
+                f"--expert-bias-rate {self.expert_bias_rate}: the routers of a "
+                f"{config.model_type} have no bias that could follow the load. Use "
+                "--aux-loss-coef."
+            )
 
 
 def default_aux_loss_coef(config: DecoderConfig) -> float:
@@ -42,25 +88,25 @@ def default_aux_loss_coef(config: DecoderConfig) -> float:
 
 
 def router_losses(
-    config: DecoderConfig, balance: Balance, stats: RouterStats
+    config: DecoderConfig, routing: Routing, stats: RouterStats
 ) -> tuple[Float[Array, ""], dict[str, Array]]:
     """What is added to the loss, and what is reported.
 
     Args:
       config: Of the decoder.
-      balance: How.
-      stats: From `Decoder.routed_states`.
+      routing: How.
+      stats: From `Decoder.final_states`.
 
     Returns:
       The sum; and by name the losses, before their weights, `max_expert_load` of the
       worst layer, over all ranks, and `dropped_choices`.
     """
     assert config.moe is not None
-    by_row = balance.aux_loss_over == "sequence"
+    by_row = routing.aux_loss_over == "sequence"
     aux_loss = fsdp.ops.load_balancing_loss(
         stats.tokens_per_expert,
         stats.scores_per_expert,
-        over=balance.aux_loss_over,
+        over=routing.aux_loss_over,
         joint_layers=not by_row,
     ).sum()
     if not by_row:
@@ -73,7 +119,7 @@ def router_losses(
         "max_expert_load": loads.max(),
         "dropped_choices": stats.dropped.sum(),
     }
-    return balance.aux_loss_coef * aux_loss + balance.z_loss_coef * z_loss, reported
+    return routing.aux_loss_coef * aux_loss + routing.z_loss_coef * z_loss, reported
 
 
 class CountingDecoder(Decoder):
