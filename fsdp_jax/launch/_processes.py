@@ -87,6 +87,11 @@ class Processes:
         """Of each process, by rank."""
         return [child.pid for child in self._children]
 
+    @property
+    def statuses(self) -> list[int | None]:
+        """How each ended: its exit status, minus a signal's number, or None."""
+        return [_status(child) for child in self._children]
+
     def wait(self, timeout_secs: float | None = None) -> int:
         """Waits until all have ended well, or one has not, and then ends the others.
 
@@ -101,7 +106,7 @@ class Processes:
         """
         end = None if timeout_secs is None else time.monotonic() + timeout_secs
         while True:
-            states = [_status(child) for child in self._children]
+            states = self.statuses
             failed = [rank for rank, status in enumerate(states) if status]
             if failed:
                 return self._end_the_others(failed[0], states[failed[0]] or 1)
@@ -118,7 +123,7 @@ class Processes:
 
     def close(self) -> None:
         """Ends whatever still runs."""
-        if any(_status(child) is None for child in self._children):
+        if None in self.statuses:
             self.signal(signal.SIGTERM)
             self._wait_for_all(_TERM_SECS)
         self.signal(signal.SIGKILL)
@@ -194,7 +199,7 @@ class Processes:
     def _wait_for_all(self, secs: float) -> None:
         end = time.monotonic() + secs
         while time.monotonic() < end:
-            if all(_status(child) is not None for child in self._children):
+            if None not in self.statuses:
                 return
             time.sleep(_POLL_SECS)
 

@@ -9,13 +9,16 @@ happens, no process is left when `run_processes` returns.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
+import socket
 import sys
 import tempfile
+import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +41,8 @@ def run_processes(
     *arguments: Any,
     devices: int = 2,
     timeout_secs: float = 120,
+    killed: Sequence[int] = (),
+    exit_code: int = 0,
 ) -> list[Any]:
     """Calls a function in every process of a new job.
 
@@ -48,9 +53,13 @@ def run_processes(
       arguments: For the function.
       devices: Simulated devices of each process.
       timeout_secs: For all of it; the job is killed after.
+      killed: Processes that are to be killed by a signal on the way. Nobody watches
+        over such a job: the others go on, and find out by themselves.
+      exit_code: With which all others are to end. Where it is not 0 they return
+        nothing: they exit by themselves.
 
     Returns:
-      What each process returned, in order.
+      What each process returned, in order; None for those that returned nothing.
 
     Raises:
       AssertionError: If a process failed or did not end, with what all of them wrote.
@@ -61,18 +70,50 @@ def run_processes(
             "function": function.__name__,
             "arguments": arguments,
             "results": scratch,
+            "address": f"127.0.0.1:{_free_port()}" if killed else None,
         }
         command = [sys.executable, __file__, json.dumps(call)]
         job = Recorded(command, num_processes, devices=devices)
-        with job.processes:
-            try:
-                job.processes.wait(timeout_secs)
-            except TimeoutError as error:
-                raise AssertionError(f"{error}\n{job.said}") from error
+        with job.processes as processes:
+            ended = _ended(processes, timeout_secs, exit_code, killed)
+            codes = processes.statuses
+        assert ended, f"not all ended within {timeout_secs} s\n{job.said}"
+        failed = [
+            rank
+            for rank, code in enumerate(codes)
+            if (code is None or code >= 0 if rank in killed else code != exit_code)
+        ]
+        assert not failed, f"processes {failed} failed: {codes}\n{job.said}"
         paths = [Path(scratch, f"{rank}.json") for rank in range(num_processes)]
-        failed = [rank for rank, path in enumerate(paths) if not path.exists()]
-        assert not failed, f"processes {failed} failed\n{job.said}"
-        return [json.loads(path.read_text()) for path in paths]
+        return [json.loads(p.read_text()) if p.exists() else None for p in paths]
+
+
+def _ended(
+    processes: Processes, timeout_secs: float, exit_code: int, killed: Sequence[int]
+) -> bool:
+    """Waits until all ended, one ended as it should not, or the time is over."""
+    if not (killed or exit_code):
+        with contextlib.suppress(TimeoutError):
+            processes.wait(timeout_secs)
+            return True
+        return False
+    end = time.monotonic() + timeout_secs
+    while time.monotonic() < end:
+        codes = processes.statuses
+        wrong = [
+            code not in (None, exit_code) and rank not in killed
+            for rank, code in enumerate(codes)
+        ]
+        if None not in codes or any(wrong):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 class Recorded:
@@ -111,9 +152,7 @@ class Recorded:
 
 
 def _main(call: dict[str, Any]) -> None:
-    import fsdp_jax
-
-    rank = fsdp_jax.initialize().process_id
+    rank = _join(call["address"])
     spec = importlib.util.spec_from_file_location("scenario", call["file"])
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -123,6 +162,20 @@ def _main(call: dict[str, Any]) -> None:
     path = Path(call["results"], f"{rank}.json")
     path.with_suffix(".part").write_text(json.dumps(result))
     path.with_suffix(".part").rename(path)
+    if call["address"] is not None:
+        os._exit(0)  # jax would wait for those that were killed
+
+
+def _join(address: str | None) -> int:
+    import jax
+
+    import fsdp_jax
+
+    if address is None:
+        return fsdp_jax.initialize().process_id
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    jax.distributed.initialize(address, size, rank)
+    return rank
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from fsdp_jax.launch import Processes
-from fsdp_jax.launch._processes import _status
 
 
 @contextmanager
@@ -105,7 +104,7 @@ def test_a_job_that_takes_too_long_is_a_timeout_and_ended_behind_the_block():
     with job("time.sleep(100)", 1) as (processes, _):
         with pytest.raises(TimeoutError, match="after 0.1 s"):
             processes.wait(0.1)
-        assert _status(processes._children[0]) is None
+        assert processes.statuses == [None]
     assert gone(processes.pids[0])
 
 
