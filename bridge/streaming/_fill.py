@@ -83,9 +83,9 @@ def _fill(
 
 def _in_place(read: Read, here: Shards) -> np.ndarray | None:
     """Returns the memory that is what is read, number by number, if there is some."""
-    if len(read.parts) > 1 or not read.parts[0].move.keeps_order:
+    part, *others = read.parts
+    if others or not part.move.keeps_order:
         return None
-    (part,) = read.parts
     there, shape = take(here[part.stack], part.where), shape_of(read.box)
     fits = there.size == math.prod(shape) and there.flags.c_contiguous
     return there.reshape(shape) if fits else None

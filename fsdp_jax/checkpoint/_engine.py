@@ -35,8 +35,9 @@ ITEM = "state"
 # What is read at once for any part of it: a mesh that cuts otherwise reads little more
 # than it needs.
 _CHUNK_BYTES = 32 * 2**20
-# What goes to the disk at once while the next is encoded: Orbax's 2 GiB would be written
-# when all of a smaller state is. Of a larger one, the files of a process stay few.
+# What goes to the disk at once while the next is encoded: Orbax's 2 GiB would be
+# written when all of a smaller state is. Of a larger one, the files of a process stay
+# few.
 _FILE_BYTES = 64 * 2**20
 _MAX_FILES = 64
 # How Orbax calls a step until it is committed.
