@@ -8,7 +8,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import jax
+
 import fsdp_jax as fsdp
+from fsdp_jax.checkpoint._agree import exchange, together
 from fsdp_jax.checkpoint._steps import committed_steps, resolve_step, set_aside
 
 _NAME = "fsdp-jax-train.json"
@@ -66,7 +69,7 @@ def is_begun(save: Path, command: Command, *, in_place: bool) -> bool:
 def mark_begun(save: Path, command: Command) -> None:
     """Leaves word of the command in its directory, if none is there yet."""
     known, now = _known(save), dataclasses.asdict(command)
-    if now in known:
+    if now in known or jax.process_index() > 0:
         return
     save.mkdir(parents=True, exist_ok=True)
     part = save / f"{_NAME}.part"
@@ -83,11 +86,17 @@ def _known(save: Path) -> list[dict[str, Any]]:
 def newest_good_step(save: Path) -> int | None:
     """The newest step that is whole; those behind it are set aside, which is said.
 
-    Every byte of a step is read to know that.
+    The first process looks, for all. Every byte of a step is read to know that.
 
     Raises:
       DamagedCheckpointError: If there are steps and none is whole.
     """
+    with together("Looking for the newest step"):
+        good = _find_good_step(save) if jax.process_index() == 0 else None
+    return exchange(good)[0]
+
+
+def _find_good_step(save: Path) -> int | None:
     if not committed_steps(save):
         return None
     good = resolve_step(save, "latest-good")

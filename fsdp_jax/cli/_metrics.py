@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import io
 import json
 import math
 import resource
@@ -49,6 +50,8 @@ class StepMetrics:
 def metrics_lines(path: Path | None, start: int = 0) -> Iterator[TextIO]:
     """Opens a file for metrics, or stdout if there is no path.
 
+    Of several processes the first has the file: the numbers of all are the same.
+
     Args:
       path: A new file, or one of the same run: its steps after `start`, which come
         again, are taken out, and what a process that was killed had half written.
@@ -56,6 +59,9 @@ def metrics_lines(path: Path | None, start: int = 0) -> Iterator[TextIO]:
     """
     if path is None:
         yield sys.stdout
+        return
+    if jax.process_index() > 0:
+        yield io.StringIO()
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists():
