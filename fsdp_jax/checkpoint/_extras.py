@@ -225,18 +225,19 @@ def restore_extras(
 
 
 def _misfits(name: str, saved_by: int | None, found: int, extra: Extra) -> list[str]:
-    count = jax.process_count()
-    if not isinstance(extra, PerProcess):
-        own = "each process saved its own: give fsdp_jax.PerProcess"
-        return [] if saved_by is None else [f"{FOLDER}.{name}: {own}"]
-    if saved_by is None:
-        return [f"{FOLDER}.{name}: saved once for all, not PerProcess"]
-    if saved_by != found:
-        return [f"{FOLDER}.{name}: {found} of {saved_by} processes left a file"]
-    if saved_by != count and extra.merge is None:
+    """Why what was saved, by so many or (None) once for all, is not for this object."""
+    count, where = jax.process_count(), f"{FOLDER}.{name}"
+    is_own = isinstance(extra, PerProcess)
+    if not is_own and saved_by is not None:
+        return [f"{where}: each process saved its own: give fsdp_jax.PerProcess"]
+    if is_own and saved_by is None:
+        return [f"{where}: saved once for all, not PerProcess"]
+    if is_own and saved_by != found:
+        return [f"{where}: {found} of {saved_by} processes left a file"]
+    if is_own and saved_by != count and extra.merge is None:
         return [
-            f"{FOLDER}.{name}: {saved_by} process(es) saved, {count} load: say what "
-            "becomes of their states by PerProcess(..., merge=...)"
+            f"{where}: {saved_by} process(es) saved, {count} load: say what becomes of "
+            "their states by PerProcess(..., merge=...)"
         ]
     return []
 

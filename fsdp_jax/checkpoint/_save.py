@@ -43,7 +43,8 @@ def save(
     Args:
       path: The directory of the run; made if missing. What an earlier save left there
         unfinished is removed.
-      state: What to save; its own `step` names the folder.
+      state: What to save; its own `step` names the folder. A schedule of optax's is in
+        it, as the count that it is a function of.
       metadata: What belongs to the step and is no array (the model's config): None,
         bool, int, float, str, bytes, numbers and arrays of numpy, and lists, tuples
         and dicts of them. It comes back as it was.
