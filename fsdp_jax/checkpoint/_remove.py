@@ -61,7 +61,7 @@ def remove(path: str | os.PathLike[str], step: Step, *parts: str) -> list[str]:
 
 def _chosen(where: str, manifest: Manifest, parts: Iterable[str]) -> list[str]:
     """The names that the patterns match."""
-    names = [*manifest.leaves, *_names_of_files(manifest)]
+    names = [*manifest.leaves, *names_beside(manifest)]
     chosen = {name: _matches_one(parts, name) for name in names}
     problems = [
         f"nothing is called {part!r}"
@@ -81,8 +81,8 @@ def _matches_one(parts: Iterable[str], name: str) -> bool:
     return any(matches(part, name) is not None for part in parts)
 
 
-def _names_of_files(manifest: Manifest) -> list[str]:
-    """The extras, and the files carried along, as parts are called."""
+def names_beside(manifest: Manifest) -> list[str]:
+    """The extras of a step, and the files it carries, as parts are called."""
     names = [_name_of_file(file) for file in manifest.files]
     return list(dict.fromkeys(name for name in names if name is not None))
 

@@ -13,6 +13,8 @@ import bridge
 import fsdp_jax as fsdp
 from bridge.models import DecoderConfig
 from fsdp_jax._table import text_table
+from fsdp_jax.checkpoint._remove import names_beside
+from fsdp_jax.checkpoint._steps import open_step
 from fsdp_jax.cli._model import plan_decoder
 from fsdp_jax.cli._options import Devices
 from fsdp_jax.cli._origin import Checkpoint, HuggingFace, Megatron, open_any
@@ -70,10 +72,11 @@ class Inspect:
             name: (tuple(leaf.shape), str(leaf.dtype))
             for name, leaf in fsdp.load_shapes(self.path, step=step).items()
         }
+        _, manifest = open_step(self.path, step)
+        beside = names_beside(manifest)
         if self.json:
-            print(
-                json.dumps({"config": traits(config), "step": step, "leaves": leaves})
-            )
+            found = {"config": traits(config), "step": step, "leaves": leaves}
+            print(json.dumps(found | {"beside": beside}))
             return
         print(_trait_table(config))
         print()
@@ -82,6 +85,8 @@ class Inspect:
             for name, (shape, dtype) in leaves.items()
         ]
         print(text_table({"leaf": "left", "shape": "left", "dtype": "left"}, rows))
+        if beside:
+            print(f"beside them: {', '.join(beside)}")
         print(f"step {step} of {self.path}")
 
 

@@ -161,6 +161,8 @@ def test_a_checkpoint_carries_the_tokenizer_to_the_export(mixed, tmp_path, capsy
     run, out, hf = (str(tmp_path / name) for name in ("run", "out", "hf"))
     assert main(["import", str(model), run]) == 0
     shutil.rmtree(model)
+    assert main(["inspect", run]) == 0
+    assert "beside them: files.tokenizer" in capsys.readouterr().out
     assert main(["export", run, out]) == 0
     assert main(["convert", run, hf, "--to", "hf"]) == 0
     for name, text in files.items():
