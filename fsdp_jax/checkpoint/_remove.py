@@ -29,9 +29,10 @@ def remove(path: str | os.PathLike[str], step: Step, *parts: str) -> list[str]:
 
     For a step that is archived or served: Adam's moments are twice as large as the
     parameters. What stays is copied as it lies on the disk, so it takes its room once
-    more while it works, and no memory to speak of. It is read again before the step is
-    replaced. A process that is killed leaves the step whole, as it was or without the
-    parts. Not for a directory where a run saves meanwhile.
+    more while it works, and of memory some chunks, half a GB at most, however large the
+    step is. It is read again before the step is replaced. A process that is killed
+    leaves the step whole, as it was or without the parts. Not for a directory where a
+    run saves meanwhile.
 
     Args:
       path: The directory that `save` wrote to.

@@ -15,6 +15,8 @@ import tensorstore as ts
 _METADATA = "/zarr.json"
 # Of a chunk each: so much memory a pass over a step takes.
 _READS_AT_ONCE = 16
+# Likewise of a copy, which holds each both as it is read and as it is written.
+_COPIES_AT_ONCE = 4
 
 
 def zarr_metadata(directory: Path) -> dict[str, dict[str, Any]]:
@@ -57,8 +59,8 @@ def copy_arrays(source: Path, target: Path, names: Collection[str]) -> None:
     have = ts.KvStore.open(_ocdbt(source)).result()
     copy = ts.KvStore.open(_ocdbt(target)).result()
     keys = [key for key in have.list().result() if _array_of(key.decode()) in names]
-    for start in range(0, len(keys), _READS_AT_ONCE):
-        batch = keys[start : start + _READS_AT_ONCE]
+    for start in range(0, len(keys), _COPIES_AT_ONCE):
+        batch = keys[start : start + _COPIES_AT_ONCE]
         reads = [have.read(key) for key in batch]
         values = [read.result().value for read in reads]
         writes = [copy.write(*pair) for pair in zip(batch, values, strict=True)]
