@@ -62,7 +62,7 @@ def _write_through(folder: Path) -> None:
         if child.is_dir():
             _write_through(child)
         else:
-            with child.open("rb+") as file:
+            with child.open("rb") as file:
                 os.fsync(file.fileno())
     _write_through_folder(folder)
 

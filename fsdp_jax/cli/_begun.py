@@ -51,7 +51,7 @@ def is_begun(save: Path, command: Command, *, in_place: bool) -> bool:
     if now in known:
         return True
     newest = fsdp.latest_step(save)
-    if in_place or (newest is None and not known):
+    if in_place or newest is None:
         return False
     differ = [
         f"{name} {before.get(name)} there, {value} here"
@@ -67,10 +67,12 @@ def is_begun(save: Path, command: Command, *, in_place: bool) -> bool:
 
 
 def mark_begun(save: Path, command: Command) -> None:
-    """Leaves word of the command in its directory, if none is there yet."""
+    """Leaves word of the command in its directory."""
     known, now = _known(save), dataclasses.asdict(command)
     if now in known or jax.process_index() > 0:
         return
+    if fsdp.latest_step(save) is None:
+        known = []  # what another began has come to nothing
     save.mkdir(parents=True, exist_ok=True)
     part = save / f"{_NAME}.part"
     part.write_text(json.dumps([*known, now]))

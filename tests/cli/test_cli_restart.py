@@ -180,6 +180,18 @@ def test_another_command_does_not_go_on_with_it(whole, command, change, says, ca
     assert says in said and "--resume" in said
 
 
+def test_a_run_that_saved_nothing_is_in_nobodys_way(llama, text, tmp_path, fake_step):
+    argv = ["train", "--hf", str(llama), "--data", str(text), "--steps", "2"]
+    argv += ["--seq", "16", "--save", str(tmp_path / "run"), "--lr"]
+    fake_step(float("nan"))
+    assert main([*argv, "1e-1"]) == 1
+    fake_step(5, 4)
+    assert main([*argv, "1e-2"]) == 0
+    assert main([*argv, "1e-1"]) == 2  # but now it would be
+    assert main([*argv, "1e-2"]) == 0
+    assert fsdp.latest_step(tmp_path / "run") == 2
+
+
 def test_metrics_of_steps_that_come_again_are_taken_out(tmp_path):
     path = tmp_path / "run.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"st')
