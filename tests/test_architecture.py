@@ -30,6 +30,7 @@ ROWS = [
     {"config", "chunks", "factored"},
     {"mesh", "model", "derived"},
     {"lora"},
+    {"param_plan"},
     {"plan", "data", "launch", "batches"},
     {"experts"},
     {"shard", "fully_shard", "batch", "frozen", "health"},
