@@ -79,7 +79,7 @@ def _run_elsewhere(
     run: RunExperts, rows: Rows, counts: Int[Array, "ranks local"], form: Exchange
 ) -> Rows:
     """Rows sorted by expert, through experts of all ranks."""
-    table = lax.all_gather(counts, form.axis)  # [source, target, local]
+    table = _of_all_ranks(counts, form.axis)
     there, back = segments_of(table.sum(-1), form.axis)
     received = exchange(form, there, back, rows)
     mine = lax.dynamic_index_in_dim(
@@ -89,6 +89,18 @@ def _run_elsewhere(
     inverse = inverse_of(order)
     out = run(rearrange(received, order, inverse), mine.sum(0))
     return exchange(form.reversed, back, there, rearrange(out, inverse, order))
+
+
+def _of_all_ranks(
+    counts: Int[Array, "ranks local"], axis: str
+) -> Int[Array, "ranks ranks local"]:
+    """How many rows go from each rank to each expert of each rank.
+
+    A sum, and no gather: XLA puts that together with one of weights over the same axis,
+    so that tokens would wait for a layer's weights that are gathered ahead.
+    """
+    table = jnp.zeros((len(counts), *counts.shape), counts.dtype)
+    return lax.psum(table.at[lax.axis_index(axis)].set(counts), axis)
 
 
 def _by_expert(counts: Int[Array, "ranks local"], room: int) -> Int[Array, " room"]:

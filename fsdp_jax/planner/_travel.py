@@ -120,7 +120,7 @@ def is_dispatch(plan: Plan, one: Moved) -> bool:
     widths |= {size // plan.mesh.shape["tp"] for size in widths}
     if one.axes != ("ep",) or not widths:
         return False
-    if one.op == "all-gather":
+    if one.op == "all-reduce":
         return one.dtype == "s32"
     is_of_tokens = len(one.sent) == 1 or (len(one.sent) == 2 and one.sent[-1] in widths)
     return one.op == "ragged-all-to-all" or (one.op == "all-to-all" and is_of_tokens)
