@@ -4,12 +4,13 @@ from typing import Literal, Protocol
 
 from jaxtyping import Array, Float
 
-Place = Literal["input", "output", "logits"]
+Place = Literal["embeddings", "tokens", "input", "output", "logits"]
 """Where in the decoder an activation is, all `[batch, seq, features]`.
 
-`input`: what matrices that are split by columns read, behind a norm. `output`: what
-those that are split by rows made, before it is added to the residual stream, and the
-embeddings. `logits`: of the whole vocabulary.
+`embeddings`: what the table gave. `tokens`: what a matrix that is not split made of
+each token. `input`: what matrices that are split by columns read, behind a norm.
+`output`: what those that are split by rows made, before it is added to the residual
+stream. `logits`: of the whole vocabulary.
 """
 
 

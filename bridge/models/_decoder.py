@@ -263,7 +263,7 @@ class Decoder(nnx.Module):
         if positions is None:
             row = jnp.arange(tokens.shape[1], dtype=jnp.int32)
             positions = jnp.broadcast_to(row[None, :], tokens.shape)
-        x = self.constrain(self._embed(tokens, positions), "output")
+        x = self.constrain(self._embed(tokens, positions), "embeddings")
         tables, per_layer = self._tables(positions, x.dtype), _per_layer(self.config)
         ys: list[Any] = [x] if keep_first else []
         for i, (run, stack) in enumerate(

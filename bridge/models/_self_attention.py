@@ -197,14 +197,14 @@ class LatentAttention(SelfAttention):
         sin: Table | None,
     ) -> tuple[Heads, Heads, Heads]:
         if self.narrow_query:
-            narrow = self.q_a_layernorm(self.q_a_proj(x))
-            query = self.q_b_proj(self.constrain(narrow, "input"))
+            narrow = self.constrain(self.q_a_proj(x), "tokens")
+            narrow = self.constrain(self.q_a_layernorm(narrow), "input")
+            query = self.q_b_proj(narrow)
         else:
             query = self.q_proj(self.constrain(x, "input"))
         query, turned_query = jnp.split(query, [self.unturned], axis=-1)
-        latent, turned_key = jnp.split(
-            self.kv_a_proj_with_mqa(x), [self.kv_rank], axis=-1
-        )
+        narrow = self.constrain(self.kv_a_proj_with_mqa(x), "tokens")
+        latent, turned_key = jnp.split(narrow, [self.kv_rank], axis=-1)
         latent = self.constrain(self.kv_a_layernorm(latent), "input")
         turned_key = self.constrain(turned_key, "input")
         key_value = self.kv_b_proj(latent)

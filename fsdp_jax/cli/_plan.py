@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import sys
 from pathlib import Path
 from typing import Annotated, Literal
@@ -15,7 +16,7 @@ from jax.sharding import Mesh
 
 import bridge
 import fsdp_jax as fsdp
-from bridge.models import DecoderConfig
+from bridge.models import DecoderConfig, tensor_parallel_rules
 from fsdp_jax._table import format_bytes, text_table
 from fsdp_jax.cli._errors import check_absent
 from fsdp_jax.cli._model import check_rows, loss_of, plan_decoder
@@ -246,7 +247,9 @@ def _print_cpu(options: Plan, config: DecoderConfig, sizes: dict[str, int]) -> N
 
 def _sweep(options: Plan, config: DecoderConfig, gpu: GPU) -> None:
     found: list[tuple[str, Forecast]] = []
-    for name, changed, sizes in _candidates(options, gpu):
+    if options.batch is None:  # The same for all, to compare them by.
+        options = dataclasses.replace(options, batch=options.gpus * options.accumulate)
+    for name, changed, sizes in _candidates(options, config, gpu):
         print(f"fsdp-jax: compiling {name}", file=sys.stderr)
         found.append((name, _forecast(changed, config, gpu, sizes, guide=False)))
     found.sort(key=lambda pair: (not pair[1].fits, pair[1].timeline.seconds))
@@ -285,7 +288,7 @@ def _sweep(options: Plan, config: DecoderConfig, gpu: GPU) -> None:
         best.save_picture(options.picture)
 
 
-def _candidates(options: Plan, gpu: GPU):
+def _candidates(options: Plan, config: DecoderConfig, gpu: GPU):
     """`(name, options, mesh sizes)` of what a sweep tries."""
     nodes = options.gpus // gpu.cost.devices_per_node
     flat = [("FSDP (ZeRO-3)", {"zero": 3}, {}), ("ZeRO-2", {"zero": 2}, {})]
@@ -294,6 +297,32 @@ def _candidates(options: Plan, gpu: GPU):
     if nodes > 1:
         flat.append(("HSDP, a replica a node", {"zero": 3}, by_node))
         flat.append(("HFSDP, a replica a node", {"zero": 3, "outer": 1}, by_node))
+    for tp in _tp_sizes(options, config, gpu):
+        flat.append((f"FSDP, tp={tp}", {"zero": 3}, {"tp": tp}))
+    ep = _ep_size(options, config, gpu)
+    if ep > 1:
+        flat.append((f"FSDP, ep={ep}", {"zero": 3}, {"ep": ep}))
     for name, changes, sizes in flat:
         base = {"zero": 3, "outer": 0} | changes
         yield name, dataclasses.replace(options, **base), sizes
+
+
+def _tp_sizes(options: Plan, config: DecoderConfig, gpu: GPU) -> list[int]:
+    """Pairs of GPUs, and those of a node, where they can share the model's matrices."""
+    in_node = min(gpu.cost.devices_per_node, options.gpus)
+    sizes = []
+    for tp in sorted({2, in_node}):
+        try:
+            check_rows(options.seq, tp)
+            tensor_parallel_rules(config, tp)
+        except ValueError as error:
+            print(f"fsdp-jax: leaving out tp={tp}: {error}", file=sys.stderr)
+        else:
+            sizes += [tp] if options.gpus % tp == 0 else []
+    return sizes
+
+
+def _ep_size(options: Plan, config: DecoderConfig, gpu: GPU) -> int:
+    """As many GPUs of a node as can have equally many of the experts; 1 for none."""
+    experts = config.moe.num_experts if config.moe else 1
+    return math.gcd(experts, min(gpu.cost.devices_per_node, options.gpus))

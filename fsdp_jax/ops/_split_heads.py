@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
@@ -80,6 +81,11 @@ def split_heads(attention: Attention, *, axis: str = "tp") -> Attention:
 def _repeated(heads: Array, ranks: int) -> Array:
     """Each head as often as it takes for the ranks to divide them."""
     number = heads.shape[2]
+    if number % ranks == 0:
+        return heads
+    # Whole on each rank, as their projections are: XLA would split these among some of
+    # the ranks, and have all others ask for them.
+    heads = lax.with_sharding_constraint(heads, PartitionSpec(None, None, None))
     return jnp.repeat(heads, math.lcm(number, ranks) // number, axis=2)
 
 

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 
 def sequence_parallel(
     x: Float[Array, "batch seq features"],
-    place: Literal["input", "output", "logits"],
+    place: Literal["embeddings", "tokens", "input", "output", "logits"],
     *,
     axis: str = "tp",
 ) -> Float[Array, "batch seq features"]:
@@ -29,9 +29,10 @@ def sequence_parallel(
 
     Args:
       x: Shapes are global over `axis`.
-      place: `input` of a matrix split by columns; `output` of one split by rows, or of
-        an embedding; `logits`, split by vocabulary, or by tokens where the ranks do not
-        divide it.
+      place: `input` of a matrix split by columns; `output` of one split by rows;
+        `tokens` of one that is not split, which stay where they are; `embeddings` from
+        a table split by rows, each rank having looked up all tokens; `logits`, split by
+        vocabulary, or by tokens where the ranks do not divide it.
       axis: The mesh axis.
 
     Returns:
@@ -54,6 +55,10 @@ def sequence_parallel(
     if place == "logits":
         dim = 1 if x.shape[2] % ranks else 2
         return _lie(x, axis, dim)
+    if place == "tokens":
+        return _lie(x, axis, 1)
+    if place == "embeddings":  # Else XLA would cut the ids, and shift their ends about.
+        x = _lie(x, axis, None)
     return _move(axis, place == "input", x)
 
 
@@ -78,4 +83,5 @@ _move.defvjp(
 
 def _lie(x: Array, axis: str, dim: int | None) -> Array:
     spec = PartitionSpec(*(axis if d == dim else None for d in range(x.ndim)))
-    return lax.with_sharding_constraint(x, spec)
+    with jax.named_scope("sequence_parallel"):
+        return lax.with_sharding_constraint(x, spec)

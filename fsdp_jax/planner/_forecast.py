@@ -163,7 +163,7 @@ def compile_for(
       mesh: Sizes of mesh axes, at most one of them -1. None: those of the plan's mesh,
         but `dp_shard` takes what the others leave.
       tokens: Tokens in the batch, to tell tokens a second.
-      options: XLA's; None for `compiler_options()`.
+      options: XLA's; None for `compiler_options()`, of `tp` if the mesh has it.
       guide: Whether to compile that second time. What hides more may hold more: in such
         a schedule memory is up to 10 % above what is predicted.
       **step_options: For `make_train_step`.
@@ -185,7 +185,8 @@ def compile_for(
     step = make_train_step(plan, loss_fn, tx, compiler_options={}, **step_options)
     state = abstract_state(plan, tx)
     mould = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
-    options = compiler_options() if options is None else options
+    if options is None:
+        options = compiler_options(tensor_parallel=there.shape["tp"] > 1)
     scheduled = compile_scheduled(
         step.lower(state, mould), gpu.cost, count, options, guide=guide
     )
