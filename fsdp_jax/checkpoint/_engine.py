@@ -35,9 +35,8 @@ ITEM = "state"
 # What is read at once for any part of it: a mesh that cuts otherwise reads little more
 # than it needs.
 _CHUNK_BYTES = 32 * 2**20
-# What goes to the disk at once while the next is encoded: Orbax's 2 GiB would be
-# written when all of a smaller state is. Of a larger one, the files of a process stay
-# few.
+# What goes to the disk while the next is encoded: of Orbax's 2 GiB nothing would before
+# all of a smaller state is. Of a larger one, the files of a process stay few.
 _FILE_BYTES = 64 * 2**20
 _MAX_FILES = 64
 # How Orbax calls a step until it is committed.
@@ -148,7 +147,7 @@ class StateSave(ocp.args.PyTreeSave):
 @ocp.args.register_with_handler(StateHandler, for_restore=True)
 @dataclasses.dataclass
 class StateRestore(ocp.args.PyTreeRestore):
-    """Arguments of a load."""
+    """What a manager asks of every handler; `read_arrays` does without it."""
 
 
 def save_arguments(
@@ -174,29 +173,6 @@ def save_arguments(
 def file_bytes(num_bytes: int) -> int:
     """How large the files of a state of `num_bytes` are, in all processes alike."""
     return max(_FILE_BYTES, num_bytes // jax.process_count() // _MAX_FILES)
-
-
-def restore(directory: Path, wanted: dict[str, Any]) -> dict[str, jax.Array]:
-    """Reads arrays, cut or filled with zeros to the shapes of `wanted`.
-
-    Args:
-      directory: Of a step, as `state_directory` says.
-      wanted: A `jax.ShapeDtypeStruct` with a sharding, by name.
-    """
-    arguments = {
-        name: ocp.ArrayRestoreArgs(
-            dtype=leaf.dtype,
-            sharding=leaf.sharding,
-            global_shape=tuple(leaf.shape),
-            strict=False,
-        )
-        for name, leaf in wanted.items()
-    }
-    args = StateRestore(item=wanted, restore_args=arguments, partial_restore=True)
-    # Not through a Checkpointer: where one process cannot read, the others would wait
-    # for it in a barrier.
-    read: Any = StateHandler().restore
-    return read(directory, args=args)
 
 
 @contextlib.contextmanager

@@ -14,10 +14,10 @@ import jax.numpy as jnp
 
 from fsdp_jax._tree import PyTree
 from fsdp_jax.checkpoint._agree import check_same, exchange, together
-from fsdp_jax.checkpoint._engine import restore
 from fsdp_jax.checkpoint._extras import Extra, capture, read_extras, restore_extras
 from fsdp_jax.checkpoint._keys import IMPLS, Leaf, flatten, layout, unflatten
 from fsdp_jax.checkpoint._manifest import Manifest, damaged
+from fsdp_jax.checkpoint._read import read_arrays, reshard
 from fsdp_jax.checkpoint._steps import Step, open_step, resolve_step
 from fsdp_jax.checkpoint._stored import root_cause
 from fsdp_jax.checkpoint._strict import Cast, Loaded, Match, Options, Strict, match
@@ -170,11 +170,11 @@ def _read(
         )
     check_same("the layout of what is loaded", layout(found.read))
     with together("Loading"):
-        values = _restore(directory, {n: x.value for n, x in found.read.items()})
+        moulds = {name: leaf.value for name, leaf in found.read.items()}
+        values = _restore(directory, moulds)
     values = {
         name: _without_excess(value, found.read[name], stored[name].shape)
-        for name, value in values.items()
-        if name in found.read
+        for name, value in reshard(values, moulds).items()
     }
     with together("Loading"):
         restore_extras(extras, captured, objects, values)
@@ -198,7 +198,7 @@ def _restore(directory: Path, wanted: dict[str, Any]) -> dict[str, jax.Array]:
     if not wanted:
         return {}
     try:
-        return restore(directory, wanted)
+        return read_arrays(directory, wanted)
     except (MemoryError, jax.errors.JaxRuntimeError):
         raise
     except Exception as error:  # TensorStore raises bare `Exception`s.
