@@ -182,6 +182,15 @@ class Adapted:
     weights: Mapping[str, Weight]
     is_random: bool
 
+    @property
+    def decoded(self) -> dict[str, int]:
+        """Of each parameter that holds codes, the bytes of the weight they make."""
+        return {
+            f"{name}.codes": math.prod(w.recipe.shape) * w.recipe.dtype.itemsize
+            for name, w in self.weights.items()
+            if w.recipe.form
+        }
+
     def tree(self, base: Mapping, factors: Mapping, codes: Mapping) -> dict[str, Any]:
         """The tree of the parameters, of the leaves of each of its parts by path."""
         stored = [

@@ -75,6 +75,11 @@ class ModelDef:
         return self.adapted is not None and self.adapted.is_random
 
     @property
+    def decoded(self) -> dict[str, int]:
+        """Of each parameter that holds codes, the bytes of the weight they make."""
+        return {} if self.adapted is None else self.adapted.decoded
+
+    @property
     def named_params(self) -> list[tuple[str, Any]]:
         """The parameters with their names."""
         named = named_leaves(self.params)

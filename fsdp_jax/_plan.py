@@ -225,6 +225,7 @@ def _largest_unit(plan: Plan) -> int:
     for row in plan.rows:
         if row.unit != ROOT:
             sizes[row.unit] += _whole_bytes(plan, row, row.num_stacked)
+            sizes[row.unit] += plan.model.decoded.get(row.name, 0)
     return max(sizes.values(), default=0)
 
 

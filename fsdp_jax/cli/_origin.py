@@ -17,6 +17,7 @@ from fsdp_jax.checkpoint._files import names_of_files
 from fsdp_jax.checkpoint._steps import open_step, resolve_step
 from fsdp_jax.cli._model import plan_decoder
 from fsdp_jax.cli._progress import bytes_bar
+from fsdp_jax.cli._recipe import adapter_of
 
 # Under this name a step carries the tokenizer, chat template and generation config.
 TOKENIZER = "tokenizer"
@@ -125,11 +126,18 @@ class Checkpoint:
     files: Path | None = None
 
     def load_params(self, mould: PyTree) -> PyTree:
-        """Fills a mould with the weights, in its dtypes."""
+        """Fills a mould with the weights, in its dtypes; LoRA's factors merged in."""
+        if adapter := adapter_of(self.metadata):
+            return adapter.load_merged(self.path, self.step, mould, self.config)
         return fsdp.load_params(self.path, mould, step=self.step, cast="floats")
 
     def load_params_as_stored(self, mould: PyTree) -> PyTree:
-        """Fills a mould with the weights, in the dtypes of the checkpoint."""
+        """Fills a mould with the weights, in the dtypes of the checkpoint.
+
+        What factors are merged into has none there, and gets that of the mould.
+        """
+        if adapter_of(self.metadata):
+            return self.load_params(mould)
         return fsdp.load_params(self.path, mould, step=self.step, cast="as_stored")
 
     def lazy_params(self) -> PyTree:

@@ -6,6 +6,7 @@ import dataclasses
 import math
 from typing import Any, Literal
 
+from fsdp_jax.cli._lora import Adapter, BaseDType
 from fsdp_jax.cli._routing import Over, RouterDtype, Routing
 
 Tokenizer = Literal["bytes", "model"]
@@ -16,6 +17,7 @@ _RATES = (
     *("aux_loss_coef", "z_loss_coef", "expert_bias_rate"),
 )
 _OF_THE_DATA = ("batch", "seq", "seed", "tokenizer")
+_OF_THE_ADAPTER = ("lora_rank", "lora_alpha", "lora_targets", "base_dtype")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +39,10 @@ class Recipe:
       expert_bias_rate: How far routers' biases move in a step.
       capacity_factor: What experts have room for; None for all that come.
       router_dtype: In which routers multiply.
+      lora_rank: Of the factors that are trained in the place of the model; 0 for none.
+      lora_alpha: `lora_alpha / lora_rank` scales their product; None for 1.
+      lora_targets: PEFT's names of the modules that have them, by commas.
+      base_dtype: How the frozen model is kept; None for `param_dtype`.
 
     Raises:
       ValueError: If a number is out of its range; all offenders in one message.
@@ -63,6 +69,11 @@ class Recipe:
         fields = (field.name for field in dataclasses.fields(Routing))
         return Routing(**{name: getattr(self, name) for name in fields})
 
+    lora_rank: int = 0
+    lora_alpha: float | None = None
+    lora_targets: str = "all-linear"
+    base_dtype: BaseDType | None = None
+
     def __post_init__(self):
         """Checks the ranges."""
         wrong = [
@@ -81,8 +92,36 @@ class Recipe:
             0 < self.capacity_factor < math.inf
         ):
             wrong.append(f"--capacity-factor {self.capacity_factor}: more than 0")
+        wrong += self._wrong_adapter()
         if wrong:
             raise ValueError("; ".join(wrong) + ".")
+
+    @property
+    def adapter(self) -> Adapter | None:
+        """The LoRA that is trained; None if the model is."""
+        if not self.lora_rank:
+            return None
+        return Adapter(
+            self.lora_rank,
+            self.lora_alpha or self.lora_rank,
+            tuple(self.lora_targets.split(",")),
+            self.base_dtype or self.param_dtype,
+        )
+
+    def _wrong_adapter(self) -> list[str]:
+        if not self.lora_rank:
+            alone = {
+                "--lora-alpha": self.lora_alpha,
+                "--lora-targets": self.lora_targets != "all-linear",
+                "--base-dtype": self.base_dtype,
+            }
+            return [f"{name} needs --lora-rank" for name, x in alone.items() if x]
+        wrong = []
+        if self.lora_rank < 0:
+            wrong.append(f"--lora-rank {self.lora_rank}: at least 1")
+        if self.lora_alpha is not None and not 0 < self.lora_alpha < math.inf:
+            wrong.append(f"--lora-alpha {self.lora_alpha}: a finite number above 0")
+        return wrong
 
 
 def make_recipe(
@@ -111,4 +150,19 @@ def make_recipe(
             "would change. Leave the option out, or start anew: export the checkpoint "
             "and train with --hf."
         )
+    adapter = [
+        f"--{name.replace('_', '-')} {typed[name]} (saved with {stored.get(name)})"
+        for name in _OF_THE_ADAPTER
+        if stored and name in typed and typed[name] != stored.get(name)
+    ]
+    if adapter:
+        raise ValueError(
+            f"A resumed run trains what it trained: {', '.join(adapter)}. Leave the "
+            "option out, or start anew: export the checkpoint and train with --hf."
+        )
     return Recipe(**{**defaults, **stored, **typed})
+
+
+def adapter_of(metadata: dict[str, Any]) -> Adapter | None:
+    """The LoRA that a step of a checkpoint holds beside its model; None if none."""
+    return Recipe(**metadata["recipe"]).adapter if "recipe" in metadata else None

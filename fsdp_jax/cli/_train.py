@@ -21,6 +21,7 @@ from fsdp_jax.cli._begun import Command, is_begun, mark_begun, newest_good_step
 from fsdp_jax.cli._callback import Callback, load_callback
 from fsdp_jax.cli._data import make_batches
 from fsdp_jax.cli._errors import check_absent, check_creatable
+from fsdp_jax.cli._lora import BaseDType
 from fsdp_jax.cli._model import check_rows, computed_in, plan_decoder
 from fsdp_jax.cli._options import Devices, Unset
 from fsdp_jax.cli._origin import (
@@ -87,6 +88,14 @@ class Train:
         and drops the rest, which is reported; default none is dropped.
       router_dtype: In which routers multiply: float32, the default, or that of the
         model.
+      lora_rank: Trains factors of this rank beside the weights, which stay as they are.
+      lora_alpha: Scales the product of the factors by this over their rank; default
+        the rank.
+      lora_targets: Modules with factors, by PEFT's names with commas between; default
+        all-linear: those of all layers.
+      base_dtype: How the frozen model is kept: float32 and bfloat16 also compute so,
+        nf4 and int8 are decoded to --param-dtype a layer at a time; default
+        --param-dtype.
       tokenizer: The bytes themselves, or the model's tokenizer.json; default the
         latter where there is one.
       dp_shard: Devices that split the model; -1 for all that the others leave.
@@ -121,6 +130,10 @@ class Train:
     expert_bias_rate: Unset[float] = None
     capacity_factor: Unset[float] = None
     router_dtype: Unset[RouterDtype] = None
+    lora_rank: Unset[int] = None
+    lora_alpha: Unset[float] = None
+    lora_targets: Unset[str] = None
+    base_dtype: Unset[BaseDType] = None
     tokenizer: Unset[Tokenizer] = None
     dp_shard: int = -1
     dp_outer: int = 1
@@ -148,7 +161,7 @@ class Train:
         check_rows(recipe.seq, self.tp)
         recipe.routing.check(origin.config)
         plan = plan_decoder(
-            origin.config, mesh, computed_in(recipe.param_dtype), recipe.routing
+            origin.config, mesh, _sharding(recipe, origin), recipe.routing
         )
         rows = jax.ShapeDtypeStruct((recipe.batch, recipe.seq + 1), jnp.int32)
         check_batch(plan, rows, recipe.accumulate)
@@ -166,6 +179,12 @@ class Train:
             run, callback=callback, window=window, routing=recipe.routing
         )
         run_steps(run, plan, tx, state, batches)
+
+
+def _sharding(recipe: Recipe, origin: Origin) -> fsdp.FSDPConfig:
+    if recipe.adapter is None:
+        return computed_in(recipe.param_dtype)
+    return recipe.adapter.sharding(origin.config, recipe.param_dtype)
 
 
 def _check_paths(train: Train) -> bool:
@@ -297,7 +316,10 @@ def _start(
     tx: optax.GradientTransformation,
 ) -> fsdp.TrainState:
     if resumed is None:
-        return fsdp.init(plan, tx, origin.load_params(plan.params))
+        if plan.config.lora is None:
+            return fsdp.init(plan, tx, origin.load_params(plan.params))
+        base = origin.load_params(fsdp.base_mould(plan))
+        return fsdp.init(plan, tx, fsdp.add_lora(plan, base, jax.random.key(0)))
     mould = fsdp.abstract_state(plan, tx)
     return fsdp.load(resumed.path, mould, step=resumed.step)
 
