@@ -67,7 +67,10 @@ def is_begun(save: Path, command: Command, *, in_place: bool) -> bool:
 
 
 def mark_begun(save: Path, command: Command) -> None:
-    """Leaves word of the command in its directory."""
+    """Leaves word of the command in its directory, if none is there yet.
+
+    The first process does.
+    """
     known, now = _known(save), dataclasses.asdict(command)
     if now in known or jax.process_index() > 0:
         return

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import jax
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -93,7 +94,7 @@ def _progress(*columns: ProgressColumn) -> Progress:
     return Progress(
         *columns,
         BarColumn(bar_width=20),
-        console=Console(stderr=True),
+        console=Console(stderr=True, quiet=jax.process_index() > 0),
         redirect_stdout=sys.stdout.isatty(),
         redirect_stderr=False,
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from fsdp_jax.cli._model import training_loss
 from fsdp_jax.cli._profile import Window, tracer
 from fsdp_jax.cli._progress import step_bar
 from fsdp_jax.cli._routing import Routing, move_biases
+from fsdp_jax.cli._say import say
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,6 +116,7 @@ def run_steps(
         for number in range(run.start + 1, run.steps + 1):
             trace.before(number, state)
             began = time.perf_counter()
+            fsdp.report_progress("reading the next batch", number)
             with jax.profiler.StepTraceAnnotation("train", step_num=number):
                 batch = next(batches)
                 state, measured = step(state, batch)
@@ -128,12 +129,12 @@ def run_steps(
             try:
                 checkpointer.save(number, state, metadata=metadata, files=run.files)
             except SystemExit:
-                print(f"stopped: step {number} is in {run.save}", file=sys.stderr)
+                say(f"stopped: step {number} is in {run.save}")
                 raise
     if (window := run.window) is not None:
         steps = f"steps {window.first} to {window.last}"
-        print(f"the trace of {steps} is now in {window.dir}", file=sys.stderr)
-    print(f"step {run.steps} is now in {run.save}", file=sys.stderr)
+        say(f"the trace of {steps} is now in {window.dir}")
+    say(f"step {run.steps} is now in {run.save}")
 
 
 def _metrics(

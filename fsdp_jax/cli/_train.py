@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -40,6 +39,7 @@ from fsdp_jax.cli._routing import (
     default_aux_loss_coef,
 )
 from fsdp_jax.cli._run import Run, run_steps
+from fsdp_jax.cli._say import say
 from fsdp_jax.cli._tokens import Tokens, check_files, fingerprint, read_tokens
 
 
@@ -151,7 +151,7 @@ class Train:
         origin, resumed = _open(self, begun)
         start = 0 if resumed is None else resumed.step
         if begun and start == self.steps:
-            print(f"step {start} is in {self.save} already", file=sys.stderr)
+            say(f"step {start} is in {self.save} already")
             return
         _check_steps(self, start)
         traced = _has_traced(self, begun, start)
@@ -301,11 +301,10 @@ def _make_metadata(
 
 
 def _announce(plan: fsdp.Plan, recipe: Recipe, tokens: Tokens) -> None:
-    print(plan, file=sys.stderr)
-    print(
+    say(plan)
+    say(
         f"data: {len(tokens):,} tokens (--tokenizer {recipe.tokenizer}), "
-        f"{recipe.batch} x {recipe.seq} a step",
-        file=sys.stderr,
+        f"{recipe.batch} x {recipe.seq} a step"
     )
 
 

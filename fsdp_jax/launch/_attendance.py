@@ -44,12 +44,17 @@ class Attendance:
         self._beat_secs = welcome["beat_secs"]
         self._lock = threading.Lock()
         self._over = threading.Event()
-        for work in (self._listen, self._beat):
-            threading.Thread(target=work, daemon=True).start()
+        self._listener = threading.Thread(target=self._listen, daemon=True)
+        self._listener.start()
+        threading.Thread(target=self._beat, daemon=True).start()
 
     def fail(self, text: str) -> None:
-        """Ends the job: all other processes print this and exit."""
+        """Ends the job: all other processes print this and exit.
+
+        Unless that of this process is the effect of another's: then this one does.
+        """
         self._part({"failed": text})
+        self._listener.join(_GRACE_SECS)
 
     def leave(self) -> None:
         """Says that this program has ended."""

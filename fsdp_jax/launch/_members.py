@@ -23,8 +23,8 @@ class Member:
       moved: When it was last seen to begin something.
       step: Where it stands then, as it says.
       phase: The same.
-      left: Whether its program has ended, by its own word.
-      gone: Whether it failed or died.
+      left: Whether its program has ended or failed, by its own word.
+      gone: Whether its connection has ended.
     """
 
     claim: Claim

@@ -11,6 +11,9 @@ from fsdp_jax.launch._wire import Message
 
 # How long others may still come to be told of a contradiction, all in one message.
 _SETTLE_SECS = 1.0
+# How long an error waits to be passed on: that of a process may well be the effect of
+# the death of another, which is heard of a moment later and is what all should know.
+_EFFECT_SECS = 0.5
 # How often at least it is said who is missing.
 _MISSING_SECS = 30.0
 
@@ -43,6 +46,7 @@ class Roll:
         self._report = report
         self._began = self._reported = now
         self._contradicted: float | None = None
+        self._failure: tuple[Member, str, float] | None = None  # the first, and when
         self._verdict: str | None = None  # why the job does not start, or ends
         self._started = False
 
@@ -74,10 +78,10 @@ class Roll:
         if "phase" in message:
             member.beat(message, now)
         elif "failed" in message:
-            member.gone = True
-            self.end(
-                f"{member.claim} failed in {member.where(now)}:\n  {message['failed']}"
-            )
+            where = f"{member.claim} failed in {member.where(now)}"
+            text = f"{where}:\n  {message['failed']}"
+            member.left = True
+            self._failure = self._failure or (member, text, now)
         else:
             member.left, member.moved = True, now
 
@@ -86,27 +90,39 @@ class Roll:
         if not self._started:
             if self._verdict is None:
                 self.members.remove(member)
-        elif not (member.left or member.gone):
-            member.gone = True
+            return
+        member.gone = True
+        if not member.left:
             self.end(
                 f"{member.claim} ended without a word (was it killed?), in "
                 f"{member.where(now)}"
             )
 
-    def end(self, text: str) -> None:
-        """Ends the job; what comes after the first bad news is its echo."""
+    def end(self, text: str, *, known_to: Member | None = None) -> None:
+        """Ends the job; what comes after the first bad news is its echo.
+
+        Args:
+          text: Why.
+          known_to: Who said so.
+        """
         if self._verdict is not None:
             return
         self._verdict = text
         for member in self.members:
-            if not member.gone:
+            if member is known_to:
+                member.send({"noted": True})
+            elif not member.gone:
                 member.send({"end" if self._started else "refused": text})
 
     def look(self, now: float) -> None:
         """Ends the job or reports, if it has waited too long."""
         if self._verdict is not None:
             return
-        if self._started:
+        if self._failure is not None:
+            member, text, since = self._failure
+            if now - since > _EFFECT_SECS:
+                self.end(text, known_to=member)
+        elif self._started:
             self._look_for_late(now)
         elif self._contradicted is None:
             self._look_for_missing(now)

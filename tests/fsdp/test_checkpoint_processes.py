@@ -19,6 +19,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 import fsdp_jax as fsdp
 from fsdp_jax.checkpoint._agree import exchange
 
+pytestmark = pytest.mark.distributed
+
 PROCESSES = 4
 SHAPE = (64, 128)
 

@@ -65,14 +65,8 @@ def run_processes(
       AssertionError: If a process failed or did not end, with what all of them wrote.
     """
     with tempfile.TemporaryDirectory() as scratch:
-        call = {
-            "file": sys.modules[function.__module__].__file__,
-            "function": function.__name__,
-            "arguments": arguments,
-            "results": scratch,
-            "address": f"127.0.0.1:{_free_port()}" if killed else None,
-        }
-        command = [sys.executable, __file__, json.dumps(call)]
+        address = f"127.0.0.1:{_free_port()}" if killed else None
+        command = command_of(function, *arguments, results=scratch, address=address)
         job = Recorded(command, num_processes, devices=devices)
         with job.processes as processes:
             ended = _ended(processes, timeout_secs, exit_code, killed)
@@ -86,6 +80,30 @@ def run_processes(
         assert not failed, f"processes {failed} failed: {codes}\n{job.said}"
         paths = [Path(scratch, f"{rank}.json") for rank in range(num_processes)]
         return [json.loads(p.read_text()) if p.exists() else None for p in paths]
+
+
+def command_of(
+    function: Callable[..., Any],
+    *arguments: Any,
+    results: str | None = None,
+    address: str | None = None,
+) -> list[str]:
+    """What calls a function in a process of a job.
+
+    Args:
+      function: As for `run_processes`.
+      arguments: For the function.
+      results: A directory where each process leaves what the function returned.
+      address: Of a coordinator of jax alone, which nobody watches over.
+    """
+    call = {
+        "file": sys.modules[function.__module__].__file__,
+        "function": function.__name__,
+        "arguments": arguments,
+        "results": results,
+        "address": address,
+    }
+    return [sys.executable, __file__, json.dumps(call)]
 
 
 def _ended(
@@ -142,6 +160,14 @@ class Recorded:
             environment=ENVIRONMENT,
         )
 
+    def await_line(self, rank: int, text: str, timeout_secs: float = 60) -> None:
+        """Returns when a process has written a line that begins so."""
+        end = time.monotonic() + timeout_secs
+        while not any(line.startswith(text) for line in list(self.lines[rank])):
+            alive = self.processes.statuses[rank] is None
+            assert alive and time.monotonic() < end, f"no '{text}'\n{self.said}"
+            time.sleep(0.01)
+
     @property
     def said(self) -> str:
         """All of it, to be shown."""
@@ -159,9 +185,10 @@ def _main(call: dict[str, Any]) -> None:
     sys.modules["scenario"] = module
     spec.loader.exec_module(module)
     result = getattr(module, call["function"])(*call["arguments"])
-    path = Path(call["results"], f"{rank}.json")
-    path.with_suffix(".part").write_text(json.dumps(result))
-    path.with_suffix(".part").rename(path)
+    if call["results"] is not None:
+        path = Path(call["results"], f"{rank}.json")
+        path.with_suffix(".part").write_text(json.dumps(result))
+        path.with_suffix(".part").rename(path)
     if call["address"] is not None:
         os._exit(0)  # jax would wait for those that were killed
 

@@ -125,9 +125,27 @@ def test_the_error_of_one_is_told_to_the_others_and_its_echoes_are_not():
     job = started()
     job.say(2, 1.0, failed="ValueError: no such file")
     job.say(0, 1.1, failed="RuntimeError: what follows from it")
-    job.roll.part(job.members[2], 1.2)
-    assert job.told()[1]["end"].endswith("\n  ValueError: no such file")
-    assert "end" not in job.told()[2]
+    job.roll.look(1.2)
+    assert all("service" in message for message in job.told())
+    job.roll.look(1.6)
+    for rank in (0, 1):
+        assert job.told()[rank]["end"] == (
+            "process 2 (host2, pid 102) failed in 'starting' for 1 s:\n"
+            "  ValueError: no such file"
+        )
+    assert job.told()[2] == {"noted": True}
+
+
+def test_a_death_comes_before_the_errors_that_it_makes():
+    job = started()
+    job.say(0, 1.0, failed="RuntimeError: connection closed by peer")
+    job.roll.part(job.members[1], 1.1)
+    job.roll.look(2.0)
+    for rank in (0, 2):
+        assert (
+            "process 1 (host1, pid 101) ended without a word"
+            in (job.told()[rank]["end"])
+        )
 
 
 def test_who_gives_no_sign_of_life_is_named():
