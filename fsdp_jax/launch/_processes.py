@@ -107,9 +107,11 @@ class Processes:
         end = None if timeout_secs is None else time.monotonic() + timeout_secs
         while True:
             states = self.statuses
-            failed = [rank for rank, status in enumerate(states) if status]
+            failed = {rank: status for rank, status in enumerate(states) if status}
             if failed:
-                return self._end_the_others(failed[0], states[failed[0]] or 1)
+                # Who was killed first: the errors of others may be the effect.
+                first = min(failed, key=lambda rank: failed[rank] >= 0)
+                return self._end_the_others(first, failed[first])
             if all(status is not None for status in states):
                 return 0
             if end is not None and time.monotonic() > end:

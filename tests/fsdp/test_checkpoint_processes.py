@@ -293,14 +293,3 @@ def test_an_object_that_differs_between_processes_is_not_stored_once_for_all(see
         "what extras hold that are not PerProcess differs" in said
         for said in messages(seen, "not the same")
     )
-
-
-def fails_in_one() -> None:
-    if jax.process_index() == 1:
-        raise ValueError("on purpose")
-    time.sleep(1000)
-
-
-def test_a_process_that_fails_ends_the_job_and_says_why():
-    with pytest.raises(AssertionError, match="(?s)processes .*1.* failed.*on purpose"):
-        run_processes(fails_in_one, 2)
