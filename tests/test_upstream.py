@@ -1,4 +1,4 @@
-"""UPSTREAM.md says of each of Megatron-LM's tests which of ours show the same.
+"""UPSTREAM.md says of Megatron-LM's and verl's tests which of ours show the same.
 
 What it cites exists (read from the source, nothing is imported), what it leaves out has
 a reason, and no row is lost.
@@ -15,8 +15,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 
-# Megatron-LM's test file -> how many of its cases are listed, so that no row is lost
-# unnoticed. Where a row comes or goes, its number here does too.
+# Megatron-LM's or verl's test file -> how many of its cases are listed, so that no row
+# is lost unnoticed. Where a row comes or goes, its number here does too.
 ROWS = {
     "mfsdp_v1/test_mfsdp_fully_shard.py": 22,
     "mfsdp_v1/test_mcore_fully_sharded_data_parallel.py": 23,
@@ -79,6 +79,11 @@ ROWS = {
     "dist_checkpointing/models/test_mamba.py": 1,
     "dist_checkpointing/models/test_gpt_hybrid.py": 1,
     "test_checkpointing.py": 2,
+    "special_distributed/test_fsdp_ckpt.py": 3,
+    "special_distributed/test_mcore_config_converter.py": 1,
+    "special_distributed/test_tensor_dict.py": 2,
+    "special_distributed/test_torch_functional.py": 1,
+    "test_protocol_on_cpu.py": 14,
     "Failures of checkpoints": 22,
     "Beyond upstream": 19,
 }
@@ -93,7 +98,7 @@ LEAST_WORDS = 5
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One case of a file of Megatron-LM's tests, and what shows it here."""
+    """One case of a file of upstream's tests, and what shows it here."""
 
     file: str
     cells: tuple[str, ...]

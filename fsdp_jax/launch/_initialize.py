@@ -66,6 +66,8 @@ def initialize(
     (`MASTER_ADDR`, `MASTER_PORT`, `WORLD_SIZE`, `RANK`, `LOCAL_RANK`), or else by jax's
     own detection: SLURM, Open MPI, Kubernetes with a Job or JobSet. A program that was
     started by none of them runs alone, so that one script serves for one and for many.
+    Where `jax.distributed` runs already, as Ray Train starts it, it is left to itself.
+    For SLURM, JobSet and Ray there are `fsdp_jax/launch/examples/`.
 
     The processes first compare what they were told, and start only if it fits. From
     then on all end, with the reason, when one fails or dies or gives no sign of life,
@@ -97,6 +99,8 @@ def initialize(
         if (*arguments, config, patience) != (None,) * 6:
             raise RuntimeError("initialize was called before in this process.")
         return _process.job
+    if jax.distributed.is_initialized():
+        return Job(jax.process_index(), jax.process_count())
     place = find_place(*arguments)
     if place is None:
         return Job()
