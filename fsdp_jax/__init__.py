@@ -60,6 +60,7 @@ from fsdp_jax.checkpoint import Checkpointable as Checkpointable
 from fsdp_jax.checkpoint import Checkpointer as Checkpointer
 from fsdp_jax.checkpoint import DamagedCheckpointError as DamagedCheckpointError
 from fsdp_jax.checkpoint import Loaded as Loaded
+from fsdp_jax.checkpoint import LocalCheckpoints as LocalCheckpoints
 from fsdp_jax.checkpoint import OtherProcessError as OtherProcessError
 from fsdp_jax.checkpoint import PerProcess as PerProcess
 from fsdp_jax.checkpoint import Stateful as Stateful
@@ -70,6 +71,7 @@ from fsdp_jax.checkpoint import load_files as load_files
 from fsdp_jax.checkpoint import load_metadata as load_metadata
 from fsdp_jax.checkpoint import load_params as load_params
 from fsdp_jax.checkpoint import load_shapes as load_shapes
+from fsdp_jax.checkpoint import make_cliques as make_cliques
 from fsdp_jax.checkpoint import remove as remove
 from fsdp_jax.checkpoint import save as save
 from fsdp_jax.checkpoint import verify as verify

@@ -10,10 +10,12 @@ from fsdp_jax.checkpoint._load import load as load
 from fsdp_jax.checkpoint._load import load_metadata as load_metadata
 from fsdp_jax.checkpoint._load import load_params as load_params
 from fsdp_jax.checkpoint._load import load_shapes as load_shapes
+from fsdp_jax.checkpoint._local import LocalCheckpoints as LocalCheckpoints
 from fsdp_jax.checkpoint._manifest import (
     DamagedCheckpointError as DamagedCheckpointError,
 )
 from fsdp_jax.checkpoint._remove import remove as remove
+from fsdp_jax.checkpoint._replica import make_cliques as make_cliques
 from fsdp_jax.checkpoint._save import save as save
 from fsdp_jax.checkpoint._steps import latest_step as latest_step
 from fsdp_jax.checkpoint._strict import Loaded as Loaded
