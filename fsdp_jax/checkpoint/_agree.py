@@ -101,6 +101,7 @@ def gather(what: str, function: Callable[[], Any], timeout_secs: float) -> list[
       OtherProcessError: Where it went well, if it failed elsewhere.
       LostProcessError: As for `collect`.
     """
+    report_progress(what)
     try:
         value = function()
     except Exception as error:
@@ -113,23 +114,25 @@ def gather(what: str, function: Callable[[], Any], timeout_secs: float) -> list[
 
 
 @contextmanager
-def together(what: str) -> Iterator[None]:
+def together(what: str, timeout_secs: float = TIMEOUT_SECS) -> Iterator[None]:
     """Runs the body in every process; if it fails in one, it fails in all.
 
     Args:
       what: What is done, for the message.
+      timeout_secs: As for `collect`.
 
     Raises:
       OtherProcessError: Where it went well, if it failed elsewhere.
+      LostProcessError: As for `collect`.
     """
     report_progress(what)
     try:
         yield
     except Exception as error:
         if jax.process_count() > 1:
-            exchange(describe(error))
+            exchange(describe(error), timeout_secs)
         raise
-    raise_others(what, exchange(None))
+    raise_others(what, exchange(None, timeout_secs))
 
 
 def raise_others(what: str, failures: list[str | None]) -> None:

@@ -24,6 +24,7 @@ from fsdp_jax.checkpoint._local_layout import layout_of, overlap, region_of
 from fsdp_jax.checkpoint._local_plan import (
     Fetch,
     Found,
+    add_copies,
     choose_files,
     find,
     plan_fetches,
@@ -116,7 +117,7 @@ class _Loading:
         wanted = layout_of(self._mould)
         while self._found.is_complete:
             chosen = choose_files(self._found, header.layout, wanted)
-            fetches = plan_fetches(self._found, chosen)
+            fetches = plan_fetches(self._found, add_copies(self._found, chosen))
             damaged = self._damaged(chosen, fetches)
             if not damaged:
                 return self._read(chosen, fetches), header

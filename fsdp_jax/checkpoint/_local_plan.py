@@ -168,6 +168,21 @@ def _cover(
     return sorted(chosen)
 
 
+def add_copies(found: Found, chosen: Sequence[Sequence[int]]) -> list[list[int]]:
+    """The same, and the savers of whose files each process is to keep a copy.
+
+    So that a host that comes back empty is a peer again, at once. Where another number
+    of processes saved, the next save makes copies.
+    """
+    if len(chosen) != len(found.twins):
+        return [list(savers) for savers in chosen]
+    cliques = {process: clique for clique in found.cliques for process in clique}
+    return [
+        sorted({*savers, *(p for p in cliques[process] if p in found.holders)})
+        for process, savers in enumerate(chosen)
+    ]
+
+
 @dataclasses.dataclass(frozen=True)
 class Fetch:
     """A file that a process sends to another."""
@@ -187,7 +202,7 @@ def plan_fetches(found: Found, chosen: Sequence[Sequence[int]]) -> list[list[Fet
 
     Args:
       found: A complete save.
-      chosen: As `choose_files` says.
+      chosen: For each process the savers whose files it is to have.
     """
     load: Counter[int] = Counter()
     rounds: list[list[Fetch]] = []

@@ -66,7 +66,10 @@ def run_processes(
     """
     with tempfile.TemporaryDirectory() as scratch:
         address = f"127.0.0.1:{_free_port()}" if killed else None
-        command = command_of(function, *arguments, results=scratch, address=address)
+        left = num_processes - len(killed)
+        command = command_of(
+            function, *arguments, results=scratch, address=address, left=left
+        )
         job = Recorded(command, num_processes, devices=devices)
         with job.processes as processes:
             ended = _ended(processes, timeout_secs, exit_code, killed)
@@ -87,6 +90,7 @@ def command_of(
     *arguments: Any,
     results: str | None = None,
     address: str | None = None,
+    left: int = 0,
 ) -> list[str]:
     """What calls a function in a process of a job.
 
@@ -95,6 +99,7 @@ def command_of(
       arguments: For the function.
       results: A directory where each process leaves what the function returned.
       address: Of a coordinator of jax alone, which nobody watches over.
+      left: For how many results the first process waits there before it ends.
     """
     call = {
         "file": sys.modules[function.__module__].__file__,
@@ -102,6 +107,7 @@ def command_of(
         "arguments": arguments,
         "results": results,
         "address": address,
+        "left": left,
     }
     return [sys.executable, __file__, json.dumps(call)]
 
@@ -190,6 +196,10 @@ def _main(call: dict[str, Any]) -> None:
         path.with_suffix(".part").write_text(json.dumps(result))
         path.with_suffix(".part").rename(path)
     if call["address"] is not None:
+        # The first last: without it jax ends the others.
+        results = Path(call["results"])
+        while rank == 0 and len(list(results.glob("*.json"))) < call["left"]:
+            time.sleep(0.05)
         os._exit(0)  # jax would wait for those that were killed
 
 
