@@ -17,6 +17,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from fsdp_jax.checkpoint._agree import (
+    TIMEOUT_SECS,
     collect,
     describe,
     exchange,
@@ -48,7 +49,7 @@ _ATTEMPTS = 20
 class StateHandler(ocp.PyTreeCheckpointHandler):
     """Orbax's handler, with checksums, logical shapes, and a manifest as last file."""
 
-    def __init__(self):
+    def __init__(self, timeout_secs: float = TIMEOUT_SECS):
         # All who hold a replica write a part; Orbax's default asks JAX_PLATFORMS.
         arrays = ocp.type_handlers.ArrayHandler(use_replica_parallel=True)
         types = ocp.type_handlers.create_type_handler_registry(
@@ -57,6 +58,7 @@ class StateHandler(ocp.PyTreeCheckpointHandler):
         super().__init__(
             use_zarr3=True, use_compression=CHECKSUMMED, type_handler_registry=types
         )
+        self.timeout_secs = timeout_secs  # after which a process is given up
         self._saving: StateSave | None = None
         self.failure: Exception | None = None
 
@@ -86,7 +88,7 @@ class StateHandler(ocp.PyTreeCheckpointHandler):
             self._write_manifest(directory, self._saving)
             return
         try:
-            raise_others("Saving", collect(self._saving.point))
+            raise_others("Saving", collect(self._saving.point, self.timeout_secs))
             self._write_manifest(directory, self._saving)
         except Exception as error:
             self.failure = self.failure or error
@@ -221,7 +223,8 @@ def raise_failure(handler: StateHandler, folder: Path) -> None:
     failure = handler.failure
     if failure is not None and jax.process_index() == 0:
         shutil.rmtree(folder, ignore_errors=True)
-    told = exchange(None if failure is None else describe(failure))
+    said = None if failure is None else describe(failure)
+    told = exchange(said, handler.timeout_secs)
     if failure is not None:
         raise failure
     raise_others(f"Saving '{folder}'", told)

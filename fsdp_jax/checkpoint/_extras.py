@@ -172,16 +172,38 @@ def read_extras(
     """
     parts = [file.split("/") for file in files]
     names = {part[1] for part in parts if part[0] == FOLDER}
-    documents, problems = {}, []
+    stored = {name: (None, []) for name in names}
     for name in names & extras.keys():
         ranks = sum(part[:2] == [FOLDER, name] for part in parts)
         paths = [directory / FOLDER / name / f"{rank}.json" for rank in range(ranks)]
         found = [json.loads(path.read_bytes()) for path in paths]
-        documents[name] = [document for _, document in found]
-        problems += _misfits(name, found[0][0], ranks, extras[name])
+        stored[name] = found[0][0], [document for _, document in found]
+    return choose_extras(directory.parent, stored, extras)
+
+
+def choose_extras(
+    where: Path,
+    stored: Mapping[str, tuple[int | None, list[Any]]],
+    extras: Mapping[str, Extra],
+) -> Stored:
+    """What of the objects of a step is asked for.
+
+    Args:
+      where: The step, for messages.
+      stored: By name how many processes saved their own, None if it is one for all;
+        and the documents. Of what is not asked for they may be left out.
+      extras: What is asked for.
+
+    Raises:
+      ValueError: As for `read_extras`.
+    """
+    problems, documents = [], {}
+    for name in stored.keys() & extras.keys():
+        saved_by, documents[name] = stored[name]
+        problems += _misfits(name, saved_by, len(documents[name]), extras[name])
     if problems:
-        raise ValueError(f"'{directory.parent}' does not fit: {'; '.join(problems)}.")
-    return Stored(frozenset(f"{FOLDER}.{name}" for name in names), documents)
+        raise ValueError(f"'{where}' does not fit: {'; '.join(problems)}.")
+    return Stored(frozenset(f"{FOLDER}.{name}" for name in stored), documents)
 
 
 def restore_extras(

@@ -11,20 +11,24 @@ import socket
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 
+from fsdp_jax._state import TrainState
+from fsdp_jax._tree import PyTree
 from fsdp_jax.checkpoint._agree import (
     LostProcessError,
     digest_of,
+    exchange,
     gather,
     raise_unless_same,
+    together,
 )
-from fsdp_jax.checkpoint._keys import Leaf
+from fsdp_jax.checkpoint._extras import Extra, capture
+from fsdp_jax.checkpoint._keys import Leaf, flatten
 from fsdp_jax.checkpoint._local_file import Bytes, Header, pack, parse
-from fsdp_jax.checkpoint._local_layout import Layout, layout_of
-from fsdp_jax.checkpoint._local_load import Restored, file_name, load_newest
+from fsdp_jax.checkpoint._local_layout import layout_of
+from fsdp_jax.checkpoint._local_load import Restored, Wanted, file_name, load_newest
 from fsdp_jax.checkpoint._local_plan import folder_name, step_of
 from fsdp_jax.checkpoint._replica import (
     check_apart,
@@ -34,6 +38,8 @@ from fsdp_jax.checkpoint._replica import (
     rounds,
 )
 from fsdp_jax.checkpoint._replica_transport import send
+from fsdp_jax.checkpoint._save import Beside
+from fsdp_jax.checkpoint._typed_json import encode
 
 _RUN_ID = "run_id"
 _OPENING = "Opening the local checkpoints"
@@ -122,7 +128,7 @@ class LocalStore:
         """Whether a step is to be saved."""
         return step % self._options.every == 0
 
-    def save(self, step: int, leaves: Mapping[str, Leaf], beside: Any) -> None:
+    def save(self, step: int, state: TrainState, beside: Beside) -> None:
         """Copies the shards to the host and to the peers, and writes them behind.
 
         What is left of saves that did not end, and steps from this one on, which a run
@@ -130,28 +136,32 @@ class LocalStore:
 
         Args:
           step: That of the state.
-          leaves: Of the state.
-          beside: What else belongs to the step, in types of JSON.
+          state: What to save.
+          beside: What belongs to the step; its files are not saved locally.
+
+        Raises:
+          ValueError: If the processes do not save the same, or what cannot be stored.
         """
         assert self._writing is None
-        layout = layout_of(leaves)
-        about = {"beside": beside, "cliques": self._cliques, "hosts": self._hosts}
-        told = gather(
-            _SAVING, lambda: self._begin(step, layout, about), self._timeout_secs
-        )
+        rank = jax.process_index()
+        with together(_SAVING, self._timeout_secs):
+            leaves, header = self._describe(state, beside)
+            self._complete = [f for f in self._complete if (step_of(f) or 0) < step]
+            self._remove_others()
+            alike = digest_of([step, header.layout.as_json(), header.about])
+        told = exchange([alike, secrets.token_hex(8)], self._timeout_secs)
         raise_unless_same("What is saved locally", [digest for digest, _ in told])
-        folder = self._directory / folder_name(step, told[0][1])
-        packed: list[Bytes] = []
-
-        def copy() -> int:
-            header = Header(jax.process_index(), layout, about)
-            packed.append(pack(header, leaves))
-            return len(packed[0])
-
-        sizes = dict(enumerate(gather(_SAVING, copy, self._timeout_secs)))
-        files = {jax.process_index(): packed[0]}
-        gather(_SAVING, lambda: self._replicate(files, sizes), self._timeout_secs)
-        self._writing = _Writing(folder, files)
+        with together(_SAVING, self._timeout_secs):
+            files = {rank: pack(header, leaves)}
+        sizes = dict(enumerate(exchange(len(files[rank]), self._timeout_secs)))
+        with together(_SAVING, self._timeout_secs):
+            for pairs in rounds(self._cliques):
+                content = send(pairs, files[rank], sizes, self._timeout_secs)
+                if content is not None:
+                    (source,) = [a for a, b in pairs if b == rank]
+                    files[source] = content
+        attempt = told[0][1]
+        self._writing = _Writing(self._directory / folder_name(step, attempt), files)
 
     def settle(self) -> tuple[int, Exception] | None:
         """Waits for the save under way; the step and the error if it failed.
@@ -182,17 +192,21 @@ class LocalStore:
         self._remove_others()
         return None
 
-    def load(self, mould: Mapping[str, Leaf], steps: range) -> Restored | None:
+    def load(
+        self, mould: PyTree, extras: Mapping[str, Extra], steps: range
+    ) -> Restored | None:
         """Reads the newest complete step, or returns None where there is none.
 
         Args:
           mould: What to fill.
+          extras: Objects to give the state that they had.
           steps: Which steps will do.
 
         Raises:
-          ValueError: If the step does not hold the mould's leaves.
+          ValueError: If the step does not hold what is asked for.
         """
-        restored = load_newest(self._directory, mould, steps, self._timeout_secs)
+        wanted = Wanted(mould, extras)
+        restored = load_newest(self._directory, wanted, steps, self._timeout_secs)
         if restored is not None:
             self._complete = restored.complete[-self._options.keep :]
         return restored
@@ -201,22 +215,21 @@ class LocalStore:
         self._directory.mkdir(parents=True, exist_ok=True)
         return place_of(self._directory), socket.gethostname()
 
-    def _begin(
-        self, step: int, layout: Layout, about: dict[str, Any]
-    ) -> tuple[str, str]:
-        """A digest of what must be alike, and a name, of which the first counts."""
-        self._complete = [f for f in self._complete if (step_of(f) or 0) < step]
-        self._remove_others()
-        return digest_of([step, layout.as_json(), about]), secrets.token_hex(8)
-
-    def _replicate(self, files: dict[int, Bytes], sizes: Mapping[int, int]) -> None:
-        """Adds the files of the peers."""
-        rank = jax.process_index()
-        for pairs in rounds(self._cliques):
-            content = send(pairs, files[rank], sizes, self._timeout_secs)
-            if content is not None:
-                (source,) = [a for a, b in pairs if b == rank]
-                files[source] = content
+    def _describe(
+        self, state: TrainState, beside: Beside
+    ) -> tuple[dict[str, Leaf], Header]:
+        captured = capture(beside.extras or {})
+        leaves = flatten(state) | captured.leaves
+        about = {
+            "metadata": encode(beside.metadata or {}),
+            "extras": captured.shared,
+            "own": sorted(captured.own),
+            "impls": {name: leaf.impl for name, leaf in leaves.items() if leaf.impl},
+            "cliques": self._cliques,
+            "hosts": self._hosts,
+        }
+        own = {name: captured.documents[name] for name in captured.own}
+        return leaves, Header(jax.process_index(), layout_of(leaves), about, own)
 
     def _remove_others(self) -> None:
         """Removes every folder but those known to be complete."""

@@ -44,23 +44,27 @@ class Header:
     """What is known of a save.
 
     Attributes:
-      process: Whose shards they are; all else is the same in every file of the save.
+      process: Whose shards they are. All but this and `own` is the same in every file
+        of the save.
       layout: Who held what.
-      about: What else there is to know, in types of JSON.
+      about: What else there is to know of the save, in types of JSON.
+      own: What else is of this process alone.
     """
 
     process: int
     layout: Layout
     about: dict[str, Any]
+    own: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
         """In types of JSON; `header_from_json` is its inverse."""
-        return {"process": self.process, "about": self.about, **self.layout.as_json()}
+        return vars(self) | {"layout": self.layout.as_json()}
 
 
 def header_from_json(value: dict[str, Any]) -> Header:
     """The header that `as_json` wrote."""
-    return Header(value["process"], layout_from_json(value), value["about"])
+    layout = layout_from_json(value["layout"])
+    return Header(value["process"], layout, value["about"], value["own"])
 
 
 @dataclasses.dataclass(frozen=True)

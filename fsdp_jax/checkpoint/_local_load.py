@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from fsdp_jax.checkpoint._agree import gather
-from fsdp_jax.checkpoint._keys import Leaf
+from fsdp_jax._tree import PyTree
+from fsdp_jax.checkpoint._agree import exchange, gather, together
+from fsdp_jax.checkpoint._extras import (
+    FOLDER,
+    Captured,
+    Extra,
+    Stored,
+    capture,
+    choose_extras,
+    restore_extras,
+)
+from fsdp_jax.checkpoint._keys import Leaf, flatten, unflatten
 from fsdp_jax.checkpoint._local_file import (
     Bytes,
     Header,
@@ -33,9 +45,33 @@ from fsdp_jax.checkpoint._local_plan import (
 from fsdp_jax.checkpoint._manifest import DamagedCheckpointError
 from fsdp_jax.checkpoint._replica_transport import send
 from fsdp_jax.checkpoint._strict import Options, match
+from fsdp_jax.checkpoint._typed_json import decode
 
 _SUFFIX = ".shards"
 _LOADING = "Loading a local step"
+
+
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+    """What is asked for.
+
+    Attributes:
+      mould: Of the state.
+      extras: Objects that take the state they had.
+    """
+
+    mould: PyTree
+    extras: Mapping[str, Extra]
+
+    @functools.cached_property
+    def captured(self) -> Captured:
+        """The objects as they stand: the mould of their arrays."""
+        return capture(self.extras)
+
+    @functools.cached_property
+    def leaves(self) -> dict[str, Leaf]:
+        """Everything to be filled."""
+        return flatten(self.mould) | self.captured.leaves
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,15 +79,13 @@ class Restored:
     """What was read of a local step.
 
     Attributes:
-      values: An array by name, in the mould's shape and sharding.
-      step: Which step.
-      beside: What was saved with it, in types of JSON.
+      state: Arrays in the structure and sharding of the mould.
+      metadata: What was saved with it.
       complete: Folders of this and the complete steps before, the oldest first.
     """
 
-    values: dict[str, jax.Array]
-    step: int
-    beside: Any
+    state: PyTree
+    metadata: dict[str, Any]
     complete: list[str]
 
 
@@ -61,13 +95,13 @@ def file_name(saver: int) -> str:
 
 
 def load_newest(
-    directory: Path, mould: Mapping[str, Leaf], steps: range, timeout_secs: float
+    directory: Path, wanted: Wanted, steps: range, timeout_secs: float
 ) -> Restored | None:
     """Reads the newest step of which all that is needed is somewhere, and undamaged.
 
     Args:
       directory: Of the run, on this host.
-      mould: What to fill, on any mesh.
+      wanted: What to fill, on any mesh.
       steps: Which steps will do.
       timeout_secs: After so long without an answer another process has failed.
 
@@ -76,19 +110,16 @@ def load_newest(
       said in the log.
 
     Raises:
-      ValueError: If the step does not hold the leaves of the mould.
+      ValueError: If the step does not hold what is wanted.
     """
     inventories = gather(_LOADING, lambda: _inventory(directory), timeout_secs)
     older = [found for found in find(inventories) if found.step in steps]
     while older:
         found = older.pop(0)
-        whole = _Loading(directory, found, mould, timeout_secs).run()
-        if whole is None:
-            continue
-        values, header = whole
-        complete = [found, *(one for one in older if one.is_complete)]
-        folders = [one.folder for one in reversed(complete)]
-        return Restored(values, found.step, header.about["beside"], folders)
+        loaded = _Loading(directory, found, wanted, timeout_secs).run()
+        if loaded is not None:
+            complete = [found, *(one for one in older if one.is_complete)]
+            return Restored(*loaded, [one.folder for one in reversed(complete)])
     return None
 
 
@@ -99,47 +130,74 @@ class _Loading:
         self,
         directory: Path,
         found: Found,
-        mould: Mapping[str, Leaf],
+        wanted: Wanted,
         timeout_secs: float,
     ):
         self._folder = directory / found.folder
         self._found = found
-        self._mould = mould
+        self._wanted = wanted
         self._timeout_secs = timeout_secs
 
-    def run(self) -> tuple[dict[str, jax.Array], Header] | None:
-        """The values, or None if damage leaves too little of the step."""
+    def run(self) -> tuple[PyTree, dict[str, Any]] | None:
+        """State and metadata, or None if damage leaves too little of the step."""
         if not self._found.is_complete:
             _log(self._found.what_is_lost())
             return None
-        header = self._header()
-        gather(_LOADING, lambda: self._check_mould(header), self._timeout_secs)
-        wanted = layout_of(self._mould)
+        header, own = self._headers()
+        with self._together():
+            objects = self._check_fits(header, own)
+            target = layout_of(self._wanted.leaves)
         while self._found.is_complete:
-            chosen = choose_files(self._found, header.layout, wanted)
+            chosen = choose_files(self._found, header.layout, target)
             fetches = plan_fetches(self._found, add_copies(self._found, chosen))
             damaged = self._damaged(chosen, fetches)
             if not damaged:
-                return self._read(chosen, fetches), header
+                return self._read(chosen, fetches, objects), _metadata(header)
             self._found = self._found.without(damaged)
         _log(self._found.what_is_lost())
         return None
 
-    def _header(self) -> Header:
-        """From a process that has a file, for those that have none."""
-        saver, holders = min(self._found.holders.items())
-        mine = jax.process_index() == holders[0]
-        path = self._folder / file_name(saver)
-        told = gather(
-            _LOADING,
-            lambda: open_file(path).header.as_json() if mine else None,
-            self._timeout_secs,
-        )
-        return header_from_json(told[holders[0]])
+    def _headers(self) -> tuple[Header, list[dict[str, Any]]]:
+        """Of one file, and what each process that saved has of its own.
 
-    def _check_mould(self, header: Header) -> None:
-        stored = header.layout.leaves
-        match(str(self._folder), stored, dict(self._mould), Options())
+        From processes that have the files, for those that have none.
+        """
+        rank, holders = jax.process_index(), self._found.holders
+        with self._together():
+            mine = {
+                saver: open_file(self._folder / file_name(saver)).header
+                for saver in holders
+                if rank == holders[saver][0]
+            }
+        first = min(holders)
+        whole = mine[first].as_json() if first in mine else None
+        own = {str(saver): header.own for saver, header in mine.items()}
+        told = exchange([whole, own], self._timeout_secs)
+        (header,) = [header_from_json(one) for one, _ in told if one is not None]
+        by_saver = {int(p): one for _, some in told for p, one in some.items()}
+        return header, [by_saver.get(p, {}) for p in range(len(self._found.twins))]
+
+    def _check_fits(self, header: Header, own: list[dict[str, Any]]) -> Stored:
+        about, wanted = header.about, self._wanted
+        stored: dict[str, tuple[int | None, list[Any]]] = {
+            name: (len(own), [one[name] for one in own])
+            if name in about["own"]
+            else (None, [document])
+            for name, document in about["extras"].items()
+        }
+        objects = choose_extras(self._folder, stored, wanted.extras)
+        match(
+            str(self._folder),
+            header.layout.leaves,
+            wanted.leaves,
+            Options(impls=about["impls"]),
+            list(objects.names),
+            [f"{FOLDER}.{name}" for name in wanted.extras],
+        )
+        return objects
+
+    def _together(self) -> AbstractContextManager[None]:
+        return together(_LOADING, self._timeout_secs)
 
     def _damaged(
         self, chosen: Sequence[Sequence[int]], fetches: Sequence[Sequence[Fetch]]
@@ -166,40 +224,37 @@ class _Loading:
         return damaged
 
     def _read(
-        self, chosen: Sequence[Sequence[int]], fetches: Sequence[Sequence[Fetch]]
-    ) -> dict[str, jax.Array]:
+        self,
+        chosen: Sequence[Sequence[int]],
+        fetches: Sequence[Sequence[Fetch]],
+        objects: Stored,
+    ) -> PyTree:
         for one in fetches:
             self._fetch(one)
-        arrays: dict[str, jax.Array] = {}
-
-        def assemble() -> None:
+        with self._together():
             names = [self._folder / file_name(p) for p in chosen[jax.process_index()]]
-            arrays.update(_assemble(names, self._mould))
-
-        gather(_LOADING, assemble, self._timeout_secs)
-        return arrays
+            wanted = self._wanted
+            values = _assemble(names, wanted.leaves)
+            restore_extras(wanted.extras, wanted.captured, objects, values)
+        return unflatten(wanted.mould, values)
 
     def _fetch(self, fetches: Sequence[Fetch]) -> None:
         """One round; who gets a file keeps it, so it has its copy again."""
         rank = jax.process_index()
-        sent = [f.saver for f in fetches if f.source == rank]
-        got = [f for f in fetches if f.destination == rank]
-        content = [_content(self._folder / file_name(saver)) for saver in sent]
-        told = gather(
-            _LOADING, lambda: len(content[0]) if content else 0, self._timeout_secs
-        )
-        received: list[Bytes | None] = []
-
-        def transfer() -> None:
+        content = None
+        with self._together():
+            for fetch in fetches:
+                if fetch.source == rank:
+                    path = self._folder / file_name(fetch.saver)
+                    content = np.memmap(path, np.uint8, "r")
+        size = 0 if content is None else len(content)
+        sizes = dict(enumerate(exchange(size, self._timeout_secs)))
+        with self._together():
             pairs = [fetch.pair for fetch in fetches]
-            mine = content[0] if content else None
-            received.append(
-                send(pairs, mine, dict(enumerate(told)), self._timeout_secs)
-            )
-            if got and received[0] is not None:
-                self._keep(got[0], received[0])
-
-        gather(_LOADING, transfer, self._timeout_secs)
+            received = send(pairs, content, sizes, self._timeout_secs)
+            for fetch in fetches:
+                if fetch.destination == rank and received is not None:
+                    self._keep(fetch, received)
 
     def _keep(self, fetch: Fetch, content: Bytes) -> None:
         path = self._folder / file_name(fetch.saver)
@@ -233,7 +288,7 @@ def _inventory(directory: Path) -> dict[str, Any]:
             folder,
             {
                 "savers": [],
-                "twins": header.layout.twins(len(about["hosts"])),
+                "twins": _twins(header),
                 "cliques": about["cliques"],
                 "hosts": about["hosts"],
             },
@@ -242,8 +297,14 @@ def _inventory(directory: Path) -> dict[str, Any]:
     return inventory
 
 
-def _content(path: Path) -> Bytes:
-    return np.memmap(path, np.uint8, "r")
+def _twins(header: Header) -> list[int]:
+    """Who saved the same; nobody where each process saved something of its own."""
+    count = len(header.about["hosts"])
+    return list(range(count)) if header.about["own"] else header.layout.twins(count)
+
+
+def _metadata(header: Header) -> dict[str, Any]:
+    return decode(header.about["metadata"])
 
 
 def _assemble(paths: Sequence[Path], mould: Mapping[str, Leaf]) -> dict[str, jax.Array]:
