@@ -61,6 +61,7 @@ from fsdp_jax.checkpoint import Checkpointer as Checkpointer
 from fsdp_jax.checkpoint import DamagedCheckpointError as DamagedCheckpointError
 from fsdp_jax.checkpoint import Loaded as Loaded
 from fsdp_jax.checkpoint import LocalCheckpoints as LocalCheckpoints
+from fsdp_jax.checkpoint import NotSavedError as NotSavedError
 from fsdp_jax.checkpoint import OtherProcessError as OtherProcessError
 from fsdp_jax.checkpoint import PerProcess as PerProcess
 from fsdp_jax.checkpoint import Stateful as Stateful
