@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 
 import jax
 import jax.numpy as jnp
+from overlap_figures import by_axes, temporaries, times
 
 import fsdp_jax as fsdp
 from bridge.models import DecoderConfig, MoEConfig, RopeConfig
 from fsdp_jax.cli._model import fused_next_token_loss, plan_decoder
-from fsdp_jax.planner._compile import gpu_devices
+from fsdp_jax.planner._compile import compile_scheduled, gpu_devices
 from fsdp_jax.planner._gpu import GPUS
 
 SEQ = 4096
@@ -86,3 +88,25 @@ DECODERS = {
     "mixtral-8x7b": DecoderCase(MIXTRAL_8X7B, 64, {"ep": 8}, rows=1),
 }
 """What `--decoder` takes."""
+
+
+def measure_decoder(name, tx, dump):
+    """A whole model, and over which axes it waits."""
+    case, started = DECODERS[name], time.perf_counter()
+    plan, lowered = case.lower(tx)
+    options = fsdp.compiler_options(tensor_parallel=plan.mesh.shape["tp"] > 1)
+    cost = GPUS["h200"].cost
+    scheduled = compile_scheduled(lowered, cost, case.gpus, options)
+    if dump:
+        (dump / f"{name}_{case.gpus}.hlo").write_text(scheduled.compiled.as_text())
+    return {
+        "form": name,
+        "gpus": case.gpus,
+        "mesh": {axis: n for axis, n in plan.mesh.shape.items() if n > 1},
+        "sequences_a_rank": case.rows,
+        **times(scheduled.timeline),
+        "over": by_axes(scheduled.timeline, plan.mesh),
+        "temporaries_gb": temporaries(scheduled.compiled),
+        "guided": scheduled.guided,
+        "compile_s": round(time.perf_counter() - started, 1),
+    }

@@ -43,6 +43,18 @@ def test_all_forms_were_compiled_and_replayed_alike():
         assert max(floors) <= 1
 
 
+def test_a_model_of_70_billion_over_tp_waits_for_its_tokens_not_its_weights():
+    found = json.loads((RESULTS / "overlap_llama-3-70b_jax0.10.2.json").read_text())
+    (row,) = found["rows"]
+    assert row["mesh"] == {"dp_shard": 8, "tp": 8}
+    assert row["floor_ms"] < row["step_ms"]
+    assert row["exposed_of_step"] < 0.27
+    # What is gathered between nodes is hidden; what a layer reads and makes is not.
+    weights, tokens = row["over"]["dp_shard"], row["over"]["tp"]
+    assert weights["exposed_ms"] < 0.2 * weights["wire_ms"]
+    assert tokens["wire_ms"] < weights["wire_ms"]
+
+
 def imported():
     return json.loads((RESULTS / "import.json").read_text())
 

@@ -1,4 +1,4 @@
-"""A decoder over tp, compiled for GPUs: tokens cross tp as planned, and no matrix does."""
+"""A decoder over tp, compiled for GPUs: tokens cross tp as planned, matrices never."""
 
 from __future__ import annotations
 
@@ -79,4 +79,6 @@ def test_weights_are_gathered_over_data_axes_at_tp_width(forecast):
 def test_a_table_tells_what_crosses_tp(forecast):
     assert {"tp", "dp_shard"} <= {axis for row in forecast.sent for axis in row.axes}
     assert {row.unit for row in forecast.sent if row.axes == ("tp",)} == {"-"}
+    assert "as if each rank of tp held all" in repr(forecast)
+    assert forecast.memory.total > forecast.compiled_bytes
     assert 0.05 < forecast.mfu < 1 and "(dp_shard=2, tp=4)" in repr(forecast)
