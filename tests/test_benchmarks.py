@@ -43,9 +43,14 @@ def test_all_forms_were_compiled_and_replayed_alike():
         assert max(floors) <= 1
 
 
+def decoder(name):
+    file = RESULTS / f"overlap_{name}_jax0.10.2.json"
+    (row,) = json.loads(file.read_text())["rows"]
+    return row
+
+
 def test_a_model_of_70_billion_over_tp_waits_for_its_tokens_not_its_weights():
-    found = json.loads((RESULTS / "overlap_llama-3-70b_jax0.10.2.json").read_text())
-    (row,) = found["rows"]
+    row = decoder("llama-3-70b")
     assert row["mesh"] == {"dp_shard": 8, "tp": 8}
     assert row["floor_ms"] < row["step_ms"]
     assert row["exposed_of_step"] < 0.27
@@ -53,6 +58,16 @@ def test_a_model_of_70_billion_over_tp_waits_for_its_tokens_not_its_weights():
     weights, tokens = row["over"]["dp_shard"], row["over"]["tp"]
     assert weights["exposed_ms"] < 0.2 * weights["wire_ms"]
     assert tokens["wire_ms"] < weights["wire_ms"]
+
+
+def test_of_mixtral_over_ep_and_fsdp_most_of_what_is_sent_is_hidden():
+    row = decoder("mixtral-8x7b")
+    assert row["mesh"] == {"dp_shard": 8, "ep": 8} and row["gpus"] == 64
+    assert row["exposed_of_step"] < 0.1
+    assert row["floor_ms"] <= row["step_ms"]
+    # Over ep alone tokens travel, within a node; experts' weights over dp_shard alone.
+    assert set(row["over"]) == {"dp_shard x ep", "dp_shard", "ep"}
+    assert row["over"]["ep"]["wire_ms"] < row["over"]["dp_shard"]["wire_ms"]
 
 
 def imported():
