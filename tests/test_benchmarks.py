@@ -105,6 +105,40 @@ def test_imports_were_compared_cold_and_warm_in_one_run():
     assert {"jax", "numpy", "safetensors", "transformers"} <= set(found["versions"])
 
 
+def saved():
+    return json.loads((RESULTS / "checkpoint.json").read_text())
+
+
+def test_a_save_is_nearly_as_fast_as_the_disk_and_checksums_cost_it_little():
+    compared = saved()["compared"]
+    assert compared["save_of_dd"] >= 0.9
+    assert compared["save_of_no_checksums"] >= 0.95
+
+
+def test_a_cold_load_is_more_than_half_as_fast_as_the_disk_and_faster_than_orbax():
+    compared = saved()["compared"]
+    assert compared["load_of_dd"] >= 0.6
+    assert compared["load_of_orbax"] >= 1.6
+
+
+def test_saving_in_the_background_keeps_the_loop_no_longer_than_a_copy():
+    assert saved()["compared"]["blocked_of_copy_to_host"] <= 1.2
+
+
+def test_saving_and_loading_take_little_memory_beside_the_state():
+    found, peak = saved(), saved()["peak_memory_gb"]["fsdp_jax"]
+    assert peak["save"] <= 0.1
+    assert peak["load"] <= found["gigabytes"] + 16 * 2**25 / 1e9
+
+
+def test_checkpoints_were_compared_in_turns_of_one_run():
+    found = saved()
+    assert found["rounds"] >= 5 and found["gigabytes"] > 1.1
+    for name in ("fsdp_jax", "no checksums", "orbax", "np.save", "dd", "torch dcp"):
+        assert len(found["seconds"][name]["save"]) == found["rounds"]
+    assert {"jax", "orbax-checkpoint", "tensorstore", "torch"} <= set(found["versions"])
+
+
 @pytest.mark.torch
 def test_the_check_of_a_gpu_runs_through_in_rehearsal(tmp_path):
     out = tmp_path / "check.json"
