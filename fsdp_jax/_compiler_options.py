@@ -17,8 +17,8 @@ _OVERLAP: Options = {
     "xla_gpu_reduce_scatter_combine_threshold_bytes": 1 << 27,
     "xla_gpu_all_reduce_combine_threshold_bytes": 1 << 27,
 }
-# A collective that other processes never enter ends with an error, as in torch after ten
-# minutes; by itself XLA waits for ever.
+# A collective that other processes never enter ends with an error, as in torch after
+# ten minutes; by itself XLA waits for ever.
 _TIME_OUT: Options = {"xla_gpu_nccl_termination_timeout_seconds": 600}
 
 # By the first two numbers of jaxlib, in order. XLA renames and drops options without
