@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from fsdp_jax._low_precision import ParamGather
 from fsdp_jax._tree import matches
 
 
@@ -52,6 +53,7 @@ class MixedPrecisionPolicy:
     grad_comm_dtype: DTypeLike | None = None
     reduce_scatter_with_fp32_accumulation: bool = False
     param_name_patterns_for_fp32_local_accumulation: tuple[str, ...] = ()
+    param_gather: ParamGather | None = None
 
     def __post_init__(self):
         """Refuses what gradients cannot be made of, all offenders at once."""
@@ -238,6 +240,15 @@ class FSDPConfig:
             raise ValueError(
                 f"FSDPConfig(min_shard_elements={self.min_shard_elements}) counts "
                 "elements: use 0 to shard everything."
+            )
+        if (
+            strategy == "no_shard"
+            and self.mp_policy.param_gather
+            and not self.placements
+        ):
+            raise ValueError(
+                "FSDPConfig(zero_dp_strategy='no_shard') gathers no weights, so that "
+                f"param_gather={self.mp_policy.param_gather} would do nothing: drop it."
             )
         if self.remat_policy is not None and not self.reshard_after_forward:
             raise ValueError(

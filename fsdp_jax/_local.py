@@ -14,7 +14,8 @@ from jaxtyping import Array, Float
 
 from fsdp_jax._aux import AUX_SPECS, AuxFormat, join_aux, reduce_aux
 from fsdp_jax._batch import split_microbatches
-from fsdp_jax._collectives import enter_step, late_axes_of, reduce_late
+from fsdp_jax._collectives import late_axes_of, reduce_late
+from fsdp_jax._enter import enter_step
 from fsdp_jax._loss import (
     LossFn,
     LossForm,
@@ -40,7 +41,7 @@ def global_loss(plan: Plan, loss_fn: LossFn, form: LossForm) -> Callable[..., An
     aux_format = AuxFormat()
 
     def local(values, batch, rng, model_state):
-        values = _enter(plan, values)
+        values = enter_step(plan.rows, values)
         shards = [
             Shard(value, None, None, row, Late())
             for row, value in zip(plan.rows, values, strict=True)
@@ -84,7 +85,7 @@ def global_grads(
 
     def local(values, batch, rng, model_state):
         rows = split_microbatches(batch, accumulate)
-        shards = _shards(plan, _enter(plan, values), 1 / num_means)
+        shards = _shards(plan, enter_step(plan.rows, values), 1 / num_means)
         key = fold_rank(rng, data_axes)
         grads, state, outs = _accumulate(
             plan, call, aux_format, shards, model_state, rows, key, accumulate
@@ -247,7 +248,7 @@ def _finishing(
     return finishing
 
 
-def _shards(plan: Plan, values: Sequence[Array], scale: float) -> list[Shard]:
+def _shards(plan: Plan, values: Sequence[Any], scale: float) -> list[Shard]:
     return [
         Shard(
             value,
@@ -311,11 +312,6 @@ def _placed(plan: Plan, row: ParamPlan, grad: Array) -> Array | Padded:
         spec = row.spec_with_tp(row.placements.optimizer)
         grad = lax.with_sharding_constraint(grad, NamedSharding(plan.mesh, spec))
     return Padded(grad, row.shape) if row.padding else grad
-
-
-def _enter(plan: Plan, values: Sequence[Array]) -> list[Array]:
-    with jax.named_scope("enter_step"):
-        return [enter_step(*pair) for pair in zip(plan.rows, values, strict=True)]
 
 
 def _add(grads: Grads, new: Grads) -> Grads:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fsdp_jax._config import FSDPConfig, Placements, Precision
+from fsdp_jax._low_precision import MXFP8Gather, ParamGather, num_blocks
 from fsdp_jax._mesh import BATCH_AXES, DATA_AXES, axes_in_use, num_devices
 from fsdp_jax._model import MakeModel, ModelDef
 from fsdp_jax._padded import Padded
@@ -41,6 +42,7 @@ class ParamPlan:
       frozen: Whether it is not trained.
       reshard: Whether its unit is gathered again for backward.
       remat_policy: What of its unit's activations is saved, see `FSDPConfig`.
+      gather: How it is encoded to travel; None: it travels in its compute dtype.
     """
 
     name: str
@@ -56,6 +58,12 @@ class ParamPlan:
     frozen: bool
     reshard: bool
     remat_policy: Callable[..., bool] | None
+    gather: ParamGather | None = None
+
+    @property
+    def block_dim(self) -> int:
+        """The dim along which MXFP8 has its blocks, from the end: one not split."""
+        return -1 if self.dim != len(self.shape) - 1 else -2
 
     @property
     def ndim_in_unit(self) -> int:
@@ -225,6 +233,21 @@ class Plan:
         """The structure of the parameters."""
         return jax.tree.structure(self.model.params)
 
+    @property
+    def encoded_bytes(self) -> int:
+        """Bytes on one device, during a step, for pieces encoded to be gathered."""
+        total = 0
+        for row in self.rows:
+            if row.gather:
+                held = row.num_elements(self.mesh, row.placements.parameter)
+                total += held
+                if isinstance(row.gather, MXFP8Gather):
+                    size = row.shape[row.block_dim]
+                    if row.tensor_dim == len(row.shape) + row.block_dim:
+                        size //= self.mesh.shape["tp"]
+                    total += held // size * num_blocks(size)
+        return total
+
     def __repr__(self) -> str:
         """The table: one row a parameter, then the mesh and the bytes a device."""
         table = text_table(_COLUMNS, [_cells(self, row) for row in self.rows])
@@ -252,12 +275,12 @@ _COLUMNS = {
 
 def _cells(plan: Plan, row: ParamPlan) -> tuple[str, ...]:
     axes = row.placements.optimizer
-    rests, moves = row.precision.main_params, row.precision.param
+    rests = row.precision.main_params
     return (
         row.name,
         str(row.shape),
         rests.name,
-        moves.name,
+        row.gather.name if row.gather else row.precision.param.name,
         row.unit + (" (stacked)" if row.num_stacked else ""),
         _split(row),
         f"{row.num_elements(plan.mesh, axes) * rests.itemsize:,}",
@@ -320,6 +343,11 @@ def _summary(plan: Plan) -> list[str]:
     ]
     if frozen:
         lines.append(f"frozen, with neither gradient nor optimizer state: {frozen}")
+    if encoded := [row.gather.name for row in plan.rows if row.gather]:
+        lines.append(
+            f"encoded to be gathered: {len(encoded)} as {encoded[0]}, "
+            f"{format_bytes(plan.encoded_bytes)} a device during a step"
+        )
     if padded := [row for row in plan.rows if row.padding]:
         lines.append(
             f"padded, since no dim divides: {len(padded)}, "

@@ -32,7 +32,8 @@ class Memory:
       params: Parameters at rest.
       optimizer: Optimizer state at rest.
       gradients: Reduced and accumulated ones, and a unit's before they are reduced.
-      gathered: Whole weights: of units, and of what belongs to none.
+      gathered: Whole weights: of units, and of what belongs to none; and pieces that
+        are encoded, once a step, to be gathered.
       saved: Activations kept for backward.
       activations: What the unit at work computes with.
       logits: What is computed outside of all stacks of units: the head, the loss.
@@ -147,7 +148,7 @@ class _Walk:
         self, operation: Operation, value: Value, found: Lifetimes, inside: str
     ) -> str:
         key = (value.shape, value.dtype)
-        if value in found.gathered:
+        if value in found.gathered or "enter_step" in operation.scopes:
             return "gathered"
         if key in self.grads or value in found.to_reduce:
             return "gradients"
