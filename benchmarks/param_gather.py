@@ -1,0 +1,114 @@
+"""What the demo's model learns from weights that travel in eight bits.
+
+    python benchmarks/param_gather.py [--steps 200] [--devices 4] [--out FILE]
+
+A Llama of the demo's sizes trains on the demo's text, in bfloat16, on simulated CPU
+devices, from the same start and on the same batches: its weights gathered as bfloat16,
+as float8 and as MXFP8. JSON goes to stdout: every loss, and how far the mean of the last
+20 is from bfloat16's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+import fsdp_jax as fsdp
+from bridge.models import Decoder, DecoderConfig, DecoderLayer
+from fsdp_jax.cli._demo import _text_files
+from fsdp_jax.cli._tokens import read_tokens
+
+CONFIG = DecoderConfig(
+    vocab_size=256,
+    hidden_size=64,
+    intermediate_size=160,
+    num_hidden_layers=4,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+)
+FORMATS = {
+    "bfloat16": None,
+    "float8": fsdp.Float8Gather(min_elements=1024),
+    "mxfp8": fsdp.MXFP8Gather(min_elements=1024),
+}
+ROWS, SEQ, LAST = 8, 64, 20
+
+
+def batches():
+    """Rows of the demo's text, in an order of their own."""
+    files = [Path(file) for file in _text_files()]
+    tokens = read_tokens(files, "bytes", None, CONFIG.vocab_size).astype(np.int32)
+    random = np.random.default_rng(0)
+    while True:
+        starts = random.integers(0, len(tokens) - SEQ - 1, ROWS)
+        yield np.stack([tokens[s : s + SEQ + 1] for s in starts])
+
+
+def loss_fn(model, tokens):
+    logits = model(tokens[:, :-1]).astype(jnp.float32)
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
+    return losses.mean()
+
+
+def train(kind, steps):
+    """The losses, and what is gathered in fewer bits."""
+    policy = fsdp.MixedPrecisionPolicy(
+        param_dtype=jnp.bfloat16, param_gather=FORMATS[kind]
+    )
+    plan = fsdp.fully_shard(
+        lambda key: Decoder(CONFIG, rngs=nnx.Rngs(key), scan=fsdp.scan),
+        fsdp.make_mesh(),
+        [DecoderLayer],
+        fsdp.FSDPConfig(mp_policy=policy),
+    )
+    tx = optax.adamw(3e-3)
+    step = fsdp.make_train_step(plan, loss_fn, tx)
+    state = fsdp.init(plan, tx, fsdp.init_params(plan, jax.random.key(0)))
+    losses, given = [], batches()
+    for _ in range(steps):
+        state, metrics = step(state, next(given))
+        losses.append(float(metrics["loss"]))
+    return losses, [row.name for row in plan.rows if row.gather]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--devices", type=int, default=4, help="simulated")
+    parser.add_argument("--out", type=Path, help="write the JSON here as well")
+    args = parser.parse_args()
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", args.devices)
+    found = {kind: train(kind, args.steps) for kind in FORMATS}
+    want = np.mean(found["bfloat16"][0][-LAST:])
+    report = {
+        "command": f"python benchmarks/param_gather.py --steps {args.steps} "
+        f"--devices {args.devices}",
+        "versions": {n: importlib.metadata.version(n) for n in ("jax", "flax")},
+        "rows": ROWS,
+        "seq": SEQ,
+        "formats": {
+            kind: {
+                "gathered_in_fewer_bits": names,
+                "loss": round(float(np.mean(losses[-LAST:])), 5),
+                "off_by": round(float(np.mean(losses[-LAST:]) / want - 1), 5),
+                "losses": [round(loss, 4) for loss in losses],
+            }
+            for kind, (losses, names) in found.items()
+        },
+    }
+    print(json.dumps(report))
+    if args.out:
+        args.out.write_text(json.dumps(report) + "\n")
+
+
+if __name__ == "__main__":
+    main()
