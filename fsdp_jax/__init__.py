@@ -17,6 +17,7 @@ from fsdp_jax._health import largest_grads as largest_grads
 from fsdp_jax._layer_wise import layer_wise as layer_wise
 from fsdp_jax._low_precision import Float8Gather as Float8Gather
 from fsdp_jax._low_precision import MXFP8Gather as MXFP8Gather
+from fsdp_jax._memory_alarm import MemoryWarning as MemoryWarning
 from fsdp_jax._mesh import make_mesh as make_mesh
 from fsdp_jax._model_state import Tally as Tally
 from fsdp_jax._padded import Padded as Padded

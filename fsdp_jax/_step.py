@@ -16,6 +16,7 @@ from fsdp_jax._frozen import apply_updates, trainable
 from fsdp_jax._health import raise_if_not_finite
 from fsdp_jax._local import global_grads, global_loss
 from fsdp_jax._loss import LossFn, LossForm, takes_rng
+from fsdp_jax._memory_alarm import MemoryWatch
 from fsdp_jax._padded import pack, unpack
 from fsdp_jax._plan import Plan
 from fsdp_jax._state import TrainState, abstract_state
@@ -89,12 +90,14 @@ class TrainStep:
       accumulate: Microbatches a step.
       jitted: The `jax.jit` function of `(state, batch)`; the state is donated.
       check_for_nan_in_grad: Whether each call waits for the step and checks it.
+      watch: Looks at the memory of each program before it first runs.
     """
 
     plan: Plan
     accumulate: int
     jitted: Any
     check_for_nan_in_grad: bool = False
+    watch: MemoryWatch = dataclasses.field(default_factory=MemoryWatch)
 
     def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, PyTree]:
         """Runs one step; the old state is given up to make room for the new one.
@@ -104,7 +107,9 @@ class TrainStep:
             it names the parameters and the step.
         """
         check_batch(self.plan, batch, self.accumulate)
-        new, metrics = self.jitted(state, place_batch(self.plan, batch))
+        batch = place_batch(self.plan, batch)
+        self.watch.look(self.jitted, state, batch)
+        new, metrics = self.jitted(state, batch)
         if self.check_for_nan_in_grad:
             raise_if_not_finite(self.plan, metrics["grad_peaks"], int(new.step))
         return new, metrics
@@ -135,6 +140,7 @@ def make_train_step(
     skip_nonfinite: bool = False,
     report_grad_peaks: bool = False,
     compiler_options: Mapping[str, bool | int | str] | None = None,
+    memory_limit: int | None = None,
 ) -> TrainStep:
     """Makes the step that updates a `TrainState` with one batch.
 
@@ -157,6 +163,10 @@ def make_train_step(
       compiler_options: XLA's, for this program alone, as `jax.jit` takes them; {} for
         none. Default `fsdp_jax.compiler_options()` on GPUs, and none elsewhere. A name
         that XLA does not know raises when the step compiles.
+      memory_limit: Bytes of a device that the step may take. Before a program first
+        runs, a `MemoryWarning` says if it takes 95 % of them, or if XLA recomputes
+        things of itself to fit. Default what the device says it has; CPUs say nothing,
+        and are not looked at.
 
     Returns:
       `step(state, batch) -> (state, metrics)`, where metrics hold `loss`, `grad_norm`
@@ -219,7 +229,8 @@ def make_train_step(
         out_shardings=(shardings, None),
         compiler_options=options_for(plan.mesh, compiler_options),
     )
-    return TrainStep(plan, accumulate, jitted, check_for_nan_in_grad)
+    watch = MemoryWatch(memory_limit)
+    return TrainStep(plan, accumulate, jitted, check_for_nan_in_grad, watch)
 
 
 def _updated(

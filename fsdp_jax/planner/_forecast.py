@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +16,7 @@ from fsdp_jax._compiler_options import compiler_options
 from fsdp_jax._fully_shard import fully_shard
 from fsdp_jax._local import global_loss
 from fsdp_jax._loss import LossFn, LossForm
+from fsdp_jax._memory_alarm import compiled_bytes, memory_alarms
 from fsdp_jax._mesh import AXES, make_mesh
 from fsdp_jax._plan import Plan
 from fsdp_jax._state import abstract_state
@@ -88,6 +90,11 @@ class Forecast:
         """Whether the compiled step leaves a tenth of the memory to others."""
         return self.compiled_bytes <= 0.9 * self.gpu.memory
 
+    @functools.cached_property
+    def memory_alarms(self) -> tuple[str, ...]:
+        """What a `MemoryWarning` will say when the step first runs there."""
+        return memory_alarms(self.compiled, self.gpu.memory)
+
     def to_dict(self) -> dict[str, Any]:
         """Everything in it as JSON has it; bytes, seconds."""
         speed = self.tokens_per_second
@@ -110,6 +117,7 @@ class Forecast:
             "fits": self.fits,
             "memory_of_gpu": self.gpu.memory,
             "memory_compiled": self.compiled_bytes,
+            "memory_alarms": list(self.memory_alarms),
             "memory_predicted": {
                 **dataclasses.asdict(self.memory),
                 "total": self.memory.total,
@@ -232,18 +240,6 @@ def count_on_cpu(
     return compiled_bytes(compiled), sent_rows(timeline, plan)
 
 
-def compiled_bytes(compiled: jax.stages.Compiled) -> int:
-    """Bytes on a device at the fullest moment: what XLA assigned buffers to."""
-    stats = compiled.memory_analysis()
-    assert stats is not None
-    return (
-        stats.argument_size_in_bytes
-        + stats.output_size_in_bytes
-        - stats.alias_size_in_bytes
-        + stats.temp_size_in_bytes
-    )
-
-
 def _model_flops(plan: Plan, loss_fn, options, state, batch) -> float:
     """Three times the forward's work: backward takes twice as much."""
     form = LossForm(
@@ -277,6 +273,7 @@ def _headline(forecast: Forecast) -> list[str]:
         speed,
         f"memory: {format_bytes(forecast.compiled_bytes)} a GPU as compiled, "
         f"{room}: {verdict}",
+        *(f"memory alarm: {alarm}" for alarm in forecast.memory_alarms),
         *_advice(forecast),
     ]
 
