@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from fsdp_jax._low_precision import ParamGather
+from fsdp_jax._offload import Offload
 from fsdp_jax._tree import matches
 
 
@@ -191,6 +192,9 @@ class FSDPConfig:
         the model's own slice of the weight counts it (`{"layers.*.up.kernel": 1}`; -1
         is the last). A parameter with a single dim is split over data axes alone.
       min_shard_elements: Parameters with fewer elements stay whole; shown in the plan.
+      offload: What rests in the host's memory instead of the device's, e.g.
+        `Offload()` for the optimizer state. None: nothing. For activations take a
+        `remat_policy` of jax's that offloads.
 
     Source: FSDP2 `fully_shard(reshard_after_forward=, mp_policy=)`.
     """
@@ -210,6 +214,7 @@ class FSDPConfig:
         default_factory=dict, hash=False
     )
     min_shard_elements: int = 0
+    offload: Offload | None = None
 
     def __post_init__(self):
         """Refuses combinations in which an option would do nothing."""

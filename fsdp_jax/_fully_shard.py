@@ -21,6 +21,7 @@ from fsdp_jax._mesh import (
     num_devices,
 )
 from fsdp_jax._model import Instance, MakeModel, describe
+from fsdp_jax._offload import check_memory
 from fsdp_jax._plan import ROOT, ParamPlan, Plan
 from fsdp_jax._tree import matches, named_leaves
 
@@ -88,6 +89,8 @@ def fully_shard(
     """
     config = config or FSDPConfig()
     check_axes(mesh, tensor_parallel=bool(config.tensor_parallel))
+    if config.offload:
+        check_memory(mesh)
     plain = [u.unit if isinstance(u, Stacked) else u for u in units]
     classes = tuple(dict.fromkeys(u for u in plain if isinstance(u, type)))
     model = describe(make_model, classes)

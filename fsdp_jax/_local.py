@@ -25,9 +25,11 @@ from fsdp_jax._loss import (
 )
 from fsdp_jax._mesh import BATCH_AXES, DATA_AXES, axes_in_use, num_devices
 from fsdp_jax._model_state import fold_rank, reduce_state
+from fsdp_jax._offload import Offload, on_device
 from fsdp_jax._padded import Padded, pack
 from fsdp_jax._plan import ROOT, ParamPlan, Plan
 from fsdp_jax._shard import Late, Shard
+from fsdp_jax._stream import AHEAD
 from fsdp_jax._tree import PyTree
 
 Grads = list[Array | None]
@@ -303,7 +305,23 @@ def _over_mesh(plan: Plan, local: Callable[..., Any], out_specs: Any):
 def _packed(plan: Plan, params: PyTree) -> list[Array]:
     """The arrays of the parameters as they rest in a `TrainState`."""
     leaves = plan.treedef.flatten_up_to(pack(params, plan.packed_params))
-    return [leaf.value if isinstance(leaf, Padded) else leaf for leaf in leaves]
+    arrays = [leaf.value if isinstance(leaf, Padded) else leaf for leaf in leaves]
+    if plan.config.offload and plan.config.offload.params:
+        return _fetched(plan, plan.config.offload, arrays)
+    return arrays
+
+
+def _fetched(plan: Plan, offload: Offload, arrays: Sequence[Array]) -> list[Array]:
+    """On the device, one after the other, in the dtype in which they are gathered."""
+    fetched: list[Array] = []
+    for row, array in zip(plan.rows, arrays, strict=True):
+        if offload.moves(array):
+            array, _ = lax.optimization_barrier((array, fetched[-AHEAD:]))
+            array = on_device(array)
+            if row.gather is None:
+                array = array.astype(row.precision.param)
+        fetched.append(array)
+    return fetched
 
 
 def _placed(plan: Plan, row: ParamPlan, grad: Array) -> Array | Padded:

@@ -85,8 +85,8 @@ def split_unit(compute, unshard, shards, args):
     used = {v for eqn in after for v in eqn.invars if isinstance(v, core.Var)}
     used |= {v for v in jaxpr.outvars if isinstance(v, core.Var)}
     crossing = [v for v in derived if v in used]
-    first = _function(closed, jaxpr.invars[:num_weights], crossing, before)
-    second = _function(
+    first = function_of(closed, jaxpr.invars[:num_weights], crossing, before)
+    second = function_of(
         closed, [*crossing, *jaxpr.invars[num_weights:]], jaxpr.outvars, after
     )
 
@@ -153,12 +153,12 @@ def _evaluate(closed, opened: set[int], *args):
             variables = [v for v in eqn.invars if isinstance(v, core.Var)]
             invars = [v for v in dict.fromkeys(variables) if v not in jaxpr.constvars]
             outvars = [v for v in eqn.outvars if not isinstance(v, core.DropVar)]
-            single = _function(closed, invars, outvars, [eqn])
+            single = function_of(closed, invars, outvars, [eqn])
             env.update(zip(outvars, single(*map(read, invars)), strict=True))
     return [read(v) for v in jaxpr.outvars]
 
 
-def _function(closed, invars, outvars, eqns) -> Callable[..., Sequence[Any]]:
+def function_of(closed, invars, outvars, eqns) -> Callable[..., Sequence[Any]]:
     """The function of positional inputs that `eqns` compute; constants are kept."""
     jaxpr = closed.jaxpr.replace(
         invars=list(invars),

@@ -12,15 +12,16 @@ import optax
 
 from fsdp_jax._batch import check_batch, place_batch
 from fsdp_jax._compiler_options import options_for
-from fsdp_jax._frozen import apply_updates, trainable
 from fsdp_jax._health import raise_if_not_finite
 from fsdp_jax._local import global_grads, global_loss
 from fsdp_jax._loss import LossFn, LossForm, takes_rng
 from fsdp_jax._memory_alarm import MemoryWatch
-from fsdp_jax._padded import pack, unpack
+from fsdp_jax._offload import on_device
+from fsdp_jax._padded import unpack
 from fsdp_jax._plan import Plan
 from fsdp_jax._state import TrainState, abstract_state
 from fsdp_jax._tree import PyTree, named_leaves
+from fsdp_jax._update import in_dtypes_of, make_update, unless
 
 
 def value_and_grad(
@@ -192,6 +193,7 @@ def make_train_step(
     compute = global_grads(plan, loss_fn, form, accumulate, with_peaks=with_peaks)
     mould = abstract_state(plan, tx)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, mould)
+    update = make_update(plan, tx, mould, may_skip=skip_nonfinite)
 
     def step(state: TrainState, batch: PyTree):
         rng = jax.random.fold_in(state.rng, state.step)
@@ -200,27 +202,24 @@ def make_train_step(
         )
         if update_model_state:
             model_state = _updated(plan, update_model_state, state.params, model_state)
-        grads, params = unpack(grads), unpack(state.params)
+        skip = ~jnp.isfinite(peaks).all() if skip_nonfinite else jnp.bool_(False)
         with jax.named_scope("optimizer"):
-            updates, opt_state = tx.update(
-                grads, unpack(state.opt_state), trainable(plan, params)
-            )
-            params = apply_updates(plan, params, updates)
-        metrics = {"loss": loss, "grad_norm": optax.tree.norm(grads)}
+            params, opt_state = update(state.params, state.opt_state, grads, skip)
+        if skip_nonfinite:
+            model_state = unless(skip, state.model_state, model_state)
+        metrics = {"loss": loss, "grad_norm": optax.tree.norm(unpack(grads))}
         if has_aux:
             metrics["aux"] = aux
         if with_peaks:
             metrics["grad_peaks"] = peaks
         new = TrainState(
             state.step + 1,
-            pack(params, mould.params),
-            _in_dtypes_of(mould.opt_state, pack(opt_state, mould.opt_state)),
+            params,
+            opt_state,
             model_state,
             state.rng,
-            state.num_skipped,
+            state.num_skipped + skip,
         )
-        if skip_nonfinite:
-            new = _unless(~jnp.isfinite(peaks).all(), state, new)
         return new, metrics
 
     jitted = jax.jit(
@@ -237,6 +236,8 @@ def _updated(
     plan: Plan, update: Callable[[Any], Any], params: PyTree, model_state: PyTree
 ) -> PyTree:
     """The model state after `update` has had the model in its hands."""
+    if plan.config.offload:
+        params = on_device(params)
     model = plan.model.merge(unpack(params), model_state)
     changed = update(model)
     _, after = plan.model.split(model if changed is None else changed)
@@ -245,31 +246,7 @@ def _updated(
             "update_model_state left the model with other arrays than it had. Change "
             "the values of its variables, and neither add nor remove any."
         )
-    return _in_dtypes_of(plan.model_state, after)
-
-
-def _in_dtypes_of(mould: PyTree, tree: PyTree) -> PyTree:
-    """Keeps each array in the dtype that it was made in.
-
-    A moment that widens with the gradient would make the second step another program,
-    and its checkpoint one that does not load.
-    """
-    return jax.tree.map(lambda leaf, new: new.astype(leaf.dtype), mould, tree)
-
-
-def _unless(is_bad: Any, old: TrainState, new: TrainState) -> TrainState:
-    """The new state; where `is_bad`, the old one, with the step counted and skipped."""
-
-    def choose(old, new):
-        return jax.tree.map(lambda o, n: jnp.where(is_bad, o, n), old, new)
-
-    return dataclasses.replace(
-        new,
-        params=choose(old.params, new.params),
-        opt_state=choose(old.opt_state, new.opt_state),
-        model_state=choose(old.model_state, new.model_state),
-        num_skipped=old.num_skipped + is_bad,
-    )
+    return in_dtypes_of(plan.model_state, after)
 
 
 def make_eval_step(
