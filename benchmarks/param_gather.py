@@ -5,8 +5,8 @@
 A Llama of the demo's sizes trains on the demo's text, in bfloat16, on simulated CPU
 devices: its weights gathered as bfloat16, as float8 and as MXFP8. Each does so three
 times, with other batches from another start, the same for all formats: 200 steps in, a
-loss still falls by the luck of the batches. JSON goes to stdout: the losses, and how far
-the mean of the last 20, over all three, is from bfloat16's.
+loss still falls by the luck of the batches. JSON goes to stdout: the losses, and how
+far the mean of the last 20, over all three, is from bfloat16's.
 """
 
 from __future__ import annotations

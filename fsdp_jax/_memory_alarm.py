@@ -15,8 +15,8 @@ NEARLY_FULL = 0.95
 """The part of a device's memory from which on a step is said to be near its end."""
 
 _FIX = (
-    "Take fewer rows a microbatch (accumulate=), save less for backward "
-    "(FSDPConfig(remat_policy=...)), shard further, or offload (FSDPConfig(offload=...))"
+    "Take fewer rows a microbatch (accumulate=...), save less for backward "
+    "(remat_policy of FSDPConfig), shard further, or offload (offload of FSDPConfig)"
 )
 
 

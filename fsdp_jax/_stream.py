@@ -53,7 +53,7 @@ def stream(
 
 
 def _parts(jaxpr: core.Jaxpr, order: Sequence[int]) -> list[list[Any]]:
-    """The equations, those that each result in turn needs besides the ones before it."""
+    """The equations, those of each result in turn that the ones before did not need."""
     makes = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
     done: set[int] = set()
     parts = []

@@ -27,6 +27,7 @@ from fsdp_jax.planner._compile import compile_scheduled, gpu_devices, text_of
 from fsdp_jax.planner._flops import product_flops
 from fsdp_jax.planner._gpu import GPU, find_gpu
 from fsdp_jax.planner._hlo import parse
+from fsdp_jax.planner._host_memory import Offloaded, mark_host_arguments, offloaded
 from fsdp_jax.planner._memory import Memory, predict_memory
 from fsdp_jax.planner._picture import draw_forecast
 from fsdp_jax.planner._sent import SentRow, sent_rows, sent_table
@@ -48,6 +49,7 @@ class Forecast:
       guided: Whether XLA's scheduler was given the cost model, see `compile_for`.
       compiled_bytes: Bytes on a GPU at the fullest moment, as XLA assigned buffers.
       memory: The same by what it is, predicted from the plan and the trace alone.
+      offloaded: What rests on the host, and what the step copies; None without.
       sent: One row a collective.
       tokens: Tokens in a global batch; None if not told.
       model_flops: Work of forward and backward on one device, without recomputation.
@@ -60,6 +62,7 @@ class Forecast:
     guided: bool
     compiled_bytes: int
     memory: Memory
+    offloaded: Offloaded | None
     sent: tuple[SentRow, ...]
     tokens: int | None
     model_flops: float
@@ -90,6 +93,12 @@ class Forecast:
         """Whether the compiled step leaves a tenth of the memory to others."""
         return self.compiled_bytes <= 0.9 * self.gpu.memory
 
+    @property
+    def offload_seconds(self) -> float:
+        """What the copies to and from the host take, if nothing hides them."""
+        found = self.offloaded
+        return found.seconds(self.gpu.cost.host_bandwidth) if found else 0.0
+
     @functools.cached_property
     def memory_alarms(self) -> tuple[str, ...]:
         """What a `MemoryWarning` will say when the step first runs there."""
@@ -117,6 +126,8 @@ class Forecast:
             "fits": self.fits,
             "memory_of_gpu": self.gpu.memory,
             "memory_compiled": self.compiled_bytes,
+            "offloaded": self.offloaded and dataclasses.asdict(self.offloaded),
+            "offload_seconds": self.offload_seconds,
             "memory_alarms": list(self.memory_alarms),
             "memory_predicted": {
                 **dataclasses.asdict(self.memory),
@@ -194,9 +205,10 @@ def compile_for(
     state = abstract_state(plan, tx)
     mould = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
     options = compiler_options() if options is None else options
-    scheduled = compile_scheduled(
-        step.lower(state, mould), gpu.cost, count, options, guide=guide
-    )
+    lowered = step.lower(state, mould)
+    if plan.config.offload:
+        mark_host_arguments(plan, lowered, state)
+    scheduled = compile_scheduled(lowered, gpu.cost, count, options, guide=guide)
     traced = step.jitted.trace(state, mould).jaxpr
     return Forecast(
         gpu=gpu,
@@ -206,6 +218,7 @@ def compile_for(
         guided=scheduled.guided,
         compiled_bytes=compiled_bytes(scheduled.compiled),
         memory=predict_memory(plan, state, mould, traced),
+        offloaded=offloaded(plan, state) if plan.config.offload else None,
         sent=sent_rows(scheduled.timeline, plan),
         tokens=tokens,
         model_flops=_model_flops(plan, loss_fn, step_options, state, mould),
@@ -273,8 +286,21 @@ def _headline(forecast: Forecast) -> list[str]:
         speed,
         f"memory: {format_bytes(forecast.compiled_bytes)} a GPU as compiled, "
         f"{room}: {verdict}",
+        *_offload_line(forecast),
         *(f"memory alarm: {alarm}" for alarm in forecast.memory_alarms),
         *_advice(forecast),
+    ]
+
+
+def _offload_line(forecast: Forecast) -> list[str]:
+    if (found := forecast.offloaded) is None:
+        return []
+    bandwidth = forecast.gpu.cost.host_bandwidth
+    return [
+        f"on the host: {format_bytes(found.bytes)} a GPU; a step copies "
+        f"{format_bytes(found.fetched)} here and {format_bytes(found.returned)} back, "
+        f"{forecast.offload_seconds * 1e3:,.1f} ms at {bandwidth / 1e9:,.0f} GB/s, on "
+        "top of the step unless hidden"
     ]
 
 
