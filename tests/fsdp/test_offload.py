@@ -153,6 +153,23 @@ def test_evaluation_fetches_what_rests_on_the_host():
     assert losses[0] == losses[1]
 
 
+def test_activations_go_to_the_host_and_come_back_by_a_policy_of_jax():
+    policies = jax.checkpoint_policies
+    grads, residuals = [], []
+    for policy in (
+        policies.dots_with_no_batch_dims_saveable,
+        policies.offload_dot_with_no_batch_dims("device", "pinned_host"),
+    ):
+        plan = plan_of(None, "even", remat_policy=policy)
+        params = fsdp.init_params(plan, jax.random.key(0))
+        compute = fsdp.value_and_grad(plan, loss_fn)
+        grads.append(host(compute(params, rows_of("even"))[1]))
+        traced = jax.make_jaxpr(compute)(params, rows_of("even"))
+        residuals.append(str(traced).count("<host>"))
+    jax.tree.map(np.testing.assert_array_equal, *grads)
+    assert residuals[0] == 0 < residuals[1]
+
+
 def test_what_cannot_be_is_refused_by_name():
     with pytest.raises(ValueError, match="offloads nothing"):
         fsdp.Offload(optimizer=False)
