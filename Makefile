@@ -19,7 +19,7 @@ JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help demo test test-long lint clean
+.PHONY: help demo test test-distributed test-long lint clean
 .DEFAULT_GOAL := help
 
 help:  ## Show this list.
@@ -30,6 +30,10 @@ demo: $(INSTALLED)  ## Shard a small model, train it, and carry it to PyTorch an
 
 test: $(INSTALLED)  ## Run the tests, on 8 simulated devices, in a process for each core, or JOBS=n. PYTEST=... adds arguments.
 	$(BIN)/pytest -n $(JOBS) --dist loadfile $(PYTEST)
+
+# A worker for each job would starve them: a job of four processes is four by itself.
+test-distributed: $(INSTALLED)  ## Run the tests that start jobs of several processes; `make test` runs them too.
+	$(BIN)/pytest -m distributed $(PYTEST)
 
 test-long: $(INSTALLED)  ## Run the tests that take minutes; their outcome goes to benchmarks/results.
 	$(BIN)/python benchmarks/long_tests.py $(PYTEST)

@@ -1,6 +1,6 @@
 """How fast checkpoints are written and read, against plain Orbax, torch and dd.
 
-    python benchmarks/checkpoint.py [--gigabytes 1.2] [--rounds 3] [--out FILE]
+    python benchmarks/checkpoint.py [--gigabytes 1.2] [--rounds 5] [--out FILE]
 
 Parameters and Adam's moments in float32, split over 8 simulated devices, to and from a
 local disk. All forms take turns within one run, since a disk is not the same from one
@@ -8,19 +8,21 @@ minute to the next; each number is the median of the rounds, in GB/s of values. 
 are cold: the files are dropped from the page cache before. JSON goes to stdout.
 
 `save` of fsdp_jax includes its checksums and the manifest; `no checksums` is the same
-arrays through the same Orbax settings without either. PyTorch is compared where it is
-installed. `dd` writes zeros with fsync, and reads the files that fsdp_jax wrote.
+but for these, as plain Orbax writes it with the same options. PyTorch is compared where
+it is installed; neither it nor `np.save` waits for the disk, all others do. `dd` writes
+zeros with fsync. Peak memory is what a form takes beside the state; of a load, what it
+loads is in it. Linux only.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import importlib.metadata
 import importlib.util
 import json
 import os
 import platform
-import resource
 import shutil
 import statistics
 import subprocess
@@ -37,6 +39,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 import fsdp_jax as fsdp
+from fsdp_jax.checkpoint._engine import file_bytes
 
 LAYERS, WIDTH = 4, 1024
 PACKAGES = ("jax", "orbax-checkpoint", "tensorstore", "numpy", "torch")
@@ -68,7 +71,12 @@ def mould_of(tree: Any) -> Any:
     )
 
 
-def orbax_forms(path: Path, arrays: dict[str, jax.Array], **options: Any):
+def orbax_forms(
+    path: Path,
+    arrays: dict[str, jax.Array],
+    file_bytes: int | None = None,
+    **options: Any,
+):
     """Plain Orbax with a handler's options: (save, load)."""
 
     def checkpointer() -> ocp.Checkpointer:
@@ -76,7 +84,8 @@ def orbax_forms(path: Path, arrays: dict[str, jax.Array], **options: Any):
 
     def save() -> None:
         with checkpointer() as writer:
-            writer.save(path, args=ocp.args.PyTreeSave(arrays))
+            args = ocp.args.PyTreeSave(arrays, ocdbt_target_data_file_size=file_bytes)
+            writer.save(path, args=args)
 
     def load() -> None:
         wanted = mould_of(arrays)
@@ -127,14 +136,18 @@ def forms(scratch: Path, state: fsdp.TrainState, num_bytes: int) -> dict[str, An
         for name, leaf in fsdp.named_leaves((state.params, state.opt_state))
     }
     mould = mould_of(state)
-    bare = {"use_zarr3": True, "use_compression": False}
+    bare = {
+        "use_zarr3": True,
+        "use_compression": False,
+        "file_bytes": file_bytes(num_bytes),
+    }
     made: dict[str, Callable[[Path], Any]] = {
         "fsdp_jax": lambda path: (
             lambda: fsdp.save(path, state),
             lambda: jax.block_until_ready(fsdp.load(path, mould)),
         ),
-        "orbax, no checksums": lambda path: orbax_forms(path, arrays, **bare),
-        "orbax, as it comes": lambda path: orbax_forms(path, arrays),
+        "no checksums": lambda path: orbax_forms(path, arrays, **bare),
+        "orbax": lambda path: orbax_forms(path, arrays),
         "np.save": lambda path: numpy_forms(path, arrays),
         "dd": lambda path: dd_forms(path, num_bytes),
     }
@@ -173,54 +186,106 @@ def in_the_background(path: Path, state: fsdp.TrainState) -> dict[str, float]:
     return {"blocked_s": blocked, "rest_s": rest, "copy_to_host_s": copied}
 
 
+def measured(action: Callable[[], Any]) -> tuple[float, float]:
+    """Seconds of an action, and gigabytes it takes at most, with what it returns."""
+    ctypes.CDLL(None).malloc_trim(0)  # what was freed would not be taken anew
+    Path("/proc/self/clear_refs").write_text("5")  # forgets the peak so far
+    before = memory("VmRSS")
+    taken = seconds(action)
+    return taken, (memory("VmHWM") - before) / 1e9
+
+
+def memory(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (line,) = [line for line in lines if line.startswith(f"{field}:")]
+    return int(line.split()[1]) * 1024
+
+
+def medians(rounds: list[dict[str, float]]) -> dict[str, float]:
+    return {
+        what: round(statistics.median(found[what] for found in rounds), 3)
+        for what in rounds[0]
+    }
+
+
+def compare(speeds: dict[str, Any], behind: dict[str, float]) -> dict[str, float]:
+    """The figures that the targets are about, each of the same run."""
+    ours, dd = speeds["fsdp_jax"], speeds["dd"]
+    ratios = {
+        "save_of_dd": ours["save"] / dd["save"],
+        "save_of_no_checksums": ours["save"] / speeds["no checksums"]["save"],
+        "save_of_orbax": ours["save"] / speeds["orbax"]["save"],
+        "load_of_dd": ours["load"] / dd["load"],
+        "load_of_orbax": ours["load"] / speeds["orbax"]["load"],
+        "blocked_of_copy_to_host": behind["blocked_s"] / behind["copy_to_host_s"],
+    }
+    return {what: round(value, 3) for what, value in ratios.items()}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gigabytes", type=float, default=1.2)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
+    load_average = os.getloadavg()[0]
     state = make_state(options.gigabytes)
     num_bytes = sum(x.nbytes for x in jax.tree.leaves((state.params, state.opt_state)))
-    times: dict[str, dict[str, list[float]]] = {}
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as scratch:
-        behind = in_the_background(Path(scratch) / "behind", state)
-        for _ in range(options.rounds):
-            for name, (path, save, load) in forms(
-                Path(scratch), state, num_bytes
-            ).items():
-                taken = times.setdefault(name, {"save": [], "load": []})
-                taken["save"].append(seconds(save))
-                drop_from_cache(path)
-                taken["load"].append(seconds(load))
-                remove(path)
-                print(name, {k: v[-1] for k, v in taken.items()}, file=sys.stderr)
+        measured = measure(Path(scratch), state, num_bytes, options.rounds)
+    times, peaks, behind = measured
+    speeds = {
+        name: {
+            what: round(num_bytes / 1e9 / statistics.median(values), 3)
+            for what, values in taken.items()
+        }
+        for name, taken in times.items()
+    }
     found = {
+        "command": f"python benchmarks/checkpoint.py --gigabytes {options.gigabytes} "
+        f"--rounds {options.rounds}",
         "gigabytes": num_bytes / 1e9,
-        "gb_per_s": {
-            name: {
-                what: round(num_bytes / 1e9 / statistics.median(values), 3)
-                for what, values in taken.items()
-            }
-            for name, taken in times.items()
-        },
+        "rounds": options.rounds,
+        "compared": compare(speeds, medians(behind)),
+        "gb_per_s": speeds,
+        "peak_memory_gb": {name: medians(found) for name, found in peaks.items()},
+        "in_the_background": medians(behind),
         "seconds": times,
-        "in_the_background": behind,
-        "peak_memory_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6,
-        "load_average": os.getloadavg(),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "load_average": {"before": load_average, "after": os.getloadavg()[0]},
+        "machine": {"cpus": os.cpu_count(), "system": platform.platform()},
         "versions": {
             name: importlib.metadata.version(name)
             for name in PACKAGES
             if importlib.util.find_spec(name.split("-")[0])
         },
     }
-    text = json.dumps(found, indent=2) + "\n"
+    text = json.dumps(found, indent=1) + "\n"
     print(text, end="")
     if options.out:
         options.out.write_text(text)
     return 0
+
+
+def measure(scratch: Path, state: fsdp.TrainState, num_bytes: int, rounds: int):
+    """Seconds and peak memory of every form, and of saving in the background."""
+    times: dict[str, dict[str, list[float]]] = {}
+    peaks: dict[str, list[dict[str, float]]] = {}
+    behind = []
+    for _ in range(rounds):
+        behind.append(in_the_background(scratch / "behind", state))
+        for name, (path, save, load) in forms(scratch, state, num_bytes).items():
+            saved, save_gb = measured(save)
+            drop_from_cache(path)
+            loaded, load_gb = measured(load)
+            remove(path)
+            taken = times.setdefault(name, {"save": [], "load": []})
+            taken["save"].append(saved)
+            taken["load"].append(loaded)
+            peaks.setdefault(name, []).append({"save": save_gb, "load": load_gb})
+            print(name, saved, loaded, save_gb, load_gb, file=sys.stderr)
+    return times, peaks, behind
 
 
 if __name__ == "__main__":

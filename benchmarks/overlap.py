@@ -1,12 +1,14 @@
 """How much of a step's communication computation hides: FSDP written in three ways.
 
     python benchmarks/overlap.py [--gpus 8] [--dump DIR] [--out FILE]
+    python benchmarks/overlap.py --decoder llama-3-70b [--dump DIR] [--out FILE]
 
 Llama-3 8B, sequence 4,096, full recompute, compiled for H200s with no GPU, and replayed
 on a stated cost model: with annotations alone, with a gather in a plain scan, and with
 `fsdp.scan(prefetch=1)`; the same block, loss, optimizer and compiler options. Up to 8
 GPUs take one sequence each, in 1 and in 4 microbatches; more take two each, sharded
-over all of them, and over the 8 of a node (HSDP). JSON goes to stdout.
+over all of them, and over the 8 of a node (HSDP). With `--decoder`, a whole model of
+`bridge`, on a mesh with `tp` or `ep` besides. JSON goes to stdout.
 
 Needs what `pip install 'fsdp-jax[plan]'` installs.
 """
@@ -27,10 +29,12 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
+from overlap_decoders import DECODERS
 
 import fsdp_jax as fsdp
 from fsdp_jax.planner._compile import compile_scheduled, gpu_devices
 from fsdp_jax.planner._gpu import GPUS
+from fsdp_jax.planner._wire import axes_of
 
 WIDTH, MLP, HEADS, KV_HEADS, HEAD_DIM = 4096, 14336, 32, 8, 128
 LAYERS, VOCAB, VOCAB_CHUNKS = 32, 128256, 8
@@ -265,16 +269,60 @@ def measure(form, plan, rows, accumulate, dump):
         "gpus": gpus,
         "sequences_a_gpu": rows,
         "microbatches": accumulate,
+        **times(timeline),
+        "temporaries_gb": temporaries(compiled),
+        "guided": scheduled.guided,
+        "compile_s": round(seconds, 1),
+    }
+
+
+def measure_decoder(name, dump):
+    """A whole model, and over which axes it waits."""
+    case, started = DECODERS[name], time.perf_counter()
+    plan, lowered = case.lower(TX)
+    options = fsdp.compiler_options(tensor_parallel=plan.mesh.shape["tp"] > 1)
+    scheduled = compile_scheduled(lowered, COST, case.gpus, options)
+    if dump:
+        (dump / f"{name}_{case.gpus}.hlo").write_text(scheduled.compiled.as_text())
+    return {
+        "form": name,
+        "gpus": case.gpus,
+        "mesh": {axis: n for axis, n in plan.mesh.shape.items() if n > 1},
+        "sequences_a_rank": case.rows,
+        **times(scheduled.timeline),
+        "over": by_axes(scheduled.timeline, plan.mesh),
+        "temporaries_gb": temporaries(scheduled.compiled),
+        "guided": scheduled.guided,
+        "compile_s": round(time.perf_counter() - started, 1),
+    }
+
+
+def by_axes(timeline, mesh):
+    """For each set of mesh axes: time on the wire, and how much of it is waited for."""
+    found = {}
+    for sent in timeline.sent:
+        axes = " x ".join(axes_of(sent.collective.groups, mesh) or ("none",))
+        wire, exposed = found.get(axes, (0.0, 0.0))
+        found[axes] = wire + sent.end - sent.start, exposed + sent.exposed
+    return {
+        axes: {"wire_ms": milliseconds(wire), "exposed_ms": milliseconds(exposed)}
+        for axes, (wire, exposed) in found.items()
+    }
+
+
+def times(timeline):
+    return {
         "step_ms": milliseconds(timeline.seconds),
         "compute_ms": milliseconds(timeline.compute_seconds),
         "wire_ms": milliseconds(timeline.wire_seconds),
         "exposed_ms": milliseconds(timeline.exposed_seconds),
         "exposed_of_step": round(timeline.exposed_seconds / timeline.seconds, 4),
         "floor_ms": milliseconds(floor(timeline)),
-        "temporaries_gb": round(compiled.memory_analysis().temp_size_in_bytes / 1e9, 3),
-        "guided": scheduled.guided,
-        "compile_s": round(seconds, 1),
     }
+
+
+def temporaries(compiled):
+    return round(compiled.memory_analysis().temp_size_in_bytes / 1e9, 3)
 
 
 def floor(timeline):
@@ -332,25 +380,36 @@ def make_plan(gpus, dp_outer):
     )
 
 
+def measure_all(gpus, dump):
+    """The three forms of Llama-3 8B."""
+    in_node = COST.devices_per_node
+    runs = [(1, 1), (1, 4)] if gpus <= in_node else [(1, 1), (gpus // 8, 1)]
+    rows = []
+    for dp_outer, accumulate in runs:
+        plan = make_plan(gpus, dp_outer)
+        sequences = 1 if gpus <= in_node else 2
+        for form in ("annotations", "plain_scan", "fsdp_jax"):
+            row = measure(form, plan, sequences, accumulate, dump)
+            print(json.dumps(row), file=sys.stderr, flush=True)
+            rows.append(row)
+    return rows
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--gpus", type=int, default=8)
+    parser.add_argument("--decoder", choices=DECODERS)
     parser.add_argument("--dump", type=Path, help="keep each module's text here")
     parser.add_argument("--out", type=Path, help="write the JSON here as well")
     args = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")  # A GPU at hand is no part of this.
     if args.dump:
         args.dump.mkdir(parents=True, exist_ok=True)
-    in_node = COST.devices_per_node
-    runs = [(1, 1), (1, 4)] if args.gpus <= in_node else [(1, 1), (args.gpus // 8, 1)]
-    rows = []
-    for dp_outer, accumulate in runs:
-        plan = make_plan(args.gpus, dp_outer)
-        sequences = 1 if args.gpus <= in_node else 2
-        for form in ("annotations", "plain_scan", "fsdp_jax"):
-            row = measure(form, plan, sequences, accumulate, args.dump)
-            print(json.dumps(row), file=sys.stderr, flush=True)
-            rows.append(row)
+    if args.decoder:
+        rows = [measure_decoder(args.decoder, args.dump)]
+        with_tp = DECODERS[args.decoder].mesh.get("tp", 1) > 1
+    else:
+        rows, with_tp = measure_all(args.gpus, args.dump), False
     report = {
         "command": " ".join(["python", "benchmarks/overlap.py", *sys.argv[1:]]),
         "versions": {
@@ -358,7 +417,7 @@ def main():
             for name in ("jax", "jaxlib", "jax-cuda12-plugin", "optax")
         },
         "cost_model": dataclasses.asdict(COST),
-        "compiler_options": fsdp.compiler_options(),
+        "compiler_options": fsdp.compiler_options(tensor_parallel=with_tp),
         "compared": compare(rows),
         "rows": rows,
     }

@@ -24,6 +24,7 @@ from bridge.lora._lora import load_lora as load_lora
 from bridge.lora._lora import save_lora as save_lora
 from bridge.lora._lora_config import LoraConfig as LoraConfig
 from bridge.lora._lora_merge import load_hf_with_lora as load_hf_with_lora
+from bridge.lora._lora_targets import lora_targets as lora_targets
 from bridge.megatron._decoder import load_megatron as load_megatron
 from bridge.megatron._decoder import save_megatron as save_megatron
 from bridge.pytorch._from_torch import from_torch as from_torch

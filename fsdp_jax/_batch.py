@@ -57,12 +57,26 @@ def place_batch(plan: Plan, batch: PyTree) -> PyTree:
 
     On CPU devices jax may keep using a numpy array's own memory, so a loader that fills
     one buffer again and again would change the batch under the running step.
+
+    Of several processes each gives the whole batch, or what `global_batch` made.
     """
+    if not plan.batch_sharding.is_fully_addressable:
+        return jax.tree.map(lambda leaf: _place_own(plan, leaf), batch)
     if plan.mesh.devices.flat[0].platform == "cpu":
         batch = jax.tree.map(
             lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf, batch
         )
     return jax.device_put(batch, plan.batch_sharding)
+
+
+def _place_own(plan: Plan, leaf: Any) -> jax.Array:
+    """The rows of this process's devices; device_put would compare all processes'."""
+    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+        return jax.device_put(leaf, plan.batch_sharding)
+    rows = np.asarray(leaf)
+    return jax.make_array_from_callback(
+        rows.shape, plan.batch_sharding, lambda index: rows[index]
+    )
 
 
 def split_microbatches(batch: PyTree, accumulate: int) -> PyTree:

@@ -68,11 +68,6 @@ def reduce_late(
     return grad.astype(row.precision.main_grads)
 
 
-def late_axes_of(row: ParamPlan, data_axes: tuple[str, ...]) -> tuple[str, ...]:
-    """Data axes over which a microbatch leaves the gradient of `row` unreduced."""
-    return tuple(axis for axis in data_axes if axis not in row.placements.gradient)
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def fsdp_gather(
     row: ParamPlan, late: Late, value: Any, sink: Array | None, earlier: Array | None
@@ -87,7 +82,7 @@ def fsdp_gather(
     if row.padding:
         dim = _split_dim(row, weight)
         weight = lax.slice_in_dim(weight, 0, weight.shape[dim] - row.padding, axis=dim)
-    return weight
+    return _with_cut_dim(row, weight, -1) if row.is_cut else weight
 
 
 def _gather_forward(row: ParamPlan, late: Late, value, sink, earlier):
@@ -97,6 +92,10 @@ def _gather_forward(row: ParamPlan, late: Late, value, sink, earlier):
 def _gather_backward(row: ParamPlan, late: Late, earlier, grad: Array):
     if row.frozen:
         return None, None, None
+    if row.is_cut:
+        dim = row.tensor_dim
+        assert dim is not None
+        grad = _with_cut_dim(row, grad, row.shape[dim], row.shape[dim + 1])
     if late.scale != 1.0:
         # In the wide dtype, and after backward: the loss itself, scaled, would make the
         # small gradients of a float16 model vanish.
@@ -183,6 +182,14 @@ def at_tp_width(row: ParamPlan, collective: Callable[[Any], Any], x: Any) -> Any
     return jax.shard_map(
         collective, in_specs=spec, out_specs=spec, axis_names={"tp"}, check_vma=False
     )(x)
+
+
+def _with_cut_dim(row: ParamPlan, x: Array, *sizes: int) -> Array:
+    """A unit's slice with other sizes where `ParamPlan.in_step` cuts a dim in two."""
+    assert row.tensor_dim is not None
+    dim = row.tensor_dim - row.num_stacked
+    behind = row.shape[row.tensor_dim + 2 :]
+    return x.reshape(*x.shape[:dim], *sizes, *behind)
 
 
 def _split_dim(row: ParamPlan, x: Array) -> int:

@@ -27,7 +27,16 @@ _BY_VERSION: dict[tuple[int, ...], Options] = {
 }
 
 
-def compiler_options(jaxlib_version: str | None = None) -> Options:
+# XLA by itself has one collective under way at a time: weights on their way between
+# nodes would have to arrive before tokens may cross tp within one.
+_TENSOR_PARALLEL: Options = {
+    "xla_gpu_experimental_parallel_collective_overlap_limit": 2,
+}
+
+
+def compiler_options(
+    jaxlib_version: str | None = None, *, tensor_parallel: bool = False
+) -> Options:
     """Options of XLA:GPU under which communication hides behind computation.
 
     `make_train_step` takes them by itself on GPUs; elsewhere pass them to `jax.jit` or
@@ -36,6 +45,8 @@ def compiler_options(jaxlib_version: str | None = None) -> Options:
 
     Args:
       jaxlib_version: For which jaxlib, such as "0.12.0"; default the one installed.
+      tensor_parallel: For a mesh with more than one device on `tp`, where activations
+        travel between the weights.
 
     Returns:
       A dict of one's own, to change at will: names that this version knows, for one
@@ -49,14 +60,17 @@ def compiler_options(jaxlib_version: str | None = None) -> Options:
     known = [number for number in _BY_VERSION if number <= wanted]
     if not known:
         raise ValueError(f"jaxlib {version} is older than 0.10, the oldest known here.")
-    return dict(_BY_VERSION[known[-1]])
+    more = _TENSOR_PARALLEL if tensor_parallel else {}
+    return {**_BY_VERSION[known[-1]], **more}
 
 
 def options_for(mesh: Mesh, given: Mapping[str, bool | int | str] | None) -> Options:
     """The options given; without any, those of GPUs where the mesh is of GPUs."""
     if given is not None:
         return dict(given)
-    return compiler_options() if _is_of_gpus(mesh) else {}
+    if not _is_of_gpus(mesh):
+        return {}
+    return compiler_options(tensor_parallel=mesh.shape["tp"] > 1)
 
 
 def release(version: str) -> tuple[int, ...]:

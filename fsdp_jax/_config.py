@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from fsdp_jax._lora_config import LoRA
 from fsdp_jax._low_precision import ParamGather
 from fsdp_jax._offload import Offload
 from fsdp_jax._tree import matches
@@ -36,15 +37,23 @@ class MixedPrecisionPolicy:
         the sum of n ranks is rounded to `grad_comm_dtype` up to n - 1 times. An
         all-reduce (between HSDP's replicas, and of what stays whole) has no such form
         and travels in `main_grads_dtype` then. Needs a narrower `grad_comm_dtype`.
+      stochastic_rounding: With `main_params_dtype=jnp.bfloat16`, round each updated
+        weight up or down at random, to the nearer neighbour more often, so that updates
+        too small for bfloat16 are not lost on the mean. The optimizer's state is in
+        float32 then. Any mesh rounds alike.
       param_name_patterns_for_fp32_local_accumulation: Path patterns (`"*.router.*"`, or
         `"all"`) of parameters whose gradients are accumulated over microbatches, and
         handed to the optimizer, in float32, while the others use a narrower
         `main_grads_dtype`. On the wire nothing changes.
 
+      param_name_patterns_in_fp32: Path patterns of parameters that are gathered and
+        compute in float32 whatever `param_dtype` is: a router's bias, say, which moves
+        by steps that bfloat16 would lose.
+
     Source: Megatron-FSDP `mixed_precision.py::MixedPrecisionPolicy` for the last three
       (there None means the parameter's own dtype for main gradients; here gradients
       are accumulated in at least float32 unless told otherwise); `param_dtype` is
-      FSDP2's; the last two are those of Megatron's `DistributedDataParallelConfig`
+      FSDP2's; the next two are those of Megatron's `DistributedDataParallelConfig`
       (patterns there are `fnmatch`ed against the whole name).
     """
 
@@ -53,7 +62,9 @@ class MixedPrecisionPolicy:
     main_grads_dtype: DTypeLike | None = None
     grad_comm_dtype: DTypeLike | None = None
     reduce_scatter_with_fp32_accumulation: bool = False
+    stochastic_rounding: bool = False
     param_name_patterns_for_fp32_local_accumulation: tuple[str, ...] = ()
+    param_name_patterns_in_fp32: tuple[str, ...] = ()
     param_gather: ParamGather | None = None
 
     def __post_init__(self):
@@ -73,6 +84,12 @@ class MixedPrecisionPolicy:
             raise ValueError(
                 "MixedPrecisionPolicy takes floating-point dtypes, got "
                 f"{', '.join(wrong)}. Use e.g. jnp.bfloat16 or jnp.float32."
+            )
+        if self.stochastic_rounding and chosen.get("main_params_dtype") != jnp.bfloat16:
+            raise ValueError(
+                "MixedPrecisionPolicy(stochastic_rounding=True) is of weights in "
+                f"bfloat16, and main_params_dtype={self.main_params_dtype}. Set that "
+                "to jnp.bfloat16, or drop it."
             )
         wide = jnp.dtype(self.main_grads_dtype or self.main_params_dtype or jnp.float32)
         wire = jnp.dtype(self.grad_comm_dtype or wide)
@@ -98,6 +115,9 @@ class MixedPrecisionPolicy:
         object.__setattr__(
             self, "param_name_patterns_for_fp32_local_accumulation", patterns
         )
+        option = "param_name_patterns_in_fp32"
+        kept = _patterns("MixedPrecisionPolicy", option, getattr(self, option))
+        object.__setattr__(self, option, kept)
 
     def resolve(self, name: str, dtype: DTypeLike) -> Precision:
         """Fills in every None for a parameter that the model makes in `dtype`."""
@@ -114,8 +134,9 @@ class MixedPrecisionPolicy:
             pattern == "all" or matches(pattern, name)
             for pattern in self.param_name_patterns_for_fp32_local_accumulation
         )
+        is_kept = any(matches(p, name) for p in self.param_name_patterns_in_fp32)
         return Precision(
-            param=jnp.dtype(self.param_dtype or model),
+            param=jnp.dtype(jnp.float32 if is_kept else self.param_dtype or model),
             main_params=main,
             main_grads=jnp.dtype(jnp.float32) if widened else main_grads,
             grad_comm=jnp.dtype(self.grad_comm_dtype or main_grads),
@@ -188,9 +209,18 @@ class FSDPConfig:
         parameters that stay whole on every device.
       frozen: Path patterns of parameters that are not trained: they rest in the dtype
         they compute in and have neither gradient nor optimizer state.
+      lora: Trains factors beside some weights and freezes all others. Parameters are
+        then `{"base", "lora"}`, see `add_lora` and `merge_lora`.
       tensor_parallel: Path pattern -> the dim that is split over the mesh axis `tp`, as
         the model's own slice of the weight counts it (`{"layers.*.up.kernel": 1}`; -1
-        is the last). A parameter with a single dim is split over data axes alone.
+        is the last). Where data axes find no other dim, or zeros would be needed, both
+        split this one. A single dim that they do not divide together is split over data
+        axes alone; the plan shows it.
+      expert_parallel: Path pattern -> the dim that counts experts, in the same way
+        (`{"layers.*.experts": 0}`). It is split over the mesh axis `ep`, where the
+        model computes with its own experts alone, which are gathered, and their
+        gradients reduced, over the other data axes. The model has to bring tokens to
+        their experts (`fsdp_jax.ops.expert_parallel_dispatch`).
       min_shard_elements: Parameters with fewer elements stay whole; shown in the plan.
       offload: What rests in the host's memory instead of the device's, e.g.
         `Offload()` for the optimizer state. None: nothing. For activations take a
@@ -210,7 +240,11 @@ class FSDPConfig:
     remat_policy: Callable[..., bool] | None = None
     replicated: tuple[str, ...] = ()
     frozen: tuple[str, ...] = ()
+    lora: LoRA | None = None
     tensor_parallel: Mapping[str, int] = dataclasses.field(
+        default_factory=dict, hash=False
+    )
+    expert_parallel: Mapping[str, int] = dataclasses.field(
         default_factory=dict, hash=False
     )
     min_shard_elements: int = 0
@@ -241,6 +275,11 @@ class FSDPConfig:
         for option in ("replicated", "frozen"):
             patterns = _patterns("FSDPConfig", option, getattr(self, option))
             object.__setattr__(self, option, patterns)
+        if self.lora is not None and self.frozen:
+            raise ValueError(
+                f"FSDPConfig(lora=..., frozen={self.frozen}): with LoRA all of the "
+                "model is frozen but LoRA(modules_to_save=...). Drop frozen."
+            )
         if self.min_shard_elements < 0:
             raise ValueError(
                 f"FSDPConfig(min_shard_elements={self.min_shard_elements}) counts "

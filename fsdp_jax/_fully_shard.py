@@ -10,7 +10,9 @@ from typing import Any
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from fsdp_jax._config import ZERO_DP_STRATEGIES, FSDPConfig, Placements
+from fsdp_jax._config import ZERO_DP_STRATEGIES, FSDPConfig, Placements, Precision
+from fsdp_jax._experts import check_experts, expert_dim, without_ep
+from fsdp_jax._lora import with_lora
 from fsdp_jax._low_precision import ParamGather
 from fsdp_jax._mesh import (
     DATA_AXES,
@@ -20,7 +22,7 @@ from fsdp_jax._mesh import (
     check_axes,
     num_devices,
 )
-from fsdp_jax._model import Instance, MakeModel, describe
+from fsdp_jax._model import Instance, MakeModel, ModelDef, describe
 from fsdp_jax._offload import check_memory
 from fsdp_jax._plan import ROOT, ParamPlan, Plan
 from fsdp_jax._tree import matches, named_leaves
@@ -97,12 +99,18 @@ def fully_shard(
     names = [name for name, _ in named_leaves(model.params)]
     found = _find_units(units, model.instances, names)
     _check_patterns(config, names)
+    if config.lora is not None:
+        owners = {name: _owner(name, found) for name in names}
+        model = with_lora(model, config.lora, owners, ROOT, config.mp_policy)
     placements = _placements(mesh, config)
     rows = tuple(
-        _plan_param(name, leaf, *_owner(name, found), mesh, placements, config)
-        for name, leaf in named_leaves(model.params)
+        _plan_param(name, leaf, *_owner(name, found), mesh, placements, config, model)
+        for name, leaf in model.named_params
     )
-    _check_rows(config, mesh, rows)
+    added = model.factors | model.codes
+    own = [row for row in rows if row.name not in added]
+    _check_rows(config, mesh, own)
+    check_experts(config, mesh, own)
     return Plan(
         *(mesh, config, make_model, model, rows, tuple(units), classes, placements)
     )
@@ -113,7 +121,7 @@ def choose_split(
     num_shards: int,
     *,
     num_stacked: int = 0,
-    without: int | None = None,
+    without: tuple[int | None, ...] = (),
 ) -> tuple[int | None, int]:
     """Picks the dim of an array that is split, and how many zeros it needs for that.
 
@@ -126,7 +134,7 @@ def choose_split(
       shape: Logical shape, e.g. `(layers, embed, mlp)`.
       num_shards: Devices that share the array.
       num_stacked: Leading dims that are scanned over and so cannot be split.
-      without: A dim that is split otherwise already.
+      without: Dims that are split otherwise already.
 
     Returns:
       The dim and its padding in elements; (None, 0) for what has no dim of at least 2.
@@ -134,7 +142,7 @@ def choose_split(
     dims = [
         dim
         for dim, size in enumerate(shape)
-        if dim >= num_stacked and dim != without and size > 1
+        if dim >= num_stacked and dim not in without and size > 1
     ]
     if not dims or not math.prod(shape):
         return None, 0
@@ -155,10 +163,15 @@ def _plan_param(
     mesh: Mesh,
     placements: Placements,
     config: FSDPConfig,
+    model: ModelDef,
 ) -> ParamPlan:
     precision = config.mp_policy.resolve(name, leaf.dtype)
-    frozen = any(matches(pattern, name) for pattern in config.frozen)
-    if frozen:  # Nothing is ever added to it, so nothing is lost in the narrow dtype.
+    frozen = name in model.frozen or any(matches(p, name) for p in config.frozen)
+    if name in model.codes:
+        precision = Precision(*(4 * [leaf.dtype]), accumulate_wide=False)
+    elif name in model.factors:
+        precision = dataclasses.replace(precision, param=precision.main_params)
+    elif frozen:  # Nothing is ever added to it: nothing is lost in the narrow dtype.
         precision = dataclasses.replace(precision, main_params=precision.param)
     row = ParamPlan(
         name=name,
@@ -168,6 +181,7 @@ def _plan_param(
         dim=None,
         padding=0,
         tensor_dim=None,
+        expert_dim=expert_dim(name, leaf.shape, num_stacked, mesh, config),
         is_under_tp=mesh.shape["tp"] > 1,
         placements=Placements((), (), ()),
         precision=precision,
@@ -175,13 +189,27 @@ def _plan_param(
         reshard=config.reshard_after_forward and unit != ROOT,
         remat_policy=config.remat_policy,
     )
-    row = dataclasses.replace(row, tensor_dim=_tensor_dim(row, mesh, config))
+    if row.is_expert:
+        placements = without_ep(placements)
+    num_shards = num_devices(mesh, placements.optimizer)
+    if name not in model.factors | model.codes:
+        tensor_dim = _tensor_dim(row, mesh, config, num_shards)
+        row = dataclasses.replace(row, tensor_dim=tensor_dim)
     if not _should_split(row, config):
         return row
-    num_shards = num_devices(mesh, placements.optimizer)
     dim, padding = choose_split(
-        row.shape, num_shards, num_stacked=num_stacked, without=row.tensor_dim
+        row.shape,
+        num_shards,
+        num_stacked=num_stacked,
+        without=(row.tensor_dim, row.expert_dim),
     )
+    if dim is None or padding:
+        # A dim that tp has split already, rather than zeros.
+        tensor_dim = row.tensor_dim
+        if tensor_dim is not None and _divide_one_dim(
+            row, tensor_dim, mesh, num_shards
+        ):
+            dim, padding = tensor_dim, 0
     if dim is None or num_shards == 1:
         return row
     row = dataclasses.replace(row, dim=dim, padding=padding, placements=placements)
@@ -200,17 +228,30 @@ def _param_gather(row: ParamPlan, config: FSDPConfig) -> ParamGather | None:
     return chosen if is_large and is_real and not excluded else None
 
 
-def _tensor_dim(row: ParamPlan, mesh: Mesh, config: FSDPConfig) -> int | None:
+def _tensor_dim(
+    row: ParamPlan, mesh: Mesh, config: FSDPConfig, num_shards: int
+) -> int | None:
     """The dim of the whole parameter that `FSDPConfig.tensor_parallel` names.
 
-    None too for what has a single dim: data axes split that one.
+    None too for what has a single dim that tp and data axes do not divide together:
+    the latter split that one.
     """
-    if mesh.shape["tp"] == 1 or row.ndim_in_unit < 2:
+    if mesh.shape["tp"] == 1 or not row.ndim_in_unit:
         return None
     for pattern, dim in config.tensor_parallel.items():
         if matches(pattern, row.name):
-            return row.num_stacked + dim % row.ndim_in_unit
+            tensor_dim = row.num_stacked + dim % row.ndim_in_unit
+            if row.ndim_in_unit == 1 and not _divide_one_dim(
+                row, tensor_dim, mesh, num_shards
+            ):
+                return None
+            return tensor_dim
     return None
+
+
+def _divide_one_dim(row: ParamPlan, dim: int, mesh: Mesh, num_shards: int) -> bool:
+    """Whether tp and `num_shards` devices of data axes divide one dim together."""
+    return row.shape[dim] % (mesh.shape["tp"] * num_shards) == 0
 
 
 def _placements(mesh: Mesh, config: FSDPConfig) -> Placements:
@@ -316,6 +357,8 @@ def _check_patterns(config: FSDPConfig, names: Sequence[str]) -> None:
         "FSDPConfig(replicated=...)": config.replicated,
         "FSDPConfig(frozen=...)": config.frozen,
         "FSDPConfig(tensor_parallel=...)": tuple(config.tensor_parallel),
+        "FSDPConfig(expert_parallel=...)": tuple(config.expert_parallel),
+        "param_name_patterns_in_fp32": config.mp_policy.param_name_patterns_in_fp32,
         "param_gather.exclude": gather.exclude if gather else (),
         "param_name_patterns_for_fp32_local_accumulation": tuple(
             pattern for pattern in widened if pattern != "all"
@@ -347,7 +390,7 @@ def _check_rows(config: FSDPConfig, mesh: Mesh, rows: Sequence[ParamPlan]) -> No
             "FSDPConfig(remat_policy=...) decides what a unit saves for backward, and "
             "no parameter belongs to a unit. Pass units=[LayerClass], or drop it."
         )
-    if all(row.frozen for row in rows):
+    if config.lora is None and all(row.frozen for row in rows):
         raise ValueError(
             f"FSDPConfig(frozen={config.frozen}) freezes all {len(rows)} parameters: "
             "nothing is left to train. Leave some out."
@@ -378,8 +421,9 @@ def _check_rows(config: FSDPConfig, mesh: Mesh, rows: Sequence[ParamPlan]) -> No
     if tp > 1 and all(row.tensor_dim is None for row in rows):
         raise ValueError(
             f"The mesh has tp={tp}, and FSDPConfig(tensor_parallel=...) splits nothing "
-            "over it: a parameter of one dim is split over data axes alone. Name the "
-            "matrices, or give these devices to dp_shard."
+            "over it: a parameter of one dim that tp and data axes do not divide "
+            "together is split over the latter alone. Name the matrices, or give these "
+            "devices to dp_shard."
         )
     uneven = [
         f"'{row.name}' {row.shape}: dim {row.tensor_dim}"

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 
 from fsdp_jax._aux import AUX_SPECS, AuxFormat, join_aux, reduce_aux
 from fsdp_jax._batch import split_microbatches
-from fsdp_jax._collectives import late_axes_of, reduce_late
+from fsdp_jax._collectives import reduce_late
 from fsdp_jax._enter import enter_step
 from fsdp_jax._loss import (
     LossFn,
@@ -43,10 +43,10 @@ def global_loss(plan: Plan, loss_fn: LossFn, form: LossForm) -> Callable[..., An
     aux_format = AuxFormat()
 
     def local(values, batch, rng, model_state):
-        values = enter_step(plan.rows, values)
+        values = enter_step(plan.rows_in_step, values)
         shards = [
             Shard(value, None, None, row, Late())
-            for row, value in zip(plan.rows, values, strict=True)
+            for row, value in zip(plan.rows_in_step, values, strict=True)
         ]
         args = (model_state, batch, fold_rank(rng, data_axes))
         loss, _ = trace_loss(call, shards, *args)
@@ -71,7 +71,7 @@ def global_grads(
     *,
     with_peaks: bool = False,
 ) -> Callable[..., Any]:
-    """Makes `fn(params, batch, rng, model_state)`, on global arrays.
+    """Makes `fn(params, batch, rng, model_state, loss_scale=1)`, on global arrays.
 
     It returns `(((loss, aux), model_state, peaks), grads)`. The gradients are those of
     the loss over the global batch, in the structure of the parameters, packed; None
@@ -85,13 +85,18 @@ def global_grads(
     aux_format = AuxFormat()
     num_means = num_devices(plan.mesh, DATA_AXES) * accumulate
 
-    def local(values, batch, rng, model_state):
+    def local(values, batch, given, model_state):
+        rng, loss_scale = given
         rows = split_microbatches(batch, accumulate)
-        shards = _shards(plan, enter_step(plan.rows, values), 1 / num_means)
+        shards = _shards(plan, enter_step(plan.rows_in_step, values), 1 / num_means)
         key = fold_rank(rng, data_axes)
         grads, state, outs = _accumulate(
-            plan, call, aux_format, shards, model_state, rows, key, accumulate
+            *(plan, call, aux_format, shards, model_state, rows, key),
+            loss_scale,
+            accumulate,
         )
+        if loss_scale is not None:
+            grads = [_divided(grad, loss_scale) for grad in grads]
         totals, counts, aux = outs
         count = _at_least_one(_sum(counts.sum(), data_axes))
         if form.per_token:
@@ -103,15 +108,16 @@ def global_grads(
         peaks = _peaks(grads, data_axes) if with_peaks else None
         return (loss, aux, state, peaks), grads
 
-    trained = [row for row in plan.rows if not row.frozen]
+    trained = [row for row in plan.rows_in_step if not row.frozen]
     whole = PartitionSpec()
     grad_specs = [row.spec(row.placements.optimizer) for row in trained]
     sharded = _over_mesh(
         plan, local, out_specs=((whole, AUX_SPECS, whole, whole), grad_specs)
     )
 
-    def fn(params, batch, rng, model_state):
-        out, grads = sharded(_packed(plan, params), batch, rng, model_state)
+    def fn(params, batch, rng, model_state, loss_scale=None):
+        given = (rng, loss_scale)
+        out, grads = sharded(_packed(plan, params), batch, given, model_state)
         loss, aux, new_state, peaks = out
         given = iter(grads)
         placed = [
@@ -131,6 +137,7 @@ def _accumulate(
     model_state: PyTree,
     rows: PyTree,
     key: Array,
+    loss_scale: Array | None,
     accumulate: int,
 ) -> tuple[list[Array], PyTree, Any]:
     """Runs the microbatches: a loop, and behind it, where it pays, the last one.
@@ -140,7 +147,7 @@ def _accumulate(
       `(totals[accumulate], counts[accumulate], aux)` of this rank.
     """
     data_axes = axes_in_use(plan.mesh, DATA_AXES)
-    backward = _backward(aux_format, key)
+    backward = _backward(aux_format, key, loss_scale)
     xs = (jnp.arange(accumulate), rows)
     example = (model_state, jax.tree.map(lambda x: x[0], rows), key)
     loss, gathers = trace_loss(call, shards, *example)
@@ -165,14 +172,14 @@ def _accumulate(
         new, state, out = backward(loss, last, state, jax.tree.map(lambda x: x[-1], xs))
         grads = [
             n if row.name in finished or not looped else _plus(g, n)
-            for row, g, n in zip(plan.rows, grads, new, strict=True)
+            for row, g, n in zip(plan.rows_in_step, grads, new, strict=True)
         ]
         outs.append(jax.tree.map(lambda x: x[None], out))
     reduced = [
         grad
         if row.name in finished
-        else reduce_late(row, grad, late_axes_of(row, data_axes))
-        for row, grad in zip(plan.rows, grads, strict=True)
+        else reduce_late(row, grad, row.late_axes(data_axes))
+        for row, grad in zip(plan.rows_in_step, grads, strict=True)
         if grad is not None
     ]
     totals, counts, aux = zip(*outs, strict=True)
@@ -180,10 +187,13 @@ def _accumulate(
     return reduced, state, out
 
 
-def _backward(aux_format: AuxFormat, key: Array) -> Callable[..., Any]:
+def _backward(
+    aux_format: AuxFormat, key: Array, loss_scale: Array | None
+) -> Callable[..., Any]:
     """Makes `fn(loss, shards, state, (index, rows)) -> (grads, state, out)`.
 
-    It is one microbatch: the gradients as they leave through the sinks of the shards.
+    It is one microbatch: the gradients as they leave through the sinks of the shards,
+    those of the loss times `loss_scale`.
     """
 
     def backward(loss, shards, state, x):
@@ -200,7 +210,9 @@ def _backward(aux_format: AuxFormat, key: Array) -> Callable[..., Any]:
             return total, (after, (total, count, aux_format.take_apart(aux)))
 
         sinks = [shard.sink for shard in shards]
-        grads, (state, out) = jax.grad(of_sinks, has_aux=True)(sinks)
+        total, pull, (state, out) = jax.vjp(of_sinks, sinks, has_aux=True)
+        scale = 1 if loss_scale is None else loss_scale
+        (grads,) = pull(jnp.full_like(total, scale))
         return grads, state, out
 
     return backward
@@ -225,7 +237,7 @@ def _finished_in_backward(plan: Plan, gathers: dict[str, int]) -> set[str]:
         return set()
     return {
         row.name
-        for row in plan.rows
+        for row in plan.rows_in_step
         if row.num_stacked and not row.frozen and gathers.get(row.name) == 1
     }
 
@@ -239,7 +251,7 @@ def _finishing(
     for i, shard in enumerate(shards):
         row = shard.row
         if row.name in finished:
-            late = Late(shard.late.scale, late_axes_of(row, data_axes))
+            late = Late(shard.late.scale, row.late_axes(data_axes))
             shard = dataclasses.replace(
                 shard,
                 sink=_sink(plan, row, row.placements.optimizer),
@@ -259,15 +271,16 @@ def _shards(plan: Plan, values: Sequence[Any], scale: float) -> list[Shard]:
             row,
             Late(scale),
         )
-        for row, value in zip(plan.rows, values, strict=True)
+        for row, value in zip(plan.rows_in_step, values, strict=True)
     ]
 
 
 def _sink(plan: Plan, row: ParamPlan, axes: tuple[str, ...]) -> Array:
     """Zeros in the shape and dtype of a gradient that is split over `axes`."""
     shape = list(row.padded_shape)
-    if row.dim is not None:
-        shape[row.dim] //= num_devices(plan.mesh, axes)
+    for dim, split in ((row.dim, axes), (row.expert_dim, ("ep",))):
+        if dim is not None:
+            shape[dim] //= num_devices(plan.mesh, split)
     return jnp.zeros(shape, row.precision.main_grads)
 
 
@@ -291,7 +304,7 @@ def _not_before(shards: Sequence[Shard], rows: PyTree) -> list[Shard]:
 def _over_mesh(plan: Plan, local: Callable[..., Any], out_specs: Any):
     """`shard_map` with a plan's in_specs: `local(values, batch, rng, model_state)`."""
     whole = PartitionSpec()
-    specs = [row.spec(row.placements.optimizer) for row in plan.rows]
+    specs = [row.spec(row.placements.optimizer) for row in plan.rows_in_step]
     return jax.shard_map(
         local,
         mesh=plan.mesh,
@@ -305,10 +318,13 @@ def _over_mesh(plan: Plan, local: Callable[..., Any], out_specs: Any):
 def _packed(plan: Plan, params: PyTree) -> list[Array]:
     """The arrays of the parameters as they rest in a `TrainState`."""
     leaves = plan.treedef.flatten_up_to(pack(params, plan.packed_params))
-    arrays = [leaf.value if isinstance(leaf, Padded) else leaf for leaf in leaves]
+    values = [leaf.value if isinstance(leaf, Padded) else leaf for leaf in leaves]
     if plan.config.offload and plan.config.offload.params:
-        return _fetched(plan, plan.config.offload, arrays)
-    return arrays
+        values = _fetched(plan, plan.config.offload, values)
+    return [
+        _laid_out(plan, row, value.reshape(row.shape)) if row.is_cut else value
+        for row, value in zip(plan.rows_in_step, values, strict=True)
+    ]
 
 
 def _fetched(plan: Plan, offload: Offload, arrays: Sequence[Array]) -> list[Array]:
@@ -327,9 +343,15 @@ def _fetched(plan: Plan, offload: Offload, arrays: Sequence[Array]) -> list[Arra
 def _placed(plan: Plan, row: ParamPlan, grad: Array) -> Array | Padded:
     """A gradient as it left the ranks, in the form of its parameter at rest."""
     if row.tensor_dim is not None:
-        spec = row.spec_with_tp(row.placements.optimizer)
-        grad = lax.with_sharding_constraint(grad, NamedSharding(plan.mesh, spec))
+        grad = grad.reshape(row.padded_shape)  # One dim again, if a step cut it in two.
+        grad = _laid_out(plan, row, grad)
     return Padded(grad, row.shape) if row.padding else grad
+
+
+def _laid_out(plan: Plan, row: ParamPlan, x: Array) -> Array:
+    """As it rests: over `tp` too, which the step leaves to XLA."""
+    spec = row.spec_with_tp(row.placements.optimizer)
+    return lax.with_sharding_constraint(x, NamedSharding(plan.mesh, spec))
 
 
 def _add(grads: Grads, new: Grads) -> Grads:

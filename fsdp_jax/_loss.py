@@ -58,7 +58,11 @@ def loss_of_shards(plan: Plan, loss_fn: LossFn, form: LossForm) -> LossOfShards:
         with jax.named_scope("unit:root"):
             leaves = [gather_weight(s) if s.row.unit == ROOT else s for s in shards]
         state = fold_keys(model_state, rng)
-        model = plan.model.merge(plan.treedef.unflatten(leaves), state)
+        params = plan.treedef.unflatten(leaves)
+        if plan.model.is_random and any(s.sink is not None for s in shards):
+            model = plan.model.adapted.merge(params, state, rng)
+        else:
+            model = plan.model.merge(params, state)
         model = mark_objects(model, plan.unit_classes)
         extra = {"rng": rng} if wants_rng else {}
         with gather_at_units(plan.units):

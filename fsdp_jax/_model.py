@@ -52,6 +52,11 @@ class ModelDef:
       merge: `merge(params, state) -> model`, on arrays, tracers or anything that stands
         for one.
       split: `split(model) -> (params, state)`, its inverse.
+      names: Of the parameters, where they are not their paths in `params`.
+      frozen: Names of those that are not trained.
+      factors: Names of those that are LoRA's: they travel in the dtype they rest in.
+      codes: Names of those that are stored, and travel, as no dtype says.
+      adapted: How `params` are made of the user's own; None if they are these.
     """
 
     params: PyTree
@@ -59,6 +64,29 @@ class ModelDef:
     instances: dict[type, tuple[Instance, ...]]
     merge: Callable[[PyTree, PyTree], Any]
     split: Callable[[Any], tuple[PyTree, PyTree]]
+    names: tuple[str, ...] = ()
+    frozen: frozenset[str] = frozenset()
+    factors: frozenset[str] = frozenset()
+    codes: frozenset[str] = frozenset()
+    adapted: Any = None
+
+    @property
+    def is_random(self) -> bool:
+        """Whether its factors have dropout."""
+        return self.adapted is not None and self.adapted.is_random
+
+    @property
+    def decoded(self) -> dict[str, int]:
+        """Of each parameter that holds codes, the bytes of the weight they make."""
+        return {} if self.adapted is None else self.adapted.decoded
+
+    @property
+    def named_params(self) -> list[tuple[str, Any]]:
+        """The parameters with their names."""
+        named = named_leaves(self.params)
+        if not self.names:
+            return named
+        return [(n, leaf) for n, (_, leaf) in zip(self.names, named, strict=True)]
 
 
 def describe(make_model: MakeModel, classes: Sequence[type] = ()) -> ModelDef:

@@ -90,6 +90,22 @@ def reduce_state(
     return jax.tree.map(reduce, before, after, kinds)
 
 
+def check_call(plan: Plan, needs_rng: bool, rng: Any, model_state: Any) -> None:
+    """Refuses a call that would leave a part of the model without a value."""
+    missing = [name for name, _ in named_leaves(plan.model_state)]
+    if model_state is None and missing:
+        raise ValueError(
+            f"The model has {len(missing)} array(s) that are no parameters: "
+            f"{', '.join(missing[:5])}. Pass model_state=state.model_state, as made by "
+            "fsdp_jax.init."
+        )
+    if needs_rng and rng is None:
+        raise ValueError(
+            "The loss or the model is random (dropout, or an argument `rng`). Pass "
+            "rng=jax.random.key(...), a different one each call."
+        )
+
+
 def _kind(variable: Any) -> str:
     if isinstance(variable, Tally):
         return "summed"

@@ -4,102 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from fsdp_jax._config import FSDPConfig, Placements, Precision
-from fsdp_jax._low_precision import MXFP8Gather, ParamGather, num_blocks
+from fsdp_jax._config import FSDPConfig, Placements
+from fsdp_jax._low_precision import MXFP8Gather, num_blocks
 from fsdp_jax._mesh import BATCH_AXES, DATA_AXES, axes_in_use, num_devices
 from fsdp_jax._model import MakeModel, ModelDef
 from fsdp_jax._padded import Padded
+from fsdp_jax._param_plan import ParamPlan as ParamPlan
 from fsdp_jax._table import format_bytes, text_table
 from fsdp_jax._tree import PyTree
 
 ROOT = "(root)"
 """The unit of whatever belongs to no other: gathered once, at the entry of the loss."""
-
-
-@dataclasses.dataclass(frozen=True)
-class ParamPlan:
-    """One parameter: a row of the plan.
-
-    Attributes:
-      name: Dotted path.
-      shape: Logical shape, stack dims included.
-      unit: Path of its unit, or `ROOT`.
-      num_stacked: Leading dims that are the stack of its unit.
-      dim: The dim that is split over data axes, or None if it stays whole there.
-      padding: Zeros behind the end of `dim` where it is split, because the devices do
-        not divide it.
-      tensor_dim: The dim that is split over `tp`, or None.
-      is_under_tp: Whether the mesh has more than one device on `tp`.
-      placements: The data axes that split `dim`.
-      precision: Its dtypes.
-      frozen: Whether it is not trained.
-      reshard: Whether its unit is gathered again for backward.
-      remat_policy: What of its unit's activations is saved, see `FSDPConfig`.
-      gather: How it is encoded to travel; None: it travels in its compute dtype.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    unit: str
-    num_stacked: int
-    dim: int | None
-    padding: int
-    tensor_dim: int | None
-    is_under_tp: bool
-    placements: Placements
-    precision: Precision
-    frozen: bool
-    reshard: bool
-    remat_policy: Callable[..., bool] | None
-    gather: ParamGather | None = None
-
-    @property
-    def block_dim(self) -> int:
-        """The dim along which MXFP8 has its blocks, from the end: one not split."""
-        return -1 if self.dim != len(self.shape) - 1 else -2
-
-    @property
-    def ndim_in_unit(self) -> int:
-        """Dims of the slice that its unit computes with."""
-        return len(self.shape) - self.num_stacked
-
-    @property
-    def padded_shape(self) -> tuple[int, ...]:
-        """The shape in which it is split."""
-        return tuple(
-            size + self.padding if dim == self.dim else size
-            for dim, size in enumerate(self.shape)
-        )
-
-    def spec(self, axes: tuple[str, ...]) -> PartitionSpec:
-        """The spec that splits `dim` over the data axes `axes`, silent about `tp`."""
-        return _spec({self.dim: axes} if self.dim is not None and axes else {})
-
-    def spec_with_tp(self, axes: tuple[str, ...]) -> PartitionSpec:
-        """The spec that splits `dim` over `axes`, and `tensor_dim` over `tp`."""
-        split = {self.dim: axes} if self.dim is not None and axes else {}
-        if self.tensor_dim is not None:
-            split[self.tensor_dim] = ("tp",)
-        return _spec(split)
-
-    def num_elements(self, mesh: Mesh, axes: tuple[str, ...]) -> int:
-        """Elements of it on one device when split over `axes`, padding included."""
-        tp = 1 if self.tensor_dim is None else mesh.shape["tp"]
-        shape = self.padded_shape if axes else self.shape
-        return math.prod(shape) // num_devices(mesh, axes) // tp
-
-
-def _spec(split: dict[int, tuple[str, ...]]) -> PartitionSpec:
-    dims = [split.get(dim) for dim in range(max(split, default=-1) + 1)]
-    # One axis as its name: jax takes P("x") and P(("x",)) for different specs.
-    return PartitionSpec(*(d[0] if d and len(d) == 1 else d for d in dims))
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -163,6 +85,11 @@ class Plan:
         )
 
     @property
+    def rows_in_step(self) -> tuple[ParamPlan, ...]:
+        """The rows in the form that a step has them in."""
+        return tuple(row.in_step(self.mesh.shape["tp"]) for row in self.rows)
+
+    @property
     def model_state(self) -> PyTree:
         """The mould of the arrays that are no parameters; whole on every device."""
         return jax.tree.map(
@@ -177,7 +104,7 @@ class Plan:
     @property
     def has_keys(self) -> bool:
         """Whether the model carries PRNG keys, as dropout does."""
-        return any(
+        return self.model.is_random or any(
             jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
             for leaf in jax.tree.leaves(self.model.state)
         )
@@ -239,13 +166,12 @@ class Plan:
         total = 0
         for row in self.rows:
             if row.gather:
-                held = row.num_elements(self.mesh, row.placements.parameter)
-                total += held
+                axes = row.placements.parameter
+                dims = list(row.on_device(self.mesh, row.padded_shape, axes))
+                total += math.prod(dims)
                 if isinstance(row.gather, MXFP8Gather):
-                    size = row.shape[row.block_dim]
-                    if row.tensor_dim == len(row.shape) + row.block_dim:
-                        size //= self.mesh.shape["tp"]
-                    total += held // size * num_blocks(size)
+                    dims[row.block_dim] = num_blocks(dims[row.block_dim])
+                    total += math.prod(dims)
         return total
 
     def __repr__(self) -> str:
@@ -290,14 +216,19 @@ def _cells(plan: Plan, row: ParamPlan) -> tuple[str, ...]:
 def _split(row: ParamPlan) -> str:
     """How one parameter is split, in words."""
     parts = []
-    if row.placements.optimizer:
-        parts.append(f"dim {row.dim} over {' x '.join(row.placements.optimizer)}")
+    axes = row.placements.optimizer
+    if axes and row.dim == row.tensor_dim:
+        return f"dim {row.dim} over {' x '.join(('tp', *axes))}"
+    if axes:
+        parts.append(f"dim {row.dim} over {' x '.join(axes)}")
     if row.padding:
         assert row.dim is not None
         size = row.shape[row.dim]
         parts.append(f"padded {size} to {size + row.padding}")
     if row.tensor_dim is not None:
         parts.append(f"dim {row.tensor_dim} over tp")
+    if row.expert_dim is not None:
+        parts.append(f"dim {row.expert_dim} over ep")
     if row.frozen:
         parts.append("frozen")
     return ", ".join(parts) or "whole"
@@ -308,16 +239,36 @@ def _largest_unit(plan: Plan) -> int:
     sizes = dict.fromkeys(plan.units, 0)
     for row in plan.rows:
         if row.unit != ROOT:
-            elements = math.prod(row.shape[row.num_stacked :])
-            sizes[row.unit] += elements * row.precision.param.itemsize
+            sizes[row.unit] += _whole_bytes(plan, row, row.num_stacked)
+            sizes[row.unit] += plan.model.decoded.get(row.name, 0)
     return max(sizes.values(), default=0)
+
+
+def _whole_bytes(plan: Plan, row: ParamPlan, num_stacked: int = 0) -> int:
+    """Bytes of a parameter as computed with, or of one of a stack.
+
+    Neither other ranks' experts nor other parts of tp are gathered.
+    """
+    experts = plan.mesh.shape["ep"] if row.is_expert else 1
+    parts = 1 if row.tensor_dim is None else plan.mesh.shape["tp"]
+    elements = math.prod(row.shape[num_stacked:]) // experts // parts
+    return elements * row.precision.param.itemsize
+
+
+def _whole_over_tp(plan: Plan) -> list[str]:
+    """Matrices that each rank of tp computes with as a whole."""
+    if plan.mesh.shape["tp"] == 1:
+        return []
+    return [r.name for r in plan.rows if r.tensor_dim is None and r.ndim_in_unit > 1]
 
 
 def _padding_bytes(plan: Plan, padded: Sequence[ParamPlan]) -> int:
     """What a device holds more of the padded parameters than an even split."""
     extra = 0.0
     for row in padded:
-        even = math.prod(row.shape) / num_devices(plan.mesh, row.placements.optimizer)
+        even = row.num_elements(plan.mesh, ()) / num_devices(
+            plan.mesh, row.placements.optimizer
+        )
         held = row.num_elements(plan.mesh, row.placements.optimizer)
         extra += (held - even) * row.precision.main_params.itemsize
     return round(extra)
@@ -326,13 +277,12 @@ def _padding_bytes(plan: Plan, padded: Sequence[ParamPlan]) -> int:
 def _summary(plan: Plan) -> list[str]:
     sizes = plan.bytes_per_device
     axes = ", ".join(f"{a}={n}" for a, n in plan.mesh.shape.items() if n > 1)
-    whole = [row.name for row in plan.rows if not row.placements.optimizer]
-    at_entry = sum(
-        math.prod(row.shape) * row.precision.param.itemsize
-        for row in plan.rows
-        if row.unit == ROOT
-    )
+    whole = [
+        row.name for row in plan.rows if not (row.placements.optimizer or row.is_expert)
+    ]
+    at_entry = sum(_whole_bytes(plan, row) for row in plan.rows if row.unit == ROOT)
     frozen = sum(row.frozen for row in plan.rows)
+    experts = sum(row.is_expert for row in plan.rows)
     counts = f"parameters: {len(plan.rows)}, units: {len(plan.units)}"
     at_rest = [f"{format_bytes(size)} {kind}" for kind, size in sizes.items()]
     lines = [
@@ -341,6 +291,13 @@ def _summary(plan: Plan) -> list[str]:
         f"whole during a step: {format_bytes(at_entry)} in no unit, all the time; "
         f"{format_bytes(_largest_unit(plan))} in the largest unit, while it runs",
     ]
+    if experts:
+        lines.append(f"experts, never gathered over ep: {experts}")
+    elif plan.mesh.shape["ep"] > 1:
+        lines.append(
+            f"ep={plan.mesh.shape['ep']} is as dp_shard here, since no experts are "
+            "split over it: FSDPConfig(expert_parallel=...) names none"
+        )
     if frozen:
         lines.append(f"frozen, with neither gradient nor optimizer state: {frozen}")
     if encoded := [row.gather.name for row in plan.rows if row.gather]:
@@ -355,6 +312,8 @@ def _summary(plan: Plan) -> list[str]:
         )
     if whole and plan.mesh.size > 1:
         lines.append(f"whole on every device: {', '.join(whole)}")
+    if names := _whole_over_tp(plan):
+        lines.append(f"whole on each rank of tp: {', '.join(names)}")
     if not plan.units:
         lines.append(
             "no units: the whole model is gathered at the entry of the loss; pass "

@@ -78,10 +78,7 @@ def split_unit(compute, unshard, shards, args):
     closed, out_shape = jax.make_jaxpr(compute, return_shape=True)(weights, *args)
     closed = _inline_mixed_calls(closed, num_weights)
     jaxpr = closed.jaxpr
-    before, after = _partition(jaxpr, set(jaxpr.invars[:num_weights]))
-    derived = list(jaxpr.invars[:num_weights])
-    for eqn in before:
-        derived.extend(eqn.outvars)
+    before, after, derived = _partition(jaxpr, jaxpr.invars[:num_weights])
     used = {v for eqn in after for v in eqn.invars if isinstance(v, core.Var)}
     used |= {v for v in jaxpr.outvars if isinstance(v, core.Var)}
     crossing = [v for v in derived if v in used]
@@ -99,18 +96,27 @@ def split_unit(compute, unshard, shards, args):
     return weights_only, rest, jax.tree.structure(out_shape)
 
 
-def _partition(jaxpr, derived: set):
-    """Equations whose variables all come from `derived`, and the others."""
-    derived = set(derived)
+def _partition(jaxpr, weights):
+    """What an equation reads decides where it stands: weights alone, or other things.
+
+    Returns the equations of weights and constants alone; the others; and the weights
+    with what is derived of them. What is made of constants alone stands in both.
+    """
+    derived = dict.fromkeys(weights)
+    constant = set(jaxpr.constvars)
     before, after = [], []
     for eqn in jaxpr.eqns:
-        read = [v for v in eqn.invars if isinstance(v, core.Var)]
-        if read and not eqn.effects and all(v in derived for v in read):
-            before.append(eqn)
-            derived.update(eqn.outvars)
-        else:
+        read = {v for v in eqn.invars if isinstance(v, core.Var)}
+        if eqn.effects or not read <= constant | derived.keys():
             after.append(eqn)
-    return before, after
+            continue
+        before.append(eqn)
+        if read <= constant:
+            after.append(eqn)
+            constant.update(eqn.outvars)
+        else:
+            derived.update(dict.fromkeys(eqn.outvars))
+    return before, after, list(derived)
 
 
 def _inline_mixed_calls(closed, num_weights: int):
@@ -124,10 +130,7 @@ def _inline_mixed_calls(closed, num_weights: int):
 
 
 def _mixed_calls(jaxpr, num_weights: int) -> set[int]:
-    derived = set(jaxpr.invars[:num_weights])
-    before, after = _partition(jaxpr, derived)
-    for eqn in before:
-        derived.update(eqn.outvars)
+    _, after, derived = _partition(jaxpr, jaxpr.invars[:num_weights])
     return {
         id(eqn)
         for eqn in after

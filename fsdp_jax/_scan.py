@@ -9,6 +9,7 @@ from typing import Any
 import jax
 from jax.core import Tracer
 
+from fsdp_jax._derived import take_parts
 from fsdp_jax._objects import put_state, written_state
 from fsdp_jax._prefetch import prefetching_scan
 from fsdp_jax._shard import Shard, partition, shards_of
@@ -79,13 +80,18 @@ def scan(
     if prefetch and own:
         _check_prefetch(own, (others, carry, xs, consts))
 
-        def compute(weights, carry, slices, consts):
-            others, xs = slices
+        def compute(weights, others, carry, xs, consts):
             return stateful(merge(weights, others), carry, *xs, *consts)
+
+        computed, own, keys = take_parts(compute, own)
+
+        def of_parts(parts, carry, slices, consts):
+            keys, others, xs = slices
+            return computed(parts, keys, others, carry, xs, consts)
 
         with jax.named_scope(f"unit:{own[0].row.unit}"):
             carry, (ys, written) = prefetching_scan(
-                *(compute, own, carry, (others, xs), consts),
+                *(of_parts, own, carry, (keys, others, xs), consts),
                 prefetch=prefetch,
                 unroll=unroll,
             )
@@ -110,9 +116,7 @@ def _check_prefetch(own: list[Shard], rest: PyTree) -> None:
             "reshard_after_forward=False keeps all weights, so that backward has "
             "nothing to gather"
         )
-    elif any(
-        s.row.num_stacked != 1 or s.value.ndim != s.row.ndim_in_unit + 1 for s in own
-    ):
+    elif any(s.row.num_stacked != 1 or s.num_stacked != 1 for s in own):
         problem = "it is a stack of more dims than one, or was planned as no stack"
     elif inner := shards_of(rest):
         problem = f"it has units within, such as '{inner[0].row.unit}'"

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 import jax
 
+from fsdp_jax._derived import Derived
 from fsdp_jax._plan import ParamPlan
 from fsdp_jax._tree import PyTree
 
@@ -62,9 +63,14 @@ class Shard:
     late: Late
 
     @property
+    def num_stacked(self) -> int:
+        """Stack dims that are left."""
+        return self.value.ndim - self.row.ndim_in_unit
+
+    @property
     def is_slice(self) -> bool:
         """Whether all stack dims have been sliced away: the weight of one unit."""
-        return self.value.ndim <= self.row.ndim_in_unit
+        return self.num_stacked <= 0
 
     def __jax_array__(self) -> NoReturn:
         """Refuses to be used as the whole weight."""
@@ -98,18 +104,18 @@ class Shard:
 
 
 def is_shard(node: Any) -> bool:
-    """Whether `node` is a `Shard`."""
-    return isinstance(node, Shard)
+    """Whether `node` is a `Shard`, or `Derived` of several."""
+    return isinstance(node, (Shard, Derived))
 
 
-def shards_of(tree: PyTree) -> list[Shard]:
-    """Every `Shard` in `tree`, in leaf order."""
+def shards_of(tree: PyTree) -> list[Any]:
+    """Every `Shard` in `tree`, and what is `Derived` of them, in leaf order."""
     return [leaf for leaf in jax.tree.leaves(tree, is_leaf=is_shard) if is_shard(leaf)]
 
 
 def partition(
     tree: PyTree, keep: Callable[[Any], bool] = lambda _: False
-) -> tuple[list[Shard], list[Any], Callable[[Sequence[Any], Sequence[Any]], PyTree]]:
+) -> tuple[list[Any], list[Any], Callable[[Sequence[Any], Sequence[Any]], PyTree]]:
     """Takes the shards of a unit out of a tree.
 
     Args:

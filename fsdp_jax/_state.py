@@ -13,8 +13,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Int, Key
 
 from fsdp_jax._config import Placements
-from fsdp_jax._frozen import trainable
+from fsdp_jax._frozen import seen_by_optimizer
 from fsdp_jax._fully_shard import choose_split
+from fsdp_jax._loss_scale import LossScale, ScaleState
 from fsdp_jax._mesh import num_devices
 from fsdp_jax._offload import moulds_on_host
 from fsdp_jax._padded import Padded, pack, unpack
@@ -24,7 +25,10 @@ from fsdp_jax._tree import PyTree, named_leaves
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=("step", "params", "opt_state", "model_state", "rng", "num_skipped"),
+    data_fields=(
+        *("step", "params", "opt_state", "model_state", "rng", "num_skipped"),
+        "loss_scale",
+    ),
     meta_fields=(),
 )
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +50,7 @@ class TrainState:
         statistics), whole on every device.
       rng: The key from which each step, microbatch and data rank derives its own.
       num_skipped: Steps that left everything as it was, see `make_train_step`.
+      loss_scale: Where a dynamic loss scale stands; None without one.
     """
 
     step: Int[Array, ""]
@@ -54,6 +59,7 @@ class TrainState:
     model_state: PyTree
     rng: Key[Array, ""]
     num_skipped: Int[Array, ""]
+    loss_scale: ScaleState | None = None
 
 
 def init_params(plan: Plan, key: Key[Array, ""]) -> PyTree:
@@ -69,6 +75,8 @@ def init_params(plan: Plan, key: Key[Array, ""]) -> PyTree:
 
     def make(key):
         params, _ = plan.model.split(plan.make_model(key))
+        if plan.model.adapted is not None:
+            params = plan.model.adapted.complete(params, jax.random.fold_in(key, 1))
         return jax.tree.map(lambda p, m: p.astype(m.dtype), params, plan.params)
 
     return jax.jit(make, out_shardings=plan.shardings)(key)
@@ -83,6 +91,7 @@ def init(
     model_state: PyTree | None = None,
     opt_state: PyTree | None = None,
     step: int = 0,
+    loss_scale: LossScale | None = None,
 ) -> TrainState:
     """Starts training from `params`: makes the optimizer state, sharded like them.
 
@@ -101,6 +110,7 @@ def init(
       opt_state: The state of `tx` for these `params`, plain arrays in their logical
         shapes, sharded in any way. None: as `tx.init` makes it.
       step: Steps made so far, where `opt_state` is that of a run.
+      loss_scale: That of `make_train_step`, where it has one.
 
     Raises:
       ValueError: If `params` or `opt_state` does not fit; all offenders in one message.
@@ -111,7 +121,7 @@ def init(
     if model_state is not None:
         check_fits(model_state, plan.model_state, "model_state")
     rng = jax.random.key(0) if rng is None else rng
-    mould = abstract_state(plan, tx)
+    mould = abstract_state(plan, tx, loss_scale)
 
     def rest(params, rng, model_state, opt_state):
         if model_state is None:
@@ -122,30 +132,30 @@ def init(
             jax.random.key_data(rng), impl=jax.random.key_impl(rng)
         )
         if opt_state is None:
-            opt_state = tx.init(trainable(plan, params))
+            opt_state = tx.init(seen_by_optimizer(plan, params))
         opt_state = pack(opt_state, mould.opt_state)
-        return zero + step, opt_state, model_state, key, zero
+        scale = None if loss_scale is None else loss_scale.start()
+        return zero + step, opt_state, model_state, key, zero, scale
 
     def sharding_of(tree):
         return jax.tree.map(lambda leaf: leaf.sharding, tree)
 
-    wanted = (mould.step, mould.opt_state, mould.model_state, mould.rng, mould.step)
+    wanted = (mould.step, mould.opt_state, mould.model_state, mould.rng)
+    wanted = (*wanted, mould.num_skipped, mould.loss_scale)
     make_rest = jax.jit(rest, out_shardings=sharding_of(wanted))
-    made, opt_state, model_state, own_rng, none = make_rest(
-        params, rng, model_state, opt_state
-    )
+    made, opt_state, *others = make_rest(params, rng, model_state, opt_state)
     if any(row.padding for row in plan.rows):
         params = _pack_each(plan, params)
     if plan.config.offload and plan.config.offload.params:
         params = jax.device_put(params, sharding_of(mould.params))
-    return TrainState(made, params, opt_state, model_state, own_rng, none)
+    return TrainState(made, params, opt_state, *others)
 
 
 def _check_opt_state(
     plan: Plan, tx: optax.GradientTransformation, opt_state: PyTree
 ) -> None:
     """Raises one `ValueError` that lists what `tx` would not have made so."""
-    mould = jax.eval_shape(tx.init, trainable(plan, plan.params))
+    mould = jax.eval_shape(tx.init, seen_by_optimizer(plan, plan.params))
     have, want = dict(named_leaves(opt_state)), dict(named_leaves(mould))
     problems = [f"missing: {name}" for name in want if name not in have]
     problems += [f"unexpected: {name}" for name in have if name not in want]
@@ -177,7 +187,11 @@ def _pack_each(plan: Plan, params: PyTree) -> PyTree:
     return plan.treedef.unflatten(map(to_rest, leaves, moulds))
 
 
-def abstract_state(plan: Plan, tx: optax.GradientTransformation) -> TrainState:
+def abstract_state(
+    plan: Plan,
+    tx: optax.GradientTransformation,
+    loss_scale: LossScale | None = None,
+) -> TrainState:
     """The mould of a `TrainState`: shapes, dtypes and shardings, no memory taken."""
     whole = NamedSharding(plan.mesh, PartitionSpec())
     key = jax.eval_shape(lambda: jax.random.key(0))
@@ -188,7 +202,7 @@ def abstract_state(plan: Plan, tx: optax.GradientTransformation) -> TrainState:
         return jax.ShapeDtypeStruct((), dtype, sharding=whole)
 
     def at_rest(moulds, is_offloaded):
-        return moulds_on_host(offload, moulds) if is_offloaded else moulds
+        return moulds_on_host(offload, moulds) if offload and is_offloaded else moulds
 
     return TrainState(
         step=scalar(jnp.int32),
@@ -197,6 +211,9 @@ def abstract_state(plan: Plan, tx: optax.GradientTransformation) -> TrainState:
         model_state=plan.model_state,
         rng=scalar(key.dtype),
         num_skipped=scalar(jnp.int32),
+        loss_scale=None
+        if loss_scale is None
+        else ScaleState(scalar(jnp.float32), scalar(jnp.int32), scalar(jnp.int32)),
     )
 
 
@@ -252,7 +269,7 @@ def _abstract_opt_state(plan: Plan, tx: optax.GradientTransformation) -> PyTree:
     none, over the same axes on a dim of its own. What has no dim of at least 2 elements
     is whole, and what belongs to a parameter that is whole.
     """
-    params = trainable(plan, plan.params)
+    params = seen_by_optimizer(plan, plan.params)
     flat, _ = jax.tree_util.tree_flatten_with_path(params)
     trained = [row for row in plan.rows if not row.frozen]
     rows = {path: row for (path, _), row in zip(flat, trained, strict=True)}
@@ -285,10 +302,15 @@ def _row_of_its_own(
 ) -> ParamPlan:
     """How an array is split that has not the shape of the parameter it belongs to."""
     row = owner or plan.rows[0]
-    placements = owner.placements if owner else plan.placements
+    # Of experts too: what has no dim of experts is split over `ep` as all else.
+    placements = plan.placements
+    if owner is not None and not owner.is_expert:
+        placements = owner.placements
     num_shards = num_devices(plan.mesh, placements.optimizer)
     if num_shards == 1:
         dim, padding = None, 0
+    elif owner and _has_its_split_dim(shape, owner):
+        dim, padding = owner.dim, owner.padding
     elif owner:
         dim, padding = choose_split(shape, num_shards)
     else:
@@ -304,8 +326,20 @@ def _row_of_its_own(
         dim=dim,
         padding=padding,
         tensor_dim=None,
+        expert_dim=None,
         placements=placements,
     )
+
+
+def _has_its_split_dim(shape: tuple[int, ...], owner: ParamPlan) -> bool:
+    """Whether an array differs from its parameter in dims that are not split.
+
+    Such are the scales of moments in 8 bits: each lies beside what it is the scale of.
+    """
+    dim = owner.dim
+    if dim is None or len(shape) != len(owner.shape):
+        return False
+    return shape[dim] == owner.shape[dim]
 
 
 def _refuse_multi_steps(opt_state: PyTree) -> None:

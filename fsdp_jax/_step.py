@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -12,16 +13,20 @@ import optax
 
 from fsdp_jax._batch import check_batch, place_batch
 from fsdp_jax._compiler_options import options_for
+from fsdp_jax._frozen import put_frozen
 from fsdp_jax._health import raise_if_not_finite
-from fsdp_jax._local import global_grads, global_loss
+from fsdp_jax._local import global_grads
 from fsdp_jax._loss import LossFn, LossForm, takes_rng
+from fsdp_jax._loss_scale import LossScale
 from fsdp_jax._memory_alarm import MemoryWatch
+from fsdp_jax._model_state import check_call
 from fsdp_jax._offload import on_device
 from fsdp_jax._padded import unpack
 from fsdp_jax._plan import Plan
 from fsdp_jax._state import TrainState, abstract_state
-from fsdp_jax._tree import PyTree, named_leaves
-from fsdp_jax._update import in_dtypes_of, make_update, unless
+from fsdp_jax._tree import PyTree
+from fsdp_jax._update import in_dtypes_of, make_update, to_rest, unless
+from fsdp_jax.launch import report_progress
 
 
 def value_and_grad(
@@ -71,7 +76,7 @@ def value_and_grad(
     compute = jax.jit(logical, out_shardings=(None, shardings))
 
     def fn(params, batch, *, rng=None, model_state=None):
-        _check_call(plan, needs_rng, rng, model_state)
+        check_call(plan, needs_rng, rng, model_state)
         check_batch(plan, batch, accumulate)
         rng = jax.random.key(0) if rng is None else rng
         given = plan.model_state if model_state is None else model_state
@@ -99,6 +104,9 @@ class TrainStep:
     jitted: Any
     check_for_nan_in_grad: bool = False
     watch: MemoryWatch = dataclasses.field(default_factory=MemoryWatch)
+    _calls: Iterator[int] = dataclasses.field(
+        default_factory=lambda: itertools.count(1), compare=False, repr=False
+    )
 
     def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, PyTree]:
         """Runs one step; the old state is given up to make room for the new one.
@@ -108,6 +116,7 @@ class TrainStep:
             it names the parameters and the step.
         """
         check_batch(self.plan, batch, self.accumulate)
+        report_progress(f"call {next(self._calls)} of the train step")
         batch = place_batch(self.plan, batch)
         self.watch.look(self.jitted, state, batch)
         new, metrics = self.jitted(state, batch)
@@ -139,6 +148,7 @@ def make_train_step(
     update_model_state: Callable[[Any], Any] | None = None,
     check_for_nan_in_grad: bool = False,
     skip_nonfinite: bool = False,
+    loss_scale: LossScale | None = None,
     report_grad_peaks: bool = False,
     compiler_options: Mapping[str, bool | int | str] | None = None,
     memory_limit: int | None = None,
@@ -153,13 +163,18 @@ def make_train_step(
       accumulate: Microbatches a step; a step with k equals one with the whole batch.
       calculate_per_token_loss: As for `value_and_grad`.
       update_model_state: `fn(model)`, called once a step behind the microbatches, with
-        the state of all ranks, to change what is no parameter: a router's bias from the
-        tokens counted (see `Tally`). It changes the model or returns another; what it
-        does to parameters is lost.
+        the state of all ranks, to change what the optimizer does not: what is no
+        parameter, and parameters that are frozen, as a router's bias, from the tokens
+        counted (see `Tally`). It changes the model or returns another; what it does to
+        parameters that are trained is lost.
       check_for_nan_in_grad: Raise `FloatingPointError` with the names of the parameters
         whose gradients are not finite. Each step is then waited for.
       skip_nonfinite: Leave parameters, optimizer and model state as they were where a
         gradient is not finite, and count it in `state.num_skipped`.
+      loss_scale: For float16: gradients are those of the loss times a factor, which
+        is divided out before anything sees them, and which finds its size by itself;
+        steps where they are not finite are passed over and counted, as with
+        `skip_nonfinite`. The state is made with `init(..., loss_scale=...)`.
       report_grad_peaks: Put `grad_peaks` into the metrics also without the two.
       compiler_options: XLA's, for this program alone, as `jax.jit` takes them; {} for
         none. Default `fsdp_jax.compiler_options()` on GPUs, and none elsewhere. A name
@@ -183,31 +198,42 @@ def make_train_step(
       each bucket's norm before the collective; here each parameter's, after it, alike
       on all hosts); `finalize_model_grads` for `update_model_state`.
     """
-    if check_for_nan_in_grad and skip_nonfinite:
+    if check_for_nan_in_grad and (skip_nonfinite or loss_scale is not None):
+        other = "skip_nonfinite=True" if skip_nonfinite else "loss_scale=..."
         raise ValueError(
-            "make_train_step(check_for_nan_in_grad=True, skip_nonfinite=True): the one "
-            "stops at what the other passes over. Choose one."
+            f"make_train_step(check_for_nan_in_grad=True, {other}): the one stops at "
+            "what the other passes over. Choose one."
         )
     form = LossForm(has_aux, calculate_per_token_loss)
-    with_peaks = check_for_nan_in_grad or skip_nonfinite or report_grad_peaks
+    skips = skip_nonfinite or loss_scale is not None
+    with_peaks = check_for_nan_in_grad or skips or report_grad_peaks
     compute = global_grads(plan, loss_fn, form, accumulate, with_peaks=with_peaks)
-    mould = abstract_state(plan, tx)
+    mould = abstract_state(plan, tx, loss_scale)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, mould)
-    update = make_update(plan, tx, mould, may_skip=skip_nonfinite)
+    update = make_update(plan, tx, mould, may_skip=skips)
 
     def step(state: TrainState, batch: PyTree):
         rng = jax.random.fold_in(state.rng, state.step)
+        scale = state.loss_scale
         ((loss, aux), model_state, peaks), grads = compute(
-            state.params, batch, rng, state.model_state
+            state.params, batch, rng, state.model_state, scale and scale.scale
         )
+        skip = ~jnp.isfinite(peaks).all() if skips else jnp.array(False)
+        params = state.params
         if update_model_state:
-            model_state = _updated(plan, update_model_state, state.params, model_state)
-        skip = ~jnp.isfinite(peaks).all() if skip_nonfinite else jnp.bool_(False)
+            given = unpack(on_device(params) if plan.config.offload else params)
+            plain, model_state = _updated(plan, update_model_state, given, model_state)
+            plain = unless(skip, given, plain) if skips else plain
+            params = to_rest(plan, mould, plain)
         with jax.named_scope("optimizer"):
-            params, opt_state = update(state.params, state.opt_state, grads, skip)
-        if skip_nonfinite:
+            # Apart from the keys of the ranks, which count from zero.
+            key = jax.random.fold_in(rng, 2**31 - 1)
+            params, opt_state = update(params, state.opt_state, grads, skip, key)
+        if skips:
             model_state = unless(skip, state.model_state, model_state)
         metrics = {"loss": loss, "grad_norm": optax.tree.norm(unpack(grads))}
+        if scale is not None:
+            metrics["loss_scale"] = scale.scale
         if has_aux:
             metrics["aux"] = aux
         if with_peaks:
@@ -219,6 +245,7 @@ def make_train_step(
             model_state,
             state.rng,
             state.num_skipped + skip,
+            loss_scale.update(scale, ~skip) if loss_scale and scale else None,
         )
         return new, metrics
 
@@ -234,66 +261,15 @@ def make_train_step(
 
 def _updated(
     plan: Plan, update: Callable[[Any], Any], params: PyTree, model_state: PyTree
-) -> PyTree:
-    """The model state after `update` has had the model in its hands."""
-    if plan.config.offload:
-        params = on_device(params)
-    model = plan.model.merge(unpack(params), model_state)
+) -> tuple[PyTree, PyTree]:
+    """Frozen parameters and state after `update` has had the model in its hands."""
+    model = plan.model.merge(params, model_state)
     changed = update(model)
-    _, after = plan.model.split(model if changed is None else changed)
+    new, after = plan.model.split(model if changed is None else changed)
     if jax.tree.structure(after) != jax.tree.structure(model_state):
         raise ValueError(
             "update_model_state left the model with other arrays than it had. Change "
             "the values of its variables, and neither add nor remove any."
         )
-    return in_dtypes_of(plan.model_state, after)
-
-
-def make_eval_step(
-    plan: Plan,
-    loss_fn: LossFn,
-    *,
-    has_aux: bool = False,
-    calculate_per_token_loss: bool = False,
-) -> Callable[..., PyTree]:
-    """Makes the step that only looks: no gradient, nothing updated.
-
-    Args:
-      plan: From `fully_shard`.
-      loss_fn: As for `value_and_grad`; put the model in evaluation mode there.
-      has_aux: As for `value_and_grad`.
-      calculate_per_token_loss: As for `value_and_grad`.
-
-    Returns:
-      `evaluate(params, batch, *, rng=None, model_state=None) -> metrics` with `loss`
-      and, with `has_aux`, `aux`.
-    """
-    form = LossForm(has_aux, calculate_per_token_loss)
-    compute = jax.jit(global_loss(plan, loss_fn, form))
-    needs_rng = takes_rng(loss_fn)
-
-    def evaluate(params, batch, *, rng=None, model_state=None):
-        _check_call(plan, needs_rng, rng, model_state)
-        check_batch(plan, batch, 1)
-        rng = jax.random.key(0) if rng is None else rng
-        given = plan.model_state if model_state is None else model_state
-        loss, aux = compute(params, place_batch(plan, batch), rng, given)
-        return {"loss": loss, "aux": aux} if has_aux else {"loss": loss}
-
-    return evaluate
-
-
-def _check_call(plan: Plan, needs_rng: bool, rng: Any, model_state: Any) -> None:
-    """Refuses a call that would leave a part of the model without a value."""
-    missing = [name for name, _ in named_leaves(plan.model_state)]
-    if model_state is None and missing:
-        raise ValueError(
-            f"The model has {len(missing)} array(s) that are no parameters: "
-            f"{', '.join(missing[:5])}. Pass model_state=state.model_state, as made by "
-            "fsdp_jax.init."
-        )
-    if needs_rng and rng is None:
-        raise ValueError(
-            "The loss or the model is random (dropout, or an argument `rng`). Pass "
-            "rng=jax.random.key(...), a different one each call."
-        )
+    params = put_frozen(plan, params, in_dtypes_of(params, new))
+    return params, in_dtypes_of(plan.model_state, after)

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from fsdp_jax._collectives import gather_weight
+from fsdp_jax._derived import take_parts
 from fsdp_jax._reshard import reshard_after_forward
 from fsdp_jax._shard import Shard, partition
 from fsdp_jax._tree import PyTree
@@ -81,9 +82,10 @@ def call_unit(
     def unshard(shards):
         return [gather_weight(shard) for shard in shards]
 
-    row = shards[0].row
+    of_parts, parts, keys = take_parts(on_arrays, shards)
+    row = parts[0].row
     with jax.named_scope(f"unit:{row.unit}"):
         if not row.reshard:
-            return on_arrays(unshard(shards), arrays)
-        resharding = reshard_after_forward(on_arrays, unshard, row.remat_policy)
-        return resharding(list(shards), arrays)
+            return of_parts(unshard(parts), keys, arrays)
+        resharding = reshard_after_forward(of_parts, unshard, row.remat_policy)
+        return resharding(parts, keys, arrays)

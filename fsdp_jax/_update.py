@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fsdp_jax._frozen import apply_updates, trainable
+from fsdp_jax._frozen import apply_updates, seen_by_optimizer
 from fsdp_jax._offload import Offload
 from fsdp_jax._padded import pack, unpack
 from fsdp_jax._plan import Plan
@@ -18,7 +18,7 @@ from fsdp_jax._stream import stream
 from fsdp_jax._tree import PyTree
 
 Update = Callable[..., tuple[PyTree, PyTree]]
-"""`(params, opt_state, grads, skip) -> (params, opt_state)`, as in a `TrainState`."""
+"""`(params, opt_state, grads, skip, key) -> (params, opt_state)`, as in a state."""
 
 
 def make_update(
@@ -33,19 +33,30 @@ def make_update(
       may_skip: Whether everything stays as it is where `skip` is true.
     """
 
-    def update(params, opt_state, grads, skip):
+    def update(params, opt_state, grads, skip, key):
         plain = unpack(params)
         updates, new_state = tx.update(
-            unpack(grads), unpack(opt_state), trainable(plan, plain)
+            unpack(grads), unpack(opt_state), seen_by_optimizer(plan, plain)
         )
         new = (
-            pack(apply_updates(plan, plain, updates), mould.params),
+            pack(apply_updates(plan, plain, updates, key=key), mould.params),
             in_dtypes_of(mould.opt_state, pack(new_state, mould.opt_state)),
         )
         return unless(skip, (params, opt_state), new) if may_skip else new
 
     return (
         _streamed(update, plan.config.offload, mould) if plan.config.offload else update
+    )
+
+
+def to_rest(plan: Plan, mould: TrainState, params: PyTree) -> PyTree:
+    """Plain parameters on the device as they are in a state, on the host if there."""
+    packed, offload = pack(params, mould.params), plan.config.offload
+    if not (offload and offload.params):
+        return packed
+    host = jax.memory.Space.Host
+    return jax.tree.map(
+        lambda x: jax.device_put(x, host) if offload.moves(x) else x, packed
     )
 
 
@@ -74,9 +85,9 @@ def _streamed(update: Update, offload: Offload, mould: TrainState) -> Update:
         for m, is_chosen in zip(moulds, chosen, strict=True)
     )
 
-    def streamed(params, opt_state, grads, skip):
-        given = (params, opt_state, grads, skip)
-        here = jax.tree.map(lambda _: False, (grads, skip))
+    def streamed(params, opt_state, grads, skip, key):
+        given = (params, opt_state, grads, skip, key)
+        here = jax.tree.map(lambda _: False, (grads, skip, key))
         options = {"order": _by_parameter(moulds), "after": grads}
         return stream(update, given, (*flags, *here), flags, **options)
 

@@ -1,4 +1,4 @@
-"""UPSTREAM.md says of each of Megatron-LM's tests which of ours show the same.
+"""UPSTREAM.md says of Megatron-LM's and verl's tests which of ours show the same.
 
 What it cites exists (read from the source, nothing is imported), what it leaves out has
 a reason, and no row is lost.
@@ -15,8 +15,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 
-# Megatron-LM's test file -> how many of its cases are listed, so that no row is lost
-# unnoticed. Where a row comes or goes, its number here does too.
+# Megatron-LM's or verl's test file -> how many of its cases are listed, so that no row
+# is lost unnoticed. Where a row comes or goes, its number here does too.
 ROWS = {
     "mfsdp_v1/test_mfsdp_fully_shard.py": 22,
     "mfsdp_v1/test_mcore_fully_sharded_data_parallel.py": 23,
@@ -45,6 +45,46 @@ ROWS = {
     "test_param_layout.py": 25,
     "test_layer_wise_param_layout.py": 25,
     "test_param_readiness.py": 10,
+    "dist_checkpointing/test_serialization.py": 21,
+    "dist_checkpointing/test_async_save.py": 3,
+    "dist_checkpointing/test_async_utils_shutdown.py": 1,
+    "dist_checkpointing/test_fully_parallel.py": 6,
+    "dist_checkpointing/test_pg_distribution_cache.py": 1,
+    "dist_checkpointing/test_local.py": 4,
+    "dist_checkpointing/test_replication.py": 2,
+    "dist_checkpointing/test_nonpersistent.py": 2,
+    "dist_checkpointing/test_strict.py": 4,
+    "dist_checkpointing/test_mapping.py": 5,
+    "dist_checkpointing/test_checkpointable.py": 2,
+    "dist_checkpointing/test_torch_dist.py": 2,
+    "dist_checkpointing/test_validation.py": 1,
+    "dist_checkpointing/test_integrity.py": 2,
+    "dist_checkpointing/test_fp8.py": 2,
+    "dist_checkpointing/test_drop_redundant_extra_state.py": 1,
+    "dist_checkpointing/test_safe_globals.py": 2,
+    "dist_checkpointing/test_optimizer.py": 11,
+    "dist_checkpointing/test_layer_wise_optimizer.py": 5,
+    "dist_checkpointing/test_pipeline_parallel_layout.py": 1,
+    "dist_checkpointing/test_global_metadata_reuse.py": 1,
+    "dist_checkpointing/test_rerun_state_machine_ckpt.py": 1,
+    "dist_checkpointing/test_msc.py": 1,
+    "dist_checkpointing/test_save_tokenizer_assets.py": 3,
+    "dist_checkpointing/test_flattened_resharding.py": 1,
+    "dist_checkpointing/models/common.py": 4,
+    "dist_checkpointing/models/test_gpt_model.py": 3,
+    "dist_checkpointing/models/test_bert_model.py": 1,
+    "dist_checkpointing/models/test_t5_model.py": 1,
+    "dist_checkpointing/models/test_mlp_glu.py": 2,
+    "dist_checkpointing/models/test_moe_experts.py": 3,
+    "dist_checkpointing/models/test_mamba.py": 1,
+    "dist_checkpointing/models/test_gpt_hybrid.py": 1,
+    "test_checkpointing.py": 2,
+    "special_distributed/test_fsdp_ckpt.py": 3,
+    "special_distributed/test_mcore_config_converter.py": 1,
+    "special_distributed/test_tensor_dict.py": 2,
+    "special_distributed/test_torch_functional.py": 1,
+    "test_protocol_on_cpu.py": 14,
+    "Failures of checkpoints": 22,
     "Beyond upstream": 19,
 }
 
@@ -58,7 +98,7 @@ LEAST_WORDS = 5
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One case of a file of Megatron-LM's tests, and what shows it here."""
+    """One case of a file of upstream's tests, and what shows it here."""
 
     file: str
     cells: tuple[str, ...]

@@ -5,16 +5,19 @@ a file that is cut short meanwhile kills the process instead of raising.
 """
 
 import os
+from collections.abc import Sequence
 from io import FileIO
 from pathlib import Path
 
 import numpy as np
 
+_MAX_RUNS = 1024  # IOV_MAX, on Linux and macOS
+
 
 def read_range(
     file: Path,
     offset: int,
-    out: memoryview,
+    out: Sequence[memoryview],
     *,
     ahead: bool = True,
     again: bool = False,
@@ -27,7 +30,7 @@ def read_range(
     Args:
       file: The file.
       offset: First byte of the range.
-      out: The bytes to fill; as many are read.
+      out: The runs of bytes to fill, one after another; as many are read.
       ahead: Whether the system may read on, for what follows is wanted next. By
         itself it would, an eighth more than is wanted where rows are shared out.
       again: Whether the range will be read once more, and so is not dropped yet.
@@ -35,23 +38,33 @@ def read_range(
     Raises:
       ValueError: If the file ends before the range does.
     """
-    done = 0
+    nbytes, done = sum(map(len, out)), 0
     descriptor = os.open(file, os.O_RDONLY)
     try:
         if not ahead:
             _advise(descriptor, 0, 0, "RANDOM")
-        while done < len(out):  # Linux hands out at most 2 GiB a call
-            count = os.preadv(descriptor, [out[done:]], offset + done)
+        while done < nbytes:  # Linux hands out at most 2 GiB a call
+            count = os.preadv(descriptor, _from(out, done), offset + done)
             if count == 0:
                 raise ValueError(
-                    f"'{file}' ended {len(out) - done:,} bytes early: it was cut "
+                    f"'{file}' ended {nbytes - done:,} bytes early: it was cut "
                     "short after it was opened."
                 )
             done += count
-        if not again:
+        if done and not again:
             _advise(descriptor, offset, done, "DONTNEED")
     finally:
         os.close(descriptor)
+
+
+def _from(out: Sequence[memoryview], done: int) -> Sequence[memoryview]:
+    """Returns the runs still to be filled, as many as the system takes at once."""
+    first = 0
+    while done >= len(out[first]):
+        done -= len(out[first])
+        first += 1
+    rest = out[first : first + _MAX_RUNS]
+    return [rest[0][done:], *rest[1:]] if done else rest
 
 
 def read_bytes(file: Path, offset: int, nbytes: int) -> np.ndarray:
@@ -61,7 +74,7 @@ def read_bytes(file: Path, offset: int, nbytes: int) -> np.ndarray:
       ValueError: If the file ends before the range does.
     """
     data = np.empty(nbytes, np.uint8)
-    read_range(file, offset, data.data)
+    read_range(file, offset, [data.data])
     return data
 
 

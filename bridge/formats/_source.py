@@ -7,7 +7,7 @@ that can also read into memory it is handed.
 import dataclasses
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Protocol, runtime_checkable
@@ -54,25 +54,39 @@ class Source(Protocol):
 class DirectSource(Source, Protocol):
     """A source that needs no memory of its own to read: an extension, for speed."""
 
-    def read_into(self, key: str, box: Box, out: np.ndarray, *, ahead: bool) -> None:
-        """Reads a box of a tensor into an array of its shape and dtype."""
+    def read_runs(
+        self, key: str, start: int, out: Sequence[memoryview], *, ahead: bool
+    ) -> None:
+        """Reads a tensor from element `start`, as many bytes as `out` takes."""
         ...
 
 
 def read_into(
-    source: Source, key: str, box: Box, out: np.ndarray, *, ahead: bool
+    source: Source,
+    key: str,
+    box: Box,
+    out: np.ndarray,
+    *,
+    ahead: bool,
+    runs: Sequence[memoryview] | None = None,
 ) -> None:
     """Reads a box of a tensor into an array, directly where the source can.
+
+    A box that is one range of the file needs no other memory.
 
     Args:
       source: The checkpoint.
       key: Name of the tensor.
       box: Which part of it.
-      out: C-contiguous array of the box's shape and the tensor's dtype.
+      out: Array of the box's shape and the tensor's dtype.
       ahead: Whether what follows in the tensor is wanted next.
+      runs: The bytes of `out`, in the runs in which they lie; None if `out` is
+        C-contiguous.
     """
-    if isinstance(source, DirectSource):
-        source.read_into(key, box, out, ahead=ahead)
+    start, stop = span(box, source.shape(key))
+    if isinstance(source, DirectSource) and out.size == stop - start:
+        runs = [out.reshape(-1).view(np.uint8).data] if runs is None else runs
+        source.read_runs(key, start, runs, ahead=ahead)
     else:
         copy(out, source.read(key, as_index(box)))
 
@@ -128,27 +142,20 @@ class SafetensorsSource:
         # pick the box out of the covering range.
         return np.ndarray(shape, info.dtype, data, strides=_byte_strides(info))
 
-    def read_into(
-        self, key: str, box: Box, out: np.ndarray, *, ahead: bool = True
+    def read_runs(
+        self, key: str, start: int, out: Sequence[memoryview], *, ahead: bool
     ) -> None:
-        """Reads a box of a tensor into an array.
-
-        A box that is one range of the file needs no other memory.
+        """Reads a range of a tensor into memory.
 
         Args:
           key: Name of the tensor.
-          box: Which part of it.
-          out: C-contiguous array of the box's shape and the tensor's dtype.
+          start: First element of the range.
+          out: The runs of bytes to fill, one after another.
           ahead: Whether what follows in the tensor is wanted next.
         """
         info = self.tensors[key]
-        start, stop = span(box, info.shape)
-        if out.size < stop - start:
-            copy(out, self.read(key, as_index(box)))
-        else:
-            data = out.reshape(-1).view(np.uint8).data
-            first = info.offset + start * info.dtype.itemsize
-            read_range(info.file, first, data, ahead=ahead)
+        first = info.offset + start * info.dtype.itemsize
+        read_range(info.file, first, out, ahead=ahead)
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Source:

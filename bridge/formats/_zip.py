@@ -117,7 +117,7 @@ class StoredZip:
             end = min(at + _CRC_BLOCK_BYTES, self.nbytes(name))
             inside = start <= at and end <= stop  # needs no copy
             block = data[at - start : end - start] if inside else spare[: end - at]
-            read_range(self._file, member.start + at, block.data, again=not inside)
+            read_range(self._file, member.start + at, [block.data], again=not inside)
             crc = zlib.crc32(block.data, crc)
             first, last = max(start, at), min(stop, end)
             if not inside and first < last:

@@ -38,6 +38,13 @@ class Adapted:
         """Path of the weight."""
         return self.rule.destinations[0]
 
+    @property
+    def num_in(self) -> int:
+        """How many dims of the leaf, behind those that are stacked, are inputs."""
+        layout = self.rule.layouts[0]
+        _, inner = layout.source[:: -1 if self.transposed else 1]
+        return len(_within(layout, inner))
+
     def factor_rules(self, rank: str) -> tuple[Rule, Rule]:
         """Returns the rules of `A`, `[rank, in]`, and `B`, `[out, rank]`.
 
@@ -81,6 +88,17 @@ def adapted_weights(
             + "\n".join(wrong)
         )
     return tuple(found)
+
+
+def adaptable(base: WeightMapping, *, transposed: bool) -> tuple[Adapted, ...]:
+    """Returns all weights of the tree that factors can be kept beside.
+
+    Args:
+      base: The mapping of the base model.
+      transposed: Whether the base model stores weights as `[in, out]`.
+    """
+    found = [w for r in base.rules if (w := _weight(r, base, transposed)) is not None]
+    return tuple(w for w in found if not any(_unfit(w, w.modules)))
 
 
 def _weight(rule: Rule, base: WeightMapping, transposed: bool) -> Adapted | None:

@@ -2,13 +2,29 @@
 
 from bridge.models._attention import Attention as Attention
 from bridge.models._attention import dot_product_attention as dot_product_attention
+from bridge.models._cache import KeyValues as KeyValues
+from bridge.models._cache import empty_cache as empty_cache
 from bridge.models._config import DecoderConfig as DecoderConfig
 from bridge.models._config import LayerRun as LayerRun
+from bridge.models._constrain import Constrain as Constrain
+from bridge.models._constrain import unconstrained as unconstrained
 from bridge.models._decoder import Decoder as Decoder
 from bridge.models._decoder import plain_scan as plain_scan
 from bridge.models._decoder_layer import DecoderLayer as DecoderLayer
+from bridge.models._generate import Generated as Generated
+from bridge.models._generate import generate as generate
 from bridge.models._mla_config import MLAConfig as MLAConfig
 from bridge.models._moe import Dispatch as Dispatch
+from bridge.models._moe import MoE as MoE
+from bridge.models._moe import correction_bias_paths as correction_bias_paths
+from bridge.models._moe import expert_parallel_rules as expert_parallel_rules
 from bridge.models._moe import sorted_dispatch as sorted_dispatch
 from bridge.models._moe_config import MoEConfig as MoEConfig
 from bridge.models._rope_config import RopeConfig as RopeConfig
+from bridge.models._router_stats import RouterStats as RouterStats
+from bridge.models._sample import GREEDY as GREEDY
+from bridge.models._sample import Sampling as Sampling
+from bridge.models._sample import sample as sample
+from bridge.models._tensor_parallel import (
+    tensor_parallel_rules as tensor_parallel_rules,
+)

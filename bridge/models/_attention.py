@@ -63,7 +63,7 @@ def dot_product_attention(
     """
     if softcap is not None or sinks is not None or query.shape[-1] != value.shape[-1]:
         mask = _visible(query.shape[1], segment_ids, window)
-        return _attend(query, key, value, scale, mask, softcap, sinks)
+        return attend(query, key, value, scale, mask, softcap, sinks)
     static = isinstance(window, int)
     mask = None
     if segment_ids is not None or not (static or window is None):
@@ -80,32 +80,25 @@ def dot_product_attention(
     )
 
 
-def _visible(
-    seq: int, segment_ids: Int[Array, "batch seq"] | None, window: Window
-) -> Bool[Array, "#batch 1 seq seq"]:
-    """Says which key each query may see."""
-    rows = jnp.arange(seq, dtype=jnp.int32)
-    behind = rows[:, None] - rows[None, :]
-    mask = behind >= 0
-    if window is not None:
-        mask &= behind < window
-    mask = mask[None, None]
-    if segment_ids is None:
-        return mask
-    same = jnp.equal(segment_ids[:, None, :, None], segment_ids[:, None, None, :])
-    return jnp.logical_and(*jnp.broadcast_arrays(mask, same))
-
-
-def _attend(
-    query: Array,
-    key: Array,
-    value: Array,
+def attend(
+    query: Float[Array, "batch seq heads head_dim"],
+    key: Float[Array, "batch keys kv_heads head_dim"],
+    value: Float[Array, "batch keys kv_heads v_head_dim"],
     scale: float,
-    mask: Bool[Array, "#batch 1 seq seq"],
+    mask: Bool[Array, "#batch 1 seq keys"],
     softcap: float | None,
     sinks: Float[Array, " heads"] | None,
-) -> Array:
+) -> Float[Array, "batch seq heads v_head_dim"]:
     """Attention with what jax's own does not offer, spelled out.
+
+    Args:
+      query: As in `dot_product_attention`.
+      key: Keys, of which there may be more than queries.
+      value: Values.
+      scale: As there.
+      mask: Which key each query sees; at least one.
+      softcap: As there.
+      sinks: As there.
 
     Source: transformers `modeling_gemma2.py::eager_attention_forward`,
       `modeling_gpt_oss.py::eager_attention_forward`.
@@ -125,9 +118,25 @@ def _attend(
         column = sinks.astype(wide).reshape(1, kv_heads, heads // kv_heads, 1, 1)
         column = jnp.broadcast_to(column, (*scores.shape[:-1], 1))
         scores = jnp.concatenate([scores, column], axis=-1)
-    weights = jax.nn.softmax(scores, axis=-1)[..., :seq].astype(value.dtype)
+    weights = jax.nn.softmax(scores, axis=-1)[..., : key.shape[1]].astype(value.dtype)
     mixed = jnp.einsum("bgrqk,bkgd->bqgrd", weights, value)
     return mixed.reshape(batch, seq, heads, -1)
+
+
+def _visible(
+    seq: int, segment_ids: Int[Array, "batch seq"] | None, window: Window
+) -> Bool[Array, "#batch 1 seq seq"]:
+    """Says which key each query may see."""
+    rows = jnp.arange(seq, dtype=jnp.int32)
+    behind = rows[:, None] - rows[None, :]
+    mask = behind >= 0
+    if window is not None:
+        mask &= behind < window
+    mask = mask[None, None]
+    if segment_ids is None:
+        return mask
+    same = jnp.equal(segment_ids[:, None, :, None], segment_ids[:, None, None, :])
+    return jnp.logical_and(*jnp.broadcast_arrays(mask, same))
 
 
 def _implementation(query: Array) -> Literal["cudnn", "xla"]:

@@ -1,6 +1,6 @@
 """The reference decoder: a function of its config, one device's plain JAX."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,9 @@ from flax import nnx
 from jaxtyping import Array, DTypeLike, Float, Int
 
 from bridge.models._attention import Attention, dot_product_attention
+from bridge.models._cache import KeyValues
 from bridge.models._config import DecoderConfig, LayerRun
+from bridge.models._constrain import Constrain, unconstrained
 from bridge.models._decoder_layer import (
     DecoderLayer,
     PerLayer,
@@ -24,6 +26,7 @@ from bridge.models._linear import Embedding, Linear
 from bridge.models._moe import Dispatch, sorted_dispatch
 from bridge.models._rope import rope_tables
 from bridge.models._rope_config import RopeConfig
+from bridge.models._router_stats import RouterStats
 
 Scan = Callable[..., tuple[Any, Any]]
 Ids = Int[Array, "batch seq"]
@@ -81,6 +84,7 @@ class Decoder(nnx.Module):
       scan: Runs the layers; the signature of `plain_scan`.
       attention: Mixes tokens; the signature of `dot_product_attention`.
       dispatch: Brings tokens to experts; the signature of `sorted_dispatch`.
+      constrain: Lays activations out; the signature of `unconstrained`.
     """
 
     def __init__(
@@ -92,10 +96,12 @@ class Decoder(nnx.Module):
         scan: Scan = plain_scan,
         attention: Attention = dot_product_attention,
         dispatch: Dispatch = sorted_dispatch,
+        constrain: Constrain = unconstrained,
     ):
         """Makes all weights; under `nnx.eval_shape`, only their shapes."""
         self.config = config
         self.scan = scan
+        self.constrain = constrain
         std, embed = config.initializer_range, config.hidden_size
         table = partial(Embedding, std=std, rngs=rngs, param_dtype=param_dtype)
         self.embed_tokens = table(config.vocab_size, embed)
@@ -113,6 +119,7 @@ class Decoder(nnx.Module):
                     param_dtype=param_dtype,
                     attention=attention,
                     dispatch=dispatch,
+                    constrain=constrain,
                 )
 
             return make_layers(rngs)
@@ -128,6 +135,11 @@ class Decoder(nnx.Module):
                 rngs=rngs,
                 param_dtype=param_dtype,
             )
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Dtype of the weights, which compute follows."""
+        return self.norm.scale[...].dtype
 
     def __call__(
         self,
@@ -149,11 +161,71 @@ class Decoder(nnx.Module):
           Logits in the dtype of the weights: a loss that sums over the vocabulary
           should cast them to float32 first.
         """
-        x, _ = self._run(tokens, positions, segment_ids, _apply_layer)
-        x = self.norm(x)
+        return self.with_router_stats(tokens, positions, segment_ids)[0]
+
+    def with_router_stats(
+        self,
+        tokens: Ids,
+        positions: Ids | None = None,
+        segment_ids: Ids | None = None,
+    ) -> tuple[Float[Array, "batch seq vocab"], RouterStats | None]:
+        """Returns the logits, and what the routers did, for losses that balance them.
+
+        Returns:
+          As a call; and the sums of all layers with experts, stacked on a first dim, or
+          None if there are none.
+        """
+        states, stats = self.final_states(tokens, positions, segment_ids)
+        return self.logits(states), stats
+
+    def logits(
+        self, states: Float[Array, "batch seq embed"]
+    ) -> Float[Array, "batch seq vocab"]:
+        """Returns the logits of what `final_states` or `extend` returned."""
+        tied = self.config.tie_word_embeddings
+        logits = self.embed_tokens.attend(states) if tied else self.lm_head(states)
+        return self.finish_logits(self.constrain(logits, "logits"))
+
+    def extend(
+        self, tokens: Ids, positions: Ids, cache: Sequence[KeyValues]
+    ) -> tuple[Float[Array, "batch seq embed"], list[KeyValues]]:
+        """Runs tokens that go on from those in a cache.
+
+        Args:
+          tokens: Token ids.
+          positions: Where each lies in its text, and so in the cache.
+          cache: From `empty_cache`, or from here.
+
+        Returns:
+          What the head reads, and the cache with these tokens in it.
+        """
+        x, cache = self._run(tokens, positions, None, _extend_layer, cache=cache)
+        return self.constrain(self.norm(x), "input"), cache
+
+    def final_states(
+        self,
+        tokens: Ids,
+        positions: Ids | None = None,
+        segment_ids: Ids | None = None,
+    ) -> tuple[Float[Array, "batch seq embed"], RouterStats | None]:
+        """Returns what the head reads, behind the last norm, and what the routers did.
+
+        For a loss that makes logits a part at a time, from these, `head_kernel` and
+        `finish_logits`.
+        """
+        x, stats = self._run(tokens, positions, segment_ids, _apply_layer)
+        states = self.constrain(self.norm(x), "input")
+        return states, _stacked([s for s in stats if s is not None])
+
+    def head_kernel(self) -> Float[Array, "embed vocab"]:
+        """Returns the head's kernel; of a tied embedding, its transpose."""
+        if self.config.tie_word_embeddings:
+            return self.embed_tokens.embedding[...].T
+        return self.lm_head.kernel[...]
+
+    def finish_logits(self, logits: Float[Array, "..."]) -> Float[Array, "..."]:
+        """Scales products of head and states, and bends them, entry by entry."""
         config = self.config
-        tied = config.tie_word_embeddings
-        logits = self.embed_tokens.attend(x) if tied else self.lm_head(x)
         logits = scale_by(logits, config.logit_scale)
         logits = scale_by(logits, 1 / config.logits_scaling)
         if (cap := config.final_logit_softcapping) is not None:
@@ -185,19 +257,25 @@ class Decoder(nnx.Module):
         unit: Callable[..., tuple[Stream, Any]],
         *,
         keep_first: bool = False,
+        cache: Sequence[KeyValues] | None = None,
     ) -> tuple[Stream, list[Any]]:
         """Embeds, and runs one stack of layers after the other."""
         if positions is None:
             row = jnp.arange(tokens.shape[1], dtype=jnp.int32)
             positions = jnp.broadcast_to(row[None, :], tokens.shape)
-        x = self._embed(tokens, positions)
+        x = self.constrain(self._embed(tokens, positions), "embeddings")
         tables, per_layer = self._tables(positions, x.dtype), _per_layer(self.config)
-        states: list[Any] = [x] if keep_first else []
-        for run, stack in zip(self.config.layer_runs, self._stacks(), strict=True):
+        ys: list[Any] = [x] if keep_first else []
+        for i, (run, stack) in enumerate(
+            zip(self.config.layer_runs, self._stacks(), strict=True)
+        ):
             mine = {name: v[run.start : run.stop] for name, v in per_layer.items()}
-            x, y = self.scan(unit, stack, x, xs=(mine,), consts=(tables, segment_ids))
-            states.append(y)
-        return x, states
+            xs, consts = (mine,), (tables, segment_ids)
+            if cache is not None:
+                xs, consts = (mine, cache[i]), (tables, positions)
+            x, y = self.scan(unit, stack, x, xs=xs, consts=consts)
+            ys.append(y)
+        return x, ys
 
     def _stacks(self) -> list[DecoderLayer]:
         layers = self.layers
@@ -261,13 +339,33 @@ def _per_layer(config: DecoderConfig) -> dict[str, np.ndarray]:
 
 def _apply_layer(
     layer: DecoderLayer, x: Stream, per_layer: PerLayer, *consts: Any
-) -> tuple[Stream, None]:
+) -> tuple[Stream, RouterStats | None]:
     # By the call, not by the parts: a subclass may gather the weights at entry.
-    return layer(x, per_layer, *consts), None
+    out = layer(x, per_layer, *consts)
+    return out.stream, out.router_stats
 
 
 def _apply_and_keep(
     layer: DecoderLayer, x: Stream, per_layer: PerLayer, *consts: Any
 ) -> tuple[Stream, Stream]:
-    x = layer(x, per_layer, *consts)
+    x = layer(x, per_layer, *consts).stream
     return x, x
+
+
+def _extend_layer(
+    layer: DecoderLayer,
+    x: Stream,
+    per_layer: PerLayer,
+    cache: KeyValues,
+    tables: Tables,
+    slots: Ids,
+) -> tuple[Stream, KeyValues | None]:
+    out = layer(x, per_layer, tables, cache=cache, slots=slots)
+    return out.stream, out.cache
+
+
+def _stacked(stats: list[RouterStats]) -> RouterStats | None:
+    """Those of several stacks of layers as one."""
+    if not stats:
+        return None
+    return jax.tree.map(lambda *parts: jnp.concatenate(parts), *stats)

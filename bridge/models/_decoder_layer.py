@@ -1,20 +1,39 @@
 """One layer of a decoder."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, DTypeLike, Float, Int
 
 from bridge.models._attention import Attention, dot_product_attention
+from bridge.models._cache import KeyValues, Slots
 from bridge.models._config import DecoderConfig
+from bridge.models._constrain import Constrain, unconstrained
 from bridge.models._mlp import MLP
 from bridge.models._moe import Dispatch, MoE, sorted_dispatch
 from bridge.models._norm import Norm
+from bridge.models._router_stats import RouterStats
 from bridge.models._self_attention import LatentAttention, SelfAttention
 
 Stream = Float[Array, "batch seq embed"]
 PerLayer = dict[str, Int[Array, ""]]
 Tables = tuple[Array, Array] | None
+
+
+class LayerOutput(NamedTuple):
+    """What a layer makes.
+
+    Attributes:
+      stream: The residual stream.
+      router_stats: What the router did; None in a dense layer.
+      cache: With the new tokens in it; None if there was none.
+    """
+
+    stream: Stream
+    router_stats: RouterStats | None
+    cache: KeyValues | None
 
 
 class DecoderLayer(nnx.Module):
@@ -27,6 +46,7 @@ class DecoderLayer(nnx.Module):
       param_dtype: Dtype of the parameters.
       attention: Mixes tokens; the signature of `dot_product_attention`.
       dispatch: Brings tokens to experts; the signature of `sorted_dispatch`.
+      constrain: Lays activations out; the signature of `unconstrained`.
     """
 
     def __init__(
@@ -38,6 +58,7 @@ class DecoderLayer(nnx.Module):
         param_dtype: DTypeLike = jnp.float32,
         attention: Attention = dot_product_attention,
         dispatch: Dispatch = sorted_dispatch,
+        constrain: Constrain = unconstrained,
     ):
         """Makes the weights of one layer, without a layer dim."""
         placement = config.norm_placement
@@ -53,6 +74,7 @@ class DecoderLayer(nnx.Module):
             rngs=rngs,
             param_dtype=param_dtype,
             attention=attention,
+            constrain=constrain,
         )
         self.post_attention_layernorm = norm() if after else None
         own = placement in ("pre", "both")
@@ -71,6 +93,8 @@ class DecoderLayer(nnx.Module):
         self.post_feedforward_layernorm = norm() if after else None
         self.parallel = placement == "parallel"
         self.multiplier = config.residual_multiplier
+        self.is_latent = config.mla is not None
+        self.constrain = constrain
 
     def __call__(
         self,
@@ -78,7 +102,10 @@ class DecoderLayer(nnx.Module):
         per_layer: PerLayer | None = None,
         tables: Tables = None,
         segment_ids: Int[Array, "batch seq"] | None = None,
-    ) -> Stream:
+        *,
+        cache: KeyValues | None = None,
+        slots: Slots | None = None,
+    ) -> LayerOutput:
         """Adds what attention and MLP make to the residual stream.
 
         Args:
@@ -88,16 +115,40 @@ class DecoderLayer(nnx.Module):
           tables: Cosines and sines of the positions, stacked if layers differ; None
             if positions are learned.
           segment_ids: Which of several texts packed in a row a token belongs to.
+          cache: Keys and values of the tokens before, if these go on from some.
+          slots: Then where these lie in it.
         """
         per_layer = per_layer or {}
         cos, sin = _pick(tables, per_layer.get("table"))
         normed = _apply(self.input_layernorm, x)
-        mixed = self.self_attn(normed, cos, sin, segment_ids, per_layer.get("window"))
+        read = self.constrain(normed, "input")
+        # Latent attention constrains the narrow vectors that it makes first.
+        heard = normed if self.is_latent else read
+        window = per_layer.get("window")
+        if cache is None or slots is None:
+            mixed = self.self_attn(heard, cos, sin, segment_ids, window)
+        else:
+            mixed, cache = self.self_attn.extend(heard, cos, sin, cache, slots, window)
+        return LayerOutput(*self._add(x, read, mixed), cache)
+
+    def _add(
+        self, x: Stream, read: Stream, mixed: Stream
+    ) -> tuple[Stream, RouterStats | None]:
+        """Adds what attention made, and what the MLP makes of that or beside it."""
         if self.parallel:
-            return x + self._scaled(mixed) + self._scaled(self.mlp(normed))
+            y, stats = self._feedforward(read)
+            both = self._scaled(mixed) + self._scaled(y)
+            return x + self.constrain(both, "output"), stats
+        mixed = self.constrain(mixed, "output")
         x = x + self._scaled(_apply(self.post_attention_layernorm, mixed))
-        y = self.mlp(_apply(self.pre_feedforward_layernorm, x))
-        return x + self._scaled(_apply(self.post_feedforward_layernorm, y))
+        normed = _apply(self.pre_feedforward_layernorm, x)
+        y, stats = self._feedforward(self.constrain(normed, "input"))
+        y = self.constrain(y, "output")
+        return x + self._scaled(_apply(self.post_feedforward_layernorm, y)), stats
+
+    def _feedforward(self, x: Stream) -> tuple[Stream, RouterStats | None]:
+        mlp = self.mlp
+        return mlp(x) if isinstance(mlp, MoE) else (mlp(x), None)
 
     def _scaled(self, y: Stream) -> Stream:
         return scale_by(y, self.multiplier)

@@ -13,6 +13,7 @@ from bridge.models._config import DecoderConfig
 from bridge.models._linear import Linear
 from bridge.models._mlp import ACTIVATIONS, MLP
 from bridge.models._router import Router
+from bridge.models._router_stats import RouterStats, router_stats
 
 Rows = Float[Array, "rows embed"]
 RunExperts = Callable[[Rows, Int[Array, " experts"]], Rows]
@@ -28,8 +29,12 @@ class Dispatch(Protocol):
         experts: Int[Array, "tokens chosen"],
         weights: Float[Array, "tokens chosen"],
         num_experts: int,
-    ) -> Float[Array, "tokens embed"]:
-        """Sums over the chosen experts `weight * expert(token)`."""
+    ) -> tuple[Float[Array, "tokens embed"], Int[Array, " tokens"]]:
+        """Sums over the chosen experts `weight * expert(token)`.
+
+        Returns:
+          The sums, and how many of its experts each token did not get.
+        """
         ...
 
 
@@ -39,7 +44,7 @@ def sorted_dispatch(
     experts: Int[Array, "tokens chosen"],
     weights: Float[Array, "tokens chosen"],
     num_experts: int,
-) -> Float[Array, "tokens embed"]:
+) -> tuple[Float[Array, "tokens embed"], Int[Array, " tokens"]]:
     """Gives every token to every expert it chose; none is dropped.
 
     The default of the decoder's `dispatch` argument, and the signature that any other
@@ -54,7 +59,8 @@ def sorted_dispatch(
       num_experts: Experts in all.
 
     Returns:
-      The weighted sums, added in float32 and rounded once.
+      The weighted sums, added in float32 and rounded once; and zeros, for every token
+      got all experts it chose.
     """
     chosen = experts.shape[-1]
     flat = experts.reshape(-1)
@@ -63,9 +69,8 @@ def sorted_dispatch(
     rows = run(jnp.take(x, order // chosen, axis=0), group_sizes)
     wide = jnp.promote_types(x.dtype, jnp.float32)
     back = jnp.take(rows, jnp.argsort(order), axis=0).reshape(*experts.shape, -1)
-    return jnp.einsum("tce,tc->te", back.astype(wide), weights.astype(wide)).astype(
-        x.dtype
-    )
+    y = jnp.einsum("tce,tc->te", back.astype(wide), weights.astype(wide))
+    return y.astype(x.dtype), jnp.zeros(len(x), jnp.int32)
 
 
 class Experts(nnx.Module):
@@ -101,9 +106,21 @@ class Experts(nnx.Module):
         self.activation = config.hidden_act
 
     def __call__(self, x: Rows, group_sizes: Int[Array, " experts"]) -> Rows:
-        """Runs rows that are sorted by expert."""
+        """Runs rows that are sorted by expert.
+
+        Raises:
+          ValueError: If the rows are of other experts than those at hand.
+        """
         kernel = self.gate_up_proj[...]
         experts, embed, _, width = kernel.shape
+        if len(group_sizes) != experts:
+            raise ValueError(
+                f"This device has {experts} of {self.moe.num_experts} experts, and the "
+                f"dispatch hands it rows of {len(group_sizes)}. Where a plan splits "
+                "experts over `ep` (FSDPConfig(expert_parallel=...)), and only there, "
+                "the dispatch has to send tokens to other ranks: Decoder(dispatch="
+                "fsdp_jax.ops.expert_parallel_dispatch)."
+            )
         kernel = kernel.reshape(experts, embed, 2 * width)
         gate_up = jax.lax.ragged_dot(x, kernel, group_sizes)
         down, owner = self.down_proj[...], None
@@ -161,20 +178,60 @@ class MoE(nnx.Module):
 
     def __call__(
         self, x: Float[Array, "batch seq embed"]
-    ) -> Float[Array, "batch seq embed"]:
-        """Works on each token by itself."""
-        experts, weights = self.router(x)
+    ) -> tuple[Float[Array, "batch seq embed"], RouterStats]:
+        """Works on each token by itself, and says what the router did."""
+        experts, weights, logits = self.router(x)
         tokens = x.reshape(-1, x.shape[-1])
-        y = self.dispatch(
+        y, dropped = self.dispatch(
             self.experts,
             tokens,
             experts.reshape(len(tokens), -1),
             weights.reshape(len(tokens), -1),
             self.num_experts,
-        ).reshape(x.shape)
+        )
+        stats = router_stats(
+            logits,
+            experts,
+            dropped.reshape(x.shape[:-1]),
+            sigmoid=self.experts.moe.scoring == "sigmoid",
+        )
+        y = y.reshape(x.shape)
         if self.shared_expert is None:
-            return y
+            return y, stats
         shared = self.shared_expert(x)
         if self.shared_gate is not None:
             shared *= jax.nn.sigmoid(self.shared_gate(x))
-        return y + shared
+        return y + shared, stats
+
+
+def expert_parallel_rules(config: DecoderConfig) -> dict[str, int]:
+    """Says which dim of a decoder's parameters counts experts.
+
+    For `fsdp_jax.FSDPConfig(expert_parallel=...)`; empty if the model has no experts.
+
+    Args:
+      config: Of the decoder.
+
+    Returns:
+      Path patterns, and the dim in the slice of one layer.
+    """
+    return {f"{path}.experts": 0 for path in _paths(config)}
+
+
+def correction_bias_paths(config: DecoderConfig) -> tuple[str, ...]:
+    """Names the parameters of a decoder that no gradient trains: routers' biases.
+
+    For `FSDPConfig(frozen=...)`, since weight decay would shrink them all the same, and
+    `MixedPrecisionPolicy(param_name_patterns_in_fp32=...)`; empty if there are none.
+    """
+    if config.moe is None or not config.moe.correction_bias:
+        return ()
+    return tuple(f"{path}.router.correction_bias" for path in _paths(config))
+
+
+def _paths(config: DecoderConfig) -> list[str]:
+    """Paths of the `MoE` of each stack of layers that has one."""
+    runs = config.layer_runs
+    stacks = ["layers"] if len(runs) == 1 else [f"layers.{i}" for i in range(len(runs))]
+    pairs = zip(stacks, runs, strict=True)
+    return [f"{stack}.mlp" for stack, run in pairs if run.sparse]

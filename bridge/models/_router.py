@@ -12,8 +12,8 @@ from bridge.models._moe_config import MoEConfig
 class Router(nnx.Module):
     """Chooses experts for each token, as transformers does, dtype by dtype.
 
-    No gradient reaches the correction bias. Freeze it (`frozen=("*correction_bias",)`),
-    for an optimizer's weight decay would shrink it all the same.
+    No gradient reaches the correction bias. Freeze it (`correction_bias_paths`), for an
+    optimizer's weight decay would shrink it all the same.
 
     Args:
       config: How.
@@ -54,17 +54,19 @@ class Router(nnx.Module):
     ) -> tuple[
         Int[Array, "batch seq chosen"],
         Float[Array, "batch seq chosen"],
+        Float[Array, "batch seq experts"],
     ]:
         """Chooses.
 
         Returns:
-          The chosen experts of each token, best first, and their weights.
+          The chosen experts of each token, best first, their weights, and the logits of
+          all experts.
         """
         config = self.config
         logits = self.gate(_widen(x) if config.float32_logits else x)
         if config.scoring == "softmax_of_chosen":
             best, experts = jax.lax.top_k(logits, config.num_experts_per_tok)
-            return experts, jax.nn.softmax(best, axis=-1)
+            return experts, jax.nn.softmax(best, axis=-1), logits
         function = {"softmax": jax.nn.softmax, "sigmoid": jax.nn.sigmoid}
         scores = function[config.scoring](_widen(logits))
         for_choice = scores
@@ -80,7 +82,9 @@ class Router(nnx.Module):
             # A sum of sigmoids can be nothing at all, one of softmaxes cannot.
             weights /= total + 1e-20 if config.scoring == "sigmoid" else total
         weights *= config.routed_scaling_factor
-        return experts, weights.astype(x.dtype) if config.rounded_weights else weights
+        if config.rounded_weights:
+            weights = weights.astype(x.dtype)
+        return experts, weights, logits
 
 
 def _widen(x: Array) -> Array:

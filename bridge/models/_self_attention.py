@@ -2,13 +2,16 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, DTypeLike, Float, Int
 
 from bridge.models._attention import Attention, Window
+from bridge.models._cache import KeyValues, Slots, attend_cached
 from bridge.models._config import DecoderConfig
+from bridge.models._constrain import Constrain
 from bridge.models._linear import Linear
 from bridge.models._norm import Norm
 from bridge.models._rope import Table, apply_rope, yarn_mscale
@@ -29,6 +32,7 @@ class SelfAttention(nnx.Module):
       rngs: Source of keys.
       param_dtype: Dtype of the parameters.
       attention: Does the mixing; kept as it is.
+      constrain: Lays latent vectors out before they unfold into heads.
     """
 
     def __init__(
@@ -39,6 +43,7 @@ class SelfAttention(nnx.Module):
         rngs: nnx.Rngs,
         param_dtype: DTypeLike,
         attention: Attention,
+        constrain: Constrain,
     ):
         """Makes the projections, norms and sinks that the config asks for."""
         heads = config.num_attention_heads
@@ -54,6 +59,7 @@ class SelfAttention(nnx.Module):
         sinks = jnp.zeros(heads, param_dtype)
         self.sinks = nnx.Param(sinks) if config.attention_sinks else None
         self.attention = attention
+        self.constrain = constrain
         self.scale = attention_scale(config)
         self.softcap = config.attn_logit_softcapping
         self.window = window
@@ -78,16 +84,44 @@ class SelfAttention(nnx.Module):
         """
         query, key, value = self._project(x, cos, sin)
         mixed = self.attention(
-            query,
-            key,
-            value,
-            scale=self.scale,
-            segment_ids=segment_ids,
-            window=self.window if window is None else window,
-            softcap=self.softcap,
-            sinks=None if self.sinks is None else self.sinks[...],
+            query, key, value, segment_ids=segment_ids, **self._traits(window)
         )
         return self.o_proj(mixed)
+
+    def extend(
+        self,
+        x: Float[Array, "batch seq embed"],
+        cos: Table | None,
+        sin: Table | None,
+        cache: KeyValues,
+        slots: Slots,
+        window: Window = None,
+    ) -> tuple[Float[Array, "batch seq embed"], KeyValues]:
+        """Does the same to tokens that go on from those in a cache.
+
+        Args:
+          x: The normed hidden states of the new tokens.
+          cos: As in the call.
+          sin: Likewise.
+          cache: Of this layer.
+          slots: Where each token lies in it: its position.
+          window: As in the call.
+
+        Returns:
+          What the call returns, and the cache with the new tokens in it.
+        """
+        query, key, value = self._project(x, cos, sin)
+        new = KeyValues(key, value)
+        mixed, cache = attend_cached(query, new, cache, slots, **self._traits(window))
+        return self.o_proj(mixed), cache
+
+    def _traits(self, window: Window) -> dict[str, Any]:
+        return {
+            "scale": self.scale,
+            "window": self.window if window is None else window,
+            "softcap": self.softcap,
+            "sinks": None if self.sinks is None else self.sinks[...],
+        }
 
     def _make_projections(
         self, config: DecoderConfig, linear: MakeLinear, param_dtype: DTypeLike
@@ -163,14 +197,17 @@ class LatentAttention(SelfAttention):
         sin: Table | None,
     ) -> tuple[Heads, Heads, Heads]:
         if self.narrow_query:
-            query = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
+            narrow = self.constrain(self.q_a_proj(x), "tokens")
+            narrow = self.constrain(self.q_a_layernorm(narrow), "input")
+            query = self.q_b_proj(narrow)
         else:
-            query = self.q_proj(x)
+            query = self.q_proj(self.constrain(x, "input"))
         query, turned_query = jnp.split(query, [self.unturned], axis=-1)
-        latent, turned_key = jnp.split(
-            self.kv_a_proj_with_mqa(x), [self.kv_rank], axis=-1
-        )
-        key_value = self.kv_b_proj(self.kv_a_layernorm(latent))
+        narrow = self.constrain(self.kv_a_proj_with_mqa(x), "tokens")
+        latent, turned_key = jnp.split(narrow, [self.kv_rank], axis=-1)
+        latent = self.constrain(self.kv_a_layernorm(latent), "input")
+        turned_key = self.constrain(turned_key, "input")
+        key_value = self.kv_b_proj(latent)
         key, value = jnp.split(key_value, [self.unturned], axis=-1)
         turned_query = self._turn(turned_query, cos, sin)
         turned_key = self._turn(turned_key[:, :, None, :], cos, sin)

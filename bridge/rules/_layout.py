@@ -92,12 +92,11 @@ class Layout:
         # Widened until each dim of the source is one range.
         source_box = _join(self.source, wanted, sizes)
         read = _split(self.source, source_box, sizes)
-        source_order = [name for dim in self.source for name in dim]
-        order = [name for dim in self.destination for name in dim]
+        source_order, order = _names(self.source), _names(self.destination)
         cover = _join(self.destination, wanted, sizes)
         return source_box, Move(
             factors=shape_of(tuple(read[name] for name in source_order)),
-            order=tuple(source_order.index(name) for name in order),
+            order=tuple(map(source_order.index, order)),
             inside=relative(
                 tuple(wanted[name] for name in order),
                 tuple(read[name] for name in order),
@@ -128,7 +127,7 @@ class Layout:
           sizes: Size of each named dim.
           max_elements: Numbers in a band, if the layout lets it be.
         """
-        names = [name for dim in self.source for name in dim]
+        names = _names(self.source)
         inner = [math.prod(sizes[n] for n in names[k + 1 :]) for k in range(len(names))]
         fits = (k for k, count in enumerate(inner) if count <= max_elements)
         for k in range(next(fits, len(names) - 1), -1, -1) if names else ():
@@ -163,6 +162,30 @@ class Move:
         """Whether numbers that follow each other still do."""
         return self.order == tuple(sorted(self.order))
 
+    @property
+    def keeps_rows(self) -> bool:
+        """Whether they do at least in each row of what was read."""
+        return self.order[-1:] in ((), (len(self.order) - 1,))
+
+    def beside(self, count: int, place: int) -> "Move":
+        """Returns what lays out as many boxes at once, which follow each other.
+
+        Args:
+          count: How many boxes were read as one.
+          place: Which factor of what was read goes on from box to box.
+
+        Returns:
+          The same for each, the boxes themselves the first dim.
+        """
+        moved = tuple(i + (i >= place) for i in self.order)
+        return Move(
+            factors=(*self.factors[:place], count, *self.factors[place:]),
+            order=(place, *moved),
+            inside=(Range(0, count), *self.inside),
+            joined=(count, *self.joined),
+            wanted=(Range(0, count), *self.wanted),
+        )
+
     def view(self, array: np.ndarray) -> np.ndarray:
         """Returns what was read, or is to be written, by factors of the destination."""
         return take(array.reshape(self.factors).transpose(self.order), self.inside)
@@ -172,10 +195,17 @@ class Move:
         return take(self.view(array).reshape(self.joined), self.wanted)
 
 
+def _names(side: Side) -> list[str]:
+    return [name for dim in side for name in dim]
+
+
 def _split(side: Side, box: Box, sizes: Sizes) -> Ranges:
     """Returns a range for each factor whose product covers a box of the dims."""
     ranges: Ranges = {}
     for dim, piece in zip(side, box, strict=True):
+        if len(dim) == 1:
+            ranges[dim[0]] = piece
+            continue
         start, stop = piece.start, piece.stop
         for position, name in enumerate(dim):
             inner = math.prod(sizes[other] for other in dim[position + 1 :])
@@ -230,6 +260,9 @@ def _join(side: Side, ranges: Ranges, sizes: Sizes) -> Box:
     """Returns the smallest box, splittable into factors, that covers ranges."""
     box = []
     for dim in side:
+        if len(dim) == 1:
+            box.append(ranges[dim[0]])
+            continue
         start, stop, several = 0, 1, False
         for name in dim:
             first, last = (0, sizes[name]) if several else ranges[name]

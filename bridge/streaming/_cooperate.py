@@ -23,7 +23,13 @@ from bridge.rules._layout import Layout
 from bridge.rules._piece import Piece
 from bridge.streaming._bands import BAND_BYTES, elements_to_read
 from bridge.streaming._processes import agreeing
-from bridge.streaming._shards import empty_shards, inner_boxes, is_on_host, to_array
+from bridge.streaming._shards import (
+    each,
+    empty_shards,
+    inner_boxes,
+    is_on_host,
+    to_array,
+)
 
 Tick = Callable[[Piece], None]
 
@@ -100,7 +106,7 @@ def _read_rows(
     shards = empty_shards(mould)
     futures = [
         pool.submit(_read, source, piece, part, shard[part[0].start - box[0].start :])
-        for box, shard in shards.items()
+        for box, shard in each(shards)
         for part in _parts(box, shape, dtype.itemsize)
     ]
     for future in futures:

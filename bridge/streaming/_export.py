@@ -50,7 +50,7 @@ def write_weights(
                 file.put(memoryview(encode_header(entries)))
                 for key, entry in entries.items():
                     with agreeing():
-                        tensor = next(buffers).take(*entry)
+                        tensor = next(buffers).take(*entry).array
                         assemble(pool, pieces[key], leaves, tensor)
                         file.put(tensor.reshape(-1).view(np.uint8).data)
                         done += nbytes(entry)

@@ -1,5 +1,6 @@
 """Filling shards from a checkpoint, or tensors from shards, band by band."""
 
+import math
 from concurrent.futures import Executor, Future
 
 import numpy as np
@@ -8,7 +9,7 @@ from bridge._box import Box, shape_of, take
 from bridge._reorder import Scratch, copy
 from bridge.formats._source import Source, read_into
 from bridge.rules._piece import Piece
-from bridge.streaming._bands import Section, reads
+from bridge.streaming._bands import Read, Section, reads
 from bridge.streaming._shards import Shards, planes
 
 _READ, _LAID_OUT = Scratch(), Scratch()
@@ -65,24 +66,37 @@ def _fill(
     source: Source, key: str, section: Section, band: Box, here: Shards, ahead: bool
 ) -> None:
     for read in reads(section, tuple(here), band):
-        values = _READ.take(shape_of(read.box), source.dtype(key))
-        read_into(source, key, read.box, values, ahead=ahead)
-        dtype = here[read.parts[0].shard].dtype
-        in_order = all(part.move.keeps_order for part in read.parts)
-        rows = None if in_order or values.ndim < 2 else values.ndim - 2
-        if values.dtype != dtype or not in_order:
-            values = _laid_out(values, dtype, rows)
+        to, shape = here[read.parts[0].stack].dtype, shape_of(read.box)
+        same = source.dtype(key) == to
+        if same and (there := _in_place(read, here)) is not None:
+            read_into(source, key, read.box, there, ahead=ahead)
+            continue
+        in_order = all(part.move.keeps_rows for part in read.parts)
+        rows = None if in_order or len(shape) < 2 else len(shape) - 2
+        taken = _READ.take(shape, source.dtype(key), spread=rows if same else None)
+        read_into(source, key, read.box, taken.array, ahead=ahead, runs=taken.runs)
+        values = taken.array if same else _laid_out(taken.array, to, rows)
         for part in read.parts:
             view = part.move.view(take(values, part.cut))
-            copy(take(here[part.shard], part.where).reshape(view.shape), view)
+            copy(take(here[part.stack], part.where).reshape(view.shape), view)
+
+
+def _in_place(read: Read, here: Shards) -> np.ndarray | None:
+    """Returns the memory that is what is read, number by number, if there is some."""
+    part, *others = read.parts
+    if others or not part.move.keeps_order:
+        return None
+    there, shape = take(here[part.stack], part.where), shape_of(read.box)
+    fits = there.size == math.prod(shape) and there.flags.c_contiguous
+    return there.reshape(shape) if fits else None
 
 
 def _fill_tensor(section: Section, band: Box, here: Shards, tensor: np.ndarray) -> None:
     for read in reads(section, tuple(here), band):
         for part in read.parts:
             view = part.move.view(take(take(tensor, read.box), part.cut))
-            values = take(here[part.shard], part.where).reshape(view.shape)
-            if not part.move.keeps_order:
+            values = take(here[part.stack], part.where).reshape(view.shape)
+            if not part.move.keeps_rows:
                 innermost = part.move.order.index(len(part.move.order) - 1)
                 values = _laid_out(values, tensor.dtype, innermost)
             elif values.dtype != tensor.dtype:
@@ -92,7 +106,7 @@ def _fill_tensor(section: Section, band: Box, here: Shards, tensor: np.ndarray) 
 
 def _laid_out(array: np.ndarray, dtype: np.dtype, spread: int | None) -> np.ndarray:
     """Casts, and spreads what will be walked along, while numbers lie in order."""
-    found = _LAID_OUT.take(array.shape, dtype, spread=spread)
+    found = _LAID_OUT.take(array.shape, dtype, spread=spread).array
     if array.dtype == dtype:
         copy(found, array)
     else:

@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from bridge._box import Box, complete, overlap, shape_of, whole
 from bridge.rules._piece import Piece
 from bridge.streaming._lazy import LazyLeaf
-from bridge.streaming._shards import Shards, planes
+from bridge.streaming._shards import Shards, planes, single
 
 
 def gather(leaf: Any, piece: Piece) -> Shards:
@@ -24,25 +24,26 @@ def gather(leaf: Any, piece: Piece) -> Shards:
       Arrays by their boxes in the leaf, without stacked dims; together they are the
       section, and may hold more. Views of device memory where the device is the host.
     """
+    section = piece.destination_box
     if isinstance(leaf, LazyLeaf):
-        return planes(piece, {piece.destination_box: leaf.read(piece.destination_box)})
+        return planes(piece, single(section, leaf.read(section)))
     if not isinstance(leaf, jax.Array):
-        return planes(piece, {whole(leaf.shape): np.asarray(leaf)})
+        return planes(piece, single(whole(leaf.shape), np.asarray(leaf)))
     if not leaf.is_fully_addressable:
-        return {piece.inner_box: _from_all(leaf, piece)}
+        return single(piece.inner_box, _from_all(leaf, piece))
     found: Shards = {}
     for shard in leaf.addressable_shards:
         box = complete(shard.index, leaf.shape)
-        common = overlap(box, piece.destination_box)
+        common = overlap(box, section)
         inner = box[len(piece.position) :]
-        if common is not None and inner not in found:
+        if common is not None and (inner,) not in found:
             found |= _from_device(shard, box, piece)
     return found
 
 
 def _from_device(shard: Any, box: Box, piece: Piece) -> Shards:
     if shard.device.platform == "cpu":
-        return planes(piece, {box: np.asarray(shard.data)})
+        return planes(piece, single(box, np.asarray(shard.data)))
     # Only the layer crosses over, and jax keeps no copy of the shard on the host.
     num_stacked = len(piece.position)
     starts = [0] * len(box)
@@ -50,7 +51,7 @@ def _from_device(shard: Any, box: Box, piece: Piece) -> Shards:
         starts[dim] = place - box[dim].start
     inner = shape_of(box[num_stacked:])
     layer = _cut(shard.data, starts, (1,) * num_stacked + inner)
-    return {box[num_stacked:]: np.asarray(layer).reshape(inner)}
+    return single(box[num_stacked:], np.asarray(layer).reshape(inner))
 
 
 _cut = jax.jit(jax.lax.dynamic_slice, static_argnums=2)

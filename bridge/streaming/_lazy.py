@@ -21,6 +21,7 @@ from bridge.formats._source import Source
 from bridge.rules._mapping import Mapping
 from bridge.rules._piece import Piece
 from bridge.streaming._fill import start_piece
+from bridge.streaming._shards import single
 from bridge.streaming._workers import workers
 
 
@@ -55,11 +56,12 @@ class LazyLeaf:
         if len(touched) == 1 and overlap(box, touched[0].destination_box) == box:
             return self._view(touched[0], box)
         found = np.empty(shape_of(box), self.dtype)
+        here = single(box, found)
         with workers() as pool:
             futures = [
                 future
                 for piece in touched
-                for future in start_piece(pool, self.source, piece, {box: found})
+                for future in start_piece(pool, self.source, piece, here)
             ]
             for future in futures:
                 future.result()

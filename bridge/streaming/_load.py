@@ -105,7 +105,7 @@ def _fill_batch(
             for name, piece in wanted
         ]
         for piece, futures in started:
-            for future in futures:
+            for future in reversed(futures):  # one wait, where the last ends last
                 future.result()
             tick(piece)
         return {name: to_array(leaf, shards[name]) for name, leaf in leaves.items()}

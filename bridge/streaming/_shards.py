@@ -1,7 +1,7 @@
 """The memory that a leaf is loaded into: this process's shards, and nothing else."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import jax
 import numpy as np
@@ -10,8 +10,12 @@ from bridge._box import Box, complete, shape_of, whole
 from bridge._reorder import ALIGNMENT_BYTES
 from bridge.rules._piece import Piece
 
-Shards = dict[Box, np.ndarray]
-"""What this process holds of a leaf; devices with the same part share one array."""
+Shards = dict[tuple[Box, ...], np.ndarray]
+"""What this process holds of a leaf; devices with the same part share one.
+
+Shards of one shape lie in one array, of which they are the first dim, so that one copy
+fills them all.
+"""
 
 
 def empty_shards(leaf: jax.ShapeDtypeStruct) -> Shards:
@@ -21,22 +25,21 @@ def empty_shards(leaf: jax.ShapeDtypeStruct) -> Shards:
     system, a quarter of the time that small ones cost.
 
     Args:
-      leaf: Shape, dtype and sharding; without one, a single shard.
+      leaf: Shape, dtype and sharding, whose shards have one shape; without one, a
+        single shard.
     """
     boxes = {whole(leaf.shape)}
     if leaf.sharding is not None:
         indices = leaf.sharding.addressable_devices_indices_map(leaf.shape)
         boxes = {complete(index or (), leaf.shape) for index in indices.values()}
-    sizes = {box: math.prod(shape_of(box)) * leaf.dtype.itemsize for box in boxes}
-    spans = [nbytes + -nbytes % ALIGNMENT_BYTES for nbytes in sizes.values()]
-    buffer = np.empty(sum(spans) + ALIGNMENT_BYTES, np.uint8)
+    (shape,) = {shape_of(box) for box in boxes}
+    nbytes = math.prod(shape) * leaf.dtype.itemsize
+    pitch = nbytes + -nbytes % ALIGNMENT_BYTES
+    buffer = np.empty(len(boxes) * pitch + ALIGNMENT_BYTES, np.uint8)
     start = -buffer.ctypes.data % ALIGNMENT_BYTES
-    shards = {}
-    for (box, nbytes), span in zip(sizes.items(), spans, strict=True):
-        part = buffer[start : start + nbytes]
-        shards[box] = part.view(leaf.dtype).reshape(shape_of(box))
-        start += span
-    return shards
+    rows = buffer[start : start + len(boxes) * pitch].reshape(len(boxes), pitch)
+    stack = rows[:, :nbytes].view(leaf.dtype).reshape(len(boxes), *shape)
+    return {tuple(sorted(boxes)): stack}
 
 
 def is_on_host(leaf: jax.ShapeDtypeStruct) -> bool:
@@ -70,11 +73,26 @@ def planes(piece: Piece, shards: Shards) -> Shards:
     """
     num_stacked = len(piece.position)
     found = {}
-    for box, shard in shards.items():
-        if _holds(box, piece.position):
-            ranges = zip(piece.position, box[:num_stacked], strict=True)
-            found[box[num_stacked:]] = shard[(*(i - r.start for i, r in ranges), ...)]
+    for boxes, stack in shards.items():
+        held = [i for i, box in enumerate(boxes) if _holds(box, piece.position)]
+        if held:  # in order of their boxes, stacked dims first, they are one range
+            first, last = held[0], held[-1]
+            ranges = zip(piece.position, boxes[first][:num_stacked], strict=True)
+            inside = (i - r.start for i, r in ranges)
+            key = tuple(box[num_stacked:] for box in boxes[first : last + 1])
+            found[key] = stack[(slice(first, last + 1), *inside, ...)]
     return found
+
+
+def single(box: Box, shard: np.ndarray) -> Shards:
+    """Returns one shard as shards."""
+    return {(box,): shard[None]}
+
+
+def each(shards: Shards) -> Iterator[tuple[Box, np.ndarray]]:
+    """Yields shards one by one, with their boxes."""
+    for boxes, stack in shards.items():
+        yield from zip(boxes, stack, strict=True)
 
 
 def _holds(box: Box, position: tuple[int, ...]) -> bool:
@@ -88,9 +106,11 @@ def to_array(leaf: jax.ShapeDtypeStruct, shards: Shards) -> jax.Array:
     An array may then share its memory with `shards`: nothing may write there again.
     """
     if leaf.sharding is None:
-        return jax.device_put(*shards.values())
+        ((_, shard),) = each(shards)
+        return jax.device_put(shard)
+    by_box = dict(each(shards))
     return jax.make_array_from_callback(
         leaf.shape,
         leaf.sharding,
-        lambda index: shards[complete(index or (), leaf.shape)],
+        lambda index: by_box[complete(index or (), leaf.shape)],
     )

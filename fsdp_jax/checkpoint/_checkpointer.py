@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import signal
+import sys
 import threading
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
@@ -20,15 +23,24 @@ from orbax.checkpoint.checkpoint_managers import (
 
 from fsdp_jax._state import TrainState
 from fsdp_jax._tree import PyTree
+from fsdp_jax.checkpoint._agree import LostProcessError, gather
 from fsdp_jax.checkpoint._engine import (
     StateHandler,
     manager,
     raise_failure,
     remove_unfinished,
 )
-from fsdp_jax.checkpoint._load import load
-from fsdp_jax.checkpoint._save import prepare
-from fsdp_jax.checkpoint._steps import Step, latest_step
+from fsdp_jax.checkpoint._extras import Extra
+from fsdp_jax.checkpoint._files import Files
+from fsdp_jax.checkpoint._load import load, load_metadata
+from fsdp_jax.checkpoint._local import LocalCheckpoints, LocalStore
+from fsdp_jax.checkpoint._save import Beside, prepare
+from fsdp_jax.checkpoint._steps import (
+    Step,
+    committed_steps,
+    latest_step,
+    resolve_step,
+)
 
 _KILLED_BY_SIGTERM = 128 + signal.SIGTERM
 
@@ -50,9 +62,13 @@ class Checkpointer:
     is under way at a time, the next waits for it: so besides the state it takes as much
     memory as the shards of this host once more, and no more.
 
+    With `local` steps are saved to the disks of the hosts as well, more often: see
+    `LocalCheckpoints`.
+
     After SIGTERM the next `save` saves whatever the policy says, waits until the step
-    is committed, and raises `SystemExit(143)`. With more than one process jax tells all
-    of them at which step, if `jax.distributed` was started with its preemption service.
+    is committed, and raises `SystemExit(143)`. Of several processes it is enough that
+    one gets the signal: jax's preemption service tells all of them at which step, about
+    a second later. For that `save` must be called after every step.
     """
 
     def __init__(
@@ -61,6 +77,7 @@ class Checkpointer:
         *,
         save_decision_policy: SaveDecisionPolicy | None = None,
         preservation_policy: PreservationPolicy | None = None,
+        local: LocalCheckpoints | None = None,
         timeout_secs: int = 600,
     ):
         """Opens a directory; what an earlier run left there unfinished is removed.
@@ -71,14 +88,24 @@ class Checkpointer:
             `FixedIntervalPolicy(100)`; None: each that is given.
           preservation_policy: Which steps to keep, e.g. Orbax's `LatestN(3)`; None:
             all.
-          timeout_secs: After so long a save has failed.
+          local: Also saves to the disks of the hosts; None: does not.
+          timeout_secs: After so long a save has failed, and a process that does not
+            answer is given up.
+
+        Raises:
+          ValueError: If `local` does not fit the job.
         """
         remove_unfinished(Path(path))
         self._path = path
+        self._timeout_secs = timeout_secs
+        self._local = None if local is None else LocalStore(local, path, timeout_secs)
+        self._metadata: Callable[[], dict[str, Any]] | None = None
+        # Of the last save and the last local one, each by its step.
         self._failure: tuple[int, Exception] | None = None
+        self._local_failure: tuple[int, Exception] | None = None
         self._saving: int | None = None
         self._terminated = threading.Event()
-        self._handler = StateHandler()
+        self._handler = StateHandler(timeout_secs)
         self._stack = ExitStack()
         every = ocp.checkpoint_managers.FixedIntervalPolicy(1)
         self._manager = self._stack.enter_context(
@@ -102,31 +129,70 @@ class Checkpointer:
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         # Of several processes one that failed must not wait for what others report.
         if kind is None or jax.process_count() == 1:
+            self._settle_locally()
             self._settle()
         self._stack.close()
         if kind is None:
             self._raise_failure()
 
-    def resume(self, mould: PyTree, *, step: Step = None) -> Any:
+    @property
+    def metadata(self) -> dict[str, Any] | None:
+        """What the step was saved with that `resume` loaded; None if it loaded none."""
+        return None if self._metadata is None else self._metadata()
+
+    def resume(
+        self,
+        mould: PyTree,
+        *,
+        step: Step = None,
+        extras: Mapping[str, Extra] | None = None,
+    ) -> Any:
         """Loads the newest step, or returns None where there is none yet.
+
+        Local or not, the newer wins; of the same step the local one, which is nearer.
+        A local step is complete if all that the mould asks for is on one of the hosts
+        at least: on another mesh or number of processes too. What a host lacks or has
+        damaged comes from a peer; where none has it, the local step is passed over,
+        and the log says what is missing.
 
         Args:
           mould: As for `load`.
           step: As for `load`; with `"latest-good"` a damaged step is passed over.
+          extras: As for `load`.
 
         Raises:
           ValueError: As for `load`.
           DamagedCheckpointError: As for `load`.
         """
-        if step is None or step == "latest-good":
-            if latest_step(self._path) is None:
-                return None
-        return load(self._path, mould, step=step)
+        first = jax.process_index() == 0
+        found = gather(
+            "Loading",
+            lambda: self._find(step) if first else None,
+            self._timeout_secs,
+        )[0]
+        if self._local is not None:
+            steps = _local_steps(step, found)
+            restored = self._local.load(mould, extras or {}, steps)
+            if restored is not None:
+                self._metadata = lambda: restored.metadata
+                return restored.state
+        if found is None and not isinstance(step, int):
+            return None
+        step = step if found is None else found
+        state = load(self._path, mould, step=step, extras=extras)
+        self._metadata = functools.partial(load_metadata, self._path, step=step)
+        return state
 
     def save(
-        self, step: int, state: TrainState, *, metadata: dict[str, Any] | None = None
+        self,
+        step: int,
+        state: TrainState,
+        *,
+        metadata: dict[str, Any] | None = None,
+        extras: Mapping[str, Extra] | None = None,
+        files: Mapping[str, Files] | None = None,
     ) -> bool:
-        """Saves if the policy says so; returns when `state` may be donated.
+        """Saves if the policy or `local` says so; returns when `state` may be donated.
 
         An earlier save that failed is logged, and does not keep this one from being
         made; `wait` and the end of the `with` block raise it if it was the last.
@@ -135,6 +201,8 @@ class Checkpointer:
           step: `state.step`, which to read would wait for the device at every step.
           state: What to save.
           metadata: As for `save`.
+          extras: As for `save`; asked for their states before this returns.
+          files: As for `save`; copied behind.
 
         Returns:
           Whether it saves.
@@ -146,32 +214,52 @@ class Checkpointer:
         stop = self._terminated.is_set() or self._manager.reached_preemption(step)
         if stop and latest_step(self._path) == step:
             raise SystemExit(_KILLED_BY_SIGTERM)
-        if not stop and not self._manager.should_save(step):
+        persistent = stop or self._manager.should_save(step)
+        local = not stop and self._local is not None and self._local.is_due(step)
+        if not persistent and not local:
             return False
         if step != int(state.step):
             raise ValueError(
                 f"save({step}, state): the state's own step is {state.step}."
             )
-        self._start(step, state, metadata)
+        beside = Beside(metadata, extras, files)
+        if local:
+            self._save_locally(step, state, beside)
+        if persistent:
+            self._start(step, state, beside)
         if stop:
             self.wait()
             raise SystemExit(_KILLED_BY_SIGTERM)
         return True
 
     def wait(self) -> None:
-        """Returns when the last save is committed.
+        """Returns when the last saves are committed.
 
         Raises:
-          RuntimeError: If it failed; its cause says why.
+          RuntimeError: If one failed; its cause says why.
         """
+        self._settle_locally()
         self._settle()
         self._raise_failure()
 
-    def _start(
-        self, step: int, state: TrainState, metadata: dict[str, Any] | None
-    ) -> None:
+    def _find(self, step: Step) -> int | None:
+        """The step that is asked for, or the newest, of those that are not local."""
+        steps = committed_steps(self._path)
+        if isinstance(step, int):
+            return step if step in steps else None
+        return resolve_step(self._path, step) if steps else None
+
+    def _save_locally(self, step: int, state: TrainState, beside: Beside) -> None:
+        assert self._local is not None
+        self._settle_locally()
+        self._local.save(step, state, beside)
+        self._local_failure = None
+
+    def _start(self, step: int, state: TrainState, beside: Beside) -> None:
+        # Who hangs or is gone is named here; Orbax would wait for it.
+        gather("Saving", lambda: None, self._timeout_secs)
         self._settle()
-        arguments = prepare(self._path, step, state, metadata)
+        arguments = prepare(self._path, step, state, beside)
         self._failure, self._saving = None, step
         self._manager.save(step, args=arguments, force=True)
 
@@ -184,16 +272,32 @@ class Checkpointer:
             self._manager.wait_until_finished()
             self._manager.check_for_errors()
             raise_failure(self._handler, Path(self._path) / str(step))
+        except LostProcessError:
+            raise
         except Exception as error:
             self._failure = step, error
             self._manager.reload()
             logging.getLogger("fsdp_jax").error("Step %d is not saved: %s", step, error)
 
+    def _settle_locally(self) -> None:
+        """The same for the local save under way."""
+        if self._local is not None:
+            self._local_failure = self._local.settle() or self._local_failure
+
     def _raise_failure(self) -> None:
-        if self._failure is not None:
-            step, error = self._failure
-            self._failure = None
-            raise RuntimeError(f"Step {step} is not saved: {error}") from error
+        failures = {"Step": self._failure, "Local step": self._local_failure}
+        self._failure = self._local_failure = None
+        for what, failure in failures.items():
+            if failure is not None:
+                step, error = failure
+                raise RuntimeError(f"{what} {step} is not saved: {error}") from error
 
     def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
         self._terminated.set()
+
+
+def _local_steps(step: Step, found: int | None) -> range:
+    """Which local steps will do: none older than the one found elsewhere."""
+    if isinstance(step, int):
+        return range(step, step + 1 if found is None else step)
+    return range(found or 0, sys.maxsize)

@@ -7,7 +7,7 @@ import dataclasses
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from fsdp_jax.checkpoint._agree import (
+    TIMEOUT_SECS,
     collect,
     describe,
     exchange,
@@ -27,14 +28,20 @@ from fsdp_jax.checkpoint._agree import (
 from fsdp_jax.checkpoint._checksums import CHECKSUMMED, is_checksummed
 from fsdp_jax.checkpoint._keys import Leaf
 from fsdp_jax.checkpoint._manifest import write_manifest
+from fsdp_jax.checkpoint._replace import finish_replacements
 from fsdp_jax.checkpoint._stored import crop, zarr_metadata
+from fsdp_jax.checkpoint._writing import Writing
 
 ITEM = "state"
 # What is read at once for any part of it: a mesh that cuts otherwise reads little more
 # than it needs.
 _CHUNK_BYTES = 32 * 2**20
+# What goes to the disk while the next is encoded: of Orbax's 2 GiB nothing would before
+# all of a smaller state is. Of a larger one, the files of a process stay few.
+_FILE_BYTES = 64 * 2**20
+_MAX_FILES = 64
 # How Orbax calls a step until it is committed.
-_UNFINISHED = ".orbax-checkpoint-tmp"
+UNFINISHED = ".orbax-checkpoint-tmp"
 _FAILED = "failed"
 _ATTEMPTS = 20
 
@@ -42,7 +49,7 @@ _ATTEMPTS = 20
 class StateHandler(ocp.PyTreeCheckpointHandler):
     """Orbax's handler, with checksums, logical shapes, and a manifest as last file."""
 
-    def __init__(self):
+    def __init__(self, timeout_secs: float = TIMEOUT_SECS):
         # All who hold a replica write a part; Orbax's default asks JAX_PLATFORMS.
         arrays = ocp.type_handlers.ArrayHandler(use_replica_parallel=True)
         types = ocp.type_handlers.create_type_handler_registry(
@@ -51,6 +58,7 @@ class StateHandler(ocp.PyTreeCheckpointHandler):
         super().__init__(
             use_zarr3=True, use_compression=CHECKSUMMED, type_handler_registry=types
         )
+        self.timeout_secs = timeout_secs  # after which a process is given up
         self._saving: StateSave | None = None
         self.failure: Exception | None = None
 
@@ -63,13 +71,15 @@ class StateHandler(ocp.PyTreeCheckpointHandler):
         were raised at once, the others would wait for that process in a barrier.
         """
         self._saving, self.failure = args, None
+        last = Writing(directory, args.contents)
         if jax.process_count() == 1:
-            return await super().async_save(directory, item, save_args, args)
+            futures = await super().async_save(directory, item, save_args, args)
+            return [*(futures or []), last]
         try:
             futures = await super().async_save(directory, item, save_args, args)
         except Exception as error:
             self.failure, futures = error, []
-        return [_Outcome(self, args.point, futures or [])]
+        return [_Outcome(self, args.point, [*(futures or []), last])]
 
     def finalize(self, directory: Any) -> None:
         """Writes the manifest when all processes are done, before the commit."""
@@ -78,7 +88,7 @@ class StateHandler(ocp.PyTreeCheckpointHandler):
             self._write_manifest(directory, self._saving)
             return
         try:
-            raise_others("Saving", collect(self._saving.point))
+            raise_others("Saving", collect(self._saving.point, self.timeout_secs))
             self._write_manifest(directory, self._saving)
         except Exception as error:
             self.failure = self.failure or error
@@ -127,49 +137,44 @@ class StateSave(ocp.args.PyTreeSave):
       leaves: Logical shape and dtype of every leaf of `item`.
       metadata: For the manifest, in types of JSON.
       point: Where processes tell each other how their writes ended.
+      contents: What this process writes beside the arrays, as `Writing` takes it.
     """
 
     leaves: dict[str, jax.ShapeDtypeStruct] = dataclasses.field(default_factory=dict)
     metadata: Any = None
     point: str = ""
+    contents: Mapping[str, bytes | Path] = dataclasses.field(default_factory=dict)
 
 
 @ocp.args.register_with_handler(StateHandler, for_restore=True)
 @dataclasses.dataclass
 class StateRestore(ocp.args.PyTreeRestore):
-    """Arguments of a load."""
+    """What a manager asks of every handler; `read_arrays` does without it."""
 
 
-def save_arguments(leaves: dict[str, Leaf], metadata: Any) -> ocp.args.Composite:
+def save_arguments(
+    leaves: dict[str, Leaf], metadata: Any, contents: Mapping[str, bytes | Path]
+) -> ocp.args.Composite:
     """What to hand to a manager's `save`."""
     item = {name: leaf.value for name, leaf in leaves.items()}
     chunked = {name: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES) for name in leaves}
     moulds = {name: leaf.mould for name, leaf in leaves.items()}
-    state = StateSave(item, chunked, leaves=moulds, metadata=metadata, point=reserve())
+    num_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in moulds.values())
+    state = StateSave(
+        item,
+        chunked,
+        ocdbt_target_data_file_size=file_bytes(num_bytes),
+        leaves=moulds,
+        metadata=metadata,
+        point=reserve(),
+        contents=contents,
+    )
     return ocp.args.Composite(**{ITEM: state})
 
 
-def restore(directory: Path, wanted: dict[str, Any]) -> dict[str, jax.Array]:
-    """Reads arrays, cut or filled with zeros to the shapes of `wanted`.
-
-    Args:
-      directory: Of a step, as `state_directory` says.
-      wanted: A `jax.ShapeDtypeStruct` with a sharding, by name.
-    """
-    arguments = {
-        name: ocp.ArrayRestoreArgs(
-            dtype=leaf.dtype,
-            sharding=leaf.sharding,
-            global_shape=tuple(leaf.shape),
-            strict=False,
-        )
-        for name, leaf in wanted.items()
-    }
-    args = StateRestore(item=wanted, restore_args=arguments, partial_restore=True)
-    # Not through a Checkpointer: where one process cannot read, the others would wait
-    # for it in a barrier.
-    read: Any = StateHandler().restore
-    return read(directory, args=args)
+def file_bytes(num_bytes: int) -> int:
+    """How large the files of a state of `num_bytes` are, in all processes alike."""
+    return max(_FILE_BYTES, num_bytes // jax.process_count() // _MAX_FILES)
 
 
 @contextlib.contextmanager
@@ -194,9 +199,10 @@ def remove_unfinished(path: Path) -> None:
     """
     if jax.process_index() > 0:
         return
+    finish_replacements(path)
     for _ in range(_ATTEMPTS):
         failed = [marker.parents[1] for marker in path.glob(f"*/{ITEM}/{_FAILED}")]
-        unfinished = [*path.glob(f"*{_UNFINISHED}"), *failed]
+        unfinished = [*path.glob(f"*{UNFINISHED}"), *failed]
         if not unfinished:
             return
         for folder in unfinished:
@@ -217,7 +223,8 @@ def raise_failure(handler: StateHandler, folder: Path) -> None:
     failure = handler.failure
     if failure is not None and jax.process_index() == 0:
         shutil.rmtree(folder, ignore_errors=True)
-    told = exchange(None if failure is None else describe(failure))
+    said = None if failure is None else describe(failure)
+    told = exchange(said, handler.timeout_secs)
     if failure is not None:
         raise failure
     raise_others(f"Saving '{folder}'", told)

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections import Counter
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from fsdp_jax._padded import Padded
 from fsdp_jax._tree import PyTree, named_leaves
+
+# The file of a step that says of which kind the PRNG keys in it are: their words alone
+# do not, and other kinds have as many.
+IMPLS = "prng_impls.json"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,10 +27,12 @@ class Leaf:
       value: A plain array, or its `jax.ShapeDtypeStruct`: what a `Padded` leaf wraps,
         since only that is split evenly, and the words of PRNG keys.
       shape: The logical shape, which is the one on disk.
+      impl: Of PRNG keys, the name of their kind, e.g. `"threefry2x32"`; else None.
     """
 
     value: Any
     shape: tuple[int, ...]
+    impl: str | None = None
 
     @property
     def mould(self) -> jax.ShapeDtypeStruct:
@@ -79,7 +87,10 @@ def unflatten(mould: PyTree, values: dict[str, Any]) -> PyTree:
 
 
 def layout(leaves: dict[str, Leaf]) -> dict[str, list[str]]:
-    """Shape, dtype and split of every leaf, as processes compare them."""
+    """Shape, dtype and split of every leaf, as processes compare them.
+
+    Of an array of numpy, which one process writes for all, the values too.
+    """
     return {
         name: [str(leaf.shape), str(leaf.value.dtype), _split(leaf.value)]
         for name, leaf in leaves.items()
@@ -92,6 +103,8 @@ def is_key(leaf: Any) -> bool:
 
 
 def _split(value: Any) -> str:
+    if isinstance(value, np.ndarray | np.generic):
+        return hashlib.sha256(value.tobytes()).hexdigest()
     sharding = getattr(value, "sharding", None)
     return str(getattr(sharding, "spec", sharding))
 
@@ -99,7 +112,7 @@ def _split(value: Any) -> str:
 def _leaf(leaf: Any) -> Leaf:
     if is_key(leaf):
         words = _key_words(leaf)
-        return Leaf(words, tuple(words.shape))
+        return Leaf(words, tuple(words.shape), str(_impl(leaf)))
     return Leaf(leaf.value if _is_padded(leaf) else leaf, tuple(leaf.shape))
 
 
@@ -123,6 +136,10 @@ def _key_words(leaf: Any) -> Any:
 
 def _as_key(words: jax.Array, mould: Any) -> jax.Array:
     """The PRNG keys of the kind of `mould` that have these words."""
+    return jax.random.wrap_key_data(words, impl=_impl(mould))
+
+
+def _impl(keys: Any) -> Any:
     impls: list[Any] = []  # jax tells a key's kind for arrays and tracers only.
-    jax.eval_shape(lambda key: impls.append(jax.random.key_impl(key)), mould)
-    return jax.random.wrap_key_data(words, impl=impls[0])
+    jax.eval_shape(lambda key: impls.append(jax.random.key_impl(key)), keys)
+    return impls[0]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,10 @@ import jax.numpy as jnp
 
 from fsdp_jax._tree import PyTree
 from fsdp_jax.checkpoint._agree import check_same, exchange, together
-from fsdp_jax.checkpoint._engine import restore
-from fsdp_jax.checkpoint._keys import Leaf, flatten, layout, unflatten
-from fsdp_jax.checkpoint._manifest import damaged
+from fsdp_jax.checkpoint._extras import Extra, capture, read_extras, restore_extras
+from fsdp_jax.checkpoint._keys import IMPLS, Leaf, flatten, layout, unflatten
+from fsdp_jax.checkpoint._manifest import Manifest, damaged
+from fsdp_jax.checkpoint._read import read_arrays, reshard
 from fsdp_jax.checkpoint._steps import Step, open_step, resolve_step
 from fsdp_jax.checkpoint._stored import root_cause
 from fsdp_jax.checkpoint._strict import Cast, Loaded, Match, Options, Strict, match
@@ -31,6 +34,7 @@ def load(
     strict: Strict = "raise_all",
     allow_shape_mismatch: Sequence[str] = (),
     cast: Cast = "never",
+    extras: Mapping[str, Extra] | None = None,
 ) -> Any:
     """Reads a step onto any mesh: each device only the bytes of its own shards.
 
@@ -56,7 +60,11 @@ def load(
         matches the last components of a name: `"embed.embedding"` is the parameter and
         its moments.
       cast: `"floats"` reads a float as the float that the mould asks for; `"never"`
-        refuses it. All else always has its own dtype.
+        refuses it; `"as_stored"` gives a float as it is stored, whatever the mould
+        says. All else always has its own dtype.
+      extras: Objects that take the state they had when `save` was given them, by the
+        same names; last of all, so that a load that fails leaves them as they were.
+        `strict` counts them as leaves.
 
     Returns:
       Arrays in the structure, dtypes and shardings of `mould`; a `Loaded` with these
@@ -71,7 +79,7 @@ def load(
     Source: Megatron-LM dist_checkpointing/serialization.py::load
     """
     options = Options(strict, allow_shape_mismatch, cast)
-    values, found = _read(path, flatten(mould), step, "", options)
+    values, found = _read(path, flatten(mould), step, "", options, extras or {})
     state = unflatten(mould, values)
     if not strict.startswith("return"):
         return state
@@ -79,7 +87,11 @@ def load(
 
 
 def load_params(
-    path: str | os.PathLike[str], mould: PyTree, *, step: Step = None
+    path: str | os.PathLike[str],
+    mould: PyTree,
+    *,
+    step: Step = None,
+    cast: Cast = "never",
 ) -> PyTree:
     """Reads the parameters of a saved `TrainState` and nothing else.
 
@@ -90,13 +102,14 @@ def load_params(
       path: The directory that `save` wrote to.
       mould: `plan.params` of any mesh.
       step: As for `load`.
+      cast: As for `load`.
 
     Raises:
       ValueError: As for `load`.
       DamagedCheckpointError: As for `load`.
     """
     wanted = {_PARAMS + name: leaf for name, leaf in flatten(mould).items()}
-    values, _ = _read(path, wanted, step, _PARAMS, Options())
+    values, _ = _read(path, wanted, step, _PARAMS, Options(cast=cast), {})
     return unflatten(mould, {n.removeprefix(_PARAMS): x for n, x in values.items()})
 
 
@@ -138,21 +151,34 @@ def _read(
     step: Step,
     within: str,
     options: Options,
+    extras: Mapping[str, Extra],
 ) -> tuple[dict[str, jax.Array], Match]:
     """Reads what is wanted of what is stored under the prefix `within`."""
     step = _agreed_step(path, step)
     with together("Loading"):
         directory, manifest = open_step(path, step)
         stored = {n: x for n, x in manifest.leaves.items() if n.startswith(within)}
-        found = match(str(directory.parent), stored, wanted, options)
+        captured = capture(extras)
+        objects = read_extras(directory, manifest.files, extras)
+        found = match(
+            str(directory.parent),
+            stored,
+            wanted | captured.leaves,
+            dataclasses.replace(options, impls=_impls(directory, manifest)),
+            [name for name in objects.names if name.startswith(within)],
+            [f"extras.{name}" for name in extras],
+        )
     check_same("the layout of what is loaded", layout(found.read))
     with together("Loading"):
-        values = _restore(directory, {n: x.value for n, x in found.read.items()})
-    return {
+        moulds = {name: leaf.value for name, leaf in found.read.items()}
+        values = _restore(directory, moulds)
+    values = {
         name: _without_excess(value, found.read[name], stored[name].shape)
-        for name, value in values.items()
-        if name in found.read
-    }, found
+        for name, value in reshard(values, moulds).items()
+    }
+    with together("Loading"):
+        restore_extras(extras, captured, objects, values)
+    return values, found
 
 
 def _agreed_step(path: str | os.PathLike[str], step: Step) -> int:
@@ -162,11 +188,17 @@ def _agreed_step(path: str | os.PathLike[str], step: Step) -> int:
     return exchange(found)[0]
 
 
+def _impls(directory: Path, manifest: Manifest) -> dict[str, str]:
+    if IMPLS not in manifest.files:
+        return {}
+    return json.loads((directory / IMPLS).read_bytes())
+
+
 def _restore(directory: Path, wanted: dict[str, Any]) -> dict[str, jax.Array]:
     if not wanted:
         return {}
     try:
-        return restore(directory, wanted)
+        return read_arrays(directory, wanted)
     except (MemoryError, jax.errors.JaxRuntimeError):
         raise
     except Exception as error:  # TensorStore raises bare `Exception`s.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -130,9 +131,14 @@ def damaged(directory: Path, problems: list[str]) -> DamagedCheckpointError:
     )
 
 
-def _holds_values(path: Path) -> bool:
+def holds_arrays(name: str) -> bool:
+    """Whether a file, by its place in the step, is of OCDBT, which holds the arrays."""
+    return bool(re.fullmatch(r"(ocdbt\.process_\d+/)?(manifest\.ocdbt|d/[^/]+)", name))
+
+
+def _holds_values(name: str) -> bool:
     """Whether a file is a data file of OCDBT, checksummed part by part."""
-    return path.parent.name == "d"
+    return bool(re.fullmatch(r"(ocdbt\.process_\d+/)?d/[^/]+", name))
 
 
 def _files(directory: Path) -> list[str]:
@@ -142,12 +148,15 @@ def _files(directory: Path) -> list[str]:
 
 
 def _describe(directory: Path, names: Iterable[str]) -> dict[str, File]:
-    return {name: _describe_file(directory / name) for name in names}
+    return {
+        name: File((directory / name).stat().st_size, None)
+        if _holds_values(name)
+        else _describe_file(directory / name)
+        for name in names
+    }
 
 
 def _describe_file(path: Path) -> File:
-    if _holds_values(path):
-        return File(path.stat().st_size, None)
     with path.open("rb") as file:
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
         return File(file.tell(), sha256)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import warnings
 from pathlib import Path
@@ -16,6 +17,7 @@ from fsdp_jax.checkpoint._manifest import (
     damaged,
     read_manifest,
 )
+from fsdp_jax.checkpoint._replace import step_folder, steps_in
 from fsdp_jax.checkpoint._stored import read_all, root_cause
 
 Step = int | Literal["latest-good"] | None
@@ -31,8 +33,8 @@ def committed_steps(path: str | os.PathLike[str]) -> list[int]:
     """
     if not Path(path).is_dir():
         return []
-    folders = (child for child in Path(path).iterdir() if child.name.isdecimal())
-    return sorted(int(folder.name) for folder in folders if _is_committed(folder))
+    steps = steps_in(Path(path))
+    return sorted(step for step in steps if _is_committed(step_folder(path, step)))
 
 
 def latest_step(path: str | os.PathLike[str]) -> int | None:
@@ -91,9 +93,21 @@ def check_whole(directory: Path) -> Manifest:
     return manifest
 
 
+def set_aside(path: str | os.PathLike[str], step: int) -> Path:
+    """Renames a damaged step, so that a better one may take its number.
+
+    Returns:
+      Where it is now.
+    """
+    folder = step_folder(path, step)
+    names = (f"{step}.damaged{'-' * bool(n)}{n or ''}" for n in itertools.count())
+    free = next(name for name in names if not (Path(path) / name).exists())
+    return folder.rename(Path(path) / free)
+
+
 def state_directory(path: str | os.PathLike[str], step: int) -> Path:
     """Where the arrays of a step and its manifest are."""
-    return Path(path).absolute() / str(step) / ITEM
+    return step_folder(Path(path).absolute(), step) / ITEM
 
 
 def _is_committed(folder: Path) -> bool:

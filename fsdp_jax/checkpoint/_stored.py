@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import tensorstore as ts
 
+Box = tuple[tuple[int, int], ...]
+"""Part of an array: where it starts and stops, a pair a dim."""
+
 _METADATA = "/zarr.json"
 # Of a chunk each: so much memory a pass over a step takes.
 _READS_AT_ONCE = 16
+# Likewise of a copy, which holds each both as it is read and as it is written.
+_COPIES_AT_ONCE = 4
+_PLACES_BYTES = 100_000_000
 
 
 def zarr_metadata(directory: Path) -> dict[str, dict[str, Any]]:
@@ -51,24 +58,55 @@ def crop(directory: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
         array.resize(exclusive_max=shape, resize_metadata_only=True).result()
 
 
+def copy_arrays(source: Path, target: Path, names: Collection[str]) -> None:
+    """Copies arrays as they lie in `source`, with their checksums, to a new folder."""
+    have = ts.KvStore.open(_ocdbt(source)).result()
+    copy = ts.KvStore.open(_ocdbt(target)).result()
+    keys = [key for key in have.list().result() if _array_of(key.decode()) in names]
+    for start in range(0, len(keys), _COPIES_AT_ONCE):
+        batch = keys[start : start + _COPIES_AT_ONCE]
+        reads = [have.read(key) for key in batch]
+        values = [read.result().value for read in reads]
+        writes = [copy.write(*pair) for pair in zip(batch, values, strict=True)]
+        for write in writes:
+            write.result()
+
+
 def read_all(directory: Path) -> None:
     """Reads every chunk of every array, and so verifies all checksums.
 
     Raises:
       Exception: As TensorStore does, if one does not hold; see `root_cause`.
     """
-    context = ts.Context()
     under_way: deque[ts.Future] = deque()
-    for name, metadata in zarr_metadata(directory).items():
-        spec = {"driver": "zarr3", "kvstore": _ocdbt(directory) | {"path": f"{name}/"}}
-        array = ts.open(spec, context=context, open=True).result()
-        grid = metadata["chunk_grid"]["configuration"]["chunk_shape"]
-        for chunk in _chunks(metadata["shape"], grid):
-            under_way.append(array[chunk].read())
+    for array in open_arrays(directory, list(zarr_metadata(directory))).values():
+        for chunk in chunks_of(array):
+            under_way.append(array[(*(slice(*bounds) for bounds in chunk), ...)].read())
             if len(under_way) == _READS_AT_ONCE:
                 under_way.popleft().result()
     for read in under_way:
         read.result()
+
+
+def open_arrays(directory: Path, names: Collection[str]) -> dict[str, ts.TensorStore]:
+    """Opens arrays to be read, by their names."""
+    # What says where values lie is read once, not for each of them.
+    context = ts.Context({"cache_pool#places": {"total_bytes_limit": _PLACES_BYTES}})
+    kvstore = _ocdbt(directory) | {"cache_pool": "cache_pool#places"}
+    opening = {
+        name: ts.open(
+            {"driver": "zarr3", "kvstore": kvstore | {"path": f"{name}/"}},
+            context=context,
+            open=True,
+        )
+        for name in names
+    }
+    return {name: array.result() for name, array in opening.items()}
+
+
+def chunks_of(array: ts.TensorStore) -> Iterator[Box]:
+    """Yields the parts of an array that are stored, and checksummed, as one."""
+    return chunk_grid(array.shape, array.chunk_layout.read_chunk_template.shape)
 
 
 def root_cause(error: BaseException) -> str:
@@ -78,11 +116,18 @@ def root_cause(error: BaseException) -> str:
     return str(error).partition(" [tensorstore_spec")[0]
 
 
-def _chunks(shape: Sequence[int], sizes: Sequence[int]) -> Iterator[tuple[slice, ...]]:
+def _array_of(key: str) -> str:
+    """The array whose metadata or chunk lies under a key."""
+    found = re.fullmatch(r"(.*)/(zarr\.json|c(/\d+)*)", key)
+    return key if found is None else found[1]
+
+
+def chunk_grid(shape: Sequence[int], sizes: Sequence[int]) -> Iterator[Box]:
+    """Yields the parts that tile a shape."""
     starts = [range(0, total, size) for total, size in zip(shape, sizes, strict=True)]
     for corner in itertools.product(*starts):
         yield tuple(
-            slice(start, min(start + size, total))
+            (start, min(start + size, total))
             for start, size, total in zip(corner, sizes, shape, strict=True)
         )
 

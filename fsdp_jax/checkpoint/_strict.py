@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -23,7 +23,7 @@ Strict = Literal[
     "return_all",
     "ignore_all",
 ]
-Cast = Literal["never", "floats"]
+Cast = Literal["never", "floats", "as_stored"]
 
 # What becomes of leaves that are asked for and not stored, and of those that are stored
 # and not asked for.
@@ -63,7 +63,8 @@ class Options:
     Attributes:
       strict: One of Megatron's eight modes.
       allow_shape_mismatch: Patterns of leaves that may be cut or filled with zeros.
-      cast: Whether floats may be read as other floats.
+      cast: Whether floats may be stored as other floats, and which they then become.
+      impls: Of which kind stored PRNG keys are, by name.
 
     Source: Megatron-LM dist_checkpointing/validation.py::StrictHandling
     """
@@ -71,6 +72,7 @@ class Options:
     strict: Strict = "raise_all"
     allow_shape_mismatch: Sequence[str] = ()
     cast: Cast = "never"
+    impls: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,6 +95,8 @@ def match(
     stored: dict[str, jax.ShapeDtypeStruct],
     wanted: dict[str, Leaf],
     options: Options,
+    stored_objects: Collection[str] = (),
+    wanted_objects: Collection[str] = (),
 ) -> Match:
     """Compares what is stored with what is wanted, before anything is read.
 
@@ -101,6 +105,8 @@ def match(
       stored: Shape and dtype of every leaf of it.
       wanted: The leaves of the mould.
       options: What may differ.
+      stored_objects: Names of the extras of it.
+      wanted_objects: Names of those that are asked for.
 
     Raises:
       ValueError: If more differs than `options` allow; all offenders in one message.
@@ -109,8 +115,8 @@ def match(
         known = ", ".join(_ON_UNEXPECTED_AND_MISSING)
         raise ValueError(f"strict={options.strict!r}: it is one of {known}.")
     on_unexpected, on_missing = _ON_UNEXPECTED_AND_MISSING[options.strict]
-    unexpected = tuple(name for name in wanted if name not in stored)
-    missing = tuple(name for name in stored if name not in wanted)
+    unexpected = _only_in((*wanted, *wanted_objects), {*stored, *stored_objects})
+    missing = _only_in((*stored, *sorted(stored_objects)), {*wanted, *wanted_objects})
     read = {name: leaf for name, leaf in wanted.items() if name in stored}
     problems = _unfilled(wanted, unexpected, on_unexpected)
     if on_missing == "raise":
@@ -124,6 +130,8 @@ def match(
         _log(where, "left as given, not in the checkpoint", unexpected)
     if on_missing == "log":
         _log(where, "not read, only in the checkpoint", missing)
+    if options.cast == "as_stored":
+        read = {name: _in_dtype(leaf, stored[name]) for name, leaf in read.items()}
     return Match(
         read,
         missing if on_missing == "return" else (),
@@ -141,6 +149,10 @@ def may_differ(name: str, patterns: Iterable[str]) -> bool:
     return any(matches(pattern, tail) == tail for pattern in patterns for tail in tails)
 
 
+def _only_in(names: Iterable[str], others: Collection[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(name for name in names if name not in others))
+
+
 def _unfilled(
     wanted: dict[str, Leaf], unexpected: tuple[str, ...], on_unexpected: str
 ) -> list[str]:
@@ -150,7 +162,7 @@ def _unfilled(
     return [
         f"not in the checkpoint, and the mould has no value for it: {name}"
         for name in unexpected
-        if wanted[name].is_abstract
+        if name in wanted and wanted[name].is_abstract
     ]
 
 
@@ -162,14 +174,27 @@ def _misfits(
         len(have.shape) == len(want.shape)
         and may_differ(name, options.allow_shape_mismatch)
     )
-    floats = all(jnp.issubdtype(x.dtype, jnp.floating) for x in (have, want))
-    same_dtype = have.dtype == want.dtype or (options.cast == "floats" and floats)
+    floats = options.cast != "never" and _are_floats(have, want)
+    same_dtype = have.dtype == want.dtype or floats
     if not same_shape or not same_dtype:
         stored = f"{have.dtype}{list(have.shape)}"
         return [f"{name}: stored {stored}, wanted {want.dtype}{list(want.shape)}"]
+    kind = options.impls.get(name)
+    if kind and leaf.impl and kind != leaf.impl:  # plain words may hold any keys
+        return [f"{name}: stored keys of {kind}, wanted keys of {leaf.impl}"]
     if getattr(leaf.value, "sharding", None) is None:
         return [f"{name}: the mould does not say its sharding"]
     return []
+
+
+def _are_floats(*leaves: Any) -> bool:
+    return all(jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in leaves)
+
+
+def _in_dtype(leaf: Leaf, stored: jax.ShapeDtypeStruct) -> Leaf:
+    shape, sharding = leaf.value.shape, leaf.value.sharding
+    value = jax.ShapeDtypeStruct(shape, stored.dtype, sharding=sharding)
+    return dataclasses.replace(leaf, value=value)
 
 
 def _unused(patterns: Sequence[str], read: dict[str, Any]) -> list[str]:

@@ -1,4 +1,4 @@
-"""JSON that gives back what it was given: tuples, bytes, and keys that are no strings.
+"""JSON that gives back what it was given: tuples, bytes, numpy's numbers, any keys.
 
 Never pickle: a checkpoint comes from elsewhere, and to read it must run nothing.
 """
@@ -6,66 +6,145 @@ Never pickle: a checkpoint comes from elsewhere, and to read it must run nothing
 from __future__ import annotations
 
 import base64
+import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fsdp_jax._tree import PyTree, named_leaves
+
 _TUPLE, _BYTES, _ITEMS = "__tuple__", "__bytes__", "__items__"
-_TAGS = {_TUPLE, _BYTES, _ITEMS}
+_SCALAR, _ARRAY, _TREE = "__scalar__", "__array__", "__tree__"
+_TAGS = {_TUPLE, _BYTES, _ITEMS, _SCALAR, _ARRAY, _TREE}
 
 
-def encode(value: Any) -> Any:
+def encode(
+    value: Any, where: str = "metadata", trees: dict[str, PyTree] | None = None
+) -> Any:
     """The value in types of JSON.
 
     Args:
-      value: None, bool, int, float, str, bytes, and lists, tuples and dicts of them.
+      value: None, bool, int, float, str, bytes, numbers and arrays of numpy in every
+        dtype of jax, and lists, tuples and dicts of them.
+      where: What the value is called.
+      trees: Takes the arrays of jax in it, and the trees of them, by dotted name; what
+        is encoded is that name. None: such are refused.
 
     Raises:
       ValueError: If there is anything else in it; all offenders in one message.
     """
-    problems: list[str] = []
-    encoded = _encode(value, "metadata", problems)
-    if problems:
+    walk = _Walk(where, trees)
+    encoded = walk.encode(value, ())
+    if walk.problems:
         raise ValueError(
-            f"Cannot save {len(problems)} value(s) as JSON:\n  "
-            + "\n  ".join(problems)
-            + "\nMake them numbers, strings, bytes, lists, tuples or dicts."
+            f"Cannot save {len(walk.problems)} value(s) as JSON:\n  "
+            + "\n  ".join(walk.problems)
+            + "\nMake them numbers, strings, bytes, numpy arrays, lists, tuples or "
+            "dicts."
         )
     return encoded
 
 
-def decode(value: Any) -> Any:
-    """The inverse of `encode`."""
+def decode(value: Any, trees: Mapping[str, PyTree] | None = None) -> Any:
+    """The inverse of `encode`.
+
+    Args:
+      value: What it returned.
+      trees: What it put there, by the same names.
+
+    Raises:
+      KeyError: If a name is not in `trees`.
+    """
     if isinstance(value, list):
-        return [decode(item) for item in value]
+        return [decode(item, trees) for item in value]
     if not isinstance(value, dict):
         return value
     match value:
         case {"__tuple__": items}:
-            return tuple(decode(item) for item in items)
+            return tuple(decode(item, trees) for item in items)
         case {"__bytes__": text}:
             return base64.b64decode(text)
         case {"__items__": pairs}:
-            return {decode(key): decode(item) for key, item in pairs}
-    return {key: decode(item) for key, item in value.items()}
+            return {decode(key): decode(item, trees) for key, item in pairs}
+        case {"__scalar__": [dtype, text]}:
+            return _array(dtype, (), text)[()]
+        case {"__array__": [dtype, shape, text]}:
+            return _array(dtype, shape, text)
+        case {"__tree__": name}:
+            return (trees or {})[name]
+    return {key: decode(item, trees) for key, item in value.items()}
 
 
-def _encode(value: Any, where: str, problems: list[str]) -> Any:
-    # By exact type: a subclass (numpy's float64, an enum) would come back as its base.
-    if value is None or type(value) in (bool, int, float, str):
-        return value
-    if type(value) is bytes:
-        return {_BYTES: base64.b64encode(value).decode()}
-    if type(value) in (list, tuple):
-        items = [_encode(x, f"{where}[{i}]", problems) for i, x in enumerate(value)]
-        return items if type(value) is list else {_TUPLE: items}
-    if type(value) is dict:
-        return _encode_dict(value, where, problems)
-    problems.append(f"{where}: {type(value).__name__}")
-    return None
+@dataclasses.dataclass
+class _Walk:
+    """A walk over a value, which collects what cannot be encoded."""
+
+    where: str
+    trees: dict[str, PyTree] | None
+    problems: list[str] = dataclasses.field(default_factory=list)
+
+    def encode(self, value: Any, path: tuple[Any, ...]) -> Any:
+        # By exact type: a subclass (a named tuple, an enum) would come back as its
+        # base.
+        if value is None or type(value) in (bool, int, float, str):
+            return value
+        if type(value) is bytes:
+            return {_BYTES: _text(value)}
+        if type(value) in (list, tuple):
+            items = [self.encode(x, (*path, i)) for i, x in enumerate(value)]
+            return items if type(value) is list else {_TUPLE: items}
+        if type(value) is dict:
+            return self._encode_dict(value, path)
+        if isinstance(value, np.generic) and _is_number(value.dtype):
+            return {_SCALAR: [value.dtype.name, _text(value.tobytes())]}
+        if type(value) is np.ndarray and _is_number(value.dtype):
+            shape = list(value.shape)
+            return {_ARRAY: [value.dtype.name, shape, _text(value.tobytes())]}
+        if self.trees is not None and _is_tree_of_arrays(value):
+            return self._encode_tree(value, ".".join(map(str, (self.where, *path))))
+        at = self.where + "".join(f"[{key!r}]" for key in path)
+        self.problems.append(f"{at}: {type(value).__name__}")
+        return None
+
+    def _encode_tree(self, value: PyTree, name: str) -> dict[str, str]:
+        assert self.trees is not None
+        if name in self.trees:
+            self.problems.append(f"{name}: two arrays under one name")
+        self.trees[name] = value
+        return {_TREE: name}
+
+    def _encode_dict(self, value: dict, path: tuple[Any, ...]) -> dict[str, Any]:
+        items = {key: self.encode(x, (*path, key)) for key, x in value.items()}
+        if all(type(key) is str and key not in _TAGS for key in items):
+            return items
+        keys = [self._encode_key(key, path) for key in items]
+        return {_ITEMS: [list(pair) for pair in zip(keys, items.values(), strict=True)]}
+
+    def _encode_key(self, key: Any, path: tuple[Any, ...]) -> Any:
+        walk = _Walk(f"a key of {self.where}", None)
+        encoded = walk.encode(key, (*path, key))
+        self.problems += walk.problems
+        return encoded
 
 
-def _encode_dict(value: dict, where: str, problems: list[str]) -> dict[str, Any]:
-    items = {key: _encode(x, f"{where}[{key!r}]", problems) for key, x in value.items()}
-    if all(type(key) is str and key not in _TAGS for key in items):
-        return items
-    keys = [_encode(key, f"key {key!r} of {where}", problems) for key in items]
-    return {_ITEMS: [list(pair) for pair in zip(keys, items.values(), strict=True)]}
+def _is_tree_of_arrays(value: Any) -> bool:
+    leaves = [leaf for _, leaf in named_leaves(value)]
+    return all(isinstance(leaf, jax.Array) for leaf in leaves)
+
+
+def _is_number(dtype: np.dtype) -> bool:
+    """Whether a dtype means the same on every machine; long doubles do not."""
+    known = jnp.issubdtype(dtype, jnp.number) or dtype == np.bool_
+    return known and dtype.isnative and dtype.char not in "gG"
+
+
+def _text(content: bytes) -> str:
+    return base64.b64encode(content).decode()
+
+
+def _array(dtype: str, shape: Sequence[int], text: str) -> np.ndarray:
+    values = np.frombuffer(base64.b64decode(text), jnp.dtype(dtype))
+    return values.reshape(shape).copy()  # which may be written to, as what was saved

@@ -17,27 +17,36 @@ from fsdp_jax.cli._convert import Convert
 from fsdp_jax.cli._demo import Demo
 from fsdp_jax.cli._diff_metrics import DiffMetrics
 from fsdp_jax.cli._doctor import Doctor
-from fsdp_jax.cli._errors import CheckFailed
+from fsdp_jax.cli._errors import CheckFailed, ChildFailed
+from fsdp_jax.cli._eval import Eval
 from fsdp_jax.cli._export import Export
+from fsdp_jax.cli._generate import Generate
 from fsdp_jax.cli._import import Import
 from fsdp_jax.cli._inspect import Inspect
+from fsdp_jax.cli._launch import Launch
 from fsdp_jax.cli._make_tiny_llama import MakeTinyLlama
 from fsdp_jax.cli._plan import Plan
+from fsdp_jax.cli._remove import Remove
 from fsdp_jax.cli._train import Train
 from fsdp_jax.cli._verify import Verify
+from fsdp_jax.launch import fail
 
 _Command = (
     Annotated[Train, tyro.conf.subcommand("train")]
+    | Annotated[Eval, tyro.conf.subcommand("eval")]
+    | Annotated[Generate, tyro.conf.subcommand("generate")]
     | Annotated[Plan, tyro.conf.subcommand("plan")]
     | Annotated[Import, tyro.conf.subcommand("import")]
     | Annotated[Export, tyro.conf.subcommand("export")]
     | Annotated[Convert, tyro.conf.subcommand("convert")]
     | Annotated[Inspect, tyro.conf.subcommand("inspect")]
     | Annotated[Verify, tyro.conf.subcommand("verify")]
+    | Annotated[Remove, tyro.conf.subcommand("remove")]
     | Annotated[Compare, tyro.conf.subcommand("compare")]
     | Annotated[DiffMetrics, tyro.conf.subcommand("diff-metrics")]
     | Annotated[MakeTinyLlama, tyro.conf.subcommand("make-tiny-llama")]
     | Annotated[Demo, tyro.conf.subcommand("demo")]
+    | Annotated[Launch, tyro.conf.subcommand("launch")]
     | Annotated[Doctor, tyro.conf.subcommand("doctor")]
 )
 
@@ -50,7 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
       The exit status: 0; 1 if a comparison failed, training diverged or the doctor
-      found something wrong; 2 for what the user can fix; 130 if interrupted.
+      found something wrong; 2 for what the user can fix; 130 if interrupted; of
+      `launch`, that of the program.
     """
     command = tyro.cli(
         _Command,  # pyright: ignore[reportArgumentType]
@@ -61,8 +71,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     try:
         command.run()
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
+        fail(error)
         return 130
+    except ChildFailed as error:
+        return error.status
     except CheckFailed as error:
         return _report(error, status=1)
     except (ValueError, OSError) as error:
@@ -72,4 +85,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _report(error: Exception, *, status: int) -> int:
     print(f"fsdp-jax: error: {error}", file=sys.stderr)
+    fail(error)
     return status

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import os
 import sys
@@ -59,6 +58,6 @@ def call(callback: Callback | None, metrics: StepMetrics) -> None:
     if callback is None or jax.process_index() != 0:
         return
     try:
-        callback(dataclasses.asdict(metrics))
+        callback(metrics.as_dict())
     except Exception as error:
         raise RuntimeError(f"--callback failed at step {metrics.step}.") from error

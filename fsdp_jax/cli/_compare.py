@@ -183,18 +183,17 @@ def _our_outputs(origin: Origin, devices: list[Any], tokens: Tokens) -> Outputs:
     """Computes them sharded, one row a device."""
     plan = plan_decoder(origin.config, fsdp.make_mesh(devices=devices))
     params = origin.load_params(plan.params)
-    forward = fsdp.make_eval_step(plan, _forward, has_aux=True)
+    forward = fsdp.make_forward(plan, _forward)
     # GPUs would round the factors of a float32 product to 10 bits.
     with jax.default_matmul_precision("highest"):
-        logits, hidden = forward(params, jnp.asarray(tokens, jnp.int32))["aux"]
+        logits, hidden = forward(params, jnp.asarray(tokens, jnp.int32))
     hidden = np.asarray(hidden, np.float32).swapaxes(0, 1)
     return Outputs(np.asarray(logits, np.float32), hidden)
 
 
-def _forward(model: Any, tokens: jax.Array) -> tuple[jax.Array, Any]:
-    # Rows first, as evaluation wants them, and a loss, which it wants too.
-    hidden = model.hidden_states(tokens).swapaxes(0, 1)
-    return jnp.zeros(()), (model(tokens), hidden)
+def _forward(model: Any, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+    # Rows first, as they come back from the ranks.
+    return model(tokens), model.hidden_states(tokens).swapaxes(0, 1)
 
 
 def _outputs_of_transformers(path: Path, tokens: Tokens) -> Outputs:

@@ -13,7 +13,7 @@ from fsdp_jax.cli._errors import check_empty
 from fsdp_jax.cli._import import Import
 from fsdp_jax.cli._megatron import MegatronLayout
 from fsdp_jax.cli._options import Unset
-from fsdp_jax.cli._origin import open_any
+from fsdp_jax.cli._origin import Checkpoint, open_any
 from fsdp_jax.cli._progress import bytes_bar
 
 
@@ -36,7 +36,8 @@ class Convert:
         default what SRC says. Megatron's settings lack the tokens, and often the size
         of the vocabulary.
       tokenizer: A model's directory whose tokenizer, chat template and generation
-        config are copied along, to Hugging Face's files.
+        config are copied along, to Hugging Face's files; default those that a
+        checkpoint of fsdp-jax carries.
       layout: How it is dealt out, for Megatron.
     """
 
@@ -57,6 +58,7 @@ class Convert:
             return
         origin = open_any(self.src, config=self.config)
         params = origin.lazy_params()
+        carried = origin.files if isinstance(origin, Checkpoint) else None
         with bytes_bar(f"writing {self.dst}") as progress:
             if self.to == "hf":
                 bridge.save_hf(
@@ -64,7 +66,7 @@ class Convert:
                     params,
                     origin.config,
                     dtype=self.dtype,
-                    copy_from=self.tokenizer,
+                    copy_from=self.tokenizer or carried,
                     progress=progress,
                 )
             else:

@@ -12,6 +12,18 @@ class CheckFailed(Exception):
     """A command did its work, and what it was to verify does not hold: status 1."""
 
 
+class ChildFailed(Exception):
+    """A program that a command ran has failed, and said why.
+
+    Attributes:
+      status: Its exit status; for a signal 128 and its number.
+    """
+
+    def __init__(self, status: int):
+        super().__init__(f"ended with status {status}")
+        self.status = status
+
+
 def check_creatable(path: Path, option: str) -> None:
     """Raises a `ValueError` unless `path` can be made, or is a directory to write in.
 

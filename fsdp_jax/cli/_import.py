@@ -16,7 +16,7 @@ import fsdp_jax as fsdp
 from fsdp_jax.cli._errors import check_empty
 from fsdp_jax.cli._model import plan_decoder
 from fsdp_jax.cli._options import Devices, Unset
-from fsdp_jax.cli._origin import Origin, open_any
+from fsdp_jax.cli._origin import Megatron, files_to_carry, open_any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +50,8 @@ class Import:
         check_empty(self.out, "OUT")
         mesh = fsdp.make_mesh(devices=self.where.pick())
         origin = open_any(self.model, config=self.config)
-        if self.optimizer and (origin.megatron is None or self.dtype == "bfloat16"):
+        megatron = origin if isinstance(origin, Megatron) else None
+        if self.optimizer and (megatron is None or self.dtype == "bfloat16"):
             raise ValueError(
                 "--optimizer: of a Megatron checkpoint, and in float32, for the "
                 "moments are."
@@ -60,29 +61,32 @@ class Import:
         )
         plan = plan_decoder(origin.config, mesh, fsdp.FSDPConfig(mp_policy=policy))
         metadata: dict[str, Any] = {"config": bridge.to_hf_config(origin.config)}
-        if self.optimizer:
-            state, more = _with_adam(origin, plan)
+        if self.optimizer and megatron is not None:
+            state, more = _with_adam(megatron, plan)
             metadata |= more
         else:
             params = origin.load_params(plan.params)
             state = fsdp.init(plan, optax.identity(), params)
-        fsdp.save(self.out, state, metadata=metadata)
-        _say_what_is_left_out(origin, self.optimizer)
+        fsdp.save(self.out, state, metadata=metadata, files=files_to_carry(origin))
+        if megatron is not None:
+            _say_what_is_left_out(megatron, self.optimizer)
         print(f"{self.model} is now step {int(state.step)} of {self.out}")
 
 
 def _with_adam(
-    origin: Origin, plan: fsdp.Plan
+    origin: Megatron, plan: fsdp.Plan
 ) -> tuple[fsdp.TrainState, dict[str, Any]]:
     """Loads weights, moments and counts, in the state that `fsdp-jax train` has."""
-    assert origin.megatron is not None
-    checkpoint = bridge.megatron.open_megatron(origin.megatron)
+    checkpoint = bridge.megatron.open_megatron(origin.path)
     adam = bridge.megatron.load_megatron_adam(
-        origin.megatron, plan.params, config=origin.config
+        origin.path, plan.params, config=origin.config
     )
     tx = optax.adamw(0.0)  # its rate is no part of its state
     opt_state = optax.tree.set(
-        tx.init(adam.params), mu=adam.mu, nu=adam.nu, count=adam.count
+        tx.init(fsdp.trainable(plan, adam.params)),
+        mu=fsdp.trainable(plan, adam.mu),
+        nu=fsdp.trainable(plan, adam.nu),
+        count=adam.count,
     )
     step = checkpoint.iteration or int(adam.count)
     state = fsdp.init(plan, tx, adam.params, opt_state=opt_state, step=step)
@@ -90,10 +94,8 @@ def _with_adam(
     return state, counts
 
 
-def _say_what_is_left_out(origin: Origin, optimizer: bool) -> None:
-    if origin.megatron is None:
-        return
-    checkpoint = bridge.megatron.open_megatron(origin.megatron)
+def _say_what_is_left_out(origin: Megatron, optimizer: bool) -> None:
+    checkpoint = bridge.megatron.open_megatron(origin.path)
     if checkpoint.optimizer is not None and not optimizer:
         print("left out: Adam's state (--optimizer takes it)", file=sys.stderr)
     for line in checkpoint.left_out:

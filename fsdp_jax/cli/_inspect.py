@@ -13,9 +13,11 @@ import bridge
 import fsdp_jax as fsdp
 from bridge.models import DecoderConfig
 from fsdp_jax._table import text_table
+from fsdp_jax.checkpoint._remove import names_beside
+from fsdp_jax.checkpoint._steps import open_step
 from fsdp_jax.cli._model import plan_decoder
 from fsdp_jax.cli._options import Devices
-from fsdp_jax.cli._origin import Origin, open_any
+from fsdp_jax.cli._origin import Checkpoint, HuggingFace, Megatron, open_any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,13 +48,15 @@ class Inspect:
         if devices is not None:
             mesh = fsdp.make_mesh(devices=devices)
             mould = plan_decoder(origin.config, mesh).params
-        if origin.checkpoint is None:
-            self._print_model(origin, origin.plan_import(mould))
-        else:
+        if isinstance(origin, Checkpoint):
             self._print_checkpoint(origin.config, origin.step)
+        else:
+            self._print_model(origin, origin.plan_import(mould))
 
-    def _print_model(self, origin: Origin, plan: bridge.ImportPlan) -> None:
-        run = {} if origin.megatron is None else run_of(origin.megatron)
+    def _print_model(
+        self, origin: HuggingFace | Megatron, plan: bridge.ImportPlan
+    ) -> None:
+        run = run_of(origin.path) if isinstance(origin, Megatron) else {}
         if self.json:
             found = {"config": traits(origin.config), **plan.as_dict(), **run}
             print(json.dumps(found))
@@ -68,10 +72,11 @@ class Inspect:
             name: (tuple(leaf.shape), str(leaf.dtype))
             for name, leaf in fsdp.load_shapes(self.path, step=step).items()
         }
+        _, manifest = open_step(self.path, step)
+        beside = names_beside(manifest)
         if self.json:
-            print(
-                json.dumps({"config": traits(config), "step": step, "leaves": leaves})
-            )
+            found = {"config": traits(config), "step": step, "leaves": leaves}
+            print(json.dumps(found | {"beside": beside}))
             return
         print(_trait_table(config))
         print()
@@ -80,6 +85,8 @@ class Inspect:
             for name, (shape, dtype) in leaves.items()
         ]
         print(text_table({"leaf": "left", "shape": "left", "dtype": "left"}, rows))
+        if beside:
+            print(f"beside them: {', '.join(beside)}")
         print(f"step {step} of {self.path}")
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import io
 import json
+import math
 import resource
 import sys
 from collections.abc import Iterator
@@ -26,6 +28,8 @@ class StepMetrics:
       step_secs: Seconds from batch to metrics.
       peak_memory_bytes: The largest so far: of the fullest GPU, or of the process
         where devices are simulated.
+      routers: Of a model with experts: its loss without what balances them, and the
+        figures of `router_losses`; empty for others.
     """
 
     step: int
@@ -34,22 +38,52 @@ class StepMetrics:
     tokens_per_sec: float
     step_secs: float
     peak_memory_bytes: int
+    routers: dict[str, float] = dataclasses.field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, float]:
+        """All numbers by name."""
+        numbers = dataclasses.asdict(self)
+        return numbers | numbers.pop("routers")
 
 
 @contextlib.contextmanager
-def metrics_lines(path: Path | None) -> Iterator[TextIO]:
-    """Opens a new file for metrics, or stdout if there is no path."""
+def metrics_lines(path: Path | None, start: int = 0) -> Iterator[TextIO]:
+    """Opens a file for metrics, or stdout if there is no path.
+
+    Of several processes the first has the file: the numbers of all are the same.
+
+    Args:
+      path: A new file, or one of the same run: its steps after `start`, which come
+        again, are taken out, and what a process that was killed had half written.
+      start: Steps done before.
+    """
+    if jax.process_index() > 0:  # they would be the same
+        yield io.StringIO()
+        return
     if path is None:
         yield sys.stdout
         return
+    if jax.process_index() > 0:
+        yield io.StringIO()
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("x", encoding="utf-8") as file:
+    if path.exists():
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        part = path.with_name(f"{path.name}.part")
+        part.write_text("".join(line for line in lines if _step_of(line) <= start))
+        part.replace(path)
+    with path.open("a", encoding="utf-8") as file:
         yield file
+
+
+def _step_of(line: str) -> float:
+    """The step of a line; a cut-off one, which is the last, is later than any."""
+    return json.loads(line)["step"] if line.endswith("\n") else math.inf
 
 
 def write_metrics(file: TextIO, metrics: StepMetrics) -> None:
     """Writes one line at once, so that a run can be watched and loses none."""
-    print(json.dumps(dataclasses.asdict(metrics)), file=file, flush=True)
+    print(json.dumps(metrics.as_dict()), file=file, flush=True)
 
 
 def read_losses(path: Path) -> dict[int, float]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
@@ -10,31 +13,59 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 import fsdp_jax as fsdp
-from bridge.models import Decoder, DecoderConfig, DecoderLayer
+from bridge.models import (
+    Decoder,
+    DecoderConfig,
+    DecoderLayer,
+    correction_bias_paths,
+    dot_product_attention,
+    expert_parallel_rules,
+    tensor_parallel_rules,
+)
+from fsdp_jax.cli._routing import CountingDecoder, Routing, router_losses
 
 
 def plan_decoder(
     config: DecoderConfig,
     mesh: Mesh,
     fsdp_config: fsdp.FSDPConfig | None = None,
+    routing: Routing | None = None,
     *,
     prefetch: int = 1,
     unroll: int = 1,
 ) -> fsdp.Plan:
     """Plans the decoder of a config, a layer a unit.
 
+    Its matrices are split over `tp`, and its experts over `ep`. Routers' biases that no
+    gradient trains are frozen, in float32.
+
     Args:
       config: The model.
       mesh: From `fsdp_jax.make_mesh`.
       fsdp_config: How it is sharded; default ZeRO-3 in float32.
+      routing: How tokens find experts; default dropless, as the model says.
       prefetch: As for `fsdp_jax.scan`.
       unroll: As for `fsdp_jax.scan`.
     """
+    routing = routing or Routing(router_dtype="model")
+    fsdp_config, biases = (
+        fsdp_config or fsdp.FSDPConfig(),
+        correction_bias_paths(config),
+    )
+    policy = dataclasses.replace(
+        fsdp_config.mp_policy, param_name_patterns_in_fp32=biases
+    )
     return fsdp.fully_shard(
-        functools.partial(_make_decoder, config, prefetch, unroll),
+        functools.partial(_make_decoder, config, routing, prefetch, unroll),
         mesh,
         units=[DecoderLayer],
-        config=fsdp_config,
+        config=dataclasses.replace(
+            fsdp_config,
+            mp_policy=policy,
+            frozen=(*fsdp_config.frozen, *biases),
+            tensor_parallel=tensor_parallel_rules(config, mesh.shape["tp"]),
+            expert_parallel=expert_parallel_rules(config),
+        ),
     )
 
 
@@ -44,16 +75,86 @@ def computed_in(param_dtype: str) -> fsdp.FSDPConfig:
     return fsdp.FSDPConfig(mp_policy=policy)
 
 
+def check_rows(seq: int, tp: int) -> None:
+    """Raises a `ValueError` if rows of `seq` tokens do not divide over `tp`."""
+    if tp > 1 and seq % tp:
+        raise ValueError(
+            f"--seq {seq}: tp={tp} splits the tokens of a row, and does not divide "
+            f"them. Use a multiple of {tp}."
+        )
+
+
+def loss_of(*, fused: bool) -> Callable[..., Float[Array, ""]]:
+    """The loss that the commands train with: logits at once, or a chunk at a time."""
+    return fused_next_token_loss if fused else next_token_loss
+
+
+def training_loss(*, fused: bool, routing: Routing) -> Callable[..., Any]:
+    """The loss of `train`: that of `loss_of`, and of a model with experts its balance.
+
+    It returns the loss, and of such a model what it is made of.
+    """
+    of_states = _fused_loss_of_states if fused else _loss_of_states
+
+    def loss(model, tokens):
+        states, stats = model.final_states(tokens[:, :-1])
+        cross_entropy = of_states(model, states, tokens[:, 1:])
+        if stats is None:
+            return cross_entropy, {}
+        if isinstance(model, CountingDecoder):
+            model.count(stats)
+        balance, reported = router_losses(model.config, routing, stats)
+        return cross_entropy + balance, {"cross_entropy": cross_entropy, **reported}
+
+    return loss
+
+
 def next_token_loss(
     model: Decoder, tokens: Int[Array, "batch seq+1"]
 ) -> Float[Array, ""]:
     """Cross entropy of each token given those before it, in float32, the mean."""
-    logits = model(tokens[:, :-1])
-    return fsdp.ops.vocab_parallel_cross_entropy(logits, tokens[:, 1:]).mean()
+    states, _ = model.final_states(tokens[:, :-1])
+    return _loss_of_states(model, states, tokens[:, 1:])
+
+
+def fused_next_token_loss(
+    model: Decoder, tokens: Int[Array, "batch seq+1"]
+) -> Float[Array, ""]:
+    """The same, in the memory of a chunk of the vocabulary; a product more."""
+    states, _ = model.final_states(tokens[:, :-1])
+    return _fused_loss_of_states(model, states, tokens[:, 1:])
+
+
+def _loss_of_states(model: Decoder, states: Array, targets: Array) -> Float[Array, ""]:
+    logits = states @ fsdp.ops.pad_vocabulary(model.head_kernel())
+    losses = fsdp.ops.vocab_parallel_cross_entropy(
+        model.finish_logits(logits), targets, vocab_size=model.config.vocab_size
+    )
+    return losses.mean()
+
+
+def _fused_loss_of_states(
+    model: Decoder, states: Array, targets: Array
+) -> Float[Array, ""]:
+    losses = fsdp.ops.fused_linear_cross_entropy(
+        states,
+        fsdp.ops.pad_vocabulary(model.head_kernel()),
+        targets,
+        vocab_size=model.config.vocab_size,
+        logit_fn=model.finish_logits,
+    )
+    return losses.mean()
 
 
 def _make_decoder(
-    config: DecoderConfig, prefetch: int, unroll: int, key: Array
+    config: DecoderConfig, routing: Routing, prefetch: int, unroll: int, key: Array
 ) -> Decoder:
-    scan = functools.partial(fsdp.scan, prefetch=prefetch, unroll=unroll)
-    return Decoder(config, rngs=nnx.Rngs(key), scan=scan)
+    make = CountingDecoder if routing.expert_bias_rate else Decoder
+    return make(
+        routing.apply(config),
+        rngs=nnx.Rngs(key),
+        scan=functools.partial(fsdp.scan, prefetch=prefetch, unroll=unroll),
+        attention=fsdp.ops.split_heads(dot_product_attention),
+        dispatch=routing.dispatch,
+        constrain=fsdp.ops.sequence_parallel,
+    )

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from typing import Annotated, Any, TypeVar
 
 import jax
 import tyro
+
+from fsdp_jax.launch import initialize
 
 _T = TypeVar("_T")
 
@@ -28,17 +31,19 @@ class Devices:
     cpu_devices: Unset[int] = None
 
     def pick(self) -> list[Any]:
-        """Starts jax's backend and returns the devices to use.
+        """Joins the job if there is one, starts jax and returns the devices to use.
 
         Raises:
-          ValueError: If a number is not positive, there are fewer devices, or the
-            backend of this process runs already with another number of CPU devices.
+          ValueError: If a number is not positive, there are fewer devices, the backend
+            of this process runs already with another number of CPU devices, or the
+            processes of the job do not agree.
         """
         for name, count in dataclasses.asdict(self).items():
             if count is not None and count < 1:
                 raise ValueError(f"--{name.replace('_', '-')} {count}: at least 1.")
         if self.cpu_devices is not None:
             _simulate_cpu_devices(self.cpu_devices)
+        initialize(config={"arguments": sys.argv[1:]})
         available = jax.devices()
         if self.devices is not None and self.devices > len(available):
             raise ValueError(

@@ -4,111 +4,151 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 
 import bridge
 import fsdp_jax as fsdp
 from bridge.models import DecoderConfig
+from bridge.streaming._sidecars import find_sidecars
 from fsdp_jax._tree import PyTree
-from fsdp_jax.checkpoint._steps import resolve_step
+from fsdp_jax.checkpoint._files import names_of_files
+from fsdp_jax.checkpoint._steps import open_step, resolve_step
 from fsdp_jax.cli._model import plan_decoder
 from fsdp_jax.cli._progress import bytes_bar
+from fsdp_jax.cli._recipe import adapter_of
+
+# Under this name a step carries the tokenizer, chat template and generation config.
+TOKENIZER = "tokenizer"
+
+
+class Origin(Protocol):
+    """A model that is not loaded yet."""
+
+    @property
+    def config(self) -> DecoderConfig:
+        """The model."""
+        ...
+
+    @property
+    def files(self) -> Path | None:
+        """The directory with the model's own tokenizer, if any is at hand."""
+        ...
+
+    def load_params(self, mould: PyTree) -> PyTree:
+        """Fills a mould with the weights, shard by shard, in its dtypes."""
+        ...
+
+    def lazy_params(self) -> PyTree:
+        """Returns leaves that are read when they are written elsewhere."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
-class Origin:
-    """A model that is not loaded yet.
+class HuggingFace:
+    """A model in safetensors files.
 
     Attributes:
+      path: Its directory, or its single file.
       config: The model.
-      hf: Hugging Face's files, if any are at hand.
-      checkpoint: The directory of the checkpoint that holds the weights; None if they
-        are elsewhere.
-      megatron: The directory of Megatron's checkpoint that holds them; None likewise.
-        With neither, they are those of `hf`.
-      step: Updates made so far.
-      metadata: What `fsdp-jax train` saved with the step; empty without a checkpoint.
     """
 
+    path: Path
     config: DecoderConfig
-    hf: Path | None
-    checkpoint: Path | None = None
-    megatron: Path | None = None
-    step: int = 0
-    metadata: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
-    def tokenizer_file(self) -> Path | None:
-        """The model's own tokenizer, if it is at hand."""
-        if self.hf is None:
-            return None
-        file = (self.hf if self.hf.is_dir() else self.hf.parent) / "tokenizer.json"
-        return file if file.is_file() else None
+    def files(self) -> Path:
+        """The directory of the model, which may have a tokenizer."""
+        return _directory_of(self.path)
 
-    def load_params(self, mould: PyTree, *, as_stored: bool = False) -> PyTree:
-        """Fills a mould with the weights, shard by shard.
-
-        Args:
-          mould: Shapes, dtypes and shardings.
-          as_stored: Takes the dtypes of the checkpoint instead.
-        """
-        if self.checkpoint is not None:
-            stored = _with_stored_dtypes(mould, self.checkpoint, self.step)
-            params = fsdp.load_params(self.checkpoint, stored, step=self.step)
-            return params if as_stored else jax.tree.map(_cast, params, mould)
-        path = self.megatron or self.hf
-        assert path is not None
-        load = bridge.load_hf if self.megatron is None else bridge.load_megatron
-        with bytes_bar(f"loading {path}") as progress:
-            return load(path, mould, config=self.config, progress=progress)
+    def load_params(self, mould: PyTree) -> PyTree:
+        """Fills a mould with the weights."""
+        with bytes_bar(f"loading {self.path}") as progress:
+            return bridge.load_hf(
+                self.path, mould, config=self.config, progress=progress
+            )
 
     def lazy_params(self) -> PyTree:
-        """Returns leaves that are read when they are written elsewhere.
-
-        Those of a checkpoint of ours are read now, onto one device.
-        """
-        if self.checkpoint is not None:
-            mesh = fsdp.make_mesh(devices=jax.devices()[:1])
-            mould = plan_decoder(self.config, mesh).params
-            return self.load_params(mould, as_stored=True)
-        if self.megatron is not None:
-            return bridge.megatron.lazy_megatron(self.megatron, self.config)[0]
-        assert self.hf is not None
-        return bridge.lazy_hf(self.hf, self.config)[0]
+        """Returns leaves that are read when they are written elsewhere."""
+        return bridge.lazy_hf(self.path, self.config)[0]
 
     def plan_import(self, mould: PyTree | None) -> bridge.ImportPlan:
-        """Says what `load_params` would do; of a checkpoint of ours it is not said."""
-        if self.megatron is not None:
-            plan = bridge.megatron.plan_megatron
-            return plan(self.megatron, mould, config=self.config)
-        assert self.hf is not None
-        return bridge.plan(self.hf, mould, config=self.config)
+        """Says what `load_params` would do."""
+        return bridge.plan(self.path, mould, config=self.config)
 
 
-def _with_stored_dtypes(mould: PyTree, checkpoint: Path, step: int) -> PyTree:
-    """The mould in the floating dtypes in which `fsdp-jax import --dtype` saved it."""
-    stored = fsdp.load_shapes(checkpoint, step=step)
-    dtypes = iter(
-        stored[key].dtype if (key := f"params.{name}") in stored else leaf.dtype
-        for name, leaf in fsdp.named_leaves(mould)
-    )
-    return jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(
-            leaf.shape, next(dtypes), sharding=leaf.sharding
-        ),
-        mould,
-    )
+@dataclasses.dataclass(frozen=True)
+class Megatron:
+    """A checkpoint of Megatron's, of any format.
+
+    Attributes:
+      path: Its directory.
+      config: The model.
+    """
+
+    path: Path
+    config: DecoderConfig
+    files: None = None
+
+    def load_params(self, mould: PyTree) -> PyTree:
+        """Fills a mould with the weights."""
+        with bytes_bar(f"loading {self.path}") as progress:
+            return bridge.load_megatron(
+                self.path, mould, config=self.config, progress=progress
+            )
+
+    def lazy_params(self) -> PyTree:
+        """Returns leaves that are read when they are written elsewhere."""
+        return bridge.megatron.lazy_megatron(self.path, self.config)[0]
+
+    def plan_import(self, mould: PyTree | None) -> bridge.ImportPlan:
+        """Says what `load_params` would do."""
+        return bridge.megatron.plan_megatron(self.path, mould, config=self.config)
 
 
-def _cast(leaf: jax.Array, mould: jax.ShapeDtypeStruct) -> jax.Array:
-    return leaf.astype(mould.dtype)
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """A step of `fsdp-jax train` or `fsdp-jax import`.
+
+    Attributes:
+      path: The directory of the run.
+      step: Which step.
+      config: The model.
+      metadata: What was saved with the step.
+      files: The directory with the model's own tokenizer, if any is at hand.
+    """
+
+    path: Path
+    step: int
+    config: DecoderConfig
+    metadata: dict[str, Any]
+    files: Path | None = None
+
+    def load_params(self, mould: PyTree) -> PyTree:
+        """Fills a mould with the weights, in its dtypes; LoRA's factors merged in."""
+        if adapter := adapter_of(self.metadata):
+            return adapter.load_merged(self.path, self.step, mould, self.config)
+        return fsdp.load_params(self.path, mould, step=self.step, cast="floats")
+
+    def load_params_as_stored(self, mould: PyTree) -> PyTree:
+        """Fills a mould with the weights, in the dtypes of the checkpoint.
+
+        What factors are merged into has none there, and gets that of the mould.
+        """
+        if adapter_of(self.metadata):
+            return self.load_params(mould)
+        return fsdp.load_params(self.path, mould, step=self.step, cast="as_stored")
+
+    def lazy_params(self) -> PyTree:
+        """Returns leaves that are read now, onto one device."""
+        mesh = fsdp.make_mesh(devices=jax.devices()[:1])
+        return self.load_params_as_stored(plan_decoder(self.config, mesh).params)
 
 
 def open_any(
     model: str | Path, step: int | None = None, *, config: Path | None = None
-) -> Origin:
+) -> HuggingFace | Megatron | Checkpoint:
     """Opens a model or a checkpoint of any kind, which is found out.
 
     Args:
@@ -138,12 +178,12 @@ def open_any(
     return open_hf(str(model), config)
 
 
-def _open_megatron(path: Path, step: int | None, config: Path | None) -> Origin:
+def _open_megatron(path: Path, step: int | None, config: Path | None) -> Megatron:
     _refuse_step(step, path)
     if config is not None:
-        return Origin(bridge.from_hf_config(config), None, megatron=path)
+        return Megatron(path, bridge.from_hf_config(config))
     args = bridge.megatron.open_megatron(path).args
-    return Origin(bridge.megatron.from_args(args), None, megatron=path)
+    return Megatron(path, bridge.megatron.from_args(args))
 
 
 def _refuse_step(step: int | None, path: Path) -> None:
@@ -151,7 +191,7 @@ def _refuse_step(step: int | None, path: Path) -> None:
         raise ValueError(f"--step {step}: '{path}' is a model, which has no steps.")
 
 
-def open_hf(hf: str, config: Path | None = None) -> Origin:
+def open_hf(hf: str, config: Path | None = None) -> HuggingFace:
     """Reads the config of a directory, a file or a hub id; headers and no weights.
 
     Args:
@@ -163,10 +203,10 @@ def open_hf(hf: str, config: Path | None = None) -> Origin:
     """
     path = bridge.resolve(hf)
     bridge.open_checkpoint(path)
-    return Origin(bridge.from_hf_config(path if config is None else config), path)
+    return HuggingFace(path, bridge.from_hf_config(path if config is None else config))
 
 
-def open_run(path: Path, step: int | None, hf: str | None = None) -> Origin:
+def open_run(path: Path, step: int | None, hf: str | None = None) -> Checkpoint:
     """Opens a step that training can go on from, as it was.
 
     Raises:
@@ -182,7 +222,7 @@ def open_run(path: Path, step: int | None, hf: str | None = None) -> Origin:
     return origin
 
 
-def open_checkpoint(path: Path, step: int | None, hf: str | None = None) -> Origin:
+def open_checkpoint(path: Path, step: int | None, hf: str | None = None) -> Checkpoint:
     """Reads the metadata of one step.
 
     Args:
@@ -200,6 +240,38 @@ def open_checkpoint(path: Path, step: int | None, hf: str | None = None) -> Orig
             f"Step {step} of '{path}' was not saved by `fsdp-jax train`: its metadata "
             "has no config. Load it with fsdp_jax.load instead."
         )
-    files = bridge.resolve(hf) if hf is not None else None
-    config = bridge.from_hf_config(files if files is not None else metadata["config"])
-    return Origin(config, files, path, step=step, metadata=metadata)
+    if hf is not None:
+        files = bridge.resolve(hf)
+        config = bridge.from_hf_config(files)
+        return Checkpoint(path, step, config, metadata, _directory_of(files))
+    config = bridge.from_hf_config(metadata["config"])
+    return Checkpoint(path, step, config, metadata, _carried_files(path, step))
+
+
+def tokenizer_file(origin: Origin) -> Path | None:
+    """The model's own tokenizer, if it is at hand."""
+    if origin.files is None:
+        return None
+    file = origin.files / "tokenizer.json"
+    return file if file.is_file() else None
+
+
+def files_to_carry(origin: Origin) -> dict[str, list[Path]]:
+    """What a step of this model is saved with, as `fsdp_jax.save` takes it."""
+    if origin.files is None:
+        return {}
+    # Of a folder of templates, the folder.
+    names = {file.parts[0] for file in find_sidecars(origin.files)}
+    found = [origin.files / name for name in sorted(names)]
+    return {TOKENIZER: found} if found else {}
+
+
+def _carried_files(path: Path, step: int) -> Path | None:
+    _, manifest = open_step(path, step)
+    if TOKENIZER not in names_of_files(manifest):
+        return None
+    return fsdp.load_files(path, TOKENIZER, step=step)
+
+
+def _directory_of(model: Path) -> Path:
+    return model if model.is_dir() else model.parent

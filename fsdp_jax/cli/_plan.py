@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import sys
 from pathlib import Path
 from typing import Annotated, Literal
@@ -11,13 +12,14 @@ import jax
 import jax.numpy as jnp
 import optax
 import tyro
+from jax.sharding import Mesh
 
 import bridge
 import fsdp_jax as fsdp
-from bridge.models import DecoderConfig
+from bridge.models import DecoderConfig, tensor_parallel_rules
 from fsdp_jax._table import format_bytes, text_table
 from fsdp_jax.cli._errors import check_absent
-from fsdp_jax.cli._model import next_token_loss, plan_decoder
+from fsdp_jax.cli._model import check_rows, loss_of, plan_decoder
 from fsdp_jax.cli._options import Devices, Unset
 from fsdp_jax.cli._origin import open_hf
 from fsdp_jax.cli._recipe import ParamDtype
@@ -36,6 +38,7 @@ _REMAT = {
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     "nothing": jax.checkpoint_policies.nothing_saveable,
 }
+_AXES = ("dp_outer", "dp_shard", "ep", "tp")
 _NO_PLUGIN = (
     "XLA's compiler for GPUs is not installed (pip install 'fsdp-jax[plan]'), so this "
     "is what the compiler for CPUs says: memory, and how often what is communicated. "
@@ -87,7 +90,7 @@ class Plan:
       gpus: How many; more than 8 are whole nodes of 8.
       mesh: Sizes of the mesh's axes, as in dp_outer=4,dp_shard=-1; default all on
         dp_shard.
-      batch: Rows of a global batch; default one a GPU.
+      batch: Rows of a global batch; default one a GPU, of tp GPUs together.
       seq: Tokens that a row predicts.
       accumulate: Microbatches a step.
       zero: What is sharded: ZeRO 0 to 3.
@@ -96,6 +99,7 @@ class Plan:
       remat: What of a layer's activations is kept for backward: all, dots, or nothing.
       prefetch: Layers gathered ahead of the one that computes.
       unroll: Layers in one iteration of the compiled loop.
+      fused_loss: Makes logits a chunk of the vocabulary at a time: memory for work.
       json: Writes everything to this file.
       picture: Draws memory and time into this file, .png or .svg.
       sweep: Tries other meshes and strategies too, and recommends one.
@@ -116,6 +120,7 @@ class Plan:
     remat: Literal["all", "dots", "nothing"] = "nothing"
     prefetch: int = 1
     unroll: int = 2
+    fused_loss: bool = False
     json: Unset[Path] = None
     picture: Unset[Path] = None
     sweep: bool = False
@@ -172,10 +177,10 @@ def _mesh_sizes(text: str | None) -> dict[str, int]:
     sizes = {}
     for part in text.split(","):
         axis, _, size = part.partition("=")
-        if axis not in ("dp_outer", "dp_shard", "ep") or not size.lstrip("-").isdigit():
+        if axis not in _AXES or not size.lstrip("-").isdigit():
             raise ValueError(
-                f"--mesh {text}: '{part}' is no size of dp_outer, dp_shard or ep. "
-                "Write it as in --mesh dp_outer=4,dp_shard=-1."
+                f"--mesh {text}: '{part}' is no size of {', '.join(_AXES)}. "
+                "Write it as in --mesh dp_shard=-1,tp=8."
             )
         sizes[axis] = int(size)
     return sizes
@@ -189,22 +194,22 @@ def _forecast(
     *,
     guide: bool = True,
 ) -> Forecast:
-    plan, loss, tokens = _step_of(options, config)
+    mesh = fsdp.make_mesh(**sizes, devices=gpu_devices(gpu, options.gpus))
+    plan, loss, tokens = _step_of(options, config, mesh)
     rows = tokens.shape[0]
     return compile_for(
         *(plan, loss, optax.adamw(3e-4, weight_decay=0.1), tokens),
         gpu=gpu,
-        gpus=options.gpus,
-        mesh=sizes,
         tokens=rows * options.seq,
         guide=guide,
         accumulate=options.accumulate,
     )
 
 
-def _step_of(options: Plan, config: DecoderConfig, mesh=None):
+def _step_of(options: Plan, config: DecoderConfig, mesh: Mesh):
     """The plan on `mesh`, the loss, and the mould of a batch."""
-    here = mesh or fsdp.make_mesh(devices=jax.devices()[:1])
+    tp = mesh.shape["tp"]
+    check_rows(options.seq, tp)
     fsdp_config = fsdp.FSDPConfig(
         zero_dp_strategy=options.zero,
         outer_dp_sharding_strategy=options.outer,
@@ -216,14 +221,16 @@ def _step_of(options: Plan, config: DecoderConfig, mesh=None):
     )
     plan = plan_decoder(
         config,
-        here,
+        mesh,
         fsdp_config,
         prefetch=options.prefetch,
         unroll=options.unroll,
     )
-    rows = options.gpus * options.accumulate if options.batch is None else options.batch
+    rows = options.gpus // tp * options.accumulate
+    if options.batch is not None:
+        rows = options.batch
     tokens = jax.ShapeDtypeStruct((rows, options.seq + 1), jnp.int32)
-    return plan, next_token_loss, tokens
+    return plan, loss_of(fused=options.fused_loss), tokens
 
 
 def _print_cpu(options: Plan, config: DecoderConfig, sizes: dict[str, int]) -> None:
@@ -240,7 +247,9 @@ def _print_cpu(options: Plan, config: DecoderConfig, sizes: dict[str, int]) -> N
 
 def _sweep(options: Plan, config: DecoderConfig, gpu: GPU) -> None:
     found: list[tuple[str, Forecast]] = []
-    for name, changed, sizes in _candidates(options, gpu):
+    if options.batch is None:  # The same for all, to compare them by.
+        options = dataclasses.replace(options, batch=options.gpus * options.accumulate)
+    for name, changed, sizes in _candidates(options, config, gpu):
         print(f"fsdp-jax: compiling {name}", file=sys.stderr)
         found.append((name, _forecast(changed, config, gpu, sizes, guide=False)))
     found.sort(key=lambda pair: (not pair[1].fits, pair[1].timeline.seconds))
@@ -279,7 +288,7 @@ def _sweep(options: Plan, config: DecoderConfig, gpu: GPU) -> None:
         best.save_picture(options.picture)
 
 
-def _candidates(options: Plan, gpu: GPU):
+def _candidates(options: Plan, config: DecoderConfig, gpu: GPU):
     """`(name, options, mesh sizes)` of what a sweep tries."""
     nodes = options.gpus // gpu.cost.devices_per_node
     flat = [("FSDP (ZeRO-3)", {"zero": 3}, {}), ("ZeRO-2", {"zero": 2}, {})]
@@ -288,6 +297,32 @@ def _candidates(options: Plan, gpu: GPU):
     if nodes > 1:
         flat.append(("HSDP, a replica a node", {"zero": 3}, by_node))
         flat.append(("HFSDP, a replica a node", {"zero": 3, "outer": 1}, by_node))
+    for tp in _tp_sizes(options, config, gpu):
+        flat.append((f"FSDP, tp={tp}", {"zero": 3}, {"tp": tp}))
+    ep = _ep_size(options, config, gpu)
+    if ep > 1:
+        flat.append((f"FSDP, ep={ep}", {"zero": 3}, {"ep": ep}))
     for name, changes, sizes in flat:
         base = {"zero": 3, "outer": 0} | changes
         yield name, dataclasses.replace(options, **base), sizes
+
+
+def _tp_sizes(options: Plan, config: DecoderConfig, gpu: GPU) -> list[int]:
+    """Pairs of GPUs, and those of a node, where they can share the model's matrices."""
+    in_node = min(gpu.cost.devices_per_node, options.gpus)
+    sizes = []
+    for tp in sorted({2, in_node}):
+        try:
+            check_rows(options.seq, tp)
+            tensor_parallel_rules(config, tp)
+        except ValueError as error:
+            print(f"fsdp-jax: leaving out tp={tp}: {error}", file=sys.stderr)
+        else:
+            sizes += [tp] if options.gpus % tp == 0 else []
+    return sizes
+
+
+def _ep_size(options: Plan, config: DecoderConfig, gpu: GPU) -> int:
+    """As many GPUs of a node as can have equally many of the experts; 1 for none."""
+    experts = config.moe.num_experts if config.moe else 1
+    return math.gcd(experts, min(gpu.cost.devices_per_node, options.gpus))

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import jax
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -39,6 +40,23 @@ def bytes_bar(what: str) -> Iterator[Callable[[int, int], None]]:
     with _progress(*columns, TextColumn("ETA"), TimeRemainingColumn()) as bar:
         task = bar.add_task(what, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+@contextmanager
+def rows_bar(what: str, rows: int) -> Iterator[Callable[[int], None]]:
+    """Shows how many rows are done, and when all will be.
+
+    Args:
+      what: What is going on, e.g. `"evaluating"`.
+      rows: All of them.
+
+    Yields:
+      `show(done)`.
+    """
+    columns = (TextColumn("{task.description} {task.completed}/{task.total} rows"),)
+    with _progress(*columns, TextColumn("ETA"), TimeRemainingColumn()) as bar:
+        task = bar.add_task(what, total=rows)
+        yield lambda done: bar.update(task, completed=done)
 
 
 @contextmanager
@@ -76,7 +94,7 @@ def _progress(*columns: ProgressColumn) -> Progress:
     return Progress(
         *columns,
         BarColumn(bar_width=20),
-        console=Console(stderr=True),
+        console=Console(stderr=True, quiet=jax.process_index() > 0),
         redirect_stdout=sys.stdout.isatty(),
         redirect_stderr=False,
     )

@@ -6,10 +6,18 @@ import dataclasses
 import math
 from typing import Any, Literal
 
+from fsdp_jax.cli._lora import Adapter, BaseDType
+from fsdp_jax.cli._routing import Over, RouterDtype, Routing
+
 Tokenizer = Literal["bytes", "model"]
 ParamDtype = Literal["float32", "bfloat16"]
 
+_RATES = (
+    *("lr", "weight_decay"),
+    *("aux_loss_coef", "z_loss_coef", "expert_bias_rate"),
+)
 _OF_THE_DATA = ("batch", "seq", "seed", "tokenizer")
+_OF_THE_ADAPTER = ("lora_rank", "lora_alpha", "lora_targets", "base_dtype")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +33,16 @@ class Recipe:
       weight_decay: AdamW's weight decay.
       accumulate: Microbatches a step.
       param_dtype: What weights are gathered and computed in.
+      aux_loss_coef: See `Routing`, as all below.
+      aux_loss_over: Whose use of experts that loss balances.
+      z_loss_coef: Weight of the routers' z-loss.
+      expert_bias_rate: How far routers' biases move in a step.
+      capacity_factor: What experts have room for; None for all that come.
+      router_dtype: In which routers multiply.
+      lora_rank: Of the factors that are trained in the place of the model; 0 for none.
+      lora_alpha: `lora_alpha / lora_rank` scales their product; None for 1.
+      lora_targets: PEFT's names of the modules that have them, by commas.
+      base_dtype: How the frozen model is kept; None for `param_dtype`.
 
     Raises:
       ValueError: If a number is out of its range; all offenders in one message.
@@ -38,6 +56,23 @@ class Recipe:
     weight_decay: float = 0.1
     accumulate: int = 1
     param_dtype: ParamDtype = "float32"
+    aux_loss_coef: float = 0.0
+    aux_loss_over: Over = "batch"
+    z_loss_coef: float = 0.0
+    expert_bias_rate: float = 0.0
+    capacity_factor: float | None = None
+    router_dtype: RouterDtype = "float32"
+
+    @property
+    def routing(self) -> Routing:
+        """How tokens find experts, and these are kept balanced."""
+        fields = (field.name for field in dataclasses.fields(Routing))
+        return Routing(**{name: getattr(self, name) for name in fields})
+
+    lora_rank: int = 0
+    lora_alpha: float | None = None
+    lora_targets: str = "all-linear"
+    base_dtype: BaseDType | None = None
 
     def __post_init__(self):
         """Checks the ranges."""
@@ -48,24 +83,56 @@ class Recipe:
         ]
         wrong += [
             f"--{name.replace('_', '-')} {value}: a finite number, at least 0"
-            for name in ("lr", "weight_decay")
+            for name in _RATES
             if not 0 <= (value := getattr(self, name)) < math.inf
         ]
         if not 0 <= self.seed < 2**32:
             wrong.append(f"--seed {self.seed}: at least 0, below 2**32")
+        if self.capacity_factor is not None and not (
+            0 < self.capacity_factor < math.inf
+        ):
+            wrong.append(f"--capacity-factor {self.capacity_factor}: more than 0")
+        wrong += self._wrong_adapter()
         if wrong:
             raise ValueError("; ".join(wrong) + ".")
 
+    @property
+    def adapter(self) -> Adapter | None:
+        """The LoRA that is trained; None if the model is."""
+        if not self.lora_rank:
+            return None
+        return Adapter(
+            self.lora_rank,
+            self.lora_alpha or self.lora_rank,
+            tuple(self.lora_targets.split(",")),
+            self.base_dtype or self.param_dtype,
+        )
+
+    def _wrong_adapter(self) -> list[str]:
+        if not self.lora_rank:
+            alone = {
+                "--lora-alpha": self.lora_alpha,
+                "--lora-targets": self.lora_targets != "all-linear",
+                "--base-dtype": self.base_dtype,
+            }
+            return [f"{name} needs --lora-rank" for name, x in alone.items() if x]
+        wrong = []
+        if self.lora_rank < 0:
+            wrong.append(f"--lora-rank {self.lora_rank}: at least 1")
+        if self.lora_alpha is not None and not 0 < self.lora_alpha < math.inf:
+            wrong.append(f"--lora-alpha {self.lora_alpha}: a finite number above 0")
+        return wrong
+
 
 def make_recipe(
-    given: dict[str, Any], stored: dict[str, Any], default_tokenizer: Tokenizer
+    given: dict[str, Any], stored: dict[str, Any], defaults: dict[str, Any]
 ) -> Recipe:
     """Puts together what was typed, what the checkpoint remembers, and the defaults.
 
     Args:
       given: Fields of `Recipe` from the command line; None where not typed.
       stored: Those of the checkpoint that is resumed; empty if none is.
-      default_tokenizer: For a new run that does not say.
+      defaults: The model's, for a new run that does not say.
 
     Raises:
       ValueError: If a typed value would change which batches a resumed run sees, or
@@ -83,4 +150,19 @@ def make_recipe(
             "would change. Leave the option out, or start anew: export the checkpoint "
             "and train with --hf."
         )
-    return Recipe(**{"tokenizer": default_tokenizer, **stored, **typed})
+    adapter = [
+        f"--{name.replace('_', '-')} {typed[name]} (saved with {stored.get(name)})"
+        for name in _OF_THE_ADAPTER
+        if stored and name in typed and typed[name] != stored.get(name)
+    ]
+    if adapter:
+        raise ValueError(
+            f"A resumed run trains what it trained: {', '.join(adapter)}. Leave the "
+            "option out, or start anew: export the checkpoint and train with --hf."
+        )
+    return Recipe(**{**defaults, **stored, **typed})
+
+
+def adapter_of(metadata: dict[str, Any]) -> Adapter | None:
+    """The LoRA that a step of a checkpoint holds beside its model; None if none."""
+    return Recipe(**metadata["recipe"]).adapter if "recipe" in metadata else None

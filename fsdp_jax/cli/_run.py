@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import grain
 import jax
 import numpy as np
 import optax
+import orbax.checkpoint.checkpoint_managers as policies
 
 import fsdp_jax as fsdp
 from fsdp_jax.cli._callback import Callback, call
@@ -24,9 +24,11 @@ from fsdp_jax.cli._metrics import (
     peak_memory_bytes,
     write_metrics,
 )
-from fsdp_jax.cli._model import next_token_loss
+from fsdp_jax.cli._model import training_loss
 from fsdp_jax.cli._profile import Window, tracer
 from fsdp_jax.cli._progress import step_bar
+from fsdp_jax.cli._routing import Routing, move_biases
+from fsdp_jax.cli._say import say
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,27 +40,40 @@ class Run:
       steps: The last step.
       save: Directory of the checkpoints.
       save_every: Saves at multiples of it; 0 for the last step alone.
+      keep: Keeps the newest so many; 0 for all.
       metrics: File of the metrics; None for stdout.
       accumulate: Microbatches a step.
       metadata: Saved with each step, beside the position in the data.
+      files: What each step carries along.
       callback: Called with the metrics of each step; None for nobody.
       window: Steps to trace; None for none.
+      fused_loss: Whether logits are made a chunk of the vocabulary at a time.
+      routing: How tokens find experts.
     """
 
     start: int
     steps: int
     save: Path
     save_every: int
+    keep: int
     metrics: Path | None
     accumulate: int
     metadata: dict[str, Any]
+    files: dict[str, list[Path]]
     callback: Callback | None = None
     window: Window | None = None
+    fused_loss: bool = False
+    routing: Routing = Routing()
 
-    def saves_at(self, step: int) -> bool:
-        """Whether a checkpoint is saved after a step."""
-        due = self.save_every > 0 and step % self.save_every == 0
-        return due or step == self.steps
+    def open_checkpointer(self) -> fsdp.Checkpointer:
+        """Opens the directory of the checkpoints, to be written in the background."""
+        last = policies.SpecificStepsPolicy([self.steps])
+        due = [policies.FixedIntervalPolicy(self.save_every)] if self.save_every else []
+        return fsdp.Checkpointer(
+            self.save,
+            save_decision_policy=policies.AnySavePolicy([*due, last]),
+            preservation_policy=policies.LatestN(self.keep) if self.keep else None,
+        )
 
 
 def run_steps(
@@ -79,18 +94,29 @@ def run_steps(
 
     Raises:
       CheckFailed: If the loss is no longer finite; such a state is not saved.
-      RuntimeError: If the callback raises.
+      RuntimeError: If the callback raises, or the last save failed.
+      SystemExit: After SIGTERM, with status 143, when the step it came in is saved.
     """
-    step = fsdp.make_train_step(plan, next_token_loss, tx, accumulate=run.accumulate)
+    rate = run.routing.expert_bias_rate
+    step = fsdp.make_train_step(
+        plan,
+        training_loss(fused=run.fused_loss, routing=run.routing),
+        tx,
+        has_aux=True,
+        accumulate=run.accumulate,
+        update_model_state=move_biases(rate) if rate else None,
+    )
     # In this order: the bar may replace stdout, to have lines printed above itself.
     with (
+        run.open_checkpointer() as checkpointer,
         step_bar(run.start, run.steps) as show,
-        metrics_lines(run.metrics) as lines,
+        metrics_lines(run.metrics, run.start) as lines,
         tracer(run.window) as trace,
     ):
         for number in range(run.start + 1, run.steps + 1):
             trace.before(number, state)
             began = time.perf_counter()
+            fsdp.report_progress("reading the next batch", number)
             with jax.profiler.StepTraceAnnotation("train", step_num=number):
                 batch = next(batches)
                 state, measured = step(state, batch)
@@ -99,13 +125,16 @@ def run_steps(
             write_metrics(lines, metrics)
             call(run.callback, metrics)
             show(metrics)
-            if run.saves_at(number):
-                metadata = {**run.metadata, "data": position(batches)}
-                fsdp.save(run.save, state, metadata=metadata)
+            metadata = {**run.metadata, "data": position(batches)}
+            try:
+                checkpointer.save(number, state, metadata=metadata, files=run.files)
+            except SystemExit:
+                say(f"stopped: step {number} is in {run.save}")
+                raise
     if (window := run.window) is not None:
         steps = f"steps {window.first} to {window.last}"
-        print(f"the trace of {steps} is now in {window.dir}", file=sys.stderr)
-    print(f"step {run.steps} is now in {run.save}", file=sys.stderr)
+        say(f"the trace of {steps} is now in {window.dir}")
+    say(f"step {run.steps} is now in {run.save}")
 
 
 def _metrics(
@@ -126,4 +155,5 @@ def _metrics(
         tokens_per_sec=rows * (length - 1) / secs,
         step_secs=secs,
         peak_memory_bytes=peak_memory_bytes(),
+        routers={name: value.item() for name, value in measured["aux"].items()},
     )

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Integer
 
-from fsdp_jax.cli._errors import require
+from fsdp_jax.cli._codec import check_vocab, open_codec
 from fsdp_jax.cli._recipe import Tokenizer
 
 Tokens = Integer[np.ndarray, " tokens"]
@@ -44,33 +44,18 @@ def read_tokens(
       ValueError: If an id would have no row of the embedding, there is no tokenizer,
         or a file is no text.
     """
-    if tokenizer == "bytes":
-        _check_vocab(vocab_size, 256, "--tokenizer bytes")
+    codec = open_codec(tokenizer, tokenizer_file, vocab_size)
+    if tokenizer == "bytes":  # Any files, and not only text.
         return np.concatenate([np.fromfile(file, np.uint8) for file in files])
-    if tokenizer_file is None:
-        raise ValueError(
-            "--tokenizer model needs a tokenizer.json beside the model's config: give "
-            "--hf a directory that has one, or use --tokenizer bytes."
-        )
-    tokens = _tokenize(files, tokenizer_file)
-    _check_vocab(vocab_size, int(tokens.max(initial=0)) + 1, f"'{tokenizer_file}'")
+    ids = [np.asarray(codec.encode(_read_text(file)), np.uint32) for file in files]
+    tokens = np.concatenate(ids)
+    check_vocab(vocab_size, int(tokens.max(initial=0)) + 1, f"'{tokenizer_file}'")
     return tokens
 
 
 def fingerprint(tokens: Tokens) -> str:
     """What tells these tokens from any others."""
     return hashlib.sha256(tokens.data).hexdigest()
-
-
-def _tokenize(files: Sequence[Path], tokenizer_file: Path) -> Tokens:
-    tokenizer = require("tokenizers", "--tokenizer model").Tokenizer.from_file(
-        str(tokenizer_file)
-    )
-    # Some files say how inference cuts and pads: it is not for training.
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    ids = [np.asarray(tokenizer.encode(_read_text(f)).ids, np.uint32) for f in files]
-    return np.concatenate(ids)
 
 
 def _read_text(file: Path) -> str:
@@ -80,11 +65,3 @@ def _read_text(file: Path) -> str:
         raise ValueError(
             f"--data '{file}' is no UTF-8 text ({error}). Use --tokenizer bytes."
         ) from error
-
-
-def _check_vocab(vocab_size: int, needed: int, subject: str) -> None:
-    if needed > vocab_size:
-        raise ValueError(
-            f"{subject} makes ids up to {needed - 1}, but the model's vocabulary has "
-            f"{vocab_size}. Use another tokenizer."
-        )

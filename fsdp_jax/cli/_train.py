@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,16 +14,32 @@ from jax.sharding import Mesh
 
 import bridge
 import fsdp_jax as fsdp
+from bridge.models import DecoderConfig
 from fsdp_jax._batch import check_batch
+from fsdp_jax.cli._begun import Command, is_begun, mark_begun, newest_good_step
 from fsdp_jax.cli._callback import Callback, load_callback
 from fsdp_jax.cli._data import make_batches
 from fsdp_jax.cli._errors import check_absent, check_creatable
-from fsdp_jax.cli._model import computed_in, plan_decoder
+from fsdp_jax.cli._lora import BaseDType
+from fsdp_jax.cli._model import check_rows, computed_in, plan_decoder
 from fsdp_jax.cli._options import Devices, Unset
-from fsdp_jax.cli._origin import Origin, open_any, open_run
-from fsdp_jax.cli._profile import Profile, Window
+from fsdp_jax.cli._origin import (
+    Checkpoint,
+    Origin,
+    files_to_carry,
+    open_any,
+    open_run,
+    tokenizer_file,
+)
+from fsdp_jax.cli._profile import Profile
 from fsdp_jax.cli._recipe import ParamDtype, Recipe, Tokenizer, make_recipe
+from fsdp_jax.cli._routing import (
+    Over,
+    RouterDtype,
+    default_aux_loss_coef,
+)
 from fsdp_jax.cli._run import Run, run_steps
+from fsdp_jax.cli._say import say
 from fsdp_jax.cli._tokens import Tokens, check_files, fingerprint, read_tokens
 
 
@@ -35,6 +50,10 @@ class Train:
     Prints one JSON line of metrics a step. With --resume, what is not given is as it
     was when the checkpoint was saved, on whatever mesh.
 
+    SIGTERM ends it with status 143 when the step it came in is saved. The same command
+    again, after that or after a crash, goes on from the newest step in --save that is
+    whole; what it adds to --metrics is what a run that never stopped would.
+
     Attributes:
       data: Text files.
       steps: The step to train to, counted from the start of the run.
@@ -44,7 +63,8 @@ class Train:
         taken.
       resume: Goes on from a checkpoint instead: a directory given to --save before.
       resume_step: The step to go on from; default the newest.
-      save_every: Saves every so many steps; 0 only at the end.
+      save_every: Saves every so many steps, in the background; 0 only at the end.
+      keep: Keeps the newest so many checkpoints; 0 all.
       metrics: Writes the metrics to this new file instead of stdout.
       callback: Calls module:function with the metrics of each step, a dict of numbers,
         after its line is written; in the first process alone.
@@ -56,11 +76,33 @@ class Train:
       accumulate: Microbatches a step; default 1.
       param_dtype: What weights are gathered and computed in; they are kept and updated
         in float32. Default float32.
+      aux_loss_coef: Weight of the load-balancing loss of a model with experts; default
+        what its config says.
+      aux_loss_over: Whose use of experts it balances: that of each rank's batch, as
+        transformers' loss, of the batches of all ranks (global), or of each sequence,
+        layer by layer, as DeepSeek's. Default batch.
+      z_loss_coef: Weight of the routers' z-loss; default 0.
+      expert_bias_rate: How far routers' biases follow the load each step, as 1e-3, if
+        the model's have any; default 0: they stay.
+      capacity_factor: An expert takes this many times its even share of a rank's tokens
+        and drops the rest, which is reported; default none is dropped.
+      router_dtype: In which routers multiply: float32, the default, or that of the
+        model.
+      lora_rank: Trains factors of this rank beside the weights, which stay as they are.
+      lora_alpha: Scales the product of the factors by this over their rank; default
+        the rank.
+      lora_targets: Modules with factors, by PEFT's names with commas between; default
+        all-linear: those of all layers.
+      base_dtype: How the frozen model is kept: float32 and bfloat16 also compute so,
+        nf4 and int8 are decoded to --param-dtype a layer at a time; default
+        --param-dtype.
       tokenizer: The bytes themselves, or the model's tokenizer.json; default the
         latter where there is one.
       dp_shard: Devices that split the model; -1 for all that the others leave.
       dp_outer: Copies of the sharded model (HSDP).
       ep: Devices that split experts; a dense model is split over them too.
+      tp: Devices that split each matrix, and the tokens between: those of a node.
+      fused_loss: Makes logits a chunk of the vocabulary at a time: memory for work.
       profiling: Whether to trace some steps, and which.
       where: On which devices.
     """
@@ -72,6 +114,7 @@ class Train:
     resume: Unset[Path] = None
     resume_step: Unset[int] = None
     save_every: int = 0
+    keep: int = 0
     metrics: Unset[Path] = None
     callback: Unset[str] = None
     batch: Unset[int] = None
@@ -81,39 +124,71 @@ class Train:
     seed: Unset[int] = None
     accumulate: Unset[int] = None
     param_dtype: Unset[ParamDtype] = None
+    aux_loss_coef: Unset[float] = None
+    aux_loss_over: Unset[Over] = None
+    z_loss_coef: Unset[float] = None
+    expert_bias_rate: Unset[float] = None
+    capacity_factor: Unset[float] = None
+    router_dtype: Unset[RouterDtype] = None
+    lora_rank: Unset[int] = None
+    lora_alpha: Unset[float] = None
+    lora_targets: Unset[str] = None
+    base_dtype: Unset[BaseDType] = None
     tokenizer: Unset[Tokenizer] = None
     dp_shard: int = -1
     dp_outer: int = 1
     ep: int = 1
+    tp: int = 1
+    fused_loss: bool = False
     profiling: Annotated[Profile, tyro.conf.arg(name="")] = Profile()
     where: Annotated[Devices, tyro.conf.arg(name="")] = Devices()
 
     def run(self) -> None:
         """Checks everything that can be checked, then loads the weights and trains."""
-        _check_paths(self)
+        begun = _check_paths(self)
         callback = _load_callback(self)
         mesh = _make_mesh(self)  # before anything else starts jax's backend
-        origin = _open(self)
-        start = _first_step(self, origin)
+        origin, resumed = _open(self, begun)
+        start = 0 if resumed is None else resumed.step
+        if begun and start == self.steps:
+            say(f"step {start} is in {self.save} already")
+            return
         _check_steps(self, start)
-        window = self.profiling.window(start, self.steps)
-        recipe = _make_recipe(self, origin)
-        plan = plan_decoder(origin.config, mesh, computed_in(recipe.param_dtype))
+        traced = _has_traced(self, begun, start)
+        window = None if traced else self.profiling.window(start, self.steps)
+        stored = {} if resumed is None else resumed.metadata
+        recipe = _make_recipe(self, origin, stored)
+        check_rows(recipe.seq, self.tp)
+        recipe.routing.check(origin.config)
+        plan = plan_decoder(
+            origin.config, mesh, _sharding(recipe, origin), recipe.routing
+        )
         rows = jax.ShapeDtypeStruct((recipe.batch, recipe.seq + 1), jnp.int32)
         check_batch(plan, rows, recipe.accumulate)
         tokens = _read_tokens(self, origin, recipe)
-        metadata = _make_metadata(origin, recipe, tokens)
+        metadata = _make_metadata(origin.config, recipe, tokens, resumed)
         batches = make_batches(tokens, recipe)
-        if "data" in origin.metadata:
-            batches.set_state(origin.metadata["data"])
+        if "data" in stored:
+            batches.set_state(stored["data"])
         _announce(plan, recipe, tokens)
         tx = optax.adamw(recipe.lr, weight_decay=recipe.weight_decay)
-        state = _start(self, origin, plan, tx)
-        run = _make_run(self, origin, metadata, callback, window)
+        state = _start(origin, resumed, plan, tx)
+        mark_begun(self.save, _command(self))
+        run = _make_run(self, start, metadata, files_to_carry(origin))
+        run = dataclasses.replace(
+            run, callback=callback, window=window, routing=recipe.routing
+        )
         run_steps(run, plan, tx, state, batches)
 
 
-def _check_paths(train: Train) -> None:
+def _sharding(recipe: Recipe, origin: Origin) -> fsdp.FSDPConfig:
+    if recipe.adapter is None:
+        return computed_in(recipe.param_dtype)
+    return recipe.adapter.sharding(origin.config, recipe.param_dtype)
+
+
+def _check_paths(train: Train) -> bool:
+    """Whether an earlier start of the same command began the run."""
     check_files(train.data)
     if train.hf is None and train.resume is None:
         raise ValueError("train starts from --hf MODEL, or goes on from --resume CKPT.")
@@ -123,30 +198,53 @@ def _check_paths(train: Train) -> None:
             "give --resume too."
         )
     check_creatable(train.save, "--save")
-    if train.metrics is not None:
+    begun = is_begun(train.save, _command(train), in_place=_is_in_place(train))
+    if train.metrics is not None and not begun:
         check_absent(train.metrics, "--metrics")
     train.profiling.check()
+    return begun
+
+
+def _is_in_place(train: Train) -> bool:
+    """Whether a run is to be resumed where it is."""
+    return train.resume is not None and train.resume.resolve() == train.save.resolve()
+
+
+def _command(train: Train) -> Command:
+    given = {f.name: getattr(train, f.name) for f in dataclasses.fields(Recipe)}
+    paths = (train.hf, train.resume, train.metrics)
+    hf, resume, metrics = (None if path is None else str(path) for path in paths)
+    typed = {name: value for name, value in given.items() if value is not None}
+    return Command(hf, resume, train.resume_step, metrics, typed)
 
 
 def _load_callback(train: Train) -> Callback | None:
     return None if train.callback is None else load_callback(train.callback)
 
 
-def _open(train: Train) -> Origin:
+def _open(train: Train, begun: bool) -> tuple[Origin, Checkpoint | None]:
+    """The model, and the step to go on from, if it is no new run."""
+    if begun and (newest := newest_good_step(train.save)) is not None:
+        resumed = open_run(train.save, newest)
+        return resumed, resumed
     if train.resume is not None:
-        return open_run(train.resume, train.resume_step, train.hf)
+        resumed = open_run(train.resume, train.resume_step, train.hf)
+        return resumed, resumed
     assert train.hf is not None
-    return dataclasses.replace(open_any(train.hf), metadata={})
+    return open_any(train.hf), None
 
 
-def _first_step(train: Train, origin: Origin) -> int:
-    return 0 if train.resume is None else origin.step
+def _has_traced(train: Train, begun: bool, start: int) -> bool:
+    """Whether an earlier start has made the steps that are to be traced."""
+    first = train.profiling.profile_from
+    return begun and first is not None and first <= start
 
 
 def _check_steps(train: Train, start: int) -> None:
-    if train.save_every < 0:
+    if train.save_every < 0 or train.keep < 0:
         raise ValueError(
-            f"--save-every {train.save_every}: at least 1, or 0 for never."
+            f"--save-every {train.save_every}, --keep {train.keep}: each at least 1, "
+            "or 0 for saving at the end alone, and for keeping all."
         )
     if train.steps <= start:
         raise ValueError(
@@ -161,10 +259,12 @@ def _check_steps(train: Train, start: int) -> None:
         )
 
 
-def _make_recipe(train: Train, origin: Origin) -> Recipe:
-    given = {f.name: getattr(train, f.name) for f in dataclasses.fields(Recipe)}
-    default = "bytes" if origin.tokenizer_file is None else "model"
-    return make_recipe(given, origin.metadata.get("recipe", {}), default)
+def _make_recipe(train: Train, origin: Origin, stored: dict[str, Any]) -> Recipe:
+    defaults = {
+        "tokenizer": "bytes" if tokenizer_file(origin) is None else "model",
+        "aux_loss_coef": default_aux_loss_coef(origin.config),
+    }
+    return make_recipe(_command(train).recipe, stored.get("recipe", {}), defaults)
 
 
 def _make_mesh(train: Train) -> Mesh:
@@ -172,65 +272,69 @@ def _make_mesh(train: Train) -> Mesh:
         dp_outer=train.dp_outer,
         dp_shard=train.dp_shard,
         ep=train.ep,
+        tp=train.tp,
         devices=train.where.pick(),
     )
 
 
 def _read_tokens(train: Train, origin: Origin, recipe: Recipe) -> Tokens:
     return read_tokens(
-        train.data, recipe.tokenizer, origin.tokenizer_file, origin.config.vocab_size
+        train.data, recipe.tokenizer, tokenizer_file(origin), origin.config.vocab_size
     )
 
 
-def _make_metadata(origin: Origin, recipe: Recipe, tokens: Tokens) -> dict[str, Any]:
+def _make_metadata(
+    config: DecoderConfig, recipe: Recipe, tokens: Tokens, resumed: Checkpoint | None
+) -> dict[str, Any]:
     """What every step is saved with; a resumed run must find the data unchanged."""
     sha256 = fingerprint(tokens)
-    if origin.metadata.get("data_sha256", sha256) != sha256:
+    if resumed is not None and resumed.metadata.get("data_sha256", sha256) != sha256:
         raise ValueError(
-            f"--data gives other tokens than those that step {origin.step} of "
-            f"'{origin.checkpoint}' was trained on. Give the same files in the same "
-            "order."
+            f"--data gives other tokens than those that step {resumed.step} of "
+            f"'{resumed.path}' was trained on. Give the same files in the same order."
         )
     return {
-        "config": bridge.to_hf_config(origin.config),
+        "config": bridge.to_hf_config(config),
         "recipe": dataclasses.asdict(recipe),
         "data_sha256": sha256,
     }
 
 
 def _announce(plan: fsdp.Plan, recipe: Recipe, tokens: Tokens) -> None:
-    print(plan, file=sys.stderr)
-    print(
+    say(plan)
+    say(
         f"data: {len(tokens):,} tokens (--tokenizer {recipe.tokenizer}), "
-        f"{recipe.batch} x {recipe.seq} a step",
-        file=sys.stderr,
+        f"{recipe.batch} x {recipe.seq} a step"
     )
 
 
 def _start(
-    train: Train, origin: Origin, plan: fsdp.Plan, tx: optax.GradientTransformation
+    origin: Origin,
+    resumed: Checkpoint | None,
+    plan: fsdp.Plan,
+    tx: optax.GradientTransformation,
 ) -> fsdp.TrainState:
-    if train.resume is None:
-        return fsdp.init(plan, tx, origin.load_params(plan.params))
+    if resumed is None:
+        if plan.config.lora is None:
+            return fsdp.init(plan, tx, origin.load_params(plan.params))
+        base = origin.load_params(fsdp.base_mould(plan))
+        return fsdp.init(plan, tx, fsdp.add_lora(plan, base, jax.random.key(0)))
     mould = fsdp.abstract_state(plan, tx)
-    return fsdp.load(train.resume, mould, step=origin.step)
+    return fsdp.load(resumed.path, mould, step=resumed.step)
 
 
 def _make_run(
-    train: Train,
-    origin: Origin,
-    metadata: dict[str, Any],
-    callback: Callback | None,
-    window: Window | None,
+    train: Train, start: int, metadata: dict[str, Any], files: dict[str, list[Path]]
 ) -> Run:
     return Run(
-        start=_first_step(train, origin),
+        start=start,
         steps=train.steps,
         save=train.save,
         save_every=train.save_every,
+        keep=train.keep,
         metrics=train.metrics,
         accumulate=metadata["recipe"]["accumulate"],
+        fused_loss=train.fused_loss,
         metadata=metadata,
-        callback=callback,
-        window=window,
+        files=files,
     )

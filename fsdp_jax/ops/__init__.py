@@ -1,5 +1,7 @@
 """Functions that a model, a loss or its training step needs under a plan."""
 
+from fsdp_jax.ops._balance import load_balancing_loss as load_balancing_loss
+from fsdp_jax.ops._balance import max_expert_load as max_expert_load
 from fsdp_jax.ops._cross_entropy import (
     vocab_parallel_cross_entropy as vocab_parallel_cross_entropy,
 )
@@ -7,6 +9,12 @@ from fsdp_jax.ops._cross_entropy import (
     vocab_parallel_log_probs as vocab_parallel_log_probs,
 )
 from fsdp_jax.ops._entropy import vocab_parallel_entropy as vocab_parallel_entropy
+from fsdp_jax.ops._expert_dispatch import (
+    expert_capacity_dispatch as expert_capacity_dispatch,
+)
+from fsdp_jax.ops._expert_dispatch import (
+    expert_parallel_dispatch as expert_parallel_dispatch,
+)
 from fsdp_jax.ops._fused_linear_cross_entropy import (
     fused_linear_cross_entropy as fused_linear_cross_entropy,
 )
@@ -17,5 +25,8 @@ from fsdp_jax.ops._masked import masked_min as masked_min
 from fsdp_jax.ops._masked import masked_sum as masked_sum
 from fsdp_jax.ops._masked import masked_var as masked_var
 from fsdp_jax.ops._masked import masked_whiten as masked_whiten
+from fsdp_jax.ops._pad_vocabulary import pad_vocabulary as pad_vocabulary
 from fsdp_jax.ops._router import update_expert_bias as update_expert_bias
 from fsdp_jax.ops._router import update_qb_beta as update_qb_beta
+from fsdp_jax.ops._split_heads import split_heads as split_heads
+from fsdp_jax.ops._tensor_parallel import sequence_parallel as sequence_parallel

@@ -7,19 +7,21 @@ from jaxtyping import Array, Float, Num
 
 
 def update_expert_bias(
-    bias: Float[Array, " experts"],
-    tokens_per_expert: Num[Array, " experts"],
+    bias: Float[Array, "*layers experts"],
+    tokens_per_expert: Num[Array, "*layers experts"],
     rate: float,
-) -> Float[Array, " experts"]:
+) -> Float[Array, "*layers experts"]:
     """Moves each expert's bias by `rate`, up if it got fewer tokens than the mean.
 
     That balances the load without a loss term. Call it in `update_model_state`, with
     the tokens counted in a `Tally`, which by then holds those of all ranks and
-    microbatches, and set the count to zero.
+    microbatches, and set the count to zero. The bias may be a Variable of the model, or
+    a parameter that is frozen (and, under a narrow `param_dtype`, one of
+    `param_name_patterns_in_fp32`, since steps are small).
 
     Args:
       bias: Added to the router's scores when experts are chosen.
-      tokens_per_expert: How many tokens each expert was given.
+      tokens_per_expert: How many tokens each expert was given, in each layer.
       rate: The step, e.g. 1e-3.
 
     Returns:
@@ -29,7 +31,8 @@ def update_expert_bias(
       `finalize_model_grads.py::_update_router_expert_bias`.
     """
     tokens = tokens_per_expert.astype(jnp.float32)
-    return bias + rate * jnp.sign(tokens.mean() - tokens).astype(bias.dtype)
+    mean = tokens.mean(-1, keepdims=True)
+    return bias + rate * jnp.sign(mean - tokens).astype(bias.dtype)
 
 
 def update_qb_beta(

@@ -10,6 +10,7 @@ from fsdp_jax.planner._at_rest import at_rest
 from fsdp_jax.planner._difference import Difference
 from fsdp_jax.planner._expected import legs
 from fsdp_jax.planner._kept import kept
+from fsdp_jax.planner._over_tp import over_tp
 from fsdp_jax.planner._overlap import exposed
 from fsdp_jax.planner._program import Program, moved, program_of
 from fsdp_jax.planner._travel import travel
@@ -41,15 +42,16 @@ def audit(
     numbers. This reads the program instead: weights kept for backward, wrong dtypes on
     the wire, collectives that the plan does not need, reductions in every microbatch
     that belong behind the last one, parameters that lie whole, tp lost in a gather,
-    and collectives over other axes.
+    matrices that cross tp, and collectives over other axes.
 
-    Not judged: activations over `tp`, what the optimizer sends, all-reduces of scalars
-    and other small arrays, and how often a unit is gathered, since it may be used more
-    than once. Of a program compiled for CPUs besides: dtypes, since XLA widens bfloat16
-    there, and whether weights of units in no stack are kept, since it drops the
-    barriers that keep it from doing so; lower the step, or compile it for GPUs, and
-    audit that. Of text: how results lie. XLA for GPUs lays what it all-reduces together
-    end to end, so that there the number of elements is judged.
+    Not judged: activations over `tp`, tokens on their way to experts over `ep`, what
+    the optimizer sends, all-reduces of scalars and other small arrays, and how often a
+    unit is gathered, since it may be used more than once. Of a program compiled for
+    CPUs besides: dtypes, since XLA widens bfloat16 there, and whether weights of units
+    in no stack are kept, since it drops the barriers that keep it from doing so; lower
+    the step, or compile it for GPUs, and audit that. Of text: how results lie. XLA for
+    GPUs lays what it all-reduces together end to end, so that there the number of
+    elements is judged.
 
     Args:
       plan: What the program was made for.
@@ -84,5 +86,6 @@ def _differences(
     yield from at_rest(plan, program)
     yield from travel(plan, program, arrays, planned)
     yield from kept(plan, program, arrays, planned, accumulate)
+    yield from over_tp(plan, arrays)
     if overlapped:
         yield from exposed(program, arrays, planned, accumulate)

@@ -42,7 +42,8 @@ def wire_bytes(collective: Collective, num_devices: int) -> float:
         "reduce-scatter": sent * around,
         "all-reduce": 2 * sent * around,
         "all-to-all": sent * around,
-        "ragged-all-to-all": sent * around,
+        # One side has room for the worst case, and the other what there is.
+        "ragged-all-to-all": min(sent, received) * around,
     }.get(collective.op, float(sent))
 
 

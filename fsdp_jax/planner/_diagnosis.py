@@ -76,6 +76,13 @@ def _suspects(
         dims[row.tensor_dim - (len(row.shape) - len(dims))] *= tp
         return tuple(dims)
 
+    def of_all_experts(leg: Leg) -> Dims | None:
+        row, dims = leg.row, list(leg.whole)
+        if row.expert_dim is None:
+            return None
+        dims[row.expert_dim - (len(row.shape) - len(dims))] *= plan.mesh.shape["ep"]
+        return tuple(dims)
+
     def as_a_stack(leg: Leg) -> Dims | None:
         stack = leg.row.shape[: leg.row.num_stacked]
         return (*stack, *leg.received) if stack else None
@@ -86,6 +93,12 @@ def _suspects(
             at_full_width,
             "tp was lost on the way: the weight is moved at full width, tp times the "
             "bytes; the collective has to be manual over tp too",
+        ),
+        _Suspect(
+            same_op,
+            of_all_experts,
+            "experts of all ranks on ep are brought together: compute with a rank's "
+            "own, and send it the tokens (fsdp_jax.ops.expert_parallel_dispatch)",
         ),
         _Suspect(
             other_axes,

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from fsdp_jax._enter import is_float8
 from fsdp_jax._low_precision import MXFP8Gather, num_blocks
-from fsdp_jax._mesh import DATA_AXES, axes_in_use, num_devices
+from fsdp_jax._mesh import DATA_AXES, axes_in_use
 from fsdp_jax._plan import ParamPlan, Plan
 from fsdp_jax.planner._program import Dims
 
@@ -65,7 +65,7 @@ def legs(plan: Plan) -> list[Leg]:
 
 
 def dims_of(plan: Plan, row: ParamPlan, axes: tuple[str, ...], *, sliced: bool) -> Dims:
-    """Dims on one device, split over the data axes `axes` and over tp.
+    """Dims on one device, split over the data axes `axes`, over tp and over ep.
 
     Args:
       plan: The plan.
@@ -73,12 +73,8 @@ def dims_of(plan: Plan, row: ParamPlan, axes: tuple[str, ...], *, sliced: bool) 
       axes: What splits it.
       sliced: Of one unit of a stack.
     """
-    dims = list(row.padded_shape)
-    if row.dim is not None:
-        dims[row.dim] //= num_devices(plan.mesh, axes)
-    if row.tensor_dim is not None:
-        dims[row.tensor_dim] //= plan.mesh.shape["tp"]
-    return tuple(dims[row.num_stacked if sliced else 0 :])
+    dims = row.on_device(plan.mesh, row.padded_shape, axes)
+    return dims[row.num_stacked if sliced else 0 :]
 
 
 def _legs(plan: Plan, row: ParamPlan) -> Iterator[Leg]:
@@ -132,9 +128,7 @@ def _reductions(plan: Plan, row: ParamPlan) -> Iterator[Leg]:
             dims_of(plan, row, places.gradient, sliced=True),
             None,
         )
-    late = tuple(
-        a for a in axes_in_use(plan.mesh, DATA_AXES) if a not in places.gradient
-    )
+    late = row.late_axes(axes_in_use(plan.mesh, DATA_AXES))
     scattered = tuple(a for a in places.optimizer if a in late)
     summed = tuple(a for a in late if a not in scattered)
     wide = hlo_dtype(precision.main_grads) if precision.accumulate_wide else wire

@@ -182,7 +182,7 @@ def compile_for(
       mesh: Sizes of mesh axes, at most one of them -1. None: those of the plan's mesh,
         but `dp_shard` takes what the others leave.
       tokens: Tokens in the batch, to tell tokens a second.
-      options: XLA's; None for `compiler_options()`.
+      options: XLA's; None for `compiler_options()`, of `tp` if the mesh has it.
       guide: Whether to compile that second time. What hides more may hold more: in such
         a schedule memory is up to 10 % above what is predicted.
       **step_options: For `make_train_step`.
@@ -204,7 +204,8 @@ def compile_for(
     step = make_train_step(plan, loss_fn, tx, compiler_options={}, **step_options)
     state = abstract_state(plan, tx)
     mould = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
-    options = compiler_options() if options is None else options
+    if options is None:
+        options = compiler_options(tensor_parallel=there.shape["tp"] > 1)
     lowered = step.lower(state, mould)
     if plan.config.offload:
         mark_host_arguments(plan, lowered, state)
@@ -221,7 +222,7 @@ def compile_for(
         offloaded=offloaded(plan, state) if plan.config.offload else None,
         sent=sent_rows(scheduled.timeline, plan),
         tokens=tokens,
-        model_flops=_model_flops(plan, loss_fn, step_options, state, mould),
+        model_flops=_model_flops(plan, loss_fn, step_options, mould) / count,
     )
 
 
@@ -253,8 +254,14 @@ def count_on_cpu(
     return compiled_bytes(compiled), sent_rows(timeline, plan)
 
 
-def _model_flops(plan: Plan, loss_fn, options, state, batch) -> float:
-    """Three times the forward's work: backward takes twice as much."""
+def _model_flops(plan: Plan, loss_fn, options, batch) -> float:
+    """Three times the forward's work on all rows: backward takes twice as much.
+
+    As one device would do it: no axis is left to XLA then, so that all shapes are told.
+    """
+    alone = make_mesh(devices=list(plan.mesh.devices.flat[:1]))
+    plan = fully_shard(plan.make_model, alone, plan.unit_specs, plan.config)
+    state = abstract_state(plan, optax.identity())
     form = LossForm(
         options.get("has_aux", False), options.get("calculate_per_token_loss", False)
     )

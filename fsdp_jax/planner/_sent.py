@@ -62,7 +62,12 @@ def _row(runs: list[Sent], plan: Plan) -> SentRow:
 
 
 def _unit(collective: Collective, plan: Plan) -> str:
-    """Its unit's path; where XLA put several together, all whose weights fit."""
+    """Its unit's path; where XLA put several together, all whose weights fit.
+
+    What crosses tp alone are tokens, and gradients of what is whole on each rank.
+    """
+    if axes_of(collective.groups, plan.mesh) == ("tp",):
+        return "-"
     whole = {
         shape.dims
         for shape in (*collective.sent, *collective.received)

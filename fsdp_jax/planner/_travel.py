@@ -74,7 +74,7 @@ def travel(
             booked.setdefault(key_of(found[0]), []).append(one)
             if not program.is_cpu and one.dtype not in {leg.dtype for leg in found}:
                 in_other_dtype.append(one)
-        elif _is_small(plan, one):
+        elif _is_small(plan, one) or is_dispatch(plan, one):
             continue
         elif _may_be_merged(program, one):
             merged.setdefault(frozenset(one.axes or ()), []).append(one)
@@ -109,6 +109,21 @@ def _is_judged(plan: Plan, one: Moved) -> bool:
     """Whether the plan speaks of it: not of activations over tp, nor the optimizer."""
     is_data = one.axes is None or bool(set(one.axes) & set(DATA_AXES))
     return is_data and "optimizer" not in one.scope.split("/")
+
+
+def is_dispatch(plan: Plan, one: Moved) -> bool:
+    """Whether it is tokens on their way to experts or back, or how many they are.
+
+    Nothing of the kind is on a leg, for a plan knows of no tokens.
+    """
+    widths = {size for row in plan.rows if row.is_expert for size in row.shape}
+    widths |= {size // plan.mesh.shape["tp"] for size in widths}
+    if one.axes != ("ep",) or not widths:
+        return False
+    if one.op == "all-reduce":
+        return one.dtype == "s32"
+    is_of_tokens = len(one.sent) == 1 or (len(one.sent) == 2 and one.sent[-1] in widths)
+    return one.op == "ragged-all-to-all" or (one.op == "all-to-all" and is_of_tokens)
 
 
 def _is_small(plan: Plan, one: Moved) -> bool:

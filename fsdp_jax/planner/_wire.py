@@ -72,6 +72,8 @@ def collective_of(
     sent = tuple(
         shape for name in one.operands for shape in computation.by_name[name].shapes
     )
+    if op == "ragged-all-to-all":  # The others are what is written into, and sizes.
+        sent = sent[:1]
     return Collective(
         op, sent, _received(computation, one, sent), _groups(one), one.op_name, one.name
     )
@@ -112,11 +114,22 @@ def _walk(module: Module, computation: Computation, times: int, depth: int):
 def axes_of(groups: Groups, mesh: Mesh) -> tuple[str, ...] | None:
     """The mesh axes along which `groups` lie; None if along none.
 
+    Those among some ranks of a tp group count as along tp: what is split over it is
+    left to XLA, which may split dims of fewer elements over a part of it.
+
     Args:
       groups: Of a collective of a program that was compiled for `mesh`.
       mesh: The mesh, whose devices the program numbers in row-major order.
     """
-    return _groups_of_axes(tuple(mesh.shape.items())).get(groups or None)
+    axes = _groups_of_axes(tuple(mesh.shape.items())).get(groups or None)
+    if axes is None and _are_within(groups, mesh.shape.get("tp", 1)):
+        return ("tp",)
+    return axes
+
+
+def _are_within(groups: Groups, tp: int) -> bool:
+    """Whether each group has devices of one tp group alone; tp is the last axis."""
+    return tp > 1 and all(len({device // tp for device in g}) == 1 for g in groups)
 
 
 @functools.lru_cache(maxsize=32)

@@ -1,5 +1,6 @@
 """However a tensor is cut, laid out and cast, both ways are what the pattern says."""
 
+import collections
 import dataclasses
 import itertools
 import math
@@ -19,7 +20,7 @@ from bridge.streaming import _bands
 from bridge.streaming._bands import Section, elements_to_read, reads
 from bridge.streaming._cooperate import fill_together
 from bridge.streaming._fill import start_piece, start_tensor
-from bridge.streaming._shards import empty_shards, planes, to_array
+from bridge.streaming._shards import each, empty_shards, planes, to_array
 from bridge.streaming._workers import workers
 
 
@@ -89,6 +90,18 @@ def grid(draw, shape) -> list[Box]:
     return list(itertools.product(*ranges)) if all(ranges) else [whole(shape)]
 
 
+def stacked(boxes, dtype, together):
+    """Memory for boxes: those of one shape in one array, or each in its own."""
+    shapes = {box: (shape_of(box), None if together else box) for box in boxes}
+    groups = collections.defaultdict(list)
+    for box in sorted(boxes):
+        groups[shapes[box]].append(box)
+    return {
+        tuple(group): np.empty((len(group), *shape), dtype)
+        for (shape, _), group in groups.items()
+    }
+
+
 @settings(deadline=None, max_examples=200)
 @given(layouts(), st.integers(1, 12))
 def test_bands_are_the_source_from_its_first_byte_to_its_last(drawn, max_elements):
@@ -146,14 +159,14 @@ def test_any_shards_are_filled_from_any_source_and_make_it_again(cast, drawn, da
     tensor = numbers(piece.source_shape) % 97  # exact in both dtypes
     want = layout.apply(tensor, sizes).astype(cast)
     boxes = grid(data.draw, want.shape)
-    shards = {box: np.empty(shape_of(box), cast) for box in boxes}
+    shards = stacked(boxes, cast, data.draw(st.booleans()))
     again = np.empty_like(tensor)
     with workers() as pool:
         for future in start_piece(pool, Arrays({"w": tensor}), piece, shards):
             future.result()
         for future in start_tensor(pool, piece, planes(piece, shards), again):
             future.result()
-    for box, shard in shards.items():
+    for box, shard in each(shards):
         np.testing.assert_array_equal(shard, want[as_index(box)])
     np.testing.assert_array_equal(again, tensor)
 
@@ -167,7 +180,7 @@ def test_shards_of_rows_read_nothing_twice(drawn, data):
     section = Section.of(piece)
     hits = np.zeros(piece.source_shape, int)
     for band in section.bands(itemsize=4):
-        for read in reads(section, tuple(boxes), band):
+        for read in reads(section, (tuple(boxes),), band):
             hits[as_index(read.box)] += 1
     rows = hits.reshape(len(hits), -1) if hits.ndim else hits.reshape(1, 1)
     if len(layout.source) < 2 or len(layout.source[0]) < 2:  # else within one row
@@ -214,10 +227,10 @@ def test_on_cpu_devices_take_the_host_s_memory_as_it_is():
         (3, 8), jnp.bfloat16, sharding=NamedSharding(MESH, PartitionSpec(None, "x"))
     )
     shards = empty_shards(leaf)
-    for shard in shards.values():
+    for _, shard in each(shards):
         shard[...] = 1
     array = to_array(leaf, shards)
-    addresses = {box: shard.ctypes.data for box, shard in shards.items()}
+    addresses = {box: shard.ctypes.data for box, shard in each(shards)}
     for shard in array.addressable_shards:
         box = complete(shard.index, leaf.shape)
         assert shard.data.unsafe_buffer_pointer() == addresses[box]
@@ -228,7 +241,7 @@ def test_an_array_that_is_donated_leaves_its_replicas_alone():
         (4,), np.float32, sharding=NamedSharding(MESH, PartitionSpec())
     )
     shards = empty_shards(leaf)
-    (memory,) = shards.values()  # eight devices, one array
+    ((_, memory),) = each(shards)  # eight devices, one array
     memory[...] = 1
     array = to_array(leaf, shards)
     other = jax.device_put(array.addressable_data(3), jax.devices()[3])

@@ -25,6 +25,7 @@ from bridge.hf._config import find_family
 from bridge.streaming import _bands
 from bridge.streaming._fill import start_piece
 from bridge.streaming._load import load
+from bridge.streaming._shards import single
 from bridge.streaming._workers import workers
 
 CONFIG = bridge.from_hf_config(HF_CONFIG)
@@ -104,12 +105,12 @@ def test_one_device_of_eight_reads_an_eighth_of_the_bytes(llama, bytes_read):
     rule = bridge.Rule(key, "w", "embed mlp -> mlp embed")
     (piece,) = bridge.Mapping((rule,), {"embed": 48, "mlp": 80}).pieces
     box = (Range(0, 80), Range(12, 18))
-    shards = {box: np.empty(shape_of(box), np.float32)}
+    shard = np.empty(shape_of(box), np.float32)
     with workers() as pool:
-        for future in start_piece(pool, source, piece, shards):
+        for future in start_piece(pool, source, piece, single(box, shard)):
             future.result()
     assert sum(bytes_read) == 80 * 48 * 4 / 8
-    np.testing.assert_array_equal(shards[box], source.read(key)[12:18].T)
+    np.testing.assert_array_equal(shard, source.read(key)[12:18].T)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import bridge
 from bridge._box import Range, as_index, shape_of, span, whole
 from bridge._reorder import Scratch, copy
 from bridge.formats._ranges import append, read_range
-from bridge.formats._source import DirectSource
+from bridge.formats._source import DirectSource, read_into
 
 SHAPE = (6, 4, 5)
 VALUES = np.arange(120, dtype=np.float32).reshape(SHAPE)
@@ -35,7 +35,7 @@ def source(tmp_path_factory) -> DirectSource:
 @given(boxes, st.booleans())
 def test_any_box_is_read_into_the_memory_that_is_given(source, box, ahead):
     out = np.full(shape_of(box), -1, np.float32)
-    source.read_into("w", box, out, ahead=ahead)
+    read_into(source, "w", box, out, ahead=ahead)
     np.testing.assert_array_equal(out, VALUES[as_index(box)])
 
 
@@ -49,7 +49,7 @@ def test_a_span_is_the_smallest_range_that_holds_a_box(box):
 def test_a_file_that_ends_early_is_an_error(tmp_path):
     (tmp_path / "short").write_bytes(bytes(10))
     with pytest.raises(ValueError, match="short' ended 6 bytes early"):
-        read_range(tmp_path / "short", 4, memoryview(bytearray(12)))
+        read_range(tmp_path / "short", 4, [memoryview(bytearray(12))])
 
 
 class Reluctant(io.FileIO):
@@ -73,9 +73,10 @@ def test_scratch_has_any_shape_spread_along_any_dim(shape, dtype):
     scratch, dtype = Scratch(), np.dtype(dtype)
     values = np.arange(math.prod(shape)).reshape(shape).astype(dtype)
     for spread in (None, *range(len(shape))):
-        taken = scratch.take(shape, dtype, spread=spread)
+        taken, runs = scratch.take(shape, dtype, spread=spread)
         copy(taken, values)
         np.testing.assert_array_equal(taken, values)
+        assert b"".join(runs) == values.tobytes()
         if spread is not None and values.size:
             assert taken.strides[spread] // 64 % 2 == 1
 
@@ -86,5 +87,5 @@ def test_whole_boxes_need_no_memory_but_the_one_given(source, monkeypatch):
 
     out = np.empty(SHAPE, np.float32)
     monkeypatch.setattr(np, "empty", refuse)
-    source.read_into("w", whole(SHAPE), out, ahead=True)
+    read_into(source, "w", whole(SHAPE), out, ahead=True)
     np.testing.assert_array_equal(out, VALUES)

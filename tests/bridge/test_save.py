@@ -25,6 +25,7 @@ from bridge._box import Range
 from bridge._tree import named_leaves
 from bridge.streaming import _export
 from bridge.streaming._gather import _from_device
+from bridge.streaming._shards import each
 
 CONFIG = bridge.from_hf_config(HF_CONFIG)
 
@@ -245,5 +246,6 @@ def test_of_a_device_with_memory_of_its_own_only_the_layer_is_fetched():
     device = types.SimpleNamespace(platform="elsewhere")
     shard = types.SimpleNamespace(device=device, data=jnp.asarray(values))
     for layer in (1, 2):
-        found = _from_device(shard, box, pieces[layer])
-        np.testing.assert_array_equal(found[box[1:]], values[layer - 1])
+        ((found, array),) = each(_from_device(shard, box, pieces[layer]))
+        assert found == box[1:]
+        np.testing.assert_array_equal(array, values[layer - 1])

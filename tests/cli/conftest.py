@@ -82,7 +82,9 @@ def fake_step(monkeypatch):
             loss = next(remaining)
             if isinstance(loss, Exception):
                 raise loss
-            return state, {"loss": np.float32(loss), "grad_norm": np.float32(1)}
+            state = dataclasses.replace(state, step=state.step + 1)
+            numbers = {"loss": np.float32(loss), "grad_norm": np.float32(1)}
+            return state, {**numbers, "aux": {}}
 
         monkeypatch.setattr(fsdp, "make_train_step", lambda *_, **__: step)
 

@@ -91,6 +91,7 @@ RESUME = "train --resume {run} --data {text} --save {new}"
         ("train --hf {unknown} --data {text} --steps 2 --save {new}", "'gpt9' is not"),
         (START + " --steps 0", "Use more than 0"),
         (START + " --steps 2 --save-every -1", "--save-every -1"),
+        (START + " --steps 2 --keep -1", "--keep -1"),
         (START + " --steps 2 --batch 0 --lr nan", "--batch 0: at least 1; --lr nan"),
         (START + " --steps 2 --seed -1", "--seed -1"),
         (START + " --steps 2 --weight-decay -1", "--weight-decay -1"),
@@ -124,8 +125,8 @@ RESUME = "train --resume {run} --data {text} --save {new}"
             "steps 4 to 6, but the run makes steps 5 to 9",
         ),
         (
-            "train --hf {llama} --data {text} --steps 2 --save {run}",
-            "holds step 4 already, and this run starts from step 0",
+            "train --hf {llama} --data {text} --steps 9 --save {run}",
+            "of a run that this command did not begin",
         ),
         ("train --hf {llama} --data {text} --steps 2 --save {text}", "no directory"),
         ("train --resume {new} --data {text} --steps 9 --save {new}", "No checkpoint"),

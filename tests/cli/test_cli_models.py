@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 
 import jax
 import pytest
@@ -144,3 +145,29 @@ def test_an_import_in_bfloat16_is_that_for_all_that_read_it(mixed, tmp_path, cap
     out = str(tmp_path / "out")
     assert main(["export", path, out]) == 0
     assert bridge.from_hf_config(out).dtype == "bfloat16"
+
+
+def test_a_checkpoint_carries_the_tokenizer_to_the_export(mixed, tmp_path, capsys):
+    model = tmp_path / "model"
+    shutil.copytree(mixed, model)
+    files = {
+        "tokenizer.json": "{}",
+        "chat_template.jinja": "{{ messages }}",
+        "additional_chat_templates/short.jinja": "{{ messages[0] }}",
+    }
+    for name, text in files.items():
+        (model / name).parent.mkdir(exist_ok=True)
+        (model / name).write_text(text)
+    run, out, hf = (str(tmp_path / name) for name in ("run", "out", "hf"))
+    assert main(["import", str(model), run]) == 0
+    shutil.rmtree(model)
+    assert main(["inspect", run]) == 0
+    assert "beside them: files.tokenizer" in capsys.readouterr().out
+    assert main(["export", run, out]) == 0
+    assert main(["convert", run, hf, "--to", "hf"]) == 0
+    for name, text in files.items():
+        assert (tmp_path / "out" / name).read_text() == text
+        assert (tmp_path / "hf" / name).read_text() == text
+    assert main(["remove", run, "files.tokenizer"]) == 0
+    assert main(["export", run, str(tmp_path / "bare")]) == 0
+    assert not (tmp_path / "bare" / "tokenizer.json").exists()

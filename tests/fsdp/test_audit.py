@@ -354,10 +354,26 @@ def test_a_gather_at_full_width_is_named(monkeypatch):
     )
     found = differences(plan, lowered(plan).compile())
     gathers = [line for line in found if "has all-gather" in line]
+    # XLA brings each together over tp first, which is named as well.
+    gathers = [line for line in gathers if "over tp (" not in line]
     assert {line.split(" ")[0] for line in gathers} == {"'layers.up'", "'layers.down'"}
     (up,) = [line for line in gathers if line.startswith("'layers.up'")]
     assert "f32[8,32] to f32[32,32]" in up and "f32[8,64] to f32[32,64]" in up
     assert "tp was lost" in up
+
+
+def test_a_matrix_that_crosses_tp_is_named():
+    def reading_all_of_it(w, x):
+        up = lax.with_sharding_constraint(w["up"], P(None, None))
+        return layer({**w, "up": up}, x)
+
+    plan = plan_of({"tp": 2}, tensor_parallel=TENSOR)
+    found = differences(plan, lowered(plan, loss_of(reading_all_of_it)).compile())
+    assert all(line.startswith("'layers.up' (unit 'layers')") for line in found)
+    assert any(
+        "all-gather of f32[32,32] to f32[32,64] over tp" in line for line in found
+    )
+    assert "each rank of tp computes with its own part" in found[0]
 
 
 # 8: other axes

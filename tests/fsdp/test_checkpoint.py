@@ -18,7 +18,9 @@ from hypothesis import strategies as st
 
 import fsdp_jax as fsdp
 from fsdp_jax._tree import named_leaves
+from fsdp_jax.checkpoint import _read
 from fsdp_jax.checkpoint._keys import is_key
+from fsdp_jax.checkpoint._stored import open_arrays
 from fsdp_jax.checkpoint._typed_json import decode, encode
 
 WIDTH = 8
@@ -138,13 +140,13 @@ def test_an_older_step_can_be_asked_for(saved):
 
 
 def test_parameters_alone_are_read_alone(saved, monkeypatch):
-    read, restore = [], ocp.PyTreeCheckpointHandler.restore
+    read = []
 
-    def watched(self, directory, *, args):
-        read.extend(args.item)
-        return restore(self, directory, args=args)
+    def watched(directory, names):
+        read.extend(names)
+        return open_arrays(directory, names)
 
-    monkeypatch.setattr(ocp.PyTreeCheckpointHandler, "restore", watched)
+    monkeypatch.setattr(_read, "open_arrays", watched)
     plan = plan_on(4)
     params = fsdp.load_params(saved.path, plan.params)
     want = {n: x for n, x in saved.bits.items() if n.startswith("params.")}
@@ -168,7 +170,7 @@ def test_all_that_does_not_fit_is_named_before_anything_is_read(saved, monkeypat
     def unread(*_, **__):
         raise AssertionError("the checkpoint was read")
 
-    monkeypatch.setattr(ocp.PyTreeCheckpointHandler, "restore", unread)
+    monkeypatch.setattr(_read, "open_arrays", unread)
     policy = fsdp.MixedPrecisionPolicy(main_params_dtype=jnp.bfloat16)
     mesh = fsdp.make_mesh()
     plan = fsdp.fully_shard(
@@ -338,7 +340,7 @@ def test_metadata_comes_back_as_it_was_tuples_bytes_and_keys_of_any_sort(metadat
 
 
 @pytest.mark.parametrize(
-    "value", [np.float32(1), {1, 2}, jnp.ones(2), object], ids=repr
+    "value", [np.longdouble(1), {1, 2}, jnp.ones(2), object], ids=repr
 )
 def test_metadata_that_json_cannot_hold_is_refused_before_anything_is_written(
     tmp_path, value

@@ -17,7 +17,7 @@ from orbax.checkpoint._src.serialization import tensorstore_utils
 
 import fsdp_jax as fsdp
 from fsdp_jax.checkpoint import _checksums
-from fsdp_jax.checkpoint._stored import _chunks, zarr_metadata
+from fsdp_jax.checkpoint._stored import chunk_grid, zarr_metadata
 from fsdp_jax.cli import main
 
 pytestmark = ORBAX_FAILS_NOISILY
@@ -206,10 +206,10 @@ def test_verify_reads_all_of_a_step_and_says_how_much_it_is(run):
 
 def test_every_chunk_of_an_array_is_read_once():
     seen = np.zeros((5, 7), int)
-    for chunk in _chunks((5, 7), (2, 3)):
-        seen[chunk] += 1
+    for rows, columns in chunk_grid((5, 7), (2, 3)):
+        seen[slice(*rows), slice(*columns)] += 1
     assert (seen == 1).all()
-    assert list(_chunks((), ())) == [()]
+    assert list(chunk_grid((), ())) == [()]
 
 
 @pytest.mark.parametrize("gone", ["state/manifest.json", "commit_success.txt"])

@@ -13,7 +13,7 @@ import optax
 import pytest
 from helpers.zoo import CASES
 from jax.sharding import NamedSharding, PartitionSpec
-from tiny_configs import hf_fields
+from tiny_configs import FAMILIES, hf_fields
 
 import bridge
 import fsdp_jax as fsdp
@@ -39,7 +39,7 @@ LAYOUTS = [
     for devices in (8, 4, 2, 1)
     if devices >= outer
 ]
-REGISTERED = ["nnx scanned", "linen scanned", "equinox", "plain pytree", "llama"]
+REGISTERED = [*CASES, "odd shapes", "llama"]
 KEYS = Path(__file__).parent / "checkpoint_keys.json"
 
 
@@ -203,6 +203,8 @@ def test_an_optimizer_may_lie_otherwise_than_its_parameters(source, target, tmp_
 def plan_of(case: str) -> fsdp.Plan:
     if case in CASES:
         return CASES[case].plan(fsdp.make_mesh())
+    if case == "odd shapes":
+        return fsdp.fully_shard(make_model, fsdp.make_mesh())
     return plan_decoder(bridge.from_hf_config(hf_fields(case)), fsdp.make_mesh())
 
 
@@ -220,8 +222,25 @@ def test_names_on_disk_are_those_of_the_list(case):
     assert keys_of(case) == json.loads(KEYS.read_text())[case]
 
 
+def families_keys(family: str) -> list[str]:
+    """Of a family the names alone: its optimizer repeats them."""
+    return [name for name, _ in named_leaves(plan_of(family).params)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parameters_of_every_family_have_the_names_of_the_list(family):
+    assert families_keys(family) == json.loads(KEYS.read_text())["families"][family]
+
+
+def test_the_list_has_every_kind_of_model_and_every_family():
+    listed = json.loads(KEYS.read_text())
+    assert listed.keys() == {*REGISTERED, "families"}
+    assert listed["families"].keys() == set(FAMILIES)
+
+
 if __name__ == "__main__":  # writes the list anew
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
     names = {case: keys_of(case) for case in REGISTERED}
+    names |= {"families": {family: families_keys(family) for family in FAMILIES}}
     KEYS.write_text(json.dumps(names, indent=1) + "\n")

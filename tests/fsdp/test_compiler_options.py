@@ -49,6 +49,11 @@ class Mesh:
     """One device of a platform."""
 
     platform: str
+    tp: int = 1
+
+    @property
+    def shape(self):
+        return {"tp": self.tp}
 
     @property
     def devices(self):
@@ -57,8 +62,10 @@ class Mesh:
 
 def test_this_xla_knows_every_option():
     # The names are the same on every backend, so that CPUs check those of GPUs.
-    double = jax.jit(lambda x: x * 2, compiler_options=fsdp.compiler_options())
-    assert double(1.0) == 2
+    options = fsdp.compiler_options(tensor_parallel=True)
+    assert options.items() > fsdp.compiler_options().items()
+    assert options == options_for(Mesh("gpu", tp=2), None)
+    assert jax.jit(lambda x: x * 2, compiler_options=options)(1.0) == 2
 
 
 def test_jit_and_compile_both_take_them(plan):

@@ -68,7 +68,11 @@ def rows(count=ROWS):
 
 def plan_of(mesh=None, **policy):
     policy = fsdp.MixedPrecisionPolicy(param_dtype=jnp.bfloat16, **policy)
-    config = fsdp.FSDPConfig(mp_policy=policy)
+    # jax.checkpoint rounds what it saves with reduce_precision, as if float8_e4m3fn ended
+    # at 240: of 448 it makes NaN (jax 0.10.2). So nothing in float8 may be saved.
+    config = fsdp.FSDPConfig(
+        mp_policy=policy, remat_policy=jax.checkpoint_policies.nothing_saveable
+    )
     units = [fsdp.Stacked("layers")]
     return fsdp.fully_shard(make_weights, mesh or fsdp.make_mesh(), units, config)
 

@@ -1,0 +1,82 @@
+"""Using a model without training it: a loss of it, or whatever it computes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from fsdp_jax._batch import check_batch, place_batch
+from fsdp_jax._local import global_loss
+from fsdp_jax._loss import LossFn, LossForm, takes_rng
+from fsdp_jax._model_state import check_call
+from fsdp_jax._plan import Plan
+from fsdp_jax._tree import PyTree
+
+
+def make_eval_step(
+    plan: Plan,
+    loss_fn: LossFn,
+    *,
+    has_aux: bool = False,
+    calculate_per_token_loss: bool = False,
+) -> Callable[..., PyTree]:
+    """Makes the step that only looks: no gradient, nothing updated.
+
+    Args:
+      plan: From `fully_shard`.
+      loss_fn: As for `value_and_grad`; put the model in evaluation mode there.
+      has_aux: As for `value_and_grad`.
+      calculate_per_token_loss: As for `value_and_grad`.
+
+    Returns:
+      `evaluate(params, batch, *, rng=None, model_state=None) -> metrics` with `loss`
+      and, with `has_aux`, `aux`.
+    """
+    form = LossForm(has_aux, calculate_per_token_loss)
+    compute = jax.jit(global_loss(plan, loss_fn, form))
+    needs_rng = takes_rng(loss_fn)
+
+    def evaluate(params, batch, *, rng=None, model_state=None):
+        check_call(plan, needs_rng, rng, model_state)
+        check_batch(plan, batch, 1)
+        rng = jax.random.key(0) if rng is None else rng
+        given = plan.model_state if model_state is None else model_state
+        loss, aux = compute(params, place_batch(plan, batch), rng, given)
+        return {"loss": loss, "aux": aux} if has_aux else {"loss": loss}
+
+    return evaluate
+
+
+def make_forward(plan: Plan, fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
+    """Makes the sharded form of any function of the model: logits, samples, features.
+
+    Weights are gathered as in training, unit by unit, so a model that trains also
+    predicts where it lies.
+
+    Args:
+      plan: From `fully_shard`.
+      fn: `fn(model, batch) -> outputs`; it sees whole weights and this device's rows.
+        Arrays of `outputs` are rows again, in the order of the batch; floating-point
+        scalars are averaged over ranks, integer ones summed. If it has an argument
+        `rng`, it gets a key of its own for each data rank. A loop whose end depends on
+        the data must end alike on all ranks, since all gather together: see
+        `fsdp_jax.ops.masked_count`.
+
+    Returns:
+      `forward(params, batch, *, rng=None, model_state=None) -> outputs`. It is jitted.
+    """
+
+    @functools.wraps(fn)
+    def no_loss(model: Any, batch: PyTree, **rng: Any) -> tuple[jax.Array, PyTree]:
+        return jnp.zeros(()), fn(model, batch, **rng)
+
+    evaluate = make_eval_step(plan, no_loss, has_aux=True)
+
+    def forward(params, batch, *, rng=None, model_state=None):
+        return evaluate(params, batch, rng=rng, model_state=model_state)["aux"]
+
+    return forward

@@ -1,0 +1,194 @@
+"""Reading the arrays of a step: every chunk once, into memory that devices take.
+
+Orbax reads a chunk once for each shard that needs part of it, once in each process that
+holds a replica, and into memory that XLA copies again on a CPU.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import tensorstore as ts
+from jax.sharding import NamedSharding, PartitionSpec
+
+from fsdp_jax.checkpoint._stored import Box, chunks_of, open_arrays
+
+# Of a chunk each, of at most 32 MiB: so much memory a load takes beside what it loads.
+_READS_AT_ONCE = 16
+# What XLA asks of host memory that it uses without a copy.
+_ALIGNMENT_BYTES = 64
+
+
+def read_arrays(
+    directory: Path, wanted: dict[str, jax.ShapeDtypeStruct]
+) -> dict[str, jax.Array]:
+    """Reads arrays, cut or filled with zeros to the shapes of `wanted`.
+
+    Of what several processes hold, each reads an even part: the arrays are then split
+    finer than `wanted` says, until `reshard`.
+
+    Args:
+      directory: Of a step, as `state_directory` says.
+      wanted: Shape, dtype and sharding of each array, by name.
+
+    Raises:
+      Exception: As TensorStore does, if a checksum does not hold; see `root_cause`.
+    """
+    arrays: dict[str, jax.Array] = {}
+    under_way: deque[Callable[[], None]] = deque()
+    for name, array in open_arrays(directory, list(wanted)).items():
+        leaf = _Leaf.of(wanted[name], array)
+        for chunk in chunks_of(array):
+            if len(under_way) >= _READS_AT_ONCE:
+                under_way.popleft()()
+            under_way.append(leaf.start(chunk))
+        under_way.append(lambda n=name, x=leaf: arrays.update({n: x.finish()}))
+    while under_way:
+        under_way.popleft()()
+    return arrays
+
+
+def reshard(
+    arrays: dict[str, jax.Array], wanted: dict[str, jax.ShapeDtypeStruct]
+) -> dict[str, jax.Array]:
+    """Gives arrays the shardings of `wanted`, where other processes read a part.
+
+    Every process must call this, with the same names.
+    """
+    finer = {n: x for n, x in arrays.items() if x.sharding != wanted[n].sharding}
+    if not finer:
+        return arrays
+    shardings = {name: wanted[name].sharding for name in finer}
+    return arrays | jax.jit(lambda x: x, out_shardings=shardings)(finer)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Leaf:
+    """An array that is being read.
+
+    Attributes:
+      mould: Shape, dtype and sharding.
+      array: What is stored.
+      memory: The shards of this process in the stored dtype, by the box of each.
+    """
+
+    mould: jax.ShapeDtypeStruct
+    array: ts.TensorStore
+    memory: dict[Box, np.ndarray]
+
+    @classmethod
+    def of(cls, wanted: jax.ShapeDtypeStruct, array: ts.TensorStore) -> _Leaf:
+        """Takes memory for what this process reads."""
+        sharding = _disjoint(wanted)
+        mould = jax.ShapeDtypeStruct(wanted.shape, wanted.dtype, sharding=sharding)
+        indices = sharding.addressable_devices_indices_map(wanted.shape).values()
+        boxes = {_box(index, wanted.shape) for index in indices}
+        pairs = zip(array.shape, wanted.shape, strict=True)
+        zeros = any(have < want for have, want in pairs)  # behind the end
+        dtype = array.dtype.numpy_dtype
+        return cls(mould, array, {box: _take(box, dtype, zeros) for box in boxes})
+
+    def start(self, chunk: Box) -> Callable[[], None]:
+        """Begins to read a chunk; returns what to call to end it."""
+        parts = [
+            (part, memory[_index(part, box)])
+            for box, memory in self.memory.items()
+            if (part := _overlap(chunk, box)) is not None
+        ]
+        if not parts:
+            return lambda: None
+        if len(parts) == 1:
+            ((part, memory),) = parts
+            stored = self.array[_index(part)][ts.d[:].translate_to[0]]
+            return ts.array(memory).write(stored).result
+        cover = _cover([part for part, _ in parts])
+        reading = self.array[_index(cover)].read()
+
+        def deal() -> None:
+            values = np.asarray(reading.result())
+            for part, memory in parts:
+                memory[...] = values[_index(part, cover)]
+
+        return deal
+
+    def finish(self) -> jax.Array:
+        """Hands what was read to the devices; on a CPU, without a copy."""
+        dtype, shape = self.mould.dtype, self.mould.shape
+        memory = {box: x.astype(dtype, copy=False) for box, x in self.memory.items()}
+        return jax.make_array_from_callback(
+            shape, self.mould.sharding, lambda index: memory[_box(index, shape)]
+        )
+
+
+def _disjoint(leaf: jax.ShapeDtypeStruct) -> Any:
+    """The sharding of a leaf, split so that processes share nothing, where it can be.
+
+    It can where the mesh axes over which the leaf is replicated divide its dims.
+    """
+    sharding: Any = leaf.sharding
+    if not isinstance(sharding, NamedSharding) or not _is_shared(sharding, leaf.shape):
+        return sharding
+    mesh, shape = sharding.mesh, list(sharding.shard_shape(leaf.shape))
+    spec = [_axes(entry) for entry in sharding.spec]
+    spec += [()] * (len(shape) - len(spec))
+    for axis, size in mesh.shape.items():
+        dims = [dim for dim, length in enumerate(shape) if length % size == 0]
+        if dims and not any(axis in axes for axes in spec):
+            spec[dims[0]] += (axis,)
+            shape[dims[0]] //= size
+    return NamedSharding(mesh, PartitionSpec(*spec), memory_kind=sharding.memory_kind)
+
+
+def _is_shared(sharding: NamedSharding, shape: tuple[int, ...]) -> bool:
+    """Whether several processes hold the same part."""
+    holders: dict[Box, set[int]] = {}
+    for device, index in sharding.devices_indices_map(shape).items():
+        holders.setdefault(_box(index, shape), set()).add(device.process_index)
+    return any(len(processes) > 1 for processes in holders.values())
+
+
+def _axes(entry: Any) -> tuple[str, ...]:
+    """The mesh axes that one entry of a PartitionSpec names."""
+    if entry is None:
+        return ()
+    return (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def _take(box: Box, dtype: np.dtype, zeros: bool) -> np.ndarray:
+    """Memory that XLA on a CPU adopts."""
+    shape = [stop - start for start, stop in box]
+    nbytes = math.prod(shape) * dtype.itemsize
+    buffer = np.empty(nbytes + _ALIGNMENT_BYTES, np.uint8)
+    if zeros:
+        buffer.fill(0)
+    start = -buffer.ctypes.data % _ALIGNMENT_BYTES
+    return buffer[start : start + nbytes].view(dtype).reshape(shape)
+
+
+def _box(index: Sequence[slice] | None, shape: Sequence[int]) -> Box:
+    bounds = zip(index or (), shape, strict=True)
+    return tuple(where.indices(size)[:2] for where, size in bounds)
+
+
+def _overlap(a: Box, b: Box) -> Box | None:
+    common = [(max(r[0], s[0]), min(r[1], s[1])) for r, s in zip(a, b, strict=True)]
+    return tuple(common) if all(start < stop for start, stop in common) else None
+
+
+def _cover(boxes: Sequence[Box]) -> Box:
+    ranges = zip(*boxes, strict=True)
+    return tuple((min(r)[0], max(stop for _, stop in r)) for r in ranges)
+
+
+def _index(box: Box, origin: Box | None = None) -> Any:
+    """`array[_index(box)]` is the box, of an array that begins at `origin`."""
+    starts = [0] * len(box) if origin is None else [start for start, _ in origin]
+    slices = [slice(r[0] - o, r[1] - o) for r, o in zip(box, starts, strict=True)]
+    return (*slices, ...)

@@ -1,0 +1,131 @@
+"""Taking a part out of a committed step, such as the optimizer's state."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import jax
+
+from fsdp_jax._tree import matches
+from fsdp_jax.checkpoint import _extras, _files
+from fsdp_jax.checkpoint._agree import together
+from fsdp_jax.checkpoint._engine import ITEM, UNFINISHED, remove_unfinished
+from fsdp_jax.checkpoint._manifest import Manifest, holds_arrays, write_manifest
+from fsdp_jax.checkpoint._replace import replace_step, step_folder
+from fsdp_jax.checkpoint._steps import Step, check_whole, open_step, resolve_step
+from fsdp_jax.checkpoint._stored import copy_arrays
+
+# What Orbax says of each array, beside the arrays.
+_METADATA, _SHARDING = "_METADATA", "_sharding"
+
+
+def remove(path: str | os.PathLike[str], step: Step, *parts: str) -> list[str]:
+    """Takes parts out of a step, and gives back the room they took.
+
+    For a step that is archived or served: Adam's moments are twice as large as the
+    parameters. What stays is copied as it lies on the disk, so it takes its room once
+    more while it works, and of memory some chunks, half a GB at most, however large the
+    step is. It is read again before the step is replaced. A process that is killed
+    leaves the step whole, as it was or without the parts. Not for a directory where a
+    run saves meanwhile.
+
+    Args:
+      path: The directory that `save` wrote to.
+      step: Which step; None for the newest.
+      parts: Patterns of leaves, as `"opt_state"`; `"extras.data"`, `"files.tokenizer"`.
+
+    Returns:
+      The names of what is gone.
+
+    Raises:
+      ValueError: If there is no such step, a pattern matches nothing, or nothing would
+        be left.
+      DamagedCheckpointError: If what is to stay is not as it was written.
+
+    Source: Megatron-LM dist_checkpointing/serialization.py::remove_sharded_tensors
+    """
+    root = Path(path).absolute()
+    with together("Removing"):
+        number = resolve_step(root, step)
+        _, manifest = open_step(root, number)
+        gone = _chosen(f"{root}/{number}", manifest, parts)
+    with together("Removing"):
+        if jax.process_index() == 0:
+            _write_without(root, number, manifest, set(gone))
+    return gone
+
+
+def _chosen(where: str, manifest: Manifest, parts: Iterable[str]) -> list[str]:
+    """The names that the patterns match."""
+    names = [*manifest.leaves, *names_beside(manifest)]
+    chosen = {name: _matches_one(parts, name) for name in names}
+    problems = [
+        f"nothing is called {part!r}"
+        for part in parts
+        if not any(matches(part, name) for name in names)
+    ]
+    if not parts:
+        problems = ["no part is named"]
+    elif all(chosen[name] for name in manifest.leaves):
+        problems.append("no leaf would be left")
+    if problems:
+        raise ValueError(f"Cannot remove from '{where}': {'; '.join(problems)}.")
+    return [name for name in names if chosen[name]]
+
+
+def _matches_one(parts: Iterable[str], name: str) -> bool:
+    return any(matches(part, name) is not None for part in parts)
+
+
+def names_beside(manifest: Manifest) -> list[str]:
+    """The extras of a step, and the files it carries, as parts are called."""
+    names = [_name_of_file(file) for file in manifest.files]
+    return list(dict.fromkeys(name for name in names if name is not None))
+
+
+def _name_of_file(file: str) -> str | None:
+    kind, *rest = file.split("/")
+    return f"{kind}.{rest[0]}" if kind in (_extras.FOLDER, _files.FOLDER) else None
+
+
+def _write_without(root: Path, step: int, manifest: Manifest, gone: set[str]) -> None:
+    remove_unfinished(root)
+    old, new = step_folder(root, step), root / f"{step}{UNFINISHED}"
+    leaves = {name: leaf for name, leaf in manifest.leaves.items() if name not in gone}
+    shutil.copytree(old, new, ignore=shutil.ignore_patterns(ITEM))
+    copy_arrays(old / ITEM, new / ITEM, leaves)
+    for file in manifest.files:
+        if not holds_arrays(file) and _name_of_file(file) not in gone:
+            (new / ITEM / file).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(old / ITEM / file, new / ITEM / file)
+    _edit(new / ITEM / _METADATA, lambda content: _of_leaves(content, leaves))
+    _edit(new / ITEM / _SHARDING, lambda content: _shardings_of(content, leaves))
+    write_manifest(new / ITEM, leaves, manifest.metadata)
+    check_whole(new / ITEM)
+    replace_step(root, step, new)
+
+
+def _edit(path: Path, change: Callable[[dict], dict]) -> None:
+    if path.exists():  # only restoring by Orbax alone, without a mould, needs it
+        path.write_text(json.dumps(change(json.loads(path.read_bytes()))))
+
+
+def _of_leaves(content: dict, leaves: Iterable[str]) -> dict:
+    """Orbax's description of the tree, as far as it is of these leaves."""
+    entries = content["tree_metadata"]
+    kept = {
+        key: entry
+        for key, entry in entries.items()
+        if entry["key_metadata"][0]["key"] in leaves
+    }
+    return content | {"tree_metadata": kept}
+
+
+def _shardings_of(content: dict, leaves: Iterable[str]) -> dict:
+    named = {base64.b64encode(name.encode()).decode() for name in leaves}
+    return {name: sharding for name, sharding in content.items() if name in named}

@@ -1,0 +1,96 @@
+"""The LoRA of the commands: by PEFT's names, from and to its files."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import bridge
+import fsdp_jax as fsdp
+from bridge.models import DecoderConfig
+from fsdp_jax._tree import PyTree
+from fsdp_jax.cli._model import plan_decoder
+
+BaseDType = Literal["float32", "bfloat16", "int8", "nf4"]
+_CODES: dict[str, Literal["int8", "nf4"]] = {"int8": "int8", "nf4": "nf4"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Adapter:
+    """A LoRA as the command line says it, and as a checkpoint remembers it.
+
+    Attributes:
+      rank: Of the factors.
+      alpha: `alpha / rank` scales their product.
+      targets: PEFT's names of modules.
+      base_dtype: How the frozen base is kept, and, but for codes, computes.
+    """
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+    base_dtype: BaseDType
+
+    def sharding(self, config: DecoderConfig, param_dtype: str) -> fsdp.FSDPConfig:
+        """How a model is sharded with it.
+
+        Args:
+          config: The model.
+          param_dtype: In which codes compute.
+        """
+        dtype = param_dtype if self.base_dtype in _CODES else self.base_dtype
+        return fsdp.FSDPConfig(
+            lora=fsdp.LoRA(
+                self.rank,
+                [
+                    fsdp.LoRATarget(path, num_in=num_in)
+                    for path, num_in in bridge.lora_targets(
+                        config, self.targets
+                    ).items()
+                ],
+                alpha=self.alpha,
+                base=_CODES.get(self.base_dtype),
+            ),
+            mp_policy=fsdp.MixedPrecisionPolicy(param_dtype=jnp.dtype(dtype)),
+        )
+
+    def load_merged(
+        self, directory: Path, step: int, mould: PyTree, config: DecoderConfig
+    ) -> PyTree:
+        """The model of a checkpoint with its factors merged in, in a mould.
+
+        Args:
+          directory: Of the checkpoint.
+          step: Which.
+          mould: Shapes, dtypes and shardings of the model's own parameters.
+          config: The model.
+        """
+        plan, params = self.load(directory, step, mould, config)
+        merged = fsdp.merge_lora(plan, params, jnp.float32)
+        return jax.tree.map(
+            lambda leaf, like: jax.device_put(leaf.astype(like.dtype), like.sharding),
+            merged,
+            mould,
+        )
+
+    def load(
+        self, directory: Path, step: int, mould: PyTree, config: DecoderConfig
+    ) -> tuple[fsdp.Plan, PyTree]:
+        """The plan and the parameters of a checkpoint, on the mesh of `mould`."""
+        mesh = jax.tree.leaves(mould)[0].sharding.mesh
+        plan = plan_decoder(config, mesh, self.sharding(config, "float32"))
+        params = fsdp.load_params(directory, plan.params, step=step, cast="as_stored")
+        return plan, params
+
+    def save(self, path: Path, factors: PyTree, config: DecoderConfig) -> None:
+        """Writes trained factors as an adapter of PEFT."""
+        described = bridge.LoraConfig(
+            self.rank, self.alpha, fan_in_fan_out=config.model_type == "gpt2"
+        )
+        arrays = jax.tree.map(np.asarray, fsdp.unpack(factors))
+        bridge.save_lora(path, bridge.Lora(described, arrays, {}), config)

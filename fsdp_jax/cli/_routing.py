@@ -1,0 +1,169 @@
+"""How tokens find their experts in `fsdp-jax train`, and what keeps these balanced."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+import fsdp_jax as fsdp
+from bridge.models import (
+    Decoder,
+    DecoderConfig,
+    DecoderLayer,
+    Dispatch,
+    MoE,
+    RouterStats,
+    correction_bias_paths,
+)
+
+RouterDtype = Literal["float32", "model"]
+Over = Literal["sequence", "batch", "global"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Routing:
+    """How a model with experts is trained.
+
+    Attributes:
+      aux_loss_coef: Weight of the load-balancing loss.
+      aux_loss_over: Whose use of experts it balances. Of a batch and of all ranks it is
+        transformers' loss, of all layers together; of a row DeepSeek's, layer by layer.
+      z_loss_coef: Weight of the router's z-loss, the sum of all layers'.
+      expert_bias_rate: How far the routers' biases move in a step; 0 for not at all.
+      capacity_factor: See `fsdp_jax.ops.expert_capacity_dispatch`; None is dropless.
+      router_dtype: In which routers multiply: float32, or that of the weights.
+    """
+
+    aux_loss_coef: float = 0.0
+    aux_loss_over: Over = "batch"
+    z_loss_coef: float = 0.0
+    expert_bias_rate: float = 0.0
+    capacity_factor: float | None = None
+    router_dtype: RouterDtype = "float32"
+
+    @property
+    def dispatch(self) -> Dispatch:
+        """What brings tokens to their experts."""
+        if self.capacity_factor is None:
+            return fsdp.ops.expert_parallel_dispatch
+        return functools.partial(
+            fsdp.ops.expert_capacity_dispatch, capacity_factor=self.capacity_factor
+        )
+
+    def apply(self, config: DecoderConfig) -> DecoderConfig:
+        """The config with routers that multiply in `router_dtype`."""
+        if config.moe is None or self.router_dtype == "model":
+            return config
+        moe = dataclasses.replace(config.moe, float32_logits=True)
+        return dataclasses.replace(config, moe=moe)
+
+    def check(self, config: DecoderConfig) -> None:
+        """Raises a `ValueError` if a model has nothing that this could concern."""
+        given = [
+            f"--{field.name.replace('_', '-')} {getattr(self, field.name)}"
+            for field in dataclasses.fields(self)
+            if getattr(self, field.name) != field.default
+        ]
+        if config.moe is None and given:
+            raise ValueError(f"{', '.join(given)}: this model has no experts.")
+        if self.expert_bias_rate and not correction_bias_paths(config):
+            raise ValueError(
+                f"--expert-bias-rate {self.expert_bias_rate}: the routers of a "
+                f"{config.model_type} have no bias that could follow the load. Use "
+                "--aux-loss-coef."
+            )
+
+
+def default_aux_loss_coef(config: DecoderConfig) -> float:
+    """What the config file says, by either of its names; 0 if nothing."""
+    carried = dict(config.carried)
+    names = ("router_aux_loss_coef", "aux_loss_alpha")
+    return next((carried[name] for name in names if carried.get(name)), 0.0)
+
+
+def router_losses(
+    config: DecoderConfig, routing: Routing, stats: RouterStats
+) -> tuple[Float[Array, ""], dict[str, Array]]:
+    """What is added to the loss, and what is reported.
+
+    Args:
+      config: Of the decoder.
+      routing: How.
+      stats: From `Decoder.final_states`.
+
+    Returns:
+      The sum; and by name the losses, before their weights, `max_expert_load` of the
+      worst layer, over all ranks, and `dropped_choices`.
+    """
+    assert config.moe is not None
+    by_row = routing.aux_loss_over == "sequence"
+    aux_loss = fsdp.ops.load_balancing_loss(
+        stats.tokens_per_expert,
+        stats.scores_per_expert,
+        over=routing.aux_loss_over,
+        joint_layers=not by_row,
+    ).sum()
+    if not by_row:
+        aux_loss *= config.moe.num_experts_per_tok
+    z_loss = stats.z_loss.mean(-1).sum()
+    loads = fsdp.ops.max_expert_load(stats.tokens_per_expert)
+    reported = {
+        "aux_loss": aux_loss,
+        "z_loss": z_loss,
+        "max_expert_load": loads.max(),
+        "dropped_choices": stats.dropped.sum(),
+    }
+    return routing.aux_loss_coef * aux_loss + routing.z_loss_coef * z_loss, reported
+
+
+class CountingDecoder(Decoder):
+    """A decoder with the count of tokens that its routers' biases follow.
+
+    Args:
+      config: Of the decoder; `config.moe` is set.
+      options: As a `Decoder` takes them.
+    """
+
+    def __init__(self, config: DecoderConfig, **options: Any):
+        """Counts from zero."""
+        super().__init__(config, **options)
+        assert config.moe is not None
+        layers = sum(run.stop - run.start for run in config.layer_runs if run.sparse)
+        shape = (layers, config.moe.num_experts)
+        self.tokens_per_expert = fsdp.Tally(jnp.zeros(shape, jnp.int32))
+
+    def count(self, stats: RouterStats) -> None:
+        """Adds a forward's tokens to the count."""
+        self.tokens_per_expert[...] += stats.tokens_per_expert.sum(1)
+
+
+def move_biases(rate: float) -> Callable[[CountingDecoder], None]:
+    """Makes the `update_model_state` that moves biases after the load and counts anew.
+
+    Args:
+      rate: How far, e.g. 1e-3.
+    """
+
+    def update(decoder: CountingDecoder) -> None:
+        tally, start = decoder.tokens_per_expert, 0
+        for bias in _biases(decoder):
+            tokens = tally[...][start : start + len(bias[...])]
+            start += len(tokens)
+            bias[...] = fsdp.ops.update_expert_bias(bias[...], tokens, rate)
+        tally[...] = jnp.zeros_like(tally[...])
+
+    return update
+
+
+def _biases(decoder: Decoder) -> list[nnx.Param]:
+    """Of each stack of layers with experts, in the order of the layers."""
+    layers = decoder.layers
+    stacks = [layers] if isinstance(layers, DecoderLayer) else list(layers)
+    routers = [stack.mlp.router for stack in stacks if isinstance(stack.mlp, MoE)]
+    return [r.correction_bias for r in routers if r.correction_bias is not None]

@@ -1,0 +1,209 @@
+"""The start of a job of many processes, and its end if one of them fails."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import dataclasses
+import importlib.metadata
+import os
+import platform
+import socket
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import Any
+
+import jax
+
+from fsdp_jax.launch._attendance import Attendance, attend
+from fsdp_jax.launch._claims import Claim, as_facts
+from fsdp_jax.launch._cluster import Place, find_place
+from fsdp_jax.launch._meeting import Meeting
+from fsdp_jax.launch._patience import Patience
+
+_PACKAGES = ("jax", "jaxlib", "fsdp-jax")
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """The job that this process is part of.
+
+    Attributes:
+      process_id: Which process this is.
+      num_processes: How many there are.
+    """
+
+    process_id: int = 0
+    num_processes: int = 1
+
+
+@dataclasses.dataclass
+class _Process:
+    """What this process has to do with a job; jax's own state is as global."""
+
+    job: Job | None = None
+    attendance: Attendance | None = None
+    failed: bool = False
+
+
+_process = _Process()
+
+
+def initialize(
+    coordinator_address: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    local_device_ids: int | Sequence[int] | None = None,
+    *,
+    config: Any = None,
+    patience: Patience | None = None,
+) -> Job:
+    """Joins this process to its job, before anything else uses jax.
+
+    Without arguments the job is found from what `fsdp-jax launch` or torchrun set
+    (`MASTER_ADDR`, `MASTER_PORT`, `WORLD_SIZE`, `RANK`, `LOCAL_RANK`), or else by jax's
+    own detection: SLURM, Open MPI, Kubernetes with a Job or JobSet. A program that was
+    started by none of them runs alone, so that one script serves for one and for many.
+    Where `jax.distributed` runs already, as Ray Train starts it, it is left to itself.
+    For SLURM, JobSet and Ray there are `fsdp_jax/launch/examples/`.
+
+    The processes first compare what they were told, and start only if it fits. From
+    then on all end, with the reason, when one fails or dies or gives no sign of life,
+    and where each one stands is printed when none goes on (see `report_progress`).
+
+    Args:
+      coordinator_address: `host:port` of process 0, the same for all. It needs another
+        free port besides, for jax.
+      num_processes: How many processes the job has.
+      process_id: Which of them this is, from 0.
+      local_device_ids: The GPUs of this process among those of its machine; default
+        that of its place on the machine, if the launcher says it, or else all.
+      config: What must be the same in all processes: a dataclass, or a mapping of what
+        JSON can hold. Versions of jax and of this package are compared in any case.
+      patience: How long to wait; process 0's counts, or that of `fsdp-jax launch`.
+
+    Returns:
+      Which process of how many this is.
+
+    Raises:
+      ValueError: In every process, if the job cannot start: with other sizes, ids,
+        configs or versions in one than in another, a taken port, or processes that do
+        not come.
+      RuntimeError: If a job's process calls it again with arguments, or jax has
+        started.
+    """
+    arguments = (coordinator_address, num_processes, process_id, local_device_ids)
+    if _process.job is not None:
+        if (*arguments, config, patience) != (None,) * 6:
+            raise RuntimeError("initialize was called before in this process.")
+        return _process.job
+    if jax.distributed.is_initialized():
+        return Job(jax.process_index(), jax.process_count())
+    place = find_place(*arguments)
+    if place is None:
+        return Job()
+    _join(place, as_facts({} if config is None else config), patience or Patience())
+    _process.job = Job(place.process_id, place.num_processes)
+    return _process.job
+
+
+def fail(error: BaseException) -> None:
+    """Ends the job for an error that this program handles by ending itself.
+
+    Errors that nothing catches end it without this.
+    """
+    if _process.attendance is not None:
+        _process.failed = True
+        text = traceback.format_exception_only(error)
+        _process.attendance.fail("".join(text).rstrip())
+
+
+def _join(place: Place, facts: dict[str, str], patience: Patience) -> None:
+    hosts = place.process_id == 0 and not place.hosted
+    meeting = (
+        Meeting(place.num_processes, place.host, place.port, patience)
+        if hosts
+        else None
+    )
+    with _reserved_port(place) as service:
+        claim = Claim(
+            rank=place.process_id,
+            num_processes=place.num_processes,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            service=service,
+            facts=_versions() | facts,
+        )
+        try:
+            attendance = attend(place.host, place.port, claim, patience)
+        except ValueError:
+            if meeting is not None:
+                meeting.linger()
+            raise
+        _process.attendance = attendance
+        _tell_of_the_end()
+        _start_jax(place, attendance.service)
+
+
+def _start_jax(place: Place, service: int) -> None:
+    host = f"[{place.host}]" if ":" in place.host else place.host
+    jax.distributed.initialize(
+        f"{host}:{service}",
+        place.num_processes,
+        place.process_id,
+        local_device_ids=place.local_device_ids,
+        cluster_detection_method="deactivate",
+    )
+
+
+@contextlib.contextmanager
+def _reserved_port(place: Place) -> Iterator[int]:
+    """A port that is free until jax's service listens there; 0 but in process 0.
+
+    It is bound here and not listened at. The service may bind it too, by SO_REUSEPORT,
+    and no other user's program can.
+    """
+    if place.process_id != 0:
+        yield 0
+        return
+    family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+    with socket.socket(family) as held:
+        if family == socket.AF_INET6:
+            held.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        held.bind(("", 0))
+        yield held.getsockname()[1]
+
+
+def _versions() -> dict[str, str]:
+    versions = {name: importlib.metadata.version(name) for name in _PACKAGES}
+    return versions | {"python": ".".join(platform.python_version_tuple()[:2])}
+
+
+def _tell_of_the_end() -> None:
+    """Sees to it that the others hear how this program ends."""
+    before = sys.excepthook
+
+    def tell(
+        kind: type[BaseException],
+        error: BaseException,
+        trace: TracebackType | None,
+    ) -> None:
+        before(kind, error, trace)
+        fail(error)
+
+    sys.excepthook = tell
+    # What is registered last runs first: before jax waits for the others to end too.
+    atexit.register(_leave)
+
+
+def _leave() -> None:
+    if _process.failed:
+        # jax would wait for processes that wait for this one.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+    if _process.attendance is not None:
+        _process.attendance.leave()

@@ -1,0 +1,234 @@
+"""The processes of a job on this machine: started together, and ended together."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TextIO
+
+from fsdp_jax.launch._cluster import HOSTED
+from fsdp_jax.launch._meeting import Meeting
+from fsdp_jax.launch._patience import Patience
+
+Line = Callable[[int, str, bool], None]
+
+# For processes to end by themselves, with the reason, when one has died.
+_TOLD_SECS = 5.0
+# From SIGTERM to SIGKILL.
+_TERM_SECS = 5.0
+_POLL_SECS = 0.05
+
+
+class Processes:
+    """A job of several processes of one command, on this machine.
+
+    ```
+    with Processes(["python", "train.py"], 4, devices_per_process=2, line=show) as job:
+        status = job.wait()
+    ```
+
+    It is the coordinator of the job, at a port that the system chose for it. Behind the
+    `with` block nothing is left of the processes nor of what they started, unless that
+    made itself a session of its own.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        num_processes: int,
+        *,
+        line: Line,
+        devices_per_process: int | None = None,
+        patience: Patience | None = None,
+        environment: dict[str, str] | None = None,
+    ):
+        """Starts them.
+
+        Args:
+          command: The program and its arguments.
+          num_processes: How many.
+          line: Called with rank, line, and whether the line is of stderr, from threads.
+          devices_per_process: Simulate so many CPU devices in each; None: a GPU each.
+          patience: How long to wait.
+          environment: Default that of this process.
+
+        Raises:
+          ValueError: If there is no such program, or a number is not positive.
+        """
+        _check(num_processes, devices_per_process)
+        self._line = line
+        self._children: list[subprocess.Popen[str]] = []
+        self._readers: list[threading.Thread] = []
+        self._meeting = Meeting(num_processes, patience=patience, report=self._report)
+        base = dict(os.environ if environment is None else environment)
+        base |= self._variables(num_processes, devices_per_process)
+        try:
+            for rank in range(num_processes):
+                self._start(
+                    command, rank, base | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                )
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Processes:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def pids(self) -> list[int]:
+        """Of each process, by rank."""
+        return [child.pid for child in self._children]
+
+    @property
+    def statuses(self) -> list[int | None]:
+        """How each ended: its exit status, minus a signal's number, or None."""
+        return [_status(child) for child in self._children]
+
+    def wait(self, timeout_secs: float | None = None) -> int:
+        """Waits until all have ended well, or one has not, and then ends the others.
+
+        Args:
+          timeout_secs: Afterwards none is waited for; None: without end.
+
+        Returns:
+          0; or the status of the first that failed, for a signal 128 and its number.
+
+        Raises:
+          TimeoutError: After `timeout_secs`; all still run.
+        """
+        end = None if timeout_secs is None else time.monotonic() + timeout_secs
+        while True:
+            states = self.statuses
+            failed = {rank: status for rank, status in enumerate(states) if status}
+            if failed:
+                # Who was killed first: the errors of others may be the effect.
+                first = min(failed, key=lambda rank: failed[rank] >= 0)
+                return self._end_the_others(first, failed[first])
+            if all(status is not None for status in states):
+                return 0
+            if end is not None and time.monotonic() > end:
+                raise TimeoutError(f"not all had ended after {timeout_secs} s")
+            time.sleep(_POLL_SECS)
+
+    def signal(self, number: int) -> None:
+        """Sends a signal to each process and what it started."""
+        for child in self._children:
+            _signal(child, number)
+
+    def close(self) -> None:
+        """Ends whatever still runs."""
+        if None in self.statuses:
+            self.signal(signal.SIGTERM)
+            self._wait_for_all(_TERM_SECS)
+        self.signal(signal.SIGKILL)
+        for child in self._children:
+            child.wait()
+        for reader in self._readers:
+            reader.join(timeout=5)
+        self._meeting.close()
+
+    def _variables(self, num_processes: int, devices: int | None) -> dict[str, str]:
+        """What torchrun would set, and that the coordinator is here."""
+        size = str(num_processes)
+        variables = {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(self._meeting.port),
+            "WORLD_SIZE": size,
+            "LOCAL_WORLD_SIZE": size,
+            HOSTED: "1",
+            "TORCHELASTIC_USE_AGENT_STORE": "False",
+            "PYTHONUNBUFFERED": "1",  # or the last words of one that dies were lost
+        }
+        if devices is not None:
+            variables |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
+        return variables
+
+    def _start(
+        self, command: Sequence[str], rank: int, environment: dict[str, str]
+    ) -> None:
+        try:
+            child = subprocess.Popen(
+                command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                errors="replace",
+                start_new_session=True,  # so that what it starts can be ended with it
+            )
+        except OSError as error:
+            raise ValueError(f"'{command[0]}' cannot be started: {error}.") from error
+        self._children.append(child)
+        assert child.stdout is not None and child.stderr is not None
+        for stream, is_error in ((child.stdout, False), (child.stderr, True)):
+            reader = threading.Thread(
+                target=self._read, args=(rank, stream, is_error), daemon=True
+            )
+            reader.start()
+            self._readers.append(reader)
+
+    def _read(self, rank: int, stream: TextIO, is_error: bool) -> None:
+        with stream:
+            for line in stream:
+                self._line(rank, line.rstrip("\n"), is_error)
+
+    def _report(self, text: str) -> None:
+        self._line(-1, text, True)
+
+    def _end_the_others(self, rank: int, status: int) -> int:
+        """Leaves them the time to say why, then ends them."""
+        if status < 0:
+            how = f"was ended by {signal.Signals(-status).name}"
+            status = 128 - status
+        else:
+            how = f"ended with status {status}"
+        text = f"process {rank} (pid {self._children[rank].pid}) {how}"
+        self._meeting.announce(text + ".")
+        self._report(f"{text}; ending the others")
+        self._wait_for_all(_TOLD_SECS)
+        self.close()
+        return status
+
+    def _wait_for_all(self, secs: float) -> None:
+        end = time.monotonic() + secs
+        while time.monotonic() < end:
+            if None not in self.statuses:
+                return
+            time.sleep(_POLL_SECS)
+
+
+def _check(num_processes: int, devices: int | None) -> None:
+    for name, number in (
+        ("processes", num_processes),
+        ("devices per process", devices),
+    ):
+        if number is not None and number < 1:
+            raise ValueError(f"{number} {name}: at least 1.")
+
+
+def _status(child: subprocess.Popen[str]) -> int | None:
+    """How a process ended, or None; it stays a zombie, which keeps its group's number.
+
+    So a signal to the group cannot meet another program.
+    """
+    if child.returncode is not None:
+        return child.returncode
+    ended = os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+    if ended is None:
+        return None
+    return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+
+
+def _signal(child: subprocess.Popen[str], number: int) -> None:
+    if child.returncode is None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(child.pid, number)

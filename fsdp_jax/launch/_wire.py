@@ -1,0 +1,46 @@
+"""Messages between the processes of a job: a JSON object a line, over TCP.
+
+The coordinator greets whoever connects, so that a process notices within seconds that
+something else listens at the address.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+Message = dict[str, Any]
+
+GREETING: Message = {"meeting": "fsdp_jax", "version": 1}
+MAX_BYTES = 2**20
+
+
+def encode(message: Message) -> bytes:
+    """A message as it travels."""
+    return json.dumps(message).encode() + b"\n"
+
+
+def decode(line: bytes) -> Message:
+    """A message that came.
+
+    Raises:
+      ValueError: If it is none.
+    """
+    message = json.loads(line)
+    if not isinstance(message, dict):
+        raise ValueError(f"a message is a JSON object, not {line[:80]!r}")
+    return message
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Host and port of `host:port` or `[host]:port`.
+
+    Raises:
+      ValueError: If it is neither.
+    """
+    host, colon, port = address.rpartition(":")
+    if not (host and colon and port.isdecimal() and int(port) < 2**16):
+        raise ValueError(
+            f"'{address}' is no address of a coordinator: write it as host:port."
+        )
+    return host.removeprefix("[").removesuffix("]"), int(port)

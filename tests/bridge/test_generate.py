@@ -1,0 +1,130 @@
+"""What a decoder writes from its cache is what transformers writes."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from bridge_helpers import load_model
+from tiny_models import make_model
+from transformers import AutoModelForCausalLM
+
+from bridge.models import Sampling, empty_cache, generate
+
+pytestmark = pytest.mark.torch
+
+# Learned positions, latent attention, sinks, caps, windows, interleaved ropes, experts.
+VARIANTS = [
+    *("llama", "gemma3", "gpt2", "olmo2", "cohere", "glm4", "gpt_oss", "deepseek_v3"),
+]
+NEW, WIDTH = 9, 19
+LENGTHS = np.array([19, 3, 11])
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A model on both sides, and prompts of unequal lengths."""
+
+    model: object
+    torch_model: object
+    prompts: np.ndarray
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def case(request, tmp_path_factory) -> Case:
+    hf = make_model(tmp_path_factory.mktemp(request.param) / "in", request.param)
+    torch_model = AutoModelForCausalLM.from_pretrained(hf.path).eval()
+    prompts = np.random.default_rng(0).integers(5, 90, (len(LENGTHS), WIDTH))
+    return Case(load_model(hf.path), torch_model, prompts)
+
+
+def written(model, prompts, **options):
+    run = jax.jit(lambda model, p, n: generate(model, p, n, **options))
+    return run(model, jnp.asarray(prompts, jnp.int32), jnp.asarray(LENGTHS, jnp.int32))
+
+
+def written_by_transformers(case: Case) -> np.ndarray:
+    """Prompts padded from the left, as it wants them."""
+    left = np.zeros((len(LENGTHS), WIDTH), np.int64)
+    mask = np.zeros_like(left)
+    for row, prompt, length in zip(
+        range(len(left)), case.prompts, LENGTHS, strict=True
+    ):
+        left[row, WIDTH - length :] = prompt[:length]
+        mask[row, WIDTH - length :] = 1
+    with torch.no_grad():
+        out = case.torch_model.generate(
+            torch.from_numpy(left),
+            attention_mask=torch.from_numpy(mask),
+            max_new_tokens=NEW,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+    return out[:, WIDTH:].numpy()
+
+
+def test_greedy_tokens_are_those_of_transformers(case: Case):
+    junk = case.prompts.copy()
+    junk[np.arange(WIDTH)[None] >= LENGTHS[:, None]] = 10**6  # is not read
+    found = written(case.model, junk, max_new_tokens=NEW)
+    want = written_by_transformers(case)
+    np.testing.assert_array_equal(found.lengths, LENGTHS + NEW)
+    for row, length in enumerate(LENGTHS):
+        prompt, new = np.split(np.asarray(found.tokens[row]), [length])
+        np.testing.assert_array_equal(prompt, case.prompts[row, :length])
+        np.testing.assert_array_equal(new[:NEW], want[row])
+        assert not new[NEW:].any()
+
+
+def test_token_by_token_the_logits_are_those_of_the_whole_text(case: Case):
+    tokens = jnp.asarray(case.prompts, jnp.int32)
+    rows, first = len(tokens), 8
+
+    @jax.jit
+    def in_parts(model, tokens):
+        cache = empty_cache(model.config, rows, WIDTH, model.dtype)
+        slots = jnp.broadcast_to(jnp.arange(WIDTH)[None], tokens.shape)
+        states, cache = model.extend(tokens[:, :first], slots[:, :first], cache)
+
+        def one(cache, i):
+            at = jax.lax.dynamic_slice_in_dim(tokens, i, 1, axis=1)
+            x, cache = model.extend(at, jnp.full((rows, 1), i), cache)
+            return cache, x[:, 0]
+
+        _, more = jax.lax.scan(one, cache, jnp.arange(first, WIDTH))
+        return model.logits(jnp.concatenate([states, more.swapaxes(0, 1)], axis=1))
+
+    with torch.no_grad():
+        want = case.torch_model(torch.from_numpy(case.prompts)).logits.numpy()
+    error = np.abs(np.asarray(in_parts(case.model, tokens)) - want).max()
+    assert error <= 2e-5 * np.abs(want).max()  # as test_logits has it
+
+
+@pytest.mark.parametrize("case", ["llama"], indirect=True)
+def test_a_stop_token_ends_its_row_alone(case: Case):
+    free = written(case.model, case.prompts, max_new_tokens=NEW)
+    third = int(free.tokens[1, LENGTHS[1] + 2])
+    found = written(case.model, case.prompts, max_new_tokens=NEW, stop=(third,))
+    assert found.lengths[1] == LENGTHS[1] + 3
+    for row, length in enumerate(np.asarray(found.lengths)):
+        np.testing.assert_array_equal(
+            found.tokens[row, :length], free.tokens[row, :length]
+        )
+        assert not np.asarray(found.tokens[row, length:]).any()
+        ended = length < LENGTHS[row] + NEW
+        assert ended == (third in free.tokens[row, LENGTHS[row] : -1].tolist())
+
+
+@pytest.mark.parametrize("case", ["llama"], indirect=True)
+def test_what_cannot_be_written_is_refused(case: Case):
+    with pytest.raises(ValueError, match="max_new_tokens=0"):
+        written(case.model, case.prompts, max_new_tokens=0)
+    with pytest.raises(ValueError, match="pass keys"):
+        written(
+            *(case.model, case.prompts),
+            max_new_tokens=1,
+            sampling=Sampling(temperature=1.0),
+        )

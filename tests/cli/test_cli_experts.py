@@ -1,0 +1,75 @@
+"""Models with experts are trained from the command line, split over `ep`."""
+
+import json
+
+import jax
+import pytest
+from flax import nnx
+from tiny_configs import hf_fields
+
+import bridge
+from bridge.models import Decoder
+from fsdp_jax.cli import main
+from fsdp_jax.cli._routing import Routing
+
+SIZES = {"vocab_size": 256, "num_hidden_layers": 2}
+
+
+@pytest.fixture(scope="module")
+def deepseek(tmp_path_factory) -> str:
+    """Dense and sparse layers, shared experts, groups, and biases in the router."""
+    fields = hf_fields("deepseek_v3", **SIZES, first_k_dense_replace=1)
+    config = bridge.from_hf_config({**fields, "aux_loss_alpha": 0.01})
+    model = Decoder(config, rngs=nnx.Rngs(jax.random.key(0)))
+    path = tmp_path_factory.mktemp("deepseek") / "model"
+    bridge.save_hf(path, nnx.state(model, nnx.Param), config)
+    return str(path)
+
+
+def train(model, text, out, *options) -> list[dict[str, float]]:
+    argv = ["train", "--hf", model, "--data", str(text), "--save", str(out / "save")]
+    argv += ["--steps", "2", "--batch", "8", "--seq", "16", "--lr", "1e-2"]
+    assert main([*argv, "--metrics", str(out / "run.jsonl"), *options]) == 0
+    lines = (out / "run.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def test_experts_on_four_devices_train_as_on_one(deepseek, text, tmp_path):
+    options = ["--expert-bias-rate", "1e-3", "--z-loss-coef", "1e-3"]
+    options += ["--aux-loss-over", "global"]
+    four, one = (
+        train(deepseek, text, tmp_path / name, *options, *more)
+        for name, more in {"four": ["--ep", "4"], "one": ["--devices", "1"]}.items()
+    )
+    for a, b in zip(four, one, strict=True):
+        for name in ("loss", "cross_entropy", "aux_loss", "z_loss", "grad_norm"):
+            assert a[name] == pytest.approx(b[name], rel=2e-4), name
+        assert a["max_expert_load"] == pytest.approx(b["max_expert_load"], rel=0.05)
+        assert a["dropped_choices"] == 0
+        balance = 0.01 * a["aux_loss"] + 1e-3 * a["z_loss"]
+        assert a["loss"] == pytest.approx(a["cross_entropy"] + balance, rel=1e-5)
+
+
+def test_a_capacity_drops_tokens_and_says_how_many(deepseek, text, tmp_path):
+    (first, _) = train(
+        deepseek, text, tmp_path, "--ep", "2", "--capacity-factor", "0.5"
+    )
+    assert first["dropped_choices"] > 0
+
+
+@pytest.mark.parametrize(
+    "routing, message",
+    [
+        (Routing(capacity_factor=1.0), "this model has no experts"),
+        (Routing(z_loss_coef=0.1, aux_loss_coef=0.1), "--aux-loss-coef 0.1, --z-loss"),
+        (Routing(expert_bias_rate=1e-3), "this model has no experts"),
+    ],
+)
+def test_options_of_experts_are_refused_for_a_dense_model(routing, message):
+    with pytest.raises(ValueError, match=message):
+        routing.check(bridge.from_hf_config(hf_fields("llama")))
+
+
+def test_a_bias_that_is_not_there_cannot_follow_the_load():
+    with pytest.raises(ValueError, match="have no bias"):
+        Routing(expert_bias_rate=1e-3).check(bridge.from_hf_config(hf_fields("olmoe")))

@@ -1,0 +1,87 @@
+"""`fsdp-jax train` on four processes with two devices each is that on one.
+
+Also after one of them was killed in mid-step, and the same command went on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from helpers.processes import Recorded
+
+import fsdp_jax as fsdp
+from fsdp_jax.cli import main
+
+pytestmark = pytest.mark.distributed
+
+STEPS, VICTIM = 4, 2
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("train")
+    (folder / "text").write_text("So it goes on, line by line. " * 200)
+    assert main(["make-tiny-llama", str(folder / "llama")]) == 0
+    return folder
+
+
+def command(folder: Path, name: str) -> list[str]:
+    paths = {"hf": "llama", "data": "text", "save": name, "metrics": f"{name}.jsonl"}
+    options = [f"--{option}={folder / path}" for option, path in paths.items()]
+    options += [f"--steps={STEPS}", "--batch=8", "--seq=16", "--save-every=1"]
+    return ["train", *options]
+
+
+def start(folder: Path) -> Recorded:
+    return Recorded([sys.executable, "-m", "fsdp_jax.cli", *command(folder, "four")], 4)
+
+
+def losses(folder: Path, name: str) -> list[tuple[int, float]]:
+    lines = (folder / f"{name}.jsonl").read_text().splitlines()
+    return [(each["step"], each["loss"]) for each in map(json.loads, lines)]
+
+
+@pytest.fixture(scope="module")
+def killed(folder) -> Recorded:
+    """A job, one process of which was killed in the step after the first commit."""
+    job = start(folder)
+    with job.processes as processes:
+        end = time.monotonic() + 200
+        while fsdp.latest_step(folder / "four") is None:
+            assert processes.statuses == [None] * 4 and time.monotonic() < end, job.said
+            time.sleep(0.01)
+        os.kill(processes.pids[VICTIM], signal.SIGKILL)
+        began = time.monotonic()
+        assert processes.wait(60) == 128 + signal.SIGKILL, job.said
+        assert time.monotonic() - began < 60
+    return job
+
+
+def test_the_others_end_and_name_the_process_that_was_killed(killed):
+    for rank in {0, 1, 2, 3} - {VICTIM}:
+        said = "\n".join(killed.lines[rank])
+        assert re.search(r"stops: process 2 \(.*killed.*, in step \d", said), (
+            killed.said
+        )
+
+
+def test_the_same_command_goes_on_and_ends_as_one_process_does(killed, folder):
+    assert losses(folder, "four")[-1][0] < STEPS  # it was killed before the end
+    again = start(folder)
+    with again.processes as processes:
+        assert processes.wait(240) == 0, again.said
+    assert main(command(folder, "one")) == 0
+    steps, expected = zip(*losses(folder, "one"), strict=True)
+    assert [step for step, _ in losses(folder, "four")] == list(steps) == [1, 2, 3, 4]
+    found = [loss for _, loss in losses(folder, "four")]
+    assert found == pytest.approx(expected, rel=1e-5)
+    assert fsdp.verify(folder / "four").step == STEPS
+    said = [line for lines in again.lines.values() for line in lines]
+    assert sum("is now in" in line for line in said) == 1, again.said

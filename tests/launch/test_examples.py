@@ -1,0 +1,195 @@
+"""The examples for SLURM, Kubernetes and Ray start what they say, on stubs of these."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import jsonschema
+import pytest
+import yaml
+
+import fsdp_jax
+from fsdp_jax.cli import main
+
+EXAMPLES = Path(fsdp_jax.__file__).parent / "launch" / "examples"
+
+STUB = """#!{python} -S
+import json, os, sys
+names = [name for name in os.environ if name.startswith("SLURM_")]
+print(json.dumps({{"arguments": sys.argv[1:]}}))
+sys.exit(int(os.environ["STATUS"]))
+"""
+
+
+@pytest.fixture
+def sbatch(tmp_path):
+    """Runs the batch script with a stub of srun; the status and what srun was given."""
+    srun = tmp_path / "srun"
+    srun.write_text(STUB.format(python=sys.executable))
+    srun.chmod(0o755)
+
+    def run(*arguments: str, status: int = 0) -> tuple[int, list[str]]:
+        done = subprocess.run(
+            ["bash", EXAMPLES / "slurm.sbatch", *arguments],
+            env=os.environ
+            | {"PATH": f"{tmp_path}:/bin:/usr/bin", "STATUS": str(status)},
+            capture_output=True,
+            text=True,
+        )
+        given = json.loads(done.stdout)["arguments"] if done.stdout else []
+        return done.returncode, given
+
+    return run
+
+
+def parses(arguments: list[str]) -> bool:
+    """Whether `fsdp-jax` takes them: it then says that the model is not there."""
+    return main(arguments) == 2
+
+
+def test_sbatch_gives_srun_the_command_of_each_task(sbatch, capsys):
+    status, given = sbatch("no/model", "no/text", "no/run")
+    assert status == 0
+    options = [option for option in given if option.startswith("--")]
+    assert "--kill-on-bad-exit=1" in options
+    command = given[given.index("fsdp-jax") + 1 :]
+    assert command[:7] == [
+        *("train", "--hf", "no/model", "--data", "no/text"),
+        *("--save", "no/run"),
+    ]
+    assert parses(command) and "no/text" in capsys.readouterr().err
+
+
+def test_sbatch_fails_as_srun_does_and_without_its_arguments(sbatch):
+    assert sbatch("model", "text", "run", status=143)[0] == 143
+    assert sbatch("model")[0] != 0
+
+
+def test_sbatch_asks_for_a_task_a_gpu_and_time_to_save():
+    asked = dict(
+        re.findall(
+            r"^#SBATCH --([\w-]+)=(\S+)", (EXAMPLES / "slurm.sbatch").read_text(), re.M
+        )
+    )
+    assert asked["ntasks-per-node"] == asked["gpus-per-node"] == "8"
+    assert asked["signal"].startswith("TERM@")
+
+
+def requires(**fields) -> dict:
+    """A schema of an object that has these fields, and perhaps others."""
+    return {"type": "object", "required": [*fields], "properties": fields}
+
+
+INDEXED = requires(
+    parallelism={"type": "integer", "minimum": 1},
+    completions={"type": "integer", "minimum": 1},
+    completionMode={"const": "Indexed"},  # or jax finds no process id
+    backoffLimit={"const": 0},  # or one pod alone would be started again
+    template=requires(
+        spec=requires(
+            restartPolicy={"const": "Never"},
+            serviceAccountName={"type": "string"},
+            containers={
+                "type": "array",
+                "minItems": 1,
+                "items": requires(
+                    name={"type": "string"},
+                    image={"type": "string"},
+                    command={"const": ["fsdp-jax", "train"]},
+                    args={"type": "array", "items": {"type": "string"}},
+                    resources=requires(limits=requires(**{"nvidia.com/gpu": {}})),
+                ),
+            },
+        )
+    ),
+)
+NAMED = requires(name={"type": "string", "pattern": "^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"})
+SCHEMAS = {
+    "ServiceAccount": requires(apiVersion={"const": "v1"}, metadata=NAMED),
+    "Role": requires(
+        apiVersion={"const": "rbac.authorization.k8s.io/v1"},
+        metadata=NAMED,
+        rules={
+            "type": "array",
+            "items": requires(apiGroups={}, resources={}, verbs={}),
+        },
+    ),
+    "RoleBinding": requires(
+        apiVersion={"const": "rbac.authorization.k8s.io/v1"},
+        metadata=NAMED,
+        subjects={"type": "array", "minItems": 1},
+        roleRef=requires(apiGroup={}, kind={"const": "Role"}, name={}),
+    ),
+    "JobSet": requires(
+        apiVersion={"const": "jobset.x-k8s.io/v1alpha2"},
+        metadata=NAMED,
+        spec=requires(
+            failurePolicy=requires(maxRestarts={"type": "integer"}),
+            network=requires(enableDNSHostnames={"const": True}),
+            replicatedJobs={
+                "type": "array",
+                "items": requires(
+                    name={"type": "string"},
+                    replicas={"const": 1},  # or there were two processes of each id
+                    template=requires(spec=INDEXED),
+                ),
+            },
+        ),
+    ),
+}
+
+
+def test_the_jobset_is_one_indexed_job_whose_pods_may_ask_for_each_other(capsys):
+    documents = list(yaml.safe_load_all((EXAMPLES / "jobset.yaml").read_text()))
+    kinds = {document["kind"]: document for document in documents}
+    assert kinds.keys() == SCHEMAS.keys()
+    for kind, document in kinds.items():
+        jsonschema.validate(document, SCHEMAS[kind])
+    (rule, jobs) = kinds["Role"]["rules"]
+    assert {*rule["resources"]} >= {"pods"} and "list" in rule["verbs"]
+    assert jobs["resources"] == ["jobs"]
+    (job,) = kinds["JobSet"]["spec"]["replicatedJobs"]
+    spec = job["template"]["spec"]
+    assert spec["parallelism"] == spec["completions"]
+    pod = spec["template"]["spec"]
+    account = kinds["ServiceAccount"]["metadata"]["name"]
+    assert pod["serviceAccountName"] == account
+    assert kinds["RoleBinding"]["subjects"][0]["name"] == account
+    (container,) = pod["containers"]
+    assert parses([*container["command"][1:], *container["args"]])
+    assert "/data/text" in capsys.readouterr().err
+
+
+def test_ray_trains_worker_runs_the_command(monkeypatch, capsys):
+    """With a stub of Ray that has the names of its documentation."""
+    trainers = []
+
+    class JaxTrainer:
+        def __init__(self, train_loop_per_worker, **options):
+            trainers.append((train_loop_per_worker, options))
+
+        def fit(self):
+            worker, options = trainers[-1]
+            worker(options["train_loop_config"])
+
+    train = types.ModuleType("ray.train")
+    for name in ("FailureConfig", "RunConfig", "ScalingConfig"):
+        setattr(train, name, lambda **options: options)
+    module = types.ModuleType("ray.train.v2.jax")
+    module.__dict__["JaxTrainer"] = JaxTrainer
+    for name in ("ray", "ray.train.v2"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, "ray.train", train)
+    monkeypatch.setitem(sys.modules, "ray.train.v2.jax", module)
+    text = (EXAMPLES / "ray_train.md").read_text()
+    (source,) = re.findall("```python\n(.*?)```", text, re.S)
+    with pytest.raises(RuntimeError, match="ended with status 2"):
+        exec(source, {"__name__": "__main__"})
+    assert "/data/text" in capsys.readouterr().err
+    assert trainers[0][1]["scaling_config"] == {"num_workers": 16, "use_gpu": True}

@@ -1,0 +1,141 @@
+"""Over real sockets: what each process of a job that cannot start is told, and when."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+
+import pytest
+
+from fsdp_jax.launch._attendance import attend
+from fsdp_jax.launch._claims import Claim
+from fsdp_jax.launch._meeting import Meeting
+from fsdp_jax.launch._patience import Patience
+from fsdp_jax.launch._wire import GREETING, encode, split_address
+
+QUICK = Patience(start_secs=1, silent_secs=1, report_secs=1, stall_secs=1)
+UNUSED = Patience(start_secs=20)
+
+
+def claim(rank: int, size: int = 2, **facts: str) -> Claim:
+    return Claim(rank, size, "here", 100 + rank, 5000 * (rank == 0), facts)
+
+
+@contextmanager
+def meeting(num_processes: int = 2, **options):
+    with closing(Meeting(num_processes, **options)) as opened:
+        yield opened
+
+
+def outcomes(port: int, claims: list[Claim], patience: Patience = UNUSED) -> list[str]:
+    """What becomes of each that attends: an error, or `ValueError: ...`."""
+
+    def one(claim: Claim) -> str:
+        try:
+            attendance = attend("127.0.0.1", port, claim, patience)
+            attendance.leave()  # or it would end this process with the meeting
+            return f"service {attendance.service}"
+        except ValueError as error:
+            return f"ValueError: {error}"
+
+    with ThreadPoolExecutor(len(claims)) as pool:
+        return list(pool.map(one, claims))
+
+
+def test_all_are_told_where_jax_meets():
+    with meeting() as opened:
+        found = outcomes(opened.port, [claim(1), claim(0)])
+    assert found == ["service 5000"] * 2
+
+
+@pytest.mark.parametrize(
+    "claims, says",
+    [
+        ([claim(0), claim(1, size=3)], "has 3 processes; the coordinator was told 2"),
+        ([claim(0), claim(0)], "process 0 came 2 times"),
+        ([claim(0), claim(5)], "process 5 (here, pid 105) is none of 0 to 1"),
+        ([claim(0, lr="1"), claim(1, lr="2")], "lr differs: 1 in process 0; 2 in"),
+    ],
+    ids=["another size", "twice the same", "out of range", "another config"],
+)
+def test_who_does_not_agree_is_one_error_in_all_within_seconds(claims, says):
+    began = time.monotonic()
+    with meeting() as opened:
+        found = outcomes(opened.port, claims)
+    assert len(set(found)) == 1 and says in found[0]
+    assert time.monotonic() - began < 5
+
+
+def test_a_process_that_does_not_come_is_named():
+    with meeting(3, patience=QUICK, report=lambda text: None) as opened:
+        found = outcomes(opened.port, [claim(0, 3), claim(2, 3)], QUICK)
+    assert all("process 1 of 3 had not come" in each for each in found)
+
+
+def test_a_taken_port_is_an_error_of_the_coordinator():
+    with meeting() as opened:
+        with pytest.raises(ValueError, match=f"Port {opened.port} of the coordinator"):
+            Meeting(2, port=opened.port)
+
+
+@contextmanager
+def stranger(says: bytes):
+    """Another program that listens, and says something."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.sendall(says)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield server.getsockname()[1]
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    "says",
+    [
+        b"HTTP/1.1 400 Bad Request\r\n\r\n",
+        b"",
+        b"[]\n",
+        encode({**GREETING, "version": 0}),
+    ],
+    ids=["http", "nothing", "no object", "another version"],
+)
+def test_another_program_at_the_port_is_an_error_of_the_others(says):
+    with stranger(says) as port, pytest.raises(ValueError, match="another program"):
+        attend("127.0.0.1", port, claim(1), UNUSED)
+
+
+def test_an_address_where_nobody_listens_is_an_error():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    with pytest.raises(ValueError, match=f"no coordinator at 127.0.0.1:{port}"):
+        attend("127.0.0.1", port, claim(1), QUICK)
+
+
+def test_who_sends_nonsense_does_not_disturb_the_others():
+    with meeting() as opened:
+        for nonsense in (b"GET / HTTP/1.1\r\n\r\n", b"{}\n", b"[1]\n", b"\xff\xff\n"):
+            with socket.create_connection(("127.0.0.1", opened.port)) as other:
+                other.sendall(nonsense)
+        assert outcomes(opened.port, [claim(0), claim(1)]) == ["service 5000"] * 2
+
+
+@pytest.mark.parametrize(
+    "address, parts",
+    [("a.b:1", ("a.b", 1)), ("[fe80::1]:80", ("fe80::1", 80))],
+)
+def test_an_address_is_host_and_port(address, parts):
+    assert split_address(address) == parts
+
+
+@pytest.mark.parametrize("address", ["host", "host:", ":80", "host:x", "host:99999"])
+def test_what_is_no_address_is_refused(address):
+    with pytest.raises(ValueError, match="write it as host:port"):
+        split_address(address)

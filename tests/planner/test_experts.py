@@ -1,0 +1,118 @@
+"""Experts in compiled steps: tokens travel over `ep`, and no weight does."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
+from helpers.experts import (
+    CHOSEN,
+    EMBED,
+    EXPERTS,
+    LAYERS,
+    ROWS,
+    SEQ,
+    TX,
+    batch,
+    loss_of,
+    plan_of,
+)
+from jax import lax
+
+import fsdp_jax as fsdp
+from fsdp_jax import ops
+from fsdp_jax.planner._compile import gpu_devices
+from fsdp_jax.planner._cost import wire_bytes
+from fsdp_jax.planner._gpu import GPUS
+from fsdp_jax.planner._program import moved, program_of
+from fsdp_jax.planner._wire import collective_of
+
+EP, RANKS = 4, 8
+TOKENS = ROWS // RANKS * SEQ
+BF16 = fsdp.MixedPrecisionPolicy(param_dtype=jnp.bfloat16, grad_comm_dtype=jnp.bfloat16)
+CAPACITY = functools.partial(ops.expert_capacity_dispatch, capacity_factor=1.0)
+PLACES = math.ceil(TOKENS * CHOSEN / EXPERTS) * EXPERTS
+DISPATCHES = {"dropless": ops.expert_parallel_dispatch, "capacity": CAPACITY}
+
+
+def lowered(plan, loss=None, dispatch=ops.expert_parallel_dispatch):
+    loss = loss or loss_of(dispatch, prefetch=1)
+    step = fsdp.make_train_step(plan, loss, TX, has_aux=True)
+    rows = {
+        name: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16, sharding=plan.batch_sharding)
+        for name, x in batch().items()
+    }
+    return step.jitted.lower(fsdp.abstract_state(plan, TX), rows)
+
+
+def check(plan, program, sides):
+    """No weight travels over ep; tokens do, there and back, forward and backward."""
+    arrays = list(moved(program_of(program, plan.mesh), plan.mesh))
+    experts = {row.name: row for row in plan.rows if row.is_expert}
+    own = {
+        row.on_device(plan.mesh, row.shape, ())[row.num_stacked :]
+        for row in experts.values()
+    }
+    gathered = [one for one in arrays if one.op == "all-gather" and "ep" in one.axes]
+    assert not {tuple(sorted(o.received)) for o in gathered} & {
+        tuple(sorted(dims)) for dims in own
+    }
+    over_ep = [one for one in arrays if one.axes == ("ep",) and one.dtype != "s32"]
+    assert {one.op for one in over_ep} == {sides[0]}
+    rows = [math.prod(one.sent) // EMBED for one in over_ep]
+    assert sorted(set(rows)) == sorted(set(sides[1:]))
+    # Two ways, forward and backward, each layer once.
+    assert sum(one.times for one in over_ep) == 4 * LAYERS
+    assert {one.dtype for one in over_ep} == {"bf16"}
+
+
+@pytest.mark.parametrize("name", DISPATCHES)
+def test_the_lowered_step_sends_tokens_and_no_experts(name):
+    plan = plan_of(fsdp.make_mesh(ep=EP), mp_policy=BF16)
+    program = lowered(plan, dispatch=DISPATCHES[name])
+    fsdp.audit(plan, program)
+    # For CPUs each pair of ranks has room for all tokens' choices of two experts.
+    room = EP * TOKENS * min(CHOSEN, EXPERTS // EP)
+    check(plan, program, ("all-to-all", room if name == "dropless" else PLACES))
+
+
+@pytest.mark.plan
+@pytest.mark.parametrize("name", DISPATCHES)
+def test_the_step_for_gpus_sends_the_rows_that_there_are(name):
+    devices = gpu_devices(GPUS["h200"], RANKS)
+    plan = plan_of(fsdp.make_mesh(ep=EP, devices=devices), mp_policy=BF16)
+    program = lowered(plan, dispatch=DISPATCHES[name])
+    compiled = program.compile(compiler_options=fsdp.compiler_options())
+    fsdp.audit(plan, compiled)
+    room = EP * TOKENS * min(CHOSEN, EXPERTS // EP)
+    ragged = ("ragged-all-to-all", TOKENS * CHOSEN, room)
+    check(plan, compiled, ragged if name == "dropless" else ("all-to-all", PLACES))
+    if name == "dropless":
+        # What crosses the wire is the tokens' choices, and not the room for them.
+        module = program_of(compiled, plan.mesh).module
+        sent = {
+            wire_bytes(found, RANKS)
+            for one in moved(program_of(compiled, plan.mesh), plan.mesh)
+            if (found := collective_of(module, one.computation, one.instruction))
+            and found.op == "ragged-all-to-all"
+        }
+        assert sent == {TOKENS * CHOSEN * EMBED * 2 * (EP - 1) / EP}
+
+
+def test_experts_that_are_brought_together_are_named():
+    def gathered(run, x, experts, weights, num_experts):
+        # As if all experts had to be here: what expert parallelism is to avoid.
+        gather = functools.partial(lax.all_gather, axis_name="ep", tiled=True)
+        whole = functools.partial(run.func, jax.tree.map(gather, run.args[0]))
+        return ops.expert_parallel_dispatch(
+            whole, x, experts, weights, num_experts, axis="cp"
+        )
+
+    plan = plan_of(fsdp.make_mesh(ep=EP), mp_policy=BF16)
+    with pytest.raises(fsdp.AuditError) as error:
+        fsdp.audit(plan, lowered(plan, loss_of(gathered)))
+    named = [line for line in error.value.differences if "experts of all ranks" in line]
+    assert any("'layers.experts.up'" in line for line in named)
