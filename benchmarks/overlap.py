@@ -29,12 +29,12 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
-from overlap_decoders import DECODERS
+from overlap_decoders import DECODERS, measure_decoder
+from overlap_figures import temporaries, times
 
 import fsdp_jax as fsdp
 from fsdp_jax.planner._compile import compile_scheduled, gpu_devices
 from fsdp_jax.planner._gpu import GPUS
-from fsdp_jax.planner._wire import axes_of
 
 WIDTH, MLP, HEADS, KV_HEADS, HEAD_DIM = 4096, 14336, 32, 8, 128
 LAYERS, VOCAB, VOCAB_CHUNKS = 32, 128256, 8
@@ -276,71 +276,6 @@ def measure(form, plan, rows, accumulate, dump):
     }
 
 
-def measure_decoder(name, dump):
-    """A whole model, and over which axes it waits."""
-    case, started = DECODERS[name], time.perf_counter()
-    plan, lowered = case.lower(TX)
-    options = fsdp.compiler_options(tensor_parallel=plan.mesh.shape["tp"] > 1)
-    scheduled = compile_scheduled(lowered, COST, case.gpus, options)
-    if dump:
-        (dump / f"{name}_{case.gpus}.hlo").write_text(scheduled.compiled.as_text())
-    return {
-        "form": name,
-        "gpus": case.gpus,
-        "mesh": {axis: n for axis, n in plan.mesh.shape.items() if n > 1},
-        "sequences_a_rank": case.rows,
-        **times(scheduled.timeline),
-        "over": by_axes(scheduled.timeline, plan.mesh),
-        "temporaries_gb": temporaries(scheduled.compiled),
-        "guided": scheduled.guided,
-        "compile_s": round(time.perf_counter() - started, 1),
-    }
-
-
-def by_axes(timeline, mesh):
-    """For each set of mesh axes: time on the wire, and how much of it is waited for."""
-    found = {}
-    for sent in timeline.sent:
-        axes = " x ".join(axes_of(sent.collective.groups, mesh) or ("none",))
-        wire, exposed = found.get(axes, (0.0, 0.0))
-        found[axes] = wire + sent.end - sent.start, exposed + sent.exposed
-    return {
-        axes: {"wire_ms": milliseconds(wire), "exposed_ms": milliseconds(exposed)}
-        for axes, (wire, exposed) in found.items()
-    }
-
-
-def times(timeline):
-    return {
-        "step_ms": milliseconds(timeline.seconds),
-        "compute_ms": milliseconds(timeline.compute_seconds),
-        "wire_ms": milliseconds(timeline.wire_seconds),
-        "exposed_ms": milliseconds(timeline.exposed_seconds),
-        "exposed_of_step": round(timeline.exposed_seconds / timeline.seconds, 4),
-        "floor_ms": milliseconds(floor(timeline)),
-    }
-
-
-def temporaries(compiled):
-    return round(compiled.memory_analysis().temp_size_in_bytes / 1e9, 3)
-
-
-def floor(timeline):
-    """The step if the shorter of wire and computation were hidden, each way."""
-    work = {"forward": 0.0, "backward": 0.0, "optimizer": 0.0}
-    wire = dict.fromkeys(work, 0.0)
-    for span in timeline.compute:
-        work[span.name] += span.end - span.start
-    for sent in timeline.sent:
-        way = "backward" if "transpose(" in sent.collective.op_name else "forward"
-        wire[way] += sent.end - sent.start
-    return sum(max(work[way], wire[way]) for way in work)
-
-
-def milliseconds(seconds):
-    return round(seconds * 1e3, 2)
-
-
 def compare(rows):
     """Ours against the others of the same run."""
     by_form = {row["form"]: row for row in rows}
@@ -406,7 +341,7 @@ def main():
     if args.dump:
         args.dump.mkdir(parents=True, exist_ok=True)
     if args.decoder:
-        rows = [measure_decoder(args.decoder, args.dump)]
+        rows = [measure_decoder(args.decoder, TX, args.dump)]
         with_tp = DECODERS[args.decoder].mesh.get("tp", 1) > 1
     else:
         rows, with_tp = measure_all(args.gpus, args.dump), False

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 
 import jax
 import jax.numpy as jnp
+from overlap_figures import by_axes, temporaries, times
 
 import fsdp_jax as fsdp
 from bridge.models import DecoderConfig, MoEConfig, RopeConfig
 from fsdp_jax.cli._model import fused_next_token_loss, plan_decoder
-from fsdp_jax.planner._compile import gpu_devices
+from fsdp_jax.cli._routing import Routing
+from fsdp_jax.planner._compile import compile_scheduled, gpu_devices
 from fsdp_jax.planner._gpu import GPUS
 
 SEQ = 4096
@@ -25,12 +28,14 @@ class DecoderCase:
       gpus: H200s, in nodes of 8.
       mesh: Sizes of the mesh's axes; `dp_shard` takes what these leave.
       rows: Sequences of 4,096 tokens for each rank of the data axes.
+      capacity_factor: What experts have room for, see `expert_capacity_dispatch`.
     """
 
     config: DecoderConfig
     gpus: int
     mesh: dict[str, int]
     rows: int
+    capacity_factor: float | None = None
 
     def lower(self, tx):
         """The plan, and its step lowered for GPUs that are not here."""
@@ -42,7 +47,8 @@ class DecoderCase:
         config = fsdp.FSDPConfig(
             mp_policy=policy, remat_policy=jax.checkpoint_policies.nothing_saveable
         )
-        plan = plan_decoder(self.config, mesh, config, prefetch=1, unroll=2)
+        routing = Routing(capacity_factor=self.capacity_factor, router_dtype="model")
+        plan = plan_decoder(self.config, mesh, config, routing, prefetch=1, unroll=2)
         rows = self.rows * self.gpus // mesh.shape["tp"]
         tokens = jax.ShapeDtypeStruct(
             (rows, SEQ + 1), jnp.int32, sharding=plan.batch_sharding
@@ -83,6 +89,30 @@ MIXTRAL_8X7B = DecoderConfig(
 
 DECODERS = {
     "llama-3-70b": DecoderCase(LLAMA_3_70B, 64, {"tp": 8}, rows=4),
-    "mixtral-8x7b": DecoderCase(MIXTRAL_8X7B, 64, {"ep": 8}, rows=1),
+    "mixtral-8x7b": DecoderCase(
+        MIXTRAL_8X7B, 64, {"ep": 8}, rows=4, capacity_factor=1.0
+    ),
 }
 """What `--decoder` takes."""
+
+
+def measure_decoder(name, tx, dump):
+    """A whole model, and over which axes it waits."""
+    case, started = DECODERS[name], time.perf_counter()
+    plan, lowered = case.lower(tx)
+    options = fsdp.compiler_options(tensor_parallel=plan.mesh.shape["tp"] > 1)
+    cost = GPUS["h200"].cost
+    scheduled = compile_scheduled(lowered, cost, case.gpus, options)
+    if dump:
+        (dump / f"{name}_{case.gpus}.hlo").write_text(scheduled.compiled.as_text())
+    return {
+        "form": name,
+        "gpus": case.gpus,
+        "mesh": {axis: n for axis, n in plan.mesh.shape.items() if n > 1},
+        "sequences_a_rank": case.rows,
+        **times(scheduled.timeline),
+        "over": by_axes(scheduled.timeline, plan.mesh),
+        "temporaries_gb": temporaries(scheduled.compiled),
+        "guided": scheduled.guided,
+        "compile_s": round(time.perf_counter() - started, 1),
+    }

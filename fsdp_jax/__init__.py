@@ -25,7 +25,6 @@ from fsdp_jax._eval import make_eval_step as make_eval_step
 from fsdp_jax._eval import make_forward as make_forward
 from fsdp_jax._frozen import apply_updates as apply_updates
 from fsdp_jax._frozen import trainable as trainable
-from fsdp_jax._fully_shard import Stacked as Stacked
 from fsdp_jax._fully_shard import fully_shard as fully_shard
 from fsdp_jax._health import largest_grads as largest_grads
 from fsdp_jax._layer_wise import layer_wise as layer_wise
@@ -54,6 +53,7 @@ from fsdp_jax._step import make_train_step as make_train_step
 from fsdp_jax._step import value_and_grad as value_and_grad
 from fsdp_jax._tree import named_leaves as named_leaves
 from fsdp_jax._unit import unit as unit
+from fsdp_jax._units import Stacked as Stacked
 from fsdp_jax.batches import Batch as Batch
 from fsdp_jax.batches import Jagged as Jagged
 from fsdp_jax.batches import all_gather as all_gather
@@ -65,6 +65,7 @@ from fsdp_jax.checkpoint import Checkpointer as Checkpointer
 from fsdp_jax.checkpoint import DamagedCheckpointError as DamagedCheckpointError
 from fsdp_jax.checkpoint import Loaded as Loaded
 from fsdp_jax.checkpoint import LocalCheckpoints as LocalCheckpoints
+from fsdp_jax.checkpoint import NotSavedError as NotSavedError
 from fsdp_jax.checkpoint import OtherProcessError as OtherProcessError
 from fsdp_jax.checkpoint import PerProcess as PerProcess
 from fsdp_jax.checkpoint import Stateful as Stateful

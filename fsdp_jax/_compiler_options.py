@@ -17,13 +17,16 @@ _OVERLAP: Options = {
     "xla_gpu_reduce_scatter_combine_threshold_bytes": 1 << 27,
     "xla_gpu_all_reduce_combine_threshold_bytes": 1 << 27,
 }
+# A collective that other processes never enter ends with an error, as in torch after
+# ten minutes; by itself XLA waits for ever.
+_TIME_OUT: Options = {"xla_gpu_nccl_termination_timeout_seconds": 600}
 
 # By the first two numbers of jaxlib, in order. XLA renames and drops options without
 # notice, so each version is looked at, though these three know the same.
 _BY_VERSION: dict[tuple[int, ...], Options] = {
-    (0, 10): _OVERLAP,
-    (0, 11): _OVERLAP,
-    (0, 12): _OVERLAP,
+    (0, 10): _OVERLAP | _TIME_OUT,
+    (0, 11): _OVERLAP | _TIME_OUT,
+    (0, 12): _OVERLAP | _TIME_OUT,
 }
 
 
@@ -37,7 +40,7 @@ _TENSOR_PARALLEL: Options = {
 def compiler_options(
     jaxlib_version: str | None = None, *, tensor_parallel: bool = False
 ) -> Options:
-    """Options of XLA:GPU under which communication hides behind computation.
+    """Options of XLA:GPU under which communication is hidden, and does not hang.
 
     `make_train_step` takes them by itself on GPUs; elsewhere pass them to `jax.jit` or
     to `jitted.lower(...).compile`, as `compiler_options`. An option that the XLA at

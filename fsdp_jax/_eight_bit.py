@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from typing import Any, NamedTuple
@@ -64,34 +65,39 @@ def eight_bit(
     """
     if block < 1 or min_elements < 1:
         raise ValueError(f"eight_bit({block=}, {min_elements=}): each is at least 1.")
+    form = _Form(unsigned, block)
 
     def init(params: PyTree) -> EightBitState:
-        shapes = {tuple(leaf.shape) for leaf in jax.tree.leaves(params)}
-
-        def is_held(leaf: Any) -> bool:
-            if leaf is None or leaf.dtype != jnp.float32:
-                return False
-            return math.prod(leaf.shape) >= min_elements and leaf.shape in shapes
-
         state = tx.init(params)
-        held = [is_held(leaf) for leaf in _leaves(state)]
+        shapes = {tuple(leaf.shape) for leaf in jax.tree.leaves(params)}
+        held = [_may_be_held(x, shapes, min_elements) for x in _leaves(state)]
         if not any(held):
             raise ValueError(
                 f"eight_bit(min_elements={min_elements}) holds nothing of this "
                 "optimizer's state in 8 bits: no float32 array of it has the shape of "
                 "a parameter and as many elements."
             )
-        return encode(state, held)
+        return form.encode(state, held)
 
     def update(updates: PyTree, state: Any, params: PyTree | None = None):
         held = [code is not None for code in _leaves(state.codes)]
-        updates, inner = tx.update(updates, decode(state), params)
-        return updates, encode(inner, held)
+        updates, inner = tx.update(updates, form.decode(state), params)
+        return updates, form.encode(inner, held)
 
-    def encode(state: PyTree, held: list[bool]) -> EightBitState:
+    return optax.GradientTransformation(init, update)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Form:
+    """How a state becomes codes and back; see `eight_bit`."""
+
+    unsigned: tuple[str, ...]
+    block: int
+
+    def encode(self, state: PyTree, held: list[bool]) -> EightBitState:
         paths, treedef = jax.tree_util.tree_flatten_with_path(state, is_leaf=_is_none)
         triples = [
-            (*_encode(leaf, _is_unsigned(path, unsigned), block), None)
+            (*_encode(leaf, self._is_unsigned(path), self.block), None)
             if is_held
             else (None, None, leaf)
             for (path, leaf), is_held in zip(paths, held, strict=True)
@@ -99,7 +105,7 @@ def eight_bit(
         parts = zip(*triples, strict=True)
         return EightBitState(*(treedef.unflatten(part) for part in parts))
 
-    def decode(state: EightBitState) -> PyTree:
+    def decode(self, state: EightBitState) -> PyTree:
         codes, treedef = jax.tree_util.tree_flatten_with_path(
             state.codes, is_leaf=_is_none
         )
@@ -107,11 +113,18 @@ def eight_bit(
         return treedef.unflatten(
             leaf
             if code is None
-            else _decode(code, scales, _is_unsigned(path, unsigned), block)
+            else _decode(code, scales, self._is_unsigned(path), self.block)
             for (path, code), (scales, leaf) in zip(codes, others, strict=True)
         )
 
-    return optax.GradientTransformation(init, update)
+    def _is_unsigned(self, path: tuple[Any, ...]) -> bool:
+        return any(part in self.unsigned for part in leaf_name(path).split("."))
+
+
+def _may_be_held(leaf: Any, shapes: set[tuple[int, ...]], min_elements: int) -> bool:
+    if leaf is None or leaf.dtype != jnp.float32:
+        return False
+    return math.prod(leaf.shape) >= min_elements and tuple(leaf.shape) in shapes
 
 
 @functools.cache
@@ -158,10 +171,6 @@ def _blocks(x: Array, block: int) -> Array:
     size = min(block, x.shape[-1])
     widths = [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % size)]
     return jnp.pad(x, widths).reshape(*x.shape[:-1], -1, size)
-
-
-def _is_unsigned(path: tuple[Any, ...], unsigned: tuple[str, ...]) -> bool:
-    return any(part in unsigned for part in leaf_name(path).split("."))
 
 
 def _leaves(tree: PyTree) -> list[Any]:

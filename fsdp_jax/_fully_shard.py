@@ -22,38 +22,11 @@ from fsdp_jax._mesh import (
     check_axes,
     num_devices,
 )
-from fsdp_jax._model import Instance, MakeModel, ModelDef, describe
+from fsdp_jax._model import MakeModel, ModelDef, describe
 from fsdp_jax._offload import check_memory
 from fsdp_jax._plan import ROOT, ParamPlan, Plan
 from fsdp_jax._tree import matches, named_leaves
-
-
-@dataclasses.dataclass(frozen=True)
-class Stacked:
-    """A unit whose leaves carry leading dims over its copies, one slice of them a copy.
-
-    Classes constructed under `vmap` are recognised; a tree of stacked arrays, as
-    `fsdp.scan` takes it, is not distinguishable from one of plain matrices and is
-    marked: `units=[fsdp.Stacked("layers")]`.
-
-    Args:
-      unit: A class or a path pattern.
-      num_dims: How many leading dims are the stack; they are never split.
-    """
-
-    unit: type | str
-    num_dims: int = 1
-
-    def __post_init__(self):
-        """Refuses a stack without a dim."""
-        if self.num_dims < 1:
-            raise ValueError(
-                f"Stacked({self.unit!r}, num_dims={self.num_dims}): a stack has at "
-                "least 1 leading dim. Leave Stacked out for what is no stack."
-            )
-
-
-UnitSpec = type | str | Stacked
+from fsdp_jax._units import Stacked, UnitSpec, find_units, owner
 
 
 def fully_shard(
@@ -97,14 +70,14 @@ def fully_shard(
     classes = tuple(dict.fromkeys(u for u in plain if isinstance(u, type)))
     model = describe(make_model, classes)
     names = [name for name, _ in named_leaves(model.params)]
-    found = _find_units(units, model.instances, names)
+    found = find_units(units, model.instances, names)
     _check_patterns(config, names)
     if config.lora is not None:
-        owners = {name: _owner(name, found) for name in names}
+        owners = {name: owner(name, found) for name in names}
         model = with_lora(model, config.lora, owners, ROOT, config.mp_policy)
     placements = _placements(mesh, config)
     rows = tuple(
-        _plan_param(name, leaf, *_owner(name, found), mesh, placements, config, model)
+        _plan_param(name, leaf, *owner(name, found), mesh, placements, config, model)
         for name, leaf in model.named_params
     )
     added = model.factors | model.codes
@@ -301,51 +274,6 @@ def _should_split(row: ParamPlan, config: FSDPConfig) -> bool:
         row.ndim_in_unit > 0
         and math.prod(row.shape) >= config.min_shard_elements
         and not any(matches(p, row.name) for p in config.replicated)
-    )
-
-
-Found = dict[str, int]
-"""Path of a unit -> leading dims of its leaves that are the stack."""
-
-
-def _find_units(
-    units: Sequence[UnitSpec],
-    instances: dict[type, tuple[Instance, ...]],
-    names: Sequence[str],
-) -> Found:
-    found: Found = {}
-    unmatched = []
-    for spec in units:
-        unit = spec.unit if isinstance(spec, Stacked) else spec
-        told = spec.num_dims if isinstance(spec, Stacked) else None
-        if isinstance(unit, type):
-            hits = {i.path: told or i.num_stacked or 0 for i in instances[unit]}
-        else:
-            heads = (matches(unit, name) for name in names)
-            hits = {head: told or 0 for head in heads if head is not None}
-        if not hits:
-            unmatched.append(unit)
-        found.update(hits)
-    if unmatched:
-        raise ValueError(_no_such_unit(unmatched, names))
-    return found
-
-
-def _owner(name: str, units: Found) -> tuple[str, int]:
-    """The innermost unit above a parameter."""
-    above = [u for u in units if u == "" or name == u or name.startswith(u + ".")]
-    if not above:
-        return ROOT, 0
-    unit = max(above, key=len)
-    return unit or "model", units[unit]
-
-
-def _no_such_unit(unmatched: Sequence[type | str], names: Sequence[str]) -> str:
-    shown = ", ".join(u.__name__ if isinstance(u, type) else repr(u) for u in unmatched)
-    return (
-        f"No part of the model matches the unit(s) {shown}. A class must be that of an "
-        "nnx or equinox object in the model; a pattern must match the leading "
-        f"components of parameter paths, which begin: {', '.join(names[:5])}."
     )
 
 

@@ -32,7 +32,7 @@ ROWS = [
     {"lora"},
     {"param_plan"},
     {"plan", "data", "launch", "batches"},
-    {"experts"},
+    {"experts", "units"},
     {"shard", "fully_shard", "batch", "frozen", "health"},
     {"model_state", "layer_wise"},
     {"collectives", "state", "aux"},

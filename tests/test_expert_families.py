@@ -145,3 +145,17 @@ def test_a_mould_over_ep_is_filled_with_each_device_s_own_experts(written):
         for shard in got.addressable_shards:
             assert shard.data.shape[1] == 1
             np.testing.assert_array_equal(shard.data, want[shard.index])
+
+
+def test_a_dispatch_that_leaves_tokens_where_they_are_is_refused():
+    config = bridge.from_hf_config(hf_fields("olmoe", **SIZES))
+    plan = fsdp.fully_shard(
+        lambda key: Decoder(config, rngs=nnx.Rngs(key), scan=fsdp.scan),
+        fsdp.make_mesh(ep=4),
+        [DecoderLayer],
+        fsdp.FSDPConfig(expert_parallel=expert_parallel_rules(config)),
+    )
+    step = fsdp.make_train_step(plan, lambda model, x: model(x).mean(), TX)
+    tokens = jax.ShapeDtypeStruct((ROWS, SEQ), jnp.int32)
+    with pytest.raises(ValueError, match="has 2 of 8 experts, and the dispatch hands"):
+        step.lower(fsdp.abstract_state(plan, TX), tokens)

@@ -2,6 +2,7 @@
 
 from fsdp_jax.checkpoint._agree import OtherProcessError as OtherProcessError
 from fsdp_jax.checkpoint._checkpointer import Checkpointer as Checkpointer
+from fsdp_jax.checkpoint._checkpointer import NotSavedError as NotSavedError
 from fsdp_jax.checkpoint._extras import Checkpointable as Checkpointable
 from fsdp_jax.checkpoint._extras import PerProcess as PerProcess
 from fsdp_jax.checkpoint._extras import Stateful as Stateful

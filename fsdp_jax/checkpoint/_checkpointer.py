@@ -45,6 +45,10 @@ from fsdp_jax.checkpoint._steps import (
 _KILLED_BY_SIGTERM = 128 + signal.SIGTERM
 
 
+class NotSavedError(RuntimeError):
+    """A save in the background failed: a full disk, a lost process."""
+
+
 class Checkpointer:
     """Saves while training goes on, and where it stopped the next start goes on.
 
@@ -236,7 +240,7 @@ class Checkpointer:
         """Returns when the last saves are committed.
 
         Raises:
-          RuntimeError: If one failed; its cause says why.
+          NotSavedError: If one failed; its cause says why.
         """
         self._settle_locally()
         self._settle()
@@ -290,7 +294,7 @@ class Checkpointer:
         for what, failure in failures.items():
             if failure is not None:
                 step, error = failure
-                raise RuntimeError(f"{what} {step} is not saved: {error}") from error
+                raise NotSavedError(f"{what} {step} is not saved: {error}") from error
 
     def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
         self._terminated.set()

@@ -59,6 +59,9 @@ class LocalCheckpoints:
     the disk (fsync): a process that is killed loses nothing, and what a power cut
     tears is noticed by its checksum and comes from a peer.
 
+    The first save of a start removes what `Checkpointer.resume` did not find complete:
+    who does not call it gives up the local steps of before.
+
     Attributes:
       path: A directory of each host, not one that they share; made if missing. Each
         run has a folder of its own there.

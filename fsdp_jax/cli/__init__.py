@@ -12,6 +12,7 @@ from typing import Annotated
 
 import tyro
 
+from fsdp_jax.checkpoint import NotSavedError
 from fsdp_jax.cli._compare import Compare
 from fsdp_jax.cli._convert import Convert
 from fsdp_jax.cli._demo import Demo
@@ -78,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.status
     except CheckFailed as error:
         return _report(error, status=1)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, NotSavedError) as error:
         return _report(error, status=2)
     return 0
 

@@ -23,6 +23,7 @@ from fsdp_jax.cli._model import check_rows, loss_of, plan_decoder
 from fsdp_jax.cli._options import Devices, Unset
 from fsdp_jax.cli._origin import open_hf
 from fsdp_jax.cli._recipe import ParamDtype
+from fsdp_jax.cli._routing import Routing
 from fsdp_jax.planner import (
     GPU,
     Forecast,
@@ -100,6 +101,8 @@ class Plan:
       prefetch: Layers gathered ahead of the one that computes.
       unroll: Layers in one iteration of the compiled loop.
       fused_loss: Makes logits a chunk of the vocabulary at a time: memory for work.
+      capacity_factor: Experts have room for this many times their even share of a
+        rank's tokens; default for all of those of all ranks on ep.
       json: Writes everything to this file.
       picture: Draws memory and time into this file, .png or .svg.
       sweep: Tries other meshes and strategies too, and recommends one.
@@ -121,6 +124,7 @@ class Plan:
     prefetch: int = 1
     unroll: int = 2
     fused_loss: bool = False
+    capacity_factor: Unset[float] = None
     json: Unset[Path] = None
     picture: Unset[Path] = None
     sweep: bool = False
@@ -223,6 +227,7 @@ def _step_of(options: Plan, config: DecoderConfig, mesh: Mesh):
         config,
         mesh,
         fsdp_config,
+        Routing(capacity_factor=options.capacity_factor, router_dtype="model"),
         prefetch=options.prefetch,
         unroll=options.unroll,
     )

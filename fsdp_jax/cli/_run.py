@@ -94,7 +94,8 @@ def run_steps(
 
     Raises:
       CheckFailed: If the loss is no longer finite; such a state is not saved.
-      RuntimeError: If the callback raises, or the last save failed.
+      RuntimeError: If the callback raises.
+      NotSavedError: If the last save failed.
       SystemExit: After SIGTERM, with status 143, when the step it came in is saved.
     """
     rate = run.routing.expert_bias_rate

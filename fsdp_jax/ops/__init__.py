@@ -29,4 +29,7 @@ from fsdp_jax.ops._pad_vocabulary import pad_vocabulary as pad_vocabulary
 from fsdp_jax.ops._router import update_expert_bias as update_expert_bias
 from fsdp_jax.ops._router import update_qb_beta as update_qb_beta
 from fsdp_jax.ops._split_heads import split_heads as split_heads
+from fsdp_jax.ops._sum_pi_squared import (
+    vocab_parallel_sum_pi_squared as vocab_parallel_sum_pi_squared,
+)
 from fsdp_jax.ops._tensor_parallel import sequence_parallel as sequence_parallel

@@ -48,7 +48,8 @@ class Forecast:
       timeline: Its replay.
       guided: Whether XLA's scheduler was given the cost model, see `compile_for`.
       compiled_bytes: Bytes on a GPU at the fullest moment, as XLA assigned buffers.
-      memory: The same by what it is, predicted from the plan and the trace alone.
+      memory: The same by what it is, predicted from the plan and the trace alone; over
+        `tp` too much, as XLA splits activations and gradients that no trace tells of.
       offloaded: What rests on the host, and what the step copies; None without.
       sent: One row a collective.
       tokens: Tokens in a global batch; None if not told.
@@ -330,6 +331,12 @@ def _advice(forecast: Forecast) -> list[str]:
     ]
 
 
+_NOT_SPLIT = (
+    "(predicted as if each rank of tp held all of what is computed and saved: what XLA "
+    "splits of it, no trace tells)"
+)
+
+
 def _memory_table(forecast: Forecast) -> str:
     memory = forecast.memory
     rows = [
@@ -340,4 +347,7 @@ def _memory_table(forecast: Forecast) -> str:
     more = forecast.compiled_bytes / memory.total - 1
     rows.append(("as compiled", format_bytes(forecast.compiled_bytes), f"{more:+.1%}"))
     columns = {"memory a GPU": "left", "bytes": "right", "": "right"}
-    return text_table(columns, rows)
+    table = text_table(columns, rows)
+    if forecast.plan.mesh.shape["tp"] == 1:
+        return table
+    return f"{table}\n{_NOT_SPLIT}"

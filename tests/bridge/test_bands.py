@@ -187,6 +187,19 @@ def test_shards_of_rows_read_nothing_twice(drawn, data):
         assert rows.max(initial=1) == 1
 
 
+def test_shards_in_one_array_that_take_alike_are_filled_by_one_copy():
+    (piece,) = Mapping((Rule("w", "w", "a b -> b a"),), {"a": 6, "b": 8}).pieces
+    section = Section.of(piece)
+    shards = tuple((Range(2 * i, 2 * i + 2), Range(0, 6)) for i in range(4))
+    for band in section.bands(itemsize=4):
+        ((together,), *apart) = (
+            [read.parts for read in reads(section, stacks, band)]
+            for stacks in ((shards,), tuple((shard,) for shard in shards))
+        )
+        assert len(together) == 1 and together[0].where[0] == Range(0, 4)
+        assert [len(parts) for read in apart for parts in read] == [4]
+
+
 MESH = jax.make_mesh((2, 4), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 SPECS = [(), ("x",), (None, ("y", "x")), ("x", "y"), (None, None, None, "x")]
 

@@ -55,7 +55,8 @@ def test_a_sweep_recommends_what_is_fastest_of_what_fits(llama, capsys):
     assert not plan(llama, "--gpus", "16", "--seq", "64", "--sweep")
     lines = capsys.readouterr().out.splitlines()
     rows = [line for line in lines if "GiB" in line or "MiB" in line]
-    assert len(rows) == 5
+    assert len(rows) == 6
+    assert sum("tp=2" in row for row in rows) == 1
     assert lines[-1].startswith("recommended: ")
     assert lines[-1].removeprefix("recommended: ") in rows[0]
 
@@ -65,6 +66,8 @@ def test_a_sweep_recommends_what_is_fastest_of_what_fits(llama, capsys):
     [
         (("--gpu", "v100"), "'v100' is unknown: use a100, h100, h200, b200"),
         (("--mesh", "dp_shard:8"), "'dp_shard:8' is no size of dp_outer"),
+        (("--mesh", "tp=2", "--seq", "63"), "--seq 63: tp=2 splits the tokens"),
+        (("--mesh", "tp=16", "--gpus", "16"), "num_attention_heads 4 is not a mult"),
         (("--tflops", "-1"), "takes no flops=-1"),
         (("--sweep", "--zero", "2"), "leave out --mesh, --zero"),
         (("--gpus", "12"), "12 GPUs are neither a part of a node of 8"),

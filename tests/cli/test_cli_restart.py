@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import signal
@@ -15,7 +16,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from helpers.damage import files_of
+from helpers.damage import ORBAX_FAILS_NOISILY, file_size_limited, files_of
 
 import fsdp_jax as fsdp
 from fsdp_jax._tree import named_leaves
@@ -190,6 +191,22 @@ def test_a_run_that_saved_nothing_is_in_nobodys_way(llama, text, tmp_path, fake_
     assert main([*argv, "1e-1"]) == 2  # but now it would be
     assert main([*argv, "1e-2"]) == 0
     assert fsdp.latest_step(tmp_path / "run") == 2
+
+
+@ORBAX_FAILS_NOISILY
+def test_a_full_disk_is_one_message_and_the_same_command_goes_on(
+    llama, text, tmp_path, fake_step, capsys
+):
+    argv = ["train", "--hf", str(llama), "--data", str(text), "--seq", "16"]
+    argv += ["--save", str(tmp_path / "run"), "--steps", "2"]
+    fake_step(5, 4)
+    with file_size_limited(20_000):
+        assert main(argv) == 2
+    assert "fsdp-jax: error: Step 2 is not saved: " in capsys.readouterr().err
+    gc.collect()  # what of the failed write ends later ends here
+    fake_step(5, 4)
+    assert main(argv) == 0
+    assert fsdp.verify(tmp_path / "run").step == 2
 
 
 def test_metrics_of_steps_that_come_again_are_taken_out(tmp_path):

@@ -79,6 +79,13 @@ def test_resuming_on_another_mesh_sees_the_same_batches(trained, text, tmp_path)
         assert resumed[step] == pytest.approx(whole[step], rel=ANOTHER_MESH)
 
 
+def test_resuming_over_tp_goes_on_with_the_same_losses(trained, text, tmp_path):
+    whole = losses(trained.metrics)
+    resumed = resume(trained, text, tmp_path, "--tp", "2", "--fused-loss")
+    for step in (3, 4):
+        assert resumed[step] == pytest.approx(whole[step], rel=ANOTHER_MESH)
+
+
 def test_a_checkpoint_remembers_where_its_data_stood(trained):
     at = {step: fsdp.load_metadata(trained.save, step=step) for step in (2, 4)}
     assert at[2]["data"] != at[4]["data"]

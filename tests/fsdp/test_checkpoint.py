@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ import pytest
 from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
+from jax.sharding import NamedSharding, PartitionSpec
 
 import fsdp_jax as fsdp
 from fsdp_jax._tree import named_leaves
@@ -158,6 +160,34 @@ def test_parameters_alone_are_read_alone(saved, monkeypatch):
 def test_metadata_comes_back(saved):
     assert fsdp.load_metadata(saved.path) == {"at": 2, "data": {"shard": [1, 2]}}
     assert fsdp.load_metadata(saved.path, step=1)["at"] == 1
+
+
+def test_a_chunk_that_eight_devices_need_is_read_once_into_their_memory(tmp_path):
+    """A chunk from one device; then rows of it, and all of it, on eight."""
+    one, eight = (fsdp.make_mesh(devices=jax.devices()[:n]) for n in (1, 8))
+    values = np.random.default_rng(0).normal(size=(1024, 2048)).astype(np.float32)
+    whole = NamedSharding(one, PartitionSpec())
+    scalar = jax.device_put(jnp.int32(1), whole)
+    params = {name: jax.device_put(values, whole) for name in ("rows", "all")}
+    state = fsdp.TrainState(scalar, params, {}, {}, scalar, scalar)
+    fsdp.save(tmp_path, state)
+
+    def mould(x, *spec):
+        sharding = NamedSharding(eight, PartitionSpec(*spec))
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    moulds = jax.tree.map(mould, state)
+    moulds.params["rows"] = mould(params["rows"], "dp_shard")
+    before = bytes_read()
+    loaded = fsdp.load(tmp_path, moulds)
+    assert 1 <= (bytes_read() - before) / (2 * values.nbytes) < 1.1
+    for leaf in loaded.params.values():
+        np.testing.assert_array_equal(leaf, values)
+
+
+def bytes_read() -> int:
+    (line,) = [x for x in Path("/proc/self/io").read_text().splitlines() if "rch" in x]
+    return int(line.split()[1])
 
 
 def test_all_that_does_not_fit_is_named_before_anything_is_read(saved, monkeypatch):

@@ -22,7 +22,7 @@ from tiny_configs import hf_fields
 import fsdp_jax as fsdp
 from fsdp_jax.cli import main
 
-MANIFEST = 8_000  # bytes beside the values, of a state of a few leaves
+MANIFEST = 16_000  # bytes beside the values, of a state of a few leaves
 
 
 def sharded(value, *spec) -> jax.Array:

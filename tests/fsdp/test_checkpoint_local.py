@@ -400,6 +400,32 @@ def test_any_mesh_loads_a_local_step(places, sizes):
         np.testing.assert_array_equal(np.asarray(got[name]), np.asarray(leaf))
 
 
+class Average:
+    """An object with a tree of arrays and a number."""
+
+    def __init__(self, step: int):
+        self.state = {"mean": state_at(step).params, "count": np.int64(step)}
+
+    def get_state(self):
+        return self.state
+
+    def set_state(self, state):
+        self.state = state
+
+
+def test_objects_beside_the_state_come_back(places):
+    with places.open() as checkpointer:
+        checkpointer.save(2, state_at(2), extras={"average": Average(2)})
+        checkpointer.wait()
+        average = Average(0)
+        checkpointer.resume(mould(), extras={"average": average})
+        with pytest.raises(ValueError, match="only in the checkpoint: extras.average"):
+            checkpointer.resume(mould())
+    assert average.state["count"] == 2
+    want = Average(2).state["mean"]["w"]
+    np.testing.assert_array_equal(average.state["mean"]["w"], want)
+
+
 def test_values_that_make_no_sense_are_refused(places):
     for name in ("every", "keep"):
         with pytest.raises(ValueError, match=rf"LocalCheckpoints\({name}=0\)"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import logging
 import os
@@ -21,7 +22,7 @@ from helpers.processes import run_processes
 from jax.sharding import NamedSharding, PartitionSpec
 
 import fsdp_jax as fsdp
-from fsdp_jax.checkpoint import _local
+from fsdp_jax.checkpoint import _engine, _local
 from fsdp_jax.checkpoint._agree import exchange
 
 PROCESSES = 4
@@ -96,6 +97,19 @@ def step_held(state: fsdp.TrainState | None, **sizes) -> int | None:
     return step
 
 
+@dataclasses.dataclass
+class Place:
+    """Where a process stands in its data."""
+
+    at: list[int]
+
+    def get_state(self) -> list[int]:
+        return self.at
+
+    def set_state(self, at: list[int]) -> None:
+        self.at = at
+
+
 class Job:
     """One process of the job, and its disk."""
 
@@ -129,16 +143,21 @@ class Job:
         exchange(None)  # all are done, before the next begins
         return said | {"log": "\n".join(self.log), "secs": secs}
 
-    def resume(self, **sizes) -> list:
+    def resume(self, *, places=False, **sizes) -> list:
+        place = Place([])
+        extras = {"place": fsdp.PerProcess(place)} if places else {}
         with self.open() as checkpointer:
-            state = checkpointer.resume(mould(**sizes))
-            return [step_held(state, **sizes), checkpointer.metadata]
+            state = checkpointer.resume(mould(**sizes), extras=extras)
+            said = [step_held(state, **sizes), checkpointer.metadata]
+        return [*said, place.at] if places else said
 
-    def save(self, *steps: int, **sizes) -> list[bool]:
+    def save(self, *steps: int, extras=None, had=None, **sizes) -> list[bool]:
         with self.open() as checkpointer:
-            checkpointer.resume(mould())
+            checkpointer.resume(mould(), extras=had)
             return [
-                checkpointer.save(n, state_at(n, **sizes), metadata={"at": [n]})
+                checkpointer.save(
+                    n, state_at(n, **sizes), metadata={"at": [n]}, extras=extras
+                )
                 for n in steps
             ]
 
@@ -185,9 +204,11 @@ def scenario(directory: str) -> dict[str, dict]:
     see("flipped", flipped, job)
     see("no room", no_room, job)
     see("files after no room", job.files)
-    see("save after no room", job.save, 14)
-    see("replicas", job.resume, dp_outer=2)
-    see("save replicas", job.save, 16, dp_outer=2)
+    place = {"place": fsdp.PerProcess(Place([job.rank, 14]))}
+    see("save after no room", job.save, 14, extras=place)
+    job.lose(3)
+    see("replicas", job.resume, dp_outer=2, places=True)
+    see("save replicas", job.save, 16, had=place, dp_outer=2)
     job.lose(0, 1)
     see("lost one of two replicas", job.resume)
     see("other mould", other_mould, job)
@@ -273,6 +294,32 @@ def interrupted_copies(number: int):
         _local._write = write
 
 
+def killed_in_a_persistent_save(directory: str) -> list:
+    """Process 1 is killed after it wrote its part, before it says so."""
+    with fsdp.Checkpointer(directory, timeout_secs=LOST_SECS) as checkpointer:
+        checkpointer.save(1, state_at(1))
+        checkpointer.wait()
+        if jax.process_index() == 1:
+            _engine.publish = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        checkpointer.save(2, state_at(2))
+        start = time.monotonic()
+        with pytest.raises(RuntimeError) as failed:
+            checkpointer.wait()
+        return [str(failed.value), time.monotonic() - start]
+
+
+def test_a_process_that_is_killed_in_a_persistent_save_is_named_in_time(tmp_path):
+    said, _ = run_processes(
+        killed_in_a_persistent_save, 2, str(tmp_path), killed=[1], devices=4
+    )
+    message, secs = said
+    assert "Step 2 is not saved" in message and secs < 60
+    assert "timed out task names:\n1\n" in message
+    assert fsdp.latest_step(tmp_path) == 1
+    assert step_held(fsdp.load(tmp_path, mould())) == 1
+    fsdp.save(tmp_path, state_at(2))  # what is left is not in the way
+
+
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("job")
@@ -354,12 +401,18 @@ def test_a_full_disk_leaves_the_last_step_and_nothing_else(seen):
     for files in results(seen, "files after no room"):
         assert {name.split("/")[0] for name in files} == {"8"}
     assert results(seen, "save after no room") == [[True]] * 3
-    assert held(seen, "replicas", 14)
 
 
 def test_another_mesh_fills_itself_from_the_shards_of_all_hosts(seen):
-    assert held(seen, "replicas", 14)
+    for step, metadata, _ in results(seen, "replicas"):
+        assert step == 14 and metadata == {"at": [14]}
     assert "restored from process" in log(seen, "replicas")
+
+
+def test_each_process_gets_the_objects_that_it_had_of_its_own(seen):
+    # Process 3 had lost its disk.
+    places = [place for _, _, place in results(seen, "replicas")]
+    assert places == [[0, 14], [1, 14], [3, 14]]
 
 
 def test_where_there_are_replicas_a_whole_clique_may_be_lost(seen):

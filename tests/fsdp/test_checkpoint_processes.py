@@ -116,7 +116,50 @@ def scenario(directory: str) -> dict[str, list]:
     seen["own"] = outcome(own_state, f"{directory}-own")
     one = {"one": Place(rank)}
     seen["not the same"] = outcome(fsdp.save, f"{directory}-no", wider, extras=one)
+    seen["bytes"] = bytes_moved(f"{directory}-large")
     return seen
+
+
+LARGE = (1024, 2048)
+
+
+def bytes_moved(directory: str) -> list:
+    """What this process writes and reads of a state that all hold; and if it is it."""
+    mesh, large = fsdp.make_mesh(dp_outer=2), np.zeros(LARGE, np.float32)
+    large += np.arange(LARGE[1], dtype=np.float32)
+
+    def leaf(*spec):
+        sharding = NamedSharding(mesh, PartitionSpec(*spec))
+        return jax.make_array_from_callback(LARGE, sharding, lambda i: large[i])
+
+    # Held by all, and by two each.
+    params = {
+        "whole": leaf(),
+        "rows": leaf("dp_shard"),
+        "columns": leaf(None, "dp_shard"),
+    }
+    state = dataclasses.replace(state_at(1), params=params, opt_state={})
+    start = storage_bytes()
+    fsdp.save(directory, state)
+    saved = storage_bytes()
+    loaded = fsdp.load(directory, jax.tree.map(mould_of, state))
+    end = storage_bytes()
+    same = all(
+        np.array_equal(shard.data, large[shard.index])
+        for leaf in loaded.params.values()
+        for shard in leaf.addressable_shards
+    )
+    exchange(None)
+    return [saved["wchar"] - start["wchar"], end["rchar"] - saved["rchar"], same]
+
+
+def mould_of(x: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+
+
+def storage_bytes() -> dict[str, int]:
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return {name: int(count) for name, count in (line.split(": ") for line in lines)}
 
 
 @dataclasses.dataclass
@@ -191,6 +234,15 @@ def messages(seen, what: str) -> list[str]:
 def test_four_processes_save_and_load_as_one(seen):
     assert kinds(seen, "save") == ["well"] * PROCESSES
     assert messages(seen, "load") == [True] * PROCESSES
+
+
+def test_four_processes_write_and_read_every_byte_once_and_a_fourth_each(seen):
+    size = 3 * 4 * np.prod(LARGE)
+    for kind in (0, 1):
+        shares = [process["bytes"][kind] / size for process in seen]
+        assert 1 <= sum(shares) < 1.1, shares
+        assert max(shares) < 0.3, shares
+    assert all(process["bytes"][2] for process in seen)
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,9 @@ def test_jit_and_compile_both_take_them(plan):
 
 @pytest.mark.parametrize("version", ["0.10.2", "0.11.2", "0.12.0.1", "0.12.1.dev3"])
 def test_each_version_has_its_options(version):
-    assert fsdp.compiler_options(version)["xla_gpu_enable_latency_hiding_scheduler"]
+    options = fsdp.compiler_options(version)
+    assert options["xla_gpu_enable_latency_hiding_scheduler"]
+    assert options["xla_gpu_nccl_termination_timeout_seconds"] == 600
 
 
 def test_a_newer_version_gets_the_newest_known():

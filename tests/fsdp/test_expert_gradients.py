@@ -60,10 +60,9 @@ def test_gradients_of_two_to_the_rank_sum_over_the_ranks_of_an_expert(name, stra
     np.testing.assert_array_equal(grads["dense"], np.full((8, 8), 255 / 8))
 
 
-@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize("name", ["hsdp x ep 2", "ep 8"])
 @pytest.mark.parametrize("strategy", range(4))
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("per_token", [False, True], ids=["means", "per token"])
+@pytest.mark.parametrize("accumulate, per_token", [(1, False), (2, False), (2, True)])
 def test_the_gradient_of_a_mean_is_one_wherever_experts_lie(
     name, strategy, accumulate, per_token
 ):

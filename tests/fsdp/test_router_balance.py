@@ -215,3 +215,10 @@ def test_the_weight_of_the_loss_is_the_config_s(config):
     mixtral = bridge.from_hf_config(hf_fields("mixtral", router_aux_loss_coef=0.02))
     assert default_aux_loss_coef(mixtral) == 0.02
     assert default_aux_loss_coef(config) == 0.0
+
+
+def test_routers_multiply_in_float32_unless_told_otherwise():
+    olmoe = bridge.from_hf_config(hf_fields("olmoe"))
+    applied = Routing().apply(olmoe)
+    assert applied.moe is not None and applied.moe.float32_logits
+    assert Routing(router_dtype="model").apply(olmoe) == olmoe

@@ -52,7 +52,7 @@ def loss_fn(model, batch):
 
 def trained(update, batch, accumulate=1, steps=1):
     plan = fsdp.fully_shard(
-        lambda key: Router(nnx.Rngs(key)), fsdp.make_mesh(dp_outer=2), [Router]
+        lambda key: Router(nnx.Rngs(key)), fsdp.make_mesh(dp_outer=2, ep=2), [Router]
     )
     tx = optax.sgd(0.1)
     step = fsdp.make_train_step(

@@ -103,6 +103,8 @@ MESHES = {
     "hfsdp": ({"dp_outer": 2, "tp": 2}, {"outer_dp_sharding_strategy": 1}),
     "ddp 4 x tp 2": ({"tp": 2}, {"zero_dp_strategy": 0}),
 }
+# What travels in float32 is summed in float64: the rounding of one number, thrice.
+ON_A_NARROW_WIRE = 1e-6
 
 
 @pytest.mark.parametrize("name", MESHES)
@@ -115,6 +117,18 @@ def test_with_a_tensor_axis_the_numbers_are_those_of_one_device(name, one_device
     # Norms of a sequence-parallel stream and of split heads are among them.
     assert worst(params, want) < 1e-9
     assert abs(loss - want_loss) < 1e-9
+
+
+def test_sums_wider_than_the_wire_are_those_of_one_device(one_device):
+    with jax.enable_x64(True):
+        policy = fsdp.MixedPrecisionPolicy(
+            main_grads_dtype=jnp.float64,
+            grad_comm_dtype=jnp.float32,
+            reduce_scatter_with_fp32_accumulation=True,
+        )
+        plan = plan_of(fsdp.make_mesh(tp=2), tensor_parallel=TENSOR, mp_policy=policy)
+        params, _ = trained(plan)
+    assert 1e-9 < worst(params, one_device[0]) < ON_A_NARROW_WIRE
 
 
 @pytest.fixture(scope="module")

@@ -44,6 +44,10 @@ def entropy(z, targets):
     return ops.vocab_parallel_entropy(z)
 
 
+def sum_pi_squared(z, targets):
+    return ops.vocab_parallel_sum_pi_squared(z)
+
+
 def smoothed(z, targets, **options):
     options["label_smoothing"] = 0.1
     return ops.vocab_parallel_cross_entropy(z, targets, **options)
@@ -54,6 +58,7 @@ OPS = {
     "smoothed": (smoothed, plain_smoothed),
     "log-probs": (ops.vocab_parallel_log_probs, lambda *args: -plain_loss(*args)),
     "entropy": (entropy, plain_entropy),
+    "sum of squares": (sum_pi_squared, lambda z, _: (jax.nn.softmax(z) ** 2).sum(-1)),
 }
 
 

@@ -78,6 +78,7 @@ def train() -> None:
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
+    model.peft_config["default"].base_model_name_or_path = None
     model.save_pretrained(FOLDER)
     (FOLDER / "README.md").unlink(missing_ok=True)
     told = {"peft": peft.__version__, "torch": torch.__version__, "losses": losses}
