@@ -1,13 +1,14 @@
 """What one GPU does with the reference decoder, beside the planner and PyTorch FSDP2.
 
-    python benchmarks/gpu_check.py [--out FILE]      on a GPU, under 8 minutes
-    python benchmarks/gpu_check.py --rehearse        a tiny model, on any machine
+    python benchmarks/gpu_check.py [--devices N] [--out FILE]   GPUs, under 15 minutes
+    python benchmarks/gpu_check.py --rehearse       a tiny model, on any machine
 
 A decoder of 1.2B parameters (Llama 3.2's sizes), bfloat16, sequence 4,096, cuDNN's
 attention, full recompute, AdamW: the median step, tokens a second, model FLOPs
 utilization with attention counted as a square and as a triangle, and the peak of memory
-beside what the planner predicts. Where torch sees the GPU, transformers' model of the
-same config trains under FSDP2 beside it. JSON goes to stdout.
+beside what the planner predicts; then the same with the optimizer state on the host,
+and with weights gathered in eight bits. Where torch sees the GPU, transformers' model
+of the same config trains under FSDP2 beside it. JSON goes to stdout.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from flax import nnx
 
 import fsdp_jax as fsdp
 from bridge.models import Decoder, DecoderConfig, DecoderLayer
+from fsdp_jax._memory_alarm import compiled_bytes, memory_alarms
 from fsdp_jax.planner._gpu import GPUS
 from fsdp_jax.planner._memory import predict_memory
 
@@ -69,9 +71,20 @@ FULL = Run(LLAMA_1B, rows=4, seq=4096, steps=20)
 REHEARSAL = Run(TINY, rows=2, seq=32, steps=3)
 
 
-def make_plan(config):
+VARIANTS = {
+    "offload": {"offload": fsdp.Offload()},
+    "float8_gather": {"param_gather": fsdp.Float8Gather()},
+    "mxfp8_gather": {"param_gather": fsdp.MXFP8Gather()},
+}
+"""What else is timed: on one GPU nothing travels, so that a gather's variant shows that
+it costs nothing there; give --devices to see what it saves."""
+
+
+def make_plan(config, count=1, param_gather=None, offload=None):
     policy = fsdp.MixedPrecisionPolicy(
-        param_dtype=jnp.bfloat16, grad_comm_dtype=jnp.bfloat16
+        param_dtype=jnp.bfloat16,
+        grad_comm_dtype=jnp.bfloat16,
+        param_gather=param_gather,
     )
 
     def make(key):
@@ -80,10 +93,12 @@ def make_plan(config):
 
     return fsdp.fully_shard(
         make,
-        fsdp.make_mesh(devices=jax.devices()[:1]),
+        fsdp.make_mesh(devices=jax.devices()[:count]),
         [DecoderLayer],
         fsdp.FSDPConfig(
-            mp_policy=policy, remat_policy=jax.checkpoint_policies.nothing_saveable
+            mp_policy=policy,
+            remat_policy=jax.checkpoint_policies.nothing_saveable,
+            offload=offload,
         ),
     )
 
@@ -94,12 +109,12 @@ def loss_fn(model, tokens):
     return losses.mean()
 
 
-def measure_jax(run):
-    plan = make_plan(run.config)
+def measure_jax(run, count=1, **options):
+    plan = make_plan(run.config, count, **options)
     tx = optax.adamw(3e-4, weight_decay=0.1)
     step = fsdp.make_train_step(plan, loss_fn, tx)
     rng = np.random.default_rng(0)
-    shape = (run.rows, run.seq + 1)
+    shape = (run.rows * count, run.seq + 1)
     tokens = rng.integers(0, run.config.vocab_size, shape, dtype=np.int32)
     mould = fsdp.abstract_state(plan, tx)
     started = time.perf_counter()
@@ -114,13 +129,7 @@ def measure_jax(run):
         state, metrics = step(state, tokens)
         losses.append(float(metrics["loss"]))  # Waits for the step.
         seconds.append(time.perf_counter() - started)
-    stats = compiled.memory_analysis()
-    assigned = (
-        stats.argument_size_in_bytes
-        + stats.output_size_in_bytes
-        - stats.alias_size_in_bytes
-        + stats.temp_size_in_bytes
-    )
+    assigned = compiled_bytes(compiled)
     peak = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
     median = statistics.median(seconds[3:])
     return {
@@ -130,6 +139,7 @@ def measure_jax(run):
         "first_loss": losses[0],
         "last_loss": losses[-1],
         **speeds(plan, run, median),
+        "memory_alarms": list(memory_alarms(compiled, memory_of(jax.devices()[0]))),
         "memory": {
             "peak_in_use": peak,
             "assigned_by_xla": assigned,
@@ -138,6 +148,11 @@ def measure_jax(run):
             "predicted_of_peak": peak and round(predicted.total / peak, 4),
         },
     }
+
+
+def memory_of(device):
+    """Bytes of a device; where it does not say, those of an H200."""
+    return (device.memory_stats() or {}).get("bytes_limit") or GPUS["h200"].memory
 
 
 def speeds(plan, run, seconds):
@@ -232,6 +247,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, help="write the JSON here as well")
     parser.add_argument("--rehearse", action="store_true", help="a tiny model")
+    parser.add_argument("--devices", type=int, default=1, help="for fsdp_jax alone")
     args = parser.parse_args()
     run = REHEARSAL if args.rehearse else FULL
     # PyTorch first, as jax keeps what memory it once had.
@@ -239,7 +255,7 @@ def main():
     device = jax.devices()[0]
     if device.platform == "cpu" and not args.rehearse:
         sys.exit("gpu_check.py measures a GPU, and jax sees none: try --rehearse.")
-    ours = measure_jax(run)
+    ours = measure_jax(run, args.devices)
     report = {
         "command": " ".join(["python", "benchmarks/gpu_check.py", *sys.argv[1:]]),
         "versions": versions(),
@@ -248,10 +264,15 @@ def main():
         "model": dataclasses.asdict(run.config),
         "rows": run.rows,
         "seq": run.seq,
+        "devices": args.devices,
         "fsdp_jax": ours,
+        "variants": {
+            name: measure_jax(run, args.devices, **options)
+            for name, options in VARIANTS.items()
+        },
         "fsdp2": fsdp2,
     }
-    if "median_step_s" in fsdp2:
+    if "median_step_s" in fsdp2 and args.devices == 1:
         faster = fsdp2["median_step_s"] / ours["median_step_s"]
         report["faster_than_fsdp2"] = round(faster, 3)
     text = json.dumps(report, indent=1)

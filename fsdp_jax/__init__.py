@@ -32,8 +32,12 @@ from fsdp_jax._lora_config import LoRA as LoRA
 from fsdp_jax._lora_config import LoRATarget as LoRATarget
 from fsdp_jax._loss_scale import LossScale as LossScale
 from fsdp_jax._loss_scale import ScaleState as ScaleState
+from fsdp_jax._low_precision import Float8Gather as Float8Gather
+from fsdp_jax._low_precision import MXFP8Gather as MXFP8Gather
+from fsdp_jax._memory_alarm import MemoryWarning as MemoryWarning
 from fsdp_jax._mesh import make_mesh as make_mesh
 from fsdp_jax._model_state import Tally as Tally
+from fsdp_jax._offload import Offload as Offload
 from fsdp_jax._padded import Padded as Padded
 from fsdp_jax._padded import unpack as unpack
 from fsdp_jax._plan import ParamPlan as ParamPlan

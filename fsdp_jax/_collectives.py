@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,12 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
+from fsdp_jax._low_precision import (
+    Encoded,
+    MXFP8Gather,
+    decode_float8,
+    decode_mxfp8,
+)
 from fsdp_jax._plan import ParamPlan
 from fsdp_jax._shard import Late, Shard
 
@@ -33,24 +40,6 @@ def gather_weight(shard: Shard) -> Float[Array, ...]:
     if shard.value.ndim != shard.row.ndim_in_unit:
         raise ValueError(_wrong_rank(shard))
     return fsdp_gather(shard.row, shard.late, shard.value, shard.sink, shard.earlier)
-
-
-def enter_step(row: ParamPlan, value: Float[Array, ...]) -> Float[Array, ...]:
-    """Brings a parameter from where it rests to where it is within the step.
-
-    Args:
-      row: The parameter's plan.
-      value: This device's piece at rest, split over `placements.optimizer`.
-
-    Returns:
-      The piece split over `placements.parameter`. What has to be gathered for that
-      travels in the compute dtype, once a step whatever the number of microbatches.
-    """
-    placements = row.placements
-    axes = tuple(a for a in placements.optimizer if a not in placements.parameter)
-    if not axes:
-        return value
-    return _all_gather(row, value.astype(row.precision.param), axes)
 
 
 def reduce_late(
@@ -81,13 +70,15 @@ def reduce_late(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def fsdp_gather(
-    row: ParamPlan, late: Late, value: Array, sink: Array | None, earlier: Array | None
+    row: ParamPlan, late: Late, value: Any, sink: Array | None, earlier: Array | None
 ) -> Array:
     del late, sink, earlier  # They concern the gradient; see `Shard`.
-    weight = value.astype(row.precision.param)
+    if row.gather is None:
+        value = value.astype(row.precision.param)
     axes = row.placements.parameter
-    if axes:
-        weight = _all_gather(row, weight, axes)
+    weight = all_gather(row, value, axes) if axes else value
+    if row.gather is not None:
+        weight = _decode(row, weight)
     if row.padding:
         dim = _split_dim(row, weight)
         weight = lax.slice_in_dim(weight, 0, weight.shape[dim] - row.padding, axis=dim)
@@ -127,20 +118,36 @@ def _gather_backward(row: ParamPlan, late: Late, earlier, grad: Array):
 fsdp_gather.defvjp(_gather_forward, _gather_backward)
 
 
-def _all_gather(row: ParamPlan, value: Array, axes: tuple[str, ...]) -> Array:
-    """Brings the pieces of the split dim together."""
+def all_gather(row: ParamPlan, value: Any, axes: tuple[str, ...]) -> Any:
+    """Brings the pieces of the split dim together, an array's or an `Encoded`'s."""
+    if isinstance(value, Encoded):
+        scale = value.scale
+        if isinstance(row.gather, MXFP8Gather):  # Else all ranks have the same one.
+            scale = all_gather(row, scale, axes)
+        return Encoded(all_gather(row, value.bytes, axes), scale)
     dim = _split_dim(row, value)
 
     def gather(piece):
         return lax.all_gather(piece, axes, axis=dim, tiled=True)
 
     with jax.named_scope("all_gather"):
-        return _at_tp_width(row, gather, value)
+        return at_tp_width(row, gather, value)
+
+
+def _decode(row: ParamPlan, encoded: Encoded) -> Array:
+    """The weight in its compute dtype."""
+    dtype = row.precision.param
+    with jax.named_scope("decode"):
+        if not isinstance(row.gather, MXFP8Gather):
+            return decode_float8(encoded, dtype)
+        return at_tp_width(
+            row, lambda e: decode_mxfp8(e, row.block_dim, dtype), encoded
+        )
 
 
 def _all_reduce(row: ParamPlan, grad: Array, axes: tuple[str, ...]) -> Array:
     with jax.named_scope("all_reduce"):
-        return _at_tp_width(row, lambda grad: lax.psum(grad, axes), grad)
+        return at_tp_width(row, lambda grad: lax.psum(grad, axes), grad)
 
 
 def _reduce_scatter(row: ParamPlan, grad: Array, axes: tuple[str, ...]) -> Array:
@@ -157,12 +164,10 @@ def _reduce_scatter(row: ParamPlan, grad: Array, axes: tuple[str, ...]) -> Array
         return by_rank.sum(axis=dim, dtype=row.precision.main_grads)
 
     with jax.named_scope("reduce_scatter"):
-        return _at_tp_width(row, reduce, grad.astype(row.precision.grad_comm))
+        return at_tp_width(row, reduce, grad.astype(row.precision.grad_comm))
 
 
-def _at_tp_width(
-    row: ParamPlan, collective: Callable[[Array], Array], x: Array
-) -> Array:
+def at_tp_width(row: ParamPlan, collective: Callable[[Any], Any], x: Any) -> Any:
     """Runs a collective over data axes on this rank's part of a tp-split array.
 
     Where `tp` is left to XLA, a bare collective would gather over it first and then

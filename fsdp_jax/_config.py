@@ -9,6 +9,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from fsdp_jax._lora_config import LoRA
+from fsdp_jax._low_precision import ParamGather
+from fsdp_jax._offload import Offload
 from fsdp_jax._tree import matches
 
 
@@ -63,6 +65,7 @@ class MixedPrecisionPolicy:
     stochastic_rounding: bool = False
     param_name_patterns_for_fp32_local_accumulation: tuple[str, ...] = ()
     param_name_patterns_in_fp32: tuple[str, ...] = ()
+    param_gather: ParamGather | None = None
 
     def __post_init__(self):
         """Refuses what gradients cannot be made of, all offenders at once."""
@@ -219,6 +222,9 @@ class FSDPConfig:
         gradients reduced, over the other data axes. The model has to bring tokens to
         their experts (`fsdp_jax.ops.expert_parallel_dispatch`).
       min_shard_elements: Parameters with fewer elements stay whole; shown in the plan.
+      offload: What rests in the host's memory instead of the device's, e.g.
+        `Offload()` for the optimizer state. None: nothing. For activations take a
+        `remat_policy` of jax's that offloads.
 
     Source: FSDP2 `fully_shard(reshard_after_forward=, mp_policy=)`.
     """
@@ -242,6 +248,7 @@ class FSDPConfig:
         default_factory=dict, hash=False
     )
     min_shard_elements: int = 0
+    offload: Offload | None = None
 
     def __post_init__(self):
         """Refuses combinations in which an option would do nothing."""
@@ -277,6 +284,15 @@ class FSDPConfig:
             raise ValueError(
                 f"FSDPConfig(min_shard_elements={self.min_shard_elements}) counts "
                 "elements: use 0 to shard everything."
+            )
+        if (
+            strategy == "no_shard"
+            and self.mp_policy.param_gather
+            and not self.placements
+        ):
+            raise ValueError(
+                "FSDPConfig(zero_dp_strategy='no_shard') gathers no weights, so that "
+                f"param_gather={self.mp_policy.param_gather} would do nothing: drop it."
             )
         if self.remat_policy is not None and not self.reshard_after_forward:
             raise ValueError(

@@ -7,11 +7,13 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from fsdp_jax._config import ZERO_DP_STRATEGIES, FSDPConfig, Placements, Precision
 from fsdp_jax._experts import check_experts, expert_dim, without_ep
 from fsdp_jax._lora import with_lora
+from fsdp_jax._low_precision import ParamGather
 from fsdp_jax._mesh import (
     DATA_AXES,
     OUTER_AXES,
@@ -21,6 +23,7 @@ from fsdp_jax._mesh import (
     num_devices,
 )
 from fsdp_jax._model import MakeModel, ModelDef, describe
+from fsdp_jax._offload import check_memory
 from fsdp_jax._plan import ROOT, ParamPlan, Plan
 from fsdp_jax._tree import matches, named_leaves
 from fsdp_jax._units import Stacked, UnitSpec, find_units, owner
@@ -61,6 +64,8 @@ def fully_shard(
     """
     config = config or FSDPConfig()
     check_axes(mesh, tensor_parallel=bool(config.tensor_parallel))
+    if config.offload:
+        check_memory(mesh)
     plain = [u.unit if isinstance(u, Stacked) else u for u in units]
     classes = tuple(dict.fromkeys(u for u in plain if isinstance(u, type)))
     model = describe(make_model, classes)
@@ -180,7 +185,20 @@ def _plan_param(
             dim, padding = tensor_dim, 0
     if dim is None or num_shards == 1:
         return row
-    return dataclasses.replace(row, dim=dim, padding=padding, placements=placements)
+    row = dataclasses.replace(row, dim=dim, padding=padding, placements=placements)
+    return dataclasses.replace(row, gather=_param_gather(row, config))
+
+
+def _param_gather(row: ParamPlan, config: FSDPConfig) -> ParamGather | None:
+    """How `row` travels, if as other than its numbers: a large matrix of a unit."""
+    chosen = config.mp_policy.param_gather
+    is_matrix = row.unit != ROOT and row.ndim_in_unit > 1
+    if not (chosen and row.placements.optimizer and is_matrix):
+        return None
+    is_large = math.prod(row.shape[row.num_stacked :]) >= chosen.min_elements
+    is_real = jnp.issubdtype(row.precision.param, jnp.floating)
+    excluded = any(matches(pattern, row.name) for pattern in chosen.exclude)
+    return chosen if is_large and is_real and not excluded else None
 
 
 def _tensor_dim(
@@ -261,6 +279,7 @@ def _should_split(row: ParamPlan, config: FSDPConfig) -> bool:
 
 def _check_patterns(config: FSDPConfig, names: Sequence[str]) -> None:
     """Refuses patterns that match no parameter: they are misspelt."""
+    gather = config.mp_policy.param_gather
     widened = config.mp_policy.param_name_patterns_for_fp32_local_accumulation
     options = {
         "FSDPConfig(replicated=...)": config.replicated,
@@ -268,6 +287,7 @@ def _check_patterns(config: FSDPConfig, names: Sequence[str]) -> None:
         "FSDPConfig(tensor_parallel=...)": tuple(config.tensor_parallel),
         "FSDPConfig(expert_parallel=...)": tuple(config.expert_parallel),
         "param_name_patterns_in_fp32": config.mp_policy.param_name_patterns_in_fp32,
+        "param_gather.exclude": gather.exclude if gather else (),
         "param_name_patterns_for_fp32_local_accumulation": tuple(
             pattern for pattern in widened if pattern != "all"
         ),
@@ -286,6 +306,13 @@ def _check_patterns(config: FSDPConfig, names: Sequence[str]) -> None:
 
 
 def _check_rows(config: FSDPConfig, mesh: Mesh, rows: Sequence[ParamPlan]) -> None:
+    travels = any(row.placements.parameter or row.placements.optimizer for row in rows)
+    if config.mp_policy.param_gather and travels and not any(r.gather for r in rows):
+        raise ValueError(
+            f"MixedPrecisionPolicy(param_gather={config.mp_policy.param_gather}) is "
+            "for matrices of units, and none is that large and not excluded. Pass "
+            "units=[LayerClass], a smaller min_elements, or drop it."
+        )
     if config.remat_policy is not None and all(row.unit == ROOT for row in rows):
         raise ValueError(
             "FSDPConfig(remat_policy=...) decides what a unit saves for backward, and "

@@ -14,7 +14,8 @@ from jaxtyping import Array, Float
 
 from fsdp_jax._aux import AUX_SPECS, AuxFormat, join_aux, reduce_aux
 from fsdp_jax._batch import split_microbatches
-from fsdp_jax._collectives import enter_step, reduce_late
+from fsdp_jax._collectives import reduce_late
+from fsdp_jax._enter import enter_step
 from fsdp_jax._loss import (
     LossFn,
     LossForm,
@@ -24,9 +25,11 @@ from fsdp_jax._loss import (
 )
 from fsdp_jax._mesh import BATCH_AXES, DATA_AXES, axes_in_use, num_devices
 from fsdp_jax._model_state import fold_rank, reduce_state
+from fsdp_jax._offload import Offload, on_device
 from fsdp_jax._padded import Padded, pack
 from fsdp_jax._plan import ROOT, ParamPlan, Plan
 from fsdp_jax._shard import Late, Shard
+from fsdp_jax._stream import AHEAD
 from fsdp_jax._tree import PyTree
 
 Grads = list[Array | None]
@@ -40,7 +43,7 @@ def global_loss(plan: Plan, loss_fn: LossFn, form: LossForm) -> Callable[..., An
     aux_format = AuxFormat()
 
     def local(values, batch, rng, model_state):
-        values = _enter(plan, values)
+        values = enter_step(plan.rows_in_step, values)
         shards = [
             Shard(value, None, None, row, Late())
             for row, value in zip(plan.rows_in_step, values, strict=True)
@@ -85,7 +88,7 @@ def global_grads(
     def local(values, batch, given, model_state):
         rng, loss_scale = given
         rows = split_microbatches(batch, accumulate)
-        shards = _shards(plan, _enter(plan, values), 1 / num_means)
+        shards = _shards(plan, enter_step(plan.rows_in_step, values), 1 / num_means)
         key = fold_rank(rng, data_axes)
         grads, state, outs = _accumulate(
             *(plan, call, aux_format, shards, model_state, rows, key),
@@ -259,7 +262,7 @@ def _finishing(
     return finishing
 
 
-def _shards(plan: Plan, values: Sequence[Array], scale: float) -> list[Shard]:
+def _shards(plan: Plan, values: Sequence[Any], scale: float) -> list[Shard]:
     return [
         Shard(
             value,
@@ -316,10 +319,25 @@ def _packed(plan: Plan, params: PyTree) -> list[Array]:
     """The arrays of the parameters as they rest in a `TrainState`."""
     leaves = plan.treedef.flatten_up_to(pack(params, plan.packed_params))
     values = [leaf.value if isinstance(leaf, Padded) else leaf for leaf in leaves]
+    if plan.config.offload and plan.config.offload.params:
+        values = _fetched(plan, plan.config.offload, values)
     return [
         _laid_out(plan, row, value.reshape(row.shape)) if row.is_cut else value
         for row, value in zip(plan.rows_in_step, values, strict=True)
     ]
+
+
+def _fetched(plan: Plan, offload: Offload, arrays: Sequence[Array]) -> list[Array]:
+    """On the device, one after the other, in the dtype in which they are gathered."""
+    fetched: list[Array] = []
+    for row, array in zip(plan.rows, arrays, strict=True):
+        if offload.moves(array):
+            array, _ = lax.optimization_barrier((array, fetched[-AHEAD:]))
+            array = on_device(array)
+            if row.gather is None:
+                array = array.astype(row.precision.param)
+        fetched.append(array)
+    return fetched
 
 
 def _placed(plan: Plan, row: ParamPlan, grad: Array) -> Array | Padded:
@@ -334,13 +352,6 @@ def _laid_out(plan: Plan, row: ParamPlan, x: Array) -> Array:
     """As it rests: over `tp` too, which the step leaves to XLA."""
     spec = row.spec_with_tp(row.placements.optimizer)
     return lax.with_sharding_constraint(x, NamedSharding(plan.mesh, spec))
-
-
-def _enter(plan: Plan, values: Sequence[Array]) -> list[Array]:
-    with jax.named_scope("enter_step"):
-        return [
-            enter_step(*pair) for pair in zip(plan.rows_in_step, values, strict=True)
-        ]
 
 
 def _add(grads: Grads, new: Grads) -> Grads:

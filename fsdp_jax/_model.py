@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
 from fsdp_jax._tree import PyTree, named_leaves
 
@@ -169,6 +170,14 @@ def _describe_nnx(model: nnx.Module) -> ModelDef:
 
 
 def _describe_pytree(model: PyTree) -> ModelDef:
+    if isinstance(model, Mapping) and OVERWRITE_WITH_GRADIENT in model:
+        raise ValueError(
+            f"make_model returned linen variables with {OVERWRITE_WITH_GRADIENT}: the "
+            "state of fp8 products with delayed scaling, which flax hands out as "
+            "gradients. A plan would average it over ranks and let the optimizer move "
+            "it. Scale by the current magnitudes instead (fp8_scaled_dot_general of "
+            "flax.linen.fp8_ops with histories made of these), which keeps no state."
+        )
     if isinstance(model, Mapping) and {"params", "batch_stats"} <= model.keys():
         raise ValueError(
             "make_model returned linen variables with batch_stats: statistics, not to "

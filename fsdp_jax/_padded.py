@@ -45,7 +45,10 @@ class Padded:
 
     def __jax_array__(self) -> Array:
         """The array of the logical shape."""
-        return self.value[tuple(slice(size) for size in self.shape)]
+        value = self.value
+        if jax.typeof(value).memory_space == jax.memory.Space.Host:
+            value = jax.device_put(value, jax.memory.Space.Device)
+        return value[tuple(slice(size) for size in self.shape)]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         """The array of the logical shape, on the host."""

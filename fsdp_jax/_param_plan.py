@@ -9,6 +9,7 @@ from collections.abc import Callable
 from jax.sharding import Mesh, PartitionSpec
 
 from fsdp_jax._config import Placements, Precision
+from fsdp_jax._low_precision import ParamGather
 from fsdp_jax._mesh import num_devices
 
 
@@ -34,6 +35,7 @@ class ParamPlan:
       reshard: Whether its unit is gathered again for backward.
       remat_policy: What of its unit's activations is saved, see `FSDPConfig`.
       is_cut: Whether this is the form of `in_step`, and not the parameter's own.
+      gather: How it is encoded to travel; None: it travels in its compute dtype.
     """
 
     name: str
@@ -51,6 +53,14 @@ class ParamPlan:
     reshard: bool
     remat_policy: Callable[..., bool] | None
     is_cut: bool = False
+    gather: ParamGather | None = None
+
+    @property
+    def block_dim(self) -> int:
+        """The dim along which MXFP8 has its blocks, from the end: one not split."""
+        if self.dim != len(self.shape) - 1:
+            return -1
+        return -3 if self.is_cut else -2
 
     @property
     def ndim_in_unit(self) -> int:

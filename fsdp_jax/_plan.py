@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fsdp_jax._config import FSDPConfig, Placements
+from fsdp_jax._low_precision import MXFP8Gather, num_blocks
 from fsdp_jax._mesh import BATCH_AXES, DATA_AXES, axes_in_use, num_devices
 from fsdp_jax._model import MakeModel, ModelDef
 from fsdp_jax._padded import Padded
@@ -159,6 +160,20 @@ class Plan:
         """The structure of the parameters."""
         return jax.tree.structure(self.model.params)
 
+    @property
+    def encoded_bytes(self) -> int:
+        """Bytes on one device, during a step, for pieces encoded to be gathered."""
+        total = 0
+        for row in self.rows:
+            if row.gather:
+                axes = row.placements.parameter
+                dims = list(row.on_device(self.mesh, row.padded_shape, axes))
+                total += math.prod(dims)
+                if isinstance(row.gather, MXFP8Gather):
+                    dims[row.block_dim] = num_blocks(dims[row.block_dim])
+                    total += math.prod(dims)
+        return total
+
     def __repr__(self) -> str:
         """The table: one row a parameter, then the mesh and the bytes a device."""
         table = text_table(_COLUMNS, [_cells(self, row) for row in self.rows])
@@ -186,12 +201,12 @@ _COLUMNS = {
 
 def _cells(plan: Plan, row: ParamPlan) -> tuple[str, ...]:
     axes = row.placements.optimizer
-    rests, moves = row.precision.main_params, row.precision.param
+    rests = row.precision.main_params
     return (
         row.name,
         str(row.shape),
         rests.name,
-        moves.name,
+        row.gather.name if row.gather else row.precision.param.name,
         row.unit + (" (stacked)" if row.num_stacked else ""),
         _split(row),
         f"{row.num_elements(plan.mesh, axes) * rests.itemsize:,}",
@@ -285,6 +300,11 @@ def _summary(plan: Plan) -> list[str]:
         )
     if frozen:
         lines.append(f"frozen, with neither gradient nor optimizer state: {frozen}")
+    if encoded := [row.gather.name for row in plan.rows if row.gather]:
+        lines.append(
+            f"encoded to be gathered: {len(encoded)} as {encoded[0]}, "
+            f"{format_bytes(plan.encoded_bytes)} a device during a step"
+        )
     if padded := [row for row in plan.rows if row.padding]:
         lines.append(
             f"padded, since no dim divides: {len(padded)}, "

@@ -17,6 +17,7 @@ from fsdp_jax._frozen import seen_by_optimizer
 from fsdp_jax._fully_shard import choose_split
 from fsdp_jax._loss_scale import LossScale, ScaleState
 from fsdp_jax._mesh import num_devices
+from fsdp_jax._offload import moulds_on_host
 from fsdp_jax._padded import Padded, pack, unpack
 from fsdp_jax._plan import ParamPlan, Plan
 from fsdp_jax._tree import PyTree, named_leaves
@@ -145,6 +146,8 @@ def init(
     made, opt_state, *others = make_rest(params, rng, model_state, opt_state)
     if any(row.padding for row in plan.rows):
         params = _pack_each(plan, params)
+    if plan.config.offload and plan.config.offload.params:
+        params = jax.device_put(params, sharding_of(mould.params))
     return TrainState(made, params, opt_state, *others)
 
 
@@ -193,13 +196,18 @@ def abstract_state(
     whole = NamedSharding(plan.mesh, PartitionSpec())
     key = jax.eval_shape(lambda: jax.random.key(0))
 
+    offload = plan.config.offload
+
     def scalar(dtype) -> Any:
         return jax.ShapeDtypeStruct((), dtype, sharding=whole)
 
+    def at_rest(moulds, is_offloaded):
+        return moulds_on_host(offload, moulds) if offload and is_offloaded else moulds
+
     return TrainState(
         step=scalar(jnp.int32),
-        params=plan.packed_params,
-        opt_state=_abstract_opt_state(plan, tx),
+        params=at_rest(plan.packed_params, offload and offload.params),
+        opt_state=at_rest(_abstract_opt_state(plan, tx), offload and offload.optimizer),
         model_state=plan.model_state,
         rng=scalar(key.dtype),
         num_skipped=scalar(jnp.int32),

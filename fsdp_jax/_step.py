@@ -13,16 +13,19 @@ import optax
 
 from fsdp_jax._batch import check_batch, place_batch
 from fsdp_jax._compiler_options import options_for
-from fsdp_jax._frozen import apply_updates, put_frozen, seen_by_optimizer
+from fsdp_jax._frozen import put_frozen
 from fsdp_jax._health import raise_if_not_finite
 from fsdp_jax._local import global_grads
 from fsdp_jax._loss import LossFn, LossForm, takes_rng
 from fsdp_jax._loss_scale import LossScale
+from fsdp_jax._memory_alarm import MemoryWatch
 from fsdp_jax._model_state import check_call
-from fsdp_jax._padded import pack, unpack
+from fsdp_jax._offload import on_device
+from fsdp_jax._padded import unpack
 from fsdp_jax._plan import Plan
 from fsdp_jax._state import TrainState, abstract_state
 from fsdp_jax._tree import PyTree
+from fsdp_jax._update import in_dtypes_of, make_update, to_rest, unless
 from fsdp_jax.launch import report_progress
 
 
@@ -93,12 +96,14 @@ class TrainStep:
       accumulate: Microbatches a step.
       jitted: The `jax.jit` function of `(state, batch)`; the state is donated.
       check_for_nan_in_grad: Whether each call waits for the step and checks it.
+      watch: Looks at the memory of each program before it first runs.
     """
 
     plan: Plan
     accumulate: int
     jitted: Any
     check_for_nan_in_grad: bool = False
+    watch: MemoryWatch = dataclasses.field(default_factory=MemoryWatch)
     _calls: Iterator[int] = dataclasses.field(
         default_factory=lambda: itertools.count(1), compare=False, repr=False
     )
@@ -112,7 +117,9 @@ class TrainStep:
         """
         check_batch(self.plan, batch, self.accumulate)
         report_progress(f"call {next(self._calls)} of the train step")
-        new, metrics = self.jitted(state, place_batch(self.plan, batch))
+        batch = place_batch(self.plan, batch)
+        self.watch.look(self.jitted, state, batch)
+        new, metrics = self.jitted(state, batch)
         if self.check_for_nan_in_grad:
             raise_if_not_finite(self.plan, metrics["grad_peaks"], int(new.step))
         return new, metrics
@@ -144,6 +151,7 @@ def make_train_step(
     loss_scale: LossScale | None = None,
     report_grad_peaks: bool = False,
     compiler_options: Mapping[str, bool | int | str] | None = None,
+    memory_limit: int | None = None,
 ) -> TrainStep:
     """Makes the step that updates a `TrainState` with one batch.
 
@@ -171,6 +179,10 @@ def make_train_step(
       compiler_options: XLA's, for this program alone, as `jax.jit` takes them; {} for
         none. Default `fsdp_jax.compiler_options()` on GPUs, and none elsewhere. A name
         that XLA does not know raises when the step compiles.
+      memory_limit: Bytes of a device that the step may take. Before a program first
+        runs, a `MemoryWarning` says if it takes 95 % of them, or if XLA recomputes
+        things of itself to fit. Default what the device says it has; CPUs say nothing,
+        and are not looked at.
 
     Returns:
       `step(state, batch) -> (state, metrics)`, where metrics hold `loss`, `grad_norm`
@@ -198,6 +210,7 @@ def make_train_step(
     compute = global_grads(plan, loss_fn, form, accumulate, with_peaks=with_peaks)
     mould = abstract_state(plan, tx, loss_scale)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, mould)
+    update = make_update(plan, tx, mould, may_skip=skips)
 
     def step(state: TrainState, batch: PyTree):
         rng = jax.random.fold_in(state.rng, state.step)
@@ -205,20 +218,20 @@ def make_train_step(
         ((loss, aux), model_state, peaks), grads = compute(
             state.params, batch, rng, state.model_state, scale and scale.scale
         )
-        is_finite = jnp.isfinite(peaks).all() if skips else jnp.array(True)
-        grads, params = unpack(grads), unpack(state.params)
+        skip = ~jnp.isfinite(peaks).all() if skips else jnp.array(False)
+        params = state.params
         if update_model_state:
-            params, model_state = _updated(
-                plan, update_model_state, params, model_state
-            )
+            given = unpack(on_device(params) if plan.config.offload else params)
+            plain, model_state = _updated(plan, update_model_state, given, model_state)
+            plain = unless(skip, given, plain) if skips else plain
+            params = to_rest(plan, mould, plain)
         with jax.named_scope("optimizer"):
-            updates, opt_state = tx.update(
-                grads, unpack(state.opt_state), seen_by_optimizer(plan, params)
-            )
             # Apart from the keys of the ranks, which count from zero.
             key = jax.random.fold_in(rng, 2**31 - 1)
-            params = apply_updates(plan, params, updates, key=key)
-        metrics = {"loss": loss, "grad_norm": optax.tree.norm(grads)}
+            params, opt_state = update(params, state.opt_state, grads, skip, key)
+        if skips:
+            model_state = unless(skip, state.model_state, model_state)
+        metrics = {"loss": loss, "grad_norm": optax.tree.norm(unpack(grads))}
         if scale is not None:
             metrics["loss_scale"] = scale.scale
         if has_aux:
@@ -227,15 +240,13 @@ def make_train_step(
             metrics["grad_peaks"] = peaks
         new = TrainState(
             state.step + 1,
-            pack(params, mould.params),
-            _in_dtypes_of(mould.opt_state, pack(opt_state, mould.opt_state)),
+            params,
+            opt_state,
             model_state,
             state.rng,
-            state.num_skipped,
-            loss_scale.update(scale, is_finite) if loss_scale and scale else None,
+            state.num_skipped + skip,
+            loss_scale.update(scale, ~skip) if loss_scale and scale else None,
         )
-        if skips:
-            new = _unless(~is_finite, state, new)
         return new, metrics
 
     jitted = jax.jit(
@@ -244,7 +255,8 @@ def make_train_step(
         out_shardings=(shardings, None),
         compiler_options=options_for(plan.mesh, compiler_options),
     )
-    return TrainStep(plan, accumulate, jitted, check_for_nan_in_grad)
+    watch = MemoryWatch(memory_limit)
+    return TrainStep(plan, accumulate, jitted, check_for_nan_in_grad, watch)
 
 
 def _updated(
@@ -259,29 +271,5 @@ def _updated(
             "update_model_state left the model with other arrays than it had. Change "
             "the values of its variables, and neither add nor remove any."
         )
-    params = put_frozen(plan, params, _in_dtypes_of(params, new))
-    return params, _in_dtypes_of(plan.model_state, after)
-
-
-def _in_dtypes_of(mould: PyTree, tree: PyTree) -> PyTree:
-    """Keeps each array in the dtype that it was made in.
-
-    A moment that widens with the gradient would make the second step another program,
-    and its checkpoint one that does not load.
-    """
-    return jax.tree.map(lambda leaf, new: new.astype(leaf.dtype), mould, tree)
-
-
-def _unless(is_bad: Any, old: TrainState, new: TrainState) -> TrainState:
-    """The new state; where `is_bad`, the old one, with the step counted and skipped."""
-
-    def choose(old, new):
-        return jax.tree.map(lambda o, n: jnp.where(is_bad, o, n), old, new)
-
-    return dataclasses.replace(
-        new,
-        params=choose(old.params, new.params),
-        opt_state=choose(old.opt_state, new.opt_state),
-        model_state=choose(old.model_state, new.model_state),
-        num_skipped=old.num_skipped + is_bad,
-    )
+    params = put_frozen(plan, params, in_dtypes_of(params, new))
+    return params, in_dtypes_of(plan.model_state, after)

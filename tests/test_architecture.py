@@ -24,9 +24,9 @@ PACKAGES = ("fsdp_jax", "bridge")
 # underscores are left out. `__init__` is the package itself: `from fsdp_jax import X`.
 ROWS = [
     {"padded", "table", "reshard", "uses", "compiler_options", "lora_config"}
-    | {"loss_scale"},
+    | {"loss_scale", "low_precision"},
     {"tree", "quantized"},
-    {"rounding", "eight_bit"},
+    {"rounding", "eight_bit", "memory_alarm", "offload", "stream"},
     {"config", "chunks", "factored"},
     {"mesh", "model", "derived"},
     {"lora"},
@@ -36,7 +36,7 @@ ROWS = [
     {"shard", "fully_shard", "batch", "frozen", "health"},
     {"model_state", "layer_wise"},
     {"collectives", "state", "aux"},
-    {"unit", "checkpoint", "ops", "adapters"},
+    {"unit", "checkpoint", "ops", "adapters", "enter", "update"},
     {"prefetch", "objects", "linen"},
     {"scan"},
     {"loss"},

@@ -105,6 +105,20 @@ def test_imports_were_compared_cold_and_warm_in_one_run():
     assert {"jax", "numpy", "safetensors", "transformers"} <= set(found["versions"])
 
 
+def test_weights_in_eight_bits_learned_within_1_percent_of_bfloat16():
+    found = json.loads((RESULTS / "param_gather.json").read_text())
+    assert found["steps"] == 200
+    formats = found["formats"]
+    assert not formats["bfloat16"]["gathered_in_fewer_bits"]
+    first = formats["bfloat16"]["losses_of_the_first"]
+    assert len(first) == 200 and first[-1] < 0.5 * first[0]
+    for kind in ("float8", "mxfp8"):
+        assert len(formats[kind]["gathered_in_fewer_bits"]) == 7
+        assert formats[kind]["losses_of_the_first"] != first
+        ours, theirs = (sum(formats[k]["last_losses"]) for k in (kind, "bfloat16"))
+        assert abs(ours / theirs - 1) < 0.01
+
+
 def saved():
     return json.loads((RESULTS / "checkpoint.json").read_text())
 
@@ -153,3 +167,5 @@ def test_the_check_of_a_gpu_runs_through_in_rehearsal(tmp_path):
     assert found["fsdp_jax"]["last_loss"] < found["fsdp_jax"]["first_loss"]
     assert found["fsdp_jax"]["tokens_per_s"] > 0
     assert found["fsdp2"]["median_step_s"] > 0
+    for name in ("offload", "float8_gather", "mxfp8_gather"):
+        assert found["variants"][name]["median_step_s"] > 0

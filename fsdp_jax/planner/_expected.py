@@ -5,9 +5,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator
+from functools import partial
 
 import jax.numpy as jnp
 
+from fsdp_jax._enter import is_float8
+from fsdp_jax._low_precision import MXFP8Gather, num_blocks
 from fsdp_jax._mesh import DATA_AXES, axes_in_use
 from fsdp_jax._plan import ParamPlan, Plan
 from fsdp_jax.planner._program import Dims
@@ -58,7 +61,7 @@ def hlo_dtype(dtype: jnp.dtype) -> str:
 
 def legs(plan: Plan) -> list[Leg]:
     """All that the plan says travels over data axes."""
-    return [leg for row in plan.rows for leg in _legs(plan, row)]
+    return [leg for row in plan.rows for leg in _legs(plan, row)] + [*_largest(plan)]
 
 
 def dims_of(plan: Plan, row: ParamPlan, axes: tuple[str, ...], *, sliced: bool) -> Dims:
@@ -75,24 +78,43 @@ def dims_of(plan: Plan, row: ParamPlan, axes: tuple[str, ...], *, sliced: bool) 
 
 
 def _legs(plan: Plan, row: ParamPlan) -> Iterator[Leg]:
-    places, param = row.placements, hlo_dtype(row.precision.param)
-    if places.parameter:
-        yield Leg(
-            *(row, "gather", "all-gather", places.parameter, param),
-            dims_of(plan, row, places.parameter, sliced=True),
-            dims_of(plan, row, (), sliced=True),
-            None,
-        )
+    places = row.placements
+    param = "u8" if row.gather else hlo_dtype(row.precision.param)
     enters = tuple(a for a in places.optimizer if a not in places.parameter)
-    if enters:
-        yield Leg(
-            *(row, "enter", "all-gather", enters, param),
-            dims_of(plan, row, places.optimizer, sliced=False),
-            dims_of(plan, row, places.parameter, sliced=False),
-            1,
-        )
+    in_blocks = isinstance(row.gather, MXFP8Gather)
+    for view in (lambda dims: dims, partial(_scales, row))[: 2 if in_blocks else 1]:
+        if places.parameter:
+            yield Leg(
+                *(row, "gather", "all-gather", places.parameter, param),
+                view(dims_of(plan, row, places.parameter, sliced=True)),
+                view(dims_of(plan, row, (), sliced=True)),
+                None,
+            )
+        if enters:
+            yield Leg(
+                *(row, "enter", "all-gather", enters, param),
+                view(dims_of(plan, row, places.optimizer, sliced=False)),
+                view(dims_of(plan, row, places.parameter, sliced=False)),
+                1,
+            )
     if not row.frozen:
         yield from _reductions(plan, row)
+
+
+def _scales(row: ParamPlan, dims: Dims) -> Dims:
+    """The dims of the scales of a piece of those dims."""
+    scales = list(dims)
+    scales[row.block_dim] = num_blocks(dims[row.block_dim])
+    return tuple(scales)
+
+
+def _largest(plan: Plan) -> Iterator[Leg]:
+    """The magnitudes on which ranks agree, of all tensors in one array."""
+    scaled = [row for row in plan.rows if is_float8(row)]
+    for axes in dict.fromkeys(row.placements.optimizer for row in scaled):
+        own = [row for row in scaled if row.placements.optimizer == axes]
+        dims = (sum(math.prod(row.shape[: row.num_stacked]) for row in own),)
+        yield Leg(own[0], "enter", "all-reduce", axes, "f32", dims, dims, 1)
 
 
 def _reductions(plan: Plan, row: ParamPlan) -> Iterator[Leg]:

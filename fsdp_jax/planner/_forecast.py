@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +16,7 @@ from fsdp_jax._compiler_options import compiler_options
 from fsdp_jax._fully_shard import fully_shard
 from fsdp_jax._local import global_loss
 from fsdp_jax._loss import LossFn, LossForm
+from fsdp_jax._memory_alarm import compiled_bytes, memory_alarms
 from fsdp_jax._mesh import AXES, make_mesh
 from fsdp_jax._plan import Plan
 from fsdp_jax._state import abstract_state
@@ -25,6 +27,7 @@ from fsdp_jax.planner._compile import compile_scheduled, gpu_devices, text_of
 from fsdp_jax.planner._flops import product_flops
 from fsdp_jax.planner._gpu import GPU, find_gpu
 from fsdp_jax.planner._hlo import parse
+from fsdp_jax.planner._host_memory import Offloaded, mark_host_arguments, offloaded
 from fsdp_jax.planner._memory import Memory, predict_memory
 from fsdp_jax.planner._picture import draw_forecast
 from fsdp_jax.planner._sent import SentRow, sent_rows, sent_table
@@ -47,6 +50,7 @@ class Forecast:
       compiled_bytes: Bytes on a GPU at the fullest moment, as XLA assigned buffers.
       memory: The same by what it is, predicted from the plan and the trace alone; over
         `tp` too much, as XLA splits activations and gradients that no trace tells of.
+      offloaded: What rests on the host, and what the step copies; None without.
       sent: One row a collective.
       tokens: Tokens in a global batch; None if not told.
       model_flops: Work of forward and backward on one device, without recomputation.
@@ -59,6 +63,7 @@ class Forecast:
     guided: bool
     compiled_bytes: int
     memory: Memory
+    offloaded: Offloaded | None
     sent: tuple[SentRow, ...]
     tokens: int | None
     model_flops: float
@@ -89,6 +94,17 @@ class Forecast:
         """Whether the compiled step leaves a tenth of the memory to others."""
         return self.compiled_bytes <= 0.9 * self.gpu.memory
 
+    @property
+    def offload_seconds(self) -> float:
+        """What the copies to and from the host take, if nothing hides them."""
+        found = self.offloaded
+        return found.seconds(self.gpu.cost.host_bandwidth) if found else 0.0
+
+    @functools.cached_property
+    def memory_alarms(self) -> tuple[str, ...]:
+        """What a `MemoryWarning` will say when the step first runs there."""
+        return memory_alarms(self.compiled, self.gpu.memory)
+
     def to_dict(self) -> dict[str, Any]:
         """Everything in it as JSON has it; bytes, seconds."""
         speed = self.tokens_per_second
@@ -111,6 +127,9 @@ class Forecast:
             "fits": self.fits,
             "memory_of_gpu": self.gpu.memory,
             "memory_compiled": self.compiled_bytes,
+            "offloaded": self.offloaded and dataclasses.asdict(self.offloaded),
+            "offload_seconds": self.offload_seconds,
+            "memory_alarms": list(self.memory_alarms),
             "memory_predicted": {
                 **dataclasses.asdict(self.memory),
                 "total": self.memory.total,
@@ -188,9 +207,10 @@ def compile_for(
     mould = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
     if options is None:
         options = compiler_options(tensor_parallel=there.shape["tp"] > 1)
-    scheduled = compile_scheduled(
-        step.lower(state, mould), gpu.cost, count, options, guide=guide
-    )
+    lowered = step.lower(state, mould)
+    if plan.config.offload:
+        mark_host_arguments(plan, lowered, state)
+    scheduled = compile_scheduled(lowered, gpu.cost, count, options, guide=guide)
     traced = step.jitted.trace(state, mould).jaxpr
     return Forecast(
         gpu=gpu,
@@ -200,6 +220,7 @@ def compile_for(
         guided=scheduled.guided,
         compiled_bytes=compiled_bytes(scheduled.compiled),
         memory=predict_memory(plan, state, mould, traced),
+        offloaded=offloaded(plan, state) if plan.config.offload else None,
         sent=sent_rows(scheduled.timeline, plan),
         tokens=tokens,
         model_flops=_model_flops(plan, loss_fn, step_options, mould) / count,
@@ -232,18 +253,6 @@ def count_on_cpu(
     cost = find_gpu("h200").cost
     timeline = replay(parse(text_of(compiled)), cost, plan.mesh.size)
     return compiled_bytes(compiled), sent_rows(timeline, plan)
-
-
-def compiled_bytes(compiled: jax.stages.Compiled) -> int:
-    """Bytes on a device at the fullest moment: what XLA assigned buffers to."""
-    stats = compiled.memory_analysis()
-    assert stats is not None
-    return (
-        stats.argument_size_in_bytes
-        + stats.output_size_in_bytes
-        - stats.alias_size_in_bytes
-        + stats.temp_size_in_bytes
-    )
 
 
 def _model_flops(plan: Plan, loss_fn, options, batch) -> float:
@@ -285,7 +294,21 @@ def _headline(forecast: Forecast) -> list[str]:
         speed,
         f"memory: {format_bytes(forecast.compiled_bytes)} a GPU as compiled, "
         f"{room}: {verdict}",
+        *_offload_line(forecast),
+        *(f"memory alarm: {alarm}" for alarm in forecast.memory_alarms),
         *_advice(forecast),
+    ]
+
+
+def _offload_line(forecast: Forecast) -> list[str]:
+    if (found := forecast.offloaded) is None:
+        return []
+    bandwidth = forecast.gpu.cost.host_bandwidth
+    return [
+        f"on the host: {format_bytes(found.bytes)} a GPU; a step copies "
+        f"{format_bytes(found.fetched)} here and {format_bytes(found.returned)} back, "
+        f"{forecast.offload_seconds * 1e3:,.1f} ms at {bandwidth / 1e9:,.0f} GB/s, on "
+        "top of the step unless hidden"
     ]
 
 

@@ -20,6 +20,7 @@ class CostModel:
       latency: Seconds that each collective takes besides.
       devices_per_node: Devices with links to one another.
       peak_flops: What the data sheet promises, for model FLOPs utilization alone.
+      host_bandwidth: Bytes a second between a device and its host, in one direction.
     """
 
     flops: float
@@ -29,6 +30,7 @@ class CostModel:
     latency: float
     devices_per_node: int
     peak_flops: float
+    host_bandwidth: float = 50e9
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,9 +94,14 @@ device_description_str: "{self.description}"
 
 
 def _cost(
-    flops: float, memory: float, links: float, network: float, peak_flops: float
+    flops: float,
+    memory: float,
+    links: float,
+    network: float,
+    peak_flops: float,
+    host: float = 50,
 ) -> CostModel:
-    """A model of nodes of 8; TFLOP/s, and GB/s of memory, links and network."""
+    """A model of nodes of 8; TFLOP/s, and GB/s of memory, links, network and host."""
     return CostModel(
         flops=flops * 1e12,
         memory_bandwidth=memory * 1e9,
@@ -103,6 +110,7 @@ def _cost(
         latency=15e-6,
         devices_per_node=8,
         peak_flops=peak_flops * 1e12,
+        host_bandwidth=host * 1e9,
     )
 
 
@@ -117,7 +125,7 @@ GPUS = {
         shared_memory=163 << 10,
         clock=1.41,
         data_sheet_bandwidth=2_039_000_000_000,
-        cost=_cost(250, 1800, links=235, network=22.5, peak_flops=312),
+        cost=_cost(250, 1800, links=235, network=22.5, peak_flops=312, host=25),
     ),
     "h100": GPU(
         name="h100",
@@ -157,7 +165,7 @@ GPUS = {
     ),
 }
 """By name. Shapes are the vendor's; the speeds, stated and not measured here, are about
-80 % of its 16-bit peak, 90 % of its memory and network, 78 % of its links."""
+80 % of its 16-bit peak, 90 % of its memory and network, 78 % of its links and PCIe."""
 
 
 def find_gpu(gpu: str | GPU, **costs: float) -> GPU:

@@ -16,7 +16,9 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from fsdp_jax._plan import Plan
+from fsdp_jax._state import TrainState
 from fsdp_jax._tree import PyTree
+from fsdp_jax.planner._host_memory import entered_bytes, resident
 from fsdp_jax.planner._lifetimes import Lifetimes, carry_of, lifetimes
 from fsdp_jax.planner._trace import Operation, Program, Value, on_one_device
 
@@ -29,10 +31,12 @@ class Memory:
     """Bytes on one device at the fullest moment of a step, by what they are.
 
     Attributes:
-      params: Parameters at rest.
-      optimizer: Optimizer state at rest.
+      params: Parameters at rest, unless on the host.
+      optimizer: Optimizer state at rest, unless on the host.
       gradients: Reduced and accumulated ones, and a unit's before they are reduced.
-      gathered: Whole weights: of units, and of what belongs to none.
+      gathered: Whole weights: of units, and of what belongs to none; and pieces that
+        are made once a step to be gathered: encoded ones, and those of weights that
+        rest on the host.
       saved: Activations kept for backward.
       activations: What the unit at work computes with.
       logits: What is computed outside of all stacks of units: the head, the loss.
@@ -55,7 +59,7 @@ class Memory:
 
 
 def predict_memory(
-    plan: Plan, state: PyTree, batch: PyTree, traced: core.ClosedJaxpr
+    plan: Plan, state: TrainState, batch: PyTree, traced: core.ClosedJaxpr
 ) -> Memory:
     """Predicts the fullest moment of a step.
 
@@ -65,6 +69,7 @@ def predict_memory(
       batch: The mould of the global batch.
       traced: `step.jitted.trace(state, batch).jaxpr`.
     """
+    state = resident(plan, state)
     at_rest = {
         "params": _bytes_on_a_device(state.params),
         "optimizer": _bytes_on_a_device(state.opt_state),
@@ -80,6 +85,7 @@ def predict_memory(
     peak = _Walk(plan, grads).peak(program, set(program.inputs))
     kinds = ("gradients", "gathered", "saved", "activations", "logits", "other")
     found = {kind: peak.get(kind, 0) for kind in kinds}
+    found["gathered"] += entered_bytes(plan)
     found["other"] += arguments - sum(at_rest.values()) + WORKSPACE
     return Memory(**at_rest, **found)
 
@@ -147,7 +153,7 @@ class _Walk:
         self, operation: Operation, value: Value, found: Lifetimes, inside: str
     ) -> str:
         key = (value.shape, value.dtype)
-        if value in found.gathered:
+        if value in found.gathered or "enter_step" in operation.scopes:
             return "gathered"
         if key in self.grads or value in found.to_reduce:
             return "gradients"

@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 from jax.extend import core
 
 INLINED = {
@@ -32,14 +33,18 @@ class Value:
     Attributes:
       shape: Its dims on one device.
       dtype: Its dtype.
+      is_on_host: Whether it is none of the device's, as what is offloaded for backward.
     """
 
     shape: tuple[int, ...]
     dtype: Any
+    is_on_host: bool = False
 
     @property
     def bytes(self) -> int:
         """Bytes of it on one device."""
+        if self.is_on_host:
+            return 0
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -165,7 +170,8 @@ def _bind(env: dict[Any, Value], v: Any) -> Value:
 
 
 def _value(v: Any) -> Value:
-    return Value(tuple(v.aval.shape), v.aval.dtype)
+    is_on_host = v.aval.memory_space == jax.memory.Space.Host
+    return Value(tuple(v.aval.shape), v.aval.dtype, is_on_host)
 
 
 def _read(env: dict[Any, Value], v: Any) -> Value | None:

@@ -193,3 +193,22 @@ def test_the_axes_of_a_mesh_of_stand_ins_are_those_asked_for():
     )
     assert dict(found.plan.mesh.shape)["dp_shard"] == 4
     assert jnp.dtype(found.plan.rows[0].precision.param) == jnp.bfloat16
+
+
+def test_a_gpu_that_the_step_does_not_fit_is_told_of(wide):
+    assert wide.memory_alarms == ()
+    small = dataclasses.replace(GPUS["h200"], memory=round(wide.compiled_bytes / 0.97))
+    near = dataclasses.replace(wide, gpu=small)
+    (alarm,) = near.memory_alarms
+    assert "97.0% of the" in alarm and alarm in repr(near)
+    assert near.to_dict()["memory_alarms"] == [alarm]
+
+
+def test_what_xla_recomputes_of_itself_is_told_of():
+    # With nothing recomputed by plan, on a GPU with a third of the memory for it.
+    config = {"remat_policy": None}
+    plain = forecast(Llama(layers=2), tokens(64), prefetch=0, config=config)
+    assert plain.memory_alarms == ()
+    gpu = dataclasses.replace(GPUS["h200"], memory=plain.compiled_bytes // 3)
+    tight = forecast(Llama(layers=2), tokens(64), prefetch=0, config=config, gpu=gpu)
+    assert any("XLA recomputes" in alarm for alarm in tight.memory_alarms)

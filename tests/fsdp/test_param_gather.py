@@ -1,0 +1,318 @@
+"""Weights that travel in a byte an element: what is computed, and what is sent."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+from helpers.compare import host, worst
+from helpers.hlo import collectives
+
+import fsdp_jax as fsdp
+from fsdp_jax._low_precision import (
+    decode_mxfp8,
+    encode_float8,
+    encode_mxfp8,
+)
+
+LAYERS, ROWS = 3, 16
+SIZES = {"even": (64, 96), "odd": (37, 101)}
+FORMATS = {
+    "float8": fsdp.Float8Gather(min_elements=1024),
+    "mxfp8": fsdp.MXFP8Gather(min_elements=1024),
+}
+E4M3 = ml_dtypes.float8_e4m3fn
+
+
+# The formats, against ml_dtypes
+
+
+def numbers(shape=(24, 101)):
+    """Of magnitudes between 1e-6 and 1e6, zeros and a block of zeros among them."""
+    random = np.random.default_rng(0)
+    x = random.normal(size=shape) * 10.0 ** random.uniform(-6, 6, size=shape)
+    x[:, :3], x[0, 32:64] = 0, 0
+    return x.astype(np.float32)
+
+
+def power_of_two(largest):
+    """The least one that brings it to 448, what float8_e4m3fn ends at."""
+    with np.errstate(divide="ignore"):
+        power = np.ceil(np.log2(largest.astype(np.float64) / 448))
+    return np.exp2(np.clip(power, -126, 127)).astype(np.float32)
+
+
+def round_float8(weight, num_stacked):
+    """What a weight is after the journey, by ml_dtypes' rounding alone."""
+    dims = tuple(range(num_stacked, weight.ndim))
+    scale = power_of_two(np.abs(weight).max(dims, keepdims=True))
+    return (weight / scale).astype(E4M3).astype(np.float32) * scale
+
+
+def round_mxfp8(weight, axis):
+    moved = np.moveaxis(weight, axis, -1)
+    blocks = np.split(moved, range(32, moved.shape[-1], 32), axis=-1)
+    rounded = []
+    for block in blocks:
+        scale = power_of_two(np.abs(block).max(-1, keepdims=True))
+        rounded.append((block / scale).astype(E4M3).astype(np.float32) * scale)
+    return np.moveaxis(np.concatenate(rounded, -1), -1, axis)
+
+
+def test_float8_is_ml_dtypes_rounding_by_the_largest_magnitude():
+    x = numbers()
+    encoded = jax.jit(encode_float8)(x, jnp.abs(x).max())
+    scale = np.asarray(encoded.scale)[None].view(ml_dtypes.float8_e8m0fnu)
+    got = np.asarray(encoded.bytes).view(E4M3).astype(np.float32)
+    np.testing.assert_array_equal(got * scale.astype(np.float32), round_float8(x, 0))
+    assert scale.astype(np.float32) == power_of_two(np.abs(x).max())
+
+
+@pytest.mark.parametrize("axis", [-1, -2])
+def test_mxfp8_is_ml_dtypes_rounding_by_powers_of_two(axis):
+    x = numbers()
+    encoded = jax.jit(encode_mxfp8, static_argnums=1)(x, axis)
+    exponents = np.asarray(encoded.scale).view(ml_dtypes.float8_e8m0fnu)
+    assert exponents.shape == ((24, 4) if axis == -1 else (1, 101))
+    got = decode_mxfp8(encoded, axis, jnp.float32)
+    np.testing.assert_array_equal(np.asarray(got), round_mxfp8(x, axis))
+    # bfloat16 holds four binary digits times a power of two exactly.
+    narrow = decode_mxfp8(encoded, axis, jnp.bfloat16)
+    np.testing.assert_array_equal(np.asarray(narrow, np.float32), np.asarray(got))
+
+
+def test_no_element_is_off_by_more_than_its_format_says():
+    x = numbers()
+    blocks = np.asarray(decode_mxfp8(encode_mxfp8(x, -1), -1, jnp.float32))
+    ends = range(32, x.shape[-1], 32)
+    for a, b in zip(np.split(x, ends, -1), np.split(blocks, ends, -1), strict=True):
+        # Half a unit of the fourth digit; below 2^-6, where there are fewer, of the
+        # last, which is 2^-9 where the largest is at least 224.
+        largest = np.abs(a).max(-1, keepdims=True)
+        bound = np.maximum(np.abs(a) / 16, largest / 224 / 2**10)
+        assert (np.abs(a - b) <= bound).all()
+    whole = round_float8(x, 0)
+    bound = np.maximum(np.abs(x) / 16, np.abs(x).max() / 224 / 2**10)
+    assert (np.abs(x - whole) <= bound).all()
+    assert np.linalg.norm(x - blocks) < np.linalg.norm(x - whole)
+
+
+@pytest.mark.parametrize("bad", [np.inf, np.nan])
+def test_what_is_not_finite_does_not_arrive_as_a_number(bad):
+    x = numbers()
+    x[5, 40] = bad
+    got = np.asarray(decode_mxfp8(encode_mxfp8(x, -1), -1, jnp.float32))
+    assert not np.isfinite(got[5, 40]) and np.isfinite(got[4]).all()
+
+
+# The step
+
+
+def make_weights(sizes):
+    embed, mlp = SIZES[sizes]
+
+    def make(key):
+        up, down, head = jax.random.split(key, 3)
+        # Layers of very different size, so that a scale for all of them would show.
+        size = jnp.array([0.01, 0.3, 3.0])[:, None, None]
+        return {
+            "layers": {
+                "up": size * jax.random.normal(up, (LAYERS, embed, mlp)),
+                "down": 0.1 * jax.random.normal(down, (LAYERS, mlp, embed)) / size,
+                "norm": jnp.ones((LAYERS, embed)),
+                "router": 0.1 * jax.random.normal(up, (LAYERS, embed, embed)),
+            },
+            "head": 0.3 * jax.random.normal(head, (embed, 8)),
+        }
+
+    return make
+
+
+def layer(w, x):
+    gate = jax.nn.sigmoid(x @ w["router"])
+    inner = jnp.tanh((x * w["norm"][None]) @ w["up"])
+    return x + gate * (inner @ w["down"]), None
+
+
+def loss_of(prefetch=0):
+    def loss(weights, batch):
+        x, _ = fsdp.scan(layer, weights["layers"], batch["x"], prefetch=prefetch)
+        return jnp.mean((x @ weights["head"] - batch["y"]) ** 2)
+
+    return loss
+
+
+def rows_of(sizes):
+    random = np.random.default_rng(0)
+    embed, _ = SIZES[sizes]
+    x, y = (random.normal(size=(ROWS, n)).astype(np.float32) for n in (embed, 8))
+    return {"x": x, "y": y}
+
+
+def plan_of(kind, sizes="even", mesh=None, policy=None, **config):
+    chosen = FORMATS[kind] if isinstance(kind, str) else kind
+    policy = fsdp.MixedPrecisionPolicy(param_gather=chosen, **(policy or {}))
+    return fsdp.fully_shard(
+        make_weights(sizes),
+        mesh or fsdp.make_mesh(),
+        [fsdp.Stacked("layers")],
+        fsdp.FSDPConfig(mp_policy=policy, **config),
+    )
+
+
+def rounded(plan, weights):
+    """The weights as units compute with them."""
+    layers = {}
+    for name, weight in weights["layers"].items():
+        row = next(row for row in plan.rows if row.name == f"layers.{name}")
+        if isinstance(row.gather, fsdp.Float8Gather):
+            weight = round_float8(weight, 1)
+        elif row.gather:
+            weight = round_mxfp8(weight, row.block_dim)
+        layers[name] = weight
+    return {**weights, "layers": layers}
+
+
+@functools.cache
+def whole_weights(sizes):
+    return host(jax.jit(make_weights(sizes))(jax.random.key(0)))
+
+
+GRID = {
+    "ZeRO-3": ("float8", {}, {}, "even", 0),
+    "ZeRO-3, MX": ("mxfp8", {}, {}, "even", 0),
+    "odd shapes": ("float8", {}, {}, "odd", 0),
+    "odd shapes, MX": ("mxfp8", {}, {}, "odd", 0),
+    "prefetched": ("float8", {}, {}, "even", 1),
+    "prefetched, MX": ("mxfp8", {}, {}, "odd", 1),
+    "kept for backward": ("mxfp8", {}, {"reshard_after_forward": False}, "even", 0),
+    "ZeRO-1": ("float8", {}, {"zero_dp_strategy": 1}, "even", 0),
+    "ZeRO-2, MX": ("mxfp8", {}, {"zero_dp_strategy": 2}, "odd", 0),
+    "HSDP": ("float8", {"dp_outer": 2}, {}, "even", 0),
+    "HFSDP": ("float8", {"dp_outer": 2}, {"outer_dp_sharding_strategy": 1}, "odd", 0),
+    "HFSDP, MX": (
+        *("mxfp8", {"dp_outer": 2}, {"outer_dp_sharding_strategy": 1}, "even", 1),
+    ),
+    "tp": (
+        "float8",
+        {"tp": 2},
+        {"tensor_parallel": {"layers.up": 1, "layers.down": 0}},
+        *("even", 0),
+    ),
+    "tp, MX": (
+        "mxfp8",
+        {"tp": 2},
+        {"tensor_parallel": {"layers.up": 1, "layers.down": 1}},
+        *("even", 0),
+    ),
+}
+
+
+# Each format, strategy, level and kind of shape once; `make test-long` runs all.
+COVERING = {"prefetched", "odd shapes, MX", "ZeRO-1", "HFSDP, MX", "tp, MX"}
+
+
+def cells():
+    return [
+        pytest.param(name, marks=() if name in COVERING else (pytest.mark.long,))
+        for name in GRID
+    ]
+
+
+@functools.cache
+def one_device():
+    return jax.jit(jax.value_and_grad(loss_of()))
+
+
+@pytest.mark.parametrize("name", cells())
+def test_gradients_are_those_at_the_rounded_weights(name):
+    kind, mesh, config, sizes, prefetch = GRID[name]
+    plan = plan_of(kind, sizes, fsdp.make_mesh(**mesh), **config)
+    assert [row.name for row in plan.rows if row.gather] == [
+        f"layers.{name}" for name in ("down", "router", "up")
+    ]
+    weights, data = whole_weights(sizes), rows_of(sizes)
+    want_loss, want = one_device()(rounded(plan, weights), data)
+    params = jax.tree.map(
+        lambda x, mould: jax.device_put(x, mould.sharding), weights, plan.params
+    )
+    compute = fsdp.value_and_grad(plan, loss_of(prefetch), accumulate=2)
+    (loss, _), grads = compute(params, data)
+    assert float(loss) == pytest.approx(float(want_loss), rel=1e-5)
+    assert worst(grads, want) < 2e-5
+    # Rounding of 2^-4 an element is far above what these two may differ by.
+    _, exact = one_device()(weights, data)
+    assert worst(grads, exact) > 1e-3
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_step_updates_float32_and_sends_bytes(kind):
+    tx = optax.sgd(0.1)
+    plan = plan_of(kind, policy={"param_dtype": jnp.bfloat16})
+    step = fsdp.make_train_step(plan, loss_of(1), tx, accumulate=2)
+    data = rows_of("even")
+    lowered = step.lower(fsdp.abstract_state(plan, tx), data)
+    fsdp.audit(plan, lowered, accumulate=2)
+    compiled = lowered.compile()
+    fsdp.audit(plan, compiled, accumulate=2)
+    gathers = [c for c in collectives(compiled.as_text() or "") if c.op == "all-gather"]
+    assert all(c.dtype == "u8" for c in gathers if c.size >= 1024)
+    assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(plan.params))
+    state = fsdp.init(plan, tx, fsdp.init_params(plan, jax.random.key(0)))
+    before = host(state.params)
+    state, _ = step(state, data)
+    after = host(state.params)
+    # What an update adds is less than a step of the format.
+    moved = np.abs(after["layers"]["up"] - before["layers"]["up"]).max((1, 2))
+    assert (0 < moved).all() and moved[2] < 3.0 / 16
+
+
+def test_an_audit_finds_weights_that_travel_wider_than_planned():
+    tx = optax.sgd(0.1)
+    plan, wide = plan_of("mxfp8"), plan_of(None)
+    step = fsdp.make_train_step(wide, loss_of(), tx)
+    lowered = step.lower(fsdp.abstract_state(wide, tx), rows_of("even"))
+    with pytest.raises(fsdp.AuditError, match="the plan says all-gather of u8"):
+        fsdp.audit(plan, lowered)
+
+
+# The plan
+
+
+def test_the_plan_says_what_travels_in_bytes():
+    excluding = fsdp.MXFP8Gather(exclude=("layers.router",), min_elements=1024)
+    plan = plan_of(excluding, policy={"param_dtype": jnp.bfloat16})
+    gathered = {row.name: row.gather for row in plan.rows}
+    assert gathered == {
+        "head": None,
+        "layers.down": excluding,
+        "layers.norm": None,
+        "layers.router": None,
+        "layers.up": excluding,
+    }
+    elements = 2 * LAYERS * 64 * 96 // 8
+    assert plan.encoded_bytes == elements + elements // 32
+    text = repr(plan)
+    assert "encoded to be gathered: 2 as mxfp8_e4m3fn, 4.64 KiB a device" in text
+    lines = {line.split()[0]: line for line in text.splitlines() if line}
+    assert "mxfp8_e4m3fn" in lines["layers.up"]
+    assert "bfloat16" in lines["layers.router"]
+
+
+def test_what_would_do_nothing_is_refused():
+    with pytest.raises(ValueError, match="gathers no weights"):
+        plan_of("float8", zero_dp_strategy=0)
+    with pytest.raises(ValueError, match="none is that large"):
+        plan_of(fsdp.Float8Gather(min_elements=10**6))
+    with pytest.raises(ValueError, match=r"param_gather.exclude: 'layers.rooter'"):
+        plan_of(fsdp.Float8Gather(exclude=("layers.rooter",)))
+    with pytest.raises(ValueError, match=r"exclude=\('layers.router',\)"):
+        fsdp.Float8Gather(exclude=cast(Any, "layers.router"))
+    alone = plan_of("mxfp8", mesh=fsdp.make_mesh(devices=jax.devices()[:1]))
+    assert not any(row.gather for row in alone.rows)

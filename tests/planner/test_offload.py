@@ -1,0 +1,88 @@
+"""Compiled for GPUs, what rests on the host takes no device memory, nor all at once."""
+
+from __future__ import annotations
+
+import jax
+import optax
+import pytest
+from helpers.llama import Llama, tokens
+
+import fsdp_jax as fsdp
+
+pytestmark = pytest.mark.plan
+
+TX = optax.adamw(1e-3)
+MODEL = Llama(layers=4)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def all_optimizations():
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", True)
+
+
+def forecast(offload=None, seq=2048, **config):
+    devices = fsdp.make_mesh(devices=jax.devices()[:1])
+    plan = MODEL.plan(devices, offload=offload, **config)
+    options = {"gpus": 8, "guide": False}
+    return fsdp.compile_for(plan, MODEL.loss(), TX, tokens(8, seq), **options)
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return forecast()
+
+
+def test_memory_falls_by_what_the_plan_says(plain):
+    found = forecast(fsdp.Offload())
+    assert found.offloaded.bytes == plain.memory.optimizer - found.memory.optimizer
+    assert found.memory.optimizer < 4096
+    said = plain.memory.total - found.memory.total
+    assert said == found.offloaded.bytes
+    fell = plain.compiled_bytes - found.compiled_bytes
+    assert fell == pytest.approx(said, rel=0.02)
+    fsdp.audit(found.plan, found.compiled)
+    assert "on the host: 305.02 MiB a GPU" in repr(found)
+    # There and back at once, at the stated 50 GB/s.
+    assert found.offload_seconds == pytest.approx(found.offloaded.bytes / 50e9)
+
+
+@pytest.mark.long
+def test_main_weights_leave_their_compute_dtype_behind(plain):
+    found = forecast(fsdp.Offload(params=True))
+    # float32 goes; bfloat16, which XLA had made of a part of it anyway, stays.
+    said = plain.memory.total - found.memory.total
+    moments = plain.memory.optimizer
+    assert said == pytest.approx(moments + plain.memory.params / 2, rel=0.01)
+    assert said <= plain.compiled_bytes - found.compiled_bytes < 1.1 * said
+    assert found.memory.total == pytest.approx(found.compiled_bytes, rel=0.03)
+    fetched, returned = found.offloaded.fetched, found.offloaded.returned
+    assert fetched - returned == pytest.approx(plain.memory.params, rel=0.01)
+
+
+@pytest.mark.long
+def test_an_update_has_a_few_parameters_on_the_device_and_not_all():
+    # Short rows: the update is the fullest moment, or would be.
+    whole, found = forecast(None, 32), forecast(fsdp.Offload(params=True), 32)
+    rest = found.offloaded.bytes
+    largest = max(
+        row.num_elements(found.plan.mesh, row.placements.optimizer) * 4
+        for row in found.plan.rows
+    )
+    # Two parameters with both moments, and twice that on the way back.
+    assert 6 * largest < rest / 2
+    assert whole.compiled_bytes - found.compiled_bytes > rest / 2
+
+
+@pytest.mark.long
+def test_activations_that_a_policy_offloads_leave_the_device():
+    policies = jax.checkpoint_policies
+    offload = policies.offload_dot_with_no_batch_dims("device", "pinned_host")
+    here = forecast(remat_policy=policies.dots_with_no_batch_dims_saveable)
+    there = forecast(remat_policy=offload)
+    for found in (here, there):
+        assert found.memory.total == pytest.approx(found.compiled_bytes, rel=0.05)
+    fell = here.compiled_bytes - there.compiled_bytes
+    assert fell > here.memory.saved - there.memory.saved > here.memory.saved / 2
+    assert there.compiled.memory_analysis().host_temp_size_in_bytes >= fell

@@ -1,0 +1,89 @@
+"""Compiled for GPUs, weights in eight bits halve what gathers send, and stay hidden."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from helpers.llama import Llama, tokens
+
+import fsdp_jax as fsdp
+
+pytestmark = pytest.mark.plan
+
+TX = optax.adamw(1e-3)
+MODEL = Llama(layers=4)
+FORMATS = {
+    "bfloat16": None,
+    "float8": fsdp.Float8Gather(),
+    "mxfp8": fsdp.MXFP8Gather(),
+}
+
+
+@pytest.fixture(scope="module")
+def forecasts():
+    """One compiled step for each format."""
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield {kind: forecast(kind) for kind in FORMATS}
+    jax.config.update("jax_disable_most_optimizations", True)
+
+
+def forecast(kind):
+    policy = fsdp.MixedPrecisionPolicy(
+        param_dtype=jnp.bfloat16,
+        grad_comm_dtype=jnp.bfloat16,
+        param_gather=FORMATS[kind],
+    )
+    plan = MODEL.plan(fsdp.make_mesh(devices=jax.devices()[:1]), mp_policy=policy)
+    options = {"gpus": 8, "guide": False}
+    return fsdp.compile_for(plan, MODEL.loss(), TX, tokens(8), **options)
+
+
+def gathers(found):
+    """What units gather, in the loops over them."""
+    return [
+        r for r in found.sent if r.op == "all-gather" and r.unit in ("layers", "head")
+    ]
+
+
+def test_the_wire_carries_bytes_at_most_052_times_bfloat16s(forecasts):
+    sent = {
+        kind: sum(row.bytes * row.times for row in gathers(found))
+        for kind, found in forecasts.items()
+    }
+    for kind in ("float8", "mxfp8"):
+        assert {row.dtype for row in gathers(forecasts[kind])} == {"u8"}
+        assert 0.5 <= sent[kind] / sent["bfloat16"] <= 0.52
+    assert {row.dtype for row in gathers(forecasts["bfloat16"])} == {"bf16"}
+
+
+def test_gradients_travel_as_before(forecasts):
+    def reductions(found):
+        return sorted(
+            (row.dtype, row.bytes, row.times)
+            for row in found.sent
+            if row.op == "reduce-scatter"
+        )
+
+    want = reductions(forecasts["bfloat16"])
+    assert want and {dtype for dtype, _, _ in want} == {"bf16"}
+    assert reductions(forecasts["float8"]) == reductions(forecasts["mxfp8"]) == want
+
+
+def test_gathers_of_bytes_are_hidden_and_as_planned(forecasts):
+    for kind in ("float8", "mxfp8"):
+        found = forecasts[kind]
+        fsdp.audit(found.plan, found.compiled)
+        assert sum(row.exposed_seconds for row in gathers(found)) < 5e-5
+        assert found.exposed < forecasts["bfloat16"].exposed
+
+
+def test_memory_is_predicted_with_the_encoded_pieces(forecasts):
+    plain = forecasts["bfloat16"].memory.gathered
+    for kind in ("float8", "mxfp8"):
+        found = forecasts[kind]
+        assert found.memory.total == pytest.approx(found.compiled_bytes, rel=0.05)
+        # At the fullest moment those of the head are no longer needed.
+        more = found.memory.gathered - plain
+        assert 0.5 * found.plan.encoded_bytes < more <= found.plan.encoded_bytes
