@@ -17,7 +17,7 @@ from fsdp_jax._mesh import BATCH_AXES, DATA_AXES, axes_in_use, num_devices
 from fsdp_jax._model import MakeModel, ModelDef
 from fsdp_jax._padded import Padded
 from fsdp_jax._param_plan import ParamPlan as ParamPlan
-from fsdp_jax._table import format_bytes, text_table
+from fsdp_jax._table import Grid, format_bytes, html_page
 from fsdp_jax._tree import PyTree
 
 ROOT = "(root)"
@@ -176,8 +176,11 @@ class Plan:
 
     def __repr__(self) -> str:
         """The table: one row a parameter, then the mesh and the bytes a device."""
-        table = text_table(_COLUMNS, [_cells(self, row) for row in self.rows])
-        return "\n".join([table, "", *_summary(self)])
+        return "\n".join([_grid(self).as_text(), "", *_summary(self)])
+
+    def _repr_html_(self) -> str:
+        """The same for a notebook, with a bar for the bytes of each parameter."""
+        return html_page([_grid(self), *_summary(self)])
 
     def _unflatten(self, leaves: Iterable[Any]) -> PyTree:
         return self.treedef.unflatten(leaves)
@@ -199,8 +202,20 @@ _COLUMNS = {
 }
 
 
+def _grid(plan: Plan) -> Grid:
+    return Grid(
+        _COLUMNS,
+        [_cells(plan, row) for row in plan.rows],
+        [_bytes_at_rest(plan, row) for row in plan.rows],
+    )
+
+
+def _bytes_at_rest(plan: Plan, row: ParamPlan) -> int:
+    held = row.num_elements(plan.mesh, row.placements.optimizer)
+    return held * row.precision.main_params.itemsize
+
+
 def _cells(plan: Plan, row: ParamPlan) -> tuple[str, ...]:
-    axes = row.placements.optimizer
     rests = row.precision.main_params
     return (
         row.name,
@@ -209,7 +224,7 @@ def _cells(plan: Plan, row: ParamPlan) -> tuple[str, ...]:
         row.gather.name if row.gather else row.precision.param.name,
         row.unit + (" (stacked)" if row.num_stacked else ""),
         _split(row),
-        f"{row.num_elements(plan.mesh, axes) * rests.itemsize:,}",
+        f"{_bytes_at_rest(plan, row):,}",
     )
 
 

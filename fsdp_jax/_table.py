@@ -2,11 +2,72 @@
 
 from __future__ import annotations
 
+import dataclasses
+import html
 import io
 from collections.abc import Mapping, Sequence
 
 from rich.console import Console
 from rich.table import Table
+
+
+@dataclasses.dataclass(frozen=True)
+class Grid:
+    """A table before it is drawn.
+
+    Attributes:
+      columns: Header -> "left" or "right".
+      rows: One string a column.
+      sizes: How large each row is, drawn as a bar behind its last column where there is
+        room for pictures; () for no bars.
+    """
+
+    columns: Mapping[str, str]
+    rows: Sequence[Sequence[str]]
+    sizes: Sequence[float] = ()
+
+    def as_text(self) -> str:
+        """Plain text, one line a row, as wide as its widest row."""
+        return text_table(self.columns, self.rows)
+
+    def as_html(self) -> str:
+        """A table for a notebook, in its own colours, light or dark."""
+        head = "".join(_cell("th", *column) for column in self.columns.items())
+        largest = max(self.sizes, default=0)
+        shares = [size / largest if largest else 0.0 for size in self.sizes]
+        body = [
+            self._html_row(row, share)
+            for row, share in zip(
+                self.rows, shares or [0.0] * len(self.rows), strict=True
+            )
+        ]
+        return f"<table><tr>{head}</tr>{''.join(body)}</table>"
+
+    def _html_row(self, row: Sequence[str], share: float) -> str:
+        sides = list(self.columns.values())
+        cells = [_cell("td", text, side) for text, side in zip(row, sides, strict=True)]
+        if share:
+            cells[-1] = _cell("td", row[-1], sides[-1], share)
+        return f"<tr>{''.join(cells)}</tr>"
+
+
+def html_page(parts: Sequence[Grid | str]) -> str:
+    """Tables and lines of text, one below the other."""
+    drawn = [
+        part.as_html() if isinstance(part, Grid) else f"<div>{html.escape(part)}</div>"
+        for part in parts
+    ]
+    return f"<div>{''.join(drawn)}</div>"
+
+
+def _cell(tag: str, text: str, side: str, share: float = 0.0) -> str:
+    style = f"text-align:{side};white-space:nowrap"
+    if share:
+        colour = "rgba(70,130,180,.35)"
+        style += (
+            f";background:linear-gradient(to left,{colour} {share:.1%},transparent 0)"
+        )
+    return f'<{tag} style="{style}">{html.escape(text)}</{tag}>'
 
 
 def text_table(columns: Mapping[str, str], rows: Sequence[Sequence[str]]) -> str:

@@ -31,7 +31,7 @@ from fsdp_jax.planner import (
     count_on_cpu,
     find_gpu,
     gpu_devices,
-    sent_table,
+    sent_grid,
 )
 
 _REMAT = {
@@ -247,7 +247,7 @@ def _print_cpu(options: Plan, config: DecoderConfig, sizes: dict[str, int]) -> N
     size, sent = count_on_cpu(plan, loss, tx, tokens, accumulate=options.accumulate)
     print(f"memory: {format_bytes(size)} a device, as the compiler for CPUs assigns it")
     print()
-    print(sent_table(sent, timed=False))
+    print(sent_grid(sent, timed=False).as_text())
 
 
 def _sweep(options: Plan, config: DecoderConfig, gpu: GPU) -> None:

@@ -21,7 +21,7 @@ from fsdp_jax._mesh import AXES, make_mesh
 from fsdp_jax._plan import Plan
 from fsdp_jax._state import abstract_state
 from fsdp_jax._step import make_train_step
-from fsdp_jax._table import format_bytes, text_table
+from fsdp_jax._table import Grid, format_bytes, html_page
 from fsdp_jax._tree import PyTree
 from fsdp_jax.planner._compile import compile_scheduled, gpu_devices, text_of
 from fsdp_jax.planner._flops import product_flops
@@ -30,7 +30,7 @@ from fsdp_jax.planner._hlo import parse
 from fsdp_jax.planner._host_memory import Offloaded, mark_host_arguments, offloaded
 from fsdp_jax.planner._memory import Memory, predict_memory
 from fsdp_jax.planner._picture import draw_forecast
-from fsdp_jax.planner._sent import SentRow, sent_rows, sent_table
+from fsdp_jax.planner._sent import SentRow, sent_grid, sent_rows
 from fsdp_jax.planner._timeline import Timeline, replay
 from fsdp_jax.planner._trace import on_one_device
 
@@ -147,9 +147,13 @@ class Forecast:
 
     def __repr__(self) -> str:
         """The table."""
-        return "\n".join(
-            [*_headline(self), "", _memory_table(self), "", sent_table(self.sent)]
-        )
+        parts = [_memory_grid(self).as_text(), *_remarks(self), ""]
+        return "\n".join([*_headline(self), "", *parts, sent_grid(self.sent).as_text()])
+
+    def _repr_html_(self) -> str:
+        """The same for a notebook, with bars for bytes and for what is waited for."""
+        parts = [_memory_grid(self), *_remarks(self), sent_grid(self.sent)]
+        return html_page([*_headline(self), *parts])
 
 
 def compile_for(
@@ -331,13 +335,16 @@ def _advice(forecast: Forecast) -> list[str]:
     ]
 
 
-_NOT_SPLIT = (
-    "(predicted as if each rank of tp held all of what is computed and saved: what XLA "
-    "splits of it, no trace tells)"
-)
+def _remarks(forecast: Forecast) -> list[str]:
+    if forecast.plan.mesh.shape["tp"] == 1:
+        return []
+    return [
+        "(predicted as if each rank of tp held all of what is computed and saved: what "
+        "XLA splits of it, no trace tells)"
+    ]
 
 
-def _memory_table(forecast: Forecast) -> str:
+def _memory_grid(forecast: Forecast) -> Grid:
     memory = forecast.memory
     rows = [
         (name, format_bytes(size), f"{size / memory.total:.1%}")
@@ -347,7 +354,5 @@ def _memory_table(forecast: Forecast) -> str:
     more = forecast.compiled_bytes / memory.total - 1
     rows.append(("as compiled", format_bytes(forecast.compiled_bytes), f"{more:+.1%}"))
     columns = {"memory a GPU": "left", "bytes": "right", "": "right"}
-    table = text_table(columns, rows)
-    if forecast.plan.mesh.shape["tp"] == 1:
-        return table
-    return f"{table}\n{_NOT_SPLIT}"
+    sizes = [*dataclasses.asdict(memory).values(), memory.total]
+    return Grid(columns, rows, [*sizes, forecast.compiled_bytes])

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from fsdp_jax._plan import Plan
-from fsdp_jax._table import format_bytes, text_table
+from fsdp_jax._table import Grid, format_bytes
 from fsdp_jax.planner._cost import wire_bytes
 from fsdp_jax.planner._timeline import Sent, Timeline
 from fsdp_jax.planner._wire import Collective, axes_of
@@ -83,8 +83,8 @@ def _unit(collective: Collective, plan: Plan) -> str:
     return " + ".join(units) or "-"
 
 
-def sent_table(rows: Sequence[SentRow], *, timed: bool = True) -> str:
-    """The rows as text; without the columns of time if nothing was timed."""
+def sent_grid(rows: Sequence[SentRow], *, timed: bool = True) -> Grid:
+    """The rows as a table; without the columns of time if nothing was timed."""
     columns = {
         "collective": "left",
         "unit": "left",
@@ -109,6 +109,6 @@ def sent_table(rows: Sequence[SentRow], *, timed: bool = True) -> str:
         for row in rows
     ]
     if timed:
-        return text_table(columns, cells)
+        return Grid(columns, cells, [row.exposed_seconds for row in rows])
     untimed = dict(list(columns.items())[:-2])
-    return text_table(untimed, [row[:-2] for row in cells])
+    return Grid(untimed, [row[:-2] for row in cells])
