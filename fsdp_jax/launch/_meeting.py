@@ -25,6 +25,9 @@ from fsdp_jax.launch._wire import GREETING, MAX_BYTES, Message, decode, encode
 # How long the coordinator of a job that does not start answers those who come late.
 _LINGER_SECS = 5.0
 _LOOK_SECS = 0.1
+# After longer than this between two looks the coordinator itself was stopped, with its
+# machine perhaps, and knows nothing of the others.
+_STOPPED_SECS = 2.0
 
 
 def say(text: str) -> None:
@@ -89,10 +92,15 @@ class Meeting:
     async def _serve(self) -> None:
         serve = asyncio.start_server(self._attend, sock=self._socket, limit=MAX_BYTES)
         server = await serve
+        looked = time.monotonic()
         while not self._closed.is_set():
             while not self._news.empty():
                 self._roll.end(self._news.get())
-            self._roll.look(time.monotonic())
+            now = time.monotonic()
+            if now - looked > _STOPPED_SECS:
+                self._roll.forgive(now - looked)
+            looked = now
+            self._roll.look(now)
             await asyncio.sleep(_LOOK_SECS)
         server.close()
 

@@ -114,6 +114,14 @@ class Roll:
             elif not member.gone:
                 member.send({"end" if self._started else "refused": text})
 
+    def forgive(self, secs: float) -> None:
+        """Leaves out of account a time in which the coordinator itself was stopped."""
+        self._began += secs
+        self._reported += secs
+        for member in self.members:
+            member.heard += secs
+            member.moved += secs
+
     def look(self, now: float) -> None:
         """Ends the job or reports, if it has waited too long."""
         if self._verdict is not None:

@@ -140,12 +140,14 @@ def directory(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def four(directory) -> list[dict[str, Any]]:
-    return run_processes(scenario_of_four, PROCESSES, str(directory))
+    return run_processes(scenario_of_four, PROCESSES, str(directory), timeout_secs=300)
 
 
 @pytest.fixture(scope="module")
 def two(four, directory) -> list[dict[str, Any]]:
-    return run_processes(scenario_of_two, 2, str(directory), devices=4)
+    return run_processes(
+        scenario_of_two, 2, str(directory), devices=4, timeout_secs=300
+    )
 
 
 def test_rows_are_gathered_along_one_axis_in_the_order_of_ranks(four):

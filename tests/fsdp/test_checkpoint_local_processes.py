@@ -25,6 +25,8 @@ import fsdp_jax as fsdp
 from fsdp_jax.checkpoint import _engine, _local
 from fsdp_jax.checkpoint._agree import exchange
 
+pytestmark = pytest.mark.distributed
+
 PROCESSES = 4
 LOST_SECS = 6  # After so long without an answer a process is given up.
 

@@ -159,6 +159,15 @@ def test_who_gives_no_sign_of_life_is_named():
     )
 
 
+def test_a_coordinator_that_was_stopped_itself_blames_nobody():
+    job = started()
+    job.roll.forgive(1000.0)
+    job.roll.look(1010.0)
+    assert all("service" in message for message in job.told()) and not job.reports
+    job.roll.look(1021.0)
+    assert "gave no sign of life for 21 s" in job.told()[0]["end"]
+
+
 def stalled(until: float) -> Job:
     """Two wait in step 4 for one that reads a batch."""
     job = started()
