@@ -171,7 +171,8 @@ class Roll:
             member.send({"service": service, "beat_secs": self._patience.beat_secs})
 
     def _problems(self) -> list[str]:
-        return problems([m.claim for m in self.members], self._num_processes)
+        claims = sorted((m.claim for m in self.members), key=lambda claim: claim.rank)
+        return problems(claims, self._num_processes)
 
     def _some_have_left(self) -> bool:
         """Whether others can only be waiting for those, in vain."""
