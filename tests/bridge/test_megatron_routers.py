@@ -63,7 +63,7 @@ def our_routing(config: DecoderConfig) -> tuple[np.ndarray, np.ndarray, np.ndarr
     if router.correction_bias is not None:
         router.correction_bias[...] = bias
     x = jax.random.normal(jax.random.key(1), (1, 500, 16)) / math.sqrt(16)
-    chosen, weights = router(x)
+    chosen, weights, _ = router(x)
     dense = jnp.einsum("btc,btce->te", weights, jax.nn.one_hot(chosen, moe.num_experts))
     return np.asarray(dense), np.asarray(router.gate(x)[0]), np.asarray(bias)
 

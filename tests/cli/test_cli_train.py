@@ -115,7 +115,7 @@ def loss_is(monkeypatch):
     """Makes a step that computes nothing, and measures the loss it is told to."""
 
     def replace(loss: float):
-        measured = {"loss": np.float32(loss), "grad_norm": np.float32(1)}
+        measured = {"loss": np.float32(loss), "grad_norm": np.float32(1), "aux": {}}
 
         def step(state, batch):
             return dataclasses.replace(state, step=state.step + 1), measured

@@ -350,7 +350,7 @@ def test_results_that_lie_whole_are_named():
 def test_a_gather_at_full_width_is_named(monkeypatch):
     plan = plan_of({"tp": 2}, tensor_parallel=TENSOR)
     monkeypatch.setattr(
-        _collectives, "_at_tp_width", lambda row, collective, x: collective(x)
+        _collectives, "at_tp_width", lambda row, collective, x: collective(x)
     )
     found = differences(plan, lowered(plan).compile())
     gathers = [line for line in found if "has all-gather" in line]
