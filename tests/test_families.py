@@ -23,6 +23,16 @@ GRADIENTS = 1e-5
 # No gradient reaches the first; that of the second is rounding where nothing is turned.
 UNTRAINED = ("correction_bias", "k_proj.bias")
 ROWS, SEQ = 8, 12
+# Trained over tp or ep by test_tensor_parallel.py and test_expert_families.py, so that
+# here `make test-long` is soon enough.
+ELSEWHERE = {
+    *("llama", "qwen3", "gpt2", "deepseek_v2"),
+    *("mixtral", "qwen3_moe", "olmoe", "gpt_oss", "deepseek_v3"),
+}
+CASES = [
+    pytest.param(name, marks=(pytest.mark.long,) if name in ELSEWHERE else ())
+    for name in FAMILIES
+]
 
 
 def make(config: DecoderConfig, scan, key) -> Decoder:
@@ -70,7 +80,7 @@ def gradients_of_eight(config: DecoderConfig, params, tokens):
     return host(fsdp.unpack(state.opt_state))
 
 
-@pytest.mark.parametrize("variant", FAMILIES)
+@pytest.mark.parametrize("variant", CASES)
 def test_a_step_on_eight_devices_is_that_of_one(variant):
     with jax.enable_x64(True):
         config = bridge.from_hf_config(hf_fields(variant))
