@@ -67,7 +67,7 @@ def test_a_sweep_recommends_what_is_fastest_of_what_fits(llama, capsys):
         (("--gpu", "v100"), "'v100' is unknown: use a100, h100, h200, b200"),
         (("--mesh", "dp_shard:8"), "'dp_shard:8' is no size of dp_outer"),
         (("--mesh", "tp=2", "--seq", "63"), "--seq 63: tp=2 splits the tokens"),
-        (("--mesh", "tp=16", "--gpus", "16"), "num_attention_heads 4 is not a mult"),
+        (("--mesh", "tp=8"), "num_attention_heads 4 is not a multiple of 8"),
         (("--tflops", "-1"), "takes no flops=-1"),
         (("--sweep", "--zero", "2"), "leave out --mesh, --zero"),
         (("--gpus", "12"), "12 GPUs are neither a part of a node of 8"),

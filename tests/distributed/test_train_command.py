@@ -19,7 +19,8 @@ from helpers.processes import Recorded
 import fsdp_jax as fsdp
 from fsdp_jax.cli import main
 
-pytestmark = pytest.mark.distributed
+# The small Llama is written by transformers.
+pytestmark = [pytest.mark.distributed, pytest.mark.torch]
 
 STEPS, VICTIM = 4, 2
 

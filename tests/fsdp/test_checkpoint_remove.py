@@ -128,7 +128,7 @@ def test_a_damaged_step_is_not_replaced_by_what_could_be_read_of_it(run):
 def test_the_command_line_removes_and_says_what_is_gone(run, capsys):
     assert main(["remove", str(run), "opt_state", "--step", "1"]) == 0
     said = capsys.readouterr().out
-    assert "opt_state.mu" in said and "gone from step 1" in said and "MiB" in said
+    assert "opt_state.mu" in said and "gone from step 1" in said and "iB" in said
     assert "opt_state.mu" not in fsdp.load_shapes(run, step=1)
     assert "opt_state.mu" in fsdp.load_shapes(run, step=2)
     assert main(["remove", str(run), "no_such", "--step", "1"]) == 2
