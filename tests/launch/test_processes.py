@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import signal
 import subprocess
 import sys
@@ -125,18 +124,25 @@ def test_a_program_that_does_not_exist_is_refused_and_nothing_is_left():
 # The command
 
 
+# The command, which listens to Ctrl-C also where these tests run in the background,
+# whose children are born deaf to it.
+COMMAND = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from fsdp_jax.cli import main
+sys.exit(main())
+"""
+
+
 @contextmanager
 def launched(code: str, num_processes: int = 2):
-    command = [sys.executable, "-m", "fsdp_jax.cli", "launch", "--processes"]
+    command = [sys.executable, "-c", COMMAND, "launch", "--processes"]
     command += [str(num_processes), "--", sys.executable, "-S", "-uc", code]
-    # Also where these tests run in the background, whose children ignore Ctrl-C.
-    listening = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     with subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=listening,
     ) as launcher:
         try:
             yield launcher
