@@ -135,7 +135,13 @@ class Checkpointer:
         if kind is None or jax.process_count() == 1:
             self._settle_locally()
             self._settle()
-        self._stack.close()
+        try:
+            self._stack.close()
+        except Exception as failure:
+            if kind is None:
+                raise
+            # It must not take the place of the error that it comes of.
+            logging.getLogger("fsdp_jax").error("On closing: %s", failure)
         if kind is None:
             self._raise_failure()
 
@@ -213,6 +219,7 @@ class Checkpointer:
 
         Raises:
           ValueError: As for `save`, or if `step` is not that of the state.
+          LostProcessError: If another process hangs or is gone.
           SystemExit: After SIGTERM, once the step is committed.
         """
         stop = self._terminated.is_set() or self._manager.reached_preemption(step)
@@ -265,7 +272,12 @@ class Checkpointer:
         self._settle()
         arguments = prepare(self._path, step, state, beside)
         self._failure, self._saving = None, step
-        self._manager.save(step, args=arguments, force=True)
+        try:
+            self._manager.save(step, args=arguments, force=True)
+        except Exception:
+            # Of a process that ended on the way jax knows but that a connection broke.
+            gather("Saving", lambda: None, self._timeout_secs)
+            raise
 
     def _settle(self) -> None:
         """Waits for the save under way, and keeps its error: Orbax raises it later."""

@@ -64,7 +64,7 @@ class Meeting:
         """
         patience = patience or Patience()
         self._roll = Roll(num_processes, patience, report, time.monotonic())
-        self._news: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._news: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
         self._closed = threading.Event()
         self._socket = _listening(host, port)
         self.port: int = self._socket.getsockname()[1]
@@ -73,9 +73,14 @@ class Meeting:
         )
         self._thread.start()
 
-    def announce(self, text: str) -> None:
-        """Ends the job with bad news from elsewhere."""
-        self._news.put(text)
+    def announce(self, rank: int, how: str) -> None:
+        """Ends the job, for whoever started a process saw it end badly.
+
+        Args:
+          rank: Of the process.
+          how: Said of it, such as `was ended by SIGKILL`.
+        """
+        self._news.put((rank, how))
 
     def linger(self) -> None:
         """Waits until all processes know why the job does not start, some seconds."""
@@ -95,7 +100,7 @@ class Meeting:
         looked = time.monotonic()
         while not self._closed.is_set():
             while not self._news.empty():
-                self._roll.end(self._news.get())
+                self._roll.ended(*self._news.get(), time.monotonic())
             now = time.monotonic()
             if now - looked > _STOPPED_SECS:
                 self._roll.forgive(now - looked)

@@ -191,9 +191,9 @@ class Processes:
             status = 128 - status
         else:
             how = f"ended with status {status}"
-        text = f"process {rank} (pid {self._children[rank].pid}) {how}"
-        self._meeting.announce(text + ".")
-        self._report(f"{text}; ending the others")
+        self._meeting.announce(rank, how)
+        pid = self._children[rank].pid
+        self._report(f"process {rank} (pid {pid}) {how}; ending the others")
         self._wait_for_all(_TOLD_SECS)
         self.close()
         return status

@@ -98,6 +98,26 @@ class Roll:
                 f"{member.where(now)}"
             )
 
+    def ended(self, rank: int, how: str, now: float) -> None:
+        """Ends the job, for whoever started a process saw it end badly.
+
+        Its connection may be heard of later: where it stood is known already.
+
+        Args:
+          rank: Of the process.
+          how: Said of it, if it did not say why itself.
+          now: The time.
+        """
+        if self._failure is not None and self._failure[0].claim.rank == rank:
+            member, text, _ = self._failure
+            self.end(text, known_to=member)
+            return
+        found = [member for member in self.members if member.claim.rank == rank]
+        text = f"process {rank} {how}"
+        if found:
+            text = f"{found[0].claim} {how}, in {found[0].where(now)}"
+        self.end(text)
+
     def end(self, text: str, *, known_to: Member | None = None) -> None:
         """Ends the job; what comes after the first bad news is its echo.
 

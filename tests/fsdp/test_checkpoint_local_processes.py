@@ -301,13 +301,21 @@ def killed_in_a_persistent_save(directory: str) -> list:
     with fsdp.Checkpointer(directory, timeout_secs=LOST_SECS) as checkpointer:
         checkpointer.save(1, state_at(1))
         checkpointer.wait()
+        begun = Path(directory, "begun")
         if jax.process_index() == 1:
-            _engine.publish = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+            _engine.publish = lambda *_: killed_after(begun)
         checkpointer.save(2, state_at(2))
+        begun.touch()
         start = time.monotonic()
         with pytest.raises(RuntimeError) as failed:
             checkpointer.wait()
         return [str(failed.value), time.monotonic() - start]
+
+
+def killed_after(begun: Path) -> None:
+    while not begun.exists():
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_a_process_that_is_killed_in_a_persistent_save_is_named_in_time(tmp_path):

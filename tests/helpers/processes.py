@@ -17,6 +17,7 @@ import socket
 import sys
 import tempfile
 import time
+import traceback
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -190,7 +191,13 @@ def _main(call: dict[str, Any]) -> None:
     module = importlib.util.module_from_spec(spec)
     sys.modules["scenario"] = module
     spec.loader.exec_module(module)
-    result = getattr(module, call["function"])(*call["arguments"])
+    try:
+        result = getattr(module, call["function"])(*call["arguments"])
+    except BaseException:
+        if call["address"] is None:
+            raise
+        traceback.print_exc()
+        os._exit(1)  # at its end jax would wait for the others
     if call["results"] is not None:
         path = Path(call["results"], f"{rank}.json")
         path.with_suffix(".part").write_text(json.dumps(result))

@@ -121,6 +121,23 @@ def test_the_death_of_one_is_told_with_where_it_was():
     )
 
 
+def test_an_end_that_its_starter_saw_is_told_with_where_it_was():
+    job = started()
+    job.say(1, 10.0, step=7, phase="train step", secs=2.0)
+    job.roll.ended(1, "was ended by SIGKILL", 13.0)
+    assert job.told()[0]["end"] == (
+        "process 1 (host1, pid 101) was ended by SIGKILL, in step 7, "
+        "'train step' for 5 s"
+    )
+
+
+def test_what_a_process_said_of_itself_comes_before_its_status():
+    job = started()
+    job.say(2, 1.0, failed="ValueError: no such file")
+    job.roll.ended(2, "ended with status 1", 1.1)
+    assert job.told()[0]["end"].endswith("ValueError: no such file")
+
+
 def test_the_error_of_one_is_told_to_the_others_and_its_echoes_are_not():
     job = started()
     job.say(2, 1.0, failed="ValueError: no such file")
