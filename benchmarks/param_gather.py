@@ -46,7 +46,7 @@ ROWS, SEQ, LAST, SEEDS = 16, 64, 20, (0, 1, 2)
 def batches(seed):
     """Rows of the demo's text, in an order of their own."""
     files = [Path(file) for file in _text_files()]
-    tokens = read_tokens(files, "bytes", None, CONFIG.vocab_size).astype(np.int32)
+    tokens = read_tokens(files, "bytes", None, CONFIG.vocab_size)[:].astype(np.int32)
     random = np.random.default_rng(seed)
     while True:
         starts = random.integers(0, len(tokens) - SEQ - 1, ROWS)

@@ -34,9 +34,15 @@ def host_shard(mesh: Mesh) -> HostShard:
 
     Raises:
       ValueError: If they are no whole part: processes share some rows, and not others.
+        Or if this process has no device of the mesh.
     """
     parts = _parts(mesh)
-    mine = parts[jax.process_index()]
+    mine = parts.get(jax.process_index())
+    if mine is None:
+        raise ValueError(
+            f"The mesh is of devices of process {', '.join(map(str, parts))}, and has "
+            f"none of process {jax.process_index()}. Use devices of every process."
+        )
     found = sorted(set(parts.values()))
     ranks = [rank for part in found for rank in part]
     if (
@@ -106,6 +112,8 @@ class HostBatches:
 
     def __getitem__(self, index: int) -> Rows:
         """The rows of this host of one global batch, stacked."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"Batch {index} of {len(self)}.")
         share = self.batch // self.shard.count
         first = index * self.batch + self.shard.index * share
         numbers = range(

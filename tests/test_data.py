@@ -27,7 +27,7 @@ def batches(num_rows: int, batch: int, count: int) -> list[list[list[int]]]:
 
 
 def list_of(source: HostBatches) -> list:
-    return [source[number] for number in range(len(source))]
+    return list(source)  # as Python iterates: until an index is refused
 
 
 @pytest.mark.parametrize("num_rows", [24, 25, 31, 3])
@@ -136,3 +136,8 @@ def test_hosts_whose_rows_are_no_whole_part_are_refused(processes, sizes):
     ):
         fsdp.host_shard(mesh_of(processes, **sizes))
     assert jax.process_index() == 0
+
+
+def test_a_process_without_a_device_of_the_mesh_has_no_rows():
+    with pytest.raises(ValueError, match="of process 1, 2, and has none of process 0"):
+        fsdp.host_shard(mesh_of([1] * 4 + [2] * 4))

@@ -9,6 +9,7 @@ import grain
 import numpy as np
 from jaxtyping import Int32
 
+from fsdp_jax._data import HostBatches, HostShard
 from fsdp_jax.cli._recipe import Recipe
 from fsdp_jax.cli._tokens import Tokens
 
@@ -37,15 +38,18 @@ class Windows:
         return self.tokens[start : start + self.seq + 1].astype(np.int32)
 
 
-def make_batches(tokens: Tokens, recipe: Recipe) -> grain.DatasetIterator:
-    """Shuffles rows, anew each epoch, without end, into global batches.
+def make_batches(
+    tokens: Tokens, recipe: Recipe, shard: HostShard
+) -> grain.DatasetIterator:
+    """Shuffles rows, anew each epoch, without end, into this host's of global batches.
 
     The order depends on the recipe alone, never on the mesh. `get_state()` is a small
-    dict for JSON, and `set_state` goes on from there.
+    dict for JSON, the same on all hosts, and `set_state` goes on from there, on any.
 
     Args:
       tokens: The text.
       recipe: Batch, row length and seed.
+      shard: The rows of a batch that are read here, from `host_shard`.
 
     Raises:
       ValueError: If the tokens do not fill a single row.
@@ -57,9 +61,10 @@ def make_batches(tokens: Tokens, recipe: Recipe) -> grain.DatasetIterator:
             f"{recipe.seq + 1}. Use more data or a smaller --seq."
         )
     rows = grain.MapDataset.source(windows).seed(recipe.seed).shuffle().repeat()
+    batches = grain.MapDataset.source(HostBatches(rows, recipe.batch, shard))
     # One thread makes the next batches while the devices work.
     ahead = grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
-    return iter(rows.batch(recipe.batch).to_iter_dataset(ahead))
+    return iter(batches.to_iter_dataset(ahead))
 
 
 def position(batches: grain.DatasetIterator) -> dict[str, Any]:

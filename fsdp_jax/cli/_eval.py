@@ -111,27 +111,40 @@ def perplexity(
     total, count = 0.0, 0
     rows = -(-(len(tokens) - 1) // seq)
     with rows_bar("evaluating", rows) as show:
-        for rows_done, data in _batches(tokens, batch, seq):
-            predicted = int(data["counts"].sum())
-            total += float(evaluate(params, data)["loss"]) * predicted
-            count += predicted
-            show(rows_done)
+        for number, data in enumerate(_batches(plan, tokens, batch, seq), 1):
+            done = min(number * batch * seq, len(tokens) - 1)
+            total += float(evaluate(params, data)["loss"]) * (done - count)
+            count = done
+            show(min(number * batch, rows))
     return {"loss": total / count, "perplexity": _exp(total / count), "tokens": count}
 
 
 def _batches(
-    tokens: Tokens, batch: int, seq: int
-) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
-    """Yields how many rows are done, and the next ones; the tail is masked padding."""
-    predicted = len(tokens) - 1
-    rows = -(-predicted // seq)
-    padded = np.zeros(-(-rows // batch) * batch * seq + 1, np.int32)
-    padded[: len(tokens)] = tokens
-    for first in range(0, rows, batch):
-        starts = (first + np.arange(batch)) * seq
-        within = starts[:, None] + np.arange(seq + 1)
-        counts = within[:, 1:] <= predicted
-        yield min(first + batch, rows), {"tokens": padded[within], "counts": counts}
+    plan: fsdp.Plan, tokens: Tokens, batch: int, seq: int
+) -> Iterator[dict[str, Array]]:
+    """Yields global batches, of which each host reads its own rows."""
+    rows = _PaddedRows(tokens, batch, seq)
+    for mine in fsdp.HostBatches(rows, batch, fsdp.host_shard(plan.mesh)):
+        yield fsdp.global_batch(plan.mesh, mine, batch)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _PaddedRows:
+    """Tokens cut into rows that fill the last batch too; the tail is masked."""
+
+    tokens: Tokens
+    batch: int
+    seq: int
+
+    def __len__(self) -> int:
+        rows = -(-(len(self.tokens) - 1) // self.seq)
+        return -(-rows // self.batch) * self.batch
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        found = self.tokens[index * self.seq : (index + 1) * self.seq + 1]
+        row = np.zeros(self.seq + 1, np.int32)
+        row[: len(found)] = found
+        return {"tokens": row, "counts": np.arange(1, self.seq + 1) < len(found)}
 
 
 def _masked_loss(

@@ -10,7 +10,6 @@ from typing import Any
 
 import grain
 import jax
-import numpy as np
 import optax
 import orbax.checkpoint.checkpoint_managers as policies
 
@@ -90,7 +89,7 @@ def run_steps(
       plan: From `plan_decoder`.
       tx: The optimizer that made the state.
       state: After `run.start` steps; given up.
-      batches: Standing where the state stands.
+      batches: This host's rows of each, standing where the state stands.
 
     Raises:
       CheckFailed: If the loss is no longer finite; such a state is not saved.
@@ -119,7 +118,7 @@ def run_steps(
             began = time.perf_counter()
             fsdp.report_progress("reading the next batch", number)
             with jax.profiler.StepTraceAnnotation("train", step_num=number):
-                batch = next(batches)
+                batch = _next_batch(plan, batches)
                 state, measured = step(state, batch)
                 metrics = _metrics(number, measured, batch, began)
             trace.after(number, state)
@@ -138,8 +137,14 @@ def run_steps(
     say(f"step {run.steps} is now in {run.save}")
 
 
+def _next_batch(plan: fsdp.Plan, batches: grain.DatasetIterator) -> jax.Array:
+    rows = next(batches)
+    count = fsdp.host_shard(plan.mesh).count
+    return fsdp.global_batch(plan.mesh, rows, count * len(rows))
+
+
 def _metrics(
-    number: int, measured: dict[str, Any], batch: np.ndarray, began: float
+    number: int, measured: dict[str, Any], batch: jax.Array, began: float
 ) -> StepMetrics:
     loss, grad_norm = float(measured["loss"]), float(measured["grad_norm"])
     if not (math.isfinite(loss) and math.isfinite(grad_norm)):

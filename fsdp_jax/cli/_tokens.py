@@ -1,18 +1,43 @@
-"""Text files as one array of token ids."""
+"""Text files as a sequence of token ids, of which a process reads what it uses."""
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import jax
 import numpy as np
 from jaxtyping import Integer
 
+from fsdp_jax.checkpoint._agree import check_same, exchange, together
 from fsdp_jax.cli._codec import check_vocab, open_codec
 from fsdp_jax.cli._recipe import Tokenizer
 
-Tokens = Integer[np.ndarray, " tokens"]
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Tokens:
+    """Token ids, one part after the other.
+
+    Attributes:
+      parts: Arrays; those mapped from files are read where a slice touches them.
+    """
+
+    parts: tuple[Integer[np.ndarray, " ids"], ...]
+
+    def __len__(self) -> int:
+        """How many there are."""
+        return sum(map(len, self.parts))
+
+    def __getitem__(self, which: slice) -> Integer[np.ndarray, " ids"]:
+        """A stretch of them."""
+        start, stop, step = which.indices(len(self))
+        pieces, first = [self.parts[0][:0]], 0
+        for part in self.parts:
+            pieces.append(part[max(start - first, 0) : max(stop - first, 0)])
+            first += len(part)
+        return np.concatenate(pieces)[::step]
 
 
 def check_files(files: Sequence[Path]) -> None:
@@ -32,7 +57,7 @@ def read_tokens(
     tokenizer_file: Path | None,
     vocab_size: int,
 ) -> Tokens:
-    """Reads files, one after the other.
+    """Reads files, one after the other; bytes only where they are used.
 
     Args:
       files: Any files for bytes, UTF-8 text for the model's tokenizer.
@@ -46,16 +71,54 @@ def read_tokens(
     """
     codec = open_codec(tokenizer, tokenizer_file, vocab_size)
     if tokenizer == "bytes":  # Any files, and not only text.
-        return np.concatenate([np.fromfile(file, np.uint8) for file in files])
+        return Tokens(tuple(np.memmap(file, np.uint8, mode="r") for file in files))
     ids = [np.asarray(codec.encode(_read_text(file)), np.uint32) for file in files]
     tokens = np.concatenate(ids)
     check_vocab(vocab_size, int(tokens.max(initial=0)) + 1, f"'{tokenizer_file}'")
-    return tokens
+    return Tokens((tokens,))
+
+
+def read_in_first(file: Path, read: Callable[[], Tokens]) -> Tokens:
+    """Reads tokens in the first process alone, for all.
+
+    Args:
+      file: Where it leaves them for the others to map; a run of one needs none.
+      read: Reads them.
+
+    Raises:
+      OtherProcessError: If it failed, in the others.
+    """
+    if jax.process_count() == 1:
+        return read()
+    with together("Reading the text"):
+        if jax.process_index() == 0:
+            _write(file, read())
+    return Tokens((np.load(file, mmap_mode="r"),))
 
 
 def fingerprint(tokens: Tokens) -> str:
-    """What tells these tokens from any others."""
-    return hashlib.sha256(tokens.data).hexdigest()
+    """What tells these tokens from any others; the first process reads them, for all.
+
+    Raises:
+      ValueError: If another process has other files.
+    """
+    check_same("What --data holds", [len(part) for part in tokens.parts])
+    return exchange(_sha256(tokens) if jax.process_index() == 0 else None)[0]
+
+
+def _sha256(tokens: Tokens) -> str:
+    digest = hashlib.sha256()
+    for part in tokens.parts:
+        digest.update(part.data)
+    return digest.hexdigest()
+
+
+def _write(file: Path, tokens: Tokens) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    part = file.with_name(f"{file.name}.part")
+    with part.open("wb") as out:
+        np.save(out, tokens[:])
+    part.replace(file)
 
 
 def _read_text(file: Path) -> str:

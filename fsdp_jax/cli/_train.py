@@ -40,7 +40,15 @@ from fsdp_jax.cli._routing import (
 )
 from fsdp_jax.cli._run import Run, run_steps
 from fsdp_jax.cli._say import say
-from fsdp_jax.cli._tokens import Tokens, check_files, fingerprint, read_tokens
+from fsdp_jax.cli._tokens import (
+    Tokens,
+    check_files,
+    fingerprint,
+    read_in_first,
+    read_tokens,
+)
+
+_TOKENS = "fsdp-jax-tokens.npy"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +57,9 @@ class Train:
 
     Prints one JSON line of metrics a step. With --resume, what is not given is as it
     was when the checkpoint was saved, on whatever mesh.
+
+    Of several processes each reads its own rows of the data. With the model's
+    tokenizer the first one tokenizes, and leaves the ids in --save for the others.
 
     SIGTERM ends it with status 143 when the step it came in is saved. The same command
     again, after that or after a crash, goes on from the newest step in --save that is
@@ -148,6 +159,7 @@ class Train:
         begun = _check_paths(self)
         callback = _load_callback(self)
         mesh = _make_mesh(self)  # before anything else starts jax's backend
+        shard = fsdp.host_shard(mesh)
         origin, resumed = _open(self, begun)
         start = 0 if resumed is None else resumed.step
         if begun and start == self.steps:
@@ -167,7 +179,7 @@ class Train:
         check_batch(plan, rows, recipe.accumulate)
         tokens = _read_tokens(self, origin, recipe)
         metadata = _make_metadata(origin.config, recipe, tokens, resumed)
-        batches = make_batches(tokens, recipe)
+        batches = make_batches(tokens, recipe, shard)
         if "data" in stored:
             batches.set_state(stored["data"])
         _announce(plan, recipe, tokens)
@@ -278,9 +290,14 @@ def _make_mesh(train: Train) -> Mesh:
 
 
 def _read_tokens(train: Train, origin: Origin, recipe: Recipe) -> Tokens:
-    return read_tokens(
-        train.data, recipe.tokenizer, tokenizer_file(origin), origin.config.vocab_size
-    )
+    def read() -> Tokens:
+        vocab_size = origin.config.vocab_size
+        file = tokenizer_file(origin)
+        return read_tokens(train.data, recipe.tokenizer, file, vocab_size)
+
+    if recipe.tokenizer == "bytes":
+        return read()
+    return read_in_first(train.save / _TOKENS, read)
 
 
 def _make_metadata(

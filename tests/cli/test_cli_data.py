@@ -1,19 +1,37 @@
 """The stream of batches: every token once an epoch, and on from any point."""
 
+import dataclasses
+import hashlib
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from fsdp_jax import HostShard
 from fsdp_jax.cli._data import make_batches, position
 from fsdp_jax.cli._recipe import Recipe
-from fsdp_jax.cli._tokens import fingerprint, read_tokens
+from fsdp_jax.cli._tokens import Tokens, fingerprint, read_tokens
 
-TOKENS = np.arange(
-    50, dtype=np.uint32
-)  # 7 rows of 7 and 1; the first is predicted never
+IDS = np.arange(50, dtype=np.uint32)  # 7 rows of 7 and 1; the first is predicted never
+TOKENS = Tokens((IDS[:20], IDS[20:]))
 RECIPE = Recipe("bytes", batch=3, seq=7, seed=5)
+ALONE = HostShard(0, 1)
+
+
+class Watched:
+    """Ids of which it is known how often some were read, and how many at once."""
+
+    def __init__(self, ids):
+        self.ids, self.sizes = ids, []
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, which: slice) -> np.ndarray:
+        found = self.ids[which]
+        self.sizes += [len(found)] if len(found) else []
+        return found
 
 
 def take(batches, count: int) -> np.ndarray:
@@ -21,7 +39,7 @@ def take(batches, count: int) -> np.ndarray:
 
 
 def test_an_epoch_predicts_every_token_once():
-    rows = take(make_batches(TOKENS, RECIPE), 7)  # 21 rows: three epochs
+    rows = take(make_batches(TOKENS, RECIPE, ALONE), 7)  # 21 rows: three epochs
     assert rows.shape == (21, 8)
     assert rows.dtype == np.int32
     for epoch in np.split(rows, 3):
@@ -29,26 +47,43 @@ def test_an_epoch_predicts_every_token_once():
 
 
 def test_each_epoch_is_shuffled_anew():
-    first, second, _ = np.split(take(make_batches(TOKENS, RECIPE), 7), 3)
+    first, second, _ = np.split(take(make_batches(TOKENS, RECIPE, ALONE), 7), 3)
     assert (first != second).any()
 
 
 def test_the_seed_makes_the_order():
     first, again, other = (
-        take(make_batches(TOKENS, Recipe("bytes", batch=3, seq=7, seed=seed)), 2)
+        take(make_batches(TOKENS, dataclasses.replace(RECIPE, seed=seed), ALONE), 2)
         for seed in (5, 5, 6)
     )
     assert (first == again).all()
     assert (first != other).any()
 
 
+def test_hosts_read_the_rows_of_one_batch_between_them_and_each_its_own():
+    whole = make_batches(TOKENS, RECIPE, ALONE)
+    each = [Watched(IDS) for _ in range(3)]
+    hosts = [
+        make_batches(Tokens((seen,)), RECIPE, HostShard(index, 3))
+        for index, seen in enumerate(each)
+    ]
+    for _ in range(5):  # into the third epoch
+        np.testing.assert_array_equal(
+            np.concatenate(list(map(next, hosts))), next(whole)
+        )
+        (state,) = {json.dumps(position(host)) for host in hosts}
+    assert json.loads(state) == position(whole)
+    for seen in each:  # of five batches and those read ahead, one row in three
+        assert set(seen.sizes) == {8} and 5 <= len(seen.sizes) <= 11
+
+
 @pytest.mark.parametrize("seen", [0, 1, 5])
 def test_the_position_goes_through_json_and_back(seen):
-    batches = make_batches(TOKENS, RECIPE)
+    batches = make_batches(TOKENS, RECIPE, ALONE)
     for _ in range(seen):
         next(batches)
     stored = json.loads(json.dumps(position(batches)))
-    again = make_batches(TOKENS, RECIPE)
+    again = make_batches(TOKENS, RECIPE, ALONE)
     again.set_state(stored)
     np.testing.assert_array_equal(take(again, 4), take(batches, 4))
 
@@ -59,8 +94,9 @@ def test_bytes_are_their_own_tokens_file_after_file(tmp_path):
         (tmp_path / name).write_bytes(data)
         files.append(tmp_path / name)
     tokens = read_tokens(files, "bytes", None, vocab_size=256)
-    assert tokens.tolist() == [97, 98, 255, 99]
-    assert fingerprint(tokens) != fingerprint(tokens[::-1].copy())
+    assert tokens[:].tolist() == [97, 98, 255, 99]
+    assert tokens[1:3].tolist() == [98, 255] and tokens[2:9].tolist() == [255, 99]
+    assert fingerprint(tokens) == hashlib.sha256(b"ab\xffc").hexdigest()
 
 
 @pytest.fixture
@@ -80,7 +116,7 @@ def tokenizer_file(tmp_path) -> Path:
 def test_the_models_tokenizer_neither_cuts_nor_pads(tokenizer_file, tmp_path):
     (tmp_path / "text").write_text("to be or not to be")
     tokens = read_tokens([tmp_path / "text"], "model", tokenizer_file, vocab_size=3)
-    assert tokens.tolist() == [1, 2, 0, 0, 1, 2]
+    assert tokens[:].tolist() == [1, 2, 0, 0, 1, 2]
 
 
 @pytest.mark.torch

@@ -20,8 +20,12 @@ from helpers.processes import run_processes
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import bridge
 import fsdp_jax as fsdp
 from fsdp_jax import ops
+from fsdp_jax.cli._eval import perplexity
+from fsdp_jax.cli._model import plan_decoder
+from fsdp_jax.cli._tokens import Tokens
 
 pytestmark = pytest.mark.distributed
 
@@ -123,9 +127,19 @@ def uneven_tail() -> dict[str, Any]:
     }
 
 
+def evaluate_text(directory: str) -> dict[str, Any]:
+    """As `fsdp-jax eval` does, of rows that do not fill the last batch."""
+    config = bridge.from_hf_config(f"{directory}/llama")
+    plan = plan_decoder(config, fsdp.make_mesh())
+    params = bridge.load_hf(f"{directory}/llama", plan.params)
+    ids = np.random.default_rng(0).integers(0, config.vocab_size, 300)
+    return perplexity(plan, params, Tokens((ids[:99], ids[99:])), batch=8, seq=24)
+
+
 def scenario_of_two(directory: str) -> dict[str, Any]:
     """With four devices each: what four have saved, and what Hugging Face has."""
     return {
+        "evaluated": evaluate_text(directory),
         "restored": training.go_on(f"{directory}/run"),
         "import": import_and_export(Path(directory)),
     }
@@ -208,6 +222,13 @@ def test_two_processes_go_on_where_four_have_saved(four, two):
         assert each["restored"]["found"] == four[0]["checkpoint"]["saved"][0]
         expected = four[0]["checkpoint"]["losses"][0]
         assert each["restored"]["loss"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_text_is_evaluated_as_by_one_process(two, directory):
+    expected = evaluate_text(str(directory))
+    assert expected["tokens"] == 299
+    for each in two:
+        assert each["evaluated"] == pytest.approx(expected, rel=1e-5)
 
 
 def test_of_an_uneven_tail_no_row_is_lost_and_none_is_made_up(four):

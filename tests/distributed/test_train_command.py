@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
+import tokenizers  # comes with transformers
 from helpers.processes import Recorded
 
 import fsdp_jax as fsdp
@@ -30,6 +31,13 @@ def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("train")
     (folder / "text").write_text("So it goes on, line by line. " * 200)
     assert main(["make-tiny-llama", str(folder / "llama")]) == 0
+    words = tokenizers.models.WordLevel(
+        {word: n for n, word in enumerate(["?", *"So it goes on line by . ,".split()])},
+        unk_token="?",
+    )
+    tokenizer = tokenizers.Tokenizer(words)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.save(str(folder / "llama" / "tokenizer.json"))
     return folder
 
 
@@ -86,3 +94,6 @@ def test_the_same_command_goes_on_and_ends_as_one_process_does(killed, folder):
     assert fsdp.verify(folder / "four").step == STEPS
     said = [line for lines in again.lines.values() for line in lines]
     assert sum("is now in" in line for line in said) == 1, again.said
+    # The first process tokenized; alone, none has to be told.
+    assert (folder / "four" / "fsdp-jax-tokens.npy").is_file()
+    assert not (folder / "one" / "fsdp-jax-tokens.npy").exists()
