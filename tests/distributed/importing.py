@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import bridge
 from bridge._tree import named_leaves
+from bridge.streaming import _processes as processes
 
 WAYS = {
     "replicated": lambda shape: None,
@@ -60,6 +62,7 @@ def import_and_export(folder: Path) -> dict[str, Any]:
       folder: Has a model in `llama`; what is exported goes to `out`.
     """
     config = bridge.from_hf_config(folder / "llama")
+    hung = hung_import(folder, config)
     os.preadv = counted = Counted()
     try:
         whole = named_leaves(bridge.load_hf(folder / "llama", mould_of(config)))
@@ -76,6 +79,7 @@ def import_and_export(folder: Path) -> dict[str, Any]:
         told = [
             *failed_exports(folder, params, config),
             *failed_imports(folder, config),
+            hung,
         ]
     finally:
         os.preadv = counted.preadv
@@ -105,6 +109,22 @@ def failed_imports(folder: Path, config) -> list[str]:
         os.preadv = lambda *_: 0
     moulds = [sharded_mould(config, WAYS[way]) for way in ("replicated", "first dim")]
     return [outcome(bridge.load_hf, folder / "llama", mould) for mould in moulds]
+
+
+def hung_import(folder: Path, config) -> str:
+    """Told when process 1 hangs for longer than the other waits, and then fails."""
+
+    def progress(done, total):
+        if jax.process_index() == 1:
+            time.sleep(3)
+            raise OSError("the disk hung")
+
+    before, processes.TIMEOUT_SECS = processes.TIMEOUT_SECS, 1.0
+    try:
+        mould = sharded_mould(config, WAYS["first dim"])
+        return outcome(bridge.load_hf, folder / "llama", mould, progress=progress)
+    finally:
+        processes.TIMEOUT_SECS = before
 
 
 def outcome(action, *arguments, **options) -> str:

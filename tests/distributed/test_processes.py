@@ -271,12 +271,13 @@ def test_all_processes_learn_that_one_failed(two):
     told = [each["import"]["told"] for each in two]
     names = [[line.partition(":")[0] for line in lines] for lines in told]
     saved = ["OSError", "RuntimeError", "ValueError"]
-    assert names[0] == [*saved, "RuntimeError", "RuntimeError"]
+    assert names[0] == [*saved, "RuntimeError", "RuntimeError", "TimeoutError"]
     saved = ["RuntimeError", "OSError", "RuntimeError"]
-    assert names[1] == [*saved, "ValueError", "ValueError"]
+    assert names[1] == [*saved, "ValueError", "ValueError", "OSError"]
     assert "Processes [0] failed" in told[1][0]
     assert "it exists" in told[0][2]
     assert "ended" in told[1][3]
+    assert "Processes [1] of 2 did not come within 1 s" in told[0][5]
 
 
 def test_a_failure_of_any_process_leaves_nothing(two, directory):
