@@ -31,7 +31,7 @@ from fsdp_jax.checkpoint._engine import (
     remove_unfinished,
 )
 from fsdp_jax.checkpoint._extras import Extra
-from fsdp_jax.checkpoint._files import Files
+from fsdp_jax.checkpoint._files import Files, load_files
 from fsdp_jax.checkpoint._load import load, load_metadata
 from fsdp_jax.checkpoint._local import LocalCheckpoints, LocalStore
 from fsdp_jax.checkpoint._save import Beside, prepare
@@ -103,7 +103,9 @@ class Checkpointer:
         self._path = path
         self._timeout_secs = timeout_secs
         self._local = None if local is None else LocalStore(local, path, timeout_secs)
+        # Of the step that was resumed.
         self._metadata: Callable[[], dict[str, Any]] | None = None
+        self._files: Callable[[str], Path] | None = None
         # Of the last save and the last local one, each by its step.
         self._failure: tuple[int, Exception] | None = None
         self._local_failure: tuple[int, Exception] | None = None
@@ -150,6 +152,22 @@ class Checkpointer:
         """What the step was saved with that `resume` loaded; None if it loaded none."""
         return None if self._metadata is None else self._metadata()
 
+    def files(self, name: str) -> Path:
+        """Where the files lie that the step carries that `resume` loaded.
+
+        Args:
+          name: As in the `files` of `save`.
+
+        Returns:
+          The folder within the step, to read from; of a local step on this host.
+
+        Raises:
+          ValueError: If it loaded none, or one that carries no such files.
+        """
+        if self._files is None:
+            raise ValueError(f"No step is loaded, of which to take files {name!r}.")
+        return self._files(name)
+
     def resume(
         self,
         mould: PyTree,
@@ -184,13 +202,14 @@ class Checkpointer:
             steps = _local_steps(step, found)
             restored = self._local.load(mould, extras or {}, steps)
             if restored is not None:
-                self._metadata = lambda: restored.metadata
+                self._metadata, self._files = lambda: restored.metadata, restored.find
                 return restored.state
         if found is None and not isinstance(step, int):
             return None
         step = step if found is None else found
         state = load(self._path, mould, step=step, extras=extras)
         self._metadata = functools.partial(load_metadata, self._path, step=step)
+        self._files = functools.partial(load_files, self._path, step=step)
         return state
 
     def save(
@@ -212,7 +231,7 @@ class Checkpointer:
           state: What to save.
           metadata: As for `save`.
           extras: As for `save`; asked for their states before this returns.
-          files: As for `save`; copied behind.
+          files: As for `save`; copied behind. A local step reads them at once.
 
         Returns:
           Whether it saves.

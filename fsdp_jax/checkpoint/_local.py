@@ -9,6 +9,7 @@ import secrets
 import shutil
 import socket
 import threading
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -24,12 +25,14 @@ from fsdp_jax.checkpoint._agree import (
     raise_unless_same,
     together,
 )
+from fsdp_jax.checkpoint._carried import read_files
 from fsdp_jax.checkpoint._extras import Extra, capture
 from fsdp_jax.checkpoint._keys import Leaf, flatten
 from fsdp_jax.checkpoint._local_file import Bytes, Header, pack, parse
 from fsdp_jax.checkpoint._local_layout import layout_of
 from fsdp_jax.checkpoint._local_load import Restored, Wanted, file_name, load_newest
 from fsdp_jax.checkpoint._local_plan import folder_name, step_of
+from fsdp_jax.checkpoint._replace import write_through
 from fsdp_jax.checkpoint._replica import (
     check_apart,
     check_cliques,
@@ -55,9 +58,11 @@ class LocalCheckpoints:
     from there, also where the state is fully sharded and no replica of it exists.
 
     A step takes `keep + 1` times the shards of a clique on each disk, and while it is
-    saved as much memory of the host as the shards of a clique. It is not flushed to
-    the disk (fsync): a process that is killed loses nothing, and what a power cut
-    tears is noticed by its checksum and comes from a peer.
+    saved as much memory of the host as the shards of a clique. It counts once it is
+    flushed to the disks of all hosts (fsync), behind, while training goes on: after a
+    power cut of all of them too the step is whole, or was none.
+
+    The files that a step carries are read in each process, which must have the same.
 
     The first save of a start removes what `Checkpointer.resume` did not find complete:
     who does not call it gives up the local steps of before.
@@ -140,7 +145,7 @@ class LocalStore:
         Args:
           step: That of the state.
           state: What to save.
-          beside: What belongs to the step; its files are not saved locally.
+          beside: What belongs to the step; each process reads the files itself.
 
         Raises:
           ValueError: If the processes do not save the same, or what cannot be stored.
@@ -222,8 +227,10 @@ class LocalStore:
         self, state: TrainState, beside: Beside
     ) -> tuple[dict[str, Leaf], Header]:
         captured = capture(beside.extras or {})
-        leaves = flatten(state) | captured.leaves
+        files = read_files(beside.files or {})
+        leaves = flatten(state) | captured.leaves | files
         about = {
+            "files": {n: zlib.crc32(file.value) for n, file in files.items()},
             "metadata": encode(beside.metadata or {}),
             "extras": captured.shared,
             "own": sorted(captured.own),
@@ -264,6 +271,8 @@ class _Writing:
             self.folder.mkdir(parents=True, exist_ok=True)
             for saver, content in files.items():
                 _write(self.folder / file_name(saver), saver, content)
+            for folder in (self.folder, self.folder.parent):
+                write_through(folder)
         except Exception as error:
             self._failure = error
 
@@ -275,6 +284,7 @@ def _write(path: Path, saver: int, content: Bytes) -> None:
     part = path.with_suffix(".part")
     with part.open("wb") as file:
         file.write(content.data)
+    write_through(part)
     part.rename(path)
 
 
@@ -285,5 +295,7 @@ def _run_id(directory: Path) -> str:
         directory.mkdir(parents=True, exist_ok=True)
         part = path.with_suffix(".part")
         part.write_text(secrets.token_hex(8))
+        write_through(part)
         part.rename(path)
+        write_through(directory)
     return path.read_text()

@@ -15,6 +15,7 @@ import numpy as np
 
 from fsdp_jax._tree import PyTree
 from fsdp_jax.checkpoint._agree import exchange, gather, together
+from fsdp_jax.checkpoint._carried import is_file, names_of, write_files
 from fsdp_jax.checkpoint._extras import (
     FOLDER,
     Captured,
@@ -24,6 +25,7 @@ from fsdp_jax.checkpoint._extras import (
     choose_extras,
     restore_extras,
 )
+from fsdp_jax.checkpoint._files import FOLDER as FILES
 from fsdp_jax.checkpoint._keys import Leaf, flatten, unflatten
 from fsdp_jax.checkpoint._local_file import (
     Bytes,
@@ -82,11 +84,28 @@ class Restored:
       state: Arrays in the structure and sharding of the mould.
       metadata: What was saved with it.
       complete: Folders of this and the complete steps before, the oldest first.
+      folder: Of the step, on this host.
+      files: Names under which it carries files.
     """
 
     state: PyTree
     metadata: dict[str, Any]
     complete: list[str]
+    folder: Path
+    files: list[str]
+
+    def find(self, name: str) -> Path:
+        """Where the files of a name lie.
+
+        Raises:
+          ValueError: If the step carries none.
+        """
+        if name not in self.files:
+            raise ValueError(
+                f"'{self.folder}' carries no files {name!r}: it has "
+                f"{', '.join(self.files) or 'none'}."
+            )
+        return self.folder / FILES / name
 
 
 def file_name(saver: int) -> str:
@@ -119,7 +138,14 @@ def load_newest(
         loaded = _Loading(directory, found, wanted, timeout_secs).run()
         if loaded is not None:
             complete = [found, *(one for one in older if one.is_complete)]
-            return Restored(*loaded, [one.folder for one in reversed(complete)])
+            state, header = loaded
+            return Restored(
+                state,
+                decode(header.about["metadata"]),
+                [one.folder for one in reversed(complete)],
+                directory / found.folder,
+                names_of(header.layout.leaves),
+            )
     return None
 
 
@@ -138,8 +164,8 @@ class _Loading:
         self._wanted = wanted
         self._timeout_secs = timeout_secs
 
-    def run(self) -> tuple[PyTree, dict[str, Any]] | None:
-        """State and metadata, or None if damage leaves too little of the step."""
+    def run(self) -> tuple[PyTree, Header] | None:
+        """State and header, or None if damage leaves too little of the step."""
         if not self._found.is_complete:
             _log(self._found.what_is_lost())
             return None
@@ -152,7 +178,7 @@ class _Loading:
             fetches = plan_fetches(self._found, add_copies(self._found, chosen))
             damaged = self._damaged(chosen, fetches)
             if not damaged:
-                return self._read(chosen, fetches, objects), _metadata(header)
+                return self._read(chosen, fetches, objects), header
             self._found = self._found.without(damaged)
         _log(self._found.what_is_lost())
         return None
@@ -188,7 +214,7 @@ class _Loading:
         objects = choose_extras(self._folder, stored, wanted.extras)
         match(
             str(self._folder),
-            header.layout.leaves,
+            {n: x for n, x in header.layout.leaves.items() if not is_file(n)},
             wanted.leaves,
             Options(impls=about["impls"]),
             list(objects.names),
@@ -236,6 +262,7 @@ class _Loading:
             wanted = self._wanted
             values = _assemble(names, wanted.leaves)
             restore_extras(wanted.extras, wanted.captured, objects, values)
+            write_files(open_file(names[0]), self._folder)
         return unflatten(wanted.mould, values)
 
     def _fetch(self, fetches: Sequence[Fetch]) -> None:
@@ -303,16 +330,13 @@ def _twins(header: Header) -> list[int]:
     return list(range(count)) if header.about["own"] else header.layout.twins(count)
 
 
-def _metadata(header: Header) -> dict[str, Any]:
-    return decode(header.about["metadata"])
-
-
 def _assemble(paths: Sequence[Path], mould: Mapping[str, Leaf]) -> dict[str, jax.Array]:
     """Each leaf of the mould, each device its part, from the shards in some files."""
     shards: dict[str, list] = {name: [] for name in mould}
     for path in paths:
         for (name, region), data in open_file(path).read().items():
-            shards[name].append((region, data))
+            if not is_file(name):
+                shards[name].append((region, data))
     return {name: _fill(leaf, shards[name]) for name, leaf in mould.items()}
 
 

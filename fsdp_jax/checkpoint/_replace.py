@@ -34,9 +34,9 @@ def replace_step(path: Path, step: int, by: Path) -> None:
       step: A committed step of it.
       by: A complete folder, in the same directory.
     """
-    _write_through(by)
+    _write_all_through(by)
     by.rename(path / f"{step}{_NEW}")
-    _write_through_folder(path)  # now, before the old one goes
+    write_through(path)  # now, before the old one goes
     finish_replacements(path)
 
 
@@ -56,19 +56,19 @@ def _with_suffix(path: Path, suffix: str) -> list[Path]:
     return [child for child in found if child.name.removesuffix(suffix).isdecimal()]
 
 
-def _write_through(folder: Path) -> None:
+def _write_all_through(folder: Path) -> None:
     """Has the disk hold all of a folder before the old one may go."""
     for child in folder.iterdir():
         if child.is_dir():
-            _write_through(child)
+            _write_all_through(child)
         else:
-            with child.open("rb") as file:
-                os.fsync(file.fileno())
-    _write_through_folder(folder)
+            write_through(child)
+    write_through(folder)
 
 
-def _write_through_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
+def write_through(path: Path) -> None:
+    """Has the disk hold a file, or the names in a folder, before it returns."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
+import os
 import shutil
 from pathlib import Path
 
@@ -289,6 +290,33 @@ def test_local_steps_have_a_cadence_of_their_own_and_the_newest_few_stay(places)
     assert places.resume("latest-good") == (6, {"at": (6,)})
     with pytest.raises(ValueError, match="No step 2"):
         places.resume(2)
+
+
+def test_a_local_step_carries_files_and_is_on_the_disk_when_it_counts(
+    places, tmp_path, monkeypatch
+):
+    source = tmp_path / "tokenizer"
+    (source / "d").mkdir(parents=True)
+    (source / "d" / "vocab.txt").write_text("a b c")
+    (source / "empty").touch()
+    synced, fsync = [], os.fsync
+    monkeypatch.setattr(
+        os, "fsync", lambda fd: synced.append(os.readlink(f"/dev/fd/{fd}")) or fsync(fd)
+    )
+    with places.open() as checkpointer:
+        checkpointer.save(2, state_at(2), files={"tokenizer": source})
+        checkpointer.wait()
+        (folder,) = places.disk.glob("*/2-*")
+        assert [f"{folder}/0.part", str(folder), str(folder.parent)] == synced[-3:]
+        with pytest.raises(ValueError, match="No step is loaded"):
+            checkpointer.files("tokenizer")
+        shutil.rmtree(source)
+        checkpointer.resume(mould())
+        carried = checkpointer.files("tokenizer")
+        assert (carried / "d" / "vocab.txt").read_text() == "a b c"
+        assert (carried / "empty").read_bytes() == b""
+        with pytest.raises(ValueError, match="no files 'text': it has tokenizer"):
+            checkpointer.files("text")
 
 
 def test_of_one_step_the_local_is_taken_and_of_another_the_newer(places):

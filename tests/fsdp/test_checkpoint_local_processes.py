@@ -119,6 +119,9 @@ class Job:
         self.rank = jax.process_index()
         self.run = Path(directory, "run")
         self.disk = Path(directory, "disks", str(self.rank))
+        self.vocab = Path(directory, "text", str(self.rank), "vocab.txt")
+        self.vocab.parent.mkdir(parents=True)
+        self.vocab.write_text("a b c")
         self.log: list[str] = []
         handler = logging.Handler(logging.WARNING)
         handler.emit = lambda record: self.log.append(record.getMessage())
@@ -150,15 +153,19 @@ class Job:
         extras = {"place": fsdp.PerProcess(place)} if places else {}
         with self.open() as checkpointer:
             state = checkpointer.resume(mould(**sizes), extras=extras)
+            if state is not None:
+                carried = checkpointer.files("vocab") / "vocab.txt"
+                assert carried.read_text() == "a b c"
             said = [step_held(state, **sizes), checkpointer.metadata]
         return [*said, place.at] if places else said
 
     def save(self, *steps: int, extras=None, had=None, **sizes) -> list[bool]:
         with self.open() as checkpointer:
             checkpointer.resume(mould(), extras=had)
+            beside = {"extras": extras, "files": {"vocab": self.vocab}}
             return [
                 checkpointer.save(
-                    n, state_at(n, **sizes), metadata={"at": [n]}, extras=extras
+                    n, state_at(n, **sizes), metadata={"at": [n]}, **beside
                 )
                 for n in steps
             ]
@@ -169,8 +176,7 @@ class Job:
             f"{path.parent.name.split('-')[0]}/{path.name}": hashlib.sha256(
                 path.read_bytes()
             ).hexdigest()
-            for path in self.disk.rglob("*")
-            if path.is_file()
+            for path in self.disk.glob("*/*/*.*")
         }
 
     def lose(self, *ranks: int, folder: str = "") -> None:
@@ -296,6 +302,40 @@ def interrupted_copies(number: int):
         _local._write = write
 
 
+def hangs_in_a_persistent_save(directory: str) -> list:
+    """Process 1 wrote its part, and does not say so until it is given up."""
+    given_up, publish = Path(directory, "given up"), _engine.publish
+
+    def publish_late(*arguments):
+        while not given_up.exists():
+            time.sleep(0.01)
+        publish(*arguments)
+
+    with fsdp.Checkpointer(directory, timeout_secs=LOST_SECS) as checkpointer:
+        if jax.process_index() == 1:
+            _engine.publish = publish_late
+        checkpointer.save(1, state_at(1))
+        start = time.monotonic()
+        with pytest.raises(RuntimeError) as failed:
+            checkpointer.wait()
+        secs = time.monotonic() - start
+        given_up.touch()
+        exchange(None)
+        _engine.publish = publish
+        checkpointer.save(2, state_at(2))
+    return [str(failed.value), secs]
+
+
+def test_a_process_that_hangs_in_a_persistent_save_is_named_in_time(tmp_path):
+    for message, secs in run_processes(
+        hangs_in_a_persistent_save, 2, str(tmp_path), devices=4
+    ):
+        assert "Step 1 is not saved" in message and secs < 4 * LOST_SECS
+        assert "timed out task names:\n1\n" in message
+    assert fsdp.latest_step(tmp_path) == 2  # and the next is saved
+    assert step_held(fsdp.load(tmp_path, mould())) == 2
+
+
 def killed_in_a_persistent_save(directory: str) -> list:
     """Process 1 is killed after it wrote its part, before it says so."""
     with fsdp.Checkpointer(directory, timeout_secs=LOST_SECS) as checkpointer:
@@ -391,7 +431,7 @@ def test_a_lost_host_is_a_peer_again_at_once(seen):
 def test_a_flipped_bit_in_a_shard_is_noticed_and_the_copy_of_the_peer_taken(seen):
     assert held(seen, "flipped", 8)
     said = seen[3]["flipped"]["log"]
-    assert "3.shards' is not as it was written: 1 shard(s): num_skipped[]" in said
+    assert "3.shards' is not as it was written: 1 shard(s): files/vocab/vocab.txt[[0, 5]]" in said
     assert "3.shards' was restored from process 2" in said
 
 
