@@ -61,7 +61,8 @@ def dot_product_attention(
     Returns:
       For each query the mean of the values it attends to.
     """
-    if softcap is not None or sinks is not None or query.shape[-1] != value.shape[-1]:
+    bent = softcap is not None or sinks is not None
+    if bent or query.shape[-1] != value.shape[-1] or _is_half_on_cpu(query):
         mask = _visible(query.shape[1], segment_ids, window)
         return attend(query, key, value, scale, mask, softcap, sinks)
     static = isinstance(window, int)
@@ -137,6 +138,12 @@ def _visible(
         return mask
     same = jnp.equal(segment_ids[:, None, :, None], segment_ids[:, None, None, :])
     return jnp.logical_and(*jnp.broadcast_arrays(mask, same))
+
+
+def _is_half_on_cpu(query: Array) -> bool:
+    # jax's form asks for float16 products summed in float32 by a name (F16_F16_F32)
+    # that XLA's CPU backend does not know.
+    return query.dtype == jnp.float16 and jax.devices()[0].platform == "cpu"
 
 
 def _implementation(query: Array) -> Literal["cudnn", "xla"]:

@@ -23,11 +23,13 @@ class StepMetrics:
     Attributes:
       step: Updates made so far, this one included.
       loss: Mean over the global batch, before the update.
-      grad_norm: Of the whole gradient.
+      grad_norm: Of the whole gradient; not finite in a step that a loss scale passed
+        over.
       tokens_per_sec: Of all devices; the first step's counts compilation too.
       step_secs: Seconds from batch to metrics.
       peak_memory_bytes: The largest so far: of the fullest GPU, or of the process
         where devices are simulated.
+      loss_scale: The factor of the loss in this step; None if it has none.
       routers: Of a model with experts: its loss without what balances them, and the
         figures of `router_losses`; empty for others.
     """
@@ -38,12 +40,18 @@ class StepMetrics:
     tokens_per_sec: float
     step_secs: float
     peak_memory_bytes: int
+    loss_scale: float | None = None
     routers: dict[str, float] = dataclasses.field(default_factory=dict)
 
     def as_dict(self) -> dict[str, float]:
-        """All numbers by name."""
+        """All numbers by name; those that there are, as JSON has none that is not."""
         numbers = dataclasses.asdict(self)
-        return numbers | numbers.pop("routers")
+        numbers |= numbers.pop("routers")
+        return {
+            name: number
+            for name, number in numbers.items()
+            if number is not None and math.isfinite(number)
+        }
 
 
 @contextlib.contextmanager
@@ -62,9 +70,6 @@ def metrics_lines(path: Path | None, start: int = 0) -> Iterator[TextIO]:
         return
     if path is None:
         yield sys.stdout
-        return
-    if jax.process_index() > 0:
-        yield io.StringIO()
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists():

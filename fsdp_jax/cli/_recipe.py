@@ -7,10 +7,11 @@ import math
 from typing import Any, Literal
 
 from fsdp_jax.cli._lora import Adapter, BaseDType
+from fsdp_jax.cli._precision import OptimizerBits, ParamGather, Precision
 from fsdp_jax.cli._routing import Over, RouterDtype, Routing
 
 Tokenizer = Literal["bytes", "model"]
-ParamDtype = Literal["float32", "bfloat16"]
+ParamDtype = Literal["float32", "bfloat16", "float16"]
 
 _RATES = (
     *("lr", "weight_decay"),
@@ -18,6 +19,7 @@ _RATES = (
 )
 _OF_THE_DATA = ("batch", "seq", "seed", "tokenizer")
 _OF_THE_ADAPTER = ("lora_rank", "lora_alpha", "lora_targets", "base_dtype")
+_FIRST_SCALE = 2.0**16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +35,9 @@ class Recipe:
       weight_decay: AdamW's weight decay.
       accumulate: Microbatches a step.
       param_dtype: What weights are gathered and computed in.
+      param_gather: What a layer's matrices travel in instead, to be decoded there.
+      loss_scale: The first factor of the loss; None for 65536 in float16, else none.
+      optimizer_bits: Of an element of AdamW's moments.
       aux_loss_coef: See `Routing`, as all below.
       aux_loss_over: Whose use of experts that loss balances.
       z_loss_coef: Weight of the routers' z-loss.
@@ -56,12 +61,22 @@ class Recipe:
     weight_decay: float = 0.1
     accumulate: int = 1
     param_dtype: ParamDtype = "float32"
+    param_gather: ParamGather = "param_dtype"
+    loss_scale: float | None = None
+    optimizer_bits: OptimizerBits = 32
     aux_loss_coef: float = 0.0
     aux_loss_over: Over = "batch"
     z_loss_coef: float = 0.0
     expert_bias_rate: float = 0.0
     capacity_factor: float | None = None
     router_dtype: RouterDtype = "float32"
+
+    @property
+    def precision(self) -> Precision:
+        """How numbers travel and rest."""
+        default = _FIRST_SCALE if self.param_dtype == "float16" else None
+        scale = self.loss_scale or default
+        return Precision(self.param_gather, scale, self.optimizer_bits)
 
     @property
     def routing(self) -> Routing:
@@ -92,6 +107,13 @@ class Recipe:
             0 < self.capacity_factor < math.inf
         ):
             wrong.append(f"--capacity-factor {self.capacity_factor}: more than 0")
+        if self.loss_scale is not None and not 1 <= self.loss_scale < math.inf:
+            wrong.append(f"--loss-scale {self.loss_scale}: a finite number, at least 1")
+        if self.loss_scale is not None and self.param_dtype != "float16":
+            wrong.append(
+                f"--loss-scale {self.loss_scale} is for --param-dtype float16, and "
+                f"this is {self.param_dtype}"
+            )
         wrong += self._wrong_adapter()
         if wrong:
             raise ValueError("; ".join(wrong) + ".")
@@ -160,7 +182,30 @@ def make_recipe(
             f"A resumed run trains what it trained: {', '.join(adapter)}. Leave the "
             "option out, or start anew: export the checkpoint and train with --hf."
         )
-    return Recipe(**{**defaults, **stored, **typed})
+    recipe = Recipe(**{**defaults, **stored, **typed})
+    if stored:
+        _check_same_state(recipe, Recipe(**{**defaults, **stored}))
+    return recipe
+
+
+def _check_same_state(recipe: Recipe, saved: Recipe) -> None:
+    """Raises a `ValueError` unless the optimizer's state has the form it had."""
+    now, then = recipe.precision, saved.precision
+    changed = []
+    if now.optimizer_bits != then.optimizer_bits:
+        changed.append(
+            f"--optimizer-bits {now.optimizer_bits} (saved with {then.optimizer_bits})"
+        )
+    if (now.loss_scale is None) != (then.loss_scale is None):
+        changed.append(
+            f"--param-dtype {recipe.param_dtype} (saved with {saved.param_dtype}, and "
+            "float16 alone has a loss scale)"
+        )
+    if changed:
+        raise ValueError(
+            f"A resumed run goes on with the state it had: {'; '.join(changed)}. Leave "
+            "the option out, or start anew: export the checkpoint and train with --hf."
+        )
 
 
 def adapter_of(metadata: dict[str, Any]) -> Adapter | None:

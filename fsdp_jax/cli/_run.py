@@ -48,6 +48,7 @@ class Run:
       window: Steps to trace; None for none.
       fused_loss: Whether logits are made a chunk of the vocabulary at a time.
       routing: How tokens find experts.
+      loss_scale: That of the state; None for none.
     """
 
     start: int
@@ -63,6 +64,7 @@ class Run:
     window: Window | None = None
     fused_loss: bool = False
     routing: Routing = Routing()
+    loss_scale: fsdp.LossScale | None = None
 
     def open_checkpointer(self) -> fsdp.Checkpointer:
         """Opens the directory of the checkpoints, to be written in the background."""
@@ -105,6 +107,7 @@ def run_steps(
         has_aux=True,
         accumulate=run.accumulate,
         update_model_state=move_biases(rate) if rate else None,
+        loss_scale=run.loss_scale,
     )
     # In this order: the bar may replace stdout, to have lines printed above itself.
     with (
@@ -147,7 +150,9 @@ def _metrics(
     number: int, measured: dict[str, Any], batch: jax.Array, began: float
 ) -> StepMetrics:
     loss, grad_norm = float(measured["loss"]), float(measured["grad_norm"])
-    if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+    scale = float(measured["loss_scale"]) if "loss_scale" in measured else None
+    passed_over = scale is not None and scale > 1
+    if not (math.isfinite(loss) and (math.isfinite(grad_norm) or passed_over)):
         raise CheckFailed(
             f"Training diverged: step {number} has loss {loss} and grad_norm "
             f"{grad_norm}. Start again from an earlier step with a smaller --lr."
@@ -161,5 +166,6 @@ def _metrics(
         tokens_per_sec=rows * (length - 1) / secs,
         step_secs=secs,
         peak_memory_bytes=peak_memory_bytes(),
+        loss_scale=scale,
         routers={name: value.item() for name, value in measured["aux"].items()},
     )

@@ -31,6 +31,7 @@ from fsdp_jax.cli._origin import (
     open_run,
     tokenizer_file,
 )
+from fsdp_jax.cli._precision import OffloadTo, OptimizerBits, ParamGather
 from fsdp_jax.cli._profile import Profile
 from fsdp_jax.cli._recipe import ParamDtype, Recipe, Tokenizer, make_recipe
 from fsdp_jax.cli._routing import (
@@ -87,6 +88,14 @@ class Train:
       accumulate: Microbatches a step; default 1.
       param_dtype: What weights are gathered and computed in; they are kept and updated
         in float32. Default float32.
+      param_gather: What the matrices of layers travel in, a byte an element, to be
+        decoded to --param-dtype where they arrive; default --param-dtype itself.
+      loss_scale: What the loss is multiplied by at first, so that gradients do not
+        vanish in float16; it follows what overflows. Default 65536 with --param-dtype
+        float16, none otherwise.
+      optimizer_bits: Of an element of AdamW's moments; default 32.
+      offload: What rests in the host's memory: the optimizer's state, or the weights
+        in float32 too; default nothing.
       aux_loss_coef: Weight of the load-balancing loss of a model with experts; default
         what its config says.
       aux_loss_over: Whose use of experts it balances: that of each rank's batch, as
@@ -104,8 +113,8 @@ class Train:
         the rank.
       lora_targets: Modules with factors, by PEFT's names with commas between; default
         all-linear: those of all layers.
-      base_dtype: How the frozen model is kept: float32 and bfloat16 also compute so,
-        nf4 and int8 are decoded to --param-dtype a layer at a time; default
+      base_dtype: How the frozen model is kept: a floating dtype also computes so, nf4
+        and int8 are decoded to --param-dtype a layer at a time; default
         --param-dtype.
       tokenizer: The bytes themselves, or the model's tokenizer.json; default the
         latter where there is one.
@@ -135,6 +144,10 @@ class Train:
     seed: Unset[int] = None
     accumulate: Unset[int] = None
     param_dtype: Unset[ParamDtype] = None
+    param_gather: Unset[ParamGather] = None
+    loss_scale: Unset[float] = None
+    optimizer_bits: Unset[OptimizerBits] = None
+    offload: Unset[OffloadTo] = None
     aux_loss_coef: Unset[float] = None
     aux_loss_over: Unset[Over] = None
     z_loss_coef: Unset[float] = None
@@ -173,7 +186,7 @@ class Train:
         check_rows(recipe.seq, self.tp)
         recipe.routing.check(origin.config)
         plan = plan_decoder(
-            origin.config, mesh, _sharding(recipe, origin), recipe.routing
+            origin.config, mesh, _sharding(self, recipe, origin), recipe.routing
         )
         rows = jax.ShapeDtypeStruct((recipe.batch, recipe.seq + 1), jnp.int32)
         check_batch(plan, rows, recipe.accumulate)
@@ -183,20 +196,27 @@ class Train:
         if "data" in stored:
             batches.set_state(stored["data"])
         _announce(plan, recipe, tokens)
-        tx = optax.adamw(recipe.lr, weight_decay=recipe.weight_decay)
-        state = _start(origin, resumed, plan, tx)
+        tx = recipe.precision.adamw(recipe.lr, recipe.weight_decay)
+        loss_scale = recipe.precision.scale()
+        state = _start(origin, resumed, plan, tx, loss_scale)
         mark_begun(self.save, _command(self))
         run = _make_run(self, start, metadata, files_to_carry(origin))
         run = dataclasses.replace(
-            run, callback=callback, window=window, routing=recipe.routing
+            run,
+            callback=callback,
+            window=window,
+            routing=recipe.routing,
+            loss_scale=loss_scale,
         )
         run_steps(run, plan, tx, state, batches)
 
 
-def _sharding(recipe: Recipe, origin: Origin) -> fsdp.FSDPConfig:
+def _sharding(train: Train, recipe: Recipe, origin: Origin) -> fsdp.FSDPConfig:
     if recipe.adapter is None:
-        return computed_in(recipe.param_dtype)
-    return recipe.adapter.sharding(origin.config, recipe.param_dtype)
+        config = computed_in(recipe.param_dtype)
+    else:
+        config = recipe.adapter.sharding(origin.config, recipe.param_dtype)
+    return recipe.precision.sharding(config, train.offload)
 
 
 def _check_paths(train: Train) -> bool:
@@ -330,13 +350,16 @@ def _start(
     resumed: Checkpoint | None,
     plan: fsdp.Plan,
     tx: optax.GradientTransformation,
+    loss_scale: fsdp.LossScale | None,
 ) -> fsdp.TrainState:
     if resumed is None:
         if plan.config.lora is None:
-            return fsdp.init(plan, tx, origin.load_params(plan.params))
-        base = origin.load_params(fsdp.base_mould(plan))
-        return fsdp.init(plan, tx, fsdp.add_lora(plan, base, jax.random.key(0)))
-    mould = fsdp.abstract_state(plan, tx)
+            params = origin.load_params(plan.params)
+        else:
+            base = origin.load_params(fsdp.base_mould(plan))
+            params = fsdp.add_lora(plan, base, jax.random.key(0))
+        return fsdp.init(plan, tx, params, loss_scale=loss_scale)
+    mould = fsdp.abstract_state(plan, tx, loss_scale)
     return fsdp.load(resumed.path, mould, step=resumed.step)
 
 

@@ -431,7 +431,8 @@ def test_a_lost_host_is_a_peer_again_at_once(seen):
 def test_a_flipped_bit_in_a_shard_is_noticed_and_the_copy_of_the_peer_taken(seen):
     assert held(seen, "flipped", 8)
     said = seen[3]["flipped"]["log"]
-    assert "3.shards' is not as it was written: 1 shard(s): files/vocab/vocab.txt[[0, 5]]" in said
+    damage = "1 shard(s): files/vocab/vocab.txt[[0, 5]]"
+    assert f"3.shards' is not as it was written: {damage}" in said
     assert "3.shards' was restored from process 2" in said
 
 

@@ -1,0 +1,134 @@
+"""`fsdp-jax train` in few bits: on the wire, in the optimizer, in float16; on the host.
+
+Each option changes what is planned or kept, and none changes what is learned by much.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import jax
+import pytest
+
+import fsdp_jax as fsdp
+from fsdp_jax.cli import main
+from fsdp_jax.cli._recipe import Recipe
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory, write_llama) -> Path:
+    """Large enough for what leaves small arrays alone."""
+    folder = tmp_path_factory.mktemp("model") / "llama"
+    return write_llama(folder, hidden_size=64, intermediate_size=128)
+
+
+@pytest.fixture(scope="module")
+def train(model, text, tmp_path_factory):
+    """Trains two steps; its folder, the metrics of each, and what was said."""
+
+    def run(*options: str, save: Path | None = None, steps: int = 2):
+        folder = save or tmp_path_factory.mktemp("run")
+        metrics = folder / f"{steps}.jsonl"
+        start = ["--hf", str(model)] if save is None else ["--resume", str(save / "s")]
+        status = main(
+            ["train", *start, "--data", str(text), "--steps", str(steps)]
+            + ["--batch", "8", "--seq", "16", "--lr", "1e-2", *options]
+            + ["--save", str(folder / "s"), "--metrics", str(metrics)]
+        )
+        assert status == 0
+        return folder, [json.loads(line) for line in metrics.read_text().splitlines()]
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def losses(train) -> list[float]:
+    """Those of float32."""
+    return [step["loss"] for step in train()[1]]
+
+
+def dtypes_of(folder: Path) -> dict[str, str]:
+    return {n: x.dtype.name for n, x in fsdp.load_shapes(folder / "s").items()}
+
+
+def test_a_recipe_shards_as_its_options_say():
+    def sharding(offload=None, **options):
+        recipe = Recipe("bytes", **options)
+        return recipe.precision.sharding(fsdp.FSDPConfig(), offload)
+
+    assert sharding() == fsdp.FSDPConfig()
+    gathers = [
+        sharding(param_gather=g).mp_policy.param_gather for g in ("float8", "mxfp8")
+    ]
+    assert gathers == [fsdp.Float8Gather(), fsdp.MXFP8Gather()]
+    assert sharding("optimizer").offload == fsdp.Offload()
+    assert sharding("all").offload == fsdp.Offload(params=True)
+
+
+def test_layers_that_travel_in_a_byte_learn_nearly_the_same(train, losses, capsys):
+    _, metrics = train("--param-gather", "mxfp8")
+    assert "encoded to be gathered: 3 as mxfp8_e4m3fn" in capsys.readouterr().err
+    found = [step["loss"] for step in metrics]
+    assert found != losses and found == pytest.approx(losses, rel=0.01)
+
+
+def test_moments_in_8_bits_are_kept_so_and_a_run_goes_on_with_them(train, losses):
+    folder, metrics = train("--optimizer-bits", "8", "--offload", "all")
+    assert metrics[1]["loss"] == pytest.approx(losses[1], rel=0.01)
+    codes = {n: d for n, d in dtypes_of(folder).items() if "opt_state.codes" in n}
+    assert codes and set(codes.values()) == {"uint8"}
+    again = train("--save-every", "1", save=folder, steps=3)[1]
+    assert [step["step"] for step in again] == [3]
+
+
+def test_what_rests_on_the_host_changes_no_bit(train, losses, monkeypatch):
+    kinds = set()
+
+    def init(*arguments, **options):
+        state = given(*arguments, **options)
+        kinds.update(x.sharding.memory_kind for x in jax.tree.leaves(state))
+        return state
+
+    given = fsdp.init
+    monkeypatch.setattr(fsdp, "init", init)
+    _, metrics = train("--offload", "optimizer")
+    assert [step["loss"] for step in metrics] == losses
+    assert "pinned_host" in kinds
+
+
+def test_float16_has_a_loss_scale_that_finds_its_size(train, losses):
+    folder, metrics = train("--param-dtype", "float16", "--loss-scale", "1e9")
+    assert [step["loss_scale"] for step in metrics] == [1e9, 5e8]
+    assert all("grad_norm" not in step for step in metrics)  # both were passed over
+    assert metrics[0]["loss"] == pytest.approx(losses[0], rel=0.01)
+    assert "loss_scale.scale" in dtypes_of(folder)
+
+
+@pytest.mark.parametrize(
+    "options, reason",
+    [
+        (["--loss-scale", "8"], "is for --param-dtype float16, and this is float32"),
+        (["--param-dtype", "float16", "--loss-scale", "0"], "--loss-scale 0.0: a fin"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(options, reason, model, text, tmp_path, capsys):
+    command = ["train", "--hf", str(model), "--data", str(text), "--steps", "1"]
+    assert main([*command, "--save", str(tmp_path / "save"), *options]) == 2
+    assert reason in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "option, reason",
+    [
+        (["--optimizer-bits", "8"], "--optimizer-bits 8 (saved with 32)"),
+        (["--param-dtype", "float16"], "float16 (saved with float32, and float16 al"),
+    ],
+)
+def test_a_run_goes_on_with_the_state_it_had(
+    trained, text, tmp_path, capsys, option, reason
+):
+    command = ["train", "--resume", str(trained.save), "--data", str(text)]
+    command += ["--steps", "6", "--save", str(tmp_path / "save"), *option]
+    assert main(command) == 2
+    assert reason in capsys.readouterr().err
