@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Set
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from fsdp_jax._offload import HOST
 from fsdp_jax._plan import Plan
 from fsdp_jax._state import TrainState
 from fsdp_jax._tree import PyTree
+from fsdp_jax.planner._trace import Program, Value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,18 +57,23 @@ def resident(plan: Plan, state: TrainState) -> TrainState:
     return dataclasses.replace(state, params=params, opt_state=opt_state)
 
 
-def entered_bytes(plan: Plan) -> int:
-    """Bytes on a device of what units gather, where the main weights are not there."""
+def entered(plan: Plan, program: Program) -> Set[Value]:
+    """What units gather where the main weights are on the host: made for one step.
+
+    Args:
+      plan: The plan.
+      program: What a device does in a step.
+    """
     offload = plan.config.offload
     if not (offload and offload.params):
-        return 0
+        return set()
     leaves = jax.tree.leaves(plan.packed_params)
-    return sum(
-        row.num_elements(plan.mesh, row.placements.optimizer)
-        * row.precision.param.itemsize
+    made = {
+        (row.num_elements(plan.mesh, row.placements.optimizer), row.precision.param)
         for row, leaf in zip(plan.rows, leaves, strict=True)
         if offload.moves(leaf) and row.gather is None
-    )
+    }
+    return {v for v in program.inputs if (math.prod(v.shape), v.dtype) in made}
 
 
 def mark_host_arguments(

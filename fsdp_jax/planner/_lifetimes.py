@@ -84,11 +84,11 @@ Homes = Mapping[Value, Value]
 
 @dataclasses.dataclass(frozen=True)
 class Lifetimes:
-    """What of a program is in memory when; its inputs are left out.
+    """What of a program is in memory when; its inputs are there when it begins.
 
     Attributes:
       made_at: For each operation, the values that it is the first to hold.
-      dead_after: For each operation, those that nothing behind it reads.
+      dead_after: For each operation, those, and inputs, that nothing behind it reads.
       gathered: Whole weights, and what is made of these alone.
       to_reduce: Gradients on their way to be reduced.
       generated: What is made from nothing, such as zeros.
@@ -118,6 +118,9 @@ def lifetimes(
     made = _made(program, homes, written, generated)
     made_at: list[list[Value]] = [[] for _ in program.operations]
     dead_after: list[list[Value]] = [[] for _ in program.operations]
+    for value in program.inputs:
+        if (end := last.get(value, 0)) < len(program.operations):
+            dead_after[end].append(value)
     for value, begin in made.items():
         made_at[begin].append(value)
         end = max(last.get(value, begin), begin)

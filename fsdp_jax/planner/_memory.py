@@ -18,7 +18,7 @@ from jax.extend import core
 from fsdp_jax._plan import Plan
 from fsdp_jax._state import TrainState
 from fsdp_jax._tree import PyTree
-from fsdp_jax.planner._host_memory import entered_bytes, resident
+from fsdp_jax.planner._host_memory import entered, resident
 from fsdp_jax.planner._lifetimes import Lifetimes, carry_of, lifetimes
 from fsdp_jax.planner._trace import Operation, Program, Value, on_one_device
 
@@ -82,10 +82,10 @@ def predict_memory(
         for value in program.outputs
         if value is not None and value.shape
     }
-    peak = _Walk(plan, grads).peak(program, set(program.inputs))
+    made = entered(plan, program)
+    peak = _Walk(plan, grads).peak(program, set(program.inputs) - made, made=made)
     kinds = ("gradients", "gathered", "saved", "activations", "logits", "other")
     found = {kind: peak.get(kind, 0) for kind in kinds}
-    found["gathered"] += entered_bytes(plan)
     found["other"] += arguments - sum(at_rest.values()) + WORKSPACE
     return Memory(**at_rest, **found)
 
@@ -122,6 +122,7 @@ class _Walk:
         kept: Set[Value],
         generated: Set[Value] = frozenset(),
         inside: str = "",
+        made: Set[Value] = frozenset(),
     ) -> Sizes:
         """The sizes at the fullest moment, without those of the program's inputs.
 
@@ -130,10 +131,11 @@ class _Walk:
           kept: Inputs that must not be written to, being needed again.
           generated: Inputs that nobody holds, being made where they are used.
           inside: The scopes around the program.
+          made: Inputs that are there for it alone, until they are read last.
         """
         found = lifetimes(program, kept, generated)
         best: Sizes = {}
-        live: dict[Value, str] = {}
+        live: dict[Value, str] = dict.fromkeys(made, "gathered")
         for at, operation in enumerate(program.operations):
             for value in found.made_at[at]:
                 if value not in live:

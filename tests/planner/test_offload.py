@@ -51,12 +51,22 @@ def test_memory_falls_by_what_the_plan_says(plain):
 @pytest.mark.long
 def test_main_weights_leave_their_compute_dtype_behind(plain):
     found = forecast(fsdp.Offload(params=True))
-    # float32 goes; bfloat16, which XLA had made of a part of it anyway, stays.
+    # float32 goes; bfloat16 comes, and of what the layers' backward does not gather
+    # (the embedding, the head) it has gone again by then, the fullest moment.
     said = plain.memory.total - found.memory.total
-    moments = plain.memory.optimizer
-    assert said == pytest.approx(moments + plain.memory.params / 2, rel=0.01)
-    assert said <= plain.compiled_bytes - found.compiled_bytes < 1.1 * said
-    assert found.memory.total == pytest.approx(found.compiled_bytes, rel=0.03)
+    left = found.memory.gathered - plain.memory.gathered
+    rows = {row.name: row for row in found.plan.rows}
+    gone = sum(
+        rows[name].num_elements(found.plan.mesh, rows[name].placements.optimizer)
+        for name in ("embed", "head")
+    )
+    assert left == pytest.approx(plain.memory.params / 2 - 2 * gone, rel=0.01)
+    assert said == pytest.approx(
+        plain.memory.optimizer + plain.memory.params - left, rel=0.01
+    )
+    fell = plain.compiled_bytes - found.compiled_bytes
+    assert fell == pytest.approx(said, rel=0.02)
+    assert found.memory.total == pytest.approx(found.compiled_bytes, rel=0.02)
     fetched, returned = found.offloaded.fetched, found.offloaded.returned
     assert fetched - returned == pytest.approx(plain.memory.params, rel=0.01)
 
