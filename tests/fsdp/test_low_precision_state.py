@@ -72,10 +72,10 @@ def llama_plan(mesh=None, **policy):
     )
 
 
-def trained(plan, tx, steps, loss_scale=None):
+def trained(plan, tx, steps, loss_scale=None, start=0):
     """(state, loss of each step)."""
     step = fsdp.make_train_step(plan, next_token_loss, tx, loss_scale=loss_scale)
-    params = fsdp.init_params(plan, jax.random.key(0))
+    params = fsdp.init_params(plan, jax.random.key(start))
     state = fsdp.init(plan, tx, params, loss_scale=loss_scale)
     losses = []
     for tokens in text_batches(steps):
@@ -92,38 +92,40 @@ VARIANTS = {
 
 
 def trained_with(tx, param_dtype=None, loss_scale=None, *, stochastic=False, **policy):
-    def run(steps):
+    def run(steps, start):
         plan = llama_plan(
             param_dtype=param_dtype, stochastic_rounding=stochastic, **policy
         )
-        return trained(plan, tx, steps, loss_scale)
+        return trained(plan, tx, steps, loss_scale, start)
 
     return run
 
 
 @functools.cache
-def losses_of(name, steps):
+def losses_of(name, steps, starts):
+    """Of each step, the mean over some starts."""
     tx = optax.adamw(3e-3)
     run = trained_with(tx) if name == "float32" else VARIANTS[name](tx)
-    return run(steps)[1]
+    return np.mean([run(steps, start)[1] for start in range(starts)], axis=0)
 
 
-def assert_converges(name, steps, tail, tolerance):
-    want, got = losses_of("float32", steps), losses_of(name, steps)
+def assert_converges(name, steps, tail, starts=1):
+    want, got = losses_of("float32", steps, starts), losses_of(name, steps, starts)
     assert want[0] - np.mean(want[-tail:]) > 1  # it learns
-    assert got != want
-    assert abs(np.mean(got[-tail:]) / np.mean(want[-tail:]) - 1) < tolerance
+    assert (got != want).any()
+    assert abs(np.mean(got[-tail:]) / np.mean(want[-tail:]) - 1) < 0.02
 
 
 @pytest.mark.parametrize("name", list(VARIANTS))
 def test_it_learns_the_demos_text_as_float32_does(name):
-    assert_converges(name, SHORT, tail=4, tolerance=0.02)
+    assert_converges(name, SHORT, tail=4)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", list(VARIANTS))
 def test_it_still_does_after_many_steps(name):
-    assert_converges(name, 400, tail=40, tolerance=0.02)
+    # By now two starts in float32 that differ by 1e-4 are 1 to 2 % apart themselves.
+    assert_converges(name, 400, tail=40, starts=3)
 
 
 # The scale of the loss
