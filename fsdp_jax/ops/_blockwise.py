@@ -1,0 +1,355 @@
+"""Attention a block of queries and a block of keys at a time, forward and backward.
+
+Which blocks meet is said by lists of pairs, so that the same loop runs a causal
+triangle, a ring's step and what is left of a gathered row. Scores of a pair are all
+that is ever held of them: softmax is kept as a running maximum and sum, in float32.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+BLOCK = 1024
+"""Tokens of a block at most: of 32 heads' scores, 128 MiB."""
+
+Queries = Float[Array, "blocks batch kv_heads group block dim"]
+Stats = Float[Array, "blocks batch kv_heads group block"]
+KeyBlocks = Float[Array, "blocks batch kv_heads block dim"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """What does not change from pair to pair.
+
+    Attributes:
+      scale: Multiplies scores.
+      softcap: Bends them; None for not at all.
+      block: Tokens of a block.
+    """
+
+    scale: float
+    softcap: float | None
+    block: int
+
+
+class Keys(NamedTuple):
+    """Keys, values and the segments that they belong to, in blocks.
+
+    Attributes:
+      key: Keys.
+      value: Values.
+      segments: `int[blocks, batch, block]`; None for one text a row.
+    """
+
+    key: KeyBlocks
+    value: KeyBlocks
+    segments: Int[Array, "blocks batch block"] | None
+
+
+class Asked(NamedTuple):
+    """Queries in blocks, and what each of them may see.
+
+    Attributes:
+      query: Queries.
+      segments: As those of keys.
+      window: How many tokens, its own included; None for all before it.
+    """
+
+    query: Queries
+    segments: Int[Array, "blocks batch block"] | None
+    window: Int[Array, ""] | None
+
+
+class Softmax(NamedTuple):
+    """A softmax under way.
+
+    Attributes:
+      mixed: Sums of values, weighted.
+      top: The largest score so far.
+      total: The sum of the weights.
+    """
+
+    mixed: Queries
+    top: Stats
+    total: Stats
+
+
+class Pairs(NamedTuple):
+    """Blocks that meet.
+
+    Attributes:
+      query: Which blocks of queries.
+      key: Which blocks of keys.
+      behind: By how many tokens the first query stands behind the first key.
+    """
+
+    query: Int[Array, " pairs"]
+    key: Int[Array, " pairs"]
+    behind: Int[Array, " pairs"]
+
+
+class Grads(NamedTuple):
+    """Gradients of queries, keys and values, in blocks, float32."""
+
+    query: Queries
+    key: KeyBlocks
+    value: KeyBlocks
+
+
+def block_of(chunk: int) -> int:
+    """The size of the blocks that a chunk of so many tokens is cut into."""
+    return max(size for size in range(1, min(chunk, BLOCK) + 1) if chunk % size == 0)
+
+
+def blocks_of_heads(
+    heads: Float[Array, "batch seq heads dim"], block: int, groups: int | None = None
+) -> Array:
+    """Cuts heads into `[blocks, batch, kv_heads, (group), block, dim]`."""
+    batch, seq, number, dim = heads.shape
+    by_group = (number,) if groups is None else (groups, number // groups)
+    cut = heads.reshape(batch, seq // block, block, *by_group, dim)
+    return jnp.moveaxis(jnp.moveaxis(cut, 1, 0), 2, -2)
+
+
+def heads_of_blocks(blocks: Array) -> Float[Array, "batch seq heads dim"]:
+    """The inverse of `blocks_of_heads`."""
+    cut = jnp.moveaxis(jnp.moveaxis(blocks, -2, 2), 0, 1)
+    batch, number, block, *heads, dim = cut.shape
+    return cut.reshape(batch, number * block, int(np.prod(heads)), dim)
+
+
+def blocks_of_ids(
+    ids: Int[Array, "batch seq"] | None, block: int
+) -> Int[Array, "blocks batch block"] | None:
+    """Cuts segment ids likewise."""
+    if ids is None:
+        return None
+    batch, seq = ids.shape
+    return jnp.moveaxis(ids.reshape(batch, seq // block, block), 1, 0)
+
+
+def pairs_of_chunks(
+    queries: tuple[Any, Any], keys: tuple[Any, Any], chunk: int, block: int, **how: bool
+) -> Pairs:
+    """The pairs of blocks within pairs of chunks.
+
+    Args:
+      queries: Places of the chunks of queries, and their numbers in the row.
+      keys: The same of the chunks of keys that they meet.
+      chunk: Tokens of a chunk.
+      block: Of a block.
+      **how: `triangle=True` where they are the same, and what is after a query is left
+        out.
+    """
+    count = chunk // block
+    own, other = (x.ravel() for x in np.indices((count, count)))
+    if how.get("triangle"):
+        own, other = np.tril_indices(count)
+    (at, number), (key_at, key_number) = (
+        (jnp.asarray(x, jnp.int32) for x in pair) for pair in (queries, keys)
+    )
+    behind = ((number - key_number) * chunk)[:, None] + (own - other)[None] * block
+    return Pairs(
+        ((at * count)[:, None] + own[None]).ravel().astype(jnp.int32),
+        ((key_at * count)[:, None] + other[None]).ravel().astype(jnp.int32),
+        behind.ravel().astype(jnp.int32),
+    )
+
+
+def join_pairs(*some: Pairs) -> Pairs:
+    """One list of several."""
+    return Pairs(*(jnp.concatenate(parts) for parts in zip(*some, strict=True)))
+
+
+def begin(query: Queries, value: KeyBlocks) -> Softmax:
+    """A softmax of nothing."""
+    wide = _wide(query)
+    stats = query.shape[:-1]
+    return Softmax(
+        jnp.zeros((*stats, value.shape[-1]), wide),
+        jnp.full(stats, jnp.finfo(wide).min, wide),
+        jnp.zeros(stats, wide),
+    )
+
+
+def attend(
+    form: Form, asked: Asked, keys: Keys, state: Softmax, pairs: Pairs, *, causal: bool
+) -> Softmax:
+    """Adds what the pairs see to a softmax.
+
+    Args:
+      form: How.
+      asked: The queries.
+      keys: The keys.
+      state: The softmax so far.
+      pairs: Which blocks meet; with a window, those that do not see each other are
+        passed over.
+      causal: Whether keys of a pair may stand behind its queries.
+    """
+
+    def visit(state: Softmax, pair: Pairs) -> Softmax:
+        mixed, top, total = jax.tree.map(lambda x: x[pair.query], state)
+        scores, seen = _scores(form, asked, keys, pair, causal)
+        new_top = jnp.maximum(top, _where(seen, scores, top[..., None]).max(-1))
+        weights = _where(seen, jnp.exp(scores - new_top[..., None]), 0)
+        fade = jnp.exp(top - new_top)
+        value = keys.value[pair.key]
+        added = jnp.einsum(
+            "bgrqk,bgkd->bgrqd",
+            weights.astype(value.dtype),
+            value,
+            preferred_element_type=mixed.dtype,
+        )
+        new = Softmax(
+            mixed * fade[..., None] + added, new_top, total * fade + weights.sum(-1)
+        )
+        return jax.tree.map(lambda all, x: all.at[pair.query].set(x), state, new)
+
+    return _over(asked.window, form.block, visit, state, pairs)
+
+
+def finish(
+    state: Softmax, sinks: Float[Array, "kv_heads group"] | None
+) -> tuple[Queries, Stats]:
+    """What queries attend to, and the log of the sum of their exponentials."""
+    log_sum = state.top + jnp.log(state.total)
+    if sinks is None:
+        return state.mixed / state.total[..., None], log_sum
+    wide = sinks.astype(log_sum.dtype)[None, None, :, :, None]
+    with_sinks = jnp.logaddexp(log_sum, wide)
+    return (
+        state.mixed * jnp.exp(state.top - with_sinks)[..., None],
+        with_sinks,
+    )
+
+
+class Known(NamedTuple):
+    """What backward knows of a query.
+
+    Attributes:
+      grad: The cotangent of what it attended to.
+      log_sum: From `finish`.
+      delta: The product of cotangent and result.
+    """
+
+    grad: Queries
+    log_sum: Stats
+    delta: Stats
+
+
+def known_of(grad: Queries, out: Queries, log_sum: Stats) -> Known:
+    """What backward begins with."""
+    delta = jnp.sum(grad.astype(log_sum.dtype) * out.astype(log_sum.dtype), -1)
+    return Known(grad, log_sum, delta)
+
+
+def no_grads(asked: Asked, keys: Keys) -> Grads:
+    """Zeros."""
+    wide = _wide(asked.query)
+    zeros = (jnp.zeros(x.shape, wide) for x in (asked.query, keys.key, keys.value))
+    return Grads(*zeros)
+
+
+def attend_backward(
+    form: Form,
+    asked: Asked,
+    keys: Keys,
+    known: Known,
+    grads: Grads,
+    pairs: Pairs,
+    *,
+    causal: bool,
+) -> Grads:
+    """Adds the gradients of what the pairs see."""
+
+    def visit(grads: Grads, pair: Pairs) -> Grads:
+        wide = functools.partial(jnp.einsum, preferred_element_type=grads.query.dtype)
+        query, key, value = asked.query[pair.query], *(x[pair.key] for x in keys[:2])
+        grad, log_sum, delta = jax.tree.map(lambda x: x[pair.query], known)
+        scores, seen = _scores(form, asked, keys, pair, causal)
+        weights = _where(seen, jnp.exp(scores - log_sum[..., None]), 0)
+        of_weights = wide("bgrqd,bgkd->bgrqk", grad, value)
+        of_scores = weights * (of_weights - delta[..., None]) * form.scale
+        if form.softcap is not None:
+            of_scores *= 1 - (scores / form.softcap) ** 2
+        of_scores = of_scores.astype(query.dtype)
+        weights = weights.astype(grad.dtype)
+        return Grads(
+            grads.query.at[pair.query].add(wide("bgrqk,bgkd->bgrqd", of_scores, key)),
+            grads.key.at[pair.key].add(wide("bgrqk,bgrqd->bgkd", of_scores, query)),
+            grads.value.at[pair.key].add(wide("bgrqk,bgrqd->bgkd", weights, grad)),
+        )
+
+    return _over(asked.window, form.block, visit, grads, pairs)
+
+
+def sinks_backward(
+    sinks: Float[Array, "kv_heads group"] | None, known: Known
+) -> Float[Array, "kv_heads group"] | None:
+    """The gradient of what takes part in the softmax and has no value."""
+    if sinks is None:
+        return None
+    wide = sinks.astype(known.log_sum.dtype)[None, None, :, :, None]
+    weights = jnp.exp(wide - known.log_sum)
+    return -(weights * known.delta).sum((0, 1, 4)).astype(sinks.dtype)
+
+
+def _over(window, block: int, visit, state, pairs: Pairs):
+    def body(state, pair: Pairs):
+        if window is None:
+            return visit(state, pair), None
+        # The nearest of its keys is out of sight of the nearest of its queries.
+        is_hidden = pair.behind - (block - 1) >= window
+        return lax.cond(is_hidden, lambda s, _: s, visit, state, pair), None
+
+    return lax.scan(body, state, pairs)[0]
+
+
+def _scores(
+    form: Form, asked: Asked, keys: Keys, pair: Pairs, causal: bool
+) -> tuple[Float[Array, ...], Bool[Array, ...] | None]:
+    """The scores of a pair, and which of them count; None for all."""
+    query, key = asked.query[pair.query], keys.key[pair.key]
+    products = jnp.einsum(
+        "bgrqd,bgkd->bgrqk", query, key, preferred_element_type=_wide(query)
+    )
+    scores = products * form.scale
+    if form.softcap is not None:
+        scores = form.softcap * jnp.tanh(scores / form.softcap)
+    seen = _seen(form.block, asked, keys, pair, causal)
+    return scores, None if seen is None else jnp.broadcast_to(seen, scores.shape)
+
+
+def _seen(block: int, asked: Asked, keys: Keys, pair: Pairs, causal: bool):
+    masks = []
+    row = jnp.arange(block, dtype=jnp.int32)
+    behind = (pair.behind + row[:, None] - row[None, :])[None]
+    if causal:
+        masks.append(behind >= 0)
+    if asked.window is not None:
+        masks.append(behind < asked.window)
+    if asked.segments is not None and keys.segments is not None:
+        own, other = asked.segments[pair.query], keys.segments[pair.key]
+        masks.append(own[:, :, None] == other[:, None, :])
+    if not masks:
+        return None
+    seen = functools.reduce(jnp.logical_and, jnp.broadcast_arrays(*masks))
+    return seen[:, None, None]
+
+
+def _where(seen, values, otherwise):
+    if seen is None:
+        return values
+    return jnp.where(seen, values, jnp.broadcast_to(otherwise, values.shape))
+
+
+def _wide(x: Array) -> Any:
+    return jnp.promote_types(x.dtype, jnp.float32)
