@@ -12,7 +12,7 @@ from jaxtyping import Array
 
 from fsdp_jax._batch import join_microbatches
 from fsdp_jax._mesh import BATCH_AXES
-from fsdp_jax._tree import PyTree
+from fsdp_jax._tree import PyTree, named_leaves
 
 Parts = dict[str, list[Array]]
 """Leaves of `aux` by how they are reduced: "means", "sums" and "rows"."""
@@ -31,8 +31,13 @@ class AuxFormat:
     `shard_map` wants to know how its results lie before it traces what they are.
     """
 
-    def __init__(self):
-        """Knows nothing before the loss is traced."""
+    def __init__(self, *, has_whole_rows: bool = True):
+        """Knows nothing before the loss is traced.
+
+        Args:
+          has_whole_rows: Whether each rank has whole rows, and not their part over cp.
+        """
+        self._has_whole_rows = has_whole_rows
         self._treedef: Any = None
         self._kinds: list[str] = []
 
@@ -41,6 +46,8 @@ class AuxFormat:
         leaves, self._treedef = jax.tree.flatten(aux)
         arrays = [_widen(jnp.asarray(leaf)) for leaf in leaves]
         self._kinds = [_kind(leaf) for leaf in arrays]
+        if "rows" in self._kinds and not self._has_whole_rows:
+            raise ValueError(_parts_of_rows(aux))
         return {
             kind: [a for a, k in zip(arrays, self._kinds, strict=True) if k == kind]
             for kind in AUX_SPECS
@@ -71,6 +78,16 @@ def reduce_aux(aux: Parts, data_axes: tuple[str, ...]) -> Parts:
         "sums": [lax.psum(x, data_axes) for x in aux["sums"]],
         "rows": aux["rows"],
     }
+
+
+def _parts_of_rows(aux: PyTree) -> str:
+    arrays = [(name, jnp.shape(leaf)) for name, leaf in named_leaves(aux)]
+    shown = ", ".join(f"{n or 'output'} {shape}" for n, shape in arrays if shape)
+    return (
+        f"Over cp each rank has a part of each row, and no plan says which dim of "
+        f"{shown} is the sequence. Return scalars beside the loss (means and sums), or "
+        "use a mesh without cp to have arrays."
+    )
 
 
 def _widen(leaf: Array) -> Array:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
 
 from fsdp_jax._mesh import BATCH_AXES, num_devices
 from fsdp_jax._plan import Plan
-from fsdp_jax._tree import PyTree, named_leaves
+from fsdp_jax._tree import PyTree, matches, named_leaves
 
 
 def check_batch(plan: Plan, batch: PyTree, accumulate: int) -> None:
@@ -46,6 +48,28 @@ def check_batch(plan: Plan, batch: PyTree, accumulate: int) -> None:
             f"A batch of {num_rows} rows does not divide into {ranks} data ranks x "
             f"{accumulate} microbatch(es). Use e.g. {fitting} rows."
         )
+    if plan.mesh.shape["cp"] > 1:
+        _check_sequences(plan, leaves)
+
+
+def _check_sequences(plan: Plan, leaves: Sequence[tuple[str, Any]]) -> None:
+    """Raises a `ValueError` unless each pattern names sequences that cp divides."""
+    cp, wrong = plan.mesh.shape["cp"], []
+    for pattern, dim in plan.config.context_parallel.items():
+        found = [(n, x) for n, x in leaves if matches(pattern, n) is not None]
+        wrong += [] if found else [f"{pattern!r} matches no leaf of the batch"]
+        for name, leaf in found:
+            shown = f"{pattern!r}: dim {dim} of {name or 'batch'} {tuple(leaf.shape)}"
+            if not -leaf.ndim <= dim < leaf.ndim or dim % leaf.ndim == 0:
+                wrong.append(f"{shown} is not there, or is the rows")
+            elif leaf.shape[dim] % cp:
+                wrong.append(f"{shown} does not divide")
+    if wrong:
+        raise ValueError(
+            f"FSDPConfig(context_parallel=...) splits sequences over cp={cp}: "
+            f"{'; '.join(wrong)}. Name the dim of each leaf that is the sequence, and "
+            f"use sequences of a multiple of {2 * cp} tokens (see fsdp_jax.ops.zigzag)."
+        )
 
 
 def _is_array(leaf: Any) -> bool:
@@ -60,23 +84,22 @@ def place_batch(plan: Plan, batch: PyTree) -> PyTree:
 
     Of several processes each gives the whole batch, or what `global_batch` made.
     """
+    shardings = plan.batch_shardings(batch)
     if not plan.batch_sharding.is_fully_addressable:
-        return jax.tree.map(lambda leaf: _place_own(plan, leaf), batch)
+        return jax.tree.map(_place_own, batch, shardings)
     if plan.mesh.devices.flat[0].platform == "cpu":
         batch = jax.tree.map(
             lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf, batch
         )
-    return jax.device_put(batch, plan.batch_sharding)
+    return jax.device_put(batch, shardings)
 
 
-def _place_own(plan: Plan, leaf: Any) -> jax.Array:
+def _place_own(leaf: Any, sharding: NamedSharding) -> jax.Array:
     """The rows of this process's devices; device_put would compare all processes'."""
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
-        return jax.device_put(leaf, plan.batch_sharding)
+        return jax.device_put(leaf, sharding)
     rows = np.asarray(leaf)
-    return jax.make_array_from_callback(
-        rows.shape, plan.batch_sharding, lambda index: rows[index]
-    )
+    return jax.make_array_from_callback(rows.shape, sharding, lambda index: rows[index])
 
 
 def split_microbatches(batch: PyTree, accumulate: int) -> PyTree:

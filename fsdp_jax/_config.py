@@ -221,6 +221,12 @@ class FSDPConfig:
         model computes with its own experts alone, which are gathered, and their
         gradients reduced, over the other data axes. The model has to bring tokens to
         their experts (`fsdp_jax.ops.expert_parallel_dispatch`).
+      context_parallel: Path pattern of a batch's leaves -> the dim that is the sequence
+        (`{"tokens": 1, "targets": 1}`; `{"*": 1}` for all, or where the batch is a
+        single array). It is split over the mesh axis `cp`; other leaves each rank there
+        has whole. The model has to see across ranks (`fsdp_jax.ops.ring_attention`,
+        `zigzag`, `zigzag_positions`), and the loss to be a mean over tokens, of which
+        all ranks have as many.
       min_shard_elements: Parameters with fewer elements stay whole; shown in the plan.
       offload: What rests in the host's memory instead of the device's, e.g.
         `Offload()` for the optimizer state. None: nothing. For activations take a
@@ -245,6 +251,9 @@ class FSDPConfig:
         default_factory=dict, hash=False
     )
     expert_parallel: Mapping[str, int] = dataclasses.field(
+        default_factory=dict, hash=False
+    )
+    context_parallel: Mapping[str, int] = dataclasses.field(
         default_factory=dict, hash=False
     )
     min_shard_elements: int = 0

@@ -63,7 +63,11 @@ def fully_shard(
       a parameter without one is padded.
     """
     config = config or FSDPConfig()
-    check_axes(mesh, tensor_parallel=bool(config.tensor_parallel))
+    check_axes(
+        mesh,
+        tensor_parallel=bool(config.tensor_parallel),
+        context_parallel=bool(config.context_parallel),
+    )
     if config.offload:
         check_memory(mesh)
     plain = [u.unit if isinstance(u, Stacked) else u for u in units]

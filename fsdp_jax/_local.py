@@ -23,7 +23,7 @@ from fsdp_jax._loss import (
     loss_of_shards,
     trace_loss,
 )
-from fsdp_jax._mesh import BATCH_AXES, DATA_AXES, axes_in_use, num_devices
+from fsdp_jax._mesh import DATA_AXES, axes_in_use, num_devices
 from fsdp_jax._model_state import fold_rank, reduce_state
 from fsdp_jax._offload import Offload, on_device
 from fsdp_jax._padded import Padded, pack
@@ -40,7 +40,7 @@ def global_loss(plan: Plan, loss_fn: LossFn, form: LossForm) -> Callable[..., An
     """`fn(params, batch, rng, model_state) -> (loss, aux)` on global arrays."""
     call = loss_of_shards(plan, loss_fn, form)
     data_axes = axes_in_use(plan.mesh, DATA_AXES)
-    aux_format = AuxFormat()
+    aux_format = AuxFormat(has_whole_rows=plan.mesh.shape["cp"] == 1)
 
     def local(values, batch, rng, model_state):
         values = enter_step(plan.rows_in_step, values)
@@ -82,7 +82,7 @@ def global_grads(
         raise ValueError(f"accumulate={accumulate}: a step has at least 1 microbatch.")
     call = loss_of_shards(plan, loss_fn, form)
     data_axes = axes_in_use(plan.mesh, DATA_AXES)
-    aux_format = AuxFormat()
+    aux_format = AuxFormat(has_whole_rows=plan.mesh.shape["cp"] == 1)
     num_means = num_devices(plan.mesh, DATA_AXES) * accumulate
 
     def local(values, batch, given, model_state):
@@ -305,14 +305,18 @@ def _over_mesh(plan: Plan, local: Callable[..., Any], out_specs: Any):
     """`shard_map` with a plan's in_specs: `local(values, batch, rng, model_state)`."""
     whole = PartitionSpec()
     specs = [row.spec(row.placements.optimizer) for row in plan.rows_in_step]
-    return jax.shard_map(
-        local,
-        mesh=plan.mesh,
-        in_specs=(specs, PartitionSpec(BATCH_AXES), whole, whole),
-        out_specs=out_specs,
-        axis_names=plan.manual_axes,
-        check_vma=False,
-    )
+
+    def sharded(values, batch, rng, model_state):
+        return jax.shard_map(
+            local,
+            mesh=plan.mesh,
+            in_specs=(specs, plan.batch_specs(batch), whole, whole),
+            out_specs=out_specs,
+            axis_names=plan.manual_axes,
+            check_vma=False,
+        )(values, batch, rng, model_state)
+
+    return sharded
 
 
 def _packed(plan: Plan, params: PyTree) -> list[Array]:

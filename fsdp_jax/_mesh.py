@@ -15,7 +15,10 @@ AXES = ("pp", "dp_outer", "dp_shard", "ep", "cp", "tp")
 BATCH_AXES = ("dp_outer", "dp_shard", "ep")
 """Axes over which the rows of a batch are split."""
 
-DATA_AXES = (*BATCH_AXES, "cp")
+SEQUENCE_AXES = ("cp",)
+"""Axes over which the sequence of a row is split."""
+
+DATA_AXES = (*BATCH_AXES, *SEQUENCE_AXES)
 """Axes over which a gradient is summed: no two ranks on them see the same tokens."""
 
 OUTER_AXES = ("dp_outer",)
@@ -81,12 +84,15 @@ def num_devices(mesh: Mesh, axes: Sequence[str]) -> int:
     return math.prod(mesh.shape[axis] for axis in axes)
 
 
-def check_axes(mesh: Mesh, *, tensor_parallel: bool = False) -> None:
+def check_axes(
+    mesh: Mesh, *, tensor_parallel: bool = False, context_parallel: bool = False
+) -> None:
     """Raises a `ValueError` unless `mesh` is one that `fully_shard` can plan for.
 
     Args:
       mesh: The mesh.
       tensor_parallel: Whether parameters are split over `tp`.
+      context_parallel: Whether rows of a batch are split over `cp`.
     """
     missing = [axis for axis in AXES if axis not in mesh.shape]
     if missing:
@@ -94,15 +100,20 @@ def check_axes(mesh: Mesh, *, tensor_parallel: bool = False) -> None:
             f"The mesh has axes {tuple(mesh.shape)}, without {', '.join(missing)}. "
             "Make it with fsdp_jax.make_mesh, which has every axis (size 1 is free)."
         )
-    unused = [axis for axis in ("pp", "cp", "tp") if mesh.shape[axis] > 1]
-    if tensor_parallel and "tp" in unused:
-        unused.remove("tp")
+    used = {"tp": tensor_parallel, "cp": context_parallel}
+    unused = [
+        axis
+        for axis in ("pp", "cp", "tp")
+        if mesh.shape[axis] > 1 and not used.get(axis)
+    ]
     if unused:
         sizes = ", ".join(f"{axis}={mesh.shape[axis]}" for axis in unused)
         raise ValueError(
             f"The mesh has {sizes}, but parameters are planned for dp_outer, dp_shard "
-            "and ep, and for tp if FSDPConfig(tensor_parallel=...) says which dims, so "
-            "these devices would repeat each other's work. Give them to dp_shard."
+            "and ep, for tp if FSDPConfig(tensor_parallel=...) says which dims, and "
+            "for cp if FSDPConfig(context_parallel=...) says which dim of a batch is "
+            "the sequence, so these devices would repeat each other's work. Give them "
+            "to dp_shard."
         )
 
 

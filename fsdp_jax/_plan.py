@@ -18,7 +18,7 @@ from fsdp_jax._model import MakeModel, ModelDef
 from fsdp_jax._padded import Padded
 from fsdp_jax._param_plan import ParamPlan as ParamPlan
 from fsdp_jax._table import Grid, format_bytes, html_page
-from fsdp_jax._tree import PyTree
+from fsdp_jax._tree import PyTree, matches, named_leaves
 
 ROOT = "(root)"
 """The unit of whatever belongs to no other: gathered once, at the entry of the loss."""
@@ -136,8 +136,31 @@ class Plan:
 
     @property
     def batch_sharding(self) -> NamedSharding:
-        """How a batch lies: its first dim split over the data axes of the mesh."""
+        """How a batch lies: its first dim split over the data axes of the mesh.
+
+        With `cp`, see `batch_shardings`.
+        """
         return NamedSharding(self.mesh, PartitionSpec(BATCH_AXES))
+
+    def batch_specs(self, batch: PyTree) -> PyTree:
+        """A `PartitionSpec` for each leaf of a batch: rows, and over `cp` the sequence.
+
+        Args:
+          batch: Arrays or their moulds.
+        """
+        dims = sequence_dims(self, batch)
+        return jax.tree.structure(batch).unflatten(
+            PartitionSpec(BATCH_AXES, *(None,) * (dim - 1), "cp")
+            if dim
+            else PartitionSpec(BATCH_AXES)
+            for dim in dims
+        )
+
+    def batch_shardings(self, batch: PyTree) -> PyTree:
+        """A `NamedSharding` for each leaf of a batch, see `batch_specs`."""
+        return jax.tree.map(
+            lambda spec: NamedSharding(self.mesh, spec), self.batch_specs(batch)
+        )
 
     @property
     def units(self) -> tuple[str, ...]:
@@ -189,6 +212,23 @@ class Plan:
         axes = () if row.padding else row.placements.optimizer
         sharding = NamedSharding(self.mesh, row.spec_with_tp(axes))
         return jax.ShapeDtypeStruct(row.shape, dtype, sharding=sharding)
+
+
+def sequence_dims(plan: Plan, batch: PyTree) -> list[int]:
+    """The dim of each leaf that is split over `cp`; 0, the rows', for none."""
+    if plan.mesh.shape["cp"] == 1:
+        return [0] * len(jax.tree.leaves(batch))
+    return [
+        next(
+            (
+                dim % max(leaf.ndim, 1)
+                for pattern, dim in plan.config.context_parallel.items()
+                if matches(pattern, name) is not None
+            ),
+            0,
+        )
+        for name, leaf in named_leaves(batch)
+    ]
 
 
 _COLUMNS = {
@@ -313,6 +353,10 @@ def _summary(plan: Plan) -> list[str]:
             f"ep={plan.mesh.shape['ep']} is as dp_shard here, since no experts are "
             "split over it: FSDPConfig(expert_parallel=...) names none"
         )
+    if (cp := plan.mesh.shape["cp"]) > 1:
+        dims = plan.config.context_parallel.items()
+        split = ", ".join(f"dim {dim} of {pattern}" for pattern, dim in dims)
+        lines.append(f"the sequence of a batch, over cp={cp}: {split}")
     if frozen:
         lines.append(f"frozen, with neither gradient nor optimizer state: {frozen}")
     if encoded := [row.gather.name for row in plan.rows if row.gather]:

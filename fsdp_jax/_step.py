@@ -127,12 +127,12 @@ class TrainStep:
     def lower(self, state: PyTree, batch: PyTree) -> jax.stages.Lowered:
         """Lowers the step for concrete or abstract arguments, to look at it."""
         check_batch(self.plan, batch, self.accumulate)
-        sharding = self.plan.batch_sharding
         shapes = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(
+            lambda x, sharding: jax.ShapeDtypeStruct(
                 x.shape, jax.dtypes.canonicalize_dtype(x.dtype), sharding=sharding
             ),
             batch,
+            self.plan.batch_shardings(batch),
         )
         return self.jitted.lower(state, shapes)
 

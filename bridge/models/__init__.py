@@ -20,6 +20,8 @@ from bridge.models._moe import correction_bias_paths as correction_bias_paths
 from bridge.models._moe import expert_parallel_rules as expert_parallel_rules
 from bridge.models._moe import sorted_dispatch as sorted_dispatch
 from bridge.models._moe_config import MoEConfig as MoEConfig
+from bridge.models._positions import Positions as Positions
+from bridge.models._positions import positions_in_order as positions_in_order
 from bridge.models._rope_config import RopeConfig as RopeConfig
 from bridge.models._router_stats import RouterStats as RouterStats
 from bridge.models._sample import GREEDY as GREEDY

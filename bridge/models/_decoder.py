@@ -24,6 +24,7 @@ from bridge.models._decoder_layer import (
 )
 from bridge.models._linear import Embedding, Linear
 from bridge.models._moe import Dispatch, sorted_dispatch
+from bridge.models._positions import Positions, positions_in_order
 from bridge.models._rope import rope_tables
 from bridge.models._rope_config import RopeConfig
 from bridge.models._router_stats import RouterStats
@@ -85,6 +86,9 @@ class Decoder(nnx.Module):
       attention: Mixes tokens; the signature of `dot_product_attention`.
       dispatch: Brings tokens to experts; the signature of `sorted_dispatch`.
       constrain: Lays activations out; the signature of `unconstrained`.
+      positions: Says where tokens stand if a call does not; the signature of
+        `positions_in_order`. Of rows whose tokens are split, `longrope` alone asks for
+        more: each part would take the set of its own longest text.
     """
 
     def __init__(
@@ -97,16 +101,18 @@ class Decoder(nnx.Module):
         attention: Attention = dot_product_attention,
         dispatch: Dispatch = sorted_dispatch,
         constrain: Constrain = unconstrained,
+        positions: Positions = positions_in_order,
     ):
         """Makes all weights; under `nnx.eval_shape`, only their shapes."""
         self.config = config
         self.scan = scan
         self.constrain = constrain
+        self.positions = positions
         std, embed = config.initializer_range, config.hidden_size
         table = partial(Embedding, std=std, rngs=rngs, param_dtype=param_dtype)
         self.embed_tokens = table(config.vocab_size, embed)
-        positions = config.max_position_embeddings
-        self.embed_positions = None if config.rope else table(positions, embed)
+        longest = config.max_position_embeddings
+        self.embed_positions = None if config.rope else table(longest, embed)
 
         def make_stack(run: LayerRun) -> DecoderLayer:
             @nnx.split_rngs(splits=run.stop - run.start)
@@ -151,9 +157,9 @@ class Decoder(nnx.Module):
 
         Args:
           tokens: Token ids.
-          positions: Position of each token in its text; None counts from 0 in each
-            row. To rotary embedding only differences matter, so packed texts need no
-            restart; learned positions do.
+          positions: Position of each token in its text; None is what the decoder's
+            own `positions` says, from 0 in each row. To rotary embedding only
+            differences matter, so packed texts need no restart; learned positions do.
           segment_ids: Which of several texts packed in a row a token belongs to;
             None means one text a row.
 
@@ -261,8 +267,7 @@ class Decoder(nnx.Module):
     ) -> tuple[Stream, list[Any]]:
         """Embeds, and runs one stack of layers after the other."""
         if positions is None:
-            row = jnp.arange(tokens.shape[1], dtype=jnp.int32)
-            positions = jnp.broadcast_to(row[None, :], tokens.shape)
+            positions = self.positions(tokens)
         x = self.constrain(self._embed(tokens, positions), "embeddings")
         tables, per_layer = self._tables(positions, x.dtype), _per_layer(self.config)
         ys: list[Any] = [x] if keep_first else []

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Num
 
-from fsdp_jax._mesh import DATA_AXES
+from fsdp_jax._mesh import DATA_AXES, SEQUENCE_AXES
 
 Over = Literal["sequence", "batch", "global"]
 Counts = Num[Array, "*layers batch experts"]
@@ -57,8 +57,8 @@ def load_balancing_loss(
     if over != "sequence":
         tokens = tokens.sum(-2, keepdims=True)
         scores = scores.sum(-2, keepdims=True)
-    if over == "global":
-        tokens = _over_ranks(tokens, axes)
+    # Of a row that is split over cp the tokens count that other ranks have of it.
+    tokens = _over_ranks(tokens, axes if over == "global" else SEQUENCE_AXES)
     if joint_layers:
         layers = tuple(range(tokens.ndim - 2))
         tokens, scores = tokens.sum(layers), scores.sum(layers)

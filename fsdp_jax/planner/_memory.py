@@ -74,7 +74,12 @@ def predict_memory(
         "params": _bytes_on_a_device(state.params),
         "optimizer": _bytes_on_a_device(state.opt_state),
     }
-    arguments = _bytes_on_a_device((state, batch), plan)
+    placed = jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        batch,
+        plan.batch_shardings(batch),
+    )
+    arguments = _bytes_on_a_device((state, placed))
     program = on_one_device(traced.jaxpr)
     assert program is not None, "a step is a shard_map"
     grads = {
@@ -90,13 +95,11 @@ def predict_memory(
     return Memory(**at_rest, **found)
 
 
-def _bytes_on_a_device(tree: PyTree, plan: Plan | None = None) -> int:
-    """Bytes of moulds on one device; those without a sharding lie as batches do."""
+def _bytes_on_a_device(tree: PyTree) -> int:
+    """Bytes of moulds on one device; those without a sharding are whole there."""
     total = 0
     for leaf in jax.tree.leaves(tree):
         sharding = getattr(leaf, "sharding", None)
-        if sharding is None and plan is not None:
-            sharding = plan.batch_sharding
         shape = sharding.shard_shape(leaf.shape) if sharding else leaf.shape
         is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
         total += math.prod(shape) * (8 if is_key else leaf.dtype.itemsize)

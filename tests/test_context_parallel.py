@@ -1,0 +1,153 @@
+"""Decoders whose rows are split over `cp` train as they do on one device."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from helpers.compare import host, worst
+from tiny_configs import hf_fields
+
+import bridge
+import fsdp_jax as fsdp
+from bridge.models import (
+    Decoder,
+    DecoderConfig,
+    DecoderLayer,
+    dot_product_attention,
+    expert_parallel_rules,
+    positions_in_order,
+    tensor_parallel_rules,
+)
+from fsdp_jax import ops
+
+TX = optax.adamw(1e-2, eps=1e-3)
+ROWS, SEQ, VOCAB, STEPS = 8, 32, 96, 3
+# ||a - b|| / ||b|| of each parameter in float32, after three steps.
+PARAMETERS = 2e-5
+FORMS = {
+    "ring": ops.ring_attention,
+    "all-gather": ops.all_gather_attention,
+    "ulysses": ops.ulysses_attention(dot_product_attention),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A family, how eight devices share it, and which attention it has."""
+
+    family: str
+    mesh: dict[str, int]
+    form: str = "ring"
+    accumulate: int = 1
+    prefetch: int = 0
+    marks: tuple[Any, ...] = ()
+
+
+LONG = (pytest.mark.long,)
+CASES = {
+    "dp 4 x cp 2": Case("llama", {"cp": 2}, prefetch=1),
+    "cp 4 x tp 2": Case("llama", {"cp": 4, "tp": 2}),
+    "dp 2 x cp 2 x tp 2": Case("llama", {"cp": 2, "tp": 2}, "all-gather"),
+    "cp 2 x ep 4": Case("mixtral", {"cp": 2, "ep": 4}, "ulysses"),
+    "hsdp 2 x cp 4": Case("llama", {"dp_outer": 2, "cp": 4}, "ulysses", 2, marks=LONG),
+    # Layers with and without a window, and scores that are bent.
+    "dp 2 x cp 4": Case("gemma2", {"cp": 4}, marks=LONG),
+    "dp 2 x cp 2 x ep 2": Case("mixtral", {"cp": 2, "ep": 2}, marks=LONG),
+}
+
+
+@functools.cache
+def config_of(family: str) -> DecoderConfig:
+    # Far from zero, so that it matters who is attended to.
+    fields: dict[str, Any] = {"vocab_size": VOCAB, "initializer_range": 0.3}
+    if family == "mixtral":
+        fields["num_local_experts"] = 4
+    return bridge.from_hf_config(hf_fields(family, num_hidden_layers=2, **fields))
+
+
+def plan_of(case: Case, mesh=None, **options: Any) -> fsdp.Plan:
+    mesh = mesh or fsdp.make_mesh(**case.mesh)
+    config = config_of(case.family)
+    options = {
+        "attention": ops.split_heads(FORMS[case.form]),
+        "positions": ops.zigzag_positions,
+    } | options
+
+    def make(key):
+        return Decoder(
+            config,
+            rngs=nnx.Rngs(key),
+            scan=functools.partial(fsdp.scan, prefetch=case.prefetch),
+            dispatch=ops.expert_parallel_dispatch,
+            constrain=ops.sequence_parallel,
+            **options,
+        )
+
+    sharding = fsdp.FSDPConfig(
+        tensor_parallel=tensor_parallel_rules(config, mesh.shape["tp"]),
+        expert_parallel=expert_parallel_rules(config),
+        context_parallel={"*": 1},
+    )
+    return fsdp.fully_shard(make, mesh, [DecoderLayer], sharding)
+
+
+def loss(model: Decoder, batch):
+    logits, stats = model.with_router_stats(
+        batch["tokens"], segment_ids=batch["segments"]
+    )
+    losses = ops.vocab_parallel_cross_entropy(logits, batch["targets"])
+    if stats is None:
+        return losses.mean()
+    balance = ops.load_balancing_loss(*stats[:2], over="sequence").sum()
+    return losses.mean() + 0.1 * balance
+
+
+def batches() -> list[dict[str, np.ndarray]]:
+    """Rows of two texts each, whose ends are on different ranks."""
+    random = np.random.default_rng(0)
+    rows = random.integers(0, VOCAB, (STEPS, ROWS, SEQ + 1)).astype(np.int32)
+    ends = random.integers(1, SEQ, (STEPS, ROWS, 1))
+    segments = (np.arange(SEQ) >= ends).astype(np.int32)
+    return [
+        {"tokens": row[:, :-1], "targets": row[:, 1:], "segments": texts}
+        for row, texts in zip(rows, segments, strict=True)
+    ]
+
+
+def trained(plan: fsdp.Plan, order=ops.zigzag, accumulate: int = 1):
+    """Parameters after three steps, and the last loss."""
+    step = fsdp.make_train_step(plan, loss, TX, accumulate=accumulate)
+    state = fsdp.init(plan, TX, fsdp.init_params(plan, jax.random.key(0)))
+    metrics = {}
+    for batch in batches():
+        state, metrics = step(state, order(batch, plan.mesh.shape["cp"]))
+    return host(fsdp.unpack(state.params)), float(metrics["loss"])
+
+
+@functools.cache
+def one_device(family: str):
+    alone = fsdp.make_mesh(devices=jax.devices()[:1])
+    plain = {"attention": dot_product_attention, "positions": positions_in_order}
+    return trained(plan_of(Case(family, {}), alone, **plain))
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=case.marks) for name, case in CASES.items()]
+)
+def test_three_steps_over_cp_are_those_of_one_device(name):
+    case = CASES[name]
+    got, got_loss = trained(plan_of(case), accumulate=case.accumulate)
+    want, want_loss = one_device(case.family)
+    assert worst(got, want) < PARAMETERS
+    assert abs(got_loss - want_loss) < 1e-5
+
+
+def test_heads_turned_by_places_on_the_rank_train_another_model():
+    case = dataclasses.replace(CASES["dp 4 x cp 2"], form="ulysses", prefetch=0)
+    got, _ = trained(plan_of(case, positions=positions_in_order))
+    assert worst(got, one_device(case.family)[0]) > 100 * PARAMETERS
