@@ -10,7 +10,7 @@
 
 PYTHON ?= python3
 VENV ?= .venv
-EXTRAS ?= test,torch,plan
+EXTRAS ?= test,torch,plan,docs
 TORCH ?= torch==2.13.0
 TORCH_INDEX ?=
 PYTEST ?=
@@ -19,7 +19,7 @@ JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help demo test test-distributed test-long lint clean
+.PHONY: help demo test test-distributed test-long lint docs clean
 .DEFAULT_GOAL := help
 
 help:  ## Show this list.
@@ -42,6 +42,10 @@ lint: $(INSTALLED)  ## Check style, format and types.
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
+
+# PYTHONPATH: the pages show what the sources here say, installed or not.
+docs: $(INSTALLED)  ## Build the documentation into build/docs; a broken link is an error.
+	NO_MKDOCS_2_WARNING=1 PYTHONPATH=. $(BIN)/mkdocs build -f docs/mkdocs.yml
 
 clean:  ## Remove the environments and the caches.
 	rm -rf .venv .venv312 build dist .pytest_cache .ruff_cache .hypothesis

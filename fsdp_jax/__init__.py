@@ -1,5 +1,7 @@
 """Fully sharded data parallelism for your own JAX model, on a mesh of GPUs."""
 
+__version__ = "0.1.0"
+
 from fsdp_jax import ops as ops
 from fsdp_jax._adapters import add_lora as add_lora
 from fsdp_jax._adapters import base_mould as base_mould

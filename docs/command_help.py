@@ -1,0 +1,33 @@
+"""What `fsdp-jax` and each of its commands say of themselves, as Markdown."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+from unittest import mock
+
+from fsdp_jax.cli import main
+
+
+def command_names() -> list[str]:
+    """The commands, in the order of the help."""
+    found = re.search(r"\{([\w,-]+)\}", help_of())
+    assert found, "fsdp-jax --help lists its commands in braces"
+    return found[1].split(",")
+
+
+def help_of(*command: str) -> str:
+    """What `fsdp-jax COMMAND --help` prints, without colours and 88 columns wide."""
+    plain = {"NO_COLOR": "1", "COLUMNS": "88", "TERM": "dumb"}
+    with mock.patch.dict(os.environ, plain), io.StringIO() as out:
+        with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
+            main([*command, "--help"])
+        return "\n".join(line.rstrip() for line in out.getvalue().splitlines()).strip()
+
+
+def reference() -> str:
+    """A section for each command."""
+    names = command_names()
+    return "\n\n".join(f"## {n}\n\n```text\n{help_of(n)}\n```" for n in names)

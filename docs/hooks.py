@@ -1,0 +1,85 @@
+"""What MkDocs makes of the repository beside the pages: see `docs/README.md`.
+
+A page asks for it with a comment: `<!-- commands -->`, `<!-- imports: PACKAGE -->`,
+`<!-- errors: MODULE ... -->`.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import command_help
+import error_messages
+import import_graph
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).parents[1]
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+MARKER = re.compile(r"<!-- (commands|imports|errors)(?:: (.*?))? -->")
+
+
+def on_config(config: MkDocsConfig) -> None:
+    """Lists the notebooks among the tutorials."""
+    for entry in config.nav or ():
+        if "Tutorials" in entry:
+            entry["Tutorials"] += [f"tutorials/{path.name}" for path in NOTEBOOKS]
+
+
+def on_files(files: Files, config: MkDocsConfig) -> None:
+    """Adds two pages that lie at the top of the repository."""
+    for name in ("CONTRIBUTING.md", "CHANGELOG.md"):
+        page = File.generated(config, name.lower(), abs_src_path=str(ROOT / name))
+        files.append(page)
+
+
+def on_page_markdown(markdown: str, **_: object) -> str:
+    """Puts what was asked for in the place of each comment."""
+    return MARKER.sub(_made, markdown)
+
+
+def _made(found: re.Match[str]) -> str:
+    kind, names = found[1], (found[2] or "").split()
+    match kind:
+        case "commands":
+            return command_help.reference()
+        case "imports":
+            return imports(names[0])
+        case _:
+            return errors(names)
+
+
+def imports(package: str) -> str:
+    """The picture of a package's imports and a table of its parts."""
+    graph = import_graph.import_graph(ROOT, package)
+    texts = import_graph.summaries(ROOT, package)
+    lines = ["| part | what it is | imports |", "|---|---|---|"]
+    for name in sorted(graph):
+        below = ", ".join(sorted(graph[name])) or "nothing of ours"
+        lines.append(f"| `{name}` | {texts.get(name, '')} | {below} |")
+    table = "\n".join(lines)
+    return f"{import_graph.draw(graph, texts)}\n\n{table}"
+
+
+def errors(patterns: Sequence[str]) -> str:
+    """The messages of the modules that match, as a list."""
+    lines = []
+    for message in all_messages():
+        if not error_messages.matches(message.module, patterns):
+            continue
+        lines.append(f"- **{message.error}** `` {message.text} `` ({message.module})")
+    return "\n".join(lines)
+
+
+@functools.cache
+def all_messages() -> list[error_messages.Message]:
+    """The messages that a user may see, of both packages."""
+    return [
+        message
+        for package in ("fsdp_jax", "bridge")
+        for message in error_messages.messages(ROOT, package)
+        if message.text != error_messages.ELLIPSIS
+    ]

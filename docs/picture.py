@@ -1,0 +1,223 @@
+"""Draws the picture at the top of the README, from plans and from a benchmark's JSON.
+
+    python docs/picture.py [--check]
+
+The bytes are those of Llama-3 8B's plans on eight devices; the shards those of one of
+its matrices on four; the waiting is what `benchmarks/overlap.py` found for eight H200s.
+`--check` draws nothing, and says whether the picture shows today's numbers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from matplotlib import rcParams
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+import fsdp_jax as fsdp
+from bridge.models import Decoder, DecoderConfig, DecoderLayer
+
+HERE = Path(__file__).parent
+PICTURE = HERE / "pages" / "fsdp_jax.svg"
+OVERLAP = HERE.parent / "benchmarks" / "results" / "overlap_8_jax0.10.2.json"
+
+LLAMA_3_8B = DecoderConfig(
+    vocab_size=128256,
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+)
+STRATEGIES = ("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3")
+FORMS = {
+    "annotations": "annotations alone",
+    "plain_scan": "gather in a scan",
+    "fsdp_jax": "fsdp.scan(prefetch=1)",
+}
+DEVICES = ("#4477aa", "#228833", "#ccbb44", "#aa3377")
+PARTS = ("bfloat16 weights", "gradients", "main weights, AdamW")
+COLORS = ("#4477aa", "#66ccee", "#ccbb44")
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """What the picture shows.
+
+    Attributes:
+      rows: First and last row of a matrix that each of four devices holds.
+      gib: By strategy, GiB a device of `PARTS`.
+      waits: By form, of a step: milliseconds that compute, and that wait for the wire.
+    """
+
+    rows: list[tuple[int, int]]
+    gib: dict[str, tuple[float, ...]]
+    waits: dict[str, tuple[float, float]]
+
+    def labels(self) -> list[str]:
+        """Every number in the picture, as it is written there."""
+        shards = [f"rows {first}-{last}" for first, last in self.rows]
+        sizes = [f"{sum(parts):.1f} GiB" for parts in self.gib.values()]
+        waits = [
+            f"{exposed:.0f} of {compute + exposed:.0f} ms"
+            for compute, exposed in self.waits.values()
+        ]
+        return shards + sizes + waits
+
+
+def find_facts(devices: Sequence[Any]) -> Facts:
+    """From the plans for these eight devices, and the benchmark."""
+    measured = json.loads(OVERLAP.read_text())["rows"]
+    single = {row["form"]: row for row in measured if row["microbatches"] == 1}
+    return Facts(
+        rows=_rows(devices[:4]),
+        gib={
+            name: _gib(_plan(devices, strategy))
+            for strategy, name in enumerate(STRATEGIES)
+        },
+        waits={
+            form: (single[form]["step_ms"] - exposed, exposed)
+            for form in FORMS
+            for exposed in [single[form]["exposed_ms"]]
+        },
+    )
+
+
+def _plan(devices: Sequence[Any], strategy: int) -> fsdp.Plan:
+    policy = fsdp.MixedPrecisionPolicy(param_dtype=jnp.bfloat16)
+    return fsdp.fully_shard(
+        lambda key: Decoder(LLAMA_3_8B, rngs=nnx.Rngs(key), scan=fsdp.scan),
+        fsdp.make_mesh(devices=devices),
+        units=[DecoderLayer],
+        config=fsdp.FSDPConfig(zero_dp_strategy=strategy, mp_policy=policy),
+    )
+
+
+def _rows(devices: Sequence[Any]) -> list[tuple[int, int]]:
+    head = _plan(devices, 3).params["lm_head"]["kernel"]
+    slices = head.sharding.devices_indices_map(head.shape)
+    bounds = [slices[device][0].indices(head.shape[0]) for device in devices]
+    return [(start, stop - 1) for start, stop, _ in bounds]
+
+
+def _gib(plan: fsdp.Plan) -> tuple[float, ...]:
+    """Weights that are whole all the step long, gradients, and what rests."""
+    axes = plan.placements
+    whole = not axes.parameter
+    weights = sum(row.num_elements(plan.mesh, ()) for row in plan.rows) * 2 * whole
+    grads = sum(
+        row.num_elements(plan.mesh, axes.gradient) * row.precision.main_grads.itemsize
+        for row in plan.rows
+    )
+    main = sum(
+        row.num_elements(plan.mesh, axes.optimizer) * row.precision.main_params.itemsize
+        for row in plan.rows
+    )
+    # AdamW's two moments are of the main weights' shape and dtype.
+    return tuple(size / 2**30 for size in (weights, grads, 3 * main))
+
+
+def draw(facts: Facts, path: Path) -> None:
+    """Writes the picture, the same bytes for the same facts."""
+    rcParams["svg.fonttype"] = "none"
+    rcParams["svg.hashsalt"] = "fsdp_jax"
+    figure = Figure(figsize=(12, 3.6), layout="constrained")
+    left, middle, right = figure.subplots(1, 3, width_ratios=[1.05, 1, 1])
+    labels = iter(facts.labels())
+    _draw_shards(left, [next(labels) for _ in facts.rows])
+    _draw_bytes(middle, facts, [next(labels) for _ in facts.gib])
+    _draw_waits(right, facts, list(labels))
+    figure.savefig(path, metadata={"Date": None, "Creator": None})
+
+
+def _draw_shards(axes: Axes, labels: list[str]) -> None:
+    count = len(labels)
+    for device, (color, label) in enumerate(zip(DEVICES, labels, strict=True)):
+        y = count - 1 - device
+        axes.barh(y, 3, color=color, height=0.8)
+        axes.text(1.5, y, label, ha="center", va="center", color="white", fontsize=7)
+        for part, other in enumerate(DEVICES):
+            axes.barh(y, 0.55, left=5 + 0.55 * part, color=other, height=0.8)
+        axes.barh(y, 1.6, left=9, color="#dddddd", height=0.8)
+        axes.barh(y, 0.4, left=9 + 0.4 * device, color=color, height=0.8)
+    for x, arrow in ((3.1, "gather"), (7.3, "reduce-\nscatter")):
+        axes.annotate(
+            "", (x + 1.7, 1.5), (x, 1.5), arrowprops={"arrowstyle": "->", "lw": 1.5}
+        )
+        axes.text(x + 0.85, 1.68, arrow, ha="center", fontsize=8)
+    axes.set_yticks(range(count), [f"GPU {count - 1 - y}" for y in range(count)])
+    axes.set_xticks([1.5, 6.1, 9.8], ["at rest", "while its\nlayer runs", "gradients"])
+    _bare(axes, "A matrix of Llama-3 8B on four devices")
+
+
+def _draw_bytes(axes: Axes, facts: Facts, labels: list[str]) -> None:
+    names = list(facts.gib)
+    left = [0.0] * len(names)
+    for part, (name, color) in enumerate(zip(PARTS, COLORS, strict=True)):
+        widths = [sizes[part] for sizes in facts.gib.values()]
+        axes.barh(names, widths, left=left, color=color, label=name)
+        left = [a + b for a, b in zip(left, widths, strict=True)]
+    for y, (x, label) in enumerate(zip(left, labels, strict=True)):
+        axes.text(x + 2, y, label, va="center", fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlim(0, max(left) * 1.25)
+    axes.set_xticks([])
+    axes.legend(fontsize=7, loc="lower right", frameon=False)
+    _bare(axes, "What a step keeps, GiB on each of eight GPUs")
+
+
+def _draw_waits(axes: Axes, facts: Facts, labels: list[str]) -> None:
+    names = [FORMS[form] for form in facts.waits]
+    compute = [a for a, _ in facts.waits.values()]
+    exposed = [b for _, b in facts.waits.values()]
+    axes.barh(names, compute, color="#4477aa", label="computes")
+    axes.barh(names, exposed, left=compute, color="#ee6677", label="waits for the wire")
+    for y, (a, b, label) in enumerate(zip(compute, exposed, labels, strict=True)):
+        axes.text(a + b + 10, y, label, va="center", fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlim(0, max(map(sum, facts.waits.values())) * 1.35)
+    axes.set_xticks([])
+    below = {"loc": "lower center", "bbox_to_anchor": (0.5, -0.12), "ncols": 2}
+    axes.legend(fontsize=7, frameon=False, **below)
+    _bare(axes, "A step on eight H200s, as modelled")
+
+
+def _bare(axes: Axes, title: str) -> None:
+    axes.set_title(title, fontsize=10)
+    axes.tick_params(length=0, labelsize=8)
+    axes.spines[:].set_visible(False)
+
+
+def outdated(facts: Facts, picture: Path = PICTURE) -> list[str]:
+    """The numbers that the picture should show and does not."""
+    text = picture.read_text() if picture.exists() else ""
+    return [label for label in facts.labels() if f">{label}<" not in text]
+
+
+def main() -> int:
+    """Draws, or checks."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true")
+    check = parser.parse_args().check
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 8)
+    facts = find_facts(jax.devices())
+    if not check:
+        draw(facts, PICTURE)
+    missing = outdated(facts)
+    print("\n".join(missing) or f"{PICTURE} shows what is.")
+    return bool(missing)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

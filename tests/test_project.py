@@ -1,0 +1,244 @@
+"""What the project promises those who carry it on: versions, lanes, hooks, pages."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import re
+import shlex
+from pathlib import Path
+from types import ModuleType
+
+import error_messages
+import import_graph
+import pytest
+import yaml
+
+import fsdp_jax
+
+ROOT = Path(__file__).parents[1]
+REFERENCE = ROOT / "docs" / "pages" / "reference"
+PUBLIC = (
+    *("fsdp_jax", "fsdp_jax.ops", "fsdp_jax.planner"),
+    *("bridge", "bridge.models", "bridge.adapt", "bridge.adapt.equinox"),
+    *("bridge.megatron", "bridge.megatron.buckets"),
+)
+
+
+# Versions
+
+
+def test_the_changelog_begins_with_what_is_not_released_or_with_this_version():
+    changelog = (ROOT / "CHANGELOG.md").read_text()
+    newest, *older = re.findall(r"^## \[(.+?)\](.*)$", changelog, flags=re.MULTILINE)
+    assert newest[0] in ("Unreleased", fsdp_jax.__version__)
+    for version, date in [] if newest[0] == "Unreleased" else [newest, *older]:
+        assert re.fullmatch(r"\d+\.\d+\.\d+", version)
+        assert re.fullmatch(r" - \d{4}-\d\d-\d\d", date)
+
+
+def test_the_version_is_said_once():
+    assert re.fullmatch(r"\d+\.\d+\.\d+", fsdp_jax.__version__)
+    pyproject = (ROOT / "pyproject.toml").read_text()
+    assert 'dynamic = ["version"]' in pyproject
+    assert not re.search(r"^version = ", pyproject, flags=re.MULTILINE)
+
+
+# Lanes
+
+
+def lanes() -> dict[str, list[str]]:
+    """The lanes of `.ci/run`, and what make is told in each."""
+    script = (ROOT / ".ci" / "run").read_text().replace("\\\n", " ")
+    found = re.findall(r"^ *lane (\S+) (.*)$", script, flags=re.MULTILINE)
+    return {name: told(shlex.split(words)) for name, words in found}
+
+
+def told(words: list[str]) -> list[str]:
+    """Without where Python and its environment are, which each machine knows."""
+    return [word for word in words if not word.startswith(("PYTHON=", "VENV="))]
+
+
+def jobs() -> dict[str, dict]:
+    return yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]
+
+
+def test_the_forge_runs_the_lanes_of_ours():
+    on_the_forge = {}
+    for name, job in jobs().items():
+        (command,) = [step["run"] for step in job["steps"] if "run" in step]
+        program, *words = shlex.split(command)
+        assert program == "make"
+        on_the_forge[name] = told(words)
+    assert on_the_forge == lanes()
+    assert len(lanes()) == 4
+
+
+def test_both_lanes_have_their_python():
+    pythons = {
+        name: step["with"]["python-version"]
+        for name, job in jobs().items()
+        for step in job["steps"]
+        if "setup-python" in step.get("uses", "")
+    }
+    newest = pythons.pop("test-newest-jax")
+    assert newest == "3.12" and set(pythons.values()) == {"3.11"}
+
+
+def test_the_jobs_of_the_forge_are_whole():
+    workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
+    assert workflow["permissions"] == {"contents": "read"}
+    for job in workflow["jobs"].values():
+        assert job["runs-on"] and job["timeout-minutes"]
+        assert all(set(step) <= {"uses", "with", "run"} for step in job["steps"])
+        for step in job["steps"]:
+            assert ("uses" in step) != ("run" in step)
+            assert re.fullmatch(
+                r"actions/[\w-]+@v\d+", step.get("uses", "actions/a@v1")
+            )
+
+
+def test_the_hooks_are_what_lint_runs():
+    config = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())
+    hooks = {hook["entry"] for repo in config["repos"] for hook in repo["hooks"]}
+    makefile = (ROOT / "Makefile").read_text()
+    lint = re.search(r"^lint:.*\n((?:\t.*\n)+)", makefile, flags=re.MULTILINE)
+    assert lint
+    commands = lint[1].replace("$(BIN)", ".venv/bin").replace(" .\n", "\n")
+    assert hooks == {line.strip() for line in commands.splitlines()}
+
+
+# Pages
+
+
+def documented() -> list[str]:
+    pages = "\n".join(page.read_text() for page in REFERENCE.glob("*.md"))
+    return re.findall(r"^::: (\S+)$", pages, flags=re.MULTILINE)
+
+
+def public_names(module: ModuleType) -> set[str]:
+    """What is defined or exported, but for modules and what is only imported."""
+    text = Path(str(module.__file__)).read_text()
+    exported = {name for name, again in re.findall(r"(\w+) as (\w+)", text)}
+    own = {n for n, v in vars(module).items() if is_of(v, module) and n[0] != "_"}
+    values = {name: getattr(module, name) for name in exported | own}
+    return {
+        f"{module.__name__}.{name}"
+        for name, value in values.items()
+        if not isinstance(value, ModuleType)
+    }
+
+
+def is_of(value: object, module: ModuleType) -> bool:
+    return getattr(value, "__module__", None) == module.__name__
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_every_public_name_is_in_the_reference(name):
+    known = documented()
+    # The names most used of the planner are documented once, as fsdp_jax's.
+    again = {n.replace("fsdp_jax.", "fsdp_jax.planner.") for n in known}
+    missing = public_names(importlib.import_module(name)) - {*known, *again}
+    assert not missing, f"write `::: NAME` in docs/pages/reference for {missing}"
+
+
+def test_the_reference_names_nothing_else_and_nothing_twice():
+    known = documented()
+    assert len(known) == len(set(known)) > 150
+    for name in known:
+        module, _, attribute = name.rpartition(".")
+        assert hasattr(importlib.import_module(module), attribute), name
+
+
+ERRORS = (ROOT / "docs" / "pages" / "errors.md").read_text()
+
+
+@functools.cache
+def messages() -> list[error_messages.Message]:
+    return [
+        message
+        for package in ("fsdp_jax", "bridge")
+        for message in error_messages.messages(ROOT, package)
+    ]
+
+
+def test_every_class_of_errors_is_on_the_page():
+    ours = error_messages.classes(ROOT, "fsdp_jax")
+    ours |= error_messages.classes(ROOT, "bridge")
+    raised = {message.error for message in messages()}
+    for name in {name for name in ours | raised if name[0].isupper()}:
+        assert re.search(rf"`(?:fsdp\.)?{name}`", ERRORS), f"errors.md says not {name}"
+
+
+def test_every_message_has_one_place_on_the_page():
+    asked = re.findall(r"<!-- errors: (.*?) -->", ERRORS)
+    assert len(messages()) > 400
+    for module in {message.module for message in messages()}:
+        places = [p for p in asked if error_messages.matches(module, p.split())]
+        assert len(places) == 1, f"{module} belongs to {places} of errors.md"
+
+
+def test_messages_are_read_as_they_are_written(tmp_path):
+    (tmp_path / "planted").mkdir()
+    (tmp_path / "planted" / "_one.py").write_text('''
+def f(size):
+    if size:
+        raise ValueError(f"Size {size + 1}: " "too large.")
+    raise _made(size)
+
+def _made(size):
+    return DamagedError(_text(size))
+
+def _text(size):
+    return f"{size} is damaged"
+
+class DamagedError(RuntimeError):
+    """A mine."""
+''')
+    assert error_messages.classes(tmp_path, "planted") == {"DamagedError"}
+    assert [(m.function, m.error, m.text) for m in _planted(tmp_path)] == [
+        ("f", "ValueError", "Size {size + 1}: too large."),
+        ("f", "DamagedError", "{size} is damaged"),
+    ]
+
+
+def _planted(root: Path) -> list[error_messages.Message]:
+    return error_messages.messages(root, "planted")
+
+
+# The picture of the imports
+
+
+def test_the_picture_has_every_part_and_every_import():
+    for package in ("fsdp_jax", "bridge"):
+        graph = import_graph.import_graph(ROOT, package)
+        files = (ROOT / package).glob("[!_]*/__init__.py")
+        assert {file.parent.name for file in files} <= set(graph)
+        drawn = import_graph.draw(graph, import_graph.summaries(ROOT, package))
+        assert all(f">{part}</text>" in drawn for part in graph)
+        assert drawn.count("<path") == sum(map(len, graph.values()))
+
+
+def test_a_planted_import_is_drawn_downwards(tmp_path):
+    package = tmp_path / "planted"
+    (package / "top").mkdir(parents=True)
+    (package / "__init__.py").write_text("from planted._low import f as f")
+    (package / "_low.py").write_text('"""Is low."""\nimport json')
+    (package / "_mid.py").write_text("def f():\n    from planted import _low")
+    (package / "top" / "__init__.py").write_text('"""Is on top."""')
+    (package / "top" / "_a.py").write_text("import planted._mid\nimport planted")
+    graph = import_graph.import_graph(tmp_path, "planted")
+    assert graph == {
+        "__init__": {"low"},
+        "low": set(),
+        "mid": {"low"},
+        "top": {"mid", "__init__"},
+    }
+    assert import_graph.rows(graph) == [["low"], ["__init__", "mid"], ["top"]]
+    texts = import_graph.summaries(tmp_path, "planted")
+    assert texts["low"] == "Is low." and texts["top"] == "Is on top."
+
+
+def test_a_ring_has_no_picture():
+    with pytest.raises(Exception, match="cycle"):
+        import_graph.rows({"a": {"b"}, "b": {"a"}})
