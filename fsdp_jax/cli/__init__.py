@@ -26,6 +26,7 @@ from fsdp_jax.cli._import import Import
 from fsdp_jax.cli._inspect import Inspect
 from fsdp_jax.cli._launch import Launch
 from fsdp_jax.cli._make_tiny_llama import MakeTinyLlama
+from fsdp_jax.cli._no_driver import be_silent_without_driver
 from fsdp_jax.cli._plan import Plan
 from fsdp_jax.cli._remove import Remove
 from fsdp_jax.cli._train import Train
@@ -70,6 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         args=argv,
         config=(tyro.conf.DisallowNone, tyro.conf.PositionalMetavarFromFieldName),
     )
+    be_silent_without_driver()
     try:
         command.run()
     except KeyboardInterrupt as error:
