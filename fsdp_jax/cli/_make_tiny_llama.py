@@ -51,7 +51,7 @@ class MakeTinyLlama:
             num_hidden_layers=self.layers,
             num_attention_heads=self.heads,
             num_key_value_heads=self.kv_heads,
-            max_position_embeddings=1024,
+            max_position_embeddings=16384,
             rope_parameters=_LLAMA3_ROPE,
             bos_token_id=None,
             eos_token_id=None,
@@ -67,7 +67,7 @@ _LLAMA3_ROPE = {
     "factor": 8.0,
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 512,
+    "original_max_position_embeddings": 8192,
 }
 
 
