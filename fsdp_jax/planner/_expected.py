@@ -19,6 +19,8 @@ _HLO_DTYPES = {
     "bfloat16": "bf16",
     **{f"float{bits}": f"f{bits}" for bits in (16, 32, 64)},
     **{f"complex{bits}": f"c{bits}" for bits in (64, 128)},
+    **{f"int{bits}": f"s{bits}" for bits in (4, 8, 16, 32, 64)},
+    **{f"uint{bits}": f"u{bits}" for bits in (4, 8, 16, 32, 64)},
 }
 
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 
 from fsdp_jax._plan import ROOT, ParamPlan, Plan
 from fsdp_jax.planner._difference import Difference, array, named
-from fsdp_jax.planner._expected import Leg
+from fsdp_jax.planner._expected import Leg, dims_of
 from fsdp_jax.planner._hlo import Computation, Instruction
-from fsdp_jax.planner._program import Moved, Program, loops
+from fsdp_jax.planner._program import Dims, Moved, Program, loops
 from fsdp_jax.planner._travel import canonical, key_of
 
 FIX = (
@@ -44,20 +44,31 @@ def kept(
         if leg.kind == "gather" and leg.row.reshard and leg.row.unit != ROOT
         if leg.row.ndim_in_unit > 1
     ]
-    yield from _stacks(program, arrays, gathers, accumulate)
+    pieces = {
+        canonical(dims_of(plan, row, row.placements.parameter, sliced=False))
+        for row in plan.rows
+    }
+    yield from _stacks(program, arrays, gathers, accumulate, pieces)
     if not program.is_cpu:  # There, equal gathers of straight code become one.
         yield from _singles(arrays, gathers)
 
 
 def _stacks(
-    program: Program, arrays: Sequence[Moved], gathers: Sequence[Leg], accumulate: int
+    program: Program,
+    arrays: Sequence[Moved],
+    gathers: Sequence[Leg],
+    accumulate: int,
+    pieces: Set[Dims],
 ) -> Iterator[Difference]:
-    """Whole stacks that a loop carries, of what is gathered once a microbatch."""
+    """Whole stacks that a loop carries, of what is gathered once a microbatch.
+
+    But for those that look like the `pieces` of parameters, which belong there.
+    """
     carried = [shape for one in loops(program) for shape in one.shapes]
     for leg in gathers:
         dims = (*leg.row.shape[: leg.row.num_stacked], *leg.received)
         found = [x for x in carried if canonical(x.dims) == canonical(dims)]
-        if not leg.row.num_stacked or not found:
+        if not leg.row.num_stacked or not found or canonical(dims) in pieces:
             continue
         buffer = next((x for x in found if x.dims == dims), found[0])
         alike = {x.row for x in gathers if key_of(x) == key_of(leg)}

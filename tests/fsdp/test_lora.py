@@ -28,7 +28,13 @@ from helpers.zoo import CASES, batch
 
 import bridge
 import fsdp_jax as fsdp
-from bridge.models import Decoder, DecoderLayer
+from bridge.models import (
+    Decoder,
+    DecoderConfig,
+    DecoderLayer,
+    dot_product_attention,
+    tensor_parallel_rules,
+)
 from fsdp_jax._factored import Factored, call_with_factors
 
 TX = optax.adamw(1e-2, eps=1e-3)
@@ -85,6 +91,58 @@ def test_gradients_are_those_of_the_sum_on_one_device(name):
     assert all(leaf is None for leaf in plan.treedef.flatten_up_to(grads)[:3])
     errors = relative_errors(host(grads["lora"]), host(wanted))
     assert errors and max(errors.values()) < 1e-5, errors
+
+
+@pytest.mark.parametrize("base", [None, pytest.param("nf4", marks=pytest.mark.long)])
+def test_under_tp_gradients_are_those_without_and_the_program_is_the_plans(base):
+    """The base is split over tp too, unless it is in codes; factors are whole there."""
+    data = np.random.default_rng(0).integers(0, 64, (8, 17)).astype(np.int32)
+    plan, without = decoder_plan(4, base), decoder_plan(1, base)
+    params = with_products(fsdp.init_params(without, jax.random.key(0)))
+    found = []
+    for one in (plan, without):
+        placed = jax.tree.map(
+            lambda x, m: jax.device_put(x, m.sharding), params, one.params
+        )
+        (value, _), grads = fsdp.value_and_grad(one, next_token_loss)(placed, data)
+        found.append((float(value), host(grads["lora"])))
+    (value, grads), (want_value, want) = found
+    assert value == pytest.approx(want_value, rel=1e-6)
+    errors = relative_errors(grads, want)
+    assert errors and max(errors.values()) < 2e-5, errors
+    step = fsdp.make_train_step(plan, next_token_loss, TX)
+    fsdp.audit(plan, step.lower(fsdp.abstract_state(plan, TX), data))
+    split = {row.name for row in plan.rows if row.tensor_dim is not None}
+    assert ("layers.mlp.up_proj.kernel" in split) == (base is None)
+    assert not any("lora" in name for name in split)
+
+
+def decoder_plan(tp, base):
+    config = DecoderConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    modules = bridge.lora_targets(config, ("q_proj", "o_proj", "up_proj"))
+    targets = [fsdp.LoRATarget(path, num_in=n) for path, n in modules.items()]
+    return fsdp.fully_shard(
+        lambda key: Decoder(
+            config,
+            rngs=nnx.Rngs(key),
+            scan=fsdp.scan,
+            attention=fsdp.ops.split_heads(dot_product_attention),
+            constrain=fsdp.ops.sequence_parallel,
+        ),
+        fsdp.make_mesh(tp=tp),
+        [DecoderLayer],
+        fsdp.FSDPConfig(
+            lora=fsdp.LoRA(4, targets, alpha=8, base=base),
+            tensor_parallel=tensor_parallel_rules(config, tp),
+        ),
+    )
 
 
 # As PEFT

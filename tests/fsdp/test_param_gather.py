@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 import optax
 import pytest
+from helpers import experts
 from helpers.compare import host, worst
 from helpers.hlo import collectives
 
@@ -22,7 +23,7 @@ from fsdp_jax._low_precision import (
 )
 
 LAYERS, ROWS = 3, 16
-SIZES = {"even": (64, 96), "odd": (37, 101)}
+SIZES = {"even": (64, 96), "odd": (37, 101), "one even": (37, 96)}
 FORMATS = {
     "float8": fsdp.Float8Gather(min_elements=1024),
     "mxfp8": fsdp.MXFP8Gather(min_elements=1024),
@@ -211,11 +212,26 @@ GRID = {
         {"tensor_parallel": {"layers.up": 1, "layers.down": 1}},
         *("even", 0),
     ),
+    # The other dim takes no split, so that data axes and tp split one together.
+    "one dim over data axes and tp": (
+        "float8",
+        {"tp": 2},
+        {"tensor_parallel": {"layers.up": 1, "layers.down": 0}},
+        *("one even", 0),
+    ),
+    "one dim over data axes and tp, MX": (
+        "mxfp8",
+        {"tp": 2},
+        {"tensor_parallel": {"layers.up": 1, "layers.down": 0}},
+        *("one even", 1),
+    ),
 }
 
 
 # Each format, strategy, level and kind of shape once; `make test-long` runs all.
-COVERING = {"prefetched", "odd shapes, MX", "ZeRO-1", "HFSDP, MX", "tp, MX"}
+COVERING = {"prefetched", "odd shapes, MX", "ZeRO-1", "HFSDP, MX", "tp, MX"} | {
+    "one dim over data axes and tp"
+}
 
 
 def cells():
@@ -249,6 +265,45 @@ def test_gradients_are_those_at_the_rounded_weights(name):
     # Rounding of 2^-4 an element is far above what these two may differ by.
     _, exact = one_device()(weights, data)
     assert worst(grads, exact) > 1e-3
+
+
+@pytest.mark.parametrize(
+    "kind", ["float8", pytest.param("mxfp8", marks=pytest.mark.long)]
+)
+def test_experts_travel_over_the_other_axes_by_scales_of_their_own_rank(kind):
+    policy = fsdp.MixedPrecisionPolicy(param_gather=FORMATS[kind])
+    plan = experts.plan_of(fsdp.make_mesh(dp_outer=2, ep=2), mp_policy=policy)
+    weights = host(jax.jit(experts.make_weights)(jax.random.key(0)))
+    own = dict(weights["layers"]["experts"])
+    rows = [row for row in plan.rows if row.gather]
+    assert [row.name for row in rows] == ["layers.experts.down", "layers.experts.up"]
+    for row in rows:
+        name = row.name.rpartition(".")[2]
+        dealt = np.split(own[name], 2, axis=1)
+        own[name] = np.concatenate(
+            [
+                round_float8(part, 1)
+                if kind == "float8"
+                else round_mxfp8(part, row.block_dim)
+                for part in dealt
+            ],
+            axis=1,
+        )
+    rounded = weights | {"layers": weights["layers"] | {"experts": own}}
+    data, one = experts.batch(np.float32), fsdp.make_mesh(devices=jax.devices()[:1])
+
+    def grads_of(plan, weights, **options):
+        compute = fsdp.value_and_grad(plan, experts.loss_of(**options), has_aux=True)
+        moulds = plan.params
+        placed = jax.tree.map(
+            lambda x, m: jax.device_put(x, m.sharding), weights, moulds
+        )
+        return compute(placed, data)[1]
+
+    alone = experts.plan_of(one)
+    grads = grads_of(plan, weights, prefetch=1)
+    assert worst(grads, grads_of(alone, rounded)) < 2e-5
+    assert worst(grads, grads_of(alone, weights)) > 1e-3
 
 
 @pytest.mark.parametrize("kind", FORMATS)
