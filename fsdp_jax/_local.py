@@ -281,7 +281,11 @@ def _sink(plan: Plan, row: ParamPlan, axes: tuple[str, ...]) -> Array:
     for dim, split in ((row.dim, axes), (row.expert_dim, ("ep",))):
         if dim is not None:
             shape[dim] //= num_devices(plan.mesh, split)
-    return jnp.zeros(shape, row.precision.main_grads)
+    zeros = jnp.zeros(shape, row.precision.main_grads)
+    if row.tensor_dim is None or not row.is_under_tp:
+        return zeros
+    spec = PartitionSpec(*(None,) * row.tensor_dim, "tp")
+    return lax.with_sharding_constraint(zeros, spec)
 
 
 def _not_before(shards: Sequence[Shard], rows: PyTree) -> list[Shard]:

@@ -48,8 +48,7 @@ class Forecast:
       timeline: Its replay.
       guided: Whether XLA's scheduler was given the cost model, see `compile_for`.
       compiled_bytes: Bytes on a GPU at the fullest moment, as XLA assigned buffers.
-      memory: The same by what it is, predicted from the plan and the trace alone; over
-        `tp` too much, as XLA splits activations and gradients that no trace tells of.
+      memory: The same by what it is, predicted from the plan and the trace alone.
       offloaded: What rests on the host, and what the step copies; None without.
       sent: One row a collective.
       tokens: Tokens in a global batch; None if not told.
@@ -147,12 +146,12 @@ class Forecast:
 
     def __repr__(self) -> str:
         """The table."""
-        parts = [_memory_grid(self).as_text(), *_remarks(self), ""]
-        return "\n".join([*_headline(self), "", *parts, sent_grid(self.sent).as_text()])
+        parts = [_memory_grid(self).as_text(), "", sent_grid(self.sent).as_text()]
+        return "\n".join([*_headline(self), "", *parts])
 
     def _repr_html_(self) -> str:
         """The same for a notebook, with bars for bytes and for what is waited for."""
-        parts = [_memory_grid(self), *_remarks(self), sent_grid(self.sent)]
+        parts = [_memory_grid(self), sent_grid(self.sent)]
         return html_page([*_headline(self), *parts])
 
 
@@ -332,15 +331,6 @@ def _advice(forecast: Forecast) -> list[str]:
         "it with fsdp.scan(..., prefetch=1) to hide them"
         for unit, seconds in waits.items()
         if seconds > 0.05 * forecast.timeline.seconds
-    ]
-
-
-def _remarks(forecast: Forecast) -> list[str]:
-    if forecast.plan.mesh.shape["tp"] == 1:
-        return []
-    return [
-        "(predicted as if each rank of tp held all of what is computed and saved: what "
-        "XLA splits of it, no trace tells)"
     ]
 
 

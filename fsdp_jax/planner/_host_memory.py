@@ -14,7 +14,7 @@ from fsdp_jax._offload import HOST
 from fsdp_jax._plan import Plan
 from fsdp_jax._state import TrainState
 from fsdp_jax._tree import PyTree
-from fsdp_jax.planner._trace import Program, Value
+from fsdp_jax.planner._operations import Program, Value
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Set
 
-from fsdp_jax.planner._trace import Operation, Program, Value
+from fsdp_jax.planner._operations import MOVE, Operation, Program, Value
 
 VIEWS = {
     "reshape",
@@ -29,6 +29,7 @@ MAYBE_VIEWS = VIEWS | {"broadcast_in_dim"}
 """The same, if they leave the number of bytes as it is."""
 
 KERNELS = {
+    MOVE,
     "dot_general",
     "conv_general_dilated",
     "ragged_dot",
@@ -135,25 +136,6 @@ def lifetimes(
     )
 
 
-def carry_of(operation: Operation) -> tuple[int, int]:
-    """Where a scan's carry begins and ends among what it reads.
-
-    By the dim that slices and what is stacked have more outside than within: versions
-    of jax keep the numbers in different forms.
-    """
-    (body,) = operation.bodies
-    read = zip(operation.inputs, body.inputs, strict=True)
-    num_slices = sum(_ndim(outer) > _ndim(inner) for outer, inner in read)
-    made = zip(operation.outputs, body.outputs, strict=True)
-    num_carried = sum(_ndim(outer) == _ndim(inner) for outer, inner in made)
-    end = len(operation.inputs) - num_slices
-    return end - num_carried, end
-
-
-def _ndim(value: Value | None) -> int:
-    return 0 if value is None else len(value.shape)  # A literal is a scalar.
-
-
 def _read(operation: Operation) -> list[Value]:
     return [value for value in operation.inputs if value is not None]
 
@@ -166,7 +148,7 @@ def _generated(program: Program, given: Set[Value]) -> Set[Value]:
     """What is made from nothing, or from that alone, element by element."""
     generated = set(given)
     for operation in program.operations:
-        if operation.name in KERNELS | VIEWS:
+        if operation.name in (KERNELS | VIEWS) - {MOVE}:
             continue
         if all(value in generated for value in _read(operation)):
             generated.update(operation.outputs)
@@ -195,7 +177,7 @@ def _in_place(operation: Operation) -> Iterator[tuple[Value, Value]]:
         if (target := operation.inputs[0]) is not None:
             yield operation.outputs[0], target
     elif operation.name == "scan":
-        begin, end = carry_of(operation)
+        begin, end = operation.carry
         pairs = zip(operation.outputs, operation.inputs[begin:end], strict=False)
         yield from (
             (made, read) for made, read in pairs if read and read.bytes >= SMALL
@@ -214,12 +196,12 @@ def _written(
     for operation in program.operations:
         if operation.name in REDUCTIONS:
             written.update(operation.outputs)
-        if operation.name not in KERNELS:
+        if operation.name not in KERNELS or set(operation.outputs) <= generated:
             continue
         read = list(operation.inputs)
         if operation.name == "scan":
             # A loop makes its zeros anew in each iteration.
-            begin, _ = carry_of(operation)
+            begin, _ = operation.carry
             consts = [v for v in read[:begin] if v not in generated]
             read = consts + read[begin:]
         written.update(_at_home(read, homes), _at_home(operation.outputs, homes))

@@ -14,13 +14,17 @@ from collections.abc import Mapping, Set
 import jax
 import jax.numpy as jnp
 from jax.extend import core
+from jax.sharding import NamedSharding
 
 from fsdp_jax._plan import Plan
 from fsdp_jax._state import TrainState
 from fsdp_jax._tree import PyTree
 from fsdp_jax.planner._host_memory import entered, resident
-from fsdp_jax.planner._lifetimes import Lifetimes, carry_of, lifetimes
-from fsdp_jax.planner._trace import Operation, Program, Value, on_one_device
+from fsdp_jax.planner._lifetimes import Lifetimes, lifetimes
+from fsdp_jax.planner._operations import Operation, Program, Value
+from fsdp_jax.planner._order import as_run
+from fsdp_jax.planner._split import Dim, dim_of
+from fsdp_jax.planner._trace import on_one_device
 
 WORKSPACE = 4 << 20
 """Bytes that a matrix product of cuBLAS takes besides, one at a time."""
@@ -69,6 +73,8 @@ def predict_memory(
       batch: The mould of the global batch.
       traced: `step.jitted.trace(state, batch).jaxpr`.
     """
+    program = on_one_device(traced.jaxpr, _dims_over_tp((state, batch)))
+    assert program is not None, "a step is a shard_map"
     state = resident(plan, state)
     at_rest = {
         "params": _bytes_on_a_device(state.params),
@@ -80,8 +86,6 @@ def predict_memory(
         plan.batch_shardings(batch),
     )
     arguments = _bytes_on_a_device((state, placed))
-    program = on_one_device(traced.jaxpr)
-    assert program is not None, "a step is a shard_map"
     grads = {
         (tuple(value.shape), value.dtype)
         for value in program.outputs
@@ -106,6 +110,12 @@ def _bytes_on_a_device(tree: PyTree) -> int:
     return total
 
 
+def _dims_over_tp(tree: PyTree) -> list[Dim]:
+    """Of each mould, the dim that is split over `tp`."""
+    shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(tree)]
+    return [dim_of(s.spec) if isinstance(s, NamedSharding) else None for s in shardings]
+
+
 Sizes = Mapping[str, int]
 
 
@@ -115,8 +125,11 @@ class _Walk:
     def __init__(self, plan: Plan, grads: set):
         self.grads = grads
         self.whole = {
-            (row.shape[row.num_stacked :], row.precision.grad_comm) for row in plan.rows
-        } | {(row.shape[row.num_stacked :], row.precision.param) for row in plan.rows}
+            (row.on_device(plan.mesh, row.shape, ())[row.num_stacked :], dtype)
+            for row in plan.rows
+            for dtype in (row.precision.grad_comm, row.precision.param)
+        }
+        self.weights = {tuple(sorted(shape)) for shape, _ in self.whole}
         self.stacked = {row.unit for row in plan.rows if row.num_stacked}
 
     def peak(
@@ -144,7 +157,8 @@ class _Walk:
                 if value not in live:
                     live[value] = self._kind(operation, value, found, inside)
             extra: Sizes = {}
-            for body in operation.bodies:
+            for within in operation.bodies:
+                body = as_run(within, operation, self.weights)
                 inputs = _inputs(operation, body, found)
                 scopes = f"{inside}{operation.scopes}"
                 extra = _larger(extra, self.peak(body, *inputs, scopes))
@@ -178,7 +192,7 @@ def _inputs(
     """A loop's inputs that stay as they are, and those made anew in each iteration."""
     if operation.name != "scan":
         return set(body.inputs), set()
-    begin, end = carry_of(operation)
+    begin, end = operation.carry
     outer = zip(body.inputs[:begin], operation.inputs[:begin], strict=True)
     made = {inner for inner, read in outer if read in found.generated}
     return {*body.inputs[:begin], *body.inputs[end:]} - made, made
