@@ -39,6 +39,8 @@ from fsdp_jax._low_precision import MXFP8Gather as MXFP8Gather
 from fsdp_jax._memory_alarm import MemoryWarning as MemoryWarning
 from fsdp_jax._mesh import make_mesh as make_mesh
 from fsdp_jax._model_state import Tally as Tally
+from fsdp_jax._notebook import load_ipython_extension as load_ipython_extension
+from fsdp_jax._notebook import unload_ipython_extension as unload_ipython_extension
 from fsdp_jax._offload import Offload as Offload
 from fsdp_jax._padded import Padded as Padded
 from fsdp_jax._padded import unpack as unpack
@@ -90,7 +92,9 @@ from fsdp_jax.planner import GPU as GPU
 from fsdp_jax.planner import GPUS as GPUS
 from fsdp_jax.planner import CostModel as CostModel
 from fsdp_jax.planner import Forecast as Forecast
+from fsdp_jax.planner import Sweep as Sweep
 from fsdp_jax.planner import compile_for as compile_for
 from fsdp_jax.planner import gpu_devices as gpu_devices
 from fsdp_jax.planner._audit import AuditError as AuditError
 from fsdp_jax.planner._audit import audit as audit
+from fsdp_jax.planner._audited import Audited as Audited

@@ -16,7 +16,8 @@ class Grid:
     """A table before it is drawn.
 
     Attributes:
-      columns: Header -> "left" or "right".
+      columns: Header -> "left" or "right", or "text" for sentences, which are broken
+        into lines where there is room for pictures.
       rows: One string a column.
       sizes: How large each row is, drawn as a bar behind its last column where there is
         room for pictures; () for no bars.
@@ -62,6 +63,8 @@ def html_page(parts: Sequence[Grid | str]) -> str:
 
 def _cell(tag: str, text: str, side: str, share: float = 0.0) -> str:
     style = f"text-align:{side};white-space:nowrap"
+    if side == "text":
+        style = "text-align:left;white-space:normal"
     if share:
         colour = "rgba(70,130,180,.35)"
         style += (

@@ -24,7 +24,7 @@ PACKAGES = ("fsdp_jax", "bridge")
 # underscores are left out. `__init__` is the package itself: `from fsdp_jax import X`.
 ROWS = [
     {"padded", "table", "reshard", "uses", "compiler_options", "lora_config"}
-    | {"loss_scale", "low_precision"},
+    | {"loss_scale", "low_precision", "settle"},
     {"tree", "quantized"},
     {"rounding", "eight_bit", "memory_alarm", "offload", "stream"},
     {"config", "chunks", "factored"},
@@ -43,6 +43,7 @@ ROWS = [
     {"local"},
     {"step", "eval"},
     {"planner"},
+    {"notebook"},
     {"__init__"},
     {"cli"},
 ]

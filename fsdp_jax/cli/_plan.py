@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 import bridge
 import fsdp_jax as fsdp
 from bridge.models import DecoderConfig, tensor_parallel_rules
-from fsdp_jax._table import format_bytes, text_table
+from fsdp_jax._table import format_bytes
 from fsdp_jax.cli._errors import check_absent
 from fsdp_jax.cli._model import check_rows, loss_of, plan_decoder
 from fsdp_jax.cli._options import Devices, Unset
@@ -251,42 +251,15 @@ def _print_cpu(options: Plan, config: DecoderConfig, sizes: dict[str, int]) -> N
 
 
 def _sweep(options: Plan, config: DecoderConfig, gpu: GPU) -> None:
-    found: list[tuple[str, Forecast]] = []
+    found: dict[str, Forecast] = {}
     if options.batch is None:  # The same for all, to compare them by.
         options = dataclasses.replace(options, batch=options.gpus * options.accumulate)
     for name, changed, sizes in _candidates(options, config, gpu):
         print(f"fsdp-jax: compiling {name}", file=sys.stderr)
-        found.append((name, _forecast(changed, config, gpu, sizes, guide=False)))
-    found.sort(key=lambda pair: (not pair[1].fits, pair[1].timeline.seconds))
-    columns = {
-        "": "left",
-        "memory a GPU": "right",
-        "step ms": "right",
-        "exposed": "right",
-        "MFU": "right",
-        "tokens/s/GPU": "right",
-    }
-    rows = [
-        (
-            name,
-            format_bytes(f.compiled_bytes) + ("" if f.fits else " DOES NOT FIT"),
-            f"{f.timeline.seconds * 1e3:,.1f}",
-            f"{f.exposed:.1%}",
-            f"{f.mfu:.1%}",
-            f"{(f.tokens_per_second or 0) / f.num_gpus:,.0f}",
-        )
-        for name, f in found
-    ]
-    print(text_table(columns, rows))
-    name, best = found[0]
-    print()
-    if not best.fits:
-        print(
-            "recommended: none of these fits. Use more GPUs, shorter rows, or --remat "
-            "nothing."
-        )
-    else:
-        print(f"recommended: {name}")
+        found[name] = _forecast(changed, config, gpu, sizes, guide=False)
+    sweep = fsdp.Sweep(found)
+    print(sweep)
+    best = next(iter(sweep.forecasts.values()))
     if options.json is not None:
         best.save_json(options.json)
     if options.picture is not None:

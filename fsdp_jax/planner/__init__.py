@@ -11,3 +11,4 @@ from fsdp_jax.planner._gpu import find_gpu as find_gpu
 from fsdp_jax.planner._memory import Memory as Memory
 from fsdp_jax.planner._sent import SentRow as SentRow
 from fsdp_jax.planner._sent import sent_grid as sent_grid
+from fsdp_jax.planner._sweep import Sweep as Sweep

@@ -6,13 +6,15 @@ from collections.abc import Iterator
 from typing import Any
 
 from fsdp_jax._plan import Plan
+from fsdp_jax._table import html_page
 from fsdp_jax.planner._at_rest import at_rest
-from fsdp_jax.planner._difference import Difference
+from fsdp_jax.planner._audited import Audited, audited
+from fsdp_jax.planner._difference import Difference, difference_grid
 from fsdp_jax.planner._expected import legs
 from fsdp_jax.planner._kept import kept
 from fsdp_jax.planner._over_tp import over_tp
 from fsdp_jax.planner._overlap import exposed
-from fsdp_jax.planner._program import Program, moved, program_of
+from fsdp_jax.planner._program import Moved, Program, moved, program_of
 from fsdp_jax.planner._travel import travel
 
 
@@ -25,16 +27,21 @@ class AuditError(AssertionError):
 
     def __init__(self, differences: list[Difference]):
         self.differences = tuple(map(str, differences))
-        lines = "\n".join(f"- {line}" for line in self.differences)
-        count = len(differences)
-        super().__init__(
-            f"The program differs from its plan in {count} way(s):\n{lines}"
+        self._headline = (
+            f"The program differs from its plan in {len(differences)} way(s):"
         )
+        self._grid = difference_grid(differences)
+        lines = "\n".join(f"- {line}" for line in self.differences)
+        super().__init__(f"{self._headline}\n{lines}")
+
+    def _repr_html_(self) -> str:
+        """The same for a notebook, as a table."""
+        return html_page([self._headline, self._grid])
 
 
 def audit(
     plan: Plan, compiled: Any, *, accumulate: int = 1, overlapped: bool = False
-) -> None:
+) -> Audited:
     """Checks that a program moves what its plan says, and nothing else of any size.
 
     XLA, a loss with a `psum` of its own, a `jit` without `out_shardings` or a wrong
@@ -62,6 +69,9 @@ def audit(
         weights are gathered and gradients reduced. Only a program compiled for GPUs
         shows that, in the order of its schedule.
 
+    Returns:
+      What the program moves in a step; print it.
+
     Raises:
       AuditError: If it does otherwise; with all differences, each with what the plan
         says, what the program does, and the likely fix.
@@ -74,15 +84,17 @@ def audit(
             "audit(overlapped=True) reads the order of a schedule, which only a "
             "program compiled for GPUs shows: compile for them, or leave it out."
         )
-    found = _differences(plan, program, accumulate, overlapped)
+    arrays = list(moved(program, plan.mesh))
+    found = _differences(plan, program, arrays, accumulate, overlapped)
     if differences := list(dict.fromkeys(found)):
         raise AuditError(differences)
+    return audited(arrays)
 
 
 def _differences(
-    plan: Plan, program: Program, accumulate: int, overlapped: bool
+    plan: Plan, program: Program, arrays: list[Moved], accumulate: int, overlapped: bool
 ) -> Iterator[Difference]:
-    arrays, planned = list(moved(program, plan.mesh)), legs(plan)
+    planned = legs(plan)
     yield from at_rest(plan, program)
     yield from travel(plan, program, arrays, planned)
     yield from kept(plan, program, arrays, planned, accumulate)

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from fsdp_jax._plan import ROOT, ParamPlan
+from fsdp_jax._table import Grid
 from fsdp_jax.planner._expected import Leg
 from fsdp_jax.planner._program import Dims, Moved
 
@@ -32,6 +33,15 @@ class Difference:
             f"{self.subject}: the plan says {self.plan}; the program {self.program}. "
             f"Likely fix: {self.fix}."
         )
+
+
+def difference_grid(differences: Sequence[Difference]) -> Grid:
+    """Differences as a table."""
+    headers = ("of", "the plan says", "the program", "likely fix")
+    return Grid(
+        dict.fromkeys(headers, "text"),
+        [(one.subject, one.plan, one.program, one.fix) for one in differences],
+    )
 
 
 def array(dtype: str, dims: Dims) -> str:

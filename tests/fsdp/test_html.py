@@ -1,8 +1,11 @@
-"""In a notebook a plan is a table with bars."""
+"""In a notebook a plan, an audit and a sweep are tables with bars."""
 
+import types
 from html.parser import HTMLParser
 
+import jax
 import jax.numpy as jnp
+import optax
 import pytest
 
 import fsdp_jax as fsdp
@@ -75,3 +78,110 @@ def test_what_is_text_is_no_markup():
 def test_nothing_has_no_bar():
     grid = Grid({"bytes": "right"}, [["0"], ["0"]], [0, 0])
     assert "gradient" not in grid.as_html()
+
+
+# What an audit finds
+
+
+TX = optax.sgd(0.1)
+
+
+def loss(weights, batch):
+    return jnp.mean((batch @ weights["large"] @ weights["small"]) ** 2)
+
+
+def lowered(plan, loss):
+    step = fsdp.make_train_step(plan, loss, TX)
+    rows = jax.ShapeDtypeStruct((16, 8), jnp.float32)
+    return step.lower(fsdp.abstract_state(plan, TX), rows)
+
+
+def matrices(key):
+    return {"small": jnp.zeros((8, 8)), "large": jnp.zeros((8, 8))}
+
+
+@pytest.fixture(scope="module")
+def square() -> fsdp.Plan:
+    return fsdp.fully_shard(matrices, fsdp.make_mesh())
+
+
+def test_an_audit_says_what_travels(square):
+    found = fsdp.audit(square, lowered(square, loss))
+    rows = {(row.op, row.unit): row for row in found.rows}
+    for op in ("all-gather", "reduce-scatter"):
+        row = rows[op, "(root)"]
+        assert row.axes == ("dp_shard",) and row.dtype == "f32"
+        # Once each: 8 x 8 elements of 4 bytes, twice.
+        assert (row.arrays, row.bytes) == (2, 2 * 8 * 8 * 4)
+
+
+def test_an_audit_has_the_same_cells_as_its_text(square):
+    found = fsdp.audit(square, lowered(square, loss))
+    page, text = read(found._repr_html_()), repr(found)
+    headline, _, *lines = text.splitlines()
+    assert headline in found._repr_html_()
+    assert len(page.rows) == len(lines) == 1 + len(found.rows)
+    for cells, line in zip(page.rows, lines, strict=True):
+        assert [cell for cell in cells if cell not in line] == []
+    bars = [styles[-1] for styles in page.styles[1:]]
+    assert sum("gradient(to left" in bar and "100.0%" in bar for bar in bars) == 2
+
+
+def test_what_an_audit_finds_is_a_table_of_sentences(square):
+    policy = fsdp.MixedPrecisionPolicy(param_dtype=jnp.bfloat16)
+    config = fsdp.FSDPConfig(mp_policy=policy)
+    narrow = fsdp.fully_shard(matrices, square.mesh, config=config)
+    with pytest.raises(fsdp.AuditError) as error:
+        fsdp.audit(narrow, lowered(square, loss))
+    page = read(error.value._repr_html_())
+    head, *rows = page.rows
+    assert head == ["of", "the plan says", "the program", "likely fix"]
+    assert len(rows) == len(error.value.differences) >= 1
+    for cells, line in zip(rows, error.value.differences, strict=True):
+        assert all(cell in line for cell in cells)
+    assert all("white-space:normal" in style for style in page.styles[1])
+
+
+# A sweep
+
+
+def forecast(seconds: float, size: int, tokens: int | None = 1000):
+    """What a sweep looks at, without a compiler: the numbers of a forecast."""
+    return types.SimpleNamespace(
+        timeline=types.SimpleNamespace(seconds=seconds),
+        compiled_bytes=size,
+        fits=size < 100,
+        exposed=0.25,
+        mfu=0.5,
+        tokens_per_second=tokens and tokens / seconds,
+        num_gpus=8,
+    )
+
+
+def test_a_sweep_puts_what_fits_first_and_then_the_fastest():
+    tried = {
+        "slow": forecast(2.0, 10),
+        "large": forecast(0.5, 200),
+        "fast": forecast(1.0, 20),
+    }
+    sweep = fsdp.Sweep(tried)
+    assert list(sweep.forecasts) == ["fast", "slow", "large"]
+    assert sweep.recommended == "fast"
+    page = read(sweep._repr_html_())
+    assert [cells[0] for cells in page.rows[1:]] == list(sweep.forecasts)
+    for cells, line in zip(page.rows, repr(sweep).splitlines(), strict=False):
+        assert [cell for cell in cells if cell not in line] == []
+    bars = {
+        row[0]: style[-1] for row, style in zip(page.rows, page.styles, strict=True)
+    }
+    assert "50.0%" in bars["fast"] and "25.0%" in bars["slow"]
+    assert "recommended: fast" in sweep._repr_html_()
+
+
+def test_a_sweep_of_which_nothing_fits_recommends_nothing():
+    sweep = fsdp.Sweep({"a": forecast(2.0, 200), "b": forecast(1.0, 200, tokens=None)})
+    assert sweep.recommended is None
+    assert repr(sweep).splitlines()[-1].startswith("recommended: none of these fits")
+    assert "DOES NOT FIT" in sweep._repr_html_() and "?" in sweep._repr_html_()
+    with pytest.raises(ValueError, match="at least one"):
+        fsdp.Sweep({})

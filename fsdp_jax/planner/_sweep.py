@@ -1,0 +1,91 @@
+"""Forecasts of one training step by several strategies, side by side."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from fsdp_jax._table import Grid, format_bytes, html_page
+from fsdp_jax.planner._forecast import Forecast
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Sweep:
+    """What the same step would take by several strategies, the best first.
+
+    `print(sweep)` shows it as a table, with a recommendation.
+
+    Args:
+      forecasts: By the name of what was tried, each from `compile_for`; of the same
+        batch, since they are compared by the time of a step.
+
+    Attributes:
+      forecasts: The same: what fits before what does not, then by time.
+
+    Raises:
+      ValueError: If there is none.
+    """
+
+    forecasts: Mapping[str, Forecast]
+
+    def __post_init__(self):
+        """Puts the best first."""
+        if not self.forecasts:
+            raise ValueError("A Sweep compares forecasts: give it at least one.")
+        found = sorted(
+            self.forecasts.items(),
+            key=lambda pair: (not pair[1].fits, pair[1].timeline.seconds),
+        )
+        object.__setattr__(self, "forecasts", dict(found))
+
+    @property
+    def recommended(self) -> str | None:
+        """The fastest of what fits; None if nothing does."""
+        name, best = next(iter(self.forecasts.items()))
+        return name if best.fits else None
+
+    def __repr__(self) -> str:
+        """The table, then the recommendation."""
+        return "\n".join([_grid(self).as_text(), "", _advice(self)])
+
+    def _repr_html_(self) -> str:
+        """The same for a notebook, with bars for the speed."""
+        return html_page([_grid(self), _advice(self)])
+
+
+_COLUMNS = {
+    "": "left",
+    "memory a GPU": "right",
+    "step ms": "right",
+    "exposed": "right",
+    "MFU": "right",
+    "tokens/s/GPU": "right",
+}
+
+
+def _grid(sweep: Sweep) -> Grid:
+    # Of the same batch, tokens a second are as many times more as a step is shorter.
+    speeds = [1 / found.timeline.seconds for found in sweep.forecasts.values()]
+    rows = [_cells(name, found) for name, found in sweep.forecasts.items()]
+    return Grid(_COLUMNS, rows, speeds)
+
+
+def _cells(name: str, found: Forecast) -> tuple[str, ...]:
+    rate = found.tokens_per_second
+    return (
+        name,
+        format_bytes(found.compiled_bytes) + ("" if found.fits else " DOES NOT FIT"),
+        f"{found.timeline.seconds * 1e3:,.1f}",
+        f"{found.exposed:.1%}",
+        f"{found.mfu:.1%}",
+        "?" if rate is None else f"{rate / found.num_gpus:,.0f}",
+    )
+
+
+def _advice(sweep: Sweep) -> str:
+    if sweep.recommended is None:
+        return (
+            "recommended: none of these fits. Use more GPUs or shorter rows, or keep "
+            "less for backward: remat_policy=nothing_saveable, --remat nothing."
+        )
+    return f"recommended: {sweep.recommended}"
