@@ -14,6 +14,7 @@ from fsdp_jax._local import global_loss
 from fsdp_jax._loss import LossFn, LossForm, takes_rng
 from fsdp_jax._model_state import check_call
 from fsdp_jax._plan import Plan
+from fsdp_jax._settle import settle
 from fsdp_jax._tree import PyTree
 
 
@@ -45,7 +46,8 @@ def make_eval_step(
         check_batch(plan, batch, 1)
         rng = jax.random.key(0) if rng is None else rng
         given = plan.model_state if model_state is None else model_state
-        loss, aux = compute(params, place_batch(plan, batch), rng, given)
+        batch = place_batch(plan, batch)
+        loss, aux = settle(plan.mesh, compute(params, batch, rng, given))
         return {"loss": loss, "aux": aux} if has_aux else {"loss": loss}
 
     return evaluate

@@ -23,6 +23,7 @@ from fsdp_jax._model_state import check_call
 from fsdp_jax._offload import on_device
 from fsdp_jax._padded import unpack
 from fsdp_jax._plan import Plan
+from fsdp_jax._settle import settle
 from fsdp_jax._state import TrainState, abstract_state
 from fsdp_jax._tree import PyTree
 from fsdp_jax._update import in_dtypes_of, make_update, to_rest, unless
@@ -81,7 +82,8 @@ def value_and_grad(
         rng = jax.random.key(0) if rng is None else rng
         given = plan.model_state if model_state is None else model_state
         batch = place_batch(plan, batch)
-        (value, new_state, _), grads = compute(params, batch, rng, given)
+        outputs = settle(plan.mesh, compute(params, batch, rng, given))
+        (value, new_state, _), grads = outputs
         return value if model_state is None else (*value, new_state), grads
 
     return fn
@@ -119,7 +121,7 @@ class TrainStep:
         report_progress(f"call {next(self._calls)} of the train step")
         batch = place_batch(self.plan, batch)
         self.watch.look(self.jitted, state, batch)
-        new, metrics = self.jitted(state, batch)
+        new, metrics = settle(self.plan.mesh, self.jitted(state, batch))
         if self.check_for_nan_in_grad:
             raise_if_not_finite(self.plan, metrics["grad_peaks"], int(new.step))
         return new, metrics

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax import lax
 
 import fsdp_jax as fsdp
 
@@ -278,3 +279,27 @@ def test_a_batch_may_lie_anywhere(plan):
     across = jax.NamedSharding(MESH, jax.P(None, "dp_shard"))
     for where in (jax.devices()[3], across, plan.batch_sharding):
         assert evaluate(params, jax.device_put(X, where))["loss"] == want
+
+
+def slow(params, batch):
+    """A loss that takes some time."""
+    start = jnp.full((128, 128), batch.mean() * params["w"].mean())
+    work = lax.fori_loop(0, 40, lambda i, x: jnp.tanh(x @ x), start)
+    return work.mean()
+
+
+def test_on_simulated_devices_a_call_is_waited_for(plan, state):
+    """XLA for CPUs deadlocks where more than 32 programs of a device are under way."""
+    step = fsdp.make_train_step(plan, slow, TX)
+    grad = fsdp.value_and_grad(plan, slow)
+    evaluate = fsdp.make_eval_step(plan, slow)
+    params = fsdp.init_params(plan, jax.random.key(0))
+    for _ in range(2):  # The second time there is nothing to compile.
+        state, metrics = step(state, X)
+        (loss, _), _ = grad(params, X)
+        assert metrics["loss"].is_ready()
+        assert loss.is_ready()
+        assert evaluate(params, X)["loss"].is_ready()
+    # Left to jax a program is still under way when its call returns.
+    _, unwaited = step.jitted(state, jax.device_put(X, plan.batch_sharding))
+    assert not unwaited["loss"].is_ready()
