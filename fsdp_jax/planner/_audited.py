@@ -67,7 +67,11 @@ def audited(arrays: Iterable[Moved]) -> Audited:
         size = Shape(one.dtype, (one.elements,)).bytes
         number, total = counts.get(key, (0, 0))
         counts[key] = number + one.times, total + one.times * size
-    return Audited(tuple(AuditedRow(*key, *sums) for key, sums in counts.items()))
+    rows = (
+        AuditedRow(op, unit, dtype, axes, number, total)
+        for (op, unit, dtype, axes), (number, total) in counts.items()
+    )
+    return Audited(tuple(rows))
 
 
 _COLUMNS = {
