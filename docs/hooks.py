@@ -1,4 +1,4 @@
-"""What MkDocs makes of the repository beside the pages: see `docs/README.md`.
+"""What MkDocs makes of the repository beside the pages.
 
 A page asks for it with a comment: `<!-- commands -->`, `<!-- imports: PACKAGE -->`,
 `<!-- errors: MODULE ... -->`.

@@ -11,11 +11,12 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tyro
 import yaml
 from helpers.markdown import (
     ROOT,
@@ -31,6 +32,7 @@ from tiny_configs import hf_fields
 
 import bridge
 import fsdp_jax as fsdp
+from fsdp_jax import cli
 from fsdp_jax.cli import main
 
 pytestmark = pytest.mark.torch  # The small Llama is written by transformers.
@@ -134,30 +136,47 @@ def test_the_commands_run_in_order(folder, capsys):
 
 
 def parses(arguments: list[str]) -> bool:
-    """Whether a command takes its arguments; help is asked for after them."""
-    before = arguments[: arguments.index("--")] if "--" in arguments else arguments
-    with pytest.raises(SystemExit) as stop:
-        main([*before, "--help"])
-    return stop.value.code == 0
+    """Whether a command takes its arguments, or says what it takes if asked."""
+    try:
+        tyro.cli(cli._Command, args=arguments, config=(tyro.conf.DisallowNone,))
+    except SystemExit as stop:
+        return stop.code == 0
+    return True
+
+
+def checked_by(command: str) -> Callable[[list[str]], bool] | None:
+    """What tells whether a command of a program of this name would run."""
+    return {
+        "fsdp-jax": lambda words: True,  # run above
+        "make": make_target_exists,
+        "pip": extra_exists,
+        "python": script_takes,
+        "srun": begins_with_our_command,
+        "torchrun": begins_with_our_command,
+        ".venv/bin/pytest": lambda words: (ROOT / words[1]).exists(),
+    }.get(command)
+
+
+def exists(command: str) -> bool:
+    """Whether a command is one that a reader could type."""
+    words = shlex.split(command)
+    while re.fullmatch(r"[A-Z]+=\S+", words[0]):
+        del words[0]
+    check = checked_by(words[0])
+    return check is not None and check(words)
 
 
 def test_every_other_command_is_one_that_exists():
-    for page, command in commands():
-        words = shlex.split(command)
-        while re.fullmatch(r"[A-Z]+=\S+", words[0]):
-            del words[0]
-        checked = {
-            "fsdp-jax": lambda words: True,  # run above
-            "make": make_target_exists,
-            "pip": extra_exists,
-            "python": script_takes,
-            "srun": begins_with_our_command,
-            "torchrun": begins_with_our_command,
-            "pre-commit": lambda words: (ROOT / ".pre-commit-config.yaml").exists(),
-            ".venv/bin/pytest": lambda words: (ROOT / words[1]).exists(),
-        }
-        assert words[0] in checked, f"{page}: who checks {command}?"
-        assert checked[words[0]](words), f"{page}: {command}"
+    assert [said for said in commands() if not exists(said[1])] == []
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["make nothing", 'pip install -e ".[none]"', "python benchmarks/none.py", "conda x"]
+    + ["python benchmarks/overlap.py --none 8", "srun fsdp-jax train --none"],
+)
+def test_a_planted_command_that_is_none_is_caught(command):
+    assert not exists(command)
 
 
 def make_target_exists(words: list[str]) -> bool:
@@ -175,6 +194,8 @@ def extra_exists(words: list[str]) -> bool:
 
 def script_takes(words: list[str]) -> bool:
     """A benchmark that is there, and has the options that are shown."""
+    if not (ROOT / words[1]).exists():
+        return False
     source = (ROOT / words[1]).read_text()
     options = [word for word in words[2:] if word.startswith("--")]
     return all(f'add_argument("{option}"' in source for option in options)
@@ -192,13 +213,38 @@ def test_the_blocks_are_of_languages_that_are_checked():
     assert {block.language for block in every} <= {"python", "sh", "text"}
 
 
+def wrong_words(text: str) -> list[str]:
+    """Names of ours, said with `fsdp.` or `bridge.` before them, that are none."""
+    codes = re.findall(r"`([^`\n]+)`", text)
+    named = [
+        (package, name.rstrip("."))
+        for code in codes
+        for package, name in re.findall(
+            r"(?<![\w./])(fsdp|bridge)\.([a-zA-Z][\w.]*)", code
+        )
+    ]
+    return [
+        f"{package}.{name}" for package, name in named if not is_name(package, name)
+    ]
+
+
+def is_name(package: str, name: str) -> bool:
+    try:
+        operator.attrgetter(name)({"fsdp": fsdp, "bridge": bridge}[package])
+    except AttributeError:
+        return False
+    return True
+
+
 def test_every_word_of_ours_is_one():
-    for page, text in pages().items():
-        for code in re.findall(r"`([^`\n]+)`", text):
-            for name in re.findall(r"(?<![\w.])fsdp\.([\w.]+)", code):
-                assert operator.attrgetter(name.rstrip("."))(fsdp), f"{page}: {code}"
-            for name in re.findall(r"(?<![\w./])bridge\.([a-zA-Z][\w.]+)", code):
-                assert operator.attrgetter(name.rstrip("."))(bridge), f"{page}: {code}"
+    assert {page: wrong_words(text) for page, text in pages().items()} == {
+        page: [] for page in pages()
+    }
+
+
+def test_a_planted_word_that_is_none_is_caught():
+    text = "Write `fsdp.scan(layer)`, `fsdp.ops.none` or `bridge.load_none(x)`."
+    assert wrong_words(text) == ["fsdp.ops.none", "bridge.load_none"]
 
 
 def test_every_word_of_the_glossary_is_one():
@@ -224,18 +270,32 @@ def test_every_word_of_the_glossary_is_one():
 MODEL_WORDS = {"output_dtype", "cast_forward_inputs"}
 
 
+def wrong_links(page: str, text: str) -> list[str]:
+    """Files and links of a page that lead nowhere."""
+    files = re.findall(r"`((?:notebooks|tests|benchmarks)/[\w./]*)`", text)
+    wrong = [file for file in files if not (ROOT / file).exists()]
+    for link in links(text):
+        path, _, anchor = link.partition("#")
+        target = (ROOT / page).parent / path if path else ROOT / page
+        if not target.exists() or anchor and anchor not in anchors(target.read_text()):
+            wrong.append(link)
+    return wrong
+
+
 def test_files_and_links_exist():
-    for page, text in pages().items():
-        folder = (ROOT / page).parent
-        for file in re.findall(r"`((?:notebooks|tests|benchmarks)/[\w./]*)`", text):
-            assert (ROOT / file).exists(), f"{page}: {file}"
-        for link in links(text):
-            path, _, anchor = link.partition("#")
-            target = folder / path if path else ROOT / page
-            assert target.exists(), f"{page}: {link}"
-            assert not anchor or anchor in anchors(target.read_text()), (
-                f"{page}: {link}"
-            )
+    assert {page: wrong_links(page, text) for page, text in pages().items()} == {
+        page: [] for page in pages()
+    }
+
+
+def test_a_planted_link_to_nowhere_is_caught():
+    text = (
+        "`tests/none.py`, [a](docs/none.md), [b](#install), [c](#none), "
+        "[d](docs/pages/how-to/hsdp.md#none), [e](https://example.org/none)"
+    )
+    assert wrong_links("README.md", text) == [
+        *("tests/none.py", "docs/none.md", "#none", "docs/pages/how-to/hsdp.md#none")
+    ]
 
 
 def test_the_readme_is_read_in_ten_minutes():

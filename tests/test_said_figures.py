@@ -1,0 +1,102 @@
+"""What the README and the documentation say was measured is what the JSON says."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from helpers.markdown import ROOT, pages
+
+RESULTS = ROOT / "benchmarks" / "results"
+MEASURED = "docs/pages/explanation/measured.md"
+LANES = ("0.10.2", "0.12.0.1")
+FORMS = ("annotations", "plain_scan", "fsdp_jax")
+
+
+def read(name: str) -> dict:
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def said(page: str) -> str:
+    return " ".join(pages()[page].split())
+
+
+def row(gpus: int, lane: str, form: str) -> dict:
+    rows = read(f"overlap_{gpus}_jax{lane}")["rows"]
+    (found,) = [row for row in rows if row["form"] == form]
+    return found
+
+
+@pytest.mark.parametrize(
+    "gpus, ending", [(8, ""), (8, "_4_microbatches"), (64, ""), (64, "_hsdp")]
+)
+def test_the_table_of_overlap_is_that_of_the_runs(gpus, ending):
+    cells = []
+    for form in FORMS:
+        lanes = [row(gpus, lane, form + ending) for lane in LANES]
+        exposed = " / ".join(f"{lane['exposed_of_step']:.1%}" for lane in lanes)
+        steps = " / ".join(f"{lane['step_ms']:,.0f}" for lane in lanes)
+        cells.append(f"{exposed} of {steps} ms")
+    assert " | ".join(cells) in said(MEASURED)
+
+
+@pytest.mark.parametrize(
+    "gpus, form",
+    [(8, "fsdp_jax"), (8, "annotations"), (64, "fsdp_jax_hsdp")]
+    + [(64, "annotations_hsdp")],
+)
+def test_the_readme_says_the_same_of_overlap(gpus, form):
+    found = row(gpus, LANES[0], form)
+    exposed, step = found["exposed_of_step"], found["step_ms"]
+    assert f"{exposed:.1%} of {step:,.0f} ms" in said("README.md")
+
+
+@pytest.mark.parametrize("decoder", ["llama-3-70b", "mixtral-8x7b"])
+def test_the_larger_decoders_wait_as_said(decoder):
+    (found,) = read(f"overlap_{decoder}_jax0.10.2")["rows"]
+    exposed, step = found["exposed_of_step"], found["step_ms"]
+    assert f"{exposed:.1%} of {step:,.0f} ms" in said(MEASURED)
+    assert f"floor {found['floor_ms']:,.0f} ms" in said(MEASURED)
+
+
+def test_imports_take_what_is_said():
+    found = read("import")["compared"]
+    for figure in (
+        f"cold import, kernels transposed and layers stacked: "
+        f"{found['cold_of_raw_read']:.2f}x the time",
+        f"warm import: {found['warm_of_safetensors_device_put']:.2f}x the time",
+        f"beside the arrays: {found['peak_above_destination_mb']:.0f} MB",
+        f"reads {found['disk_of_an_eighth']:.3f}x its bytes",
+        f"export: {found['export_speed_of_raw_write']:.2f}x the speed",
+        f"{found['conversion_speed_of_raw_copy']:.2f}x the speed, "
+        f"{found['conversion_resident_mb']:.0f} MB",
+    ):
+        assert figure in said(MEASURED), figure
+    cold, peak = found["cold_of_raw_read"], found["peak_above_destination_mb"]
+    there = f"{cold:.2f}x the time of a raw read; {peak:.0f} MB beside the arrays"
+    assert there in said("README.md")
+
+
+def test_checkpoints_take_what_is_said():
+    found = read("checkpoint")
+    compared, peak = found["compared"], found["peak_memory_gb"]["fsdp_jax"]
+    beside = peak["load"] - found["gigabytes"]
+    for figure in (
+        f"{compared['save_of_dd']:.2f}x the speed of `dd`",
+        f"{compared['load_of_dd']:.2f}x the speed of the raw read",
+        f"{compared['load_of_orbax']:.1f}x that of plain Orbax",
+        f"Checksums cost {1 - compared['save_of_no_checksums']:.0%}".replace("%", " %"),
+        f"a load takes {beside:.2f} GB beside the state",
+    ):
+        assert figure in said(MEASURED), figure
+    save, load = compared["save_of_dd"], compared["load_of_orbax"]
+    there = f"{save:.2f}x the speed of `dd`; loads at {load:.1f}x that of Orbax"
+    assert there in said("README.md")
+
+
+def test_no_committed_step_was_lost_as_said():
+    kills = read("torture")["kills"]
+    committed, lost = kills["steps_committed"], kills["steps_lost"]
+    assert lost == 0
+    assert f"of {committed:,} committed steps none lost" in said("README.md")
+    assert f"{committed:,} steps committed" in said(MEASURED)
