@@ -15,6 +15,7 @@ import command_help
 import error_messages
 import import_graph
 from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
@@ -26,11 +27,16 @@ def on_config(config: MkDocsConfig) -> None:
     """Lists the notebooks among the tutorials."""
     for entry in config.nav or ():
         if "Tutorials" in entry:
-            entry["Tutorials"] += [f"tutorials/{path.name}" for path in NOTEBOOKS]
+            entry["Tutorials"] += [f"notebooks/{path.name}" for path in NOTEBOOKS]
 
 
+@event_priority(100)  # before mkdocs-jupyter looks for notebooks
 def on_files(files: Files, config: MkDocsConfig) -> None:
-    """Adds two pages that lie at the top of the repository."""
+    """Adds what lies elsewhere in the repository: the notebooks and two pages."""
+    for path in NOTEBOOKS:
+        name = path.relative_to(ROOT).as_posix()
+        directories = {"src_dir": str(ROOT), "dest_dir": config.site_dir}
+        files.append(File(name, use_directory_urls=True, **directories))
     for name in ("CONTRIBUTING.md", "CHANGELOG.md"):
         page = File.generated(config, name.lower(), abs_src_path=str(ROOT / name))
         files.append(page)
@@ -38,7 +44,8 @@ def on_files(files: Files, config: MkDocsConfig) -> None:
 
 def on_page_markdown(markdown: str, **_: object) -> str:
     """Puts what was asked for in the place of each comment."""
-    return MARKER.sub(_made, markdown)
+    # In the repository notebooks lie beside `docs`, on the site beside its pages.
+    return MARKER.sub(_made, markdown.replace("../../notebooks/", "notebooks/"))
 
 
 def _made(found: re.Match[str]) -> str:

@@ -154,5 +154,8 @@ def test_the_metadata_is_that_of_the_project(wheel):
 def test_the_sdist_has_what_tests_and_documentation_need(sdist):
     with tarfile.open(sdist) as tar:
         names = {name.partition("/")[2] for name in tar.getnames()}
-    needed = ("tests/conftest.py", "docs/mkdocs.yml", "Makefile", "CHANGELOG.md")
-    assert {*needed, "LICENSE", "README.md", "pyproject.toml"} <= names
+    needed = {"tests/conftest.py", "docs/mkdocs.yml", "Makefile", "CHANGELOG.md"}
+    needed |= {
+        f"notebooks/{path.name}" for path in (ROOT / "notebooks").glob("*.ipynb")
+    }
+    assert needed | {"LICENSE", "README.md", "pyproject.toml"} <= names
