@@ -96,7 +96,7 @@ def _gather_backward(row: ParamPlan, late: Late, earlier, grad: Array):
         dim = row.tensor_dim
         assert dim is not None
         grad = _with_cut_dim(row, grad, row.shape[dim], row.shape[dim + 1])
-    if late.scale != 1.0:
+    if late.scale != 1.0 and not row.is_overwritten:
         # In the wide dtype, and after backward: the loss itself, scaled, would make the
         # small gradients of a float16 model vanish.
         wide = jnp.promote_types(grad.dtype, jnp.float32)
@@ -109,13 +109,18 @@ def _gather_backward(row: ParamPlan, late: Late, earlier, grad: Array):
         grad = _reduce_scatter(row, grad, axes)
     grad = grad.astype(row.precision.main_grads)
     if earlier is not None:
-        grad = grad + earlier
+        grad = accumulated(row, grad, earlier)
     if late.axes:
         grad = reduce_late(row, grad, late.axes)
     return None, grad, None
 
 
 fsdp_gather.defvjp(_gather_forward, _gather_backward)
+
+
+def accumulated(row: ParamPlan, grad: Array, new: Array) -> Array:
+    """The gradient of two microbatches together."""
+    return jnp.maximum(grad, new) if row.is_overwritten else grad + new
 
 
 def all_gather(row: ParamPlan, value: Any, axes: tuple[str, ...]) -> Any:
@@ -146,8 +151,9 @@ def _decode(row: ParamPlan, encoded: Encoded) -> Array:
 
 
 def _all_reduce(row: ParamPlan, grad: Array, axes: tuple[str, ...]) -> Array:
+    reduce = lax.pmax if row.is_overwritten else lax.psum
     with jax.named_scope("all_reduce"):
-        return at_tp_width(row, lambda grad: lax.psum(grad, axes), grad)
+        return at_tp_width(row, lambda grad: reduce(grad, axes), grad)
 
 
 def _reduce_scatter(row: ParamPlan, grad: Array, axes: tuple[str, ...]) -> Array:

@@ -13,20 +13,41 @@ from fsdp_jax._tree import PyTree
 
 
 def trainable(plan: Plan, tree: PyTree) -> PyTree:
-    """What of a tree like the parameters is trained; None in the place of the rest.
+    """What of such a tree the optimizer moves; None in the place of the rest.
 
     optax passes over None, so `tx.init(trainable(plan, params))` makes no state for
     what is frozen.
     """
     leaves = plan.treedef.flatten_up_to(tree)
     rows = zip(plan.rows, leaves, strict=True)
-    return plan.treedef.unflatten(None if row.frozen else leaf for row, leaf in rows)
+    return plan.treedef.unflatten(
+        leaf if row.is_optimized else None for row, leaf in rows
+    )
+
+
+def overwrite(plan: Plan, params: PyTree, grads: PyTree) -> PyTree:
+    """The parameters, with gradients in the place of what these are the next value of.
+
+    Args:
+      plan: From `fully_shard`.
+      params: All parameters.
+      grads: As from `value_and_grad`, plain.
+    """
+    triples = zip(
+        plan.rows,
+        plan.treedef.flatten_up_to(params),
+        plan.treedef.flatten_up_to(grads),
+        strict=True,
+    )
+    return plan.treedef.unflatten(
+        grad if row.is_overwritten else leaf for row, leaf, grad in triples
+    )
 
 
 def seen_by_optimizer(plan: Plan, params: PyTree) -> PyTree:
     """What the optimizer takes for the parameters, arrays or shapes of them.
 
-    That is what is trained. With stochastic rounding it is wide: moments in bfloat16
+    That is what it moves. With stochastic rounding it is wide: moments in bfloat16
     would never decay, since 0.999 of one rounds to itself.
     """
     trained = trainable(plan, params)
@@ -66,7 +87,7 @@ def apply_updates(
     leaves = plan.treedef.flatten_up_to(params)
     rows = zip(plan.rows, leaves, strict=True)
     return plan.treedef.unflatten(
-        leaf if row.frozen else next(given) for row, leaf in rows
+        next(given) if row.is_optimized else leaf for row, leaf in rows
     )
 
 

@@ -144,7 +144,8 @@ def _plan_param(
 ) -> ParamPlan:
     precision = config.mp_policy.resolve(name, leaf.dtype)
     frozen = name in model.frozen or any(matches(p, name) for p in config.frozen)
-    if name in model.codes:
+    is_overwritten = name in model.overwritten
+    if name in model.codes or is_overwritten:
         precision = Precision(*(4 * [leaf.dtype]), accumulate_wide=False)
     elif name in model.factors:
         precision = dataclasses.replace(precision, param=precision.main_params)
@@ -165,6 +166,7 @@ def _plan_param(
         frozen=frozen,
         reshard=config.reshard_after_forward and unit != ROOT,
         remat_policy=config.remat_policy,
+        is_overwritten=is_overwritten,
     )
     if row.is_expert:
         placements = without_ep(placements)
@@ -273,9 +275,10 @@ def _placements(mesh: Mesh, config: FSDPConfig) -> Placements:
 
 
 def _should_split(row: ParamPlan, config: FSDPConfig) -> bool:
-    """False for scalars, and for what the config leaves whole."""
+    """False for scalars, what is no weight, and what the config leaves whole."""
     return (
         row.ndim_in_unit > 0
+        and not row.is_overwritten
         and math.prod(row.shape) >= config.min_shard_elements
         and not any(matches(p, row.name) for p in config.replicated)
     )

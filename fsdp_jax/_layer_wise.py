@@ -189,7 +189,7 @@ def _names(plan: Plan) -> list[str]:
 
 
 def _is_chosen(row: ParamPlan, patterns: Sequence[str]) -> bool:
-    return not row.frozen and any(matches(pattern, row.name) for pattern in patterns)
+    return row.is_optimized and any(matches(pattern, row.name) for pattern in patterns)
 
 
 def _check(plan: Plan, chosen: Sequence[ParamPlan], patterns: Sequence[str]) -> None:

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 
 from fsdp_jax._aux import AUX_SPECS, AuxFormat, join_aux, reduce_aux
 from fsdp_jax._batch import split_microbatches
-from fsdp_jax._collectives import reduce_late
+from fsdp_jax._collectives import accumulated, reduce_late
 from fsdp_jax._enter import enter_step
 from fsdp_jax._loss import (
     LossFn,
@@ -84,6 +84,7 @@ def global_grads(
     data_axes = axes_in_use(plan.mesh, DATA_AXES)
     aux_format = AuxFormat(has_whole_rows=plan.mesh.shape["cp"] == 1)
     num_means = num_devices(plan.mesh, DATA_AXES) * accumulate
+    trained = [row for row in plan.rows_in_step if not row.frozen]
 
     def local(values, batch, given, model_state):
         rng, loss_scale = given
@@ -96,19 +97,18 @@ def global_grads(
             accumulate,
         )
         if loss_scale is not None:
-            grads = [_divided(grad, loss_scale) for grad in grads]
+            grads = _all_divided(trained, grads, loss_scale)
         totals, counts, aux = outs
         count = _at_least_one(_sum(counts.sum(), data_axes))
         if form.per_token:
             # How many tokens a rank has on the mean is known only now.
-            grads = [_divided(grad, count / num_means) for grad in grads]
+            grads = _all_divided(trained, grads, count / num_means)
         loss = _sum(totals.sum(), data_axes) / count
         aux = reduce_aux(aux, data_axes)
         state = reduce_state(plan, model_state, state, data_axes)
         peaks = _peaks(grads, data_axes) if with_peaks else None
         return (loss, aux, state, peaks), grads
 
-    trained = [row for row in plan.rows_in_step if not row.frozen]
     whole = PartitionSpec()
     grad_specs = [row.spec(row.placements.optimizer) for row in trained]
     sharded = _over_mesh(
@@ -159,7 +159,7 @@ def _accumulate(
         def body(carry, x):
             grads, state = carry
             new, state, out = backward(loss, shards, state, x)
-            return (_add(grads, new), state), out
+            return (_add(plan, grads, new), state), out
 
         first = jax.tree.map(lambda x: x[:looped], xs)
         (grads, state), out = lax.scan(body, (grads, state), first)
@@ -171,7 +171,7 @@ def _accumulate(
             loss, _ = trace_loss(call, last, *example)
         new, state, out = backward(loss, last, state, jax.tree.map(lambda x: x[-1], xs))
         grads = [
-            n if row.name in finished or not looped else _plus(g, n)
+            n if row.name in finished or not looped else _plus(row, g, n)
             for row, g, n in zip(plan.rows_in_step, grads, new, strict=True)
         ]
         outs.append(jax.tree.map(lambda x: x[None], out))
@@ -362,12 +362,13 @@ def _laid_out(plan: Plan, row: ParamPlan, x: Array) -> Array:
     return lax.with_sharding_constraint(x, NamedSharding(plan.mesh, spec))
 
 
-def _add(grads: Grads, new: Grads) -> Grads:
-    return [_plus(*pair) for pair in zip(grads, new, strict=True)]
+def _add(plan: Plan, grads: Grads, new: Grads) -> Grads:
+    triples = zip(plan.rows_in_step, grads, new, strict=True)
+    return [_plus(*triple) for triple in triples]
 
 
-def _plus(grad: Array | None, new: Array | None) -> Array | None:
-    return None if grad is None or new is None else grad + new
+def _plus(row: ParamPlan, grad: Array | None, new: Array | None) -> Array | None:
+    return None if grad is None or new is None else accumulated(row, grad, new)
 
 
 def _peaks(
@@ -384,6 +385,13 @@ def _peaks(
 
     peaks = jnp.stack([peak(grad) for grad in grads])
     return lax.pmax(peaks, data_axes) if data_axes else peaks
+
+
+def _all_divided(
+    rows: Sequence[ParamPlan], grads: Sequence[Array], count: Array
+) -> list[Array]:
+    pairs = zip(rows, grads, strict=True)
+    return [g if row.is_overwritten else _divided(g, count) for row, g in pairs]
 
 
 def _divided(grad: Array, count: Array) -> Array:

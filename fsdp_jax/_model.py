@@ -56,6 +56,7 @@ class ModelDef:
       frozen: Names of those that are not trained.
       factors: Names of those that are LoRA's: they travel in the dtype they rest in.
       codes: Names of those that are stored, and travel, as no dtype says.
+      overwritten: Names of those whose gradients are their next values.
       adapted: How `params` are made of the user's own; None if they are these.
     """
 
@@ -68,6 +69,7 @@ class ModelDef:
     frozen: frozenset[str] = frozenset()
     factors: frozenset[str] = frozenset()
     codes: frozenset[str] = frozenset()
+    overwritten: frozenset[str] = frozenset()
     adapted: Any = None
 
     @property
@@ -170,14 +172,6 @@ def _describe_nnx(model: nnx.Module) -> ModelDef:
 
 
 def _describe_pytree(model: PyTree) -> ModelDef:
-    if isinstance(model, Mapping) and OVERWRITE_WITH_GRADIENT in model:
-        raise ValueError(
-            f"make_model returned linen variables with {OVERWRITE_WITH_GRADIENT}: the "
-            "state of fp8 products with delayed scaling, which flax hands out as "
-            "gradients. A plan would average it over ranks and let the optimizer move "
-            "it. Scale by the current magnitudes instead (fp8_scaled_dot_general of "
-            "flax.linen.fp8_ops with histories made of these), which keeps no state."
-        )
     if isinstance(model, Mapping) and {"params", "batch_stats"} <= model.keys():
         raise ValueError(
             "make_model returned linen variables with batch_stats: statistics, not to "
@@ -210,7 +204,12 @@ def _describe_pytree(model: PyTree) -> ModelDef:
         return keep(new, is_param), keep(new, is_state)
 
     params, state = split(model)
-    return ModelDef(params, state, {}, merge, split)
+    overwritten = frozenset(
+        name
+        for name, _ in named_leaves(params)
+        if isinstance(model, Mapping) and name.startswith(f"{OVERWRITE_WITH_GRADIENT}.")
+    )
+    return ModelDef(params, state, {}, merge, split, overwritten=overwritten)
 
 
 def _is_array(leaf: Any) -> bool:

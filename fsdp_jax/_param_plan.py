@@ -36,6 +36,9 @@ class ParamPlan:
       remat_policy: What of its unit's activations is saved, see `FSDPConfig`.
       is_cut: Whether this is the form of `in_step`, and not the parameter's own.
       gather: How it is encoded to travel; None: it travels in its compute dtype.
+      is_overwritten: Whether what comes out as its gradient is its next value, as flax
+        hands out the state of fp8 products: the largest of all ranks and microbatches
+        takes its place, and the optimizer does not see it.
     """
 
     name: str
@@ -54,6 +57,12 @@ class ParamPlan:
     remat_policy: Callable[..., bool] | None
     is_cut: bool = False
     gather: ParamGather | None = None
+    is_overwritten: bool = False
+
+    @property
+    def is_optimized(self) -> bool:
+        """Whether the optimizer moves it."""
+        return not (self.frozen or self.is_overwritten)
 
     @property
     def block_dim(self) -> int:

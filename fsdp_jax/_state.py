@@ -271,7 +271,7 @@ def _abstract_opt_state(plan: Plan, tx: optax.GradientTransformation) -> PyTree:
     """
     params = seen_by_optimizer(plan, plan.params)
     flat, _ = jax.tree_util.tree_flatten_with_path(params)
-    trained = [row for row in plan.rows if not row.frozen]
+    trained = [row for row in plan.rows if row.is_optimized]
     rows = {path: row for (path, _), row in zip(flat, trained, strict=True)}
     shapes = jax.eval_shape(tx.init, params)
     _refuse_multi_steps(shapes)

@@ -13,7 +13,7 @@ import optax
 
 from fsdp_jax._batch import check_batch, place_batch
 from fsdp_jax._compiler_options import options_for
-from fsdp_jax._frozen import put_frozen
+from fsdp_jax._frozen import put_frozen, trainable
 from fsdp_jax._health import raise_if_not_finite
 from fsdp_jax._local import global_grads
 from fsdp_jax._loss import LossFn, LossForm, takes_rng
@@ -57,9 +57,10 @@ def value_and_grad(
     Returns:
       `fn(params, batch, *, rng=None, model_state=None) -> ((loss, aux), grads)`; `aux`
       is None without `has_aux`. Gradients come in the mould `plan.grads`, None where
-      frozen (see `trainable` and `apply_updates`); the loss is the mean over the global
-      batch. With `model_state`, which a model with dropout or BatchNorm needs, the
-      result is `((loss, aux, model_state), grads)`. It is jitted.
+      frozen (see `trainable` and `apply_updates`), and for the state of flax's fp8
+      products its next values, which `make_train_step` puts there. The loss is the mean
+      over the global batch. With `model_state`, which a model with dropout or BatchNorm
+      needs, the result is `((loss, aux, model_state), grads)`. It is jitted.
 
     Raises:
       ValueError: From the call, if the batch does not divide into ranks and
@@ -233,7 +234,10 @@ def make_train_step(
             params, opt_state = update(params, state.opt_state, grads, skip, key)
         if skips:
             model_state = unless(skip, state.model_state, model_state)
-        metrics = {"loss": loss, "grad_norm": optax.tree.norm(unpack(grads))}
+        metrics = {
+            "loss": loss,
+            "grad_norm": optax.tree.norm(trainable(plan, unpack(grads))),
+        }
         if scale is not None:
             metrics["loss_scale"] = scale.scale
         if has_aux:

@@ -9,7 +9,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fsdp_jax._frozen import apply_updates, seen_by_optimizer
+from fsdp_jax._frozen import (
+    apply_updates,
+    overwrite,
+    seen_by_optimizer,
+    trainable,
+)
 from fsdp_jax._offload import Offload
 from fsdp_jax._padded import pack, unpack
 from fsdp_jax._plan import Plan
@@ -34,12 +39,13 @@ def make_update(
     """
 
     def update(params, opt_state, grads, skip, key):
-        plain = unpack(params)
+        plain, grads = unpack(params), unpack(grads)
         updates, new_state = tx.update(
-            unpack(grads), unpack(opt_state), seen_by_optimizer(plan, plain)
+            trainable(plan, grads), unpack(opt_state), seen_by_optimizer(plan, plain)
         )
+        moved = apply_updates(plan, plain, updates, key=key)
         new = (
-            pack(apply_updates(plan, plain, updates, key=key), mould.params),
+            pack(overwrite(plan, moved, grads), mould.params),
             in_dtypes_of(mould.opt_state, pack(new_state, mould.opt_state)),
         )
         return unless(skip, (params, opt_state), new) if may_skip else new

@@ -166,6 +166,8 @@ def _too_often(
         times = sum(one.times for one in found)
         if None in allowed or times <= sum(most or 0 for most in allowed):
             continue
+        if found[0].op == "all-reduce" and found[0].elements == 1:
+            continue  # The loss and the norm look like it.
         looped = sum(one.times for one in found if one.loops)
         rows = list(dict.fromkeys(leg.row for leg in own))
         units = sum(math.prod(row.shape[: row.num_stacked]) for row in rows)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -103,11 +105,107 @@ def test_on_gpus_they_are_products_of_float8():
     assert counts[0] > 0 == counts[1]
 
 
-def test_state_that_flax_hands_out_as_gradients_is_refused():
-    dense = linen.Dense(8, dot_general_cls=fp8_ops.Fp8DirectDotGeneralOp)
+# Delayed scaling, whose state flax hands out as gradients
 
-    def make(key):
-        return dense.init(key, jnp.ones((16, 16)))
 
-    with pytest.raises(ValueError, match="would average it over ranks"):
-        fsdp.fully_shard(make, fsdp.make_mesh())
+class Block(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        product = functools.partial(
+            fp8_ops.Fp8DirectDotGeneralOp, amax_history_length=4
+        )
+        options = {"dot_general_cls": product, "use_bias": False, "dtype": jnp.bfloat16}
+        y = linen.Dense(MLP, name="up", **options)(x)
+        return x + linen.Dense(EMBED, name="down", **options)(jnp.tanh(y))
+
+
+class Model(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        for _ in range(LAYERS):
+            x = Block()(x)
+        return x
+
+
+def delayed_loss(variables, batch):
+    y = Model().apply(variables, batch["x"].astype(jnp.bfloat16))
+    return jnp.mean((y - batch["y"]).astype(jnp.float32) ** 2)
+
+
+def delayed_plan(mesh=None):
+    config = fsdp.FSDPConfig(remat_policy=jax.checkpoint_policies.nothing_saveable)
+    return fsdp.fully_shard(
+        lambda key: Model().init(key, jnp.ones((1, EMBED))),
+        mesh or fsdp.make_mesh(),
+        ["params.Block_*"],
+        config,
+    )
+
+
+def histories(tree):
+    """Of each product in the first block what is held; at 0 what the last step saw."""
+    block = tree["_overwrite_with_gradient"]["Block_0"]
+    return {
+        f"{product}.{name}": np.asarray(leaf)
+        for product in ("up", "down")
+        for name, leaf in next(iter(block[product].values())).items()
+    }
+
+
+@pytest.fixture(scope="module")
+def delayed():
+    """The plan, and after each of three steps, of two microbatches, state and norm."""
+    plan, tx = delayed_plan(), optax.adamw(1e-2)
+    step = fsdp.make_train_step(plan, delayed_loss, tx, accumulate=2)
+    state = fsdp.init(plan, tx, fsdp.init_params(plan, jax.random.key(0)))
+    fsdp.audit(plan, step.lower(state, rows(4 * ROWS)), accumulate=2)
+    seen = [(jax.device_get(state.params), 0.0)]
+    for _ in range(3):
+        state, metrics = step(state, rows(4 * ROWS))
+        seen.append((jax.device_get(state.params), float(metrics["grad_norm"])))
+    return plan, state, seen
+
+
+def test_histories_hold_the_largest_of_all_ranks_and_microbatches(delayed):
+    _, _, seen = delayed
+    (first, _), (after, _) = seen[:2]
+    x = np.abs(rows(4 * ROWS)["x"].astype(jnp.bfloat16)).max()
+    kernel = first["params"]["Block_0"]["up"]["kernel"].astype(jnp.bfloat16)
+    found = histories(after)
+    np.testing.assert_array_equal(found["up.input_amax_history"][1:], 0)
+    assert found["up.input_amax_history"][0] == float(x)
+    assert found["up.kernel_amax_history"][0] == float(np.abs(kernel).max())
+    assert found["up.output_grad_amax_history"][0] > 0
+    assert found["up.input_scale"] == 1  # nothing was known yet
+
+
+def test_scales_follow_what_the_steps_before_have_seen(delayed):
+    _, _, seen = delayed
+    before, after = histories(seen[1][0]), histories(seen[2][0])
+    for name, largest in (("input", 448), ("kernel", 448), ("output_grad", 57344)):
+        history = before[f"up.{name}_amax_history"]
+        np.testing.assert_allclose(after[f"up.{name}_scale"], history.max() / largest)
+        np.testing.assert_array_equal(after[f"up.{name}_amax_history"][-1], history[0])
+
+
+def test_the_optimizer_sees_weights_alone_and_they_learn_as_in_bfloat16(delayed):
+    plan, state, seen = delayed
+    held = {row.name for row in plan.rows if row.is_overwritten}
+    assert len(held) == 6 * 2 * LAYERS
+    assert not any(
+        "overwrite" in name for name, _ in fsdp.named_leaves(state.opt_state)
+    )
+    assert not any(row.dim is not None for row in plan.rows if row.name in held)
+
+    def plain(variables, batch):
+        x = batch["x"].astype(jnp.bfloat16)
+        for n in range(LAYERS):
+            w = variables["params"][f"Block_{n}"]
+            up, down = (w[name]["kernel"].astype(x.dtype) for name in ("up", "down"))
+            x = x + jnp.tanh(x @ up) @ down
+        return jnp.mean((x - batch["y"]).astype(jnp.float32) ** 2)
+
+    weights = seen[1][0]
+    want = jax.grad(plain)({"params": weights["params"]}, rows(4 * ROWS))
+    norm = float(optax.tree.norm(want))
+    assert seen[2][1] == pytest.approx(norm, rel=0.1) and seen[2][1] != norm
