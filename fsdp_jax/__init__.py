@@ -8,6 +8,7 @@ from fsdp_jax._adapters import base_mould as base_mould
 from fsdp_jax._adapters import merge_lora as merge_lora
 from fsdp_jax._adapters import trained_state as trained_state
 from fsdp_jax._adapters import with_frozen as with_frozen
+from fsdp_jax._bar import bytes_bar as bytes_bar
 from fsdp_jax._chunks import Chunk as Chunk
 from fsdp_jax._chunks import chunks as chunks
 from fsdp_jax._chunks import split_chunks as split_chunks

@@ -23,7 +23,7 @@ PACKAGES = ("fsdp_jax", "bridge")
 # A module of fsdp_jax imports only from lower rows. A subpackage is one entry; leading
 # underscores are left out. `__init__` is the package itself: `from fsdp_jax import X`.
 ROWS = [
-    {"padded", "table", "reshard", "uses", "compiler_options", "lora_config"}
+    {"bar", "padded", "table", "reshard", "uses", "compiler_options", "lora_config"}
     | {"loss_scale", "low_precision", "settle"},
     {"tree", "quantized"},
     {"rounding", "eight_bit", "memory_alarm", "offload", "stream"},

@@ -9,12 +9,12 @@ from typing import Annotated, Literal
 import tyro
 
 import bridge
+from fsdp_jax._bar import bytes_bar
 from fsdp_jax.cli._errors import check_empty
 from fsdp_jax.cli._import import Import
 from fsdp_jax.cli._megatron import MegatronLayout
 from fsdp_jax.cli._options import Unset
 from fsdp_jax.cli._origin import Checkpoint, open_any
-from fsdp_jax.cli._progress import bytes_bar
 
 
 @dataclasses.dataclass(frozen=True)

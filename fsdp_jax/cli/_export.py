@@ -10,12 +10,12 @@ import tyro
 
 import bridge
 import fsdp_jax as fsdp
+from fsdp_jax._bar import bytes_bar
 from fsdp_jax.cli._errors import check_empty
 from fsdp_jax.cli._megatron import Format, MegatronLayout
 from fsdp_jax.cli._model import plan_decoder
 from fsdp_jax.cli._options import Devices, Unset
 from fsdp_jax.cli._origin import Checkpoint, open_checkpoint
-from fsdp_jax.cli._progress import bytes_bar
 from fsdp_jax.cli._recipe import adapter_of
 
 

@@ -12,11 +12,11 @@ import bridge
 import fsdp_jax as fsdp
 from bridge.models import DecoderConfig
 from bridge.streaming._sidecars import find_sidecars
+from fsdp_jax._bar import bytes_bar
 from fsdp_jax._tree import PyTree
 from fsdp_jax.checkpoint._files import names_of_files
 from fsdp_jax.checkpoint._steps import open_step, resolve_step
 from fsdp_jax.cli._model import plan_decoder
-from fsdp_jax.cli._progress import bytes_bar
 from fsdp_jax.cli._recipe import adapter_of
 
 # Under this name a step carries the tokenizer, chat template and generation config.
