@@ -19,7 +19,7 @@ JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help demo test test-distributed test-long lint docs clean
+.PHONY: help demo test test-distributed test-long notebooks lint docs clean
 .DEFAULT_GOAL := help
 
 help:  ## Show this list.
@@ -37,6 +37,9 @@ test-distributed: $(INSTALLED)  ## Run the tests that start jobs of several proc
 
 test-long: $(INSTALLED)  ## Run the tests that take minutes; their outcome goes to benchmarks/results.
 	$(BIN)/python benchmarks/long_tests.py $(PYTEST)
+
+notebooks: $(INSTALLED)  ## Run the notebooks anew, and keep what they show.
+	$(BIN)/python notebooks/run_notebooks.py
 
 lint: $(INSTALLED)  ## Check style, format and types.
 	$(BIN)/ruff check .
