@@ -8,7 +8,7 @@ on a stated cost model: with annotations alone, with a gather in a plain scan, a
 `fsdp.scan(prefetch=1)`; the same block, loss, optimizer and compiler options. Up to 8
 GPUs take one sequence each, in 1 and in 4 microbatches; more take two each, sharded
 over all of them, and over the 8 of a node (HSDP). With `--decoder`, a whole model of
-`bridge`, on a mesh with `tp` or `ep` besides. JSON goes to stdout.
+`bridge`, on a mesh with `tp`, `ep` or `cp`. JSON goes to stdout.
 
 Needs what `pip install 'fsdp-jax[plan]'` installs.
 """
@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
-from overlap_decoders import DECODERS, measure_decoder
+from overlap_decoders import DECODERS, measure_decoder, options_for
 from overlap_figures import temporaries, times
 
 import fsdp_jax as fsdp
@@ -342,9 +342,10 @@ def main():
         args.dump.mkdir(parents=True, exist_ok=True)
     if args.decoder:
         rows = [measure_decoder(args.decoder, TX, args.dump)]
-        with_tp = DECODERS[args.decoder].mesh.get("tp", 1) > 1
+        options = options_for(DECODERS[args.decoder])
     else:
-        rows, with_tp = measure_all(args.gpus, args.dump), False
+        rows = measure_all(args.gpus, args.dump)
+        options = fsdp.compiler_options()
     report = {
         "command": " ".join(["python", "benchmarks/overlap.py", *sys.argv[1:]]),
         "versions": {
@@ -352,7 +353,7 @@ def main():
             for name in ("jax", "jaxlib", "jax-cuda12-plugin", "optax")
         },
         "cost_model": dataclasses.asdict(COST),
-        "compiler_options": fsdp.compiler_options(tensor_parallel=with_tp),
+        "compiler_options": options,
         "compared": compare(rows),
         "rows": rows,
     }

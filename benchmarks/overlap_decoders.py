@@ -11,12 +11,11 @@ from overlap_figures import by_axes, temporaries, times
 
 import fsdp_jax as fsdp
 from bridge.models import DecoderConfig, MoEConfig, RopeConfig
+from fsdp_jax.cli._context import rows_mould
 from fsdp_jax.cli._model import fused_next_token_loss, plan_decoder
 from fsdp_jax.cli._routing import Routing
 from fsdp_jax.planner._compile import compile_scheduled, gpu_devices
 from fsdp_jax.planner._gpu import GPUS
-
-SEQ = 4096
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +26,8 @@ class DecoderCase:
       config: Its sizes.
       gpus: H200s, in nodes of 8.
       mesh: Sizes of the mesh's axes; `dp_shard` takes what these leave.
-      rows: Sequences of 4,096 tokens for each rank of the data axes.
+      rows: Sequences for each rank of the data axes.
+      seq: Tokens of a sequence; `cp` splits them.
       capacity_factor: What experts have room for, see `expert_capacity_dispatch`.
     """
 
@@ -35,6 +35,7 @@ class DecoderCase:
     gpus: int
     mesh: dict[str, int]
     rows: int
+    seq: int = 4096
     capacity_factor: float | None = None
 
     def lower(self, tx):
@@ -49,13 +50,24 @@ class DecoderCase:
         )
         routing = Routing(capacity_factor=self.capacity_factor, router_dtype="model")
         plan = plan_decoder(self.config, mesh, config, routing, prefetch=1, unroll=2)
-        rows = self.rows * self.gpus // mesh.shape["tp"]
-        tokens = jax.ShapeDtypeStruct(
-            (rows, SEQ + 1), jnp.int32, sharding=plan.batch_sharding
-        )
+        cp = mesh.shape["cp"]
+        rows = self.rows * self.gpus // (cp * mesh.shape["tp"])
         step = fsdp.make_train_step(plan, fused_next_token_loss, tx)
-        return plan, step.lower(fsdp.abstract_state(plan, tx), tokens)
+        batch = rows_mould(rows, self.seq, cp)
+        return plan, step.lower(fsdp.abstract_state(plan, tx), batch)
 
+
+LLAMA_3_8B = DecoderConfig(
+    vocab_size=128256,
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    max_position_embeddings=131072,
+    norm_eps=1e-5,
+    rope=RopeConfig(rope_theta=500000.0),
+)
 
 LLAMA_3_70B = DecoderConfig(
     vocab_size=128256,
@@ -88,6 +100,7 @@ MIXTRAL_8X7B = DecoderConfig(
 )
 
 DECODERS = {
+    "llama-3-8b-cp": DecoderCase(LLAMA_3_8B, 8, {"cp": 8}, rows=1, seq=131072),
     "llama-3-70b": DecoderCase(LLAMA_3_70B, 64, {"tp": 8}, rows=4),
     "mixtral-8x7b": DecoderCase(
         MIXTRAL_8X7B, 64, {"ep": 8}, rows=4, capacity_factor=1.0
@@ -95,12 +108,20 @@ DECODERS = {
 }
 """What `--decoder` takes."""
 
+OVER = {"tensor_parallel": "tp", "context_parallel": "cp"}
+
+
+def options_for(case):
+    """What XLA is told."""
+    parallel = {name: case.mesh.get(axis, 1) > 1 for name, axis in OVER.items()}
+    return fsdp.compiler_options(**parallel)
+
 
 def measure_decoder(name, tx, dump):
     """A whole model, and over which axes it waits."""
     case, started = DECODERS[name], time.perf_counter()
     plan, lowered = case.lower(tx)
-    options = fsdp.compiler_options(tensor_parallel=plan.mesh.shape["tp"] > 1)
+    options = options_for(case)
     cost = GPUS["h200"].cost
     scheduled = compile_scheduled(lowered, cost, case.gpus, options)
     if dump:
@@ -110,6 +131,7 @@ def measure_decoder(name, tx, dump):
         "gpus": case.gpus,
         "mesh": {axis: n for axis, n in plan.mesh.shape.items() if n > 1},
         "sequences_a_rank": case.rows,
+        "tokens_a_sequence": case.seq,
         **times(scheduled.timeline),
         "over": by_axes(scheduled.timeline, plan.mesh),
         "temporaries_gb": temporaries(scheduled.compiled),

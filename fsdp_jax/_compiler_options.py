@@ -35,10 +35,18 @@ _BY_VERSION: dict[tuple[int, ...], Options] = {
 _TENSOR_PARALLEL: Options = {
     "xla_gpu_experimental_parallel_collective_overlap_limit": 2,
 }
+# In a ring's backward keys and values are on their way to the next rank, the gradients
+# of others come from the one before, and weights are gathered for the next layer.
+_CONTEXT_PARALLEL: Options = {
+    "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
+}
 
 
 def compiler_options(
-    jaxlib_version: str | None = None, *, tensor_parallel: bool = False
+    jaxlib_version: str | None = None,
+    *,
+    tensor_parallel: bool = False,
+    context_parallel: bool = False,
 ) -> Options:
     """Options of XLA:GPU under which communication is hidden, and does not hang.
 
@@ -50,6 +58,8 @@ def compiler_options(
       jaxlib_version: For which jaxlib, such as "0.12.0"; default the one installed.
       tensor_parallel: For a mesh with more than one device on `tp`, where activations
         travel between the weights.
+      context_parallel: For a mesh with more than one device on `cp`, where keys and
+        values do.
 
     Returns:
       A dict of one's own, to change at will: names that this version knows, for one
@@ -64,7 +74,16 @@ def compiler_options(
     if not known:
         raise ValueError(f"jaxlib {version} is older than 0.10, the oldest known here.")
     more = _TENSOR_PARALLEL if tensor_parallel else {}
+    if context_parallel:
+        more = _CONTEXT_PARALLEL
     return {**_BY_VERSION[known[-1]], **more}
+
+
+def options_of(mesh: Mesh) -> Options:
+    """Those for the axes of a mesh."""
+    return compiler_options(
+        tensor_parallel=mesh.shape["tp"] > 1, context_parallel=mesh.shape["cp"] > 1
+    )
 
 
 def options_for(mesh: Mesh, given: Mapping[str, bool | int | str] | None) -> Options:
@@ -73,7 +92,7 @@ def options_for(mesh: Mesh, given: Mapping[str, bool | int | str] | None) -> Opt
         return dict(given)
     if not _is_of_gpus(mesh):
         return {}
-    return compiler_options(tensor_parallel=mesh.shape["tp"] > 1)
+    return options_of(mesh)
 
 
 def release(version: str) -> tuple[int, ...]:

@@ -18,11 +18,19 @@ from bridge.models import (
     DecoderConfig,
     DecoderLayer,
     correction_bias_paths,
-    dot_product_attention,
     expert_parallel_rules,
     tensor_parallel_rules,
 )
+from fsdp_jax.cli._context import (
+    SEQUENCES,
+    CPForm,
+    check_context,
+    decoder_options,
+)
 from fsdp_jax.cli._routing import CountingDecoder, Routing, router_losses
+
+Batch = Int[Array, "batch seq+1"] | dict[str, Int[Array, "batch seq"]]
+"""Tokens, each but the first a target too; or both by name."""
 
 
 def plan_decoder(
@@ -33,11 +41,12 @@ def plan_decoder(
     *,
     prefetch: int = 1,
     unroll: int = 1,
+    cp_form: CPForm = "ring",
 ) -> fsdp.Plan:
     """Plans the decoder of a config, a layer a unit.
 
-    Its matrices are split over `tp`, and its experts over `ep`. Routers' biases that no
-    gradient trains are frozen, in float32.
+    Its matrices are split over `tp`, its experts over `ep`, and rows over `cp`.
+    Routers' biases that no gradient trains are frozen, in float32.
 
     Args:
       config: The model.
@@ -46,7 +55,10 @@ def plan_decoder(
       routing: How tokens find experts; default dropless, as the model says.
       prefetch: As for `fsdp_jax.scan`.
       unroll: As for `fsdp_jax.scan`.
+      cp_form: How tokens see those of other ranks on `cp`, if there are any.
     """
+    cp = mesh.shape["cp"]
+    check_context(config, cp, mesh.shape["tp"], cp_form)
     routing = routing or Routing(router_dtype="model")
     fsdp_config, biases = (
         fsdp_config or fsdp.FSDPConfig(),
@@ -56,7 +68,11 @@ def plan_decoder(
         fsdp_config.mp_policy, param_name_patterns_in_fp32=biases
     )
     return fsdp.fully_shard(
-        functools.partial(_make_decoder, config, routing, prefetch, unroll),
+        functools.partial(
+            *(_make_decoder, config, routing),
+            functools.partial(fsdp.scan, prefetch=prefetch, unroll=unroll),
+            decoder_options(cp, cp_form),
+        ),
         mesh,
         units=[DecoderLayer],
         config=dataclasses.replace(
@@ -65,6 +81,7 @@ def plan_decoder(
             frozen=(*fsdp_config.frozen, *biases),
             tensor_parallel=tensor_parallel_rules(config, mesh.shape["tp"]),
             expert_parallel=expert_parallel_rules(config),
+            context_parallel=SEQUENCES,
         ),
     )
 
@@ -73,15 +90,6 @@ def computed_in(param_dtype: str) -> fsdp.FSDPConfig:
     """Weights are gathered and computed in this dtype, and kept in float32."""
     policy = fsdp.MixedPrecisionPolicy(param_dtype=jnp.dtype(param_dtype))
     return fsdp.FSDPConfig(mp_policy=policy)
-
-
-def check_rows(seq: int, tp: int) -> None:
-    """Raises a `ValueError` if rows of `seq` tokens do not divide over `tp`."""
-    if tp > 1 and seq % tp:
-        raise ValueError(
-            f"--seq {seq}: tp={tp} splits the tokens of a row, and does not divide "
-            f"them. Use a multiple of {tp}."
-        )
 
 
 def loss_of(*, fused: bool) -> Callable[..., Float[Array, ""]]:
@@ -96,9 +104,10 @@ def training_loss(*, fused: bool, routing: Routing) -> Callable[..., Any]:
     """
     of_states = _fused_loss_of_states if fused else _loss_of_states
 
-    def loss(model, tokens):
-        states, stats = model.final_states(tokens[:, :-1])
-        cross_entropy = of_states(model, states, tokens[:, 1:])
+    def loss(model, batch):
+        tokens, targets = _tokens_and_targets(batch)
+        states, stats = model.final_states(tokens)
+        cross_entropy = of_states(model, states, targets)
         if stats is None:
             return cross_entropy, {}
         if isinstance(model, CountingDecoder):
@@ -109,20 +118,24 @@ def training_loss(*, fused: bool, routing: Routing) -> Callable[..., Any]:
     return loss
 
 
-def next_token_loss(
-    model: Decoder, tokens: Int[Array, "batch seq+1"]
-) -> Float[Array, ""]:
+def next_token_loss(model: Decoder, batch: Batch) -> Float[Array, ""]:
     """Cross entropy of each token given those before it, in float32, the mean."""
-    states, _ = model.final_states(tokens[:, :-1])
-    return _loss_of_states(model, states, tokens[:, 1:])
+    tokens, targets = _tokens_and_targets(batch)
+    states, _ = model.final_states(tokens)
+    return _loss_of_states(model, states, targets)
 
 
-def fused_next_token_loss(
-    model: Decoder, tokens: Int[Array, "batch seq+1"]
-) -> Float[Array, ""]:
+def fused_next_token_loss(model: Decoder, batch: Batch) -> Float[Array, ""]:
     """The same, in the memory of a chunk of the vocabulary; a product more."""
-    states, _ = model.final_states(tokens[:, :-1])
-    return _fused_loss_of_states(model, states, tokens[:, 1:])
+    tokens, targets = _tokens_and_targets(batch)
+    states, _ = model.final_states(tokens)
+    return _fused_loss_of_states(model, states, targets)
+
+
+def _tokens_and_targets(batch: Batch) -> tuple[Array, Array]:
+    if isinstance(batch, dict):  # Shifted already, as no rank on cp has whole rows.
+        return batch["tokens"], batch["targets"]
+    return batch[:, :-1], batch[:, 1:]
 
 
 def _loss_of_states(model: Decoder, states: Array, targets: Array) -> Float[Array, ""]:
@@ -147,14 +160,18 @@ def _fused_loss_of_states(
 
 
 def _make_decoder(
-    config: DecoderConfig, routing: Routing, prefetch: int, unroll: int, key: Array
+    config: DecoderConfig,
+    routing: Routing,
+    scan: Callable[..., Any],
+    options: dict[str, Any],
+    key: Array,
 ) -> Decoder:
     make = CountingDecoder if routing.expert_bias_rate else Decoder
     return make(
         routing.apply(config),
         rngs=nnx.Rngs(key),
-        scan=functools.partial(fsdp.scan, prefetch=prefetch, unroll=unroll),
-        attention=fsdp.ops.split_heads(dot_product_attention),
+        scan=scan,
         dispatch=routing.dispatch,
         constrain=fsdp.ops.sequence_parallel,
+        **options,
     )

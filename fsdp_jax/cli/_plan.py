@@ -18,8 +18,9 @@ import bridge
 import fsdp_jax as fsdp
 from bridge.models import DecoderConfig, tensor_parallel_rules
 from fsdp_jax._table import format_bytes
+from fsdp_jax.cli._context import CPForm, check_context, check_rows, rows_mould
 from fsdp_jax.cli._errors import check_absent
-from fsdp_jax.cli._model import check_rows, loss_of, plan_decoder
+from fsdp_jax.cli._model import loss_of, plan_decoder
 from fsdp_jax.cli._options import Devices, Unset
 from fsdp_jax.cli._origin import open_hf
 from fsdp_jax.cli._recipe import ParamDtype
@@ -39,7 +40,7 @@ _REMAT = {
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     "nothing": jax.checkpoint_policies.nothing_saveable,
 }
-_AXES = ("dp_outer", "dp_shard", "ep", "tp")
+_AXES = ("dp_outer", "dp_shard", "ep", "cp", "tp")
 _NO_PLUGIN = (
     "XLA's compiler for GPUs is not installed (pip install 'fsdp-jax[plan]'), so this "
     "is what the compiler for CPUs says: memory, and how often what is communicated. "
@@ -91,7 +92,7 @@ class Plan:
       gpus: How many; more than 8 are whole nodes of 8.
       mesh: Sizes of the mesh's axes, as in dp_outer=4,dp_shard=-1; default all on
         dp_shard.
-      batch: Rows of a global batch; default one a GPU, of tp GPUs together.
+      batch: Rows of a global batch; default one a GPU, of cp x tp GPUs together.
       seq: Tokens that a row predicts.
       accumulate: Microbatches a step.
       zero: What is sharded: ZeRO 0 to 3.
@@ -101,6 +102,8 @@ class Plan:
       prefetch: Layers gathered ahead of the one that computes.
       unroll: Layers in one iteration of the compiled loop.
       fused_loss: Makes logits a chunk of the vocabulary at a time: memory for work.
+      cp_form: How tokens see those of others on cp: keys and values go round (ring),
+        are gathered, or tokens are traded for heads (ulysses).
       capacity_factor: Experts have room for this many times their even share of a
         rank's tokens; default for all of those of all ranks on ep.
       json: Writes everything to this file.
@@ -124,6 +127,7 @@ class Plan:
     prefetch: int = 1
     unroll: int = 2
     fused_loss: bool = False
+    cp_form: CPForm = "ring"
     capacity_factor: Unset[float] = None
     json: Unset[Path] = None
     picture: Unset[Path] = None
@@ -199,10 +203,10 @@ def _forecast(
     guide: bool = True,
 ) -> Forecast:
     mesh = fsdp.make_mesh(**sizes, devices=gpu_devices(gpu, options.gpus))
-    plan, loss, tokens = _step_of(options, config, mesh)
-    rows = tokens.shape[0]
+    plan, loss, batch = _step_of(options, config, mesh)
+    rows = jax.tree.leaves(batch)[0].shape[0]
     return compile_for(
-        *(plan, loss, optax.adamw(3e-4, weight_decay=0.1), tokens),
+        *(plan, loss, optax.adamw(3e-4, weight_decay=0.1), batch),
         gpu=gpu,
         tokens=rows * options.seq,
         guide=guide,
@@ -212,8 +216,8 @@ def _forecast(
 
 def _step_of(options: Plan, config: DecoderConfig, mesh: Mesh):
     """The plan on `mesh`, the loss, and the mould of a batch."""
-    tp = mesh.shape["tp"]
-    check_rows(options.seq, tp)
+    cp, tp = mesh.shape["cp"], mesh.shape["tp"]
+    check_rows(options.seq, tp, cp)
     fsdp_config = fsdp.FSDPConfig(
         zero_dp_strategy=options.zero,
         outer_dp_sharding_strategy=options.outer,
@@ -230,12 +234,13 @@ def _step_of(options: Plan, config: DecoderConfig, mesh: Mesh):
         Routing(capacity_factor=options.capacity_factor, router_dtype="model"),
         prefetch=options.prefetch,
         unroll=options.unroll,
+        cp_form=options.cp_form,
     )
-    rows = options.gpus // tp * options.accumulate
+    rows = options.gpus // (cp * tp) * options.accumulate
     if options.batch is not None:
         rows = options.batch
-    tokens = jax.ShapeDtypeStruct((rows, options.seq + 1), jnp.int32)
-    return plan, loss_of(fused=options.fused_loss), tokens
+    mould = rows_mould(rows, options.seq, cp)
+    return plan, loss_of(fused=options.fused_loss), mould
 
 
 def _print_cpu(options: Plan, config: DecoderConfig, sizes: dict[str, int]) -> None:
@@ -255,8 +260,22 @@ def _sweep(options: Plan, config: DecoderConfig, gpu: GPU) -> None:
     if options.batch is None:  # The same for all, to compare them by.
         options = dataclasses.replace(options, batch=options.gpus * options.accumulate)
     for name, changed, sizes in _candidates(options, config, gpu):
+        ranks = options.gpus // (sizes.get("cp", 1) * sizes.get("tp", 1))
+        if options.batch and options.batch % (ranks * options.accumulate):
+            # Rows that are fewer than ranks, as long ones are, cp or tp can share.
+            print(
+                f"fsdp-jax: leaving out {name}: {options.batch} rows do not divide "
+                f"over {ranks} ranks x {options.accumulate} microbatch(es)",
+                file=sys.stderr,
+            )
+            continue
         print(f"fsdp-jax: compiling {name}", file=sys.stderr)
         found[name] = _forecast(changed, config, gpu, sizes, guide=False)
+    if not found:
+        raise ValueError(
+            f"--batch {options.batch}: the ranks of no mesh divide so many rows. Use a "
+            f"multiple of {options.accumulate}, or more rows."
+        )
     sweep = fsdp.Sweep(found)
     print(sweep)
     best = next(iter(sweep.forecasts.values()))
@@ -277,6 +296,8 @@ def _candidates(options: Plan, config: DecoderConfig, gpu: GPU):
         flat.append(("HFSDP, a replica a node", {"zero": 3, "outer": 1}, by_node))
     for tp in _tp_sizes(options, config, gpu):
         flat.append((f"FSDP, tp={tp}", {"zero": 3}, {"tp": tp}))
+    for cp in _cp_sizes(options, config, gpu):
+        flat.append((f"FSDP, cp={cp}", {"zero": 3}, {"cp": cp}))
     ep = _ep_size(options, config, gpu)
     if ep > 1:
         flat.append((f"FSDP, ep={ep}", {"zero": 3}, {"ep": ep}))
@@ -297,6 +318,21 @@ def _tp_sizes(options: Plan, config: DecoderConfig, gpu: GPU) -> list[int]:
             print(f"fsdp-jax: leaving out tp={tp}: {error}", file=sys.stderr)
         else:
             sizes += [tp] if options.gpus % tp == 0 else []
+    return sizes
+
+
+def _cp_sizes(options: Plan, config: DecoderConfig, gpu: GPU) -> list[int]:
+    """Pairs of GPUs, and those of a node, where they can share the model's rows."""
+    in_node = min(gpu.cost.devices_per_node, options.gpus)
+    sizes = []
+    for cp in sorted({2, in_node} - {1}):
+        try:
+            check_rows(options.seq, 1, cp)
+            check_context(config, cp, 1, options.cp_form)
+        except ValueError as error:
+            print(f"fsdp-jax: leaving out cp={cp}: {error}", file=sys.stderr)
+        else:
+            sizes += [cp] if options.gpus % cp == 0 else []
     return sizes
 
 

@@ -15,6 +15,7 @@ import orbax.checkpoint.checkpoint_managers as policies
 
 import fsdp_jax as fsdp
 from fsdp_jax.cli._callback import Callback, call
+from fsdp_jax.cli._context import num_targets, split_rows
 from fsdp_jax.cli._data import position
 from fsdp_jax.cli._errors import CheckFailed
 from fsdp_jax.cli._metrics import (
@@ -23,7 +24,7 @@ from fsdp_jax.cli._metrics import (
     peak_memory_bytes,
     write_metrics,
 )
-from fsdp_jax.cli._model import training_loss
+from fsdp_jax.cli._model import Batch, training_loss
 from fsdp_jax.cli._profile import Window, tracer
 from fsdp_jax.cli._progress import step_bar
 from fsdp_jax.cli._routing import Routing, move_biases
@@ -140,14 +141,15 @@ def run_steps(
     say(f"step {run.steps} is now in {run.save}")
 
 
-def _next_batch(plan: fsdp.Plan, batches: grain.DatasetIterator) -> jax.Array:
+def _next_batch(plan: fsdp.Plan, batches: grain.DatasetIterator) -> Batch:
     rows = next(batches)
     count = fsdp.host_shard(plan.mesh).count
-    return fsdp.global_batch(plan.mesh, rows, count * len(rows))
+    given = split_rows(rows, plan.mesh.shape["cp"])
+    return fsdp.global_batch(plan.mesh, given, count * len(rows))
 
 
 def _metrics(
-    number: int, measured: dict[str, Any], batch: jax.Array, began: float
+    number: int, measured: dict[str, Any], batch: Batch, began: float
 ) -> StepMetrics:
     loss, grad_norm = float(measured["loss"]), float(measured["grad_norm"])
     scale = float(measured["loss_scale"]) if "loss_scale" in measured else None
@@ -158,12 +160,11 @@ def _metrics(
             f"{grad_norm}. Start again from an earlier step with a smaller --lr."
         )
     secs = time.perf_counter() - began
-    rows, length = batch.shape
     return StepMetrics(
         step=number,
         loss=loss,
         grad_norm=grad_norm,
-        tokens_per_sec=rows * (length - 1) / secs,
+        tokens_per_sec=num_targets(batch) / secs,
         step_secs=secs,
         peak_memory_bytes=peak_memory_bytes(),
         loss_scale=scale,

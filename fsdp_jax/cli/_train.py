@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import jax
-import jax.numpy as jnp
 import optax
 import tyro
 from jax.sharding import Mesh
@@ -18,10 +17,11 @@ from bridge.models import DecoderConfig
 from fsdp_jax._batch import check_batch
 from fsdp_jax.cli._begun import Command, is_begun, mark_begun, newest_good_step
 from fsdp_jax.cli._callback import Callback, load_callback
+from fsdp_jax.cli._context import CPForm, check_rows, rows_mould
 from fsdp_jax.cli._data import make_batches
 from fsdp_jax.cli._errors import check_absent, check_creatable
 from fsdp_jax.cli._lora import BaseDType
-from fsdp_jax.cli._model import check_rows, computed_in, plan_decoder
+from fsdp_jax.cli._model import computed_in, plan_decoder
 from fsdp_jax.cli._options import Devices, Unset
 from fsdp_jax.cli._origin import (
     Checkpoint,
@@ -121,6 +121,9 @@ class Train:
       dp_shard: Devices that split the model; -1 for all that the others leave.
       dp_outer: Copies of the sharded model (HSDP).
       ep: Devices that split experts; a dense model is split over them too.
+      cp: Devices that split the tokens of each row, for long ones.
+      cp_form: How tokens see those of others on cp: keys and values go round (ring),
+        are gathered, or tokens are traded for heads (ulysses).
       tp: Devices that split each matrix, and the tokens between: those of a node.
       fused_loss: Makes logits a chunk of the vocabulary at a time: memory for work.
       profiling: Whether to trace some steps, and which.
@@ -162,6 +165,8 @@ class Train:
     dp_shard: int = -1
     dp_outer: int = 1
     ep: int = 1
+    cp: int = 1
+    cp_form: CPForm = "ring"
     tp: int = 1
     fused_loss: bool = False
     profiling: Annotated[Profile, tyro.conf.arg(name="")] = Profile()
@@ -183,12 +188,13 @@ class Train:
         window = None if traced else self.profiling.window(start, self.steps)
         stored = {} if resumed is None else resumed.metadata
         recipe = _make_recipe(self, origin, stored)
-        check_rows(recipe.seq, self.tp)
+        check_rows(recipe.seq, self.tp, self.cp)
         recipe.routing.check(origin.config)
         plan = plan_decoder(
-            origin.config, mesh, _sharding(self, recipe, origin), recipe.routing
+            *(origin.config, mesh, _sharding(self, recipe, origin), recipe.routing),
+            cp_form=self.cp_form,
         )
-        rows = jax.ShapeDtypeStruct((recipe.batch, recipe.seq + 1), jnp.int32)
+        rows = rows_mould(recipe.batch, recipe.seq, self.cp)
         check_batch(plan, rows, recipe.accumulate)
         tokens = _read_tokens(self, origin, recipe)
         metadata = _make_metadata(origin.config, recipe, tokens, resumed)
@@ -304,6 +310,7 @@ def _make_mesh(train: Train) -> Mesh:
         dp_outer=train.dp_outer,
         dp_shard=train.dp_shard,
         ep=train.ep,
+        cp=train.cp,
         tp=train.tp,
         devices=train.where.pick(),
     )

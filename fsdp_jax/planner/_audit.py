@@ -15,7 +15,7 @@ from fsdp_jax.planner._kept import kept
 from fsdp_jax.planner._over_tp import over_tp
 from fsdp_jax.planner._overlap import exposed
 from fsdp_jax.planner._program import Moved, Program, moved, program_of
-from fsdp_jax.planner._travel import travel
+from fsdp_jax.planner._travel import is_context, travel
 
 
 class AuditError(AssertionError):
@@ -51,8 +51,9 @@ def audit(
     that belong behind the last one, parameters that lie whole, tp lost in a gather,
     matrices that cross tp, and collectives over other axes.
 
-    Not judged: activations over `tp`, tokens on their way to experts over `ep`, what
-    the optimizer sends, all-reduces of scalars and other small arrays, and how often a
+    Not judged: activations over `tp`, tokens on their way to experts over `ep`, keys
+    and values that the attentions of `fsdp_jax.ops` send over `cp`, what the optimizer
+    sends, all-reduces of scalars and other small arrays, and how often a
     unit is gathered, since it may be used more than once. Of a program compiled for
     CPUs besides: dtypes, since XLA widens bfloat16 there, and whether weights of units
     in no stack are kept, since it drops the barriers that keep it from doing so; lower
@@ -94,6 +95,7 @@ def audit(
 def _differences(
     plan: Plan, program: Program, arrays: list[Moved], accumulate: int, overlapped: bool
 ) -> Iterator[Difference]:
+    arrays = [one for one in arrays if not is_context(one)]
     planned = legs(plan)
     yield from at_rest(plan, program)
     yield from travel(plan, program, arrays, planned)

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import optax
 
-from fsdp_jax._compiler_options import compiler_options
+from fsdp_jax._compiler_options import options_of
 from fsdp_jax._fully_shard import fully_shard
 from fsdp_jax._local import global_loss
 from fsdp_jax._loss import LossFn, LossForm
@@ -186,7 +186,8 @@ def compile_for(
       mesh: Sizes of mesh axes, at most one of them -1. None: those of the plan's mesh,
         but `dp_shard` takes what the others leave.
       tokens: Tokens in the batch, to tell tokens a second.
-      options: XLA's; None for `compiler_options()`, of `tp` if the mesh has it.
+      options: XLA's; None for `compiler_options()`, of `tp` and `cp` if the mesh has
+        them.
       guide: Whether to compile that second time. What hides more may hold more: in such
         a schedule memory is up to 10 % above what is predicted.
       **step_options: For `make_train_step`.
@@ -209,7 +210,7 @@ def compile_for(
     state = abstract_state(plan, tx)
     mould = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
     if options is None:
-        options = compiler_options(tensor_parallel=there.shape["tp"] > 1)
+        options = options_of(there)
     lowered = step.lower(state, mould)
     if plan.config.offload:
         mark_host_arguments(plan, lowered, state)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from fsdp_jax._plan import Plan
 from fsdp_jax._table import Grid, format_bytes
+from fsdp_jax.ops._context_parallel import SCOPES
 from fsdp_jax.planner._cost import wire_bytes
 from fsdp_jax.planner._timeline import Sent, Timeline
 from fsdp_jax.planner._wire import Collective, axes_of
@@ -64,9 +65,12 @@ def _row(runs: list[Sent], plan: Plan) -> SentRow:
 def _unit(collective: Collective, plan: Plan) -> str:
     """Its unit's path; where XLA put several together, all whose weights fit.
 
-    What crosses tp alone are tokens, and gradients of what is whole on each rank.
+    What crosses tp alone are tokens, and gradients of what is whole on each rank; what
+    attention sends over cp are keys and values.
     """
-    if axes_of(collective.groups, plan.mesh) == ("tp",):
+    axes = axes_of(collective.groups, plan.mesh)
+    is_context = any(name in collective.op_name for name in SCOPES)
+    if axes == ("tp",) or (axes == ("cp",) and is_context):
         return "-"
     whole = {
         shape.dims

@@ -10,6 +10,7 @@ import jax
 
 from fsdp_jax._mesh import DATA_AXES, axes_in_use
 from fsdp_jax._plan import Plan
+from fsdp_jax.ops._context_parallel import SCOPES
 from fsdp_jax.planner._diagnosis import diagnose
 from fsdp_jax.planner._difference import (
     Difference,
@@ -124,6 +125,11 @@ def is_dispatch(plan: Plan, one: Moved) -> bool:
         return one.dtype == "s32"
     is_of_tokens = len(one.sent) == 1 or (len(one.sent) == 2 and one.sent[-1] in widths)
     return one.op == "ragged-all-to-all" or (one.op == "all-to-all" and is_of_tokens)
+
+
+def is_context(one: Moved) -> bool:
+    """Whether attention over `cp` sends it: no plan knows of keys and values."""
+    return one.axes == ("cp",) and any(name in one.scope for name in SCOPES)
 
 
 def _is_small(plan: Plan, one: Moved) -> bool:

@@ -159,8 +159,8 @@ def groups_along(sizes: Sequence[int], dims: Sequence[int]) -> Groups:
 def _groups(one: Instruction) -> Groups:
     """The groups of a collective, in any of the ways that XLA writes them."""
     text = one.attributes
-    if pairs := re.search(r"source_target_pairs=\{(.*?)\}(?:,|$)", text):
-        return _rings(re.findall(r"\{(\d+),(\d+)\}", pairs[1] + "}"))
+    if pairs := re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}", text):
+        return _rings(re.findall(r"\{(\d+),(\d+)\}", pairs[1]))
     found = re.search(r"replica_groups=(.*?)(?:, \w+=|$)", text)
     return _read_groups(found[1]) if found else frozenset()
 

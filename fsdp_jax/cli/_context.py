@@ -1,0 +1,92 @@
+"""Rows that the commands split over `cp`: which attention, and how a batch lies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Int32
+
+import fsdp_jax as fsdp
+from bridge.models import DecoderConfig, dot_product_attention, positions_in_order
+
+CPForm = Literal["ring", "all_gather", "ulysses"]
+"""How tokens see those of other ranks: keys and values go round, are gathered, or
+tokens are traded for heads."""
+
+SEQUENCES = {"tokens": 1, "targets": 1}
+"""The dim of each leaf of a batch that is split over `cp`."""
+
+_FORMS: dict[CPForm, Callable[..., Any]] = {
+    "ring": fsdp.ops.ring_attention,
+    "all_gather": fsdp.ops.all_gather_attention,
+    "ulysses": fsdp.ops.ulysses_attention(dot_product_attention),
+}
+
+
+def decoder_options(cp: int, form: CPForm) -> dict[str, Any]:
+    """The `attention` and the `positions` of a decoder, over `tp` too."""
+    attention = dot_product_attention if cp == 1 else _FORMS[form]
+    return {
+        "attention": fsdp.ops.split_heads(attention),
+        "positions": positions_in_order if cp == 1 else fsdp.ops.zigzag_positions,
+    }
+
+
+def check_context(config: DecoderConfig, cp: int, tp: int, form: CPForm) -> None:
+    """Raises a `ValueError` if a model cannot have its rows split in that form."""
+    if cp == 1:
+        return
+    heads = config.num_attention_heads
+    if form == "ulysses" and heads % (cp * tp):
+        raise ValueError(
+            f"cp={cp}, ulysses: the {heads} heads of this model do not divide over cp="
+            f"{cp} x tp={tp}. Use the form ring, or fewer ranks."
+        )
+    ropes = (config.rope, config.sliding_rope)
+    if any(rope is not None and rope.rope_type == "longrope" for rope in ropes):
+        raise ValueError(
+            f"cp={cp}: LongRoPE turns all heads by the longest of the texts, and each "
+            "rank would know that of its part. Use cp=1."
+        )
+
+
+def check_rows(seq: int, tp: int, cp: int = 1) -> None:
+    """Raises a `ValueError` if `seq` tokens of a row do not divide over tp and cp."""
+    if tp > 1 and seq % (tp * cp):
+        raise ValueError(
+            f"--seq {seq}: tp={tp} splits the tokens of a row, and does not divide "
+            f"them. Use a multiple of {tp * cp}."
+        )
+    if cp > 1 and seq % (2 * cp):
+        raise ValueError(
+            f"--seq {seq}: cp={cp} splits the tokens of a row into {2 * cp} chunks, "
+            f"and does not divide them. Use a multiple of {2 * cp}."
+        )
+
+
+def split_rows(
+    tokens: Int32[np.ndarray, "batch seq+1"], cp: int
+) -> np.ndarray | dict[str, np.ndarray]:
+    """A batch as a step takes it: over `cp` tokens and targets, in zig-zag."""
+    if cp == 1:
+        return tokens
+    return fsdp.ops.zigzag({"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}, cp)
+
+
+def num_targets(batch: Any) -> int:
+    """How many tokens such a batch predicts."""
+    if isinstance(batch, dict):
+        return batch["targets"].size
+    rows, length = batch.shape
+    return rows * (length - 1)
+
+
+def rows_mould(batch: int, seq: int, cp: int) -> Any:
+    """The mould of such a batch."""
+    if cp == 1:
+        return jax.ShapeDtypeStruct((batch, seq + 1), jnp.int32)
+    return dict.fromkeys(SEQUENCES, jax.ShapeDtypeStruct((batch, seq), jnp.int32))
