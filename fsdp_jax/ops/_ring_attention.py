@@ -196,11 +196,13 @@ def _backward(ring: _Ring, saved, grad: Array):
         return Grads(fresh.query, key + fresh.key, value + fresh.value)
 
     grads = ring.go_round(visit, no_grads(asked, keys), keys)
-    key, value = grads.key, grads.value
-    if ring.ranks > 1:  # Home, to the rank behind the one that came last.
+    query, key, value = (
+        x.astype(y.dtype)
+        for x, y in zip(grads, (asked.query, keys.key, keys.value), strict=True)
+    )
+    if ring.ranks > 1:  # Home: they are those of the rank behind this one.
         key, value = ring.send((key, value))
-    of_asked = Asked(grads.query.astype(asked.query.dtype), None, None)
-    of_keys = Keys(key.astype(keys.key.dtype), value.astype(keys.value.dtype), None)
+    of_asked, of_keys = Asked(query, None, None), Keys(key, value, None)
     return of_asked, of_keys, sinks_backward(sinks, known)
 
 

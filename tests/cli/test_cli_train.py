@@ -87,6 +87,28 @@ def test_resuming_over_tp_goes_on_with_the_same_losses(trained, text, tmp_path):
         assert resumed[step] == pytest.approx(whole[step], rel=ANOTHER_MESH)
 
 
+def test_resuming_over_cp_and_tp_goes_on_with_the_same_losses(trained, text, tmp_path):
+    whole = losses(trained.metrics)
+    resumed = resume(trained, text, tmp_path, "--cp", "2", "--tp", "2")
+    for step in (3, 4):
+        assert resumed[step] == pytest.approx(whole[step], rel=ANOTHER_MESH)
+
+
+@pytest.mark.parametrize(
+    "options, says",
+    [
+        (("--cp", "4", "--seq", "12"), "cp=4 splits the tokens of a row into 8 chunks"),
+        (("--cp", "8", "--cp-form", "ulysses"), "4 heads of this model do not divide"),
+    ],
+)
+def test_rows_and_heads_that_cp_cannot_split_are_refused(
+    options, says, llama, text, tmp_path, capsys
+):
+    argv = ["train", "--hf", str(llama), "--data", str(text), "--steps", "1"]
+    assert main([*argv, "--save", str(tmp_path / "save"), *options]) == 2
+    assert says in capsys.readouterr().err
+
+
 def test_a_checkpoint_remembers_where_its_data_stood(trained):
     at = {step: fsdp.load_metadata(trained.save, step=step) for step in (2, 4)}
     assert at[2]["data"] != at[4]["data"]
