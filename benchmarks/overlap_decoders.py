@@ -29,6 +29,7 @@ class DecoderCase:
       rows: Sequences for each rank of the data axes.
       seq: Tokens of a sequence; `cp` splits them.
       capacity_factor: What experts have room for, see `expert_capacity_dispatch`.
+      saved: Names of what is kept for backward; all else is computed again.
     """
 
     config: DecoderConfig
@@ -37,6 +38,7 @@ class DecoderCase:
     rows: int
     seq: int = 4096
     capacity_factor: float | None = None
+    saved: tuple[str, ...] = ()
 
     def lower(self, tx):
         """The plan, and its step lowered for GPUs that are not here."""
@@ -46,7 +48,8 @@ class DecoderCase:
             param_dtype=jnp.bfloat16, grad_comm_dtype=jnp.bfloat16
         )
         config = fsdp.FSDPConfig(
-            mp_policy=policy, remat_policy=jax.checkpoint_policies.nothing_saveable
+            mp_policy=policy,
+            remat_policy=jax.checkpoint_policies.save_only_these_names(*self.saved),
         )
         routing = Routing(capacity_factor=self.capacity_factor, router_dtype="model")
         plan = plan_decoder(self.config, mesh, config, routing, prefetch=1, unroll=2)
@@ -100,7 +103,12 @@ MIXTRAL_8X7B = DecoderConfig(
 )
 
 DECODERS = {
-    "llama-3-8b-cp": DecoderCase(LLAMA_3_8B, 8, {"cp": 8}, rows=1, seq=131072),
+    "llama-3-8b-cp": DecoderCase(
+        *(LLAMA_3_8B, 8, {"cp": 8}),
+        rows=1,
+        seq=131072,
+        saved=("context_attention",),
+    ),
     "llama-3-70b": DecoderCase(LLAMA_3_70B, 64, {"tp": 8}, rows=4),
     "mixtral-8x7b": DecoderCase(
         MIXTRAL_8X7B, 64, {"ep": 8}, rows=4, capacity_factor=1.0

@@ -70,6 +70,16 @@ def test_of_mixtral_over_ep_and_fsdp_most_of_what_is_sent_is_hidden():
     assert row["over"]["ep"]["wire_ms"] < row["over"]["dp_shard"]["wire_ms"]
 
 
+def test_of_a_row_of_131072_tokens_over_cp_all_that_goes_round_is_hidden():
+    row = decoder("llama-3-8b-cp")
+    assert row["mesh"] == {"cp": 8} and row["tokens_a_sequence"] == 131072
+    assert row["exposed_of_step"] < 0.01
+    assert row["floor_ms"] <= row["step_ms"]
+    # It would be, too, if attention took as long as its products do at full speed.
+    assert row["over"]["cp"]["wire_ms"] < 0.2 * 3000
+    assert row["temporaries_gb"] < 30
+
+
 def imported():
     return json.loads((RESULTS / "import.json").read_text())
 

@@ -38,8 +38,11 @@ from fsdp_jax.planner import (
 _REMAT = {
     "all": None,
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "attention": jax.checkpoint_policies.save_only_these_names("context_attention"),
     "nothing": jax.checkpoint_policies.nothing_saveable,
 }
+_LONG_ROWS = 8192
+"""Tokens from which on a sweep tries to split rows."""
 _AXES = ("dp_outer", "dp_shard", "ep", "cp", "tp")
 _NO_PLUGIN = (
     "XLA's compiler for GPUs is not installed (pip install 'fsdp-jax[plan]'), so this "
@@ -98,7 +101,8 @@ class Plan:
       zero: What is sharded: ZeRO 0 to 3.
       outer: What dp_outer splits: 0 nothing (HSDP), 1 the optimizer (HFSDP).
       param_dtype: What weights are gathered and computed in.
-      remat: What of a layer's activations is kept for backward: all, dots, or nothing.
+      remat: What of a layer's activations is kept for backward: all, dots, over cp what
+        attention made (attention), or nothing.
       prefetch: Layers gathered ahead of the one that computes.
       unroll: Layers in one iteration of the compiled loop.
       fused_loss: Makes logits a chunk of the vocabulary at a time: memory for work.
@@ -108,7 +112,8 @@ class Plan:
         rank's tokens; default for all of those of all ranks on ep.
       json: Writes everything to this file.
       picture: Draws memory and time into this file, .png or .svg.
-      sweep: Tries other meshes and strategies too, and recommends one.
+      sweep: Tries other meshes and strategies too, and recommends one; cp where rows
+        have 8,192 tokens or more.
       speeds: Figures of the cost model.
     """
 
@@ -123,7 +128,7 @@ class Plan:
     zero: int = 3
     outer: int = 0
     param_dtype: ParamDtype = "bfloat16"
-    remat: Literal["all", "dots", "nothing"] = "nothing"
+    remat: Literal["all", "dots", "attention", "nothing"] = "nothing"
     prefetch: int = 1
     unroll: int = 2
     fused_loss: bool = False
@@ -218,6 +223,11 @@ def _step_of(options: Plan, config: DecoderConfig, mesh: Mesh):
     """The plan on `mesh`, the loss, and the mould of a batch."""
     cp, tp = mesh.shape["cp"], mesh.shape["tp"]
     check_rows(options.seq, tp, cp)
+    if options.remat == "attention" and (cp == 1 or options.cp_form == "ulysses"):
+        raise ValueError(
+            "--remat attention keeps what attention makes of a row that is split over "
+            "cp in the form ring or all_gather: use --mesh cp=N, or --remat nothing."
+        )
     fsdp_config = fsdp.FSDPConfig(
         zero_dp_strategy=options.zero,
         outer_dp_sharding_strategy=options.outer,
@@ -322,7 +332,9 @@ def _tp_sizes(options: Plan, config: DecoderConfig, gpu: GPU) -> list[int]:
 
 
 def _cp_sizes(options: Plan, config: DecoderConfig, gpu: GPU) -> list[int]:
-    """Pairs of GPUs, and those of a node, where they can share the model's rows."""
+    """Pairs of GPUs, and those of a node, where rows are long and can be shared."""
+    if options.seq < _LONG_ROWS:
+        return []
     in_node = min(gpu.cost.devices_per_node, options.gpus)
     sizes = []
     for cp in sorted({2, in_node} - {1}):

@@ -25,10 +25,10 @@ from fsdp_jax.ops._blockwise import (
     pairs_of_chunks,
     sinks_backward,
 )
-from fsdp_jax.ops._context_parallel import cut, form_of, triangles
+from fsdp_jax.ops._context_parallel import cut, form_of, named, triangles
 from fsdp_jax.ops._zigzag import chunks_of, ranks_along
 
-Sinks = Float[Array, "kv_heads group"] | None
+Sinks = Float[Array, "kv_heads rows"] | None
 
 
 def all_gather_attention(
@@ -79,7 +79,7 @@ def all_gather_attention(
                 lambda x: lax.all_gather(x, axis, axis=0, tiled=True), keys
             )
         mixed: Any = _attend(form, ranks, asked, keys, sinks, rank)
-        return heads_of_blocks(mixed).astype(value.dtype)
+        return heads_of_blocks(mixed, form.block)
 
 
 def _pairs(
@@ -115,8 +115,7 @@ def _forward(form: Form, ranks: int, asked: Asked, keys: Keys, sinks: Sinks, ran
     state = begin(asked.query, keys.value)
     for pairs, causal in _pairs(form, ranks, asked, rank):
         state = attend(form, asked, keys, state, pairs, causal=causal)
-    mixed, log_sum = finish(state, sinks)
-    out = mixed.astype(keys.value.dtype)
+    out, log_sum = named(*finish(state, sinks), keys.value.dtype)
     return out, (asked, keys, sinks, rank, out, log_sum)
 
 

@@ -20,8 +20,9 @@ from jaxtyping import Array, Bool, Float, Int
 BLOCK = 1024
 """Tokens of a block at most: of 32 heads' scores, 128 MiB."""
 
-Queries = Float[Array, "blocks batch kv_heads group block dim"]
-Stats = Float[Array, "blocks batch kv_heads group block"]
+# Rows are the queries of a block, one head of a group after the other.
+Queries = Float[Array, "blocks batch kv_heads rows dim"]
+Stats = Float[Array, "blocks batch kv_heads rows"]
 KeyBlocks = Float[Array, "blocks batch kv_heads block dim"]
 
 
@@ -110,20 +111,25 @@ def block_of(chunk: int) -> int:
 
 
 def blocks_of_heads(
-    heads: Float[Array, "batch seq heads dim"], block: int, groups: int | None = None
-) -> Array:
-    """Cuts heads into `[blocks, batch, kv_heads, (group), block, dim]`."""
+    heads: Float[Array, "batch seq heads dim"], block: int, groups: int
+) -> Float[Array, "blocks batch kv_heads rows dim"]:
+    """Cuts heads into blocks; those of a group are one after the other."""
     batch, seq, number, dim = heads.shape
-    by_group = (number,) if groups is None else (groups, number // groups)
-    cut = heads.reshape(batch, seq // block, block, *by_group, dim)
-    return jnp.moveaxis(jnp.moveaxis(cut, 1, 0), 2, -2)
+    cut = heads.reshape(batch, seq // block, block, groups, number // groups, dim)
+    return cut.transpose(1, 0, 3, 4, 2, 5).reshape(
+        seq // block, batch, groups, number // groups * block, dim
+    )
 
 
-def heads_of_blocks(blocks: Array) -> Float[Array, "batch seq heads dim"]:
+def heads_of_blocks(
+    blocks: Float[Array, "blocks batch kv_heads rows dim"], block: int
+) -> Float[Array, "batch seq heads dim"]:
     """The inverse of `blocks_of_heads`."""
-    cut = jnp.moveaxis(jnp.moveaxis(blocks, -2, 2), 0, 1)
-    batch, number, block, *heads, dim = cut.shape
-    return cut.reshape(batch, number * block, int(np.prod(heads)), dim)
+    count, batch, groups, rows, dim = blocks.shape
+    cut = blocks.reshape(count, batch, groups, rows // block, block, dim)
+    return cut.transpose(1, 0, 4, 2, 3, 5).reshape(
+        batch, count * block, groups * (rows // block), dim
+    )
 
 
 def blocks_of_ids(
@@ -203,7 +209,7 @@ def attend(
         fade = jnp.exp(top - new_top)
         value = keys.value[pair.key]
         added = jnp.einsum(
-            "bgrqk,bgkd->bgrqd",
+            "bgqk,bgkd->bgqd",
             weights.astype(value.dtype),
             value,
             preferred_element_type=mixed.dtype,
@@ -217,14 +223,13 @@ def attend(
 
 
 def finish(
-    state: Softmax, sinks: Float[Array, "kv_heads group"] | None
+    state: Softmax, sinks: Float[Array, "kv_heads rows"] | None
 ) -> tuple[Queries, Stats]:
     """What queries attend to, and the log of the sum of their exponentials."""
     log_sum = state.top + jnp.log(state.total)
     if sinks is None:
         return state.mixed / state.total[..., None], log_sum
-    wide = sinks.astype(log_sum.dtype)[None, None, :, :, None]
-    with_sinks = jnp.logaddexp(log_sum, wide)
+    with_sinks = jnp.logaddexp(log_sum, sinks.astype(log_sum.dtype)[None, None])
     return (
         state.mixed * jnp.exp(state.top - with_sinks)[..., None],
         with_sinks,
@@ -276,30 +281,30 @@ def attend_backward(
         grad, log_sum, delta = jax.tree.map(lambda x: x[pair.query], known)
         scores, seen = _scores(form, asked, keys, pair, causal)
         weights = _where(seen, jnp.exp(scores - log_sum[..., None]), 0)
-        of_weights = wide("bgrqd,bgkd->bgrqk", grad, value)
+        of_weights = wide("bgqd,bgkd->bgqk", grad, value)
         of_scores = weights * (of_weights - delta[..., None]) * form.scale
         if form.softcap is not None:
             of_scores *= 1 - (scores / form.softcap) ** 2
         of_scores = of_scores.astype(query.dtype)
         weights = weights.astype(grad.dtype)
         return Grads(
-            grads.query.at[pair.query].add(wide("bgrqk,bgkd->bgrqd", of_scores, key)),
-            grads.key.at[pair.key].add(wide("bgrqk,bgrqd->bgkd", of_scores, query)),
-            grads.value.at[pair.key].add(wide("bgrqk,bgrqd->bgkd", weights, grad)),
+            grads.query.at[pair.query].add(wide("bgqk,bgkd->bgqd", of_scores, key)),
+            grads.key.at[pair.key].add(wide("bgqk,bgqd->bgkd", of_scores, query)),
+            grads.value.at[pair.key].add(wide("bgqk,bgqd->bgkd", weights, grad)),
         )
 
     return _over(asked.window, form.block, visit, grads, pairs)
 
 
 def sinks_backward(
-    sinks: Float[Array, "kv_heads group"] | None, known: Known
-) -> Float[Array, "kv_heads group"] | None:
+    sinks: Float[Array, "kv_heads rows"] | None, known: Known
+) -> Float[Array, "kv_heads rows"] | None:
     """The gradient of what takes part in the softmax and has no value."""
     if sinks is None:
         return None
-    wide = sinks.astype(known.log_sum.dtype)[None, None, :, :, None]
+    wide = sinks.astype(known.log_sum.dtype)[None, None]
     weights = jnp.exp(wide - known.log_sum)
-    return -(weights * known.delta).sum((0, 1, 4)).astype(sinks.dtype)
+    return -(weights * known.delta).sum((0, 1)).astype(sinks.dtype)
 
 
 def _over(window, block: int, visit, state, pairs: Pairs):
@@ -319,7 +324,7 @@ def _scores(
     """The scores of a pair, and which of them count; None for all."""
     query, key = asked.query[pair.query], keys.key[pair.key]
     products = jnp.einsum(
-        "bgrqd,bgkd->bgrqk", query, key, preferred_element_type=_wide(query)
+        "bgqd,bgkd->bgqk", query, key, preferred_element_type=_wide(query)
     )
     scores = products * form.scale
     if form.softcap is not None:
@@ -330,19 +335,20 @@ def _scores(
 
 def _seen(block: int, asked: Asked, keys: Keys, pair: Pairs, causal: bool):
     masks = []
-    row = jnp.arange(block, dtype=jnp.int32)
-    behind = (pair.behind + row[:, None] - row[None, :])[None]
+    group = asked.query.shape[-2] // block
+    own, other = (jnp.arange(n, dtype=jnp.int32) for n in (group * block, block))
+    behind = (pair.behind + own[:, None] % block - other[None, :])[None]
     if causal:
         masks.append(behind >= 0)
     if asked.window is not None:
         masks.append(behind < asked.window)
     if asked.segments is not None and keys.segments is not None:
-        own, other = asked.segments[pair.query], keys.segments[pair.key]
-        masks.append(own[:, :, None] == other[:, None, :])
+        texts = jnp.tile(asked.segments[pair.query], (1, group))
+        masks.append(texts[:, :, None] == keys.segments[pair.key][:, None, :])
     if not masks:
         return None
     seen = functools.reduce(jnp.logical_and, jnp.broadcast_arrays(*masks))
-    return seen[:, None, None]
+    return seen[:, None]
 
 
 def _where(seen, values, otherwise):

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
 from fsdp_jax.ops._blockwise import (
@@ -22,6 +23,9 @@ from fsdp_jax.ops._zigzag import check_chunks, chunks_of, ranks_along
 
 SCOPES = ("ring_attention", "all_gather_attention", "ulysses_attention")
 """The named scopes of all that they send."""
+
+SAVED = "context_attention"
+"""The name of what backward needs of forward."""
 
 
 def form_of(length: int, scale: float, softcap: float | None, axis: str) -> Form:
@@ -49,8 +53,19 @@ def cut(
         segments,
         None if window is None else jnp.asarray(window, jnp.int32),
     )
-    keys = Keys(blocks_of_heads(key, block), blocks_of_heads(value, block), segments)
-    return asked, keys, None if sinks is None else sinks.reshape(groups, -1)
+    keys = Keys(
+        blocks_of_heads(key, block, groups),
+        blocks_of_heads(value, block, groups),
+        segments,
+    )
+    if sinks is not None:
+        sinks = jnp.repeat(sinks, block).reshape(groups, -1)
+    return asked, keys, sinks
+
+
+def named(mixed: Array, log_sum: Array, dtype: Any) -> tuple[Array, Array]:
+    """What backward needs of forward, under the name by which a policy saves it."""
+    return checkpoint_name(mixed.astype(dtype), SAVED), checkpoint_name(log_sum, SAVED)
 
 
 def triangles(form: Form, rank: Array, ranks: int, length: int) -> Pairs:

@@ -30,11 +30,11 @@ from fsdp_jax.ops._blockwise import (
     pairs_of_chunks,
     sinks_backward,
 )
-from fsdp_jax.ops._context_parallel import cut, form_of, triangles
+from fsdp_jax.ops._context_parallel import cut, form_of, named, triangles
 from fsdp_jax.ops._zigzag import chunks_of, ranks_along
 
 Chunks = tuple[Array, Array]
-Sinks = Float[Array, "kv_heads group"] | None
+Sinks = Float[Array, "kv_heads rows"] | None
 
 
 def ring_attention(
@@ -60,6 +60,11 @@ def ring_attention(
     It is for the `attention` of `bridge.models.Decoder`, with `zigzag_positions` for
     its `positions`; over `tp` besides within `split_heads`. Where `axis` is not manual,
     rows are whole and in order.
+
+    Scores are made a block at a time, and again in backward. What backward needs of
+    forward is named `context_attention`: with a `remat_policy` of
+    `jax.checkpoint_policies.save_only_these_names("context_attention")` a layer that is
+    computed again does not attend again.
 
     Args:
       query: Of this rank, rotary embedding applied; head `i` reads key head
@@ -87,7 +92,8 @@ def ring_attention(
     ring = _Ring(form_of(query.shape[1], scale, softcap, axis), axis, ranks_along(axis))
     with jax.named_scope("ring_attention"):
         given = cut(ring.form, query, key, value, segment_ids, window, sinks)
-        return heads_of_blocks(_ring(ring, *given)).astype(value.dtype)
+        mixed: Any = _ring(ring, *given)
+        return heads_of_blocks(mixed, ring.form.block)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,8 +181,7 @@ def _forward(ring: _Ring, asked: Asked, keys: Keys, sinks: Sinks):
         return attend(ring.form, asked, keys, state, pairs, causal=causal)
 
     state = ring.go_round(visit, begin(asked.query, keys.value), keys)
-    mixed, log_sum = finish(state, sinks)
-    out = mixed.astype(keys.value.dtype)
+    out, log_sum = named(*finish(state, sinks), keys.value.dtype)
     return out, (asked, keys, sinks, out, log_sum)
 
 

@@ -61,6 +61,15 @@ def test_a_sweep_recommends_what_is_fastest_of_what_fits(llama, capsys):
     assert lines[-1].removeprefix("recommended: ") in rows[0]
 
 
+@pytest.mark.plan
+def test_a_sweep_splits_rows_that_are_long_and_fewer_than_gpus(llama, capsys):
+    assert not plan(llama, "--seq", "8192", "--batch", "1", "--sweep")
+    out, err = capsys.readouterr()
+    assert out.splitlines()[-1] == "recommended: FSDP, cp=8"
+    assert "leaving out ZeRO-2: 1 rows do not divide over 8 ranks" in err
+    assert "leaving out FSDP, cp=2: 1 rows do not divide over 4 ranks" in err
+
+
 @pytest.mark.parametrize(
     "options, message",
     [
@@ -68,6 +77,8 @@ def test_a_sweep_recommends_what_is_fastest_of_what_fits(llama, capsys):
         (("--mesh", "dp_shard:8"), "'dp_shard:8' is no size of dp_outer"),
         (("--mesh", "tp=2", "--seq", "63"), "--seq 63: tp=2 splits the tokens"),
         (("--mesh", "tp=8"), "num_attention_heads 4 is not a multiple of 8"),
+        (("--mesh", "cp=4", "--seq", "36"), "--seq 36: cp=4 splits the tokens"),
+        (("--remat", "attention"), "--remat attention keeps what attention makes"),
         (("--tflops", "-1"), "takes no flops=-1"),
         (("--sweep", "--zero", "2"), "leave out --mesh, --zero"),
         (("--gpus", "12"), "12 GPUs are neither a part of a node of 8"),

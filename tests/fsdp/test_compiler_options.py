@@ -50,21 +50,24 @@ class Mesh:
 
     platform: str
     tp: int = 1
+    cp: int = 1
 
     @property
     def shape(self):
-        return {"tp": self.tp}
+        return {"cp": self.cp, "tp": self.tp}
 
     @property
     def devices(self):
         return np.array([SimpleNamespace(platform=self.platform)])
 
 
-def test_this_xla_knows_every_option():
+@pytest.mark.parametrize("axis", ["tp", "cp"])
+def test_this_xla_knows_every_option(axis):
     # The names are the same on every backend, so that CPUs check those of GPUs.
-    options = fsdp.compiler_options(tensor_parallel=True)
+    name = {"tp": "tensor_parallel", "cp": "context_parallel"}[axis]
+    options = fsdp.compiler_options(**{name: True})
     assert options.items() > fsdp.compiler_options().items()
-    assert options == options_for(Mesh("gpu", tp=2), None)
+    assert options == options_for(Mesh("gpu", **{axis: 2}), None)
     assert jax.jit(lambda x: x * 2, compiler_options=options)(1.0) == 2
 
 
