@@ -45,6 +45,7 @@ from fsdp_jax._notebook import unload_ipython_extension as unload_ipython_extens
 from fsdp_jax._offload import Offload as Offload
 from fsdp_jax._padded import Padded as Padded
 from fsdp_jax._padded import unpack as unpack
+from fsdp_jax._pipeline_config import Pipeline as Pipeline
 from fsdp_jax._plan import ParamPlan as ParamPlan
 from fsdp_jax._plan import Plan as Plan
 from fsdp_jax._scan import scan as scan

@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 from fsdp_jax._lora_config import LoRA
 from fsdp_jax._low_precision import ParamGather
 from fsdp_jax._offload import Offload
+from fsdp_jax._pipeline_config import Pipeline
 from fsdp_jax._tree import matches
 
 
@@ -231,6 +232,9 @@ class FSDPConfig:
       offload: What rests in the host's memory instead of the device's, e.g.
         `Offload()` for the optimizer state. None: nothing. For activations take a
         `remat_policy` of jax's that offloads.
+      pipeline: How stages take turns, where the mesh has more than one on `pp`. The
+        model's one stack of units, which `fsdp_jax.scan` runs, is split over these;
+        all else rests split over them too, and is gathered once a step.
 
     Source: FSDP2 `fully_shard(reshard_after_forward=, mp_policy=)`.
     """
@@ -258,6 +262,7 @@ class FSDPConfig:
     )
     min_shard_elements: int = 0
     offload: Offload | None = None
+    pipeline: Pipeline = dataclasses.field(default_factory=Pipeline)
 
     def __post_init__(self):
         """Refuses combinations in which an option would do nothing."""

@@ -64,10 +64,11 @@ def _agreed(pairs: Sequence[tuple[ParamPlan, Array]]) -> dict[str, Array]:
     agreed = {}
     for axes in dict.fromkeys(row.placements.optimizer for row, _ in pairs):
         own = [pair for pair in pairs if pair[0].placements.optimizer == axes]
-        flat = jnp.concatenate([_largest(*pair).ravel() for pair in own])
+        sizes = [_largest(*pair) for pair in own]
         with jax.named_scope("largest"):
-            found = lax.pmax(flat, axes)
-        agreed |= _taken_apart([row for row, _ in own], found)
+            found = lax.pmax(jnp.concatenate([size.ravel() for size in sizes]), axes)
+        names = [row.name for row, _ in own]
+        agreed |= _taken_apart(names, [size.shape for size in sizes], found)
     return agreed
 
 
@@ -77,10 +78,11 @@ def _largest(row: ParamPlan, value: Array) -> Float[Array, "*stacked"]:
     return jnp.abs(value).max(dims).astype(jnp.float32)
 
 
-def _taken_apart(rows: Sequence[ParamPlan], flat: Array) -> Iterator[tuple[str, Array]]:
+def _taken_apart(
+    names: Sequence[str], stacks: Sequence[tuple[int, ...]], flat: Array
+) -> Iterator[tuple[str, Array]]:
     start = 0
-    for row in rows:
-        stack = row.shape[: row.num_stacked]
+    for name, stack in zip(names, stacks, strict=True):
         size = math.prod(stack)
-        yield row.name, flat[start : start + size].reshape(stack)
+        yield name, flat[start : start + size].reshape(stack)
         start += size

@@ -25,6 +25,8 @@ from fsdp_jax._mesh import (
 from fsdp_jax._model import MakeModel, ModelDef, describe
 from fsdp_jax._offload import check_memory
 from fsdp_jax._plan import ROOT, ParamPlan, Plan
+from fsdp_jax._stages import Stages
+from fsdp_jax._staging import beside_stages, is_within, staged_stack
 from fsdp_jax._tree import matches, named_leaves
 from fsdp_jax._units import Stacked, UnitSpec, find_units, owner
 
@@ -80,8 +82,11 @@ def fully_shard(
         owners = {name: owner(name, found) for name in names}
         model = with_lora(model, config.lora, owners, ROOT, config.mp_policy)
     placements = _placements(mesh, config)
+    stack = staged_stack(mesh, found)
     rows = tuple(
-        _plan_param(name, leaf, *owner(name, found), mesh, placements, config, model)
+        _plan_param(
+            *(name, leaf, *owner(name, found), stack, mesh, placements, config, model)
+        )
         for name, leaf in model.named_params
     )
     added = model.factors | model.codes
@@ -137,6 +142,7 @@ def _plan_param(
     leaf: Any,
     unit: str,
     num_stacked: int,
+    stack: str | None,
     mesh: Mesh,
     placements: Placements,
     config: FSDPConfig,
@@ -170,6 +176,11 @@ def _plan_param(
     )
     if row.is_expert:
         placements = without_ep(placements)
+    if stack is not None and (unit == stack or is_within(unit, stack)):
+        stages = Stages(row.shape[0], mesh.shape["pp"], config.pipeline.virtual_stages)
+        row = dataclasses.replace(row, is_staged=True, stage_padding=stages.padding)
+    elif stack is not None:
+        placements = beside_stages(placements, unit)
     num_shards = num_devices(mesh, placements.optimizer)
     if name not in model.factors | model.codes:
         tensor_dim = _tensor_dim(row, mesh, config, num_shards)

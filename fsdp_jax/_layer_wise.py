@@ -203,6 +203,7 @@ def _check(plan: Plan, chosen: Sequence[ParamPlan], patterns: Sequence[str]) -> 
         f"'{row.name}' is split over tp" for row in chosen if row.tensor_dim is not None
     ]
     wrong += [f"'{row.name}' is split over ep" for row in chosen if row.is_expert]
+    wrong += [f"'{row.name}' is split over pp" for row in chosen if row.is_staged]
     wrong += [f"{pattern!r} matches nothing that is trained" for pattern in unused]
     if wrong:
         raise ValueError(

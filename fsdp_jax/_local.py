@@ -27,6 +27,7 @@ from fsdp_jax._mesh import DATA_AXES, axes_in_use, num_devices
 from fsdp_jax._model_state import fold_rank, reduce_state
 from fsdp_jax._offload import Offload, on_device
 from fsdp_jax._padded import Padded, pack
+from fsdp_jax._pipelined import pipelined_grads, pipelined_loss
 from fsdp_jax._plan import ROOT, ParamPlan, Plan
 from fsdp_jax._shard import Late, Shard
 from fsdp_jax._stream import AHEAD
@@ -49,10 +50,14 @@ def global_loss(plan: Plan, loss_fn: LossFn, form: LossForm) -> Callable[..., An
             for row, value in zip(plan.rows_in_step, values, strict=True)
         ]
         args = (model_state, batch, fold_rank(rng, data_axes))
-        loss, _ = trace_loss(call, shards, *args)
-        total, (count, aux, _) = loss(shards, *args)
+        if plan.mesh.shape["pp"] > 1:
+            total, count, parts = pipelined_loss(plan, call, aux_format, shards, *args)
+        else:
+            loss, _ = trace_loss(call, shards, *args)
+            total, (count, aux, _) = loss(shards, *args)
+            parts = aux_format.take_apart(aux)
         mean = _sum(total, data_axes) / _at_least_one(_sum(count, data_axes))
-        return mean, reduce_aux(aux_format.take_apart(aux), data_axes)
+        return mean, reduce_aux(parts, data_axes)
 
     sharded = _over_mesh(plan, local, out_specs=(PartitionSpec(), AUX_SPECS))
 
@@ -106,7 +111,8 @@ def global_grads(
         loss = _sum(totals.sum(), data_axes) / count
         aux = reduce_aux(aux, data_axes)
         state = reduce_state(plan, model_state, state, data_axes)
-        peaks = _peaks(grads, data_axes) if with_peaks else None
+        axes = axes_in_use(plan.mesh, ("pp", *DATA_AXES))
+        peaks = _peaks(grads, axes) if with_peaks else None
         return (loss, aux, state, peaks), grads
 
     whole = PartitionSpec()
@@ -146,6 +152,10 @@ def _accumulate(
       The gradients of what is trained, summed over all ranks; the model state; and
       `(totals[accumulate], counts[accumulate], aux)` of this rank.
     """
+    if plan.mesh.shape["pp"] > 1:
+        return pipelined_grads(
+            *(plan, call, aux_format, shards, model_state, rows, key, loss_scale)
+        )
     data_axes = axes_in_use(plan.mesh, DATA_AXES)
     backward = _backward(aux_format, key, loss_scale)
     xs = (jnp.arange(accumulate), rows)
@@ -278,7 +288,8 @@ def _shards(plan: Plan, values: Sequence[Any], scale: float) -> list[Shard]:
 def _sink(plan: Plan, row: ParamPlan, axes: tuple[str, ...]) -> Array:
     """Zeros in the shape and dtype of a gradient that is split over `axes`."""
     shape = list(row.padded_shape)
-    for dim, split in ((row.dim, axes), (row.expert_dim, ("ep",))):
+    stack = 0 if row.is_staged else None
+    for dim, split in ((row.dim, axes), (row.expert_dim, ("ep",)), (stack, ("pp",))):
         if dim is not None:
             shape[dim] //= num_devices(plan.mesh, split)
     zeros = jnp.zeros(shape, row.precision.main_grads)
@@ -353,7 +364,7 @@ def _placed(plan: Plan, row: ParamPlan, grad: Array) -> Array | Padded:
     if row.tensor_dim is not None:
         grad = grad.reshape(row.padded_shape)  # One dim again, if a step cut it in two.
         grad = _laid_out(plan, row, grad)
-    return Padded(grad, row.shape) if row.padding else grad
+    return Padded(grad, row.shape) if row.is_padded else grad
 
 
 def _laid_out(plan: Plan, row: ParamPlan, x: Array) -> Array:

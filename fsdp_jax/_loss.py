@@ -14,6 +14,7 @@ from jax.extend import core
 from jaxtyping import Array, Float
 
 from fsdp_jax._collectives import gather_weight
+from fsdp_jax._cut import CutLoss, cut_loss
 from fsdp_jax._linen import gather_at_units
 from fsdp_jax._model_state import fold_keys, written_state
 from fsdp_jax._objects import mark_objects
@@ -94,6 +95,27 @@ def trace_loss(
     Raises:
       ValueError: If it computes with a shard as if it were the weight; all offenders.
     """
+    closed, out_tree, gathers = _traced(loss, shards, *args)
+
+    def run(*args):
+        leaves = core.jaxpr_as_fun(closed)(*jax.tree.leaves(args))
+        return out_tree.unflatten(leaves)
+
+    return run, gathers
+
+
+def trace_and_cut(
+    loss: LossOfShards, shards: Sequence[Shard], *args: PyTree
+) -> CutLoss:
+    """As `trace_loss`, of a loss that is cut at the stack that stages share."""
+    closed, out_tree, _ = _traced(loss, shards, *args)
+    return cut_loss(closed, out_tree)
+
+
+def _traced(
+    loss: LossOfShards, shards: Sequence[Shard], *args: PyTree
+) -> tuple[core.ClosedJaxpr, Any, dict[str, int]]:
+    """The trace of a loss, the structure of its result, and its gathers."""
     closed, shape = jax.make_jaxpr(loss, return_shape=True)(shards, *args)
     inputs = iter(closed.jaxpr.invars)
     values = {}
@@ -111,11 +133,7 @@ def trace_loss(
             "the optimizer (weight_decay)."
         )
 
-    def run(*args):
-        leaves = core.jaxpr_as_fun(closed)(*jax.tree.leaves(args))
-        return jax.tree.structure(shape).unflatten(leaves)
-
-    return run, uses.gathers
+    return closed, jax.tree.structure(shape), uses.gathers
 
 
 def _sum_and_count(loss: Any) -> tuple[Any, Any]:

@@ -103,7 +103,7 @@ def check_axes(
     used = {"tp": tensor_parallel, "cp": context_parallel}
     unused = [
         axis
-        for axis in ("pp", "cp", "tp")
+        for axis in ("cp", "tp")
         if mesh.shape[axis] > 1 and not used.get(axis)
     ]
     if unused:

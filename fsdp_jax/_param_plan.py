@@ -39,6 +39,9 @@ class ParamPlan:
       is_overwritten: Whether what comes out as its gradient is its next value, as flax
         hands out the state of fp8 products: the largest of all ranks and microbatches
         takes its place, and the optimizer does not see it.
+      is_staged: Whether its first dim, the stack, is split over `pp`: each stage of the
+        pipeline has the layers that it runs.
+      stage_padding: Layers of zeros behind the last one where it is split so.
     """
 
     name: str
@@ -58,6 +61,8 @@ class ParamPlan:
     is_cut: bool = False
     gather: ParamGather | None = None
     is_overwritten: bool = False
+    is_staged: bool = False
+    stage_padding: int = 0
 
     @property
     def is_optimized(self) -> bool:
@@ -79,10 +84,25 @@ class ParamPlan:
     @property
     def padded_shape(self) -> tuple[int, ...]:
         """The shape in which it is split."""
-        return tuple(
-            size + self.padding if dim == self.dim else size
-            for dim, size in enumerate(self.shape)
+        shape = list(self.shape)
+        if self.dim is not None:
+            shape[self.dim] += self.padding
+        if self.is_staged:
+            shape[0] += self.stage_padding
+        return tuple(shape)
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether it is split in a shape other than its own."""
+        return bool(self.padding or self.stage_padding)
+
+    @property
+    def logical_spec(self) -> PartitionSpec:
+        """The spec at rest of an array in its own shape, of what this divides."""
+        row = dataclasses.replace(
+            self, is_staged=self.is_staged and not self.stage_padding
         )
+        return row.spec_with_tp(() if self.padding else self.placements.optimizer)
 
     def spec(self, axes: tuple[str, ...]) -> PartitionSpec:
         """The spec that splits `dim` over the data axes `axes`, silent about `tp`."""
@@ -127,6 +147,7 @@ class ParamPlan:
             (self.dim, num_devices(mesh, axes)),
             (self.tensor_dim, tp),
             (self.expert_dim, mesh.shape["ep"]),
+            (0 if self.is_staged else None, mesh.shape["pp"]),
         ):
             if dim is not None:
                 dims[dim] //= devices
@@ -135,9 +156,12 @@ class ParamPlan:
     def late_axes(self, data_axes: tuple[str, ...]) -> tuple[str, ...]:
         """Those of `data_axes` over which a microbatch leaves its gradient partial.
 
-        Never `ep` for experts: tokens of all its ranks have come to them.
+        Never `ep` for experts: tokens of all its ranks have come to them. Nor `pp` for
+        what one stage alone has.
         """
-        done = (*self.placements.gradient, *(("ep",) if self.is_expert else ()))
+        done = {*self.placements.gradient}
+        done |= {"ep"} if self.is_expert else set()
+        done |= {"pp"} if self.is_staged else set()
         return tuple(axis for axis in data_axes if axis not in done)
 
     @property
@@ -149,6 +173,8 @@ class ParamPlan:
         split = {self.dim: axes} if self.dim is not None and axes else {}
         if self.expert_dim is not None:
             split[self.expert_dim] = ("ep",)
+        if self.is_staged:
+            split[0] = ("pp",)
         return split
 
 

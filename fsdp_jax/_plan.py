@@ -17,6 +17,7 @@ from fsdp_jax._mesh import BATCH_AXES, DATA_AXES, axes_in_use, num_devices
 from fsdp_jax._model import MakeModel, ModelDef
 from fsdp_jax._padded import Padded
 from fsdp_jax._param_plan import ParamPlan as ParamPlan
+from fsdp_jax._stages import Stages
 from fsdp_jax._table import Grid, format_bytes, html_page
 from fsdp_jax._tree import PyTree, matches, named_leaves
 
@@ -73,7 +74,7 @@ class Plan:
                 row.precision.main_params,
                 sharding=NamedSharding(self.mesh, row.spec_with_tp(axes)),
             )
-            packed.append(Padded(struct, row.shape) if row.padding else struct)
+            packed.append(Padded(struct, row.shape) if row.is_padded else struct)
         return self._unflatten(packed)
 
     @property
@@ -117,6 +118,17 @@ class Plan:
         """
         tp = {"tp"} if self.mesh.shape["tp"] > 1 else set()
         return frozenset(self.mesh.axis_names) - tp
+
+    @property
+    def stages(self) -> Stages:
+        """How layers lie on the stages of the pipeline; one stage where there is none.
+
+        Raises:
+          ValueError: If the plan has no stack of layers that `pp` splits.
+        """
+        row = next(row for row in self.rows if row.is_staged)
+        virtual = self.config.pipeline.virtual_stages
+        return Stages(row.shape[0], self.mesh.shape["pp"], virtual)
 
     @property
     def late_axes(self) -> tuple[str, ...]:
@@ -209,8 +221,7 @@ class Plan:
         return self.treedef.unflatten(leaves)
 
     def _struct(self, row: ParamPlan, dtype: Any) -> jax.ShapeDtypeStruct:
-        axes = () if row.padding else row.placements.optimizer
-        sharding = NamedSharding(self.mesh, row.spec_with_tp(axes))
+        sharding = NamedSharding(self.mesh, row.logical_spec)
         return jax.ShapeDtypeStruct(row.shape, dtype, sharding=sharding)
 
 

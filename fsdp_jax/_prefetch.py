@@ -17,6 +17,7 @@ from jax import lax
 from jaxtyping import Array
 
 from fsdp_jax._collectives import gather_weight
+from fsdp_jax._mixed import Mixed
 from fsdp_jax._reshard import split_unit
 from fsdp_jax._shard import Shard
 from fsdp_jax._tree import PyTree
@@ -90,13 +91,13 @@ class _Stack:
       prefetch: How many units ahead are gathered.
       unroll: Units in one iteration of the loop.
       policy: What of a unit's activations is saved for backward; None for all.
-      traced: What tracing a unit told: "results", a `_Mixed`, and "pull", a `_Pull`.
+      traced: What tracing a unit told: "results", a `Mixed`, and "pull", a `_Pull`.
     """
 
     weights_only: Callable[..., Sequence[Array]]
     rest: Callable[..., Sequence[Array]]
     out_tree: Any
-    arguments: _Mixed
+    arguments: Mixed
     num_units: int
     prefetch: int
     unroll: int
@@ -113,7 +114,7 @@ class _Stack:
             weights_only,
             rest,
             out_tree,
-            _Mixed.of(*example),
+            Mixed.of(*example),
             shards[0].value.shape[0],
             prefetch,
             unroll,
@@ -153,7 +154,7 @@ class _Stack:
             args = self.arguments.join((carry, slices, consts), others)
             leaves = self.rest(values, *jax.tree.leaves(args))
             out = self.out_tree.unflatten(leaves)
-            results = self.traced["results"] = _Mixed.of(*out)
+            results = self.traced["results"] = Mixed.of(*out)
             return results.floats(out), results.others(out)
 
         if self.policy:
@@ -254,52 +255,6 @@ def _reduced(stack: _Stack, shards, grads: Leaves, i: Any) -> Leaves:
 
     _, pull = jax.vjp(of_sinks, [shard.sink for shard in own])
     return pull(grads)[0]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Mixed:
-    """Trees whose floating-point leaves are held apart from all others.
-
-    Only the former have gradients; keys and integers would have none of any dtype.
-    """
-
-    treedefs: tuple[Any, ...]
-    is_float: tuple[tuple[bool, ...], ...]
-
-    @classmethod
-    def of(cls, *trees: PyTree) -> _Mixed:
-        leaves = [jax.tree.leaves(tree) for tree in trees]
-        return cls(
-            tuple(map(jax.tree.structure, trees)),
-            tuple(
-                tuple(jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in each)
-                for each in leaves
-            ),
-        )
-
-    def floats(self, trees: Sequence[PyTree]) -> tuple[Leaves, ...]:
-        return self._chosen(trees, of_floats=True)
-
-    def others(self, trees: Sequence[PyTree]) -> tuple[Leaves, ...]:
-        return self._chosen(trees, of_floats=False)
-
-    def join(
-        self, floats: Sequence[Leaves], others: Sequence[Leaves]
-    ) -> tuple[PyTree, ...]:
-        joined = []
-        for treedef, mask, f, o in zip(
-            self.treedefs, self.is_float, floats, others, strict=True
-        ):
-            given = {True: iter(f), False: iter(o)}
-            joined.append(treedef.unflatten(next(given[kind]) for kind in mask))
-        return tuple(joined)
-
-    def _chosen(self, trees, *, of_floats: bool) -> tuple[Leaves, ...]:
-        chosen = []
-        for tree, mask in zip(trees, self.is_float, strict=True):
-            pairs = zip(jax.tree.leaves(tree), mask, strict=True)
-            chosen.append([leaf for leaf, kind in pairs if kind == of_floats])
-        return tuple(chosen)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,8 +11,10 @@ from jax.core import Tracer
 
 from fsdp_jax._derived import take_parts
 from fsdp_jax._objects import put_state, written_state
+from fsdp_jax._plan import ParamPlan
 from fsdp_jax._prefetch import prefetching_scan
 from fsdp_jax._shard import Shard, partition, shards_of
+from fsdp_jax._stack import scan_stages, unless_padding
 from fsdp_jax._tree import PyTree
 from fsdp_jax._unit import unit as mark
 
@@ -71,6 +73,48 @@ def scan(
             "and at least 1 is in an iteration."
         )
 
+    run = functools.partial(_scan, prefetch=prefetch, unroll=unroll)
+    if staged := [s for s in partition(stacked)[0] if s.row.is_staged]:
+        return _scan_stages(run, staged[0].row, unit, stacked, carry, xs, consts)
+    return run(unit, stacked, carry, xs, consts)
+
+
+def _scan_stages(
+    run: Callable[..., tuple[PyTree, PyTree]],
+    row: ParamPlan,
+    unit: Callable[..., tuple[PyTree, PyTree]],
+    stacked: PyTree,
+    *args: PyTree,
+) -> tuple[PyTree, PyTree]:
+    """The scan as one of a pipeline, which runs some of the layers at a time."""
+    if jax.tree.leaves(written_state(stacked)):
+        raise ValueError(
+            f"'{row.unit}' holds arrays that are no parameters (dropout counters, "
+            "statistics of a BatchNorm), which its layers may write to, and is split "
+            "over pp, where several microbatches are under way at once. Hand keys in "
+            "by `xs`, or use pp=1."
+        )
+    shards, others, merge = partition(stacked)
+
+    def run_chunk(shards, others, carry, xs, consts, is_real):
+        chunk = merge(shards, others)
+        if is_real is None:
+            return run(unit, chunk, carry, xs, consts)
+        return run(unless_padding(unit), chunk, carry, (is_real, *xs), consts)
+
+    return scan_stages(run_chunk, shards, others, *args, num_layers=row.shape[0])
+
+
+def _scan(
+    unit: Callable[..., tuple[PyTree, PyTree]],
+    stacked: PyTree,
+    carry: PyTree,
+    xs: tuple[PyTree, ...],
+    consts: tuple[PyTree, ...],
+    *,
+    prefetch: int,
+    unroll: int,
+) -> tuple[PyTree, PyTree]:
     def stateful(weights, *args):
         carry, y = unit(weights, *args)
         # Dropout counters, BatchNorm statistics: written inside, wanted outside.

@@ -144,7 +144,7 @@ def init(
     wanted = (*wanted, mould.num_skipped, mould.loss_scale)
     make_rest = jax.jit(rest, out_shardings=sharding_of(wanted))
     made, opt_state, *others = make_rest(params, rng, model_state, opt_state)
-    if any(row.padding for row in plan.rows):
+    if any(row.is_padded for row in plan.rows):
         params = _pack_each(plan, params)
     if plan.config.offload and plan.config.offload.params:
         params = jax.device_put(params, sharding_of(mould.params))
@@ -285,7 +285,7 @@ def _abstract_opt_state(plan: Plan, tx: optax.GradientTransformation) -> PyTree:
         struct = jax.ShapeDtypeStruct(
             row.padded_shape, leaf.dtype, sharding=NamedSharding(plan.mesh, spec)
         )
-        return Padded(struct, shape) if row.padding else struct
+        return Padded(struct, shape) if row.is_padded else struct
 
     return jax.tree_util.tree_map_with_path(mould, shapes)
 
@@ -307,12 +307,14 @@ def _row_of_its_own(
     if owner is not None and not owner.is_expert:
         placements = owner.placements
     num_shards = num_devices(plan.mesh, placements.optimizer)
+    # Of a stack of layers: each stage has what belongs to its own.
+    is_staged = bool(owner and owner.is_staged and shape[:1] == owner.shape[:1])
     if num_shards == 1:
         dim, padding = None, 0
     elif owner and _has_its_split_dim(shape, owner):
         dim, padding = owner.dim, owner.padding
     elif owner:
-        dim, padding = choose_split(shape, num_shards)
+        dim, padding = choose_split(shape, num_shards, num_stacked=int(is_staged))
     else:
         # The first dim that divides: of a stack, whole members. What none of divides is
         # coefficients, and no state that grows with the model.
@@ -328,6 +330,7 @@ def _row_of_its_own(
         tensor_dim=None,
         expert_dim=None,
         placements=placements,
+        is_staged=is_staged,
     )
 
 

@@ -101,6 +101,8 @@ def _follow(jaxpr: core.Jaxpr, known: _Known, uses: Uses) -> None:
 
 
 def _is_gather(eqn: Any) -> bool:
+    if eqn.primitive.name == "fsdp_stack":
+        return True
     call = eqn.params.get("call_jaxpr")
     return call is not None and call.jaxpr.debug_info.func_name in GATHERS
 

@@ -24,8 +24,9 @@ PACKAGES = ("fsdp_jax", "bridge")
 # underscores are left out. `__init__` is the package itself: `from fsdp_jax import X`.
 ROWS = [
     {"bar", "padded", "table", "reshard", "uses", "compiler_options", "lora_config"}
-    | {"loss_scale", "low_precision", "settle"},
+    | {"loss_scale", "low_precision", "settle", "pipeline_config", "stages"},
     {"tree", "quantized"},
+    {"stack", "mixed"},
     {"rounding", "eight_bit", "memory_alarm", "offload", "stream"},
     {"config", "chunks", "factored"},
     {"mesh", "model", "derived"},
@@ -33,13 +34,16 @@ ROWS = [
     {"param_plan"},
     {"plan", "data", "launch", "batches"},
     {"experts", "units"},
+    {"staging", "ring"},
     {"shard", "fully_shard", "batch", "frozen", "health"},
     {"model_state", "layer_wise"},
     {"collectives", "state", "aux"},
-    {"unit", "checkpoint", "ops", "adapters", "enter", "update"},
-    {"prefetch", "objects", "linen"},
-    {"scan"},
+    {"unit", "checkpoint", "ops", "adapters", "enter", "update", "interleave"}
+    | {"cut"},
+    {"prefetch", "objects", "linen", "stage"},
+    {"scan", "pipeline"},
     {"loss"},
+    {"pipelined"},
     {"local"},
     {"step", "eval"},
     {"planner"},

@@ -1,0 +1,229 @@
+"""Layers split over `pp`: microbatches pass through the stages, and nothing changes."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers.compare import host, worst
+from helpers.experts import CHOSEN, EMBED, EXPERTS, WIDTH, run_experts
+from jax.sharding import PartitionSpec as P
+
+import fsdp_jax as fsdp
+from fsdp_jax import ops
+from fsdp_jax._stages import Schedule, Stages
+
+# By the norm of all gradients, so that one of them wrong makes all steps wrong.
+TX = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2, eps=1e-3))
+# Five layers divide into no stages; the vocabulary is no data rank's multiple either.
+LAYERS, VOCAB, MLP, ROWS, SEQ = 5, 7, 48, 16, 6
+TENSOR = {"layers.up": 1, "layers.down": 0}
+CLOSE = 1e-9
+
+
+def make_weights(key, layers=LAYERS):
+    up, down, table, router, experts = jax.random.split(key, 5)
+    normal = jax.random.normal
+    return {
+        "embed": 0.3 * normal(table, (VOCAB, EMBED)),
+        "layers": {
+            "up": 0.3 * normal(up, (layers, EMBED, MLP)),
+            "down": 0.3 * normal(down, (layers, MLP, EMBED)),
+            "router": normal(router, (layers, EMBED, EXPERTS)),
+            "experts": {
+                "up": 0.3 * normal(experts, (layers, EXPERTS, EMBED, WIDTH)),
+                "gain": jnp.ones((layers, EXPERTS, 3)),
+                "bias": jnp.zeros((layers, EXPERTS, WIDTH)),
+                "down": 0.3 * normal(experts, (layers, EXPERTS, WIDTH, EMBED)),
+            },
+        },
+        "norm": jnp.ones(EMBED),
+    }
+
+
+def layer(w, x, gain, shift):
+    """What layers have: experts, something of their own, something of all."""
+    x = x + jnp.tanh(gain * x @ w["up"]) @ w["down"] + shift[None, None]
+    tokens = x.reshape(-1, EMBED)
+    scores = jax.nn.softmax(tokens @ w["router"])
+    weights, experts = jax.lax.top_k(scores, CHOSEN)
+    run = functools.partial(run_experts, w["experts"])
+    y, _ = ops.expert_parallel_dispatch(run, tokens, experts, weights, EXPERTS)
+    counts = jax.nn.one_hot(experts, EXPERTS, dtype=jnp.int32).sum((0, 1))
+    return x + y.reshape(x.shape), (scores.mean(0), counts)
+
+
+def loss_fn(weights, batch, scan=fsdp.scan):
+    """A tied embedding, which layers read too; what each layer made of the tokens."""
+    x = weights["embed"][batch["tokens"]]
+    gains = jnp.linspace(0.5, 1.0, LAYERS)
+    shift = weights["embed"].mean(0)
+    x, (scores, counts) = scan(
+        layer, weights["layers"], x, xs=(gains,), consts=(shift,)
+    )
+    logits = (x * weights["norm"][None, None]) @ weights["embed"].T
+    error = optax.softmax_cross_entropy_with_integer_labels(logits, batch["tokens"])
+    aux = {"counts": counts.sum(), "first": x[:, 0, 0], "scores": scores.mean()}
+    return error.mean() + 0.1 * (scores * gains[:, None]).sum(), aux
+
+
+def batch():
+    tokens = np.random.default_rng(0).integers(0, VOCAB, (ROWS, SEQ))
+    return {"tokens": tokens.astype(np.int32)}
+
+
+def plan_of(mesh, **config):
+    if mesh.shape["ep"] > 1:
+        config["expert_parallel"] = {"layers.experts": 0}
+    if mesh.shape["tp"] > 1:
+        config["tensor_parallel"] = TENSOR
+    stack = fsdp.Stacked("layers")
+    return fsdp.fully_shard(make_weights, mesh, [stack], fsdp.FSDPConfig(**config))
+
+
+def trained(plan, prefetch=0, accumulate=4):
+    """Parameters, and what three steps report."""
+    loss = functools.partial(
+        loss_fn, scan=functools.partial(fsdp.scan, prefetch=prefetch)
+    )
+    step = fsdp.make_train_step(plan, loss, TX, has_aux=True, accumulate=accumulate)
+    state = fsdp.init(plan, TX, fsdp.init_params(plan, jax.random.key(0)))
+    metrics = {}
+    for _ in range(3):
+        state, metrics = step(state, batch())
+    return state, host(metrics)
+
+
+@pytest.fixture(scope="module")
+def one_device():
+    with jax.enable_x64(True):
+        state, metrics = trained(plan_of(fsdp.make_mesh(devices=jax.devices()[:1])))
+        return host(state.params), metrics
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """How eight devices share the model."""
+
+    mesh: dict[str, int]
+    pipeline: fsdp.Pipeline = fsdp.Pipeline()
+    config: dict[str, Any] = dataclasses.field(default_factory=dict)
+    prefetch: int = 0
+
+
+INTERLEAVED = fsdp.Pipeline(virtual_stages=2)
+GPIPE = fsdp.Pipeline("gpipe")
+CASES = {
+    "dp 4 x pp 2": Case({"pp": 2}, prefetch=1),
+    "pp 4 x tp 2": Case({"pp": 4, "tp": 2}),
+    "pp 2 x ep 4, interleaved": Case({"pp": 2, "ep": 4}, INTERLEAVED),
+    "hsdp 2 x pp 2 x tp 2, weights gathered once": Case(
+        {"pp": 2, "dp_outer": 2, "tp": 2}, config={"zero_dp_strategy": 1}
+    ),
+    "gpipe, dp 4 x pp 2": Case({"pp": 2}, GPIPE),
+}
+
+
+@pytest.fixture(scope="module")
+def runs(one_device):
+    """Each case, trained when it is first asked for."""
+
+    @functools.cache
+    def run(name):
+        case = CASES[name]
+        with jax.enable_x64(True):
+            plan = plan_of(
+                fsdp.make_mesh(**case.mesh), pipeline=case.pipeline, **case.config
+            )
+            return plan, *trained(plan, case.prefetch)
+
+    return run
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_three_steps_of_a_pipeline_are_those_of_one_device(name, runs, one_device):
+    plan, state, metrics = runs(name)
+    want, want_metrics = one_device
+    assert worst(host(fsdp.unpack(state.params)), want) < CLOSE
+    for metric in ("loss", "grad_norm"):
+        np.testing.assert_allclose(metrics[metric], want_metrics[metric], CLOSE)
+    for kind in ("counts", "scores", "first"):
+        np.testing.assert_allclose(metrics["aux"][kind], want_metrics["aux"][kind])
+    # Each stage holds its own layers alone.
+    up = state.params["layers"]["up"].value
+    pp = plan.mesh.shape["pp"]
+    assert up.addressable_shards[0].data.shape[0] == up.shape[0] // pp
+
+
+def test_evaluation_passes_through_the_stages_too(runs, one_device):
+    plan, state, _ = runs("dp 4 x pp 2")
+    with jax.enable_x64(True):
+        params = jax.device_put(fsdp.unpack(state.params), plan.shardings)
+        evaluate = fsdp.make_eval_step(plan, loss_fn, has_aux=True)
+        got = evaluate(params, batch())
+        alone = plan_of(fsdp.make_mesh(devices=jax.devices()[:1]))
+        params = jax.device_put(one_device[0], alone.shardings)
+        want = fsdp.make_eval_step(alone, loss_fn, has_aux=True)(params, batch())
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, CLOSE), got, want)
+
+
+@pytest.mark.parametrize("pipeline", [fsdp.Pipeline(), INTERLEAVED, GPIPE])
+def test_a_replicated_embedder_has_the_sum_of_all_its_uses(pipeline):
+    # Upstream: 4 stages of 2 chunks with gradients 10 * stage + chunk: 124.
+    chunk, stage = np.divmod(np.arange(8), 4)
+    uses = jnp.asarray(10 * stage + chunk, jnp.float32)
+
+    def layer(w, x, use, embedder):
+        return x + use * embedder.sum() + 0 * w["w"].sum(), None
+
+    def loss(weights, batch):
+        x, _ = fsdp.scan(
+            layer,
+            weights["layers"],
+            0 * batch["x"].mean(),
+            xs=(uses,),
+            consts=(weights["embedder"],),
+        )
+        return x + 7 * weights["other"].sum()
+
+    def make(key):
+        sizes = {"embedder": (8, 8), "other": (8,)}
+        alone = {name: jnp.ones(size) for name, size in sizes.items()}
+        return {"layers": {"w": jnp.ones((8, 4))}, **alone}
+
+    config = fsdp.FSDPConfig(pipeline=pipeline)
+    mesh = fsdp.make_mesh(pp=4)
+    plan = fsdp.fully_shard(make, mesh, [fsdp.Stacked("layers")], config)
+    params = fsdp.init_params(plan, jax.random.key(0))
+    x = np.ones((8, 2), np.float32)
+    compute = fsdp.value_and_grad(plan, loss, accumulate=4)
+    _, grads = compute(params, {"x": x})
+    np.testing.assert_array_equal(grads["embedder"], np.full((8, 8), 124))
+    np.testing.assert_array_equal(grads["other"], np.full(8, 7))
+
+
+@pytest.mark.parametrize("saved, name", [("pp 2 x ep 4, interleaved", "layers.up")])
+def test_a_checkpoint_of_a_pipeline_fills_any_other_mould(saved, name, runs, tmp_path):
+    plan, state, _ = runs(saved)
+    with jax.enable_x64(True):
+        fsdp.save(tmp_path, state)
+        keys = {key for key in fsdp.load_shapes(tmp_path) if key.endswith(name)}
+        assert len(keys) == 3  # And two moments: keys know nothing of stages.
+        for mesh, pipeline in (
+            ({"pp": 4, "tp": 2}, fsdp.Pipeline()),
+            ({"dp_outer": 2}, fsdp.Pipeline()),
+            ({"pp": 2}, INTERLEAVED),
+        ):
+            other = plan_of(fsdp.make_mesh(**mesh), pipeline=pipeline)
+            mould = fsdp.abstract_state(other, TX)
+            loaded = fsdp.load(tmp_path, mould)
+            same = jax.tree.map(lambda a, m: a.sharding == m.sharding, loaded, mould)
+            assert all(jax.tree.leaves(same))
+            pair = (host(fsdp.unpack((s.params, s.opt_state))) for s in (loaded, state))
+            jax.tree.map(np.testing.assert_array_equal, *pair)
