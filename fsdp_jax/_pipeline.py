@@ -61,19 +61,21 @@ def one_forward_one_backward(
         # Each way of passing on stands before what it does not wait for.
         d_message = pass_on(d_message, schedule.stages.num_stages, -1)
         kept = _put(kept, message, ahead.slot, ahead.is_due)
-        message = lax.cond(
-            # What comes of the last chunk is needed in backward alone, which makes it.
-            ahead.is_due & ~stage.is_last(ahead.chunk),
-            lambda: stage.forward(stage.sinks(ahead.chunk), message, ahead, state),
-            lambda: empty,
-        )
+        with turns(0, schedule.forward_ticks):
+            message = lax.cond(
+                # What comes of the last chunk is needed, and made, in backward alone.
+                ahead.is_due & ~stage.is_last(ahead.chunk),
+                lambda: stage.forward(stage.sinks(ahead.chunk), message, ahead, state),
+                lambda: empty,
+            )
         message = pass_on(message, schedule.stages.num_stages, 1)
-        d_message, grads, state, outs = lax.cond(
-            behind.is_due,
-            lambda *args: _backward(stage, mixed, scale, behind, kept, *args),
-            lambda *args: args,
-            *(d_message, grads, state, outs),
-        )
+        with turns(schedule.stages.num_chunks - 1, schedule.ticks):
+            d_message, grads, state, outs = lax.cond(
+                behind.is_due,
+                lambda *args: _backward(stage, mixed, scale, behind, kept, *args),
+                lambda *args: args,
+                *(d_message, grads, state, outs),
+            )
         return (message, d_message, kept, grads, state, outs), None
 
     (d_empty,) = mixed.floats((empty,))
@@ -184,6 +186,14 @@ def forward_only(stage: Stage, state: PyTree, sinks: Grads):
     last = [schedule.last_tick(m) for m in range(schedule.num_microbatches)]
     outs = jax.tree.map(lambda x: x[jnp.array(last)], outs)
     return outs[0].sum(), state, outs
+
+
+def turns(start: int, stop: int):
+    """A scope that tells a replay in which ticks some stage has a turn.
+
+    Since stages wait for each other, a tick takes as long as that stage.
+    """
+    return jax.named_scope(f"turns_{start}_{stop}")
 
 
 def _put(kept: PyTree, new: PyTree, slot: Any, is_due: Any) -> PyTree:

@@ -130,7 +130,7 @@ def _reductions(plan: Plan, row: ParamPlan) -> Iterator[Leg]:
             dims_of(plan, row, places.gradient, sliced=True),
             None,
         )
-    late = row.late_axes(axes_in_use(plan.mesh, DATA_AXES))
+    late = row.late_axes(axes_in_use(plan.mesh, ("pp", *DATA_AXES)))
     scattered = tuple(a for a in places.optimizer if a in late)
     summed = tuple(a for a in late if a not in scattered)
     wide = hlo_dtype(precision.main_grads) if precision.accumulate_wide else wire

@@ -56,7 +56,7 @@ class Instruction:
         """Computations that it runs: of a fusion, a loop's body, branches."""
         return tuple(
             name
-            for listed in re.findall(r"(?:calls|body|to_apply)=%?([\w.\-]+)", self._own)
+            for listed in re.findall(_CALLED, self._own)
             + re.findall(r"branch_computations=\{(.*?)\}", self._own)
             for name in re.findall(r"[\w.\-]+", listed)
         )
@@ -166,6 +166,7 @@ def parse(text: str) -> Module:
     return Module(computations, entry)
 
 
+_CALLED = r"(?:calls|body|to_apply|true_computation|false_computation)=%?([\w.\-]+)"
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*)$")
 _ARRAY = re.compile(r"(\w+)\[([\d,<=]*)\]")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable
 
 from fsdp_jax.planner._cost import compute_seconds, wire_seconds
@@ -97,10 +98,12 @@ class _Player:
         self.now = 0.0
         self.wire_free = 0.0
         self.depth = 0
+        self.iteration = 0
         self.compute: list[Span] = []
         self.sent: list[Sent] = []
         self.under_way: dict[str, int] = {}
         self.steps: dict[str, list[Callable[[], None]]] = {}
+        self.alone: dict[str, float] = {}
 
     def play(self, computation: Computation) -> None:
         # An instruction is read once, though a loop may run it a thousand times.
@@ -165,13 +168,31 @@ class _Player:
 
     def _loop(self, one: Instruction) -> None:
         self.depth += 1
-        for _ in range(one.trip_count or 1):
+        around = self.iteration
+        for self.iteration in range(one.trip_count or 1):
             self.play(self.module[one.calls[0]])
+        self.iteration = around
         self.depth -= 1
 
     def _branch(self, one: Instruction) -> None:
-        """Runs what is called; of several branches the first."""
-        self.play(self.module[one.calls[0]])
+        """Runs what is called: of several branches the one that takes longest.
+
+        That is what the busiest device does. Of a turn in a pipeline, in ticks in which
+        no stage has one, the shortest.
+        """
+        branches = sorted(one.calls, key=self._alone)
+        turns = re.search(r"turns_(\d+)_(\d+)/cond$", one.op_name)
+        is_idle = turns and not int(turns[1]) <= self.iteration < int(turns[2])
+        self.play(self.module[branches[0 if is_idle else -1]])
+
+    def _alone(self, name: str) -> float:
+        """Seconds of a computation by itself."""
+        if name not in self.alone:
+            player = _Player(self.module, self.cost, self.num_devices)
+            player.play(self.module[name])
+            player.finish()
+            self.alone[name] = player.now
+        return self.alone[name]
 
 
 def _labels(computation: Computation, *, in_loop: bool) -> list[str]:

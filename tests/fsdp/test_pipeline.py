@@ -13,7 +13,6 @@ import optax
 import pytest
 from helpers.compare import host, worst
 from helpers.experts import CHOSEN, EMBED, EXPERTS, WIDTH, run_experts
-from jax.sharding import PartitionSpec as P
 
 import fsdp_jax as fsdp
 from fsdp_jax import ops
@@ -25,6 +24,7 @@ TX = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2, eps=1e-3))
 LAYERS, VOCAB, MLP, ROWS, SEQ = 5, 7, 48, 16, 6
 TENSOR = {"layers.up": 1, "layers.down": 0}
 CLOSE = 1e-9
+STACK = fsdp.Stacked("layers")
 
 
 def make_weights(key, layers=LAYERS):
@@ -83,8 +83,7 @@ def plan_of(mesh, **config):
         config["expert_parallel"] = {"layers.experts": 0}
     if mesh.shape["tp"] > 1:
         config["tensor_parallel"] = TENSOR
-    stack = fsdp.Stacked("layers")
-    return fsdp.fully_shard(make_weights, mesh, [stack], fsdp.FSDPConfig(**config))
+    return fsdp.fully_shard(make_weights, mesh, [STACK], fsdp.FSDPConfig(**config))
 
 
 def trained(plan, prefetch=0, accumulate=4):
@@ -227,3 +226,136 @@ def test_a_checkpoint_of_a_pipeline_fills_any_other_mould(saved, name, runs, tmp
             assert all(jax.tree.leaves(same))
             pair = (host(fsdp.unpack((s.params, s.opt_state))) for s in (loaded, state))
             jax.tree.map(np.testing.assert_array_equal, *pair)
+
+
+def turns(schedule: Schedule, direction: str) -> dict[tuple[int, int], Any]:
+    """`(microbatch, number of the chunk) -> (tick, slot)`; each once."""
+    found = {}
+    stages = schedule.stages.num_stages
+    for tick in range(schedule.ticks):
+        for stage in range(stages):
+            turn = getattr(schedule, direction)(tick, stage)
+            if turn.is_due:
+                key = (turn.microbatch, turn.chunk * stages + stage)
+                assert key not in found
+                found[key] = (tick, turn.slot)
+    return found
+
+
+@pytest.mark.parametrize("microbatches", [1, 3, 8])
+@pytest.mark.parametrize("virtual", [1, 2, 3])
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_turns_follow_each_other_and_keep_what_they_need(stages, virtual, microbatches):
+    stack = Stages(stages * virtual, stages, virtual)
+    schedule = Schedule(stack, microbatches)
+    forward, backward = turns(schedule, "forward"), turns(schedule, "backward")
+    assert len(forward) == len(backward) == microbatches * stack.num_chunks
+    for (microbatch, chunk), (tick, slot) in forward.items():
+        if chunk:
+            assert forward[microbatch, chunk - 1][0] == tick - 1
+        if chunk == stack.num_chunks - 1:
+            assert schedule.last_tick(microbatch) == tick
+        else:
+            later = backward[microbatch, chunk + 1][0]
+            assert backward[microbatch, chunk][0] == later + 1
+        end, read = backward[microbatch, chunk]
+        assert tick <= end and read == slot < schedule.num_slots
+        # Nobody else on the stage writes there in between.
+        others = [
+            at
+            for (m, c), (at, where) in forward.items()
+            if where == slot and c % stages == chunk % stages
+            if (m, c) != (microbatch, chunk)
+        ]
+        assert not any(tick <= at <= end for at in others)
+
+
+def test_a_bubble_is_what_the_papers_say():
+    def bubble(virtual, microbatches):
+        stages = Stages(8, 4, virtual)
+        return Schedule(stages, microbatches).bubble
+
+    assert bubble(1, 8) == pytest.approx(3 / 11)
+    assert bubble(2, 8) == pytest.approx(1.5 / 9.5)
+    assert Stages(5, 2, 1).layers_of_stages == (3, 2)
+    assert Stages(5, 2, 2).layers_of_stages == (3, 2)
+    assert Stages(80, 4, 5).layers_of_stages == (20,) * 4
+
+
+def temporaries(pipeline, microbatches):
+    """Of a compiled step, in inputs of a stage."""
+
+    def make(key):
+        return {"layers": {"w": jnp.ones((4, 64, 64))}, "head": jnp.ones((64, 64))}
+
+    def loss(weights, batch):
+        x, _ = fsdp.scan(
+            lambda w, x: (jnp.tanh(x @ w["w"]), None), weights["layers"], batch["x"]
+        )
+        return (x @ weights["head"]).mean()
+
+    config = fsdp.FSDPConfig(pipeline=pipeline)
+    mesh = fsdp.make_mesh(pp=2, devices=jax.devices()[:2])
+    plan = fsdp.fully_shard(make, mesh, [fsdp.Stacked("layers")], config)
+    step = fsdp.make_train_step(plan, loss, optax.sgd(0.1), accumulate=microbatches)
+    x = jax.ShapeDtypeStruct((8 * microbatches, 64, 64), jnp.float32)
+    state = fsdp.abstract_state(plan, optax.sgd(0.1))
+    memory = step.lower(state, {"x": x}).compile().memory_analysis()
+    return memory.temp_size_in_bytes / (8 * 64 * 64 * 4)
+
+
+def test_what_one_forward_one_backward_keeps_is_bounded_by_stages():
+    # Measured with the optimizations that the other tests go without.
+    jax.config.update("jax_disable_most_optimizations", False)
+    try:
+        few, many = (temporaries(fsdp.Pipeline(), count) for count in (4, 32))
+        assert abs(many - few) < 0.1
+        # The negative control: one more input for each microbatch more.
+        few, many = (temporaries(GPIPE, count) for count in (4, 32))
+        assert 27 < many - few < 29
+    finally:
+        jax.config.update("jax_disable_most_optimizations", True)
+
+
+def refused(loss, make=make_weights, units=(STACK,)):
+    plan = fsdp.fully_shard(make, fsdp.make_mesh(pp=2), units)
+    step = fsdp.make_train_step(plan, loss, TX)
+    step.lower(fsdp.abstract_state(plan, TX), batch())
+
+
+def test_a_stack_that_a_step_cannot_see_is_refused():
+    def hidden(weights, batch):
+        return jax.jit(loss_fn)(weights, batch)[0]
+
+    def twice(weights, batch):
+        return loss_fn(weights, batch)[0] + loss_fn(weights, batch)[0]
+
+    for loss, times in ((hidden, 0), (twice, 2)):
+        with pytest.raises(ValueError, match=f"splits {times} times.*no jax.jit"):
+            refused(loss)
+
+
+def test_slices_of_another_number_of_layers_are_refused():
+    def loss(weights, batch):
+        x = weights["embed"][batch["tokens"]]
+        xs = (jnp.ones(4),)
+        return fsdp.scan(layer, weights["layers"], x, xs, (x[0, 0],))[0].mean()
+
+    with pytest.raises(ValueError, match=r"over 5 layers was given .*\(4,\)"):
+        refused(loss)
+
+
+def test_models_without_one_stack_are_refused():
+    def two(key):
+        return {"a": {"w": jnp.ones((4, 8))}, "b": {"w": jnp.ones((4, 8))}}
+
+    stacks = [fsdp.Stacked("a"), fsdp.Stacked("b")]
+    for units, shown in ((stacks, "'a' of 1 dim.*'b' of 1"), ([], "has none")):
+        with pytest.raises(ValueError, match=f"pp=2, and stages split one.*{shown}"):
+            refused(None, two, units)
+
+
+def test_schedules_that_are_none_are_refused():
+    for wrong in ({"schedule": "zero-bubble"}, {"virtual_stages": 0}):
+        with pytest.raises(ValueError, match="schedule is one of 1f1b, gpipe"):
+            fsdp.Pipeline(**wrong)
