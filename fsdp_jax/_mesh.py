@@ -102,9 +102,7 @@ def check_axes(
         )
     used = {"tp": tensor_parallel, "cp": context_parallel}
     unused = [
-        axis
-        for axis in ("cp", "tp")
-        if mesh.shape[axis] > 1 and not used.get(axis)
+        axis for axis in ("cp", "tp") if mesh.shape[axis] > 1 and not used.get(axis)
     ]
     if unused:
         sizes = ", ".join(f"{axis}={mesh.shape[axis]}" for axis in unused)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Literal, get_args
 
-SCHEDULES = ("1f1b", "gpipe")
+ScheduleName = Literal["1f1b", "gpipe"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,13 +35,14 @@ class Pipeline:
       here all pass on at once, as one program does, and the first has twice as many).
     """
 
-    schedule: Literal["1f1b", "gpipe"] = "1f1b"
+    schedule: ScheduleName = "1f1b"
     virtual_stages: int = 1
 
     def __post_init__(self):
         """Refuses what is no schedule."""
-        if self.schedule not in SCHEDULES or self.virtual_stages < 1:
+        known = get_args(ScheduleName)
+        if self.schedule not in known or self.virtual_stages < 1:
             raise ValueError(
-                f"{self}: schedule is one of {', '.join(SCHEDULES)}, and a stage has "
+                f"{self}: schedule is one of {', '.join(known)}, and a stage has "
                 "at least 1 part of the stack."
             )

@@ -17,6 +17,7 @@ from fsdp_jax._mesh import BATCH_AXES, DATA_AXES, axes_in_use, num_devices
 from fsdp_jax._model import MakeModel, ModelDef
 from fsdp_jax._padded import Padded
 from fsdp_jax._param_plan import ParamPlan as ParamPlan
+from fsdp_jax._pipeline_lines import pipeline_lines
 from fsdp_jax._stages import Stages
 from fsdp_jax._table import Grid, format_bytes, html_page
 from fsdp_jax._tree import PyTree, matches, named_leaves
@@ -283,15 +284,21 @@ def _split(row: ParamPlan) -> str:
     """How one parameter is split, in words."""
     parts = []
     axes = row.placements.optimizer
-    if axes and row.dim == row.tensor_dim:
-        return f"dim {row.dim} over {' x '.join(('tp', *axes))}"
-    if axes:
+    if row.is_staged:
+        parts.append("dim 0 over pp")
+    if row.stage_padding:
+        size = row.shape[0]
+        parts.append(f"padded {size} to {size + row.stage_padding}")
+    is_one_dim = bool(axes) and row.dim == row.tensor_dim
+    if is_one_dim:
+        parts.append(f"dim {row.dim} over {' x '.join(('tp', *axes))}")
+    elif axes:
         parts.append(f"dim {row.dim} over {' x '.join(axes)}")
     if row.padding:
         assert row.dim is not None
         size = row.shape[row.dim]
         parts.append(f"padded {size} to {size + row.padding}")
-    if row.tensor_dim is not None:
+    if row.tensor_dim is not None and not is_one_dim:
         parts.append(f"dim {row.tensor_dim} over tp")
     if row.expert_dim is not None:
         parts.append(f"dim {row.expert_dim} over ep")
@@ -384,6 +391,8 @@ def _summary(plan: Plan) -> list[str]:
         lines.append(f"whole on every device: {', '.join(whole)}")
     if names := _whole_over_tp(plan):
         lines.append(f"whole on each rank of tp: {', '.join(names)}")
+    if plan.mesh.shape["pp"] > 1:
+        lines += pipeline_lines(plan.mesh, plan.config.pipeline, plan.stages, plan.rows)
     if not plan.units:
         lines.append(
             "no units: the whole model is gathered at the entry of the loss; pass "

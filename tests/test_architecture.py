@@ -32,6 +32,7 @@ ROWS = [
     {"mesh", "model", "derived"},
     {"lora"},
     {"param_plan"},
+    {"pipeline_lines"},
     {"plan", "data", "launch", "batches"},
     {"experts", "units"},
     {"staging", "ring"},

@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 import bridge
 import fsdp_jax as fsdp
 from bridge.models import DecoderConfig, tensor_parallel_rules
+from fsdp_jax._pipeline_config import ScheduleName
 from fsdp_jax._table import format_bytes
 from fsdp_jax.cli._context import CPForm, check_context, check_rows, rows_mould
 from fsdp_jax.cli._errors import check_absent
@@ -43,7 +44,7 @@ _REMAT = {
 }
 _LONG_ROWS = 8192
 """Tokens from which on a sweep tries to split rows."""
-_AXES = ("dp_outer", "dp_shard", "ep", "cp", "tp")
+_AXES = ("pp", "dp_outer", "dp_shard", "ep", "cp", "tp")
 _NO_PLUGIN = (
     "XLA's compiler for GPUs is not installed (pip install 'fsdp-jax[plan]'), so this "
     "is what the compiler for CPUs says: memory, and how often what is communicated. "
@@ -95,11 +96,14 @@ class Plan:
       gpus: How many; more than 8 are whole nodes of 8.
       mesh: Sizes of the mesh's axes, as in dp_outer=4,dp_shard=-1; default all on
         dp_shard.
-      batch: Rows of a global batch; default one a GPU, of cp x tp GPUs together.
+      batch: Rows of a global batch; default one a microbatch and GPU, of cp x tp x pp
+        GPUs together.
       seq: Tokens that a row predicts.
       accumulate: Microbatches a step.
       zero: What is sharded: ZeRO 0 to 3.
       outer: What dp_outer splits: 0 nothing (HSDP), 1 the optimizer (HFSDP).
+      schedule: Of the stages over pp: 1f1b or gpipe.
+      virtual_stages: Parts of the layers that each stage has.
       param_dtype: What weights are gathered and computed in.
       remat: What of a layer's activations is kept for backward: all, dots, over cp what
         attention made (attention), or nothing.
@@ -127,6 +131,8 @@ class Plan:
     accumulate: int = 1
     zero: int = 3
     outer: int = 0
+    schedule: ScheduleName = "1f1b"
+    virtual_stages: int = 1
     param_dtype: ParamDtype = "bfloat16"
     remat: Literal["all", "dots", "attention", "nothing"] = "nothing"
     prefetch: int = 1
@@ -236,6 +242,7 @@ def _step_of(options: Plan, config: DecoderConfig, mesh: Mesh):
             grad_comm_dtype=jnp.dtype(options.param_dtype),
         ),
         remat_policy=_REMAT[options.remat],
+        pipeline=fsdp.Pipeline(options.schedule, options.virtual_stages),
     )
     plan = plan_decoder(
         config,
@@ -246,7 +253,8 @@ def _step_of(options: Plan, config: DecoderConfig, mesh: Mesh):
         unroll=options.unroll,
         cp_form=options.cp_form,
     )
-    rows = options.gpus // (cp * tp) * options.accumulate
+    stages = mesh.shape["pp"]
+    rows = options.gpus // (cp * tp * stages) * options.accumulate
     if options.batch is not None:
         rows = options.batch
     mould = rows_mould(rows, options.seq, cp)
@@ -311,6 +319,11 @@ def _candidates(options: Plan, config: DecoderConfig, gpu: GPU):
     ep = _ep_size(options, config, gpu)
     if ep > 1:
         flat.append((f"FSDP, ep={ep}", {"zero": 3}, {"ep": ep}))
+    pp = max(nodes, 2)
+    if options.gpus % pp == 0 and _is_one_stack(config, pp):
+        # Of the same batch the ranks that are left take more rows, one at a time.
+        more = {"zero": 2, "accumulate": options.accumulate * pp}
+        flat.append((f"ZeRO-2, pp={pp}", more, {"pp": pp}))
     for name, changes, sizes in flat:
         base = {"zero": 3, "outer": 0} | changes
         yield name, dataclasses.replace(options, **base), sizes
@@ -346,6 +359,11 @@ def _cp_sizes(options: Plan, config: DecoderConfig, gpu: GPU) -> list[int]:
         else:
             sizes += [cp] if options.gpus % cp == 0 else []
     return sizes
+
+
+def _is_one_stack(config: DecoderConfig, pp: int) -> bool:
+    """Whether stages can share the model's layers."""
+    return len(config.layer_runs) == 1 and config.num_hidden_layers >= pp
 
 
 def _ep_size(options: Plan, config: DecoderConfig, gpu: GPU) -> int:

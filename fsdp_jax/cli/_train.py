@@ -15,6 +15,7 @@ import bridge
 import fsdp_jax as fsdp
 from bridge.models import DecoderConfig
 from fsdp_jax._batch import check_batch
+from fsdp_jax._pipeline_config import ScheduleName
 from fsdp_jax.cli._begun import Command, is_begun, mark_begun, newest_good_step
 from fsdp_jax.cli._callback import Callback, load_callback
 from fsdp_jax.cli._context import CPForm, check_rows, rows_mould
@@ -125,6 +126,10 @@ class Train:
       cp_form: How tokens see those of others on cp: keys and values go round (ring),
         are gathered, or tokens are traded for heads (ulysses).
       tp: Devices that split each matrix, and the tokens between: those of a node.
+      pp: Devices that each have a part of the layers, through which the microbatches of
+        --accumulate pass.
+      schedule: Of that pipeline: 1f1b, which keeps what the stages need, or gpipe.
+      virtual_stages: Parts of the layers that each of these devices has.
       fused_loss: Makes logits a chunk of the vocabulary at a time: memory for work.
       profiling: Whether to trace some steps, and which.
       where: On which devices.
@@ -168,6 +173,9 @@ class Train:
     cp: int = 1
     cp_form: CPForm = "ring"
     tp: int = 1
+    pp: int = 1
+    schedule: ScheduleName = "1f1b"
+    virtual_stages: int = 1
     fused_loss: bool = False
     profiling: Annotated[Profile, tyro.conf.arg(name="")] = Profile()
     where: Annotated[Devices, tyro.conf.arg(name="")] = Devices()
@@ -222,6 +230,8 @@ def _sharding(train: Train, recipe: Recipe, origin: Origin) -> fsdp.FSDPConfig:
         config = computed_in(recipe.param_dtype)
     else:
         config = recipe.adapter.sharding(origin.config, recipe.param_dtype)
+    pipeline = fsdp.Pipeline(train.schedule, train.virtual_stages)
+    config = dataclasses.replace(config, pipeline=pipeline)
     return recipe.precision.sharding(config, train.offload)
 
 
@@ -312,6 +322,7 @@ def _make_mesh(train: Train) -> Mesh:
         ep=train.ep,
         cp=train.cp,
         tp=train.tp,
+        pp=train.pp,
         devices=train.where.pick(),
     )
 
