@@ -55,8 +55,9 @@ def test_a_sweep_recommends_what_is_fastest_of_what_fits(llama, capsys):
     assert not plan(llama, "--gpus", "16", "--seq", "64", "--sweep")
     lines = capsys.readouterr().out.splitlines()
     rows = [line for line in lines if "GiB" in line or "MiB" in line]
-    assert len(rows) == 6
-    assert sum("tp=2" in row for row in rows) == 1
+    assert len(rows) == 7
+    for axis in ("tp=2", "pp=2"):
+        assert sum(axis in row for row in rows) == 1
     assert lines[-1].startswith("recommended: ")
     assert lines[-1].removeprefix("recommended: ") in rows[0]
 

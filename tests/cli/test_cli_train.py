@@ -94,6 +94,17 @@ def test_resuming_over_cp_and_tp_goes_on_with_the_same_losses(trained, text, tmp
         assert resumed[step] == pytest.approx(whole[step], rel=ANOTHER_MESH)
 
 
+def test_resuming_in_a_pipeline_goes_on_with_the_same_losses(
+    trained, text, tmp_path, capsys
+):
+    whole = losses(trained.metrics)
+    options = ("--pp", "2", "--accumulate", "2", "--schedule", "gpipe")
+    resumed = resume(trained, text, tmp_path, *options)
+    assert "pipeline, gpipe: 2 stages" in capsys.readouterr().err
+    for step in (3, 4):
+        assert resumed[step] == pytest.approx(whole[step], rel=ANOTHER_MESH)
+
+
 @pytest.mark.parametrize(
     "options, says",
     [
