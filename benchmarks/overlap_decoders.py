@@ -12,6 +12,7 @@ from overlap_figures import by_axes, temporaries, times
 import fsdp_jax as fsdp
 from bridge.models import DecoderConfig, MoEConfig, RopeConfig
 from fsdp_jax.cli._context import rows_mould
+from fsdp_jax._stages import Schedule
 from fsdp_jax.cli._model import fused_next_token_loss, plan_decoder
 from fsdp_jax.cli._routing import Routing
 from fsdp_jax.planner._compile import compile_scheduled, gpu_devices
@@ -26,10 +27,12 @@ class DecoderCase:
       config: Its sizes.
       gpus: H200s, in nodes of 8.
       mesh: Sizes of the mesh's axes; `dp_shard` takes what these leave.
-      rows: Sequences for each rank of the data axes.
+      rows: Sequences for each rank of the data axes, in a microbatch.
       seq: Tokens of a sequence; `cp` splits them.
       capacity_factor: What experts have room for, see `expert_capacity_dispatch`.
       saved: Names of what is kept for backward; all else is computed again.
+      microbatches: In a step.
+      zero: Its strategy.
     """
 
     config: DecoderConfig
@@ -39,6 +42,8 @@ class DecoderCase:
     seq: int = 4096
     capacity_factor: float | None = None
     saved: tuple[str, ...] = ()
+    microbatches: int = 1
+    zero: int = 3
 
     def lower(self, tx):
         """The plan, and its step lowered for GPUs that are not here."""
@@ -48,14 +53,17 @@ class DecoderCase:
             param_dtype=jnp.bfloat16, grad_comm_dtype=jnp.bfloat16
         )
         config = fsdp.FSDPConfig(
+            zero_dp_strategy=self.zero,
             mp_policy=policy,
             remat_policy=jax.checkpoint_policies.save_only_these_names(*self.saved),
         )
         routing = Routing(capacity_factor=self.capacity_factor, router_dtype="model")
         plan = plan_decoder(self.config, mesh, config, routing, prefetch=1, unroll=2)
-        cp = mesh.shape["cp"]
-        rows = self.rows * self.gpus // (cp * mesh.shape["tp"])
-        step = fsdp.make_train_step(plan, fused_next_token_loss, tx)
+        cp, shared = mesh.shape["cp"], mesh.shape["tp"] * mesh.shape["pp"]
+        rows = self.rows * (self.gpus // (cp * shared)) * self.microbatches
+        step = fsdp.make_train_step(
+            plan, fused_next_token_loss, tx, accumulate=self.microbatches
+        )
         batch = rows_mould(rows, self.seq, cp)
         return plan, step.lower(fsdp.abstract_state(plan, tx), batch)
 
@@ -110,6 +118,10 @@ DECODERS = {
         saved=("context_attention",),
     ),
     "llama-3-70b": DecoderCase(LLAMA_3_70B, 64, {"tp": 8}, rows=4),
+    # Stages of 20 layers, gathered once a step: 17 billion weights.
+    "llama-3-70b-pp": DecoderCase(
+        LLAMA_3_70B, 64, {"pp": 4}, rows=2, microbatches=16, zero=2
+    ),
     "mixtral-8x7b": DecoderCase(
         MIXTRAL_8X7B, 64, {"ep": 8}, rows=4, capacity_factor=1.0
     ),
@@ -123,6 +135,13 @@ def options_for(case):
     """What XLA is told."""
     parallel = {name: case.mesh.get(axis, 1) > 1 for name, axis in OVER.items()}
     return fsdp.compiler_options(**parallel)
+
+
+def bubble(plan, microbatches):
+    """The part of the step in which a stage has no turn; it is in the computation."""
+    if plan.mesh.shape["pp"] == 1:
+        return {}
+    return {"bubble": round(Schedule(plan.stages, microbatches).bubble, 4)}
 
 
 def measure_decoder(name, tx, dump):
@@ -140,6 +159,8 @@ def measure_decoder(name, tx, dump):
         "mesh": {axis: n for axis, n in plan.mesh.shape.items() if n > 1},
         "sequences_a_rank": case.rows,
         "tokens_a_sequence": case.seq,
+        "microbatches": case.microbatches,
+        **bubble(plan, case.microbatches),
         **times(scheduled.timeline),
         "over": by_axes(scheduled.timeline, plan.mesh),
         "temporaries_gb": temporaries(scheduled.compiled),

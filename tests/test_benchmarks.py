@@ -60,6 +60,17 @@ def test_a_model_of_70_billion_over_tp_waits_for_its_tokens_not_its_weights():
     assert tokens["wire_ms"] < weights["wire_ms"]
 
 
+def test_a_model_of_70_billion_in_stages_waits_for_its_turn_not_for_the_wire():
+    row = decoder("llama-3-70b-pp")
+    assert row["mesh"] == {"pp": 4, "dp_shard": 16} and row["gpus"] == 64
+    assert row["bubble"] == pytest.approx(3 / 19, abs=1e-4)
+    assert row["exposed_of_step"] < 0.08
+    assert row["floor_ms"] <= row["step_ms"] < 1.08 * row["floor_ms"]
+    # Between stages tokens alone travel, beside the parts of what is in no stage.
+    assert row["over"]["pp"]["wire_ms"] < 0.01 * row["step_ms"]
+    assert row["temporaries_gb"] < 90
+
+
 def test_of_mixtral_over_ep_and_fsdp_most_of_what_is_sent_is_hidden():
     row = decoder("mixtral-8x7b")
     assert row["mesh"] == {"dp_shard": 8, "ep": 8} and row["gpus"] == 64

@@ -12,7 +12,6 @@ import numpy as np
 import optax
 import pytest
 from helpers.compare import host, worst
-from helpers.experts import CHOSEN, EMBED, EXPERTS, WIDTH, run_experts
 
 import fsdp_jax as fsdp
 from fsdp_jax import ops
@@ -22,41 +21,42 @@ from fsdp_jax._stages import Schedule, Stages
 TX = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2, eps=1e-3))
 # Five layers divide into no stages; the vocabulary is no data rank's multiple either.
 LAYERS, VOCAB, MLP, ROWS, SEQ = 5, 7, 48, 16, 6
+EXPERTS, CHOSEN, EMBED = 8, 3, 16
 TENSOR = {"layers.up": 1, "layers.down": 0}
 CLOSE = 1e-9
 STACK = fsdp.Stacked("layers")
 
 
-def make_weights(key, layers=LAYERS):
+def make_weights(key, with_experts=False):
     up, down, table, router, experts = jax.random.split(key, 5)
     normal = jax.random.normal
-    return {
-        "embed": 0.3 * normal(table, (VOCAB, EMBED)),
-        "layers": {
-            "up": 0.3 * normal(up, (layers, EMBED, MLP)),
-            "down": 0.3 * normal(down, (layers, MLP, EMBED)),
-            "router": normal(router, (layers, EMBED, EXPERTS)),
-            "experts": {
-                "up": 0.3 * normal(experts, (layers, EXPERTS, EMBED, WIDTH)),
-                "gain": jnp.ones((layers, EXPERTS, 3)),
-                "bias": jnp.zeros((layers, EXPERTS, WIDTH)),
-                "down": 0.3 * normal(experts, (layers, EXPERTS, WIDTH, EMBED)),
-            },
-        },
-        "norm": jnp.ones(EMBED),
+    layers = {
+        "up": 0.3 * normal(up, (LAYERS, EMBED, MLP)),
+        "down": 0.3 * normal(down, (LAYERS, MLP, EMBED)),
+        "router": normal(router, (LAYERS, EMBED, EXPERTS)),
     }
+    if with_experts:
+        shape = (LAYERS, EXPERTS, EMBED, EMBED)
+        layers["experts"] = {"w": 0.3 * normal(experts, shape)}
+    table = 0.3 * normal(table, (VOCAB, EMBED))
+    return {"embed": table, "layers": layers, "norm": jnp.ones(EMBED)}
 
 
 def layer(w, x, gain, shift):
-    """What layers have: experts, something of their own, something of all."""
+    """What layers have: a router, something of their own, something of all."""
     x = x + jnp.tanh(gain * x @ w["up"]) @ w["down"] + shift[None, None]
     tokens = x.reshape(-1, EMBED)
     scores = jax.nn.softmax(tokens @ w["router"])
     weights, experts = jax.lax.top_k(scores, CHOSEN)
-    run = functools.partial(run_experts, w["experts"])
-    y, _ = ops.expert_parallel_dispatch(run, tokens, experts, weights, EXPERTS)
     counts = jax.nn.one_hot(experts, EXPERTS, dtype=jnp.int32).sum((0, 1))
-    return x + y.reshape(x.shape), (scores.mean(0), counts)
+    if "experts" in w:
+
+        def run(rows, group_sizes):
+            return jax.lax.ragged_dot(rows, w["experts"]["w"], group_sizes)
+
+        y, _ = ops.expert_parallel_dispatch(run, tokens, experts, weights, EXPERTS)
+        x = x + y.reshape(x.shape)
+    return x, (scores.mean(0), counts)
 
 
 def loss_fn(weights, batch, scan=fsdp.scan):
@@ -78,12 +78,13 @@ def batch():
     return {"tokens": tokens.astype(np.int32)}
 
 
-def plan_of(mesh, **config):
+def plan_of(mesh, with_experts=False, **config):
     if mesh.shape["ep"] > 1:
         config["expert_parallel"] = {"layers.experts": 0}
     if mesh.shape["tp"] > 1:
         config["tensor_parallel"] = TENSOR
-    return fsdp.fully_shard(make_weights, mesh, [STACK], fsdp.FSDPConfig(**config))
+    make = functools.partial(make_weights, with_experts=with_experts)
+    return fsdp.fully_shard(make, mesh, [STACK], fsdp.FSDPConfig(**config))
 
 
 def trained(plan, prefetch=0, accumulate=4):
@@ -93,27 +94,41 @@ def trained(plan, prefetch=0, accumulate=4):
     )
     step = fsdp.make_train_step(plan, loss, TX, has_aux=True, accumulate=accumulate)
     state = fsdp.init(plan, TX, fsdp.init_params(plan, jax.random.key(0)))
+    rows = jax.device_put(batch(), plan.batch_sharding)
+    compiled = step.lower(state, rows).compile()
+    fsdp.audit(plan, compiled, accumulate=accumulate)
     metrics = {}
     for _ in range(3):
-        state, metrics = step(state, batch())
+        state, metrics = compiled(state, rows)
     return state, host(metrics)
 
 
 @pytest.fixture(scope="module")
-def one_device():
-    with jax.enable_x64(True):
-        state, metrics = trained(plan_of(fsdp.make_mesh(devices=jax.devices()[:1])))
-        return host(state.params), metrics
+def alone():
+    """The same on one device, trained when it is first asked for."""
+
+    @functools.cache
+    def run(with_experts):
+        with jax.enable_x64(True):
+            mesh = fsdp.make_mesh(devices=jax.devices()[:1])
+            state, metrics = trained(plan_of(mesh, with_experts))
+            return host(state.params), metrics
+
+    return run
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """How eight devices share the model."""
+    """How eight devices share the model, which has experts if one axis is for them."""
 
     mesh: dict[str, int]
     pipeline: fsdp.Pipeline = fsdp.Pipeline()
     config: dict[str, Any] = dataclasses.field(default_factory=dict)
     prefetch: int = 0
+
+    @property
+    def with_experts(self) -> bool:
+        return "ep" in self.mesh
 
 
 INTERLEAVED = fsdp.Pipeline(virtual_stages=2)
@@ -130,25 +145,25 @@ CASES = {
 
 
 @pytest.fixture(scope="module")
-def runs(one_device):
+def runs():
     """Each case, trained when it is first asked for."""
 
     @functools.cache
     def run(name):
         case = CASES[name]
         with jax.enable_x64(True):
-            plan = plan_of(
-                fsdp.make_mesh(**case.mesh), pipeline=case.pipeline, **case.config
-            )
+            mesh = fsdp.make_mesh(**case.mesh)
+            options = {"pipeline": case.pipeline, **case.config}
+            plan = plan_of(mesh, case.with_experts, **options)
             return plan, *trained(plan, case.prefetch)
 
     return run
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_three_steps_of_a_pipeline_are_those_of_one_device(name, runs, one_device):
+def test_three_steps_of_a_pipeline_are_those_of_one_device(name, runs, alone):
     plan, state, metrics = runs(name)
-    want, want_metrics = one_device
+    want, want_metrics = alone(CASES[name].with_experts)
     assert worst(host(fsdp.unpack(state.params)), want) < CLOSE
     for metric in ("loss", "grad_norm"):
         np.testing.assert_allclose(metrics[metric], want_metrics[metric], CLOSE)
@@ -160,15 +175,15 @@ def test_three_steps_of_a_pipeline_are_those_of_one_device(name, runs, one_devic
     assert up.addressable_shards[0].data.shape[0] == up.shape[0] // pp
 
 
-def test_evaluation_passes_through_the_stages_too(runs, one_device):
+def test_evaluation_passes_through_the_stages_too(runs, alone):
     plan, state, _ = runs("dp 4 x pp 2")
     with jax.enable_x64(True):
         params = jax.device_put(fsdp.unpack(state.params), plan.shardings)
         evaluate = fsdp.make_eval_step(plan, loss_fn, has_aux=True)
         got = evaluate(params, batch())
-        alone = plan_of(fsdp.make_mesh(devices=jax.devices()[:1]))
-        params = jax.device_put(one_device[0], alone.shardings)
-        want = fsdp.make_eval_step(alone, loss_fn, has_aux=True)(params, batch())
+        one = plan_of(fsdp.make_mesh(devices=jax.devices()[:1]))
+        params = jax.device_put(alone(False)[0], one.shardings)
+        want = fsdp.make_eval_step(one, loss_fn, has_aux=True)(params, batch())
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, CLOSE), got, want)
 
 
@@ -207,19 +222,18 @@ def test_a_replicated_embedder_has_the_sum_of_all_its_uses(pipeline):
     np.testing.assert_array_equal(grads["other"], np.full(8, 7))
 
 
-@pytest.mark.parametrize("saved, name", [("pp 2 x ep 4, interleaved", "layers.up")])
-def test_a_checkpoint_of_a_pipeline_fills_any_other_mould(saved, name, runs, tmp_path):
-    plan, state, _ = runs(saved)
+def test_a_checkpoint_of_a_pipeline_fills_any_other_mould(runs, tmp_path):
+    _, state, _ = runs("pp 2 x ep 4, interleaved")
     with jax.enable_x64(True):
         fsdp.save(tmp_path, state)
-        keys = {key for key in fsdp.load_shapes(tmp_path) if key.endswith(name)}
+        keys = {key for key in fsdp.load_shapes(tmp_path) if key.endswith("layers.up")}
         assert len(keys) == 3  # And two moments: keys know nothing of stages.
         for mesh, pipeline in (
             ({"pp": 4, "tp": 2}, fsdp.Pipeline()),
             ({"dp_outer": 2}, fsdp.Pipeline()),
             ({"pp": 2}, INTERLEAVED),
         ):
-            other = plan_of(fsdp.make_mesh(**mesh), pipeline=pipeline)
+            other = plan_of(fsdp.make_mesh(**mesh), True, pipeline=pipeline)
             mould = fsdp.abstract_state(other, TX)
             loaded = fsdp.load(tmp_path, mould)
             same = jax.tree.map(lambda a, m: a.sharding == m.sharding, loaded, mould)
