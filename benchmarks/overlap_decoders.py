@@ -11,8 +11,8 @@ from overlap_figures import by_axes, temporaries, times
 
 import fsdp_jax as fsdp
 from bridge.models import DecoderConfig, MoEConfig, RopeConfig
-from fsdp_jax.cli._context import rows_mould
 from fsdp_jax._stages import Schedule
+from fsdp_jax.cli._context import rows_mould
 from fsdp_jax.cli._model import fused_next_token_loss, plan_decoder
 from fsdp_jax.cli._routing import Routing
 from fsdp_jax.planner._compile import compile_scheduled, gpu_devices

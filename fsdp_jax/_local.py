@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from fsdp_jax._aux import AUX_SPECS, AuxFormat, join_aux, reduce_aux
@@ -25,12 +25,10 @@ from fsdp_jax._loss import (
 )
 from fsdp_jax._mesh import DATA_AXES, axes_in_use, num_devices
 from fsdp_jax._model_state import fold_rank, reduce_state
-from fsdp_jax._offload import Offload, on_device
-from fsdp_jax._padded import Padded, pack
 from fsdp_jax._pipelined import pipelined_grads, pipelined_loss
 from fsdp_jax._plan import ROOT, ParamPlan, Plan
+from fsdp_jax._rest import packed, placed
 from fsdp_jax._shard import Late, Shard
-from fsdp_jax._stream import AHEAD
 from fsdp_jax._tree import PyTree
 
 Grads = list[Array | None]
@@ -62,7 +60,7 @@ def global_loss(plan: Plan, loss_fn: LossFn, form: LossForm) -> Callable[..., An
     sharded = _over_mesh(plan, local, out_specs=(PartitionSpec(), AUX_SPECS))
 
     def fn(params, batch, rng, model_state):
-        loss, aux = sharded(_packed(plan, params), batch, rng, model_state)
+        loss, aux = sharded(packed(plan, params), batch, rng, model_state)
         return loss, aux_format.put_together(aux)
 
     return fn
@@ -123,14 +121,14 @@ def global_grads(
 
     def fn(params, batch, rng, model_state, loss_scale=None):
         given = (rng, loss_scale)
-        out, grads = sharded(_packed(plan, params), batch, given, model_state)
+        out, grads = sharded(packed(plan, params), batch, given, model_state)
         loss, aux, new_state, peaks = out
         given = iter(grads)
-        placed = [
-            None if row.frozen else _placed(plan, row, next(given)) for row in plan.rows
+        at_rest = [
+            None if row.frozen else placed(plan, row, next(given)) for row in plan.rows
         ]
         value = ((loss, aux_format.put_together(aux)), new_state, peaks)
-        return value, plan.treedef.unflatten(placed)
+        return value, plan.treedef.unflatten(at_rest)
 
     return fn
 
@@ -332,45 +330,6 @@ def _over_mesh(plan: Plan, local: Callable[..., Any], out_specs: Any):
         )(values, batch, rng, model_state)
 
     return sharded
-
-
-def _packed(plan: Plan, params: PyTree) -> list[Array]:
-    """The arrays of the parameters as they rest in a `TrainState`."""
-    leaves = plan.treedef.flatten_up_to(pack(params, plan.packed_params))
-    values = [leaf.value if isinstance(leaf, Padded) else leaf for leaf in leaves]
-    if plan.config.offload and plan.config.offload.params:
-        values = _fetched(plan, plan.config.offload, values)
-    return [
-        _laid_out(plan, row, value.reshape(row.shape)) if row.is_cut else value
-        for row, value in zip(plan.rows_in_step, values, strict=True)
-    ]
-
-
-def _fetched(plan: Plan, offload: Offload, arrays: Sequence[Array]) -> list[Array]:
-    """On the device, one after the other, in the dtype in which they are gathered."""
-    fetched: list[Array] = []
-    for row, array in zip(plan.rows, arrays, strict=True):
-        if offload.moves(array):
-            array, _ = lax.optimization_barrier((array, fetched[-AHEAD:]))
-            array = on_device(array)
-            if row.gather is None:
-                array = array.astype(row.precision.param)
-        fetched.append(array)
-    return fetched
-
-
-def _placed(plan: Plan, row: ParamPlan, grad: Array) -> Array | Padded:
-    """A gradient as it left the ranks, in the form of its parameter at rest."""
-    if row.tensor_dim is not None:
-        grad = grad.reshape(row.padded_shape)  # One dim again, if a step cut it in two.
-        grad = _laid_out(plan, row, grad)
-    return Padded(grad, row.shape) if row.is_padded else grad
-
-
-def _laid_out(plan: Plan, row: ParamPlan, x: Array) -> Array:
-    """As it rests: over `tp` too, which the step leaves to XLA."""
-    spec = row.spec_with_tp(row.placements.optimizer)
-    return lax.with_sharding_constraint(x, NamedSharding(plan.mesh, spec))
 
 
 def _add(plan: Plan, grads: Grads, new: Grads) -> Grads:

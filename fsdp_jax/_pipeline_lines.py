@@ -7,28 +7,28 @@ from collections.abc import Sequence
 
 from jax.sharding import Mesh
 
+from fsdp_jax._config import FSDPConfig
 from fsdp_jax._param_plan import ParamPlan
-from fsdp_jax._pipeline_config import Pipeline
 from fsdp_jax._stages import Schedule, Stages
 from fsdp_jax._table import format_bytes
 
 
 def pipeline_lines(
-    mesh: Mesh, pipeline: Pipeline, stages: Stages, rows: Sequence[ParamPlan]
+    mesh: Mesh, config: FSDPConfig, stages: Stages, rows: Sequence[ParamPlan]
 ) -> list[str]:
     """The lines.
 
     Args:
       mesh: With more than one device on `pp`.
-      pipeline: How stages take turns.
+      config: Of the plan.
       stages: The stack.
       rows: Of all parameters.
     """
     staged = [row for row in rows if row.is_staged]
     layers = " or ".join(dict.fromkeys(map(str, stages.layers_of_stages)))
     lines = [
-        f"pipeline, {pipeline.schedule}: {stages.num_stages} stages of {layers} layers "
-        f"in {stages.num_virtual} chunk(s)",
+        f"pipeline, {config.pipeline.schedule}: {stages.num_stages} stages of {layers} "
+        f"layers in {stages.num_virtual} chunk(s)",
         _bubbles(stages),
         _gathers(mesh, staged),
     ]

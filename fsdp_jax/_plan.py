@@ -122,11 +122,7 @@ class Plan:
 
     @property
     def stages(self) -> Stages:
-        """How layers lie on the stages of the pipeline; one stage where there is none.
-
-        Raises:
-          ValueError: If the plan has no stack of layers that `pp` splits.
-        """
+        """How layers lie on the stages over `pp`, of which there are several."""
         row = next(row for row in self.rows if row.is_staged)
         virtual = self.config.pipeline.virtual_stages
         return Stages(row.shape[0], self.mesh.shape["pp"], virtual)
@@ -392,7 +388,7 @@ def _summary(plan: Plan) -> list[str]:
     if names := _whole_over_tp(plan):
         lines.append(f"whole on each rank of tp: {', '.join(names)}")
     if plan.mesh.shape["pp"] > 1:
-        lines += pipeline_lines(plan.mesh, plan.config.pipeline, plan.stages, plan.rows)
+        lines += pipeline_lines(plan.mesh, plan.config, plan.stages, plan.rows)
     if not plan.units:
         lines.append(
             "no units: the whole model is gathered at the entry of the loss; pass "

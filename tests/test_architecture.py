@@ -38,7 +38,7 @@ ROWS = [
     {"staging", "ring"},
     {"shard", "fully_shard", "batch", "frozen", "health"},
     {"model_state", "layer_wise"},
-    {"collectives", "state", "aux"},
+    {"collectives", "state", "aux", "rest"},
     {"unit", "checkpoint", "ops", "adapters", "enter", "update", "interleave"}
     | {"cut"},
     {"prefetch", "objects", "linen", "stage"},

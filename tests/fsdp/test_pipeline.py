@@ -22,7 +22,7 @@ TX = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2, eps=1e-3))
 # Five layers divide into no stages; the vocabulary is no data rank's multiple either.
 LAYERS, VOCAB, MLP, ROWS, SEQ = 5, 7, 48, 16, 6
 EXPERTS, CHOSEN, EMBED = 8, 3, 16
-TENSOR = {"layers.up": 1, "layers.down": 0}
+TENSOR = {"layers.up": 1, "layers.down": 0, "layers.bias": 0}
 CLOSE = 1e-9
 STACK = fsdp.Stacked("layers")
 
@@ -32,6 +32,7 @@ def make_weights(key, with_experts=False):
     normal = jax.random.normal
     layers = {
         "up": 0.3 * normal(up, (LAYERS, EMBED, MLP)),
+        "bias": 0.3 * normal(down, (LAYERS, MLP)),
         "down": 0.3 * normal(down, (LAYERS, MLP, EMBED)),
         "router": normal(router, (LAYERS, EMBED, EXPERTS)),
     }
@@ -44,7 +45,8 @@ def make_weights(key, with_experts=False):
 
 def layer(w, x, gain, shift):
     """What layers have: a router, something of their own, something of all."""
-    x = x + jnp.tanh(gain * x @ w["up"]) @ w["down"] + shift[None, None]
+    hidden = jnp.tanh(gain * x @ w["up"] + w["bias"][None, None])
+    x = x + hidden @ w["down"] + shift[None, None]
     tokens = x.reshape(-1, EMBED)
     scores = jax.nn.softmax(tokens @ w["router"])
     weights, experts = jax.lax.top_k(scores, CHOSEN)
