@@ -11,12 +11,14 @@ from overlap_figures import by_axes, temporaries, times
 
 import fsdp_jax as fsdp
 from bridge.models import DecoderConfig, MoEConfig, RopeConfig
+from fsdp_jax._memory_alarm import compiled_bytes
 from fsdp_jax._stages import Schedule
 from fsdp_jax.cli._context import rows_mould
 from fsdp_jax.cli._model import fused_next_token_loss, plan_decoder
 from fsdp_jax.cli._routing import Routing
 from fsdp_jax.planner._compile import compile_scheduled, gpu_devices
 from fsdp_jax.planner._gpu import GPUS
+from fsdp_jax.planner._memory import predict_memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +48,7 @@ class DecoderCase:
     zero: int = 3
 
     def lower(self, tx):
-        """The plan, and its step lowered for GPUs that are not here."""
+        """Its plan, its step lowered for GPUs that are not here, and its memory."""
         devices = gpu_devices(GPUS["h200"], self.gpus)
         mesh = fsdp.make_mesh(**self.mesh, devices=devices)
         policy = fsdp.MixedPrecisionPolicy(
@@ -65,7 +67,10 @@ class DecoderCase:
             plan, fused_next_token_loss, tx, accumulate=self.microbatches
         )
         batch = rows_mould(rows, self.seq, cp)
-        return plan, step.lower(fsdp.abstract_state(plan, tx), batch)
+        state = fsdp.abstract_state(plan, tx)
+        traced = step.jitted.trace(state, batch).jaxpr
+        memory = predict_memory(plan, state, batch, traced)
+        return plan, step.lower(state, batch), memory
 
 
 LLAMA_3_8B = DecoderConfig(
@@ -147,7 +152,7 @@ def bubble(plan, microbatches):
 def measure_decoder(name, tx, dump):
     """A whole model, and over which axes it waits."""
     case, started = DECODERS[name], time.perf_counter()
-    plan, lowered = case.lower(tx)
+    plan, lowered, memory = case.lower(tx)
     options = options_for(case)
     cost = GPUS["h200"].cost
     scheduled = compile_scheduled(lowered, cost, case.gpus, options)
@@ -164,6 +169,8 @@ def measure_decoder(name, tx, dump):
         **times(scheduled.timeline),
         "over": by_axes(scheduled.timeline, plan.mesh),
         "temporaries_gb": temporaries(scheduled.compiled),
+        "memory_gb": round(compiled_bytes(scheduled.compiled) / 1e9, 3),
+        "memory_predicted_gb": round(memory.total / 1e9, 3),
         "guided": scheduled.guided,
         "compile_s": round(time.perf_counter() - started, 1),
     }

@@ -99,6 +99,11 @@ FUNCTIONS = {
         lambda table: table[jnp.arange(8) % 3],
         ((64, 32), P(None, "tp")),
     ),
+    "rows taken at indices of some tokens": (
+        lambda table, ids: table[ids.astype(jnp.int32)],
+        ((64, 32), P()),
+        ((2, 16), TOKENS),
+    ),
     "a loop": (looped, (X, P()), COLUMNS),
     "a constraint": (constrained, (X, P())),
     "a constraint that gathers": (
