@@ -226,8 +226,8 @@ class FSDPConfig:
         (`{"tokens": 1, "targets": 1}`; `{"*": 1}` for all, or where the batch is a
         single array). It is split over the mesh axis `cp`; other leaves each rank there
         has whole. The model has to see across ranks (`fsdp_jax.ops.ring_attention`,
-        `zigzag`, `zigzag_positions`), and the loss to be a mean over tokens, of which
-        all ranks have as many.
+        `zigzag`, `zigzag_positions`). The loss is the mean of the ranks': where they
+        count different numbers of tokens, `calculate_per_token_loss`.
       min_shard_elements: Parameters with fewer elements stay whole; shown in the plan.
       offload: What rests in the host's memory instead of the device's, e.g.
         `Offload()` for the optimizer state. None: nothing. For activations take a

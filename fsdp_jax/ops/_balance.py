@@ -29,7 +29,8 @@ def load_balancing_loss(
     `experts * sum(part of the tokens * part of the scores)`, of which the scores alone
     have a gradient. What is balanced is one row's use of experts, or the use that one
     rank's rows make of them together, or those of all ranks: the wider, the freer is a
-    single row to use the experts that it needs. Everywhere the mean over ranks and
+    single row to use the experts that it needs. A row that is split over `cp` counts
+    with all its parts. Everywhere the mean over ranks and
     microbatches, which a training step takes, is the loss of the global batch.
 
     Args:

@@ -47,6 +47,7 @@ def cut(
 ) -> tuple[Asked, Keys, Array | None]:
     """The arguments of an attention in blocks."""
     block, groups = form.block, key.shape[2]
+    query, key, value = (jnp.asarray(heads) for heads in (query, key, value))
     segments = blocks_of_ids(segment_ids, block)
     asked = Asked(
         blocks_of_heads(query, block, groups),

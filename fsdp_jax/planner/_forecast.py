@@ -79,7 +79,11 @@ class Forecast:
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs utilization, of the data sheet's peak, attention as a square."""
+        """Model FLOPs utilization, of the data sheet's peak.
+
+        Attention is a square, causal or not; over `cp`, where it is made a block at a
+        time, the blocks that are.
+        """
         peak = self.gpu.cost.peak_flops
         return self.model_flops / self.timeline.seconds / peak
 

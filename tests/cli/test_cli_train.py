@@ -11,8 +11,9 @@ from flax import nnx
 
 import bridge
 import fsdp_jax as fsdp
-from bridge.models import Decoder
+from bridge.models import Decoder, DecoderConfig, RopeConfig
 from fsdp_jax.cli import main
+from fsdp_jax.cli._context import check_context
 from fsdp_jax.cli._data import make_batches
 from fsdp_jax.cli._model import next_token_loss, plan_decoder
 from fsdp_jax.cli._recipe import Recipe
@@ -103,6 +104,26 @@ def test_resuming_in_a_pipeline_goes_on_with_the_same_losses(
     assert "pipeline, gpipe: 2 stages" in capsys.readouterr().err
     for step in (3, 4):
         assert resumed[step] == pytest.approx(whole[step], rel=ANOTHER_MESH)
+
+
+def test_longrope_over_cp_is_refused_by_name():
+    rope = RopeConfig(
+        rope_type="longrope",
+        factor=2.0,
+        original_max_position_embeddings=32,
+        short_factor=(1.0, 1.0),
+        long_factor=(2.0, 2.0),
+    )
+    config = DecoderConfig(
+        vocab_size=8,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        rope=rope,
+    )
+    with pytest.raises(ValueError, match="LongRoPE turns all heads by the longest"):
+        check_context(config, 2, 1, "ring")
 
 
 @pytest.mark.parametrize(

@@ -185,3 +185,49 @@ def test_rows_that_do_not_divide_into_chunks_are_refused_by_name():
 def test_heads_that_ranks_do_not_divide_are_refused():
     with pytest.raises(ValueError, match="8 heads does not divide over 3 ranks"):
         over_ranks(FORMS["ulysses"], 3)
+
+
+def test_in_bfloat16_sums_are_kept_in_float32():
+    given = [x.astype(jnp.bfloat16) for x in heads()]
+    mixed = ops.ring_attention(*given[:3], scale=0.7)
+    assert mixed.dtype == jnp.bfloat16
+    exact = [np.asarray(x, np.float64) for x in given[:3]]
+    want = plain(
+        *exact, scale=0.7, segment_ids=None, window=None, softcap=None, sinks=None
+    )
+    # Weights and results are rounded to eight bits, once; sums of all are not.
+    assert worst(mixed.astype(jnp.float64), want) < 2**-6
+
+
+def bytes_held(attention, ranks):
+    """Bytes of temporaries, forward and backward, of a rank that has 256 tokens."""
+    mesh = fsdp.make_mesh(cp=ranks, devices=jax.devices()[:ranks])
+    rows = P(None, "cp")
+
+    def local(q, k, v):
+        return jax.grad(lambda *x: attention(*x, scale=1.0).sum(), (0, 1, 2))(q, k, v)
+
+    split = jax.shard_map(
+        local, mesh=mesh, in_specs=rows, out_specs=rows, check_vma=False
+    )
+    mould = jax.ShapeDtypeStruct((1, 256 * ranks, 1, 32), jnp.float32)
+    return (
+        jax.jit(split)
+        .lower(mould, mould, mould)
+        .compile()
+        .memory_analysis()
+        .temp_size_in_bytes
+    )
+
+
+def test_a_ring_holds_no_more_of_a_longer_row_and_a_gather_does():
+    jax.config.update("jax_disable_most_optimizations", False)
+    try:
+        ring, gather = (
+            [bytes_held(FORMS[form], ranks) for ranks in (3, 8)]
+            for form in ("ring", "all-gather")
+        )
+    finally:
+        jax.config.update("jax_disable_most_optimizations", True)
+    assert ring[1] < 1.1 * ring[0]
+    assert gather[1] > 1.5 * gather[0]
