@@ -26,8 +26,8 @@ class Offload:
     Args:
       optimizer: The optimizer state.
       params: The main weights. What units gather, in the compute dtype or encoded, is
-        made of them when a step begins and stays on the device until it ends, so that
-        it pays where that is narrower.
+        made of them when a step begins and stays on the device until it is gathered
+        last, so that it pays where that is narrower.
       min_elements: Arrays with fewer elements stay where they are.
 
     Source: FSDP2 `CPUOffloadPolicy` (there gradients move too, and the CPU updates).
