@@ -25,7 +25,7 @@ NOTEBOOKS = [
     for path in sorted(FOLDER.glob("*.ipynb"))
 ]
 # What the first of a kernel's cells may count on, whichever notebook was there before.
-AFRESH = "%reset -f\nimport os\nos.chdir({!r})"
+AFRESH = "import os\nos.chdir({!r})\n%reset -f"
 
 
 @pytest.fixture(scope="module")
@@ -140,8 +140,8 @@ def code_cells(notebook) -> list[nbformat.NotebookNode]:
 
 def shows_something(picture: io.BytesIO) -> bool:
     """Whether there is more in it than a background: colours, and enough of them."""
-    image = matplotlib.image.imread(picture, format="png")[..., :3]
-    colours = np.unique((image.reshape(-1, 3) * 15).astype(int), axis=0)
+    image = matplotlib.image.imread(picture, format="png")[::2, ::2, :3]
+    colours = np.unique((image * 15).astype(int) @ [256, 16, 1])
     return image.std() > 0.02 and len(colours) >= 3
 
 
