@@ -14,7 +14,8 @@ class Pipeline:
 
     The microbatches of a step are those of `make_train_step(accumulate=...)`. Each
     stage keeps what enters it, and runs its layers again for backward; what of a layer
-    is saved within that is `FSDPConfig.remat_policy`'s.
+    is saved within that is `FSDPConfig.remat_policy`'s. Gradients are reduced over what
+    axes are left behind the last microbatch, whatever `FSDPConfig.overlap_outer` is.
 
     Args:
       schedule: `1f1b` runs the backward of a microbatch as soon as its forward is
