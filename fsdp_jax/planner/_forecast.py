@@ -19,6 +19,7 @@ from fsdp_jax._loss import LossFn, LossForm
 from fsdp_jax._memory_alarm import compiled_bytes, memory_alarms
 from fsdp_jax._mesh import AXES, make_mesh
 from fsdp_jax._plan import Plan
+from fsdp_jax._stages import Schedule
 from fsdp_jax._state import abstract_state
 from fsdp_jax._step import make_train_step
 from fsdp_jax._table import Grid, format_bytes, html_page
@@ -53,6 +54,7 @@ class Forecast:
       sent: One row a collective.
       tokens: Tokens in a global batch; None if not told.
       model_flops: Work of forward and backward on one device, without recomputation.
+      accumulate: Microbatches in a step.
     """
 
     gpu: GPU
@@ -66,6 +68,7 @@ class Forecast:
     sent: tuple[SentRow, ...]
     tokens: int | None
     model_flops: float
+    accumulate: int = 1
 
     @property
     def num_gpus(self) -> int:
@@ -86,6 +89,13 @@ class Forecast:
         """
         peak = self.gpu.cost.peak_flops
         return self.model_flops / self.timeline.seconds / peak
+
+    @property
+    def bubble(self) -> float | None:
+        """The part of the ticks in which a stage has no turn; None without stages."""
+        if self.plan.mesh.shape["pp"] == 1:
+            return None
+        return Schedule(self.plan.stages, self.accumulate).bubble
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -127,6 +137,7 @@ class Forecast:
             if speed is None
             else speed / self.num_gpus,
             "mfu": self.mfu,
+            "bubble": self.bubble,
             "fits": self.fits,
             "memory_of_gpu": self.gpu.memory,
             "memory_compiled": self.compiled_bytes,
@@ -232,6 +243,7 @@ def compile_for(
         sent=sent_rows(scheduled.timeline, plan),
         tokens=tokens,
         model_flops=_model_flops(plan, loss_fn, step_options, mould) / count,
+        accumulate=step.accumulate,
     )
 
 
@@ -300,11 +312,21 @@ def _headline(forecast: Forecast) -> list[str]:
         f"{forecast.num_gpus} x {forecast.gpu.description} ({axes})",
         times,
         speed,
+        *_bubble_line(forecast),
         f"memory: {format_bytes(forecast.compiled_bytes)} a GPU as compiled, "
         f"{room}: {verdict}",
         *_offload_line(forecast),
         *(f"memory alarm: {alarm}" for alarm in forecast.memory_alarms),
         *_advice(forecast),
+    ]
+
+
+def _bubble_line(forecast: Forecast) -> list[str]:
+    if forecast.bubble is None:
+        return []
+    return [
+        f"pipeline: {forecast.bubble:.1%} of a stage's turns are empty, which is in "
+        "the step as time that others compute"
     ]
 
 

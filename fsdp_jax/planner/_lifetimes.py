@@ -182,6 +182,19 @@ def _in_place(operation: Operation) -> Iterator[tuple[Value, Value]]:
         yield from (
             (made, read) for made, read in pairs if read and read.bytes >= SMALL
         )
+    elif operation.name == "cond":
+        yield from _passed_on(operation)
+
+
+def _passed_on(operation: Operation) -> Iterator[tuple[Value, Value]]:
+    """What one of several branches hands on as it is: the others write over it."""
+    for branch in operation.bodies:
+        # The first operand says which branch runs.
+        given = dict(zip(branch.inputs, operation.inputs[1:], strict=True))
+        for made, result in zip(operation.outputs, branch.outputs, strict=True):
+            read = given.get(result) if result is not None else None
+            if read and read.bytes >= SMALL:
+                yield made, read
 
 
 def _at_home(values: Iterable[Value | None], homes: Homes) -> Set[Value]:
