@@ -31,6 +31,9 @@ def scan(
 ) -> tuple[PyTree, PyTree]:
     """Runs `unit` over a stack of weights, gathering one slice of it at a time.
 
+    A stack that `pp` splits is where a step cuts the loss: each stage runs the units
+    that it has, see `fsdp_jax.Pipeline`.
+
     Args:
       unit: `unit(weights, carry, *x_slices, *consts) -> (carry, y)`, where `weights` is
         one slice of `stacked`, whole.
