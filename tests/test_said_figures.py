@@ -51,12 +51,17 @@ def test_the_readme_says_the_same_of_overlap(gpus, form):
     assert f"{exposed:.1%} of {step:,.0f} ms" in said("README.md")
 
 
-@pytest.mark.parametrize("decoder", ["llama-3-70b", "mixtral-8x7b"])
+@pytest.mark.parametrize("decoder", ["llama-3-70b", "mixtral-8x7b", "llama-3-70b-pp"])
 def test_the_larger_decoders_wait_as_said(decoder):
     (found,) = read(f"overlap_{decoder}_jax0.10.2")["rows"]
     exposed, step = found["exposed_of_step"], found["step_ms"]
     assert f"{exposed:.1%} of {step:,.0f} ms" in said(MEASURED)
     assert f"floor {found['floor_ms']:,.0f} ms" in said(MEASURED)
+
+
+def test_stages_wait_for_their_turn_as_said():
+    (found,) = read("overlap_llama-3-70b-pp_jax0.10.2")["rows"]
+    assert f"their turn {found['bubble']:.1%}" in said(MEASURED)
 
 
 def test_imports_take_what_is_said():
