@@ -115,7 +115,11 @@ def _largest(plan: Plan) -> Iterator[Leg]:
     scaled = [row for row in plan.rows if is_float8(row)]
     for axes in dict.fromkeys(row.placements.optimizer for row in scaled):
         own = [row for row in scaled if row.placements.optimizer == axes]
-        dims = (sum(math.prod(row.shape[: row.num_stacked]) for row in own),)
+        stacks = [
+            row.on_device(plan.mesh, row.padded_shape, ())[: row.num_stacked]
+            for row in own
+        ]
+        dims = (sum(map(math.prod, stacks)),)
         yield Leg(own[0], "enter", "all-reduce", axes, "f32", dims, dims, 1)
 
 
