@@ -54,11 +54,12 @@ def all_blocks(language: str) -> list[Block]:
     return [block for block in every if block.language == language]
 
 
-def commands() -> list[tuple[str, str]]:
-    """Page and command, for each line of each shell block."""
+def commands(*, run: bool = False) -> list[tuple[str, str]]:
+    """Page and command, for each line of each shell block; or of those to be run."""
     return [
         (block.page, command)
         for block in all_blocks("sh")
+        if not (run and block.parsed)
         for line in block.text.splitlines()
         if (command := line.partition(" #")[0].strip())
     ]
