@@ -22,7 +22,7 @@ from fsdp_jax._pipeline import (
 )
 from fsdp_jax._plan import Plan
 from fsdp_jax._shard import Shard
-from fsdp_jax._stage import Stage
+from fsdp_jax._stage import Stage, part_of
 from fsdp_jax._stages import Schedule
 from fsdp_jax._tree import PyTree
 
@@ -113,15 +113,18 @@ def _stage(
         for shard in shards
     ]
     num_microbatches = jax.tree.leaves(rows)[0].shape[0]
-    schedule = Schedule(stages, num_microbatches)
-    # The leaves of the loss's own arguments, of a chunk and a microbatch.
-    stage = Stage(None, schedule, shards, rows, key, aux_format)  # pyright: ignore
     example = jax.tree.map(lambda x: x[0], rows)
+    # The leaves of the loss's own arguments, of a chunk and a microbatch.
     chunk = [
-        dataclasses.replace(s, value=stage.part(s.value, 0), sink=stage.part(s.sink, 0))
-        if s.row.is_staged
-        else s
-        for s in shards
+        dataclasses.replace(
+            shard,
+            value=part_of(stages, shard.value, 0),
+            sink=part_of(stages, shard.sink, 0),
+        )
+        if shard.row.is_staged
+        else shard
+        for shard in shards
     ]
     cut = trace_and_cut(call, chunk, model_state, example, key)
-    return dataclasses.replace(stage, cut=cut)
+    schedule = Schedule(stages, num_microbatches)
+    return Stage(cut, schedule, shards, rows, key, aux_format)

@@ -15,7 +15,7 @@ from fsdp_jax._aux import AuxFormat
 from fsdp_jax._cut import CutLoss
 from fsdp_jax._shard import Shard
 from fsdp_jax._stack import Role
-from fsdp_jax._stages import Schedule, Turn
+from fsdp_jax._stages import Schedule, Stages, Turn
 from fsdp_jax._tree import PyTree
 
 Grads = list[Array | None]
@@ -56,12 +56,7 @@ class Stage:
 
     def part(self, x: Any, chunk: Any) -> Any:
         """The chunk's layers of what is stacked over this stage's."""
-        size = self.schedule.stages.chunk_size
-        if self.schedule.stages.num_virtual == 1:
-            return x
-        return jax.tree.map(
-            lambda x: lax.dynamic_slice_in_dim(x, chunk * size, size), x
-        )
+        return part_of(self.schedule.stages, x, chunk)
 
     def is_last(self, chunk: Any) -> Any:
         """Whether a chunk of this stage is the last of the stack."""
@@ -176,3 +171,11 @@ def zeros_of(shape: Any) -> Array:
     if jnp.issubdtype(shape.dtype, jax.dtypes.prng_key):
         return jnp.broadcast_to(jax.random.key(0), shape.shape)
     return jnp.zeros(shape.shape, shape.dtype)
+
+
+def part_of(stages: Stages, x: Any, chunk: Any) -> Any:
+    """The layers of a chunk, of what is stacked over those of its stage."""
+    if stages.num_virtual == 1:
+        return x
+    size = stages.chunk_size
+    return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, chunk * size, size), x)
