@@ -196,7 +196,7 @@ def test_a_replicated_embedder_has_the_sum_of_all_its_uses(pipeline):
     uses = jnp.asarray(10 * stage + chunk, jnp.float32)
 
     def layer(w, x, use, embedder):
-        return x + use * embedder.sum() + 0 * w["w"].sum(), None
+        return x + use * (embedder.sum() + w["w"].sum()), None
 
     def loss(weights, batch):
         x, _ = fsdp.scan(
@@ -222,6 +222,9 @@ def test_a_replicated_embedder_has_the_sum_of_all_its_uses(pipeline):
     _, grads = compute(params, {"x": x})
     np.testing.assert_array_equal(grads["embedder"], np.full((8, 8), 124))
     np.testing.assert_array_equal(grads["other"], np.full(8, 7))
+    # Each layer has its own, wherever it was run.
+    own = np.broadcast_to(np.asarray(uses)[:, None], (8, 4))
+    np.testing.assert_array_equal(grads["layers"]["w"], own)
 
 
 def test_a_checkpoint_of_a_pipeline_fills_any_other_mould(runs, tmp_path):
