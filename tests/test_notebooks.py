@@ -50,14 +50,10 @@ def executed(stored, manager, tmp_path_factory) -> nbformat.NotebookNode:
 
     Any cell that raises fails here, with its traceback.
     """
-    return run(stored["cells"], manager, tmp_path_factory.mktemp("notebook"))
-
-
-def run(cells, manager, folder: Path) -> nbformat.NotebookNode:
-    """A notebook of these cells as it is after a run in a folder."""
+    folder = tmp_path_factory.mktemp("notebook")
     before = nbformat.v4.new_code_cell(AFRESH.format(str(folder)))
-    notebook = nbformat.v4.new_notebook(cells=[before, *cells])
-    ran = execute(notebook, manager)
+    cells = [before, *stored["cells"]]
+    ran = execute(nbformat.v4.new_notebook(cells=cells), manager)
     ran["cells"] = ran["cells"][1:]
     return ran
 
@@ -109,24 +105,6 @@ def test_a_path_of_a_machine_is_noticed():
     assert paths_in("in '/home/me/run/3'") == ["/home/me/run/3'"]
     assert paths_in(r"C:\Users\me") == [r"C:\Users\me"]
     assert paths_in("run/3, 1/8 of it, tokens/s/GPU, MFU 40%") == []
-
-
-BAR = """
-import fsdp_jax as fsdp
-
-with fsdp.bytes_bar("loading") as progress:
-    for done in range(0, 501, 100):
-        progress(done, 500)
-"""
-
-
-def test_a_progress_bar_is_live(manager, tmp_path):
-    ran = run([nbformat.v4.new_code_cell(BAR)], manager, tmp_path)
-    output = ran["cells"][0]["outputs"][0]
-    view = output["data"]["application/vnd.jupyter.widget-view+json"]
-    (states,) = ran["metadata"]["widgets"].values()
-    shown = states["state"][view["model_id"]]["state"]["outputs"]
-    assert "500/500 bytes" in str(shown)
 
 
 def paths_in(text: str) -> list[str]:
