@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -46,11 +47,24 @@ def gpu_devices(gpu: GPU, count: int) -> Sequence[Any]:
             topology=f"{nodes}x1x{count // nodes}",
         )
     except Exception as error:  # jax raises whatever the plugin's absence breaks.
-        raise ValueError(
+        raise ValueError(_why_not(error)) from error
+    return topology.devices
+
+
+def _why_not(error: Exception) -> str:
+    plugins = ("jax_cuda12_plugin", "jax_cuda13_plugin")
+    if not any(importlib.util.find_spec(plugin) for plugin in plugins):
+        return (
             "Compiling for GPUs needs XLA's CUDA plugin, of the very version of jax: "
             f"pip install 'fsdp-jax[plan]'. What jax said: {error}"
-        ) from error
-    return topology.devices
+        )
+    return (
+        "jax did not set up its CUDA plugin, which compiles for GPUs. Where there is "
+        "no driver for one, say so before jax is first used, by JAX_PLATFORMS=cpu or "
+        "`jax.config.update('jax_platforms', 'cpu')`: nothing is asked of a GPU. Else "
+        "the plugin may be of another version than jax: pip install 'fsdp-jax[plan]'. "
+        f"What jax said: {error}"
+    )
 
 
 @dataclasses.dataclass(frozen=True)

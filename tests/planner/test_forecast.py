@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -182,6 +185,31 @@ def test_other_gpus_are_other_targets():
 def test_what_makes_no_whole_nodes_is_refused():
     with pytest.raises(ValueError, match="12 GPUs are neither .* multiple of 8"):
         fsdp.gpu_devices(GPUS["h200"], 12)
+
+
+STAND_INS = """
+import jax, fsdp_jax as fsdp
+jax.config.update("jax_platforms", {platforms!r})
+try:
+    print(len(fsdp.gpu_devices(fsdp.GPUS["h200"], 8)))
+except ValueError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize(
+    "platforms, says",
+    # Where there is a driver it works either way.
+    [("cpu", ["8\n"]), (None, ["8\n", "jax did not set up its CUDA plugin"])],
+)
+def test_a_machine_without_a_driver_is_told_what_to_say(platforms, says):
+    """In a process of its own: jax looks for its plugins once."""
+    environment = {k: v for k, v in os.environ.items() if k != "JAX_PLATFORMS"}
+    code = STAND_INS.format(platforms=platforms)
+    out = subprocess.check_output(
+        [sys.executable, "-c", code], env=environment, text=True, stderr=subprocess.PIPE
+    )
+    assert out.startswith(tuple(says))
 
 
 def test_the_axes_of_a_mesh_of_stand_ins_are_those_asked_for():
