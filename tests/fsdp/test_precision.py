@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from helpers.hlo import stablehlo_dtypes
+from helpers.processes import run_processes
 
 import fsdp_jax as fsdp
 from fsdp_jax._tree import named_leaves
@@ -205,8 +206,8 @@ def test_small_gradients_of_a_half_precision_model_do_not_vanish():
     np.testing.assert_allclose(grads["w"], np.full((8, 8), 2.0**-24), rtol=1e-6)
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_a_power_of_two_is_divided_out_before_the_wire_without_a_trace(ranks):
+def mean_over(ranks: int) -> list[list[float]]:
+    """The gradient of random rows, one a rank, and what it is to be."""
     # Upstream: bf16 * 2^-k, summed in fp32, is the fp32 sum * 2^-k, to the bit.
     policy = fsdp.MixedPrecisionPolicy(
         grad_comm_dtype=BF16, reduce_scatter_with_fp32_accumulation=True
@@ -227,7 +228,18 @@ def test_a_power_of_two_is_divided_out_before_the_wire_without_a_trace(ranks):
     total = np.zeros(1024, np.float32)
     for row in rows:
         total += row.astype(np.float32)
-    np.testing.assert_array_equal(grads["w"], total / ranks)
+    return [np.asarray(grads["w"]).tolist(), (total / ranks).tolist()]
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_a_power_of_two_is_divided_out_before_the_wire_without_a_trace(ranks):
+    found, want = mean_over(ranks)
+    assert found == want
+
+
+def test_sixteen_ranks_leave_no_trace_either():
+    ((found, want),) = run_processes(mean_over, 1, 16, devices=16)
+    assert found == want
 
 
 def test_twenty_draws_of_a_wide_sum_are_float32s_and_not_bfloat16s():
