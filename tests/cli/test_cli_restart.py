@@ -16,7 +16,8 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from helpers.damage import ORBAX_FAILS_NOISILY, file_size_limited, files_of
+from helpers.damage import ORBAX_FAILS_NOISILY, file_size_limited, first_value
+from safetensors.numpy import load_file
 
 import fsdp_jax as fsdp
 from fsdp_jax._tree import named_leaves
@@ -151,10 +152,11 @@ def test_a_damaged_newest_step_is_set_aside_and_made_again(
     fake_step(5, 4, 3)
     assert main([*argv, "3"]) == 0
     run = tmp_path / "run"
-    largest = max(files_of(run / "3"), key=lambda path: path.stat().st_size)
-    content = bytearray(largest.read_bytes())
-    content[len(content) // 2] ^= 1
-    largest.write_bytes(content)
+    weights = load_file(llama / "model.safetensors")  # which the fake step left alone
+    path, bit = first_value(run / "3", weights["model.embed_tokens.weight"][0])
+    content = bytearray(path.read_bytes())
+    content[bit // 8] ^= 1
+    path.write_bytes(content)
     fake_step(3, 2)
     with pytest.warns(UserWarning, match="Step 3 is passed over"):
         assert main([*argv, "4"]) == 0

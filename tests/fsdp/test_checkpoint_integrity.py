@@ -11,7 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from helpers.damage import ORBAX_FAILS_NOISILY, files_of, flipped, random_bit
+from helpers.damage import (
+    ORBAX_FAILS_NOISILY,
+    files_of,
+    first_value,
+    flipped,
+    random_bit,
+)
 from jax.sharding import NamedSharding, PartitionSpec
 from orbax.checkpoint._src.serialization import tensorstore_utils
 
@@ -136,13 +142,6 @@ def read_by_orbax(directory: Path, name: str) -> np.ndarray:
         return np.asarray(plain.restore(directory, args=arguments)[name])
 
 
-def first_value(directory: Path, row: np.ndarray) -> tuple[Path, int]:
-    """The file, and the bit of it, at which a row of an array begins."""
-    found = [p for p in files_of(directory) if row.tobytes() in p.read_bytes()]
-    (path,) = found
-    return path, 8 * path.read_bytes().index(row.tobytes())
-
-
 def test_a_flipped_bit_of_a_value_is_found_by_orbax_alone(run):
     state, want = run / "2" / "state", np.asarray(state_at(2).params["w"])
     np.testing.assert_array_equal(read_by_orbax(state, "params.w"), want)
@@ -237,17 +236,20 @@ def test_a_damaged_newest_step_falls_back_to_the_one_before_only_when_asked(run)
 
 def test_where_no_step_is_whole_none_is_loaded(run):
     shutil.rmtree(run / "2")
-    path = values_of(run / "1")
-    with flipped(path, 9), pytest.warns(UserWarning, match="Step 1 is passed over"):
-        with pytest.raises(fsdp.DamagedCheckpointError, match="No step of .* is whole"):
-            fsdp.load(run, mould(), step="latest-good")
+    row = np.asarray(state_at(1).params["w"])[0]
+    with (
+        flipped(*first_value(run / "1" / "state", row)),
+        pytest.warns(UserWarning, match="Step 1 is passed over"),
+        pytest.raises(fsdp.DamagedCheckpointError, match="No step of .* is whole"),
+    ):
+        fsdp.load(run, mould(), step="latest-good")
 
 
 def test_the_command_line_verifies_every_step_or_one(run, capsys):
     assert main(["verify", str(run)]) == 0
     assert "step 1: " in (said := capsys.readouterr().out) and "step 2: " in said
-    path = values_of(run / "2")
-    with flipped(path, 9):
+    row = np.asarray(state_at(2).params["w"])[0]
+    with flipped(*first_value(run / "2" / "state", row)):
         assert main(["verify", str(run)]) == 1
         assert "computed digest is" in capsys.readouterr().err
         assert main(["verify", str(run), "--step", "1"]) == 0

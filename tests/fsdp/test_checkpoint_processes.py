@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.damage import file_size_limited, files_of, flipped
+from helpers.damage import file_size_limited, first_value, flipped
 from helpers.processes import run_processes
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -187,9 +187,8 @@ def own_state(directory: str) -> int:
 @contextlib.contextmanager
 def damaged_by_the_first(directory: str):
     """A bit of what process 2 alone reads is flipped, of step 2."""
-    row = values(2)[-17].tobytes()  # the third quarter ends one row before the last 16
-    (path,) = [p for p in files_of(Path(directory, "2")) if row in p.read_bytes()]
-    at = 8 * path.read_bytes().index(row)
+    row = values(2)[-17]  # the third quarter ends one row before the last 16
+    path, at = first_value(Path(directory, "2"), row)
     exchange(None)
     first = jax.process_index() == 0
     with flipped(path, at) if first else contextlib.nullcontext():

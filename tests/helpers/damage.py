@@ -33,6 +33,16 @@ def random_bit(directory: Path, rng: np.random.Generator) -> tuple[Path, int]:
     return files[which], 8 * (byte - start) + int(rng.integers(8))
 
 
+def first_value(directory: Path, row: np.ndarray) -> tuple[Path, int]:
+    """The file, and the bit of it, at which a row of a saved array begins.
+
+    Not simply of the largest file: a database may keep, longer than it needs them,
+    nodes that nothing refers to any more, and nobody reads these.
+    """
+    (path,) = [p for p in files_of(directory) if row.tobytes() in p.read_bytes()]
+    return path, 8 * path.read_bytes().index(row.tobytes())
+
+
 @contextmanager
 def flipped(path: Path, bit: int) -> Iterator[None]:
     """The file with one bit the other way; put right again at the end."""
