@@ -262,12 +262,16 @@ def interrupted_save(job: Job, step: int, rank: int, number: int) -> list:
 
     One that is stopped goes on when all others have given it up.
     """
+    given_up = job.run.parent / "given up"
+    given_up.mkdir(exist_ok=True)
     pid = exchange(os.getpid())[rank]
     interrupted = interrupted_copies(number) if job.rank == rank else None
     with job.open(timeout_secs=LOST_SECS) as checkpointer:
         checkpointer.resume(mould())
         with interrupted or contextlib.nullcontext():
             checkpointer.save(step, state_at(step))
+            if interrupted:  # waiting would count the time in which it is stopped
+                until_given_up(given_up)
             start = time.monotonic()
             try:
                 checkpointer.wait()
@@ -275,14 +279,17 @@ def interrupted_save(job: Job, step: int, rank: int, number: int) -> list:
             except Exception as error:
                 said = [type(error).__name__, str(error)]
         secs = time.monotonic() - start
-    given_up = job.run.parent / "given up"
-    given_up.mkdir(exist_ok=True)
     (given_up / f"{step} {job.rank}").touch()
     if number == signal.SIGSTOP and job.rank == 0:
-        while len(list(given_up.iterdir())) < PROCESSES - 1:
-            time.sleep(0.01)
+        until_given_up(given_up)
         os.kill(pid, signal.SIGCONT)
     return [*said, secs]
+
+
+def until_given_up(directory: Path) -> None:
+    """Returns when all processes but one have said there that they wait no more."""
+    while len(list(directory.iterdir())) < PROCESSES - 1:
+        time.sleep(0.01)
 
 
 @contextlib.contextmanager
