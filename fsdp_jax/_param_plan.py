@@ -12,6 +12,9 @@ from fsdp_jax._config import Placements, Precision
 from fsdp_jax._low_precision import ParamGather
 from fsdp_jax._mesh import num_devices
 
+ROOT = "(root)"
+"""The unit of whatever belongs to no other: gathered once, at the entry of the loss."""
+
 
 @dataclasses.dataclass(frozen=True)
 class ParamPlan:

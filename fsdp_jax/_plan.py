@@ -12,18 +12,17 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fsdp_jax._config import FSDPConfig, Placements
+from fsdp_jax._held import held_lines
 from fsdp_jax._low_precision import MXFP8Gather, num_blocks
 from fsdp_jax._mesh import BATCH_AXES, DATA_AXES, axes_in_use, num_devices
 from fsdp_jax._model import MakeModel, ModelDef
 from fsdp_jax._padded import Padded
+from fsdp_jax._param_plan import ROOT as ROOT
 from fsdp_jax._param_plan import ParamPlan as ParamPlan
 from fsdp_jax._pipeline_lines import pipeline_lines
 from fsdp_jax._stages import Stages
 from fsdp_jax._table import Grid, format_bytes, html_page
 from fsdp_jax._tree import PyTree, matches, named_leaves
-
-ROOT = "(root)"
-"""The unit of whatever belongs to no other: gathered once, at the entry of the loss."""
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -303,27 +302,6 @@ def _split(row: ParamPlan) -> str:
     return ", ".join(parts) or "whole"
 
 
-def _largest_unit(plan: Plan) -> int:
-    """Bytes of the largest unit's whole weights as computed with, one of a stack."""
-    sizes = dict.fromkeys(plan.units, 0)
-    for row in plan.rows:
-        if row.unit != ROOT:
-            sizes[row.unit] += _whole_bytes(plan, row, row.num_stacked)
-            sizes[row.unit] += plan.model.decoded.get(row.name, 0)
-    return max(sizes.values(), default=0)
-
-
-def _whole_bytes(plan: Plan, row: ParamPlan, num_stacked: int = 0) -> int:
-    """Bytes of a parameter as computed with, or of one of a stack.
-
-    Neither other ranks' experts nor other parts of tp are gathered.
-    """
-    experts = plan.mesh.shape["ep"] if row.is_expert else 1
-    parts = 1 if row.tensor_dim is None else plan.mesh.shape["tp"]
-    elements = math.prod(row.shape[num_stacked:]) // experts // parts
-    return elements * row.precision.param.itemsize
-
-
 def _whole_over_tp(plan: Plan) -> list[str]:
     """Matrices that each rank of tp computes with as a whole."""
     if plan.mesh.shape["tp"] == 1:
@@ -349,7 +327,6 @@ def _summary(plan: Plan) -> list[str]:
     whole = [
         row.name for row in plan.rows if not (row.placements.optimizer or row.is_expert)
     ]
-    at_entry = sum(_whole_bytes(plan, row) for row in plan.rows if row.unit == ROOT)
     frozen = sum(row.frozen for row in plan.rows)
     experts = sum(row.is_expert for row in plan.rows)
     counts = f"parameters: {len(plan.rows)}, units: {len(plan.units)}"
@@ -357,8 +334,7 @@ def _summary(plan: Plan) -> list[str]:
     lines = [
         f"{counts}, devices: {plan.mesh.size} ({axes or 'a single one'})",
         f"a device at rest: {', '.join(at_rest)}; optimizer state comes on top",
-        f"whole during a step: {format_bytes(at_entry)} in no unit, all the time; "
-        f"{format_bytes(_largest_unit(plan))} in the largest unit, while it runs",
+        *held_lines(plan.mesh, plan.rows, plan.model.decoded),
     ]
     if experts:
         lines.append(f"experts, never gathered over ep: {experts}")

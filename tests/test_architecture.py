@@ -32,7 +32,7 @@ ROWS = [
     {"mesh", "model", "derived"},
     {"lora"},
     {"param_plan"},
-    {"pipeline_lines"},
+    {"pipeline_lines", "held"},
     {"plan", "data", "launch", "batches"},
     {"experts", "units"},
     {"staging", "ring"},

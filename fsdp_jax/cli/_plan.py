@@ -6,7 +6,7 @@ import dataclasses
 import math
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
@@ -17,15 +17,15 @@ from jax.sharding import Mesh
 import bridge
 import fsdp_jax as fsdp
 from bridge.models import DecoderConfig, tensor_parallel_rules
-from fsdp_jax._pipeline_config import ScheduleName
 from fsdp_jax._table import format_bytes
-from fsdp_jax.cli._context import CPForm, check_context, check_rows, rows_mould
+from fsdp_jax.cli._context import check_context, check_rows, rows_mould
 from fsdp_jax.cli._errors import check_absent
 from fsdp_jax.cli._model import loss_of, plan_decoder
 from fsdp_jax.cli._options import Devices, Unset
 from fsdp_jax.cli._origin import open_hf
 from fsdp_jax.cli._recipe import ParamDtype
 from fsdp_jax.cli._routing import Routing
+from fsdp_jax.cli._strategy import Strategy
 from fsdp_jax.planner import (
     GPU,
     Forecast,
@@ -36,12 +36,6 @@ from fsdp_jax.planner import (
     sent_grid,
 )
 
-_REMAT = {
-    "all": None,
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    "attention": jax.checkpoint_policies.save_only_these_names("context_attention"),
-    "nothing": jax.checkpoint_policies.nothing_saveable,
-}
 _LONG_ROWS = 8192
 """Tokens from which on a sweep tries to split rows."""
 _AXES = ("pp", "dp_outer", "dp_shard", "ep", "cp", "tp")
@@ -100,24 +94,15 @@ class Plan:
         GPUs together.
       seq: Tokens that a row predicts.
       accumulate: Microbatches a step.
-      zero: What is sharded: ZeRO 0 to 3.
-      outer: What dp_outer splits: 0 nothing (HSDP), 1 the optimizer (HFSDP).
-      schedule: Of the stages over pp: 1f1b or gpipe.
-      virtual_stages: Parts of the layers that each stage has.
       param_dtype: What weights are gathered and computed in.
-      remat: What of a layer's activations is kept for backward: all, dots, over cp what
-        attention made (attention), or nothing.
-      prefetch: Layers gathered ahead of the one that computes.
-      unroll: Layers in one iteration of the compiled loop.
       fused_loss: Makes logits a chunk of the vocabulary at a time: memory for work.
-      cp_form: How tokens see those of others on cp: keys and values go round (ring),
-        are gathered, or tokens are traded for heads (ulysses).
       capacity_factor: Experts have room for this many times their even share of a
         rank's tokens; default for all of those of all ranks on ep.
       json: Writes everything to this file.
       picture: Draws memory and time into this file, .png or .svg.
       sweep: Tries other meshes and strategies too, and recommends one; cp where rows
         have 8,192 tokens or more.
+      strategy: What the step shards, keeps, and runs when.
       speeds: Figures of the cost model.
     """
 
@@ -129,20 +114,15 @@ class Plan:
     batch: Unset[int] = None
     seq: int = 4096
     accumulate: int = 1
-    zero: int = 3
-    outer: int = 0
-    schedule: ScheduleName = "1f1b"
-    virtual_stages: int = 1
     param_dtype: ParamDtype = "bfloat16"
-    remat: Literal["all", "dots", "attention", "nothing"] = "nothing"
-    prefetch: int = 1
-    unroll: int = 2
     fused_loss: bool = False
-    cp_form: CPForm = "ring"
     capacity_factor: Unset[float] = None
     json: Unset[Path] = None
     picture: Unset[Path] = None
     sweep: bool = False
+    strategy: Annotated[Strategy, tyro.conf.arg(name="")] = Strategy(
+        remat="nothing", unroll=2
+    )
     speeds: Annotated[Speeds, tyro.conf.arg(name="")] = Speeds()
 
     def run(self) -> None:
@@ -152,7 +132,8 @@ class Plan:
         gpu = self.speeds.apply(self.gpu)
         config = _read_config(self)
         sizes = _mesh_sizes(self.mesh)
-        if self.sweep and (self.mesh, self.zero, self.outer) != (None, 3, 0):
+        chosen = (self.mesh, self.strategy.zero, self.strategy.outer)
+        if self.sweep and chosen != (None, 3, 0):
             raise ValueError(
                 "plan --sweep tries meshes and strategies of its own: leave out "
                 "--mesh, --zero and --outer, or --sweep."
@@ -229,29 +210,16 @@ def _step_of(options: Plan, config: DecoderConfig, mesh: Mesh):
     """The plan on `mesh`, the loss, and the mould of a batch."""
     cp, tp = mesh.shape["cp"], mesh.shape["tp"]
     check_rows(options.seq, tp, cp)
-    if options.remat == "attention" and (cp == 1 or options.cp_form == "ulysses"):
-        raise ValueError(
-            "--remat attention keeps what attention makes of a row that is split over "
-            "cp in the form ring or all_gather: use --mesh cp=N, or --remat nothing."
-        )
-    fsdp_config = fsdp.FSDPConfig(
-        zero_dp_strategy=options.zero,
-        outer_dp_sharding_strategy=options.outer,
-        mp_policy=fsdp.MixedPrecisionPolicy(
-            param_dtype=jnp.dtype(options.param_dtype),
-            grad_comm_dtype=jnp.dtype(options.param_dtype),
-        ),
-        remat_policy=_REMAT[options.remat],
-        pipeline=fsdp.Pipeline(options.schedule, options.virtual_stages),
-    )
+    dtype = jnp.dtype(options.param_dtype)
+    policy = fsdp.MixedPrecisionPolicy(param_dtype=dtype, grad_comm_dtype=dtype)
     plan = plan_decoder(
         config,
         mesh,
-        fsdp_config,
+        options.strategy.applied(fsdp.FSDPConfig(mp_policy=policy), mesh),
         Routing(capacity_factor=options.capacity_factor, router_dtype="model"),
-        prefetch=options.prefetch,
-        unroll=options.unroll,
-        cp_form=options.cp_form,
+        prefetch=options.strategy.prefetch,
+        unroll=options.strategy.unroll,
+        cp_form=options.strategy.cp_form,
     )
     stages = mesh.shape["pp"]
     rows = options.gpus // (cp * tp * stages) * options.accumulate
@@ -322,11 +290,12 @@ def _candidates(options: Plan, config: DecoderConfig, gpu: GPU):
     pp = max(nodes, 2)
     if options.gpus % pp == 0 and _is_one_stack(config, pp):
         # Of the same batch the ranks that are left take more rows, one at a time.
-        more = {"zero": 2, "accumulate": options.accumulate * pp}
-        flat.append((f"ZeRO-2, pp={pp}", more, {"pp": pp}))
+        flat.append((f"ZeRO-2, pp={pp}", {"zero": 2}, {"pp": pp}))
     for name, changes, sizes in flat:
-        base = {"zero": 3, "outer": 0} | changes
-        yield name, dataclasses.replace(options, **base), sizes
+        rounds = options.accumulate * sizes.get("pp", 1)
+        strategy = dataclasses.replace(options.strategy, **changes)
+        changed = dataclasses.replace(options, strategy=strategy, accumulate=rounds)
+        yield name, changed, sizes
 
 
 def _tp_sizes(options: Plan, config: DecoderConfig, gpu: GPU) -> list[int]:
@@ -353,7 +322,7 @@ def _cp_sizes(options: Plan, config: DecoderConfig, gpu: GPU) -> list[int]:
     for cp in sorted({2, in_node} - {1}):
         try:
             check_rows(options.seq, 1, cp)
-            check_context(config, cp, 1, options.cp_form)
+            check_context(config, cp, 1, options.strategy.cp_form)
         except ValueError as error:
             print(f"fsdp-jax: leaving out cp={cp}: {error}", file=sys.stderr)
         else:

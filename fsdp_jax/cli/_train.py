@@ -15,10 +15,9 @@ import bridge
 import fsdp_jax as fsdp
 from bridge.models import DecoderConfig
 from fsdp_jax._batch import check_batch
-from fsdp_jax._pipeline_config import ScheduleName
 from fsdp_jax.cli._begun import Command, is_begun, mark_begun, newest_good_step
 from fsdp_jax.cli._callback import Callback, load_callback
-from fsdp_jax.cli._context import CPForm, check_rows, rows_mould
+from fsdp_jax.cli._context import check_rows, rows_mould
 from fsdp_jax.cli._data import make_batches
 from fsdp_jax.cli._errors import check_absent, check_creatable
 from fsdp_jax.cli._lora import BaseDType
@@ -42,6 +41,7 @@ from fsdp_jax.cli._routing import (
 )
 from fsdp_jax.cli._run import Run, run_steps
 from fsdp_jax.cli._say import say
+from fsdp_jax.cli._strategy import Strategy
 from fsdp_jax.cli._tokens import (
     Tokens,
     check_files,
@@ -123,14 +123,11 @@ class Train:
       dp_outer: Copies of the sharded model (HSDP).
       ep: Devices that split experts; a dense model is split over them too.
       cp: Devices that split the tokens of each row, for long ones.
-      cp_form: How tokens see those of others on cp: keys and values go round (ring),
-        are gathered, or tokens are traded for heads (ulysses).
       tp: Devices that split each matrix, and the tokens between: those of a node.
       pp: Devices that each have a part of the layers, through which the microbatches of
         --accumulate pass.
-      schedule: Of that pipeline: 1f1b, which keeps what the stages need, or gpipe.
-      virtual_stages: Parts of the layers that each of these devices has.
       fused_loss: Makes logits a chunk of the vocabulary at a time: memory for work.
+      strategy: What the step shards, keeps, and runs when.
       profiling: Whether to trace some steps, and which.
       where: On which devices.
     """
@@ -171,12 +168,10 @@ class Train:
     dp_outer: int = 1
     ep: int = 1
     cp: int = 1
-    cp_form: CPForm = "ring"
     tp: int = 1
     pp: int = 1
-    schedule: ScheduleName = "1f1b"
-    virtual_stages: int = 1
     fused_loss: bool = False
+    strategy: Annotated[Strategy, tyro.conf.arg(name="")] = Strategy()
     profiling: Annotated[Profile, tyro.conf.arg(name="")] = Profile()
     where: Annotated[Devices, tyro.conf.arg(name="")] = Devices()
 
@@ -199,8 +194,13 @@ class Train:
         check_rows(recipe.seq, self.tp, self.cp)
         recipe.routing.check(origin.config)
         plan = plan_decoder(
-            *(origin.config, mesh, _sharding(self, recipe, origin), recipe.routing),
-            cp_form=self.cp_form,
+            origin.config,
+            mesh,
+            self.strategy.applied(_sharding(self, recipe, origin), mesh),
+            recipe.routing,
+            prefetch=self.strategy.prefetch,
+            unroll=self.strategy.unroll,
+            cp_form=self.strategy.cp_form,
         )
         rows = rows_mould(recipe.batch, recipe.seq, self.cp)
         check_batch(plan, rows, recipe.accumulate)
@@ -230,8 +230,6 @@ def _sharding(train: Train, recipe: Recipe, origin: Origin) -> fsdp.FSDPConfig:
         config = computed_in(recipe.param_dtype)
     else:
         config = recipe.adapter.sharding(origin.config, recipe.param_dtype)
-    pipeline = fsdp.Pipeline(train.schedule, train.virtual_stages)
-    config = dataclasses.replace(config, pipeline=pipeline)
     return recipe.precision.sharding(config, train.offload)
 
 

@@ -73,10 +73,14 @@ def test_resuming_on_the_same_mesh_is_bit_exact(trained, text, tmp_path):
     assert resume(trained, text, tmp_path) == {step: whole[step] for step in (3, 4)}
 
 
-def test_resuming_on_another_mesh_sees_the_same_batches(trained, text, tmp_path):
+def test_resuming_on_another_mesh_and_strategy_sees_the_same_batches(
+    trained, text, tmp_path, capsys
+):
     whole = losses(trained.metrics)
     mesh = ["--devices", "4", "--dp-outer", "2", "--accumulate", "2"]
-    resumed = resume(trained, text, tmp_path, *mesh)
+    strategy = ["--zero", "2", "--remat", "nothing", "--prefetch", "0", "--unroll", "2"]
+    resumed = resume(trained, text, tmp_path, *mesh, *strategy)
+    assert "whole during a step: 50.31 KiB, all the time\n" in capsys.readouterr().err
     for step in (3, 4):
         assert resumed[step] == pytest.approx(whole[step], rel=ANOTHER_MESH)
 

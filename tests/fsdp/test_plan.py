@@ -295,6 +295,40 @@ def test_the_plan_prints_a_row_a_parameter_and_the_totals():
     assert lines[9] == "whole on every device: s"
 
 
+LAYER_BY_LAYER = (
+    "whole during a step: 256 B in no unit, all the time; "
+    "256 B in the largest unit, while it runs"
+)
+
+
+@pytest.mark.parametrize(
+    "strategies, lines",
+    [
+        ((0, 0), ["whole during a step: 768 B, all the time"]),
+        ((2, 0), ["whole during a step: 768 B, all the time"]),  # gathered once
+        ((3, 0), [LAYER_BY_LAYER]),
+        (
+            (3, 1),
+            [
+                LAYER_BY_LAYER,
+                "shards gathered from smaller ones before a step: 192 B",
+            ],
+        ),
+    ],
+)
+def test_the_plan_says_what_is_whole_and_when_under_each_strategy(strategies, lines):
+    zero, outer = strategies
+    plan = plan_shapes(
+        {"layers": {"w": (2, 8, 8)}, "head": (8, 8)},
+        [fsdp.Stacked("layers")],
+        mesh=fsdp.make_mesh(dp_outer=2),
+        zero_dp_strategy=zero,
+        outer_dp_sharding_strategy=outer,
+    )
+    said = repr(plan).splitlines()
+    assert [line for line in said if "a step" in line] == lines
+
+
 def test_on_two_axes_a_parameter_is_split_over_their_product():
     plan = plan_shapes({"w": (8, 24)}, mesh=fsdp.make_mesh(dp_outer=2, ep=2))
     (row,) = plan.rows
