@@ -13,6 +13,7 @@ from bridge.models._decoder import plain_scan as plain_scan
 from bridge.models._decoder_layer import DecoderLayer as DecoderLayer
 from bridge.models._generate import Generated as Generated
 from bridge.models._generate import generate as generate
+from bridge.models._grouped import grouped_matmul as grouped_matmul
 from bridge.models._mla_config import MLAConfig as MLAConfig
 from bridge.models._moe import Dispatch as Dispatch
 from bridge.models._moe import MoE as MoE

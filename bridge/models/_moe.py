@@ -6,17 +6,20 @@ from typing import Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, DTypeLike, Float, Int
 
 from bridge.models._config import DecoderConfig
+from bridge.models._grouped import grouped_matmul
 from bridge.models._linear import Linear
 from bridge.models._mlp import ACTIVATIONS, MLP
 from bridge.models._router import Router
 from bridge.models._router_stats import RouterStats, router_stats
 
 Rows = Float[Array, "rows embed"]
-RunExperts = Callable[[Rows, Int[Array, " experts"]], Rows]
+Sizes = Int[Array, " experts"] | np.ndarray
+RunExperts = Callable[[Rows, Sizes], Rows]
 
 
 class Dispatch(Protocol):
@@ -105,14 +108,14 @@ class Experts(nnx.Module):
         self.moe = moe
         self.activation = config.hidden_act
 
-    def __call__(self, x: Rows, group_sizes: Int[Array, " experts"]) -> Rows:
+    def __call__(self, x: Rows, group_sizes: Sizes) -> Rows:
         """Runs rows that are sorted by expert.
 
         Raises:
           ValueError: If the rows are of other experts than those at hand.
         """
         kernel = self.gate_up_proj[...]
-        experts, embed, _, width = kernel.shape
+        experts = kernel.shape[0]
         if len(group_sizes) != experts:
             raise ValueError(
                 f"This device has {experts} of {self.moe.num_experts} experts, and the "
@@ -121,17 +124,16 @@ class Experts(nnx.Module):
                 "the dispatch has to send tokens to other ranks: Decoder(dispatch="
                 "fsdp_jax.ops.expert_parallel_dispatch)."
             )
-        kernel = kernel.reshape(experts, embed, 2 * width)
-        gate_up = jax.lax.ragged_dot(x, kernel, group_sizes)
         down, owner = self.down_proj[...], None
+        gate, up = _halves(x, kernel, group_sizes)
         if self.gate_up_bias is not None:
             owner = jnp.repeat(
                 jnp.arange(experts), group_sizes, total_repeat_length=x.shape[0]
             )
-            bias = self.gate_up_bias[...].reshape(experts, 2 * width)
-            gate_up += jnp.take(bias, owner, axis=0)
-        gate, up = jnp.split(gate_up, 2, axis=-1)
-        y = jax.lax.ragged_dot(self._activate(gate, up), down, group_sizes)
+            of_gate, of_up = jnp.moveaxis(self.gate_up_bias[...], 1, 0)
+            gate += jnp.take(of_gate, owner, axis=0)
+            up += jnp.take(of_up, owner, axis=0)
+        y = _product(self._activate(gate, up), down, group_sizes)
         if self.down_bias is not None and owner is not None:
             y += jnp.take(self.down_bias[...], owner, axis=0)
         return y
@@ -142,6 +144,46 @@ class Experts(nnx.Module):
             return ACTIVATIONS[self.activation](gate) * up
         gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
         return (up + 1) * gate * jax.nn.sigmoid(gate * alpha)
+
+
+def _halves(
+    x: Rows,
+    kernel: Float[Array, "experts embed 2 width"],
+    group_sizes: Sizes,
+) -> tuple[Float[Array, "rows width"], Float[Array, "rows width"]]:
+    """What gates and what is gated, of rows sorted by expert.
+
+    In one product, unless XLA splits the width over devices: halves of gate beside up
+    lie on other devices than the product's, and it would send rows to mend that.
+    """
+    if _is_split():
+        return (
+            _product(x, kernel[:, :, 0], group_sizes),
+            _product(x, kernel[:, :, 1], group_sizes),
+        )
+    experts, embed, _, width = kernel.shape
+    kernel = kernel.reshape(experts, embed, 2 * width)
+    gate, up = jnp.split(_product(x, kernel, group_sizes), 2, axis=-1)
+    return gate, up
+
+
+def _product(
+    x: Rows, kernel: Float[Array, "experts embed width"], group_sizes: Sizes
+) -> Float[Array, "rows width"]:
+    """Each row times its expert's matrix.
+
+    In no loop where XLA splits the matrix: it would add up the parts of each block's
+    rows by a collective of their own.
+    """
+    if _is_split():
+        return jax.lax.ragged_dot(x, kernel, jnp.asarray(group_sizes))
+    return grouped_matmul(x, kernel, group_sizes)
+
+
+def _is_split() -> bool:
+    """Whether some axis of the mesh is left to XLA: that of tensor parallelism."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return any(mesh.shape[axis] > 1 for axis in mesh.auto_axes)
 
 
 class MoE(nnx.Module):

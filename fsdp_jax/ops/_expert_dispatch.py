@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
@@ -14,7 +15,7 @@ from fsdp_jax.ops._exchange import Exchange, at_tp_width, exchange, segments_of
 from fsdp_jax.ops._rearrange import inverse_of, rearrange
 
 Rows = Float[Array, "rows embed"]
-RunExperts = Callable[[Rows, Int[Array, " experts"]], Rows]
+RunExperts = Callable[[Rows, Int[Array, " experts"] | np.ndarray], Rows]
 Tokens = Float[Array, "tokens embed"]
 PerChoice = Array  # [tokens, chosen]
 
@@ -161,7 +162,8 @@ def expert_capacity_dispatch(
     rows = rearrange(jnp.tile(x, (chosen, 1)), item, slot)
     with jax.named_scope("expert_dispatch"):
         rows = _swap(rows, ranks, local, capacity, axis)
-        sizes = jnp.full(local, ranks * capacity, jnp.int32)
+        # Of numpy, so that what computes knows that all are as many.
+        sizes = np.full(local, ranks * capacity, np.int32)
         rows = run(rows, sizes)
         rows = _swap_back(rows, ranks, local, capacity, axis)
     rows = rearrange(rows, slot, item).reshape(chosen, tokens, -1).swapaxes(0, 1)

@@ -73,8 +73,17 @@ def _jaxprs(eqn: Any) -> Sequence[core.Jaxpr]:
     if eqn.primitive.name == "while":
         return [eqn.params["body_jaxpr"].jaxpr]
     if eqn.primitive.name == "cond":
-        return [branch.jaxpr for branch in eqn.params["branches"]]
+        branches = [branch.jaxpr for branch in eqn.params["branches"]]
+        if platforms := eqn.params.get("branches_platforms"):
+            return [branches[_of_cuda(platforms)]]
+        return branches
     return []
+
+
+def _of_cuda(platforms: Sequence[Sequence[str] | None]) -> int:
+    """Which branch of `lax.platform_dependent` is for GPUs; None: for all others."""
+    named = [i for i, names in enumerate(platforms) if names and "cuda" in names]
+    return named[0] if named else list(platforms).index(None)
 
 
 def _carry(eqn: Any, body: core.Jaxpr) -> tuple[int, int]:

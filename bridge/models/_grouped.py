@@ -1,0 +1,187 @@
+"""Products of rows with their group's matrix, in blocks, for GPUs."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, DTypeLike, Float, Int
+
+Rows = Float[Array, "rows embed"]
+Kernel = Float[Array, "groups embed width"]
+Sizes = Int[Array, " groups"]
+
+_SMALLEST, _LARGEST = 128, 2048
+"""Rows of a block: enough for a matrix product to be worth its launch, and for the
+matrix that is cut out for it; a block more for each group is computed for nothing."""
+
+
+def grouped_matmul(
+    x: Rows, kernel: Kernel, group_sizes: Sizes | np.ndarray
+) -> Float[Array, "rows width"]:
+    """Multiplies rows, sorted by group, each by the matrix of its group.
+
+    As `jax.lax.ragged_dot`, for which XLA has no kernel on NVIDIA's GPUs: it multiplies
+    all rows by every matrix there, in `groups` times the work and the memory. Here rows
+    are multiplied block by block, each by the matrices of the groups that it holds rows
+    of. Elsewhere, and of one group, it is `ragged_dot`.
+
+    Args:
+      x: The first `group_sizes[0]` are of the first group, and so on.
+      kernel: A matrix for each group.
+      group_sizes: Rows of each group; those behind the last one give zeros. What is a
+        numpy array with as many rows for each group, of all rows, is one batched
+        product.
+
+    Returns:
+      The products, in the dtype of `x`; sums are made in float32 at least.
+
+    Source: MegaBlocks (arXiv:2211.15841); its blocks have rows of one group, and these
+      of several, as in jax's `pallas.ops.tpu.megablox`.
+    """
+    groups, rows = len(kernel), len(x)
+    if isinstance(group_sizes, np.ndarray) and (group_sizes * groups == rows).all():
+        batched = x.reshape(groups, -1, x.shape[1])
+        return jnp.einsum("gre,gew->grw", batched, kernel).reshape(rows, -1)
+    group_sizes = jnp.asarray(group_sizes)
+    if groups == 1 or rows < _SMALLEST:
+        return lax.ragged_dot(x, kernel, group_sizes)
+    return _grouped(x, kernel, group_sizes)
+
+
+@jax.custom_vjp
+def _grouped(x: Rows, kernel: Kernel, group_sizes: Sizes) -> Float[Array, "rows width"]:
+    return _on_gpus(rows_in_blocks, lax.ragged_dot, x, kernel, group_sizes)
+
+
+def _forward(x, kernel, group_sizes):
+    return _grouped(x, kernel, group_sizes), (x, kernel, group_sizes)
+
+
+def _backward(saved, grad):
+    x, kernel, group_sizes = saved
+
+    def of_ragged_dot(x, kernel, group_sizes, grad):
+        def product(x, kernel):
+            return lax.ragged_dot(x, kernel, group_sizes)
+
+        return jax.vjp(product, x, kernel)[1](grad)
+
+    def of_blocks(x, kernel, group_sizes, grad):
+        return (
+            rows_in_blocks(grad, kernel, group_sizes, transposed=True).astype(x.dtype),
+            matrices_in_blocks(x, grad, group_sizes, kernel.dtype),
+        )
+
+    given = (x, kernel, group_sizes, grad)
+    return *_on_gpus(of_blocks, of_ragged_dot, *given), None
+
+
+_grouped.defvjp(_forward, _backward)
+
+
+def _on_gpus(blocks, ragged_dot, *args):
+    return lax.platform_dependent(*args, cuda=blocks, rocm=blocks, default=ragged_dot)
+
+
+class _Visits(NamedTuple):
+    """Blocks of rows, each with a group that it holds rows of, in the order of groups.
+
+    Attributes:
+      group: Which one.
+      start: The first row of the block.
+      begin: The first row that is of both.
+      end: The row behind the last one that is.
+      is_first: Whether it is the group's first block.
+    """
+
+    group: Int[Array, " visits"]
+    start: Int[Array, " visits"]
+    begin: Int[Array, " visits"]
+    end: Int[Array, " visits"]
+    is_first: Array
+
+    def is_in(self, size: int) -> Array:
+        """Of one visit, which rows of its block are of the group."""
+        row = self.start + jnp.arange(size)
+        return ((row >= self.begin) & (row < self.end))[:, None]
+
+
+def rows_in_blocks(
+    x: Rows, kernel: Kernel, group_sizes: Sizes, *, transposed: bool = False
+) -> Array:
+    """What `grouped_matmul` is on GPUs; with each group's matrix or its transpose."""
+    size, visits = _visits(len(x), group_sizes)
+    contracted = 2 if transposed else 1
+
+    def visit(out, one):
+        rows = lax.dynamic_slice_in_dim(x, one.start, size)
+        matrix = lax.dynamic_index_in_dim(kernel, one.group, keepdims=False)
+        made = lax.dot_general(rows, matrix, (((1,), (contracted - 1,)), ((), ())))
+        before = lax.dynamic_slice_in_dim(out, one.start, size)
+        made = jnp.where(one.is_in(size), made, before)
+        return lax.dynamic_update_slice_in_dim(out, made, one.start, 0), None
+
+    out = jnp.zeros((len(x), kernel.shape[3 - contracted]), x.dtype)
+    return lax.scan(visit, out, visits)[0]
+
+
+def matrices_in_blocks(
+    x: Rows, grad: Float[Array, "rows width"], group_sizes: Sizes, dtype: DTypeLike
+) -> Kernel:
+    """Of each group `x.T @ grad`: the gradient of its matrix.
+
+    Summed over blocks in float32 at least, one group after the other, so that no more
+    than one matrix is held so.
+    """
+    size, visits = _visits(len(x), group_sizes)
+    wide = jnp.promote_types(dtype, jnp.float32)
+
+    def visit(loop, one):
+        sums, out = loop
+        rows = lax.dynamic_slice_in_dim(x, one.start, size)
+        grads = lax.dynamic_slice_in_dim(grad, one.start, size)
+        own = lax.dot_general(
+            jnp.where(one.is_in(size), rows, 0),
+            grads,
+            (((0,), (0,)), ((), ())),
+            preferred_element_type=wide,
+        )
+        sums = jnp.where(one.is_first, own, sums + own)
+        out = lax.dynamic_update_index_in_dim(out, sums.astype(dtype), one.group, 0)
+        return (sums, out), None
+
+    shape = (x.shape[1], grad.shape[1])
+    start = jnp.zeros(shape, wide), jnp.zeros((len(group_sizes), *shape), dtype)
+    return lax.scan(visit, start, visits)[0][1]
+
+
+def _visits(rows: int, group_sizes: Sizes) -> tuple[int, _Visits]:
+    """The rows of a block, and as many visits as there can be: one more a group."""
+    groups = len(group_sizes)
+    size = _block_size(rows, groups)
+    ends = jnp.cumsum(group_sizes)
+    starts = ends - group_sizes
+    first = starts // size
+    count = jnp.where(group_sizes > 0, (ends - 1) // size - first + 1, 0)
+    last = jnp.cumsum(count)
+    number = jnp.arange(-(-rows // size) + groups - 1)
+    is_due = number < last[-1]  # Otherwise the last one once more, of no rows.
+    number = jnp.minimum(number, last[-1] - 1)
+    group = jnp.searchsorted(last, number, side="right", method="compare_all")
+    block = first[group] + number - (last[group] - count[group])
+    visits = _Visits(
+        group,
+        start=jnp.clip(block * size, 0, rows - size),
+        begin=jnp.maximum(starts[group], block * size),
+        end=jnp.where(is_due, ends[group], 0),
+        is_first=is_due & (block == first[group]),
+    )
+    return size, visits
+
+
+def _block_size(rows: int, groups: int) -> int:
+    """A power of two, of which about two make the rows of a group."""
+    size = max(_SMALLEST, min(_LARGEST, rows // (2 * groups)))
+    return min(rows, 1 << (size.bit_length() - 1))
