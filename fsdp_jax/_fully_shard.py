@@ -82,7 +82,7 @@ def fully_shard(
         owners = {name: owner(name, found) for name in names}
         model = with_lora(model, config.lora, owners, ROOT, config.mp_policy)
     placements = _placements(mesh, config)
-    stack = staged_stack(mesh, found)
+    stack = staged_stack(mesh, found, config.pipeline.stack)
     rows = tuple(
         _plan_param(
             *(name, leaf, *owner(name, found), stack, mesh, placements, config, model)

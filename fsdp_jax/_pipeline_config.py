@@ -26,6 +26,9 @@ class Pipeline:
         the stages (Megatron's interleaved schedule): the bubble shrinks by this factor,
         and inputs pass between stages as often more. Layers rest in their own order, so
         more than 1 costs an exchange of weights and of gradients over `pp` each step.
+      stack: The path of the stack that stages split, such as `layers.1`; None for the
+        only one. What the loss computes before it, other stacks too, is the first
+        stage's to do, and what it computes behind it the last one's.
 
     Raises:
       ValueError: If there is no such schedule, or a stage has nothing.
@@ -38,6 +41,7 @@ class Pipeline:
 
     schedule: ScheduleName = "1f1b"
     virtual_stages: int = 1
+    stack: str | None = None
 
     def __post_init__(self):
         """Refuses what is no schedule."""

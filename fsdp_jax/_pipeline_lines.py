@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from jax.sharding import Mesh
 
 from fsdp_jax._config import FSDPConfig
-from fsdp_jax._param_plan import ParamPlan
+from fsdp_jax._param_plan import ROOT, ParamPlan
 from fsdp_jax._stages import Schedule, Stages
 from fsdp_jax._table import format_bytes
 
@@ -32,6 +32,8 @@ def pipeline_lines(
         _bubbles(stages),
         _gathers(mesh, staged),
     ]
+    if others := _other_stacks(rows):
+        lines.append(f"one stage runs {' and '.join(others)} besides its own")
     if stages.padding:
         lines.append(
             f"{stages.num_layers} layers rest as "
@@ -45,6 +47,16 @@ def pipeline_lines(
             "pp each step"
         )
     return lines
+
+
+def _other_stacks(rows: Sequence[ParamPlan]) -> list[str]:
+    """Stacks that stages do not split: the loss runs them before or behind."""
+    sizes = {
+        row.unit: row.shape[0]
+        for row in rows
+        if row.num_stacked and not row.is_staged and row.unit != ROOT
+    }
+    return [f"{unit} ({size} unit{'s' * (size > 1)})" for unit, size in sizes.items()]
 
 
 def _bubbles(stages: Stages) -> str:

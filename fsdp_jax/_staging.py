@@ -9,30 +9,36 @@ from fsdp_jax._plan import ROOT
 from fsdp_jax._units import Found
 
 
-def staged_stack(mesh: Mesh, units: Found) -> str | None:
+def staged_stack(mesh: Mesh, units: Found, chosen: str | None) -> str | None:
     """The path of the stack that `pp` splits; None on a mesh of one stage.
 
     Args:
       mesh: The mesh.
       units: Those of the model.
+      chosen: What the user calls it; None for the only one.
 
     Raises:
-      ValueError: If there is not exactly one stack that is in no other.
+      ValueError: If there is none, or several and none is chosen, or no such one.
     """
     pp = mesh.shape["pp"]
     if pp == 1:
         return None
     stacks = [unit for unit, dims in units.items() if dims]
     outer = [unit for unit in stacks if not any(is_within(unit, s) for s in stacks)]
-    if len(outer) != 1 or units[outer[0]] != 1:
-        shown = ", ".join(f"'{unit}' of {units[unit]} dim(s)" for unit in outer)
-        raise ValueError(
-            f"The mesh has pp={pp}, and stages split one stack of units with one "
-            f"leading dim, run by fsdp.scan; the model has {shown or 'none'}. Pass "
-            "units=[fsdp_jax.Stacked(...)] or a class under vmap, or give these "
-            "devices to dp_shard."
-        )
-    return outer[0]
+    found = [unit for unit in outer if chosen in (None, unit)]
+    if len(found) == 1 and units[found[0]] == 1:
+        return found[0]
+    shown = ", ".join(f"'{unit}' of {units[unit]} dim(s)" for unit in outer)
+    said = f", and Pipeline(stack='{chosen}') chooses one" if chosen else ""
+    fix = "Pass units=[fsdp_jax.Stacked(...)] or a class under vmap"
+    if len(outer) > 1:
+        fix = "Choose by fsdp_jax.Pipeline(stack=...): the others run in its first or"
+        fix += " last stage, before or behind it"
+    raise ValueError(
+        f"The mesh has pp={pp}{said}; stages split one stack of units with one leading "
+        f"dim, run by fsdp.scan, and the model has {shown or 'none'}. {fix}, or give "
+        "these devices to dp_shard."
+    )
 
 
 def is_within(unit: str, outer: str) -> bool:

@@ -331,6 +331,7 @@ def _row_of_its_own(
         expert_dim=None,
         placements=placements,
         is_staged=is_staged,
+        stage_padding=row.stage_padding if is_staged else 0,
     )
 
 

@@ -54,6 +54,10 @@ CASES = {
     "cp 4 x tp 2": Case("llama", {"cp": 4, "tp": 2}),
     "dp 2 x cp 2 x tp 2": Case("llama", {"cp": 2, "tp": 2}, "all-gather"),
     "cp 2 x ep 4": Case("mixtral", {"cp": 2, "ep": 4}, "ulysses"),
+    "dp 2 x pp 2 x cp 2": Case("llama", {"pp": 2, "cp": 2}, "ulysses", 2),
+    "pp 2 x cp 2 x tp 2": Case(
+        "llama", {"pp": 2, "cp": 2, "tp": 2}, "all-gather", 2, 1, marks=LONG
+    ),
     "hsdp 2 x cp 4": Case("llama", {"dp_outer": 2, "cp": 4}, "ulysses", 2, marks=LONG),
     # Layers with and without a window, and scores that are bent.
     "dp 2 x cp 4": Case("gemma2", {"cp": 4}, marks=LONG),
@@ -145,6 +149,12 @@ def test_three_steps_over_cp_are_those_of_one_device(name):
     want, want_loss = one_device(case.family)
     assert worst(got, want) < PARAMETERS
     assert abs(got_loss - want_loss) < 1e-5
+
+
+def test_a_ring_in_a_stage_is_refused_as_it_would_wait_for_the_others():
+    case = Case("llama", {"pp": 2, "cp": 2})
+    with pytest.raises(ValueError, match=r"cp=2 in one of pp=2 stages.*--cp-form"):
+        trained(plan_of(case), accumulate=2)
 
 
 def test_heads_turned_by_places_on_the_rank_train_another_model():

@@ -69,7 +69,7 @@ def loss(model: Decoder, tokens):
     return losses.mean() + 0.01 * balance + 1e-3 * stats.z_loss.mean(-1).sum()
 
 
-def plan_of(config, mesh) -> fsdp.Plan:
+def plan_of(config, mesh, stack=None) -> fsdp.Plan:
     return fsdp.fully_shard(
         functools.partial(make, config),
         mesh,
@@ -78,6 +78,7 @@ def plan_of(config, mesh) -> fsdp.Plan:
             frozen=correction_bias_paths(config),
             tensor_parallel=tensor_parallel_rules(config, mesh.shape["tp"]),
             expert_parallel=expert_parallel_rules(config),
+            pipeline=fsdp.Pipeline(stack=stack),
         ),
     )
 
@@ -86,8 +87,8 @@ def plan_of(config, mesh) -> fsdp.Plan:
 def written(tmp_path_factory):
     """Writes a model of a family to Hugging Face's files, random, none of it zero."""
 
-    def write(family: str):
-        fields = hf_fields(family, **SIZES, **CHANGES[family])
+    def write(family: str, **changes):
+        fields = hf_fields(family, **SIZES | changes, **CHANGES[family])
         config = bridge.from_hf_config(fields)
         graph, mould = nnx.split(
             nnx.eval_shape(lambda: make(config, jax.random.key(0)))
@@ -105,12 +106,12 @@ def written(tmp_path_factory):
     return write
 
 
-def trained(path, mesh):
-    """Parameters, loss and gradient norm after 3 steps of what a directory holds."""
+def trained(path, mesh, stack=None, accumulate=1):
+    """Parameters and loss after 3 steps of what a directory holds."""
     config = bridge.from_hf_config(path)
-    plan = plan_of(config, mesh)
+    plan = plan_of(config, mesh, stack)
     state = fsdp.init(plan, TX, bridge.load_hf(path, plan.params))
-    step = fsdp.make_train_step(plan, loss, TX)
+    step = fsdp.make_train_step(plan, loss, TX, accumulate=accumulate)
     tokens = np.random.default_rng(0).integers(0, 128, (ROWS, SEQ + 1))
     metrics = {}
     for _ in range(3):
@@ -128,6 +129,19 @@ def test_three_steps_of_an_imported_model_are_those_of_one_device(family, writte
         want, want_loss = trained(path, fsdp.make_mesh(devices=jax.devices()[:1]))
     # The gradient of a key's bias is zero, so that only rounding moves it.
     assert worst(got, want, without=("k_proj.bias",)) < CLOSE
+    assert abs(got_loss - want_loss) < CLOSE
+
+
+def test_layers_of_another_structure_run_before_the_stages(written):
+    with jax.enable_x64(True):
+        path = written(
+            "deepseek_v3", num_hidden_layers=4
+        )  # a dense one, three with experts
+        mesh = fsdp.make_mesh(pp=2, ep=2, tp=2)
+        got, got_loss = trained(path, mesh, "layers.1", accumulate=2)
+        alone = fsdp.make_mesh(devices=jax.devices()[:1])
+        want, want_loss = trained(path, alone, accumulate=2)
+    assert worst(got, want) < CLOSE
     assert abs(got_loss - want_loss) < CLOSE
 
 

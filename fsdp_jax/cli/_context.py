@@ -36,10 +36,18 @@ def decoder_options(cp: int, form: CPForm) -> dict[str, Any]:
     }
 
 
-def check_context(config: DecoderConfig, cp: int, tp: int, form: CPForm) -> None:
+def check_context(
+    config: DecoderConfig, cp: int, tp: int, form: CPForm, pp: int = 1
+) -> None:
     """Raises a `ValueError` if a model cannot have its rows split in that form."""
     if cp == 1:
         return
+    if form == "ring" and pp > 1:
+        raise ValueError(
+            f"cp={cp}, pp={pp}: keys and values that go round (--cp-form ring) are "
+            "sent by all devices at once, and only those of one stage run a layer. "
+            "Use --cp-form all_gather or ulysses."
+        )
     heads = config.num_attention_heads
     if form == "ulysses" and heads % (cp * tp):
         raise ValueError(

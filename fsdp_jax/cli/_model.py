@@ -58,7 +58,7 @@ def plan_decoder(
       cp_form: How tokens see those of other ranks on `cp`, if there are any.
     """
     cp = mesh.shape["cp"]
-    check_context(config, cp, mesh.shape["tp"], cp_form)
+    check_context(config, cp, mesh.shape["tp"], cp_form, mesh.shape["pp"])
     routing = routing or Routing(router_dtype="model")
     fsdp_config, biases = (
         fsdp_config or fsdp.FSDPConfig(),
@@ -77,6 +77,7 @@ def plan_decoder(
         units=[DecoderLayer],
         config=dataclasses.replace(
             fsdp_config,
+            pipeline=dataclasses.replace(fsdp_config.pipeline, stack=_stack(config)),
             mp_policy=policy,
             frozen=(*fsdp_config.frozen, *biases),
             tensor_parallel=tensor_parallel_rules(config, mesh.shape["tp"]),
@@ -84,6 +85,13 @@ def plan_decoder(
             context_parallel=SEQUENCES,
         ),
     )
+
+
+def _stack(config: DecoderConfig) -> str:
+    """The layers that stages split: the longest run of one structure."""
+    runs = config.layer_runs
+    sizes = [run.stop - run.start for run in runs]
+    return f"layers.{sizes.index(max(sizes))}" if len(runs) > 1 else "layers"
 
 
 def computed_in(param_dtype: str) -> fsdp.FSDPConfig:

@@ -288,7 +288,7 @@ def _candidates(options: Plan, config: DecoderConfig, gpu: GPU):
     if ep > 1:
         flat.append((f"FSDP, ep={ep}", {"zero": 3}, {"ep": ep}))
     pp = max(nodes, 2)
-    if options.gpus % pp == 0 and _is_one_stack(config, pp):
+    if options.gpus % pp == 0 and _fills_stages(config, pp):
         # Of the same batch the ranks that are left take more rows, one at a time.
         flat.append((f"ZeRO-2, pp={pp}", {"zero": 2}, {"pp": pp}))
     for name, changes, sizes in flat:
@@ -330,9 +330,9 @@ def _cp_sizes(options: Plan, config: DecoderConfig, gpu: GPU) -> list[int]:
     return sizes
 
 
-def _is_one_stack(config: DecoderConfig, pp: int) -> bool:
-    """Whether stages can share the model's layers."""
-    return len(config.layer_runs) == 1 and config.num_hidden_layers >= pp
+def _fills_stages(config: DecoderConfig, pp: int) -> bool:
+    """Whether there are layers of one structure for each of the stages."""
+    return max(run.stop - run.start for run in config.layer_runs) >= pp
 
 
 def _ep_size(options: Plan, config: DecoderConfig, gpu: GPU) -> int:

@@ -84,16 +84,34 @@ def ring_attention(
       For each query the mean of the values it attends to.
 
     Raises:
-      ValueError: If a rank's part of a row does not divide into two chunks.
+      ValueError: If a rank's part of a row does not divide into two chunks, or on a
+        mesh with pipeline stages.
 
     Source: Liu et al., Ring Attention, arXiv:2310.01889; Dao, FlashAttention-2,
       arXiv:2307.08691, for backward.
     """
+    _check_stages(axis)
     ring = _Ring(form_of(query.shape[1], scale, softcap, axis), axis, ranks_along(axis))
     with jax.named_scope("ring_attention"):
         given = cut(ring.form, query, key, value, segment_ids, window, sinks)
         mixed: Any = _ring(ring, *given)
         return heads_of_blocks(mixed, ring.form.block)
+
+
+def _check_stages(axis: str) -> None:
+    """Refuses a ring in a stage: it would wait for the others without end.
+
+    XLA runs a collective-permute by all devices of a mesh together, and a layer only by
+    those of the stage whose turn it is (seen on CPUs: it aborts after 40 s).
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if ranks_along(axis) > 1 and (stages := mesh.shape.get("pp", 1)) > 1:
+        raise ValueError(
+            f"ring_attention over {axis}={mesh.shape[axis]} in one of pp={stages} "
+            "stages: keys that go round are sent by all devices at once, and only "
+            "those of one stage run a layer. Use fsdp_jax.ops.all_gather_attention or "
+            "ulysses_attention (--cp-form), or pp=1."
+        )
 
 
 @dataclasses.dataclass(frozen=True)

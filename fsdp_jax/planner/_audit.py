@@ -11,6 +11,7 @@ from fsdp_jax.planner._at_rest import at_rest
 from fsdp_jax.planner._audited import Audited, audited
 from fsdp_jax.planner._difference import Difference, difference_grid
 from fsdp_jax.planner._expected import legs
+from fsdp_jax.planner._in_stages import in_stages
 from fsdp_jax.planner._kept import kept
 from fsdp_jax.planner._over_tp import over_tp
 from fsdp_jax.planner._overlap import exposed
@@ -49,7 +50,8 @@ def audit(
     numbers. This reads the program instead: weights kept for backward, wrong dtypes on
     the wire, collectives that the plan does not need, reductions in every microbatch
     that belong behind the last one, parameters that lie whole, tp lost in a gather,
-    matrices that cross tp, and collectives over other axes.
+    matrices that cross tp, collectives over other axes, and what one stage of a
+    pipeline would wait for without end.
 
     Not judged: activations over `tp`, tokens on their way to experts over `ep`, keys
     and values that the attentions of `fsdp_jax.ops` send over `cp`, what the optimizer
@@ -95,6 +97,7 @@ def audit(
 def _differences(
     plan: Plan, program: Program, arrays: list[Moved], accumulate: int, overlapped: bool
 ) -> Iterator[Difference]:
+    yield from in_stages(plan, arrays)
     arrays = [one for one in arrays if not is_context(one)]
     planned = legs(plan)
     yield from at_rest(plan, program)

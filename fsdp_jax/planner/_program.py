@@ -58,6 +58,7 @@ class Moved:
       instruction: What starts it.
       index: Its place among the arrays that travel together.
       is_in_order: Whether its dims stand as in the model; XLA for GPUs moves them.
+      is_in_branch: Whether devices may pass it by, as a condition of theirs says.
     """
 
     op: str
@@ -72,6 +73,7 @@ class Moved:
     instruction: Instruction
     index: int
     is_in_order: bool
+    is_in_branch: bool
 
     @property
     def unit(self) -> str | None:
@@ -113,8 +115,8 @@ def program_of(compiled: Any, mesh: Mesh) -> Program:
 def moved(program: Program, mesh: Mesh) -> Iterator[Moved]:
     """Every array of every collective that runs."""
     is_in_order = program.is_lowered or program.is_cpu
-    for computation, one, times, loops, scope in _walk(
-        program.module, program.module[program.module.entry], 1, (), ""
+    for computation, one, times, loops, scope, is_in_branch in _walk(
+        program.module, program.module[program.module.entry], 1, (), "", False
     ):
         found = collective_of(program.module, computation, one)
         if not found or found.group_size == 1:
@@ -130,33 +132,40 @@ def moved(program: Program, mesh: Mesh) -> Iterator[Moved]:
         for index, (dtype, sent, received) in enumerate(dims):
             yield Moved(
                 *(found.op, dtype, sent, received, axes, times, loops, scope),
-                *(computation, one, index, is_in_order),
+                *(computation, one, index, is_in_order, is_in_branch),
             )
 
 
 def loops(program: Program) -> Iterator[Instruction]:
     """Every loop that runs."""
     module = program.module
-    for _, one, _, _, _ in _walk(module, module[module.entry], 1, (), ""):
+    for _, one, *_ in _walk(module, module[module.entry], 1, (), "", False):
         if one.opcode == "while":
             yield one
 
 
 def _walk(
-    module: Module, computation: Computation, times: int, within: Any, scope: str
-) -> Iterator[tuple[Computation, Instruction, int, tuple[str, ...], str]]:
+    module: Module,
+    computation: Computation,
+    times: int,
+    within: Any,
+    scope: str,
+    is_in_branch: bool,
+) -> Iterator[tuple[Computation, Instruction, int, tuple[str, ...], str, bool]]:
     for one in computation.instructions:
         # Of a lowered program names begin where the function does.
         is_absolute = one.op_name.lstrip("(").startswith("jit(")
         inner = one.op_name if is_absolute else f"{scope}/{one.op_name}".strip("/")
-        yield computation, one, times, within, inner
+        yield computation, one, times, within, inner, is_in_branch
         if one.opcode == "while":
             body = module[one.calls[0]]
             trips = times * _trips(module, one)
-            yield from _walk(module, body, trips, (*within, one.name), inner)
+            around = (*within, one.name)
+            yield from _walk(module, body, trips, around, inner, is_in_branch)
         elif one.opcode in ("call", "conditional"):
+            may_pass = is_in_branch or one.opcode == "conditional"
             for name in one.calls:
-                yield from _walk(module, module[name], times, within, inner)
+                yield from _walk(module, module[name], times, within, inner, may_pass)
 
 
 def _trips(module: Module, one: Instruction) -> int:

@@ -8,9 +8,12 @@ import jax
 import optax
 import pytest
 from helpers.llama import Llama, tokens
+from tiny_configs import hf_fields
 
+import bridge
 import fsdp_jax as fsdp
 from fsdp_jax.cli import main
+from fsdp_jax.cli._model import plan_decoder
 from fsdp_jax.planner import count_on_cpu
 
 TINY = Llama(width=64, mlp=128, heads=2, kv_heads=1, layers=3, vocab=256, head_dim=32)
@@ -62,6 +65,14 @@ def test_a_sweep_recommends_what_is_fastest_of_what_fits(llama, capsys):
     assert lines[-1].removeprefix("recommended: ") in rows[0]
 
 
+def test_stages_split_the_longest_run_of_layers_of_one_structure():
+    sizes = {"num_hidden_layers": 4, "first_k_dense_replace": 1}
+    config = bridge.from_hf_config(hf_fields("deepseek_v3", **sizes))
+    plan = plan_decoder(config, fsdp.make_mesh(pp=2))
+    assert "2 stages of 2 or 1 layers" in repr(plan)
+    assert "one stage runs layers.0 (1 unit) besides its own" in repr(plan)
+
+
 @pytest.mark.plan
 def test_a_sweep_splits_rows_that_are_long_and_fewer_than_gpus(llama, capsys):
     assert not plan(llama, "--seq", "8192", "--batch", "1", "--sweep")
@@ -79,6 +90,7 @@ def test_a_sweep_splits_rows_that_are_long_and_fewer_than_gpus(llama, capsys):
         (("--mesh", "tp=2", "--seq", "63"), "--seq 63: tp=2 splits the tokens"),
         (("--mesh", "tp=8"), "num_attention_heads 4 is not a multiple of 8"),
         (("--mesh", "cp=4", "--seq", "36"), "--seq 36: cp=4 splits the tokens"),
+        (("--mesh", "cp=2,pp=2"), "Use --cp-form all_gather or ulysses"),
         (("--remat", "attention"), "--remat attention keeps what attention makes"),
         (("--tflops", "-1"), "takes no flops=-1"),
         (("--sweep", "--zero", "2"), "leave out --mesh, --zero"),

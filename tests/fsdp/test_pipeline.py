@@ -177,6 +177,59 @@ def test_three_steps_of_a_pipeline_are_those_of_one_device(name, runs, alone):
     assert up.addressable_shards[0].data.shape[0] == up.shape[0] // pp
 
 
+def make_three_stacks(key):
+    """The first of its parameters are the stages', and need padding."""
+    *keys, last = jax.random.split(key, 4)
+    layers = {"deep": 5, "first": 3, "late": 2}
+    weights = {
+        name: {"w": 0.3 * jax.random.normal(key, (size, EMBED, EMBED))}
+        for (name, size), key in zip(layers.items(), keys, strict=True)
+    }
+    return {"embed": jax.random.normal(last, (VOCAB, EMBED)), **weights}
+
+
+def loss_of_three_stacks(weights, batch):
+    def layer(w, x):
+        return x + jnp.tanh(x @ w["w"]), x.mean()
+
+    x, means = weights["embed"][batch["tokens"]], []
+    for name in ("first", "deep", "late"):
+        x, mean = fsdp.scan(layer, weights[name], x, prefetch=1)
+        means.append(mean.sum())
+    logits = x @ weights["embed"].T
+    error = optax.softmax_cross_entropy_with_integer_labels(logits, batch["tokens"])
+    # Of what comes before the stages too: the last one computes it once more.
+    return error.mean() + 0.1 * sum(means)
+
+
+@pytest.mark.parametrize("pipeline", [INTERLEAVED, GPIPE])
+def test_stacks_beside_the_one_that_stages_split_run_in_the_first_and_the_last(
+    pipeline,
+):
+    found = []
+    for mesh in (
+        fsdp.make_mesh(pp=2),
+        fsdp.make_mesh(devices=jax.devices()[:1]),
+    ):
+        with jax.enable_x64(True):
+            units = [fsdp.Stacked(name) for name in ("deep", "first", "late")]
+            config = fsdp.FSDPConfig(
+                pipeline=dataclasses.replace(pipeline, stack="deep")
+            )
+            plan = fsdp.fully_shard(make_three_stacks, mesh, units, config)
+            step = fsdp.make_train_step(plan, loss_of_three_stacks, TX, accumulate=4)
+            state = fsdp.init(plan, TX, fsdp.init_params(plan, jax.random.key(0)))
+            rows = jax.device_put(batch(), plan.batch_sharding)
+            for _ in range(3):
+                state, metrics = step(state, rows)
+            found.append((host(fsdp.unpack(state.params)), host(metrics), repr(plan)))
+    (got, got_metrics, said), (want, want_metrics, _) = found
+    assert worst(got, want) < CLOSE
+    for metric in ("loss", "grad_norm"):
+        np.testing.assert_allclose(got_metrics[metric], want_metrics[metric], CLOSE)
+    assert "one stage runs first (3 units) and late (2 units) besides its own" in said
+
+
 def test_evaluation_passes_through_the_stages_too(runs, alone):
     plan, state, _ = runs("dp 4 x pp 2")
     with jax.enable_x64(True):
@@ -354,6 +407,25 @@ def test_a_stack_that_a_step_cannot_see_is_refused():
             refused(loss)
 
 
+def test_an_audit_finds_what_a_stage_would_wait_for_without_end():
+    def loss(weights, batch):
+        def layer(w, x):
+            around = [(rank, (rank + 1) % 4) for rank in range(4)]
+            return x + jax.lax.ppermute(x, "dp_shard", around) @ w["w"], None
+
+        x = jnp.ones((6, EMBED)) * batch["tokens"].mean()
+        return fsdp.scan(layer, weights["layers"], x)[0].mean()
+
+    def make(key):
+        return {"layers": {"w": jnp.ones((4, EMBED, EMBED))}}
+
+    plan = fsdp.fully_shard(make, fsdp.make_mesh(pp=2), [STACK])
+    step = fsdp.make_train_step(plan, loss, TX)
+    compiled = step.lower(fsdp.abstract_state(plan, TX), batch()).compile()
+    with pytest.raises(fsdp.AuditError, match="a stage in its turn waits for no other"):
+        fsdp.audit(plan, compiled)
+
+
 def test_slices_of_another_number_of_layers_are_refused():
     def loss(weights, batch):
         x = weights["embed"][batch["tokens"]]
@@ -364,14 +436,19 @@ def test_slices_of_another_number_of_layers_are_refused():
         refused(loss)
 
 
-def test_models_without_one_stack_are_refused():
+def test_models_without_a_stack_and_stacks_that_are_none_are_refused():
     def two(key):
         return {"a": {"w": jnp.ones((4, 8))}, "b": {"w": jnp.ones((4, 8))}}
 
-    stacks = [fsdp.Stacked("a"), fsdp.Stacked("b")]
-    for units, shown in ((stacks, "'a' of 1 dim.*'b' of 1"), ([], "has none")):
-        with pytest.raises(ValueError, match=f"pp=2, and stages split one.*{shown}"):
-            refused(None, two, units)
+    stacks, mesh = [fsdp.Stacked("a"), fsdp.Stacked("b")], fsdp.make_mesh(pp=2)
+    for units, stack, shown in (
+        ([], None, "pp=2; stages split one.*has none. Pass units="),
+        (stacks, None, r"'a' of 1 dim.*'b' of 1 dim.*by fsdp_jax.Pipeline\(stack="),
+        (stacks, "c", r"Pipeline\(stack='c'\) chooses one; .*has 'a' of 1.*'b' of 1"),
+    ):
+        config = fsdp.FSDPConfig(pipeline=fsdp.Pipeline(stack=stack))
+        with pytest.raises(ValueError, match=shown):
+            fsdp.fully_shard(two, mesh, units, config)
 
 
 def test_schedules_that_are_none_are_refused():
