@@ -64,6 +64,19 @@ def test_stages_wait_for_their_turn_as_said():
     assert f"their turn {found['bubble']:.1%}" in said(MEASURED)
 
 
+def test_experts_take_what_is_said():
+    rows = {(row["dispatch"], row["product"]): row for row in read("experts")["rows"]}
+    for dispatch in ("dropless", "capacity 1.0"):
+        before = rows[dispatch, "ragged_dot"]
+        after = rows[dispatch, "grouped_matmul"]
+        modelled = " as modelled" if dispatch == "dropless" else ""
+        assert (
+            f"| {dispatch} | {before['memory_gb']:.1f} GB, {before['step_ms']:,.0f} ms"
+            f"{modelled} | {after['memory_gb']:.1f} GB, {after['step_ms']:,.0f} ms |"
+        ) in said(MEASURED)
+        assert after["memory_predicted_gb"] == pytest.approx(after["memory_gb"], 0.06)
+
+
 def test_imports_take_what_is_said():
     found = read("import")["compared"]
     for figure in (

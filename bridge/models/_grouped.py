@@ -1,6 +1,8 @@
 """Products of rows with their group's matrix, in blocks, for GPUs."""
 
-from typing import NamedTuple
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +20,11 @@ matrix that is cut out for it; a block more for each group is computed for nothi
 
 
 def grouped_matmul(
-    x: Rows, kernel: Kernel, group_sizes: Sizes | np.ndarray
+    x: Rows,
+    kernel: Kernel,
+    group_sizes: Sizes | np.ndarray,
+    *,
+    expected_rows: int | None = None,
 ) -> Float[Array, "rows width"]:
     """Multiplies rows, sorted by group, each by the matrix of its group.
 
@@ -33,6 +39,9 @@ def grouped_matmul(
       group_sizes: Rows of each group; those behind the last one give zeros. What is a
         numpy array with as many rows for each group, of all rows, is one batched
         product.
+      expected_rows: How many rows will be of a group, more or less; None: all. Where
+        there is room for many more, blocks behind the last group are left out, a few
+        at a time: the host waits to be told how many there are.
 
     Returns:
       The products, in the dtype of `x`; sums are made in float32 at least.
@@ -47,19 +56,22 @@ def grouped_matmul(
     group_sizes = jnp.asarray(group_sizes)
     if groups == 1 or rows < _SMALLEST:
         return lax.ragged_dot(x, kernel, group_sizes)
-    return _grouped(x, kernel, group_sizes)
+    return _grouped(min(expected_rows or rows, rows), x, kernel, group_sizes)
 
 
-@jax.custom_vjp
-def _grouped(x: Rows, kernel: Kernel, group_sizes: Sizes) -> Float[Array, "rows width"]:
-    return _on_gpus(rows_in_blocks, lax.ragged_dot, x, kernel, group_sizes)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _grouped(
+    expected: int, x: Rows, kernel: Kernel, group_sizes: Sizes
+) -> Float[Array, "rows width"]:
+    blocks = functools.partial(rows_in_blocks, expected=expected)
+    return _on_gpus(blocks, lax.ragged_dot, x, kernel, group_sizes)
 
 
-def _forward(x, kernel, group_sizes):
-    return _grouped(x, kernel, group_sizes), (x, kernel, group_sizes)
+def _forward(expected, x, kernel, group_sizes):
+    return _grouped(expected, x, kernel, group_sizes), (x, kernel, group_sizes)
 
 
-def _backward(saved, grad):
+def _backward(expected, saved, grad):
     x, kernel, group_sizes = saved
 
     def of_ragged_dot(x, kernel, group_sizes, grad):
@@ -69,9 +81,11 @@ def _backward(saved, grad):
         return jax.vjp(product, x, kernel)[1](grad)
 
     def of_blocks(x, kernel, group_sizes, grad):
+        given = (kernel, group_sizes)
+        of_rows = rows_in_blocks(grad, *given, transposed=True, expected=expected)
         return (
-            rows_in_blocks(grad, kernel, group_sizes, transposed=True).astype(x.dtype),
-            matrices_in_blocks(x, grad, group_sizes, kernel.dtype),
+            of_rows.astype(x.dtype),
+            matrices_in_blocks(x, grad, group_sizes, kernel.dtype, expected=expected),
         )
 
     given = (x, kernel, group_sizes, grad)
@@ -109,10 +123,15 @@ class _Visits(NamedTuple):
 
 
 def rows_in_blocks(
-    x: Rows, kernel: Kernel, group_sizes: Sizes, *, transposed: bool = False
+    x: Rows,
+    kernel: Kernel,
+    group_sizes: Sizes,
+    *,
+    transposed: bool = False,
+    expected: int | None = None,
 ) -> Array:
     """What `grouped_matmul` is on GPUs; with each group's matrix or its transpose."""
-    size, visits = _visits(len(x), group_sizes)
+    size, visits, due = _visits(len(x), group_sizes)
     contracted = 2 if transposed else 1
 
     def visit(out, one):
@@ -124,18 +143,23 @@ def rows_in_blocks(
         return lax.dynamic_update_slice_in_dim(out, made, one.start, 0), None
 
     out = jnp.zeros((len(x), kernel.shape[3 - contracted]), x.dtype)
-    return lax.scan(visit, out, visits)[0]
+    return _each(visit, out, visits, due, _rounds(len(x), expected, group_sizes))
 
 
 def matrices_in_blocks(
-    x: Rows, grad: Float[Array, "rows width"], group_sizes: Sizes, dtype: DTypeLike
+    x: Rows,
+    grad: Float[Array, "rows width"],
+    group_sizes: Sizes,
+    dtype: DTypeLike,
+    *,
+    expected: int | None = None,
 ) -> Kernel:
     """Of each group `x.T @ grad`: the gradient of its matrix.
 
     Summed over blocks in float32 at least, one group after the other, so that no more
     than one matrix is held so.
     """
-    size, visits = _visits(len(x), group_sizes)
+    size, visits, due = _visits(len(x), group_sizes)
     wide = jnp.promote_types(dtype, jnp.float32)
 
     def visit(loop, one):
@@ -154,11 +178,59 @@ def matrices_in_blocks(
 
     shape = (x.shape[1], grad.shape[1])
     start = jnp.zeros(shape, wide), jnp.zeros((len(group_sizes), *shape), dtype)
-    return lax.scan(visit, start, visits)[0][1]
+    return _each(visit, start, visits, due, _rounds(len(x), expected, group_sizes))[1]
 
 
-def _visits(rows: int, group_sizes: Sizes) -> tuple[int, _Visits]:
-    """The rows of a block, and as many visits as there can be: one more a group."""
+_MOST_ROUNDS = 16
+"""Into so many rounds visits are cut where not all of them are expected."""
+
+
+def _rounds(rows: int, expected: int | None, group_sizes: Sizes) -> int | None:
+    """How many rounds are expected to be run; None if all visits are, in one go."""
+    if expected is None or 2 * expected > rows:
+        return None
+    size, groups = _block_size(rows, len(group_sizes)), len(group_sizes)
+    most, due = (-(-n // size) + groups - 1 for n in (rows, expected))
+    return -(-due // -(-most // _MOST_ROUNDS))
+
+
+def _each(
+    visit: Callable[..., Any],
+    state: Any,
+    visits: _Visits,
+    due: Int[Array, ""],
+    rounds: int | None,
+) -> Any:
+    """Runs the visits that are due, in order.
+
+    In rounds, if so many of them are expected, of which each is asked for by the host.
+    """
+    if rounds is None:
+        return lax.scan(visit, state, visits)[0]
+    size = -(-len(visits.group) // _MOST_ROUNDS)
+
+    def run(loop):
+        at, state = loop
+        # The last round may begin too early, and visit once more: no rows, then.
+        start = jnp.minimum(at, len(visits.group) - size)
+        these = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, size), visits)
+        is_new = start + jnp.arange(size) >= at
+        these = these._replace(
+            end=jnp.where(is_new, these.end, 0), is_first=these.is_first & is_new
+        )
+        return at + size, lax.scan(visit, state, these)[0]
+
+    # By this name a forecast knows what no compiler does.
+    with jax.named_scope(f"about_{rounds}_times"):
+        start = jnp.zeros((), due.dtype), state
+        return lax.while_loop(lambda loop: loop[0] < due, run, start)[1]
+
+
+def _visits(rows: int, group_sizes: Sizes) -> tuple[int, _Visits, Int[Array, ""]]:
+    """The rows of a block; as many visits as there can be, one more a group; the due.
+
+    What is behind those that are due visits no rows.
+    """
     groups = len(group_sizes)
     size = _block_size(rows, groups)
     ends = jnp.cumsum(group_sizes)
@@ -178,7 +250,7 @@ def _visits(rows: int, group_sizes: Sizes) -> tuple[int, _Visits]:
         end=jnp.where(is_due, ends[group], 0),
         is_first=is_due & (block == first[group]),
     )
-    return size, visits
+    return size, visits, last[-1]
 
 
 def _block_size(rows: int, groups: int) -> int:

@@ -108,8 +108,15 @@ class Experts(nnx.Module):
         self.moe = moe
         self.activation = config.hidden_act
 
-    def __call__(self, x: Rows, group_sizes: Sizes) -> Rows:
+    def __call__(
+        self, x: Rows, group_sizes: Sizes, expected_rows: int | None = None
+    ) -> Rows:
         """Runs rows that are sorted by expert.
+
+        Args:
+          x: Rows; what a dispatch leaves room for, and is of no expert, at the end.
+          group_sizes: How many are of each expert.
+          expected_rows: How many there are of all of them, as for `grouped_matmul`.
 
         Raises:
           ValueError: If the rows are of other experts than those at hand.
@@ -125,7 +132,10 @@ class Experts(nnx.Module):
                 "fsdp_jax.ops.expert_parallel_dispatch)."
             )
         down, owner = self.down_proj[...], None
-        gate, up = _halves(x, kernel, group_sizes)
+        product = partial(
+            _product, group_sizes=group_sizes, expected_rows=expected_rows
+        )
+        gate, up = _halves(x, kernel, product)
         if self.gate_up_bias is not None:
             owner = jnp.repeat(
                 jnp.arange(experts), group_sizes, total_repeat_length=x.shape[0]
@@ -133,7 +143,7 @@ class Experts(nnx.Module):
             of_gate, of_up = jnp.moveaxis(self.gate_up_bias[...], 1, 0)
             gate += jnp.take(of_gate, owner, axis=0)
             up += jnp.take(of_up, owner, axis=0)
-        y = _product(self._activate(gate, up), down, group_sizes)
+        y = product(self._activate(gate, up), down)
         if self.down_bias is not None and owner is not None:
             y += jnp.take(self.down_bias[...], owner, axis=0)
         return y
@@ -149,7 +159,7 @@ class Experts(nnx.Module):
 def _halves(
     x: Rows,
     kernel: Float[Array, "experts embed 2 width"],
-    group_sizes: Sizes,
+    product: Callable[..., Float[Array, "rows width"]],
 ) -> tuple[Float[Array, "rows width"], Float[Array, "rows width"]]:
     """What gates and what is gated, of rows sorted by expert.
 
@@ -158,17 +168,20 @@ def _halves(
     """
     if _is_split():
         return (
-            _product(x, kernel[:, :, 0], group_sizes),
-            _product(x, kernel[:, :, 1], group_sizes),
+            product(x, kernel[:, :, 0]),
+            product(x, kernel[:, :, 1]),
         )
     experts, embed, _, width = kernel.shape
     kernel = kernel.reshape(experts, embed, 2 * width)
-    gate, up = jnp.split(_product(x, kernel, group_sizes), 2, axis=-1)
+    gate, up = jnp.split(product(x, kernel), 2, axis=-1)
     return gate, up
 
 
 def _product(
-    x: Rows, kernel: Float[Array, "experts embed width"], group_sizes: Sizes
+    x: Rows,
+    kernel: Float[Array, "experts embed width"],
+    group_sizes: Sizes,
+    expected_rows: int | None,
 ) -> Float[Array, "rows width"]:
     """Each row times its expert's matrix.
 
@@ -177,7 +190,7 @@ def _product(
     """
     if _is_split():
         return jax.lax.ragged_dot(x, kernel, jnp.asarray(group_sizes))
-    return grouped_matmul(x, kernel, group_sizes)
+    return grouped_matmul(x, kernel, group_sizes, expected_rows=expected_rows)
 
 
 def _is_split() -> bool:
@@ -225,7 +238,8 @@ class MoE(nnx.Module):
         experts, weights, logits = self.router(x)
         tokens = x.reshape(-1, x.shape[-1])
         y, dropped = self.dispatch(
-            self.experts,
+            # Here and elsewhere, if all experts are chosen as often.
+            partial(self.experts, expected_rows=experts.size),
             tokens,
             experts.reshape(len(tokens), -1),
             weights.reshape(len(tokens), -1),

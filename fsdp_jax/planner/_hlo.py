@@ -69,8 +69,12 @@ class Instruction:
 
     @property
     def trip_count(self) -> int | None:
-        """How often a loop runs its body; None if the compiler does not know."""
+        """How often a loop runs its body; None if the compiler does not know.
+
+        Where that is for the data to say, its scope may tell what is expected.
+        """
         found = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', self.attributes)
+        found = found or re.search(r"about_(\d+)_times/while$", self.op_name)
         return int(found[1]) if found else None
 
     @property

@@ -1,5 +1,7 @@
 """Products of sorted rows with their group's matrix, in blocks as on GPUs."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -34,12 +36,25 @@ def test_blocks_make_what_ragged_dot_makes_and_its_gradients(sizes, rows):
         sizes = jnp.asarray(sizes, jnp.int32)
         want, pull = jax.vjp(lambda x, k: jax.lax.ragged_dot(x, k, sizes), x, kernel)
         want_x, want_kernel = pull(grad)
-        close = {"rtol": 1e-12, "atol": 1e-12}
-        np.testing.assert_allclose(rows_in_blocks(x, kernel, sizes), want, **close)
+        close = functools.partial(np.testing.assert_allclose, rtol=1e-12, atol=1e-12)
+        close(rows_in_blocks(x, kernel, sizes), want)
         found = rows_in_blocks(grad, kernel, sizes, transposed=True)
-        np.testing.assert_allclose(found, want_x, **close)
+        close(found, want_x)
         found = matrices_in_blocks(x, grad, sizes, kernel.dtype)
-        np.testing.assert_allclose(found, want_kernel, **close)
+        close(found, want_kernel)
+
+
+@pytest.mark.parametrize("sizes", [[300, 0, 500, 100], [0, 0, 0, 0], [5000, 1, 9, 90]])
+def test_blocks_that_are_not_expected_are_left_out_unless_they_are_needed(sizes):
+    with jax.enable_x64(True):
+        x, kernel, grad = arrays(5100, 4)
+        sizes = jnp.asarray(sizes, jnp.int32)
+        want = rows_in_blocks(x, kernel, sizes)
+        found = rows_in_blocks(x, kernel, sizes, expected=900)
+        np.testing.assert_array_equal(found, want)
+        want = matrices_in_blocks(x, grad, sizes, kernel.dtype)
+        found = matrices_in_blocks(x, grad, sizes, kernel.dtype, expected=900)
+        np.testing.assert_array_equal(found, want)
 
 
 def test_sums_over_blocks_are_made_in_float32():
@@ -100,7 +115,9 @@ def test_on_gpus_memory_does_not_grow_with_the_groups():
             )
         ]
         lowered = jax.jit(jax.grad(loss, (0, 1))).lower(*moulds)
-        return lowered.compile().memory_analysis().temp_size_in_bytes
+        memory = lowered.compile().memory_analysis()
+        assert memory is not None
+        return memory.temp_size_in_bytes
 
     of_grouped = [temporaries(grouped_matmul, groups) for groups in (4, 16)]
     of_ragged_dot = [temporaries(jax.lax.ragged_dot, groups) for groups in (4, 16)]
