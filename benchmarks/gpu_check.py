@@ -7,8 +7,9 @@ A decoder of 1.2B parameters (Llama 3.2's sizes), bfloat16, sequence 4,096, cuDN
 attention, full recompute, AdamW: the median step, tokens a second, model FLOPs
 utilization with attention counted as a square and as a triangle, and the peak of memory
 beside what the planner predicts; then the same with the optimizer state on the host,
-and with weights gathered in eight bits. Where torch sees the GPU, transformers' model
-of the same config trains under FSDP2 beside it. JSON goes to stdout.
+and with weights gathered in eight bits; and experts' products beside jax's own. Where
+torch sees the GPU, transformers' model of the same config trains under FSDP2 beside it.
+JSON goes to stdout.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ import optax
 from flax import nnx
 
 import fsdp_jax as fsdp
-from bridge.models import Decoder, DecoderConfig, DecoderLayer
+from bridge.models import Decoder, DecoderConfig, DecoderLayer, grouped_matmul
 from fsdp_jax._memory_alarm import compiled_bytes, memory_alarms
 from fsdp_jax.planner._gpu import GPUS
 from fsdp_jax.planner._memory import predict_memory
@@ -59,16 +60,21 @@ TINY = DecoderConfig(
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What is trained: the sizes of a batch, and how many steps are timed."""
+    """What is trained: the sizes of a batch, and how many steps are timed.
+
+    Beside it, for products of rows with their group's matrix: rows, groups, embed,
+    width.
+    """
 
     config: DecoderConfig
     rows: int
     seq: int
     steps: int
+    grouped: tuple[int, int, int, int]
 
 
-FULL = Run(LLAMA_1B, rows=4, seq=4096, steps=20)
-REHEARSAL = Run(TINY, rows=2, seq=32, steps=3)
+FULL = Run(LLAMA_1B, rows=4, seq=4096, steps=20, grouped=(32768, 8, 2048, 2048))
+REHEARSAL = Run(TINY, rows=2, seq=32, steps=3, grouped=(512, 4, 16, 32))
 
 
 VARIANTS = {
@@ -232,6 +238,43 @@ def measure_fsdp2(run):
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def measure_experts(run):
+    """Products of sorted rows with their group's matrix, and how far apart they are."""
+    rows, groups, embed, width = run.grouped
+    keys = jax.random.split(jax.random.key(0), 3)
+    x = jax.random.normal(keys[0], (rows, embed), jnp.bfloat16)
+    kernel = jax.random.normal(keys[1], (groups, embed, width), jnp.bfloat16)
+    # As tokens choose: some groups have many rows, one has none.
+    ends = jnp.sort(jax.random.randint(keys[2], (groups - 2,), 0, rows))
+    ends = jnp.array([0, *ends.tolist(), rows])
+    sizes = jnp.diff(ends, prepend=0).astype(jnp.int32)
+
+    def of(product):
+        def loss(x, kernel):
+            made = product(x, kernel, sizes).astype(jnp.float32)
+            return jnp.square(made).mean(), made
+
+        return jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))
+
+    found, results = {}, {}
+    for name, product in (
+        ("ragged_dot", jax.lax.ragged_dot),
+        ("grouped_matmul", grouped_matmul),
+    ):
+        run_once, seconds = of(product), []
+        for _ in range(run.steps + 1):
+            start = time.perf_counter()
+            results[name] = jax.block_until_ready(run_once(x, kernel))
+            seconds.append(time.perf_counter() - start)
+        found[f"{name}_median_s"] = statistics.median(seconds[1:])
+    leaves = [jax.tree.leaves(results[name]) for name in results]
+    found["worst_difference"] = max(
+        float(jnp.linalg.norm((a - b).astype(jnp.float32)) / jnp.linalg.norm(a))
+        for a, b in zip(*leaves, strict=True)
+    )
+    return {"rows_groups_embed_width": run.grouped, **found}
+
+
 def versions():
     names = ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "flax")
     found = {}
@@ -270,6 +313,7 @@ def main():
             name: measure_jax(run, args.devices, **options)
             for name, options in VARIANTS.items()
         },
+        "experts": measure_experts(run),
         "fsdp2": fsdp2,
     }
     if "median_step_s" in fsdp2 and args.devices == 1:

@@ -191,3 +191,4 @@ def test_the_check_of_a_gpu_runs_through_in_rehearsal(tmp_path):
     assert found["fsdp2"]["median_step_s"] > 0
     for name in ("offload", "float8_gather", "mxfp8_gather"):
         assert found["variants"][name]["median_step_s"] > 0
+    assert found["experts"]["worst_difference"] < 0.01

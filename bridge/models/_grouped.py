@@ -44,7 +44,7 @@ def grouped_matmul(
         at a time: the host waits to be told how many there are.
 
     Returns:
-      The products, in the dtype of `x`; sums are made in float32 at least.
+      The products, in the wider dtype of both; sums are made in float32 at least.
 
     Source: MegaBlocks (arXiv:2211.15841); its blocks have rows of one group, and these
       of several, as in jax's `pallas.ops.tpu.megablox`.
@@ -131,7 +131,8 @@ def rows_in_blocks(
     expected: int | None = None,
 ) -> Array:
     """What `grouped_matmul` is on GPUs; with each group's matrix or its transpose."""
-    size, visits, due = _visits(len(x), group_sizes)
+    rounds = _Rounds.of(len(x), len(group_sizes), expected)
+    size, visits, due = _visits(len(x), group_sizes, rounds.visits)
     contracted = 2 if transposed else 1
 
     def visit(out, one):
@@ -142,8 +143,9 @@ def rows_in_blocks(
         made = jnp.where(one.is_in(size), made, before)
         return lax.dynamic_update_slice_in_dim(out, made, one.start, 0), None
 
-    out = jnp.zeros((len(x), kernel.shape[3 - contracted]), x.dtype)
-    return _each(visit, out, visits, due, _rounds(len(x), expected, group_sizes))
+    shape = len(x), kernel.shape[3 - contracted]
+    out = jnp.zeros(shape, jnp.result_type(x, kernel))
+    return _each(visit, out, visits, due, rounds)
 
 
 def matrices_in_blocks(
@@ -159,7 +161,8 @@ def matrices_in_blocks(
     Summed over blocks in float32 at least, one group after the other, so that no more
     than one matrix is held so.
     """
-    size, visits, due = _visits(len(x), group_sizes)
+    rounds = _Rounds.of(len(x), len(group_sizes), expected)
+    size, visits, due = _visits(len(x), group_sizes, rounds.visits)
     wide = jnp.promote_types(dtype, jnp.float32)
 
     def visit(loop, one):
@@ -178,20 +181,35 @@ def matrices_in_blocks(
 
     shape = (x.shape[1], grad.shape[1])
     start = jnp.zeros(shape, wide), jnp.zeros((len(group_sizes), *shape), dtype)
-    return _each(visit, start, visits, due, _rounds(len(x), expected, group_sizes))[1]
+    return _each(visit, start, visits, due, rounds)[1]
 
 
 _MOST_ROUNDS = 16
 """Into so many rounds visits are cut where not all of them are expected."""
 
 
-def _rounds(rows: int, expected: int | None, group_sizes: Sizes) -> int | None:
-    """How many rounds are expected to be run; None if all visits are, in one go."""
-    if expected is None or 2 * expected > rows:
-        return None
-    size, groups = _block_size(rows, len(group_sizes)), len(group_sizes)
-    most, due = (-(-n // size) + groups - 1 for n in (rows, expected))
-    return -(-due // -(-most // _MOST_ROUNDS))
+class _Rounds(NamedTuple):
+    """In how many goes visits are run.
+
+    Attributes:
+      visits: How many there may be: one more a group than blocks.
+      at_once: How many of these are in a round.
+      expected: How many rounds; None if all are run in one go.
+    """
+
+    visits: int
+    at_once: int
+    expected: int | None
+
+    @staticmethod
+    def of(rows: int, groups: int, expected: int | None) -> "_Rounds":
+        size = _block_size(rows, groups)
+        visits = -(-rows // size) + groups - 1
+        if expected is None or 2 * expected > rows:
+            return _Rounds(visits, visits, None)
+        at_once = -(-visits // _MOST_ROUNDS)
+        due = -(-expected // size) + groups - 1
+        return _Rounds(-(-visits // at_once) * at_once, at_once, -(-due // at_once))
 
 
 def _each(
@@ -199,58 +217,51 @@ def _each(
     state: Any,
     visits: _Visits,
     due: Int[Array, ""],
-    rounds: int | None,
+    rounds: _Rounds,
 ) -> Any:
-    """Runs the visits that are due, in order.
-
-    In rounds, if so many of them are expected, of which each is asked for by the host.
-    """
-    if rounds is None:
+    """Runs the visits that are due, in order; the host asks how many rounds that is."""
+    if rounds.expected is None:
         return lax.scan(visit, state, visits)[0]
-    size = -(-len(visits.group) // _MOST_ROUNDS)
 
     def run(loop):
         at, state = loop
-        # The last round may begin too early, and visit once more: no rows, then.
-        start = jnp.minimum(at, len(visits.group) - size)
-        these = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, size), visits)
-        is_new = start + jnp.arange(size) >= at
-        these = these._replace(
-            end=jnp.where(is_new, these.end, 0), is_first=these.is_first & is_new
+        these = jax.tree.map(
+            lambda x: lax.dynamic_slice_in_dim(x, at, rounds.at_once), visits
         )
-        return at + size, lax.scan(visit, state, these)[0]
+        return at + rounds.at_once, lax.scan(visit, state, these)[0]
 
     # By this name a forecast knows what no compiler does.
-    with jax.named_scope(f"about_{rounds}_times"):
+    with jax.named_scope(f"about_{rounds.expected}_times"):
         start = jnp.zeros((), due.dtype), state
         return lax.while_loop(lambda loop: loop[0] < due, run, start)[1]
 
 
-def _visits(rows: int, group_sizes: Sizes) -> tuple[int, _Visits, Int[Array, ""]]:
-    """The rows of a block; as many visits as there can be, one more a group; the due.
+def _visits(
+    rows: int, group_sizes: Sizes, visits: int
+) -> tuple[int, _Visits, Int[Array, ""]]:
+    """The rows of a block; so many visits; and how many of them are due.
 
-    What is behind those that are due visits no rows.
+    Those behind are the last one once more, of no rows.
     """
-    groups = len(group_sizes)
-    size = _block_size(rows, groups)
+    size = _block_size(rows, len(group_sizes))
     ends = jnp.cumsum(group_sizes)
     starts = ends - group_sizes
     first = starts // size
     count = jnp.where(group_sizes > 0, (ends - 1) // size - first + 1, 0)
     last = jnp.cumsum(count)
-    number = jnp.arange(-(-rows // size) + groups - 1)
-    is_due = number < last[-1]  # Otherwise the last one once more, of no rows.
+    number = jnp.arange(visits)
+    is_due = number < last[-1]
     number = jnp.minimum(number, last[-1] - 1)
     group = jnp.searchsorted(last, number, side="right", method="compare_all")
     block = first[group] + number - (last[group] - count[group])
-    visits = _Visits(
+    found = _Visits(
         group,
         start=jnp.clip(block * size, 0, rows - size),
         begin=jnp.maximum(starts[group], block * size),
         end=jnp.where(is_due, ends[group], 0),
         is_first=is_due & (block == first[group]),
     )
-    return size, visits, last[-1]
+    return size, found, last[-1]
 
 
 def _block_size(rows: int, groups: int) -> int:

@@ -44,10 +44,18 @@ def test_blocks_make_what_ragged_dot_makes_and_its_gradients(sizes, rows):
         close(found, want_kernel)
 
 
-@pytest.mark.parametrize("sizes", [[300, 0, 500, 100], [0, 0, 0, 0], [5000, 1, 9, 90]])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        [300, 0, 500, 100],
+        [0, 0, 0, 0],
+        [5000, 1, 9, 90],  # as many rows as there is room for
+        [134] * 38,  # and rounds that do not divide the visits
+    ],
+)
 def test_blocks_that_are_not_expected_are_left_out_unless_they_are_needed(sizes):
     with jax.enable_x64(True):
-        x, kernel, grad = arrays(5100, 4)
+        x, kernel, grad = arrays(5100, len(sizes))
         sizes = jnp.asarray(sizes, jnp.int32)
         want = rows_in_blocks(x, kernel, sizes)
         found = rows_in_blocks(x, kernel, sizes, expected=900)
