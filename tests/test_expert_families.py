@@ -19,6 +19,7 @@ from bridge.models import (
     Decoder,
     DecoderConfig,
     DecoderLayer,
+    _grouped,
     correction_bias_paths,
     dot_product_attention,
     expert_parallel_rules,
@@ -129,6 +130,22 @@ def test_three_steps_of_an_imported_model_are_those_of_one_device(family, writte
         want, want_loss = trained(path, fsdp.make_mesh(devices=jax.devices()[:1]))
     # The gradient of a key's bias is zero, so that only rounding moves it.
     assert worst(got, want, without=("k_proj.bias",)) < CLOSE
+    assert abs(got_loss - want_loss) < CLOSE
+
+
+def test_experts_train_the_same_in_blocks_as_on_gpus(written, monkeypatch):
+    """Of four rows and more, since tokens here are few; half of the room is empty."""
+    monkeypatch.setattr(_grouped, "_SMALLEST", 4)
+    monkeypatch.setattr(
+        _grouped, "_on_gpus", lambda blocks, ragged_dot, *args: blocks(*args)
+    )
+    with jax.enable_x64(True):
+        path = written("qwen3_moe")
+        alone = fsdp.make_mesh(devices=jax.devices()[:1])
+        got, got_loss = trained(path, fsdp.make_mesh(ep=4))
+        monkeypatch.undo()
+        want, want_loss = trained(path, alone)
+    assert worst(got, want) < CLOSE
     assert abs(got_loss - want_loss) < CLOSE
 
 
