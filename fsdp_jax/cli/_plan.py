@@ -23,6 +23,12 @@ from fsdp_jax.cli._errors import check_absent
 from fsdp_jax.cli._model import loss_of, plan_decoder
 from fsdp_jax.cli._options import Devices, Unset
 from fsdp_jax.cli._origin import open_hf
+from fsdp_jax.cli._precision import (
+    OffloadTo,
+    OptimizerBits,
+    ParamGather,
+    Precision,
+)
 from fsdp_jax.cli._recipe import ParamDtype
 from fsdp_jax.cli._routing import Routing
 from fsdp_jax.cli._strategy import Strategy
@@ -95,6 +101,10 @@ class Plan:
       seq: Tokens that a row predicts.
       accumulate: Microbatches a step.
       param_dtype: What weights are gathered and computed in.
+      param_gather: What a layer's matrices travel in instead, to be decoded there.
+      optimizer_bits: Of an element of AdamW's moments.
+      offload: What rests in the host's memory: the optimizer's state, or the weights
+        that it updates too (all).
       fused_loss: Makes logits a chunk of the vocabulary at a time: memory for work.
       capacity_factor: Experts have room for this many times their even share of a
         rank's tokens; default for all of those of all ranks on ep.
@@ -115,6 +125,9 @@ class Plan:
     seq: int = 4096
     accumulate: int = 1
     param_dtype: ParamDtype = "bfloat16"
+    param_gather: ParamGather = "param_dtype"
+    optimizer_bits: OptimizerBits = 32
+    offload: Unset[OffloadTo] = None
     fused_loss: bool = False
     capacity_factor: Unset[float] = None
     json: Unset[Path] = None
@@ -161,6 +174,14 @@ class Plan:
             forecast.save_picture(self.picture)
 
 
+def _precision_of(options: Plan) -> Precision:
+    return Precision(options.param_gather, None, options.optimizer_bits)
+
+
+def _optimizer_of(options: Plan) -> optax.GradientTransformation:
+    return _precision_of(options).adamw(3e-4, weight_decay=0.1)
+
+
 def _read_config(options: Plan) -> DecoderConfig:
     if (options.hf is None) == (options.config is None):
         raise ValueError("plan takes the model from --hf MODEL or --config FILE: one.")
@@ -198,7 +219,7 @@ def _forecast(
     plan, loss, batch = _step_of(options, config, mesh)
     rows = jax.tree.leaves(batch)[0].shape[0]
     return compile_for(
-        *(plan, loss, optax.adamw(3e-4, weight_decay=0.1), batch),
+        *(plan, loss, _optimizer_of(options), batch),
         gpu=gpu,
         tokens=rows * options.seq,
         guide=guide,
@@ -212,10 +233,11 @@ def _step_of(options: Plan, config: DecoderConfig, mesh: Mesh):
     check_rows(options.seq, tp, cp)
     dtype = jnp.dtype(options.param_dtype)
     policy = fsdp.MixedPrecisionPolicy(param_dtype=dtype, grad_comm_dtype=dtype)
+    sharding = options.strategy.applied(fsdp.FSDPConfig(mp_policy=policy), mesh)
     plan = plan_decoder(
         config,
         mesh,
-        options.strategy.applied(fsdp.FSDPConfig(mp_policy=policy), mesh),
+        _precision_of(options).sharding(sharding, options.offload),
         Routing(capacity_factor=options.capacity_factor, router_dtype="model"),
         prefetch=options.strategy.prefetch,
         unroll=options.strategy.unroll,
@@ -234,7 +256,7 @@ def _print_cpu(options: Plan, config: DecoderConfig, sizes: dict[str, int]) -> N
     devices = Devices(cpu_devices=options.gpus).pick()
     mesh = fsdp.make_mesh(**sizes, devices=devices)
     plan, loss, tokens = _step_of(options, config, mesh)
-    tx = optax.adamw(3e-4, weight_decay=0.1)
+    tx = _optimizer_of(options)
     size, sent = count_on_cpu(plan, loss, tx, tokens, accumulate=options.accumulate)
     print(f"memory: {format_bytes(size)} a device, as the compiler for CPUs assigns it")
     print()

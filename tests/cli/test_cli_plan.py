@@ -54,6 +54,29 @@ def test_figures_of_the_cost_model_change_the_time_alone(llama, capsys, tmp_path
 
 
 @pytest.mark.plan
+def test_what_travels_and_rests_in_fewer_bytes_is_planned_so(
+    write_llama, capsys, tmp_path
+):
+    llama, found = write_llama(tmp_path / "model", hidden_size=128), []
+    for options in (
+        (),
+        ("--param-gather", "float8", "--optimizer-bits", "8"),
+        ("--offload", "all"),
+    ):
+        file = tmp_path / f"{len(found)}.json"
+        sizes = ("--gpus", "8", "--seq", "64", "--json", str(file))
+        assert not plan(llama, *sizes, *options)
+        found.append((json.loads(file.read_text()), capsys.readouterr().out))
+    (plain, table), (fewer, in_bytes), (away, _) = found
+    assert " u8+bf16 " in in_bytes and "u8" not in table
+    plain, fewer, away = (one["memory_predicted"] for one in (plain, fewer, away))
+    # Norms and their moments stay what and where they were.
+    assert fewer["optimizer"] < 0.35 * plain["optimizer"]
+    assert away["optimizer"] < 0.1 * plain["optimizer"]
+    assert away["params"] < 0.1 * plain["params"]
+
+
+@pytest.mark.plan
 def test_a_sweep_recommends_what_is_fastest_of_what_fits(llama, capsys):
     assert not plan(llama, "--gpus", "16", "--seq", "64", "--sweep")
     lines = capsys.readouterr().out.splitlines()
