@@ -30,10 +30,13 @@ def staged_stack(mesh: Mesh, units: Found, chosen: str | None) -> str | None:
         return found[0]
     shown = ", ".join(f"'{unit}' of {units[unit]} dim(s)" for unit in outer)
     said = f", and Pipeline(stack='{chosen}') chooses one" if chosen else ""
-    fix = "Pass units=[fsdp_jax.Stacked(...)] or a class under vmap"
     if len(outer) > 1:
-        fix = "Choose by fsdp_jax.Pipeline(stack=...): the others run in its first or"
-        fix += " last stage, before or behind it"
+        fix = (
+            "Choose by fsdp_jax.Pipeline(stack=...): the others run in its first or "
+            "last stage, before or behind it"
+        )
+    else:
+        fix = "Pass units=[fsdp_jax.Stacked(...)] or a class under vmap"
     raise ValueError(
         f"The mesh has pp={pp}{said}; stages split one stack of units with one leading "
         f"dim, run by fsdp.scan, and the model has {shown or 'none'}. {fix}, or give "
