@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import tempfile
 import time
@@ -92,9 +93,24 @@ def execute(
         coalesce_streams=True,
     )
     try:
-        return client.execute()
+        return without_waits(client.execute())
     finally:
         client.kc.stop_channels()  # a manager that is given is left as it is
+
+
+WAITED = re.compile(r"WARNING:absl:Waiting for previous save to complete took .*\n")
+"""What Orbax says where a disk needs more than a second: of a machine, no notebook."""
+
+
+def without_waits(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
+    """The notebook without what its cells wrote of a slow disk."""
+    for cell in notebook["cells"]:
+        for output in cell.get("outputs", []):
+            if output.get("name") == "stderr":
+                output["text"] = WAITED.sub("", output["text"])
+        if "outputs" in cell:
+            cell["outputs"] = [one for one in cell["outputs"] if one.get("text") != ""]
+    return notebook
 
 
 def said_on_stderr(notebook: nbformat.NotebookNode) -> Iterator[str]:

@@ -12,7 +12,7 @@ import matplotlib.image
 import nbformat
 import numpy as np
 import pytest
-from run_notebooks import execute, kernel, said_on_stderr
+from run_notebooks import execute, kernel, said_on_stderr, without_waits
 
 FOLDER = Path(__file__).parents[1] / "notebooks"
 # Without these the others run, and these say at their top what they need.
@@ -65,6 +65,21 @@ def test_there_are_seven_in_order():
 
 def test_nothing_is_written_to_stderr(executed):
     assert list(said_on_stderr(executed)) == []
+
+
+def test_that_a_disk_was_slow_is_not_kept_and_all_else_is():
+    slow = (
+        "WARNING:absl:Waiting for previous save to complete took 1.067076 seconds. If "
+        "this number is high, consider checkpointing less frequently.\n"
+    )
+
+    def notebook(text):
+        output = nbformat.v4.new_output("stream", name="stderr", text=text)
+        cell = nbformat.v4.new_code_cell("", outputs=[output])
+        return nbformat.v4.new_notebook(cells=[cell])
+
+    assert not without_waits(notebook(slow))["cells"][0]["outputs"]
+    assert list(said_on_stderr(without_waits(notebook(f"no{slow}\n")))) == ["no\n"]
 
 
 def test_every_picture_shows_something(executed, stored):
