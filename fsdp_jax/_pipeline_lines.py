@@ -33,7 +33,7 @@ def pipeline_lines(
         _gathers(mesh, staged),
     ]
     if others := _other_stacks(rows):
-        lines.append(f"one stage runs {' and '.join(others)} besides its own")
+        lines.append(f"run besides in the first or the last stage: {', '.join(others)}")
     if stages.padding:
         lines.append(
             f"{stages.num_layers} layers rest as "

@@ -132,7 +132,8 @@ def expert_capacity_dispatch(
     `functools.partial(expert_capacity_dispatch, capacity_factor=1.25)`.
 
     Args:
-      run: As in `expert_parallel_dispatch`.
+      run: As in `expert_parallel_dispatch`; the sizes of its groups are a numpy array,
+        all alike.
       x: As there.
       experts: As there.
       weights: As there; they are not made up for what is dropped.

@@ -93,7 +93,7 @@ def test_stages_split_the_longest_run_of_layers_of_one_structure():
     config = bridge.from_hf_config(hf_fields("deepseek_v3", **sizes))
     plan = plan_decoder(config, fsdp.make_mesh(pp=2))
     assert "2 stages of 2 or 1 layers" in repr(plan)
-    assert "one stage runs layers.0 (1 unit) besides its own" in repr(plan)
+    assert "run besides in the first or the last stage: layers.0 (1 unit)" in repr(plan)
 
 
 @pytest.mark.plan

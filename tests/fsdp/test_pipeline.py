@@ -227,7 +227,10 @@ def test_stacks_beside_the_one_that_stages_split_run_in_the_first_and_the_last(
     assert worst(got, want) < CLOSE
     for metric in ("loss", "grad_norm"):
         np.testing.assert_allclose(got_metrics[metric], want_metrics[metric], CLOSE)
-    assert "one stage runs first (3 units) and late (2 units) besides its own" in said
+    assert (
+        "run besides in the first or the last stage: first (3 units), late (2 units)"
+        in said
+    )
 
 
 def test_evaluation_passes_through_the_stages_too(runs, alone):
