@@ -233,8 +233,9 @@ class FSDPConfig:
         `Offload()` for the optimizer state. None: nothing. For activations take a
         `remat_policy` of jax's that offloads.
       pipeline: How stages take turns, where the mesh has more than one on `pp`. The
-        model's one stack of units, which `fsdp_jax.scan` runs, is split over these;
-        all else rests split over them too, and is gathered once a step.
+        model's stack of units, which `fsdp_jax.scan` runs, is split over these, of
+        several the one that `Pipeline(stack=)` names; all else rests split over them
+        too, and what is in no unit is gathered once a step.
 
     Source: FSDP2 `fully_shard(reshard_after_forward=, mp_policy=)`.
     """
