@@ -8,6 +8,8 @@ import jax
 import pytest
 from helpers.marks import has_module_mark
 
+pytest_plugins = ["helpers.cpu_time"]
+
 # Before any backend starts, and through jax's config rather than the environment, so
 # that the tests' child processes choose for themselves. The platform is named so that
 # the tests are the same on a machine with a GPU.
