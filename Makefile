@@ -5,7 +5,7 @@
 # index for CPU that PyTorch's own installation page names.
 #   make test TORCH_INDEX=<url>        torch from that index, before all others
 #   make test TORCH=torch==2.12.0      another version
-#   make test TORCH= EXTRAS=test PYTEST="-m 'not torch and not long'"    no torch at all
+#   make test TORCH= EXTRAS=test PYTEST="-m 'not torch and not slow and not long'"    no torch at all
 #   make test EXTRAS=test,torch    without XLA's compiler for GPUs (600 MB), and its tests
 
 PYTHON ?= python3
@@ -19,7 +19,7 @@ JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help demo test test-distributed test-long notebooks lint docs clean
+.PHONY: help demo test test-all test-distributed test-long durations notebooks lint docs clean
 .DEFAULT_GOAL := help
 
 help:  ## Show this list.
@@ -28,15 +28,22 @@ help:  ## Show this list.
 demo: $(INSTALLED)  ## Shard a small model, train it, and carry it to PyTorch and back.
 	$(BIN)/fsdp-jax demo
 
-test: $(INSTALLED)  ## Run the tests, on 8 simulated devices, in a process for each core, or JOBS=n. PYTEST=... adds arguments.
+# --dist loadfile: tests of a file share its fixtures, in one worker.
+test: $(INSTALLED)  ## Run the light tests, and one case of each law: 10 minutes on 2 cores. JOBS=n workers; PYTEST=... adds arguments.
 	$(BIN)/pytest -n $(JOBS) --dist loadfile $(PYTEST)
 
+test-all: $(INSTALLED)  ## Run all tests but the long ones, and report what each took to build/junit.xml.
+	$(BIN)/pytest -n $(JOBS) --dist loadfile -m "not long" --junitxml=build/junit.xml $(PYTEST)
+
 # A worker for each job would starve them: a job of four processes is four by itself.
-test-distributed: $(INSTALLED)  ## Run the tests that start jobs of several processes; `make test` runs them too.
+test-distributed: $(INSTALLED)  ## Run the tests that start jobs of several processes; `make test-all` runs them too.
 	$(BIN)/pytest -m distributed $(PYTEST)
 
 test-long: $(INSTALLED)  ## Run the tests that take minutes; their outcome goes to benchmarks/results.
 	$(BIN)/python benchmarks/long_tests.py $(PYTEST)
+
+durations: test-all  ## Run all tests, and record what each takes: that decides which are the light ones.
+	$(BIN)/python tests/record_durations.py build/junit.xml
 
 notebooks: $(INSTALLED)  ## Run the notebooks anew, and keep what they show.
 	$(BIN)/python notebooks/run_notebooks.py

@@ -18,11 +18,8 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import importlib.metadata
 import importlib.util
-import json
 import os
-import platform
 import shutil
 import statistics
 import subprocess
@@ -37,6 +34,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+import result
 
 import fsdp_jax as fsdp
 from fsdp_jax.checkpoint._engine import file_bytes
@@ -217,6 +215,14 @@ def compare(speeds: dict[str, Any], behind: dict[str, float]) -> dict[str, float
         "save_of_orbax": ours["save"] / speeds["orbax"]["save"],
         "load_of_dd": ours["load"] / dd["load"],
         "load_of_orbax": ours["load"] / speeds["orbax"]["load"],
+        **{
+            f"{what}_of_{name.replace(' ', '_').replace('.', '_')}": (
+                ours[what] / speeds[name][what]
+            )
+            for name in ("np.save", "torch dcp")
+            if name in speeds
+            for what in ("save", "load")
+        },
         "blocked_of_copy_to_host": behind["blocked_s"] / behind["copy_to_host_s"],
     }
     return {what: round(value, 3) for what, value in ratios.items()}
@@ -226,11 +232,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gigabytes", type=float, default=1.2)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--out", type=Path)
+    result.add_arguments(parser)
     options = parser.parse_args()
+    conditions = result.begin(options, PACKAGES)
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
-    load_average = os.getloadavg()[0]
     state = make_state(options.gigabytes)
     num_bytes = sum(x.nbytes for x in jax.tree.leaves((state.params, state.opt_state)))
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as scratch:
@@ -244,8 +250,6 @@ def main() -> int:
         for name, taken in times.items()
     }
     found = {
-        "command": f"python benchmarks/checkpoint.py --gigabytes {options.gigabytes} "
-        f"--rounds {options.rounds}",
         "gigabytes": num_bytes / 1e9,
         "rounds": options.rounds,
         "compared": compare(speeds, medians(behind)),
@@ -253,18 +257,8 @@ def main() -> int:
         "peak_memory_gb": {name: medians(found) for name, found in peaks.items()},
         "in_the_background": medians(behind),
         "seconds": times,
-        "load_average": {"before": load_average, "after": os.getloadavg()[0]},
-        "machine": {"cpus": os.cpu_count(), "system": platform.platform()},
-        "versions": {
-            name: importlib.metadata.version(name)
-            for name in PACKAGES
-            if importlib.util.find_spec(name.split("-")[0])
-        },
     }
-    text = json.dumps(found, indent=1) + "\n"
-    print(text, end="")
-    if options.out:
-        options.out.write_text(text)
+    result.write(options, conditions, found)
     return 0
 
 

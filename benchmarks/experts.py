@@ -11,13 +11,11 @@ stdout: memory as compiled, and the modelled step.
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
-import json
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import optax
+import result
 
 import bridge.models._moe as moe
 import fsdp_jax as fsdp
@@ -77,8 +75,10 @@ def main():
     """Compiles each, and prints what they take."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, default=16)
-    parser.add_argument("--out", type=Path)
+    result.add_arguments(parser)
     args = parser.parse_args()
+    packages = ("jax", "jaxlib", "jax-cuda12-plugin", "optax")
+    conditions = result.begin(args, packages)
     jax.config.update("jax_platforms", "cpu")  # nothing is asked of a GPU
     rows = []
     for dispatch, factor in CAPACITY.items():
@@ -94,19 +94,12 @@ def main():
                     "step_ms": round(1e3 * found.timeline.seconds, 1),
                 }
             )
-    out = f" --out {args.out}" if args.out else ""
-    packages = ("jax", "jaxlib", "jax-cuda12-plugin", "optax")
     found = {
-        "command": f"python benchmarks/experts.py --layers {args.layers}{out}",
-        "versions": {name: importlib.metadata.version(name) for name in packages},
         "gpus": f"{RANKS} x {GPU}, as modelled",
         "tokens_a_rank": SEQ,
         "rows": rows,
     }
-    text = json.dumps(found, indent=1)
-    print(text)
-    if args.out:
-        args.out.write_text(text + "\n")
+    result.write(args, conditions, found)
 
 
 if __name__ == "__main__":

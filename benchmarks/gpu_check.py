@@ -17,19 +17,17 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import importlib.metadata
 import json
-import os
 import statistics
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import result
 from flax import nnx
 
 import fsdp_jax as fsdp
@@ -76,6 +74,11 @@ class Run:
 FULL = Run(LLAMA_1B, rows=4, seq=4096, steps=20, grouped=(32768, 8, 2048, 2048))
 REHEARSAL = Run(TINY, rows=2, seq=32, steps=3, grouped=(512, 4, 16, 32))
 
+
+PACKAGES = (
+    *("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "flax"),
+    *("optax", "torch", "transformers"),
+)
 
 VARIANTS = {
     "offload": {"offload": fsdp.Offload()},
@@ -275,23 +278,14 @@ def measure_experts(run):
     return {"rows_groups_embed_width": run.grouped, **found}
 
 
-def versions():
-    names = ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "flax")
-    found = {}
-    for name in (*names, "optax", "torch", "transformers"):
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, help="write the JSON here as well")
+    result.add_arguments(parser)
     parser.add_argument("--rehearse", action="store_true", help="a tiny model")
     parser.add_argument("--devices", type=int, default=1, help="for fsdp_jax alone")
     args = parser.parse_args()
+    args.force |= args.rehearse  # which measures nothing
+    conditions = result.begin(args, PACKAGES)
     run = REHEARSAL if args.rehearse else FULL
     # PyTorch first, as jax keeps what memory it once had.
     fsdp2 = measure_fsdp2(run)
@@ -300,10 +294,7 @@ def main():
         sys.exit("gpu_check.py measures a GPU, and jax sees none: try --rehearse.")
     ours = measure_jax(run, args.devices)
     report = {
-        "command": " ".join(["python", "benchmarks/gpu_check.py", *sys.argv[1:]]),
-        "versions": versions(),
         "device": device.device_kind,
-        "cpus": os.cpu_count(),
         "model": dataclasses.asdict(run.config),
         "rows": run.rows,
         "seq": run.seq,
@@ -319,10 +310,7 @@ def main():
     if "median_step_s" in fsdp2 and args.devices == 1:
         faster = fsdp2["median_step_s"] / ours["median_step_s"]
         report["faster_than_fsdp2"] = round(faster, 3)
-    text = json.dumps(report, indent=1)
-    print(text)
-    if args.out:
-        args.out.write_text(text + "\n")
+    result.write(args, conditions, report)
 
 
 if __name__ == "__main__":

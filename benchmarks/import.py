@@ -18,16 +18,16 @@ from __future__ import annotations
 
 import argparse
 import collections
-import importlib.metadata
 import json
 import os
-import platform
 import shutil
 import statistics
 import subprocess
 import sys
 import time
 from pathlib import Path
+
+import result
 
 ROOT = Path(__file__).resolve().parent.parent
 DEVICES = 8
@@ -399,7 +399,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dir", type=Path, required=True, help="holds 3 GB meanwhile")
     parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--out", type=Path, help="write the JSON here as well")
+    result.add_arguments(parser)
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--cache", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -407,9 +407,10 @@ def main():
     if args.child:
         warm = {"warm": True, "cold": False, "none": None}[args.cache]
         return run_child(args.child, checkpoint, warm)
+    packages = ("jax", "numpy", "safetensors", "torch", "transformers")
+    conditions = result.begin(args, packages)
     make_checkpoint(checkpoint)
     make_megatron(checkpoint)
-    load = os.getloadavg()[0]
     kinds = [(name, cache) for cache in ("cold", "warm") for name in IMPORTS]
     kinds += [(name, "cold") for name in (*HOSTS, *CONVERSIONS)]
     kinds += [(name, "none") for name in EXPORTS]
@@ -426,26 +427,13 @@ def main():
     size = (checkpoint / "model.safetensors").stat().st_size
     check_cache(rows, size)
     report = {
-        "command": f"python benchmarks/import.py --dir DIR --runs {args.runs}",
-        "versions": {
-            "python": platform.python_version(),
-            **{
-                name: importlib.metadata.version(name)
-                for name in ("jax", "numpy", "safetensors", "torch", "transformers")
-            },
-        },
-        "machine": {"cpus": os.cpu_count(), "system": platform.platform()},
-        "load": {"before": load, "after": os.getloadavg()[0]},  # others' work, and ours
         "file_bytes": size,
         "runs": args.runs,
         "rows": rows,
         "compared": compare(rows, size),
     }
     fresh(args.dir / "out")
-    text = json.dumps(report, indent=1) + "\n"
-    if args.out:
-        args.out.write_text(text)
-    print(text, end="")
+    result.write(args, conditions, report)
 
 
 if __name__ == "__main__":

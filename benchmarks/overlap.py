@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import importlib.metadata
 import json
 import sys
 import time
@@ -27,6 +26,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import optax
+import result
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from overlap_decoders import DECODERS, measure_decoder, options_for
@@ -42,6 +42,7 @@ SEQ = 4096
 TX = optax.adamw(3e-4, weight_decay=0.1)
 DATA = ("dp_outer", "dp_shard")
 WIRE = jnp.bfloat16
+FORMS = ("annotations", "plain_scan", "fsdp_jax")
 
 
 def make_params(key):
@@ -284,13 +285,13 @@ def compare(rows):
         variant = form.removeprefix("fsdp_jax")
         if variant == form:
             continue
-        plain = by_form["plain_scan" + variant]
-        compared[form] = {
-            "exposed_of_step": mine["exposed_of_step"],
-            "compute_of_plain_scan": ratio(mine, plain, "compute_ms"),
-            "temporaries_of_plain_scan": ratio(mine, plain, "temporaries_gb"),
-            "faster_than_plain_scan": ratio(plain, mine, "step_ms"),
-        }
+        compared[form] = {"exposed_of_step": mine["exposed_of_step"]}
+        if plain := by_form.get("plain_scan" + variant):
+            compared[form] |= {
+                "compute_of_plain_scan": ratio(mine, plain, "compute_ms"),
+                "temporaries_of_plain_scan": ratio(mine, plain, "temporaries_gb"),
+                "faster_than_plain_scan": ratio(plain, mine, "step_ms"),
+            }
         if annotations := by_form.get("annotations" + variant):
             faster = ratio(annotations, mine, "step_ms")
             compared[form]["faster_than_annotations"] = faster
@@ -315,15 +316,16 @@ def make_plan(gpus, dp_outer):
     )
 
 
-def measure_all(gpus, dump):
-    """The three forms of Llama-3 8B."""
+def measure_all(gpus, forms, microbatches, dump):
+    """Forms of Llama-3 8B: in a node with microbatches, over nodes also as HSDP."""
     in_node = COST.devices_per_node
-    runs = [(1, 1), (1, 4)] if gpus <= in_node else [(1, 1), (gpus // 8, 1)]
+    several = [(1, number) for number in microbatches]
+    runs = several if gpus <= in_node else [(1, 1), (gpus // 8, 1)]
     rows = []
     for dp_outer, accumulate in runs:
         plan = make_plan(gpus, dp_outer)
         sequences = 1 if gpus <= in_node else 2
-        for form in ("annotations", "plain_scan", "fsdp_jax"):
+        for form in forms:
             row = measure(form, plan, sequences, accumulate, dump)
             print(json.dumps(row), file=sys.stderr, flush=True)
             rows.append(row)
@@ -333,10 +335,14 @@ def measure_all(gpus, dump):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--gpus", type=int, default=8)
+    parser.add_argument("--forms", nargs="+", choices=FORMS, default=FORMS)
+    parser.add_argument("--microbatches", nargs="+", type=int, default=[1, 4])
     parser.add_argument("--decoder", choices=DECODERS)
     parser.add_argument("--dump", type=Path, help="keep each module's text here")
-    parser.add_argument("--out", type=Path, help="write the JSON here as well")
+    result.add_arguments(parser)
     args = parser.parse_args()
+    packages = ("jax", "jaxlib", "jax-cuda12-plugin", "optax")
+    conditions = result.begin(args, packages)
     jax.config.update("jax_platforms", "cpu")  # A GPU at hand is no part of this.
     if args.dump:
         args.dump.mkdir(parents=True, exist_ok=True)
@@ -344,23 +350,15 @@ def main():
         rows = [measure_decoder(args.decoder, TX, args.dump)]
         options = options_for(DECODERS[args.decoder])
     else:
-        rows = measure_all(args.gpus, args.dump)
+        rows = measure_all(args.gpus, args.forms, args.microbatches, args.dump)
         options = fsdp.compiler_options()
     report = {
-        "command": " ".join(["python", "benchmarks/overlap.py", *sys.argv[1:]]),
-        "versions": {
-            name: importlib.metadata.version(name)
-            for name in ("jax", "jaxlib", "jax-cuda12-plugin", "optax")
-        },
         "cost_model": dataclasses.asdict(COST),
         "compiler_options": options,
         "compared": compare(rows),
         "rows": rows,
     }
-    text = json.dumps(report, indent=1)
-    print(text)
-    if args.out:
-        args.out.write_text(text + "\n")
+    result.write(args, conditions, report)
 
 
 if __name__ == "__main__":

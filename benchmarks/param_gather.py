@@ -12,14 +12,13 @@ far the mean of the last 20, over all three, is from bfloat16's.
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
-import json
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import result
 from flax import nnx
 
 import fsdp_jax as fsdp
@@ -84,8 +83,9 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--devices", type=int, default=4, help="simulated")
-    parser.add_argument("--out", type=Path, help="write the JSON here as well")
+    result.add_arguments(parser)
     args = parser.parse_args()
+    conditions = result.begin(args, ("jax", "flax"))
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", args.devices)
     found = {
@@ -96,9 +96,6 @@ def main():
         for kind, runs in found.items()
     }
     report = {
-        "command": f"python benchmarks/param_gather.py --steps {args.steps} "
-        f"--devices {args.devices}",
-        "versions": {n: importlib.metadata.version(n) for n in ("jax", "flax")},
         "rows": ROWS,
         "seq": SEQ,
         "steps": args.steps,
@@ -112,9 +109,7 @@ def main():
             for kind, runs in found.items()
         },
     }
-    print(json.dumps(report))
-    if args.out:
-        args.out.write_text(json.dumps(report) + "\n")
+    result.write(args, conditions, report)
 
 
 if __name__ == "__main__":

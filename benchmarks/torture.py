@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.metadata
 import json
 import logging
-import platform
 import random
 import subprocess
 import sys
@@ -27,6 +25,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import result
 from helpers.damage import flipped, random_bit
 from helpers.saving_worker import check, kill_while_saving, mould, state_at
 
@@ -147,14 +146,16 @@ def _say(text: str) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=200)
-    parser.add_argument("--out", type=Path)
+    result.add_arguments(parser)
     options = parser.parse_args()
+    packages = ("jax", "orbax-checkpoint", "tensorstore", "numpy")
+    conditions = result.begin(options, packages)
     logging.disable(logging.CRITICAL)  # what Orbax says of each failed write
     sys.unraisablehook = lambda _: None  # and what ends unheard
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
     start = time.monotonic()
-    found: dict = {"command": f"benchmarks/torture.py --rounds {options.rounds}"}
+    found: dict = {}
     with tempfile.TemporaryDirectory() as scratch:
         places = {name: Path(scratch, name) for name in ("flips", "disk", "kills")}
         for place in places.values():
@@ -166,15 +167,7 @@ def main() -> int:
         _say(json.dumps(found["full_disk"]))
         found["kills"] = kills(places["kills"], options.rounds)
     found["minutes"] = round((time.monotonic() - start) / 60, 1)
-    found["machine"] = f"{platform.machine()}, simulated CPU devices"
-    found["versions"] = {
-        name: importlib.metadata.version(name)
-        for name in ("jax", "orbax-checkpoint", "tensorstore", "numpy")
-    }
-    text = json.dumps(found, indent=2) + "\n"
-    print(text, end="")
-    if options.out:
-        options.out.write_text(text)
+    result.write(options, conditions, found)
     bad = (
         found["flips"]["wrong_values_returned"],
         found["full_disk"]["previous_step_spoilt"],

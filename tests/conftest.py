@@ -7,6 +7,7 @@ import flax
 import jax
 import pytest
 from helpers.marks import has_module_mark
+from helpers.tiers import read_durations, slow_tests
 
 pytest_plugins = ["helpers.cpu_time"]
 
@@ -42,7 +43,21 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return has_module_mark(collection_path.read_text(), "torch") or None
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks what is slow, and skips what cannot be compiled here."""
+    _mark_slow(items)
+    _skip_without_compiler(items)
+
+
+def _mark_slow(items: list[pytest.Item]) -> None:
+    slow = slow_tests((item.nodeid for item in items), read_durations())
+    for item in items:
+        if item.nodeid in slow:
+            item.add_marker(pytest.mark.slow)
+
+
+def _skip_without_compiler(items: list[pytest.Item]) -> None:
     """Skips what compiles for GPUs where XLA's compiler for them is not installed."""
     if importlib.util.find_spec("jax_cuda12_plugin"):
         return

@@ -12,8 +12,8 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from helpers.tiers import PROPERTY
 
-PROPERTY = "cpu_seconds"
 _started = pytest.StashKey[float]()
 
 
