@@ -58,7 +58,7 @@ docs: $(INSTALLED)  ## Build the documentation into build/docs; a broken link is
 	NO_MKDOCS_2_WARNING=1 PYTHONPATH=. $(BIN)/mkdocs build -f docs/mkdocs.yml
 
 clean:  ## Remove the environments and the caches.
-	rm -rf .venv .venv312 build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv312 build dist .jax_cache .pytest_cache .ruff_cache .hypothesis
 	find fsdp_jax bridge tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(INSTALLED): pyproject.toml

@@ -6,6 +6,7 @@ from pathlib import Path
 import flax
 import jax
 import pytest
+from helpers import compile_cache
 from helpers.marks import has_module_mark
 from helpers.tiers import read_durations, slow_tests
 
@@ -19,6 +20,7 @@ jax.config.update("jax_num_cpu_devices", 8)
 # Halves the time to compile, which is most of the time of a test; what is computed and
 # which collectives do it stay the same. Tests that measure memory turn it off.
 jax.config.update("jax_disable_most_optimizations", True)
+compile_cache.enable()
 # A silent (n,) + (m, n) is a bug more often than not. flax, optax and equinox are clean
 # under it. Strict dtype promotion is not for all: optax 0.2.8's adamw breaks under it,
 # so a test wraps our own calls in `jax.numpy_dtype_promotion("strict")`.

@@ -23,6 +23,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from helpers import compile_cache
+
 from fsdp_jax.launch import Patience, Processes
 
 ROOT = Path(__file__).parent.parent.parent
@@ -31,6 +33,7 @@ ENVIRONMENT = {
     "PYTHONPATH": os.pathsep.join(
         str(ROOT / path) for path in ("", "tests", "tests/bridge")
     ),
+    **compile_cache.ENVIRONMENT,
     # As in conftest.py: most of the time of a test is compiling.
     "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
 }
