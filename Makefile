@@ -28,12 +28,14 @@ help:  ## Show this list.
 demo: $(INSTALLED)  ## Shard a small model, train it, and carry it to PyTorch and back.
 	$(BIN)/fsdp-jax demo
 
-# --dist loadfile: tests of a file share its fixtures, in one worker.
+# Tests of a file share its fixtures, in one worker; tests/conftest.py orders the files.
+DIST := -n $(JOBS) --dist loadfile --no-loadscope-reorder
+
 test: $(INSTALLED)  ## Run the light tests, and one case of each law: 10 minutes on 2 cores. JOBS=n workers; PYTEST=... adds arguments.
-	$(BIN)/pytest -n $(JOBS) --dist loadfile $(PYTEST)
+	$(BIN)/pytest $(DIST) $(PYTEST)
 
 test-all: $(INSTALLED)  ## Run all tests but the long ones, and report what each took to build/junit.xml.
-	$(BIN)/pytest -n $(JOBS) --dist loadfile -m "not long" --junitxml=build/junit.xml $(PYTEST)
+	$(BIN)/pytest $(DIST) -m "not long" --junitxml=build/junit.xml $(PYTEST)
 
 # A worker for each job would starve them: a job of four processes is four by itself.
 test-distributed: $(INSTALLED)  ## Run the tests that start jobs of several processes; `make test-all` runs them too.

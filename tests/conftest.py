@@ -1,6 +1,7 @@
 """Eight simulated devices for every test; where torch is missing, the tests without."""
 
 import importlib.util
+from collections import Counter
 from pathlib import Path
 
 import flax
@@ -8,7 +9,7 @@ import jax
 import pytest
 from helpers import compile_cache
 from helpers.marks import has_module_mark
-from helpers.tiers import read_durations, slow_tests
+from helpers.tiers import UNMEASURED, Durations, read_durations, slow_tests
 
 pytest_plugins = ["helpers.cpu_time"]
 
@@ -46,17 +47,30 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> None:
     """Marks what is slow, and skips what cannot be compiled here."""
-    _mark_slow(items)
+    durations = read_durations()
+    _mark_slow(items, durations)
+    if hasattr(config, "workerinput"):
+        _costly_files_first(items, durations)
     _skip_without_compiler(items)
 
 
-def _mark_slow(items: list[pytest.Item]) -> None:
-    slow = slow_tests((item.nodeid for item in items), read_durations())
+def _mark_slow(items: list[pytest.Item], durations: Durations) -> None:
+    slow = slow_tests((item.nodeid for item in items), durations)
     for item in items:
         if item.nodeid in slow:
             item.add_marker(pytest.mark.slow)
+
+
+def _costly_files_first(items: list[pytest.Item], durations: Durations) -> None:
+    """Lets workers, which take files in turn, end at about the same time."""
+    cost: Counter[Path] = Counter()
+    for item in items:
+        cost[item.path] += durations.get(item.nodeid, UNMEASURED)
+    items.sort(key=lambda item: (-cost[item.path], str(item.path)))
 
 
 def _skip_without_compiler(items: list[pytest.Item]) -> None:

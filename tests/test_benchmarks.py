@@ -17,7 +17,8 @@ BENCHMARKS = ROOT / "benchmarks"
 RESULTS = BENCHMARKS / "results"
 sys.path.append(str(BENCHMARKS))
 
-import result  # noqa: E402  (found by the line above)
+import mutants  # noqa: E402  (found by the line above)
+import result  # noqa: E402
 
 COMPARE = {"<=": operator.le, ">=": operator.ge, "<": operator.lt, "==": operator.eq}
 
@@ -171,3 +172,37 @@ def test_the_check_of_a_gpu_runs_through_in_rehearsal(tmp_path):
     for name in ("offload", "float8_gather", "mxfp8_gather"):
         assert found["variants"][name]["median_step_s"] > 0
     assert found["experts"]["worst_difference"] < 0.01
+
+
+SOURCE = '''
+def f(x: int = 1) -> int:
+    """Says 1."""
+    if x < 10 and not done:
+        raise ValueError(f"{x + 1} is 2")
+    return lax.psum(x * 3, "dp_shard")
+'''
+
+
+def test_a_mutant_changes_one_expression_and_no_annotation_or_message():
+    found = list(mutants.candidates("f.py", SOURCE))
+    changes = {(mutant.before, mutant.after) for mutant, _, _ in found}
+    assert changes == {
+        ("1", "2"),
+        ("x < 10", "x <= 10"),
+        ("10", "11"),
+        ("x < 10 and (not done)", "x < 10 or not done"),
+        ("not done", "done"),
+        ("lax.psum(x * 3, 'dp_shard')", "x * 3"),
+        ("x * 3", "x // 3"),
+        ("3", "4"),
+        ("'dp_shard'", "'dp_outer'"),
+    }
+    for mutant, _, _ in found:
+        text = mutants.planted(SOURCE, mutant)
+        different = [
+            (a, b)
+            for a, b in zip(SOURCE.splitlines(), text.splitlines(), strict=True)
+            if a != b
+        ]
+        assert len(different) == 1
+        compile(text, "f.py", "exec")

@@ -78,7 +78,6 @@ def test_a_report_of_pytest_becomes_durations(tmp_path):
     (tmp_path / "conftest.py").write_text('pytest_plugins = ["helpers.cpu_time"]')
     (tmp_path / "test_a.py").write_text(
         "import subprocess, sys, time, pytest\n"
-        "def burn(): exec('while time.process_time() < 0.3: pass', {'time': time})\n"
         "@pytest.mark.parametrize('x', ['a::b'])\n"
         "def test_waits(x): time.sleep(0.5)\n"
         "def test_has_a_child():\n"
@@ -102,7 +101,7 @@ def test_a_report_of_pytest_becomes_durations(tmp_path):
         "test_a.py::test_has_a_child",
     }
     assert durations["test_a.py::test_waits[a::b]"] < 0.2
-    assert 0.4 <= durations["test_a.py::test_has_a_child"] < 3
+    assert 0.3 < durations["test_a.py::test_has_a_child"] < 3
 
 
 def test_every_recorded_test_is_named_as_pytest_names_it():

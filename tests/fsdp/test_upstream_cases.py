@@ -18,6 +18,7 @@ from jax.sharding import AxisType
 import fsdp_jax as fsdp
 from fsdp_jax._chunks import chunks
 from fsdp_jax._mesh import AXES
+from fsdp_jax._plan import ROOT
 from fsdp_jax._tree import named_leaves
 
 TX = optax.adam(1e-2)
@@ -492,3 +493,37 @@ def test_every_strategy_goes_on_from_its_checkpoint_to_the_bit(
     (after, metrics), (want, want_metrics) = step(loaded, BATCH), step(state, BATCH)
     assert metrics["loss"] == want_metrics["loss"]
     assert_same_bits(whole(after), whole(want))
+
+
+class MixedLayers(nnx.Module):
+    """Layers of a unit's class, of a subclass of it, and of another class."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.conv = nnx.Conv(8, 8, kernel_size=(3,), rngs=rngs)
+        self.inner = nnx.Linear(8, 16, rngs=rngs)
+        self.sub = OwnLinear(16, 8, rngs=rngs)
+
+    def __call__(self, x):
+        return self.sub(self.inner(self.conv(x)))
+
+
+class OwnLinear(nnx.Linear):
+    """Found by the class it derives from."""
+
+
+def test_a_unit_is_every_object_of_its_class_and_nothing_else():
+    plan = fsdp.fully_shard(
+        lambda key: MixedLayers(nnx.Rngs(key)), fsdp.make_mesh(), [nnx.Linear]
+    )
+    assert {row.name: row.unit for row in plan.rows} == {
+        "conv.kernel": ROOT,
+        "conv.bias": ROOT,
+        "inner.kernel": "inner",
+        "inner.bias": "inner",
+        "sub.kernel": "sub",
+        "sub.bias": "sub",
+    }
+    none = fsdp.fully_shard(
+        lambda key: MixedLayers(nnx.Rngs(key)), fsdp.make_mesh(), [OwnLinear]
+    )
+    assert {row.unit for row in none.rows} == {ROOT, "sub"}
