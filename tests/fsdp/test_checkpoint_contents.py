@@ -22,6 +22,8 @@ from tiny_configs import hf_fields
 import fsdp_jax as fsdp
 from fsdp_jax.cli import main
 
+pytestmark = pytest.mark.versions
+
 MANIFEST = 16_000  # bytes beside the values, of a state of a few leaves
 
 

@@ -26,7 +26,7 @@ from fsdp_jax.checkpoint import _checksums
 from fsdp_jax.checkpoint._stored import chunk_grid, zarr_metadata
 from fsdp_jax.cli import main
 
-pytestmark = ORBAX_FAILS_NOISILY
+pytestmark = [ORBAX_FAILS_NOISILY, pytest.mark.versions]
 
 METADATA = {"order": (3, 1), "seen": {0: "a", 7: "b"}, "iterator": b"\x00\xff"}
 SHAPE = (64, 128)  # a chunk of less than a kilobyte would lie within a B-tree node

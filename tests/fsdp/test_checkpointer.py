@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 TORTURE = ROOT / "benchmarks" / "results" / "torture.json"
 ROUNDS = 10  # 200 in benchmarks/torture.py
 
-pytestmark = ORBAX_FAILS_NOISILY
+pytestmark = [ORBAX_FAILS_NOISILY, pytest.mark.versions]
 
 
 @pytest.fixture(autouse=True)

@@ -10,6 +10,8 @@ import pytest
 
 import fsdp_jax as fsdp
 
+pytestmark = pytest.mark.versions
+
 WIDTH = 128
 UNIT_BYTES = 4 * WIDTH * WIDTH
 TX = optax.sgd(0.1)

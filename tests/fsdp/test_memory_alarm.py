@@ -14,6 +14,8 @@ from helpers.compiles import compilations
 import fsdp_jax as fsdp
 from fsdp_jax._memory_alarm import compiled_bytes, num_rematerialized
 
+pytestmark = pytest.mark.versions
+
 TX = optax.sgd(0.1)
 BATCH = np.ones((16, 64), np.float32)
 

@@ -17,6 +17,8 @@ from jax.ad_checkpoint import checkpoint_name
 import fsdp_jax as fsdp
 from fsdp_jax._tree import named_leaves
 
+pytestmark = pytest.mark.versions
+
 WIDTH = 128
 UNIT_BYTES = 4 * WIDTH * WIDTH
 

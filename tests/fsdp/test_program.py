@@ -18,6 +18,8 @@ import fsdp_jax as fsdp
 from fsdp_jax._plan import ROOT
 from fsdp_jax._tree import named_leaves
 
+pytestmark = pytest.mark.versions
+
 TX = optax.adamw(1e-3)
 
 

@@ -15,6 +15,8 @@ from jax import lax
 
 import fsdp_jax as fsdp
 
+pytestmark = pytest.mark.versions
+
 # Gradients of eight devices and of one, in float32, differ by the order of summation.
 RTOL = 1e-5
 WIDTH = 8

@@ -7,6 +7,8 @@ import pytest
 from fsdp_jax.planner._hlo import Shape, parse
 from fsdp_jax.planner._wire import axes_of, collective_of, groups_along, walk
 
+pytestmark = pytest.mark.versions
+
 MODULE = """HloModule step, is_scheduled=true
 
 %add (a: f32[], b: f32[]) -> f32[] {

@@ -14,6 +14,8 @@ from fsdp_jax.planner._lifetimes import lifetimes
 from fsdp_jax.planner._memory import predict_memory
 from fsdp_jax.planner._trace import flatten, on_one_device
 
+pytestmark = pytest.mark.versions
+
 SQUARE = jax.ShapeDtypeStruct((64, 64), jnp.float32)
 BYTES = 64 * 64 * 4
 
