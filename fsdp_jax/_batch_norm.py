@@ -22,6 +22,9 @@ Axes = tuple[str, ...]
 SCOPE = "sync_batch_norm"
 """Named scope in which statistics of flax's are averaged over ranks."""
 
+SYNC_SCOPES = (SCOPE, "eqx.nn.BatchNorm")
+"""The same, with equinox's own; the planner reads them in programs."""
+
 
 def sync_batch_norms(model: Any, axes: Axes) -> Any:
     """The model with the statistics of its BatchNorms averaged over mesh axes.

@@ -28,8 +28,7 @@ from fsdp_jax._plan import ROOT, ParamPlan, Plan
 from fsdp_jax._stages import Stages
 from fsdp_jax._staging import beside_stages, is_within, staged_stack
 from fsdp_jax._tree import matches, named_leaves
-from fsdp_jax._units import Found, Stacked, UnitSpec, find_units, owner
-from fsdp_jax._variables import check_stack
+from fsdp_jax._units import Stacked, UnitSpec, check_stacks, find_units, owner
 
 
 def fully_shard(
@@ -79,7 +78,7 @@ def fully_shard(
     names = [name for name, _ in named_leaves(model.params)]
     found = find_units(units, model.instances, names)
     _check_patterns(config, names)
-    _check_stacks(model, found)
+    check_stacks(model, found)
     if config.lora is not None:
         owners = {name: owner(name, found) for name in names}
         model = with_lora(model, config.lora, owners, ROOT, config.mp_policy)
@@ -295,22 +294,6 @@ def _should_split(row: ParamPlan, config: FSDPConfig) -> bool:
         and math.prod(row.shape) >= config.min_shard_elements
         and not any(matches(p, row.name) for p in config.replicated)
     )
-
-
-def _check_stacks(model: ModelDef, units: Found) -> None:
-    """Refuses stacks of linen whose layers lie on another dim than the first."""
-    wrong = [
-        problem
-        for name, leaf in named_leaves(model.params)
-        if (shapes := model.made.get(name))
-        and (problem := check_stack(name, leaf.shape, owner(name, units)[1], shapes))
-    ]
-    if wrong:
-        raise ValueError(
-            f"fsdp_jax.Stacked: layers are not stacked on the leading dim(s) of "
-            f"{'; '.join(wrong)}. Use nn.scan(..., variable_axes={{'params': 0}}), or "
-            "name the unit without Stacked: its layers are then gathered together."
-        )
 
 
 def _check_patterns(config: FSDPConfig, names: Sequence[str]) -> None:

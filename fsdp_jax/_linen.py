@@ -42,7 +42,9 @@ def gather_at_units() -> Iterator[None]:
             # The unit runs it too, where the weights that it reads are whole.
             has_own = _has_own_shards(module.variables)
             return None if has_own else next_fun(*args, **kwargs)
-        return _call(context.orig_method.func, module, args, kwargs)
+        # The method of the class, which flax has bound to the module.
+        method: Any = context.orig_method
+        return _call(method.func, module, args, kwargs)
 
     # What a model says about axes of a mesh is for XLA to follow, and no constraint
     # may name an axis over which the step is written device by device.
@@ -50,11 +52,11 @@ def gather_at_units() -> Iterator[None]:
         try:
             yield
         except ScopeParamShapeError as error:
+            said = str(error).partition(" (https:")[0]
             raise ValueError(
-                f"A linen module reads a weight of a unit outside of it: {error} Only "
-                "this device's shard exists there. Call the module that lies at the "
-                "unit's path (any method of it; a stack by nn.scan over dim 0), or "
-                "leave the weight out of `units`."
+                "A linen module reads a weight that belongs to a unit outside of it, "
+                f"where only this device's shard exists: {said} Call the module that "
+                "lies at the unit's path, or leave the weight out of `units`."
             ) from error
 
 

@@ -152,9 +152,7 @@ def _traced(
 
 
 def _has_update(out: Any) -> bool:
-    return (
-        isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], UpdatedModel)
-    )
+    return isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], UpdatedModel)
 
 
 def _sum_and_count(loss: Any) -> tuple[Any, Any]:

@@ -221,9 +221,7 @@ def _describe_pytree(model: PyTree, variables: Variables) -> ModelDef:
         name: frozenset().union(*variables.find(name, tuple(leaf.shape)).values())
         for name, leaf in named_leaves(params)
     }
-    return ModelDef(
-        params, state, {}, merge, split, overwritten=overwritten, made=made
-    )
+    return ModelDef(params, state, {}, merge, split, overwritten=overwritten, made=made)
 
 
 def _is_array(leaf: Any) -> bool:

@@ -104,14 +104,13 @@ def put_updated(plan: Plan, before: PyTree, updated: PyTree) -> PyTree:
         if name in has and (has[name].shape, has[name].dtype) != (old.shape, old.dtype)
     ]
     if wrong or not has:
+        problems = "; ".join(wrong) or "it has none of them"
         raise ValueError(
-            f"UpdatedModel(...) does not fit the model's arrays that are no parameters:"
-            f"\n  {'; '.join(wrong) or 'it has none of them'}.\nReturn them in the tree "
-            "and the dtypes of make_model, and what was sown as aux."
+            "UpdatedModel(...) does not fit the model's arrays that are no parameters: "
+            f"{problems}. Return them in the tree and the dtypes of make_model, and "
+            "what was sown as aux."
         )
-    leaves = [
-        old if _is_key(old) else has.get(name, old) for name, old in had.items()
-    ]
+    leaves = [old if _is_key(old) else has.get(name, old) for name, old in had.items()]
     return jax.tree.structure(before).unflatten(leaves)
 
 

@@ -87,25 +87,17 @@ def state_names(model: PyTree, variables: Variables) -> frozenset[str]:
     Raises:
       ValueError: If nothing tells whether arrays are parameters; all in one message.
     """
-    found, unclear = set(), []
-    beside = _beside_params(model)
-    in_equinox = _in_equinox_state(model)
-    leaves, _ = jax.tree_util.tree_flatten_with_path(model)
-    for path, leaf in leaves:
-        name, shape = leaf_name(path), getattr(leaf, "shape", None)
-        if shape is None:
-            continue
-        made = variables.find(name, tuple(shape)).keys()
-        above = [p for p in beside if name == p or name.startswith(f"{p}.")]
-        if name in in_equinox or (made and not made & set(TRAINED)):
-            found.add(name)
-        elif made and not made <= set(TRAINED):
-            unclear.append(name)
-        elif above and not made:
-            known = above[0].rpartition(".")[2] in NOT_TRAINED
-            found.add(name) if known else unclear.append(name)
-    inexact = {leaf_name(p) for p, x in leaves if _is_inexact(x)}
-    if unclear := [name for name in unclear if name in inexact]:
+    beside, in_equinox = _beside_params(model), _in_equinox_state(model)
+    named = [(leaf_name(path), leaf) for path, leaf in _flat(model)]
+    arrays = {name: leaf for name, leaf in named if hasattr(leaf, "shape")}
+    trained = {
+        name: False
+        if name in in_equinox
+        else _is_trained(name, tuple(leaf.shape), variables, beside)
+        for name, leaf in arrays.items()
+    }
+    unclear = [n for n, x in arrays.items() if trained[n] is None and _is_inexact(x)]
+    if unclear:
         raise ValueError(
             f"Nothing tells whether {', '.join(unclear[:5])} ({len(unclear)} array(s)) "
             "are trained: beside a key 'params' lie collections of linen that are "
@@ -113,7 +105,28 @@ def state_names(model: PyTree, variables: Variables) -> frozenset[str]:
             "jax.jit in make_model, where it is seen; or put what is trained under "
             "'params', or under other keys."
         )
-    return frozenset(found)
+    return frozenset(
+        name for name, is_trained in trained.items() if is_trained is False
+    )
+
+
+def _is_trained(
+    name: str, shape: Shape, variables: Variables, beside: Sequence[str]
+) -> bool | None:
+    """Whether an array is a parameter, or None if nothing tells."""
+    made = variables.find(name, shape).keys()
+    if made:
+        is_param = {collection in TRAINED for collection in made}
+        return is_param.pop() if len(is_param) == 1 else None
+    above = [path for path in beside if name == path or name.startswith(f"{path}.")]
+    if not above:
+        return True
+    return False if above[0].rpartition(".")[2] in NOT_TRAINED else None
+
+
+def _flat(tree: PyTree, is_leaf: Any = None) -> list[tuple[tuple[Any, ...], Any]]:
+    """The leaves of a tree with their paths."""
+    return jax.tree_util.tree_flatten_with_path(tree, is_leaf)[0]
 
 
 def _is_inexact(leaf: Any) -> bool:
@@ -143,34 +156,15 @@ def _beside_params(model: PyTree) -> list[str]:
 def _in_equinox_state(model: PyTree) -> set[str]:
     """Names of the arrays in `equinox.nn.State`, and in what it begins with."""
     classes = equinox_classes("State", "StateIndex")
-    names = set()
-    for path, node in jax.tree_util.tree_flatten_with_path(
-        model, is_leaf=lambda node: isinstance(node, classes)
-    )[0]:
-        if isinstance(node, classes):
-            inner, _ = jax.tree_util.tree_flatten_with_path(node)
-            names |= {leaf_name((*path, *rest)) for rest, _ in inner}
-    return names
+    return {
+        leaf_name((*path, *rest))
+        for path, node in _flat(model, lambda node: isinstance(node, classes))
+        if isinstance(node, classes)
+        for rest, _ in _flat(node)
+    }
 
 
 def equinox_classes(*names: str) -> tuple[type, ...]:
     """Classes of `equinox.nn`; none where nobody has imported it."""
     module = sys.modules.get("equinox")
     return tuple(getattr(module.nn, name) for name in names) if module else ()
-
-
-def check_stack(
-    name: str, shape: Shape, num_stacked: int, made: Sequence[Shape]
-) -> str | None:
-    """What is wrong with a stack of linen whose copies do not lie on the first dims.
-
-    Args:
-      name: Of the parameter.
-      shape: Of the stack.
-      num_stacked: Leading dims that are to be the stack.
-      made: Shapes that linen's modules saw.
-    """
-    slices = {s for s in made if len(s) == len(shape) - num_stacked}
-    if not num_stacked or not slices or shape[num_stacked:] in slices:
-        return None
-    return f"{name} {shape}, of which a layer has {min(slices)}"
