@@ -15,7 +15,8 @@ from typing import Any
 import jax
 from flax import linen, nnx
 
-from fsdp_jax._variables import equinox_classes
+from fsdp_jax._mesh import AXES
+from fsdp_jax._variables import equinox_classes, retraced
 
 Axes = tuple[str, ...]
 
@@ -39,8 +40,8 @@ def sync_batch_norms(model: Any, axes: Axes) -> Any:
     if not isinstance(model, nnx.Module):
         return _sync_equinox(model, axes)
     for _, module in list(nnx.iter_modules(model)):
-        if isinstance(module, nnx.BatchNorm) and module.axis_name is None:
-            module.axis_name = axes  # pyright: ignore[reportAttributeAccessIssue]
+        if isinstance(module, nnx.BatchNorm) and not _names_mesh(module):
+            module.axis_name = _names(module) + axes  # pyright: ignore
             module.__class__ = _synced_class(type(module), axes)
     return model
 
@@ -51,20 +52,34 @@ def sync_linen_batch_norms(axes: Axes) -> Iterator[None]:
 
     def intercept(next_fun, args, kwargs, context: linen.module.InterceptorContext):
         module = context.module
-        is_local = isinstance(module, linen.BatchNorm) and module.axis_name is None
+        is_local = isinstance(module, linen.BatchNorm) and not _names_mesh(module)
         if not axes or not is_local or context.method_name == "setup":
             return next_fun(*args, **kwargs)
         _refuse_mask(module, args, kwargs, axes)
+        own = module.axis_name
         # A bound module is flax's own copy, and frozen to the user alone.
-        object.__setattr__(module, "axis_name", axes)
+        object.__setattr__(module, "axis_name", _names(module) + axes)
         try:
             with jax.named_scope(SCOPE):
                 return next_fun(*args, **kwargs)
         finally:
-            object.__setattr__(module, "axis_name", None)
+            object.__setattr__(module, "axis_name", own)
 
-    with linen.intercept_methods(intercept):
+    with retraced((SCOPE, axes)), linen.intercept_methods(intercept):
         yield
+
+
+def _names(norm: Any) -> Axes:
+    """Axes over which a BatchNorm takes its means already, those of `vmap` mostly."""
+    own = norm.axis_name
+    if own is None:
+        return ()
+    return tuple(own) if isinstance(own, list | tuple) else (own,)
+
+
+def _names_mesh(norm: Any) -> bool:
+    """Whether it names axes of the mesh itself, and is to keep to these."""
+    return bool(set(_names(norm)) & set(AXES))
 
 
 @functools.cache
@@ -103,14 +118,10 @@ def _sync_equinox(model: Any, axes: Axes) -> Any:
     classes = equinox_classes("BatchNorm")
 
     def sync(node):
-        if not isinstance(node, classes):
-            return node
-        own = node.axis_name
-        names = tuple(own) if isinstance(own, list | tuple) else (own,)
-        if set(names) & set(axes):
+        if not isinstance(node, classes) or _names_mesh(node):
             return node
         synced = copy.copy(node)
-        object.__setattr__(synced, "axis_name", (*names, *axes))
+        object.__setattr__(synced, "axis_name", _names(node) + axes)
         return synced
 
     if not classes:

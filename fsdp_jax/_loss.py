@@ -18,7 +18,13 @@ from fsdp_jax._collectives import gather_weight
 from fsdp_jax._cut import CutLoss, cut_loss
 from fsdp_jax._linen import gather_at_units, without_constraints
 from fsdp_jax._mesh import DATA_AXES, axes_in_use
-from fsdp_jax._model_state import UpdatedModel, fold_keys, put_updated, written_state
+from fsdp_jax._model_state import (
+    UpdatedModel,
+    fold_keys,
+    put_updated,
+    refuse_state,
+    written_state,
+)
 from fsdp_jax._objects import mark_objects, unmark_objects
 from fsdp_jax._plan import ROOT, Plan
 from fsdp_jax._shard import Shard
@@ -77,20 +83,30 @@ def loss_of_shards(plan: Plan, loss_fn: LossFn, form: LossForm) -> LossOfShards:
             out = loss_fn(model, batch, **extra)
         loss, aux = out if form.has_aux or _has_update(out) else (out, None)
         total, count = _sum_and_count(loss) if form.per_token else (loss, 1)
-        if isinstance(model, nnx.Module):
-            _, after = plan.model.split(model)
-            model_state = written_state(model_state, after)
-        if isinstance(aux, UpdatedModel):
-            if isinstance(model, nnx.Module):
-                raise ValueError(
-                    "loss_fn returned UpdatedModel(...) of an nnx module, which has "
-                    "what was written in it. Return aux alone."
-                )
-            updated = unmark_objects(aux.model)
-            model_state, aux = put_updated(plan, model_state, updated), aux.aux
+        is_training = any(s.sink is not None for s in shards)
+        model_state, aux = _written(plan, model, model_state, aux, is_training)
         return _checked_loss(total), (jnp.float32(count), aux, model_state)
 
     return call
+
+
+def _written(
+    plan: Plan, model: Any, before: PyTree, aux: Any, is_training: bool
+) -> tuple[PyTree, Any]:
+    """The model's other arrays as the loss leaves them, and what it returns beside."""
+    if isinstance(model, nnx.Module):
+        if isinstance(aux, UpdatedModel):
+            raise ValueError(
+                f"loss_fn returned UpdatedModel(...) of a {type(model).__name__}, an "
+                "nnx module, in which what was written is already. Return aux alone."
+            )
+        _, after = plan.model.split(model)
+        return written_state(before, after), aux
+    if isinstance(aux, UpdatedModel):
+        return put_updated(plan, before, unmark_objects(aux.model)), aux.aux
+    if is_training:
+        refuse_state(plan, aux)
+    return before, aux
 
 
 def trace_loss(

@@ -16,6 +16,7 @@ from jaxtyping import Array, Key
 from fsdp_jax._plan import Plan
 from fsdp_jax._shard import is_shard
 from fsdp_jax._tree import PyTree, named_leaves
+from fsdp_jax._variables import equinox_classes
 
 
 class Tally(nnx.Variable):
@@ -112,6 +113,35 @@ def put_updated(plan: Plan, before: PyTree, updated: PyTree) -> PyTree:
         )
     leaves = [old if _is_key(old) else has.get(name, old) for name, old in had.items()]
     return jax.tree.structure(before).unflatten(leaves)
+
+
+def refuse_state(plan: Plan, aux: PyTree) -> None:
+    """Refuses new values of the model's arrays as `aux`, where they would be lost."""
+    states = equinox_classes("State")
+
+    def is_state(node):
+        return isinstance(node, states)
+
+    known = dict(named_leaves(plan.model.state))
+    found = [
+        name or "aux"
+        for name, leaf in named_leaves(aux, is_state)
+        if is_state(leaf)
+        or any(
+            name == n
+            or name.endswith(f".{n}")
+            or ("." in name and n.endswith(f".{name}"))
+            for n, old in known.items()
+            if getattr(leaf, "shape", None) == old.shape
+        )
+    ]
+    if found:
+        raise ValueError(
+            f"loss_fn returns {', '.join(found[:5])} as aux, which would be no new "
+            "value of the model's arrays that are no parameters. Return "
+            "(loss, fsdp.UpdatedModel(model, aux)), with the model's new arrays in "
+            "`model` and all else in `aux`."
+        )
 
 
 def reduce_state(

@@ -27,6 +27,13 @@ NOT_TRAINED = ("batch_stats", "cache", "intermediates", "perturbations")
 """Collections of linen's own modules whose arrays do not."""
 
 
+retraced = jax.make_user_context(None)
+"""While open with a value, `jax.jit` traces anew what it has not traced with it.
+
+What was traced before would not call modules again, so that nothing could see them.
+"""
+
+
 @dataclasses.dataclass(frozen=True)
 class Variables:
     """What linen's modules made while a model was made.
@@ -77,7 +84,7 @@ def recorded_variables() -> Iterator[Variables]:
                 shapes.add(tuple(getattr(leaf, "shape", ())))
         return out
 
-    with nn.intercept_methods(note):
+    with retraced(object()), nn.intercept_methods(note):
         yield found
 
 
@@ -101,9 +108,8 @@ def state_names(model: PyTree, variables: Variables) -> frozenset[str]:
         raise ValueError(
             f"Nothing tells whether {', '.join(unclear[:5])} ({len(unclear)} array(s)) "
             "are trained: beside a key 'params' lie collections of linen that are "
-            "not, and these were not seen to be made. Call linen's init without "
-            "jax.jit in make_model, where it is seen; or put what is trained under "
-            "'params', or under other keys."
+            "not, and no module of linen's made these in make_model. Call its init "
+            "there; or put what is trained under 'params', or under other keys."
         )
     return frozenset(
         name for name, is_trained in trained.items() if is_trained is False

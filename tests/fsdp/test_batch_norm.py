@@ -291,3 +291,30 @@ def test_what_does_not_fit_the_models_arrays_is_refused():
         compute = fsdp.value_and_grad(plan, loss_with(new))
         with pytest.raises(ValueError, match=match):
             compute(state.params, X, model_state=state.model_state)
+
+
+@pytest.mark.parametrize("name", ["linen", "equinox"])
+def test_new_statistics_as_aux_are_refused_by_name(name):
+    case = CASES[name]
+    plan = plan_of(case, case.units)
+    state = fsdp.init(plan, optax.sgd(0.1), fsdp.init_params(plan, jax.random.key(0)))
+
+    def loss(model, x):
+        value, new = case.loss(model, x)
+        return value, new.model
+
+    compute = fsdp.value_and_grad(plan, loss, has_aux=True)
+    match = {"linen": r"batch_stats\.b0.*UpdatedModel", "equinox": "1.*UpdatedModel"}
+    with pytest.raises(ValueError, match=match[name]):
+        compute(state.params, X, model_state=state.model_state)
+
+
+def test_an_nnx_module_needs_no_updated_model():
+    def loss(net, x):
+        return nnx_loss(net, x), fsdp.UpdatedModel(net)
+
+    plan = plan_of(CASES["nnx"], ())
+    state = fsdp.init(plan, optax.sgd(0.1), fsdp.init_params(plan, jax.random.key(0)))
+    compute = fsdp.value_and_grad(plan, loss)
+    with pytest.raises(ValueError, match="UpdatedModel.*NNXNet"):
+        compute(state.params, X, model_state=state.model_state)
