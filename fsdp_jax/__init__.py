@@ -40,6 +40,7 @@ from fsdp_jax._low_precision import MXFP8Gather as MXFP8Gather
 from fsdp_jax._memory_alarm import MemoryWarning as MemoryWarning
 from fsdp_jax._mesh import make_mesh as make_mesh
 from fsdp_jax._model_state import Tally as Tally
+from fsdp_jax._model_state import UpdatedModel as UpdatedModel
 from fsdp_jax._notebook import load_ipython_extension as load_ipython_extension
 from fsdp_jax._notebook import unload_ipython_extension as unload_ipython_extension
 from fsdp_jax._offload import Offload as Offload

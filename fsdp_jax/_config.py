@@ -228,6 +228,10 @@ class FSDPConfig:
         has whole. The model has to see across ranks (`fsdp_jax.ops.ring_attention`,
         `zigzag`, `zigzag_positions`). The loss is the mean of the ranks': where they
         count different numbers of tokens, `calculate_per_token_loss`.
+      sync_batch_norm: Let BatchNorm (flax.nnx, linen, equinox) take its statistics over
+        the rows that all ranks have in a microbatch, as on one device. False: over the
+        rank's own rows; running statistics are then averaged over ranks. A BatchNorm
+        that names mesh axes itself (`axis_name="dp_shard"`) keeps to these.
       min_shard_elements: Parameters with fewer elements stay whole; shown in the plan.
       offload: What rests in the host's memory instead of the device's, e.g.
         `Offload()` for the optimizer state. None: nothing. For activations take a
@@ -261,6 +265,7 @@ class FSDPConfig:
     context_parallel: Mapping[str, int] = dataclasses.field(
         default_factory=dict, hash=False
     )
+    sync_batch_norm: bool = True
     min_shard_elements: int = 0
     offload: Offload | None = None
     pipeline: Pipeline = dataclasses.field(default_factory=Pipeline)

@@ -28,7 +28,7 @@ from fsdp_jax._plan import ROOT, ParamPlan, Plan
 from fsdp_jax._stages import Stages
 from fsdp_jax._staging import beside_stages, is_within, staged_stack
 from fsdp_jax._tree import matches, named_leaves
-from fsdp_jax._units import Stacked, UnitSpec, find_units, owner
+from fsdp_jax._units import Stacked, UnitSpec, check_stacks, find_units, owner
 
 
 def fully_shard(
@@ -78,6 +78,7 @@ def fully_shard(
     names = [name for name, _ in named_leaves(model.params)]
     found = find_units(units, model.instances, names)
     _check_patterns(config, names)
+    check_stacks(model, found)
     if config.lora is not None:
         owners = {name: owner(name, found) for name in names}
         model = with_lora(model, config.lora, owners, ROOT, config.mp_policy)

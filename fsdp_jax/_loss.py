@@ -13,11 +13,19 @@ from flax import nnx
 from jax.extend import core
 from jaxtyping import Array, Float
 
+from fsdp_jax._batch_norm import sync_batch_norms, sync_linen_batch_norms
 from fsdp_jax._collectives import gather_weight
 from fsdp_jax._cut import CutLoss, cut_loss
-from fsdp_jax._linen import gather_at_units
-from fsdp_jax._model_state import fold_keys, written_state
-from fsdp_jax._objects import mark_objects
+from fsdp_jax._linen import gather_at_units, without_constraints
+from fsdp_jax._mesh import DATA_AXES, axes_in_use
+from fsdp_jax._model_state import (
+    UpdatedModel,
+    fold_keys,
+    put_updated,
+    refuse_state,
+    written_state,
+)
+from fsdp_jax._objects import mark_objects, unmark_objects
 from fsdp_jax._plan import ROOT, Plan
 from fsdp_jax._shard import Shard
 from fsdp_jax._tree import PyTree
@@ -54,6 +62,8 @@ def takes_rng(loss_fn: LossFn) -> bool:
 def loss_of_shards(plan: Plan, loss_fn: LossFn, form: LossForm) -> LossOfShards:
     """Makes the loss that is handed the shards of a plan instead of a model."""
     wants_rng = takes_rng(loss_fn)
+    data_axes = axes_in_use(plan.mesh, DATA_AXES)
+    synced = data_axes if plan.config.sync_batch_norm else ()
 
     def call(shards: Sequence[Shard], model_state, batch, rng):
         with jax.named_scope("unit:root"):
@@ -64,18 +74,39 @@ def loss_of_shards(plan: Plan, loss_fn: LossFn, form: LossForm) -> LossOfShards:
             model = plan.model.adapted.merge(params, state, rng)
         else:
             model = plan.model.merge(params, state)
+        if not isinstance(model, nnx.Module):
+            model = without_constraints(model)
+        model = sync_batch_norms(model, synced)
         model = mark_objects(model, plan.unit_classes)
         extra = {"rng": rng} if wants_rng else {}
-        with gather_at_units(plan.units):
+        with gather_at_units(), sync_linen_batch_norms(synced):
             out = loss_fn(model, batch, **extra)
-        loss, aux = out if form.has_aux else (out, None)
+        loss, aux = out if form.has_aux or _has_update(out) else (out, None)
         total, count = _sum_and_count(loss) if form.per_token else (loss, 1)
-        if isinstance(model, nnx.Module):
-            _, after = plan.model.split(model)
-            model_state = written_state(model_state, after)
+        is_training = any(s.sink is not None for s in shards)
+        model_state, aux = _written(plan, model, model_state, aux, is_training)
         return _checked_loss(total), (jnp.float32(count), aux, model_state)
 
     return call
+
+
+def _written(
+    plan: Plan, model: Any, before: PyTree, aux: Any, is_training: bool
+) -> tuple[PyTree, Any]:
+    """The model's other arrays as the loss leaves them, and what it returns beside."""
+    if isinstance(model, nnx.Module):
+        if isinstance(aux, UpdatedModel):
+            raise ValueError(
+                f"loss_fn returned UpdatedModel(...) of a {type(model).__name__}, an "
+                "nnx module, in which what was written is already. Return aux alone."
+            )
+        _, after = plan.model.split(model)
+        return written_state(before, after), aux
+    if isinstance(aux, UpdatedModel):
+        return put_updated(plan, before, unmark_objects(aux.model)), aux.aux
+    if is_training:
+        refuse_state(plan, aux)
+    return before, aux
 
 
 def trace_loss(
@@ -134,6 +165,10 @@ def _traced(
         )
 
     return closed, jax.tree.structure(shape), uses.gathers
+
+
+def _has_update(out: Any) -> bool:
+    return isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], UpdatedModel)
 
 
 def _sum_and_count(loss: Any) -> tuple[Any, Any]:

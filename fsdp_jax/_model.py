@@ -18,7 +18,8 @@ import numpy as np
 from flax import nnx
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
-from fsdp_jax._tree import PyTree, named_leaves
+from fsdp_jax._tree import PyTree, leaf_name, named_leaves
+from fsdp_jax._variables import Variables, recorded_variables, state_names
 
 MakeModel = Callable[[jax.Array], Any]
 """Takes a PRNG key, returns a model."""
@@ -57,6 +58,7 @@ class ModelDef:
       factors: Names of those that are LoRA's: they travel in the dtype they rest in.
       codes: Names of those that are stored, and travel, as no dtype says.
       overwritten: Names of those whose gradients are their next values.
+      made: By name of a parameter of linen's, the shapes its module has seen it in.
       adapted: How `params` are made of the user's own; None if they are these.
     """
 
@@ -70,6 +72,9 @@ class ModelDef:
     factors: frozenset[str] = frozenset()
     codes: frozenset[str] = frozenset()
     overwritten: frozenset[str] = frozenset()
+    made: Mapping[str, frozenset[tuple[int, ...]]] = dataclasses.field(
+        default_factory=dict
+    )
     adapted: Any = None
 
     @property
@@ -99,12 +104,15 @@ def describe(make_model: MakeModel, classes: Sequence[type] = ()) -> ModelDef:
       classes: Unit classes whose objects are to be found.
 
     Raises:
-      ValueError: If the model has no floating-point array.
+      ValueError: If the model has no floating-point array, or nothing tells which of
+        them are parameters.
     """
-    with _recorded_shapes(classes) as recorded:
+    with _recorded_shapes(classes) as recorded, recorded_variables() as variables:
         model = _abstract(make_model)
     is_graph = isinstance(model, nnx.Module)
-    definition = _describe_nnx(model) if is_graph else _describe_pytree(model)
+    definition = (
+        _describe_nnx(model) if is_graph else _describe_pytree(model, variables)
+    )
     if not jax.tree.leaves(definition.params):
         raise ValueError(
             f"make_model returned a {type(model).__name__} without any trainable "
@@ -171,16 +179,16 @@ def _describe_nnx(model: nnx.Module) -> ModelDef:
     return ModelDef(params, state, {}, merge, split)
 
 
-def _describe_pytree(model: PyTree) -> ModelDef:
-    if isinstance(model, Mapping) and {"params", "batch_stats"} <= model.keys():
-        raise ValueError(
-            "make_model returned linen variables with batch_stats: statistics, not to "
-            "be trained. Use a normalisation without running statistics "
-            "(LayerNorm, GroupNorm), or flax.nnx, whose BatchNorm works."
-        )
-    treedef = jax.tree.structure(model)
-    leaves = jax.tree.leaves(model)
-    is_param = [_is_array(x) and jnp.issubdtype(x.dtype, jnp.inexact) for x in leaves]
+def _describe_pytree(model: PyTree, variables: Variables) -> ModelDef:
+    not_trained = state_names(model, variables)
+    named, treedef = jax.tree_util.tree_flatten_with_path(model)
+    leaves = [leaf for _, leaf in named]
+    is_param = [
+        _is_array(x)
+        and jnp.issubdtype(x.dtype, jnp.inexact)
+        and leaf_name(path) not in not_trained
+        for path, x in named
+    ]
     is_state = [_is_array(x) and not p for x, p in zip(leaves, is_param, strict=True)]
 
     def keep(tree_leaves, mask):
@@ -207,9 +215,13 @@ def _describe_pytree(model: PyTree) -> ModelDef:
     overwritten = frozenset(
         name
         for name, _ in named_leaves(params)
-        if isinstance(model, Mapping) and name.startswith(f"{OVERWRITE_WITH_GRADIENT}.")
+        if OVERWRITE_WITH_GRADIENT in name.split(".")
     )
-    return ModelDef(params, state, {}, merge, split, overwritten=overwritten)
+    made = {
+        name: frozenset().union(*variables.find(name, tuple(leaf.shape)).values())
+        for name, leaf in named_leaves(params)
+    }
+    return ModelDef(params, state, {}, merge, split, overwritten=overwritten, made=made)
 
 
 def _is_array(leaf: Any) -> bool:

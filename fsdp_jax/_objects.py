@@ -34,6 +34,15 @@ def mark_objects(model: Any, classes: tuple[type, ...]) -> Any:
     return _mark_pytree(model, classes)
 
 
+def unmark_objects(tree: Any) -> Any:
+    """A pytree of `mark_objects`, or a part of one, with the user's own objects."""
+
+    def unmark(node):
+        return unmark_objects(node._obj) if type(node) is _CallableUnit else node
+
+    return jax.tree.map(unmark, tree, is_leaf=lambda n: type(n) is _CallableUnit)
+
+
 @functools.cache
 def _unit_class(cls: type) -> type:
     """The subclass of an nnx module class whose `__call__` gathers first.

@@ -347,6 +347,9 @@ def _summary(plan: Plan) -> list[str]:
         dims = plan.config.context_parallel.items()
         split = ", ".join(f"dim {dim} of {pattern}" for pattern, dim in dims)
         lines.append(f"the sequence of a batch, over cp={cp}: {split}")
+    if state := [name for name, _ in named_leaves(plan.model.state)]:
+        more = f" and {len(state) - 5} more" if len(state) > 5 else ""
+        lines.append(f"arrays, not parameters: {', '.join(state[:5])}{more}")
     if frozen:
         lines.append(f"frozen, with neither gradient nor optimizer state: {frozen}")
     if encoded := [row.gather.name for row in plan.rows if row.gather]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from fsdp_jax._model import Instance
+from fsdp_jax._model import Instance, ModelDef
 from fsdp_jax._plan import ROOT
-from fsdp_jax._tree import matches
+from fsdp_jax._tree import matches, named_leaves
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +73,23 @@ def owner(name: str, units: Found) -> tuple[str, int]:
         return ROOT, 0
     unit = max(above, key=len)
     return unit or "model", units[unit]
+
+
+def check_stacks(model: ModelDef, units: Found) -> None:
+    """Refuses stacks of linen whose layers lie on another dim than the first."""
+    wrong = []
+    for name, leaf in named_leaves(model.params):
+        _, num_stacked = owner(name, units)
+        made = model.made.get(name, frozenset())
+        slices = {s for s in made if len(s) == len(leaf.shape) - num_stacked}
+        if num_stacked and slices and leaf.shape[num_stacked:] not in slices:
+            wrong.append(f"{name} {leaf.shape}, of which a layer has {min(slices)}")
+    if wrong:
+        raise ValueError(
+            "fsdp_jax.Stacked: layers are not stacked on the leading dim(s) of "
+            f"{'; '.join(wrong)}. Use nn.scan(..., variable_axes={{'params': 0}}), or "
+            "leave it out of `units`: it is then gathered at the entry of the loss."
+        )
 
 
 def _no_such_unit(unmatched: Sequence[type | str], names: Sequence[str]) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import jax
 
+from fsdp_jax._batch_norm import SYNC_SCOPES
 from fsdp_jax._mesh import DATA_AXES, axes_in_use
 from fsdp_jax._plan import Plan
 from fsdp_jax.ops._context_parallel import SCOPES
@@ -136,6 +137,8 @@ def _is_small(plan: Plan, one: Moved) -> bool:
     """Whether it is a loss, a norm, peaks, or the model's other state."""
     if one.op != "all-reduce":
         return False
+    if plan.config.sync_batch_norm and any(name in one.scope for name in SYNC_SCOPES):
+        return True
     state = {canonical(leaf.shape) for leaf in jax.tree.leaves(plan.model_state)}
     return one.elements <= _small(plan) or canonical(one.sent) in state
 

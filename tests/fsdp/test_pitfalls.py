@@ -81,8 +81,9 @@ def test_linen_units_within_units_compute_the_same():
 
 def test_linen_statistics_are_not_trained():
     norm = linen.BatchNorm(use_running_average=False)
-    with pytest.raises(ValueError, match="batch_stats"):
-        fsdp.fully_shard(lambda key: norm.init(key, X), fsdp.make_mesh())
+    plan = fsdp.fully_shard(lambda key: norm.init(key, X), fsdp.make_mesh())
+    assert [row.name for row in plan.rows] == ["params.bias", "params.scale"]
+    assert set(plan.model_state["batch_stats"]) == {"mean", "var"}
 
 
 def test_moments_keep_their_dtype():

@@ -1,0 +1,176 @@
+"""Which floating-point arrays of a tree are no parameters: state of linen and equinox.
+
+Nothing in an array tells. So it is noted which variables linen's modules make, in which
+collections, while the model is made; equinox has classes for its state.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+from flax import linen as nn
+from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
+
+from fsdp_jax._tree import PyTree, leaf_name, named_leaves
+
+Shape = tuple[int, ...]
+
+TRAINED = ("params", OVERWRITE_WITH_GRADIENT)
+"""Collections of linen whose arrays change by their gradients."""
+
+NOT_TRAINED = ("batch_stats", "cache", "intermediates", "perturbations")
+"""Collections of linen's own modules whose arrays do not."""
+
+
+retraced = jax.make_user_context(None)
+"""While open with a value, `jax.jit` traces anew what it has not traced with it.
+
+What was traced before would not call modules again, so that nothing could see them.
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Variables:
+    """What linen's modules made while a model was made.
+
+    Attributes:
+      shapes: By path within the outermost module and by collection, the shapes that a
+        variable has had: within a scan one slice, behind it the stack.
+    """
+
+    shapes: dict[str, dict[str, set[Shape]]]
+
+    def find(self, name: str, shape: Shape) -> dict[str, set[Shape]]:
+        """The shapes, by collection, of the variable that a leaf of a tree is.
+
+        Args:
+          name: Dotted path of the leaf. The tree may have the variables anywhere, so
+            the longest end of it that a variable is called is taken.
+          shape: Of the leaf, which may be a stack of what was made.
+        """
+        parts = name.split(".")
+        for start in range(len(parts)):
+            made = self.shapes.get(".".join(parts[start:]), {})
+            found = {
+                collection: shapes
+                for collection, shapes in made.items()
+                if any(shape[len(shape) - len(s) :] == s for s in shapes)
+            }
+            if found:
+                named = [c for c in found if start and c == parts[start - 1]]
+                return {c: found[c] for c in named} or found
+        return {}
+
+
+@contextlib.contextmanager
+def recorded_variables() -> Iterator[Variables]:
+    """Notes the variables of all linen modules that are called while it is open."""
+    found = Variables({})
+
+    def note(next_fun, args, kwargs, context: nn.module.InterceptorContext):
+        out = next_fun(*args, **kwargs)
+        module = context.module
+        for collection, tree in module.variables.items() if module.scope else ():
+            # What belongs to modules within was noted when these were called.
+            own = tree if not module.path else _without_mappings(tree)
+            for name, leaf in named_leaves(own):
+                path = ".".join((*module.path, name))
+                shapes = found.shapes.setdefault(path, {}).setdefault(collection, set())
+                shapes.add(tuple(getattr(leaf, "shape", ())))
+        return out
+
+    with retraced(object()), nn.intercept_methods(note):
+        yield found
+
+
+def state_names(model: PyTree, variables: Variables) -> frozenset[str]:
+    """Names of the arrays of a model, not of nnx, that no optimizer is to change.
+
+    Raises:
+      ValueError: If nothing tells whether arrays are parameters; all in one message.
+    """
+    beside, in_equinox = _beside_params(model), _in_equinox_state(model)
+    named = [(leaf_name(path), leaf) for path, leaf in _flat(model)]
+    arrays = {name: leaf for name, leaf in named if hasattr(leaf, "shape")}
+    trained = {
+        name: False
+        if name in in_equinox
+        else _is_trained(name, tuple(leaf.shape), variables, beside)
+        for name, leaf in arrays.items()
+    }
+    unclear = [n for n, x in arrays.items() if trained[n] is None and _is_inexact(x)]
+    if unclear:
+        raise ValueError(
+            f"Nothing tells whether {', '.join(unclear[:5])} ({len(unclear)} array(s)) "
+            "are trained: beside a key 'params' lie collections of linen that are "
+            "not, and no module of linen's made these in make_model. Call its init "
+            "there; or put what is trained under 'params', or under other keys."
+        )
+    return frozenset(
+        name for name, is_trained in trained.items() if is_trained is False
+    )
+
+
+def _is_trained(
+    name: str, shape: Shape, variables: Variables, beside: Sequence[str]
+) -> bool | None:
+    """Whether an array is a parameter, or None if nothing tells."""
+    made = variables.find(name, shape).keys()
+    if made:
+        is_param = {collection in TRAINED for collection in made}
+        return is_param.pop() if len(is_param) == 1 else None
+    above = [path for path in beside if name == path or name.startswith(f"{path}.")]
+    if not above:
+        return True
+    return False if above[0].rpartition(".")[2] in NOT_TRAINED else None
+
+
+def _flat(tree: PyTree, is_leaf: Any = None) -> list[tuple[tuple[Any, ...], Any]]:
+    """The leaves of a tree with their paths."""
+    return jax.tree_util.tree_flatten_with_path(tree, is_leaf)[0]
+
+
+def _is_inexact(leaf: Any) -> bool:
+    dtype = getattr(leaf, "dtype", None)
+    return dtype is not None and jax.numpy.issubdtype(dtype, jax.numpy.inexact)
+
+
+def _without_mappings(tree: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: x for k, x in tree.items() if not isinstance(x, Mapping)}
+
+
+def _beside_params(model: PyTree) -> list[str]:
+    """Paths of what lies beside a key `params`, but those of linen that are trained."""
+
+    def has_params(node):
+        return isinstance(node, Mapping) and "params" in node
+
+    return [
+        f"{name}.{key}" if name else key
+        for name, node in named_leaves(model, has_params)
+        if has_params(node)
+        for key in node
+        if key not in TRAINED
+    ]
+
+
+def _in_equinox_state(model: PyTree) -> set[str]:
+    """Names of the arrays in `equinox.nn.State`, and in what it begins with."""
+    classes = equinox_classes("State", "StateIndex")
+    return {
+        leaf_name((*path, *rest))
+        for path, node in _flat(model, lambda node: isinstance(node, classes))
+        if isinstance(node, classes)
+        for rest, _ in _flat(node)
+    }
+
+
+def equinox_classes(*names: str) -> tuple[type, ...]:
+    """Classes of `equinox.nn`; none where nobody has imported it."""
+    module = sys.modules.get("equinox")
+    return tuple(getattr(module.nn, name) for name in names) if module else ()
