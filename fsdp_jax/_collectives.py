@@ -12,6 +12,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
+from fsdp_jax._grad_mark import mark_gradient
 from fsdp_jax._low_precision import (
     Encoded,
     MXFP8Gather,
@@ -112,7 +113,7 @@ def _gather_backward(row: ParamPlan, late: Late, earlier, grad: Array):
         grad = accumulated(row, grad, earlier)
     if late.axes:
         grad = reduce_late(row, grad, late.axes)
-    return None, grad, None
+    return None, mark_gradient(grad, row.name, row.ndim_in_unit), None
 
 
 fsdp_gather.defvjp(_gather_forward, _gather_backward)

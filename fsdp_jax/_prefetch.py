@@ -17,6 +17,7 @@ from jax import lax
 from jaxtyping import Array
 
 from fsdp_jax._collectives import gather_weight
+from fsdp_jax._grad_mark import mark_gradient
 from fsdp_jax._mixed import Mixed
 from fsdp_jax._reshard import split_unit
 from fsdp_jax._shard import Shard
@@ -237,7 +238,7 @@ def _backward(stack: _Stack, residuals, cotangents):
     sinks = _put(sinks, reduced, min(1, last))
     sinks = _put(sinks, _reduced(stack, shards, pending, 0), 0)
     d_shards = [
-        dataclasses.replace(shard, value=None, sink=sink, earlier=None)
+        dataclasses.replace(shard, value=None, sink=_marked(shard, sink), earlier=None)
         for shard, sink in zip(shards, sinks, strict=True)
     ]
     return d_shards, (carry, d_slices, d_consts), None
@@ -287,6 +288,13 @@ class _Pull:
         return self.treedef.unflatten(
             next(given) if place is None else have[place] for place in self.places
         )
+
+
+def _marked(shard: Shard, sink: Array | None) -> Array | None:
+    """The gradient of a stack, all slices of which are in place now."""
+    if sink is None:
+        return None
+    return mark_gradient(sink, shard.row.name, shard.row.ndim_in_unit)
 
 
 def _unshard(shards: Sequence[Shard]) -> list[Array]:
