@@ -87,10 +87,14 @@ def fsdp_gather(
 
 
 def _gather_forward(row: ParamPlan, late: Late, value, sink, earlier):
-    return fsdp_gather(row, late, value, sink, earlier), earlier
+    unmarked = value if sink is None else None
+    return fsdp_gather(row, late, value, sink, earlier), (unmarked, earlier)
 
 
-def _gather_backward(row: ParamPlan, late: Late, earlier, grad: Array):
+def _gather_backward(row: ParamPlan, late: Late, residuals, grad: Array):
+    value, earlier = residuals
+    if value is not None:
+        return marked_zeros(row, value), None, None
     if row.frozen:
         return None, None, None
     if row.is_cut:
@@ -117,6 +121,16 @@ def _gather_backward(row: ParamPlan, late: Late, earlier, grad: Array):
 
 
 fsdp_gather.defvjp(_gather_forward, _gather_backward)
+
+
+def marked_zeros(row: ParamPlan, value: Any) -> Any:
+    """The cotangent of what has no gradient, marked like one, for the loss to see.
+
+    Only a derivative inside of the loss asks for it, and would take it for the weight's.
+    """
+    if isinstance(value, Encoded) or not jnp.issubdtype(value.dtype, jnp.floating):
+        return None
+    return mark_gradient(jnp.zeros_like(value), row.name, row.ndim_in_unit)
 
 
 def accumulated(row: ParamPlan, grad: Array, new: Array) -> Array:

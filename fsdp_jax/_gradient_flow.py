@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 from jax.extend import core
 
 from fsdp_jax._dataflow import Dataflow
@@ -92,7 +93,9 @@ class _Flow(Dataflow[Fact]):
     def literal(self, literal):
         if literal.aval.shape:
             return Other()
-        return Constant(is_zero=bool(literal.val == 0))
+        # An integer's derivative has no dtype that could be compared.
+        is_zero = literal.aval.dtype == jax.dtypes.float0 or bool(literal.val == 0)
+        return Constant(is_zero)
 
     def primitive(self, eqn, given):
         rule = _RULES.get(eqn.primitive.name)

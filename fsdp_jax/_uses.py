@@ -113,9 +113,9 @@ class _Follow(Dataflow["_Tracked | None"]):
 
     def join(self, one, other):
         if one is None or other is None:
-            # Of the same shape, so that slices may be anywhere in it.
-            tracked = one or other
-            return tracked and dataclasses.replace(tracked, dims=None)
+            # The other way it is zeros, which lie as the shard does: a branch of `cond`
+            # has some in the place of what only another branch keeps for backward.
+            return self.in_loop(one or other)
         if one.name != other.name:
             self._uses.misread |= {one.name, other.name}
         return _joined([one, other])
