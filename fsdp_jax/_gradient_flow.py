@@ -146,7 +146,11 @@ def _sum(one: Fact, other: Fact) -> Fact | None:
     for zero, grad in ((one, other), (other, one)):
         if zero == ZERO and isinstance(grad, Grad):
             return _again(grad)
-    if isinstance(one, Grad) and isinstance(other, Grad) and _again(one) == _again(other):
+    if (
+        isinstance(one, Grad)
+        and isinstance(other, Grad)
+        and _again(one) == _again(other)
+    ):
         return _again(one)
     return None
 

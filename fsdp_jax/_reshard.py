@@ -81,7 +81,9 @@ def without_float8(policy: Policy | None) -> Policy:
 
 
 def _float8_argument(args) -> str:
-    shapes = [f"{x.dtype}{list(x.shape)}" for x in jax.tree.leaves(args) if is_float8(x)]
+    shapes = [
+        f"{x.dtype}{list(x.shape)}" for x in jax.tree.leaves(args) if is_float8(x)
+    ]
     return (
         f"A unit is given {', '.join(shapes)} as an argument. It would be saved for "
         "backward, where jax.checkpoint makes NaN of float8_e4m3fn above 240. Cast to "

@@ -160,7 +160,10 @@ def is_gather(eqn: Any) -> bool:
 def _moved(eqn: Any, tracked: _Tracked) -> _Tracked:
     dims = None if tracked.dims is None else moved(eqn, tracked.dims)
     dtype = eqn.outvars[0].aval.dtype
-    if eqn.primitive.name != "convert_element_type" or dtype == eqn.invars[0].aval.dtype:
+    if (
+        eqn.primitive.name != "convert_element_type"
+        or dtype == eqn.invars[0].aval.dtype
+    ):
         dtype = tracked.dtype
     return dataclasses.replace(
         tracked, dims=dims, many=True, dtype=str(dtype) if dtype else None
