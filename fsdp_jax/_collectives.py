@@ -126,7 +126,7 @@ fsdp_gather.defvjp(_gather_forward, _gather_backward)
 def marked_zeros(row: ParamPlan, value: Any) -> Any:
     """The cotangent of what has no gradient, marked like one, for the loss to see.
 
-    Only a derivative inside of the loss asks for it, and would take it for the weight's.
+    Only a derivative inside of the loss asks for it, as if it were the weight's.
     """
     if isinstance(value, Encoded) or not jnp.issubdtype(value.dtype, jnp.floating):
         return None

@@ -175,7 +175,8 @@ def _check_ranks(
             is_unit=is_gather if is_cut else lambda _: False,
         )
         # A microbatch begins with the state that the one before it has left.
-        after = [a | b for a, b in zip(state, results[len(results) - len(state) :])]
+        left = results[len(results) - len(state) :]
+        after = [a | b for a, b in zip(state, left, strict=True)]
         if after == state or divided:
             break
         state = after
@@ -196,12 +197,12 @@ def _divided(divided: Sequence[Divided]) -> str:
         + ("in a lax.while_loop" if one.kind == "while" else "in a lax.cond or switch")
         for one in divided
     }
-    axes = tuple(sorted({axis for one in divided for axis in one.axes}))
     return (
         "loss_fn decides by this rank's rows or keys whether to run a collective, so "
         f"that ranks would wait for each other forever: {_listed(places)}. Run the "
         "unit always and choose among its results (jnp.where), or decide alike on all "
-        f"ranks: jax.lax.pmax(flag.astype(int), {axes}). If ranks agree for a reason that the program does not show, vouch for it with "
+        "ranks, as by fsdp.ops.masked_count(flag) > 0. If ranks agree for a reason "
+        "that the program does not show, vouch for it with "
         "fsdp.assume_replicated(predicate)."
     )
 

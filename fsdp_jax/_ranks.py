@@ -34,8 +34,8 @@ def assume_replicated(tree: PyTree) -> PyTree:
     reason that the program does not show, say so with this function. If they do not
     agree, the step hangs, or mixes the gradients of different branches.
 
-    A predicate that ranks agree on by a collective, such as
-    `jax.lax.pmax(flag, plan.mesh.axis_names)`, needs no vouching.
+    A predicate that ranks agree on by a collective, as in
+    `fsdp_jax.ops.masked_count(flag) > 0`, needs no vouching.
 
     Args:
       tree: Pytree of arrays: a predicate, an index of a branch, the carry of a loop.
@@ -178,7 +178,7 @@ class _Ranks(Dataflow[Axes]):
         return [fact - manual for fact in self.results(body, inside)]
 
 
-# The scope of `call_unit`, in the name of an equation, maybe within `transpose(jvp(...))`.
+# The scope of `call_unit`; backward has it within `transpose(jvp(...))`.
 _UNIT = re.compile(r"unit:([^/()]+)")
 # Name a mesh axis and send nothing.
 _LOCAL = ("axis_index", "pvary", "pcast", "mesh_cast")

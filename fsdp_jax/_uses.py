@@ -10,8 +10,6 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jax.extend import core
-
 from fsdp_jax._dataflow import Dataflow
 from fsdp_jax._unit_dims import Dims, are_in_place, moved, moves, weight_dims
 
@@ -61,7 +59,7 @@ class _Tracked:
     dtype: str | None = None
 
 
-def uses_of_shards(jaxpr: core.Jaxpr, shards: Mapping[Any, tuple[str, int]]) -> Uses:
+def uses_of_shards(jaxpr: Any, shards: Mapping[Any, tuple[str, int]]) -> Uses:
     """Follows shards through the program of a loss.
 
     Args:

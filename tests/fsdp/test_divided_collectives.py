@@ -89,6 +89,10 @@ def by_all_rows(weights, x, rng):
     return jax.lax.pmax((x[0, 0] > 0).astype(int), AXES) > 0
 
 
+def by_a_count_of_rows(weights, x, rng):
+    return fsdp.ops.masked_count(x[0, 0] > 0) > 0
+
+
 def by_the_mean_of_all_rows(weights, x, rng):
     return jax.lax.pmean(x, AXES).sum() < 1e9
 
@@ -97,7 +101,13 @@ def by_a_promise(weights, x, rng):
     return fsdp.assume_replicated(x[0, 0] < 1e9)
 
 
-TOGETHER = [by_weights, by_all_rows, by_the_mean_of_all_rows, by_a_promise]
+TOGETHER = [
+    by_weights,
+    by_all_rows,
+    by_a_count_of_rows,
+    by_the_mean_of_all_rows,
+    by_a_promise,
+]
 
 
 # What is decided: `loss(decide)(weights, batch, rng)`.
@@ -128,7 +138,9 @@ def layer_in_a_switch(decide):
 
 @pytest.mark.parametrize("decide", APART)
 def test_a_unit_that_ranks_may_enter_apart_is_refused(decide):
-    with pytest.raises(ValueError, match=r"dp_shard of unit 'one' .*cond.*pmax"):
+    with pytest.raises(
+        ValueError, match=r"dp_shard of unit 'one' .*cond.*masked_count"
+    ):
         run(branch(decide), plan_of(dp_outer=2), rng=jax.random.key(0))
 
 
@@ -186,7 +198,7 @@ def test_collectives_of_backward_alone_count_and_where_there_is_none_all_is_well
     np.testing.assert_allclose(grads["one"]["w"], want[1]["one"]["w"], atol=1e-9)
 
 
-def test_a_branch_inside_of_a_unit_may_differ_and_one_of_each_row_around_it_is_refused():
+def test_branches_may_differ_inside_of_a_unit_and_not_for_each_row_around_it():
     def inside(w, row):
         return jax.lax.cond(
             row[0] > 0, lambda x: jnp.tanh(x @ w["w"]), lambda x: x, row

@@ -86,7 +86,10 @@ def test_an_argument_of_a_unit_in_float8_is_refused():
     def loss(weights, batch):
         codes, _ = in_float8(batch)
         codes = jnp.broadcast_to(codes, (LAYERS, *codes.shape))
-        unit = lambda w, x, q: (x + q.astype(x.dtype) @ w["w"], None)
+
+        def unit(w, x, q):
+            return x + q.astype(x.dtype) @ w["w"], None
+
         out, _ = fsdp.scan(unit, weights["layers"], batch, (codes,))
         return jnp.mean(out**2)
 

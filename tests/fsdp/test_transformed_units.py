@@ -45,7 +45,7 @@ def last(w, x):
 
 def rows():
     random = np.random.default_rng(0)
-    return {name: random.normal(size=(12, WIDTH)) for name in "xy"}
+    return {name: random.normal(size=(24, WIDTH)) for name in "xy"}
 
 
 def plan_of(strategy="ZeRO-3", units=UNITS, make=make_weights, **config):
