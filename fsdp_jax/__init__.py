@@ -49,6 +49,7 @@ from fsdp_jax._padded import unpack as unpack
 from fsdp_jax._pipeline_config import Pipeline as Pipeline
 from fsdp_jax._plan import ParamPlan as ParamPlan
 from fsdp_jax._plan import Plan as Plan
+from fsdp_jax._ranks import assume_replicated as assume_replicated
 from fsdp_jax._scan import scan as scan
 from fsdp_jax._state import TrainState as TrainState
 from fsdp_jax._state import abstract_state as abstract_state

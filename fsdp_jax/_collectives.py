@@ -12,6 +12,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
+from fsdp_jax._grad_mark import mark_gradient
 from fsdp_jax._low_precision import (
     Encoded,
     MXFP8Gather,
@@ -86,10 +87,14 @@ def fsdp_gather(
 
 
 def _gather_forward(row: ParamPlan, late: Late, value, sink, earlier):
-    return fsdp_gather(row, late, value, sink, earlier), earlier
+    unmarked = value if sink is None else None
+    return fsdp_gather(row, late, value, sink, earlier), (unmarked, earlier)
 
 
-def _gather_backward(row: ParamPlan, late: Late, earlier, grad: Array):
+def _gather_backward(row: ParamPlan, late: Late, residuals, grad: Array):
+    value, earlier = residuals
+    if value is not None:
+        return marked_zeros(row, value), None, None
     if row.frozen:
         return None, None, None
     if row.is_cut:
@@ -112,10 +117,20 @@ def _gather_backward(row: ParamPlan, late: Late, earlier, grad: Array):
         grad = accumulated(row, grad, earlier)
     if late.axes:
         grad = reduce_late(row, grad, late.axes)
-    return None, grad, None
+    return None, mark_gradient(grad, row.name, row.ndim_in_unit), None
 
 
 fsdp_gather.defvjp(_gather_forward, _gather_backward)
+
+
+def marked_zeros(row: ParamPlan, value: Any) -> Any:
+    """The cotangent of what has no gradient, marked like one, for the loss to see.
+
+    Only a derivative inside of the loss asks for it, as if it were the weight's.
+    """
+    if isinstance(value, Encoded) or not jnp.issubdtype(value.dtype, jnp.floating):
+        return None
+    return mark_gradient(jnp.zeros_like(value), row.name, row.ndim_in_unit)
 
 
 def accumulated(row: ParamPlan, grad: Array, new: Array) -> Array:

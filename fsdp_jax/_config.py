@@ -204,8 +204,9 @@ class FSDPConfig:
       mp_policy: The dtypes of weights and gradients.
       remat_policy: What of a unit's own activations is saved for backward, as a
         `jax.checkpoint` policy, e.g. `jax.checkpoint_policies.dots_saveable`. None
-        saves whatever does not depend on the unit's weights alone. Needs
-        `reshard_after_forward=True`.
+        saves whatever does not depend on the unit's weights alone. Arrays in float8 are
+        never saved but cast again, since `jax.checkpoint` makes NaN of large ones.
+        Needs `reshard_after_forward=True`.
       replicated: Path patterns (`"layers.*.norm.scale"`, one `*` a path component) of
         parameters that stay whole on every device.
       frozen: Path patterns of parameters that are not trained: they rest in the dtype

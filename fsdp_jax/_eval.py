@@ -64,9 +64,10 @@ def make_forward(plan: Plan, fn: Callable[..., PyTree]) -> Callable[..., PyTree]
       fn: `fn(model, batch) -> outputs`; it sees whole weights and this device's rows.
         Arrays of `outputs` are rows again, in the order of the batch; floating-point
         scalars are averaged over ranks, integer ones summed. If it has an argument
-        `rng`, it gets a key of its own for each data rank. A loop whose end depends on
-        the data must end alike on all ranks, since all gather together: see
-        `fsdp_jax.ops.masked_count`.
+        `rng`, it gets a key of its own for each data rank. A loop of units whose end
+        depends on the data must end alike on all ranks, since all gather together; it
+        is refused unless the program shows that, see `fsdp_jax.ops.masked_count` and
+        `fsdp_jax.assume_replicated`.
 
     Returns:
       `forward(params, batch, *, rng=None, model_state=None) -> outputs`. It is jitted.

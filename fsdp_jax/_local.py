@@ -20,7 +20,9 @@ from fsdp_jax._loss import (
     LossFn,
     LossForm,
     LossOfShards,
+    gradients_of,
     loss_of_shards,
+    trace_gradients,
     trace_loss,
 )
 from fsdp_jax._mesh import DATA_AXES, axes_in_use, num_devices
@@ -51,7 +53,8 @@ def global_loss(plan: Plan, loss_fn: LossFn, form: LossForm) -> Callable[..., An
         if plan.mesh.shape["pp"] > 1:
             total, count, parts = pipelined_loss(plan, call, aux_format, shards, *args)
         else:
-            loss, _ = trace_loss(call, shards, *args)
+            axes = axes_in_use(plan.mesh, plan.mesh.axis_names)
+            loss, _ = trace_loss(call, shards, *args, axes=axes)
             total, (count, aux, _) = loss(shards, *args)
             parts = aux_format.take_apart(aux)
         mean = _sum(total, data_axes) / _at_least_one(_sum(count, data_axes))
@@ -155,10 +158,13 @@ def _accumulate(
             *(plan, call, aux_format, shards, model_state, rows, key, loss_scale)
         )
     data_axes = axes_in_use(plan.mesh, DATA_AXES)
-    backward = _backward(aux_format, key, loss_scale)
+    axes = axes_in_use(plan.mesh, plan.mesh.axis_names)
     xs = (jnp.arange(accumulate), rows)
     example = (model_state, jax.tree.map(lambda x: x[0], rows), key)
-    loss, gathers = trace_loss(call, shards, *example)
+    scale = jnp.asarray(1.0 if loss_scale is None else loss_scale)
+    loss, gathers = trace_loss(call, shards, *example, axes=axes)
+    run, once = trace_gradients(loss, shards, *example, scale, axes=axes)
+    backward = _backward(aux_format, key, scale)
     grads: Grads = [shard.sink for shard in shards]
     state, outs, finished = model_state, [], set()
     looped = _num_looped(plan, accumulate)
@@ -166,18 +172,18 @@ def _accumulate(
 
         def body(carry, x):
             grads, state = carry
-            new, state, out = backward(loss, shards, state, x)
+            new, state, out = backward(run, shards, state, x)
             return (_add(plan, grads, new), state), out
 
         first = jax.tree.map(lambda x: x[:looped], xs)
         (grads, state), out = lax.scan(body, (grads, state), first)
         outs.append(out)
     if looped < accumulate:
-        finished = _finished_in_backward(plan, gathers)
+        finished = once & _finished_in_backward(plan, gathers)
         last = _finishing(plan, shards, grads if looped else None, finished)
         if finished:
-            loss, _ = trace_loss(call, last, *example)
-        new, state, out = backward(loss, last, state, jax.tree.map(lambda x: x[-1], xs))
+            run = gradients_of(trace_loss(call, last, *example)[0])
+        new, state, out = backward(run, last, state, jax.tree.map(lambda x: x[-1], xs))
         grads = [
             n if row.name in finished or not looped else _plus(row, g, n)
             for row, g, n in zip(plan.rows_in_step, grads, new, strict=True)
@@ -195,33 +201,19 @@ def _accumulate(
     return reduced, state, out
 
 
-def _backward(
-    aux_format: AuxFormat, key: Array, loss_scale: Array | None
-) -> Callable[..., Any]:
-    """Makes `fn(loss, shards, state, (index, rows)) -> (grads, state, out)`.
+def _backward(aux_format: AuxFormat, key: Array, scale: Array) -> Callable[..., Any]:
+    """Makes `fn(run, shards, state, (index, rows)) -> (grads, state, out)`.
 
-    It is one microbatch: the gradients as they leave through the sinks of the shards,
-    those of the loss times `loss_scale`.
+    It is one microbatch, by a function from `gradients_of`: the gradients as they leave
+    through the sinks of the shards, those of the loss times `scale`.
     """
 
-    def backward(loss, shards, state, x):
+    def backward(run, shards, state, x):
         index, rows = x
         shards = _not_before(shards, rows)
-
-        def of_sinks(sinks):
-            given = [
-                dataclasses.replace(shard, sink=sink)
-                for shard, sink in zip(shards, sinks, strict=True)
-            ]
-            own_key = jax.random.fold_in(key, index)
-            total, (count, aux, after) = loss(given, state, rows, own_key)
-            return total, (after, (total, count, aux_format.take_apart(aux)))
-
-        sinks = [shard.sink for shard in shards]
-        total, pull, (state, out) = jax.vjp(of_sinks, sinks, has_aux=True)
-        scale = 1 if loss_scale is None else loss_scale
-        (grads,) = pull(jnp.full_like(total, scale))
-        return grads, state, out
+        own_key = jax.random.fold_in(key, index)
+        grads, total, count, aux, state = run(shards, state, rows, own_key, scale)
+        return grads, state, (total, count, aux_format.take_apart(aux))
 
     return backward
 

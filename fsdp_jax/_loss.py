@@ -17,6 +17,7 @@ from fsdp_jax._batch_norm import sync_batch_norms, sync_linen_batch_norms
 from fsdp_jax._collectives import gather_weight
 from fsdp_jax._cut import CutLoss, cut_loss
 from fsdp_jax._linen import gather_at_units, without_constraints
+from fsdp_jax._loss_check import check_gradients, check_loss
 from fsdp_jax._mesh import DATA_AXES, axes_in_use
 from fsdp_jax._model_state import (
     UpdatedModel,
@@ -29,7 +30,6 @@ from fsdp_jax._objects import mark_objects, unmark_objects
 from fsdp_jax._plan import ROOT, Plan
 from fsdp_jax._shard import Shard
 from fsdp_jax._tree import PyTree
-from fsdp_jax._uses import uses_of_shards
 
 LossFn = Callable[..., Any]
 """`loss_fn(model, batch)`, with `rng=key` if it asks, to a loss or `(loss, aux)`."""
@@ -110,7 +110,10 @@ def _written(
 
 
 def trace_loss(
-    loss: LossOfShards, shards: Sequence[Shard], *args: PyTree
+    loss: LossOfShards,
+    shards: Sequence[Shard],
+    *args: PyTree,
+    axes: Sequence[str] = (),
 ) -> tuple[LossOfShards, dict[str, int]]:
     """Traces a loss once, to run it and to see what it does with the shards of units.
 
@@ -118,53 +121,93 @@ def trace_loss(
       loss: From `loss_of_shards`.
       shards: Of all parameters.
       *args: Model state, batch and key, or their shapes.
+      axes: Mesh axes of more than one device.
 
     Returns:
       The loss as traced, and how often each unit's parameter is gathered, see
       `uses_of_shards`.
 
     Raises:
-      ValueError: If it computes with a shard as if it were the weight; all offenders.
+      ValueError: See `check_loss`.
     """
-    closed, out_tree, gathers = _traced(loss, shards, *args)
+    closed, out_tree = _traced(loss, shards, *args)
+    gathers = check_loss(closed.jaxpr, shards, args, axes)
+    return _function(closed, out_tree), gathers
 
+
+def trace_and_cut(
+    loss: LossOfShards,
+    shards: Sequence[Shard],
+    *args: PyTree,
+    axes: Sequence[str] = (),
+) -> CutLoss:
+    """As `trace_loss`, of a loss that is cut at the stack that stages share."""
+    closed, out_tree = _traced(loss, shards, *args)
+    check_loss(closed.jaxpr, shards, args, axes, is_cut=True)
+    return cut_loss(closed, out_tree)
+
+
+def gradients_of(loss: LossOfShards) -> Callable[..., Any]:
+    """Makes `fn(shards, state, rows, key, scale) -> (grads, total, count, aux, state)`.
+
+    The gradients are those of the loss times `scale`, as they leave through the sinks
+    of the shards.
+    """
+
+    def gradients(shards, state, rows, key, scale):
+        def of_sinks(sinks):
+            given = [
+                dataclasses.replace(shard, sink=sink)
+                for shard, sink in zip(shards, sinks, strict=True)
+            ]
+            return loss(given, state, rows, key)
+
+        sinks = [shard.sink for shard in shards]
+        total, pull, (count, aux, after) = jax.vjp(of_sinks, sinks, has_aux=True)
+        (grads,) = pull(jnp.full_like(total, scale))
+        return grads, total, count, aux, after
+
+    return gradients
+
+
+def trace_gradients(
+    loss: LossOfShards,
+    shards: Sequence[Shard],
+    *args: PyTree,
+    axes: Sequence[str] = (),
+) -> tuple[Callable[..., Any], set[str]]:
+    """Traces the gradients of a loss once, to run them and to see where they come from.
+
+    Args:
+      loss: From `trace_loss`.
+      shards: Of all parameters.
+      *args: The other arguments of `gradients_of`.
+      axes: Mesh axes of more than one device.
+
+    Returns:
+      The function of `gradients_of` as traced; and the names of parameters whose
+      gradients units hand out once, see `check_gradients`.
+
+    Raises:
+      ValueError: See `check_gradients`.
+    """
+    closed, out_tree = _traced(gradients_of(loss), shards, *args)
+    once = check_gradients(closed.jaxpr, shards, args, axes)
+    return _function(closed, out_tree), once
+
+
+def _traced(fn: Callable[..., Any], *args: PyTree) -> tuple[core.ClosedJaxpr, Any]:
+    """The trace of a function, and the structure of its result."""
+    closed, shape = jax.make_jaxpr(fn, return_shape=True)(*args)
+    return closed, jax.tree.structure(shape)
+
+
+def _function(closed: core.ClosedJaxpr, out_tree: Any) -> Callable[..., Any]:
     def run(*args):
         leaves = core.jaxpr_as_fun(closed)(*jax.tree.leaves(args))
         return out_tree.unflatten(leaves)
 
-    return run, gathers
-
-
-def trace_and_cut(
-    loss: LossOfShards, shards: Sequence[Shard], *args: PyTree
-) -> CutLoss:
-    """As `trace_loss`, of a loss that is cut at the stack that stages share."""
-    closed, out_tree, _ = _traced(loss, shards, *args)
-    return cut_loss(closed, out_tree)
-
-
-def _traced(
-    loss: LossOfShards, shards: Sequence[Shard], *args: PyTree
-) -> tuple[core.ClosedJaxpr, Any, dict[str, int]]:
-    """The trace of a loss, the structure of its result, and its gathers."""
-    closed, shape = jax.make_jaxpr(loss, return_shape=True)(shards, *args)
-    inputs = iter(closed.jaxpr.invars)
-    values = {}
-    for shard in shards:
-        value, *_ = [next(inputs) for _ in jax.tree.leaves(shard)]
-        if shard.row.unit != ROOT:
-            values[value] = shard.row.name
-    uses = uses_of_shards(closed.jaxpr, values)
-    if uses.misread:
-        raise ValueError(
-            f"loss_fn computes with {', '.join(sorted(uses.misread))} outside of the "
-            "unit, or returns it, where only this device's shard exists. Use a weight "
-            "in its unit's __call__, mark the function that uses it with fsdp.unit or "
-            "fsdp.scan, or leave it out of `units`. A penalty on weights belongs into "
-            "the optimizer (weight_decay)."
-        )
-
-    return closed, jax.tree.structure(shape), uses.gathers
+    return run
 
 
 def _has_update(out: Any) -> bool:

@@ -125,6 +125,7 @@ def _stage(
         else shard
         for shard in shards
     ]
-    cut = trace_and_cut(call, chunk, model_state, example, key)
+    axes = axes_in_use(plan.mesh, plan.mesh.axis_names)
+    cut = trace_and_cut(call, chunk, model_state, example, key, axes=axes)
     schedule = Schedule(stages, num_microbatches)
     return Stage(cut, schedule, shards, rows, key, aux_format)

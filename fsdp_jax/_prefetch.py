@@ -16,9 +16,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from fsdp_jax._collectives import gather_weight
+from fsdp_jax._collectives import gather_weight, marked_zeros
+from fsdp_jax._grad_mark import mark_gradient
 from fsdp_jax._mixed import Mixed
-from fsdp_jax._reshard import split_unit
+from fsdp_jax._reshard import split_unit, without_float8
 from fsdp_jax._shard import Shard
 from fsdp_jax._tree import PyTree
 
@@ -158,7 +159,7 @@ class _Stack:
             return results.floats(out), results.others(out)
 
         if self.policy:
-            run = jax.checkpoint(run, policy=self.policy)
+            run = jax.checkpoint(run, policy=without_float8(self.policy))
         return run(values, carry, slices, consts, others)
 
 
@@ -236,10 +237,8 @@ def _backward(stack: _Stack, residuals, cotangents):
     )
     sinks = _put(sinks, reduced, min(1, last))
     sinks = _put(sinks, _reduced(stack, shards, pending, 0), 0)
-    d_shards = [
-        dataclasses.replace(shard, value=None, sink=sink, earlier=None)
-        for shard, sink in zip(shards, sinks, strict=True)
-    ]
+    pairs = zip(shards, sinks, strict=True)
+    d_shards = [_cotangent(shard, sink) for shard, sink in pairs]
     return d_shards, (carry, d_slices, d_consts), None
 
 
@@ -287,6 +286,16 @@ class _Pull:
         return self.treedef.unflatten(
             next(given) if place is None else have[place] for place in self.places
         )
+
+
+def _cotangent(shard: Shard, sink: Array | None) -> Shard:
+    """Of a stack, all slices of whose gradient are in `sink` now."""
+    value, row = None, shard.row
+    if sink is None:
+        value = marked_zeros(row, shard.value)
+    else:
+        sink = mark_gradient(sink, row.name, row.ndim_in_unit)
+    return dataclasses.replace(shard, value=value, sink=sink, earlier=None)
 
 
 def _unshard(shards: Sequence[Shard]) -> list[Array]:

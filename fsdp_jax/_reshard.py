@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend import core
 from jaxtyping import Array
 
@@ -35,15 +36,17 @@ def reshard_after_forward(
     Returns:
       `unit(shards, *args)`, equal to `compute(unshard(shards), *args)`. Derived weights
       inside a loop or a custom-derivative function of `compute` are not recognised;
-      they are saved as `policy` says.
+      they are saved as `policy` says. It raises `ValueError` where an argument is in
+      float8, see `without_float8`.
     """
+    saves = without_float8(policy)
 
     def save(primitive, *args, **params) -> bool:
-        if _is_unshard(primitive, params):
-            return False
-        return policy is None or policy(primitive, *args, **params)
+        return not _is_unshard(primitive, params) and saves(primitive, *args, **params)
 
     def unit(shards, *args):
+        if any(map(is_float8, jax.tree.leaves(args))):
+            raise ValueError(_float8_argument(args))
         weights_only, rest, out_tree = split_unit(compute, unshard, shards, args)
 
         @jax.custom_vjp
@@ -59,6 +62,52 @@ def reshard_after_forward(
         return out_tree.unflatten(rest(fsdp_unshard(shards), *jax.tree.leaves(args)))
 
     return jax.checkpoint(unit, policy=save)
+
+
+def without_float8(policy: Policy | None) -> Policy:
+    """The policy, None to save everything, but for arrays in 8 bits or less.
+
+    `jax.checkpoint` rounds what it saves with `reduce_precision`, for which a dtype of
+    so few bits ends where an IEEE one would: float8_e4m3fn at 240, and not at 448 (jax
+    0.10.2). What is larger becomes NaN. A cast is cheap to do again.
+    """
+
+    def save(primitive, *args, **params) -> bool:
+        if _makes_float8(args, params):
+            return False
+        return policy is None or policy(primitive, *args, **params)
+
+    return save
+
+
+def _float8_argument(args) -> str:
+    shapes = [
+        f"{x.dtype}{list(x.shape)}" for x in jax.tree.leaves(args) if is_float8(x)
+    ]
+    return (
+        f"A unit is given {', '.join(shapes)} as an argument. It would be saved for "
+        "backward, where jax.checkpoint makes NaN of float8_e4m3fn above 240. Cast to "
+        "float8 inside the unit, or set FSDPConfig(reshard_after_forward=False)."
+    )
+
+
+def _makes_float8(args, params) -> bool:
+    """Whether a primitive does, as far as can be told of what a policy is told."""
+    if called := params.get("call_jaxpr"):
+        return any(is_float8(aval) for aval in called.out_avals)
+    dtype = params.get("new_dtype", params.get("preferred_element_type"))
+    if dtype is not None:
+        return _is_narrow(dtype)
+    return any(is_float8(arg) for arg in args)
+
+
+def is_float8(array: Any) -> bool:
+    """Whether an array, or its shape, has floating-point numbers of 8 bits or less."""
+    return _is_narrow(getattr(array, "dtype", jnp.float32))
+
+
+def _is_narrow(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits <= 8
 
 
 def _is_unshard(primitive, params) -> bool:

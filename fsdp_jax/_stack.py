@@ -120,18 +120,22 @@ def scan_stages(
         jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype) if _is_sliced(role) else x
         for role, x in zip(roles, arrays, strict=True)
     ]
-    carried, ys = jax.eval_shape(lambda *one: stack.run_chunk(one, None), *one)
+    program, (carried, ys) = jax.make_jaxpr(
+        lambda *one: stack.run_chunk(one, None), return_shape=True
+    )(*one)
     ys = jax.tree.map(
         lambda y: jax.ShapeDtypeStruct((num_layers, *y.shape[1:]), y.dtype), ys
     )
     shapes, out_tree = jax.tree.flatten((carried, ys))
     stack = dataclasses.replace(stack, shapes=tuple(shapes))
-    out = STACK.bind(*arrays, stack=stack)
+    # The program of one layer is there to be read, see `_ranks`.
+    out = STACK.bind(*arrays, stack=stack, jaxpr=program)
     return out_tree.unflatten(out)
 
 
 @STACK.def_abstract_eval
-def _shapes_of(*_: Any, stack: Stack) -> list[Any]:
+def _shapes_of(*_: Any, stack: Stack, jaxpr: Any) -> list[Any]:
+    del jaxpr
     return [ShapedArray(s.shape, s.dtype) for s in stack.shapes]
 
 

@@ -7,10 +7,11 @@ loss that maps over the leaves of its model reads shards as if they were weights
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jax.extend import core
+from fsdp_jax._dataflow import Dataflow
+from fsdp_jax._unit_dims import Dims, are_in_place, moved, moves, weight_dims
 
 GATHERS = ("fsdp_gather", "fsdp_unshard", "fsdp_scan")
 """Names of the custom-derivative functions that take shards and return weights."""
@@ -21,17 +22,21 @@ MANY = 2
 
 @dataclasses.dataclass
 class Uses:
-    """How often each shard is gathered, and which ones are read by anything else.
+    """How often each shard is gathered, and which ones are misused.
 
     Attributes:
       gathers: Name -> 0, 1, or `MANY`. A stack that a loop takes slice by slice counts
         as often as each slice.
       misread: Names of shards that are computed with, or returned, as if they were
         weights.
+      rearranged: Names of shards that are gathered after their elements were moved.
+      cast: Names of shards that are gathered after a cast, with the dtype.
     """
 
     gathers: dict[str, int]
-    misread: set[str]
+    misread: set[str] = dataclasses.field(default_factory=set)
+    rearranged: set[str] = dataclasses.field(default_factory=set)
+    cast: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,101 +45,139 @@ class _Tracked:
 
     Attributes:
       name: Of the parameter.
+      ndim_in_unit: Dims of a slice of it.
+      dims: Where these are in the variable; None if its elements were moved.
       many: Whether a gather of it may be one of several, or may not happen: in a loop
         or a branch, or of pieces that were moved about.
+      dtype: To which it was cast; None if it was not.
     """
 
     name: str
+    ndim_in_unit: int
+    dims: Dims | None
     many: bool = False
+    dtype: str | None = None
 
 
-_Known = dict[Any, _Tracked]
-_Given = Sequence[_Tracked | None]
-
-# What moves or cuts an array, as maps and stacks do, without reading it.
-_MOVES = {
-    *("broadcast_in_dim", "concatenate", "convert_element_type", "copy"),
-    *("dynamic_slice", "gather", "name", "optimization_barrier", "reshape", "rev"),
-    *("sharding_constraint", "slice", "split", "squeeze", "stop_gradient", "transpose"),
-}
-
-
-def uses_of_shards(jaxpr: core.Jaxpr, shards: Mapping[Any, str]) -> Uses:
+def uses_of_shards(jaxpr: Any, shards: Mapping[Any, tuple[str, int]]) -> Uses:
     """Follows shards through the program of a loss.
 
     Args:
       jaxpr: Of the loss, as a function of shards and other things.
-      shards: The input variables that are shards, with the parameter's name.
+      shards: The input variables that are shards, with the parameter's name and the
+        dims that it has in its unit.
     """
-    uses = Uses(dict.fromkeys(shards.values(), 0), set())
-    known: _Known = {v: _Tracked(name) for v, name in shards.items()}
-    _follow(jaxpr, known, uses)
-    results = [v for v in jaxpr.outvars if isinstance(v, core.Var)]
-    uses.misread |= {known[v].name for v in results if v in known}
+    uses = Uses(dict.fromkeys((name for name, _ in shards.values()), 0))
+    given = []
+    for v in jaxpr.invars:
+        name, ndim = shards.get(v, ("", 0))
+        dims = weight_dims(len(v.aval.shape), ndim)
+        given.append(_Tracked(name, ndim, dims) if name else None)
+    returned = _Follow(uses).results(jaxpr, given)
+    uses.misread |= {tracked.name for tracked in returned if tracked}
     return uses
 
 
-def _follow(jaxpr: core.Jaxpr, known: _Known, uses: Uses) -> None:
-    """Adds to `uses` what the program does, and to `known` the shards it moves."""
-    for eqn in jaxpr.eqns:
-        given = [known.get(v) if isinstance(v, core.Var) else None for v in eqn.invars]
-        if not any(given):
-            continue
-        if _is_gather(eqn):
-            for tracked in filter(None, given):
-                many = tracked.many or uses.gathers[tracked.name]
-                uses.gathers[tracked.name] = MANY if many else 1
-        elif bodies := list(_bodies(eqn, given)):
-            for body, arguments in bodies:
-                inner = {v: t for v, t in zip(body.invars, arguments, strict=True) if t}
-                _follow(body, inner, uses)
-                for out, result in zip(eqn.outvars, body.outvars, strict=False):
-                    if isinstance(result, core.Var) and result in inner:
-                        known[out] = dataclasses.replace(inner[result], many=True)
-        elif eqn.primitive.name in _MOVES:
-            moved = _as_many(given)
-            if eqn.primitive.name != "optimization_barrier":  # One result an operand.
-                moved = [next(filter(None, moved))] * len(eqn.outvars)
-            known |= {v: t for v, t in zip(eqn.outvars, moved, strict=True) if t}
-        else:
-            uses.misread |= {tracked.name for tracked in given if tracked}
+_MOVE_ALL_OPERANDS = ("concatenate", "optimization_barrier")
+"""Others have one operand, and maybe indices."""
 
 
-def _is_gather(eqn: Any) -> bool:
+class _Follow(Dataflow["_Tracked | None"]):
+    """Adds to `uses` what the program does with the shards that it moves."""
+
+    unknown = None
+
+    def __init__(self, uses: Uses) -> None:
+        super().__init__()
+        self._uses = uses
+
+    def special(self, eqn, given):
+        if any(given) and not is_gather(eqn):
+            return None
+        for tracked in filter(None, given):
+            self._gathered(tracked)
+        return [None] * len(eqn.outvars)
+
+    def primitive(self, eqn, given):
+        kind = eqn.primitive.name
+        num_moved = (
+            0 if not moves(eqn) else len(given) if kind in _MOVE_ALL_OPERANDS else 1
+        )
+        self._uses.misread |= {t.name for t in given[num_moved:] if t}
+        results = [_moved(eqn, t) if t else None for t in given[:num_moved]]
+        if kind == "optimization_barrier":  # One result an operand.
+            return results
+        return [_joined(results)] * len(eqn.outvars)
+
+    def join(self, one, other):
+        if one is None or other is None:
+            # The other way it is zeros, which lie as the shard does: a branch of `cond`
+            # has some in the place of what only another branch keeps for backward.
+            return self.in_loop(one or other)
+        if one.name != other.name:
+            self._uses.misread |= {one.name, other.name}
+        return _joined([one, other])
+
+    def sliced(self, fact):
+        if fact is None or fact.dims is None:
+            return fact
+        first, *rest = fact.dims
+        return dataclasses.replace(fact, dims=tuple(rest) if first is None else None)
+
+    def stacked(self, fact):
+        fact = self.in_loop(fact)
+        if fact is None or fact.dims is None:
+            return fact
+        return dataclasses.replace(fact, dims=(None, *fact.dims))
+
+    def in_loop(self, fact):
+        return dataclasses.replace(fact, many=True) if fact else None
+
+    def in_branch(self, fact, predicate):
+        return self.in_loop(fact)
+
+    def _gathered(self, tracked: _Tracked) -> None:
+        if not self.recording:
+            return
+        name, uses = tracked.name, self._uses
+        uses.gathers[name] = MANY if tracked.many or uses.gathers[name] else 1
+        if tracked.dims is None or not are_in_place(tracked.dims, tracked.ndim_in_unit):
+            uses.rearranged.add(name)
+        if tracked.dtype:
+            uses.cast[name] = tracked.dtype
+
+
+def is_gather(eqn: Any) -> bool:
+    """Whether an equation takes shards and returns weights, or what units made."""
     if eqn.primitive.name == "fsdp_stack":
         return True
     call = eqn.params.get("call_jaxpr")
     return call is not None and call.jaxpr.debug_info.func_name in GATHERS
 
 
-def _bodies(eqn: Any, given: _Given) -> Iterator[tuple[core.Jaxpr, _Given]]:
-    """The programs within an equation, each with what its inputs hold."""
-    params, kind = eqn.params, eqn.primitive.name
-    if kind == "scan":
-        # Each slice of what is scanned over is its own, once; all else is as in a loop.
-        # By rank, since jax 0.10 and 0.12 name what is scanned over differently.
-        body = params["jaxpr"].jaxpr
-        many = _as_many(given) if params["length"] > 1 else given
-        held = zip(given, many, eqn.invars, body.invars, strict=True)
-        yield (
-            body,
-            [s if a.aval.ndim > b.aval.ndim else loop for s, loop, a, b in held],
-        )
-    elif kind == "while":
-        held = _as_many(given)
-        cond, body = params["cond_nconsts"], params["body_nconsts"]
-        carry = held[cond + body :]
-        yield params["cond_jaxpr"].jaxpr, [*held[:cond], *carry]
-        yield params["body_jaxpr"].jaxpr, [*held[cond : cond + body], *carry]
-    elif kind == "cond":
-        for branch in params["branches"]:
-            yield branch.jaxpr, _as_many(given[1:])
-    else:
-        inner = params.get("jaxpr", params.get("call_jaxpr"))
-        inner = getattr(inner, "jaxpr", inner)
-        if isinstance(inner, core.Jaxpr) and len(inner.invars) == len(given):
-            yield inner, given
+def _moved(eqn: Any, tracked: _Tracked) -> _Tracked:
+    dims = None if tracked.dims is None else moved(eqn, tracked.dims)
+    dtype = eqn.outvars[0].aval.dtype
+    if (
+        eqn.primitive.name != "convert_element_type"
+        or dtype == eqn.invars[0].aval.dtype
+    ):
+        dtype = tracked.dtype
+    return dataclasses.replace(
+        tracked, dims=dims, many=True, dtype=str(dtype) if dtype else None
+    )
 
 
-def _as_many(given: _Given) -> list[_Tracked | None]:
-    return [dataclasses.replace(t, many=True) if t else None for t in given]
+def _joined(given: Sequence[_Tracked | None]) -> _Tracked | None:
+    """Of several that one array may hold, or holds parts of."""
+    if not any(given):
+        return None
+    first, *others = filter(None, given)
+    same = all(other.dims == first.dims for other in others) and all(given)
+    dtypes = [tracked.dtype for tracked in (first, *others)]
+    return dataclasses.replace(
+        first,
+        dims=first.dims if same else None,
+        many=first.many or any(other.many for other in others),
+        dtype=next(filter(None, dtypes), None),
+    )

@@ -1,0 +1,193 @@
+"""Follows facts about arrays through a traced program, loops and branches included."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Generic, TypeVar
+
+from jax.extend import core
+
+Fact = TypeVar("Fact")
+
+
+class Dataflow(abc.ABC, Generic[Fact]):
+    """An abstract interpreter of jaxprs: what is known of each variable is a `Fact`.
+
+    A subclass says what a primitive makes of the facts of its operands, and how two
+    facts are joined where two ways meet. Loops are followed until nothing changes, so
+    a join must only ever know less than what it joins.
+
+    Attributes:
+      unknown: The fact of what nothing is known of: constants and literals.
+      recording: False while a loop is followed to its fixed point, True in the one
+        pass over each equation that counts.
+    """
+
+    unknown: Fact
+
+    def __init__(self) -> None:
+        """Starts with nothing seen."""
+        self.recording = True
+
+    @abc.abstractmethod
+    def primitive(self, eqn: Any, given: Sequence[Fact]) -> Sequence[Fact]:
+        """The facts of the results of a primitive that runs no program."""
+
+    @abc.abstractmethod
+    def join(self, one: Fact, other: Fact) -> Fact:
+        """What is known where it is either of both."""
+
+    def special(self, eqn: Any, given: Sequence[Fact]) -> Sequence[Fact] | None:
+        """The results of an equation that is not looked into; None to look into it."""
+        del eqn, given
+        return None
+
+    def literal(self, literal: Any) -> Fact:
+        """The fact of a literal."""
+        del literal
+        return self.unknown
+
+    def sliced(self, fact: Fact) -> Fact:
+        """What is known of one slice along the first dim."""
+        return fact
+
+    def stacked(self, fact: Fact) -> Fact:
+        """What is known of all slices along a new first dim."""
+        return fact
+
+    def in_loop(self, fact: Fact) -> Fact:
+        """What is known of it in, or behind, a body that runs more than once."""
+        return fact
+
+    def in_branch(self, fact: Fact, predicate: Fact) -> Fact:
+        """What is known of it in, or behind, a body that `predicate` chooses."""
+        del predicate
+        return fact
+
+    def under(self, kind: str, predicate: Fact) -> AbstractContextManager[None]:
+        """Entered around the bodies of a "cond" or "while", which `predicate` rules."""
+        del kind, predicate
+        return contextlib.nullcontext()
+
+    def results(self, jaxpr: core.Jaxpr, given: Sequence[Fact]) -> list[Fact]:
+        """The facts of a program's results, of those of its inputs."""
+        env: dict[Any, Fact] = dict(zip(jaxpr.invars, given, strict=True))
+
+        def read(v: Any) -> Fact:
+            if isinstance(v, core.Literal):
+                return self.literal(v)
+            return env.get(v, self.unknown)
+
+        for eqn in jaxpr.eqns:
+            facts = self.equation(eqn, [read(v) for v in eqn.invars])
+            env.update(zip(eqn.outvars, facts, strict=True))
+        return [read(v) for v in jaxpr.outvars]
+
+    def equation(self, eqn: Any, given: Sequence[Fact]) -> Sequence[Fact]:
+        """The facts of an equation's results."""
+        known = self.special(eqn, given)
+        if known is not None:
+            return known
+        kind = eqn.primitive.name
+        if kind == "scan":
+            return self._scan(eqn, given)
+        if kind == "while":
+            return self._while(eqn, given)
+        if kind == "cond":
+            return self._cond(eqn, given)
+        body = called_program(eqn)
+        return self.primitive(eqn, given) if body is None else self.results(body, given)
+
+    def _scan(self, eqn: Any, given: Sequence[Fact]) -> list[Fact]:
+        # By rank, since jax 0.10 and 0.12 name what is scanned over differently: a
+        # slice has a dim less than what it is of. Operands are constants, carry, xs.
+        body, again = eqn.params["jaxpr"].jaxpr, eqn.params["length"] > 1
+        is_slice = _is_larger(eqn.invars, body.invars)
+        is_stacked = _is_larger(eqn.outvars, body.outvars)
+        num_carry = is_stacked.count(False)
+        first = is_slice.count(False) - num_carry
+        facts = [
+            self.sliced(fact) if is_x else self.in_loop(fact) if again else fact
+            for fact, is_x in zip(given, is_slice, strict=True)
+        ]
+
+        def run(carry: Sequence[Fact]) -> list[Fact]:
+            return self.results(
+                body, [*facts[:first], *carry, *facts[first + num_carry :]]
+            )
+
+        carry = self._fixed_point(
+            lambda carry: run(carry)[:num_carry], facts[first : first + num_carry]
+        )
+        return [
+            self.stacked(fact) if is_y else self.in_loop(fact) if again else fact
+            for fact, is_y in zip(run(carry), is_stacked, strict=True)
+        ]
+
+    def _while(self, eqn: Any, given: Sequence[Fact]) -> list[Fact]:
+        params = eqn.params
+        cond, body = params["cond_jaxpr"].jaxpr, params["body_jaxpr"].jaxpr
+        facts = [self.in_loop(fact) for fact in given]
+        num_cond, num_body = params["cond_nconsts"], params["body_nconsts"]
+        of_cond, rest = facts[:num_cond], facts[num_cond:]
+        of_body, start = rest[:num_body], rest[num_body:]
+
+        def run(carry: Sequence[Fact]) -> list[Fact]:
+            (goes_on,) = self.results(cond, [*of_cond, *carry])
+            with self.under("while", goes_on):
+                # What ends the loop is computed as often as the loop runs.
+                self.results(cond, [*of_cond, *carry])
+                new = self.results(body, [*of_body, *carry])
+            return [self.in_branch(self.in_loop(fact), goes_on) for fact in new]
+
+        carry = self._fixed_point(run, start)
+        run(carry)
+        return list(carry)
+
+    def _cond(self, eqn: Any, given: Sequence[Fact]) -> list[Fact]:
+        predicate, *operands = given
+        operands = [self.in_branch(fact, predicate) for fact in operands]
+        with self.under("cond", predicate):
+            first, *others = [
+                self.results(branch.jaxpr, operands)
+                for branch in eqn.params["branches"]
+            ]
+        for other in others:
+            first = [self.join(*pair) for pair in zip(first, other, strict=True)]
+        return [self.in_branch(fact, predicate) for fact in first]
+
+    def _fixed_point(self, run: Any, carry: Sequence[Fact]) -> list[Fact]:
+        """What is known of a carry in every iteration."""
+        with self._without_recording():
+            while True:
+                pairs = zip(carry, run(carry), strict=True)
+                joined = [self.join(*pair) for pair in pairs]
+                if joined == list(carry):
+                    return joined
+                carry = joined
+
+    @contextlib.contextmanager
+    def _without_recording(self) -> Iterator[None]:
+        before, self.recording = self.recording, False
+        try:
+            yield
+        finally:
+            self.recording = before
+
+
+def called_program(eqn: Any) -> core.Jaxpr | None:
+    """The one program that an equation calls with its own operands, if it does."""
+    inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+    inner = getattr(inner, "jaxpr", inner)
+    if not isinstance(inner, core.Jaxpr):
+        return None
+    sizes = len(inner.invars), len(inner.outvars)
+    return inner if sizes == (len(eqn.invars), len(eqn.outvars)) else None
+
+
+def _is_larger(outer: Sequence[Any], inner: Sequence[Any]) -> list[bool]:
+    pairs = zip(outer, inner, strict=True)
+    return [len(o.aval.shape) > len(i.aval.shape) for o, i in pairs]

@@ -1,0 +1,153 @@
+"""Where the dims of a unit's weight are in an array that moves slices of it about."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+Dims = tuple[int | None, ...]
+"""For each dim of an array which one of the unit's weight it is, all of it, in order;
+None where it is a stacked dim. `~d` is dim `d` in reverse."""
+
+
+def weight_dims(ndim: int, ndim_in_unit: int) -> Dims:
+    """The dims of an array with `ndim - ndim_in_unit` stacked ones, then a weight's."""
+    return (*(None,) * (ndim - ndim_in_unit), *range(ndim_in_unit))
+
+
+def are_in_place(dims: Dims, ndim_in_unit: int) -> bool:
+    """Whether each slice is the weight as the unit wants it."""
+    return dims == weight_dims(len(dims), ndim_in_unit)
+
+
+def moved(eqn: Any, dims: Dims) -> Dims | None:
+    """The dims of the result of an equation that only moves slices about.
+
+    Args:
+      eqn: Whose first operand has the dims, or any of those that it joins.
+      dims: Of that operand.
+
+    Returns:
+      The dims, or None if it moves elements within a slice, or is no such equation.
+    """
+    name = eqn.primitive.name
+    if name in _KEEPS:
+        return dims
+    move = _MOVES.get(name)
+    return move(eqn, dims) if move else None
+
+
+def moves(eqn: Any) -> bool:
+    """Whether an equation moves its operand, as it is or in part."""
+    return eqn.primitive.name in _KEEPS or eqn.primitive.name in _MOVES
+
+
+def _broadcast(eqn: Any, dims: Dims) -> Dims | None:
+    shape = eqn.params["shape"]
+    new: list[int | None] = [None] * len(shape)
+    places = eqn.params["broadcast_dimensions"]
+    for dim, size, place in zip(dims, _shape(eqn), places, strict=True):
+        if dim is not None and size != shape[place]:
+            return None
+        new[place] = dim
+    return tuple(new)
+
+
+def _reshape(eqn: Any, dims: Dims) -> Dims | None:
+    """A dim is still one if as many elements are before it as were."""
+    old, shape = _shape(eqn), eqn.params["new_sizes"]
+    new: list[int | None] = [None] * len(shape)
+    end = len(shape)
+    # From the end: of several dims of size 1 the first are the stack's.
+    for i in reversed([i for i, dim in enumerate(dims) if dim is not None]):
+        places = [
+            j
+            for j in range(end)
+            if shape[j] == old[i] and math.prod(shape[:j]) == math.prod(old[:i])
+        ]
+        if not places:
+            return None
+        end = places[-1]
+        new[end] = dims[i]
+    return tuple(new)
+
+
+def _transpose(eqn: Any, dims: Dims) -> Dims:
+    return tuple(dims[i] for i in eqn.params["permutation"])
+
+
+def _squeeze(eqn: Any, dims: Dims) -> Dims | None:
+    gone = eqn.params["dimensions"]
+    if _has_weight(dims, gone):
+        return None
+    return tuple(dim for i, dim in enumerate(dims) if i not in gone)
+
+
+def _slice(eqn: Any, dims: Dims) -> Dims | None:
+    sizes = eqn.outvars[0].aval.shape
+    return dims if _are_all(dims, _shape(eqn), sizes) else None
+
+
+def _gather(eqn: Any, dims: Dims) -> Dims | None:
+    numbers = eqn.params["dimension_numbers"]
+    if not _are_all(dims, _shape(eqn), eqn.params["slice_sizes"]):
+        return None
+    gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
+    if _has_weight(dims, gone):
+        return None
+    kept = [dim for i, dim in enumerate(dims) if i not in gone]
+    new: list[int | None] = [None] * len(eqn.outvars[0].aval.shape)
+    for place, dim in zip(numbers.offset_dims, kept, strict=True):
+        new[place] = dim
+    return tuple(new)
+
+
+def _rev(eqn: Any, dims: Dims) -> Dims:
+    turned = eqn.params["dimensions"]
+    return tuple(
+        ~dim if dim is not None and i in turned else dim for i, dim in enumerate(dims)
+    )
+
+
+def _along(parameter: str) -> Callable[[Any, Dims], Dims | None]:
+    """Of what cuts or joins arrays along one dim."""
+
+    def along(eqn: Any, dims: Dims) -> Dims | None:
+        return None if _has_weight(dims, [eqn.params[parameter]]) else dims
+
+    return along
+
+
+# What leaves all elements where they are.
+_KEEPS = {
+    *("convert_element_type", "copy", "name", "optimization_barrier"),
+    *("reduce_precision", "sharding_constraint", "stop_gradient"),
+}
+# What moves or cuts an array, as maps and stacks do, without reading it.
+_MOVES: dict[str, Callable[[Any, Dims], Dims | None]] = {
+    "broadcast_in_dim": _broadcast,
+    "concatenate": _along("dimension"),
+    "dynamic_slice": _slice,
+    "gather": _gather,
+    "reshape": _reshape,
+    "rev": _rev,
+    "slice": _slice,
+    "split": _along("axis"),
+    "squeeze": _squeeze,
+    "transpose": _transpose,
+}
+
+
+def _shape(eqn: Any) -> Sequence[int]:
+    return eqn.invars[0].aval.shape
+
+
+def _has_weight(dims: Dims, places: Any) -> bool:
+    return any(dims[place] is not None for place in places)
+
+
+def _are_all(dims: Dims, sizes: Sequence[int], taken: Sequence[int]) -> bool:
+    """Whether all of each of the weight's dims is taken."""
+    triples = zip(dims, sizes, taken, strict=True)
+    return all(dim is None or size == part for dim, size, part in triples)
