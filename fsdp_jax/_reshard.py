@@ -78,7 +78,7 @@ def split_unit(compute, unshard, shards, args):
     closed, out_shape = jax.make_jaxpr(compute, return_shape=True)(weights, *args)
     closed = _inline_mixed_calls(closed, num_weights)
     jaxpr = closed.jaxpr
-    before, after, derived = _partition(jaxpr, jaxpr.invars[:num_weights])
+    before, after, derived = _partition(closed, closed.jaxpr.invars[:num_weights])
     used = {v for eqn in after for v in eqn.invars if isinstance(v, core.Var)}
     used |= {v for v in jaxpr.outvars if isinstance(v, core.Var)}
     crossing = [v for v in derived if v in used]
@@ -96,14 +96,20 @@ def split_unit(compute, unshard, shards, args):
     return weights_only, rest, jax.tree.structure(out_shape)
 
 
-def _partition(jaxpr, weights):
+def _partition(closed, weights):
     """What an equation reads decides where it stands: weights alone, or other things.
 
     Returns the equations of weights and constants alone; the others; and the weights
     with what is derived of them. What is made of constants alone stands in both.
     """
+    jaxpr = closed.jaxpr
     derived = dict.fromkeys(weights)
-    constant = set(jaxpr.constvars)
+    constant = {
+        var
+        for var, value in zip(jaxpr.constvars, closed.consts, strict=True)
+        # What the unit closes over is another input, which may be differentiated by.
+        if not isinstance(value, jax.core.Tracer)
+    }
     before, after = [], []
     for eqn in jaxpr.eqns:
         read = {v for v in eqn.invars if isinstance(v, core.Var)}
@@ -121,7 +127,7 @@ def _partition(jaxpr, weights):
 
 def _inline_mixed_calls(closed, num_weights: int):
     """Opens `jit` calls that take weights and other things, until there are none."""
-    while opened := _mixed_calls(closed.jaxpr, num_weights):
+    while opened := _mixed_calls(closed, num_weights):
         avals = [v.aval for v in closed.jaxpr.invars]
         shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
         inlined = functools.partial(_evaluate, closed, opened)
@@ -129,8 +135,8 @@ def _inline_mixed_calls(closed, num_weights: int):
     return closed
 
 
-def _mixed_calls(jaxpr, num_weights: int) -> set[int]:
-    _, after, derived = _partition(jaxpr, jaxpr.invars[:num_weights])
+def _mixed_calls(closed, num_weights: int) -> set[int]:
+    _, after, derived = _partition(closed, closed.jaxpr.invars[:num_weights])
     return {
         id(eqn)
         for eqn in after

@@ -37,7 +37,7 @@ ROWS = [
     {"experts", "units"},
     {"staging", "ring"},
     {"shard", "fully_shard", "batch", "frozen", "health"},
-    {"model_state", "layer_wise"},
+    {"model_state", "layer_wise", "heap"},
     {"collectives", "state", "aux", "rest"},
     {"unit", "checkpoint", "ops", "adapters", "enter", "update", "interleave"}
     | {"cut"},
