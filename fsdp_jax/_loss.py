@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -47,8 +48,16 @@ class LossForm:
 
 
 def takes_rng(loss_fn: LossFn) -> bool:
-    """Whether the loss asks for a key, by an argument named `rng`."""
-    return "rng" in inspect.signature(loss_fn).parameters
+    """Whether the loss asks for a key, by an argument named `rng` that is not bound."""
+    return "rng" in inspect.signature(loss_fn).parameters and not _binds_rng(loss_fn)
+
+
+def _binds_rng(fn: Any) -> bool:
+    """Whether a partial, here or inside of wrappers, has given the argument a value."""
+    if isinstance(fn, functools.partial):
+        return "rng" in fn.keywords or _binds_rng(fn.func)
+    inner = getattr(fn, "__wrapped__", None)
+    return inner is not None and _binds_rng(inner)
 
 
 def loss_of_shards(plan: Plan, loss_fn: LossFn, form: LossForm) -> LossOfShards:
@@ -73,7 +82,9 @@ def loss_of_shards(plan: Plan, loss_fn: LossFn, form: LossForm) -> LossOfShards:
         if isinstance(model, nnx.Module):
             _, after = plan.model.split(model)
             model_state = written_state(model_state, after)
-        return _checked_loss(total), (jnp.float32(count), aux, model_state)
+        total = _checked_loss(total)
+        # As exact as the sum that it divides: float64 where the loss is.
+        return total, (jnp.asarray(count, total.dtype), aux, model_state)
 
     return call
 

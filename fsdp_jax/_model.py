@@ -18,6 +18,7 @@ import numpy as np
 from flax import nnx
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
+from fsdp_jax._attributes import trace_model
 from fsdp_jax._tree import PyTree, named_leaves
 
 MakeModel = Callable[[jax.Array], Any]
@@ -102,9 +103,9 @@ def describe(make_model: MakeModel, classes: Sequence[type] = ()) -> ModelDef:
       ValueError: If the model has no floating-point array.
     """
     with _recorded_shapes(classes) as recorded:
-        model = _abstract(make_model)
-    is_graph = isinstance(model, nnx.Module)
-    definition = _describe_nnx(model) if is_graph else _describe_pytree(model)
+        model, parts = _abstract(make_model)
+    is_graph = parts is not None
+    definition = _describe_nnx(*parts) if parts else _describe_pytree(model)
     if not jax.tree.leaves(definition.params):
         raise ValueError(
             f"make_model returned a {type(model).__name__} without any trainable "
@@ -121,33 +122,41 @@ def describe(make_model: MakeModel, classes: Sequence[type] = ()) -> ModelDef:
     return dataclasses.replace(definition, instances=instances)
 
 
-def _abstract(make_model: MakeModel) -> Any:
-    """The model with `jax.ShapeDtypeStruct`s for arrays, all else as it is."""
-    rebuild: list[Callable[[Any], Any]] = []
+NnxParts = tuple[Any, PyTree, PyTree]
+"""What `nnx.split(model, nnx.Param, ...)` returns."""
+
+
+def _abstract(make_model: MakeModel) -> tuple[Any, NnxParts | None]:
+    """The model with `jax.ShapeDtypeStruct`s for arrays, all else as it is.
+
+    An nnx module is split where its arrays are arrays: in a dict of shapes nnx would
+    find static values. Its parts come with it.
+    """
+    static: list[Any] = []
 
     def arrays_only(key):
-        model = make_model(key)
+        model = trace_model(make_model, key)
         if isinstance(model, nnx.Module):
             # Not as a pytree: that would count a shared Variable twice.
-            graphdef, state = nnx.split(model)
-            rebuild.append(lambda state: nnx.merge(graphdef, state))
-            return state
+            graphdef, *states = nnx.split(model, nnx.Param, ...)
+            static.append(graphdef)
+            return states
         leaves, treedef = jax.tree.flatten(model)
         fixed = [None if _is_array(leaf) else leaf for leaf in leaves]
-        rebuild.append(
-            lambda arrays: treedef.unflatten(
-                f if a is None else a for a, f in zip(arrays, fixed, strict=True)
-            )
-        )
+        static.append((treedef, fixed))
         return [leaf if _is_array(leaf) else None for leaf in leaves]
 
     key = jax.eval_shape(lambda: jax.random.key(0))
     arrays = jax.eval_shape(arrays_only, key)
-    return rebuild[-1](arrays)
+    if isinstance(static[-1], nnx.GraphDef):
+        params, state = arrays
+        return nnx.merge(static[-1], params, state), (static[-1], params, state)
+    treedef, fixed = static[-1]
+    leaves = [f if a is None else a for a, f in zip(arrays, fixed, strict=True)]
+    return treedef.unflatten(leaves), None
 
 
-def _describe_nnx(model: nnx.Module) -> ModelDef:
-    graphdef, params, state = nnx.split(model, nnx.Param, ...)
+def _describe_nnx(graphdef: Any, params: PyTree, state: PyTree) -> ModelDef:
     integers = [
         name
         for name, leaf in named_leaves(params)

@@ -12,6 +12,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Int, Key
 
+from fsdp_jax._attributes import trace_model
 from fsdp_jax._config import Placements
 from fsdp_jax._frozen import seen_by_optimizer
 from fsdp_jax._fully_shard import choose_split
@@ -74,10 +75,10 @@ def init_params(plan: Plan, key: Key[Array, ""]) -> PyTree:
     """
 
     def make(key):
-        params, _ = plan.model.split(plan.make_model(key))
+        params, _ = plan.model.split(trace_model(plan.make_model, key))
         if plan.model.adapted is not None:
             params = plan.model.adapted.complete(params, jax.random.fold_in(key, 1))
-        return jax.tree.map(lambda p, m: p.astype(m.dtype), params, plan.params)
+        return jax.tree.map(lambda p, m: jnp.asarray(p, m.dtype), params, plan.params)
 
     return jax.jit(make, out_shardings=plan.shardings)(key)
 
@@ -125,7 +126,7 @@ def init(
 
     def rest(params, rng, model_state, opt_state):
         if model_state is None:
-            _, model_state = plan.model.split(plan.make_model(rng))
+            _, model_state = plan.model.split(trace_model(plan.make_model, rng))
         zero = jnp.zeros((), jnp.int32)
         # A copy, since the state is donated and the caller's key is not ours to delete.
         key = jax.random.wrap_key_data(

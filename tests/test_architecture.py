@@ -23,7 +23,16 @@ PACKAGES = ("fsdp_jax", "bridge")
 # A module of fsdp_jax imports only from lower rows. A subpackage is one entry; leading
 # underscores are left out. `__init__` is the package itself: `from fsdp_jax import X`.
 ROWS = [
-    {"bar", "padded", "table", "reshard", "uses", "compiler_options", "lora_config"}
+    {
+        "attributes",
+        "bar",
+        "padded",
+        "table",
+        "reshard",
+        "uses",
+        "compiler_options",
+        "lora_config",
+    }
     | {"loss_scale", "low_precision", "settle", "pipeline_config", "stages"},
     {"tree", "quantized"},
     {"stack", "mixed"},
