@@ -45,17 +45,14 @@ def trace_model(make_model: Callable[[jax.Array], Any], key: jax.Array) -> Any:
 def closed_over_tracers(fn: Any) -> Iterator[str]:
     """The names by which a function reads traced values that are no arguments.
 
-    They are variables of a closure, defaults of arguments, what a partial binds, and
-    the object of a bound method.
+    They are variables of a closure, defaults of arguments and what a partial binds.
+    Not the object of a bound method: a model's method need not read its weights.
     """
     if isinstance(fn, functools.partial):
         bound = {f"argument {i} of partial": a for i, a in enumerate(fn.args)}
         yield from _traced({**bound, **fn.keywords})
         yield from closed_over_tracers(fn.func)
         return
-    if (owner := getattr(fn, "__self__", None)) is not None:
-        yield from _traced({f"the method's {type(owner).__name__}": owner})
-        fn = getattr(fn, "__func__", None)
     code = getattr(fn, "__code__", None)
     if code is None:
         return
