@@ -35,7 +35,7 @@ ROWS = [
     }
     | {"loss_scale", "low_precision", "settle", "pipeline_config", "stages"},
     {"tree", "quantized"},
-    {"stack", "mixed"},
+    {"stack", "mixed", "optimizer"},
     {"rounding", "eight_bit", "memory_alarm", "offload", "stream"},
     {"config", "chunks", "factored"},
     {"mesh", "model", "derived"},
