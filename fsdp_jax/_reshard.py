@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jax.core import Tracer
 from jax.extend import core
 from jaxtyping import Array
 
@@ -67,7 +68,7 @@ def _is_unshard(primitive, params) -> bool:
     return params["call_jaxpr"].jaxpr.debug_info.func_name == "fsdp_unshard"
 
 
-def split_unit(compute, unshard, shards, args):
+def split_unit(compute, unshard, shards, args, *, may_close_over: bool = True):
     """Cuts `compute(unshard(shards), *args)` behind what depends on shards alone.
 
     Returns `weights_only(shards) -> values`, `rest(values, *arg_leaves) -> leaves`,
@@ -77,6 +78,8 @@ def split_unit(compute, unshard, shards, args):
     num_weights = len(jax.tree.leaves(weights))
     closed, out_shape = jax.make_jaxpr(compute, return_shape=True)(weights, *args)
     closed = _inline_mixed_calls(closed, num_weights)
+    if not may_close_over:
+        _check_closed(closed)
     jaxpr = closed.jaxpr
     before, after, derived = _partition(closed, closed.jaxpr.invars[:num_weights])
     used = {v for eqn in after for v in eqn.invars if isinstance(v, core.Var)}
@@ -96,6 +99,20 @@ def split_unit(compute, unshard, shards, args):
     return weights_only, rest, jax.tree.structure(out_shape)
 
 
+def _check_closed(closed) -> None:
+    """Refuses a unit with other inputs than its arguments.
+
+    It runs inside a custom derivative, which would not see them.
+    """
+    caught = [x.aval.str_short() for x in closed.consts if isinstance(x, Tracer)]
+    if caught:
+        raise ValueError(
+            "The unit given to fsdp.scan(prefetch=...) computes with traced value(s) "
+            f"that are none of its arguments: {', '.join(caught)}. The object of a "
+            "method may hold them. Pass them in `consts` or `xs`, or use prefetch=0."
+        )
+
+
 def _partition(closed, weights):
     """What an equation reads decides where it stands: weights alone, or other things.
 
@@ -108,7 +125,7 @@ def _partition(closed, weights):
         var
         for var, value in zip(jaxpr.constvars, closed.consts, strict=True)
         # What the unit closes over is another input, which may be differentiated by.
-        if not isinstance(value, jax.core.Tracer)
+        if not isinstance(value, Tracer)
     }
     before, after = [], []
     for eqn in jaxpr.eqns:

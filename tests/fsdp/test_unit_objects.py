@@ -379,6 +379,15 @@ def test_a_scan_over_a_method_computes_with_what_its_object_holds():
     assert_as_plain(stack, [fsdp.Stacked("w")], loss, ALIKE)
 
 
+def test_a_scan_that_prefetches_over_a_method_that_holds_a_traced_value_is_refused():
+    def loss(p, x):
+        layer = Scaled(jnp.mean(x)).layer
+        return jnp.mean(fsdp.scan(layer, p["w"], x, prefetch=1)[0] ** 2)
+
+    with pytest.raises(ValueError, match=r"fsdp.scan.*float32\[\].*consts"):
+        assert_as_plain(stack, [fsdp.Stacked("w")], loss)
+
+
 @pytest.mark.parametrize(
     "given",
     [np.array([0, 2]), np.array([True, False]), np.array(["a", "b"]), np.int32(1)],
