@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
+from jax.core import Tracer
 
 from fsdp_jax._shard import is_shard
 
@@ -185,7 +186,7 @@ def _check_static(value: Any) -> None:
     held = getattr(value, "__dict__", None)
     if isinstance(value, type | types.ModuleType) or not isinstance(held, dict):
         return
-    traced = [k for k, v in held.items() if isinstance(v, jax.core.Tracer)]
+    traced = [k for k, v in held.items() if isinstance(v, Tracer)]
     if traced:
         name = type(value).__name__
         raise ValueError(

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fsdp_jax._tree import PyTree, named_leaves
+from fsdp_jax._tree import PyTree, leaf_name
 
 # What an optimizer raises that is given other parameters or arguments than it needs.
 _OF_OPTIMIZERS = (TypeError, ValueError, AttributeError, KeyError)
@@ -88,7 +88,10 @@ def _failed(what: str, error: Exception) -> ValueError:
 
 def _check_same(what: str, got: PyTree, like: str, want: PyTree) -> None:
     has, had = (
-        {name: tuple(leaf.shape) for name, leaf in named_leaves(tree)}
+        {
+            leaf_name(path): tuple(leaf.shape)
+            for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+        }
         for tree in (got, want)
     )
     differ = [
