@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+from flax import nnx
 
 
 def named_leaves(tree: Any) -> dict[str, Any]:
@@ -31,3 +32,26 @@ def named_leaves(tree: Any) -> dict[str, Any]:
     if wrong:
         raise ValueError("The tree cannot be read by path:\n" + "\n".join(wrong))
     return leaves
+
+
+def arrays_of(tree: Any) -> Any:
+    """Returns the tree with an array for each object that stands for one.
+
+    Such an object says so by `__jax_array__`, as `fsdp_jax.Padded` does: a leaf of a
+    train state that is stored with zeros behind its end, which are not the weight's.
+
+    Args:
+      tree: Any pytree of arrays.
+    """
+
+    def stands_for_one(node: Any) -> bool:
+        is_known = isinstance(node, (jax.Array, nnx.Variable))
+        return (
+            hasattr(node, "__jax_array__") and hasattr(node, "shape") and not is_known
+        )
+
+    return jax.tree.map(
+        lambda leaf: leaf.__jax_array__() if stands_for_one(leaf) else leaf,
+        tree,
+        is_leaf=stands_for_one,
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -55,8 +56,16 @@ class LossForm:
 
 
 def takes_rng(loss_fn: LossFn) -> bool:
-    """Whether the loss asks for a key, by an argument named `rng`."""
-    return "rng" in inspect.signature(loss_fn).parameters
+    """Whether the loss asks for a key, by an argument named `rng` that is not bound."""
+    return "rng" in inspect.signature(loss_fn).parameters and not _binds_rng(loss_fn)
+
+
+def _binds_rng(fn: Any) -> bool:
+    """Whether a partial, here or inside of wrappers, has given the argument a value."""
+    if isinstance(fn, functools.partial):
+        return "rng" in fn.keywords or _binds_rng(fn.func)
+    inner = getattr(fn, "__wrapped__", None)
+    return inner is not None and _binds_rng(inner)
 
 
 def loss_of_shards(plan: Plan, loss_fn: LossFn, form: LossForm) -> LossOfShards:
@@ -85,7 +94,9 @@ def loss_of_shards(plan: Plan, loss_fn: LossFn, form: LossForm) -> LossOfShards:
         total, count = _sum_and_count(loss) if form.per_token else (loss, 1)
         is_training = any(s.sink is not None for s in shards)
         model_state, aux = _written(plan, model, model_state, aux, is_training)
-        return _checked_loss(total), (jnp.float32(count), aux, model_state)
+        total = _checked_loss(total)
+        # As exact as the sum that it divides: float64 where the loss is.
+        return total, (jnp.asarray(count, total.dtype), aux, model_state)
 
     return call
 

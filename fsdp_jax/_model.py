@@ -18,6 +18,7 @@ import numpy as np
 from flax import nnx
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
+from fsdp_jax._attributes import trace_model
 from fsdp_jax._tree import PyTree, leaf_name, named_leaves
 from fsdp_jax._variables import Variables, recorded_variables, state_names
 
@@ -108,10 +109,10 @@ def describe(make_model: MakeModel, classes: Sequence[type] = ()) -> ModelDef:
         them are parameters.
     """
     with _recorded_shapes(classes) as recorded, recorded_variables() as variables:
-        model = _abstract(make_model)
-    is_graph = isinstance(model, nnx.Module)
+        model, parts = _abstract(make_model)
+    is_graph = parts is not None
     definition = (
-        _describe_nnx(model) if is_graph else _describe_pytree(model, variables)
+        _describe_nnx(*parts) if is_graph else _describe_pytree(model, variables)
     )
     if not jax.tree.leaves(definition.params):
         raise ValueError(
@@ -129,33 +130,41 @@ def describe(make_model: MakeModel, classes: Sequence[type] = ()) -> ModelDef:
     return dataclasses.replace(definition, instances=instances)
 
 
-def _abstract(make_model: MakeModel) -> Any:
-    """The model with `jax.ShapeDtypeStruct`s for arrays, all else as it is."""
-    rebuild: list[Callable[[Any], Any]] = []
+NnxParts = tuple[Any, PyTree, PyTree]
+"""What `nnx.split(model, nnx.Param, ...)` returns."""
+
+
+def _abstract(make_model: MakeModel) -> tuple[Any, NnxParts | None]:
+    """The model with `jax.ShapeDtypeStruct`s for arrays, all else as it is.
+
+    An nnx module is split where its arrays are arrays: in a dict of shapes nnx would
+    find static values. Its parts come with it.
+    """
+    static: list[Any] = []
 
     def arrays_only(key):
-        model = make_model(key)
+        model = trace_model(make_model, key)
         if isinstance(model, nnx.Module):
             # Not as a pytree: that would count a shared Variable twice.
-            graphdef, state = nnx.split(model)
-            rebuild.append(lambda state: nnx.merge(graphdef, state))
-            return state
+            graphdef, *states = nnx.split(model, nnx.Param, ...)
+            static.append(graphdef)
+            return states
         leaves, treedef = jax.tree.flatten(model)
         fixed = [None if _is_array(leaf) else leaf for leaf in leaves]
-        rebuild.append(
-            lambda arrays: treedef.unflatten(
-                f if a is None else a for a, f in zip(arrays, fixed, strict=True)
-            )
-        )
+        static.append((treedef, fixed))
         return [leaf if _is_array(leaf) else None for leaf in leaves]
 
     key = jax.eval_shape(lambda: jax.random.key(0))
     arrays = jax.eval_shape(arrays_only, key)
-    return rebuild[-1](arrays)
+    if isinstance(static[-1], nnx.GraphDef):
+        params, state = arrays
+        return nnx.merge(static[-1], params, state), (static[-1], params, state)
+    treedef, fixed = static[-1]
+    leaves = [f if a is None else a for a, f in zip(arrays, fixed, strict=True)]
+    return treedef.unflatten(leaves), None
 
 
-def _describe_nnx(model: nnx.Module) -> ModelDef:
-    graphdef, params, state = nnx.split(model, nnx.Param, ...)
+def _describe_nnx(graphdef: Any, params: PyTree, state: PyTree) -> ModelDef:
     integers = [
         name
         for name, leaf in named_leaves(params)

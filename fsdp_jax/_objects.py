@@ -9,7 +9,8 @@ from typing import Any
 import jax
 from flax import nnx
 
-from fsdp_jax._shard import partition, shards_of
+from fsdp_jax._heap import Outcome, twins_of
+from fsdp_jax._shard import is_shard, partition, shards_of
 from fsdp_jax._unit import UnitObject, call_unit, is_unit, unit
 
 
@@ -71,17 +72,18 @@ def _call_module(cls: type, module: nnx.Module, args: tuple, kwargs: dict) -> An
     everything = (module, args, kwargs)
     graphdef, weights, rest = nnx.split(everything, _own_shards(module), ...)
     shards, _, merge = partition(weights)
+    # Leaves, and no State: its Variables are the caller's own.
+    leaves, treedef = jax.tree.flatten(rest, is_leaf=is_shard)
 
-    def compute(whole, rest):
-        gathered = merge(whole, [])
-        objects = nnx.merge(graphdef, gathered, rest)
+    def compute(whole, leaves):
+        rest = treedef.unflatten(leaves)
+        objects = nnx.merge(graphdef, merge(whole, []), rest)
+        # Dropout counters, BatchNorm statistics, attributes: written to the copy.
+        twins = twins_of(everything, objects)
         out = cls.__call__(objects[0], *objects[1], **objects[2])
-        # Dropout counters, BatchNorm statistics: written inside, wanted outside.
-        return out, nnx.state(objects, _is_written)
+        return Outcome(out, twins)
 
-    out, written = call_unit(compute, shards, rest)
-    nnx.update(everything, written)
-    return out
+    return call_unit(compute, shards, leaves)
 
 
 def written_state(tree: Any) -> Any:

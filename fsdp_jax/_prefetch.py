@@ -110,7 +110,9 @@ class _Stack:
         carry, slices, consts = given
         example = (carry, jax.tree.map(_first, slices), consts)
         first = jax.tree.map(_first, shards)
-        weights_only, rest, out_tree = split_unit(compute, _unshard, first, example)
+        weights_only, rest, out_tree = split_unit(
+            compute, _unshard, first, example, may_close_over=False
+        )
         return cls(
             weights_only,
             rest,

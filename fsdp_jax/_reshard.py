@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.extend import core
 from jaxtyping import Array
 
@@ -116,7 +117,7 @@ def _is_unshard(primitive, params) -> bool:
     return params["call_jaxpr"].jaxpr.debug_info.func_name == "fsdp_unshard"
 
 
-def split_unit(compute, unshard, shards, args):
+def split_unit(compute, unshard, shards, args, *, may_close_over: bool = True):
     """Cuts `compute(unshard(shards), *args)` behind what depends on shards alone.
 
     Returns `weights_only(shards) -> values`, `rest(values, *arg_leaves) -> leaves`,
@@ -126,8 +127,10 @@ def split_unit(compute, unshard, shards, args):
     num_weights = len(jax.tree.leaves(weights))
     closed, out_shape = jax.make_jaxpr(compute, return_shape=True)(weights, *args)
     closed = _inline_mixed_calls(closed, num_weights)
+    if not may_close_over:
+        _check_closed(closed)
     jaxpr = closed.jaxpr
-    before, after, derived = _partition(jaxpr, jaxpr.invars[:num_weights])
+    before, after, derived = _partition(closed, closed.jaxpr.invars[:num_weights])
     used = {v for eqn in after for v in eqn.invars if isinstance(v, core.Var)}
     used |= {v for v in jaxpr.outvars if isinstance(v, core.Var)}
     crossing = [v for v in derived if v in used]
@@ -145,14 +148,34 @@ def split_unit(compute, unshard, shards, args):
     return weights_only, rest, jax.tree.structure(out_shape)
 
 
-def _partition(jaxpr, weights):
+def _check_closed(closed) -> None:
+    """Refuses a unit with other inputs than its arguments.
+
+    It runs inside a custom derivative, which would not see them.
+    """
+    caught = [x.aval.str_short() for x in closed.consts if isinstance(x, Tracer)]
+    if caught:
+        raise ValueError(
+            "The unit given to fsdp.scan(prefetch=...) computes with traced value(s) "
+            f"that are none of its arguments: {', '.join(caught)}. The object of a "
+            "method may hold them. Pass them in `consts` or `xs`, or use prefetch=0."
+        )
+
+
+def _partition(closed, weights):
     """What an equation reads decides where it stands: weights alone, or other things.
 
     Returns the equations of weights and constants alone; the others; and the weights
     with what is derived of them. What is made of constants alone stands in both.
     """
+    jaxpr = closed.jaxpr
     derived = dict.fromkeys(weights)
-    constant = set(jaxpr.constvars)
+    constant = {
+        var
+        for var, value in zip(jaxpr.constvars, closed.consts, strict=True)
+        # What the unit closes over is another input, which may be differentiated by.
+        if not isinstance(value, Tracer)
+    }
     before, after = [], []
     for eqn in jaxpr.eqns:
         read = {v for v in eqn.invars if isinstance(v, core.Var)}
@@ -170,7 +193,7 @@ def _partition(jaxpr, weights):
 
 def _inline_mixed_calls(closed, num_weights: int):
     """Opens `jit` calls that take weights and other things, until there are none."""
-    while opened := _mixed_calls(closed.jaxpr, num_weights):
+    while opened := _mixed_calls(closed, num_weights):
         avals = [v.aval for v in closed.jaxpr.invars]
         shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
         inlined = functools.partial(_evaluate, closed, opened)
@@ -178,8 +201,8 @@ def _inline_mixed_calls(closed, num_weights: int):
     return closed
 
 
-def _mixed_calls(jaxpr, num_weights: int) -> set[int]:
-    _, after, derived = _partition(jaxpr, jaxpr.invars[:num_weights])
+def _mixed_calls(closed, num_weights: int) -> set[int]:
+    _, after, derived = _partition(closed, closed.jaxpr.invars[:num_weights])
     return {
         id(eqn)
         for eqn in after

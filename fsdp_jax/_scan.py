@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
 
 import jax
-from jax.core import Tracer
 
+from fsdp_jax._attributes import closed_over_tracers
 from fsdp_jax._derived import take_parts
 from fsdp_jax._objects import put_state, written_state
 from fsdp_jax._plan import ParamPlan
@@ -63,7 +62,7 @@ def scan(
                 f"fsdp.scan({name}=...) takes a tuple of trees, got a "
                 f"{type(value).__name__}: write {name}=({name},)."
             )
-    if caught := sorted(_closed_over_tracers(unit)):
+    if caught := sorted(set(closed_over_tracers(unit))):
         raise ValueError(
             f"The unit given to fsdp.scan closes over traced value(s): "
             f"{', '.join(caught)}. A unit takes what it computes with by its "
@@ -172,24 +171,3 @@ def _check_prefetch(own: list[Shard], rest: PyTree) -> None:
             f"fsdp.scan(prefetch=...) cannot gather '{row.unit}' ahead: {problem}. Use "
             "prefetch=0."
         )
-
-
-def _closed_over_tracers(fn: Callable[..., Any]) -> Iterator[str]:
-    if isinstance(fn, functools.partial):
-        bound = {f"argument {i} of partial": a for i, a in enumerate(fn.args)}
-        yield from _traced({**bound, **fn.keywords})
-        yield from _closed_over_tracers(fn.func)
-        return
-    code = getattr(fn, "__code__", None)
-    cells = getattr(fn, "__closure__", None) or ()
-    for name, cell in zip(code.co_freevars if code else (), cells, strict=True):
-        try:
-            yield from _traced({name: cell.cell_contents})
-        except ValueError:  # An empty cell: the name is assigned later.
-            continue
-
-
-def _traced(values: dict[str, Any]) -> Iterator[str]:
-    for name, value in values.items():
-        if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(value)):
-            yield name

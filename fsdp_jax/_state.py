@@ -12,12 +12,14 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Int, Key
 
+from fsdp_jax._attributes import trace_model
 from fsdp_jax._config import Placements
 from fsdp_jax._frozen import seen_by_optimizer
 from fsdp_jax._fully_shard import choose_split
 from fsdp_jax._loss_scale import LossScale, ScaleState
 from fsdp_jax._mesh import num_devices
 from fsdp_jax._offload import moulds_on_host
+from fsdp_jax._optimizer import abstract_optimizer_state
 from fsdp_jax._padded import Padded, pack, unpack
 from fsdp_jax._plan import ParamPlan, Plan
 from fsdp_jax._tree import PyTree, named_leaves
@@ -74,10 +76,10 @@ def init_params(plan: Plan, key: Key[Array, ""]) -> PyTree:
     """
 
     def make(key):
-        params, _ = plan.model.split(plan.make_model(key))
+        params, _ = plan.model.split(trace_model(plan.make_model, key))
         if plan.model.adapted is not None:
             params = plan.model.adapted.complete(params, jax.random.fold_in(key, 1))
-        return jax.tree.map(lambda p, m: p.astype(m.dtype), params, plan.params)
+        return jax.tree.map(lambda p, m: jnp.asarray(p, m.dtype), params, plan.params)
 
     return jax.jit(make, out_shardings=plan.shardings)(key)
 
@@ -125,7 +127,7 @@ def init(
 
     def rest(params, rng, model_state, opt_state):
         if model_state is None:
-            _, model_state = plan.model.split(plan.make_model(rng))
+            _, model_state = plan.model.split(trace_model(plan.make_model, rng))
         zero = jnp.zeros((), jnp.int32)
         # A copy, since the state is donated and the caller's key is not ours to delete.
         key = jax.random.wrap_key_data(
@@ -155,7 +157,7 @@ def _check_opt_state(
     plan: Plan, tx: optax.GradientTransformation, opt_state: PyTree
 ) -> None:
     """Raises one `ValueError` that lists what `tx` would not have made so."""
-    mould = jax.eval_shape(tx.init, seen_by_optimizer(plan, plan.params))
+    mould = abstract_optimizer_state(tx, seen_by_optimizer(plan, plan.params))
     have, want = dict(named_leaves(opt_state)), dict(named_leaves(mould))
     problems = [f"missing: {name}" for name in want if name not in have]
     problems += [f"unexpected: {name}" for name in have if name not in want]
@@ -273,8 +275,7 @@ def _abstract_opt_state(plan: Plan, tx: optax.GradientTransformation) -> PyTree:
     flat, _ = jax.tree_util.tree_flatten_with_path(params)
     trained = [row for row in plan.rows if row.is_optimized]
     rows = {path: row for (path, _), row in zip(flat, trained, strict=True)}
-    shapes = jax.eval_shape(tx.init, params)
-    _refuse_multi_steps(shapes)
+    shapes = abstract_optimizer_state(tx, params)
 
     def mould(path: tuple[Any, ...], leaf: Any) -> jax.ShapeDtypeStruct | Padded:
         row = _parameter_of(path, rows)
@@ -344,16 +345,3 @@ def _has_its_split_dim(shape: tuple[int, ...], owner: ParamPlan) -> bool:
     if dim is None or len(shape) != len(owner.shape):
         return False
     return shape[dim] == owner.shape[dim]
-
-
-def _refuse_multi_steps(opt_state: PyTree) -> None:
-    """Accumulating in the optimizer would keep a second set of gradients, unreduced."""
-    nodes = jax.tree.leaves(
-        opt_state, is_leaf=lambda n: isinstance(n, optax.MultiStepsState)
-    )
-    if any(isinstance(node, optax.MultiStepsState) for node in nodes):
-        raise ValueError(
-            "optax.MultiSteps accumulates gradients between calls of the step. Use "
-            "make_train_step(..., accumulate=k) with the inner optimizer instead: it "
-            "does so within one step and reduces only as often as the strategy needs."
-        )

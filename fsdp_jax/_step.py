@@ -195,7 +195,7 @@ def make_train_step(
 
     Raises:
       ValueError: If two options contradict each other, or the optimizer is
-        `optax.MultiSteps`.
+        `optax.MultiSteps` or needs more than gradients, parameters and `value=loss`.
 
     Source: Megatron `DistributedDataParallelConfig` for `check_for_nan_in_grad` (there
       each bucket's norm before the collective; here each parameter's, after it, alike
@@ -231,7 +231,8 @@ def make_train_step(
         with jax.named_scope("optimizer"):
             # Apart from the keys of the ranks, which count from zero.
             key = jax.random.fold_in(rng, 2**31 - 1)
-            params, opt_state = update(params, state.opt_state, grads, skip, key)
+            given = (params, state.opt_state, grads, skip, key, loss)
+            params, opt_state = update(*given)
         if skips:
             model_state = unless(skip, state.model_state, model_state)
         metrics = {

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from fsdp_jax._collectives import gather_weight
 from fsdp_jax._derived import take_parts
+from fsdp_jax._heap import Outcome, take_apart, twins_of
 from fsdp_jax._reshard import reshard_after_forward
 from fsdp_jax._shard import Shard, partition
 from fsdp_jax._tree import PyTree
@@ -23,8 +23,9 @@ def unit(fn: Callable[..., Any]) -> Callable[..., Any]:
     it is, so a marked function still runs on one device.
 
     Args:
-      fn: `fn(weights, *args, **kwargs)`; weights are any pytree. What it is
-        differentiated by has to enter through its arguments.
+      fn: `fn(weights, *args, **kwargs)`; weights are any pytree. It may close over
+        arrays, return what is no array, and write into the containers and modules that
+        it is given.
 
     Returns:
       The function, gathering the shards in `weights` at entry; with
@@ -37,9 +38,13 @@ def unit(fn: Callable[..., Any]) -> Callable[..., Any]:
         shards, others, merge = partition(
             weights, keep=lambda node: is_unit(node) and node is not weights
         )
+        if not shards:
+            return fn(weights, *args, **kwargs)
 
         def compute(whole, others, args, kwargs):
-            return fn(merge(whole, others), *args, **kwargs)
+            own = merge(whole, others)
+            twins = twins_of(weights, own)
+            return Outcome(fn(own, *args, **kwargs), twins)
 
         return call_unit(compute, shards, others, args, kwargs)
 
@@ -61,28 +66,50 @@ def call_unit(
     """Calls `compute(weights, *args)` with the whole weights of `shards`.
 
     Args:
-      compute: A pure function whose result is a pytree of arrays.
-      shards: The unit's own parameters, slices of stacked ones.
-      *args: Pytrees; leaves that are no arrays reach `compute` as they are.
+      compute: A function of its arguments. What it writes into lists, dicts, modules
+        and dataclasses among them is written to the caller's. It returns the result,
+        or an `Outcome` if it was given other objects besides.
+      shards: The unit's own parameters, slices of stacked ones; at least one.
+      *args: Pytrees; leaves that are no JAX arrays reach `compute` as they are.
+
+    Returns:
+      The result; what is no array in it, such as a string, is returned as it is.
     """
-    if not shards:
-        return compute([], *args)
     leaves, treedef = jax.tree.flatten(args)
-    traced = [isinstance(leaf, (jax.Array, np.ndarray)) for leaf in leaves]
+    # numpy's stay numpy's, as in the plain program: they may be sizes or indices.
+    traced = [isinstance(leaf, jax.Array) for leaf in leaves]
     arrays = [leaf for leaf, is_array in zip(leaves, traced, strict=True) if is_array]
+    rebuilds: list[Callable[..., Any]] = []
 
     def on_arrays(weights, arrays):
         given = iter(arrays)
-        merged = [
+        merged = treedef.unflatten(
             next(given) if is_array else leaf
             for leaf, is_array in zip(leaves, traced, strict=True)
-        ]
-        return compute(weights, *treedef.unflatten(merged))
+        )
+        twins = twins_of(args, merged)
+        out = compute(weights, *merged)
+        if isinstance(out, Outcome):
+            out, twins = out.value, [*twins, *out.twins]
+        results, rebuild = take_apart(Outcome(out, twins))
+        rebuilds.append(rebuild)
+        return results
+
+    results = _gathered(on_arrays, shards, arrays)
+    return rebuilds[-1](results)
+
+
+def _gathered(
+    compute: Callable[..., list[jax.Array]],
+    shards: Sequence[Shard],
+    arrays: Sequence[jax.Array],
+) -> list[jax.Array]:
+    """`compute(weights, arrays)`, whose weights are gathered here."""
 
     def unshard(shards):
         return [gather_weight(shard) for shard in shards]
 
-    of_parts, parts, keys = take_parts(on_arrays, shards)
+    of_parts, parts, keys = take_parts(compute, shards)
     row = parts[0].row
     with jax.named_scope(f"unit:{row.unit}"):
         if not row.reshard:

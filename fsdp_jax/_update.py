@@ -16,6 +16,7 @@ from fsdp_jax._frozen import (
     trainable,
 )
 from fsdp_jax._offload import Offload
+from fsdp_jax._optimizer import abstract_optimizer_state, needs_loss
 from fsdp_jax._padded import pack, unpack
 from fsdp_jax._plan import Plan
 from fsdp_jax._state import TrainState
@@ -23,7 +24,7 @@ from fsdp_jax._stream import stream
 from fsdp_jax._tree import PyTree
 
 Update = Callable[..., tuple[PyTree, PyTree]]
-"""`(params, opt_state, grads, skip, key) -> (params, opt_state)`, as in a state."""
+"""`(params, opt_state, grads, skip, key, loss)` to `(params, opt_state)` of a state."""
 
 
 def make_update(
@@ -36,12 +37,22 @@ def make_update(
       tx: The optimizer.
       mould: Of the state.
       may_skip: Whether everything stays as it is where `skip` is true.
-    """
 
-    def update(params, opt_state, grads, skip, key):
+    Raises:
+      ValueError: If a step cannot serve the optimizer.
+    """
+    seen = seen_by_optimizer(plan, plan.params)
+    with_loss = needs_loss(tx, seen, abstract_optimizer_state(tx, seen))
+
+    def update(params, opt_state, grads, skip, key, loss):
         plain, grads = unpack(params), unpack(grads)
+        # The loss of the global batch, which is alike on all ranks.
+        extra = {"value": loss} if with_loss else {}
         updates, new_state = tx.update(
-            trainable(plan, grads), unpack(opt_state), seen_by_optimizer(plan, plain)
+            trainable(plan, grads),
+            unpack(opt_state),
+            seen_by_optimizer(plan, plain),
+            **extra,
         )
         moved = apply_updates(plan, plain, updates, key=key)
         new = (
@@ -91,9 +102,10 @@ def _streamed(update: Update, offload: Offload, mould: TrainState) -> Update:
         for m, is_chosen in zip(moulds, chosen, strict=True)
     )
 
-    def streamed(params, opt_state, grads, skip, key):
-        given = (params, opt_state, grads, skip, key)
-        here = jax.tree.map(lambda _: False, (grads, skip, key))
+    def streamed(params, opt_state, *others):
+        given = (params, opt_state, *others)
+        grads, *_ = others
+        here = jax.tree.map(lambda _: False, others)
         options = {"order": _by_parameter(moulds), "after": grads}
         return stream(update, given, (*flags, *here), flags, **options)
 

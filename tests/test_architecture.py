@@ -23,11 +23,11 @@ PACKAGES = ("fsdp_jax", "bridge")
 # A module of fsdp_jax imports only from lower rows. A subpackage is one entry; leading
 # underscores are left out. `__init__` is the package itself: `from fsdp_jax import X`.
 ROWS = [
-    {"bar", "padded", "table", "reshard", "compiler_options", "lora_config"}
-    | {"dataflow", "unit_dims", "grad_mark"}
+    {"attributes", "bar", "padded", "table", "reshard", "compiler_options"}
+    | {"dataflow", "unit_dims", "grad_mark", "lora_config"}
     | {"loss_scale", "low_precision", "settle", "pipeline_config", "stages"},
     {"tree", "quantized", "uses", "gradient_flow"},
-    {"stack", "mixed", "ranks"},
+    {"stack", "mixed", "optimizer", "ranks"},
     {"rounding", "eight_bit", "memory_alarm", "offload", "stream"},
     {"config", "chunks", "factored", "variables"},
     {"mesh", "model", "derived"},
@@ -38,7 +38,7 @@ ROWS = [
     {"experts", "units"},
     {"staging", "ring"},
     {"shard", "fully_shard", "batch", "frozen", "health"},
-    {"model_state", "layer_wise", "loss_check"},
+    {"model_state", "layer_wise", "loss_check", "heap"},
     {"collectives", "state", "aux", "rest"},
     {"unit", "checkpoint", "ops", "adapters", "enter", "update", "interleave"}
     | {"cut"},

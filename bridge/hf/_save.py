@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jaxtyping import DTypeLike
 
-from bridge._tree import named_leaves
+from bridge._tree import arrays_of, named_leaves
 from bridge.formats._source import INDEX_NAME
 from bridge.hf._config import CONFIG_NAME, find_family, to_hf_config
 from bridge.models import DecoderConfig
@@ -65,7 +65,7 @@ def save_hf(
         if writes:
             _check_free(path)
         sidecars = [] if copy_from is None else find_sidecars(Path(copy_from))
-        leaves = named_leaves(params)
+        leaves = named_leaves(arrays_of(params))
         mapping = find_family(config.model_type).mapping(config)
         mapping.check(leaves)
         pieces = mapping.by_source()

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from bridge._box import as_index, complete
-from bridge._tree import named_leaves
+from bridge._tree import arrays_of, named_leaves
 from bridge.formats._source import Source
 from bridge.formats._torch_zip import TensorSource
 from bridge.hf._import_plan import ImportPlan, plan_of
@@ -238,7 +238,7 @@ def megatron_tensors(params: Any, config: DecoderConfig) -> Source:
         part of an array is another process's; all of it is listed.
     """
     to_transformer_config(config)
-    leaves = named_leaves(params)
+    leaves = named_leaves(arrays_of(params))
     mapping = weight_mapping(config)
     mapping.check(leaves)
     _check_addressable(leaves)

@@ -4,7 +4,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+from flax import nnx
 
+from bridge._tree import arrays_of
 from bridge.adapt._derived import derive, underive
 from bridge.pytorch._back import follow_back
 from bridge.pytorch._bind import bind
@@ -45,7 +47,8 @@ def to_torch(
       ValueError: If tree, rules and `like` do not fit; everything that does not is
         listed.
     """
-    leaves = jax.device_get(read_mould(tree).leaves)
+    tree = nnx.state(tree) if isinstance(tree, nnx.Module) else tree
+    leaves = jax.device_get(read_mould(arrays_of(tree)).leaves)
     if empty := [n for n, x in leaves.items() if isinstance(x, jax.ShapeDtypeStruct)]:
         raise ValueError(f"The tree is a mould, without numbers in {', '.join(empty)}.")
     derived, sized = derived_of(rules), spell_out(rules, sizes or {})

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import (
+    BestN,
     PreservationPolicy,
     SaveDecisionPolicy,
 )
@@ -97,8 +98,10 @@ class Checkpointer:
             answer is given up.
 
         Raises:
-          ValueError: If `local` does not fit the job.
+          ValueError: If `local` does not fit the job, or `preservation_policy` ranks
+            steps by metrics, as `BestN` does: steps are saved without any.
         """
+        _refuse_metrics(preservation_policy)
         remove_unfinished(Path(path))
         self._path = path
         self._timeout_secs = timeout_secs
@@ -329,6 +332,20 @@ class Checkpointer:
 
     def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
         self._terminated.set()
+
+
+def _refuse_metrics(policy: PreservationPolicy | None) -> None:
+    """Refuses to rank steps by metrics, which a save does not give to Orbax."""
+    inner = getattr(policy, "policies", ())
+    if isinstance(policy, BestN):
+        raise ValueError(
+            f"Checkpointer(preservation_policy=BestN(n={policy.n})): steps are saved "
+            "without metrics, so that BestN has nothing to rank them by and would keep "
+            "all, or none. Use LatestN(n), and save each step that is the best so far "
+            "to a directory of its own with fsdp_jax.save(path, state)."
+        )
+    for one in inner:
+        _refuse_metrics(one)
 
 
 def _local_steps(step: Step, found: int | None) -> range:

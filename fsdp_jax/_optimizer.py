@@ -1,0 +1,121 @@
+"""What an optimizer has to be for a step: a function of gradients, state and loss."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from fsdp_jax._tree import PyTree, leaf_name
+
+# What an optimizer raises that is given other parameters or arguments than it needs.
+_OF_OPTIMIZERS = (TypeError, ValueError, AttributeError, KeyError)
+
+
+def abstract_optimizer_state(tx: optax.GradientTransformation, params: PyTree) -> Any:
+    """The shapes of what `tx.init` makes.
+
+    Args:
+      tx: The optimizer.
+      params: What it sees for the parameters, arrays or shapes.
+
+    Raises:
+      ValueError: If it cannot start from a tree of parameters, or is
+        `optax.MultiSteps`.
+    """
+    try:
+        state = jax.eval_shape(tx.init, params)
+    except _OF_OPTIMIZERS as error:
+        raise _failed("init", error) from error
+    _refuse_multi_steps(state)
+    return state
+
+
+def needs_loss(tx: optax.GradientTransformation, params: PyTree, state: PyTree) -> bool:
+    """Traces one update, to see what the step has to give the optimizer.
+
+    Args:
+      tx: The optimizer.
+      params: What it sees for the parameters, shapes.
+      state: From `abstract_optimizer_state`.
+
+    Returns:
+      Whether its update needs `value=loss`, as that of
+      `optax.contrib.reduce_on_plateau` does.
+
+    Raises:
+      ValueError: If it needs more than gradients, state, parameters and the loss, or
+        returns anything but an update of each parameter and a state like the one it was
+        given.
+    """
+    loss = jax.ShapeDtypeStruct((), jnp.float32)
+    try:
+        updates, new = jax.eval_shape(tx.update, params, state, params)
+        with_loss = False
+    except TypeError:
+        updates, new = _with_loss(tx, params, state, loss)
+        with_loss = True
+    except _OF_OPTIMIZERS as error:
+        raise _failed("update", error) from error
+    _check_same("updates", updates, "the parameters", params)
+    _check_same("a state", new, "the one it was given", state)
+    return with_loss
+
+
+def _with_loss(tx: Any, params: PyTree, state: PyTree, loss: Any) -> Any:
+    def update(grads, state, params, loss):
+        return tx.update(grads, state, params, value=loss)
+
+    try:
+        return jax.eval_shape(update, params, state, params, loss)
+    except _OF_OPTIMIZERS as error:
+        raise _failed("update", error) from error
+
+
+def _failed(what: str, error: Exception) -> ValueError:
+    return ValueError(
+        f"The optimizer's {what} fails with {type(error).__name__}: {error}. A step "
+        "calls tx.init(params) and tx.update(grads, state, params), with value=loss if "
+        "need be, and params are one tree of arrays. It does not support optimizers "
+        "that evaluate the loss themselves (optax.lbfgs with a line search, sophia) or "
+        "that take LookaheadParams (optax.lookahead). Use "
+        "optax.lbfgs(linesearch=None), the optimizer inside of lookahead, or a loop of "
+        "your own with fsdp_jax.value_and_grad."
+    )
+
+
+def _check_same(what: str, got: PyTree, like: str, want: PyTree) -> None:
+    has, had = (
+        {
+            leaf_name(path): tuple(leaf.shape)
+            for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+        }
+        for tree in (got, want)
+    )
+    differ = [
+        f"{name}: {has.get(name)}, not {had.get(name)}"
+        for name in had | has
+        if has.get(name) != had.get(name)
+    ]
+    if differ or jax.tree.structure(got) != jax.tree.structure(want):
+        shown = "\n  ".join(differ[:5]) or f"{jax.tree.structure(got)}"
+        raise ValueError(
+            f"The optimizer's update returns {what} of another structure than {like}, "
+            f"in {max(1, len(differ))} place(s):\n  {shown}\nA step carries arrays "
+            "that keep their shapes: use an optimizer whose state does."
+        )
+
+
+def _refuse_multi_steps(opt_state: PyTree) -> None:
+    """Accumulating in the optimizer would keep a second set of gradients, unreduced."""
+    nodes = jax.tree.leaves(
+        opt_state, is_leaf=lambda n: isinstance(n, optax.MultiStepsState)
+    )
+    if any(isinstance(node, optax.MultiStepsState) for node in nodes):
+        raise ValueError(
+            "optax.MultiSteps accumulates gradients between calls of the step. Use "
+            "make_train_step(..., accumulate=k) with the inner optimizer instead: it "
+            "does so within one step and reduces only as often as the strategy needs."
+        )
