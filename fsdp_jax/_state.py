@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Int, Key
 
 from fsdp_jax._config import Placements
+from fsdp_jax._dealt import Dealt
 from fsdp_jax._frozen import seen_by_optimizer
 from fsdp_jax._fully_shard import choose_split
 from fsdp_jax._loss_scale import LossScale, ScaleState
@@ -276,7 +277,9 @@ def _abstract_opt_state(plan: Plan, tx: optax.GradientTransformation) -> PyTree:
     shapes = jax.eval_shape(tx.init, params)
     _refuse_multi_steps(shapes)
 
-    def mould(path: tuple[Any, ...], leaf: Any) -> jax.ShapeDtypeStruct | Padded:
+    def mould(path: tuple[Any, ...], leaf: Any) -> Any:
+        if isinstance(leaf, Dealt):
+            return leaf.abstract()
         row = _parameter_of(path, rows)
         shape = tuple(leaf.shape)
         if row is None or shape != row.shape:
@@ -287,7 +290,9 @@ def _abstract_opt_state(plan: Plan, tx: optax.GradientTransformation) -> PyTree:
         )
         return Padded(struct, shape) if row.is_padded else struct
 
-    return jax.tree_util.tree_map_with_path(mould, shapes)
+    return jax.tree_util.tree_map_with_path(
+        mould, shapes, is_leaf=lambda node: isinstance(node, Dealt)
+    )
 
 
 def _parameter_of(

@@ -25,6 +25,7 @@ PACKAGES = ("fsdp_jax", "bridge")
 ROWS = [
     {"bar", "padded", "table", "reshard", "uses", "compiler_options", "lora_config"}
     | {"loss_scale", "low_precision", "settle", "pipeline_config", "stages"},
+    {"dealt"},
     {"tree", "quantized"},
     {"stack", "mixed"},
     {"rounding", "eight_bit", "memory_alarm", "offload", "stream"},
