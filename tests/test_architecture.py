@@ -33,7 +33,7 @@ ROWS = [
     {"mesh", "model", "derived"},
     {"lora"},
     {"param_plan"},
-    {"pipeline_lines", "held"},
+    {"pipeline_lines", "held", "unnamed"},
     {"plan", "data", "launch", "batches"},
     {"experts", "units"},
     {"staging", "ring"},

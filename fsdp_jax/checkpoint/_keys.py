@@ -121,12 +121,18 @@ def _leaf(leaf: Any) -> Leaf:
 def _by_parameter(name: str, leaf: Any) -> list[tuple[str, Any]]:
     """A leaf under its name; the parts of a stack under those of their parameters."""
     if not isinstance(leaf, Dealt):
-        return [(name, leaf)]
+        return [(_full_name(name, leaf), leaf)]
     pieces = zip(leaf.members, leaf.by_member(), strict=True)
     return [
         (_member_name(name, member), Padded(piece, member.shape))
         for member, piece in pieces
     ]
+
+
+def _full_name(name: str, leaf: Any) -> str:
+    """With whose array it is, if no parameter's name in it says that."""
+    of = leaf.of if _is_padded(leaf) else ""
+    return f"{name} ({of})" if of else name
 
 
 def _member_name(name: str, member: Member) -> str:
@@ -137,11 +143,12 @@ def _member_name(name: str, member: Member) -> str:
 def _filled(name: str, leaf: Any, values: dict[str, Any]) -> Any:
     if isinstance(leaf, Dealt):
         return _dealt(name, leaf, values)
-    if name not in values:
+    value = values.get(_full_name(name, leaf))
+    if value is None:
         return leaf
     if is_key(leaf):
-        return _as_key(values[name], leaf)
-    return Padded(values[name], leaf.shape) if _is_padded(leaf) else values[name]
+        return _as_key(value, leaf)
+    return dataclasses.replace(leaf, value=value) if _is_padded(leaf) else value
 
 
 def _dealt(name: str, leaf: Dealt, values: dict[str, Any]) -> Dealt:
