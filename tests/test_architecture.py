@@ -23,7 +23,16 @@ PACKAGES = ("fsdp_jax", "bridge")
 # A module of fsdp_jax imports only from lower rows. A subpackage is one entry; leading
 # underscores are left out. `__init__` is the package itself: `from fsdp_jax import X`.
 ROWS = [
-    {"bar", "padded", "table", "reshard", "uses", "compiler_options", "lora_config"}
+    {
+        "bar",
+        "local_path",
+        "padded",
+        "table",
+        "reshard",
+        "uses",
+        "compiler_options",
+        "lora_config",
+    }
     | {"loss_scale", "low_precision", "settle", "pipeline_config", "stages"},
     {"dealt"},
     {"tree", "quantized"},
@@ -55,7 +64,7 @@ ROWS = [
 ]
 # The same for bridge, whose packages are a row each.
 BRIDGE_ROWS = [
-    {"box", "report", "tree", "reorder"},
+    {"box", "local_path", "report", "tree", "reorder"},
     {"models", "formats"},
     {"rules"},
     {"families", "adapt", "streaming"},

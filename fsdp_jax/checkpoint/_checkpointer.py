@@ -21,6 +21,7 @@ from orbax.checkpoint.checkpoint_managers import (
     SaveDecisionPolicy,
 )
 
+from fsdp_jax._local_path import check_local
 from fsdp_jax._state import TrainState
 from fsdp_jax._tree import PyTree
 from fsdp_jax.checkpoint._agree import LostProcessError, gather
@@ -99,6 +100,7 @@ class Checkpointer:
         Raises:
           ValueError: If `local` does not fit the job.
         """
+        check_local(path)
         remove_unfinished(Path(path))
         self._path = path
         self._timeout_secs = timeout_secs
