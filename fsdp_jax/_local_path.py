@@ -25,6 +25,6 @@ def check_local(*paths: object) -> None:
             raise ValueError(
                 f"'{text}' is a URL with the scheme '{match[1]}', and only paths on a "
                 "mounted file system are supported. Mount the bucket, or give a plain "
-                "path: '/data/run' for 'file:///data/run', an absolute one for a folder "
-                f"called '{match[1]}:'."
+                "path: '/data/run' for 'file:///data/run', an absolute one for a "
+                f"folder called '{match[1]}:'."
             )
