@@ -114,6 +114,7 @@ def test_training_goes_on_where_megatron_stopped(golden, tmp_path, text, capsys)
     run("import", golden / "torch_dist", tmp_path / "run", "--optimizer")
     capsys.readouterr()
     argv = ["train", "--resume", tmp_path / "run", "--data", text, "--seq", "8"]
+    argv += ["--lr", "1e-2"]  # its own follows a schedule
     run(*argv, "--steps", iteration + 1, "--save", tmp_path / "more")
     on = json.loads(capsys.readouterr().out)
     assert on["step"] == iteration + 1
