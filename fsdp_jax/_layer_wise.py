@@ -35,17 +35,20 @@ def layer_wise(
 
     A matrix that is split over devices can be orthogonalised only by communicating
     within each iteration. Here one all-to-all hands each device whole matrices, it
-    updates these, and another one brings the updates back.
+    updates these, and another one brings the updates back. Parameters may be split over
+    `tp`, `ep` and `pp` besides. A checkpoint holds the state by parameter, so that it
+    loads on any mesh.
 
     Args:
       plan: From `fully_shard`.
       matrix_tx: For the matrices, handed to it as a dict of stacks of shape
         `[matrices, rows, cols]`, such as `optax.contrib.muon(lr,
         muon_weight_dimension_numbers=lambda stacks: jax.tree.map(lambda _:
-        optax.contrib.MuonDimensionNumbers((1,), (2,)), stacks))`. Behind the last
-        matrix of a stack there are zeros, until the devices divide it.
+        optax.contrib.MuonDimensionNumbers((1,), (2,)), stacks))`. Some matrices of a
+        stack are zeros, so that the devices divide it.
       rest_tx: For all other parameters, e.g. `optax.adamw(lr)`.
-      matrices: Path patterns of the parameters that are matrices, or stacks of them.
+      matrices: Path patterns of the parameters that are matrices, stacks of them, or
+        experts of which each is one.
 
     Returns:
       A transformation for `init` and `make_train_step` of this plan.
