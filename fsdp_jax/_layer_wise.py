@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import optax
-from jax import lax
-from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
-from fsdp_jax._mesh import num_devices
+from fsdp_jax._dealt import Deal, Dealt, Member, bring_back, deal_out
 from fsdp_jax._padded import pad_to
 from fsdp_jax._plan import ParamPlan, Plan
-from fsdp_jax._tree import PyTree, matches
+from fsdp_jax._tree import PyTree, leaf_name, matches
 
 Matrices = dict[str, Float[Array, "matrices rows cols"]]
 """All matrices of one shape in one array, split over devices along the first dim."""
@@ -39,17 +35,20 @@ def layer_wise(
 
     A matrix that is split over devices can be orthogonalised only by communicating
     within each iteration. Here one all-to-all hands each device whole matrices, it
-    updates these, and another one brings the updates back.
+    updates these, and another one brings the updates back. Parameters may be split over
+    `tp`, `ep` and `pp` besides. A checkpoint holds the state by parameter, so that it
+    loads on any mesh.
 
     Args:
       plan: From `fully_shard`.
       matrix_tx: For the matrices, handed to it as a dict of stacks of shape
         `[matrices, rows, cols]`, such as `optax.contrib.muon(lr,
         muon_weight_dimension_numbers=lambda stacks: jax.tree.map(lambda _:
-        optax.contrib.MuonDimensionNumbers((1,), (2,)), stacks))`. Behind the last
-        matrix of a stack there are zeros, until the devices divide it.
+        optax.contrib.MuonDimensionNumbers((1,), (2,)), stacks))`. Some matrices of a
+        stack are zeros, so that the devices divide it.
       rest_tx: For all other parameters, e.g. `optax.adamw(lr)`.
-      matrices: Path patterns of the parameters that are matrices, or stacks of them.
+      matrices: Path patterns of the parameters that are matrices, stacks of them, or
+        experts of which each is one.
 
     Returns:
       A transformation for `init` and `make_train_step` of this plan.
@@ -62,125 +61,99 @@ def layer_wise(
     """
     chosen = [row for row in plan.rows if _is_chosen(row, matrices)]
     _check(plan, chosen, matrices)
-    groups: dict[tuple[int, int, int | None], list[ParamPlan]] = {}
-    for row in chosen:
-        rows, cols = row.shape[-2:]
-        dim = None if row.dim is None else row.dim - (len(row.shape) - 2)
-        groups.setdefault((rows, cols, dim), []).append(row)
-    named = {
-        f"{rows} x {cols}" + ("" if dim is None else f" split on {dim}"): members
-        for (rows, cols, dim), members in groups.items()
-    }
+    deals = _deals(plan, chosen)
 
     def split(tree: PyTree) -> tuple[Matrices, PyTree]:
         """The stacks of matrices, and the tree without them."""
         leaves = dict(zip(_names(plan), plan.treedef.flatten_up_to(tree), strict=True))
-        stacks = {
-            name: _dealt_out(plan, members, [leaves[row.name] for row in members])
-            for name, members in named.items()
-        }
+        stacks = {name: _stacked(deal, leaves) for name, deal in deals.items()}
         taken = {row.name for row in chosen}
         rest = [None if name in taken else leaf for name, leaf in leaves.items()]
         return stacks, plan.treedef.unflatten(rest)
 
     def join(stacks: Any, rest: PyTree) -> PyTree:
         leaves = dict(zip(_names(plan), plan.treedef.flatten_up_to(rest), strict=True))
-        for name, members in named.items():
-            pieces = _brought_back(plan, members, stacks[name])
-            leaves |= {row.name: p for row, p in zip(members, pieces, strict=True)}
+        for name, deal in deals.items():
+            leaves |= _unstacked(deal, stacks[name])
         return plan.treedef.unflatten(leaves.values())
 
     def init(params):
         stacks, rest = split(params)
-        return LayerWiseState(matrix_tx.init(stacks), rest_tx.init(rest))
+        matrix_state = _marked(deals, matrix_tx.init(stacks))
+        return LayerWiseState(matrix_state, rest_tx.init(rest))
 
     def update(updates, state, params=None):
         stacks, rest = split(updates)
         old, old_rest = (None, None) if params is None else split(params)
-        stacks, matrix_state = matrix_tx.update(stacks, state.matrices, old)
+        plain = _unmarked(state.matrices)
+        stacks, matrix_state = matrix_tx.update(stacks, plain, old)
         rest, rest_state = rest_tx.update(rest, state.rest, old_rest)
-        return join(stacks, rest), LayerWiseState(matrix_state, rest_state)
+        new_state = LayerWiseState(_marked(deals, matrix_state), rest_state)
+        return join(stacks, rest), new_state
 
     return optax.GradientTransformation(init, update)  # pyright: ignore[reportArgumentType]
 
 
-def _dealt_out(
-    plan: Plan, members: Sequence[ParamPlan], leaves: Sequence[Array]
+def _deals(plan: Plan, chosen: Sequence[ParamPlan]) -> dict[str, Deal]:
+    """Who shares a stack, by the name of the stack: matrices of one shape and split."""
+    groups: dict[tuple[Any, ...], list[Member]] = {}
+    for row in chosen:
+        member = _member(row)
+        lead = sum(member.split[:-2], ())
+        groups.setdefault((row.shape[-2:], lead, member.split[-2:]), []).append(member)
+    return {_title(*key): Deal(plan.mesh, tuple(m)) for key, m in groups.items()}
+
+
+def _member(row: ParamPlan) -> Member:
+    spec = row.spec_with_tp(row.placements.optimizer)
+    entries = [*spec, *[None] * (len(row.shape) - len(spec))]
+    split = [(e,) if isinstance(e, str) else tuple(e or ()) for e in entries]
+    return Member(row.name, row.shape, row.padded_shape, tuple(split))
+
+
+def _title(shape: tuple[int, ...], lead: tuple[str, ...], split: Any) -> str:
+    """E.g. `16 x 64 split on 0`."""
+    title = " x ".join(map(str, shape))
+    if lead:
+        title += f" of {'_'.join(lead)}"
+    for dim, axes in enumerate(split):
+        if axes:
+            title += f" split on {dim}" + " over tp" * ("tp" in axes)
+    return title
+
+
+def _stacked(
+    deal: Deal, leaves: Mapping[str, Array]
 ) -> Float[Array, "matrices rows cols"]:
-    """Parameters as one stack of whole matrices, split along the stack."""
-    axes, num_shards = _owners(plan, members)
-    rows, cols = members[0].shape[-2:]
-
-    def local(*pieces):
-        flat = jnp.concatenate([p.reshape(-1, *p.shape[-2:]) for p in pieces])
-        flat = jnp.pad(flat, ((0, -len(flat) % num_shards), (0, 0), (0, 0)))
-        if axes:
-            dim = _dim(members[0])
-            flat = lax.all_to_all(flat, axes, split_axis=0, concat_axis=dim, tiled=True)
-        return flat[:, :rows, :cols]
-
-    pairs = zip(members, leaves, strict=True)
-    padded = [pad_to(leaf, row.padded_shape) for row, leaf in pairs]
-    specs = [row.spec(axes) for row in members]
-    return _over_mesh(plan, local, specs, _stack_spec(axes))(*padded)
+    pieces = [pad_to(leaves[m.name], m.padded_shape) for m in deal.members]
+    return deal_out(deal, pieces)
 
 
-def _brought_back(
-    plan: Plan,
-    members: Sequence[ParamPlan],
-    stack: Float[Array, "matrices rows cols"],
-) -> list[Array]:
-    """The inverse of `_dealt_out`."""
-    axes, _ = _owners(plan, members)
-    counts = [math.prod(row.shape[:-2]) for row in members]
-
-    def local(stack):
-        if axes:
-            dim, padding = _dim(members[0]), members[0].padding
-            widths = [(0, padding if d == dim else 0) for d in range(3)]
-            stack = jnp.pad(stack, widths)
-            stack = lax.all_to_all(
-                stack, axes, split_axis=dim, concat_axis=0, tiled=True
-            )
-        pieces, start = [], 0
-        for row, count in zip(members, counts, strict=True):
-            piece = stack[start : start + count]
-            pieces.append(piece.reshape(*row.shape[:-2], *piece.shape[1:]))
-            start += count
-        return pieces
-
-    specs = [row.spec(axes) for row in members]
-    pieces = _over_mesh(plan, local, _stack_spec(axes), specs)(stack)
-    return [
-        piece[tuple(slice(size) for size in row.shape)]
-        for row, piece in zip(members, pieces, strict=True)
-    ]
+def _unstacked(
+    deal: Deal, stack: Float[Array, "matrices rows cols"]
+) -> dict[str, Array]:
+    pieces = zip(deal.members, bring_back(deal, stack), strict=True)
+    return {m.name: p[tuple(slice(size) for size in m.shape)] for m, p in pieces}
 
 
-def _owners(plan: Plan, members: Sequence[ParamPlan]) -> tuple[tuple[str, ...], int]:
-    axes = members[0].placements.optimizer
-    return axes, num_devices(plan.mesh, axes)
+def _marked(deals: Mapping[str, Deal], state: PyTree) -> PyTree:
+    """The state with whose matrices it is of, wherever it has something for each."""
+
+    def mark(path: tuple[Any, ...], leaf: Any) -> Any:
+        deal = deals.get(leaf_name(path[-1:]))
+        if deal is None or leaf.shape[:1] != (deal.num_matrices,):
+            return leaf
+        return Dealt(leaf, deal)
+
+    return jax.tree_util.tree_map_with_path(mark, state)
 
 
-def _dim(row: ParamPlan) -> int:
-    """The split dim of a matrix of `row` in its stack `[matrices, rows, cols]`."""
-    assert row.dim is not None
-    return row.dim - (len(row.shape) - 2) + 1
+def _unmarked(state: PyTree) -> PyTree:
+    def is_dealt(node: Any) -> bool:
+        return isinstance(node, Dealt)
 
-
-def _stack_spec(axes: tuple[str, ...]) -> PartitionSpec:
-    return PartitionSpec(axes) if axes else PartitionSpec()
-
-
-def _over_mesh(plan: Plan, local, in_specs, out_specs):
-    in_specs = tuple(in_specs) if isinstance(in_specs, list) else (in_specs,)
-    return jax.shard_map(
-        local,
-        mesh=plan.mesh,
-        in_specs=in_specs,
-        out_specs=out_specs,
-        axis_names=plan.manual_axes,
-        check_vma=False,
+    return jax.tree.map(
+        lambda node: node.value if is_dealt(node) else node, state, is_leaf=is_dealt
     )
 
 
@@ -197,17 +170,22 @@ def _check(plan: Plan, chosen: Sequence[ParamPlan], patterns: Sequence[str]) -> 
     wrong = [
         f"'{row.name}' {row.shape} is no matrix"
         for row in chosen
-        if row.ndim_in_unit != 2
+        if row.ndim_in_unit - _counts_experts(plan, row) != 2
     ]
-    wrong += [
-        f"'{row.name}' is split over tp" for row in chosen if row.tensor_dim is not None
-    ]
-    wrong += [f"'{row.name}' is split over ep" for row in chosen if row.is_expert]
-    wrong += [f"'{row.name}' is split over pp" for row in chosen if row.is_staged]
     wrong += [f"{pattern!r} matches nothing that is trained" for pattern in unused]
     if wrong:
         raise ValueError(
             f"layer_wise(matrices={tuple(patterns)}): {'; '.join(wrong)}. Name "
-            "parameters that have two dims in their unit, and leave the others to "
-            "rest_tx."
+            "parameters that have two dims in their unit, or two behind the one of "
+            "FSDPConfig(expert_parallel=...), and leave the others to rest_tx."
         )
+
+
+def _counts_experts(plan: Plan, row: ParamPlan) -> bool:
+    """Whether the first dim in its unit counts experts, on a mesh with `ep` or not."""
+    dims = [
+        dim % row.ndim_in_unit
+        for pattern, dim in plan.config.expert_parallel.items()
+        if matches(pattern, row.name)
+    ]
+    return dims[:1] == [0]

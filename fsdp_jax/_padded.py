@@ -13,7 +13,9 @@ from jaxtyping import Array
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=("value",), meta_fields=("shape",)
+    jax.tree_util.register_dataclass,
+    data_fields=("value",),
+    meta_fields=("shape", "of"),
 )
 @dataclasses.dataclass(frozen=True)
 class Padded:
@@ -28,10 +30,14 @@ class Padded:
       value: The padded array, split over the devices; in a mould its
         `jax.ShapeDtypeStruct`.
       shape: Logical shape, at most as large in every dim.
+      of: Whose array it is, where its path ends in no parameter's: it may hold values
+        of several, one behind the other, so that it fits no others. A checkpoint names
+        it so. "" for all else.
     """
 
     value: Any
     shape: tuple[int, ...]
+    of: str = ""
 
     @property
     def dtype(self) -> Any:
@@ -74,7 +80,7 @@ def pack(tree: Any, mould: Any) -> Any:
     def to_mould(leaf: Any, like: Any) -> Any:
         if not isinstance(like, Padded) or isinstance(leaf, Padded):
             return leaf
-        return Padded(pad_to(leaf, like.value.shape), like.shape)
+        return dataclasses.replace(like, value=pad_to(leaf, like.value.shape))
 
     leaves, treedef = jax.tree.flatten(mould, is_leaf=_is_padded)
     given = treedef.flatten_up_to(tree)

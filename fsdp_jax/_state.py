@@ -14,6 +14,7 @@ from jaxtyping import Array, Int, Key
 
 from fsdp_jax._attributes import trace_model
 from fsdp_jax._config import Placements
+from fsdp_jax._dealt import Dealt
 from fsdp_jax._frozen import seen_by_optimizer
 from fsdp_jax._fully_shard import choose_split
 from fsdp_jax._loss_scale import LossScale, ScaleState
@@ -23,6 +24,7 @@ from fsdp_jax._optimizer import abstract_optimizer_state
 from fsdp_jax._padded import Padded, pack, unpack
 from fsdp_jax._plan import ParamPlan, Plan
 from fsdp_jax._tree import PyTree, named_leaves
+from fsdp_jax._unnamed import all_of, unnamed_arrays
 
 
 @functools.partial(
@@ -270,25 +272,36 @@ def _abstract_opt_state(plan: Plan, tx: optax.GradientTransformation) -> PyTree:
     its shape it is split like it; if not (Adafactor's factors), or if it belongs to
     none, over the same axes on a dim of its own. What has no dim of at least 2 elements
     is whole, and what belongs to a parameter that is whole.
+
+    An array that belongs to none may hold values of several, by their position, such as
+    the one vector of `optax.flatten`: it says of which, so that a checkpoint of it does
+    not load for others.
     """
     params = seen_by_optimizer(plan, plan.params)
     flat, _ = jax.tree_util.tree_flatten_with_path(params)
     trained = [row for row in plan.rows if row.is_optimized]
     rows = {path: row for (path, _), row in zip(flat, trained, strict=True)}
+    everyone = all_of(trained)
     shapes = abstract_optimizer_state(tx, params)
+    unnamed = unnamed_arrays(tx, params, shapes, lambda p: not _parameter_of(p, rows))
 
-    def mould(path: tuple[Any, ...], leaf: Any) -> jax.ShapeDtypeStruct | Padded:
+    def mould(path: tuple[Any, ...], leaf: Any) -> Any:
+        if isinstance(leaf, Dealt):
+            return leaf.abstract()
         row = _parameter_of(path, rows)
         shape = tuple(leaf.shape)
         if row is None or shape != row.shape:
             row = _row_of_its_own(plan, shape, row)
+        of = everyone if path in unnamed else ""
         spec = row.spec_with_tp(row.placements.optimizer)
         struct = jax.ShapeDtypeStruct(
             row.padded_shape, leaf.dtype, sharding=NamedSharding(plan.mesh, spec)
         )
-        return Padded(struct, shape) if row.is_padded else struct
+        return Padded(struct, shape, of) if row.is_padded or of else struct
 
-    return jax.tree_util.tree_map_with_path(mould, shapes)
+    return jax.tree_util.tree_map_with_path(
+        mould, shapes, is_leaf=lambda node: isinstance(node, Dealt)
+    )
 
 
 def _parameter_of(

@@ -9,9 +9,11 @@ from typing import Any
 from flax import nnx
 from jax import tree_util
 
+from fsdp_jax._dealt import Dealt
 from fsdp_jax._padded import Padded
 
 PyTree = Any
+_LEAVES = (nnx.Variable, Padded, Dealt)
 
 
 def leaf_name(path: Sequence[Any]) -> str:
@@ -26,11 +28,11 @@ def named_leaves(
 
     An nnx `Variable` counts as its value: its key path would end in `.value`, which is
     no part of anybody's name for a weight. A `Padded` leaf counts as one, of its
-    logical shape. `is_leaf` may stop the walk elsewhere too.
+    logical shape, and so does a `Dealt` one. `is_leaf` may stop the walk elsewhere too.
     """
     flat, _ = tree_util.tree_flatten_with_path(
         tree,
-        is_leaf=lambda n: _is_variable(n) or isinstance(n, Padded) or is_leaf(n),
+        is_leaf=lambda n: isinstance(n, _LEAVES) or is_leaf(n),
     )
     named = [
         (leaf_name(path), leaf.get_value() if _is_variable(leaf) else leaf)

@@ -24,8 +24,9 @@ PACKAGES = ("fsdp_jax", "bridge")
 # underscores are left out. `__init__` is the package itself: `from fsdp_jax import X`.
 ROWS = [
     {"attributes", "bar", "padded", "table", "reshard", "compiler_options"}
-    | {"dataflow", "unit_dims", "grad_mark", "lora_config"}
+    | {"dataflow", "unit_dims", "grad_mark", "lora_config", "local_path"}
     | {"loss_scale", "low_precision", "settle", "pipeline_config", "stages"},
+    {"dealt"},
     {"tree", "quantized", "uses", "gradient_flow"},
     {"stack", "mixed", "optimizer", "ranks"},
     {"rounding", "eight_bit", "memory_alarm", "offload", "stream"},
@@ -33,7 +34,7 @@ ROWS = [
     {"mesh", "model", "derived"},
     {"lora", "batch_norm"},
     {"param_plan"},
-    {"pipeline_lines", "held"},
+    {"pipeline_lines", "held", "unnamed"},
     {"plan", "data", "launch", "batches"},
     {"experts", "units"},
     {"staging", "ring"},
@@ -55,7 +56,7 @@ ROWS = [
 ]
 # The same for bridge, whose packages are a row each.
 BRIDGE_ROWS = [
-    {"box", "report", "tree", "reorder"},
+    {"box", "local_path", "report", "tree", "reorder"},
     {"models", "formats"},
     {"rules"},
     {"families", "adapt", "streaming"},

@@ -15,6 +15,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 
 from bridge._box import Box, as_index, complete, shape_of, span
+from bridge._local_path import check_local
 from bridge._reorder import copy
 from bridge.formats._index import read_sharded
 from bridge.formats._other_formats import describe_names
@@ -172,6 +173,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Source:
       FileNotFoundError: If nothing is there.
       ValueError: If it is no such checkpoint, or it is damaged.
     """
+    check_local(path)
     path = Path(path)
     if not path.exists():
         raise FileNotFoundError(f"No checkpoint at '{path}': nothing is there.")

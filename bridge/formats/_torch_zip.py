@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from bridge._local_path import check_local
 from bridge.formats._source import Source
 from bridge.formats._torch_tensors import LazyTensor, tensor_rules
 from bridge.formats._unpickle import unpickle
@@ -92,6 +93,7 @@ def read_torch_file(path: str | os.PathLike[str]) -> Any:
       FileNotFoundError: If nothing is there.
       ValueError: If it is no such file, is damaged, or asks for code to be run.
     """
+    check_local(path)
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"No torch file at '{path}': no file is there.")

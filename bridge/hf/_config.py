@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from bridge._local_path import check_local
 from bridge.families import FAMILIES
 from bridge.families._family import REQUIRED, Family
 from bridge.formats._json import read_json
@@ -131,6 +132,7 @@ def read_config_file(path: str | os.PathLike[str]) -> dict[str, Any]:
       FileNotFoundError: If there is no such file.
       ValueError: If it is not one JSON object.
     """
+    check_local(path)
     path = Path(path)
     if path.is_dir():
         path = path / CONFIG_NAME

@@ -4,6 +4,7 @@ import glob
 import os
 from pathlib import Path
 
+from bridge._local_path import check_local
 from bridge.formats._index import read_index
 from bridge.formats._other_formats import describe_names
 from bridge.formats._source import INDEX_NAME, SINGLE_NAME
@@ -49,6 +50,7 @@ def resolve(
         reached and the cache has no copy, or it refuses; or if a path that exists is
         given a revision.
     """
+    check_local(path_or_repo_id)
     path = Path(path_or_repo_id)
     if path.exists():
         if revision is not None:

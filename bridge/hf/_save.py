@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from jaxtyping import DTypeLike
 
+from bridge._local_path import check_local
 from bridge._tree import arrays_of, named_leaves
 from bridge.formats._source import INDEX_NAME
 from bridge.hf._config import CONFIG_NAME, find_family, to_hf_config
@@ -59,6 +60,7 @@ def save_hf(
       ValueError: If `path` is taken, or tree and config do not fit; everything that
         does not fit is listed, and nothing is written.
     """
+    check_local(path, copy_from)
     path = Path(path)
     writes = jax.process_index() == 0
     with agreeing():

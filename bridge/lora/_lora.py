@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from bridge._local_path import check_local
 from bridge.formats._safetensors import encode_header
 from bridge.hf._config import find_family
 from bridge.lora._lora_config import CONFIG_NAME, LoraConfig
@@ -95,6 +96,7 @@ def save_lora(path: str | os.PathLike[str], lora: Lora, config: DecoderConfig) -
       ValueError: If `path` is taken, or the factors are not of this model or not of
         the ranks that their config says; nothing is written.
     """
+    check_local(path)
     path = Path(path)
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):
         raise ValueError(f"Cannot save to '{path}': it is no empty directory.")

@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from bridge._local_path import check_local
 from bridge.formats._json import parse_json
 
 CONFIG_NAME = "adapter_config.json"
@@ -102,6 +103,7 @@ def read_lora_config(path: str | os.PathLike[str]) -> LoraConfig:
       ValueError: If it is no LoRA, or has a field that is not modelled at a value that
         matters; all of them are named.
     """
+    check_local(path)
     file = Path(path) / CONFIG_NAME
     if not file.is_file():
         raise FileNotFoundError(f"No adapter at '{path}': it has no '{CONFIG_NAME}'.")

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from bridge._box import Box, as_index, complete
+from bridge._local_path import check_local
 from bridge._report import format_report
 from bridge.formats._source import Source
 from bridge.hf._hf_checkpoint import open_hf
@@ -136,6 +137,7 @@ def load_hf_with_lora(
       ValueError: If the adapter is none that is modelled, or not of this base, or as
         `load_hf` raises it.
     """
+    check_local(path, adapter)
     base, _, mapping = open_hf(path, config)
     source = merge_lora(base, open_lora(adapter))
     return load(source, mapping, mould, progress=progress)

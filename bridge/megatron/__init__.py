@@ -3,6 +3,7 @@
 from bridge.megatron import buckets as buckets
 from bridge.megatron._adam import Adam as Adam
 from bridge.megatron._adam import load_megatron_adam as load_megatron_adam
+from bridge.megatron._adam_settings import AdamSettings as AdamSettings
 from bridge.megatron._args import from_args as from_args
 from bridge.megatron._args import to_args as to_args
 from bridge.megatron._checkpoint import MegatronCheckpoint as MegatronCheckpoint

@@ -10,6 +10,11 @@ from jaxtyping import Array, Int
 
 from bridge._tree import named_leaves
 from bridge.formats._source import Source
+from bridge.megatron._adam_settings import (
+    AdamSettings,
+    adam_settings,
+    undecayed_leaves,
+)
 from bridge.megatron._args import from_args
 from bridge.megatron._checkpoint import open_megatron
 from bridge.megatron._decoder import decoder_source
@@ -34,12 +39,14 @@ class Adam:
       mu: First moments.
       nu: Second moments.
       count: Steps taken, as the bias correction counts them.
+      settings: With what it took them; optax's defaults are others.
     """
 
     params: Any
     mu: Any
     nu: Any
     count: Int[Array, ""]
+    settings: AdamSettings
 
 
 def load_megatron_adam(
@@ -64,7 +71,7 @@ def load_megatron_adam(
     Raises:
       FileNotFoundError: If there is no checkpoint.
       ValueError: If it holds no such state, or none that can be carried (the reason is
-        said), or as `load_megatron` raises it.
+        said), if the optimizer is another than AdamW, or as `load_megatron` raises it.
     """
     checkpoint = open_megatron(path)
     adam = checkpoint.optimizer
@@ -76,6 +83,12 @@ def load_megatron_adam(
             f"out are:\n{lines or '  nothing'}"
         )
     config = from_args(checkpoint.args) if config is None else config
+    settings = adam_settings(
+        adam.param_groups,
+        checkpoint.args,
+        checkpoint.scheduler,
+        lambda: undecayed_leaves(checkpoint.source, weight_mapping(config)),
+    )
     leaves = named_leaves(mould)
     untrained = {n: leaf for n, leaf in leaves.items() if n.endswith(_UNTRAINED)}
     trained = {n: leaf for n, leaf in leaves.items() if n not in untrained}
@@ -94,6 +107,7 @@ def load_megatron_adam(
         mu=tree(fill(adam.exp_avg, trained) | zeros),
         nu=tree(fill(adam.exp_avg_sq, trained) | zeros),
         count=jnp.asarray(adam.step, jnp.int32),
+        settings=settings,
     )
 
 

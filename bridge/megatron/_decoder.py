@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from bridge._box import as_index, complete
+from bridge._local_path import check_local
 from bridge._tree import arrays_of, named_leaves
 from bridge.formats._source import Source
 from bridge.formats._torch_zip import TensorSource
@@ -171,6 +172,7 @@ def save_megatron(
       ValueError: If `path` is taken, tree and config do not fit, Megatron's layers
         cannot be this model's, or it cannot be dealt out so; nothing is written.
     """
+    check_local(path)
     source = megatron_tensors(params, config)
     sizes = {
         "tensor_parallel": tensor_parallel,

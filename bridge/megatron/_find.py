@@ -4,6 +4,7 @@ import os
 import re
 from pathlib import Path
 
+from bridge._local_path import check_local
 from bridge.formats._json import parse_json
 from bridge.megatron._dcp import METADATA_NAME
 from bridge.megatron._ranks import RANK_DIRECTORY
@@ -22,6 +23,7 @@ def find_iteration(path: Path) -> Path:
       FileNotFoundError: If nothing is there.
       ValueError: If no Megatron checkpoint is.
     """
+    check_local(path)
     if not path.exists():
         raise FileNotFoundError(f"No checkpoint at '{path}': nothing is there.")
     if (path / TRACKER_NAME).is_file():
@@ -38,6 +40,7 @@ def find_iteration(path: Path) -> Path:
 
 def is_megatron(path: str | os.PathLike[str]) -> bool:
     """Says whether `open_megatron` would look further: by names of files alone."""
+    check_local(path)
     try:
         find_iteration(Path(path))
     except (ValueError, FileNotFoundError):

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from bridge._local_path import check_local
 from bridge.formats._pickle_writer import Name, Object
 from bridge.formats._source import Source
 from bridge.formats._torch_dtypes import DTYPE_NAMES
@@ -69,6 +70,7 @@ def write_megatron(
       ValueError: If `path` is taken, args and tensors contradict each other, or the
         model cannot be dealt out so; nothing is written.
     """
+    check_local(path)
     path, sizes = Path(path), ParallelSizes(tp, pp, ep)
     _check_path(path)
     if format == "torch_dist" and (*sizes, vpp) != (1, 1, 1, 1):

@@ -12,6 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from fsdp_jax._local_path import check_local
 from fsdp_jax.batches._batch import Batch
 from fsdp_jax.batches._jagged import Jagged
 
@@ -30,6 +31,7 @@ def save_batch(path: str | os.PathLike[str], batch: Batch) -> None:
     Raises:
       ValueError: If they hold something else; it is named.
     """
+    check_local(path)
     part = Path(f"{path}.part")
     part.write_bytes(to_bytes(batch))
     part.replace(path)
@@ -41,6 +43,7 @@ def load_batch(path: str | os.PathLike[str]) -> Batch:
     Raises:
       ValueError: If it is no such file.
     """
+    check_local(path)
     try:
         return from_bytes(Path(path).read_bytes())
     except (ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:

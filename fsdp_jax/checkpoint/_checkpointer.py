@@ -22,6 +22,7 @@ from orbax.checkpoint.checkpoint_managers import (
     SaveDecisionPolicy,
 )
 
+from fsdp_jax._local_path import check_local
 from fsdp_jax._state import TrainState
 from fsdp_jax._tree import PyTree
 from fsdp_jax.checkpoint._agree import LostProcessError, gather
@@ -102,6 +103,7 @@ class Checkpointer:
             steps by metrics, as `BestN` does: steps are saved without any.
         """
         _refuse_metrics(preservation_policy)
+        check_local(path)
         remove_unfinished(Path(path))
         self._path = path
         self._timeout_secs = timeout_secs

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fsdp_jax._dealt import Dealt, Member
 from fsdp_jax._padded import Padded
 from fsdp_jax._tree import PyTree, named_leaves
 
@@ -55,7 +56,9 @@ def flatten(tree: PyTree) -> dict[str, Leaf]:
       ValueError: If two leaves have one name (`{"a.b": x, "a": {"b": y}}`): the second
         would overwrite the first. If a leaf is no array.
     """
-    named = named_leaves(tree)
+    named = [
+        part for name, leaf in named_leaves(tree) for part in _by_parameter(name, leaf)
+    ]
     twice = [name for name, n in Counter(name for name, _ in named).items() if n > 1]
     if twice:
         raise ValueError(
@@ -79,10 +82,9 @@ def unflatten(mould: PyTree, values: dict[str, Any]) -> PyTree:
       values: An array by name, of the shape of that leaf's `value`. A leaf without one
         stays as it is.
     """
-    treedef = jax.tree.structure(mould, is_leaf=_is_padded)
+    treedef = jax.tree.structure(mould, is_leaf=_is_node)
     return treedef.unflatten(
-        _filled(leaf, values[name]) if name in values else leaf
-        for name, leaf in named_leaves(mould)
+        _filled(name, leaf, values) for name, leaf in named_leaves(mould)
     )
 
 
@@ -116,14 +118,56 @@ def _leaf(leaf: Any) -> Leaf:
     return Leaf(leaf.value if _is_padded(leaf) else leaf, tuple(leaf.shape))
 
 
-def _filled(leaf: Any, value: jax.Array) -> Any:
+def _by_parameter(name: str, leaf: Any) -> list[tuple[str, Any]]:
+    """A leaf under its name; the parts of a stack under those of their parameters."""
+    if not isinstance(leaf, Dealt):
+        return [(_full_name(name, leaf), leaf)]
+    pieces = zip(leaf.members, leaf.by_member(), strict=True)
+    return [
+        (_member_name(name, member), Padded(piece, member.shape))
+        for member, piece in pieces
+    ]
+
+
+def _full_name(name: str, leaf: Any) -> str:
+    """With whose array it is, if no parameter's name in it says that."""
+    of = leaf.of if _is_padded(leaf) else ""
+    return f"{name} ({of})" if of else name
+
+
+def _member_name(name: str, member: Member) -> str:
+    """The last component is the name of the stack, which says how it is split."""
+    return f"{name.rpartition('.')[0]}.{member.name}"
+
+
+def _filled(name: str, leaf: Any, values: dict[str, Any]) -> Any:
+    if isinstance(leaf, Dealt):
+        return _dealt(name, leaf, values)
+    value = values.get(_full_name(name, leaf))
+    if value is None:
+        return leaf
     if is_key(leaf):
         return _as_key(value, leaf)
-    return Padded(value, leaf.shape) if _is_padded(leaf) else value
+    return dataclasses.replace(leaf, value=value) if _is_padded(leaf) else value
+
+
+def _dealt(name: str, leaf: Dealt, values: dict[str, Any]) -> Dealt:
+    """The stack of the values of its parameters; those not given stay as they are."""
+    names = [_member_name(name, member) for member in leaf.members]
+    given = {n: values[n] for n in names if n in values}
+    if not given:
+        return leaf
+    if len(given) < len(names):
+        given = dict(zip(names, leaf.by_member(), strict=True)) | given
+    return leaf.filled([given[n] for n in names])
 
 
 def _is_padded(leaf: Any) -> bool:
     return isinstance(leaf, Padded)
+
+
+def _is_node(leaf: Any) -> bool:
+    return isinstance(leaf, Padded | Dealt)
 
 
 def _key_words(leaf: Any) -> Any:

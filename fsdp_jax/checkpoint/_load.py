@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from fsdp_jax._local_path import check_local
 from fsdp_jax._tree import PyTree
 from fsdp_jax.checkpoint._agree import check_same, exchange, together
 from fsdp_jax.checkpoint._extras import Extra, capture, read_extras, restore_extras
@@ -78,6 +79,7 @@ def load(
 
     Source: Megatron-LM dist_checkpointing/serialization.py::load
     """
+    check_local(path)
     options = Options(strict, allow_shape_mismatch, cast)
     values, found = _read(path, flatten(mould), step, "", options, extras or {})
     state = unflatten(mould, values)
@@ -108,6 +110,7 @@ def load_params(
       ValueError: As for `load`.
       DamagedCheckpointError: As for `load`.
     """
+    check_local(path)
     wanted = {_PARAMS + name: leaf for name, leaf in flatten(mould).items()}
     values, _ = _read(path, wanted, step, _PARAMS, Options(cast=cast), {})
     return unflatten(mould, {n.removeprefix(_PARAMS): x for n, x in values.items()})

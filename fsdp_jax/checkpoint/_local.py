@@ -15,6 +15,7 @@ from pathlib import Path
 
 import jax
 
+from fsdp_jax._local_path import check_local
 from fsdp_jax._state import TrainState
 from fsdp_jax._tree import PyTree
 from fsdp_jax.checkpoint._agree import (
@@ -86,6 +87,7 @@ class LocalCheckpoints:
     cliques: Sequence[Sequence[int]] | None = None
 
     def __post_init__(self):
+        check_local(self.path)
         for name in ("every", "keep"):
             if getattr(self, name) < 1:
                 raise ValueError(

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import jax
 
+from fsdp_jax._local_path import check_local
 from fsdp_jax._tree import matches
 from fsdp_jax.checkpoint import _extras, _files
 from fsdp_jax.checkpoint._agree import together
@@ -49,6 +50,7 @@ def remove(path: str | os.PathLike[str], step: Step, *parts: str) -> list[str]:
 
     Source: Megatron-LM dist_checkpointing/serialization.py::remove_sharded_tensors
     """
+    check_local(path)
     root = Path(path).absolute()
     with together("Removing"):
         number = resolve_step(root, step)

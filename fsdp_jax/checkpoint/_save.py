@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 
+from fsdp_jax._local_path import check_local
 from fsdp_jax._state import TrainState
 from fsdp_jax.checkpoint._agree import check_same, together
 from fsdp_jax.checkpoint._engine import (
@@ -60,6 +61,7 @@ def save(
         never overwritten, and an older one beside it would never be the `latest`. If
         `metadata` holds anything else, or `state` or `extras` what cannot be stored.
     """
+    check_local(path)
     step = int(state.step)
     arguments = prepare(path, step, state, Beside(metadata, extras, files))
     handler = StateHandler()

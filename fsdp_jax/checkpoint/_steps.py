@@ -8,6 +8,7 @@ import warnings
 from pathlib import Path
 from typing import Literal
 
+from fsdp_jax._local_path import check_local
 from fsdp_jax.checkpoint import _manifest
 from fsdp_jax.checkpoint._engine import ITEM
 from fsdp_jax.checkpoint._manifest import (
@@ -31,6 +32,7 @@ def committed_steps(path: str | os.PathLike[str]) -> list[int]:
     A step counts if it has both Orbax's commit marker and our manifest. One that was
     cut off while it was written, or that someone else wrote, does not.
     """
+    check_local(path)
     if not Path(path).is_dir():
         return []
     steps = steps_in(Path(path))
@@ -51,6 +53,7 @@ def resolve_step(path: str | os.PathLike[str], step: Step) -> int:
     Raises:
       ValueError: If `path` holds no such step.
     """
+    check_local(path)
     if not Path(path).is_dir():
         raise ValueError(f"No checkpoint at '{path}': there is no such directory.")
     available = committed_steps(path)

@@ -6,12 +6,14 @@ is meant for watching goes to stderr.
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Sequence
 from typing import Annotated
 
 import tyro
 
+from fsdp_jax._local_path import check_local
 from fsdp_jax.checkpoint import NotSavedError
 from fsdp_jax.cli._compare import Compare
 from fsdp_jax.cli._convert import Convert
@@ -73,6 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     be_silent_without_driver()
     try:
+        _check_paths(command)
         command.run()
     except KeyboardInterrupt as error:
         fail(error)
@@ -84,6 +87,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError, NotSavedError) as error:
         return _report(error, status=2)
     return 0
+
+
+def _check_paths(command: object) -> None:
+    """Refuses URLs, in whichever option of a command: see `check_local`."""
+    values = vars(command).values()
+    flat = [each for x in values for each in (x if isinstance(x, tuple) else (x,))]
+    check_local(*flat)
+    for value in filter(dataclasses.is_dataclass, flat):
+        _check_paths(value)
 
 
 def _report(error: Exception, *, status: int) -> int:

@@ -13,6 +13,7 @@ import tyro
 
 import bridge
 import fsdp_jax as fsdp
+from fsdp_jax.cli._adam import option, stored_settings
 from fsdp_jax.cli._errors import check_empty
 from fsdp_jax.cli._model import plan_decoder
 from fsdp_jax.cli._options import Devices, Unset
@@ -31,8 +32,8 @@ class Import:
         id, or what Megatron's --save named; which it is, is found out.
       out: The directory to write; new, or empty.
       dtype: Dtype of the parameters, which training updates; default float32.
-      optimizer: Also takes Adam's state and the step of a Megatron checkpoint, so that
-        `fsdp-jax train --resume` goes on.
+      optimizer: Also takes Adam's state and settings and the step of a Megatron
+        checkpoint, so that `fsdp-jax train --resume` goes on.
       config: A `config.json`, or a directory with one, that says what the model is;
         default what the model says.
       where: On which devices.
@@ -90,8 +91,14 @@ def _with_adam(
     )
     step = checkpoint.iteration or int(adam.count)
     state = fsdp.init(plan, tx, adam.params, opt_state=opt_state, step=step)
-    counts = {"consumed_samples": checkpoint.consumed_samples, "optimizer": "adamw"}
-    return state, counts
+    for name, told in adam.settings.open.items():
+        print(
+            f"left out: {option(name)} of Adam ({told}): `fsdp-jax train --resume` "
+            "asks for it",
+            file=sys.stderr,
+        )
+    more = {"consumed_samples": checkpoint.consumed_samples, "optimizer": "adamw"}
+    return state, more | {"adam": stored_settings(adam.settings)}
 
 
 def _say_what_is_left_out(origin: Megatron, optimizer: bool) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import jax
+import optax
 
 import bridge
 import fsdp_jax as fsdp
@@ -246,6 +247,33 @@ def open_checkpoint(path: Path, step: int | None, hf: str | None = None) -> Chec
         return Checkpoint(path, step, config, metadata, _directory_of(files))
     config = bridge.from_hf_config(metadata["config"])
     return Checkpoint(path, step, config, metadata, _carried_files(path, step))
+
+
+def start_state(
+    origin: Origin,
+    resumed: Checkpoint | None,
+    plan: fsdp.Plan,
+    tx: optax.GradientTransformation,
+    loss_scale: fsdp.LossScale | None,
+) -> fsdp.TrainState:
+    """The state that training starts from: of a new run, or as it was saved.
+
+    Args:
+      origin: The model.
+      resumed: The step to go on from; None for a new run.
+      plan: From `plan_decoder`.
+      tx: The optimizer.
+      loss_scale: That of the state; None for none.
+    """
+    if resumed is None:
+        if plan.config.lora is None:
+            params = origin.load_params(plan.params)
+        else:
+            base = origin.load_params(fsdp.base_mould(plan))
+            params = fsdp.add_lora(plan, base, jax.random.key(0))
+        return fsdp.init(plan, tx, params, loss_scale=loss_scale)
+    mould = fsdp.abstract_state(plan, tx, loss_scale)
+    return fsdp.load(resumed.path, mould, step=resumed.step)
 
 
 def tokenizer_file(origin: Origin) -> Path | None:

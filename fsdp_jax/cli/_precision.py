@@ -8,6 +8,7 @@ from typing import Literal
 import optax
 
 import fsdp_jax as fsdp
+from fsdp_jax.cli._adam import AdamOptions
 
 ParamGather = Literal["param_dtype", "float8", "mxfp8"]
 OptimizerBits = Literal[32, 8]
@@ -56,7 +57,9 @@ class Precision:
         """The factor of the loss, as it begins."""
         return None if self.loss_scale is None else fsdp.LossScale(self.loss_scale)
 
-    def adamw(self, lr: float, weight_decay: float) -> optax.GradientTransformation:
+    def adamw(
+        self, lr: float, weight_decay: float, adam: AdamOptions | None = None
+    ) -> optax.GradientTransformation:
         """AdamW, its moments held in these bits."""
-        tx = optax.adamw(lr, weight_decay=weight_decay)
+        tx = (adam or AdamOptions()).adamw(lr, weight_decay)
         return fsdp.eight_bit(tx) if self.optimizer_bits == 8 else tx

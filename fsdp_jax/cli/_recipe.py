@@ -6,6 +6,7 @@ import dataclasses
 import math
 from typing import Any, Literal
 
+from fsdp_jax.cli._adam import AdamOptions
 from fsdp_jax.cli._lora import Adapter, BaseDType
 from fsdp_jax.cli._precision import OptimizerBits, ParamGather, Precision
 from fsdp_jax.cli._routing import Over, RouterDtype, Routing
@@ -14,7 +15,7 @@ Tokenizer = Literal["bytes", "model"]
 ParamDtype = Literal["float32", "bfloat16", "float16"]
 
 _RATES = (
-    *("lr", "weight_decay"),
+    *("lr", "weight_decay", "eps", "clip_grad"),
     *("aux_loss_coef", "z_loss_coef", "expert_bias_rate"),
 )
 _OF_THE_DATA = ("batch", "seq", "seed", "tokenizer")
@@ -33,6 +34,11 @@ class Recipe:
       tokenizer: How text becomes tokens.
       lr: AdamW's learning rate.
       weight_decay: AdamW's weight decay.
+      b1: See `AdamOptions`, as the next four.
+      b2: Decay of AdamW's second moments.
+      eps: What AdamW adds to their root.
+      clip_grad: Norm to which gradients are clipped.
+      no_decay: Leaves that are not decayed.
       accumulate: Microbatches a step.
       param_dtype: What weights are gathered and computed in.
       param_gather: What a layer's matrices travel in instead, to be decoded there.
@@ -59,6 +65,11 @@ class Recipe:
     seed: int = 0
     lr: float = 3e-4
     weight_decay: float = 0.1
+    b1: float = 0.9
+    b2: float = 0.999
+    eps: float = 1e-8
+    clip_grad: float = 0.0
+    no_decay: str = ""
     accumulate: int = 1
     param_dtype: ParamDtype = "float32"
     param_gather: ParamGather = "param_dtype"
@@ -77,6 +88,12 @@ class Recipe:
         default = _FIRST_SCALE if self.param_dtype == "float16" else None
         scale = self.loss_scale or default
         return Precision(self.param_gather, scale, self.optimizer_bits)
+
+    @property
+    def adam(self) -> AdamOptions:
+        """AdamW's settings beside its rate and its decay."""
+        fields = (field.name for field in dataclasses.fields(AdamOptions))
+        return AdamOptions(**{name: getattr(self, name) for name in fields})
 
     @property
     def routing(self) -> Routing:
@@ -100,6 +117,11 @@ class Recipe:
             f"--{name.replace('_', '-')} {value}: a finite number, at least 0"
             for name in _RATES
             if not 0 <= (value := getattr(self, name)) < math.inf
+        ]
+        wrong += [
+            f"--{name} {value}: at least 0, less than 1"
+            for name in ("b1", "b2")
+            if not 0 <= (value := getattr(self, name)) < 1
         ]
         if not 0 <= self.seed < 2**32:
             wrong.append(f"--seed {self.seed}: at least 0, below 2**32")

@@ -6,8 +6,6 @@ import dataclasses
 from pathlib import Path
 from typing import Annotated, Any
 
-import jax
-import optax
 import tyro
 from jax.sharding import Mesh
 
@@ -15,6 +13,7 @@ import bridge
 import fsdp_jax as fsdp
 from bridge.models import DecoderConfig
 from fsdp_jax._batch import check_batch
+from fsdp_jax.cli._adam import settings_of_import
 from fsdp_jax.cli._begun import Command, is_begun, mark_begun, newest_good_step
 from fsdp_jax.cli._callback import Callback, load_callback
 from fsdp_jax.cli._context import check_rows, rows_mould
@@ -29,6 +28,7 @@ from fsdp_jax.cli._origin import (
     files_to_carry,
     open_any,
     open_run,
+    start_state,
     tokenizer_file,
 )
 from fsdp_jax.cli._precision import OffloadTo, OptimizerBits, ParamGather
@@ -85,6 +85,12 @@ class Train:
       seq: Tokens that a row predicts; default 256.
       lr: AdamW's learning rate; default 3e-4.
       weight_decay: AdamW's weight decay; default 0.1.
+      b1: Decay of AdamW's first moments; default 0.9.
+      b2: Decay of AdamW's second moments; default 0.999.
+      eps: What AdamW adds to the root of the second moments; default 1e-8.
+      clip_grad: Norm to which gradients are clipped; default 0: not.
+      no_decay: Parameters that are not decayed, by patterns of their names with commas
+        between, such as "*.bias,norm.scale"; default none.
       seed: Order of the data; default 0.
       accumulate: Microbatches a step; default 1.
       param_dtype: What weights are gathered and computed in; they are kept and updated
@@ -146,6 +152,11 @@ class Train:
     seq: Unset[int] = None
     lr: Unset[float] = None
     weight_decay: Unset[float] = None
+    b1: Unset[float] = None
+    b2: Unset[float] = None
+    eps: Unset[float] = None
+    clip_grad: Unset[float] = None
+    no_decay: Unset[str] = None
     seed: Unset[int] = None
     accumulate: Unset[int] = None
     param_dtype: Unset[ParamDtype] = None
@@ -210,9 +221,9 @@ class Train:
         if "data" in stored:
             batches.set_state(stored["data"])
         _announce(plan, recipe, tokens)
-        tx = recipe.precision.adamw(recipe.lr, recipe.weight_decay)
+        tx = recipe.precision.adamw(recipe.lr, recipe.weight_decay, recipe.adam)
         loss_scale = recipe.precision.scale()
-        state = _start(origin, resumed, plan, tx, loss_scale)
+        state = start_state(origin, resumed, plan, tx, loss_scale)
         mark_begun(self.save, _command(self))
         run = _make_run(self, start, metadata, files_to_carry(origin))
         run = dataclasses.replace(
@@ -310,7 +321,10 @@ def _make_recipe(train: Train, origin: Origin, stored: dict[str, Any]) -> Recipe
         "tokenizer": "bytes" if tokenizer_file(origin) is None else "model",
         "aux_loss_coef": default_aux_loss_coef(origin.config),
     }
-    return make_recipe(_command(train).recipe, stored.get("recipe", {}), defaults)
+    typed = _command(train).recipe
+    if "optimizer" in stored and "recipe" not in stored:
+        defaults |= settings_of_import(stored, typed)
+    return make_recipe(typed, stored.get("recipe", {}), defaults)
 
 
 def _make_mesh(train: Train) -> Mesh:
@@ -359,24 +373,6 @@ def _announce(plan: fsdp.Plan, recipe: Recipe, tokens: Tokens) -> None:
         f"data: {len(tokens):,} tokens (--tokenizer {recipe.tokenizer}), "
         f"{recipe.batch} x {recipe.seq} a step"
     )
-
-
-def _start(
-    origin: Origin,
-    resumed: Checkpoint | None,
-    plan: fsdp.Plan,
-    tx: optax.GradientTransformation,
-    loss_scale: fsdp.LossScale | None,
-) -> fsdp.TrainState:
-    if resumed is None:
-        if plan.config.lora is None:
-            params = origin.load_params(plan.params)
-        else:
-            base = origin.load_params(fsdp.base_mould(plan))
-            params = fsdp.add_lora(plan, base, jax.random.key(0))
-        return fsdp.init(plan, tx, params, loss_scale=loss_scale)
-    mould = fsdp.abstract_state(plan, tx, loss_scale)
-    return fsdp.load(resumed.path, mould, step=resumed.step)
 
 
 def _make_run(

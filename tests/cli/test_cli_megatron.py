@@ -11,6 +11,7 @@ from flax import nnx
 from tiny_configs import hf_fields
 
 import bridge
+import fsdp_jax as fsdp
 from bridge.models import Decoder
 from fsdp_jax.cli import main
 
@@ -114,7 +115,13 @@ def test_training_goes_on_where_megatron_stopped(golden, tmp_path, text, capsys)
     run("import", golden / "torch_dist", tmp_path / "run", "--optimizer")
     capsys.readouterr()
     argv = ["train", "--resume", tmp_path / "run", "--data", text, "--seq", "8"]
+    assert main([str(x) for x in (*argv, "--steps", 9, "--save", tmp_path / "m")]) == 2
+    assert "--lr: linear to 0.0" in capsys.readouterr().err
+    argv += ["--lr", "1e-2"]
     run(*argv, "--steps", iteration + 1, "--save", tmp_path / "more")
+    recipe = fsdp.load_metadata(tmp_path / "more")["recipe"]
+    assert (recipe["b1"], recipe["b2"], recipe["weight_decay"]) == (0.9, 0.95, 0.0)
+    assert "norm.scale" in recipe["no_decay"].split(",")
     on = json.loads(capsys.readouterr().out)
     assert on["step"] == iteration + 1
     # From the same weights without the moments, the next step's loss differs.

@@ -1,0 +1,30 @@
+"""What is a path on a file system, and what is a URL that only looks like one."""
+
+from __future__ import annotations
+
+import os
+import re
+
+# Of two characters at least, since `C:/runs` is a path on Windows. A `Path` made of
+# `s3://bucket/run` is `s3:/bucket/run`.
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")
+
+
+def check_local(*paths: object) -> None:
+    """Refuses URLs, which the file system would take for folders such as `s3:`.
+
+    Args:
+      paths: Paths as strings or `os.PathLike`; all else is passed over.
+
+    Raises:
+      ValueError: If one is a URL.
+    """
+    for path in paths:
+        text = os.fspath(path) if isinstance(path, str | os.PathLike) else ""
+        if isinstance(text, str) and (match := _URL.match(text)):
+            raise ValueError(
+                f"'{text}' is a URL with the scheme '{match[1]}', and only paths on a "
+                "mounted file system are supported. Mount the bucket, or give a plain "
+                "path: '/data/run' for 'file:///data/run', an absolute one for a "
+                f"folder called '{match[1]}:'."
+            )

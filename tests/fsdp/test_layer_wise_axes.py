@@ -1,0 +1,148 @@
+"""Whole matrices for Muon out of weights that tp, ep and pp split, and back."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import fsdp_jax as fsdp
+from fsdp_jax._frozen import seen_by_optimizer, trainable
+from fsdp_jax._padded import pack
+from fsdp_jax._tree import named_leaves
+
+LAYERS, EXPERTS = 3, 4
+SHAPES = {
+    "up": (LAYERS, 16, 8),
+    "down": (LAYERS, 8, 16),
+    "odd": (LAYERS, 13, 7),
+    "narrow": (LAYERS, 3, 16),
+    "experts": (LAYERS, EXPERTS, 16, 8),
+    "bias": (LAYERS, 16),
+}
+MATRICES = ("layers.up", "layers.down", "layers.odd", "layers.narrow")
+MATRICES += ("layers.experts",)
+# Products in float32, summed in another order.
+RTOL = 1e-5
+
+
+def tree_of(draw):
+    return {"layers": {name: draw(shape) for name, shape in SHAPES.items()}}
+
+
+def make_weights(key):
+    return tree_of(jnp.ones)
+
+
+def gradients():
+    random = np.random.default_rng(0)
+    return tree_of(lambda shape: jnp.asarray(random.normal(size=shape), jnp.float32))
+
+
+def whole_matrix():
+    """What only a whole matrix gives, as Muon has it: of momentum M, M M^T M."""
+    momentum = optax.trace(0.9)
+
+    def update(updates, state, params=None):
+        updates, state = momentum.update(updates, state)
+        size = jax.tree.map(lambda m: (m**2).sum((-2, -1), keepdims=True), updates)
+        cubes = jax.tree.map(lambda m: m @ m.swapaxes(-2, -1) @ m, updates)
+        return jax.tree.map(lambda c, n: c / (1 + n), cubes, size), state
+
+    return optax.GradientTransformation(momentum.init, update)
+
+
+def layer_wise(plan):
+    return fsdp.layer_wise(plan, whole_matrix(), optax.adam(1e-2), MATRICES)
+
+
+def plain(plan):
+    names = {name: "adam" if name == "bias" else "whole" for name in SHAPES}
+    parts = {"whole": whole_matrix(), "adam": optax.adam(1e-2)}
+    return optax.multi_transform(parts, {"layers": names})
+
+
+def plan_of(num_devices, config=None, **mesh):
+    return fsdp.fully_shard(
+        make_weights,
+        fsdp.make_mesh(devices=jax.devices()[:num_devices], **mesh),
+        [fsdp.Stacked("layers")],
+        fsdp.FSDPConfig(**config or {}, expert_parallel={"layers.experts": 0}),
+    )
+
+
+def step_of(plan, tx):
+    """From a state to its updates by name and the next state."""
+    mould = fsdp.abstract_state(plan, tx).opt_state
+
+    @jax.jit
+    def update(params, opt_state, grads):
+        given = trainable(plan, grads), fsdp.unpack(opt_state)
+        updates, new = tx.update(*given, seen_by_optimizer(plan, fsdp.unpack(params)))
+        return updates, pack(new, mould)
+
+    def step(state, scale):
+        grads = jax.tree.map(lambda x: scale * x**2 - 1, gradients())
+        updates, new = update(state.params, state.opt_state, grads)
+        state = fsdp.TrainState(**{**vars(state), "opt_state": new})
+        return {name: np.asarray(x) for name, x in named_leaves(updates)}, state
+
+    return step
+
+
+def started(plan, tx):
+    return fsdp.init(plan, tx, fsdp.init_params(plan, jax.random.key(0)))
+
+
+@pytest.fixture(scope="module")
+def one_device():
+    plan = plan_of(1)
+    step = step_of(plan, plain(plan))
+    _, state = step(started(plan, plain(plan)), 1.0)
+    return step(state, 2.0)[0]
+
+
+# Data axes and tp share the one dim of narrow that either divides.
+TP = {"tensor_parallel": {"layers.up": 1, "layers.down": 0, "layers.narrow": 1}}
+CASES = {
+    # In stages of two layers, of which the last is zeros.
+    "pp, ep, tp": (8, TP, {"pp": 2, "ep": 2, "tp": 2}),
+    "ep, tp, data": (8, TP, {"ep": 2, "tp": 2}),
+    # Of which each device then has whole ones at rest.
+    "experts split over data": (8, {}, {"dp_outer": 2}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_updates_are_those_of_one_device_and_go_on_elsewhere(
+    case, one_device, tmp_path
+):
+    num_devices, config, mesh = CASES[case]
+    plan = plan_of(num_devices, config, **mesh)
+    step = step_of(plan, layer_wise(plan))
+    _, state = step(started(plan, layer_wise(plan)), 1.0)
+    fsdp.save(tmp_path, state)
+    check(step(state, 2.0)[0], one_device)
+    other = plan_of(2)
+    mould = fsdp.abstract_state(other, layer_wise(other))
+    loaded = fsdp.load(tmp_path, mould)
+    check(step_of(other, layer_wise(other))(loaded, 2.0)[0], one_device)
+
+
+def check(got, want):
+    assert set(got) == set(want)
+    for name, value in got.items():
+        scale = RTOL * abs(want[name]).max()
+        np.testing.assert_allclose(value, want[name], atol=scale, err_msg=name)
+
+
+def test_a_vector_for_each_expert_is_no_matrix():
+    plan = fsdp.fully_shard(
+        lambda key: {"gain": jnp.ones((4, 8))},
+        fsdp.make_mesh(ep=2),
+        config=fsdp.FSDPConfig(expert_parallel={"gain": 0}),
+    )
+    with pytest.raises(ValueError, match=r"'gain' \(4, 8\) is no matrix"):
+        fsdp.layer_wise(plan, whole_matrix(), optax.adam(1e-2), ("gain",))

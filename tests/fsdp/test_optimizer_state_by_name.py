@@ -1,0 +1,262 @@
+"""A parameter goes on with its own optimizer state, or the load is refused by name.
+
+The oracle is behaviour: what an optimizer makes of zero gradients shows its momentum,
+parameter by parameter, whatever its state looks like.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import fsdp_jax as fsdp
+from fsdp_jax._frozen import seen_by_optimizer, trainable
+from fsdp_jax._padded import pack
+from fsdp_jax._tree import named_leaves
+
+# Muon orthogonalises in float32, on other devices in another order; all other updates
+# are those of the same numbers.
+RTOL = 2e-5
+SHAPES = {
+    "bias": (5,),
+    "head": (8, 16),
+    "layers.gate": (3, 16, 8),
+    "layers.odd": (3, 5, 7),
+    "layers.up": (3, 16, 8),  # as gate: all that differs is the name
+}
+MATRICES = ("layers.gate", "layers.odd", "layers.up")
+STACKED = optax.contrib.MuonDimensionNumbers((1,), (2,))
+
+
+def nested(leaves):
+    layers = {n.partition(".")[2]: x for n, x in leaves.items() if "." in n}
+    return {n: x for n, x in leaves.items() if "." not in n} | {"layers": layers}
+
+
+def make_weights(key):
+    return nested({name: jnp.zeros(shape) for name, shape in SHAPES.items()})
+
+
+def gradients():
+    random = np.random.default_rng(0)
+    drawn = {n: random.normal(size=shape) for n, shape in SHAPES.items()}
+    return nested({name: jnp.asarray(x, jnp.float32) for name, x in drawn.items()})
+
+
+def plan_of(num_devices, config=None, **mesh):
+    devices = jax.devices()[:num_devices]
+    return fsdp.fully_shard(
+        make_weights,
+        fsdp.make_mesh(devices=devices, **mesh),
+        [fsdp.Stacked("layers")],
+        fsdp.FSDPConfig(**config or {}),
+    )
+
+
+def updated(plan, tx, state, grads):
+    """What the optimizer makes of gradients, by name, and the state then."""
+    mould = fsdp.abstract_state(plan, tx).opt_state
+
+    @jax.jit
+    def update(params, opt_state, grads):
+        given = trainable(plan, grads), fsdp.unpack(opt_state)
+        seen = seen_by_optimizer(plan, fsdp.unpack(params))
+        updates, new = tx.update(*given, seen)
+        return updates, pack(new, mould)
+
+    updates, new = update(state.params, state.opt_state, grads)
+    arrays = {name: np.asarray(leaf) for name, leaf in named_leaves(updates)}
+    return arrays, fsdp.TrainState(**{**vars(state), "opt_state": new})
+
+
+def of_rest(plan, tx, state):
+    return updated(plan, tx, state, jax.tree.map(jnp.zeros_like, gradients()))[0]
+
+
+def started(plan, tx):
+    state = fsdp.init(plan, tx, fsdp.init_params(plan, jax.random.key(0)))
+    return updated(plan, tx, state, gradients())[1]
+
+
+def matrices_of(plan):
+    trained = {row.name for row in plan.rows if row.is_optimized}
+    return tuple(name for name in MATRICES if name in trained)
+
+
+def muon():
+    return optax.contrib.muon(
+        1e-2,
+        muon_weight_dimension_numbers=lambda tree: jax.tree.map(
+            lambda leaf: STACKED, tree
+        ),
+    )
+
+
+def by_position():
+    """One of a user's own, whose state forgets the names."""
+
+    def init(params):
+        return tuple(jnp.zeros_like(leaf) for leaf in jax.tree.leaves(params))
+
+    def update(updates, state, params=None):
+        leaves, treedef = jax.tree.flatten(updates)
+        new = tuple(g + 0.5 * s for g, s in zip(leaves, state, strict=True))
+        return treedef.unflatten(new), new
+
+    return optax.GradientTransformation(init, update)
+
+
+def labelled(params):
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: "fast" if "up" in str(path) else "slow", params
+    )
+
+
+OPTIMIZERS = {
+    "adam": lambda plan: optax.adam(1e-2),
+    "sgd with momentum": lambda plan: optax.sgd(1e-2, momentum=0.9),
+    "chained": lambda plan: optax.chain(
+        optax.clip_by_global_norm(1.0), optax.trace(0.9), optax.adamw(1e-2)
+    ),
+    "labelled": lambda plan: optax.multi_transform(
+        {"fast": optax.sgd(1.0, momentum=0.9), "slow": optax.adam(1e-2)}, labelled
+    ),
+    "8 bits": lambda plan: fsdp.eight_bit(optax.adam(1e-2), min_elements=300),
+    "layer-wise muon": lambda plan: fsdp.layer_wise(
+        plan, muon(), optax.adam(1e-2), matrices_of(plan)
+    ),
+    # Its second moment has a row for each matrix, beside whole matrices of momentum.
+    "layer-wise rows": lambda plan: fsdp.layer_wise(
+        plan, rows_normalised(), optax.adam(1e-2), matrices_of(plan)
+    ),
+}
+
+
+def rows_normalised():
+    def init(params):
+        return jax.tree.map(lambda x: x[:, :, 0], params), optax.trace(0.9).init(params)
+
+    def update(updates, state, params=None):
+        rows, inner = state
+        updates, inner = optax.trace(0.9).update(updates, inner)
+        rows = jax.tree.map(lambda r, u: 0.5 * r + (u**2).mean(-1), rows, updates)
+        scaled = jax.tree.map(lambda u, r: u / (1 + r[:, :, None]), updates, rows)
+        return scaled, (rows, inner)
+
+    return optax.GradientTransformation(init, update)
+
+
+TARGETS = {
+    "4 devices, HFSDP": (4, {"outer_dp_sharding_strategy": 1}, {"dp_outer": 2}),
+    "2 devices, ZeRO-1": (2, {"zero_dp_strategy": 1}, {}),
+    "tp 2": (4, {"tensor_parallel": {"layers.gate": 0, "layers.up": 1}}, {"tp": 2}),
+}
+
+
+CASES = [
+    *((name, "4 devices, HFSDP") for name in OPTIMIZERS if name != "layer-wise rows"),
+    ("layer-wise rows", "tp 2"),
+    ("layer-wise rows", "2 devices, ZeRO-1"),
+]
+
+
+@pytest.mark.parametrize("name, target", CASES)
+def test_state_is_each_parameters_own_on_any_devices(name, target, tmp_path):
+    plan, make_tx = plan_of(8), OPTIMIZERS[name]
+    state = started(plan, make_tx(plan))
+    fsdp.save(tmp_path, state)
+    want = of_rest(plan, make_tx(plan), state)
+    num_devices, config, mesh = TARGETS[target]
+    other = plan_of(num_devices, config, **mesh)
+    mould = fsdp.abstract_state(other, make_tx(other))
+    got = of_rest(other, make_tx(other), fsdp.load(tmp_path, mould))
+    assert set(got) == set(want)
+    check_same(got, want)
+
+
+def check_same(got, want):
+    for parameter, value in got.items():
+        scale = RTOL * abs(want[parameter]).max()
+        np.testing.assert_allclose(value, want[parameter], rtol=RTOL, atol=scale)
+
+
+@pytest.mark.parametrize("name", ["adam", "layer-wise rows"])
+def test_who_is_frozen_between_runs_hands_its_state_to_nobody(name, tmp_path):
+    plan, make_tx = plan_of(8), OPTIMIZERS[name]
+    state = started(plan, make_tx(plan))
+    fsdp.save(tmp_path, state)
+    want = of_rest(plan, make_tx(plan), state)
+    other = plan_of(8, {"frozen": ("layers.gate",)})
+    mould = fsdp.abstract_state(other, make_tx(other))
+    with pytest.raises(ValueError, match=r"only in the checkpoint: .*layers\.gate"):
+        fsdp.load(tmp_path, mould)
+    # Asked to pass over it, the others have their own.
+    loaded = fsdp.load(tmp_path, mould, strict="raise_unexpected")
+    got = of_rest(other, make_tx(other), loaded)
+    assert set(got) == set(want) - {"layers.gate"}
+    check_same(got, want)
+
+
+@pytest.mark.parametrize(
+    "tx, leaf",
+    [
+        (optax.flatten(optax.trace(0.9)), r"opt_state\.trace \(all 4"),
+        (optax.chain(optax.clip(1.0), by_position()), r"opt_state\.1\.[0-3] \(all 4"),
+    ],
+    ids=["flat", "by position"],
+)
+def test_state_that_forgets_names_loads_for_the_same_parameters_only(
+    tx, leaf, tmp_path
+):
+    plan = plan_of(8, {"frozen": ("layers.up",)})
+    state = started(plan, tx)
+    fsdp.save(tmp_path, state)
+    fewer = plan_of(2, {"frozen": ("layers.up",)})
+    got = of_rest(fewer, tx, fsdp.load(tmp_path, fsdp.abstract_state(fewer, tx)))
+    want = of_rest(plan, tx, state)
+    assert {n: x.tolist() for n, x in got.items()} == {
+        n: x.tolist() for n, x in want.items()
+    }
+    other = plan_of(8, {"frozen": ("layers.gate",)})  # of the same shape
+    with pytest.raises(ValueError, match=leaf):
+        fsdp.load(tmp_path, fsdp.abstract_state(other, tx), strict="ignore_all")
+
+
+def test_a_stack_keeps_what_a_load_does_not_read(tmp_path):
+    make_tx = OPTIMIZERS["layer-wise rows"]
+    fewer = plan_of(8, {"frozen": ("layers.gate",)})
+    fsdp.save(tmp_path, started(fewer, make_tx(fewer)))
+    plan = plan_of(4)
+    given = started(plan, make_tx(plan))
+    doubled = fsdp.TrainState(
+        **{**vars(given), "opt_state": jax.tree.map(lambda x: x + x, given.opt_state)}
+    )
+    loaded = fsdp.load(tmp_path, doubled, strict="ignore_all")
+    momenta = {
+        state: dict(momenta_of(tree))
+        for state, tree in {
+            "given": given,
+            "doubled": doubled,
+            "loaded": loaded,
+        }.items()
+    }
+    assert set(momenta["loaded"]) >= set(MATRICES)
+    for name in MATRICES:
+        source = "doubled" if name == "layers.gate" else "given"
+        np.testing.assert_array_equal(
+            momenta["loaded"][name], momenta[source][name], err_msg=name
+        )
+
+
+def momenta_of(state):
+    """What a checkpoint of a state holds as momentum, by parameter."""
+    from fsdp_jax.checkpoint._keys import flatten
+
+    for name, leaf in flatten(state).items():
+        parameter = name.rpartition(".trace.")[2]
+        if parameter in MATRICES and ".matrices." in name:
+            whole = np.asarray(leaf.value)
+            yield parameter, whole[tuple(slice(size) for size in leaf.shape)]

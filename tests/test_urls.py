@@ -1,0 +1,101 @@
+"""No URL is taken for a folder of that name: every public path is checked first."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from pathlib import Path
+from unittest.mock import MagicMock
+
+import pytest
+
+import bridge
+import fsdp_jax as fsdp
+from fsdp_jax._local_path import check_local
+from fsdp_jax.cli import main
+
+
+def takes_paths(module):
+    """Public functions and classes, with the parameters that are annotated as paths."""
+    for name, thing in vars(module).items():
+        is_error = inspect.isclass(thing) and issubclass(thing, Exception)
+        if name.startswith("_") or not callable(thing) or is_error:
+            continue
+        parameters = inspect.signature(thing).parameters.values()
+        for parameter in parameters:
+            if "os.PathLike" in str(parameter.annotation):
+                yield pytest.param(
+                    thing, parameter.name, id=f"{thing.__name__}-{parameter.name}"
+                )
+
+
+ENTRIES = [
+    *takes_paths(fsdp),
+    *takes_paths(bridge),
+    *takes_paths(bridge.megatron),
+]
+
+
+def test_the_entries_are_found():
+    found = {entry.id for entry in ENTRIES}
+    assert {"save-path", "Checkpointer-path", "LocalCheckpoints-path"} <= found
+    assert {"save_hf-path", "save_hf-copy_from", "load_megatron_adam-path"} <= found
+    assert len(found) >= 25
+
+
+@pytest.mark.parametrize("entry, parameter", ENTRIES)
+@pytest.mark.parametrize("url", ["s3://bucket/run", Path("msc://profile/run")])
+def test_every_public_path_refuses_a_url(entry, parameter, url, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    needed = {
+        name: MagicMock()
+        for name, p in inspect.signature(entry).parameters.items()
+        if p.default is p.empty and p.kind is not p.VAR_POSITIONAL
+    }
+    others = {"path": tmp_path} if "path" in needed else {}
+    with pytest.raises(ValueError, match=r"(s3|msc)://?(bucket|profile)/run.* URL"):
+        entry(**needed | others | {parameter: url})
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "url", ["gs://b/x", "file:///tmp/x", "HTTPS://x.org/y", "hdfs://n:1/x", "s3:/b/x"]
+)
+def test_schemes_of_any_kind_are_urls(url):
+    with pytest.raises(ValueError, match=url):
+        check_local("plain", url)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "runs/1",
+        "/data/a:b/c",
+        "C:/runs",
+        "C:\\runs",
+        "./s3:/bucket",
+        "meta/Llama",
+        "a:",
+    ],
+)
+def test_paths_are_no_urls(path):
+    check_local(path, Path("/") / path, None, 1)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["verify", "s3://bucket/run"],
+        ["import", "model", "gs://bucket/run"],
+        ["export", "s3://bucket/run", "out"],
+        ["train", "--data", "s3://b/text", "--steps", "1", "--save", "out"],
+        ["train", "--data", "x", "--steps", "1", "--save", "msc://profile/run"],
+        ["train", "--data", "x", "--steps", "1", "--save", "o", "--hf", "hf://a/b"],
+    ],
+    ids=lambda command: " ".join(command),
+)
+def test_every_command_refuses_a_url(command, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(command) == 2
+    assert " is a URL " in capsys.readouterr().err
+    assert os.listdir(tmp_path) == []
