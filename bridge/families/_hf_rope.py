@@ -194,7 +194,11 @@ def write_rope(rope: RopeConfig, partial: float | None = None) -> dict[str, Any]
 
 def _check_type_key(scaling: Any) -> None:
     """Refuses a key that transformers does not read in families of two ropes."""
-    if isinstance(scaling, Mapping) and "type" in scaling and "rope_type" not in scaling:
+    if (
+        isinstance(scaling, Mapping)
+        and "type" in scaling
+        and "rope_type" not in scaling
+    ):
         raise ValueError(
             f"rope_scaling = {dict(scaling)!r}: transformers reads rope_type alone of "
             "this family, and leaves its layers unscaled; write rope_type for type"

@@ -17,7 +17,10 @@ def layer_types(every: int, pattern_field: str | None = None) -> Codec:
       every: The default.
       pattern_field: An old field of the file that overrides it.
     """
-    defaults = {"layer_types": None, **({pattern_field: every} if pattern_field else {})}
+    defaults = {
+        "layer_types": None,
+        **({pattern_field: every} if pattern_field else {}),
+    }
 
     def read(fields: Fields) -> dict[str, Any]:
         given = fields["layer_types"]
@@ -37,7 +40,6 @@ def layer_types(every: int, pattern_field: str | None = None) -> Codec:
 
 def window_of_all(default: int | None = None) -> Codec:
     """Reads a window that all layers have."""
-
     name = "sliding_window"
 
     def read(fields: Fields) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from bridge.models._config import MAX_LAYERS
 CONFIG_NAME = "config.json"
 
 # Fields that say how a model is used, stored or displayed, never what it computes.
-_NEUTRAL = frozenset(
+NEUTRAL = frozenset(
     """
     _attn_implementation_autoset _name_or_path _sliding_window_pattern architectures
     auto_map chunk_size_feed_forward do_sample dtype early_stopping id2label label2id
@@ -243,7 +243,7 @@ def _unmodelled(family: Family, fields: Mapping[str, Any]) -> list[str]:
         if fields.get(name, True) is not True
     ]
     wrong += _undecoded(fields.get("quantization_config"))
-    known = {*family.fields, *family.fixed, *family.carried, *_NEUTRAL, *_TRUE}
+    known = {*family.fields, *family.fixed, *family.carried, *NEUTRAL, *_TRUE}
     known |= {name for codec in family.codecs for name in codec.names}
     return wrong + [
         f"{name} = {value!r}: this field is not modelled"

@@ -18,12 +18,13 @@ from tiny_configs import (
     hf_fields,
 )
 
+from bridge.families import FAMILIES
+
 Choose = Callable[[Sequence[Any]], Any]
 """Picks one of several: a seeded `random.Random.choice`, or hypothesis's draw."""
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-# Whether the file of a tied model holds a head too, and whether it is the embedding.
-HEADS = ("as_saved", "as_saved", "as_saved", "same", "other")
+HEADS = ("as_saved", "as_saved", "as_saved", "as_saved", "as_saved", "same", "other")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,9 +50,9 @@ class ConfigCase:
         return ConfigCase(**json.loads(text))
 
 
-def draw_case(choose: Choose) -> ConfigCase:
+def draw_case(choose: Choose, variants: Sequence[str] = tuple(VARIANTS)) -> ConfigCase:
     """Draws a variant of `tiny_configs` and up to three changes of its file."""
-    fields = copy.deepcopy(hf_fields(choose(tuple(VARIANTS))))
+    fields = copy.deepcopy(hf_fields(choose(variants)))
     for _ in range(choose((1, 1, 2, 3))):
         choose(_MUTATIONS)(fields, choose)
     return ConfigCase(fields, choose(HEADS))
@@ -68,7 +69,7 @@ _KEPT = frozenset(
 )
 _BOOLS = (True, False, None)
 # A file's field, and values that some family's files have, or that are on the border of
-# what they may have. Any family may be given any of them: most are then inert.
+# what they may have.
 _VALUES: dict[str, tuple[Any, ...]] = {
     "attention_bias": _BOOLS,
     "attention_dropout": (0.0, 0.1, None),
@@ -192,13 +193,15 @@ def _drop(fields: dict[str, Any], choose: Choose) -> None:
 
 
 def _set_own(fields: dict[str, Any], choose: Choose) -> None:
-    names = sorted(set(fields) & set(_VALUES))
-    if names:
-        name = choose(names)
-        fields[name] = choose(_VALUES[name])
+    family = FAMILIES[fields["model_type"]]
+    read = {*family.fields, *family.fixed, *family.carried}
+    read |= {name for codec in family.codecs for name in codec.names}
+    name = choose(sorted(read & set(_VALUES)))
+    fields[name] = choose(_VALUES[name])
 
 
 def _set_any(fields: dict[str, Any], choose: Choose) -> None:
+    """Any family may be given any field: most files have some that nobody reads."""
     name = choose(tuple(_VALUES))
     fields[name] = choose(_VALUES[name])
 
@@ -236,4 +239,7 @@ def _rope(fields: dict[str, Any], choose: Choose) -> None:
     fields[name] = rope
 
 
-_MUTATIONS = (_drop, _drop, _set_own, _set_own, _set_any, _set_any, _rope, _windows)
+_MUTATIONS = (
+    *(_drop, _drop, _drop, _set_own, _set_own, _set_own, _set_own),
+    *(_set_any, _rope, _rope, _windows),
+)

@@ -16,7 +16,7 @@ import torch
 from bridge_helpers import load_model
 from composition.config_cases import ConfigCase
 from safetensors.numpy import load_file, save_file
-from tiny_models import _is_norm_scale, _std
+from tiny_models import randomize
 from transformers import AutoConfig, AutoModelForCausalLM
 
 TOLERANCE = 1e-4
@@ -24,6 +24,7 @@ TOLERANCE = 1e-4
 1e-2 and more; in between lie fields on the border of what is stable."""
 
 LENGTH = 24
+KINDS = ("agree", "differ", "refused", "rejected")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,8 +32,8 @@ class Outcome:
     """What became of a case.
 
     Args:
-      kind: `agree`, `differ`, `refused` by us, `rejected` by transformers alone, or
-        `neither` reads it.
+      kind: `agree`, `differ`, `refused` by bridge, or `rejected` by transformers, in
+        which case there is nothing to compare with.
       error: Largest difference over the largest logit, where both computed.
       says: The message of whoever did not.
     """
@@ -70,7 +71,7 @@ def _their_logits(case: ConfigCase, path: Path) -> np.ndarray:
     torch.manual_seed(0)
     with _quiet():
         model = AutoModelForCausalLM.from_config(config).eval()
-    _randomize(model, case.fields["model_type"])
+    randomize(model, case.fields["model_type"])
     with _quiet():
         model.save_pretrained(path)
     (path / "config.json").write_text(json.dumps(case.fields))
@@ -83,20 +84,11 @@ def _their_logits(case: ConfigCase, path: Path) -> np.ndarray:
         return model(tokens).logits.float().numpy()
 
 
-def _randomize(model: torch.nn.Module, model_type: str) -> None:
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            weight.copy_(torch.randn(weight.shape) * _std(name, weight))
-            if _is_norm_scale(name) and "gemma" not in model_type:
-                weight.add_(1.0)
-        for name, buffer in model.named_buffers():
-            if "correction_bias" in name:
-                buffer.copy_(torch.randn(buffer.shape) * 0.3)
-
-
 def _store_head(path: Path, head: str) -> None:
     tensors = load_file(path / "model.safetensors")
-    table = next(k for k in tensors if k.endswith(("embed_tokens.weight", "wte.weight")))
+    table = next(
+        k for k in tensors if k.endswith(("embed_tokens.weight", "wte.weight"))
+    )
     change = 1.0 if head == "same" else -0.5
     tensors["lm_head.weight"] = tensors[table] * np.float32(change)
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
