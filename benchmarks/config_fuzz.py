@@ -60,7 +60,7 @@ def _parse() -> argparse.Namespace:
 
 
 def _settle() -> None:
-    """Compiles little and says little: a case is far smaller than what is said of it."""
+    """Compiles with few optimizations, and silences progress bars and advice."""
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_disable_most_optimizations", True)
     torch.set_num_threads(1)

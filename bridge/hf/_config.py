@@ -29,8 +29,8 @@ NEUTRAL = frozenset(
 DECODED = ("fp8", "mxfp4")
 """Quantization methods that the source of the weights decodes."""
 
-# What transformers takes for true in every family where the file does not say, and reads
-# as false also where it says null.
+# What transformers takes for true in every family where the file does not say; null
+# counts as false.
 _TRUE = ("is_causal",)
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 _PARTS = {"moe": MoEConfig, "mla": MLAConfig}

@@ -27,9 +27,9 @@ def check_tied_head(source: Source, mapping: Mapping) -> None:
         return
     if not _equal(source, table, TIED_HEAD):
         raise ValueError(
-            f"'{source.name}' holds '{TIED_HEAD}' beside '{table}', with other values or "
-            "another shape, but tie_word_embeddings is true: transformers does not tie "
-            "them then. Set tie_word_embeddings to false in config.json, or pass "
+            f"'{source.name}' holds '{TIED_HEAD}' beside '{table}', with other values "
+            "or another shape, but tie_word_embeddings is true: transformers does not "
+            "tie them then. Set tie_word_embeddings to false in config.json, or pass "
             "config=dataclasses.replace(config, tie_word_embeddings=False)."
         )
 
@@ -41,7 +41,9 @@ def _equal(source: Source, one: str, other: str) -> bool:
         return False
     step = max(1, _ELEMENTS // max(1, shape[1]))
     return all(
-        np.array_equal(*(_rows(source, key, start, step) for key in (one, other)))
+        np.array_equal(
+            _rows(source, one, start, step), _rows(source, other, start, step)
+        )
         for start in range(0, shape[0], step)
     )
 

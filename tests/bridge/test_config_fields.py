@@ -1,4 +1,4 @@
-"""Every field that transformers' config class has is read, inert by name, or refused."""
+"""Every field of transformers' config classes is read, inert by name, or refused."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SETTINGS = {
 
 
 def their_fields(model_type: str) -> dict[str, tuple[Any, ...]]:
-    """Each field of transformers' class, with its default and what a model has of it."""
+    """Each field of transformers' class, with its default before and after init."""
     kind = CONFIG_MAPPING[model_type]
     made = kind()
     return {
