@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -50,14 +51,61 @@ class ConfigCase:
         return ConfigCase(**json.loads(text))
 
 
-def draw_case(choose: Choose, variants: Sequence[str] = tuple(VARIANTS)) -> ConfigCase:
-    """Draws a variant of `tiny_configs` and up to three changes of its file."""
-    fields = copy.deepcopy(hf_fields(choose(variants)))
-    for _ in range(choose((1, 1, 2, 3))):
+def case_of_seed(seed: int) -> ConfigCase:
+    """Draws a case by number; as many in a row as there are fields change each once."""
+    pairs = field_pairs(tuple(VARIANTS))
+    random.Random(0).shuffle(pairs)
+    pair = pairs[seed % len(pairs)]
+    return draw_case(random.Random(seed).choice, pairs=[pair])
+
+
+def draw_case(
+    choose: Choose,
+    variants: Sequence[str] = tuple(VARIANTS),
+    pairs: Sequence[tuple[str, str]] = (),
+) -> ConfigCase:
+    """Draws a variant of `tiny_configs`, a change of one field, and up to two more.
+
+    Args:
+      choose: Picks one of several.
+      variants: Which may be drawn.
+      pairs: Family and field of the first change; by default any of the variants'.
+    """
+    model_type, name = choose(pairs or field_pairs(variants))
+    own = [v for v in variants if VARIANTS[v]["model_type"] == model_type]
+    fields = copy.deepcopy(hf_fields(choose(own)))
+    _touch(fields, name, choose)
+    for _ in range(choose((0, 0, 1, 2))):
         choose(_MUTATIONS)(fields, choose)
-    return ConfigCase(fields, choose(HEADS))
+    return ConfigCase(fields, choose(("same", "other") if name == _HEAD else HEADS))
 
 
+def field_pairs(variants: Sequence[str]) -> list[tuple[str, str]]:
+    """Returns each family with each field that its logits may depend on."""
+    families = dict.fromkeys(VARIANTS[variant]["model_type"] for variant in variants)
+    return [
+        (model_type, name)
+        for model_type in families
+        for name in sorted(_read_by(model_type) - _INERT)
+    ]
+
+
+def _read_by(model_type: str) -> set[str]:
+    family = FAMILIES[model_type]
+    read = {*family.fields, *family.fixed, *family.carried}
+    read |= {name for codec in family.codecs for name in codec.names}
+    return (read & {*_VALUES, "rope_parameters"}) | {_HEAD}
+
+
+_HEAD = "lm_head"
+_INERT = frozenset(
+    """
+    attention_dropout aux_loss_alpha bos_token_id cache_implementation ep_size
+    initial_context_length n_ctx output_router_logits pad_token_id pretraining_tp
+    reorder_and_upcast_attn router_aux_loss_coef router_jitter_noise seq_aux
+    summary_type num_nextn_predict_layers
+    """.split()
+)
 # Sizes without which a model is of the default's size: gigabytes.
 _KEPT = frozenset(
     """
@@ -68,13 +116,14 @@ _KEPT = frozenset(
     """.split()
 )
 _BOOLS = (True, False, None)
+_WINDOWS = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
 # A file's field, and values that some family's files have, or that are on the border of
 # what they may have.
 _VALUES: dict[str, tuple[Any, ...]] = {
     "attention_bias": _BOOLS,
     "attention_dropout": (0.0, 0.1, None),
     "attention_multiplier": (0.3, 1.0, 0.0),
-    "attn_logit_softcapping": (1.5, 50.0, None, 0.0),
+    "attn_logit_softcapping": (1.5, 0.7, 50.0, None),
     "attention_chunk_size": (8, 0, None),
     "aux_loss_alpha": (0.001, None),
     "bos_token_id": (None, 3),
@@ -193,10 +242,7 @@ def _drop(fields: dict[str, Any], choose: Choose) -> None:
 
 
 def _set_own(fields: dict[str, Any], choose: Choose) -> None:
-    family = FAMILIES[fields["model_type"]]
-    read = {*family.fields, *family.fixed, *family.carried}
-    read |= {name for codec in family.codecs for name in codec.names}
-    name = choose(sorted(read & set(_VALUES)))
+    name = choose(sorted(_read_by(fields["model_type"]) & set(_VALUES)))
     fields[name] = choose(_VALUES[name])
 
 
@@ -206,10 +252,21 @@ def _set_any(fields: dict[str, Any], choose: Choose) -> None:
     fields[name] = choose(_VALUES[name])
 
 
+def _touch(fields: dict[str, Any], name: str, choose: Choose) -> None:
+    """Changes one field, or leaves it out where it is said."""
+    if name == "rope_parameters":
+        _rope(fields, choose)
+    elif name in fields and name not in _KEPT and choose((True, False)):
+        del fields[name]
+    elif name != _HEAD:
+        fields[name] = choose(_VALUES[name])
+    if name in _WINDOWS and "use_sliding_window" in _read_by(fields["model_type"]):
+        fields["use_sliding_window"] = choose((True, True, False))
+
+
 def _windows(fields: dict[str, Any], choose: Choose) -> None:
     """Windows are said in several fields, which act together only."""
-    names = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
-    for name in names:
+    for name in _WINDOWS:
         if choose((True, False)):
             fields[name] = choose(_VALUES[name])
 
