@@ -116,8 +116,8 @@ def plan(
 ) -> ImportPlan:
     """Says what `load_hf` would do, without reading a weight.
 
-    But for a tied model whose output projection is stored all the same: that is compared
-    with the embedding.
+    But for a tied model whose output projection is stored all the same: that one is
+    compared with the embedding.
 
     Args:
       path: As for `load_hf`.
