@@ -16,8 +16,11 @@ class Codec:
       read: From all fields of the file, defaults filled in, to values of ours by
         dotted name (`"moe.n_group"`); raises a `ValueError` for what is not modelled.
       write: From our config to fields of the file, from which `read` makes the same.
+      defaults: What transformers takes for those of the fields that a file need not
+        say; `read` finds them filled in.
     """
 
     names: tuple[str, ...]
     read: Callable[[Mapping[str, Any]], dict[str, Any]]
     write: Callable[[DecoderConfig], dict[str, Any]]
+    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)

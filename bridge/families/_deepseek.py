@@ -41,7 +41,7 @@ def shared_experts(default: int) -> Codec:
     count, width = "n_shared_experts", "moe_intermediate_size"
 
     def read(fields):
-        shared = fields.get(count, default)
+        shared = fields[count]
         if not shared:
             raise ValueError(f"{count} = {shared!r}: only 1 or more are modelled")
         return {"moe.shared_intermediate_size": shared * fields[width]}
@@ -51,7 +51,7 @@ def shared_experts(default: int) -> Codec:
         assert moe is not None and moe.shared_intermediate_size is not None
         return {count: moe.shared_intermediate_size // moe.intermediate_size}
 
-    return Codec((count,), read, write)
+    return Codec((count,), read, write, {count: default})
 
 
 def shared(config: DecoderConfig) -> Rules:
@@ -73,7 +73,8 @@ def _derived() -> Codec:
             raise ValueError("\n".join(wrong))
         return {}
 
-    return Codec(("head_dim", "qk_head_dim"), read, lambda config: {})
+    names = ("head_dim", "qk_head_dim")
+    return Codec(names, read, lambda config: {}, dict.fromkeys(names))
 
 
 DERIVED_SIZES = _derived()

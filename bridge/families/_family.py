@@ -102,6 +102,9 @@ class Family:
       traits: What all models of the family have in common, by our dotted names.
       fixed: Fields of which one value is modelled; any other is refused.
       carried: Fields that change no logit, with transformers' default; kept.
+      aliases: Other names that files give fields of `carried`; never written.
+      left_out: Fields that announce tensors which an import leaves out, with what an
+        export says instead.
       ignore: Tensors that checkpoints may hold and nobody reads; `{name}` stands for a
         number, `**` for anything.
     """
@@ -114,6 +117,8 @@ class Family:
     traits: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     carried: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    left_out: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     ignore: Callable[[DecoderConfig], tuple[str, ...]] = lambda _: ()
 
     def mapping(self, config: DecoderConfig) -> WeightMapping:

@@ -18,6 +18,7 @@ from bridge.models._rope_config import NEEDED, OPTIONAL, STRETCHING
 
 Fields = Mapping[str, Any]
 _SPELLINGS = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
+_ORIGINAL_LENGTH = "original_max_position_embeddings"
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 # Names of types that became others, and a key that became `rope_type`.
 _ALIASES = {"su": "longrope"}
@@ -26,7 +27,8 @@ _ALIASES = {"su": "longrope"}
 def rope(
     theta: float = 10000.0,
     *,
-    partial: float = 1.0,
+    partial: float | None = None,
+    types: tuple[str, ...] = tuple(NEEDED),
     interleaved: bool = False,
     interleave_field: str | None = None,
     original_length: int | None = None,
@@ -36,41 +38,44 @@ def rope(
 
     Args:
       theta: What transformers takes for `rope_theta` where the file does not say.
-      partial: The same for `partial_rotary_factor`.
+      partial: The same for `partial_rotary_factor`; None if the family turns whole
+        heads whatever the file says.
+      types: The types of rope that the family has.
       interleaved: Whether the family's pairs are neighbours.
       interleave_field: The field of the file that says so instead.
       original_length: What a family takes for `original_max_position_embeddings` if
         it keeps that beside the rope and not in it; None if it does not.
       absent: The rope of a file that says nothing of one; None means unscaled.
     """
-    names = [*_SPELLINGS]
+    said = {**dict.fromkeys(_SPELLINGS), "partial_rotary_factor": partial}
     if interleave_field is not None:
-        names.append(interleave_field)
+        said[interleave_field] = interleaved
     if original_length is not None:
-        names.append("original_max_position_embeddings")
+        said[_ORIGINAL_LENGTH] = original_length
 
     def read(fields: Fields) -> dict[str, Any]:
-        defaults = {"rope_theta": theta, "partial_rotary_factor": partial}
+        defaults: dict[str, Any] = {"rope_theta": theta}
         if original_length is not None:
-            name = "original_max_position_embeddings"
-            defaults[name] = fields.get(name, original_length)
-        pairs = interleaved
-        if interleave_field is not None:
-            pairs = fields.get(interleave_field, interleaved)
+            defaults[_ORIGINAL_LENGTH] = fields[_ORIGINAL_LENGTH]
+        pairs = fields[interleave_field] if interleave_field else interleaved
         value = read_rope(fields, defaults, absent or {})
+        if partial is None:
+            _check_whole(value)
+        if value.rope_type not in types:
+            raise ValueError(f"rope_type {value.rope_type!r}: this family has {types}")
         return {"rope": dataclasses.replace(value, interleaved=pairs)}
 
     def write(config: DecoderConfig) -> dict[str, Any]:
         assert config.rope is not None
-        written = write_rope(config.rope)
+        written = write_rope(config.rope, partial)
         if interleave_field is not None:
             written[interleave_field] = config.rope.interleaved
         if original_length is not None:
             length = config.rope.original_max_position_embeddings
-            written["original_max_position_embeddings"] = length or original_length
+            written[_ORIGINAL_LENGTH] = length or original_length
         return written
 
-    return Codec(tuple(names), read, write)
+    return Codec(tuple(said), read, write, said)
 
 
 def rope_by_layer_type(
@@ -95,14 +100,15 @@ def rope_by_layer_type(
                 f"rope_parameters = {nested!r}: this family has one rope for each of "
                 f"{', '.join(_LAYER_TYPES)}"
             )
+        _check_type_key(fields.get("rope_scaling"))
         full, sliding = (nested.get(kind) or {} for kind in _LAYER_TYPES)
-        local = fields.get(sliding_name) if sliding_name else None
+        local = fields[sliding_name] if sliding_name else None
         old = {
             name: fields[name]
             for name in ("rope_theta", "rope_scaling", "max_position_embeddings")
             if fields.get(name) is not None
         }
-        return {
+        ropes = {
             "rope": read_rope(
                 old | ({"rope_parameters": full} if full else {}),
                 {"rope_theta": theta},
@@ -112,6 +118,14 @@ def rope_by_layer_type(
                 {"rope_theta": local or sliding_theta},
             ),
         }
+        for rope in ropes.values():
+            _check_whole(rope, fields["partial_rotary_factor"])
+            if rope.truncate is False:
+                raise ValueError(
+                    "truncate = False: transformers reads the field of a rope for all "
+                    "layers alone; remove it or set it to true"
+                )
+        return ropes
 
     def write(config: DecoderConfig) -> dict[str, Any]:
         assert config.rope is not None
@@ -123,7 +137,7 @@ def rope_by_layer_type(
             full[sliding_name] = sliding["rope_theta"]
         return full
 
-    return Codec(names, read, write)
+    return Codec(names, read, write, dict.fromkeys(names))
 
 
 def read_rope(
@@ -152,8 +166,14 @@ def read_rope(
     return _read_spelling("", absent or {}, fields, defaults)
 
 
-def write_rope(rope: RopeConfig) -> dict[str, Any]:
-    """Writes both spellings, so that transformers 4 and 5 read the same."""
+def write_rope(rope: RopeConfig, partial: float | None = None) -> dict[str, Any]:
+    """Writes both spellings, so that transformers 4 and 5 read the same.
+
+    Args:
+      rope: What to write.
+      partial: What a reader takes for `partial_rotary_factor` where the file does not
+        say; None means 1.
+    """
     extra = {
         name: list(value) if isinstance(value, tuple) else value
         for name in STRETCHING
@@ -166,10 +186,33 @@ def write_rope(rope: RopeConfig) -> dict[str, Any]:
         "rope_scaling": scaling if extra else None,
         "rope_parameters": parameters,
     }
-    if rope.partial_rotary_factor != 1:
+    if rope.partial_rotary_factor != (1 if partial is None else partial):
         parameters["partial_rotary_factor"] = rope.partial_rotary_factor
         written["partial_rotary_factor"] = rope.partial_rotary_factor
     return written
+
+
+def _check_type_key(scaling: Any) -> None:
+    """Refuses a key that transformers does not read in families of two ropes."""
+    if (
+        isinstance(scaling, Mapping)
+        and "type" in scaling
+        and "rope_type" not in scaling
+    ):
+        raise ValueError(
+            f"rope_scaling = {dict(scaling)!r}: transformers reads rope_type alone of "
+            "this family, and leaves its layers unscaled; write rope_type for type"
+        )
+
+
+def _check_whole(rope: RopeConfig, beside: float | None = None) -> None:
+    """Refuses a factor that transformers leaves unread in families of whole heads."""
+    for factor in (rope.partial_rotary_factor, beside):
+        if factor not in (None, 1):
+            raise ValueError(
+                f"partial_rotary_factor = {factor!r}: this family turns whole heads, "
+                "and transformers does not read the field; remove it or set it to 1"
+            )
 
 
 def _read_spelling(
@@ -182,6 +225,8 @@ def _read_spelling(
         for key, value in spelling.items()
         if value is not None
     }
+    if "truncate" in spelling:  # where null counts as false, and absence as true
+        values["truncate"] = spelling["truncate"] or False
     old_type = values.pop("type", "default")
     kind: Any = values.setdefault("rope_type", old_type)
     kind = values["rope_type"] = _ALIASES.get(kind, kind)

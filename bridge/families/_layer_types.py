@@ -17,32 +17,38 @@ def layer_types(every: int, pattern_field: str | None = None) -> Codec:
       every: The default.
       pattern_field: An old field of the file that overrides it.
     """
-    names = ("layer_types", *([pattern_field] if pattern_field else []))
+    defaults = {
+        "layer_types": None,
+        **({pattern_field: every} if pattern_field else {}),
+    }
 
     def read(fields: Fields) -> dict[str, Any]:
-        period = (fields.get(pattern_field) if pattern_field else None) or every
-        default = [
-            SLIDING if (layer + 1) % period else FULL
-            for layer in range(fields["num_hidden_layers"])
-        ]
-        return {"layer_types": tuple(fields.get("layer_types") or default)}
+        given = fields["layer_types"]
+        if given is None:
+            period = _interval(fields, pattern_field) if pattern_field else every
+            given = [
+                SLIDING if (layer + 1) % period else FULL
+                for layer in range(fields["num_hidden_layers"])
+            ]
+        return {"layer_types": tuple(given)}
 
     def write(config: DecoderConfig) -> dict[str, Any]:
         return {"layer_types": config.layer_types}
 
-    return Codec(names, read, write)
+    return Codec(tuple(defaults), read, write, defaults)
 
 
 def window_of_all(default: int | None = None) -> Codec:
     """Reads a window that all layers have."""
+    name = "sliding_window"
 
     def read(fields: Fields) -> dict[str, Any]:
-        return {"sliding_window": fields.get("sliding_window", default)}
+        return {name: fields[name]}
 
     def write(config: DecoderConfig) -> dict[str, Any]:
-        return {"sliding_window": config.sliding_window}
+        return {name: config.sliding_window}
 
-    return Codec(("sliding_window",), read, write)
+    return Codec((name,), read, write, {name: default})
 
 
 def switched_window(
@@ -55,22 +61,22 @@ def switched_window(
         do, and that the file has no `layer_types`.
       default: What transformers takes for a window that the file does not give.
     """
-    names = ("use_sliding_window", "sliding_window")
+    defaults = {"use_sliding_window": False, "sliding_window": default}
+    defaults |= {} if slides is None else {"layer_types": None}
 
     def read(fields: Fields) -> dict[str, Any]:
-        window = fields.get("sliding_window", default)
-        given = fields.get("layer_types")
-        if not fields.get("use_sliding_window") or window is None:
-            if SLIDING in (given or ()):
-                raise ValueError("layer_types slide, but use_sliding_window is off")
+        window, given = fields["sliding_window"], fields.get("layer_types")
+        if not fields["use_sliding_window"] or window is None:
+            _check_all_full(given, fields["num_hidden_layers"])
             return {"sliding_window": None, "layer_types": None}
         if slides is None:
             return {"sliding_window": window, "layer_types": None}
-        by_default = [
-            SLIDING if slides(layer, fields) else FULL
-            for layer in range(fields["num_hidden_layers"])
-        ]
-        return {"sliding_window": window, "layer_types": tuple(given or by_default)}
+        if given is None:
+            given = [
+                SLIDING if slides(layer, fields) else FULL
+                for layer in range(fields["num_hidden_layers"])
+            ]
+        return {"sliding_window": window, "layer_types": tuple(given)}
 
     def write(config: DecoderConfig) -> dict[str, Any]:
         written = {
@@ -82,17 +88,37 @@ def switched_window(
             written["layer_types"] = config.layer_types or all_full
         return written
 
-    return Codec(names if slides is None else (*names, "layer_types"), read, write)
+    return Codec(tuple(defaults), read, write, defaults)
+
+
+def _check_all_full(layer_types: Any, layers: int) -> None:
+    if layer_types is None:
+        return
+    if SLIDING in layer_types:
+        raise ValueError("layer_types slide, but use_sliding_window is off")
+    if list(layer_types) != [FULL] * layers:
+        raise ValueError(
+            f"layer_types = {layer_types!r}: only {layers} of {FULL!r} are modelled "
+            "where no layer slides"
+        )
+
+
+def _interval(fields: Fields, name: str) -> int:
+    """Reads a number of layers after which something comes again."""
+    value = fields[name]
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name} = {value!r}: must be a positive integer")
+    return value
 
 
 def _no_rope_layers() -> Codec:
     name, interval = "no_rope_layers", "no_rope_layer_interval"
 
     def read(fields: Fields) -> dict[str, Any]:
-        count, period = fields["num_hidden_layers"], fields.get(interval, 4)
-        turned = fields.get(name) or [
-            int((layer + 1) % period != 0) for layer in range(count)
-        ]
+        count, turned = fields["num_hidden_layers"], fields[name]
+        if turned is None:
+            period = _interval(fields, interval)
+            turned = [int((layer + 1) % period != 0) for layer in range(count)]
         if len(turned) != count:
             raise ValueError(f"{name} has {len(turned)} entries for {count} layers")
         return {name: tuple(i for i, turns in enumerate(turned) if not turns)}
@@ -101,35 +127,36 @@ def _no_rope_layers() -> Codec:
         layers = range(config.num_hidden_layers)
         return {name: [int(i not in config.no_rope_layers) for i in layers]}
 
-    return Codec((name, interval), read, write)
+    return Codec((name, interval), read, write, {name: None, interval: 4})
 
 
 NO_ROPE_LAYERS = _no_rope_layers()
 """`no_rope_layers` of a file has a 1 for each layer that does turn."""
 
 
-def _first_dense() -> Codec:
+def first_dense(default: int) -> Codec:
+    """Reads how many of the first layers are dense.
+
+    Args:
+      default: What transformers takes where the file does not say.
+    """
     name = "first_k_dense_replace"
 
     def read(fields: Fields) -> dict[str, Any]:
-        count = min(fields.get(name) or 0, fields["num_hidden_layers"])
+        count = min(fields[name], fields["num_hidden_layers"])
         return {"dense_layers": tuple(range(count))}
 
     def write(config: DecoderConfig) -> dict[str, Any]:
         return {name: len(config.dense_layers)}
 
-    return Codec((name,), read, write)
-
-
-FIRST_DENSE = _first_dense()
-"""The first so many layers are dense."""
+    return Codec((name,), read, write, {name: default})
 
 
 def _dense_by_step() -> Codec:
     step, listed = "decoder_sparse_step", "mlp_only_layers"
 
     def read(fields: Fields) -> dict[str, Any]:
-        period, dense = fields.get(step, 1), fields.get(listed) or ()
+        period, dense = _interval(fields, step), fields[listed] or ()
         return {
             "dense_layers": tuple(
                 layer
@@ -141,7 +168,7 @@ def _dense_by_step() -> Codec:
     def write(config: DecoderConfig) -> dict[str, Any]:
         return {step: 1, listed: config.dense_layers}
 
-    return Codec((step, listed), read, write)
+    return Codec((step, listed), read, write, {step: 1, listed: None})
 
 
 DENSE_BY_STEP = _dense_by_step()

@@ -26,8 +26,9 @@ def _layer(config: DecoderConfig, sparse: bool) -> Rules:
 
 _QK_NORM = Codec(
     ("use_qk_norm",),
-    lambda fields: {"qk_norm": "per_head" if fields.get("use_qk_norm") else None},
+    lambda fields: {"qk_norm": "per_head" if fields["use_qk_norm"] else None},
     lambda config: {"use_qk_norm": config.qk_norm is not None},
+    {"use_qk_norm": False},
 )
 
 FAMILY = Family(

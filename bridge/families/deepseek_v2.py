@@ -9,20 +9,24 @@ from bridge.families._codec import Codec
 from bridge.families._family import Family, Field
 from bridge.families._fields import moe
 from bridge.families._hf_rope import rope
-from bridge.families._layer_types import FIRST_DENSE
+from bridge.families._layer_types import first_dense
 from bridge.families._sparse import spellings
 from bridge.models import DecoderConfig
 
 _METHODS = ("greedy", "group_limited_greedy")
+_GROUPS = {"topk_method": "greedy", "n_group": None, "topk_group": None}
 
 
 def _read_groups(fields):
-    method = fields.get("topk_method") or "greedy"
+    method = fields["topk_method"]
     if method not in _METHODS:
         raise ValueError(f"topk_method = {method!r}: only {_METHODS} are modelled")
     if method == "greedy":  # it reads no groups
         return {"moe.n_group": None, "moe.topk_group": None}
-    return {f"moe.{name}": fields.get(name) for name in ("n_group", "topk_group")}
+    groups = {name: fields[name] for name in ("n_group", "topk_group")}
+    if None in groups.values():
+        raise ValueError(f"topk_method = {method!r} needs n_group and topk_group")
+    return {f"moe.{name}": value for name, value in groups.items()}
 
 
 def _write_groups(config: DecoderConfig):
@@ -48,10 +52,10 @@ FAMILY = Family(
     },
     codecs=(
         rope(interleaved=True),
-        FIRST_DENSE,
+        first_dense(0),
         _deepseek.shared_experts(2),
         _deepseek.DERIVED_SIZES,
-        Codec(("topk_method", "n_group", "topk_group"), _read_groups, _write_groups),
+        Codec(tuple(_GROUPS), _read_groups, _write_groups, _GROUPS),
     ),
     traits={"moe.float32_logits": True},
     # transformers reads no `norm_topk_prob` of this family.

@@ -18,7 +18,6 @@ FAMILY = Family(
         **_gemma.FIELDS,
         "max_position_embeddings": Field(131072),
         "final_logit_softcapping": Field(None),
-        "attn_logit_softcapping": Field(None),
     },
     codecs=(
         rope_by_layer_type(1e6, 10000.0, "rope_local_base_freq"),
@@ -26,7 +25,12 @@ FAMILY = Family(
     ),
     traits={**_gemma.TRAITS, "qk_norm": "head"},
     fixed=_gemma.FIXED,
-    carried={**_gemma.CARRIED, "cache_implementation": None},
+    carried={
+        **_gemma.CARRIED,
+        "cache_implementation": None,
+        # The class has the field, and its attention never reads it.
+        "attn_logit_softcapping": None,
+    },
     spellings=(spelling(_gemma.layer),),
     ignore=ignore_tied_head,
 )

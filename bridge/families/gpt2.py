@@ -83,13 +83,14 @@ def _ignore(config: DecoderConfig) -> tuple[str, ...]:
 
 def _inner() -> Codec:
     def read(fields):
-        return {"intermediate_size": fields.get("n_inner") or 4 * fields["n_embd"]}
+        inner = fields["n_inner"]
+        return {"intermediate_size": 4 * fields["n_embd"] if inner is None else inner}
 
     def write(config: DecoderConfig):
         derived = config.intermediate_size == 4 * config.hidden_size
         return {"n_inner": None if derived else config.intermediate_size}
 
-    return Codec(("n_inner",), read, write)
+    return Codec(("n_inner",), read, write, {"n_inner": None})
 
 
 FAMILY = Family(

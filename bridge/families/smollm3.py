@@ -35,8 +35,8 @@ FAMILY = Family(
         NO_ROPE_LAYERS,
         switched_window(_slides, default=None),
     ),
-    fixed={"hidden_act": "silu", "attention_dropout": 0.0, "pretraining_tp": 2},
-    carried={"max_window_layers": None},
+    fixed={"hidden_act": "silu", "attention_dropout": 0.0},
+    carried={"max_window_layers": None, "pretraining_tp": 2},
     spellings=(spelling(dense_layer),),
     ignore=ignore_tied_head,
 )

@@ -1,5 +1,6 @@
 """Config files of Hugging Face, to and from `DecoderConfig`."""
 
+import dataclasses
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any
 
 from bridge._local_path import check_local
 from bridge.families import FAMILIES
+from bridge.families._codec import Codec
 from bridge.families._family import REQUIRED, Family
 from bridge.formats._json import read_json
 from bridge.models import DecoderConfig, MLAConfig, MoEConfig
@@ -15,7 +17,7 @@ from bridge.models._config import MAX_LAYERS
 CONFIG_NAME = "config.json"
 
 # Fields that say how a model is used, stored or displayed, never what it computes.
-_NEUTRAL = frozenset(
+NEUTRAL = frozenset(
     """
     _attn_implementation_autoset _name_or_path _sliding_window_pattern architectures
     auto_map chunk_size_feed_forward do_sample dtype early_stopping id2label label2id
@@ -28,6 +30,9 @@ _NEUTRAL = frozenset(
 DECODED = ("fp8", "mxfp4")
 """Quantization methods that the source of the weights decodes."""
 
+# What transformers takes for true in every family where the file does not say; null
+# counts as false.
+_TRUE = ("is_causal",)
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 _PARTS = {"moe": MoEConfig, "mla": MLAConfig}
 
@@ -94,7 +99,7 @@ def to_hf_config(config: DecoderConfig) -> dict[str, Any]:
         name: getter(config, field.targets(name)[0])
         for name, field in family.fields.items()
     }
-    fields |= {**family.fixed, **dict(config.carried)}
+    fields |= {**family.fixed, **dict(config.carried), **family.left_out}
     for codec in family.codecs:
         fields |= codec.write(config)
     fields = {
@@ -181,11 +186,11 @@ def _rename(
 ) -> tuple[dict[str, Any], list[str]]:
     """Gives fields the names that they are written by, and says which differ."""
     renamed, wrong = dict(fields), []
-    for name, field in family.fields.items():
-        for alias in field.aliases:
-            value = renamed.pop(alias, None)
-            if value is not None and renamed.setdefault(name, value) != value:
-                wrong.append(f"{name} = {renamed[name]!r}, but {alias} = {value!r}")
+    names = {a: name for name, f in family.fields.items() for a in f.aliases}
+    for alias, name in {**names, **family.aliases}.items():
+        value = renamed.pop(alias, None)
+        if value is not None and renamed.setdefault(name, value) != value:
+            wrong.append(f"{name} = {renamed[name]!r}, but {alias} = {value!r}")
     return renamed, wrong
 
 
@@ -203,17 +208,29 @@ def _read_fields(
     layers = filled.get("num_hidden_layers", filled.get("n_layer"))
     if isinstance(layers, int) and layers > MAX_LAYERS:  # before any list of so many
         return values, [f"num_hidden_layers {layers:,}: at most {MAX_LAYERS:,}"]
-    given = {**fields, **{name: v for name, v in filled.items() if v is not REQUIRED}}
+    defaults = {k: v for codec in family.codecs for k, v in codec.defaults.items()}
+    known = {name: v for name, v in filled.items() if v is not REQUIRED}
+    given = {**family.carried, **defaults, **fields, **known}
     for codec in family.codecs:
-        try:
-            values |= codec.read(given)
-        except ValueError as error:
-            wrong += str(error).splitlines()
-        except KeyError as error:  # of a missing field, which is in the list already
-            assert f"{error.args[0]} is missing" in wrong
-        except TypeError as error:
-            wrong.append(f"{', '.join(codec.names)}, or a size: wrong type: {error}")
+        read, unread = _decode(codec, given)
+        values |= read
+        wrong += [line for line in unread if line not in wrong]
     return values, wrong
+
+
+def _decode(
+    codec: Codec, fields: Mapping[str, Any]
+) -> tuple[dict[str, Any], list[str]]:
+    """Returns what a codec reads, and what it says is wrong with the fields."""
+    try:
+        return codec.read(fields), []
+    except ValueError as error:
+        return {}, str(error).splitlines()
+    except KeyError as error:
+        return {}, [f"{error.args[0]} is missing"]
+    except (TypeError, ArithmeticError) as error:
+        names = ", ".join(codec.names)
+        return {}, [f"{names}, or a size: wrong type or value: {error}"]
 
 
 def _unmodelled(family: Family, fields: Mapping[str, Any]) -> list[str]:
@@ -222,8 +239,13 @@ def _unmodelled(family: Family, fields: Mapping[str, Any]) -> list[str]:
         for name, modelled in family.fixed.items()
         if fields.get(name) not in (None, modelled)
     ]
+    wrong += [
+        f"{name} = {fields[name]!r}: only True is modelled"
+        for name in _TRUE
+        if fields.get(name, True) is not True
+    ]
     wrong += _undecoded(fields.get("quantization_config"))
-    known = {*family.fields, *family.fixed, *family.carried, *_NEUTRAL}
+    known = {*family.fields, *family.fixed, *family.carried, *NEUTRAL, *_TRUE}
     known |= {name for codec in family.codecs for name in codec.names}
     return wrong + [
         f"{name} = {value!r}: this field is not modelled"
@@ -278,7 +300,9 @@ def _check_parts(family: Family, config: DecoderConfig) -> None:
 
 def _check_said(config: DecoderConfig, fields: dict[str, Any]) -> None:
     """Refuses a config that its family's files cannot say: a changed trait, say."""
-    again = from_hf_config(fields)
+    again, family = from_hf_config(fields), find_family(config.model_type)
+    carried = {**dict(config.carried), **family.left_out}
+    config = dataclasses.replace(config, carried=tuple(carried.items()))
     if again != config:
         names = [
             f"  {name} = {getattr(config, name)!r}: would be read as {value!r}"

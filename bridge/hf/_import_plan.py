@@ -116,6 +116,9 @@ def plan(
 ) -> ImportPlan:
     """Says what `load_hf` would do, without reading a weight.
 
+    But for a tied model whose output projection is stored all the same: that one is
+    compared with the embedding.
+
     Args:
       path: As for `load_hf`.
       mould: As for `load_hf`; None takes every leaf whole and in the dtype of its

@@ -25,7 +25,8 @@ def load_hf(
 
     Values are cast to the dtype of the mould between floating dtypes (bfloat16 files
     fill float32 main weights exactly; the other way rounds); any other difference of
-    dtype is an error. Tensors or leaves without a counterpart are errors too.
+    dtype is an error. Tensors or leaves without a counterpart are errors too. Layers
+    that predict further tokens (DeepSeek-V3) are left out, with a warning.
 
     Args:
       path: A directory with `config.json` and safetensors files, or one such file.
@@ -41,7 +42,8 @@ def load_hf(
     Raises:
       FileNotFoundError: If there is no checkpoint or no config.
       ValueError: If the checkpoint is damaged, its family not supported, or mould,
-        config and checkpoint do not fit; everything that does not fit is listed.
+        config and checkpoint do not fit; everything that does not fit is listed. Also
+        if the config ties an output projection that is stored with other values.
     """
     source, _, mapping = open_hf(path, config)
     return load(source, mapping, mould, progress=progress)

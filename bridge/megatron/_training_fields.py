@@ -48,8 +48,8 @@ def read_training(
     carried, further = dict(defaults), fields.get(_FURTHER)
     if further and _OUR_FURTHER not in carried:
         raise ValueError(f"{_FURTHER} = {further}: no layers of this family's")
-    if further:
-        carried[_OUR_FURTHER] = further
+    if _OUR_FURTHER in carried:  # Megatron has none where its field is not set
+        carried[_OUR_FURTHER] = further or 0
     for theirs, names in _CARRIED.items():
         name = next((name for name in names if name in carried), None)
         value = fields.get(theirs, 0.0)

@@ -153,6 +153,7 @@ def test_progress_counts_every_byte_once(llama):
 
 def test_tied_and_stale_tensors_are_left_in_the_file(tmp_path):
     tensors = random_tensors(np.float32)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
     tensors["model.layers.1.self_attn.rotary_emb.inv_freq"] = np.ones(8, np.float32)
     path = write_llama(tmp_path / "in", tensors=tensors, tie_word_embeddings=True)
     config = bridge.from_hf_config(path)

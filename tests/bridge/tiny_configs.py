@@ -212,6 +212,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "n_group": 4,
         "topk_group": 2,
         "first_k_dense_replace": 2,
+        # An export announces none, and tests compare configs before and after.
+        "num_nextn_predict_layers": 0,
     },
 }
 

@@ -24,19 +24,24 @@ def make_model(path: Path, variant: str, *, dtype=torch.float32, **traits) -> HF
     fields = hf_fields(variant, **traits)
     config = AutoConfig.for_model(fields.pop("model_type"), **fields)
     model = AutoModelForCausalLM.from_config(config).eval()
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            weight.copy_(torch.randn(weight.shape) * _std(name, weight))
-            if _is_norm_scale(name) and "gemma" not in variant:
-                weight.add_(1.0)
-        for name, buffer in model.named_buffers():
-            if "correction_bias" in name:
-                buffer.copy_(torch.randn(buffer.shape) * 0.3)
+    randomize(model, variant)
     model.to(dtype).save_pretrained(path)
     # Read back: `.to(bfloat16)` has also rounded the rotary frequencies.
     model = AutoModelForCausalLM.from_pretrained(path).eval()
     tokens = np.random.default_rng(0).integers(0, SIZES["vocab_size"], (2, 40))
     return HFModel(path, tokens, hf_logits(model, tokens))
+
+
+def randomize(model: torch.nn.Module, model_type: str) -> None:
+    """Draws all weights anew, so that each of them matters to the logits."""
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            weight.copy_(torch.randn(weight.shape) * _std(name, weight))
+            if _is_norm_scale(name) and "gemma" not in model_type:
+                weight.add_(1.0)
+        for name, buffer in model.named_buffers():
+            if "correction_bias" in name:
+                buffer.copy_(torch.randn(buffer.shape) * 0.3)
 
 
 def hf_logits(model: torch.nn.Module, tokens: np.ndarray) -> np.ndarray:

@@ -1,0 +1,88 @@
+"""A field that transformers reads otherwise, or not at all, is refused or inert."""
+
+from __future__ import annotations
+
+import pytest
+from tiny_configs import FAMILIES, VARIANTS, YARN_ROPE, hf_fields
+
+import bridge
+
+TURNED_IN_PART = {"phi3", "glm4"}
+WHOLE = [
+    name
+    for name in FAMILIES
+    if VARIANTS[name]["model_type"] not in {*TURNED_IN_PART, "gpt2"}
+]
+
+
+@pytest.mark.parametrize("variant", WHOLE)
+def test_a_family_of_whole_heads_refuses_to_turn_a_part(variant):
+    fields = hf_fields(variant)
+    with pytest.raises(ValueError, match=r"partial_rotary_factor = 0\.5"):
+        bridge.from_hf_config(fields | {"partial_rotary_factor": 0.5})
+    whole = bridge.from_hf_config(fields | {"partial_rotary_factor": 1.0})
+    assert whole == bridge.from_hf_config(fields)
+
+
+@pytest.mark.parametrize("factor", [0.25, 0.5, 1.0])
+def test_a_family_that_turns_a_part_writes_which(factor):
+    config = bridge.from_hf_config(hf_fields("glm4", partial_rotary_factor=factor))
+    assert config.rope is not None and config.rope.partial_rotary_factor == factor
+    written = bridge.to_hf_config(config)
+    assert bridge.from_hf_config(written) == config
+    assert written.get("partial_rotary_factor", 0.5) == factor
+
+
+def test_a_cap_that_attention_never_reads_is_kept_and_not_applied():
+    fields = hf_fields("gemma3", attn_logit_softcapping=50.0)
+    config = bridge.from_hf_config(fields)
+    assert config.attn_logit_softcapping is None
+    assert bridge.to_hf_config(config)["attn_logit_softcapping"] == 50.0
+
+
+def test_windows_begin_at_layer_28_where_the_file_does_not_say():
+    fields = hf_fields("qwen2-sliding", num_hidden_layers=30)
+    del fields["max_window_layers"]
+    assert bridge.from_hf_config(fields).windows == (None,) * 28 + (9, 9)
+
+
+def test_three_layers_are_dense_where_the_file_does_not_say():
+    fields = hf_fields("deepseek_v3", num_hidden_layers=5)
+    del fields["first_k_dense_replace"]
+    assert bridge.from_hf_config(fields).dense_layers == (0, 1, 2)
+
+
+_YARN = {**YARN_ROPE, "truncate": False}
+_PHI_YARN = {"rope_parameters": YARN_ROPE, "original_max_position_embeddings": 32}
+_TYPE = {"type": "linear", "factor": 2.0}
+
+
+@pytest.mark.parametrize(
+    "variant, changes, match",
+    [
+        ("gemma3", {"sliding_window_pattern": 0, "layer_types": None}, "pattern = 0"),
+        ("smollm3", {"no_rope_layer_interval": 0}, "no_rope_layer_interval = 0"),
+        ("smollm3", {"no_rope_layers": []}, "no_rope_layers has 0 entries"),
+        ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step = 0"),
+        ("qwen3_moe", {"decoder_sparse_step": True}, "decoder_sparse_step = True"),
+        ("qwen2-sliding", {"max_window_layers": None}, "sliding_window, layer_types"),
+        ("qwen2-sliding", {"layer_types": []}, "0 entries for 3 layers"),
+        ("qwen2", {"layer_types": ["linear_attention"] * 3}, "linear_attention"),
+        ("deepseek_v3", {"first_k_dense_replace": None}, "first_k_dense_replace"),
+        ("deepseek_v2-groups", {"n_group": None}, "n_group and topk_group"),
+        ("deepseek_v2", {"topk_method": None}, "topk_method = None"),
+        ("deepseek_v2", {"n_shared_experts": 0}, "n_shared_experts = 0"),
+        ("llama", {"is_causal": False}, "is_causal = False"),
+        ("llama", {"is_causal": None}, "is_causal = None"),
+        ("olmo3", {"rope_scaling": _TYPE}, "rope_scaling = .*'type': 'linear'"),
+        (
+            "olmo3",
+            {"rope_parameters": {"sliding_attention": _YARN}},
+            "truncate = False",
+        ),
+        ("phi3", _PHI_YARN, "yarn.*longrope"),
+    ],
+)
+def test_a_value_that_is_read_otherwise_is_refused_by_name(variant, changes, match):
+    with pytest.raises(ValueError, match=match):
+        bridge.from_hf_config(hf_fields(variant, **changes))
