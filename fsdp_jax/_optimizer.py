@@ -11,7 +11,7 @@ import optax
 from fsdp_jax._tree import PyTree, leaf_name
 
 # What an optimizer raises that is given other parameters or arguments than it needs.
-_OF_OPTIMIZERS = (TypeError, ValueError, AttributeError, KeyError)
+OPTIMIZER_ERRORS = (TypeError, ValueError, AttributeError, KeyError)
 
 
 def abstract_optimizer_state(tx: optax.GradientTransformation, params: PyTree) -> Any:
@@ -27,7 +27,7 @@ def abstract_optimizer_state(tx: optax.GradientTransformation, params: PyTree) -
     """
     try:
         state = jax.eval_shape(tx.init, params)
-    except _OF_OPTIMIZERS as error:
+    except OPTIMIZER_ERRORS as error:
         raise _failed("init", error) from error
     _refuse_multi_steps(state)
     return state
@@ -57,7 +57,7 @@ def needs_loss(tx: optax.GradientTransformation, params: PyTree, state: PyTree) 
     except TypeError:
         updates, new = _with_loss(tx, params, state, loss)
         with_loss = True
-    except _OF_OPTIMIZERS as error:
+    except OPTIMIZER_ERRORS as error:
         raise _failed("update", error) from error
     _check_same("updates", updates, "the parameters", params)
     _check_same("a state", new, "the one it was given", state)
@@ -70,7 +70,7 @@ def _with_loss(tx: Any, params: PyTree, state: PyTree, loss: Any) -> Any:
 
     try:
         return jax.eval_shape(update, params, state, params, loss)
-    except _OF_OPTIMIZERS as error:
+    except OPTIMIZER_ERRORS as error:
         raise _failed("update", error) from error
 
 

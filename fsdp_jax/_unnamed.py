@@ -17,6 +17,7 @@ import optax
 from jax.extend import core
 
 from fsdp_jax._dealt import Dealt
+from fsdp_jax._optimizer import OPTIMIZER_ERRORS
 from fsdp_jax._param_plan import ParamPlan
 from fsdp_jax._tree import PyTree
 
@@ -52,7 +53,9 @@ def unnamed_arrays(
         return asked
     try:
         moved = _moved_by_gradients(tx, params, state)
-    except TypeError:  # It wants more than gradients: take all of it for moved.
+    except OPTIMIZER_ERRORS:
+        # It wants more than gradients: take all of it for moved. Whether a step can give
+        # it that is for the step to say.
         return asked
     return asked & moved
 
