@@ -50,6 +50,11 @@ class Dataflow(abc.ABC, Generic[Fact]):
         del literal
         return self.unknown
 
+    def constant(self, v: Any) -> Fact:
+        """The fact of what a program has closed over."""
+        del v
+        return self.unknown
+
     def sliced(self, fact: Fact) -> Fact:
         """What is known of one slice along the first dim."""
         return fact
@@ -74,12 +79,11 @@ class Dataflow(abc.ABC, Generic[Fact]):
 
     def results(self, jaxpr: core.Jaxpr, given: Sequence[Fact]) -> list[Fact]:
         """The facts of a program's results, of those of its inputs."""
-        env: dict[Any, Fact] = dict(zip(jaxpr.invars, given, strict=True))
+        env: dict[Any, Fact] = {v: self.constant(v) for v in jaxpr.constvars}
+        env.update(zip(jaxpr.invars, given, strict=True))
 
         def read(v: Any) -> Fact:
-            if isinstance(v, core.Literal):
-                return self.literal(v)
-            return env.get(v, self.unknown)
+            return self.literal(v) if isinstance(v, core.Literal) else env[v]
 
         for eqn in jaxpr.eqns:
             facts = self.equation(eqn, [read(v) for v in eqn.invars])

@@ -47,7 +47,7 @@ class Constant:
     """The same number in all elements, the same on all ranks.
 
     Attributes:
-      is_zero: Whether that is 0.
+      is_zero: Whether it is known to be 0.
     """
 
     is_zero: bool
@@ -96,6 +96,9 @@ class _Flow(Dataflow[Fact]):
         # An integer's derivative has no dtype that could be compared.
         is_zero = literal.aval.dtype == jax.dtypes.float0 or bool(literal.val == 0)
         return Constant(is_zero)
+
+    def constant(self, v):
+        return Other() if v.aval.shape else Constant(is_zero=False)
 
     def primitive(self, eqn, given):
         rule = _RULES.get(eqn.primitive.name)

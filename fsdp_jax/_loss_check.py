@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 from jax.extend import core
@@ -73,15 +73,7 @@ def check_gradients(
     facts = gradient_flow(jaxpr, [v for v, _, kind in _inputs(jaxpr, shards) if kind])
     grads = dict(zip(names, facts, strict=False))
     _refuse_inner_derivatives(facts[len(names) :])
-    changed = {name for name, fact in grads.items() if not _is_gradient(name, fact)}
-    if changed:
-        raise ValueError(
-            f"A derivative rule in loss_fn (jax.custom_vjp) changes the gradient of "
-            f"{_listed(changed)} outside of the unit, where it is already summed over "
-            "ranks and only this device's piece exists. There it may be multiplied by "
-            "a constant and added. Put the rule inside the unit, leave the parameter "
-            "out of `units`, or change gradients in the optimizer (optax)."
-        )
+    _refuse_changed_gradients(grads)
     _check_ranks(jaxpr, shards, args, axes)
     return {n for n, fact in grads.items() if isinstance(fact, Grad) and fact.once}
 
@@ -109,6 +101,11 @@ def _checked_uses(jaxpr: core.Jaxpr, shards: Sequence[Shard]) -> Uses:
         if shard.row.unit != ROOT:
             values[value] = shard.row.name, shard.row.ndim_in_unit
     uses = uses_of_shards(jaxpr, values)
+    _refuse_misuse(uses)
+    return uses
+
+
+def _refuse_misuse(uses: Uses) -> None:
     if uses.misread:
         raise ValueError(
             f"loss_fn computes with {_listed(uses.misread)} outside of the "
@@ -132,13 +129,24 @@ def _checked_uses(jaxpr: core.Jaxpr, shards: Sequence[Shard]) -> Uses:
             "fsdp.MixedPrecisionPolicy(param_dtype=...)), which also halves what is "
             "gathered, or cast inside the unit."
         )
-    return uses
 
 
 def _is_gradient(name: str, fact: Fact) -> bool:
     if isinstance(fact, Grad):
         return fact.name == name and fact.is_in_place
     return isinstance(fact, Constant) and fact.is_zero
+
+
+def _refuse_changed_gradients(grads: Mapping[str, Fact]) -> None:
+    changed = {name for name, fact in grads.items() if not _is_gradient(name, fact)}
+    if changed:
+        raise ValueError(
+            f"A derivative rule in loss_fn (jax.custom_vjp) changes the gradient of "
+            f"{_listed(changed)} outside of the unit, where it is already summed over "
+            "ranks and only this device's piece exists. There it may be multiplied by "
+            "a constant and added. Put the rule inside the unit, leave the parameter "
+            "out of `units`, or change gradients in the optimizer (optax)."
+        )
 
 
 def _refuse_inner_derivatives(facts: Sequence[Fact]) -> None:

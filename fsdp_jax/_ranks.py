@@ -103,7 +103,9 @@ class _Ranks(Dataflow[Axes]):
         self._units: list[str] = [""]
 
     def equation(self, eqn, given):
-        unit = _UNIT.search(str(eqn.source_info.name_stack))
+        # Undocumented, and for the error alone.
+        scope = getattr(eqn.source_info, "name_stack", "")
+        unit = _UNIT.search(str(scope))
         self._units.append(unit[1] if unit else self._units[-1])
         try:
             return super().equation(eqn, given)
@@ -115,7 +117,7 @@ class _Ranks(Dataflow[Axes]):
         if name == "name" and eqn.params["name"] == ASSUMED:
             return [frozenset()]
         if self._is_unit(eqn):
-            self._meet(name, self._axes)
+            self._meet("gather", self._axes)
         if name == "shard_map" and "in_specs" in eqn.params:
             return self._shard_map(eqn, given)
         return None
