@@ -12,7 +12,9 @@ import pytest
 import bridge
 import fsdp_jax as fsdp
 from fsdp_jax._local_path import check_local
-from fsdp_jax.cli import main
+from fsdp_jax.cli import _check_paths, main
+from fsdp_jax.cli._eval import Eval
+from fsdp_jax.cli._generate import Generate
 
 
 def takes_paths(module):
@@ -82,6 +84,12 @@ def test_paths_are_no_urls(path):
     check_local(path, Path("/") / path, None, 1)
 
 
+def test_a_prompt_may_be_a_url():
+    _check_paths(Generate("model", ("https://example.org/ is a",)))
+    with pytest.raises(ValueError, match="s3:/bucket/text"):
+        _check_paths(Eval("model", (Path("text"), Path("s3://bucket/text"))))
+
+
 @pytest.mark.parametrize(
     "command",
     [
@@ -90,7 +98,7 @@ def test_paths_are_no_urls(path):
         ["export", "s3://bucket/run", "out"],
         ["train", "--data", "s3://b/text", "--steps", "1", "--save", "out"],
         ["train", "--data", "x", "--steps", "1", "--save", "msc://profile/run"],
-        ["train", "--data", "x", "--steps", "1", "--save", "o", "--hf", "hf://a/b"],
+        ["generate", "hf://a/b", "--prompt", "https://x.org/y"],
     ],
     ids=lambda command: " ".join(command),
 )

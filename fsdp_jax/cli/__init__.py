@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated
 
 import tyro
@@ -90,10 +91,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _check_paths(command: object) -> None:
-    """Refuses URLs, in whichever option of a command: see `check_local`."""
+    """Refuses URLs in options that are paths; a prompt may be one."""
     values = vars(command).values()
     flat = [each for x in values for each in (x if isinstance(x, tuple) else (x,))]
-    check_local(*flat)
+    check_local(*(each for each in flat if isinstance(each, Path)))
     for value in filter(dataclasses.is_dataclass, flat):
         _check_paths(value)
 
