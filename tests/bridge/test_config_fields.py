@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from typing import Any
 
 import pytest
-from huggingface_hub.errors import StrictDataclassError
+from composition.config_oracle import filled
 from tiny_configs import VARIANTS, hf_fields
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
@@ -107,12 +106,3 @@ def test_a_field_left_out_is_read_as_transformers_fills_it_in_or_refused(name):
             theirs = None if left_out == "model_type" else filled(rest)
             if theirs is not None and not _refusal(rest):
                 assert bridge.from_hf_config(rest) == bridge.from_hf_config(theirs)
-
-
-def filled(fields: dict[str, Any]) -> dict[str, Any] | None:
-    """What transformers makes of the fields; None if it refuses them."""
-    given = copy.deepcopy(fields)  # whose rope is written to
-    try:
-        return CONFIG_MAPPING[given.pop("model_type")](**given).to_dict()
-    except (StrictDataclassError, ValueError, TypeError, KeyError):
-        return None

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import json
 import tempfile
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +18,10 @@ import numpy as np
 import torch
 from bridge_helpers import load_model
 from composition.config_cases import ConfigCase
+from huggingface_hub.errors import StrictDataclassError
 from safetensors.numpy import load_file, save_file
 from tiny_models import randomize
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 TOLERANCE = 1e-4
 """Of the largest logit: float32 sums in other orders differ by 2e-6, wrong fields by
@@ -41,6 +45,15 @@ class Outcome:
     kind: str
     error: float = 0.0
     says: str = ""
+
+
+def filled(fields: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Returns a config file with transformers' defaults; None if it is rejected."""
+    given = copy.deepcopy(dict(fields))  # the rope in it is written to
+    try:
+        return CONFIG_MAPPING[given.pop("model_type")](**given).to_dict()
+    except (StrictDataclassError, ValueError, TypeError, KeyError):
+        return None
 
 
 def outcome_of(case: ConfigCase) -> Outcome:
