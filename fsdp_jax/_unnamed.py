@@ -54,8 +54,8 @@ def unnamed_arrays(
     try:
         moved = _moved_by_gradients(tx, params, state)
     except OPTIMIZER_ERRORS:
-        # It wants more than gradients: take all of it for moved. Whether a step can give
-        # it that is for the step to say.
+        # It wants more than gradients: take all of it for moved. Whether a step can
+        # give it that is for the step to say.
         return asked
     return asked & moved
 
