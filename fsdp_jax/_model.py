@@ -108,11 +108,13 @@ def describe(make_model: MakeModel, classes: Sequence[type] = ()) -> ModelDef:
       ValueError: If the model has no floating-point array, or nothing tells which of
         them are parameters.
     """
-    with _recorded_shapes(classes) as recorded, recorded_variables() as variables:
+    with _recorded_shapes(classes) as recorded:
         model, parts = _abstract(make_model)
     is_graph = parts is not None
     definition = (
-        _describe_nnx(*parts) if is_graph else _describe_pytree(model, variables)
+        _describe_nnx(*parts)
+        if is_graph
+        else _describe_pytree(model, _variables(make_model, model))
     )
     if not jax.tree.leaves(definition.params):
         raise ValueError(
@@ -162,6 +164,21 @@ def _abstract(make_model: MakeModel) -> tuple[Any, NnxParts | None]:
     treedef, fixed = static[-1]
     leaves = [f if a is None else a for a, f in zip(arrays, fixed, strict=True)]
     return treedef.unflatten(leaves), None
+
+
+def _variables(make_model: MakeModel, model: PyTree) -> Variables:
+    """What linen makes in `make_model`, which is traced again to see it.
+
+    Not if nothing in the model can be of linen, whose variables are in mappings.
+    """
+
+    def is_mapping(node):
+        return isinstance(node, Mapping)
+
+    with recorded_variables() as variables:
+        if any(map(is_mapping, jax.tree.leaves(model, is_leaf=is_mapping))):
+            _abstract(make_model)
+    return variables
 
 
 def _describe_nnx(graphdef: Any, params: PyTree, state: PyTree) -> ModelDef:
