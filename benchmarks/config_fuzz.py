@@ -51,7 +51,9 @@ def main() -> int:
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description="Compares mutated config files with transformers."
+    )
     parser.add_argument("--cases", type=int, default=1000)
     parser.add_argument("--case", help="one case, as a failure prints it")
     parser.add_argument("--out", type=Path, default=RESULTS)
