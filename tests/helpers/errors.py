@@ -10,9 +10,9 @@ _PROSE = re.compile(rf"{_PLAIN_WORD}\s+{_PLAIN_WORD}")
 def facts(*wanted: object) -> str:
     """Pattern for `match=` that finds messages with all of `wanted`, in any order.
 
-    A fact is what stays when a sentence is written anew: a name, a number, a shape, an
-    option, a path, a quoted value. Each is searched for literally and as a whole: "2" is
-    not in "12" or "2.5", and "params.w" is not in "params.weight".
+    A fact is what stays when a sentence is rewritten: a name, a number, a shape, an
+    option, a path, a quoted value. Each is searched for literally and as a whole: "2"
+    is not in "12" or "2.5", and "params.w" is not in "params.weight".
 
     Args:
         wanted: Facts of the message, at least one; `str` of each is searched for.
@@ -29,7 +29,7 @@ def facts(*wanted: object) -> str:
     texts = [str(fact) for fact in wanted]
     if prose := [text for text in texts if not text.strip() or is_prose(text)]:
         raise ValueError(
-            f"These facts are prose, which may be written anew: {prose}. Give the names "
+            f"These facts are prose, which may be rewritten: {prose}. Give the names "
             "and numbers of the message, each as a fact of its own."
         )
     return r"(?s)\A" + "".join(f"(?=.*{_whole(text)})" for text in texts)
