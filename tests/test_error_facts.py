@@ -87,6 +87,7 @@ def test_prose_is_no_fact(prose):
         "`git lfs pull`",
         "stage 0",
         "dtype = 'fp4'",
+        "shape None",
         "--ckpt-format torch_dist",
         "TP 1 x PP 2",
         "float16, float32",

@@ -277,7 +277,7 @@ VALUES = {
 
 def named(name: str, value: Any) -> str:
     """What an error calls the field: `rope_scaling` is several, `norm_eps` ours."""
-    if isinstance(value, dict):
+    if name == "rope_scaling" and isinstance(value, dict):
         return "factor" if value["type"] == "linear" else "rope_type"
     return name.removeprefix("rms_")
 

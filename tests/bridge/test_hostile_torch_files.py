@@ -110,7 +110,7 @@ PROGRAMS = {
     "a list in itself": (b"\x80\x02]q\x00h\x00a.", ["list", "itself"]),
     "nested too deep": (
         b"\x80\x02" + b"]" * 10**5 + b"a" * (10**5 - 1) + b".",
-        ["nested"],
+        ["recursion"],
     ),
     "nothing": (b"", ["STOP"]),
 }

@@ -223,13 +223,16 @@ def test_weights_in_another_order_than_worked_out_are_never_handed_out(tmp_path)
 @pytest.mark.parametrize(
     "changed, reason",
     [
-        ({"pipeline_model_parallel_size": 2}, "'output_layer.weight'"),
+        (
+            {"pipeline_model_parallel_size": 2},
+            "'decoder.layers.1.mlp.linear_fc2.weight'",
+        ),
         ({"tensor_model_parallel_size": 2}, "'output_layer.weight'"),
         (
             {"decoder_first_pipeline_num_layers": 1},
             "['decoder_first_pipeline_num_layers']",
         ),
-        ({"transformer_impl": "transformer_engine"}, "0.16"),
+        ({"transformer_impl": "transformer_engine"}, "linear_qkv.layer_norm_weight'"),
     ],
 )
 def test_buckets_that_do_not_fit_the_settings_are_left_out_with_the_reason(

@@ -289,12 +289,20 @@ def test_a_model_that_megatron_has_not_is_refused_with_the_reason(variant):
         ("deepseek_v3", {"rope.truncate": False}, ["rope.truncate = False"]),
         ("qwen2-yarn", {"rope.attention_factor": 1.3}, ["rope.attention_factor = 1.3"]),
         ("deepseek_v3", {"rope.mscale": None}, ["rope.mscale", "mscale_all_dim"]),
-        ("deepseek_v3", {"rope.interleaved": False}, "pairs are neighbours"),
-        ("llama-llama3-rope", {"rope.low_freq_factor": 2.0}, "low_freq_factor = 2.0"),
-        ("deepseek_v3", {"moe.norm_topk_prob": False}, "it always divides"),
-        ("mixtral", {"moe.num_experts_per_tok": 1}, "of one expert"),
-        ("mixtral", {"moe.correction_bias": True}, "it has one of sigmoids alone"),
-        ("deepseek_v3", {"moe.num_experts_per_tok": 3}, "its best 3 / 2 = 1 experts"),
+        ("deepseek_v3", {"rope.interleaved": False}, ["deepseek_v3", "rope"]),
+        (
+            "llama-llama3-rope",
+            {"rope.low_freq_factor": 2.0},
+            ["rope.low_freq_factor = 2.0", "1.0"],
+        ),
+        ("deepseek_v3", {"moe.norm_topk_prob": False}, ["moe.norm_topk_prob = False"]),
+        ("mixtral", {"moe.num_experts_per_tok": 1}, ["moe.norm_topk_prob = True"]),
+        ("mixtral", {"moe.correction_bias": True}, ["moe.correction_bias = True"]),
+        (
+            "deepseek_v3",
+            {"moe.num_experts_per_tok": 3},
+            ["moe.group_scoring = 'top2_sum'", "3 / 2 = 1"],
+        ),
     ],
 )
 def test_a_trait_that_megatron_lacks_is_named(variant, changes, match):

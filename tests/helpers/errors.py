@@ -3,7 +3,7 @@
 import re
 
 _QUOTED = re.compile(r"(?<!\w)(['\"`]).*?\1")
-_PLAIN_WORD = r"(?<![\w.'`/=-])[A-Za-z][a-z]*(?![\w'`/=(-])"
+_PLAIN_WORD = r"(?<![\w.'`/=-])(?!None|True|False)[A-Za-z][a-z]*(?![\w'`/=(-])"
 _PROSE = re.compile(rf"{_PLAIN_WORD}\s+{_PLAIN_WORD}")
 
 
