@@ -289,7 +289,7 @@ def test_a_model_that_megatron_has_not_is_refused_with_the_reason(variant):
         ("deepseek_v3", {"rope.truncate": False}, ["rope.truncate = False"]),
         ("qwen2-yarn", {"rope.attention_factor": 1.3}, ["rope.attention_factor = 1.3"]),
         ("deepseek_v3", {"rope.mscale": None}, ["rope.mscale", "mscale_all_dim"]),
-        ("deepseek_v3", {"rope.interleaved": False}, ["deepseek_v3", "rope"]),
+        ("deepseek_v3", {"rope.interleaved": False}, ["rope.interleaved = False", "1"]),
         (
             "llama-llama3-rope",
             {"rope.low_freq_factor": 2.0},

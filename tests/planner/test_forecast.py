@@ -103,7 +103,7 @@ def test_a_forecast_is_a_table_json_and_a_picture(wide, tmp_path):
     for name in ("f.png", "f.svg"):
         wide.save_picture(tmp_path / name)
         assert (tmp_path / name).stat().st_size > 10_000
-    with pytest.raises(ValueError, match=facts("'f.jpeg'", ".png", ".svg")):
+    with pytest.raises(ValueError, match=facts("f.jpeg'", ".png", ".svg")):
         wide.save_picture(tmp_path / "f.jpeg")
 
 
