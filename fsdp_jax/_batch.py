@@ -37,7 +37,7 @@ def check_batch(plan: Plan, batch: PyTree, accumulate: int) -> None:
         shown = ", ".join(f"{name}: {n} rows" for name, n in rows.items())
         raise ValueError(
             "Every leaf of a batch has the rows of the batch as its first dim; got "
-            f"{shown or 'no rows'}{'; scalars: ' if scalars else ''}"
+            f"{shown or '0 rows'}{'; scalars: ' if scalars else ''}"
             f"{', '.join(scalars)}. Close over what is no row, or broadcast it."
         )
     num_rows = next(iter(rows.values()))

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers.errors import facts
 
 ROOT = Path(__file__).parent.parent
 BENCHMARKS = ROOT / "benchmarks"
@@ -127,8 +128,12 @@ def test_a_benchmark_begins_on_a_quiet_machine_and_a_committed_tree(quiet, capsy
     assert set(found["versions"]) == {"python", "jax"}
 
 
-@pytest.mark.parametrize("wrong", ["load", "tree", "commit"])
-def test_otherwise_it_is_refused_and_forced_says_so(quiet, monkeypatch, capsys, wrong):
+@pytest.mark.parametrize(
+    "wrong, said", [("load", "1.0"), ("tree", "fsdp_jax/_mesh.py"), ("commit", "git")]
+)
+def test_otherwise_it_is_refused_and_forced_says_so(
+    quiet, monkeypatch, capsys, wrong, said
+):
     cpus = os.cpu_count()
     if wrong == "load":
         monkeypatch.setattr(os, "getloadavg", lambda: (0.6 * cpus, 0.0, 0.0))
@@ -136,7 +141,7 @@ def test_otherwise_it_is_refused_and_forced_says_so(quiet, monkeypatch, capsys, 
         monkeypatch.setattr(result, "_changed", lambda: ["fsdp_jax/_mesh.py"])
     if wrong == "commit":
         monkeypatch.setattr(result, "_git", lambda *words: "")
-    with pytest.raises(SystemExit, match="--force"):
+    with pytest.raises(SystemExit, match=facts("--force", said)):
         result.begin(args(), ())
     result.write(args(), result.begin(args(force=True), ()), {})
     assert len(json.loads(capsys.readouterr().out)["forced"]) == 1

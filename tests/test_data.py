@@ -8,6 +8,7 @@ import grain
 import jax
 import numpy as np
 import pytest
+from helpers.errors import facts
 
 import fsdp_jax as fsdp
 from fsdp_jax import HostBatches, HostShard
@@ -48,7 +49,7 @@ def test_hosts_that_a_last_batch_does_not_reach_get_no_rows():
 
 
 def test_a_batch_that_the_hosts_do_not_divide_is_refused():
-    with pytest.raises(ValueError, match="6 rows does not divide into 4 hosts"):
+    with pytest.raises(ValueError, match=facts("6", "4")):
         HostBatches(range(10), 6, HostShard(0, 4))
 
 
@@ -77,7 +78,7 @@ def test_a_batch_of_one_host_is_split_over_its_devices():
     made = fsdp.global_batch(mesh, rows, 8)
     np.testing.assert_array_equal(made["x"], rows["x"])
     assert len({str(shard.index) for shard in made["x"].addressable_shards}) == 8
-    with pytest.raises(ValueError, match="this host has 16; got 8"):
+    with pytest.raises(ValueError, match=facts("16", "8", "padded_global_batch")):
         fsdp.global_batch(mesh, rows, 16)
 
 
@@ -88,7 +89,7 @@ def test_rows_that_are_added_are_marked(real):
     assert np.asarray(mask).tolist() == [True] * real + [False] * (8 - real)
     assert np.asarray(made)[:real].tolist() == rows.tolist()
     assert set(np.asarray(made).tolist()) == (set(rows.tolist()) or {0})
-    with pytest.raises(ValueError, match="at most 8; got 9"):
+    with pytest.raises(ValueError, match=facts("8", "9")):
         fsdp.padded_global_batch(fsdp.make_mesh(), np.zeros(9), 8)
 
 
@@ -131,13 +132,11 @@ def test_a_host_reads_the_rows_that_its_devices_hold(processes, sizes, shard):
     ],
 )
 def test_hosts_whose_rows_are_no_whole_part_are_refused(processes, sizes):
-    with pytest.raises(
-        ValueError, match="overlap or interleave: process 0: data ranks"
-    ):
+    with pytest.raises(ValueError, match=facts("process 0", "(0, ")):
         fsdp.host_shard(mesh_of(processes, **sizes))
     assert jax.process_index() == 0
 
 
 def test_a_process_without_a_device_of_the_mesh_has_no_rows():
-    with pytest.raises(ValueError, match="of process 1, 2, and has none of process 0"):
+    with pytest.raises(ValueError, match=facts("process 1, 2", "process 0")):
         fsdp.host_shard(mesh_of([1] * 4 + [2] * 4))

@@ -11,6 +11,7 @@ import optax
 import pytest
 from flax import nnx
 from helpers.compare import host, worst
+from helpers.errors import facts
 from tiny_configs import hf_fields
 
 import bridge
@@ -188,5 +189,12 @@ def test_a_dispatch_that_leaves_tokens_where_they_are_is_refused():
     )
     step = fsdp.make_train_step(plan, lambda model, x: model(x).mean(), TX)
     tokens = jax.ShapeDtypeStruct((ROWS, SEQ), jnp.int32)
-    with pytest.raises(ValueError, match="has 2 of 8 experts, and the dispatch hands"):
+    with pytest.raises(
+        ValueError,
+        match=facts(
+            "2 of 8",
+            "FSDPConfig(expert_parallel=...)",
+            "fsdp_jax.ops.expert_parallel_dispatch",
+        ),
+    ):
         step.lower(fsdp.abstract_state(plan, TX), tokens)

@@ -75,7 +75,7 @@ def open_torch_file(path: str | os.PathLike[str]) -> Source:
     """
     tensors = flatten_tensors(read_torch_file(path), f"'{path}'")
     if not tensors:
-        raise ValueError(f"'{path}' holds no tensors: nothing can be taken from it.")
+        raise ValueError(f"'{path}' holds 0 tensors: nothing can be taken from it.")
     return TensorSource(str(path), MappingProxyType(tensors))
 
 

@@ -221,7 +221,7 @@ class _Interpreter:
             return value
         key = id(value)
         if key in self._open:
-            raise ValueError("a value of it contains itself")
+            raise ValueError(f"a {type(value).__name__} of it contains itself")
         if key not in self._done:
             self._open.add(key)
             self._done[key] = self._make(value)

@@ -157,7 +157,7 @@ def _checkpoint(
     left_out: tuple[str, ...],
 ) -> MegatronCheckpoint:
     if not source.keys():
-        raise ValueError(f"'{directory}' holds no weights of a model.")
+        raise ValueError(f"'{directory}' holds 0 weights of a model.")
     args = _dict(directory, common, "args")
     scheduler = _dict(directory, common, "opt_param_scheduler")
     progress = _train_state(directory)

@@ -63,7 +63,10 @@ def open_dcp(path: Path) -> DcpDirectory:
     program = (path / METADATA_NAME).read_bytes()
     metadata = unpickle(program, subject, {**PLAIN_RULES, **_RULES})
     if not isinstance(metadata, _Metadata):
-        raise ValueError(f"{subject} is no metadata of a distributed checkpoint.")
+        raise ValueError(
+            f"{subject} holds a {type(metadata).__name__}, not the metadata of a "
+            "distributed checkpoint."
+        )
     wrong = _misplaced(path, metadata.places)
     opened = _opener()
     tensors = {}

@@ -72,7 +72,7 @@ class ParallelFields:
                 ("moe.shared_intermediate_size", shared or 0, "tensor", tp),
             ]
         elif self.expert > 1:
-            wrong.append(f"expert parallel {self.expert} without experts")
+            wrong.append(f"expert = {self.expert}: the model has 0 experts")
         if groups % tp and tp % groups:
             wrong.append(
                 f"num_key_value_heads {groups}: neither a multiple nor a divisor of "
@@ -93,7 +93,11 @@ class ParallelFields:
             if type(value) is not int or value < 1
         ]
         if self.sequence and self.tensor == 1:
-            wrong.append("sequence parallel without tensor parallel")
+            wrong.append(
+                "sequence = True: needs tensor above 1"
+            )
         if self.virtual_pipeline and self.virtual_pipeline > 1 and self.pipeline == 1:
-            wrong.append(f"virtual pipeline {self.virtual_pipeline} of one stage")
+            wrong.append(
+                f"virtual_pipeline = {self.virtual_pipeline}: needs pipeline above 1"
+            )
         return wrong

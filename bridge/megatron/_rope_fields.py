@@ -179,7 +179,8 @@ def _write_latent(rope: RopeConfig) -> dict[str, Any]:
         )
     if not rope.interleaved or rope.partial_rotary_factor != 1:
         wrong.append(
-            "rope: latent attention's pairs are neighbours, and all are turned"
+            f"rope.interleaved = {rope.interleaved}, rope.partial_rotary_factor = "
+            f"{rope.partial_rotary_factor}: latent attention needs True and 1"
         )
     if rope.truncate is False:
         wrong.append("rope.truncate = False: latent attention's yarn rounds")

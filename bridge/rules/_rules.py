@@ -56,9 +56,10 @@ class Rule:
         many = max(len(sources), len(destinations))
         wrong = []
         if min(len(sources), len(destinations)) != 1:
-            wrong.append("one side must be a single name")
-        if len({*sources}) != len(sources) or len({*destinations}) != len(destinations):
-            wrong.append("a name is given twice")
+            counts = f"{len(sources)} sources and {len(destinations)} destinations"
+            wrong.append(f"{counts}, of which one must be 1")
+        if _twice(sources) or _twice(destinations):
+            wrong.append(f"named twice: {_twice(sources) + _twice(destinations)}")
         if len(layouts) != many:
             wrong.append(f"{len(layouts)} layouts for {many} parts")
         if not all(0 <= self.dim < self._num_dims(layout) for layout in layouts):
@@ -166,6 +167,10 @@ def _as_tuple(value: str | tuple[str, ...]) -> tuple[str, ...]:
 
 def _numbers(size: int | range) -> range:
     return size if isinstance(size, range) else range(size)
+
+
+def _twice(names: tuple[str, ...]) -> list[str]:
+    return sorted({name for name in names if names.count(name) > 1})
 
 
 def _captures(pattern: str) -> tuple[str, ...]:

@@ -63,7 +63,7 @@ class Batch:
           ValueError: If columns or meta differ.
         """
         if not batches:
-            raise ValueError("concat takes at least one batch.")
+            raise ValueError("concat got 0 batches: give at least 1.")
         check_alike([(sorted(b.arrays), sorted(b.objects)) for b in batches])
         first = batches[0]
         meta: dict[str, Any] = {}

@@ -32,10 +32,9 @@ def check_columns(arrays: Mapping[str, Any], objects: Mapping[str, np.ndarray]) 
     if both or scalars:
         raise ValueError(
             "A batch has columns of rows, each of another name; got "
-            + "; ".join(
-                f"{what}: {', '.join(names)}"
-                for what, names in (("twice", both), ("scalars", scalars))
-                if names
+            + ", ".join(
+                [f"{name} 2 times" for name in both]
+                + [f"{name} of shape ()" for name in scalars]
             )
         )
     rows = {name: len(column) for name, column in {**arrays, **objects}.items()}

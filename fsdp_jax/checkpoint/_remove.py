@@ -72,9 +72,9 @@ def _chosen(where: str, manifest: Manifest, parts: Iterable[str]) -> list[str]:
         if not any(matches(part, name) for name in names)
     ]
     if not parts:
-        problems = ["no part is named"]
+        problems = ["0 parts are named"]
     elif all(chosen[name] for name in manifest.leaves):
-        problems.append("no leaf would be left")
+        problems.append("0 leaves would be left")
     if problems:
         raise ValueError(f"Cannot remove from '{where}': {'; '.join(problems)}.")
     return [name for name in names if chosen[name]]

@@ -47,7 +47,7 @@ def check_files(files: Sequence[Path]) -> None:
     wrong += [f"'{f}' is empty" for f in files if f.is_file() and not f.stat().st_size]
     if wrong or not files:
         raise ValueError(
-            f"--data: {'; '.join(wrong) or 'at least one file is needed'}."
+            f"--data: {'; '.join(wrong) or 'give 1 file or more'}."
         )
 
 

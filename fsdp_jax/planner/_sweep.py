@@ -31,7 +31,7 @@ class Sweep:
     def __post_init__(self):
         """Puts the best first."""
         if not self.forecasts:
-            raise ValueError("A Sweep compares forecasts: give it at least one.")
+            raise ValueError("A Sweep compares forecasts, got 0: give at least 1.")
         found = sorted(
             self.forecasts.items(),
             key=lambda pair: (not pair[1].fits, pair[1].timeline.seconds),

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from helpers.errors import facts
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -84,14 +85,14 @@ def test_columns_are_selected_popped_and_renamed():
 
 @pytest.mark.parametrize("method", ["select", "pop"])
 def test_a_column_that_is_not_there_is_named(method):
-    with pytest.raises(ValueError, match="no column x, y; there are labels, obs, wo"):
+    with pytest.raises(ValueError, match=facts("x, y", "labels, obs, words")):
         getattr(batch(), method)("x", "obs", "y")
 
 
 def test_two_columns_of_one_name_are_refused():
-    with pytest.raises(ValueError, match="would be named ..labels"):
+    with pytest.raises(ValueError, match=facts("rename", "['labels']")):
         batch().rename({"obs": "labels"})
-    with pytest.raises(ValueError, match="twice: x"):
+    with pytest.raises(ValueError, match=facts("x 2 times")):
         Batch({"x": np.zeros(2)}, {"x": ["a", "b"]})
 
 
@@ -104,11 +105,11 @@ def test_a_union_takes_what_is_the_same_and_refuses_what_is_not():
         Batch({"x": np.array([1, 2])}),
         Batch({"o": np.zeros(2)}, {"x": ["a", "b"]}),
     ):
-        with pytest.raises(ValueError, match="conflicting values for x|twice: o"):
+        with pytest.raises(ValueError, match=facts("x")):
             nan.union(other)
-    with pytest.raises(ValueError, match="conflicting values for m"):
+    with pytest.raises(ValueError, match=facts("union", "m")):
         nan.union(Batch({"y": np.zeros(2)}, meta={"m": 2}))
-    with pytest.raises(ValueError, match="union of 2 rows with 3"):
+    with pytest.raises(ValueError, match=facts("union", "2", "3")):
         nan.union(Batch({"y": np.zeros(3)}))
 
 
@@ -122,11 +123,14 @@ def test_concat_lists_what_differs_if_told_and_refuses_it_else():
         "temperature": 0.7,
         "metrics": [{"loss": 1.0}, {"loss": 2.0}],
     }
-    with pytest.raises(ValueError, match="conflicting values for metrics"):
+    with pytest.raises(ValueError, match=facts("concat", "metrics")):
         Batch.concat([a, b])
-    with pytest.raises(ValueError, match="batch 1 has the columns"):
+    with pytest.raises(
+        ValueError,
+        match=facts("concat", "(['obs'], [])", "(['obs', 'words'], ['labels'])"),
+    ):
         Batch.concat([a, b.select("obs")])
-    with pytest.raises(ValueError, match="at least one"):
+    with pytest.raises(ValueError, match=facts("concat", "0")):
         Batch.concat([])
 
 
@@ -151,9 +155,9 @@ def test_rows_are_picked_by_slice_numbers_or_mask(index, rows):
 
 def test_other_indices_are_refused():
     for index in (1, "obs", None):
-        with pytest.raises(TypeError, match="a slice, numbers or a mask"):
+        with pytest.raises(TypeError, match=facts("batch.row(number)", repr(index))):
             batch()[index]
-    with pytest.raises(ValueError, match="a mask of"):
+    with pytest.raises(ValueError, match=facts("(1,)", "6")):
         batch()[[True]]
     with pytest.raises(IndexError):
         batch()[[6]]
@@ -182,26 +186,26 @@ def test_every_row_comes_once_an_epoch_shuffled_as_the_seed_says():
 @pytest.mark.parametrize(
     "refused, says",
     [
-        (lambda b: b.chunk(4), "6 rows do not divide into 4 chunks"),
-        (lambda b: b.iterate(4), "6 rows do not divide into batches of 4"),
-        (lambda b: b.split(0), "at least 1"),
-        (lambda b: b.reorder([0, 0, 1, 2, 3, 4]), "each number from 0 to 5 once"),
-        (lambda b: b.repeat([1, 2]), "neither a number nor 6"),
-        (lambda b: b.repeat(-1), "neither a number nor 6"),
-        (lambda b: b.repeat([1] * 6, interleave=False), "needs interleave"),
-        (lambda b: b.unpad(6), "takes 6 from 6 rows"),
-        (lambda b: b[[]].pad_to_divisor(2), "pad 0 rows"),
+        (lambda b: b.chunk(4), ["6", "4", "pad_to_divisor(4)"]),
+        (lambda b: b.iterate(4), ["6", "4", "split"]),
+        (lambda b: b.split(0), ["split", "0", "1"]),
+        (lambda b: b.reorder([0, 0, 1, 2, 3, 4]), ["reorder", "0", "5"]),
+        (lambda b: b.repeat([1, 2]), ["repeat", "[1, 2]", "6"]),
+        (lambda b: b.repeat(-1), ["repeat", "-1", "6"]),
+        (lambda b: b.repeat([1] * 6, interleave=False), ["repeat", "interleave=True"]),
+        (lambda b: b.unpad(6), ["unpad", "6"]),
+        (lambda b: b[[]].pad_to_divisor(2), ["0", "2"]),
     ],
 )
 def test_what_rows_do_not_allow_is_refused(refused, says):
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=facts(*says)):
         refused(batch())
 
 
 def test_columns_of_other_lengths_and_scalars_are_refused():
-    with pytest.raises(ValueError, match="x: 2, o: 3"):
+    with pytest.raises(ValueError, match=facts("x: 2", "o: 3")):
         Batch({"x": np.zeros(2)}, {"o": ["a"] * 3})
-    with pytest.raises(ValueError, match="scalars: x"):
+    with pytest.raises(ValueError, match=facts("x", "()")):
         Batch({"x": np.float32(1)})
     assert len(Batch(meta={"only": "this"})) == 0
 
@@ -265,11 +269,11 @@ def test_jagged_rows_are_padded_and_come_back(asarray):
 
 
 def test_jagged_rows_that_do_not_fit_are_refused():
-    with pytest.raises(ValueError, match="3 elements, more than 2"):
+    with pytest.raises(ValueError, match=facts("3", "2")):
         Jagged.from_rows(ROWS).to_padded(2)
-    with pytest.raises(ValueError, match="differ in lengths alone"):
+    with pytest.raises(ValueError, match=facts("float64[]", "float64[2]")):
         Jagged.from_rows([np.zeros(2), np.zeros((2, 2))])
-    with pytest.raises(ValueError, match="no rows"):
+    with pytest.raises(ValueError, match=facts("0")):
         Jagged.from_rows([])
 
 
@@ -295,7 +299,9 @@ def test_a_batch_comes_back_from_disk_to_the_bit(tmp_path):
 
 def test_what_a_file_cannot_hold_is_named_and_nothing_is_written(tmp_path):
     wrong = Batch(objects={"o": [{1: 2}, print]}, meta={"m": (1,)})
-    with pytest.raises(ValueError, match=r"o\[0\]: key 1, .*o\[1\] \(builtin.*meta.m"):
+    with pytest.raises(
+        ValueError, match=facts("o[0]", "o[1]", "builtin_function_or_method", "meta.m")
+    ):
         fsdp.save_batch(tmp_path / "batch.npz", wrong)
     assert list(tmp_path.iterdir()) == []
 
@@ -309,7 +315,7 @@ def test_a_pickle_is_not_run(tmp_path):
     for name, data in (("text", b"x"), ("empty", b""), ("zip", b"PK\x03\x04")):
         (tmp_path / f"{name}.npz").write_bytes(data)
     for name in ("evil", "text", "empty", "zip"):
-        with pytest.raises(ValueError, match="no file of save_batch"):
+        with pytest.raises(ValueError, match=facts("save_batch", f"{name}.npz")):
             fsdp.load_batch(tmp_path / f"{name}.npz")
     assert not (tmp_path / "run").exists()
 
@@ -322,9 +328,9 @@ def test_one_process_gathers_what_it_has():
         "loss": [1.5],
         "x": [[1]],
     }
-    with pytest.raises(ValueError, match="not list"):
+    with pytest.raises(ValueError, match=facts("metrics", "list")):
         fsdp.allgather_dict_into_dict([1])
     gathered = fsdp.all_gather(batch(), fsdp.make_mesh(), "dp_shard")
     assert_same(gathered, batch())
-    with pytest.raises(ValueError, match="without dp"):
+    with pytest.raises(ValueError, match=facts("('pp', 'dp_outer'", "dp")):
         fsdp.all_gather(batch(), fsdp.make_mesh(), "dp")

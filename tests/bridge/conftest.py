@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from bridge_helpers import write_llama
+from helpers.errors import facts
 from refusals import CANARY, MAX_ALLOCATED_BYTES, listing
 
 import bridge
@@ -63,14 +64,14 @@ def checkpoint(tmp_path, monkeypatch) -> Path:
 
 
 @pytest.fixture
-def refused(tmp_path, capfd) -> Callable[[Path, str], None]:
-    """Asserts that a path is refused, and that nothing else happens."""
+def refused(tmp_path, capfd) -> Callable[..., str]:
+    """Asserts that a path is refused with these facts, and nothing else happens."""
 
-    def refused(path: Path, match: str) -> None:
+    def refused(path: Path, *wanted: str) -> str:
         before = listing(tmp_path)
         capfd.readouterr()
         tracemalloc.start()
-        with pytest.raises(ValueError, match=match) as raised:
+        with pytest.raises(ValueError, match=facts(*wanted)) as raised:
             bridge.load_hf(path, {})
         allocated = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
@@ -79,5 +80,6 @@ def refused(tmp_path, capfd) -> Callable[[Path, str], None]:
         assert listing(tmp_path) == before and CANARY not in before
         assert capfd.readouterr() == ("", "")
         assert allocated < MAX_ALLOCATED_BYTES
+        return str(raised.value)
 
     return refused

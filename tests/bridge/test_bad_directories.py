@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from bridge_helpers import HF_CONFIG
+from helpers.errors import facts
 from refusals import LFS_POINTER, Canary
 from safetensors import numpy as reference
 
@@ -40,12 +41,12 @@ def link_to_itself(file: Path) -> None:
 
 
 KINDS = {
-    directory: "is a directory in place of a file",
-    pipe: "is a pipe, socket or device in place of a file",
-    device: "is a pipe, socket or device in place of a file",
-    socket: "is a pipe, socket or device in place of a file",
-    link_to_nowhere: "is a link that leads nowhere",
-    link_to_itself: "is a link that leads nowhere",
+    directory: ["directory"],
+    pipe: ["pipe"],
+    device: ["device"],
+    socket: ["socket"],
+    link_to_nowhere: ["link"],
+    link_to_itself: ["link"],
 }
 
 
@@ -54,7 +55,7 @@ KINDS = {
 def test_what_is_no_file_is_not_opened(checkpoint, refused, kind, name):
     (checkpoint / "model.safetensors").unlink()
     kind(checkpoint / name)
-    refused(checkpoint, KINDS[kind])
+    refused(checkpoint, f"{name}'", *KINDS[kind])
 
 
 def test_a_link_out_of_the_directory_tells_nothing_of_what_it_leads_to(
@@ -63,7 +64,7 @@ def test_a_link_out_of_the_directory_tells_nothing_of_what_it_leads_to(
     (tmp_path / "secret").write_text("password: 12345, and more than eight bytes of it")
     (checkpoint / "model.safetensors").unlink()
     (checkpoint / "model.safetensors").symlink_to(tmp_path / "secret")
-    refused(checkpoint, r"^((?!12345).)*$")
+    assert "12345" not in refused(checkpoint, "model.safetensors'")
 
 
 def test_links_as_the_hub_s_cache_has_them_are_followed(checkpoint, tmp_path):
@@ -75,7 +76,7 @@ def test_links_as_the_hub_s_cache_has_them_are_followed(checkpoint, tmp_path):
 @pytest.mark.parametrize("kind", [pipe, device, socket], ids=lambda k: k.__name__)
 def test_a_path_that_is_no_file_is_not_opened(tmp_path, refused, kind):
     kind(tmp_path / "weights.safetensors")
-    refused(tmp_path / "weights.safetensors", "in place of a file")
+    refused(tmp_path / "weights.safetensors", kind.__name__)
 
 
 def shard(directory: Path, weight_map: Any) -> None:
@@ -93,27 +94,27 @@ def b_in(file: Any) -> dict[str, Any]:
 
 
 INDICES = {
-    "absent": (b_in("c.safetensors"), "'c.safetensors' is absent"),
-    "above": (b_in("../b.safetensors"), "'../b.safetensors' is no file name"),
-    "absolute": (b_in("/etc/passwd"), "'/etc/passwd' is no file name"),
-    "below": (b_in("sub/b.safetensors"), "'sub/b.safetensors' is no file name"),
-    "with a slash behind": (b_in("b.safetensors/"), "is no file name"),
-    "the directory": (b_in("."), "'.' is no file name"),
-    "its parent": (b_in(".."), "'..' is no file name"),
-    "empty": (b_in(""), "'' is no file name"),
-    "with a zero byte": (b_in("b\0.safetensors"), "is no file name"),
-    "a number": (b_in(3), "has no 'weight_map'"),
-    "null": (b_in(None), "has no 'weight_map'"),
-    "not the tensor's": (b_in("a.safetensors"), "tensor 'b' is not in 'a.safetensors'"),
+    "absent": (b_in("c.safetensors"), ["'c.safetensors'"]),
+    "above": (b_in("../b.safetensors"), ["'../b.safetensors'"]),
+    "absolute": (b_in("/etc/passwd"), ["'/etc/passwd'"]),
+    "below": (b_in("sub/b.safetensors"), ["'sub/b.safetensors'"]),
+    "with a slash behind": (b_in("b.safetensors/"), ["'b.safetensors/'"]),
+    "the directory": (b_in("."), ["'.'"]),
+    "its parent": (b_in(".."), ["'..'"]),
+    "empty": (b_in(""), ["''"]),
+    "with a zero byte": (b_in("b\0.safetensors"), [r"'b\x00.safetensors'"]),
+    "a number": (b_in(3), ["'weight_map'"]),
+    "null": (b_in(None), ["'weight_map'"]),
+    "not the tensor's": (b_in("a.safetensors"), ["'b'", "'a.safetensors'"]),
     "of no tensor in it": (
         {"a": "a.safetensors", "c": "b.safetensors"},
-        "'b.safetensors' holds 'b', which the index does not name",
+        ["'b.safetensors'", "'b'"],
     ),
     "exchanged": (
         {"a": "b.safetensors", "b": "a.safetensors"},
-        "'a.safetensors' holds 'a', which the index places in 'b.safetensors'",
+        ["'a.safetensors'", "'a'", "'b.safetensors'"],
     ),
-    "a config": (b_in("config.json"), "config.json' is no safetensors file"),
+    "a config": (b_in("config.json"), ["config.json'"]),
 }
 
 
@@ -122,19 +123,19 @@ def test_an_index_whose_file_is_wrong_is_refused(
     checkpoint, refused, weight_map, match
 ):
     shard(checkpoint, weight_map)
-    refused(checkpoint, match)
+    refused(checkpoint, *match)
 
 
 INDEX_TEXTS = {
-    "empty": (b"", "not valid JSON"),
-    "a list": (b"[]", "a JSON list, not an object"),
-    "without a map": (b'{"metadata":{}}', "has no 'weight_map'"),
-    "with an empty map": (b'{"weight_map":{}}', "has no 'weight_map'"),
-    "with a list for a map": (b'{"weight_map":["a"]}', "has no 'weight_map'"),
-    "with a tensor twice": (b'{"weight_map":{"a":"a","a":"b"}}', "twice: .'a'"),
-    "with NaN": (b'{"weight_map":{},"size":NaN}', "NaN is no JSON number"),
-    "a git-lfs pointer": (LFS_POINTER, "run `git lfs pull`"),
-    "no UTF-8": (b"\xff\xfe{}", "not valid JSON"),
+    "empty": (b"", ["JSON", "char 0"]),
+    "a list": (b"[]", ["JSON", "list"]),
+    "without a map": (b'{"metadata":{}}', ["'weight_map'"]),
+    "with an empty map": (b'{"weight_map":{}}', ["'weight_map'"]),
+    "with a list for a map": (b'{"weight_map":["a"]}', ["'weight_map'"]),
+    "with a tensor twice": (b'{"weight_map":{"a":"a","a":"b"}}', ["JSON", "['a']"]),
+    "with NaN": (b'{"weight_map":{},"size":NaN}', ["JSON", "NaN"]),
+    "a git-lfs pointer": (LFS_POINTER, ["`git lfs pull`"]),
+    "no UTF-8": (b"\xff\xfe{}", ["JSON", "0xff"]),
 }
 
 
@@ -143,34 +144,34 @@ def test_an_index_that_cannot_be_understood_is_refused(
     checkpoint, refused, text, match
 ):
     (checkpoint / "model.safetensors.index.json").write_bytes(text)
-    refused(checkpoint, match)
+    refused(checkpoint, "model.safetensors.index.json'", *match)
 
 
 def test_an_index_of_100_megabytes_is_not_read(checkpoint, refused):
     with (checkpoint / "model.safetensors.index.json").open("wb") as stream:
         stream.truncate(10**8 + 1)
-    refused(checkpoint, "has 100,000,001 bytes; at most 100,000,000 are accepted")
+    refused(checkpoint, "100,000,001", "100,000,000")
 
 
 def test_a_tensor_in_two_files_is_refused(checkpoint, refused):
     shard(checkpoint, b_in("b.safetensors"))
     both = {name: np.zeros(4, np.float32) for name in "ab"}
     reference.save_file(both, checkpoint / "b.safetensors")
-    refused(checkpoint, "'b.safetensors' holds 'a', which the index places in 'a.safe")
+    refused(checkpoint, "'b.safetensors'", "'a'", "'a.safetensors'")
 
 
 def test_two_damaged_files_are_named_at_once(checkpoint, refused):
     shard(checkpoint, b_in("b.safetensors"))
     for name in "ab":
         os.truncate(checkpoint / f"{name}.safetensors", 20)
-    refused(checkpoint, "a.safetensors' is no .*\n.*b.safetensors' is no ")
+    refused(checkpoint, "a.safetensors'", "b.safetensors'")
 
 
 def test_one_file_beside_an_index_of_others_is_refused(checkpoint, refused):
     weights = (checkpoint / "model.safetensors").read_bytes()
     shard(checkpoint, b_in("b.safetensors"))
     (checkpoint / "model.safetensors").write_bytes(weights)
-    refused(checkpoint, "holds two checkpoints: 'model.safetensors', and")
+    refused(checkpoint, "'model.safetensors'", "'model.safetensors.index.json'")
 
 
 def test_an_index_may_name_the_one_file_there_is(checkpoint):
@@ -181,16 +182,16 @@ def test_an_index_may_name_the_one_file_there_is(checkpoint):
 
 
 OTHERS = {
-    "pytorch_model.bin": "PyTorch pickles: `bridge.from_torch` reads them",
-    "consolidated.00.pth": "PyTorch pickles: `bridge.from_torch` reads them",
-    "model.pt": "PyTorch pickles: `bridge.from_torch` reads them",
-    "adapter_model.safetensors": "a PEFT adapter, no model",
-    "consolidated.safetensors": "safetensors under a name of their own",
-    "model.gguf": "GGUF, of llama.cpp",
-    "__0_0.distcp": "Megatron's distributed checkpoint: `bridge.megatron.open_",
-    "latest_checkpointed_iteration.txt": "checkpoints of Megatron",
-    "flax_model.msgpack": "flax of transformers 4",
-    "tf_model.h5": "HDF5, of Keras",
+    "pytorch_model.bin": "`bridge.from_torch`",
+    "consolidated.00.pth": "`bridge.from_torch`",
+    "model.pt": "`bridge.from_torch`",
+    "adapter_model.safetensors": "`bridge.load_lora`",
+    "consolidated.safetensors": "safetensors",
+    "model.gguf": "GGUF",
+    "__0_0.distcp": "bridge.megatron.open_megatron",
+    "latest_checkpointed_iteration.txt": "Megatron",
+    "flax_model.msgpack": "flax",
+    "tf_model.h5": "HDF5",
     "model.onnx": "ONNX",
 }
 
@@ -201,41 +202,43 @@ def test_weights_of_another_kind_are_named_with_advice(
 ):
     (checkpoint / "model.safetensors").unlink()
     (checkpoint / name).write_bytes(pickle.dumps(Canary()))
-    refused(checkpoint, f"neither 'model.safetensors' nor .*\n  '{name}': {advice}")
+    refused(checkpoint, "'model.safetensors'", f"'{name}'", advice)
 
 
 def test_many_files_of_a_kind_are_one_line(checkpoint, refused):
     (checkpoint / "model.safetensors").unlink()
     for number in range(5):
         (checkpoint / f"pytorch_model-{number}.bin").touch()
-    refused(checkpoint, r"-0.bin', '.*-1.bin', '.*-2.bin' and 2 more: PyTorch pickles")
+    refused(
+        checkpoint, "'pytorch_model-0.bin'", "'pytorch_model-2.bin'", "2", "PyTorch"
+    )
 
 
 def test_an_empty_directory_is_refused(tmp_path, refused):
-    refused(tmp_path, "holds neither 'model.safetensors' nor")
+    refused(tmp_path, "'model.safetensors'", "'model.safetensors.index.json'")
 
 
 def test_a_pickle_s_own_path_is_refused(tmp_path, refused):
     (tmp_path / "model.bin").write_bytes(pickle.dumps(Canary()))
-    refused(tmp_path / "model.bin", r"does not end in \.safetensors.*\n.*from_torch")
+    refused(tmp_path / "model.bin", ".safetensors", "from_torch")
 
 
 CONFIG = json.dumps(HF_CONFIG).encode()
 CONFIGS = {
-    "empty": (b"", "not valid JSON"),
-    "a list": (b"[]", "a JSON list"),
-    "cut short": (CONFIG[:-1], "not valid JSON"),
-    "NaN": (CONFIG.replace(b"10000.0", b"NaN"), "NaN is no JSON number"),
-    "infinity": (CONFIG.replace(b"10000.0", b"Infinity"), "Infinity is no JSON"),
-    "minus infinity": (CONFIG.replace(b"10000.0", b"-Infinity"), "-Infinity is no"),
+    "empty": (b"", ["JSON", "char 0"]),
+    "a list": (b"[]", ["JSON", "list"]),
+    "cut short": (CONFIG[:-1], ["JSON", f"char {len(CONFIG) - 1}"]),
+    "NaN": (CONFIG.replace(b"10000.0", b"NaN"), ["JSON", "NaN"]),
+    "infinity": (CONFIG.replace(b"10000.0", b"Infinity"), ["JSON", "Infinity"]),
+    "minus infinity": (CONFIG.replace(b"10000.0", b"-Infinity"), ["JSON", "-Infinity"]),
     "a float too large": (
         CONFIG.replace(b"10000.0", b"1e400"),
-        "larger than any float",
+        ["1e400", "float"],
     ),
-    "a field twice": (CONFIG[:-1] + b',"head_dim":32}', r"twice: \['head_dim'\]"),
-    "no UTF-8": (CONFIG.replace(b"llama", b"ll\xffma"), "not valid JSON"),
-    "nested deeply": (b'{"a":' * 10**5, "maximum recursion"),
-    "a git-lfs pointer": (LFS_POINTER, "run `git lfs pull`"),
+    "a field twice": (CONFIG[:-1] + b',"head_dim":32}', ["JSON", "['head_dim']"]),
+    "no UTF-8": (CONFIG.replace(b"llama", b"ll\xffma"), ["JSON", "0xff"]),
+    "nested deeply": (b'{"a":' * 10**5, ["JSON", "recursion"]),
+    "a git-lfs pointer": (LFS_POINTER, ["`git lfs pull`"]),
 }
 
 
@@ -244,7 +247,7 @@ def test_a_config_that_cannot_be_understood_is_refused(
     checkpoint, refused, text, match
 ):
     (checkpoint / "config.json").write_bytes(text)
-    refused(checkpoint, match)
+    refused(checkpoint, "config.json'", *match)
 
 
 VALUES = {
@@ -272,12 +275,17 @@ VALUES = {
 }
 
 
+def named(name: str, value: Any) -> str:
+    """What an error calls the field: `rope_scaling` is several, `norm_eps` ours."""
+    if name == "rope_scaling" and isinstance(value, dict):
+        return "factor" if value["type"] == "linear" else "rope_type"
+    return name.removeprefix("rms_")
+
+
 @pytest.mark.parametrize(
     "name, value",
     [(name, value) for name, values in VALUES.items() for value in values],
 )
 def test_a_value_that_no_model_has_is_refused(name, value):
-    # `rms_norm_eps` is `norm_eps` to us, and `rope_scaling` several fields.
-    named = "rope|factor" if "rope" in name else name.removeprefix("rms_")
-    with pytest.raises(ValueError, match=named):
+    with pytest.raises(ValueError, match=facts(named(name, value))):
         bridge.from_hf_config(HF_CONFIG | {name: value})

@@ -14,6 +14,7 @@ from bridge_helpers import (
     tensors_of,
     write_llama,
 )
+from helpers.errors import facts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -148,7 +149,7 @@ def test_a_box_reads_the_numbers_and_scales_it_needs(tmp_path, bytes_read):
 
 
 def test_a_slice_with_a_step_is_refused(sources):
-    with pytest.raises(ValueError, match="without a step"):
+    with pytest.raises(ValueError, match=facts("(slice(0, 2, 2),)", "(3, 7, 13)")):
         sources[0][0].read("w.weight", (slice(0, 2, 2),))
 
 
@@ -174,62 +175,62 @@ ONES = np.ones((4, 8), E4M3)
 GRID = np.ones((2, 2), np.float32)
 BLOCKS, SCALES = np.zeros((2, 3, 1, 16), np.uint8), np.zeros((2, 3, 1), np.uint8)
 WRONG = {
-    "no scales": (FP8, {"w": ONES}, "w: there is no w_scale_inv"),
-    "no weight": (FP8, {"w_scale_inv": GRID}, "w_scale_inv: there is no fp8 weight w"),
+    "no scales": (FP8, {"w": ONES}, ["w", "w_scale_inv"]),
+    "no weight": (FP8, {"w_scale_inv": GRID}, ["w_scale_inv", "fp8", "w"]),
     "scales of a weight that is not fp8": (
         FP8,
         {"w": np.ones((4, 8), BF16), "w_scale_inv": GRID},
-        "w_scale_inv: there is no fp8 weight w",
+        ["w_scale_inv", "fp8", "w"],
     ),
     "scales of another grid": (
         FP8,
         {"w": ONES, "w_scale_inv": GRID[:1]},
-        r"w_scale_inv: \(1, 2\), but \(4, 8\) has \(2, 2\) blocks of \(2, 4\)",
+        ["w_scale_inv", "(1, 2)", "(4, 8)", "(2, 2)", "(2, 4)"],
     ),
     "integer scales": (
         FP8,
         {"w": ONES, "w_scale_inv": GRID.astype(np.uint8)},
-        "w_scale_inv: scales of uint8 are not decoded",
+        ["w_scale_inv", "uint8"],
     ),
-    "one dim": (FP8, {"w": ONES[0], "w_scale_inv": GRID}, "w_scale_inv: .*no rows"),
-    "E5M2": (FP8, {"w": ONES.astype(E5M2)}, "look block-scaled.*:\n    w"),
+    "one dim": (FP8, {"w": ONES[0], "w_scale_inv": GRID}, ["w_scale_inv", "(8,)"]),
+    "E5M2": (FP8, {"w": ONES.astype(E5M2)}, ["config.json", "(1)", "w"]),
     "mxfp4 in an fp8 checkpoint": (
         FP8,
         {"x_blocks": BLOCKS, "x_scales": SCALES},
-        r"look block-scaled.*\(2\):\n    x_blocks\n    x_scales",
+        ["config.json", "(2)", "x_blocks", "x_scales"],
     ),
-    "fp8 in an mxfp4 checkpoint": (MXFP4, {"w": ONES}, "look block-scaled.*:\n    w"),
+    "fp8 in an mxfp4 checkpoint": (MXFP4, {"w": ONES}, ["config.json", "(1)", "w"]),
     "fp8 without a word in the config": (
         None,
         {"w": ONES, "w_scale_inv": GRID},
-        r"though config.json does not say so \(2\):\n    w\n    w_scale_inv",
+        ["config.json", "(2)", "w", "w_scale_inv"],
     ),
     "mxfp4 without a word": (
         None,
         {"x_blocks": BLOCKS, "x_scales": SCALES},
-        "though config.json does not say so",
+        ["config.json", "(2)", "x_blocks", "x_scales"],
     ),
-    "blocks alone": (MXFP4, {"x_blocks": BLOCKS}, "x_blocks: there are not both"),
-    "scales alone": (MXFP4, {"x_scales": SCALES}, "x_scales: there are not both"),
+    "blocks alone": (MXFP4, {"x_blocks": BLOCKS}, ["x_blocks", "_blocks", "_scales"]),
+    "scales alone": (MXFP4, {"x_scales": SCALES}, ["x_scales", "_blocks", "_scales"]),
     "blocks of 8": (
         MXFP4,
         {"x_blocks": BLOCKS[..., :8], "x_scales": SCALES},
-        r"x_blocks: \(2, 3, 1, 8\) is not \(experts, out, blocks, 16\)",
+        ["x_blocks", "(2, 3, 1, 8)", "(experts, out, blocks, 16)"],
     ),
     "scales of other experts": (
         MXFP4,
         {"x_blocks": BLOCKS, "x_scales": SCALES[:1]},
-        r"x_blocks: \(2, 3, 1, 16\) blocks with \(1, 3, 1\) scales",
+        ["x_blocks", "(2, 3, 1, 16)", "(1, 3, 1)"],
     ),
     "signed blocks": (
         MXFP4,
         {"x_blocks": BLOCKS.view(np.int8), "x_scales": SCALES},
-        "x_blocks: int8 blocks with uint8 scales are not uint8",
+        ["x_blocks", "int8", "uint8"],
     ),
     "a name that is taken": (
         MXFP4,
         {"x": ONES.astype(BF16), "x_blocks": BLOCKS, "x_scales": SCALES},
-        "of the name that a decoded one takes .*\n    x",
+        ["x", "(1)"],
     ),
 }
 
@@ -237,7 +238,7 @@ WRONG = {
 @pytest.mark.parametrize("quantization, tensors, match", WRONG.values(), ids=WRONG)
 def test_what_does_not_fit_is_refused(tmp_path, quantization, tensors, match):
     source = opened(tmp_path / "a.safetensors", tensors)
-    with pytest.raises(ValueError, match=match) as error:
+    with pytest.raises(ValueError, match=facts(*match)) as error:
         decode_block_scaled(source, quantization)
     assert str(tmp_path) in str(error.value)
 
@@ -245,7 +246,10 @@ def test_what_does_not_fit_is_refused(tmp_path, quantization, tensors, match):
 def test_all_that_does_not_fit_is_listed_at_once(tmp_path):
     tensors = {"a": ONES, "b_scale_inv": GRID, "c": ONES.astype(E5M2)}
     source = opened(tmp_path / "a.safetensors", tensors)
-    with pytest.raises(ValueError, match="(?s)b_scale_inv: .*  a: there.*    c$"):
+    with pytest.raises(
+        ValueError,
+        match=facts("b_scale_inv", "b", "a_scale_inv", "a", "c", "(2)", "(1)"),
+    ):
         decode_block_scaled(source, FP8)
 
 
@@ -253,22 +257,22 @@ def test_all_that_does_not_fit_is_listed_at_once(tmp_path):
     "quantization, match",
     [
         *(
-            ({"quant_method": name}, f"quant_method '{name}' is not decoded")
+            ({"quant_method": name}, ["quant_method", f"'{name}'"])
             for name in ("gptq", "awq", "bitsandbytes", "compressed-tensors", "nvfp4")
         ),
-        ({}, "quant_method None is not decoded"),
-        ({"quant_method": ["fp8"]}, r"quant_method \['fp8'\] is not decoded"),
-        ("fp8", "quantization_config = 'fp8' is not an object"),
-        ({"quant_method": "fp8"}, "weight_block_size = None.*one scale a tensor"),
-        (FP8 | {"weight_block_size": [128]}, r"weight_block_size = \[128\]"),
-        (FP8 | {"weight_block_size": [0, 4]}, r"weight_block_size = \[0, 4\]"),
-        (FP8 | {"weight_block_size": [True, 4]}, r"weight_block_size = \[True, 4\]"),
-        (FP8 | {"weight_block_size": ["2", 4]}, r"weight_block_size = \['2', 4\]"),
+        ({}, ["quant_method None"]),
+        ({"quant_method": ["fp8"]}, ["quant_method ['fp8']"]),
+        ("fp8", ["quantization_config = 'fp8'"]),
+        ({"quant_method": "fp8"}, ["weight_block_size = None"]),
+        (FP8 | {"weight_block_size": [128]}, ["weight_block_size = [128]"]),
+        (FP8 | {"weight_block_size": [0, 4]}, ["weight_block_size = [0, 4]"]),
+        (FP8 | {"weight_block_size": [True, 4]}, ["weight_block_size = [True, 4]"]),
+        (FP8 | {"weight_block_size": ["2", 4]}, ["weight_block_size = ['2', 4]"]),
     ],
 )
 def test_another_way_to_quantise_is_refused_by_name(tmp_path, quantization, match):
     source = opened(tmp_path / "a.safetensors", {"w": np.ones(2, np.float32)})
-    with pytest.raises(ValueError, match=match):
+    with pytest.raises(ValueError, match=facts(*match)):
         decode_block_scaled(source, quantization)
 
 

@@ -9,6 +9,7 @@ import math
 from collections import Counter
 
 import pytest
+from helpers.errors import facts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -418,16 +419,16 @@ def test_a_bucket_closes_when_it_is_full_and_not_before(params, dp_size, bucket_
 @pytest.mark.parametrize(
     "params, dp_size, bucket_size, match",
     [
-        (specs((2,)) * 2, 2, None, r"\['0'\] are named more than once: give each its"),
-        (specs((2,)), 0, None, r"dp sizes are \[0\]: a group has at least 1 rank"),
-        (specs((2,)), 2, 0, "bucket_size is 0: give at least 1 element, or None"),
-        (specs((2,)) * 2, 0, 0, "named more than once.*bucket_size is 0.*dp sizes"),
+        (specs((2,)) * 2, 2, None, ["['0']", "2"]),
+        (specs((2,)), 0, None, ["dp", "[0]", "1"]),
+        (specs((2,)), 2, 0, ["bucket_size", "0", "None"]),
+        (specs((2,)) * 2, 0, 0, ["['0']", "bucket_size", "dp", "[0]"]),
     ],
 )
 def test_what_cannot_be_laid_out_is_refused(params, dp_size, bucket_size, match):
-    with pytest.raises(ValueError, match=match):
+    with pytest.raises(ValueError, match=facts(*match)):
         distributed_optimizer_layout(params, dp_size, bucket_size)
-    with pytest.raises(ValueError, match=match):
+    with pytest.raises(ValueError, match=facts(*match)):
         full_layout(params, dp_size=dp_size, bucket_size=bucket_size)
 
 
@@ -491,7 +492,7 @@ def test_a_bucket_is_split_evenly():
 
 
 def test_a_bucket_that_cannot_be_split_evenly_is_refused():
-    with pytest.raises(ValueError, match="1,000 elements evenly over 3.*dp_size=3"):
+    with pytest.raises(ValueError, match=facts("1,000", "dp_size=3")):
         shard_bucket(Bucket(0, 1_000, 1_000), 3)
 
 
@@ -546,12 +547,14 @@ def test_shards_cover_every_parameter_for_each_instance_of_the_optimizer(instanc
 
 def test_a_rank_beyond_the_group_that_shares_the_optimizer_is_refused():
     layout = distributed_optimizer_layout(specs((1_000,)), dp_size=4)
-    with pytest.raises(ValueError, match="Rank 4 owns nothing of a layout for 4 ranks"):
+    with pytest.raises(ValueError, match=facts("4")):
         owned_pieces(layout, rank=4)
 
 
 def test_a_layout_without_shards_has_no_owners():
-    with pytest.raises(ValueError, match="1,000 elements is laid out without shards"):
+    with pytest.raises(
+        ValueError, match=facts("1,000", "distributed_optimizer_layout")
+    ):
         owned_pieces(default_layout(specs((1_000,))), rank=0)
 
 
@@ -615,7 +618,7 @@ def test_float32_reduce_scatter_keeps_plain_buckets_alone():
 
 
 def test_float32_reduce_scatter_refuses_a_group_of_several():
-    with pytest.raises(ValueError, match="4 buckets would be one group.*single_group"):
+    with pytest.raises(ValueError, match=facts("4", "single_group")):
         partition_buckets(
             buffers_of(BF16, F32), single_group=True, fp32_reduce_scatter=True
         )
@@ -630,14 +633,16 @@ def test_float32_reduce_scatter_takes_a_group_of_one():
 @pytest.mark.parametrize("single_group", [False, True])
 def test_two_quantized_buffers_are_refused(single_group):
     buffers = buffers_of("fp8") + buffers_of("nvfp4")
-    with pytest.raises(ValueError, match="2 buffers are quantized"):
+    with pytest.raises(ValueError, match=facts("2", "quantized")):
         partition_buckets(buffers, single_group=single_group)
 
 
 @pytest.mark.parametrize("other", [{"is_expert": True}, {"dp_size": 4}])
 def test_buckets_of_different_ranks_are_not_joined(other):
     buffers = buffers_of(BF16) + buffers_of("fp8", **other)
-    with pytest.raises(ValueError, match="partition dense and expert buffers apart"):
+    with pytest.raises(
+        ValueError, match=facts("(is_expert, num_shards)", "(False, 2)")
+    ):
         partition_buckets(buffers)
     partition_buckets(buffers, fp32_reduce_scatter=True)  # joins none
 
@@ -709,13 +714,13 @@ def test_packed_parameters_of_different_sizes_follow_each_other():
 
 def test_values_that_do_not_pair_up_are_refused():
     layout = default_layout(nvfp4((3, 5), (2, 2), (7,)))
-    with pytest.raises(ValueError, match=r"'2' of shape \(7,\), '0' of shape \(3, 5\)"):
+    with pytest.raises(ValueError, match=facts("'2'", "(7,)", "'0'", "(3, 5)")):
         packed_layout(layout)
 
 
 def test_a_layer_wise_layout_is_not_packed():
     (buffer,) = full_layout(nvfp4((4, 4)), dp_size=2, optimizer="layer_wise")
-    with pytest.raises(ValueError, match="they would cross shards"):
+    with pytest.raises(ValueError, match=facts("1", "NVFP4")):
         packed_layout(buffer.layout)
 
 
@@ -755,13 +760,15 @@ def test_every_shard_of_gate_and_up_finds_its_rows(tp_size, half_dp_size, rows):
 
 @pytest.mark.parametrize("dp_size", [1, 3])
 def test_a_shard_across_gate_and_up_is_refused(dp_size):
-    with pytest.raises(ValueError, match=f"over {dp_size} data ranks.*an even dp_size"):
+    with pytest.raises(ValueError, match=facts("dp_size", dp_size)):
         swiglu_shard_index(0, 0, tp_size=2, dp_size=dp_size)
 
 
 @pytest.mark.parametrize("tp_rank, dp_rank", [(2, 0), (0, 4), (-1, 0), (0, -1)])
 def test_a_rank_outside_its_group_is_refused(tp_rank, dp_rank):
-    with pytest.raises(ValueError, match="No rank"):
+    with pytest.raises(
+        ValueError, match=facts(f"tp {tp_rank}", f"dp {dp_rank}", "2", "4")
+    ):
         swiglu_shard_index(tp_rank, dp_rank, tp_size=2, dp_size=4)
 
 

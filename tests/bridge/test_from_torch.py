@@ -7,6 +7,7 @@ import pytest
 import torch
 from bridge_helpers import assert_same_leaves
 from flax import nnx
+from helpers.errors import facts
 from torch_twins import TWINS, Twins, normal, outputs
 
 import bridge
@@ -156,7 +157,7 @@ def test_integers_are_carried_and_never_become_floats():
     np.testing.assert_array_equal(filled["table"], state["table"].numpy().T)
     assert torch.equal(bridge.to_torch(filled, rules)["table"], state["table"])
     floats = {"table": jax.ShapeDtypeStruct((3, 2), jnp.float32)}
-    with pytest.raises(ValueError, match="table: int32, the tree wants float32"):
+    with pytest.raises(ValueError, match=facts("table", "int32", "float32")):
         bridge.from_torch(state, floats, rules)
 
 
@@ -178,10 +179,10 @@ def test_layers_of_a_list_are_stacked_where_the_tree_has_them_so():
     ]
     net.load_state_dict(again)
     longer = net.append(torch.nn.Linear(3, 4))
-    with pytest.raises(ValueError, match=r"in the source \(2\):\n *5.weight\n *5.bias"):
+    with pytest.raises(ValueError, match=facts("(2)", "5.weight", "5.bias")):
         bridge.from_torch(longer, mould, rules)
     shorter = net[:3]
-    with pytest.raises(ValueError, match=r"missing in the source \(4\):\n *3.weight"):
+    with pytest.raises(ValueError, match=facts("(4)", "3.weight", "4.bias")):
         bridge.from_torch(shorter, mould, rules)
 
 
@@ -189,9 +190,7 @@ def test_parts_of_one_tensor_agree_on_the_dims_that_are_not_cut():
     leaves = {"a": (2, 3), "b": (2, 4)}
     mould = {k: jax.ShapeDtypeStruct(s, jnp.float32) for k, s in leaves.items()}
     rules = [Rule("ab", ("a", "b"), ("x y -> x y", "x z -> x z"))]
-    with pytest.raises(
-        ValueError, match=r"dim 1 of b, of shape \(2, 4\), is 4, but z=3"
-    ):
+    with pytest.raises(ValueError, match=facts("b", "(2, 4)", "4", "z=3")):
         bridge.from_torch({"ab": torch.zeros(4, 3)}, mould, rules)
 
 
@@ -231,7 +230,7 @@ def test_one_error_lists_all_that_is_wrong():
 def test_a_size_that_no_shape_tells_is_asked_for():
     state = {"d": torch.arange(12.0)}
     rules, back = [Rule("d", "d", "(a b) -> (b a)")], jax.ShapeDtypeStruct((12,), "f4")
-    with pytest.raises(ValueError, match="follows from no shape.*\n *a, b of d"):
+    with pytest.raises(ValueError, match=facts("sizes", "a, b", "d")):
         bridge.from_torch(state, {"d": back}, rules)
     filled = bridge.from_torch(state, {"d": back}, rules, sizes={"a": 3})
     np.testing.assert_array_equal(filled["d"], state["d"].reshape(3, 4).T.reshape(-1))
@@ -240,7 +239,7 @@ def test_a_size_that_no_shape_tells_is_asked_for():
 def test_a_tensor_made_of_two_dtypes_gets_none_in_silence():
     tree = {"a": jnp.ones(2, jnp.float32), "b": jnp.ones(3, jnp.bfloat16)}
     rules = [Rule("ab", ("a", "b"), ("x -> x", "y -> y"))]
-    with pytest.raises(ValueError, match="ab: made of leaves of several dtypes"):
+    with pytest.raises(ValueError, match=facts("ab", "like")):
         bridge.to_torch(tree, rules)
     like = {"ab": torch.zeros(5, dtype=torch.float16)}
     assert bridge.to_torch(tree, rules, like)["ab"].dtype == torch.float16
@@ -260,7 +259,7 @@ def test_what_comes_back_shares_no_memory_with_what_it_was_made_of():
 
 def test_a_mould_has_nothing_to_take_back():
     twins = TWINS["encoder"]
-    with pytest.raises(ValueError, match="without numbers in linear1.bias, linear1"):
+    with pytest.raises(ValueError, match=facts("linear1.bias, linear1.kernel")):
         bridge.to_torch(twins.mould(), twins.rules)
 
 

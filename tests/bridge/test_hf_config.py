@@ -5,6 +5,7 @@ import json
 
 import pytest
 from bridge_helpers import HF_CONFIG
+from helpers.errors import facts
 from tiny_configs import FAMILIES, VARIANTS, hf_fields
 
 import bridge
@@ -142,50 +143,65 @@ def test_everything_that_is_not_modelled_is_named_in_one_error():
 @pytest.mark.parametrize(
     "rope, match",
     [
-        ({"rope_scaling": {"rope_type": "linear"}}, "factor = None: needed, not set"),
+        ({"rope_scaling": {"rope_type": "linear"}}, ["'linear'", "factor = None"]),
         (
             {"rope_parameters": {"rope_theta": 1e4, "factor": 2.0}},
-            "not modelled: .'factor'.",
+            ["rope_parameters", "['factor']"],
         ),
-        ({"rope_parameters": {"partial_rotary_factor": 0}}, "must be above 0"),
-        ({"rope_theta": -1e4}, "rope_theta = -10000.0: must be above 0"),
-        ({"rope_theta": "10000"}, "rope_theta is '10000', not a finite number"),
-        ({"rope_parameters": {"full_attention": {}}}, "full_attention"),
-        ({"rope_scaling": "linear"}, "rope_scaling = 'linear' is not an object"),
+        (
+            {"rope_parameters": {"partial_rotary_factor": 0}},
+            ["partial_rotary_factor = 0"],
+        ),
+        ({"rope_theta": -1e4}, ["rope_theta = -10000.0", "0"]),
+        ({"rope_theta": "10000"}, ["rope_theta", "'10000'"]),
+        (
+            {"rope_parameters": {"full_attention": {}}},
+            ["rope_parameters", "['full_attention']"],
+        ),
+        ({"rope_scaling": "linear"}, ["rope_scaling = 'linear'"]),
         (
             {
                 "rope_scaling": {"type": "linear", "factor": 2.0},
                 "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
             },
-            "differ",
+            ["rope_scaling", "rope_parameters", "'linear'", "'default'"],
         ),
     ],
 )
 def test_a_rope_that_is_unclear_is_refused(rope, match):
-    with pytest.raises(ValueError, match=match):
+    with pytest.raises(ValueError, match=facts(*match)):
         bridge.from_hf_config(BASE | rope)
 
 
 @pytest.mark.parametrize(
     "fields, match",
     [
-        ({"model_type": "mamba"}, "'mamba' is not supported; the supported ones are "),
-        ({"model_type": None}, "None is not supported"),
-        ({"architectures": ["LlamaForQuestionAnswering"]}, "LlamaForCausalLM"),
-        ({"num_attention_heads": 9}, "not a multiple of num_key_value_heads 2"),
-        ({"head_dim": 5}, "odd"),
-        ({"vocab_size": "131", "hidden_size": 0}, "vocab_size .*\n.*hidden_size is 0"),
+        ({"model_type": "mamba"}, ["'mamba'", "llama"]),
+        ({"model_type": None}, ["model_type None", "llama"]),
+        (
+            {"architectures": ["LlamaForQuestionAnswering"]},
+            ["['LlamaForQuestionAnswering']", "LlamaForCausalLM"],
+        ),
+        (
+            {"num_attention_heads": 9},
+            ["num_attention_heads 9", "num_key_value_heads 2"],
+        ),
+        ({"head_dim": 5}, ["head_dim 5"]),
+        (
+            {"vocab_size": "131", "hidden_size": 0},
+            ["vocab_size", "'131'", "hidden_size", "0"],
+        ),
     ],
 )
 def test_a_config_that_cannot_be_is_refused(fields, match):
-    with pytest.raises(ValueError, match=match):
+    with pytest.raises(ValueError, match=facts(*match)):
         bridge.from_hf_config(HF_CONFIG | fields)
 
 
 @pytest.mark.parametrize("text", ["[]", "{", '{"a": 1, "a": 2}'])
 def test_a_config_file_that_is_no_object_is_refused(tmp_path, text):
     (tmp_path / "config.json").write_text(text)
-    with pytest.raises(ValueError, match="config.json'"):
+    with pytest.raises(ValueError, match=facts("config.json'")):
         bridge.from_hf_config(tmp_path)
 
 
@@ -211,7 +227,7 @@ def test_transformers_4_reads_the_same_as_5(variant):
 @pytest.mark.parametrize("variant", FAMILIES)
 def test_a_field_unknown_to_the_family_is_refused_by_name(variant):
     fields = hf_fields(variant, a_new_multiplier=3.0)
-    with pytest.raises(ValueError, match="a_new_multiplier = 3.0: this field is not"):
+    with pytest.raises(ValueError, match=facts("a_new_multiplier = 3.0")):
         bridge.from_hf_config(fields)
 
 
@@ -221,59 +237,97 @@ def test_all_families_of_the_table_are_tried():
 
 def test_a_config_that_its_familys_files_cannot_say_is_not_written():
     config = bridge.from_hf_config(hf_fields("qwen3"))
-    with pytest.raises(ValueError, match="qk_norm = None: would be read as 'head'"):
+    with pytest.raises(ValueError, match=facts("qk_norm = None", "'head'")):
         bridge.to_hf_config(dataclasses.replace(config, qk_norm=None))
 
 
 @pytest.mark.parametrize(
     "variant, changes, match",
     [
-        ("llama", {"rms_norm_eps": float("nan")}, "norm_eps is nan, not a finite"),
-        ("llama", {"tie_word_embeddings": "false"}, "is 'false', not true or false"),
-        ("llama", {"num_hidden_layers": True}, "is True, not an integer"),
-        ("llama", {"num_hidden_layers": -3}, "is -3, not a positive integer"),
-        ("qwen2-sliding", {"num_hidden_layers": "3"}, "wrong type"),
-        ("qwen2", {"layer_types": ["sliding_attention"] * 3}, "use_sliding_window"),
-        ("gemma2", {"layer_types": ["full_attention"]}, "1 entries for 3 layers"),
-        ("gemma2", {"layer_types": ["chunked"] * 3}, "layer_types is"),
-        ("gemma3", {"rope_parameters": {"rope_theta": 1e4}}, "one rope for each of"),
-        ("phi3-longrope-long", {"hidden_act": "gelu"}, "only 'silu' is modelled"),
-        ("mixtral", {"num_experts_per_tok": 6}, "num_experts_per_tok 6 of num_exp"),
-        ("qwen3_moe", {"num_local_experts": 4}, "num_experts = 8, but num_local"),
-        ("deepseek_v3", {"n_group": 3}, "topk_group 2 of n_group 3 of 8 experts"),
-        ("deepseek_v3", {"topk_method": "greedy"}, "only 'noaux_tc' is modelled"),
-        ("deepseek_v2", {"topk_method": "noaux_tc"}, "only .* are modelled"),
-        ("deepseek_v2", {"n_shared_experts": None}, "only 1 or more are modelled"),
-        ("deepseek_v2", {"head_dim": 18}, "the other sizes say 8"),
-        ("deepseek_v2", {"num_key_value_heads": 2}, "mla: num_key_value_heads 2"),
-        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "only False is modelled"),
-        ("smollm3", {"no_rope_layers": [1, 0]}, "2 entries for 4 layers"),
+        ("llama", {"rms_norm_eps": float("nan")}, ["norm_eps", "nan"]),
+        ("llama", {"tie_word_embeddings": "false"}, ["tie_word_embeddings", "'false'"]),
+        ("llama", {"num_hidden_layers": True}, ["num_hidden_layers", "True"]),
+        ("llama", {"num_hidden_layers": -3}, ["num_hidden_layers", "-3"]),
+        ("qwen2-sliding", {"num_hidden_layers": "3"}, ["layer_types", "'str'"]),
+        (
+            "qwen2",
+            {"layer_types": ["sliding_attention"] * 3},
+            ["layer_types", "use_sliding_window"],
+        ),
+        ("gemma2", {"layer_types": ["full_attention"]}, ["layer_types", "1", "3"]),
+        (
+            "gemma2",
+            {"layer_types": ["chunked"] * 3},
+            ["layer_types", "('chunked', 'chunked', 'chunked')"],
+        ),
+        (
+            "gemma3",
+            {"rope_parameters": {"rope_theta": 1e4}},
+            ["rope_parameters", "full_attention, sliding_attention"],
+        ),
+        (
+            "phi3-longrope-long",
+            {"hidden_act": "gelu"},
+            ["hidden_act = 'gelu'", "'silu'"],
+        ),
+        (
+            "mixtral",
+            {"num_experts_per_tok": 6},
+            ["num_experts_per_tok 6", "num_experts 5"],
+        ),
+        (
+            "qwen3_moe",
+            {"num_local_experts": 4},
+            ["num_experts = 8", "num_local_experts = 4"],
+        ),
+        ("deepseek_v3", {"n_group": 3}, ["topk_group 2", "n_group 3", "8"]),
+        (
+            "deepseek_v3",
+            {"topk_method": "greedy"},
+            ["topk_method = 'greedy'", "'noaux_tc'"],
+        ),
+        ("deepseek_v2", {"topk_method": "noaux_tc"}, ["topk_method = 'noaux_tc'"]),
+        ("deepseek_v2", {"n_shared_experts": None}, ["n_shared_experts = None", "1"]),
+        ("deepseek_v2", {"head_dim": 18}, ["head_dim = 18", "8"]),
+        ("deepseek_v2", {"num_key_value_heads": 2}, ["mla", "num_key_value_heads 2"]),
+        (
+            "gpt2",
+            {"scale_attn_by_inverse_layer_idx": True},
+            ["scale_attn_by_inverse_layer_idx = True", "False"],
+        ),
+        ("smollm3", {"no_rope_layers": [1, 0]}, ["no_rope_layers", "2", "4"]),
     ],
 )
 def test_a_config_that_no_model_of_the_family_has_is_refused(variant, changes, match):
-    with pytest.raises(ValueError, match=match):
+    with pytest.raises(ValueError, match=facts(*match)):
         bridge.from_hf_config(hf_fields(variant, **changes))
 
 
 @pytest.mark.parametrize(
     "changes, match",
     [
-        ({"architectures": 3}, "architectures 3 of model_type"),
-        ({"architectures": "LlamaForCausalLM"}, "architectures LlamaFor"),
-        ({"quantization_config": "fp8"}, "quantization_config = 'fp8': only"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "gptq.*: only the methods"),
-        ({"dtype": "pickle"}, "dtype = 'pickle': none of float32"),
-        ({"torch_dtype": 3}, "dtype = '3': none of"),
-        ({"rope_theta": 0}, "rope_theta = 0: must be above 0"),
-        ({"initializer_range": -0.1}, "initializer_range -0.1 is negative"),
-        ({"num_hidden_layers": 10**9}, "num_hidden_layers 1,000,000,000: at most"),
+        ({"architectures": 3}, ["architectures 3", "LlamaForCausalLM"]),
+        (
+            {"architectures": "LlamaForCausalLM"},
+            ["architectures LlamaForCausalLM", "'llama'"],
+        ),
+        ({"quantization_config": "fp8"}, ["quantization_config = 'fp8'", "fp8, mxfp4"]),
+        (
+            {"quantization_config": {"quant_method": "gptq"}},
+            ["quantization_config", "'gptq'", "fp8, mxfp4"],
+        ),
+        ({"dtype": "pickle"}, ["dtype = 'pickle'", "float32"]),
+        ({"torch_dtype": 3}, ["dtype = '3'", "float32"]),
+        ({"rope_theta": 0}, ["rope_theta = 0"]),
+        ({"initializer_range": -0.1}, ["initializer_range -0.1"]),
+        ({"num_hidden_layers": 10**9}, ["num_hidden_layers 1,000,000,000", "1,000"]),
     ],
 )
 def test_a_damaged_value_is_refused_by_name(changes, match):
-    with pytest.raises(ValueError, match=match):
+    with pytest.raises(ValueError, match=facts(*match)):
         bridge.from_hf_config(HF_CONFIG | changes)
 
 
 def test_a_trait_that_a_router_never_reads_is_refused():
-    with pytest.raises(ValueError, match="n_group is set, but softmax_of_chosen never"):
+    with pytest.raises(ValueError, match=facts("n_group", "softmax_of_chosen")):
         MoEConfig(4, 2, 8, scoring="softmax_of_chosen", n_group=2, topk_group=1)

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from exploits import Touch, archive
+from helpers.errors import facts
 
 from bridge.formats._torch_writer import TorchWriter
 from bridge.megatron import open_megatron, plain_args, write_megatron
@@ -25,7 +26,7 @@ def test_an_exploit_in_a_legacy_file_is_not_run(legacy, tmp_path):
     program = pickle.dumps({"model": Touch(tmp_path / "sentinel"), "args": {}})
     file = legacy / "mp_rank_00_001_001/model_optim_rng.pt"
     file.write_bytes(archive(program))
-    with pytest.raises(ValueError, match="asks for 'posix.mkdir'"):
+    with pytest.raises(ValueError, match=facts("'posix.mkdir'")):
         open_megatron(legacy)
     assert not (tmp_path / "sentinel").exists()
 
@@ -33,7 +34,12 @@ def test_an_exploit_in_a_legacy_file_is_not_run(legacy, tmp_path):
 def test_missing_ranks_are_all_named(legacy):
     shutil.rmtree(legacy / "mp_rank_00_001_000")
     (legacy / "mp_rank_00_000_001/model_optim_rng.pt").unlink()
-    with pytest.raises(ValueError, match="TP 1 x PP 2 x EP 2") as error:
+    with pytest.raises(
+        ValueError,
+        match=facts(
+            "TP 1 x PP 2 x EP 2", "(2)", "mp_rank_00_000_001", "mp_rank_00_001_000"
+        ),
+    ) as error:
         open_megatron(legacy)
     assert "mp_rank_00_001_000" in str(error.value)
     assert "mp_rank_00_000_001" in str(error.value)
@@ -41,7 +47,9 @@ def test_missing_ranks_are_all_named(legacy):
 
 def test_ranks_of_another_run_are_named(legacy):
     shutil.copytree(legacy / "mp_rank_00_000_000", legacy / "mp_rank_01_000_000")
-    with pytest.raises(ValueError, match="unexpected.*\n.*mp_rank_01_000_000"):
+    with pytest.raises(
+        ValueError, match=facts("TP 1 x PP 2 x EP 2", "(1)", "mp_rank_01_000_000")
+    ):
         open_megatron(legacy)
 
 
@@ -53,7 +61,9 @@ def test_copies_that_differ_are_refused_when_read(legacy):
     file = legacy / "mp_rank_00_000_001/model_optim_rng.pt"
     rewrite(file, weights.tobytes(), (weights + 1).tobytes())
     source = open_megatron(legacy).source
-    with pytest.raises(ValueError, match="mp_rank_00_000_000, and mp_rank_00_000_001"):
+    with pytest.raises(
+        ValueError, match=facts("mp_rank_00_000_000", "mp_rank_00_000_001")
+    ):
         source.read(key)
     source.read("decoder.layers.0.self_attention.linear_qkv.weight")
 
@@ -66,7 +76,10 @@ def test_a_tied_head_that_differs_is_refused_when_read(golden, tmp_path):
     rewrite(file, rows.tobytes(), (-rows).tobytes())
     source = open_megatron(tmp_path / "x").source
     source.read("embedding.word_embeddings.weight", (slice(0, 192),))
-    with pytest.raises(ValueError, match="the tied output_layer.weight"):
+    with pytest.raises(
+        ValueError,
+        match=facts("embedding.word_embeddings.weight", "output_layer.weight"),
+    ):
         source.read("embedding.word_embeddings.weight")
 
 
@@ -98,35 +111,40 @@ def test_ranks_of_different_iterations_are_refused(golden, legacy):
     write_megatron(tmp / "x", source, args, iteration=9, **split)
     rank = "mp_rank_00_001_000/model_optim_rng.pt"
     shutil.copy(tmp / "x/iter_0000009" / rank, legacy / rank)
-    with pytest.raises(ValueError, match="of different iterations: .*_001_000': 9"):
+    with pytest.raises(
+        ValueError, match=facts("'mp_rank_00_000_000': 7", "'mp_rank_00_001_000': 9")
+    ):
         open_megatron(legacy)
 
 
 def test_a_stage_without_one_of_its_layers_is_refused(tmp_path):
     model = [f"decoder.layers.{n}.mlp.linear_fc2.weight" for n in (0, 2)]
     legacy_file(tmp_path, {"args": {}, "checkpoint_version": 3.0, "model": model})
-    with pytest.raises(ValueError, match="stage 0 has the layers .0, 2."):
+    with pytest.raises(ValueError, match=facts("stage 0", "{0, 2}")):
         open_megatron(tmp_path)
 
 
 ARGS = {"num_layers": 1}
 SINGLE = {"args": {}, "checkpoint_version": 3.0}
 LEGACY = {
-    "no args": ({"model": []}, "holds no `args`"),
-    "old": ({"args": ARGS, "checkpoint_version": 2.0}, "checkpoint_version 2.0"),
-    "no model": ({"args": ARGS, "checkpoint_version": 3.0}, r"\[0\] model chunks"),
-    "no weights": ({"args": {}, "checkpoint_version": 3.0, "model": []}, "no weights"),
+    "no args": ({"model": []}, ["`args`"]),
+    "old": (
+        {"args": ARGS, "checkpoint_version": 2.0},
+        ["checkpoint_version 2.0", "3.0"],
+    ),
+    "no model": ({"args": ARGS, "checkpoint_version": 3.0}, ["[0]"]),
+    "no weights": ({"args": {}, "checkpoint_version": 3.0, "model": []}, ["0 weights"]),
     "no layers": (
         {"args": ARGS, "checkpoint_version": 3.0, "model": []},
-        "args say 1",
+        ["args", "1", "0"],
     ),
     "before Megatron-Core": (
         {**SINGLE, "model": ["language_model.encoder.layers.0.weight"]},
-        "a model from before Megatron-Core",
+        ["'language_model.encoder.layers.0.weight'", "--ckpt-format torch_dist"],
     ),
     "experts in one": (
         {**SINGLE, "model": ["decoder.layers.0.mlp.experts.weight1"]},
-        "all experts of a layer in one matrix",
+        ["'decoder.layers.0.mlp.experts.weight1'", "--ckpt-format torch_dist"],
     ),
     "other experts": (
         {
@@ -138,7 +156,7 @@ LEGACY = {
             "checkpoint_version": 3.0,
             "model": [],
         },
-        "cuts experts among 1 .* torch_dist",
+        ["1", "2", "--ckpt-format torch_dist"],
     ),
 }
 
@@ -146,5 +164,5 @@ LEGACY = {
 @pytest.mark.parametrize("tree, match", LEGACY.values(), ids=LEGACY)
 def test_a_legacy_file_that_cannot_be_understood_is_refused(tmp_path, tree, match):
     legacy_file(tmp_path, tree)
-    with pytest.raises(ValueError, match=match):
+    with pytest.raises(ValueError, match=facts(*match)):
         open_megatron(tmp_path)

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from exploits import Touch, archive
+from helpers.errors import facts
 
 from bridge.formats._pickle_writer import Call, Name, Object, Pairs, encode_pickle
 from bridge.megatron import open_megatron
@@ -36,7 +37,7 @@ def torch_dist(request, golden, tmp_path) -> Path:
 def test_an_exploit_in_metadata_is_not_run(torch_dist, tmp_path):
     program = pickle.dumps({"a": Touch(tmp_path / "sentinel")})
     (torch_dist / ".metadata").write_bytes(program)
-    with pytest.raises(ValueError, match=r"\.metadata' asks for 'posix.mkdir'"):
+    with pytest.raises(ValueError, match=facts(".metadata", "'posix.mkdir'")):
         open_megatron(torch_dist)
     assert not (tmp_path / "sentinel").exists()
     pickle.loads(program)  # the exploit is real
@@ -53,7 +54,7 @@ def test_an_exploit_in_the_common_state_is_not_run(torch_dist, tmp_path):
         with (torch_dist / place.file).open("r+b") as stream:
             stream.seek(place.offset)
             stream.write(archive(program, place.nbytes))
-    with pytest.raises(ValueError, match="asks for 'posix.mkdir'"):
+    with pytest.raises(ValueError, match=facts("'posix.mkdir'")):
         open_megatron(torch_dist)
     assert not (tmp_path / "sentinel").exists()
 
@@ -67,7 +68,7 @@ def test_an_exploit_in_a_chunk_is_not_run(torch_dist, tmp_path):
         stream.seek(offset)
         stream.write(archive(program, nbytes))
     source = open_megatron(torch_dist).source
-    with pytest.raises(ValueError, match="asks for 'posix.mkdir'"):
+    with pytest.raises(ValueError, match=facts(".distcp", "'posix.mkdir'")):
         source.read("decoder.final_layernorm.weight")
     assert not (tmp_path / "sentinel").exists()
 
@@ -96,20 +97,20 @@ def test_a_flipped_bit_of_a_weight_is_caught_by_its_checksum(torch_dist):
     data = bytearray(file.read_bytes())
     data[data.index(rows) + 1000] ^= 4
     file.write_bytes(data)
-    with pytest.raises(ValueError, match="checksum"):
+    with pytest.raises(ValueError, match=facts("'archive/data/0'", "checksum")):
         read_all(torch_dist)
 
 
 def test_a_file_cut_short_is_found_at_once(torch_dist):
     file = torch_dist / "__2_0.distcp"
     os.truncate(file, file.stat().st_size - 100)
-    with pytest.raises(ValueError, match="of '__2_0.distcp', which has"):
+    with pytest.raises(ValueError, match=facts("'__2_0.distcp'")):
         open_megatron(torch_dist)
 
 
 def test_a_missing_file_is_named(torch_dist):
     (torch_dist / "__1_0.distcp").unlink()
-    with pytest.raises(ValueError, match="'__1_0.distcp': absent"):
+    with pytest.raises(ValueError, match=facts("'__1_0.distcp'")):
         open_megatron(torch_dist)
 
 
@@ -187,38 +188,47 @@ def test_metadata_made_by_hand_is_read(directory, kind):
 
 
 WRONG = {
-    "leaves the directory": ({"file": "../secret"}, "'../secret': outside"),
-    "absolute": ({"file": "/etc/passwd"}, "'/etc/passwd': outside"),
-    "absent": ({"file": "__9_9.distcp"}, "'__9_9.distcp': absent"),
-    "past the end": ({"offset": 500}, "bytes 500 to 1,500 of '__0_0.distcp'"),
-    "before the start": ({"offset": -10}, "bytes -10 to 990"),
-    "of no bytes": ({"length": 0}, "bytes 0 to 0"),
-    "compressed": ({"transforms": ["zstd"]}, "compressed"),
-    "a gap": ({"boxes": [((0, 0), (3, 4)), ((4, 0), (2, 4))], "rows": (0, 4)}, "a gap"),
+    "leaves the directory": ({"file": "../secret"}, ["'../secret'"]),
+    "absolute": ({"file": "/etc/passwd"}, ["'/etc/passwd'"]),
+    "absent": ({"file": "__9_9.distcp"}, ["'__9_9.distcp'"]),
+    "past the end": ({"offset": 500}, ["w", "500", "1,500", "'__0_0.distcp'", "1,000"]),
+    "before the start": ({"offset": -10}, ["w", "-10", "990"]),
+    "of no bytes": ({"length": 0}, ["w", "0", "48"]),
+    "compressed": ({"transforms": ["zstd"]}, ["w", "['zstd']"]),
+    "a gap": (
+        {"boxes": [((0, 0), (3, 4)), ((4, 0), (2, 4))], "rows": (0, 4)},
+        ["w", "[(0, 3), (4, 6)]", "[0:6, 0:4]"],
+    ),
     "an overlap": (
         {"boxes": [((0, 0), (4, 4)), ((3, 0), (3, 4))]},
-        "do not fill the box .* exactly once",
+        ["w", "2", "[0:6, 0:4]", "(4, 4), (3, 4)"],
     ),
-    "outside": ({"boxes": [((0, 0), (3, 4)), ((3, 0), (4, 4))]}, "lies outside"),
-    "missing": ({"boxes": [((0, 0), (3, 4))]}, "a gap"),
-    "nowhere": ({"rows": (0,)}, "no file is said to hold its chunk"),
-    "of other dims": ({"shape": (6, 4, 1)}, "have other dims"),
-    "of negative size": ({"shape": (-6, 4)}, "are no sizes"),
-    "larger than its place": ({"length": 40}, "48 bytes, but 40"),
+    "outside": (
+        {"boxes": [((0, 0), (3, 4)), ((3, 0), (4, 4))]},
+        ["w", "[(0, 3), (3, 7)]", "[0:6, 0:4]"],
+    ),
+    "missing": ({"boxes": [((0, 0), (3, 4))]}, ["w", "[(0, 3)]", "[0:6, 0:4]"]),
+    "nowhere": (
+        {"rows": (0,)},
+        ["w", "Range(start=3, stop=6), Range(start=0, stop=4)"],
+    ),
+    "of other dims": ({"shape": (6, 4, 1)}, ["(6, 4, 1)"]),
+    "of negative size": ({"shape": (-6, 4)}, ["-6"]),
+    "larger than its place": ({"length": 40}, ["48", "40"]),
     "absurdly large": (
         {"shape": (2**62, 4), "boxes": [((0, 0), (2**62, 4))]},
-        "73,786,976,294,838,206,464 bytes, but 1,000",
+        ["73,786,976,294,838,206,464", "1,000"],
     ),
-    "of no dtype": ({"dtype": "torch.Size"}, "is not known"),
-    "of a secret dtype": ({"dtype": "os.system"}, "asks for 'os.system'"),
-    "a file of no name": ({"file": 3}, "is no place in a file"),
+    "of no dtype": ({"dtype": "torch.Size"}, ["dtype ()"]),
+    "of a secret dtype": ({"dtype": "os.system"}, ["'os.system'"]),
+    "a file of no name": ({"file": 3}, ["3"]),
 }
 
 
 @pytest.mark.parametrize("changed, match", WRONG.values(), ids=WRONG)
 def test_metadata_that_lies_is_refused_at_once(directory, changed, match):
     write_metadata(directory, **changed)
-    with pytest.raises(ValueError, match=match) as error:
+    with pytest.raises(ValueError, match=facts(*match)) as error:
         open_megatron(directory)
     assert ".metadata" in str(error.value)
 
@@ -228,7 +238,10 @@ STACKED = "decoder.layers.mlp.linear_fc2.weight"
 
 def test_an_endless_stack_of_empty_layers_is_refused(directory):
     write_metadata(directory, key=STACKED, shape=(2**40, 0), boxes=[], rows=())
-    with pytest.raises(ValueError, match=r"shape .1099511627776, 0. is no stack"):
+    with pytest.raises(
+        ValueError,
+        match=facts("'decoder.layers.mlp.linear_fc2.weight'", "(1099511627776, 0)"),
+    ):
         open_megatron(directory)
 
 
@@ -237,7 +250,9 @@ def test_what_no_model_stacks_is_refused(tmp_path, shape):
     with DcpWriter(tmp_path) as writer:
         writer.add(STACKED, (0,) * len(shape), np.zeros(shape, np.uint8))
         writer.finish()
-    with pytest.raises(ValueError, match="is no stack of layers"):
+    with pytest.raises(
+        ValueError, match=facts("'decoder.layers.mlp.linear_fc2.weight'", str(shape))
+    ):
         open_megatron(tmp_path)
 
 
@@ -259,14 +274,14 @@ def test_a_chunk_of_another_shape_than_said_is_refused(tmp_path):
         rows=(0,),
         length=os.path.getsize(tmp_path / "__0_0.distcp"),
     )
-    with pytest.raises(ValueError, match="should hold float32 .6, 4. for 'w'"):
+    with pytest.raises(ValueError, match=facts("float32", "(6, 4)", "'w'", "(4, 6)")):
         open_megatron(tmp_path).source.read("w")
 
 
 @pytest.mark.parametrize("value", [3, [], {"a": 1}, None])
 def test_metadata_of_another_kind_is_refused(tmp_path, value):
     (tmp_path / ".metadata").write_bytes(pickle.dumps(value))
-    with pytest.raises(ValueError, match="no metadata of a distributed checkpoint"):
+    with pytest.raises(ValueError, match=facts(".metadata", type(value).__name__)):
         open_megatron(tmp_path)
 
 
@@ -275,5 +290,5 @@ def test_common_state_of_another_kind_is_refused(golden, tmp_path, value):
     shutil.copytree(golden("qwen3") / "torch_dist/iter_0000007", tmp_path / "x")
     program = pickle.dumps(value)
     (tmp_path / "x/common.pt").write_bytes(archive(program))
-    with pytest.raises(ValueError, match="no dict"):
+    with pytest.raises(ValueError, match=facts("dict")):
         open_megatron(tmp_path / "x")

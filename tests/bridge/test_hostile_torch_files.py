@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.errors import facts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -44,14 +45,22 @@ EXPLOITS = {
     "in a state": lambda path: {"model": [Call(os.mkdir, str(path))]},
     "as a key": lambda path: {(Call(os.mkdir, str(path)),): 1},
 }
+ASKED_FOR = {
+    "a shell": "system'",
+    "a file opened": "open'",
+    "eval": "eval'",
+    "getattr": "getattr'",
+    "in a state": "mkdir'",
+    "as a key": "mkdir'",
+}
 
 
 @pytest.mark.parametrize("protocol", range(2, 6))
-@pytest.mark.parametrize("exploit", EXPLOITS.values(), ids=EXPLOITS)
+@pytest.mark.parametrize("exploit", EXPLOITS)
 def test_nothing_that_a_pickle_asks_for_is_run(tmp_path, exploit, protocol):
     sentinel = tmp_path / "sentinel"
-    program = pickle.dumps(exploit(sentinel), protocol)
-    with pytest.raises(ValueError, match="asks for '.*Nothing was run"):
+    program = pickle.dumps(EXPLOITS[exploit](sentinel), protocol)
+    with pytest.raises(ValueError, match=facts(ASKED_FOR[exploit])):
         read_torch_file(write_archive(tmp_path / "w.pt", program))
     assert not sentinel.exists()
 
@@ -80,31 +89,37 @@ def test_a_class_of_megatron_is_inert():
 
 NAMESPACE = b"cargparse\nNamespace\n"
 PROGRAMS = {
-    "a memo of 34 GB": (b"\x80\x02Nr\xff\xff\xff\x7f.", "2,147,483,647 memo entries"),
+    "a memo of 34 GB": (b"\x80\x02Nr\xff\xff\xff\x7f.", ["2,147,483,647"]),
     "attributes of a class": (
         b"\x80\x02" + NAMESPACE + b"N}X\4\0\0\0nameX\1\0\0\0xs\x86b.",
-        "cannot be read",
+        ["Stub.__setstate__()", "'state'"],
     ),
-    "state of a class": (b"\x80\x02" + NAMESPACE + b"}b.", "cannot be read"),
-    "state of a list": (b"\x80\x02]}b.", "cannot be read"),
-    "a class by number": (b"\x80\x02\x82\x01.", "opcode EXT1"),
-    "a class of Python 2": (b"\x80\x02(ios\nsystem\n.", "opcode INST"),
-    "no stop": (b"\x80\x02N", "before its STOP"),
-    "two stops": (b"\x80\x02N.N.", "2 bytes follow its end"),
-    "an unknown opcode": (b"\x80\x02\xff.", "opcode 0xff"),
-    "a string longer than all": (b"\x80\x02X\xff\xff\xff\x7fab.", "before its STOP"),
-    "a name without end": (b"\x80\x02cargparse\n.", "inside a name"),
-    "an empty stack": (b"\x80\x020.", "cannot be read"),
-    "a list in itself": (b"\x80\x02]q\x00h\x00a.", "contains itself"),
-    "nested too deep": (b"\x80\x02" + b"]" * 10**5 + b"a" * (10**5 - 1) + b".", "read"),
-    "nothing": (b"", "before its STOP"),
+    "state of a class": (
+        b"\x80\x02" + NAMESPACE + b"}b.",
+        ["Stub.__setstate__()", "'state'"],
+    ),
+    "state of a list": (b"\x80\x02]}b.", ["'list'", "'__dict__'"]),
+    "a class by number": (b"\x80\x02\x82\x01.", ["EXT1"]),
+    "a class of Python 2": (b"\x80\x02(ios\nsystem\n.", ["INST"]),
+    "no stop": (b"\x80\x02N", ["STOP"]),
+    "two stops": (b"\x80\x02N.N.", ["2 bytes"]),
+    "an unknown opcode": (b"\x80\x02\xff.", ["0xff"]),
+    "a string longer than all": (b"\x80\x02X\xff\xff\xff\x7fab.", ["STOP"]),
+    "a name without end": (b"\x80\x02cargparse\n.", ["name"]),
+    "an empty stack": (b"\x80\x020.", ["stack"]),
+    "a list in itself": (b"\x80\x02]q\x00h\x00a.", ["list", "itself"]),
+    "nested too deep": (
+        b"\x80\x02" + b"]" * 10**5 + b"a" * (10**5 - 1) + b".",
+        ["recursion"],
+    ),
+    "nothing": (b"", ["STOP"]),
 }
 
 
 @pytest.mark.parametrize("program, match", PROGRAMS.values(), ids=PROGRAMS)
 def test_a_broken_pickle_is_one_clear_error(tmp_path, program, match):
     file = write_archive(tmp_path / "w.pt", program)
-    with pytest.raises(ValueError, match=match) as error:
+    with pytest.raises(ValueError, match=facts(*match)) as error:
         read_torch_file(file)
     assert str(file) in str(error.value)
 
@@ -154,23 +169,35 @@ def test_a_tensor_made_by_hand_is_read(tmp_path):
 
 MINUS_ONE = b"J\xff\xff\xff\xff"
 FIELDS = {
-    "storage larger than its member": ({"numel": b"K\x05"}, "20 bytes.*16"),
-    "storage of negative size": ({"numel": MINUS_ONE}, "-4 bytes"),
-    "offset past the end": ({"offset": b"K\x01"}, "end at byte 20"),
-    "negative offset": ({"offset": MINUS_ONE}, "no offset, shape and strides"),
-    "shape past the end": ({"shape": b"K\x05\x85"}, "end at byte 20"),
-    "negative shape": ({"shape": MINUS_ONE + b"\x85"}, "no offset, shape and str"),
-    "strides past the end": ({"strides": b"K\x02\x85"}, "end at byte 28"),
-    "negative strides": ({"strides": MINUS_ONE + b"\x85"}, "no offset, shape and"),
-    "more strides than dims": ({"strides": b"K\x01K\x01\x86"}, "no offset, shape"),
-    "boolean shape": ({"shape": b"\x88\x85"}, "no offset, shape and strides"),
-    "overflow": ({"shape": b"\x8a\x0a" + b"\xff" * 9 + b"\x7f\x85"}, "end at byte"),
+    "storage larger than its member": ({"numel": b"K\x05"}, ["'0'", "20", "16"]),
+    "storage of negative size": ({"numel": MINUS_ONE}, ["'0'", "-4", "16"]),
+    "offset past the end": (
+        {"offset": b"K\x01"},
+        ["(4,)", "20", "'archive/data/0'", "16"],
+    ),
+    "negative offset": ({"offset": MINUS_ONE}, ["(-1, 4, 1)"]),
+    "shape past the end": (
+        {"shape": b"K\x05\x85"},
+        ["(5,)", "20", "'archive/data/0'", "16"],
+    ),
+    "negative shape": ({"shape": MINUS_ONE + b"\x85"}, ["(0, -1, 1)"]),
+    "strides past the end": (
+        {"strides": b"K\x02\x85"},
+        ["(4,)", "28", "'archive/data/0'", "16"],
+    ),
+    "negative strides": ({"strides": MINUS_ONE + b"\x85"}, ["(0, 4, -1)"]),
+    "more strides than dims": ({"strides": b"K\x01K\x01\x86"}, ["(0, 4, 1, 1)"]),
+    "boolean shape": ({"shape": b"\x88\x85"}, ["(0, True, 1)"]),
+    "overflow": (
+        {"shape": b"\x8a\x0a" + b"\xff" * 9 + b"\x7f\x85"},
+        ["(604462909807314587353087,)", "16"],
+    ),
 }
 
 
 @pytest.mark.parametrize("fields, match", FIELDS.values(), ids=FIELDS)
 def test_a_tensor_outside_of_its_storage_is_refused(tmp_path, fields, match):
-    with pytest.raises(ValueError, match=match):
+    with pytest.raises(ValueError, match=facts(*match)):
         open_torch_file(write_tensor(tmp_path / "w.pt", **fields))
 
 
@@ -181,25 +208,27 @@ def test_a_pickle_cannot_share_its_way_to_endless_names(tmp_path):
         for n in range(60)
     )
     file = write_archive(tmp_path / "w.pt", doubled + b".")
-    with pytest.raises(ValueError, match="more than 1,048,576 values"):
+    with pytest.raises(ValueError, match=facts("1,048,576")):
         open_torch_file(file)
 
 
 def test_a_missing_storage_is_named(tmp_path):
     file = write_archive(tmp_path / "w.pt", tensor_program())
-    with pytest.raises(ValueError, match="no member 'archive/data/0'"):
+    with pytest.raises(ValueError, match=facts("'archive/data/0'")):
         open_torch_file(file)
 
 
 def test_a_scripted_module_is_refused_with_advice(tmp_path):
     file = write_archive(tmp_path / "w.pt", b"N.", **{"constants.pkl": b"N."})
-    with pytest.raises(ValueError, match="TorchScript program, not weights"):
+    with pytest.raises(
+        ValueError, match=facts("TorchScript", "torch.jit.load", "state_dict()")
+    ):
         read_torch_file(file)
 
 
 def test_big_endian_files_are_refused(tmp_path):
     file = write_archive(tmp_path / "w.pt", b"N.", byteorder=b"big")
-    with pytest.raises(ValueError, match="byte order b'big'"):
+    with pytest.raises(ValueError, match=facts("b'big'")):
         read_torch_file(file)
 
 
@@ -210,7 +239,7 @@ def test_big_endian_files_are_refused(tmp_path):
 def test_a_member_that_would_leave_is_refused(tmp_path, name):
     with zipfile.ZipFile(tmp_path / "w.pt", "w") as archive:
         archive.writestr(zipfile.ZipInfo(name), b"x")
-    with pytest.raises(ValueError, match="leaves the archive"):
+    with pytest.raises(ValueError, match=facts(repr(name))):
         read_torch_file(tmp_path / "w.pt")
 
 
@@ -219,7 +248,7 @@ def test_all_members_of_no_use_are_named(tmp_path):
         archive.writestr("a/../b", b"x")
         archive.writestr("c", b"x" * 100, zipfile.ZIP_DEFLATED)
         archive.writestr("d", b"x")
-        with pytest.warns(UserWarning, match="Duplicate"):
+        with pytest.warns(UserWarning, match=facts("'d'")):
             archive.writestr("d", b"y")
     with pytest.raises(ValueError) as error:
         StoredZip(tmp_path / "w.pt")
@@ -233,7 +262,7 @@ def test_members_that_lie_over_each_other_are_refused(tmp_path):
     entry = data.rindex(b"PK\x01\x02")  # the directory's last: make it the first
     data[entry + 42 : entry + 46] = bytes(4)
     file.write_bytes(data)
-    with pytest.raises(ValueError, match="lie over each other"):
+    with pytest.raises(ValueError, match=facts("'archive/data.pkl'", "'archive/a'")):
         StoredZip(file)
 
 
@@ -243,14 +272,16 @@ def test_a_member_cut_short_is_refused(tmp_path):
     entry = data.rindex(b"PK\x01\x02")
     data[entry + 20 : entry + 28] = (10**6).to_bytes(4, "little") * 2
     file.write_bytes(data)
-    with pytest.raises(ValueError, match="is cut short"):
+    with pytest.raises(ValueError, match=facts("'archive/a'")):
         StoredZip(file)
 
 
 def test_a_range_beyond_the_file_is_refused(tmp_path):
     file = write_archive(tmp_path / "w.pt", b"N.")
     for offset, nbytes in ((10**9, 5), (0, 10**9), (-1, 5), (0, -1)):
-        with pytest.raises(ValueError, match="would lie at bytes"):
+        with pytest.raises(
+            ValueError, match=facts("132", f"{offset:,}", f"{offset + nbytes:,}")
+        ):
             StoredZip(file, offset, nbytes)
 
 
@@ -283,26 +314,26 @@ def test_a_flipped_bit_is_an_error_or_changes_nothing(legacy):
 @pytest.mark.parametrize("part", range(1, 10))
 def test_a_file_cut_short_is_one_error(legacy, part):
     os.truncate(legacy, legacy.stat().st_size * part // 10)
-    with pytest.raises(ValueError, match="no zip archive, or was cut short"):
+    with pytest.raises(ValueError, match=facts("model_optim_rng.pt", "zip")):
         open_torch_file(legacy)
 
 
 def test_a_file_cut_short_after_opening_is_noticed(legacy):
     source = open_torch_file(legacy)
     os.truncate(legacy, 1000)
-    with pytest.raises(ValueError, match="bytes early"):
+    with pytest.raises(ValueError, match=facts("model_optim_rng.pt", "58,880")):
         source.read("model.output_layer.weight")
 
 
 @pytest.mark.parametrize("content", [b"", b"GGUF", b"\x93NUMPY"])
 def test_a_file_of_another_kind_is_refused(tmp_path, content):
     (tmp_path / "w.pt").write_bytes(content)
-    with pytest.raises(ValueError, match="no file of torch.save"):
+    with pytest.raises(ValueError, match=facts("torch.save", repr(content[:4]))):
         open_torch_file(tmp_path / "w.pt")
 
 
 def test_a_path_without_a_file_says_so(tmp_path):
-    with pytest.raises(FileNotFoundError, match="no file is there"):
+    with pytest.raises(FileNotFoundError, match=facts(repr(str(tmp_path)))):
         open_torch_file(tmp_path)
 
 

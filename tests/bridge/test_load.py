@@ -15,6 +15,7 @@ from bridge_helpers import (
     write_llama,
 )
 from flax import nnx
+from helpers.errors import facts
 from jax.sharding import NamedSharding, PartitionSpec
 
 import bridge
@@ -169,7 +170,7 @@ def test_a_single_file_is_loaded_with_the_config_beside_it_or_a_given_one(
     assert_same_leaves(bridge.load_hf(file, mould_of(CONFIG)), whole)
     alone = tmp_path / "alone.safetensors"
     alone.write_bytes(file.read_bytes())
-    with pytest.raises(FileNotFoundError, match="config.json"):
+    with pytest.raises(FileNotFoundError, match=facts("config.json")):
         bridge.load_hf(alone, mould_of(CONFIG))
     params = bridge.load_hf(alone, mould_of(CONFIG), config=CONFIG)
     assert_same_leaves(params, whole)
@@ -202,7 +203,9 @@ def test_a_mould_that_cannot_be_sharded_so_is_refused_before_any_read(
     llama, bytes_read
 ):
     mould = sharded(mould_of(CONFIG), {"embed_tokens": ("x",), "lm_head": (None, "x")})
-    with pytest.raises(ValueError, match="embed_tokens.*\n(.*\n)*.*lm_head"):
+    with pytest.raises(
+        ValueError, match=facts("embed_tokens.embedding", "lm_head.kernel")
+    ):
         bridge.load_hf(llama, mould)
     assert bytes_read == []
 
@@ -211,19 +214,21 @@ def test_integers_are_not_cast_to_floats(tmp_path):
     tensors = random_tensors(np.float32)
     tensors["model.norm.weight"] = np.ones(48, np.int64)
     path = write_llama(tmp_path / "in", tensors=tensors)
-    with pytest.raises(ValueError, match="model.norm.weight: int64, the tree wants"):
+    with pytest.raises(
+        ValueError, match=facts("model.norm.weight", "int64", "float32")
+    ):
         bridge.load_hf(path, mould_of(CONFIG))
 
 
 @pytest.mark.parametrize(
     "mould, match",
     [
-        ({"a.b": jnp.ones(1), "a": {"b": jnp.ones(1)}}, "a.b: two leaves"),
-        ({"a": 3}, "a: a int has no shape and dtype"),
+        ({"a.b": jnp.ones(1), "a": {"b": jnp.ones(1)}}, ["a.b"]),
+        ({"a": 3}, ["a", "int"]),
     ],
 )
 def test_a_tree_whose_leaves_cannot_be_named_is_refused(llama, mould, match):
-    with pytest.raises(ValueError, match=match):
+    with pytest.raises(ValueError, match=facts(*match)):
         bridge.load_hf(llama, mould)
 
 
@@ -266,7 +271,7 @@ def test_a_failure_half_way_is_raised_and_ends_every_thread(llama):
     source = Failing(bridge.open_checkpoint(llama))
     mapping = find_family("llama").mapping(CONFIG)
     calls = []
-    with pytest.raises(OSError, match="the disk is gone"):
+    with pytest.raises(OSError, match=facts("disk")):
         load(source, mapping, mould_of(CONFIG), progress=lambda *c: calls.append(c))
     assert 0 < len(calls) < 30
     assert not any(t.name.startswith("bridge") for t in threading.enumerate())

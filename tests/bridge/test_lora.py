@@ -17,6 +17,7 @@ from bridge_helpers import (
     tensors_of,
 )
 from flax import nnx
+from helpers.errors import facts
 from safetensors import numpy as safetensors
 from tiny_models import hf_logits, make_model
 from transformers import AutoModelForCausalLM
@@ -176,7 +177,7 @@ def test_adapters_of_old_are_read_without_running_their_pickle(hf, shapes, tmp_p
     theirs = bridge.load_lora(write(tmp_path / "new", tensors), config)
     path = write(tmp_path / "old", tensors)
     (path / "adapter_model.safetensors").unlink()
-    with pytest.raises(FileNotFoundError, match="adapter_model.safetensors"):
+    with pytest.raises(FileNotFoundError, match=facts("adapter_model.safetensors")):
         bridge.load_lora(path, config)
     state = {key: torch.from_numpy(value) for key, value in tensors.items()}
     torch.save(state, path / "adapter_model.bin")
@@ -195,7 +196,12 @@ def test_factors_that_were_trained_here_are_an_adapter_of_peft(hf, shapes, tmp_p
     fields = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
     assert sorted(fields["target_modules"]) == ["down_proj", "o_proj", "q_proj"]
     wrong = bridge.Lora(bridge.LoraConfig(5, 16), theirs.factors, theirs.scales)
-    with pytest.raises(ValueError, match="lora_a: .*, 4\\), the config says .*, 5"):
+    with pytest.raises(
+        ValueError,
+        match=facts(
+            "layers.self_attn.q_proj.kernel.lora_a", "(3, 48, 4)", "(3, 48, 5)"
+        ),
+    ):
         bridge.save_lora(tmp_path / "wrong", wrong, config)
     assert not (tmp_path / "wrong").exists()
 
@@ -229,37 +235,37 @@ def test_modules_that_were_saved_whole_take_the_places_of_the_bases(
     config = bridge.from_hf_config(hf.path)
     merged = dict(_named(bridge.load_hf_with_lora(hf.path, path, mould_of(config))))
     np.testing.assert_array_equal(merged["lm_head.kernel"], head.T)
-    with pytest.raises(ValueError, match="saves whole tensors.*lm_head.weight"):
+    with pytest.raises(ValueError, match=facts("load_hf_with_lora", "lm_head.weight")):
         bridge.load_lora(path, config)
 
 
 @pytest.mark.parametrize(
     "fields, match",
     [
-        ({"use_dora": True}, "use_dora=True is not modelled"),
-        ({"peft_type": "IA3"}, "peft_type is 'IA3'"),
-        ({"init_lora_weights": "pissa_niter_4"}, "'pissa_niter_4' changes the base"),
-        ({"target_parameters": ["experts"]}, "target_parameters=.* is not modelled"),
-        ({"layer_replication": [[0, 2]]}, "layer_replication"),
-        ({"something_new": 3}, "something_new=3 is not modelled"),
-        ({"r": 0}, "r=0 is no positive integer"),
-        ({"r": 4.0}, "r=4.0 is no positive integer"),
-        ({"lora_alpha": float("nan")}, "NaN|lora_alpha=nan is no positive number"),
-        ({"use_rslora": "no"}, "use_rslora='no' is neither true nor false"),
-        ({"rank_pattern": ["q_proj"]}, r"rank_pattern=\['q_proj'\] is no object"),
-        ({"rank_pattern": {"q_proj": True}}, "no name with a number"),
-        ({"lora_alpha": "16"}, "lora_alpha='16' is no positive number"),
-        ({"rank_pattern": {"(a+)+$": 2}}, "no name with a number"),
-        ({"rank_pattern": {"q_proj": 2}}, "q_proj.*rank 2"),
-        ({"r": 8}, "q_proj: factors of shapes .*, and the config's rank 8"),
+        ({"use_dora": True}, ["use_dora=True"]),
+        ({"peft_type": "IA3"}, ["peft_type", "'IA3'", "'LORA'"]),
+        ({"init_lora_weights": "pissa_niter_4"}, ["init_lora_weights='pissa_niter_4'"]),
+        ({"target_parameters": ["experts"]}, ["target_parameters=['experts']"]),
+        ({"layer_replication": [[0, 2]]}, ["layer_replication=[[0, 2]]"]),
+        ({"something_new": 3}, ["something_new=3"]),
+        ({"r": 0}, ["r=0"]),
+        ({"r": 4.0}, ["r=4.0"]),
+        ({"lora_alpha": float("nan")}, ["adapter_config.json", "NaN"]),
+        ({"use_rslora": "no"}, ["use_rslora='no'"]),
+        ({"rank_pattern": ["q_proj"]}, ["rank_pattern=['q_proj']"]),
+        ({"rank_pattern": {"q_proj": True}}, ["rank_pattern", "'q_proj': True"]),
+        ({"lora_alpha": "16"}, ["lora_alpha='16'"]),
+        ({"rank_pattern": {"(a+)+$": 2}}, ["rank_pattern", "'(a+)+$': 2"]),
+        ({"rank_pattern": {"q_proj": 2}}, ["q_proj", "2"]),
+        ({"r": 8}, ["q_proj", "8"]),
     ],
 )
 def test_what_is_not_modelled_is_refused_by_name(hf, shapes, tmp_path, fields, match):
     path = write(tmp_path / "lora", factors(shapes), **fields)
     config = bridge.from_hf_config(hf.path)
-    with pytest.raises(ValueError, match=match):
+    with pytest.raises(ValueError, match=facts(*match)):
         bridge.load_lora(path, config)
-    with pytest.raises(ValueError, match=match):
+    with pytest.raises(ValueError, match=facts(*match)):
         bridge.load_hf_with_lora(hf.path, path, mould_of(config))
 
 
@@ -294,9 +300,7 @@ def test_an_adapter_of_another_model_is_refused(hf, shapes, tmp_path):
         bridge.load_hf_with_lora(hf.path, path, mould_of(config))
     assert "model.layers.7.mlp.up_proj.weight" in str(raised.value)
     assert "the adapter is for (3, 48)" in str(raised.value)
-    with pytest.raises(
-        ValueError, match="layers.7.mlp.up_proj: no weight of the model"
-    ):
+    with pytest.raises(ValueError, match=facts("model.layers.7.mlp.up_proj")):
         bridge.load_lora(path, config)
 
 
@@ -304,14 +308,21 @@ def test_some_of_the_stacked_layers_are_merged_but_not_kept_apart(hf, shapes, tm
     tensors = factors(shapes, ("layers.1.mlp.down_proj", "layers.2.mlp.down_proj"))
     path = write(tmp_path / "lora", tensors)
     assert error(merged_logits(hf, path), hf.logits) > 100 * TOLERANCE
-    with pytest.raises(ValueError, match="not adapted in model.layers.0.mlp.down_proj"):
+    with pytest.raises(
+        ValueError,
+        match=facts(
+            "model.layers.{layer_0}.mlp.down_proj", "model.layers.0.mlp.down_proj"
+        ),
+    ):
         bridge.load_lora(path, bridge.from_hf_config(hf.path))
     ranks = factors(shapes, ("0.mlp.down_proj",), rank=2) | factors(
         shapes, ("1.mlp.down_proj", "2.mlp.down_proj")
     )
     pattern = {"layers.0.mlp.down_proj": 2}
     path = write(tmp_path / "ranks", ranks, rank_pattern=pattern)
-    with pytest.raises(ValueError, match=r"down_proj.kernel: ranks \[2, 4\]"):
+    with pytest.raises(
+        ValueError, match=facts("layers.mlp.down_proj.kernel", "[2, 4]")
+    ):
         bridge.load_lora(path, bridge.from_hf_config(hf.path))
     merged_logits(hf, path)
 
@@ -346,7 +357,7 @@ def test_a_base_that_stores_its_weights_the_other_way_says_so(gpt2, tmp_path):
     theirs = hf_logits(model, gpt2.tokens)
     assert error(merged_logits(gpt2, path), theirs) <= TOLERANCE
     write(tmp_path / "apart", tensors, fan_in_fan_out=True)
-    with pytest.raises(ValueError, match="c_attn: its weight is cut"):
+    with pytest.raises(ValueError, match=facts("transformer.h.{layer_0}.attn.c_attn")):
         bridge.load_lora(tmp_path / "apart", bridge.from_hf_config(gpt2.path))
 
 
@@ -361,5 +372,10 @@ def test_factors_of_a_weight_stored_the_other_way_are_laid_out_like_it(gpt2, tmp
     bridge.save_lora(tmp_path / "out", lora, config)
     assert_same_bytes(tensors_of(tmp_path / "out/adapter_model.safetensors"), tensors)
     wrong = write(tmp_path / "wrong", tensors, fan_in_fan_out=False)
-    with pytest.raises(ValueError, match="of another shape"):
+    with pytest.raises(
+        ValueError,
+        match=facts(
+            "(3)", "transformer.h.{0-2}.mlp.c_proj.weight", "(192, 48)", "(48, 192)"
+        ),
+    ):
         bridge.load_hf_with_lora(gpt2.path, wrong, mould_of(config))

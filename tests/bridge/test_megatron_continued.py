@@ -8,6 +8,7 @@ import pytest
 import torch
 from bridge_helpers import abstract_model, mould_of
 from flax import nnx
+from helpers.errors import facts
 
 import bridge
 import fsdp_jax as fsdp
@@ -119,7 +120,7 @@ def test_it_goes_on_sharded_as_on_one_device(begun):
 def test_a_checkpoint_without_moments_says_what_is_left_out(golden):
     path = golden("qwen3") / "legacy"
     config = bridge.megatron.from_args(open_megatron(path).args)
-    with pytest.raises(ValueError, match="holds no moments of Adam"):
+    with pytest.raises(ValueError, match=facts("iter_0000007", "'rng_state'")):
         load_megatron_adam(path, mould_of(config))
 
 
@@ -127,5 +128,7 @@ def test_an_optimizer_state_of_another_optimizer_is_refused():
     plan = fsdp.fully_shard(lambda key: {"w": jnp.ones((8, 8))}, fsdp.make_mesh())
     params = fsdp.init_params(plan, jax.random.key(0))
     other = optax.sgd(0.1, momentum=0.9).init(params)
-    with pytest.raises(ValueError, match="opt_state is not what this optimizer makes"):
+    with pytest.raises(
+        ValueError, match=facts("opt_state", "4", "0.mu.w", "0.trace.w")
+    ):
         fsdp.init(plan, optax.adamw(0.1), params, opt_state=other)

@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from held import assert_equal
+from helpers.errors import facts
 
 from bridge.formats._torch_writer import TorchWriter
 from bridge.megatron import open_megatron
@@ -85,7 +86,7 @@ def test_half_a_projection_is_refused(tmp_path):
     with DcpWriter(tmp_path) as writer:
         writer.add("model.mlp.linear_fc1.weight_w", (0,), np.ones(2, np.float32))
         writer.finish()
-    with pytest.raises(ValueError, match="half a projection: its twin is missing"):
+    with pytest.raises(ValueError, match=facts("'mlp.linear_fc1.weight_w'")):
         open_megatron(tmp_path)
 
 
@@ -94,7 +95,7 @@ def test_two_keys_of_one_name_are_refused(tmp_path):
         for key in ("model.w", "model.module.w"):
             writer.add(key, (0,), np.ones(2, np.float32))
         writer.finish()
-    with pytest.raises(ValueError, match=r"would be called \['w'\]"):
+    with pytest.raises(ValueError, match=facts("['w']")):
         open_megatron(tmp_path)
 
 
@@ -132,5 +133,5 @@ def test_progress_that_is_no_number_is_refused(tmp_path, value):
     file = tmp_path / "train_state.pt"
     with file.open("wb") as stream, TorchWriter(stream) as out:
         out.finish({"step": value})
-    with pytest.raises(ValueError, match="are no number, but"):
+    with pytest.raises(ValueError, match=facts(repr(value))):
         open_megatron(tmp_path)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.errors import facts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron_twins import megatron_twin
@@ -137,7 +138,9 @@ def test_nemos_weights_directory_is_found(golden, tmp_path):
 
 def test_trimming_more_words_than_rows_is_refused(golden):
     source = open_megatron(golden("qwen3") / "torch_dist").source
-    with pytest.raises(ValueError, match="384 rows, fewer than the 385 words"):
+    with pytest.raises(
+        ValueError, match=facts("'embedding.word_embeddings.weight'", "384", "385")
+    ):
         trim_vocab(source, 385)
 
 
@@ -188,7 +191,7 @@ def test_a_missing_or_doubled_part_is_noticed(boxes, data):
     number = data.draw(st.integers(0, len(boxes) - 1))
     tiles = [Tile(box, None) for box in boxes]
     for wrong in (tiles[:number] + tiles[number + 1 :], [*tiles, tiles[number]]):
-        with pytest.raises(ValueError, match="gap|exactly once"):
+        with pytest.raises(ValueError, match=facts("[0:5, 0:4, 0:3]")):
             tile(whole((5, 4, 3)), wrong)
 
 
@@ -200,17 +203,26 @@ def test_parts_far_away_are_not_looked_at():
 
 
 def test_a_checkpoint_is_refused_by_what_was_looked_for(tmp_path):
-    with pytest.raises(FileNotFoundError, match="nothing is there"):
+    with pytest.raises(FileNotFoundError, match=facts(f"'{tmp_path}/absent'")):
         open_megatron(tmp_path / "absent")
-    with pytest.raises(ValueError, match=r"no 'metadata.json', no '.metadata'"):
+    with pytest.raises(
+        ValueError,
+        match=facts(
+            "'latest_checkpointed_iteration.txt'", "'metadata.json'", "'.metadata'"
+        ),
+    ):
         open_megatron(tmp_path)
     (tmp_path / "metadata.json").write_text('{"sharded_backend": "zarr"}')
-    with pytest.raises(ValueError, match="'zarr'.*--ckpt-format torch_dist"):
+    with pytest.raises(
+        ValueError, match=facts("'zarr'", "0.15", "--ckpt-format torch_dist")
+    ):
         open_megatron(tmp_path)
 
 
 @pytest.mark.parametrize("text", ["", "-1", "../..", "9" * 40, "seven"])
 def test_a_tracker_that_names_no_iteration_is_refused(tmp_path: Path, text):
     (tmp_path / "latest_checkpointed_iteration.txt").write_text(text)
-    with pytest.raises(ValueError, match="no iteration"):
+    with pytest.raises(
+        ValueError, match=facts("latest_checkpointed_iteration.txt'", repr(text))
+    ):
         open_megatron(tmp_path)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from flax import nnx
+from helpers.errors import facts
 
 import bridge
 from bridge import adapt
@@ -65,7 +66,7 @@ def inputs() -> list[np.ndarray]:
 @pytest.mark.parametrize("name", list(CELLS))
 def test_a_bias_that_would_be_lost_is_refused(name):
     rules = [adapter(name, "ih", name)]
-    with pytest.raises(ValueError, match="cell.bias_hh.*is not zero.*cell.bias_ih"):
+    with pytest.raises(ValueError, match=facts("cell.bias_hh", "cell.bias_ih")):
         bridge.from_torch(torch_cell(name), mould_of(name), rules)
 
 
@@ -82,15 +83,17 @@ def test_a_zero_bias_is_left_out_and_comes_back(name):
 def test_what_a_gru_scales_by_its_gate_is_no_part_of_a_sum():
     rules = [adapter("nnx.GRUCell", "sum", "nnx.GRUCell")]
     mould = mould_of("nnx.GRUCell")
-    with pytest.raises(ValueError, match=r"cell.bias_hh, part 2 of 3, is not zero"):
+    with pytest.raises(
+        ValueError, match=facts("cell.bias_hh", "2 of 3", "cell.bias_ih")
+    ):
         bridge.from_torch(torch_cell("GRU"), mould, rules)
     bridge.from_torch(torch_cell("GRU", slice(8, 12)), mould, rules)
 
 
 def test_how_two_biases_become_one_must_be_said():
-    with pytest.raises(TypeError, match="bias"):
+    with pytest.raises(TypeError, match=facts("'bias'")):
         adapt.lstm("cell", "cell")
-    with pytest.raises(ValueError, match="'cell' has two biases .* bias=True"):
+    with pytest.raises(ValueError, match=facts("'cell'", "bias=True", "'ih'", "'sum'")):
         adapt.gru("cell", "cell", bias=True)
 
 
@@ -98,7 +101,10 @@ def test_biases_of_two_dtypes_are_not_added():
     state = torch_cell("LSTM").state_dict()
     state["cell.bias_hh"] = state["cell.bias_hh"].bfloat16()
     rules = [adapter("LSTM", "sum", "nnx.LSTMCell")]
-    with pytest.raises(ValueError, match="cell.bias_hh is bfloat16 of shape"):
+    with pytest.raises(
+        ValueError,
+        match=facts("cell.bias_hh", "bfloat16", "cell.bias_ih", "float32", "(16,)"),
+    ):
         bridge.from_torch(state, mould_of("nnx.LSTMCell"), rules)
 
 

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.errors import facts
 from safetensors import numpy as reference
 
 from bridge import Mapping, Rule, open_checkpoint
@@ -110,27 +111,27 @@ def test_ignored_tensors_are_not_unexpected(tmp_path, tensors):
     reference.save_file(tensors, tmp_path / "model.safetensors")
     source = open_checkpoint(tmp_path)
     Mapping(MAPPING.rules, SIZES, ignore=("h.{layer}.mask",)).check(mould(), source)
-    with pytest.raises(ValueError, match="unexpected"):
+    with pytest.raises(ValueError, match=facts("h.{0,12}.mask", "(2)")):
         Mapping(MAPPING.rules, SIZES, ignore=("h.{layer}.mas",)).check(mould(), source)
 
 
 @pytest.mark.parametrize(
     "source, destination, layout, dim, match",
     [
-        (("a", "b"), ("c", "d"), "x -> x", 0, "one side must be a single name"),
-        (("a", "a"), "c", "x -> x", 0, "given twice"),
-        (("a", "b"), "c", ("x -> x",) * 3, 0, "3 layouts for 2 parts"),
-        (("a", "b"), "c", "x y -> (x y)", 1, "dim 1 is not a dim"),
-        (("a.{i}", "b"), "c", "x -> x", 0, "the same {names}"),
+        (("a", "b"), ("c", "d"), "x -> x", 0, ["2 sources", "2 destinations"]),
+        (("a", "a"), "c", "x -> x", 0, ["['a']"]),
+        (("a", "b"), "c", ("x -> x",) * 3, 0, ["3", "2"]),
+        (("a", "b"), "c", "x y -> (x y)", 1, ["dim 1"]),
+        (("a.{i}", "b"), "c", "x -> x", 0, ["('a.{i}', 'b')", "{names}"]),
     ],
 )
 def test_a_rule_that_makes_no_sense_is_refused(source, destination, layout, dim, match):
-    with pytest.raises(ValueError, match=match):
+    with pytest.raises(ValueError, match=facts(*match)):
         Rule(source, destination, layout, dim)
 
 
 def test_a_dim_without_a_size_is_refused():
-    with pytest.raises(ValueError, match=r"\['expert', 'mlp'\]"):
+    with pytest.raises(ValueError, match=facts("['expert', 'mlp']", "sizes")):
         Mapping(MAPPING.rules, {k: SIZES[k] for k in ("layer", "q", "k", "embed")})
 
 

@@ -17,6 +17,7 @@ from bridge_helpers import (
     random_tensors,
     tensors_of,
 )
+from helpers.errors import facts
 from jax.sharding import NamedSharding, PartitionSpec
 from safetensors import numpy as reference
 
@@ -140,9 +141,9 @@ def test_an_existing_checkpoint_is_never_overwritten(tmp_path, params):
     out = tmp_path / "out"
     out.mkdir()
     bridge.save_hf(out, params, CONFIG)  # an empty directory will do
-    with pytest.raises(ValueError, match="not an empty directory"):
+    with pytest.raises(ValueError, match=facts(f"'{tmp_path / 'out'}'")):
         bridge.save_hf(out, params, CONFIG)
-    with pytest.raises(ValueError, match="not an empty directory"):
+    with pytest.raises(ValueError, match=facts("config.json'")):
         bridge.save_hf(out / "config.json", params, CONFIG)
 
 
@@ -158,10 +159,11 @@ def test_params_that_do_not_fit_are_one_error_and_nothing_is_written(tmp_path, p
 
 
 @pytest.mark.parametrize(
-    "dtype, match", [("int32", "not cast"), ("float4_e2m1fn", "know")]
+    "dtype, match",
+    [("int32", ["float32", "int32"]), ("float4_e2m1fn", ["float4_e2m1fn"])],
 )
 def test_a_dtype_that_cannot_be_stored_is_refused(tmp_path, params, dtype, match):
-    with pytest.raises(ValueError, match=match):
+    with pytest.raises(ValueError, match=facts(*match)):
         bridge.save_hf(tmp_path / "out", params, CONFIG, dtype=dtype)
     assert os.listdir(tmp_path) == []
 
@@ -220,9 +222,9 @@ def test_what_is_no_file_of_the_directory_is_not_copied(tmp_path, params, origin
         file.mkdir()
     else:
         file.symlink_to(tmp_path / ("secret" if "secret" in kind else "absent"))
-    with pytest.raises(ValueError, match="tokenizer_config.json"):
+    with pytest.raises(ValueError, match=facts("tokenizer_config.json")):
         bridge.save_hf(tmp_path / "out", params, CONFIG, copy_from=origin)
-    with pytest.raises(ValueError, match="no directory"):
+    with pytest.raises(ValueError, match=facts("none'")):
         bridge.save_hf(tmp_path / "out", params, CONFIG, copy_from=tmp_path / "none")
     assert not (tmp_path / "out").exists()
 
@@ -232,7 +234,7 @@ def test_a_failed_write_is_raised_and_leaves_nothing(tmp_path, params, monkeypat
         raise OSError("no space left on device")
 
     monkeypatch.setattr(_export, "append", full)
-    with pytest.raises(OSError, match="no space left"):
+    with pytest.raises(OSError, match=facts("device")):
         bridge.save_hf(tmp_path / "out", params, CONFIG)
     assert os.listdir(tmp_path) == []
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
+from helpers.errors import facts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import numpy as reference
@@ -57,7 +58,7 @@ def test_short_reads_are_continued(source, monkeypatch):
 
 
 def test_a_slice_with_a_step_is_refused(source):
-    with pytest.raises(ValueError, match="without a step"):
+    with pytest.raises(ValueError, match=facts("(slice(0, 6, 2),)", "(6, 4, 5)")):
         source.read("w", (slice(0, 6, 2),))
 
 
@@ -100,9 +101,11 @@ def test_shards_are_one_source(tmp_path):
 
 
 def test_a_path_that_is_no_checkpoint_says_what_was_looked_for(tmp_path):
-    with pytest.raises(ValueError, match="neither 'model.safetensors' nor"):
+    with pytest.raises(
+        ValueError, match=facts("'model.safetensors'", "'model.safetensors.index.json'")
+    ):
         bridge.open_checkpoint(tmp_path)
-    with pytest.raises(FileNotFoundError, match="nothing is there"):
+    with pytest.raises(FileNotFoundError, match=facts("absent'")):
         bridge.open_checkpoint(tmp_path / "absent")
 
 
@@ -111,5 +114,5 @@ def test_a_file_cut_short_after_opening_is_noticed(tmp_path):
     reference.save_file({"w": VALUES}, file)
     source = bridge.open_checkpoint(file)
     os.truncate(file, file.stat().st_size - 8)
-    with pytest.raises(ValueError, match="ended 8 bytes early"):
+    with pytest.raises(ValueError, match=facts("model.safetensors'", "8")):
         source.read("w")

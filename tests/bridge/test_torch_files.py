@@ -6,6 +6,7 @@ import collections
 import numpy as np
 import pytest
 import torch
+from helpers.errors import facts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -142,25 +143,25 @@ def test_tensors_with_attributes_are_tensors(tmp_path, make, function):
 
 def test_two_tensors_of_one_name_are_refused(tmp_path):
     torch.save({"a": {"b": VALUES}, "a.b": VALUES}, tmp_path / "w.pt")
-    with pytest.raises(ValueError, match="two tensors named 'a.b'"):
+    with pytest.raises(ValueError, match=facts("'a.b'")):
         open_torch_file(tmp_path / "w.pt")
 
 
 def test_a_file_without_tensors_is_refused(tmp_path):
     torch.save({"a": 1}, tmp_path / "w.pt")
-    with pytest.raises(ValueError, match="holds no tensors"):
+    with pytest.raises(ValueError, match=facts("w.pt'", "0 tensors")):
         open_torch_file(tmp_path / "w.pt")
 
 
 def test_the_format_before_zip_is_refused_with_advice(tmp_path):
     torch.save({"w": VALUES}, tmp_path / "w.pt", _use_new_zipfile_serialization=False)
-    with pytest.raises(ValueError, match=r"before 1\.6.*weights_only=True"):
+    with pytest.raises(ValueError, match=facts("1.6", "weights_only=True")):
         open_torch_file(tmp_path / "w.pt")
 
 
 def test_a_pickled_module_is_refused_by_the_name_of_its_class(tmp_path):
     torch.save(torch.nn.Linear(2, 2), tmp_path / "w.pt")
-    with pytest.raises(ValueError, match="asks for 'torch.nn.modules.linear.Linear'"):
+    with pytest.raises(ValueError, match=facts("'torch.nn.modules.linear.Linear'")):
         open_torch_file(tmp_path / "w.pt")
 
 
@@ -170,5 +171,7 @@ def test_a_file_saved_without_checksums_is_refused_with_advice(tmp_path):
         torch.save({"w": VALUES}, tmp_path / "w.pt")
     finally:
         torch.serialization.set_crc32_options(True)
-    with pytest.raises(ValueError, match="set_crc32_options"):
+    with pytest.raises(
+        ValueError, match=facts("torch.serialization.set_crc32_options(False)")
+    ):
         open_torch_file(tmp_path / "w.pt").read("w")

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from helpers.errors import facts
 from safetensors.torch import save_file
 
 import bridge
@@ -80,7 +81,7 @@ def test_a_file_that_would_run_code_runs_none(tmp_path):
             return (Path.touch, (tmp_path / "ran",))
 
     torch.save(STATE | {"evil": Evil()}, tmp_path / "evil.pt")
-    with pytest.raises(ValueError, match="evil.pt"):
+    with pytest.raises(ValueError, match=facts("evil.pt'", "'__builtin__.getattr'")):
         bridge.from_torch(tmp_path / "evil.pt", MOULD, RULES)
     assert not (tmp_path / "ran").exists()
     torch.load(tmp_path / "evil.pt", weights_only=False)
@@ -92,25 +93,25 @@ def test_a_part_of_a_training_checkpoint_is_taken_by_its_prefix(tmp_path):
     torch.save(checkpoint, tmp_path / "step.pt")
     tree = bridge.from_torch(tmp_path / "step.pt", MOULD, RULES, prefix="model.")
     assert_filled(tree)
-    with pytest.raises(ValueError, match="begins with 'module.'.*model.embed.weight"):
+    with pytest.raises(ValueError, match=facts("'module.'", "'model.embed.weight'")):
         bridge.from_torch(tmp_path / "step.pt", MOULD, RULES, prefix="module.")
 
 
 @pytest.mark.parametrize(
     "weight_map, match",
     [
-        ({"a": "../a.bin"}, "'../a.bin' is no file name"),
-        ({"a": "absent.bin"}, "absent"),
-        ({"a": "b.bin", "norm.weight": "b.bin"}, "'a' is not in 'b.bin'"),
-        ({"embed.weight": "a.bin", "x": "b.bin"}, "holds 'norm.weight', which"),
-        (["a.bin"], "no 'weight_map'"),
+        ({"a": "../a.bin"}, ["'../a.bin'"]),
+        ({"a": "absent.bin"}, ["'absent.bin'"]),
+        ({"a": "b.bin", "norm.weight": "b.bin"}, ["'a'", "'b.bin'"]),
+        ({"embed.weight": "a.bin", "x": "b.bin"}, ["'b.bin'", "'norm.weight'"]),
+        (["a.bin"], ["'weight_map'"]),
     ],
 )
 def test_an_index_that_does_not_fit_its_files_is_refused(tmp_path, weight_map, match):
     save_sharded(tmp_path, STATE)
     index = tmp_path / "pytorch_model.bin.index.json"
     index.write_text(json.dumps({"weight_map": weight_map}))
-    with pytest.raises(ValueError, match=match):
+    with pytest.raises(ValueError, match=facts(*match)):
         bridge.from_torch(tmp_path, MOULD, RULES)
 
 
@@ -150,10 +151,10 @@ def test_a_tied_tensor_needs_one_rule_and_comes_back_tied(tmp_path, way):
 
 def test_a_tie_is_memory_shared_and_not_values_that_agree():
     state = STATE | {"head.weight": STATE["embed.weight"].clone()}
-    with pytest.raises(ValueError, match="unexpected in the source.*\n *head.weight"):
+    with pytest.raises(ValueError, match=facts("(1)", "head.weight")):
         bridge.from_torch(state, MOULD, RULES)
     part = STATE["embed.weight"][:3]  # begins where it begins, and is not the same
-    with pytest.raises(ValueError, match="unexpected in the source.*\n *part"):
+    with pytest.raises(ValueError, match=facts("(1)", "part")):
         bridge.from_torch(STATE | {"part": part}, MOULD, RULES)
 
 
@@ -171,14 +172,14 @@ def test_tensors_that_lie_in_another_order_are_read_by_their_strides():
 @pytest.mark.parametrize(
     "source, match",
     [
-        ({"epoch": 3}, "epoch: a int; give the state dict itself"),
-        ({"a": {"b": torch.ones(1)}}, "a: a dict"),
-        ({0: torch.ones(1)}, "name is no string"),
-        ({"a": torch.ones(1, device="meta")}, "a: it has no data"),
-        ({"a": torch.ones(1).to_sparse()}, "torch.sparse_coo; make it dense"),
-        ([torch.ones(1)], "A list is no PyTorch model"),
+        ({"epoch": 3}, ["epoch", "int"]),
+        ({"a": {"b": torch.ones(1)}}, ["a", "dict"]),
+        ({0: torch.ones(1)}, ["0"]),
+        ({"a": torch.ones(1, device="meta")}, ["a", "'meta'"]),
+        ({"a": torch.ones(1).to_sparse()}, ["a", "torch.sparse_coo"]),
+        ([torch.ones(1)], ["list", "nn.Module"]),
     ],
 )
 def test_what_is_no_tensor_with_data_is_refused(source, match):
-    with pytest.raises(ValueError, match=match):
+    with pytest.raises(ValueError, match=facts(*match)):
         bridge.from_torch(source, MOULD, RULES)

@@ -17,6 +17,7 @@ import jax
 import numpy as np
 import pytest
 from helpers.damage import ORBAX_FAILS_NOISILY, file_size_limited, first_value
+from helpers.errors import facts
 from safetensors.numpy import load_file
 
 import fsdp_jax as fsdp
@@ -158,7 +159,7 @@ def test_a_damaged_newest_step_is_set_aside_and_made_again(
     content[bit // 8] ^= 1
     path.write_bytes(content)
     fake_step(3, 2)
-    with pytest.warns(UserWarning, match="Step 3 is passed over"):
+    with pytest.warns(UserWarning, match=facts("Step 3", "DATA_LOSS")):
         assert main([*argv, "4"]) == 0
     said = f"step 3 is damaged and now called {run / '3.damaged'}"
     assert said in capsys.readouterr().err

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
+from helpers.errors import facts
 
 import bridge
 import fsdp_jax as fsdp
@@ -126,7 +127,7 @@ def test_longrope_over_cp_is_refused_by_name():
         num_attention_heads=4,
         rope=rope,
     )
-    with pytest.raises(ValueError, match="LongRoPE turns all heads by the longest"):
+    with pytest.raises(ValueError, match=facts("cp=2", "LongRoPE", "cp=1")):
         check_context(config, 2, 1, "ring")
 
 

@@ -14,6 +14,7 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
+from helpers.errors import facts
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
@@ -219,25 +220,28 @@ def test_all_that_does_not_fit_is_named_before_anything_is_read(saved, monkeypat
 
 def test_another_optimizer_does_not_fit(saved):
     mould = fsdp.abstract_state(plan_on(8), optax.sgd(0.1, momentum=0.9))
-    with pytest.raises(ValueError, match="not in the checkpoint: opt_state.*trace"):
+    with pytest.raises(
+        ValueError,
+        match=facts("opt_state.0.trace.linear.bias", "opt_state.0.mu.linear.bias"),
+    ):
         fsdp.load(saved.path, mould)
 
 
 @pytest.mark.parametrize("read", [fsdp.load, fsdp.load_params])
 def test_a_directory_without_steps_is_refused(tmp_path, read):
     mould = {"w": jax.ShapeDtypeStruct((), jnp.float32)}
-    with pytest.raises(ValueError, match="absent': there is no such directory"):
+    with pytest.raises(ValueError, match=facts("absent'")):
         read(tmp_path / "absent", mould)
-    with pytest.raises(ValueError, match="holds no committed step"):
+    with pytest.raises(ValueError, match=facts(repr(str(tmp_path)))):
         read(tmp_path, mould)
-    with pytest.raises(ValueError, match="there is no such directory"):
+    with pytest.raises(ValueError, match=facts("absent'")):
         fsdp.load_metadata(tmp_path / "absent")
     assert not (tmp_path / "absent").exists()
 
 
 def test_a_step_that_is_not_there_is_refused_with_those_that_are(saved):
     mould = fsdp.abstract_state(plan_on(1), TX)
-    with pytest.raises(ValueError, match="No step 7 in .*, which holds 1, 2"):
+    with pytest.raises(ValueError, match=facts("7", "1, 2")):
         fsdp.load(saved.path, mould, step=7)
 
 
@@ -263,7 +267,7 @@ def test_a_step_that_was_cut_off_is_not_the_latest(tmp_path):
     # So orbax calls what it has not committed yet.
     shutil.copytree(step, tmp_path / "7.orbax-checkpoint-tmp")
     assert fsdp.latest_step(tmp_path) == 3
-    with pytest.raises(ValueError, match="No step 7 in .*, which holds 3"):
+    with pytest.raises(ValueError, match=facts("7", "3")):
         fsdp.load_metadata(tmp_path, step=7)
 
 
@@ -275,7 +279,7 @@ def test_a_save_that_fails_leaves_no_step_behind(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(ocp.PyTreeCheckpointHandler, "finalize", fail)
-        with pytest.raises(OSError, match="disk full"):
+        with pytest.raises(OSError, match=facts("disk")):
             fsdp.save(tmp_path, small_state(2))
     assert fsdp.latest_step(tmp_path) == 1
     fsdp.save(tmp_path, small_state(2))  # and does not stand in the way
@@ -285,7 +289,7 @@ def test_a_save_that_fails_leaves_no_step_behind(tmp_path, monkeypatch):
 @pytest.mark.parametrize("step", [4, 3])
 def test_a_committed_step_is_never_overwritten_nor_hidden(tmp_path, step):
     fsdp.save(tmp_path, small_state(4), metadata={"first": True})
-    with pytest.raises(ValueError, match=f"already holds step 4, so step {step}"):
+    with pytest.raises(ValueError, match=facts("4", step)):
         fsdp.save(tmp_path, small_state(step))
     assert fsdp.latest_step(tmp_path) == 4
     assert fsdp.load_metadata(tmp_path) == {"first": True}
@@ -294,7 +298,7 @@ def test_a_committed_step_is_never_overwritten_nor_hidden(tmp_path, step):
 def test_two_leaves_of_one_name_are_refused_before_anything_is_written(tmp_path):
     twice = {"a.b": jnp.ones(8), "a": {"b": jnp.zeros(8)}}
     state = dataclasses.replace(small_state(0), params=twice)
-    with pytest.raises(ValueError, match="two leaves under one name: params.a.b"):
+    with pytest.raises(ValueError, match=facts("params.a.b")):
         fsdp.save(tmp_path / "run", state)
     assert not (tmp_path / "run").exists()
 
@@ -375,7 +379,7 @@ def test_metadata_comes_back_as_it_was_tuples_bytes_and_keys_of_any_sort(metadat
 def test_metadata_that_json_cannot_hold_is_refused_before_anything_is_written(
     tmp_path, value
 ):
-    with pytest.raises(ValueError, match=r"metadata\['at'\]\[1\]: "):
+    with pytest.raises(ValueError, match=facts("metadata['at'][1]")):
         fsdp.save(tmp_path / "run", small_state(1), metadata={"at": [0, value]})
     assert not (tmp_path / "run").exists()
 
@@ -411,7 +415,7 @@ def test_what_cannot_be_stored_is_named_before_anything_is_written(tmp_path):
     assert "Cannot save 2 leaf/leaves" in says
     assert "params.none: no elements" in says and "params.four: dtype uint4" in says
     state = dataclasses.replace(small_state(0), opt_state={"count": 3})
-    with pytest.raises(ValueError, match="are no arrays: opt_state.count"):
+    with pytest.raises(ValueError, match=facts("1", "opt_state.count")):
         fsdp.save(tmp_path / "run", state)
     assert not (tmp_path / "run").exists()
 

@@ -14,6 +14,7 @@ import orbax.checkpoint as ocp
 import pytest
 from helpers.compiles import compilations
 from helpers.damage import files_of
+from helpers.errors import facts
 from helpers.saving_worker import mould, state_at
 from jax.sharding import NamedSharding, PartitionSpec
 from orbax.checkpoint._src.futures.future import CommitFuture
@@ -137,17 +138,21 @@ def test_a_later_save_compiles_nothing_and_a_structure_that_changes_is_seen(tmp_
     assert "params.w" not in shapes[3]
 
 
-@pytest.mark.parametrize("wanted", ["threefry2x32", "unsafe_rbg"])
+@pytest.mark.parametrize(
+    "wanted, said",
+    [
+        ("threefry2x32", ["uint32[4]", "uint32[2]"]),
+        ("unsafe_rbg", ["rbg", "unsafe_rbg"]),
+    ],
+)
 def test_keys_of_another_kind_are_refused_though_their_words_are_as_many(
-    wanted, tmp_path
+    wanted, said, tmp_path
 ):
     """Keys of rbg and of unsafe_rbg are four words each, and other numbers."""
     state = state_of({}, rng=sharded(jax.random.key(3, impl="rbg")))
     fsdp.save(tmp_path, state)
     other = dataclasses.replace(state, rng=sharded(jax.random.key(3, impl=wanted)))
-    with pytest.raises(
-        ValueError, match=r"rng: stored (keys of rbg|uint32\[4\]), want"
-    ):
+    with pytest.raises(ValueError, match=facts("rng", *said)):
         fsdp.load(tmp_path, abstract(other))
     same = fsdp.load(tmp_path, abstract(state))
     assert same.rng.dtype == state.rng.dtype
@@ -160,10 +165,10 @@ def test_a_list_of_another_length_is_refused_by_the_names_of_its_items(tmp_path)
     two = {"layers": [jnp.ones(2), jnp.ones(2)]}
     fsdp.save(tmp_path, state_of(two))
     three = state_of({"layers": [*two["layers"], jnp.ones(2)]})
-    with pytest.raises(ValueError, match="not in the checkpoint: params.layers.2"):
+    with pytest.raises(ValueError, match=facts("params.layers.2")):
         fsdp.load(tmp_path, abstract(three))
     one = state_of({"layers": two["layers"][:1]})
-    with pytest.raises(ValueError, match="only in the checkpoint: params.layers.1"):
+    with pytest.raises(ValueError, match=facts("params.layers.1")):
         fsdp.load(tmp_path, abstract(one))
 
 
@@ -185,7 +190,7 @@ def test_every_file_but_the_commit_markers_is_missed_when_it_is_gone(tmp_path):
         if path.name == "manifest.json":
             assert fsdp.latest_step(tmp_path) is None
         else:
-            with pytest.raises(fsdp.DamagedCheckpointError, match=path.name):
+            with pytest.raises(fsdp.DamagedCheckpointError, match=facts(path.name)):
                 fsdp.load(tmp_path, mould())
         (tmp_path / "elsewhere").rename(path)
     fsdp.verify(tmp_path)
@@ -196,7 +201,7 @@ def test_a_step_of_orbax_alone_is_no_step_of_ours(tmp_path):
         manager.save(3, args=ocp.args.StandardSave({"w": jnp.ones(2)}))
         manager.wait_until_finished()
     assert fsdp.latest_step(tmp_path) is None
-    with pytest.raises(ValueError, match="holds no committed step"):
+    with pytest.raises(ValueError, match=facts(repr(str(tmp_path)))):
         fsdp.load(tmp_path, mould())
 
 
@@ -207,7 +212,9 @@ def test_parameters_come_in_the_dtype_asked_for_or_in_their_own(tmp_path):
     }
     fsdp.save(tmp_path, state_of(values))
     wide = {"w": abstract(sharded(jnp.zeros(8))), "n": abstract(values["n"])}
-    with pytest.raises(ValueError, match="params.w: stored bfloat16"):
+    with pytest.raises(
+        ValueError, match=facts("params.w", "bfloat16[8]", "float32[8]")
+    ):
         fsdp.load_params(tmp_path, wide)
     cast = fsdp.load_params(tmp_path, wide, cast="floats")
     stored = fsdp.load_params(tmp_path, wide, cast="as_stored")
@@ -216,7 +223,7 @@ def test_parameters_come_in_the_dtype_asked_for_or_in_their_own(tmp_path):
         np.testing.assert_array_equal(loaded["w"].astype(jnp.float32), np.arange(8.0))
         assert loaded["n"].dtype == jnp.int32
     wide["n"] = jax.ShapeDtypeStruct((2,), jnp.float32, sharding=wide["n"].sharding)
-    with pytest.raises(ValueError, match="params.n: stored int32"):
+    with pytest.raises(ValueError, match=facts("params.n", "int32[2]", "float32[2]")):
         fsdp.load_params(tmp_path, wide, cast="as_stored")
 
 
@@ -230,7 +237,7 @@ def test_an_orbax_that_hangs_ends_in_an_error_and_the_next_save_works(
         with monkeypatch.context() as patch:
             patch.setattr(ocp.type_handlers.ArrayHandler, "serialize", hang)
             checkpointer.save(1, state_at(1))
-            with pytest.raises(RuntimeError, match="Step 1 is not saved: .*imed out"):
+            with pytest.raises(RuntimeError, match=facts("Step 1", "ChainedFuture")):
                 checkpointer.wait()
         checkpointer.save(2, state_at(2))
     assert fsdp.verify(tmp_path).step == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import itertools
 import logging
 import os
@@ -15,6 +16,7 @@ import numpy as np
 import orbax.checkpoint.checkpoint_managers as policies
 import pytest
 from helpers.damage import file_size_limited
+from helpers.errors import facts
 from helpers.saving_worker import check, mould, state_at
 from hypothesis import given
 from hypothesis import strategies as st
@@ -51,7 +53,7 @@ def test_cliques_are_those_of_megatron():
 
 @pytest.mark.parametrize("size, jump", [(2, 1), (1, 2), (0, 1), (3, 3)])
 def test_cliques_that_leave_some_out_are_refused(size, jump):
-    with pytest.raises(ValueError, match=r"5 process\(es\) do not make cliques"):
+    with pytest.raises(ValueError, match=facts("5", f"size={size}", f"jump={jump}")):
         fsdp.make_cliques(5, size=size, jump=jump)
 
 
@@ -234,7 +236,7 @@ def test_every_flipped_bit_and_every_lost_byte_of_a_file_is_noticed(shards):
         flipped = bytearray(content)
         flipped[bit // 8] ^= 1 << bit % 8
         damaged.write_bytes(flipped)
-        with pytest.raises(fsdp.DamagedCheckpointError, match="not as it was written"):
+        with pytest.raises(fsdp.DamagedCheckpointError, match=facts("damaged.shards'")):
             open_file(damaged).check()
     for length in (0, 5, 40, len(content) // 2, len(content) - 1):
         damaged.write_bytes(content[:length])
@@ -288,7 +290,7 @@ def test_local_steps_have_a_cadence_of_their_own_and_the_newest_few_stay(places)
     assert places.resume(5) == (5, {"at": (5,)})
     assert places.resume(4) == (4, {"at": (4,)})
     assert places.resume("latest-good") == (6, {"at": (6,)})
-    with pytest.raises(ValueError, match="No step 2"):
+    with pytest.raises(ValueError, match=facts("2", "5")):
         places.resume(2)
 
 
@@ -308,14 +310,14 @@ def test_a_local_step_carries_files_and_is_on_the_disk_when_it_counts(
         checkpointer.wait()
         (folder,) = places.disk.glob("*/2-*")
         assert [f"{folder}/0.part", str(folder), str(folder.parent)] == synced[-3:]
-        with pytest.raises(ValueError, match="No step is loaded"):
+        with pytest.raises(ValueError, match=facts("'tokenizer'")):
             checkpointer.files("tokenizer")
         shutil.rmtree(source)
         checkpointer.resume(mould())
         carried = checkpointer.files("tokenizer")
         assert (carried / "d" / "vocab.txt").read_text() == "a b c"
         assert (carried / "empty").read_bytes() == b""
-        with pytest.raises(ValueError, match="no files 'text': it has tokenizer"):
+        with pytest.raises(ValueError, match=facts("'text'", "tokenizer")):
             checkpointer.files("text")
 
 
@@ -379,7 +381,9 @@ def test_a_local_save_that_fails_spoils_neither_the_last_nor_the_next(places, ca
         checkpointer.wait()
         with file_size_limited(100_000):
             checkpointer.save(4, state_at(4))
-            with pytest.raises(RuntimeError, match="Local step 4 is not .*File too l"):
+            with pytest.raises(
+                RuntimeError, match=facts("step 4", f"Errno {errno.EFBIG}")
+            ):
                 checkpointer.wait()
             assert check(checkpointer.resume(mould())) == 2
             checkpointer.save(6, state_at(6))
@@ -447,7 +451,9 @@ def test_objects_beside_the_state_come_back(places):
         checkpointer.wait()
         average = Average(0)
         checkpointer.resume(mould(), extras={"average": average})
-        with pytest.raises(ValueError, match="only in the checkpoint: extras.average"):
+        with pytest.raises(
+            ValueError, match=facts("extras.average", "extras.average.mean.w")
+        ):
             checkpointer.resume(mould())
     assert average.state["count"] == 2
     want = Average(2).state["mean"]["w"]
@@ -456,9 +462,9 @@ def test_objects_beside_the_state_come_back(places):
 
 def test_values_that_make_no_sense_are_refused(places):
     for name in ("every", "keep"):
-        with pytest.raises(ValueError, match=rf"LocalCheckpoints\({name}=0\)"):
+        with pytest.raises(ValueError, match=facts(f"LocalCheckpoints({name}=0)", "1")):
             places.open(**{name: 0})
-    with pytest.raises(ValueError, match="process 0 is in 0"):
+    with pytest.raises(ValueError, match=facts("cliques=[]", "1", "0")):
         fsdp.Checkpointer(
             places.run, local=fsdp.LocalCheckpoints(places.disk, 1, cliques=[])
         )

@@ -14,6 +14,7 @@ import orbax.checkpoint as ocp
 import pytest
 from helpers import removing_worker
 from helpers.damage import files_of, first_value, flipped
+from helpers.errors import facts
 from helpers.saving_worker import check, mould, state_at
 
 import fsdp_jax as fsdp
@@ -64,7 +65,7 @@ def test_the_optimizer_goes_and_everything_else_stays(run):
     assert (fsdp.load_files(run, "tokenizer") / "vocab.txt").read_text() == "a b c"
     params = fsdp.load_params(run, mould().params)
     np.testing.assert_array_equal(params["w"], state_at(2).params["w"])
-    with pytest.raises(ValueError, match="not in the checkpoint: opt_state.mu"):
+    with pytest.raises(ValueError, match=facts("opt_state.mu")):
         fsdp.load(run, mould(), extras={"count": Count()})
     rest, count = {"step": mould().step, "params": mould().params}, Count()
     count.value = 0
@@ -76,7 +77,7 @@ def test_the_optimizer_goes_and_everything_else_stays(run):
 
 def test_the_run_goes_on_after_a_removal(run):
     fsdp.remove(run, 2, "opt_state", "files.tokenizer")
-    with pytest.raises(ValueError, match="carries no files 'tokenizer': it has none"):
+    with pytest.raises(ValueError, match=facts("'tokenizer'")):
         fsdp.load_files(run, "tokenizer")
     with fsdp.Checkpointer(run) as checkpointer:
         checkpointer.save(3, state_at(3))
@@ -102,15 +103,15 @@ def test_orbax_alone_reads_all_that_is_left(run):
 @pytest.mark.parametrize(
     "parts, says",
     [
-        (["opt"], "nothing is called 'opt'"),
-        (["opt_state", "params.x"], "nothing is called 'params.x'"),
-        ([], "no part is named"),
-        (["*"], "no leaf would be left"),
+        (["opt"], ["'opt'"]),
+        (["opt_state", "params.x"], ["'params.x'"]),
+        ([], ["0 parts"]),
+        (["*"], ["0 leaves"]),
     ],
 )
 def test_what_makes_no_sense_is_refused_and_nothing_is_touched(run, parts, says):
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=facts(*says)):
         fsdp.remove(run, None, *parts)
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
 
@@ -118,7 +119,9 @@ def test_what_makes_no_sense_is_refused_and_nothing_is_touched(run, parts, says)
 def test_a_damaged_step_is_not_replaced_by_what_could_be_read_of_it(run):
     rows = np.asarray(state_at(2).params["w"])[5:7]
     with flipped(*first_value(run / "2", rows)):
-        with pytest.raises(fsdp.DamagedCheckpointError, match="computed digest is"):
+        with pytest.raises(
+            fsdp.DamagedCheckpointError, match=facts("DATA_LOSS", "params.w/c/0/0")
+        ):
             fsdp.remove(run, 2, "opt_state")
     assert "opt_state.mu" in fsdp.load_shapes(run)
     assert fsdp.verify(run).step == 2

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.errors import facts
 from jax.sharding import NamedSharding, PartitionSpec
 
 import fsdp_jax as fsdp
@@ -138,12 +139,12 @@ def test_every_mode_loads_an_exact_match(run, strict, caplog):
 
 @pytest.mark.parametrize("strict", MODES)
 def test_no_mode_returns_a_leaf_without_a_value(run, asked, strict):
-    with pytest.raises(ValueError, match="not in the checkpoint.*: params.c"):
+    with pytest.raises(ValueError, match=facts("params.c")):
         fsdp.load(run, abstract(asked), strict=strict)
 
 
 def test_a_mode_that_does_not_exist_is_refused_with_those_that_do(run, asked):
-    with pytest.raises(ValueError, match="strict='lenient': it is one of .*raise_all"):
+    with pytest.raises(ValueError, match=facts("strict='lenient'", "raise_all")):
         fsdp.load(run, asked, strict="lenient")
 
 
@@ -199,14 +200,16 @@ def test_shapes_differ_only_where_it_is_allowed_and_never_in_rank(with_vocabular
     assert "params.w: stored float32[4, 4], wanted float32[4, 5]" in says
     table["w"] = jnp.ones(16)
     mould = abstract(state_of(table, {"mu": table}))
-    with pytest.raises(ValueError, match=r"params.w: stored .*wanted float32\[16\]"):
+    with pytest.raises(
+        ValueError, match=facts("params.w", "float32[4, 4]", "float32[16]")
+    ):
         patterns = ["embed.embedding", "w"]
         fsdp.load(with_vocabulary, mould, allow_shape_mismatch=patterns)
 
 
 def test_a_pattern_that_names_no_leaf_is_refused(with_vocabulary):
     mould = abstract(state_of({"embed": {"embedding": vocabulary(16)}}))
-    with pytest.raises(ValueError, match="no leaf is called 'lm_head.*'"):
+    with pytest.raises(ValueError, match=facts("allow_shape_mismatch", "'lm_head.*'")):
         fsdp.load(
             with_vocabulary,
             mould,
@@ -237,7 +240,10 @@ def test_floats_are_cast_when_asked_as_jax_casts_them_and_never_otherwise(
     assert state.params["w"].dtype == want
     np.testing.assert_array_equal(state.params["w"], values.astype(want))
     if have != want:
-        with pytest.raises(ValueError, match="params.w: stored .*wanted"):
+        with pytest.raises(
+            ValueError,
+            match=facts("params.w", f"{jnp.dtype(have)}[5]", f"{jnp.dtype(want)}[5]"),
+        ):
             fsdp.load(tmp_path, mould)
 
 
@@ -247,12 +253,12 @@ def test_floats_are_cast_when_asked_as_jax_casts_them_and_never_otherwise(
 def test_integers_are_never_cast(tmp_path, have, want):
     fsdp.save(tmp_path, state_of({"w": jnp.array([300, 1], have)}))
     mould = abstract(state_of({"w": jnp.zeros(2, want)}))
-    with pytest.raises(ValueError, match=rf"stored {have}\[2\], wanted {want}\[2\]"):
+    with pytest.raises(ValueError, match=facts("params.w", f"{have}[2]", f"{want}[2]")):
         fsdp.load(tmp_path, mould, cast="floats")
 
 
 def test_a_leaf_without_a_sharding_is_refused(run):
     mould = abstract(state_of({"a": jnp.zeros(8), "b": jnp.zeros(3)}))
     mould.params["a"] = jax.ShapeDtypeStruct((8,), jnp.float32)
-    with pytest.raises(ValueError, match="params.a: the mould does not say its shard"):
+    with pytest.raises(ValueError, match=facts("params.a", "sharding")):
         fsdp.load(run, mould)

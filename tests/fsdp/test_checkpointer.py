@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import json
 import logging
@@ -15,6 +16,7 @@ import orbax.checkpoint.checkpoint_managers as policies
 import pytest
 from helpers import saving_worker
 from helpers.damage import ORBAX_FAILS_NOISILY, file_size_limited
+from helpers.errors import facts
 from helpers.saving_worker import check, mould, state_at
 
 import fsdp_jax as fsdp
@@ -87,12 +89,12 @@ def test_policies_of_orbax_say_which_steps_are_saved_and_which_stay(tmp_path):
 
 def test_a_step_must_be_the_one_of_the_state(tmp_path):
     with fsdp.Checkpointer(tmp_path) as checkpointer:
-        with pytest.raises(ValueError, match=r"save\(2, state\): .*own step is 1"):
+        with pytest.raises(ValueError, match=facts("save(2, state)", "1")):
             checkpointer.save(2, state_at(1))
-        with pytest.raises(ValueError, match=r"metadata\['seen'\]: set"):
+        with pytest.raises(ValueError, match=facts("metadata['seen']", "set")):
             checkpointer.save(1, state_at(1), metadata={"seen": {1}})
         checkpointer.save(1, state_at(1))
-        with pytest.raises(ValueError, match="already holds step 1"):
+        with pytest.raises(ValueError, match=facts(repr(str(tmp_path)), "1")):
             fsdp.save(tmp_path, state_at(checkpointer.wait() or 1))
 
 
@@ -129,7 +131,9 @@ def test_a_save_that_fails_for_want_of_room_spoils_neither_the_last_nor_the_next
         checkpointer.wait()
         with file_size_limited(100_000):
             checkpointer.save(2, state_at(2))
-            with pytest.raises(RuntimeError, match="Step 2 is not saved: .*File too l"):
+            with pytest.raises(
+                RuntimeError, match=facts("Step 2", f"os_error_code='{errno.EFBIG}'")
+            ):
                 checkpointer.wait()
         assert check(fsdp.load(tmp_path, mould())) == 1
         checkpointer.wait()  # said once
@@ -152,7 +156,9 @@ def test_a_save_that_failed_unnoticed_is_logged_and_the_next_one_is_made(
 
 
 def test_a_failure_of_the_last_save_is_raised_at_the_end(tmp_path):
-    with pytest.raises(RuntimeError, match="Step 1 is not saved"):
+    with pytest.raises(
+        RuntimeError, match=facts("Step 1", f"os_error_code='{errno.EFBIG}'")
+    ):
         with file_size_limited(100_000):
             with fsdp.Checkpointer(tmp_path) as checkpointer:
                 checkpointer.save(1, state_at(1))

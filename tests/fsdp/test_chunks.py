@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.errors import facts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
@@ -185,23 +186,25 @@ def test_parts_of_other_processes_are_listed_and_only_own_ones_are_cut():
 @pytest.mark.parametrize("act", [chunks, lambda thing: split_chunks(thing, 2)])
 @pytest.mark.parametrize("thing", [np.ones(8), [1.0], None, jax.random.key])
 def test_what_is_no_jax_array_is_a_type_error(act, thing):
-    with pytest.raises(TypeError, match="has no chunks.*jax.device_put"):
+    with pytest.raises(
+        TypeError, match=facts(type(thing).__name__, "jax.device_put(x, sharding)")
+    ):
         act(thing)
 
 
 def test_within_jit_there_are_no_chunks():
-    with pytest.raises(TypeError, match="outside of jax.jit"):
+    with pytest.raises(TypeError, match=facts("DynamicJaxprTracer", "jax.jit")):
         jax.jit(lambda x: chunks(x) and x)(jnp.ones(8))
 
 
 @pytest.mark.parametrize("sharding", [None, NamedSharding(LINE.abstract_mesh, P("x"))])
 def test_a_mould_without_devices_is_an_error(sharding):
-    with pytest.raises(ValueError, match=r"The mould of shape \(8,\) names no devices"):
+    with pytest.raises(ValueError, match=facts("(8,)")):
         chunks(jax.ShapeDtypeStruct((8,), bool, sharding=sharding))
 
 
 def test_a_mould_that_its_devices_do_not_divide_is_an_error():
-    with pytest.raises(ValueError, match="partitioned 8 times"):
+    with pytest.raises(ValueError, match=facts("(9,)", "[8]")):
         chunks(jax.ShapeDtypeStruct((9,), bool, sharding=NamedSharding(LINE, P("x"))))
 
 
@@ -444,7 +447,7 @@ def test_a_shard_within_one_section_is_not_copied():
 def test_a_split_moves_nothing():
     array = jax.device_put(numbers((16, 3)), NamedSharding(LINE, P("x")))
     with jax.transfer_guard("disallow_explicit"):
-        with pytest.raises(Exception, match="Disallowed"):  # the guard is on
+        with pytest.raises(Exception, match=facts("float32[16,3]")):  # the guard is on
             fsdp.gather(array)
         sections = split_chunks(array, [5, 11])
     assert [len(pieces) for pieces in sections] == [3, 6]
@@ -453,35 +456,41 @@ def test_a_split_moves_nothing():
 @pytest.mark.parametrize(
     "sections, dim, message",
     [
-        ([3, 4], 0, r"dim 0 of \(8, 3\) into .*\[3, 4\]: they add up to 7, not 8"),
-        ([9, -1], 0, "or one is negative"),
-        ([], 0, "they add up to 0, not 8"),
-        (0, 0, "into sections of size 0: use at least 1"),
-        (-2, 0, "size -2"),
-        (2, 2, r"Cannot split dim 2 of an array of shape \(8, 3\): it has 2 dims"),
-        (2, -3, "Cannot split dim -3"),
+        ([3, 4], 0, ["(8, 3)", "[3, 4]", "7", "8"]),
+        ([9, -1], 0, ["[9, -1]", "8"]),
+        ([], 0, ["[]", "0", "8"]),
+        (0, 0, ["size 0", "1"]),
+        (-2, 0, ["size -2", "1"]),
+        (2, 2, ["dim 2", "(8, 3)", "2 dims"]),
+        (2, -3, ["dim -3", "2 dims"]),
     ],
 )
 def test_sections_that_do_not_fit_are_an_error(sections, dim, message):
     array = jax.device_put(numbers((8, 3)), NamedSharding(LINE, P("x")))
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=facts(*message)):
         split_chunks(array, sections, dim)
 
 
 def test_a_scalar_has_no_dim_to_split():
-    with pytest.raises(ValueError, match="it has 0 dims"):
+    with pytest.raises(ValueError, match=facts("()", "0")):
         split_chunks(jnp.ones(()), 1)
 
 
-@pytest.mark.parametrize("sections", [2.0, [4.0, 4.0], None, "8"])
-def test_sizes_that_are_no_integers_are_a_type_error(sections):
-    with pytest.raises(TypeError, match="integer"):
+@pytest.mark.parametrize(
+    "sections, kind",
+    [(2.0, "float"), ([4.0, 4.0], "float"), (None, "NoneType"), ("8", "str")],
+)
+def test_sizes_that_are_no_integers_are_a_type_error(sections, kind):
+    with pytest.raises(TypeError, match=facts(repr(kind))):
         split_chunks(jnp.ones(8), sections)
 
 
 def test_a_mould_has_nothing_to_split():
     mould: Any = jax.ShapeDtypeStruct((8,), bool, sharding=NamedSharding(LINE, P("x")))
-    with pytest.raises(TypeError, match="not its mould"):
+    with pytest.raises(
+        TypeError,
+        match=facts("split_chunks", "jax.ShapeDtypeStruct", "fsdp_jax.chunks(mould)"),
+    ):
         split_chunks(mould, 2)
 
 

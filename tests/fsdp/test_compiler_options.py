@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers.errors import facts
 
 import fsdp_jax as fsdp
 from fsdp_jax._compiler_options import options_for
@@ -89,10 +90,10 @@ def test_a_newer_version_gets_the_newest_known():
 
 
 @pytest.mark.parametrize(
-    "version, says", [("0.9.2", "older than 0.10"), ("new", "no version")]
+    "version, says", [("0.9.2", ["jaxlib", "0.9.2", "0.10"]), ("new", ["'new'"])]
 )
 def test_no_version_and_too_old_a_version_are_refused(version, says):
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=facts(*says)):
         fsdp.compiler_options(version)
 
 
@@ -120,13 +121,19 @@ def test_what_is_given_reaches_jit_as_it_is(plan, passed):
 
 
 def test_an_unknown_option_raises_and_the_process_lives(plan):
-    with pytest.raises(jax.errors.JaxRuntimeError, match="xla_gpu_no_such_option"):
+    with pytest.raises(
+        jax.errors.JaxRuntimeError, match=facts("'xla_gpu_no_such_option'")
+    ):
         lowered(plan, compiler_options=UNKNOWN).compile()
-    with pytest.raises(jax.errors.JaxRuntimeError, match="xla_gpu_no_such_option"):
+    with pytest.raises(
+        jax.errors.JaxRuntimeError, match=facts("'xla_gpu_no_such_option'")
+    ):
         lowered(plan).compile(compiler_options=UNKNOWN)
 
 
 def test_a_value_that_xla_cannot_read_raises(plan):
     options = {"xla_gpu_autotune_level": "maybe"}
-    with pytest.raises(jax.errors.JaxRuntimeError, match="not a valid int32"):
+    with pytest.raises(
+        jax.errors.JaxRuntimeError, match=facts("xla_gpu_autotune_level", "'maybe'")
+    ):
         lowered(plan, compiler_options=options).compile()

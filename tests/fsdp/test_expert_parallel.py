@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from helpers.compare import host, worst
+from helpers.errors import facts
 from helpers.experts import (
     EXPERTS,
     LAYERS,
@@ -151,20 +152,25 @@ def test_rules_do_nothing_where_ep_is_one():
 @pytest.mark.parametrize(
     "config, message",
     [
-        ({"expert_parallel": {"layers.expert": 0}}, "match no parameter"),
-        ({"expert_parallel": {"layers.experts.up": 3}}, "dim 3 of 'layers.experts.up'"),
+        ({"expert_parallel": {"layers.expert": 0}}, ["'layers.expert'"]),
+        (
+            {"expert_parallel": {"layers.experts.up": 3}},
+            ["dim 3", "'layers.experts.up'", "3"],
+        ),
         (
             {"expert_parallel": {"layers.experts.gain": 1}},
-            "does not divide 'layers.exp",
+            ["ep=2", "'layers.experts.gain'", "(2, 8, 3)"],
         ),
         (
             {"expert_parallel": RULES, "replicated": ("layers.experts.bias",)},
-            "is to stay whole",
+            ["'layers.experts.bias'", "replicated=..."],
         ),
     ],
 )
 def test_rules_that_cannot_be_are_refused(config, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(
+        ValueError, match=facts("FSDPConfig(expert_parallel=...)", *message)
+    ):
         plan_of(fsdp.make_mesh(ep=2), **config)
 
 
@@ -192,7 +198,7 @@ def test_a_whole_optimizer_of_factors_is_split_over_ep_too():
 
 def test_vectors_of_experts_are_not_dealt_out_as_matrices():
     plan = plan_of(fsdp.make_mesh(ep=2))
-    with pytest.raises(ValueError, match="'layers.experts.bias' .* is no matrix"):
+    with pytest.raises(ValueError, match=facts("'layers.experts.bias'")):
         fsdp.layer_wise(plan, TX, TX, ["layers.experts.bias"])
 
 

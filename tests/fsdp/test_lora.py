@@ -24,6 +24,7 @@ from golden.write_peft_lora import (
     write_base,
 )
 from helpers.compare import host, relative_errors
+from helpers.errors import facts
 from helpers.zoo import CASES, batch
 
 import bridge
@@ -371,7 +372,7 @@ def test_dropout_is_of_training_alone_and_of_each_step_its_own():
 
     assert loss(0) == loss(0) != loss(1)
     assert abs(loss(0) - exact) > 1e-3
-    with pytest.raises(ValueError, match="is random"):
+    with pytest.raises(ValueError, match=facts("rng=jax.random.key(...)")):
         compute(params, batch())
 
 
@@ -392,39 +393,46 @@ def test_dropout_leaves_the_mean_of_a_product_as_it_is():
 
 
 @pytest.mark.parametrize(
-    "options, reason",
+    "options, said",
     [
-        ({"targets": "stack.up"}, "sequence of path patterns"),
-        ({"targets": []}, "targets is empty"),
-        ({"targets": ["stack.up"], "rank": 0}, "rank=0, at least 1"),
-        ({"targets": ["stack.up"], "dropout": 1.0}, "dropout=1.0"),
-        ({"targets": ["stack.up"], "base": "fp4"}, "base='fp4'"),
-        ({"targets": ["stack.no"]}, "'stack.no' matches no parameter"),
-        ({"targets": ["stack.bias"]}, "'stack.bias' has 1 dim"),
-        ({"targets": ["stack"]}, "'stack.bias' has 1 dim"),
-        ({"targets": ["head"], "dropout": 0.1}, "'head' is in no unit"),
+        ({"targets": "stack.up"}, ["targets='stack.up'"]),
+        ({"targets": []}, ["targets"]),
+        ({"targets": ["stack.up"], "rank": 0}, ["'stack.up'", "rank=0", "1"]),
+        ({"targets": ["stack.up"], "dropout": 1.0}, ["dropout=1.0"]),
+        ({"targets": ["stack.up"], "base": "fp4"}, ["base='fp4'", "'nf4'"]),
+        ({"targets": ["stack.no"]}, ["'stack.no'"]),
+        ({"targets": ["stack.bias"]}, ["'stack.bias'", "1"]),
+        ({"targets": ["stack"]}, ["'stack.bias'", "1"]),
+        ({"targets": ["head"], "dropout": 0.1}, ["'head'", "dropout=0.1"]),
         (
             {"targets": ["head"], "modules_to_save": ("head",)},
-            "is a target, and in modules_to_save",
+            ["'head'", "modules_to_save"],
         ),
     ],
 )
-def test_what_makes_no_sense_is_refused_by_name(options, reason):
-    with pytest.raises(ValueError, match=re.escape(reason)):
+def test_what_makes_no_sense_is_refused_by_name(options, said):
+    with pytest.raises(ValueError, match=facts("LoRA", *said)):
         CASES["plain pytree"].plan(
             fsdp.make_mesh(), lora=fsdp.LoRA(**{"rank": 2} | options)
         )
 
 
 def test_weights_of_more_dims_say_which_are_inputs():
-    with pytest.raises(ValueError, match="say with fsdp.LoRATarget"):
+    with pytest.raises(
+        ValueError,
+        match=facts(
+            "'layers.attend.query.kernel'", "3 dims", "fsdp.LoRATarget(..., num_in=...)"
+        ),
+    ):
         CASES["nnx scanned"].plan(
             fsdp.make_mesh(), lora=fsdp.LoRA(2, ["layers.attend.query.kernel"])
         )
 
 
 def test_lora_beside_frozen_is_refused():
-    with pytest.raises(ValueError, match="Drop frozen"):
+    with pytest.raises(
+        ValueError, match=facts("FSDPConfig(lora=..., frozen=('head',))")
+    ):
         CASES["plain pytree"].plan(
             fsdp.make_mesh(), lora=lora("plain pytree"), frozen=("head",)
         )

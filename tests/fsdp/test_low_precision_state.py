@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from helpers.errors import facts
 
 import fsdp_jax as fsdp
 from bridge.models import Decoder, DecoderConfig, DecoderLayer
@@ -234,23 +235,25 @@ def test_steps_that_overflow_are_passed_over_and_counted_and_the_scale_is_saved(
 
 
 @pytest.mark.parametrize(
-    "options, reason",
+    "options, said",
     [
-        ({"growth_factor": 0.5}, "growth_factor is at least 1"),
-        ({"backoff_factor": 1.0}, "backoff_factor is between 0 and 1"),
-        ({"growth_interval": 0}, "growth_interval is at least 1"),
-        ({"hysteresis": 0}, "hysteresis is at least 1"),
-        ({"initial_scale": 0.5}, "initial_scale is at least min_scale"),
-        ({"min_scale": 0.0}, "min_scale is above 0"),
+        ({"growth_factor": 0.5}, ["growth_factor=0.5", "1"]),
+        ({"backoff_factor": 1.0}, ["backoff_factor=1.0", "0"]),
+        ({"growth_interval": 0}, ["growth_interval=0", "1"]),
+        ({"hysteresis": 0}, ["hysteresis=0", "1"]),
+        ({"initial_scale": 0.5}, ["initial_scale=0.5", "min_scale"]),
+        ({"min_scale": 0.0}, ["min_scale=0.0", "0"]),
     ],
 )
-def test_a_scale_out_of_range_is_refused(options, reason):
-    with pytest.raises(ValueError, match=reason):
+def test_a_scale_out_of_range_is_refused(options, said):
+    with pytest.raises(ValueError, match=facts(*said)):
         fsdp.LossScale(**options)
 
 
 def test_a_scale_and_a_check_for_nan_contradict_each_other():
-    with pytest.raises(ValueError, match="loss_scale=.*the one stops"):
+    with pytest.raises(
+        ValueError, match=facts("check_for_nan_in_grad=True", "loss_scale=...")
+    ):
         stepper(fsdp.LossScale(), check_for_nan_in_grad=True)
 
 
@@ -316,7 +319,9 @@ def test_with_random_rounding_moments_are_in_float32():
 
 
 def test_random_rounding_of_wide_weights_is_refused():
-    with pytest.raises(ValueError, match="main_params_dtype=None"):
+    with pytest.raises(
+        ValueError, match=facts("stochastic_rounding=True", "main_params_dtype=None")
+    ):
         fsdp.MixedPrecisionPolicy(stochastic_rounding=True)
 
 
@@ -386,7 +391,7 @@ def test_codes_lie_as_their_parameters_and_take_a_quarter_and_are_saved(tmp_path
 
 
 def test_an_optimizer_without_such_state_is_refused():
-    with pytest.raises(ValueError, match="holds nothing"):
+    with pytest.raises(ValueError, match=facts("min_elements=4096", "8")):
         fsdp.eight_bit(optax.sgd(1.0)).init(small_params())
-    with pytest.raises(ValueError, match="at least 1"):
+    with pytest.raises(ValueError, match=facts("block=0", "1")):
         fsdp.eight_bit(optax.adam(1e-3), block=0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import pytest
+from helpers.errors import facts
 from jax.sharding import AxisType
 
 import fsdp_jax as fsdp
@@ -59,29 +60,29 @@ def test_a_mesh_has_the_devices_it_is_given():
     [
         (
             {"dp_shard": 3},
-            "dp_shard=3: the product 3 is not the number of devices, 8.*"
-            r"pass devices=jax.devices\(\)\[:n\]",
+            ["dp_shard=3", "8", "devices=jax.devices()[:n]"],
         ),
         (
             {"dp_outer": 3},
-            "dp_outer=3, dp_shard=-1: the product 3 does not divide the number of "
-            "devices, 8.*Change a size",
+            ["dp_outer=3, dp_shard=-1", "3", "8"],
         ),
-        ({"dp_shard": 16}, "product 16 is not the number of devices, 8"),
-        ({"dp_shard": 1}, "size 1: the product 1 is not the number of devices, 8"),
-        ({"dp_outer": 0}, "dp_outer=0, dp_shard=-1: sizes are at least 1"),
-        ({"dp_shard": -2}, "dp_shard=-2: sizes are at least 1"),
-        ({"dp_outer": -1}, "dp_outer=-1, dp_shard=-1.*at most one may be -1"),
+        ({"dp_shard": 16}, ["dp_shard=16", "16", "8"]),
+        ({"dp_shard": 1}, ["size 1", "1", "8"]),
+        ({"dp_outer": 0}, ["dp_outer=0, dp_shard=-1", "1"]),
+        ({"dp_shard": -2}, ["dp_shard=-2", "1"]),
+        ({"dp_outer": -1}, ["dp_outer=-1, dp_shard=-1", "-1"]),
     ],
 )
 def test_sizes_that_do_not_fit_are_an_error_with_the_numbers(asked, says):
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=facts(*says)):
         fsdp.make_mesh(**asked)
 
 
 def test_a_mesh_made_elsewhere_is_refused():
     foreign = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-    with pytest.raises(ValueError, match=r"'data'.*without pp, .*fsdp_jax.make_mesh"):
+    with pytest.raises(
+        ValueError, match=facts("('data',)", "pp", "fsdp_jax.make_mesh")
+    ):
         fsdp.fully_shard(make_weights, foreign)
 
 
@@ -94,11 +95,11 @@ def test_a_mesh_made_elsewhere_with_every_axis_is_as_good():
 @pytest.mark.parametrize("axis", ["cp", "tp"])
 def test_axes_that_no_plan_uses_are_refused(axis):
     mesh = fsdp.make_mesh(**{axis: 2})
-    with pytest.raises(ValueError, match=f"has {axis}=2.*Give them to dp_shard"):
+    with pytest.raises(ValueError, match=facts(f"{axis}=2", "dp_shard")):
         fsdp.fully_shard(make_weights, mesh)
 
 
 def test_all_unused_axes_are_named_at_once():
     mesh = fsdp.make_mesh(cp=2, tp=2)
-    with pytest.raises(ValueError, match="cp=2, tp=2"):
+    with pytest.raises(ValueError, match=facts("cp=2, tp=2")):
         fsdp.fully_shard(make_weights, mesh)

@@ -13,6 +13,7 @@ import optax
 import pytest
 from helpers import experts
 from helpers.compare import host, worst
+from helpers.errors import facts
 from helpers.hlo import collectives
 
 import fsdp_jax as fsdp
@@ -333,7 +334,10 @@ def test_an_audit_finds_weights_that_travel_wider_than_planned():
     plan, wide = plan_of("mxfp8"), plan_of(None)
     step = fsdp.make_train_step(wide, loss_of(), tx)
     lowered = step.lower(fsdp.abstract_state(wide, tx), rows_of("even"))
-    with pytest.raises(fsdp.AuditError, match="the plan says all-gather of u8"):
+    with pytest.raises(
+        fsdp.AuditError,
+        match=facts("'layers.router'", "u8[8,64]", "f32[8,64]"),
+    ):
         fsdp.audit(plan, lowered)
 
 
@@ -361,13 +365,20 @@ def test_the_plan_says_what_travels_in_bytes():
 
 
 def test_what_would_do_nothing_is_refused():
-    with pytest.raises(ValueError, match="gathers no weights"):
+    with pytest.raises(
+        ValueError,
+        match=facts("FSDPConfig(zero_dp_strategy='no_shard')", "param_gather"),
+    ):
         plan_of("float8", zero_dp_strategy=0)
-    with pytest.raises(ValueError, match="none is that large"):
+    with pytest.raises(
+        ValueError, match=facts("min_elements=1000000", "units=[LayerClass]")
+    ):
         plan_of(fsdp.Float8Gather(min_elements=10**6))
-    with pytest.raises(ValueError, match=r"param_gather.exclude: 'layers.rooter'"):
+    with pytest.raises(
+        ValueError, match=facts("param_gather.exclude", "'layers.rooter'")
+    ):
         plan_of(fsdp.Float8Gather(exclude=("layers.rooter",)))
-    with pytest.raises(ValueError, match=r"exclude=\('layers.router',\)"):
+    with pytest.raises(ValueError, match=facts("exclude=('layers.router',)")):
         fsdp.Float8Gather(exclude=cast(Any, "layers.router"))
     alone = plan_of("mxfp8", mesh=fsdp.make_mesh(devices=jax.devices()[:1]))
     assert not any(row.gather for row in alone.rows)

@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 from helpers.compare import host, worst
+from helpers.errors import facts
 
 import fsdp_jax as fsdp
 from fsdp_jax import ops
@@ -408,7 +409,7 @@ def test_a_stack_that_a_step_cannot_see_is_refused():
         return loss_fn(weights, batch)[0] + loss_fn(weights, batch)[0]
 
     for loss, times in ((hidden, 0), (twice, 2)):
-        with pytest.raises(ValueError, match=f"splits {times} times.*no jax.jit"):
+        with pytest.raises(ValueError, match=facts("fsdp.scan", times, "jax.jit")):
             refused(loss)
 
 
@@ -427,7 +428,7 @@ def test_an_audit_finds_what_a_stage_would_wait_for_without_end():
     plan = fsdp.fully_shard(make, fsdp.make_mesh(pp=2), [STACK])
     step = fsdp.make_train_step(plan, loss, TX)
     compiled = step.lower(fsdp.abstract_state(plan, TX), batch()).compile()
-    with pytest.raises(fsdp.AuditError, match="a stage in its turn waits for no other"):
+    with pytest.raises(fsdp.AuditError, match=facts("collective-permute", "dp_shard")):
         fsdp.audit(plan, compiled)
 
 
@@ -437,7 +438,7 @@ def test_slices_of_another_number_of_layers_are_refused():
         xs = (jnp.ones(4),)
         return fsdp.scan(layer, weights["layers"], x, xs, (x[0, 0],))[0].mean()
 
-    with pytest.raises(ValueError, match=r"over 5 layers was given .*\(4,\)"):
+    with pytest.raises(ValueError, match=facts("5", "(4,)")):
         refused(loss)
 
 
@@ -447,16 +448,18 @@ def test_models_without_a_stack_and_stacks_that_are_none_are_refused():
 
     stacks, mesh = [fsdp.Stacked("a"), fsdp.Stacked("b")], fsdp.make_mesh(pp=2)
     for units, stack, shown in (
-        ([], None, "pp=2; stages split one.*has none. Pass units="),
-        (stacks, None, r"'a' of 1 dim.*'b' of 1 dim.*by fsdp_jax.Pipeline\(stack="),
-        (stacks, "c", r"Pipeline\(stack='c'\) chooses one; .*has 'a' of 1.*'b' of 1"),
+        ([], None, ["units=[fsdp_jax.Stacked(...)]"]),
+        (stacks, None, ["'a'", "'b'", "fsdp_jax.Pipeline(stack=...)"]),
+        (stacks, "c", ["Pipeline(stack='c')", "'a'", "'b'"]),
     ):
         config = fsdp.FSDPConfig(pipeline=fsdp.Pipeline(stack=stack))
-        with pytest.raises(ValueError, match=shown):
+        with pytest.raises(ValueError, match=facts("pp=2", *shown)):
             fsdp.fully_shard(two, mesh, units, config)
 
 
 def test_schedules_that_are_none_are_refused():
     for wrong in ({"schedule": "zero-bubble"}, {"virtual_stages": 0}):
-        with pytest.raises(ValueError, match="schedule is one of 1f1b, gpipe"):
+        with pytest.raises(
+            ValueError, match=facts("Pipeline", *wrong, "1f1b, gpipe", "1")
+        ):
             fsdp.Pipeline(**wrong)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from helpers.errors import facts
 from helpers.zoo import CASES
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -96,7 +97,7 @@ def test_a_parameter_that_would_be_padded_can_be_kept_whole():
 
 
 def test_a_stack_of_more_dims_than_a_parameter_has_is_refused():
-    with pytest.raises(ValueError, match=r"'w' \(8, 8\) has no 3 dims.*num_dims"):
+    with pytest.raises(ValueError, match=facts("'w'", "(8, 8)", "3", "num_dims")):
         plan_shapes({"w": (8, 8)}, [fsdp.Stacked("w", num_dims=3)])
 
 
@@ -250,12 +251,12 @@ class Absent(nnx.Module):
 
 
 def test_units_that_match_nothing_are_all_named():
-    with pytest.raises(ValueError, match=r"Absent, 'blocks.\*'\..*begin: w\."):
+    with pytest.raises(ValueError, match=facts("Absent", "'blocks.*'", "w")):
         plan_shapes({"w": (8, 8)}, [Absent, "w", "blocks.*"])
 
 
 def test_a_model_without_trainable_arrays_is_refused():
-    with pytest.raises(ValueError, match="dict without any trainable"):
+    with pytest.raises(ValueError, match=facts("make_model", "dict")):
         plan_shapes({"i": (8, 8)}, dtype=jnp.int32)
 
 
@@ -395,7 +396,9 @@ def test_a_precision_policy_fills_in_what_is_not_said(policy, model, resolved):
 
 
 def test_precisions_that_are_not_floating_point_are_all_named():
-    with pytest.raises(ValueError, match="param_dtype=int8, grad_comm_dtype=bool"):
+    with pytest.raises(
+        ValueError, match=facts("param_dtype=int8, grad_comm_dtype=bool")
+    ):
         fsdp.MixedPrecisionPolicy(
             param_dtype=jnp.int8, main_grads_dtype=FP32, grad_comm_dtype=bool
         )
@@ -404,19 +407,19 @@ def test_precisions_that_are_not_floating_point_are_all_named():
 @pytest.mark.parametrize(
     "config, says",
     [
-        ({"replicated": "w"}, r"write replicated=\('w',\)"),
-        ({"min_shard_elements": -1}, r"min_shard_elements=-1\) counts elements"),
+        ({"replicated": "w"}, ["FSDPConfig(replicated='w')", "replicated=('w',)"]),
+        ({"min_shard_elements": -1}, ["min_shard_elements=-1", "0"]),
         (
             {
                 "remat_policy": jax.checkpoint_policies.dots_saveable,
                 "reshard_after_forward": False,
             },
-            "drop one of the two",
+            ["remat_policy=...", "reshard_after_forward=False"],
         ),
     ],
 )
 def test_options_that_would_do_nothing_are_refused(config, says):
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=facts(*says)):
         fsdp.FSDPConfig(**config)
 
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers.errors import facts
 from helpers.zoo import CASES
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -85,7 +86,7 @@ def test_parameters_that_do_not_fit_are_all_named_before_anything_is_made(plan):
 
 def test_parameters_on_the_host_do_not_fit(plan):
     params = jax.device_get(fsdp.init_params(plan, jax.random.key(0)))
-    with pytest.raises(ValueError, match="head: sharding None, planned"):
+    with pytest.raises(ValueError, match=facts("head", "None", "P('dp_shard',)")):
         fsdp.init(plan, optax.sgd(0.1), params)
 
 
@@ -128,7 +129,10 @@ def test_no_optimizer_state_that_divides_stays_whole(plan, name):
 def test_accumulating_in_the_optimizer_is_refused_with_advice(plan):
     tx = optax.MultiSteps(optax.adam(1e-3), 2).gradient_transformation()
     for inner in (tx, optax.chain(optax.clip(1.0), tx)):
-        with pytest.raises(ValueError, match=r"accumulate=k\) with the inner"):
+        with pytest.raises(
+            ValueError,
+            match=facts("optax.MultiSteps", "make_train_step(..., accumulate=k)"),
+        ):
             fsdp.abstract_state(plan, inner)
 
 

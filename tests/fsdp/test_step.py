@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from helpers.errors import facts
 from jax import lax
 
 import fsdp_jax as fsdp
@@ -167,19 +168,19 @@ def test_a_loss_in_bfloat16_is_averaged_in_float32(plan):
 @pytest.mark.parametrize(
     "batch, accumulate, says",
     [
-        (X[:12], 1, "12 rows does not divide into 8 data ranks x 1 .* Use e.g. 16"),
-        (X, 4, "16 rows does not divide into 8 data ranks x 4 .* Use e.g. 32 rows"),
-        ({"x": X, "y": X[:8]}, 1, "x: 16 rows, y: 8 rows"),
-        ({"x": X, "n": np.float32(3)}, 1, "x: 16 rows; scalars: n"),
-        ({}, 1, "got no rows"),
+        (X[:12], 1, ["12", "8", "1", "16"]),
+        (X, 4, ["16", "8", "4", "32"]),
+        ({"x": X, "y": X[:8]}, 1, ["x: 16", "y: 8"]),
+        ({"x": X, "n": np.float32(3)}, 1, ["x: 16", "n"]),
+        ({}, 1, ["0"]),
     ],
 )
 def test_a_batch_that_does_not_divide_is_refused(plan, state, batch, accumulate, says):
     step = fsdp.make_train_step(plan, square, TX, accumulate=accumulate)
     grads = fsdp.value_and_grad(plan, square, accumulate=accumulate)
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=facts(*says)):
         step(state, batch)
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=facts(*says)):
         grads(state.params, batch)
     assert not state.params["w"].is_deleted()
 
@@ -223,7 +224,7 @@ def test_a_random_loss_without_a_key_is_refused(plan):
     fn = fsdp.value_and_grad(plan, noisy, has_aux=True)
     evaluate = fsdp.make_eval_step(plan, noisy, has_aux=True)
     for call in (fn, evaluate):
-        with pytest.raises(ValueError, match=r"Pass rng=jax.random.key\(...\)"):
+        with pytest.raises(ValueError, match=facts("rng=jax.random.key(...)")):
             call(params, X)
 
 
@@ -245,10 +246,13 @@ def test_a_model_with_state_without_it_is_refused():
 
     fn = fsdp.value_and_grad(plan, loss)
     for call in (fn, fsdp.make_eval_step(plan, loss)):
-        with pytest.raises(ValueError, match=r"2 array\(s\).*dropout.rngs.count"):
+        with pytest.raises(
+            ValueError,
+            match=facts("2", "dropout.rngs.count", "model_state=state.model_state"),
+        ):
             call(params, X)
     state = fsdp.init(plan, TX, params).model_state
-    with pytest.raises(ValueError, match=r"random \(dropout"):
+    with pytest.raises(ValueError, match=facts("rng=jax.random.key(...)")):
         fn(params, X, model_state=state)
     (_, _, new), _ = fn(params, X, model_state=state, rng=jax.random.key(0))
     assert int(new["dropout"]["rngs"]["count"][...]) == 1

@@ -10,6 +10,7 @@ import optax
 import pytest
 from flax import nnx
 from helpers.compare import worst
+from helpers.errors import facts
 from helpers.hlo import collectives
 from jax import lax
 
@@ -76,8 +77,8 @@ def loss_of_plan(make, units, loss, **config):
     ids=["x @ w", "w @ x", "w.T", "w.shape", "w[0]", "sum", "einsum"],
 )
 def test_a_weight_used_outside_its_unit_is_an_error_that_explains(use):
-    says = "'layers' belongs to unit 'layers' and is used outside of it.*fsdp.unit"
-    with pytest.raises((ValueError, AttributeError), match=says):
+    says = ["'layers'", "fsdp.unit", "`units`"]
+    with pytest.raises((ValueError, AttributeError), match=facts(*says)):
         loss_of_plan(matrices(), ["layers"], lambda p, x: jnp.mean(use(p["layers"], x)))
 
 
@@ -85,7 +86,9 @@ def test_an_nnx_weight_used_outside_its_unit_is_an_error_that_explains():
     def loss(model, x):
         return jnp.mean(x @ model.inner.kernel[...])
 
-    with pytest.raises(ValueError, match="'inner.kernel' belongs to unit 'inner'"):
+    with pytest.raises(
+        ValueError, match=facts("'inner.kernel'", "'inner'", "fsdp.unit")
+    ):
         loss_of_plan(lambda key: Outer(nnx.Rngs(key)), [nnx.Linear], loss)
 
 
@@ -223,14 +226,14 @@ def test_a_scan_that_closes_over_a_tracer_is_an_error_that_names_it():
         y, _ = fsdp.scan(lambda w, x: (layer(w, x) * scale, None), params["layers"], x)
         return jnp.mean(y)
 
-    with pytest.raises(ValueError, match=r"traced value\(s\): scale\..*`consts`"):
+    with pytest.raises(ValueError, match=facts("fsdp.scan", "scale", "`consts`")):
         loss_of_plan(matrices(2), [fsdp.Stacked("layers")], loss)
 
 
 @pytest.mark.parametrize("name", ["xs", "consts"])
 def test_a_scan_over_no_tuple_is_an_error(name):
-    says = rf"fsdp.scan\({name}=...\) takes a tuple of trees, got a list"
-    with pytest.raises(ValueError, match=says):
+    says = [f"fsdp.scan({name}=...)", "list", f"{name}=({name},)"]
+    with pytest.raises(ValueError, match=facts(*says)):
         fsdp.scan(scanned, jnp.ones((2, 8, 8)), X, **{name: [X]})
 
 
@@ -238,8 +241,8 @@ def test_a_stack_that_enters_its_unit_whole_is_an_error_that_explains():
     def loss(params, x):
         return jnp.mean(fsdp.unit(lambda w, x: x @ w[0])(params["layers"], x))
 
-    says = "planned with shape.*1 stacked dim.*enters its unit with 3.*Scan over"
-    with pytest.raises(ValueError, match=says):
+    says = ["'layers'", "(2, 8, 8)", "1", "3", "2", "fsdp.scan"]
+    with pytest.raises(ValueError, match=facts(*says)):
         loss_of_plan(matrices(2), [fsdp.Stacked("layers")], loss)
 
 
@@ -248,8 +251,8 @@ def test_a_stack_that_was_planned_as_plain_is_an_error_that_explains():
         y, _ = fsdp.scan(scanned, params["layers"], x)
         return jnp.mean(y)
 
-    says = r"0 stacked dim.*a stack of 1 more leading.*units=\[fsdp.Stacked\("
-    with pytest.raises(ValueError, match=says):
+    says = ["'layers'", "0", "1", "units=[fsdp.Stacked(...)]"]
+    with pytest.raises(ValueError, match=facts(*says)):
         loss_of_plan(matrices(2), ["layers"], loss)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from helpers.errors import facts
 
 from fsdp_jax.launch._claims import Claim, as_facts
 from fsdp_jax.launch._patience import Patience
@@ -54,9 +55,12 @@ def test_the_job_starts_when_the_last_has_come():
 @pytest.mark.parametrize(
     "coming, says",
     [
-        ([(0, 3), (1, 4)], "process 1 .host1, pid 101. was told that the job has 4"),
-        ([(0, 3), (3, 3)], "process 3 .host3, pid 103. is none of 0 to 2"),
-        ([(0, 3), (1, 3), (1, 3)], "process 1 came 2 times: host1, pid 101; host1"),
+        ([(0, 3), (1, 4)], ["process 1", "(host1, pid 101)", "4", "3"]),
+        ([(0, 3), (3, 3)], ["process 3", "(host3, pid 103)", "0", "2"]),
+        (
+            [(0, 3), (1, 3), (1, 3)],
+            ["process 1", "2", "host1, pid 101; host1, pid 101"],
+        ),
     ],
 )
 def test_processes_that_contradict_each_other_are_all_told_so(coming, says):
@@ -65,7 +69,7 @@ def test_processes_that_contradict_each_other_are_all_told_so(coming, says):
         job.come(rank, of=size)
     job.roll.look(2.0)
     for message in job.told():
-        with pytest.raises(ValueError, match=says):
+        with pytest.raises(ValueError, match=facts(*says)):
             raise ValueError(message["refused"])
 
 
@@ -249,5 +253,5 @@ def test_a_config_is_compared_field_by_field_and_long_values_by_their_hash():
 
 
 def test_patience_of_no_seconds_is_refused():
-    with pytest.raises(ValueError, match="silent_secs=0, stall_secs=-1"):
+    with pytest.raises(ValueError, match=facts("silent_secs=0, stall_secs=-1")):
         Patience(silent_secs=0, stall_secs=-1)
