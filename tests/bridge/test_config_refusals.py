@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from helpers.errors import facts
 from tiny_configs import FAMILIES, VARIANTS, YARN_ROPE, hf_fields
 
 import bridge
@@ -18,7 +19,7 @@ WHOLE = [
 @pytest.mark.parametrize("variant", WHOLE)
 def test_a_family_of_whole_heads_refuses_to_turn_a_part(variant):
     fields = hf_fields(variant)
-    with pytest.raises(ValueError, match=r"partial_rotary_factor = 0\.5"):
+    with pytest.raises(ValueError, match=facts("partial_rotary_factor", "0.5")):
         bridge.from_hf_config(fields | {"partial_rotary_factor": 0.5})
     whole = bridge.from_hf_config(fields | {"partial_rotary_factor": 1.0})
     assert whole == bridge.from_hf_config(fields)
@@ -60,29 +61,29 @@ _TYPE = {"type": "linear", "factor": 2.0}
 @pytest.mark.parametrize(
     "variant, changes, match",
     [
-        ("gemma3", {"sliding_window_pattern": 0, "layer_types": None}, "pattern = 0"),
-        ("smollm3", {"no_rope_layer_interval": 0}, "no_rope_layer_interval = 0"),
-        ("smollm3", {"no_rope_layers": []}, "no_rope_layers has 0 entries"),
-        ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step = 0"),
-        ("qwen3_moe", {"decoder_sparse_step": True}, "decoder_sparse_step = True"),
-        ("qwen2-sliding", {"max_window_layers": None}, "sliding_window, layer_types"),
-        ("qwen2-sliding", {"layer_types": []}, "0 entries for 3 layers"),
+        ("gemma3", {"sliding_window_pattern": 0, "layer_types": None}, "pattern + 0"),
+        ("smollm3", {"no_rope_layer_interval": 0}, "no_rope_layer_interval + 0"),
+        ("smollm3", {"no_rope_layers": []}, "no_rope_layers + 0"),
+        ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step + 0"),
+        ("qwen3_moe", {"decoder_sparse_step": True}, "decoder_sparse_step + True"),
+        ("qwen2-sliding", {"max_window_layers": None}, "sliding_window + layer_types"),
+        ("qwen2-sliding", {"layer_types": []}, "0 + 3"),
         ("qwen2", {"layer_types": ["linear_attention"] * 3}, "linear_attention"),
         ("deepseek_v3", {"first_k_dense_replace": None}, "first_k_dense_replace"),
-        ("deepseek_v2-groups", {"n_group": None}, "n_group and topk_group"),
-        ("deepseek_v2", {"topk_method": None}, "topk_method = None"),
-        ("deepseek_v2", {"n_shared_experts": 0}, "n_shared_experts = 0"),
-        ("llama", {"is_causal": False}, "is_causal = False"),
-        ("llama", {"is_causal": None}, "is_causal = None"),
-        ("olmo3", {"rope_scaling": _TYPE}, "rope_scaling = .*'type': 'linear'"),
+        ("deepseek_v2-groups", {"n_group": None}, "n_group + topk_group"),
+        ("deepseek_v2", {"topk_method": None}, "topk_method + None"),
+        ("deepseek_v2", {"n_shared_experts": 0}, "n_shared_experts + 0"),
+        ("llama", {"is_causal": False}, "is_causal + False"),
+        ("llama", {"is_causal": None}, "is_causal + None"),
+        ("olmo3", {"rope_scaling": _TYPE}, "rope_scaling + 'type': 'linear'"),
         (
             "olmo3",
             {"rope_parameters": {"sliding_attention": _YARN}},
-            "truncate = False",
+            "truncate + False",
         ),
-        ("phi3", _PHI_YARN, "yarn.*longrope"),
+        ("phi3", _PHI_YARN, "yarn + longrope"),
     ],
 )
 def test_a_value_that_is_read_otherwise_is_refused_by_name(variant, changes, match):
-    with pytest.raises(ValueError, match=match):
+    with pytest.raises(ValueError, match=facts(*match.split(" + "))):
         bridge.from_hf_config(hf_fields(variant, **changes))

@@ -8,12 +8,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 from bridge_helpers import mould_of, random_tensors, write_llama
+from helpers.errors import facts
 
 import bridge
 from bridge.hf import _tied_head
 
 HEAD, TABLE = "lm_head.weight", "model.embed_tokens.weight"
-NAMES = f"'{HEAD}' beside '{TABLE}'.*tie_word_embeddings"
+NAMES = (f"'{HEAD}'", f"'{TABLE}'", "tie_word_embeddings")
 
 
 def tied(path, head):
@@ -35,14 +36,14 @@ def test_another_head_is_refused_wherever_it_differs(
     tmp_path, monkeypatch, read, rows, head
 ):
     monkeypatch.setattr(_tied_head, "_ELEMENTS", rows * 48)
-    with pytest.raises(ValueError, match=NAMES):
+    with pytest.raises(ValueError, match=facts(*NAMES)):
         read(tied(tmp_path, head))
 
 
 def test_the_same_config_untied_reads_the_head_that_is_stored(tmp_path):
     path = tied(tmp_path, np.negative)
     config = bridge.from_hf_config(path)
-    with pytest.raises(ValueError, match=NAMES):
+    with pytest.raises(ValueError, match=facts(*NAMES)):
         bridge.load_hf(path, mould_of(config))
     config = dataclasses.replace(config, tie_word_embeddings=False)
     params = bridge.load_hf(path, mould_of(config), config=config)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers.errors import facts
 
 from bridge.megatron import AdamSettings
 from fsdp_jax._tree import named_leaves
@@ -87,20 +88,24 @@ def test_a_setting_that_did_not_come_along_is_asked_for():
     told = {"lr": "cosine to 0.0", "no_decay": "a rule of its own"}
     known = AdamSettings(**{**vars(KNOWN), **dict.fromkeys(told), "open": told})
     metadata = {"optimizer": "adamw", "adam": stored_settings(known)}
-    with pytest.raises(ValueError, match=r"(?s)--lr: cosine to 0\.0.*--no-decay: a r"):
+    with pytest.raises(ValueError, match=facts("--lr", "0.0", "--no-decay")):
         settings_of_import(metadata, {})
-    with pytest.raises(ValueError, match=r"--no-decay"):
+    with pytest.raises(ValueError, match=facts("--no-decay")):
         settings_of_import(metadata, {"lr": 1e-3})
     carried = settings_of_import(metadata, {"lr": 1e-3, "no_decay": ""})
     assert carried["b2"] == 0.95 and "lr" not in carried
 
 
 def test_an_import_without_settings_asks_for_all():
-    with pytest.raises(ValueError, match=r"(?s)--lr.*--weight-decay.*--b2.*--no-decay"):
+    with pytest.raises(
+        ValueError, match=facts("--lr", "--weight-decay", "--b2", "--no-decay")
+    ):
         settings_of_import({"optimizer": "adamw"}, {})
 
 
 @pytest.mark.parametrize("wrong", [{"b1": 1.0}, {"b2": -0.1}, {"clip_grad": -1.0}])
 def test_a_setting_out_of_range_is_refused(wrong):
-    with pytest.raises(ValueError, match=f"--{next(iter(wrong)).replace('_', '-')}"):
+    with pytest.raises(
+        ValueError, match=facts(f"--{next(iter(wrong)).replace('_', '-')}")
+    ):
         Recipe("bytes", **wrong)

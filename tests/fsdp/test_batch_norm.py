@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
+from helpers.errors import facts
 
 import fsdp_jax as fsdp
 
@@ -266,7 +267,9 @@ def test_a_mask_is_refused_where_ranks_may_have_unequal_shares(masked):
     plan = plan_of(case, ())
     state = fsdp.init(plan, optax.sgd(0.1), fsdp.init_params(plan, jax.random.key(0)))
     compute = fsdp.value_and_grad(plan, case.loss)
-    with pytest.raises(ValueError, match=r"BatchNorm\(mask=.*dp_shard.*sync_batch"):
+    with pytest.raises(
+        ValueError, match=facts("mask=...", "dp_shard", "sync_batch_norm=False")
+    ):
         compute(state.params, X, model_state=state.model_state)
 
 
@@ -286,10 +289,10 @@ def test_what_does_not_fit_the_models_arrays_is_refused():
         return jax.tree.map(lambda x: jnp.zeros(3, x.dtype), variables)
 
     wrong = {"cache": {"h": jnp.zeros(2)}}, {}, narrow(state.model_state)
-    says = r"cache\.h", "none of them", r"b0\.BatchNorm_0\.mean: float64\[3\].*\[64\]"
+    says = ("cache.h",), ("UpdatedModel",), ("b0.BatchNorm_0.mean", "float64[3]")
     for new, match in zip(wrong, says, strict=True):
         compute = fsdp.value_and_grad(plan, loss_with(new))
-        with pytest.raises(ValueError, match=match):
+        with pytest.raises(ValueError, match=facts(*match)):
             compute(state.params, X, model_state=state.model_state)
 
 
@@ -304,8 +307,8 @@ def test_new_statistics_as_aux_are_refused_by_name(name):
         return value, new.model
 
     compute = fsdp.value_and_grad(plan, loss, has_aux=True)
-    match = {"linen": r"batch_stats\.b0.*UpdatedModel", "equinox": "1.*UpdatedModel"}
-    with pytest.raises(ValueError, match=match[name]):
+    match = {"linen": ("UpdatedModel", "batch_stats"), "equinox": ("UpdatedModel", 1)}
+    with pytest.raises(ValueError, match=facts(*match[name])):
         compute(state.params, X, model_state=state.model_state)
 
 
@@ -316,5 +319,5 @@ def test_an_nnx_module_needs_no_updated_model():
     plan = plan_of(CASES["nnx"], ())
     state = fsdp.init(plan, optax.sgd(0.1), fsdp.init_params(plan, jax.random.key(0)))
     compute = fsdp.value_and_grad(plan, loss)
-    with pytest.raises(ValueError, match="UpdatedModel.*NNXNet"):
+    with pytest.raises(ValueError, match=facts("UpdatedModel", "NNXNet")):
         compute(state.params, X, model_state=state.model_state)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers.errors import facts
 
 import fsdp_jax as fsdp
 from fsdp_jax._frozen import seen_by_optimizer, trainable
@@ -191,7 +192,7 @@ def test_who_is_frozen_between_runs_hands_its_state_to_nobody(name, tmp_path):
     want = of_rest(plan, make_tx(plan), state)
     other = plan_of(8, {"frozen": ("layers.gate",)})
     mould = fsdp.abstract_state(other, make_tx(other))
-    with pytest.raises(ValueError, match=r"only in the checkpoint: .*layers\.gate"):
+    with pytest.raises(ValueError, match=facts("layers.gate")):
         fsdp.load(tmp_path, mould)
     # Asked to pass over it, the others have their own.
     loaded = fsdp.load(tmp_path, mould, strict="raise_unexpected")
@@ -203,8 +204,8 @@ def test_who_is_frozen_between_runs_hands_its_state_to_nobody(name, tmp_path):
 @pytest.mark.parametrize(
     "tx, leaf",
     [
-        (optax.flatten(optax.trace(0.9)), r"opt_state\.trace \(all 4"),
-        (optax.chain(optax.clip(1.0), by_position()), r"opt_state\.1\.[0-3] \(all 4"),
+        (optax.flatten(optax.trace(0.9)), "opt_state.trace"),
+        (optax.chain(optax.clip(1.0), by_position()), "opt_state.1"),
     ],
     ids=["flat", "by position"],
 )
@@ -221,7 +222,7 @@ def test_state_that_forgets_names_loads_for_the_same_parameters_only(
         n: x.tolist() for n, x in want.items()
     }
     other = plan_of(8, {"frozen": ("layers.gate",)})  # of the same shape
-    with pytest.raises(ValueError, match=leaf):
+    with pytest.raises(ValueError, match=facts(leaf)):
         fsdp.load(tmp_path, fsdp.abstract_state(other, tx), strict="ignore_all")
 
 

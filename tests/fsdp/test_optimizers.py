@@ -9,6 +9,7 @@ import optax
 import optax.contrib
 import pytest
 from helpers.compare import worst
+from helpers.errors import facts
 
 import fsdp_jax as fsdp
 
@@ -94,29 +95,29 @@ def extra_updates():
 
 
 REFUSED = {
-    "lbfgs": (optax.lbfgs, "value_fn.*linesearch=None"),
+    "lbfgs": (optax.lbfgs, ("value_fn", "linesearch=None")),
     "lookahead": (
         lambda: optax.lookahead(optax.sgd(0.1), 5, 0.5),
-        "fast.*LookaheadParams",
+        ("fast", "LookaheadParams"),
     ),
-    "sophia": (lambda: optax.contrib.sophia(0.1), "obj_fn.*value_and_grad"),
+    "sophia": (lambda: optax.contrib.sophia(0.1), ("obj_fn", "value_and_grad")),
     "backtracking": (
         lambda: optax.scale_by_backtracking_linesearch(5),
-        "value_fn|grad",
+        ("update", "TypeError"),
     ),
     "multi_steps": (
         lambda: optax.MultiSteps(optax.sgd(0.1), 2).gradient_transformation(),
-        "MultiSteps.*accumulate=k",
+        ("MultiSteps", "accumulate=k"),
     ),
-    "state that grows": (shape_changing, r"seen: \(2,\), not \(1,\)"),
-    "other updates": (extra_updates, r"more: \(4, 6\), not None"),
+    "state that grows": (shape_changing, ("seen", "(2,)", "(1,)")),
+    "other updates": (extra_updates, ("more", "(4, 6)", "None")),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_an_optimizer_that_a_step_cannot_serve_is_refused_before_the_first_step(name):
     tx, says = REFUSED[name]
-    with pytest.raises(ValueError, match=rf"(?s){says}"):
+    with pytest.raises(ValueError, match=facts(*says)):
         fsdp.make_train_step(plan_of(), loss_fn, tx())
 
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.compare import host
+from helpers.errors import facts
 
 import fsdp_jax as fsdp
 
@@ -164,7 +165,7 @@ def test_a_rule_that_scales_gradients_scales_each_microbatch_once(strategy, accu
 @pytest.mark.parametrize("strategy", ["DDP", "ZeRO-3"])
 def test_a_rule_that_computes_with_a_piece_of_a_gradient_is_refused(change, strategy):
     loss = with_rule(lambda grads: jax.tree.map(change, grads))
-    with pytest.raises(ValueError, match=r"custom_vjp.* stack\.w "):
+    with pytest.raises(ValueError, match=facts("custom_vjp", "stack.w")):
         grads_of(loss, plan_of(strategy))
 
 
@@ -182,7 +183,7 @@ def test_what_the_forward_of_a_rule_moves_is_refused():
     def loss(weights, batch):
         return mean_square(ruled(weights["one"], batch["x"]), batch)
 
-    with pytest.raises(ValueError, match=r"one\.w .*flip"):
+    with pytest.raises(ValueError, match=facts("one.w", "flip")):
         grads_of(loss, plan_of(units=["one"]))
 
 
@@ -216,7 +217,7 @@ def test_a_derivative_by_a_units_weights_outside_of_it_is_refused(strategy):
         lambda: fsdp.make_eval_step(plan, loss)(params, rows()),
         lambda: fsdp.make_forward(plan, jax.grad(plain))(params, rows()),
     ):
-        with pytest.raises(ValueError, match=r"differentiates .* one\.w, stack\.w "):
+        with pytest.raises(ValueError, match=facts("one.w", "stack.w")):
             call()
 
 
@@ -262,7 +263,7 @@ def test_elements_moved_outside_of_their_unit_are_refused(move, strategy):
         return mean_square(fsdp.unit(last)(moved, batch["x"]), batch)
 
     plan = plan_of(strategy)
-    with pytest.raises(ValueError, match=r"moves elements of one\.w "):
+    with pytest.raises(ValueError, match=facts("one.w")):
         fsdp.make_eval_step(plan, loss)(params_of(plan), rows())
 
 
@@ -276,7 +277,7 @@ def test_elements_moved_again_in_each_iteration_are_refused():
         (_, x), _ = jax.lax.scan(body, (weights["one"], batch["x"]), None, length=2)
         return mean_square(x, batch)
 
-    with pytest.raises(ValueError, match=r"one\.w .*roll"):
+    with pytest.raises(ValueError, match=facts("one.w", "roll")):
         grads_of(loss, plan_of())
 
 
@@ -312,7 +313,7 @@ def test_a_cast_outside_of_its_unit_is_refused():
         out = fsdp.unit(last)(weights["one"], batch["x"].astype(jnp.bfloat16))
         return mean_square(out.astype(jnp.float32), batch)
 
-    with pytest.raises(ValueError, match=r"one\.w to bfloat16.*param_dtype"):
+    with pytest.raises(ValueError, match=facts("one.w", "bfloat16", "param_dtype")):
         grads_of(loss, plan_of())
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from helpers.compare import worst
+from helpers.errors import facts
 
 import fsdp_jax as fsdp
 
@@ -306,7 +307,7 @@ def test_an_opaque_object_with_computed_arrays_is_refused():
     def loss(p, x):
         return jnp.mean(fsdp.unit(lambda w, x: Opaque(x @ w))(p["w"], x).y)
 
-    with pytest.raises(ValueError, match=r"Opaque.* y .*register_pytree"):
+    with pytest.raises(ValueError, match=facts("Opaque", "y")):
         assert_as_plain(matrix, ["w"], loss)
 
 
@@ -366,7 +367,7 @@ def test_a_scan_that_closes_over_a_traced_value_is_refused(closing, prefetch):
         fn = closing(jnp.mean(x))
         return jnp.mean(fsdp.scan(fn, p["w"], x, prefetch=prefetch)[0])
 
-    with pytest.raises(ValueError, match=r"fsdp\.scan.*: scale"):
+    with pytest.raises(ValueError, match=facts("fsdp.scan", "scale")):
         assert_as_plain(stack, [fsdp.Stacked("w")], loss)
 
 
@@ -387,7 +388,7 @@ def test_a_scan_that_prefetches_over_a_method_that_holds_a_traced_value_is_refus
         layer = Scaled(jnp.mean(x)).layer
         return jnp.mean(fsdp.scan(layer, p["w"], x, prefetch=1)[0] ** 2)
 
-    with pytest.raises(ValueError, match=r"fsdp.scan.*float32\[\].*consts"):
+    with pytest.raises(ValueError, match=facts("fsdp.scan", "float32[]")):
         assert_as_plain(stack, [fsdp.Stacked("w")], loss)
 
 
@@ -468,5 +469,5 @@ class Closes(nnx.Module):
 
 
 def test_a_function_in_a_model_that_closes_over_an_array_is_refused():
-    with pytest.raises(ValueError, match=r"block\.fn \(table\)"):
+    with pytest.raises(ValueError, match=facts("block.fn", "table")):
         fsdp.fully_shard(lambda key: Net(Closes, nnx.Rngs(key)), MESH)
