@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -68,6 +70,11 @@ def grads_of(loss, **config):
     return float(value), np.asarray(fsdp.gather(grads)["layers"]["w"])
 
 
+@functools.cache
+def saving_nothing():
+    return grads_of(loss_of(layer), remat_policy=POLICIES.nothing_saveable)
+
+
 @pytest.mark.parametrize(
     "policy, prefetch",
     [(None, 0), (None, 1)]
@@ -76,7 +83,7 @@ def grads_of(loss, **config):
 )
 def test_whatever_is_saved_the_numbers_are_those_of_saving_nothing(policy, prefetch):
     # The same sums in the same order: what is saved, or computed again, is the same.
-    want = grads_of(loss_of(layer), remat_policy=POLICIES.nothing_saveable)
+    want = saving_nothing()
     value, grads = grads_of(loss_of(layer, prefetch=prefetch), remat_policy=policy)
     assert value == pytest.approx(want[0], rel=1e-6)
     np.testing.assert_allclose(grads, want[1], rtol=1e-5, atol=1e-7)
