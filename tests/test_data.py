@@ -49,7 +49,7 @@ def test_hosts_that_a_last_batch_does_not_reach_get_no_rows():
 
 
 def test_a_batch_that_the_hosts_do_not_divide_is_refused():
-    with pytest.raises(ValueError, match=facts("6", "4")):
+    with pytest.raises(ValueError, match=facts("6 rows", "4 hosts")):
         HostBatches(range(10), 6, HostShard(0, 4))
 
 
@@ -89,7 +89,7 @@ def test_rows_that_are_added_are_marked(real):
     assert np.asarray(mask).tolist() == [True] * real + [False] * (8 - real)
     assert np.asarray(made)[:real].tolist() == rows.tolist()
     assert set(np.asarray(made).tolist()) == (set(rows.tolist()) or {0})
-    with pytest.raises(ValueError, match=facts("8", "9")):
+    with pytest.raises(ValueError, match=facts("8 rows", "9")):
         fsdp.padded_global_batch(fsdp.make_mesh(), np.zeros(9), 8)
 
 

@@ -243,5 +243,5 @@ def test_heads_that_tp_does_not_divide_are_refused():
     attention = fsdp.ops.split_heads(dot_product_attention)
     x = jnp.ones((1, 4, 3, 8))
     with jax.set_mesh(fsdp.make_mesh(tp=2)):
-        with pytest.raises(ValueError, match=facts("3", "2", "'tp'")):
+        with pytest.raises(ValueError, match=facts("3 heads", "2 ranks", "'tp'")):
             attention(x, x, x, scale=1.0)

@@ -93,9 +93,7 @@ class ParallelFields:
             if type(value) is not int or value < 1
         ]
         if self.sequence and self.tensor == 1:
-            wrong.append(
-                "sequence = True: needs tensor above 1"
-            )
+            wrong.append("sequence = True: needs tensor above 1")
         if self.virtual_pipeline and self.virtual_pipeline > 1 and self.pipeline == 1:
             wrong.append(
                 f"virtual_pipeline = {self.virtual_pipeline}: needs pipeline above 1"

@@ -46,9 +46,7 @@ def check_files(files: Sequence[Path]) -> None:
     wrong += [f"'{f}' is no file" for f in files if f.exists() and not f.is_file()]
     wrong += [f"'{f}' is empty" for f in files if f.is_file() and not f.stat().st_size]
     if wrong or not files:
-        raise ValueError(
-            f"--data: {'; '.join(wrong) or 'give 1 file or more'}."
-        )
+        raise ValueError(f"--data: {'; '.join(wrong) or 'give 1 file or more'}.")
 
 
 def read_tokens(

@@ -547,7 +547,7 @@ def test_shards_cover_every_parameter_for_each_instance_of_the_optimizer(instanc
 
 def test_a_rank_beyond_the_group_that_shares_the_optimizer_is_refused():
     layout = distributed_optimizer_layout(specs((1_000,)), dp_size=4)
-    with pytest.raises(ValueError, match=facts("4")):
+    with pytest.raises(ValueError, match=facts("Rank 4", "4 ranks")):
         owned_pieces(layout, rank=4)
 
 

@@ -290,5 +290,5 @@ def test_common_state_of_another_kind_is_refused(golden, tmp_path, value):
     shutil.copytree(golden("qwen3") / "torch_dist/iter_0000007", tmp_path / "x")
     program = pickle.dumps(value)
     (tmp_path / "x/common.pt").write_bytes(archive(program))
-    with pytest.raises(ValueError, match=facts("dict")):
+    with pytest.raises(ValueError, match=facts("x'", "dict")):
         open_megatron(tmp_path / "x")

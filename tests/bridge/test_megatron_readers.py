@@ -191,7 +191,7 @@ def test_a_missing_or_doubled_part_is_noticed(boxes, data):
     number = data.draw(st.integers(0, len(boxes) - 1))
     tiles = [Tile(box, None) for box in boxes]
     for wrong in (tiles[:number] + tiles[number + 1 :], [*tiles, tiles[number]]):
-        with pytest.raises(ValueError, match=facts("[0:5, 0:4, 0:3]")):
+        with pytest.raises(ValueError, match=facts("parts")):
             tile(whole((5, 4, 3)), wrong)
 
 

@@ -220,9 +220,9 @@ def test_every_chunk_of_an_array_is_read_once():
 def test_a_step_without_manifest_or_commit_marker_is_not_the_latest(run, gone):
     (run / "2" / gone).unlink()
     assert fsdp.latest_step(run) == 1
-    with pytest.raises(ValueError, match=facts("2", "1")):
+    with pytest.raises(ValueError, match=facts("step 2", "1")):
         fsdp.load(run, mould(), step=2)
-    with pytest.raises(ValueError, match=facts("2'", "2")):
+    with pytest.raises(ValueError, match=facts("2'", "step 2")):
         fsdp.save(run, state_at(2))
 
 

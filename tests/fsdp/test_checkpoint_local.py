@@ -290,7 +290,7 @@ def test_local_steps_have_a_cadence_of_their_own_and_the_newest_few_stay(places)
     assert places.resume(5) == (5, {"at": (5,)})
     assert places.resume(4) == (4, {"at": (4,)})
     assert places.resume("latest-good") == (6, {"at": (6,)})
-    with pytest.raises(ValueError, match=facts("2", "5")):
+    with pytest.raises(ValueError, match=facts("step 2", "5")):
         places.resume(2)
 
 

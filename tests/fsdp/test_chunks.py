@@ -199,7 +199,7 @@ def test_within_jit_there_are_no_chunks():
 
 @pytest.mark.parametrize("sharding", [None, NamedSharding(LINE.abstract_mesh, P("x"))])
 def test_a_mould_without_devices_is_an_error(sharding):
-    with pytest.raises(ValueError, match=facts("(8,)")):
+    with pytest.raises(ValueError, match=facts("(8,)", "sharding")):
         chunks(jax.ShapeDtypeStruct((8,), bool, sharding=sharding))
 
 

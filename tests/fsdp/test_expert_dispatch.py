@@ -184,7 +184,7 @@ def test_with_a_capacity_as_many_rows_travel_however_tokens_choose():
 
 
 def test_ranks_that_do_not_divide_the_experts_are_refused():
-    with pytest.raises(ValueError, match=facts("8", "3", "'ep'")):
+    with pytest.raises(ValueError, match=facts("8 experts", "3 ranks", "'ep'")):
         mesh = fsdp.make_mesh(ep=3, devices=jax.devices()[:3])
         jax.shard_map(
             lambda x: ops.expert_parallel_dispatch(

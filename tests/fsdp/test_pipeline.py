@@ -438,7 +438,7 @@ def test_slices_of_another_number_of_layers_are_refused():
         xs = (jnp.ones(4),)
         return fsdp.scan(layer, weights["layers"], x, xs, (x[0, 0],))[0].mean()
 
-    with pytest.raises(ValueError, match=facts("5", "(4,)")):
+    with pytest.raises(ValueError, match=facts("5 layers", "(4,)")):
         refused(loss)
 
 

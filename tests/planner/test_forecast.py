@@ -184,7 +184,7 @@ def test_other_gpus_are_other_targets():
 
 
 def test_what_makes_no_whole_nodes_is_refused():
-    with pytest.raises(ValueError, match=facts("12", "8")):
+    with pytest.raises(ValueError, match=facts("12 GPUs", "8")):
         fsdp.gpu_devices(GPUS["h200"], 12)
 
 
