@@ -12,21 +12,19 @@ printed with the option that replays it.
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
-import subprocess
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
+import result
 import torch
 import transformers
 from composition.config_cases import ConfigCase, case_of_seed
 from composition.config_oracle import KINDS, TOLERANCE, Outcome, outcome_of
 
-RESULTS = Path(__file__).parent / "results" / "config_fuzz.json"
+PACKAGES = ("jax", "flax", "torch", "transformers")
 _EVERY = 20  # cases between two writes of the results
 
 
@@ -37,7 +35,8 @@ def main() -> int:
     if options.case is not None:
         case = ConfigCase.from_json(options.case)
         return _say(case, outcome_of(case))
-    found = _read(options.out)
+    conditions = result.begin(options, PACKAGES)
+    found = _read(options)
     started = time.perf_counter()
     before = found["seconds"]
     for seed in range(found["cases"], options.cases):
@@ -45,7 +44,7 @@ def main() -> int:
         _add(found, seed, case, outcome_of(case))
         if (seed + 1) % _EVERY == 0 or seed + 1 == options.cases:
             found["seconds"] = round(before + time.perf_counter() - started)
-            options.out.write_text(json.dumps(found, indent=2) + "\n")
+            result.write(options, conditions, found, show=False)
     print({name: found[name] for name in ("cases", "seconds", *KINDS)})
     return int(bool(found["mismatches"]))
 
@@ -56,7 +55,8 @@ def _parse() -> argparse.Namespace:
     )
     parser.add_argument("--cases", type=int, default=1000)
     parser.add_argument("--case", help="one case, as a failure prints it")
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    result.add_arguments(parser)
+    parser.set_defaults(out=result.RESULTS / "config_fuzz.json")
     return parser.parse_args()
 
 
@@ -69,10 +69,11 @@ def _settle() -> None:
     transformers.logging.disable_progress_bar()
 
 
-def _read(path: Path) -> dict[str, Any]:
-    if path.is_file():
-        return json.loads(path.read_text())
-    packages = ("jax", "flax", "torch", "transformers")
+def _read(options: argparse.Namespace) -> dict[str, Any]:
+    """What was found so far, without what the file says of its conditions."""
+    if options.out.is_file():
+        found = json.loads(options.out.read_text())
+        return {name: found[name] for name in found if name not in result.FIELDS}
     return {
         "cases": 0,
         "seconds": 0,
@@ -80,17 +81,7 @@ def _read(path: Path) -> dict[str, Any]:
         "tolerance": TOLERANCE,
         "largest_error_of_those_that_agree": 0.0,
         "mismatches": [],
-        "versions": {name: importlib.metadata.version(name) for name in packages},
-        "commit": _commit(),
     }
-
-
-def _commit() -> str:
-    command = ["git", "rev-parse", "HEAD"]
-    done = subprocess.run(
-        command, cwd=RESULTS.parent, capture_output=True, text=True, check=False
-    )
-    return done.stdout.strip()
 
 
 def _add(found: dict[str, Any], seed: int, case: ConfigCase, outcome: Outcome) -> None:

@@ -310,7 +310,7 @@ def run(args: argparse.Namespace) -> None:
             elif not args.against:
                 known.append(dataclasses.asdict(mutant) | judge(mutant, tests, tree))
                 print(json.dumps(known[-1]), file=sys.stderr, flush=True)
-            result.write(args, conditions, summary(known, args.seed))
+            result.write(args, conditions, summary(known, args.seed), show=False)
 
 
 def cloned(tree: Path, commit: str) -> Path:

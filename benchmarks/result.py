@@ -82,11 +82,23 @@ def begin(args: argparse.Namespace, packages: Iterable[str]) -> Conditions:
 
 
 def write(
-    args: argparse.Namespace, conditions: Conditions, found: Mapping[str, Any]
+    args: argparse.Namespace,
+    conditions: Conditions,
+    found: Mapping[str, Any],
+    *,
+    show: bool = True,
 ) -> None:
-    """Prints the result as JSON, and writes it to `--out`."""
+    """Prints the result as JSON, and writes it to `--out`.
+
+    Args:
+      args: Parsed, with what `add_arguments` added.
+      conditions: From `begin`.
+      found: What was measured.
+      show: Print it; False for what is only the state of a run that goes on.
+    """
     text = json.dumps(_described(conditions) | dict(found), indent=1) + "\n"
-    print(text, end="")
+    if show:
+        print(text, end="")
     if args.out:
         args.out.write_text(text)
 

@@ -61,7 +61,11 @@ _TYPE = {"type": "linear", "factor": 2.0}
 @pytest.mark.parametrize(
     "variant, changes, match",
     [
-        ("gemma3", {"sliding_window_pattern": 0, "layer_types": None}, "pattern + 0"),
+        (
+            "gemma3",
+            {"sliding_window_pattern": 0, "layer_types": None},
+            "sliding_window_pattern + 0",
+        ),
         ("smollm3", {"no_rope_layer_interval": 0}, "no_rope_layer_interval + 0"),
         ("smollm3", {"no_rope_layers": []}, "no_rope_layers + 0"),
         ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step + 0"),
