@@ -83,6 +83,8 @@ def test_imports_take_what_is_said():
         f"cold import, kernels transposed and layers stacked: "
         f"{found['cold_of_raw_read']:.2f}x the time",
         f"warm import: {found['warm_of_safetensors_device_put']:.2f}x the time",
+        f"bridge takes {found['cold_of_transformers']:.2f}x its time cold, "
+        f"{found['warm_of_transformers']:.2f}x warm",
         f"beside the arrays: {found['peak_above_destination_mb']:.0f} MB",
         f"reads {found['disk_of_an_eighth']:.3f}x its bytes",
         f"export: {found['export_speed_of_raw_write']:.2f}x the speed",
