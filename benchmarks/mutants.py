@@ -1,8 +1,9 @@
 """Do the tests notice? Mutants of the code, each run against the tests that cover it.
 
-    python benchmarks/mutants.py cover            # once: which tests run which lines
+    export PYTHONPATH=tests
+    python benchmarks/mutants.py cover       # once: which tests run which lines
     python benchmarks/mutants.py run [--count 60] [--seconds 3000]
-    python benchmarks/mutants.py run --against COMMIT   # survivors, by its tests
+    python benchmarks/mutants.py run --against COMMIT    # survivors, by its tests
 
 `cover` runs `make test-all`'s tests under coverage.py with a context a test. `run`
 plants one mutant after the other in a copy of the tree (a comparison turned, a
@@ -33,12 +34,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import result
+from helpers import tiers
 
 ROOT = result.ROOT
-sys.path.insert(0, str(ROOT / "tests"))
-
-from helpers import tiers  # noqa: E402  (found by the line above)
-
 COVERAGE = ROOT / "build" / "coverage"
 PACKAGES = ("fsdp_jax", "bridge")
 PHASES = ("setup", "run", "teardown")

@@ -13,10 +13,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-TESTS = Path(__file__).parent
-sys.path.insert(0, str(TESTS))
-
-from helpers import tiers  # noqa: E402  (found by the line above)
+from helpers import tiers
 
 SHOWN = 20
 

@@ -10,17 +10,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import mutants
 import pytest
+import result
 from helpers.errors import facts
 
 ROOT = Path(__file__).parent.parent
 BENCHMARKS = ROOT / "benchmarks"
 RESULTS = BENCHMARKS / "results"
-sys.path.append(str(BENCHMARKS))
-
-import mutants  # noqa: E402  (found by the line above)
-import result  # noqa: E402
-
 COMPARE = {"<=": operator.le, ">=": operator.ge, "<": operator.lt, "==": operator.eq}
 
 # File, dotted path into its JSON (* for every key or item), and the bound it meets.

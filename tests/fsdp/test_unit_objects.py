@@ -201,7 +201,9 @@ def test_what_an_nnx_unit_writes_is_there_where_weights_are_kept():
         y = model.block(model.block(x))
         return jnp.mean(y**2) + jnp.mean(model.block.last)
 
-    make = lambda key: Net(KeepsAnArray, nnx.Rngs(key))  # noqa: E731
+    def make(key):
+        return Net(KeepsAnArray, nnx.Rngs(key))
+
     assert_as_plain(make, [KeepsAnArray], loss, reshard_after_forward=False)
 
 
@@ -457,7 +459,9 @@ class Attributes(nnx.Module):
 
 @pytest.mark.parametrize("units", [[], [Attributes]], ids=["no units", "unit"])
 def test_arrays_in_attributes_of_a_module_are_part_of_the_model(units):
-    make = lambda key: Net(Attributes, nnx.Rngs(key))  # noqa: E731
+    def make(key):
+        return Net(Attributes, nnx.Rngs(key))
+
     assert_as_plain(make, units, lambda m, x: jnp.mean(m.block(x) ** 2))
 
 
