@@ -72,6 +72,8 @@ def _call_module(cls: type, module: nnx.Module, args: tuple, kwargs: dict) -> An
     everything = (module, args, kwargs)
     graphdef, weights, rest = nnx.split(everything, _own_shards(module), ...)
     shards, _, merge = partition(weights)
+    if not shards:  # All that it has belongs to units within it.
+        return cls.__call__(module, *args, **kwargs)
     # Leaves, and no State: its Variables are the caller's own.
     leaves, treedef = jax.tree.flatten(rest, is_leaf=is_shard)
 

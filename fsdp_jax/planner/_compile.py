@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 from jax.experimental import topologies
+from jax.experimental.compilation_cache import compilation_cache
 
 from fsdp_jax.planner._cost import compute_seconds, wire_seconds
 from fsdp_jax.planner._gpu import GPU, CostModel
@@ -107,7 +108,7 @@ def compile_scheduled(
       options: XLA's, see `compiler_options`.
       guide: Whether to compile again at all.
     """
-    compiled = lowered.compile(compiler_options=dict(options))
+    compiled = _compiled(lowered, options)
     module = parse(text_of(compiled))
     own = Scheduled(compiled, replay(module, cost, num_devices), guided=False)
     waits = own.timeline.exposed_seconds > EXPOSED_ENOUGH * own.timeline.seconds
@@ -138,7 +139,23 @@ def _compile_guided(
             # What was fused otherwise the second time has no entry, which is no error.
             "xla_gpu_pgle_accuracy_checker": "PGLE_STRICTNESS_LEVEL_OFF",
         }
-        return lowered.compile(compiler_options={**options, **guided})
+        return _compiled(lowered, {**options, **guided})
+
+
+def _compiled(lowered: jax.stages.Lowered, options: Options) -> jax.stages.Compiled:
+    """Compiles without jax's persistent cache.
+
+    What is compiled for GPUs that are not there can be written to it, but not read
+    again: jax then warns, and compiles all the same.
+    """
+    was_enabled = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # jax asks for the setting once only
+    try:
+        return lowered.compile(compiler_options=dict(options))
+    finally:
+        jax.config.update("jax_enable_compilation_cache", was_enabled)
+        compilation_cache.reset_cache()
 
 
 def scheduling_profile(module: Module, cost: CostModel, num_devices: int) -> str:

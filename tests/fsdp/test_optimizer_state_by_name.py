@@ -205,7 +205,7 @@ def test_who_is_frozen_between_runs_hands_its_state_to_nobody(name, tmp_path):
     "tx, leaf",
     [
         (optax.flatten(optax.trace(0.9)), "opt_state.trace"),
-        (optax.chain(optax.clip(1.0), by_position()), "opt_state.1"),
+        (optax.chain(optax.clip(1.0), by_position()), "opt_state.1.0"),
     ],
     ids=["flat", "by position"],
 )
