@@ -217,7 +217,8 @@ def run_sharded(case: Composition) -> Ran:
 def plan_of(case: Composition, built: Built) -> fsdp.Plan:
     count = math.prod(case.axes.values())
     mesh = fsdp.make_mesh(**case.axes, devices=jax.devices()[:count])
-    names = [n for n, _ in fsdp.named_leaves(_split(case, _model(built))[0])]
+    shapes = jax.eval_shape(lambda: _split(case, _model(built))[0])
+    names = [name for name, _ in fsdp.named_leaves(shapes)]
     options = dict(STRATEGIES[case.strategy])
     if case.strategy == "placed":
         options["placements"] = fsdp.Placements(*PLACEMENTS[case.placement])
@@ -248,11 +249,10 @@ def is_frozen(case: Composition, name: str) -> bool:
 def run_plainly(case: Composition) -> Ran:
     """The case with jax and optax alone."""
     built = _BUILDERS[case.framework](case, Tools(lambda fn: fn, scan_plainly), str)
-    model = _model(built)
-    params, state = _split(case, model)
+    params, state = jax.jit(lambda: _split(case, _model(built)))()
     frozen = [is_frozen(case, name) for name, _ in fsdp.named_leaves(params)]
     groups, tx = microbatches(case), optimizer_of(case)
-    compute = jax.jit(functools.partial(_grads, case, built, model, frozen))
+    compute = jax.jit(functools.partial(_grads, case, built))
 
     @jax.jit
     def update(params, opt, grads):
@@ -289,12 +289,13 @@ def microbatches(case: Composition) -> list[dict[str, np.ndarray]]:
     return [jax.tree.map(lambda x, i=i: x[i], whole) for i in range(case.accumulate)]
 
 
-def _grads(case, built, model, frozen, params, state, groups):
+def _grads(case, built, params, state, groups):
     """Loss, aux, state and gradients of all microbatches, one after the other."""
     inner = loss_of(case, built)
 
     def of_params(params, state, batch):
-        whole = _merge(case, model, _cast(case, params), state)
+        # Made again for what is no array in it; its arrays are not used.
+        whole = _merge(case, _model(built), _cast(case, params), state)
         value, aux, new = inner(whole, batch)
         new = _split(case, whole if new is None else new)[1]
         value, count = value if case.per_token else (value, 1.0)
