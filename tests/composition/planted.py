@@ -1,0 +1,189 @@
+"""Faults put into the library, to see how soon compositions find them.
+
+Each changes one function where it is used, for as long as a context is open.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+from flax import linen
+from jax import lax
+
+from fsdp_jax import (
+    _aux,
+    _collectives,
+    _config,
+    _fully_shard,
+    _local,
+    _loss,
+    _prefetch,
+    _update,
+)
+
+Change = Callable[[Callable[..., Any]], Callable[..., Any]]
+"""From a function to one with a fault."""
+
+
+@contextlib.contextmanager
+def planted(name: str) -> Iterator[None]:
+    """Has the fault of that name in the library while it is open."""
+    with contextlib.ExitStack() as stack:
+        for owner, attribute, change in PLANTED[name]:
+            faulty = change(getattr(owner, attribute))
+            stack.enter_context(mock.patch.object(owner, attribute, faulty))
+        yield
+
+
+def _instead(faulty: Callable[..., Any]) -> Change:
+    return lambda original: faulty
+
+
+def _own_piece(original):
+    def reduce(row, grad, axes):
+        dim = _collectives._split_dim(row, grad)
+        size = grad.shape[dim] // lax.axis_size(axes)
+        start = lax.axis_index(axes) * size
+        return lax.dynamic_slice_in_dim(grad, start, size, dim)
+
+    return reduce
+
+
+def _turned(original):
+    def gather(row, value, axes):
+        return jnp.flip(original(row, value, axes), _collectives._split_dim(row, value))
+
+    return gather
+
+
+def _trains_all(original):
+    def plan_param(*args):
+        *before, config, model = args
+        return original(*before, dataclasses.replace(config, frozen=()), model)
+
+    return plan_param
+
+
+def _in_main_dtype(original):
+    def resolve(self, name, dtype):
+        found = original(self, name, dtype)
+        return dataclasses.replace(found, param=found.main_params)
+
+    return resolve
+
+
+def _without_sow(original):
+    @contextlib.contextmanager
+    def gathering():
+        lost = mock.patch.object(linen.Module, "sow", lambda *_, **__: False)
+        with original(), lost:
+            yield
+
+    return gathering
+
+
+@contextlib.contextmanager
+def _no_sync(axes):
+    del axes
+    yield
+
+
+def _one_mean(original):
+    return lambda mesh, axes: 1 if axes == _local.DATA_AXES else original(mesh, axes)
+
+
+def _always_once(original):
+    def trace(loss, shards, *args, **kwargs):
+        run, _ = original(loss, shards, *args, **kwargs)
+        return run, {shard.row.name for shard in shards}
+
+    return trace
+
+
+def _gathered_once(original):
+    return lambda plan, gathers: original(plan, dict.fromkeys(gathers, 1))
+
+
+def _summed_means(aux, axes):
+    reduced = {k: [lax.psum(x, axes) for x in aux[k]] for k in ("means", "sums")}
+    return {**reduced, "rows": aux["rows"]}
+
+
+def _first_rows(original):
+    def split(batch, accumulate):
+        cut = original(batch, accumulate)
+        return jax.tree.map(lambda x: jnp.broadcast_to(x[:1], x.shape), cut)
+
+    return split
+
+
+def _rows_by_microbatch(rows):
+    return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(-1, *x.shape[2:]), rows)
+
+
+def _at_first(original):
+    return lambda tree, *_: original(tree, 0)
+
+
+def _put_first(original):
+    return lambda stacked, slices, _: original(stacked, slices, 0)
+
+
+PLANTED: Mapping[str, tuple[tuple[Any, str, Change], ...]] = {
+    "no sum over replicas": (
+        (_collectives, "_all_reduce", _instead(lambda row, grad, axes: grad)),
+    ),
+    "a rank's own piece of a gradient": (
+        (_collectives, "_reduce_scatter", _own_piece),
+    ),
+    "pieces gathered in another order": ((_collectives, "all_gather", _turned),),
+    "earlier microbatches doubled": (
+        (_collectives, "accumulated", _instead(lambda row, grad, new: grad + 2 * new)),
+    ),
+    "earlier microbatches lost": (
+        (_local, "accumulated", _instead(lambda row, grad, new: new)),
+    ),
+    "the first microbatch again": ((_local, "split_microbatches", _first_rows),),
+    "late axes not reduced": (
+        (_local, "reduce_late", lambda f: lambda row, g, axes: f(row, 0.5 * g, axes)),
+    ),
+    "a gradient divided by no ranks": ((_local, "num_devices", _one_mean),),
+    "a gradient divided by no tokens": (
+        (_local, "_all_divided", _instead(lambda rows, grads, count: list(grads))),
+    ),
+    "the loss of one rank": ((_local, "_sum", _instead(lambda x, axes: x)),),
+    "statistics of the rank's own rows": (
+        (_loss, "sync_batch_norms", _instead(lambda model, axes: model)),
+        (_loss, "sync_linen_batch_norms", _instead(_no_sync)),
+    ),
+    "statistics that stay as they were": (
+        (_local, "reduce_state", _instead(lambda plan, before, after, axes: before)),
+    ),
+    "sown values lost": ((_loss, "gather_at_units", _without_sow),),
+    "frozen parameters trained": ((_fully_shard, "_plan_param", _trains_all),),
+    "a cast undone": ((_config.MixedPrecisionPolicy, "resolve", _in_main_dtype),),
+    "a rule that meets earlier microbatches": (
+        (_local, "trace_gradients", _always_once),
+    ),
+    "a stack gathered twice, finished twice": (
+        (_local, "_finished_in_backward", _gathered_once),
+    ),
+    "means that are sums": ((_local, "reduce_aux", _instead(_summed_means)),),
+    "rows by microbatch": ((_aux, "join_microbatches", _instead(_rows_by_microbatch)),),
+    "the first layer gathered ahead": ((_prefetch, "_at", _at_first),),
+    "gradients put at the first layer": ((_prefetch, "_put", _put_first),),
+    "momentum forgotten": (
+        (
+            _update,
+            "in_dtypes_of",
+            _instead(lambda mould, tree: jax.tree.map(jnp.zeros_like, tree)),
+        ),
+    ),
+}
+"""Name -> where, and what is done to it."""

@@ -1,0 +1,65 @@
+"""A composed model trains on a mesh as on one device: a short run, and what is drawn.
+
+`benchmarks/composition_fuzz.py` runs thousands.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from composition.composition_oracle import outcome_of
+from composition.compositions import (
+    FRAMEWORKS,
+    SHARINGS,
+    STRATEGIES,
+    WRAPS,
+    Composition,
+    case_of_seed,
+)
+from composition.planted import PLANTED, planted
+
+# As many as have each strategy twice and each framework.
+QUICK = range(12)
+
+
+@pytest.mark.parametrize("seed", QUICK)
+def test_a_composition_trains_as_on_one_device_or_is_refused(seed):
+    case = case_of_seed(seed)
+    outcome = outcome_of(case)
+    replay = f"composition_fuzz.py --case '{case.to_json()}'"
+    assert outcome.kind != "differ", f"{outcome}; replay: {replay}"
+
+
+def test_a_few_cases_have_every_framework_and_strategy():
+    cases = [case_of_seed(seed) for seed in QUICK]
+    assert {case.framework for case in cases} == {*FRAMEWORKS}
+    assert {case.strategy for case in cases} == {*STRATEGIES}
+
+
+def test_many_cases_have_every_choice():
+    cases = [case_of_seed(seed) for seed in range(300)]
+    for name, choices in (("wrap", WRAPS), ("sharing", SHARINGS)):
+        assert {getattr(case, name) for case in cases} == {*choices}
+    for field in dataclasses.fields(Composition):
+        assert len({getattr(case, field.name) for case in cases}) > 1, field.name
+    axes = {axis for case in cases for axis, _ in case.mesh}
+    assert axes == {"pp", "dp_outer", "dp_shard", "ep", "cp", "tp"}
+
+
+def test_a_case_is_replayed_as_it_was_printed():
+    for seed in range(20):
+        drawn = case_of_seed(seed)
+        assert Composition.from_json(drawn.to_json()) == drawn
+
+
+def test_a_planted_fault_is_taken_out_again():
+    assert len(PLANTED) >= 20
+    for name, changes in PLANTED.items():
+        before = [getattr(owner, attribute) for owner, attribute, _ in changes]
+        with planted(name):
+            within = [getattr(owner, attribute) for owner, attribute, _ in changes]
+        after = [getattr(owner, attribute) for owner, attribute, _ in changes]
+        assert before == after and all(
+            a is not b for a, b in zip(before, within, strict=True)
+        )
