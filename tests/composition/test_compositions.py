@@ -23,6 +23,7 @@ from composition.planted import PLANTED, planted
 QUICK = range(12)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", QUICK)
 def test_a_composition_trains_as_on_one_device_or_is_refused(seed):
     case = case_of_seed(seed)
