@@ -148,7 +148,7 @@ def _compiled(lowered: jax.stages.Lowered, options: Options) -> jax.stages.Compi
     What is compiled for GPUs that are not there can be written to it, but not read
     again: jax then warns, and compiles all the same.
     """
-    was_enabled = jax.config.jax_enable_compilation_cache
+    was_enabled = jax.config.values["jax_enable_compilation_cache"]
     jax.config.update("jax_enable_compilation_cache", False)
     compilation_cache.reset_cache()  # jax asks for the setting once only
     try:

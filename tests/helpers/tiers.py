@@ -31,7 +31,7 @@ PROPERTY = "cpu_seconds"
 BUDGET = 1200.0
 """CPU-seconds of the default tier: about 10 minutes on 2 idle cores."""
 LIGHT = 0.5
-COVERING = 10.0
+COVERING = 5.0
 UNMEASURED = 1.0
 """CPU-seconds that a law counts for until it is measured."""
 
