@@ -66,6 +66,8 @@ def junit_durations(report: Path) -> dict[str, float]:
     """
     found = {}
     for case in ElementTree.parse(report).iter("testcase"):
+        if "classname" not in case.attrib:
+            continue  # It had begun when the run was interrupted.
         file = case.attrib["classname"].replace(".", "/") + ".py"
         spent = case.find(f"properties/property[@name='{PROPERTY}']")
         if spent is None:
