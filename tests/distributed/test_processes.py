@@ -27,7 +27,7 @@ from fsdp_jax.cli._eval import perplexity
 from fsdp_jax.cli._model import plan_decoder
 from fsdp_jax.cli._tokens import Tokens
 
-pytestmark = [pytest.mark.distributed, pytest.mark.versions]
+pytestmark = pytest.mark.distributed
 
 PROCESSES = 4
 ROWS, VOCAB = 256, 155_136

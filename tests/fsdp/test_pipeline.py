@@ -18,8 +18,6 @@ import fsdp_jax as fsdp
 from fsdp_jax import ops
 from fsdp_jax._stages import Schedule, Stages
 
-pytestmark = pytest.mark.versions
-
 # By the norm of all gradients, so that one of them wrong makes all steps wrong.
 TX = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2, eps=1e-3))
 # Five layers divide into no stages; the vocabulary is no data rank's multiple either.
