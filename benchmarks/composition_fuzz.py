@@ -74,7 +74,7 @@ def _outcome(case: Composition) -> Outcome:
     """The outcome; an exception that is no refusal counts as a difference."""
     try:
         return outcome_of(case)
-    except Exception as error:  # noqa: BLE001 - whatever it is, the case is to be seen
+    except Exception as error:  # a crash is a case to be seen, too
         return Outcome("differ", float("inf"), f"{type(error).__name__}: {error}"[:500])
 
 
