@@ -16,6 +16,9 @@ TORCH_INDEX ?=
 PYTEST ?=
 JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 
+# Compiled programs outlive a run of the tests; empty: they are compiled anew each time.
+export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.jax_cache
+
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
@@ -44,7 +47,8 @@ test-distributed: $(INSTALLED)  ## Run the tests that start jobs of several proc
 test-long: $(INSTALLED)  ## Run the tests that take minutes; their outcome goes to benchmarks/results.
 	$(BIN)/python benchmarks/long_tests.py $(PYTEST)
 
-durations: test-all  ## Run all tests, and record what each takes: that decides which are the light ones.
+durations: $(INSTALLED)  ## Run all tests, and record what each takes: that decides who runs it.
+	$(BIN)/pytest $(DIST) -m "not long or grid" --junitxml=build/junit.xml $(PYTEST)
 	$(BIN)/python tests/record_durations.py build/junit.xml
 
 notebooks: $(INSTALLED)  ## Run the notebooks anew, and keep what they show.

@@ -30,9 +30,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import pytest
 import result
 from helpers import tiers
 
@@ -40,8 +41,9 @@ ROOT = result.ROOT
 COVERAGE = ROOT / "build" / "coverage"
 PACKAGES = ("fsdp_jax", "bridge")
 PHASES = ("setup", "run", "teardown")
-TIMEOUT = 900.0
-"""Seconds after which the tests of a mutant are stopped: it hangs, so it is noticed."""
+PATIENCE = 120.0, 4.0
+"""Seconds, and how many times what the tests are known to take, after which they are
+stopped: the mutant hangs, so it is noticed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,15 +205,8 @@ def cover() -> None:
         f"[run]\nsource_pkgs = {', '.join(PACKAGES)}\nparallel = true\n"
         f"data_file = {COVERAGE / 'data'}\n"
     )
-    words = [
-        "-n",
-        str(os.cpu_count()),
-        "--dist",
-        "loadfile",
-        "--no-loadscope-reorder",
-        "-m",
-        "not long",
-    ]
+    words = f"-n {os.cpu_count()} --dist loadfile --no-loadscope-reorder".split()
+    words += ["-m", "not long"]
     words += ["--cov", f"--cov-config={config}", "--cov-context=test", "--cov-report="]
     subprocess.run([sys.executable, "-m", "pytest", *words], cwd=ROOT, check=True)
 
@@ -235,31 +230,32 @@ def covering() -> dict[str, dict[int, set[str]]]:
     return found
 
 
-def noticed(tree: Path, tests: list[str], python: str) -> bool:
-    """Whether one of the tests fails, or they never end."""
-    words = [
-        "-x",
-        "-q",
-        "-m",
-        "not long",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:randomly",
-    ]
-    environ = os.environ | {"PYTHONPATH": str(tree)}
-    try:
-        done = subprocess.run(
-            [python, "-m", "pytest", *words, *tests],
-            cwd=tree,
-            env=environ,
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return True
+def noticed(tree: Path, tests: Sequence[str], seconds: float) -> bool:
+    """Whether one of the tests fails, or they never end.
+
+    Args:
+      tree: Where the mutant is planted.
+      tests: Node ids, in the order in which they run.
+      seconds: What they take.
+    """
+    words = ["-x", "-q", "-m", "not long", "-p", "no:cacheprovider"]
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as listed:
+        listed.write("\n".join(tests))
+        listed.flush()
+        try:
+            done = subprocess.run(
+                [sys.executable, "-m", "pytest", *words, f"@{listed.name}"],
+                cwd=tree,
+                env=os.environ | {"PYTHONPATH": str(tree)},
+                capture_output=True,
+                text=True,
+                timeout=PATIENCE[0] + PATIENCE[1] * seconds,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            return True
+    if done.returncode == pytest.ExitCode.NO_TESTS_COLLECTED:
+        return False  # All of them are long.
     if done.returncode not in (0, 1, 2):
         raise RuntimeError(
             f"pytest ended with {done.returncode}:\n{done.stdout[-2000:]}"
@@ -271,19 +267,23 @@ def judge(mutant: Mutant, tests: set[str], tree: Path) -> dict:
     """Plants a mutant and runs the tests that cover it, by tier and cost."""
     durations = tiers.read_durations()
     default = tiers.default_tier(durations)
-    ordered = sorted(tests, key=lambda test: durations.get(test, 1.0))
+    costs = {test: durations.get(test, tiers.UNMEASURED) for test in tests}
+    ordered = sorted(tests, key=lambda test: (costs[test], test))
     first = [test for test in ordered if test in default or test not in durations]
-    rest = [test for test in ordered if test not in first]
+    rest = [test for test in ordered if test not in default and test in durations]
     path, start = tree / mutant.file, time.monotonic()
     text = path.read_text()
     path.write_text(planted(text, mutant))
     try:
-        by_default = bool(first) and noticed(tree, first, sys.executable)
-        by_all = by_default or bool(rest) and noticed(tree, rest, sys.executable)
+        by_default, by_all = False, False
+        if first:
+            by_default = noticed(tree, first, sum(costs[test] for test in first))
+        if rest and not by_default:
+            by_all = noticed(tree, rest, sum(costs[test] for test in rest))
     finally:
         path.write_text(text)
     seconds = round(time.monotonic() - start, 1)
-    found = {"default": by_default, "all": by_all}
+    found = {"default": by_default, "all": by_default or by_all}
     return {"tests": len(tests), "seconds": seconds, **found}
 
 

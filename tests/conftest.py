@@ -2,30 +2,35 @@
 
 import importlib.util
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import flax
 import jax
 import pytest
-from helpers import compile_cache
+from helpers import compiling
 from helpers.marks import has_module_mark
-from helpers.tiers import UNMEASURED, Durations, read_durations, slow_tests
+from helpers.tiers import UNMEASURED, Durations, grid, read_durations, slow_tests
 
 pytest_plugins = ["helpers.cpu_time"]
 
 # Before any backend starts, and through jax's config rather than the environment, so
-# that the tests' child processes choose for themselves. The platform is named so that
-# the tests are the same on a machine with a GPU.
+# that the tests' child processes choose their devices themselves. The platform is named
+# so that the tests are the same on a machine with a GPU.
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
-# Halves the time to compile, which is most of the time of a test; what is computed and
-# which collectives do it stay the same. Tests that measure memory turn it off.
-jax.config.update("jax_disable_most_optimizations", True)
-compile_cache.enable()
+compiling.enable()
 # A silent (n,) + (m, n) is a bug more often than not. flax, optax and equinox are clean
 # under it. Strict dtype promotion is not for all: optax 0.2.8's adamw breaks under it,
 # so a test wraps our own calls in `jax.numpy_dtype_promotion("strict")`.
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture(scope="module")
+def fusion_emitters() -> Iterator[None]:
+    """Lets the tests of a module compile as users do, for laws about bits."""
+    with compiling.fusion_emitters():
+        yield
 
 
 def pytest_report_header() -> str:
@@ -50,7 +55,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:
-    """Marks what is slow, and skips what cannot be compiled here."""
+    """Marks what is slow or long, and skips what cannot be compiled here."""
     durations = read_durations()
     _mark_slow(items, durations)
     if hasattr(config, "workerinput"):
@@ -60,9 +65,13 @@ def pytest_collection_modifyitems(
 
 def _mark_slow(items: list[pytest.Item], durations: Durations) -> None:
     slow = slow_tests((item.nodeid for item in items), durations)
+    left = grid(durations)
     for item in items:
         if item.nodeid in slow:
             item.add_marker(pytest.mark.slow)
+        if item.nodeid in left:
+            item.add_marker(pytest.mark.grid)
+            item.add_marker(pytest.mark.long)
 
 
 def _costly_files_first(items: list[pytest.Item], durations: Durations) -> None:

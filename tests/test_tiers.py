@@ -52,6 +52,35 @@ def test_a_test_that_was_never_measured_is_in_the_default_tier():
     }
 
 
+def test_a_law_runs_its_cheapest_cases_and_at_least_one_by_default():
+    cases = {
+        "tests/a.py::test_grid[a]": 6.0,
+        "tests/a.py::test_grid[b]": 3.0,
+        "tests/a.py::test_grid[c]": 30.0,
+        "tests/a.py::test_heavy[x]": 60.0,
+        "tests/a.py::test_heavy[y]": 70.0,
+        "tests/a.py::test_light[z]": 0.1,
+        "tests/b.py::test_single": 80.0,
+    }
+    assert {test.partition("::")[2] for test in tiers.grid(cases)} == {
+        "test_grid[c]",
+        "test_heavy[y]",
+    }
+
+
+def test_laws_that_share_what_a_case_costs_run_the_same_cases():
+    shared = {
+        "tests/a.py::test_one[a]": 20.0,
+        "tests/a.py::test_one[b]": 9.0,
+        "tests/a.py::test_two[a]": 0.1,
+        "tests/a.py::test_two[b]": 0.1,
+        "tests/b.py::test_other[a]": 0.1,
+    }
+    later = {**shared, "tests/a.py::test_one[a]": 0.1, "tests/a.py::test_two[a]": 20.0}
+    left = {"tests/a.py::test_one[a]", "tests/a.py::test_two[a]"}
+    assert tiers.grid(shared) == tiers.grid(later) == left
+
+
 def test_new_laws_count_and_those_that_are_gone_do_not():
     present = {"tests/a.py::test_light", "tests/a.py::test_grid", "tests/b.py::new"}
     seconds = tiers.default_seconds(COSTS, present)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
+import functools
 import importlib.util
+import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -143,19 +146,38 @@ def _compile_guided(
 
 
 def _compiled(lowered: jax.stages.Lowered, options: Options) -> jax.stages.Compiled:
-    """Compiles without jax's persistent cache.
+    """Compiles with XLA's cache of kernels, and without jax's persistent cache.
 
-    What is compiled for GPUs that are not there can be written to it, but not read
-    again: jax then warns, and compiles all the same.
+    Most of the time goes into the machine code of kernels, which nobody runs here.
+    Programs that differ in their schedule or their mesh share most of them.
+
+    What is compiled for GPUs that are not there can be written to jax's cache, but not
+    read again: jax then warns, and compiles all the same.
     """
     was_enabled = jax.config.values["jax_enable_compilation_cache"]
     jax.config.update("jax_enable_compilation_cache", False)
     compilation_cache.reset_cache()  # jax asks for the setting once only
     try:
-        return lowered.compile(compiler_options=dict(options))
+        return lowered.compile(compiler_options={**_kernel_cache(), **options})
     finally:
         jax.config.update("jax_enable_compilation_cache", was_enabled)
         compilation_cache.reset_cache()
+
+
+def _kernel_cache() -> Options:
+    return {
+        "xla_gpu_kernel_cache_file": str(_scratch() / "kernels"),
+        # Without it none is cached.
+        "xla_gpu_enable_llvm_module_compilation_parallelism": True,
+    }
+
+
+@functools.cache
+def _scratch() -> Path:
+    """This process's own, until it ends: XLA writes the file without a lock."""
+    folder = tempfile.mkdtemp(prefix="fsdp_jax-kernels-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)
 
 
 def scheduling_profile(module: Module, cost: CostModel, num_devices: int) -> str:

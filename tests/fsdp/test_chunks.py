@@ -339,7 +339,7 @@ def test_gather_is_exact_on_every_device(shape, sharding):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("spec", [P("x", "y"), P(None, ("y", "x")), P("y"), P()])
-def test_gather_and_split_keep_every_bit_of_every_dtype(dtype, spec):
+def test_gather_and_split_keep_every_bit_of_every_dtype(fusion_emitters, dtype, spec):
     with jax.enable_x64(True):
         whole = of_any_bits((8, 16), dtype)
         array = jax.device_put(whole, NamedSharding(GRID, spec))

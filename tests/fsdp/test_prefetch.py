@@ -96,7 +96,7 @@ def computed(plan, prefetch, unroll=1, *, layers, accumulate=1, dtype=np.float32
 
 
 @pytest.fixture(scope="module", params=[1, 2, 3, 5])
-def plain(request):
+def plain(request, fusion_emitters):
     """(layers, plan, loss and gradients without prefetching)."""
     plan = plan_of(request.param)
     return request.param, plan, computed(plan, 0, layers=request.param)

@@ -285,7 +285,7 @@ def whole(state):
 
 
 @pytest.fixture(scope="module")
-def by_default():
+def by_default(fusion_emitters):
     losses, state, _ = train_stack(accumulate=2)
     return host((losses, fsdp.gather(state.params)))
 

@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from helpers import compile_cache
+from helpers import compiling
 
 from fsdp_jax.launch import Patience, Processes
 
@@ -33,9 +33,7 @@ ENVIRONMENT = {
     "PYTHONPATH": os.pathsep.join(
         str(ROOT / path) for path in ("", "tests", "tests/bridge")
     ),
-    **compile_cache.ENVIRONMENT,
-    # As in conftest.py: most of the time of a test is compiling.
-    "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+    **compiling.ENVIRONMENT,
 }
 
 

@@ -8,14 +8,16 @@ is a function of that file alone:
 - of a law (a test function) without such a case, its cheapest case, if that takes at
   most `COVERING` seconds.
 
-All others are slow: `make test-all` runs them too. A test that was never measured is in
-the default tier, so that it runs until it is.
+All others are slow: `make test-all` runs them too, but for the cases of a law beyond
+`LAW` seconds: those are its grid, and long. A test that was never measured is in the
+default tier, so that it runs until it is.
 """
 
 from __future__ import annotations
 
 import ast
 import json
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from xml.etree import ElementTree
@@ -32,6 +34,8 @@ BUDGET = 1200.0
 """CPU-seconds of the default tier: about 10 minutes on 2 idle cores."""
 LIGHT = 0.5
 COVERING = 5.0
+LAW = 10.0
+"""CPU-seconds that the cases of one law may take in `make test-all`."""
 UNMEASURED = 1.0
 """CPU-seconds that a law counts for until it is measured."""
 
@@ -104,6 +108,35 @@ def default_tier(durations: Durations) -> frozenset[str]:
             cheapest[law] = test
     covering = {test for test in cheapest.values() if durations[test] <= COVERING}
     return frozenset(light | covering)
+
+
+def grid(durations: Durations) -> frozenset[str]:
+    """The measured tests that are left to `make test-long`.
+
+    Of each law the cheapest cases run, one at least, until they come to `LAW` seconds.
+    A case costs what all laws of its file take of the same case: what they share is
+    made by a fixture, for the first of them. What one law runs, all of them run.
+    """
+    cost: Counter[tuple[str, str]] = Counter()
+    cases: defaultdict[str, list[tuple[str, str]]] = defaultdict(list)
+    for test, seconds in durations.items():
+        if case := case_of(test):
+            cost[case] += seconds
+            cases[law_of(test)].append(case)
+    kept = set()
+    for of_law in cases.values():
+        spent = 0.0
+        for case in sorted(of_law, key=lambda case: (cost[case], case)):
+            spent += cost[case]
+            if cost[case] <= LIGHT or spent <= LAW or spent == cost[case]:
+                kept.add(case)
+    return frozenset(t for t in durations if (c := case_of(t)) and c not in kept)
+
+
+def case_of(test: str) -> tuple[str, str] | None:
+    """The file and the case of a node id; None for a law of one case."""
+    law, bracket, case = test.partition("[")
+    return (law.partition("::")[0], case) if bracket else None
 
 
 def slow_tests(tests: Iterable[str], durations: Durations) -> frozenset[str]:
