@@ -69,7 +69,7 @@ def _mark_slow(items: list[pytest.Item], durations: Durations) -> None:
     for item in items:
         if item.nodeid in slow:
             item.add_marker(pytest.mark.slow)
-        if item.nodeid in left:
+        if item.nodeid in left and not item.get_closest_marker("each_case"):
             item.add_marker(pytest.mark.grid)
             item.add_marker(pytest.mark.long)
 

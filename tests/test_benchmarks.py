@@ -13,6 +13,7 @@ from pathlib import Path
 import mutants
 import pytest
 import result
+from helpers import compiling
 from helpers.errors import facts
 
 ROOT = Path(__file__).parent.parent
@@ -146,10 +147,11 @@ def test_otherwise_it_is_refused_and_forced_says_so(
     assert len(json.loads(capsys.readouterr().out)["forced"]) == 1
 
 
-def run_benchmark(name, *words):
+def run_benchmark(name, *words, **environment):
     out = words[words.index("--out") + 1]
     command = [sys.executable, BENCHMARKS / name, *words]
-    subprocess.run(command, check=True, capture_output=True, cwd=ROOT)
+    env = os.environ | environment
+    subprocess.run(command, check=True, capture_output=True, cwd=ROOT, env=env)
     return json.loads(Path(out).read_text())
 
 
@@ -169,7 +171,8 @@ def test_a_node_hides_what_it_sends_when_compiled_anew(tmp_path):
 @pytest.mark.torch
 def test_the_check_of_a_gpu_runs_through_in_rehearsal(tmp_path):
     out = str(tmp_path / "check.json")
-    found = run_benchmark("gpu_check.py", "--rehearse", "--out", out)
+    words = ("--rehearse", "--out", out)
+    found = run_benchmark("gpu_check.py", *words, **compiling.ENVIRONMENT)
     assert found["fsdp_jax"]["last_loss"] < found["fsdp_jax"]["first_loss"]
     assert found["fsdp_jax"]["tokens_per_s"] > 0
     assert found["fsdp2"]["median_step_s"] > 0

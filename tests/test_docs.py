@@ -84,6 +84,7 @@ def test_the_python_blocks_of_the_readme_run_in_order(readme, folder):
     assert (folder / "exported" / "model.safetensors").exists()
 
 
+@pytest.mark.each_case
 @pytest.mark.parametrize(
     "page", sorted({b.page for b in all_blocks("python")} - {"README.md"})
 )

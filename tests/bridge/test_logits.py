@@ -30,7 +30,7 @@ from bridge.models import (
     dot_product_attention,
 )
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.each_case]
 
 # The largest difference over the largest logit. Two float32 programs that sum in
 # different orders; measured here: below 2e-6 for all variants.

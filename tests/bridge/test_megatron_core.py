@@ -25,6 +25,7 @@ def test_every_variant_with_a_twin_was_run():
     assert set(GOLDEN) == set(WITH)
 
 
+@pytest.mark.each_case
 @pytest.mark.parametrize("variant", WITH)
 def test_megatron_core_computes_our_logits_from_what_we_export(variant):
     config, golden = twin_config(variant), GOLDEN[variant]

@@ -126,6 +126,7 @@ def random_params(config, dtype=np.float32):
     )
 
 
+@pytest.mark.each_case
 @pytest.mark.parametrize("variant", WITH)
 def test_any_familys_tensors_are_megatrons_and_come_back(variant, tmp_path):
     config = twin_config(variant)
