@@ -1,6 +1,6 @@
 """Models, plans and runs put together at random: on a mesh, and on one device.
 
-    PYTHONPATH=tests python benchmarks/composition_fuzz.py [--cases 2000]
+    PYTHONPATH=tests python benchmarks/composition_fuzz.py [--cases 2000] [--jobs 2]
     PYTHONPATH=tests python benchmarks/composition_fuzz.py --case '{...}'
     PYTHONPATH=tests python benchmarks/composition_fuzz.py --planted 'NAME'
 
@@ -15,8 +15,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
+import faulthandler
+import multiprocessing
+import os
 import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import jax
@@ -24,8 +28,11 @@ import result
 from composition.composition_oracle import KINDS, TOLERANCES, Outcome, outcome_of
 from composition.compositions import Composition, case_of_seed
 from composition.planted import PLANTED, planted
+from helpers import compiling
 
 PACKAGES = ("jax", "flax", "optax", "equinox")
+_MOST_OF_A_PROCESS = 100  # cases, for what jax keeps of each
+_PATIENCE = 600  # seconds for a case
 
 
 def main() -> int:
@@ -39,13 +46,10 @@ def main() -> int:
         return _say(case, _outcome(case))
     conditions = result.begin(options, PACKAGES)
     found = _read(options)
-    started, before = time.process_time(), found["cpu_seconds"]
-    for seed in range(found["cases"], options.cases):
-        case = case_of_seed(seed)
-        _add(found, seed, case, _outcome(case))
-        found["cpu_seconds"] = round(before + time.process_time() - started)
+    for seed, (outcome, seconds) in _outcomes(found["cases"], options):
+        _add(found, seed, case_of_seed(seed), outcome)
+        found["cpu_seconds"] = round(found["cpu_seconds"] + seconds, 1)
         result.write(options, conditions, found, show=False)
-        jax.clear_caches()
     print({name: found[name] for name in ("cases", "cpu_seconds", *KINDS)})
     return int(bool(found["mismatches"]))
 
@@ -55,6 +59,7 @@ def _parse() -> argparse.Namespace:
         description="Compares compositions on a mesh with one device."
     )
     parser.add_argument("--cases", type=int, default=2000)
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), metavar="N")
     parser.add_argument("--case", help="one case, as a failure prints it")
     parser.add_argument("--planted", choices=PLANTED, help="a fault to be found")
     result.add_arguments(parser)
@@ -63,11 +68,35 @@ def _parse() -> argparse.Namespace:
 
 
 def _settle() -> None:
-    """Eight simulated devices, and programs compiled with few optimizations."""
+    """Eight simulated devices, and programs compiled as in the tests."""
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
-    jax.config.update("jax_disable_most_optimizations", True)
+    compiling.enable()
     jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+def _outcomes(
+    first: int, options: argparse.Namespace
+) -> Iterator[tuple[int, tuple[Outcome, float]]]:
+    """The outcomes of the cases from `first` on, in order, and their CPU-seconds."""
+    seeds = range(first, options.cases)
+    with ProcessPoolExecutor(
+        options.jobs,
+        multiprocessing.get_context("spawn"),
+        initializer=_settle,
+        max_tasks_per_child=_MOST_OF_A_PROCESS,
+    ) as pool:
+        yield from zip(seeds, pool.map(_timed, seeds), strict=True)
+
+
+def _timed(seed: int) -> tuple[Outcome, float]:
+    """A case that hangs shows where, and ends the run."""
+    started = time.process_time()
+    faulthandler.dump_traceback_later(_PATIENCE, exit=True)
+    outcome = _outcome(case_of_seed(seed))
+    faulthandler.cancel_dump_traceback_later()
+    jax.clear_caches()
+    return outcome, time.process_time() - started
 
 
 def _outcome(case: Composition) -> Outcome:
@@ -92,11 +121,7 @@ def _search(options: argparse.Namespace) -> int:
 
 
 def _read(options: argparse.Namespace) -> dict[str, Any]:
-    """What was found so far, without what the file says of its conditions."""
-    if options.out.is_file():
-        found = json.loads(options.out.read_text())
-        return {name: found[name] for name in found if name not in result.FIELDS}
-    return {
+    empty = {
         "cases": 0,
         "cpu_seconds": 0,
         **dict.fromkeys(KINDS, 0),
@@ -105,6 +130,7 @@ def _read(options: argparse.Namespace) -> dict[str, Any]:
         "refusals": [],
         "mismatches": [],
     }
+    return result.resumed(options, empty)
 
 
 def _add(found: dict[str, Any], seed: int, case: Composition, outcome: Outcome) -> None:

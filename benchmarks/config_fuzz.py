@@ -12,7 +12,6 @@ printed with the option that replays it.
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -70,11 +69,7 @@ def _settle() -> None:
 
 
 def _read(options: argparse.Namespace) -> dict[str, Any]:
-    """What was found so far, without what the file says of its conditions."""
-    if options.out.is_file():
-        found = json.loads(options.out.read_text())
-        return {name: found[name] for name in found if name not in result.FIELDS}
-    return {
+    empty = {
         "cases": 0,
         "seconds": 0,
         **dict.fromkeys(KINDS, 0),
@@ -82,6 +77,7 @@ def _read(options: argparse.Namespace) -> dict[str, Any]:
         "largest_error_of_those_that_agree": 0.0,
         "mismatches": [],
     }
+    return result.resumed(options, empty)
 
 
 def _add(found: dict[str, Any], seed: int, case: ConfigCase, outcome: Outcome) -> None:

@@ -291,7 +291,7 @@ def run(args: argparse.Namespace) -> None:
     """Judges mutants until all are, or the time is over."""
     conditions = result.begin(args, ("jax", "pytest", "coverage"))
     covered = covering()
-    known = json.loads(args.out.read_text())["mutants"] if args.out.exists() else []
+    known = result.resumed(args, {"mutants": []})["mutants"]
     by_place = {(row["file"], row["index"]): row for row in known}
     end = time.monotonic() + args.seconds
     with tempfile.TemporaryDirectory() as scratch:

@@ -81,6 +81,19 @@ def begin(args: argparse.Namespace, packages: Iterable[str]) -> Conditions:
     return Conditions(commit, date, load, _versions(packages), objections)
 
 
+def resumed(args: argparse.Namespace, empty: Mapping[str, Any]) -> dict[str, Any]:
+    """What an earlier run found and wrote to `--out`, for one that goes on.
+
+    Args:
+      args: Parsed, with what `add_arguments` added.
+      empty: What is known before the first run.
+    """
+    if not args.out.is_file():
+        return dict(empty)
+    found = json.loads(args.out.read_text())
+    return {name: found[name] for name in found if name not in FIELDS}
+
+
 def write(
     args: argparse.Namespace,
     conditions: Conditions,
