@@ -37,7 +37,7 @@ import orbax.checkpoint as ocp
 import result
 
 import fsdp_jax as fsdp
-from fsdp_jax.checkpoint._engine import file_bytes
+from fsdp_jax.checkpoint._orbax_handler import file_bytes
 
 LAYERS, WIDTH = 4, 1024
 PACKAGES = ("jax", "orbax-checkpoint", "tensorstore", "numpy", "torch")

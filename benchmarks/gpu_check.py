@@ -32,9 +32,9 @@ from flax import nnx
 
 import fsdp_jax as fsdp
 from bridge.models import Decoder, DecoderConfig, DecoderLayer, grouped_matmul
-from fsdp_jax._memory_alarm import compiled_bytes, memory_alarms
 from fsdp_jax.planner._gpu import GPUS
 from fsdp_jax.planner._memory import predict_memory
+from fsdp_jax.training._memory_check import compiled_bytes, memory_alarms
 
 LLAMA_1B = DecoderConfig(
     vocab_size=128256,

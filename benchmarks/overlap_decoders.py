@@ -11,14 +11,14 @@ from overlap_figures import by_axes, temporaries, times
 
 import fsdp_jax as fsdp
 from bridge.models import DecoderConfig, MoEConfig, RopeConfig
-from fsdp_jax._memory_alarm import compiled_bytes
-from fsdp_jax._stages import Schedule
-from fsdp_jax.cli._context import rows_mould
-from fsdp_jax.cli._model import fused_next_token_loss, plan_decoder
+from fsdp_jax.cli._context_parallel import rows_mould
+from fsdp_jax.cli._decoder import fused_next_token_loss, plan_decoder
 from fsdp_jax.cli._routing import Routing
 from fsdp_jax.planner._compile import compile_scheduled, gpu_devices
 from fsdp_jax.planner._gpu import GPUS
 from fsdp_jax.planner._memory import predict_memory
+from fsdp_jax.sharding._stages import Schedule
+from fsdp_jax.training._memory_check import compiled_bytes
 
 
 @dataclasses.dataclass(frozen=True)

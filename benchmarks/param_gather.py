@@ -23,8 +23,8 @@ from flax import nnx
 
 import fsdp_jax as fsdp
 from bridge.models import Decoder, DecoderConfig, DecoderLayer
-from fsdp_jax.cli._demo import _text_files
 from fsdp_jax.cli._tokens import read_tokens
+from fsdp_jax.cli.commands._demo import _text_files
 
 CONFIG = DecoderConfig(
     vocab_size=256,

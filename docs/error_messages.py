@@ -19,7 +19,7 @@ class Message:
     """An error as it is raised at one place.
 
     Attributes:
-      module: `fsdp_jax._mesh`.
+      module: `fsdp_jax.sharding._mesh`.
       function: The function, or `Class.method`, that raises it.
       error: The class of the exception.
       text: The message, or `{...}` where it is put together elsewhere.

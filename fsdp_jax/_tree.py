@@ -9,11 +9,14 @@ from typing import Any
 from flax import nnx
 from jax import tree_util
 
-from fsdp_jax._dealt import Dealt
-from fsdp_jax._padded import Padded
-
 PyTree = Any
-_LEAVES = (nnx.Variable, Padded, Dealt)
+
+
+class WholeLeaf:
+    """A pytree node around arrays that counts as one leaf, as `nnx.Variable` does."""
+
+
+_LEAVES = (nnx.Variable, WholeLeaf)
 
 
 def leaf_name(path: Sequence[Any]) -> str:
@@ -27,8 +30,8 @@ def named_leaves(
     """Every leaf with its dotted name, in the order of `jax.tree.leaves`.
 
     An nnx `Variable` counts as its value: its key path would end in `.value`, which is
-    no part of anybody's name for a weight. A `Padded` leaf counts as one, of its
-    logical shape, and so does a `Dealt` one. `is_leaf` may stop the walk elsewhere too.
+    no part of anybody's name for a weight. A `WholeLeaf` counts as one, of its
+    logical shape. `is_leaf` may stop the walk elsewhere too.
     """
     flat, _ = tree_util.tree_flatten_with_path(
         tree,

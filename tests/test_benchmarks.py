@@ -129,7 +129,8 @@ def test_a_benchmark_begins_on_a_quiet_machine_and_a_committed_tree(quiet, capsy
 
 
 @pytest.mark.parametrize(
-    "wrong, said", [("load", "1.0"), ("tree", "fsdp_jax/_mesh.py"), ("commit", "git")]
+    "wrong, said",
+    [("load", "1.0"), ("tree", "fsdp_jax/sharding/_mesh.py"), ("commit", "git")],
 )
 def test_otherwise_it_is_refused_and_forced_says_so(
     quiet, monkeypatch, capsys, wrong, said
@@ -138,7 +139,7 @@ def test_otherwise_it_is_refused_and_forced_says_so(
     if wrong == "load":
         monkeypatch.setattr(os, "getloadavg", lambda: (0.6 * cpus, 0.0, 0.0))
     if wrong == "tree":
-        monkeypatch.setattr(result, "_changed", lambda: ["fsdp_jax/_mesh.py"])
+        monkeypatch.setattr(result, "_changed", lambda: ["fsdp_jax/sharding/_mesh.py"])
     if wrong == "commit":
         monkeypatch.setattr(result, "_git", lambda *words: "")
     with pytest.raises(SystemExit, match=facts("--force", said)):

@@ -26,7 +26,7 @@ from bridge.models import (
     dot_product_attention,
     tensor_parallel_rules,
 )
-from fsdp_jax.cli._model import fused_next_token_loss, next_token_loss
+from fsdp_jax.cli._decoder import fused_next_token_loss, next_token_loss
 
 TX = optax.adamw(1e-2, eps=1e-3)
 # Like no other size, so that tokens are not taken for weights of a size.
@@ -184,7 +184,7 @@ def test_three_steps_over_tp_are_those_of_one_device(run, request):
     assert all(name in told for name in whole)
     tp = run.plan.mesh.shape["tp"]
     assert ("embed_tokens" in told) == (run.config.vocab_size % tp > 0)
-    fsdp.audit(run.plan, run.compiled)
+    fsdp.audit_step(run.plan, run.compiled)
 
 
 def test_of_tokens_a_part_crosses_tp_and_of_matrices_nothing(llama):

@@ -14,8 +14,8 @@ import bridge
 import fsdp_jax as fsdp
 from fsdp_jax._local_path import check_local
 from fsdp_jax.cli import _check_paths, main
-from fsdp_jax.cli._eval import Eval
-from fsdp_jax.cli._generate import Generate
+from fsdp_jax.cli.commands._eval import Eval
+from fsdp_jax.cli.commands._generate import Generate
 
 
 def takes_paths(module):

@@ -1,24 +1,24 @@
 """Checkpoints: any mesh to any mesh, atomic, nothing cast or dropped in silence."""
 
-from fsdp_jax.checkpoint._agree import OtherProcessError as OtherProcessError
+from fsdp_jax.checkpoint._assets import load_files as load_files
 from fsdp_jax.checkpoint._checkpointer import Checkpointer as Checkpointer
 from fsdp_jax.checkpoint._checkpointer import NotSavedError as NotSavedError
-from fsdp_jax.checkpoint._extras import Checkpointable as Checkpointable
-from fsdp_jax.checkpoint._extras import PerProcess as PerProcess
-from fsdp_jax.checkpoint._extras import Stateful as Stateful
-from fsdp_jax.checkpoint._files import load_files as load_files
 from fsdp_jax.checkpoint._load import load as load
 from fsdp_jax.checkpoint._load import load_metadata as load_metadata
 from fsdp_jax.checkpoint._load import load_params as load_params
 from fsdp_jax.checkpoint._load import load_shapes as load_shapes
-from fsdp_jax.checkpoint._local import LocalCheckpoints as LocalCheckpoints
 from fsdp_jax.checkpoint._manifest import (
     DamagedCheckpointError as DamagedCheckpointError,
 )
+from fsdp_jax.checkpoint._matching import Loaded as Loaded
+from fsdp_jax.checkpoint._multihost import OtherProcessError as OtherProcessError
+from fsdp_jax.checkpoint._objects import Checkpointable as Checkpointable
+from fsdp_jax.checkpoint._objects import PerProcess as PerProcess
+from fsdp_jax.checkpoint._objects import Stateful as Stateful
 from fsdp_jax.checkpoint._remove import remove as remove
-from fsdp_jax.checkpoint._replica import make_cliques as make_cliques
 from fsdp_jax.checkpoint._save import save as save
 from fsdp_jax.checkpoint._steps import latest_step as latest_step
-from fsdp_jax.checkpoint._strict import Loaded as Loaded
 from fsdp_jax.checkpoint._verify import Verified as Verified
 from fsdp_jax.checkpoint._verify import verify as verify
+from fsdp_jax.checkpoint.local._replication import make_cliques as make_cliques
+from fsdp_jax.checkpoint.local._store import LocalCheckpoints as LocalCheckpoints

@@ -23,19 +23,17 @@ from orbax.checkpoint.checkpoint_managers import (
 )
 
 from fsdp_jax._local_path import check_local
-from fsdp_jax._state import TrainState
 from fsdp_jax._tree import PyTree
-from fsdp_jax.checkpoint._agree import LostProcessError, gather
-from fsdp_jax.checkpoint._engine import (
+from fsdp_jax.checkpoint._assets import Files, load_files
+from fsdp_jax.checkpoint._load import load, load_metadata
+from fsdp_jax.checkpoint._multihost import LostProcessError, gather
+from fsdp_jax.checkpoint._objects import Extra
+from fsdp_jax.checkpoint._orbax_handler import (
     StateHandler,
     manager,
     raise_failure,
     remove_unfinished,
 )
-from fsdp_jax.checkpoint._extras import Extra
-from fsdp_jax.checkpoint._files import Files, load_files
-from fsdp_jax.checkpoint._load import load, load_metadata
-from fsdp_jax.checkpoint._local import LocalCheckpoints, LocalStore
 from fsdp_jax.checkpoint._save import Beside, prepare
 from fsdp_jax.checkpoint._steps import (
     Step,
@@ -43,6 +41,8 @@ from fsdp_jax.checkpoint._steps import (
     latest_step,
     resolve_step,
 )
+from fsdp_jax.checkpoint.local._store import LocalCheckpoints, LocalStore
+from fsdp_jax.training._state import TrainState
 
 _KILLED_BY_SIGTERM = 128 + signal.SIGTERM
 

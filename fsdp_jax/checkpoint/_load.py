@@ -14,15 +14,15 @@ import jax.numpy as jnp
 
 from fsdp_jax._local_path import check_local
 from fsdp_jax._tree import PyTree
-from fsdp_jax.checkpoint._agree import check_same, exchange, together
-from fsdp_jax.checkpoint._extras import Extra, capture, read_extras, restore_extras
-from fsdp_jax.checkpoint._keys import IMPLS, Leaf, flatten, layout, unflatten
+from fsdp_jax.checkpoint._leaf_names import IMPLS, Leaf, flatten, layout, unflatten
 from fsdp_jax.checkpoint._manifest import Manifest, damaged
+from fsdp_jax.checkpoint._matching import Cast, Loaded, Match, Options, Strict, match
+from fsdp_jax.checkpoint._multihost import check_same, exchange, together
+from fsdp_jax.checkpoint._objects import Extra, capture, read_extras, restore_extras
 from fsdp_jax.checkpoint._read import read_arrays, reshard
 from fsdp_jax.checkpoint._steps import Step, open_step, resolve_step
-from fsdp_jax.checkpoint._stored import root_cause
-from fsdp_jax.checkpoint._strict import Cast, Loaded, Match, Options, Strict, match
 from fsdp_jax.checkpoint._typed_json import decode
+from fsdp_jax.checkpoint._zarr import root_cause
 
 _PARAMS = "params."
 

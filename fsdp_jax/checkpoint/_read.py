@@ -18,7 +18,7 @@ import numpy as np
 import tensorstore as ts
 from jax.sharding import NamedSharding, PartitionSpec
 
-from fsdp_jax.checkpoint._stored import Box, chunks_of, open_arrays
+from fsdp_jax.checkpoint._zarr import Box, chunks_of, open_arrays
 
 # Of a chunk each, of at most 32 MiB: so much memory a load takes beside what it loads.
 _READS_AT_ONCE = 16

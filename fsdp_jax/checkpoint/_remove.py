@@ -13,13 +13,13 @@ import jax
 
 from fsdp_jax._local_path import check_local
 from fsdp_jax._tree import matches
-from fsdp_jax.checkpoint import _extras, _files
-from fsdp_jax.checkpoint._agree import together
-from fsdp_jax.checkpoint._engine import ITEM, UNFINISHED, remove_unfinished
+from fsdp_jax.checkpoint import _assets, _objects
 from fsdp_jax.checkpoint._manifest import Manifest, holds_arrays, write_manifest
+from fsdp_jax.checkpoint._multihost import together
+from fsdp_jax.checkpoint._orbax_handler import ITEM, UNFINISHED, remove_unfinished
 from fsdp_jax.checkpoint._replace import replace_step, step_folder
 from fsdp_jax.checkpoint._steps import Step, check_whole, open_step, resolve_step
-from fsdp_jax.checkpoint._stored import copy_arrays
+from fsdp_jax.checkpoint._zarr import copy_arrays
 
 # What Orbax says of each array, beside the arrays.
 _METADATA, _SHARDING = "_METADATA", "_sharding"
@@ -92,7 +92,7 @@ def names_beside(manifest: Manifest) -> list[str]:
 
 def _name_of_file(file: str) -> str | None:
     kind, *rest = file.split("/")
-    return f"{kind}.{rest[0]}" if kind in (_extras.FOLDER, _files.FOLDER) else None
+    return f"{kind}.{rest[0]}" if kind in (_objects.FOLDER, _assets.FOLDER) else None
 
 
 def _write_without(root: Path, step: int, manifest: Manifest, gone: set[str]) -> None:

@@ -12,21 +12,21 @@ from typing import Any
 import jax
 
 from fsdp_jax._local_path import check_local
-from fsdp_jax._state import TrainState
-from fsdp_jax.checkpoint._agree import check_same, together
-from fsdp_jax.checkpoint._engine import (
+from fsdp_jax.checkpoint._assets import Files, find_files
+from fsdp_jax.checkpoint._leaf_names import IMPLS, Leaf, flatten, layout
+from fsdp_jax.checkpoint._multihost import check_same, together
+from fsdp_jax.checkpoint._objects import Captured, Extra, capture
+from fsdp_jax.checkpoint._orbax_handler import (
     StateHandler,
     manager,
     raise_failure,
     remove_unfinished,
     save_arguments,
 )
-from fsdp_jax.checkpoint._extras import Captured, Extra, capture
-from fsdp_jax.checkpoint._files import Files, find_files
-from fsdp_jax.checkpoint._keys import IMPLS, Leaf, flatten, layout
 from fsdp_jax.checkpoint._steps import latest_step
-from fsdp_jax.checkpoint._stored import is_dtype_stored
 from fsdp_jax.checkpoint._typed_json import encode
+from fsdp_jax.checkpoint._zarr import is_dtype_stored
+from fsdp_jax.training._state import TrainState
 
 
 def save(

@@ -10,7 +10,6 @@ from typing import Literal
 
 from fsdp_jax._local_path import check_local
 from fsdp_jax.checkpoint import _manifest
-from fsdp_jax.checkpoint._engine import ITEM
 from fsdp_jax.checkpoint._manifest import (
     DamagedCheckpointError,
     Manifest,
@@ -18,8 +17,9 @@ from fsdp_jax.checkpoint._manifest import (
     damaged,
     read_manifest,
 )
+from fsdp_jax.checkpoint._orbax_handler import ITEM
 from fsdp_jax.checkpoint._replace import step_folder, steps_in
-from fsdp_jax.checkpoint._stored import read_all, root_cause
+from fsdp_jax.checkpoint._zarr import read_all, root_cause
 
 Step = int | Literal["latest-good"] | None
 

@@ -16,24 +16,24 @@ import tyro
 
 from fsdp_jax._local_path import check_local
 from fsdp_jax.checkpoint import NotSavedError
-from fsdp_jax.cli._compare import Compare
-from fsdp_jax.cli._convert import Convert
-from fsdp_jax.cli._demo import Demo
-from fsdp_jax.cli._diff_metrics import DiffMetrics
-from fsdp_jax.cli._doctor import Doctor
 from fsdp_jax.cli._errors import CheckFailed, ChildFailed
-from fsdp_jax.cli._eval import Eval
-from fsdp_jax.cli._export import Export
-from fsdp_jax.cli._generate import Generate
-from fsdp_jax.cli._import import Import
-from fsdp_jax.cli._inspect import Inspect
-from fsdp_jax.cli._launch import Launch
-from fsdp_jax.cli._make_tiny_llama import MakeTinyLlama
 from fsdp_jax.cli._no_driver import be_silent_without_driver
-from fsdp_jax.cli._plan import Plan
-from fsdp_jax.cli._remove import Remove
-from fsdp_jax.cli._train import Train
-from fsdp_jax.cli._verify import Verify
+from fsdp_jax.cli.commands._compare import Compare
+from fsdp_jax.cli.commands._convert import Convert
+from fsdp_jax.cli.commands._demo import Demo
+from fsdp_jax.cli.commands._diff_metrics import DiffMetrics
+from fsdp_jax.cli.commands._doctor import Doctor
+from fsdp_jax.cli.commands._eval import Eval
+from fsdp_jax.cli.commands._export import Export
+from fsdp_jax.cli.commands._generate import Generate
+from fsdp_jax.cli.commands._import import Import
+from fsdp_jax.cli.commands._inspect import Inspect
+from fsdp_jax.cli.commands._launch import Launch
+from fsdp_jax.cli.commands._make_tiny_llama import MakeTinyLlama
+from fsdp_jax.cli.commands._plan import Plan
+from fsdp_jax.cli.commands._remove import Remove
+from fsdp_jax.cli.commands._train import Train
+from fsdp_jax.cli.commands._verify import Verify
 from fsdp_jax.launch import fail
 
 _Command = (

@@ -9,9 +9,9 @@ import grain
 import numpy as np
 from jaxtyping import Int32
 
-from fsdp_jax._data import HostBatches, HostShard
-from fsdp_jax.cli._recipe import Recipe
 from fsdp_jax.cli._tokens import Tokens
+from fsdp_jax.cli._train_config import Recipe
+from fsdp_jax.data._host_batches import HostBatches, HostShard
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

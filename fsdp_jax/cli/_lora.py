@@ -14,7 +14,7 @@ import bridge
 import fsdp_jax as fsdp
 from bridge.models import DecoderConfig
 from fsdp_jax._tree import PyTree
-from fsdp_jax.cli._model import plan_decoder
+from fsdp_jax.cli._decoder import plan_decoder
 
 BaseDType = Literal["float32", "bfloat16", "float16", "int8", "nf4"]
 _CODES: dict[str, Literal["int8", "nf4"]] = {"int8": "int8", "nf4": "nf4"}

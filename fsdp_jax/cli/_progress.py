@@ -7,8 +7,7 @@ from contextlib import contextmanager
 
 from rich.progress import TextColumn, TimeRemainingColumn
 
-from fsdp_jax._bar import make_bar
-from fsdp_jax._table import format_bytes
+from fsdp_jax._report import format_bytes, make_bar
 from fsdp_jax.cli._metrics import StepMetrics
 
 

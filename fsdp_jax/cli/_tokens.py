@@ -11,9 +11,9 @@ import jax
 import numpy as np
 from jaxtyping import Integer
 
-from fsdp_jax.checkpoint._agree import check_same, exchange, together
-from fsdp_jax.cli._codec import check_vocab, open_codec
-from fsdp_jax.cli._recipe import Tokenizer
+from fsdp_jax.checkpoint._multihost import check_same, exchange, together
+from fsdp_jax.cli._tokenizer import check_vocab, open_codec
+from fsdp_jax.cli._train_config import Tokenizer
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Callable, Sequence, Set
 from pathlib import Path
 
-from fsdp_jax.cli._child import Outcome
+from fsdp_jax.cli._subprocess import Outcome
 from fsdp_jax.cli._xla_names import option_names
 
 Probe = Callable[[str], Outcome]

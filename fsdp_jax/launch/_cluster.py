@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from jax._src.clusters import ClusterEnv
 
-from fsdp_jax.launch._wire import split_address
+from fsdp_jax.launch._protocol import split_address
 
 # Set by `fsdp-jax launch`, which is itself the coordinator.
 HOSTED = "FSDP_JAX_HOSTED"

@@ -17,11 +17,11 @@ from typing import Any
 
 import jax
 
-from fsdp_jax.launch._attendance import Attendance, attend
-from fsdp_jax.launch._claims import Claim, as_facts
+from fsdp_jax.launch._client import Attendance, attend
 from fsdp_jax.launch._cluster import Place, find_place
-from fsdp_jax.launch._meeting import Meeting
-from fsdp_jax.launch._patience import Patience
+from fsdp_jax.launch._coordinator import Meeting
+from fsdp_jax.launch._handshake import Claim, as_facts
+from fsdp_jax.launch._timeouts import Patience
 
 _PACKAGES = ("jax", "jaxlib", "fsdp-jax")
 

@@ -6,8 +6,8 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
-from fsdp_jax.launch._claims import Claim
-from fsdp_jax.launch._wire import Message
+from fsdp_jax.launch._handshake import Claim
+from fsdp_jax.launch._protocol import Message
 
 _MOST_NAMED = 8
 

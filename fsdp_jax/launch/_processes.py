@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from typing import TextIO
 
 from fsdp_jax.launch._cluster import HOSTED
-from fsdp_jax.launch._meeting import Meeting
-from fsdp_jax.launch._patience import Patience
+from fsdp_jax.launch._coordinator import Meeting
+from fsdp_jax.launch._timeouts import Patience
 
 Line = Callable[[int, str, bool], None]
 

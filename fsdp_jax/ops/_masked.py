@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Num
 
-from fsdp_jax._mesh import DATA_AXES
+from fsdp_jax.sharding._mesh import DATA_AXES
 
 Values = Float[Array, "*shape"]
 Mask = Bool[Array, "*shape"] | Num[Array, "*shape"]

@@ -1,14 +1,14 @@
 """What a step will need and where its time goes, without the GPUs it is for."""
 
+from fsdp_jax.planner._comm_table import SentRow as SentRow
+from fsdp_jax.planner._comm_table import sent_grid as sent_grid
 from fsdp_jax.planner._compile import gpu_devices as gpu_devices
-from fsdp_jax.planner._forecast import Forecast as Forecast
-from fsdp_jax.planner._forecast import compile_for as compile_for
-from fsdp_jax.planner._forecast import count_on_cpu as count_on_cpu
+from fsdp_jax.planner._estimate import Forecast as Forecast
+from fsdp_jax.planner._estimate import compile_for as compile_for
+from fsdp_jax.planner._estimate import count_on_cpu as count_on_cpu
 from fsdp_jax.planner._gpu import GPU as GPU
 from fsdp_jax.planner._gpu import GPUS as GPUS
 from fsdp_jax.planner._gpu import CostModel as CostModel
 from fsdp_jax.planner._gpu import find_gpu as find_gpu
 from fsdp_jax.planner._memory import Memory as Memory
-from fsdp_jax.planner._sent import SentRow as SentRow
-from fsdp_jax.planner._sent import sent_grid as sent_grid
 from fsdp_jax.planner._sweep import Sweep as Sweep

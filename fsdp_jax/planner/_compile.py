@@ -16,11 +16,11 @@ import jax
 from jax.experimental import topologies
 from jax.experimental.compilation_cache import compilation_cache
 
+from fsdp_jax.hlo._parse import Module, parse
+from fsdp_jax.hlo._replica_groups import collective_of, walk
 from fsdp_jax.planner._cost import compute_seconds, wire_seconds
 from fsdp_jax.planner._gpu import GPU, CostModel
-from fsdp_jax.planner._hlo import Module, parse
 from fsdp_jax.planner._timeline import Timeline, replay
-from fsdp_jax.planner._wire import collective_of, walk
 
 Options = Mapping[str, Any]
 

@@ -6,9 +6,9 @@ import json
 import math
 import re
 
+from fsdp_jax.hlo._parse import Computation, Instruction, Module
+from fsdp_jax.hlo._replica_groups import Collective
 from fsdp_jax.planner._gpu import CostModel
-from fsdp_jax.planner._hlo import Computation, Instruction, Module
-from fsdp_jax.planner._wire import Collective
 
 FREE = {
     "parameter",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from fsdp_jax.planner._operations import Operation, Program
+from fsdp_jax.planner.liveness._operations import Operation, Program
 
 
 def product_flops(program: Program) -> float:

@@ -10,11 +10,11 @@ from typing import Any
 import jax
 from jax.extend.mlir import ir
 
-from fsdp_jax._offload import HOST
-from fsdp_jax._plan import Plan
-from fsdp_jax._state import TrainState
 from fsdp_jax._tree import PyTree
-from fsdp_jax.planner._operations import Program, Value
+from fsdp_jax.planner.liveness._operations import Program, Value
+from fsdp_jax.sharding._offload import HOST
+from fsdp_jax.sharding._plan import Plan
+from fsdp_jax.training._state import TrainState
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """What of a step's memory is what, from its plan and its trace alone.
 
-No compiler is asked: a trace says what is computed in which order, and `_lifetimes.py`
+No compiler is asked: a trace says what is computed in which order, and `liveness`
 what of it lies in memory.
 """
 
@@ -16,15 +16,15 @@ import jax.numpy as jnp
 from jax.extend import core
 from jax.sharding import NamedSharding
 
-from fsdp_jax._plan import Plan
-from fsdp_jax._state import TrainState
 from fsdp_jax._tree import PyTree
 from fsdp_jax.planner._host_memory import entered, resident
-from fsdp_jax.planner._lifetimes import Lifetimes, lifetimes
-from fsdp_jax.planner._operations import Operation, Program, Value
-from fsdp_jax.planner._order import as_run
-from fsdp_jax.planner._split import Dim, dim_of
-from fsdp_jax.planner._trace import on_one_device
+from fsdp_jax.planner.liveness._lifetimes import Lifetimes, lifetimes
+from fsdp_jax.planner.liveness._operations import Operation, Program, Value
+from fsdp_jax.planner.liveness._schedule_order import as_run
+from fsdp_jax.planner.liveness._tp_propagation import Dim, dim_of
+from fsdp_jax.planner.liveness._trace import on_one_device
+from fsdp_jax.sharding._plan import Plan
+from fsdp_jax.training._state import TrainState
 
 WORKSPACE = 4 << 20
 """Bytes that a matrix product of cuBLAS takes besides, one at a time."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from fsdp_jax._table import Grid, format_bytes, html_page
-from fsdp_jax.planner._forecast import Forecast
+from fsdp_jax._report import Grid, format_bytes, html_page
+from fsdp_jax.planner._estimate import Forecast
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

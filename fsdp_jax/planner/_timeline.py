@@ -6,10 +6,10 @@ import dataclasses
 import re
 from collections.abc import Callable
 
+from fsdp_jax.hlo._parse import Computation, Instruction, Module
+from fsdp_jax.hlo._replica_groups import Collective, collective_of
 from fsdp_jax.planner._cost import compute_seconds, wire_seconds
 from fsdp_jax.planner._gpu import CostModel
-from fsdp_jax.planner._hlo import Computation, Instruction, Module
-from fsdp_jax.planner._wire import Collective, collective_of
 
 
 @dataclasses.dataclass(frozen=True)

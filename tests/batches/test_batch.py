@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import fsdp_jax as fsdp
 from fsdp_jax import Batch, Jagged
-from fsdp_jax.batches._same import same
+from fsdp_jax.rl._same import same
 
 
 def batch(num_rows: int = 6) -> Batch:

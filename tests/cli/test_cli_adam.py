@@ -12,7 +12,7 @@ from helpers.errors import facts
 from bridge.megatron import AdamSettings
 from fsdp_jax._tree import named_leaves
 from fsdp_jax.cli._adam import AdamOptions, settings_of_import, stored_settings
-from fsdp_jax.cli._recipe import Recipe, make_recipe
+from fsdp_jax.cli._train_config import Recipe, make_recipe
 
 PARAMS = {"norm": {"scale": jnp.ones(4)}, "w": jnp.full((3, 4), 2.0)}
 LR, DECAY = 0.1, 0.5

@@ -11,8 +11,8 @@ from helpers.errors import facts
 
 from fsdp_jax import HostShard
 from fsdp_jax.cli._data import make_batches, position
-from fsdp_jax.cli._recipe import Recipe
 from fsdp_jax.cli._tokens import Tokens, fingerprint, read_tokens
+from fsdp_jax.cli._train_config import Recipe
 
 IDS = np.arange(50, dtype=np.uint32)  # 7 rows of 7 and 1; the first is predicted never
 TOKENS = Tokens((IDS[:20], IDS[20:]))

@@ -8,11 +8,12 @@ import sys
 
 import pytest
 
-from fsdp_jax.cli import _doctor, main
-from fsdp_jax.cli._child import Outcome, run_child
-from fsdp_jax.cli._installed import check_settings, check_versions, settings
+from fsdp_jax.cli import main
+from fsdp_jax.cli._environment import check_settings, check_versions, settings
+from fsdp_jax.cli._subprocess import Outcome, run_child
 from fsdp_jax.cli._xla_flags import diagnose, split, value_of
 from fsdp_jax.cli._xla_names import option_names
+from fsdp_jax.cli.commands import _doctor
 
 GOOD = "--xla_force_host_platform_device_count=3"
 

@@ -12,7 +12,7 @@ from helpers.errors import facts
 
 import fsdp_jax as fsdp
 from fsdp_jax.cli import main
-from fsdp_jax.cli._train import Train
+from fsdp_jax.cli.commands._train import Train
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ import pytest
 import bridge
 import fsdp_jax as fsdp
 from fsdp_jax.cli import main
-from fsdp_jax.cli._model import plan_decoder
+from fsdp_jax.cli._decoder import plan_decoder
 
 LORA = ["--lora-rank", "2", "--lora-alpha", "8", "--base-dtype", "nf4"]
 

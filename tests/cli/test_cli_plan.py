@@ -13,7 +13,7 @@ from tiny_configs import hf_fields
 import bridge
 import fsdp_jax as fsdp
 from fsdp_jax.cli import main
-from fsdp_jax.cli._model import plan_decoder
+from fsdp_jax.cli._decoder import plan_decoder
 from fsdp_jax.planner import count_on_cpu
 
 TINY = Llama(width=64, mlp=128, heads=2, kv_heads=1, layers=3, vocab=256, head_dim=32)
@@ -132,7 +132,7 @@ def test_without_the_compiler_for_gpus_the_cpu_s_says_what_it_can(
     def absent(gpu, count):
         raise ValueError("pip install 'fsdp-jax[plan]'")
 
-    monkeypatch.setattr("fsdp_jax.cli._plan.gpu_devices", absent)
+    monkeypatch.setattr("fsdp_jax.cli.commands._plan.gpu_devices", absent)
     assert not plan(llama, "--gpus", str(jax.device_count()), "--seq", "16")
     out, err = capsys.readouterr()
     assert "no time is foretold" in err

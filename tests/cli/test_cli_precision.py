@@ -13,7 +13,7 @@ import pytest
 
 import fsdp_jax as fsdp
 from fsdp_jax.cli import main
-from fsdp_jax.cli._recipe import Recipe
+from fsdp_jax.cli._train_config import Recipe
 
 
 @pytest.fixture(scope="module")

@@ -14,11 +14,11 @@ import bridge
 import fsdp_jax as fsdp
 from bridge.models import Decoder, DecoderConfig, RopeConfig
 from fsdp_jax.cli import main
-from fsdp_jax.cli._context import check_context
+from fsdp_jax.cli._context_parallel import check_context
 from fsdp_jax.cli._data import make_batches
-from fsdp_jax.cli._model import next_token_loss, plan_decoder
-from fsdp_jax.cli._recipe import Recipe
+from fsdp_jax.cli._decoder import next_token_loss, plan_decoder
 from fsdp_jax.cli._tokens import read_tokens
+from fsdp_jax.cli._train_config import Recipe
 
 # Two meshes add up the same float32 numbers in different orders; measured: 1e-7. A
 # batch that is another one makes 1e-2.

@@ -16,16 +16,9 @@ import jax.numpy as jnp
 from flax import linen
 from jax import lax
 
-from fsdp_jax import (
-    _aux,
-    _collectives,
-    _config,
-    _fully_shard,
-    _local,
-    _loss,
-    _prefetch,
-    _update,
-)
+from fsdp_jax.sharding import _config, _fully_shard
+from fsdp_jax.step import _aux_outputs, _collectives, _loss, _prefetch
+from fsdp_jax.training import _gradients, _update
 
 Change = Callable[[Callable[..., Any]], Callable[..., Any]]
 """From a function to one with a fault."""
@@ -95,7 +88,9 @@ def _no_sync(axes):
 
 
 def _one_mean(original):
-    return lambda mesh, axes: 1 if axes == _local.DATA_AXES else original(mesh, axes)
+    return lambda mesh, axes: (
+        1 if axes == _gradients.DATA_AXES else original(mesh, axes)
+    )
 
 
 def _always_once(original):
@@ -147,35 +142,45 @@ PLANTED: Mapping[str, tuple[tuple[Any, str, Change], ...]] = {
         (_collectives, "accumulated", _instead(lambda row, grad, new: grad + 2 * new)),
     ),
     "earlier microbatches lost": (
-        (_local, "accumulated", _instead(lambda row, grad, new: new)),
+        (_gradients, "accumulated", _instead(lambda row, grad, new: new)),
     ),
-    "the first microbatch again": ((_local, "split_microbatches", _first_rows),),
+    "the first microbatch again": ((_gradients, "split_microbatches", _first_rows),),
     "late axes not reduced": (
-        (_local, "reduce_late", lambda f: lambda row, g, axes: f(row, 0.5 * g, axes)),
+        (
+            _gradients,
+            "reduce_late",
+            lambda f: lambda row, g, axes: f(row, 0.5 * g, axes),
+        ),
     ),
-    "a gradient divided by no ranks": ((_local, "num_devices", _one_mean),),
+    "a gradient divided by no ranks": ((_gradients, "num_devices", _one_mean),),
     "a gradient divided by no tokens": (
-        (_local, "_all_divided", _instead(lambda rows, grads, count: list(grads))),
+        (_gradients, "_all_divided", _instead(lambda rows, grads, count: list(grads))),
     ),
-    "the loss of one rank": ((_local, "_sum", _instead(lambda x, axes: x)),),
+    "the loss of one rank": ((_gradients, "_sum", _instead(lambda x, axes: x)),),
     "statistics of the rank's own rows": (
         (_loss, "sync_batch_norms", _instead(lambda model, axes: model)),
         (_loss, "sync_linen_batch_norms", _instead(_no_sync)),
     ),
     "statistics that stay as they were": (
-        (_local, "reduce_state", _instead(lambda plan, before, after, axes: before)),
+        (
+            _gradients,
+            "reduce_state",
+            _instead(lambda plan, before, after, axes: before),
+        ),
     ),
     "sown values lost": ((_loss, "gather_at_units", _without_sow),),
     "frozen parameters trained": ((_fully_shard, "_plan_param", _trains_all),),
     "a cast undone": ((_config.MixedPrecisionPolicy, "resolve", _in_main_dtype),),
     "a rule that meets earlier microbatches": (
-        (_local, "trace_gradients", _always_once),
+        (_gradients, "trace_gradients", _always_once),
     ),
     "a stack gathered twice, finished twice": (
-        (_local, "_finished_in_backward", _gathered_once),
+        (_gradients, "_finished_in_backward", _gathered_once),
     ),
-    "means that are sums": ((_local, "reduce_aux", _instead(_summed_means)),),
-    "rows by microbatch": ((_aux, "join_microbatches", _instead(_rows_by_microbatch)),),
+    "means that are sums": ((_gradients, "reduce_aux", _instead(_summed_means)),),
+    "rows by microbatch": (
+        (_aux_outputs, "join_microbatches", _instead(_rows_by_microbatch)),
+    ),
     "the first layer gathered ahead": ((_prefetch, "_at", _at_first),),
     "gradients put at the first layer": ((_prefetch, "_put", _put_first),),
     "momentum forgotten": (

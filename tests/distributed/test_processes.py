@@ -23,9 +23,9 @@ from jax.sharding import PartitionSpec as P
 import bridge
 import fsdp_jax as fsdp
 from fsdp_jax import ops
-from fsdp_jax.cli._eval import perplexity
-from fsdp_jax.cli._model import plan_decoder
+from fsdp_jax.cli._decoder import plan_decoder
 from fsdp_jax.cli._tokens import Tokens
+from fsdp_jax.cli.commands._eval import perplexity
 
 pytestmark = pytest.mark.distributed
 

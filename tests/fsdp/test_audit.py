@@ -15,11 +15,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import fsdp_jax as fsdp
-from fsdp_jax import _collectives
-from fsdp_jax._compiler_options import compiler_options
-from fsdp_jax._plan import Plan
 from fsdp_jax.planner._compile import gpu_devices
 from fsdp_jax.planner._gpu import GPUS
+from fsdp_jax.sharding._plan import Plan
+from fsdp_jax.step import _collectives
+from fsdp_jax.training._compiler_options import compiler_options
 
 TX = optax.adamw(1e-3)
 LAYERS, WIDTH, MLP, OUT, ROWS = 3, 32, 64, 16, 96
@@ -78,7 +78,7 @@ def lowered(plan: Plan, loss=None, accumulate=1, state=None):
 
 def differences(plan: Plan, program, **options) -> list[str]:
     with pytest.raises(fsdp.AuditError) as error:
-        fsdp.audit(plan, program, **options)
+        fsdp.audit_step(plan, program, **options)
     assert all(line in str(error.value) for line in error.value.differences)
     return list(error.value.differences)
 
@@ -117,10 +117,10 @@ def test_a_program_of_its_plan_passes(name):
     mesh, config, accumulate, options = HEALTHY[name]
     plan = plan_of(mesh, **config)
     program = lowered(plan, loss_of(**options), accumulate)
-    fsdp.audit(plan, program, accumulate=accumulate)
+    fsdp.audit_step(plan, program, accumulate=accumulate)
     compiled = program.compile()
-    fsdp.audit(plan, compiled, accumulate=accumulate)
-    fsdp.audit(plan, compiled.as_text(), accumulate=accumulate)
+    fsdp.audit_step(plan, compiled, accumulate=accumulate)
+    fsdp.audit_step(plan, compiled.as_text(), accumulate=accumulate)
 
 
 @pytest.fixture(scope="module")
@@ -136,8 +136,8 @@ def unrolled():
 
 def test_a_list_of_layers_passes(unrolled):
     plan, program = unrolled[True]
-    fsdp.audit(plan, program)
-    fsdp.audit(plan, program.compile())
+    fsdp.audit_step(plan, program)
+    fsdp.audit_step(plan, program.compile())
 
 
 @pytest.mark.parametrize("sizes", [{}, {"dp_outer": 2}])
@@ -156,9 +156,9 @@ def test_a_model_of_which_no_dim_divides_passes(sizes):
 
     step = fsdp.make_train_step(plan, loss, TX)
     rows = jax.ShapeDtypeStruct((16, 13), jnp.float32)
-    fsdp.audit(plan, step.lower(fsdp.abstract_state(plan, TX), rows).compile())
+    fsdp.audit_step(plan, step.lower(fsdp.abstract_state(plan, TX), rows).compile())
     compute = jax.jit(lambda params, x: fsdp.value_and_grad(plan, loss)(params, x))
-    fsdp.audit(plan, compute.lower(plan.params, rows))
+    fsdp.audit_step(plan, compute.lower(plan.params, rows))
 
 
 # 1: weights kept for backward
@@ -226,7 +226,7 @@ def test_reductions_in_full_precision_are_named(full_precision):
 
 
 def test_of_a_program_for_cpus_dtypes_are_not_judged(full_precision):
-    fsdp.audit(plan_of(mp_policy=BF16), full_precision.compile())
+    fsdp.audit_step(plan_of(mp_policy=BF16), full_precision.compile())
 
 
 # 3: what the plan does not need
@@ -413,11 +413,11 @@ def test_all_differences_are_in_one_error():
 
 def test_what_is_no_program_is_refused(full_precision):
     with pytest.raises(TypeError, match=facts("audit", "step.lower(...)", "function")):
-        fsdp.audit(plan_of(), loss_of())
+        fsdp.audit_step(plan_of(), loss_of())
     with pytest.raises(ValueError, match=facts("ENTRY", "compiled.as_text()")):
-        fsdp.audit(plan_of(), full_precision.as_text())
-    with pytest.raises(ValueError, match=facts("audit(overlapped=True)", "GPUs")):
-        fsdp.audit(plan_of(), full_precision.compile(), overlapped=True)
+        fsdp.audit_step(plan_of(), full_precision.as_text())
+    with pytest.raises(ValueError, match=facts("audit_step(overlapped=True)", "GPUs")):
+        fsdp.audit_step(plan_of(), full_precision.compile(), overlapped=True)
 
 
 # Compiled for GPUs, without one. 7: what nothing computes beside
@@ -445,7 +445,7 @@ GPU_HEALTHY = ["DDP", "HSDP", "HFSDP, prefetched", "tp", "bf16", "wide sums"]
 def test_a_program_for_gpus_of_its_plan_passes(gpus, name):
     mesh, config, accumulate, options = HEALTHY[name]
     plan, program = compiled_for(gpus, mesh, loss_of(**options), accumulate, **config)
-    fsdp.audit(plan, program, accumulate=accumulate)
+    fsdp.audit_step(plan, program, accumulate=accumulate)
 
 
 @pytest.fixture(scope="module")
@@ -498,7 +498,7 @@ def test_weights_of_single_layers_kept_on_gpus_are_named(gpus):
         program = step.lower(fsdp.abstract_state(plan, TX), rows)
         plans[reshard] = plan
         programs[reshard] = program.compile(compiler_options=compiler_options())
-    fsdp.audit(plans[True], programs[True])
+    fsdp.audit_step(plans[True], programs[True])
     found = differences(plans[True], programs[False])
     assert all("forward gathered in backward" in line for line in found)
     # Of the first layer backward needs no `up`: there is nothing before it.
@@ -511,7 +511,7 @@ def test_weights_of_single_layers_kept_on_gpus_are_named(gpus):
 def test_what_nothing_computes_beside_is_named(gpus):
     plan, program = compiled_for(gpus, scale=64)
     found = differences(plan, program, overlapped=True)
-    fsdp.audit(plan, program)
+    fsdp.audit_step(plan, program)
     assert all("(unit 'layers')" in line for line in found)
     assert any("all-gather" in line for line in found)
     assert all("matrix product" in line or "at once" in line for line in found)
@@ -520,4 +520,4 @@ def test_what_nothing_computes_beside_is_named(gpus):
 def test_what_is_gathered_ahead_is_overlapped(gpus):
     loss = loss_of(prefetch=1, unroll=2)
     plan, program = compiled_for(gpus, loss=loss, scale=64)
-    fsdp.audit(plan, program, overlapped=True)
+    fsdp.audit_step(plan, program, overlapped=True)

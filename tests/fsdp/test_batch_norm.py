@@ -242,7 +242,7 @@ def test_the_audit_knows_the_statistics_that_travel(name):
     case = CASES[name]
     plan, tx = plan_of(case, case.units), optax.sgd(0.1)
     step = fsdp.make_train_step(plan, case.loss, tx)
-    fsdp.audit(plan, step.lower(fsdp.abstract_state(plan, tx), X))
+    fsdp.audit_step(plan, step.lower(fsdp.abstract_state(plan, tx), X))
 
 
 def masked_linen():

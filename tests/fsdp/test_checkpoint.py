@@ -22,9 +22,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 import fsdp_jax as fsdp
 from fsdp_jax._tree import named_leaves
 from fsdp_jax.checkpoint import _read
-from fsdp_jax.checkpoint._keys import is_key
-from fsdp_jax.checkpoint._stored import open_arrays
+from fsdp_jax.checkpoint._leaf_names import is_key
 from fsdp_jax.checkpoint._typed_json import decode, encode
+from fsdp_jax.checkpoint._zarr import open_arrays
 
 WIDTH = 8
 TX = optax.adamw(1e-2)

@@ -24,7 +24,7 @@ from orbax.checkpoint._src.serialization import tensorstore_utils
 
 import fsdp_jax as fsdp
 from fsdp_jax.checkpoint import _checksums
-from fsdp_jax.checkpoint._stored import chunk_grid, zarr_metadata
+from fsdp_jax.checkpoint._zarr import chunk_grid, zarr_metadata
 from fsdp_jax.cli import main
 
 pytestmark = [ORBAX_FAILS_NOISILY, pytest.mark.versions]

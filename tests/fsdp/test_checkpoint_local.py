@@ -23,10 +23,10 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
 import fsdp_jax as fsdp
-from fsdp_jax.checkpoint._keys import flatten
-from fsdp_jax.checkpoint._local_file import Header, open_file, pack
-from fsdp_jax.checkpoint._local_layout import Layout, layout_from_json, layout_of
-from fsdp_jax.checkpoint._local_plan import (
+from fsdp_jax.checkpoint._leaf_names import flatten
+from fsdp_jax.checkpoint.local._format import Header, open_file, pack
+from fsdp_jax.checkpoint.local._layout import Layout, layout_from_json, layout_of
+from fsdp_jax.checkpoint.local._plan import (
     add_copies,
     choose_files,
     find,
@@ -34,7 +34,7 @@ from fsdp_jax.checkpoint._local_plan import (
     plan_fetches,
     step_of,
 )
-from fsdp_jax.checkpoint._replica import check_cliques, rounds
+from fsdp_jax.checkpoint.local._replication import check_cliques, rounds
 
 RAGGED = ((2, 6, 7), (3, 1), (5,), (0, 4))  # of Megatron's test
 

@@ -22,8 +22,9 @@ from helpers.processes import run_processes
 from jax.sharding import NamedSharding, PartitionSpec
 
 import fsdp_jax as fsdp
-from fsdp_jax.checkpoint import _engine, _local
-from fsdp_jax.checkpoint._agree import exchange
+from fsdp_jax.checkpoint import _orbax_handler
+from fsdp_jax.checkpoint._multihost import exchange
+from fsdp_jax.checkpoint.local import _store
 
 pytestmark = pytest.mark.distributed
 
@@ -295,23 +296,23 @@ def until_given_up(directory: Path) -> None:
 @contextlib.contextmanager
 def interrupted_copies(number: int):
     """This process gets the signal when it begins to write what a peer sent it."""
-    write = _local._write
+    write = _store._write
 
     def interrupted(path, saver, content):
         if saver != jax.process_index():
             os.kill(os.getpid(), number)
         write(path, saver, content)
 
-    _local._write = interrupted
+    _store._write = interrupted
     try:
         yield
     finally:
-        _local._write = write
+        _store._write = write
 
 
 def hangs_in_a_persistent_save(directory: str) -> list:
     """Process 1 wrote its part, and does not say so until it is given up."""
-    given_up, publish = Path(directory, "given up"), _engine.publish
+    given_up, publish = Path(directory, "given up"), _orbax_handler.publish
 
     def publish_late(*arguments):
         while not given_up.exists():
@@ -320,7 +321,7 @@ def hangs_in_a_persistent_save(directory: str) -> list:
 
     with fsdp.Checkpointer(directory, timeout_secs=LOST_SECS) as checkpointer:
         if jax.process_index() == 1:
-            _engine.publish = publish_late
+            _orbax_handler.publish = publish_late
         checkpointer.save(1, state_at(1))
         start = time.monotonic()
         with pytest.raises(RuntimeError) as failed:
@@ -328,7 +329,7 @@ def hangs_in_a_persistent_save(directory: str) -> list:
         secs = time.monotonic() - start
         given_up.touch()
         exchange(None)
-        _engine.publish = publish
+        _orbax_handler.publish = publish
         checkpointer.save(2, state_at(2))
     return [str(failed.value), secs]
 
@@ -350,7 +351,7 @@ def killed_in_a_persistent_save(directory: str) -> list:
         checkpointer.wait()
         begun = Path(directory, "begun")
         if jax.process_index() == 1:
-            _engine.publish = lambda *_: killed_after(begun)
+            _orbax_handler.publish = lambda *_: killed_after(begun)
         checkpointer.save(2, state_at(2))
         begun.touch()
         start = time.monotonic()

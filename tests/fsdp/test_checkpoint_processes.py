@@ -18,7 +18,7 @@ from helpers.processes import run_processes
 from jax.sharding import NamedSharding, PartitionSpec
 
 import fsdp_jax as fsdp
-from fsdp_jax.checkpoint._agree import exchange
+from fsdp_jax.checkpoint._multihost import exchange
 
 pytestmark = pytest.mark.distributed
 

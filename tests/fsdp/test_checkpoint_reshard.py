@@ -17,11 +17,11 @@ from tiny_configs import FAMILIES, hf_fields
 
 import bridge
 import fsdp_jax as fsdp
-from fsdp_jax._padded import Padded
 from fsdp_jax._tree import named_leaves
-from fsdp_jax.checkpoint._keys import flatten, is_key
-from fsdp_jax.checkpoint._stored import zarr_metadata
-from fsdp_jax.cli._model import plan_decoder
+from fsdp_jax.checkpoint._leaf_names import flatten, is_key
+from fsdp_jax.checkpoint._zarr import zarr_metadata
+from fsdp_jax.cli._decoder import plan_decoder
+from fsdp_jax.sharding._padded import Padded
 
 TX = optax.adamw(1e-2)
 # name -> (zero_dp_strategy, outer_dp_sharding_strategy, devices on dp_outer)

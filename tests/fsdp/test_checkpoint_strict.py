@@ -12,8 +12,8 @@ from helpers.errors import facts
 from jax.sharding import NamedSharding, PartitionSpec
 
 import fsdp_jax as fsdp
-from fsdp_jax._padded import Padded
-from fsdp_jax.checkpoint._strict import may_differ
+from fsdp_jax.checkpoint._matching import may_differ
+from fsdp_jax.sharding._padded import Padded
 
 VOCAB, EMBED = 13, 8
 

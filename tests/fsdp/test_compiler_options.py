@@ -11,7 +11,7 @@ import pytest
 from helpers.errors import facts
 
 import fsdp_jax as fsdp
-from fsdp_jax._compiler_options import options_for
+from fsdp_jax.training._compiler_options import options_for
 
 TX = optax.sgd(0.1)
 UNKNOWN = {"xla_gpu_no_such_option": True}

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import fsdp_jax as fsdp
 from fsdp_jax import ops
-from fsdp_jax.ops import _blockwise
+from fsdp_jax.ops.attention import _blockwise
 
 RANKS, BATCH, SEQ, HEADS, KV_HEADS, DIM = 4, 2, 48, 8, 2, 4
 

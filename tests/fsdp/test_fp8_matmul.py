@@ -158,7 +158,7 @@ def delayed():
     plan, tx = delayed_plan(), optax.adamw(1e-2)
     step = fsdp.make_train_step(plan, delayed_loss, tx, accumulate=2)
     state = fsdp.init(plan, tx, fsdp.init_params(plan, jax.random.key(0)))
-    fsdp.audit(plan, step.lower(state, rows(4 * ROWS)), accumulate=2)
+    fsdp.audit_step(plan, step.lower(state, rows(4 * ROWS)), accumulate=2)
     seen = [(jax.device_get(state.params), 0.0)]
     for _ in range(3):
         state, metrics = step(state, rows(4 * ROWS))

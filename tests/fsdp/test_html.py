@@ -10,7 +10,7 @@ import pytest
 from helpers.errors import facts
 
 import fsdp_jax as fsdp
-from fsdp_jax._table import Grid, html_page
+from fsdp_jax._report import Grid, html_page
 
 
 class Reader(HTMLParser):
@@ -107,7 +107,7 @@ def square() -> fsdp.Plan:
 
 
 def test_an_audit_says_what_travels(square):
-    found = fsdp.audit(square, lowered(square, loss))
+    found = fsdp.audit_step(square, lowered(square, loss))
     rows = {(row.op, row.unit): row for row in found.rows}
     for op in ("all-gather", "reduce-scatter"):
         row = rows[op, "(root)"]
@@ -117,7 +117,7 @@ def test_an_audit_says_what_travels(square):
 
 
 def test_an_audit_has_the_same_cells_as_its_text(square):
-    found = fsdp.audit(square, lowered(square, loss))
+    found = fsdp.audit_step(square, lowered(square, loss))
     page, text = read(found._repr_html_()), repr(found)
     headline, _, *lines = text.splitlines()
     assert headline in found._repr_html_()
@@ -133,7 +133,7 @@ def test_what_an_audit_finds_is_a_table_of_sentences(square):
     config = fsdp.FSDPConfig(mp_policy=policy)
     narrow = fsdp.fully_shard(matrices, square.mesh, config=config)
     with pytest.raises(fsdp.AuditError) as error:
-        fsdp.audit(narrow, lowered(square, loss))
+        fsdp.audit_step(narrow, lowered(square, loss))
     page = read(error.value._repr_html_())
     head, *rows = page.rows
     assert head == ["of", "the plan says", "the program", "likely fix"]

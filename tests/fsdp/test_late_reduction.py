@@ -12,8 +12,8 @@ from helpers.errors import facts
 from helpers.hlo import collectives, group_size
 
 import fsdp_jax as fsdp
-from fsdp_jax._loss import LossForm, loss_of_shards, trace_loss
-from fsdp_jax._shard import Late, Shard
+from fsdp_jax.step._loss import LossForm, loss_of_shards, trace_loss
+from fsdp_jax.step._shard import Late, Shard
 
 TX = optax.sgd(0.1, momentum=0.9)
 UNITS = [fsdp.Stacked("stack"), "single"]

@@ -10,9 +10,9 @@ import pytest
 from helpers.errors import facts
 
 import fsdp_jax as fsdp
-from fsdp_jax._frozen import seen_by_optimizer, trainable
-from fsdp_jax._padded import pack
 from fsdp_jax._tree import named_leaves
+from fsdp_jax.sharding._padded import pack
+from fsdp_jax.training._trainable import seen_by_optimizer, trainable
 
 LAYERS, EXPERTS = 3, 4
 SHAPES = {

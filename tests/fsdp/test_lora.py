@@ -36,7 +36,7 @@ from bridge.models import (
     dot_product_attention,
     tensor_parallel_rules,
 )
-from fsdp_jax._factored import Factored, call_with_factors
+from fsdp_jax.lora._low_rank import Factored, call_with_factors
 
 TX = optax.adamw(1e-2, eps=1e-3)
 OUT_FIRST = {"out_first": True}
@@ -112,7 +112,7 @@ def test_under_tp_gradients_are_those_without_and_the_program_is_the_plans(base)
     errors = relative_errors(grads, want)
     assert errors and max(errors.values()) < 2e-5, errors
     step = fsdp.make_train_step(plan, next_token_loss, TX)
-    fsdp.audit(plan, step.lower(fsdp.abstract_state(plan, TX), data))
+    fsdp.audit_step(plan, step.lower(fsdp.abstract_state(plan, TX), data))
     split = {row.name for row in plan.rows if row.tensor_dim is not None}
     assert ("layers.mlp.up_proj.kernel" in split) == (base is None)
     assert not any("lora" in name for name in split)

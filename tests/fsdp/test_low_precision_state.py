@@ -16,9 +16,9 @@ from helpers.errors import facts
 
 import fsdp_jax as fsdp
 from bridge.models import Decoder, DecoderConfig, DecoderLayer
-from fsdp_jax._eight_bit import dynamic_values
-from fsdp_jax._rounding import stochastic_round
-from fsdp_jax.cli._model import next_token_loss
+from fsdp_jax.cli._decoder import next_token_loss
+from fsdp_jax.optim._quantized_state import dynamic_values
+from fsdp_jax.optim._stochastic_rounding import stochastic_round
 
 BF16, FP16, FP32 = jnp.bfloat16, jnp.float16, jnp.float32
 SHORT = 24

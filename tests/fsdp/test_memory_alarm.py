@@ -13,7 +13,7 @@ from helpers.compiles import compilations
 from helpers.errors import facts
 
 import fsdp_jax as fsdp
-from fsdp_jax._memory_alarm import compiled_bytes, num_rematerialized
+from fsdp_jax.training._memory_check import compiled_bytes, num_rematerialized
 
 pytestmark = pytest.mark.versions
 

@@ -9,7 +9,7 @@ from helpers.errors import facts
 from jax.sharding import AxisType
 
 import fsdp_jax as fsdp
-from fsdp_jax._mesh import AXES
+from fsdp_jax.sharding._mesh import AXES
 
 
 def sizes(mesh) -> dict[str, int]:

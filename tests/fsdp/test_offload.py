@@ -13,7 +13,7 @@ from helpers.compare import host
 from helpers.errors import facts
 
 import fsdp_jax as fsdp
-from fsdp_jax._offload import check_kinds
+from fsdp_jax.sharding._offload import check_kinds
 
 TX = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))
 LAYERS, ROWS = 3, 16

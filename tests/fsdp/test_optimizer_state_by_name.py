@@ -14,9 +14,9 @@ import pytest
 from helpers.errors import facts
 
 import fsdp_jax as fsdp
-from fsdp_jax._frozen import seen_by_optimizer, trainable
-from fsdp_jax._padded import pack
 from fsdp_jax._tree import named_leaves
+from fsdp_jax.sharding._padded import pack
+from fsdp_jax.training._trainable import seen_by_optimizer, trainable
 
 # Muon orthogonalises in float32, on other devices in another order; all other updates
 # are those of the same numbers.
@@ -254,7 +254,7 @@ def test_a_stack_keeps_what_a_load_does_not_read(tmp_path):
 
 def momenta_of(state):
     """What a checkpoint of a state holds as momentum, by parameter."""
-    from fsdp_jax.checkpoint._keys import flatten
+    from fsdp_jax.checkpoint._leaf_names import flatten
 
     for name, leaf in flatten(state).items():
         parameter = name.rpartition(".trace.")[2]

@@ -13,8 +13,8 @@ from helpers.errors import facts
 from jax.sharding import PartitionSpec
 
 import fsdp_jax as fsdp
-from fsdp_jax._padded import Padded
 from fsdp_jax._tree import named_leaves
+from fsdp_jax.sharding._padded import Padded
 
 # The shapes of upstream's tests: 13, 17, 95, 101 and 333, none of which 8 divides.
 SHAPES = {

@@ -17,7 +17,7 @@ from helpers.errors import facts
 from helpers.hlo import collectives
 
 import fsdp_jax as fsdp
-from fsdp_jax._low_precision import (
+from fsdp_jax.sharding._low_precision import (
     decode_mxfp8,
     encode_float8,
     encode_mxfp8,
@@ -314,9 +314,9 @@ def test_a_step_updates_float32_and_sends_bytes(kind):
     step = fsdp.make_train_step(plan, loss_of(1), tx, accumulate=2)
     data = rows_of("even")
     lowered = step.lower(fsdp.abstract_state(plan, tx), data)
-    fsdp.audit(plan, lowered, accumulate=2)
+    fsdp.audit_step(plan, lowered, accumulate=2)
     compiled = lowered.compile()
-    fsdp.audit(plan, compiled, accumulate=2)
+    fsdp.audit_step(plan, compiled, accumulate=2)
     gathers = [c for c in collectives(compiled.as_text() or "") if c.op == "all-gather"]
     assert all(c.dtype == "u8" for c in gathers if c.size >= 1024)
     assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(plan.params))
@@ -338,7 +338,7 @@ def test_an_audit_finds_weights_that_travel_wider_than_planned():
         fsdp.AuditError,
         match=facts("'layers.router'", "u8[8,64]", "f32[8,64]"),
     ):
-        fsdp.audit(plan, lowered)
+        fsdp.audit_step(plan, lowered)
 
 
 # The plan

@@ -16,7 +16,7 @@ from helpers.errors import facts
 
 import fsdp_jax as fsdp
 from fsdp_jax import ops
-from fsdp_jax._stages import Schedule, Stages
+from fsdp_jax.sharding._stages import Schedule, Stages
 
 # By the norm of all gradients, so that one of them wrong makes all steps wrong.
 TX = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2, eps=1e-3))
@@ -99,7 +99,7 @@ def trained(plan, prefetch=0, accumulate=4):
     state = fsdp.init(plan, TX, fsdp.init_params(plan, jax.random.key(0)))
     rows = jax.device_put(batch(), plan.batch_sharding)
     compiled = step.lower(state, rows).compile()
-    fsdp.audit(plan, compiled, accumulate=accumulate)
+    fsdp.audit_step(plan, compiled, accumulate=accumulate)
     metrics = {}
     for _ in range(3):
         state, metrics = compiled(state, rows)
@@ -427,7 +427,7 @@ def test_an_audit_finds_what_a_stage_would_wait_for_without_end():
     step = fsdp.make_train_step(plan, loss, TX)
     compiled = step.lower(fsdp.abstract_state(plan, TX), batch()).compile()
     with pytest.raises(fsdp.AuditError, match=facts("collective-permute", "dp_shard")):
-        fsdp.audit(plan, compiled)
+        fsdp.audit_step(plan, compiled)
 
 
 def test_slices_of_another_number_of_layers_are_refused():

@@ -13,9 +13,9 @@ from helpers.zoo import CASES
 from jax.sharding import NamedSharding, PartitionSpec
 
 import fsdp_jax as fsdp
-from fsdp_jax._fully_shard import choose_split
-from fsdp_jax._plan import ROOT
 from fsdp_jax._tree import named_leaves
+from fsdp_jax.sharding._fully_shard import choose_split
+from fsdp_jax.sharding._plan import ROOT
 
 MESH = fsdp.make_mesh()
 

@@ -15,8 +15,8 @@ from helpers.hlo import Collective, collectives, group_size, stablehlo_dtypes
 from helpers.zoo import CASES, batch
 
 import fsdp_jax as fsdp
-from fsdp_jax._plan import ROOT
 from fsdp_jax._tree import named_leaves
+from fsdp_jax.sharding._plan import ROOT
 
 pytestmark = pytest.mark.versions
 

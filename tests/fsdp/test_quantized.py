@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from golden.write_nf4 import FILE, weight
 
-from fsdp_jax._quantized import NF4, dequantize, quantize
+from fsdp_jax.lora._blockwise_quantization import NF4, dequantize, quantize
 
 
 def golden() -> dict[str, np.ndarray]:

@@ -14,8 +14,8 @@ from helpers.compare import host, relative_errors, worst
 from helpers.zoo import CASES, Case, batch
 
 import fsdp_jax as fsdp
-from fsdp_jax._model import describe
 from fsdp_jax._tree import named_leaves
+from fsdp_jax.sharding._model_def import describe
 
 # ||a - b|| / ||b|| for each leaf, but those whose exact gradient is zero (the zoo names
 # them): what moves these is rounding, which Adam divides by its own size. Only the

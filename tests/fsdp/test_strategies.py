@@ -21,7 +21,7 @@ from helpers.hlo import collectives, group_size, loops_around_loops
 from helpers.zoo import CASES, batch
 
 import fsdp_jax as fsdp
-from fsdp_jax._plan import ROOT
+from fsdp_jax.sharding._plan import ROOT
 
 # name -> (zero_dp_strategy, outer_dp_sharding_strategy, devices on dp_outer)
 STRATEGIES = {

@@ -17,9 +17,9 @@ from jax.sharding import AxisType
 
 import fsdp_jax as fsdp
 from fsdp_jax._chunks import chunks
-from fsdp_jax._mesh import AXES
-from fsdp_jax._plan import ROOT
 from fsdp_jax._tree import named_leaves
+from fsdp_jax.sharding._mesh import AXES
+from fsdp_jax.sharding._plan import ROOT
 
 TX = optax.adam(1e-2)
 EMBED, MLP, OUT, ROWS, LAYERS = 13, 52, 17, 16, 3  # upstream's odd sizes

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import fsdp_jax as fsdp
 from fsdp_jax import ops
-from fsdp_jax.ops import _chunk
+from fsdp_jax.ops.vocab import _chunked
 
 BATCH, SEQ, VOCAB = 4, 3, 20
 TARGETS = jax.random.randint(jax.random.key(1), (BATCH, SEQ), 0, VOCAB)
@@ -126,7 +126,7 @@ def assert_close(got, want, eps=EPS):
 @pytest.fixture
 def chunks(monkeypatch):
     """Chunks that divide no part, so that the last one reaches back."""
-    monkeypatch.setattr(_chunk, "CHUNK", 3)
+    monkeypatch.setattr(_chunked, "CHUNK", 3)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -296,7 +296,7 @@ def test_nothing_is_as_large_as_the_logits_but_their_gradient(name, all_optimiza
     got = memory(op)
     assert mine <= got.output_size_in_bytes < 1.01 * mine
     # Three chunks of [rows, 8192], of 77,568 entries.
-    assert got.temp_size_in_bytes < 3.1 * ROWS * _chunk.CHUNK * 4 < 0.33 * mine
+    assert got.temp_size_in_bytes < 3.1 * ROWS * _chunked.CHUNK * 4 < 0.33 * mine
     if name == "entropy":  # The negative control: by its formula it has.
         assert memory(plain).temp_size_in_bytes > 0.99 * mine
 

@@ -17,7 +17,7 @@ import numpy as np
 from flax import linen, nnx
 
 import fsdp_jax as fsdp
-from fsdp_jax._model import describe
+from fsdp_jax.sharding._model_def import describe
 
 EMBED, MLP, HEADS, LAYERS, OUT = 16, 32, 2, 2, 8
 ROWS, SEQ = 16, 5

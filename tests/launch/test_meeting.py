@@ -11,11 +11,11 @@ from contextlib import closing, contextmanager
 import pytest
 from helpers.errors import facts
 
-from fsdp_jax.launch._attendance import attend
-from fsdp_jax.launch._claims import Claim
-from fsdp_jax.launch._meeting import Meeting
-from fsdp_jax.launch._patience import Patience
-from fsdp_jax.launch._wire import GREETING, encode, split_address
+from fsdp_jax.launch._client import attend
+from fsdp_jax.launch._coordinator import Meeting
+from fsdp_jax.launch._handshake import Claim
+from fsdp_jax.launch._protocol import GREETING, encode, split_address
+from fsdp_jax.launch._timeouts import Patience
 
 QUICK = Patience(start_secs=1, silent_secs=1, report_secs=1, stall_secs=1)
 UNUSED = Patience(start_secs=20)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from helpers.errors import facts
 
-from fsdp_jax.launch._claims import Claim, as_facts
-from fsdp_jax.launch._patience import Patience
-from fsdp_jax.launch._roll import Roll
+from fsdp_jax.launch._coordinator_state import Roll
+from fsdp_jax.launch._handshake import Claim, as_facts
+from fsdp_jax.launch._timeouts import Patience
 
 PATIENCE = Patience(start_secs=100, silent_secs=20, report_secs=30, stall_secs=200)
 

@@ -10,8 +10,8 @@ from helpers.errors import facts
 
 import fsdp_jax as fsdp
 from bridge.models import DecoderConfig
-from fsdp_jax.cli._context import rows_mould
-from fsdp_jax.cli._model import fused_next_token_loss, plan_decoder
+from fsdp_jax.cli._context_parallel import rows_mould
+from fsdp_jax.cli._decoder import fused_next_token_loss, plan_decoder
 from fsdp_jax.planner import compile_for
 from fsdp_jax.planner._compile import gpu_devices
 from fsdp_jax.planner._gpu import GPUS
@@ -71,7 +71,7 @@ def test_a_ring_sends_keys_and_values_no_oftener_than_it_must(forecast):
 
 
 def test_the_program_does_what_the_plan_says(forecast):
-    fsdp.audit(forecast.plan, forecast.compiled)
+    fsdp.audit_step(forecast.plan, forecast.compiled)
 
 
 def test_a_collective_of_one_s_own_over_cp_is_still_told():
@@ -87,8 +87,8 @@ def test_a_collective_of_one_s_own_over_cp_is_still_told():
     step = fsdp.make_train_step(plan, loss, optax.adamw(1e-3))
     mould = fsdp.abstract_state(plan, optax.adamw(1e-3))
     lowered = step.lower(mould, rows_mould(1, SEQ, CP))
-    with pytest.raises(fsdp.planner._audit.AuditError, match=facts("all-gather", "cp")):
-        fsdp.audit(plan, lowered)
+    with pytest.raises(fsdp.AuditError, match=facts("all-gather", "cp")):
+        fsdp.audit_step(plan, lowered)
 
 
 def test_memory_is_foretold(forecast):

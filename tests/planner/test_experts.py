@@ -24,11 +24,11 @@ from jax import lax
 
 import fsdp_jax as fsdp
 from fsdp_jax import ops
+from fsdp_jax.hlo._collectives import moved, program_of
+from fsdp_jax.hlo._replica_groups import collective_of
 from fsdp_jax.planner._compile import gpu_devices
 from fsdp_jax.planner._cost import wire_bytes
 from fsdp_jax.planner._gpu import GPUS
-from fsdp_jax.planner._program import moved, program_of
-from fsdp_jax.planner._wire import collective_of
 
 EP, RANKS = 4, 8
 TOKENS = ROWS // RANKS * SEQ
@@ -73,7 +73,7 @@ def check(plan, program, sides):
 def test_the_lowered_step_sends_tokens_and_no_experts(name):
     plan = plan_of(fsdp.make_mesh(ep=EP), mp_policy=BF16)
     program = lowered(plan, dispatch=DISPATCHES[name])
-    fsdp.audit(plan, program)
+    fsdp.audit_step(plan, program)
     # For CPUs each pair of ranks has room for all tokens' choices of two experts.
     room = EP * TOKENS * min(CHOSEN, EXPERTS // EP)
     check(plan, program, ("all-to-all", room if name == "dropless" else PLACES))
@@ -86,7 +86,7 @@ def test_the_step_for_gpus_sends_the_rows_that_there_are(name):
     plan = plan_of(fsdp.make_mesh(ep=EP, devices=devices), mp_policy=BF16)
     program = lowered(plan, dispatch=DISPATCHES[name])
     compiled = program.compile(compiler_options=fsdp.compiler_options())
-    fsdp.audit(plan, compiled)
+    fsdp.audit_step(plan, compiled)
     room = EP * TOKENS * min(CHOSEN, EXPERTS // EP)
     ragged = ("ragged-all-to-all", TOKENS * CHOSEN, room)
     check(plan, compiled, ragged if name == "dropless" else ("all-to-all", PLACES))
@@ -113,6 +113,6 @@ def test_experts_that_are_brought_together_are_named():
 
     plan = plan_of(fsdp.make_mesh(ep=EP), mp_policy=BF16)
     with pytest.raises(fsdp.AuditError) as error:
-        fsdp.audit(plan, lowered(plan, loss_of(gathered)))
+        fsdp.audit_step(plan, lowered(plan, loss_of(gathered)))
     named = [line for line in error.value.differences if "experts of all ranks" in line]
     assert any("'layers.experts.up'" in line for line in named)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from helpers.errors import facts
 
-from fsdp_jax.planner._hlo import Shape, parse
-from fsdp_jax.planner._wire import axes_of, collective_of, groups_along, walk
+from fsdp_jax.hlo._parse import Shape, parse
+from fsdp_jax.hlo._replica_groups import axes_of, collective_of, groups_along, walk
 
 pytestmark = pytest.mark.versions
 

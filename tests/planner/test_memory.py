@@ -10,9 +10,9 @@ from helpers.llama import RECOMPUTE, Llama, tokens
 
 import fsdp_jax as fsdp
 from fsdp_jax.planner._flops import product_flops
-from fsdp_jax.planner._lifetimes import lifetimes
 from fsdp_jax.planner._memory import predict_memory
-from fsdp_jax.planner._trace import flatten, on_one_device
+from fsdp_jax.planner.liveness._lifetimes import lifetimes
+from fsdp_jax.planner.liveness._trace import flatten, on_one_device
 
 pytestmark = pytest.mark.versions
 

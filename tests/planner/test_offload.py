@@ -42,7 +42,7 @@ def test_memory_falls_by_what_the_plan_says(plain):
     assert said == found.offloaded.bytes
     fell = plain.compiled_bytes - found.compiled_bytes
     assert fell == pytest.approx(said, rel=0.02)
-    fsdp.audit(found.plan, found.compiled)
+    fsdp.audit_step(found.plan, found.compiled)
     assert "on the host: 305.02 MiB a GPU" in repr(found)
     # There and back at once, at the stated 50 GB/s.
     assert found.offload_seconds == pytest.approx(found.offloaded.bytes / 50e9)

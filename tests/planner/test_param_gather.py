@@ -74,7 +74,7 @@ def test_gradients_travel_as_before(forecasts):
 def test_gathers_of_bytes_are_hidden_and_as_planned(forecasts):
     for kind in ("float8", "mxfp8"):
         found = forecasts[kind]
-        fsdp.audit(found.plan, found.compiled)
+        fsdp.audit_step(found.plan, found.compiled)
         assert sum(row.exposed_seconds for row in gathers(found)) < 5e-5
         assert found.exposed < forecasts["bfloat16"].exposed
 

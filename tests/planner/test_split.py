@@ -13,10 +13,10 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import fsdp_jax as fsdp
-from fsdp_jax.planner._operations import MOVE, SLICE
-from fsdp_jax.planner._order import as_run
-from fsdp_jax.planner._split import dim_of
-from fsdp_jax.planner._trace import on_one_device
+from fsdp_jax.planner.liveness._operations import MOVE, SLICE
+from fsdp_jax.planner.liveness._schedule_order import as_run
+from fsdp_jax.planner.liveness._tp_propagation import dim_of
+from fsdp_jax.planner.liveness._trace import on_one_device
 
 P = PartitionSpec
 TP = 4

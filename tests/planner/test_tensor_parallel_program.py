@@ -12,7 +12,7 @@ from helpers.llama import BF16, RECOMPUTE, Llama, tokens
 
 import fsdp_jax as fsdp
 from bridge.models import DecoderConfig
-from fsdp_jax.cli._model import fused_next_token_loss, plan_decoder
+from fsdp_jax.cli._decoder import fused_next_token_loss, plan_decoder
 from fsdp_jax.planner import compile_for
 from fsdp_jax.planner._compile import gpu_devices
 from fsdp_jax.planner._gpu import GPUS
@@ -81,7 +81,7 @@ def test_weights_are_gathered_over_data_axes_at_tp_width(forecast):
     )
     # Two data ranks send half of each layer; forward and backward, and one in advance.
     assert 2 * LAYERS <= gathered / (width / 2) <= 2 * LAYERS + 1
-    fsdp.audit(forecast.plan, forecast.compiled)
+    fsdp.audit_step(forecast.plan, forecast.compiled)
 
 
 def test_a_table_tells_what_crosses_tp(forecast):

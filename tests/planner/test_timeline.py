@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from helpers.errors import facts
 
+from fsdp_jax.hlo._parse import parse
+from fsdp_jax.hlo._replica_groups import collective_of
 from fsdp_jax.planner._compile import scheduling_profile
 from fsdp_jax.planner._cost import bytes_moved, compute_seconds, wire_bytes
 from fsdp_jax.planner._gpu import GPUS, CostModel, find_gpu
-from fsdp_jax.planner._hlo import parse
 from fsdp_jax.planner._timeline import replay
-from fsdp_jax.planner._wire import collective_of
 
 # A second is 1 operation, 1 byte of memory, 1 byte to a neighbour or a tenth of one to
 # another node; nodes of 4 devices.

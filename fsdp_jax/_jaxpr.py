@@ -1,0 +1,19 @@
+"""Jaxprs as functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jax.extend import core
+
+
+def function_of(closed, invars, outvars, eqns) -> Callable[..., Sequence[Any]]:
+    """The function of positional inputs that `eqns` compute; constants are kept."""
+    jaxpr = closed.jaxpr.replace(
+        invars=list(invars),
+        outvars=list(outvars),
+        eqns=list(eqns),
+        debug_info=closed.jaxpr.debug_info.with_unknown_names(),
+    )
+    return core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr, closed.consts))

@@ -1,0 +1,168 @@
+"""Tables, sizes and progress as people read them."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import io
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import jax
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+from rich.table import Table
+
+
+@dataclasses.dataclass(frozen=True)
+class Grid:
+    """A table before it is drawn.
+
+    Attributes:
+      columns: Header -> "left" or "right", or "text" for sentences, which are broken
+        into lines where there is room for pictures.
+      rows: One string a column.
+      sizes: How large each row is, drawn as a bar behind its last column where there is
+        room for pictures; () for no bars.
+    """
+
+    columns: Mapping[str, str]
+    rows: Sequence[Sequence[str]]
+    sizes: Sequence[float] = ()
+
+    def as_text(self) -> str:
+        """Plain text, one line a row, as wide as its widest row."""
+        return text_table(self.columns, self.rows)
+
+    def as_html(self) -> str:
+        """A table for a notebook, in its own colours, light or dark."""
+        head = "".join(_cell("th", *column) for column in self.columns.items())
+        largest = max(self.sizes, default=0)
+        shares = [size / largest if largest else 0.0 for size in self.sizes]
+        body = [
+            self._html_row(row, share)
+            for row, share in zip(
+                self.rows, shares or [0.0] * len(self.rows), strict=True
+            )
+        ]
+        return f"<table><tr>{head}</tr>{''.join(body)}</table>"
+
+    def _html_row(self, row: Sequence[str], share: float) -> str:
+        sides = list(self.columns.values())
+        cells = [_cell("td", text, side) for text, side in zip(row, sides, strict=True)]
+        if share:
+            cells[-1] = _cell("td", row[-1], sides[-1], share)
+        return f"<tr>{''.join(cells)}</tr>"
+
+
+def html_page(parts: Sequence[Grid | str]) -> str:
+    """Tables and lines of text, one below the other."""
+    drawn = [
+        part.as_html() if isinstance(part, Grid) else f"<div>{html.escape(part)}</div>"
+        for part in parts
+    ]
+    return f"<div>{''.join(drawn)}</div>"
+
+
+def _cell(tag: str, text: str, side: str, share: float = 0.0) -> str:
+    style = f"text-align:{side};white-space:nowrap"
+    if side == "text":
+        style = "text-align:left;white-space:normal"
+    if share:
+        colour = "rgba(70,130,180,.35)"
+        style += (
+            f";background:linear-gradient(to left,{colour} {share:.1%},transparent 0)"
+        )
+    return f'<{tag} style="{style}">{html.escape(text)}</{tag}>'
+
+
+def text_table(columns: Mapping[str, str], rows: Sequence[Sequence[str]]) -> str:
+    """Plain text, one line a row, as wide as its widest row.
+
+    Args:
+      columns: Header -> "left" or "right".
+      rows: One string a column.
+    """
+    table = Table(box=None, pad_edge=False, collapse_padding=True)
+    for header, justify in columns.items():
+        table.add_column(
+            header, justify="right" if justify == "right" else "left", no_wrap=True
+        )
+    for row in rows:
+        table.add_row(*row)
+    # A table that wraps at 80 columns can be neither read nor searched.
+    out = io.StringIO()
+    # In a notebook rich would otherwise write HTML to the cell, and nothing to `out`.
+    console = Console(file=out, width=10_000, color_system=None, force_jupyter=False)
+    console.print(table, markup=False)
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+
+
+def format_bytes(num_bytes: int) -> str:
+    """Bytes in the unit that leaves one to four digits before the point."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:,.2f} {unit}"
+    return f"{num_bytes} B"
+
+
+@contextmanager
+def bytes_bar(what: str) -> Iterator[Callable[[int, int], None]]:
+    """Shows how many bytes are done, how fast, and when all will be.
+
+    ```
+    with fsdp.bytes_bar("loading llama") as progress:
+        params = bridge.load_hf(path, plan.params, progress=progress)
+    ```
+
+    On stderr, or live in a notebook, for which ipywidgets is needed. Of several
+    processes the first shows it.
+
+    Args:
+      what: What is going on, e.g. `"loading llama"`.
+
+    Yields:
+      `show(done, total)`, the `progress` argument of bridge's functions.
+    """
+    columns = (
+        TextColumn("{task.description}"),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+    )
+    with make_bar(*columns, TextColumn("ETA"), TimeRemainingColumn()) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+@contextmanager
+def make_bar(*columns: ProgressColumn) -> Iterator[Progress]:
+    """A bar behind some columns.
+
+    Args:
+      *columns: Of rich.
+
+    Yields:
+      rich's.
+    """
+    # On a terminal, results are printed above the bar; elsewhere they are not touched,
+    # since they would be redirected to stderr with it.
+    with Progress(
+        *columns,
+        BarColumn(bar_width=20),
+        console=Console(stderr=True, quiet=jax.process_index() > 0),
+        redirect_stdout=sys.stdout.isatty(),
+        redirect_stderr=False,
+    ) as bar:
+        try:
+            yield bar
+        finally:
+            bar.refresh()  # in a notebook rich leaves the last but one state

@@ -1,0 +1,1 @@
+"""Whether a compiled step does what its plan says."""

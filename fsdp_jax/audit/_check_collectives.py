@@ -1,0 +1,234 @@
+"""What travels between devices, held against the legs of the plan."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+
+import jax
+
+from fsdp_jax.audit._diagnosis import diagnose
+from fsdp_jax.audit._expected import Leg
+from fsdp_jax.audit._mismatch import (
+    Difference,
+    array,
+    does,
+    named,
+    named_legs,
+    nearest,
+    over,
+    says,
+)
+from fsdp_jax.hlo._collectives import Dims, Moved, Program
+from fsdp_jax.ops.attention._common import SCOPES
+from fsdp_jax.sharding._batch_norm import SYNC_SCOPES
+from fsdp_jax.sharding._mesh import DATA_AXES, axes_in_use
+from fsdp_jax.sharding._plan import Plan
+
+Key = tuple[str, frozenset[str], Dims, Dims]
+"""Operation, axes, and both sides with their dims in order of size."""
+
+
+def key_of(one: Moved | Leg) -> Key:
+    """What the arrays of a leg have in common, however XLA lays them out."""
+    axes = frozenset(one.axes or ("?",))
+    if one.op == "all-to-all":  # Its result is as large as its operand.
+        size = (math.prod(one.sent),)
+        return one.op, axes, size, size
+    return one.op, axes, canonical(one.sent), canonical(one.received)
+
+
+def canonical(dims: Dims) -> Dims:
+    """Dims in order of size, without those of size 1."""
+    return tuple(sorted(d for d in dims if d != 1))
+
+
+def matches(one: Moved, legs: Sequence[Leg]) -> list[Leg]:
+    """The legs that an array may be on, whatever its dtype."""
+    exact = [leg for leg in legs if key_of(leg) == key_of(one)]
+    if exact or len(one.sent) < 2:  # Merged arrays are laid end to end.
+        return exact
+    # XLA folds dims; numbers of elements stay.
+    op, axes, _, _ = key_of(one)
+    sizes = math.prod(one.sent), math.prod(one.received)
+    return [
+        leg
+        for leg in legs
+        if key_of(leg)[:2] == (op, axes)
+        and (math.prod(leg.sent), math.prod(leg.received)) == sizes
+    ]
+
+
+def travel(
+    plan: Plan, program: Program, arrays: Sequence[Moved], legs: Sequence[Leg]
+) -> Iterator[Difference]:
+    """All that travels otherwise than planned: dtype, axes, size, or how often."""
+    booked: dict[Key, list[Moved]] = {}
+    merged: dict[frozenset[str], list[Moved]] = {}
+    in_other_dtype: list[Moved] = []
+    strange: list[Moved] = []
+    for one in arrays:
+        if not _is_judged(plan, one):
+            continue
+        found = matches(one, legs)
+        if found:
+            booked.setdefault(key_of(found[0]), []).append(one)
+            if not program.is_cpu and one.dtype not in {leg.dtype for leg in found}:
+                in_other_dtype.append(one)
+        elif _is_small(plan, one) or is_dispatch(plan, one):
+            continue
+        elif _may_be_merged(program, one):
+            merged.setdefault(frozenset(one.axes or ()), []).append(one)
+        else:
+            strange.append(one)
+    for one in _together(in_other_dtype):
+        yield _in_other_dtype(one, matches(one, legs))
+    missing = [leg for leg in legs if key_of(leg) not in booked]
+    for one in _together(strange):
+        yield diagnose(plan, one, legs, missing)
+    yield from _too_often(booked, legs)
+    for axes, found in merged.items():
+        yield from _merged_too_much(plan, axes, found, booked, legs)
+
+
+def _together(arrays: Sequence[Moved]) -> list[Moved]:
+    """Those that are alike as one: XLA runs a first or last iteration by itself."""
+    alike: dict[tuple[object, ...], Moved] = {}
+    for one in arrays:
+        key = (one.op, one.dtype, one.sent, one.received, one.axes, one.unit)
+        had = alike.get(key)
+        alike[key] = one
+        if had:
+            times = had.times + one.times
+            alike[key] = dataclasses.replace(
+                one, times=times, loops=had.loops or one.loops
+            )
+    return list(alike.values())
+
+
+def _is_judged(plan: Plan, one: Moved) -> bool:
+    """Whether the plan speaks of it: not of activations over tp, nor the optimizer."""
+    is_data = one.axes is None or bool(set(one.axes) & set(DATA_AXES))
+    return is_data and "optimizer" not in one.scope.split("/")
+
+
+def is_dispatch(plan: Plan, one: Moved) -> bool:
+    """Whether it is tokens on their way to experts or back, or how many they are.
+
+    Nothing of the kind is on a leg, for a plan knows of no tokens.
+    """
+    widths = {size for row in plan.rows if row.is_expert for size in row.shape}
+    widths |= {size // plan.mesh.shape["tp"] for size in widths}
+    if one.axes != ("ep",) or not widths:
+        return False
+    if one.op == "all-reduce":
+        return one.dtype == "s32"
+    is_of_tokens = len(one.sent) == 1 or (len(one.sent) == 2 and one.sent[-1] in widths)
+    return one.op == "ragged-all-to-all" or (one.op == "all-to-all" and is_of_tokens)
+
+
+def is_context(one: Moved) -> bool:
+    """Whether attention over `cp` sends it: no plan knows of keys and values."""
+    return one.axes == ("cp",) and any(name in one.scope for name in SCOPES)
+
+
+def _is_small(plan: Plan, one: Moved) -> bool:
+    """Whether it is a loss, a norm, peaks, or the model's other state."""
+    if one.op != "all-reduce":
+        return False
+    if plan.config.sync_batch_norm and any(name in one.scope for name in SYNC_SCOPES):
+        return True
+    state = {canonical(leaf.shape) for leaf in jax.tree.leaves(plan.model_state)}
+    return one.elements <= _small(plan) or canonical(one.sent) in state
+
+
+def _small(plan: Plan) -> int:
+    """Elements that metrics take: some a parameter, merged, and those of `aux`."""
+    return 64 + 4 * len(plan.rows)
+
+
+def _may_be_merged(program: Program, one: Moved) -> bool:
+    """XLA for GPUs lays what is all-reduced together end to end."""
+    is_compiled_for_gpus = not (program.is_lowered or program.is_cpu)
+    return one.op == "all-reduce" and len(one.sent) == 1 and is_compiled_for_gpus
+
+
+def _in_other_dtype(one: Moved, found: Sequence[Leg]) -> Difference:
+    option = "param_dtype" if one.op == "all-gather" else "grad_comm_dtype"
+    return Difference(
+        named_legs(found, one),
+        says(nearest(found, one)[0]),
+        does(one),
+        f"MixedPrecisionPolicy({option}=...) of the plan that the step was made with; "
+        "cast before the collective, not behind it",
+    )
+
+
+def _too_often(
+    booked: dict[Key, list[Moved]], legs: Sequence[Leg]
+) -> Iterator[Difference]:
+    """What is to happen once a step, and happens more often."""
+    for key, found in booked.items():
+        own = [leg for leg in legs if key_of(leg) == key]
+        allowed = [leg.most for leg in own]
+        times = sum(one.times for one in found)
+        if None in allowed or times <= sum(most or 0 for most in allowed):
+            continue
+        if found[0].op == "all-reduce" and found[0].elements == 1:
+            continue  # The loss and the norm look like it.
+        looped = sum(one.times for one in found if one.loops)
+        rows = list(dict.fromkeys(leg.row for leg in own))
+        units = sum(math.prod(row.shape[: row.num_stacked]) for row in rows)
+        yield Difference(
+            named_legs(own, found[0]),
+            f"{says(nearest(own, found[0])[0])} ({units} of this shape)",
+            f"does so {times} times a step, {looped} of them in loops: in each "
+            "microbatch",
+            "let make_train_step(accumulate=...) run the microbatches, with the "
+            "strategy or placements of this plan",
+        )
+
+
+def _merged_too_much(
+    plan: Plan,
+    axes: frozenset[str],
+    found: Sequence[Moved],
+    booked: dict[Key, list[Moved]],
+    legs: Sequence[Leg],
+) -> Iterator[Difference]:
+    """Merged arrays have lost their names, but not their number of elements."""
+    own = [x for x in legs if x.op == "all-reduce" and frozenset(x.axes) == axes]
+    allowed: dict[str, int] = {}
+    for leg in own:
+        size = (leg.most or 1) * math.prod(leg.sent)
+        allowed[leg.row.name] = max(size, allowed.get(leg.row.name, 0))
+    state = sum(leaf.size for leaf in jax.tree.leaves(plan.model_state))
+    most = sum(allowed.values()) + state + _small(plan)
+    keys = {key_of(leg) for leg in own}
+    counted = [one for key in keys for one in booked.get(key, ())]
+    sent = sum(one.times * one.elements for one in [*counted, *found])
+    dtypes = {one.dtype for one in found}
+    wrong = dtypes - {leg.dtype for leg in own}
+    in_use = axes_in_use(plan.mesh, plan.mesh.axis_names)
+    where = over([axis for axis in in_use if axis in axes])
+    if sent > most:
+        loops = " in loops" if any(one.loops for one in found) else ""
+        yield Difference(
+            f"all-reduces {where}",
+            f"gradients of at most {sum(allowed.values()):,} elements a step"
+            if allowed
+            else "none but of scalars",
+            f"sends {sent:,} elements{loops}, the largest as "
+            f"{array(found[0].dtype, max(one.sent for one in found))}",
+            "look for a psum or pmean in the loss, and for gradients that are reduced "
+            "in every microbatch",
+        )
+    elif own and wrong:
+        yield Difference(
+            named([leg.row for leg in own]),
+            says(own[0]),
+            f"has all-reduces in {', '.join(sorted(wrong))} {where}",
+            "MixedPrecisionPolicy(grad_comm_dtype=...) of the plan that the step was "
+            "made with",
+        )

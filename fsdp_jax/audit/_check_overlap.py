@@ -1,0 +1,63 @@
+"""Collectives of scanned units that nothing computes beside."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from fsdp_jax.audit._check_collectives import matches
+from fsdp_jax.audit._expected import Leg
+from fsdp_jax.audit._mismatch import Difference, does, named_legs
+from fsdp_jax.hlo._collectives import Moved, Program
+from fsdp_jax.hlo._parse import Computation, Instruction
+from fsdp_jax.planner._cost import FREE, product_flops
+
+
+def exposed(
+    program: Program, arrays: Sequence[Moved], legs: Sequence[Leg], accumulate: int
+) -> Iterator[Difference]:
+    """Gathers and reductions in loops over layers that computation does not hide.
+
+    What is outside of these loops, as the first gather is, has nothing to hide behind.
+    """
+    stacked = [
+        leg for leg in legs if leg.row.num_stacked and leg.kind in ("gather", "reduce")
+    ]
+    seen = set()
+    for one in arrays:
+        found = matches(one, stacked)
+        is_in_layers = one.loops and one.times > accumulate
+        if not found or not is_in_layers or one.instruction.name in seen:
+            continue
+        seen.add(one.instruction.name)
+        if problem := _problem(program, one):
+            yield Difference(
+                f"{named_legs(found, one)}, {one.instruction.name}",
+                "its loop hides collectives behind computation (overlapped=True)",
+                f"{does(one)}, {problem}",
+                "fsdp.scan(prefetch=1, unroll=2), and the compiler options of the "
+                "latency-hiding scheduler",
+            )
+
+
+def _problem(program: Program, one: Moved) -> str | None:
+    """Why a collective is not hidden; None if it is."""
+    start, within = one.instruction, one.computation
+    done = [r for r in within.readers.get(start.name, []) if r.opcode.endswith("-done")]
+    if not done or '"is_sync":true' in start.attributes:
+        return "which is waited for at once"
+    order = within.instructions
+    between = order[order.index(start) + 1 : order.index(done[0])]
+    wanted = [i for i in order if _multiplies(program, within, i)]
+    beside = [i for i in between if i in wanted] if wanted else _computing(between)
+    return None if beside else "with no matrix product between its start and its end"
+
+
+def _multiplies(program: Program, within: Computation, one: Instruction) -> bool:
+    return product_flops(program.module, within, one)[0] > 0
+
+
+def _computing(instructions: Sequence[Instruction]) -> list[Instruction]:
+    quiet = ("-start", "-done", "-update")
+    return [
+        i for i in instructions if i.opcode not in FREE and not i.opcode.endswith(quiet)
+    ]

@@ -1,0 +1,29 @@
+"""What a stage of a pipeline may not send in its turn: it would wait without end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from fsdp_jax.audit._mismatch import Difference, does
+from fsdp_jax.hlo._collectives import Moved
+from fsdp_jax.sharding._plan import Plan
+
+
+def in_stages(plan: Plan, arrays: Sequence[Moved]) -> Iterator[Difference]:
+    """What all devices have to send together, in a branch that one stage takes.
+
+    A group of devices of one stage may meet there. But XLA has no groups for a
+    collective-permute: it runs by all devices of the mesh, or by none.
+    """
+    if plan.mesh.shape["pp"] == 1:
+        return
+    for one in arrays:
+        is_of_all = one.op == "collective-permute" or "pp" in (one.axes or ())
+        if one.is_in_branch and is_of_all:
+            yield Difference(
+                f"{one.op} in {one.scope.strip('/') or 'no scope'}",
+                "a stage in its turn waits for no other",
+                does(one),
+                "send by an all-gather or all-to-all among the devices of a stage; of "
+                "rows over cp, by all_gather_attention or ulysses_attention",
+            )

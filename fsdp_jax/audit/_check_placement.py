@@ -1,0 +1,46 @@
+"""How arguments and results of a program lie, held against the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import jax
+
+from fsdp_jax.audit._expected import dims_of
+from fsdp_jax.audit._mismatch import Difference, named
+from fsdp_jax.hlo._collectives import Program, arguments
+from fsdp_jax.sharding._plan import ParamPlan, Plan
+
+
+def at_rest(plan: Plan, program: Program) -> Iterator[Difference]:
+    """Parameters, moments and gradients that are whole where the plan splits them."""
+    rows = dict(zip(_paths(plan), plan.rows, strict=True))
+    given = [("takes", *pair) for pair in arguments(program)]
+    returned = [("returns", *pair) for pair in program.results]
+    for verb, path, dims in [*given, *returned]:
+        row = _row_of(rows, path)
+        if row is None:
+            continue
+        split = dims_of(plan, row, row.placements.optimizer, sliced=False)
+        # A padded parameter may also come in its own shape, which is never split.
+        whole = {row.padded_shape, dims_of(plan, row, (), sliced=False)} - {split}
+        if dims in whole:
+            yield Difference(
+                named([row]),
+                f"{list(split)} on each device",
+                f"{verb} {path} as {list(dims)}",
+                "place it with fsdp_jax.init or plan.shardings, and give a jit of your "
+                "own out_shardings",
+            )
+
+
+def _paths(plan: Plan) -> list[str]:
+    pairs = jax.tree_util.tree_flatten_with_path(plan.params)[0]
+    return [jax.tree_util.keystr(path) for path, _ in pairs]
+
+
+def _row_of(rows: dict[str, ParamPlan], path: str) -> ParamPlan | None:
+    """The parameter at the end of a path; the longest if several are."""
+    path = path.removesuffix(".value")
+    found = [name for name in rows if path.endswith(name)]
+    return rows[max(found, key=len)] if found else None

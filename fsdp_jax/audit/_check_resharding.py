@@ -1,0 +1,150 @@
+"""Weights that a program keeps for backward though the plan says to gather them again.
+
+That a weight is gathered only once proves nothing: backward may not need its value. So
+what is looked for is the kept weight itself.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Sequence, Set
+
+from fsdp_jax.audit._check_collectives import canonical, key_of
+from fsdp_jax.audit._expected import Leg, dims_of
+from fsdp_jax.audit._mismatch import Difference, array, named
+from fsdp_jax.hlo._collectives import Dims, Moved, Program, loops
+from fsdp_jax.hlo._parse import Computation, Instruction
+from fsdp_jax.sharding._plan import ROOT, ParamPlan, Plan
+
+FIX = (
+    "FSDPConfig(reshard_after_forward=True) in the plan that the step was made with; "
+    "gather in fsdp.unit or fsdp.scan, not before them"
+)
+PLAN = "it is gathered again for backward (reshard_after_forward=True)"
+
+VIEWS = (
+    *("get-tuple-element", "bitcast", "copy", "reshape", "transpose", "convert"),
+    *("slice", "copy-start", "copy-done"),
+)
+"""Opcodes whose result is the weight still."""
+
+
+def kept(
+    plan: Plan,
+    program: Program,
+    arrays: Sequence[Moved],
+    legs: Sequence[Leg],
+    accumulate: int,
+) -> Iterator[Difference]:
+    """Matrices of units that stay whole from forward to backward."""
+    gathers = [
+        leg
+        for leg in legs
+        if leg.kind == "gather" and leg.row.reshard and leg.row.unit != ROOT
+        if leg.row.ndim_in_unit > 1
+    ]
+    pieces = {
+        canonical(dims_of(plan, row, row.placements.parameter, sliced=False))
+        for row in plan.rows
+    }
+    yield from _stacks(program, arrays, gathers, accumulate, pieces)
+    if not program.is_cpu:  # There, equal gathers of straight code become one.
+        yield from _singles(arrays, gathers)
+
+
+def _stacks(
+    program: Program,
+    arrays: Sequence[Moved],
+    gathers: Sequence[Leg],
+    accumulate: int,
+    pieces: Set[Dims],
+) -> Iterator[Difference]:
+    """Whole stacks that a loop carries, of what is gathered once a microbatch.
+
+    But for those that look like the `pieces` of parameters, which belong there.
+    """
+    carried = [shape for one in loops(program) for shape in one.shapes]
+    for leg in gathers:
+        dims = (*leg.row.shape[: leg.row.num_stacked], *leg.received)
+        found = [x for x in carried if canonical(x.dims) == canonical(dims)]
+        if not leg.row.num_stacked or not found or canonical(dims) in pieces:
+            continue
+        buffer = next((x for x in found if x.dims == dims), found[0])
+        alike = {x.row for x in gathers if key_of(x) == key_of(leg)}
+        once = sum(math.prod(row.shape[: row.num_stacked]) for row in alike)
+        times = sum(one.times for one in arrays if key_of(one) == key_of(leg))
+        if times <= accumulate * once:
+            yield Difference(
+                named([leg.row]),
+                PLAN,
+                f"carries {array(buffer.dtype, buffer.dims)} through a loop, all "
+                f"layers' whole weights, and gathers {times} times a step",
+                FIX,
+            )
+
+
+def _singles(arrays: Sequence[Moved], gathers: Sequence[Leg]) -> Iterator[Difference]:
+    """Gathers of forward that an instruction of backward reads."""
+    rows: dict[object, list[ParamPlan]] = {}
+    for leg in gathers:
+        if not leg.row.num_stacked:
+            rows.setdefault(key_of(leg), []).append(leg.row)
+    for one in arrays:
+        if key_of(one) not in rows or _is_backward(one.scope):
+            continue
+        weight = _result(one)
+        units = _units(weight.op_name) or _units(one.scope)
+        own = [row for row in rows[key_of(one)] if row.unit in units]
+        if not own:
+            continue
+        reader = _reader_in_backward(one.computation, weight)
+        if reader:
+            yield Difference(
+                named(own),
+                PLAN,
+                f"reads the weight that forward gathered in backward "
+                f"({reader.opcode} {reader.name})",
+                FIX,
+            )
+
+
+def _result(one: Moved) -> Instruction:
+    """What holds the gathered array, where several travelled together."""
+    result, within = one.instruction, one.computation
+    for reader in within.readers.get(result.name, []):
+        if reader.opcode.endswith("-done"):
+            result = reader
+    for reader in within.readers.get(result.name, []):
+        if reader.opcode == "get-tuple-element" and reader.index == one.index:
+            return reader
+    return result
+
+
+def _reader_in_backward(within: Computation, weight: Instruction) -> Instruction | None:
+    """An instruction of backward that reads the weight, through what is its view."""
+    open_, seen = [weight], {weight.name}
+    while open_:
+        for reader in within.readers.get(open_.pop().name, []):
+            if reader.name in seen:
+                continue
+            seen.add(reader.name)
+            if reader.opcode in VIEWS:
+                open_.append(reader)
+            elif reader.opcode != "tuple" and _is_backward(reader.op_name):
+                return reader
+            elif reader.opcode == "fusion" and _size(reader) == _size(weight):
+                open_.append(reader)
+    return None
+
+
+def _size(one: Instruction) -> int:
+    return sum(shape.num_elements for shape in one.shapes)
+
+
+def _is_backward(scope: str) -> bool:
+    return "transpose(jvp" in scope or "rematted_computation" in scope
+
+
+def _units(scope: str) -> set[str]:
+    return set(re.findall(r"unit:([^/():]+)", scope))

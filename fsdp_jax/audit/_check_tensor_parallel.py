@@ -1,0 +1,53 @@
+"""Matrices that are brought together over `tp`, of which ranks need their part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from fsdp_jax.audit._check_collectives import canonical
+from fsdp_jax.audit._expected import dims_of
+from fsdp_jax.audit._mismatch import Difference, does, named
+from fsdp_jax.hlo._collectives import Dims, Moved
+from fsdp_jax.sharding._plan import ParamPlan, Plan
+
+FIX = (
+    "constrain what the matrix reads and writes, as fsdp_jax.ops.sequence_parallel "
+    "does, so that XLA moves these and not the matrix"
+)
+
+
+def over_tp(plan: Plan, arrays: Sequence[Moved]) -> Iterator[Difference]:
+    """Gathers over `tp` of matrices that are split over it: there should be none.
+
+    Told by their dims, like all that is left to XLA; what `sequence_parallel` moves are
+    tokens, whatever their dims.
+    """
+    split = [r for r in plan.rows if r.tensor_dim is not None and r.ndim_in_unit > 1]
+    for one in arrays:
+        if one.axes != ("tp",) or one.op != "all-gather":
+            continue
+        alike = [
+            (row, dims)
+            for row in split
+            for dims in _whole(plan, row)
+            if canonical(dims) == canonical(one.received)
+        ]
+        if alike and "sequence_parallel" not in one.scope:
+            exact = [row for row, dims in alike if dims == one.received]
+            yield Difference(
+                named(exact or [row for row, _ in alike]),
+                "each rank of tp computes with its own part",
+                does(one),
+                FIX,
+            )
+
+
+def _whole(plan: Plan, row: ParamPlan) -> list[Dims]:
+    """Dims of a matrix that no axis splits, of one unit and of a stack."""
+    forms = []
+    for sliced in (False, True):
+        dims = list(dims_of(plan, row, (), sliced=sliced))
+        assert row.tensor_dim is not None
+        dims[row.tensor_dim - (len(row.shape) - len(dims))] *= plan.mesh.shape["tp"]
+        forms.append(tuple(dims))
+    return forms

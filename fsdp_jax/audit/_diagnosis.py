@@ -1,0 +1,128 @@
+"""What an array that is on no leg of the plan most likely is."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from fsdp_jax.audit._expected import Leg
+from fsdp_jax.audit._mismatch import Difference, does, named_legs, nearest, says
+from fsdp_jax.hlo._collectives import Dims, Moved
+from fsdp_jax.sharding._plan import Plan
+
+
+def diagnose(
+    plan: Plan, one: Moved, legs: Sequence[Leg], missing: Sequence[Leg]
+) -> Difference:
+    """The difference between an array that travels and the leg that is nearest to it.
+
+    Args:
+      plan: The plan.
+      one: What is on no leg of it.
+      legs: All legs.
+      missing: Those that nothing travels on.
+    """
+    for suspect in _suspects(plan, one, legs, missing):
+        whole = _whole(one)
+        alike = [
+            (leg, dims)
+            for leg in suspect.legs
+            if (dims := suspect.seen(leg)) and _sorted(dims) == _sorted(whole)
+        ]
+        exact = [leg for leg, dims in alike if dims == whole and one.is_in_order]
+        if found := exact or [leg for leg, _ in alike]:
+            (leg, *_) = nearest(found, one)
+            return Difference(named_legs(found, one), says(leg), does(one), suspect.fix)
+    return Difference(
+        f"{one.op} in {one.scope.strip('/') or 'no scope'}",
+        "nothing of the kind",
+        does(one),
+        "look for a psum, pmean or all_gather in the loss or around the step; the "
+        "plan's gradients are summed without one",
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Suspect:
+    """A way to be off.
+
+    Attributes:
+      legs: Those that may be off in this way.
+      seen: Leg -> dims of the whole side that would then be seen; None for never.
+      fix: What mends it.
+    """
+
+    legs: Sequence[Leg]
+    seen: Callable[[Leg], Dims | None]
+    fix: str
+
+
+def _suspects(
+    plan: Plan, one: Moved, legs: Sequence[Leg], missing: Sequence[Leg]
+) -> list[_Suspect]:
+    """Ways for an array to be off, the likelier first."""
+    tp = plan.mesh.shape["tp"]
+    is_gather = one.op == "all-gather"
+    same_op = [leg for leg in legs if leg.op == one.op]
+    same_axes = [leg for leg in same_op if set(leg.axes) == set(one.axes or ())]
+    other_axes = [leg for leg in same_op if set(leg.axes) != set(one.axes or ())]
+    gathers = [leg for leg in legs if leg.kind == "gather" and is_gather]
+    of_other_op = [x for x in missing if (x.op == "all-gather") == is_gather]
+
+    def at_full_width(leg: Leg) -> Dims | None:
+        row, dims = leg.row, list(leg.whole)
+        if row.tensor_dim is None or tp == 1:
+            return None
+        dims[row.tensor_dim - (len(row.shape) - len(dims))] *= tp
+        return tuple(dims)
+
+    def of_all_experts(leg: Leg) -> Dims | None:
+        row, dims = leg.row, list(leg.whole)
+        if row.expert_dim is None:
+            return None
+        dims[row.expert_dim - (len(row.shape) - len(dims))] *= plan.mesh.shape["ep"]
+        return tuple(dims)
+
+    def as_a_stack(leg: Leg) -> Dims | None:
+        stack = leg.row.shape[: leg.row.num_stacked]
+        return (*stack, *leg.received) if stack else None
+
+    return [
+        _Suspect(
+            same_axes,
+            at_full_width,
+            "tp was lost on the way: the weight is moved at full width, tp times the "
+            "bytes; the collective has to be manual over tp too",
+        ),
+        _Suspect(
+            same_op,
+            of_all_experts,
+            "experts of all ranks on ep are brought together: compute with a rank's "
+            "own, and send it the tokens (fsdp_jax.ops.expert_parallel_dispatch)",
+        ),
+        _Suspect(
+            other_axes,
+            lambda leg: leg.whole,
+            "make the step with this plan, its mesh and its placements",
+        ),
+        _Suspect(
+            gathers,
+            as_a_stack,
+            "gather unit by unit, with fsdp.scan over the stack; nothing outside of "
+            "the unit may need its weights whole",
+        ),
+        _Suspect(
+            of_other_op,
+            lambda leg: leg.whole,
+            "make the step with this plan: its strategy, placements and "
+            "MixedPrecisionPolicy",
+        ),
+    ]
+
+
+def _whole(one: Moved) -> Dims:
+    return one.received if one.op == "all-gather" else one.sent
+
+
+def _sorted(dims: Dims) -> Dims:
+    return tuple(sorted(d for d in dims if d != 1))

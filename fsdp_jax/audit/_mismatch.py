@@ -1,0 +1,95 @@
+"""One thing that a program does otherwise than its plan says, in words."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from fsdp_jax._report import Grid
+from fsdp_jax.audit._expected import Leg
+from fsdp_jax.hlo._collectives import Dims, Moved
+from fsdp_jax.sharding._plan import ROOT, ParamPlan
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """A line of the error.
+
+    Attributes:
+      subject: Whom it concerns: parameters and their unit, or what travels.
+      plan: What the plan says.
+      program: What the program does.
+      fix: What most likely mends it.
+    """
+
+    subject: str
+    plan: str
+    program: str
+    fix: str
+
+    def __str__(self) -> str:
+        """The line."""
+        return (
+            f"{self.subject}: the plan says {self.plan}; the program {self.program}. "
+            f"Likely fix: {self.fix}."
+        )
+
+
+def difference_grid(differences: Sequence[Difference]) -> Grid:
+    """Differences as a table."""
+    headers = ("of", "the plan says", "the program", "likely fix")
+    return Grid(
+        dict.fromkeys(headers, "text"),
+        [(one.subject, one.plan, one.program, one.fix) for one in differences],
+    )
+
+
+def array(dtype: str, dims: Dims) -> str:
+    """An array as HLO writes it."""
+    return f"{dtype}[{','.join(map(str, dims))}]"
+
+
+def over(axes: Sequence[str] | None) -> str:
+    """Mesh axes in words."""
+    return "over " + " x ".join(axes) if axes else "along no axes of the mesh"
+
+
+def says(leg: Leg) -> str:
+    """What a plan says of one leg."""
+    often = {"enter": ", once a step", "late": ", once a step"}.get(leg.kind, "")
+    sides = f"{array(leg.dtype, leg.sent)} to {array(leg.dtype, leg.received)}"
+    if leg.op == "all-reduce":
+        sides = array(leg.dtype, leg.sent)
+    return f"{leg.op} of {sides} {over(leg.axes)}{often}"
+
+
+def does(one: Moved) -> str:
+    """What a program does with one array."""
+    sides = f"{array(one.dtype, one.sent)} to {array(one.dtype, one.received)}"
+    if one.op == "all-reduce":
+        sides = array(one.dtype, one.sent)
+    where = f"{one.times} a step" + (", in a loop" if one.loops else "")
+    return f"has {one.op} of {sides} {over(one.axes)} ({where})"
+
+
+def nearest(found: Sequence[Leg], one: Moved) -> list[Leg]:
+    """Those legs that an array is most likely on: of its unit, and of its very dims."""
+    wanted = ROOT if one.unit == "root" else one.unit
+    found = [leg for leg in found if leg.row.unit == wanted] or list(found)
+    if not one.is_in_order:
+        return found
+    sides = (one.sent, one.received)
+    exact = [leg for leg in found if leg.sent in sides or leg.received in sides]
+    return exact or found
+
+
+def named(rows: Sequence[ParamPlan]) -> str:
+    """Parameters with their unit; of many the first."""
+    rows = list(dict.fromkeys(rows))
+    more = f" or {len(rows) - 1} more" if len(rows) > 1 else ""
+    return f"'{rows[0].name}'{more} (unit '{rows[0].unit}')"
+
+
+def named_legs(found: Sequence[Leg], one: Moved) -> str:
+    """The parameters that an array most likely is."""
+    return named([leg.row for leg in nearest(found, one)])

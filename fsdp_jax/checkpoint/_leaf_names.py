@@ -1,0 +1,189 @@
+"""How the leaves of a state are called on disk, whatever mesh or model made them."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections import Counter
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fsdp_jax._tree import PyTree, named_leaves
+from fsdp_jax.optim._matrix_stack import Dealt, Member
+from fsdp_jax.sharding._padded import Padded
+
+# The file of a step that says of which kind the PRNG keys in it are: their words alone
+# do not, and other kinds have as many.
+IMPLS = "prng_impls.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """One leaf as Orbax is given it.
+
+    Attributes:
+      value: A plain array, or its `jax.ShapeDtypeStruct`: what a `Padded` leaf wraps,
+        since only that is split evenly, and the words of PRNG keys.
+      shape: The logical shape, which is the one on disk.
+      impl: Of PRNG keys, the name of their kind, e.g. `"threefry2x32"`; else None.
+    """
+
+    value: Any
+    shape: tuple[int, ...]
+    impl: str | None = None
+
+    @property
+    def mould(self) -> jax.ShapeDtypeStruct:
+        """Logical shape and dtype."""
+        return jax.ShapeDtypeStruct(self.shape, self.value.dtype)
+
+    @property
+    def is_abstract(self) -> bool:
+        """Whether it has no value yet."""
+        return isinstance(self.value, jax.ShapeDtypeStruct)
+
+
+def flatten(tree: PyTree) -> dict[str, Leaf]:
+    """One flat dict of dotted names; logical shapes, PRNG keys as `uint32` words.
+
+    Args:
+      tree: A `TrainState` or any pytree of arrays or `jax.ShapeDtypeStruct`s.
+
+    Raises:
+      ValueError: If two leaves have one name (`{"a.b": x, "a": {"b": y}}`): the second
+        would overwrite the first. If a leaf is no array.
+    """
+    named = [
+        part for name, leaf in named_leaves(tree) for part in _by_parameter(name, leaf)
+    ]
+    twice = [name for name, n in Counter(name for name, _ in named).items() if n > 1]
+    if twice:
+        raise ValueError(
+            f"Cannot save two leaves under one name: {', '.join(twice)}. Rename a key "
+            "that has a dot in it."
+        )
+    plain = [name for name, leaf in named if not hasattr(leaf, "dtype")]
+    if plain:
+        raise ValueError(
+            f"{len(plain)} leaf/leaves are no arrays: {', '.join(plain)}. Make them "
+            "arrays with jnp.asarray."
+        )
+    return {name: _leaf(leaf) for name, leaf in named}
+
+
+def unflatten(mould: PyTree, values: dict[str, Any]) -> PyTree:
+    """The inverse of `flatten`, in the structure of `mould`.
+
+    Args:
+      mould: The tree that was flattened.
+      values: An array by name, of the shape of that leaf's `value`. A leaf without one
+        stays as it is.
+    """
+    treedef = jax.tree.structure(mould, is_leaf=_is_node)
+    return treedef.unflatten(
+        _filled(name, leaf, values) for name, leaf in named_leaves(mould)
+    )
+
+
+def layout(leaves: dict[str, Leaf]) -> dict[str, list[str]]:
+    """Shape, dtype and split of every leaf, as processes compare them.
+
+    Of an array of numpy, which one process writes for all, the values too.
+    """
+    return {
+        name: [str(leaf.shape), str(leaf.value.dtype), _split(leaf.value)]
+        for name, leaf in leaves.items()
+    }
+
+
+def is_key(leaf: Any) -> bool:
+    """Whether `leaf` holds typed PRNG keys."""
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _split(value: Any) -> str:
+    if isinstance(value, np.ndarray | np.generic):
+        return hashlib.sha256(value.tobytes()).hexdigest()
+    sharding = getattr(value, "sharding", None)
+    return str(getattr(sharding, "spec", sharding))
+
+
+def _leaf(leaf: Any) -> Leaf:
+    if is_key(leaf):
+        words = _key_words(leaf)
+        return Leaf(words, tuple(words.shape), str(_impl(leaf)))
+    return Leaf(leaf.value if _is_padded(leaf) else leaf, tuple(leaf.shape))
+
+
+def _by_parameter(name: str, leaf: Any) -> list[tuple[str, Any]]:
+    """A leaf under its name; the parts of a stack under those of their parameters."""
+    if not isinstance(leaf, Dealt):
+        return [(_full_name(name, leaf), leaf)]
+    pieces = zip(leaf.members, leaf.by_member(), strict=True)
+    return [
+        (_member_name(name, member), Padded(piece, member.shape))
+        for member, piece in pieces
+    ]
+
+
+def _full_name(name: str, leaf: Any) -> str:
+    """With whose array it is, if no parameter's name in it says that."""
+    of = leaf.of if _is_padded(leaf) else ""
+    return f"{name} ({of})" if of else name
+
+
+def _member_name(name: str, member: Member) -> str:
+    """The last component is the name of the stack, which says how it is split."""
+    return f"{name.rpartition('.')[0]}.{member.name}"
+
+
+def _filled(name: str, leaf: Any, values: dict[str, Any]) -> Any:
+    if isinstance(leaf, Dealt):
+        return _dealt(name, leaf, values)
+    value = values.get(_full_name(name, leaf))
+    if value is None:
+        return leaf
+    if is_key(leaf):
+        return _as_key(value, leaf)
+    return dataclasses.replace(leaf, value=value) if _is_padded(leaf) else value
+
+
+def _dealt(name: str, leaf: Dealt, values: dict[str, Any]) -> Dealt:
+    """The stack of the values of its parameters; those not given stay as they are."""
+    names = [_member_name(name, member) for member in leaf.members]
+    given = {n: values[n] for n in names if n in values}
+    if not given:
+        return leaf
+    if len(given) < len(names):
+        given = dict(zip(names, leaf.by_member(), strict=True)) | given
+    return leaf.filled([given[n] for n in names])
+
+
+def _is_padded(leaf: Any) -> bool:
+    return isinstance(leaf, Padded)
+
+
+def _is_node(leaf: Any) -> bool:
+    return isinstance(leaf, Padded | Dealt)
+
+
+def _key_words(leaf: Any) -> Any:
+    """The words of a PRNG key array, or their abstract shape with the same sharding."""
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        words = jax.eval_shape(jax.random.key_data, leaf)
+        return jax.ShapeDtypeStruct(words.shape, words.dtype, sharding=leaf.sharding)
+    return jax.random.key_data(leaf)
+
+
+def _as_key(words: jax.Array, mould: Any) -> jax.Array:
+    """The PRNG keys of the kind of `mould` that have these words."""
+    return jax.random.wrap_key_data(words, impl=_impl(mould))
+
+
+def _impl(keys: Any) -> Any:
+    impls: list[Any] = []  # jax tells a key's kind for arrays and tracers only.
+    jax.eval_shape(lambda key: impls.append(jax.random.key_impl(key)), keys)
+    return impls[0]

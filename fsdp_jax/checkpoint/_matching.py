@@ -1,0 +1,220 @@
+"""What to read of a step, and what to say where it is not what was asked for."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from fsdp_jax._tree import PyTree, matches
+from fsdp_jax.checkpoint._leaf_names import Leaf
+
+Strict = Literal[
+    "assume_ok_unexpected",
+    "log_unexpected",
+    "log_all",
+    "raise_unexpected",
+    "raise_all",
+    "return_unexpected",
+    "return_all",
+    "ignore_all",
+]
+Cast = Literal["never", "floats", "as_stored"]
+
+# What becomes of leaves that are asked for and not stored, and of those that are stored
+# and not asked for.
+_ON_UNEXPECTED_AND_MISSING = {
+    "assume_ok_unexpected": ("raise", "ignore"),
+    "log_unexpected": ("log", "ignore"),
+    "log_all": ("log", "log"),
+    "raise_unexpected": ("raise", "ignore"),
+    "raise_all": ("raise", "raise"),
+    "return_unexpected": ("return", "ignore"),
+    "return_all": ("return", "return"),
+    "ignore_all": ("ignore", "ignore"),
+}
+
+
+class Loaded(NamedTuple):
+    """What `load` returns where `strict` begins with `return`.
+
+    The words are Megatron's: seen from the checkpoint, so that *missing* is the reverse
+    of what `torch.nn.Module.load_state_dict` means by it.
+
+    Attributes:
+      state: What `load` returns otherwise.
+      missing: Names of leaves that are stored and that the mould does not ask for.
+      unexpected: Names of leaves that the mould asks for and that are not stored.
+    """
+
+    state: PyTree
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """How strictly to load.
+
+    Attributes:
+      strict: One of Megatron's eight modes.
+      allow_shape_mismatch: Patterns of leaves that may be cut or filled with zeros.
+      cast: Whether floats may be stored as other floats, and which they then become.
+      impls: Of which kind stored PRNG keys are, by name.
+
+    Source: Megatron-LM dist_checkpointing/validation.py::StrictHandling
+    """
+
+    strict: Strict = "raise_all"
+    allow_shape_mismatch: Sequence[str] = ()
+    cast: Cast = "never"
+    impls: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Match:
+    """Which leaves are read.
+
+    Attributes:
+      read: Of these, both stored and asked for.
+      missing: As in `Loaded`, where the mode returns them.
+      unexpected: As in `Loaded`, where the mode returns them.
+    """
+
+    read: dict[str, Leaf]
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+
+
+def match(
+    where: str,
+    stored: dict[str, jax.ShapeDtypeStruct],
+    wanted: dict[str, Leaf],
+    options: Options,
+    stored_objects: Collection[str] = (),
+    wanted_objects: Collection[str] = (),
+) -> Match:
+    """Compares what is stored with what is wanted, before anything is read.
+
+    Args:
+      where: The step, for messages.
+      stored: Shape and dtype of every leaf of it.
+      wanted: The leaves of the mould.
+      options: What may differ.
+      stored_objects: Names of the extras of it.
+      wanted_objects: Names of those that are asked for.
+
+    Raises:
+      ValueError: If more differs than `options` allow; all offenders in one message.
+    """
+    if options.strict not in _ON_UNEXPECTED_AND_MISSING:
+        known = ", ".join(_ON_UNEXPECTED_AND_MISSING)
+        raise ValueError(f"strict={options.strict!r}: it is one of {known}.")
+    on_unexpected, on_missing = _ON_UNEXPECTED_AND_MISSING[options.strict]
+    unexpected = _only_in((*wanted, *wanted_objects), {*stored, *stored_objects})
+    missing = _only_in((*stored, *sorted(stored_objects)), {*wanted, *wanted_objects})
+    read = {name: leaf for name, leaf in wanted.items() if name in stored}
+    problems = _unfilled(wanted, unexpected, on_unexpected)
+    if on_missing == "raise":
+        problems += [f"only in the checkpoint: {name}" for name in missing]
+    for name, leaf in read.items():
+        problems += _misfits(name, stored[name], leaf, options)
+    problems += _unused(options.allow_shape_mismatch, read)
+    if problems:
+        raise ValueError(_does_not_fit(where, problems))
+    if on_unexpected == "log":
+        _log(where, "left as given, not in the checkpoint", unexpected)
+    if on_missing == "log":
+        _log(where, "not read, only in the checkpoint", missing)
+    if options.cast == "as_stored":
+        read = {name: _in_dtype(leaf, stored[name]) for name, leaf in read.items()}
+    return Match(
+        read,
+        missing if on_missing == "return" else (),
+        unexpected if on_unexpected == "return" else (),
+    )
+
+
+def may_differ(name: str, patterns: Iterable[str]) -> bool:
+    """Whether a pattern matches the name, from any of its components on.
+
+    So `embed.embedding` is the parameter and its moments in the optimizer.
+    """
+    parts = name.split(".")
+    tails = [".".join(parts[start:]) for start in range(len(parts))]
+    return any(matches(pattern, tail) == tail for pattern in patterns for tail in tails)
+
+
+def _only_in(names: Iterable[str], others: Collection[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(name for name in names if name not in others))
+
+
+def _unfilled(
+    wanted: dict[str, Leaf], unexpected: tuple[str, ...], on_unexpected: str
+) -> list[str]:
+    """Leaves without a value: not stored, and none given that could stay."""
+    if on_unexpected == "raise":
+        return [f"not in the checkpoint: {name}" for name in unexpected]
+    return [
+        f"not in the checkpoint, and the mould has no value for it: {name}"
+        for name in unexpected
+        if name in wanted and wanted[name].is_abstract
+    ]
+
+
+def _misfits(
+    name: str, have: jax.ShapeDtypeStruct, leaf: Leaf, options: Options
+) -> list[str]:
+    want = leaf.mould
+    same_shape = have.shape == want.shape or (
+        len(have.shape) == len(want.shape)
+        and may_differ(name, options.allow_shape_mismatch)
+    )
+    floats = options.cast != "never" and _are_floats(have, want)
+    same_dtype = have.dtype == want.dtype or floats
+    if not same_shape or not same_dtype:
+        stored = f"{have.dtype}{list(have.shape)}"
+        return [f"{name}: stored {stored}, wanted {want.dtype}{list(want.shape)}"]
+    kind = options.impls.get(name)
+    if kind and leaf.impl and kind != leaf.impl:  # plain words may hold any keys
+        return [f"{name}: stored keys of {kind}, wanted keys of {leaf.impl}"]
+    if getattr(leaf.value, "sharding", None) is None:
+        return [f"{name}: the mould does not say its sharding"]
+    return []
+
+
+def _are_floats(*leaves: Any) -> bool:
+    return all(jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in leaves)
+
+
+def _in_dtype(leaf: Leaf, stored: jax.ShapeDtypeStruct) -> Leaf:
+    shape, sharding = leaf.value.shape, leaf.value.sharding
+    value = jax.ShapeDtypeStruct(shape, stored.dtype, sharding=sharding)
+    return dataclasses.replace(leaf, value=value)
+
+
+def _unused(patterns: Sequence[str], read: dict[str, Any]) -> list[str]:
+    return [
+        f"allow_shape_mismatch: no leaf is called {pattern!r}"
+        for pattern in patterns
+        if not any(may_differ(name, [pattern]) for name in read)
+    ]
+
+
+def _does_not_fit(where: str, problems: list[str]) -> str:
+    return (
+        f"'{where}' does not fit in {len(problems)} place(s):\n  "
+        + "\n  ".join(sorted(problems))
+        + "\nLoad it with the model, precision and optimizer it was saved with."
+    )
+
+
+def _log(where: str, what: str, names: tuple[str, ...]) -> None:
+    if names:
+        logging.getLogger("fsdp_jax").warning(
+            "'%s': %d leaf/leaves %s: %s", where, len(names), what, ", ".join(names)
+        )

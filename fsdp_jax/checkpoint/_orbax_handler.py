@@ -1,0 +1,258 @@
+"""Orbax, set up: what it writes for us and how, and nothing it decides by itself."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+
+from fsdp_jax.checkpoint._checksums import CHECKSUMMED, is_checksummed
+from fsdp_jax.checkpoint._deferred_write import Writing
+from fsdp_jax.checkpoint._leaf_names import Leaf
+from fsdp_jax.checkpoint._manifest import write_manifest
+from fsdp_jax.checkpoint._multihost import (
+    TIMEOUT_SECS,
+    collect,
+    describe,
+    exchange,
+    publish,
+    raise_others,
+    reserve,
+)
+from fsdp_jax.checkpoint._replace import finish_replacements
+from fsdp_jax.checkpoint._zarr import crop, zarr_metadata
+
+ITEM = "state"
+# What is read at once for any part of it: a mesh that cuts otherwise reads little more
+# than it needs.
+_CHUNK_BYTES = 32 * 2**20
+# What goes to the disk while the next is encoded: of Orbax's 2 GiB nothing would before
+# all of a smaller state is. Of a larger one, the files of a process stay few.
+_FILE_BYTES = 64 * 2**20
+_MAX_FILES = 64
+# How Orbax calls a step until it is committed.
+UNFINISHED = ".orbax-checkpoint-tmp"
+_FAILED = "failed"
+_ATTEMPTS = 20
+
+
+class StateHandler(ocp.PyTreeCheckpointHandler):
+    """Orbax's handler, with checksums, logical shapes, and a manifest as last file."""
+
+    def __init__(self, timeout_secs: float = TIMEOUT_SECS):
+        # All who hold a replica write a part; Orbax's default asks JAX_PLATFORMS.
+        arrays = ocp.type_handlers.ArrayHandler(use_replica_parallel=True)
+        types = ocp.type_handlers.create_type_handler_registry(
+            (jax.Array, arrays), (np.ndarray, ocp.type_handlers.NumpyHandler())
+        )
+        super().__init__(
+            use_zarr3=True, use_compression=CHECKSUMMED, type_handler_registry=types
+        )
+        self.timeout_secs = timeout_secs  # after which a process is given up
+        self._saving: StateSave | None = None
+        self.failure: Exception | None = None
+
+    async def async_save(
+        self, directory: Any, item: Any = None, save_args: Any = None, args: Any = None
+    ) -> Any:
+        """Remembers what `finalize` needs; one save at a time is under way.
+
+        With more processes a failure of one is kept until all have heard of it: if it
+        were raised at once, the others would wait for that process in a barrier.
+        """
+        self._saving, self.failure = args, None
+        last = Writing(directory, args.contents)
+        if jax.process_count() == 1:
+            futures = await super().async_save(directory, item, save_args, args)
+            return [*(futures or []), last]
+        try:
+            futures = await super().async_save(directory, item, save_args, args)
+        except Exception as error:
+            self.failure, futures = error, []
+        return [_Outcome(self, args.point, [*(futures or []), last])]
+
+    def finalize(self, directory: Any) -> None:
+        """Writes the manifest when all processes are done, before the commit."""
+        assert self._saving is not None
+        if jax.process_count() == 1:
+            self._write_manifest(directory, self._saving)
+            return
+        try:
+            raise_others("Saving", collect(self._saving.point, self.timeout_secs))
+            self._write_manifest(directory, self._saving)
+        except Exception as error:
+            self.failure = self.failure or error
+            # Orbax commits the folder now; whoever is killed before it is removed
+            # leaves it to the next save, which knows it by this.
+            with contextlib.suppress(OSError):
+                (Path(directory) / _FAILED).touch()
+
+    def _write_manifest(self, directory: Any, saving: StateSave) -> None:
+        super().finalize(directory)
+        path, leaves = Path(directory), saving.leaves
+        _check_checksummed(path)
+        crop(path, {name: tuple(leaf.shape) for name, leaf in leaves.items()})
+        _check_written(path, leaves)
+        write_manifest(path, leaves, saving.metadata)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Outcome:
+    """The writes of this process as one future, which tells all how they ended."""
+
+    handler: StateHandler
+    point: str
+    futures: list[Any]
+
+    def result(self, timeout: float | None = None) -> None:
+        for future in self.futures:
+            try:
+                future.result(timeout)
+            except Exception as error:
+                self.handler.failure = self.handler.failure or error
+        failure = self.handler.failure
+        publish(self.point, None if failure is None else describe(failure))
+
+    def cancel(self) -> None:
+        for future in self.futures:
+            future.cancel()
+
+
+@ocp.args.register_with_handler(StateHandler, for_save=True)
+@dataclasses.dataclass
+class StateSave(ocp.args.PyTreeSave):
+    """Arguments of a save.
+
+    Attributes:
+      leaves: Logical shape and dtype of every leaf of `item`.
+      metadata: For the manifest, in types of JSON.
+      point: Where processes tell each other how their writes ended.
+      contents: What this process writes beside the arrays, as `Writing` takes it.
+    """
+
+    leaves: dict[str, jax.ShapeDtypeStruct] = dataclasses.field(default_factory=dict)
+    metadata: Any = None
+    point: str = ""
+    contents: Mapping[str, bytes | Path] = dataclasses.field(default_factory=dict)
+
+
+@ocp.args.register_with_handler(StateHandler, for_restore=True)
+@dataclasses.dataclass
+class StateRestore(ocp.args.PyTreeRestore):
+    """What a manager asks of every handler; `read_arrays` does without it."""
+
+
+def save_arguments(
+    leaves: dict[str, Leaf], metadata: Any, contents: Mapping[str, bytes | Path]
+) -> ocp.args.Composite:
+    """What to hand to a manager's `save`."""
+    item = {name: leaf.value for name, leaf in leaves.items()}
+    chunked = {name: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES) for name in leaves}
+    moulds = {name: leaf.mould for name, leaf in leaves.items()}
+    num_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in moulds.values())
+    state = StateSave(
+        item,
+        chunked,
+        ocdbt_target_data_file_size=file_bytes(num_bytes),
+        leaves=moulds,
+        metadata=metadata,
+        point=reserve(),
+        contents=contents,
+    )
+    return ocp.args.Composite(**{ITEM: state})
+
+
+def file_bytes(num_bytes: int) -> int:
+    """How large the files of a state of `num_bytes` are, in all processes alike."""
+    return max(_FILE_BYTES, num_bytes // jax.process_count() // _MAX_FILES)
+
+
+@contextlib.contextmanager
+def manager(
+    path: str | os.PathLike[str], handler: StateHandler, **options: Any
+) -> Iterator:
+    """Orbax's manager of the steps under `path`, closed again whatever happens."""
+    # Orbax refuses relative paths.
+    with ocp.CheckpointManager(
+        Path(path).absolute(),
+        options=ocp.CheckpointManagerOptions(create=True, **options),
+        item_handlers={ITEM: handler},
+    ) as opened:
+        yield opened
+
+
+def remove_unfinished(path: Path) -> None:
+    """Removes what a save left that did not end well.
+
+    Not by Orbax, which gives up where a write of that save is still under way. The
+    first process does it; the others wait elsewhere.
+    """
+    if jax.process_index() > 0:
+        return
+    finish_replacements(path)
+    for _ in range(_ATTEMPTS):
+        failed = [marker.parents[1] for marker in path.glob(f"*/{ITEM}/{_FAILED}")]
+        unfinished = [*path.glob(f"*{UNFINISHED}"), *failed]
+        if not unfinished:
+            return
+        for folder in unfinished:
+            shutil.rmtree(folder, ignore_errors=True)
+        time.sleep(0.1)
+
+
+def raise_failure(handler: StateHandler, folder: Path) -> None:
+    """Raises in every process if the save that just ended failed in one.
+
+    What it left is removed first. It has no manifest, so it was never a step.
+
+    Raises:
+      OtherProcessError: Where it went well.
+    """
+    if jax.process_count() == 1:
+        return
+    failure = handler.failure
+    if failure is not None and jax.process_index() == 0:
+        shutil.rmtree(folder, ignore_errors=True)
+    said = None if failure is None else describe(failure)
+    told = exchange(said, handler.timeout_secs)
+    if failure is not None:
+        raise failure
+    raise_others(f"Saving '{folder}'", told)
+
+
+def _check_checksummed(directory: Path) -> None:
+    arrays = zarr_metadata(directory)
+    if bare := [name for name, array in arrays.items() if not is_checksummed(array)]:
+        raise RuntimeError(
+            f"orbax-checkpoint {ocp.__version__} wrote no checksums for {len(bare)} "
+            f"leaf/leaves, e.g. {bare[0]}: use a version that fsdp_jax was tested with."
+        )
+
+
+def _check_written(directory: Path, leaves: dict[str, jax.ShapeDtypeStruct]) -> None:
+    """Raises unless the disk holds each leaf, and no other, in its shape and dtype."""
+    stored = {
+        name: (tuple(array["shape"]), jnp.dtype(array["data_type"]))
+        for name, array in zarr_metadata(directory).items()
+    }
+    asked = {name: (leaf.shape, leaf.dtype) for name, leaf in leaves.items()}
+    wrong = sorted(
+        name
+        for name in stored.keys() | asked.keys()
+        if stored.get(name) != asked.get(name)
+    )
+    if wrong:
+        raise RuntimeError(
+            f"orbax-checkpoint {ocp.__version__} did not write what it was given, in "
+            f"{len(wrong)} leaf/leaves: {', '.join(wrong)}. The step is not committed."
+        )

@@ -1,0 +1,1 @@
+"""Checkpoints on the disks of the hosts, with copies on peers."""

@@ -1,0 +1,211 @@
+"""The shards of one process as one run of bytes, each with a checksum.
+
+The bytes are those of its file and those that travel to its peers: a copy is the same
+file elsewhere. Not written by Orbax, for which each step of each host would be a
+checkpoint of its own: here a file is as long as its shards, and is read without a copy.
+
+    magic, lengths, CRC-32 of | header as JSON, CRC-32 of each shard | shards
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import struct
+import zlib
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import UInt8
+
+from fsdp_jax.checkpoint._leaf_names import Leaf
+from fsdp_jax.checkpoint._manifest import DamagedCheckpointError
+from fsdp_jax.checkpoint.local._layout import (
+    Layout,
+    Region,
+    layout_from_json,
+    region_of,
+)
+
+Bytes = UInt8[np.ndarray, "bytes"]
+
+_MAGIC = b"fsdpjax1"
+_PREFIX = struct.Struct("<8sQQI")  # magic, bytes of the header, shards, CRC-32
+_COPIES_AT_ONCE = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Header:
+    """What is known of a save.
+
+    Attributes:
+      process: Whose shards they are. All but this and `own` is the same in every file
+        of the save.
+      layout: Who held what.
+      about: What else there is to know of the save, in types of JSON.
+      own: What else is of this process alone.
+    """
+
+    process: int
+    layout: Layout
+    about: dict[str, Any]
+    own: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def as_json(self) -> dict[str, Any]:
+        """In types of JSON; `header_from_json` is its inverse."""
+        return vars(self) | {"layout": self.layout.as_json()}
+
+
+def header_from_json(value: dict[str, Any]) -> Header:
+    """The header that `as_json` wrote."""
+    layout = layout_from_json(value["layout"])
+    return Header(value["process"], layout, value["about"], value["own"])
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardFile:
+    """The shards of one process, in memory or mapped.
+
+    Attributes:
+      name: For messages.
+      header: As it was written, which its checksum tells.
+      checksums: CRC-32 of each shard.
+      values: The bytes of all shards.
+    """
+
+    name: str
+    header: Header
+    checksums: tuple[int, ...]
+    values: Bytes
+
+    def check(self) -> None:
+        """Reads every byte.
+
+        Raises:
+          DamagedCheckpointError: If a shard is not as it was written; it names all.
+        """
+        wrong = [
+            f"{name}{list(map(list, region))}"
+            for (name, region, data), checksum in zip(
+                self._shards(), self.checksums, strict=True
+            )
+            if zlib.crc32(data.data) != checksum
+        ]
+        if wrong:
+            raise _damaged(self.name, f"{len(wrong)} shard(s): {', '.join(wrong)}")
+
+    def read(self) -> dict[tuple[str, Region], np.ndarray]:
+        """Each shard, by leaf and region; not verified, see `check`."""
+        return {
+            (name, region): data.view(self.header.layout.leaves[name].dtype).reshape(
+                [stop - start for start, stop in region]
+            )
+            for name, region, data in self._shards()
+        }
+
+    def _shards(self) -> Iterator[tuple[str, Region, Bytes]]:
+        start = 0
+        for name, region in self.header.layout.shards(self.header.process):
+            stop = start + self.header.layout.num_bytes(name, region)
+            yield name, region, self.values[start:stop]
+            start = stop
+
+
+def pack(header: Header, leaves: Mapping[str, Leaf]) -> Bytes:
+    """Copies the shards of this process off its devices, each replica once.
+
+    The state may be donated as soon as this returns.
+    """
+    shards = header.layout.shards(header.process)
+    sizes = [header.layout.num_bytes(name, region) for name, region in shards]
+    text = json.dumps(header.as_json()).encode()
+    start = _PREFIX.size + len(text) + 4 * len(shards)
+    packed = np.empty(start + sum(sizes), np.uint8)
+    ends = list(itertools.accumulate(sizes, initial=start))
+    places = [packed[a:b] for a, b in itertools.pairwise(ends)]
+    sources = _sources(leaves)
+    with ThreadPoolExecutor(_COPIES_AT_ONCE) as pool:
+        found = (sources[shard] for shard in shards)
+        checksums = np.array(list(pool.map(_copy, found, places)), "<u4")
+    body = text + checksums.tobytes()
+    prefix = _PREFIX.pack(_MAGIC, len(text), len(shards), zlib.crc32(body))
+    packed[:start] = np.frombuffer(prefix + body, np.uint8)
+    return packed
+
+
+def open_file(path: Path) -> ShardFile:
+    """Maps a file.
+
+    Raises:
+      DamagedCheckpointError: If its header is not as it was written, or the file is
+        not as long as that says.
+    """
+    try:
+        return parse(str(path), np.memmap(path, np.uint8, "r"))
+    except (OSError, ValueError) as error:
+        if isinstance(error, DamagedCheckpointError):
+            raise
+        raise _damaged(str(path), str(error)) from error
+
+
+def parse(name: str, content: Bytes) -> ShardFile:
+    """The file that has this content.
+
+    Args:
+      name: For messages.
+      content: All of it.
+
+    Raises:
+      DamagedCheckpointError: As for `open_file`.
+    """
+    if len(content) < _PREFIX.size:
+        raise _damaged(name, "its header is cut off")
+    magic, text, shards, checksum = _PREFIX.unpack(content[: _PREFIX.size].tobytes())
+    start = _PREFIX.size + text + 4 * shards
+    body = content[_PREFIX.size : start].tobytes()
+    if magic != _MAGIC or zlib.crc32(body) != checksum:
+        raise _damaged(name, "its header")
+    header = header_from_json(json.loads(body[:text]))
+    layout = header.layout
+    sizes = [layout.num_bytes(*shard) for shard in layout.shards(header.process)]
+    if len(content) != start + sum(sizes):
+        raise _damaged(name, f"{len(content)} bytes, not {start + sum(sizes)}")
+    checksums = np.frombuffer(body[text:], "<u4").tolist()
+    return ShardFile(name, header, tuple(checksums), content[start:])
+
+
+def _damaged(name: str, what: str) -> DamagedCheckpointError:
+    return DamagedCheckpointError(f"'{name}' is not as it was written: {what}.")
+
+
+def _sources(leaves: Mapping[str, Leaf]) -> dict[tuple[str, Region], Any]:
+    """The parts of arrays that lie on devices of this process; copies are begun."""
+    sources: dict[tuple[str, Region], Any] = {}
+    for name, leaf in leaves.items():
+        shape, logical = tuple(leaf.value.shape), tuple(leaf.shape)
+        if not isinstance(leaf.value, jax.Array):
+            whole = tuple(slice(None) for _ in shape)
+            sources[name, region_of(whole, shape, logical)] = leaf.value
+            continue
+        for shard in leaf.value.addressable_shards:
+            key = name, region_of(shard.index, shape, logical)
+            if key not in sources:
+                sources[key] = shard.data
+                shard.data.copy_to_host_async()
+    return {
+        (name, region): (value, tuple(slice(stop - start) for start, stop in region))
+        for (name, region), value in sources.items()
+    }
+
+
+def _copy(source: tuple[Any, tuple[slice, ...]], place: Bytes) -> int:
+    """Copies a shard, but for the zeros behind its end; its checksum."""
+    value, inside = source
+    part = np.ascontiguousarray(np.asarray(value)[inside])
+    place[:] = part.reshape(-1).view(np.uint8)
+    return zlib.crc32(place.data)

@@ -1,0 +1,141 @@
+"""Which process held which part of every leaf: the same in the files of all of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from fsdp_jax.checkpoint._leaf_names import Leaf
+
+# First and last (exclusive) index in each dim; of a scalar it is empty.
+Region = tuple[tuple[int, int], ...]
+# The regions of each process, in order; each once, however many devices hold it.
+Table = tuple[tuple[Region, ...], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How leaves were split over processes.
+
+    Attributes:
+      leaves: Logical shape and dtype of every leaf, by dotted name.
+      splits: Which of `tables` says how it was split.
+      tables: Few: leaves of one shape that are split alike have one.
+    """
+
+    leaves: dict[str, jax.ShapeDtypeStruct]
+    splits: dict[str, int]
+    tables: tuple[Table, ...]
+
+    def regions(self, name: str, process: int) -> tuple[Region, ...]:
+        """What a process held of a leaf."""
+        return self.tables[self.splits[name]][process]
+
+    def table(self, name: str) -> Table:
+        """What each process held of a leaf."""
+        return self.tables[self.splits[name]]
+
+    def shards(self, process: int) -> list[tuple[str, Region]]:
+        """Everything a process held, in the order of its file."""
+        return [(n, region) for n in self.leaves for region in self.regions(n, process)]
+
+    def num_bytes(self, name: str, region: Region) -> int:
+        """Of a shard."""
+        return size(region) * self.leaves[name].dtype.itemsize
+
+    def twins(self, num_processes: int) -> list[int]:
+        """For each process the first that held exactly the same as it does.
+
+        Of these one file is enough: replicas, as HSDP has.
+        """
+        held = [tuple(t[rank] for t in self.tables) for rank in range(num_processes)]
+        return [held.index(one) for one in held]
+
+    def as_json(self) -> dict[str, Any]:
+        """In types of JSON; `layout_from_json` is its inverse."""
+        return {
+            "leaves": {
+                name: [list(leaf.shape), leaf.dtype.name, self.splits[name]]
+                for name, leaf in self.leaves.items()
+            },
+            "tables": self.tables,
+        }
+
+
+def layout_from_json(value: Mapping[str, Any]) -> Layout:
+    """The layout that `as_json` wrote."""
+    tables = tuple(
+        tuple(
+            tuple(tuple((start, stop) for start, stop in region) for region in regions)
+            for regions in table
+        )
+        for table in value["tables"]
+    )
+    leaves = {
+        name: jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype))
+        for name, (shape, dtype, _) in value["leaves"].items()
+    }
+    splits = {name: split for name, (_, _, split) in value["leaves"].items()}
+    return Layout(leaves, splits, tables)
+
+
+def layout_of(leaves: Mapping[str, Leaf]) -> Layout:
+    """How leaves are split, or are to be: of arrays, or of a mould."""
+    regions = functools.cache(_regions)
+    tables: dict[Table, int] = {}
+    splits = {}
+    for name, leaf in leaves.items():
+        sharding = getattr(leaf.value, "sharding", None)
+        table = regions(sharding, tuple(leaf.value.shape), tuple(leaf.shape))
+        splits[name] = tables.setdefault(table, len(tables))
+    moulds = {name: leaf.mould for name, leaf in leaves.items()}
+    return Layout(moulds, splits, tuple(tables))
+
+
+def region_of(index: Any, shape: tuple[int, ...], logical: tuple[int, ...]) -> Region:
+    """What of the logical array a part of the padded one holds.
+
+    Args:
+      index: A slice for each dim.
+      shape: Of the array that is split, which may have zeros behind its end.
+      logical: Without these.
+    """
+    bounds = [part.indices(size) for part, size in zip(index, shape, strict=True)]
+    return tuple(
+        (min(start, end), min(stop, end))
+        for (start, stop, _), end in zip(bounds, logical, strict=True)
+    )
+
+
+def size(region: Region) -> int:
+    """The number of elements in a region."""
+    return math.prod(stop - start for start, stop in region)
+
+
+def overlap(one: Region, other: Region) -> Region | None:
+    """What two regions have in common; None if nothing."""
+    common = tuple(
+        (max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True)
+    )
+    return common if all(start < stop for start, stop in common) else None
+
+
+def _regions(
+    sharding: jax.sharding.Sharding | None,
+    shape: tuple[int, ...],
+    logical: tuple[int, ...],
+) -> Table:
+    """What each process holds; an array of numpy all of them hold whole."""
+    if sharding is None:
+        whole = tuple((0, end) for end in logical)
+        return ((whole,),) * jax.process_count()
+    held: list[set[Region]] = [set() for _ in range(jax.process_count())]
+    for device, index in sharding.devices_indices_map(shape).items():
+        held[device.process_index].add(region_of(index, shape, logical))
+    return tuple(tuple(sorted(r for r in one if size(r))) for one in held)

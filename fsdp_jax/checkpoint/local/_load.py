@@ -1,0 +1,372 @@
+"""Reading a local step: what a host lacks comes from a peer, verified."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from fsdp_jax._tree import PyTree
+from fsdp_jax.checkpoint._assets import FOLDER as FILES
+from fsdp_jax.checkpoint._leaf_names import Leaf, flatten, unflatten
+from fsdp_jax.checkpoint._manifest import DamagedCheckpointError
+from fsdp_jax.checkpoint._matching import Options, match
+from fsdp_jax.checkpoint._multihost import exchange, gather, together
+from fsdp_jax.checkpoint._objects import (
+    FOLDER,
+    Captured,
+    Extra,
+    Stored,
+    capture,
+    choose_extras,
+    restore_extras,
+)
+from fsdp_jax.checkpoint._typed_json import decode
+from fsdp_jax.checkpoint.local._assets import is_file, names_of, write_files
+from fsdp_jax.checkpoint.local._format import (
+    Bytes,
+    Header,
+    header_from_json,
+    open_file,
+    parse,
+)
+from fsdp_jax.checkpoint.local._layout import layout_of, overlap, region_of
+from fsdp_jax.checkpoint.local._plan import (
+    Fetch,
+    Found,
+    add_copies,
+    choose_files,
+    find,
+    plan_fetches,
+    step_of,
+)
+from fsdp_jax.checkpoint.local._transport import send
+
+_SUFFIX = ".shards"
+_LOADING = "Loading a local step"
+
+
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+    """What is asked for.
+
+    Attributes:
+      mould: Of the state.
+      extras: Objects that take the state they had.
+    """
+
+    mould: PyTree
+    extras: Mapping[str, Extra]
+
+    @functools.cached_property
+    def captured(self) -> Captured:
+        """The objects as they stand: the mould of their arrays."""
+        return capture(self.extras)
+
+    @functools.cached_property
+    def leaves(self) -> dict[str, Leaf]:
+        """Everything to be filled."""
+        return flatten(self.mould) | self.captured.leaves
+
+
+@dataclasses.dataclass(frozen=True)
+class Restored:
+    """What was read of a local step.
+
+    Attributes:
+      state: Arrays in the structure and sharding of the mould.
+      metadata: What was saved with it.
+      complete: Folders of this and the complete steps before, the oldest first.
+      folder: Of the step, on this host.
+      files: Names under which it carries files.
+    """
+
+    state: PyTree
+    metadata: dict[str, Any]
+    complete: list[str]
+    folder: Path
+    files: list[str]
+
+    def find(self, name: str) -> Path:
+        """Where the files of a name lie.
+
+        Raises:
+          ValueError: If the step carries none.
+        """
+        if name not in self.files:
+            raise ValueError(
+                f"'{self.folder}' carries no files {name!r}: it has "
+                f"{', '.join(self.files) or 'none'}."
+            )
+        return self.folder / FILES / name
+
+
+def file_name(saver: int) -> str:
+    """Of the file with the shards of a process."""
+    return f"{saver}{_SUFFIX}"
+
+
+def load_newest(
+    directory: Path, wanted: Wanted, steps: range, timeout_secs: float
+) -> Restored | None:
+    """Reads the newest step of which all that is needed is somewhere, and undamaged.
+
+    Args:
+      directory: Of the run, on this host.
+      wanted: What to fill, on any mesh.
+      steps: Which steps will do.
+      timeout_secs: After so long without an answer another process has failed.
+
+    Returns:
+      None if there is no such step; what is wrong with each that is passed over is
+      said in the log.
+
+    Raises:
+      ValueError: If the step does not hold what is wanted.
+    """
+    inventories = gather(_LOADING, lambda: _inventory(directory), timeout_secs)
+    older = [found for found in find(inventories) if found.step in steps]
+    while older:
+        found = older.pop(0)
+        loaded = _Loading(directory, found, wanted, timeout_secs).run()
+        if loaded is not None:
+            complete = [found, *(one for one in older if one.is_complete)]
+            state, header = loaded
+            return Restored(
+                state,
+                decode(header.about["metadata"]),
+                [one.folder for one in reversed(complete)],
+                directory / found.folder,
+                names_of(header.layout.leaves),
+            )
+    return None
+
+
+class _Loading:
+    """One step that is being loaded."""
+
+    def __init__(
+        self,
+        directory: Path,
+        found: Found,
+        wanted: Wanted,
+        timeout_secs: float,
+    ):
+        self._folder = directory / found.folder
+        self._found = found
+        self._wanted = wanted
+        self._timeout_secs = timeout_secs
+
+    def run(self) -> tuple[PyTree, Header] | None:
+        """State and header, or None if damage leaves too little of the step."""
+        if not self._found.is_complete:
+            _log(self._found.what_is_lost())
+            return None
+        header, own = self._headers()
+        with self._together():
+            objects = self._check_fits(header, own)
+            target = layout_of(self._wanted.leaves)
+        while self._found.is_complete:
+            chosen = choose_files(self._found, header.layout, target)
+            fetches = plan_fetches(self._found, add_copies(self._found, chosen))
+            damaged = self._damaged(chosen, fetches)
+            if not damaged:
+                return self._read(chosen, fetches, objects), header
+            self._found = self._found.without(damaged)
+        _log(self._found.what_is_lost())
+        return None
+
+    def _headers(self) -> tuple[Header, list[dict[str, Any]]]:
+        """Of one file, and what each process that saved has of its own.
+
+        From processes that have the files, for those that have none.
+        """
+        rank, holders = jax.process_index(), self._found.holders
+        with self._together():
+            mine = {
+                saver: open_file(self._folder / file_name(saver)).header
+                for saver in holders
+                if rank == holders[saver][0]
+            }
+        first = min(holders)
+        whole = mine[first].as_json() if first in mine else None
+        own = {str(saver): header.own for saver, header in mine.items()}
+        told = exchange([whole, own], self._timeout_secs)
+        (header,) = [header_from_json(one) for one, _ in told if one is not None]
+        by_saver = {int(p): one for _, some in told for p, one in some.items()}
+        return header, [by_saver.get(p, {}) for p in range(len(self._found.twins))]
+
+    def _check_fits(self, header: Header, own: list[dict[str, Any]]) -> Stored:
+        about, wanted = header.about, self._wanted
+        stored: dict[str, tuple[int | None, list[Any]]] = {
+            name: (len(own), [one[name] for one in own])
+            if name in about["own"]
+            else (None, [document])
+            for name, document in about["extras"].items()
+        }
+        objects = choose_extras(self._folder, stored, wanted.extras)
+        match(
+            str(self._folder),
+            {n: x for n, x in header.layout.leaves.items() if not is_file(n)},
+            wanted.leaves,
+            Options(impls=about["impls"]),
+            list(objects.names),
+            [f"{FOLDER}.{name}" for name in wanted.extras],
+        )
+        return objects
+
+    def _together(self) -> AbstractContextManager[None]:
+        return together(_LOADING, self._timeout_secs)
+
+    def _damaged(
+        self, chosen: Sequence[Sequence[int]], fetches: Sequence[Sequence[Fetch]]
+    ) -> list[tuple[int, int]]:
+        """Of the files to be read or sent: holder and saver of each bad one."""
+        rank = jax.process_index()
+        mine = {p for p in chosen[rank] if rank in self._found.holders[p]}
+        sent = [f.saver for one in fetches for f in one if f.source == rank]
+        told = gather(
+            _LOADING,
+            lambda: self._verify(sorted(mine.union(sent))),
+            self._timeout_secs,
+        )
+        return [(holder, p) for holder, savers in enumerate(told) for p in savers]
+
+    def _verify(self, savers: Sequence[int]) -> list[int]:
+        damaged = []
+        for saver in savers:
+            try:
+                open_file(self._folder / file_name(saver)).check()
+            except DamagedCheckpointError as error:
+                _log(f"{error} The copy of another process is taken if there is one.")
+                damaged.append(saver)
+        return damaged
+
+    def _read(
+        self,
+        chosen: Sequence[Sequence[int]],
+        fetches: Sequence[Sequence[Fetch]],
+        objects: Stored,
+    ) -> PyTree:
+        for one in fetches:
+            self._fetch(one)
+        with self._together():
+            names = [self._folder / file_name(p) for p in chosen[jax.process_index()]]
+            wanted = self._wanted
+            values = _assemble(names, wanted.leaves)
+            restore_extras(wanted.extras, wanted.captured, objects, values)
+            write_files(open_file(names[0]), self._folder)
+        return unflatten(wanted.mould, values)
+
+    def _fetch(self, fetches: Sequence[Fetch]) -> None:
+        """One round; who gets a file keeps it, so it has its copy again."""
+        rank = jax.process_index()
+        content = None
+        with self._together():
+            for fetch in fetches:
+                if fetch.source == rank:
+                    path = self._folder / file_name(fetch.saver)
+                    content = np.memmap(path, np.uint8, "r")
+        size = 0 if content is None else len(content)
+        sizes = dict(enumerate(exchange(size, self._timeout_secs)))
+        with self._together():
+            pairs = [fetch.pair for fetch in fetches]
+            received = send(pairs, content, sizes, self._timeout_secs)
+            for fetch in fetches:
+                if fetch.destination == rank and received is not None:
+                    self._keep(fetch, received)
+
+    def _keep(self, fetch: Fetch, content: Bytes) -> None:
+        path = self._folder / file_name(fetch.saver)
+        parse(f"{path} from process {fetch.source}", content).check()
+        self._folder.mkdir(parents=True, exist_ok=True)
+        # Processes with one directory may have been sent the same.
+        part = path.with_suffix(f".{jax.process_index()}.part")
+        with part.open("wb") as file:
+            file.write(content.data)
+        part.rename(path)
+        _log(
+            f"'{path}' was restored from process {fetch.source}: "
+            f"{len(content):,} bytes, verified."
+        )
+
+
+def _inventory(directory: Path) -> dict[str, Any]:
+    """What lies here: by folder the savers of its files and what their header says."""
+    inventory: dict[str, Any] = {}
+    for path in sorted(directory.glob(f"*/*{_SUFFIX}")):
+        folder = path.parent.name
+        if step_of(folder) is None or not path.stem.isdecimal():
+            continue
+        try:
+            header = open_file(path).header
+        except DamagedCheckpointError as error:
+            _log(f"{error} The copy of another process is taken if there is one.")
+            continue
+        about = header.about
+        entry = inventory.setdefault(
+            folder,
+            {
+                "savers": [],
+                "twins": _twins(header),
+                "cliques": about["cliques"],
+                "hosts": about["hosts"],
+            },
+        )
+        entry["savers"].append(header.process)
+    return inventory
+
+
+def _twins(header: Header) -> list[int]:
+    """Who saved the same; nobody where each process saved something of its own."""
+    count = len(header.about["hosts"])
+    return list(range(count)) if header.about["own"] else header.layout.twins(count)
+
+
+def _assemble(paths: Sequence[Path], mould: Mapping[str, Leaf]) -> dict[str, jax.Array]:
+    """Each leaf of the mould, each device its part, from the shards in some files."""
+    shards: dict[str, list] = {name: [] for name in mould}
+    for path in paths:
+        for (name, region), data in open_file(path).read().items():
+            if not is_file(name):
+                shards[name].append((region, data))
+    return {name: _fill(leaf, shards[name]) for name, leaf in mould.items()}
+
+
+def _fill(leaf: Leaf, shards: Sequence[tuple[Any, np.ndarray]]) -> jax.Array:
+    shape, logical = tuple(leaf.value.shape), tuple(leaf.shape)
+
+    def part(index: Any) -> np.ndarray:
+        bounds = [one.indices(size)[:2] for one, size in zip(index, shape, strict=True)]
+        # Of its own memory, as jax may take it over; zeros behind the logical end.
+        filled = np.zeros([stop - start for start, stop in bounds], leaf.value.dtype)
+        wanted = region_of(index, shape, logical)
+        for region, data in shards:
+            common = overlap(region, wanted)
+            if common is not None:
+                corner = [start for start, _ in bounds]
+                filled[_within(common, corner)] = data[
+                    _within(common, [start for start, _ in region])
+                ]
+        return filled
+
+    return jax.make_array_from_callback(shape, leaf.value.sharding, part)
+
+
+def _within(region: Any, corner: Sequence[int]) -> tuple[slice, ...]:
+    """Indices of a region in an array that begins at a corner."""
+    return tuple(
+        slice(start - at, stop - at)
+        for (start, stop), at in zip(region, corner, strict=True)
+    )
+
+
+def _log(message: str) -> None:
+    logging.getLogger("fsdp_jax").warning("%s", message)

@@ -1,0 +1,303 @@
+"""Checkpoints on the disks of the hosts, which are quick to write and may be lost."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import secrets
+import shutil
+import socket
+import threading
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import jax
+
+from fsdp_jax._local_path import check_local
+from fsdp_jax._tree import PyTree
+from fsdp_jax.checkpoint._leaf_names import Leaf, flatten
+from fsdp_jax.checkpoint._multihost import (
+    LostProcessError,
+    digest_of,
+    exchange,
+    gather,
+    raise_unless_same,
+    together,
+)
+from fsdp_jax.checkpoint._objects import Extra, capture
+from fsdp_jax.checkpoint._replace import write_through
+from fsdp_jax.checkpoint._save import Beside
+from fsdp_jax.checkpoint._typed_json import encode
+from fsdp_jax.checkpoint.local._assets import read_files
+from fsdp_jax.checkpoint.local._format import Bytes, Header, pack, parse
+from fsdp_jax.checkpoint.local._layout import layout_of
+from fsdp_jax.checkpoint.local._load import Restored, Wanted, file_name, load_newest
+from fsdp_jax.checkpoint.local._plan import folder_name, step_of
+from fsdp_jax.checkpoint.local._replication import (
+    check_apart,
+    check_cliques,
+    make_cliques,
+    place_of,
+    rounds,
+)
+from fsdp_jax.checkpoint.local._transport import send
+from fsdp_jax.training._state import TrainState
+
+_RUN_ID = "run_id"
+_OPENING = "Opening the local checkpoints"
+_SAVING = "Saving locally"
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalCheckpoints:
+    """How often to save to the disk of each host, and who keeps copies for whom.
+
+    Each process writes the shards of its own devices, and those of the others in its
+    clique, which come to it by collectives. A host that is lost gets its shards back
+    from there, also where the state is fully sharded and no replica of it exists.
+
+    A step takes `keep + 1` times the shards of a clique on each disk, and while it is
+    saved as much memory of the host as the shards of a clique. It counts once it is
+    flushed to the disks of all hosts (fsync), behind, while training goes on: after a
+    power cut of all of them too the step is whole, or was none.
+
+    The files that a step carries are read in each process, which must have the same.
+
+    The first save of a start removes what `Checkpointer.resume` did not find complete:
+    who does not call it gives up the local steps of before.
+
+    Attributes:
+      path: A directory of each host, not one that they share; made if missing. Each
+        run has a folder of its own there.
+      every: Saves at multiples of it.
+      keep: How many steps stay.
+      cliques: Groups of processes that keep copies of each other's shards. None:
+        pairs of neighbours, `make_cliques(jax.process_count())`, and no copies where
+        there is one process. Where replicas lie on other hosts anyway (HSDP),
+        `make_cliques(..., size=1)` saves the copies.
+
+    Source: nvidia-resiliency-ext checkpointing/local/ckpt_managers/local_manager.py
+    """
+
+    path: str | os.PathLike[str]
+    every: int
+    keep: int = 2
+    cliques: Sequence[Sequence[int]] | None = None
+
+    def __post_init__(self):
+        check_local(self.path)
+        for name in ("every", "keep"):
+            if getattr(self, name) < 1:
+                raise ValueError(
+                    f"LocalCheckpoints({name}={getattr(self, name)}): at least 1."
+                )
+
+
+class LocalStore:
+    """The local steps of a run; every method is called by all processes alike."""
+
+    def __init__(
+        self,
+        options: LocalCheckpoints,
+        persistent: str | os.PathLike[str],
+        timeout_secs: float,
+    ):
+        """Finds the folder of the run.
+
+        Args:
+          options: What the user wants.
+          persistent: The directory of the run. Its identity is kept there, so that
+            local steps of another run, on a disk that it used before, are not taken
+            for those of this one.
+          timeout_secs: After so long another process has failed.
+
+        Raises:
+          ValueError: If the cliques do not fit the job.
+        """
+        self._options = options
+        self._timeout_secs = timeout_secs
+        count = jax.process_count()
+        cliques = options.cliques
+        if cliques is None:
+            cliques = make_cliques(count, size=min(2, count))
+        self._cliques = check_cliques(cliques, count)
+        first = jax.process_index() == 0
+        run = gather(
+            _OPENING, lambda: _run_id(Path(persistent)) if first else None, timeout_secs
+        )[0]
+        self._directory = Path(options.path).absolute() / run
+        told = gather(_OPENING, self._open, timeout_secs)
+        check_apart(self._cliques, [place for place, _ in told])
+        self._hosts = [host for _, host in told]
+        self._complete: list[str] = []  # Folders, the oldest first.
+        self._writing: _Writing | None = None
+
+    def is_due(self, step: int) -> bool:
+        """Whether a step is to be saved."""
+        return step % self._options.every == 0
+
+    def save(self, step: int, state: TrainState, beside: Beside) -> None:
+        """Copies the shards to the host and to the peers, and writes them behind.
+
+        What is left of saves that did not end, and steps from this one on, which a run
+        that went back to an older one gives up, are removed.
+
+        Args:
+          step: That of the state.
+          state: What to save.
+          beside: What belongs to the step; each process reads the files itself.
+
+        Raises:
+          ValueError: If the processes do not save the same, or what cannot be stored.
+        """
+        assert self._writing is None
+        rank = jax.process_index()
+        with together(_SAVING, self._timeout_secs):
+            leaves, header = self._describe(state, beside)
+            self._complete = [f for f in self._complete if (step_of(f) or 0) < step]
+            self._remove_others()
+            alike = digest_of([step, header.layout.as_json(), header.about])
+        told = exchange([alike, secrets.token_hex(8)], self._timeout_secs)
+        raise_unless_same("What is saved locally", [digest for digest, _ in told])
+        with together(_SAVING, self._timeout_secs):
+            files = {rank: pack(header, leaves)}
+        sizes = dict(enumerate(exchange(len(files[rank]), self._timeout_secs)))
+        with together(_SAVING, self._timeout_secs):
+            for pairs in rounds(self._cliques):
+                content = send(pairs, files[rank], sizes, self._timeout_secs)
+                if content is not None:
+                    (source,) = [a for a, b in pairs if b == rank]
+                    files[source] = content
+        attempt = told[0][1]
+        self._writing = _Writing(self._directory / folder_name(step, attempt), files)
+
+    def settle(self) -> tuple[int, Exception] | None:
+        """Waits for the save under way; the step and the error if it failed.
+
+        Raises:
+          OtherProcessError: If another process does not answer.
+        """
+        writing, self._writing = self._writing, None
+        if writing is None:
+            return None
+        step = step_of(writing.folder.name)
+        assert step is not None
+        try:
+            gather(
+                f"Saving local step {step}",
+                lambda: writing.wait(self._timeout_secs),
+                self._timeout_secs,
+            )
+        except LostProcessError:
+            raise
+        except Exception as error:
+            shutil.rmtree(writing.folder, ignore_errors=True)
+            logging.getLogger("fsdp_jax").error(
+                "Local step %d is not saved: %s", step, error
+            )
+            return step, error
+        self._complete = [*self._complete, writing.folder.name][-self._options.keep :]
+        self._remove_others()
+        return None
+
+    def load(
+        self, mould: PyTree, extras: Mapping[str, Extra], steps: range
+    ) -> Restored | None:
+        """Reads the newest complete step, or returns None where there is none.
+
+        Args:
+          mould: What to fill.
+          extras: Objects to give the state that they had.
+          steps: Which steps will do.
+
+        Raises:
+          ValueError: If the step does not hold what is asked for.
+        """
+        wanted = Wanted(mould, extras)
+        restored = load_newest(self._directory, wanted, steps, self._timeout_secs)
+        if restored is not None:
+            self._complete = restored.complete[-self._options.keep :]
+        return restored
+
+    def _open(self) -> tuple[str, str]:
+        self._directory.mkdir(parents=True, exist_ok=True)
+        return place_of(self._directory), socket.gethostname()
+
+    def _describe(
+        self, state: TrainState, beside: Beside
+    ) -> tuple[dict[str, Leaf], Header]:
+        captured = capture(beside.extras or {})
+        files = read_files(beside.files or {})
+        leaves = flatten(state) | captured.leaves | files
+        about = {
+            "files": {n: zlib.crc32(file.value) for n, file in files.items()},
+            "metadata": encode(beside.metadata or {}),
+            "extras": captured.shared,
+            "own": sorted(captured.own),
+            "impls": {name: leaf.impl for name, leaf in leaves.items() if leaf.impl},
+            "cliques": self._cliques,
+            "hosts": self._hosts,
+        }
+        own = {name: captured.documents[name] for name in captured.own}
+        return leaves, Header(jax.process_index(), layout_of(leaves), about, own)
+
+    def _remove_others(self) -> None:
+        """Removes every folder but those known to be complete."""
+        for folder in self._directory.iterdir():
+            if step_of(folder.name) is not None and folder.name not in self._complete:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+class _Writing:
+    """Files that are written in a thread of their own."""
+
+    def __init__(self, folder: Path, files: Mapping[int, Bytes]):
+        self.folder = folder
+        self._failure: Exception | None = None
+        # A daemon: a disk that hangs must not keep the process from ending.
+        self._thread = threading.Thread(target=self._run, args=(files,), daemon=True)
+        self._thread.start()
+
+    def wait(self, timeout_secs: float) -> None:
+        """Returns when all is written; raises what went wrong."""
+        self._thread.join(timeout_secs)
+        if self._thread.is_alive():
+            raise TimeoutError(f"'{self.folder}' was not written in {timeout_secs:g} s")
+        if self._failure is not None:
+            raise self._failure
+
+    def _run(self, files: Mapping[int, Bytes]) -> None:
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for saver, content in files.items():
+                _write(self.folder / file_name(saver), saver, content)
+            for folder in (self.folder, self.folder.parent):
+                write_through(folder)
+        except Exception as error:
+            self._failure = error
+
+
+def _write(path: Path, saver: int, content: Bytes) -> None:
+    """Writes a file, whole or not at all; what came from a peer is verified first."""
+    if saver != jax.process_index():
+        parse(f"the copy of process {saver}", content).check()
+    part = path.with_suffix(".part")
+    with part.open("wb") as file:
+        file.write(content.data)
+    write_through(part)
+    part.rename(path)
+
+
+def _run_id(directory: Path) -> str:
+    """The identity of the run that saves to a directory; made with its first step."""
+    path = directory / _RUN_ID
+    if not path.exists():
+        directory.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(".part")
+        part.write_text(secrets.token_hex(8))
+        write_through(part)
+        part.rename(path)
+        write_through(directory)
+    return path.read_text()

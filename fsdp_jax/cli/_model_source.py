@@ -1,0 +1,305 @@
+"""Where a model comes from: Hugging Face, Megatron, or a step of a checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax
+import optax
+
+import bridge
+import fsdp_jax as fsdp
+from bridge.models import DecoderConfig
+from bridge.streaming._sidecars import find_sidecars
+from fsdp_jax._report import bytes_bar
+from fsdp_jax._tree import PyTree
+from fsdp_jax.checkpoint._assets import names_of_files
+from fsdp_jax.checkpoint._steps import open_step, resolve_step
+from fsdp_jax.cli._decoder import plan_decoder
+from fsdp_jax.cli._train_config import adapter_of
+
+# Under this name a step carries the tokenizer, chat template and generation config.
+TOKENIZER = "tokenizer"
+
+
+class Origin(Protocol):
+    """A model that is not loaded yet."""
+
+    @property
+    def config(self) -> DecoderConfig:
+        """The model."""
+        ...
+
+    @property
+    def files(self) -> Path | None:
+        """The directory with the model's own tokenizer, if any is at hand."""
+        ...
+
+    def load_params(self, mould: PyTree) -> PyTree:
+        """Fills a mould with the weights, shard by shard, in its dtypes."""
+        ...
+
+    def lazy_params(self) -> PyTree:
+        """Returns leaves that are read when they are written elsewhere."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class HuggingFace:
+    """A model in safetensors files.
+
+    Attributes:
+      path: Its directory, or its single file.
+      config: The model.
+    """
+
+    path: Path
+    config: DecoderConfig
+
+    @property
+    def files(self) -> Path:
+        """The directory of the model, which may have a tokenizer."""
+        return _directory_of(self.path)
+
+    def load_params(self, mould: PyTree) -> PyTree:
+        """Fills a mould with the weights."""
+        with bytes_bar(f"loading {self.path}") as progress:
+            return bridge.load_hf(
+                self.path, mould, config=self.config, progress=progress
+            )
+
+    def lazy_params(self) -> PyTree:
+        """Returns leaves that are read when they are written elsewhere."""
+        return bridge.lazy_hf(self.path, self.config)[0]
+
+    def plan_import(self, mould: PyTree | None) -> bridge.ImportPlan:
+        """Says what `load_params` would do."""
+        return bridge.plan(self.path, mould, config=self.config)
+
+
+@dataclasses.dataclass(frozen=True)
+class Megatron:
+    """A checkpoint of Megatron's, of any format.
+
+    Attributes:
+      path: Its directory.
+      config: The model.
+    """
+
+    path: Path
+    config: DecoderConfig
+    files: None = None
+
+    def load_params(self, mould: PyTree) -> PyTree:
+        """Fills a mould with the weights."""
+        with bytes_bar(f"loading {self.path}") as progress:
+            return bridge.load_megatron(
+                self.path, mould, config=self.config, progress=progress
+            )
+
+    def lazy_params(self) -> PyTree:
+        """Returns leaves that are read when they are written elsewhere."""
+        return bridge.megatron.lazy_megatron(self.path, self.config)[0]
+
+    def plan_import(self, mould: PyTree | None) -> bridge.ImportPlan:
+        """Says what `load_params` would do."""
+        return bridge.megatron.plan_megatron(self.path, mould, config=self.config)
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """A step of `fsdp-jax train` or `fsdp-jax import`.
+
+    Attributes:
+      path: The directory of the run.
+      step: Which step.
+      config: The model.
+      metadata: What was saved with the step.
+      files: The directory with the model's own tokenizer, if any is at hand.
+    """
+
+    path: Path
+    step: int
+    config: DecoderConfig
+    metadata: dict[str, Any]
+    files: Path | None = None
+
+    def load_params(self, mould: PyTree) -> PyTree:
+        """Fills a mould with the weights, in its dtypes; LoRA's factors merged in."""
+        if adapter := adapter_of(self.metadata):
+            return adapter.load_merged(self.path, self.step, mould, self.config)
+        return fsdp.load_params(self.path, mould, step=self.step, cast="floats")
+
+    def load_params_as_stored(self, mould: PyTree) -> PyTree:
+        """Fills a mould with the weights, in the dtypes of the checkpoint.
+
+        What factors are merged into has none there, and gets that of the mould.
+        """
+        if adapter_of(self.metadata):
+            return self.load_params(mould)
+        return fsdp.load_params(self.path, mould, step=self.step, cast="as_stored")
+
+    def lazy_params(self) -> PyTree:
+        """Returns leaves that are read now, onto one device."""
+        mesh = fsdp.make_mesh(devices=jax.devices()[:1])
+        return self.load_params_as_stored(plan_decoder(self.config, mesh).params)
+
+
+def open_any(
+    model: str | Path, step: int | None = None, *, config: Path | None = None
+) -> HuggingFace | Megatron | Checkpoint:
+    """Opens a model or a checkpoint of any kind, which is found out.
+
+    Args:
+      model: A directory of Hugging Face, Megatron or ours, a safetensors file, or a
+        hub id.
+      step: Which step of a checkpoint of ours; None for the newest.
+      config: Says what the model is, in the place of what it says itself.
+
+    Raises:
+      ValueError: If it is none of them, or one that is not supported.
+    """
+    path = Path(model)
+    if not (path / "config.json").is_file():
+        if fsdp.latest_step(path) is not None:
+            origin = open_checkpoint(path, step)
+            if config is None:
+                return origin
+            return dataclasses.replace(origin, config=bridge.from_hf_config(config))
+        if bridge.megatron.is_megatron(path):
+            return _open_megatron(path, step, config)
+        if path.is_dir() and not any(path.glob("*.safetensors")):
+            raise ValueError(
+                f"No checkpoint at '{path}': the directory has no config.json, as a "
+                "model of Hugging Face, nothing of Megatron, and no committed step."
+            )
+    _refuse_step(step, path)
+    return open_hf(str(model), config)
+
+
+def _open_megatron(path: Path, step: int | None, config: Path | None) -> Megatron:
+    _refuse_step(step, path)
+    if config is not None:
+        return Megatron(path, bridge.from_hf_config(config))
+    args = bridge.megatron.open_megatron(path).args
+    return Megatron(path, bridge.megatron.from_args(args))
+
+
+def _refuse_step(step: int | None, path: Path) -> None:
+    if step is not None:
+        raise ValueError(f"--step {step}: '{path}' is a model, which has no steps.")
+
+
+def open_hf(hf: str, config: Path | None = None) -> HuggingFace:
+    """Reads the config of a directory, a file or a hub id; headers and no weights.
+
+    Args:
+      hf: The model.
+      config: Says what it is; None for what lies beside the weights.
+
+    Raises:
+      ValueError: If it is no safetensors checkpoint of a supported family.
+    """
+    path = bridge.resolve(hf)
+    bridge.open_checkpoint(path)
+    return HuggingFace(path, bridge.from_hf_config(path if config is None else config))
+
+
+def open_run(path: Path, step: int | None, hf: str | None = None) -> Checkpoint:
+    """Opens a step that training can go on from, as it was.
+
+    Raises:
+      ValueError: As for `open_checkpoint`, or if it was imported and never trained.
+    """
+    origin = open_checkpoint(path, step, hf)
+    trained = {"recipe", "data"} <= set(origin.metadata)
+    if not trained and "optimizer" not in origin.metadata:
+        raise ValueError(
+            f"Step {origin.step} of '{path}' was imported, not trained: there is "
+            f"nothing to go on from. Start from it with --hf {path}."
+        )
+    return origin
+
+
+def open_checkpoint(path: Path, step: int | None, hf: str | None = None) -> Checkpoint:
+    """Reads the metadata of one step.
+
+    Args:
+      path: A directory that `fsdp-jax train` or `fsdp-jax import` saved to.
+      step: Which; None for the newest.
+      hf: Takes the config from there instead, and the tokenizer.
+
+    Raises:
+      ValueError: If there is no such step, or another program saved it.
+    """
+    step = resolve_step(path, step)
+    metadata = fsdp.load_metadata(path, step=step)
+    if "config" not in metadata:
+        raise ValueError(
+            f"Step {step} of '{path}' was not saved by `fsdp-jax train`: its metadata "
+            "has no config. Load it with fsdp_jax.load instead."
+        )
+    if hf is not None:
+        files = bridge.resolve(hf)
+        config = bridge.from_hf_config(files)
+        return Checkpoint(path, step, config, metadata, _directory_of(files))
+    config = bridge.from_hf_config(metadata["config"])
+    return Checkpoint(path, step, config, metadata, _carried_files(path, step))
+
+
+def start_state(
+    origin: Origin,
+    resumed: Checkpoint | None,
+    plan: fsdp.Plan,
+    tx: optax.GradientTransformation,
+    loss_scale: fsdp.LossScale | None,
+) -> fsdp.TrainState:
+    """The state that training starts from: of a new run, or as it was saved.
+
+    Args:
+      origin: The model.
+      resumed: The step to go on from; None for a new run.
+      plan: From `plan_decoder`.
+      tx: The optimizer.
+      loss_scale: That of the state; None for none.
+    """
+    if resumed is None:
+        if plan.config.lora is None:
+            params = origin.load_params(plan.params)
+        else:
+            base = origin.load_params(fsdp.base_mould(plan))
+            params = fsdp.add_lora(plan, base, jax.random.key(0))
+        return fsdp.init(plan, tx, params, loss_scale=loss_scale)
+    mould = fsdp.abstract_state(plan, tx, loss_scale)
+    return fsdp.load(resumed.path, mould, step=resumed.step)
+
+
+def tokenizer_file(origin: Origin) -> Path | None:
+    """The model's own tokenizer, if it is at hand."""
+    if origin.files is None:
+        return None
+    file = origin.files / "tokenizer.json"
+    return file if file.is_file() else None
+
+
+def files_to_carry(origin: Origin) -> dict[str, list[Path]]:
+    """What a step of this model is saved with, as `fsdp_jax.save` takes it."""
+    if origin.files is None:
+        return {}
+    # Of a folder of templates, the folder.
+    names = {file.parts[0] for file in find_sidecars(origin.files)}
+    found = [origin.files / name for name in sorted(names)]
+    return {TOKENIZER: found} if found else {}
+
+
+def _carried_files(path: Path, step: int) -> Path | None:
+    _, manifest = open_step(path, step)
+    if TOKENIZER not in names_of_files(manifest):
+        return None
+    return fsdp.load_files(path, TOKENIZER, step=step)
+
+
+def _directory_of(model: Path) -> Path:
+    return model if model.is_dir() else model.parent

@@ -1,0 +1,82 @@
+"""`fsdp-jax convert`: from any checkpoint to any other, without devices."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+import bridge
+from fsdp_jax._report import bytes_bar
+from fsdp_jax.cli._errors import check_empty
+from fsdp_jax.cli._megatron import MegatronLayout
+from fsdp_jax.cli._model_source import Checkpoint, open_any
+from fsdp_jax.cli._options import Unset
+from fsdp_jax.cli.commands._import import Import
+
+
+@dataclasses.dataclass(frozen=True)
+class Convert:
+    """Turn a checkpoint into one of another kind, tensor by tensor.
+
+    Reads Hugging Face's models, Megatron's checkpoints of every format, and those of
+    `fsdp-jax`; which of them SRC is, is found out. A few tensors are in memory at a
+    time, unless SRC or DST is a checkpoint of fsdp-jax: then the model is.
+
+    Attributes:
+      src: What to read: a directory, a safetensors file, or a hub id.
+      dst: The directory to write; new, or empty.
+      to: Hugging Face's files; Megatron's torch_dist, which any run reads; Megatron's
+        legacy files, for a run of the parallel sizes below; or a checkpoint of
+        fsdp-jax (orbax).
+      dtype: Dtype of Hugging Face's files; default that of SRC.
+      config: A `config.json`, or a directory with one, that says what model SRC is;
+        default what SRC says. Megatron's settings lack the tokens, and often the size
+        of the vocabulary.
+      tokenizer: A model's directory whose tokenizer, chat template and generation
+        config are copied along, to Hugging Face's files; default those that a
+        checkpoint of fsdp-jax carries.
+      layout: How it is dealt out, for Megatron.
+    """
+
+    src: tyro.conf.Positional[str]
+    dst: tyro.conf.Positional[Path]
+    to: Literal["hf", "torch_dist", "legacy", "orbax"]
+    dtype: Unset[Literal["float32", "bfloat16", "float16"]] = None
+    config: Unset[Path] = None
+    tokenizer: Unset[Path] = None
+    layout: Annotated[MegatronLayout, tyro.conf.arg(name="")] = MegatronLayout()
+
+    def run(self) -> None:
+        """Opens the one, and writes the other."""
+        check_empty(self.dst, "DST")
+        self._check()
+        if self.to == "orbax":
+            Import(self.src, self.dst, config=self.config).run()
+            return
+        origin = open_any(self.src, config=self.config)
+        params = origin.lazy_params()
+        carried = origin.files if isinstance(origin, Checkpoint) else None
+        with bytes_bar(f"writing {self.dst}") as progress:
+            if self.to == "hf":
+                bridge.save_hf(
+                    self.dst,
+                    params,
+                    origin.config,
+                    dtype=self.dtype,
+                    copy_from=self.tokenizer or carried,
+                    progress=progress,
+                )
+            else:
+                self.layout.save(self.dst, params, origin.config, self.to, progress)
+        print(f"{self.src} is now in {self.dst}")
+
+    def _check(self) -> None:
+        self.layout.check(self.to in ("torch_dist", "legacy"))
+        if self.to != "hf" and (self.dtype or self.tokenizer):
+            raise ValueError(
+                f"--dtype and --tokenizer are of Hugging Face's files, not of --to "
+                f"{self.to}."
+            )

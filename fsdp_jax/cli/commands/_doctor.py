@@ -1,0 +1,321 @@
+"""`fsdp-jax doctor`: what is wrong with this machine's jax, and how to mend it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import os
+import shlex
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from fsdp_jax._report import format_bytes, text_table
+from fsdp_jax.cli._environment import (
+    Finding,
+    check_settings,
+    check_versions,
+    plugins,
+    settings,
+    versions,
+)
+from fsdp_jax.cli._errors import CheckFailed
+from fsdp_jax.cli._subprocess import Outcome, run_child
+from fsdp_jax.cli._xla_flags import BadFlag, Diagnosis, diagnose, value_of
+from fsdp_jax.training._compiler_options import compiler_options
+
+
+@dataclasses.dataclass(frozen=True)
+class Doctor:
+    """Show versions, devices and settings; say what is wrong and how to mend it.
+
+    An unknown flag in XLA_FLAGS aborts every process that starts jax. This command
+    tries such things in child processes, and names each flag that XLA refuses.
+
+    Attributes:
+      json: Print JSON.
+      time_limit: Seconds that a child may take to start the devices.
+    """
+
+    json: bool = False
+    time_limit: float = 120.0
+
+    def run(self) -> None:
+        """Prints what there is; fails if something is wrong with it."""
+        if not self.time_limit > 0:
+            raise ValueError(f"--time-limit {self.time_limit:g}: above 0.")
+        report = _examine(os.environ, self.time_limit)
+        print(json.dumps(report.as_json(), indent=1) if self.json else report.as_text())
+        if wrong := report.found(is_wrong=True):
+            raise CheckFailed(_listed(f"{len(wrong)} wrong.", wrong))
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """All that was looked at.
+
+    Attributes:
+      versions: Of each package; None where it is not installed.
+      xla_flags: As set.
+      diagnosis: What is wrong with them.
+      backend: What jax starts, without the flags that XLA refuses.
+      planning: Whether XLA compiles for GPUs that are not there.
+      settings: What the environment tells jax.
+      nccl_timeout: Seconds after which a collective that does not begin ends the
+        process; below 0 never.
+      findings: What to do.
+    """
+
+    versions: Mapping[str, str | None]
+    xla_flags: str
+    diagnosis: Diagnosis
+    backend: Outcome
+    planning: Outcome
+    settings: Mapping[str, str]
+    nccl_timeout: int
+    findings: tuple[Finding, ...]
+
+    def found(self, *, is_wrong: bool) -> list[Finding]:
+        """What fails, or what is advice."""
+        return [one for one in self.findings if one.is_wrong == is_wrong]
+
+    def as_json(self) -> dict[str, Any]:
+        """For machines."""
+        wrong, advice = (
+            [{"what": one.what, "fix": one.fix} for one in self.found(is_wrong=flag)]
+            for flag in (True, False)
+        )
+        return {
+            "ok": not wrong,
+            "wrong": wrong,
+            "advice": advice,
+            "versions": dict(self.versions),
+            "xla_flags": {
+                "value": self.xla_flags,
+                "refused": [dataclasses.asdict(bad) for bad in self.diagnosis.bad],
+            },
+            "backend": self.backend.result,
+            "planning_for_gpus": self.planning.alive,
+            "settings": {
+                **self.settings,
+                "nccl_termination_timeout_seconds": self.nccl_timeout,
+            },
+        }
+
+    def as_text(self) -> str:
+        """For people: one row a thing looked at."""
+        rows = [
+            *(
+                (name, found or "not installed")
+                for name, found in self.versions.items()
+            ),
+            *_backend_rows(self.backend),
+            ("planning for GPUs", "works" if self.planning.alive else "does not work"),
+            *self.settings.items(),
+            ("NCCL time-out", _timeout(self.nccl_timeout)),
+            ("XLA_FLAGS", _verdict(self.xla_flags, self.diagnosis)),
+        ]
+        parts = [text_table({"what": "left", "found": "left"}, rows)]
+        if self.diagnosis.bad:
+            columns = {"refused by XLA": "left", "why": "left", "nearest": "left"}
+            bad = [
+                (one.text, one.reason, one.nearest or "") for one in self.diagnosis.bad
+            ]
+            parts.append(text_table(columns, bad))
+        if advice := self.found(is_wrong=False):
+            parts.append(_listed("Advice:", advice))
+        return "\n\n".join(parts)
+
+
+def _examine(environ: Mapping[str, str], time_limit: float) -> Report:
+    flags = environ.get("XLA_FLAGS", "")
+    diagnosis, backend = _try_backend(flags, time_limit)
+    found = versions()
+    planning = _try_planning(found, time_limit)
+    timeout = _nccl_timeout(diagnosis.good)
+    findings = (
+        *_check_flags(diagnosis),
+        *check_versions(found),
+        *check_settings(environ),
+        *_check_backend(backend, environ, time_limit),
+        *_check_planning(found, planning),
+        *_check_timeout(timeout, backend),
+    )
+    said = settings(environ)
+    return Report(found, flags, diagnosis, backend, planning, said, timeout, findings)
+
+
+_START = """
+import jax
+
+def memory(device):
+    try:
+        return (device.memory_stats() or {}).get("bytes_limit")
+    except Exception:
+        return None
+
+result = {
+    "platform": jax.default_backend(),
+    "processes": jax.process_count(),
+    "devices": [
+        {
+            "platform": device.platform,
+            "kind": device.device_kind,
+            "memory": memory(device) if device in jax.local_devices() else None,
+        }
+        for device in jax.devices()
+    ],
+}
+"""
+
+_PLAN = """
+from fsdp_jax.planner._compile import gpu_devices
+from fsdp_jax.planner._gpu import GPUS
+
+result = len(gpu_devices(GPUS["h200"], 8))
+"""
+
+
+def _try_backend(flags: str, time_limit: float) -> tuple[Diagnosis, Outcome]:
+    """Starts the devices in a child, without the flags that XLA refuses."""
+
+    def start(flags: str, **environ: str) -> Outcome:
+        return run_child(_START, {"XLA_FLAGS": flags, **environ}, time_limit)
+
+    if not flags:
+        return Diagnosis(), start("")
+    # CPUs parse the same flags, start sooner, and are there whatever JAX_PLATFORMS is.
+    diagnosis = diagnose(flags, functools.partial(start, JAX_PLATFORMS="cpu"))
+    backend = start(diagnosis.good)
+    if backend.alive or "XLA_FLAGS" not in backend.error:
+        return diagnosis, backend
+    # The plugin for GPUs has an XLA of its own, which may know others.
+    more = diagnose(diagnosis.good, start)
+    return Diagnosis(diagnosis.bad + more.bad, more.good), start(more.good)
+
+
+def _try_planning(found: Mapping[str, str | None], time_limit: float) -> Outcome:
+    """Asks the CUDA plugin for GPUs to compile for, where it is installed."""
+    if not plugins(found):
+        return Outcome(error="no CUDA plugin is installed")
+    return run_child(_PLAN, {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}, time_limit)
+
+
+def _check_flags(diagnosis: Diagnosis) -> Iterator[Finding]:
+    if not diagnosis.bad:
+        return
+    lines = "".join(f"\n     {_in_words(bad)}" for bad in diagnosis.bad)
+    yield Finding(
+        f"XLA aborts over XLA_FLAGS, or reads only some of them:{lines}",
+        f"Without them: export XLA_FLAGS={shlex.quote(diagnosis.good)}. As a name in "
+        "make_train_step(compiler_options=...) a wrong one raises; it aborts nothing.",
+    )
+
+
+def _in_words(bad: BadFlag) -> str:
+    nearest = f"; the nearest that it knows is {bad.nearest}" if bad.nearest else ""
+    return f"{bad.text}: {bad.reason}{nearest}"
+
+
+def _check_backend(
+    backend: Outcome, environ: Mapping[str, str], time_limit: float
+) -> Iterator[Finding]:
+    named = environ.get("JAX_PLATFORMS")
+    on = f" with JAX_PLATFORMS={named}" if named else ""
+    if backend.timed_out:
+        yield Finding(
+            f"jax did not start its devices within {time_limit:g} seconds.",
+            "See with nvidia-smi whether the driver answers; --time-limit gives more.",
+        )
+    elif not backend.alive:
+        yield Finding(
+            f"jax does not start{on}: {backend.reason}",
+            "unset JAX_PLATFORMS, or install jax for that platform."
+            if named
+            else "Install jax anew: pip install --upgrade 'fsdp-jax[cuda12]'",
+        )
+    elif _platform(backend) == "cpu" and not named and _has_nvidia_driver():
+        yield Finding(
+            "There is an NVIDIA driver, but jax runs on the CPU.",
+            "pip install 'fsdp-jax[cuda12]', or cuda13",
+            is_wrong=False,
+        )
+
+
+def _check_planning(
+    found: Mapping[str, str | None], planning: Outcome
+) -> Iterator[Finding]:
+    # Without the plugin it is no fault that planning for GPUs does not work.
+    if plugins(found) and not planning.alive:
+        yield Finding(
+            f"XLA does not compile for GPUs that are not there: {planning.reason}",
+            "pip install --upgrade 'fsdp-jax[plan]'",
+        )
+
+
+_TIMEOUT = "xla_gpu_nccl_termination_timeout_seconds"
+
+
+def _nccl_timeout(flags: str) -> int:
+    """From `XLA_FLAGS`, else from what a step is compiled with; XLA's own is never."""
+    value = value_of(flags, _TIMEOUT)
+    try:
+        return int(value or compiler_options().get(_TIMEOUT, -1))
+    except ValueError:  # Flags that no child had the time to try.
+        return -1
+
+
+def _check_timeout(seconds: int, backend: Outcome) -> Iterator[Finding]:
+    if seconds < 0 and _platform(backend) != "cpu" and _num_devices(backend) > 1:
+        yield Finding(
+            "A collective that one device never enters hangs in silence.",
+            f'export XLA_FLAGS="$XLA_FLAGS --{_TIMEOUT}=600"',
+            is_wrong=False,
+        )
+
+
+def _platform(backend: Outcome) -> str:
+    return backend.result["platform"] if backend.alive else "cpu"
+
+
+def _num_devices(backend: Outcome) -> int:
+    return len(backend.result["devices"]) if backend.alive else 0
+
+
+def _has_nvidia_driver() -> bool:
+    return Path("/proc/driver/nvidia/version").exists()
+
+
+def _backend_rows(backend: Outcome) -> Iterator[tuple[str, str]]:
+    if not backend.alive:
+        yield "devices", "none: jax does not start"
+        return
+    kinds = [_kind(device) for device in backend.result["devices"]]
+    counted = [f"{kinds.count(kind)} x {kind}" for kind in dict.fromkeys(kinds)]
+    yield "devices", "; ".join(counted)
+    yield "processes", str(backend.result["processes"])
+
+
+def _kind(device: Mapping[str, Any]) -> str:
+    memory = device["memory"]
+    limit = f", {format_bytes(memory)} for jax" if memory else ""
+    return f"{device['kind']} ({device['platform']}{limit})"
+
+
+def _timeout(seconds: int) -> str:
+    return "never" if seconds < 0 else f"{seconds} s"
+
+
+def _verdict(flags: str, diagnosis: Diagnosis) -> str:
+    if not flags:
+        return "unset"
+    return "XLA refuses them, see below" if diagnosis.bad else f"fine: {flags}"
+
+
+def _listed(title: str, findings: list[Finding]) -> str:
+    lines = [
+        f"  {number}. {one.what}\n     {one.fix}"
+        for number, one in enumerate(findings, start=1)
+    ]
+    return "\n".join([title, *lines])

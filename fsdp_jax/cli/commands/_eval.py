@@ -1,0 +1,163 @@
+"""`fsdp-jax eval`: how well a model predicts text."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import tyro
+from jaxtyping import Array, Float
+
+import fsdp_jax as fsdp
+from bridge.models import Decoder
+from fsdp_jax.cli._decoder import computed_in, plan_decoder
+from fsdp_jax.cli._model_source import Origin, open_any, tokenizer_file
+from fsdp_jax.cli._options import Devices, Unset
+from fsdp_jax.cli._progress import rows_bar
+from fsdp_jax.cli._tokens import Tokens, check_files, read_tokens
+from fsdp_jax.cli._train_config import ParamDtype, Tokenizer
+
+
+@dataclasses.dataclass(frozen=True)
+class Eval:
+    """Measure the perplexity of a model on text files.
+
+    Every token but the first is predicted once, from those before it in its row. Prints
+    one line of JSON: the mean loss in nats, its exponential, and how many tokens.
+
+    Attributes:
+      model: A model's directory, a hub id, a Megatron checkpoint, or one of ours.
+      data: Text files.
+      step: Which step of a checkpoint of ours; default the newest.
+      batch: Rows of a global batch; default one a device.
+      seq: Tokens that a row predicts. Longer rows see more, and predict better.
+      param_dtype: What weights are gathered and computed in.
+      tokenizer: The bytes themselves, or the model's tokenizer.json; default the
+        latter where there is one.
+      where: On which devices.
+    """
+
+    model: tyro.conf.Positional[str]
+    data: tuple[Path, ...]
+    step: Unset[int] = None
+    batch: Unset[int] = None
+    seq: int = 256
+    param_dtype: ParamDtype = "float32"
+    tokenizer: Unset[Tokenizer] = None
+    where: Annotated[Devices, tyro.conf.arg(name="")] = Devices()
+
+    def run(self) -> None:
+        """Prints the figures."""
+        check_files(self.data)
+        if self.seq < 1:
+            raise ValueError(f"--seq {self.seq}: at least 1.")
+        devices = self.where.pick()
+        batch = self._batch(len(devices))
+        origin = open_any(self.model, self.step)
+        tokens = self._read_tokens(origin)
+        plan = plan_decoder(
+            origin.config,
+            fsdp.make_mesh(devices=devices),
+            computed_in(self.param_dtype),
+        )
+        params = origin.load_params(plan.params)
+        print(json.dumps(perplexity(plan, params, tokens, batch, self.seq)))
+
+    def _batch(self, devices: int) -> int:
+        batch = devices if self.batch is None else self.batch
+        if batch < 1 or batch % devices:
+            raise ValueError(
+                f"--batch {batch}: {devices} devices share the rows evenly. Use a "
+                f"multiple of {devices}."
+            )
+        return batch
+
+    def _read_tokens(self, origin: Origin) -> Tokens:
+        default = "bytes" if tokenizer_file(origin) is None else "model"
+        tokens = read_tokens(
+            self.data,
+            self.tokenizer or default,
+            tokenizer_file(origin),
+            origin.config.vocab_size,
+        )
+        if len(tokens) < 2:
+            raise ValueError(
+                f"--data holds {len(tokens)} token(s): there is nothing to predict."
+            )
+        return tokens
+
+
+def perplexity(
+    plan: fsdp.Plan, params: Any, tokens: Tokens, batch: int, seq: int
+) -> dict[str, float | int]:
+    """Measures how well a model predicts tokens, each of them once.
+
+    Args:
+      plan: Of the decoder.
+      params: Its weights.
+      tokens: At least two.
+      batch: Rows of a global batch.
+      seq: Tokens that a row predicts.
+
+    Returns:
+      `loss`, the mean in nats, `perplexity`, and `tokens`, those predicted.
+    """
+    evaluate = fsdp.make_eval_step(plan, _masked_loss, calculate_per_token_loss=True)
+    total, count = 0.0, 0
+    rows = -(-(len(tokens) - 1) // seq)
+    with rows_bar("evaluating", rows) as show:
+        for number, data in enumerate(_batches(plan, tokens, batch, seq), 1):
+            done = min(number * batch * seq, len(tokens) - 1)
+            total += float(evaluate(params, data)["loss"]) * (done - count)
+            count = done
+            show(min(number * batch, rows))
+    return {"loss": total / count, "perplexity": _exp(total / count), "tokens": count}
+
+
+def _batches(
+    plan: fsdp.Plan, tokens: Tokens, batch: int, seq: int
+) -> Iterator[dict[str, Array]]:
+    """Yields global batches, of which each host reads its own rows."""
+    rows = _PaddedRows(tokens, batch, seq)
+    for mine in fsdp.HostBatches(rows, batch, fsdp.host_shard(plan.mesh)):
+        yield fsdp.global_batch(plan.mesh, mine, batch)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _PaddedRows:
+    """Tokens cut into rows that fill the last batch too; the tail is masked."""
+
+    tokens: Tokens
+    batch: int
+    seq: int
+
+    def __len__(self) -> int:
+        rows = -(-(len(self.tokens) - 1) // self.seq)
+        return -(-rows // self.batch) * self.batch
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        found = self.tokens[index * self.seq : (index + 1) * self.seq + 1]
+        row = np.zeros(self.seq + 1, np.int32)
+        row[: len(found)] = found
+        return {"tokens": row, "counts": np.arange(1, self.seq + 1) < len(found)}
+
+
+def _masked_loss(
+    model: Decoder, batch: dict[str, Array]
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    tokens, counts = batch["tokens"], batch["counts"]
+    losses = fsdp.ops.vocab_parallel_cross_entropy(model(tokens[:, :-1]), tokens[:, 1:])
+    mine: tuple[str, ...] = ()  # The step sums over ranks.
+    return (
+        fsdp.ops.masked_sum(losses, counts, axes=mine),
+        fsdp.ops.masked_count(counts, axes=mine),
+    )
+
+
+def _exp(loss: float) -> float:
+    return math.exp(loss) if loss < 700 else math.inf

@@ -1,0 +1,101 @@
+"""`fsdp-jax export`: from a checkpoint to what transformers or Megatron loads."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+import bridge
+import fsdp_jax as fsdp
+from fsdp_jax._report import bytes_bar
+from fsdp_jax.cli._decoder import plan_decoder
+from fsdp_jax.cli._errors import check_empty
+from fsdp_jax.cli._megatron import Format, MegatronLayout
+from fsdp_jax.cli._model_source import Checkpoint, open_checkpoint
+from fsdp_jax.cli._options import Devices, Unset
+from fsdp_jax.cli._train_config import adapter_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Export:
+    """Write a checkpoint as a directory that transformers, or Megatron, loads.
+
+    Attributes:
+      checkpoint: A directory given to `fsdp-jax train --save`.
+      out: The directory to write; new, or empty.
+      step: Which step; default the newest.
+      adapter: Writes what a run with --lora-rank trained as an adapter of PEFT; else it
+        is merged into the model.
+      dtype: Dtype of transformers' files; default that of the checkpoint.
+      megatron: Writes for Megatron instead: torch_dist, which any run reads, or legacy,
+        for a run of the parallel sizes below.
+      tokenizer: A model's directory whose tokenizer, chat template and generation
+        config are copied along; default those that the checkpoint carries.
+      layout: How it is dealt out, for Megatron.
+      where: On which devices.
+    """
+
+    checkpoint: tyro.conf.Positional[Path]
+    out: tyro.conf.Positional[Path]
+    step: Unset[int] = None
+    adapter: bool = False
+    dtype: Unset[Literal["float32", "bfloat16", "float16"]] = None
+    megatron: Unset[Format] = None
+    tokenizer: Unset[Path] = None
+    layout: Annotated[MegatronLayout, tyro.conf.arg(name="")] = MegatronLayout()
+    where: Annotated[Devices, tyro.conf.arg(name="")] = Devices()
+
+    def run(self) -> None:
+        """Loads the parameters sharded over all devices, and writes them."""
+        check_empty(self.out, "OUT")
+        self._check()
+        mesh = fsdp.make_mesh(devices=self.where.pick())
+        origin = open_checkpoint(self.checkpoint, self.step)
+        plan = plan_decoder(origin.config, mesh)
+        if self.adapter:
+            self._write_adapter(origin, plan)
+            return
+        params = origin.load_params_as_stored(plan.params)
+        with bytes_bar(f"writing {self.out}") as progress:
+            if self.megatron is not None:
+                self.layout.save(
+                    self.out, params, origin.config, self.megatron, progress
+                )
+            else:
+                bridge.save_hf(
+                    self.out,
+                    params,
+                    origin.config,
+                    dtype=self.dtype,
+                    copy_from=self.tokenizer or origin.files,
+                    progress=progress,
+                )
+        print(f"step {origin.step} of {self.checkpoint} is now in {self.out}")
+
+    def _write_adapter(self, origin: Checkpoint, plan: fsdp.Plan) -> None:
+        adapter = adapter_of(origin.metadata)
+        if adapter is None:
+            raise ValueError(
+                f"--adapter: step {origin.step} of '{self.checkpoint}' was not trained "
+                "with --lora-rank, so that it has none. Leave the option out."
+            )
+        place = (self.checkpoint, origin.step)
+        _, params = adapter.load(*place, plan.params, origin.config)
+        adapter.save(self.out, params["lora"], origin.config)
+        print(f"the adapter of step {origin.step} is now in {self.out}")
+
+    def _check(self) -> None:
+        if self.adapter and (self.megatron or self.dtype or self.tokenizer):
+            raise ValueError(
+                "--adapter writes PEFT's files: leave out --megatron, --dtype and "
+                "--tokenizer, or it."
+            )
+        self.layout.check(self.megatron is not None)
+        if self.megatron is not None and (self.dtype or self.tokenizer):
+            raise ValueError(
+                "--dtype and --tokenizer are of transformers' files: leave out "
+                f"--megatron {self.megatron}, or them."
+            )

@@ -1,0 +1,363 @@
+"""`fsdp-jax plan`: what training a model will need on GPUs that are not here."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import jax
+import jax.numpy as jnp
+import optax
+import tyro
+from jax.sharding import Mesh
+
+import bridge
+import fsdp_jax as fsdp
+from bridge.models import DecoderConfig, tensor_parallel_rules
+from fsdp_jax._report import format_bytes
+from fsdp_jax.cli._context_parallel import check_context, check_rows, rows_mould
+from fsdp_jax.cli._decoder import loss_of, plan_decoder
+from fsdp_jax.cli._errors import check_absent
+from fsdp_jax.cli._model_source import open_hf
+from fsdp_jax.cli._options import Devices, Unset
+from fsdp_jax.cli._precision import (
+    OffloadTo,
+    OptimizerBits,
+    ParamGather,
+    Precision,
+)
+from fsdp_jax.cli._routing import Routing
+from fsdp_jax.cli._sharding_options import Strategy
+from fsdp_jax.cli._train_config import ParamDtype
+from fsdp_jax.planner import (
+    GPU,
+    Forecast,
+    compile_for,
+    count_on_cpu,
+    find_gpu,
+    gpu_devices,
+    sent_grid,
+)
+
+_LONG_ROWS = 8192
+"""Tokens from which on a sweep tries to split rows."""
+_AXES = ("pp", "dp_outer", "dp_shard", "ep", "cp", "tp")
+_NO_PLUGIN = (
+    "XLA's compiler for GPUs is not installed (pip install 'fsdp-jax[plan]'), so this "
+    "is what the compiler for CPUs says: memory, and how often what is communicated. "
+    "It widens bfloat16 and hides nothing; no time is foretold."
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Speeds:
+    """Figures of the cost model in the place of the GPU's own.
+
+    Attributes:
+      tflops: Of 16-bit matrix products, TFLOP/s.
+      memory_gbs: Of the GPU's own memory, GB/s.
+      link_gbs: To the other GPUs of its node, GB/s a GPU.
+      network_gbs: To other nodes, GB/s a GPU.
+      latency_us: Of each collective, microseconds.
+    """
+
+    tflops: Unset[float] = None
+    memory_gbs: Unset[float] = None
+    link_gbs: Unset[float] = None
+    network_gbs: Unset[float] = None
+    latency_us: Unset[float] = None
+
+    def apply(self, gpu: str) -> GPU:
+        """The GPU of that name, with these figures."""
+        scaled = {
+            "flops": (self.tflops, 1e12),
+            "memory_bandwidth": (self.memory_gbs, 1e9),
+            "link_bandwidth": (self.link_gbs, 1e9),
+            "network_bandwidth": (self.network_gbs, 1e9),
+            "latency": (self.latency_us, 1e-6),
+        }
+        costs = {k: v * unit for k, (v, unit) in scaled.items() if v is not None}
+        return find_gpu(gpu, **costs)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Compile a model's training step for GPUs, without any, and say what it takes.
+
+    Prints memory, communication and modelled time. Nothing is loaded but the config.
+
+    Attributes:
+      hf: The model: a directory with config.json, or a hub id.
+      config: The model: a config.json, or a directory that has one, without weights.
+      gpu: a100, h100, h200 or b200.
+      gpus: How many; more than 8 are whole nodes of 8.
+      mesh: Sizes of the mesh's axes, as in dp_outer=4,dp_shard=-1; default all on
+        dp_shard.
+      batch: Rows of a global batch; default one a microbatch and GPU, of cp x tp x pp
+        GPUs together.
+      seq: Tokens that a row predicts.
+      accumulate: Microbatches a step.
+      param_dtype: What weights are gathered and computed in.
+      param_gather: What a layer's matrices travel in instead, to be decoded there.
+      optimizer_bits: Of an element of AdamW's moments.
+      offload: What rests in the host's memory: the optimizer's state, or the weights
+        that it updates too (all).
+      fused_loss: Makes logits a chunk of the vocabulary at a time: memory for work.
+      capacity_factor: Experts have room for this many times their even share of a
+        rank's tokens; default for all of those of all ranks on ep.
+      json: Writes everything to this file.
+      picture: Draws memory and time into this file, .png or .svg.
+      sweep: Tries other meshes and strategies too, and recommends one; cp where rows
+        have 8,192 tokens or more.
+      strategy: What the step shards, keeps, and runs when.
+      speeds: Figures of the cost model.
+    """
+
+    hf: Unset[str] = None
+    config: Unset[Path] = None
+    gpu: str = "h200"
+    gpus: int = 8
+    mesh: Unset[str] = None
+    batch: Unset[int] = None
+    seq: int = 4096
+    accumulate: int = 1
+    param_dtype: ParamDtype = "bfloat16"
+    param_gather: ParamGather = "param_dtype"
+    optimizer_bits: OptimizerBits = 32
+    offload: Unset[OffloadTo] = None
+    fused_loss: bool = False
+    capacity_factor: Unset[float] = None
+    json: Unset[Path] = None
+    picture: Unset[Path] = None
+    sweep: bool = False
+    strategy: Annotated[Strategy, tyro.conf.arg(name="")] = Strategy(
+        remat="nothing", unroll=2
+    )
+    speeds: Annotated[Speeds, tyro.conf.arg(name="")] = Speeds()
+
+    def run(self) -> None:
+        """Prints the forecast, or what can be told without XLA's GPU compiler."""
+        # Lowering starts a backend: that of the CPU, as no GPU is asked for anything.
+        jax.config.update("jax_platforms", "cpu")
+        gpu = self.speeds.apply(self.gpu)
+        config = _read_config(self)
+        sizes = _mesh_sizes(self.mesh)
+        chosen = (self.mesh, self.strategy.zero, self.strategy.outer)
+        if self.sweep and chosen != (None, 3, 0):
+            raise ValueError(
+                "plan --sweep tries meshes and strategies of its own: leave out "
+                "--mesh, --zero and --outer, or --sweep."
+            )
+        for file, option in ((self.json, "--json"), (self.picture, "--picture")):
+            if file is not None:
+                check_absent(file, option)
+        try:
+            gpu_devices(gpu, self.gpus)
+        except ValueError as error:
+            # A count by the CPU's compiler has no times to write, draw or compare.
+            asked = self.sweep or self.json is not None or self.picture is not None
+            if "fsdp-jax[plan]" not in str(error) or asked:
+                raise
+            _print_cpu(self, config, sizes)
+            return
+        if self.sweep:
+            _sweep(self, config, gpu)
+            return
+        forecast = _forecast(self, config, gpu, sizes)
+        print(forecast)
+        if self.json is not None:
+            forecast.save_json(self.json)
+        if self.picture is not None:
+            forecast.save_picture(self.picture)
+
+
+def _precision_of(options: Plan) -> Precision:
+    return Precision(options.param_gather, None, options.optimizer_bits)
+
+
+def _optimizer_of(options: Plan) -> optax.GradientTransformation:
+    return _precision_of(options).adamw(3e-4, weight_decay=0.1)
+
+
+def _read_config(options: Plan) -> DecoderConfig:
+    if (options.hf is None) == (options.config is None):
+        raise ValueError("plan takes the model from --hf MODEL or --config FILE: one.")
+    if options.hf is not None:
+        return open_hf(options.hf).config
+    assert options.config is not None
+    return bridge.from_hf_config(options.config)
+
+
+def _mesh_sizes(text: str | None) -> dict[str, int]:
+    """`dp_outer=4,dp_shard=-1` as sizes."""
+    if text is None:
+        return {}
+    sizes = {}
+    for part in text.split(","):
+        axis, _, size = part.partition("=")
+        if axis not in _AXES or not size.lstrip("-").isdigit():
+            raise ValueError(
+                f"--mesh {text}: '{part}' is no size of {', '.join(_AXES)}. "
+                "Write it as in --mesh dp_shard=-1,tp=8."
+            )
+        sizes[axis] = int(size)
+    return sizes
+
+
+def _forecast(
+    options: Plan,
+    config: DecoderConfig,
+    gpu: GPU,
+    sizes: dict[str, int],
+    *,
+    guide: bool = True,
+) -> Forecast:
+    mesh = fsdp.make_mesh(**sizes, devices=gpu_devices(gpu, options.gpus))
+    plan, loss, batch = _step_of(options, config, mesh)
+    rows = jax.tree.leaves(batch)[0].shape[0]
+    return compile_for(
+        *(plan, loss, _optimizer_of(options), batch),
+        gpu=gpu,
+        tokens=rows * options.seq,
+        guide=guide,
+        accumulate=options.accumulate,
+    )
+
+
+def _step_of(options: Plan, config: DecoderConfig, mesh: Mesh):
+    """The plan on `mesh`, the loss, and the mould of a batch."""
+    cp, tp = mesh.shape["cp"], mesh.shape["tp"]
+    check_rows(options.seq, tp, cp)
+    dtype = jnp.dtype(options.param_dtype)
+    policy = fsdp.MixedPrecisionPolicy(param_dtype=dtype, grad_comm_dtype=dtype)
+    sharding = options.strategy.applied(fsdp.FSDPConfig(mp_policy=policy), mesh)
+    plan = plan_decoder(
+        config,
+        mesh,
+        _precision_of(options).sharding(sharding, options.offload),
+        Routing(capacity_factor=options.capacity_factor, router_dtype="model"),
+        prefetch=options.strategy.prefetch,
+        unroll=options.strategy.unroll,
+        cp_form=options.strategy.cp_form,
+    )
+    stages = mesh.shape["pp"]
+    rows = options.gpus // (cp * tp * stages) * options.accumulate
+    if options.batch is not None:
+        rows = options.batch
+    mould = rows_mould(rows, options.seq, cp)
+    return plan, loss_of(fused=options.fused_loss), mould
+
+
+def _print_cpu(options: Plan, config: DecoderConfig, sizes: dict[str, int]) -> None:
+    print(f"fsdp-jax: {_NO_PLUGIN}", file=sys.stderr)
+    devices = Devices(cpu_devices=options.gpus).pick()
+    mesh = fsdp.make_mesh(**sizes, devices=devices)
+    plan, loss, tokens = _step_of(options, config, mesh)
+    tx = _optimizer_of(options)
+    size, sent = count_on_cpu(plan, loss, tx, tokens, accumulate=options.accumulate)
+    print(f"memory: {format_bytes(size)} a device, as the compiler for CPUs assigns it")
+    print()
+    print(sent_grid(sent, timed=False).as_text())
+
+
+def _sweep(options: Plan, config: DecoderConfig, gpu: GPU) -> None:
+    found: dict[str, Forecast] = {}
+    if options.batch is None:  # The same for all, to compare them by.
+        options = dataclasses.replace(options, batch=options.gpus * options.accumulate)
+    for name, changed, sizes in _candidates(options, config, gpu):
+        ranks = options.gpus // (sizes.get("cp", 1) * sizes.get("tp", 1))
+        if options.batch and options.batch % (ranks * options.accumulate):
+            # Rows that are fewer than ranks, as long ones are, cp or tp can share.
+            print(
+                f"fsdp-jax: leaving out {name}: {options.batch} rows do not divide "
+                f"over {ranks} ranks x {options.accumulate} microbatch(es)",
+                file=sys.stderr,
+            )
+            continue
+        print(f"fsdp-jax: compiling {name}", file=sys.stderr)
+        found[name] = _forecast(changed, config, gpu, sizes, guide=False)
+    if not found:
+        raise ValueError(
+            f"--batch {options.batch}: the ranks of no mesh divide so many rows. Use a "
+            f"multiple of {options.accumulate}, or more rows."
+        )
+    sweep = fsdp.Sweep(found)
+    print(sweep)
+    best = next(iter(sweep.forecasts.values()))
+    if options.json is not None:
+        best.save_json(options.json)
+    if options.picture is not None:
+        best.save_picture(options.picture)
+
+
+def _candidates(options: Plan, config: DecoderConfig, gpu: GPU):
+    """`(name, options, mesh sizes)` of what a sweep tries."""
+    nodes = options.gpus // gpu.cost.devices_per_node
+    flat = [("FSDP (ZeRO-3)", {"zero": 3}, {}), ("ZeRO-2", {"zero": 2}, {})]
+    flat.append(("ZeRO-1", {"zero": 1}, {}))
+    by_node = {"dp_outer": nodes}
+    if nodes > 1:
+        flat.append(("HSDP, a replica a node", {"zero": 3}, by_node))
+        flat.append(("HFSDP, a replica a node", {"zero": 3, "outer": 1}, by_node))
+    for tp in _tp_sizes(options, config, gpu):
+        flat.append((f"FSDP, tp={tp}", {"zero": 3}, {"tp": tp}))
+    for cp in _cp_sizes(options, config, gpu):
+        flat.append((f"FSDP, cp={cp}", {"zero": 3}, {"cp": cp}))
+    ep = _ep_size(options, config, gpu)
+    if ep > 1:
+        flat.append((f"FSDP, ep={ep}", {"zero": 3}, {"ep": ep}))
+    pp = max(nodes, 2)
+    if options.gpus % pp == 0 and _fills_stages(config, pp):
+        # Of the same batch the ranks that are left take more rows, one at a time.
+        flat.append((f"ZeRO-2, pp={pp}", {"zero": 2}, {"pp": pp}))
+    for name, changes, sizes in flat:
+        rounds = options.accumulate * sizes.get("pp", 1)
+        strategy = dataclasses.replace(options.strategy, **changes)
+        changed = dataclasses.replace(options, strategy=strategy, accumulate=rounds)
+        yield name, changed, sizes
+
+
+def _tp_sizes(options: Plan, config: DecoderConfig, gpu: GPU) -> list[int]:
+    """Pairs of GPUs, and those of a node, where they can share the model's matrices."""
+    in_node = min(gpu.cost.devices_per_node, options.gpus)
+    sizes = []
+    for tp in sorted({2, in_node}):
+        try:
+            check_rows(options.seq, tp)
+            tensor_parallel_rules(config, tp)
+        except ValueError as error:
+            print(f"fsdp-jax: leaving out tp={tp}: {error}", file=sys.stderr)
+        else:
+            sizes += [tp] if options.gpus % tp == 0 else []
+    return sizes
+
+
+def _cp_sizes(options: Plan, config: DecoderConfig, gpu: GPU) -> list[int]:
+    """Pairs of GPUs, and those of a node, where rows are long and can be shared."""
+    if options.seq < _LONG_ROWS:
+        return []
+    in_node = min(gpu.cost.devices_per_node, options.gpus)
+    sizes = []
+    for cp in sorted({2, in_node} - {1}):
+        try:
+            check_rows(options.seq, 1, cp)
+            check_context(config, cp, 1, options.strategy.cp_form)
+        except ValueError as error:
+            print(f"fsdp-jax: leaving out cp={cp}: {error}", file=sys.stderr)
+        else:
+            sizes += [cp] if options.gpus % cp == 0 else []
+    return sizes
+
+
+def _fills_stages(config: DecoderConfig, pp: int) -> bool:
+    """Whether there are layers of one structure for each of the stages."""
+    return max(run.stop - run.start for run in config.layer_runs) >= pp
+
+
+def _ep_size(options: Plan, config: DecoderConfig, gpu: GPU) -> int:
+    """As many GPUs of a node as can have equally many of the experts; 1 for none."""
+    experts = config.moe.num_experts if config.moe else 1
+    return math.gcd(experts, min(gpu.cost.devices_per_node, options.gpus))

@@ -1,0 +1,114 @@
+"""A batch on its way to the devices: rows over ranks, then over microbatches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from fsdp_jax._tree import PyTree, matches, named_leaves
+from fsdp_jax.sharding._mesh import BATCH_AXES, num_devices
+from fsdp_jax.sharding._plan import Plan
+
+
+def check_batch(plan: Plan, batch: PyTree, accumulate: int) -> None:
+    """Raises a `ValueError` unless all rows divide into ranks and microbatches.
+
+    Args:
+      plan: From `fully_shard`.
+      batch: Any pytree of arrays whose first dim is the global batch.
+      accumulate: Microbatches a step.
+    """
+    leaves = named_leaves(batch)
+    plain = [
+        f"{name or 'batch'}: {leaf!r}" for name, leaf in leaves if not _is_array(leaf)
+    ]
+    if plain:
+        raise ValueError(
+            f"A batch holds arrays of rows; got {', '.join(plain)}. Close over what is "
+            "no row, or make it an array of rows."
+        )
+    scalars = [name or "batch" for name, leaf in leaves if leaf.ndim == 0]
+    rows = {name or "batch": leaf.shape[0] for name, leaf in leaves if leaf.ndim}
+    if scalars or not rows or len(set(rows.values())) > 1:
+        shown = ", ".join(f"{name}: {n} rows" for name, n in rows.items())
+        raise ValueError(
+            "Every leaf of a batch has the rows of the batch as its first dim; got "
+            f"{shown or '0 rows'}{'; scalars: ' if scalars else ''}"
+            f"{', '.join(scalars)}. Close over what is no row, or broadcast it."
+        )
+    num_rows = next(iter(rows.values()))
+    ranks = num_devices(plan.mesh, BATCH_AXES)
+    if num_rows % (ranks * accumulate):
+        fitting = -(-num_rows // (ranks * accumulate)) * ranks * accumulate
+        raise ValueError(
+            f"A batch of {num_rows} rows does not divide into {ranks} data ranks x "
+            f"{accumulate} microbatch(es). Use e.g. {fitting} rows."
+        )
+    if plan.mesh.shape["cp"] > 1:
+        _check_sequences(plan, leaves)
+
+
+def _check_sequences(plan: Plan, leaves: Sequence[tuple[str, Any]]) -> None:
+    """Raises a `ValueError` unless each pattern names sequences that cp divides."""
+    cp, wrong = plan.mesh.shape["cp"], []
+    for pattern, dim in plan.config.context_parallel.items():
+        found = [(n, x) for n, x in leaves if matches(pattern, n) is not None]
+        wrong += [] if found else [f"{pattern!r} matches no leaf of the batch"]
+        for name, leaf in found:
+            shown = f"{pattern!r}: dim {dim} of {name or 'batch'} {tuple(leaf.shape)}"
+            if not -leaf.ndim <= dim < leaf.ndim or dim % leaf.ndim == 0:
+                wrong.append(f"{shown} is not there, or is the rows")
+            elif leaf.shape[dim] % cp:
+                wrong.append(f"{shown} does not divide")
+    if wrong:
+        raise ValueError(
+            f"FSDPConfig(context_parallel=...) splits sequences over cp={cp}: "
+            f"{'; '.join(wrong)}. Name the dim of each leaf that is the sequence, and "
+            f"use sequences of a multiple of {2 * cp} tokens (see fsdp_jax.ops.zigzag)."
+        )
+
+
+def _is_array(leaf: Any) -> bool:
+    return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+
+
+def place_batch(plan: Plan, batch: PyTree) -> PyTree:
+    """Puts each device's rows onto it, unless they lie there already.
+
+    On CPU devices jax may keep using a numpy array's own memory, so a loader that fills
+    one buffer again and again would change the batch under the running step.
+
+    Of several processes each gives the whole batch, or what `global_batch` made.
+    """
+    shardings = plan.batch_shardings(batch)
+    if not plan.batch_sharding.is_fully_addressable:
+        return jax.tree.map(_place_own, batch, shardings)
+    if plan.mesh.devices.flat[0].platform == "cpu":
+        batch = jax.tree.map(
+            lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf, batch
+        )
+    return jax.device_put(batch, shardings)
+
+
+def _place_own(leaf: Any, sharding: NamedSharding) -> jax.Array:
+    """The rows of this process's devices; device_put would compare all processes'."""
+    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+        return jax.device_put(leaf, sharding)
+    rows = np.asarray(leaf)
+    return jax.make_array_from_callback(rows.shape, sharding, lambda index: rows[index])
+
+
+def split_microbatches(batch: PyTree, accumulate: int) -> PyTree:
+    """Cuts one device's rows `[rows, ...]` into `[accumulate, rows, ...]`."""
+    return jax.tree.map(
+        lambda x: x.reshape(accumulate, x.shape[0] // accumulate, *x.shape[1:]), batch
+    )
+
+
+def join_microbatches(rows: PyTree) -> PyTree:
+    """The inverse of `split_microbatches`."""
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), rows)

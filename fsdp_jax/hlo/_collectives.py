@@ -1,0 +1,215 @@
+"""What is audited, compiled or only lowered, as one list of arrays that travel."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from fsdp_jax.hlo._parse import Computation, Instruction, Module, parse
+from fsdp_jax.hlo._replica_groups import axes_of, collective_of
+
+Dims = tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A module, and what its text does not say.
+
+    Attributes:
+      module: Its instructions.
+      is_lowered: It has not been compiled: arguments have their global shapes.
+      is_cpu: It was compiled for CPUs, which widen what travels and share gathers.
+      is_scheduled: Its instructions stand in the order in which they run.
+      results: `(path, dims on one device)` of each result, if known.
+    """
+
+    module: Module
+    is_lowered: bool
+    is_cpu: bool
+    is_scheduled: bool = False
+    results: tuple[tuple[str, Dims], ...] = ()
+
+    @property
+    def is_scheduled_for_gpus(self) -> bool:
+        """Whether it shows what runs beside what."""
+        return self.is_scheduled and not self.is_cpu
+
+
+@dataclasses.dataclass(frozen=True)
+class Moved:
+    """One array of one collective.
+
+    Attributes:
+      op: E.g. `all-gather`.
+      dtype: As HLO writes it.
+      sent: Dims of what each device gives.
+      received: Dims of what each device gets.
+      axes: Mesh axes along which it travels; None if along none.
+      times: How often in a step; a loop of unknown length counts once.
+      loops: Names of the loops around it, outermost first.
+      scope: The jax scopes that it comes from, those of its callers first.
+      computation: Where it stands.
+      instruction: What starts it.
+      index: Its place among the arrays that travel together.
+      is_in_order: Whether its dims stand as in the model; XLA for GPUs moves them.
+      is_in_branch: Whether devices may pass it by, as a condition of theirs says.
+    """
+
+    op: str
+    dtype: str
+    sent: Dims
+    received: Dims
+    axes: tuple[str, ...] | None
+    times: int
+    loops: tuple[str, ...]
+    scope: str
+    computation: Computation
+    instruction: Instruction
+    index: int
+    is_in_order: bool
+    is_in_branch: bool
+
+    @property
+    def unit(self) -> str | None:
+        """The unit whose parameters it moves, if all that is merged is of one."""
+        found = set(re.findall(r"unit:([^/():]+)", self.scope))
+        return found.pop() if len(found) == 1 else None
+
+    @property
+    def elements(self) -> int:
+        """Of the larger side."""
+        return max(math.prod(self.sent), math.prod(self.received))
+
+
+def program_of(compiled: Any, mesh: Mesh) -> Program:
+    """Reads what `audit` is given.
+
+    Raises:
+      TypeError: If it is nothing that was lowered or compiled.
+      ValueError: If it is text of another kind than HLO.
+    """
+    is_cpu = all(device.platform == "cpu" for device in mesh.devices.flat)
+    if isinstance(compiled, jax.stages.Lowered):
+        computation: Any = compiled.compiler_ir(dialect="hlo")
+        text = computation.get_hlo_module().to_string()
+        return Program(parse(text), is_lowered=True, is_cpu=False)
+    results: tuple[tuple[str, Dims], ...] = ()
+    text = compiled
+    if isinstance(compiled, jax.stages.Compiled):
+        text, results = compiled.as_text(), tuple(_results(compiled))
+    if isinstance(text, str):
+        is_scheduled = "is_scheduled=true" in text.partition("\n")[0]
+        return Program(parse(text), False, is_cpu, is_scheduled, results)
+    raise TypeError(
+        f"audit takes what step.lower(...) or its .compile() returns, or the text of "
+        f"a compiled module, not a {type(compiled).__name__}."
+    )
+
+
+def moved(program: Program, mesh: Mesh) -> Iterator[Moved]:
+    """Every array of every collective that runs."""
+    is_in_order = program.is_lowered or program.is_cpu
+    for computation, one, times, loops, scope, is_in_branch in _walk(
+        program.module, program.module[program.module.entry], 1, (), "", False
+    ):
+        found = collective_of(program.module, computation, one)
+        if not found or found.group_size == 1:
+            continue
+        axes = axes_of(found.groups, mesh)
+        pairs = list(zip(found.sent, found.received, strict=False))
+        if found.op == "all-to-all" and len(pairs) > 1:
+            # Given piece by piece, one for each device of the group.
+            size = sum(sent.num_elements for sent, _ in pairs)
+            dims: list[tuple[str, Dims, Dims]] = [(pairs[0][0].dtype, (size,), (size,))]
+        else:
+            dims = [(a.dtype, a.dims, b.dims) for a, b in pairs]
+        for index, (dtype, sent, received) in enumerate(dims):
+            yield Moved(
+                *(found.op, dtype, sent, received, axes, times, loops, scope),
+                *(computation, one, index, is_in_order, is_in_branch),
+            )
+
+
+def loops(program: Program) -> Iterator[Instruction]:
+    """Every loop that runs."""
+    module = program.module
+    for _, one, *_ in _walk(module, module[module.entry], 1, (), "", False):
+        if one.opcode == "while":
+            yield one
+
+
+def _walk(
+    module: Module,
+    computation: Computation,
+    times: int,
+    within: Any,
+    scope: str,
+    is_in_branch: bool,
+) -> Iterator[tuple[Computation, Instruction, int, tuple[str, ...], str, bool]]:
+    for one in computation.instructions:
+        # Of a lowered program names begin where the function does.
+        is_absolute = one.op_name.lstrip("(").startswith("jit(")
+        inner = one.op_name if is_absolute else f"{scope}/{one.op_name}".strip("/")
+        yield computation, one, times, within, inner, is_in_branch
+        if one.opcode == "while":
+            body = module[one.calls[0]]
+            trips = times * _trips(module, one)
+            around = (*within, one.name)
+            yield from _walk(module, body, trips, around, inner, is_in_branch)
+        elif one.opcode in ("call", "conditional"):
+            may_pass = is_in_branch or one.opcode == "conditional"
+            for name in one.calls:
+                yield from _walk(module, module[name], times, within, inner, may_pass)
+
+
+def _trips(module: Module, one: Instruction) -> int:
+    """Iterations of a loop; those of a lowered one stand in its condition alone."""
+    if one.trip_count is not None:
+        return one.trip_count
+    named = re.search(r"condition=%?([\w.\-]+)", one.attributes)
+    if not named:
+        return 1
+    condition = module[named[1]]
+    if condition.root.opcode != "compare" or "LT" not in condition.root.attributes:
+        return 1
+    limits = [condition.by_name[name] for name in condition.root.operands]
+    known = [c.operands[0] for c in limits if c.opcode == "constant"]
+    return int(known[0]) if known and known[0].isdigit() else 1
+
+
+def arguments(program: Program) -> Iterator[tuple[str, Dims]]:
+    """`(path, dims on one device)` of each argument that has a name."""
+    entry = program.module[program.module.entry]
+    for one in entry.parameters.values():
+        path = one.op_name.replace("\\'", "'")
+        if path and one.shapes:
+            pieces = _pieces(one) if program.is_lowered else ()
+            dims = one.shapes[0].dims
+            yield (
+                path,
+                tuple(
+                    size // (pieces[d] if d < len(pieces) else 1)
+                    for d, size in enumerate(dims)
+                ),
+            )
+
+
+def _pieces(one: Instruction) -> Dims:
+    """How many pieces an argument of a lowered program is cut into, along each dim."""
+    found = re.search(r"sharding=\{devices=\[([\d,]+)\]", one.attributes)
+    return tuple(int(n) for n in found[1].split(",")) if found else ()
+
+
+def _results(compiled: jax.stages.Compiled) -> Iterator[tuple[str, Dims]]:
+    structs = jax.tree_util.tree_flatten_with_path(compiled.out_info)[0]
+    for path, struct in structs:
+        sharding = getattr(struct, "sharding", None)
+        if isinstance(sharding, jax.sharding.Sharding):
+            dims = sharding.shard_shape(struct.shape)
+            yield jax.tree_util.keystr(path), tuple(dims)

@@ -1,0 +1,171 @@
+"""A process's connection to the coordinator of its job."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+import time
+from typing import Any, NoReturn
+
+from fsdp_jax.launch._handshake import Claim
+from fsdp_jax.launch._progress import await_move, position
+from fsdp_jax.launch._protocol import GREETING, Message, decode, encode
+from fsdp_jax.launch._timeouts import Patience
+
+# For a coordinator that has been reached to greet.
+_GREETING_SECS = 10
+# Steps may be shorter; the coordinator need not hear of each.
+_SHORTEST_BEAT_SECS = 0.05
+# For the program to end by itself, of the error that ends the job.
+_GRACE_SECS = 1.0
+
+
+class Attendance:
+    """Says where this process stands, and ends it when the job has ended.
+
+    Made by `attend`. Two threads: one sends signs of life, one waits for news. When bad
+    news come, the process prints them and exits with status 1, whatever its program
+    waits for.
+    """
+
+    def __init__(self, claim: Claim, connection: socket.socket, welcome: Message):
+        """Starts the two threads.
+
+        Args:
+          claim: What this process said of itself.
+          connection: To the coordinator.
+          welcome: Its answer.
+        """
+        self.service: int = welcome["service"]
+        self._claim = claim
+        self._connection = connection
+        self._beat_secs = welcome["beat_secs"]
+        self._lock = threading.Lock()
+        self._over = threading.Event()
+        self._listener = threading.Thread(target=self._listen, daemon=True)
+        self._listener.start()
+        threading.Thread(target=self._beat, daemon=True).start()
+
+    def fail(self, text: str) -> None:
+        """Ends the job: all other processes print this and exit.
+
+        Unless that of this process is the effect of another's: then this one does.
+        """
+        self._part({"failed": text})
+        self._listener.join(_GRACE_SECS)
+
+    def leave(self) -> None:
+        """Says that this program has ended."""
+        self._part({"left": True})
+
+    def _part(self, word: Message) -> None:
+        if not self._over.is_set():
+            self._over.set()
+            self._send(word)
+
+    def _send(self, message: Message) -> None:
+        try:
+            with self._lock:
+                self._connection.sendall(encode(message))
+        except OSError:
+            pass  # The coordinator has gone, and the other thread ends the process.
+
+    def _beat(self) -> None:
+        while not self._over.wait(_SHORTEST_BEAT_SECS):
+            await_move(self._beat_secs)
+            at = position()
+            secs = time.monotonic() - at.began
+            self._send({"phase": at.phase, "step": at.step, "secs": secs})
+
+    def _listen(self) -> None:
+        try:
+            news = _read(self._connection)
+        except (OSError, ValueError):
+            news = {}
+        with self._lock:
+            self._connection.close()
+        # A program that ended waits for the others within jax, so it hears of them too.
+        # But that the coordinator ends before it is then as it should be.
+        ended = self._over.wait(_GRACE_SECS)
+        if "end" in news or not ended:
+            self._exit(news.get("end", "the coordinator of the job has gone."))
+
+    def _exit(self, why: str) -> NoReturn:
+        sys.stdout.flush()
+        print(f"fsdp_jax: {self._claim} stops: {why}", file=sys.stderr, flush=True)
+        os._exit(1)
+
+
+def attend(host: str, port: int, claim: Claim, patience: Patience) -> Attendance:
+    """Reports to the coordinator, and waits until all processes have.
+
+    Args:
+      host: Of the coordinator.
+      port: Of the coordinator.
+      claim: What this process says of itself.
+      patience: How long to wait.
+
+    Raises:
+      ValueError: If there is no coordinator, or it says why the job does not start.
+    """
+    connection = _connect(host, port, time.monotonic() + patience.start_secs)
+    try:
+        return Attendance(claim, connection, _report(connection, claim, patience))
+    except BaseException:
+        connection.close()
+        raise
+
+
+def _report(connection: socket.socket, claim: Claim, patience: Patience) -> Message:
+    """Sends the claim; the answer, once all have come."""
+    _check_greeting(connection)
+    connection.sendall(encode(claim.to_message()))
+    # The coordinator keeps the time, and says who is missing.
+    connection.settimeout(patience.start_secs + _GREETING_SECS)
+    answer = _read(connection)
+    if "refused" in answer:
+        raise ValueError(answer["refused"])
+    if "service" not in answer:
+        raise ValueError("The coordinator ended before all processes had come.")
+    connection.settimeout(None)
+    return answer
+
+
+def _connect(host: str, port: int, end: float) -> socket.socket:
+    while True:
+        try:
+            return socket.create_connection((host, port), timeout=_GREETING_SECS)
+        except OSError as error:  # not there yet, or its name is not known yet
+            if time.monotonic() > end:
+                raise ValueError(
+                    f"There is no coordinator at {host}:{port} ({error}). Process 0 "
+                    "starts it; do all processes have the same address?"
+                ) from error
+            time.sleep(0.1)
+
+
+def _check_greeting(connection: socket.socket) -> None:
+    try:
+        greeting: Any = _read(connection)
+    except (OSError, ValueError):
+        greeting = None
+    if greeting != GREETING:
+        host, port = connection.getpeername()[:2]
+        raise ValueError(
+            f"What listens at {host}:{port} is no coordinator of this version of "
+            "fsdp_jax: another program has the port. Choose another, the same for all "
+            "processes."
+        )
+
+
+def _read(connection: socket.socket) -> Message:
+    """One message, without taking in anything behind it."""
+    line = b""
+    while not line.endswith(b"\n"):
+        byte = connection.recv(1)
+        if not byte:
+            return {}
+        line += byte
+    return decode(line)

@@ -1,0 +1,211 @@
+"""The roll of a job: who has come, whether it starts, and when and why it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from fsdp_jax.launch._handshake import Claim, numbers, problems
+from fsdp_jax.launch._members import Member, positions, silent, standstill
+from fsdp_jax.launch._protocol import Message
+from fsdp_jax.launch._timeouts import Patience
+
+# How long others may still come to be told of a contradiction, all in one message.
+_SETTLE_SECS = 1.0
+# How long an error waits to be passed on: that of a process may well be the effect of
+# the death of another, which is heard of a moment later and is what all should know.
+_EFFECT_SECS = 0.5
+# How often at least it is said who is missing.
+_MISSING_SECS = 30.0
+
+
+class Roll:
+    """What the coordinator knows and decides; time and messages come from outside.
+
+    Attributes:
+      members: Those who have come and not gone before the start.
+    """
+
+    def __init__(
+        self,
+        num_processes: int,
+        patience: Patience,
+        report: Callable[[str], None],
+        now: float,
+    ):
+        """Begins to wait.
+
+        Args:
+          num_processes: How many will come.
+          patience: How long to wait.
+          report: Called with what is to be shown, of a job that waits.
+          now: The time; all times are seconds of one clock.
+        """
+        self.members: list[Member] = []
+        self._num_processes = num_processes
+        self._patience = patience
+        self._report = report
+        self._began = self._reported = now
+        self._contradicted: float | None = None
+        self._failure: tuple[Member, str, float] | None = None  # the first, and when
+        self._verdict: str | None = None  # why the job does not start, or ends
+        self._started = False
+
+    @property
+    def all_have_come(self) -> bool:
+        """Whether there is nobody left to be told."""
+        return len(self.members) >= self._num_processes
+
+    def admit(
+        self, claim: Claim, send: Callable[[Message], None], now: float
+    ) -> Member | None:
+        """Takes a process in, and starts the job if it is the last; None: refused."""
+        if self._started:
+            send({"refused": self._too_late(claim)})
+            return None
+        member = Member(claim, send, heard=now, moved=now)
+        self.members.append(member)
+        if self._verdict is not None:
+            send({"refused": self._verdict})
+        elif self._contradicted is None and self._problems():
+            self._contradicted = now
+        elif self._contradicted is None and self.all_have_come:
+            self._start(now)
+        return member
+
+    def take(self, member: Member, message: Message, now: float) -> None:
+        """Takes a message of a process."""
+        member.heard = now
+        if "phase" in message:
+            member.beat(message, now)
+        elif "failed" in message:
+            where = f"{member.claim} failed in {member.where(now)}"
+            text = f"{where}:\n  {message['failed']}"
+            member.left = True
+            self._failure = self._failure or (member, text, now)
+        else:
+            member.left, member.moved = True, now
+
+    def part(self, member: Member, now: float) -> None:
+        """The connection of a process ended: it has left, or it died."""
+        if not self._started:
+            if self._verdict is None:
+                self.members.remove(member)
+            return
+        member.gone = True
+        if not member.left:
+            self.end(
+                f"{member.claim} ended without a word (was it killed?), in "
+                f"{member.where(now)}"
+            )
+
+    def ended(self, rank: int, how: str, now: float) -> None:
+        """Ends the job, for whoever started a process saw it end badly.
+
+        Its connection may be heard of later: where it stood is known already.
+
+        Args:
+          rank: Of the process.
+          how: Said of it, if it did not say why itself.
+          now: The time.
+        """
+        if self._failure is not None and self._failure[0].claim.rank == rank:
+            member, text, _ = self._failure
+            self.end(text, known_to=member)
+            return
+        found = [member for member in self.members if member.claim.rank == rank]
+        text = f"process {rank} {how}"
+        if found:
+            text = f"{found[0].claim} {how}, in {found[0].where(now)}"
+        self.end(text)
+
+    def end(self, text: str, *, known_to: Member | None = None) -> None:
+        """Ends the job; what comes after the first bad news is its echo.
+
+        Args:
+          text: Why.
+          known_to: Who said so.
+        """
+        if self._verdict is not None:
+            return
+        self._verdict = text
+        for member in self.members:
+            if member is known_to:
+                member.send({"noted": True})
+            elif not member.gone:
+                member.send({"end" if self._started else "refused": text})
+
+    def forgive(self, secs: float) -> None:
+        """Leaves out of account a time in which the coordinator itself was stopped."""
+        self._began += secs
+        self._reported += secs
+        for member in self.members:
+            member.heard += secs
+            member.moved += secs
+
+    def look(self, now: float) -> None:
+        """Ends the job or reports, if it has waited too long."""
+        if self._verdict is not None:
+            return
+        if self._failure is not None:
+            member, text, since = self._failure
+            if now - since > _EFFECT_SECS:
+                self.end(text, known_to=member)
+        elif self._started:
+            self._look_for_late(now)
+        elif self._contradicted is None:
+            self._look_for_missing(now)
+        elif now - self._contradicted > _SETTLE_SECS or self.all_have_come:
+            found = "\n  ".join(self._problems())
+            self.end(f"The processes do not agree; the job does not start:\n  {found}")
+
+    def _look_for_late(self, now: float) -> None:
+        patience, still = self._patience, standstill(self.members, now)
+        if lost := silent(self.members, now, patience.silent_secs):
+            self.end("\n  ".join(lost))
+        elif still > patience.stall_secs or (
+            still > patience.silent_secs and self._some_have_left()
+        ):
+            self.end(self._standstill(now))
+        elif still > patience.report_secs < now - self._reported:
+            self._reported = now
+            self._report(self._standstill(now))
+
+    def _look_for_missing(self, now: float) -> None:
+        here = {member.claim.rank for member in self.members}
+        missing = numbers(set(range(self._num_processes)) - here)
+        waited = f"{now - self._began:.0f} s"
+        if now - self._began > self._patience.start_secs:
+            self.end(
+                f"After {waited} {missing} of {self._num_processes} had not come. "
+                "Start all of them, with the same address."
+            )
+        elif now - self._reported > min(_MISSING_SECS, self._patience.report_secs):
+            self._reported = now
+            self._report(f"waiting since {waited} for {missing}")
+
+    def _start(self, now: float) -> None:
+        self._started, self._reported = True, now
+        (service,) = [m.claim.service for m in self.members if m.claim.rank == 0]
+        for member in self.members:
+            member.heard = member.moved = now
+            member.send({"service": service, "beat_secs": self._patience.beat_secs})
+
+    def _problems(self) -> list[str]:
+        claims = sorted((m.claim for m in self.members), key=lambda claim: claim.rank)
+        return problems(claims, self._num_processes)
+
+    def _some_have_left(self) -> bool:
+        """Whether others can only be waiting for those, in vain."""
+        return any(member.left for member in self.members)
+
+    def _too_late(self, claim: Claim) -> str:
+        there = [str(m.claim) for m in self.members if m.claim.rank == claim.rank]
+        return (
+            f"{claim} comes to a job that runs already"
+            f"{', with ' if there else ''}{', '.join(there)}. Restart all its "
+            "processes together."
+        )
+
+    def _standstill(self, now: float) -> str:
+        secs = standstill(self.members, now)
+        return f"no process went on for {secs:.0f} s:\n{positions(self.members, now)}"

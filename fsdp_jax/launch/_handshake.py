@@ -1,0 +1,136 @@
+"""What each process says of itself and of the job, and whether that fits together."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from fsdp_jax.launch._protocol import Message
+
+_LONGEST_SHOWN = 60
+
+
+@dataclasses.dataclass(frozen=True)
+class Claim:
+    """What a process says when it comes.
+
+    Attributes:
+      rank: Which process of the job it is.
+      num_processes: How many it takes the job to have.
+      host: The name of its machine.
+      pid: Its process id there.
+      service: The port that it holds for jax's own service; 0 but in process 0.
+      facts: What must be the same in all processes, as text.
+    """
+
+    rank: int
+    num_processes: int
+    host: str
+    pid: int
+    service: int
+    facts: Mapping[str, str]
+
+    def __str__(self) -> str:
+        return f"process {self.rank} ({self.host}, pid {self.pid})"
+
+    def to_message(self) -> Message:
+        """As it is sent."""
+        return dataclasses.asdict(self)
+
+    @staticmethod
+    def from_message(message: Message) -> Claim:
+        """As it came.
+
+        Raises:
+          ValueError: If it is no claim.
+        """
+        try:
+            return Claim(**message)
+        except TypeError as error:
+            raise ValueError(f"no claim of a process: {error}") from error
+
+
+def as_facts(config: Any) -> dict[str, str]:
+    """A config, field by field, as short text that can be compared and shown.
+
+    Args:
+      config: A dataclass, or what JSON can hold; what it cannot counts by its `repr`.
+    """
+    if dataclasses.is_dataclass(config) and not isinstance(config, type):
+        config = dataclasses.asdict(config)
+    fields = config if isinstance(config, Mapping) else {"config": config}
+    return {str(name): _short(value) for name, value in fields.items()}
+
+
+def problems(claims: Sequence[Claim], num_processes: int) -> list[str]:
+    """Everything in which processes contradict each other, or the coordinator.
+
+    Args:
+      claims: Of those that have come.
+      num_processes: How many the coordinator waits for.
+    """
+    return [
+        *_other_sizes(claims, num_processes),
+        *_out_of_range(claims, num_processes),
+        *_doubles(claims),
+        *_other_facts(claims),
+    ]
+
+
+def numbers(ranks: Iterable[int]) -> str:
+    """`process 3`, or `processes 0, 1, 3`."""
+    shown = sorted(ranks)
+    word = "process" if len(shown) == 1 else "processes"
+    return f"{word} {', '.join(map(str, shown))}"
+
+
+def _other_sizes(claims: Sequence[Claim], num_processes: int) -> list[str]:
+    wrong = [claim for claim in claims if claim.num_processes != num_processes]
+    return [
+        f"{claim} was told that the job has {claim.num_processes} processes; the "
+        f"coordinator was told {num_processes}"
+        for claim in wrong
+    ]
+
+
+def _out_of_range(claims: Sequence[Claim], num_processes: int) -> list[str]:
+    return [
+        f"{claim} is none of 0 to {num_processes - 1}"
+        for claim in claims
+        if not 0 <= claim.rank < num_processes
+    ]
+
+
+def _doubles(claims: Sequence[Claim]) -> list[str]:
+    by_rank = defaultdict(list)
+    for claim in claims:
+        by_rank[claim.rank].append(f"{claim.host}, pid {claim.pid}")
+    return [
+        f"process {rank} came {len(places)} times: {'; '.join(places)}"
+        for rank, places in sorted(by_rank.items())
+        if len(places) > 1
+    ]
+
+
+def _other_facts(claims: Sequence[Claim]) -> list[str]:
+    names = sorted({name for claim in claims for name in claim.facts})
+    found = []
+    for name in names:
+        ranks = defaultdict(set)
+        for claim in claims:
+            ranks[claim.facts.get(name, "nothing")].add(claim.rank)
+        if len(ranks) > 1:
+            shown = "; ".join(f"{value} in {numbers(r)}" for value, r in ranks.items())
+            found.append(f"{name} differs: {shown}")
+    return found
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, sort_keys=True, default=repr)
+    if len(text) <= _LONGEST_SHOWN:
+        return text
+    return "sha256 " + hashlib.sha256(text.encode()).hexdigest()[:16]

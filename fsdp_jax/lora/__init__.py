@@ -1,0 +1,1 @@
+"""Low-rank adapters and the products with them."""

@@ -1,0 +1,136 @@
+"""Attention over a sequence that is split over `cp`: keys and values are gathered."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from fsdp_jax.ops.attention._blockwise import (
+    Asked,
+    Form,
+    Keys,
+    Pairs,
+    attend,
+    attend_backward,
+    begin,
+    finish,
+    heads_of_blocks,
+    known_of,
+    no_grads,
+    pairs_of_chunks,
+    sinks_backward,
+)
+from fsdp_jax.ops.attention._common import cut, form_of, named, triangles
+from fsdp_jax.ops.attention._zigzag import chunks_of, ranks_along
+
+Sinks = Float[Array, "kv_heads rows"] | None
+
+
+def all_gather_attention(
+    query: Float[Array, "batch seq heads head_dim"],
+    key: Float[Array, "batch seq kv_heads head_dim"],
+    value: Float[Array, "batch seq kv_heads v_head_dim"],
+    *,
+    scale: float,
+    segment_ids: Int[Array, "batch seq"] | None = None,
+    window: int | Int[Array, ""] | None = None,
+    softcap: float | None = None,
+    sinks: Float[Array, " heads"] | None = None,
+    axis: str = "cp",
+) -> Float[Array, "batch seq heads v_head_dim"]:
+    """Attends causally over rows whose tokens are split over `axis`.
+
+    Each rank gathers the keys and values of whole rows, and attends to them with its
+    own queries: one collective a layer in the place of a ring of them, and the memory
+    of whole rows of keys and values, of which grouped heads have few. Their gradients
+    are reduce-scattered. Rows lie in the order of `zigzag`.
+
+    Args:
+      query: As in `ring_attention`, as all below.
+      key: Of this rank.
+      value: Of this rank.
+      scale: Multiplies the scores.
+      segment_ids: Texts packed in one row.
+      window: Tokens that a query sees.
+      softcap: Bends scores.
+      sinks: Scores without a value.
+      axis: The mesh axis.
+
+    Returns:
+      For each query the mean of the values it attends to.
+
+    Raises:
+      ValueError: If a rank's part of a row does not divide into two chunks.
+
+    Source: Llama 3, arXiv:2407.21783, section 3.3.2.
+    """
+    form, ranks = form_of(query.shape[1], scale, softcap, axis), ranks_along(axis)
+    with jax.named_scope("all_gather_attention"):
+        asked, keys, sinks = cut(form, query, key, value, segment_ids, window, sinks)
+        rank = jnp.int32(0)
+        if ranks > 1:
+            rank = lax.axis_index(axis)
+            keys = jax.tree.map(
+                lambda x: lax.all_gather(x, axis, axis=0, tiled=True), keys
+            )
+        mixed: Any = _attend(form, ranks, asked, keys, sinks, rank)
+        return heads_of_blocks(mixed, form.block)
+
+
+def _pairs(
+    form: Form, ranks: int, asked: Asked, rank: Array
+) -> tuple[tuple[Pairs, bool], ...]:
+    """Those on the diagonal, and the squares before it: as many on each rank.
+
+    The earlier chunk sees as many chunks as its number says, the later one what makes
+    `2 * ranks - 1` of them.
+    """
+    blocks = asked.query.shape[0]
+    own = triangles(form, rank, ranks, blocks * form.block)
+    if ranks == 1:
+        return ((own, True),)
+    chunks = chunks_of(rank, ranks)
+    number = jnp.arange(2 * ranks - 1, dtype=jnp.int32)
+    at = jnp.where(number < rank, 0, 1)
+    seen = jnp.where(number < rank, number, number - rank)
+    place = jnp.where(seen < ranks, 2 * seen, 2 * (2 * ranks - 1 - seen) + 1)
+    chunk = blocks * form.block // 2
+    before = pairs_of_chunks((at, chunks[at]), (place, seen), chunk, form.block)
+    return (own._replace(key=own.key + rank * blocks), True), (before, False)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _attend(
+    form: Form, ranks: int, asked: Asked, keys: Keys, sinks: Sinks, rank: Array
+) -> Array:
+    return _forward(form, ranks, asked, keys, sinks, rank)[0]
+
+
+def _forward(form: Form, ranks: int, asked: Asked, keys: Keys, sinks: Sinks, rank):
+    state = begin(asked.query, keys.value)
+    for pairs, causal in _pairs(form, ranks, asked, rank):
+        state = attend(form, asked, keys, state, pairs, causal=causal)
+    out, log_sum = named(*finish(state, sinks), keys.value.dtype)
+    return out, (asked, keys, sinks, rank, out, log_sum)
+
+
+def _backward(form: Form, ranks: int, saved, grad: Array):
+    asked, keys, sinks, rank, out, log_sum = saved
+    known = known_of(grad, out, log_sum)
+    grads = no_grads(asked, keys)
+    for pairs, causal in _pairs(form, ranks, asked, rank):
+        grads = attend_backward(form, asked, keys, known, grads, pairs, causal=causal)
+    query, key, value = (
+        x.astype(y.dtype)
+        for x, y in zip(grads, (asked.query, keys.key, keys.value), strict=True)
+    )
+    of_asked, of_keys = Asked(query, None, None), Keys(key, value, None)
+    return of_asked, of_keys, sinks_backward(sinks, known), None
+
+
+_attend.defvjp(_forward, _backward)

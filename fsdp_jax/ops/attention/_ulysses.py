@@ -1,0 +1,101 @@
+"""Attention over a sequence that is split over `cp`: heads for tokens, and back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from fsdp_jax.ops.attention._zigzag import (
+    check_chunks,
+    inverse_zigzag,
+    ranks_along,
+    zigzag,
+)
+
+Attention = Callable[..., Array]
+
+
+def ulysses_attention(attention: Attention, *, axis: str = "cp") -> Attention:
+    """Makes an attention run on whole rows of each rank's heads.
+
+    Before it an all-to-all over `axis` trades tokens for heads, behind it another one
+    trades back: whatever kernel runs on whole rows runs here. Rows lie in the order of
+    `zigzag`, as for the other forms, and are put in the order of the text for it.
+
+    Keys and values whose heads the ranks do not divide are repeated until they do; the
+    gradients of copies are summed.
+
+    Args:
+      attention: As `bridge.models.dot_product_attention`.
+      axis: The mesh axis. Where it is not manual, `attention` is called as it is.
+
+    Returns:
+      The same function of the same arguments, of this rank's tokens. It raises a
+      `ValueError` if the ranks do not divide the query heads, or the tokens into
+      chunks.
+
+    Source: Jacobs et al., DeepSpeed Ulysses, arXiv:2309.14509.
+    """
+
+    def whole_rows(
+        query: Float[Array, "batch seq heads head_dim"],
+        key: Float[Array, "batch seq kv_heads head_dim"],
+        value: Float[Array, "batch seq kv_heads v_head_dim"],
+        *,
+        scale: float,
+        segment_ids: Int[Array, "batch seq"] | None = None,
+        window: Any = None,
+        softcap: float | None = None,
+        sinks: Float[Array, " heads"] | None = None,
+    ) -> Float[Array, "batch seq heads v_head_dim"]:
+        how: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
+        ranks = ranks_along(axis)
+        if ranks == 1:
+            return attention(
+                query, key, value, segment_ids=segment_ids, sinks=sinks, **how
+            )
+        check_chunks({"attention": query.shape[1] * ranks}, ranks)
+        _check(query.shape[2], ranks, axis)
+        with jax.named_scope("ulysses_attention"):
+            heads = (query, _repeated(key, ranks), _repeated(value, ranks))
+            query, key, value = (_to_rows(x, ranks, axis) for x in heads)
+            if segment_ids is not None:
+                segment_ids = lax.all_gather(segment_ids, axis, axis=1, tiled=True)
+                segment_ids = inverse_zigzag(segment_ids, ranks)
+            if sinks is not None:
+                own = sinks.reshape(ranks, -1)
+                sinks = own[lax.axis_index(axis)]
+            mixed = attention(
+                query, key, value, segment_ids=segment_ids, sinks=sinks, **how
+            )
+            return lax.all_to_all(
+                zigzag(mixed, ranks), axis, split_axis=1, concat_axis=2, tiled=True
+            )
+
+    return whole_rows
+
+
+def _to_rows(heads: Array, ranks: int, axis: str) -> Array:
+    """This rank's heads of all tokens, in the order of the text."""
+    rows = lax.all_to_all(heads, axis, split_axis=2, concat_axis=1, tiled=True)
+    return inverse_zigzag(rows, ranks)
+
+
+def _repeated(heads: Array, ranks: int) -> Array:
+    """Each head as often as it takes for the ranks to divide them."""
+    number = heads.shape[2]
+    return jnp.repeat(heads, math.lcm(number, ranks) // number, axis=2)
+
+
+def _check(heads: int, ranks: int, axis: str) -> None:
+    if heads % ranks:
+        raise ValueError(
+            f"Attention of {heads} heads does not divide over {ranks} ranks of "
+            f"'{axis}'. Use ring_attention, or fewer ranks, a divisor of {heads}."
+        )

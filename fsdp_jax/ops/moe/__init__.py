@@ -1,0 +1,1 @@
+"""Experts that are split over ranks."""

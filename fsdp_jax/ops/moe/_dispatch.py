@@ -1,0 +1,231 @@
+"""Tokens to experts that lie on other ranks, and back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from fsdp_jax.ops.moe._all_to_all import Exchange, at_tp_width, exchange, segments_of
+from fsdp_jax.ops.moe._gather_rows import inverse_of, rearrange
+
+Rows = Float[Array, "rows embed"]
+RunExperts = Callable[[Rows, Int[Array, " experts"] | np.ndarray], Rows]
+Tokens = Float[Array, "tokens embed"]
+PerChoice = Array  # [tokens, chosen]
+
+
+def expert_parallel_dispatch(
+    run: RunExperts,
+    x: Tokens,
+    experts: Int[Array, "tokens chosen"],
+    weights: Float[Array, "tokens chosen"],
+    num_experts: int,
+    *,
+    axis: str = "ep",
+) -> tuple[Tokens, Int[Array, " tokens"]]:
+    """Sends every token to all experts it chose, wherever they lie; none is dropped.
+
+    For `bridge.models.Decoder(dispatch=...)` and models of one's own, in a loss under a
+    plan with `FSDPConfig(expert_parallel=...)`. Rank i on `axis` has the i-th part of
+    the experts. What a rank may receive in the worst case, all tokens of all ranks, is
+    what it has room for and computes with: with many ranks prefer
+    `expert_capacity_dispatch`, whose rows are bounded.
+
+    Where `axis` is no manual axis here, or of size 1, all experts are on this device.
+
+    Args:
+      run: `run(rows, group_sizes)` computes rows sorted by expert, of which the first
+        `group_sizes[0]` belong to this rank's first expert, and so on. Rows behind the
+        sum are zeros; what becomes of them is not read.
+      x: This rank's tokens.
+      experts: The experts that each token chose, 0 to `num_experts - 1`.
+      weights: What each one's word weighs.
+      num_experts: Experts of all ranks.
+      axis: The mesh axis over which experts are split.
+
+    Returns:
+      The weighted sums, added in float32 and rounded once, and zeros: how many of its
+      experts each token did not get.
+
+    Raises:
+      ValueError: If the ranks do not divide the experts.
+
+    Source: Megatron-LM `token_dispatcher.py::MoEAlltoAllTokenDispatcher` (dropless).
+    """
+    ranks, local = _ranks_and_experts(axis, num_experts)
+    tokens, chosen = experts.shape
+    flat = experts.reshape(-1).astype(jnp.int32)
+    order = jnp.argsort(flat)  # stable: equal experts keep the tokens' order
+    back = inverse_of(order)
+    rows = rearrange(jnp.repeat(x, chosen, axis=0), order, back)
+    counts = jnp.bincount(flat, length=num_experts).astype(jnp.int32)
+    with jax.named_scope("expert_dispatch"):
+        if ranks == 1:
+            rows = run(rows, counts)
+        else:
+            most = tokens * min(chosen, local)
+            form = Exchange(axis, len(flat), most, ranks * most)
+            rows = _run_elsewhere(run, rows, counts.reshape(ranks, local), form)
+    rows = rearrange(rows, back, order)
+    return _combine(rows, weights, x.dtype), jnp.zeros(tokens, jnp.int32)
+
+
+def _run_elsewhere(
+    run: RunExperts, rows: Rows, counts: Int[Array, "ranks local"], form: Exchange
+) -> Rows:
+    """Rows sorted by expert, through experts of all ranks."""
+    table = _of_all_ranks(counts, form.axis)
+    there, back = segments_of(table.sum(-1), form.axis)
+    received = exchange(form, there, back, rows)
+    mine = lax.dynamic_index_in_dim(
+        table, lax.axis_index(form.axis), axis=1, keepdims=False
+    )
+    order = _by_expert(mine, form.room)
+    inverse = inverse_of(order)
+    out = run(rearrange(received, order, inverse), mine.sum(0))
+    return exchange(form.reversed, back, there, rearrange(out, inverse, order))
+
+
+def _of_all_ranks(
+    counts: Int[Array, "ranks local"], axis: str
+) -> Int[Array, "ranks ranks local"]:
+    """How many rows go from each rank to each expert of each rank.
+
+    A sum, and no gather: XLA puts that together with one of weights over the same axis,
+    so that tokens would wait for a layer's weights that are gathered ahead.
+    """
+    table = jnp.zeros((len(counts), *counts.shape), counts.dtype)
+    return lax.psum(table.at[lax.axis_index(axis)].set(counts), axis)
+
+
+def _by_expert(counts: Int[Array, "ranks local"], room: int) -> Int[Array, " room"]:
+    """The order by expert of rows that stand by source, and by expert in each."""
+    ends = jnp.cumsum(counts.reshape(-1))
+    place = jnp.arange(room, dtype=jnp.int32)
+    group = jnp.searchsorted(ends, place, side="right", method="compare_all")
+    local = counts.shape[-1]
+    return jnp.argsort(jnp.where(place < ends[-1], group % local, local))
+
+
+def expert_capacity_dispatch(
+    run: RunExperts,
+    x: Tokens,
+    experts: Int[Array, "tokens chosen"],
+    weights: Float[Array, "tokens chosen"],
+    num_experts: int,
+    *,
+    capacity_factor: float,
+    axis: str = "ep",
+) -> tuple[Tokens, Int[Array, " tokens"]]:
+    """Sends tokens to experts that each take so many from a rank, and no more.
+
+    What is sent and computed does not depend on how tokens choose. Of each rank an
+    expert takes the first `capacity_factor * tokens * chosen / num_experts`, rounded
+    up; all first choices come before all second ones. A token that an expert does not
+    take goes without, as if it weighed nothing, and is counted. For
+    `functools.partial(expert_capacity_dispatch, capacity_factor=1.25)`.
+
+    Args:
+      run: As in `expert_parallel_dispatch`; the sizes of its groups are a numpy array,
+        all alike.
+      x: As there.
+      experts: As there.
+      weights: As there; they are not made up for what is dropped.
+      num_experts: As there.
+      capacity_factor: 1 is exactly enough if all experts are chosen as often.
+      axis: As there.
+
+    Returns:
+      The weighted sums, and how many of its experts each token did not get.
+
+    Raises:
+      ValueError: If the ranks do not divide the experts, or the factor is not positive.
+
+    Source: GShard (arXiv:2006.16668), algorithm 1; Switch Transformer
+      (arXiv:2101.03961), section 2.2.
+    """
+    if not 0 < capacity_factor < math.inf:
+        raise ValueError(f"capacity_factor={capacity_factor}: it is more than 0.")
+    ranks, local = _ranks_and_experts(axis, num_experts)
+    tokens, chosen = experts.shape
+    capacity = min(tokens, math.ceil(capacity_factor * tokens * chosen / num_experts))
+    slot, kept = _slots(experts, num_experts, capacity)
+    places = num_experts * capacity
+    # Choice by choice, so that all first ones stand before all second ones.
+    item = jnp.full(places, slot.size, jnp.int32)
+    item = item.at[slot].set(jnp.arange(slot.size, dtype=jnp.int32), mode="drop")
+    rows = rearrange(jnp.tile(x, (chosen, 1)), item, slot)
+    with jax.named_scope("expert_dispatch"):
+        rows = _swap(rows, ranks, local, capacity, axis)
+        # Of numpy, so that what computes knows that all are as many.
+        sizes = np.full(local, ranks * capacity, np.int32)
+        rows = run(rows, sizes)
+        rows = _swap_back(rows, ranks, local, capacity, axis)
+    rows = rearrange(rows, slot, item).reshape(chosen, tokens, -1).swapaxes(0, 1)
+    dropped = (~kept).reshape(chosen, tokens).sum(0).astype(jnp.int32)
+    return _combine(rows, weights, x.dtype), dropped
+
+
+def _slots(
+    experts: Int[Array, "tokens chosen"], num_experts: int, capacity: int
+) -> tuple[Array, Array]:
+    """The place of each choice, choice by choice, and whether there is one for it."""
+    flat = experts.T.reshape(-1).astype(jnp.int32)
+    counts = jnp.bincount(flat, length=num_experts)
+    place = inverse_of(jnp.argsort(flat))
+    position = place - jnp.take(jnp.cumsum(counts) - counts, flat)
+    kept = position < capacity
+    slot = jnp.where(kept, flat * capacity + position, num_experts * capacity)
+    return slot.astype(jnp.int32), kept
+
+
+def _swap(rows: Rows, ranks: int, local: int, capacity: int, axis: str) -> Rows:
+    """From all experts' places for this rank to its experts' places for all ranks."""
+    if ranks == 1:
+        return rows
+    rows = _all_to_all(rows, axis)
+    rows = rows.reshape(ranks, local, capacity, -1).swapaxes(0, 1)
+    return rows.reshape(ranks * local * capacity, -1)
+
+
+def _swap_back(rows: Rows, ranks: int, local: int, capacity: int, axis: str) -> Rows:
+    """The inverse of `_swap`."""
+    if ranks == 1:
+        return rows
+    rows = rows.reshape(local, ranks, capacity, -1).swapaxes(0, 1)
+    rows = rows.reshape(ranks * local * capacity, -1)
+    return _all_to_all(rows, axis)
+
+
+def _all_to_all(rows: Rows, axis: str) -> Rows:
+    return at_tp_width(
+        lambda rows: lax.all_to_all(
+            rows, axis, split_axis=0, concat_axis=0, tiled=True
+        ),
+        rows,
+    )
+
+
+def _combine(rows: Array, weights: PerChoice, dtype: jnp.dtype) -> Tokens:
+    """What each token's experts made of it, weighted and added in float32."""
+    wide = jnp.promote_types(dtype, jnp.float32)
+    rows = rows.reshape(*weights.shape, -1).astype(wide)
+    return jnp.einsum("tce,tc->te", rows, weights.astype(wide)).astype(dtype)
+
+
+def _ranks_and_experts(axis: str, num_experts: int) -> tuple[int, int]:
+    """The ranks that share the experts, and how many each of them has."""
+    mesh = jax.sharding.get_abstract_mesh()
+    ranks = mesh.shape[axis] if axis in mesh.manual_axes else 1
+    if num_experts % ranks:
+        raise ValueError(
+            f"{num_experts} experts cannot be dealt out to {ranks} ranks on '{axis}'. "
+            "Use a number of ranks that divides them."
+        )
+    return ranks, num_experts // ranks

@@ -1,0 +1,129 @@
+"""Cross entropy and log-probabilities of logits whose vocabulary is split over `tp`."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+from jaxtyping import Array, Float, Int
+
+from fsdp_jax.ops.vocab._chunked import chunk_of, in_float32, over_chunks
+from fsdp_jax.ops.vocab._shard import Part, on_each_part
+from fsdp_jax.ops.vocab._token_sums import (
+    TokenSums,
+    check_smoothing,
+    grad_of_logits,
+    loss_of_sums,
+    sums_of_chunk,
+    sums_of_chunks,
+)
+
+
+def vocab_parallel_cross_entropy(
+    logits: Float[Array, "*batch vocab"],
+    targets: Int[Array, "*batch"],
+    *,
+    axis: str = "tp",
+    label_smoothing: float = 0.0,
+    vocab_size: int | None = None,
+) -> Float[Array, "*batch"]:
+    """Cross entropy of each token, of logits that no rank has or gathers whole.
+
+    Only numbers a token cross `axis`, a maximum and sums, all of them in forward. For
+    backward the logits are kept as they came, and nothing else of their size.
+
+    In a training step, or under `jax.set_mesh`, `axis` is automatic and all shapes are
+    global. In a `shard_map` that is manual over it, each rank passes its part of the
+    vocabulary, in order, and gradients are those of `jax.lax.psum`. Without such an
+    axis it is the same function of whole logits.
+
+    Args:
+      logits: Of any floating dtype; sums are in float32.
+      targets: Entries of the whole vocabulary. One outside of `vocab_size` has the loss
+        NaN, and no gradient where that is masked out as `masked_mean` does it.
+      axis: The mesh axis that splits the vocabulary.
+      label_smoothing: How much of each target is spread evenly over the vocabulary, the
+        target itself included, as optax and torch have it; Megatron spreads over the
+        others, `label_smoothing * K / (K - 1)` here.
+      vocab_size: Entries that count, if those behind them are padding: they are neither
+        summed nor smoothed over. Default all.
+
+    Returns:
+      The losses, float32, not averaged.
+
+    Raises:
+      ValueError: If the vocabulary does not divide over `axis`, or is smaller than
+        `vocab_size`, or `label_smoothing` is no part of one.
+
+    Source: Megatron-LM `tensor_parallel/cross_entropy.py`, which overwrites the logits,
+      and smooths over each rank's own part, so that ranks disagree.
+    """
+    check_smoothing(label_smoothing)
+    local = functools.partial(_loss, label_smoothing)
+    return on_each_part(
+        local,
+        (logits, targets),
+        (logits.ndim - 1, None),
+        axis=axis,
+        vocab_size=vocab_size,
+    )
+
+
+def vocab_parallel_log_probs(
+    logits: Float[Array, "*batch vocab"],
+    targets: Int[Array, "*batch"],
+    *,
+    axis: str = "tp",
+    vocab_size: int | None = None,
+) -> Float[Array, "*batch"]:
+    """Log-probability of each target, as `vocab_parallel_cross_entropy` computes it.
+
+    Args:
+      logits: As there.
+      targets: As there.
+      axis: As there.
+      vocab_size: As there.
+
+    Returns:
+      The log-probabilities, float32.
+
+    Source: verl `megatron/tensor_parallel.py::vocab_parallel_log_probs_from_logits`.
+    """
+    return -vocab_parallel_cross_entropy(
+        logits, targets, axis=axis, vocab_size=vocab_size
+    )
+
+
+def _loss(label_smoothing: float, part: Part, logits: Array, targets: Array) -> Array:
+    flat = targets.reshape(-1)
+    rows = logits.reshape(flat.size, logits.shape[-1])
+    sums = _differentiable_sums(part, label_smoothing > 0, rows, flat)
+    return loss_of_sums(part, sums, flat, label_smoothing).reshape(targets.shape)
+
+
+def _sums(part: Part, is_smoothed: bool, logits: Array, targets: Array) -> TokenSums:
+    return sums_of_chunks(
+        over_chunks(
+            part,
+            logits,
+            lambda chunk, piece: sums_of_chunk(chunk, piece, targets, is_smoothed),
+        )
+    )
+
+
+def _sums_forward(part: Part, is_smoothed: bool, logits, targets):
+    sums = _sums(part, is_smoothed, logits, targets)
+    return sums, (logits, targets, sums.lse)
+
+
+def _sums_backward(part: Part, is_smoothed: bool, saved, grads: TokenSums):
+    logits, targets, lse = saved
+    everything = chunk_of(part, logits.shape[1], 1, 0)
+    grad = grad_of_logits(everything, in_float32(logits), targets, lse, grads)
+    return grad.astype(logits.dtype), None
+
+
+# For backward the logits are kept, and nothing of their size: to differentiate the sums
+# would keep the exponentials, in float32.
+_differentiable_sums = jax.custom_vjp(_sums, nondiff_argnums=(0, 1))
+_differentiable_sums.defvjp(_sums_forward, _sums_backward)

@@ -1,0 +1,1 @@
+"""Optimizer state: in eight bits, by layer, on the host."""

@@ -1,0 +1,191 @@
+"""Optimizers that need whole matrices: each device owns some, and none has all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import optax
+from jaxtyping import Array, Float
+
+from fsdp_jax._tree import PyTree, leaf_name, matches
+from fsdp_jax.optim._matrix_stack import Deal, Dealt, Member, bring_back, deal_out
+from fsdp_jax.sharding._padded import pad_to
+from fsdp_jax.sharding._plan import ParamPlan, Plan
+
+Matrices = dict[str, Float[Array, "matrices rows cols"]]
+"""All matrices of one shape in one array, split over devices along the first dim."""
+
+
+class LayerWiseState(NamedTuple):
+    """The state of the two optimizers, see `layer_wise`."""
+
+    matrices: optax.OptState
+    rest: optax.OptState
+
+
+def layer_wise(
+    plan: Plan,
+    matrix_tx: optax.GradientTransformation,
+    rest_tx: optax.GradientTransformation,
+    matrices: Sequence[str],
+) -> optax.GradientTransformation:
+    """Updates some parameters matrix by matrix, each matrix whole on one device.
+
+    A matrix that is split over devices can be orthogonalised only by communicating
+    within each iteration. Here one all-to-all hands each device whole matrices, it
+    updates these, and another one brings the updates back. Parameters may be split over
+    `tp`, `ep` and `pp` besides. A checkpoint holds the state by parameter, so that it
+    loads on any mesh.
+
+    Args:
+      plan: From `fully_shard`.
+      matrix_tx: For the matrices, handed to it as a dict of stacks of shape
+        `[matrices, rows, cols]`, such as `optax.contrib.muon(lr,
+        muon_weight_dimension_numbers=lambda stacks: jax.tree.map(lambda _:
+        optax.contrib.MuonDimensionNumbers((1,), (2,)), stacks))`. Some matrices of a
+        stack are zeros, so that the devices divide it.
+      rest_tx: For all other parameters, e.g. `optax.adamw(lr)`.
+      matrices: Path patterns of the parameters that are matrices, stacks of them, or
+        experts of which each is one.
+
+    Returns:
+      A transformation for `init` and `make_train_step` of this plan.
+
+    Raises:
+      ValueError: If a pattern matches nothing trained, or what is no matrix.
+
+    Source: Megatron-LM `layer_wise_optimizer.py` (whole parameters are placed on ranks
+      there, by compute; here matrices of one shape are dealt out evenly).
+    """
+    chosen = [row for row in plan.rows if _is_chosen(row, matrices)]
+    _check(plan, chosen, matrices)
+    deals = _deals(plan, chosen)
+
+    def split(tree: PyTree) -> tuple[Matrices, PyTree]:
+        """The stacks of matrices, and the tree without them."""
+        leaves = dict(zip(_names(plan), plan.treedef.flatten_up_to(tree), strict=True))
+        stacks = {name: _stacked(deal, leaves) for name, deal in deals.items()}
+        taken = {row.name for row in chosen}
+        rest = [None if name in taken else leaf for name, leaf in leaves.items()]
+        return stacks, plan.treedef.unflatten(rest)
+
+    def join(stacks: Any, rest: PyTree) -> PyTree:
+        leaves = dict(zip(_names(plan), plan.treedef.flatten_up_to(rest), strict=True))
+        for name, deal in deals.items():
+            leaves |= _unstacked(deal, stacks[name])
+        return plan.treedef.unflatten(leaves.values())
+
+    def init(params):
+        stacks, rest = split(params)
+        matrix_state = _marked(deals, matrix_tx.init(stacks))
+        return LayerWiseState(matrix_state, rest_tx.init(rest))
+
+    def update(updates, state, params=None):
+        stacks, rest = split(updates)
+        old, old_rest = (None, None) if params is None else split(params)
+        plain = _unmarked(state.matrices)
+        stacks, matrix_state = matrix_tx.update(stacks, plain, old)
+        rest, rest_state = rest_tx.update(rest, state.rest, old_rest)
+        new_state = LayerWiseState(_marked(deals, matrix_state), rest_state)
+        return join(stacks, rest), new_state
+
+    return optax.GradientTransformation(init, update)  # pyright: ignore[reportArgumentType]
+
+
+def _deals(plan: Plan, chosen: Sequence[ParamPlan]) -> dict[str, Deal]:
+    """Who shares a stack, by the name of the stack: matrices of one shape and split."""
+    groups: dict[tuple[Any, ...], list[Member]] = {}
+    for row in chosen:
+        member = _member(row)
+        lead = sum(member.split[:-2], ())
+        groups.setdefault((row.shape[-2:], lead, member.split[-2:]), []).append(member)
+    return {_title(*key): Deal(plan.mesh, tuple(m)) for key, m in groups.items()}
+
+
+def _member(row: ParamPlan) -> Member:
+    spec = row.spec_with_tp(row.placements.optimizer)
+    entries = [*spec, *[None] * (len(row.shape) - len(spec))]
+    split = [(e,) if isinstance(e, str) else tuple(e or ()) for e in entries]
+    return Member(row.name, row.shape, row.padded_shape, tuple(split))
+
+
+def _title(shape: tuple[int, ...], lead: tuple[str, ...], split: Any) -> str:
+    """E.g. `16 x 64 split on 0`."""
+    title = " x ".join(map(str, shape))
+    if lead:
+        title += f" of {'_'.join(lead)}"
+    for dim, axes in enumerate(split):
+        if axes:
+            title += f" split on {dim}" + " over tp" * ("tp" in axes)
+    return title
+
+
+def _stacked(
+    deal: Deal, leaves: Mapping[str, Array]
+) -> Float[Array, "matrices rows cols"]:
+    pieces = [pad_to(leaves[m.name], m.padded_shape) for m in deal.members]
+    return deal_out(deal, pieces)
+
+
+def _unstacked(
+    deal: Deal, stack: Float[Array, "matrices rows cols"]
+) -> dict[str, Array]:
+    pieces = zip(deal.members, bring_back(deal, stack), strict=True)
+    return {m.name: p[tuple(slice(size) for size in m.shape)] for m, p in pieces}
+
+
+def _marked(deals: Mapping[str, Deal], state: PyTree) -> PyTree:
+    """The state with whose matrices it is of, wherever it has something for each."""
+
+    def mark(path: tuple[Any, ...], leaf: Any) -> Any:
+        deal = deals.get(leaf_name(path[-1:]))
+        if deal is None or leaf.shape[:1] != (deal.num_matrices,):
+            return leaf
+        return Dealt(leaf, deal)
+
+    return jax.tree_util.tree_map_with_path(mark, state)
+
+
+def _unmarked(state: PyTree) -> PyTree:
+    def is_dealt(node: Any) -> bool:
+        return isinstance(node, Dealt)
+
+    return jax.tree.map(
+        lambda node: node.value if is_dealt(node) else node, state, is_leaf=is_dealt
+    )
+
+
+def _names(plan: Plan) -> list[str]:
+    return [row.name for row in plan.rows]
+
+
+def _is_chosen(row: ParamPlan, patterns: Sequence[str]) -> bool:
+    return row.is_optimized and any(matches(pattern, row.name) for pattern in patterns)
+
+
+def _check(plan: Plan, chosen: Sequence[ParamPlan], patterns: Sequence[str]) -> None:
+    unused = [p for p in patterns if not any(_is_chosen(r, (p,)) for r in plan.rows)]
+    wrong = [
+        f"'{row.name}' {row.shape} is no matrix"
+        for row in chosen
+        if row.ndim_in_unit - _counts_experts(plan, row) != 2
+    ]
+    wrong += [f"{pattern!r} matches nothing that is trained" for pattern in unused]
+    if wrong:
+        raise ValueError(
+            f"layer_wise(matrices={tuple(patterns)}): {'; '.join(wrong)}. Name "
+            "parameters that have two dims in their unit, or two behind the one of "
+            "FSDPConfig(expert_parallel=...), and leave the others to rest_tx."
+        )
+
+
+def _counts_experts(plan: Plan, row: ParamPlan) -> bool:
+    """Whether the first dim in its unit counts experts, on a mesh with `ep` or not."""
+    dims = [
+        dim % row.ndim_in_unit
+        for pattern, dim in plan.config.expert_parallel.items()
+        if matches(pattern, row.name)
+    ]
+    return dims[:1] == [0]

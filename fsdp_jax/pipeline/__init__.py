@@ -1,0 +1,1 @@
+"""Stages: schedules, what moves between them, gradients."""

@@ -1,0 +1,131 @@
+"""The loss and gradients of a rank whose layers are those of one pipeline stage."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jaxtyping import Array
+
+from fsdp_jax._tree import PyTree
+from fsdp_jax.data._batch import split_microbatches
+from fsdp_jax.pipeline._layer_permute import bring_back, deal_out
+from fsdp_jax.pipeline._schedules import (
+    all_forward_all_backward,
+    forward_pass,
+    one_forward_one_backward,
+)
+from fsdp_jax.pipeline._stage import Stage, part_of
+from fsdp_jax.sharding._mesh import DATA_AXES, axes_in_use
+from fsdp_jax.sharding._plan import Plan
+from fsdp_jax.sharding._stages import Schedule
+from fsdp_jax.step._aux_outputs import AuxFormat, Parts, join_aux
+from fsdp_jax.step._collectives import reduce_late
+from fsdp_jax.step._loss import LossOfShards, trace_and_cut
+from fsdp_jax.step._shard import Shard
+
+_RUN = {"1f1b": one_forward_one_backward, "gpipe": all_forward_all_backward}
+
+
+def pipelined_grads(
+    plan: Plan,
+    call: LossOfShards,
+    aux_format: AuxFormat,
+    shards: Sequence[Shard],
+    model_state: PyTree,
+    rows: PyTree,
+    key: Array,
+    loss_scale: Array | None,
+) -> tuple[list[Array], PyTree, Any]:
+    """Runs the microbatches through the stages.
+
+    Args:
+      plan: One with stages.
+      call: The loss.
+      aux_format: Sorts what it returns besides.
+      shards: Of all parameters.
+      model_state: Of the model.
+      rows: This rank's, `[microbatches, ...]`.
+      key: This rank's.
+      loss_scale: What the loss is multiplied by; None for 1.
+
+    Returns:
+      The gradients of what is trained, summed over all ranks; the model state; and
+      `(totals[microbatches], counts[microbatches], aux)` of this rank.
+    """
+    stage = _stage(plan, call, aux_format, shards, model_state, rows, key)
+    run = _RUN[plan.config.pipeline.schedule]
+    scale = 1 if loss_scale is None else loss_scale
+    grads, state, (totals, counts, aux) = run(stage, model_state, scale)
+    axes = axes_in_use(plan.mesh, ("pp", *DATA_AXES))
+    reduced = []
+    for row, grad in zip(plan.rows_in_step, grads, strict=True):
+        if grad is not None:
+            grad = reduce_late(row, grad, row.late_axes(axes))
+            if row.is_staged:
+                grad = bring_back(row, plan.stages, grad)
+            reduced.append(grad)
+    return reduced, state, (totals, counts, join_aux([aux]))
+
+
+def pipelined_loss(
+    plan: Plan,
+    call: LossOfShards,
+    aux_format: AuxFormat,
+    shards: Sequence[Shard],
+    model_state: PyTree,
+    batch: PyTree,
+    key: Array,
+) -> tuple[Array, Array, Parts]:
+    """`(total, count, aux)` of this rank's rows, which pass through all stages as one.
+
+    Args:
+      plan: One with stages.
+      call: The loss.
+      aux_format: Sorts what it returns besides.
+      shards: Of all parameters.
+      model_state: Of the model.
+      batch: This rank's rows.
+      key: This rank's.
+    """
+    rows = split_microbatches(batch, 1)
+    stage = _stage(plan, call, aux_format, shards, model_state, rows, key)
+    _, (totals, counts, aux) = forward_pass(stage, model_state)
+    return totals.sum(), counts.sum(), join_aux([aux])
+
+
+def _stage(
+    plan: Plan,
+    call: LossOfShards,
+    aux_format: AuxFormat,
+    shards: Sequence[Shard],
+    model_state: PyTree,
+    rows: PyTree,
+    key: Array,
+) -> Stage:
+    stages = plan.stages
+    shards = [
+        dataclasses.replace(shard, value=deal_out(shard.row, stages, shard.value))
+        if shard.row.is_staged
+        else shard
+        for shard in shards
+    ]
+    num_microbatches = jax.tree.leaves(rows)[0].shape[0]
+    example = jax.tree.map(lambda x: x[0], rows)
+    # The leaves of the loss's own arguments, of a chunk and a microbatch.
+    chunk = [
+        dataclasses.replace(
+            shard,
+            value=part_of(stages, shard.value, 0),
+            sink=part_of(stages, shard.sink, 0),
+        )
+        if shard.row.is_staged
+        else shard
+        for shard in shards
+    ]
+    axes = axes_in_use(plan.mesh, plan.mesh.axis_names)
+    cut = trace_and_cut(call, chunk, model_state, example, key, axes=axes)
+    schedule = Schedule(stages, num_microbatches)
+    return Stage(cut, schedule, shards, rows, key, aux_format)

@@ -1,0 +1,118 @@
+"""The collectives of a step as a table: what travels, where, how often, how hidden."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from fsdp_jax._report import Grid, format_bytes
+from fsdp_jax.hlo._replica_groups import Collective, axes_of
+from fsdp_jax.ops.attention._common import SCOPES
+from fsdp_jax.planner._cost import wire_bytes
+from fsdp_jax.planner._timeline import Sent, Timeline
+from fsdp_jax.sharding._plan import Plan
+
+
+@dataclasses.dataclass(frozen=True)
+class SentRow:
+    """One collective of the compiled step, with all its runs.
+
+    Attributes:
+      op: E.g. `all-gather`.
+      unit: Whose parameters it moves; "-" if it moves none.
+      dtype: What crosses the wire, as HLO writes it.
+      axes: The mesh axes it runs along; empty if along none of them as a whole.
+      bytes: What a device sends in one run, on a ring.
+      times: Runs a step.
+      seconds: Of one run that has the wire for itself.
+      exposed_seconds: How long the GPU waits for it, all runs together.
+    """
+
+    op: str
+    unit: str
+    dtype: str
+    axes: tuple[str, ...]
+    bytes: int
+    times: int
+    seconds: float
+    exposed_seconds: float
+
+
+def sent_rows(timeline: Timeline, plan: Plan) -> tuple[SentRow, ...]:
+    """One row a collective, in the order in which they first run."""
+    runs: dict[str, list[Sent]] = {}
+    for sent in timeline.sent:
+        runs.setdefault(sent.collective.name, []).append(sent)
+    return tuple(_row(found, plan) for found in runs.values())
+
+
+def _row(runs: list[Sent], plan: Plan) -> SentRow:
+    first = runs[0]
+    collective = first.collective
+    dtypes = dict.fromkeys(shape.dtype for shape in collective.sent)
+    return SentRow(
+        op=collective.op,
+        unit=_unit(collective, plan),
+        dtype="+".join(dtypes),
+        axes=axes_of(collective.groups, plan.mesh) or (),
+        bytes=round(wire_bytes(collective, plan.mesh.size)),
+        times=len(runs),
+        seconds=first.end - first.start,
+        exposed_seconds=sum(run.exposed for run in runs),
+    )
+
+
+def _unit(collective: Collective, plan: Plan) -> str:
+    """Its unit's path; where XLA put several together, all whose weights fit.
+
+    What crosses tp alone are tokens, and gradients of what is whole on each rank; what
+    attention sends over cp are keys and values.
+    """
+    axes = axes_of(collective.groups, plan.mesh)
+    is_context = any(name in collective.op_name for name in SCOPES)
+    if axes == ("tp",) or (axes == ("cp",) and is_context):
+        return "-"
+    whole = {
+        shape.dims
+        for shape in (*collective.sent, *collective.received)
+        if shape.num_elements > 1
+    }
+    units = dict.fromkeys(
+        row.unit
+        for row in plan.rows
+        if {row.shape[row.num_stacked :], row.padded_shape[row.num_stacked :]} & whole
+    )
+    if collective.unit and (collective.unit in units or not units):
+        return collective.unit
+    return " + ".join(units) or "-"
+
+
+def sent_grid(rows: Sequence[SentRow], *, timed: bool = True) -> Grid:
+    """The rows as a table; without the columns of time if nothing was timed."""
+    columns = {
+        "collective": "left",
+        "unit": "left",
+        "dtype": "left",
+        "over": "left",
+        "bytes each": "right",
+        "times": "right",
+        "ms each": "right",
+        "exposed ms": "right",
+    }
+    cells = [
+        (
+            row.op,
+            row.unit,
+            row.dtype,
+            " x ".join(row.axes) or "?",
+            format_bytes(row.bytes),
+            str(row.times),
+            f"{row.seconds * 1e3:.2f}",
+            f"{row.exposed_seconds * 1e3:.2f}",
+        )
+        for row in rows
+    ]
+    if timed:
+        return Grid(columns, cells, [row.exposed_seconds for row in rows])
+    untimed = dict(list(columns.items())[:-2])
+    return Grid(untimed, [row[:-2] for row in cells])

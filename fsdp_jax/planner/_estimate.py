@@ -1,0 +1,375 @@
+"""What a training step will need and where its time goes, on GPUs that are not here."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import optax
+
+from fsdp_jax._report import Grid, format_bytes, html_page
+from fsdp_jax._tree import PyTree
+from fsdp_jax.hlo._parse import parse
+from fsdp_jax.planner._comm_table import SentRow, sent_grid, sent_rows
+from fsdp_jax.planner._compile import compile_scheduled, gpu_devices, text_of
+from fsdp_jax.planner._flops import product_flops
+from fsdp_jax.planner._gpu import GPU, find_gpu
+from fsdp_jax.planner._host_memory import Offloaded, mark_host_arguments, offloaded
+from fsdp_jax.planner._memory import Memory, predict_memory
+from fsdp_jax.planner._plot import draw_forecast
+from fsdp_jax.planner._timeline import Timeline, replay
+from fsdp_jax.planner.liveness._trace import on_one_device
+from fsdp_jax.sharding._fully_shard import fully_shard
+from fsdp_jax.sharding._mesh import AXES, make_mesh
+from fsdp_jax.sharding._plan import Plan
+from fsdp_jax.sharding._stages import Schedule
+from fsdp_jax.step._loss import LossFn, LossForm
+from fsdp_jax.training._compiler_options import options_of
+from fsdp_jax.training._gradients import global_loss
+from fsdp_jax.training._memory_check import compiled_bytes, memory_alarms
+from fsdp_jax.training._state import abstract_state
+from fsdp_jax.training._train_step import make_train_step
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Forecast:
+    """A training step as compiled for GPUs and replayed on a cost model.
+
+    `print(forecast)` shows it as a table.
+
+    Attributes:
+      gpu: The GPU, with its cost model.
+      plan: The plan, on a mesh of stand-ins.
+      compiled: The compiled step; it cannot run here.
+      timeline: Its replay.
+      guided: Whether XLA's scheduler was given the cost model, see `compile_for`.
+      compiled_bytes: Bytes on a GPU at the fullest moment, as XLA assigned buffers.
+      memory: The same by what it is, predicted from the plan and the trace alone.
+      offloaded: What rests on the host, and what the step copies; None without.
+      sent: One row a collective.
+      tokens: Tokens in a global batch; None if not told.
+      model_flops: Work of forward and backward on one device, without recomputation.
+      accumulate: Microbatches in a step.
+    """
+
+    gpu: GPU
+    plan: Plan
+    compiled: jax.stages.Compiled
+    timeline: Timeline
+    guided: bool
+    compiled_bytes: int
+    memory: Memory
+    offloaded: Offloaded | None
+    sent: tuple[SentRow, ...]
+    tokens: int | None
+    model_flops: float
+    accumulate: int = 1
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs of the mesh."""
+        return self.plan.mesh.size
+
+    @property
+    def exposed(self) -> float:
+        """The part of the step in which the GPU waits for the wire."""
+        return self.timeline.exposed_seconds / self.timeline.seconds
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilization, of the data sheet's peak.
+
+        Attention is a square, causal or not; over `cp`, where it is made a block at a
+        time, the blocks that are.
+        """
+        peak = self.gpu.cost.peak_flops
+        return self.model_flops / self.timeline.seconds / peak
+
+    @property
+    def bubble(self) -> float | None:
+        """The part of the ticks in which a stage has no turn; None without stages."""
+        if self.plan.mesh.shape["pp"] == 1:
+            return None
+        return Schedule(self.plan.stages, self.accumulate).bubble
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Tokens a second of all GPUs together; None if the tokens were not told."""
+        return None if self.tokens is None else self.tokens / self.timeline.seconds
+
+    @property
+    def fits(self) -> bool:
+        """Whether the compiled step leaves a tenth of the memory to others."""
+        return self.compiled_bytes <= 0.9 * self.gpu.memory
+
+    @property
+    def offload_seconds(self) -> float:
+        """What the copies to and from the host take, if nothing hides them."""
+        found = self.offloaded
+        return found.seconds(self.gpu.cost.host_bandwidth) if found else 0.0
+
+    @functools.cached_property
+    def memory_alarms(self) -> tuple[str, ...]:
+        """What a `MemoryWarning` will say when the step first runs there."""
+        return memory_alarms(self.compiled, self.gpu.memory)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything in it as JSON has it; bytes, seconds."""
+        speed = self.tokens_per_second
+        return {
+            "gpu": self.gpu.name,
+            "gpus": self.num_gpus,
+            "mesh": {a: n for a, n in self.plan.mesh.shape.items() if n > 1},
+            "jax": jax.__version__,
+            "guided": self.guided,
+            "cost_model": dataclasses.asdict(self.gpu.cost),
+            "step_seconds": self.timeline.seconds,
+            "compute_seconds": self.timeline.compute_seconds,
+            "wire_seconds": self.timeline.wire_seconds,
+            "exposed_seconds": self.timeline.exposed_seconds,
+            "tokens": self.tokens,
+            "tokens_per_second_per_gpu": None
+            if speed is None
+            else speed / self.num_gpus,
+            "mfu": self.mfu,
+            "bubble": self.bubble,
+            "fits": self.fits,
+            "memory_of_gpu": self.gpu.memory,
+            "memory_compiled": self.compiled_bytes,
+            "offloaded": self.offloaded and dataclasses.asdict(self.offloaded),
+            "offload_seconds": self.offload_seconds,
+            "memory_alarms": list(self.memory_alarms),
+            "memory_predicted": {
+                **dataclasses.asdict(self.memory),
+                "total": self.memory.total,
+            },
+            "collectives": [dataclasses.asdict(row) for row in self.sent],
+        }
+
+    def save_json(self, path: str | Path) -> None:
+        """Writes `to_dict()` to a file."""
+        Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n")
+
+    def save_picture(self, path: str | Path) -> None:
+        """Draws memory as bars and the step as two lanes; PNG or SVG by its suffix."""
+        draw_forecast(self.memory, self.compiled_bytes, self.gpu, self.timeline, path)
+
+    def __repr__(self) -> str:
+        """The table."""
+        parts = [_memory_grid(self).as_text(), "", sent_grid(self.sent).as_text()]
+        return "\n".join([*_headline(self), "", *parts])
+
+    def _repr_html_(self) -> str:
+        """The same for a notebook, with bars for bytes and for what is waited for."""
+        parts = [_memory_grid(self), sent_grid(self.sent)]
+        return html_page([*_headline(self), *parts])
+
+
+def compile_for(
+    plan: Plan,
+    loss_fn: LossFn,
+    tx: optax.GradientTransformation,
+    batch: PyTree,
+    *,
+    gpu: str | GPU = "h200",
+    gpus: int | None = None,
+    mesh: Mapping[str, int] | None = None,
+    tokens: int | None = None,
+    options: Mapping[str, Any] | None = None,
+    guide: bool = True,
+    **step_options: Any,
+) -> Forecast:
+    """Compiles the training step for GPUs, with none at hand, and foretells it.
+
+    The program is the one that would run; its schedule is replayed on a stated model of
+    the GPU, one stream that computes and one that communicates. If more than 2 % of the
+    step waits for the wire, it is compiled once more with XLA's scheduler told how long
+    things take on that model, and the faster of the two is kept.
+
+    Args:
+      plan: From `fully_shard`, on any mesh.
+      loss_fn: As for `make_train_step`.
+      tx: The optimizer.
+      batch: The global batch, arrays or their moulds.
+      gpu: A name in `GPUS`, or a GPU of your own, e.g. with another cost model.
+      gpus: How many; None for as many as the plan's mesh has.
+      mesh: Sizes of mesh axes, at most one of them -1. None: those of the plan's mesh,
+        but `dp_shard` takes what the others leave.
+      tokens: Tokens in the batch, to tell tokens a second.
+      options: XLA's; None for `compiler_options()`, of `tp` and `cp` if the mesh has
+        them.
+      guide: Whether to compile that second time. What hides more may hold more: in such
+        a schedule memory is up to 10 % above what is predicted.
+      **step_options: For `make_train_step`.
+
+    Returns:
+      The forecast; print it.
+
+    Raises:
+      ValueError: If the GPU is unknown, the mesh does not fit, or XLA's compiler for
+        GPUs is not installed.
+    """
+    gpu = find_gpu(gpu)
+    count = plan.mesh.size if gpus is None else gpus
+    sizes = {axis: plan.mesh.shape[axis] for axis in AXES} | {"dp_shard": -1}
+    given = sizes if mesh is None else dict(mesh)
+    there = make_mesh(**given, devices=gpu_devices(gpu, count))
+    plan = fully_shard(plan.make_model, there, plan.unit_specs, plan.config)
+    # Those of jit would be below what is asked for here.
+    step = make_train_step(plan, loss_fn, tx, compiler_options={}, **step_options)
+    state = abstract_state(plan, tx)
+    mould = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
+    if options is None:
+        options = options_of(there)
+    lowered = step.lower(state, mould)
+    if plan.config.offload:
+        mark_host_arguments(plan, lowered, state)
+    scheduled = compile_scheduled(lowered, gpu.cost, count, options, guide=guide)
+    traced = step.jitted.trace(state, mould).jaxpr
+    return Forecast(
+        gpu=gpu,
+        plan=plan,
+        compiled=scheduled.compiled,
+        timeline=scheduled.timeline,
+        guided=scheduled.guided,
+        compiled_bytes=compiled_bytes(scheduled.compiled),
+        memory=predict_memory(plan, state, mould, traced),
+        offloaded=offloaded(plan, state) if plan.config.offload else None,
+        sent=sent_rows(scheduled.timeline, plan),
+        tokens=tokens,
+        model_flops=_model_flops(plan, loss_fn, step_options, mould) / count,
+        accumulate=step.accumulate,
+    )
+
+
+def count_on_cpu(
+    plan: Plan,
+    loss_fn: LossFn,
+    tx: optax.GradientTransformation,
+    batch: PyTree,
+    **step_options: Any,
+) -> tuple[int, tuple[SentRow, ...]]:
+    """What the CPU's compiler tells of a step, where that for GPUs is not installed.
+
+    Args:
+      plan: From `fully_shard`, on simulated CPU devices.
+      loss_fn: As for `make_train_step`.
+      tx: The optimizer.
+      batch: The global batch, arrays or their moulds.
+      **step_options: For `make_train_step`.
+
+    Returns:
+      Bytes on a device at the fullest moment; and the collectives, in the dtypes of the
+      CPU, without times.
+    """
+    step = make_train_step(plan, loss_fn, tx, **step_options)
+    compiled = step.lower(abstract_state(plan, tx), batch).compile()
+    # On the CPU all waits for the wire, so that any cost model gives the counts.
+    cost = find_gpu("h200").cost
+    timeline = replay(parse(text_of(compiled)), cost, plan.mesh.size)
+    return compiled_bytes(compiled), sent_rows(timeline, plan)
+
+
+def _model_flops(plan: Plan, loss_fn, options, batch) -> float:
+    """Three times the forward's work on all rows: backward takes twice as much.
+
+    As one device would do it: no axis is left to XLA then, so that all shapes are told.
+    """
+    alone = make_mesh(devices=list(plan.mesh.devices.flat[:1]))
+    plan = fully_shard(plan.make_model, alone, plan.unit_specs, plan.config)
+    state = abstract_state(plan, optax.identity())
+    form = LossForm(
+        options.get("has_aux", False), options.get("calculate_per_token_loss", False)
+    )
+    rng = jax.eval_shape(lambda: jax.random.key(0))
+    traced = jax.make_jaxpr(global_loss(plan, loss_fn, form))(
+        state.params, batch, rng, state.model_state
+    )
+    program = on_one_device(traced.jaxpr)
+    assert program is not None
+    return 3 * product_flops(program)
+
+
+def _headline(forecast: Forecast) -> list[str]:
+    line, mesh = forecast.timeline, forecast.plan.mesh.shape
+    axes = ", ".join(f"{a}={n}" for a, n in mesh.items() if n > 1) or "a single one"
+    times = (
+        f"step: {line.seconds * 1e3:,.1f} ms as modelled, "
+        f"{line.exposed_seconds * 1e3:,.1f} ms of it exposed communication "
+        f"({forecast.exposed:.1%}) of {line.wire_seconds * 1e3:,.1f} ms on the wire"
+    )
+    speed = f"MFU {forecast.mfu:.1%}"
+    if (rate := forecast.tokens_per_second) is not None:
+        speed = f"{rate / forecast.num_gpus:,.0f} tokens/s/GPU, {speed}"
+    room = f"{forecast.compiled_bytes / forecast.gpu.memory:.0%} of the GPU's memory"
+    verdict = "fits" if forecast.fits else "DOES NOT FIT"
+    return [
+        f"{forecast.num_gpus} x {forecast.gpu.description} ({axes})",
+        times,
+        speed,
+        *_bubble_line(forecast),
+        f"memory: {format_bytes(forecast.compiled_bytes)} a GPU as compiled, "
+        f"{room}: {verdict}",
+        *_offload_line(forecast),
+        *(f"memory alarm: {alarm}" for alarm in forecast.memory_alarms),
+        *_advice(forecast),
+    ]
+
+
+def _bubble_line(forecast: Forecast) -> list[str]:
+    if forecast.bubble is None:
+        return []
+    return [
+        f"pipeline: {forecast.bubble:.1%} of a stage's turns are empty, which is in "
+        "the step as time that others compute"
+    ]
+
+
+def _offload_line(forecast: Forecast) -> list[str]:
+    if (found := forecast.offloaded) is None:
+        return []
+    bandwidth = forecast.gpu.cost.host_bandwidth
+    return [
+        f"on the host: {format_bytes(found.bytes)} a GPU; a step copies "
+        f"{format_bytes(found.fetched)} here and {format_bytes(found.returned)} back, "
+        f"{forecast.offload_seconds * 1e3:,.1f} ms at {bandwidth / 1e9:,.0f} GB/s, on "
+        "top of the step unless hidden"
+    ]
+
+
+def _advice(forecast: Forecast) -> list[str]:
+    """What hides gathers of units that now are waited for."""
+    ahead = {
+        sent.collective.unit
+        for sent in forecast.timeline.sent
+        if "/prefetch/" in sent.collective.op_name
+    }
+    waits: dict[str, float] = {}
+    for row in forecast.sent:
+        if row.op == "all-gather" and row.unit in set(forecast.plan.units) - ahead:
+            waits[row.unit] = waits.get(row.unit, 0.0) + row.exposed_seconds
+    return [
+        f"the gathers of '{unit}' are waited for, {seconds * 1e3:,.1f} ms a step: scan "
+        "it with fsdp.scan(..., prefetch=1) to hide them"
+        for unit, seconds in waits.items()
+        if seconds > 0.05 * forecast.timeline.seconds
+    ]
+
+
+def _memory_grid(forecast: Forecast) -> Grid:
+    memory = forecast.memory
+    rows = [
+        (name, format_bytes(size), f"{size / memory.total:.1%}")
+        for name, size in dataclasses.asdict(memory).items()
+    ]
+    rows.append(("predicted together", format_bytes(memory.total), ""))
+    more = forecast.compiled_bytes / memory.total - 1
+    rows.append(("as compiled", format_bytes(forecast.compiled_bytes), f"{more:+.1%}"))
+    columns = {"memory a GPU": "left", "bytes": "right", "": "right"}
+    sizes = [*dataclasses.asdict(memory).values(), memory.total]
+    return Grid(columns, rows, [*sizes, forecast.compiled_bytes])

@@ -1,0 +1,58 @@
+"""What is made whole only to be sliced: each rank makes its own part of it."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Sequence
+
+from fsdp_jax.planner.liveness._operations import SLICE, Operation, Value
+
+MADE_IN_PARTS = {
+    "scatter-add",
+    "broadcast_in_dim",
+    "convert_element_type",
+    "mul",
+    "div",
+    "add_any",
+}
+"""Primitives that can make a part alone, such as what an embedding's gradient is."""
+
+
+def made_in_parts(
+    operations: Sequence[Operation], outputs: Sequence[Value | None]
+) -> list[Operation]:
+    """Operations whose slices over `tp` stand as early as they can."""
+    read = [value for operation in operations for value in operation.inputs]
+    readers = collections.Counter([*read, *outputs])
+    makers = {v: operation for operation in operations for v in operation.outputs}
+    parts: dict[Value, Value] = {}
+    pending, found = list(operations), []
+    while pending:
+        operation = pending.pop()
+        if operation.name == SLICE:
+            (whole,), (part,) = operation.inputs, operation.outputs
+            assert whole is not None
+            maker = makers.get(whole)
+            if maker and maker.name in MADE_IN_PARTS and readers[whole] == 1:
+                parts[whole] = part
+                continue
+        made = next(iter(operation.outputs), None)
+        if made in parts:
+            operation, slices = _of_part(operation, parts[made])
+            pending += slices
+        found.append(operation)
+    return found[::-1]
+
+
+def _of_part(operation: Operation, part: Value) -> tuple[Operation, list[Operation]]:
+    """The operation that makes a part alone, and the slices of what it reads."""
+    (made,) = operation.outputs
+    inputs, slices = [], []
+    for value in operation.inputs:
+        if value is not None and value.shape == made.shape:
+            whole, value = value, dataclasses.replace(value, shape=part.shape)
+            slices.append(Operation(SLICE, (whole,), (value,), operation.scopes))
+        inputs.append(value)
+    changed = dataclasses.replace(operation, inputs=tuple(inputs), outputs=(part,))
+    return changed, slices

@@ -1,0 +1,242 @@
+"""A traced program as a flat list of operations, in the shapes of one device."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend import core
+
+from fsdp_jax.planner.liveness._control_flow import bodies_of
+from fsdp_jax.planner.liveness._operations import MOVE, SLICE, Operation, Program, Value
+from fsdp_jax.planner.liveness._slice_pushdown import made_in_parts
+from fsdp_jax.planner.liveness._tp_propagation import (
+    AXIS,
+    Dim,
+    dim_of,
+    read_dims,
+    split_dims,
+)
+
+INLINED = {
+    "pjit",
+    "jit",
+    "closed_call",
+    "core_call",
+    "remat2",
+    "checkpoint",
+    "custom_jvp_call",
+    "custom_vjp_call",
+    "custom_vjp_call_jaxpr",
+    "shard_map",
+    "xla_metadata_call",
+}
+"""Primitives that merely call what is in them."""
+
+
+def flatten(jaxpr: core.Jaxpr) -> Program:
+    """The program of a jaxpr, with calls inlined and shapes as on one device.
+
+    Args:
+      jaxpr: From `jax.make_jaxpr`. Within a `shard_map` shapes are a device's own.
+    """
+    return _flatten(jaxpr, [None] * len(jaxpr.invars), 1)[0]
+
+
+def on_one_device(
+    jaxpr: core.Jaxpr, dims: Sequence[Dim] | None = None
+) -> Program | None:
+    """The program within the first `shard_map` of a traced step; None without one.
+
+    Args:
+      jaxpr: The step's.
+      dims: Of each argument, the dim that is split over `tp`; None: all are whole.
+    """
+    env = dict(zip(jaxpr.invars, dims or [None] * len(jaxpr.invars), strict=True))
+    for eqn in jaxpr.eqns:
+        read = [None if isinstance(v, core.Literal) else env.get(v) for v in eqn.invars]
+        inner = _called(eqn)
+        if inner is not None and eqn.primitive.name == "shard_map":
+            ranks = 1 if _is_over_tp(eqn) else eqn.params["mesh"].shape.get(AXIS, 1)
+            return _flatten(inner, read, ranks, _asked(jaxpr, eqn))[0]
+        if inner is not None and (found := on_one_device(inner, read)) is not None:
+            return found
+        env.update(zip(eqn.outvars, split_dims(eqn, read, 1), strict=True))
+    return None
+
+
+def _asked(jaxpr: core.Jaxpr, eqn: Any) -> list[Dim]:
+    """The dims along which results of an equation are split where they are used."""
+    asked = {
+        later.invars[0]: dim_of(later.params["sharding"].spec)
+        for later in jaxpr.eqns
+        if later.primitive.name == "sharding_constraint"
+    }
+    return [asked.get(v) for v in eqn.outvars]
+
+
+def _alive(
+    operations: Sequence[Operation], outputs: Sequence[Value | None]
+) -> list[Operation]:
+    """Those whose results somebody reads; XLA drops the others."""
+    needed, alive = set(outputs), []
+    for operation in reversed(operations):
+        if needed.intersection(operation.outputs):
+            alive.append(operation)
+            needed.update(operation.inputs)
+    return alive[::-1]
+
+
+class _Placed(NamedTuple):
+    """A value, and the dim that is split over `tp` while that is left to XLA."""
+
+    value: Value | None
+    dim: Dim
+
+
+@dataclasses.dataclass(frozen=True)
+class _Frame:
+    """What is called, as it is inlined.
+
+    Attributes:
+      env: What its variables stand for.
+      operations: Where they go.
+      scopes: jax's named scopes around it.
+      ranks: As for `flatten`.
+    """
+
+    env: dict[Any, _Placed]
+    operations: list[Operation]
+    scopes: str
+    ranks: int
+
+    def bind(self, v: Any, dim: Dim = None) -> Value:
+        """Makes the value of a variable that has none."""
+        if v not in self.env:
+            self.env[v] = _Placed(_value(v, dim, self.ranks), dim)
+        value = self.env[v].value
+        assert value is not None
+        return value
+
+    def read(self, v: Any) -> _Placed:
+        """What a variable stands for; nothing if it is a literal."""
+        if isinstance(v, core.Literal):
+            return _Placed(None, None)
+        self.bind(v)
+        return self.env[v]
+
+    def moved(self, v: Any, dim: Dim) -> Value | None:
+        """The value of a variable, split along `dim`; what is whole is only sliced."""
+        value, given = self.read(v)
+        if value is None or given == dim:
+            return value
+        made = _value(v, dim, self.ranks)
+        name = SLICE if given is None else MOVE
+        self.operations.append(Operation(name, (value,), (made,), self.scopes))
+        return made
+
+
+def _flatten(
+    jaxpr: core.Jaxpr,
+    dims: Sequence[Dim],
+    ranks: int,
+    asked: Sequence[Dim] | None = None,
+) -> tuple[Program, list[Dim]]:
+    """The program, and the dims along which its results are split.
+
+    Args:
+      jaxpr: As for `flatten`, but an axis that is left to XLA splits no shape.
+      dims: Of each argument, the dim that is split over `tp`.
+      ranks: Devices along `tp` if that is left to XLA, else 1.
+      asked: Of each result, the dim that is to be; None for as it is.
+    """
+    frame = _Frame({}, [], "", ranks)
+    inputs = [frame.bind(v) for v in jaxpr.constvars]
+    inputs += [frame.bind(v, dim) for v, dim in zip(jaxpr.invars, dims, strict=True)]
+    _inline(jaxpr, frame)
+    made = [frame.read(v).dim for v in jaxpr.outvars]
+    asked = asked or [None] * len(made)
+    made = [own if dim is None else dim for own, dim in zip(made, asked, strict=True)]
+    given = zip(jaxpr.outvars, made, strict=True)
+    outputs = tuple(frame.moved(v, dim) for v, dim in given)
+    operations = made_in_parts(_alive(frame.operations, outputs), outputs)
+    return Program(tuple(inputs), outputs, tuple(operations)), made
+
+
+def _inline(jaxpr: core.Jaxpr, frame: _Frame) -> None:
+    for eqn in jaxpr.eqns:
+        scopes = f"{frame.scopes}/{eqn.source_info.name_stack}"
+        here = dataclasses.replace(frame, scopes=scopes)
+        if eqn.primitive.name in INLINED and (inner := _called(eqn)) is not None:
+            _call(eqn, inner, here)
+        else:
+            _record(eqn, here)
+
+
+def _call(eqn: Any, inner: core.Jaxpr, frame: _Frame) -> None:
+    """Inlines what an equation calls; within a `shard_map` over tp nothing is left."""
+    is_manual = frame.ranks > 1 and _is_over_tp(eqn)
+    dims = [frame.read(v).dim for v in eqn.invars]
+    if is_manual:
+        dims = [dim_of(spec) for spec in eqn.params["in_specs"]]
+    own = dataclasses.replace(frame, env={}, ranks=1 if is_manual else frame.ranks)
+    for v, outer, dim in zip(inner.invars, eqn.invars, dims, strict=True):
+        value, dim_within = frame.moved(outer, dim), None if is_manual else dim
+        local = _value(v, dim_within, own.ranks)
+        # Within a shard_map over other axes the same array has another shape.
+        same = value is not None and value.shape == local.shape
+        own.env[v] = _Placed(value if same else local, dim_within)
+    _inline(inner, own)
+    for at, (v, out) in enumerate(zip(eqn.outvars, inner.outvars, strict=True)):
+        value, dim = own.read(out)
+        if is_manual:
+            dim = dim_of(eqn.params["out_specs"][at])
+        frame.env[v] = _Placed(value or _value(v, dim, frame.ranks), dim)
+
+
+def _record(eqn: Any, frame: _Frame) -> None:
+    """Adds an equation that calls no other, moving what it reads in other layouts."""
+    dims = [frame.read(v).dim for v in eqn.invars]
+    bodies = bodies_of(
+        eqn, dims, lambda body, given: _flatten(body, given, frame.ranks)
+    )
+    if bodies is None:
+        made = split_dims(eqn, dims, frame.ranks)
+        read = read_dims(eqn, dims, made)
+    else:
+        made, read = bodies.made, bodies.read
+    is_moved = eqn.primitive.name == "sharding_constraint" and made != dims
+    inputs = tuple(frame.moved(v, dim) for v, dim in zip(eqn.invars, read, strict=True))
+    frame.operations.append(
+        Operation(
+            MOVE if is_moved else eqn.primitive.name,
+            inputs,
+            tuple(frame.bind(v, d) for v, d in zip(eqn.outvars, made, strict=True)),
+            frame.scopes,
+            eqn.params,
+            bodies.programs if bodies else (),
+            bodies.carry if bodies else (0, 0),
+        )
+    )
+
+
+def _is_over_tp(eqn: Any) -> bool:
+    return AXIS in eqn.params.get("newly_manual_axes", ())
+
+
+def _called(eqn: Any) -> Any:
+    for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
+        inner = eqn.params.get(key)
+        if inner is not None:
+            return getattr(inner, "jaxpr", inner)
+    return None
+
+
+def _value(v: Any, dim: Dim, ranks: int) -> Value:
+    is_on_host = v.aval.memory_space == jax.memory.Space.Host
+    shape = list(v.aval.shape)
+    if dim is not None:
+        shape[dim] //= ranks
+    return Value(tuple(shape), v.aval.dtype, is_on_host)

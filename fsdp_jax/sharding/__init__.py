@@ -1,0 +1,1 @@
+"""Which device stores what: data alone, no collective."""

@@ -1,0 +1,328 @@
+"""A model with factors beside some of its weights, and a base that is frozen."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Key
+
+from fsdp_jax._tree import PyTree, matches, named_leaves
+from fsdp_jax.lora._blockwise_quantization import code_shape, num_blocks, quantize
+from fsdp_jax.lora._composed_weight import Derived, Recipe
+from fsdp_jax.lora._config import LoRA, LoRATarget
+from fsdp_jax.lora._low_rank import Factored
+from fsdp_jax.sharding._config import MixedPrecisionPolicy
+from fsdp_jax.sharding._model_def import ModelDef
+
+A_LEAF, B_LEAF = "lora_a", "lora_b"
+
+
+@dataclasses.dataclass(frozen=True)
+class Weight:
+    """A weight of the user's model, and what is stored of it.
+
+    Attributes:
+      shape: With stacked dims.
+      num_stacked: How many of these there are.
+      recipe: How its unit makes it.
+      rank: Of its factors; 0 if it has none.
+      is_trained: Whether it is trained itself.
+    """
+
+    shape: tuple[int, ...]
+    num_stacked: int
+    recipe: Recipe
+    rank: int
+    is_trained: bool
+
+    @property
+    def stacked(self) -> tuple[int, ...]:
+        """The leading dims that are the stack of its unit."""
+        return self.shape[: self.num_stacked]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is stored as it is, and has no factors."""
+        return self.recipe.form is None and not self.rank
+
+    def factors(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Its factors, in the model's dtype but at least float32."""
+        dtype = jnp.promote_types(self.recipe.dtype, jnp.float32)
+        sizes = self.recipe.shape
+        ins = tuple(sizes[dim] for dim in self.recipe.in_dims)
+        outs = tuple(sizes[dim] for dim in self.recipe.out_dims)
+        shapes = {A_LEAF: (*ins, self.rank), B_LEAF: (self.rank, *outs)}
+        return {
+            name: jax.ShapeDtypeStruct(self.stacked + shape, dtype)
+            for name, shape in shapes.items()
+        }
+
+    def codes(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Its codes and scales."""
+        form = self.recipe.form
+        assert form is not None
+        shape, dtype = code_shape(self.recipe.shape, form)
+        scales = (num_blocks(self.recipe.shape),)
+        return {
+            "codes": jax.ShapeDtypeStruct(self.stacked + shape, dtype),
+            "scales": jax.ShapeDtypeStruct(self.stacked + scales, jnp.float32),
+        }
+
+    def drawn(self, key: Key[Array, ""]) -> dict[str, Array]:
+        """Factors to begin with, whose product is zero.
+
+        Source: huggingface/peft `LoraLayer.reset_lora_parameters`: Kaiming's uniform
+          distribution with a = sqrt(5).
+        """
+        a, b = self.factors()[A_LEAF], self.factors()[B_LEAF]
+        bound = 1 / math.sqrt(math.prod(a.shape[self.num_stacked : -1]))
+        drawn = jax.random.uniform(key, a.shape, a.dtype, -bound, bound)
+        return {A_LEAF: drawn, B_LEAF: jnp.zeros(b.shape, b.dtype)}
+
+    def encoded(self, weight: Array) -> dict[str, Array]:
+        """Its codes and scales, of the weight itself."""
+        form = self.recipe.form
+        assert form is not None
+        codes, scales = self._each(lambda weight: quantize(weight, form))(weight)
+        return {"codes": codes, "scales": scales}
+
+    def total(self, parts: Sequence[Array], dtype: Any = None) -> Array:
+        """The weight of its parts, stacked dims and all.
+
+        Args:
+          parts: The base's, then the factors.
+          dtype: In which it is wanted; None for that in which it computes.
+        """
+
+        def make(*parts):
+            made = self.recipe.make(parts)
+            if not isinstance(made, Factored):
+                return made.astype(dtype or made.dtype)
+            base = made.base.astype(dtype or made.base.dtype)
+            return dataclasses.replace(made, base=base).total()
+
+        return self._each(make)(*parts)
+
+    def _each(self, fn: Any) -> Any:
+        for _ in range(self.num_stacked):
+            fn = jax.vmap(fn)
+        return fn
+
+
+def with_lora(
+    model: ModelDef,
+    lora: LoRA,
+    owners: Mapping[str, tuple[str, int]],
+    root: str,
+    policy: MixedPrecisionPolicy,
+) -> ModelDef:
+    """The model with factors beside its weights.
+
+    Its parameters are `{"base": ..., "lora": {path: {"lora_a", "lora_b"}}}`, with the
+    user's own tree as base; in the place of each weight that is stored in codes there
+    is None in it, and these are in `{"quantized": {path: {"codes", "scales"}}}`.
+
+    Args:
+      model: The user's.
+      lora: What gets factors.
+      owners: By path of a parameter, its unit and how many dims are stacked.
+      root: The unit of what belongs to none.
+      policy: In which dtype weights compute.
+
+    Raises:
+      ValueError: If a pattern matches nothing, or a weight is no matrix of inputs and
+        outputs; all offenders in one message.
+    """
+    leaves = dict(named_leaves(model.params))
+    _check(lora, leaves, owners, root)
+    weights = {
+        name: _weight(lora, name, leaf, *owners[name], root, policy)
+        for name, leaf in leaves.items()
+    }
+    adapted = Adapted(model, weights, lora.dropout > 0)
+    factors = {name: w.factors() for name, w in weights.items() if w.rank}
+    codes = {name: w.codes() for name, w in weights.items() if w.recipe.form}
+    names = adapted.tree({n: n for n in weights}, _paths(factors), _paths(codes))
+    coded = frozenset(jax.tree.leaves(names.get("quantized", {})))
+    return dataclasses.replace(
+        model,
+        params=adapted.tree(leaves, factors, codes),
+        merge=adapted.merge,
+        names=tuple(jax.tree.leaves(names)),
+        frozen=coded | {n for n, w in weights.items() if not w.is_trained},
+        factors=frozenset(jax.tree.leaves(names["lora"])),
+        codes=coded,
+        adapted=adapted,
+    )
+
+
+def _paths(parts: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, str]]:
+    """The same tree, of each leaf its dotted path."""
+    return {
+        name: {part: f"{name}.{part}" for part in own} for name, own in parts.items()
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class Adapted:
+    """The user's model and what is stored of its weights.
+
+    Attributes:
+      model: The user's.
+      weights: By path, in the order of its leaves.
+      is_random: Whether there is dropout.
+    """
+
+    model: ModelDef
+    weights: Mapping[str, Weight]
+    is_random: bool
+
+    @property
+    def decoded(self) -> dict[str, int]:
+        """Of each parameter that holds codes, the bytes of the weight they make."""
+        return {
+            f"{name}.codes": math.prod(w.recipe.shape) * w.recipe.dtype.itemsize
+            for name, w in self.weights.items()
+            if w.recipe.form
+        }
+
+    def tree(self, base: Mapping, factors: Mapping, codes: Mapping) -> dict[str, Any]:
+        """The tree of the parameters, of the leaves of each of its parts by path."""
+        stored = [
+            None if weight.recipe.form else base[name]
+            for name, weight in self.weights.items()
+        ]
+        treedef = jax.tree.structure(self.model.params)
+        tree = {"base": treedef.unflatten(stored), "lora": dict(factors)}
+        return tree | ({"quantized": dict(codes)} if codes else {})
+
+    def parts(self, params: PyTree) -> dict[str, list[Any]]:
+        """By path of a weight, what is stored of it."""
+        treedef = jax.tree.structure(self.model.params)
+        base = treedef.flatten_up_to(params["base"])
+        found = {}
+        for (name, weight), leaf in zip(self.weights.items(), base, strict=True):
+            own = [leaf]
+            if weight.recipe.form:
+                own = [params["quantized"][name][part] for part in ("codes", "scales")]
+            if weight.rank:
+                own += [params["lora"][name][part] for part in (A_LEAF, B_LEAF)]
+            found[name] = own
+        return found
+
+    def merge(self, params: PyTree, state: PyTree, rng: Any = None) -> Any:
+        """The user's model, whose weights are sums, or `Derived` of shards."""
+        leaves = []
+        for number, (name, parts) in enumerate(self.parts(params).items()):
+            weight = self.weights[name]
+            if weight.is_plain:
+                leaves.append(parts[0])
+            elif isinstance(parts[0], jax.Array):
+                leaves.append(weight.total(parts))
+            else:
+                key = _key(weight, rng, number)
+                leaves.append(Derived(tuple(parts), key, weight.recipe))
+        treedef = jax.tree.structure(self.model.params)
+        return self.model.merge(treedef.unflatten(leaves), state)
+
+    def complete(
+        self, base: PyTree, key: Key[Array, ""], factors: PyTree | None = None
+    ) -> PyTree:
+        """The parameters, of the user's own ones and of a key for the factors."""
+        leaves = dict(zip(self.weights, jax.tree.leaves(base), strict=True))
+        drawn = {
+            name: weight.drawn(jax.random.fold_in(key, number))
+            for number, (name, weight) in enumerate(self.weights.items())
+            if weight.rank
+        }
+        codes = {
+            name: weight.encoded(leaves[name])
+            for name, weight in self.weights.items()
+            if weight.recipe.form
+        }
+        return self.tree(leaves, drawn if factors is None else factors, codes)
+
+
+def _key(weight: Weight, rng: Any, number: int) -> Any:
+    """A key for each copy of the weight's unit; None without dropout."""
+    if rng is None or not (weight.rank and weight.recipe.dropout):
+        return None
+    key = jax.random.fold_in(rng, number)
+    return jax.random.split(key, weight.stacked) if weight.stacked else key
+
+
+def _weight(
+    lora: LoRA,
+    name: str,
+    leaf: Any,
+    unit: str,
+    num_stacked: int,
+    root: str,
+    policy: MixedPrecisionPolicy,
+) -> Weight:
+    target = _target(lora, name)
+    shape = tuple(leaf.shape)
+    is_trained = any(matches(pattern, name) for pattern in lora.modules_to_save)
+    is_coded = unit != root and len(shape) - num_stacked >= 2 and not is_trained
+    recipe = Recipe(
+        name=name,
+        shape=shape[num_stacked:],
+        dtype=policy.resolve(name, leaf.dtype).param,
+        form=lora.base if is_coded else None,
+        num_in=(target.num_in or 1) if target else None,
+        out_first=bool(target and target.out_first),
+        scale=lora.scale_of(target) if target else 1.0,
+        dropout=lora.dropout,
+    )
+    rank = lora.rank_of(target) if target else 0
+    return Weight(shape, num_stacked, recipe, rank, is_trained)
+
+
+def _target(lora: LoRA, name: str) -> LoRATarget | None:
+    """The first target whose pattern is the path of the weight."""
+    for target in lora.all_targets:
+        if matches(target.pattern, name):
+            return target
+    return None
+
+
+def _check(
+    lora: LoRA,
+    leaves: Mapping[str, Any],
+    owners: Mapping[str, tuple[str, int]],
+    root: str,
+) -> None:
+    wrong = []
+    patterns = [target.pattern for target in lora.all_targets]
+    for pattern in (*patterns, *lora.modules_to_save):
+        if not any(matches(pattern, name) for name in leaves):
+            wrong.append(f"{pattern!r} matches no parameter")
+    for name, leaf in leaves.items():
+        if (target := _target(lora, name)) is None:
+            continue
+        unit, num_stacked = owners[name]
+        ndim = len(leaf.shape) - num_stacked
+        if (target.num_in or 1) >= ndim:
+            wrong.append(
+                f"'{name}' has {ndim} dim(s) in its unit, of which "
+                f"{target.num_in or 1} would be inputs and none outputs"
+            )
+        elif ndim > 2 and target.num_in is None:
+            wrong.append(
+                f"'{name}' has {ndim} dims in its unit: say with "
+                "fsdp.LoRATarget(..., num_in=...) how many are inputs"
+            )
+        if any(matches(pattern, name) for pattern in lora.modules_to_save):
+            wrong.append(f"'{name}' is a target, and in modules_to_save")
+        if lora.dropout and unit == root:
+            wrong.append(f"'{name}' is in no unit, where dropout={lora.dropout} acts")
+    if wrong:
+        raise ValueError(
+            f"LoRA does not fit the model: {'; '.join(wrong)}. Parameter paths begin: "
+            f"{', '.join(list(leaves)[:5])}."
+        )

@@ -1,0 +1,76 @@
+"""Which parameters are experts, of which each rank on `ep` computes with its own."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from jax.sharding import Mesh
+
+from fsdp_jax._tree import matches
+from fsdp_jax.sharding._config import FSDPConfig, Placements
+from fsdp_jax.sharding._plan import ParamPlan
+
+
+def expert_dim(
+    name: str,
+    shape: Sequence[int],
+    num_stacked: int,
+    mesh: Mesh,
+    config: FSDPConfig,
+) -> int | None:
+    """The dim of the whole parameter that `FSDPConfig.expert_parallel` names.
+
+    None where the mesh has no ranks to give experts to, or no pattern matches.
+    """
+    ndim = len(shape) - num_stacked
+    if mesh.shape["ep"] == 1 or ndim < 1:
+        return None
+    for pattern, dim in config.expert_parallel.items():
+        if matches(pattern, name):
+            return num_stacked + dim % ndim
+    return None
+
+
+def without_ep(placements: Placements) -> Placements:
+    """The axes that split an expert besides: all but the one that deals experts out."""
+    stations = dataclasses.asdict(placements).items()
+    return Placements(
+        **{name: tuple(a for a in axes if a != "ep") for name, axes in stations}
+    )
+
+
+def check_experts(config: FSDPConfig, mesh: Mesh, rows: Sequence[ParamPlan]) -> None:
+    """Raises one `ValueError` with all rules of `expert_parallel` that cannot be."""
+    ep = mesh.shape["ep"]
+    wrong = []
+    for pattern, dim in config.expert_parallel.items():
+        for row in rows:
+            if matches(pattern, row.name):
+                wrong += _misfits(config, row, pattern, dim, ep)
+    if wrong:
+        raise ValueError(
+            f"FSDPConfig(expert_parallel=...) cannot be: {'; '.join(wrong)}. Name the "
+            "dim that counts experts, of which each device on ep gets as many, or use "
+            "fewer devices on ep."
+        )
+
+
+def _misfits(
+    config: FSDPConfig, row: ParamPlan, pattern: str, dim: int, ep: int
+) -> list[str]:
+    ndim = row.ndim_in_unit
+    if not -ndim <= dim < ndim:
+        return [f"{pattern!r}: dim {dim} of '{row.name}', which has {ndim} in its unit"]
+    wrong = []
+    at = row.num_stacked + dim % ndim
+    if row.shape[at] % ep:
+        wrong.append(
+            f"ep={ep} does not divide '{row.name}' {row.shape}: dim {at}, of "
+            f"{row.shape[at]} experts"
+        )
+    if row.expert_dim is not None and row.expert_dim == row.tensor_dim:
+        wrong.append(f"'{row.name}' {row.shape}: dim {at} is split over tp already")
+    if any(matches(whole, row.name) for whole in config.replicated):
+        wrong.append(f"'{row.name}' is to stay whole (replicated=...)")
+    return wrong

@@ -1,0 +1,389 @@
+"""From a model and a mesh to a plan: which dim of each parameter is split."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from fsdp_jax._tree import matches, named_leaves
+from fsdp_jax.sharding._adapted_model import with_lora
+from fsdp_jax.sharding._config import (
+    ZERO_DP_STRATEGIES,
+    FSDPConfig,
+    Placements,
+    Precision,
+)
+from fsdp_jax.sharding._expert_parallel import check_experts, expert_dim, without_ep
+from fsdp_jax.sharding._low_precision import ParamGather
+from fsdp_jax.sharding._mesh import (
+    DATA_AXES,
+    OUTER_AXES,
+    SHARD_AXES,
+    axes_in_use,
+    check_axes,
+    num_devices,
+)
+from fsdp_jax.sharding._model_def import MakeModel, ModelDef, describe
+from fsdp_jax.sharding._offload import check_memory
+from fsdp_jax.sharding._placement import beside_stages, is_within, staged_stack
+from fsdp_jax.sharding._plan import ROOT, ParamPlan, Plan
+from fsdp_jax.sharding._stages import Stages
+from fsdp_jax.sharding._units import Stacked, UnitSpec, check_stacks, find_units, owner
+
+
+def fully_shard(
+    make_model: MakeModel,
+    mesh: Mesh,
+    units: Sequence[UnitSpec] = (),
+    config: FSDPConfig | None = None,
+) -> Plan:
+    """Plans a sharded model: which dim of each parameter is split, over which axes.
+
+    No memory is taken; the model is traced abstractly. Each unit's weights are gathered
+    when it is entered and let go when it is left. Where units nest, the innermost owns
+    a parameter; what belongs to none is gathered once, at the entry of the loss.
+
+    Args:
+      make_model: Takes a PRNG key and returns an nnx or equinox module, linen
+        variables, or any pytree of arrays.
+      mesh: From `make_mesh`.
+      units: Classes (flax.nnx, equinox), path patterns (`"layers.*"`: one `*` a path
+        component, for linen modules and for functions marked with `fsdp.unit`), or
+        either in `Stacked`. Empty: the model is one unit.
+      config: Strategy, precision and what stays whole; default `FSDPConfig()`, ZeRO-3.
+
+    Returns:
+      The plan.
+
+    Raises:
+      ValueError: If the mesh is not one that can be planned for, a unit or a pattern
+        matches nothing, or placements do not fit the mesh; all offenders in one
+        message.
+
+    Source: Megatron-FSDP `fully_shard_model`.
+      FSDP2 splits dim 0 and pads; here the first dim that divides is split, and only
+      a parameter without one is padded.
+    """
+    config = config or FSDPConfig()
+    check_axes(
+        mesh,
+        tensor_parallel=bool(config.tensor_parallel),
+        context_parallel=bool(config.context_parallel),
+    )
+    if config.offload:
+        check_memory(mesh)
+    plain = [u.unit if isinstance(u, Stacked) else u for u in units]
+    classes = tuple(dict.fromkeys(u for u in plain if isinstance(u, type)))
+    model = describe(make_model, classes)
+    names = [name for name, _ in named_leaves(model.params)]
+    found = find_units(units, model.instances, names)
+    _check_patterns(config, names)
+    check_stacks(model, found)
+    if config.lora is not None:
+        owners = {name: owner(name, found) for name in names}
+        model = with_lora(model, config.lora, owners, ROOT, config.mp_policy)
+    placements = _placements(mesh, config)
+    stack = staged_stack(mesh, found, config.pipeline.stack)
+    rows = tuple(
+        _plan_param(
+            *(name, leaf, *owner(name, found), stack, mesh, placements, config, model)
+        )
+        for name, leaf in model.named_params
+    )
+    added = model.factors | model.codes
+    own = [row for row in rows if row.name not in added]
+    _check_rows(config, mesh, own)
+    check_experts(config, mesh, own)
+    return Plan(
+        *(mesh, config, make_model, model, rows, tuple(units), classes, placements)
+    )
+
+
+def choose_split(
+    shape: tuple[int, ...],
+    num_shards: int,
+    *,
+    num_stacked: int = 0,
+    without: tuple[int | None, ...] = (),
+) -> tuple[int | None, int]:
+    """Picks the dim of an array that is split, and how many zeros it needs for that.
+
+    The leftmost dim that divides wins: a shard is then a few long ranges of a row-major
+    array, which travels and is written in place without being transposed (XLA:GPU kept
+    a transposed copy of all layers' float32 weights that were split on their last dim).
+    If none divides, the one that takes the least padding.
+
+    Args:
+      shape: Logical shape, e.g. `(layers, embed, mlp)`.
+      num_shards: Devices that share the array.
+      num_stacked: Leading dims that are scanned over and so cannot be split.
+      without: Dims that are split otherwise already.
+
+    Returns:
+      The dim and its padding in elements; (None, 0) for what has no dim of at least 2.
+    """
+    dims = [
+        dim
+        for dim, size in enumerate(shape)
+        if dim >= num_stacked and dim not in without and size > 1
+    ]
+    if not dims or not math.prod(shape):
+        return None, 0
+    padding = {dim: -shape[dim] % num_shards for dim in dims}
+    even = [dim for dim in dims if not padding[dim]]
+    if even:
+        return even[0], 0
+    # By how many elements the whole array grows; on a tie the larger dim.
+    dim = min(dims, key=lambda dim: (padding[dim] / shape[dim], -shape[dim]))
+    return dim, padding[dim]
+
+
+def _plan_param(
+    name: str,
+    leaf: Any,
+    unit: str,
+    num_stacked: int,
+    stack: str | None,
+    mesh: Mesh,
+    placements: Placements,
+    config: FSDPConfig,
+    model: ModelDef,
+) -> ParamPlan:
+    precision = config.mp_policy.resolve(name, leaf.dtype)
+    frozen = name in model.frozen or any(matches(p, name) for p in config.frozen)
+    is_overwritten = name in model.overwritten
+    if name in model.codes or is_overwritten:
+        precision = Precision(*(4 * [leaf.dtype]), accumulate_wide=False)
+    elif name in model.factors:
+        precision = dataclasses.replace(precision, param=precision.main_params)
+    elif frozen:  # Nothing is ever added to it: nothing is lost in the narrow dtype.
+        precision = dataclasses.replace(precision, main_params=precision.param)
+    row = ParamPlan(
+        name=name,
+        shape=tuple(leaf.shape),
+        unit=unit,
+        num_stacked=num_stacked,
+        dim=None,
+        padding=0,
+        tensor_dim=None,
+        expert_dim=expert_dim(name, leaf.shape, num_stacked, mesh, config),
+        is_under_tp=mesh.shape["tp"] > 1,
+        placements=Placements((), (), ()),
+        precision=precision,
+        frozen=frozen,
+        reshard=config.reshard_after_forward and unit != ROOT,
+        remat_policy=config.remat_policy,
+        is_overwritten=is_overwritten,
+    )
+    if row.is_expert:
+        placements = without_ep(placements)
+    if stack is not None and (unit == stack or is_within(unit, stack)):
+        stages = Stages(row.shape[0], mesh.shape["pp"], config.pipeline.virtual_stages)
+        row = dataclasses.replace(row, is_staged=True, stage_padding=stages.padding)
+    elif stack is not None:
+        placements = beside_stages(placements, unit)
+    num_shards = num_devices(mesh, placements.optimizer)
+    if name not in model.factors | model.codes:
+        tensor_dim = _tensor_dim(row, mesh, config, num_shards)
+        row = dataclasses.replace(row, tensor_dim=tensor_dim)
+    if not _should_split(row, config):
+        return row
+    dim, padding = choose_split(
+        row.shape,
+        num_shards,
+        num_stacked=num_stacked,
+        without=(row.tensor_dim, row.expert_dim),
+    )
+    if dim is None or padding:
+        # A dim that tp has split already, rather than zeros.
+        tensor_dim = row.tensor_dim
+        if tensor_dim is not None and _divide_one_dim(
+            row, tensor_dim, mesh, num_shards
+        ):
+            dim, padding = tensor_dim, 0
+    if dim is None or num_shards == 1:
+        return row
+    row = dataclasses.replace(row, dim=dim, padding=padding, placements=placements)
+    return dataclasses.replace(row, gather=_param_gather(row, config))
+
+
+def _param_gather(row: ParamPlan, config: FSDPConfig) -> ParamGather | None:
+    """How `row` travels, if as other than its numbers: a large matrix of a unit."""
+    chosen = config.mp_policy.param_gather
+    is_matrix = row.unit != ROOT and row.ndim_in_unit > 1
+    if not (chosen and row.placements.optimizer and is_matrix):
+        return None
+    is_large = math.prod(row.shape[row.num_stacked :]) >= chosen.min_elements
+    is_real = jnp.issubdtype(row.precision.param, jnp.floating)
+    excluded = any(matches(pattern, row.name) for pattern in chosen.exclude)
+    return chosen if is_large and is_real and not excluded else None
+
+
+def _tensor_dim(
+    row: ParamPlan, mesh: Mesh, config: FSDPConfig, num_shards: int
+) -> int | None:
+    """The dim of the whole parameter that `FSDPConfig.tensor_parallel` names.
+
+    None too for what has a single dim that tp and data axes do not divide together:
+    the latter split that one.
+    """
+    if mesh.shape["tp"] == 1 or not row.ndim_in_unit:
+        return None
+    for pattern, dim in config.tensor_parallel.items():
+        if matches(pattern, row.name):
+            tensor_dim = row.num_stacked + dim % row.ndim_in_unit
+            if row.ndim_in_unit == 1 and not _divide_one_dim(
+                row, tensor_dim, mesh, num_shards
+            ):
+                return None
+            return tensor_dim
+    return None
+
+
+def _divide_one_dim(row: ParamPlan, dim: int, mesh: Mesh, num_shards: int) -> bool:
+    """Whether tp and `num_shards` devices of data axes divide one dim together."""
+    return row.shape[dim] % (mesh.shape["tp"] * num_shards) == 0
+
+
+def _placements(mesh: Mesh, config: FSDPConfig) -> Placements:
+    """The user's own, or the preset that the strategies name; axes of one device out.
+
+    Raises:
+      ValueError: If an axis is none that splits data, or the axes of one station are
+        not the first ones of the optimizer's.
+    """
+    if given := config.placements:
+        stations = dataclasses.asdict(given)
+        unknown = {a for axes in stations.values() for a in axes} - set(DATA_AXES)
+        if unknown:
+            raise ValueError(
+                f"{given} names {', '.join(sorted(unknown))}. Parameters are split "
+                f"over data axes: {', '.join(DATA_AXES)}."
+            )
+        used = {name: axes_in_use(mesh, axes) for name, axes in stations.items()}
+        optimizer = used["optimizer"]
+        wrong = [
+            name
+            for name, axes in used.items()
+            if axes != optimizer[: len(axes)] or len(set(axes)) < len(axes)
+        ]
+        if wrong:
+            raise ValueError(
+                f"{given}: the axes of {' and '.join(wrong)} are not the first ones of "
+                f"optimizer={optimizer}, each once, so that a device's pieces would "
+                "not be neighbours. Reorder or extend the optimizer's."
+            )
+        return Placements(**used)
+    inner = axes_in_use(mesh, SHARD_AXES)
+    outer = axes_in_use(mesh, OUTER_AXES)
+    strategy = ZERO_DP_STRATEGIES.index(str(config.zero_dp_strategy))
+    hybrid = config.outer_dp_sharding_strategy == "optim"
+    return Placements(
+        parameter=inner if strategy >= 3 else (),
+        gradient=inner if strategy >= 2 else (),
+        # Inner first: the outer gather then brings contiguous pieces together.
+        optimizer=(inner if strategy >= 1 else ()) + (outer if hybrid else ()),
+    )
+
+
+def _should_split(row: ParamPlan, config: FSDPConfig) -> bool:
+    """False for scalars, what is no weight, and what the config leaves whole."""
+    return (
+        row.ndim_in_unit > 0
+        and not row.is_overwritten
+        and math.prod(row.shape) >= config.min_shard_elements
+        and not any(matches(p, row.name) for p in config.replicated)
+    )
+
+
+def _check_patterns(config: FSDPConfig, names: Sequence[str]) -> None:
+    """Refuses patterns that match no parameter: they are misspelt."""
+    gather = config.mp_policy.param_gather
+    widened = config.mp_policy.param_name_patterns_for_fp32_local_accumulation
+    options = {
+        "FSDPConfig(replicated=...)": config.replicated,
+        "FSDPConfig(frozen=...)": config.frozen,
+        "FSDPConfig(tensor_parallel=...)": tuple(config.tensor_parallel),
+        "FSDPConfig(expert_parallel=...)": tuple(config.expert_parallel),
+        "param_name_patterns_in_fp32": config.mp_policy.param_name_patterns_in_fp32,
+        "param_gather.exclude": gather.exclude if gather else (),
+        "param_name_patterns_for_fp32_local_accumulation": tuple(
+            pattern for pattern in widened if pattern != "all"
+        ),
+    }
+    unused = [
+        f"{option}: {pattern!r}"
+        for option, patterns in options.items()
+        for pattern in patterns
+        if not any(matches(pattern, name) for name in names)
+    ]
+    if unused:
+        raise ValueError(
+            f"Patterns that match no parameter: {'; '.join(unused)}. Parameter paths "
+            f"begin: {', '.join(names[:5])}."
+        )
+
+
+def _check_rows(config: FSDPConfig, mesh: Mesh, rows: Sequence[ParamPlan]) -> None:
+    travels = any(row.placements.parameter or row.placements.optimizer for row in rows)
+    if config.mp_policy.param_gather and travels and not any(r.gather for r in rows):
+        raise ValueError(
+            f"MixedPrecisionPolicy(param_gather={config.mp_policy.param_gather}) is "
+            "for matrices of units, and none is that large and not excluded. Pass "
+            "units=[LayerClass], a smaller min_elements, or drop it."
+        )
+    if config.remat_policy is not None and all(row.unit == ROOT for row in rows):
+        raise ValueError(
+            "FSDPConfig(remat_policy=...) decides what a unit saves for backward, and "
+            "no parameter belongs to a unit. Pass units=[LayerClass], or drop it."
+        )
+    if config.lora is None and all(row.frozen for row in rows):
+        raise ValueError(
+            f"FSDPConfig(frozen={config.frozen}) freezes all {len(rows)} parameters: "
+            "nothing is left to train. Leave some out."
+        )
+    short = [
+        f"'{row.name}' {row.shape} has no {row.num_stacked} dims to be the stack of"
+        for row in rows
+        if row.num_stacked > len(row.shape)
+    ]
+    if short:
+        raise ValueError(
+            f"{'; '.join(short)} its unit. Correct num_dims in fsdp_jax.Stacked."
+        )
+    tp = mesh.shape["tp"]
+    outside = [
+        f"{pattern!r}: dim {dim} of '{row.name}', which has {row.ndim_in_unit} in its "
+        "unit"
+        for pattern, dim in config.tensor_parallel.items()
+        for row in rows
+        if matches(pattern, row.name) and row.ndim_in_unit > 1
+        if not -row.ndim_in_unit <= dim < row.ndim_in_unit
+    ]
+    if outside:
+        raise ValueError(
+            f"FSDPConfig(tensor_parallel=...) names dims that are not there: "
+            f"{'; '.join(outside)}."
+        )
+    if tp > 1 and all(row.tensor_dim is None for row in rows):
+        raise ValueError(
+            f"The mesh has tp={tp}, and FSDPConfig(tensor_parallel=...) splits nothing "
+            "over it: a parameter of one dim that tp and data axes do not divide "
+            "together is split over the latter alone. Name the matrices, or give these "
+            "devices to dp_shard."
+        )
+    uneven = [
+        f"'{row.name}' {row.shape}: dim {row.tensor_dim}"
+        for row in rows
+        if row.tensor_dim is not None and row.shape[row.tensor_dim] % tp
+    ]
+    if uneven:
+        raise ValueError(
+            f"tp={tp} does not divide: {'; '.join(uneven)}. Split another dim in "
+            "FSDPConfig(tensor_parallel=...), or use fewer devices on tp."
+        )

@@ -1,0 +1,331 @@
+"""One view of everybody's models: parameters, other state, and the way back.
+
+A flax.nnx module, a linen variable dict, an equinox module and a dict of arrays differ
+in how they are taken apart. `describe` does that once, abstractly; the rest of the
+library sees two trees of leaves and a function that puts them together again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
+
+from fsdp_jax._tree import PyTree, leaf_name, named_leaves
+from fsdp_jax.sharding._attributes import trace_model
+from fsdp_jax.sharding._variables import Variables, recorded_variables, state_names
+
+MakeModel = Callable[[jax.Array], Any]
+"""Takes a PRNG key, returns a model."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Instance:
+    """One object of a unit's class inside the model.
+
+    Attributes:
+      path: Dotted path of the object, `""` for the model itself.
+      num_stacked: Leading dims that its leaves have beyond those its constructor gave
+        them (`nnx.vmap` over the constructor gives one); None if it was not
+        constructed while the model was made, so that nobody can tell.
+    """
+
+    path: str
+    num_stacked: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelDef:
+    """A model without its arrays.
+
+    Attributes:
+      params: The trainable leaves as `jax.ShapeDtypeStruct`: an `nnx.State` of
+        `nnx.Param`, or the user's own tree with None wherever it holds no
+        floating-point array.
+      state: Every other array (dropout keys, BatchNorm statistics, integers), likewise.
+      instances: For each unit class, its objects in the model.
+      merge: `merge(params, state) -> model`, on arrays, tracers or anything that stands
+        for one.
+      split: `split(model) -> (params, state)`, its inverse.
+      names: Of the parameters, where they are not their paths in `params`.
+      frozen: Names of those that are not trained.
+      factors: Names of those that are LoRA's: they travel in the dtype they rest in.
+      codes: Names of those that are stored, and travel, as no dtype says.
+      overwritten: Names of those whose gradients are their next values.
+      made: By name of a parameter of linen's, the shapes its module has seen it in.
+      adapted: How `params` are made of the user's own; None if they are these.
+    """
+
+    params: PyTree
+    state: PyTree
+    instances: dict[type, tuple[Instance, ...]]
+    merge: Callable[[PyTree, PyTree], Any]
+    split: Callable[[Any], tuple[PyTree, PyTree]]
+    names: tuple[str, ...] = ()
+    frozen: frozenset[str] = frozenset()
+    factors: frozenset[str] = frozenset()
+    codes: frozenset[str] = frozenset()
+    overwritten: frozenset[str] = frozenset()
+    made: Mapping[str, frozenset[tuple[int, ...]]] = dataclasses.field(
+        default_factory=dict
+    )
+    adapted: Any = None
+
+    @property
+    def is_random(self) -> bool:
+        """Whether its factors have dropout."""
+        return self.adapted is not None and self.adapted.is_random
+
+    @property
+    def decoded(self) -> dict[str, int]:
+        """Of each parameter that holds codes, the bytes of the weight they make."""
+        return {} if self.adapted is None else self.adapted.decoded
+
+    @property
+    def named_params(self) -> list[tuple[str, Any]]:
+        """The parameters with their names."""
+        named = named_leaves(self.params)
+        if not self.names:
+            return named
+        return [(n, leaf) for n, (_, leaf) in zip(self.names, named, strict=True)]
+
+
+def describe(make_model: MakeModel, classes: Sequence[type] = ()) -> ModelDef:
+    """Traces `make_model` without taking memory and takes the result apart.
+
+    Args:
+      make_model: Takes a PRNG key and returns the model.
+      classes: Unit classes whose objects are to be found.
+
+    Raises:
+      ValueError: If the model has no floating-point array, or nothing tells which of
+        them are parameters.
+    """
+    with _recorded_shapes(classes) as recorded:
+        model, parts = _abstract(make_model)
+    is_graph = parts is not None
+    definition = (
+        _describe_nnx(*parts)
+        if is_graph
+        else _describe_pytree(model, _variables(make_model, model))
+    )
+    if not jax.tree.leaves(definition.params):
+        raise ValueError(
+            f"make_model returned a {type(model).__name__} without any trainable "
+            "floating-point array. Return the model itself, or its tree of weights."
+        )
+    find = _nnx_objects if is_graph else _pytree_objects
+    instances = {
+        cls: tuple(
+            Instance(path, _num_stacked(obj, recorded.get(cls, {})))
+            for path, obj in find(model, cls)
+        )
+        for cls in classes
+    }
+    return dataclasses.replace(definition, instances=instances)
+
+
+NnxParts = tuple[Any, PyTree, PyTree]
+"""What `nnx.split(model, nnx.Param, ...)` returns."""
+
+
+def _abstract(make_model: MakeModel) -> tuple[Any, NnxParts | None]:
+    """The model with `jax.ShapeDtypeStruct`s for arrays, all else as it is.
+
+    An nnx module is split where its arrays are arrays: in a dict of shapes nnx would
+    find static values. Its parts come with it.
+    """
+    static: list[Any] = []
+
+    def arrays_only(key):
+        model = trace_model(make_model, key)
+        if isinstance(model, nnx.Module):
+            # Not as a pytree: that would count a shared Variable twice.
+            graphdef, *states = nnx.split(model, nnx.Param, ...)
+            static.append(graphdef)
+            return states
+        leaves, treedef = jax.tree.flatten(model)
+        fixed = [None if _is_array(leaf) else leaf for leaf in leaves]
+        static.append((treedef, fixed))
+        return [leaf if _is_array(leaf) else None for leaf in leaves]
+
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    arrays = jax.eval_shape(arrays_only, key)
+    if isinstance(static[-1], nnx.GraphDef):
+        params, state = arrays
+        return nnx.merge(static[-1], params, state), (static[-1], params, state)
+    treedef, fixed = static[-1]
+    leaves = [f if a is None else a for a, f in zip(arrays, fixed, strict=True)]
+    return treedef.unflatten(leaves), None
+
+
+def _variables(make_model: MakeModel, model: PyTree) -> Variables:
+    """What linen makes in `make_model`, which is traced again to see it.
+
+    Not if nothing in the model can be of linen, whose variables are in mappings.
+    """
+
+    def is_mapping(node):
+        return isinstance(node, Mapping)
+
+    with recorded_variables() as variables:
+        if any(map(is_mapping, jax.tree.leaves(model, is_leaf=is_mapping))):
+            _abstract(make_model)
+    return variables
+
+
+def _describe_nnx(graphdef: Any, params: PyTree, state: PyTree) -> ModelDef:
+    integers = [
+        name
+        for name, leaf in named_leaves(params)
+        if not jnp.issubdtype(leaf.dtype, jnp.inexact)
+    ]
+    if integers:
+        raise ValueError(
+            f"nnx.Param {', '.join(integers)} holds no floating-point numbers, so it "
+            "has no gradient. Make it an nnx.Variable of another kind."
+        )
+
+    def merge(params, state):
+        # Copies: a Variable that the loss writes to (a dropout counter) would otherwise
+        # be the caller's own, written from inside a trace.
+        return nnx.merge(graphdef, params, state, copy=True)
+
+    def split(model):
+        _, params, state = nnx.split(model, nnx.Param, ...)
+        return params, state
+
+    return ModelDef(params, state, {}, merge, split)
+
+
+def _describe_pytree(model: PyTree, variables: Variables) -> ModelDef:
+    not_trained = state_names(model, variables)
+    named, treedef = jax.tree_util.tree_flatten_with_path(model)
+    leaves = [leaf for _, leaf in named]
+    is_param = [
+        _is_array(x)
+        and jnp.issubdtype(x.dtype, jnp.inexact)
+        and leaf_name(path) not in not_trained
+        for path, x in named
+    ]
+    is_state = [_is_array(x) and not p for x, p in zip(leaves, is_param, strict=True)]
+
+    def keep(tree_leaves, mask):
+        return treedef.unflatten(
+            x if m else None for x, m in zip(tree_leaves, mask, strict=True)
+        )
+
+    def merge(params, state):
+        given = zip(
+            leaves,
+            treedef.flatten_up_to(params),
+            treedef.flatten_up_to(state),
+            strict=True,
+        )
+        return treedef.unflatten(
+            p if p is not None else s if s is not None else leaf for leaf, p, s in given
+        )
+
+    def split(model):
+        new = treedef.flatten_up_to(model)
+        return keep(new, is_param), keep(new, is_state)
+
+    params, state = split(model)
+    overwritten = frozenset(
+        name
+        for name, _ in named_leaves(params)
+        if OVERWRITE_WITH_GRADIENT in name.split(".")
+    )
+    made = {
+        name: frozenset().union(*variables.find(name, tuple(leaf.shape)).values())
+        for name, leaf in named_leaves(params)
+    }
+    return ModelDef(params, state, {}, merge, split, overwritten=overwritten, made=made)
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, (jax.Array, np.ndarray, jax.ShapeDtypeStruct))
+
+
+def _nnx_objects(model: nnx.Module, cls: type) -> Iterator[tuple[str, Any]]:
+    for path, module in nnx.iter_modules(model):
+        if isinstance(module, cls):
+            yield ".".join(map(str, path)), module
+
+
+def _pytree_objects(model: PyTree, cls: type) -> Iterator[tuple[str, Any]]:
+    def below(prefix: str, node: Any, *, root: bool) -> Iterator[tuple[str, Any]]:
+        found = named_leaves(node, lambda n: isinstance(n, cls) and n is not node)
+        if root and isinstance(node, cls):
+            yield prefix, node
+        for name, leaf in found:
+            if isinstance(leaf, cls):
+                path = f"{prefix}.{name}" if prefix else name
+                yield path, leaf
+                yield from below(path, leaf, root=False)
+
+    yield from below("", model, root=True)
+
+
+Shapes = dict[str, set[tuple[int, ...]]]
+
+
+@contextlib.contextmanager
+def _recorded_shapes(classes: Sequence[type]) -> Iterator[dict[type, Shapes]]:
+    """Notes the shapes that the constructor of each class gives its leaves.
+
+    Under `vmap` a constructor sees one slice, so the difference to the final shape is
+    exactly the dims over which the object is stacked. Nothing in the finished tree
+    tells: a stack of 8 norms of 512 looks like one 8 x 512 matrix.
+    """
+    recorded: dict[type, Shapes] = {cls: {} for cls in classes}
+    with contextlib.ExitStack() as stack:
+        for cls in classes:
+            stack.enter_context(_after_init(cls, recorded[cls]))
+        yield recorded
+
+
+@contextlib.contextmanager
+def _after_init(cls: type, shapes: Shapes) -> Iterator[None]:
+    own = "__init__" in vars(cls)
+    original = cls.__init__
+
+    def __init__(self, *args, **kwargs):
+        original(self, *args, **kwargs)
+        for name, leaf in _array_leaves(self):
+            shapes.setdefault(name, set()).add(tuple(leaf.shape))
+
+    cls.__init__ = __init__
+    try:
+        yield
+    finally:
+        if own:
+            cls.__init__ = original
+        else:
+            del cls.__init__
+
+
+def _array_leaves(obj: Any) -> list[tuple[str, Any]]:
+    tree = nnx.state(obj) if isinstance(obj, nnx.Module) else obj
+    return [(name, leaf) for name, leaf in named_leaves(tree) if _is_array(leaf)]
+
+
+def _num_stacked(obj: Any, shapes: Shapes) -> int | None:
+    """Leading dims that every leaf of `obj` has beyond its constructor's."""
+    possible: set[int] | None = None
+    for name, leaf in _array_leaves(obj):
+        extra = {
+            len(leaf.shape) - len(made)
+            for made in shapes.get(name, ())
+            if tuple(leaf.shape[len(leaf.shape) - len(made) :]) == made
+        }
+        if extra:
+            possible = extra if possible is None else possible & extra
+    return min(possible) if possible else None

@@ -1,0 +1,99 @@
+"""Arrays whose shape the devices do not divide: padded at rest, nowhere else."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from fsdp_jax._tree import WholeLeaf
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("value",),
+    meta_fields=("shape", "of"),
+)
+@dataclasses.dataclass(frozen=True)
+class Padded(WholeLeaf):
+    """One array of a `TrainState` with zeros behind its end, so that it can be split.
+
+    Functions read it as the array of its logical shape: `jnp.sum(leaf)` and
+    `numpy.asarray(leaf)` see no zeros. For operators and indexing there is `unpack`.
+    Updates run on the logical shape too, since zeros would change those that average
+    over an array (adafactor's and muon's by 2 %, measured at 13 x 17).
+
+    Attributes:
+      value: The padded array, split over the devices; in a mould its
+        `jax.ShapeDtypeStruct`.
+      shape: Logical shape, at most as large in every dim.
+      of: Whose array it is, where its path ends in no parameter's: it may hold values
+        of several, one behind the other, so that it fits no others. A checkpoint names
+        it so. "" for all else.
+    """
+
+    value: Any
+    shape: tuple[int, ...]
+    of: str = ""
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of its elements."""
+        return self.value.dtype
+
+    @property
+    def ndim(self) -> int:
+        """Its number of dims."""
+        return len(self.shape)
+
+    def __jax_array__(self) -> Array:
+        """The array of the logical shape."""
+        value = self.value
+        if jax.typeof(value).memory_space == jax.memory.Space.Host:
+            value = jax.device_put(value, jax.memory.Space.Device)
+        return value[tuple(slice(size) for size in self.shape)]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        """The array of the logical shape, on the host."""
+        return np.asarray(self.__jax_array__(), dtype=dtype)
+
+
+def unpack(tree: Any) -> Any:
+    """The tree with each `Padded` leaf as the array of its logical shape.
+
+    For whatever wants plain arrays of a `TrainState`: an export, a look. Inside and
+    outside of jit; a leaf that is not padded is handed on as it is.
+    """
+    return jax.tree.map(
+        lambda leaf: leaf.__jax_array__() if isinstance(leaf, Padded) else leaf,
+        tree,
+        is_leaf=_is_padded,
+    )
+
+
+def pack(tree: Any, mould: Any) -> Any:
+    """The inverse of `unpack`: pads each leaf that is `Padded` in `mould`."""
+
+    def to_mould(leaf: Any, like: Any) -> Any:
+        if not isinstance(like, Padded) or isinstance(leaf, Padded):
+            return leaf
+        return dataclasses.replace(like, value=pad_to(leaf, like.value.shape))
+
+    leaves, treedef = jax.tree.flatten(mould, is_leaf=_is_padded)
+    given = treedef.flatten_up_to(tree)
+    return treedef.unflatten(map(to_mould, given, leaves))
+
+
+def pad_to(array: Array, shape: tuple[int, ...]) -> Array:
+    """The array with zeros behind its end in each dim, until it has `shape`."""
+    sizes = zip(shape, array.shape, strict=True)
+    return jnp.pad(array, [(0, padded - size) for padded, size in sizes])
+
+
+def _is_padded(node: Any) -> bool:
+    return isinstance(node, Padded)

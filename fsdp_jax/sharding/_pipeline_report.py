@@ -1,0 +1,98 @@
+"""What a plan says of its pipeline: what stages have, wait for, gather and send."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from jax.sharding import Mesh
+
+from fsdp_jax._report import format_bytes
+from fsdp_jax.sharding._config import FSDPConfig
+from fsdp_jax.sharding._param_plan import ROOT, ParamPlan
+from fsdp_jax.sharding._stages import Schedule, Stages
+
+
+def pipeline_lines(
+    mesh: Mesh, config: FSDPConfig, stages: Stages, rows: Sequence[ParamPlan]
+) -> list[str]:
+    """The lines.
+
+    Args:
+      mesh: With more than one device on `pp`.
+      config: Of the plan.
+      stages: The stack.
+      rows: Of all parameters.
+    """
+    staged = [row for row in rows if row.is_staged]
+    layers = " or ".join(dict.fromkeys(map(str, stages.layers_of_stages)))
+    lines = [
+        f"pipeline, {config.pipeline.schedule}: {stages.num_stages} stages of {layers} "
+        f"layers in {stages.num_virtual} chunk(s)",
+        _bubbles(stages),
+        _gathers(mesh, staged),
+    ]
+    if others := _other_stacks(rows):
+        lines.append(f"run besides in the first or the last stage: {', '.join(others)}")
+    if stages.padding:
+        lines.append(
+            f"{stages.num_layers} layers rest as "
+            f"{stages.num_layers + stages.padding}, of which {stages.padding} are "
+            "zeros that no stage runs"
+        )
+    if stages.num_virtual > 1:
+        lines.append(
+            "layers rest in their own order, and run in another: a device sends up to "
+            f"{format_bytes(_dealt_out(mesh, staged))} of weights and gradients over "
+            "pp each step"
+        )
+    return lines
+
+
+def _other_stacks(rows: Sequence[ParamPlan]) -> list[str]:
+    """Stacks that stages do not split: the loss runs them before or behind."""
+    sizes = {
+        row.unit: row.shape[0]
+        for row in rows
+        if row.num_stacked and not row.is_staged and row.unit != ROOT
+    }
+    return [f"{unit} ({size} unit{'s' * (size > 1)})" for unit, size in sizes.items()]
+
+
+def _bubbles(stages: Stages) -> str:
+    """The part of a step in which a stage has nothing to do."""
+    told = []
+    for rounds in (2, 8):
+        schedule = Schedule(stages, rounds * stages.num_stages)
+        told.append(
+            f"{schedule.bubble:.1%} of a step with {schedule.num_microbatches} "
+            "microbatches"
+        )
+    return f"a stage waits {' and '.join(told)}"
+
+
+def _gathers(mesh: Mesh, staged: Sequence[ParamPlan]) -> str:
+    """How often layers are gathered, and what gathering them once would take."""
+    whole = sum(
+        math.prod(row.on_device(mesh, row.padded_shape, ()))
+        * row.precision.param.itemsize
+        for row in staged
+    )
+    if any(row.placements.parameter for row in staged):
+        return (
+            "a stage gathers its layers for each microbatch and direction; with "
+            f"zero_dp_strategy=2 once a step, to hold {format_bytes(whole)}"
+        )
+    return f"a stage has its layers whole during a step: {format_bytes(whole)}"
+
+
+def _dealt_out(mesh: Mesh, staged: Sequence[ParamPlan]) -> int:
+    """Bytes of a device's layers on their way to other stages, and of gradients."""
+    total = 0
+    for row in staged:
+        sent = row.num_elements(mesh, row.placements.parameter)
+        total += sent * row.precision.param.itemsize
+        if not row.frozen:
+            sent = row.num_elements(mesh, row.placements.optimizer)
+            total += sent * row.precision.main_grads.itemsize
+    return total

@@ -1,0 +1,101 @@
+"""Units as a user names them: which parts of a model they are, and whose weights."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from fsdp_jax._tree import matches, named_leaves
+from fsdp_jax.sharding._model_def import Instance, ModelDef
+from fsdp_jax.sharding._plan import ROOT
+
+
+@dataclasses.dataclass(frozen=True)
+class Stacked:
+    """A unit whose leaves carry leading dims over its copies, one slice of them a copy.
+
+    Classes constructed under `vmap` are recognised; a tree of stacked arrays, as
+    `fsdp.scan` takes it, is not distinguishable from one of plain matrices and is
+    marked: `units=[fsdp.Stacked("layers")]`.
+
+    Args:
+      unit: A class or a path pattern.
+      num_dims: How many leading dims are the stack; they are never split.
+    """
+
+    unit: type | str
+    num_dims: int = 1
+
+    def __post_init__(self):
+        """Refuses a stack without a dim."""
+        if self.num_dims < 1:
+            raise ValueError(
+                f"Stacked({self.unit!r}, num_dims={self.num_dims}): a stack has at "
+                "least 1 leading dim. Leave Stacked out for what is no stack."
+            )
+
+
+UnitSpec = type | str | Stacked
+
+
+Found = dict[str, int]
+"""Path of a unit -> leading dims of its leaves that are the stack."""
+
+
+def find_units(
+    units: Sequence[UnitSpec],
+    instances: dict[type, tuple[Instance, ...]],
+    names: Sequence[str],
+) -> Found:
+    """The paths of all units; raises one `ValueError` for those that are nowhere."""
+    found: Found = {}
+    unmatched = []
+    for spec in units:
+        unit = spec.unit if isinstance(spec, Stacked) else spec
+        told = spec.num_dims if isinstance(spec, Stacked) else None
+        if isinstance(unit, type):
+            hits = {i.path: told or i.num_stacked or 0 for i in instances[unit]}
+        else:
+            heads = (matches(unit, name) for name in names)
+            hits = {head: told or 0 for head in heads if head is not None}
+        if not hits:
+            unmatched.append(unit)
+        found.update(hits)
+    if unmatched:
+        raise ValueError(_no_such_unit(unmatched, names))
+    return found
+
+
+def owner(name: str, units: Found) -> tuple[str, int]:
+    """The innermost unit above a parameter."""
+    above = [u for u in units if u == "" or name == u or name.startswith(u + ".")]
+    if not above:
+        return ROOT, 0
+    unit = max(above, key=len)
+    return unit or "model", units[unit]
+
+
+def check_stacks(model: ModelDef, units: Found) -> None:
+    """Refuses stacks of linen whose layers lie on another dim than the first."""
+    wrong = []
+    for name, leaf in named_leaves(model.params):
+        _, num_stacked = owner(name, units)
+        made = model.made.get(name, frozenset())
+        slices = {s for s in made if len(s) == len(leaf.shape) - num_stacked}
+        if num_stacked and slices and leaf.shape[num_stacked:] not in slices:
+            wrong.append(f"{name} {leaf.shape}, of which a layer has {min(slices)}")
+    if wrong:
+        raise ValueError(
+            "fsdp_jax.Stacked: layers are not stacked on the leading dim(s) of "
+            f"{'; '.join(wrong)}. Use nn.scan(..., variable_axes={{'params': 0}}), or "
+            "leave it out of `units`: it is then gathered at the entry of the loss."
+        )
+
+
+def _no_such_unit(unmatched: Sequence[type | str], names: Sequence[str]) -> str:
+    shown = ", ".join(u.__name__ if isinstance(u, type) else repr(u) for u in unmatched)
+    return (
+        f"No part of the model matches the unit(s) {shown}. A class must be that of an "
+        "nnx or equinox object in the model; a pattern must match the leading "
+        f"components of parameter paths, which begin: {', '.join(names[:5])}."
+    )

@@ -1,0 +1,1 @@
+"""What happens inside `shard_map`."""

@@ -1,0 +1,235 @@
+"""The two collectives of FSDP: a shard becomes a weight, a gradient becomes a shard."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float
+
+from fsdp_jax.sharding._low_precision import (
+    Encoded,
+    MXFP8Gather,
+    decode_float8,
+    decode_mxfp8,
+)
+from fsdp_jax.sharding._plan import ParamPlan
+from fsdp_jax.step._grad_mark import mark_gradient
+from fsdp_jax.step._shard import Late, Shard
+
+
+def gather_weight(shard: Shard) -> Float[Array, ...]:
+    """All-gathers one parameter in its compute dtype; its gradient is reduce-scattered.
+
+    Call it inside `shard_map`, manual over the axes that split the parameter.
+
+    Args:
+      shard: One unit's slice of a parameter (stack dims sliced away).
+
+    Returns:
+      The whole weight, dtype `precision.param`.
+
+    Raises:
+      ValueError: If stack dims are left, or dims are missing because a parameter that
+        was planned as plain turns out to be a stack.
+    """
+    if shard.value.ndim != shard.row.ndim_in_unit:
+        raise ValueError(_wrong_rank(shard))
+    return fsdp_gather(shard.row, shard.late, shard.value, shard.sink, shard.earlier)
+
+
+def reduce_late(
+    row: ParamPlan, grad: Float[Array, ...], late_axes: tuple[str, ...]
+) -> Float[Array, ...]:
+    """Finishes a gradient over the axes on which it is still partial.
+
+    Args:
+      row: The parameter's plan.
+      grad: This device's accumulated gradient, or one unit's slice of it, split over
+        `placements.gradient`.
+      late_axes: Those data axes.
+
+    Returns:
+      The gradient summed over all of them, split over `placements.optimizer`.
+    """
+    scattered = tuple(a for a in row.placements.optimizer if a in late_axes)
+    summed = tuple(axis for axis in late_axes if axis not in scattered)
+    with jax.named_scope("reduce_late"):
+        if scattered:
+            grad = _reduce_scatter(row, grad, scattered)
+        if summed:
+            wide = row.precision.accumulate_wide
+            wire = row.precision.main_grads if wide else row.precision.grad_comm
+            grad = _all_reduce(row, grad.astype(wire), summed)
+    return grad.astype(row.precision.main_grads)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def fsdp_gather(
+    row: ParamPlan, late: Late, value: Any, sink: Array | None, earlier: Array | None
+) -> Array:
+    del late, sink, earlier  # They concern the gradient; see `Shard`.
+    if row.gather is None:
+        value = value.astype(row.precision.param)
+    axes = row.placements.parameter
+    weight = all_gather(row, value, axes) if axes else value
+    if row.gather is not None:
+        weight = _decode(row, weight)
+    if row.padding:
+        dim = _split_dim(row, weight)
+        weight = lax.slice_in_dim(weight, 0, weight.shape[dim] - row.padding, axis=dim)
+    return _with_cut_dim(row, weight, -1) if row.is_cut else weight
+
+
+def _gather_forward(row: ParamPlan, late: Late, value, sink, earlier):
+    unmarked = value if sink is None else None
+    return fsdp_gather(row, late, value, sink, earlier), (unmarked, earlier)
+
+
+def _gather_backward(row: ParamPlan, late: Late, residuals, grad: Array):
+    value, earlier = residuals
+    if value is not None:
+        return marked_zeros(row, value), None, None
+    if row.frozen:
+        return None, None, None
+    if row.is_cut:
+        dim = row.tensor_dim
+        assert dim is not None
+        grad = _with_cut_dim(row, grad, row.shape[dim], row.shape[dim + 1])
+    if late.scale != 1.0 and not row.is_overwritten:
+        # In the wide dtype, and after backward: the loss itself, scaled, would make the
+        # small gradients of a float16 model vanish.
+        wide = jnp.promote_types(grad.dtype, jnp.float32)
+        grad = grad.astype(wide) * jnp.asarray(late.scale, wide)
+    if row.padding:
+        widths = [(0, 0)] * grad.ndim
+        widths[_split_dim(row, grad)] = (0, row.padding)
+        grad = jnp.pad(grad, widths)
+    if axes := row.placements.gradient:
+        grad = _reduce_scatter(row, grad, axes)
+    grad = grad.astype(row.precision.main_grads)
+    if earlier is not None:
+        grad = accumulated(row, grad, earlier)
+    if late.axes:
+        grad = reduce_late(row, grad, late.axes)
+    return None, mark_gradient(grad, row.name, row.ndim_in_unit), None
+
+
+fsdp_gather.defvjp(_gather_forward, _gather_backward)
+
+
+def marked_zeros(row: ParamPlan, value: Any) -> Any:
+    """The cotangent of what has no gradient, marked like one, for the loss to see.
+
+    Only a derivative inside of the loss asks for it, as if it were the weight's.
+    """
+    if isinstance(value, Encoded) or not jnp.issubdtype(value.dtype, jnp.floating):
+        return None
+    return mark_gradient(jnp.zeros_like(value), row.name, row.ndim_in_unit)
+
+
+def accumulated(row: ParamPlan, grad: Array, new: Array) -> Array:
+    """The gradient of two microbatches together."""
+    return jnp.maximum(grad, new) if row.is_overwritten else grad + new
+
+
+def all_gather(row: ParamPlan, value: Any, axes: tuple[str, ...]) -> Any:
+    """Brings the pieces of the split dim together, an array's or an `Encoded`'s."""
+    if isinstance(value, Encoded):
+        scale = value.scale
+        if isinstance(row.gather, MXFP8Gather):  # Else all ranks have the same one.
+            scale = all_gather(row, scale, axes)
+        return Encoded(all_gather(row, value.bytes, axes), scale)
+    dim = _split_dim(row, value)
+
+    def gather(piece):
+        return lax.all_gather(piece, axes, axis=dim, tiled=True)
+
+    with jax.named_scope("all_gather"):
+        return at_tp_width(row, gather, value)
+
+
+def _decode(row: ParamPlan, encoded: Encoded) -> Array:
+    """The weight in its compute dtype."""
+    dtype = row.precision.param
+    with jax.named_scope("decode"):
+        if not isinstance(row.gather, MXFP8Gather):
+            return decode_float8(encoded, dtype)
+        return at_tp_width(
+            row, lambda e: decode_mxfp8(e, row.block_dim, dtype), encoded
+        )
+
+
+def _all_reduce(row: ParamPlan, grad: Array, axes: tuple[str, ...]) -> Array:
+    reduce = lax.pmax if row.is_overwritten else lax.psum
+    with jax.named_scope("all_reduce"):
+        return at_tp_width(row, lambda grad: reduce(grad, axes), grad)
+
+
+def _reduce_scatter(row: ParamPlan, grad: Array, axes: tuple[str, ...]) -> Array:
+    """Sums over `axes`, each rank keeping its piece of the split dim."""
+    dim = _split_dim(row, grad)
+
+    def reduce(grad):
+        if not row.precision.accumulate_wide:
+            return lax.psum_scatter(grad, axes, scatter_dimension=dim, tiled=True)
+        pieces = lax.all_to_all(grad, axes, split_axis=dim, concat_axis=dim, tiled=True)
+        before, size, after = grad.shape[:dim], grad.shape[dim], grad.shape[dim + 1 :]
+        ranks = lax.axis_size(axes)
+        by_rank = pieces.reshape(*before, ranks, size // ranks, *after)
+        return by_rank.sum(axis=dim, dtype=row.precision.main_grads)
+
+    with jax.named_scope("reduce_scatter"):
+        return at_tp_width(row, reduce, grad.astype(row.precision.grad_comm))
+
+
+def at_tp_width(row: ParamPlan, collective: Callable[[Any], Any], x: Any) -> Any:
+    """Runs a collective over data axes on this rank's part of a tp-split array.
+
+    Where `tp` is left to XLA, a bare collective would gather over it first and then
+    move tp times the bytes: the collective alone becomes manual over `tp` too.
+    """
+    if not row.is_under_tp:
+        return collective(x)
+    spec = PartitionSpec()
+    if row.tensor_dim is not None:
+        dim = row.tensor_dim - (len(row.shape) - x.ndim)
+        spec = PartitionSpec(*(None,) * dim, "tp")
+    return jax.shard_map(
+        collective, in_specs=spec, out_specs=spec, axis_names={"tp"}, check_vma=False
+    )(x)
+
+
+def _with_cut_dim(row: ParamPlan, x: Array, *sizes: int) -> Array:
+    """A unit's slice with other sizes where `ParamPlan.in_step` cuts a dim in two."""
+    assert row.tensor_dim is not None
+    dim = row.tensor_dim - row.num_stacked
+    behind = row.shape[row.tensor_dim + 2 :]
+    return x.reshape(*x.shape[:dim], *sizes, *behind)
+
+
+def _split_dim(row: ParamPlan, x: Array) -> int:
+    """The split dim of `x`: the parameter or, without stack dims, one unit's slice."""
+    assert row.dim is not None
+    return row.dim - (len(row.shape) - x.ndim)
+
+
+def _wrong_rank(shard: Shard) -> str:
+    row, ndim = shard.row, shard.value.ndim
+    advice = (
+        f"Its unit is a stack of {row.ndim_in_unit - ndim} more leading dim(s): plan "
+        "it with units=[fsdp.Stacked(...)]."
+        if ndim < row.ndim_in_unit
+        else "Scan over the stack (fsdp.scan, jax.lax.scan, nnx.scan) instead of "
+        "entering the unit with all of it."
+    )
+    return (
+        f"'{row.name}' of unit '{row.unit}' is planned with shape {row.shape}, "
+        f"{row.num_stacked} stacked dim(s), but enters its unit with {ndim} dims "
+        f"instead of {row.ndim_in_unit}. {advice}"
+    )

@@ -1,0 +1,248 @@
+"""The user's loss as a function of shards, and what it does with them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.extend import core
+from jaxtyping import Array, Float
+
+from fsdp_jax._tree import PyTree
+from fsdp_jax.sharding._batch_norm import sync_batch_norms, sync_linen_batch_norms
+from fsdp_jax.sharding._mesh import DATA_AXES, axes_in_use
+from fsdp_jax.sharding._plan import ROOT, Plan
+from fsdp_jax.step._collectives import gather_weight
+from fsdp_jax.step._linen_units import gather_at_units, without_constraints
+from fsdp_jax.step._loss_check import check_gradients, check_loss
+from fsdp_jax.step._model_state import (
+    UpdatedModel,
+    fold_keys,
+    put_updated,
+    refuse_state,
+    written_state,
+)
+from fsdp_jax.step._module_units import mark_objects, unmark_objects
+from fsdp_jax.step._shard import Shard
+from fsdp_jax.step._split_loss import CutLoss, cut_loss
+
+LossFn = Callable[..., Any]
+"""`loss_fn(model, batch)`, with `rng=key` if it asks, to a loss or `(loss, aux)`."""
+
+LossOfShards = Callable[..., Any]
+"""`(shards, model_state, batch, rng) -> (sum, (count, aux, model_state))`.
+
+A loss that is a mean is the sum of one.
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class LossForm:
+    """What a loss function returns.
+
+    Attributes:
+      has_aux: It returns `(loss, aux)`.
+      per_token: In the place of the loss it returns `(sum, count)`.
+    """
+
+    has_aux: bool = False
+    per_token: bool = False
+
+
+def takes_rng(loss_fn: LossFn) -> bool:
+    """Whether the loss asks for a key, by an argument named `rng` that is not bound."""
+    return "rng" in inspect.signature(loss_fn).parameters and not _binds_rng(loss_fn)
+
+
+def _binds_rng(fn: Any) -> bool:
+    """Whether a partial, here or inside of wrappers, has given the argument a value."""
+    if isinstance(fn, functools.partial):
+        return "rng" in fn.keywords or _binds_rng(fn.func)
+    inner = getattr(fn, "__wrapped__", None)
+    return inner is not None and _binds_rng(inner)
+
+
+def loss_of_shards(plan: Plan, loss_fn: LossFn, form: LossForm) -> LossOfShards:
+    """Makes the loss that is handed the shards of a plan instead of a model."""
+    wants_rng = takes_rng(loss_fn)
+    data_axes = axes_in_use(plan.mesh, DATA_AXES)
+    synced = data_axes if plan.config.sync_batch_norm else ()
+
+    def call(shards: Sequence[Shard], model_state, batch, rng):
+        with jax.named_scope("unit:root"):
+            leaves = [gather_weight(s) if s.row.unit == ROOT else s for s in shards]
+        state = fold_keys(model_state, rng)
+        params = plan.treedef.unflatten(leaves)
+        if plan.model.is_random and any(s.sink is not None for s in shards):
+            model = plan.model.adapted.merge(params, state, rng)
+        else:
+            model = plan.model.merge(params, state)
+        if not isinstance(model, nnx.Module):
+            model = without_constraints(model)
+        model = sync_batch_norms(model, synced)
+        model = mark_objects(model, plan.unit_classes)
+        extra = {"rng": rng} if wants_rng else {}
+        with gather_at_units(), sync_linen_batch_norms(synced):
+            out = loss_fn(model, batch, **extra)
+        loss, aux = out if form.has_aux or _has_update(out) else (out, None)
+        total, count = _sum_and_count(loss) if form.per_token else (loss, 1)
+        is_training = any(s.sink is not None for s in shards)
+        model_state, aux = _written(plan, model, model_state, aux, is_training)
+        total = _checked_loss(total)
+        # As exact as the sum that it divides: float64 where the loss is.
+        return total, (jnp.asarray(count, total.dtype), aux, model_state)
+
+    return call
+
+
+def _written(
+    plan: Plan, model: Any, before: PyTree, aux: Any, is_training: bool
+) -> tuple[PyTree, Any]:
+    """The model's other arrays as the loss leaves them, and what it returns beside."""
+    if isinstance(model, nnx.Module):
+        if isinstance(aux, UpdatedModel):
+            raise ValueError(
+                f"loss_fn returned UpdatedModel(...) of a {type(model).__name__}, an "
+                "nnx module, in which what was written is already. Return aux alone."
+            )
+        _, after = plan.model.split(model)
+        return written_state(before, after), aux
+    if isinstance(aux, UpdatedModel):
+        return put_updated(plan, before, unmark_objects(aux.model)), aux.aux
+    if is_training:
+        refuse_state(plan, aux)
+    return before, aux
+
+
+def trace_loss(
+    loss: LossOfShards,
+    shards: Sequence[Shard],
+    *args: PyTree,
+    axes: Sequence[str] = (),
+) -> tuple[LossOfShards, dict[str, int]]:
+    """Traces a loss once, to run it and to see what it does with the shards of units.
+
+    Args:
+      loss: From `loss_of_shards`.
+      shards: Of all parameters.
+      *args: Model state, batch and key, or their shapes.
+      axes: Mesh axes of more than one device.
+
+    Returns:
+      The loss as traced, and how often each unit's parameter is gathered, see
+      `uses_of_shards`.
+
+    Raises:
+      ValueError: See `check_loss`.
+    """
+    closed, out_tree = _traced(loss, shards, *args)
+    gathers = check_loss(closed.jaxpr, shards, args, axes)
+    return _function(closed, out_tree), gathers
+
+
+def trace_and_cut(
+    loss: LossOfShards,
+    shards: Sequence[Shard],
+    *args: PyTree,
+    axes: Sequence[str] = (),
+) -> CutLoss:
+    """As `trace_loss`, of a loss that is cut at the stack that stages share."""
+    closed, out_tree = _traced(loss, shards, *args)
+    check_loss(closed.jaxpr, shards, args, axes, is_cut=True)
+    return cut_loss(closed, out_tree)
+
+
+def gradients_of(loss: LossOfShards) -> Callable[..., Any]:
+    """Makes `fn(shards, state, rows, key, scale) -> (grads, total, count, aux, state)`.
+
+    The gradients are those of the loss times `scale`, as they leave through the sinks
+    of the shards.
+    """
+
+    def gradients(shards, state, rows, key, scale):
+        def of_sinks(sinks):
+            given = [
+                dataclasses.replace(shard, sink=sink)
+                for shard, sink in zip(shards, sinks, strict=True)
+            ]
+            return loss(given, state, rows, key)
+
+        sinks = [shard.sink for shard in shards]
+        total, pull, (count, aux, after) = jax.vjp(of_sinks, sinks, has_aux=True)
+        (grads,) = pull(jnp.full_like(total, scale))
+        return grads, total, count, aux, after
+
+    return gradients
+
+
+def trace_gradients(
+    loss: LossOfShards,
+    shards: Sequence[Shard],
+    *args: PyTree,
+    axes: Sequence[str] = (),
+) -> tuple[Callable[..., Any], set[str]]:
+    """Traces the gradients of a loss once, to run them and to see where they come from.
+
+    Args:
+      loss: From `trace_loss`.
+      shards: Of all parameters.
+      *args: The other arguments of `gradients_of`.
+      axes: Mesh axes of more than one device.
+
+    Returns:
+      The function of `gradients_of` as traced; and the names of parameters whose
+      gradients units hand out once, see `check_gradients`.
+
+    Raises:
+      ValueError: See `check_gradients`.
+    """
+    closed, out_tree = _traced(gradients_of(loss), shards, *args)
+    once = check_gradients(closed.jaxpr, shards, args, axes)
+    return _function(closed, out_tree), once
+
+
+def _traced(fn: Callable[..., Any], *args: PyTree) -> tuple[core.ClosedJaxpr, Any]:
+    """The trace of a function, and the structure of its result."""
+    closed, shape = jax.make_jaxpr(fn, return_shape=True)(*args)
+    return closed, jax.tree.structure(shape)
+
+
+def _function(closed: core.ClosedJaxpr, out_tree: Any) -> Callable[..., Any]:
+    def run(*args):
+        leaves = core.jaxpr_as_fun(closed)(*jax.tree.leaves(args))
+        return out_tree.unflatten(leaves)
+
+    return run
+
+
+def _has_update(out: Any) -> bool:
+    return isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], UpdatedModel)
+
+
+def _sum_and_count(loss: Any) -> tuple[Any, Any]:
+    if not isinstance(loss, tuple) or len(loss) != 2:
+        raise ValueError(
+            "With calculate_per_token_loss=True loss_fn returns (sum, count), as in "
+            "(losses.sum(), mask.sum()), or ((sum, count), aux) with has_aux=True; it "
+            f"returned a {type(loss).__name__}."
+        )
+    return loss
+
+
+def _checked_loss(loss: Any) -> Float[Array, ""]:
+    loss = jnp.asarray(loss)
+    if loss.ndim or not jnp.issubdtype(loss.dtype, jnp.floating):
+        raise ValueError(
+            f"loss_fn returned {loss.dtype}{list(loss.shape)}; a loss is one floating-"
+            "point number, the mean over the rows it was given. Take the mean, or pass "
+            "has_aux=True if it returns (loss, aux), calculate_per_token_loss=True if "
+            "it returns (sum, count)."
+        )
+    # Summed over microbatches and ranks: in bfloat16 that would lose digits.
+    return loss.astype(jnp.promote_types(loss.dtype, jnp.float32))

@@ -1,0 +1,219 @@
+"""Refuses losses that would compute with pieces of weights or gradients, or hang."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import jax
+from jax.extend import core
+
+from fsdp_jax._tree import PyTree
+from fsdp_jax.sharding._mesh import DATA_AXES
+from fsdp_jax.sharding._plan import ROOT
+from fsdp_jax.step._gradient_flow import Constant, Fact, Grad, Other, gradient_flow
+from fsdp_jax.step._rank_dependence import Axes, Divided, divided_collectives
+from fsdp_jax.step._shard import Shard
+from fsdp_jax.step._shard_usage import Uses, is_gather, uses_of_shards
+
+
+def check_loss(
+    jaxpr: core.Jaxpr,
+    shards: Sequence[Shard],
+    args: Sequence[PyTree],
+    axes: Sequence[str],
+    *,
+    is_cut: bool = False,
+) -> dict[str, int]:
+    """Checks the trace of a loss.
+
+    Args:
+      jaxpr: A function of the shards and `args`; the model state is the last result.
+      shards: Of all parameters.
+      args: Model state, batch, and a key; what follows is equal on all ranks.
+      axes: Mesh axes of more than one device.
+      is_cut: Whether it is of a pipeline, whose backward nobody traces.
+
+    Returns:
+      How often each unit's parameter is gathered, see `uses_of_shards`.
+
+    Raises:
+      ValueError: If it computes with a shard as if it were the weight, differentiates
+        by one, or has collectives where not all ranks come; all offenders.
+    """
+    uses = _checked_uses(jaxpr, shards)
+    _refuse_inner_derivatives(gradient_flow(jaxpr))
+    _check_ranks(jaxpr, shards, args, axes, is_cut=is_cut)
+    return uses.gathers
+
+
+def check_gradients(
+    jaxpr: core.Jaxpr,
+    shards: Sequence[Shard],
+    args: Sequence[PyTree],
+    axes: Sequence[str],
+) -> set[str]:
+    """Checks the trace of a loss and its gradients.
+
+    Args:
+      jaxpr: A function of the shards and `args`. Its results are the gradients of the
+        shards that have sinks, and others, of which the model state is the last.
+      shards: As for `check_loss`.
+      args: As for `check_loss`.
+      axes: As for `check_loss`.
+
+    Returns:
+      Names of parameters whose gradients come out as their units handed them out, once.
+
+    Raises:
+      ValueError: If a derivative rule of the user's computes with a gradient's piece,
+        or backward has collectives where not all ranks come; all offenders.
+    """
+    _checked_uses(jaxpr, shards)
+    names = [shard.row.name for shard in shards if shard.sink is not None]
+    facts = gradient_flow(jaxpr, [v for v, _, kind in _inputs(jaxpr, shards) if kind])
+    grads = dict(zip(names, facts, strict=False))
+    _refuse_inner_derivatives(facts[len(names) :])
+    _refuse_changed_gradients(grads)
+    _check_ranks(jaxpr, shards, args, axes)
+    return {n for n, fact in grads.items() if isinstance(fact, Grad) and fact.once}
+
+
+def _inputs(
+    jaxpr: core.Jaxpr, shards: Sequence[Shard]
+) -> list[tuple[core.Var, Shard, bool]]:
+    """The inputs that are of shards, and whether each is a sink."""
+    marked = [
+        (shard, is_sink)
+        for shard in shards
+        for part, is_sink in ((shard.value, 0), (shard.sink, 1), (shard.earlier, 0))
+        for _ in jax.tree.leaves(part)
+    ]
+    pairs = zip(jaxpr.invars, marked, strict=False)
+    return [(v, shard, bool(is_sink)) for v, (shard, is_sink) in pairs]
+
+
+def _checked_uses(jaxpr: core.Jaxpr, shards: Sequence[Shard]) -> Uses:
+    values: dict[core.Var, tuple[str, int]] = {}
+    inputs = iter(jaxpr.invars)
+    for shard in shards:
+        # Of an encoded weight the first array has its shape, the others are scales.
+        value, *_ = [next(inputs) for _ in jax.tree.leaves(shard)]
+        if shard.row.unit != ROOT:
+            values[value] = shard.row.name, shard.row.ndim_in_unit
+    uses = uses_of_shards(jaxpr, values)
+    _refuse_misuse(uses)
+    return uses
+
+
+def _refuse_misuse(uses: Uses) -> None:
+    if uses.misread:
+        raise ValueError(
+            f"loss_fn computes with {_listed(uses.misread)} outside of the "
+            "unit, or returns it, where only this device's shard exists. Use a weight "
+            "in its unit's __call__, mark the function that uses it with fsdp.unit or "
+            "fsdp.scan, or leave it out of `units`. A penalty on weights belongs into "
+            "the optimizer (weight_decay)."
+        )
+    if uses.rearranged:
+        raise ValueError(
+            f"loss_fn moves elements of {_listed(uses.rearranged)} (flip, roll, "
+            "transpose, reshape, a part of a dim) outside of the unit, where only this "
+            "device's shard exists. Do it inside the unit, where the weight is whole, "
+            "or leave the parameter out of `units`."
+        )
+    if uses.cast:
+        casts = {f"{name} to {dtype}" for name, dtype in uses.cast.items()}
+        raise ValueError(
+            f"loss_fn casts weights of units outside of these: {_listed(casts)}. A "
+            "unit computes in the dtype of the plan's policy. Set FSDPConfig(mp_policy="
+            "fsdp.MixedPrecisionPolicy(param_dtype=...)), which also halves what is "
+            "gathered, or cast inside the unit."
+        )
+
+
+def _is_gradient(name: str, fact: Fact) -> bool:
+    if isinstance(fact, Grad):
+        return fact.name == name and fact.is_in_place
+    return isinstance(fact, Constant) and fact.is_zero
+
+
+def _refuse_changed_gradients(grads: Mapping[str, Fact]) -> None:
+    changed = {name for name, fact in grads.items() if not _is_gradient(name, fact)}
+    if changed:
+        raise ValueError(
+            f"A derivative rule in loss_fn (jax.custom_vjp) changes the gradient of "
+            f"{_listed(changed)} outside of the unit, where it is already summed over "
+            "ranks and only this device's piece exists. There it may be multiplied by "
+            "a constant and added. Put the rule inside the unit, leave the parameter "
+            "out of `units`, or change gradients in the optimizer (optax)."
+        )
+
+
+def _refuse_inner_derivatives(facts: Sequence[Fact]) -> None:
+    names = {fact.name for fact in facts if isinstance(fact, Grad)}
+    names = names.union(*(f.computed_from for f in facts if isinstance(f, Other)))
+    if names:
+        raise ValueError(
+            f"loss_fn differentiates with respect to {_listed(names)} and uses the "
+            "result, which outside of the unit is only this device's piece, summed "
+            "over ranks. Call jax.grad inside a function that is a unit as a whole, or "
+            "leave the parameter out of `units`."
+        )
+
+
+def _check_ranks(
+    jaxpr: core.Jaxpr,
+    shards: Sequence[Shard],
+    args: Sequence[PyTree],
+    axes: Sequence[str],
+    *,
+    is_cut: bool = False,
+) -> None:
+    known = frozenset(axes)
+    if not known:
+        return
+    rows = known.intersection(DATA_AXES)
+    of_shards = [_differs(shard) & known for _, shard, _ in _inputs(jaxpr, shards)]
+    sizes = [len(jax.tree.leaves(arg)) for arg in args]
+    state: list[Axes] = [frozenset()] * sizes[0]
+    rest = [rows] * sum(sizes[1:3]) + [frozenset()] * sum(sizes[3:])
+    while True:
+        divided, results = divided_collectives(
+            *(jaxpr, [*of_shards, *state, *rest], known),
+            is_unit=is_gather if is_cut else lambda _: False,
+        )
+        # A microbatch begins with the state that the one before it has left.
+        left = results[len(results) - len(state) :]
+        after = [a | b for a, b in zip(state, left, strict=True)]
+        if after == state or divided:
+            break
+        state = after
+    if divided:
+        raise ValueError(_divided(divided))
+
+
+def _differs(shard: Shard) -> Axes:
+    """Along which axes this device's piece of a parameter differs."""
+    spec = shard.row.spec(shard.row.placements.parameter)
+    return frozenset(jax.tree.leaves(tuple(spec)))
+
+
+def _divided(divided: Sequence[Divided]) -> str:
+    places = {
+        f"{one.collective} over {', '.join(one.axes)} "
+        + (f"of unit '{one.unit}' " if one.unit else "")
+        + ("in a lax.while_loop" if one.kind == "while" else "in a lax.cond or switch")
+        for one in divided
+    }
+    return (
+        "loss_fn decides by this rank's rows or keys whether to run a collective, so "
+        f"that ranks would wait for each other forever: {_listed(places)}. Run the "
+        "unit always and choose among its results (jnp.where), or decide alike on all "
+        "ranks, as by fsdp.ops.masked_count(flag) > 0. If ranks agree for a reason "
+        "that the program does not show, vouch for it with "
+        "fsdp.assume_replicated(predicate)."
+    )
+
+
+def _listed(names: set[str]) -> str:
+    return ", ".join(sorted(names))

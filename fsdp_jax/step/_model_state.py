@@ -1,0 +1,231 @@
+"""A model's arrays that are no parameters: keys, statistics and counters in a step."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, Key
+
+from fsdp_jax._tree import PyTree, named_leaves
+from fsdp_jax.sharding._plan import Plan
+from fsdp_jax.sharding._variables import equinox_classes
+from fsdp_jax.step._shard import is_shard
+
+
+class Tally(nnx.Variable):
+    """A model's counter that all ranks and microbatches add to.
+
+    What each of them adds in a step is summed, as tokens an expert received are; other
+    state is averaged over ranks, or, if integer, the largest is taken.
+    """
+
+
+@dataclasses.dataclass(frozen=True)
+class UpdatedModel:
+    """What a loss returns for `aux` if it has new values for the model's other arrays.
+
+    A linen or equinox model cannot be written to: `return loss, fsdp.UpdatedModel(...)`
+    is how BatchNorm's running statistics get into `TrainState.model_state`. Models of
+    nnx are written to, and need none.
+
+    Attributes:
+      model: The model, or a part of its tree with what is new, such as what linen's
+        `apply(..., mutable=["batch_stats"])` returns. Parameters in it are not read.
+      aux: What the loss returns beside, where it `has_aux`.
+    """
+
+    model: Any
+    aux: Any = None
+
+
+def fold_rank(rng: Key[Array, ""], data_axes: tuple[str, ...]) -> Key[Array, ""]:
+    """Gives every data rank a key of its own."""
+    return jax.random.fold_in(rng, lax.axis_index(data_axes)) if data_axes else rng
+
+
+def fold_keys(state: PyTree, rng: Key[Array, ""]) -> PyTree:
+    """Gives every key of the model a value of its own for this rank and microbatch."""
+    word = jax.random.bits(rng)
+
+    def fold(leaf):
+        if not _is_key(leaf):
+            return leaf
+        one = functools.partial(jax.random.fold_in, data=word)
+        for _ in range(leaf.ndim):
+            one = jax.vmap(one)
+        return one(leaf)
+
+    return jax.tree.map(fold, state)
+
+
+def written_state(before: PyTree, after: PyTree) -> PyTree:
+    """The state that the loss left, with the keys as they were before folding.
+
+    Raises:
+      ValueError: If the loss left the model with more or fewer arrays than it had.
+    """
+    had, has = (dict(named_leaves(state)) for state in (before, after))
+    if had.keys() != has.keys():
+        raise ValueError(
+            "loss_fn changed which arrays the model holds; new: "
+            f"{', '.join(has.keys() - had.keys()) or 'none'}; gone: "
+            f"{', '.join(had.keys() - has.keys()) or 'none'}. Take what was sown out "
+            "again (nnx.pop(model, nnx.Intermediate)) and return it with has_aux=True."
+        )
+    return jax.tree.map(lambda b, a: b if _is_key(b) else a, before, after)
+
+
+def put_updated(plan: Plan, before: PyTree, updated: PyTree) -> PyTree:
+    """The state with what an `UpdatedModel` has of it.
+
+    Raises:
+      ValueError: If it has other arrays than the model, or of another shape or dtype.
+    """
+    user = plan.model.adapted.model if plan.model.adapted else plan.model
+    params = {name for name, _ in named_leaves(user.params)}
+    had = dict(named_leaves(before))
+    # A shard stands for a parameter, under the name of it.
+    has = {
+        name: leaf
+        for name, leaf in named_leaves(updated, is_shard)
+        if name not in params and isinstance(leaf, (jax.Array, np.ndarray))
+    }
+    wrong = [f"{name}: the model has none" for name in has if name not in had]
+    wrong += [
+        f"{name}: {has[name].dtype}{list(has[name].shape)}, was "
+        f"{old.dtype}{list(old.shape)}"
+        for name, old in had.items()
+        if name in has and (has[name].shape, has[name].dtype) != (old.shape, old.dtype)
+    ]
+    if wrong or not has:
+        problems = "; ".join(wrong) or "it has none of them"
+        raise ValueError(
+            "UpdatedModel(...) does not fit the model's arrays that are no parameters: "
+            f"{problems}. Return them in the tree and the dtypes of make_model, and "
+            "what was sown as aux."
+        )
+    leaves = [old if _is_key(old) else has.get(name, old) for name, old in had.items()]
+    return jax.tree.structure(before).unflatten(leaves)
+
+
+def refuse_state(plan: Plan, aux: PyTree) -> None:
+    """Refuses new values of the model's arrays as `aux`, where they would be lost."""
+    states = equinox_classes("State")
+
+    def is_state(node):
+        return isinstance(node, states)
+
+    known = dict(named_leaves(plan.model.state))
+    found = [
+        name or "aux"
+        for name, leaf in named_leaves(aux, is_state)
+        if is_state(leaf)
+        or any(
+            name == n
+            or name.endswith(f".{n}")
+            or ("." in name and n.endswith(f".{name}"))
+            for n, old in known.items()
+            if getattr(leaf, "shape", None) == old.shape
+        )
+    ]
+    if found:
+        raise ValueError(
+            f"loss_fn returns {', '.join(found[:5])} as aux, which would be no new "
+            "value of the model's arrays that are no parameters. Return "
+            "(loss, fsdp.UpdatedModel(model, aux)), with the model's new arrays in "
+            "`model` and all else in `aux`."
+        )
+
+
+def reduce_state(
+    plan: Plan, before: PyTree, after: PyTree, data_axes: tuple[str, ...]
+) -> PyTree:
+    """One state for all ranks: tallies summed, statistics averaged, integers maximal.
+
+    A flag is true if it is on any rank. Random streams are left alone: keys were never
+    changed, and all ranks count alike.
+    """
+    kinds = jax.tree.structure(before).unflatten(_kinds(plan))
+    is_new = _written_anywhere(before, after, data_axes)
+
+    def reduce(old, new, kind, is_new):
+        if kind == "kept" or not data_axes:
+            return new
+        if kind == "summed":
+            return old + lax.psum(new - old, data_axes)
+        if new.dtype == jnp.bool_:
+            return lax.pmax(new.astype(jnp.int32), data_axes).astype(jnp.bool_)
+        if jnp.issubdtype(new.dtype, jnp.integer):
+            return lax.pmax(new, data_axes)
+        if not jnp.issubdtype(new.dtype, jnp.inexact):
+            return new
+        wide = jnp.promote_types(new.dtype, jnp.float32)
+        mean = lax.pmean(new.astype(wide), data_axes).astype(old.dtype)
+        return jnp.where(is_new, mean, old)
+
+    return jax.tree.map(reduce, before, after, kinds, is_new)
+
+
+def _written_anywhere(
+    before: PyTree, after: PyTree, data_axes: tuple[str, ...]
+) -> PyTree:
+    """For each leaf whether any rank has written to it.
+
+    A mean of equal numbers may differ from them in the last bit: a constant would
+    drift.
+    """
+    leaves, treedef = jax.tree.flatten(before)
+    if not leaves or not data_axes:
+        return treedef.unflatten([True] * len(leaves))
+    flags = [
+        jnp.any(old != new) if jnp.issubdtype(old.dtype, jnp.inexact) else False
+        for old, new in zip(leaves, jax.tree.leaves(after), strict=True)
+    ]
+    flags = lax.pmax(jnp.stack(flags).astype(jnp.int32), data_axes)
+    return treedef.unflatten(list(flags > 0))
+
+
+def check_call(plan: Plan, needs_rng: bool, rng: Any, model_state: Any) -> None:
+    """Refuses a call that would leave a part of the model without a value."""
+    missing = [name for name, _ in named_leaves(plan.model_state)]
+    if model_state is None and missing:
+        raise ValueError(
+            f"The model has {len(missing)} array(s) that are no parameters: "
+            f"{', '.join(missing[:5])}. Pass model_state=state.model_state, as made by "
+            "fsdp_jax.init."
+        )
+    if needs_rng and rng is None:
+        raise ValueError(
+            "The loss or the model is random (dropout, or an argument `rng`). Pass "
+            "rng=jax.random.key(...), a different one each call."
+        )
+
+
+def _kinds(plan: Plan) -> list[str]:
+    """How each leaf of the state becomes one of all ranks."""
+    state = plan.model.state
+    if isinstance(state, nnx.State):
+
+        def is_variable(node):
+            return isinstance(node, nnx.Variable)
+
+        return [_kind(leaf) for leaf in jax.tree.leaves(state, is_leaf=is_variable)]
+    return ["agreed"] * len(jax.tree.leaves(state))
+
+
+def _kind(variable: Any) -> str:
+    if isinstance(variable, Tally):
+        return "summed"
+    is_state = isinstance(variable, nnx.Variable)
+    return "agreed" if is_state and not isinstance(variable, nnx.RngState) else "kept"
+
+
+def _is_key(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)

@@ -1,0 +1,277 @@
+"""What a traced function returns and writes, as arrays and a way to put them back.
+
+A unit is traced as a function of arrays to arrays, so that its backward can gather the
+weights again. A user's function is more: it returns strings and dataclasses beside
+arrays, sets attributes of its module, and appends to a list that it was given. Here
+both become a list of arrays, which passes through the trace, and a `rebuild` function,
+which makes the result of them outside and repeats the writes there.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+import types
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.core import Tracer
+
+from fsdp_jax.step._shard import is_shard
+
+Rebuild = Callable[[Iterator[jax.Array]], Any]
+"""Takes the arrays that belong to a value off an iterator, and returns the value."""
+
+Slots = dict[Hashable, Any]
+"""What can be written in an object: an attribute, an item or the value by its key."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Twin:
+    """An object outside of a trace, and the copy of it that the trace is given.
+
+    Attributes:
+      outer: The caller's object.
+      inner: Its copy; the same object where it is no pytree.
+      before: The slots of `inner` before the function ran.
+    """
+
+    outer: Any
+    inner: Any
+    before: Slots
+
+    def changes(self) -> tuple[Slots, list[Hashable]]:
+        """The slots that were written, and the keys of those that were deleted."""
+        after = _slots(self.inner) or {}
+        missing = object()
+        written = {
+            k: v for k, v in after.items() if self.before.get(k, missing) is not v
+        }
+        return written, [key for key in self.before if key not in after]
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What a function returned, with the objects that it may have written to."""
+
+    value: Any
+    twins: Sequence[Twin]
+
+
+def twins_of(outer: Any, inner: Any) -> list[Twin]:
+    """Pairs each mutable object in a tree with its copy in another.
+
+    Args:
+      outer: A tree: containers, nnx modules, dataclasses, arrays.
+      inner: A copy of it, of the same structure.
+    """
+    found: dict[int, Twin] = {}
+    _pair(outer, inner, found)
+    return list(found.values())
+
+
+def _pair(outer: Any, inner: Any, found: dict[int, Twin]) -> None:
+    if id(inner) in found or (outer is inner and not _is_open(inner)):
+        return
+    slots = _slots(inner)
+    if slots is None:
+        for pair in zip(_children(outer), _children(inner), strict=True):
+            _pair(*pair, found)
+        return
+    found[id(inner)] = Twin(outer, inner, slots)
+    given = _slots(outer) or {}
+    for key, value in slots.items():
+        if key in given:
+            _pair(given[key], value, found)
+
+
+def take_apart(outcome: Outcome) -> tuple[list[jax.Array], Callable[..., Any]]:
+    """The arrays of an outcome, and a function that makes the rest of them.
+
+    Returns:
+      The arrays that were returned or written; and `rebuild(arrays) -> value`, which
+      also writes to the outer objects what the function wrote to their copies.
+
+    Raises:
+      ValueError: If a value that holds traced arrays is no pytree.
+    """
+    known = {id(twin.inner): twin.outer for twin in outcome.twins}
+    arrays, value = _flatten(outcome.value, known)
+    writes = []
+    for twin in outcome.twins:
+        written, deleted = twin.changes()
+        made = {}
+        for key, new in written.items():
+            own, made[key] = _flatten(new, known)
+            arrays += own
+        if written or deleted:
+            writes.append((twin.outer, made, deleted))
+
+    def rebuild(arrays: Iterable[jax.Array]) -> Any:
+        given = iter(arrays)
+        result = value(given)
+        for outer, made, deleted in writes:
+            _write(outer, {key: make(given) for key, make in made.items()}, deleted)
+        return result
+
+    return arrays, rebuild
+
+
+def _flatten(value: Any, known: dict[int, Any]) -> tuple[list[jax.Array], Rebuild]:
+    if id(value) in known:
+        return [], lambda _: known[id(value)]
+    if isinstance(value, jax.Array):
+        return [value], next
+    if isinstance(value, nnx.Variable):
+        arrays, make = _flatten(value.get_raw_value(), known)
+        return arrays, lambda given: value.copy(make(given))
+    if isinstance(value, nnx.Pytree):
+        return _flatten_module(value, known)
+    if _is_record(value):
+        return _flatten_record(value, known)
+    children, treedef = jax.tree.flatten(value, is_leaf=lambda n: n is not value)
+    if jax.tree_util.treedef_is_leaf(treedef):
+        _check_static(value)
+        return [], lambda _: value
+    return _flatten_all(children, known, treedef.unflatten)
+
+
+def _flatten_all(
+    values: Sequence[Any], known: dict[int, Any], put_together: Callable[..., Any]
+) -> tuple[list[jax.Array], Rebuild]:
+    parts = [_flatten(value, known) for value in values]
+    arrays = list(itertools.chain.from_iterable(own for own, _ in parts))
+    return arrays, lambda given: put_together([make(given) for _, make in parts])
+
+
+def _flatten_module(
+    module: nnx.Pytree, known: dict[int, Any]
+) -> tuple[list[jax.Array], Rebuild]:
+    """A module that the function itself made."""
+    if any(id(twin.inner) in known for twin in twins_of(module, copy.copy(module))):
+        raise ValueError(
+            f"A unit's __call__ made a {type(module).__name__} that holds a module or "
+            "Variable of the unit, and returned or kept it. Make it in __init__."
+        )
+    graphdef, state = nnx.split(module)
+    leaves, treedef = jax.tree.flatten(state)
+
+    def put_together(leaves):
+        return nnx.merge(graphdef, treedef.unflatten(leaves))
+
+    return _flatten_all(leaves, known, put_together)
+
+
+def _flatten_record(
+    record: Any, known: dict[int, Any]
+) -> tuple[list[jax.Array], Rebuild]:
+    """A dataclass that is no pytree: its fields, whatever its constructor does."""
+    names = list(vars(record))
+
+    def put_together(values):
+        new = copy.copy(record)
+        for name, value in zip(names, values, strict=True):
+            object.__setattr__(new, name, value)
+        return new
+
+    return _flatten_all(list(vars(record).values()), known, put_together)
+
+
+def _check_static(value: Any) -> None:
+    """Refuses an opaque object with traced arrays, which end with the unit's trace."""
+    held = getattr(value, "__dict__", None)
+    if isinstance(value, type | types.ModuleType) or not isinstance(held, dict):
+        return
+    traced = [k for k, v in held.items() if isinstance(v, Tracer)]
+    if traced:
+        name = type(value).__name__
+        raise ValueError(
+            f"A unit returned or kept a {name}, whose attribute(s) "
+            f"{', '.join(traced)} hold arrays that were computed in it, and {name} is "
+            "no pytree. Make it a dataclass, or register it with "
+            "jax.tree_util.register_pytree_node_class."
+        )
+
+
+def _slots(node: Any) -> Slots | None:
+    """What can be written in `node`; None if nothing can, or it is not looked into."""
+    if is_shard(node) or isinstance(node, (jax.Array, np.ndarray)):
+        return None
+    if isinstance(node, nnx.Variable):
+        return {"value": node.get_raw_value()}
+    if isinstance(node, list):
+        return dict(enumerate(node))
+    if isinstance(node, dict):
+        return dict(node)
+    if isinstance(node, nnx.Pytree):
+        # flax's own bookkeeping, such as the trace that the module is of.
+        return {k: v for k, v in vars(node).items() if not k.startswith("_pytree__")}
+    is_leaf = jax.tree_util.all_leaves([node])
+    if is_leaf and not _is_record(node):
+        return None
+    held = getattr(node, "__dict__", None)
+    return dict(held) if isinstance(held, dict) else None
+
+
+def _children(node: Any) -> list[Any]:
+    """One level of a pytree that cannot be written to, such as a tuple."""
+    if is_shard(node):
+        return []
+    children = jax.tree.leaves(node, is_leaf=lambda n: n is not node)
+    return [child for child in children if child is not node]
+
+
+def _is_open(node: Any) -> bool:
+    """Whether to look into an object that the trace shares with its caller."""
+    return isinstance(node, (list, dict)) or _is_record(node)
+
+
+def _is_record(node: Any) -> bool:
+    """Whether `node` is a dataclass or namespace that jax takes for a leaf."""
+    if isinstance(node, type) or not hasattr(node, "__dict__"):
+        return False
+    is_record = dataclasses.is_dataclass(node) or isinstance(
+        node, types.SimpleNamespace
+    )
+    return is_record and jax.tree_util.all_leaves([node])
+
+
+def _write(outer: Any, new: Slots, deleted: Sequence[Hashable]) -> None:
+    if isinstance(outer, nnx.Variable):
+        outer.set_raw_value(new["value"])
+    elif isinstance(outer, list):
+        _write_list(outer, new, deleted)
+    elif isinstance(outer, dict):
+        outer.update(new)
+        for key in deleted:
+            del outer[key]
+    else:
+        for name, value in new.items():
+            is_data = isinstance(outer, nnx.Pytree) and _holds_nodes(value)
+            setattr(outer, str(name), nnx.data(value) if is_data else value)
+        for name in deleted:
+            delattr(outer, str(name))
+
+
+def _write_list(outer: list[Any], new: Slots, deleted: Sequence[Hashable]) -> None:
+    size = len(outer) - len(deleted)
+    del outer[size:]
+    for index, value in new.items():
+        if isinstance(index, int) and index < size:
+            outer[index] = value
+        else:
+            outer.append(value)
+
+
+def _holds_nodes(value: Any) -> bool:
+    """Whether a container has modules or Variables in it, which nnx wants said."""
+
+    def is_node(node):
+        return isinstance(node, (nnx.Variable, nnx.Pytree))
+
+    nodes = filter(is_node, jax.tree.leaves(value, is_leaf=is_node))
+    return any(node is not value for node in nodes)

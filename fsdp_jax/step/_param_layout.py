@@ -1,0 +1,88 @@
+"""What a step begins with: parameters come from where they rest to where units are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from fsdp_jax.sharding._low_precision import (
+    Encoded,
+    Float8Gather,
+    MXFP8Gather,
+    encode_float8,
+    encode_mxfp8,
+)
+from fsdp_jax.sharding._plan import ParamPlan
+from fsdp_jax.step._collectives import all_gather, at_tp_width
+
+
+def enter_step(
+    rows: Sequence[ParamPlan], values: Sequence[Float[Array, ...]]
+) -> list[Array | Encoded]:
+    """Brings each parameter from where it rests to where it is within the step.
+
+    Args:
+      rows: The plan's parameters.
+      values: This device's pieces at rest, split over `placements.optimizer`.
+
+    Returns:
+      The pieces split over `placements.parameter`, encoded where the plan says that
+      they travel so. What has to be gathered for that travels in a byte an element or
+      in the compute dtype, once a step whatever the number of microbatches.
+    """
+    pairs = list(zip(rows, values, strict=True))
+    with jax.named_scope("enter_step"):
+        largest = _agreed([pair for pair in pairs if is_float8(pair[0])])
+        return [_enter(row, value, largest.get(row.name)) for row, value in pairs]
+
+
+def is_float8(row: ParamPlan) -> bool:
+    """Whether ranks have to agree on a scale for it."""
+    return isinstance(row.gather, Float8Gather)
+
+
+def _enter(row: ParamPlan, value: Array, largest: Array | None) -> Array | Encoded:
+    placements = row.placements
+    axes = tuple(a for a in placements.optimizer if a not in placements.parameter)
+    entered: Array | Encoded = value
+    if isinstance(row.gather, MXFP8Gather):
+        entered = at_tp_width(row, lambda v: encode_mxfp8(v, row.block_dim), value)
+    elif largest is not None:
+        entered = encode_float8(value, largest)
+    elif axes:
+        entered = value.astype(row.precision.param)
+    return all_gather(row, entered, axes) if axes else entered
+
+
+def _agreed(pairs: Sequence[tuple[ParamPlan, Array]]) -> dict[str, Array]:
+    """The largest magnitude of each tensor, on all ranks together."""
+    agreed = {}
+    for axes in dict.fromkeys(row.placements.optimizer for row, _ in pairs):
+        own = [pair for pair in pairs if pair[0].placements.optimizer == axes]
+        sizes = [_largest(*pair) for pair in own]
+        with jax.named_scope("largest"):
+            found = lax.pmax(jnp.concatenate([size.ravel() for size in sizes]), axes)
+        names = [row.name for row, _ in own]
+        agreed |= _taken_apart(names, [size.shape for size in sizes], found)
+    return agreed
+
+
+def _largest(row: ParamPlan, value: Array) -> Float[Array, "*stacked"]:
+    """Of each unit's slice of this rank's piece."""
+    dims = tuple(range(row.num_stacked, value.ndim))
+    return jnp.abs(value).max(dims).astype(jnp.float32)
+
+
+def _taken_apart(
+    names: Sequence[str], stacks: Sequence[tuple[int, ...]], flat: Array
+) -> Iterator[tuple[str, Array]]:
+    start = 0
+    for name, stack in zip(names, stacks, strict=True):
+        size = math.prod(stack)
+        yield name, flat[start : start + size].reshape(stack)
+        start += size

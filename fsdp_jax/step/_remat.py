@@ -1,0 +1,235 @@
+"""Weights that are let go after forward and gathered again for backward.
+
+Naming the gathered value for a `jax.checkpoint` policy is not enough: the policy then
+saves whatever is derived from it, a transpose, a cast, a slice, which is as large.
+Instead everything in a unit that depends on its weights alone moves, together with the
+gather, into one custom-derivative function whose outputs are never saved.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+from jax.extend import core
+from jaxtyping import Array
+
+from fsdp_jax._jaxpr import function_of
+
+Policy = Callable[..., bool]
+
+
+def reshard_after_forward(
+    compute: Callable[..., Any],
+    unshard: Callable[[Any], Sequence[Array]],
+    policy: Policy | None = None,
+) -> Callable[..., Any]:
+    """Makes a unit whose backward gathers its weights again.
+
+    Args:
+      compute: `compute(weights, *args)`, with the whole weights.
+      unshard: `unshard(shards) -> weights`; shards are what is kept for backward.
+      policy: A `jax.checkpoint` policy for everything else the unit computes; None
+        saves it all.
+
+    Returns:
+      `unit(shards, *args)`, equal to `compute(unshard(shards), *args)`. Derived weights
+      inside a loop or a custom-derivative function of `compute` are not recognised;
+      they are saved as `policy` says. It raises `ValueError` where an argument is in
+      float8, see `without_float8`.
+    """
+    saves = without_float8(policy)
+
+    def save(primitive, *args, **params) -> bool:
+        return not _is_unshard(primitive, params) and saves(primitive, *args, **params)
+
+    def unit(shards, *args):
+        if any(map(is_float8, jax.tree.leaves(args))):
+            raise ValueError(_float8_argument(args))
+        weights_only, rest, out_tree = split_unit(compute, unshard, shards, args)
+
+        @jax.custom_vjp
+        def fsdp_unshard(shards):
+            return weights_only(shards)
+
+        # The rule's forward calls the custom function itself: a policy would see
+        # through to whatever else it called.
+        fsdp_unshard.defvjp(
+            lambda shards: (fsdp_unshard(shards), shards),
+            lambda shards, grads: jax.vjp(weights_only, shards)[1](grads),
+        )
+        return out_tree.unflatten(rest(fsdp_unshard(shards), *jax.tree.leaves(args)))
+
+    return jax.checkpoint(unit, policy=save)
+
+
+def without_float8(policy: Policy | None) -> Policy:
+    """The policy, None to save everything, but for arrays in 8 bits or less.
+
+    `jax.checkpoint` rounds what it saves with `reduce_precision`, for which a dtype of
+    so few bits ends where an IEEE one would: float8_e4m3fn at 240, and not at 448 (jax
+    0.10.2). What is larger becomes NaN. A cast is cheap to do again.
+    """
+
+    def save(primitive, *args, **params) -> bool:
+        if _makes_float8(args, params):
+            return False
+        return policy is None or policy(primitive, *args, **params)
+
+    return save
+
+
+def _float8_argument(args) -> str:
+    shapes = [
+        f"{x.dtype}{list(x.shape)}" for x in jax.tree.leaves(args) if is_float8(x)
+    ]
+    return (
+        f"A unit is given {', '.join(shapes)} as an argument. It would be saved for "
+        "backward, where jax.checkpoint makes NaN of float8_e4m3fn above 240. Cast to "
+        "float8 inside the unit, or set FSDPConfig(reshard_after_forward=False)."
+    )
+
+
+def _makes_float8(args, params) -> bool:
+    """Whether a primitive does, as far as can be told of what a policy is told."""
+    if called := params.get("call_jaxpr"):
+        return any(is_float8(aval) for aval in called.out_avals)
+    dtype = params.get("new_dtype", params.get("preferred_element_type"))
+    if dtype is not None:
+        return _is_narrow(dtype)
+    return any(is_float8(arg) for arg in args)
+
+
+def is_float8(array: Any) -> bool:
+    """Whether an array, or its shape, has floating-point numbers of 8 bits or less."""
+    return _is_narrow(getattr(array, "dtype", jnp.float32))
+
+
+def _is_narrow(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits <= 8
+
+
+def _is_unshard(primitive, params) -> bool:
+    if primitive.name != "custom_vjp_call":
+        return False
+    return params["call_jaxpr"].jaxpr.debug_info.func_name == "fsdp_unshard"
+
+
+def split_unit(compute, unshard, shards, args, *, may_close_over: bool = True):
+    """Cuts `compute(unshard(shards), *args)` behind what depends on shards alone.
+
+    Returns `weights_only(shards) -> values`, `rest(values, *arg_leaves) -> leaves`,
+    and the treedef of the result.
+    """
+    weights = jax.eval_shape(unshard, shards)
+    num_weights = len(jax.tree.leaves(weights))
+    closed, out_shape = jax.make_jaxpr(compute, return_shape=True)(weights, *args)
+    closed = _inline_mixed_calls(closed, num_weights)
+    if not may_close_over:
+        _check_closed(closed)
+    jaxpr = closed.jaxpr
+    before, after, derived = _partition(closed, closed.jaxpr.invars[:num_weights])
+    used = {v for eqn in after for v in eqn.invars if isinstance(v, core.Var)}
+    used |= {v for v in jaxpr.outvars if isinstance(v, core.Var)}
+    crossing = [v for v in derived if v in used]
+    first = function_of(closed, jaxpr.invars[:num_weights], crossing, before)
+    second = function_of(
+        closed, [*crossing, *jaxpr.invars[num_weights:]], jaxpr.outvars, after
+    )
+
+    def weights_only(shards):
+        return first(*jax.tree.leaves(unshard(shards)))
+
+    def rest(values, *arg_leaves):
+        return second(*values, *arg_leaves)
+
+    return weights_only, rest, jax.tree.structure(out_shape)
+
+
+def _check_closed(closed) -> None:
+    """Refuses a unit with other inputs than its arguments.
+
+    It runs inside a custom derivative, which would not see them.
+    """
+    caught = [x.aval.str_short() for x in closed.consts if isinstance(x, Tracer)]
+    if caught:
+        raise ValueError(
+            "The unit given to fsdp.scan(prefetch=...) computes with traced value(s) "
+            f"that are none of its arguments: {', '.join(caught)}. The object of a "
+            "method may hold them. Pass them in `consts` or `xs`, or use prefetch=0."
+        )
+
+
+def _partition(closed, weights):
+    """What an equation reads decides where it stands: weights alone, or other things.
+
+    Returns the equations of weights and constants alone; the others; and the weights
+    with what is derived of them. What is made of constants alone stands in both.
+    """
+    jaxpr = closed.jaxpr
+    derived = dict.fromkeys(weights)
+    constant = {
+        var
+        for var, value in zip(jaxpr.constvars, closed.consts, strict=True)
+        # What the unit closes over is another input, which may be differentiated by.
+        if not isinstance(value, Tracer)
+    }
+    before, after = [], []
+    for eqn in jaxpr.eqns:
+        read = {v for v in eqn.invars if isinstance(v, core.Var)}
+        if eqn.effects or not read <= constant | derived.keys():
+            after.append(eqn)
+            continue
+        before.append(eqn)
+        if read <= constant:
+            after.append(eqn)
+            constant.update(eqn.outvars)
+        else:
+            derived.update(dict.fromkeys(eqn.outvars))
+    return before, after, list(derived)
+
+
+def _inline_mixed_calls(closed, num_weights: int):
+    """Opens `jit` calls that take weights and other things, until there are none."""
+    while opened := _mixed_calls(closed, num_weights):
+        avals = [v.aval for v in closed.jaxpr.invars]
+        shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
+        inlined = functools.partial(_evaluate, closed, opened)
+        closed = jax.make_jaxpr(inlined)(*shapes)
+    return closed
+
+
+def _mixed_calls(closed, num_weights: int) -> set[int]:
+    _, after, derived = _partition(closed, closed.jaxpr.invars[:num_weights])
+    return {
+        id(eqn)
+        for eqn in after
+        if eqn.primitive.name in ("jit", "pjit")
+        and any(isinstance(v, core.Var) and v in derived for v in eqn.invars)
+    }
+
+
+def _evaluate(closed, opened: set[int], *args):
+    """Evaluates a jaxpr, the calls in `opened` by the equations within."""
+    jaxpr = closed.jaxpr
+    env: dict[Any, Any] = dict(zip(jaxpr.constvars, closed.consts, strict=True))
+    env.update(zip(jaxpr.invars, args, strict=True))
+
+    def read(v):
+        return v.val if isinstance(v, core.Literal) else env[v]
+
+    for eqn in jaxpr.eqns:
+        if id(eqn) in opened:
+            outputs = core.jaxpr_as_fun(eqn.params["jaxpr"])(*map(read, eqn.invars))
+            env.update(zip(eqn.outvars, outputs, strict=True))
+        else:
+            variables = [v for v in eqn.invars if isinstance(v, core.Var)]
+            invars = [v for v in dict.fromkeys(variables) if v not in jaxpr.constvars]
+            outvars = [v for v in eqn.outvars if not isinstance(v, core.DropVar)]
+            single = function_of(closed, invars, outvars, [eqn])
+            env.update(zip(outvars, single(*map(read, invars)), strict=True))
+    return [read(v) for v in jaxpr.outvars]

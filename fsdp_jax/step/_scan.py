@@ -1,0 +1,173 @@
+"""A stack of identical units, one after the other."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import jax
+
+from fsdp_jax._tree import PyTree
+from fsdp_jax.lora._composed_weight import take_parts
+from fsdp_jax.sharding._attributes import closed_over_tracers
+from fsdp_jax.sharding._plan import ParamPlan
+from fsdp_jax.step._layer_stack import scan_stages, unless_padding
+from fsdp_jax.step._module_units import put_state, written_state
+from fsdp_jax.step._prefetch import prefetching_scan
+from fsdp_jax.step._shard import Shard, partition, shards_of
+from fsdp_jax.step._unit import unit as mark
+
+
+def scan(
+    unit: Callable[..., tuple[PyTree, PyTree]],
+    stacked: PyTree,
+    carry: PyTree,
+    xs: tuple[PyTree, ...] = (),
+    consts: tuple[PyTree, ...] = (),
+    *,
+    prefetch: int = 0,
+    unroll: int = 1,
+) -> tuple[PyTree, PyTree]:
+    """Runs `unit` over a stack of weights, gathering one slice of it at a time.
+
+    A stack that `pp` splits is where a step cuts the loss: each stage runs the units
+    that it has, see `fsdp_jax.Pipeline`.
+
+    Args:
+      unit: `unit(weights, carry, *x_slices, *consts) -> (carry, y)`, where `weights` is
+        one slice of `stacked`, whole.
+      stacked: The weights of all units, a leading dim `layers` on every leaf.
+      carry: What goes from unit to unit.
+      xs: Trees with the same leading dim, a slice of each for every unit, e.g. keys.
+      consts: Trees that every unit sees whole, e.g. rope tables. What the result is to
+        be differentiated by enters here, not through a closure.
+      prefetch: How many units ahead of the one that computes are gathered, forward and
+        backward, so that gathers need not wait for it; also each unit's gradients are
+        reduced while the next one computes. `prefetch + 1` units are whole at a time,
+        and with more than 1 ahead XLA makes a copy of one. 0 gathers a unit when it is
+        entered.
+      unroll: Units in one iteration of the compiled loop; more take more memory.
+
+    Returns:
+      The last carry, and the `y`s stacked on a new leading dim. What nnx modules in
+      `stacked` have written (BatchNorm statistics, dropout counters) is in them.
+
+    Raises:
+      ValueError: If `unit` closes over a traced value, `xs` or `consts` is no tuple, or
+        the stack cannot be prefetched.
+    """
+    for name, value in (("xs", xs), ("consts", consts)):
+        if not isinstance(value, tuple):
+            raise ValueError(
+                f"fsdp.scan({name}=...) takes a tuple of trees, got a "
+                f"{type(value).__name__}: write {name}=({name},)."
+            )
+    if caught := sorted(set(closed_over_tracers(unit))):
+        raise ValueError(
+            f"The unit given to fsdp.scan closes over traced value(s): "
+            f"{', '.join(caught)}. A unit takes what it computes with by its "
+            "arguments: pass it in `consts` (same for every unit) or `xs` (one slice "
+            "each)."
+        )
+    if prefetch < 0 or unroll < 1:
+        raise ValueError(
+            f"fsdp.scan({prefetch=}, {unroll=}): at least 0 units are gathered ahead, "
+            "and at least 1 is in an iteration."
+        )
+
+    run = functools.partial(_scan, prefetch=prefetch, unroll=unroll)
+    if staged := [s for s in partition(stacked)[0] if s.row.is_staged]:
+        return _scan_stages(run, staged[0].row, unit, stacked, carry, xs, consts)
+    return run(unit, stacked, carry, xs, consts)
+
+
+def _scan_stages(
+    run: Callable[..., tuple[PyTree, PyTree]],
+    row: ParamPlan,
+    unit: Callable[..., tuple[PyTree, PyTree]],
+    stacked: PyTree,
+    *args: PyTree,
+) -> tuple[PyTree, PyTree]:
+    """The scan as one of a pipeline, which runs some of the layers at a time."""
+    if jax.tree.leaves(written_state(stacked)):
+        raise ValueError(
+            f"'{row.unit}' holds arrays that are no parameters (dropout counters, "
+            "statistics of a BatchNorm), which its layers may write to, and is split "
+            "over pp, where several microbatches are under way at once. Hand keys in "
+            "by `xs`, or use pp=1."
+        )
+    shards, others, merge = partition(stacked)
+
+    def run_chunk(shards, others, carry, xs, consts, is_real):
+        chunk = merge(shards, others)
+        if is_real is None:
+            return run(unit, chunk, carry, xs, consts)
+        return run(unless_padding(unit), chunk, carry, (is_real, *xs), consts)
+
+    return scan_stages(run_chunk, shards, others, *args, num_layers=row.shape[0])
+
+
+def _scan(
+    unit: Callable[..., tuple[PyTree, PyTree]],
+    stacked: PyTree,
+    carry: PyTree,
+    xs: tuple[PyTree, ...],
+    consts: tuple[PyTree, ...],
+    *,
+    prefetch: int,
+    unroll: int,
+) -> tuple[PyTree, PyTree]:
+    def stateful(weights, *args):
+        carry, y = unit(weights, *args)
+        # Dropout counters, BatchNorm statistics: written inside, wanted outside.
+        return carry, (y, written_state(weights))
+
+    own, others, merge = partition(stacked)
+    if prefetch and own:
+        _check_prefetch(own, (others, carry, xs, consts))
+
+        def compute(weights, others, carry, xs, consts):
+            return stateful(merge(weights, others), carry, *xs, *consts)
+
+        computed, own, keys = take_parts(compute, own)
+
+        def of_parts(parts, carry, slices, consts):
+            keys, others, xs = slices
+            return computed(parts, keys, others, carry, xs, consts)
+
+        with jax.named_scope(f"unit:{own[0].row.unit}"):
+            carry, (ys, written) = prefetching_scan(
+                *(of_parts, own, carry, (keys, others, xs), consts),
+                prefetch=prefetch,
+                unroll=unroll,
+            )
+    else:
+        gathering = mark(stateful)
+
+        def body(carry, slices):
+            weights, x = slices
+            return gathering(weights, carry, *x, *consts)
+
+        carry, (ys, written) = jax.lax.scan(body, carry, (stacked, xs), unroll=unroll)
+    put_state(stacked, written)
+    return carry, ys
+
+
+def _check_prefetch(own: list[Shard], rest: PyTree) -> None:
+    """Refuses a stack whose units cannot be gathered ahead."""
+    row = own[0].row
+    problem = None
+    if not row.reshard:
+        problem = (
+            "reshard_after_forward=False keeps all weights, so that backward has "
+            "nothing to gather"
+        )
+    elif any(s.row.num_stacked != 1 or s.num_stacked != 1 for s in own):
+        problem = "it is a stack of more dims than one, or was planned as no stack"
+    elif inner := shards_of(rest):
+        problem = f"it has units within, such as '{inner[0].row.unit}'"
+    if problem:
+        raise ValueError(
+            f"fsdp.scan(prefetch=...) cannot gather '{row.unit}' ahead: {problem}. Use "
+            "prefetch=0."
+        )

@@ -1,0 +1,183 @@
+"""What a loss does with the shards of units: gather them in a unit, or misuse them.
+
+Read from the traced program, since no error of a `Shard` itself can see everything: a
+loss that maps over the leaves of its model reads shards as if they were weights.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fsdp_jax.step._dataflow import Dataflow
+from fsdp_jax.step._unit_dims import Dims, are_in_place, moved, moves, weight_dims
+
+GATHERS = ("fsdp_gather", "fsdp_unshard", "fsdp_scan")
+"""Names of the custom-derivative functions that take shards and return weights."""
+
+MANY = 2
+"""Stands for more than one use, and for a use that may not happen."""
+
+
+@dataclasses.dataclass
+class Uses:
+    """How often each shard is gathered, and which ones are misused.
+
+    Attributes:
+      gathers: Name -> 0, 1, or `MANY`. A stack that a loop takes slice by slice counts
+        as often as each slice.
+      misread: Names of shards that are computed with, or returned, as if they were
+        weights.
+      rearranged: Names of shards that are gathered after their elements were moved.
+      cast: Names of shards that are gathered after a cast, with the dtype.
+    """
+
+    gathers: dict[str, int]
+    misread: set[str] = dataclasses.field(default_factory=set)
+    rearranged: set[str] = dataclasses.field(default_factory=set)
+    cast: dict[str, str] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tracked:
+    """What a variable holds of a shard.
+
+    Attributes:
+      name: Of the parameter.
+      ndim_in_unit: Dims of a slice of it.
+      dims: Where these are in the variable; None if its elements were moved.
+      many: Whether a gather of it may be one of several, or may not happen: in a loop
+        or a branch, or of pieces that were moved about.
+      dtype: To which it was cast; None if it was not.
+    """
+
+    name: str
+    ndim_in_unit: int
+    dims: Dims | None
+    many: bool = False
+    dtype: str | None = None
+
+
+def uses_of_shards(jaxpr: Any, shards: Mapping[Any, tuple[str, int]]) -> Uses:
+    """Follows shards through the program of a loss.
+
+    Args:
+      jaxpr: Of the loss, as a function of shards and other things.
+      shards: The input variables that are shards, with the parameter's name and the
+        dims that it has in its unit.
+    """
+    uses = Uses(dict.fromkeys((name for name, _ in shards.values()), 0))
+    given = []
+    for v in jaxpr.invars:
+        name, ndim = shards.get(v, ("", 0))
+        dims = weight_dims(len(v.aval.shape), ndim)
+        given.append(_Tracked(name, ndim, dims) if name else None)
+    returned = _Follow(uses).results(jaxpr, given)
+    uses.misread |= {tracked.name for tracked in returned if tracked}
+    return uses
+
+
+_MOVE_ALL_OPERANDS = ("concatenate", "optimization_barrier")
+"""Others have one operand, and maybe indices."""
+
+
+class _Follow(Dataflow["_Tracked | None"]):
+    """Adds to `uses` what the program does with the shards that it moves."""
+
+    unknown = None
+
+    def __init__(self, uses: Uses) -> None:
+        super().__init__()
+        self._uses = uses
+
+    def special(self, eqn, given):
+        if any(given) and not is_gather(eqn):
+            return None
+        for tracked in filter(None, given):
+            self._gathered(tracked)
+        return [None] * len(eqn.outvars)
+
+    def primitive(self, eqn, given):
+        kind = eqn.primitive.name
+        num_moved = (
+            0 if not moves(eqn) else len(given) if kind in _MOVE_ALL_OPERANDS else 1
+        )
+        self._uses.misread |= {t.name for t in given[num_moved:] if t}
+        results = [_moved(eqn, t) if t else None for t in given[:num_moved]]
+        if kind == "optimization_barrier":  # One result an operand.
+            return results
+        return [_joined(results)] * len(eqn.outvars)
+
+    def join(self, one, other):
+        if one is None or other is None:
+            # The other way it is zeros, which lie as the shard does: a branch of `cond`
+            # has some in the place of what only another branch keeps for backward.
+            return self.in_loop(one or other)
+        if one.name != other.name:
+            self._uses.misread |= {one.name, other.name}
+        return _joined([one, other])
+
+    def sliced(self, fact):
+        if fact is None or fact.dims is None:
+            return fact
+        first, *rest = fact.dims
+        return dataclasses.replace(fact, dims=tuple(rest) if first is None else None)
+
+    def stacked(self, fact):
+        fact = self.in_loop(fact)
+        if fact is None or fact.dims is None:
+            return fact
+        return dataclasses.replace(fact, dims=(None, *fact.dims))
+
+    def in_loop(self, fact):
+        return dataclasses.replace(fact, many=True) if fact else None
+
+    def in_branch(self, fact, predicate):
+        return self.in_loop(fact)
+
+    def _gathered(self, tracked: _Tracked) -> None:
+        if not self.recording:
+            return
+        name, uses = tracked.name, self._uses
+        uses.gathers[name] = MANY if tracked.many or uses.gathers[name] else 1
+        if tracked.dims is None or not are_in_place(tracked.dims, tracked.ndim_in_unit):
+            uses.rearranged.add(name)
+        if tracked.dtype:
+            uses.cast[name] = tracked.dtype
+
+
+def is_gather(eqn: Any) -> bool:
+    """Whether an equation takes shards and returns weights, or what units made."""
+    if eqn.primitive.name == "fsdp_stack":
+        return True
+    call = eqn.params.get("call_jaxpr")
+    return call is not None and call.jaxpr.debug_info.func_name in GATHERS
+
+
+def _moved(eqn: Any, tracked: _Tracked) -> _Tracked:
+    dims = None if tracked.dims is None else moved(eqn, tracked.dims)
+    dtype = eqn.outvars[0].aval.dtype
+    if (
+        eqn.primitive.name != "convert_element_type"
+        or dtype == eqn.invars[0].aval.dtype
+    ):
+        dtype = tracked.dtype
+    return dataclasses.replace(
+        tracked, dims=dims, many=True, dtype=str(dtype) if dtype else None
+    )
+
+
+def _joined(given: Sequence[_Tracked | None]) -> _Tracked | None:
+    """Of several that one array may hold, or holds parts of."""
+    if not any(given):
+        return None
+    first, *others = filter(None, given)
+    same = all(other.dims == first.dims for other in others) and all(given)
+    dtypes = [tracked.dtype for tracked in (first, *others)]
+    return dataclasses.replace(
+        first,
+        dims=first.dims if same else None,
+        many=first.many or any(other.many for other in others),
+        dtype=next(filter(None, dtypes), None),
+    )

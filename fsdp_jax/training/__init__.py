@@ -1,0 +1,1 @@
+"""Train state, and the steps that change it."""

@@ -1,0 +1,85 @@
+"""Using a model without training it: a loss of it, or whatever it computes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from fsdp_jax._tree import PyTree
+from fsdp_jax.data._batch import check_batch, place_batch
+from fsdp_jax.sharding._plan import Plan
+from fsdp_jax.step._loss import LossFn, LossForm, takes_rng
+from fsdp_jax.step._model_state import check_call
+from fsdp_jax.training._cpu_sync import settle
+from fsdp_jax.training._gradients import global_loss
+
+
+def make_eval_step(
+    plan: Plan,
+    loss_fn: LossFn,
+    *,
+    has_aux: bool = False,
+    calculate_per_token_loss: bool = False,
+) -> Callable[..., PyTree]:
+    """Makes the step that only looks: no gradient, nothing updated.
+
+    Args:
+      plan: From `fully_shard`.
+      loss_fn: As for `value_and_grad`; put the model in evaluation mode there.
+      has_aux: As for `value_and_grad`.
+      calculate_per_token_loss: As for `value_and_grad`.
+
+    Returns:
+      `evaluate(params, batch, *, rng=None, model_state=None) -> metrics` with `loss`
+      and, with `has_aux`, `aux`.
+    """
+    form = LossForm(has_aux, calculate_per_token_loss)
+    compute = jax.jit(global_loss(plan, loss_fn, form))
+    needs_rng = takes_rng(loss_fn)
+
+    def evaluate(params, batch, *, rng=None, model_state=None):
+        check_call(plan, needs_rng, rng, model_state)
+        check_batch(plan, batch, 1)
+        rng = jax.random.key(0) if rng is None else rng
+        given = plan.model_state if model_state is None else model_state
+        batch = place_batch(plan, batch)
+        loss, aux = settle(plan.mesh, compute(params, batch, rng, given))
+        return {"loss": loss, "aux": aux} if has_aux else {"loss": loss}
+
+    return evaluate
+
+
+def make_forward(plan: Plan, fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
+    """Makes the sharded form of any function of the model: logits, samples, features.
+
+    Weights are gathered as in training, unit by unit, so a model that trains also
+    predicts where it lies.
+
+    Args:
+      plan: From `fully_shard`.
+      fn: `fn(model, batch) -> outputs`; it sees whole weights and this device's rows.
+        Arrays of `outputs` are rows again, in the order of the batch; floating-point
+        scalars are averaged over ranks, integer ones summed. If it has an argument
+        `rng`, it gets a key of its own for each data rank. A loop of units whose end
+        depends on the data must end alike on all ranks, since all gather together; it
+        is refused unless the program shows that, see `fsdp_jax.ops.masked_count` and
+        `fsdp_jax.assume_replicated`.
+
+    Returns:
+      `forward(params, batch, *, rng=None, model_state=None) -> outputs`. It is jitted.
+    """
+
+    @functools.wraps(fn)
+    def no_loss(model: Any, batch: PyTree, **rng: Any) -> tuple[jax.Array, PyTree]:
+        return jnp.zeros(()), fn(model, batch, **rng)
+
+    evaluate = make_eval_step(plan, no_loss, has_aux=True)
+
+    def forward(params, batch, *, rng=None, model_state=None):
+        return evaluate(params, batch, rng=rng, model_state=model_state)["aux"]
+
+    return forward

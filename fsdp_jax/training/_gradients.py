@@ -1,0 +1,371 @@
+"""What one device does: the loss and gradients of its rows, reduced over all ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float
+
+from fsdp_jax._tree import PyTree
+from fsdp_jax.data._batch import split_microbatches
+from fsdp_jax.pipeline._gradients import pipelined_grads, pipelined_loss
+from fsdp_jax.sharding._mesh import DATA_AXES, axes_in_use, num_devices
+from fsdp_jax.sharding._plan import ROOT, ParamPlan, Plan
+from fsdp_jax.step._aux_outputs import AUX_SPECS, AuxFormat, join_aux, reduce_aux
+from fsdp_jax.step._collectives import accumulated, reduce_late
+from fsdp_jax.step._loss import (
+    LossFn,
+    LossForm,
+    LossOfShards,
+    gradients_of,
+    loss_of_shards,
+    trace_gradients,
+    trace_loss,
+)
+from fsdp_jax.step._model_state import fold_rank, reduce_state
+from fsdp_jax.step._param_layout import enter_step
+from fsdp_jax.step._shard import Late, Shard
+from fsdp_jax.step._step_layout import packed, placed
+
+Grads = list[Array | None]
+"""A gradient a row of the plan; None where the parameter is frozen."""
+
+
+def global_loss(plan: Plan, loss_fn: LossFn, form: LossForm) -> Callable[..., Any]:
+    """`fn(params, batch, rng, model_state) -> (loss, aux)` on global arrays."""
+    call = loss_of_shards(plan, loss_fn, form)
+    data_axes = axes_in_use(plan.mesh, DATA_AXES)
+    aux_format = AuxFormat(has_whole_rows=plan.mesh.shape["cp"] == 1)
+
+    def local(values, batch, rng, model_state):
+        values = enter_step(plan.rows_in_step, values)
+        shards = [
+            Shard(value, None, None, row, Late())
+            for row, value in zip(plan.rows_in_step, values, strict=True)
+        ]
+        args = (model_state, batch, fold_rank(rng, data_axes))
+        if plan.mesh.shape["pp"] > 1:
+            total, count, parts = pipelined_loss(plan, call, aux_format, shards, *args)
+        else:
+            axes = axes_in_use(plan.mesh, plan.mesh.axis_names)
+            loss, _ = trace_loss(call, shards, *args, axes=axes)
+            total, (count, aux, _) = loss(shards, *args)
+            parts = aux_format.take_apart(aux)
+        mean = _sum(total, data_axes) / _at_least_one(_sum(count, data_axes))
+        return mean, reduce_aux(parts, data_axes)
+
+    sharded = _over_mesh(plan, local, out_specs=(PartitionSpec(), AUX_SPECS))
+
+    def fn(params, batch, rng, model_state):
+        loss, aux = sharded(packed(plan, params), batch, rng, model_state)
+        return loss, aux_format.put_together(aux)
+
+    return fn
+
+
+def global_grads(
+    plan: Plan,
+    loss_fn: LossFn,
+    form: LossForm,
+    accumulate: int,
+    *,
+    with_peaks: bool = False,
+) -> Callable[..., Any]:
+    """Makes `fn(params, batch, rng, model_state, loss_scale=1)`, on global arrays.
+
+    It returns `(((loss, aux), model_state, peaks), grads)`. The gradients are those of
+    the loss over the global batch, in the structure of the parameters, packed; None
+    where frozen. `peaks`, if asked for, are their largest magnitudes,
+    `float32[trainable]`, infinite where one is not finite.
+    """
+    if accumulate < 1:
+        raise ValueError(f"accumulate={accumulate}: a step has at least 1 microbatch.")
+    call = loss_of_shards(plan, loss_fn, form)
+    data_axes = axes_in_use(plan.mesh, DATA_AXES)
+    aux_format = AuxFormat(has_whole_rows=plan.mesh.shape["cp"] == 1)
+    num_means = num_devices(plan.mesh, DATA_AXES) * accumulate
+    trained = [row for row in plan.rows_in_step if not row.frozen]
+
+    def local(values, batch, given, model_state):
+        rng, loss_scale = given
+        rows = split_microbatches(batch, accumulate)
+        shards = _shards(plan, enter_step(plan.rows_in_step, values), 1 / num_means)
+        key = fold_rank(rng, data_axes)
+        grads, state, outs = _accumulate(
+            *(plan, call, aux_format, shards, model_state, rows, key),
+            loss_scale,
+            accumulate,
+        )
+        if loss_scale is not None:
+            grads = _all_divided(trained, grads, loss_scale)
+        totals, counts, aux = outs
+        count = _at_least_one(_sum(counts.sum(), data_axes))
+        if form.per_token:
+            # How many tokens a rank has on the mean is known only now.
+            grads = _all_divided(trained, grads, count / num_means)
+        loss = _sum(totals.sum(), data_axes) / count
+        aux = reduce_aux(aux, data_axes)
+        state = reduce_state(plan, model_state, state, data_axes)
+        axes = axes_in_use(plan.mesh, ("pp", *DATA_AXES))
+        peaks = _peaks(grads, axes) if with_peaks else None
+        return (loss, aux, state, peaks), grads
+
+    whole = PartitionSpec()
+    grad_specs = [row.spec(row.placements.optimizer) for row in trained]
+    sharded = _over_mesh(
+        plan, local, out_specs=((whole, AUX_SPECS, whole, whole), grad_specs)
+    )
+
+    def fn(params, batch, rng, model_state, loss_scale=None):
+        given = (rng, loss_scale)
+        out, grads = sharded(packed(plan, params), batch, given, model_state)
+        loss, aux, new_state, peaks = out
+        given = iter(grads)
+        at_rest = [
+            None if row.frozen else placed(plan, row, next(given)) for row in plan.rows
+        ]
+        value = ((loss, aux_format.put_together(aux)), new_state, peaks)
+        return value, plan.treedef.unflatten(at_rest)
+
+    return fn
+
+
+def _accumulate(
+    plan: Plan,
+    call: LossOfShards,
+    aux_format: AuxFormat,
+    shards: Sequence[Shard],
+    model_state: PyTree,
+    rows: PyTree,
+    key: Array,
+    loss_scale: Array | None,
+    accumulate: int,
+) -> tuple[list[Array], PyTree, Any]:
+    """Runs the microbatches: a loop, and behind it, where it pays, the last one.
+
+    Returns:
+      The gradients of what is trained, summed over all ranks; the model state; and
+      `(totals[accumulate], counts[accumulate], aux)` of this rank.
+    """
+    if plan.mesh.shape["pp"] > 1:
+        return pipelined_grads(
+            *(plan, call, aux_format, shards, model_state, rows, key, loss_scale)
+        )
+    data_axes = axes_in_use(plan.mesh, DATA_AXES)
+    axes = axes_in_use(plan.mesh, plan.mesh.axis_names)
+    xs = (jnp.arange(accumulate), rows)
+    example = (model_state, jax.tree.map(lambda x: x[0], rows), key)
+    scale = jnp.asarray(1.0 if loss_scale is None else loss_scale)
+    loss, gathers = trace_loss(call, shards, *example, axes=axes)
+    run, once = trace_gradients(loss, shards, *example, scale, axes=axes)
+    backward = _backward(aux_format, key, scale)
+    grads: Grads = [shard.sink for shard in shards]
+    state, outs, finished = model_state, [], set()
+    looped = _num_looped(plan, accumulate)
+    if looped:
+
+        def body(carry, x):
+            grads, state = carry
+            new, state, out = backward(run, shards, state, x)
+            return (_add(plan, grads, new), state), out
+
+        first = jax.tree.map(lambda x: x[:looped], xs)
+        (grads, state), out = lax.scan(body, (grads, state), first)
+        outs.append(out)
+    if looped < accumulate:
+        finished = once & _finished_in_backward(plan, gathers)
+        last = _finishing(plan, shards, grads if looped else None, finished)
+        if finished:
+            run = gradients_of(trace_loss(call, last, *example)[0])
+        new, state, out = backward(run, last, state, jax.tree.map(lambda x: x[-1], xs))
+        grads = [
+            n if row.name in finished or not looped else _plus(row, g, n)
+            for row, g, n in zip(plan.rows_in_step, grads, new, strict=True)
+        ]
+        outs.append(jax.tree.map(lambda x: x[None], out))
+    reduced = [
+        grad
+        if row.name in finished
+        else reduce_late(row, grad, row.late_axes(data_axes))
+        for row, grad in zip(plan.rows_in_step, grads, strict=True)
+        if grad is not None
+    ]
+    totals, counts, aux = zip(*outs, strict=True)
+    out = (jnp.concatenate(totals), jnp.concatenate(counts), join_aux(list(aux)))
+    return reduced, state, out
+
+
+def _backward(aux_format: AuxFormat, key: Array, scale: Array) -> Callable[..., Any]:
+    """Makes `fn(run, shards, state, (index, rows)) -> (grads, state, out)`.
+
+    It is one microbatch, by a function from `gradients_of`: the gradients as they leave
+    through the sinks of the shards, those of the loss times `scale`.
+    """
+
+    def backward(run, shards, state, x):
+        index, rows = x
+        shards = _not_before(shards, rows)
+        own_key = jax.random.fold_in(key, index)
+        grads, total, count, aux, state = run(shards, state, rows, own_key, scale)
+        return grads, state, (total, count, aux_format.take_apart(aux))
+
+    return backward
+
+
+def _num_looped(plan: Plan, accumulate: int) -> int:
+    """Microbatches in the loop; one more comes after it unless these are all."""
+    if accumulate == 1:
+        return 0
+    is_peeled = plan.config.overlap_outer and bool(plan.late_axes)
+    return accumulate - 1 if is_peeled else accumulate
+
+
+def _finished_in_backward(plan: Plan, gathers: dict[str, int]) -> set[str]:
+    """Names of parameters whose gradients the last backward can finish, unit by unit.
+
+    Those of stacks, since what happens in a loop over layers must be written into it;
+    the gradient of any other unit is ready when its backward is. And only if the stack
+    is gathered once: each gather adds what earlier microbatches accumulated.
+    """
+    if not (plan.config.overlap_outer and plan.late_axes):
+        return set()
+    return {
+        row.name
+        for row in plan.rows_in_step
+        if row.num_stacked and not row.frozen and gathers.get(row.name) == 1
+    }
+
+
+def _finishing(
+    plan: Plan, shards: Sequence[Shard], earlier: Grads | None, finished: set[str]
+) -> list[Shard]:
+    """The shards of the last microbatch, whose backward finishes some gradients."""
+    data_axes = axes_in_use(plan.mesh, DATA_AXES)
+    finishing = []
+    for i, shard in enumerate(shards):
+        row = shard.row
+        if row.name in finished:
+            late = Late(shard.late.scale, row.late_axes(data_axes))
+            shard = dataclasses.replace(
+                shard,
+                sink=_sink(plan, row, row.placements.optimizer),
+                earlier=earlier[i] if earlier else None,
+                late=late,
+            )
+        finishing.append(shard)
+    return finishing
+
+
+def _shards(plan: Plan, values: Sequence[Any], scale: float) -> list[Shard]:
+    return [
+        Shard(
+            value,
+            None if row.frozen else _sink(plan, row, row.placements.gradient),
+            None,
+            row,
+            Late(scale),
+        )
+        for row, value in zip(plan.rows_in_step, values, strict=True)
+    ]
+
+
+def _sink(plan: Plan, row: ParamPlan, axes: tuple[str, ...]) -> Array:
+    """Zeros in the shape and dtype of a gradient that is split over `axes`."""
+    shape = list(row.padded_shape)
+    stack = 0 if row.is_staged else None
+    for dim, split in ((row.dim, axes), (row.expert_dim, ("ep",)), (stack, ("pp",))):
+        if dim is not None:
+            shape[dim] //= num_devices(plan.mesh, split)
+    zeros = jnp.zeros(shape, row.precision.main_grads)
+    if row.tensor_dim is None or not row.is_under_tp:
+        return zeros
+    spec = PartitionSpec(*(None,) * row.tensor_dim, "tp")
+    return lax.with_sharding_constraint(zeros, spec)
+
+
+def _not_before(shards: Sequence[Shard], rows: PyTree) -> list[Shard]:
+    """Ties the shards of units to a microbatch's rows.
+
+    Gathering them does not depend on the rows, so XLA may move it out of the loop over
+    microbatches (on the CPU it does), where all units' whole weights would stay.
+    """
+    in_units = [shard.value for shard in shards if shard.row.unit != ROOT]
+    in_units, _ = lax.optimization_barrier((in_units, rows))
+    tied = iter(in_units)
+    return [
+        shard
+        if shard.row.unit == ROOT
+        else dataclasses.replace(shard, value=next(tied))
+        for shard in shards
+    ]
+
+
+def _over_mesh(plan: Plan, local: Callable[..., Any], out_specs: Any):
+    """`shard_map` with a plan's in_specs: `local(values, batch, rng, model_state)`."""
+    whole = PartitionSpec()
+    specs = [row.spec(row.placements.optimizer) for row in plan.rows_in_step]
+
+    def sharded(values, batch, rng, model_state):
+        return jax.shard_map(
+            local,
+            mesh=plan.mesh,
+            in_specs=(specs, plan.batch_specs(batch), whole, whole),
+            out_specs=out_specs,
+            axis_names=plan.manual_axes,
+            check_vma=False,
+        )(values, batch, rng, model_state)
+
+    return sharded
+
+
+def _add(plan: Plan, grads: Grads, new: Grads) -> Grads:
+    triples = zip(plan.rows_in_step, grads, new, strict=True)
+    return [_plus(*triple) for triple in triples]
+
+
+def _plus(row: ParamPlan, grad: Array | None, new: Array | None) -> Array | None:
+    return None if grad is None or new is None else accumulated(row, grad, new)
+
+
+def _peaks(
+    grads: Sequence[Array], data_axes: tuple[str, ...]
+) -> Float[Array, " trainable"]:
+    """The largest magnitude in each gradient; infinite if not all of it is finite.
+
+    Not NaN: which of NaN and a number is larger is for a reduction to choose.
+    """
+
+    def peak(grad):
+        size = jnp.abs(grad).astype(jnp.float32)
+        return jnp.max(jnp.where(jnp.isfinite(size), size, jnp.inf), initial=0.0)
+
+    peaks = jnp.stack([peak(grad) for grad in grads])
+    return lax.pmax(peaks, data_axes) if data_axes else peaks
+
+
+def _all_divided(
+    rows: Sequence[ParamPlan], grads: Sequence[Array], count: Array
+) -> list[Array]:
+    pairs = zip(rows, grads, strict=True)
+    return [g if row.is_overwritten else _divided(g, count) for row, g in pairs]
+
+
+def _divided(grad: Array, count: Array) -> Array:
+    """In a wide dtype: float16 ends at 65,504, and bfloat16 counts in steps."""
+    wide = jnp.promote_types(grad.dtype, jnp.float32)
+    return (grad.astype(wide) / count.astype(wide)).astype(grad.dtype)
+
+
+def _sum(x: Array, data_axes: tuple[str, ...]) -> Array:
+    return lax.psum(x, data_axes) if data_axes else x
+
+
+def _at_least_one(count: Array) -> Array:
+    """A batch without a single token has the loss 0, not 0 / 0."""
+    return jnp.where(count == 0, jnp.ones_like(count), count)

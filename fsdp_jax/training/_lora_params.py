@@ -1,0 +1,168 @@
+"""What fills a plan with LoRA, what comes of it, and what of it need not be saved."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
+from jaxtyping import Array, Key
+
+from fsdp_jax._tree import PyTree
+from fsdp_jax.sharding._fully_shard import choose_split
+from fsdp_jax.sharding._mesh import num_devices
+from fsdp_jax.sharding._padded import pack, unpack
+from fsdp_jax.sharding._plan import Plan
+from fsdp_jax.training._state import TrainState, check_fits
+from fsdp_jax.training._trainable import trainable
+
+
+def base_mould(plan: Plan) -> PyTree:
+    """The mould of the user's own parameters under a plan with LoRA.
+
+    To load a model into: as in `plan.params["base"]`, and what is stored in codes as it
+    computes.
+    """
+    _refuse_without_lora(plan, "base_mould")
+    treedef = jax.tree.structure(plan.model.adapted.model.params)
+    stored = treedef.flatten_up_to(plan.params["base"])
+    pairs = zip(plan.model.adapted.weights.values(), stored, strict=True)
+    return treedef.unflatten(
+        leaf if leaf is not None else _struct(plan, weight) for weight, leaf in pairs
+    )
+
+
+def add_lora(
+    plan: Plan,
+    base: PyTree,
+    key: Key[Array, ""] | None = None,
+    *,
+    factors: PyTree | None = None,
+) -> PyTree:
+    """The parameters of a plan with LoRA, of those of the base.
+
+    Args:
+      plan: With `FSDPConfig(lora=...)`.
+      base: In `base_mould(plan)`. What is stored as it is, is taken over.
+      key: To draw the factors; their product is zero whatever it is.
+      factors: In the place of `key`: `{path: {"lora_a", "lora_b"}}`, as
+        `bridge.load_lora(...).factors` are.
+
+    Returns:
+      Parameters in the mould `plan.params`, for `init`.
+
+    Raises:
+      ValueError: If `base` or `factors` do not fit.
+    """
+    check_fits(base, base_mould(plan), "base")
+    if (key is None) == (factors is None):
+        raise ValueError("add_lora takes either a key, to draw factors, or factors.")
+    if factors is not None:
+        factors = jax.tree.map(jax.device_put, factors, _placed(plan, factors))
+
+    def make(base, key, factors):
+        made = plan.model.adapted.complete(base, key, factors)
+        return {
+            name: jax.tree.map(lambda x, m: x.astype(m.dtype), made[name], mould)
+            for name, mould in wanted.items()
+        }
+
+    wanted = {name: tree for name, tree in plan.params.items() if name != "base"}
+    shardings = jax.tree.map(lambda mould: mould.sharding, wanted)
+    key = jax.random.key(0) if key is None else key
+    made = jax.jit(make, out_shardings=shardings)(base, key, factors)
+    weights = zip(
+        plan.model.adapted.weights.values(), jax.tree.leaves(base), strict=True
+    )
+    kept = [leaf for weight, leaf in weights if not weight.recipe.form]
+    stored = jax.tree.structure(plan.params["base"])
+    return {"base": stored.unflatten(kept), **made}
+
+
+def merge_lora(plan: Plan, params: PyTree, dtype: DTypeLike | None = None) -> PyTree:
+    """The user's own parameters with the factors merged in: `w + scale * a @ b`.
+
+    Args:
+      plan: With `FSDPConfig(lora=...)`.
+      params: Its parameters, or those of its `TrainState`.
+      dtype: Of what has factors or was stored in codes; the sum is made in float32 and
+        rounded once. None: as it computes.
+
+    Returns:
+      A tree like `base_mould(plan)`, sharded like it.
+    """
+    mould = base_mould(plan)
+    treedef = jax.tree.structure(plan.model.adapted.model.params)
+    parts = plan.model.adapted.parts(unpack(params))
+    merged = []
+    for (name, own), like in zip(parts.items(), jax.tree.leaves(mould), strict=True):
+        weight = plan.model.adapted.weights[name]
+        if weight.is_plain:
+            merged.append(own[0])
+        else:
+
+            def total(parts, weight=weight):
+                return weight.total(parts, dtype)
+
+            merged.append(jax.jit(total, out_shardings=like.sharding)(own))
+    return treedef.unflatten(merged)
+
+
+def trained_state(plan: Plan, state: TrainState) -> TrainState:
+    """The state without frozen parameters, None in their place: what need be saved.
+
+    Args:
+      plan: With `frozen` or `lora`.
+      state: With arrays, or the mould of one, to load what was saved.
+    """
+    return dataclasses.replace(state, params=trainable(plan, state.params))
+
+
+def with_frozen(plan: Plan, state: TrainState, params: PyTree) -> TrainState:
+    """A state from `trained_state` with its frozen parameters put back.
+
+    Args:
+      plan: That of the state, on any mesh.
+      state: As loaded into `trained_state(plan, abstract_state(plan, tx))`.
+      params: In the mould `plan.params`; what is trained is not read.
+
+    Raises:
+      ValueError: If `params` does not fit.
+    """
+    check_fits(params, plan.params, "params")
+    packed = plan.treedef.flatten_up_to(pack(params, plan.packed_params))
+    trained = plan.treedef.flatten_up_to(state.params)
+    rows = zip(plan.rows, trained, packed, strict=True)
+    leaves = [given if row.frozen else own for row, own, given in rows]
+    return dataclasses.replace(state, params=plan.treedef.unflatten(leaves))
+
+
+def _struct(plan: Plan, weight: Any) -> jax.ShapeDtypeStruct:
+    """A weight that is stored in codes, split as if it were not."""
+    axes = plan.placements.optimizer
+    num_shards = num_devices(plan.mesh, axes)
+    dim, padding = choose_split(
+        weight.shape, num_shards, num_stacked=weight.num_stacked
+    )
+    split = () if dim is None or padding or not axes else (*(None,) * dim, axes)
+    sharding = NamedSharding(plan.mesh, PartitionSpec(*split))
+    return jax.ShapeDtypeStruct(weight.shape, weight.recipe.dtype, sharding=sharding)
+
+
+def _placed(plan: Plan, factors: PyTree) -> PyTree:
+    """Where factors lie; raises a `ValueError` if they are not those of the plan."""
+    mould = plan.params["lora"]
+    have = {n: {p: x.shape for p, x in pair.items()} for n, pair in factors.items()}
+    want = {n: {p: x.shape for p, x in pair.items()} for n, pair in mould.items()}
+    if have != want:
+        wrong = [n for n in {*have, *want} if have.get(n) != want.get(n)]
+        lines = [f"  {n}: {have.get(n)}, planned {want.get(n)}" for n in sorted(wrong)]
+        raise ValueError("The factors are not those of the plan:\n" + "\n".join(lines))
+    return jax.tree.map(lambda leaf: leaf.sharding, mould)
+
+
+def _refuse_without_lora(plan: Plan, what: str) -> None:
+    if plan.config.lora is None:
+        raise ValueError(f"{what}(plan): the plan has no FSDPConfig(lora=...).")

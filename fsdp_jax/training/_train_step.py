@@ -1,0 +1,282 @@
+"""One training step of a plan: gather, compute, reduce, update, in one program."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from fsdp_jax._tree import PyTree
+from fsdp_jax.data._batch import check_batch, place_batch
+from fsdp_jax.launch import report_progress
+from fsdp_jax.sharding._offload import on_device
+from fsdp_jax.sharding._padded import unpack
+from fsdp_jax.sharding._plan import Plan
+from fsdp_jax.step._loss import LossFn, LossForm, takes_rng
+from fsdp_jax.step._model_state import check_call
+from fsdp_jax.training._compiler_options import options_for
+from fsdp_jax.training._cpu_sync import settle
+from fsdp_jax.training._grad_check import raise_if_not_finite
+from fsdp_jax.training._gradients import global_grads
+from fsdp_jax.training._loss_scale import LossScale
+from fsdp_jax.training._memory_check import MemoryWatch
+from fsdp_jax.training._state import TrainState, abstract_state
+from fsdp_jax.training._trainable import put_frozen, trainable
+from fsdp_jax.training._update import in_dtypes_of, make_update, to_rest, unless
+
+
+def value_and_grad(
+    plan: Plan,
+    loss_fn: LossFn,
+    has_aux: bool = False,
+    accumulate: int = 1,
+    *,
+    calculate_per_token_loss: bool = False,
+) -> Callable[..., Any]:
+    """The sharded `jax.value_and_grad`, for a training loop of one's own.
+
+    Args:
+      plan: From `fully_shard`.
+      loss_fn: `loss_fn(model, batch) -> loss`, the mean over the rows of `batch`; it
+        sees whole weights and this device's rows. If it has an argument `rng`, it gets
+        a key of its own for each data rank and microbatch.
+      has_aux: `loss_fn` returns `(loss, aux)`. Floating-point scalars of `aux` are
+        averaged over ranks and microbatches, integer ones summed, and arrays are put
+        together along their first dim, as rows of the batch.
+      accumulate: Microbatches a call; gradients are their mean.
+      calculate_per_token_loss: `loss_fn` returns `(sum, count)` in the place of the
+        loss, which then is the sum of all sums over the sum of all counts, so that each
+        token weighs the same however many its rank and microbatch have. Megatron's
+        word; without it, each rank and microbatch weighs the same.
+
+    Returns:
+      `fn(params, batch, *, rng=None, model_state=None) -> ((loss, aux), grads)`; `aux`
+      is None without `has_aux`. Gradients come in the mould `plan.grads`, None where
+      frozen (see `trainable` and `apply_updates`), and for the state of flax's fp8
+      products its next values, which `make_train_step` puts there. The loss is the mean
+      over the global batch. With `model_state`, which a model with dropout or BatchNorm
+      needs, the result is `((loss, aux, model_state), grads)`. It is jitted.
+
+    Raises:
+      ValueError: From the call, if the batch does not divide into ranks and
+        microbatches, or randomness is needed and no `rng` is given.
+    """
+    form = LossForm(has_aux, calculate_per_token_loss)
+    packed = global_grads(plan, loss_fn, form, accumulate)
+    needs_rng = takes_rng(loss_fn) or plan.has_keys
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, plan.grads)
+
+    def logical(*args):
+        value, grads = packed(*args)
+        return value, unpack(grads)
+
+    compute = jax.jit(logical, out_shardings=(None, shardings))
+
+    def fn(params, batch, *, rng=None, model_state=None):
+        check_call(plan, needs_rng, rng, model_state)
+        check_batch(plan, batch, accumulate)
+        rng = jax.random.key(0) if rng is None else rng
+        given = plan.model_state if model_state is None else model_state
+        batch = place_batch(plan, batch)
+        outputs = settle(plan.mesh, compute(params, batch, rng, given))
+        (value, new_state, _), grads = outputs
+        return value if model_state is None else (*value, new_state), grads
+
+    return fn
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainStep:
+    """A compiled training step: `state, metrics = step(state, batch)`.
+
+    Attributes:
+      plan: What it was made for.
+      accumulate: Microbatches a step.
+      jitted: The `jax.jit` function of `(state, batch)`; the state is donated.
+      check_for_nan_in_grad: Whether each call waits for the step and checks it.
+      watch: Looks at the memory of each program before it first runs.
+    """
+
+    plan: Plan
+    accumulate: int
+    jitted: Any
+    check_for_nan_in_grad: bool = False
+    watch: MemoryWatch = dataclasses.field(default_factory=MemoryWatch)
+    _calls: Iterator[int] = dataclasses.field(
+        default_factory=lambda: itertools.count(1), compare=False, repr=False
+    )
+
+    def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, PyTree]:
+        """Runs one step; the old state is given up to make room for the new one.
+
+        Raises:
+          FloatingPointError: With `check_for_nan_in_grad`, if a gradient is not finite;
+            it names the parameters and the step.
+        """
+        check_batch(self.plan, batch, self.accumulate)
+        report_progress(f"call {next(self._calls)} of the train step")
+        batch = place_batch(self.plan, batch)
+        self.watch.look(self.jitted, state, batch)
+        new, metrics = settle(self.plan.mesh, self.jitted(state, batch))
+        if self.check_for_nan_in_grad:
+            raise_if_not_finite(self.plan, metrics["grad_peaks"], int(new.step))
+        return new, metrics
+
+    def lower(self, state: PyTree, batch: PyTree) -> jax.stages.Lowered:
+        """Lowers the step for concrete or abstract arguments, to look at it."""
+        check_batch(self.plan, batch, self.accumulate)
+        shapes = jax.tree.map(
+            lambda x, sharding: jax.ShapeDtypeStruct(
+                x.shape, jax.dtypes.canonicalize_dtype(x.dtype), sharding=sharding
+            ),
+            batch,
+            self.plan.batch_shardings(batch),
+        )
+        return self.jitted.lower(state, shapes)
+
+
+def make_train_step(
+    plan: Plan,
+    loss_fn: LossFn,
+    tx: optax.GradientTransformation,
+    *,
+    has_aux: bool = False,
+    accumulate: int = 1,
+    calculate_per_token_loss: bool = False,
+    update_model_state: Callable[[Any], Any] | None = None,
+    check_for_nan_in_grad: bool = False,
+    skip_nonfinite: bool = False,
+    loss_scale: LossScale | None = None,
+    report_grad_peaks: bool = False,
+    compiler_options: Mapping[str, bool | int | str] | None = None,
+    memory_limit: int | None = None,
+) -> TrainStep:
+    """Makes the step that updates a `TrainState` with one batch.
+
+    Args:
+      plan: From `fully_shard`.
+      loss_fn: As for `value_and_grad`.
+      tx: The optimizer that made the state.
+      has_aux: As for `value_and_grad`.
+      accumulate: Microbatches a step; a step with k equals one with the whole batch.
+      calculate_per_token_loss: As for `value_and_grad`.
+      update_model_state: `fn(model)`, called once a step behind the microbatches, with
+        the state of all ranks, to change what the optimizer does not: what is no
+        parameter, and parameters that are frozen, as a router's bias, from the tokens
+        counted (see `Tally`). It changes the model or returns another; what it does to
+        parameters that are trained is lost.
+      check_for_nan_in_grad: Raise `FloatingPointError` with the names of the parameters
+        whose gradients are not finite. Each step is then waited for.
+      skip_nonfinite: Leave parameters, optimizer and model state as they were where a
+        gradient is not finite, and count it in `state.num_skipped`.
+      loss_scale: For float16: gradients are those of the loss times a factor, which
+        is divided out before anything sees them, and which finds its size by itself;
+        steps where they are not finite are passed over and counted, as with
+        `skip_nonfinite`. The state is made with `init(..., loss_scale=...)`.
+      report_grad_peaks: Put `grad_peaks` into the metrics also without the two.
+      compiler_options: XLA's, for this program alone, as `jax.jit` takes them; {} for
+        none. Default `fsdp_jax.compiler_options()` on GPUs, and none elsewhere. A name
+        that XLA does not know raises when the step compiles.
+      memory_limit: Bytes of a device that the step may take. Before a program first
+        runs, a `MemoryWarning` says if it takes 95 % of them, or if XLA recomputes
+        things of itself to fit. Default what the device says it has; CPUs say nothing,
+        and are not looked at.
+
+    Returns:
+      `step(state, batch) -> (state, metrics)`, where metrics hold `loss`, `grad_norm`
+      (of the gradient before the optimizer sees it), with `has_aux` `aux`, and
+      `grad_peaks` where asked for: the largest magnitude of each gradient, for
+      `largest_grads`.
+
+    Raises:
+      ValueError: If two options contradict each other, or the optimizer is
+        `optax.MultiSteps` or needs more than gradients, parameters and `value=loss`.
+
+    Source: Megatron `DistributedDataParallelConfig` for `check_for_nan_in_grad` (there
+      each bucket's norm before the collective; here each parameter's, after it, alike
+      on all hosts); `finalize_model_grads` for `update_model_state`.
+    """
+    if check_for_nan_in_grad and (skip_nonfinite or loss_scale is not None):
+        other = "skip_nonfinite=True" if skip_nonfinite else "loss_scale=..."
+        raise ValueError(
+            f"make_train_step(check_for_nan_in_grad=True, {other}): the one stops at "
+            "what the other passes over. Choose one."
+        )
+    form = LossForm(has_aux, calculate_per_token_loss)
+    skips = skip_nonfinite or loss_scale is not None
+    with_peaks = check_for_nan_in_grad or skips or report_grad_peaks
+    compute = global_grads(plan, loss_fn, form, accumulate, with_peaks=with_peaks)
+    mould = abstract_state(plan, tx, loss_scale)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, mould)
+    update = make_update(plan, tx, mould, may_skip=skips)
+
+    def step(state: TrainState, batch: PyTree):
+        rng = jax.random.fold_in(state.rng, state.step)
+        scale = state.loss_scale
+        ((loss, aux), model_state, peaks), grads = compute(
+            state.params, batch, rng, state.model_state, scale and scale.scale
+        )
+        skip = ~jnp.isfinite(peaks).all() if skips else jnp.array(False)
+        params = state.params
+        if update_model_state:
+            given = unpack(on_device(params) if plan.config.offload else params)
+            plain, model_state = _updated(plan, update_model_state, given, model_state)
+            plain = unless(skip, given, plain) if skips else plain
+            params = to_rest(plan, mould, plain)
+        with jax.named_scope("optimizer"):
+            # Apart from the keys of the ranks, which count from zero.
+            key = jax.random.fold_in(rng, 2**31 - 1)
+            given = (params, state.opt_state, grads, skip, key, loss)
+            params, opt_state = update(*given)
+        if skips:
+            model_state = unless(skip, state.model_state, model_state)
+        metrics = {
+            "loss": loss,
+            "grad_norm": optax.tree.norm(trainable(plan, unpack(grads))),
+        }
+        if scale is not None:
+            metrics["loss_scale"] = scale.scale
+        if has_aux:
+            metrics["aux"] = aux
+        if with_peaks:
+            metrics["grad_peaks"] = peaks
+        new = TrainState(
+            state.step + 1,
+            params,
+            opt_state,
+            model_state,
+            state.rng,
+            state.num_skipped + skip,
+            loss_scale.update(scale, ~skip) if loss_scale and scale else None,
+        )
+        return new, metrics
+
+    jitted = jax.jit(
+        step,
+        donate_argnums=0,
+        out_shardings=(shardings, None),
+        compiler_options=options_for(plan.mesh, compiler_options),
+    )
+    watch = MemoryWatch(memory_limit)
+    return TrainStep(plan, accumulate, jitted, check_for_nan_in_grad, watch)
+
+
+def _updated(
+    plan: Plan, update: Callable[[Any], Any], params: PyTree, model_state: PyTree
+) -> tuple[PyTree, PyTree]:
+    """Frozen parameters and state after `update` has had the model in its hands."""
+    model = plan.model.merge(params, model_state)
+    changed = update(model)
+    new, after = plan.model.split(model if changed is None else changed)
+    if jax.tree.structure(after) != jax.tree.structure(model_state):
+        raise ValueError(
+            "update_model_state left the model with other arrays than it had. Change "
+            "the values of its variables, and neither add nor remove any."
+        )
+    params = put_frozen(plan, params, in_dtypes_of(params, new))
+    return params, in_dtypes_of(plan.model_state, after)

@@ -1,0 +1,125 @@
+"""What the optimizer does in a step, on the device or streamed from the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from fsdp_jax._tree import PyTree
+from fsdp_jax.sharding._offload import Offload
+from fsdp_jax.sharding._padded import pack, unpack
+from fsdp_jax.sharding._plan import Plan
+from fsdp_jax.step._host_streaming import stream
+from fsdp_jax.training._optimizer import abstract_optimizer_state, needs_loss
+from fsdp_jax.training._state import TrainState
+from fsdp_jax.training._trainable import (
+    apply_updates,
+    overwrite,
+    seen_by_optimizer,
+    trainable,
+)
+
+Update = Callable[..., tuple[PyTree, PyTree]]
+"""`(params, opt_state, grads, skip, key, loss)` to `(params, opt_state)` of a state."""
+
+
+def make_update(
+    plan: Plan, tx: optax.GradientTransformation, mould: TrainState, *, may_skip: bool
+) -> Update:
+    """Makes the update of a plan.
+
+    Args:
+      plan: From `fully_shard`.
+      tx: The optimizer.
+      mould: Of the state.
+      may_skip: Whether everything stays as it is where `skip` is true.
+
+    Raises:
+      ValueError: If a step cannot serve the optimizer.
+    """
+    seen = seen_by_optimizer(plan, plan.params)
+    with_loss = needs_loss(tx, seen, abstract_optimizer_state(tx, seen))
+
+    def update(params, opt_state, grads, skip, key, loss):
+        plain, grads = unpack(params), unpack(grads)
+        # The loss of the global batch, which is alike on all ranks.
+        extra = {"value": loss} if with_loss else {}
+        updates, new_state = tx.update(
+            trainable(plan, grads),
+            unpack(opt_state),
+            seen_by_optimizer(plan, plain),
+            **extra,
+        )
+        moved = apply_updates(plan, plain, updates, key=key)
+        new = (
+            pack(overwrite(plan, moved, grads), mould.params),
+            in_dtypes_of(mould.opt_state, pack(new_state, mould.opt_state)),
+        )
+        return unless(skip, (params, opt_state), new) if may_skip else new
+
+    return (
+        _streamed(update, plan.config.offload, mould) if plan.config.offload else update
+    )
+
+
+def to_rest(plan: Plan, mould: TrainState, params: PyTree) -> PyTree:
+    """Plain parameters on the device as they are in a state, on the host if there."""
+    packed, offload = pack(params, mould.params), plan.config.offload
+    if not (offload and offload.params):
+        return packed
+    host = jax.memory.Space.Host
+    return jax.tree.map(
+        lambda x: jax.device_put(x, host) if offload.moves(x) else x, packed
+    )
+
+
+def in_dtypes_of(mould: PyTree, tree: PyTree) -> PyTree:
+    """Keeps each array in the dtype that it was made in.
+
+    A moment that widens with the gradient would make the second step another program,
+    and its checkpoint one that does not load.
+    """
+    return jax.tree.map(lambda leaf, new: new.astype(leaf.dtype), mould, tree)
+
+
+def unless(is_bad: Any, old: PyTree, new: PyTree) -> PyTree:
+    """The new arrays; where `is_bad`, the old ones."""
+    return jax.tree.map(lambda o, n: jnp.where(is_bad, o, n), old, new)
+
+
+def _streamed(update: Update, offload: Offload, mould: TrainState) -> Update:
+    """The update of a state parts of which rest on the host."""
+    moulds = (mould.params, mould.opt_state)
+    chosen = (offload.params, offload.optimizer)
+    flags = tuple(
+        jax.tree.map(
+            lambda leaf, is_chosen=is_chosen: is_chosen and offload.moves(leaf), m
+        )
+        for m, is_chosen in zip(moulds, chosen, strict=True)
+    )
+
+    def streamed(params, opt_state, *others):
+        given = (params, opt_state, *others)
+        grads, *_ = others
+        here = jax.tree.map(lambda _: False, others)
+        options = {"order": _by_parameter(moulds), "after": grads}
+        return stream(update, given, (*flags, *here), flags, **options)
+
+    return streamed
+
+
+def _by_parameter(moulds: tuple[PyTree, PyTree]) -> list[int]:
+    """The leaves of both, such that those of one parameter are neighbours."""
+    params, _ = jax.tree_util.tree_flatten_with_path(moulds[0])
+    rank = {path: i for i, (path, _) in enumerate(params)}
+    flat, _ = jax.tree_util.tree_flatten_with_path(moulds)
+
+    def rank_of(path):
+        suffixes = (path[start:] for start in range(len(path)))
+        return next((rank[end] for end in suffixes if end in rank), len(rank))
+
+    return sorted(range(len(flat)), key=lambda i: rank_of(flat[i][0]))
