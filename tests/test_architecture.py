@@ -10,7 +10,7 @@ import importlib
 import inspect
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from types import ModuleType
 
@@ -49,11 +49,23 @@ BRIDGE_ROWS = [
     {"lora", "megatron"},
     {"__init__"},
 ]
+# The same for its Megatron package, whose rooms stand on modules of their own.
+MEGATRON_ROOMS = [
+    {"key_mapping", "names", "pipeline", "ranks", "swiglu", "tensor_parallel"}
+    | {"tiling", "views", "vocab", "weight_rules"},
+    {"buffers", "config"},
+    {"read"},
+    {"write"},
+    {"decoder"},
+    {"adam"},
+    {"__init__"},
+]
+WITHIN = [("bridge", BRIDGE_ROWS), ("bridge.megatron", MEGATRON_ROOMS)]
 RANK = {layer: rank for rank, row in enumerate(ROOMS) for layer in row}
-BRIDGE_RANK = {layer: rank for rank, row in enumerate(BRIDGE_ROWS) for layer in row}
 
 # "fsdp_jax.sharding._plan" -> its text; a package by its own name
 Sources = Mapping[str, str]
+Rooms = Sequence[Set[str]]
 
 
 def sources(root: Path = ROOT) -> dict[str, str]:
@@ -146,19 +158,33 @@ def across(modules: Sources) -> list[str]:
     )
 
 
-def upward_in_bridge(modules: Sources) -> list[str]:
-    """Imports within bridge that the table above forbids; the package's own aside."""
+def room(name: str, package: str) -> str:
+    """`bridge.megatron.read._dcp` is of the room `read` of `bridge.megatron`."""
+    parts = name.removeprefix(package).split(".")
+    return parts[1].lstrip("_") if len(parts) > 1 else "__init__"
+
+
+def upward_within(package: str, rooms: Rooms, modules: Sources) -> list[str]:
+    """Imports within a package of bridge that a table above forbids."""
+    rank = {room: number for number, row in enumerate(rooms) for room in row}
     edges = {
         (name, target)
         for name in modules
         for target in imports(name, modules)
-        if top(name) == top(target) == "bridge" and layer(name) != layer(target)
+        if is_within(name, package) and is_within(target, package)
     }
     return sorted(
         f"{name} imports {target}"
         for name, target in edges
-        if BRIDGE_RANK[layer(target)] >= BRIDGE_RANK[layer(name)]
+        for importer, imported in [(room(name, package), room(target, package))]
+        if importer != imported
+        and not {importer, imported} <= rooms[0]
+        and rank[imported] >= rank[importer]
     )
+
+
+def is_within(name: str, package: str) -> bool:
+    return name == package or name.startswith(f"{package}.")
 
 
 def cycle(modules: Sources) -> list[str]:
@@ -186,10 +212,11 @@ def test_imports_run_one_way():
     assert upward(sources()) == []
 
 
-def test_imports_within_bridge_run_one_way():
-    placed = {layer(name) for name in sources() if top(name) == "bridge"}
-    assert placed == set(BRIDGE_RANK)
-    assert upward_in_bridge(sources()) == []
+@pytest.mark.parametrize("package, rooms", WITHIN)
+def test_imports_within_bridge_run_one_way(package, rooms):
+    placed = {room(name, package) for name in sources() if is_within(name, package)}
+    assert placed == set().union(*rooms)
+    assert upward_within(package, rooms, sources()) == []
 
 
 def test_a_planted_upward_import_in_bridge_is_caught():
@@ -199,7 +226,15 @@ def test_a_planted_upward_import_in_bridge_is_caught():
         "bridge.hf._config": "from bridge.formats import _source",
         "bridge.rules._rules": "import bridge",
     }
-    assert len(upward_in_bridge(modules)) == 2
+    assert len(upward_within("bridge", BRIDGE_ROWS, modules)) == 2
+    modules = {
+        "bridge.megatron.read._dcp": "from bridge.megatron.write import _dcp",
+        "bridge.megatron.write._dcp": "from bridge.megatron.read import _legacy",
+        "bridge.megatron.read._legacy": "from bridge.megatron import _names",
+        "bridge.megatron._names": "from bridge.megatron import _ranks",
+        "bridge.megatron._ranks": "",
+    }
+    assert len(upward_within("bridge.megatron", MEGATRON_ROOMS, modules)) == 1
 
 
 def test_neither_package_imports_the_other():

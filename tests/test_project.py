@@ -23,7 +23,7 @@ REFERENCE = ROOT / "docs" / "pages" / "reference"
 PUBLIC = (
     *("fsdp_jax", "fsdp_jax.ops", "fsdp_jax.planner"),
     *("bridge", "bridge.models", "bridge.adapt", "bridge.adapt.equinox"),
-    *("bridge.megatron", "bridge.megatron.buckets"),
+    *("bridge.megatron", "bridge.megatron.buffers"),
 )
 
 

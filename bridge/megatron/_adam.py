@@ -10,15 +10,15 @@ from jaxtyping import Array, Int
 
 from bridge._tree import named_leaves
 from bridge.formats._source import Source
-from bridge.megatron._adam_settings import (
+from bridge.megatron._decoder import decoder_source
+from bridge.megatron._weight_rules import weight_mapping
+from bridge.megatron.config._args import from_args
+from bridge.megatron.read._adam_settings import (
     AdamSettings,
     adam_settings,
     undecayed_leaves,
 )
-from bridge.megatron._args import from_args
-from bridge.megatron._checkpoint import open_megatron
-from bridge.megatron._decoder import decoder_source
-from bridge.megatron._weight_rules import weight_mapping
+from bridge.megatron.read._checkpoint import open_megatron
 from bridge.models import DecoderConfig
 from bridge.rules._mapping import Mapping
 from bridge.streaming._load import Progress, load

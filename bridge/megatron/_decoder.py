@@ -17,13 +17,13 @@ from bridge._tree import arrays_of, named_leaves
 from bridge.formats._source import Source
 from bridge.formats._torch_zip import TensorSource
 from bridge.hf._import_plan import ImportPlan, plan_of
-from bridge.megatron._args import from_args, to_args
-from bridge.megatron._checkpoint import open_megatron
-from bridge.megatron._regrouped import Regrouped
-from bridge.megatron._transformer_config import to_transformer_config
 from bridge.megatron._vocab import trim_vocab
 from bridge.megatron._weight_rules import grouped_shapes, weight_mapping
-from bridge.megatron._write import write_megatron
+from bridge.megatron.config._args import from_args, to_args
+from bridge.megatron.config._transformer_config import to_transformer_config
+from bridge.megatron.read._checkpoint import open_megatron
+from bridge.megatron.read._regrouped import Regrouped
+from bridge.megatron.write._checkpoint import write_megatron
 from bridge.models import DecoderConfig
 from bridge.rules._piece import Piece
 from bridge.streaming._export import assemble

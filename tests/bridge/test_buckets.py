@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bridge._box import Range
-from bridge.megatron.buckets import (
+from bridge.megatron.buffers import (
     Bucket,
     BucketId,
     Buffer,

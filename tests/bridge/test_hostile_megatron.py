@@ -12,8 +12,8 @@ from helpers.errors import facts
 
 from bridge.formats._pickle_writer import Call, Name, Object, Pairs, encode_pickle
 from bridge.megatron import open_megatron
-from bridge.megatron._dcp import open_dcp
-from bridge.megatron._dcp_writer import DcpWriter
+from bridge.megatron.read._dcp import open_dcp
+from bridge.megatron.write._dcp import DcpWriter
 
 DCP = "torch.distributed.checkpoint"
 VALUES = np.arange(24, dtype=np.float32).reshape(6, 4)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bridge.megatron.buckets import (
+from bridge.megatron.buffers import (
     BufferKey,
     ParamSpec,
     full_layout,

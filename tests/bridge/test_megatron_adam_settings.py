@@ -8,7 +8,7 @@ from helpers.errors import facts
 
 import bridge
 from bridge.megatron import load_megatron_adam, open_megatron
-from bridge.megatron._adam_settings import adam_settings
+from bridge.megatron.read._adam_settings import adam_settings
 
 GROUP = {
     **{"wd_mult": 1.0, "lr_mult": 1.0, "lr": 3e-4, "betas": (0.9, 0.95)},

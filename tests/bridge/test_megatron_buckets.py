@@ -12,8 +12,8 @@ from helpers.errors import facts
 
 from bridge.formats._torch_writer import TorchWriter
 from bridge.megatron import open_megatron
-from bridge.megatron._dcp_writer import DcpWriter
-from bridge.megatron.buckets import ParamSpec, distributed_optimizer_layout
+from bridge.megatron.buffers import ParamSpec, distributed_optimizer_layout
+from bridge.megatron.write._dcp import DcpWriter
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 KINDS = ("param", "exp_avg", "exp_avg_sq")

@@ -9,7 +9,7 @@ from helpers.errors import facts
 
 from bridge.formats._torch_writer import TorchWriter
 from bridge.megatron import open_megatron
-from bridge.megatron._dcp_writer import DcpWriter
+from bridge.megatron.write._dcp import DcpWriter
 
 
 def test_uneven_chunks_are_put_together(tmp_path: Path):

@@ -32,7 +32,7 @@ from bridge.megatron import (
     open_megatron,
     weight_mapping,
 )
-from bridge.megatron._regrouped import Regrouped
+from bridge.megatron.read._regrouped import Regrouped
 from bridge.streaming._load import load
 
 

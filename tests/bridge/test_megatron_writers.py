@@ -13,7 +13,7 @@ from megatron_twins import megatron_twin
 
 from bridge.formats._torch_zip import TensorSource, open_torch_file, read_torch_file
 from bridge.megatron import open_megatron, plain_args, trim_vocab, write_megatron
-from bridge.megatron._dcp import open_dcp
+from bridge.megatron.read._dcp import open_dcp
 
 VOCAB = 331
 

@@ -32,7 +32,7 @@ from megatron.core.transformer.transformer_config import (
 from megatron_variants import WITH, digest, exact_params, exact_tokens, twin_config
 
 from bridge.megatron import megatron_tensors, to_gpt_model, to_transformer_config
-from bridge.megatron._spelling import in_module
+from bridge.megatron._key_mapping import in_module
 
 OUT = Path(__file__).with_name("megatron_logits.json")
 FUNCTIONS = {

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from bridge.formats._source import Source
-from bridge.megatron._dcp_writer import DcpWriter
-from bridge.megatron._find import FORMAT_NAME
-from bridge.megatron._spelling import in_torch_dist
+from bridge.megatron._key_mapping import in_torch_dist
 from bridge.megatron._vocab import pad_vocab
+from bridge.megatron.read._find import FORMAT_NAME
+from bridge.megatron.write._dcp import DcpWriter
 
 _LAYER = re.compile(r"^(decoder\.layers)\.(\d+)\.(.+)$")
 _EXPERT = re.compile(r"^(.*\bmlp\.experts)\.(\d+)\.(.+)$")

@@ -8,13 +8,13 @@ from typing import Any
 from bridge._report import format_report
 from bridge.formats._source import Source
 from bridge.formats._torch_writer import TorchWriter
-from bridge.megatron._legacy import FILE_NAME
+from bridge.megatron._key_mapping import in_module
 from bridge.megatron._names import EMBEDDING, HEAD
 from bridge.megatron._pipeline import Pipeline
 from bridge.megatron._ranks import Rank
-from bridge.megatron._spelling import in_module
 from bridge.megatron._tensor_parallel import Split, cut, is_gated, split_of, split_shape
 from bridge.megatron._vocab import pad_vocab, padded_shape
+from bridge.megatron.read._legacy import FILE_NAME
 
 
 def check_pipeline(

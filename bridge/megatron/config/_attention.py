@@ -7,7 +7,7 @@ megatron/core/transformer/utils.py::get_sliding_window_causal_mask
 from typing import Any
 
 from bridge.families._codec import Codec
-from bridge.megatron._refusal import Fields, refuse
+from bridge.megatron.config._refusal import Fields, refuse
 from bridge.models import DecoderConfig
 
 

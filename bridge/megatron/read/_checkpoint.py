@@ -11,12 +11,12 @@ from typing import Any
 from bridge.formats._source import Source
 from bridge.formats._torch_tensors import LazyTensor
 from bridge.formats._torch_zip import TensorSource, read_torch_file
-from bridge.megatron._dcp import DcpDirectory, open_dcp
-from bridge.megatron._find import find_format, find_iteration
-from bridge.megatron._left_out import RANDOM, describe_left_out
-from bridge.megatron._legacy import FILE_NAME, open_legacy
 from bridge.megatron._names import canonical_tensors
-from bridge.megatron._optimizer import (
+from bridge.megatron.read._dcp import DcpDirectory, open_dcp
+from bridge.megatron.read._find import find_format, find_iteration
+from bridge.megatron.read._left_out import RANDOM, describe_left_out
+from bridge.megatron.read._legacy import FILE_NAME, open_legacy
+from bridge.megatron.read._optimizer import (
     MegatronOptimizer,
     is_optimizer_key,
     name_legacy_optimizer,

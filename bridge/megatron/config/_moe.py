@@ -12,7 +12,7 @@ Source: Megatron-LM megatron/core/transformer/moe/moe_utils.py
 from typing import Any
 
 from bridge.families._codec import Codec
-from bridge.megatron._refusal import Fields, refuse
+from bridge.megatron.config._refusal import Fields, refuse
 from bridge.models import DecoderConfig, MoEConfig
 
 _LATENT_NORM_EPS = 1e-6

@@ -6,7 +6,7 @@ from typing import Any
 
 from bridge.families._family import Family
 from bridge.hf._config import build_config, find_family, to_hf_config
-from bridge.megatron._training_fields import read_training
+from bridge.megatron.config._training import read_training
 from bridge.models import DecoderConfig
 
 TWINS = (

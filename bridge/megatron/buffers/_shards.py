@@ -3,8 +3,8 @@
 import dataclasses
 
 from bridge._box import Range
-from bridge.megatron._buffer_layout import Bucket, BufferLayout, Placement
-from bridge.megatron._param_spec import ParamSpec
+from bridge.megatron.buffers._buffer_layout import Bucket, BufferLayout, Placement
+from bridge.megatron.buffers._param_spec import ParamSpec
 
 
 @dataclasses.dataclass(frozen=True)

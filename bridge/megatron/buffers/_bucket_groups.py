@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from bridge.megatron._full_layout import Buffer
+from bridge.megatron.buffers._full_layout import Buffer
 
 
 class BucketId(NamedTuple):

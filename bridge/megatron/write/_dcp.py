@@ -13,7 +13,7 @@ import numpy as np
 from bridge.formats._pickle_writer import Call, Name, Object, Pairs, encode_pickle
 from bridge.formats._torch_dtypes import DTYPE_NAMES
 from bridge.formats._torch_writer import TorchWriter
-from bridge.megatron._dcp import METADATA_NAME
+from bridge.megatron.read._dcp import METADATA_NAME
 
 _DCP = "torch.distributed.checkpoint"
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from bridge.families._codec import Codec
-from bridge.megatron._refusal import Fields, refuse
+from bridge.megatron.config._refusal import Fields, refuse
 from bridge.models import DecoderConfig
 
 SILU, GELU, TANH_GELU, QUICK_GELU = "silu", "gelu", "fast_gelu", "quick_gelu"

@@ -14,11 +14,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from bridge.formats._torch_tensors import LazyTensor
-from bridge.megatron._legacy import LegacyDirectory, chunk_keys, merge_ranks
-from bridge.megatron._param_order import is_parameter
 from bridge.megatron._ranks import Rank
-from bridge.megatron._verified import verify_states
 from bridge.megatron._views import Tensor
+from bridge.megatron.buffers._param_order import is_parameter
+from bridge.megatron.read._legacy import LegacyDirectory, chunk_keys, merge_ranks
+from bridge.megatron.read._verified import verify_states
 
 _EXPERT = re.compile(r"\.mlp\.experts\.")
 _QK_NORM = re.compile(r"\b[qk]_layernorm\.")

@@ -4,11 +4,11 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Literal
 
-from bridge.megatron._buffer_layout import BufferLayout, check
-from bridge.megatron._layer_wise_layout import layer_wise_layout
-from bridge.megatron._param_groups import BufferKey, ParamGroup, group_params
-from bridge.megatron._param_spec import ParamSpec
-from bridge.megatron._sequential_layout import (
+from bridge.megatron.buffers._buffer_layout import BufferLayout, check
+from bridge.megatron.buffers._layer_wise_layout import layer_wise_layout
+from bridge.megatron.buffers._param_groups import BufferKey, ParamGroup, group_params
+from bridge.megatron.buffers._param_spec import ParamSpec
+from bridge.megatron.buffers._sequential_layout import (
     default_layout,
     distributed_optimizer_layout,
 )

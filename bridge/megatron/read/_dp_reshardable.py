@@ -16,12 +16,10 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from bridge.megatron._key_mapping import in_module
 from bridge.megatron._names import EMBEDDING, HEAD
-from bridge.megatron._padding import pad_param_start
-from bridge.megatron._param_order import is_parameter, order_in_module
 from bridge.megatron._pipeline import Pipeline
 from bridge.megatron._ranks import ParallelSizes
-from bridge.megatron._spelling import in_module
 from bridge.megatron._tensor_parallel import (
     Split,
     is_gated,
@@ -29,8 +27,10 @@ from bridge.megatron._tensor_parallel import (
     split_of,
     split_shape,
 )
-from bridge.megatron._verified import verify_states
 from bridge.megatron._views import Assembled, Replicated, Tensor, Unflattened
+from bridge.megatron.buffers._padding import pad_param_start
+from bridge.megatron.buffers._param_order import is_parameter, order_in_module
+from bridge.megatron.read._verified import verify_states
 
 _KEY = re.compile(
     r"^(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)"

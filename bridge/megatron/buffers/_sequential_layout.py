@@ -7,13 +7,18 @@ reduction can start, while earlier layers are still at work.
 import dataclasses
 from collections.abc import Sequence
 
-from bridge.megatron._buffer_layout import Bucket, BufferLayout, Placement, check
-from bridge.megatron._padding import (
+from bridge.megatron.buffers._buffer_layout import (
+    Bucket,
+    BufferLayout,
+    Placement,
+    check,
+)
+from bridge.megatron.buffers._padding import (
     PARAM_START_DIVISOR,
     bucket_end_divisor,
     pad_to_divisor,
 )
-from bridge.megatron._param_spec import ParamSpec
+from bridge.megatron.buffers._param_spec import ParamSpec
 
 
 def default_layout(

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Mapping, Sequence
 
 from bridge._box import Range
-from bridge.megatron._param_spec import ParamSpec
+from bridge.megatron.buffers._param_spec import ParamSpec
 
 
 @dataclasses.dataclass(frozen=True)

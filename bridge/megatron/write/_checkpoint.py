@@ -15,14 +15,14 @@ from bridge.formats._pickle_writer import Name, Object
 from bridge.formats._source import Source
 from bridge.formats._torch_dtypes import DTYPE_NAMES
 from bridge.formats._torch_writer import TorchWriter
-from bridge.megatron._checkpoint import COMMON_NAME
-from bridge.megatron._find import TRACKER_NAME
 from bridge.megatron._names import EMBEDDING, HEAD
 from bridge.megatron._pipeline import Pipeline
 from bridge.megatron._ranks import ParallelSizes
 from bridge.megatron._vocab import padded_shape
-from bridge.megatron._write_legacy import check_pipeline, write_legacy
-from bridge.megatron._write_torch_dist import slots_of, write_torch_dist
+from bridge.megatron.read._checkpoint import COMMON_NAME
+from bridge.megatron.read._find import TRACKER_NAME
+from bridge.megatron.write._legacy import check_pipeline, write_legacy
+from bridge.megatron.write._torch_dist import slots_of, write_torch_dist
 from bridge.streaming._load import Progress
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")

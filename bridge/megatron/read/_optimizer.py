@@ -10,12 +10,15 @@ from bridge._report import fold_numbers
 from bridge.formats._source import Source
 from bridge.formats._torch_tensors import LazyTensor
 from bridge.formats._torch_zip import TensorSource
-from bridge.megatron._dp_reshardable import is_bucket_key, read_buckets
-from bridge.megatron._legacy import LegacyDirectory
-from bridge.megatron._legacy_optimizer import optimizer_steps, read_legacy_optimizer
 from bridge.megatron._names import canonical_tensors
-from bridge.megatron._verified import verify_states
 from bridge.megatron._views import Assembled, Tensor
+from bridge.megatron.read._dp_reshardable import is_bucket_key, read_buckets
+from bridge.megatron.read._legacy import LegacyDirectory
+from bridge.megatron.read._legacy_optimizer import (
+    optimizer_steps,
+    read_legacy_optimizer,
+)
+from bridge.megatron.read._verified import verify_states
 
 # Megatron puts the kind in front of the weight's name; torch's FSDP, behind it.
 _KINDS = {

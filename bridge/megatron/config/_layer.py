@@ -10,8 +10,8 @@ megatron/core/models/gpt/gpt_model.py::GPTModel
 from typing import Any
 
 from bridge.families._codec import Codec
-from bridge.megatron._moe_fields import read_dense_layers
-from bridge.megatron._refusal import Fields, refuse
+from bridge.megatron.config._moe import read_dense_layers
+from bridge.megatron.config._refusal import Fields, refuse
 from bridge.models import DecoderConfig, RopeConfig
 
 _SIZES = {

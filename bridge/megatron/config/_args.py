@@ -12,8 +12,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from bridge.megatron._mlp_fields import GELU, QUICK_GELU, SILU, TANH_GELU
-from bridge.megatron._transformer_config import (
+from bridge.megatron.config._mlp import GELU, QUICK_GELU, SILU, TANH_GELU
+from bridge.megatron.config._transformer_config import (
     from_transformer_config,
     to_gpt_model,
     to_transformer_config,

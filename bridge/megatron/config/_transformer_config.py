@@ -12,16 +12,16 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from bridge.families._codec import Codec
-from bridge.megatron._attention_fields import ATTENTION_CODEC, WINDOW_CODEC
-from bridge.megatron._dtype_fields import DTYPE_CODEC
-from bridge.megatron._family_of_fields import Tokens, settle
-from bridge.megatron._layer_fields import LAYER_CODECS
-from bridge.megatron._mlp_fields import MLP_CODEC
-from bridge.megatron._moe_fields import MLA_CODEC, MOE_CODEC
-from bridge.megatron._parallel_fields import ParallelFields
-from bridge.megatron._rope_fields import ROPE_CODEC
-from bridge.megatron._training_fields import TRAINING, write_training
-from bridge.megatron._unmodelled import find_unmodelled
+from bridge.megatron.config._attention import ATTENTION_CODEC, WINDOW_CODEC
+from bridge.megatron.config._dtype import DTYPE_CODEC
+from bridge.megatron.config._family import Tokens, settle
+from bridge.megatron.config._layer import LAYER_CODECS
+from bridge.megatron.config._mlp import MLP_CODEC
+from bridge.megatron.config._moe import MLA_CODEC, MOE_CODEC
+from bridge.megatron.config._parallel import ParallelFields
+from bridge.megatron.config._rope import ROPE_CODEC
+from bridge.megatron.config._training import TRAINING, write_training
+from bridge.megatron.config._unmodelled import find_unmodelled
 from bridge.models import DecoderConfig
 
 CODECS: tuple[Codec, ...] = (

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from bridge._local_path import check_local
 from bridge.formats._json import parse_json
-from bridge.megatron._dcp import METADATA_NAME
 from bridge.megatron._ranks import RANK_DIRECTORY
+from bridge.megatron.read._dcp import METADATA_NAME
 
 TRACKER_NAME = "latest_checkpointed_iteration.txt"
 FORMAT_NAME = "metadata.json"

@@ -7,14 +7,19 @@ parameters, and padded to the fullest among them.
 import math
 from collections.abc import Iterator, Sequence
 
-from bridge.megatron._buffer_layout import Bucket, BufferLayout, Placement, check
-from bridge.megatron._padding import (
+from bridge.megatron.buffers._buffer_layout import (
+    Bucket,
+    BufferLayout,
+    Placement,
+    check,
+)
+from bridge.megatron.buffers._padding import (
     PARAM_START_DIVISOR,
     bucket_end_divisor,
     pad_param_start,
     pad_to_divisor,
 )
-from bridge.megatron._param_spec import ParamSpec
+from bridge.megatron.buffers._param_spec import ParamSpec
 
 # A bucket is as long as `dp_size` times its largest parameter, at least: it stays open
 # until its own elements are this part of that, or the rest would be padding.

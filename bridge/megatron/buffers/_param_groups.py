@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 
-from bridge.megatron._param_spec import ParamSpec
+from bridge.megatron.buffers._param_spec import ParamSpec
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,7 @@ yarn_rotary_pos_embedding.py, megatron/core/transformer/multi_latent_attention.p
 from typing import Any
 
 from bridge.families._codec import Codec
-from bridge.megatron._refusal import Fields, refuse
+from bridge.megatron.config._refusal import Fields, refuse
 from bridge.models import DecoderConfig, RopeConfig
 
 _LLAMA3 = {

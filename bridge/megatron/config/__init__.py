@@ -1,0 +1,1 @@
+"""Megatron's settings of a model and of a run, to and from `DecoderConfig`."""

@@ -1,0 +1,1 @@
+"""Megatron's checkpoints of every format, read."""
