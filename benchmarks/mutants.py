@@ -21,8 +21,10 @@ import argparse
 import ast
 import copy
 import dataclasses
+import itertools
 import json
 import os
+import queue
 import random
 import shutil
 import sqlite3
@@ -30,7 +32,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 import pytest
@@ -41,6 +44,8 @@ ROOT = result.ROOT
 COVERAGE = ROOT / "build" / "coverage"
 PACKAGES = ("fsdp_jax", "bridge")
 PHASES = ("setup", "run", "teardown")
+MOST = 600.0
+"""CPU-seconds of tests that a mutant is shown to; a survivor says how many it was not."""
 PATIENCE = 120.0, 4.0
 """Seconds, and how many times what the tests are known to take, after which they are
 stopped: the mutant hangs, so it is noticed."""
@@ -271,6 +276,8 @@ def judge(mutant: Mutant, tests: set[str], tree: Path) -> dict:
     ordered = sorted(tests, key=lambda test: (costs[test], test))
     first = [test for test in ordered if test in default or test not in durations]
     rest = [test for test in ordered if test not in default and test in durations]
+    totals = itertools.accumulate(costs[test] for test in rest)
+    rest = [test for test, total in zip(rest, totals, strict=True) if total <= MOST]
     path, start = tree / mutant.file, time.monotonic()
     text = path.read_text()
     path.write_text(planted(text, mutant))
@@ -283,7 +290,8 @@ def judge(mutant: Mutant, tests: set[str], tree: Path) -> dict:
     finally:
         path.write_text(text)
     seconds = round(time.monotonic() - start, 1)
-    found = {"default": by_default, "all": by_default or by_all}
+    not_shown = 0 if by_default or by_all else len(tests) - len(first) - len(rest)
+    found = {"default": by_default, "all": by_default or by_all, "not_shown": not_shown}
     return {"tests": len(tests), "seconds": seconds, **found}
 
 
@@ -293,22 +301,59 @@ def run(args: argparse.Namespace) -> None:
     covered = covering()
     known = result.resumed(args, {"mutants": []})["mutants"]
     by_place = {(row["file"], row["index"]): row for row in known}
+    wanted = [
+        mutant
+        for mutant in chosen(args.count, args.seed, covered)
+        if _is_wanted(by_place.get((mutant.file, mutant.index)), args.against)
+    ]
     end = time.monotonic() + args.seconds
-    with tempfile.TemporaryDirectory() as scratch:
-        tree = cloned(Path(scratch, "tree"), args.against or "HEAD")
-        for mutant in chosen(args.count, args.seed, covered):
-            row = by_place.get((mutant.file, mutant.index))
-            wanted = row is None or (args.against and not row["all"])
-            if not wanted or time.monotonic() > end:
-                continue
-            tests = covered[mutant.file][mutant.line]
-            if args.against and row:
-                old = {test for test in tests if (tree / test.split("::")[0]).exists()}
-                row["noticed_before"] = judge(mutant, old, tree)["all"]
-            elif not args.against:
-                known.append(dataclasses.asdict(mutant) | judge(mutant, tests, tree))
-                print(json.dumps(known[-1]), file=sys.stderr, flush=True)
-            result.write(args, conditions, summary(known, args.seed), show=False)
+    for mutant, verdict in _judged(wanted, covered, args, end):
+        if args.against:
+            row = by_place[mutant.file, mutant.index]
+            row["noticed_before"] = verdict["all"]
+        else:
+            known.append(dataclasses.asdict(mutant) | verdict)
+            print(json.dumps(known[-1]), file=sys.stderr, flush=True)
+        result.write(args, conditions, summary(known, args.seed), show=False)
+
+
+def _is_wanted(row: dict | None, against: str | None) -> bool:
+    """New mutants, or with `against` those that survived and were not judged there."""
+    if not against:
+        return row is None
+    return row is not None and not row["all"] and "noticed_before" not in row
+
+
+def _judged(
+    wanted: Sequence[Mutant],
+    covered: Mapping[str, Mapping[int, set[str]]],
+    args: argparse.Namespace,
+    end: float,
+) -> Iterator[tuple[Mutant, dict]]:
+    """Each mutant with what became of it, as they are done; none begins after `end`."""
+    free: queue.SimpleQueue[Path] = queue.SimpleQueue()
+
+    def judge_one(mutant: Mutant) -> dict | None:
+        if time.monotonic() > end:
+            return None
+        tree = free.get()
+        tests = covered[mutant.file][mutant.line]
+        present = {test for test in tests if (tree / test.split("::")[0]).exists()}
+        try:
+            return judge(mutant, present, tree)
+        finally:
+            free.put(tree)
+
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        ThreadPoolExecutor(args.jobs) as pool,
+    ):
+        for number in range(args.jobs):
+            free.put(cloned(Path(scratch, str(number)), args.against or "HEAD"))
+        futures = {pool.submit(judge_one, mutant): mutant for mutant in wanted}
+        for future in as_completed(futures):
+            if (verdict := future.result()) is not None:
+                yield futures[future], verdict
 
 
 def cloned(tree: Path, commit: str) -> Path:
@@ -338,6 +383,7 @@ def main() -> None:
     parser.add_argument(
         "--against", metavar="COMMIT", help="judge survivors by its tests"
     )
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), metavar="N")
     parser.add_argument("--seconds", type=float, default=3000, help="begin none after")
     result.add_arguments(parser)
     parser.set_defaults(out=result.RESULTS / "mutants.json")
