@@ -45,7 +45,7 @@ COVERAGE = ROOT / "build" / "coverage"
 PACKAGES = ("fsdp_jax", "bridge")
 PHASES = ("setup", "run", "teardown")
 MOST = 600.0
-"""CPU-seconds of tests that a mutant is shown to; a survivor says how many it was not."""
+"""CPU-seconds of tests that a mutant is shown to; the JSON counts those left out."""
 PATIENCE = 120.0, 4.0
 """Seconds, and how many times what the tests are known to take, after which they are
 stopped: the mutant hangs, so it is noticed."""
