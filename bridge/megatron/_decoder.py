@@ -168,9 +168,8 @@ def save_megatron(
       pipeline_parallel: Number of pipeline stages.
       virtual_pipeline: Number of model chunks per stage; None means one.
       expert_parallel: Number of expert-parallel ranks.
-      make_vocab_size_divisible_by: Divisor of the padded vocabulary per
-        tensor-parallel rank: rows of zeros pad it to a multiple of this times
-        `tensor_parallel`.
+      make_vocab_size_divisible_by: Padding of the vocabulary: rows of zeros extend it
+        to a multiple of this times `tensor_parallel`.
       flags: Further settings of the run, such as `{"transformer_impl": "local"}`.
       max_file_bytes: Size in bytes at which a `torch_dist` file is closed and the next
         one started.
