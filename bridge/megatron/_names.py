@@ -75,6 +75,7 @@ def canonical_tensors(tensors: Tensors) -> dict[str, Tensor]:
         tensors = _renamed(
             tensors, lambda name, p=pattern, r=replacement: p.sub(r, name)
         )
+    # Last, because the name of a norm depends on which projections exist.
     names = frozenset(tensors)
     return _renamed(tensors, lambda name: _norm_name(name, names))
 

@@ -84,6 +84,8 @@ def merge(parts: Sequence[Tensor], split: Split) -> Tensor:
     odd = [part.shape for part in parts if part.shape[0] % 2]
     if odd:
         raise ValueError(f"gate and up in one need even rows, but have {odd[0][0]}")
+    # Each rank holds its gate rows above its up rows; all gate rows come first in the
+    # merged weight.
     gates = [rows(part, 0, part.shape[0] // 2) for part in parts]
     ups = [rows(part, part.shape[0] // 2, part.shape[0]) for part in parts]
     return concatenate([*gates, *ups], dim=0)

@@ -62,6 +62,8 @@ def tile(box: Box, tiles: Sequence[Tile[T]]) -> Tiling[T]:
         return tiles[0]
     for dim, whole in enumerate(box):
         groups = _group(tiles, dim)
+        # A single group that does not span the dim leaves a gap or sticks out, which
+        # `_cut` reports.
         if len(groups) > 1 or (groups and _span(groups[0], dim) != whole):
             return _cut(box, dim, groups)
     shown = ", ".join(str(shape_of(t.box)) for t in tiles[:3])
@@ -79,6 +81,8 @@ def find(tiling: Tiling[T], box: Box) -> Iterator[tuple[Tile[T], Box]]:
             yield tiling, common
         return
     wanted = box[tiling.dim]
+    # From the first section that ends after `wanted` starts to the first that ends at
+    # or after its stop.
     first = bisect.bisect_right(tiling.stops, wanted.start)
     last = bisect.bisect_left(tiling.stops, wanted.stop)
     for section in tiling.sections[first : last + 1]:

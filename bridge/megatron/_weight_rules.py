@@ -124,6 +124,7 @@ def _attention(config: DecoderConfig) -> Rules:
     rows = [f"kv_heads {part} head_dim" for part in factors]
     heads = [f"(kv_heads {part}) head_dim" for part in factors]
     kernels = tuple(f"{r} embed -> embed {h}" for r, h in zip(rows, heads, strict=True))
+    # Split along dim 1, the parts of a group: its queries, its key and its value.
     rules = (Rule(f"{_QKV}.weight", _leaves("kernel"), kernels, dim=1),)
     if config.attention_bias:
         biases = tuple(f"{r} -> {h}" for r, h in zip(rows, heads, strict=True))

@@ -42,7 +42,7 @@ def layer_wise_layout(
     Each bucket holds consecutive parameters in the order of the backward pass. Within a
     bucket, parameters are assigned from the most to the least expensive. Each goes to
     the shard with the least accumulated work, over this bucket and all earlier ones,
-    among the shards with room for it.
+    among the shards with room for it, or to the shortest shard if none has room.
 
     A shared embedding gets its own bucket, is placed in shard 0, and counts as no work
     because Adam updates it.
@@ -137,6 +137,7 @@ def _chunks(
     # enlarge the bucket; Megatron makes the same estimate.
     ends = [0] * dp_size
     for param in reversed(params):
+        # A shared embedding closes the bucket before it and its own bucket.
         alone = param.shared_embedding or (chunk and chunk[-1].shared_embedding)
         full = bucket_size is not None and _is_full(chunk, dp_size, bucket_size)
         room = pad_to_divisor(max(ends), divisor)
@@ -171,7 +172,7 @@ def _balance(chunk: list[ParamSpec], work: Sequence[int]) -> list[list[ParamSpec
         roomy = [number for number in numbers if after[number] <= limit]
         if roomy:
             chosen = min(roomy, key=lambda number: work[number])
-        else:
+        else:  # no shard has room: take the shortest, so that padding stays small
             chosen = ends.index(min(ends))
         shards[chosen].append(param)
         ends[chosen] = after[chosen]

@@ -169,6 +169,8 @@ def _take_apart(
     left = list(names)  # consumed from the end: buffers are in reverse model order
     for bucket in buckets:
         (length,) = bucket["param"].shape
+        # Parameters and gaps are separate chunks, so each parameter starts and ends at
+        # a chunk boundary. Positions restart at 0 in each bucket.
         ends = {tile.box[0].stop for tile in bucket["param"].tiles} | {0}
         stop = 0
         while stop < length:

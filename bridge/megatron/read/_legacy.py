@@ -224,6 +224,7 @@ def _global_name(
     name = _LAYER.sub(lambda match: f"{match[1]}{int(match[2]) + offset}", name)
     if rank.ep == 0 or not _EXPERT.search(name):
         return name
+    # Every rank holds the same number of experts, numbered from 0 in each layer.
     per_rank = 1 + max(
         int(match[2])
         for chunk in chunks[rank]

@@ -75,6 +75,7 @@ def optimizer_steps(legacy: LegacyDirectory) -> list[int]:
 def _of_rank(
     file: Mapping[str, Any], args: Mapping[str, Any]
 ) -> Iterator[tuple[_Param, dict[str, Tensor]]]:
+    # Parameters by (has weight decay, belongs to experts), in model order.
     classes: dict[tuple[bool, bool], list[_Param]] = {}
     for param in _params(file):
         key = (_decays(param, args), _EXPERT.search(param.name) is not None)

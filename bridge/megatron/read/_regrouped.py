@@ -95,6 +95,7 @@ def _contiguous(box: Box, factors: tuple[int, ...]) -> Iterator[tuple[Box, Range
     )
     block = math.prod(factors[last + 1 :])
     for position in itertools.product(*(range(*r) for r in box[:last])):
+        # Index of `position` in C order over the leading factors.
         start = 0
         for number, size in zip(position, factors[:last], strict=True):
             start = start * size + number
