@@ -1,4 +1,4 @@
-"""Megatron-Core's files, configs and buffers, without Megatron and without torch."""
+"""Megatron-Core checkpoints, configs and buffers; needs neither Megatron nor torch."""
 
 from bridge.megatron import buffers as buffers
 from bridge.megatron._adam import Adam as Adam

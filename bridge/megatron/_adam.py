@@ -1,4 +1,4 @@
-"""Adam's state of a run that Megatron began, as trees like the parameters."""
+"""Adam state of a Megatron run, loaded as pytrees that match the parameters."""
 
 import dataclasses
 import os
@@ -23,23 +23,24 @@ from bridge.models import DecoderConfig
 from bridge.rules._mapping import Mapping
 from bridge.streaming._load import Progress, load
 
-# No gradient trains it: Megatron holds it beside the parameters, without moments.
+# Not trained by a gradient: Megatron stores it beside the parameters, without moments.
 _UNTRAINED = "correction_bias"
 
 
 @dataclasses.dataclass(frozen=True)
 class Adam:
-    """What Adam knows of each weight, and how far it is.
+    """Adam state of a run: weights, moments, step count and hyperparameters.
 
-    Goes on in optax as `optax.tree.set(tx.init(params), mu=mu, nu=nu, count=count)`.
+    Continue in optax with
+    `optax.tree.set(tx.init(params), mu=mu, nu=nu, count=count)`.
 
     Args:
-      params: The weights as the optimizer holds them: in more bits than the model's, if
-        the run kept such.
-      mu: First moments.
-      nu: Second moments.
-      count: Steps taken, as the bias correction counts them.
-      settings: With what it took them; optax's defaults are others.
+      params: Pytree of weights as the optimizer holds them: the master weights if the
+        run kept them, otherwise the model's weights.
+      mu: Pytree of first moments.
+      nu: Pytree of second moments.
+      count: Number of steps taken, as Adam's bias correction counts them; int32 scalar.
+      settings: Hyperparameters of the run, which differ from optax's defaults.
     """
 
     params: Any
@@ -56,22 +57,25 @@ def load_megatron_adam(
     config: DecoderConfig | None = None,
     progress: Progress | None = None,
 ) -> Adam:
-    """Fills moulds with weights and Adam's state of a Megatron checkpoint.
+    """Loads the weights and the Adam state of a Megatron checkpoint.
 
     Args:
-      path: What `open_megatron` takes.
-      mould: As for `load_megatron`; moments are born in its shardings and dtypes.
-      config: As for `load_megatron`.
-      progress: Called with bytes done, and bytes in all, of weights and of each moment
-        in turn.
+      path: Checkpoint directory, as `open_megatron` takes it.
+      mould: Abstract parameters, as `load_megatron` takes them. Moments are created
+        with the same shardings and dtypes.
+      config: Model config; None reads it from the run's settings.
+      progress: Called with bytes read and total bytes; counts restart for the weights
+        and for each moment.
 
     Returns:
-      Trees like the mould. What Megatron trains by no gradient has moments of zero.
+      Adam state with pytrees of the structure of `mould`. Tensors that Megatron does
+      not train by a gradient get moments of zero.
 
     Raises:
       FileNotFoundError: If there is no checkpoint.
-      ValueError: If it holds no such state, or none that can be carried (the reason is
-        said), if the optimizer is another than AdamW, or as `load_megatron` raises it.
+      ValueError: If the checkpoint holds no Adam state or none that can be converted
+        (the message says why), if the optimizer is not AdamW, or for the reasons given
+        in `load_megatron`.
     """
     checkpoint = open_megatron(path)
     adam = checkpoint.optimizer
@@ -117,11 +121,12 @@ def _fill(
     leaves: dict[str, Any],
     progress: Progress | None,
 ) -> dict[str, jax.Array]:
-    """Fills some leaves, from the tensors of the rules that speak of them."""
+    """Loads a subset of the leaves, using only the rules that cover them."""
     mapping = weight_mapping(config)
     rules, others = [], []
     for rule in mapping.rules:
         (rules if rule.destinations[0] in leaves else others).append(rule)
+    # Ignore the tensors of all other rules, which would be reported as unexpected.
     beside = Mapping(tuple(others), mapping.sizes).by_source()
     some = Mapping(tuple(rules), mapping.sizes, (*mapping.ignore, *beside))
     return load(source, some, leaves, progress=progress) if leaves else {}

@@ -1,4 +1,4 @@
-"""A decoder's weights, to and from Megatron's checkpoints."""
+"""Decoder weights: conversion to and from Megatron checkpoints."""
 
 import dataclasses
 import math
@@ -32,7 +32,7 @@ from bridge.streaming._lazy import LazyLeaf, lazy_tree
 from bridge.streaming._load import Progress, load
 from bridge.streaming._workers import workers
 
-# Groups, parts of a group, and dims of a head are the rows of `linear_qkv`.
+# The rows of `linear_qkv` factor into groups, parts of a group, and head_dim.
 _NUM_FACTORS = 3
 
 
@@ -43,26 +43,26 @@ def load_megatron(
     config: DecoderConfig | None = None,
     progress: Progress | None = None,
 ) -> Any:
-    """Fills a mould with the weights of a Megatron checkpoint of any format.
+    """Loads the weights of a Megatron checkpoint of any format.
 
-    Needs neither Megatron nor torch. As `bridge.load_hf`: only what this process's
-    shards need is read, and all is checked before the first weight is.
+    Needs neither Megatron nor torch. Like `bridge.load_hf`, it reads only what this
+    process's shards need, and validates everything before it reads the first weight.
 
     Args:
-      path: What `open_megatron` takes.
-      mould: Any pytree of `jax.ShapeDtypeStruct`. A leaf is born in its `.sharding`;
-        without one, on the default device.
-      config: The model; None reads the settings of the run, as `from_args`.
-      progress: Called with bytes of the checkpoint done, and bytes in all, after each
-        tensor of the checkpoint.
+      path: Checkpoint directory, as `open_megatron` takes it.
+      mould: Abstract parameters: any pytree of `jax.ShapeDtypeStruct`. Each array is
+        created with the leaf's `.sharding`, or on the default device if it is None.
+      config: Model config; None reads it from the run's settings with `from_args`.
+      progress: Called after each tensor of the checkpoint with bytes read and total
+        bytes.
 
     Returns:
-      The mould's tree, with arrays for leaves.
+      Pytree of arrays with the structure of `mould`.
 
     Raises:
       FileNotFoundError: If there is no checkpoint.
-      ValueError: If the checkpoint is damaged, its model cannot be carried over, or
-        mould, config and checkpoint do not fit; everything that does not is listed.
+      ValueError: If the checkpoint is damaged, if its model is not supported, or if
+        `mould`, `config` and checkpoint do not match; all mismatches are listed.
     """
     source, config = open_decoder(path, config)
     return load(source, weight_mapping(config), mould, progress=progress)
@@ -74,17 +74,20 @@ def plan_megatron(
     *,
     config: DecoderConfig | None = None,
 ) -> ImportPlan:
-    """Says what `load_megatron` would do, without reading a weight.
+    """Returns the import plan of `load_megatron`, without reading any weight.
 
     Args:
-      path: What `open_megatron` takes.
-      mould: As for `load_megatron`; None takes every leaf whole and in the dtype of
-        its tensors.
-      config: As for `load_megatron`.
+      path: Checkpoint directory, as `open_megatron` takes it.
+      mould: Abstract parameters, as `load_megatron` takes them; None means every leaf
+        unsharded and in the dtype of its tensors.
+      config: Model config; None reads it from the run's settings.
+
+    Returns:
+      Import plan of the checkpoint.
 
     Raises:
       FileNotFoundError: If there is no checkpoint.
-      ValueError: As for `load_megatron`.
+      ValueError: For the reasons given in `load_megatron`.
     """
     source, config = open_decoder(path, config)
     return plan_of(source, weight_mapping(config), config, mould)
@@ -93,18 +96,18 @@ def plan_megatron(
 def lazy_megatron(
     path: str | os.PathLike[str], config: DecoderConfig | None = None
 ) -> tuple[dict[str, LazyLeaf], DecoderConfig]:
-    """Opens a checkpoint as a tree of which nothing is read yet, to be saved elsewhere.
+    """Opens a checkpoint as a tree of lazy leaves, to convert it to another format.
 
     Args:
-      path: What `open_megatron` takes.
-      config: As for `load_megatron`.
+      path: Checkpoint directory, as `open_megatron` takes it.
+      config: Model config; None reads it from the run's settings.
 
     Returns:
-      Leaves by dotted path, and the model.
+      Lazy leaves by dotted path, and the model config. No weight is read.
 
     Raises:
       FileNotFoundError: If there is no checkpoint.
-      ValueError: As for `load_megatron`.
+      ValueError: For the reasons given in `load_megatron`.
     """
     source, config = open_decoder(path, config)
     return lazy_tree(source, weight_mapping(config)), config
@@ -113,19 +116,22 @@ def lazy_megatron(
 def open_decoder(
     path: str | os.PathLike[str], config: DecoderConfig | None = None
 ) -> tuple[Source, DecoderConfig]:
-    """Opens a checkpoint as the rules see it, and finds what model it holds.
+    """Opens a checkpoint as a source for `weight_rules`, with its model config.
 
     Args:
-      path: What `open_megatron` takes.
-      config: The model; None reads the settings of the run, as `from_args`.
+      path: Checkpoint directory, as `open_megatron` takes it.
+      config: Model config; None reads it from the run's settings with `from_args`.
+
+    Returns:
+      Source of the model's tensors, and the model config.
 
     Raises:
       FileNotFoundError: If there is no checkpoint.
-      ValueError: If it is damaged, or its model cannot be carried over.
+      ValueError: If the checkpoint is damaged or its model is not supported.
     """
     checkpoint = open_megatron(path)
     config = from_args(checkpoint.args) if config is None else config
-    to_transformer_config(config)  # refuses what Megatron's layers cannot be
+    to_transformer_config(config)  # raises if Megatron's layers cannot be this model's
     return decoder_source(checkpoint.source, config), config
 
 
@@ -145,32 +151,34 @@ def save_megatron(
     max_file_bytes: int = 5 * 10**9,
     progress: Progress | None = None,
 ) -> None:
-    """Writes a directory that Megatron's `--load` takes, without Megatron or torch.
+    """Writes a checkpoint that Megatron's `--load` reads, without Megatron or torch.
 
-    One tensor is gathered to the host at a time. The directory appears under its name
-    when it is complete, by a rename; a failure leaves nothing.
+    One tensor is gathered to the host at a time. The write is atomic: the directory is
+    renamed to its final name when it is complete, and a failure leaves nothing behind.
 
     Args:
-      path: A directory that does not exist yet, or is empty.
-      params: Pytree of arrays, sharded in any way; this process holds all of them.
-      config: The model, written as the settings of a run.
-      format: `"torch_dist"`, which any run reads, or `"legacy"` (`--ckpt-format
-        torch`), which only one with these parallel sizes does.
-      iteration: Steps of training done; None writes a `release`.
-      tensor_parallel: Tensor-parallel ranks, of experts too; legacy alone, as are the
-        next three.
-      pipeline_parallel: Pipeline stages.
-      virtual_pipeline: Model chunks a stage; None means one.
-      expert_parallel: Expert-parallel ranks.
-      make_vocab_size_divisible_by: Of what, times the tensor-parallel ranks, rows of
-        zeros make the vocabulary a multiple.
+      path: Directory that does not exist yet, or is empty.
+      params: Pytree of arrays with any sharding, fully addressable by this process.
+      config: Model config, written as the settings of a run.
+      format: `"torch_dist"`, readable by any run, or `"legacy"` (`--ckpt-format
+        torch`), readable only by a run with the same parallel sizes.
+      iteration: Number of training steps done; None writes a `release`.
+      tensor_parallel: Number of tensor-parallel ranks, for experts too. Legacy only,
+        as are the next three arguments.
+      pipeline_parallel: Number of pipeline stages.
+      virtual_pipeline: Number of model chunks per stage; None means one.
+      expert_parallel: Number of expert-parallel ranks.
+      make_vocab_size_divisible_by: Padding of the vocabulary: rows of zeros extend it
+        to a multiple of this times `tensor_parallel`.
       flags: Further settings of the run, such as `{"transformer_impl": "local"}`.
-      max_file_bytes: Bytes of a `torch_dist` file after which another is begun.
-      progress: Called with bytes written, and bytes in all, after each tensor.
+      max_file_bytes: Size in bytes at which a `torch_dist` file is closed and the next
+        one started.
+      progress: Called after each tensor with bytes written and total bytes.
 
     Raises:
-      ValueError: If `path` is taken, tree and config do not fit, Megatron's layers
-        cannot be this model's, or it cannot be dealt out so; nothing is written.
+      ValueError: If `path` exists and is not empty, if `params` and `config` do not
+        match, if Megatron's layers cannot be this model's, or if the parallel sizes do
+        not divide it; nothing is written.
     """
     check_local(path)
     source = megatron_tensors(params, config)
@@ -180,7 +188,7 @@ def save_megatron(
         "virtual_pipeline": virtual_pipeline,
         "expert_parallel": expert_parallel,
     }
-    to_transformer_config(config, **sizes)  # refuses what cannot be dealt out
+    to_transformer_config(config, **sizes)  # raises if the sizes do not divide it
     args = to_args(
         dataclasses.replace(config, dtype=_main_dtype(source)),
         make_vocab_size_divisible_by=make_vocab_size_divisible_by,
@@ -202,7 +210,7 @@ def save_megatron(
 
 
 def _main_dtype(source: Source) -> str:
-    """Returns the dtype of most numbers: what a run has to hold all of them in."""
+    """Returns the dtype of most elements; a run stores all parameters in one dtype."""
     sizes = Counter[str]()
     for key in source.keys():
         sizes[source.dtype(key).name] += math.prod(source.shape(key))
@@ -210,34 +218,36 @@ def _main_dtype(source: Source) -> str:
 
 
 def decoder_source(source: Source, config: DecoderConfig) -> Source:
-    """Presents a model's tensors as `weight_rules` see them.
+    """Wraps a model's tensors in the shapes that `weight_rules` expect.
 
     Args:
-      source: By canonical name, with the vocabulary padded.
-      config: The model.
+      source: Tensors by canonical name, with a padded vocabulary.
+      config: Model config.
 
     Returns:
-      The same, the vocabulary without padding, `linear_qkv` in groups.
+      Lazy view of `source` with an unpadded vocabulary and with `linear_qkv` factored
+      into groups.
 
     Raises:
-      ValueError: If the vocabulary has fewer rows than words.
+      ValueError: If the vocabulary has fewer rows than `config.vocab_size`.
     """
     return Regrouped(trim_vocab(source, config.vocab_size), grouped_shapes(config))
 
 
 def megatron_tensors(params: Any, config: DecoderConfig) -> Source:
-    """Presents a decoder's weights as Megatron's tensors, made when they are read.
+    """Converts a decoder's weights to Megatron's tensors, each built when it is read.
 
     Args:
-      params: Pytree of arrays, sharded in any way; this process holds all of them.
-      config: The model.
+      params: Pytree of arrays with any sharding, fully addressable by this process.
+      config: Model config.
 
     Returns:
-      Tensors by canonical name, whole, the vocabulary not padded.
+      Unsharded tensors by canonical name, with an unpadded vocabulary.
 
     Raises:
-      ValueError: If tree and config do not fit, Megatron cannot say the config, or
-        part of an array is another process's; all of it is listed.
+      ValueError: If `params` and `config` do not match, if Megatron has no equivalent
+        of the config, or if another process holds part of an array; all errors of a
+        kind are listed.
     """
     to_transformer_config(config)
     leaves = named_leaves(arrays_of(params))
@@ -270,13 +280,14 @@ def _check_addressable(leaves: Mapping[str, Any]) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Assembly:
-    """A tensor that is put together from sections of leaves.
+    """Lazy tensor assembled from sections of leaves.
 
     Args:
-      pieces: The sections.
-      leaves: The tree's leaves by path.
-      dtype: Its dtype, and that of the leaves.
-      num_factors: Dims of the rules' shape that are the first dim of the tensor.
+      pieces: Sections of leaves that make up the tensor.
+      leaves: Leaves of the parameter tree by path.
+      dtype: Dtype of the tensor and of the leaves.
+      num_factors: Number of leading dims of the rules' shape that are merged into the
+        tensor's first dim.
     """
 
     pieces: tuple[Piece, ...]
@@ -286,13 +297,13 @@ class _Assembly:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its shape."""
+        """Shape of the tensor in the checkpoint, without factors."""
         factored = self.pieces[0].source_shape
         rows = math.prod(factored[: self.num_factors])
         return (rows, *factored[self.num_factors :])
 
     def read(self, slices: tuple[slice, ...] = ()) -> np.ndarray:
-        """Gathers the tensor to the host, and cuts what `slices` says."""
+        """Gathers the tensor to the host and returns the box that `slices` selects."""
         tensor = np.empty(self.pieces[0].source_shape, self.dtype)
         with workers() as pool:
             assemble(pool, self.pieces, self.leaves, tensor)

@@ -1,4 +1,4 @@
-"""Spelling: canonical names as a given run of Megatron has them, to be written."""
+"""Key mapping: canonical names to the names that a given Megatron run uses."""
 
 import re
 from collections.abc import Collection, Mapping
@@ -12,17 +12,17 @@ _EXPERT = re.compile(r"\bmlp\.experts\.(\d+)\.(linear_fc[12])\.(\w+)$")
 
 
 def uses_transformer_engine(args: Mapping[str, Any]) -> bool:
-    """Says whether a run's layers are TransformerEngine's, as they are by default."""
+    """Returns whether a run uses TransformerEngine's layers, which is the default."""
     return args.get("transformer_impl") != "local"
 
 
 def in_torch_dist(name: str, names: Collection[str], args: Mapping[str, Any]) -> str:
-    """Spells a canonical name as `torch_dist` has it, layer and expert still numbered.
+    """Returns a tensor's name in `torch_dist`, with layer and expert numbers.
 
     Args:
-      name: The canonical name.
-      names: Those of the whole model.
-      args: The run's settings.
+      name: Canonical name of the tensor.
+      names: Canonical names of all tensors of the model.
+      args: Settings of the run.
     """
     if uses_transformer_engine(args):
         return _fused_latent_norm(name, names)
@@ -30,12 +30,12 @@ def in_torch_dist(name: str, names: Collection[str], args: Mapping[str, Any]) ->
 
 
 def in_module(name: str, names: Collection[str], args: Mapping[str, Any]) -> str:
-    """Spells a canonical name as the model's own module has it, in legacy files.
+    """Returns a tensor's name in the model's module, as legacy files use it.
 
     Args:
-      name: The canonical name, with the layer's and the expert's local numbers.
-      names: The canonical names of the whole model.
-      args: The run's settings.
+      name: Canonical name, with layer and expert numbers local to the rank.
+      names: Canonical names of all tensors of the model.
+      args: Settings of the run.
     """
     if not uses_transformer_engine(args):
         name = _INPUT_NORM.sub(r"input_layernorm.\1", name)
@@ -48,7 +48,7 @@ def in_module(name: str, names: Collection[str], args: Mapping[str, Any]) -> str
 
 
 def _fused_latent_norm(name: str, names: Collection[str]) -> str:
-    """Spells MLA's inner norms as TransformerEngine: with the projection after them."""
+    """Renames MLA's latent norms as TransformerEngine fuses them into projections."""
     match = _LATENT_NORM.search(name)
     if match is None:
         return name

@@ -1,14 +1,14 @@
-"""Canonical names: whatever wrote a checkpoint, its tensors are called alike.
+"""Canonical names: one naming of a model's tensors for all checkpoint formats.
 
 Megatron's keys depend on the format, on the version, on whether TransformerEngine made
-the layers, and on whether all layers are alike. Here they all become one naming, that
-of `torch_dist` with a number for each layer and each expert:
+the layers, and on whether all layers are alike. This module maps all of them to the
+names of `torch_dist` with an explicit number for each layer and each expert:
 
     embedding.word_embeddings.weight
     decoder.layers.3.self_attention.linear_qkv.layer_norm_weight
     decoder.layers.3.self_attention.linear_qkv.weight
-    decoder.layers.3.mlp.linear_fc1.layer_norm_weight      (of a dense layer)
-    decoder.layers.3.pre_mlp_layernorm.weight              (of a layer of experts)
+    decoder.layers.3.mlp.linear_fc1.layer_norm_weight      (dense layer)
+    decoder.layers.3.pre_mlp_layernorm.weight              (MoE layer)
     decoder.layers.3.mlp.experts.7.linear_fc1.weight
     decoder.final_layernorm.weight
     output_layer.weight                                    (unless tied)
@@ -25,12 +25,13 @@ HEAD = "output_layer.weight"
 
 Tensors = Mapping[str, Tensor]
 
-# Wrappers that training code, NeMo or FSDP leave in front of every name.
+# Prefixes of wrapper modules that training code, NeMo or FSDP add to every name.
 _PREFIX = re.compile(r"^(?:(?:model|module)\.)+")
 _STACKED_LAYER = re.compile(r"^(.*\blayers)\.(?!\d+\.)(.+)$")
 _STACKED_EXPERT = re.compile(r"^(.*\bexperts)\.experts\.(?!\d+\.)(.+)$")
 _GATED_HALF = re.compile(r"^(.*\.(?:weight|bias)\d*)_([wv])$")
-# Layers, or experts of a layer: more than any model has.
+# Upper bound on stacked layers or experts, above that of any model: it guards against
+# damaged shapes.
 _MAX_STACKED = 2**16
 _RENAMED = (
     (re.compile(r"\bexperts\.(?:local_)?experts\.(\d+)\."), r"experts.\1."),
@@ -50,17 +51,21 @@ _MLP_NORM = re.compile(
 
 
 def canonical_tensors(tensors: Tensors) -> dict[str, Tensor]:
-    """Names tensors canonically, one a layer and expert, as lazy as they were.
+    """Renames tensors to canonical names, with one tensor per layer and expert.
+
+    The result is lazy: no tensor is read.
 
     Args:
-      tensors: By the names on disk: of a model, or of what its optimizer keeps.
+      tensors: Tensors of a model, or of one kind of its optimizer state, by key on
+        disk.
 
     Returns:
-      By canonical name. Tensors that the files stack over layers or experts are cut;
-      gate and up projections that they keep apart are one, gate first.
+      Tensors by canonical name. Tensors stacked over layers or experts are split, and
+      separate gate and up projections are concatenated, gate first.
 
     Raises:
-      ValueError: If two would have one name, or half a projection is missing.
+      ValueError: If two tensors map to the same name, or one half of a gated
+        projection is missing.
     """
     tensors = _renamed(tensors, strip_prefix)
     tensors = _join_halves(tensors)
@@ -70,12 +75,13 @@ def canonical_tensors(tensors: Tensors) -> dict[str, Tensor]:
         tensors = _renamed(
             tensors, lambda name, p=pattern, r=replacement: p.sub(r, name)
         )
+    # Last, because the name of a norm depends on which projections exist.
     names = frozenset(tensors)
     return _renamed(tensors, lambda name: _norm_name(name, names))
 
 
 def strip_prefix(name: str) -> str:
-    """Returns a name without the wrappers in front of it."""
+    """Returns a name without the prefixes of wrapper modules."""
     return _PREFIX.sub("", name)
 
 
@@ -121,7 +127,7 @@ def _unstacked(
 
 
 def _norm_name(name: str, names: frozenset[str]) -> str:
-    """Spells a norm as TransformerEngine does: with the projection that follows it."""
+    """Renames a norm as TransformerEngine fuses it into the projection after it."""
     if match := _INPUT_NORM.match(name):
         projection = f"{match[1]}self_attention.linear_qkv"
         if f"{projection}.weight" in names:

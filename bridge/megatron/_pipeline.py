@@ -1,4 +1,4 @@
-"""Pipeline stages: which layers and experts are dealt to which rank."""
+"""Pipeline stages: assignment of layers and experts to model-parallel ranks."""
 
 import re
 from typing import NamedTuple
@@ -10,13 +10,13 @@ _EXPERT = re.compile(r"(\.mlp\.experts\.)(\d+)(?=\.)")
 
 
 class Pipeline(NamedTuple):
-    """How layers and experts are dealt out.
+    """Even distribution of layers and experts over model-parallel ranks.
 
     Args:
-      sizes: Ranks of each kind.
-      num_chunks: Model chunks a stage (VPP); 1 without a virtual pipeline.
-      num_layers: Layers in all.
-      num_experts: Experts a layer; 0 for dense models.
+      sizes: Number of ranks of each kind.
+      num_chunks: Number of model chunks per stage (VPP); 1 without a virtual pipeline.
+      num_layers: Number of layers of the model.
+      num_experts: Number of experts per layer; 0 for dense models.
     """
 
     sizes: ParallelSizes
@@ -25,9 +25,9 @@ class Pipeline(NamedTuple):
     num_experts: int
 
     def place(self, name: str) -> tuple[int, int, str]:
-        """Returns a tensor's stage, chunk, and name with the layer's local number."""
+        """Returns a tensor's stage, chunk, and name with a stage-local layer number."""
         match = _LAYER.match(name)
-        if match is None:
+        if match is None:  # embeddings in the first chunk, final norm and head last
             first = name.startswith("embedding.")
             return (
                 (0, 0, name)
@@ -35,12 +35,13 @@ class Pipeline(NamedTuple):
                 else (self.sizes.pp - 1, self.num_chunks - 1, name)
             )
         per_chunk = self.num_layers // (self.sizes.pp * self.num_chunks)
+        # Chunks are assigned to stages round-robin: chunk 0 of all stages comes first.
         chunk, stage = divmod(int(match[2]) // per_chunk, self.sizes.pp)
         local = int(match[2]) % per_chunk
         return stage, chunk, _LAYER.sub(rf"\g<1>{local}", name)
 
     def expert(self, name: str) -> tuple[int | None, str]:
-        """Returns an expert's rank, or None for all, and its name on that rank."""
+        """Returns a tensor's expert-parallel rank (None: all) and its local name."""
         match = _EXPERT.search(name)
         if match is None:
             return None, name

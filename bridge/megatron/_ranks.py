@@ -1,4 +1,4 @@
-"""Model-parallel ranks, and the directories that legacy checkpoints give them."""
+"""Model-parallel ranks, and their directories in legacy checkpoints."""
 
 import re
 from typing import NamedTuple
@@ -7,7 +7,7 @@ RANK_DIRECTORY = re.compile(r"mp_rank_\d{2,}(_\d{3,}){0,2}")
 
 
 class Rank(NamedTuple):
-    """A model-parallel rank: of tensors, the pipeline, experts."""
+    """Model-parallel rank: its tensor, pipeline and expert coordinates."""
 
     tp: int
     pp: int
@@ -15,14 +15,14 @@ class Rank(NamedTuple):
 
 
 class ParallelSizes(NamedTuple):
-    """How many ranks there are of each kind."""
+    """Numbers of tensor-, pipeline- and expert-parallel ranks."""
 
     tp: int = 1
     pp: int = 1
     ep: int = 1
 
     def ranks(self) -> list[Rank]:
-        """Returns all ranks."""
+        """Returns all ranks, with tp innermost and pp outermost."""
         return [
             Rank(t, p, e)
             for p in range(self.pp)
@@ -31,7 +31,7 @@ class ParallelSizes(NamedTuple):
         ]
 
     def directory(self, rank: Rank) -> str:
-        """Names a rank's directory; the second field is EP where there is no PP."""
+        """Returns a rank's directory name; without PP the second field is EP."""
         name = f"mp_rank_{rank.tp:02d}"
         name += f"_{rank.pp:03d}" if self.pp > 1 else ""
         return name + (f"_{rank.ep:03d}" if self.ep > 1 else "")

@@ -1,34 +1,34 @@
-"""SwiGLU's fused matrix under tensor and data parallelism: which shard holds what."""
+"""SwiGLU's fused matrix: shard indices under tensor and data parallelism."""
 
 
 def swiglu_shard_index(
     tp_rank: int, dp_rank: int, *, tp_size: int, dp_size: int
 ) -> int:
-    """Returns where a rank's rows of a gate-and-up matrix lie in the logical matrix.
+    """Returns the shard index of a rank's rows in the logical gate-and-up matrix.
 
-    A tensor rank holds its part of the gate above its part of up, and FSDP2 then cuts
-    that over data ranks: the lower half of them hold gates, the upper half ups. The
-    logical matrix is the whole gate above the whole of up, so neighbours on a rank
-    are apart in it.
+    A tensor-parallel rank holds its part of gate followed by its part of up. FSDP2 then
+    splits these rows over data-parallel ranks: the lower half of the ranks hold gate
+    rows, the upper half up rows. The logical matrix is the complete gate followed by
+    the complete up, so shards that are adjacent on a rank are not adjacent in it.
 
     ```python
     [swiglu_shard_index(1, dp, tp_size=2, dp_size=4) for dp in range(4)]  # [2, 3, 6, 7]
     ```
 
     Args:
-      tp_rank: Rank in the tensor parallel group.
-      dp_rank: Rank in the data parallel group.
-      tp_size: Size of the tensor parallel group.
-      dp_size: Size of the data parallel group; 1 has no answer, for the rank's rows
-        are then two runs, a gate and an up.
+      tp_rank: Rank in the tensor-parallel group.
+      dp_rank: Rank in the data-parallel group.
+      tp_size: Size of the tensor-parallel group.
+      dp_size: Size of the data-parallel group. It must be even; with 1 the rank's rows
+        would be two separate ranges, gate and up.
 
     Returns:
-      Position among the `tp_size * dp_size` shards of dim 0; its first row is that
-      many times the rows of a shard.
+      Index among the `tp_size * dp_size` shards of dim 0. The shard's first row is this
+      index times the number of rows per shard.
 
     Raises:
-      ValueError: If a rank is not in its group, or `dp_size` is odd, so that a shard
-        holds rows of both halves.
+      ValueError: If a rank is out of range, or `dp_size` is odd, so that one shard
+        holds rows of gate and of up.
 
     Source: Megatron-LM megatron/core/transformer/mlp.py::apply_swiglu_sharded_factory
     (its branch for FSDP2)

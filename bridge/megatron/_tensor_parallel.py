@@ -1,4 +1,4 @@
-"""Tensor parallelism: how a weight is cut among the ranks, by its canonical name.
+"""Tensor parallelism: the split of each weight over ranks, by canonical name.
 
 Source: Megatron-LM megatron/core/tensor_parallel/layers.py::ColumnParallelLinear,
 ::RowParallelLinear; megatron/core/transformer/mlp.py::apply_swiglu_sharded_factory
@@ -15,7 +15,7 @@ from bridge.megatron._views import Tensor, concatenate, rows
 
 
 class Split(enum.Enum):
-    """How a weight is cut among tensor-parallel ranks."""
+    """Split of a weight over tensor-parallel ranks."""
 
     NONE = "every rank keeps all of it"
     ROWS = "along dim 0"
@@ -42,20 +42,20 @@ _PATTERNS = [(re.compile(pattern), split) for pattern, split in _RULES]
 
 
 def is_gated(args: Mapping[str, Any]) -> bool:
-    """Says whether the MLPs of a run have a gate: `linear_fc1` is then two weights."""
+    """Returns whether a run's MLPs are gated, so that `linear_fc1` is gate and up."""
     names = ("swiglu", "quick_geglu", "gated_linear_unit")
     return any(args.get(name) for name in names)
 
 
 def split_of(name: str, *, gated: bool) -> Split:
-    """Returns how a weight is cut.
+    """Returns the split of a weight over tensor-parallel ranks.
 
     Args:
-      name: Its canonical name.
+      name: Canonical name of the weight.
       gated: Whether the model's MLPs have a gate.
 
     Raises:
-      ValueError: If no rule speaks of it.
+      ValueError: If no rule covers the name.
     """
     for pattern, split in _PATTERNS:
         if pattern.fullmatch(name):
@@ -67,15 +67,15 @@ def split_of(name: str, *, gated: bool) -> Split:
 
 
 def merge(parts: Sequence[Tensor], split: Split) -> Tensor:
-    """Puts the ranks' parts of a weight together, lazily.
+    """Merges the ranks' parts of a weight into a lazy tensor.
 
     Args:
-      parts: One a rank, in their order; not for `Split.NONE`, whose copies are to be
-        compared.
-      split: How it was cut.
+      parts: Parts of the weight, one per rank, in rank order.
+      split: Split that produced the parts. `Split.NONE` is not accepted: its parts are
+        copies, which `Replicated` compares.
 
     Raises:
-      ValueError: If the parts do not fit each other.
+      ValueError: If dtypes or shapes of the parts do not match.
     """
     if split is Split.COLUMNS:
         return concatenate(parts, dim=1)
@@ -84,6 +84,8 @@ def merge(parts: Sequence[Tensor], split: Split) -> Tensor:
     odd = [part.shape for part in parts if part.shape[0] % 2]
     if odd:
         raise ValueError(f"gate and up in one need even rows, but have {odd[0][0]}")
+    # Each rank holds its gate rows above its up rows; all gate rows come first in the
+    # merged weight.
     gates = [rows(part, 0, part.shape[0] // 2) for part in parts]
     ups = [rows(part, part.shape[0] // 2, part.shape[0]) for part in parts]
     return concatenate([*gates, *ups], dim=0)
@@ -92,10 +94,10 @@ def merge(parts: Sequence[Tensor], split: Split) -> Tensor:
 def split_shape(
     shape: tuple[int, ...], split: Split, num_ranks: int
 ) -> tuple[int, ...]:
-    """Returns the shape of a rank's part.
+    """Returns the shape of one rank's part of a weight.
 
     Raises:
-      ValueError: If the weight cannot be cut evenly.
+      ValueError: If the split dim is not divisible by the number of parts.
     """
     if split is Split.NONE:
         return shape
@@ -110,7 +112,7 @@ def split_shape(
 
 
 def cut(array: np.ndarray, split: Split, num_ranks: int) -> list[np.ndarray]:
-    """Cuts a weight for the ranks; undoes `merge`."""
+    """Splits a weight into one part per rank; the inverse of `merge`."""
     if split is Split.NONE:
         return [array] * num_ranks
     if split is Split.GATED:

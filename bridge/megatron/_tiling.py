@@ -1,9 +1,10 @@
-"""Tilings: boxes that fill a larger one, each element once, and quick to search.
+"""Tilings: partitions of a box into smaller boxes, validated and indexed for search.
 
-A sharded tensor is described by its chunks' boxes. Nothing says that they fill it; and
-an expert layer has tens of thousands of them, too many to look through for each of
-its tensors. Cutting the whole along planes that no chunk crosses, again and again,
-answers both: it ends in single chunks, or at a gap or an overlap.
+A sharded tensor is described by the boxes of its chunks. The description does not
+guarantee that the chunks fill the tensor, and an expert layer has tens of thousands of
+chunks, too many to scan for each of its tensors. Recursively cutting the box along
+planes that no chunk crosses solves both: the recursion ends in single chunks, or finds
+a gap or an overlap.
 """
 
 import bisect
@@ -18,7 +19,7 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class Tile(Generic[T]):
-    """One part: its box, and what it is."""
+    """Leaf of a tiling: one part and the box that it fills."""
 
     box: Box
     part: T
@@ -26,12 +27,12 @@ class Tile(Generic[T]):
 
 @dataclasses.dataclass(frozen=True)
 class Cut(Generic[T]):
-    """A box cut along one dim.
+    """Inner node of a tiling: a box cut into sections along one dim.
 
     Args:
-      dim: The dim.
-      stops: Where along it each section ends, ascending.
-      sections: Their own tilings.
+      dim: Dim along which the box is cut.
+      stops: End of each section along `dim`, ascending.
+      sections: Tilings of the sections, in the order of `stops`.
     """
 
     dim: int
@@ -43,24 +44,26 @@ Tiling = Tile[T] | Cut[T]
 
 
 def tile(box: Box, tiles: Sequence[Tile[T]]) -> Tiling[T]:
-    """Arranges parts so that those in a given box are found at once.
+    """Builds a tiling: a search tree over the parts that fill a box.
 
     Args:
-      box: What they fill.
-      tiles: The parts, in any order.
+      box: Box that the parts must fill exactly once.
+      tiles: Parts with their boxes, in any order.
 
     Returns:
-      The tiling, for `find`.
+      Tiling to pass to `find`.
 
     Raises:
-      ValueError: If an element of `box` is in no part or in two, or a part leaves it.
-        Arrangements that no plane divides (pinwheels) are refused too: nobody shards
-        so.
+      ValueError: If an element of `box` is in no part or in several, or a part extends
+        beyond `box`. Arrangements that no plane divides (pinwheels) are rejected as
+        well; no sharding produces them.
     """
     if len(tiles) == 1 and tiles[0].box == box:
         return tiles[0]
     for dim, whole in enumerate(box):
         groups = _group(tiles, dim)
+        # A single group that does not span the dim leaves a gap or sticks out, which
+        # `_cut` reports.
         if len(groups) > 1 or (groups and _span(groups[0], dim) != whole):
             return _cut(box, dim, groups)
     shown = ", ".join(str(shape_of(t.box)) for t in tiles[:3])
@@ -71,13 +74,15 @@ def tile(box: Box, tiles: Sequence[Tile[T]]) -> Tiling[T]:
 
 
 def find(tiling: Tiling[T], box: Box) -> Iterator[tuple[Tile[T], Box]]:
-    """Yields the parts that a box touches, and what it has in common with each."""
+    """Yields each part that overlaps a box, with the overlap."""
     if isinstance(tiling, Tile):
         common = overlap(tiling.box, box)
         if common is not None:
             yield tiling, common
         return
     wanted = box[tiling.dim]
+    # From the first section that ends after `wanted` starts to the first that ends at
+    # or after its stop.
     first = bisect.bisect_right(tiling.stops, wanted.start)
     last = bisect.bisect_left(tiling.stops, wanted.stop)
     for section in tiling.sections[first : last + 1]:
@@ -85,7 +90,7 @@ def find(tiling: Tiling[T], box: Box) -> Iterator[tuple[Tile[T], Box]]:
 
 
 def _group(tiles: Sequence[Tile[T]], dim: int) -> list[list[Tile[T]]]:
-    """Groups parts that lie over each other along a dim, in its order."""
+    """Groups parts whose ranges along `dim` overlap, in ascending order."""
     groups: list[list[Tile[T]]] = []
     stop = -1
     for part in sorted(tiles, key=lambda t: t.box[dim]):

@@ -1,4 +1,4 @@
-"""Lazy views: tensors made of tensors, of which only what is asked for is read."""
+"""Lazy views: tensors composed of other tensors, reading only the requested box."""
 
 import dataclasses
 import functools
@@ -24,34 +24,35 @@ Slices = tuple[slice, ...]
 
 
 class Tensor(Protocol):
-    """What can be measured without being read."""
+    """Lazy tensor: shape and dtype are known without reading values."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its shape."""
+        """Shape of the tensor."""
         ...
 
     @property
     def dtype(self) -> np.dtype:
-        """Its dtype as stored."""
+        """Dtype of the tensor as stored."""
         ...
 
     def read(self, slices: Slices = ()) -> np.ndarray:
-        """Reads it, or the box of it that `slices` says."""
+        """Reads the tensor, or the box of it that `slices` selects."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Assembled:
-    """A tensor put together from parts that fill it.
+    """Tensor assembled from parts that fill it exactly once.
 
     Args:
-      shape: Its shape.
-      dtype: Its dtype, and that of all parts.
-      tiles: Where each part lies.
+      shape: Shape of the tensor.
+      dtype: Dtype of the tensor and of all parts.
+      tiles: Parts with their boxes in the tensor.
 
     Raises:
-      ValueError: When the parts are first needed, if they do not fill it exactly once.
+      ValueError: On first use of the parts, not on construction, if they do not fill
+        the tensor exactly once.
     """
 
     shape: tuple[int, ...]
@@ -63,15 +64,15 @@ class Assembled:
         return tile(whole(self.shape), self.tiles)
 
     def check(self) -> None:
-        """Raises a `ValueError` if the parts do not fill it exactly once."""
+        """Raises a `ValueError` if the parts do not fill the tensor exactly once."""
         if math.prod(self.shape) > 0:
             _ = self._tiling
 
     def read(self, slices: Slices = ()) -> np.ndarray:
-        """Reads the tensor, or a box of it, from the parts that it touches."""
+        """Reads the tensor, or a box of it, from the parts that overlap the box."""
         box = complete(slices, self.shape)
         found = list(find(self._tiling, box)) if 0 not in shape_of(box) else []
-        if len(found) == 1:  # all of it: no copy is needed
+        if len(found) == 1:  # one part covers the box: no copy needed
             return _read_part(*found[0])
         out = np.empty(shape_of(box), self.dtype)
         for part, common in found:
@@ -81,13 +82,13 @@ class Assembled:
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-    """A box of a tensor, of whose first dims only one position may be left.
+    """Box of a tensor, optionally without some leading dims of size 1.
 
     Args:
-      tensor: The tensor.
-      box: What of it.
-      num_dropped: First dims, each of size 1 in `box`, that the section lacks: the
-        layer, or the expert, that it is of.
+      tensor: Tensor that contains the section.
+      box: Box of `tensor` that the section covers.
+      num_dropped: Number of leading dims, each of size 1 in `box`, that the section
+        drops, such as the layer or expert index.
     """
 
     tensor: Tensor
@@ -96,12 +97,12 @@ class Section:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its shape."""
+        """Shape of the section, without the dropped dims."""
         return shape_of(self.box)[self.num_dropped :]
 
     @property
     def dtype(self) -> np.dtype:
-        """Its dtype as stored."""
+        """Dtype of the tensor as stored."""
         return self.tensor.dtype
 
     def read(self, slices: Slices = ()) -> np.ndarray:
@@ -113,28 +114,29 @@ class Section:
 
 @dataclasses.dataclass(frozen=True)
 class Replicated:
-    """One tensor of which several ranks keep a copy; reading compares them.
+    """Tensor with a copy on each of several ranks; reading compares the copies.
 
     Args:
-      copies: Each copy, and where it is, for the error message.
+      copies: Pairs of a copy's location, for the error message, and the copy.
     """
 
     copies: tuple[tuple[str, Tensor], ...]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its shape."""
+        """Shape of the tensor."""
         return self.copies[0][1].shape
 
     @property
     def dtype(self) -> np.dtype:
-        """Its dtype as stored."""
+        """Dtype of the tensor as stored."""
         return self.copies[0][1].dtype
 
     def read(self, slices: Slices = ()) -> np.ndarray:
-        """Reads all copies, and returns the first if they are equal bit by bit."""
+        """Reads all copies and returns the first; raises if any bits differ."""
         (first, tensor), *others = self.copies
         values = tensor.read(slices)
+        # Compare bytes, not values: equal NaNs must match.
         bits = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
         for other, copy in others:
             theirs = np.ascontiguousarray(copy.read(slices)).reshape(-1).view(np.uint8)
@@ -149,12 +151,12 @@ class Replicated:
 
 @dataclasses.dataclass(frozen=True)
 class Unflattened:
-    """A tensor that lies in a flat one, in C order.
+    """Tensor stored in C order within a flat tensor.
 
     Args:
-      flat: Of one dim.
-      start: Its first element there.
-      shape: Its shape.
+      flat: One-dimensional tensor that contains the values.
+      start: Index in `flat` of the first element.
+      shape: Shape of the tensor.
     """
 
     flat: Tensor
@@ -163,11 +165,11 @@ class Unflattened:
 
     @property
     def dtype(self) -> np.dtype:
-        """Its dtype as stored."""
+        """Dtype of the tensor as stored."""
         return self.flat.dtype
 
     def read(self, slices: Slices = ()) -> np.ndarray:
-        """Reads the one range that covers what is asked for, and cuts it."""
+        """Reads the range of rows that covers the requested box, then slices it."""
         box = complete(slices, self.shape)
         rows = box[0] if box else Range(0, 1)
         row = math.prod(self.shape[1:])
@@ -182,7 +184,7 @@ def _read_part(part: Tile[Tensor], box: Box) -> np.ndarray:
 
 
 def section(tensor: Tensor, *positions: int) -> Section:
-    """Returns what a tensor holds at positions of its first dims, without those."""
+    """Returns a tensor indexed at `positions` of its leading dims, which it drops."""
     picked = tuple(Range(position, position + 1) for position in positions)
     rest = whole(tensor.shape)[len(positions) :]
     return Section(tensor, (*picked, *rest), len(positions))
@@ -194,10 +196,10 @@ def rows(tensor: Tensor, start: int, stop: int) -> Section:
 
 
 def concatenate(tensors: Sequence[Tensor], dim: int) -> Tensor:
-    """Puts tensors one after another along a dim.
+    """Concatenates tensors lazily along a dim.
 
     Raises:
-      ValueError: If they differ in dtype, or in another dim.
+      ValueError: If the tensors differ in dtype or in the size of any other dim.
     """
     if len(tensors) == 1:
         return tensors[0]

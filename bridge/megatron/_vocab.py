@@ -1,4 +1,4 @@
-"""The vocabulary's padding: rows of embedding and head that stand for no word."""
+"""Vocabulary padding: rows of embedding and head that belong to no token."""
 
 import dataclasses
 from types import MappingProxyType
@@ -13,21 +13,21 @@ from bridge.megatron._names import EMBEDDING, HEAD
 from bridge.megatron._views import Section
 
 PADDED = (EMBEDDING, HEAD, "output_layer.bias")
-"""What has a row for each word."""
+"""Canonical names of tensors with one row per token of the vocabulary."""
 
 
 def trim_vocab(source: Source, vocab_size: int) -> Source:
-    """Presents embedding and head without the rows that pad the vocabulary.
+    """Returns a lazy view of a model's tensors without vocabulary padding.
 
-    Megatron pads to a multiple that depends on the tensor parallelism of the run; how
-    many rows are words, only the tokenizer or the model's config knows.
+    Megatron pads the vocabulary to a multiple that depends on the run's tensor
+    parallelism. Only the tokenizer or the model config knows the unpadded size.
 
     Args:
-      source: A model's tensors by canonical name.
-      vocab_size: Words.
+      source: Tensors of the model by canonical name.
+      vocab_size: Number of tokens in the vocabulary, without padding.
 
     Raises:
-      ValueError: If there are fewer rows than words.
+      ValueError: If a tensor has fewer rows than `vocab_size`.
     """
     tensors: dict[str, Any] = {key: _Keyed(source, key) for key in source.keys()}
     for key in (key for key in PADDED if key in tensors):
@@ -43,12 +43,13 @@ def trim_vocab(source: Source, vocab_size: int) -> Source:
 
 
 def pad_vocab(key: str, array: np.ndarray, multiple: int) -> np.ndarray:
-    """Adds rows of zeros, as Megatron pads: to a multiple; other tensors stay.
+    """Pads embedding or head with rows of zeros, as Megatron does.
 
     Args:
-      key: Canonical name.
-      array: The whole tensor.
-      multiple: `make_vocab_size_divisible_by`, times the tensor-parallel ranks.
+      key: Canonical name of the tensor. Tensors not in `PADDED` are returned unchanged.
+      array: Unsharded tensor.
+      multiple: Divisor of the padded number of rows: `make_vocab_size_divisible_by`
+        times the number of tensor-parallel ranks.
     """
     shape = padded_shape(key, array.shape, multiple)
     if shape == array.shape:
@@ -65,7 +66,7 @@ def padded_shape(key: str, shape: tuple[int, ...], multiple: int) -> tuple[int, 
 
 @dataclasses.dataclass(frozen=True)
 class _Keyed:
-    """One tensor of a source."""
+    """Lazy tensor that reads one key of a source."""
 
     source: Source
     key: str

@@ -1,9 +1,9 @@
-"""Which of Megatron's tensors are which leaves of our decoder, by canonical name.
+"""Weight rules between Megatron's tensors, by canonical name, and our decoder's leaves.
 
-Megatron calls the same part alike in every family, so there is one table, not one a
-family. Two things are fused: `linear_fc1` is gate, then up; `linear_qkv` is, group by
-group, the queries that share a key, that key, and its value. The second is no split
-along a whole dim, so its rules are of the factored shape that `Regrouped` presents.
+Megatron gives a part the same name in every family, so one table serves all families.
+Two projections are fused: `linear_fc1` is gate followed by up; `linear_qkv` holds, for
+each group, the queries that share a key, then the key, then the value. `linear_qkv` is
+not a split along a complete dim, so its rules use the factored shape of `Regrouped`.
 
 Source: Megatron-LM megatron/core/transformer/attention.py
 ::SelfAttention.get_query_key_value_tensors, megatron/core/transformer/mlp.py::MLP,
@@ -26,12 +26,12 @@ _PARTS = tuple(f"self_attn.{name}_proj" for name in "qkv")
 
 
 def weight_mapping(config: DecoderConfig) -> WeightMapping:
-    """Returns `weight_rules` with the sizes that they need.
+    """Returns `weight_rules` with the sizes of their named dims.
 
     Args:
-      config: A model that `to_transformer_config` can say.
+      config: Model config that `to_transformer_config` accepts.
     """
-    # Layers that predict further tokens are left out, as transformers leaves them out.
+    # Ignore multi-token-prediction layers, as transformers does.
     further = dict(config.carried).get("num_nextn_predict_layers")
     return WeightMapping(
         weight_rules(config), _sizes(config), ("mtp.**",) if further else ()
@@ -39,27 +39,28 @@ def weight_mapping(config: DecoderConfig) -> WeightMapping:
 
 
 def weight_rules(config: DecoderConfig) -> Rules:
-    """Returns the rules between Megatron's tensors and our leaves.
+    """Returns the rules between Megatron's tensors and our decoder's leaves.
 
     Args:
-      config: A model that `to_transformer_config` can say.
+      config: Model config that `to_transformer_config` accepts.
 
     Returns:
-      Rules from canonical names, whose `linear_qkv` is seen as `grouped_shapes` says.
+      Rules from canonical names to leaves; `linear_qkv` has the factored shape of
+      `grouped_shapes`.
     """
     return Spelling(_outer, Layers("decoder.layers.{layer}.", _layer)).rules(config)
 
 
 def grouped_shapes(config: DecoderConfig) -> Mapping[str, tuple[int, ...]]:
-    """Returns the factored shape in which the rules see each `linear_qkv`.
+    """Returns the factored shape that the rules use for each `linear_qkv`.
 
     Args:
-      config: A model that `to_transformer_config` can say.
+      config: Model config that `to_transformer_config` accepts.
 
     Returns:
-      By canonical name: `(groups, parts, head_dim, embed)`, where a group's parts are
-      its queries, its key and its value; of a bias without `embed`. Empty for latent
-      attention.
+      Shapes `(groups, parts, head_dim, embed)` by canonical name, where the parts of a
+      group are its queries, its key and its value; a bias has no `embed` dim. Empty for
+      latent attention.
     """
     if config.mla is not None:
         return {}
@@ -123,6 +124,7 @@ def _attention(config: DecoderConfig) -> Rules:
     rows = [f"kv_heads {part} head_dim" for part in factors]
     heads = [f"(kv_heads {part}) head_dim" for part in factors]
     kernels = tuple(f"{r} embed -> embed {h}" for r, h in zip(rows, heads, strict=True))
+    # Split along dim 1, the parts of a group: its queries, its key and its value.
     rules = (Rule(f"{_QKV}.weight", _leaves("kernel"), kernels, dim=1),)
     if config.attention_bias:
         biases = tuple(f"{r} -> {h}" for r, h in zip(rows, heads, strict=True))

@@ -1,18 +1,19 @@
-"""Where Megatron puts each parameter: index maths on names, shapes and dtypes.
+"""Layouts of Megatron's flat parameter buffers, from names, shapes and dtypes.
 
-Megatron-Core copies a model's parameters into a few flat buffers, cuts each into
-buckets, and gives every data rank one shard of every bucket. Its optimizer files
-hold those shards and nothing that says whose numbers they are, so whoever reads them
-computes the layout again. That is all integers: no array is made here.
+Megatron-Core copies a model's parameters into a few flat buffers, splits each into
+buckets, and gives every data-parallel rank one shard of every bucket. Its optimizer
+files hold those shards without recording which parameter an element belongs to, so a
+reader must recompute the layout. The computation uses integers only and creates no
+arrays.
 
 ```python
 params = [ParamSpec("fc1.weight", (256, 64)), ParamSpec("fc1.bias", (256,))]
 (buffer,) = full_layout(params, dp_size=4)
 for piece in owned_pieces(buffer.layout, rank=2):
-    ...  # elements piece.in_param of piece.param lie at piece.in_shard of the rank's
+    ...  # shard elements piece.in_shard are elements piece.in_param of piece.param
 ```
 
-Positions and sizes are elements throughout, never bytes.
+All positions and sizes are in elements, never in bytes.
 """
 
 from bridge.megatron._swiglu import swiglu_shard_index as swiglu_shard_index

@@ -1,4 +1,4 @@
-"""Bucket groups: which buckets, of several buffers, are communicated together."""
+"""Bucket groups: sets of buckets, from several buffers, communicated together."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -7,7 +7,7 @@ from bridge.megatron.buffers._full_layout import Buffer
 
 
 class BucketId(NamedTuple):
-    """A bucket of one among several buffers, by position."""
+    """Bucket identified by buffer index and by bucket index within that buffer."""
 
     buffer: int
     bucket: int
@@ -19,26 +19,28 @@ def partition_buckets(
     single_group: bool = False,
     fp32_reduce_scatter: bool = False,
 ) -> tuple[tuple[BucketId, ...], ...]:
-    """Groups the buckets of buffers for communication.
+    """Groups the buckets of several buffers for communication.
 
-    Each is alone, but for a model of quantized matrices with a few plain parameters:
-    those lie all over the model, so their bucket is complete only when backward ends.
-    They join the last bucket of the quantized buffer, which is complete then too, and
-    save a launch.
+    Each bucket forms its own group, except in a model with a quantized buffer and a few
+    plain parameters. Plain parameters are spread over the whole model, so their bucket
+    is complete only when the backward pass ends. They join the last bucket of the
+    quantized buffer, which completes at the same time; this saves one collective
+    launch.
 
     Args:
-      buffers: Buffers of one process group: the dense ones, or those of experts.
-      single_group: Puts all buckets into one group.
-      fp32_reduce_scatter: Whether the run accumulates in float32 while it scatters,
-        which takes one bucket at a time: plain buckets stay alone, after the others.
+      buffers: Buffers reduced over one process group: all dense or all expert buffers.
+      single_group: Whether to put all buckets into one group.
+      fp32_reduce_scatter: Whether the run uses a reduce-scatter with float32
+        accumulation. It takes one bucket at a time, so plain buckets form their own
+        groups, after the quantized ones.
 
     Returns:
-      The groups, in the order in which backward completes them.
+      Bucket groups, in the order in which the backward pass completes them.
 
     Raises:
-      ValueError: If there are several quantized buffers, or buckets would be joined
-        that do not share their ranks or that `fp32_reduce_scatter` needs alone. (For
-        the last Megatron fails in the first step.)
+      ValueError: If several buffers are quantized, if a group would join buckets that
+        are reduced over different ranks, or if `fp32_reduce_scatter` forbids the group.
+        (Megatron reports the last case only in the first training step.)
 
     Source: Megatron-LM
     megatron/core/distributed/param_and_grad_buffer.py::partition_buckets

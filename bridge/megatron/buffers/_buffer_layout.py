@@ -1,4 +1,4 @@
-"""Buffer layouts: which elements of a flat buffer are which parameter's."""
+"""Buffer layouts: the elements of a flat buffer that each parameter occupies."""
 
 import collections
 import dataclasses
@@ -11,13 +11,13 @@ from bridge.megatron.buffers._param_spec import ParamSpec
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """Where one parameter lies.
+    """Position of one parameter in its buffer.
 
     Args:
-      param: The parameter.
-      start: First element of the buffer that is its own.
-      stop: The element after its last.
-      bucket: Position of its bucket among the buffer's.
+      param: Parameter that is placed.
+      start: Index in the buffer of the parameter's first element.
+      stop: Index one past the parameter's last element.
+      bucket: Index of the bucket that contains the parameter.
     """
 
     param: ParamSpec
@@ -28,14 +28,14 @@ class Placement:
 
 @dataclasses.dataclass(frozen=True)
 class Bucket:
-    """A section of a buffer that is communicated as one.
+    """Contiguous section of a buffer that is communicated as one unit.
 
     Args:
-      start: Its first element.
-      stop: The element after its last, padding included.
-      num_unpadded: Elements before the padding at its end. Gaps between parameters
-        count in a sequential layout and not in a layer-wise one, as in Megatron,
-        whose checkpoints record the number.
+      start: Index in the buffer of the bucket's first element.
+      stop: Index one past the bucket's last element, padding included.
+      num_unpadded: Number of elements without the padding at the bucket's end. Gaps
+        between parameters count in a sequential layout but not in a layer-wise one, as
+        in Megatron, whose checkpoints record this number.
     """
 
     start: int
@@ -44,22 +44,23 @@ class Bucket:
 
     @property
     def num_elements(self) -> int:
-        """Elements, padding included."""
+        """Number of elements in the bucket, padding included."""
         return self.stop - self.start
 
 
 @dataclasses.dataclass(frozen=True)
 class BufferLayout:
-    """What a layout function decides about one buffer.
+    """Layout of one buffer: parameter placements, buckets and alignment.
 
     Args:
-      placements: Each parameter once, in the order of the buffer.
-      buckets: They follow each other without a gap, from element 0 on.
-      num_shards: Data ranks among which each bucket is split evenly; None if every
-        rank keeps the whole buffer.
-      start_divisor: What each parameter's start is a multiple of.
-      end_divisor: What each bucket's end is a multiple of.
-      whole_params: Whether no parameter crosses a shard: the layer-wise layout.
+      placements: One placement per parameter, in buffer order.
+      buckets: Buckets in buffer order, contiguous from element 0.
+      num_shards: Number of data-parallel ranks that share each bucket evenly; None if
+        every rank keeps the whole buffer.
+      start_divisor: Alignment of each parameter's start, in elements.
+      end_divisor: Alignment of each bucket's end, in elements.
+      whole_params: Whether every parameter lies within one shard, as in the layer-wise
+        layout.
     """
 
     placements: tuple[Placement, ...]
@@ -71,21 +72,21 @@ class BufferLayout:
 
     @property
     def num_elements(self) -> int:
-        """Elements of the buffer, padding included."""
+        """Number of elements in the buffer, padding included."""
         return self.buckets[-1].stop if self.buckets else 0
 
     @property
     def num_unpadded(self) -> int:
-        """Sum of the buckets' `num_unpadded`."""
+        """Sum of `num_unpadded` over the buckets."""
         return sum(bucket.num_unpadded for bucket in self.buckets)
 
     @functools.cached_property
     def by_name(self) -> Mapping[str, Placement]:
-        """Each parameter's placement."""
+        """Placements keyed by parameter name."""
         return {placement.param.name: placement for placement in self.placements}
 
     def in_bucket(self, name: str) -> Range:
-        """Returns where a parameter lies, counted from the start of its bucket."""
+        """Returns a parameter's element range relative to the start of its bucket."""
         place = self.by_name[name]
         offset = self.buckets[place.bucket].start
         return Range(place.start - offset, place.stop - offset)
@@ -94,10 +95,15 @@ class BufferLayout:
 def check(
     params: Sequence[ParamSpec], bucket_size: int | None, dp_sizes: Sequence[int] = ()
 ) -> None:
-    """Refuses what no layout can be made of, all reasons at once.
+    """Validates the inputs of a layout function; reports all errors at once.
+
+    Args:
+      params: Parameters to lay out.
+      bucket_size: Requested bucket size in elements; None for a single bucket.
+      dp_sizes: Sizes of the data-parallel groups.
 
     Raises:
-      ValueError: If a name is given twice, or a size is not positive.
+      ValueError: If two parameters share a name, or a size is not positive.
     """
     counts = collections.Counter(param.name for param in params)
     twice = [name for name, count in counts.items() if count > 1]

@@ -1,4 +1,4 @@
-"""The full layout: every buffer of a model, each laid out for its own optimizer."""
+"""Full layout: all buffers of a model, each laid out for the optimizer it uses."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -19,12 +19,12 @@ _BUCKET_SIZE_PER_RANK = 1_000_000
 
 @dataclasses.dataclass(frozen=True)
 class Buffer:
-    """One buffer of a model.
+    """Buffer of a model: its key, its parameters and their layout.
 
     Args:
-      key: What its parameters have in common.
-      group: Its parameters.
-      layout: Where they lie; each buffer counts from 0.
+      key: Properties shared by all parameters of the buffer.
+      group: Parameters of the buffer.
+      layout: Layout of the parameters; positions start at 0 in each buffer.
     """
 
     key: BufferKey
@@ -42,24 +42,26 @@ def full_layout(
     grad_reduce_in_fp32: bool = False,
     high_busbw: bool = False,
 ) -> tuple[Buffer, ...]:
-    """Groups the parameters of a model into buffers, and lays each of them out.
+    """Groups the parameters of a model into buffers and computes each layout.
 
     Args:
-      params: Trainable parameters of the model, in its order.
-      dp_size: Ranks in the group that shares one optimizer, for dense parameters.
-      expert_dp_size: The same for experts; None for as many as `dp_size`.
-      bucket_size: Elements a bucket, as in the layout functions; None for one bucket.
-        `resolve_bucket_size` says what a training run takes.
-      optimizer: `"replicated"`, whole on each rank; `"distributed"`, its state split;
-        `"layer_wise"`, Muon for matrices, and `"distributed"` for all else.
-      grad_reduce_in_fp32: As in `group_params`.
-      high_busbw: As in `bucket_end_divisor`.
+      params: Trainable parameters, in model order.
+      dp_size: Number of ranks that share one optimizer for dense parameters.
+      expert_dp_size: Number of ranks that share one optimizer for expert parameters;
+        None for `dp_size`.
+      bucket_size: Bucket size in elements, as in the layout functions; None for a
+        single bucket. `resolve_bucket_size` returns the value that a training run uses.
+      optimizer: `"replicated"` keeps the full state on each rank, `"distributed"`
+        splits it over data-parallel ranks, `"layer_wise"` uses Muon for matrices and
+        `"distributed"` for all other parameters.
+      grad_reduce_in_fp32: Whether gradients are float32; see `group_params`.
+      high_busbw: Whether bucket ends are padded for NCCL; see `bucket_end_divisor`.
 
     Returns:
-      The buffers, in the order in which the model first needs each.
+      Buffers, in the order in which a parameter of each first appears in `params`.
 
     Raises:
-      ValueError: If a name is given twice, or a size is not positive.
+      ValueError: If two parameters share a name, or a size is not positive.
 
     Source: Megatron-LM megatron/core/optimizer/distrib_optimizer.py
     ::DistributedOptimizer.compute_full_param_layout and
@@ -96,27 +98,29 @@ def resolve_bucket_size(
     pipeline_rank: int = 0,
     disable_bucketing: bool = False,
 ) -> int | None:
-    """Returns the bucket size that a training run takes, given its settings.
+    """Returns the bucket size that a training run uses, given its settings.
 
-    Several buckets are there to reduce the first while backward makes the next. So
-    one will do without that overlap, and on all pipeline stages but the first: they
-    end backward earlier, and would only wait for it.
+    Several buckets allow one to be reduced while the backward pass computes the next.
+    A single bucket therefore suffices without that overlap, and on every pipeline stage
+    except the first: later stages finish their backward pass earlier and would only
+    wait for the first.
 
     Args:
-      requested: The run's `bucket_size`, in elements; None for Megatron's default:
-        the larger of 40 million and one million a data rank, for a ring of more ranks
-        needs larger messages.
-      dp_size: Data ranks, those of context parallelism included.
-      overlap_grad_reduce: The run's setting of this name.
-      pipeline_rank: Pipeline stage that holds the model chunk.
-      disable_bucketing: True, in Megatron, for all of a stage's chunks but its first.
+      requested: The run's `bucket_size`, in elements. None selects Megatron's default,
+        max(40 million, 1 million * `dp_size`), because a ring of more ranks needs
+        larger messages.
+      dp_size: Number of data-parallel ranks, including context-parallel ranks.
+      overlap_grad_reduce: The run's `overlap_grad_reduce`.
+      pipeline_rank: Index of the pipeline stage that holds the model chunk.
+      disable_bucketing: Whether to force a single bucket. Megatron sets it for every
+        chunk of a stage except the first.
 
     Returns:
-      Elements, or None for a single bucket.
+      Bucket size in elements, or None for a single bucket.
 
     Source: Megatron-LM megatron/core/distributed/distributed_data_parallel.py
-    ::DistributedDataParallel.__init__, which also writes the default into the config
-    that it was given; ours is left alone.
+    ::DistributedDataParallel.__init__. Deviation: Megatron also writes the default into
+    the config that it was given; this function modifies nothing.
     """
     if not overlap_grad_reduce or pipeline_rank > 0 or disable_bucketing:
         return None

@@ -1,7 +1,7 @@
-"""The layer-wise layout: each matrix whole on one rank, and the work shared evenly.
+"""Layer-wise layout: each matrix on a single rank, with work balanced over ranks.
 
-Muon's Newton-Schulz iteration needs all of a matrix. So shards are packed with whole
-parameters, and padded to the fullest among them.
+Muon's Newton-Schulz iteration needs the complete matrix. Each shard therefore holds
+complete parameters, and all shards of a bucket are padded to the size of the largest.
 """
 
 import math
@@ -21,11 +21,12 @@ from bridge.megatron.buffers._padding import (
 )
 from bridge.megatron.buffers._param_spec import ParamSpec
 
-# A bucket is as long as `dp_size` times its largest parameter, at least: it stays open
-# until its own elements are this part of that, or the rest would be padding.
+# All shards of a bucket have equal size and hold complete parameters, so the bucket
+# takes at least `dp_size` times its largest parameter. It stays open until its
+# parameters fill this fraction of that minimum; the rest would be padding.
 _MIN_FILL = 0.9
-# A shard takes up to this many times its even part of a bucket's elements for the
-# sake of even work: what it takes beyond is padding in all others.
+# Limit on a shard's elements, as a multiple of an even share of the bucket. A larger
+# shard may balance the work better, but its excess is padding in every other shard.
 _MAX_SHARE = 1.3
 
 
@@ -36,30 +37,34 @@ def layer_wise_layout(
     *,
     high_busbw: bool = False,
 ) -> BufferLayout:
-    """Lays a buffer out so that no parameter crosses a shard.
+    """Computes a buffer layout in which no parameter crosses a shard boundary.
 
-    Buckets are runs of parameters in backward's order. Within one the most expensive
-    parameter goes first, to the shard with the least work so far, in this bucket and
-    all before it, among those with room for it.
+    Each bucket holds consecutive parameters in the order of the backward pass. Within a
+    bucket, parameters are assigned from the most to the least expensive. Each goes to
+    the shard with the least accumulated work, over this bucket and all earlier ones,
+    among the shards with room for it, or to the shortest shard if none has room.
 
-    A shared embedding has a bucket to itself, lies in shard 0, and is no work: Adam
-    updates it.
+    A shared embedding gets its own bucket, is placed in shard 0, and counts as no work
+    because Adam updates it.
 
     Args:
-      params: Parameters of one buffer, in the order of the model.
-      dp_size: Ranks in the group that shares one optimizer.
-      bucket_size: Elements from which on a bucket may close. It does so once the next
-        parameter would no longer fit into its padding, and not before 0.9 of what its
-        largest parameter makes it take is filled. None for a single bucket.
-      high_busbw: As in `bucket_end_divisor`.
+      params: Parameters of one buffer, in model order.
+      dp_size: Number of ranks that share one optimizer.
+      bucket_size: Minimum size in elements at which a bucket may close. It closes when
+        the next parameter no longer fits into its padding, and only after 0.9 of the
+        size implied by its largest parameter is filled. None for a single bucket.
+      high_busbw: Whether bucket ends are padded for NCCL; see `bucket_end_divisor`.
+
+    Returns:
+      Layout with `dp_size` shards and `whole_params` set.
 
     Raises:
-      ValueError: If a name is given twice, or a size is not positive.
+      ValueError: If two parameters share a name, or a size is not positive.
 
     Source: Megatron-LM megatron/core/optimizer/layer_wise_optimizer.py
     ::LayerWiseDistributedOptimizer._compute_per_buffer_param_layout as of August 2026;
-    earlier ones pack by elements. Its other mode, `use_layer_wise_param_layout=False`,
-    which deals whole parameters out to ranks without a layout, is not mirrored.
+    earlier versions balance elements. The mode `use_layer_wise_param_layout=False`,
+    which assigns complete parameters to ranks without a layout, is not implemented.
     """
     check(params, bucket_size, [dp_size])
     divisor = shard_divisor(dp_size, high_busbw)
@@ -90,14 +95,14 @@ def layer_wise_layout(
 
 
 def shard_divisor(dp_size: int, high_busbw: bool = False) -> int:
-    """Returns what the size of a shard must be a multiple of.
+    """Returns the alignment of a layer-wise shard's size, in elements.
 
-    Then every shard starts at a multiple of 64, and `dp_size` of them end where a
-    bucket may.
+    With this alignment every shard starts at a multiple of 64, and `dp_size` shards end
+    at a valid bucket end.
 
     Args:
-      dp_size: Shards a bucket.
-      high_busbw: As in `bucket_end_divisor`.
+      dp_size: Number of shards per bucket.
+      high_busbw: Whether bucket ends are padded for NCCL; see `bucket_end_divisor`.
 
     Source: Megatron-LM megatron/core/optimizer/layer_wise_optimizer.py
     ::LayerWiseDistributedOptimizer._shard_divisor
@@ -107,10 +112,11 @@ def shard_divisor(dp_size: int, high_busbw: bool = False) -> int:
 
 
 def newton_schulz_cost(param: ParamSpec) -> int:
-    """Returns how much work Muon has with a parameter, in arbitrary units.
+    """Returns the cost of Muon's update of a parameter, in arbitrary units.
 
-    Its products of matrices cost the longer dim times the shorter one squared, on the
-    matrix as it is once dim 0 is gathered. What is not a matrix counts its elements.
+    For a matrix the cost is the longer dim times the square of the shorter dim, with
+    dim 0 gathered over `gtp_size` ranks. For any other parameter it is the number of
+    elements.
 
     Source: Megatron-LM megatron/core/optimizer/layer_wise_optimizer.py
     ::_ns_compute_cost
@@ -124,12 +130,14 @@ def newton_schulz_cost(param: ParamSpec) -> int:
 def _chunks(
     params: Sequence[ParamSpec], dp_size: int, bucket_size: int | None, divisor: int
 ) -> Iterator[list[ParamSpec]]:
-    """Cuts the parameters, last first, into those of each bucket."""
+    """Yields the parameters of each bucket, from the model's last to its first."""
     chunk: list[ParamSpec] = []
-    # An estimate: filled in backward's order, where `_balance` sorts. So it may let a
-    # parameter in that makes the bucket grow after all; Megatron's does the same.
+    # Estimated end of each shard: parameters are added in backward order here, but
+    # `_balance` sorts them by cost. A parameter that seems to fit can therefore still
+    # enlarge the bucket; Megatron makes the same estimate.
     ends = [0] * dp_size
     for param in reversed(params):
+        # A shared embedding closes the bucket before it and its own bucket.
         alone = param.shared_embedding or (chunk and chunk[-1].shared_embedding)
         full = bucket_size is not None and _is_full(chunk, dp_size, bucket_size)
         room = pad_to_divisor(max(ends), divisor)
@@ -146,14 +154,14 @@ def _chunks(
 
 def _is_full(chunk: list[ParamSpec], dp_size: int, bucket_size: int) -> bool:
     sizes = [param.num_elements for param in chunk]
-    # Floats, here and below, for they are Megatron's: exact fractions would differ
-    # where a product is nearly whole.
+    # Use floats, here and in `_balance`, as Megatron does: exact fractions would differ
+    # where a product is close to an integer.
     floor = int(dp_size * max(sizes, default=0) * _MIN_FILL)
     return sum(sizes) >= max(bucket_size, floor)
 
 
 def _balance(chunk: list[ParamSpec], work: Sequence[int]) -> list[list[ParamSpec]]:
-    """Deals the parameters of one bucket out to shards, given their work so far."""
+    """Assigns one bucket's parameters to shards, given each shard's work so far."""
     numbers = range(len(work))
     work = [*work]
     shards: list[list[ParamSpec]] = [[] for _ in numbers]
@@ -164,7 +172,7 @@ def _balance(chunk: list[ParamSpec], work: Sequence[int]) -> list[list[ParamSpec
         roomy = [number for number in numbers if after[number] <= limit]
         if roomy:
             chosen = min(roomy, key=lambda number: work[number])
-        else:
+        else:  # no shard has room: take the shortest, so that padding stays small
             chosen = ends.index(min(ends))
         shards[chosen].append(param)
         ends[chosen] = after[chosen]

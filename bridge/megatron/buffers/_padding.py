@@ -1,4 +1,4 @@
-"""Padding: the multiples at which Megatron starts parameters and ends buckets."""
+"""Padding: Megatron's alignment of parameter starts and bucket ends."""
 
 import math
 
@@ -8,24 +8,24 @@ _HIGH_BUSBW_DIVISOR = 2**16
 
 
 def pad_to_divisor(value: int, divisor: int) -> int:
-    """Rounds a position up to a multiple.
-
-    By integers alone: Megatron divides floats, which lose elements beyond 2**53.
+    """Rounds a position up to a multiple of `divisor`.
 
     Args:
-      value: A position or a size, in elements.
-      divisor: What the result is a multiple of.
+      value: Position or size, in elements.
+      divisor: Alignment of the result, in elements.
 
-    Source: Megatron-LM megatron/core/optimizer/param_layout.py::pad_to_divisor
+    Source: Megatron-LM megatron/core/optimizer/param_layout.py::pad_to_divisor.
+    Deviation: Megatron divides floats, which are inexact beyond 2**53; this function
+    uses integers only.
     """
     return -(-value // divisor) * divisor
 
 
 def pad_param_start(position: int) -> int:
-    """Rounds a position up to where a parameter may start: a multiple of 64 elements.
+    """Rounds a position up to a valid parameter start: a multiple of 64 elements.
 
-    So a parameter of two bytes an element starts at a multiple of 128 bytes, as the
-    wide loads of GPU kernels want it.
+    A parameter of two-byte elements then starts at a multiple of 128 bytes, the
+    alignment that wide loads in GPU kernels require.
 
     Source: Megatron-LM megatron/core/optimizer/param_layout.py::pad_param_start
     """
@@ -33,13 +33,14 @@ def pad_param_start(position: int) -> int:
 
 
 def bucket_end_divisor(dp_size: int, high_busbw: bool = False) -> int:
-    """Returns what the end of a bucket must be a multiple of.
+    """Returns the alignment of a bucket's end, in elements.
 
-    Of `dp_size`, so that every rank has a shard of the same size; of 128 for kernels;
-    and, where asked, of 2**16, which NCCL's ring wants for its full bandwidth.
+    The end is a multiple of `dp_size`, so that all ranks have shards of equal size, of
+    128 for GPU kernels, and, with `high_busbw`, of 2**16, with which NCCL's ring
+    reaches its full bandwidth.
 
     Args:
-      dp_size: Data ranks over which the buffer is sharded.
+      dp_size: Number of data-parallel ranks over which the buffer is sharded.
       high_busbw: Whether the run set `pad_buckets_for_high_nccl_busbw`.
 
     Source: Megatron-LM megatron/core/optimizer/param_layout.py::bucket_end_divisor
@@ -49,7 +50,7 @@ def bucket_end_divisor(dp_size: int, high_busbw: bool = False) -> int:
 
 
 def pad_bucket_end(position: int, dp_size: int, high_busbw: bool = False) -> int:
-    """Rounds a position up to where a bucket may end; see `bucket_end_divisor`.
+    """Rounds a position up to a valid bucket end; see `bucket_end_divisor`.
 
     Source: Megatron-LM megatron/core/optimizer/param_layout.py::pad_bucket_end
     """

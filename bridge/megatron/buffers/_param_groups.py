@@ -1,4 +1,4 @@
-"""Parameter groups: which parameters share a buffer."""
+"""Parameter groups: sets of parameters that share a buffer."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -8,13 +8,13 @@ from bridge.megatron.buffers._param_spec import ParamSpec
 
 @dataclasses.dataclass(frozen=True)
 class BufferKey:
-    """What the parameters of one buffer have in common.
+    """Properties shared by all parameters of one buffer.
 
     Args:
-      param_dtype: Dtype of the parameter buffer; `"uint8"` if they are quantized.
+      param_dtype: Dtype of the parameter buffer; `"uint8"` for quantized parameters.
       grad_dtype: Dtype of the gradient buffer.
-      is_expert: Whether they are reduced over the data ranks of experts.
-      is_layer_wise: Whether the layer-wise optimizer (Muon) updates them.
+      is_expert: Whether gradients are reduced over the experts' data-parallel ranks.
+      is_layer_wise: Whether the layer-wise optimizer (Muon) updates the parameters.
     """
 
     param_dtype: str
@@ -25,13 +25,13 @@ class BufferKey:
 
 @dataclasses.dataclass(frozen=True)
 class ParamGroup:
-    """The parameters of one buffer.
+    """Parameters of one buffer, with their checkpoint indices.
 
     Args:
-      params: They, in the order of the model.
-      indices: For each its number among those that would share its buffer if none
-        were quantized. Checkpoints are keyed by it, so that one written without
-        quantization loads with it.
+      params: Parameters of the buffer, in model order.
+      indices: Index of each parameter among those that would share its buffer if none
+        were quantized. Checkpoints use it as a key, so that a checkpoint written
+        without quantization loads into a quantized run.
     """
 
     params: tuple[ParamSpec, ...]
@@ -44,20 +44,22 @@ def group_params(
     grad_reduce_in_fp32: bool = False,
     layer_wise: bool = False,
 ) -> dict[BufferKey, ParamGroup]:
-    """Groups parameters by the buffer that they lie in.
+    """Groups parameters by the buffer that contains them.
 
     Args:
-      params: Trainable parameters, in the order of the model.
-      grad_reduce_in_fp32: Whether gradients are float32, or of each parameter's dtype.
-      layer_wise: Whether the run has a layer-wise optimizer, whose parameters then
-        have buffers of their own.
+      params: Trainable parameters, in model order.
+      grad_reduce_in_fp32: Whether gradients are float32; otherwise each gradient has
+        its parameter's dtype.
+      layer_wise: Whether the run has a layer-wise optimizer, whose parameters get
+        separate buffers.
 
     Returns:
-      The groups, in the order in which each first appears.
+      Parameter groups by buffer key, in order of first appearance.
 
     Source: Megatron-LM
-    megatron/core/distributed/param_and_grad_buffer.py::group_params_for_buffers, which
-    reads a tag from each parameter where we apply `is_layer_wise`.
+    megatron/core/distributed/param_and_grad_buffer.py::group_params_for_buffers.
+    Deviation: Megatron reads a tag from each parameter; this function calls
+    `is_layer_wise`.
     """
     members: dict[BufferKey, list[tuple[ParamSpec, int]]] = {}
     counts: dict[BufferKey, int] = {}
@@ -68,6 +70,8 @@ def group_params(
             is_expert=param.is_expert,
             is_layer_wise=layer_wise and is_layer_wise(param),
         )
+        # The index counts quantized and plain parameters together; the buffer key
+        # separates them.
         key = dataclasses.replace(as_if_plain, param_dtype=param.stored_dtype)
         index = counts.get(as_if_plain, 0)
         counts[as_if_plain] = index + 1
@@ -79,10 +83,10 @@ def group_params(
 
 
 def is_layer_wise(param: ParamSpec) -> bool:
-    """Says whether Muon would update a parameter: a matrix, and no embedding.
+    """Returns whether Muon updates a parameter: a matrix that is not an embedding.
 
-    Biases, norms, embeddings and the output layer go to Adam, and so does a matrix
-    with `use_muon=False`.
+    Adam updates biases, norms, embeddings, the output layer, and any matrix with
+    `use_muon=False`.
 
     Source: Megatron-LM
     megatron/core/optimizer/layer_wise_optimizer.py::is_managed_by_layer_wise_optimizer

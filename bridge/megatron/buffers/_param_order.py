@@ -1,14 +1,15 @@
-"""The order of a model's parameters: what Megatron's modules register, one by one.
+"""Parameter order: the order in which Megatron's modules register parameters.
 
-Its buffers are filled in that order, and nothing on disk says it.
+Megatron fills its buffers in this order and does not record it on disk.
 
 Source: Megatron-LM megatron/core/transformer/transformer_layer.py::TransformerLayer,
 megatron/core/transformer/attention.py::SelfAttention, megatron/core/transformer/
 multi_latent_attention.py::MLASelfAttention, megatron/core/transformer/moe/
-moe_layer.py::MoELayer; TransformerEngine's LayerNormLinear, whose norm comes first
+moe_layer.py::MoELayer; TransformerEngine's LayerNormLinear, which registers its norm
+first
 """
 
-# Siblings are compared with each other alone, so one list will do for all modules.
+# Only siblings are compared with each other, so one list suffices for all modules.
 _ORDER = {
     name: number
     for number, name in enumerate(
@@ -27,18 +28,22 @@ _ORDER = {
 
 
 def is_parameter(name: str) -> bool:
-    """Says whether a tensor is trained: a router's balancing bias is not."""
+    """Returns whether a tensor is trained; a router's balancing bias is not."""
     return not name.endswith(".expert_bias")
 
 
 def order_in_module(name: str) -> tuple[tuple[int, int], ...]:
-    """Returns what sorts parameters as their modules register them.
+    """Returns a sort key that puts parameters in registration order.
 
     Args:
-      name: The name in the module, as `in_module` spells it.
+      name: Dotted path of the parameter in the module, as `in_module` returns it.
+
+    Returns:
+      One pair per component of the path: its rank among sibling names, and its number
+      (0 if it has none).
 
     Raises:
-      ValueError: If a part of the name is not known.
+      ValueError: If a component of the path is unknown.
     """
     return tuple(map(_order_of, name.split(".")))
 
@@ -48,7 +53,7 @@ def _order_of(part: str) -> tuple[int, int]:
         return _ORDER[part], 0
     if part.isdigit():
         return 0, int(part)
-    name = part.rstrip("0123456789")  # of grouped experts: weight0, weight1
+    name = part.rstrip("0123456789")  # grouped experts: weight0, weight1
     if name in _ORDER and name != part:
         return _ORDER[name], int(part.removeprefix(name))
     raise ValueError(f"where '{part}' comes among its siblings is not known")

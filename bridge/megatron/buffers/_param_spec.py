@@ -1,4 +1,4 @@
-"""Parameters as the layouts see them: a name, a shape, a dtype and a few tags."""
+"""Parameter specification for layouts: a name, a shape, a dtype and a few flags."""
 
 import dataclasses
 import math
@@ -7,22 +7,24 @@ from typing import Literal
 
 @dataclasses.dataclass(frozen=True)
 class ParamSpec:
-    """One trainable parameter, as one rank of the model holds it.
+    """Trainable parameter as one model-parallel rank holds it.
 
-    Frozen parameters get no gradient and so no place in a buffer: leave them out.
+    Leave out frozen parameters: they have no gradient and take no space in a buffer.
 
     Args:
       name: Path of the parameter, unique in its model.
       shape: Shape on this rank, after tensor and pipeline parallelism.
-      dtype: Dtype of its values; of a quantized parameter the one it stands for.
-      storage: How the values are stored; quantized ones lie in a buffer of bytes.
-      is_expert: Whether it is split over experts (Megatron's `allreduce=False`), and
-        so reduced over fewer data ranks.
-      shared_embedding: Whether the first and the last pipeline stage both hold it.
-      is_embedding_or_output: Whether it is an embedding or the output layer, which
-        Muon leaves to Adam.
-      use_muon: False for a matrix that was excluded from Muon by hand.
-      gtp_size: Ranks over which dim 0 is split, to be gathered before Muon's update.
+      dtype: Dtype of the values; for a quantized parameter, its unquantized dtype.
+      storage: Storage format of the values; quantized values lie in a uint8 buffer.
+      is_expert: Whether the parameter belongs to an expert (Megatron's
+        `allreduce=False`), so that its gradient is reduced over fewer ranks.
+      shared_embedding: Whether the first and the last pipeline stage both hold the
+        parameter.
+      is_embedding_or_output: Whether the parameter is an embedding or the output
+        layer, which Adam updates instead of Muon.
+      use_muon: False for a matrix explicitly excluded from Muon.
+      gtp_size: Number of ranks over which dim 0 is split and must be gathered before
+        Muon's update.
     """
 
     name: str
@@ -37,10 +39,10 @@ class ParamSpec:
 
     @property
     def num_elements(self) -> int:
-        """Values on this rank, however they are stored."""
+        """Number of values on this rank, regardless of storage format."""
         return math.prod(self.shape)
 
     @property
     def stored_dtype(self) -> str:
-        """Dtype of the buffer that it lies in."""
+        """Dtype of the buffer that contains the parameter."""
         return self.dtype if self.storage == "plain" else "uint8"

@@ -1,7 +1,7 @@
-"""Sequential layouts: parameters one after the other, the model's last one first.
+"""Sequential layouts: parameters back to back, in reverse model order.
 
-Backward meets parameters in about that order, so a bucket is complete, and its
-reduction can start, while earlier layers are still at work.
+The backward pass computes gradients in approximately this order, so a bucket is
+complete, and its reduction can start, while earlier layers are still running.
 """
 
 import dataclasses
@@ -24,15 +24,18 @@ from bridge.megatron.buffers._param_spec import ParamSpec
 def default_layout(
     params: Sequence[ParamSpec], bucket_size: int | None = None
 ) -> BufferLayout:
-    """Lays a buffer out for an optimizer that every rank runs whole: no padding.
+    """Computes the layout of a buffer for a replicated optimizer, without padding.
 
     Args:
-      params: Parameters of one buffer, in the order of the model.
-      bucket_size: Elements at which a bucket closes: the parameter that reaches it is
-        still in. None for a single bucket.
+      params: Parameters of one buffer, in model order.
+      bucket_size: Size in elements at which a bucket closes; it includes the parameter
+        that reaches this size. None for a single bucket.
+
+    Returns:
+      Layout without shards (`num_shards` is None).
 
     Raises:
-      ValueError: If a name is given twice, or `bucket_size` is not positive.
+      ValueError: If two parameters share a name, or `bucket_size` is not positive.
 
     Source: Megatron-LM megatron/core/distributed/param_and_grad_buffer.py
     ::_compute_default_per_buffer_param_layout
@@ -48,23 +51,28 @@ def distributed_optimizer_layout(
     *,
     high_busbw: bool = False,
 ) -> BufferLayout:
-    """Lays a buffer out for an optimizer whose state is split over data ranks.
+    """Computes the layout of a buffer whose optimizer state is split over data ranks.
 
-    Parameters start at multiples of 64 and buckets end where `dp_size` shards are
-    equal. Shards do not respect parameters: the next one begins mid-matrix.
+    Parameters start at multiples of 64, and buckets end at multiples of
+    `bucket_end_divisor`. Shard boundaries ignore parameter boundaries, so a shard may
+    start inside a matrix.
 
-    A shared embedding has a bucket to itself. Both pipeline stages that hold it then
-    cut it into the same shards, and can add up their shards of its gradient.
+    A shared embedding gets its own bucket. Both pipeline stages that hold it then split
+    it into the same shards and can add their gradient shards.
 
     Args:
-      params: Parameters of one buffer, in the order of the model.
-      dp_size: Ranks in the group that shares one optimizer. With several optimizer
-        instances that is a part of the data ranks, not all of them.
-      bucket_size: As in `default_layout`; gaps between parameters count.
-      high_busbw: As in `bucket_end_divisor`.
+      params: Parameters of one buffer, in model order.
+      dp_size: Number of ranks that share one optimizer. With several optimizer
+        instances this is smaller than the number of data-parallel ranks.
+      bucket_size: Size in elements at which a bucket closes, as in `default_layout`;
+        gaps between parameters count. None for a single bucket.
+      high_busbw: Whether bucket ends are padded for NCCL; see `bucket_end_divisor`.
+
+    Returns:
+      Layout with `dp_size` shards.
 
     Raises:
-      ValueError: If a name is given twice, or a size is not positive.
+      ValueError: If two parameters share a name, or a size is not positive.
 
     Source: Megatron-LM megatron/core/optimizer/distrib_optimizer.py
     ::DistributedOptimizer._compute_per_buffer_param_layout
@@ -76,22 +84,22 @@ def distributed_optimizer_layout(
 
 
 def packed_layout(layout: BufferLayout) -> BufferLayout:
-    """Returns where the bytes of NVFP4 parameters lie, given where gradients lie.
+    """Returns the layout of a parameter buffer that stores NVFP4 values packed.
 
-    NVFP4 stores two values a byte, and the gradient of each is a number of its own.
-    So there are two maps with the same buckets: gradients by `layout`, and parameters
-    by this one, in which an NVFP4 parameter takes half as many elements.
+    NVFP4 stores two values per byte, while every value has its own gradient. The
+    gradient buffer uses `layout` and the parameter buffer uses the packed layout: it
+    has the same buckets, but an NVFP4 parameter takes half as many elements.
 
     Args:
-      layout: A sequential layout of the same buffer.
+      layout: Sequential layout of the same buffer.
 
     Returns:
-      The packed layout; an equal one if no parameter is stored as NVFP4.
+      Packed layout; equal to `layout` if no parameter is stored as NVFP4.
 
     Raises:
-      ValueError: If an NVFP4 parameter has an odd number of elements, or the layout
-        is layer-wise: its shards have no packed form, and Megatron, which packs it in
-        order all the same, would cut matrices in two.
+      ValueError: If an NVFP4 parameter has an odd number of elements, or if the layout
+        is layer-wise. Layer-wise shards have no packed form; Megatron packs them in
+        order and would split matrices across shards.
 
     Source: Megatron-LM megatron/core/distributed/param_and_grad_buffer.py
     ::_ParamAndGradBuffer._compute_nvfp4_packed_layout
@@ -110,10 +118,12 @@ def _lay_out(
 ) -> BufferLayout:
     writer = _Writer(empty)
     for param in reversed(params):
-        # Without shards there is nothing to cut alike: the rule is off.
+        # A shared embedding needs its own bucket only so that both pipeline stages
+        # shard it identically; a layout without shards does not need that.
         alone = param.shared_embedding and empty.num_shards is not None
         if alone and writer.is_open:
-            # Up to the next start, not to the last end: so Megatron counts.
+            # `num_unpadded` counts up to the next aligned start, not up to the last
+            # parameter's end, as in Megatron.
             writer.close(writer.next_start)
         writer.place(param, param.num_elements)
         full = bucket_size is not None and writer.end - writer.start >= bucket_size
@@ -123,13 +133,14 @@ def _lay_out(
 
 
 class _Writer:
-    """Walks along a buffer: places parameters, and closes buckets behind them."""
+    """Builder of a sequential layout: places parameters and closes buckets in order."""
 
     def __init__(self, rules: BufferLayout):
         self.rules = rules
         self.placements: list[Placement] = []
         self.buckets: list[Bucket] = []
-        self.start = self.end = 0  # of the open bucket; of what was placed last
+        # Start of the open bucket, and end of the parameter placed last.
+        self.start = self.end = 0
 
     @property
     def is_open(self) -> bool:

@@ -1,4 +1,4 @@
-"""Shards: which part of which parameter each data rank's optimizer owns."""
+"""Shards: the part of each parameter that each data-parallel rank's optimizer owns."""
 
 import dataclasses
 
@@ -9,17 +9,17 @@ from bridge.megatron.buffers._param_spec import ParamSpec
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """A run of elements of one parameter that one rank owns.
+    """Contiguous elements of one parameter that one rank owns.
 
-    The same elements, counted from four places.
+    The four ranges describe the same elements relative to different origins.
 
     Args:
-      param: The parameter.
-      bucket: Position of its bucket among the buffer's.
-      in_param: In the parameter, flattened row by row.
-      in_buffer: In the whole buffer.
-      in_bucket: In the bucket.
-      in_shard: In the rank's shard of the bucket.
+      param: Parameter that the elements belong to.
+      bucket: Index of the bucket that contains the elements.
+      in_param: Element range in the parameter, flattened in C order.
+      in_buffer: Element range in the buffer.
+      in_bucket: Element range in the bucket.
+      in_shard: Element range in the rank's shard of the bucket.
     """
 
     param: ParamSpec
@@ -31,14 +31,17 @@ class Piece:
 
 
 def shard_bucket(bucket: Bucket, num_shards: int) -> tuple[Range, ...]:
-    """Returns the elements of the buffer that each rank owns of a bucket.
+    """Splits a bucket evenly into one shard per rank.
 
     Args:
-      bucket: The bucket.
-      num_shards: Ranks among which it is split evenly.
+      bucket: Bucket to split.
+      num_shards: Number of ranks that share the bucket.
+
+    Returns:
+      Element range of each rank's shard, relative to the start of the buffer.
 
     Raises:
-      ValueError: If it cannot be split evenly.
+      ValueError: If the bucket's size is not a multiple of `num_shards`.
 
     Source: Megatron-LM megatron/core/distributed/param_and_grad_buffer.py::shard_buffer
     """
@@ -54,17 +57,20 @@ def shard_bucket(bucket: Bucket, num_shards: int) -> tuple[Range, ...]:
 
 
 def owned_pieces(layout: BufferLayout, rank: int) -> tuple[Piece, ...]:
-    """Returns what one rank's optimizer owns of a buffer, in the order of the buffer.
+    """Returns the pieces of a buffer that one rank's optimizer owns.
 
-    The pieces of all ranks together are every element of every parameter once; their
-    `in_shard` is where a rank's file has them.
+    The pieces of all ranks together cover every element of every parameter exactly
+    once. `Piece.in_shard` is the position in the rank's checkpoint file.
 
     Args:
-      layout: Layout of the buffer, made for the group that shares the optimizer.
-      rank: Rank in that group.
+      layout: Layout of the buffer for the group of ranks that shares the optimizer.
+      rank: Rank within that group.
+
+    Returns:
+      Non-empty pieces, in buffer order.
 
     Raises:
-      ValueError: If the layout is not sharded, or has no such rank.
+      ValueError: If the layout is not sharded, or `rank` is out of range.
 
     Source: Megatron-LM megatron/core/optimizer/distrib_optimizer.py
     ::DistributedOptimizer._build_model_gbuf_range and
@@ -95,6 +101,7 @@ def owned_pieces(layout: BufferLayout, rank: int) -> tuple[Piece, ...]:
 
 def _cut(place: Placement, bucket: Bucket, shard: Range) -> Piece:
     start = max(place.start, shard.start)
+    # Clamp to an empty range where parameter and shard do not overlap.
     stop = max(start, min(place.stop, shard.stop))
 
     def counted_from(origin: int) -> Range:

@@ -1,1 +1,1 @@
-"""Megatron's settings of a model and of a run, to and from `DecoderConfig`."""
+"""Conversion of Megatron's model and run settings to and from `DecoderConfig`."""

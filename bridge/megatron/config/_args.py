@@ -1,7 +1,7 @@
-"""Settings of a run of Megatron's own training script, to and from `DecoderConfig`.
+"""Arguments of Megatron's training script, to and from `DecoderConfig`.
 
-They are a `TransformerConfig`'s fields and `GPTModel`'s arguments, under names that
-differ here and there. A run has hundreds more, of which none is read.
+They are the fields of `TransformerConfig` and the arguments of `GPTModel`, some under
+other names. A run has hundreds of further arguments, which are not read.
 
 Source: Megatron-LM megatron/training/arguments.py::core_transformer_config_from_args,
 gpt_builders.py::gpt_builder
@@ -30,7 +30,7 @@ _OLD = {
     "norm_epsilon": "layernorm_epsilon",
     "apply_layernorm_1p": "layernorm_zero_centered_gamma",
 }
-"""Names up to Megatron-Core 0.14, read and not written."""
+"""Names up to Megatron-Core 0.14, which are read but not written."""
 
 _REFUSED = ("squared_relu", "openai_gelu")
 _ORIGINAL = "original_max_position_embeddings"
@@ -46,25 +46,27 @@ def from_args(
     eos_token_id: int | tuple[int, ...] | None = None,
     pad_token_id: int | None = None,
 ) -> DecoderConfig:
-    """Reads the settings of a run, as `open_megatron(path).args` gives them.
+    """Converts the settings of a run to a `DecoderConfig`.
 
     Args:
-      args: By name.
-      vocab_size: Words; None takes `args["vocab_size"]`, which a run with a tokenizer
-        does not have: it knows only to how many rows it padded.
-      original_max_position_embeddings: Tokens of context before yarn stretched it, for
-        latent attention; None takes that of `args`, which most versions do not have.
-      model_type: The family; see `from_transformer_config`.
-      bos_token_id: Token that begins a text.
-      eos_token_id: Token, or tokens, that end a text.
-      pad_token_id: Token that fills up a batch.
+      args: Settings by name, such as `open_megatron(path).args`.
+      vocab_size: Number of tokens in the vocabulary, without padding. None uses
+        `args["vocab_size"]`, which a run with a tokenizer does not record: it records
+        only the padded number of rows.
+      original_max_position_embeddings: Context length in tokens before yarn extended
+        it, for latent attention. None uses the value in `args`, which most versions do
+        not record.
+      model_type: Model family; see `from_transformer_config`.
+      bos_token_id: Beginning-of-sequence token.
+      eos_token_id: End-of-sequence token or tokens.
+      pad_token_id: Padding token.
 
     Returns:
-      The model.
+      Model config.
 
     Raises:
-      ValueError: If a setting is missing, or has a value that is not modelled. All of
-        them are listed.
+      ValueError: If settings are missing or have unsupported values. All settings that
+        one check rejects are listed.
     """
     _check_given(args, vocab_size, original_max_position_embeddings)
     names = {**_OLD, **_FIELD_OF}
@@ -73,11 +75,11 @@ def from_args(
     fields["share_embeddings_and_output_weights"] = not untied
     fields |= _activation_fields(args)
     if not args.get("group_query_attention"):
-        fields["num_query_groups"] = None  # whatever the default says
+        fields["num_query_groups"] = None  # ignore the argument's default value
     if args.get("use_rotary_position_embeddings"):
         fields["position_embedding_type"] = "rope"
     if fields.get("rope_type") is None:
-        fields.pop("rope_type", None)  # the class of the config has its own default
+        fields.pop("rope_type", None)  # use the default of the config class instead
     if original_max_position_embeddings is not None:
         fields[_ORIGINAL] = original_max_position_embeddings
     return from_transformer_config(
@@ -96,21 +98,22 @@ def to_args(
     make_vocab_size_divisible_by: int = 128,
     flags: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Writes the settings of a run of this model, as far as the model decides them.
+    """Converts a `DecoderConfig` to the settings of a run that it determines.
 
     Args:
-      config: The model.
-      make_vocab_size_divisible_by: Of what, times the tensor-parallel ranks, the rows
-        of the vocabulary are made a multiple.
-      flags: Further settings, passed on unread: `{"transformer_impl": "local"}`.
+      config: Model config.
+      make_vocab_size_divisible_by: Padding of the vocabulary: its rows are padded to a
+        multiple of this times the number of tensor-parallel ranks.
+      flags: Further settings, included unchanged, such as
+        `{"transformer_impl": "local"}`.
 
     Returns:
-      Settings by name, for `write_megatron`; dtypes are numpy's. Parallel sizes are not
-      among them, for the files decide those.
+      Settings by name, for `write_megatron`; dtypes are numpy dtypes. Parallel sizes
+      are not included, because `write_megatron` sets them.
 
     Raises:
-      ValueError: If Megatron's layers cannot be this model's, or its command line
-        cannot say it; all of it is listed.
+      ValueError: If Megatron's layers cannot be this model's, or no command-line
+        setting expresses it; all settings that one check rejects are listed.
     """
     fields = {**to_transformer_config(config, flags=flags), **to_gpt_model(config)}
     activation, wrong = _activation_args(fields)
@@ -177,7 +180,7 @@ def _activation_fields(args: Mapping[str, Any]) -> dict[str, Any]:
         return {
             "activation_func": SILU if args.get("swiglu") else QUICK_GELU,
             "gated_linear_unit": True,
-            "bias_activation_fusion": False,  # of these it is exact
+            "bias_activation_fusion": False,  # the fused kernels of these are exact
         }
     return {
         "activation_func": GELU,

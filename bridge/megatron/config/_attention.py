@@ -1,4 +1,4 @@
-"""Fields of a `TransformerConfig`: heads, softmax, and the window that layers see.
+"""Codecs of `TransformerConfig` fields for heads, softmax and sliding windows.
 
 Source: Megatron-LM megatron/core/transformer/transformer_config.py::TransformerConfig,
 megatron/core/transformer/utils.py::get_sliding_window_causal_mask
@@ -60,6 +60,7 @@ def _read_window(fields: Fields) -> dict[str, Any]:
     left, right = window
     if right != 0:
         raise ValueError(f"window_size = {window!r}: a decoder sees nothing ahead")
+    # `window_size` counts the tokens before the query; `sliding_window` includes it.
     values: dict[str, Any] = {"sliding_window": left + 1, "layer_types": None}
     if pattern is not None:
         count = fields["num_layers"]

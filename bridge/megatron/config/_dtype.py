@@ -1,4 +1,4 @@
-"""Fields of a `TransformerConfig` that say the dtype of the weights."""
+"""Codec of `TransformerConfig` fields for the dtype of the weights."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""Which family a Megatron config is of: its fields have no name for that."""
+"""Model family of a Megatron config, inferred because no field names it."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -13,12 +13,12 @@ TWINS = (
     *("llama", "mistral", "qwen2", "qwen3", "phi3", "gpt2", "smollm3", "granite"),
     *("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3"),
 )
-"""The families whose models can be Megatron's, in the order in which they are tried."""
+"""Families with an equivalent in Megatron, in the order in which they are tried."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Tokens:
-    """The special tokens, which no field says; see `DecoderConfig`."""
+    """Special tokens, which no Megatron field records; see `DecoderConfig`."""
 
     bos_token_id: int | None = None
     eos_token_id: int | tuple[int, ...] | None = None
@@ -31,16 +31,20 @@ def settle(
     tokens: Tokens,
     model_type: str | None,
 ) -> DecoderConfig:
-    """Builds the config of the family whose files can say all of it.
+    """Builds the config of the first family whose config files can express `values`.
 
     Args:
-      values: What the fields say, by our dotted names.
-      fields: The fields, for what training alone reads.
-      tokens: The special tokens.
-      model_type: The family; None tries `TWINS`, in order.
+      values: Values read from the fields, by our dotted names.
+      fields: Megatron fields, for values that only training uses.
+      tokens: Special tokens.
+      model_type: Model family; None tries `TWINS`, in order.
+
+    Returns:
+      Model config of the family.
 
     Raises:
-      ValueError: If the family's files cannot say it, or no family's can.
+      ValueError: If the config files of `model_type`, or of all families if it is None,
+        cannot express the values.
     """
     values = {**values, **dataclasses.asdict(tokens)}
     if model_type is not None:
@@ -78,9 +82,10 @@ def _of_family(
 
 
 def _roundings(family: Family, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what is one to Megatron, and differs between families in the last bits.
+    """Returns the family's values where families differ only in rounding.
 
-    Softmax of all scores, divided by the sum of the chosen, is softmax of the chosen.
+    Megatron does not distinguish these values. For example, softmax over all scores
+    divided by the sum over the chosen experts equals softmax over the chosen experts.
     """
     traits, settled = family.traits, {}
     if values["norm"] == "rms" and traits.get("norm") == "rms_wide":
@@ -89,7 +94,7 @@ def _roundings(family: Family, values: Mapping[str, Any]) -> dict[str, Any]:
         return settled
     for name in ("moe.rounded_weights", "moe.float32_logits"):
         settled[name] = traits.get(name, False)
-    if values["moe.n_group"] is None:  # and nothing reads it
+    if values["moe.n_group"] is None:  # without groups, nothing reads group_scoring
         settled["moe.group_scoring"] = traits.get("moe.group_scoring", "max")
     chosen = "softmax_of_chosen"
     one = values["moe.scoring"] == "softmax" and values["moe.norm_topk_prob"]
@@ -99,7 +104,10 @@ def _roundings(family: Family, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _as_files_say(values: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Yields the same, spelled as some files and as others: if all layers slide."""
+    """Yields `values`, and a second form if every layer has a sliding window.
+
+    Some families' files then record only the window, others also `layer_types`.
+    """
     yield values
     if values["sliding_window"] is not None and values["layer_types"] is None:
         all_slide = ("sliding_attention",) * values["num_hidden_layers"]

@@ -1,7 +1,7 @@
-"""Fields of a `TransformerConfig`: sizes, norms, biases, and what has no field.
+"""Codecs of `TransformerConfig` fields for sizes, norms and biases.
 
-Each `Codec` reads some fields into values of ours, and writes them back; what cannot be
-said on the other side raises a `ValueError` with a line for each reason.
+Each `Codec` reads some fields into our values and writes them back. A value that the
+other side cannot express raises a `ValueError` with one line per reason.
 
 Source: Megatron-LM megatron/core/transformer/transformer_config.py::TransformerConfig,
 megatron/core/models/gpt/gpt_model.py::GPTModel
@@ -36,7 +36,7 @@ _PLAIN: dict[str, tuple[Any, str]] = {
     "clip_qkv": (None, "it does not clip"),
     "sliding_rope": (None, "all its layers have one rope"),
 }
-"""What Megatron's layers always are, and why nothing else can be said."""
+"""Values without a Megatron field: the only supported value, and the reason."""
 
 
 def _write_plain(config: DecoderConfig) -> dict[str, Any]:

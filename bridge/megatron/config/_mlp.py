@@ -1,4 +1,4 @@
-"""Fields of a `TransformerConfig`: the activation, and what it multiplies.
+"""Codec of `TransformerConfig` fields for the MLP's activation and gate.
 
 Source: Megatron-LM megatron/core/transformer/transformer_config.py::TransformerConfig,
 megatron/core/transformer/mlp.py::MLP, megatron/core/fusions/fused_bias_gelu.py
@@ -13,7 +13,7 @@ from bridge.models import DecoderConfig
 
 SILU, GELU, TANH_GELU, QUICK_GELU = "silu", "gelu", "fast_gelu", "quick_gelu"
 QUICK_ALPHA = 1.702
-"""What the sigmoid of `quick_gelu` multiplies its argument by."""
+"""Factor on the argument of the sigmoid in `quick_gelu`."""
 
 
 def _read_mlp(fields: Fields) -> dict[str, Any]:
@@ -28,7 +28,7 @@ def _read_mlp(fields: Fields) -> dict[str, Any]:
             )
         swiglu = {"moe.swiglu_limit": clamp, "moe.swiglu_alpha": QUICK_ALPHA}
         return {"hidden_act": "silu", "gated_mlp": True, **swiglu}
-    # Megatron's fused kernel of GELU is of its approximation by tanh.
+    # Megatron's fused GELU kernel computes the tanh approximation.
     tanh = name == TANH_GELU or (name == GELU and fields["bias_activation_fusion"])
     ours = {SILU: "silu", GELU: "gelu", TANH_GELU: "gelu_new"}
     wrong = [] if name in ours else [f"activation_func = {name!r}: none of {[*ours]}"]
@@ -42,11 +42,11 @@ def _read_mlp(fields: Fields) -> dict[str, Any]:
 
 
 def activation_name(activation: Any) -> str:
-    """Returns the name of an activation, however a config says it.
+    """Returns the name of an activation, given in any form that configs use.
 
     Args:
-      activation: A name, a function, or what a YAML file has for one: `_target_`, with
-        the path of a function.
+      activation: Name, function, or a YAML file's mapping with the path of a function
+        under `_target_`.
     """
     if isinstance(activation, Mapping):
         activation = activation.get("_target_")

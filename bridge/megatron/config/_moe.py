@@ -1,9 +1,9 @@
-"""Fields of a `TransformerConfig` for experts, routers, and latent attention.
+"""Codecs of `TransformerConfig` fields for experts, routers and latent attention.
 
-A router of Megatron's is the one of transformers only for some values. Chosen experts'
-weights add up to 1 if softmax comes after the choice (`pre_softmax` false), or, of
-sigmoids, if there are several; and a group of experts is judged by its best
-`topk / group_topk`, where DeepSeek-V2 has the best one, and V3 the best two.
+Megatron's router matches that of transformers only for some values. The weights of the
+chosen experts sum to 1 if softmax follows the choice (`pre_softmax` false), or, with
+sigmoid scores, if more than one expert is chosen. A group of experts is scored by its
+best `topk / group_topk` experts; DeepSeek-V2 uses the best one, V3 the best two.
 
 Source: Megatron-LM megatron/core/transformer/moe/moe_utils.py
 ::topk_routing_with_score_function, ::group_limited_topk
@@ -24,7 +24,7 @@ _LATENT = {
     "v_head_dim": "mla.v_head_dim",
 }
 _GROUP_SCORING = {1: "max", 2: "top2_sum"}
-"""By how many experts of a group are added up."""
+"""Group scoring by the number of experts whose scores are added per group."""
 
 
 def _read_latent(fields: Fields) -> dict[str, Any]:
@@ -71,7 +71,11 @@ def _read_experts(fields: Fields) -> dict[str, Any]:
 
 
 def read_dense_layers(fields: Fields) -> tuple[int, ...]:
-    """Returns the layers of a sparse model that are dense."""
+    """Returns the indices of the dense layers of a sparse model.
+
+    Raises:
+      ValueError: If the length of the `moe_layer_freq` list is not the layer count.
+    """
     pattern, layers = fields["moe_layer_freq"], range(fields["num_layers"])
     if isinstance(pattern, int):
         return tuple(i for i in layers if i % pattern)
@@ -96,6 +100,7 @@ def _read_router(fields: Fields) -> dict[str, Any]:
         wrong.append("moe_router_num_groups: groups judged by sums of logits")
     values: dict[str, Any] = {
         "moe.scoring": function,
+        # Megatron divides sigmoid scores by their sum only if several are chosen.
         "moe.norm_topk_prob": not before if softmax else chosen > 1,
         "moe.routed_scaling_factor": fields["moe_router_topk_scaling_factor"] or 1.0,
         "moe.correction_bias": biased,

@@ -1,4 +1,4 @@
-"""Parallel sizes of a `TransformerConfig`, checked against the model."""
+"""Parallel sizes of a `TransformerConfig`, validated against the model."""
 
 import dataclasses
 from typing import Any
@@ -8,17 +8,17 @@ from bridge.models import DecoderConfig
 
 @dataclasses.dataclass(frozen=True)
 class ParallelFields:
-    """Ranks of each kind, under the names of Megatron's fields but for the suffixes.
+    """Parallel sizes, named like Megatron's fields without their suffixes.
 
     Args:
-      tensor: Tensor-parallel ranks.
-      pipeline: Pipeline stages.
-      virtual_pipeline: Model chunks a stage; None means one.
-      context: Context-parallel ranks.
-      expert: Expert-parallel ranks.
-      expert_tensor: Tensor-parallel ranks of experts; None means as `tensor`.
-      sequence: Whether activations are cut along the sequence between tensor-parallel
-        blocks; None means wherever there are several such ranks.
+      tensor: Number of tensor-parallel ranks.
+      pipeline: Number of pipeline stages.
+      virtual_pipeline: Number of model chunks per stage; None means one.
+      context: Number of context-parallel ranks.
+      expert: Number of expert-parallel ranks.
+      expert_tensor: Number of tensor-parallel ranks of experts; None means `tensor`.
+      sequence: Whether activations are sharded along the sequence between
+        tensor-parallel blocks; None means if `tensor` is above 1.
     """
 
     tensor: int = 1
@@ -30,7 +30,7 @@ class ParallelFields:
     sequence: bool | None = None
 
     def fields(self) -> dict[str, Any]:
-        """Returns the fields."""
+        """Returns the fields of `TransformerConfig` by name."""
         tensor = self.tensor
         return {
             "tensor_model_parallel_size": tensor,
@@ -43,7 +43,7 @@ class ParallelFields:
         }
 
     def misfits(self, config: DecoderConfig) -> list[str]:
-        """Says what of the model cannot be dealt out so, a line each."""
+        """Returns one line per invalid size or size that does not divide the model."""
         wrong = self._impossible()
         if wrong:
             return wrong

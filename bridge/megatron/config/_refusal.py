@@ -1,13 +1,13 @@
-"""Codecs of Megatron's fields: what they read, and how they say what cannot be."""
+"""Input type of the codecs of Megatron's fields, and their error reporting."""
 
 from collections.abc import Mapping
 from typing import Any
 
 Fields = Mapping[str, Any]
-"""Fields of a `TransformerConfig` and arguments of `GPTModel`, defaults filled in."""
+"""Fields of `TransformerConfig` and arguments of `GPTModel`, including defaults."""
 
 
 def refuse(wrong: list[str]) -> None:
-    """Raises a `ValueError` of these lines, if there are any."""
+    """Raises a `ValueError` with the given lines, if there are any."""
     if wrong:
         raise ValueError("\n".join(wrong))

@@ -1,7 +1,7 @@
-"""Fields of a `TransformerConfig` and of `GPTModel` that say how positions enter.
+"""Codec of `TransformerConfig` and `GPTModel` fields for position embeddings.
 
-Two ways: grouped-query attention has `position_embedding_type`, with `yarn_` fields;
-latent attention has `rope_type`, with fields of the same meaning and other names.
+Grouped-query attention uses `position_embedding_type` with `yarn_` fields; latent
+attention uses `rope_type` with fields of the same meaning under other names.
 
 Source: Megatron-LM megatron/core/models/common/embeddings/rotary_pos_embedding.py,
 yarn_rotary_pos_embedding.py, megatron/core/transformer/multi_latent_attention.py
@@ -18,7 +18,7 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-"""Constants of Megatron's code, which has a field for the factor alone."""
+"""Constants in Megatron's code; only the factor has a field."""
 
 _YARN = {
     "rotary_scaling_factor": "factor",
@@ -28,7 +28,7 @@ _YARN = {
     "mscale": "mscale",
     "mscale_all_dim": "mscale_all_dim",
 }
-"""Latent attention's fields; grouped-query attention's are these behind `yarn_`."""
+"""Latent attention's fields; grouped-query attention prefixes them with `yarn_`."""
 
 _ROUNDED = "yarn_correction_range_round_to_int"
 _TURNS = {"beta_fast": 32.0, "beta_slow": 1.0}
@@ -112,7 +112,7 @@ def _read_latent(fields: Fields) -> RopeConfig:
     if kind == "rope":
         return RopeConfig(theta, interleaved=True)
     values: dict[str, Any] = {ours: fields[theirs] for theirs, ours in _YARN.items()}
-    if not of_all:  # what transformers does if a file has neither
+    if not of_all:  # equivalent in transformers: neither value is given
         values |= {"mscale": None, "mscale_all_dim": None}
     return RopeConfig(theta, "yarn", interleaved=True, **values)
 
@@ -192,7 +192,7 @@ def _write_latent(rope: RopeConfig) -> dict[str, Any]:
         "rotary_base": rope.rope_theta,
         "rotary_percent": 1.0,
         "rope_type": "yarn" if rope.rope_type == "yarn" else "rope",
-        # Not its default of 40, which belongs to DeepSeek's yarn.
+        # Override Megatron's default of 40, which is DeepSeek's yarn factor.
         "rotary_scaling_factor": 1.0,
         "mscale": rope.mscale or 1.0,
         "mscale_all_dim": rope.mscale_all_dim or 0.0,

@@ -1,4 +1,4 @@
-"""Fields that training alone reads, and that config files of both sides have."""
+"""Fields that only training uses and that config files of both sides have."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,15 +11,15 @@ _CARRIED = {
     "attention_dropout": ("attention_dropout", "attn_pdrop"),
     "hidden_dropout": ("resid_pdrop",),
 }
-"""Megatron's name, and the names that families carry it by."""
+"""Megatron's field names, each with the names that families use for it."""
 
 _FURTHER, _OUR_FURTHER = "mtp_num_layers", "num_nextn_predict_layers"
 TRAINING = frozenset((*_CARRIED, _FURTHER))
-"""The fields that are read here."""
+"""Names of the Megatron fields that `read_training` reads."""
 
 
 def write_training(config: DecoderConfig) -> dict[str, Any]:
-    """Returns the fields; without a value of the family's, the rate is 0."""
+    """Returns Megatron's training fields; 0 where the family has no value."""
     carried = dict(config.carried)
     values = {
         theirs: next((carried[name] for name in names if carried.get(name)), 0.0)
@@ -35,25 +35,28 @@ def write_training(config: DecoderConfig) -> dict[str, Any]:
 def read_training(
     fields: Mapping[str, Any], defaults: Mapping[str, Any]
 ) -> tuple[tuple[str, Any], ...]:
-    """Returns what a family carries, with the values that Megatron's fields have.
+    """Returns a family's passthrough fields, with values from Megatron's fields.
 
     Args:
-      fields: Of Megatron.
-      defaults: What the family carries, with transformers' defaults.
+      fields: Megatron's fields by name.
+      defaults: Passthrough fields of the family, with transformers' defaults.
+
+    Returns:
+      Pairs of name and value, in the order of `defaults`.
 
     Raises:
-      ValueError: If there are layers that predict further tokens, and the family's
-        files have none, to be left out.
+      ValueError: If the model has multi-token-prediction layers but the family has no
+        field for their number.
     """
     carried, further = dict(defaults), fields.get(_FURTHER)
     if further and _OUR_FURTHER not in carried:
         raise ValueError(f"{_FURTHER} = {further}: no layers of this family's")
-    if _OUR_FURTHER in carried:  # Megatron has none where its field is not set
+    if _OUR_FURTHER in carried:  # Megatron's default is 0, the family's may differ
         carried[_OUR_FURTHER] = further or 0
     for theirs, names in _CARRIED.items():
         name = next((name for name in names if name in carried), None)
         value = fields.get(theirs, 0.0)
         if name is None or isinstance(value, list | tuple):
-            continue  # one coefficient for each of several losses: no file says that
+            continue  # config files cannot express a list with one value per loss
         carried[name] = value or (None if carried[name] is None else 0.0)
     return tuple(carried.items())

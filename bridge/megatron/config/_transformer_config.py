@@ -1,8 +1,8 @@
-"""Configs of Megatron-Core, to and from `DecoderConfig`.
+"""Megatron-Core configs, to and from `DecoderConfig`.
 
-A model is described there in two places: `TransformerConfig` has the layers, and the
-arguments of `GPTModel` have vocabulary, positions and rope. Both are dicts of names and
-values here; functions and dtypes are by name. Neither Megatron nor torch is needed.
+Megatron-Core describes a model in two places: `TransformerConfig` holds the layers, and
+the arguments of `GPTModel` hold vocabulary, positions and rope. Here both are dicts;
+functions and dtypes are given by name. Neither Megatron nor torch is needed.
 
 Source: Megatron-LM megatron/core/transformer/transformer_config.py::TransformerConfig,
 ::MLATransformerConfig, megatron/core/models/gpt/gpt_model.py::GPTModel
@@ -47,7 +47,7 @@ _GPT_MODEL = (
     "rope_scaling",
     "rope_scaling_factor",
 )
-# Latent attention makes its own rope, from its config.
+# Latent attention creates its own rope from its config, so these are fields of both.
 _OF_BOTH = ("rotary_base", "rotary_percent")
 
 _DEFAULTS: Mapping[str, Any] = {
@@ -110,26 +110,31 @@ def to_transformer_config(
     sequence_parallel: bool | None = None,
     flags: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Writes the fields of a `TransformerConfig`, or of an `MLATransformerConfig`.
+    """Returns the fields of a `TransformerConfig` or an `MLATransformerConfig`.
 
     Args:
-      config: The model.
-      tensor_parallel: Tensor-parallel ranks.
-      pipeline_parallel: Pipeline stages.
-      virtual_pipeline: Model chunks a stage; None means one.
-      expert_parallel: Expert-parallel ranks.
-      expert_tensor_parallel: Tensor-parallel ranks of experts; None means as others.
-      context_parallel: Context-parallel ranks.
-      sequence_parallel: None means where there are several tensor-parallel ranks.
-      flags: Further fields, of kernels and dispatchers, that are passed on unread.
+      config: Model config.
+      tensor_parallel: Number of tensor-parallel ranks.
+      pipeline_parallel: Number of pipeline stages.
+      virtual_pipeline: Number of model chunks per stage; None means one.
+      expert_parallel: Number of expert-parallel ranks.
+      expert_tensor_parallel: Number of tensor-parallel ranks of experts; None means
+        `tensor_parallel`.
+      context_parallel: Number of context-parallel ranks.
+      sequence_parallel: Whether to shard activations along the sequence; None means if
+        `tensor_parallel` is above 1.
+      flags: Further fields, such as those of kernels and dispatchers, included
+        unchanged.
 
     Returns:
-      Fields by name; `activation_func` and dtypes are names: `"silu"`, `"bfloat16"`.
-      `MLATransformerConfig` is the class if `multi_latent_attention` is true.
+      Fields by name; `activation_func` and dtypes are strings such as `"silu"` and
+      `"bfloat16"`. The class is `MLATransformerConfig` if `multi_latent_attention` is
+      true.
 
     Raises:
-      ValueError: If Megatron's layers cannot be this model's, it cannot be dealt out
-        so, or a flag is one of the fields that the model decides; all of it is listed.
+      ValueError: If Megatron's layers cannot be this model's, if the parallel sizes do
+        not divide it, or if a flag is a field that the model determines; all errors are
+        listed.
     """
     parallel = ParallelFields(
         tensor=tensor_parallel,
@@ -160,16 +165,19 @@ def to_gpt_model(
     tensor_parallel: int = 1,
     make_vocab_size_divisible_by: int = 128,
 ) -> dict[str, Any]:
-    """Writes the arguments of `GPTModel` that a `TransformerConfig` does not hold.
+    """Returns the arguments of `GPTModel` that a `TransformerConfig` does not hold.
 
     Args:
-      config: The model.
-      tensor_parallel: Tensor-parallel ranks.
-      make_vocab_size_divisible_by: Of what, times the ranks, the rows of the
-        vocabulary are made a multiple.
+      config: Model config.
+      tensor_parallel: Number of tensor-parallel ranks.
+      make_vocab_size_divisible_by: Padding of the vocabulary: its rows are padded to a
+        multiple of this times `tensor_parallel`.
+
+    Returns:
+      Arguments by name; `vocab_size` is the padded number of rows.
 
     Raises:
-      ValueError: As `to_transformer_config`.
+      ValueError: If Megatron's layers cannot be this model's; all errors are listed.
     """
     fields, wrong = _write(config)
     _raise_if(f"This {config.model_type} model cannot be one of Megatron's", wrong)
@@ -187,24 +195,27 @@ def from_transformer_config(
     eos_token_id: int | tuple[int, ...] | None = None,
     pad_token_id: int | None = None,
 ) -> DecoderConfig:
-    """Reads the fields of a `TransformerConfig` and the arguments of `GPTModel`.
+    """Converts a `TransformerConfig` and `GPTModel` arguments to a `DecoderConfig`.
 
     Args:
-      fields: Both, by name; `vars(config)` will do, as will the `model` section of a
-        `run_config.yaml`. What is absent is as Megatron's classes have it by default.
-      vocab_size: Words; None takes the rows of `fields`, which padding is part of.
-      model_type: The family; None takes the first of `TWINS` whose config files can
-        say what the fields say. Families that both can differ in roundings alone.
-      bos_token_id: Token that begins a text.
-      eos_token_id: Token, or tokens, that end a text.
-      pad_token_id: Token that fills up a batch.
+      fields: Fields and arguments by name, such as `vars(config)` or the `model`
+        section of a `run_config.yaml`. Absent fields have the defaults of Megatron's
+        classes.
+      vocab_size: Number of tokens in the vocabulary, without padding; None uses the
+        `vocab_size` of `fields`, which includes padding.
+      model_type: Model family; None uses the first of `TWINS` whose config files can
+        express the fields. If several can, they differ only in rounding.
+      bos_token_id: Beginning-of-sequence token.
+      eos_token_id: End-of-sequence token or tokens.
+      pad_token_id: Padding token.
 
     Returns:
-      The model. What changes no logit and no field says is as the family's defaults.
+      Model config. Values that no field records and that do not affect logits are the
+      family's defaults.
 
     Raises:
-      ValueError: If a field is missing, or has a value that is not modelled, or the
-        family cannot be so. All of them are listed.
+      ValueError: If fields are missing or have unsupported values, or the family cannot
+        express them. All fields that one check rejects are listed.
     """
     if vocab_size is not None:
         fields = {**fields, "vocab_size": vocab_size}

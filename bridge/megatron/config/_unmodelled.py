@@ -1,9 +1,9 @@
-"""What a Megatron config must not say, for nothing here computes it.
+"""Detection of Megatron settings that change the model and are not supported.
 
-A run has some 850 settings. Of those that change what the model computes, either the
-codecs read them, or `FIXED` has the one value that is modelled. A name that is in
-neither is refused if it is set and begins like the name of a part of the model:
-versions differ, and a new multiplier must not be dropped because it is new.
+A run has some 850 settings. A setting that changes what the model computes is either
+read by a codec or listed in `FIXED` with its only supported value. Any other setting is
+rejected if it is set and its name begins like a part of the model, so that a multiplier
+added by a new version is not silently dropped.
 """
 
 import re
@@ -48,7 +48,7 @@ FIXED: Mapping[str, Any] = {
     "use_legacy_models": False,
     "use_mup": False,
 }
-"""Fields that change what is computed, with the one value that is modelled."""
+"""Fields that change what the model computes, each with its only supported value."""
 
 _NEUTRAL = re.compile(
     r"""
@@ -83,11 +83,11 @@ _PART = re.compile(
 
 
 def find_unmodelled(fields: Mapping[str, Any], read: frozenset[str]) -> list[str]:
-    """Returns a line for each field that is set and that nothing computes.
+    """Returns one line per field that is set and not supported.
 
     Args:
-      fields: Of a `TransformerConfig`, or of a run.
-      read: The names that the codecs read.
+      fields: Fields of a `TransformerConfig` or settings of a run, by name.
+      read: Names that the codecs and `read_training` read.
     """
     wrong = [
         f"{name} = {fields[name]!r}: only {modelled!r} is modelled"

@@ -1,1 +1,1 @@
-"""Megatron's checkpoints of every format, read."""
+"""Readers of Megatron checkpoints in all formats."""

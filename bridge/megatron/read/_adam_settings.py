@@ -1,4 +1,4 @@
-"""With which settings Adam trained a Megatron run, as its checkpoint says them."""
+"""Adam settings of a Megatron run, read from its checkpoint."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -8,27 +8,28 @@ from typing import Any
 from bridge.formats._source import Source
 from bridge.rules._mapping import Mapping as WeightMapping
 
-# Settings by which Megatron decays other parameters than its rule says.
+# Settings that make Megatron's weight decay deviate from its default rule.
 _OTHER_DECAY = ("apply_wd_to_qk_layernorm", "no_weight_decay_cond_type")
 _NOT_SAID = "not said in the checkpoint"
 
 
 @dataclasses.dataclass(frozen=True)
 class AdamSettings:
-    """How Adam goes on; None for what no single value says, see `open`.
+    """Adam hyperparameters of a run; None where no single value applies.
 
-    Goes on in optax as `optax.adamw(lr, b1, b2, eps, weight_decay=..., mask=...)` after
-    `optax.clip_by_global_norm(clip_grad)`.
+    Continue in optax with `optax.adamw(lr, b1, b2, eps, weight_decay=..., mask=...)`
+    after `optax.clip_by_global_norm(clip_grad)`.
 
     Args:
-      lr: Learning rate from now on, if it is constant.
-      b1: Decay of the first moments.
-      b2: Decay of the second moments.
-      eps: Added to the root of the second moments.
+      lr: Learning rate of further training, if it is constant.
+      b1: Decay rate of the first moments.
+      b2: Decay rate of the second moments.
+      eps: Constant added to the square root of the second moments.
       weight_decay: Decoupled weight decay, if it is constant.
-      clip_grad: Norm to which gradients are clipped; 0 for none.
-      no_decay: Leaves that are not decayed, by dotted name (`wd_mult=0`).
-      open: For each of these that is None, what the checkpoint says of it.
+      clip_grad: Global norm to which gradients are clipped; 0 for no clipping.
+      no_decay: Dotted names of the leaves without weight decay (`wd_mult=0`).
+      open: Explanation for each field above that is None: the checkpoint's schedule or
+        rule, or that the checkpoint does not record it.
     """
 
     lr: float | None
@@ -47,16 +48,17 @@ def adam_settings(
     scheduler: Mapping[str, Any],
     undecayed: Callable[[], tuple[str, ...]],
 ) -> AdamSettings:
-    """Reads the settings.
+    """Reads the Adam settings from a checkpoint's optimizer, args and scheduler.
 
     Args:
-      groups: Parameter groups of the optimizer; empty if they are not there.
+      groups: Parameter groups of the optimizer; empty if the checkpoint has none.
       args: Settings of the run.
-      scheduler: State of the schedule.
-      undecayed: The leaves that Megatron's own rule does not decay.
+      scheduler: State of the learning-rate schedule.
+      undecayed: Function that returns the leaves that Megatron's default rule does not
+        decay; called only if that rule applies.
 
     Raises:
-      ValueError: If it is another optimizer than AdamW.
+      ValueError: If the optimizer is not AdamW.
     """
     _check_adamw(groups, args)
     betas = _agreed(groups, "betas") or (args.get("adam_beta1"), args.get("adam_beta2"))
@@ -76,11 +78,14 @@ def adam_settings(
 
 
 def undecayed_leaves(source: Source, mapping: WeightMapping) -> tuple[str, ...]:
-    """The leaves that Megatron does not decay: made of biases and of vectors.
+    """Returns the leaves without weight decay: those made only of biases and vectors.
 
     Args:
-      source: The model's tensors in Megatron's own shapes.
-      mapping: From these to leaves.
+      source: Tensors of the model, in Megatron's shapes.
+      mapping: Weight mapping from these tensors to leaves.
+
+    Returns:
+      Dotted names of the leaves.
 
     Source: Megatron-LM megatron/core/optimizer/__init__.py::_get_param_groups
     """
@@ -115,12 +120,12 @@ def _any(every: Sequence[Mapping[str, Any]], key: str, value: bool) -> bool:
 
 
 def _of(group: Mapping[str, Any], key: str, default: Any = None) -> Any:
-    """A setting of a group; before it is loaded Megatron calls some `pre_...`."""
+    """Returns a group's setting; Megatron prefixes some names with `pre_` on disk."""
     return group.get(key, group.get(f"pre_{key}", default))
 
 
 def _agreed(groups: Sequence[Mapping[str, Any]], key: str) -> Any:
-    """What all groups say, or None."""
+    """Returns the value of a setting that all groups share, or None."""
     said = [group.get(key) for group in groups]
     return said[0] if said and all(value == said[0] for value in said) else None
 

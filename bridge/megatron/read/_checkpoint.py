@@ -1,4 +1,4 @@
-"""Megatron checkpoints of every format: found out, opened, named alike."""
+"""Megatron checkpoints of all formats: detection, opening and canonical names."""
 
 import dataclasses
 import os
@@ -27,7 +27,7 @@ COMMON_NAME = "common.pt"
 TRAIN_STATE_NAME = "train_state.pt"
 COMMON_ITEM = "common_state/shard_0_1"
 
-# In dp_reshardable every rank's optimizer has settings of its own, all alike.
+# In dp_reshardable each rank's optimizer stores its own settings, which are identical.
 _SETTINGS = re.compile(
     r"^(chained_\d+\.)?optimizer\.distributed\.dp_group_idx_0\.optimizer/"
 )
@@ -36,19 +36,19 @@ _COMMON_KEYS = ("args", "iteration", "checkpoint_version", "opt_param_scheduler"
 
 @dataclasses.dataclass(frozen=True)
 class MegatronCheckpoint:
-    """A Megatron checkpoint, measured and not yet read.
+    """Opened Megatron checkpoint; tensors are lazy and not yet read.
 
     Args:
-      path: The directory of the one iteration.
+      path: Directory of the iteration.
       format: `"torch_dist"`, `"dcp"` (plain torch, or `fsdp_dtensor`) or `"legacy"`.
-      source: The model's tensors by canonical name (see `bridge.megatron._names`):
-        whole, with the vocabulary padded as it was saved.
-      optimizer: Adam's state, or None if it is not there or cannot be carried.
-      args: Settings of the run that saved it; empty if there are none.
-      iteration: Steps of training done; None if not said.
-      consumed_samples: Training samples seen; None if not said.
+      source: Unsharded tensors of the model by canonical name (see
+        `bridge.megatron._names`), with the vocabulary padded as saved.
+      optimizer: Adam state, or None if it is absent or cannot be converted.
+      args: Settings of the run that saved the checkpoint; empty if there are none.
+      iteration: Number of training steps done; None if not recorded.
+      consumed_samples: Number of training samples seen; None if not recorded.
       scheduler: State of the learning-rate schedule; empty if there is none.
-      left_out: What is in the files and in none of the above, a line each.
+      left_out: Contents of the files that no other field covers, one line each.
     """
 
     path: Path
@@ -63,23 +63,23 @@ class MegatronCheckpoint:
 
 
 def open_megatron(path: str | os.PathLike[str]) -> MegatronCheckpoint:
-    """Opens a Megatron checkpoint of any format; reads what describes it alone.
+    """Opens a Megatron checkpoint of any format; reads metadata only.
 
-    Needs neither Megatron nor torch, and runs no pickle. The format is found out:
-    `torch_dist` of old and new versions, `fsdp_dtensor`, plain `torch_dcp`, legacy
-    `torch`, and NeMo's directories of these.
+    Needs neither Megatron nor torch, and executes no pickled code. The format is
+    detected: `torch_dist` of old and new versions, `fsdp_dtensor`, plain `torch_dcp`,
+    legacy `torch`, and NeMo's directories of these.
 
     Args:
-      path: What `--save` named, whose latest iteration is taken, or the directory of
-        one iteration.
+      path: Directory given to `--save`, of which the latest iteration is used, or the
+        directory of one iteration.
 
     Returns:
-      The checkpoint, to be read piece by piece.
+      Opened checkpoint with lazy tensors.
 
     Raises:
-      FileNotFoundError: If nothing is there.
-      ValueError: If it is no Megatron checkpoint, is of a format that is not read
-        (zarr), incomplete, damaged, or would run code.
+      FileNotFoundError: If `path` does not exist.
+      ValueError: If `path` is not a Megatron checkpoint, has an unsupported format
+        (zarr), is incomplete or damaged, or contains a pickle that would execute code.
     """
     directory = find_iteration(Path(path))
     format_ = find_format(directory)
@@ -136,7 +136,7 @@ def _model_keys(dcp: DcpDirectory) -> list[str]:
 
 
 def _common(dcp: DcpDirectory) -> dict[str, Any]:
-    """Returns what is not sharded, from wherever the version at hand puts it."""
+    """Returns the common (unsharded) state, from where this version stores it."""
     if (dcp.path / COMMON_NAME).is_file():
         common = read_torch_file(dcp.path / COMMON_NAME)
     elif COMMON_ITEM in dcp.items:
@@ -184,7 +184,7 @@ def _dict(directory: Path, common: Mapping[str, Any], key: str) -> dict[str, Any
 
 
 def _train_state(directory: Path) -> dict[str, Any]:
-    """Returns the progress that Megatron-Bridge keeps in a file of its own."""
+    """Returns the training progress that Megatron-Bridge keeps in a separate file."""
     file = directory / TRAIN_STATE_NAME
     state = read_torch_file(file) if file.is_file() else {}
     if not isinstance(state, dict):

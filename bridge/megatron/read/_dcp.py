@@ -1,8 +1,8 @@
-"""Distributed checkpoints (DCP): tensors in chunks, as torch writes them.
+"""Distributed checkpoints (DCP): chunked tensors as torch writes them.
 
-A directory holds `.metadata`, a pickle that says which box of which tensor lies at
-which bytes of which file, and the files: torch archives one after another. Megatron's
-`torch_dist` and `fsdp_dtensor` are such directories, as are plain torch ones.
+A directory holds `.metadata`, a pickle that maps each chunk (a box of a tensor) to a
+byte range of a file, and the files, which are concatenated torch archives. Megatron's
+`torch_dist` and `fsdp_dtensor` use this layout, as do plain torch checkpoints.
 
 Source: pytorch torch/distributed/checkpoint/metadata.py::Metadata,
 torch/distributed/checkpoint/filesystem.py::_StorageInfo
@@ -29,18 +29,19 @@ from bridge.megatron._views import Assembled
 
 METADATA_NAME = ".metadata"
 
-# A closed one is verified anew: three leaves are made of each layer's `linear_qkv`.
+# An archive that was closed is verified again when reopened. Many stay open because
+# each layer's `linear_qkv` is read for three leaves.
 _MAX_OPEN_ARCHIVES = 4096
 
 
 @dataclasses.dataclass(frozen=True)
 class DcpDirectory:
-    """What a distributed checkpoint holds.
+    """Contents of a distributed checkpoint.
 
     Args:
-      path: Its directory.
-      tensors: Its tensors, by the key on disk.
-      items: Its objects that are no tensors: a call reads one.
+      path: Directory of the checkpoint.
+      tensors: Lazy tensors by key on disk.
+      items: Functions that read the non-tensor objects, by key on disk.
     """
 
     path: Path
@@ -49,15 +50,15 @@ class DcpDirectory:
 
 
 def open_dcp(path: Path) -> DcpDirectory:
-    """Opens a distributed checkpoint; reads and checks `.metadata` alone.
+    """Opens a distributed checkpoint; reads and validates only `.metadata`.
 
     Args:
-      path: The directory with `.metadata`.
+      path: Directory that contains `.metadata`.
 
     Raises:
-      ValueError: If `.metadata` is damaged or would run code, or describes tensors
-        whose chunks do not fill them, or files that are absent, too short, compressed
-        or outside of the directory. Everything that is wrong is listed.
+      ValueError: If `.metadata` is damaged or would execute code, if chunks do not fill
+        their tensor, or if files are absent, too short, compressed or outside of the
+        directory. All errors in tensors and files are listed.
     """
     subject = f"'{path / METADATA_NAME}'"
     program = (path / METADATA_NAME).read_bytes()
@@ -112,7 +113,7 @@ class _Metadata:
 
 @dataclasses.dataclass(frozen=True)
 class _Chunk:
-    """A chunk that is opened when it is first read."""
+    """Chunk of a tensor, whose archive is opened when it is first read."""
 
     name: str
     shape: tuple[int, ...]
@@ -137,7 +138,7 @@ def _assemble(
 ) -> Assembled:
     tiles = []
     for box in entry.chunks:
-        if 0 in shape_of(box):  # of a rank that an uneven split left empty
+        if 0 in shape_of(box):  # empty shard of an uneven split
             continue
         place = places.get((key, tuple(r.start for r in box)))
         if place is None:
@@ -156,7 +157,7 @@ def _assemble(
 
 
 def _opener() -> Callable[[Path, int, int], StoredZip]:
-    """Returns a way to open archives, each once however many threads ask."""
+    """Returns a thread-safe, caching function that opens archives."""
     cached = functools.lru_cache(_MAX_OPEN_ARCHIVES)(StoredZip)
     lock = threading.Lock()
 
@@ -169,12 +170,12 @@ def _opener() -> Callable[[Path, int, int], StoredZip]:
 
 def _read_item(path: Path, key: str, place: _Place) -> Any:
     value = read_torch_archive(StoredZip(path / place.file, place.offset, place.nbytes))
-    # Megatron cuts objects into shards too, each a list of one.
+    # Megatron shards objects too; each shard is a list with one element.
     return value[0] if "/shard_" in key else value
 
 
 def _misplaced(path: Path, places: Mapping[Any, _Place]) -> list[str]:
-    # The metadata is a stranger's text: no name in it may leave the directory.
+    # The metadata is untrusted: no file name in it may point outside the directory.
     names = {place.file for place in places.values()}
     outside = {
         name
@@ -243,12 +244,12 @@ def _place(stub: Stub) -> _Place:
 _DCP = "torch.distributed.checkpoint"
 _RULES: dict[str, Rule] = {
     f"{_DCP}.metadata.Metadata": _metadata,
-    # Megatron-Core before 0.15 had a class of its own, with the same fields first.
+    # Megatron-Core before 0.15 has its own class, which begins with the same fields.
     "megatron.core.dist_checkpointing.strategies.torch.MCoreMetadata": _metadata,
     f"{_DCP}.metadata.TensorStorageMetadata": _tensor_entry,
     f"{_DCP}.metadata.BytesStorageMetadata": lambda stub: None,
     f"{_DCP}.metadata.ChunkStorageMetadata": _box,
-    # Without its `index`, which is a hint: torch compares the other two alone.
+    # Drop `index`, which is only a hint: torch compares the other two fields.
     f"{_DCP}.metadata.MetadataIndex": lambda stub: (
         stub.state["fqn"],
         stub.state.get("offset"),

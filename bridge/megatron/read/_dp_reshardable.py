@@ -1,11 +1,12 @@
-"""Optimizer state in flat buckets (`dp_reshardable`), taken apart by weight.
+"""Optimizer state in flat buckets (`dp_reshardable`), split into weights.
 
-Megatron's default: each data rank saves its shards as they lie, so the files hold
-buckets of every model-parallel rank and no names. Each parameter and each gap between
-two is a chunk of its own, and a bucket's length is said; so the parameters, in the
-order in which the model registers them, must end where chunks and buckets end. That is
-checked here from headers; and whenever a moment is read, the master weights beside it
-must round to the model's, or it would be some other weight's.
+This is Megatron's default: each data-parallel rank saves its shards as they are in
+memory, so the files hold the buckets of every model-parallel rank without parameter
+names. Each parameter, and each gap between two, is a separate chunk, and the length of
+a bucket is recorded. The parameters, in the order in which the model registers them,
+must therefore end at chunk and bucket ends; this module checks that from metadata. In
+addition, every read of a moment checks that the master weights beside it round to the
+model's weights; otherwise the moment belongs to another weight.
 
 Source: Megatron-LM megatron/core/optimizer/distrib_optimizer.py
 ::DistributedOptimizer.sharded_param_state_dp_reshardable
@@ -39,11 +40,11 @@ _KEY = re.compile(
 KINDS = {"param": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 
 Buckets = list[dict[str, Assembled]]
-"""The buckets of one buffer: each is three flat tensors, by kind."""
+"""Buckets of one buffer; each bucket has three flat tensors, keyed by kind."""
 
 
 def is_bucket_key(key: str) -> bool:
-    """Says whether a key of a distributed checkpoint is of a flat bucket."""
+    """Returns whether a key of a distributed checkpoint names a flat bucket."""
     return _KEY.match(key) is not None
 
 
@@ -52,18 +53,20 @@ def read_buckets(
     model: Mapping[str, Tensor],
     args: Mapping[str, Any],
 ) -> dict[str, dict[str, Tensor]]:
-    """Finds each weight's master, first and second moment in flat buckets.
+    """Returns each weight's master weight and moments from flat buckets.
 
     Args:
-      tensors: The buckets, by key on disk.
-      model: The model's tensors by canonical name.
-      args: The run's settings.
+      tensors: Flat buckets by key on disk.
+      model: Tensors of the model by canonical name.
+      args: Settings of the run.
 
     Returns:
-      For each of `"master"`, `"exp_avg"`, `"exp_avg_sq"`, tensors by canonical name.
+      Tensors by canonical name for each of `"master"`, `"exp_avg"`, `"exp_avg_sq"`.
+      Each read verifies that the state belongs to its weight.
 
     Raises:
-      ValueError: If the buckets are not those of the model as `args` describe it.
+      ValueError: If the buckets do not match the model that `args` describe, or `args`
+        describe an uneven pipeline.
     """
     pipeline = _pipeline(args)
     buffers = _buffers(tensors)
@@ -109,7 +112,7 @@ def _pipeline(args: Mapping[str, Any]) -> Pipeline:
 
 
 def _buffers(tensors: Mapping[str, Assembled]) -> dict[tuple[int, int, int], Buckets]:
-    """Sorts buckets by optimizer (of dense weights, of experts), rank and buffer."""
+    """Groups buckets by optimizer (0 dense, 1 experts), rank and buffer index."""
     found: dict[tuple[int, int, int], dict[int, dict[str, Assembled]]] = {}
     for key, tensor in tensors.items():
         match = _KEY.match(key)
@@ -128,9 +131,12 @@ def _buffers(tensors: Mapping[str, Assembled]) -> dict[tuple[int, int, int], Buc
 def _groups(
     model: Mapping[str, Tensor], args: Mapping[str, Any], pipeline: Pipeline
 ) -> Iterator[tuple[int, int, int, int, list[str]]]:
-    """Yields each buffer's tp rank, optimizer, rank, number, and weights in order.
+    """Yields the identity of each buffer and its weights in registration order.
 
-    Ranks are numbered with tensor parallelism innermost, the pipeline outermost.
+    Yields:
+      Tuples of tensor-parallel rank, optimizer (0 for dense weights, 1 for experts),
+      model-parallel rank (tensor parallelism innermost, pipeline outermost), model
+      chunk, and canonical names.
     """
     sizes, names = pipeline.sizes, frozenset(model)
     placed: dict[tuple[int, int, int | None], list[tuple[Any, str]]] = {}
@@ -159,10 +165,12 @@ def _take_apart(
     args: Mapping[str, Any],
     pipeline: Pipeline,
 ) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """Yields each weight's part in a buffer, the model's last first, as they lie."""
-    left = list(names)  # taken from the end
+    """Yields each weight's part of a buffer, in buffer order (last weight first)."""
+    left = list(names)  # consumed from the end: buffers are in reverse model order
     for bucket in buckets:
         (length,) = bucket["param"].shape
+        # Parameters and gaps are separate chunks, so each parameter starts and ends at
+        # a chunk boundary. Positions restart at 0 in each bucket.
         ends = {tile.box[0].stop for tile in bucket["param"].tiles} | {0}
         stop = 0
         while stop < length:
@@ -208,7 +216,7 @@ def _merge(
     merged: dict[str, Tensor] = {}
     for name, ranks in parts.items():
         split, tp = _split(name, args, pipeline), pipeline.sizes.tp
-        # A stage's ranks follow each other, so every `tp` of them are one tensor.
+        # Ranks are numbered with tp innermost, so each run of `tp` parts is one tensor.
         found = [(group, ranks[group, t][kind]) for group, t in sorted(ranks)]
         if split is not Split.NONE:
             starts = range(0, len(found), tp)

@@ -1,4 +1,4 @@
-"""Finding a checkpoint: which directory holds an iteration, and in what format."""
+"""Checkpoint discovery: the directory of an iteration and its format."""
 
 import os
 import re
@@ -12,16 +12,20 @@ from bridge.megatron.read._dcp import METADATA_NAME
 TRACKER_NAME = "latest_checkpointed_iteration.txt"
 FORMAT_NAME = "metadata.json"
 
-# Where NeMo keeps the weights of what it saves.
+# Subdirectories in which NeMo stores weights.
 _WEIGHTS_DIRECTORIES = ("weights", "model_weights")
 
 
 def find_iteration(path: Path) -> Path:
-    """Returns the directory that holds the tensors of the iteration to be read.
+    """Returns the directory that holds the tensors of the iteration to read.
+
+    Args:
+      path: Directory of a run, of which the tracker file names the latest iteration,
+        or directory of one iteration.
 
     Raises:
-      FileNotFoundError: If nothing is there.
-      ValueError: If no Megatron checkpoint is.
+      FileNotFoundError: If `path` does not exist.
+      ValueError: If `path` holds no Megatron checkpoint.
     """
     check_local(path)
     if not path.exists():
@@ -39,7 +43,11 @@ def find_iteration(path: Path) -> Path:
 
 
 def is_megatron(path: str | os.PathLike[str]) -> bool:
-    """Says whether `open_megatron` would look further: by names of files alone."""
+    """Returns whether a path looks like a Megatron checkpoint, without opening it.
+
+    Only file names and the tracker file are examined, so `open_megatron` may still
+    reject the checkpoint.
+    """
     check_local(path)
     try:
         find_iteration(Path(path))
@@ -66,10 +74,10 @@ def _tracked(tracker: Path) -> str:
 
 
 def find_format(directory: Path) -> str:
-    """Returns `"torch_dist"`, `"dcp"` or `"legacy"`.
+    """Returns a checkpoint's format: `"torch_dist"`, `"dcp"` or `"legacy"`.
 
     Raises:
-      ValueError: If the directory says that it is of another format.
+      ValueError: If `metadata.json` names another format.
     """
     file = directory / FORMAT_NAME
     if not file.is_file():

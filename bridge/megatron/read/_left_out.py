@@ -1,4 +1,4 @@
-"""What a checkpoint holds that is carried nowhere, and why: said, not dropped."""
+"""Report of checkpoint contents that are not converted, with reasons."""
 
 import re
 from collections.abc import Sequence
@@ -23,7 +23,11 @@ _REASONS = (
 
 
 def describe_left_out(keys: Sequence[str]) -> tuple[str, ...]:
-    """Says what is left out, and why, a line for all of a kind."""
+    """Returns one line per kind of unconverted contents, with the reason.
+
+    Args:
+      keys: Keys or file names that are not converted.
+    """
     lines, others = [], list(keys)
     for pattern, why in _REASONS:
         search = re.compile(pattern).search

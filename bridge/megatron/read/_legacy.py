@@ -1,9 +1,9 @@
-"""Legacy checkpoints: a file for each model-parallel rank, merged lazily.
+"""Legacy checkpoints: one file per model-parallel rank, merged lazily.
 
-`mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt` holds what one rank had: its slice of the
-weights, its pipeline stage's layers numbered from 0, its own experts numbered from 0.
-Where each layer belongs is counted from the files, stage after stage, rather than
-worked out from the settings that laid the pipeline out: of those there are six.
+`mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt` holds the state of one rank: its slices of
+the weights, the layers of its pipeline stage numbered from 0, and its experts numbered
+from 0. Global layer numbers are derived by counting layers in the files, stage after
+stage, not from the six settings that determine the pipeline layout.
 
 Source: Megatron-LM megatron/training/checkpointing.py::get_checkpoint_name,
 megatron/core/transformer/transformer_layer.py::get_transformer_layer_offset
@@ -37,13 +37,13 @@ _EXPERT = re.compile(r"(\.mlp\.experts\.)(\d+)(?=\.)")
 
 @dataclasses.dataclass(frozen=True)
 class LegacyDirectory:
-    """What a legacy checkpoint holds.
+    """Contents of a legacy checkpoint.
 
     Args:
-      path: Its directory.
-      sizes: How many ranks wrote it.
-      files: Each rank's file.
-      tensors: The model's tensors, merged, by canonical name.
+      path: Directory of the checkpoint.
+      sizes: Numbers of model-parallel ranks that wrote the checkpoint.
+      files: Contents of each rank's file, with lazy tensors.
+      tensors: Merged tensors of the model by canonical name.
     """
 
     path: Path
@@ -53,19 +53,19 @@ class LegacyDirectory:
 
     @property
     def common(self) -> Mapping[str, Any]:
-        """What the first rank's file holds, settings and progress among it."""
+        """Contents of the first rank's file, including settings and progress."""
         return self.files[Rank(0, 0, 0)]
 
 
 def open_legacy(path: Path) -> LegacyDirectory:
-    """Opens a legacy checkpoint of any TP, PP, VPP and EP; reads pickles alone.
+    """Opens a legacy checkpoint of any TP, PP, VPP and EP; reads only the pickles.
 
     Args:
-      path: The directory of `mp_rank_*` directories.
+      path: Directory that contains the `mp_rank_*` directories.
 
     Raises:
-      ValueError: If ranks are missing or do not fit each other, a file is damaged or
-        would run code, or the layout is not supported; all that is wrong is listed.
+      ValueError: If ranks are missing or inconsistent, a file is damaged or would
+        execute code, or the layout is not supported; all errors of a kind are listed.
     """
     found = sorted(
         entry.name for entry in path.iterdir() if RANK_DIRECTORY.fullmatch(entry.name)
@@ -82,7 +82,7 @@ def open_legacy(path: Path) -> LegacyDirectory:
 
 
 def chunk_keys(file: Mapping[str, Any]) -> list[str]:
-    """Names a rank's model chunks: one, or several with a virtual pipeline."""
+    """Returns the keys of a rank's model chunks; a virtual pipeline has several."""
     keys = [key for key in file if _MODEL_KEY.fullmatch(str(key))]
     return sorted(keys, key=lambda key: int(key.removeprefix("model") or 0))
 
@@ -90,18 +90,18 @@ def chunk_keys(file: Mapping[str, Any]) -> list[str]:
 def merge_ranks(
     path: Path, sizes: ParallelSizes, files: Mapping[Rank, Any]
 ) -> dict[str, Tensor]:
-    """Merges the ranks' model chunks, or what has their names and shapes.
+    """Merges the ranks' model chunks, or optimizer state with their names and shapes.
 
     Args:
-      path: Where they come from.
-      sizes: How many ranks there are.
-      files: Each rank's chunks, and the first's `args`.
+      path: Directory of the checkpoint, for error messages.
+      sizes: Numbers of model-parallel ranks.
+      files: Model chunks of each rank; the first rank's also holds `args`.
 
     Returns:
-      Tensors by canonical name.
+      Merged tensors by canonical name.
 
     Raises:
-      ValueError: If they do not fit each other, or the layout is not supported.
+      ValueError: If the ranks are inconsistent, or the layout is not supported.
     """
     args = files[Rank(0, 0, 0)]["args"]
     chunks = {
@@ -194,9 +194,10 @@ def _in_model_order(
     sizes: ParallelSizes,
     chunks: Mapping[Rank, list[dict[str, Tensor]]],
 ) -> Iterator[tuple[Rank, int, int]]:
-    """Yields each rank's chunks, and how many layers come before, in layer order.
+    """Yields rank, chunk index and number of preceding layers, in layer order.
 
-    A virtual pipeline goes round the stages: chunk 0 of all, then chunk 1 of all.
+    A virtual pipeline assigns chunks to stages round-robin: chunk 0 of all stages comes
+    before chunk 1 of all stages.
     """
     counts = {len(of_rank) for of_rank in chunks.values()}
     if len(counts) > 1 or counts == {0}:
@@ -223,6 +224,7 @@ def _global_name(
     name = _LAYER.sub(lambda match: f"{match[1]}{int(match[2]) + offset}", name)
     if rank.ep == 0 or not _EXPERT.search(name):
         return name
+    # Every rank holds the same number of experts, numbered from 0 in each layer.
     per_rank = 1 + max(
         int(match[2])
         for chunk in chunks[rank]
@@ -252,7 +254,7 @@ def _check_layers(
 def _merge(
     name: str, tensors: Mapping[Rank, Tensor], sizes: ParallelSizes, gated: bool
 ) -> Tensor:
-    """Merges what ranks hold under one name: slices over tp, copies over all else."""
+    """Merges the ranks' tensors of one name: slices over tp, copies over pp and ep."""
     split = split_of(name, gated=gated) if sizes.tp > 1 else Split.NONE
     groups: dict[tuple[int, int], list[Tensor]] = {}
     for rank, tensor in sorted(tensors.items()):
@@ -279,7 +281,7 @@ def _replicated(copies: Mapping[str, Tensor]) -> Tensor:
 
 
 def _tie(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Takes the last stage's copy of tied embeddings for the copy that it is."""
+    """Marks the last stage's head as a copy of the embedding, for tied embeddings."""
     tensors = dict(tensors)
     copy = tensors.pop(HEAD, None)
     if copy is not None and EMBEDDING in tensors:

@@ -1,9 +1,9 @@
-"""Adam's state in legacy files: numbered by parameter, and named here.
+"""Adam state in legacy files: maps parameter numbers to weight names.
 
-torch numbers parameters group by group. Megatron makes the groups of the model's
-parameters, in their order, by what tells them apart: whether they decay, and whether
-they are experts'. Both are said of each group, and the model's own names come in that
-order in the same file.
+torch numbers parameters group by group. Megatron groups the model's parameters, in
+model order, by whether they have weight decay and whether they belong to experts. The
+file records both properties of each group, and lists the model's parameter names in the
+same order.
 
 Source: Megatron-LM megatron/core/optimizer/__init__.py::_get_param_groups,
 megatron/core/optimizer/optimizer.py::Float16OptimizerWithFloat16Params.state_dict
@@ -31,17 +31,17 @@ class _Param(NamedTuple):
 
 
 def read_legacy_optimizer(legacy: LegacyDirectory) -> dict[str, dict[str, Tensor]]:
-    """Finds each weight's moments, and its master weights if there are any.
+    """Returns each weight's moments, and its master weights if there are any.
 
     Args:
-      legacy: A checkpoint whose ranks each hold an `optimizer` that is not distributed.
+      legacy: Legacy checkpoint in which each rank holds a non-distributed `optimizer`.
 
     Returns:
-      For each of `"exp_avg"`, `"exp_avg_sq"` and `"master"`, tensors by canonical
-      name; no `"master"` where the model's weights are those.
+      Tensors by canonical name for each of `"exp_avg"`, `"exp_avg_sq"` and `"master"`;
+      no `"master"` if the optimizer updates the model's weights directly.
 
     Raises:
-      ValueError: If the groups are not those that Megatron makes by default.
+      ValueError: If the parameter groups differ from Megatron's default groups.
     """
     args = legacy.common["args"]
     found: dict[str, dict[Rank, dict[str, Any]]] = {}
@@ -62,7 +62,7 @@ def read_legacy_optimizer(legacy: LegacyDirectory) -> dict[str, dict[str, Tensor
 
 
 def optimizer_steps(legacy: LegacyDirectory) -> list[int]:
-    """Returns the steps that each parameter of the first rank was updated."""
+    """Returns the step count of each parameter of the first rank."""
     states = [
         state
         for tree in _trees(legacy.common)
@@ -75,6 +75,7 @@ def optimizer_steps(legacy: LegacyDirectory) -> list[int]:
 def _of_rank(
     file: Mapping[str, Any], args: Mapping[str, Any]
 ) -> Iterator[tuple[_Param, dict[str, Tensor]]]:
+    # Parameters by (has weight decay, belongs to experts), in model order.
     classes: dict[tuple[bool, bool], list[_Param]] = {}
     for param in _params(file):
         key = (_decays(param, args), _EXPERT.search(param.name) is not None)
@@ -104,7 +105,7 @@ def _of_rank(
 
 
 def _trees(file: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Returns the optimizers: of dense weights, and of experts if there are any."""
+    """Returns the optimizer states: dense weights, then experts if there are any."""
     optimizer = file.get("optimizer")
     trees = optimizer if isinstance(optimizer, list) else [optimizer]
     found = [tree for tree in trees if isinstance(tree, dict)]

@@ -1,4 +1,4 @@
-"""Adam's state, by the names of the weights, from every format that holds it."""
+"""Adam state by weight name, from all formats that store it."""
 
 import dataclasses
 import re
@@ -20,7 +20,7 @@ from bridge.megatron.read._legacy_optimizer import (
 )
 from bridge.megatron.read._verified import verify_states
 
-# Megatron puts the kind in front of the weight's name; torch's FSDP, behind it.
+# Megatron puts the kind before the weight's name; torch's FSDP puts it after.
 _KINDS = {
     "exp_avg": "exp_avg",
     "exp_avg_sq": "exp_avg_sq",
@@ -29,7 +29,8 @@ _KINDS = {
     "master_param": "master",
 }
 _ANY_KIND = "|".join(sorted(_KINDS, key=len, reverse=True))
-# Weights that are stored in fewer bits than the file says are not rounded masters.
+# With these settings the stored weights are not the rounded master weights, so the
+# check in `verify_states` does not apply.
 _QUANTIZED = ("fp8_param_gather", "fp8_param", "fp4_param")
 _ADVICE = "save with --dist-ckpt-optim-fully-reshardable to carry it"
 _OPTIMIZER = re.compile(r"^(?:chained_\d+\.)?optimizer\.")
@@ -40,15 +41,16 @@ _KIND_LAST = re.compile(rf"^state\.(.+)\.({_ANY_KIND})$")
 
 @dataclasses.dataclass(frozen=True)
 class MegatronOptimizer:
-    """Adam's state; each source has the names and shapes of the model's tensors.
+    """Adam state; each source has the names and shapes of the model's tensors.
 
     Args:
       exp_avg: First moments.
       exp_avg_sq: Second moments.
-      master: Weights as the optimizer holds them, in more bits than the model; None
-        if the model's are those.
-      step: Steps taken, as Adam's bias correction counts them; None if not said.
-      param_groups: Settings of each group of parameters, such as `lr`, `betas`.
+      master: Master weights of higher precision than the model's weights; None if the
+        checkpoint has none.
+      step: Number of steps taken, as Adam's bias correction counts them; None if not
+        recorded.
+      param_groups: Settings of each parameter group, such as `lr` and `betas`.
     """
 
     exp_avg: Source
@@ -59,7 +61,7 @@ class MegatronOptimizer:
 
 
 def is_optimizer_key(key: str) -> bool:
-    """Says whether a key of a distributed checkpoint is of the optimizer."""
+    """Returns whether a key of a distributed checkpoint belongs to the optimizer."""
     return _OPTIMIZER.match(key) is not None
 
 
@@ -70,20 +72,21 @@ def read_optimizer(
     args: Mapping[str, Any],
     common: Any,
 ) -> tuple[MegatronOptimizer | None, tuple[str, ...]]:
-    """Sorts an optimizer's tensors by what they are.
+    """Reads the Adam state from an optimizer's tensors.
 
     Args:
-      name: Where they come from.
-      tensors: By key on disk, all of them keys of an optimizer.
-      model: The model's tensors by canonical name.
-      args: The run's settings.
-      common: What the checkpoint says of the optimizer beside tensors.
+      name: Name of the checkpoint, for error messages.
+      tensors: Tensors of the optimizer by key on disk.
+      model: Tensors of the model by canonical name.
+      args: Settings of the run.
+      common: Non-tensor state of the optimizer, such as parameter groups.
 
     Returns:
-      The state, or None without moments; and a line for all that it does not hold.
+      Adam state, or None if there are no usable moments; and one line for each part of
+      the optimizer that is not converted.
 
     Raises:
-      ValueError: If its parts contradict each other.
+      ValueError: If parts of the state contradict each other.
     """
     flat = {key: tensor for key, tensor in tensors.items() if is_bucket_key(key)}
     named = {key: tensor for key, tensor in tensors.items() if key not in flat}
@@ -112,12 +115,13 @@ def read_optimizer(
 def name_legacy_optimizer(
     legacy: LegacyDirectory,
 ) -> tuple[MegatronOptimizer | None, tuple[str, ...]]:
-    """Names what the ranks of a legacy checkpoint hold; as `read_optimizer`."""
+    """Reads the Adam state of a legacy checkpoint; returns as `read_optimizer` does."""
     try:
         kinds = read_legacy_optimizer(legacy)
         steps = optimizer_steps(legacy)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        # Of whatever shape a stranger's tree is: it is said, and the weights remain.
+        # The file is untrusted and may have any structure. Report the error instead of
+        # raising it, so that the weights can still be loaded.
         return None, (f"the optimizer's state is not understood: {error}; {_ADVICE}",)
     common = {"chain": dict(enumerate(_as_list(legacy.common["optimizer"])))}
     return _optimizer(str(legacy.path), kinds, common, steps), ()
@@ -152,7 +156,7 @@ def _optimizer(
 def _sort(
     tensors: Mapping[str, Tensor],
 ) -> tuple[dict[str, dict[str, Tensor]], list[int], list[str]]:
-    """Sorts tensors with names into kinds, steps, and lines for those of no use."""
+    """Sorts named tensors into state by kind, step counts and lines for the rest."""
     kinds: dict[str, dict[str, Tensor]] = {kind: {} for kind in set(_KINDS.values())}
     steps, others = [], []
     for key, tensor in tensors.items():
@@ -170,7 +174,7 @@ def _sort(
 
 
 def _param_groups(common: Any) -> list[Mapping[str, Any]]:
-    """Finds the groups; an optimizer of several has them one level down each."""
+    """Returns all parameter groups; a chained optimizer nests them one level down."""
     if not isinstance(common, dict):
         return []
     if isinstance(groups := common.get("param_groups"), list):
@@ -181,7 +185,7 @@ def _param_groups(common: Any) -> list[Mapping[str, Any]]:
 def _step(
     groups: Sequence[Mapping[str, Any]], common: Any, found: Iterable[int]
 ) -> int | None:
-    """Finds the steps taken, which are kept in one of three places."""
+    """Returns the number of steps taken, which is stored in one of three places."""
     steps = {int(group["step"]) for group in groups if "step" in group}
     steps |= _common_steps(common)
     steps |= set(found)

@@ -1,4 +1,4 @@
-"""Regrouped: a source some of whose tensors are seen in a factored shape."""
+"""Regrouped: a source that presents some tensors in a factored shape."""
 
 import dataclasses
 import itertools
@@ -13,15 +13,15 @@ from bridge.formats._source import Source
 
 @dataclasses.dataclass(frozen=True)
 class Regrouped:
-    """A source that presents the first dim of some tensors as several factors.
+    """Source that presents the first dim of some tensors as several factors.
 
-    A rule splits along whole dims alone; the rows of a fused projection are then one
-    of the factors.
+    A rule can split only along a complete dim. After factoring, the parts of a fused
+    projection are such a dim.
 
     Args:
-      source: The tensors.
-      shapes: Factored shape of those that are seen so: the factors of the first dim,
-        slowest first, then the other dims.
+      source: Source of the tensors.
+      shapes: Factored shapes by tensor name: the factors of the first dim, slowest
+        first, then the other dims.
     """
 
     source: Source
@@ -29,19 +29,19 @@ class Regrouped:
 
     @property
     def name(self) -> str:
-        """Where the tensors come from, for error messages."""
+        """Name of the underlying source, for error messages."""
         return self.source.name
 
     def keys(self) -> tuple[str, ...]:
-        """Names of all tensors."""
+        """Returns the names of all tensors."""
         return self.source.keys()
 
     def shape(self, key: str) -> tuple[int, ...]:
-        """Shape of one tensor, factored if it is one of those, and can be."""
+        """Returns a tensor's shape, factored if `shapes` has a matching entry."""
         return self.shapes[key] if self._is_factored(key) else self.source.shape(key)
 
     def dtype(self, key: str) -> np.dtype:
-        """Dtype of one tensor as stored."""
+        """Returns a tensor's dtype as stored."""
         return self.source.dtype(key)
 
     def read(self, key: str, slices: tuple[slice, ...] = ()) -> np.ndarray:
@@ -49,7 +49,7 @@ class Regrouped:
 
         Args:
           key: Name of the tensor.
-          slices: Up to one slice a dim of the factored shape, of step 1.
+          slices: Slices of step 1, at most one per dim of the factored shape.
         """
         if not self._is_factored(key):
             return self.source.read(key, slices)
@@ -65,35 +65,37 @@ class Regrouped:
         return out
 
     def _is_factored(self, key: str) -> bool:
-        # One of another size stays as it is, to be reported as of another shape.
+        # A tensor of another size keeps its shape, so that the mismatch is reported.
         return key in self.shapes and flat_shape(
             self.shapes[key], len(self.source.shape(key))
         ) == self.source.shape(key)
 
 
 def flat_shape(shape: tuple[int, ...], num_dims: int) -> tuple[int, ...]:
-    """Returns a factored shape with its factors multiplied.
+    """Merges the leading factors of a factored shape into one dim.
 
     Args:
-      shape: The factors of the first dim, then the other dims.
-      num_dims: Dims of the result.
+      shape: Factors of the first dim, then the other dims.
+      num_dims: Number of dims of the result.
     """
     num_factors = len(shape) - num_dims + 1
     return (math.prod(shape[:num_factors]), *shape[num_factors:])
 
 
 def _contiguous(box: Box, factors: tuple[int, ...]) -> Iterator[tuple[Box, Range]]:
-    """Cuts a box of the factors into as few parts as are ranges of the rows.
+    """Splits a box of the factors into the fewest parts with contiguous rows.
 
     Yields:
-      Each part, and the rows that it is.
+      Pairs of a part and its range of rows.
     """
-    # Behind the last factor that is cut, all are whole: rows of it are neighbours.
+    # All factors after the last one that is cut are complete, so the rows of one
+    # position of the factors before it are contiguous.
     last = max(
         (i for i, r in enumerate(box) if shape_of((r,)) != (factors[i],)), default=0
     )
     block = math.prod(factors[last + 1 :])
     for position in itertools.product(*(range(*r) for r in box[:last])):
+        # Index of `position` in C order over the leading factors.
         start = 0
         for number, size in zip(position, factors[:last], strict=True):
             start = start * size + number

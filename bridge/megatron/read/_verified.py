@@ -1,4 +1,4 @@
-"""Optimizer state, handed out only if it proves to be of its weight."""
+"""Verified optimizer state: each read checks that the state belongs to its weight."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -8,19 +8,22 @@ import numpy as np
 from bridge.megatron._views import Tensor
 
 States = Mapping[str, Mapping[str, Tensor]]
-"""Tensors by kind, such as `"exp_avg"` or `"master"`, and canonical name."""
+"""Tensors by kind, such as `"exp_avg"` or `"master"`, then by canonical name."""
 
 
 def verify_states(states: States, model: Mapping[str, Tensor]) -> dict[str, dict]:
-    """Makes every read of a state prove that it is of its weight.
+    """Wraps optimizer state so that each read checks that it belongs to its weight.
 
-    Master weights round to the model's weights, bit by bit; those of any other weight
-    do not.
+    The check is that the master weights round to the model's weights bit by bit; the
+    master weights of any other weight do not.
 
     Args:
-      states: With `"master"` among the kinds. States of other weights than the model's
-        stay as they are.
-      model: The model's tensors by canonical name.
+      states: Tensors by kind and canonical name; `"master"` is among the kinds. State
+        without a master weight or without a weight in `model` is returned unchanged.
+      model: Tensors of the model by canonical name.
+
+    Returns:
+      State with the same keys, whose reads raise a ValueError if the check fails.
     """
     masters = states["master"]
     return {
@@ -36,7 +39,7 @@ def verify_states(states: States, model: Mapping[str, Tensor]) -> dict[str, dict
 
 @dataclasses.dataclass(frozen=True)
 class _Verified:
-    """A state, the master weights at the same place, and the model's weight."""
+    """State tensor with the master weight and the model's weight to verify it."""
 
     name: str
     tensor: Tensor

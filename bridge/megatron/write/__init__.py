@@ -1,1 +1,1 @@
-"""Checkpoints as Megatron writes them."""
+"""Writers of Megatron checkpoints."""

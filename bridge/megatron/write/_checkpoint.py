@@ -1,4 +1,4 @@
-"""Saving: a model's tensors are written as a checkpoint that Megatron loads."""
+"""Saving: writes a model's tensors as a checkpoint that Megatron loads."""
 
 import contextlib
 import os
@@ -44,31 +44,33 @@ def write_megatron(
     max_file_bytes: int = 5 * 10**9,
     progress: Progress | None = None,
 ) -> None:
-    """Writes a directory that Megatron's `--load` takes, without Megatron or torch.
+    """Writes a checkpoint that Megatron's `--load` reads, without Megatron or torch.
 
-    One tensor is in memory at a time. The directory appears under its name when it is
-    complete, by a rename; a failure leaves nothing. `torch_dist` has no parallel sizes
-    of its own: any run reads it.
+    One tensor is in memory at a time. The write is atomic: the directory is renamed to
+    its final name when it is complete, and a failure leaves nothing behind. A
+    `torch_dist` checkpoint is independent of parallel sizes: any run reads it.
 
     Args:
-      path: A directory that does not exist yet, or is empty.
-      source: A model's tensors by canonical name, as `open_megatron` gives them.
+      path: Directory that does not exist yet, or is empty.
+      source: Tensors of a model by canonical name, as in `MegatronCheckpoint.source`.
         Embedding and head are padded with zeros to the multiple that Megatron needs.
-      args: Settings of the run that shall load it, by the names of Megatron's own;
-        `num_layers`, `num_experts` and what else the tensors say are set from them.
-        Values are plain, or numpy dtypes: see `plain_args`.
+      args: Settings of the run that will load the checkpoint, by Megatron's names.
+        `num_layers`, `num_experts` and other values that follow from the tensors are
+        set automatically. Values must be plain or numpy dtypes; see `plain_args`.
       format: `"torch_dist"`, or `"legacy"` (`--ckpt-format torch`).
-      iteration: Steps of training done; None writes a `release`.
-      tp: Tensor-parallel ranks, legacy alone, as are the next three.
-      pp: Pipeline stages.
-      ep: Expert-parallel ranks.
-      vpp: Model chunks a stage: the virtual pipeline.
-      max_file_bytes: Bytes of a `torch_dist` file after which another is begun.
-      progress: Called with bytes written, and bytes in all, after each tensor.
+      iteration: Number of training steps done; None writes a `release`.
+      tp: Number of tensor-parallel ranks. Legacy only, as are the next three arguments.
+      pp: Number of pipeline stages.
+      ep: Number of expert-parallel ranks.
+      vpp: Number of model chunks per stage (virtual pipeline).
+      max_file_bytes: Size in bytes at which a `torch_dist` file is closed and the next
+        one started.
+      progress: Called after each tensor with bytes written and total bytes.
 
     Raises:
-      ValueError: If `path` is taken, args and tensors contradict each other, or the
-        model cannot be dealt out so; nothing is written.
+      ValueError: If `path` exists and is not an empty directory, if `args` contradict
+        the tensors, or if the parallel sizes do not divide the model; nothing is
+        written.
     """
     check_local(path)
     path, sizes = Path(path), ParallelSizes(tp, pp, ep)
@@ -113,10 +115,13 @@ def _check_path(path: Path) -> None:
 
 @contextlib.contextmanager
 def _directory(path: Path, name: str) -> Iterator[Path]:
-    """Gives the iteration's directory, to be filled; renames the whole if it was."""
+    """Yields a temporary iteration directory; renames its parent to `path` on success.
+
+    The tracker file is written and all files are synced before the rename.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as temp:
-        # Not the temporary directory itself: that one is closed to other users.
+        # Rename a subdirectory, because the temporary directory itself has mode 0700.
         root = Path(temp) / "checkpoint"
         (root / name).mkdir(parents=True)
         yield root / name
@@ -124,20 +129,21 @@ def _directory(path: Path, name: str) -> Iterator[Path]:
         tracked = str(int(number)) if number.isdigit() else name
         (root / TRACKER_NAME).write_text(tracked)
         for file in root.rglob("*"):
-            if file.is_file():  # on disk before it has its name
+            if file.is_file():  # durable before the rename makes it visible
                 with file.open("rb") as stream:
                     os.fsync(stream.fileno())
         root.rename(path)
 
 
 def plain_args(args: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Parts the settings of a checkpoint into those that can be written, and others.
+    """Separates the settings of a checkpoint that can be written from the others.
 
     Args:
-      args: As `open_megatron` gives them: some are objects of Megatron's own classes.
+      args: Settings as in `MegatronCheckpoint.args`; some are objects of Megatron's
+        classes.
 
     Returns:
-      The plain settings, for `write_megatron`; and the names of the others.
+      Plain settings for `write_megatron`, and the names of all other settings.
     """
     plain = {key: value for key, value in args.items() if _is_plain(value)}
     return plain, tuple(key for key in args if key not in plain)
@@ -160,7 +166,7 @@ def _with_facts(
     vpp: int,
     multiple: int,
 ) -> dict[str, Any]:
-    """Sets what the tensors and the sizes decide; refuses args that say otherwise."""
+    """Sets args that follow from tensors and sizes; raises if `args` differ."""
     keys = source.keys()
     if EMBEDDING not in keys:
         raise ValueError(f"'{source.name}' has no '{EMBEDDING}': it is no whole model.")

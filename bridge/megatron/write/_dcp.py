@@ -1,4 +1,4 @@
-"""Writing distributed checkpoints (DCP): chunks as they come, then `.metadata`.
+"""Distributed checkpoint (DCP) writer: chunks as they are added, then `.metadata`.
 
 Source: pytorch torch/distributed/checkpoint/metadata.py::Metadata,
 torch/distributed/checkpoint/filesystem.py::FileSystemWriter
@@ -30,11 +30,11 @@ class _Chunk:
 
 
 class DcpWriter:
-    """Writes chunks of tensors to files, in a directory that exists.
+    """Writer of a distributed checkpoint: appends chunks of tensors to files.
 
     Args:
-      directory: The directory.
-      max_file_bytes: Bytes of a file after which another is begun.
+      directory: Existing directory of the checkpoint.
+      max_file_bytes: Size in bytes at which a file is closed and the next one started.
     """
 
     def __init__(self, directory: Path, max_file_bytes: int = 5 * 10**9):
@@ -52,12 +52,12 @@ class DcpWriter:
             self._stream.close()
 
     def add(self, key: str, offsets: tuple[int, ...], array: np.ndarray) -> None:
-        """Writes a chunk.
+        """Writes one chunk of a tensor.
 
         Args:
-          key: The tensor that it is of.
-          offsets: Its first element there, for each dim of `array`.
-          array: Its values.
+          key: Key of the tensor.
+          offsets: Start of the chunk in the tensor, one per dim of `array`.
+          array: Values of the chunk.
         """
         stream = self._open()
         offset = stream.tell()
@@ -69,7 +69,7 @@ class DcpWriter:
         )
 
     def finish(self) -> None:
-        """Writes `.metadata`: a tensor is as large as its chunks say."""
+        """Writes `.metadata`; a tensor's shape is the extent of its chunks."""
         groups: dict[str, list[_Chunk]] = {}
         for chunk in self._chunks:
             groups.setdefault(chunk.key, []).append(chunk)
@@ -96,7 +96,7 @@ def _tensor(chunks: list[_Chunk]) -> Object:
         for c in chunks
     ]
     layout = Call(Name("torch.serialization._get_layout"), ("torch.strided",))
-    # Contiguous: 0 among torch's memory formats.
+    # 0 encodes torch.contiguous_format.
     memory = Call(Name(f"{_DCP}.metadata._MEM_FORMAT_ENCODING"), (0,))
     dtype = Name(f"torch.{DTYPE_NAMES[chunks[0].dtype]}")
     properties = (dtype, layout, False, memory, False)

@@ -1,4 +1,4 @@
-"""Writing legacy checkpoints: each tensor cut for its ranks as it comes."""
+"""Legacy checkpoint writer: splits each tensor over its ranks as it is read."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
@@ -20,10 +20,17 @@ from bridge.megatron.read._legacy import FILE_NAME
 def check_pipeline(
     source: Source, pipeline: Pipeline, args: Mapping[str, Any], multiple: int
 ) -> None:
-    """Checks that a model can be dealt out so; before a byte is written.
+    """Checks that a model can be split over the ranks, before anything is written.
+
+    Args:
+      source: Tensors of the model by canonical name.
+      pipeline: Distribution of layers and experts over ranks.
+      args: Settings of the run.
+      multiple: Divisor of the padded number of vocabulary rows.
 
     Raises:
-      ValueError: If layers, experts or dims do not divide; all of it is listed.
+      ValueError: If layers, experts or dims are not divisible, or the legacy name of a
+        tensor is unknown (`mtp`); all errors are listed.
     """
     sizes, wrong = pipeline.sizes, []
     stages = sizes.pp * pipeline.num_chunks
@@ -57,18 +64,18 @@ def write_legacy(
     multiple: int,
     tick: Callable[[int], None],
 ) -> None:
-    """Writes a file for each model-parallel rank; one tensor in memory.
+    """Writes one file per model-parallel rank, with one tensor in memory at a time.
 
-    All files are open at once, since every tensor goes to several of them.
+    All files are open at once, because a tensor may go to several of them.
 
     Args:
-      directory: Exists, and is empty.
-      source: A model's tensors by canonical name.
-      common: What each file holds beside the model.
-      args: The run's settings.
-      pipeline: How it is dealt out.
-      multiple: Of what the rows of the vocabulary become one.
-      tick: Called with the bytes of each tensor written.
+      directory: Existing, empty directory.
+      source: Tensors of the model by canonical name.
+      common: State that each file holds beside the model.
+      args: Settings of the run.
+      pipeline: Distribution of layers and experts over ranks.
+      multiple: Divisor of the padded number of vocabulary rows.
+      tick: Called after each tensor with its size in bytes.
     """
     names = frozenset(source.keys())
     with contextlib.ExitStack() as stack:
@@ -108,7 +115,7 @@ def _open(
 def _copies(
     name: str, names: frozenset[str], pipeline: Pipeline
 ) -> Iterator[tuple[Rank, int, str]]:
-    """Yields each rank that a tensor goes to, with the chunk and its name there."""
+    """Yields each rank that stores a tensor, with its chunk and local name there."""
     places = [pipeline.place(name)]
     if name == EMBEDDING and HEAD not in names and pipeline.sizes.pp > 1:
         places.append(pipeline.place(HEAD))  # tied: the last stage keeps a copy

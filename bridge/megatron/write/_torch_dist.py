@@ -1,7 +1,7 @@
-"""Writing `torch_dist`: one chunk a tensor, readable by torch's DCP and by Megatron.
+"""Writer of `torch_dist`: one chunk per tensor, readable by torch's DCP and Megatron.
 
-Layers that are alike are stacked under one key, as Megatron has them: each is a chunk
-of its own, so that stacking moves no byte.
+Layers of the same kind are stacked under one key, as Megatron does. Each layer is a
+separate chunk, so stacking copies no data.
 
 Source: Megatron-LM megatron/core/transformer/transformer_block.py
 ::TransformerBlock.sharded_state_dict, megatron/core/transformer/moe/experts.py
@@ -28,11 +28,12 @@ _EXPERT = re.compile(r"^(.*\bmlp\.experts)\.(\d+)\.(.+)$")
 
 @dataclasses.dataclass(frozen=True)
 class Slot:
-    """Where a tensor goes.
+    """Destination of a tensor on disk.
 
     Args:
       key: Key on disk.
-      position: Its layer and its expert, where the key is stacked over those.
+      position: Indices of the tensor in the dims over which the key is stacked (layer,
+        expert); empty if it is not stacked.
     """
 
     key: str
@@ -48,15 +49,17 @@ def write_torch_dist(
     max_file_bytes: int,
     tick: Callable[[int], None],
 ) -> None:
-    """Writes the tensors, `.metadata` and `metadata.json`; one tensor in memory.
+    """Writes the tensors, `.metadata` and `metadata.json`.
+
+    One tensor is in memory at a time.
 
     Args:
-      directory: Exists, and is empty.
-      source: A model's tensors by canonical name.
-      slots: Where each goes, as `slots_of` says.
-      multiple: Of what the rows of the vocabulary become one.
-      max_file_bytes: Bytes of a file after which another is begun.
-      tick: Called with the bytes of each tensor written.
+      directory: Existing directory of the checkpoint.
+      source: Tensors of the model by canonical name.
+      slots: Destination of each tensor, as `slots_of` returns it.
+      multiple: Divisor of the padded number of vocabulary rows.
+      max_file_bytes: Size in bytes at which a file is closed and the next one started.
+      tick: Called after each tensor with its size in bytes.
     """
     with DcpWriter(directory, max_file_bytes) as writer:
         for name, slot in slots.items():
@@ -70,10 +73,15 @@ def write_torch_dist(
 
 
 def slots_of(source: Source, args: Mapping[str, Any]) -> dict[str, Slot]:
-    """Says where each tensor goes.
+    """Returns each tensor's destination on disk.
+
+    Args:
+      source: Tensors of the model by canonical name.
+      args: Settings of the run.
 
     Raises:
-      ValueError: If experts of one layer differ, or are not numbered from 0.
+      ValueError: If layers differ although `args` say that all are alike, or tensors of
+        one key differ in shape or dtype or have missing positions.
     """
     names = frozenset(source.keys())
     stack_layers = _are_layers_alike(source, args)
@@ -92,7 +100,7 @@ def slots_of(source: Source, args: Mapping[str, Any]) -> dict[str, Slot]:
 
 
 def _are_layers_alike(source: Source, args: Mapping[str, Any]) -> bool:
-    """Says whether Megatron stacks layers: where its settings mix no kinds."""
+    """Returns whether Megatron stacks layers: if no setting mixes kinds of layers."""
     mixing = {
         name: args.get(name)
         for name in ("moe_layer_freq", "linear_attention_freq")
