@@ -217,7 +217,7 @@ class Adapted:
         return found
 
     def merge(self, params: PyTree, state: PyTree, rng: Any = None) -> Any:
-        """Builds the user's model with composed weights, or `Derived` in place of shards."""
+        """Builds the user's model with composed weights, or `Derived` for shards."""
         leaves = []
         for number, (name, parts) in enumerate(self.parts(params).items()):
             weight = self.weights[name]
