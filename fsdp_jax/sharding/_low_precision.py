@@ -35,7 +35,8 @@ class Float8Gather:
     Args:
       exclude: Path patterns of further parameters that are gathered in the compute
         dtype, e.g. routers, whose choices flip on small differences.
-      min_elements: Size below which a unit's matrix is gathered in the compute dtype.
+      min_elements: Number of elements below which a matrix is gathered in the compute
+        dtype.
 
     Source: TorchAO `fsdp_utils.py::precompute_float8_dynamic_scale_for_fsdp` for scales
       that are computed once a step.
@@ -63,7 +64,8 @@ class MXFP8Gather:
     Args:
       exclude: Path patterns of further parameters that are gathered in the compute
         dtype, e.g. routers, whose choices flip on small differences.
-      min_elements: Size below which a unit's matrix is gathered in the compute dtype.
+      min_elements: Number of elements below which a matrix is gathered in the compute
+        dtype.
 
     Source: OCP Microscaling Formats (MX) 1.0, E4M3 elements with E8M0 scales.
     """
@@ -173,7 +175,7 @@ def _in_blocks(x: Array) -> Array:
 
 
 def _exponents(largest: Float[Array, ...]) -> UInt8[Array, ...]:
-    """Returns the least power of two, as E8M0, that scales `largest` to 448 or below.
+    """Returns, as E8M0, the least power of two `s` with `largest / s <= 448`.
 
     448 is the largest finite float8_e4m3fn. Infinity and NaN have the exponent 255,
     which means NaN in E8M0 and makes the block NaN.

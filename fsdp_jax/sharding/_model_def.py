@@ -320,7 +320,7 @@ def _array_leaves(obj: Any) -> list[tuple[str, Any]]:
 
 
 def _num_stacked(obj: Any, shapes: Shapes) -> int | None:
-    """Returns the number of leading dims that leaves have beyond their constructor's."""
+    """Returns the number of leading dims of every leaf beyond its constructor's."""
     possible: set[int] | None = None
     for name, leaf in _array_leaves(obj):
         extra = {

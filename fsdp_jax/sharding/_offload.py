@@ -28,7 +28,7 @@ class Offload:
       params: Offload the main weights. The shards that units gather, in the compute
         dtype or quantized, are made of them when a step begins and stay on the device
         until they are gathered last, so this pays where that dtype is narrower.
-      min_elements: Size below which an array stays in device memory.
+      min_elements: Number of elements below which an array stays in device memory.
 
     Source: FSDP2 `CPUOffloadPolicy` (there gradients move too, and the CPU updates).
     """
