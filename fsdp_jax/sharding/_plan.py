@@ -209,7 +209,7 @@ class Plan:
         return total
 
     def __repr__(self) -> str:
-        """Returns the table: a line a parameter, then the mesh and the bytes per device."""
+        """Returns the table: a line a parameter, then the mesh and bytes per device."""
         return "\n".join([_grid(self).as_text(), "", *_summary(self)])
 
     def _repr_html_(self) -> str:
