@@ -101,7 +101,7 @@ def layer_wise(
 
 
 def _deals(plan: Plan, chosen: Sequence[ParamPlan]) -> dict[str, Deal]:
-    """Returns name of a stack -> its layout. Matrices share it if shape and split agree."""
+    """Returns name of a stack -> its layout, one for each matrix shape and split."""
     groups: dict[tuple[Any, ...], list[Member]] = {}
     for row in chosen:
         member = _member(row)
