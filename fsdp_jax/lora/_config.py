@@ -17,9 +17,9 @@ class LoRATarget:
 
     Args:
       pattern: Path pattern, one `*` a path component.
-      num_in: Number of the weight's dims, in its unit, that are inputs: 1 of `[embed,
-        heads, head_dim]`, 2 of `[heads, head_dim, embed]`. None: 1, for weights of 2
-        dims.
+      num_in: Number of the weight's dims, in its unit, that are inputs: 1 of
+        `[embed, heads, head_dim]`, 2 of `[heads, head_dim, embed]`. None: 1, for
+        weights of 2 dims.
       out_first: True if outputs come first, as in torch's and equinox's `[out, in]`.
       rank: Rank of these weights' factors; None for `LoRA.rank`.
       alpha: Numerator of these weights' scale; None for `LoRA.alpha`.

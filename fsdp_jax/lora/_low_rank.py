@@ -2,8 +2,8 @@
 
 The function is traced with the plain weight and evaluated again, equation by equation.
 Where it multiplies by the weight, the input is multiplied by the factors one after the
-other: less work than the gradient of their sum, which in bfloat16 would also round a
-small product away. Where it uses the weight in any other way, the sum is computed.
+other. That is less work than the gradient of the sum, and the sum would round a small
+product away in bfloat16. Any other use of the weight computes the sum.
 """
 
 from __future__ import annotations
@@ -118,6 +118,7 @@ def _apply(closed: core.ClosedJaxpr, eqn: Any, values: list[Any]) -> Sequence[An
 
 def _run(closed: core.ClosedJaxpr, eqn: Any, values: Sequence[Any]) -> Sequence[Any]:
     """Evaluates one equation on arrays."""
+    # `function_of` keeps the constants of the program: they are no inputs.
     constants = set(closed.jaxpr.constvars)
     given = {
         v: value

@@ -151,7 +151,7 @@ class Dealt(WholeLeaf):
         return np.asarray(self.value, dtype=dtype)
 
     def abstract(self) -> Dealt:
-        """Returns it with an abstract array in the sharding in which it is stored."""
+        """Returns an abstract `Dealt`, with the sharding in which it is stored."""
         sharding = NamedSharding(self.deal.mesh, self.deal.spec)
         value = jax.ShapeDtypeStruct(self.shape, self.dtype, sharding=sharding)
         return dataclasses.replace(self, value=value)
@@ -176,7 +176,7 @@ class Dealt(WholeLeaf):
         return jax.device_put(_bring_back(self.deal, here), shardings)
 
     def filled(self, pieces: Sequence[Any]) -> Dealt:
-        """Returns it with other values: the inverse of `by_member`."""
+        """Returns a `Dealt` with other values: the inverse of `by_member`."""
         here = [
             jax.device_put(piece, NamedSharding(self.deal.mesh, member.spec))
             for piece, member in zip(pieces, self.members, strict=True)
@@ -246,7 +246,7 @@ _bring_back = jax.jit(bring_back, static_argnums=0)
 
 
 def _scattered(deal: Deal, stack: Array) -> Array:
-    """Splits this device's matrices and returns its shards of all, by all-to-all."""
+    """Splits this device's matrices and exchanges the pieces for its shards."""
     padded = deal.members[0].padded_shape[-2:]
     for dim, size in enumerate(padded, start=1):
         stack = _pad(stack, dim, size - stack.shape[dim])

@@ -135,6 +135,7 @@ class Stage:
         carry = list(self.cut.carry(leaves))
         stages = self.schedule.stages
         num_layers = stages.num_layers + stages.padding
+        # `shapes` are those of the stack's result, `(carry, ys)`, flat.
         ys = self.cut.stack.shapes[len(carry) :]
         return carry, [jnp.zeros((num_layers, *y.shape[1:]), y.dtype) for y in ys]
 
@@ -147,6 +148,7 @@ class Stage:
             number == 0, lambda: list(self.cut.carry(leaves)), lambda: list(carry)
         )
         layers = number * stages.chunk_size + jnp.arange(stages.chunk_size)
+        # None leaves out the cond around each layer.
         is_real = layers < stages.num_layers if stages.padding else None
         operands = self._operands(leaves, carry, layers)
         carry, new = self.cut.stack.run_chunk(operands, is_real)

@@ -126,6 +126,7 @@ def _sync_equinox(model: Any, axes: Axes) -> Any:
     def sync(node):
         if not isinstance(node, classes) or _names_mesh(node):
             return node
+        # Equinox modules are frozen; a copy leaves the caller's as it is.
         synced = copy.copy(node)
         object.__setattr__(synced, "axis_name", _names(node) + axes)
         return synced

@@ -275,6 +275,7 @@ class FSDPConfig:
     replicated: tuple[str, ...] = ()
     frozen: tuple[str, ...] = ()
     lora: LoRA | None = None
+    # A mapping has no hash: these three are left out of that of the config.
     tensor_parallel: Mapping[str, int] = dataclasses.field(
         default_factory=dict, hash=False
     )

@@ -21,8 +21,8 @@ def expert_dim(
 ) -> int | None:
     """Returns the dim of the parameter that `FSDPConfig.expert_parallel` names.
 
-    The dim counts stacked dims. None if `ep` has one device, the parameter is a scalar
-    in its unit, or no pattern matches.
+    The index includes stacked dims. None if `ep` has one device, the parameter is a
+    scalar in its unit, or no pattern matches.
     """
     ndim = len(shape) - num_stacked
     if mesh.shape["ep"] == 1 or ndim < 1:

@@ -236,8 +236,8 @@ def _tensor_dim(
 ) -> int | None:
     """Returns the dim of the parameter that `FSDPConfig.tensor_parallel` names.
 
-    The dim counts stacked dims. None too for a parameter with a single dim that tp and
-    data axes do not divide together: the data axes split that one.
+    The index includes stacked dims. None too for a parameter with a single dim that tp
+    and data axes do not divide together: the data axes split that one.
     """
     if mesh.shape["tp"] == 1 or not row.ndim_in_unit:
         return None

@@ -43,7 +43,7 @@ class ParamPlan:
         (`_overwrite_with_gradient`): the maximum over all ranks and microbatches
         replaces it, and the optimizer does not see it.
       is_staged: True if its first dim, the stack, is split over `pp`: each pipeline
-        stage stores as many layers as it runs.
+        stage stores consecutive layers, see `Stages` for those that it runs.
       stage_padding: Layers of zeros after the last one, where the stack is split.
     """
 
