@@ -1,1 +1,1 @@
-"""Low-rank adapters and the products with them."""
+"""Low-rank adapters: configuration, factored products, quantized base weights."""

@@ -1,7 +1,7 @@
-"""Weights in 8 and in 4 bits: a code an element, a scale for each block of 64.
+"""Blockwise quantization of weights to 8 and 4 bits, with a scale for each 64 elements.
 
-A block is 64 elements that follow each other in row-major order, the last one filled up
-with zeros; its scale is its largest magnitude, in float32.
+A block is 64 consecutive elements in row-major order, the last one padded with zeros;
+its scale is its largest magnitude, in float32.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int8, UInt8
 from fsdp_jax.lora._config import BaseFormat
 
 BLOCK = 64
-"""Elements that share a scale."""
+"""Number of elements that share a scale."""
 
 NF4 = np.array(
     [
@@ -34,12 +34,12 @@ Source: Dettmers et al. 2023, QLoRA, appendix E.
 
 
 def num_blocks(shape: tuple[int, ...]) -> int:
-    """Blocks of an array of this shape."""
+    """Returns the number of blocks of an array of this shape."""
     return -(-math.prod(shape) // BLOCK)
 
 
 def code_shape(shape: tuple[int, ...], form: BaseFormat) -> tuple[tuple[int], str]:
-    """Shape and dtype of the codes of an array of this shape."""
+    """Returns shape and dtype of the codes of an array of this shape."""
     elements = num_blocks(shape) * BLOCK
     return ((elements // 2,), "uint8") if form == "nf4" else ((elements,), "int8")
 
@@ -47,21 +47,22 @@ def code_shape(shape: tuple[int, ...], form: BaseFormat) -> tuple[tuple[int], st
 def quantize(
     weight: Float[Array, ...], form: BaseFormat
 ) -> tuple[Int8[Array, " codes"] | UInt8[Array, " codes"], Float[Array, " blocks"]]:
-    """The codes and the scales of a weight.
+    """Quantizes a weight and returns its codes and scales.
 
     Args:
-      weight: Any shape.
+      weight: Array of any shape.
       form: "int8": multiples of 1 / 127 of the scale. "nf4": the nearest of `NF4`, two
-        in a byte, the first in its upper half.
+        codes a byte, the first in its upper half.
 
     Returns:
-      Codes of `code_shape`, and one float32 a block.
+      Codes of shape and dtype `code_shape`, and one float32 scale a block.
 
     Source: bitsandbytes `functional.py::quantize_4bit` for the order in a byte.
     """
     flat = weight.astype(jnp.float32).reshape(-1)
     blocks = jnp.pad(flat, (0, -flat.size % BLOCK)).reshape(-1, BLOCK)
     scales = jnp.abs(blocks).max(axis=1)
+    # A block of zeros has scale 0 and is divided by 1.
     unit = blocks / jnp.where(scales == 0, 1, scales)[:, None]
     if form == "int8":
         return jnp.round(unit * 127).astype(jnp.int8).reshape(-1), scales
@@ -76,7 +77,7 @@ def dequantize(
     shape: tuple[int, ...],
     form: BaseFormat,
 ) -> Float[Array, ...]:
-    """The weight in float32: of each code the value, times the scale of its block."""
+    """Returns the weight in float32: values of the codes times scales of the blocks."""
     if form == "int8":
         unit = codes.astype(jnp.float32) / 127
     else:

@@ -1,4 +1,4 @@
-"""A weight that its unit makes of several parameters: codes and scales, factors."""
+"""Weights composed by their unit from several parameters: codes and scales, factors."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from fsdp_jax.lora._low_rank import Factored, call_with_factors
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """How a weight is made of what is stored of it.
+    """Composition of a weight from the parameters that store it.
 
     Attributes:
-      name: Of the weight.
-      shape: Of the weight in its unit.
-      dtype: In which it computes.
-      form: How it is stored: codes and scales, or, if None, as it is.
-      num_in: Dims that are inputs; None if it has no factors.
-      out_first: Whether they come last.
-      scale: Of the product of the factors.
+      name: Path of the weight.
+      shape: Shape of the weight in its unit.
+      dtype: Compute dtype.
+      form: Quantized format in which it is stored; None: unquantized.
+      num_in: Number of dims that are inputs; None if it has no factors.
+      out_first: True if the output dims come before the input dims.
+      scale: Factor of the product of the LoRA factors.
       dropout: Share of the inputs of the first factor that are zero.
     """
 
@@ -42,30 +42,31 @@ class Recipe:
 
     @property
     def in_dims(self) -> tuple[int, ...]:
-        """Which dims of the weight are inputs."""
+        """Input dims of the weight."""
         assert self.num_in is not None
         start = len(self.shape) - self.num_in if self.out_first else 0
         return tuple(range(start, start + self.num_in))
 
     @property
     def out_dims(self) -> tuple[int, ...]:
-        """Which dims of the weight are outputs."""
+        """Output dims of the weight."""
         inputs = self.in_dims
         return tuple(dim for dim in range(len(self.shape)) if dim not in inputs)
 
     @property
     def num_stored(self) -> int:
-        """Parameters that hold the base."""
+        """Number of parameters that store the base."""
         return 1 if self.form is None else 2
 
     def make(
         self, parts: Sequence[Array], key: Key[Array, ""] | None = None
     ) -> Array | Factored:
-        """The weight of its whole parts: the base's, then the factors.
+        """Composes the weight from its unsharded parts.
 
         Args:
-          parts: As they are stored, without stacked dims.
-          key: For dropout; None for none.
+          parts: Parameters as stored, without stacked dims: the base's, then the
+            factors.
+          key: PRNG key for dropout; None for no dropout.
         """
         if self.form is None:
             base = parts[0]
@@ -87,12 +88,12 @@ class Recipe:
 )
 @dataclasses.dataclass(frozen=True)
 class Derived:
-    """Stands in a model's tree where a weight would be that is made of several parts.
+    """Stands in a model's tree for a weight that is composed of several parameters.
 
     Attributes:
-      parts: A `Shard` each, all of one unit.
-      key: For dropout, one for each copy of the unit; None without.
-      recipe: How they make the weight.
+      parts: `Shard` of each parameter, all of one unit.
+      key: PRNG key for dropout, one for each copy of the unit; None without dropout.
+      recipe: Composition of the weight from the parts.
     """
 
     parts: tuple[Any, ...]
@@ -101,32 +102,32 @@ class Derived:
 
     @property
     def row(self) -> Any:
-        """The plan of its first part, whose unit is that of all."""
+        """Plan of the first part, whose unit is that of all parts."""
         return self.parts[0].row
 
     @property
     def num_stacked(self) -> int:
-        """Stack dims that are left."""
+        """Number of stacked dims that are left."""
         return self.parts[0].num_stacked
 
     @property
     def is_slice(self) -> bool:
-        """Whether all stack dims have been sliced away."""
+        """True if all stacked dims have been sliced away."""
         return self.parts[0].is_slice
 
 
 def take_parts(
     compute: Callable[..., Any], shards: Sequence[Any]
 ) -> tuple[Callable[..., Any], list[Any], list[Any]]:
-    """A function of weights as one of what these are made of.
+    """Turns a function of weights into one of the parameters that compose them.
 
     Args:
-      compute: `compute(weights, *args)`, a weight for each of `shards`.
-      shards: `Shard`s and `Derived` ones.
+      compute: Function `compute(weights, *args)`, with a weight for each of `shards`.
+      shards: List of `Shard` and `Derived`.
 
     Returns:
-      `computed(parts, keys, *args)`, where parts are whole; the shards of the parts;
-      and the keys.
+      `computed(parts, keys, *args)`, whose parts are unsharded; the shards of the
+      parts; and the keys.
     """
     recipes = [s.recipe if isinstance(s, Derived) else None for s in shards]
     counts = [len(s.parts) if isinstance(s, Derived) else 1 for s in shards]

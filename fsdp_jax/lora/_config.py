@@ -1,4 +1,4 @@
-"""What of a frozen model gets trained factors, and how the base is held."""
+"""LoRA options: weights with trained factors, and the format of the frozen base."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 BaseFormat = Literal["int8", "nf4"]
-"""How the weights of a frozen base may be stored: see `_blockwise_quantization`."""
+"""Formats in which a frozen base may be stored: see `_blockwise_quantization`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,11 +17,12 @@ class LoRATarget:
 
     Args:
       pattern: Path pattern, one `*` a path component.
-      num_in: How many of the weight's dims, in its unit, are inputs: 1 of
-        `[embed, heads, head_dim]`, 2 of `[heads, head_dim, embed]`. None: 1 of 2.
-      out_first: The outputs come first, as in torch's and equinox's `[out, in]`.
-      rank: Of these weights; None for `LoRA.rank`.
-      alpha: Likewise.
+      num_in: Number of the weight's dims, in its unit, that are inputs: 1 of
+        `[embed, heads, head_dim]`, 2 of `[heads, head_dim, embed]`. None: 1, for
+        weights of 2 dims.
+      out_first: True if outputs come first, as in torch's and equinox's `[out, in]`.
+      rank: Rank of these weights' factors; None for `LoRA.rank`.
+      alpha: Numerator of these weights' scale; None for `LoRA.alpha`.
     """
 
     pattern: str
@@ -33,25 +34,27 @@ class LoRATarget:
 
 @dataclasses.dataclass(frozen=True)
 class LoRA:
-    """A frozen model with trained low-rank factors beside some of its weights.
+    """Low-rank adaptation: a frozen model with trained factors beside some weights.
 
-    A weight `w` computes as `w + scale * a @ b`, `a` of shape `[*in, rank]`, drawn
-    uniformly within `1 / sqrt(in)`, and `b` of shape `[rank, *out]`, zero at first.
-    Where the model multiplies by it the sum is not made: its input goes through `a` and
-    `b` in float32. Elsewhere (a convolution, an embedding, a loop inside the unit) the
-    sum is made when the unit is entered, and let go with it.
+    A weight `w` computes as `w + scale * a @ b`: `a` of shape `[*in, rank]` is drawn
+    uniformly within `1 / sqrt(in)`, and `b` of shape `[rank, *out]` is zero at first.
+    Where the model multiplies by the weight, the sum is not computed: the input is
+    multiplied by `a` and `b` in float32. Elsewhere (a convolution, an embedding, a loop
+    inside the unit) the sum is computed when the unit is entered, and freed with it.
 
     Args:
-      rank: Columns of `a`.
-      targets: Which weights; a lone pattern is a matrix `[in, out]`.
-      alpha: `scale` is `alpha / rank`. None: `rank`, so that it is 1.
-      use_rslora: `scale` is `alpha / sqrt(rank)` instead.
+      rank: Number of columns of `a`.
+      targets: Weights that get factors; a lone pattern is a matrix `[in, out]`.
+      alpha: Numerator of `scale`, which is `alpha / rank`. None: `rank`, so that
+        `scale` is 1.
+      use_rslora: Use `alpha / sqrt(rank)` for `scale` instead.
       dropout: Share of the inputs of `a` that are zero in a training step, the others
         scaled up.
-      modules_to_save: Path patterns of weights that are trained as they are.
-      base: How the matrices of units are stored, 2 dims and more: "nf4" in 4 bits,
-        "int8" in 8, with one float32 scale for each 64 of them. They travel like that,
-        and are decoded where their unit is entered. None: as they compute.
+      modules_to_save: Path patterns of weights that are trained themselves.
+      base: Format in which weights of units with at least 2 dims are stored: "nf4" in 4
+        bits, "int8" in 8, with one float32 scale for each 64 elements. They are
+        gathered in this format and dequantized where their unit is entered. None:
+        compute dtype.
 
     Source: huggingface/peft `LoraConfig`; Hu et al. 2021 (LoRA); Dettmers et al. 2023
       (QLoRA; without its second quantisation, of the scales).
@@ -66,7 +69,7 @@ class LoRA:
     base: BaseFormat | None = None
 
     def __post_init__(self):
-        """Checks the ranges; all offenders in one message."""
+        """Validates the ranges; all offenders in one message."""
         if isinstance(self.targets, str) or isinstance(self.modules_to_save, str):
             raise ValueError(
                 f"LoRA(targets={self.targets!r}, modules_to_save="
@@ -100,18 +103,18 @@ class LoRA:
 
     @property
     def all_targets(self) -> tuple[LoRATarget, ...]:
-        """The targets, a lone pattern among them as a `LoRATarget`."""
+        """The targets, each lone pattern as a `LoRATarget`."""
         return tuple(
             LoRATarget(target) if isinstance(target, str) else target
             for target in self.targets
         )
 
     def rank_of(self, target: LoRATarget) -> int:
-        """The rank of a target's factors."""
+        """Returns the rank of a target's factors."""
         return self.rank if target.rank is None else target.rank
 
     def scale_of(self, target: LoRATarget) -> float:
-        """What the product of a target's factors is multiplied by."""
+        """Returns the factor of the product of a target's factors."""
         rank = self.rank_of(target)
         return self._alpha(target) / (math.sqrt(rank) if self.use_rslora else rank)
 

@@ -1,9 +1,9 @@
-"""A weight with low-rank factors, and functions of weights that need not add them up.
+"""Weights with low-rank factors, and functions of weights that do not add them up.
 
-The function is traced with the plain weight and run again, equation by equation. Where
-it multiplies by the weight, the factors are multiplied by one after the other: less
-work than the gradient of their sum, and the sum would round a small product away in
-bfloat16. Where it does anything else with the weight, the sum is made.
+The function is traced with the plain weight and evaluated again, equation by equation.
+Where it multiplies by the weight, the input is multiplied by the factors one after the
+other. That is less work than the gradient of the sum, and the sum would round a small
+product away in bfloat16. Any other use of the weight computes the sum.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fsdp_jax._jaxpr import function_of
 from fsdp_jax._tree import PyTree
 
 _Run = Callable[[Sequence[Any]], Sequence[Any]]
-"""Runs one equation on arrays in the place of its own."""
+"""Evaluates one equation on arrays in place of its own operands."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,14 +31,14 @@ class Factored:
     """Stands for `base + a @ b`, contracted over the rank.
 
     Attributes:
-      name: Of the weight, for errors.
-      base: The frozen weight.
-      a: Shape `[*inputs, rank]`, scaled.
-      b: Shape `[rank, *outputs]`.
-      a_dims: For each dim of `a` but the rank, its place in `base`.
-      b_dims: For each dim of `b` but the rank, likewise.
+      name: Path of the weight, for errors.
+      base: Frozen weight.
+      a: First factor times the scale, shape `[*inputs, rank]`.
+      b: Second factor, shape `[rank, *outputs]`.
+      a_dims: Dim of `base` for each dim of `a` except the rank.
+      b_dims: Dim of `base` for each dim of `b` except the rank.
       dropout: Share of the inputs of `a` that are zero.
-      key: For dropout; None without.
+      key: PRNG key for dropout; None without dropout.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Factored:
     key: Key[Array, ""] | None = None
 
     def total(self) -> Float[Array, ...]:
-        """The sum, made in the dtype of the factors and rounded to that of the base.
+        """Returns the sum, computed in the factors' dtype and rounded to the base's.
 
         Raises:
           ValueError: If there is dropout, which needs the input.
@@ -69,7 +69,7 @@ class Factored:
         return (self.base.astype(wide) + product).astype(self.base.dtype)
 
     def dropped(self, x: Array) -> Array:
-        """The input in the dtype of the factors, a share of it zero."""
+        """Casts the input to the factors' dtype and applies dropout."""
         x = x.astype(self.a.dtype)
         if not self.dropout:
             return x
@@ -81,7 +81,7 @@ class Factored:
 def call_with_factors(
     fn: Callable[..., PyTree], weights: Sequence[Array | Factored], *args: PyTree
 ) -> PyTree:
-    """`fn(weights, *args)`, where some weights are `Factored`."""
+    """Evaluates `fn(weights, *args)`, where some weights are `Factored`."""
     if not any(isinstance(weight, Factored) for weight in weights):
         return fn(list(weights), *args)
     plain = [w.base if isinstance(w, Factored) else w for w in weights]
@@ -91,7 +91,7 @@ def call_with_factors(
 
 
 def _evaluate(closed: core.ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
-    """Runs a program some of whose inputs are `Factored`; its results may be, too."""
+    """Evaluates a jaxpr with `Factored` among its inputs; its results may be, too."""
     jaxpr = closed.jaxpr
     env = dict(zip(jaxpr.constvars, closed.consts, strict=True))
     env.update(zip(jaxpr.invars, args, strict=True))
@@ -108,6 +108,7 @@ def _evaluate(closed: core.ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
 def _apply(closed: core.ClosedJaxpr, eqn: Any, values: list[Any]) -> Sequence[Any]:
     run = functools.partial(_run, closed, eqn)
     if any(isinstance(value, Factored) for value in values):
+        # Inlined, so that factors stay apart inside of jit ("pjit" in older jax).
         if eqn.primitive.name in ("jit", "pjit"):
             return _evaluate(eqn.params["jaxpr"], values)
         if (rule := _RULES.get(eqn.primitive.name)) is not None:
@@ -116,7 +117,8 @@ def _apply(closed: core.ClosedJaxpr, eqn: Any, values: list[Any]) -> Sequence[An
 
 
 def _run(closed: core.ClosedJaxpr, eqn: Any, values: Sequence[Any]) -> Sequence[Any]:
-    """The results of one equation on arrays."""
+    """Evaluates one equation on arrays."""
+    # `function_of` keeps the constants of the program: they are no inputs.
     constants = set(closed.jaxpr.constvars)
     given = {
         v: value
@@ -152,15 +154,18 @@ def _convert(run: _Run, params: dict[str, Any], values: list[Any]) -> Factored:
 
 
 def _dot(run: _Run, params: dict[str, Any], values: list[Any]) -> Array:
-    """`x @ (base + a @ b)` as `x @ base + (x @ a) @ b`, if its dims allow that."""
+    """Computes `x @ (base + a @ b)` as `x @ base + (x @ a) @ b`, if dims allow that."""
     at = next(i for i, value in enumerate(values) if isinstance(value, Factored))
     weight, x = values[at], _plain(values[1 - at])
     contracted, batch = params["dimension_numbers"]
     dims = set(contracted[at])
+    # Contracted over all inputs, or, in a transposed use, over all outputs; no other
+    # product can be applied factor by factor.
     if batch[at] or dims not in (set(weight.a_dims), set(weight.b_dims)):
         return run([_plain(value) for value in values])[0]
     y = run([weight.base, x] if at == 0 else [x, weight.base])[0]
-    # Letters of the dims of the weight, of the input and of the result.
+    # einsum letters: `w` for dims of the weight, `xs` for those of the input. `met`
+    # maps each contracted dim of the input to that of the weight.
     letters = iter(string.ascii_letters)
     w = [next(letters) for _ in range(weight.base.ndim)]
     met = dict(zip(contracted[1 - at], contracted[at], strict=True))
@@ -176,6 +181,7 @@ def _dot(run: _Run, params: dict[str, Any], values: list[Any]) -> Array:
     low = jnp.einsum(_spec(xs, f, [*free_x, rank]), weight.dropped(x), first, **given)
     free = free_w + free_x if at == 0 else free_x + free_w
     delta = jnp.einsum(_spec([*free_x, rank], s, free), low, second, **given)
+    # Added in the wider dtype, then rounded once.
     wide = jnp.promote_types(y.dtype, delta.dtype)
     return (y.astype(wide) + delta).astype(y.dtype)
 
@@ -185,7 +191,7 @@ _RULES: dict[str, Callable[[_Run, dict[str, Any], list[Any]], Any]] = {
     "dot_general": _dot,
     "transpose": _transpose,
 }
-"""What keeps the factors apart; all else has the sum."""
+"""Primitives that keep the factors apart; all others compute the sum."""
 
 
 def _spec(left: Sequence[str], right: Sequence[str], out: Sequence[str]) -> str:

@@ -1,1 +1,1 @@
-"""Optimizer state: in eight bits, by layer, on the host."""
+"""Optimizer transformations: 8-bit state, layer-wise updates, stochastic rounding."""

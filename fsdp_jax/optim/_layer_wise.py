@@ -1,4 +1,4 @@
-"""Optimizers that need whole matrices: each device owns some, and none has all."""
+"""Layer-wise optimizer: updates whole matrices, each on one device."""
 
 from __future__ import annotations
 
@@ -15,11 +15,16 @@ from fsdp_jax.sharding._padded import pad_to
 from fsdp_jax.sharding._plan import ParamPlan, Plan
 
 Matrices = dict[str, Float[Array, "matrices rows cols"]]
-"""All matrices of one shape in one array, split over devices along the first dim."""
+"""Name of a stack -> all matrices of one shape; devices split the first dim."""
 
 
 class LayerWiseState(NamedTuple):
-    """The state of the two optimizers, see `layer_wise`."""
+    """State of the two optimizers of `layer_wise`.
+
+    Attributes:
+      matrices: State of `matrix_tx`.
+      rest: State of `rest_tx`.
+    """
 
     matrices: optax.OptState
     rest: optax.OptState
@@ -31,40 +36,41 @@ def layer_wise(
     rest_tx: optax.GradientTransformation,
     matrices: Sequence[str],
 ) -> optax.GradientTransformation:
-    """Updates some parameters matrix by matrix, each matrix whole on one device.
+    """Updates some parameters matrix by matrix, each matrix unsharded on one device.
 
     A matrix that is split over devices can be orthogonalised only by communicating
-    within each iteration. Here one all-to-all hands each device whole matrices, it
-    updates these, and another one brings the updates back. Parameters may be split over
-    `tp`, `ep` and `pp` besides. A checkpoint holds the state by parameter, so that it
-    loads on any mesh.
+    within each iteration. Here one all-to-all gives each device whole matrices, which
+    it updates, and another one returns the updates to the shards. Parameters may be
+    split over `tp`, `ep` and `pp` as well. A checkpoint stores the state by parameter,
+    so that it loads on any mesh.
 
     Args:
-      plan: From `fully_shard`.
-      matrix_tx: For the matrices, handed to it as a dict of stacks of shape
-        `[matrices, rows, cols]`, such as `optax.contrib.muon(lr,
+      plan: Plan from `fully_shard`.
+      matrix_tx: Transformation for the matrices, which it receives as a dict of stacks
+        of shape `[matrices, rows, cols]`, such as `optax.contrib.muon(lr,
         muon_weight_dimension_numbers=lambda stacks: jax.tree.map(lambda _:
         optax.contrib.MuonDimensionNumbers((1,), (2,)), stacks))`. Some matrices of a
         stack are zeros, so that the devices divide it.
-      rest_tx: For all other parameters, e.g. `optax.adamw(lr)`.
-      matrices: Path patterns of the parameters that are matrices, stacks of them, or
-        experts of which each is one.
+      rest_tx: Transformation for all other parameters, e.g. `optax.adamw(lr)`.
+      matrices: Path patterns of parameters that are matrices, stacks of matrices, or
+        experts with one matrix each.
 
     Returns:
       A transformation for `init` and `make_train_step` of this plan.
 
     Raises:
-      ValueError: If a pattern matches nothing trained, or what is no matrix.
+      ValueError: If a pattern matches no trained parameter, or one that is not a
+        matrix.
 
-    Source: Megatron-LM `layer_wise_optimizer.py` (whole parameters are placed on ranks
-      there, by compute; here matrices of one shape are dealt out evenly).
+    Source: Megatron-LM `layer_wise_optimizer.py` (there whole parameters are assigned
+      to ranks by compute; here matrices of one shape are distributed evenly).
     """
     chosen = [row for row in plan.rows if _is_chosen(row, matrices)]
     _check(plan, chosen, matrices)
     deals = _deals(plan, chosen)
 
     def split(tree: PyTree) -> tuple[Matrices, PyTree]:
-        """The stacks of matrices, and the tree without them."""
+        """Returns the stacks of matrices, and the tree without them."""
         leaves = dict(zip(_names(plan), plan.treedef.flatten_up_to(tree), strict=True))
         stacks = {name: _stacked(deal, leaves) for name, deal in deals.items()}
         taken = {row.name for row in chosen}
@@ -95,7 +101,7 @@ def layer_wise(
 
 
 def _deals(plan: Plan, chosen: Sequence[ParamPlan]) -> dict[str, Deal]:
-    """Who shares a stack, by the name of the stack: matrices of one shape and split."""
+    """Returns name of a stack -> its layout, one for each matrix shape and split."""
     groups: dict[tuple[Any, ...], list[Member]] = {}
     for row in chosen:
         member = _member(row)
@@ -112,7 +118,7 @@ def _member(row: ParamPlan) -> Member:
 
 
 def _title(shape: tuple[int, ...], lead: tuple[str, ...], split: Any) -> str:
-    """E.g. `16 x 64 split on 0`."""
+    """Returns the name of a stack, e.g. `16 x 64 split on 0`."""
     title = " x ".join(map(str, shape))
     if lead:
         title += f" of {'_'.join(lead)}"
@@ -137,9 +143,11 @@ def _unstacked(
 
 
 def _marked(deals: Mapping[str, Deal], state: PyTree) -> PyTree:
-    """The state with whose matrices it is of, wherever it has something for each."""
+    """Wraps the arrays of the state that have one entry a matrix in `Dealt`."""
 
     def mark(path: tuple[Any, ...], leaf: Any) -> Any:
+        # optax states contain trees like the parameters, here the dict of stacks: the
+        # path of such a leaf ends in the name of a stack.
         deal = deals.get(leaf_name(path[-1:]))
         if deal is None or leaf.shape[:1] != (deal.num_matrices,):
             return leaf
@@ -182,7 +190,7 @@ def _check(plan: Plan, chosen: Sequence[ParamPlan], patterns: Sequence[str]) -> 
 
 
 def _counts_experts(plan: Plan, row: ParamPlan) -> bool:
-    """Whether the first dim in its unit counts experts, on a mesh with `ep` or not."""
+    """Returns whether the first dim in its unit counts experts, on any mesh."""
     dims = [
         dim % row.ndim_in_unit
         for pattern, dim in plan.config.expert_parallel.items()

@@ -1,4 +1,4 @@
-"""Matrices of several parameters in one stack, whole ones on each device, and back."""
+"""Redistributes the matrices of several parameters into a stack of whole ones."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from fsdp_jax._tree import WholeLeaf
 
 @dataclasses.dataclass(frozen=True)
 class Member:
-    """One parameter of a stack, or what belongs to its matrices, as it lies at rest.
+    """Stored layout of one parameter of a stack, or of state of its matrices.
 
     Attributes:
       name: Dotted path of the parameter.
-      shape: Logical shape: dims that count matrices, then those of each.
-      padded_shape: The shape in which it is split.
-      split: For each dim the mesh axes that split it.
+      shape: Logical shape: dims that count matrices, then those of each matrix.
+      padded_shape: Shape in which it is split.
+      split: Mesh axes that split each dim.
     """
 
     name: str
@@ -36,11 +36,14 @@ class Member:
 
     @property
     def spec(self) -> PartitionSpec:
-        """The spec at rest."""
+        """Stored spec."""
         return _spec(self.split)
 
     def with_tail(self, tail: tuple[int, ...]) -> Member:
-        """What has `tail` in the place of each matrix: split where matrices are."""
+        """Returns the layout of an array with dims `tail` in place of each matrix.
+
+        It is split over the dims that count matrices only, unless `tail` is the matrix.
+        """
         if tail == self.shape[-2:]:
             return self
         return Member(
@@ -53,17 +56,17 @@ class Member:
 
 @dataclasses.dataclass(frozen=True)
 class Deal:
-    """How the matrices of parameters become one stack `[matrices, rows, cols]`.
+    """Layout of several parameters' matrices as one stack `[matrices, rows, cols]`.
 
-    Each device first lays out what it has of all members, one behind the other, with
-    zeros behind the last, so that `owners` divide them. Where the rows or columns of a
-    matrix are split, an all-to-all over their axes then makes matrices whole: each
-    device gives away all pieces but those of its own matrices. So the stack is split by
-    the axes of the counting dims first, then by those of rows, then of columns.
+    Each device first concatenates its shards of all members, with zeros after the last,
+    so that `owners` divide them. If the rows or columns of a matrix are split, an
+    all-to-all over their axes then gathers whole matrices: each device sends all pieces
+    except those of its own matrices. So the stack is split by the axes of the counting
+    dims first, then by those of rows, then by those of columns.
 
     Attributes:
-      mesh: The device mesh.
-      members: The parameters, all of the same last two dims, split alike.
+      mesh: Device mesh.
+      members: Parameters of the stack, all with the same last two dims and split.
     """
 
     mesh: Mesh
@@ -71,7 +74,7 @@ class Deal:
 
     @property
     def matrix(self) -> tuple[int, ...]:
-        """Rows and columns."""
+        """Rows and columns of a matrix."""
         return self.members[0].shape[-2:]
 
     @property
@@ -87,17 +90,17 @@ class Deal:
 
     @property
     def owners(self) -> tuple[str, ...]:
-        """Axes among whose devices the matrices are dealt out."""
+        """Axes over whose devices whole matrices are distributed."""
         return sum((axes for _, axes in self.moves), ())
 
     @property
     def spec(self) -> PartitionSpec:
-        """The spec of the stack."""
+        """Spec of the stack."""
         return _spec([(*self.lead, *self.owners)])
 
     @property
     def num_matrices(self) -> int:
-        """Of the stack, zeros included."""
+        """Number of matrices in the stack, zero matrices included."""
         lead, owners = self._num_devices(self.lead), self._num_devices(self.owners)
         count = sum(math.prod(m.padded_shape[:-2]) for m in self.members) // lead
         return lead * -(-count // owners) * owners
@@ -111,13 +114,13 @@ class Deal:
 )
 @dataclasses.dataclass(frozen=True)
 class Dealt(WholeLeaf):
-    """An array of optimizer state that is stacked as the matrices of a `Deal` are.
+    """Array of optimizer state that is stacked as the matrices of a `Deal` are.
 
-    It knows whose matrices it has, so that a checkpoint can hold it by parameter.
+    It carries its layout, so that a checkpoint can store it by parameter.
 
     Attributes:
-      value: `[matrices, ...]`, or its `jax.ShapeDtypeStruct`.
-      deal: Whose matrices, in which order.
+      value: Array `[matrices, ...]`, or its `jax.ShapeDtypeStruct`.
+      deal: Layout of the stack: its parameters and their order.
     """
 
     value: Any
@@ -125,36 +128,39 @@ class Dealt(WholeLeaf):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the stack."""
+        """Shape of the stack."""
         return tuple(self.value.shape)
 
     @property
     def dtype(self) -> Any:
-        """The dtype of its elements."""
+        """Dtype of its elements."""
         return self.value.dtype
 
     @property
     def sharding(self) -> Any:
-        """How the stack is split."""
+        """Sharding of the stack."""
         return self.value.sharding
 
     @property
     def members(self) -> tuple[Member, ...]:
-        """What of it belongs to each parameter."""
+        """Stored layout of each parameter's part of it."""
         return tuple(m.with_tail(self.shape[1:]) for m in self.deal.members)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """The stack on the host."""
+        """Returns the stack on the host."""
         return np.asarray(self.value, dtype=dtype)
 
     def abstract(self) -> Dealt:
-        """Its mould, split as it is to rest."""
+        """Returns an abstract `Dealt`, with the sharding in which it is stored."""
         sharding = NamedSharding(self.deal.mesh, self.deal.spec)
         value = jax.ShapeDtypeStruct(self.shape, self.dtype, sharding=sharding)
         return dataclasses.replace(self, value=value)
 
     def by_member(self) -> list[Any]:
-        """What belongs to each parameter, padded and split as that rests; or moulds."""
+        """Returns each parameter's part, padded and split as stored.
+
+        The parts of an abstract value are abstract.
+        """
         kind = getattr(getattr(self.value, "sharding", None), "memory_kind", None)
         shardings = [
             NamedSharding(self.deal.mesh, member.spec, memory_kind=kind)
@@ -165,12 +171,12 @@ class Dealt(WholeLeaf):
                 jax.ShapeDtypeStruct(m.padded_shape, self.dtype, sharding=sharding)
                 for m, sharding in zip(self.members, shardings, strict=True)
             ]
-        # Through the device's memory, where collectives are, and back to where it was.
+        # Collectives run in device memory: the state may be stored on the host.
         here = jax.device_put(self.value, NamedSharding(self.deal.mesh, self.deal.spec))
         return jax.device_put(_bring_back(self.deal, here), shardings)
 
     def filled(self, pieces: Sequence[Any]) -> Dealt:
-        """The inverse of `by_member`: this with other values."""
+        """Returns a `Dealt` with other values: the inverse of `by_member`."""
         here = [
             jax.device_put(piece, NamedSharding(self.deal.mesh, member.spec))
             for piece, member in zip(pieces, self.members, strict=True)
@@ -180,14 +186,16 @@ class Dealt(WholeLeaf):
 
 
 def deal_out(deal: Deal, pieces: Sequence[Array]) -> Array:
-    """Stacks what belongs to the matrices of each member; inside or outside of jit.
+    """Stacks the matrices of all members, or arrays that belong to them.
+
+    Works inside and outside of jit.
 
     Args:
-      deal: Whose matrices.
-      pieces: In the padded shapes of its members, of one tail.
+      deal: Layout of the stack.
+      pieces: An array for each member, in its padded shape, with the same tail dims.
 
     Returns:
-      Shape `[matrices, ...]`; whole matrices are in their logical shape.
+      The stack, `[matrices, ...]`; whole matrices have their logical shape.
     """
     tail = pieces[0].shape[len(deal.members[0].shape) - 2 :]
     is_matrix = tail == deal.members[0].padded_shape[-2:]
@@ -195,19 +203,23 @@ def deal_out(deal: Deal, pieces: Sequence[Array]) -> Array:
     members = [member.with_tail(tail) for member in deal.members]
 
     def local(*pieces):
+        # [matrices of this device's shards, rows / r, cols / c]
         flat = jnp.concatenate([p.reshape(-1, *p.shape[-len(tail) :]) for p in pieces])
         flat = _pad(flat, 0, -len(flat) % deal._num_devices(deal.owners))
+        # State of another shape than the matrix is not split by `moves`: all owners
+        # hold the same.
         if not is_matrix:
             return _own(flat, deal)
         for dim, axes in deal.moves:
             flat = lax.all_to_all(flat, axes, split_axis=0, concat_axis=dim, tiled=True)
+        # [own matrices, rows, cols], with the padding of rows and cols cut off.
         return flat[:, : tail[0], : tail[1]]
 
     return _over_mesh(deal, local, tuple(m.spec for m in members), deal.spec)(*pieces)
 
 
 def bring_back(deal: Deal, stack: Array) -> list[Array]:
-    """The inverse of `deal_out`."""
+    """Returns each member's part of a stack: the inverse of `deal_out`."""
     tail = stack.shape[1:]
     members = [member.with_tail(tail) for member in deal.members]
     lead = deal._num_devices(deal.lead)
@@ -234,17 +246,18 @@ _bring_back = jax.jit(bring_back, static_argnums=0)
 
 
 def _scattered(deal: Deal, stack: Array) -> Array:
-    """Own matrices, cut up and given to all who have a piece of them."""
+    """Splits this device's matrices and exchanges the pieces for its shards."""
     padded = deal.members[0].padded_shape[-2:]
     for dim, size in enumerate(padded, start=1):
         stack = _pad(stack, dim, size - stack.shape[dim])
+    # Reversed: the inverse of the all-to-alls in `deal_out`, last one first.
     for dim, axes in reversed(deal.moves):
         stack = lax.all_to_all(stack, axes, split_axis=dim, concat_axis=0, tiled=True)
     return stack
 
 
 def _own(flat: Array, deal: Deal) -> Array:
-    """Of what all owners have alike, the part of this one."""
+    """Returns this owner's part of an array that all owners hold."""
     if not deal.owners:
         return flat
     size = len(flat) // deal._num_devices(deal.owners)
@@ -262,8 +275,8 @@ def _pad(x: Array, dim: int, zeros: int) -> Array:
 
 
 def _over_mesh(deal: Deal, local: Callable, in_specs: Any, out_specs: Any) -> Callable:
-    # Over all axes, tp too: collectives over the others would lose a split that is
-    # left to the partitioner.
+    # Manual over all axes, tp too: collectives over some axes would lose a split over
+    # those that are left to the partitioner.
     return jax.shard_map(
         local,
         mesh=deal.mesh,

@@ -1,4 +1,4 @@
-"""An optimizer whose state is in 8 bits, decoded while it updates."""
+"""Optimizer state in 8 bits, dequantized for the update."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from fsdp_jax._tree import PyTree, leaf_name
 
 
 class EightBitState(NamedTuple):
-    """The state of an optimizer, three trees in the structure of its own.
+    """State of an optimizer in 8 bits, as three trees of its own structure.
 
     Attributes:
-      codes: `uint8` in the shape of each array that is held so; None for all others.
-      scales: Of these, float32 `[..., blocks]`: the largest magnitude of each block of
-        the last dim.
-      rest: All others.
+      codes: `uint8` codes in the shape of each quantized array; None for all others.
+      scales: Scales of the quantized arrays, float32 `[..., blocks]`: the largest
+        magnitude of each block of the last dim; None for all others.
+      rest: All arrays that are not quantized; None for the others.
     """
 
     codes: PyTree
@@ -38,27 +38,29 @@ def eight_bit(
     block: int = 256,
     min_elements: int = 4096,
 ) -> optax.GradientTransformation:
-    """Holds the float32 state of an optimizer in 8 bits an element.
+    """Stores the float32 state of an optimizer in 8 bits an element.
 
-    A code is one of 256 values of a dynamic exponent and fraction, seven decades of
-    them, times the scale of its block. So Adam's moments take a quarter of their
-    memory, 2.03 bytes a parameter. They are decoded and encoded elementwise where they
-    lie, split like their parameters; only a block that is cut by a split asks other
-    devices for its largest magnitude.
+    A code is one of 256 values of a dynamic exponent and fraction, over seven decades,
+    times the scale of its block. Adam's moments take a quarter of their memory, 2.03
+    bytes a parameter. They are quantized and dequantized elementwise, split like their
+    parameters; only a block that spans several devices needs communication, for its
+    largest magnitude.
 
     Args:
-      tx: Any optax transformation whose state has arrays in the shapes of parameters.
-      unsigned: Fields of its state that are never negative, as `nu` of
+      tx: Optax transformation whose state has arrays in the shapes of parameters.
+      unsigned: Fields of its state that are never negative, such as `nu` of
         `ScaleByAdamState`: they get twice as many values above zero.
-      block: Elements of the last dim that share a scale; a shorter dim is one block.
-      min_elements: Smaller arrays stay in float32, as biases and norms.
+      block: Number of elements of the last dim that share a scale; a shorter dim is one
+        block.
+      min_elements: Number of elements below which an array stays in float32, as biases
+        and norms do.
 
     Returns:
-      A transformation in the place of `tx`.
+      A transformation in place of `tx`.
 
     Raises:
       ValueError: If `block` or `min_elements` is less than 1; from its `init`, if no
-        array of the state is held in 8 bits.
+        array of the state is quantized.
 
     Source: Dettmers et al. 2022, 8-bit optimizers via block-wise quantization;
       bitsandbytes `functional.py::create_dynamic_map` for the values.
@@ -89,7 +91,7 @@ def eight_bit(
 
 @dataclasses.dataclass(frozen=True)
 class _Form:
-    """How a state becomes codes and back; see `eight_bit`."""
+    """Quantized form of a state; see `eight_bit`."""
 
     unsigned: tuple[str, ...]
     block: int
@@ -129,10 +131,11 @@ def _may_be_held(leaf: Any, shapes: set[tuple[int, ...]], min_elements: int) -> 
 
 @functools.cache
 def dynamic_values(*, is_unsigned: bool) -> np.ndarray:
-    """The 256 values of a code, from -1 or 0 to 1, in ascending order.
+    """Returns the 256 values of a code, from -1 or 0 to 1, in ascending order.
 
-    Decade i of seven, counted from 1e-6, has 2**i values of each sign, or 2**(i + 1) if
-    there is one sign alone: the middles of as many equal steps from 0.1 to 1 of it.
+    The values are 0, 1 and those of seven decades. Decade i, which ends at 10**(i - 6),
+    has 2**i values of each sign, or 2**(i + 1) if all are positive: the midpoints of as
+    many equal steps from 0.1 to 1 of it.
     """
     values = [0.0, 1.0]
     for decade in range(7):
@@ -148,9 +151,11 @@ def _encode(
     size = x.shape[-1]
     blocks = _blocks(x, block)
     scales = jnp.abs(blocks).max(-1)
+    # A block of zeros has scale 0 and is divided by 1.
     unit = blocks / jnp.where(scales == 0, 1, scales)[..., None]
     values = dynamic_values(is_unsigned=is_unsigned)
     middles = jnp.asarray((values[1:] + values[:-1]) / 2)
+    # The code of the nearest value: the number of midpoints below the element.
     codes = jnp.searchsorted(middles, unit).astype(jnp.uint8)
     return codes.reshape(*x.shape[:-1], -1)[..., :size], scales
 
@@ -167,7 +172,7 @@ def _decode(
 
 
 def _blocks(x: Array, block: int) -> Array:
-    """The last dim in blocks, the last of them filled up with zeros."""
+    """Reshapes the last dim to `[blocks, block]`, the last block padded with zeros."""
     size = min(block, x.shape[-1])
     widths = [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % size)]
     return jnp.pad(x, widths).reshape(*x.shape[:-1], -1, size)

@@ -1,4 +1,4 @@
-"""Rounding to bfloat16 that is right on the mean."""
+"""Stochastic rounding to bfloat16, unbiased in expectation."""
 
 from __future__ import annotations
 
@@ -15,30 +15,36 @@ from fsdp_jax._tree import PyTree
 def stochastic_round(
     x: Float[Array, "*shape"], key: Key[Array, ""]
 ) -> BFloat16[Array, "*shape"]:
-    """Rounds float32 to one of its two neighbours in bfloat16, more often the nearer.
+    """Rounds float32 to one of its two bfloat16 neighbours, more often the nearer.
 
-    The mean over keys is `x`. What bfloat16 holds stays as it is, and so does what is
-    not finite. The bits of an element depend on its place in the array and the key
-    alone, so that any mesh rounds alike.
+    The mean over keys is `x`. Values that bfloat16 represents exactly and values that
+    are not finite are unchanged. The random bits of an element depend only on its index
+    in the array and on the key, so that the result does not depend on the mesh.
 
     Args:
-      x: float32, any shape.
-      key: Of this array and step.
+      x: float32 array of any shape.
+      key: PRNG key of this array and step.
+
+    Returns:
+      The rounded array, bfloat16.
     """
+    # bfloat16 is the upper half of float32. Uniform noise added to the lower half
+    # carries into the upper one with a probability proportional to the lower half.
     word = lax.bitcast_convert_type(x, jnp.uint32)
     noise = jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)
     cut = (word + noise) & jnp.uint32(0xFFFF0000)
     rounded = lax.bitcast_convert_type(cut, jnp.float32)
+    # Noise would make NaN of infinity.
     return jnp.where(jnp.isfinite(x), rounded, x).astype(jnp.bfloat16)
 
 
 def round_stochastically(tree: PyTree, like: PyTree, key: Key[Array, ""]) -> PyTree:
-    """The tree, each leaf rounded to bfloat16 where that of `like` is.
+    """Rounds each leaf to bfloat16 where the leaf of `like` is bfloat16.
 
     Args:
-      tree: Wide.
-      like: Its leaves in their own dtypes.
-      key: Of this step; each leaf has one of its own.
+      tree: Tree of float32 arrays, and of arrays that are not rounded.
+      like: Tree of the same structure, whose leaves have the wanted dtypes.
+      key: PRNG key of this step; each leaf has a key of its own.
     """
     leaves, treedef = jax.tree.flatten(tree)
     return treedef.unflatten(
@@ -52,7 +58,7 @@ def round_stochastically(tree: PyTree, like: PyTree, key: Key[Array, ""]) -> PyT
 
 
 def widened(leaf: Any) -> Any:
-    """A bfloat16 leaf, or its shape, in float32; all else as it is."""
+    """Casts a bfloat16 leaf, concrete or abstract, to float32; others are unchanged."""
     if leaf.dtype != jnp.bfloat16:
         return leaf
     if isinstance(leaf, jax.ShapeDtypeStruct):

@@ -1,1 +1,1 @@
-"""Stages: schedules, what moves between them, gradients."""
+"""Pipeline parallelism: schedules, point-to-point communication, gradients."""

@@ -1,4 +1,4 @@
-"""The loss and gradients of a rank whose layers are those of one pipeline stage."""
+"""Loss and gradients of a rank that runs the layers of one pipeline stage."""
 
 from __future__ import annotations
 
@@ -39,21 +39,21 @@ def pipelined_grads(
     key: Array,
     loss_scale: Array | None,
 ) -> tuple[list[Array], PyTree, Any]:
-    """Runs the microbatches through the stages.
+    """Runs the microbatches of a step through the stages, forward and backward.
 
     Args:
-      plan: One with stages.
-      call: The loss.
-      aux_format: Sorts what it returns besides.
-      shards: Of all parameters.
-      model_state: Of the model.
-      rows: This rank's, `[microbatches, ...]`.
-      key: This rank's.
-      loss_scale: What the loss is multiplied by; None for 1.
+      plan: Plan of a mesh with several devices on `pp`.
+      call: Loss as a function of shards.
+      aux_format: Sorter of the loss's auxiliary outputs.
+      shards: Shards of all parameters, in plan order.
+      model_state: Arrays of the model that are not parameters.
+      rows: Batch of this rank, `[microbatches, ...]`.
+      key: PRNG key of this rank.
+      loss_scale: Factor on the loss before differentiation; None for 1.
 
     Returns:
-      The gradients of what is trained, summed over all ranks; the model state; and
-      `(totals[microbatches], counts[microbatches], aux)` of this rank.
+      The gradients of the trained parameters, summed over all ranks; the model state;
+      and `(totals[microbatches], counts[microbatches], aux)` of this rank.
     """
     stage = _stage(plan, call, aux_format, shards, model_state, rows, key)
     run = _RUN[plan.config.pipeline.schedule]
@@ -65,6 +65,7 @@ def pipelined_grads(
         if grad is not None:
             grad = reduce_late(row, grad, row.late_axes(axes))
             if row.is_staged:
+                # After the reduction: only the gradient's shard is permuted.
                 grad = bring_back(row, plan.stages, grad)
             reduced.append(grad)
     return reduced, state, (totals, counts, join_aux([aux]))
@@ -79,16 +80,16 @@ def pipelined_loss(
     batch: PyTree,
     key: Array,
 ) -> tuple[Array, Array, Parts]:
-    """`(total, count, aux)` of this rank's rows, which pass through all stages as one.
+    """Returns `(total, count, aux)` of this rank's batch, run as a single microbatch.
 
     Args:
-      plan: One with stages.
-      call: The loss.
-      aux_format: Sorts what it returns besides.
-      shards: Of all parameters.
-      model_state: Of the model.
-      batch: This rank's rows.
-      key: This rank's.
+      plan: Plan of a mesh with several devices on `pp`.
+      call: Loss as a function of shards.
+      aux_format: Sorter of the loss's auxiliary outputs.
+      shards: Shards of all parameters, in plan order.
+      model_state: Arrays of the model that are not parameters.
+      batch: Batch of this rank.
+      key: PRNG key of this rank.
     """
     rows = split_microbatches(batch, 1)
     stage = _stage(plan, call, aux_format, shards, model_state, rows, key)
@@ -114,7 +115,8 @@ def _stage(
     ]
     num_microbatches = jax.tree.leaves(rows)[0].shape[0]
     example = jax.tree.map(lambda x: x[0], rows)
-    # The leaves of the loss's own arguments, of a chunk and a microbatch.
+    # The loss is traced once, on the shapes of one chunk and one microbatch; `Stage`
+    # calls the parts of that trace with the leaves of other chunks and microbatches.
     chunk = [
         dataclasses.replace(
             shard,

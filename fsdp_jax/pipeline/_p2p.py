@@ -1,4 +1,4 @@
-"""What goes around the ring of pipeline stages."""
+"""Communication between the stages of a pipeline, a ring over the mesh axis `pp`."""
 
 from __future__ import annotations
 
@@ -14,11 +14,21 @@ from fsdp_jax._tree import PyTree
 
 
 def pass_on(message: PyTree, stages: int, step: int) -> PyTree:
-    """Hands a message to the stage `step` further on, around the ring.
+    """Sends a message to the stage `step` places further around the ring.
 
-    Each rank of tp hands on a part of it: a bare collective over another axis would
-    gather over tp first, and send tp times the bytes.
+    Each rank of `tp` sends its own part of the message: a bare collective over another
+    axis would gather over `tp` first and send tp times the bytes.
+
+    Args:
+      message: Tree of arrays, with the same shapes on all stages.
+      stages: Number of stages.
+      step: Distance around the ring: 1 for activations, -1 for their cotangents.
+
+    Returns:
+      The message of the stage `step` places back.
     """
+    # The ring is closed: with virtual stages the last stage sends to the first. What
+    # arrives where no chunk waits for it is never read.
     around = [(stage, (stage + step) % stages) for stage in range(stages)]
 
     def send(x):
@@ -29,7 +39,10 @@ def pass_on(message: PyTree, stages: int, step: int) -> PyTree:
 
 
 def from_last(stages: int, tree: PyTree) -> PyTree:
-    """What the last stage has, on all of them; keys are the same anyway."""
+    """Returns the last stage's values on all stages.
+
+    PRNG keys are returned as they are: they are the same on all stages.
+    """
 
     def take(x):
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
@@ -43,7 +56,8 @@ def from_last(stages: int, tree: PyTree) -> PyTree:
 def _at_tp_width(send: Callable[[Array], Array], x: Array) -> Array:
     mesh = jax.sharding.get_abstract_mesh()
     tp = 1 if "tp" in mesh.manual_axes else mesh.shape["tp"]
-    # Between layers tokens are split over tp: the dim behind the batch's.
+    # Between layers activations are split over tp along tokens, the dim after the
+    # batch's; where tp does not divide that dim, along the next one that it divides.
     dim = next((d for d in range(1, x.ndim) if x.shape[d] % tp == 0), None)
     if tp == 1 or dim is None:
         return send(x)

@@ -1,9 +1,9 @@
-"""One step of a pipeline: microbatches go from stage to stage, and gradients back.
+"""Pipeline schedules: microbatches move from stage to stage, and cotangents back.
 
-All stages run one program, tick by tick. In a tick a stage takes what its neighbour
-made in the last one, runs one chunk of its layers, and passes the result on; the first
-stage makes the input of the first chunk itself, the last one the loss. What a stage has
-no turn for it skips.
+All stages run one program, tick by tick. In a tick a stage receives what its neighbour
+computed in the previous tick, runs one chunk of its layers, and sends the result on.
+The first stage computes the input of the first chunk itself, and the last stage the
+loss. A stage skips a tick in which it has no turn.
 """
 
 from __future__ import annotations
@@ -26,23 +26,58 @@ from fsdp_jax.step._shard import Shard
 def one_forward_one_backward(
     stage: Stage, state: PyTree, scale: Any
 ) -> tuple[Grads, PyTree, Any]:
-    """All microbatches, each backward as soon as its forward is through.
+    """Runs the backward of each microbatch as soon as its forward is complete.
 
-    A stage keeps what entered it, and runs its chunk again for backward. What it keeps
-    is bounded by the stages: `Schedule.num_slots` inputs.
+    A stage stores the input of each chunk and runs the chunk again for backward. At
+    most `Schedule.num_slots` inputs are stored, a bound that grows with the number of
+    chunks and not with that of microbatches.
 
     Args:
-      stage: This device's.
-      state: The model's.
-      scale: Of the loss, before gradients are made of it.
+      stage: Program of this device's stage.
+      state: Arrays of the model that are not parameters.
+      scale: Factor on the loss before differentiation.
 
     Returns:
-      The gradients, of the stack as this stage's layers, of all else this stage's part
-      of the sum; the model state; and `(totals, counts, aux)`, a leading dim of
-      microbatches on each. The last two are the last stage's on all of them.
+      The gradients: for the stack those of this stage's layers, for all other
+      parameters this stage's part of the sum. The model state. `(totals, counts, aux)`,
+      each with a leading dim of microbatches. The last two are the last stage's, on all
+      stages.
     """
+    # Microbatches by tick, 2 stages of one chunk, 4 microbatches, 3 slots:
+    #
+    #     tick                0   1   2   3   4   5
+    #     stage 0  forward    0   1   2   3   .   .
+    #              backward   .   .   0   1   2   3
+    #     stage 1  forward    .  (0) (1) (2) (3)  .
+    #              backward   .   0   1   2   3   .
+    #
+    # With 2 chunks a stage (a: the first, b: the second) and 2 microbatches, 4 slots:
+    #
+    #     tick                0   1   2   3   4   5   6   7
+    #     stage 0  forward    0a  1a  0b  1b  .   .   .   .
+    #              backward   .   .   .   .   0b  1b  0a  1a
+    #     stage 1  forward    .   0a  1a (0b)(1b) .   .   .
+    #              backward   .   .   .   0b  1b  0a  1a  .
+    #
+    # (m): the last chunk of the stack. Its forward is due and its input is stored, but
+    # it runs only once, as the recomputation of the backward in the same tick.
+    #
+    # The carry of the loop, on entry to tick t of stage s:
+    #
+    #     message    Input of the chunk whose forward is due: what stage s - 1 computed
+    #                in tick t - 1. Anything where none is due.
+    #     d_message  Cotangent of the input of the chunk that this stage ran backward in
+    #                tick t - 1. It is sent first; what arrives from stage s + 1 is the
+    #                cotangent of this stage's output.
+    #     kept       `[num_slots, ...]`: slot n % num_slots holds the input of forward
+    #                turn n of this stage, from that turn to its backward.
+    #     grads      Sum of the gradients of the backward turns so far.
+    #     state      Model state, which the loss changes: valid on the last stage alone.
+    #     outs       `[microbatches, ...]`: (total, count, aux) of each microbatch that
+    #                the last stage has finished; zeros elsewhere.
     schedule = stage.schedule
     shapes = stage.message(state)
+    # Keys and integers in a message have no cotangent.
     mixed = Mixed.of(shapes)
     empty = jax.tree.map(zeros_of, shapes)
     kept = jax.tree.map(
@@ -58,12 +93,15 @@ def one_forward_one_backward(
         message, d_message, kept, grads, state, outs = loop
         ahead = schedule.forward(tick, stage.index)
         behind = schedule.backward(tick, stage.index)
-        # Each way of passing on stands before what it does not wait for.
+        # Each send stands before computation that does not depend on it, so that XLA
+        # can overlap them: cotangents with the forward, activations with the backward.
         d_message = pass_on(d_message, schedule.stages.num_stages, -1)
+        # Before the backward, which on the last chunk reads this slot in this tick.
         kept = _put(kept, message, ahead.slot, ahead.is_due)
         with turns(0, schedule.forward_ticks):
             message = lax.cond(
-                # What comes of the last chunk is needed, and made, in backward alone.
+                # The output of the last chunk is needed in its backward alone, which
+                # computes it.
                 ahead.is_due & ~stage.is_last(ahead.chunk),
                 lambda: stage.forward(stage.sinks(ahead.chunk), message, ahead, state),
                 lambda: empty,
@@ -97,7 +135,10 @@ def _backward(
     state: PyTree,
     outs: PyTree,
 ):
-    """One chunk forward again, and backward: adds to `grads` and, if last, `outs`."""
+    """Recomputes one chunk and runs its backward.
+
+    Adds to `grads`, and on the last chunk writes `state` and `outs`.
+    """
     kept = jax.tree.map(
         lambda x: lax.dynamic_index_in_dim(x, turn.slot, keepdims=False), kept
     )
@@ -113,6 +154,8 @@ def _backward(
         of_floats, stage.sinks(turn.chunk), floats, has_aux=True
     )
     is_last = stage.is_last(turn.chunk)
+    # The output of the last chunk is used by the loss alone. What the ring brings from
+    # the first stage is the cotangent of an input that the first chunk does not read.
     d_message = [jnp.where(is_last, 0, d) for d in d_message]
     new, d_message = pull((d_message, jnp.full_like(total, scale)))
     grads = [
@@ -127,7 +170,10 @@ def _backward(
 def all_forward_all_backward(
     stage: Stage, state: PyTree, scale: Any
 ) -> tuple[Grads, PyTree, Any]:
-    """As `one_forward_one_backward`, by differentiating the loop of all forwards."""
+    """Runs all forwards, then all backwards, by differentiating the loop of forwards.
+
+    Arguments and results are those of `one_forward_one_backward`.
+    """
 
     def of_sinks(sinks):
         total, *others = forward_only(stage, state, sinks)
@@ -141,17 +187,17 @@ def all_forward_all_backward(
 
 
 def forward_pass(stage: Stage, state: PyTree) -> tuple[PyTree, Any]:
-    """All microbatches forward, for a look: the model state and `(totals, ...)`."""
+    """Runs all microbatches forward: the model state and `(totals, counts, aux)`."""
     _, state, outs = forward_only(stage, state, [shard.sink for shard in stage.shards])
     return from_last(stage.schedule.stages.num_stages, (state, outs))
 
 
 def forward_only(stage: Stage, state: PyTree, sinks: Grads):
-    """The loop of all forwards, of which each tick runs again for backward.
+    """Runs the loop of all forwards, of which backward recomputes each tick.
 
     Returns:
-      The sum of the losses that this stage made, which are those of the last one; the
-      model state and the results of the microbatches there.
+      The sum of the losses that this stage computed: 0 except on the last one. The
+      model state. `(totals, counts, aux)` of the microbatches, valid on the last stage.
     """
     schedule = stage.schedule
     empty = jax.tree.map(zeros_of, stage.message(state))
@@ -162,6 +208,8 @@ def forward_only(stage: Stage, state: PyTree, sinks: Grads):
         turn = schedule.forward(tick, stage.index)
 
         def run(message, state):
+            # Sliced here and not in `Stage.sinks`, whose sinks are constants: the
+            # gradients are those of this function's argument.
             own = [
                 stage.part(sink, turn.chunk) if shard.row.is_staged else sink
                 for shard, sink in zip(stage.shards, sinks, strict=True)
@@ -183,21 +231,26 @@ def forward_only(stage: Stage, state: PyTree, sinks: Grads):
 
     ticks = jnp.arange(schedule.forward_ticks)
     (_, state), outs = lax.scan(tick, (empty, state), ticks)
+    # One output a tick. A microbatch's is that of the tick of its last chunk.
     last = [schedule.last_tick(m) for m in range(schedule.num_microbatches)]
     outs = jax.tree.map(lambda x: x[jnp.array(last)], outs)
     return outs[0].sum(), state, outs
 
 
 def turns(start: int, stop: int):
-    """A scope that tells a replay in which ticks some stage has a turn.
+    """Returns a named scope that tells the planner in which ticks a stage has a turn.
 
-    Since stages wait for each other, a tick takes as long as that stage.
+    Stages wait for each other, so a tick takes as long as its slowest stage.
+
+    Args:
+      start: First such tick.
+      stop: Tick behind the last one.
     """
     return jax.named_scope(f"turns_{start}_{stop}")
 
 
 def _put(kept: PyTree, new: PyTree, slot: Any, is_due: Any) -> PyTree:
-    """Writes `new` into a slot, if it is due."""
+    """Writes `new` into a slot if it is due."""
 
     def put(kept, new):
         old = lax.dynamic_index_in_dim(kept, slot, keepdims=False)
@@ -209,7 +262,7 @@ def _put(kept: PyTree, new: PyTree, slot: Any, is_due: Any) -> PyTree:
 
 
 def _add(stage: Stage, shard: Shard, grad: Any, more: Any, chunk: Any) -> Any:
-    """Adds the gradient of a turn; of the stack, to its chunk's part."""
+    """Adds the gradient of one turn: for the stack, to the layers of its chunk."""
     if grad is None or more is None:
         return grad
     stages = stage.schedule.stages

@@ -1,4 +1,4 @@
-"""What a stage of a pipeline does in a turn: a chunk of layers, and maybe the loss."""
+"""Program of a pipeline stage in one turn: a chunk of layers, then maybe the loss."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ Grads = list[Array | None]
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """What one device of a pipeline runs.
+    """Program of one device of a pipeline.
 
     Attributes:
-      cut: The loss of a microbatch.
-      schedule: Who has a turn when.
-      shards: Of all parameters; of the stack this stage's layers.
-      rows: This rank's rows, `[microbatches, ...]`.
-      key: From which each microbatch has its own.
-      aux_format: Sorts what the loss returns besides.
+      cut: Loss of a microbatch, split at the stack of layers.
+      schedule: Turns of all stages.
+      shards: Shards of all parameters; for the stack those of this stage's layers.
+      rows: Batch of this rank, `[microbatches, ...]`.
+      key: PRNG key from which the key of each microbatch is derived.
+      aux_format: Sorter of the loss's auxiliary outputs.
     """
 
     cut: CutLoss
@@ -43,11 +43,11 @@ class Stage:
 
     @property
     def index(self) -> Array:
-        """Of this stage."""
+        """Index of this stage along `pp`."""
         return lax.axis_index("pp")
 
     def sinks(self, chunk: Any) -> Grads:
-        """Where the gradients of a turn leave: of the stack, its chunk's."""
+        """Gradient buffers of one turn: for the stack, the layers of its chunk."""
         sinks = [shard.sink for shard in self.shards]
         return [
             self.part(sink, chunk) if shard.row.is_staged else sink
@@ -55,22 +55,23 @@ class Stage:
         ]
 
     def part(self, x: Any, chunk: Any) -> Any:
-        """The chunk's layers of what is stacked over this stage's."""
+        """Returns a chunk's layers of arrays stacked over this stage's layers."""
         return part_of(self.schedule.stages, x, chunk)
 
     def is_last(self, chunk: Any) -> Any:
-        """Whether a chunk of this stage is the last of the stack."""
+        """Returns whether a chunk of this stage is the last chunk of the stack."""
         return self._number(chunk) == self.schedule.stages.num_chunks - 1
 
     def message(self, state: PyTree) -> PyTree:
-        """The shapes of what goes from stage to stage, `(carry, ys)`, flat.
+        """Returns the shapes of the message between stages, `(carry, ys)`, both flat.
 
-        The `y`s of all layers, of which each stage adds its own.
+        `ys` has the outputs of all layers of the stack; each stage writes those of its
+        own.
         """
         return jax.eval_shape(self._empty_message, state)
 
     def out_shapes(self, message: PyTree, state: PyTree) -> Any:
-        """Of what a microbatch's loss returns, `(total, count, aux)`."""
+        """Returns the shapes of `(total, count, aux)` of one microbatch."""
 
         def run(message, state):
             sinks, first = self.sinks(0), Turn(True, 0, 0, 0)
@@ -80,20 +81,21 @@ class Stage:
         return jax.eval_shape(run, message, state)
 
     def forward(self, sinks: Grads, message: PyTree, turn: Turn, state: PyTree):
-        """One chunk: what goes on to the next stage."""
+        """Runs one chunk and returns the message to the next stage."""
         return self._chunk(self._leaves(sinks, turn, state), message, turn)
 
     def with_loss(self, sinks: Grads, message: PyTree, turn: Turn, state: PyTree):
-        """The same, with the loss, which is zero unless the chunk is the last.
+        """Runs one chunk and the loss, which is zero unless the chunk is the last one.
 
         Returns:
-          The message, the loss, and `(count, aux, state)`.
+          The message to the next stage, the loss, and `(count, aux, state)`.
         """
         leaves = self._leaves(sinks, turn, state)
         message = self._chunk(leaves, message, turn)
 
         def behind(message):
             carry, ys = message
+            # Without the layers that only pad the stack.
             ys = [y[: self.schedule.stages.num_layers] for y in ys]
             total, (count, aux, state) = self.cut.behind(leaves, [*carry, *ys])
             return total, (count, self.aux_format.take_apart(aux), state)
@@ -105,11 +107,11 @@ class Stage:
         return message, total, others
 
     def _number(self, chunk: Any) -> Any:
-        """Of a chunk in the stack."""
+        """Returns the position in the stack of a chunk of this stage."""
         return chunk * self.schedule.stages.num_stages + self.index
 
     def _leaves(self, sinks: Grads, turn: Turn, state: PyTree) -> list[Array]:
-        """Everything that the loss of a microbatch is a function of."""
+        """Returns the leaves of the loss's arguments for one turn, in traced order."""
         shards = [
             dataclasses.replace(
                 shard, value=self.part(shard.value, turn.chunk), sink=sink
@@ -123,6 +125,8 @@ class Stage:
             self.rows,
         )
         key = jax.random.fold_in(self.key, turn.microbatch)
+        # The order in which `trace_and_cut` flattened the arguments of the loss: the
+        # parts of `CutLoss` take leaves by position.
         return jax.tree.leaves((shards, state, rows, key))
 
     def _empty_message(self, state: PyTree) -> PyTree:
@@ -131,17 +135,20 @@ class Stage:
         carry = list(self.cut.carry(leaves))
         stages = self.schedule.stages
         num_layers = stages.num_layers + stages.padding
+        # `shapes` are those of the stack's result, `(carry, ys)`, flat.
         ys = self.cut.stack.shapes[len(carry) :]
         return carry, [jnp.zeros((num_layers, *y.shape[1:]), y.dtype) for y in ys]
 
     def _chunk(self, leaves: list[Array], message: PyTree, turn: Turn) -> PyTree:
-        """Runs the layers of a chunk; the first chunk makes its input itself."""
+        """Runs the layers of a chunk; the first chunk computes its input itself."""
         stages, number = self.schedule.stages, self._number(turn.chunk)
         carry, ys = message
+        # All stages run one program: only at run time is the first chunk known.
         carry = lax.cond(
             number == 0, lambda: list(self.cut.carry(leaves)), lambda: list(carry)
         )
         layers = number * stages.chunk_size + jnp.arange(stages.chunk_size)
+        # None leaves out the cond around each layer.
         is_real = layers < stages.num_layers if stages.padding else None
         operands = self._operands(leaves, carry, layers)
         carry, new = self.cut.stack.run_chunk(operands, is_real)
@@ -152,6 +159,20 @@ class Stage:
         return jax.tree.leaves(carry), ys
 
     def _operands(self, leaves: list[Array], carry: list[Array], layers: Array):
+        # Operands of the chunk in the order of the traced scan, by role:
+        #
+        #     role    taken from                          shape here
+        #     SHARDS  leaves of the loss's arguments,     [chunk layers, ...]: `_leaves`
+        #             by the positions in `cut.shards`    has sliced the chunk
+        #     OTHERS  `cut.beside`: computed before the   [chunk layers, ...]: sliced
+        #     XS      stack from the leaves, for all      here from [num_layers, ...]
+        #             layers
+        #     CARRY   the message, or `cut.carry` for     that of one activation
+        #             the first chunk
+        #     CONSTS  `cut.beside`                        any: the same for all layers
+        #
+        # `cut.beside` returns OTHERS, XS and CONSTS in this order, and within a role
+        # in that of the scan's operands, so one iterator serves all three.
         last = self.schedule.stages.num_layers - 1
         shards = iter([leaves[place] for place in self.cut.shards])
         beside, carried = iter(self.cut.beside(leaves)), iter(carry)
@@ -162,19 +183,19 @@ class Stage:
                 yield next(carried)
             elif role == Role.CONSTS:
                 yield next(beside)
-            else:  # Behind the last layer its own once more, which is not used.
+            else:  # OTHERS, XS; padding layers read the last layer's, and skip it.
                 yield jnp.asarray(next(beside))[jnp.minimum(layers, last)]
 
 
 def zeros_of(shape: Any) -> Array:
-    """Zeros of a shape; for a key, any."""
+    """Returns zeros of a shape; for a PRNG key, an arbitrary key."""
     if jnp.issubdtype(shape.dtype, jax.dtypes.prng_key):
         return jnp.broadcast_to(jax.random.key(0), shape.shape)
     return jnp.zeros(shape.shape, shape.dtype)
 
 
 def part_of(stages: Stages, x: Any, chunk: Any) -> Any:
-    """The layers of a chunk, of what is stacked over those of its stage."""
+    """Returns a chunk's layers of arrays stacked over its stage's layers."""
     if stages.num_virtual == 1:
         return x
     size = stages.chunk_size

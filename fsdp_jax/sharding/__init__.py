@@ -1,1 +1,1 @@
-"""Which device stores what: data alone, no collective."""
+"""Sharding plan: which device stores which part of each array. No collectives."""

@@ -1,4 +1,4 @@
-"""A model with factors beside some of its weights, and a base that is frozen."""
+"""Model definition with LoRA factors beside some weights and a frozen base."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ A_LEAF, B_LEAF = "lora_a", "lora_b"
 
 @dataclasses.dataclass(frozen=True)
 class Weight:
-    """A weight of the user's model, and what is stored of it.
+    """A weight of the user's model and the parameters that store it.
 
     Attributes:
-      shape: With stacked dims.
-      num_stacked: How many of these there are.
-      recipe: How its unit makes it.
-      rank: Of its factors; 0 if it has none.
-      is_trained: Whether it is trained itself.
+      shape: Shape of the weight, stacked dims included.
+      num_stacked: Number of leading stacked dims.
+      recipe: Composition of the weight from its parameters, run in its unit.
+      rank: Rank of its factors; 0 if it has none.
+      is_trained: True if the weight itself is trained (`modules_to_save`).
     """
 
     shape: tuple[int, ...]
@@ -42,16 +42,16 @@ class Weight:
 
     @property
     def stacked(self) -> tuple[int, ...]:
-        """The leading dims that are the stack of its unit."""
+        """Leading dims of the shape that are the stack of its unit."""
         return self.shape[: self.num_stacked]
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is stored as it is, and has no factors."""
+        """True if it is stored unquantized and has no factors."""
         return self.recipe.form is None and not self.rank
 
     def factors(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Its factors, in the model's dtype but at least float32."""
+        """Returns its abstract factors, in the model's dtype but at least float32."""
         dtype = jnp.promote_types(self.recipe.dtype, jnp.float32)
         sizes = self.recipe.shape
         ins = tuple(sizes[dim] for dim in self.recipe.in_dims)
@@ -63,7 +63,7 @@ class Weight:
         }
 
     def codes(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Its codes and scales."""
+        """Returns its abstract codes and scales."""
         form = self.recipe.form
         assert form is not None
         shape, dtype = code_shape(self.recipe.shape, form)
@@ -74,7 +74,7 @@ class Weight:
         }
 
     def drawn(self, key: Key[Array, ""]) -> dict[str, Array]:
-        """Factors to begin with, whose product is zero.
+        """Draws initial factors, whose product is zero.
 
         Source: huggingface/peft `LoraLayer.reset_lora_parameters`: Kaiming's uniform
           distribution with a = sqrt(5).
@@ -85,18 +85,18 @@ class Weight:
         return {A_LEAF: drawn, B_LEAF: jnp.zeros(b.shape, b.dtype)}
 
     def encoded(self, weight: Array) -> dict[str, Array]:
-        """Its codes and scales, of the weight itself."""
+        """Quantizes the weight and returns its codes and scales."""
         form = self.recipe.form
         assert form is not None
         codes, scales = self._each(lambda weight: quantize(weight, form))(weight)
         return {"codes": codes, "scales": scales}
 
     def total(self, parts: Sequence[Array], dtype: Any = None) -> Array:
-        """The weight of its parts, stacked dims and all.
+        """Composes the weight from its parts, stacked dims included.
 
         Args:
-          parts: The base's, then the factors.
-          dtype: In which it is wanted; None for that in which it computes.
+          parts: Stored base (the weight, or codes and scales), then the factors.
+          dtype: Dtype of the result; None for the weight's compute dtype.
         """
 
         def make(*parts):
@@ -109,6 +109,7 @@ class Weight:
         return self._each(make)(*parts)
 
     def _each(self, fn: Any) -> Any:
+        # Codes and scales are those of one unit's weight: blocks do not span the stack.
         for _ in range(self.num_stacked):
             fn = jax.vmap(fn)
         return fn
@@ -121,22 +122,22 @@ def with_lora(
     root: str,
     policy: MixedPrecisionPolicy,
 ) -> ModelDef:
-    """The model with factors beside its weights.
+    """Returns the model with LoRA factors beside its weights.
 
-    Its parameters are `{"base": ..., "lora": {path: {"lora_a", "lora_b"}}}`, with the
-    user's own tree as base; in the place of each weight that is stored in codes there
-    is None in it, and these are in `{"quantized": {path: {"codes", "scales"}}}`.
+    Its parameters are `{"base": ..., "lora": {path: {"lora_a", "lora_b"}}}`, where
+    "base" is the user's own tree. A quantized weight is None in that tree, and its
+    codes and scales are in `{"quantized": {path: {"codes", "scales"}}}`.
 
     Args:
-      model: The user's.
-      lora: What gets factors.
-      owners: By path of a parameter, its unit and how many dims are stacked.
-      root: The unit of what belongs to none.
-      policy: In which dtype weights compute.
+      model: Definition of the user's model.
+      lora: Targets, ranks and base format.
+      owners: Path of a parameter -> `(unit, number of stacked dims)`.
+      root: Name of the unit of parameters that belong to no unit.
+      policy: Mixed-precision policy, from which the weights' compute dtypes follow.
 
     Raises:
-      ValueError: If a pattern matches nothing, or a weight is no matrix of inputs and
-        outputs; all offenders in one message.
+      ValueError: If a pattern matches nothing, or a weight cannot be read as a matrix
+        of inputs and outputs; all offenders in one message.
     """
     leaves = dict(named_leaves(model.params))
     _check(lora, leaves, owners, root)
@@ -162,7 +163,7 @@ def with_lora(
 
 
 def _paths(parts: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, str]]:
-    """The same tree, of each leaf its dotted path."""
+    """Returns the tree with each leaf replaced by its dotted path."""
     return {
         name: {part: f"{name}.{part}" for part in own} for name, own in parts.items()
     }
@@ -170,12 +171,12 @@ def _paths(parts: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, str]]:
 
 @dataclasses.dataclass(frozen=True)
 class Adapted:
-    """The user's model and what is stored of its weights.
+    """The user's model with the stored form of its weights.
 
     Attributes:
-      model: The user's.
-      weights: By path, in the order of its leaves.
-      is_random: Whether there is dropout.
+      model: Definition of the user's model.
+      weights: Path -> weight, in the order of the model's leaves.
+      is_random: True if the factors have dropout.
     """
 
     model: ModelDef
@@ -184,7 +185,7 @@ class Adapted:
 
     @property
     def decoded(self) -> dict[str, int]:
-        """Of each parameter that holds codes, the bytes of the weight they make."""
+        """Name of each parameter of codes -> bytes of its dequantized weight."""
         return {
             f"{name}.codes": math.prod(w.recipe.shape) * w.recipe.dtype.itemsize
             for name, w in self.weights.items()
@@ -192,7 +193,7 @@ class Adapted:
         }
 
     def tree(self, base: Mapping, factors: Mapping, codes: Mapping) -> dict[str, Any]:
-        """The tree of the parameters, of the leaves of each of its parts by path."""
+        """Builds the tree of parameters from the leaves of its parts, keyed by path."""
         stored = [
             None if weight.recipe.form else base[name]
             for name, weight in self.weights.items()
@@ -202,7 +203,7 @@ class Adapted:
         return tree | ({"quantized": dict(codes)} if codes else {})
 
     def parts(self, params: PyTree) -> dict[str, list[Any]]:
-        """By path of a weight, what is stored of it."""
+        """Returns path of a weight -> the parameters that store it."""
         treedef = jax.tree.structure(self.model.params)
         base = treedef.flatten_up_to(params["base"])
         found = {}
@@ -216,7 +217,7 @@ class Adapted:
         return found
 
     def merge(self, params: PyTree, state: PyTree, rng: Any = None) -> Any:
-        """The user's model, whose weights are sums, or `Derived` of shards."""
+        """Builds the user's model with composed weights, or `Derived` for shards."""
         leaves = []
         for number, (name, parts) in enumerate(self.parts(params).items()):
             weight = self.weights[name]
@@ -233,7 +234,10 @@ class Adapted:
     def complete(
         self, base: PyTree, key: Key[Array, ""], factors: PyTree | None = None
     ) -> PyTree:
-        """The parameters, of the user's own ones and of a key for the factors."""
+        """Builds the parameters from the user's own ones and drawn factors.
+
+        `key` draws the factors, unless `factors` are given.
+        """
         leaves = dict(zip(self.weights, jax.tree.leaves(base), strict=True))
         drawn = {
             name: weight.drawn(jax.random.fold_in(key, number))
@@ -249,7 +253,7 @@ class Adapted:
 
 
 def _key(weight: Weight, rng: Any, number: int) -> Any:
-    """A key for each copy of the weight's unit; None without dropout."""
+    """Returns a dropout key for each copy of its unit; None without dropout."""
     if rng is None or not (weight.rank and weight.recipe.dropout):
         return None
     key = jax.random.fold_in(rng, number)
@@ -284,7 +288,7 @@ def _weight(
 
 
 def _target(lora: LoRA, name: str) -> LoRATarget | None:
-    """The first target whose pattern is the path of the weight."""
+    """Returns the first target whose pattern matches the path of the weight."""
     for target in lora.all_targets:
         if matches(target.pattern, name):
             return target

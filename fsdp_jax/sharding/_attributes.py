@@ -1,4 +1,4 @@
-"""Arrays that a model made under a trace holds in plain attributes and in closures."""
+"""Arrays that a model built under a trace holds in plain attributes and closures."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from jax.core import Tracer
 
 
 def trace_model(make_model: Callable[[jax.Array], Any], key: jax.Array) -> Any:
-    """`make_model(key)` under a trace, with its arrays where they are in a plain call.
+    """Runs `make_model(key)` under a trace, with its arrays found as in an eager call.
 
-    nnx decides when an attribute is set whether it is data. An array is; a traced one
-    it takes for static, so that it would be no part of the model's state.
+    nnx decides when an attribute is set whether it is data. It takes an array for data
+    but a tracer for static, so that the tracer would be missing from the model's state.
 
     Raises:
-      ValueError: If a function in the model closes over an array made beside it.
+      ValueError: If a function in the model closes over an array computed by
+        `make_model`.
     """
     model = make_model(key)
     problems = []
@@ -43,10 +44,11 @@ def trace_model(make_model: Callable[[jax.Array], Any], key: jax.Array) -> Any:
 
 
 def closed_over_tracers(fn: Any) -> Iterator[str]:
-    """The names by which a function reads traced values that are no arguments.
+    """Yields the names of traced values that a function reads and is not passed.
 
-    They are variables of a closure, defaults of arguments and what a partial binds.
-    Not the object of a bound method: a model's method need not read its weights.
+    These are variables of a closure, defaults of arguments, and arguments bound by a
+    partial. The object of a bound method is left out: a model's method need not read
+    its weights.
     """
     if isinstance(fn, functools.partial):
         bound = {f"argument {i} of partial": a for i, a in enumerate(fn.args)}

@@ -1,7 +1,8 @@
-"""BatchNorm over the rows of all ranks, where each rank has but its own.
+"""BatchNorm statistics over the rows of all ranks, of which each rank has its own.
 
-Its statistics are means, so they are averaged over the data axes where they are made,
-and its backward follows. The classes of flax and equinox have an argument for that.
+The statistics are means, so averaging them over the data axes where they are computed
+is enough, and the backward follows by differentiation. The classes of flax and equinox
+take the axis names as an argument.
 """
 
 from __future__ import annotations
@@ -21,19 +22,20 @@ from fsdp_jax.sharding._variables import equinox_classes, retraced
 Axes = tuple[str, ...]
 
 SCOPE = "sync_batch_norm"
-"""Named scope in which statistics of flax's are averaged over ranks."""
+"""Named scope in which the statistics of flax's BatchNorms are averaged over ranks."""
 
 SYNC_SCOPES = (SCOPE, "eqx.nn.BatchNorm")
-"""The same, with equinox's own; the planner reads them in programs."""
+"""`SCOPE` and equinox's own scope; the planner looks for both in compiled programs."""
 
 
 def sync_batch_norms(model: Any, axes: Axes) -> Any:
-    """The model with the statistics of its BatchNorms averaged over mesh axes.
+    """Returns the model with BatchNorm statistics averaged over mesh axes.
 
     Args:
-      model: An nnx module, changed in place (hand in a copy), or a pytree, perhaps with
-        equinox modules.
-      axes: Data axes of the mesh. A BatchNorm that names mesh axes itself keeps these.
+      model: An nnx module, which is changed in place (pass a copy), or a pytree, which
+        may contain equinox modules.
+      axes: Data axes of the mesh. A BatchNorm that names mesh axes itself keeps its
+        own.
     """
     if not axes:
         return model
@@ -48,7 +50,7 @@ def sync_batch_norms(model: Any, axes: Axes) -> Any:
 
 @contextmanager
 def sync_linen_batch_norms(axes: Axes) -> Iterator[None]:
-    """While open, linen's BatchNorms average their statistics over mesh axes."""
+    """Averages the statistics of linen's BatchNorms over mesh axes while open."""
 
     def intercept(next_fun, args, kwargs, context: linen.module.InterceptorContext):
         module = context.module
@@ -57,7 +59,8 @@ def sync_linen_batch_norms(axes: Axes) -> Iterator[None]:
             return next_fun(*args, **kwargs)
         _refuse_mask(module, args, kwargs, axes)
         own = module.axis_name
-        # A bound module is flax's own copy, and frozen to the user alone.
+        # Linen modules are frozen dataclasses. This one is the copy that flax bound for
+        # this call, so no object of the user's changes.
         object.__setattr__(module, "axis_name", _names(module) + axes)
         try:
             with jax.named_scope(SCOPE):
@@ -65,12 +68,13 @@ def sync_linen_batch_norms(axes: Axes) -> Iterator[None]:
         finally:
             object.__setattr__(module, "axis_name", own)
 
+    # A jitted function traced earlier would not call the interceptor.
     with retraced((SCOPE, axes)), linen.intercept_methods(intercept):
         yield
 
 
 def _names(norm: Any) -> Axes:
-    """Axes over which a BatchNorm takes its means already, those of `vmap` mostly."""
+    """Axes over which a BatchNorm already averages, usually those of `vmap`."""
     own = norm.axis_name
     if own is None:
         return ()
@@ -78,19 +82,21 @@ def _names(norm: Any) -> Axes:
 
 
 def _names_mesh(norm: Any) -> bool:
-    """Whether it names axes of the mesh itself, and is to keep to these."""
+    """Returns whether the BatchNorm names mesh axes itself; it then keeps to these."""
     return bool(set(_names(norm)) & set(AXES))
 
 
+# Cached, since nnx compares graph definitions by type: equal models share one class.
 @functools.cache
 def _synced_class(cls: type, axes: Axes) -> type:
-    """The subclass of an nnx BatchNorm class that averages over `axes`."""
+    """Returns the subclass of an nnx BatchNorm class that averages over `axes`."""
 
     def __call__(self, *args, **kwargs):
         _refuse_mask(self, args, kwargs, axes)
         with jax.named_scope(SCOPE):
             return cls.__call__(self, *args, **kwargs)
 
+    # Reprs and errors show the original's name.
     namespace = {
         "__call__": __call__,
         "__module__": cls.__module__,
@@ -101,7 +107,7 @@ def _synced_class(cls: type, axes: Axes) -> type:
 
 
 def _refuse_mask(module: Any, args: tuple, kwargs: dict[str, Any], axes: Axes) -> None:
-    """A mean of the ranks' masked means is not that of all rows that are not masked."""
+    """Refuses a mask: the mean of the ranks' masked means is not the masked mean."""
     told = args[1] if len(args) > 1 else kwargs.get("use_running_average")
     is_running = module.use_running_average if told is None else told
     if kwargs.get("mask") is None or is_running:
@@ -120,6 +126,7 @@ def _sync_equinox(model: Any, axes: Axes) -> Any:
     def sync(node):
         if not isinstance(node, classes) or _names_mesh(node):
             return node
+        # Equinox modules are frozen; a copy leaves the caller's as it is.
         synced = copy.copy(node)
         object.__setattr__(synced, "axis_name", _names(node) + axes)
         return synced

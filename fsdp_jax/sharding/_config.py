@@ -1,4 +1,4 @@
-"""What a user may choose: placements, precision, resharding, what stays whole."""
+"""User options: placements, precision, resharding, replicated and frozen parameters."""
 
 from __future__ import annotations
 
@@ -17,45 +17,50 @@ from fsdp_jax.sharding._pipeline_config import Pipeline
 
 @dataclasses.dataclass(frozen=True)
 class MixedPrecisionPolicy:
-    """The four dtypes of a parameter's life, each independent of the others.
+    """Dtypes of a parameter and its gradient, each independent of the others.
 
-    Weights rest and are updated in `main_params_dtype`, travel and compute in
-    `param_dtype`; gradients travel in `grad_comm_dtype` and are summed and kept in
-    `main_grads_dtype`. Only floating-point parameters are concerned.
+    Weights are stored and updated in `main_params_dtype`, and gathered and computed
+    with in `param_dtype`. Gradients are reduced in `grad_comm_dtype`, and accumulated
+    and stored in `main_grads_dtype`. The policy applies to floating-point parameters
+    only.
 
     Args:
-      param_dtype: What a weight is cast to *before* it is gathered, so that the wire
-        carries this dtype. None: the dtype in which the model makes it.
-      main_params_dtype: What the optimizer reads and writes. None: the model's dtype,
-        but at least float32.
-      main_grads_dtype: What gradients are accumulated in and handed to the optimizer
-        in. None: `main_params_dtype`.
-      grad_comm_dtype: What gradients are cast to before they are reduced. None:
+      param_dtype: Dtype to which a weight is cast *before* it is gathered, so that the
+        gather communicates this dtype. None: the dtype in which the model creates it.
+      main_params_dtype: Dtype that the optimizer reads and writes. None: the model's
+        dtype, but at least float32.
+      main_grads_dtype: Dtype in which gradients are accumulated and passed to the
+        optimizer. None: `main_params_dtype`.
+      grad_comm_dtype: Dtype to which gradients are cast before they are reduced. None:
         `main_grads_dtype`.
-      reduce_scatter_with_fp32_accumulation: Send gradients in `grad_comm_dtype`, but
-        add them up in `main_grads_dtype`: each rank receives the others' pieces (an
-        all-to-all, the same bytes as a reduce-scatter) and sums them itself. Without,
-        the sum of n ranks is rounded to `grad_comm_dtype` up to n - 1 times. An
-        all-reduce (between HSDP's replicas, and of what stays whole) has no such form
-        and travels in `main_grads_dtype` then. Needs a narrower `grad_comm_dtype`.
+      reduce_scatter_with_fp32_accumulation: Communicate gradients in `grad_comm_dtype`
+        but sum them in `main_grads_dtype`: each rank receives the other ranks' pieces
+        (an all-to-all, the same bytes as a reduce-scatter) and sums them itself.
+        Without it, the sum of n ranks is rounded to `grad_comm_dtype` up to n - 1
+        times. An all-reduce (between HSDP replicas, and of replicated parameters) has
+        no such form and communicates `main_grads_dtype` then. Needs a narrower
+        `grad_comm_dtype`.
       stochastic_rounding: With `main_params_dtype=jnp.bfloat16`, round each updated
-        weight up or down at random, to the nearer neighbour more often, so that updates
-        too small for bfloat16 are not lost on the mean. The optimizer's state is in
-        float32 then. Any mesh rounds alike.
+        weight up or down at random, more often to the nearer neighbour, so that updates
+        too small for bfloat16 are kept on average. The optimizer state is then in
+        float32. The result does not depend on the mesh.
       param_name_patterns_for_fp32_local_accumulation: Path patterns (`"*.router.*"`, or
         `"all"`) of parameters whose gradients are accumulated over microbatches, and
-        handed to the optimizer, in float32, while the others use a narrower
-        `main_grads_dtype`. On the wire nothing changes.
-
+        passed to the optimizer, in float32, while the others use a narrower
+        `main_grads_dtype`. Communication does not change.
       param_name_patterns_in_fp32: Path patterns of parameters that are gathered and
-        compute in float32 whatever `param_dtype` is: a router's bias, say, which moves
-        by steps that bfloat16 would lose.
+        compute in float32 whatever `param_dtype` is: for example a router's bias, which
+        moves by steps that bfloat16 would lose.
+      param_gather: Quantized format in which large matrices of units are gathered, a
+        `Float8Gather` or an `MXFP8Gather`. None: `param_dtype`.
 
-    Source: Megatron-FSDP `mixed_precision.py::MixedPrecisionPolicy` for the last three
-      (there None means the parameter's own dtype for main gradients; here gradients
-      are accumulated in at least float32 unless told otherwise); `param_dtype` is
-      FSDP2's; the next two are those of Megatron's `DistributedDataParallelConfig`
-      (patterns there are `fnmatch`ed against the whole name).
+    Source: Megatron-FSDP `mixed_precision.py::MixedPrecisionPolicy` for
+      `main_params_dtype`, `main_grads_dtype` and `grad_comm_dtype` (there None means
+      the parameter's own dtype for main gradients; here gradients are accumulated in at
+      least float32 unless told otherwise). `param_dtype` is FSDP2's.
+      `reduce_scatter_with_fp32_accumulation` and the patterns for local accumulation
+      are those of Megatron's `DistributedDataParallelConfig` (patterns there are
+      `fnmatch`ed against the whole name).
     """
 
     param_dtype: DTypeLike | None = None
@@ -69,7 +74,7 @@ class MixedPrecisionPolicy:
     param_gather: ParamGather | None = None
 
     def __post_init__(self):
-        """Refuses what gradients cannot be made of, all offenders at once."""
+        """Validates the dtypes; all non-floating ones are listed in one message."""
         chosen = {
             field.name: jnp.dtype(value)
             for field in dataclasses.fields(self)
@@ -121,7 +126,7 @@ class MixedPrecisionPolicy:
         object.__setattr__(self, option, kept)
 
     def resolve(self, name: str, dtype: DTypeLike) -> Precision:
-        """Fills in every None for a parameter that the model makes in `dtype`."""
+        """Resolves every None for a parameter that the model creates in `dtype`."""
         model = jnp.dtype(dtype)
         if not jnp.issubdtype(
             model, jnp.floating
@@ -147,7 +152,16 @@ class MixedPrecisionPolicy:
 
 @dataclasses.dataclass(frozen=True)
 class Precision:
-    """A `MixedPrecisionPolicy` resolved for one parameter: its concrete dtypes."""
+    """A `MixedPrecisionPolicy` resolved for one parameter: its concrete dtypes.
+
+    Attributes:
+      param: Dtype in which it is gathered and computed with.
+      main_params: Dtype in which it is stored and updated.
+      main_grads: Dtype in which its gradient is accumulated and stored.
+      grad_comm: Dtype in which its gradient is communicated.
+      accumulate_wide: True if gradients are summed in `main_grads` while communicated
+        in `grad_comm`.
+    """
 
     param: jnp.dtype
     main_params: jnp.dtype
@@ -158,18 +172,20 @@ class Precision:
 
 @dataclasses.dataclass(frozen=True)
 class Placements:
-    """The mesh axes that split one parameter, at each station of its life.
+    """Mesh axes that split one parameter, its gradient and its optimizer state.
 
-    `FSDPConfig(placements=...)` takes any; the strategies are presets of it. The axes
-    of `parameter` and of `gradient` are the first ones of `optimizer`, so that what a
-    gather brings together is contiguous.
+    `FSDPConfig(placements=...)` takes any; the strategies are presets. The axes of
+    `parameter` and of `gradient` are a prefix of those of `optimizer`, so that a gather
+    concatenates contiguous pieces.
 
     Attributes:
-      parameter: Within a step, between its uses.
-      gradient: Within a step, while gradients accumulate over microbatches.
-      optimizer: Between steps and while the optimizer updates it: the only copy, in the
-        main dtype. Where a model computes with more of it, that is made from this one
-        when the step begins, so no second copy can disagree with it.
+      parameter: Axes that split it within a step, between its uses.
+      gradient: Axes that split its gradient within a step, while it is accumulated over
+        microbatches.
+      optimizer: Axes that split it between steps and during the update. This is the
+        only copy, in the main dtype. Where a model computes with a larger part of it,
+        that part is made from this copy when the step begins, so no second copy can
+        disagree with it.
 
     Source: Megatron-FSDP `experimental::Placements` (one placement a mesh axis there;
       here the axes that shard, the others being replicated or, for gradients, partial).
@@ -182,65 +198,67 @@ class Placements:
 
 @dataclasses.dataclass(frozen=True)
 class FSDPConfig:
-    """How `fully_shard` shards; the defaults are ZeRO-3 at the model's own precision.
+    """Options of `fully_shard`; the default is ZeRO-3 at the model's precision.
 
     Args:
-      zero_dp_strategy: What is split over `dp_shard`, as a number or a name: 0
-        `no_shard` nothing (DDP), 1 `optim` the parameters and their optimizer state at
-        rest, 2 `optim_grads` also gradients while they accumulate, 3
-        `optim_grads_params` also parameters within the step, unit by unit.
-      outer_dp_sharding_strategy: What is split over `dp_outer` besides: `no_shard`
-        nothing (HSDP), `optim` the parameters and their optimizer state at rest
-        (HFSDP; needs strategy 3).
-      placements: Mesh axes of your own in the place of the two strategies, e.g.
+      zero_dp_strategy: Arrays that are split over `dp_shard`, as a number or a name: 0
+        `no_shard` nothing (DDP); 1 `optim` stored parameters and optimizer state; 2
+        `optim_grads` also gradients while they are accumulated; 3 `optim_grads_params`
+        also parameters within the step, unit by unit.
+      outer_dp_sharding_strategy: Arrays that are split over `dp_outer` as well:
+        `no_shard` nothing (HSDP), `optim` stored parameters and optimizer state (HFSDP;
+        needs strategy 3).
+      placements: Mesh axes that replace the two strategies, e.g.
         `Placements(*3 * [("dp_shard", "dp_outer")])` for one flat ZeRO-3.
-      overlap_outer: Where gradients are still to be reduced over an axis when the
-        microbatches are through (all but ZeRO-2 and -3 on one level), do it unit by
-        unit in the backward of the last microbatch, which is then a second copy of the
-        model in the program. False: after the loop, in one smaller program.
-      reshard_after_forward: Let a unit's whole weights go after its forward and gather
-        them again for its backward. False keeps them: one gather a step fewer, one
-        whole unit more memory for each unit.
-      mp_policy: The dtypes of weights and gradients.
-      remat_policy: What of a unit's own activations is saved for backward, as a
-        `jax.checkpoint` policy, e.g. `jax.checkpoint_policies.dots_saveable`. None
-        saves whatever does not depend on the unit's weights alone. Arrays in float8 are
-        never saved but cast again, since `jax.checkpoint` makes NaN of large ones.
-        Needs `reshard_after_forward=True`.
+      overlap_outer: Where gradients still have to be reduced over an axis after the
+        last microbatch (all but ZeRO-2 and -3 on one level), reduce them unit by unit
+        in the backward of that microbatch, which is then a second copy of the model in
+        the program. False: after the loop, in one smaller program.
+      reshard_after_forward: Free a unit's unsharded weights after its forward and
+        gather them again for its backward. False keeps them: one gather a step fewer,
+        and one unsharded unit more memory for each unit.
+      mp_policy: Dtypes of weights and gradients.
+      remat_policy: `jax.checkpoint` policy for the activations that a unit saves for
+        backward, e.g. `jax.checkpoint_policies.dots_saveable`. None saves whatever does
+        not depend on the unit's weights alone. Arrays in float8 are never saved but
+        cast again, since `jax.checkpoint` makes NaN of large ones. Needs
+        `reshard_after_forward=True`.
       replicated: Path patterns (`"layers.*.norm.scale"`, one `*` a path component) of
-        parameters that stay whole on every device.
-      frozen: Path patterns of parameters that are not trained: they rest in the dtype
-        they compute in and have neither gradient nor optimizer state.
-      lora: Trains factors beside some weights and freezes all others. Parameters are
-        then `{"base", "lora"}`, see `add_lora` and `merge_lora`.
-      tensor_parallel: Path pattern -> the dim that is split over the mesh axis `tp`, as
-        the model's own slice of the weight counts it (`{"layers.*.up.kernel": 1}`; -1
-        is the last). Where data axes find no other dim, or zeros would be needed, both
-        split this one. A single dim that they do not divide together is split over data
-        axes alone; the plan shows it.
-      expert_parallel: Path pattern -> the dim that counts experts, in the same way
-        (`{"layers.*.experts": 0}`). It is split over the mesh axis `ep`, where the
-        model computes with its own experts alone, which are gathered, and their
-        gradients reduced, over the other data axes. The model has to bring tokens to
+        parameters that are replicated on every device.
+      frozen: Path patterns of parameters that are not trained: they are stored in their
+        compute dtype and have neither gradient nor optimizer state.
+      lora: Low-rank factors that are trained beside some weights, all others frozen.
+        Parameters are then `{"base", "lora"}`, see `add_lora` and `merge_lora`.
+      tensor_parallel: Path pattern -> the dim that is split over the mesh axis `tp`,
+        counted in the unit's own slice of the weight (`{"layers.*.up.kernel": 1}`; -1
+        is the last). If data axes find no other dim, or would need padding, both split
+        this one. A single dim that they do not divide together is split over data axes
+        alone; the plan shows it.
+      expert_parallel: Path pattern -> the dim that counts experts, counted in the same
+        way (`{"layers.*.experts": 0}`). It is split over the mesh axis `ep`: each rank
+        there computes with its own experts only, which are gathered, and their
+        gradients reduced, over the other data axes. The model has to send tokens to
         their experts (`fsdp_jax.ops.expert_parallel_dispatch`).
-      context_parallel: Path pattern of a batch's leaves -> the dim that is the sequence
+      context_parallel: Path pattern of a batch's leaves -> the sequence dim
         (`{"tokens": 1, "targets": 1}`; `{"*": 1}` for all, or where the batch is a
-        single array). It is split over the mesh axis `cp`; other leaves each rank there
-        has whole. The model has to see across ranks (`fsdp_jax.ops.ring_attention`,
-        `zigzag`, `zigzag_positions`). The loss is the mean of the ranks': where they
-        count different numbers of tokens, `calculate_per_token_loss`.
-      sync_batch_norm: Let BatchNorm (flax.nnx, linen, equinox) take its statistics over
-        the rows that all ranks have in a microbatch, as on one device. False: over the
+        single array). It is split over the mesh axis `cp`; other leaves are replicated
+        there. The model has to attend across ranks (`fsdp_jax.ops.ring_attention`,
+        `zigzag`, `zigzag_positions`). The loss is the mean of the ranks' losses: if
+        they count different numbers of tokens, use `calculate_per_token_loss`.
+      sync_batch_norm: Compute the statistics of BatchNorm (flax.nnx, linen, equinox)
+        over the rows of all ranks in a microbatch, as on one device. False: over the
         rank's own rows; running statistics are then averaged over ranks. A BatchNorm
-        that names mesh axes itself (`axis_name="dp_shard"`) keeps to these.
-      min_shard_elements: Parameters with fewer elements stay whole; shown in the plan.
-      offload: What rests in the host's memory instead of the device's, e.g.
-        `Offload()` for the optimizer state. None: nothing. For activations take a
+        that names mesh axes itself (`axis_name="dp_shard"`) keeps its own.
+      min_shard_elements: Parameters with fewer elements are replicated; the plan shows
+        it.
+      offload: Arrays that are stored in host memory instead of device memory, e.g.
+        `Offload()` for the optimizer state. None: none. For activations use a
         `remat_policy` of jax's that offloads.
-      pipeline: How stages take turns, where the mesh has more than one on `pp`. The
-        model's stack of units, which `fsdp_jax.scan` runs, is split over these, of
-        several the one that `Pipeline(stack=)` names; all else rests split over them
-        too, and what is in no unit is gathered once a step.
+      pipeline: Schedule of the pipeline stages, for a mesh with several devices on
+        `pp`. The model's stack of units, which `fsdp_jax.scan` runs, is split over the
+        stages; of several stacks, the one that `Pipeline(stack=)` names. All other
+        parameters are stored split over `pp` too, and those in no unit are gathered
+        once a step.
 
     Source: FSDP2 `fully_shard(reshard_after_forward=, mp_policy=)`.
     """
@@ -257,6 +275,7 @@ class FSDPConfig:
     replicated: tuple[str, ...] = ()
     frozen: tuple[str, ...] = ()
     lora: LoRA | None = None
+    # A mapping has no hash: these three are left out of that of the config.
     tensor_parallel: Mapping[str, int] = dataclasses.field(
         default_factory=dict, hash=False
     )
@@ -272,7 +291,7 @@ class FSDPConfig:
     pipeline: Pipeline = dataclasses.field(default_factory=Pipeline)
 
     def __post_init__(self):
-        """Refuses combinations in which an option would do nothing."""
+        """Validates the options; one that would have no effect raises."""
         strategy = _named("zero_dp_strategy", self.zero_dp_strategy, ZERO_DP_STRATEGIES)
         outer = _named(
             "outer_dp_sharding_strategy",
@@ -326,11 +345,11 @@ ZERO_DP_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 """Megatron-FSDP's names of ZeRO 0 to 3, in this order."""
 
 OUTER_STRATEGIES = ("no_shard", "optim")
-"""What HSDP and HFSDP do on `dp_outer`."""
+"""Sharding over `dp_outer`: none (HSDP), or of stored arrays (HFSDP)."""
 
 
 def _patterns(owner: str, option: str, patterns: object) -> tuple[str, ...]:
-    """The patterns as a tuple; a lone string would be taken letter by letter."""
+    """Returns the patterns as a tuple; a lone string, iterated by letter, raises."""
     if isinstance(patterns, str):
         raise ValueError(
             f"{owner}({option}={patterns!r}) must be a sequence of path patterns: "

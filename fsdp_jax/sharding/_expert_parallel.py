@@ -1,4 +1,4 @@
-"""Which parameters are experts, of which each rank on `ep` computes with its own."""
+"""Rules of expert parallelism: the dim of each parameter that is split over `ep`."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ def expert_dim(
     mesh: Mesh,
     config: FSDPConfig,
 ) -> int | None:
-    """The dim of the whole parameter that `FSDPConfig.expert_parallel` names.
+    """Returns the dim of the parameter that `FSDPConfig.expert_parallel` names.
 
-    None where the mesh has no ranks to give experts to, or no pattern matches.
+    The index includes stacked dims. None if `ep` has one device, the parameter is a
+    scalar in its unit, or no pattern matches.
     """
     ndim = len(shape) - num_stacked
     if mesh.shape["ep"] == 1 or ndim < 1:
@@ -33,7 +34,7 @@ def expert_dim(
 
 
 def without_ep(placements: Placements) -> Placements:
-    """The axes that split an expert besides: all but the one that deals experts out."""
+    """Returns the axes that split an expert further: all but `ep`."""
     stations = dataclasses.asdict(placements).items()
     return Placements(
         **{name: tuple(a for a in axes if a != "ep") for name, axes in stations}
@@ -41,7 +42,7 @@ def without_ep(placements: Placements) -> Placements:
 
 
 def check_experts(config: FSDPConfig, mesh: Mesh, rows: Sequence[ParamPlan]) -> None:
-    """Raises one `ValueError` with all rules of `expert_parallel` that cannot be."""
+    """Raises one `ValueError` that lists all infeasible rules of `expert_parallel`."""
     ep = mesh.shape["ep"]
     wrong = []
     for pattern, dim in config.expert_parallel.items():

@@ -1,4 +1,4 @@
-"""From a model and a mesh to a plan: which dim of each parameter is split."""
+"""Planning: chooses for each parameter of a model the dim that is split over a mesh."""
 
 from __future__ import annotations
 
@@ -44,26 +44,26 @@ def fully_shard(
 ) -> Plan:
     """Plans a sharded model: which dim of each parameter is split, over which axes.
 
-    No memory is taken; the model is traced abstractly. Each unit's weights are gathered
-    when it is entered and let go when it is left. Where units nest, the innermost owns
-    a parameter; what belongs to none is gathered once, at the entry of the loss.
+    No memory is allocated: the model is traced abstractly. A unit's weights are
+    gathered when it is entered and freed when it is left. If units nest, the innermost
+    owns a parameter; parameters of no unit are gathered once, at the entry of the loss.
 
     Args:
-      make_model: Takes a PRNG key and returns an nnx or equinox module, linen
+      make_model: Function of a PRNG key that returns an nnx or equinox module, linen
         variables, or any pytree of arrays.
-      mesh: From `make_mesh`.
+      mesh: Device mesh from `make_mesh`.
       units: Classes (flax.nnx, equinox), path patterns (`"layers.*"`: one `*` a path
         component, for linen modules and for functions marked with `fsdp.unit`), or
         either in `Stacked`. Empty: the model is one unit.
-      config: Strategy, precision and what stays whole; default `FSDPConfig()`, ZeRO-3.
+      config: Strategy, precision and replicated parameters; default `FSDPConfig()`,
+        ZeRO-3.
 
     Returns:
       The plan.
 
     Raises:
-      ValueError: If the mesh is not one that can be planned for, a unit or a pattern
-        matches nothing, or placements do not fit the mesh; all offenders in one
-        message.
+      ValueError: If the mesh cannot be planned for, a unit or a pattern matches
+        nothing, or the placements do not fit the mesh; all offenders in one message.
 
     Source: Megatron-FSDP `fully_shard_model`.
       FSDP2 splits dim 0 and pads; here the first dim that divides is split, and only
@@ -89,12 +89,14 @@ def fully_shard(
         model = with_lora(model, config.lora, owners, ROOT, config.mp_policy)
     placements = _placements(mesh, config)
     stack = staged_stack(mesh, found, config.pipeline.stack)
+    # `model.named_params`, not `names`: with LoRA they are the base and the factors.
     rows = tuple(
         _plan_param(
             *(name, leaf, *owner(name, found), stack, mesh, placements, config, model)
         )
         for name, leaf in model.named_params
     )
+    # The user's rules speak of the user's parameters, so only these are checked.
     added = model.factors | model.codes
     own = [row for row in rows if row.name not in added]
     _check_rows(config, mesh, own)
@@ -111,21 +113,22 @@ def choose_split(
     num_stacked: int = 0,
     without: tuple[int | None, ...] = (),
 ) -> tuple[int | None, int]:
-    """Picks the dim of an array that is split, and how many zeros it needs for that.
+    """Returns the dim of an array to split and the padding that this needs.
 
-    The leftmost dim that divides wins: a shard is then a few long ranges of a row-major
-    array, which travels and is written in place without being transposed (XLA:GPU kept
-    a transposed copy of all layers' float32 weights that were split on their last dim).
-    If none divides, the one that takes the least padding.
+    The leftmost dim that the devices divide is chosen: a shard is then a few long
+    ranges of a row-major array, which is communicated and written in place without a
+    transpose (XLA:GPU kept a transposed copy of all layers' float32 weights that were
+    split on their last dim). If they divide none, the dim with the least padding is
+    chosen.
 
     Args:
       shape: Logical shape, e.g. `(layers, embed, mlp)`.
-      num_shards: Devices that share the array.
-      num_stacked: Leading dims that are scanned over and so cannot be split.
-      without: Dims that are split otherwise already.
+      num_shards: Number of devices that share the array.
+      num_stacked: Number of leading dims that are scanned over and so cannot be split.
+      without: Dims that other axes split already.
 
     Returns:
-      The dim and its padding in elements; (None, 0) for what has no dim of at least 2.
+      The dim and its padding in elements; (None, 0) if no dim has at least 2 elements.
     """
     dims = [
         dim
@@ -138,7 +141,7 @@ def choose_split(
     even = [dim for dim in dims if not padding[dim]]
     if even:
         return even[0], 0
-    # By how many elements the whole array grows; on a tie the larger dim.
+    # The dim by which the array grows least; on a tie the larger one.
     dim = min(dims, key=lambda dim: (padding[dim] / shape[dim], -shape[dim]))
     return dim, padding[dim]
 
@@ -157,11 +160,12 @@ def _plan_param(
     precision = config.mp_policy.resolve(name, leaf.dtype)
     frozen = name in model.frozen or any(matches(p, name) for p in config.frozen)
     is_overwritten = name in model.overwritten
+    # Codes, scales and fp8 state: a cast would corrupt them.
     if name in model.codes or is_overwritten:
         precision = Precision(*(4 * [leaf.dtype]), accumulate_wide=False)
     elif name in model.factors:
         precision = dataclasses.replace(precision, param=precision.main_params)
-    elif frozen:  # Nothing is ever added to it: nothing is lost in the narrow dtype.
+    elif frozen:  # Never updated, so the compute dtype loses nothing.
         precision = dataclasses.replace(precision, main_params=precision.param)
     row = ParamPlan(
         name=name,
@@ -200,7 +204,7 @@ def _plan_param(
         without=(row.tensor_dim, row.expert_dim),
     )
     if dim is None or padding:
-        # A dim that tp has split already, rather than zeros.
+        # The dim that tp splits is preferred to padding.
         tensor_dim = row.tensor_dim
         if tensor_dim is not None and _divide_one_dim(
             row, tensor_dim, mesh, num_shards
@@ -213,7 +217,10 @@ def _plan_param(
 
 
 def _param_gather(row: ParamPlan, config: FSDPConfig) -> ParamGather | None:
-    """How `row` travels, if as other than its numbers: a large matrix of a unit."""
+    """Returns the quantized format in which `row` is gathered; None for its own dtype.
+
+    Only large matrices of units are quantized.
+    """
     chosen = config.mp_policy.param_gather
     is_matrix = row.unit != ROOT and row.ndim_in_unit > 1
     if not (chosen and row.placements.optimizer and is_matrix):
@@ -227,10 +234,10 @@ def _param_gather(row: ParamPlan, config: FSDPConfig) -> ParamGather | None:
 def _tensor_dim(
     row: ParamPlan, mesh: Mesh, config: FSDPConfig, num_shards: int
 ) -> int | None:
-    """The dim of the whole parameter that `FSDPConfig.tensor_parallel` names.
+    """Returns the dim of the parameter that `FSDPConfig.tensor_parallel` names.
 
-    None too for what has a single dim that tp and data axes do not divide together:
-    the latter split that one.
+    The index includes stacked dims. None too for a parameter with a single dim that tp
+    and data axes do not divide together: the data axes split that one.
     """
     if mesh.shape["tp"] == 1 or not row.ndim_in_unit:
         return None
@@ -246,16 +253,18 @@ def _tensor_dim(
 
 
 def _divide_one_dim(row: ParamPlan, dim: int, mesh: Mesh, num_shards: int) -> bool:
-    """Whether tp and `num_shards` devices of data axes divide one dim together."""
+    """Returns whether tp and `num_shards` data devices together divide one dim."""
     return row.shape[dim] % (mesh.shape["tp"] * num_shards) == 0
 
 
 def _placements(mesh: Mesh, config: FSDPConfig) -> Placements:
-    """The user's own, or the preset that the strategies name; axes of one device out.
+    """Returns the user's placements or the preset of the strategies.
+
+    Axes of one device are left out.
 
     Raises:
-      ValueError: If an axis is none that splits data, or the axes of one station are
-        not the first ones of the optimizer's.
+      ValueError: If an axis is not a data axis, or the axes of a placement are not a
+        prefix of the optimizer's.
     """
     if given := config.placements:
         stations = dataclasses.asdict(given)
@@ -286,13 +295,13 @@ def _placements(mesh: Mesh, config: FSDPConfig) -> Placements:
     return Placements(
         parameter=inner if strategy >= 3 else (),
         gradient=inner if strategy >= 2 else (),
-        # Inner first: the outer gather then brings contiguous pieces together.
+        # Inner axes first, so that the outer gather concatenates contiguous pieces.
         optimizer=(inner if strategy >= 1 else ()) + (outer if hybrid else ()),
     )
 
 
 def _should_split(row: ParamPlan, config: FSDPConfig) -> bool:
-    """False for scalars, what is no weight, and what the config leaves whole."""
+    """Returns False for scalars, fp8 state and what the config replicates."""
     return (
         row.ndim_in_unit > 0
         and not row.is_overwritten
@@ -302,7 +311,7 @@ def _should_split(row: ParamPlan, config: FSDPConfig) -> bool:
 
 
 def _check_patterns(config: FSDPConfig, names: Sequence[str]) -> None:
-    """Refuses patterns that match no parameter: they are misspelt."""
+    """Refuses patterns that match no parameter: they are misspelled."""
     gather = config.mp_policy.param_gather
     widened = config.mp_policy.param_name_patterns_for_fp32_local_accumulation
     options = {

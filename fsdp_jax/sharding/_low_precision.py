@@ -1,4 +1,4 @@
-"""Weights in a byte an element: as float8 with a scale a tensor, or as MXFP8."""
+"""Quantization of weights for the gather: float8 with a scale a tensor, or MXFP8."""
 
 from __future__ import annotations
 
@@ -18,23 +18,25 @@ BLOCK = 32
 
 @dataclasses.dataclass(frozen=True)
 class Float8Gather:
-    """Weights travel as float8_e4m3fn, with one scale a tensor, a power of two.
+    """Gathers weights as float8_e4m3fn, with one power-of-two scale a tensor.
 
-    When a step begins each rank rounds its own piece of a weight, by the largest
-    magnitude of the whole, on which the ranks agree in one small all-reduce for all
-    weights; of a stack each unit's slice has a scale of its own. What travels after
-    that, however often, is a byte an element. A unit decodes what it gathered to the
-    compute dtype. Main weights and gradients are not touched: an update is of what the
-    optimizer has, its gradient that at the rounded weight.
+    When a step begins each rank quantizes its own shard of a weight, scaled by the
+    largest magnitude of the unsharded weight. The ranks agree on these magnitudes in
+    one small all-reduce for all weights; in a stack each unit's slice has a scale of
+    its own. Each gather after that communicates a byte an element. A unit dequantizes
+    the gathered weight to its compute dtype. Main weights and gradients are not
+    quantized: the update applies to the optimizer's weights, with the gradient taken at
+    the rounded ones.
 
-    Only matrices that belong to a unit travel so, experts included; embeddings and
-    heads in no unit, norms and biases travel as before, as does what is excluded.
-    Where nothing travels nothing is rounded.
+    Only matrices that belong to a unit are quantized, experts included. Embeddings and
+    heads in no unit, norms, biases and excluded parameters are gathered in the compute
+    dtype. Where nothing is communicated nothing is rounded.
 
     Args:
-      exclude: Path patterns of parameters that travel in the compute dtype besides,
-        e.g. routers, whose choices flip on small differences.
-      min_elements: A unit's matrices with fewer elements travel in the compute dtype.
+      exclude: Path patterns of further parameters that are gathered in the compute
+        dtype, e.g. routers, whose choices flip on small differences.
+      min_elements: Number of elements below which a matrix is gathered in the compute
+        dtype.
 
     Source: TorchAO `fsdp_utils.py::precompute_float8_dynamic_scale_for_fsdp` for scales
       that are computed once a step.
@@ -46,22 +48,24 @@ class Float8Gather:
     name: ClassVar[str] = "float8_e4m3fn"
 
     def __post_init__(self):
-        """Refuses a lone string, which would be taken letter by letter."""
+        """Refuses a lone string, which would be iterated by letter."""
         _check(self)
 
 
 @dataclasses.dataclass(frozen=True)
 class MXFP8Gather:
-    """Weights travel as MXFP8: 32 elements of float8_e4m3fn share a power of two.
+    """Gathers weights as MXFP8: 32 float8_e4m3fn elements share a power-of-two scale.
 
-    As `Float8Gather`, but blocks lie within what a rank holds, along a dim that is not
-    split over data axes, so that ranks agree on nothing beforehand, and a large element
-    costs its own block digits instead of the whole tensor. A byte more for 32 elements
-    travels. Scales round up: no element is clipped.
+    Unlike those of `Float8Gather`, blocks lie within a rank's shard, along a dim that
+    is not split over data axes. So ranks need not agree on scales, and a large element
+    costs precision in its own block and not in the whole tensor. One byte more is
+    communicated for 32 elements. Scales round up: no element is clipped.
 
     Args:
-      exclude: As for `Float8Gather`.
-      min_elements: As for `Float8Gather`.
+      exclude: Path patterns of further parameters that are gathered in the compute
+        dtype, e.g. routers, whose choices flip on small differences.
+      min_elements: Number of elements below which a matrix is gathered in the compute
+        dtype.
 
     Source: OCP Microscaling Formats (MX) 1.0, E4M3 elements with E8M0 scales.
     """
@@ -72,12 +76,12 @@ class MXFP8Gather:
     name: ClassVar[str] = "mxfp8_e4m3fn"
 
     def __post_init__(self):
-        """Refuses a lone string, which would be taken letter by letter."""
+        """Refuses a lone string, which would be iterated by letter."""
         _check(self)
 
 
 ParamGather = Float8Gather | MXFP8Gather
-"""How weights are encoded to travel."""
+"""Quantized format in which weights are gathered."""
 
 
 @functools.partial(
@@ -85,13 +89,13 @@ ParamGather = Float8Gather | MXFP8Gather
 )
 @dataclasses.dataclass(frozen=True)
 class Encoded:
-    """A piece of a weight in a byte an element; in a `Shard`, where the piece would be.
+    """A quantized shard of a weight, a byte an element; the `value` of a `Shard`.
 
     Attributes:
-      bytes: The bits of float8_e4m3fn, `uint8` in the shape of the piece. Integers,
-        so that every backend sends them as they are.
-      scale: What they are multiplied by, as an exponent of E8M0, `uint8`: of
-        `Float8Gather` one a tensor, `[*stacked]`, of `MXFP8Gather` one a block.
+      bytes: Bits of float8_e4m3fn, `uint8` in the shape of the shard. Integers, so that
+        every backend communicates them unchanged.
+      scale: Factor of the elements, as an E8M0 exponent, `uint8`: one a tensor,
+        `[*stacked]`, for `Float8Gather`; one a block for `MXFP8Gather`.
     """
 
     bytes: Any
@@ -99,22 +103,22 @@ class Encoded:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the piece."""
+        """Shape of the shard."""
         return self.bytes.shape
 
     @property
     def ndim(self) -> int:
-        """Its number of dims."""
+        """Number of dims of the shard."""
         return self.bytes.ndim
 
 
 def encode_float8(
     piece: Float[Array, ...], largest: Float[Array, "*stacked"]
 ) -> Encoded:
-    """Rounds a piece by the largest magnitude of its tensor, to nearest, ties to even.
+    """Quantizes a shard, scaled by the largest magnitude of its tensor.
 
-    By a power of two, which costs no digit of a floating-point number, and after which
-    bfloat16 holds the result exactly.
+    Rounds to nearest, ties to even. The scale is a power of two, so scaling rounds
+    nothing and bfloat16 represents the result exactly.
     """
     dims = largest.shape + (1,) * (piece.ndim - largest.ndim)
     exponents = _exponents(largest)
@@ -123,12 +127,12 @@ def encode_float8(
 
 
 def decode_float8(encoded: Encoded, dtype: DTypeLike) -> Float[Array, ...]:
-    """The numbers of one unit's slice of a weight, in `dtype`."""
+    """Dequantizes one unit's slice of a weight to `dtype`."""
     return (_numbers(encoded.bytes) * _power_of_two(encoded.scale)).astype(dtype)
 
 
 def encode_mxfp8(piece: Float[Array, ...], axis: int) -> Encoded:
-    """Rounds a piece in blocks of 32 along `axis`, the last of them maybe shorter."""
+    """Quantizes a shard in blocks of 32 along `axis`; the last block may be shorter."""
     piece = jnp.moveaxis(piece.astype(jnp.float32), axis, -1)
     size = piece.shape[-1]
     blocks = _in_blocks(piece)
@@ -141,7 +145,7 @@ def encode_mxfp8(piece: Float[Array, ...], axis: int) -> Encoded:
 
 
 def decode_mxfp8(encoded: Encoded, axis: int, dtype: DTypeLike) -> Float[Array, ...]:
-    """The numbers of what `encode_mxfp8` rounded along the same axis, in `dtype`."""
+    """Dequantizes the result of `encode_mxfp8` along the same axis to `dtype`."""
     numbers = _numbers(jnp.moveaxis(encoded.bytes, axis, -1))
     size = numbers.shape[-1]
     scale = _power_of_two(jnp.moveaxis(encoded.scale, axis, -1))[..., None]
@@ -159,27 +163,28 @@ def _check(gather: ParamGather) -> None:
 
 
 def num_blocks(size: int) -> int:
-    """Blocks of a dim of `size`."""
+    """Returns the number of blocks of a dim of `size` elements."""
     return -(-size // BLOCK)
 
 
 def _in_blocks(x: Array) -> Array:
-    """`[..., size]` to `[..., blocks, 32]`, zeros behind the end."""
+    """Reshapes `[..., size]` to `[..., blocks, 32]`, with zero padding at the end."""
     blocks = num_blocks(x.shape[-1])
     widths = [(0, 0)] * (x.ndim - 1) + [(0, blocks * BLOCK - x.shape[-1])]
     return jnp.pad(x, widths).reshape(*x.shape[:-1], blocks, BLOCK)
 
 
 def _exponents(largest: Float[Array, ...]) -> UInt8[Array, ...]:
-    """The least power of two, as E8M0 has it, that brings `largest` to 448 or below.
+    """Returns, as E8M0, the least power of two `s` with `largest / s <= 448`.
 
-    That is the largest number of float8_e4m3fn. From the bits, since a logarithm is off
-    by one now and then. Infinity and NaN have the exponent 255, which stands for NaN
-    there too and makes the block NaN.
+    448 is the largest finite float8_e4m3fn. Infinity and NaN have the exponent 255,
+    which means NaN in E8M0 and makes the block NaN.
     """
+    # From the bits: a floating-point logarithm is off by one for some inputs.
     bits = lax.bitcast_convert_type(largest, jnp.uint32).astype(jnp.int32)
     exponent, fraction = bits >> 23, bits & 0x7FFFFF
-    # 448 is 1.75 times 2 ** 8. At least 1: a scale is to be a normal float32.
+    # 448 = 1.75 * 2 ** 8: a fraction above 0.75 needs the next power of two. At least
+    # 1, so that the scale is a normal float32.
     scale = exponent - 8 + (fraction > 0x600000)
     return jnp.where(exponent == 255, 255, jnp.maximum(scale, 1)).astype(jnp.uint8)
 

@@ -1,4 +1,4 @@
-"""What a plan says of weights that are whole during a step, and when."""
+"""Memory summary of a plan: bytes of unsharded weights during a step."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from fsdp_jax.sharding._param_plan import ROOT, ParamPlan
 def held_lines(
     mesh: Mesh, rows: Sequence[ParamPlan], decoded: Mapping[str, int]
 ) -> list[str]:
-    """The lines.
+    """Summary lines for `Plan.__repr__`: bytes of unsharded weights during a step.
 
     Args:
-      mesh: Of the plan.
-      rows: Of all parameters.
-      decoded: By name, bytes that a unit decodes of a parameter that rests in codes.
+      mesh: Device mesh of the plan.
+      rows: Plans of all parameters.
+      decoded: Name of a parameter of codes -> bytes of the weight that its unit
+        dequantizes.
     """
     held = [row for row in rows if _is_held(row)]
     size = format_bytes(sum(_whole_bytes(mesh, row) for row in held))
@@ -37,14 +38,20 @@ def held_lines(
 
 
 def _is_held(row: ParamPlan) -> bool:
-    """Whether a parameter is whole all through a step: of no unit, or not ZeRO-3."""
+    """Returns whether a parameter is unsharded all through a step.
+
+    It is if it belongs to no unit or is not split as in ZeRO-3.
+    """
     return row.unit == ROOT or not row.placements.parameter
 
 
 def _largest_unit(
     mesh: Mesh, rows: Sequence[ParamPlan], decoded: Mapping[str, int]
 ) -> int:
-    """Bytes of the largest unit's whole weights as computed with, one of a stack."""
+    """Returns bytes of the largest unit's unsharded weights in compute dtype.
+
+    One unit of a stack is counted.
+    """
     sizes: dict[str, int] = {}
     for row in rows:
         if not _is_held(row):
@@ -54,7 +61,7 @@ def _largest_unit(
 
 
 def _gathered_at_entry(mesh: Mesh, rows: Sequence[ParamPlan]) -> int:
-    """Bytes of shards that a step makes of smaller ones before it begins: HFSDP's."""
+    """Returns bytes of shards that HFSDP gathers from smaller ones before a step."""
     return sum(
         row.num_elements(mesh, row.placements.parameter) * row.precision.param.itemsize
         for row in rows
@@ -64,9 +71,10 @@ def _gathered_at_entry(mesh: Mesh, rows: Sequence[ParamPlan]) -> int:
 
 
 def _whole_bytes(mesh: Mesh, row: ParamPlan, num_stacked: int = 0) -> int:
-    """Bytes of a parameter as computed with, or of one of a stack.
+    """Returns bytes of an unsharded parameter in compute dtype, or of one of a stack.
 
-    Neither other ranks' experts nor other parts of tp are gathered.
+    Only this rank's experts, part of `tp` and layers of the stage are counted: nothing
+    is gathered over these axes.
     """
     experts = mesh.shape["ep"] if row.is_expert else 1
     parts = 1 if row.tensor_dim is None else mesh.shape["tp"]

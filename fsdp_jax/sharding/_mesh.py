@@ -1,4 +1,4 @@
-"""One device mesh with every axis that parallelism can use."""
+"""Device mesh with one axis for every kind of parallelism."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DATA_AXES = (*BATCH_AXES, *SEQUENCE_AXES)
 """Axes over which a gradient is summed: no two ranks on them see the same tokens."""
 
 OUTER_AXES = ("dp_outer",)
-"""Axes of replicas of the sharded model, which HFSDP splits further."""
+"""Axes over which the sharded model is replicated, and which HFSDP splits further."""
 
 SHARD_AXES = ("dp_shard", "ep", "cp")
 """Axes that split a dense parameter."""
@@ -40,26 +40,26 @@ def make_mesh(
 ) -> Mesh:
     """Makes the mesh that `fully_shard` plans for.
 
-    All six axes are always there, so that code never asks whether one exists; an axis
-    of size 1 costs nothing. `make_mesh()` puts every device on `dp_shard`, and
+    The mesh always has all six axes, so that code never asks whether one exists; an
+    axis of size 1 costs nothing. `make_mesh()` puts every device on `dp_shard`, and
     `make_mesh(dp_outer=2)` is HSDP: sharded within each half, replicated across.
 
     Args:
-      pp: Pipeline stages.
-      dp_outer: Replicas (HSDP) or outer shards (HFSDP) of the sharded model.
-      dp_shard: Devices that split parameters, gradients and optimizer state.
-      ep: Devices that split experts; dense parameters and batch rows are split there
-        too.
-      cp: Devices that split the sequence.
-      tp: Devices that split single matrix products.
-      devices: The devices to use, default all. At most one size may be -1: whatever
-        the others leave.
+      pp: Number of pipeline stages.
+      dp_outer: Number of replicas (HSDP) or outer shards (HFSDP) of the sharded model.
+      dp_shard: Number of devices that split parameters, gradients and optimizer state.
+      ep: Number of devices that split experts; dense parameters and batch rows are
+        split there too.
+      cp: Number of devices that split the sequence.
+      tp: Number of devices that split single matrix products.
+      devices: Devices to use, default all. At most one size may be -1: the number of
+        devices that the other sizes leave.
 
     Returns:
       A `jax.sharding.Mesh` of axis type Auto with the axes `AXES`.
 
     Raises:
-      ValueError: If the sizes do not multiply to the number of devices.
+      ValueError: If the product of the sizes is not the number of devices.
     """
     devices = list(jax.devices() if devices is None else devices)
     asked = {"pp": pp, "dp_outer": dp_outer, "dp_shard": dp_shard}
@@ -75,24 +75,24 @@ def make_mesh(
 
 
 def axes_in_use(mesh: Mesh, axes: Sequence[str]) -> tuple[str, ...]:
-    """Those of `axes` that have more than one device, in the same order."""
+    """Returns the `axes` that have more than one device, in the same order."""
     return tuple(axis for axis in axes if mesh.shape[axis] > 1)
 
 
 def num_devices(mesh: Mesh, axes: Sequence[str]) -> int:
-    """Devices along `axes` together."""
+    """Returns the number of devices along `axes` together."""
     return math.prod(mesh.shape[axis] for axis in axes)
 
 
 def check_axes(
     mesh: Mesh, *, tensor_parallel: bool = False, context_parallel: bool = False
 ) -> None:
-    """Raises a `ValueError` unless `mesh` is one that `fully_shard` can plan for.
+    """Raises a `ValueError` unless `fully_shard` can plan for `mesh`.
 
     Args:
-      mesh: The mesh.
-      tensor_parallel: Whether parameters are split over `tp`.
-      context_parallel: Whether rows of a batch are split over `cp`.
+      mesh: Device mesh.
+      tensor_parallel: True if parameters are split over `tp`.
+      context_parallel: True if rows of a batch are split over `cp`.
     """
     missing = [axis for axis in AXES if axis not in mesh.shape]
     if missing:

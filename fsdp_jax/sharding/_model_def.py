@@ -1,8 +1,9 @@
-"""One view of everybody's models: parameters, other state, and the way back.
+"""Uniform view of a model of any framework: parameters, other arrays, and the merge.
 
 A flax.nnx module, a linen variable dict, an equinox module and a dict of arrays differ
-in how they are taken apart. `describe` does that once, abstractly; the rest of the
-library sees two trees of leaves and a function that puts them together again.
+in how they are split into arrays and structure. `describe` splits them once,
+abstractly; the rest of the library sees two trees of leaves and a function that merges
+them.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from fsdp_jax.sharding._attributes import trace_model
 from fsdp_jax.sharding._variables import Variables, recorded_variables, state_names
 
 MakeModel = Callable[[jax.Array], Any]
-"""Takes a PRNG key, returns a model."""
+"""Function of a PRNG key that returns a model."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,9 +33,9 @@ class Instance:
 
     Attributes:
       path: Dotted path of the object, `""` for the model itself.
-      num_stacked: Leading dims that its leaves have beyond those its constructor gave
-        them (`nnx.vmap` over the constructor gives one); None if it was not
-        constructed while the model was made, so that nobody can tell.
+      num_stacked: Number of leading dims that its leaves have beyond those its
+        constructor gave them (`nnx.vmap` over the constructor gives one); None if
+        unknown, because it was not constructed while the model was made.
     """
 
     path: str
@@ -46,21 +47,21 @@ class ModelDef:
     """A model without its arrays.
 
     Attributes:
-      params: The trainable leaves as `jax.ShapeDtypeStruct`: an `nnx.State` of
-        `nnx.Param`, or the user's own tree with None wherever it holds no
-        floating-point array.
-      state: Every other array (dropout keys, BatchNorm statistics, integers), likewise.
-      instances: For each unit class, its objects in the model.
-      merge: `merge(params, state) -> model`, on arrays, tracers or anything that stands
-        for one.
-      split: `split(model) -> (params, state)`, its inverse.
-      names: Of the parameters, where they are not their paths in `params`.
-      frozen: Names of those that are not trained.
-      factors: Names of those that are LoRA's: they travel in the dtype they rest in.
-      codes: Names of those that are stored, and travel, as no dtype says.
-      overwritten: Names of those whose gradients are their next values.
-      made: By name of a parameter of linen's, the shapes its module has seen it in.
-      adapted: How `params` are made of the user's own; None if they are these.
+      params: Trainable leaves as `jax.ShapeDtypeStruct`: an `nnx.State` of `nnx.Param`,
+        or the user's own tree with None in place of everything else.
+      state: All other arrays (dropout keys, BatchNorm statistics, integers), likewise.
+      instances: Unit class -> its objects in the model.
+      merge: `merge(params, state) -> model`, on arrays, tracers or `Shard`s.
+      split: `split(model) -> (params, state)`, the inverse of `merge`.
+      names: Names of the parameters; empty if they are their paths in `params`.
+      frozen: Names of parameters that are not trained.
+      factors: Names of LoRA factors, which are gathered in the dtype they are stored
+        in.
+      codes: Names of codes and scales, which are stored and gathered without a cast.
+      overwritten: Names of parameters whose gradient is their next value (flax's
+        `_overwrite_with_gradient`).
+      made: Name of a linen parameter -> shapes in which its module has seen it.
+      adapted: Composition of `params` from the user's own, with LoRA; None without.
     """
 
     params: PyTree
@@ -80,12 +81,12 @@ class ModelDef:
 
     @property
     def is_random(self) -> bool:
-        """Whether its factors have dropout."""
+        """True if its LoRA factors have dropout."""
         return self.adapted is not None and self.adapted.is_random
 
     @property
     def decoded(self) -> dict[str, int]:
-        """Of each parameter that holds codes, the bytes of the weight they make."""
+        """Name of each parameter of codes -> bytes of its dequantized weight."""
         return {} if self.adapted is None else self.adapted.decoded
 
     @property
@@ -98,15 +99,15 @@ class ModelDef:
 
 
 def describe(make_model: MakeModel, classes: Sequence[type] = ()) -> ModelDef:
-    """Traces `make_model` without taking memory and takes the result apart.
+    """Traces `make_model` without allocating memory and splits the result.
 
     Args:
-      make_model: Takes a PRNG key and returns the model.
-      classes: Unit classes whose objects are to be found.
+      make_model: Function of a PRNG key that returns the model.
+      classes: Unit classes whose objects in the model are recorded.
 
     Raises:
-      ValueError: If the model has no floating-point array, or nothing tells which of
-        them are parameters.
+      ValueError: If the model has no floating-point array, or it is ambiguous which
+        arrays are parameters.
     """
     with _recorded_shapes(classes) as recorded:
         model, parts = _abstract(make_model)
@@ -133,21 +134,21 @@ def describe(make_model: MakeModel, classes: Sequence[type] = ()) -> ModelDef:
 
 
 NnxParts = tuple[Any, PyTree, PyTree]
-"""What `nnx.split(model, nnx.Param, ...)` returns."""
+"""Result of `nnx.split(model, nnx.Param, ...)`."""
 
 
 def _abstract(make_model: MakeModel) -> tuple[Any, NnxParts | None]:
-    """The model with `jax.ShapeDtypeStruct`s for arrays, all else as it is.
+    """Returns the abstract model and, for an nnx module, its parts.
 
-    An nnx module is split where its arrays are arrays: in a dict of shapes nnx would
-    find static values. Its parts come with it.
+    An nnx module is split inside the trace, where its arrays are tracers: nnx takes a
+    `jax.ShapeDtypeStruct` for a static value.
     """
     static: list[Any] = []
 
     def arrays_only(key):
         model = trace_model(make_model, key)
         if isinstance(model, nnx.Module):
-            # Not as a pytree: that would count a shared Variable twice.
+            # Not flattened as a pytree, which would count a shared Variable twice.
             graphdef, *states = nnx.split(model, nnx.Param, ...)
             static.append(graphdef)
             return states
@@ -167,9 +168,9 @@ def _abstract(make_model: MakeModel) -> tuple[Any, NnxParts | None]:
 
 
 def _variables(make_model: MakeModel, model: PyTree) -> Variables:
-    """What linen makes in `make_model`, which is traced again to see it.
+    """Traces `make_model` again and records the variables that linen makes in it.
 
-    Not if nothing in the model can be of linen, whose variables are in mappings.
+    Skipped if the model has no mapping, in which linen keeps all variables.
     """
 
     def is_mapping(node):
@@ -194,8 +195,8 @@ def _describe_nnx(graphdef: Any, params: PyTree, state: PyTree) -> ModelDef:
         )
 
     def merge(params, state):
-        # Copies: a Variable that the loss writes to (a dropout counter) would otherwise
-        # be the caller's own, written from inside a trace.
+        # copy=True: the loss may write to a Variable (a dropout counter). Without it,
+        # that would be the caller's own Variable, written inside a trace.
         return nnx.merge(graphdef, params, state, copy=True)
 
     def split(model):
@@ -279,11 +280,11 @@ Shapes = dict[str, set[tuple[int, ...]]]
 
 @contextlib.contextmanager
 def _recorded_shapes(classes: Sequence[type]) -> Iterator[dict[type, Shapes]]:
-    """Notes the shapes that the constructor of each class gives its leaves.
+    """Records the shapes that the constructor of each class gives its leaves.
 
-    Under `vmap` a constructor sees one slice, so the difference to the final shape is
-    exactly the dims over which the object is stacked. Nothing in the finished tree
-    tells: a stack of 8 norms of 512 looks like one 8 x 512 matrix.
+    Under `vmap` a constructor sees one slice, so the dims that the final shape has
+    beyond it are those over which the object is stacked. The finished tree does not
+    show them: a stack of 8 norms of 512 has the shape of one 8 x 512 matrix.
     """
     recorded: dict[type, Shapes] = {cls: {} for cls in classes}
     with contextlib.ExitStack() as stack:
@@ -306,6 +307,7 @@ def _after_init(cls: type, shapes: Shapes) -> Iterator[None]:
     try:
         yield
     finally:
+        # An inherited __init__ is restored by deleting the class's own.
         if own:
             cls.__init__ = original
         else:
@@ -318,7 +320,7 @@ def _array_leaves(obj: Any) -> list[tuple[str, Any]]:
 
 
 def _num_stacked(obj: Any, shapes: Shapes) -> int | None:
-    """Leading dims that every leaf of `obj` has beyond its constructor's."""
+    """Returns the number of leading dims of every leaf beyond its constructor's."""
     possible: set[int] | None = None
     for name, leaf in _array_leaves(obj):
         extra = {

@@ -1,4 +1,4 @@
-"""What of a state rests in the host's memory, and how a step reaches it."""
+"""Host offload: which state is stored in host memory, and how a step reads it."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from jax.sharding import Mesh
 from fsdp_jax._tree import PyTree
 
 HOST = "pinned_host"
-"""The memory that a device copies from and to while it computes."""
+"""Memory kind that devices copy from and to while they compute."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Offload:
-    """What rests in the host's pinned memory instead of the device's.
+    """State that is stored in the host's pinned memory instead of device memory.
 
-    A step copies it to the device parameter by parameter when it updates, and back: two
-    parameters are on their way at a time. The numbers are the same. What it saves and
-    what the copies cost `compile_for` says.
+    The update copies it to the device and back parameter by parameter, with two
+    parameters in transfer at a time. The numbers are the same. `compile_for` estimates
+    the memory that it saves and the time of the copies.
 
     Args:
-      optimizer: The optimizer state.
-      params: The main weights. What units gather, in the compute dtype or encoded, is
-        made of them when a step begins and stays on the device until it is gathered
-        last, so that it pays where that is narrower.
-      min_elements: Arrays with fewer elements stay where they are.
+      optimizer: Offload the optimizer state.
+      params: Offload the main weights. The shards that units gather, in the compute
+        dtype or quantized, are made of them when a step begins and stay on the device
+        until they are gathered last, so this pays where that dtype is narrower.
+      min_elements: Number of elements below which an array stays in device memory.
 
     Source: FSDP2 `CPUOffloadPolicy` (there gradients move too, and the CPU updates).
     """
@@ -38,21 +38,22 @@ class Offload:
     min_elements: int = 4096
 
     def __post_init__(self):
-        """Refuses what would do nothing."""
+        """Refuses options that offload nothing."""
         if not (self.optimizer or self.params):
             raise ValueError(
                 "Offload(optimizer=False, params=False) offloads nothing: name one."
             )
 
     def moves(self, leaf: Any) -> bool:
-        """Whether an array, or its mould, is large enough."""
+        """Returns whether an array, concrete or abstract, is large enough."""
         return leaf.size >= self.min_elements
 
 
 def check_memory(mesh: Mesh) -> None:
-    """Refuses to offload where devices reach no pinned memory of their host.
+    """Raises if the devices cannot address pinned memory of their host.
 
-    Stand-ins, which are compiled for and hold nothing, say of no memory at all.
+    Abstract devices, which are compiled for and hold nothing, report no memory and
+    pass.
     """
     device = mesh.devices.flat[0]
     kinds = [memory.kind for memory in device.addressable_memories()]
@@ -60,7 +61,7 @@ def check_memory(mesh: Mesh) -> None:
 
 
 def check_kinds(platform: str, kinds: Collection[str]) -> None:
-    """Refuses memory kinds without pinned host memory; none at all is not known."""
+    """Raises if pinned host memory is not among memory kinds; an empty list passes."""
     if kinds and HOST not in kinds:
         raise ValueError(
             f"FSDPConfig(offload=...) needs devices that reach '{HOST}' memory, and "
@@ -69,7 +70,7 @@ def check_kinds(platform: str, kinds: Collection[str]) -> None:
 
 
 def moulds_on_host(offload: Offload, moulds: PyTree) -> PyTree:
-    """The moulds, those that are large enough with a sharding in the host's memory."""
+    """Returns the abstract arrays, large ones with a sharding in host memory."""
 
     def to_host(leaf):
         if not offload.moves(leaf):
@@ -81,5 +82,5 @@ def moulds_on_host(offload: Offload, moulds: PyTree) -> PyTree:
 
 
 def on_device(tree: PyTree) -> PyTree:
-    """The arrays in the device's memory, wherever they were; inside of jit."""
+    """Copies the arrays to device memory, from any memory kind; inside of jit."""
     return jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Device), tree)

@@ -1,4 +1,4 @@
-"""Arrays whose shape the devices do not divide: padded at rest, nowhere else."""
+"""Arrays whose shape the devices do not divide: padded only where stored."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from fsdp_jax._tree import WholeLeaf
 )
 @dataclasses.dataclass(frozen=True)
 class Padded(WholeLeaf):
-    """One array of a `TrainState` with zeros behind its end, so that it can be split.
+    """One array of a `TrainState`, stored with zero padding so that it can be split.
 
     Functions read it as the array of its logical shape: `jnp.sum(leaf)` and
-    `numpy.asarray(leaf)` see no zeros. For operators and indexing there is `unpack`.
+    `numpy.asarray(leaf)` see no padding. For operators and indexing there is `unpack`.
     Updates run on the logical shape too, since zeros would change those that average
     over an array (adafactor's and muon's by 2 %, measured at 13 x 17).
 
     Attributes:
-      value: The padded array, split over the devices; in a mould its
-        `jax.ShapeDtypeStruct`.
+      value: Padded array, split over the devices; its `jax.ShapeDtypeStruct` if
+        abstract.
       shape: Logical shape, at most as large in every dim.
-      of: Whose array it is, where its path ends in no parameter's: it may hold values
-        of several, one behind the other, so that it fits no others. A checkpoint names
-        it so. "" for all else.
+      of: Name of the parameter whose array it is, for optimizer state whose path does
+        not end in one: it may hold values of several parameters, one behind the other,
+        so that it fits no others. A checkpoint uses this name. "" for all other arrays.
     """
 
     value: Any
@@ -43,31 +43,32 @@ class Padded(WholeLeaf):
 
     @property
     def dtype(self) -> Any:
-        """The dtype of its elements."""
+        """Dtype of its elements."""
         return self.value.dtype
 
     @property
     def ndim(self) -> int:
-        """Its number of dims."""
+        """Number of dims."""
         return len(self.shape)
 
     def __jax_array__(self) -> Array:
-        """The array of the logical shape."""
+        """Returns the array of the logical shape."""
         value = self.value
+        # Computation needs its operand in device memory.
         if jax.typeof(value).memory_space == jax.memory.Space.Host:
             value = jax.device_put(value, jax.memory.Space.Device)
         return value[tuple(slice(size) for size in self.shape)]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """The array of the logical shape, on the host."""
+        """Returns the array of the logical shape, on the host."""
         return np.asarray(self.__jax_array__(), dtype=dtype)
 
 
 def unpack(tree: Any) -> Any:
-    """The tree with each `Padded` leaf as the array of its logical shape.
+    """Returns the tree with each `Padded` leaf as the array of its logical shape.
 
-    For whatever wants plain arrays of a `TrainState`: an export, a look. Inside and
-    outside of jit; a leaf that is not padded is handed on as it is.
+    For code that needs plain arrays of a `TrainState`, such as an export. Works inside
+    and outside of jit; a leaf that is not padded is returned as it is.
     """
     return jax.tree.map(
         lambda leaf: leaf.__jax_array__() if isinstance(leaf, Padded) else leaf,
@@ -77,7 +78,7 @@ def unpack(tree: Any) -> Any:
 
 
 def pack(tree: Any, mould: Any) -> Any:
-    """The inverse of `unpack`: pads each leaf that is `Padded` in `mould`."""
+    """Pads each leaf that is `Padded` in `mould`: the inverse of `unpack`."""
 
     def to_mould(leaf: Any, like: Any) -> Any:
         if not isinstance(like, Padded) or isinstance(leaf, Padded):
@@ -90,7 +91,7 @@ def pack(tree: Any, mould: Any) -> Any:
 
 
 def pad_to(array: Array, shape: tuple[int, ...]) -> Array:
-    """The array with zeros behind its end in each dim, until it has `shape`."""
+    """Pads the end of each dim of an array with zeros up to `shape`."""
     sizes = zip(shape, array.shape, strict=True)
     return jnp.pad(array, [(0, padded - size) for padded, size in sizes])
 

@@ -1,4 +1,4 @@
-"""How one parameter lies on the devices: a row of the plan."""
+"""Plan of one parameter: its shape, unit, split dims and dtypes."""
 
 from __future__ import annotations
 
@@ -13,38 +13,38 @@ from fsdp_jax.sharding._low_precision import ParamGather
 from fsdp_jax.sharding._mesh import num_devices
 
 ROOT = "(root)"
-"""The unit of whatever belongs to no other: gathered once, at the entry of the loss."""
+"""Unit of parameters that belong to no other, gathered at the entry of the loss."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ParamPlan:
-    """One parameter: a row of the plan.
+    """Plan of one parameter: its shape, unit, split dims and dtypes.
 
     Attributes:
       name: Dotted path.
-      shape: Logical shape, stack dims included.
+      shape: Logical shape, stacked dims included.
       unit: Path of its unit, or `ROOT`.
-      num_stacked: Leading dims that are the stack of its unit.
-      dim: The dim that is split over data axes, or None if it stays whole there.
-      padding: Zeros behind the end of `dim` where it is split, because the devices do
-        not divide it.
-      tensor_dim: The dim that is split over `tp`, or None.
-      expert_dim: The dim that is split over `ep` all the time, or None: each rank there
+      num_stacked: Number of leading dims that are the stack of its unit.
+      dim: Dim that is split over data axes; None if it is not split over them.
+      padding: Zeros at the end of `dim` where it is split, because the devices do not
+        divide it.
+      tensor_dim: Dim that is split over `tp`, or None.
+      expert_dim: Dim that is split over `ep` all the time, or None: each rank there
         computes with experts of its own.
-      is_under_tp: Whether the mesh has more than one device on `tp`.
-      placements: The data axes that split `dim`.
-      precision: Its dtypes.
-      frozen: Whether it is not trained.
-      reshard: Whether its unit is gathered again for backward.
-      remat_policy: What of its unit's activations is saved, see `FSDPConfig`.
-      is_cut: Whether this is the form of `in_step`, and not the parameter's own.
-      gather: How it is encoded to travel; None: it travels in its compute dtype.
-      is_overwritten: Whether what comes out as its gradient is its next value, as flax
-        hands out the state of fp8 products: the largest of all ranks and microbatches
-        takes its place, and the optimizer does not see it.
-      is_staged: Whether its first dim, the stack, is split over `pp`: each stage of the
-        pipeline has the layers that it runs.
-      stage_padding: Layers of zeros behind the last one where it is split so.
+      is_under_tp: True if the mesh has more than one device on `tp`.
+      placements: Data axes that split `dim`.
+      precision: Dtypes of the parameter and its gradient.
+      frozen: True if it is not trained.
+      reshard: True if its unit is gathered again for backward.
+      remat_policy: `jax.checkpoint` policy of its unit, see `FSDPConfig`.
+      is_cut: True if this is the factored form that `in_step` returns.
+      gather: Quantized format in which it is gathered; None: its compute dtype.
+      is_overwritten: True if its gradient is its next value, as for flax's fp8 state
+        (`_overwrite_with_gradient`): the maximum over all ranks and microbatches
+        replaces it, and the optimizer does not see it.
+      is_staged: True if its first dim, the stack, is split over `pp`: each pipeline
+        stage stores consecutive layers, see `Stages` for those that it runs.
+      stage_padding: Layers of zeros after the last one, where the stack is split.
     """
 
     name: str
@@ -69,24 +69,25 @@ class ParamPlan:
 
     @property
     def is_optimized(self) -> bool:
-        """Whether the optimizer moves it."""
+        """True if the optimizer updates it."""
         return not (self.frozen or self.is_overwritten)
 
     @property
     def block_dim(self) -> int:
-        """The dim along which MXFP8 has its blocks, from the end: one not split."""
+        """Dim of the MXFP8 blocks, counted from the end; not split over data axes."""
         if self.dim != len(self.shape) - 1:
             return -1
+        # The last dim is split. In step layout the one before it is the factor of tp.
         return -3 if self.is_cut else -2
 
     @property
     def ndim_in_unit(self) -> int:
-        """Dims of the slice that its unit computes with."""
+        """Number of dims of the slice that its unit computes with."""
         return len(self.shape) - self.num_stacked
 
     @property
     def padded_shape(self) -> tuple[int, ...]:
-        """The shape in which it is split."""
+        """Shape in which it is split."""
         shape = list(self.shape)
         if self.dim is not None:
             shape[self.dim] += self.padding
@@ -96,34 +97,34 @@ class ParamPlan:
 
     @property
     def is_padded(self) -> bool:
-        """Whether it is split in a shape other than its own."""
+        """True if it is split in a shape other than its own."""
         return bool(self.padding or self.stage_padding)
 
     @property
     def logical_spec(self) -> PartitionSpec:
-        """The spec at rest of an array in its own shape, of what this divides."""
+        """Stored spec of the array in its logical shape: a padded dim is not split."""
         row = dataclasses.replace(
             self, is_staged=self.is_staged and not self.stage_padding
         )
         return row.spec_with_tp(() if self.padding else self.placements.optimizer)
 
     def spec(self, axes: tuple[str, ...]) -> PartitionSpec:
-        """The spec that splits `dim` over the data axes `axes`, silent about `tp`."""
+        """Returns the spec that splits `dim` over data axes, without `tp`."""
         return _spec(self._split(axes))
 
     def spec_with_tp(self, axes: tuple[str, ...]) -> PartitionSpec:
-        """The spec that splits `dim` over `axes`, and `tensor_dim` over `tp`."""
+        """Returns the spec that splits `dim` over `axes` and `tensor_dim` over `tp`."""
         split = self._split(axes)
         if self.tensor_dim is not None:
             split[self.tensor_dim] = ("tp", *split.get(self.tensor_dim, ()))
         return _spec(split)
 
     def in_step(self, tp: int) -> ParamPlan:
-        """The form in which a step has it: `dim` and `tensor_dim` are two dims.
+        """Returns the plan in step layout, where `dim` and `tensor_dim` are two dims.
 
-        Where they are one, each rank of tp has a contiguous part of that dim, of which
-        data axes split what is inside: a gather over these brings the part together,
-        and nothing is permuted. So that dim is cut in two, `(tp, rest)`.
+        If they are one dim, each rank of tp has a contiguous part of it, and data axes
+        split that part: a gather over them restores the part without a permutation. So
+        the dim is factored in two, `(tp, rest)`.
         """
         dim = self.dim
         if dim is None or dim != self.tensor_dim:
@@ -137,14 +138,17 @@ class ParamPlan:
         )
 
     def num_elements(self, mesh: Mesh, axes: tuple[str, ...]) -> int:
-        """Elements of it on one device when split over `axes`, padding included."""
+        """Returns its elements on one device if split over `axes`, padding included."""
         shape = self.padded_shape if axes else self.shape
         return math.prod(self.on_device(mesh, shape, axes))
 
     def on_device(
         self, mesh: Mesh, shape: tuple[int, ...], axes: tuple[str, ...]
     ) -> tuple[int, ...]:
-        """The dims of `shape` on one device, split over `axes`, `tp` and `ep`."""
+        """Returns the dims of `shape` on one device.
+
+        Data axes `axes`, `tp`, `ep` and `pp` split it.
+        """
         dims, tp = list(shape), mesh.shape["tp"]
         for dim, devices in (
             (self.dim, num_devices(mesh, axes)),
@@ -157,10 +161,10 @@ class ParamPlan:
         return tuple(dims)
 
     def late_axes(self, data_axes: tuple[str, ...]) -> tuple[str, ...]:
-        """Those of `data_axes` over which a microbatch leaves its gradient partial.
+        """Returns the `data_axes` over which a microbatch leaves its gradient partial.
 
-        Never `ep` for experts: tokens of all its ranks have come to them. Nor `pp` for
-        what one stage alone has.
+        Never `ep` for experts: the tokens of all its ranks have been sent to them.
+        Never `pp` for a parameter that only one stage has.
         """
         done = {*self.placements.gradient}
         done |= {"ep"} if self.is_expert else set()
@@ -169,7 +173,7 @@ class ParamPlan:
 
     @property
     def is_expert(self) -> bool:
-        """Whether each rank on `ep` has experts of its own in it."""
+        """True if each rank on `ep` has experts of its own in it."""
         return self.expert_dim is not None
 
     def _split(self, axes: tuple[str, ...]) -> dict[int, tuple[str, ...]]:

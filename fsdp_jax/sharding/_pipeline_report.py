@@ -1,4 +1,4 @@
-"""What a plan says of its pipeline: what stages have, wait for, gather and send."""
+"""Pipeline summary of a plan: layers of stages, bubble, gathers, permutation."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from fsdp_jax.sharding._stages import Schedule, Stages
 def pipeline_lines(
     mesh: Mesh, config: FSDPConfig, stages: Stages, rows: Sequence[ParamPlan]
 ) -> list[str]:
-    """The lines.
+    """Summary lines for `Plan.__repr__`: layers, bubble, gathers and permutation.
 
     Args:
-      mesh: With more than one device on `pp`.
-      config: Of the plan.
-      stages: The stack.
-      rows: Of all parameters.
+      mesh: Device mesh with more than one device on `pp`.
+      config: Configuration of the plan.
+      stages: Split of the stack over stages.
+      rows: Plans of all parameters.
     """
     staged = [row for row in rows if row.is_staged]
     layers = " or ".join(dict.fromkeys(map(str, stages.layers_of_stages)))
@@ -50,7 +50,7 @@ def pipeline_lines(
 
 
 def _other_stacks(rows: Sequence[ParamPlan]) -> list[str]:
-    """Stacks that stages do not split: the loss runs them before or behind."""
+    """Returns the stacks that stages do not split but run before or after theirs."""
     sizes = {
         row.unit: row.shape[0]
         for row in rows
@@ -60,7 +60,7 @@ def _other_stacks(rows: Sequence[ParamPlan]) -> list[str]:
 
 
 def _bubbles(stages: Stages) -> str:
-    """The part of a step in which a stage has nothing to do."""
+    """Describes the share of a step in which a stage is idle."""
     told = []
     for rounds in (2, 8):
         schedule = Schedule(stages, rounds * stages.num_stages)
@@ -72,7 +72,7 @@ def _bubbles(stages: Stages) -> str:
 
 
 def _gathers(mesh: Mesh, staged: Sequence[ParamPlan]) -> str:
-    """How often layers are gathered, and what gathering them once would take."""
+    """Describes how often layers are gathered, and the memory to gather them once."""
     whole = sum(
         math.prod(row.on_device(mesh, row.padded_shape, ()))
         * row.precision.param.itemsize
@@ -87,7 +87,7 @@ def _gathers(mesh: Mesh, staged: Sequence[ParamPlan]) -> str:
 
 
 def _dealt_out(mesh: Mesh, staged: Sequence[ParamPlan]) -> int:
-    """Bytes of a device's layers on their way to other stages, and of gradients."""
+    """Returns the most bytes a device sends to permute layers and gradients."""
     total = 0
     for row in staged:
         sent = row.num_elements(mesh, row.placements.parameter)

@@ -1,4 +1,4 @@
-"""Which parameters are split over the stages of a pipeline, and how all others rest."""
+"""Placement over pipeline stages of the stack they split and of other parameters."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from fsdp_jax.sharding._units import Found
 
 
 def staged_stack(mesh: Mesh, units: Found, chosen: str | None) -> str | None:
-    """The path of the stack that `pp` splits; None on a mesh of one stage.
+    """Returns the path of the stack that `pp` splits; None if `pp` has one device.
 
     Args:
-      mesh: The mesh.
-      units: Those of the model.
-      chosen: What the user calls it; None for the only one.
+      mesh: Device mesh.
+      units: Path of a unit -> its number of stacked dims.
+      chosen: Path of the stack that the user names; None for the only one.
 
     Raises:
-      ValueError: If there is none, or several and none is chosen, or no such one.
+      ValueError: If there is no stack, there are several and none is chosen, or the
+        chosen one does not exist.
     """
     pp = mesh.shape["pp"]
     if pp == 1:
@@ -45,24 +46,24 @@ def staged_stack(mesh: Mesh, units: Found, chosen: str | None) -> str | None:
 
 
 def is_within(unit: str, outer: str) -> bool:
-    """Whether `unit` is in `outer`, and not the same."""
+    """Returns whether `unit` lies inside `outer`; False if they are the same."""
     return unit.startswith(f"{outer}.")
 
 
 def beside_stages(placements: Placements, unit: str) -> Placements:
-    """Where a parameter rests that is in no stage: split over `pp` besides.
+    """Returns the placements of a parameter outside the stack: `pp` splits it too.
 
-    What belongs to no unit is gathered once a step, not once a microbatch: the first
-    and the last stage have it whole in any case, and all run one program.
+    A parameter of no unit is gathered once a step and not once a microbatch: the first
+    and the last stage need it unsharded in any case, and all stages run one program.
 
     Args:
-      placements: Without a pipeline.
-      unit: The parameter's.
+      placements: Placements without a pipeline.
+      unit: Unit of the parameter.
     """
     at_rest = placements.optimizer
     return Placements(
         parameter=() if unit == ROOT else placements.parameter,
         gradient=placements.gradient,
-        # Only if anything is split at rest: ZeRO-0 is whole everywhere.
+        # Only if stored arrays are split at all: ZeRO-0 replicates them.
         optimizer=(*at_rest, "pp") if at_rest else (),
     )

@@ -1,4 +1,4 @@
-"""What is sharded, where, and what it costs: a plan is data, and prints as a table."""
+"""Plan of a sharded model: data that prints as a table with bytes per device."""
 
 from __future__ import annotations
 
@@ -27,20 +27,21 @@ from fsdp_jax.sharding._stages import Stages
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Plan:
-    """Which device holds what of a model; nothing in it is an array.
+    """Plan of a sharded model: the mesh axes that split each parameter. Has no arrays.
 
-    Made by `fully_shard`; every function that acts takes it. `print(plan)` shows one
-    row a parameter and the bytes a device.
+    Made by `fully_shard` and passed to every function that acts on the model.
+    `print(plan)` shows one line a parameter and the bytes per device.
 
     Attributes:
-      mesh: The device mesh.
-      config: The `FSDPConfig` it was made with.
-      make_model: The user's own function, from a PRNG key to a model.
-      model: The model without its arrays.
+      mesh: Device mesh.
+      config: `FSDPConfig` it was made with.
+      make_model: The user's function of a PRNG key that returns a model.
+      model: Definition of the model, without its arrays.
       rows: One `ParamPlan` a parameter, in the order of `jax.tree.leaves(params)`.
-      unit_specs: The units as `fully_shard` was given them.
+      unit_specs: Units as passed to `fully_shard`.
       unit_classes: Classes whose `__call__` is a unit.
-      placements: The data axes that split every parameter that is split.
+      placements: Data axes that split every parameter that is split, except experts and
+        what pipeline stages change.
     """
 
     mesh: Mesh
@@ -54,10 +55,10 @@ class Plan:
 
     @property
     def params(self) -> PyTree:
-        """The mould of the parameters: logical shapes, main dtypes, shardings at rest.
+        """Abstract parameters: logical shapes, main dtypes, shardings as stored.
 
-        A parameter that rests padded in a `TrainState` is whole here: no array of its
-        logical shape could be split.
+        A dim that is stored padded in a `TrainState` is not split here: the devices do
+        not divide the logical shape.
         """
         return self._unflatten(
             self._struct(row, row.precision.main_params) for row in self.rows
@@ -65,7 +66,7 @@ class Plan:
 
     @property
     def packed_params(self) -> PyTree:
-        """The mould of the parameters in a `TrainState`: as `params`, but `Padded`."""
+        """Abstract parameters of a `TrainState`: as `params`, but `Padded`."""
         packed = []
         for row in self.rows:
             axes = row.placements.optimizer
@@ -79,7 +80,7 @@ class Plan:
 
     @property
     def grads(self) -> PyTree:
-        """The mould of the gradients of `value_and_grad`; None where frozen."""
+        """Abstract gradients of `value_and_grad`; None for frozen parameters."""
         return self._unflatten(
             None if row.frozen else self._struct(row, row.precision.main_grads)
             for row in self.rows
@@ -87,12 +88,12 @@ class Plan:
 
     @property
     def rows_in_step(self) -> tuple[ParamPlan, ...]:
-        """The rows in the form that a step has them in."""
+        """Plans of the parameters in step layout."""
         return tuple(row.in_step(self.mesh.shape["tp"]) for row in self.rows)
 
     @property
     def model_state(self) -> PyTree:
-        """The mould of the arrays that are no parameters; whole on every device."""
+        """Abstract arrays of the model that are not parameters; replicated."""
         return jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(
                 leaf.shape,
@@ -104,7 +105,7 @@ class Plan:
 
     @property
     def has_keys(self) -> bool:
-        """Whether the model carries PRNG keys, as dropout does."""
+        """True if the model contains PRNG keys, as dropout does."""
         return self.model.is_random or any(
             jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
             for leaf in jax.tree.leaves(self.model.state)
@@ -112,49 +113,51 @@ class Plan:
 
     @property
     def manual_axes(self) -> frozenset[str]:
-        """Mesh axes over which the step is written device by device.
+        """Mesh axes over which the step runs under `shard_map`.
 
-        All of them, or all but `tp`: what is split over that is left to XLA.
+        All axes, or all but `tp`: XLA partitions what is split over that.
         """
         tp = {"tp"} if self.mesh.shape["tp"] > 1 else set()
         return frozenset(self.mesh.axis_names) - tp
 
     @property
     def stages(self) -> Stages:
-        """How layers lie on the stages over `pp`, of which there are several."""
+        """Split of the stack over the stages; needs several devices on `pp`."""
         row = next(row for row in self.rows if row.is_staged)
         virtual = self.config.pipeline.virtual_stages
         return Stages(row.shape[0], self.mesh.shape["pp"], virtual)
 
     @property
     def late_axes(self) -> tuple[str, ...]:
-        """Data axes over which gradients of what is split are reduced only once."""
+        """Data axes over which gradients of split parameters are reduced only once."""
         axes = axes_in_use(self.mesh, DATA_AXES)
         return tuple(a for a in axes if a not in self.placements.gradient)
 
     @property
     def specs(self) -> PyTree:
-        """A `PartitionSpec` a parameter, at rest."""
+        """`PartitionSpec` of each parameter as stored."""
         return jax.tree.map(lambda leaf: leaf.sharding.spec, self.params)
 
     @property
     def shardings(self) -> PyTree:
-        """A `NamedSharding` a parameter, at rest."""
+        """`NamedSharding` of each parameter as stored."""
         return jax.tree.map(lambda leaf: leaf.sharding, self.params)
 
     @property
     def batch_sharding(self) -> NamedSharding:
-        """How a batch lies: its first dim split over the data axes of the mesh.
+        """Sharding of a batch: its first dim split over the batch axes of the mesh.
 
         With `cp`, see `batch_shardings`.
         """
         return NamedSharding(self.mesh, PartitionSpec(BATCH_AXES))
 
     def batch_specs(self, batch: PyTree) -> PyTree:
-        """A `PartitionSpec` for each leaf of a batch: rows, and over `cp` the sequence.
+        """Returns a `PartitionSpec` for each leaf of a batch.
+
+        Rows are split over the batch axes, the sequence over `cp`.
 
         Args:
-          batch: Arrays or their moulds.
+          batch: Batch of arrays, concrete or abstract.
         """
         dims = sequence_dims(self, batch)
         return jax.tree.structure(batch).unflatten(
@@ -165,7 +168,7 @@ class Plan:
         )
 
     def batch_shardings(self, batch: PyTree) -> PyTree:
-        """A `NamedSharding` for each leaf of a batch, see `batch_specs`."""
+        """Returns a `NamedSharding` for each leaf of a batch, see `batch_specs`."""
         return jax.tree.map(
             lambda spec: NamedSharding(self.mesh, spec), self.batch_specs(batch)
         )
@@ -177,7 +180,7 @@ class Plan:
 
     @property
     def bytes_per_device(self) -> dict[str, int]:
-        """Bytes on one device for the parameters and the gradients, at rest."""
+        """Bytes of the stored parameters and of their gradients on one device."""
         sizes = {"params": 0, "grads": 0}
         for row in self.rows:
             held = row.num_elements(self.mesh, row.placements.optimizer)
@@ -188,12 +191,12 @@ class Plan:
 
     @property
     def treedef(self) -> Any:
-        """The structure of the parameters."""
+        """Tree structure of the parameters."""
         return jax.tree.structure(self.model.params)
 
     @property
     def encoded_bytes(self) -> int:
-        """Bytes on one device, during a step, for pieces encoded to be gathered."""
+        """Bytes of quantized shards on one device during a step."""
         total = 0
         for row in self.rows:
             if row.gather:
@@ -206,11 +209,11 @@ class Plan:
         return total
 
     def __repr__(self) -> str:
-        """The table: one row a parameter, then the mesh and the bytes a device."""
+        """Returns the table: a line a parameter, then the mesh and bytes per device."""
         return "\n".join([_grid(self).as_text(), "", *_summary(self)])
 
     def _repr_html_(self) -> str:
-        """The same for a notebook, with a bar for the bytes of each parameter."""
+        """Returns the table as HTML, with a bar for the bytes of each parameter."""
         return html_page([_grid(self), *_summary(self)])
 
     def _unflatten(self, leaves: Iterable[Any]) -> PyTree:
@@ -222,7 +225,7 @@ class Plan:
 
 
 def sequence_dims(plan: Plan, batch: PyTree) -> list[int]:
-    """The dim of each leaf that is split over `cp`; 0, the rows', for none."""
+    """Returns the dim of each leaf that is split over `cp`; 0, the rows', for none."""
     if plan.mesh.shape["cp"] == 1:
         return [0] * len(jax.tree.leaves(batch))
     return [
@@ -276,7 +279,7 @@ def _cells(plan: Plan, row: ParamPlan) -> tuple[str, ...]:
 
 
 def _split(row: ParamPlan) -> str:
-    """How one parameter is split, in words."""
+    """Describes how one parameter is split."""
     parts = []
     axes = row.placements.optimizer
     if row.is_staged:
@@ -303,14 +306,14 @@ def _split(row: ParamPlan) -> str:
 
 
 def _whole_over_tp(plan: Plan) -> list[str]:
-    """Matrices that each rank of tp computes with as a whole."""
+    """Returns the names of matrices that are replicated over `tp`."""
     if plan.mesh.shape["tp"] == 1:
         return []
     return [r.name for r in plan.rows if r.tensor_dim is None and r.ndim_in_unit > 1]
 
 
 def _padding_bytes(plan: Plan, padded: Sequence[ParamPlan]) -> int:
-    """What a device holds more of the padded parameters than an even split."""
+    """Returns bytes on one device beyond an even split of the padded parameters."""
     extra = 0.0
     for row in padded:
         even = row.num_elements(plan.mesh, ()) / num_devices(

@@ -1,4 +1,4 @@
-"""Which layers a pipeline stage has, and what it does when: arithmetic, no arrays."""
+"""Arithmetic of pipeline stages: layers of each, turns by tick. No arrays."""
 
 from __future__ import annotations
 
@@ -8,15 +8,21 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Stages:
-    """A stack of layers, dealt out to stages in chunks.
+    """A stack of layers, split over stages in chunks.
 
-    Chunk `c` of stage `s` is the `c * num_stages + s`-th of the stack. Where chunks of
-    one size do not make the stack, the last ones are short.
+    Chunk `c` of stage `s` is chunk `c * num_stages + s` of the stack. If chunks of one
+    size do not add up to the stack, the last ones are short.
+
+    Example: 8 layers, 2 stages, 2 virtual stages:
+
+        chunk of the stack   0     1     2     3
+        layers               0 1   2 3   4 5   6 7
+        stage, its chunk     0, 0  1, 0  0, 1  1, 1
 
     Attributes:
-      num_layers: Of the stack.
-      num_stages: Devices along `pp`.
-      num_virtual: Chunks a stage.
+      num_layers: Number of layers of the stack.
+      num_stages: Number of devices along `pp`.
+      num_virtual: Number of chunks a stage.
     """
 
     num_layers: int
@@ -25,22 +31,22 @@ class Stages:
 
     @property
     def num_chunks(self) -> int:
-        """Of all stages together."""
+        """Number of chunks of all stages together."""
         return self.num_stages * self.num_virtual
 
     @property
     def chunk_size(self) -> int:
-        """Layers of a full chunk."""
+        """Number of layers of a full chunk."""
         return -(-self.num_layers // self.num_chunks)
 
     @property
     def padding(self) -> int:
-        """Layers of zeros behind the last one, which no stage runs."""
+        """Number of layers of zeros after the last one, which no stage runs."""
         return self.num_chunks * self.chunk_size - self.num_layers
 
     @property
     def layers_of_stages(self) -> tuple[int, ...]:
-        """How many layers each stage runs."""
+        """Number of layers that each stage runs."""
         sizes = [
             min(self.chunk_size, max(0, self.num_layers - g * self.chunk_size))
             for g in range(self.num_chunks)
@@ -50,13 +56,13 @@ class Stages:
 
 @dataclasses.dataclass(frozen=True)
 class Turn:
-    """What a stage does in one direction during a tick; numbers, or traced ones.
+    """Turn of a stage in one direction during a tick; fields are integers or traced.
 
     Attributes:
-      is_due: Whether it does anything.
-      microbatch: Of which it is.
-      chunk: Through which of the stage's chunks.
-      slot: Where the input is kept between forward and backward.
+      is_due: True if the stage has a turn in this tick.
+      microbatch: Index of the microbatch.
+      chunk: Index of the chunk among the stage's chunks.
+      slot: Index of the buffer that stores the chunk's input from forward to backward.
     """
 
     is_due: Any
@@ -67,16 +73,16 @@ class Turn:
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """When each stage has its turn with each microbatch.
+    """Turns of each stage with each microbatch.
 
-    In a tick a stage runs at most one chunk forward and one backward, and what it made
-    is with its neighbour at the next. Microbatches go through in rounds of
-    `num_stages`, each round through all chunks; backward mirrors that, and starts in
-    the tick in which the first microbatch is through.
+    In a tick a stage runs at most one chunk forward and one backward, and its neighbour
+    has the result in the next tick. Microbatches run in rounds of `num_stages`, each
+    round through all chunks. Backward mirrors that, and starts in the tick in which the
+    first microbatch completes its forward.
 
     Attributes:
-      stages: The stack.
-      num_microbatches: In a step.
+      stages: Split of the stack over stages.
+      num_microbatches: Number of microbatches in a step.
     """
 
     stages: Stages
@@ -92,38 +98,43 @@ class Schedule:
 
     @property
     def forward_ticks(self) -> int:
-        """Ticks until all microbatches are through forward."""
+        """Ticks until all microbatches have completed forward."""
         return self.num_turns + self.stages.num_stages - 1
 
     @property
     def ticks(self) -> int:
-        """Ticks of both directions, one microbatch backward for each forward."""
+        """Ticks of a step that interleaves both directions."""
         return self.forward_ticks + self.stages.num_chunks - 1
 
     @property
     def num_slots(self) -> int:
-        """Inputs that a stage keeps at most, of all its chunks together."""
+        """Maximum number of inputs that a stage stores, of all its chunks together."""
+        # The first chunk of the stack waits longest for its backward, which runs
+        # 2 * (num_chunks - 1) ticks later; its slot is in use in both of these ticks.
         return min(2 * self.stages.num_chunks - 1, self.num_turns)
 
     @property
     def bubble(self) -> float:
-        """Share of a step in which a stage has no turn."""
+        """Share of a step, in either direction, in which a stage has no turn."""
         turns = self.num_microbatches * self.stages.num_virtual
         return 1 - turns / self.forward_ticks
 
     def forward(self, tick: Any, stage: Any) -> Turn:
-        """The turn of `stage` forward."""
+        """Returns the forward turn of `stage`."""
+        # Stage s starts s ticks after the first one.
         turn = tick - stage
         return self._turn(turn, (turn // self.stages.num_stages) % self._virtual)
 
     def backward(self, tick: Any, stage: Any) -> Turn:
-        """The turn of `stage` backward."""
+        """Returns the backward turn of `stage`."""
+        # Backward starts on the last stage, in the tick in which the first microbatch
+        # reaches the last chunk. Chunks take turns in reverse order.
         turn = tick - self.stages.num_chunks + 1 - (self.stages.num_stages - 1 - stage)
         forward = (turn // self.stages.num_stages) % self._virtual
         return self._turn(turn, self._virtual - 1 - forward)
 
     def last_tick(self, microbatch: int) -> int:
-        """The tick in which the last stage runs its last chunk of a microbatch."""
+        """Returns the tick of a microbatch's last chunk on the last stage."""
         stages = self.stages.num_stages
         first = microbatch // stages * self.stages.num_chunks + microbatch % stages
         return first + self.stages.num_chunks - 1
@@ -134,9 +145,11 @@ class Schedule:
 
     def _turn(self, turn: Any, chunk: Any) -> Turn:
         stages, chunks = self.stages.num_stages, self.stages.num_chunks
-        start = turn // chunks  # Of its round.
+        start = turn // chunks  # Index of the round.
         microbatch = start * stages + turn % stages
         is_due = (turn >= 0) & (turn < self.num_turns)
         is_due = is_due & (microbatch < self.num_microbatches)
+        # The forward turn of this microbatch and chunk, so that backward finds the slot
+        # that forward wrote. num_slots consecutive turns have different slots.
         slot = (start * chunks + chunk * stages + turn % stages) % self.num_slots
         return Turn(is_due, microbatch, chunk, slot)

@@ -1,4 +1,4 @@
-"""Units as a user names them: which parts of a model they are, and whose weights."""
+"""Units that the user names: their paths in the model and the parameters they own."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ from fsdp_jax.sharding._plan import ROOT
 
 @dataclasses.dataclass(frozen=True)
 class Stacked:
-    """A unit whose leaves carry leading dims over its copies, one slice of them a copy.
+    """A unit whose leaves have leading dims over its copies, one slice of them a copy.
 
-    Classes constructed under `vmap` are recognised; a tree of stacked arrays, as
-    `fsdp.scan` takes it, is not distinguishable from one of plain matrices and is
-    marked: `units=[fsdp.Stacked("layers")]`.
+    Classes constructed under `vmap` are recognised. A tree of stacked arrays, as
+    `fsdp.scan` takes it, has the shapes of plain matrices and must be marked:
+    `units=[fsdp.Stacked("layers")]`.
 
     Args:
-      unit: A class or a path pattern.
-      num_dims: How many leading dims are the stack; they are never split.
+      unit: Class or path pattern.
+      num_dims: Number of leading dims that are the stack; they are never split over
+        data axes.
     """
 
     unit: type | str
     num_dims: int = 1
 
     def __post_init__(self):
-        """Refuses a stack without a dim."""
+        """Refuses a stack without a leading dim."""
         if self.num_dims < 1:
             raise ValueError(
                 f"Stacked({self.unit!r}, num_dims={self.num_dims}): a stack has at "
@@ -39,7 +40,7 @@ UnitSpec = type | str | Stacked
 
 
 Found = dict[str, int]
-"""Path of a unit -> leading dims of its leaves that are the stack."""
+"""Path of a unit -> number of leading dims of its leaves that are the stack."""
 
 
 def find_units(
@@ -47,7 +48,7 @@ def find_units(
     instances: dict[type, tuple[Instance, ...]],
     names: Sequence[str],
 ) -> Found:
-    """The paths of all units; raises one `ValueError` for those that are nowhere."""
+    """Returns the paths of all units, or raises a `ValueError` for all without any."""
     found: Found = {}
     unmatched = []
     for spec in units:
@@ -67,7 +68,7 @@ def find_units(
 
 
 def owner(name: str, units: Found) -> tuple[str, int]:
-    """The innermost unit above a parameter."""
+    """Returns the innermost unit around a parameter, and its number of stacked dims."""
     above = [u for u in units if u == "" or name == u or name.startswith(u + ".")]
     if not above:
         return ROOT, 0
@@ -76,7 +77,7 @@ def owner(name: str, units: Found) -> tuple[str, int]:
 
 
 def check_stacks(model: ModelDef, units: Found) -> None:
-    """Refuses stacks of linen whose layers lie on another dim than the first."""
+    """Refuses linen stacks whose layers lie along another dim than the first."""
     wrong = []
     for name, leaf in named_leaves(model.params):
         _, num_stacked = owner(name, units)

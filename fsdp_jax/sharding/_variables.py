@@ -1,7 +1,8 @@
-"""Which floating-point arrays of a tree are no parameters: state of linen and equinox.
+"""Floating-point arrays of a tree that are not parameters: linen's and equinox's state.
 
-Nothing in an array tells. So it is noted which variables linen's modules make, in which
-collections, while the model is made; equinox has classes for its state.
+An array does not show whether it is a parameter. So the variables that linen's modules
+create while the model is made are recorded with their collections; equinox has classes
+for its state.
 """
 
 from __future__ import annotations
@@ -21,37 +22,38 @@ from fsdp_jax._tree import PyTree, leaf_name, named_leaves
 Shape = tuple[int, ...]
 
 TRAINED = ("params", OVERWRITE_WITH_GRADIENT)
-"""Collections of linen whose arrays change by their gradients."""
+"""Linen collections whose arrays are changed by their gradients."""
 
 NOT_TRAINED = ("batch_stats", "cache", "intermediates", "perturbations")
-"""Collections of linen's own modules whose arrays do not."""
+"""Collections of linen's own modules whose arrays are not changed by gradients."""
 
 
 retraced = jax.make_user_context(None)
-"""While open with a value, `jax.jit` traces anew what it has not traced with it.
+"""Context with a value, under which `jax.jit` traces anew what it traced without it.
 
-What was traced before would not call modules again, so that nothing could see them.
+A function traced earlier would not call its modules again, so that nothing could
+intercept them.
 """
 
 
 @dataclasses.dataclass(frozen=True)
 class Variables:
-    """What linen's modules made while a model was made.
+    """Variables that linen's modules created while a model was made.
 
     Attributes:
-      shapes: By path within the outermost module and by collection, the shapes that a
-        variable has had: within a scan one slice, behind it the stack.
+      shapes: Path within the outermost module -> collection -> shapes that the variable
+        has had: one slice within a scan, the stack after it.
     """
 
     shapes: dict[str, dict[str, set[Shape]]]
 
     def find(self, name: str, shape: Shape) -> dict[str, set[Shape]]:
-        """The shapes, by collection, of the variable that a leaf of a tree is.
+        """Returns the shapes, by collection, of the variable that a leaf of a tree is.
 
         Args:
-          name: Dotted path of the leaf. The tree may have the variables anywhere, so
-            the longest end of it that a variable is called is taken.
-          shape: Of the leaf, which may be a stack of what was made.
+          name: Dotted path of the leaf. The tree may contain the variables anywhere, so
+            the longest end of the path that names a variable is used.
+          shape: Shape of the leaf, which may be a stack of the variable.
         """
         parts = name.split(".")
         for start in range(len(parts)):
@@ -69,14 +71,14 @@ class Variables:
 
 @contextlib.contextmanager
 def recorded_variables() -> Iterator[Variables]:
-    """Notes the variables of all linen modules that are called while it is open."""
+    """Records the variables of all linen modules that are called while it is open."""
     found = Variables({})
 
     def note(next_fun, args, kwargs, context: nn.module.InterceptorContext):
         out = next_fun(*args, **kwargs)
         module = context.module
         for collection, tree in module.variables.items() if module.scope else ():
-            # What belongs to modules within was noted when these were called.
+            # The variables of submodules were recorded when these were called.
             own = tree if not module.path else _without_mappings(tree)
             for name, leaf in named_leaves(own):
                 path = ".".join((*module.path, name))
@@ -89,10 +91,10 @@ def recorded_variables() -> Iterator[Variables]:
 
 
 def state_names(model: PyTree, variables: Variables) -> frozenset[str]:
-    """Names of the arrays of a model, not of nnx, that no optimizer is to change.
+    """Returns the names of arrays that no optimizer updates, in a model not of nnx.
 
     Raises:
-      ValueError: If nothing tells whether arrays are parameters; all in one message.
+      ValueError: If it is ambiguous whether arrays are parameters; all in one message.
     """
     beside, in_equinox = _beside_params(model), _in_equinox_state(model)
     named = [(leaf_name(path), leaf) for path, leaf in _flat(model)]
@@ -119,7 +121,7 @@ def state_names(model: PyTree, variables: Variables) -> frozenset[str]:
 def _is_trained(
     name: str, shape: Shape, variables: Variables, beside: Sequence[str]
 ) -> bool | None:
-    """Whether an array is a parameter, or None if nothing tells."""
+    """Returns whether an array is a parameter; None if that is ambiguous."""
     made = variables.find(name, shape).keys()
     if made:
         is_param = {collection in TRAINED for collection in made}
@@ -131,7 +133,7 @@ def _is_trained(
 
 
 def _flat(tree: PyTree, is_leaf: Any = None) -> list[tuple[tuple[Any, ...], Any]]:
-    """The leaves of a tree with their paths."""
+    """Returns the leaves of a tree with their paths."""
     return jax.tree_util.tree_flatten_with_path(tree, is_leaf)[0]
 
 
@@ -145,7 +147,7 @@ def _without_mappings(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _beside_params(model: PyTree) -> list[str]:
-    """Paths of what lies beside a key `params`, but those of linen that are trained."""
+    """Returns the paths beside a key `params`, without linen's trained collections."""
 
     def has_params(node):
         return isinstance(node, Mapping) and "params" in node
@@ -160,7 +162,7 @@ def _beside_params(model: PyTree) -> list[str]:
 
 
 def _in_equinox_state(model: PyTree) -> set[str]:
-    """Names of the arrays in `equinox.nn.State`, and in what it begins with."""
+    """Returns the names of arrays in `equinox.nn.State` and in its initial values."""
     classes = equinox_classes("State", "StateIndex")
     return {
         leaf_name((*path, *rest))
@@ -171,6 +173,6 @@ def _in_equinox_state(model: PyTree) -> set[str]:
 
 
 def equinox_classes(*names: str) -> tuple[type, ...]:
-    """Classes of `equinox.nn`; none where nobody has imported it."""
+    """Returns classes of `equinox.nn`; none if nothing has imported equinox."""
     module = sys.modules.get("equinox")
     return tuple(getattr(module.nn, name) for name in names) if module else ()
