@@ -67,7 +67,7 @@ def make_update(
 
 
 def to_rest(plan: Plan, mould: TrainState, params: PyTree) -> PyTree:
-    """Returns plain parameters in their stored layout: padded, offloaded to the host."""
+    """Returns plain parameters in their stored layout: padded, offloaded to host."""
     packed, offload = pack(params, mould.params), plan.config.offload
     if not (offload and offload.params):
         return packed
