@@ -165,7 +165,7 @@ class _Ring:
         return visit(state, arriving, last, causal=False)
 
     def _own_pairs(self, keys: Keys) -> Pairs:
-        """Returns two causal triangles, and the square of the later and earlier chunk."""
+        """Returns two causal triangles, and the square between the two chunks."""
         own = triangles(self.form, self._rank(), self.ranks, self._length(keys))
         if self.ranks == 1:
             return own

@@ -29,8 +29,8 @@ def split_heads(attention: Attention, *, axis: str = "tp") -> Attention:
 
     Args:
       attention: `attention(query, key, value, *, scale, segment_ids, window, softcap,
-        sinks)`, as `bridge.models.dot_product_attention`; query head `i` reads key head `i
-        // (heads / kv_heads)`.
+        sinks)`, as `bridge.models.dot_product_attention`; query head `i` reads key head
+        `i // (heads / kv_heads)`.
       axis: Mesh axis. Without one, or where it is manual, nothing changes.
 
     Returns:
