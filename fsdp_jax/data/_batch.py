@@ -42,6 +42,7 @@ def check_batch(plan: Plan, batch: PyTree, accumulate: int) -> None:
         )
     num_rows = next(iter(rows.values()))
     ranks = num_devices(plan.mesh, BATCH_AXES)
+    # Rows are split over ranks first, and each rank's rows into microbatches.
     if num_rows % (ranks * accumulate):
         fitting = -(-num_rows // (ranks * accumulate)) * ranks * accumulate
         raise ValueError(

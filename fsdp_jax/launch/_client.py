@@ -167,6 +167,8 @@ def _read(connection: socket.socket) -> Message:
     """Reads one message and no byte beyond it."""
     line = b""
     while not line.endswith(b"\n"):
+        # Byte by byte: a buffered read could take bytes of the next message, which is
+        # read by another caller.
         byte = connection.recv(1)
         if not byte:
             return {}

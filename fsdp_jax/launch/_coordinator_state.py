@@ -196,7 +196,7 @@ class Roll:
         return problems(claims, self._num_processes)
 
     def _some_have_left(self) -> bool:
-        """Whether a process has left, for which the others may be waiting in vain."""
+        """Returns whether a process has left, for which others may be waiting."""
         return any(member.left for member in self.members)
 
     def _too_late(self, claim: Claim) -> str:

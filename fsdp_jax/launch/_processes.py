@@ -224,6 +224,7 @@ def _status(child: subprocess.Popen[str]) -> int | None:
     """
     if child.returncode is not None:
         return child.returncode
+    # WNOWAIT: leaves the zombie. Popen.poll would reap it and free its pid.
     ended = os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
     if ended is None:
         return None

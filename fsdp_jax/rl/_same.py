@@ -10,7 +10,7 @@ from fsdp_jax.rl._jagged import Jagged
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two arrays, jagged rows or objects are equal to the bit."""
+    """Returns whether two arrays, jagged rows or objects are equal to the bit."""
     if type(a) is not type(b) and not (_is_array(a) and _is_array(b)):
         return False
     if isinstance(a, Jagged):

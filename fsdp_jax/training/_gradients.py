@@ -107,14 +107,16 @@ def global_grads(
         totals, counts, aux = outs
         count = _at_least_one(_sum(counts.sum(), data_axes))
         if form.per_token:
-            # Gradients were scaled by 1 / num_means before the reduction. Dividing by
-            # the mean token count per rank and microbatch, known only now, makes that 1
-            # / count.
+            # Gradients were scaled by `1 / num_means` before the reduction. Dividing by
+            # the mean token count per rank and microbatch, known only now, makes that
+            # `1 / count`.
             grads = _all_divided(trained, grads, count / num_means)
         loss = _sum(totals.sum(), data_axes) / count
         aux = reduce_aux(aux, data_axes)
         state = reduce_state(plan, model_state, state, data_axes)
         axes = axes_in_use(plan.mesh, ("pp", *DATA_AXES))
+        # Gradients are sharded over data axes, and those of stages over pp: the maximum
+        # is over all of them, so that every rank takes the same decision to skip.
         peaks = _peaks(grads, axes) if with_peaks else None
         return (loss, aux, state, peaks), grads
 
@@ -151,8 +153,14 @@ def _accumulate(
 ) -> tuple[list[Array], PyTree, Any]:
     """Accumulates gradients over microbatches: a loop, then the peeled last microbatch.
 
-    The last microbatch runs outside of the loop where its backward can overlap the
-    deferred reduction, see `_num_looped`.
+    The last microbatch runs outside of the loop if its backward can overlap the
+    deferred reduction, see `_num_looped`:
+
+    | iteration | backward runs on | `grads` afterwards |
+    |---|---|---|
+    | 0 <= i < looped | `shards` | sums over 0 to i, partial over deferred axes |
+    | last, in `finished` | `last`, with `earlier` = the sums so far | complete |
+    | last, not in `finished` | `last` | sums over all microbatches, still partial |
 
     Returns:
       The gradients of trained parameters, summed over all ranks; the model state; and
@@ -167,6 +175,8 @@ def _accumulate(
     xs = (jnp.arange(accumulate), rows)
     example = (model_state, jax.tree.map(lambda x: x[0], rows), key)
     scale = jnp.asarray(1.0 if loss_scale is None else loss_scale)
+    # Traced once, on the first microbatch's shapes: the loop and the peeled iteration
+    # replay the same jaxprs.
     loss, gathers = trace_loss(call, shards, *example, axes=axes)
     run, once = trace_gradients(loss, shards, *example, scale, axes=axes)
     backward = _backward(aux_format, key, scale)
@@ -187,8 +197,10 @@ def _accumulate(
         finished = once & _finished_in_backward(plan, gathers)
         last = _finishing(plan, shards, grads if looped else None, finished)
         if finished:
+            # Traced again, since shards in `finished` have other sinks.
             run = gradients_of(trace_loss(call, last, *example)[0])
         new, state, out = backward(run, last, state, jax.tree.map(lambda x: x[-1], xs))
+        # Finished gradients include the earlier sums: the backward pass added them.
         grads = [
             n if row.name in finished or not looped else _plus(row, g, n)
             for row, g, n in zip(plan.rows_in_step, grads, new, strict=True)
@@ -218,6 +230,7 @@ def _backward(aux_format: AuxFormat, key: Array, scale: Array) -> Callable[..., 
     def backward(run, shards, state, x):
         index, rows = x
         shards = _not_before(shards, rows)
+        # Per microbatch, as fold_rank is per rank: no dropout mask is drawn twice.
         own_key = jax.random.fold_in(key, index)
         grads, total, count, aux, state = run(shards, state, rows, own_key, scale)
         return grads, state, (total, count, aux_format.take_apart(aux))

@@ -68,6 +68,7 @@ class LossScale:
           state: State before the step.
           is_finite: Whether all gradients of the step are finite.
         """
+        # Branch-free, since `is_finite` is known on the device only.
         left = jnp.where(is_finite, state.hysteresis, state.hysteresis - 1)
         good = jnp.where(is_finite, state.good_steps + 1, 0)
         grows, shrinks = good >= self.growth_interval, left <= 0

@@ -149,6 +149,7 @@ def init(
 
     wanted = (mould.step, mould.opt_state, mould.model_state, mould.rng)
     wanted = (*wanted, mould.num_skipped, mould.loss_scale)
+    # One jit with output shardings: each device computes only its own shards.
     make_rest = jax.jit(rest, out_shardings=sharding_of(wanted))
     made, opt_state, *others = make_rest(params, rng, model_state, opt_state)
     if any(row.is_padded for row in plan.rows):
@@ -318,6 +319,8 @@ def _abstract_opt_state(plan: Plan, tx: optax.GradientTransformation) -> PyTree:
 def _parameter_of(
     path: tuple[Any, ...], rows: dict[tuple[Any, ...], ParamPlan]
 ) -> ParamPlan | None:
+    # Longest suffix first. optax nests copies of the parameter tree in its own state,
+    # so that the path of a moment ends in the path of its parameter.
     suffixes = (path[start:] for start in range(len(path) + 1))
     return next((rows[suffix] for suffix in suffixes if suffix in rows), None)
 
@@ -364,7 +367,7 @@ def _row_of_its_own(
 
 
 def _has_its_split_dim(shape: tuple[int, ...], owner: ParamPlan) -> bool:
-    """Whether an array differs from its parameter only in dims that are not sharded.
+    """Returns whether an array differs from its parameter only in unsharded dims.
 
     Scales of 8-bit moments are such arrays: each scale is stored with its elements.
     """

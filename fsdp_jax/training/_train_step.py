@@ -220,11 +220,13 @@ def make_train_step(
     update = make_update(plan, tx, mould, may_skip=skips)
 
     def step(state: TrainState, batch: PyTree):
+        # `state.rng` is constant over a run: each step folds in its own number.
         rng = jax.random.fold_in(state.rng, state.step)
         scale = state.loss_scale
         ((loss, aux), model_state, peaks), grads = compute(
             state.params, batch, rng, state.model_state, scale and scale.scale
         )
+        # Decided on the device: the host need not wait for the step to skip it.
         skip = ~jnp.isfinite(peaks).all() if skips else jnp.array(False)
         params = state.params
         if update_model_state:
@@ -263,7 +265,9 @@ def make_train_step(
 
     jitted = jax.jit(
         step,
+        # The new state reuses the buffers of the old one: only one is in memory.
         donate_argnums=0,
+        # Pinned, so that the next step compiles to the same program.
         out_shardings=(shardings, None),
         compiler_options=options_for(plan.mesh, compiler_options),
     )

@@ -61,7 +61,7 @@ def unnamed_arrays(
 
 
 def _is_array(leaf: Any) -> bool:
-    """Whether a leaf has several elements, and is neither PRNG keys nor a `Dealt`."""
+    """Returns whether a leaf has several elements, and is no PRNG keys or `Dealt`."""
     if isinstance(leaf, Dealt) or jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
         return False
     return leaf.size > 1

@@ -207,6 +207,7 @@ def attend(
         scores, seen = _scores(form, asked, keys, pair, causal)
         new_top = jnp.maximum(top, _where(seen, scores, top[..., None]).max(-1))
         weights = _where(seen, jnp.exp(scores - new_top[..., None]), 0)
+        # Rescales the sums so far, which are relative to the old maximum.
         fade = jnp.exp(top - new_top)
         value = keys.value[pair.key]
         added = jnp.einsum(

@@ -60,6 +60,8 @@ def cut(
         segments,
     )
     if sinks is not None:
+        # One sink per row of a block, in the layout of `rows`: head-major within a
+        # group.
         sinks = jnp.repeat(sinks, block).reshape(groups, -1)
     return asked, keys, sinks
 

@@ -69,6 +69,7 @@ def ulysses_attention(attention: Attention, *, axis: str = "cp") -> Attention:
                 segment_ids = lax.all_gather(segment_ids, axis, axis=1, tiled=True)
                 segment_ids = inverse_zigzag(segment_ids, ranks)
             if sinks is not None:
+                # The all-to-all gives rank i the i-th contiguous group of query heads.
                 own = sinks.reshape(ranks, -1)
                 sinks = own[lax.axis_index(axis)]
             mixed = attention(

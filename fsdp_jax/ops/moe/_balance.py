@@ -62,6 +62,7 @@ def load_balancing_loss(
     tokens = _over_ranks(tokens, axes if over == "global" else SEQUENCE_AXES)
     if joint_layers:
         layers = tuple(range(tokens.ndim - 2))
+        # Before `_parts`, so that the product is that of the joint fractions.
         tokens, scores = tokens.sum(layers), scores.sum(layers)
     used = _parts(tokens.astype(wide)) * _parts(scores)
     return tokens.shape[-1] * used.sum(-1).mean(-1)

@@ -51,6 +51,8 @@ def vocab_parallel_entropy(
 def _of_part(part: Part, logits: Array) -> Array:
     *batch, size = logits.shape
     lse, entropy = _differentiable(part, logits.reshape(math.prod(batch), size))
+    # Outside of the custom_vjp: autodiff of these per-token values adds the collectives
+    # that the gradient needs.
     _, entropy = _joined(lse, entropy, part.max(lse), part.sum)
     return entropy.reshape(batch)
 
@@ -65,6 +67,8 @@ def _joined(
     large terms.
     """
     is_some = ~jnp.isneginf(lse)
+    # The inner `where` keeps -inf - -inf = NaN out of values and gradients: a part of
+    # padding alone has lse = -inf.
     below = jnp.where(is_some, lse - peak, 0)
     exp = jnp.where(is_some, jnp.exp(below), 0)
     weighted = jnp.where(is_some, exp * (entropy - below), 0)

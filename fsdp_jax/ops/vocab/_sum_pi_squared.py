@@ -47,6 +47,7 @@ def _of_part(part: Part, logits: Array) -> Array:
     *batch, size = logits.shape
     lse, twice = _differentiable(part, logits.reshape(math.prod(batch), size))
     peak = part.max(lse)
+    # sum(p^2) = sum(e^2x) / sum(e^x)^2, both relative to the peak, which cancels.
     exp, squares = part.sum((jnp.exp(lse - peak), jnp.exp(twice - 2 * peak)))
     return (squares / exp**2).reshape(batch)
 

@@ -84,6 +84,7 @@ def loss_of_sums(
     label_smoothing: float,
 ) -> PerToken:
     """Computes the losses from the ranks' sums; NaN where a target is out of range."""
+    # Without a gradient: the peak cancels out of the loss.
     peak = part.max(sums.lse)
     exp, target, everything = part.sum(sums._replace(lse=jnp.exp(sums.lse - peak)))
     loss = peak + jnp.log(exp) - (1 - label_smoothing) * target
