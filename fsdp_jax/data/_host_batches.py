@@ -108,7 +108,7 @@ class HostBatches:
             )
 
     def __len__(self) -> int:
-        """Number of global batches, counting a last one that is not full."""
+        """Returns the number of global batches, including one that is not full."""
         return -(-len(self.dataset) // self.batch)
 
     def __getitem__(self, index: int) -> Rows:

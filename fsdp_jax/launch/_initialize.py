@@ -28,7 +28,7 @@ _PACKAGES = ("jax", "jaxlib", "fsdp-jax")
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """The job that this process is part of.
+    """Index of this process and size of its job.
 
     Attributes:
       process_id: Index of this process.
@@ -66,8 +66,8 @@ def initialize(
     torchrun (`MASTER_ADDR`, `MASTER_PORT`, `WORLD_SIZE`, `RANK`, `LOCAL_RANK`), or else
     by jax's own detection: SLURM, Open MPI, Kubernetes with a Job or JobSet. A program
     started by none of them runs alone, so that one script works for one process and for
-    many. Where `jax.distributed` is initialized already, as by Ray Train, this does
-    nothing. For SLURM, JobSet and Ray there are `fsdp_jax/launch/examples/`.
+    many. Where `jax.distributed` is initialized already, as by Ray Train, this only
+    returns the job. For SLURM, JobSet and Ray there are `fsdp_jax/launch/examples/`.
 
     The processes first compare their configuration, and start only if it agrees. From
     then on all exit, with the reason, when one fails, dies or sends no heartbeat, and

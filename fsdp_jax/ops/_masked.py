@@ -193,12 +193,12 @@ def _weighted(values: Array, mask: Array) -> Array:
 
 
 def _kept(values: Array, mask: Array) -> Array:
-    """Values in float32; 0 where excluded, so that 0 never multiplies a NaN."""
+    """Returns values in float32; 0 where excluded, so that 0 never multiplies a NaN."""
     return jnp.where(mask != 0, _wide(values), 0)
 
 
 def _weights(mask: Array) -> Array:
-    """Weights as int32 or float32: a bfloat16 sum would stop counting at 256."""
+    """Returns weights as int32 or float32: bfloat16 would stop counting at 256."""
     if jnp.issubdtype(mask.dtype, jnp.floating):
         return _wide(mask)
     return mask.astype(jnp.int32)

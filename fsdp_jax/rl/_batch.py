@@ -78,7 +78,7 @@ class Batch:
         )
 
     def __len__(self) -> int:
-        """Number of rows; 0 for a batch of metadata only."""
+        """Returns the number of rows; 0 for a batch of metadata only."""
         columns = [*self.arrays.values(), *self.objects.values()]
         return len(columns[0]) if columns else 0
 
@@ -254,7 +254,7 @@ class Batch:
         Args:
           num_rows: Number of rows per batch, a divisor of the rows of this one.
           epochs: Number of passes over the rows.
-          seed: Seed to shuffle the rows in each epoch; None for their own order.
+          seed: Seed of a new shuffle in each epoch; None keeps the order of the rows.
 
         Raises:
           ValueError: If the rows do not divide.

@@ -67,7 +67,7 @@ class Jagged:
         return Jagged(padded[marks], marks.sum(axis=1))
 
     def __len__(self) -> int:
-        """Number of rows."""
+        """Returns the number of rows."""
         return len(self.lengths)
 
     def rows(self) -> list[Values]:

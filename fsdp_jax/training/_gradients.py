@@ -247,12 +247,12 @@ def _num_looped(plan: Plan, accumulate: int) -> int:
 
 
 def _finished_in_backward(plan: Plan, gathers: dict[str, int]) -> set[str]:
-    """Names of parameters whose gradients the last backward can reduce, unit by unit.
+    """Returns the names of parameters whose gradients the last backward can reduce.
 
-    They are parameters of stacks: a reduction that is to overlap a loop over layers
-    must be part of that loop, whereas the gradient of any other unit is ready when its
-    backward ends. The stack must be gathered exactly once, since each gather adds the
-    gradient accumulated over earlier microbatches.
+    It reduces them unit by unit. They are parameters of stacks: a reduction that is to
+    overlap a loop over layers must be part of that loop, whereas the gradient of any
+    other unit is ready when its backward ends. The stack must be gathered exactly once,
+    since each gather adds the gradient accumulated over earlier microbatches.
     """
     if not (plan.config.overlap_outer and plan.late_axes):
         return set()
@@ -266,7 +266,7 @@ def _finished_in_backward(plan: Plan, gathers: dict[str, int]) -> set[str]:
 def _finishing(
     plan: Plan, shards: Sequence[Shard], earlier: Grads | None, finished: set[str]
 ) -> list[Shard]:
-    """Shards of the last microbatch; its backward finishes those in `finished`."""
+    """Returns the shards of the last microbatch; its backward completes `finished`."""
     data_axes = axes_in_use(plan.mesh, DATA_AXES)
     finishing = []
     for i, shard in enumerate(shards):
@@ -299,7 +299,7 @@ def _shards(plan: Plan, values: Sequence[Any], scale: float) -> list[Shard]:
 
 
 def _sink(plan: Plan, row: ParamPlan, axes: tuple[str, ...]) -> Array:
-    """Zeros in the shape and dtype of a gradient that is sharded over `axes`."""
+    """Returns zeros in the shape and dtype of a gradient sharded over `axes`."""
     shape = list(row.padded_shape)
     stack = 0 if row.is_staged else None
     for dim, split in ((row.dim, axes), (row.expert_dim, ("ep",)), (stack, ("pp",))):
@@ -365,7 +365,7 @@ def _plus(row: ParamPlan, grad: Array | None, new: Array | None) -> Array | None
 def _peaks(
     grads: Sequence[Array], data_axes: tuple[str, ...]
 ) -> Float[Array, " trainable"]:
-    """Largest magnitude in each gradient; infinite if any element is not finite.
+    """Returns the largest magnitude in each gradient; infinite if any is not finite.
 
     Infinite instead of NaN, because whether a max reduction propagates NaN depends on
     its implementation.

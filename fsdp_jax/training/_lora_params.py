@@ -142,7 +142,7 @@ def with_frozen(plan: Plan, state: TrainState, params: PyTree) -> TrainState:
 
 
 def _struct(plan: Plan, weight: Any) -> jax.ShapeDtypeStruct:
-    """Abstract array of a quantized weight, sharded as if it were not quantized."""
+    """Returns the abstract array of a quantized weight, sharded as if unquantized."""
     axes = plan.placements.optimizer
     num_shards = num_devices(plan.mesh, axes)
     dim, padding = choose_split(

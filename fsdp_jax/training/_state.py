@@ -328,7 +328,10 @@ def _parameter_of(
 def _row_of_its_own(
     plan: Plan, shape: tuple[int, ...], owner: ParamPlan | None
 ) -> ParamPlan:
-    """Plan of an array whose shape is not that of a parameter it belongs to."""
+    """Returns the plan of an array that does not have the shape of its parameter.
+
+    The owner is None for an array that belongs to no parameter.
+    """
     row = owner or plan.rows[0]
     # Also for the arrays of experts: without an expert dim of its own, an array is
     # split over `ep` like any other.

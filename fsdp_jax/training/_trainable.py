@@ -13,7 +13,9 @@ from fsdp_jax.sharding._plan import Plan
 
 
 def trainable(plan: Plan, tree: PyTree) -> PyTree:
-    """Returns the leaves of a tree like `params` that the optimizer updates, else None.
+    """Replaces leaves that the optimizer does not update by None.
+
+    The tree has the structure of the parameters.
 
     optax skips None, so `tx.init(trainable(plan, params))` makes no state for frozen
     parameters.
@@ -50,9 +52,9 @@ def overwrite(plan: Plan, params: PyTree, grads: PyTree) -> PyTree:
 def seen_by_optimizer(plan: Plan, params: PyTree) -> PyTree:
     """Returns the parameters as the optimizer sees them, arrays or abstract arrays.
 
-    They are those that it updates. With stochastic rounding they are widened to
-    float32: moments in bfloat16 would never decay, since 0.999 times one rounds to
-    itself.
+    Leaves that it does not update are None. With stochastic rounding the others are
+    widened to float32: moments in bfloat16 would never decay, since 0.999 times one
+    rounds to itself.
     """
     trained = trainable(plan, params)
     if not plan.config.mp_policy.stochastic_rounding:

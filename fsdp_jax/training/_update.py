@@ -115,7 +115,7 @@ def _streamed(update: Update, offload: Offload, mould: TrainState) -> Update:
 
 
 def _by_parameter(moulds: tuple[PyTree, PyTree]) -> list[int]:
-    """Indices of the leaves of both trees, with those of a parameter adjacent."""
+    """Returns leaf indices of both trees, with those of one parameter adjacent."""
     params, _ = jax.tree_util.tree_flatten_with_path(moulds[0])
     rank = {path: i for i, (path, _) in enumerate(params)}
     flat, _ = jax.tree_util.tree_flatten_with_path(moulds)

@@ -85,7 +85,7 @@ def max_expert_load(
 
 
 def _parts(amounts: Array) -> Array:
-    """Fraction per expert; the total is a number of tokens and has no gradient."""
+    """Returns each expert's fraction; the total is a token count without gradient."""
     return amounts / lax.stop_gradient(amounts.sum(-1, keepdims=True))
 
 
