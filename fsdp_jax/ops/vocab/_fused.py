@@ -50,7 +50,8 @@ def fused_linear_cross_entropy(
     so that each part of the kernel's gradient is computed once: chunks of tokens would
     have to be summed in a float32 array of the kernel's size.
 
-    The kernel is unsharded, as in its unit: it is gathered once, outside of the loop.
+    The kernel has the layout of its unit: unsharded over data axes, gathered once
+    outside of the loop, and possibly split over `axis`.
 
     Args:
       hidden: Inputs of the head.
@@ -70,8 +71,8 @@ def fused_linear_cross_entropy(
       The losses, float32, not averaged.
 
     Raises:
-      ValueError: If `vocab_parallel_cross_entropy` raises one, or `chunk` is less than
-        1.
+      ValueError: If the vocabulary does not divide over `axis`, or is smaller than
+        `vocab_size`, or `label_smoothing` is not in [0, 1), or `chunk` is less than 1.
 
     Source: Liger-Kernel `fused_linear_cross_entropy` (over tokens, gradients in
       forward, so for a mean alone); Apple's cut cross entropy, arXiv 2411.09009.
