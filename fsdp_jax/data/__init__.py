@@ -1,1 +1,1 @@
-"""Batches of each host."""
+"""Batches per host, and their placement on devices."""

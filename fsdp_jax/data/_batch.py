@@ -1,4 +1,4 @@
-"""A batch on its way to the devices: rows over ranks, then over microbatches."""
+"""Batch validation and placement: rows over ranks, then over microbatches."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def check_batch(plan: Plan, batch: PyTree, accumulate: int) -> None:
     """Raises a `ValueError` unless all rows divide into ranks and microbatches.
 
     Args:
-      plan: From `fully_shard`.
+      plan: Plan from `fully_shard`.
       batch: Any pytree of arrays whose first dim is the global batch.
-      accumulate: Microbatches a step.
+      accumulate: Number of microbatches per step.
     """
     leaves = named_leaves(batch)
     plain = [
@@ -42,6 +42,7 @@ def check_batch(plan: Plan, batch: PyTree, accumulate: int) -> None:
         )
     num_rows = next(iter(rows.values()))
     ranks = num_devices(plan.mesh, BATCH_AXES)
+    # Rows are split over ranks first, and each rank's rows into microbatches.
     if num_rows % (ranks * accumulate):
         fitting = -(-num_rows // (ranks * accumulate)) * ranks * accumulate
         raise ValueError(
@@ -77,12 +78,13 @@ def _is_array(leaf: Any) -> bool:
 
 
 def place_batch(plan: Plan, batch: PyTree) -> PyTree:
-    """Puts each device's rows onto it, unless they lie there already.
+    """Places each device's rows on it, unless they are there already.
 
-    On CPU devices jax may keep using a numpy array's own memory, so a loader that fills
-    one buffer again and again would change the batch under the running step.
+    On CPU devices jax may alias a numpy array's memory, so a loader that reuses one
+    buffer would change the batch during the running step: numpy arrays are copied
+    there.
 
-    Of several processes each gives the whole batch, or what `global_batch` made.
+    With several processes each passes the whole batch, or the result of `global_batch`.
     """
     shardings = plan.batch_shardings(batch)
     if not plan.batch_sharding.is_fully_addressable:
@@ -95,7 +97,7 @@ def place_batch(plan: Plan, batch: PyTree) -> PyTree:
 
 
 def _place_own(leaf: Any, sharding: NamedSharding) -> jax.Array:
-    """The rows of this process's devices; device_put would compare all processes'."""
+    """Places rows of this process; device_put would compare those of all processes."""
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
         return jax.device_put(leaf, sharding)
     rows = np.asarray(leaf)
@@ -103,12 +105,12 @@ def _place_own(leaf: Any, sharding: NamedSharding) -> jax.Array:
 
 
 def split_microbatches(batch: PyTree, accumulate: int) -> PyTree:
-    """Cuts one device's rows `[rows, ...]` into `[accumulate, rows, ...]`."""
+    """Reshapes one device's rows `[rows, ...]` to `[accumulate, rows, ...]`."""
     return jax.tree.map(
         lambda x: x.reshape(accumulate, x.shape[0] // accumulate, *x.shape[1:]), batch
     )
 
 
 def join_microbatches(rows: PyTree) -> PyTree:
-    """The inverse of `split_microbatches`."""
+    """Inverts `split_microbatches`."""
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), rows)

@@ -1,4 +1,4 @@
-"""Each host reads its own rows, and together they are one global batch."""
+"""Per-host loading: each host reads its own rows of a global batch."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ Rows = Any
 
 @dataclasses.dataclass(frozen=True)
 class HostShard:
-    """Which part of every global batch this host reads.
+    """The part of every global batch that this host reads.
 
     Attributes:
-      index: Which of the parts, in the order of their rows.
-      count: How many parts there are; processes that hold the same rows read the same.
+      index: Index of the part, in the order of their rows.
+      count: Number of parts; processes that hold the same rows read the same part.
     """
 
     index: int
@@ -30,11 +30,11 @@ class HostShard:
 
 
 def host_shard(mesh: Mesh) -> HostShard:
-    """Finds the rows of a batch that the devices of this process hold.
+    """Returns the part of a batch that the devices of this process hold.
 
     Raises:
-      ValueError: If they are no whole part: processes share some rows, and not others.
-        Or if this process has no device of the mesh.
+      ValueError: If the rows of this process are not one whole part, because processes
+        share some rows and not others, or if it has no device of the mesh.
     """
     parts = _parts(mesh)
     mine = parts.get(jax.process_index())
@@ -59,7 +59,7 @@ def host_shard(mesh: Mesh) -> HostShard:
 
 
 def _parts(mesh: Mesh) -> dict[int, tuple[int, ...]]:
-    """The data ranks that each process holds."""
+    """Returns the data ranks that each process holds."""
     dims = [mesh.axis_names.index(axis) for axis in BATCH_AXES]
     ranks = np.moveaxis(mesh.devices, dims, range(len(dims)))
     ranks = ranks.reshape(num_devices(mesh, BATCH_AXES), -1)
@@ -72,16 +72,16 @@ def _parts(mesh: Mesh) -> dict[int, tuple[int, ...]]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class HostBatches:
-    """A host's rows of each global batch, as a source for grain or any loader.
+    """A host's rows of each global batch, as a source for grain or any other loader.
 
-    Global batch `i` is the rows `i * batch` to `(i + 1) * batch` of a dataset, whatever
-    the number of hosts, and each host reads its part of these alone. So a run goes on
-    with the same batches on other hosts, from the one number that says how many it saw:
-    the state of grain's iterator, the same in every process.
+    Global batch `i` is the rows `i * batch` to `(i + 1) * batch` of a dataset, for any
+    number of hosts, and each host reads only its part of them. So a run resumes with
+    the same batches on a different number of hosts from one number, the batches seen so
+    far: the state of grain's iterator, the same in every process.
 
-    The rows of a last batch that is not full are its first; a host that they do not
-    reach gets less, or an array of no rows, and `global_batch` pads it if told to.
-    Nothing is left out: `len` counts the last batch too.
+    A last batch that is not full holds fewer rows, filled from its start: a host beyond
+    them gets fewer rows or an array of no rows, and `padded_global_batch` pads it. No
+    row is dropped: `len` counts the last batch too.
 
     ```
     rows = grain.MapDataset.source(data).seed(0).shuffle()
@@ -90,9 +90,10 @@ class HostBatches:
     ```
 
     Attributes:
-      dataset: `len(dataset)` and `dataset[i]`, a pytree of arrays or numbers: one row.
-      batch: Rows of a global batch; the hosts divide it.
-      shard: From `host_shard`.
+      dataset: Random-access dataset: `len(dataset)`, and `dataset[i]`, one row as a
+        pytree of arrays or numbers.
+      batch: Number of rows of a global batch, a multiple of the number of hosts.
+      shard: Part of this host, from `host_shard`.
     """
 
     dataset: Any
@@ -107,11 +108,11 @@ class HostBatches:
             )
 
     def __len__(self) -> int:
-        """Global batches, the last included if it is not full."""
+        """Returns the number of global batches, including one that is not full."""
         return -(-len(self.dataset) // self.batch)
 
     def __getitem__(self, index: int) -> Rows:
-        """The rows of this host of one global batch, stacked."""
+        """Returns the rows of this host of one global batch, stacked."""
         if not 0 <= index < len(self):
             raise IndexError(f"Batch {index} of {len(self)}.")
         share = self.batch // self.shard.count
@@ -121,22 +122,23 @@ class HostBatches:
         )
         rows = [self.dataset[number] for number in numbers]
         if not rows:
+            # Row 0 provides the structure, shapes and dtypes of an array of no rows.
             return jax.tree.map(lambda x: np.stack([x])[:0], self.dataset[0])
         return jax.tree.map(lambda *each: np.stack(each), *rows)
 
 
 def global_batch(mesh: Mesh, rows: Rows, batch: int) -> Any:
-    """Makes one global batch of what each host has read.
+    """Makes one global batch from the rows that each host has read.
 
-    No host holds or sends rows of another.
+    No host stores or sends rows of another.
 
     Args:
-      mesh: Of the plan.
-      rows: This host's, as `HostBatches` gives them: `[batch / hosts, ...]`.
-      batch: Rows of the global batch.
+      mesh: Device mesh of the plan.
+      rows: Rows of this host, from `HostBatches`: `[batch / hosts, ...]`.
+      batch: Number of rows of the global batch.
 
     Returns:
-      The same tree of global arrays, `[batch, ...]`, for `make_train_step`'s step.
+      The same tree of global arrays, `[batch, ...]`, for the step of `make_train_step`.
 
     Raises:
       ValueError: If this host has another number of rows.
@@ -155,22 +157,22 @@ def global_batch(mesh: Mesh, rows: Rows, batch: int) -> Any:
 def padded_global_batch(
     mesh: Mesh, rows: Rows, batch: int
 ) -> tuple[Any, Bool[Array, " batch"]]:
-    """Makes a global batch of fewer rows than it has, and says which are none.
+    """Makes a global batch from fewer rows than it has, and a mask of the real ones.
 
-    Rows are added by repeating this host's from the first on, zeros where it has none.
-    A loss must leave them out: with `calculate_per_token_loss=True`, by counting them
-    as nothing.
+    Rows are added by repeating those of this host from the first on, or zeros where it
+    has none. A loss must leave them out: with `calculate_per_token_loss=True`, by not
+    counting them.
 
     Args:
-      mesh: Of the plan.
-      rows: This host's, `[at most batch / hosts, ...]`.
-      batch: Rows of the global batch.
+      mesh: Device mesh of the plan.
+      rows: Rows of this host, `[at most batch / hosts, ...]`.
+      batch: Number of rows of the global batch.
 
     Returns:
-      The global batch, and a mask that is False for rows that were added.
+      The global batch, and a mask that is False for added rows.
 
     Raises:
-      ValueError: If this host has too many rows, or leaves differ in theirs.
+      ValueError: If this host has too many rows, or leaves differ in their number.
     """
     share = batch // host_shard(mesh).count
     found = {int(x.shape[0]) for x in jax.tree.leaves(rows)}

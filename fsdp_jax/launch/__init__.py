@@ -1,4 +1,4 @@
-"""Jobs of many processes: how they start, and how they end when one of them fails."""
+"""Multi-process jobs: their start, and their end when a process fails."""
 
 from fsdp_jax.launch._initialize import Job as Job
 from fsdp_jax.launch._initialize import fail as fail

@@ -1,4 +1,4 @@
-"""A process's connection to the coordinator of its job."""
+"""Client connection of a process to the coordinator of its job."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from fsdp_jax.launch._progress import await_move, position
 from fsdp_jax.launch._protocol import GREETING, Message, decode, encode
 from fsdp_jax.launch._timeouts import Patience
 
-# For a coordinator that has been reached to greet.
+# Timeout of the greeting, once the coordinator has accepted the connection.
 _GREETING_SECS = 10
-# Steps may be shorter; the coordinator need not hear of each.
+# Minimum interval between heartbeats: steps may be shorter, and need not all be sent.
 _SHORTEST_BEAT_SECS = 0.05
-# For the program to end by itself, of the error that ends the job.
+# Time for the program to exit by itself after an error that ends the job.
 _GRACE_SECS = 1.0
 
 
 class Attendance:
-    """Says where this process stands, and ends it when the job has ended.
+    """Client of the coordinator: reports progress, and exits when the job has ended.
 
-    Made by `attend`. Two threads: one sends signs of life, one waits for news. When bad
-    news come, the process prints them and exits with status 1, whatever its program
-    waits for.
+    Made by `attend`. One thread sends heartbeats, another waits for messages. When the
+    coordinator ends the job, the process prints the reason and exits with status 1,
+    even if its program is blocked.
     """
 
     def __init__(self, claim: Claim, connection: socket.socket, welcome: Message):
         """Starts the two threads.
 
         Args:
-          claim: What this process said of itself.
-          connection: To the coordinator.
-          welcome: Its answer.
+          claim: Handshake message of this process.
+          connection: Socket connected to the coordinator.
+          welcome: Answer of the coordinator.
         """
         self.service: int = welcome["service"]
         self._claim = claim
@@ -49,15 +49,16 @@ class Attendance:
         threading.Thread(target=self._beat, daemon=True).start()
 
     def fail(self, text: str) -> None:
-        """Ends the job: all other processes print this and exit.
+        """Ends the job: all other processes print `text` and exit.
 
-        Unless that of this process is the effect of another's: then this one does.
+        If the failure of this process is the effect of another's, this process prints
+        the reason of the other one and exits.
         """
         self._part({"failed": text})
         self._listener.join(_GRACE_SECS)
 
     def leave(self) -> None:
-        """Says that this program has ended."""
+        """Reports that this program has ended."""
         self._part({"left": True})
 
     def _part(self, word: Message) -> None:
@@ -70,7 +71,7 @@ class Attendance:
             with self._lock:
                 self._connection.sendall(encode(message))
         except OSError:
-            pass  # The coordinator has gone, and the other thread ends the process.
+            pass  # The coordinator is gone; the listener thread ends the process.
 
     def _beat(self) -> None:
         while not self._over.wait(_SHORTEST_BEAT_SECS):
@@ -86,8 +87,9 @@ class Attendance:
             news = {}
         with self._lock:
             self._connection.close()
-        # A program that ended waits for the others within jax, so it hears of them too.
-        # But that the coordinator ends before it is then as it should be.
+        # A program that has ended waits for the others within jax, so it still gets
+        # their failures. The coordinator may exit before it, which is then not an
+        # error.
         ended = self._over.wait(_GRACE_SECS)
         if "end" in news or not ended:
             self._exit(news.get("end", "the coordinator of the job has gone."))
@@ -95,20 +97,21 @@ class Attendance:
     def _exit(self, why: str) -> NoReturn:
         sys.stdout.flush()
         print(f"fsdp_jax: {self._claim} stops: {why}", file=sys.stderr, flush=True)
+        # sys.exit would end this thread only, not a main thread that is blocked.
         os._exit(1)
 
 
 def attend(host: str, port: int, claim: Claim, patience: Patience) -> Attendance:
-    """Reports to the coordinator, and waits until all processes have.
+    """Connects to the coordinator, and waits until all processes have.
 
     Args:
-      host: Of the coordinator.
-      port: Of the coordinator.
-      claim: What this process says of itself.
-      patience: How long to wait.
+      host: Host of the coordinator.
+      port: Port of the coordinator.
+      claim: Handshake message of this process.
+      patience: Timeouts of the job.
 
     Raises:
-      ValueError: If there is no coordinator, or it says why the job does not start.
+      ValueError: If there is no coordinator, or it refuses to start the job.
     """
     connection = _connect(host, port, time.monotonic() + patience.start_secs)
     try:
@@ -119,10 +122,10 @@ def attend(host: str, port: int, claim: Claim, patience: Patience) -> Attendance
 
 
 def _report(connection: socket.socket, claim: Claim, patience: Patience) -> Message:
-    """Sends the claim; the answer, once all have come."""
+    """Sends the claim, and returns the answer once all processes have connected."""
     _check_greeting(connection)
     connection.sendall(encode(claim.to_message()))
-    # The coordinator keeps the time, and says who is missing.
+    # Longer than the coordinator's own timeout, whose message names missing processes.
     connection.settimeout(patience.start_secs + _GREETING_SECS)
     answer = _read(connection)
     if "refused" in answer:
@@ -137,7 +140,7 @@ def _connect(host: str, port: int, end: float) -> socket.socket:
     while True:
         try:
             return socket.create_connection((host, port), timeout=_GREETING_SECS)
-        except OSError as error:  # not there yet, or its name is not known yet
+        except OSError as error:  # not listening yet, or its name does not resolve yet
             if time.monotonic() > end:
                 raise ValueError(
                     f"There is no coordinator at {host}:{port} ({error}). Process 0 "
@@ -161,9 +164,11 @@ def _check_greeting(connection: socket.socket) -> None:
 
 
 def _read(connection: socket.socket) -> Message:
-    """One message, without taking in anything behind it."""
+    """Reads one message and no byte beyond it."""
     line = b""
     while not line.endswith(b"\n"):
+        # Byte by byte: a buffered read could take bytes of the next message, which is
+        # read by another caller.
         byte = connection.recv(1)
         if not byte:
             return {}

@@ -1,4 +1,4 @@
-"""Which process of which job this is: as told, or as its launcher's variables say."""
+"""Detection of a process's place in its job, from arguments or the environment."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from jax._src.clusters import ClusterEnv
 
 from fsdp_jax.launch._protocol import split_address
 
-# Set by `fsdp-jax launch`, which is itself the coordinator.
+# Set by `fsdp-jax launch`, which runs the coordinator itself.
 HOSTED = "FSDP_JAX_HOSTED"
 _TORCHRUN = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "LOCAL_RANK")
-# torchrun itself listens at MASTER_PORT if it says so here.
+# If "True", torchrun's own store listens at MASTER_PORT.
 _AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """The place of a process in a job.
+    """Place of a process in a job.
 
     Attributes:
-      host: Of the coordinator.
-      port: Of the coordinator.
-      num_processes: How many the job has.
-      process_id: Which this is.
-      local_device_ids: Its GPUs among those of the machine; None for all.
-      hosted: Whether the coordinator runs already, and not in process 0.
+      host: Host of the coordinator.
+      port: Port of the coordinator.
+      num_processes: Number of processes of the job.
+      process_id: Index of this process.
+      local_device_ids: GPUs of this process among those of the machine; None for all.
+      hosted: Whether the coordinator runs already, outside of process 0.
     """
 
     host: str
@@ -47,17 +47,18 @@ def find_place(
     *,
     environment: Mapping[str, str] | None = None,
 ) -> Place | None:
-    """Finds the place of this process; None if nothing speaks of a job.
+    """Returns the place of this process; None if no job is configured.
 
     Args:
-      coordinator_address: As for `initialize`, like the next three.
-      num_processes: The same.
-      process_id: The same.
-      local_device_ids: The same.
-      environment: Default that of the process; jax's own detection reads that always.
+      coordinator_address: Address of process 0, as in `initialize`.
+      num_processes: Number of processes, as in `initialize`.
+      process_id: Index of this process, as in `initialize`.
+      local_device_ids: GPUs of this process, as in `initialize`.
+      environment: Environment variables, default those of the process; jax's own
+        detection always reads the latter.
 
     Raises:
-      ValueError: If what is said is incomplete or wrong.
+      ValueError: If arguments or variables are incomplete or wrong.
     """
     variables = os.environ if environment is None else environment
     ids = [local_device_ids] if isinstance(local_device_ids, int) else local_device_ids
@@ -67,7 +68,7 @@ def find_place(
             return _from_torchrun(variables, ids)
         _check_step(variables)
         _check_pod(variables)
-    # What is not given is found by jax, of its JAX_* variables or of a cluster.
+    # jax detects missing values from its JAX_* variables or from a cluster.
     address = coordinator_address or variables.get("JAX_COORDINATOR_ADDRESS")
     address, count, rank, ids = ClusterEnv.auto_detect_unset_distributed_params(
         address, num_processes, process_id, ids, None, None
@@ -110,6 +111,7 @@ def _from_torchrun(variables: Mapping[str, str], ids: Sequence[int] | None) -> P
         shown = ", ".join(f"{name}='{value}'" for name, value in wrong.items())
         raise ValueError(f"These variables are numbers: {shown}.")
     _, port, count, rank, local = (variables[name] for name in _TORCHRUN)
+    # The coordinator uses the next port if torchrun's store has this one.
     next_port = int(port) + (variables.get(_AGENT_STORE) == "True")
     return _place(
         f"{variables['MASTER_ADDR']}:{next_port}",
@@ -121,7 +123,7 @@ def _from_torchrun(variables: Mapping[str, str], ids: Sequence[int] | None) -> P
 
 
 def _check_step(variables: Mapping[str, str]) -> None:
-    """A batch script of SLURM is no task of its job: one process would run alone."""
+    """Raises in a SLURM batch script outside of srun: it would run as one process."""
     tasks = variables.get("SLURM_NTASKS", "1")
     if tasks != "1" and "SLURM_STEP_NODELIST" not in variables:
         raise ValueError(
@@ -131,7 +133,10 @@ def _check_step(variables: Mapping[str, str]) -> None:
 
 
 def _check_pod(variables: Mapping[str, str]) -> None:
-    """Without Kubernetes' client jax warns, and each pod would run alone."""
+    """Raises in a pod of an indexed Job without Kubernetes' client.
+
+    jax would only warn, and each pod would run alone.
+    """
     of_a_job = {"KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX"} <= variables.keys()
     if of_a_job and importlib.util.find_spec("kubernetes") is None:
         raise ValueError(

@@ -1,9 +1,9 @@
-"""The coordinator: where the processes of a job meet, and hear how it ends.
+"""Coordinator of a job: starts its processes together, and reports how it ends.
 
-It stands in process 0, or in `fsdp-jax launch`. All processes keep a connection to it
-as long as they run, so that the death of one is known at once, and not only when a
-collective has waited for it in vain. jax's own service knows of the dead too, after
-100 s, and says their numbers alone.
+It runs in process 0, or in `fsdp-jax launch`. All processes keep a connection to it
+while they run, so that the death of one is detected at once, and not only when a
+collective times out. jax's own service detects dead processes too, after 100 s, and
+reports their indices only.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from fsdp_jax.launch._handshake import Claim
 from fsdp_jax.launch._protocol import GREETING, MAX_BYTES, Message, decode, encode
 from fsdp_jax.launch._timeouts import Patience
 
-# How long the coordinator of a job that does not start answers those who come late.
+# Time for which the coordinator of a job that does not start answers late processes.
 _LINGER_SECS = 5.0
 _LOOK_SECS = 0.1
-# After longer than this between two looks the coordinator itself was stopped, with its
-# machine perhaps, and knows nothing of the others.
+# If more than this passes between two checks, the coordinator itself was stopped,
+# perhaps with its machine: the silence of others then means nothing.
 _STOPPED_SECS = 2.0
 
 
 def say(text: str) -> None:
-    """Prints for whoever watches the job."""
+    """Prints a message about the job to stderr."""
     print(f"fsdp_jax: {text}", file=sys.stderr, flush=True)
 
 
 class Meeting:
-    """Listens for the processes of one job, in a thread of its own.
+    """Coordinator server for the processes of one job, in a thread of its own.
 
     Attributes:
-      port: Where it listens.
+      port: Port that it listens on.
     """
 
     def __init__(
@@ -50,14 +50,15 @@ class Meeting:
         patience: Patience | None = None,
         report: Callable[[str], None] = say,
     ):
-        """Binds the port, and answers from now on.
+        """Binds the port and starts the server.
 
         Args:
-          num_processes: How many will come.
-          host: As the processes know it; on a loopback address it listens there alone.
-          port: Where; 0 for any that is free.
-          patience: How long to wait.
-          report: Called with what is to be shown, of a job that waits.
+          num_processes: Number of processes of the job.
+          host: Host name that the processes connect to; a loopback address restricts
+            the server to it.
+          port: Port to listen on; 0 for any free one.
+          patience: Timeouts of the job.
+          report: Callback for messages about a waiting job.
 
         Raises:
           ValueError: If the port is taken.
@@ -74,23 +75,23 @@ class Meeting:
         self._thread.start()
 
     def announce(self, rank: int, how: str) -> None:
-        """Ends the job, for whoever started a process saw it end badly.
+        """Ends the job because a process was seen to end with an error.
 
         Args:
-          rank: Of the process.
-          how: Said of it, such as `was ended by SIGKILL`.
+          rank: Index of the process.
+          how: Description of its end, such as `was ended by SIGKILL`.
         """
         self._news.put((rank, how))
 
     def linger(self) -> None:
-        """Waits until all processes know why the job does not start, some seconds."""
+        """Waits up to 5 s for all processes to be told why the job does not start."""
         end = time.monotonic() + _LINGER_SECS
         while not self._roll.all_have_come and time.monotonic() < end:
             time.sleep(_LOOK_SECS)
         time.sleep(_LOOK_SECS)  # for the last message to leave
 
     def close(self) -> None:
-        """Stops listening, and lets go of all connections."""
+        """Stops the server and closes all connections."""
         self._closed.set()
         self._thread.join()
 
@@ -112,7 +113,7 @@ class Meeting:
     async def _attend(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        """One connection, from greeting to end."""
+        """Serves one connection, from greeting to end."""
         with contextlib.suppress(OSError, ValueError), contextlib.closing(writer):
             writer.write(encode(GREETING))
             claim = Claim.from_message(decode(await reader.readline()))
@@ -131,7 +132,7 @@ class Meeting:
 
 
 def _listening(host: str, port: int) -> socket.socket:
-    """On all interfaces, unless the host is a loopback address."""
+    """Returns a socket on all interfaces, or on loopback only for a loopback `host`."""
     alone = host == "localhost" or host.startswith("127.")
     dual = not alone and socket.has_dualstack_ipv6()
     try:

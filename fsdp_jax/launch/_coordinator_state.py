@@ -1,4 +1,4 @@
-"""The roll of a job: who has come, whether it starts, and when and why it ends."""
+"""State machine of the coordinator: members, start, failures and end of a job."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from fsdp_jax.launch._members import Member, positions, silent, standstill
 from fsdp_jax.launch._protocol import Message
 from fsdp_jax.launch._timeouts import Patience
 
-# How long others may still come to be told of a contradiction, all in one message.
+# Wait after a contradiction, so that one message covers the processes still to come.
 _SETTLE_SECS = 1.0
-# How long an error waits to be passed on: that of a process may well be the effect of
-# the death of another, which is heard of a moment later and is what all should know.
+# Wait before an error is broadcast: it may be the effect of another process's death,
+# which is detected a moment later and is the reason that all should print.
 _EFFECT_SECS = 0.5
-# How often at least it is said who is missing.
+# Maximum interval between reports of missing processes.
 _MISSING_SECS = 30.0
 
 
 class Roll:
-    """What the coordinator knows and decides; time and messages come from outside.
+    """State and decisions of the coordinator; time and messages are passed in.
 
     Attributes:
-      members: Those who have come and not gone before the start.
+      members: Processes that have connected, without those that left before the start.
     """
 
     def __init__(
@@ -32,13 +32,13 @@ class Roll:
         report: Callable[[str], None],
         now: float,
     ):
-        """Begins to wait.
+        """Begins to wait for processes.
 
         Args:
-          num_processes: How many will come.
-          patience: How long to wait.
-          report: Called with what is to be shown, of a job that waits.
-          now: The time; all times are seconds of one clock.
+          num_processes: Number of processes of the job.
+          patience: Timeouts of the job.
+          report: Callback for messages about a waiting job.
+          now: Current time; all times are seconds of one clock.
         """
         self.members: list[Member] = []
         self._num_processes = num_processes
@@ -52,13 +52,13 @@ class Roll:
 
     @property
     def all_have_come(self) -> bool:
-        """Whether there is nobody left to be told."""
+        """Whether all processes have connected."""
         return len(self.members) >= self._num_processes
 
     def admit(
         self, claim: Claim, send: Callable[[Message], None], now: float
     ) -> Member | None:
-        """Takes a process in, and starts the job if it is the last; None: refused."""
+        """Adds a process, and starts the job if it is the last; None if refused."""
         if self._started:
             send({"refused": self._too_late(claim)})
             return None
@@ -73,7 +73,7 @@ class Roll:
         return member
 
     def take(self, member: Member, message: Message, now: float) -> None:
-        """Takes a message of a process."""
+        """Handles a message of a process."""
         member.heard = now
         if "phase" in message:
             member.beat(message, now)
@@ -86,7 +86,7 @@ class Roll:
             member.left, member.moved = True, now
 
     def part(self, member: Member, now: float) -> None:
-        """The connection of a process ended: it has left, or it died."""
+        """Handles a closed connection: the process has left, or it died."""
         if not self._started:
             if self._verdict is None:
                 self.members.remove(member)
@@ -99,14 +99,14 @@ class Roll:
             )
 
     def ended(self, rank: int, how: str, now: float) -> None:
-        """Ends the job, for whoever started a process saw it end badly.
+        """Ends the job because a process was seen to end with an error.
 
-        Its connection may be heard of later: where it stood is known already.
+        Its connection may close later; its last position is known already.
 
         Args:
-          rank: Of the process.
-          how: Said of it, if it did not say why itself.
-          now: The time.
+          rank: Index of the process.
+          how: Description of its end, used unless it reported an error itself.
+          now: Current time.
         """
         if self._failure is not None and self._failure[0].claim.rank == rank:
             member, text, _ = self._failure
@@ -119,11 +119,11 @@ class Roll:
         self.end(text)
 
     def end(self, text: str, *, known_to: Member | None = None) -> None:
-        """Ends the job; what comes after the first bad news is its echo.
+        """Ends the job; later calls are ignored, as effects of the first failure.
 
         Args:
-          text: Why.
-          known_to: Who said so.
+          text: Reason.
+          known_to: Process that reported it.
         """
         if self._verdict is not None:
             return
@@ -135,7 +135,7 @@ class Roll:
                 member.send({"end" if self._started else "refused": text})
 
     def forgive(self, secs: float) -> None:
-        """Leaves out of account a time in which the coordinator itself was stopped."""
+        """Shifts all times by a period in which the coordinator itself was stopped."""
         self._began += secs
         self._reported += secs
         for member in self.members:
@@ -143,7 +143,7 @@ class Roll:
             member.moved += secs
 
     def look(self, now: float) -> None:
-        """Ends the job or reports, if it has waited too long."""
+        """Checks the timeouts, and ends the job or reports if one has passed."""
         if self._verdict is not None:
             return
         if self._failure is not None:
@@ -163,6 +163,7 @@ class Roll:
         if lost := silent(self.members, now, patience.silent_secs):
             self.end("\n  ".join(lost))
         elif still > patience.stall_secs or (
+            # After a process has left, a stall cannot resolve itself: end it sooner.
             still > patience.silent_secs and self._some_have_left()
         ):
             self.end(self._standstill(now))
@@ -195,7 +196,7 @@ class Roll:
         return problems(claims, self._num_processes)
 
     def _some_have_left(self) -> bool:
-        """Whether others can only be waiting for those, in vain."""
+        """Returns whether a process has left, for which others may be waiting."""
         return any(member.left for member in self.members)
 
     def _too_late(self, claim: Claim) -> str:

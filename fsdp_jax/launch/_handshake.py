@@ -1,4 +1,4 @@
-"""What each process says of itself and of the job, and whether that fits together."""
+"""Handshake of a process with the coordinator, and checks that all processes agree."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _LONGEST_SHOWN = 60
 
 @dataclasses.dataclass(frozen=True)
 class Claim:
-    """What a process says when it comes.
+    """Handshake message of a process.
 
     Attributes:
-      rank: Which process of the job it is.
-      num_processes: How many it takes the job to have.
-      host: The name of its machine.
+      rank: Index of the process in the job.
+      num_processes: Number of processes that it expects.
+      host: Name of its machine.
       pid: Its process id there.
-      service: The port that it holds for jax's own service; 0 but in process 0.
-      facts: What must be the same in all processes, as text.
+      service: Port that it reserves for jax's own service; 0 except in process 0.
+      facts: Values that must be equal in all processes, as text.
     """
 
     rank: int
@@ -38,15 +38,15 @@ class Claim:
         return f"process {self.rank} ({self.host}, pid {self.pid})"
 
     def to_message(self) -> Message:
-        """As it is sent."""
+        """Returns the message to send."""
         return dataclasses.asdict(self)
 
     @staticmethod
     def from_message(message: Message) -> Claim:
-        """As it came.
+        """Parses a received message.
 
         Raises:
-          ValueError: If it is no claim.
+          ValueError: If it is not a claim.
         """
         try:
             return Claim(**message)
@@ -55,10 +55,11 @@ class Claim:
 
 
 def as_facts(config: Any) -> dict[str, str]:
-    """A config, field by field, as short text that can be compared and shown.
+    """Returns the fields of a config as short text that can be compared and shown.
 
     Args:
-      config: A dataclass, or what JSON can hold; what it cannot counts by its `repr`.
+      config: Dataclass or JSON value; a value that is neither is compared by its
+        `repr`.
     """
     if dataclasses.is_dataclass(config) and not isinstance(config, type):
         config = dataclasses.asdict(config)
@@ -67,11 +68,11 @@ def as_facts(config: Any) -> dict[str, str]:
 
 
 def problems(claims: Sequence[Claim], num_processes: int) -> list[str]:
-    """Everything in which processes contradict each other, or the coordinator.
+    """Returns all contradictions among processes, and with the coordinator.
 
     Args:
-      claims: Of those that have come.
-      num_processes: How many the coordinator waits for.
+      claims: Claims of the connected processes.
+      num_processes: Number of processes that the coordinator expects.
     """
     return [
         *_other_sizes(claims, num_processes),
@@ -82,7 +83,7 @@ def problems(claims: Sequence[Claim], num_processes: int) -> list[str]:
 
 
 def numbers(ranks: Iterable[int]) -> str:
-    """`process 3`, or `processes 0, 1, 3`."""
+    """Formats ranks as `process 3`, or `processes 0, 1, 3`."""
     shown = sorted(ranks)
     word = "process" if len(shown) == 1 else "processes"
     return f"{word} {', '.join(map(str, shown))}"

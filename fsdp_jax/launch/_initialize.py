@@ -1,4 +1,4 @@
-"""The start of a job of many processes, and its end if one of them fails."""
+"""Start of a multi-process job, and its end if a process fails."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _PACKAGES = ("jax", "jaxlib", "fsdp-jax")
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """The job that this process is part of.
+    """Index of this process and size of its job.
 
     Attributes:
-      process_id: Which process this is.
-      num_processes: How many there are.
+      process_id: Index of this process.
+      num_processes: Number of processes.
     """
 
     process_id: int = 0
@@ -41,7 +41,7 @@ class Job:
 
 @dataclasses.dataclass
 class _Process:
-    """What this process has to do with a job; jax's own state is as global."""
+    """Global state of this process in a job, global because jax's own state is."""
 
     job: Job | None = None
     attendance: Attendance | None = None
@@ -62,35 +62,35 @@ def initialize(
 ) -> Job:
     """Joins this process to its job, before anything else uses jax.
 
-    Without arguments the job is found from what `fsdp-jax launch` or torchrun set
-    (`MASTER_ADDR`, `MASTER_PORT`, `WORLD_SIZE`, `RANK`, `LOCAL_RANK`), or else by jax's
-    own detection: SLURM, Open MPI, Kubernetes with a Job or JobSet. A program that was
-    started by none of them runs alone, so that one script serves for one and for many.
-    Where `jax.distributed` runs already, as Ray Train starts it, it is left to itself.
-    For SLURM, JobSet and Ray there are `fsdp_jax/launch/examples/`.
+    Without arguments the job is detected from variables of `fsdp-jax launch` or
+    torchrun (`MASTER_ADDR`, `MASTER_PORT`, `WORLD_SIZE`, `RANK`, `LOCAL_RANK`), or else
+    by jax's own detection: SLURM, Open MPI, Kubernetes with a Job or JobSet. A program
+    started by none of them runs alone, so that one script works for one process and for
+    many. Where `jax.distributed` is initialized already, as by Ray Train, this only
+    returns the job. For SLURM, JobSet and Ray there are `fsdp_jax/launch/examples/`.
 
-    The processes first compare what they were told, and start only if it fits. From
-    then on all end, with the reason, when one fails or dies or gives no sign of life,
-    and where each one stands is printed when none goes on (see `report_progress`).
+    The processes first compare their configuration, and start only if it agrees. From
+    then on all exit, with the reason, when one fails, dies or sends no heartbeat, and
+    the position of each is printed when none makes progress (see `report_progress`).
 
     Args:
-      coordinator_address: `host:port` of process 0, the same for all. It needs another
-        free port besides, for jax.
-      num_processes: How many processes the job has.
-      process_id: Which of them this is, from 0.
-      local_device_ids: The GPUs of this process among those of its machine; default
-        that of its place on the machine, if the launcher says it, or else all.
-      config: What must be the same in all processes: a dataclass, or a mapping of what
-        JSON can hold. Versions of jax and of this package are compared in any case.
-      patience: How long to wait; process 0's counts, or that of `fsdp-jax launch`.
+      coordinator_address: `host:port` of process 0, the same for all. jax needs another
+        free port besides.
+      num_processes: Number of processes of the job.
+      process_id: Index of this process, from 0.
+      local_device_ids: GPUs of this process among those of its machine; default that of
+        its local rank, if the launcher sets it, or else all.
+      config: Values that must be equal in all processes: a dataclass, or a mapping of
+        JSON values. Versions of Python, jax, jaxlib and this package are always
+        compared.
+      patience: Timeouts of the job; those of process 0 apply, or of `fsdp-jax launch`.
 
     Returns:
-      Which process of how many this is.
+      The index of this process and the number of processes.
 
     Raises:
-      ValueError: In every process, if the job cannot start: with other sizes, ids,
-        configs or versions in one than in another, a taken port, or processes that do
-        not come.
+      ValueError: In every process, if the job cannot start: sizes, ids, configs or
+        versions that differ between processes, a taken port, or missing processes.
       RuntimeError: If a job's process calls it again with arguments, or jax has
         started.
     """
@@ -110,9 +110,9 @@ def initialize(
 
 
 def fail(error: BaseException) -> None:
-    """Ends the job for an error that this program handles by ending itself.
+    """Ends the job for an error that this program catches before it exits.
 
-    Errors that nothing catches end it without this.
+    Uncaught errors end the job without this call.
     """
     if _process.attendance is not None:
         _process.failed = True
@@ -160,10 +160,10 @@ def _start_jax(place: Place, service: int) -> None:
 
 @contextlib.contextmanager
 def _reserved_port(place: Place) -> Iterator[int]:
-    """A port that is free until jax's service listens there; 0 but in process 0.
+    """Yields a port reserved for jax's service in process 0; 0 in other processes.
 
-    It is bound here and not listened at. The service may bind it too, by SO_REUSEPORT,
-    and no other user's program can.
+    The socket is bound and does not listen. The service can bind the port too, by
+    SO_REUSEPORT, which programs of other users cannot.
     """
     if place.process_id != 0:
         yield 0
@@ -183,7 +183,7 @@ def _versions() -> dict[str, str]:
 
 
 def _tell_of_the_end() -> None:
-    """Sees to it that the others hear how this program ends."""
+    """Registers hooks that report the end of this program to the others."""
     before = sys.excepthook
 
     def tell(
@@ -195,13 +195,14 @@ def _tell_of_the_end() -> None:
         fail(error)
 
     sys.excepthook = tell
-    # What is registered last runs first: before jax waits for the others to end too.
+    # atexit runs in reverse order: this hook runs before jax's own, which waits for the
+    # other processes to end.
     atexit.register(_leave)
 
 
 def _leave() -> None:
     if _process.failed:
-        # jax would wait for processes that wait for this one.
+        # Skips jax's exit hook, which would wait for processes that wait for this one.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)

@@ -1,4 +1,4 @@
-"""The processes of a job as the coordinator sees them, and who of them is late."""
+"""Processes of a job as seen by the coordinator, with checks for silence and stalls."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ _MOST_NAMED = 8
 
 @dataclasses.dataclass
 class Member:
-    """A process that has come.
+    """A connected process.
 
     Attributes:
-      claim: What it said of itself.
-      send: Sends it a message.
-      heard: When it was heard of last; all times are the coordinator's.
-      moved: When it was last seen to begin something.
-      step: Where it stands then, as it says.
-      phase: The same.
-      left: Whether its program has ended or failed, by its own word.
-      gone: Whether its connection has ended.
+      claim: Handshake message of the process.
+      send: Function that sends it a message.
+      heard: Time of its last message; all times are the coordinator's.
+      moved: Time at which it last began something.
+      step: Training step that it last reported; None if none.
+      phase: Phase that it last reported.
+      left: Whether it has reported that its program ended or failed.
+      gone: Whether its connection is closed.
     """
 
     claim: Claim
@@ -37,13 +37,13 @@ class Member:
     gone: bool = False
 
     def beat(self, message: Message, now: float) -> None:
-        """Takes a sign of life, `{"step": ..., "phase": ..., "secs": since when}`."""
+        """Handles a heartbeat: `{"step": ..., "phase": ..., "secs": in the phase}`."""
         self.heard = now
         self.step, self.phase = message["step"], message["phase"]
         self.moved = max(self.moved, now - message["secs"])
 
     def where(self, now: float) -> str:
-        """Its position in words."""
+        """Describes its position."""
         step = "" if self.step is None else f"step {self.step}, "
         if self.left:
             return f"{step}'{self.phase}', and its program has ended"
@@ -51,7 +51,7 @@ class Member:
 
 
 def silent(members: Sequence[Member], now: float, secs: float) -> list[str]:
-    """Who was not heard of for so long, one line each."""
+    """Describes each process without a message for `secs`, one line each."""
     return [
         f"{member.claim} gave no sign of life for {now - member.heard:.0f} s (is it "
         f"stopped, or its machine gone?), in {member.where(member.heard)}"
@@ -61,13 +61,13 @@ def silent(members: Sequence[Member], now: float, secs: float) -> list[str]:
 
 
 def standstill(members: Sequence[Member], now: float) -> float:
-    """Seconds in which no process began anything; 0 where none is at work."""
+    """Returns the seconds without progress in any process; 0 if none is running."""
     moved = [member.moved for member in members if not member.left]
     return now - max(moved) if moved else 0.0
 
 
 def positions(members: Sequence[Member], now: float) -> str:
-    """Where everyone stands: the fewest in one place first, since these are awaited."""
+    """Describes all positions, smallest group first: the others wait for it."""
     places = defaultdict(list)
     for member in members:
         places[member.step, member.phase, member.left].append(member)

@@ -1,4 +1,4 @@
-"""The processes of a job on this machine: started together, and ended together."""
+"""Processes of a job on this machine: started together, and ended together."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from fsdp_jax.launch._timeouts import Patience
 
 Line = Callable[[int, str, bool], None]
 
-# For processes to end by themselves, with the reason, when one has died.
+# Time for processes to print the reason and exit by themselves when one has died.
 _TOLD_SECS = 5.0
-# From SIGTERM to SIGKILL.
+# Time between SIGTERM and SIGKILL.
 _TERM_SECS = 5.0
 _POLL_SECS = 0.05
 
 
 class Processes:
-    """A job of several processes of one command, on this machine.
+    """Job of several processes of one command, on this machine.
 
     ```
     with Processes(["python", "train.py"], 4, devices_per_process=2, line=show) as job:
         status = job.wait()
     ```
 
-    It is the coordinator of the job, at a port that the system chose for it. Behind the
-    `with` block nothing is left of the processes nor of what they started, unless that
-    made itself a session of its own.
+    It runs the coordinator of the job, at a free port. After the `with` block neither
+    the processes nor their children are running, except for children that created a
+    session of their own.
     """
 
     def __init__(
@@ -47,18 +47,20 @@ class Processes:
         patience: Patience | None = None,
         environment: dict[str, str] | None = None,
     ):
-        """Starts them.
+        """Starts the processes.
 
         Args:
-          command: The program and its arguments.
-          num_processes: How many.
-          line: Called with rank, line, and whether the line is of stderr, from threads.
-          devices_per_process: Simulate so many CPU devices in each; None: a GPU each.
-          patience: How long to wait.
-          environment: Default that of this process.
+          command: Program and its arguments.
+          num_processes: Number of processes.
+          line: Callback for each line of output, called from threads with the rank (-1
+            for messages about the job), the line, and whether it is from stderr.
+          devices_per_process: Number of CPU devices to simulate in each process; None
+            for one GPU each.
+          patience: Timeouts of the job.
+          environment: Environment variables; default those of this process.
 
         Raises:
-          ValueError: If there is no such program, or a number is not positive.
+          ValueError: If the program does not exist, or a number is not positive.
         """
         _check(num_processes, devices_per_process)
         self._line = line
@@ -84,32 +86,32 @@ class Processes:
 
     @property
     def pids(self) -> list[int]:
-        """Of each process, by rank."""
+        """Process id of each process, by rank."""
         return [child.pid for child in self._children]
 
     @property
     def statuses(self) -> list[int | None]:
-        """How each ended: its exit status, minus a signal's number, or None."""
+        """Exit status of each process, minus a signal's number, None if running."""
         return [_status(child) for child in self._children]
 
     def wait(self, timeout_secs: float | None = None) -> int:
-        """Waits until all have ended well, or one has not, and then ends the others.
+        """Waits until all have succeeded, or one has failed, and then ends the others.
 
         Args:
-          timeout_secs: Afterwards none is waited for; None: without end.
+          timeout_secs: Timeout in seconds; None to wait forever.
 
         Returns:
-          0; or the status of the first that failed, for a signal 128 and its number.
+          0; or the status of the first that failed, 128 plus the number for a signal.
 
         Raises:
-          TimeoutError: After `timeout_secs`; all still run.
+          TimeoutError: After `timeout_secs`; the processes keep running.
         """
         end = None if timeout_secs is None else time.monotonic() + timeout_secs
         while True:
             states = self.statuses
             failed = {rank: status for rank, status in enumerate(states) if status}
             if failed:
-                # Who was killed first: the errors of others may be the effect.
+                # Prefer a process that was killed: errors of others may be the effect.
                 first = min(failed, key=lambda rank: failed[rank] >= 0)
                 return self._end_the_others(first, failed[first])
             if all(status is not None for status in states):
@@ -119,12 +121,12 @@ class Processes:
             time.sleep(_POLL_SECS)
 
     def signal(self, number: int) -> None:
-        """Sends a signal to each process and what it started."""
+        """Sends a signal to each process and its children."""
         for child in self._children:
             _signal(child, number)
 
     def close(self) -> None:
-        """Ends whatever still runs."""
+        """Ends all processes that are still running."""
         if None in self.statuses:
             self.signal(signal.SIGTERM)
             self._wait_for_all(_TERM_SECS)
@@ -136,7 +138,7 @@ class Processes:
         self._meeting.close()
 
     def _variables(self, num_processes: int, devices: int | None) -> dict[str, str]:
-        """What torchrun would set, and that the coordinator is here."""
+        """Returns torchrun's environment variables, and that of a coordinator here."""
         size = str(num_processes)
         variables = {
             "MASTER_ADDR": "127.0.0.1",
@@ -145,7 +147,7 @@ class Processes:
             "LOCAL_WORLD_SIZE": size,
             HOSTED: "1",
             "TORCHELASTIC_USE_AGENT_STORE": "False",
-            "PYTHONUNBUFFERED": "1",  # or the last words of one that dies were lost
+            "PYTHONUNBUFFERED": "1",  # else the last output of a killed process is lost
         }
         if devices is not None:
             variables |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
@@ -163,7 +165,7 @@ class Processes:
                 stderr=subprocess.PIPE,
                 text=True,
                 errors="replace",
-                start_new_session=True,  # so that what it starts can be ended with it
+                start_new_session=True,  # so that signals reach its children too
             )
         except OSError as error:
             raise ValueError(f"'{command[0]}' cannot be started: {error}.") from error
@@ -185,7 +187,7 @@ class Processes:
         self._line(-1, text, True)
 
     def _end_the_others(self, rank: int, status: int) -> int:
-        """Leaves them the time to say why, then ends them."""
+        """Gives the others time to print the reason, then ends them."""
         if status < 0:
             how = f"was ended by {signal.Signals(-status).name}"
             status = 128 - status
@@ -216,12 +218,13 @@ def _check(num_processes: int, devices: int | None) -> None:
 
 
 def _status(child: subprocess.Popen[str]) -> int | None:
-    """How a process ended, or None; it stays a zombie, which keeps its group's number.
+    """Returns the exit status without reaping: the zombie keeps its process group id.
 
-    So a signal to the group cannot meet another program.
+    A signal to the group therefore cannot reach another program.
     """
     if child.returncode is not None:
         return child.returncode
+    # WNOWAIT: leaves the zombie. Popen.poll would reap it and free its pid.
     ended = os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
     if ended is None:
         return None

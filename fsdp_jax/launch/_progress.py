@@ -1,4 +1,4 @@
-"""Where this process stands: what a job shows of it when it stalls."""
+"""Position of this process, reported when the job stalls."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import time
 
 @dataclasses.dataclass(frozen=True)
 class Position:
-    """The last thing that a process began.
+    """The last phase that a process began.
 
     Attributes:
-      phase: What, in words.
-      step: The step of the training; None where there is none.
-      began: When, by `time.monotonic` of this process.
+      phase: Name of the phase.
+      step: Training step; None outside of steps.
+      began: Time of its beginning, by `time.monotonic` of this process.
     """
 
     phase: str
@@ -22,21 +22,21 @@ class Position:
     began: float
 
 
-# One program runs in a process, and its position is a fact of the process, as
-# `jax.process_index()` is; a thread of its own reads it.
+# Global, since a process has one position, as it has one `jax.process_index()`. The
+# heartbeat thread of the client reads it.
 _position = Position("starting", None, time.monotonic())
 _moved = threading.Event()
 
 
 def report_progress(phase: str, step: int | None = None) -> None:
-    """Says what this process begins now, which is shown if the job stalls there.
+    """Records what this process begins now, to be reported if the job stalls there.
 
-    The steps of `make_train_step`, and saves and loads, say so themselves. It costs
-    nothing, and without `fsdp.initialize()` it does nothing.
+    The steps of `make_train_step`, and saves and loads, call it themselves. Its cost is
+    negligible, and without `fsdp.initialize()` it has no effect.
 
     Args:
-      phase: What begins, e.g. `"reading the next batch"`.
-      step: The step that it belongs to; None leaves that of the last call.
+      phase: Name of the phase, e.g. `"reading the next batch"`.
+      step: Training step of the phase; None for that of the last call.
     """
     global _position
     step = _position.step if step is None else step
@@ -45,11 +45,11 @@ def report_progress(phase: str, step: int | None = None) -> None:
 
 
 def position() -> Position:
-    """What this process began last."""
+    """Returns the last phase that this process began."""
     return _position
 
 
 def await_move(timeout_secs: float) -> None:
-    """Returns when something new began since the last call, or after some time."""
+    """Blocks until a phase has begun since the last call, or until the timeout."""
     _moved.wait(timeout_secs)
     _moved.clear()

@@ -1,7 +1,7 @@
-"""Messages between the processes of a job: a JSON object a line, over TCP.
+"""Wire protocol of a job's processes: one JSON object per line, over TCP.
 
-The coordinator greets whoever connects, so that a process notices within seconds that
-something else listens at the address.
+The coordinator greets each connection, so that a process detects within seconds that
+another program listens at the address.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ MAX_BYTES = 2**20
 
 
 def encode(message: Message) -> bytes:
-    """A message as it travels."""
+    """Encodes a message."""
     return json.dumps(message).encode() + b"\n"
 
 
 def decode(line: bytes) -> Message:
-    """A message that came.
+    """Decodes a message.
 
     Raises:
-      ValueError: If it is none.
+      ValueError: If it is not a JSON object.
     """
     message = json.loads(line)
     if not isinstance(message, dict):
@@ -33,10 +33,10 @@ def decode(line: bytes) -> Message:
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Host and port of `host:port` or `[host]:port`.
+    """Returns host and port of `host:port` or `[host]:port`.
 
     Raises:
-      ValueError: If it is neither.
+      ValueError: If `address` has neither form.
     """
     host, colon, port = address.rpartition(":")
     if not (host and colon and port.isdecimal() and int(port) < 2**16):

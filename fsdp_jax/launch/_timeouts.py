@@ -1,4 +1,4 @@
-"""How long a job waits, before it says so and before it gives up."""
+"""Timeouts of a job: for its start, silent processes, and stalls."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Patience:
-    """Seconds after which waiting is reported, or ends the job.
+    """Timeouts in seconds, after which a wait is reported or ends the job.
 
     Attributes:
-      start_secs: For all processes to have come.
-      silent_secs: Without a sign of life from a process, which is then taken for dead:
-        its machine is gone, or it was stopped.
-      report_secs: Without progress in any process, until where each one stands is
-        printed; and again as long after.
-      stall_secs: Without progress in any process, until the job ends.
+      start_secs: Timeout for all processes to connect.
+      silent_secs: Time without a heartbeat after which a process counts as dead: its
+        machine is gone, or it was stopped.
+      report_secs: Time without progress in any process after which the position of each
+        is printed, and the interval of further reports.
+      stall_secs: Time without progress in any process after which the job ends.
     """
 
     start_secs: float = 300
@@ -31,5 +31,5 @@ class Patience:
 
     @property
     def beat_secs(self) -> float:
-        """How often a process gives a sign of life."""
+        """Interval between heartbeats, in seconds."""
         return min(self.silent_secs, self.report_secs, self.stall_secs) / 20

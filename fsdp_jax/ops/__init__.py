@@ -1,4 +1,4 @@
-"""Functions that a model, a loss or its training step needs under a plan."""
+"""Operations for models, losses and training steps that run under a plan."""
 
 from fsdp_jax.ops._masked import masked_count as masked_count
 from fsdp_jax.ops._masked import masked_max as masked_max

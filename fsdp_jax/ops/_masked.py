@@ -1,4 +1,4 @@
-"""Reductions over what a mask leaves, of all ranks: sums, means, whitening."""
+"""Masked reductions over all ranks: sum, count, mean, variance, whitening, extrema."""
 
 from __future__ import annotations
 
@@ -19,28 +19,29 @@ Scalar = Float[Array, ""]
 def masked_sum(
     values: Values, mask: Mask, *, axes: Sequence[str] = DATA_AXES
 ) -> Scalar:
-    """Sum of the values that the mask leaves, over all ranks.
+    """Returns the sum of the values that the mask selects, over all ranks.
 
-    What the mask leaves out is not read: neither its NaN nor its gradient gets through,
-    which multiplying by the mask would let.
+    Values that the mask excludes are not read: neither their NaNs nor their gradients
+    propagate, as they would if multiplied by the mask.
 
-    Within a loss under a plan, and in any other `shard_map`, arrays are what one rank
-    has, and the sum is also over the ranks of `axes` there; all get the same. Elsewhere
-    arrays are global, and `axes` is of no concern. The gradient is that of the global
-    number: a loss that is a `masked_mean` of all ranks trains as one device would on
-    the whole batch, at one microbatch a step. With several, see
+    Within a loss under a plan, and in any other `shard_map`, arrays are local to one
+    rank, and the sum also runs over the ranks of `axes`; all ranks get the same result.
+    Elsewhere arrays are global, and `axes` has no effect. The gradient is that of the
+    global value: a loss that is a `masked_mean` over all ranks trains as one device
+    would on the whole batch, with one microbatch per step. With several, see
     `calculate_per_token_loss`.
 
     Args:
-      values: Of any floating dtype; sums are in float32.
-      mask: True, or a weight, where a value counts.
-      axes: The mesh axes on whose ranks are other values; () for this rank's alone.
+      values: Values of any floating dtype; sums are in float32.
+      mask: True, or a weight, for values that count.
+      axes: Mesh axes whose ranks have different values; () for this rank's values
+        alone.
 
     Returns:
       The sum, float32.
 
     Raises:
-      ValueError: If `axes` are not of the mesh, or shapes differ.
+      ValueError: If `axes` are not axes of the mesh, or shapes differ.
 
     Source: verl `utils/torch_functional.py::masked_sum`.
     """
@@ -49,14 +50,14 @@ def masked_sum(
 
 
 def masked_count(mask: Mask, *, axes: Sequence[str] = DATA_AXES) -> Num[Array, ""]:
-    """How many values of all ranks the mask leaves, or the sum of its weights.
+    """Returns the number of selected values of all ranks, or the sum of weights.
 
     Args:
-      mask: As in `masked_sum`.
-      axes: As in `masked_sum`.
+      mask: Mask, as in `masked_sum`.
+      axes: Mesh axes, as in `masked_sum`.
 
     Returns:
-      An int32 of a mask of bools or integers, which is exact; else a float32.
+      An exact int32 for a mask of bools or integers; a float32 otherwise.
     """
     _check(mask, mask, axes)
     return _over_ranks(lax.psum, _weights(mask).sum(), axes)
@@ -65,14 +66,14 @@ def masked_count(mask: Mask, *, axes: Sequence[str] = DATA_AXES) -> Num[Array, "
 def masked_mean(
     values: Values, mask: Mask, *, axes: Sequence[str] = DATA_AXES
 ) -> Scalar:
-    """Mean of the values that the mask leaves, over all ranks; 0 of none at all.
+    """Returns the mean of the selected values, over all ranks; 0 if there are none.
 
     Each value weighs the same, however unevenly ranks have them.
 
     Args:
-      values: As in `masked_sum`.
-      mask: As in `masked_sum`.
-      axes: As in `masked_sum`.
+      values: Values, as in `masked_sum`.
+      mask: Mask, as in `masked_sum`.
+      axes: Mesh axes, as in `masked_sum`.
 
     Returns:
       The mean, float32.
@@ -92,18 +93,18 @@ def masked_var(
     unbiased: bool = True,
     axes: Sequence[str] = DATA_AXES,
 ) -> Scalar:
-    """Variance of the values that the mask leaves, over all ranks.
+    """Returns the variance of the values that the mask selects, over all ranks.
 
-    In two passes, so that a mean far from zero costs no digits.
+    It is computed in two passes, so that a mean far from zero costs no precision.
 
     Args:
-      values: As in `masked_sum`.
-      mask: As in `masked_sum`.
-      unbiased: Divide by one less than there are.
-      axes: As in `masked_sum`.
+      values: Values, as in `masked_sum`.
+      mask: Mask, as in `masked_sum`.
+      unbiased: Whether to divide by the count minus one.
+      axes: Mesh axes, as in `masked_sum`.
 
     Returns:
-      The variance, float32; NaN of fewer than two values if `unbiased`, of none if not.
+      The variance, float32; NaN for fewer than two values if `unbiased`, else for none.
 
     Source: verl `utils/torch_functional.py::masked_var`, which raises where this is
       NaN: a compiled program cannot.
@@ -124,21 +125,21 @@ def masked_whiten(
     eps: float = 1e-8,
     axes: Sequence[str] = DATA_AXES,
 ) -> Float[Array, "*shape"]:
-    """Values less the mean, over the standard deviation, of what the mask leaves.
+    """Subtracts the mean of the selected values and divides by their deviation.
 
     Args:
-      values: As in `masked_sum`.
-      mask: As in `masked_sum`.
-      shift_mean: Leave the mean at zero, instead of where it was.
-      eps: Added to the variance.
-      axes: As in `masked_sum`.
+      values: Values, as in `masked_sum`.
+      mask: Mask, as in `masked_sum`.
+      shift_mean: Whether the mean of the result is zero; else the mean is kept.
+      eps: Constant added to the variance.
+      axes: Mesh axes, as in `masked_sum`.
 
     Returns:
-      The whitened values, in float32, and 0 where the mask leaves them out; NaN if
-      fewer than two are left.
+      The whitened values, in float32, and 0 where the mask does not select them; NaN if
+      it selects fewer than two.
 
-    Source: verl `utils/torch_functional.py::masked_whiten`, which moves those that are
-      left out too.
+    Source: verl `utils/torch_functional.py::masked_whiten`, which also moves values
+      that the mask excludes.
     """
     kept = _kept(values, mask)
     mean = masked_mean(kept, mask, axes=axes)
@@ -150,15 +151,15 @@ def masked_whiten(
 def masked_max(
     values: Values, mask: Mask, *, axes: Sequence[str] = DATA_AXES
 ) -> Scalar:
-    """Largest of the values that the mask leaves, over all ranks; for metrics.
+    """Returns the largest selected value over all ranks, for metrics.
 
     Args:
-      values: As in `masked_sum`.
-      mask: As in `masked_sum`.
-      axes: As in `masked_sum`.
+      values: Values, as in `masked_sum`.
+      mask: Mask, as in `masked_sum`.
+      axes: Mesh axes, as in `masked_sum`.
 
     Returns:
-      The maximum, float32; minus infinity of none. It has no gradient.
+      The maximum, float32; minus infinity if there is none. It has no gradient.
 
     Source: verl `utils/torch_functional.py::distributed_mean_max_min_std`.
     """
@@ -171,17 +172,17 @@ def masked_max(
 def masked_min(
     values: Values, mask: Mask, *, axes: Sequence[str] = DATA_AXES
 ) -> Scalar:
-    """Smallest of the values that the mask leaves, over all ranks; for metrics.
+    """Returns the smallest selected value over all ranks, for metrics.
 
     Args:
-      values: As in `masked_sum`.
-      mask: As in `masked_sum`.
-      axes: As in `masked_sum`.
+      values: Values, as in `masked_sum`.
+      mask: Mask, as in `masked_sum`.
+      axes: Mesh axes, as in `masked_sum`.
 
     Returns:
-      The minimum, float32; infinity of none. It has no gradient.
+      The minimum, float32; infinity if there is none. It has no gradient.
 
-    Source: As `masked_max`.
+    Source: verl `utils/torch_functional.py::distributed_mean_max_min_std`.
     """
     return -masked_max(-values, mask, axes=axes)
 
@@ -192,12 +193,12 @@ def _weighted(values: Array, mask: Array) -> Array:
 
 
 def _kept(values: Array, mask: Array) -> Array:
-    """In float32; 0 where left out, so that not even 0 times NaN comes of it."""
+    """Returns values in float32; 0 where excluded, so that 0 never multiplies a NaN."""
     return jnp.where(mask != 0, _wide(values), 0)
 
 
 def _weights(mask: Array) -> Array:
-    """Bools and integers as int32; a bfloat16 one would stop counting at 256."""
+    """Returns weights as int32 or float32: bfloat16 would stop counting at 256."""
     if jnp.issubdtype(mask.dtype, jnp.floating):
         return _wide(mask)
     return mask.astype(jnp.int32)

@@ -1,4 +1,4 @@
-"""Activations of a model whose matrices are split over `tp`: who has which part."""
+"""Sequence parallelism of activations between matrices that are split over `tp`."""
 
 from __future__ import annotations
 
@@ -17,26 +17,27 @@ def sequence_parallel(
     *,
     axis: str = "tp",
 ) -> Float[Array, "batch seq features"]:
-    """Lays a decoder's activation out over `axis`: Megatron's sequence parallel.
+    """Constrains a decoder's activation to Megatron's sequence parallel layout.
 
     Between a matrix split by rows and the next one split by columns each rank has some
-    of the tokens: norms and additions are not done twice, and what is kept for backward
-    is not either. So tokens are gathered before the one, and the terms of the other's
-    sums are reduce-scattered; backward does the same the other way round.
+    of the tokens, so that norms and additions are not computed twice, nor saved twice
+    for the backward pass. Tokens are all-gathered before the column-parallel matrix,
+    and the partial sums of the row-parallel one are reduce-scattered; the backward pass
+    does the reverse.
 
-    It is for the `constrain` of `bridge.models.Decoder`, and for a model of your own.
-    Without a mesh with such an axis, or where it is manual, it does nothing.
+    Pass it as `constrain` to `bridge.models.Decoder`, or use it in any other model.
+    Without a mesh that has `axis`, or where the axis is manual, it does nothing.
 
     Args:
-      x: Shapes are global over `axis`.
+      x: Activation; shapes are global over `axis`.
       place: `input` of a matrix split by columns; `output` of one split by rows;
-        `tokens` of one that is not split, which stay where they are; `embeddings` from
-        a table split by rows, each rank having looked up all tokens; `logits`, split by
+        `tokens` of an unsplit one, which stay where they are; `embeddings` from a table
+        split by rows, each rank having looked up all tokens; `logits`, split by
         vocabulary, or by tokens where the ranks do not divide it.
-      axis: The mesh axis.
+      axis: Mesh axis.
 
     Returns:
-      The same numbers.
+      `x`, resharded.
 
     Raises:
       ValueError: If the ranks do not divide the tokens of a row.
@@ -57,13 +58,14 @@ def sequence_parallel(
         return _lie(x, axis, dim)
     if place == "tokens":
         return _lie(x, axis, 1)
-    if place == "embeddings":  # Else XLA would cut the ids, and shift their ends about.
+    if place == "embeddings":
+        # Otherwise XLA would split the ids and exchange their boundaries.
         x = _lie(x, axis, None)
     return _move(axis, place == "input", x)
 
 
 def ranks_to_split(axis: str) -> int:
-    """Devices along `axis` if what is split over it is left to XLA, else 1."""
+    """Returns the number of devices along `axis` if it is automatic, else 1."""
     mesh = jax.sharding.get_abstract_mesh()
     return 1 if axis in mesh.manual_axes else mesh.shape.get(axis, 1)
 
@@ -73,8 +75,9 @@ def _move(axis: str, is_gathered: bool, x: Array) -> Array:
     return _lie(x, axis, None if is_gathered else 1)
 
 
-# A constraint alone would ask of the gradient what it asks of the value: of a sum whose
-# terms the ranks have that each of them gets all of it.
+# A plain constraint would apply the value's sharding to its gradient too. The cotangent
+# of a gathered value is a sum of per-rank terms: it must be reduce-scattered, not
+# all-reduced onto every rank.
 _move.defvjp(
     lambda axis, is_gathered, x: (_move(axis, is_gathered, x), None),
     lambda axis, is_gathered, _, grad: (_move(axis, not is_gathered, grad),),

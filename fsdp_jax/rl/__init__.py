@@ -1,4 +1,4 @@
-"""Batches that cross processes: arrays, host objects and meta that belong together."""
+"""Batches exchanged between processes: arrays, host objects and metadata."""
 
 from fsdp_jax.rl._batch import Batch as Batch
 from fsdp_jax.rl._disk import load_batch as load_batch

@@ -1,4 +1,4 @@
-"""Rows of arrays and of host objects that belong together."""
+"""Batch of array columns, host object columns, and metadata."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ Index = slice | Sequence[int] | Sequence[bool] | np.ndarray
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Batch:
-    """Columns of rows: arrays for the devices, objects for the host, and what is said.
+    """Columns of rows: arrays for the devices, objects for the host, and metadata.
 
-    Every method returns a new batch and leaves this one as it is. It is a pytree whose
-    leaves are its arrays, so `jax.tree.map` and `jax.device_put` keep the rest. A
-    function under `jax.jit` is compiled anew for other objects: give it `arrays`.
+    Every method returns a new batch and leaves this one unchanged. A batch is a pytree
+    whose leaves are its arrays, so `jax.tree.map` and `jax.device_put` preserve the
+    rest. A function under `jax.jit` is recompiled for other objects: pass it `arrays`.
 
     Attributes:
-      arrays: Columns by name, `[rows, ...]`, or `Jagged`.
-      objects: Columns of any Python objects, such as strings, by name; `[rows]`.
-      meta: What holds for the batch as a whole.
+      arrays: Array columns by name, `[rows, ...]`, or `Jagged`.
+      objects: Columns of arbitrary Python objects, such as strings, by name; `[rows]`.
+      meta: Values that apply to the batch as a whole, by name.
 
     Source: verl `protocol.py::DataProto`, whose contracts these are.
     """
@@ -51,16 +51,16 @@ class Batch:
 
     @staticmethod
     def concat(batches: Sequence[Batch], *, listed: Sequence[str] = ()) -> Batch:
-        """Puts the rows of batches behind each other, in order.
+        """Concatenates the rows of batches, in order.
 
         Args:
-          batches: With the same columns; at least one.
-          listed: Names in `meta` that differ from batch to batch, such as metrics: the
-            values are put in a list, without those of batches that have none. Other
-            names must have one value, in all batches that have the name.
+          batches: Batches with the same columns; at least one.
+          listed: Names in `meta` that differ from batch to batch, such as metrics:
+            their values are collected in a list, without those of batches that lack the
+            name. Any other name must have the same value in all batches that have it.
 
         Raises:
-          ValueError: If columns or meta differ.
+          ValueError: If there is no batch, or columns or meta differ.
         """
         if not batches:
             raise ValueError("concat got 0 batches: give at least 1.")
@@ -78,22 +78,22 @@ class Batch:
         )
 
     def __len__(self) -> int:
-        """Rows; 0 for a batch of nothing but meta."""
+        """Returns the number of rows; 0 for a batch of metadata only."""
         columns = [*self.arrays.values(), *self.objects.values()]
         return len(columns[0]) if columns else 0
 
     def __getitem__(self, index: Index) -> Batch:
-        """Some of the rows: by a slice, by their numbers, or by a mask.
+        """Selects rows by a slice, by their indices, or by a mask.
 
         Raises:
-          TypeError: If it is none of these.
+          TypeError: If `index` is none of these.
           ValueError: If a mask has another length.
-          IndexError: If there is no such row.
+          IndexError: If a row index is out of range.
         """
         return self._map_columns(_Picked(as_numbers(index, len(self))))
 
     def row(self, number: int) -> dict[str, Any]:
-        """One row: the value of each column."""
+        """Returns one row: the value of each column."""
         picked = self[[number]]
         arrays = {
             name: column.values if isinstance(column, Jagged) else column[0]
@@ -102,10 +102,10 @@ class Batch:
         return arrays | {name: column[0] for name, column in picked.objects.items()}
 
     def select(self, *names: str) -> Batch:
-        """The columns of these names, and all of meta.
+        """Returns a batch with the columns of these names, and all of meta.
 
         Raises:
-          ValueError: If there are no such columns.
+          ValueError: If a column does not exist.
         """
         self._check_names("select", names)
         return dataclasses.replace(
@@ -115,10 +115,10 @@ class Batch:
         )
 
     def pop(self, *names: str) -> tuple[Batch, Batch]:
-        """The columns of these names, and the batch without them.
+        """Returns a batch with the columns of these names, and one without them.
 
         Raises:
-          ValueError: If there are no such columns.
+          ValueError: If a column does not exist.
         """
         rest = dataclasses.replace(
             self,
@@ -128,13 +128,13 @@ class Batch:
         return self.select(*names), rest
 
     def rename(self, names: Mapping[str, str]) -> Batch:
-        """Gives columns other names.
+        """Renames columns.
 
         Args:
-          names: From the old to the new.
+          names: New names by old name.
 
         Raises:
-          ValueError: If there are no such columns, or two would have one name.
+          ValueError: If a column does not exist, or two would have the same name.
         """
         self._check_names("rename", list(names))
         arrays = [(names.get(k, k), column) for k, column in self.arrays.items()]
@@ -145,11 +145,11 @@ class Batch:
         return dataclasses.replace(self, arrays=dict(arrays), objects=dict(objects))
 
     def union(self, other: Batch) -> Batch:
-        """The columns and meta of both.
+        """Returns a batch with the columns and meta of both.
 
         Raises:
-          ValueError: If they have other numbers of rows, or of one name not the same
-            value; NaN is the same as NaN.
+          ValueError: If the numbers of rows differ, or two values of the same name; NaN
+            equals NaN.
         """
         if len(self) != len(other):
             raise ValueError(f"union of {len(self)} rows with {len(other)}.")
@@ -160,13 +160,13 @@ class Batch:
         )
 
     def reorder(self, order: Sequence[int] | np.ndarray) -> Batch:
-        """All rows, in another order.
+        """Permutes the rows.
 
         Args:
-          order: Each row's number once; the first is the row that comes first.
+          order: Permutation of the row indices; the first one becomes the first row.
 
         Raises:
-          ValueError: If it is no order of the rows.
+          ValueError: If `order` is not a permutation of the rows.
         """
         if sorted(np.asarray(order).tolist()) != list(range(len(self))):
             raise ValueError(
@@ -176,15 +176,15 @@ class Batch:
         return self[np.asarray(order, np.int64)]
 
     def repeat(self, times: int | Sequence[int], *, interleave: bool = True) -> Batch:
-        """Each row several times.
+        """Repeats each row.
 
         Args:
-          times: How often; one number, or one for each row.
-          interleave: The copies of a row stand together; else the whole batch is
-            repeated, which one number alone can say.
+          times: Number of repeats; one for all rows, or one per row.
+          interleave: Whether the copies of a row are consecutive; else the whole batch
+            is repeated, which takes one number for all rows.
 
         Raises:
-          ValueError: If a number is below 0, or they are not one a row.
+          ValueError: If a number is below 0, or there is not one per row.
         """
         numbers = np.arange(len(self))
         counts = np.asarray(times)
@@ -199,7 +199,7 @@ class Batch:
         return self[np.tile(numbers, counts)]
 
     def split(self, num_rows: int) -> list[Batch]:
-        """Batches of so many rows; the last has what is left.
+        """Splits into batches of `num_rows` rows; the last one has the remainder.
 
         Raises:
           ValueError: If `num_rows` is below 1.
@@ -210,10 +210,10 @@ class Batch:
         return [self[start : start + num_rows] for start in starts]
 
     def chunk(self, num_chunks: int) -> list[Batch]:
-        """So many batches of one size.
+        """Splits into `num_chunks` batches of equal size.
 
         Raises:
-          ValueError: If the rows do not divide; `pad_to_divisor` makes them.
+          ValueError: If the rows do not divide; use `pad_to_divisor` first.
         """
         if num_chunks < 1 or len(self) % num_chunks or not len(self):
             raise ValueError(
@@ -226,7 +226,7 @@ class Batch:
         """Repeats rows, from the first on, until `divisor` divides their number.
 
         Returns:
-          The batch, and how many rows were added, for `unpad`.
+          The batch, and the number of added rows, for `unpad`.
 
         Raises:
           ValueError: If there is no row, or `divisor` is below 1.
@@ -237,7 +237,7 @@ class Batch:
         return self[np.arange(len(self) + added) % len(self)], added
 
     def unpad(self, added: int) -> Batch:
-        """Takes away what `pad_to_divisor` added.
+        """Removes the rows that `pad_to_divisor` added.
 
         Raises:
           ValueError: If there are not so many rows.
@@ -249,12 +249,12 @@ class Batch:
     def iterate(
         self, num_rows: int, *, epochs: int = 1, seed: int | None = None
     ) -> Iterator[Batch]:
-        """Batches of so many rows, over and over.
+        """Iterates over batches of `num_rows` rows, for several epochs.
 
         Args:
-          num_rows: Of each; it divides the rows of this batch.
-          epochs: How often each row comes.
-          seed: Rows are shuffled, anew in each epoch; None: they come in order.
+          num_rows: Number of rows per batch, a divisor of the rows of this one.
+          epochs: Number of passes over the rows.
+          seed: Seed of a new shuffle in each epoch; None keeps the order of the rows.
 
         Raises:
           ValueError: If the rows do not divide.
@@ -290,7 +290,7 @@ class Batch:
 
 @dataclasses.dataclass(frozen=True)
 class _Picked:
-    """Takes rows of a column."""
+    """Selects rows of a column."""
 
     numbers: np.ndarray
 
@@ -300,7 +300,7 @@ class _Picked:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Aside:
-    """What a batch holds besides arrays, as the static part of a pytree."""
+    """The non-array parts of a batch, as static metadata of the pytree."""
 
     objects: Mapping[str, Any]
     meta: Mapping[str, Any]
@@ -322,7 +322,8 @@ def _flatten(batch: Batch) -> tuple[list[tuple[Any, Any]], Any]:
 
 def _unflatten(static: Any, children: Iterable[Any]) -> Batch:
     names, aside = static
-    batch = object.__new__(Batch)  # unchecked: jax also puts other things in its leaves
+    # Bypasses __post_init__: jax also unflattens with leaves that are not arrays.
+    batch = object.__new__(Batch)
     object.__setattr__(batch, "arrays", dict(zip(names, children, strict=True)))
     object.__setattr__(batch, "objects", aside.objects)
     object.__setattr__(batch, "meta", aside.meta)

@@ -1,4 +1,4 @@
-"""The columns of a batch: checked, indexed, joined and merged."""
+"""Checks, indexing, concatenation and merging of the columns of a batch."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from fsdp_jax.rl._same import same
 
 
 def as_objects(column: Any) -> np.ndarray:
-    """A column of one dim, whatever its objects are."""
+    """Returns a one-dim object array of a column, whatever its objects are."""
     if isinstance(column, np.ndarray) and column.dtype == object and column.ndim == 1:
         return column
     column = list(column)
+    # np.array(column, object) would turn nested sequences into further dims.
     objects = np.empty(len(column), object)
     for number, value in enumerate(column):
         objects[number] = value
@@ -24,7 +25,7 @@ def as_objects(column: Any) -> np.ndarray:
 
 
 def check_columns(arrays: Mapping[str, Any], objects: Mapping[str, np.ndarray]) -> None:
-    """Raises a `ValueError` unless all have one number of rows and their own names."""
+    """Raises a `ValueError` unless columns have equal row counts and distinct names."""
     both = sorted(arrays.keys() & objects.keys())
     scalars = sorted(
         n for n, c in arrays.items() if np.ndim(getattr(c, "values", c)) == 0
@@ -44,7 +45,7 @@ def check_columns(arrays: Mapping[str, Any], objects: Mapping[str, np.ndarray]) 
 
 
 def check_alike(kinds: Sequence[tuple[list[str], list[str]]]) -> None:
-    """Raises a `ValueError` unless batches have the same columns, by name."""
+    """Raises a `ValueError` unless all batches have the same column names."""
     if other := [number for number, kind in enumerate(kinds) if kind != kinds[0]]:
         raise ValueError(
             f"concat: batch {other[0]} has the columns {kinds[other[0]]}; batch 0 has "
@@ -53,7 +54,7 @@ def check_alike(kinds: Sequence[tuple[list[str], list[str]]]) -> None:
 
 
 def as_numbers(index: Any, num_rows: int) -> np.ndarray:
-    """The rows that an index means, as their numbers."""
+    """Returns the row indices that an index selects."""
     if isinstance(index, slice):
         return np.arange(num_rows)[index]
     if not isinstance(index, list | tuple | np.ndarray | jax.Array):
@@ -70,7 +71,7 @@ def as_numbers(index: Any, num_rows: int) -> np.ndarray:
 
 
 def joined(columns: Sequence[Any]) -> Any:
-    """Columns behind each other."""
+    """Concatenates columns."""
     if all(isinstance(column, Jagged) for column in columns):
         return Jagged(
             concatenate([column.values for column in columns]),
@@ -80,7 +81,7 @@ def joined(columns: Sequence[Any]) -> Any:
 
 
 def merged(what: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
-    """Both; raises a `ValueError` if they contradict each other."""
+    """Merges two mappings; raises a `ValueError` if their values conflict."""
     clash = [name for name in a if name in b and not same(a[name], b[name])]
     if clash:
         raise ValueError(
@@ -91,5 +92,5 @@ def merged(what: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, A
 
 
 def without(values: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """All but some."""
+    """Returns the mapping without the given names."""
     return {name: value for name, value in values.items() if name not in names}

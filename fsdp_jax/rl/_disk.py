@@ -1,4 +1,4 @@
-"""A batch as bytes, and as a file that runs nothing when it is read."""
+"""Serialization of a batch to bytes and files, read back without running code."""
 
 from __future__ import annotations
 
@@ -21,27 +21,29 @@ _JSON = str | int | float | bool | None
 
 
 def save_batch(path: str | os.PathLike[str], batch: Batch) -> None:
-    """Writes a batch to a file, numpy's `.npz`; what was there is replaced.
+    """Writes a batch to a file in numpy's `.npz` format, and replaces an existing one.
 
     Args:
-      path: Of the file.
-      batch: Its objects and meta hold what JSON can: strings, numbers, bools, None,
-        lists, and dicts with strings as keys.
+      path: Path of the file.
+      batch: Batch whose objects and meta are JSON values: strings, numbers, bools,
+        None, lists, and dicts with string keys.
 
     Raises:
-      ValueError: If they hold something else; it is named.
+      ValueError: If objects or meta hold anything else; lists the paths of all such
+        values.
     """
     check_local(path)
+    # Written aside and renamed, so that readers never see an incomplete file.
     part = Path(f"{path}.part")
     part.write_bytes(to_bytes(batch))
     part.replace(path)
 
 
 def load_batch(path: str | os.PathLike[str]) -> Batch:
-    """Reads what `save_batch` wrote; arrays are numpy's.
+    """Reads a file of `save_batch`; arrays are numpy's.
 
     Raises:
-      ValueError: If it is no such file.
+      ValueError: If the file is not one of `save_batch`.
     """
     check_local(path)
     try:
@@ -51,7 +53,7 @@ def load_batch(path: str | os.PathLike[str]) -> Batch:
 
 
 def to_bytes(batch: Batch) -> bytes:
-    """A batch as a file holds it."""
+    """Serializes a batch to the bytes of its file."""
     arrays, columns = {}, []
     for name, column in batch.arrays.items():
         parts = [column.values, column.lengths] if _is_jagged(column) else [column]
@@ -72,7 +74,7 @@ def to_bytes(batch: Batch) -> bytes:
 
 
 def from_bytes(data: bytes) -> Batch:
-    """The batch that `to_bytes` wrote."""
+    """Deserializes the bytes of `to_bytes`."""
     with np.load(io.BytesIO(data), allow_pickle=False) as file:
         said = json.loads(file[_SAID].tobytes())
         arrays = {}
@@ -90,13 +92,13 @@ def _is_jagged(column: Any) -> bool:
 
 
 def _as_plain(array: np.ndarray) -> np.ndarray:
-    """Files of numpy know no type of ml_dtypes: they hold integers of their size."""
+    """Views ml_dtypes as unsigned integers of their size: `.npz` has no such types."""
     known = array.dtype.kind in "biufc"
     return array if known else array.view(f"u{array.dtype.itemsize}")
 
 
 def _not_json(value: Any, path: str) -> list[str]:
-    """Paths of what JSON would lose or refuse."""
+    """Returns the paths of values that JSON would refuse or not preserve."""
     if isinstance(value, list):
         return [
             p for i, each in enumerate(value) for p in _not_json(each, f"{path}[{i}]")

@@ -1,4 +1,4 @@
-"""What each process has, given to the others, in the order of their ranks."""
+"""All-gather of batches and metrics between processes, in the order of their ranks."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from fsdp_jax.rl._disk import from_bytes, to_bytes
 
 
 def all_gather(batch: Batch, mesh: Mesh, axis: str) -> Batch:
-    """Puts the rows of all processes along one mesh axis behind each other.
+    """Concatenates the rows of all processes along one mesh axis.
 
-    Every process of the job calls it. Those along other axes stay apart: over `dp` of a
-    mesh of 2 x 2, `("dp", "tp")`, the first and the third process exchange theirs, and
-    the second and the fourth. It works on the host; rows of a sharded global array are
-    gathered by `jax.device_put` instead.
+    Every process of the job calls it. Processes along other axes form separate groups:
+    over `dp` of a mesh of 2 x 2, `("dp", "tp")`, the first and the third process
+    exchange their rows, and the second and the fourth. It works on the host; rows of a
+    sharded global array are gathered by `jax.device_put` instead.
 
     Args:
-      batch: What this process has, its objects and meta as for `save_batch`; rows may
-        be more in one process than in another.
-      mesh: Whose ranks the processes are.
-      axis: Of the mesh.
+      batch: Batch of this process, with objects and meta as for `save_batch`; the
+        number of rows may differ between processes.
+      mesh: Device mesh of the processes.
+      axis: Mesh axis to gather over.
 
     Returns:
-      The batch of all, with this process's own meta.
+      The concatenated batch, with this process's own meta.
 
     Raises:
-      ValueError: If the axis does not tell the processes apart.
+      ValueError: If the devices of this process lie on several lines along the axis.
 
     Source: verl `protocol.py::all_gather_data_proto`.
     """
@@ -44,14 +44,14 @@ def all_gather(batch: Batch, mesh: Mesh, axis: str) -> Batch:
 
 
 def allgather_dict_into_dict(metrics: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """Puts the metrics of all processes in lists, in the order of their ranks.
+    """Gathers the metrics of all processes into lists, in the order of their ranks.
 
     Args:
-      metrics: By name; numbers, or whatever JSON can hold. A process that has no such
-        name is left out of its list.
+      metrics: Metrics by name; numbers, or any JSON values. A process that lacks a name
+        is left out of its list.
 
     Raises:
-      ValueError: If it is no mapping.
+      ValueError: If `metrics` is not a mapping.
 
     Source: verl `utils/torch_functional.py::allgather_dict_into_dict`.
     """
@@ -68,12 +68,12 @@ def allgather_dict_into_dict(metrics: Mapping[str, Any]) -> dict[str, list[Any]]
 
 
 def _plain(value: Any) -> Any:
-    """A number of numpy or jax, or an array of them, as Python's."""
+    """Converts numbers and arrays of numpy or jax to Python values."""
     return value.tolist() if hasattr(value, "tolist") else value
 
 
 def _ranks_along(mesh: Mesh, axis: str) -> list[int]:
-    """The processes on this one's line along an axis."""
+    """Returns the processes on this one's line along an axis."""
     if axis not in mesh.axis_names:
         raise ValueError(f"The mesh has axes {mesh.axis_names}, without {axis}.")
     dim = mesh.axis_names.index(axis)
@@ -94,10 +94,11 @@ def _ranks_along(mesh: Mesh, axis: str) -> list[int]:
 
 
 def _exchange(data: bytes, ranks: Sequence[int]) -> list[bytes]:
-    """The bytes of each of some processes, all of which call this."""
+    """All-gathers the bytes of `ranks`, all of which call this."""
     if len(ranks) == 1:
         return [data]
     own = np.frombuffer(data, np.uint8)
+    # Sizes first: an all-gather needs arrays of one shape.
     sizes = _all_gather(np.array([len(own)], np.int32), ranks)[:, 0]
     padded = np.zeros(sizes.max(), np.uint8)
     padded[: len(own)] = own
@@ -106,7 +107,8 @@ def _exchange(data: bytes, ranks: Sequence[int]) -> list[bytes]:
 
 
 def _all_gather(own: np.ndarray, ranks: Sequence[int]) -> np.ndarray:
-    """The arrays, of one shape, of some processes: `[ranks, ...]`."""
+    """All-gathers arrays of one shape from `ranks`: `[ranks, ...]`."""
+    # One device per process: a jitted resharding over this mesh is the all-gather.
     devices = [_first_device(rank) for rank in ranks]
     mesh = Mesh(np.array(devices), ("rank",))
     split = NamedSharding(mesh, PartitionSpec("rank"))

@@ -1,4 +1,4 @@
-"""Rows of different lengths in one array."""
+"""Jagged arrays: rows of different lengths in one array."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ Values = Shaped[Array, "total ..."] | Shaped[np.ndarray, "total ..."]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Jagged:
-    """Rows of different lengths, one behind the other, without padding.
+    """Rows of different lengths, concatenated without padding.
 
-    Which rows there are is known on the host alone: picking some moves values whose
-    number depends on it, which no compiled program can. `to_padded` makes what one can.
+    Lengths are known on the host only: the number of values in a selection of rows
+    depends on them, and shapes in a compiled program cannot. `to_padded` returns arrays
+    that can be used there.
 
     Attributes:
-      values: All rows in order, `[total, ...]`.
-      lengths: Of each row, `[rows]`; their sum is `total`.
+      values: Values of all rows in order, `[total, ...]`.
+      lengths: Length of each row, `[rows]`; their sum is `total`.
     """
 
     values: Values
@@ -32,13 +33,14 @@ class Jagged:
 
     @staticmethod
     def from_rows(rows: Sequence[Any]) -> Jagged:
-        """Puts rows behind each other.
+        """Concatenates rows.
 
         Args:
-          rows: Arrays `[length, ...]`, at least one, alike but for their lengths.
+          rows: Arrays `[length, ...]`, at least one, which differ in their lengths
+            only.
 
         Raises:
-          ValueError: If there is none, or they differ in more than lengths.
+          ValueError: If there is none, or they differ in dtype or other dims.
         """
         kinds = {(row.dtype, row.shape[1:]) for row in rows}
         if len(kinds) != 1:
@@ -55,21 +57,21 @@ class Jagged:
         | Shaped[np.ndarray, "rows length ..."],
         mask: Bool[np.ndarray, "rows length"],
     ) -> Jagged:
-        """Takes the marked elements of each row.
+        """Selects the elements of each row where the mask is True.
 
         Args:
           padded: Rows with padding anywhere.
-          mask: Which elements are none.
+          mask: True for elements that are not padding.
         """
         marks = np.asarray(mask, bool)
         return Jagged(padded[marks], marks.sum(axis=1))
 
     def __len__(self) -> int:
-        """Rows."""
+        """Returns the number of rows."""
         return len(self.lengths)
 
     def rows(self) -> list[Values]:
-        """Each row, `[length, ...]`."""
+        """Returns the rows, each `[length, ...]`."""
         ends = np.cumsum(self.lengths)
         return [
             self.values[end - length : end]
@@ -77,10 +79,10 @@ class Jagged:
         ]
 
     def __getitem__(self, indices: Int[np.ndarray, " picked"]) -> Jagged:
-        """Some of the rows, in the order of `indices`."""
+        """Selects rows, in the order of `indices`."""
         lengths = np.asarray(self.lengths)[indices]
         starts = (np.cumsum(self.lengths) - self.lengths)[indices]
-        # Where each picked value is: its row's start, and how far it is from there.
+        # Position of each selected value: the start of its row, plus its offset there.
         behind = np.cumsum(lengths) - lengths
         within = np.arange(lengths.sum()) - np.repeat(behind, lengths)
         return Jagged(self.values[np.repeat(starts, lengths) + within], lengths)
@@ -88,14 +90,14 @@ class Jagged:
     def to_padded(
         self, length: int | None = None, fill: Any = 0
     ) -> tuple[Shaped[Any, "rows length ..."], Bool[np.ndarray, "rows length"]]:
-        """Rows of one length, and which of their elements are no padding.
+        """Returns rows of one length, and a mask that is False for padding.
 
         Args:
-          length: Default that of the longest row.
-          fill: What stands behind a row's end.
+          length: Length of the padded rows; default that of the longest row.
+          fill: Value of the padding.
 
         Raises:
-          ValueError: If a row is longer.
+          ValueError: If a row is longer than `length`.
         """
         longest = int(max(self.lengths, default=0))
         length = longest if length is None else length
@@ -111,6 +113,6 @@ class Jagged:
 
 
 def concatenate(parts: Sequence[Any]) -> Any:
-    """Along the first dim; numpy's where all are numpy's."""
+    """Concatenates along the first dim, with numpy if all parts are numpy arrays."""
     host = all(isinstance(part, np.ndarray) for part in parts)
     return np.concatenate(parts) if host else jnp.concatenate(parts)

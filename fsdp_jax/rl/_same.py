@@ -1,4 +1,4 @@
-"""Whether two values are the same, which for NaN `==` does not say."""
+"""Equality of nested values in which NaN equals NaN."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fsdp_jax.rl._jagged import Jagged
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two arrays, jagged rows or objects are the same to the bit."""
+    """Returns whether two arrays, jagged rows or objects are equal to the bit."""
     if type(a) is not type(b) and not (_is_array(a) and _is_array(b)):
         return False
     if isinstance(a, Jagged):

@@ -1,1 +1,1 @@
-"""Train state, and the steps that change it."""
+"""Train state, and the training, evaluation and forward steps."""

@@ -1,4 +1,7 @@
-"""What XLA is told to compile a step with: per version, and never by environment."""
+"""XLA compiler options of a training step, per jaxlib version.
+
+They are passed as compile options, never through `XLA_FLAGS`.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +20,12 @@ _OVERLAP: Options = {
     "xla_gpu_reduce_scatter_combine_threshold_bytes": 1 << 27,
     "xla_gpu_all_reduce_combine_threshold_bytes": 1 << 27,
 }
-# A collective that other processes never enter ends with an error, as in torch after
-# ten minutes; by itself XLA waits for ever.
+# Turns a collective that some process never enters into an error after ten minutes,
+# torch's default. XLA's own default is to wait forever.
 _TIME_OUT: Options = {"xla_gpu_nccl_termination_timeout_seconds": 600}
 
-# By the first two numbers of jaxlib, in order. XLA renames and drops options without
-# notice, so each version is looked at, though these three know the same.
+# Keyed by jaxlib (major, minor), ascending. XLA renames and drops options without
+# notice, so each version is checked, though these three accept the same options.
 _BY_VERSION: dict[tuple[int, ...], Options] = {
     (0, 10): _OVERLAP | _TIME_OUT,
     (0, 11): _OVERLAP | _TIME_OUT,
@@ -30,13 +33,13 @@ _BY_VERSION: dict[tuple[int, ...], Options] = {
 }
 
 
-# XLA by itself has one collective under way at a time: weights on their way between
-# nodes would have to arrive before tokens may cross tp within one.
+# By default XLA runs one collective at a time: an all-gather of weights between nodes
+# would have to complete before activations may be communicated over tp within a node.
 _TENSOR_PARALLEL: Options = {
     "xla_gpu_experimental_parallel_collective_overlap_limit": 2,
 }
-# In a ring's backward keys and values are on their way to the next rank, the gradients
-# of others come from the one before, and weights are gathered for the next layer.
+# In the backward pass of ring attention, keys and values are sent to the next rank,
+# gradients arrive from the previous one, and weights are prefetched for the next layer.
 _CONTEXT_PARALLEL: Options = {
     "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
 }
@@ -48,25 +51,25 @@ def compiler_options(
     tensor_parallel: bool = False,
     context_parallel: bool = False,
 ) -> Options:
-    """Options of XLA:GPU under which communication is hidden, and does not hang.
+    """Returns XLA:GPU options for overlapped communication and collective timeouts.
 
-    `make_train_step` takes them by itself on GPUs; elsewhere pass them to `jax.jit` or
-    to `jitted.lower(...).compile`, as `compiler_options`. An option that the XLA at
-    hand does not know raises there; the same name in `XLA_FLAGS` aborts the process.
+    `make_train_step` uses them by default on GPUs; elsewhere pass them to `jax.jit` or
+    to `jitted.lower(...).compile` as `compiler_options`. An option that the installed
+    XLA does not know raises there; the same name in `XLA_FLAGS` aborts the process.
 
     Args:
-      jaxlib_version: For which jaxlib, such as "0.12.0"; default the one installed.
-      tensor_parallel: For a mesh with more than one device on `tp`, where activations
-        travel between the weights.
-      context_parallel: For a mesh with more than one device on `cp`, where keys and
-        values do.
+      jaxlib_version: Version of jaxlib, such as "0.12.0"; default the installed one.
+      tensor_parallel: Whether the mesh has more than one device on `tp`, so that
+        activations are communicated between the gathers of weights.
+      context_parallel: Whether the mesh has more than one device on `cp`, so that keys
+        and values are communicated as well.
 
     Returns:
-      A dict of one's own, to change at will: names that this version knows, for one
-      newer than all that are known here those of the newest.
+      A new dict that the caller may modify, with the option names of this version. A
+      version newer than all known ones gets the options of the newest.
 
     Raises:
-      ValueError: If it is no version, or one older than jaxlib 0.10.
+      ValueError: If `jaxlib_version` is not a version, or older than 0.10.
     """
     version = _INSTALLED if jaxlib_version is None else jaxlib_version
     wanted = release(version)[:2]
@@ -80,14 +83,14 @@ def compiler_options(
 
 
 def options_of(mesh: Mesh) -> Options:
-    """Those for the axes of a mesh."""
+    """Returns the compiler options for the axes of a mesh."""
     return compiler_options(
         tensor_parallel=mesh.shape["tp"] > 1, context_parallel=mesh.shape["cp"] > 1
     )
 
 
 def options_for(mesh: Mesh, given: Mapping[str, bool | int | str] | None) -> Options:
-    """The options given; without any, those of GPUs where the mesh is of GPUs."""
+    """Returns `given`; by default the GPU options on a GPU mesh, else none."""
     if given is not None:
         return dict(given)
     if not _is_of_gpus(mesh):
@@ -96,10 +99,10 @@ def options_for(mesh: Mesh, given: Mapping[str, bool | int | str] | None) -> Opt
 
 
 def release(version: str) -> tuple[int, ...]:
-    """The numbers that a version begins with, to compare it by.
+    """Returns the leading numbers of a version, for comparison.
 
     Raises:
-      ValueError: If it does not begin with two numbers.
+      ValueError: If `version` does not begin with at least two numbers.
     """
     found = re.match(r"\d+(\.\d+)+", version)
     if not found:

@@ -1,4 +1,4 @@
-"""On simulated devices one program at a time."""
+"""A workaround for the deadlock of collectives on simulated CPU devices."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ T = TypeVar("T")
 
 
 def settle(mesh: Mesh, outputs: T) -> T:
-    """Waits for the outputs of a program that ran on CPU devices; elsewhere does not.
+    """Blocks until CPU outputs are ready: works around an XLA:CPU collective deadlock.
 
-    XLA for CPUs lets a device have 32 programs under way. What is dispatched beyond
-    that waits for its turn in a thread of the very pool in which the collectives of the
-    first program wait for each other, until none is left for the last of them: after 40
-    seconds that ends the process (jax 0.10.2, a loop of 200 steps that looks at no
-    result, 8 devices of 4 cores). GPUs are dispatched to in order, without such a pool.
+    XLA:CPU lets a device have 32 programs in flight. A program dispatched beyond that
+    waits in a thread of the same pool in which the collectives of the first program
+    wait for each other, until no thread is left for the last of them, and after 40
+    seconds the process aborts (jax 0.10.2, a loop of 200 steps that reads no result, 8
+    devices on 4 cores). GPU programs run in dispatch order without such a pool, so on
+    other platforms this returns at once.
 
     Args:
-      mesh: Where it ran.
-      outputs: What it returned.
+      mesh: Device mesh that the program ran on.
+      outputs: Outputs of the program.
 
     Returns:
-      The same.
+      `outputs`, unchanged.
     """
     if all(device.platform == "cpu" for device in mesh.devices.flat):
         jax.block_until_ready(outputs)

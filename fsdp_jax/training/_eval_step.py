@@ -1,4 +1,4 @@
-"""Using a model without training it: a loss of it, or whatever it computes."""
+"""Evaluation and inference under a plan: no gradients, no update."""
 
 from __future__ import annotations
 
@@ -25,13 +25,15 @@ def make_eval_step(
     has_aux: bool = False,
     calculate_per_token_loss: bool = False,
 ) -> Callable[..., PyTree]:
-    """Makes the step that only looks: no gradient, nothing updated.
+    """Makes an evaluation step: computes the loss, without gradients or an update.
 
     Args:
-      plan: From `fully_shard`.
-      loss_fn: As for `value_and_grad`; put the model in evaluation mode there.
-      has_aux: As for `value_and_grad`.
-      calculate_per_token_loss: As for `value_and_grad`.
+      plan: Plan from `fully_shard`.
+      loss_fn: Loss function, as in `value_and_grad`; put the model into evaluation mode
+        inside it.
+      has_aux: Whether `loss_fn` also returns `aux`, as in `value_and_grad`.
+      calculate_per_token_loss: Whether `loss_fn` returns `(sum, count)`, as in
+        `value_and_grad`.
 
     Returns:
       `evaluate(params, batch, *, rng=None, model_state=None) -> metrics` with `loss`
@@ -56,21 +58,21 @@ def make_eval_step(
 def make_forward(plan: Plan, fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
     """Makes the sharded form of any function of the model: logits, samples, features.
 
-    Weights are gathered as in training, unit by unit, so a model that trains also
-    predicts where it lies.
+    Weights are gathered unit by unit, as in training, so that a model that fits in
+    training also fits in inference.
 
     Args:
-      plan: From `fully_shard`.
-      fn: `fn(model, batch) -> outputs`; it sees whole weights and this device's rows.
-        Arrays of `outputs` are rows again, in the order of the batch; floating-point
-        scalars are averaged over ranks, integer ones summed. If it has an argument
-        `rng`, it gets a key of its own for each data rank. A loop of units whose end
-        depends on the data must end alike on all ranks, since all gather together; it
-        is refused unless the program shows that, see `fsdp_jax.ops.masked_count` and
-        `fsdp_jax.assume_replicated`.
+      plan: Plan from `fully_shard`.
+      fn: `fn(model, batch) -> outputs`; it sees unsharded weights and this device's
+        rows of the batch. Arrays in `outputs` are rows again, in the order of the
+        batch; floating-point scalars are averaged over ranks, integer ones summed. If
+        `fn` has an argument `rng`, it gets a different key on each data rank. A loop
+        over units whose trip count depends on the data must run equally often on all
+        ranks, since all take part in each gather; it is refused unless the program
+        shows that, see `fsdp_jax.ops.masked_count` and `fsdp_jax.assume_replicated`.
 
     Returns:
-      `forward(params, batch, *, rng=None, model_state=None) -> outputs`. It is jitted.
+      `forward(params, batch, *, rng=None, model_state=None) -> outputs`, jitted.
     """
 
     @functools.wraps(fn)

@@ -1,4 +1,4 @@
-"""Gradients that are not finite, or much larger than the rest: which, and when."""
+"""Reports on non-finite or unusually large gradients, by parameter and step."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from fsdp_jax.sharding._plan import Plan
 
 
 def largest_grads(plan: Plan, grad_peaks: Any, num: int = 10) -> str:
-    """A table of the parameters whose gradients have the largest elements.
+    """Returns a table of the parameters whose gradients have the largest elements.
 
     Args:
-      plan: From `fully_shard`.
+      plan: Plan from `fully_shard`.
       grad_peaks: `metrics["grad_peaks"]` of a step, shape `[trainable]`.
-      num: How many parameters to show.
+      num: Number of parameters to show.
 
     Returns:
-      One line a parameter, the largest first; what is not finite comes before all.
+      One line per parameter, largest first; non-finite gradients precede all others.
     """
     peaks = _by_name(plan, grad_peaks)
     shown = sorted(peaks.items(), key=lambda item: -item[1])[:num]
@@ -41,10 +41,11 @@ def raise_if_not_finite(plan: Plan, grad_peaks: Any, step: int) -> None:
     """Raises a `FloatingPointError` that names the parameters and the step.
 
     Args:
-      plan: From `fully_shard`.
-      grad_peaks: `metrics["grad_peaks"]` of the step, shape `[trainable]`. Reduced over
-        all ranks within the step, so that every host raises, or none.
-      step: Number of the step, the first being 1.
+      plan: Plan from `fully_shard`.
+      grad_peaks: `metrics["grad_peaks"]` of the step, shape `[trainable]`. It is
+        reduced over all ranks within the step, so that either every host raises or none
+        does.
+      step: Number of the step, counted from 1.
     """
     peaks = _by_name(plan, grad_peaks)
     bad = [name for name, peak in peaks.items() if not math.isfinite(peak)]

@@ -1,4 +1,4 @@
-"""What one device does: the loss and gradients of its rows, reduced over all ranks."""
+"""Loss and gradients of one device's rows, reduced over all ranks."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from fsdp_jax.step._shard import Late, Shard
 from fsdp_jax.step._step_layout import packed, placed
 
 Grads = list[Array | None]
-"""A gradient a row of the plan; None where the parameter is frozen."""
+"""One gradient per parameter of the plan; None where the parameter is frozen."""
 
 
 def global_loss(plan: Plan, loss_fn: LossFn, form: LossForm) -> Callable[..., Any]:
-    """`fn(params, batch, rng, model_state) -> (loss, aux)` on global arrays."""
+    """Makes `fn(params, batch, rng, model_state) -> (loss, aux)` on global arrays."""
     call = loss_of_shards(plan, loss_fn, form)
     data_axes = axes_in_use(plan.mesh, DATA_AXES)
     aux_format = AuxFormat(has_whole_rows=plan.mesh.shape["cp"] == 1)
@@ -77,12 +77,12 @@ def global_grads(
     *,
     with_peaks: bool = False,
 ) -> Callable[..., Any]:
-    """Makes `fn(params, batch, rng, model_state, loss_scale=1)`, on global arrays.
+    """Makes `fn(params, batch, rng, model_state, loss_scale=None)`, on global arrays.
 
     It returns `(((loss, aux), model_state, peaks), grads)`. The gradients are those of
-    the loss over the global batch, in the structure of the parameters, packed; None
-    where frozen. `peaks`, if asked for, are their largest magnitudes,
-    `float32[trainable]`, infinite where one is not finite.
+    the loss over the global batch, in the structure of the parameters and packed; None
+    for frozen parameters. `peaks` holds their largest magnitudes, `float32[trainable]`,
+    infinite where a gradient is not finite; None unless `with_peaks`.
     """
     if accumulate < 1:
         raise ValueError(f"accumulate={accumulate}: a step has at least 1 microbatch.")
@@ -107,12 +107,16 @@ def global_grads(
         totals, counts, aux = outs
         count = _at_least_one(_sum(counts.sum(), data_axes))
         if form.per_token:
-            # How many tokens a rank has on the mean is known only now.
+            # Gradients were scaled by `1 / num_means` before the reduction. Dividing by
+            # the mean token count per rank and microbatch, known only now, makes that
+            # `1 / count`.
             grads = _all_divided(trained, grads, count / num_means)
         loss = _sum(totals.sum(), data_axes) / count
         aux = reduce_aux(aux, data_axes)
         state = reduce_state(plan, model_state, state, data_axes)
         axes = axes_in_use(plan.mesh, ("pp", *DATA_AXES))
+        # Gradients are sharded over data axes, and those of stages over pp: the maximum
+        # is over all of them, so that every rank takes the same decision to skip.
         peaks = _peaks(grads, axes) if with_peaks else None
         return (loss, aux, state, peaks), grads
 
@@ -147,10 +151,19 @@ def _accumulate(
     loss_scale: Array | None,
     accumulate: int,
 ) -> tuple[list[Array], PyTree, Any]:
-    """Runs the microbatches: a loop, and behind it, where it pays, the last one.
+    """Accumulates gradients over microbatches: a loop, then the peeled last microbatch.
+
+    The last microbatch runs outside of the loop if its backward can overlap the
+    deferred reduction, see `_num_looped`:
+
+    | iteration | backward runs on | `grads` afterwards |
+    |---|---|---|
+    | 0 <= i < looped | `shards` | sums over 0 to i, partial over deferred axes |
+    | last, in `finished` | `last`, with `earlier` = the sums so far | complete |
+    | last, not in `finished` | `last` | sums over all microbatches, still partial |
 
     Returns:
-      The gradients of what is trained, summed over all ranks; the model state; and
+      The gradients of trained parameters, summed over all ranks; the model state; and
       `(totals[accumulate], counts[accumulate], aux)` of this rank.
     """
     if plan.mesh.shape["pp"] > 1:
@@ -162,6 +175,8 @@ def _accumulate(
     xs = (jnp.arange(accumulate), rows)
     example = (model_state, jax.tree.map(lambda x: x[0], rows), key)
     scale = jnp.asarray(1.0 if loss_scale is None else loss_scale)
+    # Traced once, on the first microbatch's shapes: the loop and the peeled iteration
+    # replay the same jaxprs.
     loss, gathers = trace_loss(call, shards, *example, axes=axes)
     run, once = trace_gradients(loss, shards, *example, scale, axes=axes)
     backward = _backward(aux_format, key, scale)
@@ -182,13 +197,17 @@ def _accumulate(
         finished = once & _finished_in_backward(plan, gathers)
         last = _finishing(plan, shards, grads if looped else None, finished)
         if finished:
+            # Traced again, since shards in `finished` have other sinks.
             run = gradients_of(trace_loss(call, last, *example)[0])
         new, state, out = backward(run, last, state, jax.tree.map(lambda x: x[-1], xs))
+        # Finished gradients include the earlier sums: the backward pass added them.
         grads = [
             n if row.name in finished or not looped else _plus(row, g, n)
             for row, g, n in zip(plan.rows_in_step, grads, new, strict=True)
         ]
         outs.append(jax.tree.map(lambda x: x[None], out))
+    # Gradients finished in the backward pass of the last microbatch are reduced
+    # already.
     reduced = [
         grad
         if row.name in finished
@@ -204,13 +223,14 @@ def _accumulate(
 def _backward(aux_format: AuxFormat, key: Array, scale: Array) -> Callable[..., Any]:
     """Makes `fn(run, shards, state, (index, rows)) -> (grads, state, out)`.
 
-    It is one microbatch, by a function from `gradients_of`: the gradients as they leave
-    through the sinks of the shards, those of the loss times `scale`.
+    It runs one microbatch with a function from `gradients_of`. The gradients are the
+    cotangents of each shard's `sink`: those of the loss times `scale`.
     """
 
     def backward(run, shards, state, x):
         index, rows = x
         shards = _not_before(shards, rows)
+        # Per microbatch, as fold_rank is per rank: no dropout mask is drawn twice.
         own_key = jax.random.fold_in(key, index)
         grads, total, count, aux, state = run(shards, state, rows, own_key, scale)
         return grads, state, (total, count, aux_format.take_apart(aux))
@@ -219,7 +239,7 @@ def _backward(aux_format: AuxFormat, key: Array, scale: Array) -> Callable[..., 
 
 
 def _num_looped(plan: Plan, accumulate: int) -> int:
-    """Microbatches in the loop; one more comes after it unless these are all."""
+    """Returns the number of microbatches in the loop: all, or all but the last."""
     if accumulate == 1:
         return 0
     is_peeled = plan.config.overlap_outer and bool(plan.late_axes)
@@ -227,11 +247,12 @@ def _num_looped(plan: Plan, accumulate: int) -> int:
 
 
 def _finished_in_backward(plan: Plan, gathers: dict[str, int]) -> set[str]:
-    """Names of parameters whose gradients the last backward can finish, unit by unit.
+    """Returns the names of parameters whose gradients the last backward can reduce.
 
-    Those of stacks, since what happens in a loop over layers must be written into it;
-    the gradient of any other unit is ready when its backward is. And only if the stack
-    is gathered once: each gather adds what earlier microbatches accumulated.
+    It reduces them unit by unit. They are parameters of stacks: a reduction that is to
+    overlap a loop over layers must be part of that loop, whereas the gradient of any
+    other unit is ready when its backward ends. The stack must be gathered exactly once,
+    since each gather adds the gradient accumulated over earlier microbatches.
     """
     if not (plan.config.overlap_outer and plan.late_axes):
         return set()
@@ -245,7 +266,7 @@ def _finished_in_backward(plan: Plan, gathers: dict[str, int]) -> set[str]:
 def _finishing(
     plan: Plan, shards: Sequence[Shard], earlier: Grads | None, finished: set[str]
 ) -> list[Shard]:
-    """The shards of the last microbatch, whose backward finishes some gradients."""
+    """Returns the shards of the last microbatch; its backward completes `finished`."""
     data_axes = axes_in_use(plan.mesh, DATA_AXES)
     finishing = []
     for i, shard in enumerate(shards):
@@ -266,6 +287,8 @@ def _shards(plan: Plan, values: Sequence[Any], scale: float) -> list[Shard]:
     return [
         Shard(
             value,
+            # Zeros of the gradient's shape: the cotangent of this input is the
+            # gradient, so its dtype and sharding can differ from those of the weight.
             None if row.frozen else _sink(plan, row, row.placements.gradient),
             None,
             row,
@@ -276,12 +299,14 @@ def _shards(plan: Plan, values: Sequence[Any], scale: float) -> list[Shard]:
 
 
 def _sink(plan: Plan, row: ParamPlan, axes: tuple[str, ...]) -> Array:
-    """Zeros in the shape and dtype of a gradient that is split over `axes`."""
+    """Returns zeros in the shape and dtype of a gradient sharded over `axes`."""
     shape = list(row.padded_shape)
     stack = 0 if row.is_staged else None
     for dim, split in ((row.dim, axes), (row.expert_dim, ("ep",)), (stack, ("pp",))):
         if dim is not None:
             shape[dim] //= num_devices(plan.mesh, split)
+    # Shapes within the step are local to the manual axes; tp is automatic, so that its
+    # dim keeps the global size and is constrained below.
     zeros = jnp.zeros(shape, row.precision.main_grads)
     if row.tensor_dim is None or not row.is_under_tp:
         return zeros
@@ -290,10 +315,11 @@ def _sink(plan: Plan, row: ParamPlan, axes: tuple[str, ...]) -> Array:
 
 
 def _not_before(shards: Sequence[Shard], rows: PyTree) -> list[Shard]:
-    """Ties the shards of units to a microbatch's rows.
+    """Ties the shards of units to a microbatch's rows with an optimization barrier.
 
-    Gathering them does not depend on the rows, so XLA may move it out of the loop over
-    microbatches (on the CPU it does), where all units' whole weights would stay.
+    Gathering the shards does not depend on the rows, so XLA may hoist it out of the
+    loop over microbatches (on CPUs it does), and the unsharded weights of all units
+    would stay in memory.
     """
     in_units = [shard.value for shard in shards if shard.row.unit != ROOT]
     in_units, _ = lax.optimization_barrier((in_units, rows))
@@ -307,7 +333,10 @@ def _not_before(shards: Sequence[Shard], rows: PyTree) -> list[Shard]:
 
 
 def _over_mesh(plan: Plan, local: Callable[..., Any], out_specs: Any):
-    """`shard_map` with a plan's in_specs: `local(values, batch, rng, model_state)`."""
+    """Applies `shard_map` with the in_specs of a plan to `local`.
+
+    `local` has the arguments `(values, batch, rng, model_state)`.
+    """
     whole = PartitionSpec()
     specs = [row.spec(row.placements.optimizer) for row in plan.rows_in_step]
 
@@ -336,9 +365,10 @@ def _plus(row: ParamPlan, grad: Array | None, new: Array | None) -> Array | None
 def _peaks(
     grads: Sequence[Array], data_axes: tuple[str, ...]
 ) -> Float[Array, " trainable"]:
-    """The largest magnitude in each gradient; infinite if not all of it is finite.
+    """Returns the largest magnitude in each gradient; infinite if any is not finite.
 
-    Not NaN: which of NaN and a number is larger is for a reduction to choose.
+    Infinite instead of NaN, because whether a max reduction propagates NaN depends on
+    its implementation.
     """
 
     def peak(grad):
@@ -357,7 +387,10 @@ def _all_divided(
 
 
 def _divided(grad: Array, count: Array) -> Array:
-    """In a wide dtype: float16 ends at 65,504, and bfloat16 counts in steps."""
+    """Divides in float32 at least.
+
+    float16 overflows above 65,504, and bfloat16 cannot represent every integer count.
+    """
     wide = jnp.promote_types(grad.dtype, jnp.float32)
     return (grad.astype(wide) / count.astype(wide)).astype(grad.dtype)
 
@@ -367,5 +400,5 @@ def _sum(x: Array, data_axes: tuple[str, ...]) -> Array:
 
 
 def _at_least_one(count: Array) -> Array:
-    """A batch without a single token has the loss 0, not 0 / 0."""
+    """Replaces a count of 0 by 1: a batch without tokens has loss 0, not NaN."""
     return jnp.where(count == 0, jnp.ones_like(count), count)

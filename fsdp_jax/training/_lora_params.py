@@ -1,4 +1,4 @@
-"""What fills a plan with LoRA, what comes of it, and what of it need not be saved."""
+"""Parameters of a plan with LoRA: create, merge, and save without frozen parameters."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from fsdp_jax.training._trainable import trainable
 
 
 def base_mould(plan: Plan) -> PyTree:
-    """The mould of the user's own parameters under a plan with LoRA.
+    """Returns the abstract parameters of the user's own model under a plan with LoRA.
 
-    To load a model into: as in `plan.params["base"]`, and what is stored in codes as it
-    computes.
+    Load a model into this tree. Leaves are those of `plan.params["base"]`; a weight
+    that is stored quantized appears in its compute dtype.
     """
     _refuse_without_lora(plan, "base_mould")
     treedef = jax.tree.structure(plan.model.adapted.model.params)
@@ -41,20 +41,22 @@ def add_lora(
     *,
     factors: PyTree | None = None,
 ) -> PyTree:
-    """The parameters of a plan with LoRA, of those of the base.
+    """Builds the parameters of a plan with LoRA from those of the base model.
 
     Args:
-      plan: With `FSDPConfig(lora=...)`.
-      base: In `base_mould(plan)`. What is stored as it is, is taken over.
-      key: To draw the factors; their product is zero whatever it is.
-      factors: In the place of `key`: `{path: {"lora_a", "lora_b"}}`, as
-        `bridge.load_lora(...).factors` are.
+      plan: Plan with `FSDPConfig(lora=...)`.
+      base: Parameters of the base model, matching `base_mould(plan)`. Weights that are
+        stored unquantized are reused, not copied.
+      key: PRNG key to draw the factors; their product is zero for every key.
+      factors: Factors to use instead of `key`: `{path: {"lora_a", "lora_b"}}`, as in
+        `bridge.load_lora(...).factors`.
 
     Returns:
-      Parameters in the mould `plan.params`, for `init`.
+      Parameters that match `plan.params`, for `init`.
 
     Raises:
-      ValueError: If `base` or `factors` do not fit.
+      ValueError: If `base` or `factors` do not fit the plan, or not exactly one of
+        `key` and `factors` is given.
     """
     check_fits(base, base_mould(plan), "base")
     if (key is None) == (factors is None):
@@ -82,16 +84,16 @@ def add_lora(
 
 
 def merge_lora(plan: Plan, params: PyTree, dtype: DTypeLike | None = None) -> PyTree:
-    """The user's own parameters with the factors merged in: `w + scale * a @ b`.
+    """Returns the user's parameters with the factors merged in: `w + scale * a @ b`.
 
     Args:
-      plan: With `FSDPConfig(lora=...)`.
-      params: Its parameters, or those of its `TrainState`.
-      dtype: Of what has factors or was stored in codes; the sum is made in float32 and
-        rounded once. None: as it computes.
+      plan: Plan with `FSDPConfig(lora=...)`.
+      params: Parameters of the plan, or those of its `TrainState`.
+      dtype: Dtype of weights that have factors or were stored quantized; the sum is
+        computed in float32 and rounded once. None for the compute dtype.
 
     Returns:
-      A tree like `base_mould(plan)`, sharded like it.
+      A tree like `base_mould(plan)`, with its shardings.
     """
     mould = base_mould(plan)
     treedef = jax.tree.structure(plan.model.adapted.model.params)
@@ -111,25 +113,25 @@ def merge_lora(plan: Plan, params: PyTree, dtype: DTypeLike | None = None) -> Py
 
 
 def trained_state(plan: Plan, state: TrainState) -> TrainState:
-    """The state without frozen parameters, None in their place: what need be saved.
+    """Returns the state with None in place of frozen parameters: the part worth saving.
 
     Args:
-      plan: With `frozen` or `lora`.
-      state: With arrays, or the mould of one, to load what was saved.
+      plan: Plan with `frozen` or `lora`.
+      state: State of arrays, or an abstract state to load a saved one into.
     """
     return dataclasses.replace(state, params=trainable(plan, state.params))
 
 
 def with_frozen(plan: Plan, state: TrainState, params: PyTree) -> TrainState:
-    """A state from `trained_state` with its frozen parameters put back.
+    """Restores the frozen parameters of a state from `trained_state`.
 
     Args:
-      plan: That of the state, on any mesh.
-      state: As loaded into `trained_state(plan, abstract_state(plan, tx))`.
-      params: In the mould `plan.params`; what is trained is not read.
+      plan: Plan of the state, on any mesh.
+      state: State loaded into `trained_state(plan, abstract_state(plan, tx))`.
+      params: Parameters that match `plan.params`; only frozen ones are read.
 
     Raises:
-      ValueError: If `params` does not fit.
+      ValueError: If `params` does not fit the plan.
     """
     check_fits(params, plan.params, "params")
     packed = plan.treedef.flatten_up_to(pack(params, plan.packed_params))
@@ -140,7 +142,7 @@ def with_frozen(plan: Plan, state: TrainState, params: PyTree) -> TrainState:
 
 
 def _struct(plan: Plan, weight: Any) -> jax.ShapeDtypeStruct:
-    """A weight that is stored in codes, split as if it were not."""
+    """Returns the abstract array of a quantized weight, sharded as if unquantized."""
     axes = plan.placements.optimizer
     num_shards = num_devices(plan.mesh, axes)
     dim, padding = choose_split(
@@ -152,7 +154,7 @@ def _struct(plan: Plan, weight: Any) -> jax.ShapeDtypeStruct:
 
 
 def _placed(plan: Plan, factors: PyTree) -> PyTree:
-    """Where factors lie; raises a `ValueError` if they are not those of the plan."""
+    """Returns the shardings of factors; raises a `ValueError` if these do not fit."""
     mould = plan.params["lora"]
     have = {n: {p: x.shape for p, x in pair.items()} for n, pair in factors.items()}
     want = {n: {p: x.shape for p, x in pair.items()} for n, pair in mould.items()}

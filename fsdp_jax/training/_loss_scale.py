@@ -1,4 +1,4 @@
-"""A factor of the loss that keeps float16 gradients from vanishing."""
+"""Dynamic loss scaling, which keeps float16 gradients from underflowing."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from jaxtyping import Array, Bool, Float, Int
 
 @dataclasses.dataclass(frozen=True)
 class LossScale:
-    """How the factor of the loss grows and shrinks.
+    """Dynamic loss scale: its growth and backoff rules.
 
-    After `growth_interval` steps in a row whose gradients are finite it is multiplied
-    by `growth_factor`. A step with one that is not is passed over, and the
-    `hysteresis`-th of these without growth between them multiplies it by
-    `backoff_factor`, as does each one after that.
+    After `growth_interval` consecutive steps with finite gradients the scale is
+    multiplied by `growth_factor`. A step with a non-finite gradient is skipped; the
+    `hysteresis`-th such step since the last growth multiplies the scale by
+    `backoff_factor`, and so does each one after it.
 
     Args:
-      initial_scale: Of the first step.
-      growth_factor: At least 1; 1 for a scale that never grows.
-      backoff_factor: Above 0, below 1.
-      growth_interval: Steps.
-      hysteresis: Steps; 1 shrinks at the first, as torch does.
-      min_scale: It is never less.
+      initial_scale: Scale of the first step.
+      growth_factor: Factor of growth, at least 1; 1 for a scale that never grows.
+      backoff_factor: Factor of backoff, above 0 and below 1.
+      growth_interval: Number of consecutive finite steps before the scale grows.
+      hysteresis: Number of non-finite steps before the scale shrinks; 1 shrinks at the
+        first, as torch does.
+      min_scale: Lower bound of the scale.
 
     Source: torch.amp `GradScaler` (its defaults are these, and its hysteresis 1);
       Megatron `grad_scaler.py::DynamicGradScaler` (hysteresis 2, min_scale 1).
@@ -39,7 +40,7 @@ class LossScale:
     min_scale: float = 1.0
 
     def __post_init__(self):
-        """Checks the ranges; all offenders in one message."""
+        """Validates the ranges and reports all violations in one message."""
         wrong = {
             "initial_scale is at least min_scale": self.initial_scale < self.min_scale,
             "min_scale is above 0": self.min_scale <= 0,
@@ -53,7 +54,7 @@ class LossScale:
             raise ValueError(f"{self}: {said}.")
 
     def start(self) -> ScaleState:
-        """The state before the first step."""
+        """Returns the state before the first step."""
         return ScaleState(
             jnp.float32(self.initial_scale),
             jnp.int32(0),
@@ -61,13 +62,20 @@ class LossScale:
         )
 
     def update(self, state: ScaleState, is_finite: Bool[Array, ""]) -> ScaleState:
-        """The state after a step whose gradients are finite, or not."""
+        """Returns the state after a step.
+
+        Args:
+          state: State before the step.
+          is_finite: Whether all gradients of the step are finite.
+        """
+        # Branch-free, since `is_finite` is known on the device only.
         left = jnp.where(is_finite, state.hysteresis, state.hysteresis - 1)
         good = jnp.where(is_finite, state.good_steps + 1, 0)
         grows, shrinks = good >= self.growth_interval, left <= 0
         smaller = jnp.maximum(state.scale * self.backoff_factor, self.min_scale)
         larger = state.scale * self.growth_factor
-        # float32 ends: a scale that is infinite would never come back.
+        # Growth past the float32 maximum would be infinite, and no backoff could undo
+        # it.
         larger = jnp.where(jnp.isfinite(larger), larger, state.scale)
         scale = jnp.where(
             is_finite, state.scale, jnp.where(shrinks, smaller, state.scale)
@@ -86,12 +94,12 @@ class LossScale:
 )
 @dataclasses.dataclass(frozen=True)
 class ScaleState:
-    """Where a `LossScale` stands.
+    """State of a `LossScale`.
 
     Attributes:
-      scale: The factor of the next step.
-      good_steps: Steps in a row that were finite, since it last grew.
-      hysteresis: Steps that may still fail before it shrinks.
+      scale: Scale of the next step.
+      good_steps: Number of consecutive finite steps since the scale last grew.
+      hysteresis: Number of non-finite steps left before the scale shrinks.
     """
 
     scale: Float[Array, ""]

@@ -1,4 +1,4 @@
-"""Steps that nearly do not fit: said before they fail, or grow slow."""
+"""Warnings about compiled steps that nearly exceed device memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fsdp_jax._report import format_bytes
 from fsdp_jax._tree import PyTree
 
 NEARLY_FULL = 0.95
-"""The part of a device's memory from which on a step is said to be near its end."""
+"""Fraction of device memory at or above which a step is reported as nearly full."""
 
 _FIX = (
     "Take fewer rows a microbatch (accumulate=...), save less for backward "
@@ -21,16 +21,16 @@ _FIX = (
 
 
 class MemoryWarning(UserWarning):
-    """A compiled step takes nearly all of the device's memory, or XLA made it fit.
+    """A compiled step nearly fills device memory, or XLA rematerialized to fit it.
 
-    The numbers are right in both cases. What fails is the next longer row, the next
-    version of XLA or a second program beside it; and what XLA recomputes of itself is
-    chosen without knowing what is cheap to recompute.
+    The results are correct in both cases. A longer row, another version of XLA or a
+    second program on the device may run out of memory; and XLA chooses what it
+    recomputes without knowing what is cheap to recompute.
     """
 
 
 def compiled_bytes(compiled: jax.stages.Compiled) -> int:
-    """Bytes on a device at the fullest moment: what XLA assigned buffers to."""
+    """Returns the peak bytes per device in a program's buffer assignment."""
     stats = compiled.memory_analysis()
     assert stats is not None
     return (
@@ -42,10 +42,10 @@ def compiled_bytes(compiled: jax.stages.Compiled) -> int:
 
 
 def memory_alarms(compiled: jax.stages.Compiled, limit: int) -> tuple[str, ...]:
-    """What is to be said of a compiled program's memory; empty if all is well.
+    """Returns warnings about a compiled program's memory; empty if there are none.
 
     Args:
-      compiled: The program.
+      compiled: Compiled program.
       limit: Bytes that a device has for it.
     """
     alarms = []
@@ -65,19 +65,20 @@ def memory_alarms(compiled: jax.stages.Compiled, limit: int) -> tuple[str, ...]:
 
 
 def num_rematerialized(text: str) -> int:
-    """Instructions of a module that XLA's own rematerialization has copied.
+    """Counts the HLO instructions that XLA's own rematerialization pass duplicated.
 
-    It marks the names of its copies; what `jax.checkpoint` recomputes has no such mark.
+    XLA appends `.remat` to the names of these copies; what `jax.checkpoint` recomputes
+    has no such suffix.
     """
     return len(re.findall(r"^\s*(?:ROOT )?%?[\w.\-]*\.remat[\w.\-]* = ", text, re.M))
 
 
 class MemoryWatch:
-    """Looks at each program of a step once, before it first runs.
+    """Memory check of each program of a step, once, before it first runs.
 
     Attributes:
-      limit: Bytes that a device has; None for as many as the backend says, of which
-        that for CPUs says nothing, and then nothing is looked at.
+      limit: Bytes of a device; None for the limit that the backend reports. The CPU
+        backend reports none, and then nothing is checked.
     """
 
     def __init__(self, limit: int | None = None):
@@ -87,7 +88,7 @@ class MemoryWatch:
         self._seen: set[Any] = set()
 
     def look(self, jitted: Any, state: PyTree, batch: PyTree) -> None:
-        """Warns with a `MemoryWarning` for each alarm of the program that will run."""
+        """Emits a `MemoryWarning` for each alarm of the program about to run."""
         shapes = tuple((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(batch))
         if shapes in self._seen:
             return
@@ -95,7 +96,7 @@ class MemoryWatch:
         limit = self.limit or _limit_of(jax.tree.leaves(state)[0])
         if limit is None:
             return
-        # The call that follows takes this very program: it is compiled once.
+        # The call that follows reuses this executable: it is compiled only once.
         for alarm in memory_alarms(jitted.lower(state, batch).compile(), limit):
             warnings.warn(MemoryWarning(alarm), stacklevel=3)
 

@@ -1,4 +1,4 @@
-"""What an optimizer has to be for a step: a function of gradients, state and loss."""
+"""Checks that a step can run an optimizer: abstract state, arguments of its update."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import optax
 
 from fsdp_jax._tree import PyTree, leaf_name
 
-# What an optimizer raises that is given other parameters or arguments than it needs.
+# Exceptions that optax transformations raise on unsuitable parameters or arguments.
 OPTIMIZER_ERRORS = (TypeError, ValueError, AttributeError, KeyError)
 
 
 def abstract_optimizer_state(tx: optax.GradientTransformation, params: PyTree) -> Any:
-    """The shapes of what `tx.init` makes.
+    """Returns the abstract state that `tx.init` makes.
 
     Args:
-      tx: The optimizer.
-      params: What it sees for the parameters, arrays or shapes.
+      tx: Optimizer.
+      params: Parameters as the optimizer sees them, arrays or abstract arrays.
 
     Raises:
-      ValueError: If it cannot start from a tree of parameters, or is
+      ValueError: If `tx.init` fails on a tree of parameters, or `tx` is
         `optax.MultiSteps`.
     """
     try:
@@ -34,12 +34,12 @@ def abstract_optimizer_state(tx: optax.GradientTransformation, params: PyTree) -
 
 
 def needs_loss(tx: optax.GradientTransformation, params: PyTree, state: PyTree) -> bool:
-    """Traces one update, to see what the step has to give the optimizer.
+    """Traces one update to determine whether the optimizer needs the loss.
 
     Args:
-      tx: The optimizer.
-      params: What it sees for the parameters, shapes.
-      state: From `abstract_optimizer_state`.
+      tx: Optimizer.
+      params: Abstract parameters as the optimizer sees them.
+      state: State from `abstract_optimizer_state`.
 
     Returns:
       Whether its update needs `value=loss`, as that of
@@ -47,8 +47,8 @@ def needs_loss(tx: optax.GradientTransformation, params: PyTree, state: PyTree) 
 
     Raises:
       ValueError: If it needs more than gradients, state, parameters and the loss, or
-        returns anything but an update of each parameter and a state like the one it was
-        given.
+        does not return one update per parameter and a state of the same structure and
+        shapes as its input.
     """
     loss = jax.ShapeDtypeStruct((), jnp.float32)
     try:
@@ -109,7 +109,7 @@ def _check_same(what: str, got: PyTree, like: str, want: PyTree) -> None:
 
 
 def _refuse_multi_steps(opt_state: PyTree) -> None:
-    """Accumulating in the optimizer would keep a second set of gradients, unreduced."""
+    """Raises on `optax.MultiSteps`: it would keep a second, unreduced gradient set."""
     nodes = jax.tree.leaves(
         opt_state, is_leaf=lambda n: isinstance(n, optax.MultiStepsState)
     )

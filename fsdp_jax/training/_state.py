@@ -1,4 +1,4 @@
-"""What a training run carries from step to step, and how it is born sharded."""
+"""Train state: its construction, its sharding, and its abstract form."""
 
 from __future__ import annotations
 
@@ -37,24 +37,26 @@ from fsdp_jax.training._unnamed import all_of, unnamed_arrays
 )
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """Everything a step reads and writes.
+    """State that a training step reads and writes.
 
-    There is no public way to replace `params` alone: what the optimizer derived from
-    the old ones would silently win at the next step. Start again with `init`.
+    There is no public way to replace `params` alone: values that the optimizer derived
+    from the old ones would silently win at the next step. Start again with `init`.
 
-    As made by `abstract_state` its leaves are `jax.ShapeDtypeStruct`s: the mould. An
-    array that the devices do not divide is a `Padded` leaf; `fsdp_jax.unpack` makes
-    plain arrays of all.
+    From `abstract_state` its leaves are `jax.ShapeDtypeStruct`s. An array that the
+    devices do not divide evenly is a `Padded` leaf; `fsdp_jax.unpack` makes plain
+    arrays of all leaves.
 
     Attributes:
-      step: Steps made so far.
-      params: The parameters, in the placement and dtype of `plan.params`.
-      opt_state: The optax state, every array of it split like its parameter.
-      model_state: Arrays of the model that are no parameters (dropout keys, BatchNorm
-        statistics), whole on every device.
-      rng: The key from which each step, microbatch and data rank derives its own.
-      num_skipped: Steps that left everything as it was, see `make_train_step`.
-      loss_scale: Where a dynamic loss scale stands; None without one.
+      step: Number of steps made so far.
+      params: Parameters, with the shardings and dtypes of `plan.params`.
+      opt_state: State of the optax transformation, each array sharded like its
+        parameter.
+      model_state: Arrays of the model that are not parameters (dropout keys, BatchNorm
+        statistics), replicated on every device.
+      rng: PRNG key from which each step, microbatch and data rank derives its own.
+      num_skipped: Number of steps that left everything unchanged, see
+        `make_train_step`.
+      loss_scale: State of a dynamic loss scale; None without one.
     """
 
     step: Int[Array, ""]
@@ -67,14 +69,14 @@ class TrainState:
 
 
 def init_params(plan: Plan, key: Key[Array, ""]) -> PyTree:
-    """Makes the parameters at random, each device only its own shards.
+    """Initializes the parameters from a key; each device computes only its own shards.
 
     Args:
-      plan: From `fully_shard`.
-      key: Handed to the plan's `make_model`.
+      plan: Plan from `fully_shard`.
+      key: PRNG key, passed to the plan's `make_model`.
 
     Returns:
-      The parameters in the mould `plan.params`; the same numbers on every mesh.
+      Parameters that match `plan.params`, with the same values on every mesh.
     """
 
     def make(key):
@@ -97,27 +99,28 @@ def init(
     step: int = 0,
     loss_scale: LossScale | None = None,
 ) -> TrainState:
-    """Starts training from `params`: makes the optimizer state, sharded like them.
+    """Makes the initial training state, with optimizer state sharded like `params`.
 
-    Or goes on with one that comes from elsewhere, such as the moments of a run that
-    Megatron began: `optax.tree.set(tx.init(params), mu=mu, nu=nu, count=count)`.
+    The optimizer state may come from elsewhere, such as the moments of a run that began
+    in Megatron: `optax.tree.set(tx.init(params), mu=mu, nu=nu, count=count)`.
 
     Args:
-      plan: From `fully_shard`.
+      plan: Plan from `fully_shard`.
       tx: Any optax transformation.
-      params: In the mould `plan.params`, from `init_params` or a checkpoint. The state
-        takes them over: the first step donates them.
-      rng: Where dropout and other randomness starts; default `jax.random.key(0)`.
-      model_state: The model's arrays that are no parameters, in the mould
-        `plan.model_state`, e.g. BatchNorm statistics of a trained model. None: as
-        `make_model(rng)` makes them.
-      opt_state: The state of `tx` for these `params`, plain arrays in their logical
-        shapes, sharded in any way. None: as `tx.init` makes it.
-      step: Steps made so far, where `opt_state` is that of a run.
-      loss_scale: That of `make_train_step`, where it has one.
+      params: Parameters that match `plan.params`, from `init_params` or a checkpoint.
+        The state takes ownership of them: the first step donates them.
+      rng: PRNG key of dropout and other randomness; default `jax.random.key(0)`.
+      model_state: Arrays of the model that are not parameters, matching
+        `plan.model_state`, e.g. BatchNorm statistics of a trained model. None for those
+        that `make_model(rng)` makes.
+      opt_state: State of `tx` for these `params`, plain arrays in their logical shapes
+        with any sharding. None for that of `tx.init`.
+      step: Number of steps made so far, where `opt_state` is that of a run.
+      loss_scale: Loss scale passed to `make_train_step`, if any.
 
     Raises:
-      ValueError: If `params` or `opt_state` does not fit; all offenders in one message.
+      ValueError: If `params`, `opt_state` or `model_state` does not fit the plan; each
+        message lists all offenders of one tree.
     """
     check_fits(params, plan.params, "params")
     if opt_state is not None:
@@ -131,7 +134,7 @@ def init(
         if model_state is None:
             _, model_state = plan.model.split(trace_model(plan.make_model, rng))
         zero = jnp.zeros((), jnp.int32)
-        # A copy, since the state is donated and the caller's key is not ours to delete.
+        # Copied, since the state is donated and must not delete the caller's key.
         key = jax.random.wrap_key_data(
             jax.random.key_data(rng), impl=jax.random.key_impl(rng)
         )
@@ -146,6 +149,7 @@ def init(
 
     wanted = (mould.step, mould.opt_state, mould.model_state, mould.rng)
     wanted = (*wanted, mould.num_skipped, mould.loss_scale)
+    # One jit with output shardings: each device computes only its own shards.
     make_rest = jax.jit(rest, out_shardings=sharding_of(wanted))
     made, opt_state, *others = make_rest(params, rng, model_state, opt_state)
     if any(row.is_padded for row in plan.rows):
@@ -158,7 +162,7 @@ def init(
 def _check_opt_state(
     plan: Plan, tx: optax.GradientTransformation, opt_state: PyTree
 ) -> None:
-    """Raises one `ValueError` that lists what `tx` would not have made so."""
+    """Raises one `ValueError` that lists all differences from the state `tx` makes."""
     mould = abstract_optimizer_state(tx, seen_by_optimizer(plan, plan.params))
     have, want = dict(named_leaves(opt_state)), dict(named_leaves(mould))
     problems = [f"missing: {name}" for name in want if name not in have]
@@ -178,11 +182,12 @@ def _check_opt_state(
 
 
 def _pack_each(plan: Plan, params: PyTree) -> PyTree:
-    """Pads what rests padded; all else is handed on, not copied."""
+    """Pads the parameters stored padded; returns all others uncopied."""
 
     def to_rest(leaf, mould):
         if not isinstance(mould, Padded):
             return leaf
+        # One jit per padded leaf: a jit over the tree would copy the unpadded leaves.
         packing = functools.partial(pack, mould=mould)
         return jax.jit(packing, out_shardings=mould.value.sharding)(leaf)
 
@@ -196,7 +201,13 @@ def abstract_state(
     tx: optax.GradientTransformation,
     loss_scale: LossScale | None = None,
 ) -> TrainState:
-    """The mould of a `TrainState`: shapes, dtypes and shardings, no memory taken."""
+    """Returns the abstract `TrainState`: shapes, dtypes and shardings, without arrays.
+
+    Args:
+      plan: Plan from `fully_shard`.
+      tx: Any optax transformation.
+      loss_scale: Loss scale passed to `make_train_step`, if any.
+    """
     whole = NamedSharding(plan.mesh, PartitionSpec())
     key = jax.eval_shape(lambda: jax.random.key(0))
 
@@ -222,9 +233,9 @@ def abstract_state(
 
 
 def gather(tree: PyTree) -> PyTree:
-    """Makes every array of a sharded tree whole on every device, in its logical shape.
+    """Replicates every array of a sharded tree on every device, in its logical shape.
 
-    For looking at small things: it takes the memory of the whole tree on each device.
+    It is meant for small trees: each device holds the whole tree.
     """
     return unpack(jax.tree.map(_gather_leaf, tree))
 
@@ -237,7 +248,7 @@ def _gather_leaf(leaf: Array) -> Array:
 
 
 def check_fits(tree: PyTree, mould: PyTree, what: str) -> None:
-    """Raises one `ValueError` that lists every leaf of `tree` that misfits `mould`."""
+    """Raises one `ValueError` that lists every leaf that does not match `mould`."""
     have, want = dict(named_leaves(tree)), dict(named_leaves(mould))
     problems = [f"missing: {name}" for name in want if name not in have]
     problems += [f"unexpected: {name}" for name in have if name not in want]
@@ -266,16 +277,17 @@ def _misfits(name: str, leaf: Any, mould: jax.ShapeDtypeStruct) -> list[str]:
 
 
 def _abstract_opt_state(plan: Plan, tx: optax.GradientTransformation) -> PyTree:
-    """Shards the optimizer's arrays by path and shape, whatever the optimizer.
+    """Shards the optimizer's arrays by path and shape, for any optimizer.
 
     An array whose path ends in a parameter's path belongs to that parameter. If it has
-    its shape it is split like it; if not (Adafactor's factors), or if it belongs to
-    none, over the same axes on a dim of its own. What has no dim of at least 2 elements
-    is whole, and what belongs to a parameter that is whole.
+    the parameter's shape, it is sharded like it; if not (Adafactor's factors), or if it
+    belongs to no parameter, it is sharded over the same axes on a dim of its own. An
+    array without a dim of at least 2 elements is replicated, and so is one that belongs
+    to a replicated parameter.
 
-    An array that belongs to none may hold values of several, by their position, such as
-    the one vector of `optax.flatten`: it says of which, so that a checkpoint of it does
-    not load for others.
+    An array that belongs to no parameter may hold values of several by position, such
+    as the one vector of `optax.flatten`. Its `Padded.of` identifies the parameters, so
+    that a checkpoint of it does not load for others.
     """
     params = seen_by_optimizer(plan, plan.params)
     flat, _ = jax.tree_util.tree_flatten_with_path(params)
@@ -307,6 +319,8 @@ def _abstract_opt_state(plan: Plan, tx: optax.GradientTransformation) -> PyTree:
 def _parameter_of(
     path: tuple[Any, ...], rows: dict[tuple[Any, ...], ParamPlan]
 ) -> ParamPlan | None:
+    # Longest suffix first. optax nests copies of the parameter tree in its own state,
+    # so that the path of a moment ends in the path of its parameter.
     suffixes = (path[start:] for start in range(len(path) + 1))
     return next((rows[suffix] for suffix in suffixes if suffix in rows), None)
 
@@ -314,14 +328,19 @@ def _parameter_of(
 def _row_of_its_own(
     plan: Plan, shape: tuple[int, ...], owner: ParamPlan | None
 ) -> ParamPlan:
-    """How an array is split that has not the shape of the parameter it belongs to."""
+    """Returns the plan of an array that does not have the shape of its parameter.
+
+    The owner is None for an array that belongs to no parameter.
+    """
     row = owner or plan.rows[0]
-    # Of experts too: what has no dim of experts is split over `ep` as all else.
+    # Also for the arrays of experts: without an expert dim of its own, an array is
+    # split over `ep` like any other.
     placements = plan.placements
     if owner is not None and not owner.is_expert:
         placements = owner.placements
     num_shards = num_devices(plan.mesh, placements.optimizer)
-    # Of a stack of layers: each stage has what belongs to its own.
+    # An array with the stack dim of its parameter is split over the pipeline stages
+    # too.
     is_staged = bool(owner and owner.is_staged and shape[:1] == owner.shape[:1])
     if num_shards == 1:
         dim, padding = None, 0
@@ -330,8 +349,9 @@ def _row_of_its_own(
     elif owner:
         dim, padding = choose_split(shape, num_shards, num_stacked=int(is_staged))
     else:
-        # The first dim that divides: of a stack, whole members. What none of divides is
-        # coefficients, and no state that grows with the model.
+        # The first dim that divides evenly, so that members of a stack stay unsharded.
+        # An array without such a dim holds coefficients, not state that grows with the
+        # model.
         even = (d for d, size in enumerate(shape) if size and not size % num_shards)
         dim, padding = next(even, None), 0
     if dim is None:
@@ -350,9 +370,9 @@ def _row_of_its_own(
 
 
 def _has_its_split_dim(shape: tuple[int, ...], owner: ParamPlan) -> bool:
-    """Whether an array differs from its parameter in dims that are not split.
+    """Returns whether an array differs from its parameter only in unsharded dims.
 
-    Such are the scales of moments in 8 bits: each lies beside what it is the scale of.
+    Scales of 8-bit moments are such arrays: each scale is stored with its elements.
     """
     dim = owner.dim
     if dim is None or len(shape) != len(owner.shape):

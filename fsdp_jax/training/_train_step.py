@@ -1,4 +1,4 @@
-"""One training step of a plan: gather, compute, reduce, update, in one program."""
+"""The training step of a plan: gather, compute, reduce and update in one program."""
 
 from __future__ import annotations
 
@@ -38,29 +38,29 @@ def value_and_grad(
     *,
     calculate_per_token_loss: bool = False,
 ) -> Callable[..., Any]:
-    """The sharded `jax.value_and_grad`, for a training loop of one's own.
+    """Makes the sharded `jax.value_and_grad`, for custom training loops.
 
     Args:
-      plan: From `fully_shard`.
+      plan: Plan from `fully_shard`.
       loss_fn: `loss_fn(model, batch) -> loss`, the mean over the rows of `batch`; it
-        sees whole weights and this device's rows. If it has an argument `rng`, it gets
-        a key of its own for each data rank and microbatch.
-      has_aux: `loss_fn` returns `(loss, aux)`. Floating-point scalars of `aux` are
-        averaged over ranks and microbatches, integer ones summed, and arrays are put
-        together along their first dim, as rows of the batch.
-      accumulate: Microbatches a call; gradients are their mean.
-      calculate_per_token_loss: `loss_fn` returns `(sum, count)` in the place of the
-        loss, which then is the sum of all sums over the sum of all counts, so that each
-        token weighs the same however many its rank and microbatch have. Megatron's
-        word; without it, each rank and microbatch weighs the same.
+        sees unsharded weights and this device's rows. If it has an argument `rng`, it
+        gets a different key for each data rank and microbatch.
+      has_aux: Whether `loss_fn` returns `(loss, aux)`. Floating-point scalars of `aux`
+        are averaged over ranks and microbatches, integer ones summed, and arrays are
+        concatenated along their first dim, as rows of the batch.
+      accumulate: Number of microbatches per call; gradients are their mean.
+      calculate_per_token_loss: Whether `loss_fn` returns `(sum, count)` instead of the
+        loss. The loss then is the sum of all sums over the sum of all counts, so that
+        each token weighs the same however many its rank and microbatch have. The name
+        is Megatron's; without it, each rank and microbatch weighs the same.
 
     Returns:
-      `fn(params, batch, *, rng=None, model_state=None) -> ((loss, aux), grads)`; `aux`
-      is None without `has_aux`. Gradients come in the mould `plan.grads`, None where
-      frozen (see `trainable` and `apply_updates`), and for the state of flax's fp8
-      products its next values, which `make_train_step` puts there. The loss is the mean
-      over the global batch. With `model_state`, which a model with dropout or BatchNorm
-      needs, the result is `((loss, aux, model_state), grads)`. It is jitted.
+      `fn(params, batch, *, rng=None, model_state=None) -> ((loss, aux), grads)`,
+      jitted; `aux` is None without `has_aux`. Gradients match `plan.grads`: None for
+      frozen parameters (see `trainable` and `apply_updates`), and for the state of
+      flax's fp8 products its next values, which `make_train_step` writes back. The loss
+      is the mean over the global batch. With `model_state`, which a model with dropout
+      or BatchNorm needs, the result is `((loss, aux, model_state), grads)`.
 
     Raises:
       ValueError: From the call, if the batch does not divide into ranks and
@@ -92,14 +92,15 @@ def value_and_grad(
 
 @dataclasses.dataclass(frozen=True)
 class TrainStep:
-    """A compiled training step: `state, metrics = step(state, batch)`.
+    """Jitted training step: `state, metrics = step(state, batch)`.
 
     Attributes:
-      plan: What it was made for.
-      accumulate: Microbatches a step.
-      jitted: The `jax.jit` function of `(state, batch)`; the state is donated.
-      check_for_nan_in_grad: Whether each call waits for the step and checks it.
-      watch: Looks at the memory of each program before it first runs.
+      plan: Plan that it was made for.
+      accumulate: Number of microbatches per step.
+      jitted: `jax.jit` function of `(state, batch)`; the state is donated.
+      check_for_nan_in_grad: Whether each call blocks on the step and checks its
+        gradients.
+      watch: Memory check of each program before it first runs.
     """
 
     plan: Plan
@@ -112,7 +113,7 @@ class TrainStep:
     )
 
     def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, PyTree]:
-        """Runs one step; the old state is given up to make room for the new one.
+        """Runs one step; the old state is donated.
 
         Raises:
           FloatingPointError: With `check_for_nan_in_grad`, if a gradient is not finite;
@@ -122,13 +123,14 @@ class TrainStep:
         report_progress(f"call {next(self._calls)} of the train step")
         batch = place_batch(self.plan, batch)
         self.watch.look(self.jitted, state, batch)
+        # `state` is deleted by donation from here on.
         new, metrics = settle(self.plan.mesh, self.jitted(state, batch))
         if self.check_for_nan_in_grad:
             raise_if_not_finite(self.plan, metrics["grad_peaks"], int(new.step))
         return new, metrics
 
     def lower(self, state: PyTree, batch: PyTree) -> jax.stages.Lowered:
-        """Lowers the step for concrete or abstract arguments, to look at it."""
+        """Lowers the step for concrete or abstract arguments, for inspection."""
         check_batch(self.plan, batch, self.accumulate)
         shapes = jax.tree.map(
             lambda x, sharding: jax.ShapeDtypeStruct(
@@ -159,39 +161,41 @@ def make_train_step(
     """Makes the step that updates a `TrainState` with one batch.
 
     Args:
-      plan: From `fully_shard`.
-      loss_fn: As for `value_and_grad`.
-      tx: The optimizer that made the state.
-      has_aux: As for `value_and_grad`.
-      accumulate: Microbatches a step; a step with k equals one with the whole batch.
-      calculate_per_token_loss: As for `value_and_grad`.
-      update_model_state: `fn(model)`, called once a step behind the microbatches, with
-        the state of all ranks, to change what the optimizer does not: what is no
-        parameter, and parameters that are frozen, as a router's bias, from the tokens
-        counted (see `Tally`). It changes the model or returns another; what it does to
-        parameters that are trained is lost.
-      check_for_nan_in_grad: Raise `FloatingPointError` with the names of the parameters
-        whose gradients are not finite. Each step is then waited for.
-      skip_nonfinite: Leave parameters, optimizer and model state as they were where a
-        gradient is not finite, and count it in `state.num_skipped`.
-      loss_scale: For float16: gradients are those of the loss times a factor, which
-        is divided out before anything sees them, and which finds its size by itself;
-        steps where they are not finite are passed over and counted, as with
-        `skip_nonfinite`. The state is made with `init(..., loss_scale=...)`.
-      report_grad_peaks: Put `grad_peaks` into the metrics also without the two.
-      compiler_options: XLA's, for this program alone, as `jax.jit` takes them; {} for
-        none. Default `fsdp_jax.compiler_options()` on GPUs, and none elsewhere. A name
-        that XLA does not know raises when the step compiles.
-      memory_limit: Bytes of a device that the step may take. Before a program first
-        runs, a `MemoryWarning` says if it takes 95 % of them, or if XLA recomputes
-        things of itself to fit. Default what the device says it has; CPUs say nothing,
-        and are not looked at.
+      plan: Plan from `fully_shard`.
+      loss_fn: Loss function, as in `value_and_grad`.
+      tx: Optimizer that made the state.
+      has_aux: Whether `loss_fn` returns `(loss, aux)`, as in `value_and_grad`.
+      accumulate: Number of microbatches per step; a step with k equals one with the
+        whole batch.
+      calculate_per_token_loss: Whether `loss_fn` returns `(sum, count)`, as in
+        `value_and_grad`.
+      update_model_state: `fn(model)`, called once per step after the microbatches, with
+        the state of all ranks, to change arrays that the optimizer does not: arrays
+        that are not parameters, and frozen parameters such as a router's bias, from the
+        tokens counted (see `Tally`). It modifies the model or returns another; changes
+        to trained parameters are discarded.
+      check_for_nan_in_grad: Whether to raise `FloatingPointError` with the names of the
+        parameters whose gradients are not finite. Each call then blocks on its step.
+      skip_nonfinite: Whether to leave parameters, optimizer and model state unchanged
+        if a gradient is not finite, and count the step in `state.num_skipped`.
+      loss_scale: Dynamic loss scale for float16: gradients are those of the loss times
+        a factor, which is divided out before anything reads them and adapts by itself.
+        Steps with non-finite gradients are skipped and counted, as with
+        `skip_nonfinite`. Make the state with `init(..., loss_scale=...)`.
+      report_grad_peaks: Whether metrics hold `grad_peaks` also without these options.
+      compiler_options: XLA options for this program alone, as `jax.jit` takes them; {}
+        for none. Default `fsdp_jax.compiler_options()` on GPUs, and none elsewhere. A
+        name that XLA does not know raises when the step compiles.
+      memory_limit: Bytes per device that the step may use. Before a program first runs,
+        a `MemoryWarning` reports if it uses 95 % of them, or if XLA rematerialized to
+        fit. Default the limit that the device reports; CPUs report none and are not
+        checked.
 
     Returns:
       `step(state, batch) -> (state, metrics)`, where metrics hold `loss`, `grad_norm`
-      (of the gradient before the optimizer sees it), with `has_aux` `aux`, and
-      `grad_peaks` where asked for: the largest magnitude of each gradient, for
-      `largest_grads`.
+      (of the gradient before the optimizer sees it), with `loss_scale` the `loss_scale`
+      of the step, with `has_aux` `aux`, and where requested `grad_peaks`: the largest
+      magnitude of each gradient, for `largest_grads`.
 
     Raises:
       ValueError: If two options contradict each other, or the optimizer is
@@ -216,11 +220,13 @@ def make_train_step(
     update = make_update(plan, tx, mould, may_skip=skips)
 
     def step(state: TrainState, batch: PyTree):
+        # `state.rng` is constant over a run: each step folds in its own number.
         rng = jax.random.fold_in(state.rng, state.step)
         scale = state.loss_scale
         ((loss, aux), model_state, peaks), grads = compute(
             state.params, batch, rng, state.model_state, scale and scale.scale
         )
+        # Decided on the device: the host need not wait for the step to skip it.
         skip = ~jnp.isfinite(peaks).all() if skips else jnp.array(False)
         params = state.params
         if update_model_state:
@@ -229,7 +235,8 @@ def make_train_step(
             plain = unless(skip, given, plain) if skips else plain
             params = to_rest(plan, mould, plain)
         with jax.named_scope("optimizer"):
-            # Apart from the keys of the ranks, which count from zero.
+            # Distinct from the keys of data ranks, which fold in their index, counted
+            # from 0.
             key = jax.random.fold_in(rng, 2**31 - 1)
             given = (params, state.opt_state, grads, skip, key, loss)
             params, opt_state = update(*given)
@@ -258,7 +265,9 @@ def make_train_step(
 
     jitted = jax.jit(
         step,
+        # The new state reuses the buffers of the old one: only one is in memory.
         donate_argnums=0,
+        # Pinned, so that the next step compiles to the same program.
         out_shardings=(shardings, None),
         compiler_options=options_for(plan.mesh, compiler_options),
     )
@@ -269,7 +278,10 @@ def make_train_step(
 def _updated(
     plan: Plan, update: Callable[[Any], Any], params: PyTree, model_state: PyTree
 ) -> tuple[PyTree, PyTree]:
-    """Frozen parameters and state after `update` has had the model in its hands."""
+    """Returns parameters and model state after `update` has modified the model.
+
+    Only frozen parameters change: those that are trained keep their values.
+    """
     model = plan.model.merge(params, model_state)
     changed = update(model)
     new, after = plan.model.split(model if changed is None else changed)

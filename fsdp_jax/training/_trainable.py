@@ -1,4 +1,4 @@
-"""Parameters that are not trained: out of what the optimizer sees, and back."""
+"""Partition of the parameters into optimized and other ones, and its inverse."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from fsdp_jax.sharding._plan import Plan
 
 
 def trainable(plan: Plan, tree: PyTree) -> PyTree:
-    """What of such a tree the optimizer moves; None in the place of the rest.
+    """Replaces leaves that the optimizer does not update by None.
 
-    optax passes over None, so `tx.init(trainable(plan, params))` makes no state for
-    what is frozen.
+    The tree has the structure of the parameters.
+
+    optax skips None, so `tx.init(trainable(plan, params))` makes no state for frozen
+    parameters.
     """
     leaves = plan.treedef.flatten_up_to(tree)
     rows = zip(plan.rows, leaves, strict=True)
@@ -26,12 +28,15 @@ def trainable(plan: Plan, tree: PyTree) -> PyTree:
 
 
 def overwrite(plan: Plan, params: PyTree, grads: PyTree) -> PyTree:
-    """The parameters, with gradients in the place of what these are the next value of.
+    """Replaces parameters by gradients that are their next values.
+
+    These are the parameters marked as flax's overwrite_with_gradient, such as fp8
+    scales.
 
     Args:
-      plan: From `fully_shard`.
+      plan: Plan from `fully_shard`.
       params: All parameters.
-      grads: As from `value_and_grad`, plain.
+      grads: Gradients from `value_and_grad`, plain arrays.
     """
     triples = zip(
         plan.rows,
@@ -45,10 +50,11 @@ def overwrite(plan: Plan, params: PyTree, grads: PyTree) -> PyTree:
 
 
 def seen_by_optimizer(plan: Plan, params: PyTree) -> PyTree:
-    """What the optimizer takes for the parameters, arrays or shapes of them.
+    """Returns the parameters as the optimizer sees them, arrays or abstract arrays.
 
-    That is what it moves. With stochastic rounding it is wide: moments in bfloat16
-    would never decay, since 0.999 of one rounds to itself.
+    Leaves that it does not update are None. With stochastic rounding the others are
+    widened to float32: moments in bfloat16 would never decay, since 0.999 times one
+    rounds to itself.
     """
     trained = trainable(plan, params)
     if not plan.config.mp_policy.stochastic_rounding:
@@ -63,13 +69,13 @@ def apply_updates(
     *,
     key: Key[Array, ""] | None = None,
 ) -> PyTree:
-    """`optax.apply_updates` that leaves frozen parameters as they are.
+    """Applies `optax.apply_updates` to optimized parameters; leaves the rest unchanged.
 
     Args:
-      plan: From `fully_shard`.
+      plan: Plan from `fully_shard`.
       params: All parameters.
-      updates: From `tx.update`, None where frozen.
-      key: For stochastic rounding, another one each step.
+      updates: Updates from `tx.update`, None for frozen parameters.
+      key: PRNG key of stochastic rounding, a new one each step.
 
     Raises:
       ValueError: If the plan rounds stochastically and there is no key.
@@ -92,7 +98,7 @@ def apply_updates(
 
 
 def put_frozen(plan: Plan, params: PyTree, new: PyTree) -> PyTree:
-    """The parameters, with those of `new` in the place of what is frozen."""
+    """Returns the parameters with frozen ones taken from `new`."""
     pairs = zip(
         plan.rows,
         plan.treedef.flatten_up_to(params),

@@ -1,7 +1,7 @@
-"""Optimizer state that no path gives to one parameter, and that gradients change.
+"""Optimizer state that no path assigns to one parameter and that gradients change.
 
-Such are the one vector of `optax.flatten`, and a tuple of moments in the order of the
-parameters. Whether an array is such, its update says: it follows from gradients.
+Examples are the one vector of `optax.flatten`, and a tuple of moments in the order of
+the parameters. They are found in the traced update: their values depend on gradients.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Path = tuple[Any, ...]
 
 
 def all_of(rows: Sequence[ParamPlan]) -> str:
-    """A short name for these parameters in this order; others have another."""
+    """Returns a short name of these parameters in this order, with a hash of them."""
     said = json.dumps([[row.name, row.shape] for row in rows])
     digest = hashlib.sha256(said.encode()).hexdigest()[:8]
     return f"all {len(rows)} trained parameters, {digest}"
@@ -37,13 +37,13 @@ def unnamed_arrays(
     state: PyTree,
     is_unnamed: Callable[[Path], bool],
 ) -> set[Path]:
-    """The paths in an optimizer state of arrays with values of several parameters.
+    """Returns the paths of arrays in an optimizer state that mix several parameters.
 
     Args:
-      tx: The optimizer.
-      params: Shapes of what it takes for the parameters.
-      state: Shapes of its state for these.
-      is_unnamed: Whether a path ends in no parameter's.
+      tx: Optimizer.
+      params: Abstract parameters as the optimizer sees them.
+      state: Abstract state of `tx` for these parameters.
+      is_unnamed: Predicate of a path: whether it ends in no parameter's path.
     """
     flat, _ = jax.tree_util.tree_flatten_with_path(
         state, is_leaf=lambda node: isinstance(node, Dealt)
@@ -54,14 +54,14 @@ def unnamed_arrays(
     try:
         moved = _moved_by_gradients(tx, params, state)
     except OPTIMIZER_ERRORS:
-        # It wants more than gradients: take all of it for moved. Whether a step can
-        # give it that is for the step to say.
+        # The update needs more than gradients: assume that all of its state depends on
+        # them. Whether a step can run it is checked by `needs_loss`.
         return asked
     return asked & moved
 
 
 def _is_array(leaf: Any) -> bool:
-    """Whether it is more than one number, and neither PRNG keys nor known by name."""
+    """Returns whether a leaf has several elements, and is no PRNG keys or `Dealt`."""
     if isinstance(leaf, Dealt) or jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
         return False
     return leaf.size > 1
@@ -70,10 +70,10 @@ def _is_array(leaf: Any) -> bool:
 def _moved_by_gradients(
     tx: optax.GradientTransformation, params: PyTree, state: PyTree
 ) -> set[Path]:
-    """The paths of what an update makes from gradients.
+    """Returns the paths of state whose new values depend on gradients.
 
-    As far as its program shows at its first level: what an inner program makes follows
-    from all that it is given.
+    Only the first level of the jaxpr is followed: all results of an inner jaxpr are
+    taken to depend on all of its arguments.
     """
     paths, _ = jax.tree_util.tree_flatten_with_path(state)
     closed = jax.make_jaxpr(lambda *args: tx.update(*args)[1])(params, state, params)

@@ -1,4 +1,4 @@
-"""What the optimizer does in a step, on the device or streamed from the host."""
+"""The optimizer update of a step, on the device or streamed from the host."""
 
 from __future__ import annotations
 
@@ -24,29 +24,29 @@ from fsdp_jax.training._trainable import (
 )
 
 Update = Callable[..., tuple[PyTree, PyTree]]
-"""`(params, opt_state, grads, skip, key, loss)` to `(params, opt_state)` of a state."""
+"""`(params, opt_state, grads, skip, key, loss) -> (params, opt_state)`, packed."""
 
 
 def make_update(
     plan: Plan, tx: optax.GradientTransformation, mould: TrainState, *, may_skip: bool
 ) -> Update:
-    """Makes the update of a plan.
+    """Makes the optimizer update of a plan.
 
     Args:
-      plan: From `fully_shard`.
-      tx: The optimizer.
-      mould: Of the state.
-      may_skip: Whether everything stays as it is where `skip` is true.
+      plan: Plan from `fully_shard`.
+      tx: Optimizer.
+      mould: Abstract state.
+      may_skip: Whether the update leaves everything unchanged where `skip` is true.
 
     Raises:
-      ValueError: If a step cannot serve the optimizer.
+      ValueError: If a step cannot run the optimizer.
     """
     seen = seen_by_optimizer(plan, plan.params)
     with_loss = needs_loss(tx, seen, abstract_optimizer_state(tx, seen))
 
     def update(params, opt_state, grads, skip, key, loss):
         plain, grads = unpack(params), unpack(grads)
-        # The loss of the global batch, which is alike on all ranks.
+        # The loss of the global batch, the same on all ranks.
         extra = {"value": loss} if with_loss else {}
         updates, new_state = tx.update(
             trainable(plan, grads),
@@ -67,7 +67,7 @@ def make_update(
 
 
 def to_rest(plan: Plan, mould: TrainState, params: PyTree) -> PyTree:
-    """Plain parameters on the device as they are in a state, on the host if there."""
+    """Returns plain parameters in their stored layout: padded, offloaded to host."""
     packed, offload = pack(params, mould.params), plan.config.offload
     if not (offload and offload.params):
         return packed
@@ -78,21 +78,21 @@ def to_rest(plan: Plan, mould: TrainState, params: PyTree) -> PyTree:
 
 
 def in_dtypes_of(mould: PyTree, tree: PyTree) -> PyTree:
-    """Keeps each array in the dtype that it was made in.
+    """Casts each array to its dtype in `mould`.
 
-    A moment that widens with the gradient would make the second step another program,
-    and its checkpoint one that does not load.
+    A moment that widened with the gradient would recompile the second step, and its
+    checkpoint would not load.
     """
     return jax.tree.map(lambda leaf, new: new.astype(leaf.dtype), mould, tree)
 
 
 def unless(is_bad: Any, old: PyTree, new: PyTree) -> PyTree:
-    """The new arrays; where `is_bad`, the old ones."""
+    """Selects the new arrays, or the old ones where `is_bad`."""
     return jax.tree.map(lambda o, n: jnp.where(is_bad, o, n), old, new)
 
 
 def _streamed(update: Update, offload: Offload, mould: TrainState) -> Update:
-    """The update of a state parts of which rest on the host."""
+    """Wraps the update of a state that is partly stored on the host."""
     moulds = (mould.params, mould.opt_state)
     chosen = (offload.params, offload.optimizer)
     flags = tuple(
@@ -106,6 +106,8 @@ def _streamed(update: Update, offload: Offload, mould: TrainState) -> Update:
         given = (params, opt_state, *others)
         grads, *_ = others
         here = jax.tree.map(lambda _: False, others)
+        # Nothing is fetched before the gradients exist, so that no optimizer state
+        # occupies device memory during the backward pass.
         options = {"order": _by_parameter(moulds), "after": grads}
         return stream(update, given, (*flags, *here), flags, **options)
 
@@ -113,7 +115,7 @@ def _streamed(update: Update, offload: Offload, mould: TrainState) -> Update:
 
 
 def _by_parameter(moulds: tuple[PyTree, PyTree]) -> list[int]:
-    """The leaves of both, such that those of one parameter are neighbours."""
+    """Returns leaf indices of both trees, with those of one parameter adjacent."""
     params, _ = jax.tree_util.tree_flatten_with_path(moulds[0])
     rank = {path: i for i, (path, _) in enumerate(params)}
     flat, _ = jax.tree_util.tree_flatten_with_path(moulds)

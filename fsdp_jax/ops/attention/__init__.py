@@ -1,1 +1,1 @@
-"""Attention over context-parallel ranks."""
+"""Context-parallel attention: the sequence is split over the ranks of `cp`."""

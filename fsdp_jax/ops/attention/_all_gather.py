@@ -1,4 +1,4 @@
-"""Attention over a sequence that is split over `cp`: keys and values are gathered."""
+"""Context-parallel attention that all-gathers keys and values over `cp`."""
 
 from __future__ import annotations
 
@@ -43,26 +43,26 @@ def all_gather_attention(
     sinks: Float[Array, " heads"] | None = None,
     axis: str = "cp",
 ) -> Float[Array, "batch seq heads v_head_dim"]:
-    """Attends causally over rows whose tokens are split over `axis`.
+    """Computes causal attention over rows whose tokens are split over `axis`.
 
-    Each rank gathers the keys and values of whole rows, and attends to them with its
-    own queries: one collective a layer in the place of a ring of them, and the memory
-    of whole rows of keys and values, of which grouped heads have few. Their gradients
-    are reduce-scattered. Rows lie in the order of `zigzag`.
+    Each rank all-gathers the keys and values of whole rows and attends to them with its
+    own queries: one collective per layer instead of a ring of them, at the memory of
+    whole rows of keys and values, which are small with grouped heads. Their gradients
+    are reduce-scattered. Rows are in the order of `zigzag`.
 
     Args:
-      query: As in `ring_attention`, as all below.
-      key: Of this rank.
-      value: Of this rank.
-      scale: Multiplies the scores.
-      segment_ids: Texts packed in one row.
-      window: Tokens that a query sees.
-      softcap: Bends scores.
-      sinks: Scores without a value.
-      axis: The mesh axis.
+      query: Queries of this rank, as in `ring_attention`, like all arguments below.
+      key: Keys of this rank.
+      value: Values of this rank.
+      scale: Factor of the scores.
+      segment_ids: Segment ids of documents packed in one row; None for one per row.
+      window: Number of tokens that a query sees; None for all before it.
+      softcap: Bound of the scores, by tanh; None for none.
+      sinks: Scores per head that take part in the softmax without a value.
+      axis: Mesh axis.
 
     Returns:
-      For each query the mean of the values it attends to.
+      The attention output of each query.
 
     Raises:
       ValueError: If a rank's part of a row does not divide into two chunks.
@@ -85,19 +85,24 @@ def all_gather_attention(
 def _pairs(
     form: Form, ranks: int, asked: Asked, rank: Array
 ) -> tuple[tuple[Pairs, bool], ...]:
-    """Those on the diagonal, and the squares before it: as many on each rank.
+    """Returns diagonal pairs, and full squares before them: equally many on each rank.
 
-    The earlier chunk sees as many chunks as its number says, the later one what makes
-    `2 * ranks - 1` of them.
+    The earlier chunk sees as many chunks as its index says, the later one the rest of
+    `2 * ranks - 1`.
     """
     blocks = asked.query.shape[0]
     own = triangles(form, rank, ranks, blocks * form.block)
     if ranks == 1:
         return ((own, True),)
     chunks = chunks_of(rank, ranks)
+    # Square i, 0 <= i < 2 * ranks - 1: the first `rank` squares belong to the earlier
+    # chunk (at = 0, keys of chunk i), the others to the later one (at = 1, keys of
+    # chunk i - rank).
     number = jnp.arange(2 * ranks - 1, dtype=jnp.int32)
     at = jnp.where(number < rank, 0, 1)
     seen = jnp.where(number < rank, number, number - rank)
+    # Gathered keys are ordered by rank, two chunks each: chunk c < ranks is the first
+    # of rank c, any other the second of rank 2 * ranks - 1 - c.
     place = jnp.where(seen < ranks, 2 * seen, 2 * (2 * ranks - 1 - seen) + 1)
     chunk = blocks * form.block // 2
     before = pairs_of_chunks((at, chunks[at]), (place, seen), chunk, form.block)

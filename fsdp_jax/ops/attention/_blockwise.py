@@ -1,8 +1,8 @@
-"""Attention a block of queries and a block of keys at a time, forward and backward.
+"""Blockwise attention: one block of queries and one of keys at a time, with backward.
 
-Which blocks meet is said by lists of pairs, so that the same loop runs a causal
-triangle, a ring's step and what is left of a gathered row. Scores of a pair are all
-that is ever held of them: softmax is kept as a running maximum and sum, in float32.
+Lists of pairs select the blocks that meet, so that the same loop runs a causal
+triangle, a step of a ring, and the remainder of a gathered row. Only the scores of one
+pair are stored at a time: the softmax is kept as a running maximum and sum, in float32.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 BLOCK = 1024
-"""Tokens of a block at most: of 32 heads' scores, 128 MiB."""
+"""Maximum number of tokens per block: 128 MiB of float32 scores for 32 heads."""
 
-# Rows are the queries of a block, one head of a group after the other.
+# `rows` = heads per group * block: the queries of a block for each head of a group.
 Queries = Float[Array, "blocks batch kv_heads rows dim"]
 Stats = Float[Array, "blocks batch kv_heads rows"]
 KeyBlocks = Float[Array, "blocks batch kv_heads block dim"]
@@ -28,12 +28,12 @@ KeyBlocks = Float[Array, "blocks batch kv_heads block dim"]
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """What does not change from pair to pair.
+    """Static parameters of blockwise attention, the same for all pairs.
 
     Attributes:
-      scale: Multiplies scores.
-      softcap: Bends them; None for not at all.
-      block: Tokens of a block.
+      scale: Factor of the scores.
+      softcap: Bound of the scores, by tanh; None for none.
+      block: Number of tokens per block.
     """
 
     scale: float
@@ -42,12 +42,12 @@ class Form:
 
 
 class Keys(NamedTuple):
-    """Keys, values and the segments that they belong to, in blocks.
+    """Keys, values and their segment ids, in blocks.
 
     Attributes:
-      key: Keys.
-      value: Values.
-      segments: `int[blocks, batch, block]`; None for one text a row.
+      key: Keys, `[blocks, batch, kv_heads, block, head_dim]`.
+      value: Values, `[blocks, batch, kv_heads, block, v_head_dim]`.
+      segments: Segment ids, `int[blocks, batch, block]`; None for one document per row.
     """
 
     key: KeyBlocks
@@ -56,12 +56,13 @@ class Keys(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """Queries in blocks, and what each of them may see.
+    """Queries in blocks, and the limits of what each of them sees.
 
     Attributes:
-      query: Queries.
-      segments: As those of keys.
-      window: How many tokens, its own included; None for all before it.
+      query: Queries, `[blocks, batch, kv_heads, rows, head_dim]`.
+      segments: Segment ids of the queries; None for one document per row.
+      window: Number of tokens that a query sees, its own included; None for all before
+        it.
     """
 
     query: Queries
@@ -70,12 +71,12 @@ class Asked(NamedTuple):
 
 
 class Softmax(NamedTuple):
-    """A softmax under way.
+    """State of an online softmax.
 
     Attributes:
-      mixed: Sums of values, weighted.
-      top: The largest score so far.
-      total: The sum of the weights.
+      mixed: Weighted sums of values, relative to `top`.
+      top: Largest score so far.
+      total: Sum of the weights, relative to `top`.
     """
 
     mixed: Queries
@@ -84,12 +85,12 @@ class Softmax(NamedTuple):
 
 
 class Pairs(NamedTuple):
-    """Blocks that meet.
+    """Pairs of a block of queries and a block of keys.
 
     Attributes:
-      query: Which blocks of queries.
-      key: Which blocks of keys.
-      behind: By how many tokens the first query stands behind the first key.
+      query: Index of each block of queries.
+      key: Index of each block of keys.
+      behind: Position of the first query minus position of the first key, in tokens.
     """
 
     query: Int[Array, " pairs"]
@@ -106,14 +107,14 @@ class Grads(NamedTuple):
 
 
 def block_of(chunk: int) -> int:
-    """The size of the blocks that a chunk of so many tokens is cut into."""
+    """Returns the block size for a chunk: its largest divisor up to `BLOCK`."""
     return max(size for size in range(1, min(chunk, BLOCK) + 1) if chunk % size == 0)
 
 
 def blocks_of_heads(
     heads: Float[Array, "batch seq heads dim"], block: int, groups: int
 ) -> Float[Array, "blocks batch kv_heads rows dim"]:
-    """Cuts heads into blocks; those of a group are one after the other."""
+    """Reshapes heads into blocks; the heads of a group are consecutive in `rows`."""
     batch, seq, number, dim = heads.shape
     cut = heads.reshape(batch, seq // block, block, groups, number // groups, dim)
     return cut.transpose(1, 0, 3, 4, 2, 5).reshape(
@@ -124,7 +125,7 @@ def blocks_of_heads(
 def heads_of_blocks(
     blocks: Float[Array, "blocks batch kv_heads rows dim"], block: int
 ) -> Float[Array, "batch seq heads dim"]:
-    """The inverse of `blocks_of_heads`."""
+    """Inverts `blocks_of_heads`."""
     count, batch, groups, rows, dim = blocks.shape
     cut = blocks.reshape(count, batch, groups, rows // block, block, dim)
     return cut.transpose(1, 0, 4, 2, 3, 5).reshape(
@@ -135,7 +136,7 @@ def heads_of_blocks(
 def blocks_of_ids(
     ids: Int[Array, "batch seq"] | None, block: int
 ) -> Int[Array, "blocks batch block"] | None:
-    """Cuts segment ids likewise."""
+    """Reshapes segment ids into blocks."""
     if ids is None:
         return None
     batch, seq = ids.shape
@@ -145,14 +146,14 @@ def blocks_of_ids(
 def pairs_of_chunks(
     queries: tuple[Any, Any], keys: tuple[Any, Any], chunk: int, block: int, **how: bool
 ) -> Pairs:
-    """The pairs of blocks within pairs of chunks.
+    """Returns the pairs of blocks within pairs of chunks.
 
     Args:
-      queries: Places of the chunks of queries, and their numbers in the row.
-      keys: The same of the chunks of keys that they meet.
-      chunk: Tokens of a chunk.
-      block: Of a block.
-      **how: `triangle=True` where they are the same, and what is after a query is left
+      queries: Local indices of the chunks of queries, and their indices in the row.
+      keys: Local indices and row indices of the chunks of keys that they meet.
+      chunk: Number of tokens per chunk.
+      block: Number of tokens per block.
+      **how: `triangle=True` if both are the same chunk: keys after a query are left
         out.
     """
     count = chunk // block
@@ -171,16 +172,17 @@ def pairs_of_chunks(
 
 
 def join_pairs(*some: Pairs) -> Pairs:
-    """One list of several."""
+    """Concatenates lists of pairs."""
     return Pairs(*(jnp.concatenate(parts) for parts in zip(*some, strict=True)))
 
 
 def begin(query: Queries, value: KeyBlocks) -> Softmax:
-    """A softmax of nothing."""
+    """Returns the state of a softmax over no keys."""
     wide = _wide(query)
     stats = query.shape[:-1]
     return Softmax(
         jnp.zeros((*stats, value.shape[-1]), wide),
+        # Not -inf: `top - new_top` would be NaN while no key has been seen.
         jnp.full(stats, jnp.finfo(wide).min, wide),
         jnp.zeros(stats, wide),
     )
@@ -189,16 +191,15 @@ def begin(query: Queries, value: KeyBlocks) -> Softmax:
 def attend(
     form: Form, asked: Asked, keys: Keys, state: Softmax, pairs: Pairs, *, causal: bool
 ) -> Softmax:
-    """Adds what the pairs see to a softmax.
+    """Adds the scores and values of pairs to a softmax.
 
     Args:
-      form: How.
-      asked: The queries.
-      keys: The keys.
-      state: The softmax so far.
-      pairs: Which blocks meet; with a window, those that do not see each other are
-        passed over.
-      causal: Whether keys of a pair may stand behind its queries.
+      form: Static parameters.
+      asked: Queries.
+      keys: Keys and values.
+      state: Softmax so far.
+      pairs: Pairs of blocks; with a window, pairs out of its reach are skipped.
+      causal: Whether keys of a pair may come after its queries and must be masked.
     """
 
     def visit(state: Softmax, pair: Pairs) -> Softmax:
@@ -206,6 +207,7 @@ def attend(
         scores, seen = _scores(form, asked, keys, pair, causal)
         new_top = jnp.maximum(top, _where(seen, scores, top[..., None]).max(-1))
         weights = _where(seen, jnp.exp(scores - new_top[..., None]), 0)
+        # Rescales the sums so far, which are relative to the old maximum.
         fade = jnp.exp(top - new_top)
         value = keys.value[pair.key]
         added = jnp.einsum(
@@ -225,7 +227,7 @@ def attend(
 def finish(
     state: Softmax, sinks: Float[Array, "kv_heads rows"] | None
 ) -> tuple[Queries, Stats]:
-    """What queries attend to, and the log of the sum of their exponentials."""
+    """Returns the attention output, and the log-sum-exp of scores and sinks."""
     log_sum = state.top + jnp.log(state.total)
     if sinks is None:
         return state.mixed / state.total[..., None], log_sum
@@ -237,12 +239,12 @@ def finish(
 
 
 class Known(NamedTuple):
-    """What backward knows of a query.
+    """Per-query inputs of the backward pass.
 
     Attributes:
-      grad: The cotangent of what it attended to.
-      log_sum: From `finish`.
-      delta: The product of cotangent and result.
+      grad: Cotangent of the attention output.
+      log_sum: Log of the sum of exponentials, from `finish`.
+      delta: Inner product of cotangent and output.
     """
 
     grad: Queries
@@ -251,13 +253,13 @@ class Known(NamedTuple):
 
 
 def known_of(grad: Queries, out: Queries, log_sum: Stats) -> Known:
-    """What backward begins with."""
+    """Computes the per-query inputs of the backward pass."""
     delta = jnp.sum(grad.astype(log_sum.dtype) * out.astype(log_sum.dtype), -1)
     return Known(grad, log_sum, delta)
 
 
 def no_grads(asked: Asked, keys: Keys) -> Grads:
-    """Zeros."""
+    """Returns gradients of zeros, float32 at least."""
     wide = _wide(asked.query)
     zeros = (jnp.zeros(x.shape, wide) for x in (asked.query, keys.key, keys.value))
     return Grads(*zeros)
@@ -273,17 +275,20 @@ def attend_backward(
     *,
     causal: bool,
 ) -> Grads:
-    """Adds the gradients of what the pairs see."""
+    """Adds the gradients of pairs to `grads`."""
 
     def visit(grads: Grads, pair: Pairs) -> Grads:
         wide = functools.partial(jnp.einsum, preferred_element_type=grads.query.dtype)
         query, key, value = asked.query[pair.query], *(x[pair.key] for x in keys[:2])
         grad, log_sum, delta = jax.tree.map(lambda x: x[pair.query], known)
         scores, seen = _scores(form, asked, keys, pair, causal)
+        # Softmax weights, recomputed from the saved log-sum.
         weights = _where(seen, jnp.exp(scores - log_sum[..., None]), 0)
         of_weights = wide("bgqd,bgkd->bgqk", grad, value)
         of_scores = weights * (of_weights - delta[..., None]) * form.scale
         if form.softcap is not None:
+            # `scores` are capped already: the derivative of softcap * tanh(s /
+            # softcap).
             of_scores *= 1 - (scores / form.softcap) ** 2
         of_scores = of_scores.astype(query.dtype)
         weights = weights.astype(grad.dtype)
@@ -299,7 +304,7 @@ def attend_backward(
 def sinks_backward(
     sinks: Float[Array, "kv_heads rows"] | None, known: Known
 ) -> Float[Array, "kv_heads rows"] | None:
-    """The gradient of what takes part in the softmax and has no value."""
+    """Returns the gradient of the sinks."""
     if sinks is None:
         return None
     wide = sinks.astype(known.log_sum.dtype)[None, None]
@@ -311,7 +316,8 @@ def _over(window, block: int, visit, state, pairs: Pairs):
     def body(state, pair: Pairs):
         if window is None:
             return visit(state, pair), None
-        # The nearest of its keys is out of sight of the nearest of its queries.
+        # Skip the pair if even its first query and last key are farther apart than the
+        # window.
         is_hidden = pair.behind - (block - 1) >= window
         return lax.cond(is_hidden, lambda s, _: s, visit, state, pair), None
 
@@ -321,7 +327,7 @@ def _over(window, block: int, visit, state, pairs: Pairs):
 def _scores(
     form: Form, asked: Asked, keys: Keys, pair: Pairs, causal: bool
 ) -> tuple[Float[Array, ...], Bool[Array, ...] | None]:
-    """The scores of a pair, and which of them count; None for all."""
+    """Returns the scores of a pair, and a mask of those that count; None for all."""
     query, key = asked.query[pair.query], keys.key[pair.key]
     products = jnp.einsum(
         "bgqd,bgkd->bgqk", query, key, preferred_element_type=_wide(query)

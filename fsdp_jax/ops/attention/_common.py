@@ -1,4 +1,4 @@
-"""What the forms of context parallel attention have in common."""
+"""Helpers shared by ring and all-gather attention."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from fsdp_jax.ops.attention._blockwise import (
 from fsdp_jax.ops.attention._zigzag import check_chunks, chunks_of, ranks_along
 
 SCOPES = ("ring_attention", "all_gather_attention", "ulysses_attention")
-"""The named scopes of all that they send."""
+"""Named scopes of the collectives of context-parallel attention."""
 
 SAVED = "context_attention"
-"""The name of what backward needs of forward."""
+"""`checkpoint_name` of the forward results that the backward pass needs."""
 
 
 def form_of(length: int, scale: float, softcap: float | None, axis: str) -> Form:
-    """How a rank with `length` tokens of a row attends."""
+    """Returns the `Form` of attention on a rank with `length` tokens of a row."""
     if (ranks := ranks_along(axis)) == 1:
         return Form(scale, softcap, block_of(length))
     check_chunks({"attention": length * ranks}, ranks)
@@ -45,7 +45,7 @@ def cut(
     window: Any,
     sinks: Array | None,
 ) -> tuple[Asked, Keys, Array | None]:
-    """The arguments of an attention in blocks."""
+    """Reshapes the arguments of an attention into blocks."""
     block, groups = form.block, key.shape[2]
     query, key, value = (jnp.asarray(heads) for heads in (query, key, value))
     segments = blocks_of_ids(segment_ids, block)
@@ -60,23 +60,25 @@ def cut(
         segments,
     )
     if sinks is not None:
+        # One sink per row of a block, in the layout of `rows`: head-major within a
+        # group.
         sinks = jnp.repeat(sinks, block).reshape(groups, -1)
     return asked, keys, sinks
 
 
 def named(mixed: Array, log_sum: Array, dtype: Any) -> tuple[Array, Array]:
-    """What backward needs of forward, under the name by which a policy saves it."""
+    """Applies `checkpoint_name` to residuals, so that a remat policy can save them."""
     return checkpoint_name(mixed.astype(dtype), SAVED), checkpoint_name(log_sum, SAVED)
 
 
 def triangles(form: Form, rank: Array, ranks: int, length: int) -> Pairs:
-    """What the queries of each chunk see of its own keys.
+    """Returns the causal pairs of the queries of each chunk with its own keys.
 
     Args:
-      form: How they attend.
-      rank: Along the axis.
-      ranks: How many there are; of a single one the row is one chunk.
-      length: Tokens of a rank.
+      form: Static parameters of the attention.
+      rank: Index of this rank along the axis.
+      ranks: Number of ranks along the axis; with one, the row is one chunk.
+      length: Number of tokens of a rank.
     """
     if ranks == 1:
         whole = (np.zeros(1, np.int32), np.zeros(1, np.int32))

@@ -1,4 +1,4 @@
-"""Attention over a sequence that is split over `cp`: keys and values go round."""
+"""Context-parallel ring attention: keys and values rotate over the ranks of `cp`."""
 
 from __future__ import annotations
 
@@ -49,39 +49,40 @@ def ring_attention(
     sinks: Float[Array, " heads"] | None = None,
     axis: str = "cp",
 ) -> Float[Array, "batch seq heads v_head_dim"]:
-    """Attends causally over rows whose tokens are split over `axis`.
+    """Computes causal attention over rows whose tokens are split over `axis`.
 
-    Each rank has its queries, and the keys and values of all others come by, from
-    neighbour to neighbour, while it computes with those that came before: what a rank
-    holds is two parts of a row, however long that is. Backward goes round once more,
-    and each part's gradient travels with it. Rows lie in the order of `zigzag`: then
-    each step is half of a square on each rank, and none is computed to be masked.
+    Each rank keeps its queries. Keys and values rotate from neighbour to neighbour
+    while each rank computes with those received before: a rank stores two parts of a
+    row, however long the row is. The backward pass rotates once more, and the gradient
+    of each part is sent along with it. Rows are in the order of `zigzag`: each step is
+    then half of a square on each rank, and no block is computed only to be masked.
 
-    It is for the `attention` of `bridge.models.Decoder`, with `zigzag_positions` for
-    its `positions`; over `tp` besides within `split_heads`. Where `axis` is not manual,
-    rows are whole and in order.
+    Pass it as `attention` to `bridge.models.Decoder`, with `zigzag_positions` as
+    `positions`; with `tp`, inside `split_heads`. Where `axis` is not manual, rows are
+    unsharded and in order.
 
-    Scores are made a block at a time, and again in backward. What backward needs of
-    forward is named `context_attention`: with a `remat_policy` of
-    `jax.checkpoint_policies.save_only_these_names("context_attention")` a layer that is
-    computed again does not attend again.
+    Scores are computed a block at a time, and again in the backward pass. The residuals
+    are named `context_attention`: with a `remat_policy` of
+    `jax.checkpoint_policies.save_only_these_names("context_attention")` a
+    rematerialized layer does not compute attention again.
 
     Args:
-      query: Of this rank, rotary embedding applied; head `i` reads key head
+      query: Queries of this rank, rotary embedding applied; head `i` reads key head
         `i // (heads / kv_heads)`.
-      key: Likewise.
-      value: Likewise.
-      scale: Multiplies the scores.
-      segment_ids: Texts packed in one row see only themselves; None means one text a
-        row.
-      window: Tokens that a query sees, its own included, those of other ranks too; None
-        means all before it.
-      softcap: Scores are bent into (-softcap, softcap) by tanh; None leaves them.
-      sinks: For each head a score that takes part in the softmax and has no value.
-      axis: The mesh axis.
+      key: Keys of this rank, rotary embedding applied.
+      value: Values of this rank.
+      scale: Factor of the scores.
+      segment_ids: Segment ids of documents packed in one row, which attend only to
+        themselves; None for one document per row.
+      window: Number of tokens that a query sees, its own included, also those of other
+        ranks; None for all before it.
+      softcap: Bound of the scores: tanh maps them into (-softcap, softcap). None for
+        none.
+      sinks: Scores per head that take part in the softmax without a value.
+      axis: Mesh axis.
 
     Returns:
-      For each query the mean of the values it attends to.
+      The attention output of each query.
 
     Raises:
       ValueError: If a rank's part of a row does not divide into two chunks, or on a
@@ -99,10 +100,10 @@ def ring_attention(
 
 
 def _check_stages(axis: str) -> None:
-    """Refuses a ring in a stage: it would wait for the others without end.
+    """Raises for a ring within a pipeline stage, which would deadlock.
 
-    XLA runs a collective-permute by all devices of a mesh together, and a layer only by
-    those of the stage whose turn it is (seen on CPUs: it aborts after 40 s).
+    XLA runs a collective-permute on all devices of a mesh together, but a layer only on
+    those of the active stage (on CPUs it aborts after 40 s).
     """
     mesh = jax.sharding.get_abstract_mesh()
     if ranks_along(axis) > 1 and (stages := mesh.shape.get("pp", 1)) > 1:
@@ -116,12 +117,12 @@ def _check_stages(axis: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Ring:
-    """A ring of ranks.
+    """Ring of ranks along a mesh axis.
 
     Attributes:
-      form: How pairs of blocks attend.
-      axis: The mesh axis.
-      ranks: Devices along it.
+      form: Static parameters of block attention.
+      axis: Mesh axis.
+      ranks: Number of devices along it.
     """
 
     form: Form
@@ -129,17 +130,24 @@ class _Ring:
     ranks: int
 
     def send(self, tree: Any) -> Any:
-        """To the next rank, from the one before."""
+        """Sends a tree to the next rank and returns that of the previous one."""
         to = [(rank, (rank + 1) % self.ranks) for rank in range(self.ranks)]
         return jax.tree.map(lambda x: lax.ppermute(x, self.axis, to), tree)
 
     def go_round(self, visit: Callable[..., Any], state: Any, keys: Keys) -> Any:
-        """`visit(state, keys, pairs, causal=...)` for the keys of each rank in turn.
+        """Calls `visit(state, keys, pairs, causal=...)` with each rank's keys in turn.
 
-        The next ones are under way while it computes.
+        The keys of the next step are communicated while the current ones are used:
+
+        | step | keys in use, on rank r | keys in flight |
+        |---|---|---|
+        | 0 | r (causal) | r - 1 |
+        | 1 <= i < ranks - 1 | r - i | r - i - 1 |
+        | ranks - 1 | r + 1 | none |
         """
         if self.ranks == 1:
             return visit(state, keys, self._own_pairs(keys), causal=True)
+        # Sent before they are used, so that XLA can overlap the two.
         arriving = self.send(keys)
         state = visit(state, keys, self._own_pairs(keys), causal=True)
 
@@ -152,11 +160,12 @@ class _Ring:
         steps = jnp.arange(1, self.ranks - 1, dtype=jnp.int32)
         if self.ranks > 2:
             (state, arriving), _ = lax.scan(body, (state, arriving), steps)
+        # Outside of the loop, since the last keys are not sent on.
         last = self._pairs(arriving, jnp.int32(self.ranks - 1))
         return visit(state, arriving, last, causal=False)
 
     def _own_pairs(self, keys: Keys) -> Pairs:
-        """Two triangles, and the square of the later chunk and the earlier one."""
+        """Returns two causal triangles, and the square between the two chunks."""
         own = triangles(self.form, self._rank(), self.ranks, self._length(keys))
         if self.ranks == 1:
             return own
@@ -166,10 +175,10 @@ class _Ring:
         return join_pairs(own, square)
 
     def _pairs(self, keys: Keys, step: Int[Array, ""]) -> Pairs:
-        """What this rank sees of one that is `step` before it: two squares.
+        """Returns the two squares that this rank sees of the rank `step` before it.
 
-        Of a rank with a smaller number both of its chunks see the earlier one, of one
-        with a larger number the later of its chunks sees both.
+        If that rank has a smaller index, both chunks here see its earlier chunk; if it
+        has a larger one, the later chunk here sees both of its chunks.
         """
         rank = self._rank()
         source = (rank - step) % self.ranks
@@ -212,9 +221,9 @@ def _backward(ring: _Ring, saved, grad: Array):
         fresh = attend_backward(
             ring.form, asked, keys, known, fresh, pairs, causal=causal
         )
-        if causal:  # Its own: nobody has added anything yet.
+        if causal:  # The keys of this rank: no other rank has added a gradient yet.
             return fresh
-        # What others added comes while this rank computes its part.
+        # The sums so far are received while this rank computes its own term.
         key, value = ring.send((grads.key, grads.value))
         return Grads(fresh.query, key + fresh.key, value + fresh.value)
 
@@ -223,7 +232,8 @@ def _backward(ring: _Ring, saved, grad: Array):
         x.astype(y.dtype)
         for x, y in zip(grads, (asked.query, keys.key, keys.value), strict=True)
     )
-    if ring.ranks > 1:  # Home: they are those of the rank behind this one.
+    if ring.ranks > 1:
+        # The last keys were those of the next rank: return their gradients to it.
         key, value = ring.send((key, value))
     of_asked, of_keys = Asked(query, None, None), Keys(key, value, None)
     return of_asked, of_keys, sinks_backward(sinks, known)

@@ -1,4 +1,4 @@
-"""Attention whose heads are split over `tp`: ranks mix their own, and send nothing."""
+"""Attention with heads split over `tp`, without collectives."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ Attention = Callable[..., Array]
 
 
 def split_heads(attention: Attention, *, axis: str = "tp") -> Attention:
-    """Makes an attention run on each rank's heads alone.
+    """Wraps an attention function to run on each rank's heads alone.
 
-    Left to XLA, whether heads stay where they are hangs on how they are reshaped; and
-    cuDNN's kernel is a call into which it cannot see. Here the call is manual over
-    `axis`, so that no scores and no heads can cross it.
+    If sharding were left to XLA, whether heads stay local would depend on how they are
+    reshaped, and XLA cannot partition cuDNN's kernel, a custom call. Here the call is
+    manual over `axis`, so that neither scores nor heads cross it.
 
-    Keys and values whose heads the ranks do not divide are repeated until they do: each
+    Keys and values whose heads the ranks do not divide are repeated until they do; each
     rank then has those that its queries read. The gradients of copies are summed.
 
     Args:
       attention: `attention(query, key, value, *, scale, segment_ids, window, softcap,
         sinks)`, as `bridge.models.dot_product_attention`; query head `i` reads key head
         `i // (heads / kv_heads)`.
-      axis: The mesh axis. Without one, or where it is manual, nothing changes.
+      axis: Mesh axis. Without one, or where it is manual, nothing changes.
 
     Returns:
-      The same function of the same arguments, shapes global over `axis`. It raises a
+      A function of the same arguments, with shapes global over `axis`. It raises a
       `ValueError` if the ranks do not divide the query heads.
     """
 
@@ -51,7 +51,8 @@ def split_heads(attention: Attention, *, axis: str = "tp") -> Attention:
     ) -> Float[Array, "batch seq heads v_head_dim"]:
         static: dict[str, Any] = {"scale": scale, "softcap": softcap}
         by_rank = {"segment_ids": segment_ids, "sinks": sinks}
-        # The same on all ranks; a number is for the attention to see as one.
+        # A Python int stays static for the attention; a traced window enters the
+        # shard_map as a replicated argument.
         (by_rank if isinstance(window, jax.Array) else static)["window"] = window
         ranks = ranks_to_split(axis)
         if ranks == 1:
@@ -71,7 +72,8 @@ def split_heads(attention: Attention, *, axis: str = "tp") -> Attention:
             in_specs=(heads, heads, heads, specs),
             out_specs=heads,
             axis_names={axis},
-            # What is split is split on all sides, and what is not has no gradient.
+            # Safe: split arguments are split in and out, and replicated ones have no
+            # gradient that would need a reduction over the axis.
             check_vma=False,
         )(query, key, value, by_rank)
 
@@ -79,12 +81,12 @@ def split_heads(attention: Attention, *, axis: str = "tp") -> Attention:
 
 
 def _repeated(heads: Array, ranks: int) -> Array:
-    """Each head as often as it takes for the ranks to divide them."""
+    """Repeats each head as often as needed for the ranks to divide them."""
     number = heads.shape[2]
     if number % ranks == 0:
         return heads
-    # Whole on each rank, as their projections are: XLA would split these among some of
-    # the ranks, and have all others ask for them.
+    # Replicated, as their projections are: XLA would place them on some of the ranks
+    # only, and send them to all others.
     heads = lax.with_sharding_constraint(heads, PartitionSpec(None, None, None))
     return jnp.repeat(heads, math.lcm(number, ranks) // number, axis=2)
 

@@ -1,4 +1,4 @@
-"""Attention over a sequence that is split over `cp`: heads for tokens, and back."""
+"""Ulysses attention: all-to-alls over `cp` exchange tokens for heads and back."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ Attention = Callable[..., Array]
 
 
 def ulysses_attention(attention: Attention, *, axis: str = "cp") -> Attention:
-    """Makes an attention run on whole rows of each rank's heads.
+    """Wraps an attention function to run on whole rows of each rank's heads.
 
-    Before it an all-to-all over `axis` trades tokens for heads, behind it another one
-    trades back: whatever kernel runs on whole rows runs here. Rows lie in the order of
-    `zigzag`, as for the other forms, and are put in the order of the text for it.
+    An all-to-all over `axis` exchanges tokens for heads before it, and another one
+    after it does the reverse, so that any kernel for whole rows can be used. Rows are
+    in the order of `zigzag`, as for the other algorithms, and are permuted to the order
+    of the text for the kernel.
 
     Keys and values whose heads the ranks do not divide are repeated until they do; the
     gradients of copies are summed.
 
     Args:
-      attention: As `bridge.models.dot_product_attention`.
-      axis: The mesh axis. Where it is not manual, `attention` is called as it is.
+      attention: Attention function, as `bridge.models.dot_product_attention`.
+      axis: Mesh axis. Where it is not manual, `attention` is called unchanged.
 
     Returns:
-      The same function of the same arguments, of this rank's tokens. It raises a
-      `ValueError` if the ranks do not divide the query heads, or the tokens into
-      chunks.
+      A function of the same arguments, for this rank's tokens. It raises a `ValueError`
+      if the ranks do not divide the query heads, or the tokens into chunks.
 
     Source: Jacobs et al., DeepSpeed Ulysses, arXiv:2309.14509.
     """
@@ -69,6 +69,7 @@ def ulysses_attention(attention: Attention, *, axis: str = "cp") -> Attention:
                 segment_ids = lax.all_gather(segment_ids, axis, axis=1, tiled=True)
                 segment_ids = inverse_zigzag(segment_ids, ranks)
             if sinks is not None:
+                # The all-to-all gives rank i the i-th contiguous group of query heads.
                 own = sinks.reshape(ranks, -1)
                 sinks = own[lax.axis_index(axis)]
             mixed = attention(
@@ -82,13 +83,13 @@ def ulysses_attention(attention: Attention, *, axis: str = "cp") -> Attention:
 
 
 def _to_rows(heads: Array, ranks: int, axis: str) -> Array:
-    """This rank's heads of all tokens, in the order of the text."""
+    """Returns this rank's heads of all tokens, in the order of the text."""
     rows = lax.all_to_all(heads, axis, split_axis=2, concat_axis=1, tiled=True)
     return inverse_zigzag(rows, ranks)
 
 
 def _repeated(heads: Array, ranks: int) -> Array:
-    """Each head as often as it takes for the ranks to divide them."""
+    """Repeats each head as often as needed for the ranks to divide them."""
     number = heads.shape[2]
     return jnp.repeat(heads, math.lcm(number, ranks) // number, axis=2)
 

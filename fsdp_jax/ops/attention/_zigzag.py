@@ -1,4 +1,4 @@
-"""Which tokens a rank of `cp` has: the zig-zag, under which causal work is even."""
+"""Zigzag order of tokens over `cp`, which balances the work of causal attention."""
 
 from __future__ import annotations
 
@@ -14,27 +14,26 @@ PyTree = Any
 
 
 def zigzag(tree: PyTree, ranks: int, *, dim: int = 1) -> PyTree:
-    """Puts the tokens of rows in the order in which `ranks` of them are split.
+    """Permutes tokens of rows so that an even split gives each rank equal causal work.
 
-    A row is cut into `2 * ranks` chunks, and rank `i` gets the chunks `i` and
-    `2 * ranks - 1 - i`: one of the beginning, whose queries see few keys, and one of
-    the end, whose queries see many. So all ranks have the same work in causal
-    attention, where the last of contiguous parts would have the most, and all others
-    would wait for it.
+    A row is cut into `2 * ranks` chunks, and rank `i` gets chunks `i` and
+    `2 * ranks - 1 - i`: one from the beginning, whose queries see few keys, and one
+    from the end, whose queries see many. With contiguous parts the last rank would have
+    the most work in causal attention, and all others would wait for it.
 
-    What belongs together goes through it together: tokens, targets, segment ids, masks
-    and positions that a batch brings along. Targets are shifted before.
+    Apply it to everything that is indexed by token: tokens, targets, segment ids,
+    masks, and positions in the batch. Shift targets before.
 
     Args:
-      tree: Arrays, of numpy or jax, whose dim `dim` is the sequence.
-      ranks: Devices on `cp`; with 1 nothing changes.
-      dim: Of the sequence; 1 in `[batch, seq]`.
+      tree: Arrays of numpy or jax whose dim `dim` is the sequence.
+      ranks: Number of devices on `cp`; with 1 nothing changes.
+      dim: Sequence dim; 1 in `[batch, seq]`.
 
     Returns:
-      The same tree; split evenly along `dim`, each part is a rank's.
+      The same tree, permuted; split evenly along `dim`, each part is a rank's.
 
     Raises:
-      ValueError: If `2 * ranks` does not divide a sequence; all offenders.
+      ValueError: If `2 * ranks` does not divide a sequence; lists all offenders.
 
     Source: Megatron-LM `training/utils.py::get_batch_on_this_cp_rank`; the order of
       Zhu, `ring-flash-attention`.
@@ -43,18 +42,18 @@ def zigzag(tree: PyTree, ranks: int, *, dim: int = 1) -> PyTree:
 
 
 def inverse_zigzag(tree: PyTree, ranks: int, *, dim: int = 1) -> PyTree:
-    """Puts tokens back in the order of the text.
+    """Permutes tokens from zigzag order back to the order of the text.
 
     Args:
-      tree: As `zigzag` returned it.
-      ranks: As there.
-      dim: As there.
+      tree: Arrays in the order of `zigzag`.
+      ranks: Number of devices on `cp`, as passed to `zigzag`.
+      dim: Sequence dim, as passed to `zigzag`.
 
     Returns:
-      What `zigzag` was given.
+      The tree that was passed to `zigzag`.
 
     Raises:
-      ValueError: As there.
+      ValueError: If `2 * ranks` does not divide a sequence; lists all offenders.
     """
     return _reordered(tree, ranks, dim, np.argsort(_order(ranks)))
 
@@ -62,14 +61,14 @@ def inverse_zigzag(tree: PyTree, ranks: int, *, dim: int = 1) -> PyTree:
 def zigzag_positions(
     tokens: Int[Array, "batch seq"], *, axis: str = "cp"
 ) -> Int[Array, "batch seq"]:
-    """The positions in their rows of the tokens that this rank has.
+    """Returns the positions in their rows of this rank's tokens.
 
-    It is for the `positions` of `bridge.models.Decoder`, and for a model of your own
-    that turns heads, or looks positions up, by where tokens stand.
+    Pass it as `positions` to `bridge.models.Decoder`, or use it in any other model with
+    rotary or learned position embeddings.
 
     Args:
-      tokens: This rank's part of rows that were put in the order of `zigzag`.
-      axis: The mesh axis. Where it is not manual, rows are whole and in order.
+      tokens: Tokens of this rank, from rows in the order of `zigzag`.
+      axis: Mesh axis. Where it is not manual, rows are unsharded and in order.
 
     Returns:
       Positions from 0, int32, of the shape of `tokens`.
@@ -90,18 +89,18 @@ def zigzag_positions(
 
 
 def ranks_along(axis: str) -> int:
-    """Devices along `axis` where the program is written device by device, else 1."""
+    """Returns the number of devices along `axis` if it is manual, else 1."""
     mesh = jax.sharding.get_abstract_mesh()
     return mesh.shape[axis] if axis in mesh.manual_axes else 1
 
 
 def chunks_of(rank: Int[Array, ""], ranks: int) -> Int[Array, " 2"]:
-    """The numbers of the two chunks that a rank has, in order."""
+    """Returns the indices of the two chunks of a rank, ascending."""
     return jnp.stack([rank, 2 * ranks - 1 - rank]).astype(jnp.int32)
 
 
 def check_chunks(lengths: dict[str, int], ranks: int) -> None:
-    """Raises a `ValueError` unless `2 * ranks` divides all lengths of rows."""
+    """Raises a `ValueError` unless `2 * ranks` divides all row lengths."""
     wrong = [f"{name} of {n}" for name, n in lengths.items() if n % (2 * ranks)]
     if wrong:
         raise ValueError(
@@ -112,7 +111,7 @@ def check_chunks(lengths: dict[str, int], ranks: int) -> None:
 
 
 def _order(ranks: int) -> np.ndarray:
-    """The chunk that stands in each place."""
+    """Returns the index of the chunk in each place of the zigzag order."""
     first = np.arange(ranks)
     return np.stack([first, 2 * ranks - 1 - first], axis=1).ravel()
 

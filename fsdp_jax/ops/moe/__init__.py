@@ -1,1 +1,1 @@
-"""Experts that are split over ranks."""
+"""Expert parallelism: dispatch of tokens, and balance of routers."""

@@ -1,4 +1,4 @@
-"""Rows that go to other ranks, as many to each as there are, and come back."""
+"""Differentiable all-to-all of rows with a different number of rows per rank."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ Sizes = Int[Array, " ranks"]
 
 
 class Segments(NamedTuple):
-    """How many rows go where, in one direction.
+    """Row counts of an exchange in one direction.
 
-    Rows for the first rank stand first, then those for the second; received rows stand
-    in the order of the ranks that they come from, then zeros.
+    Rows for rank 0 come first, then those for rank 1, and so on; received rows are
+    ordered by the rank that sent them, followed by zeros.
 
     Attributes:
-      sent: Rows for each rank.
-      received: Rows from each rank.
-      places: Where on each rank the rows for it go.
+      sent: Number of rows sent to each rank.
+      received: Number of rows received from each rank.
+      places: Offset on each rank at which the rows sent to it are written.
     """
 
     sent: Sizes
@@ -35,13 +35,13 @@ class Segments(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Exchange:
-    """The shapes of an exchange, which are the same on all ranks.
+    """Static shapes of an exchange, the same on all ranks.
 
     Attributes:
-      axis: The mesh axis, manual here.
-      rows: Rows before.
-      most: Rows that one rank sends another, at most.
-      room: Rows after; those of all ranks, at most.
+      axis: Mesh axis, manual here.
+      rows: Number of rows before the exchange.
+      most: Maximum number of rows that one rank sends to another.
+      room: Number of rows after the exchange, the maximum that all ranks send to one.
     """
 
     axis: str
@@ -51,12 +51,12 @@ class Exchange:
 
     @property
     def reversed(self) -> Exchange:
-        """The way back."""
+        """Shapes of the exchange in the opposite direction."""
         return dataclasses.replace(self, rows=self.room, room=self.rows)
 
 
 def segments_of(pairs: Int[Array, "ranks ranks"], axis: str) -> tuple[Segments, ...]:
-    """The way there and the way back of rows, `pairs[i, j]` of them from i to j."""
+    """Returns segments of both directions, for `pairs[i, j]` rows from rank i to j."""
     rank = lax.axis_index(axis)
     before_source = jnp.cumsum(pairs, axis=0) - pairs
     before_target = jnp.cumsum(pairs, axis=1) - pairs
@@ -71,20 +71,20 @@ def exchange(
     back: Segments,
     rows: Float[Array, "rows embed"],
 ) -> Float[Array, "room embed"]:
-    """Sends each rank its rows; no gradient but that of the rows, which come back.
+    """Sends each rank its rows. The gradient is the exchange in the opposite direction.
 
-    On GPUs and TPUs that is `lax.ragged_all_to_all`, which sends the rows that there
-    are. XLA has none for CPUs: there each pair of ranks has a place for `most` rows in
-    an `all_to_all`, and the result is the same to the bit.
+    On GPUs and TPUs it uses `lax.ragged_all_to_all`, which sends only the rows that
+    exist. XLA does not implement it for CPUs: there an `all_to_all` has `most` slots
+    for each pair of ranks, and the result is the same to the bit.
 
     Args:
-      form: The shapes.
-      there: How many rows go where.
-      back: The same of the way back, which gradients go.
-      rows: In the order of `Segments`.
+      form: Static shapes.
+      there: Row counts of this direction.
+      back: Row counts of the opposite direction, for the gradient.
+      rows: Rows in the order of `Segments`.
 
     Returns:
-      In the order of `Segments`.
+      The received rows in the order of `Segments`.
     """
     del back
     ragged = functools.partial(_ragged, form)
@@ -131,11 +131,13 @@ def _padded(form: Exchange, rows: Array, *segments: Sizes) -> Array:
     lanes = jnp.arange(form.most, dtype=jnp.int32)[None]
     index = _starts(there.sent)[:, None] + lanes
     is_sent = lanes < there.sent[:, None]
+    # Lane l of rank j holds the l-th row for j, up to `most`; unused lanes are zeros.
     sent = jnp.take(rows, index, axis=0, mode="clip")
     sent = jnp.where(is_sent[..., None], sent, 0).reshape(-1, rows.shape[-1])
     found = lax.all_to_all(sent, form.axis, split_axis=0, concat_axis=0, tiled=True)
     place = jnp.arange(form.room, dtype=jnp.int32)
     ends = jnp.cumsum(there.received)
+    # Compacts the lanes: the source rank of each place, then the row's lane there.
     source = jnp.searchsorted(ends, place, side="right", method="compare_all")
     source = jnp.minimum(source, len(ends) - 1)
     lane = place - jnp.take(_starts(there.received), source)
@@ -150,9 +152,9 @@ def _starts(sizes: Sizes) -> Sizes:
 def at_tp_width(
     send: Callable[..., Array], rows: Array, *segments: Sizes
 ) -> Float[Array, "room embed"]:
-    """Has each rank on `tp` send its part of a row, where that axis is left to XLA.
+    """Calls `send` with each rank's slice of a row where `tp` is automatic.
 
-    Otherwise XLA would gather rows over it first and send each of them tp times.
+    Otherwise XLA would all-gather rows over tp first and send each of them tp times.
     """
     mesh = jax.sharding.get_abstract_mesh()
     tp = mesh.shape.get("tp", 1)

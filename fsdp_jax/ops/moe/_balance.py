@@ -1,4 +1,4 @@
-"""Losses and figures of how evenly routers use their experts."""
+"""Load balance of routers: auxiliary losses and metrics."""
 
 from __future__ import annotations
 
@@ -24,30 +24,30 @@ def load_balancing_loss(
     joint_layers: bool = False,
     axes: Sequence[str] = DATA_AXES,
 ) -> Float[Array, "*layers"]:
-    """Says how unevenly experts are used: 1 if all are alike, more if not.
+    """Computes the load balancing loss: 1 if experts are used evenly, more if not.
 
-    `experts * sum(part of the tokens * part of the scores)`, of which the scores alone
-    have a gradient. What is balanced is one row's use of experts, or the use that one
-    rank's rows make of them together, or those of all ranks: the wider, the freer is a
-    single row to use the experts that it needs. A row that is split over `cp` counts
-    with all its parts. Everywhere the mean over ranks and
-    microbatches, which a training step takes, is the loss of the global batch.
+    It is `experts * sum(fraction of tokens * fraction of scores)`, where only the
+    scores have a gradient. It balances the use of experts within one row, over the rows
+    of one rank, or over those of all ranks: the wider, the freer a single row is to use
+    the experts that it needs. A row that is split over `cp` counts with all its parts.
+    In all cases the mean over ranks and microbatches, which a training step takes, is
+    the loss of the global batch.
 
     Args:
-      tokens_per_expert: How many tokens of each row chose each expert, as
-        `bridge.models.RouterStats` has it.
+      tokens_per_expert: Number of tokens of each row that chose each expert, as in
+        `bridge.models.RouterStats`.
       scores_per_expert: Sums over the row of scores that add up to 1 for each token.
       over: `sequence`: each row by itself (DeepSeek's, Megatron's `seq_aux_loss`);
         `batch`: the rows of this rank and microbatch (Megatron's `aux_loss`,
         transformers'); `global`: those of all ranks.
-      joint_layers: Adds up all layers' tokens and scores before they are multiplied,
-        as transformers does, so that an expert that one layer prefers may be one that
-        the others avoid; else each layer has a loss of its own.
-      axes: The mesh axes on whose ranks are other rows.
+      joint_layers: Whether to sum tokens and scores of all layers before they are
+        multiplied, as transformers does, so that an expert preferred in one layer may
+        be avoided in others; else each layer has its own loss.
+      axes: Mesh axes whose ranks have different rows.
 
     Returns:
-      A loss a layer, or one for all with `joint_layers`, float32 at least. That of
-      transformers is this one times the experts that each token chooses.
+      One loss per layer, or one for all with `joint_layers`, float32 at least. That of
+      transformers is this one times the number of experts per token.
 
     Source: Switch Transformer (arXiv:2101.03961), section 2.2; Megatron-LM
       `moe_utils.py::switch_load_balancing_loss_func` and `router.py`; transformers
@@ -58,10 +58,11 @@ def load_balancing_loss(
     if over != "sequence":
         tokens = tokens.sum(-2, keepdims=True)
         scores = scores.sum(-2, keepdims=True)
-    # Of a row that is split over cp the tokens count that other ranks have of it.
+    # A row that is split over cp also counts its tokens on the other cp ranks.
     tokens = _over_ranks(tokens, axes if over == "global" else SEQUENCE_AXES)
     if joint_layers:
         layers = tuple(range(tokens.ndim - 2))
+        # Before `_parts`, so that the product is that of the joint fractions.
         tokens, scores = tokens.sum(layers), scores.sum(layers)
     used = _parts(tokens.astype(wide)) * _parts(scores)
     return tokens.shape[-1] * used.sum(-1).mean(-1)
@@ -70,21 +71,21 @@ def load_balancing_loss(
 def max_expert_load(
     tokens_per_expert: Counts, *, axes: Sequence[str] = DATA_AXES
 ) -> Float[Array, "*layers"]:
-    """How many times its even share the busiest expert has, of the rows of all ranks.
+    """Returns the load of the busiest expert relative to the mean, over all ranks.
 
     Args:
-      tokens_per_expert: As in `load_balancing_loss`.
-      axes: As there.
+      tokens_per_expert: Number of tokens of each row that chose each expert.
+      axes: Mesh axes whose ranks have different rows.
 
     Returns:
-      1 if all experts are used alike, the number of experts if one is alone.
+      1 if all experts are used evenly, the number of experts if only one is used.
     """
     tokens = _over_ranks(tokens_per_expert.sum(-2), axes).astype(jnp.float32)
     return tokens.max(-1) / tokens.mean(-1)
 
 
 def _parts(amounts: Array) -> Array:
-    """What part each expert has; their sum is a number of tokens, without gradient."""
+    """Returns each expert's fraction; the total is a token count without gradient."""
     return amounts / lax.stop_gradient(amounts.sum(-1, keepdims=True))
 
 

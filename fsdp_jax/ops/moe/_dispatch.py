@@ -1,4 +1,4 @@
-"""Tokens to experts that lie on other ranks, and back."""
+"""Dispatch of tokens to experts on other ranks, and combination of the results."""
 
 from __future__ import annotations
 
@@ -29,29 +29,29 @@ def expert_parallel_dispatch(
     *,
     axis: str = "ep",
 ) -> tuple[Tokens, Int[Array, " tokens"]]:
-    """Sends every token to all experts it chose, wherever they lie; none is dropped.
+    """Sends every token to all experts it chose, on any rank; none is dropped.
 
-    For `bridge.models.Decoder(dispatch=...)` and models of one's own, in a loss under a
-    plan with `FSDPConfig(expert_parallel=...)`. Rank i on `axis` has the i-th part of
-    the experts. What a rank may receive in the worst case, all tokens of all ranks, is
-    what it has room for and computes with: with many ranks prefer
+    Use it as `dispatch` of `bridge.models.Decoder` or in any other model, in a loss
+    under a plan with `FSDPConfig(expert_parallel=...)`. Rank i on `axis` has the i-th
+    part of the experts. Buffers and computation have the worst-case size, in which one
+    rank receives all tokens of all ranks: with many ranks prefer
     `expert_capacity_dispatch`, whose rows are bounded.
 
-    Where `axis` is no manual axis here, or of size 1, all experts are on this device.
+    Where `axis` is not a manual axis, or has size 1, all experts are on this device.
 
     Args:
-      run: `run(rows, group_sizes)` computes rows sorted by expert, of which the first
-        `group_sizes[0]` belong to this rank's first expert, and so on. Rows behind the
-        sum are zeros; what becomes of them is not read.
-      x: This rank's tokens.
-      experts: The experts that each token chose, 0 to `num_experts - 1`.
-      weights: What each one's word weighs.
-      num_experts: Experts of all ranks.
-      axis: The mesh axis over which experts are split.
+      run: `run(rows, group_sizes)`; computes rows sorted by expert, the first
+        `group_sizes[0]` of which belong to this rank's first expert, and so on. Rows
+        beyond the sum of sizes are zeros, and their results are not read.
+      x: Tokens of this rank.
+      experts: Indices of the experts that each token chose, 0 to `num_experts - 1`.
+      weights: Weight of each chosen expert's output.
+      num_experts: Number of experts on all ranks.
+      axis: Mesh axis over which experts are split.
 
     Returns:
-      The weighted sums, added in float32 and rounded once, and zeros: how many of its
-      experts each token did not get.
+      The weighted sums, added in float32 and rounded once; and the number of dropped
+      experts per token, all zeros.
 
     Raises:
       ValueError: If the ranks do not divide the experts.
@@ -79,13 +79,14 @@ def expert_parallel_dispatch(
 def _run_elsewhere(
     run: RunExperts, rows: Rows, counts: Int[Array, "ranks local"], form: Exchange
 ) -> Rows:
-    """Rows sorted by expert, through experts of all ranks."""
+    """Runs rows sorted by expert through the experts of all ranks."""
     table = _of_all_ranks(counts, form.axis)
     there, back = segments_of(table.sum(-1), form.axis)
     received = exchange(form, there, back, rows)
     mine = lax.dynamic_index_in_dim(
         table, lax.axis_index(form.axis), axis=1, keepdims=False
     )
+    # Received rows are sorted by source rank, then expert; `run` needs them by expert.
     order = _by_expert(mine, form.room)
     inverse = inverse_of(order)
     out = run(rearrange(received, order, inverse), mine.sum(0))
@@ -95,17 +96,18 @@ def _run_elsewhere(
 def _of_all_ranks(
     counts: Int[Array, "ranks local"], axis: str
 ) -> Int[Array, "ranks ranks local"]:
-    """How many rows go from each rank to each expert of each rank.
+    """Returns the number of rows from each rank to each expert of each rank.
 
-    A sum, and no gather: XLA puts that together with one of weights over the same axis,
-    so that tokens would wait for a layer's weights that are gathered ahead.
+    An all-reduce instead of an all-gather: XLA would combine an all-gather with those
+    of weights over the same axis, and tokens would wait for the weights prefetched for
+    the next layer.
     """
     table = jnp.zeros((len(counts), *counts.shape), counts.dtype)
     return lax.psum(table.at[lax.axis_index(axis)].set(counts), axis)
 
 
 def _by_expert(counts: Int[Array, "ranks local"], room: int) -> Int[Array, " room"]:
-    """The order by expert of rows that stand by source, and by expert in each."""
+    """Returns the order by expert of rows sorted by source, then by expert."""
     ends = jnp.cumsum(counts.reshape(-1))
     place = jnp.arange(room, dtype=jnp.int32)
     group = jnp.searchsorted(ends, place, side="right", method="compare_all")
@@ -123,26 +125,27 @@ def expert_capacity_dispatch(
     capacity_factor: float,
     axis: str = "ep",
 ) -> tuple[Tokens, Int[Array, " tokens"]]:
-    """Sends tokens to experts that each take so many from a rank, and no more.
+    """Sends tokens to experts with a fixed capacity per expert and source rank.
 
-    What is sent and computed does not depend on how tokens choose. Of each rank an
-    expert takes the first `capacity_factor * tokens * chosen / num_experts`, rounded
-    up; all first choices come before all second ones. A token that an expert does not
-    take goes without, as if it weighed nothing, and is counted. For
+    The sizes of communication and computation do not depend on the routing. From each
+    rank an expert takes the first `capacity_factor * tokens * chosen / num_experts`
+    tokens, rounded up; all first choices precede all second ones. A dropped token gets
+    no output from that expert, as with weight 0, and is counted. Use it as
     `functools.partial(expert_capacity_dispatch, capacity_factor=1.25)`.
 
     Args:
-      run: As in `expert_parallel_dispatch`; the sizes of its groups are a numpy array,
-        all alike.
-      x: As there.
-      experts: As there.
-      weights: As there; they are not made up for what is dropped.
-      num_experts: As there.
-      capacity_factor: 1 is exactly enough if all experts are chosen as often.
-      axis: As there.
+      run: `run(rows, group_sizes)`, as in `expert_parallel_dispatch`; the group sizes
+        are a numpy array, all equal.
+      x: Tokens of this rank.
+      experts: Indices of the experts that each token chose.
+      weights: Weight of each chosen expert's output; not renormalized for dropped ones.
+      num_experts: Number of experts on all ranks.
+      capacity_factor: Capacity relative to an even load; 1 is exactly enough if all
+        experts are chosen equally often.
+      axis: Mesh axis over which experts are split.
 
     Returns:
-      The weighted sums, and how many of its experts each token did not get.
+      The weighted sums, and the number of dropped experts per token.
 
     Raises:
       ValueError: If the ranks do not divide the experts, or the factor is not positive.
@@ -157,13 +160,13 @@ def expert_capacity_dispatch(
     capacity = min(tokens, math.ceil(capacity_factor * tokens * chosen / num_experts))
     slot, kept = _slots(experts, num_experts, capacity)
     places = num_experts * capacity
-    # Choice by choice, so that all first ones stand before all second ones.
+    # Flattened choice-major, so that all first choices precede all second ones.
     item = jnp.full(places, slot.size, jnp.int32)
     item = item.at[slot].set(jnp.arange(slot.size, dtype=jnp.int32), mode="drop")
     rows = rearrange(jnp.tile(x, (chosen, 1)), item, slot)
     with jax.named_scope("expert_dispatch"):
         rows = _swap(rows, ranks, local, capacity, axis)
-        # Of numpy, so that what computes knows that all are as many.
+        # A numpy array, so that `run` can see statically that all groups are equal.
         sizes = np.full(local, ranks * capacity, np.int32)
         rows = run(rows, sizes)
         rows = _swap_back(rows, ranks, local, capacity, axis)
@@ -175,7 +178,7 @@ def expert_capacity_dispatch(
 def _slots(
     experts: Int[Array, "tokens chosen"], num_experts: int, capacity: int
 ) -> tuple[Array, Array]:
-    """The place of each choice, choice by choice, and whether there is one for it."""
+    """Returns the slot of each choice, choice-major, and whether it fits."""
     flat = experts.T.reshape(-1).astype(jnp.int32)
     counts = jnp.bincount(flat, length=num_experts)
     place = inverse_of(jnp.argsort(flat))
@@ -186,7 +189,7 @@ def _slots(
 
 
 def _swap(rows: Rows, ranks: int, local: int, capacity: int, axis: str) -> Rows:
-    """From all experts' places for this rank to its experts' places for all ranks."""
+    """Sends the slots of all experts to their ranks, and sorts rows by expert."""
     if ranks == 1:
         return rows
     rows = _all_to_all(rows, axis)
@@ -195,7 +198,7 @@ def _swap(rows: Rows, ranks: int, local: int, capacity: int, axis: str) -> Rows:
 
 
 def _swap_back(rows: Rows, ranks: int, local: int, capacity: int, axis: str) -> Rows:
-    """The inverse of `_swap`."""
+    """Inverts `_swap`."""
     if ranks == 1:
         return rows
     rows = rows.reshape(local, ranks, capacity, -1).swapaxes(0, 1)
@@ -213,14 +216,14 @@ def _all_to_all(rows: Rows, axis: str) -> Rows:
 
 
 def _combine(rows: Array, weights: PerChoice, dtype: jnp.dtype) -> Tokens:
-    """What each token's experts made of it, weighted and added in float32."""
+    """Returns the weighted sum of each token's expert outputs, added in float32."""
     wide = jnp.promote_types(dtype, jnp.float32)
     rows = rows.reshape(*weights.shape, -1).astype(wide)
     return jnp.einsum("tce,tc->te", rows, weights.astype(wide)).astype(dtype)
 
 
 def _ranks_and_experts(axis: str, num_experts: int) -> tuple[int, int]:
-    """The ranks that share the experts, and how many each of them has."""
+    """Returns the number of ranks that share the experts, and of experts on each."""
     mesh = jax.sharding.get_abstract_mesh()
     ranks = mesh.shape[axis] if axis in mesh.manual_axes else 1
     if num_experts % ranks:

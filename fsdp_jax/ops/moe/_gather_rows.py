@@ -1,4 +1,4 @@
-"""Rows in another order, whose gradients go back the same way."""
+"""Row permutation whose gradient is a gather instead of a scatter."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ def rearrange(
     index: Int[Array, " places"],
     inverse: Int[Array, " rows"],
 ) -> Float[Array, "places embed"]:
-    """Takes `rows[index]`; each row at most once, so that backward takes too.
+    """Returns `rows[index]`, where each row is taken at most once.
 
-    Left to itself, the gradient would be added up by a scatter, which is slow on GPUs
-    and in no certain order.
+    Its gradient is a gather too. By default it would be a scatter-add, which is slow on
+    GPUs and sums in a nondeterministic order.
 
     Args:
-      rows: What is taken.
-      index: A row for each place; one that is not there, such as `len(rows)`, is zeros.
-      inverse: The place of each row; `places` or more if it has none.
+      rows: Rows to take.
+      index: Row index for each place; an out-of-range one, such as `len(rows)`, gives
+        zeros.
+      inverse: Place of each row; `places` or more for a row that is not taken.
     """
     del inverse
     return _take(rows, index)
@@ -43,5 +44,5 @@ rearrange.defvjp(_forward, _backward)
 
 
 def inverse_of(order: Int[Array, " rows"]) -> Int[Array, " rows"]:
-    """The inverse of a permutation."""
+    """Returns the inverse of a permutation."""
     return jnp.argsort(order).astype(order.dtype)

@@ -1,4 +1,4 @@
-"""Router state that no gradient trains: changed once a step from global counts."""
+"""Router state that is updated once per step from global counts, not by gradients."""
 
 from __future__ import annotations
 
@@ -11,18 +11,21 @@ def update_expert_bias(
     tokens_per_expert: Num[Array, "*layers experts"],
     rate: float,
 ) -> Float[Array, "*layers experts"]:
-    """Moves each expert's bias by `rate`, up if it got fewer tokens than the mean.
+    """Moves each expert's bias by `rate` towards an even load.
 
-    That balances the load without a loss term. Call it in `update_model_state`, with
-    the tokens counted in a `Tally`, which by then holds those of all ranks and
-    microbatches, and set the count to zero. The bias may be a Variable of the model, or
-    a parameter that is frozen (and, under a narrow `param_dtype`, one of
-    `param_name_patterns_in_fp32`, since steps are small).
+    The bias increases if the expert got fewer tokens than the mean, and decreases if it
+    got more.
+
+    This balances the load without a loss term. Call it in `update_model_state`, with
+    tokens counted in a `Tally`, which by then holds those of all ranks and
+    microbatches, and reset the count to zero. The bias may be a Variable of the model,
+    or a frozen parameter (and, under a narrow `param_dtype`, one of
+    `param_name_patterns_in_fp32`, since updates are small).
 
     Args:
-      bias: Added to the router's scores when experts are chosen.
-      tokens_per_expert: How many tokens each expert was given, in each layer.
-      rate: The step, e.g. 1e-3.
+      bias: Bias added to the router's scores when experts are chosen.
+      tokens_per_expert: Number of tokens routed to each expert, per layer.
+      rate: Update size, e.g. 1e-3.
 
     Returns:
       The new bias. An expert with exactly the mean keeps its own.
@@ -41,19 +44,20 @@ def update_qb_beta(
     count: Num[Array, ""],
     ema: float,
 ) -> Float[Array, " experts"]:
-    """Moves a router's beta to the mean of what forwards proposed, and centres it.
+    """Moves a router's beta towards the mean of the proposed values, and centres it.
 
     Args:
-      beta: The one in use.
-      accumulated: The sum of what all forwards of all ranks proposed, in a `Tally`.
-      count: How many forwards these were, in a `Tally`; 0 leaves only the decay.
-      ema: How much of the old one is kept, 0 to 1.
+      beta: Current beta.
+      accumulated: Sum of the values proposed by all forward passes of all ranks, in a
+        `Tally`.
+      count: Number of these forward passes, in a `Tally`; 0 leaves only the decay.
+      ema: Weight of the current beta, 0 to 1.
 
     Returns:
       The new beta, whose mean over experts is zero.
 
     Source: Megatron-LM `finalize_model_grads.py`, which averages the means of ranks:
-      the same, since all ranks run as many forwards.
+      the same, since all ranks run equally many forward passes.
     """
     mean = accumulated / jnp.maximum(count, 1).astype(accumulated.dtype)
     new = ema * beta + (1 - ema) * mean.astype(beta.dtype)

@@ -1,1 +1,1 @@
-"""Losses over a vocabulary that is split."""
+"""Losses and entropies over a vocabulary that is split over ranks."""

@@ -1,4 +1,4 @@
-"""A vocabulary a chunk at a time, so that memory does not hang on what XLA fuses."""
+"""Chunks of the vocabulary, which bound memory independently of XLA's fusion."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from fsdp_jax._tree import PyTree
 from fsdp_jax.ops.vocab._shard import Part
 
 CHUNK = 8192
-"""Entries of the vocabulary at a time, on each rank."""
+"""Default number of vocabulary entries per chunk, on each rank."""
 
 
 class Chunk(NamedTuple):
-    """Some neighbouring entries of a rank's part of the vocabulary.
+    """Consecutive entries of a rank's part of the vocabulary.
 
     Attributes:
-      start: The first one, counted from where the part starts.
-      columns: Each one's number in the whole vocabulary.
-      counts: Which are no padding.
-      is_new: Which are in no earlier chunk: the last chunk may reach back.
+      start: Index of the first entry within the part.
+      columns: Index of each entry within the whole vocabulary.
+      counts: Mask of entries that are not padding.
+      is_new: Mask of entries that are in no earlier chunk: the last chunk may overlap
+        the one before, since all chunks have the same width.
     """
 
     start: Int[Array, ""]
@@ -33,17 +34,17 @@ class Chunk(NamedTuple):
 
 
 def num_chunks(size: int, most: int) -> int:
-    """How many chunks of at most `most` a part of `size` entries has."""
+    """Returns the number of chunks of at most `most` entries in a part of `size`."""
     return -(-size // most)
 
 
 def chunk_width(size: int, number: int) -> int:
-    """What all chunks of a part have, the last one too: one program fits them all."""
+    """Returns the width of every chunk: equal, so that one program fits them all."""
     return -(-size // number)
 
 
 def chunk_of(part: Part, size: int, number: int, index: Int[Array, ""] | int) -> Chunk:
-    """One of `number` chunks of a part of `size` entries."""
+    """Returns one of `number` chunks of a part with `size` entries."""
     width = chunk_width(size, number)
     start = jnp.minimum(index * width, size - width)
     within = start + jnp.arange(width, dtype=jnp.int32)[None]
@@ -52,7 +53,7 @@ def chunk_of(part: Part, size: int, number: int, index: Int[Array, ""] | int) ->
 
 
 def in_float32(x: Float[Array, ...]) -> Float[Array, ...]:
-    """In float32 at least, which sums are in."""
+    """Casts to float32 at least, the dtype of all sums."""
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
@@ -61,7 +62,7 @@ def over_chunks(
     logits: Float[Array, "tokens vocab"],
     fn: Callable[[Chunk, Float[Array, "tokens chunk"]], PyTree],
 ) -> PyTree:
-    """Stacks `fn(chunk, logits)`, of each chunk of a rank's logits in float32."""
+    """Stacks `fn(chunk, logits)` over the chunks of a rank's logits, in float32."""
     size = logits.shape[1]
     number = num_chunks(size, CHUNK)
     width = chunk_width(size, number)
@@ -71,4 +72,5 @@ def over_chunks(
         piece = lax.dynamic_slice_in_dim(logits, chunk.start, width, axis=1)
         return fn(chunk, in_float32(piece))
 
+    # Sequential, so that only one chunk exists in float32 at a time.
     return lax.map(of_chunk, jnp.arange(number))

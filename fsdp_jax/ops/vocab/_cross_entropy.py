@@ -27,33 +27,34 @@ def vocab_parallel_cross_entropy(
     label_smoothing: float = 0.0,
     vocab_size: int | None = None,
 ) -> Float[Array, "*batch"]:
-    """Cross entropy of each token, of logits that no rank has or gathers whole.
+    """Computes each token's cross entropy without gathering the split logits.
 
-    Only numbers a token cross `axis`, a maximum and sums, all of them in forward. For
-    backward the logits are kept as they came, and nothing else of their size.
+    Only a few numbers per token are communicated over `axis`, a maximum and sums, all
+    in the forward pass. The residuals are the logits in their own dtype, and nothing
+    else of their size.
 
     In a training step, or under `jax.set_mesh`, `axis` is automatic and all shapes are
     global. In a `shard_map` that is manual over it, each rank passes its part of the
     vocabulary, in order, and gradients are those of `jax.lax.psum`. Without such an
-    axis it is the same function of whole logits.
+    axis it is the same function of unsharded logits.
 
     Args:
-      logits: Of any floating dtype; sums are in float32.
-      targets: Entries of the whole vocabulary. One outside of `vocab_size` has the loss
-        NaN, and no gradient where that is masked out as `masked_mean` does it.
-      axis: The mesh axis that splits the vocabulary.
-      label_smoothing: How much of each target is spread evenly over the vocabulary, the
-        target itself included, as optax and torch have it; Megatron spreads over the
-        others, `label_smoothing * K / (K - 1)` here.
-      vocab_size: Entries that count, if those behind them are padding: they are neither
-        summed nor smoothed over. Default all.
+      logits: Logits of any floating dtype; sums are in float32.
+      targets: Indices into the whole vocabulary. One outside of `vocab_size` has the
+        loss NaN, and no gradient where that is masked out as `masked_mean` does it.
+      axis: Mesh axis that splits the vocabulary.
+      label_smoothing: Fraction of each target spread evenly over the vocabulary, the
+        target itself included, as in optax and torch; Megatron spreads over the others,
+        `label_smoothing * K / (K - 1)` here.
+      vocab_size: Number of entries that count, if those after them are padding: padding
+        is neither summed nor smoothed over. Default all.
 
     Returns:
       The losses, float32, not averaged.
 
     Raises:
       ValueError: If the vocabulary does not divide over `axis`, or is smaller than
-        `vocab_size`, or `label_smoothing` is no part of one.
+        `vocab_size`, or `label_smoothing` is not in [0, 1).
 
     Source: Megatron-LM `tensor_parallel/cross_entropy.py`, which overwrites the logits,
       and smooths over each rank's own part, so that ranks disagree.
@@ -76,13 +77,13 @@ def vocab_parallel_log_probs(
     axis: str = "tp",
     vocab_size: int | None = None,
 ) -> Float[Array, "*batch"]:
-    """Log-probability of each target, as `vocab_parallel_cross_entropy` computes it.
+    """Computes the log-probability of each target: minus its cross entropy.
 
     Args:
-      logits: As there.
-      targets: As there.
-      axis: As there.
-      vocab_size: As there.
+      logits: Logits, as in `vocab_parallel_cross_entropy`.
+      targets: Indices into the whole vocabulary.
+      axis: Mesh axis that splits the vocabulary.
+      vocab_size: Number of entries that count. Default all.
 
     Returns:
       The log-probabilities, float32.
@@ -123,7 +124,7 @@ def _sums_backward(part: Part, is_smoothed: bool, saved, grads: TokenSums):
     return grad.astype(logits.dtype), None
 
 
-# For backward the logits are kept, and nothing of their size: to differentiate the sums
-# would keep the exponentials, in float32.
+# The residuals are the logits and nothing else of their size: autodiff of the sums
+# would save the exponentials, in float32.
 _differentiable_sums = jax.custom_vjp(_sums, nondiff_argnums=(0, 1))
 _differentiable_sums.defvjp(_sums_forward, _sums_backward)

@@ -21,17 +21,19 @@ def vocab_parallel_entropy(
     axis: str = "tp",
     vocab_size: int | None = None,
 ) -> Float[Array, "*batch"]:
-    """Entropy of the softmax of each token's logits, which are never gathered.
+    """Computes the entropy of each token's softmax without gathering the logits.
 
-    Kept for backward are the logits as they came and a few numbers a token; upstream
-    takes the maximum off the logits in place and adds it again, which rounds them.
-    Where `axis` is automatic, manual or absent: as in `vocab_parallel_cross_entropy`.
+    The residuals are the logits in their own dtype and a few numbers per token;
+    upstream subtracts the maximum from the logits in place and adds it back, which
+    rounds them. For automatic, manual and absent `axis` see
+    `vocab_parallel_cross_entropy`.
 
     Args:
-      logits: Of any floating dtype; sums are in float32. One of minus infinity has no
-        probability and adds nothing.
-      axis: The mesh axis that splits the vocabulary.
-      vocab_size: Entries that count, if those behind them are padding. Default all.
+      logits: Logits of any floating dtype; sums are in float32. A logit of minus
+        infinity has probability 0 and adds nothing.
+      axis: Mesh axis that splits the vocabulary.
+      vocab_size: Number of entries that count, if those after them are padding. Default
+        all.
 
     Returns:
       The entropies in nats, float32.
@@ -49,6 +51,8 @@ def vocab_parallel_entropy(
 def _of_part(part: Part, logits: Array) -> Array:
     *batch, size = logits.shape
     lse, entropy = _differentiable(part, logits.reshape(math.prod(batch), size))
+    # Outside of the custom_vjp: autodiff of these per-token values adds the collectives
+    # that the gradient needs.
     _, entropy = _joined(lse, entropy, part.max(lse), part.sum)
     return entropy.reshape(batch)
 
@@ -56,12 +60,15 @@ def _of_part(part: Part, logits: Array) -> Array:
 def _joined(
     lse: Array, entropy: Array, peak: Array, total: Callable[[PyTree], PyTree]
 ) -> tuple[Array, Array]:
-    """The `logsumexp` and entropy of a whole, from those of its parts.
+    """Combines `logsumexp` and entropy of the parts into those of the whole vocabulary.
 
-    By the chain rule: the entropy of the whole is that of which part it is, and the
-    mean of those within the parts. Nothing large is taken from anything large.
+    By the chain rule, the entropy of the whole is the entropy of which part an entry is
+    in, plus the mean of the entropies within the parts. This avoids cancellation of
+    large terms.
     """
     is_some = ~jnp.isneginf(lse)
+    # The inner `where` keeps -inf - -inf = NaN out of values and gradients: a part of
+    # padding alone has lse = -inf.
     below = jnp.where(is_some, lse - peak, 0)
     exp = jnp.where(is_some, jnp.exp(below), 0)
     weighted = jnp.where(is_some, exp * (entropy - below), 0)
@@ -70,7 +77,7 @@ def _joined(
 
 
 def _of_rank(part: Part, logits: Array) -> tuple[Array, Array]:
-    """The `logsumexp` of a rank's logits, and the entropy of their softmax."""
+    """Returns the `logsumexp` of a rank's logits, and the entropy of their softmax."""
     lse, entropy = over_chunks(part, logits, _of_chunk)
     peak = lse.max(0, keepdims=True)
     total = functools.partial(jax.tree.map, lambda x: x.sum(0, keepdims=True))

@@ -1,4 +1,4 @@
-"""Cross entropy straight from hidden states: logits exist a part at a time."""
+"""Fused linear layer and cross entropy, which computes logits one chunk at a time."""
 
 from __future__ import annotations
 
@@ -41,35 +41,38 @@ def fused_linear_cross_entropy(
     vocab_size: int | None = None,
     logit_fn: Callable[[Array], Array] | None = None,
 ) -> Float[Array, "*batch"]:
-    """`vocab_parallel_cross_entropy(hidden @ kernel, targets)` without the logits.
+    """Computes `vocab_parallel_cross_entropy(hidden @ kernel, targets)` in chunks.
 
-    The product is made for `chunk` entries of the vocabulary at a time, in forward, and
-    again in backward, a third more work for this product. So what a step needs at once
-    is `tokens * chunk` logits, in float32 and once in the dtype of the kernel, and the
-    two gradients, however large the vocabulary is. Chunks are of the vocabulary and not
-    of tokens, so that each part of the kernel's gradient is made once: over chunks of
-    tokens it would have to be summed, in a float32 array of the kernel's size.
+    The product is computed for `chunk` entries of the vocabulary at a time, and again
+    in the backward pass, which adds a third to its work. Peak memory is
+    `tokens * chunk` logits, in float32 and once in the dtype of the kernel, and the two
+    gradients, for any vocabulary size. Chunks are of the vocabulary and not of tokens,
+    so that each part of the kernel's gradient is computed once: chunks of tokens would
+    have to be summed in a float32 array of the kernel's size.
 
-    The kernel enters as whole as its unit has it: gathered once, outside of the loop.
+    The kernel has the layout of its unit: unsharded over data axes, gathered once
+    outside of the loop, and possibly split over `axis`.
 
     Args:
-      hidden: What the head is applied to.
-      kernel: The head. Of a tied embedding pass the transpose; its gradient is then
-        turned back, which takes room for one more.
-      targets: As in `vocab_parallel_cross_entropy`.
-      chunk: Entries of the vocabulary at a time, on each rank. Where they do not divide
-        it, all chunks are a little smaller.
-      axis: The mesh axis over which the kernel is split on its dim `vocab`, or not.
-      label_smoothing: As in `vocab_parallel_cross_entropy`.
-      vocab_size: As in `vocab_parallel_cross_entropy`.
-      logit_fn: Applied to the float32 logits, entry by entry, e.g. a soft cap. It may
-        not close over what is differentiated.
+      hidden: Inputs of the head.
+      kernel: Weight of the head. For a tied embedding pass its transpose; its gradient
+        is then transposed back, which takes memory for one more.
+      targets: Indices into the whole vocabulary, as in `vocab_parallel_cross_entropy`.
+      chunk: Maximum number of vocabulary entries per chunk, on each rank. If it does
+        not divide the vocabulary, all chunks are slightly smaller.
+      axis: Mesh axis over which the `vocab` dim of the kernel may be split.
+      label_smoothing: Fraction of each target spread evenly over the vocabulary, as in
+        `vocab_parallel_cross_entropy`.
+      vocab_size: Number of entries that count, as in `vocab_parallel_cross_entropy`.
+      logit_fn: Elementwise function of the float32 logits, e.g. a soft cap. It may not
+        close over differentiated values.
 
     Returns:
       The losses, float32, not averaged.
 
     Raises:
-      ValueError: As `vocab_parallel_cross_entropy`, or if `chunk` is less than 1.
+      ValueError: If the vocabulary does not divide over `axis`, or is smaller than
+        `vocab_size`, or `label_smoothing` is not in [0, 1), or `chunk` is less than 1.
 
     Source: Liger-Kernel `fused_linear_cross_entropy` (over tokens, gradients in
       forward, so for a mean alone); Apple's cut cross entropy, arXiv 2411.09009.
@@ -89,13 +92,13 @@ def fused_linear_cross_entropy(
 
 @dataclasses.dataclass(frozen=True)
 class _Head:
-    """How a rank's logits are made, and what of them is summed.
+    """Static parameters of a rank's head: its part, chunking and logit function.
 
     Attributes:
-      part: What the rank has of the vocabulary.
-      chunk: The most entries at a time.
-      is_smoothed: Whether the sum of all logits is asked for.
-      logit_fn: As in `fused_linear_cross_entropy`.
+      part: Part of the vocabulary of this rank.
+      chunk: Maximum number of entries per chunk.
+      is_smoothed: Whether the sum of all logits is needed.
+      logit_fn: Elementwise function of the logits.
     """
 
     part: Part
@@ -106,7 +109,7 @@ class _Head:
     def product(
         self, hidden: Array, kernel: Array, index: Array
     ) -> tuple[Chunk, Array, Array]:
-        """A chunk, what it has of the kernel, and its logits before `logit_fn`."""
+        """Returns a chunk, its slice of the kernel, and logits before `logit_fn`."""
         size = kernel.shape[1]
         number = num_chunks(size, self.chunk)
         chunk = chunk_of(self.part, size, number, index)
@@ -115,7 +118,7 @@ class _Head:
         return chunk, piece, _matmul(hidden, piece)
 
     def indices(self, kernel: Array) -> Array:
-        """Of all chunks."""
+        """Returns the indices of all chunks."""
         return jnp.arange(num_chunks(kernel.shape[1], self.chunk))
 
 
@@ -158,8 +161,9 @@ def _sums_backward(head: _Head, saved, grads: TokenSums):
         logits, pull = jax.vjp(head.logit_fn, product)
         (grad,) = pull(grad_of_logits(chunk, logits, targets, lse, grads))
         grad = grad.astype(kernel.dtype)
+        # grad_hidden sums over chunks, so that entries in two chunks must count once.
         grad_hidden += _matmul(jnp.where(chunk.is_new, grad, 0), piece.T)
-        # Where the last chunk reaches back, it writes what is there.
+        # Where the last chunk overlaps the one before, it writes the same values again.
         of_piece = _matmul(hidden.T, grad).astype(kernel.dtype)
         grad_kernel = lax.dynamic_update_slice_in_dim(
             grad_kernel, of_piece, chunk.start, axis=1
@@ -176,7 +180,7 @@ _differentiable_sums.defvjp(_sums_forward, _sums_backward)
 
 
 def _matmul(a: Array, b: Array) -> Array:
-    """The product, summed and left in float32 at least."""
+    """Returns the product, accumulated and returned in float32 at least."""
     wide = jnp.promote_types(jnp.result_type(a, b), jnp.float32)
     return jnp.matmul(a, b, preferred_element_type=wide)
 

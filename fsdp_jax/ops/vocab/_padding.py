@@ -1,4 +1,4 @@
-"""A head whose vocabulary the ranks of `tp` do not divide."""
+"""Padding of a head whose vocabulary the ranks of `tp` do not divide."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from fsdp_jax.ops._tensor_parallel import ranks_to_split
 def pad_vocabulary(
     kernel: Float[Array, "embed vocab"], *, axis: str = "tp"
 ) -> Float[Array, "embed padded"]:
-    """Puts zeros behind a head's vocabulary, so that `axis` can split its logits.
+    """Pads a head's vocabulary with zeros, so that `axis` can split its logits.
 
-    Each rank then makes the logits of its part alone. Pass the losses of this package
-    `vocab_size=`, the vocabulary without the padding, so that it counts for nothing.
+    Each rank then computes the logits of its part only. Pass `vocab_size=`, the size
+    without padding, to the losses of this package, so that the padding does not count.
 
     Args:
-      kernel: The head, shapes global over `axis`; whole on each rank if the ranks do
+      kernel: Weight of the head, shapes global over `axis`; replicated if the ranks do
         not divide its vocabulary.
-      axis: The mesh axis. Without one, or where it is manual, nothing changes.
+      axis: Mesh axis. Without one, or where it is manual, nothing changes.
 
     Returns:
-      The kernel, split over `axis` on its last dim; as it came if that divides.
+      The kernel, split over `axis` on its last dim; unchanged if the ranks divide it.
 
     Source: Megatron-LM `vocab_size_with_padding`, which pads what is trained and saved.
     """

@@ -1,4 +1,4 @@
-"""Where a vocabulary lies: on one device, or over a mesh axis, automatic or manual."""
+"""Execution per part of a vocabulary, split over a mesh axis or not split."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from fsdp_jax._tree import PyTree
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """The part of a vocabulary that code running on one rank has in its hands.
+    """The part of a vocabulary that code on one rank sees.
 
     Attributes:
-      axis: The mesh axis over which the vocabulary is split, which is manual there;
-        None if the part is all of it.
-      vocab_size: Entries of the whole vocabulary that count. Those behind it are
-        padding.
+      axis: Mesh axis over which the vocabulary is split, manual there; None if the part
+        is the whole vocabulary.
+      vocab_size: Number of entries of the whole vocabulary that count. Those after them
+        are padding.
     """
 
     axis: str | None
     vocab_size: int
 
     def first(self, size: int) -> Int[Array, ""]:
-        """The entry of the whole vocabulary where this part of `size` starts."""
+        """Returns the index in the whole vocabulary where this part starts."""
         rank = lax.axis_index(self.axis) if self.axis else 0
         return jnp.int32(rank * size)
 
     def max(self, x: Array) -> Array:
-        """The maximum over ranks. It has no gradient."""
+        """Returns the maximum over ranks. It has no gradient."""
         x = lax.stop_gradient(x)
         return lax.pmax(x, self.axis) if self.axis else x
 
     def sum(self, xs: PyTree) -> PyTree:
-        """The sums over ranks; never of bfloat16, which XLA:CPU dies of."""
+        """Returns sums over ranks; never pass bfloat16, on which XLA:CPU crashes."""
         return lax.psum(xs, self.axis) if self.axis else xs
 
 
@@ -51,22 +51,22 @@ def on_each_part(
     axis: str,
     vocab_size: int | None,
 ) -> Array:
-    """Runs `local(part, *arrays)` where each rank has its part of the vocabulary.
+    """Runs `local(part, *arrays)` on each rank's part of the vocabulary.
 
-    Inside `shard_map` with `axis` manual the arrays are such parts already. Where a
-    mesh with `axis` is in use and the axis is automatic, as in a training step, they
-    become so in a `shard_map` over that axis alone: left to XLA, whether logits are
-    gathered would be a matter of luck. Otherwise there is one part.
+    Inside a `shard_map` with `axis` manual the arrays are such parts already. Where a
+    mesh has `axis` and the axis is automatic, as in a training step, a `shard_map` over
+    that axis alone splits them: if left to XLA, logits might be gathered or not.
+    Otherwise there is one part.
 
     Args:
-      local: It returns what is the same on all ranks.
-      arrays: Its arguments.
-      vocab_dims: The dim of each that is the vocabulary, or None.
-      axis: The mesh axis that splits the vocabulary.
-      vocab_size: As in `Part`; None if all entries count.
+      local: Function whose result is the same on all ranks.
+      arrays: Arguments of `local` after the part.
+      vocab_dims: Vocabulary dim of each array; None for an array without one.
+      axis: Mesh axis that splits the vocabulary.
+      vocab_size: Number of entries that count; None for all.
 
     Returns:
-      Its result.
+      The result of `local`.
 
     Raises:
       ValueError: If the vocabulary does not divide, or is smaller than `vocab_size`.
@@ -91,15 +91,15 @@ def on_each_part(
         return local(Part(axis, counted), *seen)
 
     specs = tuple(_spec(*pair, axis) for pair in zip(arrays, vocab_dims, strict=True))
-    # With check_vma a gradient crosses the axis where it has to, and nowhere else: that
-    # of logits never does.
+    # check_vma (the default) inserts a psum only for gradients of replicated arguments:
+    # those of logits are never communicated.
     return jax.shard_map(
         on_part, in_specs=specs, out_specs=PartitionSpec(), axis_names={axis}
     )(*arrays)
 
 
 def _with_wide_gradient(x: Array, axis: str) -> Array:
-    """The same on each rank of `axis`; their gradients are summed in float32."""
+    """Marks `x` as varying over `axis` in float32, so that gradients sum in float32."""
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return x
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))

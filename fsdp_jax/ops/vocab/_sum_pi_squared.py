@@ -1,4 +1,4 @@
-"""The sum of squared probabilities of a vocabulary that is split over `tp`."""
+"""Sum of squared probabilities over a vocabulary that is split over `tp`."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ def vocab_parallel_sum_pi_squared(
     axis: str = "tp",
     vocab_size: int | None = None,
 ) -> Float[Array, "*batch"]:
-    """Sums the squares of the softmax of each token's logits, which are never gathered.
+    """Sums the squared softmax of each token's logits, without gathering them.
 
-    The chance that two draws agree; optimal baselines of policy gradients weigh tokens
-    by it. Where `axis` is automatic, manual or absent: as in
+    This is the probability that two samples agree; optimal baselines of policy
+    gradients weigh tokens by it. For automatic, manual and absent `axis` see
     `vocab_parallel_cross_entropy`.
 
     Args:
-      logits: Of any floating dtype; sums are in float32.
-      axis: The mesh axis that splits the vocabulary.
-      vocab_size: Entries that count, if those behind them are padding. Default all.
+      logits: Logits of any floating dtype; sums are in float32.
+      axis: Mesh axis that splits the vocabulary.
+      vocab_size: Number of entries that count, if those after them are padding. Default
+        all.
 
     Returns:
       The sums, float32, between 1 / vocab_size and 1.
@@ -46,12 +47,13 @@ def _of_part(part: Part, logits: Array) -> Array:
     *batch, size = logits.shape
     lse, twice = _differentiable(part, logits.reshape(math.prod(batch), size))
     peak = part.max(lse)
+    # sum(p^2) = sum(e^2x) / sum(e^x)^2, both relative to the peak, which cancels.
     exp, squares = part.sum((jnp.exp(lse - peak), jnp.exp(twice - 2 * peak)))
     return (squares / exp**2).reshape(batch)
 
 
 def _of_rank(part: Part, logits: Array) -> tuple[Array, Array]:
-    """The `logsumexp` of a rank's logits, and that of twice these."""
+    """Returns the `logsumexp` of a rank's logits, and that of twice the logits."""
     chunks = over_chunks(part, logits, _of_chunk)
     lse, twice = (jax.nn.logsumexp(of_chunks, axis=0) for of_chunks in chunks)
     return lse, twice

@@ -1,4 +1,4 @@
-"""What a cross entropy needs of a rank's logits: a few sums a token, and back."""
+"""Per-token sums over logits that a cross entropy needs, and their gradients."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ PerToken = Float[Array, " tokens"]
 
 
 class TokenSums(NamedTuple):
-    """Of a rank's logits, or of a chunk of them.
+    """Per-token sums over a rank's logits, or over a chunk of them.
 
     Attributes:
-      lse: The logarithm of the sum of the exponentials; minus infinity of padding.
-      target: The target's logit; 0 where it is elsewhere.
-      all: The sum, or None where there is no smoothing, which alone needs it.
+      lse: Log of the sum of exponentials; minus infinity if all entries are padding.
+      target: Logit of the target; 0 if it is in another part.
+      all: Sum of all logits; None without label smoothing, which alone needs it.
     """
 
     lse: PerToken
@@ -32,7 +32,7 @@ class TokenSums(NamedTuple):
 def sums_of_chunk(
     chunk: Chunk, logits: Logits, targets: Int[Array, " tokens"], is_smoothed: bool
 ) -> TokenSums:
-    """Sums the logits of a chunk, without those that an earlier chunk has."""
+    """Sums the logits of a chunk, without entries that are in an earlier chunk."""
     is_mine = chunk.counts & chunk.is_new
     is_target = is_mine & (chunk.columns == targets[:, None])
     return TokenSums(
@@ -43,7 +43,7 @@ def sums_of_chunk(
 
 
 def sums_of_chunks(sums: TokenSums) -> TokenSums:
-    """Puts the sums of chunks, stacked on the first dim, together."""
+    """Combines the sums of chunks, stacked on the first dim."""
     return TokenSums(
         jax.nn.logsumexp(sums.lse, axis=0),
         sums.target.sum(0),
@@ -58,14 +58,14 @@ def grad_of_logits(
     lse: PerToken,
     grads: TokenSums,
 ) -> Logits:
-    """The gradient of a chunk's logits, also of those that an earlier chunk has.
+    """Returns the gradient of a chunk's logits, including entries of earlier chunks.
 
     Args:
-      chunk: Which entries of the vocabulary they are of.
-      logits: The same as in forward.
-      targets: As in forward.
-      lse: Of all chunks of the rank.
-      grads: Of what `sums_of_chunks` returned.
+      chunk: Entries of the vocabulary that the logits are for.
+      logits: Logits, as in the forward pass.
+      targets: Target indices, as in the forward pass.
+      lse: Log-sum-exp over all chunks of the rank.
+      grads: Cotangents of the result of `sums_of_chunks`.
 
     Returns:
       The gradient; 0 for padding, whatever its logits are.
@@ -83,7 +83,8 @@ def loss_of_sums(
     targets: Int[Array, " tokens"],
     label_smoothing: float,
 ) -> PerToken:
-    """The losses, from the sums of all ranks; NaN where a target is no entry."""
+    """Computes the losses from the ranks' sums; NaN where a target is out of range."""
+    # Without a gradient: the peak cancels out of the loss.
     peak = part.max(sums.lse)
     exp, target, everything = part.sum(sums._replace(lse=jnp.exp(sums.lse - peak)))
     loss = peak + jnp.log(exp) - (1 - label_smoothing) * target
@@ -94,7 +95,7 @@ def loss_of_sums(
 
 
 def check_smoothing(label_smoothing: float) -> None:
-    """Raises a `ValueError` unless it is a part of one."""
+    """Raises a `ValueError` unless `label_smoothing` is in [0, 1)."""
     if not 0 <= label_smoothing < 1:
         raise ValueError(
             f"label_smoothing={label_smoothing}: it is how much of a target is spread "
