@@ -43,7 +43,7 @@ class AuxFormat:
         self._kinds: list[str] = []
 
     def take_apart(self, aux: PyTree) -> Parts:
-        """Groups leaves: floating-point scalars are means, other scalars sums, rest rows.
+        """Groups leaves: float scalars are means, other scalars sums, arrays rows.
 
         Args:
           aux: Tree of scalars and of arrays with a leading batch dim.

@@ -18,7 +18,7 @@ class Dataflow(abc.ABC, Generic[Fact]):
 
     A subclass defines the facts of a primitive's results from those of its operands,
     and joins two facts where control flow merges. Loops are interpreted to a fixed
-    point, so `join` must be monotone: its result knows no more than either operand.
+    point, so the result of `join` must know no more than either operand.
 
     Attributes:
       unknown: Fact about a value of which nothing is known, by default constants and
@@ -74,7 +74,7 @@ class Dataflow(abc.ABC, Generic[Fact]):
         return fact
 
     def under(self, kind: str, predicate: Fact) -> AbstractContextManager[None]:
-        """Context around the bodies of a "cond" or "while" that `predicate` controls."""
+        """Context for the bodies of a "cond" or "while" that `predicate` controls."""
         del kind, predicate
         return contextlib.nullcontext()
 
@@ -107,7 +107,7 @@ class Dataflow(abc.ABC, Generic[Fact]):
         return self.primitive(eqn, given) if body is None else self.results(body, given)
 
     def _scan(self, eqn: Any, given: Sequence[Fact]) -> list[Fact]:
-        # Operands are constants, carry, xs. The xs are found by rank, a slice having one
+        # Operands are constants, carry, xs. The xs are found by rank, a slice having a
         # dim less than its array, since jax 0.10 and 0.12 name the params differently.
         body, again = eqn.params["jaxpr"].jaxpr, eqn.params["length"] > 1
         is_slice = _is_larger(eqn.invars, body.invars)
@@ -143,8 +143,8 @@ class Dataflow(abc.ABC, Generic[Fact]):
         def run(carry: Sequence[Fact]) -> list[Fact]:
             (goes_on,) = self.results(cond, [*of_cond, *carry])
             with self.under("while", goes_on):
-                # The condition runs once more per iteration, under its own control: a
-                # collective in it is subject to the predicate too.
+                # The condition too runs once an iteration: ranks that leave the loop at
+                # different times run it, and its collectives, unequally often.
                 self.results(cond, [*of_cond, *carry])
                 new = self.results(body, [*of_body, *carry])
             return [self.in_branch(self.in_loop(fact), goes_on) for fact in new]
@@ -185,7 +185,7 @@ class Dataflow(abc.ABC, Generic[Fact]):
 
 
 def called_program(eqn: Any) -> core.Jaxpr | None:
-    """Returns the jaxpr that an equation calls on its own operands; None without."""
+    """Returns the one jaxpr that an equation calls on its own operands, or None."""
     inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
     inner = getattr(inner, "jaxpr", inner)
     if not isinstance(inner, core.Jaxpr):
