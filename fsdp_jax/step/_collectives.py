@@ -111,7 +111,7 @@ def fsdp_gather(
 
 
 def _gather_forward(row: ParamPlan, late: Late, value, sink, earlier):
-    # Without a sink, backward needs the value's shape and dtype, for `marked_zeros`.
+    # Without `sink`, backward needs the value's shape and dtype, for `marked_zeros`.
     unmarked = value if sink is None else None
     return fsdp_gather(row, late, value, sink, earlier), (unmarked, earlier)
 
@@ -122,6 +122,7 @@ def _gather_backward(row: ParamPlan, late: Late, residuals, grad: Array):
         return marked_zeros(row, value), None, None
     if row.frozen:
         return None, None, None
+    # The steps of forward in reverse: the factored dim, the padding, the collective.
     if row.is_cut:
         dim = row.tensor_dim
         assert dim is not None

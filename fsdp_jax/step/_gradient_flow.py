@@ -73,7 +73,7 @@ def gradient_flow(jaxpr: core.Jaxpr, zeros: Sequence[Any] = ()) -> list[Fact]:
 
     Args:
       jaxpr: Program with equations made by `mark_gradient`.
-      zeros: Input variables that are zeros, such as the sinks of shards.
+      zeros: Input variables that are zeros, such as the gradient buffers of shards.
     """
     known = set(zeros)
     given: list[Fact] = [ZERO if v in known else Other() for v in jaxpr.invars]
@@ -167,6 +167,7 @@ def _scale(eqn: Any, given: Sequence[Fact]) -> Fact | None:
     for fact, factor in ((one, other), (other, one)):
         if factor == ZERO or not isinstance(factor, Constant):
             continue
+        # A constant divided by a gradient is no scaled gradient.
         if isinstance(fact, Grad) and (fact is one or eqn.primitive.name == "mul"):
             return _again(fact)
     if ZERO in given and eqn.primitive.name == "mul":
@@ -212,6 +213,7 @@ def _reduce(eqn: Any, given: Sequence[Fact]) -> Fact | None:
         return fact if fact.is_zero else None
     if isinstance(fact, Other) or any(fact.dims[i] is not None for i in gone):
         return None
+    # Only stacked dims are summed, as in the transpose of a broadcast over a stack.
     dims = tuple(dim for i, dim in enumerate(fact.dims) if i not in gone)
     return dataclasses.replace(fact, dims=dims, once=False)
 
@@ -247,6 +249,8 @@ def _scatter_add(eqn: Any, given: Sequence[Fact]) -> Fact | None:
         return _sum(operand, update)
     if not isinstance(update, Grad):
         return None
+    # Dims of the operand in `gone` are indexed; the window dims of the update are the
+    # operand's other dims, in order.
     numbers = eqn.params["dimension_numbers"]
     gone = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
     shape, updated = (eqn.invars[i].aval.shape for i in (0, 2))

@@ -1,7 +1,7 @@
 """A primitive for a scan over layers that are split over pipeline stages.
 
 The schedule of a step decides which stage runs which layers for which microbatch. So in
-the trace of a loss the whole scan is one equation, which is never executed and at which
+the trace of a loss the scan is one equation, which is never executed and at which
 `cut_loss` splits the loss.
 """
 

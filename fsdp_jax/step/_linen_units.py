@@ -150,5 +150,6 @@ def _gathered(fn: Callable[..., Any], scopes: Any, *args: Any, **kwargs: Any) ->
         if shards_of(tree)
     }
     written = nn.DenyList(tuple(sorted(held)))
+    # All collections go in, all but those with shards come out, all rngs go in.
     run = lift.pack(inner, (True,), (written,), (True,), "unit", enable_kwargs=True)
     return run(scopes, *args, **kwargs)

@@ -91,7 +91,7 @@ def loss_of_shards(plan: Plan, loss_fn: LossFn, form: LossForm) -> LossOfShards:
             leaves = [gather_weight(s) if s.row.unit == ROOT else s for s in shards]
         state = fold_keys(model_state, rng)
         params = plan.treedef.unflatten(leaves)
-        # A sink means training: only then is the dropout of LoRA factors applied.
+        # Dropout of LoRA factors is for training, where shards have a `sink`.
         if plan.model.is_random and any(s.sink is not None for s in shards):
             model = plan.model.adapted.merge(params, state, rng)
         else:
@@ -188,7 +188,7 @@ def gradients_of(loss: LossOfShards) -> Callable[..., Any]:
     """Makes `fn(shards, state, rows, key, scale) -> (grads, total, count, aux, state)`.
 
     The gradients are those of the loss times `scale`, as cotangents of the shards'
-    sinks.
+    `sink`s.
     """
 
     def gradients(shards, state, rows, key, scale):

@@ -59,7 +59,7 @@ def check_gradients(
 
     Args:
       jaxpr: Trace as a function of the shards and `args`. Its results begin with the
-        gradients of the shards that have sinks and end with the model state.
+        gradients of the shards that have a `sink` and end with the model state.
       shards: Shards of all parameters.
       args: Model state, batch and key, then arguments that are equal on all ranks.
       axes: Mesh axes of more than one device.
@@ -86,13 +86,14 @@ def check_gradients(
 def _inputs(
     jaxpr: core.Jaxpr, shards: Sequence[Shard]
 ) -> list[tuple[core.Var, Shard, bool]]:
-    """Returns the inputs that belong to shards, and whether each is a sink."""
+    """Returns the inputs that belong to shards, and whether each is a `sink`."""
     marked = [
         (shard, is_sink)
         for shard in shards
         for part, is_sink in ((shard.value, 0), (shard.sink, 1), (shard.earlier, 0))
         for _ in jax.tree.leaves(part)
     ]
+    # The leaves of the shards are the first inputs; those of other arguments follow.
     pairs = zip(jaxpr.invars, marked, strict=False)
     return [(v, shard, bool(is_sink)) for v, (shard, is_sink) in pairs]
 

@@ -54,11 +54,12 @@ def fold_rank(rng: Key[Array, ""], data_axes: tuple[str, ...]) -> Key[Array, ""]
 
 def fold_keys(state: PyTree, rng: Key[Array, ""]) -> PyTree:
     """Folds `rng`, the key of a rank and microbatch, into every key of the state."""
-    word = jax.random.bits(rng)
+    word = jax.random.bits(rng)  # `fold_in` takes 32 bits, not a key.
 
     def fold(leaf):
         if not _is_key(leaf):
             return leaf
+        # `fold_in` takes a single key: a vmap for each dim of a stack of keys.
         one = functools.partial(jax.random.fold_in, data=word)
         for _ in range(leaf.ndim):
             one = jax.vmap(one)
@@ -169,6 +170,7 @@ def reduce_state(
             return lax.pmax(new, data_axes)
         if not jnp.issubdtype(new.dtype, jnp.inexact):
             return new
+        # In bfloat16 the sum over ranks would be rounded.
         wide = jnp.promote_types(new.dtype, jnp.float32)
         mean = lax.pmean(new.astype(wide), data_axes).astype(old.dtype)
         return jnp.where(is_new, mean, old)
@@ -191,6 +193,7 @@ def _written_anywhere(
         jnp.any(old != new) if jnp.issubdtype(old.dtype, jnp.inexact) else False
         for old, new in zip(leaves, jax.tree.leaves(after), strict=True)
     ]
+    # Stacked, so that one all-reduce serves all leaves.
     flags = lax.pmax(jnp.stack(flags).astype(jnp.int32), data_axes)
     return treedef.unflatten(list(flags > 0))
 

@@ -81,7 +81,7 @@ def _call_module(cls: type, module: nnx.Module, args: tuple, kwargs: dict) -> An
         rest = treedef.unflatten(leaves)
         objects = nnx.merge(graphdef, merge(whole, []), rest)
         # The call writes dropout counters, BatchNorm statistics and attributes to the
-        # copy in `objects`; the twins carry these writes out of the trace.
+        # copy in `objects`; `twins` carries these writes out of the trace.
         twins = twins_of(everything, objects)
         out = cls.__call__(objects[0], *objects[1], **objects[2])
         return Outcome(out, twins)
@@ -113,6 +113,7 @@ def _is_written(path: Any, leaf: Any) -> bool:
 
 def _own_shards(module: nnx.Module):
     """Makes a filter for the shards of `module`, without those of units inside it."""
+    # Paths are in `(module, args, kwargs)`, where the module is item 0.
     nested = [
         (0, *path)
         for path, inner in nnx.iter_modules(module)

@@ -184,7 +184,8 @@ def _forward(stack: _Stack, shards, floats, others):
     | `w_i .. w_(i+p-1)` | `w_(i+p)` | `w_i`, slot 0 | `w_(i+1) .. w_(i+p)` |
 
     `w_n` stands for unit n-1, `w_(n+1)` for unit n-2, see `_Stack.values`: after the
-    last iteration the window holds units n-1, n-2, ..., n-p, slot 0 first.
+    last iteration the window holds units n-1, n-2, ..., n-p, slot 0 first. Unit n-1 is
+    gathered twice for that, since slot 0 is freed when it has computed.
 
     Returns:
       `((carry, ys), (other carry, other ys)), saved, window`: the results; the
@@ -208,6 +209,7 @@ def _forward(stack: _Stack, shards, floats, others):
         (carry, y), pull, (other_carry, other_y) = jax.vjp(
             of_floats, window[0], carry, slices, consts, has_aux=True
         )
+        # `_Pull` refers to these leaves by index: `_backward` builds the same tuple.
         known = (window[0], slices, consts, other_slices, other_consts)
         stack.traced["pull"], saved = _Pull.of(pull, known)
         return (carry, other_carry, [*window[1:], ahead]), (y, other_y, saved)
@@ -225,16 +227,17 @@ def _forward(stack: _Stack, shards, floats, others):
 def _backward(stack: _Stack, residuals, cotangents):
     """Runs the units backward; returns the cotangents of `(shards, floats, others)`.
 
-    Gathers run `p = prefetch` units ahead as in forward, down to unit 0. Gradients lag:
-    those of a unit are computed in one iteration, reduced in the next one, and written
-    in the one after that. In iteration i, from n-1 down to 0:
+    Gathers run `p = prefetch` units ahead as in forward; below unit 0 they gather unit
+    0 again, for slots that nothing reads. Gradients lag: those of a unit are computed
+    in one iteration, reduced in the next one, and written in the one after that. In
+    iteration i, from n-1 down to 0:
 
     | carry | before | in iteration i | after |
     |---|---|---|---|
-    | `window` | `w_i .. w_(i-p+1)` | gathers `w_(i-p)`, computes with `w_i` | next p |
-    | `pending` | gradients of unit i+1 | reduced | gradients of unit i, unreduced |
-    | `reduced` | piece of unit i+2 | written to `sinks[i+2]` | piece of unit i+1 |
-    | `sinks` | units i+3 .. n-1 are final | | units i+2 .. n-1 are final |
+    | `window` | `w_i .. w_(i-p+1)` | `w_(i-p)` gathered | `w_(i-1) .. w_(i-p)` |
+    | `pending` | unit i+1, unreduced | reduced | unit i, unreduced |
+    | `reduced` | piece of unit i+2 | written | piece of unit i+1 |
+    | `sinks` | units i+3 .. n-1 final | unit i+2 set | units i+2 .. n-1 final |
 
     The reduction of unit i+1 thus does not depend on what unit i computes, and overlaps
     with it. It must run after that of unit i+2, or XLA combines both into one
@@ -265,7 +268,7 @@ def _backward(stack: _Stack, residuals, cotangents):
         window = [*window[1:], behind]
         return (carry, window, pending, reduced, sinks, d_consts), d_slices
 
-    # The sinks are zeros of the shape of the reduced gradients; they become the buffer.
+    # `shard.sink` is zeros of the shape of the reduced gradients of all units.
     zeros = [shard.sink for shard in shards]
     start = (
         carry,
@@ -290,7 +293,7 @@ def _backward(stack: _Stack, residuals, cotangents):
 
 
 def _reduced(stack: _Stack, shards, grads: Leaves, i: Any) -> Leaves:
-    """Reduces the gradients of the values of unit `i`: the cotangents of its sinks."""
+    """Reduces `grads`, of the values of unit `i`, to cotangents of its `sink`s."""
     own = _at(shards, i)
 
     def of_sinks(sinks):

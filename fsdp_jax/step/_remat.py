@@ -122,6 +122,7 @@ def _is_narrow(dtype: Any) -> bool:
 def _is_unshard(primitive, params) -> bool:
     if primitive.name != "custom_vjp_call":
         return False
+    # By name, since the equation does not hold the Python function.
     return params["call_jaxpr"].jaxpr.debug_info.func_name == "fsdp_unshard"
 
 
@@ -136,8 +137,8 @@ def split_unit(compute, unshard, shards, args, *, may_close_over: bool = True):
         y = dot_general x d  # reads x: rest
 
     `d` crosses from one function to the other. `w` and `t` do not, since no equation of
-    `rest` reads them. An equation `y = jit[f] x w` would stand in `rest`, with all that
-    `f` derives from `w`, so such calls are inlined first.
+    `rest` reads them. An equation `y = jit[f] x w` would be left to `rest`, with all
+    that `f` derives from `w`, so such calls are inlined first.
 
     Args:
       compute: `compute(weights, *args)`, on the unsharded weights.

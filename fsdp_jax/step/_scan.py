@@ -101,7 +101,7 @@ def _scan_stages(
 
     def run_chunk(shards, others, carry, xs, consts, is_real):
         chunk = merge(shards, others)
-        if is_real is None:
+        if is_real is None:  # No stage has padding layers.
             return run(unit, chunk, carry, xs, consts)
         return run(unless_padding(unit), chunk, carry, (is_real, *xs), consts)
 
@@ -137,6 +137,7 @@ def _scan(
             keys, others, xs = slices
             return computed(parts, keys, others, carry, xs, consts)
 
+        # The scope that `call_unit` opens on the other path: reports read it.
         with jax.named_scope(f"unit:{own[0].row.unit}"):
             carry, (ys, written) = prefetching_scan(
                 *(of_parts, own, carry, (keys, others, xs), consts),

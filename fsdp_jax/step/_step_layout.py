@@ -20,7 +20,7 @@ def packed(plan: Plan, params: PyTree) -> list[Array]:
 
     Args:
       plan: Plan of the parameters.
-      params: Parameters as stored, global arrays; `Padded` or to be padded.
+      params: Stored parameters, global arrays; padded ones as `Padded` or unpadded.
 
     Returns:
       An array for each of `plan.rows_in_step`, on the device, padded, and with a dim
@@ -48,13 +48,13 @@ def placed(plan: Plan, row: ParamPlan, grad: Array) -> Array | Padded:
       The gradient in the stored shape; `Padded` if the parameter is.
     """
     if row.tensor_dim is not None:
-        grad = grad.reshape(row.padded_shape)  # One dim again, if a step cut it in two.
+        grad = grad.reshape(row.padded_shape)  # Joins a factored dim.
         grad = _laid_out(plan, row, grad)
     return Padded(grad, row.shape) if row.is_padded else grad
 
 
 def _fetched(plan: Plan, offload: Offload, arrays: Sequence[Array]) -> list[Array]:
-    """Copies offloaded arrays to the device one by one, cast to their gather's dtype."""
+    """Copies offloaded arrays to the device one by one, in their all-gather's dtype."""
     fetched: list[Array] = []
     for row, array in zip(plan.rows, arrays, strict=True):
         if offload.moves(array):
