@@ -54,6 +54,7 @@ class AuxFormat:
         Raises:
           ValueError: If `aux` has arrays and ranks have parts of sequences.
         """
+        # Called under a trace, once or more; each trace sets the same structure.
         leaves, self._treedef = jax.tree.flatten(aux)
         arrays = [_widen(jnp.asarray(leaf)) for leaf in leaves]
         self._kinds = [_kind(leaf) for leaf in arrays]
@@ -72,6 +73,7 @@ class AuxFormat:
 
 def join_aux(stacked: list[Parts]) -> Parts:
     """Joins `aux` of several microbatches, which are a leading dim of each leaf."""
+    # The microbatches of the loop, then one more if the last is not in the loop.
     joined = jax.tree.map(lambda *pieces: jnp.concatenate(pieces), *stacked)
     return {
         "means": [x.mean(0) for x in joined["means"]],

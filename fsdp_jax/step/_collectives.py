@@ -98,12 +98,14 @@ def fsdp_gather(
     row: ParamPlan, late: Late, value: Any, sink: Array | None, earlier: Array | None
 ) -> Array:
     del late, sink, earlier  # They concern the gradient; see `Shard`.
+    # Cast before the collective, which then communicates the narrower dtype.
     if row.gather is None:
         value = value.astype(row.precision.param)
     axes = row.placements.parameter
     weight = all_gather(row, value, axes) if axes else value
     if row.gather is not None:
         weight = _decode(row, weight)
+    # The padding is zeros at the end of the split dim.
     if row.padding:
         dim = _split_dim(row, weight)
         weight = lax.slice_in_dim(weight, 0, weight.shape[dim] - row.padding, axis=dim)
@@ -211,6 +213,7 @@ def _reduce_scatter(row: ParamPlan, grad: Array, axes: tuple[str, ...]) -> Array
         pieces = lax.all_to_all(grad, axes, split_axis=dim, concat_axis=dim, tiled=True)
         before, size, after = grad.shape[:dim], grad.shape[dim], grad.shape[dim + 1 :]
         ranks = lax.axis_size(axes)
+        # This rank's piece, one from every rank: `[*before, ranks, piece, *after]`.
         by_rank = pieces.reshape(*before, ranks, size // ranks, *after)
         return by_rank.sum(axis=dim, dtype=row.precision.main_grads)
 
@@ -227,6 +230,7 @@ def at_tp_width(row: ParamPlan, collective: Callable[[Any], Any], x: Any) -> Any
     """
     if not row.is_under_tp:
         return collective(x)
+    # `tensor_dim` counts stacked dims, which a unit's slice does not have.
     spec = PartitionSpec()
     if row.tensor_dim is not None:
         dim = row.tensor_dim - (len(row.shape) - x.ndim)

@@ -94,6 +94,7 @@ class Dataflow(abc.ABC, Generic[Fact]):
     def equation(self, eqn: Any, given: Sequence[Fact]) -> Sequence[Fact]:
         """Returns the facts about an equation's results."""
         known = self.special(eqn, given)
+        # A subclass decides first, so that it can treat a call as one operation.
         if known is not None:
             return known
         kind = eqn.primitive.name
@@ -150,7 +151,7 @@ class Dataflow(abc.ABC, Generic[Fact]):
             return [self.in_branch(self.in_loop(fact), goes_on) for fact in new]
 
         carry = self._fixed_point(run, start)
-        run(carry)
+        run(carry)  # Again, now recording.
         return list(carry)
 
     def _cond(self, eqn: Any, given: Sequence[Fact]) -> list[Fact]:

@@ -116,6 +116,7 @@ class _Flow(Dataflow[Fact]):
         if not isinstance(fact, Grad):
             return fact
         first, *rest = fact.dims
+        # A loop over a dim of the unit itself takes the gradient apart.
         rest = dataclasses.replace(fact, dims=tuple(rest))
         return rest if first is None else _read((fact,))
 
@@ -146,6 +147,7 @@ def _read(given: Sequence[Fact]) -> Other:
 def _sum(one: Fact, other: Fact) -> Fact | None:
     if isinstance(one, Constant) and isinstance(other, Constant):
         return Constant(is_zero=one.is_zero and other.is_zero)
+    # Zeros of the gradient's shape: what accumulation starts with, or another branch.
     for zero, grad in ((one, other), (other, one)):
         if zero == ZERO and isinstance(grad, Grad):
             return _again(grad)
@@ -225,6 +227,7 @@ def _pad(eqn: Any, given: Sequence[Fact]) -> Fact | None:
     if isinstance(fact, Constant):
         return fact if fact.is_zero else None
     pairs = zip(fact.dims, eqn.params["padding_config"], strict=True)
+    # Zeros around slices of a stack are fine, zeros within a slice are not.
     if any(dim is not None and any(widths) for dim, widths in pairs):
         return None
     return _again(fact)

@@ -88,6 +88,7 @@ def loss_of_shards(plan: Plan, loss_fn: LossFn, form: LossForm) -> LossOfShards:
 
     def call(shards: Sequence[Shard], model_state, batch, rng):
         with jax.named_scope("unit:root"):
+            # Root parameters belong to no unit: gathered here, once for the loss.
             leaves = [gather_weight(s) if s.row.unit == ROOT else s for s in shards]
         state = fold_keys(model_state, rng)
         params = plan.treedef.unflatten(leaves)
@@ -98,6 +99,7 @@ def loss_of_shards(plan: Plan, loss_fn: LossFn, form: LossForm) -> LossOfShards:
             model = plan.model.merge(params, state)
         if not isinstance(model, nnx.Module):
             model = without_constraints(model)
+        # On this copy of the model, which `merge` made; the user's stays as it is.
         model = sync_batch_norms(model, synced)
         model = mark_objects(model, plan.unit_classes)
         extra = {"rng": rng} if wants_rng else {}
@@ -201,6 +203,7 @@ def gradients_of(loss: LossOfShards) -> Callable[..., Any]:
 
         sinks = [shard.sink for shard in shards]
         total, pull, (count, aux, after) = jax.vjp(of_sinks, sinks, has_aux=True)
+        # The loss scale is the cotangent of the loss, so the loss itself is unscaled.
         (grads,) = pull(jnp.full_like(total, scale))
         return grads, total, count, aux, after
 

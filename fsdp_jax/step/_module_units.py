@@ -70,6 +70,7 @@ def _call_module(cls: type, module: nnx.Module, args: tuple, kwargs: dict) -> An
     if not shards_of(nnx.state(module)):
         return cls.__call__(module, *args, **kwargs)
     everything = (module, args, kwargs)
+    # Arguments are split together with the module, since they may share Variables.
     graphdef, weights, rest = nnx.split(everything, _own_shards(module), ...)
     shards, _, merge = partition(weights)
     if not shards:  # All its shards belong to units within it.

@@ -79,6 +79,7 @@ def _agreed(pairs: Sequence[tuple[ParamPlan, Array]]) -> dict[str, Array]:
 
 def _largest(row: ParamPlan, value: Array) -> Float[Array, "*stacked"]:
     """Returns the largest magnitude in each unit's slice of this rank's piece."""
+    # Each unit of a stack has a scale of its own: `[*stacked]`.
     dims = tuple(range(row.num_stacked, value.ndim))
     return jnp.abs(value).max(dims).astype(jnp.float32)
 

@@ -70,6 +70,7 @@ def prefetching_scan(
 
     def forward(shards, floats, others):
         out, *saved = _forward(stack, shards, floats, others)
+        # Not the carries: each unit's own residuals hold what backward needs of them.
         return out, (shards, saved, floats[1:], others[1:])
 
     def backward(residuals, cotangents):
@@ -116,6 +117,7 @@ class _Stack:
     def of(cls, compute, shards, given, prefetch: int, unroll: int) -> _Stack:
         carry, slices, consts = given
         example = (carry, jax.tree.map(_first, slices), consts)
+        # All units have the shapes of the first, so one trace serves them all.
         first = jax.tree.map(_first, shards)
         weights_only, rest, out_tree = split_unit(
             compute, _unshard, first, example, may_close_over=False
@@ -138,6 +140,7 @@ class _Stack:
         `num_units + 1` the one before it, so that the last gathers of forward are the
         first ones that backward needs. Indices below 0 are clamped to unit 0.
         """
+        # n -> n-1, n+1 -> n-2, ...; indices below n stay.
         i = jnp.minimum(i, 2 * self.num_units - 1 - i)
         return list(self.weights_only(_at(shards, jnp.maximum(i, 0))))
 
@@ -184,8 +187,8 @@ def _forward(stack: _Stack, shards, floats, others):
     | `w_i .. w_(i+p-1)` | `w_(i+p)` | `w_i`, slot 0 | `w_(i+1) .. w_(i+p)` |
 
     `w_n` stands for unit n-1, `w_(n+1)` for unit n-2, see `_Stack.values`: after the
-    last iteration the window holds units n-1, n-2, ..., n-p, slot 0 first. Unit n-1 is
-    gathered twice for that, since slot 0 is freed when it has computed.
+    last iteration the window holds units n-1, n-2, ..., n-p, slot 0 first. Forward
+    gathers these p units twice, since a slot is reused once its unit has computed.
 
     Returns:
       `((carry, ys), (other carry, other ys)), saved, window`: the results; the
@@ -244,8 +247,8 @@ def _backward(stack: _Stack, residuals, cotangents):
     collective. A barrier orders them, and for it the piece of unit i+2 stays apart for
     an iteration: tied to `sinks`, the barrier would hold the gradients of all units.
 
-    After the loop `reduced` is the piece of unit 1 and `pending` are the gradients of
-    unit 0, which are left to write, and to reduce and write.
+    After the loop, `reduced` (unit 1) is written, and `pending` (unit 0) is reduced and
+    written.
     """
     shards, (saved, window), (slices, consts), (other_slices, other_consts) = residuals
     (carry, ys), _ = cotangents
@@ -264,6 +267,7 @@ def _backward(stack: _Stack, residuals, cotangents):
         known = (window[0], slices, consts, other_slices, other_consts)
         pull = stack.traced["pull"].rebuild(saved, known)
         pending, carry, d_slices, more = pull((carry, y))
+        # Every unit reads the same consts, so their cotangents add up.
         d_consts = jax.tree.map(jnp.add, d_consts, more)
         window = [*window[1:], behind]
         return (carry, window, pending, reduced, sinks, d_consts), d_slices
@@ -282,7 +286,7 @@ def _backward(stack: _Stack, residuals, cotangents):
         body,
         start,
         (jnp.arange(stack.num_units), ys, saved, slices, other_slices),
-        reverse=True,
+        reverse=True,  # From unit n-1 to unit 0; `d_slices` come out in unit order.
         unroll=stack.unroll,
     )
     sinks = _put(sinks, reduced, min(1, last))

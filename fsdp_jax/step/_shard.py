@@ -129,6 +129,7 @@ def partition(
       with unsharded weights in the place of the shards.
     """
     leaves, treedef = jax.tree.flatten(tree, is_leaf=lambda n: is_shard(n) or keep(n))
+    # Of the units in the tree, those within another one of them are not taken.
     units = {leaf.row.unit for leaf in leaves if is_shard(leaf)}
     taken = [is_shard(leaf) and not _is_within(leaf.row.unit, units) for leaf in leaves]
 

@@ -98,6 +98,7 @@ class _Follow(Dataflow["_Tracked | None"]):
     def special(self, eqn, given):
         if any(given) and not is_gather(eqn):
             return None
+        # Results of a gather are weights, which the loss may use as it likes.
         for tracked in filter(None, given):
             self._gathered(tracked)
         return [None] * len(eqn.outvars)
@@ -125,6 +126,7 @@ class _Follow(Dataflow["_Tracked | None"]):
     def sliced(self, fact):
         if fact is None or fact.dims is None:
             return fact
+        # A loop over a dim of the unit itself takes the shard apart.
         first, *rest = fact.dims
         return dataclasses.replace(fact, dims=tuple(rest) if first is None else None)
 
@@ -141,6 +143,7 @@ class _Follow(Dataflow["_Tracked | None"]):
         return self.in_loop(fact)
 
     def _gathered(self, tracked: _Tracked) -> None:
+        # Passes to a loop's fixed point would count a gather more than once.
         if not self.recording:
             return
         name, uses = tracked.name, self._uses

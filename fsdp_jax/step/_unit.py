@@ -35,6 +35,8 @@ def unit(fn: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(fn)
     def entered(weights: PyTree, *args: Any, **kwargs: Any) -> Any:
+        # Objects within that are units keep their shards and gather them when called;
+        # not so `weights` itself, whose call is what runs here.
         shards, others, merge = partition(
             weights, keep=lambda node: is_unit(node) and node is not weights
         )

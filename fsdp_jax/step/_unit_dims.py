@@ -49,6 +49,7 @@ def _broadcast(eqn: Any, dims: Dims) -> Dims | None:
     new: list[int | None] = [None] * len(shape)
     places = eqn.params["broadcast_dimensions"]
     for dim, size, place in zip(dims, _shape(eqn), places, strict=True):
+        # A dim of size 1 of the weight, repeated, is no dim of the weight anymore.
         if dim is not None and size != shape[place]:
             return None
         new[place] = dim
@@ -79,6 +80,7 @@ def _transpose(eqn: Any, dims: Dims) -> Dims:
 
 
 def _squeeze(eqn: Any, dims: Dims) -> Dims | None:
+    # A weight's dim of size 1 may not go either: the unit would miss it.
     gone = eqn.params["dimensions"]
     if _has_weight(dims, gone):
         return None
@@ -86,6 +88,7 @@ def _squeeze(eqn: Any, dims: Dims) -> Dims | None:
 
 
 def _slice(eqn: Any, dims: Dims) -> Dims | None:
+    # Of `slice` and `dynamic_slice`: start indices are not known, sizes are enough.
     sizes = eqn.outvars[0].aval.shape
     return dims if _are_all(dims, _shape(eqn), sizes) else None
 
@@ -97,6 +100,7 @@ def _gather(eqn: Any, dims: Dims) -> Dims | None:
     gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
     if _has_weight(dims, gone):
         return None
+    # Offset dims of the result are the dims that are not collapsed, in order.
     kept = [dim for i, dim in enumerate(dims) if i not in gone]
     new: list[int | None] = [None] * len(eqn.outvars[0].aval.shape)
     for place, dim in zip(numbers.offset_dims, kept, strict=True):
