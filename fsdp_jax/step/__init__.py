@@ -1,1 +1,1 @@
-"""What happens inside `shard_map`."""
+"""Modules that run inside `shard_map`: units, their collectives, and the loss."""

@@ -1,4 +1,4 @@
-"""What a loss returns beside the loss, on its way through ranks and microbatches."""
+"""Reduces the auxiliary outputs of a loss over ranks and microbatches."""
 
 from __future__ import annotations
 
@@ -15,34 +15,46 @@ from fsdp_jax.data._batch import join_microbatches
 from fsdp_jax.sharding._mesh import BATCH_AXES
 
 Parts = dict[str, list[Array]]
-"""Leaves of `aux` by how they are reduced: "means", "sums" and "rows"."""
+"""Leaves of `aux` grouped by their reduction: "means", "sums" and "rows"."""
 
 AUX_SPECS = {
     "means": PartitionSpec(),
     "sums": PartitionSpec(),
     "rows": PartitionSpec(BATCH_AXES),
 }
-"""How the reduced parts leave `shard_map`."""
+"""Output specs in `shard_map` of the reduced parts."""
 
 
 class AuxFormat:
-    """Sorts the leaves of `aux` by how they are reduced, and remembers their places.
+    """Groups the leaves of `aux` by their reduction, and remembers their order.
 
-    `shard_map` wants to know how its results lie before it traces what they are.
+    `shard_map` takes its output specs before it traces what the outputs are, so that
+    these are specs of the groups, and the structure of `aux` is known only afterwards.
     """
 
     def __init__(self, *, has_whole_rows: bool = True):
-        """Knows nothing before the loss is traced.
+        """Makes a format without a structure, which `take_apart` sets.
 
         Args:
-          has_whole_rows: Whether each rank has whole rows, and not their part over cp.
+          has_whole_rows: Whether each rank has full sequences, and not a part over cp.
         """
         self._has_whole_rows = has_whole_rows
         self._treedef: Any = None
         self._kinds: list[str] = []
 
     def take_apart(self, aux: PyTree) -> Parts:
-        """Floating-point scalars are means, other scalars sums, arrays rows."""
+        """Groups leaves: float scalars are means, other scalars sums, arrays rows.
+
+        Args:
+          aux: Tree of scalars and of arrays with a leading batch dim.
+
+        Returns:
+          The leaves by group. Scalars of fewer than 32 bits are widened.
+
+        Raises:
+          ValueError: If `aux` has arrays and ranks have parts of sequences.
+        """
+        # Called under a trace, once or more; each trace sets the same structure.
         leaves, self._treedef = jax.tree.flatten(aux)
         arrays = [_widen(jnp.asarray(leaf)) for leaf in leaves]
         self._kinds = [_kind(leaf) for leaf in arrays]
@@ -54,13 +66,14 @@ class AuxFormat:
         }
 
     def put_together(self, parts: Parts) -> PyTree:
-        """The inverse of `take_apart`."""
+        """Rebuilds `aux` from its groups: the inverse of `take_apart`."""
         iterators = {kind: iter(leaves) for kind, leaves in parts.items()}
         return self._treedef.unflatten(next(iterators[kind]) for kind in self._kinds)
 
 
 def join_aux(stacked: list[Parts]) -> Parts:
-    """Over microbatches: each part's leaves have a leading dim for some of them."""
+    """Joins `aux` of several microbatches, which are a leading dim of each leaf."""
+    # The microbatches of the loop, then one more if the last is not in the loop.
     joined = jax.tree.map(lambda *pieces: jnp.concatenate(pieces), *stacked)
     return {
         "means": [x.mean(0) for x in joined["means"]],
@@ -70,7 +83,7 @@ def join_aux(stacked: list[Parts]) -> Parts:
 
 
 def reduce_aux(aux: Parts, data_axes: tuple[str, ...]) -> Parts:
-    """Over ranks; rows are put together by `shard_map`."""
+    """Reduces means and sums over ranks; `shard_map` concatenates the rows."""
     if not data_axes:
         return aux
     return {
@@ -91,7 +104,7 @@ def _parts_of_rows(aux: PyTree) -> str:
 
 
 def _widen(leaf: Array) -> Array:
-    """Scalars are summed over ranks: in 8 or 16 bits that would overflow or round."""
+    """Widens scalars to 32 bits: sums over ranks would overflow or round in fewer."""
     if leaf.ndim:
         return leaf
     inexact = jnp.issubdtype(leaf.dtype, jnp.inexact)

@@ -1,4 +1,19 @@
-"""The two collectives of FSDP: a shard becomes a weight, a gradient becomes a shard."""
+"""FSDP's collectives: all-gather of a shard, reduce-scatter of a gradient.
+
+| when | collective | mesh axes | dtype |
+|---|---|---|---|
+| forward, at a unit's entry | all-gather | `placements.parameter` | `param` or float8 |
+| backward, if `reshard` | all-gather | `placements.parameter` | `param` or float8 |
+| backward, after the unit | reduce-scatter | `placements.gradient` | `grad_comm` |
+| once a step, deferred | reduce-scatter | others of `optimizer` | `grad_comm` |
+| once a step, deferred | all-reduce | all others still partial | `grad_comm` |
+
+The first three are `fsdp_gather` and its derivative, the last two `reduce_late`. These
+run after the last microbatch, or in its backward where `Late.axes` names axes. With
+`precision.accumulate_wide` an all-to-all and a local sum replace each reduce-scatter,
+and the all-reduce is in `main_grads`. The all-gathers that run once a step, before the
+first microbatch, are in `_param_layout`.
+"""
 
 from __future__ import annotations
 
@@ -29,14 +44,14 @@ def gather_weight(shard: Shard) -> Float[Array, ...]:
     Call it inside `shard_map`, manual over the axes that split the parameter.
 
     Args:
-      shard: One unit's slice of a parameter (stack dims sliced away).
+      shard: A parameter of one unit, without stacked dims.
 
     Returns:
-      The whole weight, dtype `precision.param`.
+      The unsharded weight, dtype `precision.param`.
 
     Raises:
-      ValueError: If stack dims are left, or dims are missing because a parameter that
-        was planned as plain turns out to be a stack.
+      ValueError: If stacked dims are left, or dims are missing because a parameter that
+        was planned as not stacked turns out to be a stack.
     """
     if shard.value.ndim != shard.row.ndim_in_unit:
         raise ValueError(_wrong_rank(shard))
@@ -46,16 +61,17 @@ def gather_weight(shard: Shard) -> Float[Array, ...]:
 def reduce_late(
     row: ParamPlan, grad: Float[Array, ...], late_axes: tuple[str, ...]
 ) -> Float[Array, ...]:
-    """Finishes a gradient over the axes on which it is still partial.
+    """Runs the deferred reduction: over the axes on which a gradient is still partial.
 
     Args:
       row: The parameter's plan.
-      grad: This device's accumulated gradient, or one unit's slice of it, split over
+      grad: Accumulated gradient on this device, or one unit's slice of it, split over
         `placements.gradient`.
-      late_axes: Those data axes.
+      late_axes: Mesh axes over which `grad` is still partial.
 
     Returns:
-      The gradient summed over all of them, split over `placements.optimizer`.
+      The gradient summed over `late_axes`, split over `placements.optimizer`, dtype
+      `precision.main_grads`.
     """
     scattered = tuple(a for a in row.placements.optimizer if a in late_axes)
     summed = tuple(axis for axis in late_axes if axis not in scattered)
@@ -63,23 +79,33 @@ def reduce_late(
         if scattered:
             grad = _reduce_scatter(row, grad, scattered)
         if summed:
+            # An all-reduce cannot sum wider than it communicates, as the all-to-all in
+            # `_reduce_scatter` can, so the wide sum is communicated wide.
             wide = row.precision.accumulate_wide
             wire = row.precision.main_grads if wide else row.precision.grad_comm
             grad = _all_reduce(row, grad.astype(wire), summed)
     return grad.astype(row.precision.main_grads)
 
 
+# Why a custom derivative: jax would transpose the all-gather to a reduce-scatter over
+# the same axes, in the compute dtype, and require a cotangent of the shape and dtype of
+# `value`. But a gradient has its own placement (ZeRO-2 splits gradients and not
+# weights) and its own dtypes (`grad_comm` between devices, `main_grads` to accumulate),
+# and the bytes of a quantized weight have no derivative. So `value` gets no cotangent,
+# and the gradient is that of `sink`, zeros that forward never reads.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def fsdp_gather(
     row: ParamPlan, late: Late, value: Any, sink: Array | None, earlier: Array | None
 ) -> Array:
     del late, sink, earlier  # They concern the gradient; see `Shard`.
+    # Cast before the collective, which then communicates the narrower dtype.
     if row.gather is None:
         value = value.astype(row.precision.param)
     axes = row.placements.parameter
     weight = all_gather(row, value, axes) if axes else value
     if row.gather is not None:
         weight = _decode(row, weight)
+    # The padding is zeros at the end of the split dim.
     if row.padding:
         dim = _split_dim(row, weight)
         weight = lax.slice_in_dim(weight, 0, weight.shape[dim] - row.padding, axis=dim)
@@ -87,6 +113,7 @@ def fsdp_gather(
 
 
 def _gather_forward(row: ParamPlan, late: Late, value, sink, earlier):
+    # Without `sink`, backward needs the value's shape and dtype, for `marked_zeros`.
     unmarked = value if sink is None else None
     return fsdp_gather(row, late, value, sink, earlier), (unmarked, earlier)
 
@@ -97,6 +124,7 @@ def _gather_backward(row: ParamPlan, late: Late, residuals, grad: Array):
         return marked_zeros(row, value), None, None
     if row.frozen:
         return None, None, None
+    # The steps of forward in reverse: the factored dim, the padding, the collective.
     if row.is_cut:
         dim = row.tensor_dim
         assert dim is not None
@@ -113,6 +141,7 @@ def _gather_backward(row: ParamPlan, late: Late, residuals, grad: Array):
     if axes := row.placements.gradient:
         grad = _reduce_scatter(row, grad, axes)
     grad = grad.astype(row.precision.main_grads)
+    # Before the deferred reduction, which then runs once for all microbatches.
     if earlier is not None:
         grad = accumulated(row, grad, earlier)
     if late.axes:
@@ -124,9 +153,10 @@ fsdp_gather.defvjp(_gather_forward, _gather_backward)
 
 
 def marked_zeros(row: ParamPlan, value: Any) -> Any:
-    """The cotangent of what has no gradient, marked like one, for the loss to see.
+    """Returns a zero cotangent for a shard without a gradient, marked like a gradient.
 
-    Only a derivative inside of the loss asks for it, as if it were the weight's.
+    Only a derivative taken inside the loss asks for it. The mark lets `check_loss` find
+    and refuse that derivative. None for quantized and integer weights.
     """
     if isinstance(value, Encoded) or not jnp.issubdtype(value.dtype, jnp.floating):
         return None
@@ -134,15 +164,15 @@ def marked_zeros(row: ParamPlan, value: Any) -> Any:
 
 
 def accumulated(row: ParamPlan, grad: Array, new: Array) -> Array:
-    """The gradient of two microbatches together."""
+    """Adds two microbatches' gradients; takes the maximum where `is_overwritten`."""
     return jnp.maximum(grad, new) if row.is_overwritten else grad + new
 
 
 def all_gather(row: ParamPlan, value: Any, axes: tuple[str, ...]) -> Any:
-    """Brings the pieces of the split dim together, an array's or an `Encoded`'s."""
+    """All-gathers the split dim of an array, or of an `Encoded` and its scales."""
     if isinstance(value, Encoded):
         scale = value.scale
-        if isinstance(row.gather, MXFP8Gather):  # Else all ranks have the same one.
+        if isinstance(row.gather, MXFP8Gather):  # Float8Gather: agreed on.
             scale = all_gather(row, scale, axes)
         return Encoded(all_gather(row, value.bytes, axes), scale)
     dim = _split_dim(row, value)
@@ -155,7 +185,7 @@ def all_gather(row: ParamPlan, value: Any, axes: tuple[str, ...]) -> Any:
 
 
 def _decode(row: ParamPlan, encoded: Encoded) -> Array:
-    """The weight in its compute dtype."""
+    """Dequantizes a gathered weight to its compute dtype."""
     dtype = row.precision.param
     with jax.named_scope("decode"):
         if not isinstance(row.gather, MXFP8Gather):
@@ -172,15 +202,18 @@ def _all_reduce(row: ParamPlan, grad: Array, axes: tuple[str, ...]) -> Array:
 
 
 def _reduce_scatter(row: ParamPlan, grad: Array, axes: tuple[str, ...]) -> Array:
-    """Sums over `axes`, each rank keeping its piece of the split dim."""
+    """Sums `grad` over `axes`; each rank keeps its piece of the split dim."""
     dim = _split_dim(row, grad)
 
     def reduce(grad):
         if not row.precision.accumulate_wide:
             return lax.psum_scatter(grad, axes, scatter_dimension=dim, tiled=True)
+        # The bytes of a reduce-scatter, but partial sums are not rounded to
+        # `grad_comm`: each rank gets all addends of its piece and sums them itself.
         pieces = lax.all_to_all(grad, axes, split_axis=dim, concat_axis=dim, tiled=True)
         before, size, after = grad.shape[:dim], grad.shape[dim], grad.shape[dim + 1 :]
         ranks = lax.axis_size(axes)
+        # This rank's piece, one from every rank: `[*before, ranks, piece, *after]`.
         by_rank = pieces.reshape(*before, ranks, size // ranks, *after)
         return by_rank.sum(axis=dim, dtype=row.precision.main_grads)
 
@@ -189,13 +222,15 @@ def _reduce_scatter(row: ParamPlan, grad: Array, axes: tuple[str, ...]) -> Array
 
 
 def at_tp_width(row: ParamPlan, collective: Callable[[Any], Any], x: Any) -> Any:
-    """Runs a collective over data axes on this rank's part of a tp-split array.
+    """Runs a collective over data axes on this rank's `tp` shard of an array.
 
-    Where `tp` is left to XLA, a bare collective would gather over it first and then
-    move tp times the bytes: the collective alone becomes manual over `tp` too.
+    The step leaves `tp` to XLA, which would gather over `tp` before the collective and
+    so communicate `tp` times the bytes. A `shard_map` over `tp` around the collective
+    alone prevents that.
     """
     if not row.is_under_tp:
         return collective(x)
+    # `tensor_dim` counts stacked dims, which a unit's slice does not have.
     spec = PartitionSpec()
     if row.tensor_dim is not None:
         dim = row.tensor_dim - (len(row.shape) - x.ndim)
@@ -206,7 +241,7 @@ def at_tp_width(row: ParamPlan, collective: Callable[[Any], Any], x: Any) -> Any
 
 
 def _with_cut_dim(row: ParamPlan, x: Array, *sizes: int) -> Array:
-    """A unit's slice with other sizes where `ParamPlan.in_step` cuts a dim in two."""
+    """Reshapes a unit's slice where `ParamPlan.in_step` factored a dim into two."""
     assert row.tensor_dim is not None
     dim = row.tensor_dim - row.num_stacked
     behind = row.shape[row.tensor_dim + 2 :]
@@ -214,7 +249,7 @@ def _with_cut_dim(row: ParamPlan, x: Array, *sizes: int) -> Array:
 
 
 def _split_dim(row: ParamPlan, x: Array) -> int:
-    """The split dim of `x`: the parameter or, without stack dims, one unit's slice."""
+    """Returns the split dim of `x`, a parameter or a unit's slice without its stack."""
     assert row.dim is not None
     return row.dim - (len(row.shape) - x.ndim)
 

@@ -1,4 +1,4 @@
-"""Follows facts about arrays through a traced program, loops and branches included."""
+"""Abstract interpretation of jaxprs, loops and branches included."""
 
 from __future__ import annotations
 
@@ -14,71 +14,72 @@ Fact = TypeVar("Fact")
 
 
 class Dataflow(abc.ABC, Generic[Fact]):
-    """An abstract interpreter of jaxprs: what is known of each variable is a `Fact`.
+    """An abstract interpreter of jaxprs, which knows a `Fact` about each variable.
 
-    A subclass says what a primitive makes of the facts of its operands, and how two
-    facts are joined where two ways meet. Loops are followed until nothing changes, so
-    a join must only ever know less than what it joins.
+    A subclass defines the facts of a primitive's results from those of its operands,
+    and joins two facts where control flow merges. Loops are interpreted to a fixed
+    point, so the result of `join` must know no more than either operand.
 
     Attributes:
-      unknown: The fact of what nothing is known of: constants and literals.
-      recording: False while a loop is followed to its fixed point, True in the one
-        pass over each equation that counts.
+      unknown: Fact about a value of which nothing is known, by default constants and
+        literals.
+      recording: False while a loop is interpreted to its fixed point, True in the last
+        pass, in which subclasses collect results.
     """
 
     unknown: Fact
 
     def __init__(self) -> None:
-        """Starts with nothing seen."""
+        """Makes an interpreter that records."""
         self.recording = True
 
     @abc.abstractmethod
     def primitive(self, eqn: Any, given: Sequence[Fact]) -> Sequence[Fact]:
-        """The facts of the results of a primitive that runs no program."""
+        """Returns the facts about the results of a primitive without a called jaxpr."""
 
     @abc.abstractmethod
     def join(self, one: Fact, other: Fact) -> Fact:
-        """What is known where it is either of both."""
+        """Returns what is known of a value to which one of two facts applies."""
 
     def special(self, eqn: Any, given: Sequence[Fact]) -> Sequence[Fact] | None:
-        """The results of an equation that is not looked into; None to look into it."""
+        """Returns facts for an equation as a whole; None to interpret what it calls."""
         del eqn, given
         return None
 
     def literal(self, literal: Any) -> Fact:
-        """The fact of a literal."""
+        """Returns the fact about a literal."""
         del literal
         return self.unknown
 
     def constant(self, v: Any) -> Fact:
-        """The fact of what a program has closed over."""
+        """Returns the fact about a constant that a jaxpr has closed over."""
         del v
         return self.unknown
 
     def sliced(self, fact: Fact) -> Fact:
-        """What is known of one slice along the first dim."""
+        """Returns the fact about one slice along the first dim."""
         return fact
 
     def stacked(self, fact: Fact) -> Fact:
-        """What is known of all slices along a new first dim."""
+        """Returns the fact about slices stacked along a new first dim."""
         return fact
 
     def in_loop(self, fact: Fact) -> Fact:
-        """What is known of it in, or behind, a body that runs more than once."""
+        """Returns the fact inside, or after, a body that runs more than once."""
         return fact
 
     def in_branch(self, fact: Fact, predicate: Fact) -> Fact:
-        """What is known of it in, or behind, a body that `predicate` chooses."""
+        """Returns the fact inside, or after, a body that `predicate` selects."""
         del predicate
         return fact
 
     def under(self, kind: str, predicate: Fact) -> AbstractContextManager[None]:
-        """Entered around the bodies of a "cond" or "while", which `predicate` rules."""
+        """Context for the bodies of a "cond" or "while" that `predicate` controls."""
         del kind, predicate
         return contextlib.nullcontext()
 
     def results(self, jaxpr: core.Jaxpr, given: Sequence[Fact]) -> list[Fact]:
-        """The facts of a program's results, of those of its inputs."""
+        """Returns the facts about a jaxpr's results, given those about its inputs."""
         env: dict[Any, Fact] = {v: self.constant(v) for v in jaxpr.constvars}
         env.update(zip(jaxpr.invars, given, strict=True))
 
@@ -91,8 +92,9 @@ class Dataflow(abc.ABC, Generic[Fact]):
         return [read(v) for v in jaxpr.outvars]
 
     def equation(self, eqn: Any, given: Sequence[Fact]) -> Sequence[Fact]:
-        """The facts of an equation's results."""
+        """Returns the facts about an equation's results."""
         known = self.special(eqn, given)
+        # A subclass decides first, so that it can treat a call as one operation.
         if known is not None:
             return known
         kind = eqn.primitive.name
@@ -106,8 +108,8 @@ class Dataflow(abc.ABC, Generic[Fact]):
         return self.primitive(eqn, given) if body is None else self.results(body, given)
 
     def _scan(self, eqn: Any, given: Sequence[Fact]) -> list[Fact]:
-        # By rank, since jax 0.10 and 0.12 name what is scanned over differently: a
-        # slice has a dim less than what it is of. Operands are constants, carry, xs.
+        # Operands are constants, carry, xs. The xs are found by rank, a slice having a
+        # dim less than its array, since jax 0.10 and 0.12 name the params differently.
         body, again = eqn.params["jaxpr"].jaxpr, eqn.params["length"] > 1
         is_slice = _is_larger(eqn.invars, body.invars)
         is_stacked = _is_larger(eqn.outvars, body.outvars)
@@ -142,13 +144,14 @@ class Dataflow(abc.ABC, Generic[Fact]):
         def run(carry: Sequence[Fact]) -> list[Fact]:
             (goes_on,) = self.results(cond, [*of_cond, *carry])
             with self.under("while", goes_on):
-                # What ends the loop is computed as often as the loop runs.
+                # The condition too runs once an iteration: ranks that leave the loop at
+                # different times run it, and its collectives, unequally often.
                 self.results(cond, [*of_cond, *carry])
                 new = self.results(body, [*of_body, *carry])
             return [self.in_branch(self.in_loop(fact), goes_on) for fact in new]
 
         carry = self._fixed_point(run, start)
-        run(carry)
+        run(carry)  # Again, now recording.
         return list(carry)
 
     def _cond(self, eqn: Any, given: Sequence[Fact]) -> list[Fact]:
@@ -164,7 +167,7 @@ class Dataflow(abc.ABC, Generic[Fact]):
         return [self.in_branch(fact, predicate) for fact in first]
 
     def _fixed_point(self, run: Any, carry: Sequence[Fact]) -> list[Fact]:
-        """What is known of a carry in every iteration."""
+        """Returns what is known of a carry in every iteration."""
         with self._without_recording():
             while True:
                 pairs = zip(carry, run(carry), strict=True)
@@ -183,7 +186,7 @@ class Dataflow(abc.ABC, Generic[Fact]):
 
 
 def called_program(eqn: Any) -> core.Jaxpr | None:
-    """The one program that an equation calls with its own operands, if it does."""
+    """Returns the one jaxpr that an equation calls on its own operands, or None."""
     inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
     inner = getattr(inner, "jaxpr", inner)
     if not isinstance(inner, core.Jaxpr):

@@ -1,4 +1,4 @@
-"""Trees of which only the floating-point leaves are differentiated."""
+"""Partition of pytrees into floating-point leaves and all others."""
 
 from __future__ import annotations
 
@@ -17,9 +17,14 @@ Leaves = list[Array]
 
 @dataclasses.dataclass(frozen=True)
 class Mixed:
-    """Trees whose floating-point leaves are held apart from all others.
+    """A partition of several trees into floating-point leaves and all others.
 
-    Only the former have gradients; keys and integers would have none of any dtype.
+    Only the former are differentiated: keys and integers have no cotangent of their own
+    dtype.
+
+    Attributes:
+      treedefs: Structure of each tree.
+      is_float: For each tree, whether each of its leaves is floating point.
     """
 
     treedefs: tuple[Any, ...]
@@ -27,7 +32,7 @@ class Mixed:
 
     @classmethod
     def of(cls, *trees: PyTree) -> Mixed:
-        """Of these trees."""
+        """Makes the partition of `trees`."""
         leaves = [jax.tree.leaves(tree) for tree in trees]
         return cls(
             tuple(map(jax.tree.structure, trees)),
@@ -38,17 +43,17 @@ class Mixed:
         )
 
     def floats(self, trees: Sequence[PyTree]) -> tuple[Leaves, ...]:
-        """The floating-point leaves of each tree."""
+        """Returns the floating-point leaves of each tree."""
         return self._chosen(trees, of_floats=True)
 
     def others(self, trees: Sequence[PyTree]) -> tuple[Leaves, ...]:
-        """All other leaves of each tree."""
+        """Returns all other leaves of each tree."""
         return self._chosen(trees, of_floats=False)
 
     def join(
         self, floats: Sequence[Leaves], others: Sequence[Leaves]
     ) -> tuple[PyTree, ...]:
-        """The trees again."""
+        """Rebuilds the trees from their floating-point and other leaves."""
         joined = []
         for treedef, mask, f, o in zip(
             self.treedefs, self.is_float, floats, others, strict=True

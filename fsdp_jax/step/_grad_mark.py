@@ -1,4 +1,4 @@
-"""Marks in a traced program where a parameter's gradient leaves its unit."""
+"""A primitive that marks a parameter's gradient where it leaves its unit."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ GRADIENT = core.Primitive("fsdp_gradient")
 
 
 def mark_gradient(grad: Array, name: str, ndim_in_unit: int) -> Array:
-    """Returns `grad`, as the result of an equation that `gradient_flow` knows.
+    """Returns `grad`, marked for `gradient_flow`.
 
     Args:
-      grad: `[*stacked, *unit]`, this device's piece of a gradient.
-      name: The parameter's.
-      ndim_in_unit: Dims of `unit`. Under `jax.vmap` all others are in front of these,
+      grad: This device's piece of a gradient, `[*stacked, *unit]`.
+      name: Name of the parameter.
+      ndim_in_unit: Number of dims of `unit`. `jax.vmap` puts its dim in front of these,
         which is why this is a primitive of its own and not `checkpoint_name`.
     """
     return GRADIENT.bind(grad, name=name, ndim_in_unit=ndim_in_unit)
@@ -40,7 +40,8 @@ def _batch(args: Any, dims: Any, **params: Any) -> tuple[Array, int]:
     return GRADIENT.bind(jnp.moveaxis(grad, dim, 0), **params), 0
 
 
-# What only backward holds is differentiated where a loss holds derivatives itself.
+# The mark is in backward only, but a loss that takes derivatives itself is
+# differentiated through it.
 ad.deflinear2(GRADIENT, lambda cotangent, _, **__: [cotangent])
 batching.primitive_batchers[GRADIENT] = _batch
 mlir.register_lowering(GRADIENT, lambda _, grad, **__: [grad])

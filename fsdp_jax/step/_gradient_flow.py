@@ -1,8 +1,8 @@
-"""What a program does with the gradients of units once these have handed them out.
+"""Follows gradients through a traced program, from their units to its results.
 
 A gradient leaves its unit reduced over ranks and, mostly, as this device's piece. From
-there to the result it may be moved, summed and scaled, whatever a `jax.custom_vjp` of
-the user does; all else would compute with a piece as if it were the gradient.
+there on a `jax.custom_vjp` of the user may move it, add it and multiply it by a
+constant. Any other operation would take a piece for the gradient.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from fsdp_jax.step._unit_dims import Dims, are_in_place, moved, moves, weight_di
 
 @dataclasses.dataclass(frozen=True)
 class Grad:
-    """What a variable holds of a parameter's gradient.
+    """Fact: a variable holds a parameter's gradient, or slices of it.
 
     Attributes:
-      name: The parameter's.
-      ndim_in_unit: Dims of a slice of it.
-      dims: Where these are in the variable.
-      once: Whether all of what left the unit is in it once: neither twice, nor scaled,
-        nor in one of several branches.
+      name: Name of the parameter.
+      ndim_in_unit: Number of dims of the parameter in its unit, without stacked ones.
+      dims: Dim of the unit's gradient that each dim of the variable is, see `Dims`.
+      once: Whether the variable holds all of what left the unit exactly once: not
+        added twice, not scaled, not from one of several branches.
     """
 
     name: str
@@ -38,16 +38,16 @@ class Grad:
 
     @property
     def is_in_place(self) -> bool:
-        """Whether each slice lies as its unit handed it out."""
+        """Whether each slice has the layout in which it left its unit."""
         return are_in_place(self.dims, self.ndim_in_unit)
 
 
 @dataclasses.dataclass(frozen=True)
 class Constant:
-    """The same number in all elements, the same on all ranks.
+    """Fact: all elements are the same number, on all ranks.
 
     Attributes:
-      is_zero: Whether it is known to be 0.
+      is_zero: Whether the number is known to be 0.
     """
 
     is_zero: bool
@@ -55,10 +55,10 @@ class Constant:
 
 @dataclasses.dataclass(frozen=True)
 class Other:
-    """Anything else.
+    """Fact: any other value.
 
     Attributes:
-      computed_from: Names of parameters whose gradients were read for it.
+      computed_from: Names of parameters whose gradients the value was computed from.
     """
 
     computed_from: frozenset[str] = frozenset()
@@ -69,11 +69,11 @@ ZERO = Constant(is_zero=True)
 
 
 def gradient_flow(jaxpr: core.Jaxpr, zeros: Sequence[Any] = ()) -> list[Fact]:
-    """What the results of a program hold of the gradients that units hand out in it.
+    """Returns a fact for each result of a program in which units produce gradients.
 
     Args:
-      jaxpr: The program.
-      zeros: Input variables that are zeros.
+      jaxpr: Program with equations made by `mark_gradient`.
+      zeros: Input variables that are zeros, such as the gradient buffers of shards.
     """
     known = set(zeros)
     given: list[Fact] = [ZERO if v in known else Other() for v in jaxpr.invars]
@@ -93,7 +93,7 @@ class _Flow(Dataflow[Fact]):
     def literal(self, literal):
         if literal.aval.shape:
             return Other()
-        # An integer's derivative has no dtype that could be compared.
+        # The cotangent of an integer is a float0, which cannot be compared with 0.
         is_zero = literal.aval.dtype == jax.dtypes.float0 or bool(literal.val == 0)
         return Constant(is_zero)
 
@@ -116,6 +116,7 @@ class _Flow(Dataflow[Fact]):
         if not isinstance(fact, Grad):
             return fact
         first, *rest = fact.dims
+        # A loop over a dim of the unit itself takes the gradient apart.
         rest = dataclasses.replace(fact, dims=tuple(rest))
         return rest if first is None else _read((fact,))
 
@@ -132,12 +133,12 @@ class _Flow(Dataflow[Fact]):
 
 
 def _again(fact: Fact) -> Fact:
-    """The same, but not exactly once."""
+    """Returns `fact`, no longer known to hold its gradient exactly once."""
     return dataclasses.replace(fact, once=False) if isinstance(fact, Grad) else fact
 
 
 def _read(given: Sequence[Fact]) -> Other:
-    """Of an equation that reads gradients, or what was computed from them."""
+    """Returns the fact about a value computed from gradients, directly or not."""
     names = {fact.name for fact in given if isinstance(fact, Grad)}
     before = [fact.computed_from for fact in given if isinstance(fact, Other)]
     return Other(frozenset(names).union(*before))
@@ -146,6 +147,7 @@ def _read(given: Sequence[Fact]) -> Other:
 def _sum(one: Fact, other: Fact) -> Fact | None:
     if isinstance(one, Constant) and isinstance(other, Constant):
         return Constant(is_zero=one.is_zero and other.is_zero)
+    # Zeros of the gradient's shape: what accumulation starts with, or another branch.
     for zero, grad in ((one, other), (other, one)):
         if zero == ZERO and isinstance(grad, Grad):
             return _again(grad)
@@ -167,6 +169,7 @@ def _scale(eqn: Any, given: Sequence[Fact]) -> Fact | None:
     for fact, factor in ((one, other), (other, one)):
         if factor == ZERO or not isinstance(factor, Constant):
             continue
+        # A constant divided by a gradient is no scaled gradient.
         if isinstance(fact, Grad) and (fact is one or eqn.primitive.name == "mul"):
             return _again(fact)
     if ZERO in given and eqn.primitive.name == "mul":
@@ -200,7 +203,7 @@ def _dtypes_agree(eqn: Any) -> bool:
     return eqn.invars[0].aval.dtype == eqn.outvars[0].aval.dtype
 
 
-# Moves that lose no element of a gradient, and double none.
+# Moves that neither drop an element of a gradient nor repeat one.
 _WHOLE = {"copy", "convert_element_type", "name", "rev", "reshape", "squeeze"} | {
     *("sharding_constraint", "transpose", "reduce_precision", "stop_gradient")
 }
@@ -212,6 +215,7 @@ def _reduce(eqn: Any, given: Sequence[Fact]) -> Fact | None:
         return fact if fact.is_zero else None
     if isinstance(fact, Other) or any(fact.dims[i] is not None for i in gone):
         return None
+    # Only stacked dims are summed, as in the transpose of a broadcast over a stack.
     dims = tuple(dim for i, dim in enumerate(fact.dims) if i not in gone)
     return dataclasses.replace(fact, dims=dims, once=False)
 
@@ -223,13 +227,14 @@ def _pad(eqn: Any, given: Sequence[Fact]) -> Fact | None:
     if isinstance(fact, Constant):
         return fact if fact.is_zero else None
     pairs = zip(fact.dims, eqn.params["padding_config"], strict=True)
+    # Zeros around slices of a stack are fine, zeros within a slice are not.
     if any(dim is not None and any(widths) for dim, widths in pairs):
         return None
     return _again(fact)
 
 
 def _update(eqn: Any, given: Sequence[Fact]) -> Fact | None:
-    """A slice written into an array, all of each of the weight's dims of it."""
+    """Rule of a slice written into an array: it must span each of the unit's dims."""
     operand, update = given[:2]
     result = _sum(operand, update)
     if isinstance(result, Grad):
@@ -241,12 +246,14 @@ def _update(eqn: Any, given: Sequence[Fact]) -> Fact | None:
 
 
 def _scatter_add(eqn: Any, given: Sequence[Fact]) -> Fact | None:
-    """The transpose of indexing a stack with an array."""
+    """Rule of `scatter-add`, the transpose of indexing a stack with an array."""
     operand, _, update = given
     if isinstance(update, Constant):
         return _sum(operand, update)
     if not isinstance(update, Grad):
         return None
+    # Dims of the operand in `gone` are indexed; the window dims of the update are the
+    # operand's other dims, in order.
     numbers = eqn.params["dimension_numbers"]
     gone = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
     shape, updated = (eqn.invars[i].aval.shape for i in (0, 2))

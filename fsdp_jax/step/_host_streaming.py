@@ -1,10 +1,10 @@
-"""A function of arrays in the host's memory, run such that few of them are fetched.
+"""Runs a function of arrays in host memory with few of them on the device at a time.
 
-An optimizer updates all moments, then all updates, then all weights, parameter after
-parameter in each: everything would be on the device before the first result is done.
-So its program is put into another order, one result with all that it needs after the
-other, and what a part fetches waits until the results of the part before the last one
-are back on the host.
+An optimizer computes all moments, then all updates, then all weights, each parameter by
+parameter: everything would be on the device before the first result is done. So its
+equations are reordered, result by result, each with all the equations it needs. Such a
+part fetches its operands only when the results of the part `AHEAD` before it are back
+on the host.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fsdp_jax._jaxpr import function_of
 from fsdp_jax._tree import PyTree
 
 AHEAD = 2
-"""Parts that are on the device, or on their way there or back, at a time."""
+"""Number of parts on the device, or being copied there or back, at a time."""
 
 
 def stream(
@@ -32,16 +32,19 @@ def stream(
     order: Sequence[int],
     after: PyTree,
 ) -> PyTree:
-    """Calls `fn(*args)`, some arguments and results of which lie on the host.
+    """Calls `fn(*args)`, some arguments and results of which are in host memory.
 
     Args:
-      fn: A pure function.
-      args: Its arguments.
-      from_host: The same trees of bools: which leaves lie on the host.
-      to_host: A tree of bools like the result: which leaves are to lie there.
-      order: The places of the leaves of the result, in the order in which they are to
-        be computed.
-      after: Arrays that are there before the first leaf is fetched.
+      fn: Pure function of pytrees of arrays.
+      args: Arguments of `fn`.
+      from_host: Trees of bools like `args`: whether each leaf is in host memory.
+      to_host: Tree of bools like the result: whether each leaf is returned in host
+        memory.
+      order: Indices of the leaves of the result, in the order in which to compute them.
+      after: Arrays that must be computed before the first leaf is fetched.
+
+    Returns:
+      The result of `fn`. A leaf that is an argument in host memory stays there.
     """
     moulds = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
     closed, shape = jax.make_jaxpr(fn, return_shape=True)(*moulds)
@@ -53,7 +56,7 @@ def stream(
 
 
 def _parts(jaxpr: core.Jaxpr, order: Sequence[int]) -> list[list[Any]]:
-    """The equations, those of each result in turn that the ones before did not need."""
+    """Groups equations by the first result, in `order`, that needs them."""
     makes = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
     done: set[int] = set()
     parts = []
@@ -67,12 +70,13 @@ def _parts(jaxpr: core.Jaxpr, order: Sequence[int]) -> list[list[Any]]:
                 own.add(at)
                 open_.extend(jaxpr.eqns[at].invars)
         if own:
+            # In program order, so that operands come before their uses.
             parts.append([jaxpr.eqns[at] for at in sorted(own)])
     return parts
 
 
 class _Run:
-    """The parts of a program that have run, and where their values are."""
+    """The state of a program run part by part: its values and their memory space."""
 
     def __init__(self, closed, args: Sequence[Any], from_host: Sequence[bool], after):
         self.closed = closed
@@ -80,10 +84,11 @@ class _Run:
         self.values: dict[Any, Any] = dict(inputs)
         flags = zip(inputs, from_host, strict=True)
         self.on_host = {v: x for (v, x), is_there in flags if is_there}
+        # The last entries are what fetches wait for; the first parts wait for `after`.
         self.returned: list[Any] = [jax.tree.leaves(after)] * AHEAD
 
     def step(self, part: Sequence[Any], to_host: set[Any]) -> None:
-        """Fetches what a part reads, runs it, and sends back what it is to."""
+        """Fetches the operands of a part, runs it, and copies results to the host."""
         made = [v for eqn in part for v in eqn.outvars]
         read = [v for eqn in part for v in eqn.invars if isinstance(v, core.Var)]
         known = set(made) | set(self.closed.jaxpr.constvars)
@@ -103,7 +108,7 @@ class _Run:
             self.returned.append(list(back.values()))
 
     def results(self) -> list[Any]:
-        """Those of the program, on the host where they are to be or were."""
+        """Returns the program's results, from host memory where they are there."""
         found = {**self.values, **self.on_host}
         return [
             v.val if isinstance(v, core.Literal) else found[v]
@@ -112,8 +117,11 @@ class _Run:
 
     def _fetch(self, wanted: Sequence[Any]) -> None:
         there = [self.on_host[v] for v in wanted]
+        # The barrier delays the copies until an earlier part is back on the host. XLA
+        # could start all of them at once, since they depend on nothing else.
         there, _ = lax.optimization_barrier((there, self.returned[-AHEAD]))
         for v, x in zip(wanted, there, strict=True):
             self.values[v] = jax.device_put(x, jax.memory.Space.Device)
+            # Later parts read the copy on the device. A result keeps its host array.
             if v not in self.closed.jaxpr.outvars:
                 del self.on_host[v]

@@ -1,7 +1,8 @@
-"""A scan over a stack that is split over pipeline stages: where a loss is cut.
+"""A primitive for a scan over layers that are split over pipeline stages.
 
-Which stage runs which layers for which microbatch is a step's to decide. So in the
-trace of a loss the whole scan is one equation, which nothing ever executes.
+The schedule of a step decides which stage runs which layers for which microbatch. So in
+the trace of a loss the scan is one equation, which is never executed and at which
+`cut_loss` splits the loss.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ STACK.multiple_results = True
 
 
 class Role(enum.IntEnum):
-    """What an operand of the scan is to it."""
+    """The role of an operand of the scan."""
 
     SHARDS = 0
     OTHERS = 1
@@ -35,23 +36,23 @@ class Role(enum.IntEnum):
 
 
 RunChunk = Callable[..., tuple[PyTree, PyTree]]
-"""`(shards, others, carry, xs, consts, is_real) -> (carry, ys)` of some layers.
+"""`(shards, others, carry, xs, consts, is_real) -> (carry, ys)`: runs some layers.
 
-`is_real`, `bool[layers]`, is False for layers that only pad the stack, or None.
+`is_real`, `bool[layers]`, is False for layers that only pad the stack; None if none do.
 """
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Stack:
-    """One scan in a loss: what it runs, and what it is given.
+    """The static parameters of one scan in a loss.
 
     Attributes:
-      run: Runs some of the layers.
-      treedef: Of the five operands.
-      leaves: What of these is no array, and None where an array is.
-      roles: Of each operand that is an array.
-      shapes: Of the result, `(carry, ys)`, flat.
-      num_layers: Of the stack.
+      run: Function that runs some of the layers.
+      treedef: Structure of the five operands.
+      leaves: Leaves of the operands that are no arrays; None in the place of an array.
+      roles: Role of each array among the operands.
+      shapes: Shapes and dtypes of the result `(carry, ys)`, flat.
+      num_layers: Number of layers of all stages.
     """
 
     run: RunChunk
@@ -62,7 +63,7 @@ class Stack:
     num_layers: int
 
     def run_chunk(self, operands: Iterable[Array], is_real: Any) -> Any:
-        """`(carry, ys)` of a chunk, of operands that are the chunk's."""
+        """Runs a chunk of layers on its own slices of the operands: `(carry, ys)`."""
         given = iter(operands)
         leaves = [next(given) if leaf is None else leaf for leaf in self.leaves]
         return self.run(*self.treedef.unflatten(leaves), is_real)
@@ -78,16 +79,16 @@ def scan_stages(
     *,
     num_layers: int,
 ) -> tuple[PyTree, PyTree]:
-    """Stands for `run` over the layers of all stages.
+    """Traces `run` over the layers of all stages as one equation.
 
     Args:
-      run: Runs some of the layers.
-      shards: Of this stage's layers.
-      others: What else of the stack is no shard, of all layers.
-      carry: What goes from layer to layer.
+      run: Function that runs some of the layers.
+      shards: Shards of this stage's layers.
+      others: Leaves of the stack that are no shards, with a leading dim of all layers.
+      carry: Tree passed from layer to layer.
       xs: Trees with a leading dim of all layers.
-      consts: Trees that every layer sees whole.
-      num_layers: Of all stages.
+      consts: Trees passed to every layer as they are.
+      num_layers: Number of layers of all stages.
 
     Returns:
       The last carry, and the `y`s of all layers.
@@ -116,6 +117,7 @@ def scan_stages(
             f"{', '.join(wrong)}: their first dim is that of the layers."
         )
     stack = Stack(run, treedef, static, tuple(roles), (), num_layers)
+    # One layer is enough to know the shapes of the carry and of a `y`.
     one = [
         jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype) if _is_sliced(role) else x
         for role, x in zip(roles, arrays, strict=True)
@@ -128,7 +130,8 @@ def scan_stages(
     )
     shapes, out_tree = jax.tree.flatten((carried, ys))
     stack = dataclasses.replace(stack, shapes=tuple(shapes))
-    # The program of one layer is there to be read, see `_rank_dependence`.
+    # `jaxpr`, the program of one layer, is not run; the checks of a loss interpret it,
+    # see `_rank_dependence`.
     out = STACK.bind(*arrays, stack=stack, jaxpr=program)
     return out_tree.unflatten(out)
 
@@ -140,13 +143,14 @@ def _shapes_of(*_: Any, stack: Stack, jaxpr: Any) -> list[Any]:
 
 
 def unless_padding(unit: Callable[..., Any]) -> Callable[..., Any]:
-    """The unit, with whether it is a layer behind its carry; else it does nothing."""
+    """Wraps `unit` to skip padding layers, with `is_real` after its carry."""
 
     def layer(weights, carry, is_real, *args):
         def run(carry):
             return unit(weights, carry, *args)
 
         def skip(carry):
+            # Both branches of `cond` return the same shapes: the `y` of padding is 0.
             _, y = jax.eval_shape(run, carry)
             return carry, jax.tree.map(lambda y: jnp.zeros(y.shape, y.dtype), y)
 
@@ -156,7 +160,7 @@ def unless_padding(unit: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _role(role: Role, leaf: Any) -> Role:
-    """The operand's; keys of adapters' dropout come beside their factors' shards."""
+    """Returns an operand's role; the dropout keys of LoRA factors are no shards."""
     is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
     return Role.OTHERS if is_key and role == Role.SHARDS else role
 

@@ -1,4 +1,4 @@
-"""Units of linen modules: submodules whose parameters lie under a unit's path."""
+"""Linen modules as units: submodules whose parameters are under a unit's path."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from flax import linen as nn
 from flax.core import lift
 from flax.errors import ScopeParamShapeError
 
-# How `nn.remat` itself enters a method: it carries variables, keys and modules in
-# arguments across. Not exported by flax, unchanged since 0.3, tried on 0.12.8.
+# The lifting that `nn.remat` uses: it passes variables, keys and modules in arguments
+# through a pure function. Not exported by flax; unchanged since 0.3, tried on 0.12.8.
 from flax.linen.transforms import lift_direct_transform
 
 from fsdp_jax._tree import PyTree, named_leaves
@@ -24,14 +24,14 @@ from fsdp_jax.step._unit import call_unit
 
 @contextmanager
 def gather_at_units() -> Iterator[None]:
-    """While open, a linen module of a unit gathers its weights when a method is called.
+    """Context in which linen modules that are units gather when a method is called.
 
-    A module is that of a unit if its parameters are named, behind the unit's path, as
-    they are within the module. So it does not matter which tree the variables come
-    from: `{"params": ...}`, the parameters alone, or a tree with several modules.
+    A module is that of a unit if its parameters have, after the unit's path, the names
+    that they have within the module. So it does not matter which tree the variables
+    come from: `{"params": ...}`, the parameters alone, or a tree with several modules.
 
     Raises:
-      ValueError: If a module reads a weight of a unit that was not entered.
+      ValueError: If a module reads a weight of a unit that is not running.
     """
 
     def intercept(next_fun, args, kwargs, context: nn.module.InterceptorContext):
@@ -39,15 +39,15 @@ def gather_at_units() -> Iterator[None]:
         if not module.scope or not _is_top_of_unit(module.variables):
             return next_fun(*args, **kwargs)
         if context.method_name == "setup":
-            # The unit runs it too, where the weights that it reads are whole.
+            # The unit runs `setup` again, where the weights that it reads are gathered.
             has_own = _has_own_shards(module.variables)
             return None if has_own else next_fun(*args, **kwargs)
-        # The method of the class, which flax has bound to the module.
+        # `orig_method` is a partial of the class's method and the module.
         method: Any = context.orig_method
         return _call(method.func, module, args, kwargs)
 
-    # What a model says about axes of a mesh is for XLA to follow, and no constraint
-    # may name an axis over which the step is written device by device.
+    # A model's logical axis rules are for automatic sharding: within `shard_map` no
+    # sharding constraint may name a manual axis.
     with nn.intercept_methods(intercept), nn.logical_axis_rules(()):
         try:
             yield
@@ -61,10 +61,13 @@ def gather_at_units() -> Iterator[None]:
 
 
 def without_constraints(tree: PyTree) -> PyTree:
-    """Boxes of linen's parameters as those that ask for no sharding.
+    """Replaces `nn.Partitioned` boxes with boxes that apply no sharding constraint.
 
     Args:
-      tree: Any pytree; of `nn.Partitioned` boxes the names of dims stay.
+      tree: Any pytree. The names of dims in its boxes are kept.
+
+    Returns:
+      The tree, with `nn.LogicallyPartitioned` boxes.
     """
 
     def is_box(node):
@@ -73,17 +76,18 @@ def without_constraints(tree: PyTree) -> PyTree:
     def inert(node):
         if not is_box(node):
             return node
-        # Of this class, a box is unboxed by `nn.logical_axis_rules`, of which are none.
+        # Unboxing this class follows `nn.logical_axis_rules`, which are empty here.
         return nn.LogicallyPartitioned(node.value, node.names)
 
     return jax.tree.map(inert, tree, is_leaf=lambda n: is_box(n) or is_shard(n))
 
 
 def _is_top_of_unit(variables: PyTree) -> bool:
-    """Whether a module with these variables is the outermost one of its unit.
+    """Returns whether a module with these variables is the outermost one of its unit.
 
-    The name of a weight is the unit's path and what the module calls it. A scan is
-    entered where it has sliced its stack: its wrapper, of the same name, is none.
+    It is if the name of a weight is the unit's path followed by its name in the module.
+    The wrapper of a scan has the same names but is no unit: its shards are stacks, and
+    the unit is the module within, whose shards are slices.
     """
     for name, leaf in named_leaves(variables, is_shard):
         if is_shard(leaf) and leaf.is_slice:
@@ -96,12 +100,12 @@ def _is_top_of_unit(variables: PyTree) -> bool:
 
 
 def _without_box(name: str) -> str:
-    """The name of a variable, not of what lies in its `nn.Partitioned` box."""
+    """Returns a variable's name, without the suffix of its `nn.Partitioned` box."""
     return name.removesuffix(".value")
 
 
 def _has_own_shards(variables: PyTree) -> bool:
-    """Whether the module has weights itself, and not in modules within it."""
+    """Returns whether the module itself has weights, and not only its submodules."""
     named = named_leaves(variables, is_shard)
     return any(is_shard(x) and _without_box(n).count(".") == 1 for n, x in named)
 
@@ -111,21 +115,21 @@ def _call(
 ) -> Any:
     """Calls a method as a pure function of the unit's weights and everything else.
 
-    What the model may write (a collection that is mutable, there before or not) comes
-    out and is written.
+    Mutable collections, existing or new, are results of that function, and are written
+    back to the module.
     """
 
     @functools.wraps(method)
     def body(module, *args, **kwargs):
         return method(module, *args, **kwargs)
 
-    # By its own name flax would capture its result twice (`capture_intermediates`).
+    # Under its own name `capture_intermediates` would record the result twice.
     body.__name__ = f"gathered_{method.__name__}"
     return lift_direct_transform(_gathered, (body,), module, *args, **kwargs)
 
 
 def _gathered(fn: Callable[..., Any], scopes: Any, *args: Any, **kwargs: Any) -> Any:
-    """`fn(scopes, *args, **kwargs)` of flax's core, in a unit."""
+    """Runs a function of flax scopes, `fn(scopes, *args, **kwargs)`, in a unit."""
 
     def inner(scope_fn, repack_fn, variables, rngs, *args, **kwargs):
         shards, others, merge = partition(variables)
@@ -137,7 +141,8 @@ def _gathered(fn: Callable[..., Any], scopes: Any, *args: Any, **kwargs: Any) ->
 
         return call_unit(compute, shards, others, rngs, args, kwargs)
 
-    # Never the weights, should even these be mutable: they are whole within only.
+    # Weights are never written back, even if their collection is mutable: inside the
+    # unit they are unsharded, outside they are shards.
     held = {
         collection
         for scope in scopes
@@ -145,5 +150,6 @@ def _gathered(fn: Callable[..., Any], scopes: Any, *args: Any, **kwargs: Any) ->
         if shards_of(tree)
     }
     written = nn.DenyList(tuple(sorted(held)))
+    # All collections go in, all but those with shards come out, all rngs go in.
     run = lift.pack(inner, (True,), (written,), (True,), "unit", enable_kwargs=True)
     return run(scopes, *args, **kwargs)

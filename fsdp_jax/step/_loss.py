@@ -1,4 +1,4 @@
-"""The user's loss as a function of shards, and what it does with them."""
+"""The user's loss as a function of shards, traced and checked."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ from fsdp_jax.step._shard import Shard
 from fsdp_jax.step._split_loss import CutLoss, cut_loss
 
 LossFn = Callable[..., Any]
-"""`loss_fn(model, batch)`, with `rng=key` if it asks, to a loss or `(loss, aux)`."""
+"""`loss_fn(model, batch)`, and `rng=key` if it takes it, to a loss or `(loss, aux)`."""
 
 LossOfShards = Callable[..., Any]
 """`(shards, model_state, batch, rng) -> (sum, (count, aux, model_state))`.
 
-A loss that is a mean is the sum of one.
+A loss that is a mean is returned as `sum` with a `count` of 1.
 """
 
 
 @dataclasses.dataclass(frozen=True)
 class LossForm:
-    """What a loss function returns.
+    """The form of a loss function's result.
 
     Attributes:
-      has_aux: It returns `(loss, aux)`.
-      per_token: In the place of the loss it returns `(sum, count)`.
+      has_aux: Whether it is `(loss, aux)`.
+      per_token: Whether `loss` in it is `(sum, count)`.
     """
 
     has_aux: bool = False
@@ -56,12 +56,12 @@ class LossForm:
 
 
 def takes_rng(loss_fn: LossFn) -> bool:
-    """Whether the loss asks for a key, by an argument named `rng` that is not bound."""
+    """Returns whether the loss takes a key: an argument `rng` that is not bound."""
     return "rng" in inspect.signature(loss_fn).parameters and not _binds_rng(loss_fn)
 
 
 def _binds_rng(fn: Any) -> bool:
-    """Whether a partial, here or inside of wrappers, has given the argument a value."""
+    """Returns whether a partial, within wrappers or not, has bound the argument."""
     if isinstance(fn, functools.partial):
         return "rng" in fn.keywords or _binds_rng(fn.func)
     inner = getattr(fn, "__wrapped__", None)
@@ -69,22 +69,37 @@ def _binds_rng(fn: Any) -> bool:
 
 
 def loss_of_shards(plan: Plan, loss_fn: LossFn, form: LossForm) -> LossOfShards:
-    """Makes the loss that is handed the shards of a plan instead of a model."""
+    """Makes a function of a plan's shards from a loss of a model.
+
+    It gathers the root parameters, merges the model from shards and state, marks its
+    units, runs `loss_fn`, and reads the state that the loss left.
+
+    Args:
+      plan: Plan of the model.
+      loss_fn: The user's loss.
+      form: Form of its result.
+
+    Returns:
+      The loss, see `LossOfShards`.
+    """
     wants_rng = takes_rng(loss_fn)
     data_axes = axes_in_use(plan.mesh, DATA_AXES)
     synced = data_axes if plan.config.sync_batch_norm else ()
 
     def call(shards: Sequence[Shard], model_state, batch, rng):
         with jax.named_scope("unit:root"):
+            # Root parameters belong to no unit: gathered here, once for the loss.
             leaves = [gather_weight(s) if s.row.unit == ROOT else s for s in shards]
         state = fold_keys(model_state, rng)
         params = plan.treedef.unflatten(leaves)
+        # Dropout of LoRA factors is for training, where shards have a `sink`.
         if plan.model.is_random and any(s.sink is not None for s in shards):
             model = plan.model.adapted.merge(params, state, rng)
         else:
             model = plan.model.merge(params, state)
         if not isinstance(model, nnx.Module):
             model = without_constraints(model)
+        # On this copy of the model, which `merge` made; the user's stays as it is.
         model = sync_batch_norms(model, synced)
         model = mark_objects(model, plan.unit_classes)
         extra = {"rng": rng} if wants_rng else {}
@@ -95,7 +110,7 @@ def loss_of_shards(plan: Plan, loss_fn: LossFn, form: LossForm) -> LossOfShards:
         is_training = any(s.sink is not None for s in shards)
         model_state, aux = _written(plan, model, model_state, aux, is_training)
         total = _checked_loss(total)
-        # As exact as the sum that it divides: float64 where the loss is.
+        # In the dtype of the sum that it divides: float64 where the loss is.
         return total, (jnp.asarray(count, total.dtype), aux, model_state)
 
     return call
@@ -104,7 +119,7 @@ def loss_of_shards(plan: Plan, loss_fn: LossFn, form: LossForm) -> LossOfShards:
 def _written(
     plan: Plan, model: Any, before: PyTree, aux: Any, is_training: bool
 ) -> tuple[PyTree, Any]:
-    """The model's other arrays as the loss leaves them, and what it returns beside."""
+    """Returns the model state that the loss left, and its aux without that state."""
     if isinstance(model, nnx.Module):
         if isinstance(aux, UpdatedModel):
             raise ValueError(
@@ -126,16 +141,16 @@ def trace_loss(
     *args: PyTree,
     axes: Sequence[str] = (),
 ) -> tuple[LossOfShards, dict[str, int]]:
-    """Traces a loss once, to run it and to see what it does with the shards of units.
+    """Traces a loss once, to check its use of shards and to run the trace.
 
     Args:
-      loss: From `loss_of_shards`.
-      shards: Of all parameters.
-      *args: Model state, batch and key, or their shapes.
+      loss: Loss made by `loss_of_shards`.
+      shards: Shards of all parameters.
+      *args: Model state, batch and key, concrete or abstract.
       axes: Mesh axes of more than one device.
 
     Returns:
-      The loss as traced, and how often each unit's parameter is gathered, see
+      The traced loss, and how often each unit's parameter is gathered, see
       `uses_of_shards`.
 
     Raises:
@@ -152,7 +167,20 @@ def trace_and_cut(
     *args: PyTree,
     axes: Sequence[str] = (),
 ) -> CutLoss:
-    """As `trace_loss`, of a loss that is cut at the stack that stages share."""
+    """Traces and checks a loss, and splits it at the stack that stages share.
+
+    Args:
+      loss: Loss made by `loss_of_shards`.
+      shards: Shards of all parameters; of the stack, those of one chunk.
+      *args: Model state, batch and key, concrete or abstract.
+      axes: Mesh axes of more than one device.
+
+    Returns:
+      The parts of the loss.
+
+    Raises:
+      ValueError: See `check_loss` and `cut_loss`.
+    """
     closed, out_tree = _traced(loss, shards, *args)
     check_loss(closed.jaxpr, shards, args, axes, is_cut=True)
     return cut_loss(closed, out_tree)
@@ -161,8 +189,8 @@ def trace_and_cut(
 def gradients_of(loss: LossOfShards) -> Callable[..., Any]:
     """Makes `fn(shards, state, rows, key, scale) -> (grads, total, count, aux, state)`.
 
-    The gradients are those of the loss times `scale`, as they leave through the sinks
-    of the shards.
+    The gradients are those of the loss times `scale`, as cotangents of the shards'
+    `sink`s.
     """
 
     def gradients(shards, state, rows, key, scale):
@@ -175,6 +203,7 @@ def gradients_of(loss: LossOfShards) -> Callable[..., Any]:
 
         sinks = [shard.sink for shard in shards]
         total, pull, (count, aux, after) = jax.vjp(of_sinks, sinks, has_aux=True)
+        # The loss scale is the cotangent of the loss, so the loss itself is unscaled.
         (grads,) = pull(jnp.full_like(total, scale))
         return grads, total, count, aux, after
 
@@ -187,17 +216,17 @@ def trace_gradients(
     *args: PyTree,
     axes: Sequence[str] = (),
 ) -> tuple[Callable[..., Any], set[str]]:
-    """Traces the gradients of a loss once, to run them and to see where they come from.
+    """Traces the gradients of a loss once, to check them and to run the trace.
 
     Args:
-      loss: From `trace_loss`.
-      shards: Of all parameters.
-      *args: The other arguments of `gradients_of`.
+      loss: Loss returned by `trace_loss`.
+      shards: Shards of all parameters.
+      *args: State, rows, key and scale, the other arguments of `gradients_of`.
       axes: Mesh axes of more than one device.
 
     Returns:
-      The function of `gradients_of` as traced; and the names of parameters whose
-      gradients units hand out once, see `check_gradients`.
+      The traced function of `gradients_of`; and the names of parameters whose
+      gradients leave their units exactly once, see `check_gradients`.
 
     Raises:
       ValueError: See `check_gradients`.
@@ -208,7 +237,7 @@ def trace_gradients(
 
 
 def _traced(fn: Callable[..., Any], *args: PyTree) -> tuple[core.ClosedJaxpr, Any]:
-    """The trace of a function, and the structure of its result."""
+    """Returns the trace of a function, and the structure of its result."""
     closed, shape = jax.make_jaxpr(fn, return_shape=True)(*args)
     return closed, jax.tree.structure(shape)
 
@@ -244,5 +273,5 @@ def _checked_loss(loss: Any) -> Float[Array, ""]:
             "has_aux=True if it returns (loss, aux), calculate_per_token_loss=True if "
             "it returns (sum, count)."
         )
-    # Summed over microbatches and ranks: in bfloat16 that would lose digits.
+    # It is summed over microbatches and ranks, which would lose digits in bfloat16.
     return loss.astype(jnp.promote_types(loss.dtype, jnp.float32))

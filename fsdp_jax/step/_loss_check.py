@@ -1,4 +1,4 @@
-"""Refuses losses that would compute with pieces of weights or gradients, or hang."""
+"""Checks of a traced loss: misused shards or gradients, and divergent collectives."""
 
 from __future__ import annotations
 
@@ -27,18 +27,21 @@ def check_loss(
     """Checks the trace of a loss.
 
     Args:
-      jaxpr: A function of the shards and `args`; the model state is the last result.
-      shards: Of all parameters.
-      args: Model state, batch, and a key; what follows is equal on all ranks.
+      jaxpr: Trace of the loss as a function of the shards and `args`; the model state
+        is its last result.
+      shards: Shards of all parameters.
+      args: Model state, batch and key, then arguments that are equal on all ranks.
       axes: Mesh axes of more than one device.
-      is_cut: Whether it is of a pipeline, whose backward nobody traces.
+      is_cut: Whether the loss is that of a pipeline, whose backward is not traced. A
+        unit then counts as a collective of its own.
 
     Returns:
-      How often each unit's parameter is gathered, see `uses_of_shards`.
+      The number of gathers of each unit's parameter, see `uses_of_shards`.
 
     Raises:
-      ValueError: If it computes with a shard as if it were the weight, differentiates
-        by one, or has collectives where not all ranks come; all offenders.
+      ValueError: If the loss computes with a shard as if it were the weight,
+        differentiates with respect to one, or runs collectives that not all ranks
+        reach. The error lists all offenders of one kind.
     """
     uses = _checked_uses(jaxpr, shards)
     _refuse_inner_derivatives(gradient_flow(jaxpr))
@@ -55,18 +58,20 @@ def check_gradients(
     """Checks the trace of a loss and its gradients.
 
     Args:
-      jaxpr: A function of the shards and `args`. Its results are the gradients of the
-        shards that have sinks, and others, of which the model state is the last.
-      shards: As for `check_loss`.
-      args: As for `check_loss`.
-      axes: As for `check_loss`.
+      jaxpr: Trace as a function of the shards and `args`. Its results begin with the
+        gradients of the shards that have a `sink` and end with the model state.
+      shards: Shards of all parameters.
+      args: Model state, batch and key, then arguments that are equal on all ranks.
+      axes: Mesh axes of more than one device.
 
     Returns:
-      Names of parameters whose gradients come out as their units handed them out, once.
+      Names of parameters whose gradients are results of the program as they left their
+      units, exactly once.
 
     Raises:
-      ValueError: If a derivative rule of the user's computes with a gradient's piece,
-        or backward has collectives where not all ranks come; all offenders.
+      ValueError: If a derivative rule of the user computes with this device's piece of
+        a gradient, or backward runs collectives that not all ranks reach. The error
+        lists all offenders of one kind.
     """
     _checked_uses(jaxpr, shards)
     names = [shard.row.name for shard in shards if shard.sink is not None]
@@ -81,13 +86,14 @@ def check_gradients(
 def _inputs(
     jaxpr: core.Jaxpr, shards: Sequence[Shard]
 ) -> list[tuple[core.Var, Shard, bool]]:
-    """The inputs that are of shards, and whether each is a sink."""
+    """Returns the inputs that belong to shards, and whether each is a `sink`."""
     marked = [
         (shard, is_sink)
         for shard in shards
         for part, is_sink in ((shard.value, 0), (shard.sink, 1), (shard.earlier, 0))
         for _ in jax.tree.leaves(part)
     ]
+    # The leaves of the shards are the first inputs; those of other arguments follow.
     pairs = zip(jaxpr.invars, marked, strict=False)
     return [(v, shard, bool(is_sink)) for v, (shard, is_sink) in pairs]
 
@@ -96,7 +102,7 @@ def _checked_uses(jaxpr: core.Jaxpr, shards: Sequence[Shard]) -> Uses:
     values: dict[core.Var, tuple[str, int]] = {}
     inputs = iter(jaxpr.invars)
     for shard in shards:
-        # Of an encoded weight the first array has its shape, the others are scales.
+        # The first array of a quantized weight has its shape; the others are scales.
         value, *_ = [next(inputs) for _ in jax.tree.leaves(shard)]
         if shard.row.unit != ROOT:
             values[value] = shard.row.name, shard.row.ndim_in_unit
@@ -172,6 +178,8 @@ def _check_ranks(
     known = frozenset(axes)
     if not known:
         return
+    # The batch and the key differ along the data axes, a shard along the axes that
+    # split it; all other inputs are the same on all ranks.
     rows = known.intersection(DATA_AXES)
     of_shards = [_differs(shard) & known for _, shard, _ in _inputs(jaxpr, shards)]
     sizes = [len(jax.tree.leaves(arg)) for arg in args]
@@ -180,9 +188,11 @@ def _check_ranks(
     while True:
         divided, results = divided_collectives(
             *(jaxpr, [*of_shards, *state, *rest], known),
+            # Units gather in backward too, which a pipeline does not trace.
             is_unit=is_gather if is_cut else lambda _: False,
         )
-        # A microbatch begins with the state that the one before it has left.
+        # A microbatch begins with the state that the one before it left, which may
+        # differ along more axes: repeat to a fixed point.
         left = results[len(results) - len(state) :]
         after = [a | b for a, b in zip(state, left, strict=True)]
         if after == state or divided:
@@ -193,7 +203,7 @@ def _check_ranks(
 
 
 def _differs(shard: Shard) -> Axes:
-    """Along which axes this device's piece of a parameter differs."""
+    """Returns the axes along which this device's piece of a parameter differs."""
     spec = shard.row.spec(shard.row.placements.parameter)
     return frozenset(jax.tree.leaves(tuple(spec)))
 

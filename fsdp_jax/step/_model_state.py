@@ -1,4 +1,4 @@
-"""A model's arrays that are no parameters: keys, statistics and counters in a step."""
+"""Model state in a step: keys, statistics and counters, which are no parameters."""
 
 from __future__ import annotations
 
@@ -20,25 +20,27 @@ from fsdp_jax.step._shard import is_shard
 
 
 class Tally(nnx.Variable):
-    """A model's counter that all ranks and microbatches add to.
+    """A counter in a model that all ranks and microbatches add to.
 
-    What each of them adds in a step is summed, as tokens an expert received are; other
-    state is averaged over ranks, or, if integer, the largest is taken.
+    The increments of a step are summed over ranks, e.g. of the tokens that an expert
+    received. Other floating-point state is averaged over ranks; of other integers the
+    largest is taken.
     """
 
 
 @dataclasses.dataclass(frozen=True)
 class UpdatedModel:
-    """What a loss returns for `aux` if it has new values for the model's other arrays.
+    """New model state, which a loss returns in the place of `aux`.
 
-    A linen or equinox model cannot be written to: `return loss, fsdp.UpdatedModel(...)`
-    is how BatchNorm's running statistics get into `TrainState.model_state`. Models of
-    nnx are written to, and need none.
+    A linen or equinox model is immutable: `return loss, fsdp.UpdatedModel(...)` is how
+    running statistics of BatchNorm get into `TrainState.model_state`. An nnx model is
+    mutable, and its state is read from the model.
 
     Attributes:
-      model: The model, or a part of its tree with what is new, such as what linen's
-        `apply(..., mutable=["batch_stats"])` returns. Parameters in it are not read.
-      aux: What the loss returns beside, where it `has_aux`.
+      model: Model with new state, or a part of its tree, such as the variables that
+        linen's `apply(..., mutable=["batch_stats"])` returns. Its parameters are not
+        read.
+      aux: Auxiliary output of the loss; None without.
     """
 
     model: Any
@@ -46,17 +48,18 @@ class UpdatedModel:
 
 
 def fold_rank(rng: Key[Array, ""], data_axes: tuple[str, ...]) -> Key[Array, ""]:
-    """Gives every data rank a key of its own."""
+    """Folds the index of the data rank into a key, so that ranks draw differently."""
     return jax.random.fold_in(rng, lax.axis_index(data_axes)) if data_axes else rng
 
 
 def fold_keys(state: PyTree, rng: Key[Array, ""]) -> PyTree:
-    """Gives every key of the model a value of its own for this rank and microbatch."""
-    word = jax.random.bits(rng)
+    """Folds `rng`, the key of a rank and microbatch, into every key of the state."""
+    word = jax.random.bits(rng)  # `fold_in` takes 32 bits, not a key.
 
     def fold(leaf):
         if not _is_key(leaf):
             return leaf
+        # `fold_in` takes a single key: a vmap for each dim of a stack of keys.
         one = functools.partial(jax.random.fold_in, data=word)
         for _ in range(leaf.ndim):
             one = jax.vmap(one)
@@ -66,7 +69,7 @@ def fold_keys(state: PyTree, rng: Key[Array, ""]) -> PyTree:
 
 
 def written_state(before: PyTree, after: PyTree) -> PyTree:
-    """The state that the loss left, with the keys as they were before folding.
+    """Returns the state that the loss left, with its keys as they were before.
 
     Raises:
       ValueError: If the loss left the model with more or fewer arrays than it had.
@@ -83,15 +86,16 @@ def written_state(before: PyTree, after: PyTree) -> PyTree:
 
 
 def put_updated(plan: Plan, before: PyTree, updated: PyTree) -> PyTree:
-    """The state with what an `UpdatedModel` has of it.
+    """Returns the state, with the leaves that an `UpdatedModel` has replaced.
 
     Raises:
-      ValueError: If it has other arrays than the model, or of another shape or dtype.
+      ValueError: If `updated` has none of the state's arrays, one that the model does
+        not have, or one of another shape or dtype.
     """
     user = plan.model.adapted.model if plan.model.adapted else plan.model
     params = {name for name, _ in named_leaves(user.params)}
     had = dict(named_leaves(before))
-    # A shard stands for a parameter, under the name of it.
+    # A shard is a leaf here, with the name of its parameter.
     has = {
         name: leaf
         for name, leaf in named_leaves(updated, is_shard)
@@ -116,7 +120,7 @@ def put_updated(plan: Plan, before: PyTree, updated: PyTree) -> PyTree:
 
 
 def refuse_state(plan: Plan, aux: PyTree) -> None:
-    """Refuses new values of the model's arrays as `aux`, where they would be lost."""
+    """Refuses new model state returned as `aux`, where it would be lost."""
     states = equinox_classes("State")
 
     def is_state(node):
@@ -147,10 +151,10 @@ def refuse_state(plan: Plan, aux: PyTree) -> None:
 def reduce_state(
     plan: Plan, before: PyTree, after: PyTree, data_axes: tuple[str, ...]
 ) -> PyTree:
-    """One state for all ranks: tallies summed, statistics averaged, integers maximal.
+    """Reduces the state to one for all ranks: sums tallies, averages statistics.
 
-    A flag is true if it is on any rank. Random streams are left alone: keys were never
-    changed, and all ranks count alike.
+    Integers become the maximum over ranks, and a bool is true if it is on any rank.
+    Random streams are not reduced: keys do not change, and all ranks count alike.
     """
     kinds = jax.tree.structure(before).unflatten(_kinds(plan))
     is_new = _written_anywhere(before, after, data_axes)
@@ -166,6 +170,7 @@ def reduce_state(
             return lax.pmax(new, data_axes)
         if not jnp.issubdtype(new.dtype, jnp.inexact):
             return new
+        # In bfloat16 the sum over ranks would be rounded.
         wide = jnp.promote_types(new.dtype, jnp.float32)
         mean = lax.pmean(new.astype(wide), data_axes).astype(old.dtype)
         return jnp.where(is_new, mean, old)
@@ -176,10 +181,10 @@ def reduce_state(
 def _written_anywhere(
     before: PyTree, after: PyTree, data_axes: tuple[str, ...]
 ) -> PyTree:
-    """For each leaf whether any rank has written to it.
+    """Returns for each floating-point leaf whether any rank has written to it.
 
-    A mean of equal numbers may differ from them in the last bit: a constant would
-    drift.
+    Leaves that no rank has written to keep their value: a mean of equal numbers may
+    differ from them in the last bit, so that a constant would drift.
     """
     leaves, treedef = jax.tree.flatten(before)
     if not leaves or not data_axes:
@@ -188,12 +193,13 @@ def _written_anywhere(
         jnp.any(old != new) if jnp.issubdtype(old.dtype, jnp.inexact) else False
         for old, new in zip(leaves, jax.tree.leaves(after), strict=True)
     ]
+    # Stacked, so that one all-reduce serves all leaves.
     flags = lax.pmax(jnp.stack(flags).astype(jnp.int32), data_axes)
     return treedef.unflatten(list(flags > 0))
 
 
 def check_call(plan: Plan, needs_rng: bool, rng: Any, model_state: Any) -> None:
-    """Refuses a call that would leave a part of the model without a value."""
+    """Refuses a call without the model state, or the key, that the model needs."""
     missing = [name for name, _ in named_leaves(plan.model_state)]
     if model_state is None and missing:
         raise ValueError(
@@ -209,7 +215,7 @@ def check_call(plan: Plan, needs_rng: bool, rng: Any, model_state: Any) -> None:
 
 
 def _kinds(plan: Plan) -> list[str]:
-    """How each leaf of the state becomes one of all ranks."""
+    """Returns the reduction of each leaf of the state: kept, summed or agreed."""
     state = plan.model.state
     if isinstance(state, nnx.State):
 

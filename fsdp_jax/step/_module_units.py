@@ -1,4 +1,4 @@
-"""Units of objects: the `__call__` of a class, in models that know nothing of us."""
+"""Objects as units: the `__call__` of a class, in unmodified models."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def mark_objects(model: Any, classes: tuple[type, ...]) -> Any:
     """Makes every object of `classes` in `model` a unit.
 
     Args:
-      model: An nnx module, changed in place (hand in a copy), or a pytree with objects
-        such as equinox modules in it.
-      classes: The classes whose `__call__` is a unit; subclasses count.
+      model: nnx module, changed in place (pass a copy), or pytree that contains
+        objects such as equinox modules.
+      classes: Classes whose `__call__` is a unit; subclasses count.
 
     Returns:
       The model.
@@ -36,7 +36,7 @@ def mark_objects(model: Any, classes: tuple[type, ...]) -> Any:
 
 
 def unmark_objects(tree: Any) -> Any:
-    """A pytree of `mark_objects`, or a part of one, with the user's own objects."""
+    """Restores the user's objects in a pytree, or part of one, of `mark_objects`."""
 
     def unmark(node):
         return unmark_objects(node._obj) if type(node) is _CallableUnit else node
@@ -46,12 +46,12 @@ def unmark_objects(tree: Any) -> Any:
 
 @functools.cache
 def _unit_class(cls: type) -> type:
-    """The subclass of an nnx module class whose `__call__` gathers first.
+    """Makes the subclass of an nnx module class whose `__call__` gathers first.
 
-    A subclass instead of a patch: the user's class stays as it is, and an nnx transform
-    that takes the object apart and rebuilds it keeps the type.
+    With a subclass the user's class is not patched, and an nnx transform that splits an
+    object and merges it again keeps the type.
 
-    Source: FSDP2 `fully_shard.py` swaps the class of a module likewise.
+    Source: FSDP2 `fully_shard.py`, which swaps the class of a module in the same way.
     """
 
     def __call__(self, *args, **kwargs):
@@ -70,17 +70,19 @@ def _call_module(cls: type, module: nnx.Module, args: tuple, kwargs: dict) -> An
     if not shards_of(nnx.state(module)):
         return cls.__call__(module, *args, **kwargs)
     everything = (module, args, kwargs)
+    # Arguments are split together with the module, since they may share Variables.
     graphdef, weights, rest = nnx.split(everything, _own_shards(module), ...)
     shards, _, merge = partition(weights)
-    if not shards:  # All that it has belongs to units within it.
+    if not shards:  # All its shards belong to units within it.
         return cls.__call__(module, *args, **kwargs)
-    # Leaves, and no State: its Variables are the caller's own.
+    # Flattened, since the Variables of an nnx State are the caller's own objects.
     leaves, treedef = jax.tree.flatten(rest, is_leaf=is_shard)
 
     def compute(whole, leaves):
         rest = treedef.unflatten(leaves)
         objects = nnx.merge(graphdef, merge(whole, []), rest)
-        # Dropout counters, BatchNorm statistics, attributes: written to the copy.
+        # The call writes dropout counters, BatchNorm statistics and attributes to the
+        # copy in `objects`; `twins` carries these writes out of the trace.
         twins = twins_of(everything, objects)
         out = cls.__call__(objects[0], *objects[1], **objects[2])
         return Outcome(out, twins)
@@ -89,12 +91,12 @@ def _call_module(cls: type, module: nnx.Module, args: tuple, kwargs: dict) -> An
 
 
 def written_state(tree: Any) -> Any:
-    """What the nnx modules in `tree` may have written: all Variables but parameters."""
+    """Returns the writable state of nnx modules in `tree`: Variables but parameters."""
     return nnx.state(tree, _is_written) if _has_modules(tree) else ()
 
 
 def put_state(tree: Any, written: Any) -> None:
-    """Writes what `written_state` read of a copy of `tree` into `tree` itself."""
+    """Updates `tree` with the `written_state` of a copy of it."""
     if _has_modules(tree):
         nnx.update(tree, written)
 
@@ -111,7 +113,8 @@ def _is_written(path: Any, leaf: Any) -> bool:
 
 
 def _own_shards(module: nnx.Module):
-    """A filter for the shards of `module`, without those of units inside it."""
+    """Makes a filter for the shards of `module`, without those of units inside it."""
+    # Paths are in `(module, args, kwargs)`, where the module is item 0.
     nested = [
         (0, *path)
         for path, inner in nnx.iter_modules(module)
@@ -128,10 +131,10 @@ def _own_shards(module: nnx.Module):
 
 @jax.tree_util.register_pytree_with_keys_class
 class _CallableUnit(UnitObject):
-    """Stands for a callable pytree object and gathers its weights when called.
+    """A proxy of a callable pytree object that gathers its weights when called.
 
-    Everything but the call is the object's own, so that the code around it, which may
-    read its static fields, does not notice.
+    Attributes, static fields included, and the class are those of the object, so that
+    the model can use the proxy like the object itself.
     """
 
     def __init__(self, obj: Any):
@@ -142,13 +145,13 @@ class _CallableUnit(UnitObject):
         return call(self._obj, *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_obj":
+        if name == "_obj":  # Not set yet: a lookup would recurse.
             raise AttributeError(name)
         return getattr(self._obj, name)
 
     @property
     def __class__(self):  # pyright: ignore[reportIncompatibleMethodOverride]
-        """The object's own class, so that `isinstance` in the model says the same."""
+        """The class of the object, so that `isinstance` in the model is unaffected."""
         return type(self._obj)
 
     def tree_flatten_with_keys(self):

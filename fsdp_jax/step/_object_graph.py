@@ -1,10 +1,22 @@
-"""What a traced function returns and writes, as arrays and a way to put them back.
+"""Carries results and writes of a traced function out of its trace, as arrays.
 
-A unit is traced as a function of arrays to arrays, so that its backward can gather the
-weights again. A user's function is more: it returns strings and dataclasses beside
-arrays, sets attributes of its module, and appends to a list that it was given. Here
-both become a list of arrays, which passes through the trace, and a `rebuild` function,
-which makes the result of them outside and repeats the writes there.
+A unit is traced as a function from arrays to arrays, so that its backward can gather
+the weights again. A user's function does more: it returns strings and dataclasses
+beside arrays, sets attributes of its module, and appends to a list that it was given.
+Results and writes become a list of arrays, which the trace returns, and a `rebuild`
+function, which takes these arrays outside of the trace, makes the result of them and
+repeats the writes on the caller's objects.
+
+For `def __call__(self, x): y = x @ self.w; cache.append(y); return y, "done"`:
+
+    trace is given      `cache'`, a copy of the caller's list `cache`
+    twin                outer=`cache`, inner=`cache'`, before={}
+    after the call      `cache'` is [y]: slot 0 was written
+    arrays              [y of the result, y of slot 0]
+    rebuild(arrays)     returns (arrays[0], "done"), and appends arrays[1] to `cache`
+
+An object that is reached twice has one twin, found by its id, so that shared and cyclic
+references survive: a returned object that was an argument is the caller's object again.
 """
 
 from __future__ import annotations
@@ -24,10 +36,10 @@ from jax.core import Tracer
 from fsdp_jax.step._shard import is_shard
 
 Rebuild = Callable[[Iterator[jax.Array]], Any]
-"""Takes the arrays that belong to a value off an iterator, and returns the value."""
+"""`rebuild(arrays) -> value`: takes as many arrays off the iterator as it needs."""
 
 Slots = dict[Hashable, Any]
-"""What can be written in an object: an attribute, an item or the value by its key."""
+"""The writable parts of an object: attributes, items, or a Variable's value."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,8 +48,8 @@ class Twin:
 
     Attributes:
       outer: The caller's object.
-      inner: Its copy; the same object where it is no pytree.
-      before: The slots of `inner` before the function ran.
+      inner: Copy of `outer` in the trace; `outer` itself where it is no pytree.
+      before: Slots of `inner` before the function ran.
     """
 
     outer: Any
@@ -45,9 +57,9 @@ class Twin:
     before: Slots
 
     def changes(self) -> tuple[Slots, list[Hashable]]:
-        """The slots that were written, and the keys of those that were deleted."""
+        """Returns the slots that were written, and the keys of deleted ones."""
         after = _slots(self.inner) or {}
-        missing = object()
+        missing = object()  # None is a value that a slot may have.
         written = {
             k: v for k, v in after.items() if self.before.get(k, missing) is not v
         }
@@ -56,7 +68,7 @@ class Twin:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What a function returned, with the objects that it may have written to."""
+    """The return value of a function, and the twins that it may have written to."""
 
     value: Any
     twins: Sequence[Twin]
@@ -66,8 +78,8 @@ def twins_of(outer: Any, inner: Any) -> list[Twin]:
     """Pairs each mutable object in a tree with its copy in another.
 
     Args:
-      outer: A tree: containers, nnx modules, dataclasses, arrays.
-      inner: A copy of it, of the same structure.
+      outer: Tree of containers, nnx modules, dataclasses and arrays.
+      inner: Copy of `outer`, of the same structure.
     """
     found: dict[int, Twin] = {}
     _pair(outer, inner, found)
@@ -75,6 +87,8 @@ def twins_of(outer: Any, inner: Any) -> list[Twin]:
 
 
 def _pair(outer: Any, inner: Any, found: dict[int, Twin]) -> None:
+    # An object that both sides share is static, except for records, which jax takes for
+    # leaves, and the lists and dicts in them: a function may write to these.
     if id(inner) in found or (outer is inner and not _is_open(inner)):
         return
     slots = _slots(inner)
@@ -82,6 +96,7 @@ def _pair(outer: Any, inner: Any, found: dict[int, Twin]) -> None:
         for pair in zip(_children(outer), _children(inner), strict=True):
             _pair(*pair, found)
         return
+    # Before the children, for which this object may be reached again through a cycle.
     found[id(inner)] = Twin(outer, inner, slots)
     given = _slots(outer) or {}
     for key, value in slots.items():
@@ -90,11 +105,11 @@ def _pair(outer: Any, inner: Any, found: dict[int, Twin]) -> None:
 
 
 def take_apart(outcome: Outcome) -> tuple[list[jax.Array], Callable[..., Any]]:
-    """The arrays of an outcome, and a function that makes the rest of them.
+    """Splits an outcome into arrays and a function that rebuilds it from them.
 
     Returns:
       The arrays that were returned or written; and `rebuild(arrays) -> value`, which
-      also writes to the outer objects what the function wrote to their copies.
+      also repeats on the outer objects what the function wrote to their copies.
 
     Raises:
       ValueError: If a value that holds traced arrays is no pytree.
@@ -122,7 +137,7 @@ def take_apart(outcome: Outcome) -> tuple[list[jax.Array], Callable[..., Any]]:
 
 
 def _flatten(value: Any, known: dict[int, Any]) -> tuple[list[jax.Array], Rebuild]:
-    if id(value) in known:
+    if id(value) in known:  # A copy of the caller's object: return that object.
         return [], lambda _: known[id(value)]
     if isinstance(value, jax.Array):
         return [value], next
@@ -133,6 +148,7 @@ def _flatten(value: Any, known: dict[int, Any]) -> tuple[list[jax.Array], Rebuil
         return _flatten_module(value, known)
     if _is_record(value):
         return _flatten_record(value, known)
+    # One level at a time, since a child may be a twin, a Variable or a record.
     children, treedef = jax.tree.flatten(value, is_leaf=lambda n: n is not value)
     if jax.tree_util.treedef_is_leaf(treedef):
         _check_static(value)
@@ -151,7 +167,7 @@ def _flatten_all(
 def _flatten_module(
     module: nnx.Pytree, known: dict[int, Any]
 ) -> tuple[list[jax.Array], Rebuild]:
-    """A module that the function itself made."""
+    """Flattens a module that the function itself made."""
     if any(id(twin.inner) in known for twin in twins_of(module, copy.copy(module))):
         raise ValueError(
             f"A unit's __call__ made a {type(module).__name__} that holds a module or "
@@ -169,20 +185,20 @@ def _flatten_module(
 def _flatten_record(
     record: Any, known: dict[int, Any]
 ) -> tuple[list[jax.Array], Rebuild]:
-    """A dataclass that is no pytree: its fields, whatever its constructor does."""
+    """Flattens a dataclass that is no pytree by its fields, not by its constructor."""
     names = list(vars(record))
 
     def put_together(values):
         new = copy.copy(record)
         for name, value in zip(names, values, strict=True):
-            object.__setattr__(new, name, value)
+            object.__setattr__(new, name, value)  # The dataclass may be frozen.
         return new
 
     return _flatten_all(list(vars(record).values()), known, put_together)
 
 
 def _check_static(value: Any) -> None:
-    """Refuses an opaque object with traced arrays, which end with the unit's trace."""
+    """Refuses an opaque object that holds tracers, which would outlive their trace."""
     held = getattr(value, "__dict__", None)
     if isinstance(value, type | types.ModuleType) or not isinstance(held, dict):
         return
@@ -198,7 +214,7 @@ def _check_static(value: Any) -> None:
 
 
 def _slots(node: Any) -> Slots | None:
-    """What can be written in `node`; None if nothing can, or it is not looked into."""
+    """Returns the slots of `node`; None if it is immutable or not looked into."""
     if is_shard(node) or isinstance(node, (jax.Array, np.ndarray)):
         return None
     if isinstance(node, nnx.Variable):
@@ -208,7 +224,7 @@ def _slots(node: Any) -> Slots | None:
     if isinstance(node, dict):
         return dict(node)
     if isinstance(node, nnx.Pytree):
-        # flax's own bookkeeping, such as the trace that the module is of.
+        # `_pytree__*` is flax's own state, such as the trace that the module is of.
         return {k: v for k, v in vars(node).items() if not k.startswith("_pytree__")}
     is_leaf = jax.tree_util.all_leaves([node])
     if is_leaf and not _is_record(node):
@@ -218,7 +234,7 @@ def _slots(node: Any) -> Slots | None:
 
 
 def _children(node: Any) -> list[Any]:
-    """One level of a pytree that cannot be written to, such as a tuple."""
+    """Returns the children, one level down, of an immutable pytree such as a tuple."""
     if is_shard(node):
         return []
     children = jax.tree.leaves(node, is_leaf=lambda n: n is not node)
@@ -226,12 +242,12 @@ def _children(node: Any) -> list[Any]:
 
 
 def _is_open(node: Any) -> bool:
-    """Whether to look into an object that the trace shares with its caller."""
+    """Returns whether to look into an object that the trace shares with its caller."""
     return isinstance(node, (list, dict)) or _is_record(node)
 
 
 def _is_record(node: Any) -> bool:
-    """Whether `node` is a dataclass or namespace that jax takes for a leaf."""
+    """Returns whether `node` is a dataclass or namespace that jax takes for a leaf."""
     if isinstance(node, type) or not hasattr(node, "__dict__"):
         return False
     is_record = dataclasses.is_dataclass(node) or isinstance(
@@ -268,7 +284,7 @@ def _write_list(outer: list[Any], new: Slots, deleted: Sequence[Hashable]) -> No
 
 
 def _holds_nodes(value: Any) -> bool:
-    """Whether a container has modules or Variables in it, which nnx wants said."""
+    """Returns whether a container holds nnx nodes, and so needs `nnx.data`."""
 
     def is_node(node):
         return isinstance(node, (nnx.Variable, nnx.Pytree))

@@ -1,4 +1,4 @@
-"""What a step begins with: parameters come from where they rest to where units are."""
+"""The start of a step: parameters go from stored to step placements, quantized."""
 
 from __future__ import annotations
 
@@ -24,16 +24,19 @@ from fsdp_jax.step._collectives import all_gather, at_tp_width
 def enter_step(
     rows: Sequence[ParamPlan], values: Sequence[Float[Array, ...]]
 ) -> list[Array | Encoded]:
-    """Brings each parameter from where it rests to where it is within the step.
+    """Gathers each parameter from its stored placement to its placement in the step.
+
+    The all-gather over axes of `placements.optimizer` that are not in
+    `placements.parameter` runs once a step, for any number of microbatches. It
+    communicates one byte an element if the parameter is quantized, else the compute
+    dtype.
 
     Args:
-      rows: The plan's parameters.
-      values: This device's pieces at rest, split over `placements.optimizer`.
+      rows: Plans of the parameters.
+      values: This device's stored pieces, split over `placements.optimizer`.
 
     Returns:
-      The pieces split over `placements.parameter`, encoded where the plan says that
-      they travel so. What has to be gathered for that travels in a byte an element or
-      in the compute dtype, once a step whatever the number of microbatches.
+      The pieces split over `placements.parameter`, quantized where `gather` is set.
     """
     pairs = list(zip(rows, values, strict=True))
     with jax.named_scope("enter_step"):
@@ -42,13 +45,14 @@ def enter_step(
 
 
 def is_float8(row: ParamPlan) -> bool:
-    """Whether ranks have to agree on a scale for it."""
+    """Returns whether ranks have to agree on a scale for a parameter."""
     return isinstance(row.gather, Float8Gather)
 
 
 def _enter(row: ParamPlan, value: Array, largest: Array | None) -> Array | Encoded:
     placements = row.placements
     axes = tuple(a for a in placements.optimizer if a not in placements.parameter)
+    # Quantized or cast before the all-gather, to communicate fewer bytes.
     entered: Array | Encoded = value
     if isinstance(row.gather, MXFP8Gather):
         entered = at_tp_width(row, lambda v: encode_mxfp8(v, row.block_dim), value)
@@ -60,7 +64,8 @@ def _enter(row: ParamPlan, value: Array, largest: Array | None) -> Array | Encod
 
 
 def _agreed(pairs: Sequence[tuple[ParamPlan, Array]]) -> dict[str, Array]:
-    """The largest magnitude of each tensor, on all ranks together."""
+    """Returns the largest magnitude of each tensor over all ranks, by name."""
+    # One all-reduce for all parameters that are split over the same axes.
     agreed = {}
     for axes in dict.fromkeys(row.placements.optimizer for row, _ in pairs):
         own = [pair for pair in pairs if pair[0].placements.optimizer == axes]
@@ -73,7 +78,8 @@ def _agreed(pairs: Sequence[tuple[ParamPlan, Array]]) -> dict[str, Array]:
 
 
 def _largest(row: ParamPlan, value: Array) -> Float[Array, "*stacked"]:
-    """Of each unit's slice of this rank's piece."""
+    """Returns the largest magnitude in each unit's slice of this rank's piece."""
+    # Each unit of a stack has a scale of its own: `[*stacked]`.
     dims = tuple(range(row.num_stacked, value.ndim))
     return jnp.abs(value).max(dims).astype(jnp.float32)
 

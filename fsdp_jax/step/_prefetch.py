@@ -1,8 +1,9 @@
-"""A scan over units whose weights are gathered before they are needed.
+"""A scan over units that prefetches weights, forward and backward.
 
-While unit i computes, unit i + 1 is being gathered; backward mirrors that, and reduces
-the gradients of unit i + 1 while unit i computes. Compilers move no collective from one
-iteration of a loop to another, so the loop is written such that it stands there.
+While unit i computes, unit i + prefetch is gathered. Backward gathers unit
+i - prefetch, and reduces the gradients of unit i + 1, while unit i computes. XLA moves
+no collective from one iteration of a loop to another, so the loop itself is written
+with the collectives of other units in the iteration of unit i.
 """
 
 from __future__ import annotations
@@ -38,18 +39,19 @@ def prefetching_scan(
 ) -> tuple[PyTree, PyTree]:
     """Runs a stack of units, each gathered `prefetch` units ahead.
 
-    `prefetch + 1` units are whole at a time, and with more than 1 ahead XLA makes a
-    copy of one; in backward there are besides the gradients of one unit before they are
-    reduced, and this device's piece of those of the one before it. The units that are
-    whole when forward ends are those that backward begins with.
+    `prefetch + 1` units are unsharded at a time, and with `prefetch` above 1 XLA copies
+    one of them. Backward also holds the unreduced gradients of one unit and this
+    device's piece of the gradients of the unit before it. The units that are unsharded
+    when forward ends are those that backward begins with.
 
     Args:
       compute: `compute(weights, carry, slices, consts) -> (carry, y)`.
       shards: The stack's own parameters, a leading dim `units` on each.
-      carry: What goes from unit to unit.
+      carry: Tree passed from unit to unit.
       slices: Trees with the same leading dim, one slice for each unit.
-      consts: Trees that every unit sees whole.
-      prefetch: How many units ahead of the one that computes are gathered, at least 1.
+      consts: Trees passed to every unit as they are.
+      prefetch: Distance from the unit that computes to the one being gathered, in
+        units; at least 1.
       unroll: Units in one iteration of the compiled loop.
 
     Returns:
@@ -59,12 +61,16 @@ def prefetching_scan(
     given = (carry, slices, consts)
     stack = _Stack.of(compute, shards, given, prefetch, unroll)
 
+    # A custom derivative, since the derivative of a scan would save every unit's
+    # gathered weights, gather none of them again, and reduce each gradient in the
+    # iteration that computes it.
     @jax.custom_vjp
     def fsdp_scan(shards, floats, others):
         return _forward(stack, shards, floats, others)[0]
 
     def forward(shards, floats, others):
         out, *saved = _forward(stack, shards, floats, others)
+        # Not the carries: each unit's own residuals hold what backward needs of them.
         return out, (shards, saved, floats[1:], others[1:])
 
     def backward(residuals, cotangents):
@@ -80,19 +86,21 @@ def prefetching_scan(
 
 @dataclasses.dataclass(frozen=True)
 class _Stack:
-    """Units cut behind what depends on their weights alone, and how they are run.
+    """A stack of units, split by `split_unit`, with the settings of its scan.
 
     Attributes:
-      weights_only: `weights_only(shards) -> values`: gathers a unit's weights and does
-        what the unit does to these alone.
+      weights_only: `weights_only(shards) -> values`: gathers a unit's weights and
+        computes what depends on these alone.
       rest: `rest(values, *leaves) -> leaves`: everything else the unit computes.
-      out_tree: The structure of what that is.
-      arguments: Which leaves of `(carry, slices, consts)` have gradients.
-      num_units: How many there are.
-      prefetch: How many units ahead are gathered.
+      out_tree: Structure of the results of `rest`, `(carry, y)`.
+      arguments: Partition of `(carry, slices, consts)` into leaves with and without
+        gradients.
+      num_units: Number of units, the leading dim of each shard.
+      prefetch: Distance from the unit that computes to the one being gathered.
       unroll: Units in one iteration of the loop.
-      policy: What of a unit's activations is saved for backward; None for all.
-      traced: What tracing a unit told: "results", a `Mixed`, and "pull", a `_Pull`.
+      policy: `jax.checkpoint` policy for a unit's activations; None saves all.
+      traced: Facts known once a unit is traced: "results", the `Mixed` of its results,
+        and "pull", its `_Pull`.
     """
 
     weights_only: Callable[..., Sequence[Array]]
@@ -109,6 +117,7 @@ class _Stack:
     def of(cls, compute, shards, given, prefetch: int, unroll: int) -> _Stack:
         carry, slices, consts = given
         example = (carry, jax.tree.map(_first, slices), consts)
+        # All units have the shapes of the first, so one trace serves them all.
         first = jax.tree.map(_first, shards)
         weights_only, rest, out_tree = split_unit(
             compute, _unshard, first, example, may_close_over=False
@@ -125,21 +134,24 @@ class _Stack:
         )
 
     def values(self, shards: list[Shard], i: Any) -> Leaves:
-        """The gathered values of unit `i`.
+        """Returns the values of unit `i`, gathered.
 
-        Behind the last unit the numbers run backwards, as backward will; before the
-        first one there is only that.
+        From `num_units` on, indices run back: `num_units` is the last unit again,
+        `num_units + 1` the one before it, so that the last gathers of forward are the
+        first ones that backward needs. Indices below 0 are clamped to unit 0.
         """
+        # n -> n-1, n+1 -> n-2, ...; indices below n stay.
         i = jnp.minimum(i, 2 * self.num_units - 1 - i)
         return list(self.weights_only(_at(shards, jnp.maximum(i, 0))))
 
     def shift(
         self, shards: list[Shard], window: list[Leaves], i: Any
     ) -> tuple[list[Leaves], Leaves]:
-        """The values in `window`, and those of unit `i`, gathered after them.
+        """Returns `window`, and the values of unit `i`, gathered after those in it.
 
-        Gathers that do not depend on each other XLA sends as one, which then is waited
-        for as a whole where the first is needed.
+        XLA combines gathers that do not depend on each other into one collective, which
+        must complete before the first of their values can be used. The barrier makes
+        the gather of unit `i` depend on the units in the window.
         """
         pieces = [shard.value for shard in shards]
         pieces, window = lax.optimization_barrier((pieces, window))
@@ -151,7 +163,7 @@ class _Stack:
             return window, self.values(tied, i)
 
     def unit(self, values, carry, slices, consts, others):
-        """One unit as a function of floating-point leaves; other results are aux."""
+        """Runs one unit on floating-point leaves; its other results are aux."""
 
         def run(values, carry, slices, consts, others):
             args = self.arguments.join((carry, slices, consts), others)
@@ -166,9 +178,22 @@ class _Stack:
 
 
 def _forward(stack: _Stack, shards, floats, others):
-    """The results, what backward needs of each unit, and the values it begins with.
+    """Runs the units forward, with `p = prefetch` units gathered ahead.
 
-    Returns `((carry, ys), (other carry, other ys)), saved, window`.
+    In iteration i of n, `w_j` being the gathered values of unit j:
+
+    | in the carry, before | gathered | computes with | in the carry, after |
+    |---|---|---|---|
+    | `w_i .. w_(i+p-1)` | `w_(i+p)` | `w_i`, slot 0 | `w_(i+1) .. w_(i+p)` |
+
+    `w_n` stands for unit n-1, `w_(n+1)` for unit n-2, see `_Stack.values`: after the
+    last iteration the window holds units n-1, n-2, ..., n-p, slot 0 first. Forward
+    gathers these p units twice, since a slot is reused once its unit has computed.
+
+    Returns:
+      `((carry, ys), (other carry, other ys)), saved, window`: the results; the
+      residuals of each unit, stacked; and the gathered values that backward begins
+      with.
     """
     carry, slices, consts = floats
     other_carry, other_slices, other_consts = others
@@ -182,9 +207,12 @@ def _forward(stack: _Stack, shards, floats, others):
         def of_floats(values, carry, slices, consts):
             return stack.unit(values, carry, slices, consts, others)
 
+        # The derivative is taken inside the loop, so that its residuals are results
+        # of the scan; jax never differentiates the scan itself.
         (carry, y), pull, (other_carry, other_y) = jax.vjp(
             of_floats, window[0], carry, slices, consts, has_aux=True
         )
+        # `_Pull` refers to these leaves by index: `_backward` builds the same tuple.
         known = (window[0], slices, consts, other_slices, other_consts)
         stack.traced["pull"], saved = _Pull.of(pull, known)
         return (carry, other_carry, [*window[1:], ahead]), (y, other_y, saved)
@@ -200,7 +228,28 @@ def _forward(stack: _Stack, shards, floats, others):
 
 
 def _backward(stack: _Stack, residuals, cotangents):
-    """The cotangents of `(shards, floats, others)`."""
+    """Runs the units backward; returns the cotangents of `(shards, floats, others)`.
+
+    Gathers run `p = prefetch` units ahead as in forward; below unit 0 they gather unit
+    0 again, for slots that nothing reads. Gradients lag: those of a unit are computed
+    in one iteration, reduced in the next one, and written in the one after that. In
+    iteration i, from n-1 down to 0:
+
+    | carry | before | in iteration i | after |
+    |---|---|---|---|
+    | `window` | `w_i .. w_(i-p+1)` | `w_(i-p)` gathered | `w_(i-1) .. w_(i-p)` |
+    | `pending` | unit i+1, unreduced | reduced | unit i, unreduced |
+    | `reduced` | piece of unit i+2 | written | piece of unit i+1 |
+    | `sinks` | units i+3 .. n-1 final | unit i+2 set | units i+2 .. n-1 final |
+
+    The reduction of unit i+1 thus does not depend on what unit i computes, and overlaps
+    with it. It must run after that of unit i+2, or XLA combines both into one
+    collective. A barrier orders them, and for it the piece of unit i+2 stays apart for
+    an iteration: tied to `sinks`, the barrier would hold the gradients of all units.
+
+    After the loop, `reduced` (unit 1) is written, and `pending` (unit 0) is reduced and
+    written.
+    """
     shards, (saved, window), (slices, consts), (other_slices, other_consts) = residuals
     (carry, ys), _ = cotangents
     last = stack.num_units - 1
@@ -209,19 +258,22 @@ def _backward(stack: _Stack, residuals, cotangents):
         carry, window, pending, reduced, sinks, d_consts = state
         i, y, saved, slices, other_slices = x
         window, behind = stack.shift(shards, window, i - stack.prefetch)
-        # As for the gathers: one unit's gradients after the other's, and not together.
+        # Orders the reductions of units i+1 and i+2, as `shift` orders the gathers.
         pending, reduced = lax.optimization_barrier((pending, reduced))
-        # The first two have nothing to write yet, and write where the third one does.
+        # Iterations n-1 and n-2 hold no unit's gradients here. Their index is clamped
+        # to n-1, which iteration n-3, or the code after the loop, overwrites.
         sinks = _put(sinks, reduced, jnp.minimum(i + 2, last))
         reduced = _reduced(stack, shards, pending, jnp.minimum(i + 1, last))
         known = (window[0], slices, consts, other_slices, other_consts)
         pull = stack.traced["pull"].rebuild(saved, known)
         pending, carry, d_slices, more = pull((carry, y))
+        # Every unit reads the same consts, so their cotangents add up.
         d_consts = jax.tree.map(jnp.add, d_consts, more)
         window = [*window[1:], behind]
         return (carry, window, pending, reduced, sinks, d_consts), d_slices
 
-    zeros = [shard.sink for shard in shards]  # Of the shape of the gradients.
+    # `shard.sink` is zeros of the shape of the reduced gradients of all units.
+    zeros = [shard.sink for shard in shards]
     start = (
         carry,
         window,
@@ -234,7 +286,7 @@ def _backward(stack: _Stack, residuals, cotangents):
         body,
         start,
         (jnp.arange(stack.num_units), ys, saved, slices, other_slices),
-        reverse=True,
+        reverse=True,  # From unit n-1 to unit 0; `d_slices` come out in unit order.
         unroll=stack.unroll,
     )
     sinks = _put(sinks, reduced, min(1, last))
@@ -245,7 +297,7 @@ def _backward(stack: _Stack, residuals, cotangents):
 
 
 def _reduced(stack: _Stack, shards, grads: Leaves, i: Any) -> Leaves:
-    """The gradients of the values of unit `i`, as they leave through its sinks."""
+    """Reduces `grads`, of the values of unit `i`, to cotangents of its `sink`s."""
     own = _at(shards, i)
 
     def of_sinks(sinks):
@@ -254,20 +306,22 @@ def _reduced(stack: _Stack, shards, grads: Leaves, i: Any) -> Leaves:
             [dataclasses.replace(shard, sink=sink) for shard, sink in pairs]
         )
 
+    # For the derivative alone: the gather in the forward half is dead code, which XLA
+    # removes, unless the derivative of what is computed from the weights reads them.
     _, pull = jax.vjp(of_sinks, [shard.sink for shard in own])
     return pull(grads)[0]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Pull:
-    """A function from cotangents to cotangents, without what it need not keep.
+    """The pullback of `jax.vjp`, without residuals that backward has anyway.
 
-    What `jax.vjp` saves is partly what it was given: weights, which are gathered again,
-    slices and constants, which are there anyway.
+    Some residuals are inputs of the unit: weights, which backward gathers again, and
+    slices and constants, which the caller holds.
 
     Attributes:
-      treedef: Of the function.
-      places: For each of its leaves, its place in what is known, or None.
+      treedef: Structure of the pullback as a pytree of its residuals.
+      places: Index of each residual among the known leaves; None if it is to be saved.
     """
 
     treedef: Any
@@ -275,8 +329,9 @@ class _Pull:
 
     @classmethod
     def of(cls, pull: Any, known: PyTree) -> tuple[_Pull, Leaves]:
-        """The form of `pull`, and the leaves that are not `known`."""
+        """Splits `pull` into its form and the residuals that are not `known`."""
         leaves, treedef = jax.tree.flatten(pull)
+        # By identity: a residual that is an input is the same tracer.
         at = {id(leaf): i for i, leaf in enumerate(jax.tree.leaves(known))}
         places = tuple(at.get(id(leaf)) for leaf in leaves)
         pairs = zip(leaves, places, strict=True)
@@ -291,7 +346,7 @@ class _Pull:
 
 
 def _cotangent(shard: Shard, sink: Array | None) -> Shard:
-    """Of a stack, all slices of whose gradient are in `sink` now."""
+    """Makes the cotangent of a stack, `sink` being the gradient of all its units."""
     value, row = None, shard.row
     if sink is None:
         value = marked_zeros(row, shard.value)

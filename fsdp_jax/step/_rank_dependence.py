@@ -1,7 +1,8 @@
-"""On which mesh axes a value differs from rank to rank, and what that would hang.
+"""Finds collectives under control flow that ranks may take differently.
 
-All ranks take part in a collective, or those that do wait for the others forever. So
-none may be in a branch, or a loop, that some ranks enter and others do not.
+A collective hangs unless all of its ranks run it. So none may be in a branch or a loop
+whose predicate differs from rank to rank. The analysis follows, for each value, the
+mesh axes along which it may differ.
 """
 
 from __future__ import annotations
@@ -26,19 +27,20 @@ ASSUMED = "fsdp_assume_replicated"
 
 
 def assume_replicated(tree: PyTree) -> PyTree:
-    """Vouches that arrays are equal on all ranks, and returns them unchanged.
+    """Declares arrays equal on all ranks, and returns them unchanged.
 
     A unit gathers its weights from all ranks, so all ranks have to run it equally
     often. `fsdp_jax` therefore refuses a unit under a `jax.lax.cond`, `switch` or
-    `while_loop` that depends on a rank's own rows or keys. Where ranks agree for a
-    reason that the program does not show, say so with this function. If they do not
-    agree, the step hangs, or mixes the gradients of different branches.
+    `while_loop` that depends on a rank's own rows or keys. Use this function where
+    ranks agree for a reason that the program does not show. If they do not agree, the
+    step hangs, or mixes the gradients of different branches.
 
-    A predicate that ranks agree on by a collective, as in
-    `fsdp_jax.ops.masked_count(flag) > 0`, needs no vouching.
+    A predicate that is reduced over ranks by a collective, as in
+    `fsdp_jax.ops.masked_count(flag) > 0`, needs no declaration.
 
     Args:
-      tree: Pytree of arrays: a predicate, an index of a branch, the carry of a loop.
+      tree: Pytree of arrays, such as a predicate, the index of a branch, or the carry
+        of a loop.
 
     Returns:
       The same arrays.
@@ -53,13 +55,13 @@ def assume_replicated(tree: PyTree) -> PyTree:
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Divided:
-    """A collective that not all of its ranks may come to.
+    """A collective that some of its ranks may not reach.
 
     Attributes:
-      unit: The unit that it is in; empty if it is in none.
-      kind: What decides: "cond" or "while".
-      collective: The primitive.
-      axes: Those of its axes along which the decision may differ.
+      unit: Path of the unit that runs the collective; empty outside of units.
+      kind: Control flow around the collective: "cond" or "while".
+      collective: Name of the primitive.
+      axes: Mesh axes of the collective along which the predicate may differ.
     """
 
     unit: str
@@ -75,16 +77,16 @@ def divided_collectives(
     *,
     is_unit: Callable[[Any], bool] = lambda eqn: False,
 ) -> tuple[list[Divided], list[Axes]]:
-    """Collectives under a decision that ranks may take differently.
+    """Returns collectives under a predicate that may differ from rank to rank.
 
     Args:
-      jaxpr: Of what one rank runs.
-      given: Along which axes each input differs.
-      axes: All axes of more than one device.
-      is_unit: Which equations count as a collective over all axes.
+      jaxpr: Program of one rank.
+      given: Axes along which each input differs.
+      axes: All mesh axes of more than one device.
+      is_unit: Predicate of equations that count as a collective over all axes.
 
     Returns:
-      The collectives, and along which axes each result differs.
+      The collectives, sorted, and the axes along which each result differs.
     """
     ranks = _Ranks(axes, is_unit)
     results = ranks.results(jaxpr, given)
@@ -103,7 +105,7 @@ class _Ranks(Dataflow[Axes]):
         self._units: list[str] = [""]
 
     def equation(self, eqn, given):
-        # Undocumented, and for the error alone.
+        # `name_stack` is undocumented; it is read for the error message alone.
         scope = getattr(eqn.source_info, "name_stack", "")
         unit = _UNIT.search(str(scope))
         self._units.append(unit[1] if unit else self._units[-1])
@@ -128,7 +130,7 @@ class _Ranks(Dataflow[Axes]):
         if name == "optimization_barrier":
             return given
         if inner := list(_programs_in(eqn)):
-            # Not followed: whatever is in it may make ranks differ.
+            # Not interpreted, so any axis in it may make the results differ.
             for program in inner:
                 self._look_into(program)
             return [self._axes] * len(eqn.outvars)
@@ -137,6 +139,7 @@ class _Ranks(Dataflow[Axes]):
         if not own or name in _LOCAL:
             return [everywhere] * len(eqn.outvars)
         self._meet(name, own)
+        # With groups, ranks agree within their group alone.
         if eqn.params.get("axis_index_groups") is None and name.startswith(_AGREE):
             facts = [fact - own for fact in given]
             return facts if len(facts) == len(eqn.outvars) else [everywhere - own]
@@ -170,8 +173,10 @@ class _Ranks(Dataflow[Axes]):
                 self.divided.add(Divided(unit, kind, collective, tuple(sorted(axes))))
 
     def _shard_map(self, eqn: Any, given: Sequence[Axes]) -> list[Axes]:
-        """Of a `shard_map` within the step, over `tp`, which the step leaves to XLA."""
+        """Rule of a `shard_map` within the step, which is over `tp` alone."""
         body, specs = eqn.params["jaxpr"], eqn.params["in_specs"]
+        # Within, an input differs along `tp` too where its spec splits it. Outside, XLA
+        # sees global arrays along `tp`, so the results do not differ along it.
         inside = [
             fact | set(jax.tree.leaves(tuple(spec)))
             for fact, spec in zip(given, specs, strict=True)
@@ -180,16 +185,16 @@ class _Ranks(Dataflow[Axes]):
         return [fact - manual for fact in self.results(body, inside)]
 
 
-# The scope of `call_unit`; backward has it within `transpose(jvp(...))`.
+# The named scope of `call_unit`; in backward it is inside `transpose(jvp(...))`.
 _UNIT = re.compile(r"unit:([^/()]+)")
-# Name a mesh axis and send nothing.
+# Primitives that name a mesh axis but communicate nothing.
 _LOCAL = ("axis_index", "pvary", "pcast", "mesh_cast")
-# Whose result is the same on all ranks that take part.
+# Collectives with the same result on all participating ranks.
 _AGREE = ("psum", "pmax", "pmin", "all_gather")
 
 
 def _axes_of(eqn: Any) -> Axes:
-    """Mesh axes that an equation names; positional ones, as of a sum, are numbers."""
+    """Returns the mesh axes that an equation names; array axes of a sum are ints."""
     named = eqn.params.get("axes", eqn.params.get("axis_name", ()))
     named = (named,) if isinstance(named, str) else named
     if not isinstance(named, (tuple, list, frozenset)):

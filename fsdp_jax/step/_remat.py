@@ -1,9 +1,10 @@
-"""Weights that are let go after forward and gathered again for backward.
+"""Reshard after forward: weights are freed, and gathered again for backward.
 
-Naming the gathered value for a `jax.checkpoint` policy is not enough: the policy then
-saves whatever is derived from it, a transpose, a cast, a slice, which is as large.
-Instead everything in a unit that depends on its weights alone moves, together with the
-gather, into one custom-derivative function whose outputs are never saved.
+To exclude only the gathered value from what a `jax.checkpoint` policy saves is not
+enough: the policy then saves what is derived from it, a transpose, a cast, a slice,
+which is as large. Instead everything in a unit that depends on its weights alone moves,
+together with the gather, into one custom-derivative function whose outputs are never
+saved.
 """
 
 from __future__ import annotations
@@ -31,16 +32,16 @@ def reshard_after_forward(
     """Makes a unit whose backward gathers its weights again.
 
     Args:
-      compute: `compute(weights, *args)`, with the whole weights.
-      unshard: `unshard(shards) -> weights`; shards are what is kept for backward.
-      policy: A `jax.checkpoint` policy for everything else the unit computes; None
-        saves it all.
+      compute: `compute(weights, *args)`, on the unsharded weights.
+      unshard: `unshard(shards) -> weights`; only the shards are kept for backward.
+      policy: `jax.checkpoint` policy for everything else the unit computes; None saves
+        all of it.
 
     Returns:
-      `unit(shards, *args)`, equal to `compute(unshard(shards), *args)`. Derived weights
-      inside a loop or a custom-derivative function of `compute` are not recognised;
-      they are saved as `policy` says. It raises `ValueError` where an argument is in
-      float8, see `without_float8`.
+      `unit(shards, *args)`, equal to `compute(unshard(shards), *args)`. Values derived
+      from weights inside a loop or a custom-derivative function of `compute` are not
+      recognised and are saved as `policy` decides. `unit` raises `ValueError` if an
+      argument is in float8, see `without_float8`.
     """
     saves = without_float8(policy)
 
@@ -56,8 +57,9 @@ def reshard_after_forward(
         def fsdp_unshard(shards):
             return weights_only(shards)
 
-        # The rule's forward calls the custom function itself: a policy would see
-        # through to whatever else it called.
+        # The forward rule calls `fsdp_unshard` itself, so that the trace has one
+        # equation that `save` can refuse. Of any other function the policy would see
+        # the equations within, and save their results.
         fsdp_unshard.defvjp(
             lambda shards: (fsdp_unshard(shards), shards),
             lambda shards, grads: jax.vjp(weights_only, shards)[1](grads),
@@ -68,11 +70,14 @@ def reshard_after_forward(
 
 
 def without_float8(policy: Policy | None) -> Policy:
-    """The policy, None to save everything, but for arrays in 8 bits or less.
+    """Wraps a policy such that no floating-point array of 8 bits or less is saved.
 
-    `jax.checkpoint` rounds what it saves with `reduce_precision`, for which a dtype of
-    so few bits ends where an IEEE one would: float8_e4m3fn at 240, and not at 448 (jax
-    0.10.2). What is larger becomes NaN. A cast is cheap to do again.
+    `jax.checkpoint` rounds what it saves with `reduce_precision`, which takes the range
+    of such a dtype for that of an IEEE format: the largest float8_e4m3fn is then 240
+    and not 448 (jax 0.10.2), and larger values become NaN. Casting again is cheap.
+
+    Args:
+      policy: `jax.checkpoint` policy for all other arrays; None saves them.
     """
 
     def save(primitive, *args, **params) -> bool:
@@ -95,17 +100,18 @@ def _float8_argument(args) -> str:
 
 
 def _makes_float8(args, params) -> bool:
-    """Whether a primitive does, as far as can be told of what a policy is told."""
+    """Guesses from a policy's arguments whether a primitive has float8 results."""
     if called := params.get("call_jaxpr"):
         return any(is_float8(aval) for aval in called.out_avals)
     dtype = params.get("new_dtype", params.get("preferred_element_type"))
     if dtype is not None:
         return _is_narrow(dtype)
+    # A policy is not told the dtype of the results: assume that of the operands.
     return any(is_float8(arg) for arg in args)
 
 
 def is_float8(array: Any) -> bool:
-    """Whether an array, or its shape, has floating-point numbers of 8 bits or less."""
+    """Returns whether an array is floating point of 8 bits or less; may be abstract."""
     return _is_narrow(getattr(array, "dtype", jnp.float32))
 
 
@@ -116,14 +122,37 @@ def _is_narrow(dtype: Any) -> bool:
 def _is_unshard(primitive, params) -> bool:
     if primitive.name != "custom_vjp_call":
         return False
+    # By name, since the equation does not hold the Python function.
     return params["call_jaxpr"].jaxpr.debug_info.func_name == "fsdp_unshard"
 
 
 def split_unit(compute, unshard, shards, args, *, may_close_over: bool = True):
-    """Cuts `compute(unshard(shards), *args)` behind what depends on shards alone.
+    """Splits `compute(unshard(shards), *args)` after what depends on shards alone.
 
-    Returns `weights_only(shards) -> values`, `rest(values, *arg_leaves) -> leaves`,
-    and the treedef of the result.
+    For a unit with weight `w` and argument `x`:
+
+        t = transpose w      # reads w alone: weights_only
+        c = iota             # reads constants alone: both
+        d = mul t c          # reads what weights_only has: weights_only
+        y = dot_general x d  # reads x: rest
+
+    `d` crosses from one function to the other. `w` and `t` do not, since no equation of
+    `rest` reads them. An equation `y = jit[f] x w` would be left to `rest`, with all
+    that `f` derives from `w`, so such calls are inlined first.
+
+    Args:
+      compute: `compute(weights, *args)`, on the unsharded weights.
+      unshard: `unshard(shards) -> weights`.
+      shards: Shards of the unit, or abstract ones.
+      args: Other arguments of `compute`, or abstract ones.
+      may_close_over: Whether `compute` may close over traced arrays.
+
+    Returns:
+      `weights_only(shards) -> values`, `rest(values, *arg_leaves) -> leaves`, and the
+      treedef of the result.
+
+    Raises:
+      ValueError: If `compute` closes over a traced array and `may_close_over` is False.
     """
     weights = jax.eval_shape(unshard, shards)
     num_weights = len(jax.tree.leaves(weights))
@@ -133,6 +162,7 @@ def split_unit(compute, unshard, shards, args, *, may_close_over: bool = True):
         _check_closed(closed)
     jaxpr = closed.jaxpr
     before, after, derived = _partition(closed, closed.jaxpr.invars[:num_weights])
+    # Only what `rest` reads, or the unit returns, is an output of `weights_only`.
     used = {v for eqn in after for v in eqn.invars if isinstance(v, core.Var)}
     used |= {v for v in jaxpr.outvars if isinstance(v, core.Var)}
     crossing = [v for v in derived if v in used]
@@ -151,9 +181,9 @@ def split_unit(compute, unshard, shards, args, *, may_close_over: bool = True):
 
 
 def _check_closed(closed) -> None:
-    """Refuses a unit with other inputs than its arguments.
+    """Refuses a unit that closes over traced arrays.
 
-    It runs inside a custom derivative, which would not see them.
+    It runs inside a custom derivative, which returns cotangents of arguments alone.
     """
     caught = [x.aval.str_short() for x in closed.consts if isinstance(x, Tracer)]
     if caught:
@@ -165,22 +195,26 @@ def _check_closed(closed) -> None:
 
 
 def _partition(closed, weights):
-    """What an equation reads decides where it stands: weights alone, or other things.
+    """Sorts equations by what they read: weights and constants alone, or other values.
 
-    Returns the equations of weights and constants alone; the others; and the weights
-    with what is derived of them. What is made of constants alone stands in both.
+    Returns:
+      The equations that read weights and constants alone; all others; and the
+      variables that are weights or derived from them. Equations that read constants
+      alone are in both lists, which is cheaper than to pass their results across.
     """
     jaxpr = closed.jaxpr
     derived = dict.fromkeys(weights)
     constant = {
         var
         for var, value in zip(jaxpr.constvars, closed.consts, strict=True)
-        # What the unit closes over is another input, which may be differentiated by.
+        # A traced array that the unit closes over is another input, and may be one that
+        # the loss is differentiated by.
         if not isinstance(value, Tracer)
     }
     before, after = [], []
     for eqn in jaxpr.eqns:
         read = {v for v in eqn.invars if isinstance(v, core.Var)}
+        # Effects, such as a print, stay in `rest`: backward runs `weights_only` again.
         if eqn.effects or not read <= constant | derived.keys():
             after.append(eqn)
             continue
@@ -194,7 +228,11 @@ def _partition(closed, weights):
 
 
 def _inline_mixed_calls(closed, num_weights: int):
-    """Opens `jit` calls that take weights and other things, until there are none."""
+    """Inlines `jit` calls whose operands are both weights and other values.
+
+    Such a call is one equation, which `_partition` could only leave in `rest` as a
+    whole. An inlined call may hold further ones, hence the loop.
+    """
     while opened := _mixed_calls(closed, num_weights):
         avals = [v.aval for v in closed.jaxpr.invars]
         shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
@@ -214,7 +252,7 @@ def _mixed_calls(closed, num_weights: int) -> set[int]:
 
 
 def _evaluate(closed, opened: set[int], *args):
-    """Evaluates a jaxpr, the calls in `opened` by the equations within."""
+    """Evaluates a jaxpr; equations whose id is in `opened` are inlined."""
     jaxpr = closed.jaxpr
     env: dict[Any, Any] = dict(zip(jaxpr.constvars, closed.consts, strict=True))
     env.update(zip(jaxpr.invars, args, strict=True))
@@ -227,6 +265,8 @@ def _evaluate(closed, opened: set[int], *args):
             outputs = core.jaxpr_as_fun(eqn.params["jaxpr"])(*map(read, eqn.invars))
             env.update(zip(eqn.outvars, outputs, strict=True))
         else:
+            # Evaluated as a jaxpr of one equation, which keeps its params, such as the
+            # rule of a custom derivative, as they are.
             variables = [v for v in eqn.invars if isinstance(v, core.Var)]
             invars = [v for v in dict.fromkeys(variables) if v not in jaxpr.constvars]
             outvars = [v for v in eqn.outvars if not isinstance(v, core.DropVar)]

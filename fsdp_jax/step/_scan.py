@@ -1,4 +1,4 @@
-"""A stack of identical units, one after the other."""
+"""`scan`: runs a stack of identical units in a loop."""
 
 from __future__ import annotations
 
@@ -28,33 +28,34 @@ def scan(
     prefetch: int = 0,
     unroll: int = 1,
 ) -> tuple[PyTree, PyTree]:
-    """Runs `unit` over a stack of weights, gathering one slice of it at a time.
+    """Runs `unit` over a stack of weights, gathering one slice of the stack at a time.
 
-    A stack that `pp` splits is where a step cuts the loss: each stage runs the units
-    that it has, see `fsdp_jax.Pipeline`.
+    Where `pp` splits the stack, each pipeline stage runs the units that it holds, see
+    `fsdp_jax.Pipeline`.
 
     Args:
-      unit: `unit(weights, carry, *x_slices, *consts) -> (carry, y)`, where `weights` is
-        one slice of `stacked`, whole.
-      stacked: The weights of all units, a leading dim `layers` on every leaf.
-      carry: What goes from unit to unit.
-      xs: Trees with the same leading dim, a slice of each for every unit, e.g. keys.
-      consts: Trees that every unit sees whole, e.g. rope tables. What the result is to
-        be differentiated by enters here, not through a closure.
-      prefetch: How many units ahead of the one that computes are gathered, forward and
-        backward, so that gathers need not wait for it; also each unit's gradients are
-        reduced while the next one computes. `prefetch + 1` units are whole at a time,
-        and with more than 1 ahead XLA makes a copy of one. 0 gathers a unit when it is
-        entered.
+      unit: Function `unit(weights, carry, *x_slices, *consts) -> (carry, y)`, where
+        `weights` is one unsharded slice of `stacked`.
+      stacked: Weights of all units, with a leading dim `layers` on every leaf.
+      carry: Tree passed from unit to unit.
+      xs: Trees with the same leading dim, one slice of each per unit, e.g. keys.
+      consts: Trees passed to every unit as they are, e.g. rope tables. Arrays with
+        respect to which the result is differentiated enter here, not by a closure.
+      prefetch: Distance from the unit that computes to the one being gathered, in
+        units, forward and backward, so that the gather overlaps with the computation.
+        Also reduces each unit's gradients while the next unit computes.
+        `prefetch + 1` units are unsharded at a time, and above 1 XLA copies one of
+        them. 0 gathers a unit at its entry.
       unroll: Units in one iteration of the compiled loop; more take more memory.
 
     Returns:
-      The last carry, and the `y`s stacked on a new leading dim. What nnx modules in
-      `stacked` have written (BatchNorm statistics, dropout counters) is in them.
+      The last carry, and the `y`s stacked on a new leading dim. State that nnx modules
+      in `stacked` write (BatchNorm statistics, dropout counters) is updated in place.
 
     Raises:
-      ValueError: If `unit` closes over a traced value, `xs` or `consts` is no tuple, or
-        the stack cannot be prefetched.
+      ValueError: If `unit` closes over a traced value, `xs` or `consts` is not a tuple,
+        `prefetch` or `unroll` is out of range, or the stack cannot be prefetched or
+        split over `pp`.
     """
     for name, value in (("xs", xs), ("consts", consts)):
         if not isinstance(value, tuple):
@@ -88,7 +89,7 @@ def _scan_stages(
     stacked: PyTree,
     *args: PyTree,
 ) -> tuple[PyTree, PyTree]:
-    """The scan as one of a pipeline, which runs some of the layers at a time."""
+    """Traces the scan for a pipeline, whose stages run some of the layers at a time."""
     if jax.tree.leaves(written_state(stacked)):
         raise ValueError(
             f"'{row.unit}' holds arrays that are no parameters (dropout counters, "
@@ -100,7 +101,7 @@ def _scan_stages(
 
     def run_chunk(shards, others, carry, xs, consts, is_real):
         chunk = merge(shards, others)
-        if is_real is None:
+        if is_real is None:  # No stage has padding layers.
             return run(unit, chunk, carry, xs, consts)
         return run(unless_padding(unit), chunk, carry, (is_real, *xs), consts)
 
@@ -119,7 +120,7 @@ def _scan(
 ) -> tuple[PyTree, PyTree]:
     def stateful(weights, *args):
         carry, y = unit(weights, *args)
-        # Dropout counters, BatchNorm statistics: written inside, wanted outside.
+        # Dropout counters and BatchNorm statistics leave the loop as stacked outputs.
         return carry, (y, written_state(weights))
 
     own, others, merge = partition(stacked)
@@ -129,12 +130,14 @@ def _scan(
         def compute(weights, others, carry, xs, consts):
             return stateful(merge(weights, others), carry, *xs, *consts)
 
+        # A LoRA or quantized weight is made of several shards: gather these.
         computed, own, keys = take_parts(compute, own)
 
         def of_parts(parts, carry, slices, consts):
             keys, others, xs = slices
             return computed(parts, keys, others, carry, xs, consts)
 
+        # The scope that `call_unit` opens on the other path: reports read it.
         with jax.named_scope(f"unit:{own[0].row.unit}"):
             carry, (ys, written) = prefetching_scan(
                 *(of_parts, own, carry, (keys, others, xs), consts),

@@ -1,4 +1,4 @@
-"""A weight as the model holds it inside the step: one device's piece, not gathered."""
+"""`Shard`: one device's piece of a weight, which a model holds in a step."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from fsdp_jax.sharding._plan import ParamPlan
 
 @dataclasses.dataclass(frozen=True)
 class Late:
-    """What happens to a gradient on its way out, besides the reduce-scatter.
+    """The scale of a gradient, and its deferred reduction.
 
     Attributes:
-      scale: What it is multiplied by before it travels: one over the ranks and
+      scale: Factor applied before the reduce-scatter: one over the number of ranks and
         microbatches whose losses are averaged.
-      axes: Data axes over which it is reduced besides, in the same backward; empty
-        where that is left for after the last microbatch.
+      axes: Data axes of the deferred reduction if the same backward is to run it; empty
+        if it runs after the last microbatch.
     """
 
     scale: float = 1.0
@@ -36,24 +36,24 @@ class Late:
 )
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """Stands in a model's tree where a unit's weight would be.
+    """A placeholder for a unit's weight in a model's tree.
 
-    Being a pytree of arrays it is sliced by scans and stacked by maps like the weight
-    itself. Whoever computes with it outside its unit gets an error that says so: the
-    whole weight exists only while its unit runs.
+    It is a pytree of arrays, so scans slice it and maps stack it like the weight.
+    Computing with it outside its unit raises an error, since the unsharded weight
+    exists only while its unit runs.
 
-    The gradient leaves through `sink`, not through `value`. So its dtype and its
-    placement need not be those of the weight, which is what separates ZeRO-2 from
-    ZeRO-3 and bfloat16 weights from float32 gradients.
+    The gradient is the cotangent of `sink`, not of `value`. So its dtype and its
+    placement are independent of the weight's, which ZeRO-2 (split gradients of
+    unsplit weights) and float32 gradients of bfloat16 weights need.
 
     Attributes:
-      value: This device's piece as it lies within the step, shape `[*stacked, ...]`.
-      sink: Zeros in the shape and dtype in which the gradient leaves; unread. None if
-        the parameter is frozen.
-      earlier: What earlier microbatches accumulated, where backward is to add it and
-        to finish the gradient; None otherwise.
-      row: The parameter's plan.
-      late: How the gradient is scaled and finished, see `Late`.
+      value: This device's piece in its placement within the step, `[*stacked, ...]`.
+      sink: Zeros in the shape and dtype of the gradient buffer, never read. None if the
+        parameter is frozen or the loss is not differentiated.
+      earlier: Gradient accumulated over earlier microbatches, if backward is to add it
+        and finish the gradient; else None.
+      row: Plan of the parameter.
+      late: Scale and deferred reduction of the gradient.
     """
 
     value: Any
@@ -64,7 +64,7 @@ class Shard:
 
     @property
     def num_stacked(self) -> int:
-        """Stack dims that are left."""
+        """Number of stacked dims left."""
         return self.value.ndim - self.row.ndim_in_unit
 
     @property
@@ -73,17 +73,18 @@ class Shard:
         return self.num_stacked <= 0
 
     def __jax_array__(self) -> NoReturn:
-        """Refuses to be used as the whole weight."""
+        """Raises: a shard is not the unsharded weight."""
         raise ValueError(self._misused())
 
     def __getattr__(self, attribute: str) -> NoReturn:
-        """Refuses `.T`, `.reshape` and the like with the same explanation."""
+        """Raises the same error for `.T`, `.reshape` and other array attributes."""
+        # Protocol lookups (`copy`, `pickle`, jax) must find that it is missing.
         if attribute.startswith("__"):
             raise AttributeError(attribute)
         raise AttributeError(self._misused())
 
     def __getitem__(self, index: Any) -> NoReturn:
-        """Refuses to be sliced by hand: scan over it, or mark the function."""
+        """Raises: only a scan or a map may slice a shard."""
         raise ValueError(self._misused())
 
     def _refuse(self, *_: Any) -> NoReturn:
@@ -104,30 +105,31 @@ class Shard:
 
 
 def is_shard(node: Any) -> bool:
-    """Whether `node` is a `Shard`, or `Derived` of several."""
+    """Returns whether `node` is a `Shard`, or `Derived` of several."""
     return isinstance(node, (Shard, Derived))
 
 
 def shards_of(tree: PyTree) -> list[Any]:
-    """Every `Shard` in `tree`, and what is `Derived` of them, in leaf order."""
+    """Returns every `Shard`, and every `Derived` of several, in leaf order."""
     return [leaf for leaf in jax.tree.leaves(tree, is_leaf=is_shard) if is_shard(leaf)]
 
 
 def partition(
     tree: PyTree, keep: Callable[[Any], bool] = lambda _: False
 ) -> tuple[list[Any], list[Any], Callable[[Sequence[Any], Sequence[Any]], PyTree]]:
-    """Takes the shards of a unit out of a tree.
+    """Separates the shards of a unit from the rest of a tree.
 
     Args:
       tree: Any pytree.
-      keep: Nodes that are left as they are, with the shards in them.
+      keep: Predicate of nodes that count as one leaf, with the shards in them.
 
     Returns:
-      The shards, but those of units within the unit: these are gathered when they are
-      entered themselves; everything else; and `merge(weights, others)`, which puts
-      whole weights where the shards were.
+      The shards, without those of units within the unit, which are gathered at their
+      own entry; all other leaves; and `merge(weights, others)`, which rebuilds the tree
+      with unsharded weights in the place of the shards.
     """
     leaves, treedef = jax.tree.flatten(tree, is_leaf=lambda n: is_shard(n) or keep(n))
+    # Of the units in the tree, those within another one of them are not taken.
     units = {leaf.row.unit for leaf in leaves if is_shard(leaf)}
     taken = [is_shard(leaf) and not _is_within(leaf.row.unit, units) for leaf in leaves]
 

@@ -1,7 +1,7 @@
-"""What a loss does with the shards of units: gather them in a unit, or misuse them.
+"""Follows shards through the trace of a loss: gathered by a unit, or misused.
 
-Read from the traced program, since no error of a `Shard` itself can see everything: a
-loss that maps over the leaves of its model reads shards as if they were weights.
+The errors that a `Shard` raises do not cover every misuse: a loss that maps over the
+leaves of its model computes with the arrays in shards as if they were weights.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from fsdp_jax.step._dataflow import Dataflow
 from fsdp_jax.step._unit_dims import Dims, are_in_place, moved, moves, weight_dims
 
 GATHERS = ("fsdp_gather", "fsdp_unshard", "fsdp_scan")
-"""Names of the custom-derivative functions that take shards and return weights."""
+"""Names of the custom-derivative functions from shards to weights or results."""
 
 MANY = 2
-"""Stands for more than one use, and for a use that may not happen."""
+"""A count of more than one gather, or of one that may not happen."""
 
 
 @dataclasses.dataclass
 class Uses:
-    """How often each shard is gathered, and which ones are misused.
+    """The number of gathers of each shard, and the misused shards.
 
     Attributes:
-      gathers: Name -> 0, 1, or `MANY`. A stack that a loop takes slice by slice counts
-        as often as each slice.
-      misread: Names of shards that are computed with, or returned, as if they were
+      gathers: Name -> 0, 1, or `MANY`. A stack that a loop gathers slice by slice has
+        the count of a slice.
+      misread: Names of shards that the loss computes with, or returns, as if they were
         weights.
-      rearranged: Names of shards that are gathered after their elements were moved.
-      cast: Names of shards that are gathered after a cast, with the dtype.
+      rearranged: Names of shards gathered after their elements were moved.
+      cast: Name -> dtype of shards gathered after a cast.
     """
 
     gathers: dict[str, int]
@@ -41,15 +41,16 @@ class Uses:
 
 @dataclasses.dataclass(frozen=True)
 class _Tracked:
-    """What a variable holds of a shard.
+    """Fact: a variable holds a shard, or slices of it.
 
     Attributes:
-      name: Of the parameter.
-      ndim_in_unit: Dims of a slice of it.
-      dims: Where these are in the variable; None if its elements were moved.
-      many: Whether a gather of it may be one of several, or may not happen: in a loop
-        or a branch, or of pieces that were moved about.
-      dtype: To which it was cast; None if it was not.
+      name: Name of the parameter.
+      ndim_in_unit: Number of dims of the parameter in its unit, without stacked ones.
+      dims: Dim of the unit's shard that each dim of the variable is, see `Dims`; None
+        if its elements were moved.
+      many: Whether a gather of the variable may be one of several, or may not happen:
+        in a loop or a branch, or of slices that were moved.
+      dtype: Dtype to which the shard was cast; None if it was not.
     """
 
     name: str
@@ -63,9 +64,12 @@ def uses_of_shards(jaxpr: Any, shards: Mapping[Any, tuple[str, int]]) -> Uses:
     """Follows shards through the program of a loss.
 
     Args:
-      jaxpr: Of the loss, as a function of shards and other things.
-      shards: The input variables that are shards, with the parameter's name and the
-        dims that it has in its unit.
+      jaxpr: Trace of the loss as a function of shards and other arguments.
+      shards: Input variable -> `(name, ndim_in_unit)` of its parameter, for each input
+        that is a shard.
+
+    Returns:
+      The gathers of all shards, and their misuses.
     """
     uses = Uses(dict.fromkeys((name for name, _ in shards.values()), 0))
     given = []
@@ -79,11 +83,11 @@ def uses_of_shards(jaxpr: Any, shards: Mapping[Any, tuple[str, int]]) -> Uses:
 
 
 _MOVE_ALL_OPERANDS = ("concatenate", "optimization_barrier")
-"""Others have one operand, and maybe indices."""
+"""Primitives that move all operands; others move the first, and may take indices."""
 
 
 class _Follow(Dataflow["_Tracked | None"]):
-    """Adds to `uses` what the program does with the shards that it moves."""
+    """An interpreter that records in `uses` how shards are gathered or misused."""
 
     unknown = None
 
@@ -94,6 +98,7 @@ class _Follow(Dataflow["_Tracked | None"]):
     def special(self, eqn, given):
         if any(given) and not is_gather(eqn):
             return None
+        # Results of a gather are weights, which the loss may use as it likes.
         for tracked in filter(None, given):
             self._gathered(tracked)
         return [None] * len(eqn.outvars)
@@ -111,8 +116,8 @@ class _Follow(Dataflow["_Tracked | None"]):
 
     def join(self, one, other):
         if one is None or other is None:
-            # The other way it is zeros, which lie as the shard does: a branch of `cond`
-            # has some in the place of what only another branch keeps for backward.
+            # The other value is zeros of the same layout: a branch of `cond` returns
+            # them in the place of a residual that only another branch has.
             return self.in_loop(one or other)
         if one.name != other.name:
             self._uses.misread |= {one.name, other.name}
@@ -121,6 +126,7 @@ class _Follow(Dataflow["_Tracked | None"]):
     def sliced(self, fact):
         if fact is None or fact.dims is None:
             return fact
+        # A loop over a dim of the unit itself takes the shard apart.
         first, *rest = fact.dims
         return dataclasses.replace(fact, dims=tuple(rest) if first is None else None)
 
@@ -137,6 +143,7 @@ class _Follow(Dataflow["_Tracked | None"]):
         return self.in_loop(fact)
 
     def _gathered(self, tracked: _Tracked) -> None:
+        # Passes to a loop's fixed point would count a gather more than once.
         if not self.recording:
             return
         name, uses = tracked.name, self._uses
@@ -148,7 +155,7 @@ class _Follow(Dataflow["_Tracked | None"]):
 
 
 def is_gather(eqn: Any) -> bool:
-    """Whether an equation takes shards and returns weights, or what units made."""
+    """Returns whether an equation gathers shards, by itself or in units it runs."""
     if eqn.primitive.name == "fsdp_stack":
         return True
     call = eqn.params.get("call_jaxpr")
@@ -169,7 +176,7 @@ def _moved(eqn: Any, tracked: _Tracked) -> _Tracked:
 
 
 def _joined(given: Sequence[_Tracked | None]) -> _Tracked | None:
-    """Of several that one array may hold, or holds parts of."""
+    """Returns the fact about an array that holds one of several shards, or parts."""
     if not any(given):
         return None
     first, *others = filter(None, given)

@@ -1,4 +1,16 @@
-"""A traced loss in three parts: before the stack of layers, the stack, behind it."""
+"""Splits a traced loss at the stack of layers that pipeline stages share.
+
+For a loss that traces to
+
+    a = embed tokens            # the carry of the stack: `carry`
+    m = mask tokens             # read by the stack: `beside`; by the head: `behind`
+    h = fsdp_stack shards m a   # the stack: its layers are run by the stages
+    loss = head h m             # `behind`
+
+each part is a function of all leaves of the loss's arguments and runs on any stage. An
+equation that two parts need, such as `mask`, is in both: it is computed again and not
+passed between stages.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +30,16 @@ Leaves = Sequence[Array]
 
 @dataclasses.dataclass(frozen=True)
 class CutLoss:
-    """The parts of a loss; each is handed all leaves of the loss's own arguments.
+    """The parts of a loss, each a function of all leaves of the loss's arguments.
 
-    Nothing crosses from the part before to the part behind but through the stack: what
-    both compute, each computes itself.
+    The outputs of the stack are all that passes from the first part to the last.
 
     Attributes:
-      stack: The scan.
-      shards: For each of its shards' arrays, which of the loss's leaves it is.
-      carry: `carry(leaves) -> carry leaves`: what the first layer gets.
-      beside: `beside(leaves)`: what layers get besides, `(others, xs, consts)`, flat.
+      stack: The scan over layers.
+      shards: Index among the loss's leaves of each array of the stack's shards.
+      carry: `carry(leaves) -> carry leaves`, the input of the first layer.
+      beside: `beside(leaves) -> leaves`, the layers' other operands
+        `(others, xs, consts)`, flat.
       behind: `behind(leaves, outputs of the stack) -> result of the loss`.
     """
 
@@ -39,14 +51,15 @@ class CutLoss:
 
 
 def cut_loss(closed: core.ClosedJaxpr, out_tree: Any) -> CutLoss:
-    """Cuts a loss at its one scan over stages.
+    """Splits a loss at its one scan over stages.
 
     Args:
-      closed: The trace of the loss of a microbatch.
-      out_tree: The structure of its result.
+      closed: Traced loss of one microbatch.
+      out_tree: Structure of the loss's result.
 
     Raises:
-      ValueError: If there is not one such scan, or it runs within another function.
+      ValueError: If there is not exactly one such scan at the top level of the loss, or
+        the loss changes the stack's weights before it.
     """
     jaxpr = closed.jaxpr
     scans = [eqn for eqn in jaxpr.eqns if eqn.primitive is STACK]
@@ -63,6 +76,8 @@ def cut_loss(closed: core.ClosedJaxpr, out_tree: Any) -> CutLoss:
         for role in Role
     }
     places = {v: i for i, v in enumerate(jaxpr.invars)}
+    # The stages pass shards of their own in the place of these leaves, so no equation
+    # may stand between a leaf and the scan.
     if any(v not in places for v in by_role[Role.SHARDS]):
         raise ValueError(
             "loss_fn changes the weights of the stack that pp splits before fsdp.scan "
@@ -89,13 +104,15 @@ _BESIDE = (Role.OTHERS, Role.XS, Role.CONSTS)
 
 
 def _needed(jaxpr: Any, outvars: Sequence[Any], *, without: Any) -> Iterator[Any]:
-    """The equations that `outvars` depend on, in order, but for one.
+    """Returns the equations that `outvars` depend on, in order, without `without`.
 
-    Of the part behind also those without results, which print something.
+    Equations without results, such as prints, belong to `behind` alone, so that they do
+    not run once for each part.
     """
     is_behind = outvars is jaxpr.outvars
     wanted = {v for v in outvars if isinstance(v, core.Var)}
     needed = []
+    # The scan is skipped, so `behind` has no equation that only its operands need.
     for eqn in reversed(jaxpr.eqns):
         prints = is_behind and not eqn.outvars
         if eqn is not without and (prints or wanted & set(eqn.outvars)):

@@ -1,4 +1,4 @@
-"""Parameters as a step takes them from where they rest, and gradients back there."""
+"""Converts parameters from their stored form to the step layout, gradients back."""
 
 from __future__ import annotations
 
@@ -16,7 +16,16 @@ from fsdp_jax.step._host_streaming import AHEAD
 
 
 def packed(plan: Plan, params: PyTree) -> list[Array]:
-    """The arrays of the parameters as they rest in a `TrainState`."""
+    """Returns the parameters of a `TrainState` in the step layout.
+
+    Args:
+      plan: Plan of the parameters.
+      params: Stored parameters, global arrays; padded ones as `Padded` or unpadded.
+
+    Returns:
+      An array for each of `plan.rows_in_step`, on the device, padded, and with a dim
+      factored into two where `is_cut`.
+    """
     leaves = plan.treedef.flatten_up_to(pack(params, plan.packed_params))
     values = [leaf.value if isinstance(leaf, Padded) else leaf for leaf in leaves]
     if plan.config.offload and plan.config.offload.params:
@@ -28,18 +37,29 @@ def packed(plan: Plan, params: PyTree) -> list[Array]:
 
 
 def placed(plan: Plan, row: ParamPlan, grad: Array) -> Array | Padded:
-    """A gradient as it left the ranks, in the form of its parameter at rest."""
+    """Converts a gradient from the step layout to the stored form of its parameter.
+
+    Args:
+      plan: Plan of the parameters.
+      row: Plan of the parameter, in its stored form.
+      grad: Gradient as it leaves `shard_map`, a global array.
+
+    Returns:
+      The gradient in the stored shape; `Padded` if the parameter is.
+    """
     if row.tensor_dim is not None:
-        grad = grad.reshape(row.padded_shape)  # One dim again, if a step cut it in two.
+        grad = grad.reshape(row.padded_shape)  # Joins a factored dim.
         grad = _laid_out(plan, row, grad)
     return Padded(grad, row.shape) if row.is_padded else grad
 
 
 def _fetched(plan: Plan, offload: Offload, arrays: Sequence[Array]) -> list[Array]:
-    """On the device, one after the other, in the dtype in which they are gathered."""
+    """Copies offloaded arrays to the device one by one, in their all-gather's dtype."""
     fetched: list[Array] = []
     for row, array in zip(plan.rows, arrays, strict=True):
         if offload.moves(array):
+            # One copy after the other, so that few arrays are on the device in the
+            # stored dtype, which is mostly the wider one.
             array, _ = lax.optimization_barrier((array, fetched[-AHEAD:]))
             array = on_device(array)
             if row.gather is None:
@@ -49,6 +69,6 @@ def _fetched(plan: Plan, offload: Offload, arrays: Sequence[Array]) -> list[Arra
 
 
 def _laid_out(plan: Plan, row: ParamPlan, x: Array) -> Array:
-    """As it rests: over `tp` too, which the step leaves to XLA."""
+    """Constrains `x` to its stored sharding, with `tp`, which a step leaves to XLA."""
     spec = row.spec_with_tp(row.placements.optimizer)
     return lax.with_sharding_constraint(x, NamedSharding(plan.mesh, spec))

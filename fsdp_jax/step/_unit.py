@@ -1,4 +1,4 @@
-"""A unit: what is gathered once at entry, used, and let go."""
+"""Units: functions whose weights are gathered at entry and freed at exit."""
 
 from __future__ import annotations
 
@@ -17,24 +17,26 @@ from fsdp_jax.step._shard import Shard, partition
 
 
 def unit(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Marks a function as a unit: its first argument's weights are whole inside only.
+    """Marks a function as a unit: the weights in its first argument are gathered.
 
-    Outside of a plan, or where the weights are already whole, the function is called as
-    it is, so a marked function still runs on one device.
+    Without shards in `weights` (outside of a plan, or already unsharded) the function
+    is called as it is, so a marked function still runs on one device.
 
     Args:
-      fn: `fn(weights, *args, **kwargs)`; weights are any pytree. It may close over
-        arrays, return what is no array, and write into the containers and modules that
-        it is given.
+      fn: Function `fn(weights, *args, **kwargs)`; `weights` is any pytree. It may close
+        over arrays, return values that are no arrays, and write to the containers and
+        modules among its arguments.
 
     Returns:
-      The function, gathering the shards in `weights` at entry; with
-      `reshard_after_forward` it gathers them again for backward instead of keeping
-      them, or anything made from them alone.
+      `fn`, with the shards in `weights` gathered at entry. With `reshard_after_forward`
+      backward gathers them again, and neither they nor values computed from them alone
+      are saved.
     """
 
     @functools.wraps(fn)
     def entered(weights: PyTree, *args: Any, **kwargs: Any) -> Any:
+        # Objects within that are units keep their shards and gather them when called;
+        # not so `weights` itself, whose call is what runs here.
         shards, others, merge = partition(
             weights, keep=lambda node: is_unit(node) and node is not weights
         )
@@ -56,27 +58,27 @@ class UnitObject:
 
 
 def is_unit(node: Any) -> bool:
-    """Whether `node` gathers its own weights when it is called."""
+    """Returns whether `node` gathers its own weights when it is called."""
     return isinstance(node, UnitObject)
 
 
 def call_unit(
     compute: Callable[..., Any], shards: Sequence[Shard], *args: PyTree
 ) -> Any:
-    """Calls `compute(weights, *args)` with the whole weights of `shards`.
+    """Calls `compute(weights, *args)` with the unsharded weights of `shards`.
 
     Args:
-      compute: A function of its arguments. What it writes into lists, dicts, modules
-        and dataclasses among them is written to the caller's. It returns the result,
-        or an `Outcome` if it was given other objects besides.
-      shards: The unit's own parameters, slices of stacked ones; at least one.
-      *args: Pytrees; leaves that are no JAX arrays reach `compute` as they are.
+      compute: Function of `weights` and `args`. Its writes to lists, dicts, modules and
+        dataclasses among them are repeated on the caller's objects. It returns its
+        result, or an `Outcome` if it writes to objects that are not in `args`.
+      shards: Parameters of the unit, without stacked dims; at least one.
+      *args: Pytrees; leaves that are no JAX arrays reach `compute` unchanged.
 
     Returns:
-      The result; what is no array in it, such as a string, is returned as it is.
+      The result of `compute`; leaves that are no arrays, such as strings, included.
     """
     leaves, treedef = jax.tree.flatten(args)
-    # numpy's stay numpy's, as in the plain program: they may be sizes or indices.
+    # numpy arrays are not traced, as without a unit: they may be sizes or indices.
     traced = [isinstance(leaf, jax.Array) for leaf in leaves]
     arrays = [leaf for leaf, is_array in zip(leaves, traced, strict=True) if is_array]
     rebuilds: list[Callable[..., Any]] = []
@@ -96,6 +98,7 @@ def call_unit(
         return results
 
     results = _gathered(on_arrays, shards, arrays)
+    # `on_arrays` runs under a trace; its last run is the one that made `results`.
     return rebuilds[-1](results)
 
 
@@ -104,7 +107,7 @@ def _gathered(
     shards: Sequence[Shard],
     arrays: Sequence[jax.Array],
 ) -> list[jax.Array]:
-    """`compute(weights, arrays)`, whose weights are gathered here."""
+    """Gathers the weights of `shards`, and runs `compute(weights, arrays)` on them."""
 
     def unshard(shards):
         return [gather_weight(shard) for shard in shards]

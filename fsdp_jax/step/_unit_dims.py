@@ -1,4 +1,4 @@
-"""Where the dims of a unit's weight are in an array that moves slices of it about."""
+"""Tracks the dims of a unit's weight through operations that move slices of it."""
 
 from __future__ import annotations
 
@@ -7,29 +7,30 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 Dims = tuple[int | None, ...]
-"""For each dim of an array which one of the unit's weight it is, all of it, in order;
-None where it is a stacked dim. `~d` is dim `d` in reverse."""
+"""For each dim of an array the dim of the unit's weight that it is, complete and in
+order; None for a stacked dim. `~d` is dim `d` reversed."""
 
 
 def weight_dims(ndim: int, ndim_in_unit: int) -> Dims:
-    """The dims of an array with `ndim - ndim_in_unit` stacked ones, then a weight's."""
+    """Returns the dims of `[*stacked, *unit]`, of `ndim` dims in all."""
     return (*(None,) * (ndim - ndim_in_unit), *range(ndim_in_unit))
 
 
 def are_in_place(dims: Dims, ndim_in_unit: int) -> bool:
-    """Whether each slice is the weight as the unit wants it."""
+    """Returns whether each slice has the dims of the weight, in the unit's order."""
     return dims == weight_dims(len(dims), ndim_in_unit)
 
 
 def moved(eqn: Any, dims: Dims) -> Dims | None:
-    """The dims of the result of an equation that only moves slices about.
+    """Returns the dims of the result of an equation that only moves slices.
 
     Args:
-      eqn: Whose first operand has the dims, or any of those that it joins.
-      dims: Of that operand.
+      eqn: Equation of which the first operand, or any that it concatenates, is tracked.
+      dims: Dims of that operand.
 
     Returns:
-      The dims, or None if it moves elements within a slice, or is no such equation.
+      The dims of the result; None if the equation moves elements within a slice or
+      computes with them.
     """
     name = eqn.primitive.name
     if name in _KEEPS:
@@ -39,7 +40,7 @@ def moved(eqn: Any, dims: Dims) -> Dims | None:
 
 
 def moves(eqn: Any) -> bool:
-    """Whether an equation moves its operand, as it is or in part."""
+    """Returns whether an equation moves its operand, or parts of it."""
     return eqn.primitive.name in _KEEPS or eqn.primitive.name in _MOVES
 
 
@@ -48,6 +49,7 @@ def _broadcast(eqn: Any, dims: Dims) -> Dims | None:
     new: list[int | None] = [None] * len(shape)
     places = eqn.params["broadcast_dimensions"]
     for dim, size, place in zip(dims, _shape(eqn), places, strict=True):
+        # A dim of size 1 of the weight, repeated, is no dim of the weight anymore.
         if dim is not None and size != shape[place]:
             return None
         new[place] = dim
@@ -55,7 +57,7 @@ def _broadcast(eqn: Any, dims: Dims) -> Dims | None:
 
 
 def _reshape(eqn: Any, dims: Dims) -> Dims | None:
-    """A dim is still one if as many elements are before it as were."""
+    """Keeps a dim if its size, and the number of elements before it, are unchanged."""
     old, shape = _shape(eqn), eqn.params["new_sizes"]
     new: list[int | None] = [None] * len(shape)
     end = len(shape)
@@ -78,6 +80,7 @@ def _transpose(eqn: Any, dims: Dims) -> Dims:
 
 
 def _squeeze(eqn: Any, dims: Dims) -> Dims | None:
+    # A weight's dim of size 1 may not go either: the unit would miss it.
     gone = eqn.params["dimensions"]
     if _has_weight(dims, gone):
         return None
@@ -85,6 +88,7 @@ def _squeeze(eqn: Any, dims: Dims) -> Dims | None:
 
 
 def _slice(eqn: Any, dims: Dims) -> Dims | None:
+    # Of `slice` and `dynamic_slice`: start indices are not known, sizes are enough.
     sizes = eqn.outvars[0].aval.shape
     return dims if _are_all(dims, _shape(eqn), sizes) else None
 
@@ -96,6 +100,7 @@ def _gather(eqn: Any, dims: Dims) -> Dims | None:
     gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
     if _has_weight(dims, gone):
         return None
+    # Offset dims of the result are the dims that are not collapsed, in order.
     kept = [dim for i, dim in enumerate(dims) if i not in gone]
     new: list[int | None] = [None] * len(eqn.outvars[0].aval.shape)
     for place, dim in zip(numbers.offset_dims, kept, strict=True):
@@ -111,7 +116,7 @@ def _rev(eqn: Any, dims: Dims) -> Dims:
 
 
 def _along(parameter: str) -> Callable[[Any, Dims], Dims | None]:
-    """Of what cuts or joins arrays along one dim."""
+    """Makes the rule of a primitive that splits or concatenates along one dim."""
 
     def along(eqn: Any, dims: Dims) -> Dims | None:
         return None if _has_weight(dims, [eqn.params[parameter]]) else dims
@@ -119,12 +124,12 @@ def _along(parameter: str) -> Callable[[Any, Dims], Dims | None]:
     return along
 
 
-# What leaves all elements where they are.
+# Primitives that leave all elements where they are.
 _KEEPS = {
     *("convert_element_type", "copy", "name", "optimization_barrier"),
     *("reduce_precision", "sharding_constraint", "stop_gradient"),
 }
-# What moves or cuts an array, as maps and stacks do, without reading it.
+# Primitives that move or slice an array, as maps and stacks do, without reading it.
 _MOVES: dict[str, Callable[[Any, Dims], Dims | None]] = {
     "broadcast_in_dim": _broadcast,
     "concatenate": _along("dimension"),
@@ -148,6 +153,6 @@ def _has_weight(dims: Dims, places: Any) -> bool:
 
 
 def _are_all(dims: Dims, sizes: Sequence[int], taken: Sequence[int]) -> bool:
-    """Whether all of each of the weight's dims is taken."""
+    """Returns whether each dim of the weight is taken completely."""
     triples = zip(dims, sizes, taken, strict=True)
     return all(dim is None or size == part for dim, size, part in triples)
