@@ -1,4 +1,4 @@
-"""What travels between devices, held against the legs of the plan."""
+"""Compares a program's collectives with the plan's expected collectives."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from fsdp_jax.sharding._mesh import DATA_AXES, axes_in_use
 from fsdp_jax.sharding._plan import Plan
 
 Key = tuple[str, frozenset[str], Dims, Dims]
-"""Operation, axes, and both sides with their dims in order of size."""
+"""Opcode, axes, and the dims of both sides sorted by size."""
 
 
 def key_of(one: Moved | Leg) -> Key:
-    """What the arrays of a leg have in common, however XLA lays them out."""
+    """Returns a key that is equal for equal collectives in any layout chosen by XLA."""
     axes = frozenset(one.axes or ("?",))
     if one.op == "all-to-all":  # Its result is as large as its operand.
         size = (math.prod(one.sent),)
@@ -40,12 +40,12 @@ def key_of(one: Moved | Leg) -> Key:
 
 
 def canonical(dims: Dims) -> Dims:
-    """Dims in order of size, without those of size 1."""
+    """Returns the dims sorted by size, without those of size 1."""
     return tuple(sorted(d for d in dims if d != 1))
 
 
 def matches(one: Moved, legs: Sequence[Leg]) -> list[Leg]:
-    """The legs that an array may be on, whatever its dtype."""
+    """Returns the expected collectives that `one` may be, in any dtype."""
     exact = [leg for leg in legs if key_of(leg) == key_of(one)]
     if exact or len(one.sent) < 2:  # Merged arrays are laid end to end.
         return exact
@@ -63,7 +63,7 @@ def matches(one: Moved, legs: Sequence[Leg]) -> list[Leg]:
 def travel(
     plan: Plan, program: Program, arrays: Sequence[Moved], legs: Sequence[Leg]
 ) -> Iterator[Difference]:
-    """All that travels otherwise than planned: dtype, axes, size, or how often."""
+    """Yields differences in dtype, axes, size and number of runs."""
     booked: dict[Key, list[Moved]] = {}
     merged: dict[frozenset[str], list[Moved]] = {}
     in_other_dtype: list[Moved] = []
@@ -93,7 +93,7 @@ def travel(
 
 
 def _together(arrays: Sequence[Moved]) -> list[Moved]:
-    """Those that are alike as one: XLA runs a first or last iteration by itself."""
+    """Merges equal arrays: XLA peels first or last iterations off a loop."""
     alike: dict[tuple[object, ...], Moved] = {}
     for one in arrays:
         key = (one.op, one.dtype, one.sent, one.received, one.axes, one.unit)
@@ -108,15 +108,15 @@ def _together(arrays: Sequence[Moved]) -> list[Moved]:
 
 
 def _is_judged(plan: Plan, one: Moved) -> bool:
-    """Whether the plan speaks of it: not of activations over tp, nor the optimizer."""
+    """Whether `one` is along data axes and not in the optimizer."""
     is_data = one.axes is None or bool(set(one.axes) & set(DATA_AXES))
     return is_data and "optimizer" not in one.scope.split("/")
 
 
 def is_dispatch(plan: Plan, one: Moved) -> bool:
-    """Whether it is tokens on their way to experts or back, or how many they are.
+    """Whether `one` holds tokens on the way to or from experts, or their counts.
 
-    Nothing of the kind is on a leg, for a plan knows of no tokens.
+    No expected collective matches these, since a plan has no token counts.
     """
     widths = {size for row in plan.rows if row.is_expert for size in row.shape}
     widths |= {size // plan.mesh.shape["tp"] for size in widths}
@@ -129,12 +129,12 @@ def is_dispatch(plan: Plan, one: Moved) -> bool:
 
 
 def is_context(one: Moved) -> bool:
-    """Whether attention over `cp` sends it: no plan knows of keys and values."""
+    """Whether `one` holds keys or values of an attention over `cp`."""
     return one.axes == ("cp",) and any(name in one.scope for name in SCOPES)
 
 
 def _is_small(plan: Plan, one: Moved) -> bool:
-    """Whether it is a loss, a norm, peaks, or the model's other state."""
+    """Whether `one` all-reduces metrics, amaxes or the model's non-parameter state."""
     if one.op != "all-reduce":
         return False
     if plan.config.sync_batch_norm and any(name in one.scope for name in SYNC_SCOPES):
@@ -144,12 +144,12 @@ def _is_small(plan: Plan, one: Moved) -> bool:
 
 
 def _small(plan: Plan) -> int:
-    """Elements that metrics take: some a parameter, merged, and those of `aux`."""
+    """Largest number of elements that counts as metrics: merged scalars and `aux`."""
     return 64 + 4 * len(plan.rows)
 
 
 def _may_be_merged(program: Program, one: Moved) -> bool:
-    """XLA for GPUs lays what is all-reduced together end to end."""
+    """Whether XLA for GPUs may have concatenated several arrays into `one`."""
     is_compiled_for_gpus = not (program.is_lowered or program.is_cpu)
     return one.op == "all-reduce" and len(one.sent) == 1 and is_compiled_for_gpus
 
@@ -168,7 +168,7 @@ def _in_other_dtype(one: Moved, found: Sequence[Leg]) -> Difference:
 def _too_often(
     booked: dict[Key, list[Moved]], legs: Sequence[Leg]
 ) -> Iterator[Difference]:
-    """What is to happen once a step, and happens more often."""
+    """Yields the once-per-step collectives that run more often."""
     for key, found in booked.items():
         own = [leg for leg in legs if key_of(leg) == key]
         allowed = [leg.most for leg in own]
@@ -197,7 +197,10 @@ def _merged_too_much(
     booked: dict[Key, list[Moved]],
     legs: Sequence[Leg],
 ) -> Iterator[Difference]:
-    """Merged arrays have lost their names, but not their number of elements."""
+    """Compares concatenated all-reduces by number of elements and dtype.
+
+    Concatenation drops the names and the dims of the arrays.
+    """
     own = [x for x in legs if x.op == "all-reduce" and frozenset(x.axes) == axes]
     allowed: dict[str, int] = {}
     for leg in own:
