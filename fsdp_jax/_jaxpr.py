@@ -1,4 +1,4 @@
-"""Jaxprs as functions."""
+"""Evaluates parts of jaxprs as functions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,14 @@ from jax.extend import core
 
 
 def function_of(closed, invars, outvars, eqns) -> Callable[..., Sequence[Any]]:
-    """The function of positional inputs that `eqns` compute; constants are kept."""
+    """Returns a function of positional inputs that evaluates `eqns`.
+
+    Args:
+      closed: Jaxpr that the equations are from; its constants are kept.
+      invars: Variables of the function's inputs.
+      outvars: Variables of its results.
+      eqns: Equations to evaluate.
+    """
     jaxpr = closed.jaxpr.replace(
         invars=list(invars),
         outvars=list(outvars),

@@ -134,7 +134,7 @@ def is_context(one: Moved) -> bool:
 
 
 def _is_small(plan: Plan, one: Moved) -> bool:
-    """Whether `one` all-reduces metrics, amaxes or the model's non-parameter state."""
+    """Whether `one` all-reduces metrics, amaxes, batch statistics or model state."""
     if one.op != "all-reduce":
         return False
     if plan.config.sync_batch_norm and any(name in one.scope for name in SYNC_SCOPES):
@@ -144,7 +144,7 @@ def _is_small(plan: Plan, one: Moved) -> bool:
 
 
 def _small(plan: Plan) -> int:
-    """Largest number of elements that counts as metrics: merged scalars and `aux`."""
+    """Upper bound on the elements of metrics: 4 per parameter, and 64 for `aux`."""
     return 64 + 4 * len(plan.rows)
 
 
