@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import re
 
-# Of two characters at least, since `C:/runs` is a path on Windows. A `Path` made of
-# `s3://bucket/run` is `s3:/bucket/run`.
+# The scheme has at least two characters, since `C:/runs` is a path on Windows. One
+# slash is enough, since `Path("s3://bucket/run")` is `s3:/bucket/run`.
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")
 
 

@@ -98,9 +98,9 @@ def text_table(columns: Mapping[str, str], rows: Sequence[Sequence[str]]) -> str
         )
     for row in rows:
         table.add_row(*row)
-    # A table that wraps at 80 columns can be neither read nor searched.
+    # A large width, since a table wrapped at 80 columns cannot be read or searched.
     out = io.StringIO()
-    # In a notebook rich would otherwise write HTML to the cell, and nothing to `out`.
+    # In a notebook, rich would otherwise write HTML to the cell instead of to `out`.
     console = Console(file=out, width=10_000, color_system=None, force_jupyter=False)
     console.print(table, markup=False)
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
@@ -153,8 +153,8 @@ def make_bar(*columns: ProgressColumn) -> Iterator[Progress]:
     Yields:
       A `rich.progress.Progress`.
     """
-    # On a terminal, results are printed above the bar; elsewhere they are not touched,
-    # since they would be redirected to stderr with it.
+    # On a terminal, rich prints stdout above the bar. If stdout is redirected, leave it
+    # alone: rich would send it to stderr.
     with Progress(
         *columns,
         BarColumn(bar_width=20),
@@ -165,4 +165,4 @@ def make_bar(*columns: ProgressColumn) -> Iterator[Progress]:
         try:
             yield bar
         finally:
-            bar.refresh()  # in a notebook rich leaves the last but one state
+            bar.refresh()  # In a notebook rich does not show the last update by itself.

@@ -46,7 +46,8 @@ def _show(
     tb_offset: int | None = None,
 ) -> None:
     if _is_ours(trace):
-        # What IPython asks an error for, if it has it; `%tb` is to find it without.
+        # IPython calls this hook to render an error. It is removed afterwards, so that
+        # `%tb` shows the whole traceback.
         vars(error)[_HOOK] = lambda: _paragraph(kind, error, trace)
     try:
         shell.showtraceback((kind, error, trace), tb_offset=tb_offset)
@@ -71,7 +72,7 @@ def _paragraph(
         if frame.f_globals.get("__name__") == "__main__"
     ]
     if called:
-        # The cell's own line, not that of a function of yours which was called back.
+        # The first frame is the cell's line; later ones are callbacks defined in it.
         file, number = called[0]
         source = linecache.getline(file, number).strip()
         lines += ["", f"in line {number}: {source}", "(%tb shows the whole traceback)"]

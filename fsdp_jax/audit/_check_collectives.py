@@ -33,7 +33,7 @@ Key = tuple[str, frozenset[str], Dims, Dims]
 def key_of(one: Moved | Leg) -> Key:
     """Returns a key that is equal for equal collectives in any layout chosen by XLA."""
     axes = frozenset(one.axes or ("?",))
-    if one.op == "all-to-all":  # Its result is as large as its operand.
+    if one.op == "all-to-all":  # XLA reshapes it freely; both sides have equal sizes.
         size = (math.prod(one.sent),)
         return one.op, axes, size, size
     return one.op, axes, canonical(one.sent), canonical(one.received)
@@ -47,9 +47,9 @@ def canonical(dims: Dims) -> Dims:
 def matches(one: Moved, legs: Sequence[Leg]) -> list[Leg]:
     """Returns the expected collectives that `one` may be, in any dtype."""
     exact = [leg for leg in legs if key_of(leg) == key_of(one)]
-    if exact or len(one.sent) < 2:  # Merged arrays are laid end to end.
+    if exact or len(one.sent) < 2:  # A 1-d array may be several concatenated ones.
         return exact
-    # XLA folds dims; numbers of elements stay.
+    # XLA may merge dims, which preserves the number of elements.
     op, axes, _, _ = key_of(one)
     sizes = math.prod(one.sent), math.prod(one.received)
     return [
@@ -176,7 +176,7 @@ def _too_often(
         if None in allowed or times <= sum(most or 0 for most in allowed):
             continue
         if found[0].op == "all-reduce" and found[0].elements == 1:
-            continue  # The loss and the norm look like it.
+            continue  # Scalars cannot be told from the loss and the gradient norm.
         looped = sum(one.times for one in found if one.loops)
         rows = list(dict.fromkeys(leg.row for leg in own))
         units = sum(math.prod(row.shape[: row.num_stacked]) for row in rows)

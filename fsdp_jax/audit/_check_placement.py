@@ -22,7 +22,7 @@ def at_rest(plan: Plan, program: Program) -> Iterator[Difference]:
         if row is None:
             continue
         split = dims_of(plan, row, row.placements.optimizer, sliced=False)
-        # A padded parameter may also come in its own shape, which is never split.
+        # A padded parameter may also appear in its logical shape, which is never split.
         whole = {row.padded_shape, dims_of(plan, row, (), sliced=False)} - {split}
         if dims in whole:
             yield Difference(

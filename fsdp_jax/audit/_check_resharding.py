@@ -49,7 +49,7 @@ def kept(
         for row in plan.rows
     }
     yield from _stacks(program, arrays, gathers, accumulate, pieces)
-    if not program.is_cpu:  # There, equal gathers of straight code become one.
+    if not program.is_cpu:  # XLA:CPU merges equal gathers outside of loops.
         yield from _singles(arrays, gathers)
 
 

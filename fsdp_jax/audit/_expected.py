@@ -138,12 +138,12 @@ def _reductions(plan: Plan, row: ParamPlan) -> Iterator[Leg]:
     scattered = tuple(a for a in places.optimizer if a in late)
     summed = tuple(a for a in late if a not in scattered)
     wide = hlo_dtype(precision.main_grads) if precision.accumulate_wide else wire
-    # In the last backward unit by unit, or behind it the whole stack at once.
+    # A stack is reduced unit by unit in the last backward, or as a whole after it.
     for sliced in (False, True) if row.num_stacked else (False,):
         before = dims_of(plan, row, places.gradient, sliced=sliced)
         after = dims_of(plan, row, places.optimizer, sliced=sliced)
         stack = math.prod(row.shape[: row.num_stacked]) if sliced else 0
-        # A scan that reduces a unit later reduces zeros once.
+        # A scan that delays the reduction by one unit also reduces zeros once.
         most = stack + 1
         if scattered:
             yield Leg(row, "late", scatter, scattered, wire, before, after, most)

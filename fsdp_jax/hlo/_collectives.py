@@ -132,7 +132,7 @@ def moved(program: Program, mesh: Mesh) -> Iterator[Moved]:
         axes = axes_of(found.groups, mesh)
         pairs = list(zip(found.sent, found.received, strict=False))
         if found.op == "all-to-all" and len(pairs) > 1:
-            # Given piece by piece, one for each device of the group.
+            # A tuple all-to-all has one operand per device of the group: count it once.
             size = sum(sent.num_elements for sent, _ in pairs)
             dims: list[tuple[str, Dims, Dims]] = [(pairs[0][0].dtype, (size,), (size,))]
         else:
@@ -161,7 +161,7 @@ def _walk(
     is_in_branch: bool,
 ) -> Iterator[tuple[Computation, Instruction, int, tuple[str, ...], str, bool]]:
     for one in computation.instructions:
-        # Of a lowered program names begin where the function does.
+        # In a lowered program op names are relative to the enclosing function.
         is_absolute = one.op_name.lstrip("(").startswith("jit(")
         inner = one.op_name if is_absolute else f"{scope}/{one.op_name}".strip("/")
         yield computation, one, times, within, inner, is_in_branch

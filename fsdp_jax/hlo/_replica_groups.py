@@ -78,7 +78,7 @@ def collective_of(
     sent = tuple(
         shape for name in one.operands for shape in computation.by_name[name].shapes
     )
-    if op == "ragged-all-to-all":  # The others are what is written into, and sizes.
+    if op == "ragged-all-to-all":  # Further operands are the output, offsets and sizes.
         sent = sent[:1]
     return Collective(
         op, sent, _received(computation, one, sent), _groups(one), one.op_name, one.name

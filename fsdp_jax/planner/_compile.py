@@ -50,7 +50,7 @@ def gpu_devices(gpu: GPU, count: int) -> Sequence[Any]:
             target_config=gpu.target_config,
             topology=f"{nodes}x1x{count // nodes}",
         )
-    except Exception as error:  # jax raises whatever the plugin's absence breaks.
+    except Exception as error:  # Without the plugin, jax's error type varies.
         raise ValueError(_why_not(error)) from error
     return topology.devices
 
@@ -139,7 +139,7 @@ def _compile_guided(
         path.write_text(profile)
         guided = {
             "xla_gpu_pgle_profile_file_or_directory_path": str(path),
-            # What was fused otherwise the second time has no entry, which is no error.
+            # Fusions that differ in the second compilation have no profile entry.
             "xla_gpu_pgle_accuracy_checker": "PGLE_STRICTNESS_LEVEL_OFF",
         }
         return _compiled(lowered, {**options, **guided})
@@ -155,7 +155,7 @@ def _compiled(lowered: jax.stages.Lowered, options: Options) -> jax.stages.Compi
     """
     was_enabled = jax.config.values["jax_enable_compilation_cache"]
     jax.config.update("jax_enable_compilation_cache", False)
-    compilation_cache.reset_cache()  # jax asks for the setting once only
+    compilation_cache.reset_cache()  # jax reads the setting once and caches it.
     try:
         return lowered.compile(compiler_options={**_kernel_cache(), **options})
     finally:
@@ -166,7 +166,7 @@ def _compiled(lowered: jax.stages.Lowered, options: Options) -> jax.stages.Compi
 def _kernel_cache() -> Options:
     return {
         "xla_gpu_kernel_cache_file": str(_scratch() / "kernels"),
-        # Without it none is cached.
+        # XLA caches kernels only if it compiles modules in parallel.
         "xla_gpu_enable_llvm_module_compilation_parallelism": True,
     }
 

@@ -42,7 +42,7 @@ def wire_bytes(collective: Collective, num_devices: int) -> float:
         "reduce-scatter": sent * around,
         "all-reduce": 2 * sent * around,
         "all-to-all": sent * around,
-        # One side has room for the worst case, and the other what there is.
+        # One side is a buffer for the worst case, the other the actual tokens.
         "ragged-all-to-all": min(sent, received) * around,
     }.get(collective.op, float(sent))
 
@@ -140,7 +140,7 @@ def bytes_moved(module: Module, computation: Computation, one: Instruction) -> f
     if one.opcode == "dynamic-update-slice":
         return 2.0 * computation.by_name[one.operands[1]].bytes
     if one.opcode == "custom-call" and one.shapes:
-        # The last of the results of a library's routine is its workspace.
+        # Further results of a library's routine are workspace, not written results.
         written = one.shapes[0].bytes if len(one.shapes) > 1 else one.bytes
         return float(written + sum(operand.bytes for operand in operands))
     return float(one.bytes + sum(operand.bytes for operand in operands))

@@ -221,7 +221,7 @@ def compile_for(
     given = sizes if mesh is None else dict(mesh)
     there = make_mesh(**given, devices=gpu_devices(gpu, count))
     plan = fully_shard(plan.make_model, there, plan.unit_specs, plan.config)
-    # Those of jit would be below what is asked for here.
+    # None for jit: they would still apply beneath the `options` of `compile`.
     step = make_train_step(plan, loss_fn, tx, compiler_options={}, **step_options)
     state = abstract_state(plan, tx)
     mould = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
@@ -270,7 +270,7 @@ def count_on_cpu(
     """
     step = make_train_step(plan, loss_fn, tx, **step_options)
     compiled = step.lower(abstract_state(plan, tx), batch).compile()
-    # On the CPU all waits for the wire, so that any cost model gives the counts.
+    # XLA:CPU runs all collectives synchronously: the counts need no particular model.
     cost = find_gpu("h200").cost
     timeline = replay(parse(text_of(compiled)), cost, plan.mesh.size)
     return compiled_bytes(compiled), sent_rows(timeline, plan)

@@ -46,7 +46,7 @@ def offloaded(plan: Plan, state: TrainState) -> Offloaded:
         sum(_bytes(leaf) for leaf in jax.tree.leaves(tree))
         for tree in _split(plan, state)[1]
     )
-    # Weights are fetched when the step begins, and again to be updated.
+    # Weights are fetched at the beginning of the step, and again for the update.
     both = params + optimizer
     return Offloaded(both, both + params, both)
 

@@ -177,7 +177,8 @@ class _Walk:
         if key in self.grads or value in found.to_reduce:
             return "gradients"
         if key in self.whole and operation.name in ("scan", "broadcast_in_dim"):
-            # What a loop hands on of a unit: the next weights, or zeros to begin with.
+            # A loop carries prefetched weights of a unit; zeros with a unit's dims are
+            # the initial value of a gradient.
             return "gathered" if operation.name == "scan" else "gradients"
         if operation.name == "scan":
             return "saved"

@@ -64,7 +64,7 @@ _COLUMNS = {
 
 
 def _grid(sweep: Sweep) -> Grid:
-    # Of the same batch, tokens a second are as many times more as a step is shorter.
+    # With equal batches, tokens per second are inversely proportional to step time.
     speeds = [1 / found.timeline.seconds for found in sweep.forecasts.values()]
     rows = [_cells(name, found) for name, found in sweep.forecasts.items()]
     return Grid(_COLUMNS, rows, speeds)

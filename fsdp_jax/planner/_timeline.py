@@ -108,7 +108,7 @@ class _Player:
         self.alone: dict[str, float] = {}
 
     def play(self, computation: Computation) -> None:
-        # An instruction is read once, though a loop may run it a thousand times.
+        # Parse each instruction once: a loop may run it a thousand times.
         if computation.name not in self.steps:
             labels = _labels(computation, in_loop=self.depth > 0)
             self.steps[computation.name] = [
@@ -139,7 +139,7 @@ class _Player:
             is_async = one.opcode.endswith("-start")
             return lambda: self._send(collective, one.name, seconds, is_async)
         if one.opcode.endswith(("-start", "-update")):
-            return None  # A copy to or from the host, which neither stream does.
+            return None  # A copy to or from the host, which is on neither stream.
         seconds = compute_seconds(self.module, computation, one, self.cost)
         return (lambda: self._run(label, seconds)) if seconds else None
 

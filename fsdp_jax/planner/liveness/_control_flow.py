@@ -47,7 +47,8 @@ def bodies_of(eqn: Any, dims: Sequence[Dim], flatten: Flatten) -> Bodies | None:
     if not jaxprs:
         return None
     first, (begin, end) = jaxprs[0], _carry(eqn, jaxprs[0])
-    # Before these stand what a condition asks, and what that of a loop reads.
+    # The leading arguments are not the body's: a branch index, or the constants of a
+    # while loop's condition.
     outer = eqn.invars[len(eqn.invars) - len(first.invars) :]
     deeper = [_ndim(a) - _ndim(b) for a, b in zip(outer, first.invars, strict=True)]
     read = list(dims)

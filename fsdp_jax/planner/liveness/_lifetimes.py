@@ -189,7 +189,7 @@ def _in_place(operation: Operation) -> Iterator[tuple[Value, Value]]:
 def _passed_on(operation: Operation) -> Iterator[tuple[Value, Value]]:
     """Yields results that a branch returns unchanged: other branches overwrite them."""
     for branch in operation.bodies:
-        # The first operand says which branch runs.
+        # The first operand is the branch index.
         given = dict(zip(branch.inputs, operation.inputs[1:], strict=True))
         for made, result in zip(operation.outputs, branch.outputs, strict=True):
             read = given.get(result) if result is not None else None
@@ -213,7 +213,7 @@ def _written(
             continue
         read = list(operation.inputs)
         if operation.name == "scan":
-            # A loop makes its zeros anew in each iteration.
+            # A loop recomputes generated constants in each iteration: they are not kept.
             begin, _ = operation.carry
             consts = [v for v in read[:begin] if v not in generated]
             read = consts + read[begin:]

@@ -184,7 +184,7 @@ REDUCTIONS = {
 }
 
 _RULES: dict[str, Callable[..., Dim] | None] = {
-    "optimization_barrier": None,  # Each result as what it reads at its place.
+    "optimization_barrier": None,  # Result i is split like argument i.
     "sharding_constraint": _constrained,
     "transpose": _transpose,
     "broadcast_in_dim": _broadcast,

@@ -185,7 +185,7 @@ def _call(eqn: Any, inner: core.Jaxpr, frame: _Frame) -> None:
     for v, outer, dim in zip(inner.invars, eqn.invars, dims, strict=True):
         value, dim_within = frame.moved(outer, dim), None if is_manual else dim
         local = _value(v, dim_within, own.ranks)
-        # Within a shard_map over other axes the same array has another shape.
+        # Inside a shard_map over other axes the same array has its local shape.
         same = value is not None and value.shape == local.shape
         own.env[v] = _Placed(value if same else local, dim_within)
     _inline(inner, own)
