@@ -21,6 +21,7 @@ def function_of(closed, invars, outvars, eqns) -> Callable[..., Sequence[Any]]:
         invars=list(invars),
         outvars=list(outvars),
         eqns=list(eqns),
+        # The original names of arguments and results need not fit the new ones.
         debug_info=closed.jaxpr.debug_info.with_unknown_names(),
     )
     return core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr, closed.consts))

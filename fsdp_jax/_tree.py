@@ -66,6 +66,7 @@ def _is_variable(node: Any) -> bool:
 
 
 def _component(key: Any) -> str:
+    # Attributes of jax's key types: DictKey, GetAttrKey and SequenceKey.
     for attribute in ("key", "name", "idx"):
         if hasattr(key, attribute):
             return str(getattr(key, attribute))

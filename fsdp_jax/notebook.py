@@ -56,7 +56,7 @@ def _show(
 
 
 def _is_ours(trace: TracebackType) -> bool:
-    """Whether code of `PACKAGES` raised the error."""
+    """Returns whether code of `PACKAGES` raised the error."""
     frames = [frame for frame, _ in traceback.walk_tb(trace)]
     raised_in = frames[-1].f_globals.get("__name__", "")
     return raised_in.partition(".")[0] in PACKAGES

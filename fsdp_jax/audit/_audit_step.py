@@ -36,7 +36,7 @@ class AuditError(AssertionError):
         super().__init__(f"{self._headline}\n{lines}")
 
     def _repr_html_(self) -> str:
-        """Differences as an HTML table for notebooks."""
+        """Formats the differences as an HTML table."""
         return html_page([self._headline, self._grid])
 
 
@@ -97,6 +97,7 @@ def _differences(
     plan: Plan, program: Program, arrays: list[Moved], accumulate: int, overlapped: bool
 ) -> Iterator[Difference]:
     yield from in_stages(plan, arrays)
+    # Attention over cp is checked for deadlocks only: the plan has no keys and values.
     arrays = [one for one in arrays if not is_context(one)]
     planned = legs(plan)
     yield from at_rest(plan, program)

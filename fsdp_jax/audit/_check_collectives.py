@@ -71,6 +71,7 @@ def travel(
     for one in arrays:
         if not _is_judged(plan, one):
             continue
+        # Expected collectives first: a small gradient must not pass as a metric.
         found = matches(one, legs)
         if found:
             booked.setdefault(key_of(found[0]), []).append(one)
@@ -108,13 +109,13 @@ def _together(arrays: Sequence[Moved]) -> list[Moved]:
 
 
 def _is_judged(plan: Plan, one: Moved) -> bool:
-    """Whether `one` is along data axes and not in the optimizer."""
+    """Returns whether `one` is along data axes and not in the optimizer."""
     is_data = one.axes is None or bool(set(one.axes) & set(DATA_AXES))
     return is_data and "optimizer" not in one.scope.split("/")
 
 
 def is_dispatch(plan: Plan, one: Moved) -> bool:
-    """Whether `one` holds tokens on the way to or from experts, or their counts.
+    """Returns whether `one` holds tokens to or from experts, or their counts.
 
     No expected collective matches these, since a plan has no token counts.
     """
@@ -129,12 +130,15 @@ def is_dispatch(plan: Plan, one: Moved) -> bool:
 
 
 def is_context(one: Moved) -> bool:
-    """Whether `one` holds keys or values of an attention over `cp`."""
+    """Returns whether `one` holds keys or values of an attention over `cp`."""
     return one.axes == ("cp",) and any(name in one.scope for name in SCOPES)
 
 
 def _is_small(plan: Plan, one: Moved) -> bool:
-    """Whether `one` all-reduces metrics, amaxes, batch statistics or model state."""
+    """Returns whether `one` all-reduces metrics, amaxes, statistics or model state.
+
+    Statistics are those of synchronized batch norm.
+    """
     if one.op != "all-reduce":
         return False
     if plan.config.sync_batch_norm and any(name in one.scope for name in SYNC_SCOPES):
@@ -144,12 +148,12 @@ def _is_small(plan: Plan, one: Moved) -> bool:
 
 
 def _small(plan: Plan) -> int:
-    """Upper bound on the elements of metrics: 4 per parameter, and 64 for `aux`."""
+    """Returns the maximum elements of metrics: 4 per parameter, and 64 for `aux`."""
     return 64 + 4 * len(plan.rows)
 
 
 def _may_be_merged(program: Program, one: Moved) -> bool:
-    """Whether XLA for GPUs may have concatenated several arrays into `one`."""
+    """Returns whether XLA for GPUs may have concatenated arrays into `one`."""
     is_compiled_for_gpus = not (program.is_lowered or program.is_cpu)
     return one.op == "all-reduce" and len(one.sent) == 1 and is_compiled_for_gpus
 
@@ -173,6 +177,7 @@ def _too_often(
         own = [leg for leg in legs if key_of(leg) == key]
         allowed = [leg.most for leg in own]
         times = sum(one.times for one in found)
+        # None: a unit may be used any number of times.
         if None in allowed or times <= sum(most or 0 for most in allowed):
             continue
         if found[0].op == "all-reduce" and found[0].elements == 1:
@@ -205,6 +210,7 @@ def _merged_too_much(
     allowed: dict[str, int] = {}
     for leg in own:
         size = (leg.most or 1) * math.prod(leg.sent)
+        # The expectations for a unit and for the whole stack are alternatives.
         allowed[leg.row.name] = max(size, allowed.get(leg.row.name, 0))
     state = sum(leaf.size for leaf in jax.tree.leaves(plan.model_state))
     most = sum(allowed.values()) + state + _small(plan)

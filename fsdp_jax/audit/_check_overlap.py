@@ -26,6 +26,7 @@ def exposed(
     seen = set()
     for one in arrays:
         found = matches(one, stacked)
+        # A collective in the loop over microbatches alone runs `accumulate` times.
         is_in_layers = one.loops and one.times > accumulate
         if not found or not is_in_layers or one.instruction.name in seen:
             continue
@@ -49,6 +50,7 @@ def _problem(program: Program, one: Moved) -> str | None:
     order = within.instructions
     between = order[order.index(start) + 1 : order.index(done[0])]
     wanted = [i for i in order if _multiplies(program, within, i)]
+    # In a computation without matrix products any other work counts.
     beside = [i for i in between if i in wanted] if wanted else _computing(between)
     return None if beside else "with no matrix product between its start and its end"
 

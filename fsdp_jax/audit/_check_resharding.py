@@ -75,6 +75,8 @@ def _stacks(
         alike = {x.row for x in gathers if key_of(x) == key_of(leg)}
         once = sum(math.prod(row.shape[: row.num_stacked]) for row in alike)
         times = sum(one.times for one in arrays if key_of(one) == key_of(leg))
+        # With more gathers than that, backward gathers again, and the carried array is
+        # another one of the same dims.
         if times <= accumulate * once:
             yield Difference(
                 named([leg.row]),
@@ -134,6 +136,7 @@ def _reader_in_backward(within: Computation, weight: Instruction) -> Instruction
                 open_.append(reader)
             elif reader.opcode != "tuple" and _is_backward(reader.op_name):
                 return reader
+            # A fusion with as many elements may return the weight, e.g. converted.
             elif reader.opcode == "fusion" and _size(reader) == _size(weight):
                 open_.append(reader)
     return None

@@ -61,7 +61,7 @@ class _Suspect:
 def _suspects(
     plan: Plan, one: Moved, legs: Sequence[Leg], missing: Sequence[Leg]
 ) -> list[_Suspect]:
-    """Kinds of deviation, the likelier first."""
+    """Returns the kinds of deviation, the likelier first."""
     tp = plan.mesh.shape["tp"]
     is_gather = one.op == "all-gather"
     same_op = [leg for leg in legs if leg.op == one.op]

@@ -83,6 +83,7 @@ def _legs(plan: Plan, row: ParamPlan) -> Iterator[Leg]:
     places = row.placements
     param = "u8" if row.gather else hlo_dtype(row.precision.param)
     enters = tuple(a for a in places.optimizer if a not in places.parameter)
+    # MXFP8 gathers block scales beside the values.
     in_blocks = isinstance(row.gather, MXFP8Gather)
     for view in (lambda dims: dims, partial(_scales, row))[: 2 if in_blocks else 1]:
         if places.parameter:
@@ -104,7 +105,7 @@ def _legs(plan: Plan, row: ParamPlan) -> Iterator[Leg]:
 
 
 def _scales(row: ParamPlan, dims: Dims) -> Dims:
-    """Dims of the block scales of a shard with dims `dims`."""
+    """Returns the dims of the block scales of a shard with dims `dims`."""
     scales = list(dims)
     scales[row.block_dim] = num_blocks(dims[row.block_dim])
     return tuple(scales)

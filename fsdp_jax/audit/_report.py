@@ -46,11 +46,11 @@ class Audited:
     rows: tuple[AuditedRow, ...]
 
     def __repr__(self) -> str:
-        """Headline and table."""
+        """Formats headline and table as text."""
         return "\n".join([_headline(self), "", _grid(self).as_text()])
 
     def _repr_html_(self) -> str:
-        """Headline and table as HTML for notebooks, with bars for the bytes."""
+        """Formats headline and table as HTML, with bars for the bytes."""
         return html_page([_headline(self), _grid(self)])
 
 

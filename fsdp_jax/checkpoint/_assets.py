@@ -9,10 +9,10 @@ from pathlib import Path
 from fsdp_jax.checkpoint._manifest import Manifest
 from fsdp_jax.checkpoint._steps import Step, open_step
 
-# A file, a directory of files, or several of these, each by its own name.
+# A file, a directory of files, or several of these, which keep their names.
 Files = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 
-# The folder of a step with the files that `save` was given.
+# Folder of a step with the `files` of `save`.
 FOLDER = "files"
 
 

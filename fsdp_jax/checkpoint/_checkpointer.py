@@ -108,10 +108,10 @@ class Checkpointer:
         self._path = path
         self._timeout_secs = timeout_secs
         self._local = None if local is None else LocalStore(local, path, timeout_secs)
-        # Of the step that was resumed.
+        # Access to the step that was resumed.
         self._metadata: Callable[[], dict[str, Any]] | None = None
         self._files: Callable[[str], Path] | None = None
-        # Of the last save and the last local one, each by its step.
+        # Step and error of the last save, and of the last local save, if they failed.
         self._failure: tuple[int, Exception] | None = None
         self._local_failure: tuple[int, Exception] | None = None
         self._saving: int | None = None
@@ -130,7 +130,8 @@ class Checkpointer:
         )
 
     def __enter__(self) -> Checkpointer:
-        # With more processes the handler is jax's: one alone must not stop.
+        # With several processes, jax's preemption service handles the signal: they
+        # must stop at the same step.
         main = threading.current_thread() is threading.main_thread()
         if main and jax.process_count() == 1:
             before = signal.signal(signal.SIGTERM, self._on_sigterm)
@@ -138,7 +139,7 @@ class Checkpointer:
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        # Of several processes one that failed must not wait for what others report.
+        # With several processes, one that failed must not wait for the others.
         if kind is None or jax.process_count() == 1:
             self._settle_locally()
             self._settle()
@@ -147,7 +148,7 @@ class Checkpointer:
         except Exception as failure:
             if kind is None:
                 raise
-            # It must not take the place of the error that it comes of.
+            # It must not replace the original error.
             logging.getLogger("fsdp_jax").error("On closing: %s", failure)
         if kind is None:
             self._raise_failure()
@@ -299,7 +300,7 @@ class Checkpointer:
         self._local_failure = None
 
     def _start(self, step: int, state: TrainState, beside: Beside) -> None:
-        # Who hangs or is gone is named here; Orbax would wait for it.
+        # Reports a lost process by rank; Orbax would wait for it forever.
         gather("Saving", lambda: None, self._timeout_secs)
         self._settle()
         arguments = prepare(self._path, step, state, beside)
@@ -307,7 +308,7 @@ class Checkpointer:
         try:
             self._manager.save(step, args=arguments, force=True)
         except Exception:
-            # Of a process that ended on the way jax knows but that a connection broke.
+            # Reports a process lost during the save; jax only sees a broken connection.
             gather("Saving", lambda: None, self._timeout_secs)
             raise
 
@@ -324,6 +325,7 @@ class Checkpointer:
             raise
         except Exception as error:
             self._failure = step, error
+            # Drops the failed step from Orbax's cached list of steps.
             self._manager.reload()
             logging.getLogger("fsdp_jax").error("Step %d is not saved: %s", step, error)
 

@@ -22,7 +22,7 @@ class _NoCompression:
         return False
 
 
-# Without compression: weights hardly shrink (8 %), and zstd halves the speed.
+# No compression: weights hardly shrink (8 %), and zstd halves the speed.
 CHECKSUMMED: Any = _NoCompression()
 
 _metadata_of_orbax = tensorstore_utils._build_zarr3_metadata
@@ -33,6 +33,7 @@ def _build_zarr3_metadata(
 ) -> dict[str, Any]:
     metadata = _metadata_of_orbax(global_shape, chunk_shape, use_compression)
     if use_compression is CHECKSUMMED:
+        # The outer codec is `sharding_indexed`; its inner codecs apply to each chunk.
         metadata["codecs"][0]["configuration"]["codecs"].append(_CODEC)
     return metadata
 

@@ -15,8 +15,8 @@ from fsdp_jax._tree import PyTree, named_leaves
 from fsdp_jax.optim._matrix_stack import Dealt, Member
 from fsdp_jax.sharding._padded import Padded
 
-# The file of a step that says of which kind the PRNG keys in it are: their words alone
-# do not, and other kinds have as many.
+# File of a step with the implementation of its PRNG keys, which their words do not
+# show: other implementations have equally many.
 IMPLS = "prng_impls.json"
 
 
@@ -100,7 +100,7 @@ def layout(leaves: dict[str, Leaf]) -> dict[str, list[str]]:
 
 
 def is_key(leaf: Any) -> bool:
-    """Whether `leaf` holds typed PRNG keys."""
+    """Returns whether `leaf` holds typed PRNG keys."""
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
@@ -171,7 +171,7 @@ def _is_node(leaf: Any) -> bool:
 
 
 def _key_words(leaf: Any) -> Any:
-    """Words of a PRNG key array, or their abstract array with the same sharding."""
+    """Returns the words of PRNG keys; of abstract keys abstract words, sharded alike."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
         words = jax.eval_shape(jax.random.key_data, leaf)
         return jax.ShapeDtypeStruct(words.shape, words.dtype, sharding=leaf.sharding)
@@ -184,6 +184,6 @@ def _as_key(words: jax.Array, mould: Any) -> jax.Array:
 
 
 def _impl(keys: Any) -> Any:
-    impls: list[Any] = []  # jax tells a key's kind for arrays and tracers only.
+    impls: list[Any] = []  # `key_impl` takes arrays and tracers only, so trace it.
     jax.eval_shape(lambda key: impls.append(jax.random.key_impl(key)), keys)
     return impls[0]

@@ -174,6 +174,7 @@ def _read(
             [name for name in objects.names if name.startswith(within)],
             [f"extras.{name}" for name in extras],
         )
+    # Before `reshard`, a collective that must be the same program in all processes.
     check_same("the layout of what is loaded", layout(found.read))
     with together("Loading"):
         moulds = {name: leaf.value for name, leaf in found.read.items()}
@@ -207,7 +208,7 @@ def _restore(directory: Path, wanted: dict[str, Any]) -> dict[str, jax.Array]:
         return read_arrays(directory, wanted)
     except (MemoryError, jax.errors.JaxRuntimeError):
         raise
-    except Exception as error:  # TensorStore raises bare `Exception`s.
+    except Exception as error:  # TensorStore raises plain `Exception`s.
         raise damaged(directory, [root_cause(error)]) from error
 
 

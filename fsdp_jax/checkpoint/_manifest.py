@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 NAME = "manifest.json"
-# What Orbax writes once the step is finished, after the manifest.
+# Files that are not in the manifest: itself, and the marker that Orbax writes after it.
 _LATER = {NAME, "commit_success.txt"}
 
 
@@ -138,7 +138,7 @@ def holds_arrays(name: str) -> bool:
 
 
 def _holds_values(name: str) -> bool:
-    """Whether a file is an OCDBT data file, which has a checksum per chunk."""
+    """Returns whether a file is an OCDBT data file, which has a checksum per chunk."""
     return bool(re.fullmatch(r"(ocdbt\.process_\d+/)?d/[^/]+", name))
 
 

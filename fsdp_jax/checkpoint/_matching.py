@@ -25,8 +25,8 @@ Strict = Literal[
 ]
 Cast = Literal["never", "floats", "as_stored"]
 
-# What becomes of leaves that are asked for and not stored, and of those that are stored
-# and not asked for.
+# Mode -> (action on requested leaves that are not stored, action on stored leaves that
+# are not requested).
 _ON_UNEXPECTED_AND_MISSING = {
     "assume_ok_unexpected": ("raise", "ignore"),
     "log_unexpected": ("log", "ignore"),
@@ -158,7 +158,7 @@ def _only_in(names: Iterable[str], others: Collection[str]) -> tuple[str, ...]:
 def _unfilled(
     wanted: dict[str, Leaf], unexpected: tuple[str, ...], on_unexpected: str
 ) -> list[str]:
-    """Problems of leaves that are not stored and have no value to keep."""
+    """Lists the leaves that are not stored and have no value to keep."""
     if on_unexpected == "raise":
         return [f"not in the checkpoint: {name}" for name in unexpected]
     return [
@@ -182,7 +182,7 @@ def _misfits(
         stored = f"{have.dtype}{list(have.shape)}"
         return [f"{name}: stored {stored}, wanted {want.dtype}{list(want.shape)}"]
     kind = options.impls.get(name)
-    if kind and leaf.impl and kind != leaf.impl:  # plain words may hold any keys
+    if kind and leaf.impl and kind != leaf.impl:  # Plain words have no implementation.
         return [f"{name}: stored keys of {kind}, wanted keys of {leaf.impl}"]
     if getattr(leaf.value, "sharding", None) is None:
         return [f"{name}: the mould does not say its sharding"]

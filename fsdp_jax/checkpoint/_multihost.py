@@ -19,11 +19,11 @@ from jax._src import distributed
 
 from fsdp_jax.launch import report_progress
 
-# How long a process may be behind the others: it may still write while they are done.
+# Default timeout: a process may still be writing when the others are done.
 TIMEOUT_SECS = 1200.0
-# Every process passes the same points in the same order; so the number names the point.
+# All processes pass the same exchange points in the same order: a counter names them.
 _points = itertools.count()
-# The last that was exchanged: what this process gave there is still stored.
+# Last point of `exchange`, whose value is still in the key-value store.
 _last_exchanged: list[str] = []
 
 
@@ -89,7 +89,7 @@ def exchange(value: Any, timeout_secs: float = TIMEOUT_SECS) -> list[Any]:
     point = reserve()
     publish(point, value)
     told = collect(point, timeout_secs)
-    for before in _last_exchanged:  # which all have read, since all are here
+    for before in _last_exchanged:  # All have read it, since all have reached `point`.
         _client().key_value_delete(f"{before}/{jax.process_index()}")
     _last_exchanged[:] = [point]
     return told

@@ -252,7 +252,7 @@ def restore_extras(
 
 
 def _misfits(name: str, saved_by: int | None, found: int, extra: Extra) -> list[str]:
-    """Reasons why a saved state does not fit `extra`.
+    """Returns the reasons why a saved state does not fit `extra`.
 
     Args:
       name: Name of the object.

@@ -33,14 +33,14 @@ from fsdp_jax.checkpoint._replace import finish_replacements
 from fsdp_jax.checkpoint._zarr import crop, zarr_metadata
 
 ITEM = "state"
-# What is read at once for any part of it: a mesh that cuts otherwise reads little more
-# than it needs.
+# Unit of reads: a load onto another mesh reads little more than it needs.
 _CHUNK_BYTES = 32 * 2**20
-# What goes to the disk while the next is encoded: of Orbax's 2 GiB nothing would before
-# all of a smaller state is. Of a larger one, the files of a process stay few.
+# A file is written to disk while the next one is encoded; with Orbax's 2 GiB, a smaller
+# state would be encoded completely before any write. Large states have larger files, so
+# that a process has at most `_MAX_FILES` of them.
 _FILE_BYTES = 64 * 2**20
 _MAX_FILES = 64
-# How Orbax calls a step until it is committed.
+# Orbax's suffix of a step's folder until it is committed.
 UNFINISHED = ".orbax-checkpoint-tmp"
 _FAILED = "failed"
 _ATTEMPTS = 20
@@ -50,7 +50,7 @@ class StateHandler(ocp.PyTreeCheckpointHandler):
     """Orbax handler with checksums, logical shapes, and a manifest as the last file."""
 
     def __init__(self, timeout_secs: float = TIMEOUT_SECS):
-        # All who hold a replica write a part; Orbax's default asks JAX_PLATFORMS.
+        # Every replica writes a part; Orbax's default depends on JAX_PLATFORMS.
         arrays = ocp.type_handlers.ArrayHandler(use_replica_parallel=True)
         types = ocp.type_handlers.create_type_handler_registry(
             (jax.Array, arrays), (np.ndarray, ocp.type_handlers.NumpyHandler())
@@ -58,7 +58,7 @@ class StateHandler(ocp.PyTreeCheckpointHandler):
         super().__init__(
             use_zarr3=True, use_compression=CHECKSUMMED, type_handler_registry=types
         )
-        self.timeout_secs = timeout_secs  # after which a process is given up
+        self.timeout_secs = timeout_secs  # Until a silent process counts as lost.
         self._saving: StateSave | None = None
         self.failure: Exception | None = None
 
@@ -92,8 +92,8 @@ class StateHandler(ocp.PyTreeCheckpointHandler):
             self._write_manifest(directory, self._saving)
         except Exception as error:
             self.failure = self.failure or error
-            # Orbax commits the folder now; whoever is killed before it is removed
-            # leaves it to the next save, which knows it by this.
+            # Orbax commits the folder after this. The marker lets the next save remove
+            # it if this process is killed before it does so.
             with contextlib.suppress(OSError):
                 (Path(directory) / _FAILED).touch()
 
@@ -182,7 +182,7 @@ def manager(
     path: str | os.PathLike[str], handler: StateHandler, **options: Any
 ) -> Iterator:
     """Opens Orbax's manager of the steps under `path`, and closes it on exit."""
-    # Orbax refuses relative paths.
+    # Orbax rejects relative paths.
     with ocp.CheckpointManager(
         Path(path).absolute(),
         options=ocp.CheckpointManagerOptions(create=True, **options),

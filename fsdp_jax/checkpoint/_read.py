@@ -20,9 +20,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from fsdp_jax.checkpoint._zarr import Box, chunks_of, open_arrays
 
-# Of a chunk each, of at most 32 MiB: so much memory a load takes beside what it loads.
+# Reads of one chunk each, of at most 32 MiB, which bounds the extra memory of a load.
 _READS_AT_ONCE = 16
-# What XLA asks of host memory that it uses without a copy.
+# Alignment of host memory that XLA:CPU uses without a copy.
 _ALIGNMENT_BYTES = 64
 
 
@@ -91,7 +91,7 @@ class _Leaf:
         indices = sharding.addressable_devices_indices_map(wanted.shape).values()
         boxes = {_box(index, wanted.shape) for index in indices}
         pairs = zip(array.shape, wanted.shape, strict=True)
-        zeros = any(have < want for have, want in pairs)  # behind the end
+        zeros = any(have < want for have, want in pairs)  # The rest is zero padding.
         dtype = array.dtype.numpy_dtype
         return cls(mould, array, {box: _take(box, dtype, zeros) for box in boxes})
 
@@ -106,8 +106,10 @@ class _Leaf:
             return lambda: None
         if len(parts) == 1:
             ((part, memory),) = parts
+            # TensorStore keeps the origin of a slice, and `memory` begins at 0.
             stored = self.array[_index(part)][ts.d[:].translate_to[0]]
             return ts.array(memory).write(stored).result
+        # Several shards need parts of the chunk: read the bounding box once.
         cover = _cover([part for part, _ in parts])
         reading = self.array[_index(cover)].read()
 
@@ -147,7 +149,7 @@ def _disjoint(leaf: jax.ShapeDtypeStruct) -> Any:
 
 
 def _is_shared(sharding: NamedSharding, shape: tuple[int, ...]) -> bool:
-    """Whether several processes hold the same part."""
+    """Returns whether several processes hold the same part."""
     holders: dict[Box, set[int]] = {}
     for device, index in sharding.devices_indices_map(shape).items():
         holders.setdefault(_box(index, shape), set()).add(device.process_index)
@@ -155,7 +157,7 @@ def _is_shared(sharding: NamedSharding, shape: tuple[int, ...]) -> bool:
 
 
 def _axes(entry: Any) -> tuple[str, ...]:
-    """Mesh axes of one entry of a PartitionSpec."""
+    """Returns the mesh axes of one entry of a PartitionSpec."""
     if entry is None:
         return ()
     return (entry,) if isinstance(entry, str) else tuple(entry)
@@ -188,7 +190,7 @@ def _cover(boxes: Sequence[Box]) -> Box:
 
 
 def _index(box: Box, origin: Box | None = None) -> Any:
-    """Index of a box in an array that begins at `origin`, or at 0."""
+    """Returns the index of a box in an array that begins at `origin`, or at 0."""
     starts = [0] * len(box) if origin is None else [start for start, _ in origin]
     slices = [slice(r[0] - o, r[1] - o) for r, o in zip(box, starts, strict=True)]
     return (*slices, ...)

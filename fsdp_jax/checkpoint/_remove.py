@@ -21,7 +21,7 @@ from fsdp_jax.checkpoint._replace import replace_step, step_folder
 from fsdp_jax.checkpoint._steps import Step, check_whole, open_step, resolve_step
 from fsdp_jax.checkpoint._zarr import copy_arrays
 
-# What Orbax says of each array, beside the arrays.
+# Orbax's files with the tree and the sharding of each array.
 _METADATA, _SHARDING = "_METADATA", "_sharding"
 
 
@@ -64,7 +64,7 @@ def remove(path: str | os.PathLike[str], step: Step, *parts: str) -> list[str]:
 
 
 def _chosen(where: str, manifest: Manifest, parts: Iterable[str]) -> list[str]:
-    """Names that the patterns match."""
+    """Returns the names that the patterns match."""
     names = [*manifest.leaves, *names_beside(manifest)]
     chosen = {name: _matches_one(parts, name) for name in names}
     problems = [
@@ -114,12 +114,12 @@ def _write_without(root: Path, step: int, manifest: Manifest, gone: set[str]) ->
 
 
 def _edit(path: Path, change: Callable[[dict], dict]) -> None:
-    if path.exists():  # only restoring by Orbax alone, without a mould, needs it
+    if path.exists():  # Only Orbax's own restore without an abstract tree reads it.
         path.write_text(json.dumps(change(json.loads(path.read_bytes()))))
 
 
 def _of_leaves(content: dict, leaves: Iterable[str]) -> dict:
-    """Orbax's description of the tree, restricted to these leaves."""
+    """Restricts Orbax's description of the tree to these leaves."""
     entries = content["tree_metadata"]
     kept = {
         key: entry

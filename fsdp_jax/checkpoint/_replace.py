@@ -36,7 +36,7 @@ def replace_step(path: Path, step: int, by: Path) -> None:
     """
     _write_all_through(by)
     by.rename(path / f"{step}{_NEW}")
-    write_through(path)  # now, before the old one goes
+    write_through(path)  # The new name must be on disk before the old step is removed.
     finish_replacements(path)
 
 

@@ -65,7 +65,7 @@ def save(
     arguments = prepare(path, step, state, Beside(metadata, extras, files))
     handler = StateHandler()
     with manager(path, handler, enable_async_checkpointing=False) as steps:
-        # By force: Orbax's own policies would skip a step without a word.
+        # `force`, since Orbax's own policies would skip a step silently.
         steps.save(step, args=arguments, force=True)
         raise_failure(handler, Path(path) / str(step))
 
@@ -106,7 +106,7 @@ def prepare(
 def _contents(
     leaves: dict[str, Leaf], captured: Captured, beside: Beside
 ) -> dict[str, bytes | Path]:
-    """Files that this process writes beside the arrays."""
+    """Returns the files that this process writes beside the arrays."""
     contents: dict[str, bytes | Path] = {**captured.contents()}
     if jax.process_index() == 0:
         impls = {name: leaf.impl for name, leaf in leaves.items() if leaf.impl}

@@ -94,7 +94,7 @@ def check_whole(directory: Path) -> Manifest:
     check_files(directory, manifest)
     try:
         read_all(directory)
-    except Exception as error:  # TensorStore raises bare `Exception`s.
+    except Exception as error:  # TensorStore raises plain `Exception`s.
         raise damaged(directory, [root_cause(error)]) from error
     return manifest
 
@@ -122,7 +122,7 @@ def _is_committed(folder: Path) -> bool:
 
 
 def _latest_good(path: str | os.PathLike[str], available: list[int]) -> int:
-    """Newest step whose bytes are all as written; warns about those it skips."""
+    """Returns the newest step whose bytes are all as written; warns about others."""
     for step in reversed(available):
         directory = state_directory(path, step)
         try:

@@ -87,8 +87,8 @@ class _Walk:
     problems: list[str] = dataclasses.field(default_factory=list)
 
     def encode(self, value: Any, path: tuple[Any, ...]) -> Any:
-        # By exact type: a subclass (a named tuple, an enum) would come back as its
-        # base.
+        # Exact types only: a subclass (a named tuple, an enum) would be decoded as its
+        # base class.
         if value is None or type(value) in (bool, int, float, str):
             return value
         if type(value) is bytes:
@@ -136,7 +136,7 @@ def _is_tree_of_arrays(value: Any) -> bool:
 
 
 def _is_number(dtype: np.dtype) -> bool:
-    """Whether a dtype is equal on every machine; long doubles are not."""
+    """Returns whether a dtype is equal on every machine; long doubles are not."""
     known = jnp.issubdtype(dtype, jnp.number) or dtype == np.bool_
     return known and dtype.isnative and dtype.char not in "gG"
 
@@ -147,4 +147,4 @@ def _text(content: bytes) -> str:
 
 def _array(dtype: str, shape: Sequence[int], text: str) -> np.ndarray:
     values = np.frombuffer(base64.b64decode(text), jnp.dtype(dtype))
-    return values.reshape(shape).copy()  # which may be written to, as what was saved
+    return values.reshape(shape).copy()  # `frombuffer` returns a read-only array.

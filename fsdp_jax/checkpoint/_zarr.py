@@ -16,9 +16,9 @@ Box = tuple[tuple[int, int], ...]
 """Start and stop in each dim of a part of an array."""
 
 _METADATA = "/zarr.json"
-# Of a chunk each: so much memory a pass over a step takes.
+# Reads of one chunk each, which bounds the memory of a pass over a step.
 _READS_AT_ONCE = 16
-# Likewise of a copy, which holds each both as it is read and as it is written.
+# Copies of one chunk each; each holds the bytes read and those to write.
 _COPIES_AT_ONCE = 4
 _PLACES_BYTES = 100_000_000
 
@@ -35,7 +35,7 @@ def zarr_metadata(directory: Path) -> dict[str, dict[str, Any]]:
 
 
 def is_dtype_stored(name: str) -> bool:
-    """Returns whether TensorStore supports a dtype; it lacks uint2, uint4 and others."""
+    """Returns whether TensorStore supports a dtype; it lacks uint2, uint4 and more."""
     try:
         ts.dtype(name)
     except (TypeError, ValueError):
@@ -90,7 +90,7 @@ def read_all(directory: Path) -> None:
 
 def open_arrays(directory: Path, names: Collection[str]) -> dict[str, ts.TensorStore]:
     """Opens arrays for reading, by name."""
-    # What says where values lie is read once, not for each of them.
+    # Cache the OCDBT index, which would otherwise be read for each value.
     context = ts.Context({"cache_pool#places": {"total_bytes_limit": _PLACES_BYTES}})
     kvstore = _ocdbt(directory) | {"cache_pool": "cache_pool#places"}
     opening = {
@@ -117,7 +117,7 @@ def root_cause(error: BaseException) -> str:
 
 
 def _array_of(key: str) -> str:
-    """Array name of a metadata or chunk key."""
+    """Returns the array name of a metadata or chunk key."""
     found = re.fullmatch(r"(.*)/(zarr\.json|c(/\d+)*)", key)
     return key if found is None else found[1]
 

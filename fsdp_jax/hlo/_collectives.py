@@ -127,6 +127,7 @@ def moved(program: Program, mesh: Mesh) -> Iterator[Moved]:
         program.module, program.module[program.module.entry], 1, (), "", False
     ):
         found = collective_of(program.module, computation, one)
+        # A group of one device communicates nothing.
         if not found or found.group_size == 1:
             continue
         axes = axes_of(found.groups, mesh)
@@ -177,7 +178,10 @@ def _walk(
 
 
 def _trips(module: Module, one: Instruction) -> int:
-    """Number of iterations; read from the condition's limit in a lowered program."""
+    """Returns the number of iterations of a loop; 1 if unknown.
+
+    In a lowered program the number is only in the loop's condition.
+    """
     if one.trip_count is not None:
         return one.trip_count
     named = re.search(r"condition=%?([\w.\-]+)", one.attributes)
@@ -209,7 +213,7 @@ def arguments(program: Program) -> Iterator[tuple[str, Dims]]:
 
 
 def _pieces(one: Instruction) -> Dims:
-    """Number of shards per dim of an argument of a lowered program; () if unsharded."""
+    """Returns the number of shards per dim of a lowered argument; () if unsharded."""
     found = re.search(r"sharding=\{devices=\[([\d,]+)\]", one.attributes)
     return tuple(int(n) for n in found[1].split(",")) if found else ()
 

@@ -205,6 +205,7 @@ def _instruction(line: str) -> tuple[bool, Instruction]:
     """Parses one line into `(is_root, instruction)`."""
     match = _INSTRUCTION.match(line)
     assert match, line
+    # XLA writes `/*index=5*/` into long tuples.
     rest = re.sub(r"/\*.*?\*/", "", match[3])
     result, rest = _upto(rest) if rest.startswith("(") else rest.split(" ", 1)
     opcode, rest = rest.strip().split("(", 1)
@@ -233,7 +234,7 @@ def _upto(text: str) -> tuple[str, str]:
 
 
 def _bits(dtype: str) -> int:
-    """Bits of an element: the first number in the dtype's name, 8 if there is none."""
+    """Returns the bits of an element: the first number in the dtype's name, else 8."""
     if dtype in ("token", "opaque"):
         return 0
     found = re.search(r"\d+", dtype)

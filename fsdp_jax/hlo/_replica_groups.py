@@ -70,6 +70,7 @@ def collective_of(
       one: Instruction.
     """
     op = one.opcode.removesuffix("-start")
+    # XLA wraps an asynchronous op without an opcode of its own in a computation.
     if one.opcode == "async-start":
         within = module[one.calls[0]]
         return collective_of(module, within, within.root)
@@ -88,12 +89,13 @@ def collective_of(
 def _received(
     computation: Computation, one: Instruction, sent: tuple[Shape, ...]
 ) -> tuple[Shape, ...]:
-    """Shapes of the result; for an asynchronous collective those of its `-done`."""
+    """Returns the shapes of the result; of the `-done` if it is asynchronous."""
     if not one.opcode.endswith("-start"):
         return one.shapes
     for reader in computation.readers.get(one.name, []):
         if reader.opcode.endswith("-done"):
             return reader.shapes
+    # A `-start` without `-done` returns a tuple of its operands and its results.
     return one.shapes[len(sent) :] or one.shapes
 
 
@@ -135,7 +137,7 @@ def axes_of(groups: Groups, mesh: Mesh) -> tuple[str, ...] | None:
 
 
 def _are_within(groups: Groups, tp: int) -> bool:
-    """Whether each group lies inside one tp group; tp is the last mesh axis."""
+    """Returns whether each group lies inside one tp group; tp is the last mesh axis."""
     return tp > 1 and all(len({device // tp for device in g}) == 1 for g in groups)
 
 
@@ -144,6 +146,7 @@ def _groups_of_axes(
     shape: tuple[tuple[str, int], ...],
 ) -> dict[Groups | None, tuple[str, ...]]:
     """Maps the replica groups of each set of axes to the axes; None maps to all."""
+    # Axes of size 1 do not change the groups.
     used = [(axis, size) for axis, size in shape if size > 1]
     sizes = [size for _, size in used]
     found: dict[Groups | None, tuple[str, ...]] = {None: tuple(a for a, _ in used)}

@@ -63,7 +63,7 @@ def _row(runs: list[Sent], plan: Plan) -> SentRow:
 
 
 def _unit(collective: Collective, plan: Plan) -> str:
-    """Path of the unit; all units whose weights match if XLA merged several.
+    """Returns the path of the unit; all that match if XLA merged several.
 
     Collectives over tp alone are tokens, or gradients of weights replicated over tp;
     attention over cp sends keys and values. Neither has a unit.

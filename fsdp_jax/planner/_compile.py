@@ -173,7 +173,7 @@ def _kernel_cache() -> Options:
 
 @functools.cache
 def _scratch() -> Path:
-    """Temporary folder of this process: XLA writes its kernel cache without a lock."""
+    """Returns this process's temporary folder: XLA writes its cache without a lock."""
     folder = tempfile.mkdtemp(prefix="fsdp_jax-kernels-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return Path(folder)

@@ -119,7 +119,7 @@ def _gemm_dims(one: Instruction) -> str:
 
 
 def _attention(computation: Computation, one: Instruction) -> float:
-    """FLOPs of cuDNN's attention: two products in forward, five in backward."""
+    """Returns the FLOPs of cuDNN's attention: two products forward, five backward."""
     query, key = (computation.by_name[name].shapes[0] for name in one.operands[:2])
     batch, length, heads, width = query.dims
     products = 5 if "Backward" in one.target else 2
@@ -158,15 +158,17 @@ def _fusion_bytes(fused: Computation) -> float:
 
 
 def _read(fused: Computation, value: Instruction) -> int:
-    """Bytes of a fusion's operand that its instructions read."""
+    """Returns the bytes of a fusion's operand that its instructions read."""
     needed = 0.0
     for reader in fused.readers.get(value.name, []):
         if reader.opcode in ("dynamic-slice", "slice", "gather"):
             needed += reader.shapes[0].num_elements * _width(value)
         elif reader.opcode == "dynamic-update-slice":
+            # The updated operand is overwritten in place, not read.
             if reader.operands[0] != value.name:
                 needed += value.bytes
         elif reader.opcode in VIEWS:
+            # From bytes of the view's dtype to bytes of the operand's.
             scale = _width(value) / max(_width(reader), 1e-9)
             needed += _read(fused, reader) * scale
             needed += value.bytes if _leaves(fused, reader) else 0
@@ -176,7 +178,7 @@ def _read(fused: Computation, value: Instruction) -> int:
 
 
 def _leaves(fused: Computation, one: Instruction) -> bool:
-    """Whether `one` is a result of the fusion."""
+    """Returns whether `one` is a result of the fusion."""
     if one is fused.root:
         return True
     return fused.root.opcode == "tuple" and one.name in fused.root.operands

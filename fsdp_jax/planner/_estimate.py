@@ -160,12 +160,12 @@ class Forecast:
         draw_forecast(self.memory, self.compiled_bytes, self.gpu, self.timeline, path)
 
     def __repr__(self) -> str:
-        """Headline and tables."""
+        """Formats headline and tables as text."""
         parts = [_memory_grid(self).as_text(), "", sent_grid(self.sent).as_text()]
         return "\n".join([*_headline(self), "", *parts])
 
     def _repr_html_(self) -> str:
-        """Headline and tables as HTML, with bars for bytes and exposed time."""
+        """Formats headline and tables as HTML, with bars for bytes and exposed time."""
         parts = [_memory_grid(self), sent_grid(self.sent)]
         return html_page([*_headline(self), *parts])
 
@@ -277,7 +277,7 @@ def count_on_cpu(
 
 
 def _model_flops(plan: Plan, loss_fn, options, batch) -> float:
-    """FLOPs of the whole batch: three times forward, since backward is twice that.
+    """Returns the FLOPs of the whole batch: forward, and backward as twice that.
 
     Traced for one device, so that no axis is partitioned by XLA and all shapes are
     known.

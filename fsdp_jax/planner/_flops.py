@@ -48,7 +48,7 @@ def _convolution(operation: Operation) -> float:
 
 
 def _attention(operation: Operation) -> float:
-    """FLOPs of two products: queries with keys, and their result with values."""
+    """Returns the FLOPs of two products: queries by keys, and that by values."""
     query, key = operation.inputs[:2]
     assert query is not None and key is not None
     batch, length, heads, width = query.shape

@@ -101,7 +101,7 @@ def _cost(
     peak_flops: float,
     host: float = 50,
 ) -> CostModel:
-    """Cost model of nodes of 8 GPUs, from TFLOP/s and GB/s."""
+    """Returns the cost model of nodes of 8 GPUs, from TFLOP/s and GB/s."""
     return CostModel(
         flops=flops * 1e12,
         memory_bandwidth=memory * 1e9,

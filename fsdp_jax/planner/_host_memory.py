@@ -113,7 +113,7 @@ def _marked(attributes: Any) -> Any:
 
 
 def _name(argument: Any) -> str:
-    """Path that an argument's location names."""
+    """Returns the path that an argument's location names."""
     return str(argument.location).removeprefix('loc("').removesuffix('")')
 
 

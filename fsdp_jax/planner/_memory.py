@@ -94,12 +94,16 @@ def predict_memory(
     peak = _Walk(plan, grads).peak(program, set(program.inputs) - made, made=made)
     kinds = ("gradients", "gathered", "saved", "activations", "logits", "other")
     found = {kind: peak.get(kind, 0) for kind in kinds}
+    # Arguments other than parameters and optimizer state.
     found["other"] += arguments - sum(at_rest.values()) + WORKSPACE
     return Memory(**at_rest, **found)
 
 
 def _bytes_on_a_device(tree: PyTree) -> int:
-    """Bytes of abstract arrays on one device; replicated if without a sharding."""
+    """Returns the bytes of abstract arrays on one device.
+
+    Arrays without a sharding are replicated.
+    """
     total = 0
     for leaf in jax.tree.leaves(tree):
         sharding = getattr(leaf, "sharding", None)
@@ -110,7 +114,7 @@ def _bytes_on_a_device(tree: PyTree) -> int:
 
 
 def _dims_over_tp(tree: PyTree) -> list[Dim]:
-    """Dim of each abstract array that is split over `tp`; None if none is."""
+    """Returns the dim of each abstract array that is split over `tp`, or None."""
     shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(tree)]
     return [dim_of(s.spec) if isinstance(s, NamedSharding) else None for s in shardings]
 

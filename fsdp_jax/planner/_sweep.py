@@ -45,11 +45,11 @@ class Sweep:
         return name if best.fits else None
 
     def __repr__(self) -> str:
-        """Table and recommendation."""
+        """Formats table and recommendation as text."""
         return "\n".join([_grid(self).as_text(), "", _advice(self)])
 
     def _repr_html_(self) -> str:
-        """Table and recommendation as HTML for notebooks, with bars for the speed."""
+        """Formats table and recommendation as HTML, with bars for the speed."""
         return html_page([_grid(self), _advice(self)])
 
 

@@ -98,13 +98,17 @@ class _Player:
         self.cost = cost
         self.num_devices = num_devices
         self.now = 0.0
+        # Second at which the communication stream is free.
         self.wire_free = 0.0
         self.depth = 0
         self.iteration = 0
         self.compute: list[Span] = []
         self.sent: list[Sent] = []
+        # Name of a started collective -> its position in `sent`.
         self.under_way: dict[str, int] = {}
+        # Name of a computation -> what each of its instructions does to the streams.
         self.steps: dict[str, list[Callable[[], None]]] = {}
+        # Name of a branch -> its seconds.
         self.alone: dict[str, float] = {}
 
     def play(self, computation: Computation) -> None:
@@ -187,7 +191,7 @@ class _Player:
         self.play(self.module[branches[0 if is_idle else -1]])
 
     def _alone(self, name: str) -> float:
-        """Seconds of a computation by itself."""
+        """Returns the seconds of a computation by itself."""
         if name not in self.alone:
             player = _Player(self.module, self.cost, self.num_devices)
             player.play(self.module[name])

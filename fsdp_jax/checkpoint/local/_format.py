@@ -35,7 +35,7 @@ from fsdp_jax.checkpoint.local._layout import (
 Bytes = UInt8[np.ndarray, "bytes"]
 
 _MAGIC = b"fsdpjax1"
-_PREFIX = struct.Struct("<8sQQI")  # magic, bytes of the header, shards, CRC-32
+_PREFIX = struct.Struct("<8sQQI")  # magic, header bytes, number of shards, CRC-32
 _COPIES_AT_ONCE = 4
 
 
@@ -185,7 +185,7 @@ def _damaged(name: str, what: str) -> DamagedCheckpointError:
 
 
 def _sources(leaves: Mapping[str, Leaf]) -> dict[tuple[str, Region], Any]:
-    """Local shards of the arrays; starts their copies to the host."""
+    """Returns the local shards of the arrays; starts their copies to the host."""
     sources: dict[tuple[str, Region], Any] = {}
     for name, leaf in leaves.items():
         shape, logical = tuple(leaf.value.shape), tuple(leaf.shape)

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 
 from fsdp_jax.checkpoint._leaf_names import Leaf
 
-# First and last (exclusive) index in each dim; of a scalar it is empty.
+# (start, stop) in each dim; () for a scalar.
 Region = tuple[tuple[int, int], ...]
-# The regions of each process, in order; each once, however many devices hold it.
+# Sorted regions of each process, without duplicates among its devices.
 Table = tuple[tuple[Region, ...], ...]
 
 
@@ -131,7 +131,7 @@ def _regions(
     shape: tuple[int, ...],
     logical: tuple[int, ...],
 ) -> Table:
-    """Regions of each process; without a sharding (numpy) all have the whole array."""
+    """Returns each process's regions; without a sharding (numpy) the whole array."""
     if sharding is None:
         whole = tuple((0, end) for end in logical)
         return ((whole,),) * jax.process_count()

@@ -172,6 +172,7 @@ class _Loading:
         with self._together():
             objects = self._check_fits(header, own)
             target = layout_of(self._wanted.leaves)
+        # Each round leaves out the files found damaged, and chooses again.
         while self._found.is_complete:
             chosen = choose_files(self._found, header.layout, target)
             fetches = plan_fetches(self._found, add_copies(self._found, chosen))
@@ -286,7 +287,7 @@ class _Loading:
         path = self._folder / file_name(fetch.saver)
         parse(f"{path} from process {fetch.source}", content).check()
         self._folder.mkdir(parents=True, exist_ok=True)
-        # Processes with one directory may have been sent the same.
+        # Processes that share a directory may receive the same file.
         part = path.with_suffix(f".{jax.process_index()}.part")
         with part.open("wb") as file:
             file.write(content.data)
@@ -344,7 +345,7 @@ def _fill(leaf: Leaf, shards: Sequence[tuple[Any, np.ndarray]]) -> jax.Array:
 
     def part(index: Any) -> np.ndarray:
         bounds = [one.indices(size)[:2] for one, size in zip(index, shape, strict=True)]
-        # Of its own memory, as jax may take it over; zeros behind the logical end.
+        # A new buffer, since jax may alias it; the padding stays zero.
         filled = np.zeros([stop - start for start, stop in bounds], leaf.value.dtype)
         wanted = region_of(index, shape, logical)
         for region, data in shards:
@@ -360,7 +361,7 @@ def _fill(leaf: Leaf, shards: Sequence[tuple[Any, np.ndarray]]) -> jax.Array:
 
 
 def _within(region: Any, corner: Sequence[int]) -> tuple[slice, ...]:
-    """Index of a region in an array that begins at `corner`."""
+    """Returns the index of a region in an array that begins at `corner`."""
     return tuple(
         slice(start - at, stop - at)
         for (start, stop), at in zip(region, corner, strict=True)

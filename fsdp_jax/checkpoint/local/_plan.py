@@ -15,7 +15,7 @@ from typing import Any
 from fsdp_jax.checkpoint.local._layout import Layout, Region, overlap
 from fsdp_jax.checkpoint.local._replication import Cliques, Pair
 
-# Of a folder: which step, and which attempt at it.
+# Folder name: step and random id of the attempt.
 _FOLDER = re.compile(r"(\d+)-[0-9a-f]+")
 
 
@@ -157,7 +157,7 @@ def _distinct(saved: Layout, split: int) -> set[Region]:
 def _cover(
     needed: set[tuple[int, Region]], order: Sequence[int], saved: Layout
 ) -> list[int]:
-    """First savers in `order` that together have all needed regions."""
+    """Returns the first savers in `order` that together have all needed regions."""
     chosen = []
     for saver in order:
         has = {(s, r) for s, r in needed if r in saved.tables[s][saver]}

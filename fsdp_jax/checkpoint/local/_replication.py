@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 Cliques = tuple[tuple[int, ...], ...]
-Pair = tuple[int, int]  # from one process to another
+Pair = tuple[int, int]  # (source, destination) processes
 
 
 def make_cliques(num_processes: int, *, size: int = 2, jump: int = 1) -> Cliques:

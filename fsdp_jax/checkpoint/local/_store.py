@@ -129,7 +129,7 @@ class LocalStore:
         told = gather(_OPENING, self._open, timeout_secs)
         check_apart(self._cliques, [place for place, _ in told])
         self._hosts = [host for _, host in told]
-        self._complete: list[str] = []  # Folders, the oldest first.
+        self._complete: list[str] = []  # Folders of complete steps, oldest first.
         self._writing: _Writing | None = None
 
     def is_due(self, step: int) -> bool:
@@ -168,6 +168,8 @@ class LocalStore:
                 if content is not None:
                     (source,) = [a for a, b in pairs if b == rank]
                     files[source] = content
+        # Process 0's random id, so that files of an interrupted attempt at this step
+        # are not taken for those of this one.
         attempt = told[0][1]
         self._writing = _Writing(self._directory / folder_name(step, attempt), files)
 
@@ -254,7 +256,7 @@ class _Writing:
     def __init__(self, folder: Path, files: Mapping[int, Bytes]):
         self.folder = folder
         self._failure: Exception | None = None
-        # A daemon: a disk that hangs must not keep the process from ending.
+        # A daemon, so that a hanging disk does not keep the process from exiting.
         self._thread = threading.Thread(target=self._run, args=(files,), daemon=True)
         self._thread.start()
 
@@ -271,6 +273,7 @@ class _Writing:
             self.folder.mkdir(parents=True, exist_ok=True)
             for saver, content in files.items():
                 _write(self.folder / file_name(saver), saver, content)
+            # A power failure can lose a renamed file whose directory is not flushed.
             for folder in (self.folder, self.folder.parent):
                 write_through(folder)
         except Exception as error:
@@ -289,7 +292,7 @@ def _write(path: Path, saver: int, content: Bytes) -> None:
 
 
 def _run_id(directory: Path) -> str:
-    """Id of the run that saves to a directory; created on first use."""
+    """Returns the id of the run that saves to a directory; creates it on first use."""
     path = directory / _RUN_ID
     if not path.exists():
         directory.mkdir(parents=True, exist_ok=True)

@@ -18,9 +18,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from fsdp_jax.checkpoint.local._format import Bytes
 from fsdp_jax.checkpoint.local._replication import Pair
 
-Device = Any  # jax gives it no type that a checker can see.
+Device = Any  # jax's device type is not visible to type checkers.
 
-# So much at once; two of them are on a device and its host.
+# Chunk of one transfer; a device and its host hold two at a time.
 _CHUNK_BYTES = 32 * 2**20
 _AXIS = "process"
 
@@ -53,6 +53,7 @@ def send(
     source = next((a for a, b in pairs if b == rank), None)
     received = None if source is None else np.empty(sizes[source], np.uint8)
     total = max(sizes[a] for a, _ in pairs)
+    # The last chunk is padded to the same size: one program is compiled for all.
     chunk = min(_CHUNK_BYTES, total)
     devices = _first_devices()
     permute = _permutation(devices, tuple(pairs))
@@ -75,7 +76,7 @@ def _ahead(arrays: Iterator[jax.Array]) -> Iterator[jax.Array]:
 
 @functools.cache
 def _first_devices() -> tuple[Device, ...]:
-    """First device of each process, in rank order."""
+    """Returns the first device of each process, in rank order."""
     first: dict[int, Device] = {}
     for device in jax.devices():
         first.setdefault(device.process_index, device)

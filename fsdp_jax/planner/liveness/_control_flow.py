@@ -52,6 +52,8 @@ def bodies_of(eqn: Any, dims: Sequence[Dim], flatten: Flatten) -> Bodies | None:
     outer = eqn.invars[len(eqn.invars) - len(first.invars) :]
     deeper = [_ndim(a) - _ndim(b) for a, b in zip(outer, first.invars, strict=True)]
     read = list(dims)
+    # Iterate to a fixed point: a carry is split as its body returns it, which depends
+    # on how the body's inputs are split.
     while True:
         last = read[len(read) - len(outer) :]
         given = [_shifted(dim, -by) for dim, by in zip(last, deeper, strict=True)]
@@ -84,7 +86,10 @@ def _jaxprs(eqn: Any) -> Sequence[core.Jaxpr]:
 
 
 def _of_cuda(platforms: Sequence[Sequence[str] | None]) -> int:
-    """Index of the branch of `lax.platform_dependent` for CUDA; None is the default."""
+    """Returns the index of the `lax.platform_dependent` branch for CUDA.
+
+    That of the default, None, if no branch is for CUDA.
+    """
     named = [i for i, names in enumerate(platforms) if names and "cuda" in names]
     return named[0] if named else list(platforms).index(None)
 
@@ -105,7 +110,7 @@ def _carry(eqn: Any, body: core.Jaxpr) -> tuple[int, int]:
 
 
 def _agreed(dims: Sequence[Dim]) -> Dim:
-    """Dim split in all branches; None if they differ."""
+    """Returns the dim split in all branches; None if they differ."""
     return dims[0] if len(set(dims)) == 1 else None
 
 

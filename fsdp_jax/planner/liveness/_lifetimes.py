@@ -213,7 +213,7 @@ def _written(
             continue
         read = list(operation.inputs)
         if operation.name == "scan":
-            # A loop recomputes generated constants in each iteration: they are not kept.
+            # A loop recomputes generated constants in each iteration.
             begin, _ = operation.carry
             consts = [v for v in read[:begin] if v not in generated]
             read = consts + read[begin:]

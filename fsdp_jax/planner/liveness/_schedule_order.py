@@ -43,6 +43,7 @@ def _twice(body: Program, carry: tuple[int, int]) -> Program:
     """Unrolls a body by two; it then reads two slices and stacks two results."""
     begin, end = carry
     slices = tuple(_another(value) for value in body.inputs[end:])
+    # The second iteration reads the carry of the first one, and further slices.
     again: dict[Value | None, Value | None] = dict(
         zip(body.inputs[begin:], (*body.outputs[: end - begin], *slices), strict=True)
     )

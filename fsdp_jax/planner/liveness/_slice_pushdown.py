@@ -29,11 +29,13 @@ def made_in_parts(
     parts: dict[Value, Value] = {}
     pending, found = list(operations), []
     while pending:
+        # Backwards, so that a slice comes before the operation that makes its operand.
         operation = pending.pop()
         if operation.name == SLICE:
             (whole,), (part,) = operation.inputs, operation.outputs
             assert whole is not None
             maker = makers.get(whole)
+            # With other readers the whole value is needed anyway.
             if maker and maker.name in MADE_IN_PARTS and readers[whole] == 1:
                 parts[whole] = part
                 continue

@@ -70,7 +70,7 @@ Shape = tuple[int, ...]
 
 
 def _elementwise(eqn: Any, dims: Sequence[Dim], made: Shape) -> Dim:
-    """Rule for elementwise operations."""
+    """Propagates through elementwise operations."""
     for shape in (v.aval.shape for v in eqn.invars if v.aval.shape):
         pairs = zip(shape, made, strict=False)
         if len(shape) != len(made) or any(n not in (1, size) for n, size in pairs):
@@ -79,7 +79,7 @@ def _elementwise(eqn: Any, dims: Sequence[Dim], made: Shape) -> Dim:
 
 
 def _in_place(eqn: Any, dims: Sequence[Dim], made: Shape) -> Dim:
-    """Rule for operations that keep entries in place along dims of unchanged size."""
+    """Propagates along dims of unchanged size, whose entries stay in place."""
     for v, dim in zip(eqn.invars, dims, strict=True):
         shape = v.aval.shape
         if dim is not None and len(shape) == len(made) and shape[dim] == made[dim]:
@@ -106,7 +106,7 @@ def _broadcast(eqn: Any, dims: Sequence[Dim], made: Shape) -> Dim:
 
 
 def _without(param: str) -> Callable[..., Dim]:
-    """Rule for operations that remove the dims named by a parameter."""
+    """Returns a rule for operations that remove the dims named by `param`."""
 
     def rule(eqn: Any, dims: Sequence[Dim], _: Shape) -> Dim:
         lost = eqn.params[param]
@@ -117,7 +117,10 @@ def _without(param: str) -> Callable[..., Dim]:
 
 
 def _reshape(eqn: Any, dims: Sequence[Dim], made: Shape) -> Dim:
-    """Rule for reshapes: the outermost of merged or factored dims stays split."""
+    """Propagates to the dim with equally many elements before it.
+
+    If dims are merged or factored, the outermost one is split.
+    """
     dim, shape = dims[0], eqn.invars[0].aval.shape
     if dim is None:
         return None
@@ -127,7 +130,7 @@ def _reshape(eqn: Any, dims: Sequence[Dim], made: Shape) -> Dim:
 
 
 def _dot_general(eqn: Any, dims: Sequence[Dim], _: Shape) -> Dim:
-    """Rule for products: free dims stay split; split sums become replicated."""
+    """Propagates along batch and free dims; a split contraction is all-reduced."""
     summed, batched = eqn.params["dimension_numbers"]
     free = [
         [d for d in range(v.aval.ndim) if d not in (*over, *along)]
@@ -140,7 +143,7 @@ def _dot_general(eqn: Any, dims: Sequence[Dim], _: Shape) -> Dim:
 
 
 def _gather(eqn: Any, dims: Sequence[Dim], made: Shape) -> Dim:
-    """Rule for gathers: split along the indices, or along dims of the slices."""
+    """Propagates along the indices, or along unchanged dims of the slices."""
     numbers, (operand, indices, *_) = eqn.params["dimension_numbers"], dims
     window = numbers.offset_dims
     batch = [d for d in range(len(made)) if d not in window]

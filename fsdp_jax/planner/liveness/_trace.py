@@ -59,6 +59,7 @@ def on_one_device(
         read = [None if isinstance(v, core.Literal) else env.get(v) for v in eqn.invars]
         inner = _called(eqn)
         if inner is not None and eqn.primitive.name == "shard_map":
+            # If the shard_map is manual over tp too, its shapes are already per device.
             ranks = 1 if _is_over_tp(eqn) else eqn.params["mesh"].shape.get(AXIS, 1)
             return _flatten(inner, read, ranks, _asked(jaxpr, eqn))[0]
         if inner is not None and (found := on_one_device(inner, read)) is not None:
@@ -68,7 +69,7 @@ def on_one_device(
 
 
 def _asked(jaxpr: core.Jaxpr, eqn: Any) -> list[Dim]:
-    """Dims along which later sharding constraints split an equation's results."""
+    """Returns the dims along which later sharding constraints split the results."""
     asked = {
         later.invars[0]: dim_of(later.params["sharding"].spec)
         for later in jaxpr.eqns
@@ -80,7 +81,7 @@ def _asked(jaxpr: core.Jaxpr, eqn: Any) -> list[Dim]:
 def _alive(
     operations: Sequence[Operation], outputs: Sequence[Value | None]
 ) -> list[Operation]:
-    """Operations whose results are read; XLA drops the others."""
+    """Returns the operations whose results are read; XLA drops the others."""
     needed, alive = set(outputs), []
     for operation in reversed(operations):
         if needed.intersection(operation.outputs):
