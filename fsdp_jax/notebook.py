@@ -1,4 +1,7 @@
-"""IPython extension (`%load_ext fsdp_jax`) that shortens tracebacks of own errors."""
+"""IPython extension that shortens tracebacks of errors raised by our packages.
+
+Load it by `%load_ext fsdp_jax`.
+"""
 
 from __future__ import annotations
 

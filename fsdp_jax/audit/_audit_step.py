@@ -67,8 +67,9 @@ def audit_step(
       plan: Plan that the program was made with.
       compiled: `step.lower(state, batch)`, its `.compile()`, or the text of that.
       accumulate: Number of microbatches per step, as passed to `make_train_step`.
-      overlapped: Also check that loops over layers overlap weight gathers and gradient
-        reductions with computation. Needs the schedule of a program compiled for GPUs.
+      overlapped: Whether to also check that loops over layers overlap weight gathers
+        and gradient reductions with computation. Needs the schedule of a program
+        compiled for GPUs.
 
     Returns:
       Collectives of a step; print it for a table.

@@ -29,6 +29,7 @@ def diagnose(
             for leg in suspect.legs
             if (dims := suspect.seen(leg)) and _sorted(dims) == _sorted(whole)
         ]
+        # Dims in this very order are stronger evidence than permuted ones.
         exact = [leg for leg, dims in alike if dims == whole and one.is_in_order]
         if found := exact or [leg for leg, _ in alike]:
             (leg, *_) = nearest(found, one)

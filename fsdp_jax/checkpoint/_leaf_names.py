@@ -171,7 +171,7 @@ def _is_node(leaf: Any) -> bool:
 
 
 def _key_words(leaf: Any) -> Any:
-    """Returns the words of PRNG keys; of abstract keys abstract words, sharded alike."""
+    """Returns the words of PRNG keys; of abstract keys, abstract words."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
         words = jax.eval_shape(jax.random.key_data, leaf)
         return jax.ShapeDtypeStruct(words.shape, words.dtype, sharding=leaf.sharding)

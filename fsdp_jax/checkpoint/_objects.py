@@ -107,6 +107,7 @@ class Captured:
     def contents(self) -> dict[str, bytes]:
         """Returns the files that this process writes, by path in the step."""
         rank, count = jax.process_index(), jax.process_count()
+        # [number of saving processes, None if shared; state]
         files = {
             f"{FOLDER}/{name}/{rank}.json": [count, document]
             if name in self.own

@@ -221,6 +221,7 @@ def raise_failure(handler: StateHandler, folder: Path) -> None:
     if jax.process_count() == 1:
         return
     failure = handler.failure
+    # Before the exchange, after which other processes may start the next save.
     if failure is not None and jax.process_index() == 0:
         shutil.rmtree(folder, ignore_errors=True)
     said = None if failure is None else describe(failure)

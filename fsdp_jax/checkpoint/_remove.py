@@ -38,8 +38,8 @@ def remove(path: str | os.PathLike[str], step: Step, *parts: str) -> list[str]:
     Args:
       path: Directory that `save` wrote to.
       step: Step to change; None for the newest.
-      parts: Patterns of leaves such as `"opt_state"`, or of `"extras.data"` and
-        `"files.tokenizer"`.
+      parts: Patterns of leaves, extras and files, such as `"opt_state"`,
+        `"extras.data"` and `"files.tokenizer"`.
 
     Returns:
       Names of the removed leaves, extras and files.
@@ -109,6 +109,7 @@ def _write_without(root: Path, step: int, manifest: Manifest, gone: set[str]) ->
     _edit(new / ITEM / _METADATA, lambda content: _of_leaves(content, leaves))
     _edit(new / ITEM / _SHARDING, lambda content: _shardings_of(content, leaves))
     write_manifest(new / ITEM, leaves, manifest.metadata)
+    # Verify the copy before it replaces the original.
     check_whole(new / ITEM)
     replace_step(root, step, new)
 

@@ -27,8 +27,8 @@ def encode(
     """Encodes a value in JSON types.
 
     Args:
-      value: None, bool, int, float, str, bytes, numpy scalars and arrays in any dtype
-        of jax, and lists, tuples and dicts of these.
+      value: Tree of lists, tuples and dicts, with leaves of None, bool, int, float,
+        str, bytes, and numpy scalars and arrays in any dtype of jax.
       where: Name of the value in messages.
       trees: Output dict of the jax arrays in `value` and the trees of them, by dotted
         name; their encoding is the name. None to refuse jax arrays.
@@ -118,6 +118,7 @@ class _Walk:
 
     def _encode_dict(self, value: dict, path: tuple[Any, ...]) -> dict[str, Any]:
         items = {key: self.encode(x, (*path, key)) for key, x in value.items()}
+        # JSON keys are strings, and a user's key must not look like a tag.
         if all(type(key) is str and key not in _TAGS for key in items):
             return items
         keys = [self._encode_key(key, path) for key in items]

@@ -188,6 +188,7 @@ def _trips(module: Module, one: Instruction) -> int:
     if not named:
         return 1
     condition = module[named[1]]
+    # jax's counted loops compare `i < limit`, with a constant limit.
     if condition.root.opcode != "compare" or "LT" not in condition.root.attributes:
         return 1
     limits = [condition.by_name[name] for name in condition.root.operands]

@@ -82,6 +82,7 @@ def _unit(collective: Collective, plan: Plan) -> str:
         for row in plan.rows
         if {row.shape[row.num_stacked :], row.padded_shape[row.num_stacked :]} & whole
     )
+    # Of merged collectives XLA keeps one scope, so the dims decide if they disagree.
     if collective.unit and (collective.unit in units or not units):
         return collective.unit
     return " + ".join(units) or "-"

@@ -43,6 +43,7 @@ def _convolution(operation: Operation) -> float:
     kernel = operation.inputs[1]
     assert kernel is not None
     out_dim = operation.params["dimension_numbers"].rhs_spec[0]
+    # Multiply-adds per element of the result.
     a_result = math.prod(kernel.shape) / kernel.shape[out_dim]
     return 2.0 * math.prod(operation.outputs[0].shape) * a_result
 

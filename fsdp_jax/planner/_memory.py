@@ -166,6 +166,7 @@ class _Walk:
                 inputs = _inputs(operation, body, found)
                 scopes = f"{inside}{operation.scopes}"
                 extra = _larger(extra, self.peak(body, *inputs, scopes))
+            # Values inside a loop or a branch are in memory beside those around it.
             now = _sum_by_kind(live, extra)
             best = _larger(best, now)
             for value in found.dead_after[at]:
@@ -184,6 +185,7 @@ class _Walk:
             # A loop carries prefetched weights of a unit; zeros with a unit's dims are
             # the initial value of a gradient.
             return "gathered" if operation.name == "scan" else "gradients"
+        # Further results of a loop are stacked residuals.
         if operation.name == "scan":
             return "saved"
         scopes = f"{inside}{operation.scopes}"
@@ -195,6 +197,7 @@ def _inputs(
     operation: Operation, body: Program, found: Lifetimes
 ) -> tuple[Set[Value], Set[Value]]:
     """Returns a loop body's unchanged inputs, and those generated per iteration."""
+    # Only a scan may overwrite its inputs, those of its carry.
     if operation.name != "scan":
         return set(body.inputs), set()
     begin, end = operation.carry

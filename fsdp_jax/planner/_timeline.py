@@ -156,6 +156,7 @@ class _Player:
             self.compute.append(Span(start, self.now, label))
 
     def _send(self, collective, name: str, seconds: float, is_async: bool) -> None:
+        # The stream runs one collective at a time, in the order of their starts.
         start = max(self.now, self.wire_free)
         self.wire_free = start + seconds
         self.sent.append(Sent(collective, start, self.wire_free, 0.0, self.depth))

@@ -197,6 +197,7 @@ def _sources(leaves: Mapping[str, Leaf]) -> dict[tuple[str, Region], Any]:
             key = name, region_of(shard.index, shape, logical)
             if key not in sources:
                 sources[key] = shard.data
+                # Start all copies before waiting for the first one.
                 shard.data.copy_to_host_async()
     return {
         (name, region): (value, tuple(slice(stop - start) for start, stop in region))

@@ -108,6 +108,7 @@ def _found(
     about: Mapping[str, Any] = {}
     for process, inventory in enumerate(inventories):
         if folder in inventory:
+            # Equal in all headers of a save.
             about = inventory[folder]
             for saver in about["savers"]:
                 holders[saver] = (*holders.get(saver, ()), process)

@@ -24,7 +24,8 @@ def make_cliques(num_processes: int, *, size: int = 2, jump: int = 1) -> Cliques
       jump: Distance between consecutive members of a group.
 
     Raises:
-      ValueError: If `size * jump` does not divide `num_processes`.
+      ValueError: If `size` or `jump` is below 1, or `size * jump` does not divide
+        `num_processes`.
 
     Source: nvidia-resiliency-ext
       checkpointing/local/replication/strategies.py::CliqueReplicationStrategy

@@ -120,6 +120,7 @@ def lifetimes(
     made_at: list[list[Value]] = [[] for _ in program.operations]
     dead_after: list[list[Value]] = [[] for _ in program.operations]
     for value in program.inputs:
+        # Outputs are last read at `len(operations)`, so they never die here.
         if (end := last.get(value, 0)) < len(program.operations):
             dead_after[end].append(value)
     for value, begin in made.items():
@@ -161,6 +162,7 @@ def _homes(program: Program, kept: Set[Value]) -> Homes:
     for operation in program.operations:
         for made, read in _in_place(operation):
             home = homes.get(read, read)
+            # XLA copies a kept input before an update, so the result is a new array.
             if operation.name in MAYBE_VIEWS or home not in kept:
                 homes[made] = home
     return homes
@@ -250,6 +252,7 @@ def _last_reads(
             if value is None:
                 continue
             home = homes.get(value, value)
+            # A fused value is not in memory: who reads it reads its sources.
             held = home in written
             needed |= {home} if held else sources.get(value, sources.get(home, set()))
         return needed
