@@ -59,9 +59,9 @@ def audit_step(
     of a unit, since a unit may be used more than once. In a program compiled for CPUs
     also not checked: dtypes, since XLA:CPU widens bfloat16, and weights kept by units
     outside of stacks, since XLA:CPU drops the barriers that prevent it; audit the
-    lowered step, or compile for GPUs. In text: the shardings of results. XLA for GPUs
-    concatenates the arrays that it all-reduces together, so only their number of
-    elements is compared there.
+    lowered step, or compile for GPUs. In text also not checked: the shardings of
+    results. XLA for GPUs concatenates the arrays that it all-reduces together, so only
+    their number of elements is compared there.
 
     Args:
       plan: Plan that the program was made with.

@@ -13,7 +13,7 @@ from fsdp_jax.sharding._plan import ParamPlan, Plan
 
 
 def at_rest(plan: Plan, program: Program) -> Iterator[Difference]:
-    """Yields parameters, moments and gradients that are unsharded against the plan."""
+    """Yields parameters, moments and gradients that should be sharded and are not."""
     rows = dict(zip(_paths(plan), plan.rows, strict=True))
     given = [("takes", *pair) for pair in arguments(program)]
     returned = [("returns", *pair) for pair in program.results]

@@ -48,7 +48,7 @@ _KILLED_BY_SIGTERM = 128 + signal.SIGTERM
 
 
 class NotSavedError(RuntimeError):
-    """An asynchronous save failed, e.g. for a full disk or a lost process."""
+    """An asynchronous save failed, e.g. because of a full disk or a lost process."""
 
 
 class Checkpointer:

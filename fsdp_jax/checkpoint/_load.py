@@ -74,7 +74,7 @@ def load(
 
     Raises:
       ValueError: If names, shapes or dtypes of the step differ from `mould` in ways
-        that are not allowed; lists all leaves, before anything is read.
+        that are not allowed; lists all such leaves, before anything is read.
       DamagedCheckpointError: If the step is not as it was written.
 
     Source: Megatron-LM dist_checkpointing/serialization.py::load

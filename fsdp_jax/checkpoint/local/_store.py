@@ -58,10 +58,10 @@ class LocalCheckpoints:
     of its replication group, which it receives by collectives. A host that was lost
     gets its shards from there, also if the state is fully sharded and has no replica.
 
-    A step takes up to `keep + 1` times the shards of a group on each disk, and while it
-    is saved, host memory for the shards of a group. It is complete once it is flushed
+    The steps take up to `keep + 1` times the shards of a group on each disk, and a save
+    takes host memory for the shards of a group. A step is complete once it is flushed
     (fsync) on all hosts, which happens in the background: after a crash, also a power
-    failure of all hosts, a step is either complete or ignored.
+    failure of all hosts, it is either complete or ignored.
 
     The files of a step are read in each process, and must be equal in all.
 

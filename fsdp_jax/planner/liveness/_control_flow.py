@@ -95,9 +95,11 @@ def _of_cuda(platforms: Sequence[Sequence[str] | None]) -> int:
 
 
 def _carry(eqn: Any, body: core.Jaxpr) -> tuple[int, int]:
-    """Finds a loop's carry by ndim, which scanned inputs and outputs have one more of.
+    """Returns the start and end of a loop's carry among its inputs.
 
-    Versions of jax store the counts in different forms.
+    Scanned inputs and stacked outputs have one dim more outside of the loop than
+    inside. Versions of jax store the counts in different forms, so ndim is compared
+    instead.
     """
     if eqn.primitive.name == "cond":
         return 0, 0
