@@ -1,4 +1,4 @@
-"""Which part of an array lies where: as data, checked, and cut without moving any."""
+"""Placement of an array's parts on devices: listed, validated and split in place."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Chunk:
     """The part of an array that one device holds.
 
     Attributes:
-      device: The device.
-      offsets: Where the part starts, a number a dim.
-      sizes: How far it goes, a number a dim.
-      replica_id: 0 for the first device that holds this very part, 1 for the second,
-        and so on. Whoever writes each part once writes those with 0.
+      device: Device that holds the part.
+      offsets: Start of the part in each dim.
+      sizes: Size of the part in each dim.
+      replica_id: Position of the device among those that hold the same part, from 0. To
+        write each part once, write those with `replica_id` 0.
     """
 
     device: Any
@@ -38,7 +38,7 @@ class Chunk:
 
     @property
     def index(self) -> tuple[slice, ...]:
-        """`whole[chunk.index]` is the part."""
+        """Index of the part in the whole array: `whole[chunk.index]`."""
         return tuple(slice(start, stop) for start, stop in _box(self))
 
     def __str__(self) -> str:
@@ -48,19 +48,19 @@ class Chunk:
 def chunks(array: Shaped[Array, "*shape"] | jax.ShapeDtypeStruct) -> tuple[Chunk, ...]:
     """Lists the part of an array that each device holds.
 
-    It follows from shape and sharding alone, where PyTorch has to ask all ranks. So
-    nothing is sent or allocated, and the devices of other processes are listed too.
+    Shape and sharding determine it, where PyTorch has to ask all ranks. So nothing is
+    sent or allocated, and the devices of other processes are listed too.
 
     Args:
-      array: Any array outside of `jax.jit`, or the mould of one: any shape, any
-        sharding.
+      array: Array outside of `jax.jit`, or abstract array, of any shape and sharding.
 
     Returns:
-      One chunk a device, in the order of the sharding's devices.
+      One chunk per device, in the order of the sharding's devices.
 
     Raises:
-      TypeError: If `array` is no such thing.
-      ValueError: If it is a mould that names no devices, or that they do not divide.
+      TypeError: If `array` is neither.
+      ValueError: If it is an abstract array without devices, or whose dims the devices
+        do not divide.
 
     Source: `Megatron-FSDP uneven_dtensor.py::gather_and_compute_chunk_metadata`
     """
@@ -76,19 +76,19 @@ def chunks(array: Shaped[Array, "*shape"] | jax.ShapeDtypeStruct) -> tuple[Chunk
 
 
 def validate_chunks(shape: Sequence[int], chunks: Iterable[Chunk]) -> None:
-    """Checks that chunks make an array: each element once, but for replicas.
+    """Checks that chunks cover an array: each element once, except for replicas.
 
-    Upstream asks only that somebody touches the first and the last index of each dim;
-    a hole in the middle passes there. Here every chunk lies inside, no two of them
-    meet, and their volumes add up, which together leave no room for one.
+    Upstream only checks that some chunk contains the first and the last index of each
+    dim, so a hole in the middle passes. Here every chunk must be inside the array, no
+    two may overlap, and their volumes must add up, which together exclude holes.
 
     Args:
-      shape: Of the whole array.
-      chunks: Of all devices. Equal parts are replicas; empty ones are let be.
+      shape: Shape of the whole array.
+      chunks: Chunks of all devices. Equal chunks are replicas; empty ones are ignored.
 
     Raises:
-      ValueError: If a chunk is out of bounds, two overlap that are no replicas, or
-        there is a gap; all offenders in one message, a part with its first device.
+      ValueError: If a chunk is out of bounds, two chunks overlap that are no replicas,
+        or there is a gap; lists all of them, each part with its first device.
 
     Source: `Megatron-FSDP uneven_dtensor.py::validate_uneven_dtensor`
     """
@@ -117,25 +117,26 @@ def validate_chunks(shape: Sequence[int], chunks: Iterable[Chunk]) -> None:
 def split_chunks(
     array: Shaped[Array, "*shape"], size_or_sections: int | Sequence[int], dim: int = 0
 ) -> list[list[tuple[Chunk, Shaped[Array, "*shape"]]]]:
-    """Splits an array into sections, each in the pieces that lie on the devices.
+    """Splits an array into sections, each given as its pieces on the devices.
 
-    Every device cuts what it holds; nothing is gathered or sent, wherever the sections
-    begin. A part that lies within one section is not even copied: its piece is the
-    shard itself, which is gone when the array is donated.
+    Every device slices its own shard; nothing is communicated, wherever the sections
+    begin. A shard that lies inside one section is not copied: the piece is the shard
+    itself, which is deleted when the array is donated.
 
     Args:
-      array: Any array, any sharding.
-      size_or_sections: The size of every section but the last, which may be smaller;
-        or the sizes of all of them, which add up to the dim's. As in `torch.split`.
-      dim: Which dim to split; a negative one counts from the last.
+      array: Array of any shape and sharding.
+      size_or_sections: Size of every section but the last, which may be smaller; or the
+        sizes of all sections, which must add up to the dim. Same as in `torch.split`.
+      dim: Dim to split; a negative one counts from the last.
 
     Returns:
-      For each section its pieces on this process's devices: a chunk, whose offsets
-      count from the start of the section, and the data, on the chunk's device alone. A
-      device that holds nothing of a section is not in it.
+      For each section its pieces on this process's devices: a chunk, with offsets
+      relative to the section, and its data on the chunk's device. Devices without a
+      part of the section are left out.
 
     Raises:
-      TypeError: If `array` is no array outside of `jax.jit`, or a size is no integer.
+      TypeError: If `array` is not a `jax.Array` outside of `jax.jit`, or a size is not
+        an integer.
       ValueError: If there is no such dim, or the sizes do not fit it.
 
     Source: `Megatron-FSDP uneven_dtensor.py::split_dtensor`
@@ -181,7 +182,7 @@ def _chunk(device: Any, box: _Box, replica_id: int) -> Chunk:
 def _cut(
     chunk: Chunk, data: Array, start: int, stop: int, dim: int
 ) -> list[tuple[Chunk, Array]]:
-    """What a section `[start, stop)` of `dim` has of a shard: one piece or none."""
+    """Returns a shard's piece of the section `[start, stop)` of `dim`: one or none."""
     box = list(_box(chunk))
     offset, _ = box[dim]
     box[dim] = first, last = max(box[dim][0], start), min(box[dim][1], stop)
@@ -245,7 +246,7 @@ def _is_within(box: _Box, whole: _Box) -> bool:
 
 
 def _overlaps(boxes: Sequence[_Box]) -> list[tuple[_Box, _Box]]:
-    """Pairs that meet; one box against all later ones at a time, as there are many."""
+    """Returns the overlapping pairs; compares one box with all later ones at once."""
     starts = np.array([[start for start, _ in box] for box in boxes])
     stops = np.array([[stop for _, stop in box] for box in boxes])
     found = []
@@ -258,7 +259,7 @@ def _overlaps(boxes: Sequence[_Box]) -> list[tuple[_Box, _Box]]:
 
 
 def _gaps(whole: _Box, boxes: Iterable[_Box]) -> list[_Box]:
-    """What is left of the whole, in boxes that do not meet."""
+    """Returns the uncovered rest of `whole` as disjoint boxes."""
     left = [whole]
     for box in boxes:
         left = [part for gap in left for part in _subtract(gap, box)]
@@ -266,7 +267,7 @@ def _gaps(whole: _Box, boxes: Iterable[_Box]) -> list[_Box]:
 
 
 def _subtract(box: _Box, hole: _Box) -> list[_Box]:
-    """A box without another: what lies before and behind it, dim by dim."""
+    """Returns `box` without `hole` as disjoint boxes, dim by dim."""
     middle = tuple(
         (max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, hole, strict=True)
     )

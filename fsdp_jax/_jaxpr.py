@@ -1,4 +1,4 @@
-"""Jaxprs as functions."""
+"""Evaluates parts of jaxprs as functions."""
 
 from __future__ import annotations
 
@@ -9,11 +9,19 @@ from jax.extend import core
 
 
 def function_of(closed, invars, outvars, eqns) -> Callable[..., Sequence[Any]]:
-    """The function of positional inputs that `eqns` compute; constants are kept."""
+    """Returns a function of positional inputs that evaluates `eqns`.
+
+    Args:
+      closed: Jaxpr that the equations are from; its constants are kept.
+      invars: Variables of the function's inputs.
+      outvars: Variables of its results.
+      eqns: Equations to evaluate.
+    """
     jaxpr = closed.jaxpr.replace(
         invars=list(invars),
         outvars=list(outvars),
         eqns=list(eqns),
+        # The original names of arguments and results need not fit the new ones.
         debug_info=closed.jaxpr.debug_info.with_unknown_names(),
     )
     return core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr, closed.consts))

@@ -1,20 +1,20 @@
-"""What is a path on a file system, and what is a URL that only looks like one."""
+"""Distinguishes file system paths from URLs."""
 
 from __future__ import annotations
 
 import os
 import re
 
-# Of two characters at least, since `C:/runs` is a path on Windows. A `Path` made of
-# `s3://bucket/run` is `s3:/bucket/run`.
+# The scheme has at least two characters, since `C:/runs` is a path on Windows. One
+# slash is enough, since `Path("s3://bucket/run")` is `s3:/bucket/run`.
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")
 
 
 def check_local(*paths: object) -> None:
-    """Refuses URLs, which the file system would take for folders such as `s3:`.
+    """Rejects URLs, which the file system would take for folders such as `s3:`.
 
     Args:
-      paths: Paths as strings or `os.PathLike`; all else is passed over.
+      paths: Paths as strings or `os.PathLike`; other values are ignored.
 
     Raises:
       ValueError: If one is a URL.

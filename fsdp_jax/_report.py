@@ -1,4 +1,4 @@
-"""Tables, sizes and progress as people read them."""
+"""Formats tables, sizes and progress bars."""
 
 from __future__ import annotations
 
@@ -25,14 +25,13 @@ from rich.table import Table
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
-    """A table before it is drawn.
+    """A table before it is formatted.
 
     Attributes:
-      columns: Header -> "left" or "right", or "text" for sentences, which are broken
-        into lines where there is room for pictures.
-      rows: One string a column.
-      sizes: How large each row is, drawn as a bar behind its last column where there is
-        room for pictures; () for no bars.
+      columns: Header -> "left", "right", or "text" for sentences, which wrap in HTML.
+      rows: Rows, with one string per column.
+      sizes: Size of each row, drawn as a bar behind its last column in HTML; () for no
+        bars.
     """
 
     columns: Mapping[str, str]
@@ -40,11 +39,11 @@ class Grid:
     sizes: Sequence[float] = ()
 
     def as_text(self) -> str:
-        """Plain text, one line a row, as wide as its widest row."""
+        """Returns plain text, one line per row, as wide as the widest row."""
         return text_table(self.columns, self.rows)
 
     def as_html(self) -> str:
-        """A table for a notebook, in its own colours, light or dark."""
+        """Returns an HTML table in the notebook's own colours, light or dark."""
         head = "".join(_cell("th", *column) for column in self.columns.items())
         largest = max(self.sizes, default=0)
         shares = [size / largest if largest else 0.0 for size in self.sizes]
@@ -65,7 +64,7 @@ class Grid:
 
 
 def html_page(parts: Sequence[Grid | str]) -> str:
-    """Tables and lines of text, one below the other."""
+    """Stacks tables and lines of text in HTML."""
     drawn = [
         part.as_html() if isinstance(part, Grid) else f"<div>{html.escape(part)}</div>"
         for part in parts
@@ -86,11 +85,11 @@ def _cell(tag: str, text: str, side: str, share: float = 0.0) -> str:
 
 
 def text_table(columns: Mapping[str, str], rows: Sequence[Sequence[str]]) -> str:
-    """Plain text, one line a row, as wide as its widest row.
+    """Returns plain text, one line per row, as wide as the widest row.
 
     Args:
       columns: Header -> "left" or "right".
-      rows: One string a column.
+      rows: Rows, with one string per column.
     """
     table = Table(box=None, pad_edge=False, collapse_padding=True)
     for header, justify in columns.items():
@@ -99,16 +98,16 @@ def text_table(columns: Mapping[str, str], rows: Sequence[Sequence[str]]) -> str
         )
     for row in rows:
         table.add_row(*row)
-    # A table that wraps at 80 columns can be neither read nor searched.
+    # A large width, since a table wrapped at 80 columns cannot be read or searched.
     out = io.StringIO()
-    # In a notebook rich would otherwise write HTML to the cell, and nothing to `out`.
+    # In a notebook, rich would otherwise write HTML to the cell instead of to `out`.
     console = Console(file=out, width=10_000, color_system=None, force_jupyter=False)
     console.print(table, markup=False)
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
 
 def format_bytes(num_bytes: int) -> str:
-    """Bytes in the unit that leaves one to four digits before the point."""
+    """Formats bytes in the largest of GiB, MiB, KiB and B that is at most as large."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if num_bytes >= size:
             return f"{num_bytes / size:,.2f} {unit}"
@@ -117,21 +116,22 @@ def format_bytes(num_bytes: int) -> str:
 
 @contextmanager
 def bytes_bar(what: str) -> Iterator[Callable[[int, int], None]]:
-    """Shows how many bytes are done, how fast, and when all will be.
+    """Shows a progress bar of bytes, with speed and remaining time.
 
     ```
     with fsdp.bytes_bar("loading llama") as progress:
         params = bridge.load_hf(path, plan.params, progress=progress)
     ```
 
-    On stderr, or live in a notebook, for which ipywidgets is needed. Of several
-    processes the first shows it.
+    The bar is on stderr, or live in a notebook, which needs ipywidgets. Only process 0
+    shows it.
 
     Args:
-      what: What is going on, e.g. `"loading llama"`.
+      what: Label of the bar, e.g. `"loading llama"`.
 
     Yields:
-      `show(done, total)`, the `progress` argument of bridge's functions.
+      Function `show(done, total)` in bytes, the `progress` argument of bridge's
+      functions.
     """
     columns = (
         TextColumn("{task.description}"),
@@ -145,16 +145,16 @@ def bytes_bar(what: str) -> Iterator[Callable[[int, int], None]]:
 
 @contextmanager
 def make_bar(*columns: ProgressColumn) -> Iterator[Progress]:
-    """A bar behind some columns.
+    """Makes a progress bar with `columns` before it.
 
     Args:
-      *columns: Of rich.
+      *columns: Columns of rich.
 
     Yields:
-      rich's.
+      A `rich.progress.Progress`.
     """
-    # On a terminal, results are printed above the bar; elsewhere they are not touched,
-    # since they would be redirected to stderr with it.
+    # On a terminal, rich prints stdout above the bar. If stdout is redirected, leave it
+    # alone: rich would send it to stderr.
     with Progress(
         *columns,
         BarColumn(bar_width=20),
@@ -165,4 +165,4 @@ def make_bar(*columns: ProgressColumn) -> Iterator[Progress]:
         try:
             yield bar
         finally:
-            bar.refresh()  # in a notebook rich leaves the last but one state
+            bar.refresh()  # In a notebook rich does not show the last update by itself.

@@ -1,4 +1,4 @@
-"""Names of leaves: one dotted path, whatever library made the tree."""
+"""Dotted names of pytree leaves, equal for all model libraries."""
 
 from __future__ import annotations
 
@@ -13,25 +13,29 @@ PyTree = Any
 
 
 class WholeLeaf:
-    """A pytree node around arrays that counts as one leaf, as `nnx.Variable` does."""
+    """Base of pytree nodes that count as one leaf, as `nnx.Variable` does."""
 
 
 _LEAVES = (nnx.Variable, WholeLeaf)
 
 
 def leaf_name(path: Sequence[Any]) -> str:
-    """The dotted name of a `jax.tree_util` key path, e.g. `layers.0.attn.q.kernel`."""
+    """Returns the dotted name of a jax key path, e.g. `layers.0.attn.q.kernel`."""
     return ".".join(_component(key) for key in path)
 
 
 def named_leaves(
     tree: PyTree, is_leaf: Callable[[Any], bool] = lambda _: False
 ) -> list[tuple[str, Any]]:
-    """Every leaf with its dotted name, in the order of `jax.tree.leaves`.
+    """Returns the leaves with their dotted names, in the order of `jax.tree.leaves`.
 
-    An nnx `Variable` counts as its value: its key path would end in `.value`, which is
-    no part of anybody's name for a weight. A `WholeLeaf` counts as one, of its
-    logical shape. `is_leaf` may stop the walk elsewhere too.
+    An nnx `Variable` counts as its value, since its key path would end in `.value`,
+    which is not part of a weight's name. A `WholeLeaf` counts as one leaf, with its
+    logical shape. Leaves that are None are left out.
+
+    Args:
+      tree: Any pytree.
+      is_leaf: Further predicate for nodes that count as leaves.
     """
     flat, _ = tree_util.tree_flatten_with_path(
         tree,
@@ -45,7 +49,7 @@ def named_leaves(
 
 
 def matches(pattern: str, name: str) -> str | None:
-    """The leading part of `name` that `pattern` matches component by component.
+    """Returns the leading part of `name` that `pattern` matches by component, or None.
 
     `layers.*` matches `layers.0` of `layers.0.mlp.kernel`; `*` never spans a dot.
     """
@@ -62,6 +66,7 @@ def _is_variable(node: Any) -> bool:
 
 
 def _component(key: Any) -> str:
+    # Attributes of jax's key types: DictKey, GetAttrKey and SequenceKey.
     for attribute in ("key", "name", "idx"):
         if hasattr(key, attribute):
             return str(getattr(key, attribute))

@@ -1,4 +1,7 @@
-"""`%load_ext fsdp_jax`: in a notebook, an error of ours is a paragraph."""
+"""IPython extension that shortens tracebacks of errors raised by our packages.
+
+Load it by `%load_ext fsdp_jax`.
+"""
 
 from __future__ import annotations
 
@@ -12,28 +15,28 @@ from fsdp_jax.checkpoint import NotSavedError
 
 PACKAGES = ("fsdp_jax", "bridge")
 MENDABLE = (ValueError, TypeError, FileNotFoundError, AuditError, NotSavedError)
-"""Kinds that say what a user can mend."""
+"""Error types that a user can fix."""
 _HOOK = "_render_traceback_"
 
 
 def load_ipython_extension(shell: Any) -> None:
-    """Shows errors that `fsdp_jax` or `bridge` raise as their message and your line.
+    """Shows errors of `fsdp_jax` or `bridge` as their message and the cell's line.
 
-    For `%load_ext fsdp_jax` in Jupyter or IPython. A traceback through a compiler is
-    long, and what can be mended stands in its last line. Errors that any other code
-    raises are shown as always, and `%tb` shows the whole traceback of the last one.
+    Run by `%load_ext fsdp_jax` in Jupyter or IPython. A traceback through a compiler is
+    long, and its last line is the one that says what to fix. Errors raised by other
+    code are shown as usual, and `%tb` shows the whole traceback of the last error.
 
     Args:
-      shell: IPython's.
+      shell: IPython's interactive shell.
     """
     shell.set_custom_exc(MENDABLE, _show)
 
 
 def unload_ipython_extension(shell: Any) -> None:
-    """Shows all errors as IPython does, for `%unload_ext fsdp_jax`.
+    """Restores IPython's display of errors, for `%unload_ext fsdp_jax`.
 
     Args:
-      shell: IPython's.
+      shell: IPython's interactive shell.
     """
     shell.set_custom_exc((), None)
 
@@ -46,7 +49,8 @@ def _show(
     tb_offset: int | None = None,
 ) -> None:
     if _is_ours(trace):
-        # What IPython asks an error for, if it has it; `%tb` is to find it without.
+        # IPython calls this hook to render an error. It is removed afterwards, so that
+        # `%tb` shows the whole traceback.
         vars(error)[_HOOK] = lambda: _paragraph(kind, error, trace)
     try:
         shell.showtraceback((kind, error, trace), tb_offset=tb_offset)
@@ -55,7 +59,7 @@ def _show(
 
 
 def _is_ours(trace: TracebackType) -> bool:
-    """Whether a line of ours raised it."""
+    """Returns whether code of `PACKAGES` raised the error."""
     frames = [frame for frame, _ in traceback.walk_tb(trace)]
     raised_in = frames[-1].f_globals.get("__name__", "")
     return raised_in.partition(".")[0] in PACKAGES
@@ -71,7 +75,7 @@ def _paragraph(
         if frame.f_globals.get("__name__") == "__main__"
     ]
     if called:
-        # The cell's own line, not that of a function of yours which was called back.
+        # The first frame is the cell's line; later ones are callbacks defined in it.
         file, number = called[0]
         source = linecache.getline(file, number).strip()
         lines += ["", f"in line {number}: {source}", "(%tb shows the whole traceback)"]

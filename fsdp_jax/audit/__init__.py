@@ -1,1 +1,1 @@
-"""Whether a compiled step does what its plan says."""
+"""Audit of compiled steps: compares their collectives and shardings with the plan."""

@@ -1,4 +1,4 @@
-"""Does a compiled program do what its plan says? All that it does not, in one error."""
+"""Audit of a compiled program: raises all differences from its plan."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from fsdp_jax.sharding._plan import Plan
 
 
 class AuditError(AssertionError):
-    """A program does otherwise than its plan says.
+    """A program differs from its plan.
 
     Attributes:
-      differences: All of them, as written in the message.
+      differences: All differences, as lines of the message.
     """
 
     def __init__(self, differences: list[Difference]):
@@ -36,50 +36,50 @@ class AuditError(AssertionError):
         super().__init__(f"{self._headline}\n{lines}")
 
     def _repr_html_(self) -> str:
-        """The same for a notebook, as a table."""
+        """Formats the differences as an HTML table."""
         return html_page([self._headline, self._grid])
 
 
 def audit_step(
     plan: Plan, compiled: Any, *, accumulate: int = 1, overlapped: bool = False
 ) -> Audited:
-    """Checks that a program moves what its plan says, and nothing else of any size.
+    """Checks that a program runs the plan's collectives and no other large ones.
 
     XLA, a loss with a `psum` of its own, a `jit` without `out_shardings` or a wrong
-    option can each turn FSDP into something slower or larger that computes the same
-    numbers. This reads the program instead: weights kept for backward, wrong dtypes on
-    the wire, collectives that the plan does not need, reductions in every microbatch
-    that belong behind the last one, parameters that lie whole, tp lost in a gather,
-    matrices that cross tp, collectives over other axes, and what one stage of a
-    pipeline would wait for without end.
+    option can each make FSDP slower or larger without changing its numbers. The audit
+    reads the program and reports: unsharded weights kept for backward, collectives in
+    the wrong dtype, collectives that the plan does not need, deferred reductions that
+    run in every microbatch, parameters stored unsharded, gathers that lost tp, matrices
+    gathered over tp, collectives over other axes, and collectives in a pipeline stage's
+    branch that would deadlock.
 
-    Not judged: activations over `tp`, tokens on their way to experts over `ep`, keys
-    and values that the attentions of `fsdp_jax.ops` send over `cp`, what the optimizer
-    sends, all-reduces of scalars and other small arrays, and how often a
-    unit is gathered, since it may be used more than once. Of a program compiled for
-    CPUs besides: dtypes, since XLA widens bfloat16 there, and whether weights of units
-    in no stack are kept, since it drops the barriers that keep it from doing so; lower
-    the step, or compile it for GPUs, and audit that. Of text: how results lie. XLA for
-    GPUs lays what it all-reduces together end to end, so that there the number of
-    elements is judged.
+    Not checked: activations over `tp`, tokens dispatched to experts over `ep`, keys and
+    values that the attentions of `fsdp_jax.ops` send over `cp`, collectives of the
+    optimizer, all-reduces of scalars and other small arrays, and the number of gathers
+    of a unit, since a unit may be used more than once. In a program compiled for CPUs
+    also not checked: dtypes, since XLA:CPU widens bfloat16, and weights kept by units
+    outside of stacks, since XLA:CPU drops the barriers that prevent it; audit the
+    lowered step, or compile for GPUs. In text also not checked: the shardings of
+    results. XLA for GPUs concatenates the arrays that it all-reduces together, so only
+    their number of elements is compared there.
 
     Args:
-      plan: What the program was made for.
-      compiled: What `step.lower(state, batch)` returns, its `.compile()`, or the text
-        of that.
-      accumulate: Microbatches a step, as `make_train_step` was told.
-      overlapped: Also check that in loops over layers something is computed while
-        weights are gathered and gradients reduced. Only a program compiled for GPUs
-        shows that, in the order of its schedule.
+      plan: Plan that the program was made with.
+      compiled: `step.lower(state, batch)`, its `.compile()`, or the text of that.
+      accumulate: Number of microbatches per step, as passed to `make_train_step`.
+      overlapped: Whether to also check that loops over layers overlap weight gathers
+        and gradient reductions with computation. Needs the schedule of a program
+        compiled for GPUs.
 
     Returns:
-      What the program moves in a step; print it.
+      Collectives of a step; print it for a table.
 
     Raises:
-      AuditError: If it does otherwise; with all differences, each with what the plan
-        says, what the program does, and the likely fix.
-      TypeError: If `compiled` is nothing that was lowered or compiled.
-      ValueError: If it is no HLO, or has no schedule and `overlapped` is asked for.
+      AuditError: If the program differs from the plan; it lists all differences, each
+        with the plan's value, the program's value, and the likely fix.
+      TypeError: If `compiled` is neither lowered, compiled nor text.
+      ValueError: If the text is not HLO, or `overlapped` is set and the program has no
+        schedule for GPUs.
     """
     program = program_of(compiled, plan.mesh)
     if overlapped and not program.is_scheduled_for_gpus:
@@ -98,6 +98,7 @@ def _differences(
     plan: Plan, program: Program, arrays: list[Moved], accumulate: int, overlapped: bool
 ) -> Iterator[Difference]:
     yield from in_stages(plan, arrays)
+    # Attention over cp is checked for deadlocks only: the plan has no keys and values.
     arrays = [one for one in arrays if not is_context(one)]
     planned = legs(plan)
     yield from at_rest(plan, program)

@@ -1,4 +1,4 @@
-"""What travels between devices, held against the legs of the plan."""
+"""Compares a program's collectives with the plan's expected collectives."""
 
 from __future__ import annotations
 
@@ -27,29 +27,29 @@ from fsdp_jax.sharding._mesh import DATA_AXES, axes_in_use
 from fsdp_jax.sharding._plan import Plan
 
 Key = tuple[str, frozenset[str], Dims, Dims]
-"""Operation, axes, and both sides with their dims in order of size."""
+"""Opcode, axes, and the dims of both sides sorted by size."""
 
 
 def key_of(one: Moved | Leg) -> Key:
-    """What the arrays of a leg have in common, however XLA lays them out."""
+    """Returns a key that is equal for equal collectives in any layout chosen by XLA."""
     axes = frozenset(one.axes or ("?",))
-    if one.op == "all-to-all":  # Its result is as large as its operand.
+    if one.op == "all-to-all":  # XLA reshapes it freely; both sides have equal sizes.
         size = (math.prod(one.sent),)
         return one.op, axes, size, size
     return one.op, axes, canonical(one.sent), canonical(one.received)
 
 
 def canonical(dims: Dims) -> Dims:
-    """Dims in order of size, without those of size 1."""
+    """Returns the dims sorted by size, without those of size 1."""
     return tuple(sorted(d for d in dims if d != 1))
 
 
 def matches(one: Moved, legs: Sequence[Leg]) -> list[Leg]:
-    """The legs that an array may be on, whatever its dtype."""
+    """Returns the expected collectives that `one` may be, in any dtype."""
     exact = [leg for leg in legs if key_of(leg) == key_of(one)]
-    if exact or len(one.sent) < 2:  # Merged arrays are laid end to end.
+    if exact or len(one.sent) < 2:  # A 1-d array may be several concatenated ones.
         return exact
-    # XLA folds dims; numbers of elements stay.
+    # XLA may merge dims, which preserves the number of elements.
     op, axes, _, _ = key_of(one)
     sizes = math.prod(one.sent), math.prod(one.received)
     return [
@@ -63,7 +63,7 @@ def matches(one: Moved, legs: Sequence[Leg]) -> list[Leg]:
 def travel(
     plan: Plan, program: Program, arrays: Sequence[Moved], legs: Sequence[Leg]
 ) -> Iterator[Difference]:
-    """All that travels otherwise than planned: dtype, axes, size, or how often."""
+    """Yields differences in dtype, axes, size and number of runs."""
     booked: dict[Key, list[Moved]] = {}
     merged: dict[frozenset[str], list[Moved]] = {}
     in_other_dtype: list[Moved] = []
@@ -71,6 +71,7 @@ def travel(
     for one in arrays:
         if not _is_judged(plan, one):
             continue
+        # Expected collectives first: a small gradient must not pass as a metric.
         found = matches(one, legs)
         if found:
             booked.setdefault(key_of(found[0]), []).append(one)
@@ -93,7 +94,7 @@ def travel(
 
 
 def _together(arrays: Sequence[Moved]) -> list[Moved]:
-    """Those that are alike as one: XLA runs a first or last iteration by itself."""
+    """Merges equal arrays: XLA peels first or last iterations off a loop."""
     alike: dict[tuple[object, ...], Moved] = {}
     for one in arrays:
         key = (one.op, one.dtype, one.sent, one.received, one.axes, one.unit)
@@ -108,15 +109,15 @@ def _together(arrays: Sequence[Moved]) -> list[Moved]:
 
 
 def _is_judged(plan: Plan, one: Moved) -> bool:
-    """Whether the plan speaks of it: not of activations over tp, nor the optimizer."""
+    """Returns whether `one` is along data axes and not in the optimizer."""
     is_data = one.axes is None or bool(set(one.axes) & set(DATA_AXES))
     return is_data and "optimizer" not in one.scope.split("/")
 
 
 def is_dispatch(plan: Plan, one: Moved) -> bool:
-    """Whether it is tokens on their way to experts or back, or how many they are.
+    """Returns whether `one` holds tokens to or from experts, or their counts.
 
-    Nothing of the kind is on a leg, for a plan knows of no tokens.
+    No expected collective matches these, since a plan has no token counts.
     """
     widths = {size for row in plan.rows if row.is_expert for size in row.shape}
     widths |= {size // plan.mesh.shape["tp"] for size in widths}
@@ -129,12 +130,15 @@ def is_dispatch(plan: Plan, one: Moved) -> bool:
 
 
 def is_context(one: Moved) -> bool:
-    """Whether attention over `cp` sends it: no plan knows of keys and values."""
+    """Returns whether `one` holds keys or values of an attention over `cp`."""
     return one.axes == ("cp",) and any(name in one.scope for name in SCOPES)
 
 
 def _is_small(plan: Plan, one: Moved) -> bool:
-    """Whether it is a loss, a norm, peaks, or the model's other state."""
+    """Returns whether `one` all-reduces metrics, amaxes, statistics or model state.
+
+    Statistics are those of synchronized batch norm.
+    """
     if one.op != "all-reduce":
         return False
     if plan.config.sync_batch_norm and any(name in one.scope for name in SYNC_SCOPES):
@@ -144,12 +148,12 @@ def _is_small(plan: Plan, one: Moved) -> bool:
 
 
 def _small(plan: Plan) -> int:
-    """Elements that metrics take: some a parameter, merged, and those of `aux`."""
+    """Returns the maximum elements of metrics: 4 per parameter, and 64 for `aux`."""
     return 64 + 4 * len(plan.rows)
 
 
 def _may_be_merged(program: Program, one: Moved) -> bool:
-    """XLA for GPUs lays what is all-reduced together end to end."""
+    """Returns whether XLA for GPUs may have concatenated arrays into `one`."""
     is_compiled_for_gpus = not (program.is_lowered or program.is_cpu)
     return one.op == "all-reduce" and len(one.sent) == 1 and is_compiled_for_gpus
 
@@ -168,15 +172,16 @@ def _in_other_dtype(one: Moved, found: Sequence[Leg]) -> Difference:
 def _too_often(
     booked: dict[Key, list[Moved]], legs: Sequence[Leg]
 ) -> Iterator[Difference]:
-    """What is to happen once a step, and happens more often."""
+    """Yields the once-per-step collectives that run more often."""
     for key, found in booked.items():
         own = [leg for leg in legs if key_of(leg) == key]
         allowed = [leg.most for leg in own]
         times = sum(one.times for one in found)
+        # None: a unit may be used any number of times.
         if None in allowed or times <= sum(most or 0 for most in allowed):
             continue
         if found[0].op == "all-reduce" and found[0].elements == 1:
-            continue  # The loss and the norm look like it.
+            continue  # Scalars cannot be told from the loss and the gradient norm.
         looped = sum(one.times for one in found if one.loops)
         rows = list(dict.fromkeys(leg.row for leg in own))
         units = sum(math.prod(row.shape[: row.num_stacked]) for row in rows)
@@ -197,11 +202,15 @@ def _merged_too_much(
     booked: dict[Key, list[Moved]],
     legs: Sequence[Leg],
 ) -> Iterator[Difference]:
-    """Merged arrays have lost their names, but not their number of elements."""
+    """Compares concatenated all-reduces by number of elements and dtype.
+
+    Concatenation drops the names and the dims of the arrays.
+    """
     own = [x for x in legs if x.op == "all-reduce" and frozenset(x.axes) == axes]
     allowed: dict[str, int] = {}
     for leg in own:
         size = (leg.most or 1) * math.prod(leg.sent)
+        # The expectations for a unit and for the whole stack are alternatives.
         allowed[leg.row.name] = max(size, allowed.get(leg.row.name, 0))
     state = sum(leaf.size for leaf in jax.tree.leaves(plan.model_state))
     most = sum(allowed.values()) + state + _small(plan)

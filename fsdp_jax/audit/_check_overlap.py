@@ -1,4 +1,4 @@
-"""Collectives of scanned units that nothing computes beside."""
+"""Finds collectives of scanned units that no computation overlaps."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from fsdp_jax.planner._cost import FREE, product_flops
 def exposed(
     program: Program, arrays: Sequence[Moved], legs: Sequence[Leg], accumulate: int
 ) -> Iterator[Difference]:
-    """Gathers and reductions in loops over layers that computation does not hide.
+    """Yields exposed gathers and reductions in loops over layers.
 
-    What is outside of these loops, as the first gather is, has nothing to hide behind.
+    Collectives outside of these loops, such as the first gather, have no computation to
+    overlap with and are skipped.
     """
     stacked = [
         leg for leg in legs if leg.row.num_stacked and leg.kind in ("gather", "reduce")
@@ -25,6 +26,7 @@ def exposed(
     seen = set()
     for one in arrays:
         found = matches(one, stacked)
+        # A collective in the loop over microbatches alone runs `accumulate` times.
         is_in_layers = one.loops and one.times > accumulate
         if not found or not is_in_layers or one.instruction.name in seen:
             continue
@@ -40,7 +42,7 @@ def exposed(
 
 
 def _problem(program: Program, one: Moved) -> str | None:
-    """Why a collective is not hidden; None if it is."""
+    """Returns why a collective is exposed, or None if computation overlaps it."""
     start, within = one.instruction, one.computation
     done = [r for r in within.readers.get(start.name, []) if r.opcode.endswith("-done")]
     if not done or '"is_sync":true' in start.attributes:
@@ -48,6 +50,7 @@ def _problem(program: Program, one: Moved) -> str | None:
     order = within.instructions
     between = order[order.index(start) + 1 : order.index(done[0])]
     wanted = [i for i in order if _multiplies(program, within, i)]
+    # In a computation without matrix products any other work counts.
     beside = [i for i in between if i in wanted] if wanted else _computing(between)
     return None if beside else "with no matrix product between its start and its end"
 

@@ -1,4 +1,4 @@
-"""What a stage of a pipeline may not send in its turn: it would wait without end."""
+"""Finds collectives in a pipeline stage's branch that would deadlock."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from fsdp_jax.sharding._plan import Plan
 
 
 def in_stages(plan: Plan, arrays: Sequence[Moved]) -> Iterator[Difference]:
-    """What all devices have to send together, in a branch that one stage takes.
+    """Yields collectives of all devices inside a branch that one stage takes.
 
-    A group of devices of one stage may meet there. But XLA has no groups for a
-    collective-permute: it runs by all devices of the mesh, or by none.
+    A collective among the devices of one stage is safe there. But a collective-permute
+    has no replica groups in XLA: all devices of the mesh must run it, or none.
     """
     if plan.mesh.shape["pp"] == 1:
         return

@@ -1,4 +1,4 @@
-"""How arguments and results of a program lie, held against the plan."""
+"""Compares the shardings of a program's arguments and results with the plan."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fsdp_jax.sharding._plan import ParamPlan, Plan
 
 
 def at_rest(plan: Plan, program: Program) -> Iterator[Difference]:
-    """Parameters, moments and gradients that are whole where the plan splits them."""
+    """Yields parameters, moments and gradients that should be sharded and are not."""
     rows = dict(zip(_paths(plan), plan.rows, strict=True))
     given = [("takes", *pair) for pair in arguments(program)]
     returned = [("returns", *pair) for pair in program.results]
@@ -22,7 +22,7 @@ def at_rest(plan: Plan, program: Program) -> Iterator[Difference]:
         if row is None:
             continue
         split = dims_of(plan, row, row.placements.optimizer, sliced=False)
-        # A padded parameter may also come in its own shape, which is never split.
+        # A padded parameter may also appear in its logical shape, which is never split.
         whole = {row.padded_shape, dims_of(plan, row, (), sliced=False)} - {split}
         if dims in whole:
             yield Difference(
@@ -40,7 +40,7 @@ def _paths(plan: Plan) -> list[str]:
 
 
 def _row_of(rows: dict[str, ParamPlan], path: str) -> ParamPlan | None:
-    """The parameter at the end of a path; the longest if several are."""
+    """Returns the parameter whose path ends `path`; the longest one if several do."""
     path = path.removesuffix(".value")
     found = [name for name in rows if path.endswith(name)]
     return rows[max(found, key=len)] if found else None

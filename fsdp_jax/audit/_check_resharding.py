@@ -1,7 +1,7 @@
-"""Weights that a program keeps for backward though the plan says to gather them again.
+"""Finds weights kept for backward that the plan says to gather again.
 
-That a weight is gathered only once proves nothing: backward may not need its value. So
-what is looked for is the kept weight itself.
+The number of gathers does not show it, since backward may not need a weight's value.
+So the check looks for the kept weight itself.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ VIEWS = (
     *("get-tuple-element", "bitcast", "copy", "reshape", "transpose", "convert"),
     *("slice", "copy-start", "copy-done"),
 )
-"""Opcodes whose result is the weight still."""
+"""Opcodes whose result still holds the weight."""
 
 
 def kept(
@@ -37,7 +37,7 @@ def kept(
     legs: Sequence[Leg],
     accumulate: int,
 ) -> Iterator[Difference]:
-    """Matrices of units that stay whole from forward to backward."""
+    """Yields matrices of units that stay unsharded from forward to backward."""
     gathers = [
         leg
         for leg in legs
@@ -49,7 +49,7 @@ def kept(
         for row in plan.rows
     }
     yield from _stacks(program, arrays, gathers, accumulate, pieces)
-    if not program.is_cpu:  # There, equal gathers of straight code become one.
+    if not program.is_cpu:  # XLA:CPU merges equal gathers outside of loops.
         yield from _singles(arrays, gathers)
 
 
@@ -60,9 +60,10 @@ def _stacks(
     accumulate: int,
     pieces: Set[Dims],
 ) -> Iterator[Difference]:
-    """Whole stacks that a loop carries, of what is gathered once a microbatch.
+    """Yields unsharded stacks that a loop carries and that are gathered only once.
 
-    But for those that look like the `pieces` of parameters, which belong there.
+    Stacks with the dims of a parameter's shard (`pieces`) are skipped: loops carry
+    those by design.
     """
     carried = [shape for one in loops(program) for shape in one.shapes]
     for leg in gathers:
@@ -74,6 +75,8 @@ def _stacks(
         alike = {x.row for x in gathers if key_of(x) == key_of(leg)}
         once = sum(math.prod(row.shape[: row.num_stacked]) for row in alike)
         times = sum(one.times for one in arrays if key_of(one) == key_of(leg))
+        # With more gathers than that, backward gathers again, and the carried array is
+        # another one of the same dims.
         if times <= accumulate * once:
             yield Difference(
                 named([leg.row]),
@@ -85,7 +88,7 @@ def _stacks(
 
 
 def _singles(arrays: Sequence[Moved], gathers: Sequence[Leg]) -> Iterator[Difference]:
-    """Gathers of forward that an instruction of backward reads."""
+    """Yields gathers in forward whose result an instruction of backward reads."""
     rows: dict[object, list[ParamPlan]] = {}
     for leg in gathers:
         if not leg.row.num_stacked:
@@ -110,7 +113,7 @@ def _singles(arrays: Sequence[Moved], gathers: Sequence[Leg]) -> Iterator[Differ
 
 
 def _result(one: Moved) -> Instruction:
-    """What holds the gathered array, where several travelled together."""
+    """Returns the gathered array, behind `-done` and `get-tuple-element`."""
     result, within = one.instruction, one.computation
     for reader in within.readers.get(result.name, []):
         if reader.opcode.endswith("-done"):
@@ -122,7 +125,7 @@ def _result(one: Moved) -> Instruction:
 
 
 def _reader_in_backward(within: Computation, weight: Instruction) -> Instruction | None:
-    """An instruction of backward that reads the weight, through what is its view."""
+    """Returns an instruction of backward that reads the weight or a view of it."""
     open_, seen = [weight], {weight.name}
     while open_:
         for reader in within.readers.get(open_.pop().name, []):
@@ -133,6 +136,7 @@ def _reader_in_backward(within: Computation, weight: Instruction) -> Instruction
                 open_.append(reader)
             elif reader.opcode != "tuple" and _is_backward(reader.op_name):
                 return reader
+            # A fusion with as many elements may return the weight, e.g. converted.
             elif reader.opcode == "fusion" and _size(reader) == _size(weight):
                 open_.append(reader)
     return None

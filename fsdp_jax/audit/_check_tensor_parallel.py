@@ -1,4 +1,4 @@
-"""Matrices that are brought together over `tp`, of which ranks need their part."""
+"""Finds weight matrices that are gathered over `tp`."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ FIX = (
 
 
 def over_tp(plan: Plan, arrays: Sequence[Moved]) -> Iterator[Difference]:
-    """Gathers over `tp` of matrices that are split over it: there should be none.
+    """Yields gathers over `tp` of matrices that the plan splits over it.
 
-    Told by their dims, like all that is left to XLA; what `sequence_parallel` moves are
-    tokens, whatever their dims.
+    XLA partitions `tp` by itself, so matrices are recognized by their dims. Gathers in
+    the scope of `sequence_parallel` are activations, whatever their dims.
     """
     split = [r for r in plan.rows if r.tensor_dim is not None and r.ndim_in_unit > 1]
     for one in arrays:
@@ -43,7 +43,7 @@ def over_tp(plan: Plan, arrays: Sequence[Moved]) -> Iterator[Difference]:
 
 
 def _whole(plan: Plan, row: ParamPlan) -> list[Dims]:
-    """Dims of a matrix that no axis splits, of one unit and of a stack."""
+    """Returns the unsharded dims of a matrix, in its stack and in one unit."""
     forms = []
     for sliced in (False, True):
         dims = list(dims_of(plan, row, (), sliced=sliced))

@@ -1,4 +1,4 @@
-"""What an array that is on no leg of the plan most likely is."""
+"""Finds the likely cause of a collective that the plan does not expect."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from fsdp_jax.sharding._plan import Plan
 def diagnose(
     plan: Plan, one: Moved, legs: Sequence[Leg], missing: Sequence[Leg]
 ) -> Difference:
-    """The difference between an array that travels and the leg that is nearest to it.
+    """Returns the difference between an unexpected array and the nearest expectation.
 
     Args:
-      plan: The plan.
-      one: What is on no leg of it.
-      legs: All legs.
-      missing: Those that nothing travels on.
+      plan: Plan of the program.
+      one: Array of an unexpected collective.
+      legs: All expected collectives.
+      missing: Expected collectives that the program does not run.
     """
     for suspect in _suspects(plan, one, legs, missing):
         whole = _whole(one)
@@ -29,6 +29,7 @@ def diagnose(
             for leg in suspect.legs
             if (dims := suspect.seen(leg)) and _sorted(dims) == _sorted(whole)
         ]
+        # Dims in this very order are stronger evidence than permuted ones.
         exact = [leg for leg, dims in alike if dims == whole and one.is_in_order]
         if found := exact or [leg for leg, _ in alike]:
             (leg, *_) = nearest(found, one)
@@ -44,12 +45,13 @@ def diagnose(
 
 @dataclasses.dataclass(frozen=True)
 class _Suspect:
-    """A way to be off.
+    """A kind of deviation from the plan.
 
     Attributes:
-      legs: Those that may be off in this way.
-      seen: Leg -> dims of the whole side that would then be seen; None for never.
-      fix: What mends it.
+      legs: Expected collectives that may deviate in this way.
+      seen: Function from an expected collective to the dims of its unsharded side under
+        this deviation; None if it cannot deviate so.
+      fix: Likely fix.
     """
 
     legs: Sequence[Leg]
@@ -60,7 +62,7 @@ class _Suspect:
 def _suspects(
     plan: Plan, one: Moved, legs: Sequence[Leg], missing: Sequence[Leg]
 ) -> list[_Suspect]:
-    """Ways for an array to be off, the likelier first."""
+    """Returns the kinds of deviation, the likelier first."""
     tp = plan.mesh.shape["tp"]
     is_gather = one.op == "all-gather"
     same_op = [leg for leg in legs if leg.op == one.op]

@@ -1,4 +1,4 @@
-"""What a plan says travels: one leg for each station of a parameter's way."""
+"""Expected collectives of a plan: gathers and reductions of each parameter."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ _HLO_DTYPES = {
 
 @dataclasses.dataclass(frozen=True)
 class Leg:
-    """One collective that the plan says a parameter, or a unit's slice of it, takes.
+    """One expected collective of a parameter, or of one unit's slice of it.
 
     Attributes:
-      row: The parameter.
-      kind: `gather` and `reduce` happen wherever its unit runs; `enter` when the step
-        begins and `late` once a step.
-      op: E.g. `all-gather`.
+      row: Parameter.
+      kind: `gather` and `reduce` run in every use of the unit, `enter` runs at the
+        beginning of the step and `late` once per step.
+      op: Opcode, e.g. `all-gather`.
       axes: Mesh axes.
-      dtype: As HLO writes it.
-      sent: Dims of what each device gives, at tp width.
-      received: Dims of what each device gets.
-      most: How often a step at most; None where the plan does not say, since a unit
-        may be used more than once.
+      dtype: Communicated dtype, as HLO writes it.
+      sent: Dims of the array that each device sends, at tp width.
+      received: Dims of the array that each device receives.
+      most: Maximum number of runs per step; None if unbounded, since a unit may be used
+        more than once.
     """
 
     row: ParamPlan
@@ -52,28 +52,28 @@ class Leg:
 
     @property
     def whole(self) -> Dims:
-        """The side that is not split over its axes."""
+        """Dims of the side that is not split over `axes`."""
         return self.received if self.op == "all-gather" else self.sent
 
 
 def hlo_dtype(dtype: jnp.dtype) -> str:
-    """The name of a dtype in HLO."""
+    """Returns HLO's name of a dtype."""
     return _HLO_DTYPES.get(dtype.name, dtype.name.replace("float8_", "f8"))
 
 
 def legs(plan: Plan) -> list[Leg]:
-    """All that the plan says travels over data axes."""
+    """Returns all collectives over data axes that the plan expects."""
     return [leg for row in plan.rows for leg in _legs(plan, row)] + [*_largest(plan)]
 
 
 def dims_of(plan: Plan, row: ParamPlan, axes: tuple[str, ...], *, sliced: bool) -> Dims:
-    """Dims on one device, split over the data axes `axes`, over tp and over ep.
+    """Returns the dims on one device, split over the data axes `axes`, tp and ep.
 
     Args:
-      plan: The plan.
-      row: One of its parameters.
-      axes: What splits it.
-      sliced: Of one unit of a stack.
+      plan: Plan of the parameter.
+      row: Parameter.
+      axes: Data axes that split it.
+      sliced: Whether to drop the stacked dims, for the slice of one unit.
     """
     dims = row.on_device(plan.mesh, row.padded_shape, axes)
     return dims[row.num_stacked if sliced else 0 :]
@@ -83,6 +83,7 @@ def _legs(plan: Plan, row: ParamPlan) -> Iterator[Leg]:
     places = row.placements
     param = "u8" if row.gather else hlo_dtype(row.precision.param)
     enters = tuple(a for a in places.optimizer if a not in places.parameter)
+    # MXFP8 gathers block scales beside the values.
     in_blocks = isinstance(row.gather, MXFP8Gather)
     for view in (lambda dims: dims, partial(_scales, row))[: 2 if in_blocks else 1]:
         if places.parameter:
@@ -104,14 +105,14 @@ def _legs(plan: Plan, row: ParamPlan) -> Iterator[Leg]:
 
 
 def _scales(row: ParamPlan, dims: Dims) -> Dims:
-    """The dims of the scales of a piece of those dims."""
+    """Returns the dims of the block scales of a shard with dims `dims`."""
     scales = list(dims)
     scales[row.block_dim] = num_blocks(dims[row.block_dim])
     return tuple(scales)
 
 
 def _largest(plan: Plan) -> Iterator[Leg]:
-    """The magnitudes on which ranks agree, of all tensors in one array."""
+    """Yields the all-reduces of the float8 amaxes, concatenated over all tensors."""
     scaled = [row for row in plan.rows if is_float8(row)]
     for axes in dict.fromkeys(row.placements.optimizer for row in scaled):
         own = [row for row in scaled if row.placements.optimizer == axes]
@@ -138,12 +139,12 @@ def _reductions(plan: Plan, row: ParamPlan) -> Iterator[Leg]:
     scattered = tuple(a for a in places.optimizer if a in late)
     summed = tuple(a for a in late if a not in scattered)
     wide = hlo_dtype(precision.main_grads) if precision.accumulate_wide else wire
-    # In the last backward unit by unit, or behind it the whole stack at once.
+    # A stack is reduced unit by unit in the last backward, or as a whole after it.
     for sliced in (False, True) if row.num_stacked else (False,):
         before = dims_of(plan, row, places.gradient, sliced=sliced)
         after = dims_of(plan, row, places.optimizer, sliced=sliced)
         stack = math.prod(row.shape[: row.num_stacked]) if sliced else 0
-        # A scan that reduces a unit later reduces zeros once.
+        # A scan that delays the reduction by one unit also reduces zeros once.
         most = stack + 1
         if scattered:
             yield Leg(row, "late", scatter, scattered, wire, before, after, most)

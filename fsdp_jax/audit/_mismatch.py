@@ -1,4 +1,4 @@
-"""One thing that a program does otherwise than its plan says, in words."""
+"""One difference between a program and its plan, with its wording."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from fsdp_jax.sharding._plan import ROOT, ParamPlan
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """A line of the error.
+    """One difference between a program and its plan.
 
     Attributes:
-      subject: Whom it concerns: parameters and their unit, or what travels.
-      plan: What the plan says.
-      program: What the program does.
-      fix: What most likely mends it.
+      subject: Parameters with their unit, or the collective.
+      plan: Value in the plan.
+      program: Value in the program.
+      fix: Likely fix.
     """
 
     subject: str
@@ -28,7 +28,7 @@ class Difference:
     fix: str
 
     def __str__(self) -> str:
-        """The line."""
+        """Returns the difference as one line of the error."""
         return (
             f"{self.subject}: the plan says {self.plan}; the program {self.program}. "
             f"Likely fix: {self.fix}."
@@ -36,7 +36,7 @@ class Difference:
 
 
 def difference_grid(differences: Sequence[Difference]) -> Grid:
-    """Differences as a table."""
+    """Returns the differences as a table."""
     headers = ("of", "the plan says", "the program", "likely fix")
     return Grid(
         dict.fromkeys(headers, "text"),
@@ -45,17 +45,17 @@ def difference_grid(differences: Sequence[Difference]) -> Grid:
 
 
 def array(dtype: str, dims: Dims) -> str:
-    """An array as HLO writes it."""
+    """Formats an array as HLO does, e.g. `bf16[8,128]`."""
     return f"{dtype}[{','.join(map(str, dims))}]"
 
 
 def over(axes: Sequence[str] | None) -> str:
-    """Mesh axes in words."""
+    """Formats mesh axes, e.g. "over dp_shard x cp"."""
     return "over " + " x ".join(axes) if axes else "along no axes of the mesh"
 
 
 def says(leg: Leg) -> str:
-    """What a plan says of one leg."""
+    """Formats an expected collective."""
     often = {"enter": ", once a step", "late": ", once a step"}.get(leg.kind, "")
     sides = f"{array(leg.dtype, leg.sent)} to {array(leg.dtype, leg.received)}"
     if leg.op == "all-reduce":
@@ -64,7 +64,7 @@ def says(leg: Leg) -> str:
 
 
 def does(one: Moved) -> str:
-    """What a program does with one array."""
+    """Formats a collective of the program."""
     sides = f"{array(one.dtype, one.sent)} to {array(one.dtype, one.received)}"
     if one.op == "all-reduce":
         sides = array(one.dtype, one.sent)
@@ -73,7 +73,7 @@ def does(one: Moved) -> str:
 
 
 def nearest(found: Sequence[Leg], one: Moved) -> list[Leg]:
-    """Those legs that an array is most likely on: of its unit, and of its very dims."""
+    """Returns the expected collectives nearest to `one`: of its unit, with its dims."""
     wanted = ROOT if one.unit == "root" else one.unit
     found = [leg for leg in found if leg.row.unit == wanted] or list(found)
     if not one.is_in_order:
@@ -84,12 +84,12 @@ def nearest(found: Sequence[Leg], one: Moved) -> list[Leg]:
 
 
 def named(rows: Sequence[ParamPlan]) -> str:
-    """Parameters with their unit; of many the first."""
+    """Formats parameters by the first one's name and unit, and the number of others."""
     rows = list(dict.fromkeys(rows))
     more = f" or {len(rows) - 1} more" if len(rows) > 1 else ""
     return f"'{rows[0].name}'{more} (unit '{rows[0].unit}')"
 
 
 def named_legs(found: Sequence[Leg], one: Moved) -> str:
-    """The parameters that an array most likely is."""
+    """Formats the parameters that `one` most likely holds."""
     return named([leg.row for leg in nearest(found, one)])

@@ -1,4 +1,4 @@
-"""What an audited program moves, as a table: one row a kind of collective of a unit."""
+"""Table of an audited program's collectives: one row per kind and unit."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from fsdp_jax.sharding._plan import ROOT
 
 @dataclasses.dataclass(frozen=True)
 class AuditedRow:
-    """Arrays that travel alike.
+    """Communicated arrays of the same kind, unit, dtype and axes.
 
     Attributes:
-      op: E.g. `all-gather`.
-      unit: Whose parameters, or gradients; "-" for arrays of none, or of several that
-        XLA merged.
-      dtype: What crosses the wire, as HLO writes it.
-      axes: Mesh axes along which; empty if along none of them as a whole.
-      arrays: How many a step.
-      bytes: Their size a step, whole: what a gather makes, what a reduction takes.
+      op: Opcode, e.g. `all-gather`.
+      unit: Unit of the parameters or gradients; "-" for arrays of no unit, or of
+        several units that XLA merged.
+      dtype: Communicated dtype, as HLO writes it.
+      axes: Mesh axes; empty if the replica groups lie along none.
+      arrays: Number of arrays per step.
+      bytes: Unsharded bytes per step: results of gathers, operands of reductions.
     """
 
     op: str
@@ -35,30 +35,30 @@ class AuditedRow:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Audited:
-    """What a program that passed its audit moves in a step.
+    """Collectives per step of a program that passed its audit.
 
-    `print(audited)` shows it as a table.
+    `print(audited)` shows a table.
 
     Attributes:
-      rows: In the order in which they first travel.
+      rows: Rows of the table, in the order of their first collective.
     """
 
     rows: tuple[AuditedRow, ...]
 
     def __repr__(self) -> str:
-        """The table, below what it is."""
+        """Formats headline and table as text."""
         return "\n".join([_headline(self), "", _grid(self).as_text()])
 
     def _repr_html_(self) -> str:
-        """The same for a notebook, with bars for the bytes."""
+        """Formats headline and table as HTML, with bars for the bytes."""
         return html_page([_headline(self), _grid(self)])
 
 
 def audited(arrays: Iterable[Moved]) -> Audited:
-    """Counts what a program moves.
+    """Counts the communicated arrays of a program.
 
     Args:
-      arrays: From `moved`.
+      arrays: Arrays from `moved`.
     """
     counts: dict[tuple, tuple[int, int]] = {}
     for one in arrays:

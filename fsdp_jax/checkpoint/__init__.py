@@ -1,4 +1,4 @@
-"""Checkpoints: any mesh to any mesh, atomic, nothing cast or dropped in silence."""
+"""Sharded checkpoints: saved atomically, loaded onto any mesh, never cast silently."""
 
 from fsdp_jax.checkpoint._assets import load_files as load_files
 from fsdp_jax.checkpoint._checkpointer import Checkpointer as Checkpointer

@@ -1,4 +1,4 @@
-"""Files that a step carries, such as a tokenizer's."""
+"""Files saved in a step, such as a tokenizer's."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from pathlib import Path
 from fsdp_jax.checkpoint._manifest import Manifest
 from fsdp_jax.checkpoint._steps import Step, open_step
 
-# A file, a directory of files, or several of these, each by its own name.
+# A file, a directory of files, or several of these, which keep their names.
 Files = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 
-# The folder of a step with the files that `save` was given.
+# Folder of a step with the `files` of `save`.
 FOLDER = "files"
 
 
 def load_files(path: str | os.PathLike[str], name: str, *, step: Step = None) -> Path:
-    """Where the files lie that a step carries; they are as they were saved.
+    """Returns the folder of files saved in a step, verified.
 
     Args:
-      path: The directory that `save` wrote to.
-      name: As in the `files` of `save`.
-      step: As for `load`.
+      path: Directory that `save` wrote to.
+      name: Name in the `files` of `save`.
+      step: Step to read, as in `load`.
 
     Returns:
-      The folder within the step, to read from.
+      Folder inside the step; read only.
 
     Raises:
-      ValueError: If there is no such step, or it carries no such files.
-      DamagedCheckpointError: As for `load`.
+      ValueError: If there is no such step, or no files of that name.
+      DamagedCheckpointError: If the step is not as it was written.
     """
     directory, manifest = open_step(path, step)
     names = names_of_files(manifest)
@@ -42,16 +42,17 @@ def load_files(path: str | os.PathLike[str], name: str, *, step: Step = None) ->
 
 
 def names_of_files(manifest: Manifest) -> list[str]:
-    """The names under which a step carries files."""
+    """Returns the names under which a step has files."""
     inside = [file.split("/") for file in manifest.files]
     return sorted({parts[1] for parts in inside if parts[0] == FOLDER})
 
 
 def find_files(files: Mapping[str, Files]) -> dict[str, Path]:
-    """What to copy into a step: the source of each file, by its place in there.
+    """Returns the source of each file to copy into a step, by its path there.
 
     Raises:
-      ValueError: If a path is no file and no directory of files, or a name no word.
+      ValueError: If a path is neither a file nor a directory of files, or a name is not
+        an identifier.
     """
     found, problems = {}, unusable_names(files)
     for name, given in files.items():
@@ -70,5 +71,5 @@ def find_files(files: Mapping[str, Files]) -> dict[str, Path]:
 
 
 def unusable_names(names: Mapping[str, object]) -> list[str]:
-    """Of names that become those of files, what is wrong with each that cannot."""
+    """Returns a message for each name that cannot become a file name."""
     return [f"{name!r} is no word" for name in names if not name.isidentifier()]

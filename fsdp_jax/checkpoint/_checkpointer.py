@@ -1,4 +1,4 @@
-"""Checkpoints of a training loop: in the background, by policy, and before the end."""
+"""Checkpoints of a training loop: asynchronous, by policy, and on SIGTERM."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ _KILLED_BY_SIGTERM = 128 + signal.SIGTERM
 
 
 class NotSavedError(RuntimeError):
-    """A save in the background failed: a full disk, a lost process."""
+    """An asynchronous save failed, e.g. because of a full disk or a lost process."""
 
 
 class Checkpointer:
-    """Saves while training goes on, and where it stopped the next start goes on.
+    """Saves in the background during training, and resumes from the newest step.
 
     ```
     with fsdp.Checkpointer(path) as checkpointer:
@@ -64,17 +64,17 @@ class Checkpointer:
             checkpointer.save(number, state)
     ```
 
-    A save copies the state to the host and returns; writing goes on behind. One save
-    is under way at a time, the next waits for it: so besides the state it takes as much
-    memory as the shards of this host once more, and no more.
+    A save copies the state to the host and returns; writing continues in the
+    background. The next save waits for the previous one, so that host memory holds at
+    most one copy of the shards of this host.
 
-    With `local` steps are saved to the disks of the hosts as well, more often: see
+    With `local`, steps are also saved to the disks of the hosts, more often: see
     `LocalCheckpoints`.
 
     After SIGTERM the next `save` saves whatever the policy says, waits until the step
-    is committed, and raises `SystemExit(143)`. Of several processes it is enough that
-    one gets the signal: jax's preemption service tells all of them at which step, about
-    a second later. For that `save` must be called after every step.
+    is committed, and raises `SystemExit(143)`. With several processes it is enough that
+    one gets the signal: jax's preemption service tells all of them the step to stop at,
+    about a second later. `save` must be called after every step for that.
     """
 
     def __init__(
@@ -86,21 +86,21 @@ class Checkpointer:
         local: LocalCheckpoints | None = None,
         timeout_secs: int = 600,
     ):
-        """Opens a directory; what an earlier run left there unfinished is removed.
+        """Opens a directory, and removes unfinished saves of earlier runs.
 
         Args:
-          path: The directory of the run; made if missing.
-          save_decision_policy: Which steps to save, e.g. Orbax's
-            `FixedIntervalPolicy(100)`; None: each that is given.
-          preservation_policy: Which steps to keep, e.g. Orbax's `LatestN(3)`; None:
-            all.
-          local: Also saves to the disks of the hosts; None: does not.
-          timeout_secs: After so long a save has failed, and a process that does not
-            answer is given up.
+          path: Directory of the run; created if missing.
+          save_decision_policy: Policy of steps to save, e.g. Orbax's
+            `FixedIntervalPolicy(100)`; None to save at each call.
+          preservation_policy: Policy of steps to keep, e.g. Orbax's `LatestN(3)`; None
+            to keep all.
+          local: Options of saves to the disks of the hosts; None for no such saves.
+          timeout_secs: Seconds after which a save has failed, and after which a process
+            that does not answer is lost.
 
         Raises:
           ValueError: If `local` does not fit the job, or `preservation_policy` ranks
-            steps by metrics, as `BestN` does: steps are saved without any.
+            steps by metrics, as `BestN` does: steps are saved without metrics.
         """
         _refuse_metrics(preservation_policy)
         check_local(path)
@@ -108,10 +108,10 @@ class Checkpointer:
         self._path = path
         self._timeout_secs = timeout_secs
         self._local = None if local is None else LocalStore(local, path, timeout_secs)
-        # Of the step that was resumed.
+        # Access to the step that was resumed.
         self._metadata: Callable[[], dict[str, Any]] | None = None
         self._files: Callable[[str], Path] | None = None
-        # Of the last save and the last local one, each by its step.
+        # Step and error of the last save, and of the last local save, if they failed.
         self._failure: tuple[int, Exception] | None = None
         self._local_failure: tuple[int, Exception] | None = None
         self._saving: int | None = None
@@ -130,7 +130,8 @@ class Checkpointer:
         )
 
     def __enter__(self) -> Checkpointer:
-        # With more processes the handler is jax's: one alone must not stop.
+        # With several processes, jax's preemption service handles the signal: they
+        # must stop at the same step.
         main = threading.current_thread() is threading.main_thread()
         if main and jax.process_count() == 1:
             before = signal.signal(signal.SIGTERM, self._on_sigterm)
@@ -138,7 +139,7 @@ class Checkpointer:
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        # Of several processes one that failed must not wait for what others report.
+        # With several processes, one that failed must not wait for the others.
         if kind is None or jax.process_count() == 1:
             self._settle_locally()
             self._settle()
@@ -147,27 +148,27 @@ class Checkpointer:
         except Exception as failure:
             if kind is None:
                 raise
-            # It must not take the place of the error that it comes of.
+            # It must not replace the original error.
             logging.getLogger("fsdp_jax").error("On closing: %s", failure)
         if kind is None:
             self._raise_failure()
 
     @property
     def metadata(self) -> dict[str, Any] | None:
-        """What the step was saved with that `resume` loaded; None if it loaded none."""
+        """Metadata of the step that `resume` loaded; None if it loaded none."""
         return None if self._metadata is None else self._metadata()
 
     def files(self, name: str) -> Path:
-        """Where the files lie that the step carries that `resume` loaded.
+        """Returns the folder of files in the step that `resume` loaded.
 
         Args:
-          name: As in the `files` of `save`.
+          name: Name in the `files` of `save`.
 
         Returns:
-          The folder within the step, to read from; of a local step on this host.
+          Folder inside the step, read only; of a local step, on this host.
 
         Raises:
-          ValueError: If it loaded none, or one that carries no such files.
+          ValueError: If `resume` loaded no step, or one without files of that name.
         """
         if self._files is None:
             raise ValueError(f"No step is loaded, of which to take files {name!r}.")
@@ -180,22 +181,26 @@ class Checkpointer:
         step: Step = None,
         extras: Mapping[str, Extra] | None = None,
     ) -> Any:
-        """Loads the newest step, or returns None where there is none yet.
+        """Loads the newest step, or returns None if there is none.
 
-        Local or not, the newer wins; of the same step the local one, which is nearer.
-        A local step is complete if all that the mould asks for is on one of the hosts
-        at least: on another mesh or number of processes too. What a host lacks or has
-        damaged comes from a peer; where none has it, the local step is passed over,
-        and the log says what is missing.
+        The newest step wins, local or not; for equal steps the local one, which is
+        faster to read. A step requested by number is loaded from `path` if it is there,
+        and from the local disks only otherwise. A local step is complete if the hosts
+        together have all that `mould` needs, also on another mesh or number of
+        processes. Files that a host lacks or has damaged are copied from a peer. If no
+        host has a file, the local step is skipped, and the log says what is missing.
 
         Args:
-          mould: As for `load`.
-          step: As for `load`; with `"latest-good"` a damaged step is passed over.
-          extras: As for `load`.
+          mould: Abstract state, as for `load`.
+          step: Step to load, as for `load`; `"latest-good"` skips damaged steps.
+          extras: Objects whose state to restore, as for `load`.
+
+        Returns:
+          Loaded state, or None.
 
         Raises:
-          ValueError: As for `load`.
-          DamagedCheckpointError: As for `load`.
+          ValueError: If the step does not fit `mould`, as for `load`.
+          DamagedCheckpointError: If the step is not as it was written.
         """
         first = jax.process_index() == 0
         found = gather(
@@ -226,23 +231,27 @@ class Checkpointer:
         extras: Mapping[str, Extra] | None = None,
         files: Mapping[str, Files] | None = None,
     ) -> bool:
-        """Saves if the policy or `local` says so; returns when `state` may be donated.
+        """Saves if the policy or `local` says so; the state may be donated afterwards.
 
-        An earlier save that failed is logged, and does not keep this one from being
-        made; `wait` and the end of the `with` block raise it if it was the last.
+        The failure of an earlier save is logged and does not prevent this one; `wait`
+        and the end of the `with` block raise it if it was the last save.
 
         Args:
-          step: `state.step`, which to read would wait for the device at every step.
-          state: What to save.
-          metadata: As for `save`.
-          extras: As for `save`; asked for their states before this returns.
-          files: As for `save`; copied behind. A local step reads them at once.
+          step: Number of the step, `state.step`; passed since reading it would wait for
+            the device at every step.
+          state: State to save.
+          metadata: Metadata, as for `fsdp_jax.save`.
+          extras: Objects to save, as for `fsdp_jax.save`; their states are read before
+            this returns.
+          files: Files to save, as for `fsdp_jax.save`; copied in the background, but
+            read at once for a local step.
 
         Returns:
           Whether it saves.
 
         Raises:
-          ValueError: As for `save`, or if `step` is not that of the state.
+          ValueError: If the step cannot be saved, as for `fsdp_jax.save`, or `step` is
+            not `state.step`.
           LostProcessError: If another process hangs or is gone.
           SystemExit: After SIGTERM, once the step is committed.
         """
@@ -268,17 +277,17 @@ class Checkpointer:
         return True
 
     def wait(self) -> None:
-        """Returns when the last saves are committed.
+        """Waits until the last saves are committed.
 
         Raises:
-          NotSavedError: If one failed; its cause says why.
+          NotSavedError: If one failed, with its error as the cause.
         """
         self._settle_locally()
         self._settle()
         self._raise_failure()
 
     def _find(self, step: Step) -> int | None:
-        """The step that is asked for, or the newest, of those that are not local."""
+        """Returns the requested or newest persistent step; None if there is none."""
         steps = committed_steps(self._path)
         if isinstance(step, int):
             return step if step in steps else None
@@ -291,7 +300,7 @@ class Checkpointer:
         self._local_failure = None
 
     def _start(self, step: int, state: TrainState, beside: Beside) -> None:
-        # Who hangs or is gone is named here; Orbax would wait for it.
+        # Reports a lost process by rank; Orbax would wait for it forever.
         gather("Saving", lambda: None, self._timeout_secs)
         self._settle()
         arguments = prepare(self._path, step, state, beside)
@@ -299,12 +308,12 @@ class Checkpointer:
         try:
             self._manager.save(step, args=arguments, force=True)
         except Exception:
-            # Of a process that ended on the way jax knows but that a connection broke.
+            # Reports a process lost during the save; jax only sees a broken connection.
             gather("Saving", lambda: None, self._timeout_secs)
             raise
 
     def _settle(self) -> None:
-        """Waits for the save under way, and keeps its error: Orbax raises it later."""
+        """Waits for the running save; keeps its error, which Orbax raises later."""
         step, self._saving = self._saving, None
         if step is None:
             return
@@ -316,11 +325,12 @@ class Checkpointer:
             raise
         except Exception as error:
             self._failure = step, error
+            # Drops the failed step from Orbax's cached list of steps.
             self._manager.reload()
             logging.getLogger("fsdp_jax").error("Step %d is not saved: %s", step, error)
 
     def _settle_locally(self) -> None:
-        """The same for the local save under way."""
+        """Waits for the running local save and keeps its error."""
         if self._local is not None:
             self._local_failure = self._local.settle() or self._local_failure
 
@@ -337,7 +347,7 @@ class Checkpointer:
 
 
 def _refuse_metrics(policy: PreservationPolicy | None) -> None:
-    """Refuses to rank steps by metrics, which a save does not give to Orbax."""
+    """Refuses policies that rank by metrics, which our saves do not pass to Orbax."""
     inner = getattr(policy, "policies", ())
     if isinstance(policy, BestN):
         raise ValueError(
@@ -351,7 +361,11 @@ def _refuse_metrics(policy: PreservationPolicy | None) -> None:
 
 
 def _local_steps(step: Step, found: int | None) -> range:
-    """Which local steps will do: none older than the one found elsewhere."""
+    """Returns the acceptable local steps.
+
+    A step requested by number, if it is not persistent; else those from the newest
+    persistent step `found` on.
+    """
     if isinstance(step, int):
         return range(step, step + 1 if found is None else step)
     return range(found or 0, sys.maxsize)

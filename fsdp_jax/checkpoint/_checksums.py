@@ -1,9 +1,9 @@
-"""A CRC-32C behind every chunk of values, which every reader of zarr verifies.
+"""Makes Orbax write a CRC-32C behind each chunk, which every zarr reader verifies.
 
-Orbax 0.12.8 writes none: a flipped bit of a value loads in silence. Its reader,
-TensorStore, verifies what the metadata of an array names, so it is enough to name the
-codec when the array is made. Orbax has no option for that; what stands in is the one
-private function that makes the metadata, for our handler alone.
+Orbax 0.12.8 writes no checksums: a flipped bit in a value loads silently. Its reader,
+TensorStore, verifies the codecs named in an array's metadata, so it suffices to name
+the codec when the array is created. Orbax has no option for that. This module replaces
+the one private function that builds the metadata, with effect for our handler only.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ _CODEC = {"name": "crc32c"}
 
 
 class _NoCompression:
-    """What our handler gives as `use_compression`: False, and known as ours."""
+    """False as `use_compression`, and recognizable as our handler's."""
 
     def __bool__(self) -> bool:
         return False
 
 
-# Without compression: weights hardly shrink (8 %), and zstd halves the speed.
+# No compression: weights hardly shrink (8 %), and zstd halves the speed.
 CHECKSUMMED: Any = _NoCompression()
 
 _metadata_of_orbax = tensorstore_utils._build_zarr3_metadata
@@ -33,6 +33,7 @@ def _build_zarr3_metadata(
 ) -> dict[str, Any]:
     metadata = _metadata_of_orbax(global_shape, chunk_shape, use_compression)
     if use_compression is CHECKSUMMED:
+        # The outer codec is `sharding_indexed`; its inner codecs apply to each chunk.
         metadata["codecs"][0]["configuration"]["codecs"].append(_CODEC)
     return metadata
 
@@ -41,6 +42,6 @@ tensorstore_utils._build_zarr3_metadata = _build_zarr3_metadata
 
 
 def is_checksummed(metadata: dict[str, Any]) -> bool:
-    """Whether the `zarr.json` of an array names the codec for its chunks."""
+    """Returns whether an array's `zarr.json` names the checksum codec."""
     (sharding,) = metadata["codecs"]
     return _CODEC in sharding["configuration"]["codecs"]

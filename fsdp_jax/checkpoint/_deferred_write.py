@@ -1,4 +1,4 @@
-"""Files that are written to a step beside its arrays."""
+"""Writes files beside the arrays of a step."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from pathlib import Path
 
 @dataclasses.dataclass(frozen=True)
 class Writing:
-    """Files still to be written to a step, as a future that Orbax waits for.
+    """Pending writes of files to a step, as a future that Orbax waits for.
 
     Attributes:
-      directory: Of the step; it exists once the arrays are written.
-      contents: By place in there: the content, or a file to copy.
+      directory: State directory of the step; it exists once the arrays are written.
+      contents: Content, or source file to copy, by path in the directory.
     """
 
     directory: str | os.PathLike[str]
     contents: Mapping[str, bytes | Path]
 
     def result(self, timeout: float | None = None) -> None:
-        """Writes them."""
+        """Writes the files."""
         for name, content in self.contents.items():
             path = Path(self.directory) / name
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -32,4 +32,4 @@ class Writing:
                 path.write_bytes(content)
 
     def cancel(self) -> None:
-        """Does nothing: there is nothing under way before `result`."""
+        """Does nothing, since no write is in flight before `result`."""

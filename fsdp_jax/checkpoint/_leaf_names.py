@@ -1,4 +1,4 @@
-"""How the leaves of a state are called on disk, whatever mesh or model made them."""
+"""Names and shapes of leaves on disk, independent of mesh and model library."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from fsdp_jax._tree import PyTree, named_leaves
 from fsdp_jax.optim._matrix_stack import Dealt, Member
 from fsdp_jax.sharding._padded import Padded
 
-# The file of a step that says of which kind the PRNG keys in it are: their words alone
-# do not, and other kinds have as many.
+# File of a step with the implementation of its PRNG keys, which their words do not
+# show: other implementations have equally many.
 IMPLS = "prng_impls.json"
 
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """One leaf as Orbax is given it.
+    """One leaf as passed to Orbax.
 
     Attributes:
-      value: A plain array, or its `jax.ShapeDtypeStruct`: what a `Padded` leaf wraps,
-        since only that is split evenly, and the words of PRNG keys.
-      shape: The logical shape, which is the one on disk.
-      impl: Of PRNG keys, the name of their kind, e.g. `"threefry2x32"`; else None.
+      value: Plain array or `jax.ShapeDtypeStruct`: the padded array of a `Padded` leaf,
+        since only that is split evenly, and the `uint32` words of PRNG keys.
+      shape: Logical shape, which is the shape on disk.
+      impl: Implementation of PRNG keys, e.g. `"threefry2x32"`; None for other leaves.
     """
 
     value: Any
@@ -37,24 +37,24 @@ class Leaf:
 
     @property
     def mould(self) -> jax.ShapeDtypeStruct:
-        """Logical shape and dtype."""
+        """Abstract array of logical shape."""
         return jax.ShapeDtypeStruct(self.shape, self.value.dtype)
 
     @property
     def is_abstract(self) -> bool:
-        """Whether it has no value yet."""
+        """Whether the leaf has no value."""
         return isinstance(self.value, jax.ShapeDtypeStruct)
 
 
 def flatten(tree: PyTree) -> dict[str, Leaf]:
-    """One flat dict of dotted names; logical shapes, PRNG keys as `uint32` words.
+    """Flattens a tree into leaves by dotted name; PRNG keys become `uint32` words.
 
     Args:
-      tree: A `TrainState` or any pytree of arrays or `jax.ShapeDtypeStruct`s.
+      tree: `TrainState` or any pytree of arrays or `jax.ShapeDtypeStruct`s.
 
     Raises:
-      ValueError: If two leaves have one name (`{"a.b": x, "a": {"b": y}}`): the second
-        would overwrite the first. If a leaf is no array.
+      ValueError: If two leaves have the same name (`{"a.b": x, "a": {"b": y}}`), since
+        the second would overwrite the first; or if a leaf is not an array.
     """
     named = [
         part for name, leaf in named_leaves(tree) for part in _by_parameter(name, leaf)
@@ -75,12 +75,12 @@ def flatten(tree: PyTree) -> dict[str, Leaf]:
 
 
 def unflatten(mould: PyTree, values: dict[str, Any]) -> PyTree:
-    """The inverse of `flatten`, in the structure of `mould`.
+    """Restores the structure of `mould`; inverse of `flatten`.
 
     Args:
-      mould: The tree that was flattened.
-      values: An array by name, of the shape of that leaf's `value`. A leaf without one
-        stays as it is.
+      mould: Tree that was flattened.
+      values: Arrays by name, with the shape of the leaf's `value`. A leaf without one
+        is left unchanged.
     """
     treedef = jax.tree.structure(mould, is_leaf=_is_node)
     return treedef.unflatten(
@@ -89,9 +89,9 @@ def unflatten(mould: PyTree, values: dict[str, Any]) -> PyTree:
 
 
 def layout(leaves: dict[str, Leaf]) -> dict[str, list[str]]:
-    """Shape, dtype and split of every leaf, as processes compare them.
+    """Returns shape, dtype and sharding of every leaf, to compare processes by.
 
-    Of an array of numpy, which one process writes for all, the values too.
+    A numpy array, which one process writes for all, is compared by value too.
     """
     return {
         name: [str(leaf.shape), str(leaf.value.dtype), _split(leaf.value)]
@@ -100,7 +100,7 @@ def layout(leaves: dict[str, Leaf]) -> dict[str, list[str]]:
 
 
 def is_key(leaf: Any) -> bool:
-    """Whether `leaf` holds typed PRNG keys."""
+    """Returns whether `leaf` holds typed PRNG keys."""
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
@@ -119,7 +119,7 @@ def _leaf(leaf: Any) -> Leaf:
 
 
 def _by_parameter(name: str, leaf: Any) -> list[tuple[str, Any]]:
-    """A leaf under its name; the parts of a stack under those of their parameters."""
+    """Returns a leaf with its name; a stack is split into its parameters' parts."""
     if not isinstance(leaf, Dealt):
         return [(_full_name(name, leaf), leaf)]
     pieces = zip(leaf.members, leaf.by_member(), strict=True)
@@ -130,13 +130,13 @@ def _by_parameter(name: str, leaf: Any) -> list[tuple[str, Any]]:
 
 
 def _full_name(name: str, leaf: Any) -> str:
-    """With whose array it is, if no parameter's name in it says that."""
+    """Appends the parameter that a `Padded` leaf belongs to if its name lacks it."""
     of = leaf.of if _is_padded(leaf) else ""
     return f"{name} ({of})" if of else name
 
 
 def _member_name(name: str, member: Member) -> str:
-    """The last component is the name of the stack, which says how it is split."""
+    """Replaces the last component, the stack's name, which depends on the sharding."""
     return f"{name.rpartition('.')[0]}.{member.name}"
 
 
@@ -152,7 +152,7 @@ def _filled(name: str, leaf: Any, values: dict[str, Any]) -> Any:
 
 
 def _dealt(name: str, leaf: Dealt, values: dict[str, Any]) -> Dealt:
-    """The stack of the values of its parameters; those not given stay as they are."""
+    """Stacks the values of the parameters; those not given are left unchanged."""
     names = [_member_name(name, member) for member in leaf.members]
     given = {n: values[n] for n in names if n in values}
     if not given:
@@ -171,7 +171,7 @@ def _is_node(leaf: Any) -> bool:
 
 
 def _key_words(leaf: Any) -> Any:
-    """The words of a PRNG key array, or their abstract shape with the same sharding."""
+    """Returns the words of PRNG keys; of abstract keys, abstract words."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
         words = jax.eval_shape(jax.random.key_data, leaf)
         return jax.ShapeDtypeStruct(words.shape, words.dtype, sharding=leaf.sharding)
@@ -179,11 +179,11 @@ def _key_words(leaf: Any) -> Any:
 
 
 def _as_key(words: jax.Array, mould: Any) -> jax.Array:
-    """The PRNG keys of the kind of `mould` that have these words."""
+    """Wraps words as PRNG keys with the implementation of `mould`."""
     return jax.random.wrap_key_data(words, impl=_impl(mould))
 
 
 def _impl(keys: Any) -> Any:
-    impls: list[Any] = []  # jax tells a key's kind for arrays and tracers only.
+    impls: list[Any] = []  # `key_impl` takes arrays and tracers only, so trace it.
     jax.eval_shape(lambda key: impls.append(jax.random.key_impl(key)), keys)
     return impls[0]

@@ -1,4 +1,4 @@
-"""Reading one step into a mould."""
+"""Loads one step into an abstract state."""
 
 from __future__ import annotations
 
@@ -37,45 +37,45 @@ def load(
     cast: Cast = "never",
     extras: Mapping[str, Extra] | None = None,
 ) -> Any:
-    """Reads a step onto any mesh: each device only the bytes of its own shards.
+    """Loads a step onto any mesh; each device reads only the bytes of its shards.
 
-    Every byte is verified by a checksum on the way. In Megatron's words, *unexpected*
-    is a leaf that is asked for and not stored, *missing* one that is stored and not
-    asked for.
+    Every byte is verified by a checksum. As in Megatron, an *unexpected* leaf is one in
+    `mould` that is not stored, and a *missing* leaf is one that is stored and not in
+    `mould`.
 
     Args:
-      path: The directory that `save` wrote to.
-      mould: What to fill, e.g. `abstract_state(plan, tx)`: shapes, dtypes, shardings.
-        Where a leaf of it is an array, that is what an unexpected leaf keeps; one that
-        is abstract must be in the checkpoint, whatever `strict` says.
-      step: Which step; None for the newest. `"latest-good"`: the newest of which every
-        byte is as it was written, with a warning for each that is passed over; it
-        reads them twice.
-      strict: What to do about leaves that do not correspond. `"raise_all"` refuses
-        both sorts; `"raise_unexpected"` and `"assume_ok_unexpected"` leave what is
-        missing unread; `"log_unexpected"`, `"log_all"` warn in the log `fsdp_jax`;
-        `"return_unexpected"`, `"return_all"` return them; `"ignore_all"` is silent.
-        Where a mode names only the unexpected, those that are missing are not read.
-      allow_shape_mismatch: Patterns of leaves that are cut at their end, or filled with
-        zeros, to the shape of the mould: for a vocabulary padded otherwise. A pattern
-        matches the last components of a name: `"embed.embedding"` is the parameter and
-        its moments.
-      cast: `"floats"` reads a float as the float that the mould asks for; `"never"`
-        refuses it; `"as_stored"` gives a float as it is stored, whatever the mould
-        says. All else always has its own dtype.
-      extras: Objects that take the state they had when `save` was given them, by the
-        same names; last of all, so that a load that fails leaves them as they were.
-        `strict` counts them as leaves.
+      path: Directory that `save` wrote to.
+      mould: Abstract state with shapes, dtypes and shardings, e.g.
+        `abstract_state(plan, tx)`. A leaf that is an array keeps its value if it is
+        unexpected; an abstract one must be stored, whatever `strict` says.
+      step: Step to load; None for the newest. `"latest-good"` loads the newest step
+        whose bytes are all as written, warns about each step that it skips, and reads
+        every byte twice.
+      strict: Handling of leaves that do not correspond. `"raise_all"` refuses both
+        sorts. `"raise_unexpected"` and `"assume_ok_unexpected"` refuse unexpected
+        leaves and do not read missing ones. `"log_unexpected"` and `"log_all"` warn in
+        the log `fsdp_jax`. `"return_unexpected"` and `"return_all"` return the names.
+        `"ignore_all"` is silent. Modes that name only unexpected leaves ignore missing
+        ones.
+      allow_shape_mismatch: Patterns of leaves that may be truncated, or padded with
+        zeros at the end, to the shape in `mould`, e.g. for a vocabulary with other
+        padding. A pattern matches the last components of a name: `"embed.embedding"` is
+        the parameter and its moments.
+      cast: `"floats"` casts stored floats to the float dtype in `mould`; `"never"`
+        refuses to; `"as_stored"` returns floats in their stored dtype. Other dtypes
+        must be equal.
+      extras: Objects whose state to restore, under the names passed to `save`. They are
+        set last, so a load that fails leaves them unchanged. `strict` counts them as
+        leaves.
 
     Returns:
       Arrays in the structure, dtypes and shardings of `mould`; a `Loaded` with these
-      and the names where `strict` begins with `return`.
+      and the names if `strict` begins with `return`.
 
     Raises:
-      ValueError: If the step does not hold the mould's leaves, in their shapes and
-        dtypes, but for what is allowed; all offenders in one message, before anything
-        is read.
-      DamagedCheckpointError: If it is not as it was written.
+      ValueError: If names, shapes or dtypes of the step differ from `mould` in ways
+        that are not allowed; lists all such leaves, before anything is read.
+      DamagedCheckpointError: If the step is not as it was written.
 
     Source: Megatron-LM dist_checkpointing/serialization.py::load
     """
@@ -95,20 +95,23 @@ def load_params(
     step: Step = None,
     cast: Cast = "never",
 ) -> PyTree:
-    """Reads the parameters of a saved `TrainState` and nothing else.
+    """Loads only the parameters of a saved `TrainState`.
 
-    For export, evaluation and a fresh start of the optimizer; Adam's moments, twice as
-    large as the parameters, are not read.
+    For export, evaluation or a new optimizer; Adam's moments, twice as large as the
+    parameters, are not read.
 
     Args:
-      path: The directory that `save` wrote to.
-      mould: `plan.params` of any mesh.
-      step: As for `load`.
-      cast: As for `load`.
+      path: Directory that `save` wrote to.
+      mould: Abstract parameters, `plan.params` of any mesh.
+      step: Step to load, as in `load`.
+      cast: Casts of floats, as in `load`.
+
+    Returns:
+      Arrays in the structure, dtypes and shardings of `mould`.
 
     Raises:
-      ValueError: As for `load`.
-      DamagedCheckpointError: As for `load`.
+      ValueError: If the stored parameters do not fit `mould`, as in `load`.
+      DamagedCheckpointError: If the step is not as it was written.
     """
     check_local(path)
     wanted = {_PARAMS + name: leaf for name, leaf in flatten(mould).items()}
@@ -119,30 +122,30 @@ def load_params(
 def load_shapes(
     path: str | os.PathLike[str], *, step: Step = None
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shape and dtype of every leaf of a step, by dotted name; reads no array.
+    """Returns shape and dtype of every leaf of a step by name, without reading arrays.
 
     Args:
-      path: The directory that `save` wrote to.
-      step: As for `load`.
+      path: Directory that `save` wrote to.
+      step: Step to read, as in `load`.
 
     Raises:
       ValueError: If there is no such step.
-      DamagedCheckpointError: As for `load`.
+      DamagedCheckpointError: If the step is not as it was written.
     """
     _, manifest = open_step(path, step)
     return manifest.leaves
 
 
 def load_metadata(path: str | os.PathLike[str], *, step: Step = None) -> dict[str, Any]:
-    """The `metadata` that `save` was given for a step; tuples, bytes and all.
+    """Returns the `metadata` passed to `save`, in its original types.
 
     Args:
-      path: The directory that `save` wrote to.
-      step: As for `load`.
+      path: Directory that `save` wrote to.
+      step: Step to read, as in `load`.
 
     Raises:
       ValueError: If there is no such step.
-      DamagedCheckpointError: As for `load`.
+      DamagedCheckpointError: If the step is not as it was written.
     """
     _, manifest = open_step(path, step)
     return decode(manifest.metadata)
@@ -156,7 +159,7 @@ def _read(
     options: Options,
     extras: Mapping[str, Extra],
 ) -> tuple[dict[str, jax.Array], Match]:
-    """Reads what is wanted of what is stored under the prefix `within`."""
+    """Reads the wanted leaves among those stored under the prefix `within`."""
     step = _agreed_step(path, step)
     with together("Loading"):
         directory, manifest = open_step(path, step)
@@ -171,6 +174,7 @@ def _read(
             [name for name in objects.names if name.startswith(within)],
             [f"extras.{name}" for name in extras],
         )
+    # Before `reshard`, a collective that must be the same program in all processes.
     check_same("the layout of what is loaded", layout(found.read))
     with together("Loading"):
         moulds = {name: leaf.value for name, leaf in found.read.items()}
@@ -185,7 +189,7 @@ def _read(
 
 
 def _agreed_step(path: str | os.PathLike[str], step: Step) -> int:
-    """The step that the first process finds: it alone looks, and verifies."""
+    """Returns the step that process 0 resolves; only this process verifies it."""
     with together("Loading"):
         found = resolve_step(path, step) if jax.process_index() == 0 else None
     return exchange(found)[0]
@@ -204,14 +208,14 @@ def _restore(directory: Path, wanted: dict[str, Any]) -> dict[str, jax.Array]:
         return read_arrays(directory, wanted)
     except (MemoryError, jax.errors.JaxRuntimeError):
         raise
-    except Exception as error:  # TensorStore raises bare `Exception`s.
+    except Exception as error:  # TensorStore raises plain `Exception`s.
         raise damaged(directory, [root_cause(error)]) from error
 
 
 def _without_excess(
     value: jax.Array, leaf: Leaf, stored_shape: tuple[int, ...]
 ) -> jax.Array:
-    """Zeros behind the end of a padded leaf that is cut within what was stored."""
+    """Zeroes the padding of a leaf whose stored value extends into the padding."""
     if all(have <= want for have, want in zip(stored_shape, leaf.shape, strict=True)):
         return value
 

@@ -1,8 +1,8 @@
-"""The manifest of a step: what it holds, and how each of its files can be checked.
+"""Manifest of a step: its leaves, and a size or digest of each file.
 
-A file of values is checked by its size and, chunk by chunk, by the checksums within it:
-to digest it as a whole would read all that was just written, and make a save by a third
-slower (measured). Of every other file there is a SHA-256.
+Data files are checked by size and by the checksum of each chunk inside them: a digest
+of the whole file would read back all that was just written and make a save a third
+slower (measured). Every other file has a SHA-256.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import jax
 import jax.numpy as jnp
 
 NAME = "manifest.json"
-# What Orbax writes once the step is finished, after the manifest.
+# Files that are not in the manifest: itself, and the marker that Orbax writes after it.
 _LATER = {NAME, "commit_success.txt"}
 
 
 class DamagedCheckpointError(ValueError):
-    """What was read is not what was written; no value of it is returned."""
+    """Data read differs from the data written; no value of it is returned."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,8 +32,8 @@ class File:
     """A file of a step.
 
     Attributes:
-      size: In bytes.
-      sha256: In hex; None for a file of values.
+      size: Size in bytes.
+      sha256: Digest in hex; None for a data file.
     """
 
     size: int
@@ -42,13 +42,14 @@ class File:
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """What a step holds.
+    """Contents of a step.
 
     Attributes:
       leaves: Shape and dtype of every leaf, by dotted name.
-      files: Every file, by its path within the step.
-      metadata: What the user saved with the step, as `_typed_json` encodes it.
-      digest: Of names, shapes and dtypes: equal for what loads into one mould.
+      files: Every file, by its path in the step.
+      metadata: User metadata, encoded by `_typed_json`.
+      digest: Digest of names, shapes and dtypes, equal for steps that load into the
+        same abstract state.
     """
 
     leaves: dict[str, jax.ShapeDtypeStruct]
@@ -58,12 +59,12 @@ class Manifest:
 
 
 def tree_digest(leaves: dict[str, Any]) -> str:
-    """A digest of the names, shapes and dtypes of leaves, in any order."""
+    """Returns an order-independent digest of the leaves' names, shapes and dtypes."""
     return _sha256_of(_leaves_as_json(leaves))
 
 
 def write_manifest(directory: Path, leaves: dict[str, Any], metadata: Any) -> None:
-    """Writes the manifest of what is in `directory`: the last file of a step."""
+    """Writes the manifest of the files in `directory`, as the step's last file."""
     body = {
         "leaves": _leaves_as_json(leaves),
         "digest": tree_digest(leaves),
@@ -81,7 +82,7 @@ def read_manifest(directory: Path) -> Manifest:
     """Reads the manifest of a step.
 
     Raises:
-      DamagedCheckpointError: If it is not as it was written.
+      DamagedCheckpointError: If the manifest is not as it was written.
     """
     try:
         content = json.loads((directory / NAME).read_bytes())
@@ -102,12 +103,12 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def check_files(directory: Path, manifest: Manifest) -> None:
-    """Compares the files of a step with its manifest, all but the values in them.
+    """Checks the files of a step against its manifest, without the values in them.
 
-    Whoever reads a value verifies the checksum of its chunk; `check_values` reads all.
+    Reading a value verifies the checksum of its chunk; `check_whole` reads all values.
 
     Raises:
-      DamagedCheckpointError: If a file is gone or differs; all in one message.
+      DamagedCheckpointError: If files are missing or differ; lists all of them.
     """
     present = _describe(directory, set(_files(directory)) & manifest.files.keys())
     problems = []
@@ -123,7 +124,7 @@ def check_files(directory: Path, manifest: Manifest) -> None:
 
 
 def damaged(directory: Path, problems: list[str]) -> DamagedCheckpointError:
-    """The error that names what is wrong with a step, and what to do."""
+    """Returns the error for a damaged step, with its problems and the fix."""
     return DamagedCheckpointError(
         f"'{directory}' is damaged in {len(problems)} place(s):\n  "
         + "\n  ".join(sorted(problems))
@@ -132,12 +133,12 @@ def damaged(directory: Path, problems: list[str]) -> DamagedCheckpointError:
 
 
 def holds_arrays(name: str) -> bool:
-    """Whether a file, by its place in the step, is of OCDBT, which holds the arrays."""
+    """Returns whether a file of a step belongs to the OCDBT store of the arrays."""
     return bool(re.fullmatch(r"(ocdbt\.process_\d+/)?(manifest\.ocdbt|d/[^/]+)", name))
 
 
 def _holds_values(name: str) -> bool:
-    """Whether a file is a data file of OCDBT, checksummed part by part."""
+    """Returns whether a file is an OCDBT data file, which has a checksum per chunk."""
     return bool(re.fullmatch(r"(ocdbt\.process_\d+/)?d/[^/]+", name))
 
 

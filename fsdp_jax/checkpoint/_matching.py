@@ -1,4 +1,4 @@
-"""What to read of a step, and what to say where it is not what was asked for."""
+"""Compares stored leaves with requested ones, and reports the differences."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ Strict = Literal[
 ]
 Cast = Literal["never", "floats", "as_stored"]
 
-# What becomes of leaves that are asked for and not stored, and of those that are stored
-# and not asked for.
+# Mode -> (action on requested leaves that are not stored, action on stored leaves that
+# are not requested).
 _ON_UNEXPECTED_AND_MISSING = {
     "assume_ok_unexpected": ("raise", "ignore"),
     "log_unexpected": ("log", "ignore"),
@@ -40,15 +40,15 @@ _ON_UNEXPECTED_AND_MISSING = {
 
 
 class Loaded(NamedTuple):
-    """What `load` returns where `strict` begins with `return`.
+    """Result of `load` if `strict` begins with `return`.
 
-    The words are Megatron's: seen from the checkpoint, so that *missing* is the reverse
-    of what `torch.nn.Module.load_state_dict` means by it.
+    The words are Megatron's, as seen from the checkpoint: *missing* is the reverse of
+    its meaning in `torch.nn.Module.load_state_dict`.
 
     Attributes:
-      state: What `load` returns otherwise.
-      missing: Names of leaves that are stored and that the mould does not ask for.
-      unexpected: Names of leaves that the mould asks for and that are not stored.
+      state: Loaded state.
+      missing: Names of stored leaves that were not requested.
+      unexpected: Names of requested leaves that are not stored.
     """
 
     state: PyTree
@@ -58,13 +58,14 @@ class Loaded(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """How strictly to load.
+    """Strictness of a load.
 
     Attributes:
       strict: One of Megatron's eight modes.
-      allow_shape_mismatch: Patterns of leaves that may be cut or filled with zeros.
-      cast: Whether floats may be stored as other floats, and which they then become.
-      impls: Of which kind stored PRNG keys are, by name.
+      allow_shape_mismatch: Patterns of leaves that may be truncated or padded with
+        zeros.
+      cast: Allowed casts between floats, see `load`.
+      impls: Implementations of stored PRNG keys, by name.
 
     Source: Megatron-LM dist_checkpointing/validation.py::StrictHandling
     """
@@ -77,12 +78,12 @@ class Options:
 
 @dataclasses.dataclass(frozen=True)
 class Match:
-    """Which leaves are read.
+    """Leaves to read, and differences to return.
 
     Attributes:
-      read: Of these, both stored and asked for.
-      missing: As in `Loaded`, where the mode returns them.
-      unexpected: As in `Loaded`, where the mode returns them.
+      read: Leaves that are both stored and requested.
+      missing: Missing names as in `Loaded`; empty unless the mode returns them.
+      unexpected: Unexpected names as in `Loaded`; empty unless the mode returns them.
     """
 
     read: dict[str, Leaf]
@@ -98,18 +99,19 @@ def match(
     stored_objects: Collection[str] = (),
     wanted_objects: Collection[str] = (),
 ) -> Match:
-    """Compares what is stored with what is wanted, before anything is read.
+    """Compares stored with requested leaves, before anything is read.
 
     Args:
-      where: The step, for messages.
-      stored: Shape and dtype of every leaf of it.
-      wanted: The leaves of the mould.
-      options: What may differ.
-      stored_objects: Names of the extras of it.
-      wanted_objects: Names of those that are asked for.
+      where: Step, for messages.
+      stored: Shape and dtype of every stored leaf.
+      wanted: Leaves of the abstract state.
+      options: Allowed differences.
+      stored_objects: Names of the stored extras.
+      wanted_objects: Names of the requested extras.
 
     Raises:
-      ValueError: If more differs than `options` allow; all offenders in one message.
+      ValueError: If there are differences that `options` do not allow; lists all of
+        them.
     """
     if options.strict not in _ON_UNEXPECTED_AND_MISSING:
         known = ", ".join(_ON_UNEXPECTED_AND_MISSING)
@@ -140,9 +142,9 @@ def match(
 
 
 def may_differ(name: str, patterns: Iterable[str]) -> bool:
-    """Whether a pattern matches the name, from any of its components on.
+    """Returns whether a pattern matches the last components of the name.
 
-    So `embed.embedding` is the parameter and its moments in the optimizer.
+    So `embed.embedding` matches the parameter and its moments in the optimizer.
     """
     parts = name.split(".")
     tails = [".".join(parts[start:]) for start in range(len(parts))]
@@ -156,7 +158,7 @@ def _only_in(names: Iterable[str], others: Collection[str]) -> tuple[str, ...]:
 def _unfilled(
     wanted: dict[str, Leaf], unexpected: tuple[str, ...], on_unexpected: str
 ) -> list[str]:
-    """Leaves without a value: not stored, and none given that could stay."""
+    """Lists the leaves that are not stored and have no value to keep."""
     if on_unexpected == "raise":
         return [f"not in the checkpoint: {name}" for name in unexpected]
     return [
@@ -180,7 +182,7 @@ def _misfits(
         stored = f"{have.dtype}{list(have.shape)}"
         return [f"{name}: stored {stored}, wanted {want.dtype}{list(want.shape)}"]
     kind = options.impls.get(name)
-    if kind and leaf.impl and kind != leaf.impl:  # plain words may hold any keys
+    if kind and leaf.impl and kind != leaf.impl:  # Plain words have no implementation.
         return [f"{name}: stored keys of {kind}, wanted keys of {leaf.impl}"]
     if getattr(leaf.value, "sharding", None) is None:
         return [f"{name}: the mould does not say its sharding"]

@@ -1,7 +1,7 @@
-"""What one process knows, told to all: a failure, or what it is about to do.
+"""Exchanges failures and small values between processes.
 
-Through the key-value store of `jax.distributed`, not by a collective: that would wait
-for a process that failed, without end and without a word.
+Uses the key-value store of `jax.distributed`, not a collective, which would wait
+forever for a process that failed.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from jax._src import distributed
 
 from fsdp_jax.launch import report_progress
 
-# How long a process may be behind the others: it may still write while they are done.
+# Default timeout: a process may still be writing when the others are done.
 TIMEOUT_SECS = 1200.0
-# Every process passes the same points in the same order; so the number names the point.
+# All processes pass the same exchange points in the same order: a counter names them.
 _points = itertools.count()
-# The last that was exchanged: what this process gave there is still stored.
+# Last point of `exchange`, whose value is still in the key-value store.
 _last_exchanged: list[str] = []
 
 
 class OtherProcessError(RuntimeError):
-    """Another process of the job failed; the message is its own."""
+    """Another process of the job failed; the message is that process's."""
 
 
 class LostProcessError(OtherProcessError):
@@ -36,21 +36,30 @@ class LostProcessError(OtherProcessError):
 
 
 def reserve() -> str:
-    """The name of the next point. Main thread only: so it is the same everywhere."""
+    """Returns the name of the next exchange point.
+
+    Call it on the main thread only, so that all processes get the same names.
+    """
     return f"fsdp_jax/checkpoint/{next(_points)}"
 
 
 def publish(point: str, value: Any) -> None:
-    """Gives a value, in types of JSON, to all processes; does not wait for any."""
+    """Publishes a value in JSON types to all processes, without waiting for any."""
     key = f"{point}/{jax.process_index()}"
     _client().key_value_set(key, json.dumps(value))
 
 
 def collect(point: str, timeout_secs: float = TIMEOUT_SECS) -> list[Any]:
-    """What each process published at a point, in order; waits until all have.
+    """Returns the values that all processes published at a point, in rank order.
+
+    Waits until all have published.
+
+    Args:
+      point: Name from `reserve`.
+      timeout_secs: Seconds to wait for all processes together.
 
     Raises:
-      LostProcessError: If one has not after that time; it names all of these.
+      LostProcessError: If processes have not published by then; lists all of them.
     """
     end = time.monotonic() + timeout_secs
     values: list[str | None] = []
@@ -66,40 +75,40 @@ def collect(point: str, timeout_secs: float = TIMEOUT_SECS) -> list[Any]:
 
 
 def exchange(value: Any, timeout_secs: float = TIMEOUT_SECS) -> list[Any]:
-    """Gives a value to all processes; what each gave, in order.
+    """Publishes a value, and returns the values of all processes in rank order.
 
     Args:
-      value: In types of JSON.
-      timeout_secs: As for `collect`.
+      value: Value in JSON types.
+      timeout_secs: Seconds to wait, as for `collect`.
 
     Raises:
-      LostProcessError: As for `collect`.
+      LostProcessError: If processes do not publish in time.
     """
     if jax.process_count() == 1:
         return [value]
     point = reserve()
     publish(point, value)
     told = collect(point, timeout_secs)
-    for before in _last_exchanged:  # which all have read, since all are here
+    for before in _last_exchanged:  # All have read it, since all have reached `point`.
         _client().key_value_delete(f"{before}/{jax.process_index()}")
     _last_exchanged[:] = [point]
     return told
 
 
 def gather(what: str, function: Callable[[], Any], timeout_secs: float) -> list[Any]:
-    """Calls a function in every process; if it fails in one, that is raised in all.
+    """Calls a function in every process; a failure in one is raised in all.
 
     Args:
-      what: What is done, for the message.
-      function: Returns what is given to the others, in types of JSON.
-      timeout_secs: As for `collect`.
+      what: Description of the work, for messages.
+      function: Function that returns a value in JSON types.
+      timeout_secs: Seconds to wait, as for `collect`.
 
     Returns:
-      What it returned in each process, in order.
+      Value of each process, in rank order.
 
     Raises:
-      OtherProcessError: Where it went well, if it failed elsewhere.
-      LostProcessError: As for `collect`.
+      OtherProcessError: If the function failed in other processes only.
+      LostProcessError: If processes do not answer in time.
     """
     report_progress(what)
     try:
@@ -115,15 +124,15 @@ def gather(what: str, function: Callable[[], Any], timeout_secs: float) -> list[
 
 @contextmanager
 def together(what: str, timeout_secs: float = TIMEOUT_SECS) -> Iterator[None]:
-    """Runs the body in every process; if it fails in one, it fails in all.
+    """Runs the body in every process; a failure in one is raised in all.
 
     Args:
-      what: What is done, for the message.
-      timeout_secs: As for `collect`.
+      what: Description of the work, for messages.
+      timeout_secs: Seconds to wait, as for `collect`.
 
     Raises:
-      OtherProcessError: Where it went well, if it failed elsewhere.
-      LostProcessError: As for `collect`.
+      OtherProcessError: If the body failed in other processes only.
+      LostProcessError: If processes do not answer in time.
     """
     report_progress(what)
     try:
@@ -136,7 +145,12 @@ def together(what: str, timeout_secs: float = TIMEOUT_SECS) -> Iterator[None]:
 
 
 def raise_others(what: str, failures: list[str | None]) -> None:
-    """Raises what other processes report, if any do."""
+    """Raises an `OtherProcessError` if any process reports a failure.
+
+    Args:
+      what: Description of the work, for the message.
+      failures: Failure of each process, in rank order; None for none.
+    """
     failed = {rank: said for rank, said in enumerate(failures) if said is not None}
     if failed:
         raise OtherProcessError(
@@ -146,30 +160,30 @@ def raise_others(what: str, failures: list[str | None]) -> None:
 
 
 def check_same(what: str, value: Any) -> None:
-    """Raises a `ValueError` in every process unless all are given the same value.
+    """Raises a `ValueError` in every process unless all pass the same value.
 
     Args:
-      what: What it is, for the message.
-      value: In types of JSON.
+      what: Description of the value, for the message.
+      value: Value in JSON types.
     """
     raise_unless_same(what, exchange(digest_of(value)))
 
 
 def digest_of(value: Any) -> str:
-    """Equal for what is equal.
+    """Returns a digest that is equal for equal values.
 
     Args:
-      value: In types of JSON.
+      value: Value in JSON types.
     """
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def raise_unless_same(what: str, digests: list[str]) -> None:
-    """Raises a `ValueError` unless the digests of all processes are one.
+    """Raises a `ValueError` unless the digests of all processes are equal.
 
     Args:
-      what: What it is, for the message.
-      digests: In the order of the processes.
+      what: Description of the value, for the message.
+      digests: Digests in rank order.
     """
     if len(set(digests)) > 1:
         groups = [
@@ -184,12 +198,12 @@ def raise_unless_same(what: str, digests: list[str]) -> None:
 
 
 def describe(error: Exception) -> str:
-    """An error in a line, as another process shows it."""
+    """Formats an error as one line, for other processes."""
     return f"{type(error).__name__}: {error}"
 
 
 def _value_by(key: str, end: float) -> str | None:
-    """What is published under a key until then; a moment is allowed even after it."""
+    """Waits for a value until `end`, at least 100 ms; None on timeout."""
     millis = max(100, int(1000 * (end - time.monotonic())))
     try:
         return _client().blocking_key_value_get(key, millis)

@@ -1,6 +1,6 @@
-"""Objects that are saved beside a state: a data iterator, an average, what one likes.
+"""Objects saved beside a state, such as data iterators or averages of weights.
 
-Each is written as typed JSON; the arrays of jax in it, with those of the state.
+Each is written as typed JSON; its jax arrays are stored with those of the state.
 """
 
 from __future__ import annotations
@@ -23,49 +23,51 @@ FOLDER = "extras"
 
 @runtime_checkable
 class Checkpointable(Protocol):
-    """An object that can say where it stands and go on from there.
+    """Protocol of an object with a state that can be saved and restored.
 
-    Every iterator of grain is one. A state is numbers, strings, bytes, numpy arrays,
-    lists, tuples and dicts of them, as in metadata; and arrays of jax or trees of
-    them, which keep their dtype and come back in the sharding that those of the object
-    have when it is restored.
+    Every iterator of grain implements it. A state consists of numbers, strings, bytes,
+    numpy arrays, and lists, tuples and dicts of them, as in metadata; and of jax arrays
+    or trees of them, which keep their dtype and are restored in the sharding of the
+    object's arrays at that time.
     """
 
     def get_state(self) -> Any:
-        """The state now."""
+        """Returns the current state."""
         ...
 
     def set_state(self, state: Any, /) -> None:
-        """Takes a state that `get_state` returned."""
+        """Restores a state returned by `get_state`."""
         ...
 
 
 @runtime_checkable
 class Stateful(Protocol):
-    """The same in PyTorch's words, as `torch.distributed.checkpoint.stateful` has it.
+    """PyTorch's form of the protocol, `torch.distributed.checkpoint.stateful`.
 
-    `torchdata`'s loaders are such.
+    The loaders of `torchdata` implement it.
     """
 
     def state_dict(self) -> Any:
-        """The state now."""
+        """Returns the current state."""
         ...
 
     def load_state_dict(self, state_dict: Any, /) -> Any:
-        """Takes a state that `state_dict` returned."""
+        """Restores a state returned by `state_dict`."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class PerProcess:
-    """An object of which each process has its own, such as an iterator over its files.
+    """Wraps an object that differs between processes, such as an iterator over files.
 
-    Without it all processes must have the same state, which is stored once.
+    Without it, all processes must have the same state, which is stored once.
 
     Attributes:
-      value: That of this process. Its state holds no array of jax: those are of all.
-      merge: What to do where another number of processes saved: from their states, in
-        order, the one for this process. None: it is refused.
+      value: Object of this process. Its state holds no jax array, since these are
+        global.
+      merge: Function from the states of all saving processes, in order, to the state of
+        this process; called if the number of processes has changed. None to refuse such
+        a load.
     """
 
     value: Checkpointable | Stateful
@@ -77,12 +79,12 @@ Extra = Checkpointable | Stateful | PerProcess
 
 @dataclasses.dataclass(frozen=True)
 class Captured:
-    """Objects as they stand.
+    """States of objects at one time.
 
     Attributes:
-      documents: The state of each in types of JSON, by name.
-      trees: The arrays in them, by dotted name.
-      own: Names of those of which each process has its own.
+      documents: State of each object in JSON types, by name.
+      trees: Arrays in the states, by dotted name.
+      own: Names of the objects that differ between processes.
     """
 
     documents: dict[str, Any]
@@ -91,20 +93,21 @@ class Captured:
 
     @property
     def leaves(self) -> dict[str, Leaf]:
-        """What is to be stored with the leaves of the state."""
+        """Arrays to store with the leaves of the state."""
         return flatten(self.trees)
 
     @property
     def shared(self) -> dict[str, Any]:
-        """What must be the same in all processes."""
+        """States that must be equal in all processes; None for per-process ones."""
         return {
             name: None if name in self.own else document
             for name, document in self.documents.items()
         }
 
     def contents(self) -> dict[str, bytes]:
-        """What this process writes: each file, by its place in the step."""
+        """Returns the files that this process writes, by path in the step."""
         rank, count = jax.process_index(), jax.process_count()
+        # [number of saving processes, None if shared; state]
         files = {
             f"{FOLDER}/{name}/{rank}.json": [count, document]
             if name in self.own
@@ -116,10 +119,10 @@ class Captured:
 
 
 def capture(extras: Mapping[str, Extra]) -> Captured:
-    """Asks each object for its state.
+    """Collects the state of each object.
 
     Raises:
-      ValueError: If one has no state, or one that cannot be stored.
+      ValueError: If an object has no state, or one that cannot be stored.
     """
     problems = unusable_names(extras)
     for name, extra in extras.items():
@@ -144,12 +147,12 @@ def capture(extras: Mapping[str, Extra]) -> Captured:
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """The objects of a step.
+    """Stored objects of a step.
 
     Attributes:
-      names: Those that are stored, as leaves are called.
-      documents: Of those asked for, what each process saved, in order; one for all
-        where they saved the same.
+      names: Names of all stored objects, as leaf names.
+      documents: States of the requested objects: one per saving process in order, or a
+        single one if they were equal.
     """
 
     names: frozenset[str]
@@ -159,16 +162,17 @@ class Stored:
 def read_extras(
     directory: Path, files: Mapping[str, Any], extras: Mapping[str, Extra]
 ) -> Stored:
-    """Reads the objects that are asked for, as far as they are stored.
+    """Reads the requested objects that are stored.
 
     Args:
-      directory: Of the step.
-      files: Of its manifest, by which they are as they were written.
-      extras: What is asked for.
+      directory: State directory of the step.
+      files: Files in the step's manifest, which verifies their contents.
+      extras: Requested objects.
 
     Raises:
-      ValueError: If what each process saved for itself is asked for as what all have
-        in common, or of another number of processes and not to be merged.
+      ValueError: If an object was saved per process and is requested without
+        `PerProcess`, or the reverse; or if another number of processes saved it and it
+        has no `merge`.
     """
     parts = [file.split("/") for file in files]
     names = {part[1] for part in parts if part[0] == FOLDER}
@@ -186,16 +190,17 @@ def choose_extras(
     stored: Mapping[str, tuple[int | None, list[Any]]],
     extras: Mapping[str, Extra],
 ) -> Stored:
-    """What of the objects of a step is asked for.
+    """Returns the requested objects of a step.
 
     Args:
-      where: The step, for messages.
-      stored: By name how many processes saved their own, None if it is one for all;
-        and the documents. Of what is not asked for they may be left out.
-      extras: What is asked for.
+      where: Step, for messages.
+      stored: Number of processes that saved their own state, None for a shared state;
+        and the documents; by name. Documents of objects that are not requested may be
+        left out.
+      extras: Requested objects.
 
     Raises:
-      ValueError: As for `read_extras`.
+      ValueError: If a stored object does not fit the request, as in `read_extras`.
     """
     problems, documents = [], {}
     for name in stored.keys() & extras.keys():
@@ -212,16 +217,17 @@ def restore_extras(
     stored: Stored,
     values: Mapping[str, jax.Array],
 ) -> None:
-    """Gives each object that is stored the state that it had.
+    """Restores the state of each stored object.
 
     Args:
-      extras: The objects.
-      captured: Of the same, before: the mould of their arrays.
-      stored: What was read of them.
-      values: The arrays, by the name of the leaf.
+      extras: Objects to restore.
+      captured: Their states before the restore, which have the shardings of their
+        arrays.
+      stored: Stored states.
+      values: Stored arrays by leaf name.
 
     Raises:
-      ValueError: If a state has arrays where the object has none to say their
+      ValueError: If a stored state has arrays where the object has none to define their
         sharding.
     """
     trees = unflatten(captured.trees, dict(values))
@@ -247,7 +253,14 @@ def restore_extras(
 
 
 def _misfits(name: str, saved_by: int | None, found: int, extra: Extra) -> list[str]:
-    """Why what was saved, by so many or (None) once for all, is not for this object."""
+    """Returns the reasons why a saved state does not fit `extra`.
+
+    Args:
+      name: Name of the object.
+      saved_by: Number of processes that saved their own state; None for a shared state.
+      found: Number of states found.
+      extra: Object to restore.
+    """
     count, where = jax.process_count(), f"{FOLDER}.{name}"
     is_own = isinstance(extra, PerProcess)
     if not is_own and saved_by is not None:

@@ -1,4 +1,4 @@
-"""Orbax, set up: what it writes for us and how, and nothing it decides by itself."""
+"""Orbax handler and manager with our formats, file sizes and failure handling."""
 
 from __future__ import annotations
 
@@ -33,24 +33,24 @@ from fsdp_jax.checkpoint._replace import finish_replacements
 from fsdp_jax.checkpoint._zarr import crop, zarr_metadata
 
 ITEM = "state"
-# What is read at once for any part of it: a mesh that cuts otherwise reads little more
-# than it needs.
+# Unit of reads: a load onto another mesh reads little more than it needs.
 _CHUNK_BYTES = 32 * 2**20
-# What goes to the disk while the next is encoded: of Orbax's 2 GiB nothing would before
-# all of a smaller state is. Of a larger one, the files of a process stay few.
+# A file is written to disk while the next one is encoded; with Orbax's 2 GiB, a smaller
+# state would be encoded completely before any write. Large states have larger files, so
+# that a process has at most `_MAX_FILES` of them.
 _FILE_BYTES = 64 * 2**20
 _MAX_FILES = 64
-# How Orbax calls a step until it is committed.
+# Orbax's suffix of a step's folder until it is committed.
 UNFINISHED = ".orbax-checkpoint-tmp"
 _FAILED = "failed"
 _ATTEMPTS = 20
 
 
 class StateHandler(ocp.PyTreeCheckpointHandler):
-    """Orbax's handler, with checksums, logical shapes, and a manifest as last file."""
+    """Orbax handler with checksums, logical shapes, and a manifest as the last file."""
 
     def __init__(self, timeout_secs: float = TIMEOUT_SECS):
-        # All who hold a replica write a part; Orbax's default asks JAX_PLATFORMS.
+        # Every replica writes a part; Orbax's default depends on JAX_PLATFORMS.
         arrays = ocp.type_handlers.ArrayHandler(use_replica_parallel=True)
         types = ocp.type_handlers.create_type_handler_registry(
             (jax.Array, arrays), (np.ndarray, ocp.type_handlers.NumpyHandler())
@@ -58,17 +58,17 @@ class StateHandler(ocp.PyTreeCheckpointHandler):
         super().__init__(
             use_zarr3=True, use_compression=CHECKSUMMED, type_handler_registry=types
         )
-        self.timeout_secs = timeout_secs  # after which a process is given up
+        self.timeout_secs = timeout_secs  # Until a silent process counts as lost.
         self._saving: StateSave | None = None
         self.failure: Exception | None = None
 
     async def async_save(
         self, directory: Any, item: Any = None, save_args: Any = None, args: Any = None
     ) -> Any:
-        """Remembers what `finalize` needs; one save at a time is under way.
+        """Starts a save, and keeps what `finalize` needs; only one save runs at a time.
 
-        With more processes a failure of one is kept until all have heard of it: if it
-        were raised at once, the others would wait for that process in a barrier.
+        With several processes, a failure is kept until all processes know of it:
+        raising at once would leave the others waiting for this process in a barrier.
         """
         self._saving, self.failure = args, None
         last = Writing(directory, args.contents)
@@ -82,7 +82,7 @@ class StateHandler(ocp.PyTreeCheckpointHandler):
         return [_Outcome(self, args.point, [*(futures or []), last])]
 
     def finalize(self, directory: Any) -> None:
-        """Writes the manifest when all processes are done, before the commit."""
+        """Writes the manifest after all processes are done, before the commit."""
         assert self._saving is not None
         if jax.process_count() == 1:
             self._write_manifest(directory, self._saving)
@@ -92,8 +92,8 @@ class StateHandler(ocp.PyTreeCheckpointHandler):
             self._write_manifest(directory, self._saving)
         except Exception as error:
             self.failure = self.failure or error
-            # Orbax commits the folder now; whoever is killed before it is removed
-            # leaves it to the next save, which knows it by this.
+            # Orbax commits the folder after this. The marker lets the next save remove
+            # it if this process is killed before it does so.
             with contextlib.suppress(OSError):
                 (Path(directory) / _FAILED).touch()
 
@@ -108,7 +108,7 @@ class StateHandler(ocp.PyTreeCheckpointHandler):
 
 @dataclasses.dataclass(frozen=True)
 class _Outcome:
-    """The writes of this process as one future, which tells all how they ended."""
+    """Writes of this process as one future, which publishes their outcome."""
 
     handler: StateHandler
     point: str
@@ -135,9 +135,9 @@ class StateSave(ocp.args.PyTreeSave):
 
     Attributes:
       leaves: Logical shape and dtype of every leaf of `item`.
-      metadata: For the manifest, in types of JSON.
-      point: Where processes tell each other how their writes ended.
-      contents: What this process writes beside the arrays, as `Writing` takes it.
+      metadata: Metadata for the manifest, in JSON types.
+      point: Exchange point at which processes publish the outcome of their writes.
+      contents: Further files that this process writes, as for `Writing`.
     """
 
     leaves: dict[str, jax.ShapeDtypeStruct] = dataclasses.field(default_factory=dict)
@@ -149,13 +149,13 @@ class StateSave(ocp.args.PyTreeSave):
 @ocp.args.register_with_handler(StateHandler, for_restore=True)
 @dataclasses.dataclass
 class StateRestore(ocp.args.PyTreeRestore):
-    """What a manager asks of every handler; `read_arrays` does without it."""
+    """Arguments of a restore: Orbax requires them, `read_arrays` does not use them."""
 
 
 def save_arguments(
     leaves: dict[str, Leaf], metadata: Any, contents: Mapping[str, bytes | Path]
 ) -> ocp.args.Composite:
-    """What to hand to a manager's `save`."""
+    """Returns the arguments for a manager's `save`."""
     item = {name: leaf.value for name, leaf in leaves.items()}
     chunked = {name: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES) for name in leaves}
     moulds = {name: leaf.mould for name, leaf in leaves.items()}
@@ -173,7 +173,7 @@ def save_arguments(
 
 
 def file_bytes(num_bytes: int) -> int:
-    """How large the files of a state of `num_bytes` are, in all processes alike."""
+    """Returns the target file size for a state of `num_bytes` in all processes."""
     return max(_FILE_BYTES, num_bytes // jax.process_count() // _MAX_FILES)
 
 
@@ -181,8 +181,8 @@ def file_bytes(num_bytes: int) -> int:
 def manager(
     path: str | os.PathLike[str], handler: StateHandler, **options: Any
 ) -> Iterator:
-    """Orbax's manager of the steps under `path`, closed again whatever happens."""
-    # Orbax refuses relative paths.
+    """Opens Orbax's manager of the steps under `path`, and closes it on exit."""
+    # Orbax rejects relative paths.
     with ocp.CheckpointManager(
         Path(path).absolute(),
         options=ocp.CheckpointManagerOptions(create=True, **options),
@@ -192,10 +192,10 @@ def manager(
 
 
 def remove_unfinished(path: Path) -> None:
-    """Removes what a save left that did not end well.
+    """Removes the folders of saves that did not complete.
 
-    Not by Orbax, which gives up where a write of that save is still under way. The
-    first process does it; the others wait elsewhere.
+    Orbax's own cleanup fails while a write of such a save still runs, so it is not
+    used. Process 0 removes them; the others synchronize elsewhere.
     """
     if jax.process_index() > 0:
         return
@@ -211,16 +211,17 @@ def remove_unfinished(path: Path) -> None:
 
 
 def raise_failure(handler: StateHandler, folder: Path) -> None:
-    """Raises in every process if the save that just ended failed in one.
+    """Raises in every process if the last save failed in one.
 
-    What it left is removed first. It has no manifest, so it was never a step.
+    Removes the save's folder first. It has no manifest, so it never was a step.
 
     Raises:
-      OtherProcessError: Where it went well.
+      OtherProcessError: If the save failed in other processes only.
     """
     if jax.process_count() == 1:
         return
     failure = handler.failure
+    # Before the exchange, after which other processes may start the next save.
     if failure is not None and jax.process_index() == 0:
         shutil.rmtree(folder, ignore_errors=True)
     said = None if failure is None else describe(failure)
@@ -240,7 +241,7 @@ def _check_checksummed(directory: Path) -> None:
 
 
 def _check_written(directory: Path, leaves: dict[str, jax.ShapeDtypeStruct]) -> None:
-    """Raises unless the disk holds each leaf, and no other, in its shape and dtype."""
+    """Raises unless the disk has exactly these leaves, in their shapes and dtypes."""
     stored = {
         name: (tuple(array["shape"]), jnp.dtype(array["data_type"]))
         for name, array in zarr_metadata(directory).items()

@@ -1,7 +1,7 @@
-"""Reading the arrays of a step: every chunk once, into memory that devices take.
+"""Reads the arrays of a step, each chunk once, into memory that devices can use.
 
-Orbax reads a chunk once for each shard that needs part of it, once in each process that
-holds a replica, and into memory that XLA copies again on a CPU.
+Orbax reads a chunk once for each shard that needs a part of it, once in each process
+that holds a replica, and into memory that XLA:CPU copies again.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from fsdp_jax.checkpoint._zarr import Box, chunks_of, open_arrays
 
-# Of a chunk each, of at most 32 MiB: so much memory a load takes beside what it loads.
+# Reads of one chunk each, of at most 32 MiB, which bounds the extra memory of a load.
 _READS_AT_ONCE = 16
-# What XLA asks of host memory that it uses without a copy.
+# Alignment of host memory that XLA:CPU uses without a copy.
 _ALIGNMENT_BYTES = 64
 
 
 def read_arrays(
     directory: Path, wanted: dict[str, jax.ShapeDtypeStruct]
 ) -> dict[str, jax.Array]:
-    """Reads arrays, cut or filled with zeros to the shapes of `wanted`.
+    """Reads arrays, truncated or padded with zeros to the shapes of `wanted`.
 
-    Of what several processes hold, each reads an even part: the arrays are then split
-    finer than `wanted` says, until `reshard`.
+    Each process reads an even part of what several processes hold: the arrays are then
+    split finer than in `wanted`, until `reshard`.
 
     Args:
-      directory: Of a step, as `state_directory` says.
-      wanted: Shape, dtype and sharding of each array, by name.
+      directory: State directory of a step, see `state_directory`.
+      wanted: Abstract arrays with shardings, by name.
 
     Raises:
-      Exception: As TensorStore does, if a checksum does not hold; see `root_cause`.
+      Exception: TensorStore's error if a checksum does not match; see `root_cause`.
     """
     arrays: dict[str, jax.Array] = {}
     under_way: deque[Callable[[], None]] = deque()
@@ -58,7 +58,7 @@ def read_arrays(
 def reshard(
     arrays: dict[str, jax.Array], wanted: dict[str, jax.ShapeDtypeStruct]
 ) -> dict[str, jax.Array]:
-    """Gives arrays the shardings of `wanted`, where other processes read a part.
+    """Reshards arrays that were read in finer parts to the shardings of `wanted`.
 
     Every process must call this, with the same names.
     """
@@ -74,9 +74,9 @@ class _Leaf:
     """An array that is being read.
 
     Attributes:
-      mould: Shape, dtype and sharding.
-      array: What is stored.
-      memory: The shards of this process in the stored dtype, by the box of each.
+      mould: Abstract array, with the sharding in which it is read.
+      array: Stored array.
+      memory: Shards of this process in the stored dtype, by box.
     """
 
     mould: jax.ShapeDtypeStruct
@@ -85,18 +85,18 @@ class _Leaf:
 
     @classmethod
     def of(cls, wanted: jax.ShapeDtypeStruct, array: ts.TensorStore) -> _Leaf:
-        """Takes memory for what this process reads."""
+        """Allocates memory for the shards that this process reads."""
         sharding = _disjoint(wanted)
         mould = jax.ShapeDtypeStruct(wanted.shape, wanted.dtype, sharding=sharding)
         indices = sharding.addressable_devices_indices_map(wanted.shape).values()
         boxes = {_box(index, wanted.shape) for index in indices}
         pairs = zip(array.shape, wanted.shape, strict=True)
-        zeros = any(have < want for have, want in pairs)  # behind the end
+        zeros = any(have < want for have, want in pairs)  # The rest is zero padding.
         dtype = array.dtype.numpy_dtype
         return cls(mould, array, {box: _take(box, dtype, zeros) for box in boxes})
 
     def start(self, chunk: Box) -> Callable[[], None]:
-        """Begins to read a chunk; returns what to call to end it."""
+        """Starts reading a chunk; returns a function that waits for it."""
         parts = [
             (part, memory[_index(part, box)])
             for box, memory in self.memory.items()
@@ -106,8 +106,10 @@ class _Leaf:
             return lambda: None
         if len(parts) == 1:
             ((part, memory),) = parts
+            # TensorStore keeps the origin of a slice, and `memory` begins at 0.
             stored = self.array[_index(part)][ts.d[:].translate_to[0]]
             return ts.array(memory).write(stored).result
+        # Several shards need parts of the chunk: read the bounding box once.
         cover = _cover([part for part, _ in parts])
         reading = self.array[_index(cover)].read()
 
@@ -119,7 +121,7 @@ class _Leaf:
         return deal
 
     def finish(self) -> jax.Array:
-        """Hands what was read to the devices; on a CPU, without a copy."""
+        """Makes a jax array of the shards; on a CPU without a copy."""
         dtype, shape = self.mould.dtype, self.mould.shape
         memory = {box: x.astype(dtype, copy=False) for box, x in self.memory.items()}
         return jax.make_array_from_callback(
@@ -128,9 +130,9 @@ class _Leaf:
 
 
 def _disjoint(leaf: jax.ShapeDtypeStruct) -> Any:
-    """The sharding of a leaf, split so that processes share nothing, where it can be.
+    """Returns a sharding of the leaf in which processes share no part, if possible.
 
-    It can where the mesh axes over which the leaf is replicated divide its dims.
+    It is possible if the mesh axes over which the leaf is replicated divide its dims.
     """
     sharding: Any = leaf.sharding
     if not isinstance(sharding, NamedSharding) or not _is_shared(sharding, leaf.shape):
@@ -147,7 +149,7 @@ def _disjoint(leaf: jax.ShapeDtypeStruct) -> Any:
 
 
 def _is_shared(sharding: NamedSharding, shape: tuple[int, ...]) -> bool:
-    """Whether several processes hold the same part."""
+    """Returns whether several processes hold the same part."""
     holders: dict[Box, set[int]] = {}
     for device, index in sharding.devices_indices_map(shape).items():
         holders.setdefault(_box(index, shape), set()).add(device.process_index)
@@ -155,14 +157,14 @@ def _is_shared(sharding: NamedSharding, shape: tuple[int, ...]) -> bool:
 
 
 def _axes(entry: Any) -> tuple[str, ...]:
-    """The mesh axes that one entry of a PartitionSpec names."""
+    """Returns the mesh axes of one entry of a PartitionSpec."""
     if entry is None:
         return ()
     return (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def _take(box: Box, dtype: np.dtype, zeros: bool) -> np.ndarray:
-    """Memory that XLA on a CPU adopts."""
+    """Allocates memory aligned so that XLA:CPU uses it without a copy."""
     shape = [stop - start for start, stop in box]
     nbytes = math.prod(shape) * dtype.itemsize
     buffer = np.empty(nbytes + _ALIGNMENT_BYTES, np.uint8)
@@ -188,7 +190,7 @@ def _cover(boxes: Sequence[Box]) -> Box:
 
 
 def _index(box: Box, origin: Box | None = None) -> Any:
-    """`array[_index(box)]` is the box, of an array that begins at `origin`."""
+    """Returns the index of a box in an array that begins at `origin`, or at 0."""
     starts = [0] * len(box) if origin is None else [start for start, _ in origin]
     slices = [slice(r[0] - o, r[1] - o) for r, o in zip(box, starts, strict=True)]
     return (*slices, ...)

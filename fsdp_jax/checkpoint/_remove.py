@@ -1,4 +1,4 @@
-"""Taking a part out of a committed step, such as the optimizer's state."""
+"""Removes parts of a committed step, such as the optimizer state."""
 
 from __future__ import annotations
 
@@ -21,32 +21,33 @@ from fsdp_jax.checkpoint._replace import replace_step, step_folder
 from fsdp_jax.checkpoint._steps import Step, check_whole, open_step, resolve_step
 from fsdp_jax.checkpoint._zarr import copy_arrays
 
-# What Orbax says of each array, beside the arrays.
+# Orbax's files with the tree and the sharding of each array.
 _METADATA, _SHARDING = "_METADATA", "_sharding"
 
 
 def remove(path: str | os.PathLike[str], step: Step, *parts: str) -> list[str]:
-    """Takes parts out of a step, and gives back the room they took.
+    """Removes parts of a step, and frees their disk space.
 
-    For a step that is archived or served: Adam's moments are twice as large as the
-    parameters. What stays is copied as it lies on the disk, so it takes its room once
-    more while it works, and of memory some chunks, half a GB at most, however large the
-    step is. It is read again before the step is replaced. A process that is killed
-    leaves the step whole, as it was or without the parts. Not for a directory where a
-    run saves meanwhile.
+    For archiving or serving a step: Adam's moments are twice as large as the
+    parameters. The remaining parts are copied as stored, so that they take their disk
+    space twice meanwhile, and a few chunks of memory, at most half a GB for any size of
+    step. They are verified before the step is replaced. After a crash the step is
+    complete, with or without the parts. Do not use it on a directory to which a run is
+    saving.
 
     Args:
-      path: The directory that `save` wrote to.
-      step: Which step; None for the newest.
-      parts: Patterns of leaves, as `"opt_state"`; `"extras.data"`, `"files.tokenizer"`.
+      path: Directory that `save` wrote to.
+      step: Step to change; None for the newest.
+      parts: Patterns of leaves, extras and files, such as `"opt_state"`,
+        `"extras.data"` and `"files.tokenizer"`.
 
     Returns:
-      The names of what is gone.
+      Names of the removed leaves, extras and files.
 
     Raises:
       ValueError: If there is no such step, a pattern matches nothing, or nothing would
         be left.
-      DamagedCheckpointError: If what is to stay is not as it was written.
+      DamagedCheckpointError: If the remaining parts are not as they were written.
 
     Source: Megatron-LM dist_checkpointing/serialization.py::remove_sharded_tensors
     """
@@ -63,7 +64,7 @@ def remove(path: str | os.PathLike[str], step: Step, *parts: str) -> list[str]:
 
 
 def _chosen(where: str, manifest: Manifest, parts: Iterable[str]) -> list[str]:
-    """The names that the patterns match."""
+    """Returns the names that the patterns match."""
     names = [*manifest.leaves, *names_beside(manifest)]
     chosen = {name: _matches_one(parts, name) for name in names}
     problems = [
@@ -85,7 +86,7 @@ def _matches_one(parts: Iterable[str], name: str) -> bool:
 
 
 def names_beside(manifest: Manifest) -> list[str]:
-    """The extras of a step, and the files it carries, as parts are called."""
+    """Returns the names of a step's extras and files, as patterns match them."""
     names = [_name_of_file(file) for file in manifest.files]
     return list(dict.fromkeys(name for name in names if name is not None))
 
@@ -108,17 +109,18 @@ def _write_without(root: Path, step: int, manifest: Manifest, gone: set[str]) ->
     _edit(new / ITEM / _METADATA, lambda content: _of_leaves(content, leaves))
     _edit(new / ITEM / _SHARDING, lambda content: _shardings_of(content, leaves))
     write_manifest(new / ITEM, leaves, manifest.metadata)
+    # Verify the copy before it replaces the original.
     check_whole(new / ITEM)
     replace_step(root, step, new)
 
 
 def _edit(path: Path, change: Callable[[dict], dict]) -> None:
-    if path.exists():  # only restoring by Orbax alone, without a mould, needs it
+    if path.exists():  # Only Orbax's own restore without an abstract tree reads it.
         path.write_text(json.dumps(change(json.loads(path.read_bytes()))))
 
 
 def _of_leaves(content: dict, leaves: Iterable[str]) -> dict:
-    """Orbax's description of the tree, as far as it is of these leaves."""
+    """Restricts Orbax's description of the tree to these leaves."""
     entries = content["tree_metadata"]
     kept = {
         key: entry

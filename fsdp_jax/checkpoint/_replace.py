@@ -1,8 +1,8 @@
-"""Another version in the place of a committed step: one of them whole at any moment.
+"""Replaces a committed step atomically: after a crash one of the versions is complete.
 
-A folder cannot be replaced in one move. So the new one is committed beside the old,
-under a name that every reader prefers; the old is put away, the new takes its name.
-Whoever is killed in between leaves the rest to the next save.
+A folder cannot be replaced in one rename. So the new one is committed beside the old
+one, under a name that every reader prefers; the old one is renamed, and the new one
+takes its name. The next save completes a replacement that was interrupted.
 """
 
 from __future__ import annotations
@@ -15,33 +15,33 @@ _NEW, _OLD = ".fsdp-jax-new", ".fsdp-jax-old"
 
 
 def step_folder(path: str | os.PathLike[str], step: int) -> Path:
-    """The folder of a step, which need not be there."""
+    """Returns the folder of a step, which may not exist."""
     new = Path(path) / f"{step}{_NEW}"
     return new if new.exists() else Path(path) / str(step)
 
 
 def steps_in(path: Path) -> set[int]:
-    """The numbers of all folders of steps, committed or not."""
+    """Returns the step numbers of all folders, committed or not."""
     names = {child.name.removesuffix(_NEW) for child in path.iterdir()}
     return {int(name) for name in names if name.isdecimal()}
 
 
 def replace_step(path: Path, step: int, by: Path) -> None:
-    """Puts the folder `by` in the place of a step.
+    """Replaces the folder of a step by the folder `by`.
 
     Args:
-      path: The directory of the run.
-      step: A committed step of it.
-      by: A complete folder, in the same directory.
+      path: Directory of the run.
+      step: Committed step.
+      by: Complete folder in the same directory.
     """
     _write_all_through(by)
     by.rename(path / f"{step}{_NEW}")
-    write_through(path)  # now, before the old one goes
+    write_through(path)  # The new name must be on disk before the old step is removed.
     finish_replacements(path)
 
 
 def finish_replacements(path: Path) -> None:
-    """Brings to its end what a process began that was killed."""
+    """Completes replacements that were interrupted."""
     for new in _with_suffix(path, _NEW):
         folder = path / new.name.removesuffix(_NEW)
         if folder.exists():
@@ -57,7 +57,7 @@ def _with_suffix(path: Path, suffix: str) -> list[Path]:
 
 
 def _write_all_through(folder: Path) -> None:
-    """Has the disk hold all of a folder before the old one may go."""
+    """Flushes a folder to disk recursively, before the old one may be removed."""
     for child in folder.iterdir():
         if child.is_dir():
             _write_all_through(child)
@@ -67,7 +67,7 @@ def _write_all_through(folder: Path) -> None:
 
 
 def write_through(path: Path) -> None:
-    """Has the disk hold a file, or the names in a folder, before it returns."""
+    """Flushes a file, or the entries of a folder, to disk (fsync)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

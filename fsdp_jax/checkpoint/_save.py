@@ -1,4 +1,4 @@
-"""Writing one step."""
+"""Saves one step."""
 
 from __future__ import annotations
 
@@ -37,43 +37,42 @@ def save(
     extras: Mapping[str, Extra] | None = None,
     files: Mapping[str, Files] | None = None,
 ) -> None:
-    """Writes `path/<state.step>`, complete or not at all; each device its own shards.
+    """Saves `path/<state.step>` atomically; each device writes its own shards.
 
     Every chunk of values gets a checksum, and the step a manifest of its files.
 
     Args:
-      path: The directory of the run; made if missing. What an earlier save left there
-        unfinished is removed.
-      state: What to save; its own `step` names the folder. A schedule of optax's is in
-        it, as the count that it is a function of.
-      metadata: What belongs to the step and is no array (the model's config): None,
-        bool, int, float, str, bytes, numbers and arrays of numpy, and lists, tuples
-        and dicts of them. It comes back as it was.
-      extras: Objects that go on where they stood when they are given to `load` by the
-        same names: a data iterator, an average of the weights. See `Checkpointable`,
-        and `PerProcess` for those of which each process has its own.
-      files: A file, a directory, or several of them, that the step carries along under
-        each name, such as a tokenizer's; see `load_files`. Those of the first process
-        count.
+      path: Directory of the run; created if missing. Unfinished earlier saves in it are
+        removed.
+      state: State to save; its `step` names the folder. It includes optax's schedules,
+        as the counts that they are functions of.
+      metadata: Values other than jax arrays, such as the model's config: None, bool,
+        int, float, str, bytes, numpy scalars and arrays, and lists, tuples and dicts of
+        them. Restored in the same types.
+      extras: Objects whose state to save, such as a data iterator or an average of the
+        weights; pass them to `load` under the same names to restore it. See
+        `Checkpointable`, and `PerProcess` for objects that differ between processes.
+      files: A file, a directory, or several of them, to copy into the step under each
+        name, such as a tokenizer's; see `load_files`. Only those of process 0 are used.
 
     Raises:
-      ValueError: If the directory holds this step or a later one: a committed step is
-        never overwritten, and an older one beside it would never be the `latest`. If
-        `metadata` holds anything else, or `state` or `extras` what cannot be stored.
+      ValueError: If the directory has this step or a later one: a committed step is
+        never overwritten, and an older step would never be the newest. If `metadata`
+        has other types, or `state` or `extras` contain values that cannot be stored.
     """
     check_local(path)
     step = int(state.step)
     arguments = prepare(path, step, state, Beside(metadata, extras, files))
     handler = StateHandler()
     with manager(path, handler, enable_async_checkpointing=False) as steps:
-        # By force: Orbax's own policies would skip a step without a word.
+        # `force`, since Orbax's own policies would skip a step silently.
         steps.save(step, args=arguments, force=True)
         raise_failure(handler, Path(path) / str(step))
 
 
 @dataclasses.dataclass(frozen=True)
 class Beside:
-    """What is saved beside a state: the arguments of `save` of these names."""
+    """Arguments of `save` besides the state."""
 
     metadata: dict[str, Any] | None = None
     extras: Mapping[str, Extra] | None = None
@@ -83,10 +82,11 @@ class Beside:
 def prepare(
     path: str | os.PathLike[str], step: int, state: TrainState, beside: Beside
 ) -> Any:
-    """Checks all that can be checked, in every process; what to hand to the manager.
+    """Checks a save in every process, and returns the arguments for the manager.
 
     Raises:
-      ValueError: As for `save`, or if the processes do not save the same.
+      ValueError: If the step cannot be saved, as for `save`, or the processes pass
+        different values.
     """
     with together("Saving"):
         remove_unfinished(Path(path))
@@ -106,7 +106,7 @@ def prepare(
 def _contents(
     leaves: dict[str, Leaf], captured: Captured, beside: Beside
 ) -> dict[str, bytes | Path]:
-    """What this process writes beside the arrays."""
+    """Returns the files that this process writes beside the arrays."""
     contents: dict[str, bytes | Path] = {**captured.contents()}
     if jax.process_index() == 0:
         impls = {name: leaf.impl for name, leaf in leaves.items() if leaf.impl}
@@ -116,7 +116,7 @@ def _contents(
 
 
 def check_free(path: str | os.PathLike[str], step: int) -> None:
-    """Raises a `ValueError` if `step` cannot become the newest under `path`."""
+    """Raises a `ValueError` if `step` cannot become the newest step under `path`."""
     newest = latest_step(path)
     if newest is not None and newest >= step:
         raise ValueError(
@@ -131,7 +131,7 @@ def check_free(path: str | os.PathLike[str], step: int) -> None:
 
 
 def _check_storable(leaves: dict[str, Leaf]) -> None:
-    """Raises a `ValueError` that names every leaf that zarr has no place for."""
+    """Raises a `ValueError` that lists all leaves that zarr cannot store."""
     problems = [f"{name}: no elements" for name, x in leaves.items() if 0 in x.shape]
     problems += [
         f"{name}: dtype {leaf.value.dtype}"

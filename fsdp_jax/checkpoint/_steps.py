@@ -1,4 +1,4 @@
-"""The steps of a checkpoint directory: one committed folder each."""
+"""Steps of a checkpoint directory: one committed folder each."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _COMMIT_MARKER = "commit_success.txt"
 
 
 def committed_steps(path: str | os.PathLike[str]) -> list[int]:
-    """The steps under `path` that were written to the end, oldest first.
+    """Returns the committed steps under `path`, oldest first.
 
-    A step counts if it has both Orbax's commit marker and our manifest. One that was
-    cut off while it was written, or that someone else wrote, does not.
+    A step is committed if it has both Orbax's commit marker and our manifest.
+    Interrupted saves and folders written by other programs are not.
     """
     check_local(path)
     if not Path(path).is_dir():
@@ -40,18 +40,18 @@ def committed_steps(path: str | os.PathLike[str]) -> list[int]:
 
 
 def latest_step(path: str | os.PathLike[str]) -> int | None:
-    """The newest committed step under `path`, or None if there is none.
+    """Returns the newest committed step under `path`, or None if there is none.
 
-    A step that was cut off while it was written is not committed and does not count.
+    An interrupted save is not committed and does not count.
     """
     return max(committed_steps(path), default=None)
 
 
 def resolve_step(path: str | os.PathLike[str], step: Step) -> int:
-    """`step`, or the newest one.
+    """Returns the number of `step`; of the newest step if it is None.
 
     Raises:
-      ValueError: If `path` holds no such step.
+      ValueError: If `path` has no such step.
     """
     check_local(path)
     if not Path(path).is_dir():
@@ -69,11 +69,14 @@ def resolve_step(path: str | os.PathLike[str], step: Step) -> int:
 
 
 def open_step(path: str | os.PathLike[str], step: Step) -> tuple[Path, Manifest]:
-    """Where the arrays of a step are, and its manifest, all but the values checked.
+    """Returns the state directory and manifest of a step, with its files checked.
+
+    The values in the files are not read.
 
     Raises:
       ValueError: If there is no such step.
-      DamagedCheckpointError: If a file is gone, or one that holds no values differs.
+      DamagedCheckpointError: If a file is missing or has another size, or a file
+        without values differs.
     """
     directory = state_directory(path, resolve_step(path, step))
     manifest = read_manifest(directory)
@@ -82,7 +85,7 @@ def open_step(path: str | os.PathLike[str], step: Step) -> tuple[Path, Manifest]
 
 
 def check_whole(directory: Path) -> Manifest:
-    """Reads every byte of a step; its manifest.
+    """Reads every byte of a step, and returns its manifest.
 
     Raises:
       DamagedCheckpointError: If anything differs from what was written.
@@ -91,16 +94,16 @@ def check_whole(directory: Path) -> Manifest:
     check_files(directory, manifest)
     try:
         read_all(directory)
-    except Exception as error:  # TensorStore raises bare `Exception`s.
+    except Exception as error:  # TensorStore raises plain `Exception`s.
         raise damaged(directory, [root_cause(error)]) from error
     return manifest
 
 
 def set_aside(path: str | os.PathLike[str], step: int) -> Path:
-    """Renames a damaged step, so that a better one may take its number.
+    """Renames a damaged step, so that its number can be saved again.
 
     Returns:
-      Where it is now.
+      New path.
     """
     folder = step_folder(path, step)
     names = (f"{step}.damaged{'-' * bool(n)}{n or ''}" for n in itertools.count())
@@ -109,7 +112,7 @@ def set_aside(path: str | os.PathLike[str], step: int) -> Path:
 
 
 def state_directory(path: str | os.PathLike[str], step: int) -> Path:
-    """Where the arrays of a step and its manifest are."""
+    """Returns the folder with the arrays and the manifest of a step."""
     return step_folder(Path(path).absolute(), step) / ITEM
 
 
@@ -119,7 +122,7 @@ def _is_committed(folder: Path) -> bool:
 
 
 def _latest_good(path: str | os.PathLike[str], available: list[int]) -> int:
-    """The newest step of which every byte is as it was written."""
+    """Returns the newest step whose bytes are all as written; warns about others."""
     for step in reversed(available):
         directory = state_directory(path, step)
         try:

@@ -1,6 +1,6 @@
-"""JSON that gives back what it was given: tuples, bytes, numpy's numbers, any keys.
+"""JSON encoding that preserves tuples, bytes, numpy values and any dict keys.
 
-Never pickle: a checkpoint comes from elsewhere, and to read it must run nothing.
+Pickle is not used: loading an untrusted checkpoint must not execute code.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ _TAGS = {_TUPLE, _BYTES, _ITEMS, _SCALAR, _ARRAY, _TREE}
 def encode(
     value: Any, where: str = "metadata", trees: dict[str, PyTree] | None = None
 ) -> Any:
-    """The value in types of JSON.
+    """Encodes a value in JSON types.
 
     Args:
-      value: None, bool, int, float, str, bytes, numbers and arrays of numpy in every
-        dtype of jax, and lists, tuples and dicts of them.
-      where: What the value is called.
-      trees: Takes the arrays of jax in it, and the trees of them, by dotted name; what
-        is encoded is that name. None: such are refused.
+      value: Tree of lists, tuples and dicts, with leaves of None, bool, int, float,
+        str, bytes, and numpy scalars and arrays in any dtype of jax.
+      where: Name of the value in messages.
+      trees: Output dict of the jax arrays in `value` and the trees of them, by dotted
+        name; their encoding is the name. None to refuse jax arrays.
 
     Raises:
-      ValueError: If there is anything else in it; all offenders in one message.
+      ValueError: If `value` contains another type; lists all of them.
     """
     walk = _Walk(where, trees)
     encoded = walk.encode(value, ())
@@ -49,11 +49,11 @@ def encode(
 
 
 def decode(value: Any, trees: Mapping[str, PyTree] | None = None) -> Any:
-    """The inverse of `encode`.
+    """Decodes a value; inverse of `encode`.
 
     Args:
-      value: What it returned.
-      trees: What it put there, by the same names.
+      value: Encoded value.
+      trees: Arrays and trees by the names that `encode` gave them.
 
     Raises:
       KeyError: If a name is not in `trees`.
@@ -80,15 +80,15 @@ def decode(value: Any, trees: Mapping[str, PyTree] | None = None) -> Any:
 
 @dataclasses.dataclass
 class _Walk:
-    """A walk over a value, which collects what cannot be encoded."""
+    """Recursive encoder that collects values it cannot encode."""
 
     where: str
     trees: dict[str, PyTree] | None
     problems: list[str] = dataclasses.field(default_factory=list)
 
     def encode(self, value: Any, path: tuple[Any, ...]) -> Any:
-        # By exact type: a subclass (a named tuple, an enum) would come back as its
-        # base.
+        # Exact types only: a subclass (a named tuple, an enum) would be decoded as its
+        # base class.
         if value is None or type(value) in (bool, int, float, str):
             return value
         if type(value) is bytes:
@@ -118,6 +118,7 @@ class _Walk:
 
     def _encode_dict(self, value: dict, path: tuple[Any, ...]) -> dict[str, Any]:
         items = {key: self.encode(x, (*path, key)) for key, x in value.items()}
+        # JSON keys are strings, and a user's key must not look like a tag.
         if all(type(key) is str and key not in _TAGS for key in items):
             return items
         keys = [self._encode_key(key, path) for key in items]
@@ -136,7 +137,7 @@ def _is_tree_of_arrays(value: Any) -> bool:
 
 
 def _is_number(dtype: np.dtype) -> bool:
-    """Whether a dtype means the same on every machine; long doubles do not."""
+    """Returns whether a dtype is equal on every machine; long doubles are not."""
     known = jnp.issubdtype(dtype, jnp.number) or dtype == np.bool_
     return known and dtype.isnative and dtype.char not in "gG"
 
@@ -147,4 +148,4 @@ def _text(content: bytes) -> str:
 
 def _array(dtype: str, shape: Sequence[int], text: str) -> np.ndarray:
     values = np.frombuffer(base64.b64decode(text), jnp.dtype(dtype))
-    return values.reshape(shape).copy()  # which may be written to, as what was saved
+    return values.reshape(shape).copy()  # `frombuffer` returns a read-only array.

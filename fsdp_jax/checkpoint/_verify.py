@@ -1,4 +1,4 @@
-"""Whether a step is still what was written."""
+"""Verifies that a step is as it was written."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from fsdp_jax.checkpoint._steps import check_whole, resolve_step, state_director
 
 @dataclasses.dataclass(frozen=True)
 class Verified:
-    """What `verify` read.
+    """Result of `verify`.
 
     Attributes:
-      step: Which step.
-      num_leaves: Arrays in it.
-      num_files: Files in it.
-      num_bytes: Their sizes together.
+      step: Step number.
+      num_leaves: Number of arrays.
+      num_files: Number of files.
+      num_bytes: Total size of the files in bytes.
     """
 
     step: int
@@ -26,18 +26,18 @@ class Verified:
 
 
 def verify(path: str | os.PathLike[str], *, step: int | None = None) -> Verified:
-    """Reads all of a step and compares it with its manifest and its checksums.
+    """Reads a whole step and checks it against its manifest and checksums.
 
-    Before a checkpoint is archived or handed on, and after it was copied. `load` needs
-    no such pass: it verifies the checksum of every chunk that it reads.
+    Use it before archiving or sharing a checkpoint, and after copying one. `load` does
+    not need it, since it verifies the checksum of every chunk that it reads.
 
     Args:
-      path: The directory that `save` wrote to.
-      step: Which step; None for the newest.
+      path: Directory that `save` wrote to.
+      step: Step to verify; None for the newest.
 
     Raises:
       ValueError: If there is no such step.
-      DamagedCheckpointError: If it is not as it was written.
+      DamagedCheckpointError: If the step is not as it was written.
     """
     step = resolve_step(path, step)
     manifest = check_whole(state_directory(path, step))

@@ -1,4 +1,4 @@
-"""The arrays of a step as TensorStore sees them: their metadata, and their shape."""
+"""Access to the zarr arrays of a step through TensorStore."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from typing import Any
 import tensorstore as ts
 
 Box = tuple[tuple[int, int], ...]
-"""Part of an array: where it starts and stops, a pair a dim."""
+"""Start and stop in each dim of a part of an array."""
 
 _METADATA = "/zarr.json"
-# Of a chunk each: so much memory a pass over a step takes.
+# Reads of one chunk each, which bounds the memory of a pass over a step.
 _READS_AT_ONCE = 16
-# Likewise of a copy, which holds each both as it is read and as it is written.
+# Copies of one chunk each; each holds the bytes read and those to write.
 _COPIES_AT_ONCE = 4
 _PLACES_BYTES = 100_000_000
 
 
 def zarr_metadata(directory: Path) -> dict[str, dict[str, Any]]:
-    """The `zarr.json` of every array under `directory`, by the name of its leaf."""
+    """Returns the `zarr.json` of every array under `directory`, by leaf name."""
     store = ts.KvStore.open(_ocdbt(directory)).result()
     keys = [key.decode() for key in store.list().result()]
     reads = {key: store.read(key) for key in keys if key.endswith(_METADATA)}
@@ -35,7 +35,7 @@ def zarr_metadata(directory: Path) -> dict[str, dict[str, Any]]:
 
 
 def is_dtype_stored(name: str) -> bool:
-    """Whether TensorStore knows a dtype; of jax's it lacks uint2, uint4 and a few."""
+    """Returns whether TensorStore supports a dtype; it lacks uint2, uint4 and more."""
     try:
         ts.dtype(name)
     except (TypeError, ValueError):
@@ -44,9 +44,9 @@ def is_dtype_stored(name: str) -> bool:
 
 
 def crop(directory: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Gives arrays that were written padded the shapes named; moves no value.
+    """Sets arrays that were written padded to their logical shapes, without copying.
 
-    What lies behind the end stays in the file, and no reader of zarr sees it.
+    The padding stays in the file, where zarr readers do not see it.
     """
     context = ts.Context()
     for name, metadata in zarr_metadata(directory).items():
@@ -59,7 +59,7 @@ def crop(directory: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
 
 
 def copy_arrays(source: Path, target: Path, names: Collection[str]) -> None:
-    """Copies arrays as they lie in `source`, with their checksums, to a new folder."""
+    """Copies stored arrays with their checksums from `source` to a new folder."""
     have = ts.KvStore.open(_ocdbt(source)).result()
     copy = ts.KvStore.open(_ocdbt(target)).result()
     keys = [key for key in have.list().result() if _array_of(key.decode()) in names]
@@ -73,10 +73,10 @@ def copy_arrays(source: Path, target: Path, names: Collection[str]) -> None:
 
 
 def read_all(directory: Path) -> None:
-    """Reads every chunk of every array, and so verifies all checksums.
+    """Reads every chunk of every array, which verifies all checksums.
 
     Raises:
-      Exception: As TensorStore does, if one does not hold; see `root_cause`.
+      Exception: TensorStore's error if a checksum does not match; see `root_cause`.
     """
     under_way: deque[ts.Future] = deque()
     for array in open_arrays(directory, list(zarr_metadata(directory))).values():
@@ -89,8 +89,8 @@ def read_all(directory: Path) -> None:
 
 
 def open_arrays(directory: Path, names: Collection[str]) -> dict[str, ts.TensorStore]:
-    """Opens arrays to be read, by their names."""
-    # What says where values lie is read once, not for each of them.
+    """Opens arrays for reading, by name."""
+    # Cache the OCDBT index, which would otherwise be read for each value.
     context = ts.Context({"cache_pool#places": {"total_bytes_limit": _PLACES_BYTES}})
     kvstore = _ocdbt(directory) | {"cache_pool": "cache_pool#places"}
     opening = {
@@ -105,25 +105,25 @@ def open_arrays(directory: Path, names: Collection[str]) -> dict[str, ts.TensorS
 
 
 def chunks_of(array: ts.TensorStore) -> Iterator[Box]:
-    """Yields the parts of an array that are stored, and checksummed, as one."""
+    """Yields the boxes of the array's stored chunks, which have one checksum each."""
     return chunk_grid(array.shape, array.chunk_layout.read_chunk_template.shape)
 
 
 def root_cause(error: BaseException) -> str:
-    """What TensorStore said, without the specification it repeats behind."""
+    """Returns TensorStore's message without the spec that it appends."""
     while error.__cause__ is not None:
         error = error.__cause__
     return str(error).partition(" [tensorstore_spec")[0]
 
 
 def _array_of(key: str) -> str:
-    """The array whose metadata or chunk lies under a key."""
+    """Returns the array name of a metadata or chunk key."""
     found = re.fullmatch(r"(.*)/(zarr\.json|c(/\d+)*)", key)
     return key if found is None else found[1]
 
 
 def chunk_grid(shape: Sequence[int], sizes: Sequence[int]) -> Iterator[Box]:
-    """Yields the parts that tile a shape."""
+    """Yields the boxes of size `sizes` that tile an array of shape `shape`."""
     starts = [range(0, total, size) for total, size in zip(shape, sizes, strict=True)]
     for corner in itertools.product(*starts):
         yield tuple(

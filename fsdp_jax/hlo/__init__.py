@@ -1,1 +1,1 @@
-"""Reads compiled programs."""
+"""Parser of HLO text: instructions, collectives and their replica groups."""

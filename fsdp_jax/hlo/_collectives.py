@@ -1,4 +1,4 @@
-"""What is audited, compiled or only lowered, as one list of arrays that travel."""
+"""Lists the communicated arrays of a lowered or compiled program."""
 
 from __future__ import annotations
 
@@ -19,14 +19,16 @@ Dims = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A module, and what its text does not say.
+    """A parsed module with facts that are not in its text.
 
     Attributes:
-      module: Its instructions.
-      is_lowered: It has not been compiled: arguments have their global shapes.
-      is_cpu: It was compiled for CPUs, which widen what travels and share gathers.
-      is_scheduled: Its instructions stand in the order in which they run.
-      results: `(path, dims on one device)` of each result, if known.
+      module: Parsed module.
+      is_lowered: Whether the program is not compiled; arguments have global shapes
+        then.
+      is_cpu: Whether it was compiled for CPUs, where XLA widens the dtypes of
+        collectives and merges equal gathers.
+      is_scheduled: Whether the instructions are in execution order.
+      results: `(path, dims on one device)` of each result; empty if unknown.
     """
 
     module: Module
@@ -37,7 +39,7 @@ class Program:
 
     @property
     def is_scheduled_for_gpus(self) -> bool:
-        """Whether it shows what runs beside what."""
+        """Whether the schedule shows which computation overlaps a collective."""
         return self.is_scheduled and not self.is_cpu
 
 
@@ -46,19 +48,21 @@ class Moved:
     """One array of one collective.
 
     Attributes:
-      op: E.g. `all-gather`.
-      dtype: As HLO writes it.
-      sent: Dims of what each device gives.
-      received: Dims of what each device gets.
-      axes: Mesh axes along which it travels; None if along none.
-      times: How often in a step; a loop of unknown length counts once.
-      loops: Names of the loops around it, outermost first.
-      scope: The jax scopes that it comes from, those of its callers first.
-      computation: Where it stands.
-      instruction: What starts it.
-      index: Its place among the arrays that travel together.
-      is_in_order: Whether its dims stand as in the model; XLA for GPUs moves them.
-      is_in_branch: Whether devices may pass it by, as a condition of theirs says.
+      op: Opcode, e.g. `all-gather`.
+      dtype: Dtype, as HLO writes it.
+      sent: Dims of the array that each device sends.
+      received: Dims of the array that each device receives.
+      axes: Mesh axes of the replica groups; None if they lie along none.
+      times: Runs per step; a loop of unknown length counts as one iteration.
+      loops: Names of the enclosing loops, outermost first.
+      scope: Path of the jax scopes, with the callers' scopes first.
+      computation: Computation of the instruction.
+      instruction: Instruction that runs or starts the collective.
+      index: Position of the array among the arrays of the collective.
+      is_in_order: Whether the dims are in the model's order; XLA for GPUs permutes
+        them.
+      is_in_branch: Whether the collective is inside a conditional, which some devices
+        may skip.
     """
 
     op: str
@@ -77,22 +81,26 @@ class Moved:
 
     @property
     def unit(self) -> str | None:
-        """The unit whose parameters it moves, if all that is merged is of one."""
+        """Unit in the scope; None if there is none or XLA merged several."""
         found = set(re.findall(r"unit:([^/():]+)", self.scope))
         return found.pop() if len(found) == 1 else None
 
     @property
     def elements(self) -> int:
-        """Of the larger side."""
+        """Number of elements of the larger side."""
         return max(math.prod(self.sent), math.prod(self.received))
 
 
 def program_of(compiled: Any, mesh: Mesh) -> Program:
-    """Reads what `audit` is given.
+    """Parses the `compiled` argument of `audit_step`.
+
+    Args:
+      compiled: `jax.stages.Lowered`, `jax.stages.Compiled`, or the text of a module.
+      mesh: Device mesh that the program was made for.
 
     Raises:
-      TypeError: If it is nothing that was lowered or compiled.
-      ValueError: If it is text of another kind than HLO.
+      TypeError: If `compiled` is none of these.
+      ValueError: If the text is not HLO.
     """
     is_cpu = all(device.platform == "cpu" for device in mesh.devices.flat)
     if isinstance(compiled, jax.stages.Lowered):
@@ -113,18 +121,19 @@ def program_of(compiled: Any, mesh: Mesh) -> Program:
 
 
 def moved(program: Program, mesh: Mesh) -> Iterator[Moved]:
-    """Every array of every collective that runs."""
+    """Yields every array of every executed collective between two or more devices."""
     is_in_order = program.is_lowered or program.is_cpu
     for computation, one, times, loops, scope, is_in_branch in _walk(
         program.module, program.module[program.module.entry], 1, (), "", False
     ):
         found = collective_of(program.module, computation, one)
+        # A group of one device communicates nothing.
         if not found or found.group_size == 1:
             continue
         axes = axes_of(found.groups, mesh)
         pairs = list(zip(found.sent, found.received, strict=False))
         if found.op == "all-to-all" and len(pairs) > 1:
-            # Given piece by piece, one for each device of the group.
+            # A tuple all-to-all has one operand per device of the group: count it once.
             size = sum(sent.num_elements for sent, _ in pairs)
             dims: list[tuple[str, Dims, Dims]] = [(pairs[0][0].dtype, (size,), (size,))]
         else:
@@ -137,7 +146,7 @@ def moved(program: Program, mesh: Mesh) -> Iterator[Moved]:
 
 
 def loops(program: Program) -> Iterator[Instruction]:
-    """Every loop that runs."""
+    """Yields every executed `while` instruction."""
     module = program.module
     for _, one, *_ in _walk(module, module[module.entry], 1, (), "", False):
         if one.opcode == "while":
@@ -153,7 +162,7 @@ def _walk(
     is_in_branch: bool,
 ) -> Iterator[tuple[Computation, Instruction, int, tuple[str, ...], str, bool]]:
     for one in computation.instructions:
-        # Of a lowered program names begin where the function does.
+        # In a lowered program op names are relative to the enclosing function.
         is_absolute = one.op_name.lstrip("(").startswith("jit(")
         inner = one.op_name if is_absolute else f"{scope}/{one.op_name}".strip("/")
         yield computation, one, times, within, inner, is_in_branch
@@ -169,13 +178,17 @@ def _walk(
 
 
 def _trips(module: Module, one: Instruction) -> int:
-    """Iterations of a loop; those of a lowered one stand in its condition alone."""
+    """Returns the number of iterations of a loop; 1 if unknown.
+
+    In a lowered program the number is only in the loop's condition.
+    """
     if one.trip_count is not None:
         return one.trip_count
     named = re.search(r"condition=%?([\w.\-]+)", one.attributes)
     if not named:
         return 1
     condition = module[named[1]]
+    # jax's counted loops compare `i < limit`, with a constant limit.
     if condition.root.opcode != "compare" or "LT" not in condition.root.attributes:
         return 1
     limits = [condition.by_name[name] for name in condition.root.operands]
@@ -184,7 +197,7 @@ def _trips(module: Module, one: Instruction) -> int:
 
 
 def arguments(program: Program) -> Iterator[tuple[str, Dims]]:
-    """`(path, dims on one device)` of each argument that has a name."""
+    """Yields `(path, dims on one device)` of each named argument."""
     entry = program.module[program.module.entry]
     for one in entry.parameters.values():
         path = one.op_name.replace("\\'", "'")
@@ -201,7 +214,7 @@ def arguments(program: Program) -> Iterator[tuple[str, Dims]]:
 
 
 def _pieces(one: Instruction) -> Dims:
-    """How many pieces an argument of a lowered program is cut into, along each dim."""
+    """Returns the number of shards per dim of a lowered argument; () if unsharded."""
     found = re.search(r"sharding=\{devices=\[([\d,]+)\]", one.attributes)
     return tuple(int(n) for n in found[1].split(",")) if found else ()
 

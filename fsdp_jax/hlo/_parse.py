@@ -1,4 +1,8 @@
-"""The text of a compiled module as instructions, in the order in which they run."""
+"""Parses the text of an HLO module into computations and instructions.
+
+Instructions keep the order of the text, which is the order of execution if the module
+is scheduled.
+"""
 
 from __future__ import annotations
 
@@ -11,33 +15,33 @@ from collections.abc import Iterator
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """An array's dtype, as HLO writes it, and dims; `()` for a scalar."""
+    """Dtype, as HLO writes it, and dims of an array; dims are `()` for a scalar."""
 
     dtype: str
     dims: tuple[int, ...]
 
     @property
     def num_elements(self) -> int:
-        """Elements in it."""
+        """Number of elements."""
         return math.prod(self.dims)
 
     @property
     def bytes(self) -> int:
-        """Bytes it takes, at least, on a device."""
+        """Bytes of the elements, rounded up and without padding."""
         return -(-self.num_elements * _bits(self.dtype) // 8)
 
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """One line of a computation.
+    """One instruction of a computation.
 
     Attributes:
-      name: Its own, without `%`.
-      shapes: Of its result; several for a tuple, nested ones flattened.
-      opcode: E.g. `fusion`, `all-gather-start`.
-      operands: Names of what it reads, in the same computation; of a parameter its
-        number, of a constant its value.
-      attributes: Whatever follows the operands.
+      name: Name of the instruction, without `%`.
+      shapes: Shapes of the result; several for a tuple, with nested tuples flattened.
+      opcode: HLO opcode, e.g. `fusion`, `all-gather-start`.
+      operands: Names of the operands, in the same computation. The parameter number for
+        a `parameter`, the literal for a `constant`.
+      attributes: Text behind the operands.
     """
 
     name: str
@@ -48,12 +52,12 @@ class Instruction:
 
     @property
     def bytes(self) -> int:
-        """Bytes of its result."""
+        """Bytes of the result."""
         return sum(shape.bytes for shape in self.shapes)
 
     @property
     def calls(self) -> tuple[str, ...]:
-        """Computations that it runs: of a fusion, a loop's body, branches."""
+        """Names of the called computations: fusion, loop body or branches."""
         return tuple(
             name
             for listed in re.findall(_CALLED, self._own)
@@ -63,15 +67,16 @@ class Instruction:
 
     @property
     def op_name(self) -> str:
-        """The path of jax's scopes and primitives that it comes from; may be empty."""
+        """Path of the jax scopes and primitive in the metadata; "" if there is none."""
         found = re.search(r'op_name="(.*?)"', self.attributes)
         return found[1] if found else ""
 
     @property
     def trip_count(self) -> int | None:
-        """How often a loop runs its body; None if the compiler does not know.
+        """Number of iterations of a loop; None if unknown to the compiler.
 
-        Where that is for the data to say, its scope may tell what is expected.
+        If the number depends on the data, an expected number is read from the loop's
+        scope, `about_N_times`.
         """
         found = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', self.attributes)
         found = found or re.search(r"about_(\d+)_times/while$", self.op_name)
@@ -79,30 +84,31 @@ class Instruction:
 
     @property
     def index(self) -> int | None:
-        """Which element of a tuple a `get-tuple-element` takes."""
+        """Tuple index that a `get-tuple-element` reads; None for other opcodes."""
         found = re.search(r"(?:^|, )index=(\d+)", self.attributes)
         return int(found[1]) if found else None
 
     @property
     def target(self) -> str:
-        """The library routine of a custom call."""
+        """Library routine that a custom call runs; "" if there is none."""
         found = re.search(r'custom_call_target="(.*?)"', self.attributes)
         return found[1] if found else ""
 
     @property
     def _own(self) -> str:
-        """The attributes without what quotes jax's scopes."""
+        """Attributes without the metadata, whose scopes may look like attributes."""
         return self.attributes.split(", metadata=")[0]
 
 
 @dataclasses.dataclass(frozen=True)
 class Computation:
-    """Instructions, in the order of the schedule if the module has one.
+    """Instructions of one computation, in the order of the text.
 
     Attributes:
-      name: Its own.
-      instructions: All of them.
-      root: The one whose result is the computation's; it need not run last.
+      name: Name of the computation.
+      instructions: All instructions, in the order of the schedule if the module has
+        one.
+      root: Instruction whose result is the computation's; it need not be the last one.
     """
 
     name: str
@@ -111,12 +117,12 @@ class Computation:
 
     @functools.cached_property
     def by_name(self) -> dict[str, Instruction]:
-        """Name -> instruction."""
+        """Instructions by name."""
         return {instruction.name: instruction for instruction in self.instructions}
 
     @functools.cached_property
     def parameters(self) -> dict[int, Instruction]:
-        """Number -> parameter."""
+        """Parameter instructions by number."""
         found = {}
         for one in self.instructions:
             if one.opcode == "parameter":
@@ -125,7 +131,7 @@ class Computation:
 
     @functools.cached_property
     def readers(self) -> dict[str, list[Instruction]]:
-        """Name -> the instructions that read it."""
+        """Instructions that read each result, by the name of the result."""
         readers: dict[str, list[Instruction]] = {}
         for one in self.instructions:
             for operand in dict.fromkeys(one.operands):
@@ -135,11 +141,11 @@ class Computation:
 
 @dataclasses.dataclass(frozen=True)
 class Module:
-    """A compiled module.
+    """A parsed HLO module.
 
     Attributes:
-      computations: By name.
-      entry: The name of the one that runs.
+      computations: Computations by name.
+      entry: Name of the entry computation.
     """
 
     computations: dict[str, Computation]
@@ -150,10 +156,16 @@ class Module:
 
 
 def parse(text: str) -> Module:
-    """Reads the text of a module, as `compiled.as_text()` writes it.
+    """Parses the text of a module, as returned by `compiled.as_text()`.
+
+    Args:
+      text: HLO text.
+
+    Returns:
+      The parsed module.
 
     Raises:
-      ValueError: If it has no entry computation.
+      ValueError: If the text has no entry computation.
     """
     computations, entry = {}, None
     for name, is_entry, lines in _blocks(text):
@@ -177,7 +189,7 @@ _ARRAY = re.compile(r"(\w+)\[([\d,<=]*)\]")
 
 
 def _blocks(text: str) -> Iterator[tuple[str, bool, list[str]]]:
-    """`(name, is it the entry, lines)` of each computation."""
+    """Yields `(name, is_entry, instruction lines)` of each computation."""
     header, lines = None, []
     for line in text.splitlines():
         if header is None:
@@ -190,9 +202,10 @@ def _blocks(text: str) -> Iterator[tuple[str, bool, list[str]]]:
 
 
 def _instruction(line: str) -> tuple[bool, Instruction]:
-    """Whether it is the root, and the instruction."""
+    """Parses one line into `(is_root, instruction)`."""
     match = _INSTRUCTION.match(line)
     assert match, line
+    # XLA writes `/*index=5*/` into long tuples.
     rest = re.sub(r"/\*.*?\*/", "", match[3])
     result, rest = _upto(rest) if rest.startswith("(") else rest.split(" ", 1)
     opcode, rest = rest.strip().split("(", 1)
@@ -211,7 +224,7 @@ def _instruction(line: str) -> tuple[bool, Instruction]:
 
 
 def _upto(text: str) -> tuple[str, str]:
-    """Splits behind the parenthesis that closes the first one."""
+    """Splits `text` after the parenthesis that closes the first one."""
     depth = 0
     for i, character in enumerate(text):
         depth += (character == "(") - (character == ")")
@@ -221,7 +234,7 @@ def _upto(text: str) -> tuple[str, str]:
 
 
 def _bits(dtype: str) -> int:
-    """Bits of an element: the number in its name, of the narrow floats the first."""
+    """Returns the bits of an element: the first number in the dtype's name, else 8."""
     if dtype in ("token", "opaque"):
         return 0
     found = re.search(r"\d+", dtype)

@@ -1,4 +1,4 @@
-"""What a compiled module sends between devices, and among which."""
+"""Collectives of an HLO module, their replica groups and mesh axes."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ OPS = (
 )
 
 Groups = frozenset[tuple[int, ...]]
-"""Who talks to whom: each group in ascending order; empty means all together."""
+"""Replica groups, each in ascending order; empty for one group of all devices."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One collective of a module; several arrays may travel in it together.
+    """One collective of a module, with one or more arrays.
 
     Attributes:
-      op: E.g. `all-gather`.
-      sent: The array(s) that each device gives.
-      received: The array(s) that each device gets.
-      groups: Who takes part.
-      op_name: The path of jax's scopes that it comes from.
-      name: Of the instruction.
+      op: Opcode without `-start`, e.g. `all-gather`.
+      sent: Shapes of the array(s) that each device sends.
+      received: Shapes of the array(s) that each device receives.
+      groups: Replica groups.
+      op_name: Path of the jax scopes in the metadata.
+      name: Name of the instruction.
     """
 
     op: str
@@ -49,12 +49,12 @@ class Collective:
 
     @property
     def group_size(self) -> int:
-        """Devices that talk to each other; 0 if the module says "all"."""
+        """Devices in the largest group; 0 if empty, which is all devices."""
         return max(map(len, self.groups), default=0)
 
     @property
     def unit(self) -> str | None:
-        """The unit whose parameters it moves, if it moves those of one."""
+        """Innermost unit in the scopes; None if there is none."""
         found = re.findall(r"unit:([^/()]+)", self.op_name)
         return found[-1] if found else None
 
@@ -62,8 +62,15 @@ class Collective:
 def collective_of(
     module: Module, computation: Computation, one: Instruction
 ) -> Collective | None:
-    """The collective that `one` is, or starts; None if it does neither."""
+    """Returns the collective that `one` runs or starts, or None.
+
+    Args:
+      module: Module of the instruction.
+      computation: Computation of the instruction.
+      one: Instruction.
+    """
     op = one.opcode.removesuffix("-start")
+    # XLA wraps an asynchronous op without an opcode of its own in a computation.
     if one.opcode == "async-start":
         within = module[one.calls[0]]
         return collective_of(module, within, within.root)
@@ -72,7 +79,7 @@ def collective_of(
     sent = tuple(
         shape for name in one.operands for shape in computation.by_name[name].shapes
     )
-    if op == "ragged-all-to-all":  # The others are what is written into, and sizes.
+    if op == "ragged-all-to-all":  # Further operands are the output, offsets and sizes.
         sent = sent[:1]
     return Collective(
         op, sent, _received(computation, one, sent), _groups(one), one.op_name, one.name
@@ -82,20 +89,21 @@ def collective_of(
 def _received(
     computation: Computation, one: Instruction, sent: tuple[Shape, ...]
 ) -> tuple[Shape, ...]:
-    """The result; that of an asynchronous one stands where it is waited for."""
+    """Returns the shapes of the result; of the `-done` if it is asynchronous."""
     if not one.opcode.endswith("-start"):
         return one.shapes
     for reader in computation.readers.get(one.name, []):
         if reader.opcode.endswith("-done"):
             return reader.shapes
+    # A `-start` without `-done` returns a tuple of its operands and its results.
     return one.shapes[len(sent) :] or one.shapes
 
 
 def walk(module: Module) -> Iterator[tuple[Computation, Instruction, int, int]]:
-    """Every instruction that runs, where, how often, and in how many loops.
+    """Yields `(computation, instruction, times, loop depth)` as executed.
 
-    A loop whose number of iterations is unknown counts as one iteration. What is within
-    fusions is not shown.
+    A loop with an unknown number of iterations counts as one iteration. The
+    instructions inside fusions are not visited.
     """
     yield from _walk(module, module[module.entry], 1, 0)
 
@@ -112,14 +120,15 @@ def _walk(module: Module, computation: Computation, times: int, depth: int):
 
 
 def axes_of(groups: Groups, mesh: Mesh) -> tuple[str, ...] | None:
-    """The mesh axes along which `groups` lie; None if along none.
+    """Returns the mesh axes along which `groups` communicate, or None if along none.
 
-    Those among some ranks of a tp group count as along tp: what is split over it is
-    left to XLA, which may split dims of fewer elements over a part of it.
+    Groups of some of the ranks of a tp group count as `("tp",)`: XLA partitions `tp` by
+    itself, and may split a dim with fewer elements than `tp` over a subset of the
+    ranks.
 
     Args:
-      groups: Of a collective of a program that was compiled for `mesh`.
-      mesh: The mesh, whose devices the program numbers in row-major order.
+      groups: Replica groups of a program compiled for `mesh`.
+      mesh: Device mesh; the program numbers its devices in row-major order.
     """
     axes = _groups_of_axes(tuple(mesh.shape.items())).get(groups or None)
     if axes is None and _are_within(groups, mesh.shape.get("tp", 1)):
@@ -128,7 +137,7 @@ def axes_of(groups: Groups, mesh: Mesh) -> tuple[str, ...] | None:
 
 
 def _are_within(groups: Groups, tp: int) -> bool:
-    """Whether each group has devices of one tp group alone; tp is the last axis."""
+    """Returns whether each group lies inside one tp group; tp is the last mesh axis."""
     return tp > 1 and all(len({device // tp for device in g}) == 1 for g in groups)
 
 
@@ -136,7 +145,8 @@ def _are_within(groups: Groups, tp: int) -> bool:
 def _groups_of_axes(
     shape: tuple[tuple[str, int], ...],
 ) -> dict[Groups | None, tuple[str, ...]]:
-    """Groups -> the axes they lie along, for all sets of axes; None -> all axes."""
+    """Maps the replica groups of each set of axes to the axes; None maps to all."""
+    # Axes of size 1 do not change the groups.
     used = [(axis, size) for axis, size in shape if size > 1]
     sizes = [size for _, size in used]
     found: dict[Groups | None, tuple[str, ...]] = {None: tuple(a for a, _ in used)}
@@ -148,7 +158,12 @@ def _groups_of_axes(
 
 
 def groups_along(sizes: Sequence[int], dims: Sequence[int]) -> Groups:
-    """The groups of row-major device numbers that differ on `dims` of `sizes` alone."""
+    """Returns the groups of row-major device ids that differ in `dims` only.
+
+    Args:
+      sizes: Sizes of the mesh axes.
+      dims: Positions of the axes along which a group lies.
+    """
     groups: dict[tuple[int, ...], list[int]] = {}
     for number, place in enumerate(itertools.product(*map(range, sizes))):
         fixed = tuple(at for dim, at in enumerate(place) if dim not in dims)
@@ -157,7 +172,7 @@ def groups_along(sizes: Sequence[int], dims: Sequence[int]) -> Groups:
 
 
 def _groups(one: Instruction) -> Groups:
-    """The groups of a collective, in any of the ways that XLA writes them."""
+    """Parses the replica groups of a collective from any of XLA's notations."""
     text = one.attributes
     if pairs := re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}", text):
         return _rings(re.findall(r"\{(\d+),(\d+)\}", pairs[1]))
@@ -181,7 +196,7 @@ def _read_groups(text: str) -> Groups:
 
 
 def _read_iota(shape: str, reshape: str, transpose: str | None) -> Groups:
-    """`[groups, size]<=[dims]T(order)`: a row-major iota, transposed and reshaped."""
+    """Expands `[groups, size]<=[dims]T(order)`: an iota, transposed and reshaped."""
     dims = [int(d) for d in reshape.split(",")]
     order = [int(d) for d in transpose.split(",")] if transpose else range(len(dims))
     strides = [math.prod(dims[d + 1 :]) for d in range(len(dims))]
@@ -196,7 +211,7 @@ def _read_iota(shape: str, reshape: str, transpose: str | None) -> Groups:
 
 
 def _rings(pairs: Sequence[tuple[str, str]]) -> Groups:
-    """The devices that are connected by pairs of a sender and a receiver."""
+    """Merges source-target pairs into groups of connected devices."""
     group_of: dict[int, set[int]] = {}
     for source, target in ((int(a), int(b)) for a, b in pairs):
         merged = group_of.get(source, {source}) | group_of.get(target, {target})

@@ -1,4 +1,4 @@
-"""What a step will need and where its time goes, without the GPUs it is for."""
+"""Estimates of a step's memory and time for GPUs that are not present."""
 
 from fsdp_jax.planner._comm_table import SentRow as SentRow
 from fsdp_jax.planner._comm_table import sent_grid as sent_grid

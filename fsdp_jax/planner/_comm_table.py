@@ -1,4 +1,4 @@
-"""The collectives of a step as a table: what travels, where, how often, how hidden."""
+"""Table of a step's collectives: bytes, axes, number of runs, exposed time."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from fsdp_jax.sharding._plan import Plan
 
 @dataclasses.dataclass(frozen=True)
 class SentRow:
-    """One collective of the compiled step, with all its runs.
+    """One collective of the compiled step, over all its runs.
 
     Attributes:
-      op: E.g. `all-gather`.
-      unit: Whose parameters it moves; "-" if it moves none.
-      dtype: What crosses the wire, as HLO writes it.
-      axes: The mesh axes it runs along; empty if along none of them as a whole.
-      bytes: What a device sends in one run, on a ring.
-      times: Runs a step.
-      seconds: Of one run that has the wire for itself.
-      exposed_seconds: How long the GPU waits for it, all runs together.
+      op: Opcode, e.g. `all-gather`.
+      unit: Unit of the parameters; "-" if it communicates none.
+      dtype: Communicated dtype, as HLO writes it.
+      axes: Mesh axes; empty if the replica groups lie along none.
+      bytes: Bytes that a device sends per run, in a ring.
+      times: Runs per step.
+      seconds: Seconds of one run with the bandwidth to itself.
+      exposed_seconds: Seconds that the GPU waits for it, over all runs.
     """
 
     op: str
@@ -39,7 +39,7 @@ class SentRow:
 
 
 def sent_rows(timeline: Timeline, plan: Plan) -> tuple[SentRow, ...]:
-    """One row a collective, in the order in which they first run."""
+    """Returns one row per collective, in the order of their first runs."""
     runs: dict[str, list[Sent]] = {}
     for sent in timeline.sent:
         runs.setdefault(sent.collective.name, []).append(sent)
@@ -63,10 +63,10 @@ def _row(runs: list[Sent], plan: Plan) -> SentRow:
 
 
 def _unit(collective: Collective, plan: Plan) -> str:
-    """Its unit's path; where XLA put several together, all whose weights fit.
+    """Returns the path of the unit; all that match if XLA merged several.
 
-    What crosses tp alone are tokens, and gradients of what is whole on each rank; what
-    attention sends over cp are keys and values.
+    Collectives over tp alone are tokens, or gradients of weights replicated over tp;
+    attention over cp sends keys and values. Neither has a unit.
     """
     axes = axes_of(collective.groups, plan.mesh)
     is_context = any(name in collective.op_name for name in SCOPES)
@@ -82,13 +82,19 @@ def _unit(collective: Collective, plan: Plan) -> str:
         for row in plan.rows
         if {row.shape[row.num_stacked :], row.padded_shape[row.num_stacked :]} & whole
     )
+    # Of merged collectives XLA keeps one scope, so the dims decide if they disagree.
     if collective.unit and (collective.unit in units or not units):
         return collective.unit
     return " + ".join(units) or "-"
 
 
 def sent_grid(rows: Sequence[SentRow], *, timed: bool = True) -> Grid:
-    """The rows as a table; without the columns of time if nothing was timed."""
+    """Returns the rows as a table.
+
+    Args:
+      rows: Rows from `sent_rows`.
+      timed: Whether to include the columns of time.
+    """
     columns = {
         "collective": "left",
         "unit": "left",

@@ -1,4 +1,4 @@
-"""Compiling for GPUs that are not there, scheduled by the cost model."""
+"""Compiles steps for absent GPUs, with XLA's scheduler guided by the cost model."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ Options = Mapping[str, Any]
 
 
 def gpu_devices(gpu: GPU, count: int) -> Sequence[Any]:
-    """Stand-ins for `count` GPUs, which can be compiled for but hold no array.
+    """Returns `count` abstract GPUs, to compile for; they cannot hold arrays.
 
-    Give them to `make_mesh(devices=...)`.
+    Pass them to `make_mesh(devices=...)`.
 
     Args:
-      gpu: One of `GPUS`.
-      count: How many; more than a node has must be whole nodes.
+      gpu: GPU from `GPUS`.
+      count: Number of GPUs; above one node, a multiple of its size.
 
     Raises:
       ValueError: If the count makes no whole nodes, or XLA for GPUs is not installed.
@@ -50,7 +50,7 @@ def gpu_devices(gpu: GPU, count: int) -> Sequence[Any]:
             target_config=gpu.target_config,
             topology=f"{nodes}x1x{count // nodes}",
         )
-    except Exception as error:  # jax raises whatever the plugin's absence breaks.
+    except Exception as error:  # Without the plugin, jax's error type varies.
         raise ValueError(_why_not(error)) from error
     return topology.devices
 
@@ -73,12 +73,12 @@ def _why_not(error: Exception) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Scheduled:
-    """A compiled program and what its schedule comes to.
+    """A compiled program with the replay of its schedule.
 
     Attributes:
-      compiled: The program.
-      timeline: Its replay.
-      guided: Whether XLA's scheduler was told how long things take.
+      compiled: Compiled program.
+      timeline: Replay of its schedule.
+      guided: Whether XLA's scheduler was given the cost model.
     """
 
     compiled: jax.stages.Compiled
@@ -87,7 +87,7 @@ class Scheduled:
 
 
 EXPOSED_ENOUGH = 0.02
-"""The part of a step that waits for the wire above which a better schedule is tried."""
+"""Exposed fraction of a step above which a guided compilation is tried."""
 
 
 def compile_scheduled(
@@ -98,18 +98,18 @@ def compile_scheduled(
     *,
     guide: bool = True,
 ) -> Scheduled:
-    """Compiles, and again if too much of the wire is exposed.
+    """Compiles, and compiles again with a guided scheduler if much is exposed.
 
-    The second time XLA's scheduler is told what each operation takes. Left to its own
-    guesses it takes collectives for much faster than a network between nodes is, and
-    starts them too late to be hidden. The better of the two is kept.
+    The second compilation gives XLA's scheduler the time of each operation. Its own
+    estimates take collectives for much faster than a network between nodes is, so it
+    starts them too late to be hidden. The faster of the two programs is kept.
 
     Args:
-      lowered: Lowered for stand-ins from `gpu_devices`.
-      cost: How long things take.
-      num_devices: All of them.
-      options: XLA's, see `compiler_options`.
-      guide: Whether to compile again at all.
+      lowered: Step lowered for the abstract GPUs of `gpu_devices`.
+      cost: Cost model.
+      num_devices: Number of devices of the mesh.
+      options: XLA compiler options, see `compiler_options`.
+      guide: Whether to compile a second time.
     """
     compiled = _compiled(lowered, options)
     module = parse(text_of(compiled))
@@ -125,7 +125,7 @@ def compile_scheduled(
 
 
 def text_of(compiled: jax.stages.Compiled) -> str:
-    """The compiled module as text."""
+    """Returns the HLO text of the compiled module."""
     text = compiled.as_text()
     assert text, "XLA's compilers for CPUs and GPUs tell their modules"
     return text
@@ -139,24 +139,23 @@ def _compile_guided(
         path.write_text(profile)
         guided = {
             "xla_gpu_pgle_profile_file_or_directory_path": str(path),
-            # What was fused otherwise the second time has no entry, which is no error.
+            # Fusions that differ in the second compilation have no profile entry.
             "xla_gpu_pgle_accuracy_checker": "PGLE_STRICTNESS_LEVEL_OFF",
         }
         return _compiled(lowered, {**options, **guided})
 
 
 def _compiled(lowered: jax.stages.Lowered, options: Options) -> jax.stages.Compiled:
-    """Compiles with XLA's cache of kernels, and without jax's persistent cache.
+    """Compiles with XLA's kernel cache and without jax's persistent cache.
 
-    Most of the time goes into the machine code of kernels, which nobody runs here.
-    Programs that differ in their schedule or their mesh share most of them.
-
-    What is compiled for GPUs that are not there can be written to jax's cache, but not
-    read again: jax then warns, and compiles all the same.
+    Most of the time goes into the machine code of kernels, which is never run here, and
+    programs that differ in schedule or mesh share most kernels. jax can write a program
+    compiled for absent GPUs to its persistent cache, but cannot read it back: it warns
+    and compiles again.
     """
     was_enabled = jax.config.values["jax_enable_compilation_cache"]
     jax.config.update("jax_enable_compilation_cache", False)
-    compilation_cache.reset_cache()  # jax asks for the setting once only
+    compilation_cache.reset_cache()  # jax reads the setting once and caches it.
     try:
         return lowered.compile(compiler_options={**_kernel_cache(), **options})
     finally:
@@ -167,24 +166,24 @@ def _compiled(lowered: jax.stages.Lowered, options: Options) -> jax.stages.Compi
 def _kernel_cache() -> Options:
     return {
         "xla_gpu_kernel_cache_file": str(_scratch() / "kernels"),
-        # Without it none is cached.
+        # XLA caches kernels only if it compiles modules in parallel.
         "xla_gpu_enable_llvm_module_compilation_parallelism": True,
     }
 
 
 @functools.cache
 def _scratch() -> Path:
-    """This process's own, until it ends: XLA writes the file without a lock."""
+    """Returns this process's temporary folder: XLA writes its cache without a lock."""
     folder = tempfile.mkdtemp(prefix="fsdp_jax-kernels-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return Path(folder)
 
 
 def scheduling_profile(module: Module, cost: CostModel, num_devices: int) -> str:
-    """What each instruction takes, in the form of XLA's profiles.
+    """Returns the seconds of each instruction as an XLA profile.
 
     Returns:
-      The text of a `ProfiledInstructionsProto`.
+      Text of a `ProfiledInstructionsProto`.
     """
     return "\n".join(
         f'costs {{ name: "{name}" cost_us: {seconds * 1e6:.3f} }}'

@@ -1,4 +1,4 @@
-"""How long an instruction takes, on a stated model of a device."""
+"""Seconds per HLO instruction, on the cost model of a device."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ FREE = {
     "replica-id",
     "iota",
 }
-"""Opcodes that move no bytes, or that nothing runs for."""
+"""Opcodes that move no bytes or launch no kernel."""
 
 VIEWS = ("bitcast", "reshape", "transpose", "copy", "convert")
-"""Opcodes through which a fusion reads no more than what is read of their result."""
+"""Opcodes whose operand a fusion reads only as far as their result is read."""
 
 FULL_PRECISION = {"f32": 0.5, "f64": 0.067}
-"""Matrix products in wider dtypes, against 16-bit ones (tf32; fp64 tensor cores)."""
+"""Speed of wider matrix products relative to 16-bit: tf32, and fp64 tensor cores."""
 
 
 def wire_bytes(collective: Collective, num_devices: int) -> float:
-    """Bytes that each device sends when a ring runs the collective."""
+    """Returns the bytes that each device sends in a ring algorithm."""
     n = collective.group_size or num_devices
     sent = sum(shape.bytes for shape in collective.sent)
     received = sum(shape.bytes for shape in collective.received)
@@ -42,13 +42,13 @@ def wire_bytes(collective: Collective, num_devices: int) -> float:
         "reduce-scatter": sent * around,
         "all-reduce": 2 * sent * around,
         "all-to-all": sent * around,
-        # One side has room for the worst case, and the other what there is.
+        # One side is a buffer for the worst case, the other the actual tokens.
         "ragged-all-to-all": min(sent, received) * around,
     }.get(collective.op, float(sent))
 
 
 def wire_seconds(collective: Collective, num_devices: int, cost: CostModel) -> float:
-    """Seconds of a collective that has the wire for itself."""
+    """Returns the seconds of a collective with the bandwidth to itself."""
     if crosses_nodes(collective, num_devices, cost):
         bandwidth = cost.network_bandwidth
     else:
@@ -57,7 +57,7 @@ def wire_seconds(collective: Collective, num_devices: int, cost: CostModel) -> f
 
 
 def crosses_nodes(collective: Collective, num_devices: int, cost: CostModel) -> bool:
-    """Whether devices of different nodes take part in one group."""
+    """Returns whether a replica group spans several nodes."""
     groups = collective.groups or {tuple(range(num_devices))}
     return any(
         len({device // cost.devices_per_node for device in group}) > 1
@@ -68,10 +68,11 @@ def crosses_nodes(collective: Collective, num_devices: int, cost: CostModel) -> 
 def compute_seconds(
     module: Module, computation: Computation, one: Instruction, cost: CostModel
 ) -> float:
-    """Seconds of an instruction that is no collective, without what it calls.
+    """Returns the seconds of an instruction that is no collective.
 
-    The longer of its arithmetic, which counts for matrix products alone, and of the
-    bytes that it reads and writes.
+    The larger of arithmetic time, where only matrix products count, and memory time of
+    the bytes read and written. Called computations are not included, except for
+    fusions.
     """
     if one.opcode in FREE:
         return 0.0
@@ -84,7 +85,7 @@ def compute_seconds(
 def product_flops(
     module: Module, computation: Computation, one: Instruction
 ) -> tuple[float, str]:
-    """Operations of the matrix products in an instruction, and their dtype."""
+    """Returns the FLOPs of an instruction's matrix products, and their dtype."""
     if one.opcode == "dot":
         return _dot(computation, one, one.attributes)
     if one.opcode == "fusion":
@@ -111,14 +112,14 @@ def _dot(computation: Computation, one: Instruction, dims: str) -> tuple[float, 
 
 
 def _gemm_dims(one: Instruction) -> str:
-    """The dims of a library's matrix product, written like those of a `dot`."""
+    """Formats the contracting dims of a library's matrix product as `dot` does."""
     found = re.search(r'"lhs_contracting_dimensions":(\[.*?\])', one.attributes)
     dims = json.loads(found[1]) if found else []
     return f"lhs_contracting_dims={{{','.join(dims)}}}"
 
 
 def _attention(computation: Computation, one: Instruction) -> float:
-    """Operations of cuDNN's attention: two products forward, five backward."""
+    """Returns the FLOPs of cuDNN's attention: two products forward, five backward."""
     query, key = (computation.by_name[name].shapes[0] for name in one.operands[:2])
     batch, length, heads, width = query.dims
     products = 5 if "Backward" in one.target else 2
@@ -127,9 +128,9 @@ def _attention(computation: Computation, one: Instruction) -> float:
 
 
 def bytes_moved(module: Module, computation: Computation, one: Instruction) -> float:
-    """Bytes that an instruction reads from memory and writes to it.
+    """Returns the bytes that an instruction reads from and writes to device memory.
 
-    What is sliced counts as the slice, what is updated in place as the update.
+    A slice counts its result only, an update in place its update only.
     """
     if one.opcode == "fusion":
         return _fusion_bytes(module[one.calls[0]])
@@ -139,7 +140,7 @@ def bytes_moved(module: Module, computation: Computation, one: Instruction) -> f
     if one.opcode == "dynamic-update-slice":
         return 2.0 * computation.by_name[one.operands[1]].bytes
     if one.opcode == "custom-call" and one.shapes:
-        # The last of the results of a library's routine is its workspace.
+        # Further results of a library's routine are workspace, not written results.
         written = one.shapes[0].bytes if len(one.shapes) > 1 else one.bytes
         return float(written + sum(operand.bytes for operand in operands))
     return float(one.bytes + sum(operand.bytes for operand in operands))
@@ -157,15 +158,17 @@ def _fusion_bytes(fused: Computation) -> float:
 
 
 def _read(fused: Computation, value: Instruction) -> int:
-    """Bytes of a fusion's operand that its instructions need."""
+    """Returns the bytes of a fusion's operand that its instructions read."""
     needed = 0.0
     for reader in fused.readers.get(value.name, []):
         if reader.opcode in ("dynamic-slice", "slice", "gather"):
             needed += reader.shapes[0].num_elements * _width(value)
         elif reader.opcode == "dynamic-update-slice":
+            # The updated operand is overwritten in place, not read.
             if reader.operands[0] != value.name:
                 needed += value.bytes
         elif reader.opcode in VIEWS:
+            # From bytes of the view's dtype to bytes of the operand's.
             scale = _width(value) / max(_width(reader), 1e-9)
             needed += _read(fused, reader) * scale
             needed += value.bytes if _leaves(fused, reader) else 0
@@ -175,7 +178,7 @@ def _read(fused: Computation, value: Instruction) -> int:
 
 
 def _leaves(fused: Computation, one: Instruction) -> bool:
-    """Whether it is a result of the fusion."""
+    """Returns whether `one` is a result of the fusion."""
     if one is fused.root:
         return True
     return fused.root.opcode == "tuple" and one.name in fused.root.operands

@@ -1,4 +1,4 @@
-"""What a training step will need and where its time goes, on GPUs that are not here."""
+"""Estimates the memory and time of a training step on GPUs that are not present."""
 
 from __future__ import annotations
 
@@ -38,23 +38,23 @@ from fsdp_jax.training._train_step import make_train_step
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Forecast:
-    """A training step as compiled for GPUs and replayed on a cost model.
+    """A training step compiled for GPUs and replayed on a cost model.
 
     `print(forecast)` shows it as a table.
 
     Attributes:
-      gpu: The GPU, with its cost model.
-      plan: The plan, on a mesh of stand-ins.
-      compiled: The compiled step; it cannot run here.
-      timeline: Its replay.
+      gpu: GPU with its cost model.
+      plan: Plan on a mesh of abstract GPUs.
+      compiled: Compiled step; it cannot run here.
+      timeline: Replay of the compiled step.
       guided: Whether XLA's scheduler was given the cost model, see `compile_for`.
-      compiled_bytes: Bytes on a GPU at the fullest moment, as XLA assigned buffers.
-      memory: The same by what it is, predicted from the plan and the trace alone.
-      offloaded: What rests on the host, and what the step copies; None without.
-      sent: One row a collective.
-      tokens: Tokens in a global batch; None if not told.
-      model_flops: Work of forward and backward on one device, without recomputation.
-      accumulate: Microbatches in a step.
+      compiled_bytes: Peak bytes on a GPU, from XLA's buffer assignment.
+      memory: Peak bytes by kind, predicted from the plan and the trace alone.
+      offloaded: State stored on the host, and its copies; None without offload.
+      sent: One row per collective.
+      tokens: Tokens of a global batch; None if not given.
+      model_flops: FLOPs of forward and backward on one device, without recomputation.
+      accumulate: Number of microbatches per step.
     """
 
     gpu: GPU
@@ -72,54 +72,54 @@ class Forecast:
 
     @property
     def num_gpus(self) -> int:
-        """GPUs of the mesh."""
+        """Number of GPUs of the mesh."""
         return self.plan.mesh.size
 
     @property
     def exposed(self) -> float:
-        """The part of the step in which the GPU waits for the wire."""
+        """Exposed communication as a fraction of the step."""
         return self.timeline.exposed_seconds / self.timeline.seconds
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs utilization, of the data sheet's peak.
+        """Model FLOPs utilization, relative to the data sheet's peak.
 
-        Attention is a square, causal or not; over `cp`, where it is made a block at a
-        time, the blocks that are.
+        Attention counts as full, causal or not. Over `cp`, where it is computed in
+        blocks, only the computed blocks count.
         """
         peak = self.gpu.cost.peak_flops
         return self.model_flops / self.timeline.seconds / peak
 
     @property
     def bubble(self) -> float | None:
-        """The part of the ticks in which a stage has no turn; None without stages."""
+        """Fraction of ticks in which a pipeline stage is idle; None without stages."""
         if self.plan.mesh.shape["pp"] == 1:
             return None
         return Schedule(self.plan.stages, self.accumulate).bubble
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Tokens a second of all GPUs together; None if the tokens were not told."""
+        """Tokens per second of all GPUs together; None if `tokens` is None."""
         return None if self.tokens is None else self.tokens / self.timeline.seconds
 
     @property
     def fits(self) -> bool:
-        """Whether the compiled step leaves a tenth of the memory to others."""
+        """Whether the compiled step leaves a tenth of the GPU's memory free."""
         return self.compiled_bytes <= 0.9 * self.gpu.memory
 
     @property
     def offload_seconds(self) -> float:
-        """What the copies to and from the host take, if nothing hides them."""
+        """Seconds of the copies to and from the host, if nothing hides them."""
         found = self.offloaded
         return found.seconds(self.gpu.cost.host_bandwidth) if found else 0.0
 
     @functools.cached_property
     def memory_alarms(self) -> tuple[str, ...]:
-        """What a `MemoryWarning` will say when the step first runs there."""
+        """Messages of the `MemoryWarning` of a first run on the GPUs."""
         return memory_alarms(self.compiled, self.gpu.memory)
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything in it as JSON has it; bytes, seconds."""
+        """Returns the estimate as JSON values, in bytes and seconds."""
         speed = self.tokens_per_second
         return {
             "gpu": self.gpu.name,
@@ -156,16 +156,16 @@ class Forecast:
         Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n")
 
     def save_picture(self, path: str | Path) -> None:
-        """Draws memory as bars and the step as two lanes; PNG or SVG by its suffix."""
+        """Plots memory and timeline to a file, PNG or SVG by its suffix."""
         draw_forecast(self.memory, self.compiled_bytes, self.gpu, self.timeline, path)
 
     def __repr__(self) -> str:
-        """The table."""
+        """Formats headline and tables as text."""
         parts = [_memory_grid(self).as_text(), "", sent_grid(self.sent).as_text()]
         return "\n".join([*_headline(self), "", *parts])
 
     def _repr_html_(self) -> str:
-        """The same for a notebook, with bars for bytes and for what is waited for."""
+        """Formats headline and tables as HTML, with bars for bytes and exposed time."""
         parts = [_memory_grid(self), sent_grid(self.sent)]
         return html_page([*_headline(self), *parts])
 
@@ -184,31 +184,32 @@ def compile_for(
     guide: bool = True,
     **step_options: Any,
 ) -> Forecast:
-    """Compiles the training step for GPUs, with none at hand, and foretells it.
+    """Compiles the training step for absent GPUs, and estimates its cost.
 
-    The program is the one that would run; its schedule is replayed on a stated model of
-    the GPU, one stream that computes and one that communicates. If more than 2 % of the
-    step waits for the wire, it is compiled once more with XLA's scheduler told how long
-    things take on that model, and the faster of the two is kept.
+    The compiled program is the one that would run. Its schedule is replayed on an
+    analytical model of the GPU, with one stream for computation and one for
+    communication. If more than 2 % of the step is exposed communication, the step is
+    compiled again with the model's times given to XLA's scheduler, and the faster
+    program is kept.
 
     Args:
-      plan: From `fully_shard`, on any mesh.
-      loss_fn: As for `make_train_step`.
-      tx: The optimizer.
-      batch: The global batch, arrays or their moulds.
-      gpu: A name in `GPUS`, or a GPU of your own, e.g. with another cost model.
-      gpus: How many; None for as many as the plan's mesh has.
-      mesh: Sizes of mesh axes, at most one of them -1. None: those of the plan's mesh,
-        but `dp_shard` takes what the others leave.
-      tokens: Tokens in the batch, to tell tokens a second.
-      options: XLA's; None for `compiler_options()`, of `tp` and `cp` if the mesh has
-        them.
-      guide: Whether to compile that second time. What hides more may hold more: in such
-        a schedule memory is up to 10 % above what is predicted.
-      **step_options: For `make_train_step`.
+      plan: Plan from `fully_shard`, on any mesh.
+      loss_fn: Loss function, as for `make_train_step`.
+      tx: Optimizer.
+      batch: Global batch, of concrete or abstract arrays.
+      gpu: Name in `GPUS`, or a GPU, e.g. with another cost model.
+      gpus: Number of GPUs; None for the size of the plan's mesh.
+      mesh: Sizes of mesh axes, at most one of them -1. None for those of the plan's
+        mesh, with `dp_shard` as the remainder.
+      tokens: Tokens of the batch, for tokens per second.
+      options: XLA compiler options; None for `compiler_options()`, with those for `tp`
+        and `cp` if the mesh has them.
+      guide: Whether to compile the second time. A schedule that hides more may hold
+        more: its memory is up to 10 % above the prediction.
+      **step_options: Options of `make_train_step`.
 
     Returns:
-      The forecast; print it.
+      The estimate; print it for a table.
 
     Raises:
       ValueError: If the GPU is unknown, the mesh does not fit, or XLA's compiler for
@@ -220,7 +221,7 @@ def compile_for(
     given = sizes if mesh is None else dict(mesh)
     there = make_mesh(**given, devices=gpu_devices(gpu, count))
     plan = fully_shard(plan.make_model, there, plan.unit_specs, plan.config)
-    # Those of jit would be below what is asked for here.
+    # None for jit: they would still apply beneath the `options` of `compile`.
     step = make_train_step(plan, loss_fn, tx, compiler_options={}, **step_options)
     state = abstract_state(plan, tx)
     mould = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
@@ -254,31 +255,32 @@ def count_on_cpu(
     batch: PyTree,
     **step_options: Any,
 ) -> tuple[int, tuple[SentRow, ...]]:
-    """What the CPU's compiler tells of a step, where that for GPUs is not installed.
+    """Counts a step's memory and collectives with XLA:CPU, where XLA:GPU is missing.
 
     Args:
-      plan: From `fully_shard`, on simulated CPU devices.
-      loss_fn: As for `make_train_step`.
-      tx: The optimizer.
-      batch: The global batch, arrays or their moulds.
-      **step_options: For `make_train_step`.
+      plan: Plan from `fully_shard`, on simulated CPU devices.
+      loss_fn: Loss function, as for `make_train_step`.
+      tx: Optimizer.
+      batch: Global batch, of concrete or abstract arrays.
+      **step_options: Options of `make_train_step`.
 
     Returns:
-      Bytes on a device at the fullest moment; and the collectives, in the dtypes of the
-      CPU, without times.
+      Peak bytes on a device; and the collectives, in the dtypes of XLA:CPU and with
+      times that are not meaningful.
     """
     step = make_train_step(plan, loss_fn, tx, **step_options)
     compiled = step.lower(abstract_state(plan, tx), batch).compile()
-    # On the CPU all waits for the wire, so that any cost model gives the counts.
+    # XLA:CPU runs all collectives synchronously: the counts need no particular model.
     cost = find_gpu("h200").cost
     timeline = replay(parse(text_of(compiled)), cost, plan.mesh.size)
     return compiled_bytes(compiled), sent_rows(timeline, plan)
 
 
 def _model_flops(plan: Plan, loss_fn, options, batch) -> float:
-    """Three times the forward's work on all rows: backward takes twice as much.
+    """Returns the FLOPs of the whole batch: forward, and backward as twice that.
 
-    As one device would do it: no axis is left to XLA then, so that all shapes are told.
+    Traced for one device, so that no axis is partitioned by XLA and all shapes are
+    known.
     """
     alone = make_mesh(devices=list(plan.mesh.devices.flat[:1]))
     plan = fully_shard(plan.make_model, alone, plan.unit_specs, plan.config)
@@ -343,7 +345,7 @@ def _offload_line(forecast: Forecast) -> list[str]:
 
 
 def _advice(forecast: Forecast) -> list[str]:
-    """What hides gathers of units that now are waited for."""
+    """Suggests prefetching for units whose gathers are exposed over 5 % of the step."""
     ahead = {
         sent.collective.unit
         for sent in forecast.timeline.sent

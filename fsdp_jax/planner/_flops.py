@@ -1,4 +1,4 @@
-"""What a model computes, counted from its trace: the work of its matrix products."""
+"""Counts the FLOPs of a model's matrix products from its trace."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from fsdp_jax.planner.liveness._operations import Operation, Program
 
 
 def product_flops(program: Program) -> float:
-    """Operations of all matrix products of a traced program, loops counted out.
+    """Returns the FLOPs of all matrix products of a traced program, loops unrolled.
 
-    Attention counts as a whole square, causal or not. A loop whose number of iterations
-    is unknown counts as one, of a condition the costliest branch.
+    Attention counts as full, causal or not. A loop with an unknown number of iterations
+    counts as one iteration, a conditional as its costliest branch.
 
     Args:
-      program: E.g. a model's forward, in the shapes of one device.
+      program: Traced program in the shapes of one device, e.g. a model's forward.
     """
     return sum(_flops(operation) for operation in program.operations)
 
@@ -43,12 +43,13 @@ def _convolution(operation: Operation) -> float:
     kernel = operation.inputs[1]
     assert kernel is not None
     out_dim = operation.params["dimension_numbers"].rhs_spec[0]
+    # Multiply-adds per element of the result.
     a_result = math.prod(kernel.shape) / kernel.shape[out_dim]
     return 2.0 * math.prod(operation.outputs[0].shape) * a_result
 
 
 def _attention(operation: Operation) -> float:
-    """Two products, of the queries with the keys and of the result with the values."""
+    """Returns the FLOPs of two products: queries by keys, and that by values."""
     query, key = operation.inputs[:2]
     assert query is not None and key is not None
     batch, length, heads, width = query.shape

@@ -1,4 +1,4 @@
-"""GPUs that a step can be compiled for, and how fast they are taken to be."""
+"""GPUs that a step can be compiled for, with their cost models."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class CostModel:
-    """What a device does in a second; every figure may be replaced.
+    """Sustained speeds of a device; every figure can be replaced.
 
-    The figures of `GPUS` are what large matrices, copies and rings reach, not what data
-    sheets promise.
+    The figures of `GPUS` are what large matrices, copies and rings reach, which is
+    below the data sheet.
 
     Attributes:
-      flops: Of matrix products in 16-bit floats, a second.
-      memory_bandwidth: Bytes a second from and to its own memory.
-      link_bandwidth: Bytes a second that it sends to its node's other devices.
-      network_bandwidth: Bytes a second that it sends to other nodes.
-      latency: Seconds that each collective takes besides.
-      devices_per_node: Devices with links to one another.
-      peak_flops: What the data sheet promises, for model FLOPs utilization alone.
-      host_bandwidth: Bytes a second between a device and its host, in one direction.
+      flops: FLOP/s of matrix products in 16-bit floats.
+      memory_bandwidth: Bytes/s of reads and writes to device memory.
+      link_bandwidth: Bytes/s sent to the other devices of the node.
+      network_bandwidth: Bytes/s sent to other nodes.
+      latency: Seconds added to each collective.
+      devices_per_node: Devices connected by links.
+      peak_flops: FLOP/s of the data sheet, for model FLOPs utilization only.
+      host_bandwidth: Bytes/s between a device and its host, in one direction.
     """
 
     flops: float
@@ -38,16 +38,16 @@ class GPU:
     """A kind of GPU.
 
     Attributes:
-      name: As `--gpu` takes it.
-      description: As its driver calls it.
-      memory: Bytes on the device.
-      compute_capability: `(major, minor)`.
-      cores: Streaming multiprocessors.
-      l2_cache: Bytes.
-      shared_memory: Bytes of a core that one block may take.
-      clock: GHz.
-      data_sheet_bandwidth: Bytes a second.
-      cost: How fast it is taken to be.
+      name: Value of `--gpu`.
+      description: Device name reported by the driver.
+      memory: Device memory in bytes.
+      compute_capability: CUDA compute capability `(major, minor)`.
+      cores: Number of streaming multiprocessors.
+      l2_cache: L2 cache in bytes.
+      shared_memory: Maximum shared memory of a block in bytes.
+      clock: Clock rate in GHz.
+      data_sheet_bandwidth: Memory bandwidth of the data sheet in bytes/s.
+      cost: Cost model.
     """
 
     name: str
@@ -63,7 +63,7 @@ class GPU:
 
     @property
     def target_config(self) -> str:
-        """What XLA must know to compile for it, as the text of a protobuf."""
+        """XLA's target config for this GPU, as the text of a protobuf."""
         major, minor = self.compute_capability
         return f"""
 gpu_device_info {{
@@ -101,7 +101,7 @@ def _cost(
     peak_flops: float,
     host: float = 50,
 ) -> CostModel:
-    """A model of nodes of 8; TFLOP/s, and GB/s of memory, links, network and host."""
+    """Returns the cost model of nodes of 8 GPUs, from TFLOP/s and GB/s."""
     return CostModel(
         flops=flops * 1e12,
         memory_bandwidth=memory * 1e9,
@@ -164,15 +164,18 @@ GPUS = {
         cost=_cost(1750, 7000, links=700, network=45, peak_flops=2250),
     ),
 }
-"""By name. Shapes are the vendor's; the speeds, stated and not measured here, are about
-80 % of its 16-bit peak, 90 % of its memory and network, 78 % of its links and PCIe."""
+"""GPUs by name.
+
+Shapes are the vendor's. Speeds are stated, not measured here: about 80 % of the 16-bit
+peak, 90 % of memory and network, 78 % of links and PCIe.
+"""
 
 
 def find_gpu(gpu: str | GPU, **costs: float) -> GPU:
-    """The GPU of a name, with figures of its cost model replaced.
+    """Returns a GPU by name, with figures of its cost model replaced.
 
     Args:
-      gpu: A name in `GPUS`, or a GPU.
+      gpu: Name in `GPUS`, or a GPU.
       **costs: Fields of `CostModel`.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What of a state rests on the host: told to XLA's compiler, and counted."""
+"""Counts train state stored on the host, and marks it for XLA's compiler."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from fsdp_jax.training._state import TrainState
 
 @dataclasses.dataclass(frozen=True)
 class Offloaded:
-    """What rests on the host instead of a device, and what a step copies of it.
+    """State stored on the host instead of one device, and its copies per step.
 
     Attributes:
-      bytes: At rest, for one device.
-      fetched: To the device, a step.
-      returned: Back to the host, a step.
+      bytes: Bytes stored on the host, for one device.
+      fetched: Bytes copied to the device per step.
+      returned: Bytes copied back to the host per step.
     """
 
     bytes: int
@@ -32,37 +32,39 @@ class Offloaded:
     returned: int
 
     def seconds(self, bandwidth: float) -> float:
-        """Of the copies if nothing hides them; both directions at once.
+        """Returns the seconds of the copies if none is hidden, both directions at once.
 
         Args:
-          bandwidth: Bytes a second in one direction.
+          bandwidth: Bytes/s in one direction.
         """
         return max(self.fetched, self.returned) / bandwidth
 
 
 def offloaded(plan: Plan, state: TrainState) -> Offloaded:
-    """Counts what a mould of the state has on the host."""
+    """Counts the bytes of an abstract state that are stored on the host."""
     params, optimizer = (
         sum(_bytes(leaf) for leaf in jax.tree.leaves(tree))
         for tree in _split(plan, state)[1]
     )
-    # Weights are fetched when the step begins, and again to be updated.
+    # Weights are fetched at the beginning of the step, and again for the update.
     both = params + optimizer
     return Offloaded(both, both + params, both)
 
 
 def resident(plan: Plan, state: TrainState) -> TrainState:
-    """The mould without what rests on the host."""
+    """Returns the abstract state without the leaves stored on the host."""
     params, opt_state = _split(plan, state)[0]
     return dataclasses.replace(state, params=params, opt_state=opt_state)
 
 
 def entered(plan: Plan, program: Program) -> Set[Value]:
-    """What units gather where the main weights are on the host: made for one step.
+    """Returns inputs that hold one step's copies of weights stored on the host.
+
+    Units gather from these copies, which live for one step.
 
     Args:
-      plan: The plan.
-      program: What a device does in a step.
+      plan: Plan of the step.
+      program: Program of one device.
     """
     offload = plan.config.offload
     if not (offload and offload.params):
@@ -79,14 +81,14 @@ def entered(plan: Plan, program: Program) -> Set[Value]:
 def mark_host_arguments(
     plan: Plan, lowered: jax.stages.Lowered, state: TrainState
 ) -> None:
-    """Tells the compiler which arguments of a lowered step lie on the host.
+    """Marks the arguments of a lowered step that are in host memory.
 
-    Stand-ins for GPUs know no memories, so that their shardings cannot say it.
+    Shardings cannot do it, since abstract GPUs have no memories.
 
     Args:
-      plan: The plan.
-      lowered: From `step.lower(state, batch)`; changed in place.
-      state: The mould of the state.
+      plan: Plan of the step.
+      lowered: Result of `step.lower(state, batch)`; changed in place.
+      state: Abstract train state.
     """
     params, opt_state = _split(plan, state)[1]
     tree = {"params": params, "opt_state": opt_state}
@@ -111,12 +113,12 @@ def _marked(attributes: Any) -> Any:
 
 
 def _name(argument: Any) -> str:
-    """The path that an argument is named by in its location."""
+    """Returns the path that an argument's location names."""
     return str(argument.location).removeprefix('loc("').removesuffix('")')
 
 
 def _split(plan: Plan, state: TrainState) -> tuple[tuple[PyTree, PyTree], ...]:
-    """(parameters, optimizer state) on the device, and the same on the host."""
+    """Returns `(params, opt_state)` on the device, and the same on the host."""
     offload = plan.config.offload
     chosen = (offload.params, offload.optimizer) if offload else (False, False)
     trees = list(zip((state.params, state.opt_state), chosen, strict=True))

@@ -1,7 +1,7 @@
-"""What of a step's memory is what, from its plan and its trace alone.
+"""Predicts the peak memory of a step by kind, from its plan and its trace.
 
-No compiler is asked: a trace says what is computed in which order, and `liveness`
-what of it lies in memory.
+No compiler is run: the trace gives the order of the operations, and `liveness` the
+values in memory during each.
 """
 
 from __future__ import annotations
@@ -27,24 +27,23 @@ from fsdp_jax.sharding._plan import Plan
 from fsdp_jax.training._state import TrainState
 
 WORKSPACE = 4 << 20
-"""Bytes that a matrix product of cuBLAS takes besides, one at a time."""
+"""Workspace bytes of one cuBLAS matrix product; one runs at a time."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Bytes on one device at the fullest moment of a step, by what they are.
+    """Bytes on one device at the peak of a step, by kind.
 
     Attributes:
-      params: Parameters at rest, unless on the host.
-      optimizer: Optimizer state at rest, unless on the host.
-      gradients: Reduced and accumulated ones, and a unit's before they are reduced.
-      gathered: Whole weights: of units, and of what belongs to none; and pieces that
-        are made once a step to be gathered: encoded ones, and those of weights that
-        rest on the host.
-      saved: Activations kept for backward.
-      activations: What the unit at work computes with.
-      logits: What is computed outside of all stacks of units: the head, the loss.
-      other: The batch, the rest of the state, workspace.
+      params: Stored parameters, without those on the host.
+      optimizer: Stored optimizer state, without that on the host.
+      gradients: Reduced and accumulated gradients, and a unit's unreduced ones.
+      gathered: Unsharded weights, and the shards made once per step to be gathered
+        from: quantized ones, and those of weights stored on the host.
+      saved: Activations saved for backward.
+      activations: Activations of the running unit.
+      logits: Values computed outside of all stacks of units: the head and the loss.
+      other: Batch, remaining state and workspace.
     """
 
     params: int
@@ -58,20 +57,20 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """Sum of all kinds."""
         return sum(dataclasses.astuple(self))
 
 
 def predict_memory(
     plan: Plan, state: TrainState, batch: PyTree, traced: core.ClosedJaxpr
 ) -> Memory:
-    """Predicts the fullest moment of a step.
+    """Predicts the memory at the peak of a step.
 
     Args:
-      plan: Its plan.
-      state: The mould of the train state, as from `abstract_state`.
-      batch: The mould of the global batch.
-      traced: `step.jitted.trace(state, batch).jaxpr`.
+      plan: Plan of the step.
+      state: Abstract train state, as from `abstract_state`.
+      batch: Abstract global batch.
+      traced: Jaxpr of the step, `step.jitted.trace(state, batch).jaxpr`.
     """
     program = on_one_device(traced.jaxpr, _dims_over_tp((state, batch)))
     assert program is not None, "a step is a shard_map"
@@ -95,12 +94,16 @@ def predict_memory(
     peak = _Walk(plan, grads).peak(program, set(program.inputs) - made, made=made)
     kinds = ("gradients", "gathered", "saved", "activations", "logits", "other")
     found = {kind: peak.get(kind, 0) for kind in kinds}
+    # Arguments other than parameters and optimizer state.
     found["other"] += arguments - sum(at_rest.values()) + WORKSPACE
     return Memory(**at_rest, **found)
 
 
 def _bytes_on_a_device(tree: PyTree) -> int:
-    """Bytes of moulds on one device; those without a sharding are whole there."""
+    """Returns the bytes of abstract arrays on one device.
+
+    Arrays without a sharding are replicated.
+    """
     total = 0
     for leaf in jax.tree.leaves(tree):
         sharding = getattr(leaf, "sharding", None)
@@ -111,7 +114,7 @@ def _bytes_on_a_device(tree: PyTree) -> int:
 
 
 def _dims_over_tp(tree: PyTree) -> list[Dim]:
-    """Of each mould, the dim that is split over `tp`."""
+    """Returns the dim of each abstract array that is split over `tp`, or None."""
     shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(tree)]
     return [dim_of(s.spec) if isinstance(s, NamedSharding) else None for s in shardings]
 
@@ -120,7 +123,7 @@ Sizes = Mapping[str, int]
 
 
 class _Walk:
-    """Walks programs, keeping account of what lies in memory."""
+    """Walks programs and sums the bytes in memory by kind."""
 
     def __init__(self, plan: Plan, grads: set):
         self.grads = grads
@@ -140,14 +143,15 @@ class _Walk:
         inside: str = "",
         made: Set[Value] = frozenset(),
     ) -> Sizes:
-        """The sizes at the fullest moment, without those of the program's inputs.
+        """Returns the bytes by kind at the peak, without the program's inputs.
 
         Args:
-          program: The program.
-          kept: Inputs that must not be written to, being needed again.
-          generated: Inputs that nobody holds, being made where they are used.
-          inside: The scopes around the program.
-          made: Inputs that are there for it alone, until they are read last.
+          program: Program to walk.
+          kept: Inputs that are read again later, so that they cannot be overwritten.
+          generated: Inputs that are not in memory, since they are made where they are
+            used.
+          inside: Scopes around the program.
+          made: Inputs that live for this program only, until they are last read.
         """
         found = lifetimes(program, kept, generated)
         best: Sizes = {}
@@ -162,6 +166,7 @@ class _Walk:
                 inputs = _inputs(operation, body, found)
                 scopes = f"{inside}{operation.scopes}"
                 extra = _larger(extra, self.peak(body, *inputs, scopes))
+            # Values inside a loop or a branch are in memory beside those around it.
             now = _sum_by_kind(live, extra)
             best = _larger(best, now)
             for value in found.dead_after[at]:
@@ -177,8 +182,10 @@ class _Walk:
         if key in self.grads or value in found.to_reduce:
             return "gradients"
         if key in self.whole and operation.name in ("scan", "broadcast_in_dim"):
-            # What a loop hands on of a unit: the next weights, or zeros to begin with.
+            # A loop carries prefetched weights of a unit; zeros with a unit's dims are
+            # the initial value of a gradient.
             return "gathered" if operation.name == "scan" else "gradients"
+        # Further results of a loop are stacked residuals.
         if operation.name == "scan":
             return "saved"
         scopes = f"{inside}{operation.scopes}"
@@ -189,7 +196,8 @@ class _Walk:
 def _inputs(
     operation: Operation, body: Program, found: Lifetimes
 ) -> tuple[Set[Value], Set[Value]]:
-    """A loop's inputs that stay as they are, and those made anew in each iteration."""
+    """Returns a loop body's unchanged inputs, and those generated per iteration."""
+    # Only a scan may overwrite its inputs, those of its carry.
     if operation.name != "scan":
         return set(body.inputs), set()
     begin, end = operation.carry

@@ -1,4 +1,4 @@
-"""A forecast as a picture: memory as bars, the step as two lanes."""
+"""Plots an estimate: memory as stacked bars, the step as two lanes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,14 @@ MEMORY = "#4477aa #ccbb44 #aa3377 #228833 #66ccee #88ccaa #ee6677 #bbbbbb".split
 def draw_forecast(
     memory: Memory, compiled_bytes: int, gpu: GPU, timeline: Timeline, path: str | Path
 ) -> None:
-    """Draws into a file, PNG or SVG by its suffix.
+    """Saves the plot as PNG or SVG, chosen by the suffix of `path`.
+
+    Args:
+      memory: Predicted memory by kind.
+      compiled_bytes: Peak bytes of the compiled step.
+      gpu: GPU of the estimate.
+      timeline: Replayed step.
+      path: Output file.
 
     Raises:
       ValueError: If matplotlib is not installed, or the suffix is neither.

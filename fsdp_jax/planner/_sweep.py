@@ -1,4 +1,4 @@
-"""Forecasts of one training step by several strategies, side by side."""
+"""Estimates of one training step under several strategies, side by side."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from fsdp_jax.planner._estimate import Forecast
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Sweep:
-    """What the same step would take by several strategies, the best first.
+    """Comparison of estimates of the same step, the best first.
 
     `print(sweep)` shows it as a table, with a recommendation.
 
     Args:
-      forecasts: By the name of what was tried, each from `compile_for`; of the same
-        batch, since they are compared by the time of a step.
+      forecasts: Estimates from `compile_for` by name. They must have the same batch,
+        since they are compared by step time.
 
     Attributes:
-      forecasts: The same: what fits before what does not, then by time.
+      forecasts: Estimates by name; those that fit first, then by step time.
 
     Raises:
       ValueError: If there is none.
@@ -29,7 +29,7 @@ class Sweep:
     forecasts: Mapping[str, Forecast]
 
     def __post_init__(self):
-        """Puts the best first."""
+        """Sorts the estimates."""
         if not self.forecasts:
             raise ValueError("A Sweep compares forecasts, got 0: give at least 1.")
         found = sorted(
@@ -40,16 +40,16 @@ class Sweep:
 
     @property
     def recommended(self) -> str | None:
-        """The fastest of what fits; None if nothing does."""
+        """Name of the fastest estimate that fits; None if none does."""
         name, best = next(iter(self.forecasts.items()))
         return name if best.fits else None
 
     def __repr__(self) -> str:
-        """The table, then the recommendation."""
+        """Formats table and recommendation as text."""
         return "\n".join([_grid(self).as_text(), "", _advice(self)])
 
     def _repr_html_(self) -> str:
-        """The same for a notebook, with bars for the speed."""
+        """Formats table and recommendation as HTML, with bars for the speed."""
         return html_page([_grid(self), _advice(self)])
 
 
@@ -64,7 +64,7 @@ _COLUMNS = {
 
 
 def _grid(sweep: Sweep) -> Grid:
-    # Of the same batch, tokens a second are as many times more as a step is shorter.
+    # With equal batches, tokens per second are inversely proportional to step time.
     speeds = [1 / found.timeline.seconds for found in sweep.forecasts.values()]
     rows = [_cells(name, found) for name, found in sweep.forecasts.items()]
     return Grid(_COLUMNS, rows, speeds)

@@ -1,4 +1,4 @@
-"""A compiled schedule replayed on one stream that computes and one that sends."""
+"""Replays a compiled schedule on one compute stream and one communication stream."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fsdp_jax.planner._gpu import CostModel
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """What a stream did from `start` to `end`, in seconds from the step's beginning."""
+    """Work of a stream from `start` to `end`, in seconds since the step began."""
 
     start: float
     end: float
@@ -26,11 +26,11 @@ class Sent:
     """One run of a collective.
 
     Attributes:
-      collective: What it is.
-      start: When the wire began with it.
-      end: When it was through.
-      exposed: Seconds that the computing stream stood still for it.
-      depth: Loops around it.
+      collective: Collective that ran.
+      start: Second at which the communication stream began it.
+      end: Second at which it completed.
+      exposed: Seconds that the compute stream waited for it.
+      depth: Number of enclosing loops.
     """
 
     collective: Collective
@@ -45,9 +45,10 @@ class Timeline:
     """One step of one device.
 
     Attributes:
-      seconds: From the first instruction to the last.
-      compute: What the computing stream did, in order; neighbours of a name joined.
-      sent: What the wire carried, in order.
+      seconds: Duration of the step, from the first instruction to the last.
+      compute: Spans of the compute stream in order; adjacent spans of a name are
+        joined.
+      sent: Runs of collectives in order.
     """
 
     seconds: float
@@ -56,31 +57,32 @@ class Timeline:
 
     @property
     def compute_seconds(self) -> float:
-        """Seconds that the computing stream was busy."""
+        """Seconds that the compute stream was busy."""
         return sum(span.end - span.start for span in self.compute)
 
     @property
     def wire_seconds(self) -> float:
-        """Seconds that the wire was busy."""
+        """Seconds that the communication stream was busy."""
         return sum(sent.end - sent.start for sent in self.sent)
 
     @property
     def exposed_seconds(self) -> float:
-        """Seconds that the computing stream waited for the wire."""
+        """Seconds that the compute stream waited for communication."""
         return sum(sent.exposed for sent in self.sent)
 
 
 def replay(module: Module, cost: CostModel, num_devices: int) -> Timeline:
-    """Runs a scheduled module on paper.
+    """Replays a scheduled module on a cost model.
 
-    Both streams take their work in the order of the schedule: an asynchronous
-    collective begins when the computing stream has come to its start and the wire is
-    free, and the computing stream waits at its end. Others are waited for at once.
+    Both streams take their work in the order of the schedule. An asynchronous
+    collective begins when the compute stream has reached its start and the
+    communication stream is free; the compute stream waits at its `-done`. Synchronous
+    collectives are waited for at once.
 
     Args:
-      module: Compiled for `num_devices`, with a schedule (`is_scheduled=true`).
-      cost: How fast both streams are.
-      num_devices: All of them.
+      module: Scheduled module (`is_scheduled=true`), compiled for `num_devices`.
+      cost: Speeds of both streams.
+      num_devices: Number of devices of the mesh.
     """
     player = _Player(module, cost, num_devices)
     player.play(module[module.entry])
@@ -89,24 +91,28 @@ def replay(module: Module, cost: CostModel, num_devices: int) -> Timeline:
 
 
 class _Player:
-    """Both streams' clocks, and what is under way."""
+    """Clocks of both streams, and the collectives in flight."""
 
     def __init__(self, module: Module, cost: CostModel, num_devices: int):
         self.module = module
         self.cost = cost
         self.num_devices = num_devices
         self.now = 0.0
+        # Second at which the communication stream is free.
         self.wire_free = 0.0
         self.depth = 0
         self.iteration = 0
         self.compute: list[Span] = []
         self.sent: list[Sent] = []
+        # Name of a started collective -> its position in `sent`.
         self.under_way: dict[str, int] = {}
+        # Name of a computation -> what each of its instructions does to the streams.
         self.steps: dict[str, list[Callable[[], None]]] = {}
+        # Name of a branch -> its seconds.
         self.alone: dict[str, float] = {}
 
     def play(self, computation: Computation) -> None:
-        # An instruction is read once, though a loop may run it a thousand times.
+        # Parse each instruction once: a loop may run it a thousand times.
         if computation.name not in self.steps:
             labels = _labels(computation, in_loop=self.depth > 0)
             self.steps[computation.name] = [
@@ -118,7 +124,7 @@ class _Player:
             step()
 
     def finish(self) -> None:
-        """Waits for what nobody waited for."""
+        """Waits for the collectives that have no `-done`."""
         for name in list(self.under_way):
             self._wait(name)
 
@@ -137,7 +143,7 @@ class _Player:
             is_async = one.opcode.endswith("-start")
             return lambda: self._send(collective, one.name, seconds, is_async)
         if one.opcode.endswith(("-start", "-update")):
-            return None  # A copy to or from the host, which neither stream does.
+            return None  # A copy to or from the host, which is on neither stream.
         seconds = compute_seconds(self.module, computation, one, self.cost)
         return (lambda: self._run(label, seconds)) if seconds else None
 
@@ -150,6 +156,7 @@ class _Player:
             self.compute.append(Span(start, self.now, label))
 
     def _send(self, collective, name: str, seconds: float, is_async: bool) -> None:
+        # The stream runs one collective at a time, in the order of their starts.
         start = max(self.now, self.wire_free)
         self.wire_free = start + seconds
         self.sent.append(Sent(collective, start, self.wire_free, 0.0, self.depth))
@@ -175,10 +182,9 @@ class _Player:
         self.depth -= 1
 
     def _branch(self, one: Instruction) -> None:
-        """Runs what is called: of several branches the one that takes longest.
+        """Runs the longest branch of a call, which is that of the busiest device.
 
-        That is what the busiest device does. Of a turn in a pipeline, in ticks in which
-        no stage has one, the shortest.
+        In pipeline ticks in which no stage has a turn, runs the shortest branch.
         """
         branches = sorted(one.calls, key=self._alone)
         turns = re.search(r"turns_(\d+)_(\d+)/cond$", one.op_name)
@@ -186,7 +192,7 @@ class _Player:
         self.play(self.module[branches[0 if is_idle else -1]])
 
     def _alone(self, name: str) -> float:
-        """Seconds of a computation by itself."""
+        """Returns the seconds of a computation by itself."""
         if name not in self.alone:
             player = _Player(self.module, self.cost, self.num_devices)
             player.play(self.module[name])
@@ -196,10 +202,11 @@ class _Player:
 
 
 def _labels(computation: Computation, *, in_loop: bool) -> list[str]:
-    """What each instruction is for, as far as jax's scopes tell.
+    """Labels instructions as forward, backward or optimizer, from their scopes.
 
-    What backward computes again bears the scopes of forward: a loop is all of one kind.
-    What bears none is taken for what comes before it.
+    Recomputation in backward has the scopes of forward, so a loop with any backward
+    instruction is labelled backward as a whole. An instruction without a scope takes
+    the label of the one before it.
     """
     labels, label = [], "forward"
     for one in computation.instructions:

@@ -1,6 +1,6 @@
-"""Files that a local step carries: runs of bytes among the shards, with checksums.
+"""Files in a local step, stored as checksummed shards.
 
-So a lost host gets them from its peer too, and a flipped bit is noticed.
+So a host that was lost gets them from its peer too, and bit flips are detected.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _PREFIX = f"{FOLDER}/"
 
 
 def read_files(files: Mapping[str, Files]) -> dict[str, Leaf]:
-    """The content of each file as a leaf, which each process holds whole.
+    """Reads the content of each file as a leaf, whole in each process.
 
     Raises:
-      ValueError: As for `find_files`.
+      ValueError: If a path or a name is not usable, as in `find_files`.
     """
     contents = {
         name: np.frombuffer(path.read_bytes(), np.uint8)
@@ -31,12 +31,12 @@ def read_files(files: Mapping[str, Files]) -> dict[str, Leaf]:
 
 
 def is_file(leaf: str) -> bool:
-    """Whether a leaf of a local step is the content of a file."""
+    """Returns whether a leaf of a local step is the content of a file."""
     return leaf.startswith(_PREFIX)
 
 
 def names_of(leaves: Iterable[str]) -> list[str]:
-    """The names under which a local step carries files."""
+    """Returns the names under which a local step has files."""
     return sorted({leaf.split("/")[1] for leaf in leaves if is_file(leaf)})
 
 
@@ -44,8 +44,8 @@ def write_files(shards: ShardFile, folder: Path) -> None:
     """Writes the files of a step that are not in its folder yet.
 
     Args:
-      shards: Of any process of the step, verified.
-      folder: Of the step.
+      shards: Verified file of any process of the step.
+      folder: Folder of the step.
     """
     for (name, _), content in shards.read().items():
         path = folder / name

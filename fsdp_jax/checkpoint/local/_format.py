@@ -1,8 +1,8 @@
-"""The shards of one process as one run of bytes, each with a checksum.
+"""File format of one process's shards, with a checksum for each.
 
-The bytes are those of its file and those that travel to its peers: a copy is the same
-file elsewhere. Not written by Orbax, for which each step of each host would be a
-checkpoint of its own: here a file is as long as its shards, and is read without a copy.
+The bytes of the file are those sent to peers: a copy is the same file elsewhere. Orbax
+is not used, since each step of each host would be a checkpoint of its own. Here a file
+is as long as its shards and its header, and is read without a copy.
 
     magic, lengths, CRC-32 of | header as JSON, CRC-32 of each shard | shards
 """
@@ -35,20 +35,20 @@ from fsdp_jax.checkpoint.local._layout import (
 Bytes = UInt8[np.ndarray, "bytes"]
 
 _MAGIC = b"fsdpjax1"
-_PREFIX = struct.Struct("<8sQQI")  # magic, bytes of the header, shards, CRC-32
+_PREFIX = struct.Struct("<8sQQI")  # magic, header bytes, number of shards, CRC-32
 _COPIES_AT_ONCE = 4
 
 
 @dataclasses.dataclass(frozen=True)
 class Header:
-    """What is known of a save.
+    """Header of a file.
 
     Attributes:
-      process: Whose shards they are. All but this and `own` is the same in every file
-        of the save.
-      layout: Who held what.
-      about: What else there is to know of the save, in types of JSON.
-      own: What else is of this process alone.
+      process: Process that saved the shards. All fields but this and `own` are equal in
+        every file of the save.
+      layout: Shards of each process.
+      about: Further values of the save, in JSON types.
+      own: Further values of this process alone.
     """
 
     process: int
@@ -57,25 +57,25 @@ class Header:
     own: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
-        """In types of JSON; `header_from_json` is its inverse."""
+        """Returns the header in JSON types; inverse of `header_from_json`."""
         return vars(self) | {"layout": self.layout.as_json()}
 
 
 def header_from_json(value: dict[str, Any]) -> Header:
-    """The header that `as_json` wrote."""
+    """Returns the header from JSON types; inverse of `Header.as_json`."""
     layout = layout_from_json(value["layout"])
     return Header(value["process"], layout, value["about"], value["own"])
 
 
 @dataclasses.dataclass(frozen=True)
 class ShardFile:
-    """The shards of one process, in memory or mapped.
+    """Shards of one process, in memory or memory-mapped.
 
     Attributes:
-      name: For messages.
-      header: As it was written, which its checksum tells.
+      name: Name of the file in messages.
+      header: Header, verified by its checksum.
       checksums: CRC-32 of each shard.
-      values: The bytes of all shards.
+      values: Bytes of all shards.
     """
 
     name: str
@@ -84,10 +84,11 @@ class ShardFile:
     values: Bytes
 
     def check(self) -> None:
-        """Reads every byte.
+        """Reads every byte and verifies the checksums.
 
         Raises:
-          DamagedCheckpointError: If a shard is not as it was written; it names all.
+          DamagedCheckpointError: If shards are not as they were written; lists all of
+            them.
         """
         wrong = [
             f"{name}{list(map(list, region))}"
@@ -100,7 +101,7 @@ class ShardFile:
             raise _damaged(self.name, f"{len(wrong)} shard(s): {', '.join(wrong)}")
 
     def read(self) -> dict[tuple[str, Region], np.ndarray]:
-        """Each shard, by leaf and region; not verified, see `check`."""
+        """Returns each shard by leaf and region, not verified; see `check`."""
         return {
             (name, region): data.view(self.header.layout.leaves[name].dtype).reshape(
                 [stop - start for start, stop in region]
@@ -117,7 +118,7 @@ class ShardFile:
 
 
 def pack(header: Header, leaves: Mapping[str, Leaf]) -> Bytes:
-    """Copies the shards of this process off its devices, each replica once.
+    """Copies the shards of this process to the host, each replica once.
 
     The state may be donated as soon as this returns.
     """
@@ -139,11 +140,11 @@ def pack(header: Header, leaves: Mapping[str, Leaf]) -> Bytes:
 
 
 def open_file(path: Path) -> ShardFile:
-    """Maps a file.
+    """Memory-maps a file.
 
     Raises:
-      DamagedCheckpointError: If its header is not as it was written, or the file is
-        not as long as that says.
+      DamagedCheckpointError: If its header is not as it was written, or the file has
+        another length than the header says.
     """
     try:
         return parse(str(path), np.memmap(path, np.uint8, "r"))
@@ -154,14 +155,14 @@ def open_file(path: Path) -> ShardFile:
 
 
 def parse(name: str, content: Bytes) -> ShardFile:
-    """The file that has this content.
+    """Parses the content of a file.
 
     Args:
-      name: For messages.
-      content: All of it.
+      name: Name of the file in messages.
+      content: All bytes of the file.
 
     Raises:
-      DamagedCheckpointError: As for `open_file`.
+      DamagedCheckpointError: If header or length are wrong, as for `open_file`.
     """
     if len(content) < _PREFIX.size:
         raise _damaged(name, "its header is cut off")
@@ -184,7 +185,7 @@ def _damaged(name: str, what: str) -> DamagedCheckpointError:
 
 
 def _sources(leaves: Mapping[str, Leaf]) -> dict[tuple[str, Region], Any]:
-    """The parts of arrays that lie on devices of this process; copies are begun."""
+    """Returns the local shards of the arrays; starts their copies to the host."""
     sources: dict[tuple[str, Region], Any] = {}
     for name, leaf in leaves.items():
         shape, logical = tuple(leaf.value.shape), tuple(leaf.shape)
@@ -196,6 +197,7 @@ def _sources(leaves: Mapping[str, Leaf]) -> dict[tuple[str, Region], Any]:
             key = name, region_of(shard.index, shape, logical)
             if key not in sources:
                 sources[key] = shard.data
+                # Start all copies before waiting for the first one.
                 shard.data.copy_to_host_async()
     return {
         (name, region): (value, tuple(slice(stop - start) for start, stop in region))
@@ -204,7 +206,7 @@ def _sources(leaves: Mapping[str, Leaf]) -> dict[tuple[str, Region], Any]:
 
 
 def _copy(source: tuple[Any, tuple[slice, ...]], place: Bytes) -> int:
-    """Copies a shard, but for the zeros behind its end; its checksum."""
+    """Copies a shard without its padding, and returns its checksum."""
     value, inside = source
     part = np.ascontiguousarray(np.asarray(value)[inside])
     place[:] = part.reshape(-1).view(np.uint8)

@@ -1,4 +1,4 @@
-"""Which process held which part of every leaf: the same in the files of all of them."""
+"""Layout of a save: the parts of every leaf that each process held."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ import jax.numpy as jnp
 
 from fsdp_jax.checkpoint._leaf_names import Leaf
 
-# First and last (exclusive) index in each dim; of a scalar it is empty.
+# (start, stop) in each dim; () for a scalar.
 Region = tuple[tuple[int, int], ...]
-# The regions of each process, in order; each once, however many devices hold it.
+# Sorted regions of each process, without duplicates among its devices.
 Table = tuple[tuple[Region, ...], ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How leaves were split over processes.
+    """Split of leaves over processes; equal in all files of a save.
 
     Attributes:
       leaves: Logical shape and dtype of every leaf, by dotted name.
-      splits: Which of `tables` says how it was split.
-      tables: Few: leaves of one shape that are split alike have one.
+      splits: Index into `tables`, by leaf name.
+      tables: Regions of each process; leaves of equal shape and sharding share one.
     """
 
     leaves: dict[str, jax.ShapeDtypeStruct]
@@ -34,31 +34,31 @@ class Layout:
     tables: tuple[Table, ...]
 
     def regions(self, name: str, process: int) -> tuple[Region, ...]:
-        """What a process held of a leaf."""
+        """Returns the regions of a leaf that a process held."""
         return self.tables[self.splits[name]][process]
 
     def table(self, name: str) -> Table:
-        """What each process held of a leaf."""
+        """Returns the regions of a leaf that each process held."""
         return self.tables[self.splits[name]]
 
     def shards(self, process: int) -> list[tuple[str, Region]]:
-        """Everything a process held, in the order of its file."""
+        """Returns the `(leaf, region)` of a process's shards, in its file's order."""
         return [(n, region) for n in self.leaves for region in self.regions(n, process)]
 
     def num_bytes(self, name: str, region: Region) -> int:
-        """Of a shard."""
+        """Returns the bytes of a shard."""
         return size(region) * self.leaves[name].dtype.itemsize
 
     def twins(self, num_processes: int) -> list[int]:
-        """For each process the first that held exactly the same as it does.
+        """Returns, for each process, the first one that held exactly the same shards.
 
-        Of these one file is enough: replicas, as HSDP has.
+        One file of such duplicates, as in HSDP, is enough.
         """
         held = [tuple(t[rank] for t in self.tables) for rank in range(num_processes)]
         return [held.index(one) for one in held]
 
     def as_json(self) -> dict[str, Any]:
-        """In types of JSON; `layout_from_json` is its inverse."""
+        """Returns the layout in JSON types; inverse of `layout_from_json`."""
         return {
             "leaves": {
                 name: [list(leaf.shape), leaf.dtype.name, self.splits[name]]
@@ -69,7 +69,7 @@ class Layout:
 
 
 def layout_from_json(value: Mapping[str, Any]) -> Layout:
-    """The layout that `as_json` wrote."""
+    """Returns the layout from JSON types; inverse of `Layout.as_json`."""
     tables = tuple(
         tuple(
             tuple(tuple((start, stop) for start, stop in region) for region in regions)
@@ -86,7 +86,7 @@ def layout_from_json(value: Mapping[str, Any]) -> Layout:
 
 
 def layout_of(leaves: Mapping[str, Leaf]) -> Layout:
-    """How leaves are split, or are to be: of arrays, or of a mould."""
+    """Returns the layout of concrete or abstract leaves."""
     regions = functools.cache(_regions)
     tables: dict[Table, int] = {}
     splits = {}
@@ -99,12 +99,12 @@ def layout_of(leaves: Mapping[str, Leaf]) -> Layout:
 
 
 def region_of(index: Any, shape: tuple[int, ...], logical: tuple[int, ...]) -> Region:
-    """What of the logical array a part of the padded one holds.
+    """Returns the region of the logical array that a shard of the padded one holds.
 
     Args:
-      index: A slice for each dim.
-      shape: Of the array that is split, which may have zeros behind its end.
-      logical: Without these.
+      index: Slice in each dim of the padded array.
+      shape: Shape of the padded array.
+      logical: Logical shape, without padding.
     """
     bounds = [part.indices(size) for part, size in zip(index, shape, strict=True)]
     return tuple(
@@ -114,12 +114,12 @@ def region_of(index: Any, shape: tuple[int, ...], logical: tuple[int, ...]) -> R
 
 
 def size(region: Region) -> int:
-    """The number of elements in a region."""
+    """Returns the number of elements in a region."""
     return math.prod(stop - start for start, stop in region)
 
 
 def overlap(one: Region, other: Region) -> Region | None:
-    """What two regions have in common; None if nothing."""
+    """Returns the intersection of two regions; None if it is empty."""
     common = tuple(
         (max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True)
     )
@@ -131,7 +131,7 @@ def _regions(
     shape: tuple[int, ...],
     logical: tuple[int, ...],
 ) -> Table:
-    """What each process holds; an array of numpy all of them hold whole."""
+    """Returns each process's regions; without a sharding (numpy) the whole array."""
     if sharding is None:
         whole = tuple((0, end) for end in logical)
         return ((whole,),) * jax.process_count()

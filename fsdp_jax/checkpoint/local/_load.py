@@ -1,4 +1,4 @@
-"""Reading a local step: what a host lacks comes from a peer, verified."""
+"""Loads a local step; files that a host lacks are copied from a peer and verified."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ _LOADING = "Loading a local step"
 
 @dataclasses.dataclass(frozen=True)
 class Wanted:
-    """What is asked for.
+    """Request of a load.
 
     Attributes:
-      mould: Of the state.
-      extras: Objects that take the state they had.
+      mould: Abstract state.
+      extras: Objects whose state to restore.
     """
 
     mould: PyTree
@@ -67,25 +67,25 @@ class Wanted:
 
     @functools.cached_property
     def captured(self) -> Captured:
-        """The objects as they stand: the mould of their arrays."""
+        """Current states of the objects, with the shardings of their arrays."""
         return capture(self.extras)
 
     @functools.cached_property
     def leaves(self) -> dict[str, Leaf]:
-        """Everything to be filled."""
+        """All leaves to fill, of the state and of the objects."""
         return flatten(self.mould) | self.captured.leaves
 
 
 @dataclasses.dataclass(frozen=True)
 class Restored:
-    """What was read of a local step.
+    """A loaded local step.
 
     Attributes:
-      state: Arrays in the structure and sharding of the mould.
-      metadata: What was saved with it.
-      complete: Folders of this and the complete steps before, the oldest first.
-      folder: Of the step, on this host.
-      files: Names under which it carries files.
+      state: Arrays in the structure and sharding of the abstract state.
+      metadata: Metadata of the step.
+      complete: Folders of this and the older complete steps, oldest first.
+      folder: Folder of the step on this host.
+      files: Names under which the step has files.
     """
 
     state: PyTree
@@ -95,10 +95,10 @@ class Restored:
     files: list[str]
 
     def find(self, name: str) -> Path:
-        """Where the files of a name lie.
+        """Returns the folder of the files with a name.
 
         Raises:
-          ValueError: If the step carries none.
+          ValueError: If the step has no files of that name.
         """
         if name not in self.files:
             raise ValueError(
@@ -109,27 +109,26 @@ class Restored:
 
 
 def file_name(saver: int) -> str:
-    """Of the file with the shards of a process."""
+    """Returns the name of the file with the shards of a process."""
     return f"{saver}{_SUFFIX}"
 
 
 def load_newest(
     directory: Path, wanted: Wanted, steps: range, timeout_secs: float
 ) -> Restored | None:
-    """Reads the newest step of which all that is needed is somewhere, and undamaged.
+    """Loads the newest step of which the hosts together have an undamaged copy.
 
     Args:
-      directory: Of the run, on this host.
-      wanted: What to fill, on any mesh.
-      steps: Which steps will do.
-      timeout_secs: After so long without an answer another process has failed.
+      directory: Directory of the run on this host.
+      wanted: Leaves to fill, on any mesh.
+      steps: Acceptable steps.
+      timeout_secs: Seconds without an answer after which another process has failed.
 
     Returns:
-      None if there is no such step; what is wrong with each that is passed over is
-      said in the log.
+      Loaded step, or None if there is none; the log says why each step was skipped.
 
     Raises:
-      ValueError: If the step does not hold what is wanted.
+      ValueError: If the step does not fit `wanted`.
     """
     inventories = gather(_LOADING, lambda: _inventory(directory), timeout_secs)
     older = [found for found in find(inventories) if found.step in steps]
@@ -150,7 +149,7 @@ def load_newest(
 
 
 class _Loading:
-    """One step that is being loaded."""
+    """Load of one step."""
 
     def __init__(
         self,
@@ -165,7 +164,7 @@ class _Loading:
         self._timeout_secs = timeout_secs
 
     def run(self) -> tuple[PyTree, Header] | None:
-        """State and header, or None if damage leaves too little of the step."""
+        """Returns state and header, or None if the step is incomplete or damaged."""
         if not self._found.is_complete:
             _log(self._found.what_is_lost())
             return None
@@ -173,6 +172,7 @@ class _Loading:
         with self._together():
             objects = self._check_fits(header, own)
             target = layout_of(self._wanted.leaves)
+        # Each round leaves out the files found damaged, and chooses again.
         while self._found.is_complete:
             chosen = choose_files(self._found, header.layout, target)
             fetches = plan_fetches(self._found, add_copies(self._found, chosen))
@@ -184,9 +184,9 @@ class _Loading:
         return None
 
     def _headers(self) -> tuple[Header, list[dict[str, Any]]]:
-        """Of one file, and what each process that saved has of its own.
+        """Returns the header of one file, and the own values of each saving process.
 
-        From processes that have the files, for those that have none.
+        Processes that have the files send them to those that have none.
         """
         rank, holders = jax.process_index(), self._found.holders
         with self._together():
@@ -228,7 +228,7 @@ class _Loading:
     def _damaged(
         self, chosen: Sequence[Sequence[int]], fetches: Sequence[Sequence[Fetch]]
     ) -> list[tuple[int, int]]:
-        """Of the files to be read or sent: holder and saver of each bad one."""
+        """Verifies files to be read or sent; returns `(owner, saver)` of bad ones."""
         rank = jax.process_index()
         mine = {p for p in chosen[rank] if rank in self._found.holders[p]}
         sent = [f.saver for one in fetches for f in one if f.source == rank]
@@ -266,7 +266,7 @@ class _Loading:
         return unflatten(wanted.mould, values)
 
     def _fetch(self, fetches: Sequence[Fetch]) -> None:
-        """One round; who gets a file keeps it, so it has its copy again."""
+        """Runs one round of copies; the receiver keeps its file as its copy."""
         rank = jax.process_index()
         content = None
         with self._together():
@@ -287,7 +287,7 @@ class _Loading:
         path = self._folder / file_name(fetch.saver)
         parse(f"{path} from process {fetch.source}", content).check()
         self._folder.mkdir(parents=True, exist_ok=True)
-        # Processes with one directory may have been sent the same.
+        # Processes that share a directory may receive the same file.
         part = path.with_suffix(f".{jax.process_index()}.part")
         with part.open("wb") as file:
             file.write(content.data)
@@ -299,7 +299,7 @@ class _Loading:
 
 
 def _inventory(directory: Path) -> dict[str, Any]:
-    """What lies here: by folder the savers of its files and what their header says."""
+    """Lists local folders: savers of their files, and facts in their headers."""
     inventory: dict[str, Any] = {}
     for path in sorted(directory.glob(f"*/*{_SUFFIX}")):
         folder = path.parent.name
@@ -325,13 +325,13 @@ def _inventory(directory: Path) -> dict[str, Any]:
 
 
 def _twins(header: Header) -> list[int]:
-    """Who saved the same; nobody where each process saved something of its own."""
+    """Returns, for each process, the first one with the same file contents."""
     count = len(header.about["hosts"])
     return list(range(count)) if header.about["own"] else header.layout.twins(count)
 
 
 def _assemble(paths: Sequence[Path], mould: Mapping[str, Leaf]) -> dict[str, jax.Array]:
-    """Each leaf of the mould, each device its part, from the shards in some files."""
+    """Assembles each leaf in its sharding from the shards in some files."""
     shards: dict[str, list] = {name: [] for name in mould}
     for path in paths:
         for (name, region), data in open_file(path).read().items():
@@ -345,7 +345,7 @@ def _fill(leaf: Leaf, shards: Sequence[tuple[Any, np.ndarray]]) -> jax.Array:
 
     def part(index: Any) -> np.ndarray:
         bounds = [one.indices(size)[:2] for one, size in zip(index, shape, strict=True)]
-        # Of its own memory, as jax may take it over; zeros behind the logical end.
+        # A new buffer, since jax may alias it; the padding stays zero.
         filled = np.zeros([stop - start for start, stop in bounds], leaf.value.dtype)
         wanted = region_of(index, shape, logical)
         for region, data in shards:
@@ -361,7 +361,7 @@ def _fill(leaf: Leaf, shards: Sequence[tuple[Any, np.ndarray]]) -> jax.Array:
 
 
 def _within(region: Any, corner: Sequence[int]) -> tuple[slice, ...]:
-    """Indices of a region in an array that begins at a corner."""
+    """Returns the index of a region in an array that begins at `corner`."""
     return tuple(
         slice(start - at, stop - at)
         for (start, stop), at in zip(region, corner, strict=True)

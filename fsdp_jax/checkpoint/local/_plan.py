@@ -1,7 +1,7 @@
-"""What all processes together make of the files that each of them has.
+"""Plans which files of a local step each process reads and copies.
 
-Every function is given what all were told and gives all the same answer: who has what
-is exchanged once, and no one waits for a decision of another.
+Every function is deterministic in values known to all processes, which exchange their
+inventories once: no process waits for a decision of another.
 """
 
 from __future__ import annotations
@@ -15,31 +15,31 @@ from typing import Any
 from fsdp_jax.checkpoint.local._layout import Layout, Region, overlap
 from fsdp_jax.checkpoint.local._replication import Cliques, Pair
 
-# Of a folder: which step, and which attempt at it.
+# Folder name: step and random id of the attempt.
 _FOLDER = re.compile(r"(\d+)-[0-9a-f]+")
 
 
 def folder_name(step: int, attempt: str) -> str:
-    """Of the folder of a save."""
+    """Returns the folder name of a save."""
     return f"{step}-{attempt}"
 
 
 def step_of(folder: str) -> int | None:
-    """The step of a folder; None if it is none of ours."""
+    """Returns the step of a folder; None if it is not a folder of a save."""
     match = _FOLDER.fullmatch(folder)
     return None if match is None else int(match[1])
 
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """The files of one save, wherever they are.
+    """Files of one save on all hosts.
 
     Attributes:
-      folder: Its name, the same in all directories.
-      twins: For each process that saved, the first that saved the same as it.
-      cliques: Who kept copies of whose shards.
-      hosts: Names of the machines of those that saved, in order.
-      holders: By process that saved, the processes of now that have its file.
+      folder: Folder name, the same in all directories.
+      twins: First process that saved the same shards, for each process that saved.
+      cliques: Replication groups of the save.
+      hosts: Host names of the processes that saved, in rank order.
+      holders: Present processes that have the file, by the process that saved it.
     """
 
     folder: str
@@ -50,24 +50,24 @@ class Found:
 
     @property
     def step(self) -> int:
-        """The step that was saved."""
+        """Step number."""
         step = step_of(self.folder)
         assert step is not None
         return step
 
     @property
     def lost(self) -> list[int]:
-        """The processes of whose shards no copy is left, nor a twin's."""
+        """Processes of whose shards neither a copy nor a duplicate is left."""
         left = {twin for saver, twin in enumerate(self.twins) if saver in self.holders}
         return [saver for saver, twin in enumerate(self.twins) if twin not in left]
 
     @property
     def is_complete(self) -> bool:
-        """Whether it can be loaded."""
+        """Whether the step can be loaded."""
         return not self.lost
 
     def without(self, damaged: Sequence[tuple[int, int]]) -> Found:
-        """The same but for files that are damaged: pairs of holder and saver."""
+        """Returns the same without damaged files, given as `(owner, saver)` pairs."""
         holders = {
             saver: tuple(p for p in holders if (p, saver) not in damaged)
             for saver, holders in self.holders.items()
@@ -76,7 +76,7 @@ class Found:
         return dataclasses.replace(self, holders=left)
 
     def what_is_lost(self) -> str:
-        """For messages: whose shards, and who kept them."""
+        """Formats the lost shards and the processes that kept them."""
         by_clique = {p: clique for clique in self.cliques for p in clique}
         said = [
             f"those of process {saver}, kept by "
@@ -90,11 +90,11 @@ class Found:
 
 
 def find(inventories: Sequence[Mapping[str, Mapping[str, Any]]]) -> list[Found]:
-    """Every save of which a file is left, the newest first.
+    """Returns every save with at least one file left, newest first.
 
     Args:
-      inventories: For each process what it has: by folder the savers of its files,
-        and twins, cliques and hosts as their header says.
+      inventories: Inventory of each process: savers of its files, with twins, cliques
+        and hosts of their headers, by folder.
     """
     folders = {folder for inventory in inventories for folder in inventory}
     found = [_found(folder, inventories) for folder in folders]
@@ -108,6 +108,7 @@ def _found(
     about: Mapping[str, Any] = {}
     for process, inventory in enumerate(inventories):
         if folder in inventory:
+            # Equal in all headers of a save.
             about = inventory[folder]
             for saver in about["savers"]:
                 holders[saver] = (*holders.get(saver, ()), process)
@@ -121,15 +122,15 @@ def _found(
 
 
 def choose_files(found: Found, saved: Layout, wanted: Layout) -> list[list[int]]:
-    """For each process of now the savers whose files have all that it wants.
+    """Returns the savers whose files each present process reads.
 
-    Its own file where that will do; where the mesh or the number of processes is
-    another, those that hold the parts it needs, at hand if possible.
+    A process reads its own file if that suffices. If the mesh or the number of
+    processes has changed, it reads the files with the parts it needs, local ones first.
 
     Args:
-      found: A complete save.
-      saved: How its leaves were split.
-      wanted: How they are to be.
+      found: Complete save.
+      saved: Layout in which the leaves were saved.
+      wanted: Layout in which they are needed.
     """
     num_processes = len(wanted.tables[0]) if wanted.tables else 0
     splits = {(saved.splits[name], wanted.splits[name]) for name in wanted.leaves}
@@ -157,7 +158,7 @@ def _distinct(saved: Layout, split: int) -> set[Region]:
 def _cover(
     needed: set[tuple[int, Region]], order: Sequence[int], saved: Layout
 ) -> list[int]:
-    """The first savers in an order that have all that is needed between them."""
+    """Returns the first savers in `order` that together have all needed regions."""
     chosen = []
     for saver in order:
         has = {(s, r) for s, r in needed if r in saved.tables[s][saver]}
@@ -169,10 +170,10 @@ def _cover(
 
 
 def add_copies(found: Found, chosen: Sequence[Sequence[int]]) -> list[list[int]]:
-    """The same, and the savers of whose files each process is to keep a copy.
+    """Adds the savers whose files each process keeps as copies.
 
-    So that a host that comes back empty is a peer again, at once. Where another number
-    of processes saved, the next save makes copies.
+    So a host that returns empty is a peer again at once. If the number of processes has
+    changed, the next save makes the copies instead.
     """
     if len(chosen) != len(found.twins):
         return [list(savers) for savers in chosen]
@@ -185,7 +186,7 @@ def add_copies(found: Found, chosen: Sequence[Sequence[int]]) -> list[list[int]]
 
 @dataclasses.dataclass(frozen=True)
 class Fetch:
-    """A file that a process sends to another."""
+    """Copy of one file from a process to another."""
 
     saver: int
     source: int
@@ -193,16 +194,16 @@ class Fetch:
 
     @property
     def pair(self) -> Pair:
-        """From where to where."""
+        """Source and destination process."""
         return self.source, self.destination
 
 
 def plan_fetches(found: Found, chosen: Sequence[Sequence[int]]) -> list[list[Fetch]]:
-    """Who sends what to whom, in rounds: each process to one at most, and from one.
+    """Returns the copies in rounds, with at most one per source and per destination.
 
     Args:
-      found: A complete save.
-      chosen: For each process the savers whose files it is to have.
+      found: Complete save.
+      chosen: Savers whose files each process needs.
     """
     load: Counter[int] = Counter()
     rounds: list[list[Fetch]] = []

@@ -1,4 +1,4 @@
-"""Who keeps a copy of whose shards."""
+"""Replication groups: processes that keep copies of each other's shards."""
 
 from __future__ import annotations
 
@@ -8,23 +8,24 @@ from collections.abc import Sequence
 from pathlib import Path
 
 Cliques = tuple[tuple[int, ...], ...]
-Pair = tuple[int, int]  # from one process to another
+Pair = tuple[int, int]  # (source, destination) processes
 
 
 def make_cliques(num_processes: int, *, size: int = 2, jump: int = 1) -> Cliques:
-    """Groups of processes that keep copies of each other's shards.
+    """Returns groups of processes that keep copies of each other's shards.
 
-    Two processes that fail together must not be in one clique: where each GPU has a
-    process of its own, `jump` is the number of processes of a host. With 4 processes,
-    `size=2` gives (0, 1), (2, 3); with `jump=2`, (0, 2), (1, 3).
+    Two processes that may fail together must not be in one group: with one process per
+    GPU, set `jump` to the number of processes per host. With 4 processes, `size=2`
+    gives (0, 1), (2, 3); with `jump=2`, (0, 2), (1, 3).
 
     Args:
-      num_processes: Of the job, `jax.process_count()`.
-      size: How many have each shard; 1: no copies.
-      jump: From a member of a clique to the next.
+      num_processes: Number of processes of the job, `jax.process_count()`.
+      size: Number of processes that have each shard; 1 for no copies.
+      jump: Distance between consecutive members of a group.
 
     Raises:
-      ValueError: If `size * jump` does not divide `num_processes`.
+      ValueError: If `size` or `jump` is below 1, or `size * jump` does not divide
+        `num_processes`.
 
     Source: nvidia-resiliency-ext
       checkpointing/local/replication/strategies.py::CliqueReplicationStrategy
@@ -44,10 +45,11 @@ def make_cliques(num_processes: int, *, size: int = 2, jump: int = 1) -> Cliques
 
 
 def check_cliques(cliques: Sequence[Sequence[int]], num_processes: int) -> Cliques:
-    """The cliques, if each process is in one of them.
+    """Returns the groups as tuples if each process is in exactly one.
 
     Raises:
-      ValueError: If not; it names those of which there are none, or too many.
+      ValueError: If not; lists the processes that are in none or in several, and those
+        that do not exist.
     """
     members = Counter(process for clique in cliques for process in clique)
     wrong = [
@@ -69,11 +71,11 @@ def check_cliques(cliques: Sequence[Sequence[int]], num_processes: int) -> Cliqu
 
 
 def check_apart(cliques: Cliques, places: Sequence[str]) -> None:
-    """Raises a `ValueError` if a copy would lie beside what it is a copy of.
+    """Raises a `ValueError` if a copy would be in the same directory as its original.
 
     Args:
-      cliques: Of processes.
-      places: Of the directory of each process, as `place_of` says.
+      cliques: Replication groups.
+      places: Directory of each process, from `place_of`.
     """
     together = [
         clique for clique in cliques if len({places[p] for p in clique}) < len(clique)
@@ -88,15 +90,15 @@ def check_apart(cliques: Cliques, places: Sequence[str]) -> None:
 
 
 def place_of(directory: Path) -> str:
-    """Which directory of which machine it is, by whatever path."""
+    """Returns an id of machine and directory, equal for all paths to it."""
     status = directory.stat()
     return f"{socket.gethostname()}:{status.st_dev}:{status.st_ino}"
 
 
 def rounds(cliques: Cliques) -> list[tuple[Pair, ...]]:
-    """Who sends its shards to whom: in each round each process to at most one other.
+    """Returns rounds of `(source, destination)` pairs, one destination per source.
 
-    After the last one each member of a clique has those of all the others.
+    After the last round each member of a group has the shards of all its members.
     """
     longest = max(map(len, cliques))
     return [

@@ -1,4 +1,4 @@
-"""Checkpoints on the disks of the hosts, which are quick to write and may be lost."""
+"""Saves and loads steps on the hosts' disks, which are fast but may be lost."""
 
 from __future__ import annotations
 
@@ -52,31 +52,30 @@ _SAVING = "Saving locally"
 
 @dataclasses.dataclass(frozen=True)
 class LocalCheckpoints:
-    """How often to save to the disk of each host, and who keeps copies for whom.
+    """Options of checkpoints on the disks of the hosts.
 
-    Each process writes the shards of its own devices, and those of the others in its
-    clique, which come to it by collectives. A host that is lost gets its shards back
-    from there, also where the state is fully sharded and no replica of it exists.
+    Each process writes the shards of its own devices, and those of the other processes
+    of its replication group, which it receives by collectives. A host that was lost
+    gets its shards from there, also if the state is fully sharded and has no replica.
 
-    A step takes `keep + 1` times the shards of a clique on each disk, and while it is
-    saved as much memory of the host as the shards of a clique. It counts once it is
-    flushed to the disks of all hosts (fsync), behind, while training goes on: after a
-    power cut of all of them too the step is whole, or was none.
+    The steps take up to `keep + 1` times the shards of a group on each disk, and a save
+    takes host memory for the shards of a group. A step is complete once it is flushed
+    (fsync) on all hosts, which happens in the background: after a crash, also a power
+    failure of all hosts, it is either complete or ignored.
 
-    The files that a step carries are read in each process, which must have the same.
+    The files of a step are read in each process, and must be equal in all.
 
-    The first save of a start removes what `Checkpointer.resume` did not find complete:
-    who does not call it gives up the local steps of before.
+    Call `Checkpointer.resume` before the first save: that save deletes every local step
+    that `resume` did not find complete.
 
     Attributes:
-      path: A directory of each host, not one that they share; made if missing. Each
-        run has a folder of its own there.
-      every: Saves at multiples of it.
-      keep: How many steps stay.
-      cliques: Groups of processes that keep copies of each other's shards. None:
-        pairs of neighbours, `make_cliques(jax.process_count())`, and no copies where
-        there is one process. Where replicas lie on other hosts anyway (HSDP),
-        `make_cliques(..., size=1)` saves the copies.
+      path: Directory on each host, not shared between hosts; created if missing. Each
+        run has a folder of its own in it.
+      every: Interval of steps to save.
+      keep: Number of steps to keep.
+      cliques: Replication groups. None for pairs of neighbours,
+        `make_cliques(jax.process_count())`, or no copies with one process. If replicas
+        are on other hosts anyway (HSDP), `make_cliques(..., size=1)` avoids the copies.
 
     Source: nvidia-resiliency-ext checkpointing/local/ckpt_managers/local_manager.py
     """
@@ -96,7 +95,7 @@ class LocalCheckpoints:
 
 
 class LocalStore:
-    """The local steps of a run; every method is called by all processes alike."""
+    """Local steps of a run; all processes must call every method alike."""
 
     def __init__(
         self,
@@ -104,17 +103,16 @@ class LocalStore:
         persistent: str | os.PathLike[str],
         timeout_secs: float,
     ):
-        """Finds the folder of the run.
+        """Opens the folder of the run.
 
         Args:
-          options: What the user wants.
-          persistent: The directory of the run. Its identity is kept there, so that
-            local steps of another run, on a disk that it used before, are not taken
-            for those of this one.
-          timeout_secs: After so long another process has failed.
+          options: Options of the user.
+          persistent: Directory of the run. It has the run's id, so that local steps of
+            another run on the same disk are not taken for this run's.
+          timeout_secs: Seconds after which another process has failed.
 
         Raises:
-          ValueError: If the cliques do not fit the job.
+          ValueError: If the replication groups do not fit the job.
         """
         self._options = options
         self._timeout_secs = timeout_secs
@@ -131,26 +129,26 @@ class LocalStore:
         told = gather(_OPENING, self._open, timeout_secs)
         check_apart(self._cliques, [place for place, _ in told])
         self._hosts = [host for _, host in told]
-        self._complete: list[str] = []  # Folders, the oldest first.
+        self._complete: list[str] = []  # Folders of complete steps, oldest first.
         self._writing: _Writing | None = None
 
     def is_due(self, step: int) -> bool:
-        """Whether a step is to be saved."""
+        """Returns whether to save a step."""
         return step % self._options.every == 0
 
     def save(self, step: int, state: TrainState, beside: Beside) -> None:
-        """Copies the shards to the host and to the peers, and writes them behind.
+        """Copies the shards to host and peers; writes them in the background.
 
-        What is left of saves that did not end, and steps from this one on, which a run
-        that went back to an older one gives up, are removed.
+        Removes unfinished saves, and the steps from this one on, which a run that went
+        back to an older step gives up.
 
         Args:
-          step: That of the state.
-          state: What to save.
-          beside: What belongs to the step; each process reads the files itself.
+          step: Number of the step.
+          state: State to save.
+          beside: Further values of the step; each process reads the files itself.
 
         Raises:
-          ValueError: If the processes do not save the same, or what cannot be stored.
+          ValueError: If the processes pass different values, or some cannot be stored.
         """
         assert self._writing is None
         rank = jax.process_index()
@@ -170,14 +168,16 @@ class LocalStore:
                 if content is not None:
                     (source,) = [a for a, b in pairs if b == rank]
                     files[source] = content
+        # Process 0's random id, so that files of an interrupted attempt at this step
+        # are not taken for those of this one.
         attempt = told[0][1]
         self._writing = _Writing(self._directory / folder_name(step, attempt), files)
 
     def settle(self) -> tuple[int, Exception] | None:
-        """Waits for the save under way; the step and the error if it failed.
+        """Waits for the running save; returns its step and error if it failed.
 
         Raises:
-          OtherProcessError: If another process does not answer.
+          LostProcessError: If another process does not answer.
         """
         writing, self._writing = self._writing, None
         if writing is None:
@@ -205,15 +205,15 @@ class LocalStore:
     def load(
         self, mould: PyTree, extras: Mapping[str, Extra], steps: range
     ) -> Restored | None:
-        """Reads the newest complete step, or returns None where there is none.
+        """Loads the newest complete step, or returns None if there is none.
 
         Args:
-          mould: What to fill.
-          extras: Objects to give the state that they had.
-          steps: Which steps will do.
+          mould: Abstract state.
+          extras: Objects whose state to restore.
+          steps: Acceptable steps.
 
         Raises:
-          ValueError: If the step does not hold what is asked for.
+          ValueError: If the step does not fit the request.
         """
         wanted = Wanted(mould, extras)
         restored = load_newest(self._directory, wanted, steps, self._timeout_secs)
@@ -244,24 +244,24 @@ class LocalStore:
         return leaves, Header(jax.process_index(), layout_of(leaves), about, own)
 
     def _remove_others(self) -> None:
-        """Removes every folder but those known to be complete."""
+        """Removes every folder except those of complete steps."""
         for folder in self._directory.iterdir():
             if step_of(folder.name) is not None and folder.name not in self._complete:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
 class _Writing:
-    """Files that are written in a thread of their own."""
+    """Files that a background thread writes."""
 
     def __init__(self, folder: Path, files: Mapping[int, Bytes]):
         self.folder = folder
         self._failure: Exception | None = None
-        # A daemon: a disk that hangs must not keep the process from ending.
+        # A daemon, so that a hanging disk does not keep the process from exiting.
         self._thread = threading.Thread(target=self._run, args=(files,), daemon=True)
         self._thread.start()
 
     def wait(self, timeout_secs: float) -> None:
-        """Returns when all is written; raises what went wrong."""
+        """Waits until all files are written; raises the thread's error."""
         self._thread.join(timeout_secs)
         if self._thread.is_alive():
             raise TimeoutError(f"'{self.folder}' was not written in {timeout_secs:g} s")
@@ -273,6 +273,7 @@ class _Writing:
             self.folder.mkdir(parents=True, exist_ok=True)
             for saver, content in files.items():
                 _write(self.folder / file_name(saver), saver, content)
+            # A power failure can lose a renamed file whose directory is not flushed.
             for folder in (self.folder, self.folder.parent):
                 write_through(folder)
         except Exception as error:
@@ -280,7 +281,7 @@ class _Writing:
 
 
 def _write(path: Path, saver: int, content: Bytes) -> None:
-    """Writes a file, whole or not at all; what came from a peer is verified first."""
+    """Writes a file atomically; a copy from a peer is verified first."""
     if saver != jax.process_index():
         parse(f"the copy of process {saver}", content).check()
     part = path.with_suffix(".part")
@@ -291,7 +292,7 @@ def _write(path: Path, saver: int, content: Bytes) -> None:
 
 
 def _run_id(directory: Path) -> str:
-    """The identity of the run that saves to a directory; made with its first step."""
+    """Returns the id of the run that saves to a directory; creates it on first use."""
     path = directory / _RUN_ID
     if not path.exists():
         directory.mkdir(parents=True, exist_ok=True)

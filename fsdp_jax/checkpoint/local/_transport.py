@@ -1,6 +1,6 @@
-"""Bytes from host to host, over the network that training uses, by its collectives.
+"""Sends bytes between hosts by collectives, over the training network.
 
-So no port is opened, and nobody but the processes of the job can send or ask.
+No port is opened, and only processes of the job can send or receive.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from fsdp_jax.checkpoint.local._format import Bytes
 from fsdp_jax.checkpoint.local._replication import Pair
 
-Device = Any  # jax gives it no type that a checker can see.
+Device = Any  # jax's device type is not visible to type checkers.
 
-# So much at once; two of them are on a device and its host.
+# Chunk of one transfer; a device and its host hold two at a time.
 _CHUNK_BYTES = 32 * 2**20
 _AXIS = "process"
 
@@ -31,18 +31,20 @@ def send(
     sizes: Mapping[int, int],
     timeout_secs: float,
 ) -> Bytes | None:
-    """Each source's bytes to its destination; called by all processes, with one plan.
+    """Sends each source's bytes to its destination; all processes call it alike.
 
-    On the main thread: collectives of the training step would otherwise mix with it.
+    Call it on the main thread, so that it does not interleave with the collectives of
+    the training step.
 
     Args:
-      pairs: From which process to which; each at most once on either side.
-      content: What this process sends, if it is a source.
-      sizes: Bytes that each source sends.
-      timeout_secs: After so long without progress it has failed.
+      pairs: `(source, destination)` processes; each process at most once on either
+        side.
+      content: Bytes that this process sends; None if it is no source.
+      sizes: Bytes that each source sends, by process.
+      timeout_secs: Seconds without progress after which it fails.
 
     Returns:
-      What this process was sent, if it is a destination.
+      Bytes that this process received; None if it is no destination.
 
     Raises:
       TimeoutError: If another process does not take part.
@@ -51,6 +53,7 @@ def send(
     source = next((a for a, b in pairs if b == rank), None)
     received = None if source is None else np.empty(sizes[source], np.uint8)
     total = max(sizes[a] for a, _ in pairs)
+    # The last chunk is padded to the same size: one program is compiled for all.
     chunk = min(_CHUNK_BYTES, total)
     devices = _first_devices()
     permute = _permutation(devices, tuple(pairs))
@@ -65,7 +68,7 @@ def send(
 
 
 def _ahead(arrays: Iterator[jax.Array]) -> Iterator[jax.Array]:
-    """The same, each when the next is begun."""
+    """Yields each array after the next one has been started."""
     for array, _ in itertools.pairwise(itertools.chain(arrays, [None])):
         assert array is not None
         yield array
@@ -73,7 +76,7 @@ def _ahead(arrays: Iterator[jax.Array]) -> Iterator[jax.Array]:
 
 @functools.cache
 def _first_devices() -> tuple[Device, ...]:
-    """A device of each process, in order."""
+    """Returns the first device of each process, in rank order."""
     first: dict[int, Device] = {}
     for device in jax.devices():
         first.setdefault(device.process_index, device)
@@ -93,9 +96,9 @@ def _permutation(
 def _put(
     devices: tuple[Device, ...], content: Bytes | None, start: int, chunk: int
 ) -> jax.Array:
-    """A chunk on the device of this process; zeros behind the end, or of no content.
+    """Puts a chunk on this process's device, zeros behind its end or without content.
 
-    In memory of its own: on a CPU the array may be that of numpy.
+    The chunk is copied first, since XLA:CPU may alias numpy's memory.
     """
     part = np.zeros(chunk, np.uint8)
     if content is not None:

@@ -1,1 +1,1 @@
-"""What is alive in memory, from the trace of a step."""
+"""Liveness of values in memory, from the trace of a step."""

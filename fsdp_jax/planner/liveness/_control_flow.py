@@ -1,4 +1,4 @@
-"""The programs within loops and conditions, and what of them is split over `tp`."""
+"""Nested programs of loops and conditionals, with their splits over `tp`."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ Flatten = Callable[[core.Jaxpr, Sequence[Dim]], tuple[Program, list[Dim]]]
 
 @dataclasses.dataclass(frozen=True)
 class Bodies:
-    """What a loop runs, or a condition chooses from.
+    """Nested programs of a loop or a conditional.
 
     Attributes:
-      programs: The body of a loop, or branches.
-      carry: Of a loop, where among the inputs its carry begins and ends.
-      read: Of each input, the dim along which it is split.
-      made: The same of each output.
+      programs: Body of the loop, or branches of the conditional.
+      carry: Start and end of a loop's carry among the inputs.
+      read: Dim of each input that is split over `tp`.
+      made: Dim of each output that is split over `tp`.
     """
 
     programs: tuple[Program, ...]
@@ -32,23 +32,28 @@ class Bodies:
 
 
 def bodies_of(eqn: Any, dims: Sequence[Dim], flatten: Flatten) -> Bodies | None:
-    """What an equation has within; None if it is no loop and no condition.
+    """Returns the nested programs of an equation; None if it has none.
 
-    What a loop begins with, such as zeros, is split as what it hands on.
+    The initial carry of a loop, such as zeros, is split as the carry that its body
+    returns.
 
     Args:
-      eqn: The equation.
-      dims: Of each argument, the dim along which it is split.
-      flatten: Makes a program of a jaxpr, and tells the dims of its results.
+      eqn: Equation.
+      dims: Dim of each argument that is split over `tp`.
+      flatten: Function from a jaxpr and the dims of its arguments to its program and
+        the dims of its results.
     """
     jaxprs = _jaxprs(eqn)
     if not jaxprs:
         return None
     first, (begin, end) = jaxprs[0], _carry(eqn, jaxprs[0])
-    # Before these stand what a condition asks, and what that of a loop reads.
+    # The leading arguments are not the body's: a branch index, or the constants of a
+    # while loop's condition.
     outer = eqn.invars[len(eqn.invars) - len(first.invars) :]
     deeper = [_ndim(a) - _ndim(b) for a, b in zip(outer, first.invars, strict=True)]
     read = list(dims)
+    # Iterate to a fixed point: a carry is split as its body returns it, which depends
+    # on how the body's inputs are split.
     while True:
         last = read[len(read) - len(outer) :]
         given = [_shifted(dim, -by) for dim, by in zip(last, deeper, strict=True)]
@@ -81,15 +86,20 @@ def _jaxprs(eqn: Any) -> Sequence[core.Jaxpr]:
 
 
 def _of_cuda(platforms: Sequence[Sequence[str] | None]) -> int:
-    """Which branch of `lax.platform_dependent` is for GPUs; None: for all others."""
+    """Returns the index of the `lax.platform_dependent` branch for CUDA.
+
+    That of the default, None, if no branch is for CUDA.
+    """
     named = [i for i, names in enumerate(platforms) if names and "cuda" in names]
     return named[0] if named else list(platforms).index(None)
 
 
 def _carry(eqn: Any, body: core.Jaxpr) -> tuple[int, int]:
-    """By the dim that slices and what is stacked have more outside than within.
+    """Returns the start and end of a loop's carry among its inputs.
 
-    Versions of jax keep the numbers in different forms.
+    Scanned inputs and stacked outputs have one dim more outside of the loop than
+    inside. Versions of jax store the counts in different forms, so ndim is compared
+    instead.
     """
     if eqn.primitive.name == "cond":
         return 0, 0
@@ -102,7 +112,7 @@ def _carry(eqn: Any, body: core.Jaxpr) -> tuple[int, int]:
 
 
 def _agreed(dims: Sequence[Dim]) -> Dim:
-    """Of what branches make; whole if they make it in different layouts."""
+    """Returns the dim split in all branches; None if they differ."""
     return dims[0] if len(set(dims)) == 1 else None
 
 

@@ -1,7 +1,7 @@
-"""Which values of a traced program lie in memory, and from when until when.
+"""Lifetimes of the values of a traced program in device memory.
 
-What matrix products, collectives and loops read and write is there as a whole; what is
-computed element by element in between is not, as XLA fuses it with what it is for.
+Operands and results of matrix products, collectives and loops are in memory as whole
+arrays. Elementwise values in between are not, since XLA fuses them into their readers.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ VIEWS = {
     "pvary",
     "sharding_constraint",
 }
-"""Primitives whose result lies where what they read lies."""
+"""Primitives whose result shares the memory of the operand."""
 
 MAYBE_VIEWS = VIEWS | {"broadcast_in_dim"}
-"""The same, if they leave the number of bytes as it is."""
+"""Primitives whose result shares the operand's memory if the bytes are equal."""
 
 KERNELS = {
     MOVE,
@@ -71,28 +71,28 @@ REDUCTIONS = {
     "argmax",
     "argmin",
 }
-"""Primitives that write whole arrays, but compute what they read as they go."""
+"""Primitives that write whole arrays but fuse the computation of their operand."""
 
 REDUCES = {"reduce_scatter", "psum_scatter", "all_to_all"}
-"""Collectives that take gradients as whole as their weights."""
+"""Collectives whose operands are unsharded gradients."""
 
 SMALL = 1024
-"""Bytes below which a value is left out: counters, constants, statistics."""
+"""Bytes below which a value is ignored: counters, constants, statistics."""
 
 Homes = Mapping[Value, Value]
-"""A value that lies where another does -> that one."""
+"""Maps a value that shares another value's memory to that value."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Lifetimes:
-    """What of a program is in memory when; its inputs are there when it begins.
+    """Lifetimes of the values of a program, whose inputs exist from its beginning.
 
     Attributes:
-      made_at: For each operation, the values that it is the first to hold.
-      dead_after: For each operation, those, and inputs, that nothing behind it reads.
-      gathered: Whole weights, and what is made of these alone.
-      to_reduce: Gradients on their way to be reduced.
-      generated: What is made from nothing, such as zeros.
+      made_at: Values that each operation is the first to hold in memory.
+      dead_after: Values, including inputs, that each operation is the last to read.
+      gathered: Unsharded weights, and values computed from these alone.
+      to_reduce: Gradients that a collective will reduce.
+      generated: Values computed without inputs, such as zeros.
     """
 
     made_at: tuple[tuple[Value, ...], ...]
@@ -105,12 +105,12 @@ class Lifetimes:
 def lifetimes(
     program: Program, kept: Set[Value], generated: Set[Value] = frozenset()
 ) -> Lifetimes:
-    """Finds what lies in memory between which operations.
+    """Returns the operations at which each value in memory is made and dies.
 
     Args:
-      program: The program.
-      kept: Inputs that are needed again, and so cannot be written over.
-      generated: Inputs that nobody holds, being made where they are used.
+      program: Program to analyse.
+      kept: Inputs that are read again later, so that they cannot be overwritten.
+      generated: Inputs that are not in memory, since they are made where they are used.
     """
     generated = _generated(program, generated)
     homes = _homes(program, kept)
@@ -120,6 +120,7 @@ def lifetimes(
     made_at: list[list[Value]] = [[] for _ in program.operations]
     dead_after: list[list[Value]] = [[] for _ in program.operations]
     for value in program.inputs:
+        # Outputs are last read at `len(operations)`, so they never die here.
         if (end := last.get(value, 0)) < len(program.operations):
             dead_after[end].append(value)
     for value, begin in made.items():
@@ -145,7 +146,7 @@ def _is_fused(operation: Operation) -> bool:
 
 
 def _generated(program: Program, given: Set[Value]) -> Set[Value]:
-    """What is made from nothing, or from that alone, element by element."""
+    """Returns values computed elementwise from nothing, or from such values alone."""
     generated = set(given)
     for operation in program.operations:
         if operation.name in (KERNELS | VIEWS) - {MOVE}:
@@ -156,18 +157,19 @@ def _generated(program: Program, given: Set[Value]) -> Set[Value]:
 
 
 def _homes(program: Program, kept: Set[Value]) -> Homes:
-    """Views, what is updated in place, and what loops hand on."""
+    """Maps views, in-place updates and loop carries to the value they overwrite."""
     homes: dict[Value, Value] = {}
     for operation in program.operations:
         for made, read in _in_place(operation):
             home = homes.get(read, read)
+            # XLA copies a kept input before an update, so the result is a new array.
             if operation.name in MAYBE_VIEWS or home not in kept:
                 homes[made] = home
     return homes
 
 
 def _in_place(operation: Operation) -> Iterator[tuple[Value, Value]]:
-    """`(result, the operand it lies over)`."""
+    """Yields `(result, operand)` pairs that share memory."""
     if operation.name in MAYBE_VIEWS:
         pairs = zip(operation.outputs, operation.inputs, strict=False)
         yield from (
@@ -187,9 +189,9 @@ def _in_place(operation: Operation) -> Iterator[tuple[Value, Value]]:
 
 
 def _passed_on(operation: Operation) -> Iterator[tuple[Value, Value]]:
-    """What one of several branches hands on as it is: the others write over it."""
+    """Yields results that a branch returns unchanged: other branches overwrite them."""
     for branch in operation.bodies:
-        # The first operand says which branch runs.
+        # The first operand is the branch index.
         given = dict(zip(branch.inputs, operation.inputs[1:], strict=True))
         for made, result in zip(operation.outputs, branch.outputs, strict=True):
             read = given.get(result) if result is not None else None
@@ -204,7 +206,7 @@ def _at_home(values: Iterable[Value | None], homes: Homes) -> Set[Value]:
 def _written(
     program: Program, homes: Homes, generated: Set[Value], kept: Set[Value]
 ) -> Set[Value]:
-    """Values that are in memory as a whole at some time."""
+    """Returns the values that are in memory as whole arrays at some time."""
     written = set(program.inputs) - (generated - kept)
     for operation in program.operations:
         if operation.name in REDUCTIONS:
@@ -213,7 +215,7 @@ def _written(
             continue
         read = list(operation.inputs)
         if operation.name == "scan":
-            # A loop makes its zeros anew in each iteration.
+            # A loop recomputes generated constants in each iteration.
             begin, _ = operation.carry
             consts = [v for v in read[:begin] if v not in generated]
             read = consts + read[begin:]
@@ -225,7 +227,7 @@ def _written(
 def _made(
     program: Program, homes: Homes, written: Set[Value], generated: Set[Value]
 ) -> dict[Value, int]:
-    """Written value -> the operation that first holds it."""
+    """Maps written values to the operation that is the first to hold them."""
     made: dict[Value, int] = {}
     inputs = set(program.inputs) - generated
     for at, operation in enumerate(program.operations):
@@ -240,7 +242,7 @@ def _made(
 def _last_reads(
     program: Program, homes: Homes, written: Set[Value]
 ) -> dict[Value, int]:
-    """Written value -> the last operation that reads it, through all it fuses."""
+    """Maps written values to their last reader, through fused operations."""
     last: dict[Value, int] = {}
     sources: dict[Value, Set[Value]] = {}
 
@@ -250,6 +252,7 @@ def _last_reads(
             if value is None:
                 continue
             home = homes.get(value, value)
+            # A fused value is not in memory: who reads it reads its sources.
             held = home in written
             needed |= {home} if held else sources.get(value, sources.get(home, set()))
         return needed

@@ -1,4 +1,4 @@
-"""What a traced program is made of, as far as memory and work ask."""
+"""Data types of a traced program, reduced to what memory and FLOP counts need."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from collections.abc import Mapping
 from typing import Any
 
 MOVE = "move_over_tp"
-"""The operation that brings an array from one layout over `tp` into another."""
+"""Operation that changes the layout of an array over `tp`."""
 
 SLICE = "slice_over_tp"
-"""That which takes each rank's part of what all of them have."""
+"""Operation that takes each rank's part of an array replicated over `tp`."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Value:
-    """An array of a traced program, by identity.
+    """An array of a traced program; compared by identity.
 
     Attributes:
-      shape: Its dims on one device.
-      dtype: Its dtype.
-      is_on_host: Whether it is none of the device's, as what is offloaded for backward.
+      shape: Dims on one device.
+      dtype: Dtype.
+      is_on_host: Whether it is in host memory, as residuals offloaded for backward are.
     """
 
     shape: tuple[int, ...]
@@ -30,7 +30,7 @@ class Value:
 
     @property
     def bytes(self) -> int:
-        """Bytes of it on one device."""
+        """Bytes of device memory; 0 on the host."""
         if self.is_on_host:
             return 0
         return math.prod(self.shape) * self.dtype.itemsize
@@ -38,16 +38,16 @@ class Value:
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """One equation of a traced program; what is called is inlined.
+    """One equation of a traced program, with calls inlined.
 
     Attributes:
-      name: Of the primitive.
-      inputs: What it reads; constants are left out.
-      outputs: What it makes.
+      name: Name of the primitive.
+      inputs: Operands; None for literals.
+      outputs: Results.
       scopes: jax's named scopes around it.
-      params: Of the primitive.
-      bodies: The programs within: of a loop its body, of a condition its branches.
-      carry: Of a loop, where among the inputs its carry begins and ends.
+      params: Parameters of the primitive.
+      bodies: Nested programs: the body of a loop, the branches of a conditional.
+      carry: Start and end of a loop's carry among the inputs.
     """
 
     name: str
@@ -64,9 +64,9 @@ class Program:
     """A traced function.
 
     Attributes:
-      inputs: Its arguments, closed-over constants first.
-      outputs: Its results; None for a literal.
-      operations: In the order of the trace.
+      inputs: Arguments, with closed-over constants first.
+      outputs: Results; None for a literal.
+      operations: Operations in the order of the trace.
     """
 
     inputs: tuple[Value, ...]

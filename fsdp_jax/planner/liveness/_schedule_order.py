@@ -1,4 +1,4 @@
-"""The order in which XLA runs the body of a loop whose tokens travel over `tp`."""
+"""XLA's order of operations in loop bodies with communication over `tp`."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from fsdp_jax.planner.liveness._operations import MOVE, Operation, Program, Valu
 
 
 def as_run(body: Program, loop: Operation, weights: Set[tuple[int, ...]]) -> Program:
-    """A body with the gradients of weights behind all that needs none of them.
+    """Moves weight gradients behind the operations that do not need them.
 
-    Nothing that comes next can be computed while tokens travel. XLA's scheduler keeps
-    these products back for then, those of one layer until the next, where the loop is
-    unrolled; and what they read, the tokens of all ranks, stays in memory.
+    The next operation of a layer cannot run while its tokens are communicated over
+    `tp`. XLA's scheduler delays the products of weight gradients to overlap with that,
+    in an unrolled loop those of one layer into the next. What they read, the tokens of
+    all ranks, stays in memory.
 
     Args:
-      body: Of a loop; one in which nothing travels is left as it is.
-      loop: The loop.
-      weights: Dims of weights, sorted: products transpose some.
+      body: Loop body; returned unchanged if it communicates nothing over `tp`.
+      loop: Operation of the loop.
+      weights: Sorted dims of weights; sorted since products transpose some weights.
     """
     if not any(operation.name == MOVE for operation in body.operations):
         return body
@@ -39,9 +40,10 @@ def as_run(body: Program, loop: Operation, weights: Set[tuple[int, ...]]) -> Pro
 
 
 def _twice(body: Program, carry: tuple[int, int]) -> Program:
-    """Two iterations as one, which reads two slices and stacks two results."""
+    """Unrolls a body by two; it then reads two slices and stacks two results."""
     begin, end = carry
     slices = tuple(_another(value) for value in body.inputs[end:])
+    # The second iteration reads the carry of the first one, and further slices.
     again: dict[Value | None, Value | None] = dict(
         zip(body.inputs[begin:], (*body.outputs[: end - begin], *slices), strict=True)
     )
@@ -62,5 +64,5 @@ def _twice(body: Program, carry: tuple[int, int]) -> Program:
 
 
 def _another(value: Value) -> Value:
-    """One of the same shape: values are told apart by identity."""
+    """Copies a value: values are compared by identity."""
     return dataclasses.replace(value)

@@ -1,4 +1,4 @@
-"""What is made whole only to be sliced: each rank makes its own part of it."""
+"""Pushes slices over `tp` up into the operations that make the sliced value."""
 
 from __future__ import annotations
 
@@ -16,24 +16,26 @@ MADE_IN_PARTS = {
     "div",
     "add_any",
 }
-"""Primitives that can make a part alone, such as what an embedding's gradient is."""
+"""Primitives that can compute one part alone, as for an embedding's gradient."""
 
 
 def made_in_parts(
     operations: Sequence[Operation], outputs: Sequence[Value | None]
 ) -> list[Operation]:
-    """Operations whose slices over `tp` stand as early as they can."""
+    """Returns the operations with slices over `tp` as early as possible."""
     read = [value for operation in operations for value in operation.inputs]
     readers = collections.Counter([*read, *outputs])
     makers = {v: operation for operation in operations for v in operation.outputs}
     parts: dict[Value, Value] = {}
     pending, found = list(operations), []
     while pending:
+        # Backwards, so that a slice comes before the operation that makes its operand.
         operation = pending.pop()
         if operation.name == SLICE:
             (whole,), (part,) = operation.inputs, operation.outputs
             assert whole is not None
             maker = makers.get(whole)
+            # With other readers the whole value is needed anyway.
             if maker and maker.name in MADE_IN_PARTS and readers[whole] == 1:
                 parts[whole] = part
                 continue
@@ -46,7 +48,7 @@ def made_in_parts(
 
 
 def _of_part(operation: Operation, part: Value) -> tuple[Operation, list[Operation]]:
-    """The operation that makes a part alone, and the slices of what it reads."""
+    """Returns the operation for one part, and the slices of its operands."""
     (made,) = operation.outputs
     inputs, slices = [], []
     for value in operation.inputs:

@@ -1,9 +1,9 @@
-"""Along which dim the arrays of a traced program are split over `tp`.
+"""Propagates splits over `tp` through the operations of a traced program.
 
-That axis is left to XLA, so a trace has shapes that are global over it. What it says of
-weights, of constrained activations and of `shard_map`s within is followed through the
-operations in between. An array has one such dim at most; None is for what each rank
-has all of, and for what no rule tells, which thus counts as more than it takes.
+XLA partitions that axis, so the shapes of a trace are global over it. The splits of
+weights, of constrained activations and of inner `shard_map`s are known, and are
+propagated through the operations in between. An array has at most one split dim. None
+means replicated, or that no rule applies, in which case memory is overestimated.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Dim = int | None
 
 
 def dim_of(spec: PartitionSpec) -> Dim:
-    """The dim that a spec splits over `tp`."""
+    """Returns the dim that a spec splits over `tp`, or None."""
     for dim, axes in enumerate(spec):
         if axes == AXIS or (isinstance(axes, tuple) and AXIS in axes):
             return dim
@@ -28,12 +28,12 @@ def dim_of(spec: PartitionSpec) -> Dim:
 
 
 def split_dims(eqn: Any, dims: Sequence[Dim], ranks: int) -> list[Dim]:
-    """The dims along which results are split.
+    """Returns the dims along which an equation's results are split.
 
     Args:
-      eqn: An equation of a jaxpr that calls no other.
-      dims: Those of what it reads.
-      ranks: Devices along `tp`; what they do not divide counts as whole.
+      eqn: Equation of a jaxpr that calls no other jaxpr.
+      dims: Dims along which its arguments are split.
+      ranks: Devices along `tp`; a dim that they do not divide counts as replicated.
     """
     rule = _RULES.get(eqn.primitive.name, _elementwise)
     found = []
@@ -45,14 +45,14 @@ def split_dims(eqn: Any, dims: Sequence[Dim], ranks: int) -> list[Dim]:
 
 
 def read_dims(eqn: Any, dims: Sequence[Dim], made: Sequence[Dim]) -> list[Dim]:
-    """The dims along which an equation reads, to make results that are split so.
+    """Returns the dims along which an equation reads, given its results' dims.
 
-    What is whole is sliced to be combined with what is split.
+    A replicated argument is sliced before it is combined with a split one.
 
     Args:
-      eqn: The equation.
-      dims: Those along which its arguments are split.
-      made: Those along which its results are.
+      eqn: Equation.
+      dims: Dims along which its arguments are split.
+      made: Dims along which its results are split.
     """
     rule = _RULES.get(eqn.primitive.name, _elementwise)
     dim = next(iter(made), None)
@@ -70,7 +70,7 @@ Shape = tuple[int, ...]
 
 
 def _elementwise(eqn: Any, dims: Sequence[Dim], made: Shape) -> Dim:
-    """Of entries that are computed from those at the same place."""
+    """Propagates through elementwise operations."""
     for shape in (v.aval.shape for v in eqn.invars if v.aval.shape):
         pairs = zip(shape, made, strict=False)
         if len(shape) != len(made) or any(n not in (1, size) for n, size in pairs):
@@ -79,7 +79,7 @@ def _elementwise(eqn: Any, dims: Sequence[Dim], made: Shape) -> Dim:
 
 
 def _in_place(eqn: Any, dims: Sequence[Dim], made: Shape) -> Dim:
-    """Of what stays where it is along dims that keep their size."""
+    """Propagates along dims of unchanged size, whose entries stay in place."""
     for v, dim in zip(eqn.invars, dims, strict=True):
         shape = v.aval.shape
         if dim is not None and len(shape) == len(made) and shape[dim] == made[dim]:
@@ -106,7 +106,7 @@ def _broadcast(eqn: Any, dims: Sequence[Dim], made: Shape) -> Dim:
 
 
 def _without(param: str) -> Callable[..., Dim]:
-    """Of what loses the dims that a param names."""
+    """Returns a rule for operations that remove the dims named by `param`."""
 
     def rule(eqn: Any, dims: Sequence[Dim], _: Shape) -> Dim:
         lost = eqn.params[param]
@@ -117,7 +117,10 @@ def _without(param: str) -> Callable[..., Dim]:
 
 
 def _reshape(eqn: Any, dims: Sequence[Dim], made: Shape) -> Dim:
-    """Of what is counted as often: merged or cut, the outermost dim has the parts."""
+    """Propagates to the dim with equally many elements before it.
+
+    If dims are merged or factored, the outermost one is split.
+    """
     dim, shape = dims[0], eqn.invars[0].aval.shape
     if dim is None:
         return None
@@ -127,7 +130,7 @@ def _reshape(eqn: Any, dims: Sequence[Dim], made: Shape) -> Dim:
 
 
 def _dot_general(eqn: Any, dims: Sequence[Dim], _: Shape) -> Dim:
-    """Of what is not summed over; a sum over parts is whole once it is reduced."""
+    """Propagates along batch and free dims; a split contraction is all-reduced."""
     summed, batched = eqn.params["dimension_numbers"]
     free = [
         [d for d in range(v.aval.ndim) if d not in (*over, *along)]
@@ -140,7 +143,7 @@ def _dot_general(eqn: Any, dims: Sequence[Dim], _: Shape) -> Dim:
 
 
 def _gather(eqn: Any, dims: Sequence[Dim], made: Shape) -> Dim:
-    """Of the indices, or of what is taken whole at each of them."""
+    """Propagates along the indices, or along unchanged dims of the slices."""
     numbers, (operand, indices, *_) = eqn.params["dimension_numbers"], dims
     window = numbers.offset_dims
     batch = [d for d in range(len(made)) if d not in window]
@@ -170,7 +173,7 @@ IN_PLACE = {
     "all_gather",
     "reduce_scatter",
 }
-"""Primitives that leave alone the dims whose size stays."""
+"""Primitives that keep entries in place along dims of unchanged size."""
 
 REDUCTIONS = {
     "reduce_sum",
@@ -184,7 +187,7 @@ REDUCTIONS = {
 }
 
 _RULES: dict[str, Callable[..., Dim] | None] = {
-    "optimization_barrier": None,  # Each result as what it reads at its place.
+    "optimization_barrier": None,  # Result i is split like argument i.
     "sharding_constraint": _constrained,
     "transpose": _transpose,
     "broadcast_in_dim": _broadcast,

@@ -1,4 +1,4 @@
-"""A traced program as a flat list of operations, in the shapes of one device."""
+"""Flattens a traced program into a list of operations, in the shapes of one device."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ INLINED = {
     "shard_map",
     "xla_metadata_call",
 }
-"""Primitives that merely call what is in them."""
+"""Primitives that only call an inner jaxpr."""
 
 
 def flatten(jaxpr: core.Jaxpr) -> Program:
-    """The program of a jaxpr, with calls inlined and shapes as on one device.
+    """Returns the program of a jaxpr, with calls inlined and per-device shapes.
 
     Args:
-      jaxpr: From `jax.make_jaxpr`. Within a `shard_map` shapes are a device's own.
+      jaxpr: Jaxpr from `jax.make_jaxpr`. Inside a `shard_map` shapes are per device.
     """
     return _flatten(jaxpr, [None] * len(jaxpr.invars), 1)[0]
 
@@ -48,17 +48,18 @@ def flatten(jaxpr: core.Jaxpr) -> Program:
 def on_one_device(
     jaxpr: core.Jaxpr, dims: Sequence[Dim] | None = None
 ) -> Program | None:
-    """The program within the first `shard_map` of a traced step; None without one.
+    """Returns the program inside the first `shard_map` of a step; None without one.
 
     Args:
-      jaxpr: The step's.
-      dims: Of each argument, the dim that is split over `tp`; None: all are whole.
+      jaxpr: Jaxpr of the step.
+      dims: Dim of each argument that is split over `tp`; None if none is.
     """
     env = dict(zip(jaxpr.invars, dims or [None] * len(jaxpr.invars), strict=True))
     for eqn in jaxpr.eqns:
         read = [None if isinstance(v, core.Literal) else env.get(v) for v in eqn.invars]
         inner = _called(eqn)
         if inner is not None and eqn.primitive.name == "shard_map":
+            # If the shard_map is manual over tp too, its shapes are already per device.
             ranks = 1 if _is_over_tp(eqn) else eqn.params["mesh"].shape.get(AXIS, 1)
             return _flatten(inner, read, ranks, _asked(jaxpr, eqn))[0]
         if inner is not None and (found := on_one_device(inner, read)) is not None:
@@ -68,7 +69,7 @@ def on_one_device(
 
 
 def _asked(jaxpr: core.Jaxpr, eqn: Any) -> list[Dim]:
-    """The dims along which results of an equation are split where they are used."""
+    """Returns the dims along which later sharding constraints split the results."""
     asked = {
         later.invars[0]: dim_of(later.params["sharding"].spec)
         for later in jaxpr.eqns
@@ -80,7 +81,7 @@ def _asked(jaxpr: core.Jaxpr, eqn: Any) -> list[Dim]:
 def _alive(
     operations: Sequence[Operation], outputs: Sequence[Value | None]
 ) -> list[Operation]:
-    """Those whose results somebody reads; XLA drops the others."""
+    """Returns the operations whose results are read; XLA drops the others."""
     needed, alive = set(outputs), []
     for operation in reversed(operations):
         if needed.intersection(operation.outputs):
@@ -90,7 +91,7 @@ def _alive(
 
 
 class _Placed(NamedTuple):
-    """A value, and the dim that is split over `tp` while that is left to XLA."""
+    """A value with the dim split over `tp` while XLA partitions that axis."""
 
     value: Value | None
     dim: Dim
@@ -98,13 +99,13 @@ class _Placed(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Frame:
-    """What is called, as it is inlined.
+    """State of an inlined call.
 
     Attributes:
-      env: What its variables stand for.
-      operations: Where they go.
-      scopes: jax's named scopes around it.
-      ranks: As for `flatten`.
+      env: Placed values by variable.
+      operations: Output list, shared by all frames of a program.
+      scopes: jax's named scopes around the call.
+      ranks: Devices along `tp` if XLA partitions that axis, else 1.
     """
 
     env: dict[Any, _Placed]
@@ -113,7 +114,7 @@ class _Frame:
     ranks: int
 
     def bind(self, v: Any, dim: Dim = None) -> Value:
-        """Makes the value of a variable that has none."""
+        """Returns the value of a variable, creating it if it has none."""
         if v not in self.env:
             self.env[v] = _Placed(_value(v, dim, self.ranks), dim)
         value = self.env[v].value
@@ -121,14 +122,14 @@ class _Frame:
         return value
 
     def read(self, v: Any) -> _Placed:
-        """What a variable stands for; nothing if it is a literal."""
+        """Returns the placed value of a variable; an empty one for a literal."""
         if isinstance(v, core.Literal):
             return _Placed(None, None)
         self.bind(v)
         return self.env[v]
 
     def moved(self, v: Any, dim: Dim) -> Value | None:
-        """The value of a variable, split along `dim`; what is whole is only sliced."""
+        """Returns the value split along `dim`; a replicated value is only sliced."""
         value, given = self.read(v)
         if value is None or given == dim:
             return value
@@ -144,13 +145,13 @@ def _flatten(
     ranks: int,
     asked: Sequence[Dim] | None = None,
 ) -> tuple[Program, list[Dim]]:
-    """The program, and the dims along which its results are split.
+    """Returns the program, and the dims along which its results are split.
 
     Args:
-      jaxpr: As for `flatten`, but an axis that is left to XLA splits no shape.
-      dims: Of each argument, the dim that is split over `tp`.
-      ranks: Devices along `tp` if that is left to XLA, else 1.
-      asked: Of each result, the dim that is to be; None for as it is.
+      jaxpr: Jaxpr as for `flatten`, with shapes global over axes that XLA partitions.
+      dims: Dim of each argument that is split over `tp`; None if none is.
+      ranks: Devices along `tp` if XLA partitions that axis, else 1.
+      asked: Dim along which each result must be split; None to leave it as it is.
     """
     frame = _Frame({}, [], "", ranks)
     inputs = [frame.bind(v) for v in jaxpr.constvars]
@@ -176,7 +177,7 @@ def _inline(jaxpr: core.Jaxpr, frame: _Frame) -> None:
 
 
 def _call(eqn: Any, inner: core.Jaxpr, frame: _Frame) -> None:
-    """Inlines what an equation calls; within a `shard_map` over tp nothing is left."""
+    """Inlines a call; inside a `shard_map` over tp shapes are already per device."""
     is_manual = frame.ranks > 1 and _is_over_tp(eqn)
     dims = [frame.read(v).dim for v in eqn.invars]
     if is_manual:
@@ -185,7 +186,7 @@ def _call(eqn: Any, inner: core.Jaxpr, frame: _Frame) -> None:
     for v, outer, dim in zip(inner.invars, eqn.invars, dims, strict=True):
         value, dim_within = frame.moved(outer, dim), None if is_manual else dim
         local = _value(v, dim_within, own.ranks)
-        # Within a shard_map over other axes the same array has another shape.
+        # Inside a shard_map over other axes the same array has its local shape.
         same = value is not None and value.shape == local.shape
         own.env[v] = _Placed(value if same else local, dim_within)
     _inline(inner, own)
@@ -197,7 +198,7 @@ def _call(eqn: Any, inner: core.Jaxpr, frame: _Frame) -> None:
 
 
 def _record(eqn: Any, frame: _Frame) -> None:
-    """Adds an equation that calls no other, moving what it reads in other layouts."""
+    """Adds an equation that is no call, and the layout changes of its operands."""
     dims = [frame.read(v).dim for v in eqn.invars]
     bodies = bodies_of(
         eqn, dims, lambda body, given: _flatten(body, given, frame.ranks)
