@@ -2,7 +2,8 @@
 
 `load_hf`, `load_megatron` and `from_torch` load a checkpoint into an abstract tree
 (leaves are `jax.ShapeDtypeStruct`); `save_hf`, `save_megatron` and `to_torch` write
-a tree of arrays. Only `to_torch` imports torch.
+a tree of arrays. torch is imported only by `to_torch`, and by `from_torch` if it is
+given torch tensors.
 """
 
 from bridge import adapt as adapt

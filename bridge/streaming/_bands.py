@@ -10,7 +10,7 @@ from bridge._box import Box, Range, absolute, cover, overlap, relative, span
 from bridge.rules._layout import Layout, Move
 from bridge.rules._piece import Piece
 
-# Measured optimum: fewer rows give short runs in the destination, more exceed the cache.
+# Measured: fewer rows give short runs in the destination, more exceed the cache.
 _BAND_ROWS = 768
 BAND_BYTES = 8 << 20
 """Maximum bytes of one read."""
@@ -189,7 +189,7 @@ def _side_by_side(group: list[_Wish]) -> list[list[_Wish]]:
 
 
 def _dim_to(wish: _Wish, after: _Wish) -> int | None:
-    """Returns the dim along which the next shard's box follows, if all else is equal."""
+    """Returns the dim along which the next shard's box follows, if else equal."""
     pairs = list(zip(wish.to_read, after.to_read, strict=True))
     moved = [dim for dim, (r, s) in enumerate(pairs) if r != s]
     alike = wish._replace(shard=wish.shard + 1, to_read=after.to_read) == after

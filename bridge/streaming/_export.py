@@ -46,7 +46,7 @@ def write_weights(
     buffers = itertools.cycle((Scratch(), Scratch()))
     with workers() as pool:
         for name, entries in files.items():
-            # Widest dtype first: every tensor then starts at a multiple of its itemsize.
+            # Widest dtype first: every tensor then is aligned to its itemsize.
             entries = dict(sorted(entries.items(), key=lambda e: -e[1][1].itemsize))
             with _opened(None if directory is None else directory / name) as file:
                 file.put(memoryview(encode_header(entries)))
