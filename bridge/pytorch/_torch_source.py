@@ -39,7 +39,7 @@ class HeldTensor:
         return jnp.dtype(str(self.value.dtype).removeprefix("torch."))
 
     def read(self, slices: tuple[slice, ...] = ()) -> np.ndarray:
-        """Returns the tensor, or the region selected by `slices`; a view if possible."""
+        """Returns the tensor, or the region selected by `slices`, as a view."""
         array = to_numpy(self.value, self.dtype)
         return array[as_index(complete(slices, array.shape))]
 

@@ -38,9 +38,8 @@ def agreeing() -> Iterator[None]:
     try:
         yield
     except BaseException:
-        with contextlib.suppress(
-            TimeoutError
-        ):  # the original exception is more informative
+        # The original exception is more informative than a timeout of the barrier.
+        with contextlib.suppress(TimeoutError):
             _failed(True)
         raise
     if failed := _failed(False):
