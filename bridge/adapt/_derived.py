@@ -42,6 +42,7 @@ class Term:
         """Reads a box of the part."""
         shape = self.shape(source)
         ranges = list(box)
+        # A box of the flipped part is a mirrored box of the stored tensor.
         for dim in self.flip:
             start, stop = ranges[dim]
             ranges[dim] = Range(shape[dim] - stop, shape[dim] - start)

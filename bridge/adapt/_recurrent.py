@@ -74,6 +74,7 @@ def gru(
         `GRUCell`.
     """
     weights = at(source, f"weight_ih{suffix}"), at(source, f"weight_hh{suffix}")
+    # The biases of gates r and z (thirds 0 and 1) merge; those of n (third 2) do not.
     names, derived = _merged_bias(source, suffix, bias, [(0, 3), (1, 3)])
     hidden = Term(at(source, f"bias_hh{suffix}"), 2, 3)
     input_n = at(source, f"bias_ih{suffix}[2/3]")

@@ -59,6 +59,7 @@ def _conv_bias(
     source: str, destination: str, ndim: int, bias: bool
 ) -> tuple[Rule, ...]:
     ones = " ".join(f"one{dim}" for dim in range(ndim))
+    # Factors of size 1 become the trailing dims of the bias.
     layout = f"(out {ones}) -> out {ones}"
     rule = Rule(at(source, "bias"), at(destination, "bias"), layout)
     return (rule,) if bias else ()

@@ -66,6 +66,7 @@ class Fp8Tensor:
             _blocks_of(box[-1], self.block[1]),
         )
         scales = source.read(self.weight + _SUFFIX, as_index(scale_box))
+        # Index, within `scales`, of each column's scale.
         columns = np.arange(*box[-1]) // self.block[1] - scale_box[-1].start
         for *matrix, block_row in np.ndindex(scales.shape[:-1]):
             rows = _rows_of(scale_box[-2].start + block_row, self.block[0], box[-2])

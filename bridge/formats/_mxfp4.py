@@ -106,6 +106,7 @@ def _misfit(parts: list[tuple[tuple[int, ...], np.dtype]]) -> str | None:
 
 def _decode(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
     """Decodes `(out, blocks, 16)` bytes with `(out, blocks)` scales to `(out, in)`."""
+    # One lookup of 4 bytes decodes the two values of a byte and applies their scale.
     pairs = np.take(_pairs(), scales[..., None].astype(np.uint16) << 8 | blocks)
     return pairs.view(ml_dtypes.bfloat16).reshape(len(blocks), -1)
 

@@ -59,6 +59,7 @@ def check_opcodes(program: bytes) -> None:
         code, position = program[position], position + 1
         size = _FIXED.get(code)
         position = _skip(program, code, position) if size is None else position + size
+        # The C unpickler allocates its memo up to the largest index.
         if code == _LONG_BINPUT:
             entry = int.from_bytes(program[position - 4 : position], "little")
             if entry > len(program):

@@ -140,6 +140,7 @@ class _TensorRules:
         function, of_type, args, _ = stub.args
         if of_type.name not in _PLAIN_TYPES:
             raise ValueError(f"tensors of the type {of_type.name} are not read")
+        # `function` is a stub; calling its class gives the stub of the call.
         return self.rules()[function.name](type(function)(*args))
 
     def _storage(self, stub: Stub) -> _Storage:

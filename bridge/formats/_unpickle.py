@@ -75,7 +75,7 @@ _KNOWN_NAMES = {
     "pathlib._local.PosixPath",
     "datetime.datetime",
     "datetime.timedelta",
-    # Protocol 2 spells the module as Python 2 did.
+    # Protocol 2 uses Python 2's module name, `__builtin__`.
     *(
         f"{module}.{name}"
         for module in ("builtins", "__builtin__")

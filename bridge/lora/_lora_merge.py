@@ -67,6 +67,7 @@ class MergedSource:
         return module if key != module and module in self.adapter.modules else None
 
     def _delta(self, module: str, box: Box) -> np.ndarray:
+        # A box needs only its columns of A and its rows of B.
         rows, columns = self._out_and_in(as_index(box))
         a = self.adapter.source.read(PREFIX + module + A_SUFFIX, (slice(None), columns))
         b = self.adapter.source.read(PREFIX + module + B_SUFFIX, (rows,))

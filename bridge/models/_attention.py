@@ -66,6 +66,7 @@ def dot_product_attention(
     if bent or query.shape[-1] != value.shape[-1] or _is_half_on_cpu(query):
         mask = _visible(query.shape[1], segment_ids, window)
         return attend(query, key, value, scale, mask, softcap, sinks)
+    # A static window is passed as `local_window_size`; a traced one needs a mask.
     static = isinstance(window, int)
     mask = None
     if segment_ids is not None or not (static or window is None):

@@ -66,6 +66,7 @@ def _allows(hint: Any, value: Any) -> bool:
     if hint is Any:
         return True
     if hint is float:
+        # bool is a subclass of int, and not accepted as a number here.
         number = isinstance(value, int | float) and not isinstance(value, bool)
         return number and math.isfinite(value)
     if hint is int:

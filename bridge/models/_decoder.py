@@ -88,8 +88,9 @@ class Decoder(nnx.Module):
       constrain: Sharding constraint of activations, with the signature of
         `unconstrained`.
       positions: Function that returns positions if a call has none, with the signature
-        of `positions_in_order`. It supports rows split over devices, except for
-        `longrope`: each part would choose frequencies by its own longest text.
+        of `positions_in_order`. For rows split over devices the right positions
+        suffice, except with `longrope`: each part would choose its frequencies by
+        its own longest text.
     """
 
     def __init__(
@@ -217,7 +218,7 @@ class Decoder(nnx.Module):
         positions: Ids | None = None,
         segment_ids: Ids | None = None,
     ) -> tuple[Float[Array, "batch seq embed"], RouterStats | None]:
-        """Returns the normed final states, the input of the head, and router statistics.
+        """Returns the normed final states, the head's input, and router statistics.
 
         For losses that compute logits in chunks, from these states, `head_kernel` and
         `finish_logits`.
@@ -298,7 +299,7 @@ class Decoder(nnx.Module):
         if self.embed_positions is not None:
             x = x + self.embed_positions(positions)
         if self.config.scale_embeddings:
-            # The factor is rounded to the dtype of the weights, as in Gemma's training.
+            # The factor is rounded to the dtype of the weights, as in training.
             x = x * jnp.asarray(self.config.hidden_size**0.5, x.dtype)
         return scale_by(x, self.config.embedding_multiplier)
 
@@ -308,9 +309,8 @@ class Decoder(nnx.Module):
             return None
         tables = []
         for rope in ropes:
-            if (
-                rope is None
-            ):  # rotation by 0, so that all layers have the same structure
+            if rope is None:
+                # Rotation by 0, so that all layers of a scan have the same structure.
                 ones = jnp.ones((*positions.shape, config.rope_dim // 2), dtype)
                 tables.append((ones, jnp.zeros_like(ones)))
             else:

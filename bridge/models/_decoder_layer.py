@@ -135,7 +135,7 @@ class DecoderLayer(nnx.Module):
     def _add(
         self, x: Stream, read: Stream, mixed: Stream
     ) -> tuple[Stream, RouterStats | None]:
-        """Adds the attention output, and the output of the MLP, in series or parallel."""
+        """Adds the outputs of attention and MLP, in series or parallel."""
         if self.parallel:
             y, stats = self._feedforward(read)
             both = self._scaled(mixed) + self._scaled(y)

@@ -88,6 +88,7 @@ def generate(
         return (now.step < max_new_tokens) & any_open(now.open)
 
     def one_more(now: _Running) -> _Running:
+        # The newest token of each row enters the cache here, one step after its choice.
         last = (now.lengths - 1)[:, None]
         newest = jnp.take_along_axis(now.tokens, last, axis=1)
         states, cache = model.extend(newest, last, now.cache)
@@ -97,6 +98,7 @@ def generate(
     slots = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32)[None], prompts.shape)
     # Padding may be any value, including invalid token ids.
     tokens = jnp.where(slots < lengths[:, None], prompts, 0)
+    # Prefill of all prompts. The state of each prompt's last token predicts the next.
     states, cache = model.extend(tokens, slots, cache)
     last = jnp.take_along_axis(states, (lengths - 1)[:, None, None], axis=1)
     now = _Running(
@@ -116,6 +118,7 @@ def _write(
 ) -> _Running:
     """Appends a token to each open row."""
     rows = jnp.arange(chosen.shape[0])
+    # Closed rows rewrite the value in place; writes beyond a full row are dropped.
     old = jnp.take_along_axis(
         now.tokens, jnp.minimum(now.lengths, now.tokens.shape[1] - 1)[:, None], axis=1
     )[:, 0]

@@ -69,8 +69,10 @@ def sorted_dispatch(
     flat = experts.reshape(-1)
     order = jnp.argsort(flat)  # stable: equal experts keep the tokens' order
     group_sizes = jnp.bincount(flat, length=num_experts).astype(jnp.int32)
+    # Entry i of `flat` belongs to token i // chosen.
     rows = run(jnp.take(x, order // chosen, axis=0), group_sizes)
     wide = jnp.promote_types(x.dtype, jnp.float32)
+    # The argsort of a permutation is its inverse.
     back = jnp.take(rows, jnp.argsort(order), axis=0).reshape(*experts.shape, -1)
     y = jnp.einsum("tce,tc->te", back.astype(wide), weights.astype(wide))
     return y.astype(x.dtype), jnp.zeros(len(x), jnp.int32)
@@ -138,6 +140,7 @@ class Experts(nnx.Module):
         )
         gate, up = _halves(x, kernel, product)
         if self.gate_up_bias is not None:
+            # Expert of each row; padding rows get the last expert and are not used.
             owner = jnp.repeat(
                 jnp.arange(experts), group_sizes, total_repeat_length=x.shape[0]
             )

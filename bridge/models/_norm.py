@@ -52,6 +52,7 @@ class Norm(nnx.Module):
         variance = jnp.mean(jnp.square(wide), axis=self.axes, keepdims=True)
         wide *= jax.lax.rsqrt(variance + self.epsilon)
         scale = jnp.expand_dims(self.scale[...], tuple(range(x.ndim - self.scale.ndim)))
+        # `rms` rounds before it scales, the other kinds after; see the class.
         if self.kind == "rms":
             return wide.astype(x.dtype) * scale
         scale = scale.astype(wide.dtype)

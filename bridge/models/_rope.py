@@ -159,6 +159,7 @@ def _stretch_slow_turns(wavelengths: np.ndarray, rope: RopeConfig, dim: int):
     assert length is not None and factor is not None
 
     def dim_that_turns(times: float) -> float:
+        # Index of the pair that rotates `times` times within the original length.
         return (
             dim
             * math.log(length / (times * 2 * math.pi))

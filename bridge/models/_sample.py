@@ -16,8 +16,8 @@ class Sampling:
     Args:
       temperature: Divisor of the logits; 0 for the most likely token.
       top_k: Number of most likely tokens to sample from; None for all.
-      top_p: Minimum total probability of the most likely tokens to sample from; None
-        for all tokens.
+      top_p: Total probability that the smallest set of most likely tokens to sample
+        from must reach; None for all tokens.
 
     Raises:
       ValueError: If a value is out of range, or has no effect. All are listed.
@@ -75,7 +75,7 @@ def sample(
 def _filtered(
     scores: Float[Array, "batch vocab"], sampling: Sampling
 ) -> Float[Array, "batch vocab"]:
-    """Masks all but the most likely tokens; tokens of equal score are treated alike."""
+    """Masks all but the most likely tokens; tokens tied with the last one are kept."""
     if sampling.top_k is not None:
         best, _ = jax.lax.top_k(scores, min(sampling.top_k, scores.shape[-1]))
         scores = jnp.where(scores < best[:, -1:], -jnp.inf, scores)

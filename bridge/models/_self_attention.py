@@ -212,6 +212,7 @@ class LatentAttention(SelfAttention):
         key, value = jnp.split(key_value, [self.unturned], axis=-1)
         turned_query = self._turn(turned_query, cos, sin)
         turned_key = self._turn(turned_key[:, :, None, :], cos, sin)
+        # The rotated part of the key is shared by all heads.
         turned_key = jnp.broadcast_to(turned_key, turned_query.shape)
         return (
             jnp.concatenate([query, turned_query], axis=-1),

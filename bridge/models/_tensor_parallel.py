@@ -42,8 +42,9 @@ def tensor_parallel_rules(config: DecoderConfig, ranks: int) -> dict[str, int]:
     projections to heads are split, those to latent vectors are not.
 
     Replicated on each rank, as a plan shows: norms of the residual stream, routers,
-    attention sinks and learned positions; keys and values, if their heads are not
-    divisible by `ranks`; embedding and head, if the vocabulary is not.
+    attention sinks, learned positions, and biases of projections split by rows; keys
+    and values, if their heads are not divisible by `ranks`; embedding and head, if the
+    vocabulary is not.
 
     Args:
       config: Config of the decoder.

@@ -58,6 +58,7 @@ def to_torch(
     adapted = derive(model, derived, check_zeros=False)
     kept, tied = ignored_by(rules, ignore, adapted.keys()), ties_of(model, rules)
     made = follow_back(bind(sized, leaves, adapted, {*kept, *tied}), leaves, adapted)
+    # Copied, as `read` may return a view of the memory of `like`.
     arrays = underive(made, derived) | {key: model.read(key).copy() for key in kept}
     tensors = {key: to_tensor(array) for key, array in arrays.items()}
     return {key: tensors[tied.get(key, key)] for key in model.keys()}

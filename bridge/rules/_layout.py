@@ -131,6 +131,9 @@ class Layout:
         """
         names = _names(self.source)
         inner = [math.prod(sizes[n] for n in names[k + 1 :]) for k in range(len(names))]
+        # Splits the outermost source factor whose inner factors fit into a band. If the
+        # destination boxes would cover more than their band, the next outer factor is
+        # tried, with larger bands.
         fits = (k for k, count in enumerate(inner) if count <= max_elements)
         for k in range(next(fits, len(names) - 1), -1, -1) if names else ():
             step = max(1, max_elements // max(1, inner[k]))
@@ -215,6 +218,7 @@ def _split(side: Side, box: Box, sizes: Sizes) -> Ranges:
             inner = math.prod(sizes[other] for other in dim[position + 1 :])
             first, last = start // inner, -(-stop // inner)
             ranges[name] = Range(first, last)
+            # Only within a single position of this factor are the inner ones a range.
             if last - first == 1:
                 start, stop = start - first * inner, stop - first * inner
             else:  # a range over several blocks needs all of each block
@@ -269,6 +273,8 @@ def _join(side: Side, ranges: Ranges, sizes: Sizes) -> Box:
             continue
         start, stop, several = 0, 1, False
         for name in dim:
+            # Inside a factor of several positions, only complete inner factors make
+            # one range of the dim.
             first, last = (0, sizes[name]) if several else ranges[name]
             start, stop = start * sizes[name] + first, (stop - 1) * sizes[name] + last
             several = several or last - first != 1

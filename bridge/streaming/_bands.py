@@ -164,6 +164,7 @@ def _sharing_rows(wishes: list[_Wish]) -> list[list[_Wish]]:
     groups, end = [], -1
     for wish in sorted(wishes, key=lambda wish: wish.to_read):
         rows = wish.to_read[:1]
+        # Sorted by first row: rows that begin before the group's end overlap it.
         if groups and (not rows or rows[0].start < end):
             groups[-1].append(wish)
         else:
@@ -179,6 +180,7 @@ def _side_by_side(group: list[_Wish]) -> list[list[_Wish]]:
     """
     runs: list[list[_Wish]] = []
     for wish in sorted(group, key=lambda wish: (wish.stack, wish.where, wish.shard)):
+        # The last two reads of a run fix the dim along which the next must follow.
         last = runs[-1][-2:] if runs else []
         dims = {_dim_to(*pair) for pair in itertools.pairwise([*last, wish])}
         if len(dims) == 1 and None not in dims:
@@ -201,6 +203,7 @@ def _part(section: Section, box: Box, run: list[_Wish]) -> Part:
     """Returns the part of a read that fills a run of shards."""
     first = run[0]
     dim = _dim_to(*run[:2]) if len(run) > 1 else None
+    # The shards follow each other along source dim `dim`, before its factors.
     place = sum(map(len, section.layout.source[: dim or 0]))
     return Part(
         stack=first.stack,

@@ -61,6 +61,7 @@ _cut = jax.jit(jax.lax.dynamic_slice, static_argnums=2)
 def _from_all(leaf: jax.Array, piece: Piece) -> np.ndarray:
     sharding = leaf.sharding
     if isinstance(sharding, NamedSharding):
+        # Replicated, so that every process can read the section from its own devices.
         sharding = NamedSharding(sharding.mesh, PartitionSpec())
     cut = jax.jit(jax.lax.dynamic_slice, static_argnums=2, out_shardings=sharding)
     starts = [r.start for r in piece.destination_box]

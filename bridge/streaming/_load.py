@@ -102,6 +102,7 @@ def _fill_batch(
     shards = {name: empty_shards(leaf) for name, leaf in leaves.items()}
     position = {key: i for i, key in enumerate(source.keys())}
     wanted = [(name, piece) for name in leaves for piece in pieces[name]]
+    # In the order of the file, so that reads are sequential.
     wanted.sort(key=lambda w: (position[w[1].source], w[1].source_box))
     alone = jax.process_count() == 1
     with agreeing():

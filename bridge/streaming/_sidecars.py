@@ -51,6 +51,7 @@ def find_sidecars(directory: Path) -> list[Path]:
         for file in listed
         if any(file.relative_to(directory).match(pattern) for pattern in _PATTERNS)
     )
+    # In the hub's cache, `snapshots/<commit>/<file>` links to `blobs/<hash>`.
     real = directory.resolve()
     inside = (real, real.parent.parent / "blobs")
     wrong = [
