@@ -1,8 +1,9 @@
-"""Weights and configs between Hugging Face, PyTorch, Megatron and JAX: exact.
+"""Bit-exact conversion of weights and configs: Hugging Face, PyTorch, Megatron, JAX.
 
-`load_hf`, `load_megatron` and `from_torch` fill a mould, a tree of
-`jax.ShapeDtypeStruct`, from a checkpoint; `save_hf`, `save_megatron` and `to_torch`
-write one from a tree of arrays. torch is imported by none but the last.
+`load_hf`, `load_megatron` and `from_torch` load a checkpoint into an abstract tree
+(leaves are `jax.ShapeDtypeStruct`); `save_hf`, `save_megatron` and `to_torch` write
+a tree of arrays. torch is imported only by `to_torch`, and by `from_torch` if it is
+given torch tensors.
 """
 
 from bridge import adapt as adapt

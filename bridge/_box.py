@@ -1,4 +1,4 @@
-"""Boxes: the parts of an array that one range a dim can name."""
+"""Boxes: regions of an array given by one range per dim."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -7,9 +7,9 @@ import numpy as np
 
 
 class Range(NamedTuple):
-    """Positions from `start` up to, and without, `stop`.
+    """Half-open range of positions, `[start, stop)`.
 
-    A slice that can be a key of a dict: Python 3.11's own cannot.
+    Hashable, so that a box can be a dict key: `slice` is not before Python 3.12.
     """
 
     start: int
@@ -17,15 +17,15 @@ class Range(NamedTuple):
 
 
 Box = tuple[Range, ...]
-"""One range for each dim of an array."""
+"""Region of an array: one range per dim."""
 
 
 def complete(index: Sequence[Any], shape: tuple[int, ...]) -> Box:
-    """Makes a box of an index with open ends or with fewer slices than dims.
+    """Converts an index to a box: fills in open ends and missing trailing slices.
 
     Args:
-      index: Slices, as numpy or jax hand them out.
-      shape: Shape of the array that they index.
+      index: Slices, as in numpy indexing or in a `jax.Shard`'s index.
+      shape: Shape of the indexed array.
 
     Raises:
       ValueError: If a slice has a step, or there are more slices than dims.
@@ -41,27 +41,28 @@ def complete(index: Sequence[Any], shape: tuple[int, ...]) -> Box:
 
 
 def as_index(box: Box) -> tuple[slice, ...]:
-    """Returns the slices that take a box out of an array."""
+    """Returns the slices that index an array at a box."""
     return tuple(slice(*r) for r in box)
 
 
 def take(array: np.ndarray, box: Box) -> np.ndarray:
-    """Returns the box of an array: a view, of what has no dims as well."""
+    """Returns the region of an array at a box, as a view."""
+    # The `...` keeps a 0-d array an array: numpy would return a scalar copy.
     return array[(*as_index(box), ...)]
 
 
 def whole(shape: tuple[int, ...]) -> Box:
-    """Returns the box that is all of an array."""
+    """Returns the box that covers an entire array of this shape."""
     return tuple(Range(0, size) for size in shape)
 
 
 def shape_of(box: Box) -> tuple[int, ...]:
-    """Returns the shape of what a box names."""
+    """Returns the shape of the region that a box selects."""
     return tuple(r.stop - r.start for r in box)
 
 
 def span(box: Box, shape: tuple[int, ...]) -> Range:
-    """Returns the one range that covers a box of a C-ordered array, flattened."""
+    """Returns the flat range, in elements of a C-ordered array, that covers a box."""
     if 0 in shape_of(box):
         return Range(0, 0)
     first = last = 0
@@ -71,7 +72,7 @@ def span(box: Box, shape: tuple[int, ...]) -> Range:
 
 
 def overlap(a: Box, b: Box) -> Box | None:
-    """Returns what two boxes have in common, or None."""
+    """Returns the intersection of two boxes, or None if they are disjoint."""
     common = tuple(
         Range(max(r.start, s.start), min(r.stop, s.stop))
         for r, s in zip(a, b, strict=True)
@@ -88,7 +89,7 @@ def cover(boxes: Sequence[Box]) -> Box:
 
 
 def relative(box: Box, origin: Box) -> Box:
-    """Returns a box in the coordinates of another that contains it."""
+    """Returns a box in coordinates relative to `origin`, a box that contains it."""
     return tuple(
         Range(r.start - o.start, r.stop - o.start)
         for r, o in zip(box, origin, strict=True)
@@ -96,7 +97,7 @@ def relative(box: Box, origin: Box) -> Box:
 
 
 def absolute(box: Box, origin: Box) -> Box:
-    """Undoes `relative`."""
+    """Returns a box in absolute coordinates: the inverse of `relative`."""
     return tuple(
         Range(r.start + o.start, r.stop + o.start)
         for r, o in zip(box, origin, strict=True)

@@ -1,21 +1,21 @@
-"""What is a path on a file system, and what is a URL that only looks like one."""
+"""Validation of local paths: detects URLs that would be taken for folders."""
 
 import os
 import re
 
-# Of two characters at least, since `C:/runs` is a path on Windows. A `Path` made of
-# `s3://bucket/run` is `s3:/bucket/run`.
+# A scheme has at least two characters, since `C:/runs` is a path on Windows. One
+# slash is enough: `Path("s3://bucket/run")` normalizes to `s3:/bucket/run`.
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")
 
 
 def check_local(*paths: object) -> None:
-    """Refuses URLs, which the file system would take for folders such as `s3:`.
+    """Rejects URLs, which the file system would take for folders such as `s3:`.
 
     Args:
-      paths: Paths as strings or `os.PathLike`; all else is passed over.
+      paths: Paths as strings or `os.PathLike`; other values are skipped.
 
     Raises:
-      ValueError: If one is a URL.
+      ValueError: If a path is a URL.
     """
     for path in paths:
         text = os.fspath(path) if isinstance(path, str | os.PathLike) else ""

@@ -1,20 +1,20 @@
-"""Reports: every problem in one message, a line for all layers that share it."""
+"""Formatting of error reports: all problems in one message, repeats folded."""
 
 import re
 from collections.abc import Mapping, Sequence
 
-# A number, or numbers folded already, that are a whole part of a dotted path.
+# A number, or an already folded set of numbers, that is one component of a dotted path.
 _NUMBERS = re.compile(r"(?<=\.)(0|[1-9]\d*|\{[\d,-]+\})(?=\.)")
 
 
 def format_report(report: Mapping[str, Sequence[str]]) -> str:
-    """Lists the entries under each heading that has any.
+    """Formats the non-empty sections of a report as indented lines.
 
     Args:
-      report: Headings, and the offenders under each.
+      report: Offending entries by heading.
 
     Returns:
-      Indented lines; the empty string if there are no offenders.
+      Indented lines; the empty string if there are no entries.
     """
     lines = []
     for heading, entries in report.items():
@@ -25,9 +25,9 @@ def format_report(report: Mapping[str, Sequence[str]]) -> str:
 
 
 def fold_numbers(entries: Sequence[str]) -> list[str]:
-    """Folds entries that differ in path numbers alone: `layers.{0-31}.norm`.
+    """Folds entries that differ only in path numbers: `layers.{0-31}.norm`.
 
-    An 80-layer checkpoint of another model would else fill the screen with names.
+    Otherwise a mismatched 80-layer checkpoint would fill the screen with names.
     """
     most = max((len(_NUMBERS.findall(entry)) for entry in entries), default=0)
     for place in range(1, most + 1):
@@ -36,7 +36,7 @@ def fold_numbers(entries: Sequence[str]) -> list[str]:
 
 
 def _fold(entries: Sequence[str], place: int) -> list[str]:
-    """Folds entries that differ in one number alone, the `place`-th from the end."""
+    """Folds entries that differ only in their `place`-th number from the end."""
     groups: dict[tuple[str, ...], list[int]] = {}
     for entry in entries:
         numbers = list(_NUMBERS.finditer(entry))[-place:]

@@ -1,4 +1,4 @@
-"""Names of a tree's leaves: `layers.self_attn.q_proj.kernel`."""
+"""Dotted names of a tree's leaves, such as `layers.self_attn.q_proj.kernel`."""
 
 from typing import Any
 
@@ -9,14 +9,14 @@ from flax import nnx
 def named_leaves(tree: Any) -> dict[str, Any]:
     """Returns the leaves of any pytree by dotted path, in the tree's order.
 
-    The `.value` with which flax ends the path of a variable is dropped, so that a
-    tree of variables and a tree of arrays name their leaves alike.
+    The `.value` at the end of a flax variable's path is dropped, so that a tree of
+    variables and a tree of arrays have the same names.
 
     Args:
       tree: Nested dicts, an `nnx.State`, a module that is a pytree, ...
 
     Raises:
-      ValueError: If two leaves end up with one name, or one has no shape and dtype.
+      ValueError: If two leaves have the same name, or one has no shape and dtype.
     """
     leaves: dict[str, Any] = {}
     wrong = []
@@ -35,13 +35,13 @@ def named_leaves(tree: Any) -> dict[str, Any]:
 
 
 def arrays_of(tree: Any) -> Any:
-    """Returns the tree with an array for each object that stands for one.
+    """Converts nodes that implement `__jax_array__` to arrays.
 
-    Such an object says so by `__jax_array__`, as `fsdp_jax.Padded` does: a leaf of a
-    train state that is stored with zeros behind its end, which are not the weight's.
+    `fsdp_jax.Padded` is one: a leaf of a train state that is stored with trailing
+    zero padding, which is not part of the weight.
 
     Args:
-      tree: Any pytree of arrays.
+      tree: Pytree of arrays and of such nodes.
     """
 
     def stands_for_one(node: Any) -> bool:

@@ -1,8 +1,9 @@
-"""A vocabulary for `from_torch` and `to_torch`: rules said layer by layer.
+"""Rules for common layers, to build the argument of `from_torch` and `to_torch`.
 
-`adapt.linear("fc1", "layers.fc1")` is the two rules that carry an `nn.Linear` to a
-`flax.nnx.Linear` or `linen.Dense` and back. Nothing is looked up: which layer it is,
-and whether it has a bias, is said. Layers of equinox are in `adapt.equinox`.
+`adapt.linear("fc1", "layers.fc1")` returns the two rules that map an `nn.Linear` to
+a `flax.nnx.Linear` or `linen.Dense` and back. The modules are not inspected: the
+caller states the layer type and whether it has a bias. Layers of equinox are in
+`adapt.equinox`.
 """
 
 from bridge.adapt import equinox as equinox

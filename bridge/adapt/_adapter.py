@@ -1,4 +1,4 @@
-"""Adapters: the rules of one layer, said by the layer's name."""
+"""Adapters: the rules of one layer."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -9,13 +9,13 @@ from bridge.rules._rules import Rule
 
 @dataclasses.dataclass(frozen=True)
 class Adapter:
-    """What one layer of PyTorch and its counterpart in JAX have in common.
+    """Correspondence of one PyTorch layer and its JAX counterpart.
 
     Args:
-      rules: Which tensors are which leaves.
-      derived: Tensors that the rules name and that are more than a layout away.
-      ignore: Tensors that have no counterpart and need none.
-      sizes: Sizes of dims that shapes alone do not tell.
+      rules: Rules from tensors to leaves.
+      derived: Tensors named by the rules that need more than a layout.
+      ignore: Names of tensors without a counterpart.
+      sizes: Sizes of dims that cannot be inferred from shapes.
     """
 
     rules: tuple[Rule, ...]
@@ -25,7 +25,7 @@ class Adapter:
 
 
 def at(path: str, name: str) -> str:
-    """Returns the path of a leaf of a module; the path of the model itself is empty."""
+    """Returns the path of a module's leaf; `path` is empty for the model itself."""
     return f"{path}.{name}" if path else name
 
 

@@ -1,9 +1,9 @@
-"""Derived tensors: what a layer needs that no layout can say, in both directions.
+"""Derived tensors: invertible conversions that a layout cannot express.
 
-Rules permute and cut, and so return every bit. Three things that a layer may need are
-more than that, and live here instead, seen by a rule as one more tensor of the source:
-a kernel turned around (`jnp.flip`), rows that must be zero because the other side has
-no place for them, and, where it is asked for by name, the sum of two biases.
+Rules only permute and slice, which is bit-exact. Three conversions need more, and
+appear to a rule as an additional tensor of the source: a flipped kernel (`jnp.flip`),
+rows that must be zero because the destination has no place for them, and, where
+explicitly requested, the sum of two biases.
 """
 
 import dataclasses
@@ -19,13 +19,13 @@ Read = Callable[[str], np.ndarray]
 
 @dataclasses.dataclass(frozen=True)
 class Term:
-    """A tensor of the source, or an equal share of its rows.
+    """Tensor of the source, or one of several equal parts of its dim 0.
 
     Args:
-      tensor: Its name.
-      part: Which share of dim 0.
-      parts: How many shares there are.
-      flip: Dims along which it is turned around.
+      tensor: Name of the tensor.
+      part: Index of the part along dim 0.
+      parts: Number of parts.
+      flip: Dims along which the part is flipped.
     """
 
     tensor: str
@@ -34,14 +34,15 @@ class Term:
     flip: tuple[int, ...] = ()
 
     def shape(self, source: Source) -> tuple[int, ...]:
-        """Shape of the share."""
+        """Returns the shape of the part."""
         rows, *rest = source.shape(self.tensor)
         return (rows // self.parts, *rest)
 
     def read(self, source: Source, box: Box) -> np.ndarray:
-        """Reads a box of the share."""
+        """Reads a box of the part."""
         shape = self.shape(source)
         ranges = list(box)
+        # A box of the flipped part is a mirrored box of the stored tensor.
         for dim in self.flip:
             start, stop = ranges[dim]
             ranges[dim] = Range(shape[dim] - stop, shape[dim] - start)
@@ -52,16 +53,16 @@ class Term:
 
 @dataclasses.dataclass(frozen=True)
 class Derived:
-    """One tensor as a rule sees it, and the tensors of the source behind it.
+    """Tensor as seen by a rule, and the source tensors it is computed from.
 
     Args:
-      name: What rules call it.
-      terms: Summed in their dtype. On the way back the first is the whole value, and
-        the others are zero.
-      zeros: What must be zero, of the same shape: it is lost otherwise.
+      name: Name used by rules.
+      terms: Terms that are summed in their dtype. On export the first receives the
+        full value, and the others are zero.
+      zeros: Terms of the same shape that must be zero, as their values are dropped.
 
     Raises:
-      ValueError: If a name holds a `{layer}`: sums and flips are not stacked.
+      ValueError: If `name` contains a `{layer}`: sums and flips cannot be stacked.
     """
 
     name: str
@@ -69,7 +70,7 @@ class Derived:
     zeros: tuple[Term, ...] = ()
 
     def __post_init__(self):
-        """Refuses patterns."""
+        """Rejects names that are patterns."""
         if "{" in self.name:
             raise ValueError(
                 f"'{self.name}' is derived from other tensors, and those are not "
@@ -82,7 +83,7 @@ class Derived:
         return self.terms + self.zeros
 
     def split(self, value: np.ndarray) -> list[tuple[Term, np.ndarray]]:
-        """Returns the value of each term that gives this value."""
+        """Returns each term with its value: the first has all of it, others zeros."""
         first, *rest = self.used
         return [(first, np.flip(value, first.flip))] + [
             (term, np.zeros_like(value)) for term in rest
@@ -91,11 +92,11 @@ class Derived:
 
 @dataclasses.dataclass(frozen=True)
 class DerivedSource:
-    """A source with some tensors in the place of those they are derived from.
+    """Source in which derived tensors replace those they are computed from.
 
     Args:
-      source: Where the tensors lie.
-      derived: What takes their place.
+      source: Source of the original tensors.
+      derived: Derived tensors by name.
     """
 
     source: Source
@@ -103,11 +104,11 @@ class DerivedSource:
 
     @property
     def name(self) -> str:
-        """Where the tensors come from."""
+        """Name of the underlying source."""
         return self.source.name
 
     def keys(self) -> tuple[str, ...]:
-        """Names of all tensors; a derived one only if all it needs is there."""
+        """Returns the tensor names; derived ones only if all their terms exist."""
         given = set(self.source.keys())
         used = {
             term.tensor for derived in self.derived.values() for term in derived.used
@@ -116,19 +117,19 @@ class DerivedSource:
         return (*kept, *[k for k, d in self.derived.items() if _needs(d) <= given])
 
     def shape(self, key: str) -> tuple[int, ...]:
-        """Shape of one tensor."""
+        """Returns the shape of a tensor."""
         if key not in self.derived:
             return self.source.shape(key)
         return self.derived[key].terms[0].shape(self.source)
 
     def dtype(self, key: str) -> np.dtype:
-        """Dtype of one tensor."""
+        """Returns the dtype of a tensor."""
         if key not in self.derived:
             return self.source.dtype(key)
         return self.source.dtype(self.derived[key].terms[0].tensor)
 
     def read(self, key: str, slices: tuple[slice, ...] = ()) -> np.ndarray:
-        """Reads a tensor, or the box of it that `slices` says."""
+        """Reads a tensor, or the region selected by `slices`."""
         if key not in self.derived:
             return self.source.read(key, slices)
         box = complete(slices, self.shape(key))
@@ -142,16 +143,17 @@ class DerivedSource:
 def derive(
     source: Source, derived: Sequence[Derived], *, check_zeros: bool = True
 ) -> DerivedSource:
-    """Puts derived tensors in the place of those behind them.
+    """Replaces source tensors by the tensors derived from them.
 
     Args:
-      source: Where the tensors lie.
-      derived: What takes their place.
-      check_zeros: Read what must be zero; False where no value is wanted.
+      source: Source of the original tensors.
+      derived: Derived tensors that replace their terms.
+      check_zeros: Whether to read and check the terms that must be zero; False where
+        only shapes and dtypes are needed.
 
     Raises:
-      ValueError: If terms of one sum differ in shape or dtype, or what must be zero is
-        not; all of them are listed.
+      ValueError: If the terms of a sum differ in shape or dtype, or a term that must
+        be zero is not. All are listed.
     """
     given = set(source.keys())
     whole = [d for d in derived if _needs(d) <= given]
@@ -166,14 +168,14 @@ def derive(
 def underive(
     tensors: dict[str, np.ndarray], derived: Sequence[Derived]
 ) -> dict[str, np.ndarray]:
-    """Takes derived tensors apart again.
+    """Splits derived tensors into the source tensors: the inverse of `derive`.
 
     Args:
-      tensors: As rules see them.
-      derived: Which of them are derived, and from what.
+      tensors: Tensors by the names used in rules.
+      derived: Derived tensors among them.
 
     Returns:
-      The tensors of the source; the ones that a rule sees as they are, first.
+      Source tensors by name, those that are not derived first.
     """
     tensors = dict(tensors)
     parts: dict[str, dict[int, np.ndarray]] = {}

@@ -1,4 +1,4 @@
-"""Layers of flax, nnx and linen alike: the names of their leaves are the same."""
+"""Adapters for flax layers; nnx and linen use the same leaf names."""
 
 from bridge.adapt._adapter import Adapter, at, spatial
 from bridge.adapt._derived import Derived, Term
@@ -12,14 +12,14 @@ def linear(
     bias: bool = True,
     flattened: tuple[int, ...] | None = None,
 ) -> Adapter:
-    """`nn.Linear` as `Linear` or `Dense`: `[out, in]` becomes `[in, out]`.
+    """Maps `nn.Linear` to `Linear` or `Dense`: `[out, in]` becomes `[in, out]`.
 
     Args:
       source: Path of the module in PyTorch.
       destination: Path of the module in the tree.
-      bias: Whether both have one.
-      flattened: If the input is a flattened feature map, its `(channels, ...)` shape
-        without the batch: PyTorch flattens channels first, JAX last.
+      bias: Whether both have a bias.
+      flattened: Shape `(channels, ...)` of the feature map, without batch dim, if the
+        input is a flattened one: PyTorch flattens channels first, JAX channels last.
     """
     layout, sizes = "out in -> in out", {}
     if flattened is not None:
@@ -31,13 +31,13 @@ def linear(
 
 
 def conv(source: str, destination: str, *, ndim: int, bias: bool = True) -> Adapter:
-    """`nn.Conv1d`, `2d`, `3d` as `Conv`: `OIHW` becomes `HWIO`, grouped or not.
+    """Maps `nn.Conv1d`, `2d`, `3d` to `Conv`: `OIHW` becomes `HWIO`, grouped or not.
 
     Args:
       source: Path of the module in PyTorch.
       destination: Path of the module in the tree.
-      ndim: Spatial dims: 1, 2 or 3.
-      bias: Whether both have one.
+      ndim: Number of spatial dims: 1, 2 or 3.
+      bias: Whether both have a bias.
     """
     space = spatial(ndim)
     layout = f"out in {space} -> {space} in out"
@@ -53,20 +53,21 @@ def conv_transpose(
     transpose_kernel: bool = False,
     bias: bool = True,
 ) -> Adapter:
-    """`nn.ConvTranspose1d`, `2d`, `3d` as `ConvTranspose`.
+    """Maps `nn.ConvTranspose1d`, `2d`, `3d` to `ConvTranspose`.
 
-    PyTorch's is the gradient of a convolution, whose kernel, `[in, out, ...]`, runs
-    backwards. flax reads its kernel forwards, so it is flipped; unless the module has
-    `transpose_kernel`, which flips when it is called and wants `[..., out, in]`.
+    PyTorch computes the gradient of a convolution, which applies its kernel
+    `[in, out, ...]` spatially reversed. flax applies its kernel unreversed, so the
+    kernel is flipped here, unless the flax module has `transpose_kernel`, which flips
+    at call time and expects `[..., out, in]`.
 
     `padding=p` in PyTorch is `padding=dilation * (kernel_size - 1) - p` in flax.
 
     Args:
       source: Path of the module in PyTorch.
       destination: Path of the module in the tree.
-      ndim: Spatial dims: 1, 2 or 3.
-      transpose_kernel: As the flax module has it.
-      bias: Whether both have one.
+      ndim: Number of spatial dims: 1, 2 or 3.
+      transpose_kernel: Value of `transpose_kernel` of the flax module.
+      bias: Whether both have a bias.
     """
     space, weight = spatial(ndim), at(source, "weight")
     if transpose_kernel:
@@ -82,7 +83,7 @@ def conv_transpose(
 
 
 def embedding(source: str, destination: str) -> Adapter:
-    """`nn.Embedding` as `Embed`: the table, as it is."""
+    """Maps `nn.Embedding` to `Embed`, with the table unchanged."""
     table = Rule(
         at(source, "weight"), at(destination, "embedding"), "vocab embed -> vocab embed"
     )
@@ -90,9 +91,10 @@ def embedding(source: str, destination: str) -> Adapter:
 
 
 def norm(source: str, destination: str, *, bias: bool = True) -> Adapter:
-    """`nn.LayerNorm`, `GroupNorm` (and `RMSNorm`, with `bias=False`): weight is scale.
+    """Maps `nn.LayerNorm`, `GroupNorm` or (with `bias=False`) `RMSNorm`.
 
-    flax's epsilon is 1e-6 by default, PyTorch's 1e-5.
+    PyTorch's `weight` becomes `scale`. The default epsilon is 1e-6 in flax, 1e-5 in
+    PyTorch.
     """
     scale = Rule(at(source, "weight"), at(destination, "scale"), "embed -> embed")
     return Adapter((scale, *_bias(source, destination, bias)))
@@ -101,15 +103,15 @@ def norm(source: str, destination: str, *, bias: bool = True) -> Adapter:
 def batch_norm(
     source: str, destination: str, *, stats: str | None = None, affine: bool = True
 ) -> Adapter:
-    """`nn.BatchNorm1d`, `2d`, `3d` as `BatchNorm`, running statistics included.
+    """Maps `nn.BatchNorm1d`, `2d`, `3d` to `BatchNorm`, including running statistics.
 
-    `num_batches_tracked` has no counterpart: flax averages by momentum alone. Its
+    `num_batches_tracked` has no counterpart: flax averages only by momentum. Its
     `momentum` is one minus PyTorch's.
 
     Args:
       source: Path of the module in PyTorch.
       destination: Path of the module in the tree.
-      stats: Path of `mean` and `var` where it is another: `batch_stats.bn` in linen.
+      stats: Path of `mean` and `var` if not `destination`: `batch_stats.bn` in linen.
       affine: Whether both have scale and bias.
     """
     stats = destination if stats is None else stats
@@ -124,14 +126,16 @@ def batch_norm(
 def attention(
     source: str, destination: str, *, bias: bool = True, fused: bool = True
 ) -> Adapter:
-    """`nn.MultiheadAttention` as `MultiHeadAttention`: `[embed, heads, head_dim]`.
+    """Maps `nn.MultiheadAttention` to `MultiHeadAttention`.
+
+    Query, key and value kernels become `[embed, heads, head_dim]`.
 
     Args:
       source: Path of the module in PyTorch.
       destination: Path of the module in the tree.
       bias: Whether both have biases.
-      fused: Whether PyTorch keeps the three as one `in_proj_weight`, which it does
-        unless `kdim` or `vdim` differ from `embed_dim`.
+      fused: Whether PyTorch stores query, key and value as one `in_proj_weight`, which
+        it does unless `kdim` or `vdim` differ from `embed_dim`.
     """
     names = ("query", "key", "value")
     kernels = tuple(at(destination, f"{name}.kernel") for name in names)

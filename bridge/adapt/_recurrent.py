@@ -1,12 +1,12 @@
-"""LSTM and GRU: gates in PyTorch's order, and the question of the two biases.
+"""Adapters for LSTM and GRU: order of the gates and conversion of the two biases.
 
-PyTorch adds a bias to the input and another to the hidden state. flax keeps one of
-them, as their sum is all that the cell sees, but for the gate `n` of a GRU. A rule
-adds nothing, so how two become one is for the caller to say, `bias=`:
+PyTorch has one bias for the input and another for the hidden state. flax has a single
+one, since the cell depends only on their sum, except for gate `n` of a GRU. Rules do
+no arithmetic, so the caller chooses how two biases become one with `bias=`:
 
-- `"ih"`: the bias of the input is the bias; the other must be zero.
-- `"sum"`: the two are added, in their dtype. On the way back the sum is PyTorch's
-  bias of the input, and the other is zero.
+- `"ih"`: the input bias is used; the hidden one must be zero.
+- `"sum"`: the two are added in their dtype. On export the sum becomes PyTorch's
+  input bias, and the hidden one is zero.
 """
 
 from collections.abc import Sequence
@@ -29,14 +29,15 @@ def lstm(
     ),
     suffix: str = "_l0",
 ) -> Adapter:
-    """One layer of `nn.LSTM`, or `nn.LSTMCell`, as a cell of flax.
+    """Maps one layer of `nn.LSTM`, or an `nn.LSTMCell`, to a flax cell.
 
     Args:
       source: Path of the module in PyTorch.
       destination: Path of the cell in the tree, such as `rnn.cell`.
-      bias: How two biases become one; see the module.
-      cell: Class of the cell; both of linen's have the same leaves.
-      suffix: Ends PyTorch's names: `_l0`, `_l1`, `_l0_reverse`; empty for `LSTMCell`.
+      bias: Conversion of the two biases; see the module docstring.
+      cell: Class of the cell; both linen classes have the same leaves.
+      suffix: Suffix of PyTorch's names: `_l0`, `_l1`, `_l0_reverse`; empty for
+        `LSTMCell`.
     """
     name, derived = _merged_bias(source, suffix, bias, [(0, 1)])
     weights = at(source, f"weight_ih{suffix}"), at(source, f"weight_hh{suffix}")
@@ -58,19 +59,22 @@ def gru(
     cell: Literal["nnx.GRUCell", "linen"] = "nnx.GRUCell",
     suffix: str = "_l0",
 ) -> Adapter:
-    """One layer of `nn.GRU`, or `nn.GRUCell`, as a cell of flax.
+    """Maps one layer of `nn.GRU`, or an `nn.GRUCell`, to a flax cell.
 
-    The hidden state's bias of gate `n` is scaled by gate `r`, so it can be added to
-    nothing. linen has a place for it; nnx has none, and there it must be zero.
+    The hidden bias of gate `n` is scaled by gate `r`, so it cannot be merged with the
+    input bias. linen has a separate bias for it; nnx has none, so there it must be
+    zero.
 
     Args:
       source: Path of the module in PyTorch.
       destination: Path of the cell in the tree, such as `rnn.cell`.
-      bias: How two biases become one; see the module.
+      bias: Conversion of the two biases; see the module docstring.
       cell: Class of the cell.
-      suffix: Ends PyTorch's names: `_l0`, `_l1`, `_l0_reverse`; empty for `GRUCell`.
+      suffix: Suffix of PyTorch's names: `_l0`, `_l1`, `_l0_reverse`; empty for
+        `GRUCell`.
     """
     weights = at(source, f"weight_ih{suffix}"), at(source, f"weight_hh{suffix}")
+    # The biases of gates r and z (thirds 0 and 1) merge; those of n (third 2) do not.
     names, derived = _merged_bias(source, suffix, bias, [(0, 3), (1, 3)])
     hidden = Term(at(source, f"bias_hh{suffix}"), 2, 3)
     input_n = at(source, f"bias_ih{suffix}[2/3]")
@@ -116,7 +120,7 @@ def _by_gate(
 def _merged_bias(
     source: str, suffix: str, bias: Bias, shares: Sequence[tuple[int, int]]
 ) -> tuple[tuple[str, ...], tuple[Derived, ...]]:
-    """Returns one derived bias, and its name, for each share of the two."""
+    """Returns name and derived bias for each `(part, parts)` share of the two."""
     if bias not in ("ih", "sum"):
         raise ValueError(
             f"'{source}' has two biases and its counterpart one, and bias={bias!r} "

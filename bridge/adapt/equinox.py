@@ -1,4 +1,4 @@
-"""Layers of equinox, which keeps PyTorch's layouts and names; biases have more dims."""
+"""Adapters for equinox layers: PyTorch's names and layouts, except conv biases."""
 
 from bridge.adapt._adapter import Adapter, at, spatial
 from bridge.adapt._derived import Derived, Term
@@ -6,12 +6,12 @@ from bridge.rules._rules import Rule
 
 
 def linear(source: str, destination: str, *, bias: bool = True) -> Adapter:
-    """`nn.Linear` as `eqx.nn.Linear`: as it is."""
+    """Maps `nn.Linear` to `eqx.nn.Linear`, unchanged."""
     return Adapter(_same(source, destination, "out in", bias, "out"))
 
 
 def conv(source: str, destination: str, *, ndim: int, bias: bool = True) -> Adapter:
-    """`nn.Conv1d`, `2d`, `3d` as those of equinox: the bias is `[out, 1, ...]`."""
+    """Maps `nn.Conv1d`, `2d`, `3d` to `eqx.nn.Conv`; the bias is `[out, 1, ...]`."""
     kernel = f"out in {spatial(ndim)}"
     rules = _same(source, destination, kernel, False)
     return Adapter(rules + _conv_bias(source, destination, ndim, bias))
@@ -20,7 +20,10 @@ def conv(source: str, destination: str, *, ndim: int, bias: bool = True) -> Adap
 def conv_transpose(
     source: str, destination: str, *, ndim: int, bias: bool = True
 ) -> Adapter:
-    """`nn.ConvTranspose1d`, `2d`, `3d`, not grouped: flipped, and `[out, in, ...]`."""
+    """Maps ungrouped `nn.ConvTranspose1d`, `2d`, `3d` to `eqx.nn.ConvTranspose`.
+
+    The kernel `[in, out, ...]` is flipped spatially and becomes `[out, in, ...]`.
+    """
     weight, space = at(source, "weight"), spatial(ndim)
     dims = tuple(range(2, 2 + ndim))
     name = f"{weight} flipped along {list(dims)}"
@@ -31,12 +34,12 @@ def conv_transpose(
 
 
 def embedding(source: str, destination: str) -> Adapter:
-    """`nn.Embedding` as `eqx.nn.Embedding`: as it is."""
+    """Maps `nn.Embedding` to `eqx.nn.Embedding`, unchanged."""
     return Adapter(_same(source, destination, "vocab embed", False))
 
 
 def norm(source: str, destination: str, *, bias: bool = True) -> Adapter:
-    """`nn.LayerNorm`, `GroupNorm`, `RMSNorm` as those of equinox: as they are."""
+    """Maps `nn.LayerNorm`, `GroupNorm`, `RMSNorm` to equinox's, unchanged."""
     return Adapter(_same(source, destination, "embed", bias, "embed"))
 
 
@@ -56,6 +59,7 @@ def _conv_bias(
     source: str, destination: str, ndim: int, bias: bool
 ) -> tuple[Rule, ...]:
     ones = " ".join(f"one{dim}" for dim in range(ndim))
+    # Factors of size 1 become the trailing dims of the bias.
     layout = f"(out {ones}) -> out {ones}"
     rule = Rule(at(source, "bias"), at(destination, "bias"), layout)
     return (rule,) if bias else ()

@@ -1,1 +1,1 @@
-"""How weights lie in files: readers that measure first and read parts, and writers."""
+"""File formats of weights: lazy readers, which read headers first, and writers."""

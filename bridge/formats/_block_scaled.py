@@ -1,7 +1,7 @@
-"""Block-scaled weights as a source that decodes what is read: bfloat16 to all others.
+"""Block-scaled weights, decoded to bfloat16 when they are read.
 
-Decoding multiplies, and so cannot be undone bit by bit: it belongs to the source, not
-to the rules. What is written back is the decoded weights, in bfloat16.
+Decoding multiplies, so it is not bit-exactly invertible: it belongs to the source, not
+to the rules. An export writes the decoded bfloat16 weights.
 """
 
 import dataclasses
@@ -21,25 +21,25 @@ from bridge.formats._source import Source
 
 
 class BlockScaled(Protocol):
-    """One weight, made of several tensors of a source."""
+    """Quantized weight that is stored as several tensors of a source."""
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """Names of the tensors that it is made of."""
+        """Names of the stored tensors."""
         ...
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape once decoded."""
+        """Shape of the decoded weight."""
         ...
 
     def read(self, source: Source, box: Box) -> np.ndarray:
-        """Reads and decodes a box, as bfloat16."""
+        """Reads a box and decodes it to bfloat16."""
         ...
 
 
 Found = tuple[Mapping[str, BlockScaled], dict[str, str]]
-"""Weights by the name they have once decoded; what is wrong, by tensor."""
+"""Weights by decoded name, and error messages by tensor name."""
 
 _FP8 = {DTYPES[name] for name in ("F8_E4M3", "F8_E5M2", "F8_E8M0")}
 
@@ -50,20 +50,20 @@ def decode_block_scaled(
     """Presents the weights of a block-scaled checkpoint as plain bfloat16 tensors.
 
     DeepSeek's fp8 (`X.weight` with `X.weight_scale_inv`) and the mxfp4 of GPT-OSS
-    (`X_blocks` with `X_scales`) are decoded box by box, so that a shard costs its own
-    bytes; the scales are hidden. Reads headers only.
+    (`X_blocks` with `X_scales`) are decoded box by box, so that reading a shard costs
+    only its own bytes; the scales are hidden. Reads headers only.
 
     Args:
-      source: The checkpoint.
-      quantization: `quantization_config` of its `config.json`, or None if that has
-        none.
+      source: Checkpoint to decode.
+      quantization: `quantization_config` of its `config.json`, or None if absent.
 
     Returns:
-      The checkpoint, decoded; `source` itself if nothing in it is block-scaled.
+      Decoded checkpoint; `source` itself if nothing in it is block-scaled.
 
     Raises:
-      ValueError: If the weights are quantised in another way, a weight has no scales
-        or scales no weight, or their shapes and dtypes do not fit. All are listed.
+      ValueError: If the weights are quantized by another method, a weight has no
+        scales or scales no weight, or their shapes and dtypes are inconsistent. All
+        are listed.
     """
     tensors, wrong = _find(source, quantization)
     parts = {part for tensor in tensors.values() for part in tensor.parts}
@@ -84,7 +84,7 @@ def decode_block_scaled(
 
 @dataclasses.dataclass(frozen=True)
 class _BlockScaledSource:
-    """A source some of whose tensors are decoded from others of another source."""
+    """Source in which some tensors are decoded from those of another source."""
 
     source: Source
     tensors: Mapping[str, BlockScaled]

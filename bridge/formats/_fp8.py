@@ -1,9 +1,10 @@
-"""DeepSeek's fp8: E4M3 weights, and a scale for each block of 128 by 128 of them.
+"""DeepSeek's fp8: E4M3 weights with one scale per block of 128 by 128.
 
-Source: deepseek-ai/DeepSeek-V3 `inference/kernel.py::weight_dequant`. A block is told
-by position divided by block size, so the last of a dim may be short; transformers
-5.23 (`finegrained_fp8.py::Fp8Dequantize`) divides the size by the number of scales
-instead: it refuses 576 rows with 5 scales, and gives each of 2 scales 96 of 192 rows.
+Source: deepseek-ai/DeepSeek-V3 `inference/kernel.py::weight_dequant`. The block index
+is position divided by block size, so the last block of a dim may be short;
+transformers 5.23 (`finegrained_fp8.py::Fp8Dequantize`) divides the size by the number
+of scales instead: it rejects 576 rows with 5 scales, and assigns each of 2 scales 96
+of 192 rows.
 """
 
 import dataclasses
@@ -19,18 +20,18 @@ from bridge.formats._source import Source
 _E4M3 = DTYPES["F8_E4M3"]
 _SCALE_DTYPES = tuple(DTYPES[name] for name in ("F32", "BF16", "F8_E8M0"))
 _SUFFIX = "_scale_inv"
-# Every E4M3 number in float32: to `take` one is several times as fast as a cast.
+# All E4M3 values in float32: a lookup by `take` is several times faster than a cast.
 _VALUES = np.arange(256, dtype=np.uint8).view(_E4M3).astype(np.float32)
 
 
 @dataclasses.dataclass(frozen=True)
 class Fp8Tensor:
-    """A weight of E4M3 numbers with a scale for each block of its last two dims.
+    """E4M3 weight with one scale per block of its last two dims.
 
     Args:
-      weight: Name of the numbers; that of the scales ends in `_scale_inv`.
-      shape: `(..., out, in)`.
-      block: Rows and columns of a block.
+      weight: Name of the E4M3 tensor; the scales' name adds `_scale_inv`.
+      shape: Shape `(..., out, in)`.
+      block: Block size `(rows, columns)`.
     """
 
     weight: str
@@ -39,21 +40,21 @@ class Fp8Tensor:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """Names of the tensors that it is made of."""
+        """Names of the stored tensors: weight and scales."""
         return self.weight, self.weight + _SUFFIX
 
     def read(self, source: Source, box: Box) -> np.ndarray:
         """Reads and decodes a box.
 
-        The product is in float32 and rounded once, a row of blocks at a time: the
-        float32 copy of a whole matrix would be four times what is read.
+        The product is computed in float32 and rounded once, one row of blocks at a
+        time: a float32 copy of the full matrix would be four times the bytes read.
 
         Args:
-          source: Where the parts are.
-          box: What is wanted of the weight.
+          source: Source of weight and scales.
+          box: Requested region of the weight.
 
         Returns:
-          The box, bfloat16.
+          Decoded region, bfloat16.
         """
         decoded = np.empty(shape_of(box), ml_dtypes.bfloat16)
         if 0 in decoded.shape:
@@ -65,28 +66,30 @@ class Fp8Tensor:
             _blocks_of(box[-1], self.block[1]),
         )
         scales = source.read(self.weight + _SUFFIX, as_index(scale_box))
+        # Index, within `scales`, of each column's scale.
         columns = np.arange(*box[-1]) // self.block[1] - scale_box[-1].start
         for *matrix, block_row in np.ndindex(scales.shape[:-1]):
             rows = _rows_of(scale_box[-2].start + block_row, self.block[0], box[-2])
             part = (*matrix, rows)
             scale = scales[(*matrix, block_row)].astype(np.float32)[columns]
-            with np.errstate(over="ignore", invalid="ignore"):  # inf and NaN may come
+            # Overflow to inf and NaN values are legal results: no warnings.
+            with np.errstate(over="ignore", invalid="ignore"):
                 decoded[part] = np.take(_VALUES, numbers[part]) * scale
         return decoded
 
 
 def find_fp8(source: Source, block: Any) -> tuple[dict[str, Fp8Tensor], dict[str, str]]:
-    """Finds the weights that are fp8; reads headers only.
+    """Finds the fp8 weights of a checkpoint; reads headers only.
 
     Args:
-      source: The checkpoint. A weight and its scales may lie in different files.
-      block: Rows and columns of a block, the config's `weight_block_size`.
+      source: Checkpoint; a weight and its scales may be in different files.
+      block: Block size `(rows, columns)`: the config's `weight_block_size`.
 
     Returns:
-      The weights by name, and what is wrong, by tensor.
+      Weights by name, and error messages by tensor name.
 
     Raises:
-      ValueError: If `block` is not two sizes.
+      ValueError: If `block` is not two positive integers.
     """
     block = _check_block(block)
     keys = dict.fromkeys(source.keys())
@@ -110,7 +113,7 @@ def find_fp8(source: Source, block: Any) -> tuple[dict[str, Fp8Tensor], dict[str
 
 
 def _misfit(tensor: Fp8Tensor, shape: tuple[int, ...], dtype: np.dtype) -> str | None:
-    """Says why scales are not those of a weight; None if they are."""
+    """Returns an error message if the scales do not fit the weight, else None."""
     if len(tensor.shape) < 2:
         return f"{tensor.shape} has no rows and columns to be cut into blocks"
     sizes = zip(tensor.shape[-2:], tensor.block, strict=True)
@@ -140,6 +143,6 @@ def _blocks_of(positions: Range, block: int) -> Range:
 
 
 def _rows_of(block_row: int, block: int, rows: Range) -> slice:
-    """Returns the rows of a block, counted from the first of `rows`."""
+    """Returns the part of `rows` in a block row, relative to the start of `rows`."""
     start = max(block_row * block, rows.start) - rows.start
     return slice(start, min((block_row + 1) * block, rows.stop) - rows.start)

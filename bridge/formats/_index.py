@@ -1,4 +1,4 @@
-"""The index of a checkpoint of several files: which file holds which tensor."""
+"""Index of a multi-file checkpoint: the file name of each tensor."""
 
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
@@ -7,24 +7,24 @@ from typing import TypeVar
 from bridge.formats._json import read_json
 
 Tensor = TypeVar("Tensor")
-"""Where a tensor lies, as its format says it."""
+"""Location of a tensor, in a type of its file format."""
 
 
 def read_sharded(
     index: Path, read_file: Callable[[Path], Mapping[str, Tensor]]
 ) -> dict[str, Tensor]:
-    """Reads an index and the headers of the files it names; no data.
+    """Reads an index and the headers of its files, but no data.
 
     Args:
-      index: Path of the index. Its files lie beside it.
-      read_file: Returns each tensor's place in a file, by name.
+      index: Path of the index, in the directory of its files.
+      read_file: Function that returns the location of each tensor of a file by name.
 
     Returns:
-      Each tensor's place, by name, in the order of the index.
+      Location of each tensor by name, in the order of the index.
 
     Raises:
-      ValueError: If the index names what is no file beside it, or it and the headers
-        disagree on any tensor. Everything that is wrong is listed.
+      ValueError: If the index names a file that is not in its directory, or index and
+        headers disagree on a tensor. All errors are listed.
     """
     files = read_index(index)
     found, wrong = {}, []
@@ -35,7 +35,7 @@ def read_sharded(
             wrong.append(f"  {file!r} is absent")
         except ValueError as error:
             wrong.append(f"  {error}")
-    # A tensor missing from a file that cannot be read would be that file's fault.
+    # Skipped if a file cannot be read: all of its tensors would be reported missing.
     wrong = wrong or _disagreements(files, found)
     if wrong:
         raise ValueError(f"'{index}' does not fit its files:\n" + "\n".join(wrong))
@@ -43,13 +43,13 @@ def read_sharded(
 
 
 def read_index(index: Path) -> dict[str, str]:
-    """Returns the file name of each tensor; looks at no other file.
+    """Returns the file name of each tensor; reads only the index.
 
     Args:
       index: Path of the index.
 
     Raises:
-      ValueError: If it is no index, or what it names are no file names.
+      ValueError: If it is not an index, or names something other than plain files.
     """
     files = read_json(index, f"The index '{index}'").get("weight_map")
     if (
@@ -58,7 +58,7 @@ def read_index(index: Path) -> dict[str, str]:
         or not all(isinstance(file, str) for file in files.values())
     ):
         raise ValueError(f"'{index}' has no 'weight_map' from tensor to file name.")
-    # An index is a stranger's text: a plain file name cannot leave the directory.
+    # The index is untrusted: only a plain file name cannot leave the directory.
     wrong = sorted({file for file in files.values() if not _is_plain(file)})
     if wrong:
         lines = [f"  {file!r} is no file name" for file in wrong]

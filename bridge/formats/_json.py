@@ -1,4 +1,4 @@
-"""JSON from strangers: one object, each key once, every number finite."""
+"""Strict parsing of untrusted JSON: one object, unique keys, finite numbers."""
 
 import json
 import math
@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 from bridge.formats._other_formats import describe_content
 from bridge.formats._regular_file import check_regular_file
 
-# Indices of the largest models have a few megabytes. Far above that it is no such file.
+# The indices of the largest models have a few megabytes.
 _MAX_BYTES = 100_000_000
 
 
@@ -17,7 +17,8 @@ def read_json(path: Path, subject: str) -> dict[str, Any]:
 
     Raises:
       FileNotFoundError: If there is no such file.
-      ValueError: If it is no file, larger than 100 MB, or not one such object.
+      ValueError: If it is not a regular file, is larger than 100 MB, or is not one
+        valid JSON object.
     """
     check_regular_file(path)
     if (size := path.stat().st_size) > _MAX_BYTES:
@@ -28,18 +29,18 @@ def read_json(path: Path, subject: str) -> dict[str, Any]:
 
 
 def parse_json(text: bytes, subject: str) -> dict[str, Any]:
-    """Parses a JSON object, refusing what Python lets pass and the standard does not.
+    """Parses a JSON object, and rejects nonstandard JSON that Python accepts.
 
-    NaN and infinities, written out or by an exponent too large, would become sizes
-    and constants of a model; of a key given twice, one value would be lost; half a
-    surrogate pair cannot be printed or written.
+    NaN and infinities, literal or from a too large exponent, would become sizes and
+    constants of a model; a duplicate key would lose one of its values; an unpaired
+    surrogate cannot be printed or written.
 
     Args:
-      text: The bytes of the object, in UTF-8.
-      subject: What it is, to begin the error message.
+      text: Bytes of the object, in UTF-8.
+      subject: Description of the object, to begin the error message.
 
     Raises:
-      ValueError: If it is not one JSON object with each key given once.
+      ValueError: If it is not one JSON object with unique keys.
     """
     try:
         value = json.loads(
@@ -63,7 +64,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(seen) < len(pairs):
         raise ValueError(f"keys given twice: {_twice([key for key, _ in pairs])}")
     for text in (*seen, *(v for v in seen.values() if isinstance(v, str))):
-        text.encode()
+        text.encode()  # raises on an unpaired surrogate
     return seen
 
 

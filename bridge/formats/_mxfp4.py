@@ -1,7 +1,7 @@
-"""The mxfp4 of GPT-OSS: two E2M1 numbers a byte, and a power of two for every 32.
+"""GPT-OSS's mxfp4: two E2M1 values per byte, one power-of-two scale per 32 values.
 
-Source: OCP Microscaling Formats (MX) v1.0; for names, shapes and the order of the two
-numbers transformers `integrations/mxfp4.py::_convert_moe_packed_tensors`.
+Source: OCP Microscaling Formats (MX) v1.0; names, shapes and the order of the two
+values from transformers `integrations/mxfp4.py::_convert_moe_packed_tensors`.
 """
 
 import dataclasses
@@ -15,17 +15,17 @@ from bridge.formats._source import Source
 
 _BLOCKS, _SCALES = "_blocks", "_scales"
 _BLOCK_BYTES = 16
-_BLOCK_SIZE = 2 * _BLOCK_BYTES  # numbers with one scale
+_BLOCK_SIZE = 2 * _BLOCK_BYTES  # values that share a scale
 
 
 @dataclasses.dataclass(frozen=True)
 class Mxfp4Tensor:
-    """The weights of all experts of a layer.
+    """Mxfp4 weights of all experts of a layer.
 
     Args:
-      name: Name once decoded; its parts' names end in `_blocks` and `_scales`.
-      shape: `(experts, in, out)`, as in the bfloat16 checkpoint of that name. The
-        blocks run along `in`, and lie in the file as `(experts, out, in / 32, 16)`.
+      name: Name of the decoded tensor; the stored names add `_blocks` and `_scales`.
+      shape: Shape `(experts, in, out)`, as in a bfloat16 checkpoint. Blocks run along
+        `in`, and are stored as `(experts, out, in / 32, 16)`.
     """
 
     name: str
@@ -33,18 +33,19 @@ class Mxfp4Tensor:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """Names of the tensors that it is made of."""
+        """Names of the stored tensors: blocks and scales."""
         return self.name + _BLOCKS, self.name + _SCALES
 
     def read(self, source: Source, box: Box) -> np.ndarray:
-        """Reads and decodes a box, an expert at a time.
+        """Reads and decodes a box, one expert at a time.
 
         Args:
-          source: Where the parts are.
-          box: What is wanted of the weights.
+          source: Source of blocks and scales.
+          box: Requested region of the weights.
 
         Returns:
-          The box, bfloat16, as a view with `out` before `in`.
+          Decoded region `(experts, in, out)`, bfloat16: a transposed view of memory
+          with `in` innermost.
         """
         experts, inputs, outputs = box
         num_experts, num_in, num_out = shape_of(box)
@@ -62,13 +63,13 @@ class Mxfp4Tensor:
 
 
 def find_mxfp4(source: Source) -> tuple[dict[str, Mxfp4Tensor], dict[str, str]]:
-    """Finds the weights that are mxfp4; reads headers only.
+    """Finds the mxfp4 weights of a checkpoint; reads headers only.
 
     Args:
-      source: The checkpoint. Blocks and scales may lie in different files.
+      source: Checkpoint; blocks and scales may be in different files.
 
     Returns:
-      The weights by the name they have once decoded; what is wrong, by tensor.
+      Weights by decoded name, and error messages by tensor name.
     """
     keys = dict.fromkeys(source.keys())
     names = [
@@ -90,7 +91,7 @@ def find_mxfp4(source: Source) -> tuple[dict[str, Mxfp4Tensor], dict[str, str]]:
 
 
 def _misfit(parts: list[tuple[tuple[int, ...], np.dtype]]) -> str | None:
-    """Says why tensors are not the blocks and scales of a weight; None if they are."""
+    """Returns an error message if blocks and scales do not fit, else None."""
     if len(parts) != 2:
         return f"there are not both {_BLOCKS} and {_SCALES} of this name"
     (blocks, blocks_dtype), (scales, scales_dtype) = parts
@@ -105,16 +106,17 @@ def _misfit(parts: list[tuple[tuple[int, ...], np.dtype]]) -> str | None:
 
 def _decode(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
     """Decodes `(out, blocks, 16)` bytes with `(out, blocks)` scales to `(out, in)`."""
+    # One lookup of 4 bytes decodes the two values of a byte and applies their scale.
     pairs = np.take(_pairs(), scales[..., None].astype(np.uint16) << 8 | blocks)
     return pairs.view(ml_dtypes.bfloat16).reshape(len(blocks), -1)
 
 
 @functools.cache
 def _pairs() -> np.ndarray:
-    """The two numbers of a byte times a scale, at `256 * scale + byte`, as 32 bits.
+    """Returns a table of decoded value pairs: uint32 at `256 * scale + byte`.
 
-    All of them are exact in bfloat16, up to infinity where E2M1 times 2**127 leaves
-    its range. The scale 255 is the NaN of E8M0.
+    An entry is two bfloat16 values: those of the byte, times the scale. All are exact,
+    except that E2M1 times 2**127 may overflow to infinity. Scale 255 is E8M0's NaN.
     """
     nibbles = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn)
     low_first = np.arange(256)[:, None] >> [0, 4] & 15

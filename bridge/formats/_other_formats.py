@@ -1,12 +1,12 @@
-"""Files that are no safetensors: what they are and who reads them, for error messages.
+"""Detection of other file formats, for advice in error messages.
 
-Names and first bytes decide what an error advises, never how anything is read.
+Names and magic bytes select the advice of an error, never the way a file is read.
 """
 
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 
-_MOST_NAMES = 3  # of one kind, in a message
+_MOST_NAMES = 3  # file names per format in a message
 _FIRST_BYTES = {
     b"version https://git-lfs": (
         "It is a git-lfs pointer, which stands for the file: run `git lfs pull` "
@@ -36,26 +36,26 @@ _NAMES = {
 
 
 def describe_content(head: bytes) -> str:
-    """Says what a file is by its first bytes; the empty string if they say nothing.
+    """Describes a file by its magic bytes.
 
     Args:
-      head: The first bytes of the file, 32 or more if it has them.
+      head: First bytes of the file, at least 32 if the file is that long.
 
     Returns:
-      Sentences to be appended to a message.
+      Sentences to append to a message; the empty string if the format is unknown.
     """
     known = (text for magic, text in _FIRST_BYTES.items() if head.startswith(magic))
     return next(known, "")
 
 
 def describe_names(names: Iterable[str]) -> str:
-    """Lists the files that hold weights in some other way, each with advice.
+    """Lists files that store weights in another format, with advice for each.
 
     Args:
-      names: Names of a directory's files.
+      names: File names in a directory.
 
     Returns:
-      Lines to be appended to a message; the empty string if there are no such files.
+      Lines to append to a message; the empty string if there are no such files.
     """
     groups: dict[str, list[str]] = {}
     for name in sorted(names):

@@ -1,14 +1,14 @@
-"""Pickle opcodes: a program is read through before it is run.
+"""Validation of pickle opcodes before unpickling.
 
-The C unpickler believes every number it is told: one opcode of five bytes makes it
-allocate, and fill, 34 GB of memo. So a pass over the opcodes comes first, which also
-refuses those that torch and Megatron have no use for.
+The C unpickler trusts every size: one opcode of five bytes makes it allocate and fill
+34 GB of memo. So the opcodes are checked first; those that neither torch nor Megatron
+writes are rejected.
 """
 
 import pickletools
 
-# Protocol 2 and later, less what can name a class without `find_class` (EXT), build
-# one in an older way (INST, OBJ), or needs buffers from outside.
+# Protocol 2 and later, except opcodes that name a class without `find_class` (EXT),
+# instantiate in the old way (INST, OBJ), or need out-of-band buffers.
 _ALLOWED = """
 PROTO STOP FRAME MARK POP POP_MARK DUP NONE NEWTRUE NEWFALSE
 BININT BININT1 BININT2 LONG1 LONG4 BINFLOAT
@@ -43,14 +43,14 @@ _NAMES = {ord(op.code): op.name for op in pickletools.opcodes}
 
 
 def check_opcodes(program: bytes) -> None:
-    """Checks that a pickle can be run within memory of the order of its own size.
+    """Checks that unpickling needs memory of the order of the pickle's size.
 
     Args:
-      program: One whole pickle.
+      program: Bytes of one complete pickle.
 
     Raises:
-      ValueError: If it uses an opcode of no use here, ends early, does not end where
-        it stops, or numbers a memo entry beyond its own length.
+      ValueError: If it uses a disallowed opcode, ends early, has bytes after its STOP,
+        or uses a memo index larger than its length.
     """
     position, code = 0, -1
     while code != _STOP:
@@ -59,6 +59,7 @@ def check_opcodes(program: bytes) -> None:
         code, position = program[position], position + 1
         size = _FIXED.get(code)
         position = _skip(program, code, position) if size is None else position + size
+        # The C unpickler allocates its memo up to the largest index.
         if code == _LONG_BINPUT:
             entry = int.from_bytes(program[position - 4 : position], "little")
             if entry > len(program):
@@ -68,7 +69,7 @@ def check_opcodes(program: bytes) -> None:
 
 
 def _skip(program: bytes, code: int, position: int) -> int:
-    """Returns where the opcode after one of variable length starts."""
+    """Returns the position of the opcode that follows one of variable length."""
     if code in _COUNTED:
         start = position + _COUNTED[code]
         return start + int.from_bytes(program[position:start], "little")

@@ -1,8 +1,8 @@
-"""Pickles written by hand: names of classes that need not be importable here.
+"""Pickle writer for classes that need not be importable.
 
-Python's pickler insists on importing what it names. torch's files name torch's own
-functions, so without torch they are written opcode by opcode: protocol 2, which every
-torch reads, and its `weights_only=True` too.
+Python's pickler imports each class that it names. torch's files name torch's own
+functions, so without torch the opcodes are written directly: protocol 2, which every
+torch version reads, also with `weights_only=True`.
 """
 
 import dataclasses
@@ -14,18 +14,18 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Name:
-    """A class, function or constant by its full name, as in `torch.float32`."""
+    """Class, function or constant by its full name, such as `torch.float32`."""
 
     name: str
 
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """What calling something gives.
+    """Result of a function call.
 
     Args:
-      function: What is called.
-      args: With what.
+      function: Name of the function.
+      args: Arguments of the call.
     """
 
     function: Name
@@ -34,11 +34,11 @@ class Call:
 
 @dataclasses.dataclass(frozen=True)
 class Object:
-    """An object of a class, made without its constructor.
+    """Object of a class, created without its constructor.
 
     Args:
-      cls: The class.
-      state: Its attributes, or what its `__setstate__` takes; None to set none.
+      cls: Name of the class.
+      state: Attributes, or the argument of its `__setstate__`; None to set none.
     """
 
     cls: Name
@@ -47,10 +47,10 @@ class Object:
 
 @dataclasses.dataclass(frozen=True)
 class External:
-    """Something kept outside of the pickle.
+    """Object that is stored outside of the pickle.
 
     Args:
-      pid: How the reader will find it.
+      pid: Persistent id, by which the reader finds it.
     """
 
     pid: Any
@@ -58,19 +58,20 @@ class External:
 
 @dataclasses.dataclass(frozen=True)
 class Pairs:
-    """A dict whose keys may be any of the above."""
+    """Dict whose keys may be `Name`, `Call`, `Object` or `External`."""
 
     pairs: tuple[tuple[Any, Any], ...]
 
 
 def encode_pickle(value: Any) -> bytes:
-    """Pickles plain values, and the classes above.
+    """Pickles plain values and the placeholder classes of this module.
 
     Args:
-      value: None, booleans, numbers, strings, bytes; tuples, lists and dicts.
+      value: None, boolean, number, string, bytes or placeholder; or a tuple, list or
+        dict of these.
 
     Raises:
-      ValueError: If it holds an object of another type.
+      ValueError: If `value` contains an object of another type.
     """
     return pickle.PROTO + b"\2" + b"".join(_encode(value)) + pickle.STOP
 
@@ -98,7 +99,7 @@ def _encode_str(value: str) -> Iterable[bytes]:
 
 
 def _encode_bytes(value: bytes) -> Iterable[bytes]:
-    # As protocol 2 has it: there were no bytes in Python 2.
+    # Protocol 2 has no opcode for bytes, as it dates from Python 2.
     yield from _encode(Call(Name("_codecs.encode"), (value.decode("latin1"), "latin1")))
 
 

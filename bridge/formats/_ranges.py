@@ -1,7 +1,8 @@
-"""Exact byte ranges of files, to and from memory that is there already.
+"""Reads and writes of exact byte ranges of files, into preallocated memory.
 
-Reads are `pread`s: a memory map reads ahead, six times the bytes of a cold eighth, and
-a file that is cut short meanwhile kills the process instead of raising.
+Reads use `preadv`: a memory map reads ahead (six times the bytes when a cold eighth of
+a file is read), and a file that is truncated meanwhile kills the process with SIGBUS
+instead of raising.
 """
 
 import os
@@ -24,16 +25,17 @@ def read_range(
 ) -> None:
     """Reads one range of a file.
 
-    What was read is dropped from the system's cache: weights are read once, and a
-    checkpoint larger than the host would push out everything else.
+    The range is then dropped from the page cache: weights are read once, and a
+    checkpoint larger than host memory would evict everything else.
 
     Args:
-      file: The file.
+      file: Path of the file.
       offset: First byte of the range.
-      out: The runs of bytes to fill, one after another; as many are read.
-      ahead: Whether the system may read on, for what follows is wanted next. By
-        itself it would, an eighth more than is wanted where rows are shared out.
-      again: Whether the range will be read once more, and so is not dropped yet.
+      out: Buffers to fill in order; their total length is the length of the range.
+      ahead: Whether the kernel may read ahead, because the following bytes are read
+        next. Otherwise readahead would read an eighth too much where each process
+        reads its share of the rows.
+      again: Whether the range will be read again, and so stays in the page cache.
 
     Raises:
       ValueError: If the file ends before the range does.
@@ -43,7 +45,7 @@ def read_range(
     try:
         if not ahead:
             _advise(descriptor, 0, 0, "RANDOM")
-        while done < nbytes:  # Linux hands out at most 2 GiB a call
+        while done < nbytes:  # Linux reads at most 2 GiB per call
             count = os.preadv(descriptor, _from(out, done), offset + done)
             if count == 0:
                 raise ValueError(
@@ -58,7 +60,7 @@ def read_range(
 
 
 def _from(out: Sequence[memoryview], done: int) -> Sequence[memoryview]:
-    """Returns the runs still to be filled, as many as the system takes at once."""
+    """Returns the buffers still to be filled, at most as many as one call accepts."""
     first = 0
     while done >= len(out[first]):
         done -= len(out[first])
@@ -79,15 +81,15 @@ def read_bytes(file: Path, offset: int, nbytes: int) -> np.ndarray:
 
 
 def append(stream: FileIO, data: memoryview) -> None:
-    """Appends to a file, all of it, and has the disk begin on it at once."""
+    """Appends all of `data` to a file, and starts writeback at once."""
     start = done = stream.tell()
-    while done - start < len(data):  # Linux takes at most 2 GiB a call
+    while done - start < len(data):  # Linux writes at most 2 GiB per call
         done += stream.write(data[done - start :])
-    # Of pages not yet written, the advice is to write them: `fsync` waits less.
+    # On dirty pages DONTNEED starts writeback, so that a later `fsync` waits less.
     _advise(stream.fileno(), start, done - start, "DONTNEED")
 
 
 def _advise(descriptor: int, offset: int, nbytes: int, advice: str) -> None:
-    if hasattr(os, "posix_fadvise"):  # macOS has none
+    if hasattr(os, "posix_fadvise"):  # not available on macOS
         advice_number = getattr(os, f"POSIX_FADV_{advice}")
         os.posix_fadvise(descriptor, offset, nbytes, advice_number)

@@ -1,19 +1,18 @@
-"""Regular files: whatever else bears a file's name is refused before it is opened."""
+"""Check that a path is a regular file, before it is opened."""
 
 import stat
 from pathlib import Path
 
 
 def check_regular_file(path: Path) -> None:
-    """Refuses what is no file, through links.
+    """Rejects anything that is not a regular file; follows links.
 
-    Opening a pipe waits for a writer, for ever if there is none; a device may do
-    anything at all. Links are followed: the hub's cache consists of them.
+    Opening a pipe blocks until a writer opens it, and opening a device may have any
+    side effect. Links are followed because the hub's cache consists of them.
 
     Raises:
-      FileNotFoundError: If nothing is there.
-      ValueError: If it is a directory, a pipe, a socket, a device, or a link that
-        leads nowhere.
+      FileNotFoundError: If the path does not exist.
+      ValueError: If it is a directory, pipe, socket, device or broken link.
     """
     if path.is_symlink() and not path.exists():
         raise ValueError(f"'{path}' is a link that leads nowhere.")

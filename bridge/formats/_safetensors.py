@@ -1,9 +1,8 @@
-"""The safetensors format: dtype names, and headers read with suspicion.
+"""The safetensors format: dtype names, and validating header reader and writer.
 
-A file is `u64 little-endian n | n bytes of JSON | data`. Written here rather than
-taken from the safetensors package: its numpy side knows no float8, and saves a
-transposed view as the wrong bytes without a word
-(https://github.com/safetensors/safetensors/issues/825).
+A file is `u64 little-endian n | n bytes of JSON | data`. The safetensors package is
+not used because its numpy API has no float8 and silently saves a transposed view as
+the wrong bytes (https://github.com/safetensors/safetensors/issues/825).
 
 Source: https://github.com/huggingface/safetensors#format
 """
@@ -43,24 +42,24 @@ DTYPES: dict[str, np.dtype] = {
 }
 DTYPE_NAMES: dict[np.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 
-# The package's own limit. A length above it is a file of another kind.
+# Limit of the safetensors package.
 _MAX_HEADER_BYTES = 100_000_000
-# numpy's own limits: of dims, and of the bytes that a shape and dtype come to.
+# numpy's limits on the number of dims and on the bytes of an array.
 _MAX_DIMS = 64
 _MAX_BYTES = 2**63 - 1
-# Data that start on a cache line can be handed to a device without a copy.
+# Data aligned to a cache line can be passed to a device without a copy.
 _ALIGNMENT_BYTES = 64
 
 
 @dataclasses.dataclass(frozen=True)
 class TensorInfo:
-    """Where one tensor lies.
+    """Location of one tensor.
 
     Args:
-      file: The file that holds it.
-      shape: Its shape.
-      dtype: Its dtype.
-      offset: First byte, counted from the start of the file.
+      file: Path of the file that stores the tensor.
+      shape: Shape of the tensor.
+      dtype: Dtype of the tensor.
+      offset: Position of its first byte, from the start of the file.
     """
 
     file: Path
@@ -70,22 +69,22 @@ class TensorInfo:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole tensor."""
+        """Size of the tensor in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 def read_header(file: Path) -> dict[str, TensorInfo]:
-    """Reads and checks the header of one file; no data.
+    """Reads and validates the header of one file, but no data.
 
     Args:
       file: Path of a `.safetensors` file.
 
     Returns:
-      Each tensor's place, by name, in the header's order.
+      Location of each tensor by name, in the header's order.
 
     Raises:
-      ValueError: If the file is not safetensors, is cut short, or its tensors do not
-        fill the data exactly once. Every broken tensor is named.
+      ValueError: If the file is not safetensors, is truncated, or its tensors do not
+        cover the data exactly once. All invalid tensors are listed.
     """
     header, data_start, data_bytes = _read_json(file)
     tensors, spans, wrong = {}, [], _wrong_metadata(header.pop("__metadata__", {}))
@@ -97,7 +96,7 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
             continue
         tensors[name] = info
         spans.append((info.offset - data_start, end, name))
-    # A gap beside a tensor that could not be parsed would be that tensor's.
+    # Skipped if a tensor cannot be parsed: its bytes would be reported as a gap.
     wrong = wrong or _misplaced(spans, data_bytes)
     if wrong:
         raise ValueError(f"'{file}' is damaged:\n" + "\n".join(wrong))
@@ -105,15 +104,16 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
 
 
 def encode_header(entries: dict[str, tuple[tuple[int, ...], np.dtype]]) -> bytes:
-    """Makes the bytes that precede the data of tensors written one after another.
+    """Returns the header of a file whose tensors are written consecutively.
 
     Args:
       entries: Shape and dtype by name, in the order the data will be written.
 
     Returns:
-      Length and JSON, padded so that the data start on a cache line.
+      Length and JSON, padded so that the data starts on a cache line.
     """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers insists
+    # transformers rejects files without this metadata.
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, (shape, dtype) in entries.items():
         end = offset + math.prod(shape) * dtype.itemsize
@@ -134,7 +134,7 @@ def _read_json(file: Path) -> tuple[dict[str, Any], int, int]:
     with file.open("rb") as stream:
         head = stream.read(64)
         length = int.from_bytes(head[:8], "little")
-        # The brace, so that a length that fits by chance costs no memory.
+        # The brace is checked before a length that is plausible by chance allocates.
         if (
             file_bytes < 8
             or length > min(file_bytes - 8, _MAX_HEADER_BYTES)
@@ -185,7 +185,7 @@ def _check_shape(shape: Any, dtype: np.dtype) -> None:
         raise ValueError(f"shape {reprlib.repr(shape)} is not a list of sizes")
     if len(shape) > _MAX_DIMS:
         raise ValueError(f"{len(shape):,} dims are more than {_MAX_DIMS}")
-    # A size of 0 among others makes no bytes, but the strides beside it still count.
+    # Sizes of 0 count as 1: the array would be empty, but numpy's strides overflow.
     if math.prod(size or 1 for size in shape) * dtype.itemsize > _MAX_BYTES:
         raise ValueError(f"shape {reprlib.repr(shape)} is larger than any file")
 
@@ -198,7 +198,7 @@ def _are_sizes(values: Any) -> bool:
 
 
 def _misplaced(spans: list[tuple[int, int, str]], data_bytes: int) -> list[str]:
-    """Describes overlaps, gaps and bytes past the end, as the format forbids them."""
+    """Describes overlaps, gaps and trailing bytes, which the format forbids."""
     wrong, expected = [], 0
     for start, end, name in sorted(spans):
         if end > data_bytes:

@@ -1,7 +1,7 @@
-"""Checkpoints as lazy sources: shapes at once, bytes when asked for.
+"""Checkpoints as lazy sources: shapes from headers, data on request.
 
-`Source` is all the rest of the package knows of a checkpoint, and `DirectSource` one
-that can also read into memory it is handed.
+The rest of the package accesses a checkpoint only as a `Source`; a `DirectSource` can
+also read into preallocated memory.
 """
 
 import dataclasses
@@ -27,38 +27,38 @@ SINGLE_NAME = "model.safetensors"
 
 
 class Source(Protocol):
-    """Named tensors that can be measured without being read."""
+    """Named tensors whose shapes and dtypes are known without reading their data."""
 
     @property
     def name(self) -> str:
-        """Where the tensors come from, for error messages."""
+        """Name of the checkpoint, for error messages."""
         ...
 
     def keys(self) -> tuple[str, ...]:
-        """Names of all tensors."""
+        """Returns the names of all tensors."""
         ...
 
     def shape(self, key: str) -> tuple[int, ...]:
-        """Shape of one tensor."""
+        """Returns the shape of a tensor."""
         ...
 
     def dtype(self, key: str) -> np.dtype:
-        """Dtype of one tensor as stored."""
+        """Returns the stored dtype of a tensor."""
         ...
 
     def read(self, key: str, slices: tuple[slice, ...] = ()) -> np.ndarray:
-        """Reads a tensor, or the box of it that `slices` says; on any thread."""
+        """Reads a tensor, or the region selected by `slices`; thread-safe."""
         ...
 
 
 @runtime_checkable
 class DirectSource(Source, Protocol):
-    """A source that needs no memory of its own to read: an extension, for speed."""
+    """Source that reads directly into the caller's memory: optional, for speed."""
 
     def read_runs(
         self, key: str, start: int, out: Sequence[memoryview], *, ahead: bool
     ) -> None:
-        """Reads a tensor from element `start`, as many bytes as `out` takes."""
+        """Reads bytes of a tensor from element `start` on, until `out` is full."""
         ...
 
 
@@ -71,17 +71,17 @@ def read_into(
     ahead: bool,
     runs: Sequence[memoryview] | None = None,
 ) -> None:
-    """Reads a box of a tensor into an array, directly where the source can.
+    """Reads a box of a tensor into an array, without a copy if the source allows it.
 
     A box that is one range of the file needs no other memory.
 
     Args:
-      source: The checkpoint.
+      source: Checkpoint to read.
       key: Name of the tensor.
-      box: Which part of it.
+      box: Region of the tensor.
       out: Array of the box's shape and the tensor's dtype.
-      ahead: Whether what follows in the tensor is wanted next.
-      runs: The bytes of `out`, in the runs in which they lie; None if `out` is
+      ahead: Whether the following bytes of the tensor are read next.
+      runs: Bytes of `out`, one buffer per contiguous run; None if `out` is
         C-contiguous.
     """
     start, stop = span(box, source.shape(key))
@@ -94,40 +94,41 @@ def read_into(
 
 @dataclasses.dataclass(frozen=True)
 class SafetensorsSource:
-    """One or more safetensors files seen as one set of tensors.
+    """Tensors of one or more safetensors files.
 
     Args:
-      name: The path that was opened.
-      tensors: Where each tensor lies.
+      name: Path that was opened.
+      tensors: Location of each tensor by name.
     """
 
     name: str
     tensors: Mapping[str, TensorInfo]
 
     def keys(self) -> tuple[str, ...]:
-        """Names of all tensors, in file order."""
+        """Returns the names of all tensors, in file order."""
         return tuple(self.tensors)
 
     def shape(self, key: str) -> tuple[int, ...]:
-        """Shape of one tensor."""
+        """Returns the shape of a tensor."""
         return self.tensors[key].shape
 
     def dtype(self, key: str) -> np.dtype:
-        """Dtype of one tensor as stored."""
+        """Returns the stored dtype of a tensor."""
         return self.tensors[key].dtype
 
     def read(self, key: str, slices: tuple[slice, ...] = ()) -> np.ndarray:
-        """Reads a tensor, or a box of it.
+        """Reads a tensor, or the region selected by `slices`.
 
-        A range of the first dim is read to the byte. Any other box lies scattered in
-        the file: the one range that covers it is read, and cut.
+        For a range of the first dim exactly its bytes are read. Any other box is not
+        contiguous in the file: the range that covers it is read, and sliced.
 
         Args:
           key: Name of the tensor.
-          slices: Up to one slice a dim, of step 1; dims without one are read whole.
+          slices: Slices of step 1, at most one per dim; the remaining dims are read
+            in full.
 
         Returns:
-          A new array, or a view of what was read.
+          New array, or a view of the bytes read.
 
         Raises:
           ValueError: If a slice has a step, or there are more slices than dims.
@@ -139,8 +140,8 @@ class SafetensorsSource:
             return np.empty(shape, info.dtype)
         start, stop = (i * info.dtype.itemsize for i in span(box, info.shape))
         data = read_bytes(info.file, info.offset + start, stop - start)
-        # From the first element of the box to its last, the tensor's own strides
-        # pick the box out of the covering range.
+        # The data begins at the first element of the box, so that the strides of the
+        # full tensor select the box in the covering range.
         return np.ndarray(shape, info.dtype, data, strides=_byte_strides(info))
 
     def read_runs(
@@ -151,8 +152,8 @@ class SafetensorsSource:
         Args:
           key: Name of the tensor.
           start: First element of the range.
-          out: The runs of bytes to fill, one after another.
-          ahead: Whether what follows in the tensor is wanted next.
+          out: Buffers to fill in order.
+          ahead: Whether the following bytes of the tensor are read next.
         """
         info = self.tensors[key]
         first = info.offset + start * info.dtype.itemsize
@@ -163,15 +164,15 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Source:
     """Opens a safetensors checkpoint; reads headers only.
 
     Args:
-      path: A `.safetensors` file, or a directory that holds `model.safetensors` or
-        `model.safetensors.index.json` with the files it names.
+      path: Path of a `.safetensors` file, or of a directory with `model.safetensors`
+        or `model.safetensors.index.json` and the files it names.
 
     Returns:
-      The checkpoint's tensors, to be read piece by piece.
+      Lazy source of the checkpoint's tensors.
 
     Raises:
-      FileNotFoundError: If nothing is there.
-      ValueError: If it is no such checkpoint, or it is damaged.
+      FileNotFoundError: If the path does not exist.
+      ValueError: If it is not a safetensors checkpoint, or is damaged.
     """
     check_local(path)
     path = Path(path)

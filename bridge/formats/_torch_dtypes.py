@@ -1,4 +1,4 @@
-"""Torch's dtypes and storage classes by name, and their numpy twins."""
+"""numpy dtypes of torch's dtypes and storage classes."""
 
 import ml_dtypes
 import numpy as np
@@ -23,11 +23,11 @@ DTYPES: dict[str, np.dtype] = {
     "float8_e5m2": np.dtype(ml_dtypes.float8_e5m2),
     "float8_e8m0fnu": np.dtype(ml_dtypes.float8_e8m0fnu),
 }
-"""By the name that follows `torch.`."""
+"""numpy dtypes by the torch dtype's name, without `torch.`."""
 
 DTYPE_NAMES: dict[np.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 
-# Dtypes that are not here are stored as bytes, and named beside the storage.
+# Other dtypes are stored as bytes, with the dtype recorded beside the storage.
 STORAGES: dict[str, np.dtype] = {
     "BoolStorage": DTYPES["bool"],
     "ByteStorage": DTYPES["uint8"],
@@ -43,7 +43,7 @@ STORAGES: dict[str, np.dtype] = {
     "ComplexDoubleStorage": DTYPES["complex128"],
     "UntypedStorage": DTYPES["uint8"],
 }
-"""What a class of storage holds, by the name that follows `torch.`."""
+"""Element dtypes by the storage class's name, without `torch.`."""
 
 STORAGE_NAMES: dict[np.dtype, str] = {
     dtype: name for name, dtype in STORAGES.items() if name != "UntypedStorage"

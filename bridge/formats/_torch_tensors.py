@@ -1,4 +1,4 @@
-"""Tensors as torch's pickles describe them, and what else those pickles mean.
+"""Interpretation of torch's pickles: lazy tensors and plain values.
 
 Source: pytorch torch/_utils.py::_rebuild_tensor_v2
 """
@@ -18,15 +18,15 @@ from bridge.formats._zip import StoredZip
 
 @dataclasses.dataclass(frozen=True)
 class LazyTensor:
-    """A tensor of a torch file: measured, and not yet read.
+    """Tensor of a torch file whose data is read on request.
 
     Args:
-      archive: The file's archive, or None where storages are kept elsewhere.
-      member: Name of the member that is its storage.
-      shape: Its shape.
-      dtype: Its dtype.
-      offset: Its first element, counted from the start of the storage.
-      strides: Elements from one position to the next, for each dim.
+      archive: Archive that contains the storage.
+      member: Name of the archive member that is the storage.
+      shape: Shape of the tensor.
+      dtype: Dtype of the tensor.
+      offset: Position of the first element, in elements of the storage.
+      strides: Stride of each dim, in elements.
     """
 
     archive: StoredZip
@@ -37,12 +37,12 @@ class LazyTensor:
     strides: tuple[int, ...]
 
     def read(self, slices: tuple[slice, ...] = ()) -> np.ndarray:
-        """Reads the tensor, or the box of it that `slices` says.
+        """Reads the tensor, or the region selected by `slices`.
 
-        What is read is the one range that covers the box; strides pick it out.
+        Reads the one range that covers the box; strides then select the box.
 
         Raises:
-          ValueError: If the bytes are damaged or absent, or a slice has a step.
+          ValueError: If the bytes are damaged or missing, or a slice has a step.
         """
         box = complete(slices, self.shape)
         shape = shape_of(box)
@@ -62,11 +62,11 @@ class LazyTensor:
 
 
 def tensor_rules(archive: StoredZip, folder: str) -> dict[str, Rule]:
-    """Returns what to make of the pickle of an archive, tensors included.
+    """Returns the rules that interpret an archive's pickle, including its tensors.
 
     Args:
-      archive: Where its tensors' storages are.
-      folder: What their members' names begin with, such as `"archive/"`.
+      archive: Archive that contains the tensors' storages.
+      folder: Prefix of the member names, such as `"archive/"`.
     """
     return {**PLAIN_RULES, **_TensorRules(archive, folder).rules()}
 
@@ -92,10 +92,10 @@ PLAIN_RULES: Mapping[str, Rule] = {
     "_codecs.encode": _encode,
     **{f"torch.{name}": lambda _, dtype=dtype: dtype for name, dtype in DTYPES.items()},
 }
-"""What to make of the stubs that mean something outside of tensors too."""
+"""Rules for stubs other than tensors."""
 
 
-# Types whose tensors are no more than their elements.
+# Tensor types without data beyond their elements.
 _PLAIN_TYPES = {
     "torch.Tensor",
     "torch.nn.parameter.Buffer",
@@ -104,7 +104,7 @@ _PLAIN_TYPES = {
 
 
 def _called(rule: Rule) -> Rule:
-    """Lets a function that is only named stay a name."""
+    """Restricts a rule to calls: a function that is only named stays a stub."""
     return lambda stub: rule(stub) if stub.args else stub
 
 
@@ -136,10 +136,11 @@ class _TensorRules:
         }
 
     def _typed(self, stub: Stub) -> LazyTensor:
-        """A tensor with attributes: a function that makes it, and its arguments."""
+        """Rebuilds a tensor with attributes from its function and arguments."""
         function, of_type, args, _ = stub.args
         if of_type.name not in _PLAIN_TYPES:
             raise ValueError(f"tensors of the type {of_type.name} are not read")
+        # `function` is a stub; calling its class gives the stub of the call.
         return self.rules()[function.name](type(function)(*args))
 
     def _storage(self, stub: Stub) -> _Storage:

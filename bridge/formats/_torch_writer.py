@@ -1,4 +1,4 @@
-"""Files that `torch.load` reads, written without torch, a tensor at a time.
+"""Streaming writer of files for `torch.load`, without torch.
 
 Source: pytorch torch/serialization.py::_save, torch/_utils.py::_rebuild_tensor_v2
 """
@@ -15,18 +15,18 @@ from bridge.formats._torch_dtypes import DTYPE_NAMES, STORAGE_NAMES
 _LOCAL_HEADER_BYTES = 30
 _ZIP64_EXTRA_BYTES = 20
 _ZIP64_FROM_BYTES = 2**31 - 1
-# As torch has it: a mapped file then gives aligned tensors.
+# Same as torch: tensors of a memory-mapped file are then aligned.
 _ALIGNMENT_BYTES = 64
 _BLOCK_BYTES = 2**23
 
 
 class TorchWriter:
-    """Writes one archive: tensors as they come, and at last the tree that names them.
+    """Writer of one archive: tensors one at a time, then the tree that names them.
 
-    A context: what is not finished in it is no archive that can be read.
+    Used as a context manager. Without a call of `finish` the archive is not readable.
 
     Args:
-      stream: Where it is written, from its position on.
+      stream: Stream to write to, from its current position on.
     """
 
     def __init__(self, stream: BinaryIO):
@@ -38,10 +38,11 @@ class TorchWriter:
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        self._zip.close()  # or its destructor would, into a stream that is closed
+        # Otherwise the destructor of ZipFile would write to a closed stream.
+        self._zip.close()
 
     def add(self, array: np.ndarray) -> Call:
-        """Writes a tensor, and returns what stands for it in the tree.
+        """Writes a tensor, and returns its placeholder for the tree.
 
         Raises:
           ValueError: If torch has no such dtype.
@@ -50,16 +51,16 @@ class TorchWriter:
             raise ValueError(f"torch has no dtype {array.dtype}.")
         key = str(self._num_tensors)
         self._num_tensors += 1
-        # In C order, whatever the array was a view of.
+        # The recorded strides are those of C order, so views are copied.
         data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         self._write(f"data/{key}", data.data)
         return _tensor(key, array.shape, array.dtype)
 
     def finish(self, tree: Any) -> int:
-        """Writes the tree, ends the archive, and returns its length in bytes.
+        """Writes the tree, closes the archive, and returns its length in bytes.
 
         Raises:
-          ValueError: If the tree holds an object that is no plain value.
+          ValueError: If the tree contains an object that is not a plain value.
         """
         self._write("data.pkl", encode_pickle(tree))
         self._write("byteorder", b"little")
@@ -72,6 +73,7 @@ class TorchWriter:
         zip64 = len(data) > _ZIP64_FROM_BYTES
         before = self._sink.count + _LOCAL_HEADER_BYTES + len(info.filename)
         before += 4 + (_ZIP64_EXTRA_BYTES if zip64 else 0)
+        # The extra field "FB" of torch's own writer: a tensor's bytes begin aligned.
         padding = -before % _ALIGNMENT_BYTES
         info.extra = b"FB" + padding.to_bytes(2, "little") + b"Z" * padding
         with self._zip.open(info, "w", force_zip64=zip64) as member:
@@ -80,7 +82,7 @@ class TorchWriter:
 
 
 class _Sink:
-    """A stream that counts, and cannot tell: zipfile then counts from 0, as it must."""
+    """Counting stream without `tell`: zipfile then counts offsets from 0."""
 
     def __init__(self, stream: BinaryIO):
         self._stream = stream

@@ -1,7 +1,7 @@
-"""Files that `torch.save` wrote: trees of lazy tensors, read without torch.
+"""Reader of files of `torch.save`, without torch: trees of lazy tensors.
 
-A `.pt` or `.bin` file is a zip archive: a pickle, which is read as data, and one
-member a storage, from which a tensor takes elements by offset and strides.
+A `.pt` or `.bin` file is a zip archive: a pickle, which is parsed as data, and one
+member per storage, from which a tensor takes elements by offset and strides.
 
 Source: pytorch torch/serialization.py::_save
 """
@@ -22,56 +22,57 @@ from bridge.formats._torch_tensors import LazyTensor, tensor_rules
 from bridge.formats._unpickle import unpickle
 from bridge.formats._zip import StoredZip
 
-# More than any checkpoint has; a few lines of pickle can share their way to 2**60.
+# More than any checkpoint has; shared references in a tiny pickle can expand to 2**60.
 _MAX_VALUES = 2**20
 
 
 @dataclasses.dataclass(frozen=True)
 class TensorSource:
-    """Lazy tensors of any kind, by name, as a `Source`.
+    """Source of lazy tensors by name.
 
     Args:
-      name: Where they come from.
-      tensors: Anything with `shape`, `dtype` and `read(slices)`, such as `LazyTensor`.
+      name: Name of the checkpoint.
+      tensors: Objects with `shape`, `dtype` and `read(slices)`, such as `LazyTensor`,
+        by name.
     """
 
     name: str
     tensors: Mapping[str, Any]
 
     def keys(self) -> tuple[str, ...]:
-        """Names of all tensors."""
+        """Returns the names of all tensors."""
         return tuple(self.tensors)
 
     def shape(self, key: str) -> tuple[int, ...]:
-        """Shape of one tensor."""
+        """Returns the shape of a tensor."""
         return self.tensors[key].shape
 
     def dtype(self, key: str) -> np.dtype:
-        """Dtype of one tensor as stored."""
+        """Returns the stored dtype of a tensor."""
         return self.tensors[key].dtype
 
     def read(self, key: str, slices: tuple[slice, ...] = ()) -> np.ndarray:
-        """Reads a tensor, or the box of it that `slices` says."""
+        """Reads a tensor, or the region selected by `slices`."""
         return self.tensors[key].read(slices)
 
 
 def open_torch_file(path: str | os.PathLike[str]) -> Source:
-    """Opens a file of `torch.save` as named tensors; reads its pickle only.
+    """Opens a file of `torch.save` as named tensors; reads only its pickle.
 
-    The file may hold a state dict, or any nesting of dicts and lists, such as a
-    training checkpoint: names are then joined by dots. What is no tensor is left out;
-    `read_torch_file` returns it.
+    The file may contain a state dict, or any nesting of dicts and lists, such as a
+    training checkpoint: keys are then joined by dots. Values other than tensors are
+    omitted; `read_torch_file` returns them.
 
     Args:
-      path: A `.pt`, `.pth` or `.bin` file, from torch 1.6 or newer.
+      path: Path of a `.pt`, `.pth` or `.bin` file, from torch 1.6 or newer.
 
     Returns:
-      The tensors, to be read piece by piece.
+      Lazy source of the tensors.
 
     Raises:
-      FileNotFoundError: If nothing is there.
-      ValueError: If it is no such file, is damaged, asks for code to be run, holds no
-        tensor, or two of its tensors would have one name.
+      FileNotFoundError: If there is no such file.
+      ValueError: If it is not a torch file, is damaged, requires running code,
+        contains no tensor, or two of its tensors would have the same name.
     """
     tensors = flatten_tensors(read_torch_file(path), f"'{path}'")
     if not tensors:
@@ -80,18 +81,18 @@ def open_torch_file(path: str | os.PathLike[str]) -> Source:
 
 
 def read_torch_file(path: str | os.PathLike[str]) -> Any:
-    """Reads the tree that `torch.save` wrote, with a `LazyTensor` for each tensor.
+    """Reads the tree saved by `torch.save`, with a `LazyTensor` for each tensor.
 
     Args:
-      path: As in `open_torch_file`.
+      path: Path of a `.pt`, `.pth` or `.bin` file, from torch 1.6 or newer.
 
     Returns:
-      Dicts, lists, tuples, strings and numbers. A namespace is a dict; a dtype is
-      numpy's; objects of other kinds are inert `Stub`s.
+      Tree of dicts, lists, tuples, strings and numbers. Namespaces become dicts,
+      dtypes numpy dtypes, and other objects inert `Stub`s.
 
     Raises:
-      FileNotFoundError: If nothing is there.
-      ValueError: If it is no such file, is damaged, or asks for code to be run.
+      FileNotFoundError: If there is no such file.
+      ValueError: If it is not a torch file, is damaged, or requires running code.
     """
     check_local(path)
     path = Path(path)
@@ -102,7 +103,7 @@ def read_torch_file(path: str | os.PathLike[str]) -> Any:
 
 
 def read_torch_archive(archive: StoredZip) -> Any:
-    """Reads the tree of one archive, as `read_torch_file` does of a file's."""
+    """Reads the tree of one archive; see `read_torch_file`."""
     pickles = [name for name in archive.names() if name.endswith("/data.pkl")]
     if len(pickles) != 1 or pickles[0].count("/") != 1:
         raise ValueError(
@@ -124,10 +125,11 @@ def read_torch_archive(archive: StoredZip) -> Any:
 
 
 def flatten_tensors(tree: Any, subject: str) -> dict[str, LazyTensor]:
-    """Returns all tensors of a tree, by their keys joined with dots.
+    """Returns all tensors of a tree by dotted path.
 
     Raises:
-      ValueError: If two would have one name, or the tree has over a million values.
+      ValueError: If two tensors would have the same name, or the tree has more than
+        2**20 values.
     """
     tensors: dict[str, LazyTensor] = {}
     values = itertools.islice(_walk(tree, ()), _MAX_VALUES + 1)
@@ -143,7 +145,7 @@ def flatten_tensors(tree: Any, subject: str) -> dict[str, LazyTensor]:
 
 
 def _walk(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yields every value of a tree, in order, and the keys that lead to it."""
+    """Yields the path and value of every node of a tree, in order."""
     left = [(path, tree)]
     while left:
         path, tree = left.pop()

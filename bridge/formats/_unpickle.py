@@ -1,12 +1,11 @@
-"""Pickles from strangers: read as data, never run.
+"""Safe reading of untrusted pickles: parsed as data, never executed.
 
 A pickle is a program that may call anything importable. Here nothing is imported:
-each name it speaks of becomes a `Stub`, a class made on the spot that remembers what
-it was called with and does nothing else, so that a pickle, whatever it says, builds
-lists. What the stubs mean is decided afterwards, by rules over plain data.
+each name becomes a `Stub`, a new class that only records its arguments, so that any
+pickle builds plain data. Rules then interpret the stubs.
 
-Names that nobody vouches for are refused, although a stub of them would be harmless:
-a checkpoint that asks for `os.system` is not one to be trusted with its numbers.
+Names that are not in an allowlist are rejected, although their stubs would be
+harmless: a checkpoint that names `os.system` should not be trusted for its weights.
 """
 
 import io
@@ -17,7 +16,7 @@ from typing import Any, ClassVar
 from bridge.formats._pickle_opcodes import check_opcodes
 from bridge.formats._torch_dtypes import DTYPES, STORAGES
 
-# A `.metadata` of 100,000 chunks, with all ranks' plans in it, has about 100 MB.
+# A `.metadata` file of 100,000 chunks, with the plans of all ranks, has about 100 MB.
 _MAX_PICKLE_BYTES = 2**28
 
 _TORCH_NAMES = {f"torch.{name}" for name in (*DTYPES, *STORAGES)}
@@ -59,7 +58,7 @@ _KNOWN_NAMES = {
         f"{_DCP}.planner.{name}"
         for name in ("SavePlan", "TensorWriteData", "WriteItem", "WriteItemType")
     ),
-    # Where torch before 2.3 had them.
+    # Names before torch 2.3.
     "torch.distributed._shard.sharded_tensor.metadata.TensorProperties",
     "torch.distributed._shard.sharded_tensor.metadata.MEM_FORMAT_ENCODING",
     "argparse.Namespace",
@@ -76,7 +75,7 @@ _KNOWN_NAMES = {
     "pathlib._local.PosixPath",
     "datetime.datetime",
     "datetime.timedelta",
-    # Protocol 2 spells the module as Python 2 did.
+    # Protocol 2 uses Python 2's module name, `__builtin__`.
     *(
         f"{module}.{name}"
         for module in ("builtins", "__builtin__")
@@ -91,19 +90,19 @@ _KNOWN_NAMES = {
     "numpy.dtype",
     "numpy.dtypes.UInt32DType",
 }
-# Their classes are many and change by the month; what they hold is read as data.
+# Packages with many, often changing classes: all of their names are allowed.
 _KNOWN_PACKAGES = {"megatron", "transformer_engine", "modelopt", "nemo"}
 
 
 class Stub:
-    """Whatever a pickle made of one name: what it was given, and nothing done with it.
+    """Inert record of what a pickle does with one name.
 
     Attributes:
-      name: Full name of the class or function that the pickle spoke of.
-      args: What it was called with.
-      state: What it was told to restore; None if nothing.
-      entries: What was set in it by key, as into a dict; None if nothing.
-      elements: What was appended to it, as to a list; None if nothing.
+      name: Full name of the class or function in the pickle.
+      args: Arguments of the call.
+      state: State to restore; None if there is none.
+      entries: Items set by key, as in a dict; None if there are none.
+      elements: Items appended, as to a list; None if there are none.
     """
 
     __slots__ = ("args", "elements", "entries", "state")
@@ -119,8 +118,8 @@ class Stub:
         return self
 
     def __setstate__(self, state: Any) -> None:
-        # Also what keeps a pickle from setting attributes of the class, if it says
-        # BUILD to that: there is this to call, and it lacks an argument.
+        # Also prevents a pickle from setting class attributes: BUILD on the class
+        # itself calls this method unbound, which fails for lack of an argument.
         self.state = state
 
     def __setitem__(self, key: Any, value: Any) -> None:
@@ -128,7 +127,7 @@ class Stub:
         self.entries[key] = value
 
     def append(self, element: Any) -> None:
-        """Remembers an element."""
+        """Records an appended element."""
         self.elements = [] if self.elements is None else self.elements
         self.elements.append(element)
 
@@ -137,26 +136,26 @@ class Stub:
 
 
 PERSISTENT_ID = "a persistent id"
-"""Name of the stubs of what a pickle keeps outside: torch, its tensors' storages."""
+"""Name of the stubs for objects outside of the pickle, such as tensor storages."""
 
 Rule = Callable[[Stub], Any]
-"""What becomes of a stub, once all that it holds has been interpreted."""
+"""Function that converts a stub whose contents have been interpreted already."""
 
 
 def unpickle(program: bytes, subject: str, rules: Mapping[str, Rule]) -> Any:
     """Reads a pickle as data.
 
     Args:
-      program: The bytes of one pickle.
-      subject: What it is, to begin the error message.
-      rules: What to make of stubs, by name; stubs without a rule stay.
+      program: Bytes of one pickle.
+      subject: Description of the pickle, to begin the error message.
+      rules: Conversions of stubs by name; stubs without a rule are kept.
 
     Returns:
-      Lists, tuples, dicts, strings, numbers, stubs, and what rules made.
+      Tree of lists, tuples, dicts, strings, numbers, stubs and results of rules.
 
     Raises:
-      ValueError: If it names anything that is not expected in a checkpoint, is
-        damaged, larger than 256 MiB, or is not understood by the rules.
+      ValueError: If the pickle names anything that is not expected in a checkpoint,
+        is damaged or larger than 256 MiB, or a rule fails.
     """
     try:
         if len(program) > _MAX_PICKLE_BYTES:
@@ -169,7 +168,7 @@ def unpickle(program: bytes, subject: str, rules: Mapping[str, Rule]) -> Any:
             "Do not trust this file: if it is your own, save its tensors alone, as a "
             "state dict or as safetensors."
         ) from None
-    except Exception as error:  # whatever a hostile program can make of inert parts
+    except Exception as error:  # a malformed pickle may raise anything
         raise ValueError(
             f"{subject} is a pickle that cannot be read: {error or type(error)}. "
             "Nothing of it was run; the file is damaged, or of another kind."
@@ -177,7 +176,7 @@ def unpickle(program: bytes, subject: str, rules: Mapping[str, Rule]) -> Any:
 
 
 class _Refused(Exception):
-    """Names what was asked for; no ValueError, so that it is told apart."""
+    """Rejected name; not a ValueError, to distinguish it from other failures."""
 
 
 class _Unpickler(pickle.Unpickler):
@@ -197,7 +196,7 @@ class _Unpickler(pickle.Unpickler):
 
     def _stub(self, name: str) -> Any:
         if name not in self._stubs:
-            # A class, and not an instance: NEWOBJ insists on one.
+            # A class, not an instance: NEWOBJ requires one.
             body = {"__slots__": (), "name": name, "__doc__": Stub.__doc__}
             self._stubs[name] = type("Stub", (Stub,), body)
         return self._stubs[name]
@@ -207,12 +206,12 @@ _ATOMS = frozenset({str, int, float, bool, bytes, type(None)})
 
 
 class _Interpreter:
-    """Applies rules from the leaves up; what is shared stays shared."""
+    """Applies rules from the leaves up, and preserves shared references."""
 
     def __init__(self, rules: Mapping[str, Rule]):
         self._rules = rules
         self._done: dict[int, Any] = {}
-        # Ids are unique among the living alone.
+        # Keeps interpreted values alive: the id of a freed object may be reused.
         self._alive: list[Any] = []
         self._open: set[int] = set()
 

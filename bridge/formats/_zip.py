@@ -1,9 +1,9 @@
-"""Zip archives whose members are stored, not compressed: byte ranges with checksums.
+"""Zip archives with uncompressed members: byte ranges with checksums.
 
-torch writes one such archive a file, or many into one file; each tensor's bytes are a
-member that can be read in part. `zipfile` finds the members; what it does not check is
-checked here, since a member that leaves the archive, or lies over another, is how a
-zip says two things at once.
+torch writes one such archive per file, or several into one file; each tensor's bytes
+are a member that can be read in part. `zipfile` finds the members. Members outside of
+the archive or overlapping others, by which a zip can have ambiguous contents, are
+rejected here, since `zipfile` accepts them.
 """
 
 import io
@@ -31,20 +31,21 @@ class _Member(NamedTuple):
 
 
 class StoredZip:
-    """A zip archive, whole in a file or a range of one.
+    """Zip archive that is a file or a range of one.
 
-    Opening reads the directory at its end; a member's checksum is verified when its
-    bytes are first asked for.
+    Opening reads the directory at its end; a member's checksum is verified at its
+    first read.
 
     Args:
-      file: The file.
-      offset: First byte of the archive.
-      nbytes: Its length; None for all that follows.
+      file: Path of the file.
+      offset: First byte of the archive in the file.
+      nbytes: Length of the archive in bytes; None for the rest of the file.
 
     Raises:
-      ValueError: If it is no zip archive, is cut short, or one of its members is
-        compressed, encrypted, named twice, named so that it would leave a directory,
-        or lies outside the archive or over another. All such members are listed.
+      ValueError: If it is not a zip archive, is truncated, or has members that are
+        compressed, encrypted or duplicate, whose path would leave a directory (all
+        of these are listed), or that lie outside the archive or overlap (the first
+        is named).
     """
 
     def __init__(self, file: Path, offset: int = 0, nbytes: int | None = None):
@@ -66,11 +67,11 @@ class StoredZip:
         self._verifying = {name: threading.Lock() for name in self._members}
 
     def names(self) -> tuple[str, ...]:
-        """Names of all members, in the order of the directory."""
+        """Returns the names of all members, in the order of the directory."""
         return tuple(self._members)
 
     def nbytes(self, name: str) -> int:
-        """Bytes of a member.
+        """Returns the size of a member in bytes.
 
         Raises:
           ValueError: If there is no such member.
@@ -81,11 +82,11 @@ class StoredZip:
         """Reads bytes `start` to `stop` of a member.
 
         The first read of a member reads all of it, in blocks, to verify its checksum;
-        later ones read what they were asked for.
+        later reads only the requested bytes.
 
         Raises:
-          ValueError: If there is no such member, it has no such bytes, or its bytes do
-            not have the checksum that the archive says.
+          ValueError: If there is no such member, the range exceeds it, or its checksum
+            differs from the one in the archive.
         """
         member = self._member(name)
         nbytes = self.nbytes(name)
@@ -95,7 +96,7 @@ class StoredZip:
                 f"{self.name}: '{name}' has {nbytes:,} bytes, but bytes {start:,} to "
                 f"{stop:,} of it were asked for."
             )
-        with self._verifying[name]:  # of several threads, one: the others wait
+        with self._verifying[name]:  # one thread verifies, the others wait
             if name not in self._verified:
                 data = self._read_verified(member, name, start, stop)
                 self._verified.add(name)
@@ -115,7 +116,9 @@ class StoredZip:
         crc = 0
         for at in range(0, self.nbytes(name), _CRC_BLOCK_BYTES):
             end = min(at + _CRC_BLOCK_BYTES, self.nbytes(name))
-            inside = start <= at and end <= stop  # needs no copy
+            # A block inside the requested range is read in place; others are read to
+            # `spare` and partly copied.
+            inside = start <= at and end <= stop
             block = data[at - start : end - start] if inside else spare[: end - at]
             read_range(self._file, member.start + at, [block.data], again=not inside)
             crc = zlib.crc32(block.data, crc)
@@ -159,8 +162,8 @@ class StoredZip:
             )
 
     def _locate(self, info: zipfile.ZipInfo) -> _Member:
-        """Finds a member's bytes: they follow a header of its own, of any length."""
-        # zipfile has added what precedes the archive in its window: nothing, or junk.
+        """Finds a member's bytes, which follow a local header of variable length."""
+        # zipfile has added the length of any bytes that precede the archive.
         header = self._offset + info.header_offset
         if header < self._offset or header + _LOCAL_HEADER_BYTES > self._stop:
             raise ValueError(f"{self.name}: '{info.filename}' lies outside of it.")
@@ -186,7 +189,7 @@ class StoredZip:
 
 
 class _Window(io.RawIOBase):
-    """A range of a file as a file of its own."""
+    """Range of a file as a seekable stream."""
 
     def __init__(self, file: Path, start: int, stop: int):
         self._file, self._start, self._nbytes, self._at = file, start, stop - start, 0
@@ -200,7 +203,7 @@ class _Window(io.RawIOBase):
     def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
         base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._nbytes}
         if base[whence] + offset < 0:
-            raise OSError("before the start")  # as a file says, to zipfile
+            raise OSError("before the start")  # zipfile expects OSError, as of a file
         self._at = base[whence] + offset
         return self._at
 

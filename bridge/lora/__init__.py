@@ -1,1 +1,1 @@
-"""PEFT's adapters, merged or beside the weights."""
+"""PEFT's LoRA adapters, merged into the weights or kept beside them."""

@@ -1,4 +1,4 @@
-"""LoRA, kept apart: an adapter of PEFT as a tree beside the weights, and back."""
+"""Unmerged LoRA: conversion between a PEFT adapter and a tree beside the weights."""
 
 import dataclasses
 import json
@@ -25,16 +25,17 @@ from bridge.streaming._load import load
 
 @dataclasses.dataclass(frozen=True)
 class Lora:
-    """The factors of an adapter, laid out like the weights they adapt.
+    """Factors of an adapter, in the layout of the weights they adapt.
 
     The weight at `path` becomes `w + scale * tensordot(lora_a, lora_b, 1)`; layers
     that are stacked in `w` are stacked in the factors and in the scale.
 
     Args:
-      config: How the factors are scaled.
-      factors: By path of the weight, `{"lora_a": [..., in, rank], "lora_b": [..., rank,
-        out]}`, where in and out are the dims of the weight.
-      scales: By path, one number for each stacked layer; no dim where none is.
+      config: Config of the adapter: ranks and scales.
+      factors: Factors `{"lora_a": [..., in, rank], "lora_b": [..., rank, out]}` by path
+        of the weight, where in and out are the dims of the weight.
+      scales: Scales by path of the weight: one per stacked layer, or a 0-d array
+        without stacked dims.
     """
 
     config: LoraConfig
@@ -43,19 +44,20 @@ class Lora:
 
 
 def load_lora(path: str | os.PathLike[str], config: DecoderConfig) -> Lora:
-    """Reads an adapter of PEFT as a tree beside the weights.
+    """Loads a PEFT adapter as a tree beside the weights.
 
     Args:
-      path: A directory that PEFT saved.
-      config: The base model.
+      path: Directory saved by PEFT.
+      config: Config of the base model.
 
     Returns:
-      The factors, in their own dtype, on the default device.
+      Factors in their stored dtype, on the default device.
 
     Raises:
-      FileNotFoundError: If a file is not there.
-      ValueError: If the adapter is none that is modelled, or not of this model; if it
-        saves tensors whole; or if layers stacked in the tree are not adapted alike.
+      FileNotFoundError: If a file is missing.
+      ValueError: If the adapter is not supported or not of this model, if it saves
+        full tensors, or if layers stacked in the tree are not all adapted with the
+        same rank.
     """
     adapter = open_lora(path)
     if adapter.whole:
@@ -85,16 +87,16 @@ def load_lora(path: str | os.PathLike[str], config: DecoderConfig) -> Lora:
 
 
 def save_lora(path: str | os.PathLike[str], lora: Lora, config: DecoderConfig) -> None:
-    """Writes an adapter as PEFT does: bit by bit what `load_lora` read.
+    """Saves an adapter in PEFT's format: the bit-exact inverse of `load_lora`.
 
     Args:
-      path: A directory that does not exist yet, or is empty.
-      lora: The factors, trained or as they were read.
-      config: The base model.
+      path: Directory that does not exist yet, or is empty.
+      lora: Factors, trained or as loaded.
+      config: Config of the base model.
 
     Raises:
-      ValueError: If `path` is taken, or the factors are not of this model or not of
-        the ranks that their config says; nothing is written.
+      ValueError: If `path` is not empty, the factors are not of this model, or their
+        ranks differ from their config's. Nothing is then written.
     """
     check_local(path)
     path = Path(path)
@@ -156,11 +158,11 @@ def _mapping(
 
 
 def _write(path: Path, tensors: dict[str, np.ndarray], fields: dict[str, Any]) -> None:
-    # Widest first: every tensor then starts at a multiple of its item size.
+    # Widest dtype first: every tensor then starts at a multiple of its itemsize.
     tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].itemsize))
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as temp:
-        # Not the temporary directory itself: that one is closed to other users.
+        # A subdirectory, as the temporary directory itself has mode 0700.
         directory = Path(temp) / "adapter"
         directory.mkdir()
         with (directory / WEIGHTS_NAME).open("wb") as stream:

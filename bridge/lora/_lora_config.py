@@ -1,4 +1,4 @@
-"""The config of a LoRA adapter as PEFT writes it: what is modelled, what is refused.
+"""Config of a PEFT LoRA adapter: supported and rejected fields.
 
 Source: huggingface/peft src/peft/tuners/lora/config.py::LoraConfig
 """
@@ -16,8 +16,8 @@ from bridge.formats._json import parse_json
 
 CONFIG_NAME = "adapter_config.json"
 
-# What says nothing of the numbers: how it was trained, what for, and by whom. Which
-# modules have factors is what the tensors say.
+# Fields without effect on the merged weights. The adapted modules are taken from the
+# tensor names.
 _UNREAD = {
     *("auto_mapping", "base_model_name_or_path", "bias", "exclude_modules"),
     *("inference_mode", "layers_pattern", "layers_to_transform", "lora_dropout"),
@@ -28,23 +28,24 @@ _READ = {
     *("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"),
     "fan_in_fan_out",
 }
-# Initialisations that leave the base weights as they are: PiSSA, OLoRA, CorDA and
-# LoftQ take something away from them.
+# Initializations that leave the base weights unchanged: PiSSA, OLoRA, CorDA and LoftQ
+# subtract from them.
 _PLAIN_INITS = (True, False, "gaussian", "orthogonal")
 
 
 @dataclasses.dataclass(frozen=True)
 class LoraConfig:
-    """How the factors of an adapter are scaled.
+    """Ranks and scales of an adapter's factors, with PEFT's field names.
 
     Args:
-      r: The rank.
-      lora_alpha: What the product of the factors is scaled by, times the rank.
-      use_rslora: Scale by `lora_alpha / sqrt(r)` instead of `lora_alpha / r`.
-      rank_pattern: Ranks of modules whose path ends in one of these names.
-      alpha_pattern: Their `lora_alpha`, likewise.
-      fan_in_fan_out: Whether the base model stores its weights `[in, out]`, as GPT-2.
-      fields: The file as it was read, to be written again.
+      r: Default rank of the factors.
+      lora_alpha: Default numerator of the scale, `lora_alpha / r`.
+      use_rslora: Whether the scale is `lora_alpha / sqrt(r)` instead.
+      rank_pattern: Ranks of modules whose path ends in the given name.
+      alpha_pattern: Values of `lora_alpha` of modules whose path ends in the given
+        name.
+      fan_in_fan_out: Whether the base model stores weights as `[in, out]`, like GPT-2.
+      fields: All fields of the file that was read, kept for saving.
     """
 
     r: int
@@ -60,16 +61,16 @@ class LoraConfig:
         return _by_ending(self.rank_pattern, module, self.r)
 
     def scale(self, module: str) -> float:
-        """Returns what the product of a module's factors is multiplied by."""
+        """Returns the scale of the product of a module's factors."""
         rank = self.rank(module)
         alpha = _by_ending(self.alpha_pattern, module, self.lora_alpha)
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
     def to_json(self, modules: Collection[str]) -> dict[str, Any]:
-        """Returns the fields of the file, those that were read kept.
+        """Returns the fields of `adapter_config.json`, including all that were read.
 
         Args:
-          modules: Paths of the modules that have factors.
+          modules: Paths of the adapted modules.
         """
         targets = sorted({name.rpartition(".")[2] for name in modules})
         fields = self.fields or {
@@ -96,12 +97,12 @@ def read_lora_config(path: str | os.PathLike[str]) -> LoraConfig:
     """Reads `adapter_config.json`.
 
     Args:
-      path: The adapter's directory.
+      path: Directory of the adapter.
 
     Raises:
-      FileNotFoundError: If it has no such file.
-      ValueError: If it is no LoRA, or has a field that is not modelled at a value that
-        matters; all of them are named.
+      FileNotFoundError: If the directory has no such file.
+      ValueError: If it is not a LoRA config, or sets unsupported fields. All are
+        listed.
     """
     check_local(path)
     file = Path(path) / CONFIG_NAME
@@ -141,7 +142,7 @@ def _refusals(fields: Mapping[str, Any]) -> list[str]:
 
 
 def _bad_pattern(name: str, fields: Mapping[str, Any]) -> list[str]:
-    """Describes what is no name with a number; PEFT takes regular expressions too."""
+    """Describes invalid entries; PEFT's regular expressions are not supported."""
     pattern = fields.get(name) or {}
     if not isinstance(pattern, dict):
         return [f"  {name}={pattern!r} is no object"]

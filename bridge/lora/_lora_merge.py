@@ -1,7 +1,8 @@
-"""LoRA, merged: the base weights plus the scaled product of the factors.
+"""Merged LoRA: the base weights plus the scaled product of the factors.
 
-This is arithmetic, and so no rule: the sum is made in float32, where the weights are
-read, and cast once to what the mould asks for. A merge cannot be undone to the bit.
+Merging is arithmetic and so not a rule: the sum is computed in float32 when weights
+are read, and cast once to the dtype of the abstract tree. It is not bit-exactly
+invertible.
 """
 
 import dataclasses
@@ -22,11 +23,11 @@ from bridge.streaming._load import Progress, load
 
 @dataclasses.dataclass(frozen=True)
 class MergedSource:
-    """A base checkpoint with an adapter merged in, box by box, as it is read.
+    """Source that merges an adapter into a base checkpoint, box by box when read.
 
     Args:
-      base: The base checkpoint.
-      adapter: The adapter.
+      base: Base checkpoint.
+      adapter: Adapter to merge.
     """
 
     base: Source
@@ -34,25 +35,25 @@ class MergedSource:
 
     @property
     def name(self) -> str:
-        """Where the tensors come from."""
+        """Names of base checkpoint and adapter."""
         return f"{self.base.name} with {self.adapter.source.name}"
 
     def keys(self) -> tuple[str, ...]:
-        """Names of all tensors of the base model."""
+        """Returns the names of all tensors of the base model."""
         return self.base.keys()
 
     def shape(self, key: str) -> tuple[int, ...]:
-        """Shape of one tensor."""
+        """Returns the shape of a tensor."""
         return self.base.shape(key)
 
     def dtype(self, key: str) -> np.dtype:
-        """Dtype of one tensor: float32 if it is a sum."""
+        """Returns the dtype of a tensor: float32 if it is adapted."""
         if key in self.adapter.whole:
             return self.adapter.source.dtype(self.adapter.whole[key])
         return np.dtype(np.float32) if self._module(key) else self.base.dtype(key)
 
     def read(self, key: str, slices: tuple[slice, ...] = ()) -> np.ndarray:
-        """Reads a tensor, or the box of it that `slices` says."""
+        """Reads a tensor, or the region selected by `slices`."""
         if key in self.adapter.whole:
             return self.adapter.source.read(self.adapter.whole[key], slices)
         base, module = self.base.read(key, slices), self._module(key)
@@ -66,6 +67,7 @@ class MergedSource:
         return module if key != module and module in self.adapter.modules else None
 
     def _delta(self, module: str, box: Box) -> np.ndarray:
+        # A box needs only its columns of A and its rows of B.
         rows, columns = self._out_and_in(as_index(box))
         a = self.adapter.source.read(PREFIX + module + A_SUFFIX, (slice(None), columns))
         b = self.adapter.source.read(PREFIX + module + B_SUFFIX, (rows,))
@@ -81,8 +83,8 @@ def merge_lora(base: Source, adapter: LoraSource) -> MergedSource:
     """Returns a base checkpoint with an adapter merged in; reads headers only.
 
     Raises:
-      ValueError: If the base has no tensor for what the adapter holds, or one of
-        another shape; all of them are listed.
+      ValueError: If an adapted tensor is missing in the base or has another shape.
+        All are listed.
     """
     shapes = {name: adapter.source.shape(key) for name, key in adapter.whole.items()}
     transposed = adapter.config.fan_in_fan_out
@@ -118,24 +120,25 @@ def load_hf_with_lora(
     config: DecoderConfig | None = None,
     progress: Progress | None = None,
 ) -> Any:
-    """Fills a mould with a Hugging Face checkpoint into which a LoRA is merged.
+    """Loads a Hugging Face checkpoint with a LoRA adapter merged into its weights.
 
-    Each weight is `W + scale * B @ A`, in float32, cast once to the mould's dtype.
+    Each adapted weight is `W + scale * B @ A` in float32, cast once to the dtype of
+    the abstract tree.
 
     Args:
-      path: The base checkpoint, as for `load_hf`.
-      adapter: A directory that PEFT saved.
-      mould: As for `load_hf`.
-      config: As for `load_hf`.
-      progress: As for `load_hf`.
+      path: Base checkpoint, as in `load_hf`.
+      adapter: Directory saved by PEFT.
+      mould: Abstract tree to load, as in `load_hf`.
+      config: Config of the base model, as in `load_hf`.
+      progress: Callback, called with bytes done and total bytes.
 
     Returns:
-      The mould's tree, with arrays for leaves.
+      Tree of the same structure, with arrays as leaves.
 
     Raises:
-      FileNotFoundError: If a file is not there.
-      ValueError: If the adapter is none that is modelled, or not of this base, or as
-        `load_hf` raises it.
+      FileNotFoundError: If a file is missing.
+      ValueError: If the adapter is not supported or not of this base, or for a reason
+        listed in `load_hf`.
     """
     check_local(path, adapter)
     base, _, mapping = open_hf(path, config)

@@ -1,8 +1,8 @@
-"""The rules of a LoRA's factors, which follow from those of the weights they adapt.
+"""Rules of LoRA factors, derived from the rules of the weights they adapt.
 
-`"(heads head_dim) embed -> embed heads head_dim"` says all there is to say: `A` is
+`"(heads head_dim) embed -> embed heads head_dim"` determines both factors: `A` is
 `"rank embed -> embed rank"` and `B` `"(heads head_dim) rank -> rank heads head_dim"`,
-so that `A` and `B`, contracted over the rank, are laid out like the leaf itself.
+so that `A` and `B`, contracted over the rank, have the layout of the leaf.
 """
 
 import dataclasses
@@ -19,13 +19,13 @@ B_LEAF = "lora_b"
 
 @dataclasses.dataclass(frozen=True)
 class Adapted:
-    """A weight of the tree that has factors.
+    """Weight of the tree that has factors.
 
     Args:
-      rule: Its rule, of one tensor and one leaf.
-      modules: Names of its modules, one for each stacked layer.
-      stacked: How many layers are stacked, by dim; empty if it is one.
-      transposed: Whether the tensors are `[in, out]`.
+      rule: Rule of the weight, with one source and one destination.
+      modules: Names of the modules, one per stacked layer.
+      stacked: Sizes of the stacked dims; empty without stacking.
+      transposed: Whether the tensors are stored as `[in, out]`.
     """
 
     rule: Rule
@@ -40,7 +40,7 @@ class Adapted:
 
     @property
     def num_in(self) -> int:
-        """How many dims of the leaf, behind those that are stacked, are inputs."""
+        """Number of input dims of the leaf, which follow its stacked dims."""
         layout = self.rule.layouts[0]
         _, inner = layout.source[:: -1 if self.transposed else 1]
         return len(_within(layout, inner))
@@ -49,7 +49,7 @@ class Adapted:
         """Returns the rules of `A`, `[rank, in]`, and `B`, `[out, rank]`.
 
         Args:
-          rank: Name of the dim.
+          rank: Name of the rank dim in the layouts.
         """
         layout = self.rule.layouts[0]
         outer, inner = layout.source[:: -1 if self.transposed else 1]
@@ -66,16 +66,16 @@ class Adapted:
 def adapted_weights(
     base: WeightMapping, modules: Collection[str], *, transposed: bool
 ) -> tuple[Adapted, ...]:
-    """Returns the weights of the tree that modules with factors are.
+    """Returns the weights of the tree that belong to adapted modules.
 
     Args:
-      base: The mapping of the base model.
-      modules: Names of the modules with factors.
+      base: Mapping of the base model.
+      modules: Names of the adapted modules.
       transposed: Whether the base model stores weights as `[in, out]`.
 
     Raises:
-      ValueError: If a module has no weight of its own in the tree, or is one of
-        several layers that are stacked there and not all adapted.
+      ValueError: If a module has no separate weight in the tree, or only some of the
+        layers stacked with it are adapted.
     """
     found = [w for r in base.rules if (w := _weight(r, base, transposed)) is not None]
     found = [w for w in found if set(w.modules) & set(modules)]
@@ -91,10 +91,10 @@ def adapted_weights(
 
 
 def adaptable(base: WeightMapping, *, transposed: bool) -> tuple[Adapted, ...]:
-    """Returns all weights of the tree that factors can be kept beside.
+    """Returns all weights of the tree that can have factors beside them.
 
     Args:
-      base: The mapping of the base model.
+      base: Mapping of the base model.
       transposed: Whether the base model stores weights as `[in, out]`.
     """
     found = [w for r in base.rules if (w := _weight(r, base, transposed)) is not None]
@@ -132,7 +132,7 @@ def _is_separable(layout: Layout) -> bool:
 
 
 def _within(layout: Layout, side: tuple[str, ...]) -> list[tuple[str, ...]]:
-    """Returns the dims of the destination that are of one dim of the source."""
+    """Returns the destination dims whose factors all are in one source dim."""
     return [dim for dim in layout.destination if set(dim) <= set(side)]
 
 

@@ -1,4 +1,4 @@
-"""LoRA adapters of PEFT on disk: which modules have factors, and whole tensors.
+"""Reader of PEFT's LoRA adapters: factors by module, and full tensors.
 
 Source: huggingface/peft src/peft/utils/save_and_load.py::get_peft_model_state_dict
 """
@@ -21,14 +21,14 @@ B_SUFFIX = ".lora_B.weight"
 
 @dataclasses.dataclass(frozen=True)
 class LoraSource:
-    """An adapter, opened.
+    """Opened LoRA adapter.
 
     Args:
-      config: How factors are scaled.
-      source: Its tensors.
-      modules: Paths of the modules with factors, as the base model names them.
-      whole: Names in the file of tensors that take the place of the base model's own,
-        by the names there: biases, and modules that were saved whole.
+      config: Config of the adapter: ranks and scales.
+      source: Tensors of the adapter.
+      modules: Paths of the adapted modules, as in the base model.
+      whole: Names of tensors in the file that replace tensors of the base model, by
+        the base model's names: biases and fully saved modules.
     """
 
     config: LoraConfig
@@ -38,16 +38,16 @@ class LoraSource:
 
 
 def open_lora(path: str | os.PathLike[str]) -> LoraSource:
-    """Opens an adapter that PEFT saved; reads config and headers only.
+    """Opens an adapter saved by PEFT; reads config and headers only.
 
     Args:
-      path: A directory with `adapter_config.json` and `adapter_model.safetensors`, or
-        `adapter_model.bin` as PEFT once wrote it.
+      path: Directory with `adapter_config.json` and `adapter_model.safetensors`, or
+        `adapter_model.bin` of older PEFT versions.
 
     Raises:
-      FileNotFoundError: If a file is not there.
-      ValueError: If it is damaged, has a field that is not modelled, or factors that
-        are not two of the config's rank; everything is listed.
+      FileNotFoundError: If a file is missing.
+      ValueError: If the adapter is damaged, sets unsupported fields, or has factors
+        that are missing or not of the config's rank.
     """
     config = read_lora_config(path)
     source = _open_weights(Path(path))

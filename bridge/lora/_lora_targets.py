@@ -1,4 +1,4 @@
-"""Which weights of a model an adapter may have factors for, by the names of PEFT."""
+"""Selection of the weights that an adapter has factors for, by PEFT module names."""
 
 from collections.abc import Collection
 
@@ -7,23 +7,23 @@ from bridge.lora._lora_rules import adaptable, adapted_weights
 from bridge.models import DecoderConfig
 
 ALL_LINEAR = "all-linear"
-"""PEFT's word for every linear module but the head."""
+"""PEFT's name for all linear modules except the head."""
 
 
 def lora_targets(config: DecoderConfig, modules: Collection[str]) -> dict[str, int]:
-    """The weights of a tree that modules are, and how many of their dims are inputs.
+    """Returns the weights of the given modules, with their numbers of input dims.
 
     Args:
-      config: The base model.
-      modules: Last components of module names, such as `q_proj`, or `ALL_LINEAR` alone
-        for those of all layers; not the head and the embedding.
+      config: Config of the base model.
+      modules: Last components of module names, such as `q_proj`; or only `ALL_LINEAR`
+        for all linear modules of the layers, without head and embedding.
 
     Returns:
-      By path of the weight, its dims of inputs; they come first.
+      Number of input dims by path of the weight; they precede its output dims.
 
     Raises:
-      ValueError: If a name is of no module, or of one whose weight is cut, or joined
-        with others, in the tree; all offenders in one message.
+      ValueError: If a name matches no module, or a module whose weight is split, or
+        concatenated with others, in the tree. All are listed.
     """
     base = find_family(config.model_type).mapping(config)
     known = adaptable(base, transposed=stores_in_out(config))
@@ -48,5 +48,5 @@ def lora_targets(config: DecoderConfig, modules: Collection[str]) -> dict[str, i
 
 
 def stores_in_out(config: DecoderConfig) -> bool:
-    """Whether the family stores its weights `[in, out]`: PEFT's `fan_in_fan_out`."""
+    """Returns whether the family stores weights as `[in, out]`: `fan_in_fan_out`."""
     return config.model_type == "gpt2"

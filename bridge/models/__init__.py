@@ -1,4 +1,4 @@
-"""Reference models: what the weights of the supported families are imported into."""
+"""Reference models, into which the weights of the supported families are loaded."""
 
 from bridge.models._attention import Attention as Attention
 from bridge.models._attention import dot_product_attention as dot_product_attention

@@ -1,4 +1,4 @@
-"""Causal attention on whole sequences: the plain default of the decoder."""
+"""Causal attention on full sequences: the default of the decoder."""
 
 from typing import Literal, Protocol
 
@@ -10,7 +10,7 @@ Window = int | Int[Array, ""] | None
 
 
 class Attention(Protocol):
-    """What the decoder asks of an attention: causal, grouped heads, packed rows."""
+    """Signature of the decoder's attention: causal, grouped heads, packed rows."""
 
     def __call__(
         self,
@@ -24,7 +24,7 @@ class Attention(Protocol):
         softcap: float | None = None,
         sinks: Float[Array, " heads"] | None = None,
     ) -> Float[Array, "batch seq heads v_head_dim"]:
-        """Attends from each query to the keys at and before it, in its segment."""
+        """Attends from each query to keys of its segment, up to its own position."""
         ...
 
 
@@ -39,32 +39,34 @@ def dot_product_attention(
     softcap: float | None = None,
     sinks: Float[Array, " heads"] | None = None,
 ) -> Float[Array, "batch seq heads v_head_dim"]:
-    """Attends causally, with a float32 softmax.
+    """Computes causal attention with a float32 softmax.
 
-    Query head `i` reads key head `i // (heads / kv_heads)`, as Hugging Face lays
-    them out. cuDNN's fused kernel is used where it runs; elsewhere XLA's form, which
-    holds `[batch, heads, seq, seq]` scores.
+    Query head `i` attends to key head `i // (heads / kv_heads)`, as in Hugging Face.
+    Uses cuDNN's fused kernel where it is supported, otherwise XLA's implementation,
+    which materializes scores `[batch, heads, seq, seq]`.
 
     Args:
-      query: Queries, rotary embedding applied.
-      key: Keys, rotary embedding applied.
+      query: Queries, with rotary embedding applied.
+      key: Keys, with rotary embedding applied.
       value: Values.
-      scale: Multiplies the scores, `head_dim ** -0.5` as a rule.
-      segment_ids: Texts packed in one row see only themselves; None means one text
-        a row.
-      window: Tokens that a query sees, its own included; an array where it differs
-        from layer to layer; None means all before it.
-      softcap: Scores are bent into (-softcap, softcap) by tanh; None leaves them.
-      sinks: For each head a score that takes part in the softmax and has no value;
-        None means none.
+      scale: Factor of the scores, usually `head_dim ** -0.5`.
+      segment_ids: Segment of each token in a packed row: queries attend only to keys
+        of their own segment. None means one segment per row.
+      window: Number of tokens that a query attends to, including its own; an array if
+        it differs between layers; None for all previous tokens.
+      softcap: Bound of the scores, applied as `softcap * tanh(scores / softcap)`;
+        None for no bound.
+      sinks: Score per head that takes part in the softmax but has no value; None for
+        no sinks.
 
     Returns:
-      For each query the mean of the values it attends to.
+      Average of the values for each query, weighted by the softmax.
     """
     bent = softcap is not None or sinks is not None
     if bent or query.shape[-1] != value.shape[-1] or _is_half_on_cpu(query):
         mask = _visible(query.shape[1], segment_ids, window)
         return attend(query, key, value, scale, mask, softcap, sinks)
+    # A static window is passed as `local_window_size`; a traced one needs a mask.
     static = isinstance(window, int)
     mask = None
     if segment_ids is not None or not (static or window is None):
@@ -90,16 +92,21 @@ def attend(
     softcap: float | None,
     sinks: Float[Array, " heads"] | None,
 ) -> Float[Array, "batch seq heads v_head_dim"]:
-    """Attention with what jax's own does not offer, spelled out.
+    """Computes attention with features that `jax.nn.dot_product_attention` lacks.
+
+    These are soft caps, sinks, and values of another width than keys.
 
     Args:
-      query: As in `dot_product_attention`.
-      key: Keys, of which there may be more than queries.
+      query: Queries, with rotary embedding applied.
+      key: Keys, possibly more than queries.
       value: Values.
-      scale: As there.
-      mask: Which key each query sees; at least one.
-      softcap: As there.
-      sinks: As there.
+      scale: Factor of the scores.
+      mask: True where a query attends to a key; at least one key per query.
+      softcap: Bound of the scores; None for no bound.
+      sinks: Score per head that takes part in the softmax; None for no sinks.
+
+    Returns:
+      Average of the values for each query, weighted by the softmax.
 
     Source: transformers `modeling_gemma2.py::eager_attention_forward`,
       `modeling_gpt_oss.py::eager_attention_forward`.
@@ -127,7 +134,7 @@ def attend(
 def _visible(
     seq: int, segment_ids: Int[Array, "batch seq"] | None, window: Window
 ) -> Bool[Array, "#batch 1 seq seq"]:
-    """Says which key each query may see."""
+    """Returns the mask of keys that each query attends to."""
     rows = jnp.arange(seq, dtype=jnp.int32)
     behind = rows[:, None] - rows[None, :]
     mask = behind >= 0
@@ -141,14 +148,14 @@ def _visible(
 
 
 def _is_half_on_cpu(query: Array) -> bool:
-    # jax's form asks for float16 products summed in float32 by a name (F16_F16_F32)
-    # that XLA's CPU backend does not know.
+    # jax's implementation requests the dot algorithm F16_F16_F32, which XLA's CPU
+    # backend does not support.
     return query.dtype == jnp.float16 and jax.devices()[0].platform == "cpu"
 
 
 def _implementation(query: Array) -> Literal["cudnn", "xla"]:
-    # cuDNN's flash attention takes half precision and heads of 8, 16, ..., 128; jax
-    # raises on anything else instead of falling back.
+    # cuDNN's flash attention requires half precision and a head_dim of 8, 16, ...,
+    # 128; jax raises otherwise instead of falling back.
     device = jax.devices()[0]
     nvidia = device.platform == "gpu" and device.device_kind.startswith("NVIDIA")
     half = query.dtype in (jnp.bfloat16, jnp.float16)

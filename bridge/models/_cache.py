@@ -1,4 +1,4 @@
-"""Keys and values of tokens that were seen, and attention that reads them."""
+"""KV cache, and attention that reads it."""
 
 from typing import NamedTuple
 
@@ -12,10 +12,10 @@ Slots = Int[Array, "batch seq"]
 
 
 class KeyValues(NamedTuple):
-    """What one layer has seen, or, with a leading layer dim, each layer of a stack.
+    """KV cache of one layer, or, with a leading layer dim, of a stack of layers.
 
-    A token lies in the slot of its position. So prompts of unequal lengths need no
-    padding on the left, and whatever lies in a slot behind a query is never seen by it.
+    A token is stored in the slot of its position. So prompts of unequal lengths need
+    no left padding, and a query never attends to slots after its own.
     """
 
     key: Float[Array, "batch slots kv_heads head_dim"]
@@ -25,18 +25,18 @@ class KeyValues(NamedTuple):
 def empty_cache(
     config: DecoderConfig, batch: int, slots: int, dtype: DTypeLike
 ) -> list[KeyValues]:
-    """Makes the caches of all stacks of a decoder.
+    """Returns zeroed caches for all stacks of a decoder.
 
-    Latent attention keeps unfolded heads.
+    Latent attention caches its full heads, not the latent vectors.
 
     Args:
-      config: Sizes.
-      batch: Rows.
-      slots: Tokens a row can have.
-      dtype: Of the weights that keys and values are computed with.
+      config: Config of the decoder.
+      batch: Number of rows.
+      slots: Maximum number of tokens in a row.
+      dtype: Dtype of keys and values: the dtype of the weights.
 
     Returns:
-      For each of `config.layer_runs` one, with a leading layer dim.
+      One cache per run of `config.layer_runs`, with a leading layer dim.
     """
     heads = config.num_attention_heads if config.mla else config.num_key_value_heads
     shape = (batch, slots, heads)
@@ -61,20 +61,20 @@ def attend_cached(
     softcap: float | None = None,
     sinks: Float[Array, " heads"] | None = None,
 ) -> tuple[Float[Array, "batch seq heads v_head_dim"], KeyValues]:
-    """Writes new tokens into the cache, and attends from each to those before it.
+    """Writes new tokens to the cache, and attends from each to the tokens up to it.
 
     Args:
       query: Queries of the new tokens.
-      new: Their keys and values.
-      cache: What was seen.
-      slots: Where each of them lies, which is its position.
-      scale: As for `dot_product_attention`.
-      window: As there.
-      softcap: As there.
-      sinks: As there.
+      new: Keys and values of the new tokens.
+      cache: Cache of the previous tokens.
+      slots: Slots of the new tokens: their positions.
+      scale: Factor of the scores.
+      window: Number of tokens that a query attends to; None for all previous tokens.
+      softcap: Bound of the scores; None for no bound.
+      sinks: Score per head that takes part in the softmax; None for no sinks.
 
     Returns:
-      The mixed values, and the cache with the new tokens in it.
+      Weighted averages of the values, and the cache with the new tokens.
     """
     rows = jnp.arange(slots.shape[0])[:, None]
     key = cache.key.at[rows, slots].set(new.key)

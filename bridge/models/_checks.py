@@ -1,4 +1,4 @@
-"""Values of a config's fields, checked against the types it declares."""
+"""Validation of a config's fields against their annotations."""
 
 import dataclasses
 import functools
@@ -9,17 +9,17 @@ from typing import Any, Literal
 
 
 def wrong_fields(config: Any) -> list[str]:
-    """Says which fields hold a value that their annotation does not allow.
+    """Returns messages for fields whose value does not match their annotation.
 
-    A config file is a stranger's text: `"false"` is a true string, `NaN` a number,
-    and `True` an integer; each would be computed with and never noticed.
+    Config files are untrusted: `"false"` is a truthy string, `NaN` a number, and
+    `True` an integer, and each would silently be computed with.
 
     Args:
-      config: A dataclass. An `int` does where a `float` is declared; floats must be
-        finite, and `bool` is no number.
+      config: Dataclass to check. An `int` is accepted as `float`; floats must be
+        finite, and `bool` is not accepted as a number.
 
     Returns:
-      A line for each such field; sizes are checked by `wrong_sizes`.
+      One message per invalid field; sizes are checked by `wrong_sizes`.
     """
     hints = _hints(type(config))
     return [
@@ -30,7 +30,7 @@ def wrong_fields(config: Any) -> list[str]:
 
 
 def wrong_sizes(config: Any, names: tuple[str, ...]) -> list[str]:
-    """Says which of the named integer fields are set, and not positive."""
+    """Returns messages for those of the named integer fields that are not positive."""
     return [
         f"{name} is {value!r}, not a positive integer"
         for name in names
@@ -39,7 +39,7 @@ def wrong_sizes(config: Any, names: tuple[str, ...]) -> list[str]:
 
 
 def raise_if(subject: str, wrong: list[str]) -> None:
-    """Raises a `ValueError` that lists what is wrong, if anything is."""
+    """Raises a `ValueError` that lists the messages, if there are any."""
     if wrong:
         raise ValueError(f"{subject}:\n" + "\n".join(f"  {line}" for line in wrong))
 
@@ -66,6 +66,7 @@ def _allows(hint: Any, value: Any) -> bool:
     if hint is Any:
         return True
     if hint is float:
+        # bool is a subclass of int, and not accepted as a number here.
         number = isinstance(value, int | float) and not isinstance(value, bool)
         return number and math.isfinite(value)
     if hint is int:

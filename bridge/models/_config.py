@@ -1,4 +1,4 @@
-"""The shape and the traits of a decoder, under the names Hugging Face gives them."""
+"""Config of a decoder, with Hugging Face's field names."""
 
 import dataclasses
 import itertools
@@ -16,17 +16,17 @@ Activation = Literal["silu", "gelu", "gelu_pytorch_tanh", "gelu_new"]
 
 
 MAX_LAYERS = 1000
-"""More than any model has: a config with more is damaged, or meant to fill memory."""
+"""Upper bound on layers, against damaged configs or ones meant to exhaust memory."""
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerRun:
-    """Neighbouring layers of one structure, which one stack of weights can hold.
+    """Consecutive layers of equal structure, whose weights are stacked.
 
     Args:
-      start: The first layer.
-      stop: The layer behind the last.
-      sparse: Whether their MLPs are mixtures of experts.
+      start: Index of the first layer.
+      stop: Index after the last layer.
+      sparse: Whether the MLPs are mixtures of experts.
     """
 
     start: int
@@ -36,77 +36,80 @@ class LayerRun:
 
 @dataclasses.dataclass(frozen=True)
 class DecoderConfig:
-    """A decoder-only transformer, as data.
+    """Config of a decoder-only transformer.
 
-    Fields carry Hugging Face's names and meanings where it has one name for a thing.
-    Those that the model does not read (`initializer_range` aside, the token ids,
-    `max_position_embeddings` unless positions are learned, `dtype` and `carried`) are
-    kept so that an exported config says what the imported one said.
+    Fields have Hugging Face's names and meanings where it uses one name consistently.
+    Fields that the model does not read (the token ids, `max_position_embeddings`
+    unless positions are learned, `dtype` and `carried`) are kept so that an exported
+    config equals the imported one.
 
     Args:
-      vocab_size: Rows of the embedding, padding included.
+      vocab_size: Number of rows of the embedding, including padding.
       hidden_size: Width of the residual stream.
       intermediate_size: Width inside a dense MLP.
-      num_hidden_layers: Layers.
-      num_attention_heads: Query heads.
-      num_key_value_heads: Key and value heads; None means as many as query heads.
-      head_dim: Width of a query or key head; None means `hidden_size /
-        num_attention_heads`, or what `mla` says.
+      num_hidden_layers: Number of layers.
+      num_attention_heads: Number of query heads.
+      num_key_value_heads: Number of key and value heads; None for as many as query
+        heads.
+      head_dim: Width of a query or key head; None for `hidden_size /
+        num_attention_heads`, or the width given by `mla`.
       max_position_embeddings: Longest sequence the model was trained for, in tokens.
-      norm: `rms`: scaled in the dtype of the weights; `rms_wide`: in float32, then
-        rounded; `rms_zero_centered`: the same, the scale stored less one; `layer`:
-        the mean subtracted as well.
-      norm_eps: Added to the mean square, or variance, under the root.
+      norm: Kind of norm. `rms`: RMS norm, rounded to the compute dtype before it is
+        scaled; `rms_wide`: scaled in float32, then rounded; `rms_zero_centered`: like
+        `rms_wide`, but the scale is stored minus one; `layer`: layer norm in float32.
+      norm_eps: Epsilon added to the mean square, or variance, under the root.
       norm_bias: Whether norms add a bias.
-      norm_placement: Attention and MLP are normed before (`pre`), after (`post`),
-        before and after (`both`), or share the norm before them and run side by side
-        (`parallel`).
-      hidden_act: The MLP's activation.
-      gated_mlp: Whether it multiplies a second projection.
+      norm_placement: Position of the norms of attention and MLP: before (`pre`),
+        after (`post`), before and after (`both`), or one shared norm before both,
+        which run in parallel (`parallel`).
+      hidden_act: Activation of the MLP.
+      gated_mlp: Whether the activation multiplies a second projection.
       mlp_bias: Whether the MLP's projections have biases.
-      attention_bias: Whether q, k and v projections have biases.
-      attention_out_bias: Whether the o projection has one.
-      qk_norm: Queries and keys are normed: each `head` by one shared scale, each head
-        by a scale of its own (`per_head`), all heads as one vector (`full`), or not
-        at all (None).
-      query_pre_attn_scalar: Scores are scaled by this to the power of -1/2; None
-        means `head_dim`.
-      attention_multiplier: Scores are scaled by this instead; None means by the
-        above.
-      attn_logit_softcapping: Scores are bent into this range, by tanh; None: not.
-      final_logit_softcapping: The same for the logits.
+      attention_bias: Whether the q, k and v projections have biases.
+      attention_out_bias: Whether the o projection has a bias.
+      qk_norm: Norm of queries and keys: each head with one shared scale (`head`),
+        each head with its own scale (`per_head`), all heads as one vector (`full`), or
+        none (None).
+      query_pre_attn_scalar: Value whose power of -1/2 scales the scores; None for
+        `head_dim`.
+      attention_multiplier: Scale of the scores; None for the one given by
+        `query_pre_attn_scalar`.
+      attn_logit_softcapping: Bound of the scores, applied by tanh; None for no bound.
+      final_logit_softcapping: Bound of the logits, applied by tanh; None for no bound.
       attention_sinks: Whether each head has a learned score that takes part in the
-        softmax and brings no value.
-      clip_qkv: Bound on queries, keys and values; None means none.
-      mla: Sizes of latent attention; None means grouped-query attention.
-      rope: How positions turn queries and keys; None means positions are learned
-        vectors, added to the embedding.
-      sliding_rope: The same for sliding layers; None means as `rope`.
-      no_rope_layers: Layers (counted from 0) whose queries and keys are not turned.
-      sliding_window: Tokens that a sliding layer sees, the current one included.
-      layer_types: One a layer; None means all slide if `sliding_window` is set, else
-        none.
+        softmax but has no value.
+      clip_qkv: Bound on queries, keys and values; None for no bound.
+      mla: Sizes of latent attention; None for grouped-query attention.
+      rope: Rotary embedding of queries and keys; None for learned positions, which
+        are added to the embedding.
+      sliding_rope: Rotary embedding of sliding layers; None for `rope`.
+      no_rope_layers: Indices of layers without rotary embedding.
+      sliding_window: Number of tokens that a sliding layer attends to, including the
+        current one.
+      layer_types: Type of each layer; None for all sliding if `sliding_window` is set,
+        else all full attention.
       scale_embeddings: Whether embeddings are multiplied by the root of `hidden_size`,
         rounded to their dtype.
-      embedding_multiplier: Multiplies the embeddings.
-      residual_multiplier: Multiplies what attention and MLP add to the stream.
-      logit_scale: Multiplies the logits.
-      logits_scaling: Divides the logits.
-      moe: The experts; None means all layers are dense.
-      dense_layers: With `moe`, the layers (counted from 0) that are dense all the same.
+      embedding_multiplier: Factor of the embeddings.
+      residual_multiplier: Factor of the outputs of attention and MLP, before they are
+        added to the residual stream.
+      logit_scale: Factor of the logits.
+      logits_scaling: Divisor of the logits.
+      moe: Config of the experts; None if all layers are dense.
+      dense_layers: Indices of layers that are dense although `moe` is set.
       tie_word_embeddings: Whether the embedding is also the output projection.
-      initializer_range: Standard deviation of freshly initialised weights.
+      initializer_range: Standard deviation of the initial weights.
       bos_token_id: Token that begins a text, or None.
-      eos_token_id: Token, or tokens, that end a text, or None.
-      pad_token_id: Token that fills up a batch, or None.
-      model_type: The family, a key of the family table.
-      dtype: Weights' dtype as recorded in the config file. The compute dtype
+      eos_token_id: Token or tokens that end a text, or None.
+      pad_token_id: Token that pads a batch, or None.
+      model_type: Name of the family, a key of the family table.
+      dtype: Dtype of the weights as recorded in the config file. The compute dtype
         follows the weights, never this field.
-      carried: Name and value of fields of the file that change no logit (dropout
-        rates, loss coefficients), exported again; no dropout is computed.
+      carried: Names and values of passthrough fields, which change no logit (dropout
+        rates, loss coefficients) and are exported again; no dropout is computed.
 
     Raises:
-      ValueError: If a field has a value it cannot have, or fields do not fit.
+      ValueError: If a field has an invalid value, or fields are inconsistent.
     """
 
     vocab_size: int
@@ -156,14 +159,14 @@ class DecoderConfig:
     carried: tuple[tuple[str, Any], ...] = ()
 
     def __post_init__(self):
-        """Fills in the two derived sizes and checks that everything fits."""
+        """Fills in the two derived sizes and validates the fields."""
         self._derive()
         wrong = wrong_fields(self) + wrong_sizes(self, _SIZES)
         raise_if("DecoderConfig", wrong or self._misfits())
 
     @property
     def rope_dim(self) -> int:
-        """Dims of a head that positions turn; 0 if positions are learned."""
+        """Number of rotated dims of a head; 0 if positions are learned."""
         if self.rope is None:
             return 0
         width = self.mla.qk_rope_head_dim if self.mla else self.head_dim
@@ -176,7 +179,7 @@ class DecoderConfig:
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """For each layer the tokens it sees, or None for all before it."""
+        """Attention window of each layer in tokens, or None for full attention."""
         types = self.layer_types or ("sliding_attention",) * self.num_hidden_layers
         return tuple(
             self.sliding_window if kind == "sliding_attention" else None
@@ -185,7 +188,7 @@ class DecoderConfig:
 
     @property
     def layer_runs(self) -> tuple[LayerRun, ...]:
-        """The layers as few runs as their structure allows."""
+        """Maximal runs of consecutive layers of equal structure."""
         dense = set(self.dense_layers)
         sparse = [
             self.moe is not None and layer not in dense
@@ -199,7 +202,7 @@ class DecoderConfig:
         return tuple(runs)
 
     def _derive(self):
-        # A frozen dataclass is still being made here: its own setattr refuses.
+        # The dataclass is frozen, so its own setattr raises.
         hidden, heads = self.hidden_size, self.num_attention_heads
         if self.num_key_value_heads is None:
             object.__setattr__(self, "num_key_value_heads", heads)

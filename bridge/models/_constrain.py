@@ -1,37 +1,37 @@
-"""Where activations lie when matrices are split: the decoder's word for it."""
+"""Signature and default of the decoder's sharding constraint on activations."""
 
 from typing import Literal, Protocol
 
 from jaxtyping import Array, Float
 
 Place = Literal["embeddings", "tokens", "input", "output", "logits"]
-"""Where in the decoder an activation is, all `[batch, seq, features]`.
+"""Place of an activation `[batch, seq, features]` in the decoder.
 
-`embeddings`: what the table gave. `tokens`: what a matrix that is not split made of
-each token. `input`: what matrices that are split by columns read, behind a norm.
-`output`: what those that are split by rows made, before it is added to the residual
-stream. `logits`: of the whole vocabulary.
+`embeddings`: output of the embedding. `tokens`: output, per token, of a matrix that is
+not split. `input`: input of matrices split by columns, after a norm. `output`: output
+of matrices split by rows, before it is added to the residual stream. `logits`: logits
+of the full vocabulary.
 """
 
 
 class Constrain(Protocol):
-    """What the decoder asks of a constraint: the same numbers, laid out anew."""
+    """Signature of a sharding constraint: changes the sharding, never the values."""
 
     def __call__(
         self, x: Float[Array, "batch seq features"], place: Place
     ) -> Float[Array, "batch seq features"]:
-        """Returns `x`, laid out as it should be in that place."""
+        """Returns `x` with the sharding for that place."""
         ...
 
 
 def unconstrained(
     x: Float[Array, "batch seq features"], place: Place
 ) -> Float[Array, "batch seq features"]:
-    """Leaves everything where it is: the default of the decoder's `constrain`.
+    """Returns `x` unchanged: the default of the decoder's `constrain`.
 
     Args:
-      x: An activation.
-      place: Where in the decoder it is; the signature that any other must have.
+      x: Activation to constrain.
+      place: Place of the activation; unused here, but part of the signature.
     """
     del place
     return x

@@ -1,4 +1,4 @@
-"""The reference decoder: a function of its config, one device's plain JAX."""
+"""Reference decoder, defined by its config, in plain single-device JAX."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -32,7 +32,7 @@ from bridge.models._router_stats import RouterStats
 Scan = Callable[..., tuple[Any, Any]]
 Ids = Int[Array, "batch seq"]
 
-# Wider than any text: a layer that sees everything, among layers that do not.
+# Window of a full-attention layer among sliding ones: wider than any sequence.
 _NO_WINDOW = 2**30
 
 
@@ -45,18 +45,18 @@ def plain_scan(
 ) -> tuple[Any, Any]:
     """Runs `unit` over stacked weights, one layer at a time.
 
-    The default of the decoder's `scan` argument, and the signature that any other
-    must have: everything differentiable enters by an argument.
+    Default of the decoder's `scan` argument, and the required signature of any
+    replacement: everything differentiable is passed as an argument.
 
     Args:
-      unit: `unit(weights, carry, *x_slices, *consts) -> (carry, y)`.
+      unit: Function `unit(weights, carry, *x_slices, *consts) -> (carry, y)`.
       stacked: Pytree of weights with a leading layer dim.
-      carry: What the first unit receives.
+      carry: Carry of the first unit.
       xs: Pytrees with a leading layer dim, sliced for each unit.
-      consts: Pytrees that every unit receives whole.
+      consts: Pytrees that every unit receives without slicing.
 
     Returns:
-      The last carry, and the `y`s stacked.
+      Final carry, and the stacked `y`s.
     """
 
     def body(carry, slices):
@@ -67,28 +67,30 @@ def plain_scan(
 
 
 class Decoder(nnx.Module):
-    """A decoder-only language model whose layers are stacked.
+    """Decoder-only language model with stacked layers.
 
     `layers` is a single `DecoderLayer` with a leading layer dim on every leaf, so
-    that a scan compiles one layer and a file's layers land in one array; where dense
-    and sparse layers mix, it is a list of such stacks, one for each run of
-    `config.layer_runs`. Parameters are only touched inside the call of the module that
-    owns them: whoever replaces `DecoderLayer.__call__` sees every use of a layer's
+    that a scan compiles one layer and the layers of a file are loaded into one array.
+    Where dense and sparse layers mix, it is a list of such stacks, one for each run of
+    `config.layer_runs`. Parameters are only used inside the call of the module that
+    owns them, so a replacement of `DecoderLayer.__call__` sees every use of a layer's
     weights.
 
-    What parallelism changes comes in as an argument with a plain default.
+    Everything that parallelism changes is an argument with a plain default.
 
     Args:
-      config: Sizes and traits.
+      config: Config of the decoder.
       rngs: Source of keys for the initial weights.
       param_dtype: Dtype of the parameters.
-      scan: Runs the layers; the signature of `plain_scan`.
-      attention: Mixes tokens; the signature of `dot_product_attention`.
-      dispatch: Brings tokens to experts; the signature of `sorted_dispatch`.
-      constrain: Lays activations out; the signature of `unconstrained`.
-      positions: Says where tokens stand if a call does not; the signature of
-        `positions_in_order`. Of rows whose tokens are split, `longrope` alone asks for
-        more: each part would take the set of its own longest text.
+      scan: Function that runs the layers, with the signature of `plain_scan`.
+      attention: Attention function, with the signature of `dot_product_attention`.
+      dispatch: Function that runs experts, with the signature of `sorted_dispatch`.
+      constrain: Sharding constraint of activations, with the signature of
+        `unconstrained`.
+      positions: Function that returns positions if a call has none, with the signature
+        of `positions_in_order`. For rows split over devices the right positions
+        suffice, except with `longrope`: each part would choose its frequencies by
+        its own longest text.
     """
 
     def __init__(
@@ -103,7 +105,7 @@ class Decoder(nnx.Module):
         constrain: Constrain = unconstrained,
         positions: Positions = positions_in_order,
     ):
-        """Makes all weights; under `nnx.eval_shape`, only their shapes."""
+        """Initializes all weights; under `nnx.eval_shape`, only their shapes."""
         self.config = config
         self.scan = scan
         self.constrain = constrain
@@ -144,7 +146,7 @@ class Decoder(nnx.Module):
 
     @property
     def dtype(self) -> jnp.dtype:
-        """Dtype of the weights, which compute follows."""
+        """Dtype of the weights, which is also the compute dtype."""
         return self.norm.scale[...].dtype
 
     def __call__(
@@ -157,11 +159,12 @@ class Decoder(nnx.Module):
 
         Args:
           tokens: Token ids.
-          positions: Position of each token in its text; None is what the decoder's
-            own `positions` says, from 0 in each row. To rotary embedding only
-            differences matter, so packed texts need no restart; learned positions do.
-          segment_ids: Which of several texts packed in a row a token belongs to;
-            None means one text a row.
+          positions: Position of each token in its text; None for those of the
+            decoder's own `positions`, by default from 0 in each row. Rotary embedding
+            depends only on differences, so positions need not restart for packed
+            texts; learned positions must.
+          segment_ids: Segment of each token in a packed row; None for one segment per
+            row.
 
         Returns:
           Logits in the dtype of the weights: a loss that sums over the vocabulary
@@ -175,11 +178,11 @@ class Decoder(nnx.Module):
         positions: Ids | None = None,
         segment_ids: Ids | None = None,
     ) -> tuple[Float[Array, "batch seq vocab"], RouterStats | None]:
-        """Returns the logits, and what the routers did, for losses that balance them.
+        """Returns the logits and router statistics, for load-balancing losses.
 
         Returns:
-          As a call; and the sums of all layers with experts, stacked on a first dim, or
-          None if there are none.
+          Logits, and the statistics of all layers with experts, stacked along a first
+          dim, or None if there are no such layers.
         """
         states, stats = self.final_states(tokens, positions, segment_ids)
         return self.logits(states), stats
@@ -187,7 +190,7 @@ class Decoder(nnx.Module):
     def logits(
         self, states: Float[Array, "batch seq embed"]
     ) -> Float[Array, "batch seq vocab"]:
-        """Returns the logits of what `final_states` or `extend` returned."""
+        """Returns the logits of states returned by `final_states` or `extend`."""
         tied = self.config.tie_word_embeddings
         logits = self.embed_tokens.attend(states) if tied else self.lm_head(states)
         return self.finish_logits(self.constrain(logits, "logits"))
@@ -195,15 +198,16 @@ class Decoder(nnx.Module):
     def extend(
         self, tokens: Ids, positions: Ids, cache: Sequence[KeyValues]
     ) -> tuple[Float[Array, "batch seq embed"], list[KeyValues]]:
-        """Runs tokens that go on from those in a cache.
+        """Runs new tokens that follow those in a cache.
 
         Args:
           tokens: Token ids.
-          positions: Where each lies in its text, and so in the cache.
-          cache: From `empty_cache`, or from here.
+          positions: Position of each token in its text, which is its cache slot.
+          cache: Cache from `empty_cache`, or from a previous call.
 
         Returns:
-          What the head reads, and the cache with these tokens in it.
+          Normed final states, the input of the head; and the cache with the new
+          tokens.
         """
         x, cache = self._run(tokens, positions, None, _extend_layer, cache=cache)
         return self.constrain(self.norm(x), "input"), cache
@@ -214,9 +218,9 @@ class Decoder(nnx.Module):
         positions: Ids | None = None,
         segment_ids: Ids | None = None,
     ) -> tuple[Float[Array, "batch seq embed"], RouterStats | None]:
-        """Returns what the head reads, behind the last norm, and what the routers did.
+        """Returns the normed final states, the head's input, and router statistics.
 
-        For a loss that makes logits a part at a time, from these, `head_kernel` and
+        For losses that compute logits in chunks, from these states, `head_kernel` and
         `finish_logits`.
         """
         x, stats = self._run(tokens, positions, segment_ids, _apply_layer)
@@ -224,13 +228,13 @@ class Decoder(nnx.Module):
         return states, _stacked([s for s in stats if s is not None])
 
     def head_kernel(self) -> Float[Array, "embed vocab"]:
-        """Returns the head's kernel; of a tied embedding, its transpose."""
+        """Returns the head's kernel; with tied embeddings, the transposed embedding."""
         if self.config.tie_word_embeddings:
             return self.embed_tokens.embedding[...].T
         return self.lm_head.kernel[...]
 
     def finish_logits(self, logits: Float[Array, "..."]) -> Float[Array, "..."]:
-        """Scales products of head and states, and bends them, entry by entry."""
+        """Scales and soft-caps products of head and states, elementwise."""
         config = self.config
         logits = scale_by(logits, config.logit_scale)
         logits = scale_by(logits, 1 / config.logits_scaling)
@@ -244,10 +248,10 @@ class Decoder(nnx.Module):
         positions: Ids | None = None,
         segment_ids: Ids | None = None,
     ) -> Float[Array, "layers+1 batch seq embed"]:
-        """Returns the residual stream before the layers and behind each of them.
+        """Returns the residual stream before the first layer and after each layer.
 
-        To find the first layer where two models part. As transformers has it, the last
-        entry is normed.
+        Used to find the first layer where two models differ. The last entry is normed,
+        as in transformers.
         """
         x, (first, *states) = self._run(
             tokens, positions, segment_ids, _apply_and_keep, keep_first=True
@@ -265,7 +269,11 @@ class Decoder(nnx.Module):
         keep_first: bool = False,
         cache: Sequence[KeyValues] | None = None,
     ) -> tuple[Stream, list[Any]]:
-        """Embeds, and runs one stack of layers after the other."""
+        """Embeds tokens and runs all stacks of layers.
+
+        Returns the residual stream, and one `y` per stack (with `keep_first`, preceded
+        by the embeddings).
+        """
         if positions is None:
             positions = self.positions(tokens)
         x = self.constrain(self._embed(tokens, positions), "embeddings")
@@ -291,7 +299,7 @@ class Decoder(nnx.Module):
         if self.embed_positions is not None:
             x = x + self.embed_positions(positions)
         if self.config.scale_embeddings:
-            # The root is rounded to the dtype of the weights, as it was in training.
+            # The factor is rounded to the dtype of the weights, as in training.
             x = x * jnp.asarray(self.config.hidden_size**0.5, x.dtype)
         return scale_by(x, self.config.embedding_multiplier)
 
@@ -301,7 +309,8 @@ class Decoder(nnx.Module):
             return None
         tables = []
         for rope in ropes:
-            if rope is None:  # a turn by nothing
+            if rope is None:
+                # Rotation by 0, so that all layers of a scan have the same structure.
                 ones = jnp.ones((*positions.shape, config.rope_dim // 2), dtype)
                 tables.append((ones, jnp.zeros_like(ones)))
             else:
@@ -313,7 +322,7 @@ class Decoder(nnx.Module):
 
 
 def _layer_ropes(config: DecoderConfig) -> list[RopeConfig | None]:
-    """Returns what turns the heads of each layer."""
+    """Returns the rotary embedding of each layer, None for layers without one."""
     sliding = config.sliding_rope or config.rope
     return [
         None
@@ -324,14 +333,14 @@ def _layer_ropes(config: DecoderConfig) -> list[RopeConfig | None]:
 
 
 def _ropes(config: DecoderConfig) -> list[RopeConfig | None]:
-    """Returns the different ones, in the order of their first use."""
+    """Returns the distinct rotary embeddings, in the order of their first use."""
     if config.rope is None:
         return []
     return list(dict.fromkeys(_layer_ropes(config)))
 
 
 def _per_layer(config: DecoderConfig) -> dict[str, np.ndarray]:
-    """Returns, where layers differ, what each of them is told."""
+    """Returns the inputs that differ between layers, as arrays with a layer dim."""
     values, ropes = {}, _ropes(config)
     if len(ropes) > 1:
         indices = [ropes.index(rope) for rope in _layer_ropes(config)]
@@ -345,7 +354,7 @@ def _per_layer(config: DecoderConfig) -> dict[str, np.ndarray]:
 def _apply_layer(
     layer: DecoderLayer, x: Stream, per_layer: PerLayer, *consts: Any
 ) -> tuple[Stream, RouterStats | None]:
-    # By the call, not by the parts: a subclass may gather the weights at entry.
+    # Through `__call__`, which a subclass may override to gather the weights.
     out = layer(x, per_layer, *consts)
     return out.stream, out.router_stats
 
@@ -370,7 +379,7 @@ def _extend_layer(
 
 
 def _stacked(stats: list[RouterStats]) -> RouterStats | None:
-    """Those of several stacks of layers as one."""
+    """Concatenates the statistics of several stacks of layers."""
     if not stats:
         return None
     return jax.tree.map(lambda *parts: jnp.concatenate(parts), *stats)

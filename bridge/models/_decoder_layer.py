@@ -1,4 +1,4 @@
-"""One layer of a decoder."""
+"""Decoder layer."""
 
 from typing import NamedTuple
 
@@ -23,12 +23,12 @@ Tables = tuple[Array, Array] | None
 
 
 class LayerOutput(NamedTuple):
-    """What a layer makes.
+    """Output of a layer.
 
     Attributes:
-      stream: The residual stream.
-      router_stats: What the router did; None in a dense layer.
-      cache: With the new tokens in it; None if there was none.
+      stream: Residual stream.
+      router_stats: Statistics of the router; None in a dense layer.
+      cache: Cache with the new tokens; None if there was no cache.
     """
 
     stream: Stream
@@ -37,16 +37,17 @@ class LayerOutput(NamedTuple):
 
 
 class DecoderLayer(nnx.Module):
-    """One layer: attention and MLP, each normed and added to the residual stream.
+    """Decoder layer: attention and MLP, each normed and added to the residual stream.
 
     Args:
-      config: Sizes and traits.
+      config: Config of the decoder.
       sparse: Whether the MLP is a mixture of experts.
       rngs: Source of keys.
       param_dtype: Dtype of the parameters.
-      attention: Mixes tokens; the signature of `dot_product_attention`.
-      dispatch: Brings tokens to experts; the signature of `sorted_dispatch`.
-      constrain: Lays activations out; the signature of `unconstrained`.
+      attention: Attention function, with the signature of `dot_product_attention`.
+      dispatch: Function that runs experts, with the signature of `sorted_dispatch`.
+      constrain: Sharding constraint of activations, with the signature of
+        `unconstrained`.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class DecoderLayer(nnx.Module):
         dispatch: Dispatch = sorted_dispatch,
         constrain: Constrain = unconstrained,
     ):
-        """Makes the weights of one layer, without a layer dim."""
+        """Initializes the weights of one layer, without a layer dim."""
         placement = config.norm_placement
         before, after = placement != "post", placement in ("post", "both")
 
@@ -106,23 +107,23 @@ class DecoderLayer(nnx.Module):
         cache: KeyValues | None = None,
         slots: Slots | None = None,
     ) -> LayerOutput:
-        """Adds what attention and MLP make to the residual stream.
+        """Adds the outputs of attention and MLP to the residual stream.
 
         Args:
-          x: The stream.
-          per_layer: Where layers differ: `window`, the tokens a query sees, and
-            `table`, which of the tables turns its heads.
+          x: Residual stream.
+          per_layer: Scalars that differ between layers: `window`, the attention window
+            in tokens, and `table`, the index of the rotary table.
           tables: Cosines and sines of the positions, stacked if layers differ; None
             if positions are learned.
-          segment_ids: Which of several texts packed in a row a token belongs to.
-          cache: Keys and values of the tokens before, if these go on from some.
-          slots: Then where these lie in it.
+          segment_ids: Segment of each token in a packed row; None for one segment.
+          cache: Keys and values of the previous tokens; None without a cache.
+          slots: Slots of the tokens in the cache; None without a cache.
         """
         per_layer = per_layer or {}
         cos, sin = _pick(tables, per_layer.get("table"))
         normed = _apply(self.input_layernorm, x)
         read = self.constrain(normed, "input")
-        # Latent attention constrains the narrow vectors that it makes first.
+        # Latent attention constrains its latent vectors instead of its input.
         heard = normed if self.is_latent else read
         window = per_layer.get("window")
         if cache is None or slots is None:
@@ -134,7 +135,7 @@ class DecoderLayer(nnx.Module):
     def _add(
         self, x: Stream, read: Stream, mixed: Stream
     ) -> tuple[Stream, RouterStats | None]:
-        """Adds what attention made, and what the MLP makes of that or beside it."""
+        """Adds the outputs of attention and MLP, in series or parallel."""
         if self.parallel:
             y, stats = self._feedforward(read)
             both = self._scaled(mixed) + self._scaled(y)
@@ -155,7 +156,7 @@ class DecoderLayer(nnx.Module):
 
 
 def make_norm(config: DecoderConfig, param_dtype: DTypeLike) -> Norm:
-    """Makes a norm of the residual stream."""
+    """Returns a norm for the residual stream."""
     return Norm(
         (config.hidden_size,),
         config.norm,

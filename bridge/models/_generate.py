@@ -1,4 +1,4 @@
-"""Writing on: prompts of unequal lengths, one token a row and step, from a cache."""
+"""Generation from prompts of unequal lengths with a KV cache."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -13,11 +13,11 @@ from bridge.models._sample import GREEDY, Sampling, sample
 
 
 class Generated(NamedTuple):
-    """Prompts and what was written behind them.
+    """Prompts with their generated tokens.
 
     Attributes:
-      tokens: Each row begins with its prompt; what lies behind `lengths` is zeros.
-      lengths: Tokens of each row, its prompt and the token that ended it included.
+      tokens: Prompt and generated tokens of each row, followed by zeros.
+      lengths: Number of tokens in each row, including its prompt and stop token.
     """
 
     tokens: Int[Array, "batch slots"]
@@ -25,14 +25,14 @@ class Generated(NamedTuple):
 
 
 class _Running(NamedTuple):
-    """Between two steps.
+    """State of the generation loop between two steps.
 
     Attributes:
-      tokens: As in `Generated`; the newest is not in the cache yet.
-      lengths: Likewise.
-      open: Rows that go on.
-      cache: Of all stacks.
-      step: Tokens written behind the prompts, ended rows aside.
+      tokens: Tokens so far, as in `Generated`; the newest is not in the cache yet.
+      lengths: Number of tokens in each row so far.
+      open: True for rows that have not ended.
+      cache: KV caches of all stacks.
+      step: Number of tokens generated in each open row.
     """
 
     tokens: Int[Array, "batch slots"]
@@ -53,24 +53,24 @@ def generate(
     stop: tuple[int, ...] = (),
     any_open: Callable[[Bool[Array, " batch"]], Bool[Array, ""]] = jnp.any,
 ) -> Generated:
-    """Writes on from each prompt.
+    """Generates a continuation of each prompt.
 
     Args:
-      model: The decoder, in any dtype.
-      prompts: Token ids, from the left; what lies behind `lengths` is not read.
-      lengths: Tokens of each prompt, at least 1.
-      max_new_tokens: Tokens to write at most, at least 1.
-      keys: One a row, for sampling; None at temperature 0.
-      sampling: How tokens are drawn; default the likeliest.
+      model: Decoder, in any dtype.
+      prompts: Token ids, left-aligned; entries beyond `lengths` are ignored.
+      lengths: Number of tokens in each prompt, at least 1.
+      max_new_tokens: Maximum number of tokens to generate, at least 1.
+      keys: One key per row, for sampling; may be None at temperature 0.
+      sampling: Sampling settings; greedy by default.
       stop: Tokens that end a row.
-      any_open: Says whether any row goes on. Where several ranks run this together,
-        it must say the same on all.
+      any_open: Function from the mask of open rows to whether to continue. If several
+        ranks run this together, it must return the same value on all of them.
 
     Returns:
-      The texts, `prompt + max_new_tokens` slots wide.
+      Prompts and continuations, `prompt + max_new_tokens` slots wide.
 
     Raises:
-      ValueError: If there is nothing to write, or sampling lacks keys.
+      ValueError: If `max_new_tokens` is below 1, or sampling lacks keys.
     """
     if max_new_tokens < 1:
         raise ValueError(f"generate({max_new_tokens=}): at least 1.")
@@ -88,6 +88,7 @@ def generate(
         return (now.step < max_new_tokens) & any_open(now.open)
 
     def one_more(now: _Running) -> _Running:
+        # The newest token of each row enters the cache here, one step after its choice.
         last = (now.lengths - 1)[:, None]
         newest = jnp.take_along_axis(now.tokens, last, axis=1)
         states, cache = model.extend(newest, last, now.cache)
@@ -95,8 +96,9 @@ def generate(
 
     cache = empty_cache(model.config, batch, width + max_new_tokens, model.dtype)
     slots = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32)[None], prompts.shape)
-    # Behind a prompt may stand anything, also what is no token.
+    # Padding may be any value, including invalid token ids.
     tokens = jnp.where(slots < lengths[:, None], prompts, 0)
+    # Prefill of all prompts. The state of each prompt's last token predicts the next.
     states, cache = model.extend(tokens, slots, cache)
     last = jnp.take_along_axis(states, (lengths - 1)[:, None, None], axis=1)
     now = _Running(
@@ -114,8 +116,9 @@ def generate(
 def _write(
     now: _Running, chosen: Int[Array, " batch"], stop: tuple[int, ...]
 ) -> _Running:
-    """Writes a token behind each row that is open."""
+    """Appends a token to each open row."""
     rows = jnp.arange(chosen.shape[0])
+    # Closed rows rewrite the value in place; writes beyond a full row are dropped.
     old = jnp.take_along_axis(
         now.tokens, jnp.minimum(now.lengths, now.tokens.shape[1] - 1)[:, None], axis=1
     )[:, 0]

@@ -1,4 +1,4 @@
-"""Products of rows with their group's matrix, in blocks, for GPUs."""
+"""Grouped matrix multiplication in blocks of rows, for GPUs."""
 
 import functools
 from collections.abc import Callable
@@ -15,8 +15,8 @@ Kernel = Float[Array, "groups embed width"]
 Sizes = Int[Array, " groups"]
 
 _SMALLEST, _LARGEST = 128, 2048
-"""Rows of a block: enough for a matrix product to be worth its launch, and for the
-matrix that is cut out for it; a block more for each group is computed for nothing."""
+"""Bounds on the rows of a block: large enough to amortize the launch and the slice of
+the group's matrix, small enough as up to one extra block per group is wasted."""
 
 
 def grouped_matmul(
@@ -28,23 +28,22 @@ def grouped_matmul(
 ) -> Float[Array, "rows width"]:
     """Multiplies rows, sorted by group, each by the matrix of its group.
 
-    As `jax.lax.ragged_dot`, for which XLA has no kernel on NVIDIA's GPUs: it multiplies
-    all rows by every matrix there, in `groups` times the work and the memory. Here rows
-    are multiplied block by block, each by the matrices of the groups that it holds rows
-    of. Elsewhere, and of one group, it is `ragged_dot`.
+    Equivalent to `jax.lax.ragged_dot`, for which XLA has no kernel on NVIDIA GPUs: it
+    multiplies all rows by every matrix there, with `groups` times the work and memory.
+    Here each block of rows is multiplied by the matrices of the groups it has rows of.
+    On other platforms, and with a single group, this is `ragged_dot`.
 
     Args:
-      x: The first `group_sizes[0]` are of the first group, and so on.
-      kernel: A matrix for each group.
-      group_sizes: Rows of each group; those behind the last one give zeros. What is a
-        numpy array with as many rows for each group, of all rows, is one batched
-        product.
-      expected_rows: How many rows will be of a group, more or less; None: all. Where
-        there is room for many more, blocks behind the last group are left out, a few
-        at a time: the host waits to be told how many there are.
+      x: Rows sorted by group: the first `group_sizes[0]` belong to group 0, and so on.
+      kernel: One matrix per group.
+      group_sizes: Number of rows of each group; rows after the last group give zeros.
+        A numpy array of equal sizes that cover all rows gives one batched product.
+      expected_rows: Expected number of rows in all groups together; None for all rows.
+        If it is at most half of the rows, blocks after the last group are skipped, a
+        few at a time: the host then waits for the number of blocks.
 
     Returns:
-      The products, in the wider dtype of both; sums are made in float32 at least.
+      Products, in the wider dtype of both arguments, accumulated at least in float32.
 
     Source: MegaBlocks (arXiv:2211.15841); its blocks have rows of one group, and these
       of several, as in jax's `pallas.ops.tpu.megablox`.
@@ -100,13 +99,13 @@ def _on_gpus(blocks, ragged_dot, *args):
 
 
 class _Visits(NamedTuple):
-    """Blocks of rows, each with a group that it holds rows of, in the order of groups.
+    """Pairs of a block of rows and a group with rows in it, in the order of groups.
 
     Attributes:
-      group: Which one.
-      start: The first row of the block.
-      begin: The first row that is of both.
-      end: The row behind the last one that is.
+      group: Index of the group.
+      start: First row of the block.
+      begin: First row of the group that is not in an earlier block.
+      end: Row after the last row of the group; 0 in padding visits.
       is_first: Whether it is the group's first block.
     """
 
@@ -117,7 +116,7 @@ class _Visits(NamedTuple):
     is_first: Array
 
     def is_in(self, size: int) -> Array:
-        """Of one visit, which rows of its block are of the group."""
+        """Returns, for a single visit, the mask of the block's rows in the group."""
         row = self.start + jnp.arange(size)
         return ((row >= self.begin) & (row < self.end))[:, None]
 
@@ -130,7 +129,7 @@ def rows_in_blocks(
     transposed: bool = False,
     expected: int | None = None,
 ) -> Array:
-    """What `grouped_matmul` is on GPUs; with each group's matrix or its transpose."""
+    """Computes `grouped_matmul` in blocks, by each group's matrix or its transpose."""
     rounds = _Rounds.of(len(x), len(group_sizes), expected)
     size, visits, due = _visits(len(x), group_sizes, rounds.visits)
     contracted = 2 if transposed else 1
@@ -140,6 +139,7 @@ def rows_in_blocks(
         matrix = lax.dynamic_index_in_dim(kernel, one.group, keepdims=False)
         made = lax.dot_general(rows, matrix, (((1,), (contracted - 1,)), ((), ())))
         before = lax.dynamic_slice_in_dim(out, one.start, size)
+        # A block is visited once per group with rows in it: keep rows of other groups.
         made = jnp.where(one.is_in(size), made, before)
         return lax.dynamic_update_slice_in_dim(out, made, one.start, 0), None
 
@@ -156,10 +156,10 @@ def matrices_in_blocks(
     *,
     expected: int | None = None,
 ) -> Kernel:
-    """Of each group `x.T @ grad`: the gradient of its matrix.
+    """Returns `x.T @ grad` of each group: the gradient of its matrix.
 
-    Summed over blocks in float32 at least, one group after the other, so that no more
-    than one matrix is held so.
+    Blocks are summed at least in float32, one group after the other, so that only one
+    float32 matrix is alive.
     """
     rounds = _Rounds.of(len(x), len(group_sizes), expected)
     size, visits, due = _visits(len(x), group_sizes, rounds.visits)
@@ -176,6 +176,7 @@ def matrices_in_blocks(
             preferred_element_type=wide,
         )
         sums = jnp.where(one.is_first, own, sums + own)
+        # Overwritten by each visit of the group; the last one writes the full sum.
         out = lax.dynamic_update_index_in_dim(out, sums.astype(dtype), one.group, 0)
         return (sums, out), None
 
@@ -185,16 +186,17 @@ def matrices_in_blocks(
 
 
 _MOST_ROUNDS = 16
-"""Into so many rounds visits are cut where not all of them are expected."""
+"""Maximum number of rounds that visits are split into, if not all are expected."""
 
 
 class _Rounds(NamedTuple):
-    """In how many goes visits are run.
+    """Division of the visits into rounds.
 
     Attributes:
-      visits: How many there may be: one more a group than blocks.
-      at_once: How many of these are in a round.
-      expected: How many rounds; None if all are run in one go.
+      visits: Maximum number of visits: blocks plus groups minus one, rounded up to
+        full rounds.
+      at_once: Number of visits in a round.
+      expected: Expected number of rounds; None if all visits run in one scan.
     """
 
     visits: int
@@ -219,7 +221,7 @@ def _each(
     due: Int[Array, ""],
     rounds: _Rounds,
 ) -> Any:
-    """Runs the visits that are due, in order; the host asks how many rounds that is."""
+    """Runs the visits that are due, in order; padding visits have no effect."""
     if rounds.expected is None:
         return lax.scan(visit, state, visits)[0]
 
@@ -230,7 +232,8 @@ def _each(
         )
         return at + rounds.at_once, lax.scan(visit, state, these)[0]
 
-    # By this name a forecast knows what no compiler does.
+    # The planner reads the expected trip count from this name: the real one depends on
+    # data, so that the compiled program does not contain it.
     with jax.named_scope(f"about_{rounds.expected}_times"):
         start = jnp.zeros((), due.dtype), state
         return lax.while_loop(lambda loop: loop[0] < due, run, start)[1]
@@ -239,13 +242,15 @@ def _each(
 def _visits(
     rows: int, group_sizes: Sizes, visits: int
 ) -> tuple[int, _Visits, Int[Array, ""]]:
-    """The rows of a block; so many visits; and how many of them are due.
+    """Returns the block size, `visits` visits, and the number of visits that are due.
 
-    Those behind are the last one once more, of no rows.
+    Visits after those that are due repeat the last one, with no rows.
     """
     size = _block_size(rows, len(group_sizes))
     ends = jnp.cumsum(group_sizes)
     starts = ends - group_sizes
+    # Group g has rows in `count[g]` blocks from `first[g]` on; its visits are numbers
+    # `last[g] - count[g]` to `last[g] - 1`.
     first = starts // size
     count = jnp.where(group_sizes > 0, (ends - 1) // size - first + 1, 0)
     last = jnp.cumsum(count)
@@ -256,6 +261,8 @@ def _visits(
     block = first[group] + number - (last[group] - count[group])
     found = _Visits(
         group,
+        # The last block may be shifted to end at the last row; `begin` then masks the
+        # rows that it shares with the block before it.
         start=jnp.clip(block * size, 0, rows - size),
         begin=jnp.maximum(starts[group], block * size),
         end=jnp.where(is_due, ends[group], 0),
@@ -265,6 +272,6 @@ def _visits(
 
 
 def _block_size(rows: int, groups: int) -> int:
-    """A power of two, of which about two make the rows of a group."""
+    """Returns a power of two of at most half the average rows of a group, in bounds."""
     size = max(_SMALLEST, min(_LARGEST, rows // (2 * groups)))
     return min(rows, 1 << (size.bit_length() - 1))

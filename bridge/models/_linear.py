@@ -1,4 +1,4 @@
-"""Projections and tables. Compute follows the dtype of the weights."""
+"""Linear and embedding modules, whose compute dtype is that of the weights."""
 
 import jax.numpy as jnp
 from flax import nnx
@@ -6,14 +6,14 @@ from jaxtyping import Array, DTypeLike, Float, Int
 
 
 class Linear(nnx.Module):
-    """A projection whose kernel keeps heads and head_dim apart.
+    """Linear projection with multi-dimensional input and output, such as heads.
 
-    Separate dims let a mesh axis split whole heads, and let a file's
-    `(heads head_dim)` rows be addressed by head.
+    Separate `heads` and `head_dim` dims let a mesh axis split heads, and let the
+    `(heads head_dim)` rows of a file be addressed by head.
 
     Args:
-      in_shape: Dims that are summed over, e.g. `(embed,)` or `(heads, head_dim)`.
-      out_shape: Dims that are made.
+      in_shape: Contracted dims, such as `(embed,)` or `(heads, head_dim)`.
+      out_shape: Output dims.
       bias: Whether a bias of `out_shape` is added.
       std: Standard deviation of the initial kernel.
       rngs: Source of keys.
@@ -30,7 +30,7 @@ class Linear(nnx.Module):
         rngs: nnx.Rngs,
         param_dtype: DTypeLike,
     ):
-        """Makes a normal kernel and, if asked for, a zero bias."""
+        """Initializes a normal kernel and, with `bias`, a zero bias."""
         kernel = nnx.initializers.normal(std, dtype=param_dtype)
         self.kernel = nnx.Param(kernel(rngs.params(), in_shape + out_shape))
         self.bias = nnx.Param(jnp.zeros(out_shape, param_dtype)) if bias else None
@@ -43,13 +43,13 @@ class Linear(nnx.Module):
 
 
 class Embedding(nnx.Module):
-    """A table of vectors, which may double as the output projection.
+    """Embedding table, which can also be the output projection.
 
-    flax's own `nnx.Embed` fixes its compute dtype when it is made; this one follows
-    whatever weights it is handed.
+    flax's `nnx.Embed` fixes its compute dtype at construction; this one uses the dtype
+    of its current weights.
 
     Args:
-      num_embeddings: Rows.
+      num_embeddings: Number of rows.
       features: Width of a row.
       std: Standard deviation of the initial table.
       rngs: Source of keys.
@@ -65,16 +65,16 @@ class Embedding(nnx.Module):
         rngs: nnx.Rngs,
         param_dtype: DTypeLike,
     ):
-        """Makes a normal table."""
+        """Initializes a normal table."""
         init = nnx.initializers.normal(std, dtype=param_dtype)
         self.embedding = nnx.Param(init(rngs.params(), (num_embeddings, features)))
 
     def __call__(self, ids: Int[Array, "batch seq"]) -> Float[Array, "batch seq embed"]:
-        """Looks rows up; an id past the table gives NaN, not another row."""
+        """Returns the rows of ids; out-of-range ids give NaN instead of another row."""
         return jnp.take(self.embedding[...], ids, axis=0, mode="fill")
 
     def attend(
         self, x: Float[Array, "batch seq embed"]
     ) -> Float[Array, "batch seq vocab"]:
-        """Scores every token of the vocabulary, for tied embeddings."""
+        """Returns the product with the transposed table: logits of tied embeddings."""
         return jnp.einsum("bse,ve->bsv", x, self.embedding[...])

@@ -1,4 +1,4 @@
-"""Multi-head latent attention, as data."""
+"""Config of multi-head latent attention."""
 
 import dataclasses
 
@@ -7,17 +7,19 @@ from bridge.models._checks import raise_if, wrong_fields, wrong_sizes
 
 @dataclasses.dataclass(frozen=True)
 class MLAConfig:
-    """Sizes of latent attention: keys and values are made from a narrow vector.
+    """Sizes of latent attention, which projects keys and values from a latent vector.
 
     Args:
-      kv_lora_rank: Width of what keys and values are made from.
-      qk_nope_head_dim: Dims of a query or key head that positions do not turn.
-      qk_rope_head_dim: Dims that they do; the key's are shared by all heads.
+      kv_lora_rank: Width of the latent vector of keys and values.
+      qk_nope_head_dim: Number of dims of a query or key head without rotation.
+      qk_rope_head_dim: Number of rotated dims; those of the key are shared by all
+        heads.
       v_head_dim: Width of a value head.
-      q_lora_rank: Width of what queries are made from; None means the hidden state.
+      q_lora_rank: Width of the latent vector of queries; None to project queries from
+        the hidden state.
 
     Raises:
-      ValueError: If a size is not a positive integer, or the turned dims are odd.
+      ValueError: If a size is not a positive integer, or `qk_rope_head_dim` is odd.
 
     Source: DeepSeek-V2, https://arxiv.org/abs/2405.04434, section 2.1.
     """
@@ -29,7 +31,7 @@ class MLAConfig:
     q_lora_rank: int | None = None
 
     def __post_init__(self):
-        """Checks the sizes."""
+        """Validates the sizes."""
         names = tuple(field.name for field in dataclasses.fields(self))
         wrong = wrong_fields(self) or wrong_sizes(self, names)
         if not wrong and self.qk_rope_head_dim % 2:

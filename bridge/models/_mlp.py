@@ -1,4 +1,4 @@
-"""The dense MLP, and the activations."""
+"""Dense MLP and its activations."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -19,15 +19,15 @@ ACTIVATIONS: Mapping[str, Callable[[Array], Array]] = MappingProxyType(
         "gelu_new": partial(jax.nn.gelu, approximate=True),
     }
 )
-"""By Hugging Face's names; the last two are one function, written twice there."""
+"""Activations by Hugging Face's names; the last two are the same function there."""
 
 
 class MLP(nnx.Module):
-    """`down(act(gate(x)) * up(x))`, or `down(act(up(x)))` without a gate.
+    """Dense MLP: `down(act(gate(x)) * up(x))`, or `down(act(up(x)))` without a gate.
 
     Args:
-      config: Gives everything but the width.
-      width: Width inside.
+      config: Config of the decoder; its `intermediate_size` is not used.
+      width: Width of the hidden layer.
       bias: Whether the projections have biases.
       rngs: Source of keys.
       param_dtype: Dtype of the parameters.
@@ -42,7 +42,7 @@ class MLP(nnx.Module):
         rngs: nnx.Rngs,
         param_dtype: DTypeLike,
     ):
-        """Makes two or three projections."""
+        """Initializes two or three projections."""
         embed, inside = (config.hidden_size,), (width,)
         linear = partial(
             Linear,
@@ -59,7 +59,7 @@ class MLP(nnx.Module):
     def __call__(
         self, x: Float[Array, "batch seq embed"]
     ) -> Float[Array, "batch seq embed"]:
-        """Works on each token by itself."""
+        """Applies the MLP to each token."""
         activation = ACTIVATIONS[self.activation]
         if self.gate_proj is None:
             return self.down_proj(activation(self.up_proj(x)))

@@ -1,4 +1,4 @@
-"""Mixture of experts, dropless: tokens sorted by expert, one grouped product each."""
+"""Dropless mixture of experts: tokens sorted by expert, then grouped products."""
 
 from collections.abc import Callable
 from functools import partial
@@ -23,7 +23,7 @@ RunExperts = Callable[[Rows, Sizes], Rows]
 
 
 class Dispatch(Protocol):
-    """What the decoder asks of a dispatch: each token through its experts, summed."""
+    """Signature of a dispatch: runs each token through its experts and sums."""
 
     def __call__(
         self,
@@ -33,10 +33,10 @@ class Dispatch(Protocol):
         weights: Float[Array, "tokens chosen"],
         num_experts: int,
     ) -> tuple[Float[Array, "tokens embed"], Int[Array, " tokens"]]:
-        """Sums over the chosen experts `weight * expert(token)`.
+        """Returns the sums of `weight * expert(token)` over the chosen experts.
 
         Returns:
-          The sums, and how many of its experts each token did not get.
+          Sums, and the number of dropped experts of each token.
         """
         ...
 
@@ -48,41 +48,43 @@ def sorted_dispatch(
     weights: Float[Array, "tokens chosen"],
     num_experts: int,
 ) -> tuple[Float[Array, "tokens embed"], Int[Array, " tokens"]]:
-    """Gives every token to every expert it chose; none is dropped.
+    """Runs every token through all of its experts, without dropping any.
 
-    The default of the decoder's `dispatch` argument, and the signature that any other
-    must have. All experts are on this device.
+    Default of the decoder's `dispatch` argument, and the required signature of any
+    replacement. All experts are on this device.
 
     Args:
-      run: `run(rows, group_sizes)` computes rows sorted by expert, of which the first
-        `group_sizes[0]` belong to the first, and so on.
+      run: Function `run(rows, group_sizes)` that applies experts to rows sorted by
+        expert: the first `group_sizes[0]` rows belong to expert 0, and so on.
       x: Tokens.
-      experts: The experts that each token chose.
-      weights: What each one's word weighs.
-      num_experts: Experts in all.
+      experts: Indices of the chosen experts of each token.
+      weights: Weights of the chosen experts.
+      num_experts: Total number of experts.
 
     Returns:
-      The weighted sums, added in float32 and rounded once; and zeros, for every token
-      got all experts it chose.
+      Weighted sums, added in float32 and rounded once; and zeros, the number of
+      dropped experts of each token.
     """
     chosen = experts.shape[-1]
     flat = experts.reshape(-1)
     order = jnp.argsort(flat)  # stable: equal experts keep the tokens' order
     group_sizes = jnp.bincount(flat, length=num_experts).astype(jnp.int32)
+    # Entry i of `flat` belongs to token i // chosen.
     rows = run(jnp.take(x, order // chosen, axis=0), group_sizes)
     wide = jnp.promote_types(x.dtype, jnp.float32)
+    # The argsort of a permutation is its inverse.
     back = jnp.take(rows, jnp.argsort(order), axis=0).reshape(*experts.shape, -1)
     y = jnp.einsum("tce,tc->te", back.astype(wide), weights.astype(wide))
     return y.astype(x.dtype), jnp.zeros(len(x), jnp.int32)
 
 
 class Experts(nnx.Module):
-    """The weights of all experts of a layer, experts first.
+    """Experts of a layer, with weights stacked along a leading expert dim.
 
-    Gate and up are one kernel, so that a token meets them in one product.
+    Gate and up projection are one kernel, so that they are one product.
 
     Args:
-      config: Sizes and traits; `config.moe` is set.
+      config: Config of the decoder, with `config.moe` set.
       rngs: Source of keys.
       param_dtype: Dtype of the parameters.
     """
@@ -90,7 +92,7 @@ class Experts(nnx.Module):
     def __init__(
         self, config: DecoderConfig, *, rngs: nnx.Rngs, param_dtype: DTypeLike
     ):
-        """Makes normal kernels and, if asked for, zero biases."""
+        """Initializes normal kernels and, with `expert_bias`, zero biases."""
         moe = config.moe
         assert moe is not None
         experts, embed, width = (
@@ -111,15 +113,16 @@ class Experts(nnx.Module):
     def __call__(
         self, x: Rows, group_sizes: Sizes, expected_rows: int | None = None
     ) -> Rows:
-        """Runs rows that are sorted by expert.
+        """Applies the experts to rows sorted by expert.
 
         Args:
-          x: Rows; what a dispatch leaves room for, and is of no expert, at the end.
-          group_sizes: How many are of each expert.
-          expected_rows: How many there are of all of them, as for `grouped_matmul`.
+          x: Rows sorted by expert; padding rows, if any, are last.
+          group_sizes: Number of rows of each expert.
+          expected_rows: Expected number of rows without padding, as in
+            `grouped_matmul`.
 
         Raises:
-          ValueError: If the rows are of other experts than those at hand.
+          ValueError: If `group_sizes` is not of the experts on this device.
         """
         kernel = self.gate_up_proj[...]
         experts = kernel.shape[0]
@@ -137,6 +140,7 @@ class Experts(nnx.Module):
         )
         gate, up = _halves(x, kernel, product)
         if self.gate_up_bias is not None:
+            # Expert of each row; padding rows get the last expert and are not used.
             owner = jnp.repeat(
                 jnp.arange(experts), group_sizes, total_repeat_length=x.shape[0]
             )
@@ -161,10 +165,10 @@ def _halves(
     kernel: Float[Array, "experts embed 2 width"],
     product: Callable[..., Float[Array, "rows width"]],
 ) -> tuple[Float[Array, "rows width"], Float[Array, "rows width"]]:
-    """What gates and what is gated, of rows sorted by expert.
+    """Returns gate and up projections of rows sorted by expert.
 
-    In one product, unless XLA splits the width over devices: halves of gate beside up
-    lie on other devices than the product's, and it would send rows to mend that.
+    Computed as one product, unless XLA shards the width: the halves of the concatenated
+    product would then be on other devices than needed, and XLA would communicate rows.
     """
     if _is_split():
         return (
@@ -183,10 +187,10 @@ def _product(
     group_sizes: Sizes,
     expected_rows: int | None,
 ) -> Float[Array, "rows width"]:
-    """Each row times its expert's matrix.
+    """Multiplies each row by its expert's matrix.
 
-    In no loop where XLA splits the matrix: it would add up the parts of each block's
-    rows by a collective of their own.
+    Without a loop over blocks if XLA shards the matrix: it would add one collective per
+    block to sum the partial products.
     """
     if _is_split():
         return jax.lax.ragged_dot(x, kernel, jnp.asarray(group_sizes))
@@ -194,19 +198,19 @@ def _product(
 
 
 def _is_split() -> bool:
-    """Whether some axis of the mesh is left to XLA: that of tensor parallelism."""
+    """Returns whether a mesh axis is automatic: the one of tensor parallelism."""
     mesh = jax.sharding.get_abstract_mesh()
     return any(mesh.shape[axis] > 1 for axis in mesh.auto_axes)
 
 
 class MoE(nnx.Module):
-    """Router, experts, and an MLP that all tokens share, if there is one.
+    """Mixture of experts: router, experts, and an optional shared MLP for all tokens.
 
     Args:
-      config: Sizes and traits; `config.moe` is set.
+      config: Config of the decoder, with `config.moe` set.
       rngs: Source of keys.
       param_dtype: Dtype of the parameters.
-      dispatch: Brings tokens to their experts; the signature of `sorted_dispatch`.
+      dispatch: Function that runs experts, with the signature of `sorted_dispatch`.
     """
 
     def __init__(
@@ -217,7 +221,7 @@ class MoE(nnx.Module):
         param_dtype: DTypeLike,
         dispatch: Dispatch = sorted_dispatch,
     ):
-        """Makes the parts."""
+        """Initializes router, experts, shared MLP and its gate."""
         moe = config.moe
         assert moe is not None
         std, embed = config.initializer_range, config.hidden_size
@@ -234,11 +238,12 @@ class MoE(nnx.Module):
     def __call__(
         self, x: Float[Array, "batch seq embed"]
     ) -> tuple[Float[Array, "batch seq embed"], RouterStats]:
-        """Works on each token by itself, and says what the router did."""
+        """Returns the output for each token, and statistics of the router."""
         experts, weights, logits = self.router(x)
         tokens = x.reshape(-1, x.shape[-1])
         y, dropped = self.dispatch(
-            # Here and elsewhere, if all experts are chosen as often.
+            # Rows of the local experts if all experts are chosen equally often: under
+            # expert parallelism a rank receives as many rows as it sends.
             partial(self.experts, expected_rows=experts.size),
             tokens,
             experts.reshape(len(tokens), -1),
@@ -261,23 +266,23 @@ class MoE(nnx.Module):
 
 
 def expert_parallel_rules(config: DecoderConfig) -> dict[str, int]:
-    """Says which dim of a decoder's parameters counts experts.
+    """Returns the expert dim of a decoder's parameters, by path pattern.
 
     For `fsdp_jax.FSDPConfig(expert_parallel=...)`; empty if the model has no experts.
 
     Args:
-      config: Of the decoder.
+      config: Config of the decoder.
 
     Returns:
-      Path patterns, and the dim in the slice of one layer.
+      Expert dim, in the slice of one layer, by path pattern.
     """
     return {f"{path}.experts": 0 for path in _paths(config)}
 
 
 def correction_bias_paths(config: DecoderConfig) -> tuple[str, ...]:
-    """Names the parameters of a decoder that no gradient trains: routers' biases.
+    """Returns the paths of router correction biases, which no gradient trains.
 
-    For `FSDPConfig(frozen=...)`, since weight decay would shrink them all the same, and
+    For `FSDPConfig(frozen=...)`, as weight decay would shrink them nevertheless, and
     `MixedPrecisionPolicy(param_name_patterns_in_fp32=...)`; empty if there are none.
     """
     if config.moe is None or not config.moe.correction_bias:
@@ -286,7 +291,7 @@ def correction_bias_paths(config: DecoderConfig) -> tuple[str, ...]:
 
 
 def _paths(config: DecoderConfig) -> list[str]:
-    """Paths of the `MoE` of each stack of layers that has one."""
+    """Returns the path of the `MoE` module of each stack of sparse layers."""
     runs = config.layer_runs
     stacks = ["layers"] if len(runs) == 1 else [f"layers.{i}" for i in range(len(runs))]
     pairs = zip(stacks, runs, strict=True)

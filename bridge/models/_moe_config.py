@@ -1,4 +1,4 @@
-"""A mixture of experts, as data."""
+"""Config of a mixture of experts."""
 
 import dataclasses
 from typing import Literal
@@ -8,37 +8,37 @@ from bridge.models._checks import raise_if, wrong_fields, wrong_sizes
 
 @dataclasses.dataclass(frozen=True)
 class MoEConfig:
-    """The experts of a layer, and how a token chooses among them.
+    """Config of a layer's experts and their router.
 
     Args:
-      num_experts: Experts that the router chooses from.
-      num_experts_per_tok: How many of them a token is given to.
+      num_experts: Number of experts that the router chooses from.
+      num_experts_per_tok: Number of experts per token.
       intermediate_size: Width inside an expert.
-      scoring: What the router makes of its logits: `softmax` over all experts,
-        `sigmoid` of each, or `softmax_of_chosen`, over the chosen ones' logits alone.
-      norm_topk_prob: Whether the chosen experts' weights are divided by their sum.
-      routed_scaling_factor: Multiplies the weights at the end.
-      n_group: Groups that the experts form; a token first chooses groups. None means
-        it chooses among all experts.
-      topk_group: Groups that it chooses.
-      group_scoring: A group's score: that of its best expert, `max`, or the sum of
-        its best two, `top2_sum`.
+      scoring: Scores of the router's logits: `softmax` over all experts, `sigmoid` of
+        each, or `softmax_of_chosen`, over the logits of the chosen experts only.
+      norm_topk_prob: Whether the weights of the chosen experts are divided by their
+        sum.
+      routed_scaling_factor: Factor of the weights, applied last.
+      n_group: Number of expert groups, of which a token first chooses some; None to
+        choose among all experts.
+      topk_group: Number of groups that a token chooses.
+      group_scoring: Score of a group: of its best expert (`max`), or the sum of its
+        best two (`top2_sum`).
       correction_bias: Whether a bias that no gradient trains is added to the scores
-        for the choice, and not to the weights.
+        for the choice of experts, but not to their weights.
       router_bias: Whether the router's projection has a bias.
-      float32_logits: Whether the router projects in float32 whatever the dtype of the
-        weights.
+      float32_logits: Whether the router projects in float32 for weights of any dtype.
       rounded_weights: Whether the weights are rounded to the dtype of the model.
       expert_bias: Whether the experts' projections have biases.
-      swiglu_limit: Bound on what enters the gated activation, which then is
-        `(up + 1) * gate * sigmoid(swiglu_alpha * gate)`; None means plain.
-      swiglu_alpha: See `swiglu_limit`; both or none.
-      shared_intermediate_size: Width of an MLP that every token goes through besides;
-        None means there is none.
-      shared_gate: Whether a sigmoid of the token scales what the shared MLP makes.
+      swiglu_limit: Bound on the inputs of the gated activation, which then is
+        `(up + 1) * gate * sigmoid(swiglu_alpha * gate)`; None for the plain one.
+      swiglu_alpha: Factor in the sigmoid; set if and only if `swiglu_limit` is.
+      shared_intermediate_size: Width of an additional MLP shared by all tokens; None
+        for no such MLP.
+      shared_gate: Whether a sigmoid gate per token scales the shared MLP's output.
 
     Raises:
-      ValueError: If a field has a value it cannot have, or fields do not fit.
+      ValueError: If a field has an invalid value, or fields are inconsistent.
 
     Source: transformers `modeling_mixtral.py`, `modeling_qwen2_moe.py`,
       `modeling_gpt_oss.py`, `modeling_deepseek_v2.py`, `modeling_deepseek_v3.py`,
@@ -65,7 +65,7 @@ class MoEConfig:
     shared_gate: bool = False
 
     def __post_init__(self):
-        """Checks values, then whether they fit each other."""
+        """Validates the fields, then their consistency."""
         wrong = wrong_fields(self) or wrong_sizes(self, _SIZES) or self._misfits()
         raise_if("MoEConfig", wrong)
 
@@ -108,7 +108,7 @@ class MoEConfig:
         return wrong
 
 
-# What is done with the scores of all experts, which that scoring does not make.
+# Fields that need scores of all experts, which `softmax_of_chosen` does not compute.
 _OF_SCORES = (
     "norm_topk_prob",
     "routed_scaling_factor",

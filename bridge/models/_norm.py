@@ -1,4 +1,4 @@
-"""Norms: what differs between families is where the rounding falls."""
+"""RMS and layer norms with the rounding of each family."""
 
 import jax
 import jax.numpy as jnp
@@ -9,17 +9,17 @@ from bridge.models._config import Norm as NormKind
 
 
 class Norm(nnx.Module):
-    """Scales each vector to a root mean square, or variance, of its scale squared.
+    """RMS norm or layer norm over trailing dims.
 
     Statistics are float32 for every kind. In float32 the kinds `rms` and `rms_wide`
-    are one; in bfloat16 their last bits differ, as they do between the families.
+    are equal; in bfloat16 their last bits differ, as they do between the families.
 
     Args:
-      shape: Of the scale, e.g. `(embed,)` or `(heads, head_dim)`.
-      kind: See `DecoderConfig.norm`.
-      epsilon: Added to the mean square, or variance, under the root.
+      shape: Shape of the scale, such as `(embed,)` or `(heads, head_dim)`.
+      kind: Kind of norm; see `DecoderConfig.norm`.
+      epsilon: Epsilon added to the mean square, or variance, under the root.
       bias: Whether a bias is added.
-      dims: Trailing dims over which the mean is taken.
+      dims: Number of trailing dims over which the mean is taken.
       param_dtype: Dtype of the parameters.
 
     Source: transformers `LlamaRMSNorm`, `Olmo2RMSNorm`, `Gemma2RMSNorm`,
@@ -36,7 +36,7 @@ class Norm(nnx.Module):
         dims: int = 1,
         param_dtype: DTypeLike,
     ):
-        """Makes a scale that changes nothing."""
+        """Initializes the scale to the identity, and the bias to zeros."""
         ones = kind != "rms_zero_centered"
         self.scale = nnx.Param(jnp.full(shape, float(ones), param_dtype))
         self.bias = nnx.Param(jnp.zeros(shape, param_dtype)) if bias else None
@@ -45,13 +45,14 @@ class Norm(nnx.Module):
         self.axes = tuple(range(-dims, 0))
 
     def __call__(self, x: Float[Array, "batch seq *dims"]) -> Float[Array, "..."]:
-        """Norms the last dim, or dims."""
+        """Normalizes the trailing dims."""
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         if self.kind == "layer":
             wide -= jnp.mean(wide, axis=self.axes, keepdims=True)
         variance = jnp.mean(jnp.square(wide), axis=self.axes, keepdims=True)
         wide *= jax.lax.rsqrt(variance + self.epsilon)
         scale = jnp.expand_dims(self.scale[...], tuple(range(x.ndim - self.scale.ndim)))
+        # `rms` rounds before it scales, the other kinds after; see the class.
         if self.kind == "rms":
             return wide.astype(x.dtype) * scale
         scale = scale.astype(wide.dtype)

@@ -1,4 +1,4 @@
-"""Where tokens stand in their rows: the decoder's word for it."""
+"""Signature and default of the decoder's token positions."""
 
 from typing import Protocol
 
@@ -9,7 +9,7 @@ Ids = Int[Array, "batch seq"]
 
 
 class Positions(Protocol):
-    """What the decoder asks where a call does not say."""
+    """Signature of the function that returns positions if a call has none."""
 
     def __call__(self, tokens: Ids) -> Ids:
         """Returns the position of each token in its row."""
@@ -17,10 +17,10 @@ class Positions(Protocol):
 
 
 def positions_in_order(tokens: Ids) -> Ids:
-    """Counts from 0 in each row: the default of the decoder's `positions`.
+    """Returns positions from 0 in each row: the default of the decoder's `positions`.
 
     Args:
-      tokens: Whole rows, in the order of the text.
+      tokens: Token ids of complete rows, in the order of the text.
     """
     row = jnp.arange(tokens.shape[1], dtype=jnp.int32)
     return jnp.broadcast_to(row[None, :], tokens.shape)

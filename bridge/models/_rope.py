@@ -1,4 +1,4 @@
-"""Rotary position embedding: the tables, and the turn."""
+"""Rotary position embedding: tables of cosines and sines, and their application."""
 
 import math
 
@@ -17,14 +17,14 @@ def rope_tables(
 ) -> tuple[Table, Table]:
     """Computes cosines and sines for every position, once per forward pass.
 
-    Angles are float32 whatever the compute dtype: bfloat16 cannot tell position 257
-    from 256. Only the finished tables are cast, as in transformers.
+    Angles are float32 for every compute dtype, as bfloat16 cannot distinguish
+    positions 256 and 257. Only the final tables are cast, as in transformers.
 
     Args:
-      rope: Gives the frequencies.
-      dim: Dims of a head that are turned.
+      rope: Config of the frequencies.
+      dim: Number of rotated dims of a head.
       positions: Position of each token in its text.
-      dtype: Compute dtype of the tables.
+      dtype: Dtype of the tables.
 
     Returns:
       Cosines and sines, one for each pair of dims.
@@ -34,7 +34,7 @@ def rope_tables(
     """
     frequencies = jnp.asarray(inverse_frequencies(rope, dim))
     if rope.rope_type == "longrope":
-        # All positions turn by one set, which the longest text decides.
+        # The longest text selects one set of frequencies for all positions.
         length = rope.original_max_position_embeddings
         assert length is not None
         beyond = inverse_frequencies(rope, dim, beyond=True)
@@ -54,16 +54,19 @@ def apply_rope(
     *,
     interleaved: bool = False,
 ) -> Float[Array, "batch seq heads head_dim"]:
-    """Turns the first dims of a head by their angles, pair by pair.
+    """Rotates pairs of the leading dims of each head.
 
-    A pair is (i, i + rope_dim / 2), or two neighbours if `interleaved`: the orders of
-    Hugging Face files, so no weight is permuted on the way in or out.
+    A pair is dims (i, i + rope_dim / 2), or two adjacent dims if `interleaved`: the
+    orders of Hugging Face files, so that no weight is permuted by a conversion.
 
     Args:
-      heads: Queries or keys; dims past twice the table's width stay as they are.
-      cos: Cosines.
-      sin: Sines.
-      interleaved: How pairs lie.
+      heads: Queries or keys; dims beyond twice the table's width are unchanged.
+      cos: Cosines of the angles.
+      sin: Sines of the angles.
+      interleaved: Whether pairs are adjacent dims.
+
+    Returns:
+      Rotated queries or keys.
     """
     turned, rest = jnp.split(heads, [2 * cos.shape[-1]], axis=-1)
     cos, sin = cos[:, :, None, :], sin[:, :, None, :]
@@ -83,20 +86,20 @@ def apply_rope(
 def inverse_frequencies(
     rope: RopeConfig, dim: int, *, beyond: bool = False
 ) -> Frequencies:
-    """Returns the angle that each pair of a head turns per position, in float32.
+    """Returns the rotation per position of each pair of dims, in radians and float32.
 
-    Computed in numpy, so that a trace holds it as a constant of `dim / 2` numbers.
+    Computed in numpy, so that a trace contains it as a constant of `dim / 2` values.
     Each operation is float32, in transformers' order.
 
     Args:
-      rope: How.
-      dim: Dims of a head that are turned.
-      beyond: Of `longrope` the set for texts beyond the original length.
+      rope: Config of the frequencies.
+      dim: Number of rotated dims of a head.
+      beyond: Whether to return `longrope`'s set for texts beyond the original length.
 
     Source: transformers `modeling_rope_utils.py`.
     """
     exponents = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
-    wavelengths = np.float32(rope.rope_theta) ** exponents  # over 2 pi
+    wavelengths = np.float32(rope.rope_theta) ** exponents  # divided by 2 pi
     if rope.rope_type == "linear":
         return np.float32(1) / wavelengths / np.float32(rope.factor)
     if rope.rope_type == "llama3":
@@ -110,7 +113,7 @@ def inverse_frequencies(
 
 
 def attention_factor(rope: RopeConfig) -> float:
-    """Returns what cosines and sines are multiplied by, 1 for most types.
+    """Returns the factor of cosines and sines, which is 1 for most types.
 
     Source: transformers `modeling_rope_utils.py::_compute_yarn_parameters`,
       `_compute_longrope_parameters`.
@@ -131,7 +134,7 @@ def attention_factor(rope: RopeConfig) -> float:
 
 
 def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
-    """Returns YaRN's temperature for a context `factor` times longer.
+    """Returns YaRN's attention temperature for a context `factor` times longer.
 
     Source: YaRN, https://arxiv.org/abs/2309.00071, section 3.4.
     """
@@ -144,7 +147,7 @@ def _stretch_long_wavelengths(frequencies: np.ndarray, rope: RopeConfig) -> np.n
     assert low is not None and high is not None and length is not None
     factor = np.float32(rope.factor)
     wavelengths = np.float32(2 * np.pi) / frequencies
-    # 0 for wavelengths to be stretched in full, 1 for those to be left alone.
+    # 0 for wavelengths that are fully stretched, 1 for those that are unchanged.
     kept = (np.float32(length) / wavelengths - np.float32(low)) / np.float32(high - low)
     blended = (1 - kept) * frequencies / factor + kept * frequencies
     stretched = np.where(wavelengths > length / low, frequencies / factor, blended)
@@ -156,6 +159,7 @@ def _stretch_slow_turns(wavelengths: np.ndarray, rope: RopeConfig, dim: int):
     assert length is not None and factor is not None
 
     def dim_that_turns(times: float) -> float:
+        # Index of the pair that rotates `times` times within the original length.
         return (
             dim
             * math.log(length / (times * 2 * math.pi))
@@ -167,7 +171,7 @@ def _stretch_slow_turns(wavelengths: np.ndarray, rope: RopeConfig, dim: int):
     if rope.truncate is not False:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
-    high += 0.001 if low == high else 0  # no division by zero
+    high += 0.001 if low == high else 0  # avoids a division by zero
     ramp = (np.arange(dim // 2, dtype=np.float32) - np.float32(low)) / np.float32(
         high - low
     )

@@ -1,4 +1,4 @@
-"""How positions turn the query and key heads, as data."""
+"""Config of rotary position embedding."""
 
 import dataclasses
 from typing import Literal
@@ -10,39 +10,43 @@ RopeType = Literal["default", "linear", "llama3", "yarn", "longrope"]
 
 @dataclasses.dataclass(frozen=True)
 class RopeConfig:
-    """How positions turn the query and key heads.
+    """Config of rotary position embedding.
 
-    One value for what Hugging Face spells in two ways (`rope_theta` with
-    `rope_scaling`, and `rope_parameters`), so that nothing past the config
-    translation knows there were two.
+    It unifies the two forms in Hugging Face configs (`rope_theta` with `rope_scaling`,
+    and `rope_parameters`), so that only the config translation handles both.
 
     Args:
       rope_theta: Base of the geometric series of wavelengths.
-      rope_type: `default`, or how the frequencies are stretched: `linear` divides
-        them all by `factor`; `llama3` only those of long wavelengths; `yarn` those
-        that turn less than `beta_fast` times within the original length, more and
-        more up to `beta_slow`; `longrope` each by a number of its own.
-      partial_rotary_factor: Share of a head that is turned; the rest stays.
-      interleaved: Whether a pair is two neighbours of a head; else its two numbers
-        are half the turned dims apart.
-      factor: How many times longer the context is than at pre-training.
-      low_freq_factor: `llama3`: wavelengths above original length / this are
-        divided by `factor`.
-      high_freq_factor: `llama3`: wavelengths below original length / this stay.
-      original_max_position_embeddings: Tokens of context at pre-training.
-      attention_factor: `yarn`, `longrope`: multiplies cosines and sines; None
-        computes it from `factor`.
-      beta_fast: `yarn`: turns above which a frequency stays.
-      beta_slow: `yarn`: turns below which a frequency is divided by `factor`.
-      mscale: `yarn`: with `mscale_all_dim`, weighs the attention factor.
-      mscale_all_dim: `yarn`: divides it again; latent attention scales its scores by
-        the square of what belongs to this one.
-      truncate: `yarn`: whether the borders are rounded to whole dims.
-      short_factor: `longrope`: divides each frequency up to the original length.
-      long_factor: `longrope`: divides each frequency beyond it.
+      rope_type: `default`, or the scaling of the frequencies: `linear` divides all by
+        `factor`; `llama3` only those of long wavelengths; `yarn` those of fewer than
+        `beta_fast` rotations within the original length, gradually up to the full
+        `factor` at `beta_slow`; `longrope` each by its own divisor.
+      partial_rotary_factor: Fraction of a head's dims that is rotated.
+      interleaved: Whether a pair is two adjacent dims of a head; otherwise the two
+        are half of the rotated dims apart.
+      factor: Ratio of the context length to that of pre-training.
+      low_freq_factor: `llama3`: divisor of the original length that gives the
+        wavelength above which frequencies are divided by `factor`.
+      high_freq_factor: `llama3`: divisor of the original length that gives the
+        wavelength below which frequencies are unchanged.
+      original_max_position_embeddings: Context length of pre-training, in tokens.
+      attention_factor: `yarn`, `longrope`: factor of cosines and sines; None to
+        compute it from `factor`.
+      beta_fast: `yarn`: number of rotations above which a frequency is unchanged; None
+        for 32.
+      beta_slow: `yarn`: number of rotations below which a frequency is divided by
+        `factor`; None for 1.
+      mscale: `yarn`: weight in the numerator of the attention factor, if
+        `mscale_all_dim` is set too.
+      mscale_all_dim: `yarn`: weight in its denominator; latent attention multiplies
+        its scores by the square of this term.
+      truncate: `yarn`: whether the bounds of the ramp are rounded to integer dims;
+        None for True.
+      short_factor: `longrope`: divisors of the frequencies up to the original length.
+      long_factor: `longrope`: divisors of the frequencies beyond it.
 
     Raises:
-      ValueError: If a field has a value it cannot have, one that `rope_type` needs is
+      ValueError: If a field has an invalid value, one that `rope_type` needs is
         missing, or one that it does not read is set.
     """
 
@@ -64,7 +68,7 @@ class RopeConfig:
     long_factor: tuple[float, ...] | None = None
 
     def __post_init__(self):
-        """Refuses a field that would do nothing, and the absence of one that does."""
+        """Rejects fields that `rope_type` does not read, and missing ones it needs."""
         if self.rope_type not in NEEDED:
             raise ValueError(
                 f"rope_type {self.rope_type!r} is not modelled; "
@@ -108,7 +112,7 @@ NEEDED: dict[str, tuple[str, ...]] = {
         "long_factor",
     ),
 }
-"""The fields without which a type cannot be computed."""
+"""Required fields of each type."""
 
 OPTIONAL: dict[str, tuple[str, ...]] = {
     "default": (),
@@ -124,7 +128,7 @@ OPTIONAL: dict[str, tuple[str, ...]] = {
     ),
     "longrope": ("attention_factor",),
 }
-"""The fields that a type reads if they are set."""
+"""Optional fields of each type."""
 
 STRETCHING = tuple(
     dict.fromkeys(
@@ -134,4 +138,4 @@ STRETCHING = tuple(
         for name in names
     )
 )
-"""All fields that only some types read."""
+"""Fields that are read by some types only."""

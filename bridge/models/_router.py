@@ -1,4 +1,4 @@
-"""Routers: which experts a token is given to, and how much each one's word weighs."""
+"""Routers: choice of the experts of each token, and their weights."""
 
 import jax
 import jax.numpy as jnp
@@ -10,13 +10,13 @@ from bridge.models._moe_config import MoEConfig
 
 
 class Router(nnx.Module):
-    """Chooses experts for each token, as transformers does, dtype by dtype.
+    """Router that chooses experts for each token, with the dtypes of transformers.
 
-    No gradient reaches the correction bias. Freeze it (`correction_bias_paths`), for an
-    optimizer's weight decay would shrink it all the same.
+    The correction bias gets no gradient. Freeze it (`correction_bias_paths`), as an
+    optimizer's weight decay would shrink it nevertheless.
 
     Args:
-      config: How.
+      config: Config of the experts.
       hidden_size: Width of a token.
       std: Standard deviation of the initial kernel.
       rngs: Source of keys.
@@ -34,7 +34,7 @@ class Router(nnx.Module):
         rngs: nnx.Rngs,
         param_dtype: DTypeLike,
     ):
-        """Makes the projection, and a correction bias of zeros if there is one."""
+        """Initializes the projection and, if configured, a zero correction bias."""
         self.gate = Linear(
             (hidden_size,),
             (config.num_experts,),
@@ -43,8 +43,8 @@ class Router(nnx.Module):
             rngs=rngs,
             param_dtype=param_dtype,
         )
-        # Float32 whatever the weights are, as transformers keeps it: it is moved by
-        # steps of 1e-3, which bfloat16 would lose.
+        # Always float32, as in transformers: it is updated in steps of 1e-3, which
+        # would be lost in bfloat16.
         bias = jnp.zeros(config.num_experts, jnp.float32)
         self.correction_bias = nnx.Param(bias) if config.correction_bias else None
         self.config = config
@@ -56,10 +56,10 @@ class Router(nnx.Module):
         Float[Array, "batch seq chosen"],
         Float[Array, "batch seq experts"],
     ]:
-        """Chooses.
+        """Chooses the experts of each token.
 
         Returns:
-          The chosen experts of each token, best first, their weights, and the logits of
+          Indices of the chosen experts, best first; their weights; and the logits of
           all experts.
         """
         config = self.config
@@ -71,7 +71,8 @@ class Router(nnx.Module):
         scores = function[config.scoring](_widen(logits))
         for_choice = scores
         if self.correction_bias is not None:
-            # No gradient trains it: it only breaks ties between experts.
+            # It changes only the choice, not the weights, to balance the load; it is
+            # not trained by gradients.
             bias = jax.lax.stop_gradient(self.correction_bias[...])
             for_choice = scores + jnp.expand_dims(bias.astype(scores.dtype), (0, 1))
         for_choice = _mask_groups(for_choice, config)
@@ -79,7 +80,7 @@ class Router(nnx.Module):
         weights = jnp.take_along_axis(scores, experts, axis=-1)
         if config.norm_topk_prob:
             total = weights.sum(axis=-1, keepdims=True)
-            # A sum of sigmoids can be nothing at all, one of softmaxes cannot.
+            # A sum of sigmoids can underflow to 0; a sum of top softmaxes cannot.
             weights /= total + 1e-20 if config.scoring == "sigmoid" else total
         weights *= config.routed_scaling_factor
         if config.rounded_weights:
@@ -92,10 +93,11 @@ def _widen(x: Array) -> Array:
 
 
 def _mask_groups(scores: Array, config: MoEConfig) -> Array:
-    """Leaves only the experts of the best groups in the running."""
+    """Masks the scores of experts outside of the best groups."""
     if config.n_group is None or config.topk_group is None:
         return scores
     groups = scores.reshape(*scores.shape[:-1], config.n_group, -1)
+    # Masked scores are 0 or -inf, each as in the transformers model of that scoring.
     if config.group_scoring == "max":
         group_scores, lost = groups.max(axis=-1), 0.0
     else:

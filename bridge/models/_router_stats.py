@@ -1,4 +1,4 @@
-"""What routers did with the tokens of a batch: all that losses and reports need."""
+"""Statistics of routers, for load-balancing losses and reports."""
 
 from typing import NamedTuple
 
@@ -8,18 +8,18 @@ from jaxtyping import Array, Float, Int
 
 
 class RouterStats(NamedTuple):
-    """Sums over the tokens of each row, of one layer or of several.
+    """Statistics of routers, summed over the tokens of each row.
 
-    Everything that balances experts is made of these: load-balancing losses of a row, a
-    batch or all ranks, the router's z-loss, biases that follow the load, reports.
+    They suffice for load-balancing losses per row, batch or over all ranks, for the
+    router's z-loss, for biases that follow the load, and for reports.
 
     Attributes:
-      tokens_per_expert: How many tokens chose each expert.
-      scores_per_expert: Sums of the router's scores, which of each token add up to 1:
-        probabilities, or sigmoids over their sum. Differentiable.
-      z_loss: The mean over the row's tokens of the square of the logits' log-sum-exp.
+      tokens_per_expert: Number of tokens that chose each expert.
+      scores_per_expert: Sums of the router's scores, normalized to 1 per token:
+        probabilities, or sigmoids divided by their sum. Differentiable.
+      z_loss: Mean over the row's tokens of the squared log-sum-exp of the logits.
         Differentiable.
-      dropped: Choices that no expert had room for; 0 where all are dropless.
+      dropped: Number of dropped choices, as experts were full; 0 if dropless.
     """
 
     tokens_per_expert: Int[Array, "*layers batch experts"]
@@ -35,13 +35,13 @@ def router_stats(
     *,
     sigmoid: bool,
 ) -> RouterStats:
-    """Sums up what a router did.
+    """Computes the statistics of one router.
 
     Args:
-      logits: Of all experts.
-      experts: The chosen ones.
-      dropped: How many of its experts each token did not get.
-      sigmoid: Whether scores are sigmoids, and no softmax.
+      logits: Logits of all experts.
+      experts: Indices of the chosen experts.
+      dropped: Number of dropped experts of each token.
+      sigmoid: Whether scores are sigmoids instead of a softmax.
 
     Source: transformers `modeling_mixtral.py::load_balancing_loss_func`; Megatron-LM
       `moe_utils.py::switch_load_balancing_loss_func`, `z_loss_func` and

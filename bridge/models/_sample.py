@@ -1,4 +1,4 @@
-"""Choosing the next token."""
+"""Sampling of the next token."""
 
 import dataclasses
 
@@ -9,18 +9,18 @@ from jaxtyping import Array, Float, Int, Key
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How the next token is drawn from the logits.
+    """Settings for sampling the next token.
 
-    The filters come in transformers' order: temperature, `top_k`, `top_p`.
+    Filters are applied in transformers' order: temperature, `top_k`, `top_p`.
 
     Args:
-      temperature: Divides the logits; 0 takes the likeliest token, always.
-      top_k: Only so many of the likeliest tokens are drawn from; None for all.
-      top_p: Only the fewest likeliest tokens whose probabilities reach it are drawn
-        from; None for all.
+      temperature: Divisor of the logits; 0 for the most likely token.
+      top_k: Number of most likely tokens to sample from; None for all.
+      top_p: Total probability that the smallest set of most likely tokens to sample
+        from must reach; None for all tokens.
 
     Raises:
-      ValueError: If a number is out of its range, or would do nothing; all offenders.
+      ValueError: If a value is out of range, or has no effect. All are listed.
 
     Source: transformers `generation/logits_process.py`; top-p: Holtzman et al. 2020.
     """
@@ -30,7 +30,7 @@ class Sampling:
     top_p: float | None = None
 
     def __post_init__(self):
-        """Checks the ranges."""
+        """Validates the values."""
         wrong = []
         if not 0 <= self.temperature < float("inf"):
             wrong.append(f"temperature={self.temperature}: a finite number, at least 0")
@@ -49,21 +49,21 @@ class Sampling:
 
 
 GREEDY = Sampling()
-"""The likeliest token, always."""
+"""Greedy sampling: always the most likely token."""
 
 
 def sample(
     logits: Float[Array, "batch vocab"], keys: Key[Array, " batch"], sampling: Sampling
 ) -> Int[Array, " batch"]:
-    """Draws one token a row.
+    """Samples one token per row.
 
     Args:
-      logits: Scores of the whole vocabulary.
-      keys: One a row, so that a row's tokens do not depend on who it is batched with.
-      sampling: How.
+      logits: Logits of the full vocabulary.
+      keys: One key per row, so that the tokens of a row do not depend on the batch.
+      sampling: Sampling settings.
 
     Returns:
-      The tokens, int32.
+      Sampled tokens, int32.
     """
     wide = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     if sampling.temperature == 0:
@@ -75,14 +75,14 @@ def sample(
 def _filtered(
     scores: Float[Array, "batch vocab"], sampling: Sampling
 ) -> Float[Array, "batch vocab"]:
-    """Leaves only the likeliest tokens in the running; equal ones stay together."""
+    """Masks all but the most likely tokens; tokens tied with the last one are kept."""
     if sampling.top_k is not None:
         best, _ = jax.lax.top_k(scores, min(sampling.top_k, scores.shape[-1]))
         scores = jnp.where(scores < best[:, -1:], -jnp.inf, scores)
     if sampling.top_p is not None:
         falling = jnp.flip(jnp.sort(scores, axis=-1), axis=-1)
         reached = jnp.cumsum(jax.nn.softmax(falling, axis=-1), axis=-1)
-        # The one that reaches it is still in, and so is the likeliest in any case.
+        # Keeps the token that reaches `top_p`, and so at least the most likely one.
         beyond = jnp.pad(reached[:, :-1] >= sampling.top_p, ((0, 0), (1, 0)))
         least = jnp.min(jnp.where(beyond, jnp.inf, falling), axis=-1, keepdims=True)
         scores = jnp.where(scores < least, -jnp.inf, scores)

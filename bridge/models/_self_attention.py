@@ -1,4 +1,4 @@
-"""Self-attention: grouped queries, or latent keys and values."""
+"""Self-attention: grouped-query, and multi-head latent attention."""
 
 from collections.abc import Callable
 from functools import partial
@@ -19,20 +19,21 @@ from bridge.models._rope import Table, apply_rope, yarn_mscale
 Heads = Float[Array, "batch seq heads head_dim"]
 MakeLinear = Callable[..., Linear]
 
-# transformers norms the latent vectors with this, whatever the config says.
+# transformers uses this for the norms of latent vectors, regardless of the config.
 _LATENT_NORM_EPS = 1e-6
 
 
 class SelfAttention(nnx.Module):
-    """Grouped-query attention: mixes each token with those before it.
+    """Causal grouped-query self-attention.
 
     Args:
-      config: Sizes and traits.
-      window: Tokens that a query sees, if it is so in all layers.
+      config: Config of the decoder.
+      window: Attention window in tokens, if all layers share it; else None.
       rngs: Source of keys.
       param_dtype: Dtype of the parameters.
-      attention: Does the mixing; kept as it is.
-      constrain: Lays latent vectors out before they unfold into heads.
+      attention: Attention function, with the signature of `dot_product_attention`.
+      constrain: Sharding constraint, applied to latent vectors before they are
+        projected to heads.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class SelfAttention(nnx.Module):
         attention: Attention,
         constrain: Constrain,
     ):
-        """Makes the projections, norms and sinks that the config asks for."""
+        """Initializes the projections, norms and sinks of the config."""
         heads = config.num_attention_heads
         linear = partial(
             Linear, std=config.initializer_range, rngs=rngs, param_dtype=param_dtype
@@ -73,14 +74,14 @@ class SelfAttention(nnx.Module):
         segment_ids: Int[Array, "batch seq"] | None,
         window: Window = None,
     ) -> Float[Array, "batch seq embed"]:
-        """Projects, turns by position, mixes, and projects back.
+        """Projects to heads, applies rotary embedding, attends, and projects back.
 
         Args:
-          x: The normed hidden states.
+          x: Normed hidden states.
           cos: Cosines of the positions; None if positions are learned.
-          sin: Sines.
-          segment_ids: Which of several texts packed in a row a token belongs to.
-          window: In place of the one that all layers share.
+          sin: Sines of the positions; None if positions are learned.
+          segment_ids: Segment of each token in a packed row; None for one segment.
+          window: Attention window of this layer; None for the one of all layers.
         """
         query, key, value = self._project(x, cos, sin)
         mixed = self.attention(
@@ -97,18 +98,18 @@ class SelfAttention(nnx.Module):
         slots: Slots,
         window: Window = None,
     ) -> tuple[Float[Array, "batch seq embed"], KeyValues]:
-        """Does the same to tokens that go on from those in a cache.
+        """Attends from new tokens, which follow those in a cache.
 
         Args:
-          x: The normed hidden states of the new tokens.
-          cos: As in the call.
-          sin: Likewise.
-          cache: Of this layer.
-          slots: Where each token lies in it: its position.
-          window: As in the call.
+          x: Normed hidden states of the new tokens.
+          cos: Cosines of their positions; None if positions are learned.
+          sin: Sines of their positions; None if positions are learned.
+          cache: KV cache of this layer.
+          slots: Cache slot of each new token: its position.
+          window: Attention window of this layer; None for the one of all layers.
 
         Returns:
-          What the call returns, and the cache with the new tokens in it.
+          Attention output, and the cache with the new tokens.
         """
         query, key, value = self._project(x, cos, sin)
         new = KeyValues(key, value)
@@ -158,10 +159,10 @@ class SelfAttention(nnx.Module):
 
 
 class LatentAttention(SelfAttention):
-    """Multi-head latent attention: keys and values unfold from a narrow vector.
+    """Multi-head latent attention: keys and values are projected from a latent vector.
 
-    The unfolded heads are mixed as any others; the narrow form that saves memory in
-    generation is the same numbers, and no matter for training.
+    Attention runs on the full heads. The absorbed form, which saves cache memory in
+    generation, is mathematically the same and has no benefit for training.
 
     Source: transformers `modeling_deepseek_v3.py::DeepseekV3Attention`.
     """
@@ -211,6 +212,7 @@ class LatentAttention(SelfAttention):
         key, value = jnp.split(key_value, [self.unturned], axis=-1)
         turned_query = self._turn(turned_query, cos, sin)
         turned_key = self._turn(turned_key[:, :, None, :], cos, sin)
+        # The rotated part of the key is shared by all heads.
         turned_key = jnp.broadcast_to(turned_key, turned_query.shape)
         return (
             jnp.concatenate([query, turned_query], axis=-1),
@@ -220,7 +222,7 @@ class LatentAttention(SelfAttention):
 
 
 def attention_scale(config: DecoderConfig) -> float:
-    """Returns what scores are multiplied by.
+    """Returns the factor of the attention scores.
 
     Source: transformers `modeling_gemma2.py::Gemma2Attention`,
       `modeling_granite.py::GraniteAttention`,

@@ -1,4 +1,4 @@
-"""Which dim of each of the decoder's matrices tensor parallelism splits."""
+"""Tensor-parallel rules of the decoder: the split dim of each of its matrices."""
 
 import jax
 from flax import nnx
@@ -8,8 +8,8 @@ from bridge.models._checks import raise_if
 from bridge.models._config import DecoderConfig
 from bridge.models._decoder import Decoder
 
-# Ends of paths -> the dim, counted from the back, where a stack of layers adds none.
-# By columns: vocabulary, heads, width of MLPs and experts.
+# Path suffix -> split dim. Dims are negative, as stacked layers add a leading dim.
+# Split by columns: vocabulary, heads, width of MLPs and experts.
 _COLUMNS = {
     "embed_tokens.embedding": -2,
     "lm_head.kernel": -1,
@@ -22,39 +22,40 @@ _COLUMNS = {
     "experts.gate_up_proj": -1,
     "experts.gate_up_bias": -1,
 }
-# By rows, of which each rank has a term of a sum.
+# Split by rows: each rank computes a partial sum.
 _ROWS = {
     "self_attn.o_proj.kernel": -3,
     "down_proj.kernel": -2,
     "experts.down_proj": -2,
 }
-# A head each: norms that scale every head by itself, and sinks.
+# Split by head: norms with a scale per head.
 _BY_HEAD = {"self_attn.q_norm.scale": -2, "self_attn.k_norm.scale": -2}
 _KV = ("self_attn.k_", "self_attn.v_")
 _VOCABULARY = ("embed_tokens.", "lm_head.")
 
 
 def tensor_parallel_rules(config: DecoderConfig, ranks: int) -> dict[str, int]:
-    """Returns what `FSDPConfig(tensor_parallel=...)` of a `Decoder` says.
+    """Returns the rules of a `Decoder` for `FSDPConfig(tensor_parallel=...)`.
 
-    Columns of the projections into heads and MLPs are split, rows of those back, and
-    the vocabulary: Megatron's pairs. Of latent attention the unfolding projections are,
-    and the narrow ones are not.
+    As in Megatron, projections to heads and into MLPs are split by columns, those back
+    by rows, and embedding and head along the vocabulary. In latent attention the
+    projections to heads are split, those to latent vectors are not.
 
-    Left whole on each rank, as a plan then shows: norms of the residual stream, routers
-    and learned positions; keys and values, where the ranks do not divide their heads;
-    and embedding and head, where they do not divide the vocabulary.
+    Replicated on each rank, as a plan shows: norms of the residual stream, routers,
+    attention sinks, learned positions, and biases of projections split by rows; keys
+    and values, if their heads are not divisible by `ranks`; embedding and head, if the
+    vocabulary is not.
 
     Args:
-      config: The model.
-      ranks: Devices on the mesh axis `tp`.
+      config: Config of the decoder.
+      ranks: Number of devices on the mesh axis `tp`.
 
     Returns:
-      Path of a parameter -> its dim, counted from the back.
+      Split dim, negative, by path of the parameter.
 
     Raises:
-      ValueError: If the ranks do not divide the query heads, or the width of an MLP or
-        of experts; all offenders in one message.
+      ValueError: If the query heads, or the width of an MLP or of experts, are not
+        divisible by `ranks`. All are listed.
     """
     raise_if(f"Tensor parallelism over {ranks} ranks", _indivisible(config, ranks))
     whole = ()
@@ -87,6 +88,6 @@ def _indivisible(config: DecoderConfig, ranks: int) -> list[str]:
 
 
 def _paths(config: DecoderConfig) -> list[str]:
-    """Paths of a decoder's parameters, none of which is made."""
+    """Returns the paths of a decoder's parameters, without allocating them."""
     model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(jax.random.key(0))))
     return list(named_leaves(nnx.state(model, nnx.Param)))

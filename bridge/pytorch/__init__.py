@@ -1,1 +1,1 @@
-"""Any PyTorch model, by rules that are said or proposed."""
+"""Conversion of any PyTorch model, by given or proposed rules."""

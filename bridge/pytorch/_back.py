@@ -1,4 +1,4 @@
-"""A mapping followed backwards, in memory: leaves become the tensors they came from."""
+"""Inverse of a mapping, in memory: from leaves to tensors."""
 
 from collections.abc import Mapping
 
@@ -14,16 +14,15 @@ def follow_back(
     leaves: Mapping[str, np.ndarray],
     like: Source | None = None,
 ) -> dict[str, np.ndarray]:
-    """Returns the tensors that a mapping speaks of.
+    """Returns the tensors of a mapping, converted from leaves.
 
     Args:
-      mapping: How tensors and leaves correspond.
-      leaves: The leaves by path.
-      like: Where the dtypes come from; None takes those of the leaves.
+      mapping: Rules between tensors and leaves.
+      leaves: Leaves of the tree by path.
+      like: Source whose dtypes the tensors get; None for the dtypes of the leaves.
 
     Raises:
-      ValueError: If a tensor is made of leaves of several dtypes, and nothing says
-        which one it has.
+      ValueError: If a tensor is made of leaves of several dtypes and `like` is None.
     """
     pieces = mapping.by_source()
     dtypes = {key: {leaves[p.destination].dtype for p in pieces[key]} for key in pieces}

@@ -1,7 +1,7 @@
-"""Binding: rules that were written for any model become the mapping of this one.
+"""Binding of rules to the shapes of one model, which gives its mapping.
 
-Two linears of a model both say `"out in -> in out"` and mean other sizes, so that the
-dims of each rule get names of their own.
+Two linear layers both have the layout `"out in -> in out"` with different sizes, so
+the dims are renamed to be unique to each rule.
 """
 
 import collections
@@ -28,18 +28,18 @@ def bind(
     source: Source | None,
     spare: Collection[str] = (),
 ) -> WeightMapping:
-    """Makes the mapping of one source and one tree, and checks it all; reads no data.
+    """Returns the validated mapping of one source and one tree; reads no data.
 
     Args:
-      rules: The rules.
-      leaves: The tree's leaves by path.
-      source: The tensors; None if they are yet to be made.
-      spare: Tensors of the source that need no rule.
+      rules: Rules with their known sizes.
+      leaves: Leaves of the tree by path.
+      source: Source of the tensors; None if they are yet to be created.
+      spare: Names of tensors in the source that need no rule.
 
     Raises:
       ValueError: If a tensor or leaf is missing, unexpected, of another shape, of a
-        dtype that is not cast, or spoken of by two rules, or if a size follows from
-        no shape. All are listed.
+        dtype that cannot be cast, or covered by two rules, or if a size cannot be
+        inferred from the shapes. All are listed.
     """
     tensors = {} if source is None else {k: source.shape(k) for k in source.keys()}
     shapes = {name: tuple(leaf.shape) for name, leaf in leaves.items()}
@@ -54,7 +54,7 @@ def bind(
     }
     if source is not None:
         report["of a dtype that is not cast"] = _uncastable(plain, source, leaves)
-    # What is missing or misshapen has no sizes either: one problem, said once.
+    # Missing tensors and wrong shapes also leave sizes unknown: report them only once.
     if not any(missing.values()) and not report["of another shape"]:
         report["of a size that follows from no shape: give `sizes`"] = [
             f"{', '.join(unknown)} of {' and '.join(rule.destinations)}"
@@ -88,7 +88,7 @@ def _missing(
 
 
 def _names(rule: Rule, sizes: Sizes) -> list[str]:
-    """Returns all tensors of a rule; none while the number of layers is unknown."""
+    """Returns all tensor names of a rule; none if the number of layers is unknown."""
     captures = re.findall(r"\{(\w+)\}", rule.sources[0])
     counts = [range(sizes.get(name, 0)) for name in captures]
     return [
@@ -145,7 +145,7 @@ def _uncastable(
 def _mapping(
     rules: Sequence[Rule], sizes: Sequence[Sizes], spare: Collection[str]
 ) -> WeightMapping:
-    """Gives the dims of each rule names that no other rule has."""
+    """Returns a mapping of the rules, with dims renamed to be unique to each rule."""
     renamed, all_sizes = [], {}
     for number, (rule, found) in enumerate(zip(rules, sizes, strict=True)):
         end = f"_{number}"

@@ -1,4 +1,4 @@
-"""Doubts that a pair of layers cannot have by itself: shapes, and the whole model."""
+"""Doubts about a proposed row that follow from shapes and from the full model."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -14,12 +14,12 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 def contradicted(row: Row, tensors: Shapes, leaves: Shapes) -> Row:
-    """Adds what shapes and names say against a row.
+    """Adds the contradictions between a row and the given shapes and names.
 
     Args:
-      row: A row that names something of the source.
-      tensors: Shapes of the source by name, derived tensors in their places.
-      leaves: Shapes of the tree by path.
+      row: Proposed row that names at least one tensor of the source.
+      tensors: Tensor shapes of the source by name, including derived tensors.
+      leaves: Leaf shapes of the tree by path.
     """
     doubts = list(row.doubts)
     for sized in spell_out([row.rule], {}):
@@ -31,10 +31,10 @@ def contradicted(row: Row, tensors: Shapes, leaves: Shapes) -> Row:
 
 
 def flattened(row: Row, layer: TorchLayer, channels: Sequence[int], by: str) -> Row:
-    """Doubts a linear whose input may be a flattened feature map.
+    """Adds a doubt to a linear layer whose input may be a flattened feature map.
 
     PyTorch flattens channels first, flax channels last, and neither class nor shape
-    tells what a linear is fed with. equinox has channels first too.
+    shows whether the input was flattened. equinox also has channels first.
     """
     if row.make is not adapt.linear or by == "equinox":
         return row
@@ -47,7 +47,7 @@ def flattened(row: Row, layer: TorchLayer, channels: Sequence[int], by: str) -> 
 
 
 def channels_of(layers: Sequence[tuple[TorchLayer, TreeLayer]]) -> list[int]:
-    """Returns the channels that the convolutions of a model put out."""
+    """Returns the numbers of output channels of a model's convolutions."""
     return [
         theirs.shapes["weight"][1 if "Transpose" in f"{theirs.kind}{ours.kind}" else 0]
         for theirs, ours in layers

@@ -1,4 +1,4 @@
-"""PyTorch to JAX: any model's weights, by rules that are said or proposed."""
+"""PyTorch to JAX: loads the weights of any model, by given or proposed rules."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -22,11 +22,11 @@ def from_torch(
     prefix: str = "",
     progress: Progress | None = None,
 ) -> Any:
-    """Fills a model with the weights of a PyTorch model.
+    """Loads the weights of a PyTorch model into a JAX model.
 
-    Every tensor and every leaf is spoken of by one rule, or is an error; nothing is
-    matched by its shape. Weights are cast between floating dtypes as the mould asks,
-    and born in its shardings.
+    Exactly one rule must cover every tensor and every leaf; nothing is matched by
+    shape. Weights are cast between floating dtypes to those of `mould`, and created
+    directly in its shardings.
 
     ```python
     model = nnx.eval_shape(lambda: Net(nnx.Rngs(0)))
@@ -34,32 +34,33 @@ def from_torch(
     model = bridge.from_torch(torch_net, model, rules)
     ```
 
-    Two names of one tensor, tied by sharing memory, need one rule between them.
+    Tied tensors, which share memory under several names, need only one rule.
 
     Args:
       source: An `nn.Module`, a state dict (tensors or numpy arrays by name), or the
-        path of a `.safetensors`, `.pt` or `.bin` file or of a directory with them. No
-        pickle is run.
-      mould: A flax.nnx model or `nnx.State`, linen's variables, an equinox module, or
-        any pytree; of arrays or of `jax.ShapeDtypeStruct`, with or without shardings.
-      rules: `bridge.Rule`s and adapters (`bridge.adapt`). None proposes them, and
-        takes the proposal only if nothing in it is in doubt; see `propose_rules`.
-      sizes: Sizes of dims that the rules name and that no shape tells, by name.
-      ignore: Names of tensors that nobody needs; `{name}` stands for a number, `**`
-        for anything.
-      prefix: Take the tensors whose names begin so, under the rest of their names:
+        path of a `.safetensors`, `.pt` or `.bin` file or of a directory with them.
+        Pickles are parsed as data, never executed.
+      mould: Model to load: a flax.nnx model or `nnx.State`, linen variables, an
+        equinox module, or any pytree; with arrays or `jax.ShapeDtypeStruct`s as
+        leaves, with or without shardings.
+      rules: `bridge.Rule`s and adapters (`bridge.adapt`). None uses the rules of
+        `propose_rules`, if none of them is in doubt.
+      sizes: Sizes, by name, of dims that cannot be inferred from shapes.
+      ignore: Patterns of tensors to ignore; `{name}` matches a number, `**` matches
+        anything.
+      prefix: Prefix of the tensors to load, which is removed from their names:
         `"model."` of a training checkpoint, `"module."` of a wrapped model.
-      progress: Called with bytes done, and bytes in all, after each tensor.
+      progress: Callback, called with bytes done and total bytes after each tensor.
 
     Returns:
-      The mould again, with the weights in it. Random states and leaves that are no
-      arrays are the mould's own; the mould itself is not changed.
+      Copy of `mould` with the weights loaded. Random states and leaves that are not
+      arrays are those of `mould`, which is not modified.
 
     Raises:
-      FileNotFoundError: If nothing is at the path.
-      ValueError: If source, rules and mould do not fit (everything that does not is
-        listed, before a weight is read), or if the proposal is in doubt: it is then
-        printed, as code to be corrected.
+      FileNotFoundError: If the path does not exist.
+      ValueError: If source, rules and `mould` do not match (all mismatches are listed,
+        before a weight is read), or if the proposal is in doubt: it is then printed,
+        as code to be corrected.
     """
     tensors, target = open_torch(source, prefix), read_mould(mould)
     if rules is None:

@@ -1,4 +1,4 @@
-"""Moulds: the weights of whatever holds them, by path, and the way back in."""
+"""Weights of a model or pytree by path, and a function to replace them."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -12,12 +12,12 @@ from bridge._tree import named_leaves
 
 @dataclasses.dataclass(frozen=True)
 class Mould:
-    """The weights of a model or tree.
+    """Weights of a model or pytree.
 
     Args:
-      leaves: Arrays, or what has shape and dtype, by dotted path.
-      fill: Takes an array for each path and returns what the leaves were taken from,
-        with these arrays in their places; it changes nothing in place.
+      leaves: Concrete or abstract arrays by dotted path.
+      fill: Function from arrays by path to a copy of the model or pytree with these
+        arrays as leaves.
     """
 
     leaves: dict[str, Any]
@@ -25,7 +25,7 @@ class Mould:
 
     @property
     def structs(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Shape, dtype and sharding of each leaf; None where it is nowhere yet."""
+        """Abstract array of each leaf; its sharding is None if the leaf has none."""
         return {
             name: jax.ShapeDtypeStruct(
                 leaf.shape, leaf.dtype, sharding=getattr(leaf, "sharding", None)
@@ -35,15 +35,14 @@ class Mould:
 
 
 def read_mould(tree: Any) -> Mould:
-    """Finds the weights of a model or tree.
+    """Finds the weights of a model or pytree.
 
-    A random state of flax.nnx is no weight, and neither is a leaf that is no array
-    (equinox keeps functions and flags among its leaves): `fill` returns them as they
-    are.
+    Random states of flax.nnx and leaves that are not arrays (equinox has functions and
+    flags among its leaves) are not weights: `fill` returns them unchanged.
 
     Args:
-      tree: A flax.nnx model or `nnx.State`, an equinox module, linen's variables, or
-        any pytree; of arrays or of `jax.ShapeDtypeStruct`.
+      tree: A flax.nnx model or `nnx.State`, an equinox module, linen variables, or
+        any pytree; with arrays or `jax.ShapeDtypeStruct`s as leaves.
     """
     if isinstance(tree, nnx.Module):
         graph, state = nnx.split(tree)
@@ -57,7 +56,7 @@ def read_mould(tree: Any) -> Mould:
 
 
 def _of_pytree(tree: Any) -> Mould:
-    # None is no leaf to jax, and so neither counted nor named.
+    # jax does not treat None as a leaf, so non-arrays get neither name nor position.
     arrays = jax.tree.map(lambda leaf: leaf if _is_array(leaf) else None, tree)
     leaves = named_leaves(arrays)
     flat, structure = jax.tree.flatten(tree)

@@ -1,4 +1,4 @@
-"""Pairs of layers: which adapter carries one of PyTorch to one of JAX."""
+"""Selection of the adapter that maps a PyTorch layer to a JAX layer."""
 
 import dataclasses
 import json
@@ -35,14 +35,14 @@ _MATRICES = {"Linear", "Conv", "ConvTranspose", "Kernel", "Embed"}
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A rule or an adapter as it would be written, and what is in doubt about it.
+    """Rule or adapter as it would be written in code, with doubts about it.
 
     Args:
       make: `Rule`, or a function of `bridge.adapt`.
-      name: What it is called.
-      args: Its names and patterns.
-      options: Its keyword arguments.
-      doubts: Why someone should look at it; none if it is certain.
+      name: Name of `make` in code.
+      args: Positional arguments: names and patterns.
+      options: Keyword arguments.
+      doubts: Reasons to review the row; empty if it is certain.
     """
 
     make: Callable[..., Any]
@@ -53,11 +53,11 @@ class Row:
 
     @property
     def rule(self) -> Rule | adapt.Adapter:
-        """The rule or adapter."""
+        """Rule or adapter of this row."""
         return self.make(*self.args, **self.options)
 
     def __str__(self) -> str:
-        """As code, doubts in a comment."""
+        """Formats the row as code, with doubts in a comment."""
         given = [json.dumps(arg) for arg in self.args]
         given += [f"{name}={_literal(value)}" for name, value in self.options.items()]
         comment = f"  # in doubt: {'; '.join(self.doubts)}" if self.doubts else ""
@@ -65,15 +65,15 @@ class Row:
 
 
 def pair(theirs: TorchLayer, ours: TreeLayer) -> Row | None:
-    """Proposes the row of two layers of the same name.
+    """Proposes the row for two layers of the same name.
 
     Args:
-      theirs: The layer of PyTorch.
-      ours: The layer of JAX.
+      theirs: Layer of the PyTorch model.
+      ours: Layer of the JAX model.
 
     Returns:
-      The row, in doubt where the two sides do not say that it is right; None if it is
-      no layer that an adapter knows.
+      Proposed row, with a doubt for whatever the two sides do not determine; None if
+      there is no adapter for the layer.
     """
     if ours.kind is None:
         return None
@@ -87,7 +87,7 @@ def pair(theirs: TorchLayer, ours: TreeLayer) -> Row | None:
 
 
 def _adapter(theirs: TorchLayer, ours: TreeLayer) -> tuple[str, dict[str, Any]]:
-    """Returns the adapter for a layer of JAX, and the options that differ."""
+    """Returns the name of the adapter for a JAX layer, and non-default options."""
     no_bias = {} if _both_have("bias", theirs, ours) else {"bias": False}
     kind = ours.kind
     if kind == "Kernel":
@@ -120,7 +120,7 @@ def _of_batch_norm(ours: TreeLayer) -> dict[str, Any]:
 
 
 def _recurrent(theirs: TorchLayer, ours: TreeLayer) -> tuple[str, dict[str, Any]]:
-    # The one that loses nothing: it is refused if the other bias is not zero.
+    # "ih" is lossless: it raises an error if the other bias is not zero.
     options: dict[str, Any] = {"bias": "ih"}
     if ours.kind == "LSTMCell":
         options["cell"] = "nnx.LSTMCell"

@@ -1,8 +1,9 @@
-"""Proposing rules: what two models' names and classes say, and where they do not.
+"""Proposal of rules from the names and classes of two models.
 
-Layers are paired by name, after the few renames that flax and PyTorch always make;
-what a pair is, follows from its classes. Shapes never suggest anything: they can only
-contradict. What is in doubt is printed, as code, for someone who knows the model.
+Layers are paired by name, after the few systematic renames between flax and PyTorch;
+their classes determine the adapter. Shapes never suggest a pair; they can only
+contradict one. Doubtful rows are printed, as code, for review by someone who knows
+the model.
 """
 
 import collections
@@ -35,15 +36,15 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclasses.dataclass(frozen=True)
 class Proposal:
-    """A rule table that someone should look at; `print` it to see it as code.
+    """Proposed table of rules, for review: `print` shows it as code.
 
     Args:
-      subject: The source, for messages.
-      rows: A rule or adapter each, with what is in doubt about it.
-      tensors: Tensors that no row speaks of, with their shapes.
-      leaves: Leaves that no row speaks of, with their shapes.
-      ignored: Tensors that are left aside on purpose.
-      tied: Tensors that are another one again, and that other's name.
+      subject: Name of the source, for messages.
+      rows: Proposed rules and adapters, with doubts.
+      tensors: Shapes, by name, of tensors that no row covers.
+      leaves: Shapes, by path, of leaves that no row covers.
+      ignored: Names of tensors that are deliberately ignored.
+      tied: Names of tensors that are tied to another one, with that one's name.
     """
 
     subject: str
@@ -55,20 +56,20 @@ class Proposal:
 
     @property
     def is_certain(self) -> bool:
-        """Whether every tensor and leaf is spoken of, and nothing is in doubt."""
+        """Whether every tensor and leaf is covered, and no row is in doubt."""
         doubts = any(row.doubts for row in self.rows)
         return not (doubts or self.tensors or self.leaves)
 
     @property
     def rules(self) -> Rules:
-        """The rules of all rows, those in doubt too."""
+        """Rules of all rows, including those in doubt."""
         return tuple(row.rule for row in self.rows)
 
     def certain_rules(self) -> Rules:
-        """Returns the rules if there is no doubt about any.
+        """Returns the rules if the proposal is certain.
 
         Raises:
-          ValueError: If there is; the table is printed.
+          ValueError: If it is not; the message contains the table.
         """
         if self.is_certain:
             return self.rules
@@ -90,18 +91,22 @@ class Proposal:
 def propose_rules(
     source: Any, mould: Any, *, ignore: Sequence[str] = (), prefix: str = ""
 ) -> Proposal:
-    """Proposes the rules by which `from_torch` would fill a mould; reads no weights.
+    """Proposes the rules for a call of `from_torch`; reads no weights.
 
-    A row is in doubt if the two sides' classes or shapes do not fit, if a matrix is
-    square and no class says which dim is which, if two biases become one, or if a
-    linear may follow a flattened feature map, whose order differs.
+    A row is in doubt if the classes or shapes of both sides do not match, if a matrix
+    is square and no class determines the order of its dims, if two biases become one,
+    or if a linear layer may follow a flattened feature map, whose order differs.
 
     Args:
-      source: As for `from_torch`. A module tells more than its state dict.
-      mould: As for `from_torch`.
-      ignore: Names of tensors that nobody needs; `{name}` stands for a number, `**`
-        for anything.
-      prefix: As for `from_torch`.
+      source: PyTorch model, as in `from_torch`. A module gives fewer doubts than its
+        state dict, as its classes are known.
+      mould: JAX model, as in `from_torch`.
+      ignore: Patterns of tensors to ignore; `{name}` matches a number, `**` matches
+        anything.
+      prefix: Prefix of the tensors to load, which is removed from their names.
+
+    Returns:
+      Proposed rules, with doubts and everything that no rule covers.
     """
     tensors, target = open_torch(source, prefix), read_mould(mould)
     shapes = {name: tuple(leaf.shape) for name, leaf in target.leaves.items()}
@@ -124,10 +129,10 @@ def propose_rules(
 
 
 def canonical(path: str) -> str:
-    """Returns what a path is called once both sides' habits are taken off.
+    """Returns the canonical form of a path, without naming conventions of frameworks.
 
-    `layers_0` of linen is `layers.0`; flax's `Sequential` keeps its members under
-    `layers`, and its `RNN` a `cell`; collections and wrappers stand in front.
+    linen's `layers_0` becomes `layers.0`; the `layers` of flax's `Sequential`, the
+    `cell` of its `RNN`, and prefixes of collections and wrappers are removed.
     """
     path = re.sub(r"_(\d+)(?=\.|$)", r".\1", path)
     path = re.sub(r"^((params|batch_stats|module|_orig_mod)(\.|$))+", "", path)
@@ -138,7 +143,7 @@ def canonical(path: str) -> str:
 def _layers(
     pairs: Sequence[tuple[TorchLayer, TreeLayer]], tensors: Source, leaves: Shapes
 ) -> list[Row]:
-    """Proposes a row for each pair of layers, with all that is in doubt."""
+    """Proposes a row for each pair of layers, with all doubts."""
     channels = channels_of(pairs)
     rows = [
         flattened(row, theirs, channels, ours.by)
@@ -162,7 +167,7 @@ def _names_any(row: Row, tensors: Shapes) -> bool:
 def _pairs(
     theirs: Sequence[TorchLayer], ours: Sequence[TreeLayer]
 ) -> list[tuple[TorchLayer, TreeLayer]]:
-    """Returns the layers whose name occurs once on each side."""
+    """Returns the pairs of layers whose canonical name is unique on each side."""
     left, right = collections.defaultdict(list), collections.defaultdict(list)
     for layer in theirs:
         left[canonical(layer.path)].append(layer)
@@ -176,7 +181,7 @@ def _pairs(
 
 
 def _bare(rows: Sequence[Row], tensors: Source, leaves: Shapes) -> list[Row]:
-    """Proposes a rule for each tensor of no layer whose whole name is a leaf's."""
+    """Proposes a rule for each uncovered tensor with the name of an uncovered leaf."""
     rules = [row.rule for row in rows]
     spoken, taken = set(spoken_of(rules, tensors.keys())), _destinations(rules)
     free = collections.defaultdict(list)

@@ -1,8 +1,8 @@
-"""Sizes of the dims that one rule names, settled from shapes.
+"""Inference of a rule's dim sizes from shapes.
 
-A family's config gives the sizes of all its rules. A rule that someone wrote for a
-model of their own has shapes on its two sides, and those settle nearly every dim:
-`"(heads head_dim) embed -> embed heads head_dim"` is all said by the leaf.
+A family's config gives the sizes of all its rules. For a rule written for another
+model they are inferred from the shapes on its two sides, which determine nearly every
+dim: for `"(heads head_dim) embed -> embed heads head_dim"` the leaf's shape suffices.
 """
 
 import math
@@ -19,12 +19,14 @@ Sizes = dict[str, int]
 
 
 class Equation(NamedTuple):
-    """Says that products of sizes add up: of the parts along a dim, else of one.
+    """Equation `sum(prod(sizes of a term)) == total` for one dim of a shape.
+
+    There is one term per part along the dim of concatenation, else a single term.
 
     Args:
-      terms: The factors of each product.
-      total: The size of the dim.
-      subject: The dim, for messages.
+      terms: Names of the factors of each product.
+      total: Size of the dim.
+      subject: Description of the dim, for messages.
     """
 
     terms: tuple[tuple[str, ...], ...]
@@ -35,17 +37,17 @@ class Equation(NamedTuple):
 def settle(
     rule: Rule, tensors: Shapes, leaves: Shapes, given: Mapping[str, int]
 ) -> tuple[Sizes, list[str]]:
-    """Settles what can be, and says what contradicts itself.
+    """Infers the sizes of a rule's dims, and finds contradictions.
 
     Args:
-      rule: The rule.
-      tensors: Shapes of the source by name; what is missing teaches nothing.
-      leaves: Shapes of the tree by path; likewise.
-      given: Sizes that someone has said, by name.
+      rule: Rule whose dims are inferred.
+      tensors: Tensor shapes of the source by name; may be incomplete.
+      leaves: Leaf shapes of the tree by path; may be incomplete.
+      given: Sizes that are known, by name.
 
     Returns:
-      The sizes, and a line for each shape that the rule does not fit. A dim that
-      nothing settles is in neither.
+      Inferred sizes by name, and one message for each shape that contradicts the rule.
+      A dim that cannot be inferred is in neither.
     """
     sizes = {name: given[name] for name in rule.dims if name in given}
     equations, wrong = _equations(rule, tensors, leaves)
@@ -63,7 +65,7 @@ def settle(
 def _equations(
     rule: Rule, tensors: Shapes, leaves: Shapes
 ) -> tuple[list[Equation], list[str]]:
-    """Returns what the shapes say, and the shapes that have another number of dims."""
+    """Returns the equations of all shapes, and messages for those of wrong rank."""
     stacked = tuple((name,) for name in re.findall(r"\{(\w+)\}", rule.sources[0]))
     sources = [layout.source for layout in rule.layouts]
     destinations = [layout.destination for layout in rule.layouts]
@@ -73,7 +75,7 @@ def _equations(
         (rule.destinations, destinations, stacked, leaves),
     ):
         for number, pattern in enumerate(names):
-            # A side with one name holds all parts of the other, end to end.
+            # A side with one name is the concatenation of all parts of the other.
             parts = sides if len(names) == 1 else [sides[number]]
             for name in matching(pattern, shapes):
                 expected = len(outer) + len(parts[0])
@@ -103,12 +105,13 @@ def _of_shape(
 
 
 def _next(equations: list[Equation], sizes: Sizes) -> Sizes:
-    """Returns a size that follows from those known, or nothing."""
+    """Returns one size that follows from the known ones, or an empty dict."""
     for equation in equations:
         unknown = {n for term in equation.terms for n in term if n not in sizes}
         if len(unknown) != 1:
             continue
         (name,) = unknown
+        # The unknown is in every term or in some: total = slope * unknown + fixed.
         slope = sum(
             math.prod(sizes[n] for n in term if n != name)
             for term in equation.terms
@@ -119,7 +122,7 @@ def _next(equations: list[Equation], sizes: Sizes) -> Sizes:
             for term in equation.terms
             if name not in term
         )
-        # What does not divide is left to be reported, with the size rounded down.
+        # If it does not divide, the size is rounded down; the caller then reports it.
         if slope:
             return {name: max(0, equation.total - fixed) // slope}
     return {}

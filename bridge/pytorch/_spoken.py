@@ -1,4 +1,4 @@
-"""What rules and adapters speak of: which tensors they name, and which need none."""
+"""Tensors that are covered by rules and adapters, and tensors that need no rule."""
 
 import collections
 import dataclasses
@@ -13,16 +13,16 @@ from bridge.rules._mapping import is_ignored
 from bridge.rules._rules import Rule
 
 Rules = Sequence[Rule | Adapter]
-"""What `from_torch` takes."""
+"""Rules and adapters, as accepted by `from_torch`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SizedRule:
-    """A rule, and the sizes that are known before any shape is.
+    """Rule with the sizes that are known without shapes.
 
     Args:
-      rule: The rule.
-      sizes: By the names of its dims.
+      rule: Rule of an adapter or of the caller.
+      sizes: Known sizes by dim name.
     """
 
     rule: Rule
@@ -30,11 +30,11 @@ class SizedRule:
 
 
 def spell_out(rules: Rules, sizes: Mapping[str, int]) -> list[SizedRule]:
-    """Returns the rules of all adapters.
+    """Expands adapters to their rules.
 
     Args:
       rules: Rules and adapters.
-      sizes: Sizes that hold for every rule; those of an adapter go before.
+      sizes: Sizes for every rule; those of an adapter take precedence.
     """
     spelled = []
     for rule in rules:
@@ -44,12 +44,12 @@ def spell_out(rules: Rules, sizes: Mapping[str, int]) -> list[SizedRule]:
 
 
 def derived_of(rules: Rules) -> list[Derived]:
-    """Returns the tensors that adapters derive."""
+    """Returns the derived tensors of all adapters."""
     return [d for rule in rules if isinstance(rule, Adapter) for d in rule.derived]
 
 
 def matching(pattern: str, names: Collection[str]) -> list[str]:
-    """Returns the names that are a pattern with numbers for its `{names}`."""
+    """Returns the names that match a pattern in which `{name}` is a number."""
     if "{" not in pattern:
         return [pattern] if pattern in names else []
     parts = map(re.escape, re.split(r"\{\w+\}", pattern))
@@ -58,25 +58,25 @@ def matching(pattern: str, names: Collection[str]) -> list[str]:
 
 
 def ignored_by(rules: Rules, ignore: Sequence[str], names: Collection[str]) -> set[str]:
-    """Returns the tensors that adapters, or the caller, leave aside by name."""
+    """Returns the names of tensors that adapters or the caller ignore."""
     adapters = [rule for rule in rules if isinstance(rule, Adapter)]
     patterns = (*ignore, *[name for adapter in adapters for name in adapter.ignore])
     return {name for name in names if is_ignored(name, patterns)}
 
 
 def spoken_of(rules: Rules, names: Collection[str]) -> set[str]:
-    """Returns the tensors that some rule, or what a rule derives from, names."""
+    """Returns the names of tensors that a rule covers, directly or as a derived one."""
     patterns = [name for sized in spell_out(rules, {}) for name in sized.rule.sources]
     patterns += [term.tensor for derived in derived_of(rules) for term in derived.used]
-    held = dict.fromkeys(names)  # to be looked up, not searched
+    held = dict.fromkeys(names)  # constant-time lookup that keeps the order
     return {name for pattern in patterns for name in matching(pattern, held)}
 
 
 def ties_of(source: Source, rules: Rules) -> dict[str, str]:
-    """Returns the tensors that need no rule, as they are another one that has one.
+    """Returns the tensors that need no rule because they are tied to one that has one.
 
     Returns:
-      For each of them, the name of the one that a rule speaks of.
+      Name of the tied tensor that a rule covers, for each tensor without a rule.
     """
     tied, spoken = tied_in(source), spoken_of(rules, source.keys())
     groups: dict[str, list[str]] = collections.defaultdict(list)

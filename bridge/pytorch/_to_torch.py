@@ -1,4 +1,4 @@
-"""JAX to PyTorch: the rules of `from_torch`, followed backwards."""
+"""JAX to PyTorch: applies the inverse of the rules of `from_torch`."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -24,28 +24,27 @@ def to_torch(
     sizes: Mapping[str, int] | None = None,
     ignore: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Returns a state dict with the weights of a model in JAX.
+    """Converts the weights of a JAX model to a PyTorch state dict.
 
-    What `from_torch` did with the same rules is undone to the bit, but for casts, and
-    for biases that were added on request. Weights are gathered on the host.
+    It is the bit-exact inverse of `from_torch` with the same rules, except for casts
+    and for biases that were summed on request. Weights are gathered on the host.
 
     Args:
-      tree: A model or tree, as for `from_torch`, of arrays that this process can
-        address.
-      rules: The same rules.
-      like: What the state dict should resemble: a source as for `from_torch`. From it
-        come the dtypes, the names of tied tensors, and the tensors that the rules
-        leave aside (`num_batches_tracked`). None keeps the dtypes of the leaves.
-      sizes: As for `from_torch`.
-      ignore: As for `from_torch`.
+      tree: Model or pytree, as in `from_torch`, of fully addressable arrays.
+      rules: Rules and adapters, as in `from_torch`.
+      like: Source, as in `from_torch`, that determines the dtypes, the names of tied
+        tensors, and the values of ignored tensors (`num_batches_tracked`). None keeps
+        the dtypes of the leaves.
+      sizes: Sizes, by name, of dims that cannot be inferred from shapes.
+      ignore: Patterns of tensors to copy from `like` instead; `{name}` matches a
+        number, `**` matches anything.
 
     Returns:
       A `torch.Tensor` on the host for each name, in the order of `like`, else of the
-      rules; names of tied tensors share one.
+      rules; tied names share one tensor.
 
     Raises:
-      ValueError: If tree, rules and `like` do not fit; everything that does not is
-        listed.
+      ValueError: If tree, rules and `like` do not match. All mismatches are listed.
     """
     tree = nnx.state(tree) if isinstance(tree, nnx.Module) else tree
     leaves = jax.device_get(read_mould(arrays_of(tree)).leaves)
@@ -59,6 +58,7 @@ def to_torch(
     adapted = derive(model, derived, check_zeros=False)
     kept, tied = ignored_by(rules, ignore, adapted.keys()), ties_of(model, rules)
     made = follow_back(bind(sized, leaves, adapted, {*kept, *tied}), leaves, adapted)
+    # Copied, as `read` may return a view of the memory of `like`.
     arrays = underive(made, derived) | {key: model.read(key).copy() for key in kept}
     tensors = {key: to_tensor(array) for key, array in arrays.items()}
     return {key: tensors[tied.get(key, key)] for key in model.keys()}

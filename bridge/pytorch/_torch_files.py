@@ -1,7 +1,7 @@
-"""What `from_torch` takes: PyTorch's models in memory, and its files by path.
+"""Sources for `from_torch`: PyTorch models in memory, and files by path.
 
-No pickle is run: `.safetensors` have none, and those of `.pt` and `.bin` are read as
-data.
+Pickles are never executed: `.safetensors` files contain none, and those in `.pt` and
+`.bin` files are parsed as data.
 """
 
 import dataclasses
@@ -33,18 +33,18 @@ BIN_INDEX_NAME = "pytorch_model.bin.index.json"
 
 
 def open_torch(source: Any, prefix: str = "") -> Source:
-    """Opens what `from_torch` takes; reads no weights.
+    """Opens a source as accepted by `from_torch`; reads no weights.
 
     Args:
       source: An `nn.Module`, a state dict of tensors or arrays, or the path of a
-        `.safetensors` file, of any other file as one that `torch.save` wrote, or of a
-        directory: with the names transformers gives, safetensors preferred.
-      prefix: Take the tensors whose names begin so, under the rest of their names.
+        `.safetensors` file, a file of `torch.save` (any other suffix), or a directory
+        with transformers' file names, where safetensors is preferred.
+      prefix: Prefix of the tensors to load, which is removed from their names.
 
     Raises:
-      FileNotFoundError: If nothing is at the path.
-      ValueError: If the path is no checkpoint, a value no tensor with data, or no name
-        begins with the prefix.
+      FileNotFoundError: If the path does not exist.
+      ValueError: If the path is not a checkpoint, a value is not a tensor with data,
+        or no name begins with the prefix.
     """
     opened = _open(source)
     return _within(opened, prefix) if prefix else opened

@@ -1,7 +1,7 @@
-"""The layers of a PyTorch model: which tensors belong together, and of which class.
+"""Layers of a PyTorch model: tensors grouped by module, with their classes.
 
-A module tells its classes. A state dict has names alone, and of those only some can be
-nothing but one class: `in_proj_weight`, `weight_ih_l0`, `running_mean`.
+A module gives the classes of its layers. A state dict has only names, of which some
+identify a class: `in_proj_weight`, `weight_ih_l0`, `running_mean`.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ class TorchLayer:
 
     Args:
       path: Path of the module; empty for the model itself.
-      kind: Name of the class in `torch.nn`; None if nothing tells.
+      kind: Name of the class in `torch.nn`; None if unknown.
       shapes: Shape of each tensor by its name within the module.
     """
 
@@ -29,11 +29,11 @@ class TorchLayer:
 
 
 def torch_layers(model: Any, source: Source) -> list[TorchLayer]:
-    """Groups the tensors of a source by the module that holds them.
+    """Groups the tensors of a source by module.
 
     Args:
-      model: What the source was opened from; its classes are read if it is a module.
-      source: The tensors.
+      model: Argument that the source was opened from; an `nn.Module` gives classes.
+      source: Source of the tensors.
     """
     groups: dict[str, dict[str, Shape]] = {}
     for key in source.keys():
@@ -57,7 +57,7 @@ def _classes(model: Any) -> dict[str, str]:
     return {
         path: type(module).__name__
         for path, module in model.named_modules()
-        # A class of someone else's may keep its weight in another order.
+        # A class from elsewhere may store its weight in another order.
         if type(module).__module__.startswith("torch.nn.")
     }
 
@@ -70,6 +70,6 @@ def _by_names(shapes: dict[str, Shape]) -> str | None:
     for ending, suffix in (("_l0", ""), ("", "Cell")):
         if f"weight_hh{ending}" in shapes:
             gates, hidden = shapes[f"weight_hh{ending}"]
-            # The rows are the gates: four in one, three in the other, one in neither.
+            # Rows are gates: four in an LSTM, three in a GRU, one in a plain RNN.
             return {4: "LSTM", 3: "GRU", 1: "RNN"}.get(gates // hidden, "RNN") + suffix
     return None

@@ -1,6 +1,6 @@
-"""PyTorch's tensors as sources: modules and state dicts, in memory.
+"""Sources of PyTorch tensors in memory: modules and state dicts.
 
-torch is imported only where there are tensors of it already, or to make some.
+torch is imported only to read torch tensors, or to create them.
 """
 
 import dataclasses
@@ -20,40 +20,40 @@ _BITS = {1: "uint8", 2: "uint16", 4: "uint32"}
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class HeldTensor:
-    """A `torch.Tensor`, or an array of numpy or jax, as a source holds it.
+    """Tensor of a source in memory.
 
     Args:
-      value: The tensor.
+      value: A `torch.Tensor`, or a numpy or jax array.
     """
 
     value: Any
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its shape."""
+        """Shape of the tensor."""
         return tuple(self.value.shape)
 
     @property
     def dtype(self) -> np.dtype:
-        """Its dtype, as numpy or ml_dtypes name it."""
+        """Dtype of the tensor, as a numpy or ml_dtypes dtype."""
         return jnp.dtype(str(self.value.dtype).removeprefix("torch."))
 
     def read(self, slices: tuple[slice, ...] = ()) -> np.ndarray:
-        """Returns the tensor, or the box of it that `slices` says; a view if it can."""
+        """Returns the tensor, or the region selected by `slices`, as a view."""
         array = to_numpy(self.value, self.dtype)
         return array[as_index(complete(slices, array.shape))]
 
 
 def hold(name: str, tensors: Mapping[str, Any]) -> Source:
-    """Makes a source of tensors in memory.
+    """Returns a source of tensors in memory.
 
     Args:
-      name: What they are, for messages.
-      tensors: `torch.Tensor`s, or arrays, by name.
+      name: Name of the source, for messages.
+      tensors: `torch.Tensor`s or arrays by name.
 
     Raises:
-      ValueError: If a value is no tensor with data, or a name no string; all of them
-        are listed.
+      ValueError: If a value is not a dense tensor with data, or a name is not a
+        string. All are listed.
     """
     wrong = [
         f"  {key}: {problem}"
@@ -66,7 +66,7 @@ def hold(name: str, tensors: Mapping[str, Any]) -> Source:
 
 
 def is_module(source: Any) -> bool:
-    """Says whether something is an `nn.Module`, without importing torch."""
+    """Returns whether an object is an `nn.Module`, without importing torch."""
     return any(
         (base.__module__, base.__name__) == ("torch.nn.modules.module", "Module")
         for base in type(source).__mro__
@@ -74,12 +74,12 @@ def is_module(source: Any) -> bool:
 
 
 def tied_in(source: Source) -> dict[str, str]:
-    """Returns the names of tensors that are another one again.
+    """Returns the names of tied tensors.
 
-    They share memory, or the storage of a file; equal values are not enough.
+    Tied tensors share memory, or the storage of a file; equal values do not suffice.
 
     Returns:
-      For each name, the first of its tensor.
+      First name of the same tensor, for each tied name other than the first.
     """
     if not isinstance(source, TensorSource):
         return {}
@@ -92,21 +92,21 @@ def tied_in(source: Source) -> dict[str, str]:
 
 
 def to_numpy(tensor: Any, dtype: np.dtype) -> np.ndarray:
-    """Returns the values of a tensor; its own memory if it lies on the host."""
+    """Returns a tensor as a numpy array; a view if it is on the host."""
     if not hasattr(tensor, "detach"):
         return np.asarray(tensor)
     tensor = tensor.detach().cpu()
     if dtype.isbuiltin == 1:
         return tensor.numpy()
-    import torch  # there is a tensor of it
+    import torch  # already loaded: `tensor` is one of torch
 
-    # numpy has no bfloat16 or float8 of its own, but their bits.
+    # torch does not convert bfloat16 or float8 to numpy, but converts their bits.
     return tensor.view(getattr(torch, _BITS[dtype.itemsize])).numpy().view(dtype)
 
 
 def to_tensor(array: np.ndarray) -> Any:
-    """Returns a `torch.Tensor` that keeps its values in the memory of an array."""
-    import torch  # here alone tensors are made
+    """Returns a `torch.Tensor` that shares the memory of a C-ordered array."""
+    import torch  # optional: only needed to create tensors
 
     array = np.asarray(array, order="C")
     if array.dtype.isbuiltin == 1:
@@ -128,7 +128,7 @@ def _problem(key: Any, value: Any) -> str | None:
 
 
 def _memory(tensor: LazyTensor | HeldTensor, key: str) -> Any:
-    """Returns what two tensors share if they are the same numbers in one place."""
+    """Returns a key that is equal for tensors that are the same region of memory."""
     if 0 in tensor.shape:
         return key
     if isinstance(tensor, LazyTensor):

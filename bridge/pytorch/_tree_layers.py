@@ -1,7 +1,7 @@
-"""The layers of a model in JAX: which leaves belong together, and of which class.
+"""Layers of a JAX model: leaves grouped by module, with their classes.
 
-flax.nnx and equinox tell their classes. linen's variables and other trees have names
-alone: a `scale` is a norm's, a `kernel` of two dims is a `Dense`'s.
+flax.nnx and equinox modules have classes. linen variables and other pytrees have only
+names: a `scale` belongs to a norm, a `kernel` of two dims to a `Dense`.
 """
 
 import dataclasses
@@ -23,10 +23,10 @@ class TreeLayer:
 
     Args:
       path: Path of the module; empty for the model itself.
-      kind: Name of the class in flax; None if nothing tells.
+      kind: Name of the class in flax; None if unknown.
       shapes: Shape of each leaf by its name within the module.
-      by: What tells the kind: a class of `"nnx"` or `"equinox"`, or `"names"`.
-      options: What an adapter wants to know of the module.
+      by: Origin of `kind`: a class of `"nnx"` or `"equinox"`, or `"names"`.
+      options: Keyword arguments for the adapter.
     """
 
     path: str
@@ -37,11 +37,11 @@ class TreeLayer:
 
 
 def tree_layers(model: Any, mould: Mould) -> list[TreeLayer]:
-    """Groups the leaves of a model or tree by the module that holds them.
+    """Groups the leaves of a model or pytree by module.
 
     Args:
-      model: The model or tree.
-      mould: Its weights.
+      model: Model or pytree.
+      mould: Weights of `model`.
     """
     shapes = {name: tuple(leaf.shape) for name, leaf in mould.leaves.items()}
     layers = []
@@ -51,13 +51,13 @@ def tree_layers(model: Any, mould: Mould) -> list[TreeLayer]:
             k.removeprefix(start): s for k, s in shapes.items() if k.startswith(start)
         }
         shapes = {k: s for k, s in shapes.items() if not k.startswith(start)}
-        if own:  # a module within a module was taken with it
+        if own:  # empty for a submodule: shorter paths come first and take its leaves
             layers.append(_of_module(path, module, own))
     return layers + _by_names(shapes)
 
 
 def _modules(model: Any) -> list[tuple[str, Any]]:
-    """Returns the modules of a class that flax.nnx or equinox has, with their paths."""
+    """Returns the known flax.nnx and equinox modules, with their paths."""
     if isinstance(model, nnx.Module):
         return [
             (".".join(map(str, path)), module)
@@ -143,7 +143,7 @@ def _kind(shapes: dict[str, Shape]) -> str | None:
     if "scale" in shapes:
         return "Norm"
     if "kernel" in shapes:
-        # With more dims it may be a convolution, forwards or backwards, or a
+        # With more dims it may be a convolution, transposed or not, or a
         # `DenseGeneral`.
         return "Linear" if len(shapes["kernel"]) == 2 else "Kernel"
     return None

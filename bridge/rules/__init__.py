@@ -1,1 +1,1 @@
-"""What becomes of a tensor: boxes, layouts, rules, and the check of all of them."""
+"""Rules that map checkpoint tensors to tree leaves: layouts, pieces, validation."""

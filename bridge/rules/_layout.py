@@ -1,9 +1,9 @@
 """Layouts as data: `"(heads head_dim) embed -> embed heads head_dim"`.
 
 A pattern, unlike a function, can be inverted by swapping its sides, checked against
-shapes before a byte is read, and asked which part of the source a shard of the
-destination needs. Only permutations and reshapes can be written, so what goes in
-comes out bit by bit.
+shapes before a byte is read, and queried for the part of the source that a shard of
+the destination needs. It expresses only permutations and reshapes, so conversion is
+bit-exact in both directions.
 """
 
 import dataclasses
@@ -24,11 +24,12 @@ Ranges = dict[str, Range]
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How a source tensor and a destination array hold the same numbers.
+    """Permutation and reshape between a source tensor and a destination array.
 
     Args:
-      source: For each dim of the source the names of its factors, slowest first.
-      destination: The same for the destination, with the same names.
+      source: Names of the factors of each source dim, slowest first.
+      destination: Names of the factors of each destination dim, slowest first; the
+        same set of names as in `source`.
     """
 
     source: Side
@@ -36,7 +37,7 @@ class Layout:
 
     @classmethod
     def parse(cls, pattern: str) -> "Layout":
-        """Reads `"source dims -> destination dims"`; parentheses group factors.
+        """Parses `"source dims -> destination dims"`; parentheses group factors.
 
         Raises:
           ValueError: If the pattern is malformed, or its two sides do not name the
@@ -49,47 +50,48 @@ class Layout:
         return Layout(self.destination, self.source)
 
     def source_shape(self, sizes: Sizes) -> tuple[int, ...]:
-        """Shape of the source, given the size of each named dim."""
+        """Returns the shape of the source, given the size of each named dim."""
         return tuple(math.prod(sizes[name] for name in dim) for dim in self.source)
 
     def destination_shape(self, sizes: Sizes) -> tuple[int, ...]:
-        """Shape of the destination, given the size of each named dim."""
+        """Returns the shape of the destination, given the size of each named dim."""
         return self.invert().source_shape(sizes)
 
     def apply(self, array: np.ndarray, sizes: Sizes) -> np.ndarray:
-        """Lays a whole source tensor out as the destination; a view if it can be."""
+        """Converts an entire source tensor to the destination; a view if possible."""
         return self.apply_box(array, whole(self.destination_shape(sizes)), sizes)
 
     def source_box(self, box: Box, sizes: Sizes) -> Box:
-        """Returns the smallest readable box of the source that covers a shard.
+        """Returns the smallest box of the source that covers a destination shard.
 
-        A shard on the leading factor of a source dim, or on a whole source dim, is
-        exactly a box of the source. One on an inner factor (`head_dim` of
-        `(heads head_dim)`) is strided in it: the dim is then read whole, to be cut.
+        A shard on the leading factor of a source dim, or on an entire source dim, is
+        exactly a box of the source. A shard on an inner factor (`head_dim` of
+        `(heads head_dim)`) is strided in the source: the full dim is read and then
+        sliced.
 
         Args:
-          box: The part of the destination that is wanted.
+          box: Requested region of the destination.
           sizes: Size of each named dim.
         """
         return self.cut(box, sizes)[0]
 
     def apply_box(self, piece: np.ndarray, box: Box, sizes: Sizes) -> np.ndarray:
-        """Turns what was read for a shard into the shard.
+        """Converts the source region read for a shard to the shard.
 
         Args:
-          piece: The source at `source_box(box, sizes)`.
-          box: The part of the destination that is wanted.
+          piece: Source at `source_box(box, sizes)`.
+          box: Requested region of the destination.
           sizes: Size of each named dim.
 
         Returns:
-          The destination at `box`; a view of `piece` if it can be.
+          Destination at `box`; a view of `piece` if possible.
         """
         return self.cut(box, sizes)[1](piece)
 
     def cut(self, box: Box, sizes: Sizes) -> tuple[Box, "Move"]:
-        """Returns `source_box`, and what `apply_box` then does, to do it many times."""
+        """Returns `source_box` and a reusable form of `apply_box` for the same box."""
         wanted = _split(self.destination, box, sizes)
-        # Widened until each dim of the source is one range.
+        # Joining widens the factor ranges until each source dim is one range.
         source_box = _join(self.source, wanted, sizes)
         read = _split(self.source, source_box, sizes)
         source_order, order = _names(self.source), _names(self.destination)
@@ -106,29 +108,32 @@ class Layout:
         )
 
     def split(self, box: Box, sizes: Sizes) -> list[Box]:
-        """Cuts part of the destination into boxes that are one range of each factor.
+        """Splits a destination box into boxes that are one range of each factor.
 
-        Reshaped to its factors, such a box is a view, to be read and written alike.
-        Most boxes are so; one that begins or ends inside a block of
-        `(heads head_dim)` is two or three of them.
+        Such a box, reshaped to its factors, is a view that can be read and written.
+        Most boxes already are; a box that begins or ends inside a block of
+        `(heads head_dim)` splits into two or three.
         """
         dims = zip(self.destination, box, strict=True)
         parts = [_blocks(r, [sizes[name] for name in dim]) for dim, r in dims]
         return list(itertools.product(*parts))
 
     def bands(self, sizes: Sizes, max_elements: int) -> list[Box]:
-        """Cuts the destination into boxes, each of them one range of the source.
+        """Splits the destination into boxes that each are one flat source range.
 
-        Read one after another they are the source from its first byte to its last. A
-        dim of the destination that runs across the source's order (`(b a)` of `a b`)
-        cannot be cut so along its inner factor; the bands are then larger.
+        In order, they cover the source from its first byte to its last. A destination
+        dim whose factors are in another order than in the source (`(b a)` of `a b`)
+        cannot be split along its inner factor; the bands are then larger.
 
         Args:
           sizes: Size of each named dim.
-          max_elements: Numbers in a band, if the layout lets it be.
+          max_elements: Maximum number of elements in a band, if the layout allows it.
         """
         names = _names(self.source)
         inner = [math.prod(sizes[n] for n in names[k + 1 :]) for k in range(len(names))]
+        # Splits the outermost source factor whose inner factors fit into a band. If the
+        # destination boxes would cover more than their band, the next outer factor is
+        # tried, with larger bands.
         fits = (k for k, count in enumerate(inner) if count <= max_elements)
         for k in range(next(fits, len(names) - 1), -1, -1) if names else ():
             step = max(1, max_elements // max(1, inner[k]))
@@ -141,14 +146,16 @@ class Layout:
 
 @dataclasses.dataclass(frozen=True)
 class Move:
-    """What numpy does to lay a box out: only views, where memory allows it.
+    """Reshape, transpose and slice that produce a destination box from source data.
+
+    All steps are numpy views where the memory order allows it.
 
     Args:
-      factors: Shape of what was read, one dim for each factor.
-      order: Where each factor of the destination is found.
-      inside: What of the factors is needed.
-      joined: Shape once factors are joined to dims.
-      wanted: What of that is the box.
+      factors: Shape of the source data, one dim per factor.
+      order: Source position of each destination factor: the transpose's axes.
+      inside: Required range of each destination factor.
+      joined: Shape after factors are joined to dims.
+      wanted: Requested box within `joined`.
     """
 
     factors: tuple[int, ...]
@@ -159,23 +166,23 @@ class Move:
 
     @property
     def keeps_order(self) -> bool:
-        """Whether numbers that follow each other still do."""
+        """Whether the factors keep their order, so that nothing is transposed."""
         return self.order == tuple(sorted(self.order))
 
     @property
     def keeps_rows(self) -> bool:
-        """Whether they do at least in each row of what was read."""
+        """Whether the innermost factor stays innermost: rows stay contiguous."""
         return self.order[-1:] in ((), (len(self.order) - 1,))
 
     def beside(self, count: int, place: int) -> "Move":
-        """Returns what lays out as many boxes at once, which follow each other.
+        """Returns a move that converts `count` consecutive boxes at once.
 
         Args:
-          count: How many boxes were read as one.
-          place: Which factor of what was read goes on from box to box.
+          count: Number of boxes read together.
+          place: Position among the source factors at which the boxes are stacked.
 
         Returns:
-          The same for each, the boxes themselves the first dim.
+          Move whose result has the boxes as its leading dim.
         """
         moved = tuple(i + (i >= place) for i in self.order)
         return Move(
@@ -187,11 +194,11 @@ class Move:
         )
 
     def view(self, array: np.ndarray) -> np.ndarray:
-        """Returns what was read, or is to be written, by factors of the destination."""
+        """Returns a view of the source data in factors of the destination."""
         return take(array.reshape(self.factors).transpose(self.order), self.inside)
 
     def __call__(self, array: np.ndarray) -> np.ndarray:
-        """Lays out what was read for the box; a copy, if factors lie apart."""
+        """Converts source data to the box; copies if factors cannot be joined."""
         return take(self.view(array).reshape(self.joined), self.wanted)
 
 
@@ -200,7 +207,7 @@ def _names(side: Side) -> list[str]:
 
 
 def _split(side: Side, box: Box, sizes: Sizes) -> Ranges:
-    """Returns a range for each factor whose product covers a box of the dims."""
+    """Returns one range per factor, whose product covers a box of the dims."""
     ranges: Ranges = {}
     for dim, piece in zip(side, box, strict=True):
         if len(dim) == 1:
@@ -211,15 +218,16 @@ def _split(side: Side, box: Box, sizes: Sizes) -> Ranges:
             inner = math.prod(sizes[other] for other in dim[position + 1 :])
             first, last = start // inner, -(-stop // inner)
             ranges[name] = Range(first, last)
+            # Only within a single position of this factor are the inner ones a range.
             if last - first == 1:
                 start, stop = start - first * inner, stop - first * inner
-            else:  # a range over several blocks takes each of them whole
+            else:  # a range over several blocks needs all of each block
                 start, stop = 0, inner
     return ranges
 
 
 def _blocks(wanted: Range, sizes: list[int]) -> list[Range]:
-    """Cuts a range of a dim where a block of its factors begins or ends."""
+    """Splits a range of a dim at the boundaries of its blocks of inner factors."""
     inner = math.prod(sizes[1:])
     if len(sizes) < 2 or not inner:
         return [wanted]
@@ -241,7 +249,7 @@ def _shifted(wanted: Range, origin: int, sizes: list[int]) -> list[Range]:
 
 
 def _ranges(names: list[str], k: int, step: int, sizes: Sizes) -> Iterator[Ranges]:
-    """Yields `step` places of factor `k` at a time, outer ones singly, inner whole."""
+    """Yields `step` positions of factor `k`, one of outer and all of inner factors."""
     inner = {name: Range(0, sizes[name]) for name in names[k + 1 :]}
     for outer in itertools.product(*(range(sizes[name]) for name in names[:k])):
         single = (Range(i, i + 1) for i in outer)
@@ -257,7 +265,7 @@ def _is_exact(box: Box, ranges: Ranges) -> bool:
 
 
 def _join(side: Side, ranges: Ranges, sizes: Sizes) -> Box:
-    """Returns the smallest box, splittable into factors, that covers ranges."""
+    """Returns the smallest box that covers the factor ranges."""
     box = []
     for dim in side:
         if len(dim) == 1:
@@ -265,6 +273,8 @@ def _join(side: Side, ranges: Ranges, sizes: Sizes) -> Box:
             continue
         start, stop, several = 0, 1, False
         for name in dim:
+            # Inside a factor of several positions, only complete inner factors make
+            # one range of the dim.
             first, last = (0, sizes[name]) if several else ranges[name]
             start, stop = start * sizes[name] + first, (stop - 1) * sizes[name] + last
             several = several or last - first != 1

@@ -1,4 +1,4 @@
-"""A mapping: all rules of one model, and the check that they account for everything."""
+"""Mapping: all rules of one model, and the check that they cover every tensor."""
 
 import collections
 import dataclasses
@@ -18,18 +18,18 @@ from bridge.rules._piece import Piece
 from bridge.rules._rules import Rule, RuleSizes
 
 Abstract = abc.Mapping[str, Any]
-"""Whatever has a shape and a dtype, by name."""
+"""Objects with a shape and a dtype, by name."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Mapping:
-    """How a checkpoint's tensors and a tree's leaves correspond, one to one.
+    """One-to-one correspondence of a checkpoint's tensors and a tree's leaves.
 
     Args:
-      rules: Every tensor and every leaf is spoken of by exactly one of them.
-      sizes: Size of each dim that the rules name, and each `{name}`'s size or range.
-      ignore: Names of tensors that a checkpoint may hold and nobody needs; `{name}`
-        stands for a number, `**` for anything.
+      rules: Rules of the model; exactly one covers each tensor and each leaf.
+      sizes: Size of each dim that the rules name; size or range of each `{name}`.
+      ignore: Patterns of tensors that may be in a checkpoint and are not used;
+        `{name}` matches a number, `**` matches anything.
 
     Raises:
       ValueError: If a rule names a dim without a size.
@@ -50,7 +50,7 @@ class Mapping:
 
     @functools.cached_property
     def pieces(self) -> tuple[Piece, ...]:
-        """The rules spelled out, tensor by tensor, layers innermost."""
+        """Pieces of all rules: one per tensor section, layers innermost."""
         return tuple(piece for rule in self.rules for piece in rule.pieces(self.sizes))
 
     def by_source(self) -> dict[str, list[Piece]]:
@@ -66,15 +66,15 @@ class Mapping:
         leaves: Abstract,
         source: Source | None = None,
     ) -> None:
-        """Checks that tree and checkpoint are what the rules say; reads headers only.
+        """Checks tree and checkpoint against the rules; reads only tensor headers.
 
         Args:
-          leaves: The tree's leaves by path; arrays do as well.
-          source: The checkpoint, or None if it is yet to be written.
+          leaves: Leaves of the tree by path: abstract or concrete arrays.
+          source: Checkpoint to read, or None if it is yet to be written.
 
         Raises:
           ValueError: If a tensor or leaf is missing, unexpected, of another shape, of
-            a dtype that cannot be cast, or spoken of by two rules. All are listed.
+            a dtype that cannot be cast, or covered by two rules. All are listed.
         """
         report = {
             "spoken of by more than one rule": self._ambiguous(),
@@ -104,11 +104,11 @@ class Mapping:
 
 
 def castable(stored: DTypeLike, wanted: DTypeLike) -> bool:
-    """Says whether values may be cast: between floats, and nothing else.
+    """Returns whether values may be cast: equal dtypes, or both floating point.
 
-    Rounding float32 weights to bfloat16, or widening bfloat16 to float32 main
-    weights, is what a mould of another dtype asks for. Integers are tables or packed
-    numbers, and a float of another kind is a mistake.
+    An abstract tree of another float dtype requests the cast: float32 weights are
+    rounded to bfloat16, or bfloat16 weights widened to float32 main weights. Integers
+    are tables or packed values, so a cast to or from them would be a mistake.
     """
     floats = [jnp.issubdtype(dtype, jnp.floating) for dtype in (stored, wanted)]
     return jnp.dtype(stored) == jnp.dtype(wanted) or all(floats)
@@ -132,13 +132,13 @@ def _headers(
 
 
 def is_ignored(key: str, patterns: tuple[str, ...]) -> bool:
-    """Says whether a tensor is one that nobody needs; see `Mapping`."""
+    """Returns whether a tensor matches one of the `ignore` patterns of a `Mapping`."""
     return any(_ignored(pattern).fullmatch(key) for pattern in patterns)
 
 
 @functools.cache
 def _ignored(pattern: str) -> re.Pattern[str]:
-    meanings = {"**": ".*"}  # any other hole is a number
+    meanings = {"**": ".*"}  # any other placeholder is a number
     parts = re.split(r"(\{\w+\}|\*\*)", pattern)
     return re.compile(
         "".join(

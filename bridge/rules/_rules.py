@@ -1,8 +1,8 @@
-"""Rules as data: which tensors of a file are which leaves of a tree.
+"""Rules as data: the correspondence of a file's tensors and a tree's leaves.
 
-A rule may permute and reshape (by its layout), split, concatenate and stack; values
-may be cast on the way, and nothing else: there is no arithmetic, so every rule can
-be followed backwards and returns the same bits.
+A rule may permute and reshape (by its layout), split, concatenate and stack, and
+values may be cast. There is no arithmetic, so every rule is invertible and, without
+a cast, bit-exact.
 """
 
 import dataclasses
@@ -19,11 +19,11 @@ RuleSizes = Mapping[str, int | range]
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """Says which tensor, or tensors, of a file become which leaf, or leaves.
+    """Correspondence of one or more tensors of a file and one or more leaves.
 
-    `{layer}` in a source name stands for 0, 1, ..., or the range that `sizes` gives it,
-    and becomes the leading dim of the destination; with two such names the first is
-    the outer dim.
+    `{layer}` in a source name stands for 0, 1, ..., or the range given in `sizes`, and
+    becomes the leading dim of the destination; with two such names, the first is the
+    outer dim.
 
     ```python
     Rule("wte.weight", "embed_tokens.embedding", "vocab embed -> vocab embed")
@@ -35,14 +35,14 @@ class Rule:
     ```
 
     Args:
-      source: Name of the tensor, or several to be concatenated.
-      destination: Path of the leaf, or several into which one tensor is split.
-      layout: Pattern from source to destination, one for all or one for each.
-      dim: Where a tensor is split: a dim of the source. Where several are
-        concatenated: a dim of the destination, stacked dims not counted.
+      source: Name of the tensor, or names of several to be concatenated.
+      destination: Path of the leaf, or paths of several to split one tensor into.
+      layout: Pattern from source to destination: one for all parts, or one per part.
+      dim: Dim of the source along which a tensor is split, or dim of the destination
+        along which several are concatenated (stacked dims not counted).
 
     Raises:
-      ValueError: If the parts do not fit each other.
+      ValueError: If sources, destinations, layouts and `dim` are inconsistent.
     """
 
     source: str | tuple[str, ...]
@@ -51,7 +51,7 @@ class Rule:
     dim: int = 0
 
     def __post_init__(self):
-        """Checks what can be known without sizes."""
+        """Validates what does not depend on sizes."""
         sources, destinations, layouts = self.sources, self.destinations, self.layouts
         many = max(len(sources), len(destinations))
         wrong = []
@@ -81,7 +81,7 @@ class Rule:
 
     @property
     def layouts(self) -> tuple[Layout, ...]:
-        """One layout for each part."""
+        """Parsed layouts, one per part."""
         patterns = _as_tuple(self.layout)
         if len(patterns) == 1:
             patterns *= max(len(self.sources), len(self.destinations))
@@ -96,10 +96,10 @@ class Rule:
         )
 
     def pieces(self, sizes: RuleSizes) -> Iterator[Piece]:
-        """Spells the rule out, tensor by tensor.
+        """Yields the pieces of the rule, one per tensor section.
 
         Args:
-          sizes: Size of each dim that the layouts name; of each `{name}` the size, or
+          sizes: Size of each dim that the layouts name; for each `{name}`, its size or
             the range of its numbers.
         """
         names = _captures(self.sources[0])
@@ -138,7 +138,11 @@ class Rule:
     def _place(
         self, shapes: list[tuple[int, ...]], other_side: tuple[str, ...]
     ) -> tuple[list[Box], list[tuple[int, ...]]]:
-        """Lays parts end to end if the other side has several, for ours is then one."""
+        """Returns box and full shape of each part on one side of the rule.
+
+        If the other side has several names, this side has one: its parts are
+        consecutive ranges along `dim`.
+        """
         if len(other_side) == 1:
             return [whole(shape) for shape in shapes], shapes
         if len({shape[: self.dim] + shape[self.dim + 1 :] for shape in shapes}) > 1:
@@ -157,7 +161,7 @@ class Rule:
     def _num_dims(self, layout: Layout) -> int:
         if len(self.destinations) > 1:
             return len(layout.source)
-        # A rule of one part cuts nothing, and any dim will do.
+        # A rule of one part neither splits nor concatenates: `dim` is unused.
         return len(layout.destination) if len(self.sources) > 1 else self.dim + 1
 
 

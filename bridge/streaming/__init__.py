@@ -1,1 +1,1 @@
-"""Bytes on their way: from sources into shards, and from leaves into files."""
+"""Streaming of weights from sources into shards, and from leaves into files."""

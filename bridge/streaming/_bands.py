@@ -1,4 +1,4 @@
-"""Bands: a section cut into single reads of bounded size, each for several shards."""
+"""Bands: sections split into reads of bounded size, each shared by several shards."""
 
 import dataclasses
 import functools
@@ -10,25 +10,25 @@ from bridge._box import Box, Range, absolute, cover, overlap, relative, span
 from bridge.rules._layout import Layout, Move
 from bridge.rules._piece import Piece
 
-# As measured: fewer rows make short runs in the destination, more leave the cache.
+# Measured: fewer rows give short runs in the destination, more exceed the cache.
 _BAND_ROWS = 768
 BAND_BYTES = 8 << 20
-"""Bytes that a thread reads at a time."""
+"""Maximum bytes of one read."""
 
 
 Stack = tuple[Box, ...]
-"""Shards that lie in one array, by their boxes without stacked dims."""
+"""Boxes, without stacked dims, of shards that share one array."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """What one shard takes from a read, or several, all of them alike.
+    """Data that one shard, or several in the same way, take from a read.
 
     Args:
-      stack: The array, by the boxes of its shards.
-      where: Which of the shards, and where in each of them it goes.
-      cut: What of the read is taken.
-      move: How it is laid out, a dim for the shards first.
+      stack: Boxes of the shards in the destination array, which identify it.
+      where: Destination box: the range of shards, then the box within each of them.
+      cut: Box of the data within the read.
+      move: Conversion from source to destination, with the shards as leading dim.
     """
 
     stack: Stack
@@ -39,11 +39,11 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Read:
-    """One range of a tensor, or a little more, and what becomes of it.
+    """Read of one box of a tensor, and the use of its data.
 
     Args:
-      box: The part of the tensor that is read.
-      parts: What the shards take from it.
+      box: Region of the tensor to read.
+      parts: Data that shards take from it.
     """
 
     box: Box
@@ -52,14 +52,14 @@ class Read:
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-    """What the sections of all layers of a stack have in common.
+    """Properties shared by the sections of all layers of a stack.
 
     Args:
-      layout: How source and destination hold the same numbers.
+      layout: Layout between source and destination.
       sizes: Name and size of each dim that the layout names.
-      source_box: The section in the tensor.
-      box: The section in the leaf, without stacked dims.
-      row_elements: Numbers in a row of the tensor.
+      source_box: Section of the tensor.
+      box: Section of the leaf, without stacked dims.
+      row_elements: Number of elements in a row of the tensor; 0 if it has no rows.
     """
 
     layout: Layout
@@ -70,7 +70,7 @@ class Section:
 
     @classmethod
     def of(cls, piece: Piece) -> "Section":
-        """Returns what a piece shares with those of other layers."""
+        """Returns the section of a piece: equal for all layers of a stack."""
         shape = piece.source_shape
         return cls(
             layout=piece.layout,
@@ -81,10 +81,10 @@ class Section:
         )
 
     def bands(self, itemsize: int) -> list[Box]:
-        """Cuts the section, in the order of the source, into boxes of the leaf.
+        """Splits the section into boxes of the leaf, in the order of the source.
 
         Args:
-          itemsize: Bytes of a number in the source.
+          itemsize: Bytes per element of the source.
         """
         max_elements = BAND_BYTES // itemsize
         if self.row_elements:
@@ -92,24 +92,24 @@ class Section:
         return _bands(self, max_elements)
 
 
-@functools.lru_cache(maxsize=256)  # as below
+@functools.lru_cache(maxsize=256)  # sections recur in every layer, as in `reads`
 def _bands(section: Section, max_elements: int) -> list[Box]:
     inside = section.layout.bands(dict(section.sizes), max_elements)
     return [absolute(band, section.box) for band in inside]
 
 
-@functools.lru_cache(maxsize=4096)  # a model has few kinds of layers, and many layers
+@functools.lru_cache(maxsize=4096)  # a model has few kinds of layers, but many layers
 def reads(section: Section, stacks: tuple[Stack, ...], band: Box) -> tuple[Read, ...]:
-    """Returns what to read of a band, each byte once however many shards need it.
+    """Returns the reads of a band: each byte once, however many shards need it.
 
     Args:
-      section: The section.
-      stacks: Boxes of the shards that hold its place in the stacked dims, without
-        those dims.
+      section: Section of the leaf.
+      stacks: Boxes, without stacked dims, of the shards that store the section's
+        position in the stacked dims.
       band: Part of the section.
 
     Returns:
-      Reads in the order of the source; none of what no shard needs.
+      Reads in the order of the source, without data that no shard needs.
     """
     wishes = [
         wish
@@ -127,7 +127,7 @@ def reads(section: Section, stacks: tuple[Stack, ...], band: Box) -> tuple[Read,
 
 
 def elements_to_read(piece: Piece, shards: tuple[Box, ...]) -> int:
-    """Returns how many numbers are read for some shards, without stacked dims."""
+    """Returns the number of elements read for shards, given without stacked dims."""
     section = Section.of(piece)
     spans = [
         span(read.box, piece.source_shape)
@@ -146,7 +146,7 @@ class _Wish(NamedTuple):
 
 
 def _wishes(section: Section, stack: Stack, shard: int, common: Box) -> Iterator[_Wish]:
-    """Yields what is to be read for part of a shard, and what becomes of it."""
+    """Yields the reads for part of a shard, each with its destination."""
     sizes = dict(section.sizes)
     for inside in section.layout.split(relative(common, section.box), sizes):
         source_box, move = section.layout.cut(inside, sizes)
@@ -156,14 +156,15 @@ def _wishes(section: Section, stack: Stack, shard: int, common: Box) -> Iterator
 
 
 def _sharing_rows(wishes: list[_Wish]) -> list[list[_Wish]]:
-    """Groups shards that need the same rows of the file, to read those once.
+    """Groups the reads of overlapping rows, so that each row is read once.
 
-    Eight shards of the rows are eight reads of an eighth; eight shards of the columns
-    are one read of everything, where one each would read the file eight times.
+    Eight shards along rows are eight reads of an eighth. Eight shards along columns
+    are one read of everything: eight separate reads would read the file eight times.
     """
     groups, end = [], -1
     for wish in sorted(wishes, key=lambda wish: wish.to_read):
         rows = wish.to_read[:1]
+        # Sorted by first row: rows that begin before the group's end overlap it.
         if groups and (not rows or rows[0].start < end):
             groups[-1].append(wish)
         else:
@@ -173,9 +174,13 @@ def _sharing_rows(wishes: list[_Wish]) -> list[list[_Wish]]:
 
 
 def _side_by_side(group: list[_Wish]) -> list[list[_Wish]]:
-    """Groups shards that take alike what follows in one dim: one copy fills them."""
+    """Groups consecutive shards that take consecutive boxes of one dim alike.
+
+    One copy then fills all shards of a group.
+    """
     runs: list[list[_Wish]] = []
     for wish in sorted(group, key=lambda wish: (wish.stack, wish.where, wish.shard)):
+        # The last two reads of a run fix the dim along which the next must follow.
         last = runs[-1][-2:] if runs else []
         dims = {_dim_to(*pair) for pair in itertools.pairwise([*last, wish])}
         if len(dims) == 1 and None not in dims:
@@ -186,7 +191,7 @@ def _side_by_side(group: list[_Wish]) -> list[list[_Wish]]:
 
 
 def _dim_to(wish: _Wish, after: _Wish) -> int | None:
-    """Returns the dim in which the next shard's wish follows, if it is alike."""
+    """Returns the dim along which the next shard's box follows, if else equal."""
     pairs = list(zip(wish.to_read, after.to_read, strict=True))
     moved = [dim for dim, (r, s) in enumerate(pairs) if r != s]
     alike = wish._replace(shard=wish.shard + 1, to_read=after.to_read) == after
@@ -195,9 +200,10 @@ def _dim_to(wish: _Wish, after: _Wish) -> int | None:
 
 
 def _part(section: Section, box: Box, run: list[_Wish]) -> Part:
-    """Says what becomes of what a run of shards takes of a read."""
+    """Returns the part of a read that fills a run of shards."""
     first = run[0]
     dim = _dim_to(*run[:2]) if len(run) > 1 else None
+    # The shards follow each other along source dim `dim`, before its factors.
     place = sum(map(len, section.layout.source[: dim or 0]))
     return Part(
         stack=first.stack,

@@ -1,9 +1,9 @@
-"""Many hosts, one read: each takes its rows of a tensor, and devices exchange the rest.
+"""Cooperative reads: each process reads some rows, and devices exchange the rest.
 
-Where the shards of several processes need the same rows of a file, as columns and
-replicas do, every process would read them. Instead each reads an even part of the rows,
-and one compiled function transposes, stacks and reshards: every byte leaves storage
-once a job, and crosses between devices, where that is fast.
+If shards of several processes need the same rows of a file, as with column sharding
+and replicas, every process would read them. Instead each reads an even part of the
+rows, and one compiled function transposes, stacks and reshards: every byte is read
+from storage once per job, and then communicated between devices, which is fast.
 """
 
 import collections
@@ -35,13 +35,14 @@ Tick = Callable[[Piece], None]
 
 
 def put_together(leaf: jax.ShapeDtypeStruct, pieces: list[Piece]) -> bool:
-    """Says whether a leaf's sections go to its devices as they lie in the file.
+    """Returns whether a leaf is filled cooperatively, by `fill_together`.
 
-    They do where hosts that read what they hold would read a byte twice; and where
-    devices have memory of their own, so that the host holds a layer, not the stack.
+    True for devices with their own memory, so that the host holds one layer instead of
+    the stack; and on CPU, if processes that each read their own shards would read any
+    byte twice. Always False without a `NamedSharding`.
 
     Args:
-      leaf: Shape, dtype and sharding.
+      leaf: Abstract array with a sharding.
       pieces: All sections of the leaf.
     """
     if not isinstance(leaf.sharding, NamedSharding):
@@ -70,22 +71,26 @@ def fill_together(
     leaf: jax.ShapeDtypeStruct,
     tick: Tick,
 ) -> jax.Array:
-    """Fills a leaf section by section; all processes that hold part must call alike.
+    """Fills a leaf section by section, reading cooperatively.
 
-    The next section is read while devices place the one before it.
+    Collective: every process of the leaf's mesh must call it with the same arguments.
+    The next section is read while devices place the previous one.
 
     Args:
-      pool: Its threads read.
-      source: The checkpoint, which all processes see.
+      pool: Thread pool for the reads.
+      source: Checkpoint, visible to all processes.
       pieces: All sections of the leaf.
-      leaf: Shape, dtype and a `NamedSharding`.
-      tick: Called with each section that is done.
+      leaf: Abstract array with a `NamedSharding`.
+      tick: Callback, called with each finished section.
+
+    Returns:
+      Filled leaf.
     """
     array = _zeros(leaf.shape, leaf.dtype, leaf.sharding)()
     for piece in pieces:
         with agreeing():
             section = _read_rows(pool, source, piece, leaf.sharding)
-        jax.block_until_ready(array)  # so that no more than two sections are alive
+        jax.block_until_ready(array)  # bounds memory to two sections
         place = _place(piece.layout, tuple(sorted(piece.sizes.items())), leaf.sharding)
         starts = [r.start for r in piece.destination_box]
         array = place(array, section, starts)
@@ -96,9 +101,10 @@ def fill_together(
 def _read_rows(
     pool: Executor, source: Source, piece: Piece, sharding: NamedSharding
 ) -> jax.Array:
-    """Returns a section in the file's layout, an even part of its rows a device."""
+    """Returns a section in the file's layout, its rows sharded over all devices."""
     mesh = sharding.mesh
     shape = shape_of(piece.source_box) or (1,)
+    # Rows are padded to a multiple of the mesh size; `_place` removes the padding.
     padded = (-(-shape[0] // mesh.size) * mesh.size, *shape[1:])
     by_rows = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
     dtype = source.dtype(piece.source)
@@ -115,7 +121,7 @@ def _read_rows(
 
 
 def _parts(box: Box, shape: tuple[int, ...], itemsize: int) -> Iterator[Box]:
-    """Cuts the rows of a shard that are no padding into reads of bounded size."""
+    """Splits the rows of a shard, without padding, into reads of bounded size."""
     row_bytes = math.prod(shape[1:]) * itemsize
     step = max(1, BAND_BYTES // max(1, row_bytes))
     stop = min(box[0].stop, shape[0])
@@ -140,7 +146,7 @@ def _zeros(
 def _place(
     layout: Layout, sizes: tuple[tuple[str, int], ...], sharding: NamedSharding
 ) -> Callable[..., jax.Array]:
-    """Compiles: a section, in the file's layout and padded, goes to its place."""
+    """Returns a jitted function that writes a padded section to its place in a leaf."""
     size_of = dict(sizes)
     names = [name for dim in layout.source for name in dim]
     order = [names.index(name) for dim in layout.destination for name in dim]

@@ -1,4 +1,4 @@
-"""Weights written file after file: a tensor is laid out while the last is written."""
+"""Export of weights: a tensor is assembled while the previous one is written."""
 
 import contextlib
 import itertools
@@ -29,22 +29,24 @@ def write_weights(
     leaves: dict[str, Any],
     progress: Callable[[int, int], None] | None,
 ) -> None:
-    """Writes all files. Every process of a job must call this alike.
+    """Writes all files. Collective: every process of the job must call it.
 
     Args:
-      directory: Where to; None in a process that only gives what it holds.
-      files: What each file holds.
-      pieces: The pieces of each tensor.
-      leaves: The tree's leaves by path.
-      progress: Called with bytes written, and bytes in all, after each tensor.
+      directory: Directory to write to; None in a process that only contributes its
+        shards.
+      files: Entries of each file, by file name.
+      pieces: Pieces of each tensor.
+      leaves: Leaves of the tree by path.
+      progress: Callback, called with bytes written and total bytes after each tensor.
     """
     total = sum(nbytes(entry) for held in files.values() for entry in held.values())
     done = 0
-    # One is filled while the other is written: fresh pages cost more than a copy.
+    # Double buffering: one is filled while the other is written. The buffers are
+    # reused, as faulting in fresh pages costs more than a copy.
     buffers = itertools.cycle((Scratch(), Scratch()))
     with workers() as pool:
         for name, entries in files.items():
-            # Widest first: every tensor then starts at a multiple of its item size.
+            # Widest dtype first: every tensor then is aligned to its itemsize.
             entries = dict(sorted(entries.items(), key=lambda e: -e[1][1].itemsize))
             with _opened(None if directory is None else directory / name) as file:
                 file.put(memoryview(encode_header(entries)))
@@ -60,7 +62,7 @@ def write_weights(
 
 @contextlib.contextmanager
 def _opened(path: Path | None) -> Iterator["_Appender"]:
-    """Opens a file, whose bytes are on the disk at the end; None takes and drops."""
+    """Opens a file and fsyncs it at the end; None discards what is written."""
     with contextlib.ExitStack() as stack:
         with agreeing():
             stream = None if path is None else path.open("wb", buffering=0)
@@ -72,10 +74,10 @@ def _opened(path: Path | None) -> Iterator["_Appender"]:
 
 
 class _Appender:
-    """Appends to a file on a thread of its own, one piece behind.
+    """Appender to a file that writes in a background thread, one buffer behind.
 
     Args:
-      stream: The file; None for none.
+      stream: Open file; None to discard all data.
     """
 
     def __init__(self, stream: FileIO | None):
@@ -84,13 +86,13 @@ class _Appender:
         self._pending: list[Future[None]] = []
 
     def put(self, data: memoryview) -> None:
-        """Waits for the piece before, and begins with this one."""
+        """Waits for the previous write, then starts to write `data`."""
         self._wait()
         if self._stream is not None:
             self._pending.append(self.thread.submit(append, self._stream, data))
 
     def finish(self) -> None:
-        """Waits until all is on the disk."""
+        """Waits until all data is on disk."""
         self._wait()
         if self._stream is not None:
             os.fsync(self._stream.fileno())
@@ -106,13 +108,13 @@ def assemble(
     leaves: Mapping[str, Any],
     tensor: np.ndarray,
 ) -> None:
-    """Gathers a tensor to the host, in C order whatever the layouts return.
+    """Gathers a tensor to the host, into a C-ordered array.
 
     Args:
-      pool: Its threads do the work.
-      pieces: The sections that it is made of.
-      leaves: The tree's leaves by path.
-      tensor: Filled.
+      pool: Thread pool for the copies.
+      pieces: All sections of the tensor.
+      leaves: Leaves of the tree by path.
+      tensor: Array to fill.
     """
     futures = []
     for piece in pieces:

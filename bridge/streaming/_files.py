@@ -1,4 +1,4 @@
-"""What a checkpoint's files will hold, decided before the first byte is written."""
+"""Contents of a checkpoint's files, determined before any data is written."""
 
 import math
 from typing import Any
@@ -19,7 +19,7 @@ Entries = dict[str, Entry]
 
 
 def nbytes(entry: Entry) -> int:
-    """Returns the bytes that a tensor takes."""
+    """Returns the size of a tensor in bytes."""
     shape, dtype = entry
     return math.prod(shape) * dtype.itemsize
 
@@ -30,9 +30,9 @@ def entries_of(
     """Returns shape and dtype of every tensor to be written.
 
     Args:
-      pieces: The pieces of each tensor.
-      leaves: The tree's leaves by path.
-      dtype: Dtype of all tensors; None keeps that of the leaves.
+      pieces: Pieces of each tensor.
+      leaves: Leaves of the tree by path.
+      dtype: Dtype of all tensors; None for the dtypes of the leaves.
 
     Raises:
       ValueError: If a leaf cannot be cast, or its dtype cannot be stored.
@@ -54,14 +54,15 @@ def entries_of(
 
 
 def assign_files(entries: Entries, max_shard_bytes: int) -> dict[str, Entries]:
-    """Deals tensors out to files, in order.
+    """Assigns tensors to files, in order.
 
     Args:
-      entries: All tensors.
-      max_shard_bytes: Bytes of tensors in a file, unless one alone has more.
+      entries: Shape and dtype of all tensors.
+      max_shard_bytes: Maximum bytes of tensors in a file; a larger tensor gets a file
+        of its own.
 
     Returns:
-      The tensors of each file, by the name of the file.
+      Entries of each file, by file name.
     """
     shards: list[Entries] = [{}]
     filled = 0
@@ -82,7 +83,7 @@ def assign_files(entries: Entries, max_shard_bytes: int) -> dict[str, Entries]:
 
 
 def index_of(files: dict[str, Entries]) -> dict[str, Any]:
-    """Returns the index that says which file holds which tensor."""
+    """Returns the index of the files: the file name of each tensor."""
     entries = [entry for shard in files.values() for entry in shard.values()]
     metadata = {
         "total_parameters": sum(math.prod(shape) for shape, _ in entries),

@@ -1,4 +1,4 @@
-"""Filling shards from a checkpoint, or tensors from shards, band by band."""
+"""Copies between a checkpoint's tensors and shards of leaves, band by band."""
 
 import math
 from concurrent.futures import Executor, Future
@@ -20,18 +20,19 @@ def start_piece(
 ) -> list[Future[None]]:
     """Starts to copy a section of the checkpoint to the shards that need part of it.
 
-    Each byte is read once, whatever the number of shards. A thread holds one band,
-    which bounds the bytes in flight.
+    Each byte is read once, regardless of the number of shards. A thread holds one
+    band at a time, which bounds the bytes in flight.
 
     Args:
-      pool: Its threads do the work.
-      source: The checkpoint.
-      piece: Which section, and what becomes of it.
-      shards: Filled where the section belongs.
-      ahead: Whether they are all of it, so that what is read next follows.
+      pool: Thread pool for reads and copies.
+      source: Checkpoint to read.
+      piece: Section to copy.
+      shards: Shards to fill.
+      ahead: Whether the shards cover the entire section, so that reads are sequential
+        and benefit from readahead.
 
     Returns:
-      What to wait for.
+      Futures to wait for.
     """
     here = planes(piece, shards)
     section = Section.of(piece)
@@ -44,16 +45,16 @@ def start_piece(
 def start_tensor(
     pool: Executor, piece: Piece, here: Shards, tensor: np.ndarray
 ) -> list[Future[None]]:
-    """Starts to copy part of a leaf to the section of a tensor that it is.
+    """Starts to copy a section of a leaf to its section of a tensor.
 
     Args:
-      pool: Its threads do the work.
-      piece: Which section, and how it is laid out.
-      here: The section as the devices hold it, as `gather` returns it.
-      tensor: The whole tensor, filled at `piece.source_box`.
+      pool: Thread pool for the copies.
+      piece: Section to copy.
+      here: Shards of the section, as returned by `gather`.
+      tensor: Full tensor, filled at `piece.source_box`.
 
     Returns:
-      What to wait for.
+      Futures to wait for.
     """
     section = Section.of(piece)
     return [
@@ -71,6 +72,8 @@ def _fill(
         if same and (there := _in_place(read, here)) is not None:
             read_into(source, key, read.box, there, ahead=ahead)
             continue
+        # A transpose walks along the second-to-last dim: its stride is padded to avoid
+        # cache conflicts. With a cast, the cast's output is padded instead.
         in_order = all(part.move.keeps_rows for part in read.parts)
         rows = None if in_order or len(shape) < 2 else len(shape) - 2
         taken = _READ.take(shape, source.dtype(key), spread=rows if same else None)
@@ -82,7 +85,7 @@ def _fill(
 
 
 def _in_place(read: Read, here: Shards) -> np.ndarray | None:
-    """Returns the memory that is what is read, number by number, if there is some."""
+    """Returns the destination if data can be read into it directly, else None."""
     part, *others = read.parts
     if others or not part.move.keeps_order:
         return None
@@ -105,7 +108,7 @@ def _fill_tensor(section: Section, band: Box, here: Shards, tensor: np.ndarray) 
 
 
 def _laid_out(array: np.ndarray, dtype: np.dtype, spread: int | None) -> np.ndarray:
-    """Casts, and spreads what will be walked along, while numbers lie in order."""
+    """Casts to scratch memory, with a padded stride along `spread` if given."""
     found = _LAID_OUT.take(array.shape, dtype, spread=spread).array
     if array.dtype == dtype:
         copy(found, array)

@@ -1,4 +1,4 @@
-"""Sections of a leaf brought to the host: a layer, not the stack of them."""
+"""Device-to-host transfer of sections of a leaf: one layer instead of the stack."""
 
 from typing import Any
 
@@ -13,16 +13,16 @@ from bridge.streaming._shards import Shards, planes, single
 
 
 def gather(leaf: Any, piece: Piece) -> Shards:
-    """Returns the host's copy of a section, cut as the devices hold it.
+    """Returns a host copy of a section, as shards.
 
     Args:
-      leaf: The whole leaf, stacked dims and all. If other processes hold part of it,
-        all of them must call this alike.
-      piece: The section.
+      leaf: Full leaf, including stacked dims. If it is not fully addressable, the call
+        is collective: every process that stores part of it must call.
+      piece: Section to transfer.
 
     Returns:
-      Arrays by their boxes in the leaf, without stacked dims; together they are the
-      section, and may hold more. Views of device memory where the device is the host.
+      Arrays by their boxes in the leaf, without stacked dims; together they cover the
+      section, and possibly more. On CPU they are views of device memory.
     """
     section = piece.destination_box
     if isinstance(leaf, LazyLeaf):
@@ -44,7 +44,8 @@ def gather(leaf: Any, piece: Piece) -> Shards:
 def _from_device(shard: Any, box: Box, piece: Piece) -> Shards:
     if shard.device.platform == "cpu":
         return planes(piece, single(box, np.asarray(shard.data)))
-    # Only the layer crosses over, and jax keeps no copy of the shard on the host.
+    # Slicing on the device transfers one layer only, and avoids the host copy that jax
+    # would cache for the full shard.
     num_stacked = len(piece.position)
     starts = [0] * len(box)
     for dim, place in enumerate(piece.position):
@@ -60,6 +61,7 @@ _cut = jax.jit(jax.lax.dynamic_slice, static_argnums=2)
 def _from_all(leaf: jax.Array, piece: Piece) -> np.ndarray:
     sharding = leaf.sharding
     if isinstance(sharding, NamedSharding):
+        # Replicated, so that every process can read the section from its own devices.
         sharding = NamedSharding(sharding.mesh, PartitionSpec())
     cut = jax.jit(jax.lax.dynamic_slice, static_argnums=2, out_shardings=sharding)
     starts = [r.start for r in piece.destination_box]

@@ -1,7 +1,7 @@
-"""Leaves that stay in their checkpoint until a part of them is asked for.
+"""Lazy leaves, which are read from their checkpoint on access.
 
-A tree of them can be saved in another format, tensor by tensor, on a machine that
-could not hold the model.
+A tree of them can be saved in another format, tensor by tensor, on a machine whose
+memory is smaller than the model.
 """
 
 import dataclasses
@@ -27,13 +27,13 @@ from bridge.streaming._workers import workers
 
 @dataclasses.dataclass(frozen=True)
 class LazyLeaf:
-    """A leaf of a tree, still in its checkpoint.
+    """Leaf of a tree that is read from its checkpoint on access.
 
     Args:
-      source: The checkpoint.
+      source: Checkpoint with the leaf's tensors.
       pieces: All sections of the leaf.
-      shape: Shape of the whole leaf, stacked layers first.
-      dtype: Its dtype, that of its tensors.
+      shape: Shape of the full leaf, stacked layers first.
+      dtype: Dtype of the leaf, the same as of its tensors.
     """
 
     source: Source
@@ -42,15 +42,15 @@ class LazyLeaf:
     dtype: np.dtype
 
     def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
-        """Reads what slices say, as an array gives it."""
+        """Reads the region selected by slices."""
         return self.read(complete(index, self.shape))
 
     def read(self, box: Box) -> np.ndarray:
-        """Reads part of the leaf, and of the checkpoint no more than that needs.
+        """Reads a box of the leaf, and only the parts of the checkpoint it needs.
 
         Returns:
-          The part; a view of what lies in the file where one section holds all of it,
-          so that what is written in the file's order again is not turned twice.
+          Array of the box. If one section contains all of it, a view in the file's
+          memory order, so that writing it back does not transpose twice.
         """
         touched = [p for p in self.pieces if overlap(box, p.destination_box)]
         if len(touched) == 1 and overlap(box, touched[0].destination_box) == box:
@@ -75,18 +75,18 @@ class LazyLeaf:
 
 
 def lazy_tree(source: Source, mapping: Mapping) -> dict[str, LazyLeaf]:
-    """Returns the tree that an import would fill, with nothing read.
+    """Returns the tree that an import would fill, without reading any data.
 
     Args:
-      source: The checkpoint.
-      mapping: Its rules.
+      source: Checkpoint to read from.
+      mapping: Rules of the model.
 
     Returns:
-      Leaves by dotted path.
+      Lazy leaves by dotted path.
 
     Raises:
-      ValueError: If checkpoint and mapping do not fit, or the tensors of one leaf have
-        several dtypes. All of them are listed.
+      ValueError: If checkpoint and mapping do not match, or the tensors of one leaf
+        have several dtypes. All mismatches are listed.
     """
     pieces = mapping.by_destination()
     held = set(source.keys())

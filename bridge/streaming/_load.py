@@ -1,4 +1,4 @@
-"""Loading: a mould is filled from any source, shard by shard."""
+"""Loading of an abstract tree from any source, shard by shard."""
 
 from collections.abc import Callable
 from concurrent.futures import Executor
@@ -23,19 +23,21 @@ Tick = Callable[[Piece], None]
 def load(
     source: Source, mapping: Mapping, mould: Any, *, progress: Progress | None = None
 ) -> Any:
-    """Fills a mould from any source by any mapping.
+    """Loads an abstract tree from any source by any mapping.
 
     Args:
-      source: The checkpoint.
-      mapping: Its rules.
-      mould: As for `bridge.load_hf`.
-      progress: As for `bridge.load_hf`.
+      source: Checkpoint to read.
+      mapping: Rules of the model.
+      mould: Abstract tree: shape, dtype and optional sharding of each leaf, as in
+        `bridge.load_hf`.
+      progress: Callback, called with bytes done and total bytes.
 
     Returns:
-      The mould's tree, with arrays for leaves.
+      Tree of the same structure, with arrays as leaves.
 
     Raises:
-      ValueError: If mould, mapping and checkpoint do not fit; all of it is listed.
+      ValueError: If abstract tree, mapping and checkpoint do not match. All mismatches
+        are listed.
     """
     leaves = {
         name: jax.ShapeDtypeStruct(
@@ -70,7 +72,10 @@ def _fill_all(
     leaves: dict[str, jax.ShapeDtypeStruct],
     tick: Tick,
 ) -> dict[str, jax.Array]:
-    """Fills every leaf; what is filled in place, in the order of the file."""
+    """Fills every leaf; those on the host together, in the order of the file.
+
+    Leaves on other devices are filled one at a time, which bounds host memory.
+    """
     arrays = {}
     by_devices = {n for n, leaf in leaves.items() if put_together(leaf, pieces[n])}
     in_place = [n for n in leaves if n not in by_devices and is_on_host(leaves[n])]
@@ -97,6 +102,7 @@ def _fill_batch(
     shards = {name: empty_shards(leaf) for name, leaf in leaves.items()}
     position = {key: i for i, key in enumerate(source.keys())}
     wanted = [(name, piece) for name in leaves for piece in pieces[name]]
+    # In the order of the file, so that reads are sequential.
     wanted.sort(key=lambda w: (position[w[1].source], w[1].source_box))
     alone = jax.process_count() == 1
     with agreeing():
@@ -105,7 +111,8 @@ def _fill_batch(
             for name, piece in wanted
         ]
         for piece, futures in started:
-            for future in reversed(futures):  # one wait, where the last ends last
+            # Reversed, as the last future usually ends last: one wait instead of many.
+            for future in reversed(futures):
                 future.result()
             tick(piece)
         return {name: to_array(leaf, shards[name]) for name, leaf in leaves.items()}

@@ -1,7 +1,7 @@
-"""What the processes of a job tell each other.
+"""Agreement on failures between the processes of a job.
 
-Through the key-value store of `jax.distributed`, not by a collective: that would wait
-for a process that is gone, without end and without a word.
+Uses the key-value store of `jax.distributed` instead of a collective, which would hang
+silently if a process has died.
 """
 
 import contextlib
@@ -13,30 +13,33 @@ from typing import Any
 import jax
 from jax._src import distributed
 
-# How long a process may be behind the others: it may read all of its share alone.
+# Maximum delay of a process: it may have to read all of its share.
 TIMEOUT_SECS = 1800.0
-# In which those that came tell each other, once the time is over.
+# Time for processes to announce themselves after a timeout.
 _ROLL_CALL_SECS = 1.0
-# Every process passes the same points in the same order; so the number names the point.
+# Every process passes the same points in the same order, so a counter identifies them.
 _points = itertools.count()
 
 
 @contextlib.contextmanager
 def agreeing() -> Iterator[None]:
-    """Ends in every process alike: the others of one that fails would wait for ever.
+    """Propagates a failure inside the context to all processes.
 
-    Every process must enter it at the same place of the program. A job of one process
-    pays nothing.
+    Otherwise the other processes would wait forever for the failed one. Every process
+    must enter the context at the same point of the program. With a single process it
+    costs nothing.
 
     Raises:
-      BaseException: What was raised inside, in the process where it was.
-      RuntimeError: In the processes where nothing was.
-      TimeoutError: If some do not come to its end within `TIMEOUT_SECS`; it names them.
+      BaseException: Exception raised inside, in the process that raised it.
+      RuntimeError: If another process failed.
+      TimeoutError: If processes do not reach the end of the context within
+        `TIMEOUT_SECS`; it names them.
     """
     try:
         yield
     except BaseException:
-        with contextlib.suppress(TimeoutError):  # What was raised says more.
+        # The original exception is more informative than a timeout of the barrier.
+        with contextlib.suppress(TimeoutError):
             _failed(True)
         raise
     if failed := _failed(False):
@@ -46,7 +49,7 @@ def agreeing() -> Iterator[None]:
 
 
 def _failed(here: bool) -> list[int]:
-    """Which processes failed, once all have come."""
+    """Returns the ranks of the failed processes, after all have arrived."""
     if jax.process_count() == 1:
         return []
     client: Any = distributed.global_state.client

@@ -1,4 +1,4 @@
-"""The memory that a leaf is loaded into: this process's shards, and nothing else."""
+"""Host memory that a leaf is loaded into: the shards of this process only."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -11,22 +11,22 @@ from bridge._reorder import ALIGNMENT_BYTES
 from bridge.rules._piece import Piece
 
 Shards = dict[tuple[Box, ...], np.ndarray]
-"""What this process holds of a leaf; devices with the same part share one.
+"""Addressable shards of a leaf by box; devices with equal boxes share a shard.
 
-Shards of one shape lie in one array, of which they are the first dim, so that one copy
-fills them all.
+Shards of one shape are stacked in one array, along its first dim, so that one copy can
+fill them all.
 """
 
 
 def empty_shards(leaf: jax.ShapeDtypeStruct) -> Shards:
-    """Allocates what this process will hold of a leaf, so that XLA on CPU adopts it.
+    """Allocates the addressable shards of a leaf, aligned for zero-copy on XLA:CPU.
 
-    All shards are cut from one allocation: large ones get large pages from the
-    system, a quarter of the time that small ones cost.
+    All shards are views of one allocation: a large allocation gets huge pages, which
+    takes a quarter of the time of small ones.
 
     Args:
-      leaf: Shape, dtype and sharding, whose shards have one shape; without one, a
-        single shard.
+      leaf: Abstract array whose sharding has shards of equal shape; without a
+        sharding, there is a single shard.
     """
     boxes = {whole(leaf.shape)}
     if leaf.sharding is not None:
@@ -43,18 +43,18 @@ def empty_shards(leaf: jax.ShapeDtypeStruct) -> Shards:
 
 
 def is_on_host(leaf: jax.ShapeDtypeStruct) -> bool:
-    """Says whether a leaf's devices can take the host's memory as it is."""
+    """Returns whether a leaf's devices are CPUs, which use host memory directly."""
     if leaf.sharding is None:
         return jax.default_backend() == "cpu"
     return all(device.platform == "cpu" for device in leaf.sharding.device_set)
 
 
 def inner_boxes(piece: Piece, boxes: Iterable[Box]) -> tuple[Box, ...]:
-    """Returns the boxes that hold a section's layer, without the stacked dims.
+    """Returns the boxes that contain a section's layer, without the stacked dims.
 
     Args:
-      piece: The section.
-      boxes: Parts of the leaf.
+      piece: Section of the leaf.
+      boxes: Boxes of the leaf's shards.
     """
     stacked = len(piece.position)
     found = {box[stacked:] for box in boxes if _holds(box, piece.position)}
@@ -62,20 +62,22 @@ def inner_boxes(piece: Piece, boxes: Iterable[Box]) -> tuple[Box, ...]:
 
 
 def planes(piece: Piece, shards: Shards) -> Shards:
-    """Returns the shards' views of one layer.
+    """Returns views of the shards at one layer.
 
     Args:
-      piece: Says which place in the stacked dims.
-      shards: Parts of the leaf.
+      piece: Section at the layer's position in the stacked dims.
+      shards: Shards of the leaf.
 
     Returns:
-      The parts that hold this place, by their boxes without stacked dims.
+      Views of the shards that contain this position, by their boxes without stacked
+      dims.
     """
     num_stacked = len(piece.position)
     found = {}
     for boxes, stack in shards.items():
         held = [i for i, box in enumerate(boxes) if _holds(box, piece.position)]
-        if held:  # in order of their boxes, stacked dims first, they are one range
+        # Boxes are sorted, stacked dims first: shards of one layer are one range.
+        if held:
             first, last = held[0], held[-1]
             ranges = zip(piece.position, boxes[first][:num_stacked], strict=True)
             inside = (i - r.start for i, r in ranges)
@@ -85,12 +87,12 @@ def planes(piece: Piece, shards: Shards) -> Shards:
 
 
 def single(box: Box, shard: np.ndarray) -> Shards:
-    """Returns one shard as shards."""
+    """Wraps a single shard as `Shards`."""
     return {(box,): shard[None]}
 
 
 def each(shards: Shards) -> Iterator[tuple[Box, np.ndarray]]:
-    """Yields shards one by one, with their boxes."""
+    """Yields the box and array of each shard."""
     for boxes, stack in shards.items():
         yield from zip(boxes, stack, strict=True)
 
@@ -101,9 +103,9 @@ def _holds(box: Box, position: tuple[int, ...]) -> bool:
 
 
 def to_array(leaf: jax.ShapeDtypeStruct, shards: Shards) -> jax.Array:
-    """Hands the shards of a leaf to their devices; on CPU, without a copy.
+    """Returns the `jax.Array` made of a leaf's shards; on CPU, without a copy.
 
-    An array may then share its memory with `shards`: nothing may write there again.
+    The array may share its memory with `shards`, which must not be written afterwards.
     """
     if leaf.sharding is None:
         ((_, shard),) = each(shards)

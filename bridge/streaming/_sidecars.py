@@ -1,10 +1,9 @@
-"""The files beside the weights that neither training nor a bridge changes."""
+"""Files of a model, such as the tokenizer's, that are copied unchanged."""
 
 import shutil
 from pathlib import Path
 
-# What transformers reads beside weights and config. Weights and config are never
-# among them: those are written anew.
+# Files that transformers reads, except weights and config, which an export rewrites.
 _PATTERNS = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -29,25 +28,30 @@ _PATTERNS = (
 
 
 def find_sidecars(directory: Path) -> list[Path]:
-    """Returns the tokenizer's and generation's files of a model, relative to it.
+    """Returns paths of tokenizer, processor and generation files in a directory.
 
     Args:
-      directory: A model's directory.
+      directory: Directory of a model.
+
+    Returns:
+      Paths relative to `directory`, sorted.
 
     Raises:
-      ValueError: If there is no such directory, or such a name is no plain file of it.
-        A link counts as one if it leads to a file of the directory, or of the blobs
-        beside it as in the hub's cache; elsewhere, it could publish any file.
+      ValueError: If there is no such directory, or one of these names is not a regular
+        file in it. Links are accepted if they lead to a file in the directory or, as
+        in the hub's cache, in the blobs beside it; a link elsewhere could leak any
+        file.
     """
     if not directory.is_dir():
         raise ValueError(f"Cannot copy from '{directory}': it is no directory.")
-    # Not a glob for each pattern, which would pass over a broken link in silence.
+    # Not one glob per pattern, which would silently skip broken links.
     listed = [*directory.iterdir(), *directory.glob("additional_chat_templates/*")]
     found = sorted(
         file
         for file in listed
         if any(file.relative_to(directory).match(pattern) for pattern in _PATTERNS)
     )
+    # In the hub's cache, `snapshots/<commit>/<file>` links to `blobs/<hash>`.
     real = directory.resolve()
     inside = (real, real.parent.parent / "blobs")
     wrong = [
@@ -66,7 +70,7 @@ def find_sidecars(directory: Path) -> list[Path]:
 
 
 def copy_sidecars(source: Path, files: list[Path], destination: Path) -> None:
-    """Copies the bytes of what `find_sidecars` found."""
+    """Copies the files returned by `find_sidecars`, contents only."""
     for file in files:
         (destination / file).parent.mkdir(exist_ok=True)
         shutil.copyfile(source / file, destination / file)

@@ -1,16 +1,16 @@
-"""The threads that copy: numpy lets go of the interpreter while it does."""
+"""Thread pool for copies: numpy releases the GIL while it copies."""
 
 import contextlib
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
-_MAX_WORKERS = 8  # memory is as fast as that many cores; each holds a band
+_MAX_WORKERS = 8  # more cores do not add memory bandwidth; each holds a band
 
 
 @contextlib.contextmanager
 def workers() -> Iterator[ThreadPoolExecutor]:
-    """Starts a thread for each core; a failure cancels what has not begun."""
+    """Yields a pool of one thread per core, up to 8; its exit cancels pending tasks."""
     count = min(_MAX_WORKERS, os.cpu_count() or 1)
     pool = ThreadPoolExecutor(count, thread_name_prefix="bridge")
     try:
