@@ -38,6 +38,19 @@ COMMON = frozenset(
     """.split()
 )
 
+ROPE_KEYS = frozenset(
+    """
+    PreTrainedConfig _ _max_seq_len_cached _original_inv_freq _rope_parameters
+    _rope_type_labels _validate_ attention_factor beta_fast beta_slow default dynamic
+    factor full_attention head_dim high_freq_factor image inv_freq layer_type
+    layer_types linear llama3 long_factor long_inv_freq longrope low_freq_factor
+    max_seq_len_cached mscale mscale_all_dim next_sequence_length or_mask_function
+    original_inv_freq original_max_position_embeddings partial_rotary_factor
+    proportional rope_parameters rope_scaling rope_theta rope_type short_factor
+    sliding_attention token_type_ids truncate type yarn
+    """.split()
+)
+
 BY_MODEL_TYPE = {
     "cohere": frozenset(
         """

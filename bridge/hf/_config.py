@@ -11,7 +11,7 @@ from bridge.families import FAMILIES
 from bridge.families._codec import Codec
 from bridge.families._family import REQUIRED, Family
 from bridge.formats._json import read_json
-from bridge.hf._unread import TRUE, not_ignorable, sort_unread
+from bridge.hf._unread import TRUE, not_ignorable, sort_unread, without_rope_extras
 from bridge.models import DecoderConfig, MLAConfig, MoEConfig
 from bridge.models._config import MAX_LAYERS
 
@@ -54,7 +54,7 @@ def from_hf_config(
     family, fields = _open_fields(config)
     wrong = not_ignorable(family, ignore_fields)
     wrong += sort_unread(family, fields, ignore_fields)[1]
-    fields, differing = _rename(family, fields)
+    fields, differing = _rename(family, without_rope_extras(fields))
     values, unread = _read_fields(family, fields)
     wrong = [*differing, *unread, *_unmodelled(family, fields), *wrong]
     values["dtype"] = _read_dtype(fields, wrong)

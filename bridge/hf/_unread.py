@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from bridge.families._family import Family
-from bridge.families._transformers_fields import BY_MODEL_TYPE, COMMON
+from bridge.families._transformers_fields import BY_MODEL_TYPE, COMMON, ROPE_KEYS
 
 # Fields that say how a model is used, stored or displayed, never what it computes:
 # which kernel computes attention or experts, heads of other tasks, how tokens are
@@ -35,6 +35,7 @@ _READ_OF_ALL = frozenset(
     {"architectures", "auto_map", "dtype", "model_type", "quantization_config"}
     | {"torch_dtype", *TRUE}
 )
+_ROPES = ("rope_scaling", "rope_parameters")
 _OFF = (None, False, [], {}, "")
 # What `auto_map` may name beside the code of a model.
 _NO_MODEL = frozenset(
@@ -54,12 +55,13 @@ def sort_unread(
       ignore_fields: Names that the caller says change nothing.
 
     Returns:
-      The fields that are left out, and a line for each that is refused.
+      The fields that are left out, and a line for each that is refused. Keys of a
+      rope are fields too: `rope_scaling.attn_factor`.
     """
     known = read_names(family) | NEUTRAL
     unread = {
         name: value
-        for name, value in fields.items()
+        for name, value in {**fields, **_rope_extras(fields)}.items()
         if name not in known and value not in _OFF
     }
     remote = remote_code(fields.get("auto_map"))
@@ -71,6 +73,17 @@ def sort_unread(
     }
     left_out = {name: v for name, v in unread.items() if name not in refused}
     return left_out, list(refused.values())
+
+
+def without_rope_extras(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields, their ropes without keys that transformers does not know."""
+    extras = _rope_extras(fields)
+    ropes = {
+        name: {k: v for k, v in fields[name].items() if f"{name}.{k}" not in extras}
+        for name in _ROPES
+        if isinstance(fields.get(name), Mapping)
+    }
+    return {**fields, **ropes}
 
 
 def read_names(family: Family) -> frozenset[str]:
@@ -104,6 +117,16 @@ def remote_code(auto_map: Any) -> list[str]:
     if not isinstance(auto_map, Mapping):
         return [repr(auto_map)] if auto_map else []
     return sorted(str(auto_map[name]) for name in auto_map if name not in _NO_MODEL)
+
+
+def _rope_extras(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        f"{name}.{key}": value
+        for name in _ROPES
+        if isinstance(rope := fields.get(name), Mapping)
+        for key, value in rope.items()
+        if key not in ROPE_KEYS and not isinstance(value, Mapping)
+    }
 
 
 def _is_inert(family: Family, name: str, value: Any) -> bool:

@@ -12,7 +12,7 @@ import ast
 import dataclasses
 import inspect
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import transformers
@@ -54,9 +54,21 @@ def known_fields() -> tuple[Fields, dict[str, Fields]]:
     return common, own
 
 
-def as_module(common: Fields, own: Mapping[str, Fields]) -> str:
+def known_rope_keys() -> Fields:
+    """Returns the keys that `rope_parameters` may have in any of the models."""
+    folders = {Path(inspect.getfile(CONFIG_MAPPING[name])).parent for name in FAMILIES}
+    models = [path for folder in folders for path in folder.glob("modeling_*.py")]
+    keys = _strings(list(_nodes(LIBRARY / "modeling_rope_utils.py")))
+    for path in models:
+        slices = [n.slice for n in _nodes(path) if isinstance(n, ast.Subscript)]
+        keys += _strings(slices)
+    return Fields(filter(str.isidentifier, keys))
+
+
+def as_module(common: Fields, own: Mapping[str, Fields], rope: Fields) -> str:
     """Returns the source of `bridge/families/_transformers_fields.py`."""
-    lines = [_HEADER, f"COMMON = {_as_source(common, 0)}", "", "BY_MODEL_TYPE = {"]
+    lines = [_HEADER, f"COMMON = {_as_source(common, 0)}", ""]
+    lines += [f"ROPE_KEYS = {_as_source(rope, 0)}", "", "BY_MODEL_TYPE = {"]
     lines += [f'    "{name}": {_as_source(own[name], 4)},' for name in sorted(own)]
     return "\n".join([*lines, "}", ""])
 
@@ -73,7 +85,7 @@ def _of_model(model_type: str) -> Fields:
 
 
 def _declared(kind: type) -> Fields:
-    aliases: dict[str, str] = kind.attribute_map  # ty: its classes are untyped
+    aliases: dict[str, str] = kind.attribute_map
     declared = {field.name for field in dataclasses.fields(kind)}
     return Fields(declared | {*aliases, *aliases.values()})
 
@@ -115,7 +127,7 @@ def _nodes(path: Path) -> Iterator[ast.AST]:
     return ast.walk(ast.parse(path.read_text()))
 
 
-def _strings(nodes: list[ast.expr]) -> list[str]:
+def _strings(nodes: Sequence[ast.AST]) -> list[str]:
     constants = [node.value for node in nodes if isinstance(node, ast.Constant)]
     return [value for value in constants if isinstance(value, str)]
 
@@ -139,4 +151,4 @@ def _as_source(names: Fields, indent: int) -> str:
 
 
 if __name__ == "__main__":
-    OUT.write_text(as_module(*known_fields()))
+    OUT.write_text(as_module(*known_fields(), known_rope_keys()))
