@@ -10,29 +10,31 @@ COMMON = frozenset(
     _from_auto _from_pipeline _is_quantized _name_or_path _output_attentions
     _post_init_done _rope_type_labels add append architectures attention_chunk_size
     attention_dropout attention_factor attention_scaling attn_implementation
-    attribute_map base_model_pp_plan base_model_tp_plan beta_fast beta_slow bos_token_id
-    cache_dir chain_hidden_post_norm chunk_size_feed_forward classifier_dropout
-    commit_message compile_config config config_class configuration_files
-    create_compatible_mapping default default_rope_type default_theta device_map
-    device_mesh disable_mmap disk_offload_folder distributed_config dtype dynamic
-    embed_dim eos_token_id experts_implementation factor fget first_k_dense_replace
-    force_download from_model_config fusion_config get get_config_class gguf_file
-    gradient_checkpointing head_dim hf_quantizer hidden_dropout hidden_size id2label
+    attribute_map auto_map base_model_pp_plan base_model_tp_plan beta_fast beta_slow
+    bos_token_id cache_dir chain_hidden_post_norm chunk_size_feed_forward
+    classifier_dropout commit_message compile_config config config_class
+    configuration_files create_compatible_mapping decoder default default_rope_type
+    default_theta device_map device_mesh disable_mmap disk_offload_folder
+    distributed_config dtype dynamic embed_dim eos_token_id experts_implementation
+    factor features_only fget first_k_dense_replace force_download from_model_config
+    fusion_config generator get get_config_class gguf_file gradient_checkpointing
+    head_dim hf_quantizer hidden_dropout hidden_size id2label
     ignore_keys_at_rope_validation ignore_mismatched_sizes init_kwargs init_std
     initializer_factor initializer_range is_causal is_encoder_decoder is_heterogeneous
     is_quantized items keys kv_sharing_modes kwargs label2id layer_types
     local_files_only logits_mup_width_multiplier long_factor max_position_embeddings
     max_seq_len_cached mlp_layer_types model_type mscale mscale_all_dim
     mtp_hidden_states_first mtp_layer_types mtp_mlp_layer_types mtp_per_layer_config
-    name_or_path num_attention_heads num_heads num_hidden_layers num_key_value_heads
-    num_labels num_mtp_layers number_of_conv_states optional original_inv_freq
-    original_max_position_embeddings original_max_seq_len output_attentions
-    output_hidden_states pad_token_id partial_rotary_factor per_layer_config popleft
-    pretrained_model_name_or_path problem_type proxies quant_method quantization_config
-    register_buffer repo_id return_dict return_unused_kwargs revision rms_norm_eps
-    rope_parameters rope_scaling rope_theta rope_type sanitize_kernel_mapping
-    sep_token_id sharded_metadata short_factor sliding_window sub_configs
-    sub_configs_defaults subfolder tie_word_embeddings token token_classification_bias
+    name_or_path num_attention_heads num_channels num_heads num_hidden_layers
+    num_key_value_heads num_labels num_mtp_layers number_of_conv_states optional
+    original_inv_freq original_max_position_embeddings original_max_seq_len out_indices
+    output_attentions output_hidden_states pad_token_id partial_rotary_factor
+    per_layer_config popleft pretrained_model_name_or_path problem_type proxies
+    quant_method quantization_config register_buffer replace repo_id return_dict
+    return_unused_kwargs revision rms_norm_eps rope_parameters rope_scaling rope_theta
+    rope_type sanitize_kernel_mapping sep_token_id sharded_metadata short_factor
+    sliding_window sub_configs sub_configs_defaults subfolder text_config text_encoder
+    tie_last_hidden_states tie_word_embeddings token token_classification_bias
     torch_dtype transformers_version transformers_weights truncate trust_remote_code
     type unpadded_vocab_size values vocab_size weight_mapping weights_only
     """.split()
@@ -89,8 +91,8 @@ BY_MODEL_TYPE = {
         final_logit_softcapping full_attention hidden_activation image image_size
         image_token_id intermediate_size is_sliding layer_norm_eps mm_tokens_per_image
         patch_size query_pre_attn_scalar rope_local_base_freq sliding_attention
-        sliding_window_pattern text_config token_type_ids use_bidirectional_attention
-        use_cache vision_config
+        sliding_window_pattern token_type_ids use_bidirectional_attention use_cache
+        vision_config
         """.split()
     ),
     "glm4": frozenset(

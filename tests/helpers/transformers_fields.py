@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import inspect
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,6 +32,7 @@ SHARED = (
     *("integrations/flash_attention", "integrations/flash_paged"),
     *("integrations/flex_attention", "integrations/moe"),
     *("integrations/sdpa_attention", "integrations/sdpa_paged"),
+    *("models/auto/auto_factory", "utils/generic", "utils/output_capturing"),
 )
 _TAKES = ("getattr", "hasattr", "get", "pop", "setdefault")
 _HEADER = '''"""Names of config fields that transformers knows, by `model_type`.
@@ -48,8 +50,9 @@ def known_fields() -> tuple[Fields, dict[str, Fields]]:
     common = _declared(PreTrainedConfig).union(
         *(_from_config(path) for path in paths if path.is_file()),
         *(_of_config_module(LIBRARY / f"{name}.py") for name in CONFIGS),
+        _listed(LIBRARY / "configuration_utils.py"),
     )
-    common = Fields(filter(_is_field, common))
+    common = Fields(filter(is_field, common))
     own = {name: _of_model(name) - common for name in sorted(FAMILIES)}
     return common, own
 
@@ -58,7 +61,7 @@ def known_rope_keys() -> Fields:
     """Returns the keys that `rope_parameters` may have in any of the models."""
     folders = {Path(inspect.getfile(CONFIG_MAPPING[name])).parent for name in FAMILIES}
     models = [path for folder in folders for path in folder.glob("modeling_*.py")]
-    keys = _strings(list(_nodes(LIBRARY / "modeling_rope_utils.py")))
+    keys = _strings(_nodes(LIBRARY / "modeling_rope_utils.py"))
     for path in models:
         slices = [n.slice for n in _nodes(path) if isinstance(n, ast.Subscript)]
         keys += _strings(slices)
@@ -81,7 +84,7 @@ def _of_model(model_type: str) -> Fields:
         _of_config_module(module),
         *(_from_config(path) | _taken(path) for path in models),
     )
-    return Fields(filter(_is_field, names))
+    return Fields(filter(is_field, names))
 
 
 def _declared(kind: type) -> Fields:
@@ -123,8 +126,20 @@ def _taken(path: Path) -> Fields:
     return Fields(found)
 
 
-def _nodes(path: Path) -> Iterator[ast.AST]:
-    return ast.walk(ast.parse(path.read_text()))
+def _listed(path: Path) -> Fields:
+    """Names in a tuple of names, which are tried one by one."""
+    return Fields(
+        name
+        for node in _nodes(path)
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple)
+        if _last_name(node.targets[0]).endswith("_names")
+        for name in _strings(node.value.elts)
+    )
+
+
+@functools.cache
+def _nodes(path: Path) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(ast.parse(path.read_text())))
 
 
 def _strings(nodes: Sequence[ast.AST]) -> list[str]:
@@ -138,7 +153,8 @@ def _last_name(node: ast.AST) -> str:
     return node.id if isinstance(node, ast.Name) else ""
 
 
-def _is_field(name: str) -> bool:
+def is_field(name: str) -> bool:
+    """Whether a name may be that of a field, and is no method of the configs."""
     method = callable(getattr(PreTrainedConfig, name, None))
     return name.isidentifier() and not name.startswith("__") and not method
 
