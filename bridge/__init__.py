@@ -12,6 +12,7 @@ from bridge import models as models
 from bridge.formats._source import Source as Source
 from bridge.formats._source import open_checkpoint as open_checkpoint
 from bridge.hf._config import from_hf_config as from_hf_config
+from bridge.hf._config import left_out_fields as left_out_fields
 from bridge.hf._config import to_hf_config as to_hf_config
 from bridge.hf._hf_checkpoint import lazy_hf as lazy_hf
 from bridge.hf._hub import resolve as resolve

@@ -20,7 +20,6 @@ FIELDS = {
 FIXED = {
     "hidden_act": "silu",
     "attention_dropout": 0.0,
-    "pretraining_tp": 1,
     "moe_layer_freq": 1,
 }
 CARRIED = {

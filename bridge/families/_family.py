@@ -105,6 +105,8 @@ class Family:
       aliases: Other names that files give fields of `carried`; never written.
       left_out: Fields that announce tensors which an import leaves out, with what an
         export says instead.
+      inert: Fields of published files that change nothing where they have this value,
+        whatever code the file names; left out.
       ignore: Tensors that checkpoints may hold and nobody reads; `{name}` stands for a
         number, `**` for anything.
     """
@@ -119,6 +121,7 @@ class Family:
     carried: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
     left_out: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    inert: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     ignore: Callable[[DecoderConfig], tuple[str, ...]] = lambda _: ()
 
     def mapping(self, config: DecoderConfig) -> WeightMapping:

@@ -20,7 +20,7 @@ FAMILY = Family(
         "mlp_bias": Field(False),
     },
     codecs=(rope(),),
-    fixed={"hidden_act": "silu", "attention_dropout": 0.0, "pretraining_tp": 1},
+    fixed={"hidden_act": "silu", "attention_dropout": 0.0},
     spellings=(spelling(dense_layer),),
     ignore=ignore_stale,
 )

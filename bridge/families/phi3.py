@@ -53,6 +53,8 @@ FAMILY = Family(
         "resid_pdrop": 0.0,
         "embd_pdrop": 0.0,
     },
+    # Of Phi-4-mini's files, which name remote code; transformers' own reads neither.
+    inert={"full_attn_mod": 1, "interpolate_factor": 1},
     spellings=(spelling(_layer),),
     ignore=ignore_tied_head,
 )

@@ -2,7 +2,7 @@
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,41 +11,36 @@ from bridge.families import FAMILIES
 from bridge.families._codec import Codec
 from bridge.families._family import REQUIRED, Family
 from bridge.formats._json import read_json
+from bridge.hf._unread import TRUE, not_ignorable, sort_unread, without_rope_extras
 from bridge.models import DecoderConfig, MLAConfig, MoEConfig
 from bridge.models._config import MAX_LAYERS
 
 CONFIG_NAME = "config.json"
 
-# Fields that say how a model is used, stored or displayed, never what it computes.
-NEUTRAL = frozenset(
-    """
-    _attn_implementation_autoset _name_or_path _sliding_window_pattern architectures
-    auto_map chunk_size_feed_forward do_sample dtype early_stopping id2label label2id
-    length_penalty max_length max_new_tokens min_length model_type num_beams
-    num_return_sequences output_attentions output_hidden_states problem_type
-    quantization_config repetition_penalty return_dict return_dict_in_generate
-    temperature top_k top_p torch_dtype transformers_version typical_p use_cache
-    """.split()
-)
 DECODED = ("fp8", "mxfp4")
 """Quantization methods that the source of the weights decodes."""
 
-# What transformers takes for true in every family where the file does not say; null
-# counts as false.
-_TRUE = ("is_causal",)
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 _PARTS = {"moe": MoEConfig, "mla": MLAConfig}
 
 
-def from_hf_config(config: Mapping[str, Any] | str | os.PathLike[str]) -> DecoderConfig:
+def from_hf_config(
+    config: Mapping[str, Any] | str | os.PathLike[str],
+    *,
+    ignore_fields: Collection[str] = (),
+) -> DecoderConfig:
     """Reads a Hugging Face config, of transformers 4 or 5.
 
-    Whatever would change what the model computes, and is not modelled, is refused
-    by name; nothing is dropped.
+    Whatever would change what the model computes, and is not modelled, is refused by
+    name. A field that transformers' own model of the family never reads changes
+    nothing: it is left out, and `left_out_fields` tells. Where `auto_map` names remote
+    code, such a field may be read by that code, and is refused too.
 
     Args:
       config: The fields, or the path of a `config.json`, or of the directory or the
         weight file beside it.
+      ignore_fields: Names of fields to leave out that would be refused. A field that
+        is read is none of them.
 
     Returns:
       The same as a `DecoderConfig`.
@@ -53,14 +48,15 @@ def from_hf_config(config: Mapping[str, Any] | str | os.PathLike[str]) -> Decode
     Raises:
       FileNotFoundError: If there is no such file.
       ValueError: If the family is not supported, a field is missing, or one has a
-        value that is not modelled. All of them are listed.
+        value that is not modelled, or `ignore_fields` names one that is read. All of
+        them are listed.
     """
-    fields = config if isinstance(config, Mapping) else read_config_file(config)
-    family = _family_of(fields)
-    fields, wrong = _rename(family, fields)
+    family, fields = _open_fields(config)
+    wrong = not_ignorable(family, ignore_fields)
+    wrong += sort_unread(family, fields, ignore_fields)[1]
+    fields, differing = _rename(family, without_rope_extras(fields))
     values, unread = _read_fields(family, fields)
-    wrong += unread
-    wrong += _unmodelled(family, fields)
+    wrong = [*differing, *unread, *_unmodelled(family, fields), *wrong]
     values["dtype"] = _read_dtype(fields, wrong)
     values["carried"] = tuple(
         (name, _freeze(fields.get(name, default)))
@@ -75,6 +71,37 @@ def from_hf_config(config: Mapping[str, Any] | str | os.PathLike[str]) -> Decode
         f"This {family.model_type} config cannot be carried over:\n"
         + "\n".join(f"  {line}" for line in wrong)
     )
+
+
+def left_out_fields(
+    config: Mapping[str, Any] | str | os.PathLike[str],
+    *,
+    ignore_fields: Collection[str] = (),
+) -> dict[str, Any]:
+    """Returns what `from_hf_config` leaves out of a config, as it changes no number.
+
+    ```python
+    fields = {"model_type": "gpt_oss", "unsloth_fixed": True}
+    assert bridge.left_out_fields(fields) == {"unsloth_fixed": True}
+    ```
+
+    Args:
+      config: As for `from_hf_config`.
+      ignore_fields: As for `from_hf_config`.
+
+    Returns:
+      Values by the names of the fields; those that are null, false or empty are not
+      listed, and neither is what says how a model is stored, displayed or sampled.
+
+    Raises:
+      FileNotFoundError: If there is no such file.
+      ValueError: If the family is not supported, or `ignore_fields` names a field that
+        is read.
+    """
+    family, fields = _open_fields(config)
+    if wrong := not_ignorable(family, ignore_fields):
+        raise ValueError("\n".join(wrong))
+    return sort_unread(family, fields, ignore_fields)[0]
 
 
 def to_hf_config(config: DecoderConfig) -> dict[str, Any]:
@@ -181,6 +208,13 @@ def _family_of(fields: Mapping[str, Any]) -> Family:
     return family
 
 
+def _open_fields(
+    config: Mapping[str, Any] | str | os.PathLike[str],
+) -> tuple[Family, Mapping[str, Any]]:
+    fields = config if isinstance(config, Mapping) else read_config_file(config)
+    return _family_of(fields), fields
+
+
 def _rename(
     family: Family, fields: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[str]]:
@@ -241,17 +275,10 @@ def _unmodelled(family: Family, fields: Mapping[str, Any]) -> list[str]:
     ]
     wrong += [
         f"{name} = {fields[name]!r}: only True is modelled"
-        for name in _TRUE
+        for name in TRUE
         if fields.get(name, True) is not True
     ]
-    wrong += _undecoded(fields.get("quantization_config"))
-    known = {*family.fields, *family.fixed, *family.carried, *NEUTRAL, *_TRUE}
-    known |= {name for codec in family.codecs for name in codec.names}
-    return wrong + [
-        f"{name} = {value!r}: this field is not modelled"
-        for name, value in fields.items()
-        if name not in known and value not in (None, False, [], {}, "")
-    ]
+    return wrong + _undecoded(fields.get("quantization_config"))
 
 
 def _undecoded(quantization: Any) -> list[str]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,6 +20,7 @@ from fsdp_jax._tree import PyTree
 from fsdp_jax.checkpoint._assets import names_of_files
 from fsdp_jax.checkpoint._steps import open_step, resolve_step
 from fsdp_jax.cli._decoder import plan_decoder
+from fsdp_jax.cli._log import say
 from fsdp_jax.cli._train_config import adapter_of
 
 # Under this name a step carries the tokenizer, chat template and generation config.
@@ -148,7 +151,11 @@ class Checkpoint:
 
 
 def open_any(
-    model: str | Path, step: int | None = None, *, config: Path | None = None
+    model: str | Path,
+    step: int | None = None,
+    *,
+    config: Path | None = None,
+    ignore_fields: Sequence[str] = (),
 ) -> HuggingFace | Megatron | Checkpoint:
     """Opens a model or a checkpoint of any kind, which is found out.
 
@@ -157,6 +164,7 @@ def open_any(
         hub id.
       step: Which step of a checkpoint of ours; None for the newest.
       config: Says what the model is, in the place of what it says itself.
+      ignore_fields: As for `bridge.from_hf_config`.
 
     Raises:
       ValueError: If it is none of them, or one that is not supported.
@@ -167,22 +175,44 @@ def open_any(
             origin = open_checkpoint(path, step)
             if config is None:
                 return origin
-            return dataclasses.replace(origin, config=bridge.from_hf_config(config))
+            return dataclasses.replace(
+                origin, config=read_config(config, ignore_fields)
+            )
         if bridge.megatron.is_megatron(path):
-            return _open_megatron(path, step, config)
+            return _open_megatron(path, step, config, ignore_fields)
         if path.is_dir() and not any(path.glob("*.safetensors")):
             raise ValueError(
                 f"No checkpoint at '{path}': the directory has no config.json, as a "
                 "model of Hugging Face, nothing of Megatron, and no committed step."
             )
     _refuse_step(step, path)
-    return open_hf(str(model), config)
+    return open_hf(str(model), config, ignore_fields)
 
 
-def _open_megatron(path: Path, step: int | None, config: Path | None) -> Megatron:
+def read_config(source: Path, ignore_fields: Sequence[str] = ()) -> DecoderConfig:
+    """Reads a config file, and says which of its fields are left out.
+
+    Args:
+      source: As for `bridge.from_hf_config`.
+      ignore_fields: As for `bridge.from_hf_config`.
+    """
+    config = bridge.from_hf_config(source, ignore_fields=ignore_fields)
+    left_out = bridge.left_out_fields(source, ignore_fields=ignore_fields)
+    if left_out:
+        values = [textwrap.shorten(f"{k} = {v!r}", 60) for k, v in left_out.items()]
+        say(
+            f"left out: fields of config.json that {config.model_type} models do not "
+            f"read: {', '.join(values)}"
+        )
+    return config
+
+
+def _open_megatron(
+    path: Path, step: int | None, config: Path | None, ignore_fields: Sequence[str]
+) -> Megatron:
     _refuse_step(step, path)
     if config is not None:
-        return Megatron(path, bridge.from_hf_config(config))
+        return Megatron(path, read_config(config, ignore_fields))
     args = bridge.megatron.open_megatron(path).args
     return Megatron(path, bridge.megatron.from_args(args))
 
@@ -192,28 +222,37 @@ def _refuse_step(step: int | None, path: Path) -> None:
         raise ValueError(f"--step {step}: '{path}' is a model, which has no steps.")
 
 
-def open_hf(hf: str, config: Path | None = None) -> HuggingFace:
+def open_hf(
+    hf: str, config: Path | None = None, ignore_fields: Sequence[str] = ()
+) -> HuggingFace:
     """Reads the config of a directory, a file or a hub id; headers and no weights.
 
     Args:
       hf: The model.
       config: Says what it is; None for what lies beside the weights.
+      ignore_fields: As for `bridge.from_hf_config`.
 
     Raises:
       ValueError: If it is no safetensors checkpoint of a supported family.
     """
     path = bridge.resolve(hf)
     bridge.open_checkpoint(path)
-    return HuggingFace(path, bridge.from_hf_config(path if config is None else config))
+    source = path if config is None else config
+    return HuggingFace(path, read_config(source, ignore_fields))
 
 
-def open_run(path: Path, step: int | None, hf: str | None = None) -> Checkpoint:
+def open_run(
+    path: Path,
+    step: int | None,
+    hf: str | None = None,
+    ignore_fields: Sequence[str] = (),
+) -> Checkpoint:
     """Opens a step that training can go on from, as it was.
 
     Raises:
       ValueError: As for `open_checkpoint`, or if it was imported and never trained.
     """
-    origin = open_checkpoint(path, step, hf)
+    origin = open_checkpoint(path, step, hf, ignore_fields)
     trained = {"recipe", "data"} <= set(origin.metadata)
     if not trained and "optimizer" not in origin.metadata:
         raise ValueError(
@@ -223,13 +262,19 @@ def open_run(path: Path, step: int | None, hf: str | None = None) -> Checkpoint:
     return origin
 
 
-def open_checkpoint(path: Path, step: int | None, hf: str | None = None) -> Checkpoint:
+def open_checkpoint(
+    path: Path,
+    step: int | None,
+    hf: str | None = None,
+    ignore_fields: Sequence[str] = (),
+) -> Checkpoint:
     """Reads the metadata of one step.
 
     Args:
       path: A directory that `fsdp-jax train` or `fsdp-jax import` saved to.
       step: Which; None for the newest.
       hf: Takes the config from there instead, and the tokenizer.
+      ignore_fields: As for `bridge.from_hf_config`, of the config of `hf`.
 
     Raises:
       ValueError: If there is no such step, or another program saved it.
@@ -243,7 +288,7 @@ def open_checkpoint(path: Path, step: int | None, hf: str | None = None) -> Chec
         )
     if hf is not None:
         files = bridge.resolve(hf)
-        config = bridge.from_hf_config(files)
+        config = read_config(files, ignore_fields)
         return Checkpoint(path, step, config, metadata, _directory_of(files))
     config = bridge.from_hf_config(metadata["config"])
     return Checkpoint(path, step, config, metadata, _carried_files(path, step))

@@ -16,6 +16,11 @@ _T = TypeVar("_T")
 Unset = Annotated[_T | None, tyro.conf.arg(help_behavior_hint="")]
 """An option whose default is no constant: its help says what it is."""
 
+IgnoreField = Annotated[
+    tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="NAME")
+]
+"""`--ignore-field NAME`, as often as there are fields of `config.json` to ignore."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Devices:

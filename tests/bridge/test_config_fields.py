@@ -14,7 +14,7 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 import bridge
 from bridge.families import FAMILIES
 from bridge.families._family import REQUIRED, Family
-from bridge.hf._config import NEUTRAL
+from bridge.hf._unread import NEUTRAL
 
 pytestmark = pytest.mark.torch
 

@@ -13,12 +13,11 @@ import numpy as np
 import tyro
 from jaxtyping import Float32, Int
 
-import bridge
 import fsdp_jax as fsdp
 from fsdp_jax.cli._decoder import plan_decoder
 from fsdp_jax.cli._errors import CheckFailed, require
-from fsdp_jax.cli._model_source import Origin, open_any
-from fsdp_jax.cli._options import Devices, Unset
+from fsdp_jax.cli._model_source import Origin, open_any, read_config
+from fsdp_jax.cli._options import Devices, IgnoreField, Unset
 
 Tokens = Int[np.ndarray, "batch seq"]
 
@@ -78,6 +77,8 @@ class Compare:
         float32 programs that sum in different orders stay far below the default; a
         model exported in bfloat16 differs by some 1e-3.
       json: Prints the figures as one line of JSON instead.
+      ignore_field: Leaves a field of a config.json out that is refused, for
+        it changes no number; as often as there are such fields.
       where: On which devices.
     """
 
@@ -88,6 +89,7 @@ class Compare:
     seq: int = 64
     tolerance: float = 1e-4
     json: bool = False
+    ignore_field: IgnoreField = ()
     where: Annotated[Devices, tyro.conf.arg(name="")] = Devices()
 
     def run(self) -> None:
@@ -95,7 +97,7 @@ class Compare:
         if self.seq < 1:
             raise ValueError(f"--seq {self.seq}: at least 1.")
         devices = self.where.pick()
-        ours = open_any(self.checkpoint, self.step)
+        ours = open_any(self.checkpoint, self.step, ignore_fields=self.ignore_field)
         vocab = ours.config.vocab_size
         other = self._open_other(vocab)
         shape = len(devices), self.seq
@@ -111,8 +113,8 @@ class Compare:
         """Opens OUT, but for transformers; either way a `ValueError` if it differs."""
         other = None
         if self.against == "bridge":
-            other = open_any(self.out)
-        config = other.config if other else bridge.from_hf_config(self.out)
+            other = open_any(self.out, ignore_fields=self.ignore_field)
+        config = other.config if other else read_config(self.out, self.ignore_field)
         if config.vocab_size != vocab:
             raise ValueError(
                 f"OUT '{self.out}' has a vocabulary of {config.vocab_size}, not "

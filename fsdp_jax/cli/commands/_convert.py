@@ -13,7 +13,7 @@ from fsdp_jax._report import bytes_bar
 from fsdp_jax.cli._errors import check_empty
 from fsdp_jax.cli._megatron import MegatronLayout
 from fsdp_jax.cli._model_source import Checkpoint, open_any
-from fsdp_jax.cli._options import Unset
+from fsdp_jax.cli._options import IgnoreField, Unset
 from fsdp_jax.cli.commands._import import Import
 
 
@@ -35,6 +35,8 @@ class Convert:
       config: A `config.json`, or a directory with one, that says what model SRC is;
         default what SRC says. Megatron's settings lack the tokens, and often the size
         of the vocabulary.
+      ignore_field: Leaves a field of the model's config.json out that is refused, for
+        it changes no number; as often as there are such fields.
       tokenizer: A model's directory whose tokenizer, chat template and generation
         config are copied along, to Hugging Face's files; default those that a
         checkpoint of fsdp-jax carries.
@@ -46,6 +48,7 @@ class Convert:
     to: Literal["hf", "torch_dist", "legacy", "orbax"]
     dtype: Unset[Literal["float32", "bfloat16", "float16"]] = None
     config: Unset[Path] = None
+    ignore_field: IgnoreField = ()
     tokenizer: Unset[Path] = None
     layout: Annotated[MegatronLayout, tyro.conf.arg(name="")] = MegatronLayout()
 
@@ -54,9 +57,14 @@ class Convert:
         check_empty(self.dst, "DST")
         self._check()
         if self.to == "orbax":
-            Import(self.src, self.dst, config=self.config).run()
+            Import(
+                self.src,
+                self.dst,
+                config=self.config,
+                ignore_field=self.ignore_field,
+            ).run()
             return
-        origin = open_any(self.src, config=self.config)
+        origin = open_any(self.src, config=self.config, ignore_fields=self.ignore_field)
         params = origin.lazy_params()
         carried = origin.files if isinstance(origin, Checkpoint) else None
         with bytes_bar(f"writing {self.dst}") as progress:

@@ -17,7 +17,7 @@ import fsdp_jax as fsdp
 from bridge.models import Decoder
 from fsdp_jax.cli._decoder import computed_in, plan_decoder
 from fsdp_jax.cli._model_source import Origin, open_any, tokenizer_file
-from fsdp_jax.cli._options import Devices, Unset
+from fsdp_jax.cli._options import Devices, IgnoreField, Unset
 from fsdp_jax.cli._progress import rows_bar
 from fsdp_jax.cli._tokens import Tokens, check_files, read_tokens
 from fsdp_jax.cli._train_config import ParamDtype, Tokenizer
@@ -39,6 +39,8 @@ class Eval:
       param_dtype: What weights are gathered and computed in.
       tokenizer: The bytes themselves, or the model's tokenizer.json; default the
         latter where there is one.
+      ignore_field: Leaves a field of the model's config.json out that is refused, for
+        it changes no number; as often as there are such fields.
       where: On which devices.
     """
 
@@ -49,6 +51,7 @@ class Eval:
     seq: int = 256
     param_dtype: ParamDtype = "float32"
     tokenizer: Unset[Tokenizer] = None
+    ignore_field: IgnoreField = ()
     where: Annotated[Devices, tyro.conf.arg(name="")] = Devices()
 
     def run(self) -> None:
@@ -58,7 +61,7 @@ class Eval:
             raise ValueError(f"--seq {self.seq}: at least 1.")
         devices = self.where.pick()
         batch = self._batch(len(devices))
-        origin = open_any(self.model, self.step)
+        origin = open_any(self.model, self.step, ignore_fields=self.ignore_field)
         tokens = self._read_tokens(origin)
         plan = plan_decoder(
             origin.config,

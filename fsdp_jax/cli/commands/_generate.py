@@ -24,7 +24,7 @@ from bridge.models import (
 )
 from fsdp_jax.cli._decoder import computed_in, plan_decoder
 from fsdp_jax.cli._model_source import Origin, open_any, tokenizer_file
-from fsdp_jax.cli._options import Devices, Unset
+from fsdp_jax.cli._options import Devices, IgnoreField, Unset
 from fsdp_jax.cli._tokenizer import TextCodec, open_codec
 from fsdp_jax.cli._train_config import ParamDtype, Tokenizer
 from fsdp_jax.sharding._mesh import BATCH_AXES, num_devices
@@ -49,6 +49,8 @@ class Generate:
       tokenizer: The bytes themselves, or the model's tokenizer.json; default the
         latter where there is one.
       json: Prints a line of JSON a prompt instead: prompt, text, and whether it ended.
+      ignore_field: Leaves a field of the model's config.json out that is refused, for
+        it changes no number; as often as there are such fields.
       where: On which devices.
     """
 
@@ -63,6 +65,7 @@ class Generate:
     param_dtype: ParamDtype = "float32"
     tokenizer: Unset[Tokenizer] = None
     json: bool = False
+    ignore_field: IgnoreField = ()
     where: Annotated[Devices, tyro.conf.arg(name="")] = Devices()
 
     def run(self) -> None:
@@ -70,7 +73,7 @@ class Generate:
         sampling = Sampling(self.temperature, self.top_k, self.top_p)
         self._check()
         devices = self.where.pick()
-        origin = open_any(self.model, self.step)
+        origin = open_any(self.model, self.step, ignore_fields=self.ignore_field)
         codec = self._open_codec(origin)
         prompts = [codec.encode(text) for text in self.prompt]
         _check_prompts(self.prompt, prompts)

@@ -17,7 +17,7 @@ from fsdp_jax.cli._adam import option, stored_settings
 from fsdp_jax.cli._decoder import plan_decoder
 from fsdp_jax.cli._errors import check_empty
 from fsdp_jax.cli._model_source import Megatron, files_to_carry, open_any
-from fsdp_jax.cli._options import Devices, Unset
+from fsdp_jax.cli._options import Devices, IgnoreField, Unset
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +36,8 @@ class Import:
         checkpoint, so that `fsdp-jax train --resume` goes on.
       config: A `config.json`, or a directory with one, that says what the model is;
         default what the model says.
+      ignore_field: Leaves a field of the model's config.json out that is refused, for
+        it changes no number; as often as there are such fields.
       where: On which devices.
     """
 
@@ -44,13 +46,16 @@ class Import:
     dtype: Unset[Literal["float32", "bfloat16"]] = None
     optimizer: bool = False
     config: Unset[Path] = None
+    ignore_field: IgnoreField = ()
     where: Annotated[Devices, tyro.conf.arg(name="")] = Devices()
 
     def run(self) -> None:
         """Loads the weights sharded over all devices, and saves them."""
         check_empty(self.out, "OUT")
         mesh = fsdp.make_mesh(devices=self.where.pick())
-        origin = open_any(self.model, config=self.config)
+        origin = open_any(
+            self.model, config=self.config, ignore_fields=self.ignore_field
+        )
         megatron = origin if isinstance(origin, Megatron) else None
         if self.optimizer and (megatron is None or self.dtype == "bfloat16"):
             raise ValueError(

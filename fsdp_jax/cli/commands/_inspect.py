@@ -17,7 +17,7 @@ from fsdp_jax.checkpoint._remove import names_beside
 from fsdp_jax.checkpoint._steps import open_step
 from fsdp_jax.cli._decoder import plan_decoder
 from fsdp_jax.cli._model_source import Checkpoint, HuggingFace, Megatron, open_any
-from fsdp_jax.cli._options import Devices
+from fsdp_jax.cli._options import Devices, IgnoreField
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,18 +32,21 @@ class Inspect:
       sharded: Also plans how it would be sharded over the devices, and says what each
         process would read.
       json: Prints one JSON object instead.
+      ignore_field: Leaves a field of the model's config.json out that is refused, for
+        it changes no number; as often as there are such fields.
       where: On which devices, with --sharded.
     """
 
     path: tyro.conf.Positional[Path]
     sharded: bool = False
     json: bool = False
+    ignore_field: IgnoreField = ()
     where: Annotated[Devices, tyro.conf.arg(name="")] = Devices()
 
     def run(self) -> None:
         """Prints traits, the mapping, and the sums."""
         devices = self.where.pick() if self.sharded else None
-        origin = open_any(self.path)
+        origin = open_any(self.path, ignore_fields=self.ignore_field)
         mould = None
         if devices is not None:
             mesh = fsdp.make_mesh(devices=devices)

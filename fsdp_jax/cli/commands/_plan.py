@@ -14,15 +14,14 @@ import optax
 import tyro
 from jax.sharding import Mesh
 
-import bridge
 import fsdp_jax as fsdp
 from bridge.models import DecoderConfig, tensor_parallel_rules
 from fsdp_jax._report import format_bytes
 from fsdp_jax.cli._context_parallel import check_context, check_rows, rows_mould
 from fsdp_jax.cli._decoder import loss_of, plan_decoder
 from fsdp_jax.cli._errors import check_absent
-from fsdp_jax.cli._model_source import open_hf
-from fsdp_jax.cli._options import Devices, Unset
+from fsdp_jax.cli._model_source import open_hf, read_config
+from fsdp_jax.cli._options import Devices, IgnoreField, Unset
 from fsdp_jax.cli._precision import (
     OffloadTo,
     OptimizerBits,
@@ -92,6 +91,8 @@ class Plan:
     Attributes:
       hf: The model: a directory with config.json, or a hub id.
       config: The model: a config.json, or a directory that has one, without weights.
+      ignore_field: Leaves a field of the model's config.json out that is refused, for
+        it changes no number; as often as there are such fields.
       gpu: a100, h100, h200 or b200.
       gpus: How many; more than 8 are whole nodes of 8.
       mesh: Sizes of the mesh's axes, as in dp_outer=4,dp_shard=-1; default all on
@@ -118,6 +119,7 @@ class Plan:
 
     hf: Unset[str] = None
     config: Unset[Path] = None
+    ignore_field: IgnoreField = ()
     gpu: str = "h200"
     gpus: int = 8
     mesh: Unset[str] = None
@@ -186,9 +188,9 @@ def _read_config(options: Plan) -> DecoderConfig:
     if (options.hf is None) == (options.config is None):
         raise ValueError("plan takes the model from --hf MODEL or --config FILE: one.")
     if options.hf is not None:
-        return open_hf(options.hf).config
+        return open_hf(options.hf, ignore_fields=options.ignore_field).config
     assert options.config is not None
-    return bridge.from_hf_config(options.config)
+    return read_config(options.config, options.ignore_field)
 
 
 def _mesh_sizes(text: str | None) -> dict[str, int]:

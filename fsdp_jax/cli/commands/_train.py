@@ -29,7 +29,7 @@ from fsdp_jax.cli._model_source import (
     start_state,
     tokenizer_file,
 )
-from fsdp_jax.cli._options import Devices, Unset
+from fsdp_jax.cli._options import Devices, IgnoreField, Unset
 from fsdp_jax.cli._precision import OffloadTo, OptimizerBits, ParamGather
 from fsdp_jax.cli._profile import Profile
 from fsdp_jax.cli._routing import (
@@ -74,6 +74,8 @@ class Train:
       hf: The model to start from: a directory with config.json and safetensors files,
         a hub id, a Megatron checkpoint, or one of ours, of which the parameters are
         taken.
+      ignore_field: Leaves a field of the model's config.json out that is refused, for
+        it changes no number; as often as there are such fields.
       resume: Goes on from a checkpoint instead: a directory given to --save before.
       resume_step: The step to go on from; default the newest.
       save_every: Saves every so many steps, in the background; 0 only at the end.
@@ -142,6 +144,7 @@ class Train:
     steps: int
     save: Path
     hf: Unset[str] = None
+    ignore_field: IgnoreField = ()
     resume: Unset[Path] = None
     resume_step: Unset[int] = None
     save_every: int = 0
@@ -285,10 +288,12 @@ def _open(train: Train, begun: bool) -> tuple[Origin, Checkpoint | None]:
         resumed = open_run(train.save, newest)
         return resumed, resumed
     if train.resume is not None:
-        resumed = open_run(train.resume, train.resume_step, train.hf)
+        resumed = open_run(
+            train.resume, train.resume_step, train.hf, train.ignore_field
+        )
         return resumed, resumed
     assert train.hf is not None
-    return open_any(train.hf), None
+    return open_any(train.hf, ignore_fields=train.ignore_field), None
 
 
 def _has_traced(train: Train, begun: bool, start: int) -> bool:

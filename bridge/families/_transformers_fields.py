@@ -1,0 +1,198 @@
+"""Names of config fields that transformers knows, by `model_type`.
+
+Written by `python tests/helpers/transformers_fields.py`; do not edit.
+"""
+
+COMMON = frozenset(
+    """
+    _attn_implementation _attn_implementation_internal _auto_class _commit_hash
+    _configuration_file _experts_implementation _experts_implementation_internal
+    _from_auto _from_pipeline _is_quantized _name_or_path _output_attentions
+    _post_init_done _rope_type_labels add append architectures attention_chunk_size
+    attention_dropout attention_factor attention_scaling attn_implementation
+    attribute_map auto_map base_model_pp_plan base_model_tp_plan beta_fast beta_slow
+    bos_token_id cache_dir chain_hidden_post_norm chunk_size_feed_forward
+    classifier_dropout commit_message compile_config config config_class
+    configuration_files create_compatible_mapping decoder default default_rope_type
+    default_theta device_map device_mesh disable_mmap disk_offload_folder
+    distributed_config dtype dynamic embed_dim eos_token_id experts_implementation
+    factor features_only fget first_k_dense_replace force_download from_model_config
+    fusion_config generator get get_config_class gguf_file gradient_checkpointing
+    head_dim hf_quantizer hidden_dropout hidden_size id2label
+    ignore_keys_at_rope_validation ignore_mismatched_sizes init_kwargs init_std
+    initializer_factor initializer_range is_causal is_encoder_decoder is_heterogeneous
+    is_quantized items keys kv_sharing_modes kwargs label2id layer_types
+    local_files_only logits_mup_width_multiplier long_factor max_position_embeddings
+    max_seq_len_cached mlp_layer_types model_type mscale mscale_all_dim
+    mtp_hidden_states_first mtp_layer_types mtp_mlp_layer_types mtp_per_layer_config
+    name_or_path num_attention_heads num_channels num_heads num_hidden_layers
+    num_key_value_heads num_labels num_mtp_layers number_of_conv_states optional
+    original_inv_freq original_max_position_embeddings original_max_seq_len out_indices
+    output_attentions output_hidden_states pad_token_id partial_rotary_factor
+    per_layer_config popleft pretrained_model_name_or_path problem_type proxies
+    quant_method quantization_config register_buffer replace repo_id return_dict
+    return_unused_kwargs revision rms_norm_eps rope_parameters rope_scaling rope_theta
+    rope_type sanitize_kernel_mapping sep_token_id sharded_metadata short_factor
+    sliding_window sub_configs sub_configs_defaults subfolder text_config text_encoder
+    tie_last_hidden_states tie_word_embeddings token token_classification_bias
+    torch_dtype transformers_version transformers_weights truncate trust_remote_code
+    type unpadded_vocab_size values vocab_size weight_mapping weights_only
+    """.split()
+)
+
+ROPE_KEYS = frozenset(
+    """
+    PreTrainedConfig _ _max_seq_len_cached _original_inv_freq _rope_parameters
+    _rope_type_labels _validate_ attention_factor beta_fast beta_slow default dynamic
+    factor full_attention head_dim high_freq_factor image inv_freq layer_type
+    layer_types linear llama3 long_factor long_inv_freq longrope low_freq_factor
+    max_seq_len_cached mscale mscale_all_dim next_sequence_length or_mask_function
+    original_inv_freq original_max_position_embeddings partial_rotary_factor
+    proportional rope_parameters rope_scaling rope_theta rope_type short_factor
+    sliding_attention token_type_ids truncate type yarn
+    """.split()
+)
+
+BY_MODEL_TYPE = {
+    "cohere": frozenset(
+        """
+        attention_bias hidden_act intermediate_size layer_norm_eps logit_scale use_cache
+        use_qk_norm
+        """.split()
+    ),
+    "deepseek_v2": frozenset(
+        """
+        attention_bias hidden_act intermediate_size kv_lora_rank mlp_bias
+        moe_intermediate_size n_group n_routed_experts n_shared_experts norm_topk_prob
+        num_experts num_experts_per_tok output_router_logits pretraining_tp q_lora_rank
+        qk_head_dim qk_nope_head_dim qk_rope_head_dim routed_scaling_factor topk_group
+        topk_method use_cache v_head_dim
+        """.split()
+    ),
+    "deepseek_v3": frozenset(
+        """
+        attention_bias hidden_act intermediate_size kv_lora_rank moe_intermediate_size
+        n_group n_routed_experts n_shared_experts norm_topk_prob num_experts_per_tok
+        num_local_experts num_nextn_predict_layers output_router_logits pretraining_tp
+        q_lora_rank qk_head_dim qk_nope_head_dim qk_rope_head_dim rope_interleave
+        routed_scaling_factor topk_group use_cache v_head_dim
+        """.split()
+    ),
+    "gemma2": frozenset(
+        """
+        RMSNorm attention_bias attn_logit_softcapping final_logit_softcapping
+        hidden_activation intermediate_size query_pre_attn_scalar
+        use_bidirectional_attention use_cache
+        """.split()
+    ),
+    "gemma3_text": frozenset(
+        """
+        RMSNorm _sliding_window_pattern attention_bias attn_logit_softcapping
+        final_logit_softcapping full_attention hidden_activation image image_size
+        image_token_id intermediate_size is_sliding layer_norm_eps mm_tokens_per_image
+        patch_size query_pre_attn_scalar rope_local_base_freq sliding_attention
+        sliding_window_pattern token_type_ids use_bidirectional_attention use_cache
+        vision_config
+        """.split()
+    ),
+    "glm4": frozenset(
+        """
+        attention_bias hidden_act intermediate_size use_cache
+        """.split()
+    ),
+    "gpt2": frozenset(
+        """
+        activation_function add_cross_attention attn_pdrop crossattention embd_pdrop
+        last layer_norm_epsilon n_embd n_head n_inner n_layer n_positions q_attn
+        reorder_and_upcast_attn resid_pdrop scale_attn_by_inverse_layer_idx
+        scale_attn_weights summary_activation summary_first_dropout summary_last_dropout
+        summary_proj_to_labels summary_type summary_use_proj use_cache
+        """.split()
+    ),
+    "gpt_oss": frozenset(
+        """
+        attention_bias hidden_act intermediate_size num_experts num_experts_per_tok
+        num_local_experts output_router_logits router_aux_loss_coef swiglu_alpha
+        swiglu_limit use_cache
+        """.split()
+    ),
+    "granite": frozenset(
+        """
+        attention_bias attention_multiplier embedding_multiplier hidden_act
+        intermediate_size logits_scaling mlp_bias residual_multiplier use_cache
+        """.split()
+    ),
+    "llama": frozenset(
+        """
+        attention_bias hidden_act intermediate_size mlp_bias pretraining_tp use_cache
+        """.split()
+    ),
+    "mistral": frozenset(
+        """
+        hidden_act intermediate_size use_cache
+        """.split()
+    ),
+    "mixtral": frozenset(
+        """
+        hidden_act intermediate_size num_experts num_experts_per_tok num_local_experts
+        output_router_logits router_aux_loss_coef router_jitter_noise use_cache
+        """.split()
+    ),
+    "olmo2": frozenset(
+        """
+        attention_bias hidden_act intermediate_size use_cache
+        """.split()
+    ),
+    "olmo3": frozenset(
+        """
+        attention_bias full_attention hidden_act intermediate_size sliding_attention
+        use_cache
+        """.split()
+    ),
+    "olmoe": frozenset(
+        """
+        attention_bias clip_qkv hidden_act intermediate_size norm_topk_prob num_experts
+        num_experts_per_tok num_local_experts output_router_logits router_aux_loss_coef
+        use_cache
+        """.split()
+    ),
+    "phi3": frozenset(
+        """
+        embd_pdrop hidden_act intermediate_size resid_pdrop use_cache
+        """.split()
+    ),
+    "qwen2": frozenset(
+        """
+        hidden_act intermediate_size max_window_layers sliding_attention use_cache
+        use_sliding_window
+        """.split()
+    ),
+    "qwen2_moe": frozenset(
+        """
+        decoder_sparse_step hidden_act intermediate_size max_window_layers
+        mlp_only_layers moe_intermediate_size norm_topk_prob num_experts
+        num_experts_per_tok output_router_logits qkv_bias router_aux_loss_coef
+        shared_expert_intermediate_size use_cache use_sliding_window
+        """.split()
+    ),
+    "qwen3": frozenset(
+        """
+        attention_bias hidden_act intermediate_size max_window_layers sliding_attention
+        use_cache use_sliding_window
+        """.split()
+    ),
+    "qwen3_moe": frozenset(
+        """
+        attention_bias decoder_sparse_step hidden_act intermediate_size mlp_only_layers
+        moe_intermediate_size norm_topk_prob num_experts num_experts_per_tok
+        num_local_experts output_router_logits router_aux_loss_coef use_cache
+        use_sliding_window
+        """.split()
+    ),
+    "smollm3": frozenset(
+        """
+        attention_bias hidden_act intermediate_size mlp_bias no_rope_layer_interval
+        no_rope_layers sliding_attention use_cache use_sliding_window
+        """.split()
+    ),
+}

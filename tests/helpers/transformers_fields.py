@@ -1,0 +1,170 @@
+"""The names of config fields that transformers knows, as bridge has them.
+
+`python tests/helpers/transformers_fields.py` writes `_transformers_fields.py` anew. A
+name is known if a config class declares it, or the source of the class, of its model
+or of what all models share takes it from a config. What is written there errs on the
+side of too many names: a field that is known and not modelled is refused.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import inspect
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import transformers
+from transformers import CONFIG_MAPPING, PreTrainedConfig
+
+from bridge.families import FAMILIES
+
+LIBRARY = Path(transformers.__file__).parent
+OUT = Path(__file__).parents[2] / "bridge/families/_transformers_fields.py"
+# What decoders compute with besides their own modules.
+CONFIGS = ("configuration_utils", "modeling_rope_utils")
+SHARED = (
+    *("activations", "cache_utils", "masking_utils", "modeling_attn_mask_utils"),
+    *("modeling_flash_attention_utils", "modeling_layers", "modeling_utils"),
+    *("pytorch_utils", "loss/loss_utils", "integrations/eager_paged"),
+    *("integrations/flash_attention", "integrations/flash_paged"),
+    *("integrations/flex_attention", "integrations/moe"),
+    *("integrations/sdpa_attention", "integrations/sdpa_paged"),
+    *("models/auto/auto_factory", "utils/generic", "utils/output_capturing"),
+)
+_TAKES = ("getattr", "hasattr", "get", "pop", "setdefault")
+_HEADER = '''"""Names of config fields that transformers knows, by `model_type`.
+
+Written by `python tests/helpers/transformers_fields.py`; do not edit.
+"""
+'''
+
+Fields = frozenset[str]
+
+
+def known_fields() -> tuple[Fields, dict[str, Fields]]:
+    """Returns the names that all models know, and those that each knows besides."""
+    paths = [LIBRARY / f"{name}.py" for name in SHARED]
+    common = _declared(PreTrainedConfig).union(
+        *(_from_config(path) for path in paths if path.is_file()),
+        *(_of_config_module(LIBRARY / f"{name}.py") for name in CONFIGS),
+        _listed(LIBRARY / "configuration_utils.py"),
+    )
+    common = Fields(filter(is_field, common))
+    own = {name: _of_model(name) - common for name in sorted(FAMILIES)}
+    return common, own
+
+
+def known_rope_keys() -> Fields:
+    """Returns the keys that `rope_parameters` may have in any of the models."""
+    folders = {Path(inspect.getfile(CONFIG_MAPPING[name])).parent for name in FAMILIES}
+    models = [path for folder in folders for path in folder.glob("modeling_*.py")]
+    keys = _strings(_nodes(LIBRARY / "modeling_rope_utils.py"))
+    for path in models:
+        slices = [n.slice for n in _nodes(path) if isinstance(n, ast.Subscript)]
+        keys += _strings(slices)
+    return Fields(filter(str.isidentifier, keys))
+
+
+def as_module(common: Fields, own: Mapping[str, Fields], rope: Fields) -> str:
+    """Returns the source of `bridge/families/_transformers_fields.py`."""
+    lines = [_HEADER, f"COMMON = {_as_source(common, 0)}", ""]
+    lines += [f"ROPE_KEYS = {_as_source(rope, 0)}", "", "BY_MODEL_TYPE = {"]
+    lines += [f'    "{name}": {_as_source(own[name], 4)},' for name in sorted(own)]
+    return "\n".join([*lines, "}", ""])
+
+
+def _of_model(model_type: str) -> Fields:
+    kind = CONFIG_MAPPING[model_type]
+    module = Path(inspect.getfile(kind))
+    models = sorted(module.parent.glob("modeling_*.py"))
+    names = _declared(kind).union(
+        _of_config_module(module),
+        *(_from_config(path) | _taken(path) for path in models),
+    )
+    return Fields(filter(is_field, names))
+
+
+def _declared(kind: type) -> Fields:
+    aliases: dict[str, str] = kind.attribute_map
+    declared = {field.name for field in dataclasses.fields(kind)}
+    return Fields(declared | {*aliases, *aliases.values()})
+
+
+def _of_config_module(path: Path) -> Fields:
+    return _from_config(path, "self") | _taken(path)
+
+
+def _from_config(path: Path, *others: str) -> Fields:
+    """Names that are attributes of something whose name has `config` in it."""
+    return Fields(
+        name
+        for node in _nodes(path)
+        for name, owner in _attributes(node)
+        if "config" in owner or owner in others
+    )
+
+
+def _attributes(node: ast.AST) -> Iterator[tuple[str, str]]:
+    if isinstance(node, ast.Attribute):
+        yield node.attr, _last_name(node.value)
+    elif isinstance(node, ast.Call) and _last_name(node.func) in _TAKES[:2]:
+        for name in _strings(node.args[1:2]):
+            yield name, _last_name(node.args[0])
+
+
+def _taken(path: Path) -> Fields:
+    """Names that are strings: `kwargs.pop("name")`, `"name" in kwargs`."""
+    found: set[str] = set()
+    for node in _nodes(path):
+        if isinstance(node, ast.Call) and _last_name(node.func) in _TAKES:
+            found |= set(_strings(node.args))
+        elif isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.In):
+            found |= set(_strings([node.left]))
+    return Fields(found)
+
+
+def _listed(path: Path) -> Fields:
+    """Names in a tuple of names, which are tried one by one."""
+    return Fields(
+        name
+        for node in _nodes(path)
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple)
+        if _last_name(node.targets[0]).endswith("_names")
+        for name in _strings(node.value.elts)
+    )
+
+
+@functools.cache
+def _nodes(path: Path) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(ast.parse(path.read_text())))
+
+
+def _strings(nodes: Sequence[ast.AST]) -> list[str]:
+    constants = [node.value for node in nodes if isinstance(node, ast.Constant)]
+    return [value for value in constants if isinstance(value, str)]
+
+
+def _last_name(node: ast.AST) -> str:
+    if isinstance(node, ast.Attribute):
+        return node.attr
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def is_field(name: str) -> bool:
+    """Whether a name may be that of a field, and is no method of the configs."""
+    method = callable(getattr(PreTrainedConfig, name, None))
+    return name.isidentifier() and not name.startswith("__") and not method
+
+
+def _as_source(names: Fields, indent: int) -> str:
+    text = textwrap.fill(" ".join(sorted(names)), 84 - indent)
+    body = textwrap.indent(text, " " * (indent + 4))
+    margin = " " * indent
+    return f'frozenset(\n{margin}    """\n{body}\n{margin}    """.split()\n{margin})'
+
+
+if __name__ == "__main__":
+    OUT.write_text(as_module(*known_fields(), known_rope_keys()))
