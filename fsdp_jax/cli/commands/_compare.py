@@ -77,8 +77,8 @@ class Compare:
         float32 programs that sum in different orders stay far below the default; a
         model exported in bfloat16 differs by some 1e-3.
       json: Prints the figures as one line of JSON instead.
-      ignore_field: Leaves a field of a config.json out that is refused, for
-        it changes no number; as often as there are such fields.
+      ignore_field: Field of config.json to ignore although it is refused; may be
+        repeated. For fields that change no number.
       where: On which devices.
     """
 

@@ -35,8 +35,8 @@ class Convert:
       config: A `config.json`, or a directory with one, that says what model SRC is;
         default what SRC says. Megatron's settings lack the tokens, and often the size
         of the vocabulary.
-      ignore_field: Leaves a field of the model's config.json out that is refused, for
-        it changes no number; as often as there are such fields.
+      ignore_field: Field of config.json to ignore although it is refused; may be
+        repeated. For fields that change no number.
       tokenizer: A model's directory whose tokenizer, chat template and generation
         config are copied along, to Hugging Face's files; default those that a
         checkpoint of fsdp-jax carries.

@@ -49,8 +49,8 @@ class Generate:
       tokenizer: The bytes themselves, or the model's tokenizer.json; default the
         latter where there is one.
       json: Prints a line of JSON a prompt instead: prompt, text, and whether it ended.
-      ignore_field: Leaves a field of the model's config.json out that is refused, for
-        it changes no number; as often as there are such fields.
+      ignore_field: Field of config.json to ignore although it is refused; may be
+        repeated. For fields that change no number.
       where: On which devices.
     """
 

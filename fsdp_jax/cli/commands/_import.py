@@ -36,8 +36,8 @@ class Import:
         checkpoint, so that `fsdp-jax train --resume` goes on.
       config: A `config.json`, or a directory with one, that says what the model is;
         default what the model says.
-      ignore_field: Leaves a field of the model's config.json out that is refused, for
-        it changes no number; as often as there are such fields.
+      ignore_field: Field of config.json to ignore although it is refused; may be
+        repeated. For fields that change no number.
       where: On which devices.
     """
 

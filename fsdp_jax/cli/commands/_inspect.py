@@ -32,8 +32,8 @@ class Inspect:
       sharded: Also plans how it would be sharded over the devices, and says what each
         process would read.
       json: Prints one JSON object instead.
-      ignore_field: Leaves a field of the model's config.json out that is refused, for
-        it changes no number; as often as there are such fields.
+      ignore_field: Field of config.json to ignore although it is refused; may be
+        repeated. For fields that change no number.
       where: On which devices, with --sharded.
     """
 

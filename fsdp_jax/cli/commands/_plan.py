@@ -91,8 +91,8 @@ class Plan:
     Attributes:
       hf: The model: a directory with config.json, or a hub id.
       config: The model: a config.json, or a directory that has one, without weights.
-      ignore_field: Leaves a field of the model's config.json out that is refused, for
-        it changes no number; as often as there are such fields.
+      ignore_field: Field of config.json to ignore although it is refused; may be
+        repeated. For fields that change no number.
       gpu: a100, h100, h200 or b200.
       gpus: How many; more than 8 are whole nodes of 8.
       mesh: Sizes of the mesh's axes, as in dp_outer=4,dp_shard=-1; default all on

@@ -74,8 +74,8 @@ class Train:
       hf: The model to start from: a directory with config.json and safetensors files,
         a hub id, a Megatron checkpoint, or one of ours, of which the parameters are
         taken.
-      ignore_field: Leaves a field of the model's config.json out that is refused, for
-        it changes no number; as often as there are such fields.
+      ignore_field: Field of config.json to ignore although it is refused; may be
+        repeated. For fields that change no number.
       resume: Goes on from a checkpoint instead: a directory given to --save before.
       resume_step: The step to go on from; default the newest.
       save_every: Saves every so many steps, in the background; 0 only at the end.
