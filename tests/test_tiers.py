@@ -154,7 +154,11 @@ def test_what_was_recorded_is_kept_of_files_that_are_there_and_not_measured_anew
     for name in ("a", "b"):
         (tmp_path / f"{name}.py").touch()
     old = {"a.py::x": 1.0, "a.py::y": 1.0, "b.py::x": 1.0, "c.py::x": 1.0}
-    assert tiers.merged(old, {"a.py::x": 2.0}, tmp_path) == {
+    of_the_grid = {"a.py::z[1]": 30.0, "a.py::z[2]": 40.0}
+    new = {"a.py::x": 2.0, "a.py::z[1]": 20.0}
+    assert tiers.merged(old | of_the_grid, new, tmp_path) == {
         "a.py::x": 2.0,
+        "a.py::z[1]": 20.0,
+        "a.py::z[2]": 40.0,
         "b.py::x": 1.0,
     }

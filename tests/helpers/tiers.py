@@ -81,12 +81,17 @@ def junit_durations(report: Path) -> dict[str, float]:
 
 
 def merged(old: Durations, new: Durations, root: Path = TESTS.parent) -> Durations:
-    """`new`, with what `old` holds of files that exist and that `new` does not name."""
+    """`new`, with what `old` holds of files that exist and that `new` does not name.
+
+    Cases of the grid keep their durations too: `make test-all` does not run them.
+    """
     measured = {test.partition("::")[0] for test in new}
+    left = grid(old)
     kept = {
         test: seconds
         for test, seconds in old.items()
-        if (file := test.partition("::")[0]) not in measured and (root / file).exists()
+        if (file := test.partition("::")[0]) not in measured or test in left
+        if (root / file).exists()
     }
     return {**kept, **new}
 
