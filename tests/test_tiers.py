@@ -54,8 +54,8 @@ def test_a_test_that_was_never_measured_is_in_the_default_tier():
 
 def test_a_law_runs_its_cheapest_cases_and_at_least_one_by_default():
     cases = {
-        "tests/a.py::test_grid[a]": 6.0,
-        "tests/a.py::test_grid[b]": 3.0,
+        "tests/a.py::test_grid[a]": 3.0,
+        "tests/a.py::test_grid[b]": 2.0,
         "tests/a.py::test_grid[c]": 30.0,
         "tests/a.py::test_heavy[x]": 60.0,
         "tests/a.py::test_heavy[y]": 70.0,
@@ -71,7 +71,7 @@ def test_a_law_runs_its_cheapest_cases_and_at_least_one_by_default():
 def test_laws_that_share_what_a_case_costs_run_the_same_cases():
     shared = {
         "tests/a.py::test_one[a]": 20.0,
-        "tests/a.py::test_one[b]": 9.0,
+        "tests/a.py::test_one[b]": 5.0,
         "tests/a.py::test_two[a]": 0.1,
         "tests/a.py::test_two[b]": 0.1,
         "tests/b.py::test_other[a]": 0.1,

@@ -33,8 +33,8 @@ PROPERTY = "cpu_seconds"
 BUDGET = 1200.0
 """CPU-seconds of the default tier: about 10 minutes on 2 idle cores."""
 LIGHT = 0.5
-COVERING = 5.0
-LAW = 10.0
+COVERING = 3.0
+LAW = 6.0
 """CPU-seconds that the cases of one law may take in `make test-all`."""
 UNMEASURED = 1.0
 """CPU-seconds that a law counts for until it is measured."""
