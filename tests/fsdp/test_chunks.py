@@ -204,7 +204,7 @@ def test_a_mould_without_devices_is_an_error(sharding):
 
 
 def test_a_mould_that_its_devices_do_not_divide_is_an_error():
-    with pytest.raises(ValueError, match=facts("(9,)", "[8]")):
+    with pytest.raises(ValueError, match=facts("(9,)", 8)):
         chunks(jax.ShapeDtypeStruct((9,), bool, sharding=NamedSharding(LINE, P("x"))))
 
 
@@ -447,7 +447,7 @@ def test_a_shard_within_one_section_is_not_copied():
 def test_a_split_moves_nothing():
     array = jax.device_put(numbers((16, 3)), NamedSharding(LINE, P("x")))
     with jax.transfer_guard("disallow_explicit"):
-        with pytest.raises(Exception, match=facts("float32[16,3]")):  # the guard is on
+        with pytest.raises(Exception, match=facts("16,3")):  # the guard is on
             fsdp.gather(array)
         sections = split_chunks(array, [5, 11])
     assert [len(pieces) for pieces in sections] == [3, 6]
