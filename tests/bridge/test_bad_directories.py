@@ -271,7 +271,6 @@ VALUES = {
     "bos_token_id": [True, "1"],
     "hidden_act": [float("nan"), ["silu"]],
     "model_type": [None, ["llama"], "pickle"],
-    "an_unknown_field": [float("nan"), 1],
 }
 
 
