@@ -80,6 +80,13 @@ def audit_step(
       TypeError: If `compiled` is neither lowered, compiled nor text.
       ValueError: If the text is not HLO, or `overlapped` is set and the program has no
         schedule for GPUs.
+
+    Examples:
+      >>> step = fsdp.make_train_step(plan, loss_fn, tx)
+      >>> lowered = step.lower(fsdp.abstract_state(plan, tx), batch)
+      >>> audited = fsdp.audit_step(plan, lowered)
+      >>> sorted({row.op for row in audited.rows})
+      ['all-gather', 'all-reduce', 'reduce-scatter']
     """
     program = program_of(compiled, plan.mesh)
     if overlapped and not program.is_scheduled_for_gpus:

@@ -75,6 +75,16 @@ class Checkpointer:
     is committed, and raises `SystemExit(143)`. With several processes it is enough that
     one gets the signal: jax's preemption service tells all of them the step to stop at,
     about a second later. `save` must be called after every step for that.
+
+    Examples:
+      >>> state = fsdp.init_state(plan, tx, params)
+      >>> with fsdp.Checkpointer(path) as checkpointer:
+      ...     checkpointer.save(0, state)
+      True
+      >>> with fsdp.Checkpointer(path) as checkpointer:
+      ...     resumed = checkpointer.resume(fsdp.abstract_state(plan, tx))
+      >>> int(resumed.step)
+      0
     """
 
     def __init__(

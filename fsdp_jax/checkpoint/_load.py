@@ -77,6 +77,14 @@ def load(
         that are not allowed; lists all such leaves, before anything is read.
       DamagedCheckpointError: If the step is not as it was written.
 
+    Examples:
+      >>> fsdp.save(path, fsdp.init_state(plan, tx, params))
+      >>> smaller_mesh = fsdp.make_mesh(devices=jax.devices()[:2])
+      >>> plan = fsdp.fully_shard(make_model, smaller_mesh, [fsdp.Stacked("layers")])
+      >>> state = fsdp.load(path, fsdp.abstract_state(plan, tx))
+      >>> state.params["head"].sharding.num_devices
+      2
+
     Source: Megatron-LM dist_checkpointing/serialization.py::load
     """
     check_local(path)

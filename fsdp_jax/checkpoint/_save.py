@@ -59,6 +59,14 @@ def save(
       ValueError: If the directory has this step or a later one: a committed step is
         never overwritten, and an older step would never be the newest. If `metadata`
         has other types, or `state` or `extras` contain values that cannot be stored.
+
+    Examples:
+      >>> state = fsdp.init_state(plan, tx, params, step=100)
+      >>> fsdp.save(path, state, metadata={"hidden_size": 16})
+      >>> fsdp.latest_step(path)
+      100
+      >>> fsdp.checkpoint.load_metadata(path)
+      {'hidden_size': 16}
     """
     check_local(path)
     step = int(state.step)

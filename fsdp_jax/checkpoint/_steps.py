@@ -43,6 +43,19 @@ def latest_step(path: str | os.PathLike[str]) -> int | None:
     """Returns the newest committed step under `path`, or None if there is none.
 
     An interrupted save is not committed and does not count.
+
+    Args:
+      path: Directory that `save` or a `Checkpointer` wrote to; it need not exist.
+
+    Returns:
+      Number of the step, or None.
+
+    Examples:
+      >>> print(fsdp.latest_step(path))
+      None
+      >>> fsdp.save(path, fsdp.init_state(plan, tx, params, step=100))
+      >>> fsdp.latest_step(path)
+      100
     """
     return max(committed_steps(path), default=None)
 

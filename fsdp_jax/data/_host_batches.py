@@ -32,9 +32,19 @@ class HostShard:
 def host_shard(mesh: Mesh) -> HostShard:
     """Returns the part of a batch that the devices of this process hold.
 
+    Args:
+      mesh: Device mesh of the plan.
+
+    Returns:
+      Index of the part, and the number of parts.
+
     Raises:
       ValueError: If the rows of this process are not one whole part, because processes
         share some rows and not others, or if it has no device of the mesh.
+
+    Examples:
+      >>> fsdp.host_shard(mesh)
+      HostShard(index=0, count=1)
     """
     parts = _parts(mesh)
     mine = parts.get(jax.process_index())
@@ -94,6 +104,15 @@ class HostBatches:
         pytree of arrays or numbers.
       batch: Number of rows of a global batch, a multiple of the number of hosts.
       shard: Part of this host, from `host_shard`.
+
+    Raises:
+      ValueError: If `batch` is not a positive multiple of the number of hosts.
+
+    Examples:
+      >>> dataset = [{"x": np.full(16, row)} for row in range(20)]
+      >>> batches = fsdp.HostBatches(dataset, 8, fsdp.host_shard(mesh))
+      >>> [batches[index]["x"].shape for index in range(len(batches))]
+      [(8, 16), (8, 16), (4, 16)]
     """
 
     dataset: Any
@@ -142,6 +161,12 @@ def global_batch(mesh: Mesh, rows: Rows, batch: int) -> Any:
 
     Raises:
       ValueError: If this host has another number of rows.
+
+    Examples:
+      >>> rows = {"x": np.ones((8, 16), np.float32)}
+      >>> x = fsdp.global_batch(mesh, rows, 8)["x"]
+      >>> x.shape, x.sharding.shard_shape(x.shape)
+      ((8, 16), (1, 16))
     """
     share = batch // host_shard(mesh).count
     found = {int(x.shape[0]) for x in jax.tree.leaves(rows)}

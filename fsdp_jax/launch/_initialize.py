@@ -93,6 +93,10 @@ def initialize(
         versions that differ between processes, a taken port, or missing processes.
       RuntimeError: If a job's process calls it again with arguments, or jax has
         started.
+
+    Examples:
+      >>> fsdp.initialize()  # started without a launcher
+      Job(process_id=0, num_processes=1)
     """
     arguments = (coordinator_address, num_processes, process_id, local_device_ids)
     if _process.job is not None:

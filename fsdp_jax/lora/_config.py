@@ -56,6 +56,16 @@ class LoRAConfig:
         gathered in this format and dequantized where their unit is entered. None:
         compute dtype.
 
+    Raises:
+      ValueError: If there are no targets, or a rank, `alpha`, `dropout` or `base` is
+        out of range; all offenders in one message.
+
+    Examples:
+      >>> config = fsdp.FSDPConfig(lora=fsdp.LoRAConfig(4, targets=["layers.w"]))
+      >>> plan = fsdp.fully_shard(make_model, mesh, [fsdp.Stacked("layers")], config)
+      >>> jax.tree.map(jnp.shape, plan.params["lora"])
+      {'layers.w': {'lora_a': (2, 16, 4), 'lora_b': (2, 4, 16)}}
+
     Source: huggingface/peft `LoraConfig`; Hu et al. 2021 (LoRA); Dettmers et al. 2023
       (QLoRA; without its second quantisation, of the scales).
     """

@@ -214,6 +214,11 @@ def estimate_step(
     Raises:
       ValueError: If the GPU is unknown, the mesh does not fit, or XLA's compiler for
         GPUs is not installed.
+
+    Examples:
+      >>> estimate = fsdp.estimate_step(plan, loss_fn, tx, batch, guide=False)
+      >>> estimate.fits
+      True
     """
     gpu = find_gpu(gpu)
     count = plan.mesh.size if gpus is None else gpus

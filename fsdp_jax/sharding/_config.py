@@ -54,6 +54,18 @@ class MixedPrecisionPolicy:
       param_gather: Quantized format in which large matrices of units are gathered, a
         `Float8Gather` or an `MXFP8Gather`. None: `param_dtype`.
 
+    Raises:
+      ValueError: If a dtype is not a floating-point dtype, or an option would have no
+        effect with these dtypes.
+
+    Examples:
+      >>> policy = fsdp.MixedPrecisionPolicy(param_dtype=jnp.bfloat16)
+      >>> config = fsdp.FSDPConfig(mp_policy=policy)
+      >>> plan = fsdp.fully_shard(make_model, mesh, config=config)
+      >>> precision = plan.param_plans[0].precision
+      >>> str(precision.param), str(precision.main_params), str(precision.grad_comm)
+      ('bfloat16', 'float32', 'float32')
+
     Source: Megatron-FSDP `mixed_precision.py::MixedPrecisionPolicy` for
       `main_params_dtype`, `main_grads_dtype` and `grad_comm_dtype` (there None means
       the parameter's own dtype for main gradients; here gradients are accumulated in at
@@ -187,6 +199,13 @@ class Placements:
         that part is made from this copy when the step begins, so no second copy can
         disagree with it.
 
+    Examples:
+      >>> placements = fsdp.Placements(*3 * [("dp_shard", "dp_outer")])
+      >>> config = fsdp.FSDPConfig(placements=placements)
+      >>> plan = fsdp.fully_shard(make_model, fsdp.make_mesh(dp_outer=2), config=config)
+      >>> tuple(plan.specs["head"])
+      (('dp_shard', 'dp_outer'),)
+
     Source: Megatron-FSDP `experimental::Placements` (one placement a mesh axis there;
       here the axes that shard, the others being replicated or, for gradients, partial).
     """
@@ -259,6 +278,16 @@ class FSDPConfig:
         stages; of several stacks, the one that `PipelineConfig(stack=)` names. All
         other parameters are stored split over `pp` too, and those in no unit are
         gathered once a step.
+
+    Raises:
+      ValueError: If a strategy is unknown, options contradict each other, or one would
+        have no effect.
+
+    Examples:
+      >>> config = fsdp.FSDPConfig(zero_dp_strategy="optim", replicated=("head",))
+      >>> plan = fsdp.fully_shard(make_model, mesh, [fsdp.Stacked("layers")], config)
+      >>> {param.name: param.dim for param in plan.param_plans}
+      {'head': None, 'layers.w': 1}
 
     Source: FSDP2 `fully_shard(reshard_after_forward=, mp_policy=)`.
     """

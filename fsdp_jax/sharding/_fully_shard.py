@@ -65,6 +65,11 @@ def fully_shard(
       ValueError: If the mesh cannot be planned for, a unit or a pattern matches
         nothing, or the placements do not fit the mesh; all offenders in one message.
 
+    Examples:
+      >>> plan = fsdp.fully_shard(make_model, mesh, units=[fsdp.Stacked("layers")])
+      >>> jax.tree.map(tuple, plan.specs)
+      {'head': ('dp_shard',), 'layers': {'w': (None, 'dp_shard')}}
+
     Source: Megatron-FSDP `fully_shard_model`.
       FSDP2 splits dim 0 and pads; here the first dim that divides is split, and only
       a parameter without one is padded.

@@ -60,6 +60,10 @@ def make_mesh(
 
     Raises:
       ValueError: If the product of the sizes is not the number of devices.
+
+    Examples:
+      >>> dict(fsdp.make_mesh(dp_outer=2).shape)  # on 8 devices
+      {'pp': 1, 'dp_outer': 2, 'dp_shard': 4, 'ep': 1, 'cp': 1, 'tp': 1}
     """
     devices = list(jax.devices() if devices is None else devices)
     asked = {"pp": pp, "dp_outer": dp_outer, "dp_shard": dp_shard}

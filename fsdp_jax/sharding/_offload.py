@@ -30,6 +30,16 @@ class OffloadPolicy:
         until they are gathered last, so this pays where that dtype is narrower.
       min_elements: Number of elements below which an array stays in device memory.
 
+    Raises:
+      ValueError: If neither `optimizer` nor `params` is set.
+
+    Examples:
+      >>> config = fsdp.FSDPConfig(offload=fsdp.OffloadPolicy(min_elements=0))
+      >>> plan = fsdp.fully_shard(make_model, mesh, config=config)
+      >>> moments = fsdp.abstract_state(plan, tx).opt_state[0].mu
+      >>> moments["head"].sharding.memory_kind
+      'pinned_host'
+
     Source: FSDP2 `CPUOffloadPolicy` (there gradients move too, and the CPU updates).
     """
 

@@ -35,6 +35,14 @@ class Padded(WholeLeaf):
       of: Name of the parameter whose array it is, for optimizer state whose path does
         not end in one: it may hold values of several parameters, one behind the other,
         so that it fits no others. A checkpoint uses this name. "" for all other arrays.
+
+    Examples:
+      >>> plan = fsdp.fully_shard(lambda key: jnp.ones((13, 17)), mesh)
+      >>> state = fsdp.init_state(plan, tx, fsdp.init_params(plan, jax.random.key(0)))
+      >>> state.params.shape, state.params.value.shape
+      ((13, 17), (16, 17))
+      >>> float(jnp.sum(state.params)) == 13 * 17
+      True
     """
 
     value: Any

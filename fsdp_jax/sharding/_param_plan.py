@@ -45,6 +45,12 @@ class ParamPlan:
       is_staged: True if its first dim, the stack, is split over `pp`: each pipeline
         stage stores consecutive layers, see `Stages` for those that it runs.
       stage_padding: Layers of zeros after the last one, where the stack is split.
+
+    Examples:
+      >>> for param in plan.param_plans:
+      ...     print(param.name, param.shape, param.unit, param.dim)
+      head (16, 16) (root) 0
+      layers.w (2, 16, 16) layers 1
     """
 
     name: str

@@ -34,6 +34,13 @@ class PipelineConfig:
     Raises:
       ValueError: If the schedule is unknown, or `virtual_stages` is less than 1.
 
+    Examples:
+      >>> config = fsdp.FSDPConfig(pipeline=fsdp.PipelineConfig("gpipe"))
+      >>> mesh = fsdp.make_mesh(pp=2)
+      >>> plan = fsdp.fully_shard(make_model, mesh, [fsdp.Stacked("layers")], config)
+      >>> tuple(plan.specs["layers"]["w"])
+      ('pp', 'dp_shard')
+
     Source: Huang et al., arXiv 1811.06965 (GPipe); Narayanan et al., arXiv 2104.04473;
       Megatron-LM `schedules.py::forward_backward_pipelining_with_interleaving` (there a
       stage has `pp` microbatches in flight, and stages wait for each other in pairs;

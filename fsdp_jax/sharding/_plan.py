@@ -43,6 +43,14 @@ class Plan:
       unit_classes: Classes whose `__call__` is a unit.
       placements: Data axes that split every parameter that is split, except experts and
         what pipeline stages change.
+
+    Examples:
+      >>> plan.units
+      ('layers',)
+      >>> plan.bytes_per_device
+      {'params': 384, 'grads': 384}
+      >>> {param.name: param.dim for param in plan.param_plans}
+      {'head': 0, 'layers.w': 1}
     """
 
     mesh: Mesh

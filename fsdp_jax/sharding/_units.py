@@ -22,6 +22,14 @@ class Stacked:
       unit: Class or path pattern.
       num_dims: Number of leading dims that are the stack; they are never split over
         data axes.
+
+    Raises:
+      ValueError: If `num_dims` is less than 1.
+
+    Examples:
+      >>> plan = fsdp.fully_shard(make_model, mesh, units=[fsdp.Stacked("layers")])
+      >>> {param.name: param.num_stacked for param in plan.param_plans}
+      {'head': 0, 'layers.w': 1}
     """
 
     unit: type | str

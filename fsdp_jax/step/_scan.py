@@ -56,6 +56,13 @@ def scan(
       ValueError: If `unit` closes over a traced value, `xs` or `consts` is not a tuple,
         `prefetch` or `unroll` is out of range, or the stack cannot be prefetched or
         split over `pp`.
+
+    Examples:
+      >>> def features(model, batch):
+      ...     x, _ = fsdp.scan(layer, model["layers"], batch["x"], prefetch=1)
+      ...     return x
+      >>> fsdp.make_forward(plan, features)(params, batch).shape
+      (8, 16)
     """
     for name, value in (("xs", xs), ("consts", consts)):
         if not isinstance(value, tuple):

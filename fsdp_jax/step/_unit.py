@@ -31,6 +31,18 @@ def unit(fn: Callable[..., Any]) -> Callable[..., Any]:
       `fn`, with the shards in `weights` gathered at entry. With `reshard_after_forward`
       backward gathers them again, and neither they nor values computed from them alone
       are saved.
+
+    Examples:
+      >>> @fsdp.unit
+      ... def head(weights, x):
+      ...     return x @ weights
+      >>> def predict(model, batch):
+      ...     x, _ = fsdp.scan(layer, model["layers"], batch["x"])
+      ...     return head(model["head"], x)
+      >>> units = [fsdp.Stacked("layers"), "head"]
+      >>> plan = fsdp.fully_shard(make_model, mesh, units)
+      >>> fsdp.make_forward(plan, predict)(params, batch).shape
+      (8, 16)
     """
 
     @functools.wraps(fn)

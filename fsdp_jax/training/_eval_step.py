@@ -38,6 +38,11 @@ def make_eval_step(
     Returns:
       `evaluate(params, batch, *, rng=None, model_state=None) -> metrics` with `loss`
       and, with `has_aux`, `aux`.
+
+    Examples:
+      >>> evaluate = fsdp.make_eval_step(plan, loss_fn)
+      >>> list(evaluate(params, batch))
+      ['loss']
     """
     form = LossForm(has_aux, calculate_per_token_loss)
     compute = jax.jit(global_loss(plan, loss_fn, form))
@@ -74,6 +79,11 @@ def make_forward(plan: Plan, fn: Callable[..., PyTree]) -> Callable[..., PyTree]
 
     Returns:
       `forward(params, batch, *, rng=None, model_state=None) -> outputs`, jitted.
+
+    Examples:
+      >>> forward = fsdp.make_forward(plan, predict)
+      >>> forward(params, batch).shape
+      (8, 16)
     """
 
     @functools.wraps(fn)

@@ -40,23 +40,28 @@ class TrainState:
     """State that a training step reads and writes.
 
     There is no public way to replace `params` alone: values that the optimizer derived
-    from the old ones would silently win at the next step. Start again with `init`.
+    from the old ones would silently win at the next step. Call `init_state` again.
 
     From `abstract_state` its leaves are `jax.ShapeDtypeStruct`s. An array that the
     devices do not divide evenly is a `Padded` leaf; `fsdp_jax.sharding.unpack` makes
     plain arrays of all leaves.
 
     Attributes:
-      step: Number of steps made so far.
+      step: Number of steps made so far, `int32[]`.
       params: Parameters, with the shardings and dtypes of `plan.params`.
       opt_state: State of the optax transformation, each array sharded like its
         parameter.
       model_state: Arrays of the model that are not parameters (dropout keys, BatchNorm
         statistics), replicated on every device.
       rng: PRNG key from which each step, microbatch and data rank derives its own.
-      num_skipped: Number of steps that left everything unchanged, see
+      num_skipped: Number of steps that left everything unchanged, `int32[]`, see
         `make_train_step`.
       loss_scale: State of a dynamic loss scale; None without one.
+
+    Examples:
+      >>> state = fsdp.init_state(plan, tx, params)
+      >>> int(state.step), int(state.num_skipped)
+      (0, 0)
     """
 
     step: Int[Array, ""]
@@ -77,6 +82,11 @@ def init_params(plan: Plan, key: Key[Array, ""]) -> PyTree:
 
     Returns:
       Parameters that match `plan.params`, with the same values on every mesh.
+
+    Examples:
+      >>> params = fsdp.init_params(plan, jax.random.key(0))
+      >>> params["head"].addressable_shards[0].data.shape
+      (2, 16)
     """
 
     def make(key):
@@ -118,9 +128,17 @@ def init_state(
       step: Number of steps made so far, where `opt_state` is that of a run.
       loss_scale: Loss scale passed to `make_train_step`, if any.
 
+    Returns:
+      State for `make_train_step`.
+
     Raises:
       ValueError: If `params`, `opt_state` or `model_state` does not fit the plan; each
         message lists all offenders of one tree.
+
+    Examples:
+      >>> state = fsdp.init_state(plan, tx, params)
+      >>> state.opt_state[0].mu["head"].sharding == params["head"].sharding
+      True
     """
     check_fits(params, plan.params, "params")
     if opt_state is not None:
@@ -207,6 +225,15 @@ def abstract_state(
       plan: Plan from `fully_shard`.
       tx: Any optax transformation.
       loss_scale: Loss scale passed to `make_train_step`, if any.
+
+    Returns:
+      State of `jax.ShapeDtypeStruct` leaves, e.g. for `load` or `step.lower`.
+
+    Examples:
+      >>> state = fsdp.abstract_state(plan, tx)
+      >>> head = state.params["head"]
+      >>> head.shape, head.sharding.shard_shape(head.shape)
+      ((16, 16), (2, 16))
     """
     whole = NamedSharding(plan.mesh, PartitionSpec())
     key = jax.eval_shape(lambda: jax.random.key(0))
@@ -240,6 +267,17 @@ def unshard(tree: PyTree) -> PyTree:
     """Replicates every array of a sharded tree on every device, in its logical shape.
 
     It is meant for small trees: each device holds the whole tree.
+
+    Args:
+      tree: Tree of `jax.Array`s and `Padded`, e.g. parameters.
+
+    Returns:
+      The same tree of arrays without padding, in the same dtypes.
+
+    Examples:
+      >>> head = fsdp.unshard(params)["head"]
+      >>> head.sharding.is_fully_replicated
+      True
     """
     return unpack(jax.tree.map(_gather_leaf, tree))
 

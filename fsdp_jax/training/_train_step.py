@@ -65,6 +65,12 @@ def value_and_grad(
     Raises:
       ValueError: From the call, if the batch does not divide into ranks and
         microbatches, or randomness is needed and no `rng` is given.
+
+    Examples:
+      >>> loss_and_grads = fsdp.value_and_grad(plan, loss_fn)
+      >>> (loss, aux), grads = loss_and_grads(params, batch)
+      >>> grads["head"].sharding == params["head"].sharding
+      True
     """
     form = LossForm(has_aux, calculate_per_token_loss)
     packed = global_grads(plan, loss_fn, form, num_microbatches)
@@ -181,7 +187,7 @@ def make_train_step(
       loss_scale: Dynamic loss scale for float16: gradients are those of the loss times
         a factor, which is divided out before anything reads them and adapts by itself.
         Steps with non-finite gradients are skipped and counted, as with
-        `skip_nonfinite`. Make the state with `init(..., loss_scale=...)`.
+        `skip_nonfinite`. Make the state with `init_state(..., loss_scale=...)`.
       report_grad_peaks: Whether metrics hold `grad_peaks` also without these options.
       compiler_options: XLA options for this program alone, as `jax.jit` takes them; {}
         for none. Default `fsdp_jax.training.compiler_options()` on GPUs, and none
@@ -200,6 +206,14 @@ def make_train_step(
     Raises:
       ValueError: If two options contradict each other, or the optimizer is
         `optax.MultiSteps` or needs more than gradients, parameters and `value=loss`.
+
+    Examples:
+      >>> step = fsdp.make_train_step(plan, loss_fn, tx)
+      >>> state = fsdp.init_state(plan, tx, params)
+      >>> state, first = step(state, batch)
+      >>> state, second = step(state, batch)
+      >>> bool(second["loss"] < first["loss"])
+      True
 
     Source: Megatron `DistributedDataParallelConfig` for `check_for_nan_in_grad` (there
       each bucket's norm before the collective; here each parameter's, after it, alike

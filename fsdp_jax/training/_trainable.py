@@ -19,6 +19,20 @@ def trainable(plan: Plan, tree: PyTree) -> PyTree:
 
     optax skips None, so `tx.init(trainable(plan, params))` makes no state for frozen
     parameters.
+
+    Args:
+      plan: Plan from `fully_shard`.
+      tree: Tree in the structure of `plan.params`, e.g. of parameters or of gradients.
+
+    Returns:
+      The same tree, with None for frozen parameters and for those whose gradient is
+      their next value.
+
+    Examples:
+      >>> config = fsdp.FSDPConfig(frozen=("head",))
+      >>> plan = fsdp.fully_shard(make_model, mesh, config=config)
+      >>> jax.tree.map(jnp.shape, fsdp.trainable(plan, params))
+      {'head': None, 'layers': {'w': (2, 16, 16)}}
     """
     leaves = plan.treedef.flatten_up_to(tree)
     pairs = zip(plan.param_plans, leaves, strict=True)
