@@ -21,6 +21,8 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 MARKER = re.compile(r"<!-- (commands|imports|errors)(?:: (.*?))? -->")
+# A link from a page to a source file, which the site does not contain.
+SOURCE_LINK = re.compile(r"\[(`\w+`)\]\((?:\.\./)+((?:fsdp_jax|bridge)/[\w/]+\.py)\)")
 
 
 def on_config(config: MkDocsConfig) -> None:
@@ -45,7 +47,8 @@ def on_files(files: Files, config: MkDocsConfig) -> None:
 def on_page_markdown(markdown: str, **_: object) -> str:
     """Puts what was asked for in the place of each comment."""
     # In the repository notebooks lie beside `docs`, on the site beside its pages.
-    return MARKER.sub(_made, markdown.replace("../../notebooks/", "notebooks/"))
+    markdown = markdown.replace("../../notebooks/", "notebooks/")
+    return MARKER.sub(_made, SOURCE_LINK.sub(r"\1 (`\2`)", markdown))
 
 
 def _made(found: re.Match[str]) -> str:

@@ -1,6 +1,8 @@
 """Which module imports which, read from the source, as a picture of layers.
 
 A module stands one row above the highest that it imports, so every import points down.
+
+    python docs/import_graph.py  # draws the rooms on the architecture page anew
 """
 
 from __future__ import annotations
@@ -8,9 +10,14 @@ from __future__ import annotations
 import ast
 import dataclasses
 import graphlib
+import re
 from collections.abc import Container, Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "pages" / "explanation" / "architecture.md"
+ROOMS = re.compile(r"(?<=<!-- rooms: )(\w+)( -->\n```text\n)[^`]*(?=```)")
 
 BOX_HEIGHT, ROW, GAP, LETTER, WIDTH = 26, 58, 10, 6.6, 1040
 INIT = "__init__"
@@ -72,6 +79,33 @@ def rows(graph: Graph) -> list[list[str]]:
     return [sorted(n for n in level if level[n] == row) for row in range(count)]
 
 
+def outline(graph: Graph, package: str) -> str:
+    """The graph as text: a line for each part, the highest row first.
+
+    An arrow leads to the parts that no other import of the same part imports in turn.
+    """
+    names = {part: package if part == INIT else part for part in graph}
+    width = max(map(len, names.values()))
+    lines = []
+    for number, row in reversed(list(enumerate(rows(graph)))):
+        for part in row:
+            head = "" if part != row[0] else str(number)
+            below = ", ".join(names[name] for name in sorted(_direct(graph, part)))
+            arrow = f" -> {below}" if below else ""
+            lines.append(f"{head:>2}  {names[part]:{width}}{arrow}".rstrip())
+    return "\n".join(lines)
+
+
+def with_outlines(page: str, root: Path = ROOT) -> str:
+    """A page with the outline of each package after its `<!-- rooms: PACKAGE -->`."""
+
+    def made(found: re.Match[str]) -> str:
+        graph = import_graph(root, found[1])
+        return f"{found[1]}{found[2]}{outline(graph, found[1])}\n"
+
+    return ROOMS.sub(made, page)
+
+
 def draw(graph: Graph, texts: Mapping[str, str]) -> str:
     """The graph as SVG: boxes in rows, a line for each import, text as a tooltip."""
     boxes, height = _place(rows(graph))
@@ -90,6 +124,16 @@ def draw(graph: Graph, texts: Mapping[str, str]) -> str:
             "</svg>",
         ]
     )
+
+
+def _direct(graph: Graph, part: str) -> set[str]:
+    """The imports of a part, without those that its other imports imply."""
+    return graph[part] - {n for name in graph[part] for n in _below(graph, name)}
+
+
+def _below(graph: Graph, part: str) -> set[str]:
+    """All parts that a part imports, directly or through others."""
+    return graph[part].union(*(_below(graph, name) for name in graph[part]))
 
 
 def _imports(file: Path) -> Iterator[str]:
@@ -150,3 +194,7 @@ def _box(name: str, box: Box, text: str) -> str:
         f' stroke="#4477aa"/><text x="{middle:.0f}" y="{box.y + 17}" fill="#222"'
         f' text-anchor="middle">{escape(name)}</text></g>'
     )
+
+
+if __name__ == "__main__":
+    PAGE.write_text(with_outlines(PAGE.read_text()))

@@ -20,6 +20,7 @@ import fsdp_jax
 
 ROOT = Path(__file__).parents[1]
 REFERENCE = ROOT / "docs" / "pages" / "reference"
+PACKAGES = ("fsdp_jax", "bridge")
 PUBLIC = (
     *("fsdp_jax", "fsdp_jax.ops", "fsdp_jax.planner"),
     *("bridge", "bridge.models", "bridge.adapt", "bridge.adapt.equinox"),
@@ -152,6 +153,29 @@ def test_the_reference_names_nothing_else_and_nothing_twice():
         assert hasattr(importlib.import_module(module), attribute), name
 
 
+def untrue_links(text: str) -> list[str]:
+    """Links [`name`](file.py) whose file does not define a function or class `name`."""
+    found = re.findall(r"\[`(\w+)`\]\((?:\.\./)+([\w/]+\.py)\)", text)
+    return [
+        f"{name} in {file}"
+        for name, file in found
+        if not re.search(rf"^ *(def|class) {name}\b", (ROOT / file).read_text(), re.M)
+    ]
+
+
+def test_links_to_functions_lead_to_their_files():
+    page = import_graph.PAGE.read_text()
+    assert page.count(".py)") > 30
+    assert untrue_links(page) == []
+
+
+def test_a_planted_link_to_another_file_is_caught():
+    file = "../../../fsdp_jax/checkpoint/_save.py"
+    assert untrue_links(f"[`load`]({file}), [`save`]({file})") == [
+        "load in fsdp_jax/checkpoint/_save.py"
+    ]
+
+
 ERRORS = (ROOT / "docs" / "pages" / "errors.md").read_text()
 
 
@@ -159,7 +183,7 @@ ERRORS = (ROOT / "docs" / "pages" / "errors.md").read_text()
 def messages() -> list[error_messages.Message]:
     return [
         message
-        for package in ("fsdp_jax", "bridge")
+        for package in PACKAGES
         for message in error_messages.messages(ROOT, package)
     ]
 
@@ -212,7 +236,7 @@ def _planted(root: Path) -> list[error_messages.Message]:
 
 
 def test_the_picture_has_every_part_and_every_import():
-    for package in ("fsdp_jax", "bridge"):
+    for package in PACKAGES:
         graph = import_graph.import_graph(ROOT, package)
         files = (ROOT / package).glob("[!_]*/__init__.py")
         assert {file.parent.name for file in files} <= set(graph)
@@ -242,6 +266,28 @@ def test_a_planted_import_is_drawn_downwards(tmp_path):
     assert import_graph.rows(graph) == [["low"], ["__init__", "mid"], ["top"]]
     texts = import_graph.summaries(tmp_path, "planted")
     assert texts["low"] == "Is low." and texts["top"] == "Is on top."
+
+
+def test_the_outlines_of_the_architecture_page_are_todays():
+    page = import_graph.PAGE.read_text()
+    assert all(f"<!-- rooms: {package} -->" in page for package in PACKAGES)
+    assert import_graph.with_outlines(page) == page, "run `python docs/import_graph.py`"
+
+
+def test_an_outline_leaves_out_the_imports_that_follow_from_others():
+    graph = {
+        "cli": {"__init__", "step", "hlo"},
+        "__init__": {"step"},
+        "step": {"tree"},
+        **{"hlo": set(), "tree": set()},
+    }
+    assert import_graph.outline(graph, "planted").splitlines() == [
+        " 3  cli     -> planted, hlo",
+        " 2  planted -> step",
+        " 1  step    -> tree",
+        " 0  hlo",
+        "    tree",
+    ]
 
 
 def test_a_ring_has_no_picture():
