@@ -114,7 +114,9 @@ def _gib(plan: fsdp.Plan) -> tuple[float, ...]:
     """Weights that are whole all the step long, gradients, and what rests."""
     axes = plan.placements
     whole = not axes.parameter
-    weights = sum(row.num_elements(plan.mesh, ()) for row in plan.param_plans) * 2 * whole
+    weights = (
+        sum(row.num_elements(plan.mesh, ()) for row in plan.param_plans) * 2 * whole
+    )
     grads = sum(
         row.num_elements(plan.mesh, axes.gradient) * row.precision.main_grads.itemsize
         for row in plan.param_plans
