@@ -42,7 +42,7 @@ class Run:
       save_every: Saves at multiples of it; 0 for the last step alone.
       keep: Keeps the newest so many; 0 for all.
       metrics: File of the metrics; None for stdout.
-      num_microbatches: Microbatches a step.
+      microbatches: Microbatches a step.
       metadata: Saved with each step, beside the position in the data.
       files: What each step carries along.
       callback: Called with the metrics of each step; None for nobody.
@@ -58,7 +58,7 @@ class Run:
     save_every: int
     keep: int
     metrics: Path | None
-    num_microbatches: int
+    microbatches: int
     metadata: dict[str, Any]
     files: dict[str, list[Path]]
     callback: Callback | None = None
@@ -106,7 +106,7 @@ def run_steps(
         training_loss(fused=run.fused_loss, routing=run.routing),
         tx,
         has_aux=True,
-        num_microbatches=run.num_microbatches,
+        num_microbatches=run.microbatches,
         update_model_state=move_biases(rate) if rate else None,
         loss_scale=run.loss_scale,
     )

@@ -96,11 +96,11 @@ def split_over(num_processes: int) -> Layout:
     return Layout({"w": leaf}, {"w": 0}, (regions,))
 
 
-def inventories(replication_groups, lost=(), twins=None):
+def inventories(replication_groups, lost=(), duplicates=None):
     """What each process has of one save after some lost their disk."""
     count = sum(map(len, replication_groups))
     about = {
-        "twins": twins or list(range(count)),
+        "duplicates": duplicates or list(range(count)),
         "replication_groups": replication_groups,
         "hosts": [f"node{rank}" for rank in range(count)],
     }
@@ -160,7 +160,9 @@ def test_fetches_give_every_process_its_shards_and_its_copies_again(
 def test_of_replicas_one_is_enough():
     replication_groups = fsdp.checkpoint.make_replication_groups(4)
     assert not find(inventories(replication_groups, lost=(0, 1)))[0].is_complete
-    (found,) = find(inventories(replication_groups, lost=(0, 1), twins=[0, 1, 0, 1]))
+    (found,) = find(
+        inventories(replication_groups, lost=(0, 1), duplicates=[0, 1, 0, 1])
+    )
     assert found.is_complete
 
 

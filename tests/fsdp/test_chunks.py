@@ -490,7 +490,7 @@ def test_an_abstract_tree_has_nothing_to_split():
     with pytest.raises(
         TypeError,
         match=facts(
-            "split_chunks", "jax.ShapeDtypeStruct", "fsdp_jax.sharding.chunks(like)"
+            "split_chunks", "jax.ShapeDtypeStruct", "fsdp_jax.sharding.chunks(abstract)"
         ),
     ):
         split_chunks(like, 2)

@@ -381,4 +381,4 @@ def test_what_would_do_nothing_is_refused():
     with pytest.raises(ValueError, match=facts("exclude=('layers.router',)")):
         fsdp.sharding.Float8Gather(exclude=cast(Any, "layers.router"))
     alone = plan_of("mxfp8", mesh=fsdp.make_mesh(devices=jax.devices()[:1]))
-    assert not any(row.gather for row in alone.rows)
+    assert not any(row.gather for row in alone.param_plans)

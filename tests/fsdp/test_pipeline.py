@@ -475,6 +475,6 @@ def test_models_without_a_stack_and_stacks_that_are_none_are_refused():
 def test_schedules_that_are_none_are_refused():
     for wrong in ({"schedule": "zero-bubble"}, {"virtual_stages": 0}):
         with pytest.raises(
-            ValueError, match=facts("Pipeline", *wrong, "1f1b, gpipe", "1")
+            ValueError, match=facts("PipelineConfig", *wrong, "1f1b, gpipe", "1")
         ):
             fsdp.PipelineConfig(**wrong)

@@ -531,4 +531,4 @@ def test_a_unit_is_every_object_of_its_class_and_nothing_else():
     none = fsdp.fully_shard(
         lambda key: MixedLayers(nnx.Rngs(key)), fsdp.make_mesh(), [OwnLinear]
     )
-    assert {row.unit for row in none.rows} == {ROOT, "sub"}
+    assert {row.unit for row in none.param_plans} == {ROOT, "sub"}

@@ -97,7 +97,7 @@ def test_a_plan_says_what_stages_have_wait_for_gather_and_send():
     # A stage holds its own layers alone, and of all else its part.
     rows = {
         row.name: row.num_elements(held.mesh, row.placements.optimizer)
-        for row in held.rows
+        for row in held.param_plans
     }
     assert rows == {
         "embed": VOCAB * EMBED // 8,

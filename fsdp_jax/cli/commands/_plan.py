@@ -100,7 +100,7 @@ class Plan:
       batch: Rows of a global batch; default one a microbatch and GPU, of cp x tp x pp
         GPUs together.
       seq: Tokens that a row predicts.
-      num_microbatches: Microbatches a step.
+      microbatches: Microbatches a step.
       param_dtype: What weights are gathered and computed in.
       param_gather: What a layer's matrices travel in instead, to be decoded there.
       optimizer_bits: Of an element of AdamW's moments.
@@ -125,7 +125,7 @@ class Plan:
     mesh: Unset[str] = None
     batch: Unset[int] = None
     seq: int = 4096
-    num_microbatches: int = 1
+    microbatches: int = 1
     param_dtype: ParamDtype = "bfloat16"
     param_gather: ParamGather = "param_dtype"
     optimizer_bits: OptimizerBits = 32
@@ -225,7 +225,7 @@ def _forecast(
         gpu=gpu,
         tokens=rows * options.seq,
         guide=guide,
-        num_microbatches=options.num_microbatches,
+        num_microbatches=options.microbatches,
     )
 
 
@@ -246,7 +246,7 @@ def _step_of(options: Plan, config: DecoderConfig, mesh: Mesh):
         cp_form=options.strategy.cp_form,
     )
     stages = mesh.shape["pp"]
-    rows = options.gpus // (cp * tp * stages) * options.num_microbatches
+    rows = options.gpus // (cp * tp * stages) * options.microbatches
     if options.batch is not None:
         rows = options.batch
     abstract_batch = abstract_rows(rows, options.seq, cp)
@@ -260,7 +260,7 @@ def _print_cpu(options: Plan, config: DecoderConfig, sizes: dict[str, int]) -> N
     plan, loss, tokens = _step_of(options, config, mesh)
     tx = _optimizer_of(options)
     size, sent = count_on_cpu(
-        plan, loss, tx, tokens, num_microbatches=options.num_microbatches
+        plan, loss, tx, tokens, num_microbatches=options.microbatches
     )
     print(f"memory: {format_bytes(size)} a device, as the compiler for CPUs assigns it")
     print()
@@ -271,15 +271,15 @@ def _sweep(options: Plan, config: DecoderConfig, gpu: GPU) -> None:
     found: dict[str, StepEstimate] = {}
     if options.batch is None:  # The same for all, to compare them by.
         options = dataclasses.replace(
-            options, batch=options.gpus * options.num_microbatches
+            options, batch=options.gpus * options.microbatches
         )
     for name, changed, sizes in _candidates(options, config, gpu):
         ranks = options.gpus // (sizes.get("cp", 1) * sizes.get("tp", 1))
-        if options.batch and options.batch % (ranks * options.num_microbatches):
+        if options.batch and options.batch % (ranks * options.microbatches):
             # Rows that are fewer than ranks, as long ones are, cp or tp can share.
             print(
                 f"fsdp-jax: leaving out {name}: {options.batch} rows do not divide "
-                f"over {ranks} ranks x {options.num_microbatches} microbatch(es)",
+                f"over {ranks} ranks x {options.microbatches} microbatch(es)",
                 file=sys.stderr,
             )
             continue
@@ -288,7 +288,7 @@ def _sweep(options: Plan, config: DecoderConfig, gpu: GPU) -> None:
     if not found:
         raise ValueError(
             f"--batch {options.batch}: the ranks of no mesh divide so many rows. Use a "
-            f"multiple of {options.num_microbatches}, or more rows."
+            f"multiple of {options.microbatches}, or more rows."
         )
     sweep = fsdp.planner.Sweep(found)
     print(sweep)
@@ -320,11 +320,9 @@ def _candidates(options: Plan, config: DecoderConfig, gpu: GPU):
         # Of the same batch the ranks that are left take more rows, one at a time.
         flat.append((f"ZeRO-2, pp={pp}", {"zero": 2}, {"pp": pp}))
     for name, changes, sizes in flat:
-        rounds = options.num_microbatches * sizes.get("pp", 1)
+        rounds = options.microbatches * sizes.get("pp", 1)
         strategy = dataclasses.replace(options.strategy, **changes)
-        changed = dataclasses.replace(
-            options, strategy=strategy, num_microbatches=rounds
-        )
+        changed = dataclasses.replace(options, strategy=strategy, microbatches=rounds)
         yield name, changed, sizes
 
 

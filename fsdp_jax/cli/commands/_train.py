@@ -94,7 +94,7 @@ class Train:
       no_decay: Parameters that are not decayed, by patterns of their names with commas
         between, such as "*.bias,norm.scale"; default none.
       seed: Order of the data; default 0.
-      num_microbatches: Microbatches a step; default 1.
+      microbatches: Microbatches a step; default 1.
       param_dtype: What weights are gathered and computed in; they are kept and updated
         in float32. Default float32.
       param_gather: What the matrices of layers travel in, a byte an element, to be
@@ -161,7 +161,7 @@ class Train:
     clip_grad: Unset[float] = None
     no_decay: Unset[str] = None
     seed: Unset[int] = None
-    num_microbatches: Unset[int] = None
+    microbatches: Unset[int] = None
     param_dtype: Unset[ParamDtype] = None
     param_gather: Unset[ParamGather] = None
     loss_scale: Unset[float] = None
@@ -217,7 +217,7 @@ class Train:
             cp_form=self.strategy.cp_form,
         )
         rows = abstract_rows(recipe.batch, recipe.seq, self.cp)
-        check_batch(plan, rows, recipe.num_microbatches)
+        check_batch(plan, rows, recipe.microbatches)
         tokens = _read_tokens(self, origin, recipe)
         metadata = _make_metadata(origin.config, recipe, tokens, resumed)
         batches = make_batches(tokens, recipe, shard)
@@ -390,7 +390,7 @@ def _make_run(
         save_every=train.save_every,
         keep=train.keep,
         metrics=train.metrics,
-        num_microbatches=metadata["recipe"]["num_microbatches"],
+        microbatches=metadata["recipe"]["microbatches"],
         fused_loss=train.fused_loss,
         metadata=metadata,
         files=files,
