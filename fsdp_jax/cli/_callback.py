@@ -49,7 +49,7 @@ def load_callback(name: str) -> Callback:
 
 
 def call(callback: Callback | None, metrics: StepMetrics) -> None:
-    """Hands the metrics of a step to the callback, in the first process alone.
+    """Passes the metrics of a step to the callback, in the first process only.
 
     Raises:
       RuntimeError: If the callback raises. Its own error would be taken for bad input

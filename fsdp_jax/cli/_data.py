@@ -68,5 +68,5 @@ def make_batches(
 
 
 def position(batches: grain.DatasetIterator) -> dict[str, Any]:
-    """Where the stream stands, as JSON."""
+    """Returns the position in the stream, as JSON."""
     return dict(batches.get_state())  # pyright: ignore[reportArgumentType]

@@ -16,7 +16,7 @@ Format = Literal["torch_dist", "legacy"]
 
 @dataclasses.dataclass(frozen=True)
 class MegatronLayout:
-    """How a checkpoint for Megatron is dealt out.
+    """Sizes of the parallel groups that a Megatron checkpoint is written for.
 
     Attributes:
       tensor_parallel: Tensor-parallel ranks of a legacy checkpoint, as are the next
@@ -24,8 +24,8 @@ class MegatronLayout:
       pipeline_parallel: Pipeline stages.
       virtual_pipeline: Model chunks a stage; default one.
       expert_parallel: Expert-parallel ranks.
-      vocab_divisor: Of what, times the tensor-parallel ranks, rows of zeros make the
-        vocabulary a multiple.
+      vocab_divisor: Number whose product with the tensor-parallel ranks divides the
+        vocabulary once it is padded with zeros.
     """
 
     tensor_parallel: int = 1

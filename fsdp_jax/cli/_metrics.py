@@ -23,8 +23,7 @@ class StepMetrics:
     Attributes:
       step: Updates made so far, this one included.
       loss: Mean over the global batch, before the update.
-      grad_norm: Of the whole gradient; not finite in a step that a loss scale passed
-        over.
+      grad_norm: Norm of the gradient; not finite in a step that a loss scale skipped.
       tokens_per_sec: Of all devices; the first step's counts compilation too.
       step_secs: Seconds from batch to metrics.
       peak_memory_bytes: The largest so far: of the fullest GPU, or of the process

@@ -28,12 +28,12 @@ _OFFLOADS = {
 
 @dataclasses.dataclass(frozen=True)
 class Precision:
-    """What a run computes with beside the dtype of its weights.
+    """Options of low precision, besides the dtype of weights.
 
     Attributes:
-      param_gather: What a layer's matrices travel in.
-      loss_scale: The first factor of the loss; None for none.
-      optimizer_bits: Of an element of AdamW's moments.
+      param_gather: Format in which the matrices of layers are gathered.
+      loss_scale: Initial loss scale; None for none.
+      optimizer_bits: Bits of an element of AdamW's moments.
     """
 
     param_gather: ParamGather
@@ -43,18 +43,18 @@ class Precision:
     def sharding(
         self, config: fsdp.FSDPConfig, offload: OffloadTo | None
     ) -> fsdp.FSDPConfig:
-        """The same config, with weights that travel and rest so.
+        """Returns `config` with these options.
 
         Args:
           config: How the model is sharded.
-          offload: What rests in the host's memory; None for nothing.
+          offload: State stored in the host's memory; None for none.
         """
         gather = _GATHERS[self.param_gather]
         policy = dataclasses.replace(config.mp_policy, param_gather=gather)
         return dataclasses.replace(config, mp_policy=policy, offload=_OFFLOADS[offload])
 
     def scale(self) -> fsdp.training.LossScale | None:
-        """The factor of the loss, as it begins."""
+        """Returns the initial loss scale, or None."""
         return (
             None
             if self.loss_scale is None

@@ -89,12 +89,12 @@ def _known(save: Path) -> list[dict[str, Any]]:
 
 
 def newest_good_step(save: Path) -> int | None:
-    """The newest step that is whole; those behind it are set aside, which is said.
+    """Returns the newest undamaged step; sets damaged later ones aside, with a warning.
 
     The first process looks, for all. Every byte of a step is read to know that.
 
     Raises:
-      DamagedCheckpointError: If there are steps and none is whole.
+      DamagedCheckpointError: If there are steps and all of them are damaged.
     """
     with together("Looking for the newest step"):
         good = _find_good_step(save) if jax.process_index() == 0 else None

@@ -24,19 +24,18 @@ _KEPT = {
 
 @dataclasses.dataclass(frozen=True)
 class Strategy:
-    """How a plan is carried out.
+    """Options of `FSDPConfig` and of the scan over layers.
 
     Attributes:
-      zero: What is sharded: ZeRO 0 to 3.
-      outer: What dp_outer splits: 0 nothing (HSDP), 1 the optimizer (HFSDP).
-      remat: What of a layer's activations is kept for backward: all, dots, over cp what
-        attention made (attention), or nothing.
-      prefetch: Layers gathered ahead of the one that computes.
-      unroll: Layers in one iteration of the compiled loop.
-      cp_form: How tokens see those of others on cp: keys and values go round (ring),
-        are gathered, or tokens are traded for heads (ulysses).
-      schedule: Of the stages over pp: 1f1b, which keeps what the stages need, or gpipe.
-      virtual_stages: Parts of the layers that each stage has.
+      zero: ZeRO strategy, 0 to 3.
+      outer: Arrays that dp_outer splits: 0 none (HSDP), 1 the optimizer's (HFSDP).
+      remat: Activations of a layer that are saved for backward: all, dots, with cp the
+        results of attention (attention), or nothing.
+      prefetch: Number of layers gathered ahead of the one that computes.
+      unroll: Number of layers in one iteration of the compiled loop.
+      cp_form: Context-parallel attention algorithm: ring, all_gather or ulysses.
+      schedule: Pipeline schedule: 1f1b, or gpipe, which stores more inputs.
+      virtual_stages: Number of parts of the stack that each stage runs.
     """
 
     zero: int = 3
@@ -49,14 +48,14 @@ class Strategy:
     virtual_stages: int = 1
 
     def applied(self, config: fsdp.FSDPConfig, mesh: Mesh) -> fsdp.FSDPConfig:
-        """A config that is carried out so.
+        """Returns `config` with these options.
 
         Args:
-          config: Says everything else.
-          mesh: On which.
+          config: Config with all other options.
+          mesh: Device mesh.
 
         Raises:
-          ValueError: If there is no attention over cp whose results could be kept.
+          ValueError: If `remat` is attention, and no attention over cp saves results.
         """
         if self.remat == "attention" and (
             mesh.shape["cp"] == 1 or self.cp_form == "ulysses"

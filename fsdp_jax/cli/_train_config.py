@@ -40,10 +40,10 @@ class Recipe:
       clip_grad: Norm to which gradients are clipped.
       no_decay: Leaves that are not decayed.
       microbatches: Microbatches a step.
-      param_dtype: What weights are gathered and computed in.
-      param_gather: What a layer's matrices travel in instead, to be decoded there.
-      loss_scale: The first factor of the loss; None for 65536 in float16, else none.
-      optimizer_bits: Of an element of AdamW's moments.
+      param_dtype: Dtype in which weights are gathered and computed with.
+      param_gather: Format in which the matrices of layers are gathered instead.
+      loss_scale: Initial loss scale; None for 65536 in float16, else none.
+      optimizer_bits: Bits of an element of AdamW's moments.
       aux_loss_coef: See `Routing`, as all below.
       aux_loss_over: Whose use of experts that loss balances.
       z_loss_coef: Weight of the routers' z-loss.
@@ -84,7 +84,7 @@ class Recipe:
 
     @property
     def precision(self) -> Precision:
-        """How numbers travel and rest."""
+        """Options of low precision."""
         default = _FIRST_SCALE if self.param_dtype == "float16" else None
         scale = self.loss_scale or default
         return Precision(self.param_gather, scale, self.optimizer_bits)

@@ -33,11 +33,11 @@ class BadFlag:
 
 @dataclasses.dataclass(frozen=True)
 class Diagnosis:
-    """What is wrong, and what is left without it.
+    """Flags that XLA refuses, and the remaining ones.
 
     Attributes:
-      bad: What XLA does not take, in the order found.
-      good: The rest, to be used in the place of the whole.
+      bad: Flags that XLA refuses, in the order found.
+      good: Remaining flags, as a value of `XLA_FLAGS`.
     """
 
     bad: tuple[BadFlag, ...] = ()

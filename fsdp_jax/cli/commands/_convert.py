@@ -40,7 +40,7 @@ class Convert:
       tokenizer: A model's directory whose tokenizer, chat template and generation
         config are copied along, to Hugging Face's files; default those that a
         checkpoint of fsdp-jax carries.
-      layout: How it is dealt out, for Megatron.
+      layout: Sizes of Megatron's parallel groups.
     """
 
     src: tyro.conf.Positional[str]

@@ -34,7 +34,7 @@ class Export:
         for a run of the parallel sizes below.
       tokenizer: A model's directory whose tokenizer, chat template and generation
         config are copied along; default those that the checkpoint carries.
-      layout: How it is dealt out, for Megatron.
+      layout: Sizes of Megatron's parallel groups.
       where: On which devices.
     """
 

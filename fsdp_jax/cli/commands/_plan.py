@@ -94,18 +94,18 @@ class Plan:
       ignore_field: Field of config.json to ignore although it is refused; may be
         repeated. For fields that change no number.
       gpu: a100, h100, h200 or b200.
-      gpus: How many; more than 8 are whole nodes of 8.
+      gpus: Number of GPUs; above 8 a multiple of 8, the size of a node.
       mesh: Sizes of the mesh's axes, as in dp_outer=4,dp_shard=-1; default all on
         dp_shard.
       batch: Rows of a global batch; default one a microbatch and GPU, of cp x tp x pp
         GPUs together.
       seq: Tokens that a row predicts.
       microbatches: Microbatches a step.
-      param_dtype: What weights are gathered and computed in.
-      param_gather: What a layer's matrices travel in instead, to be decoded there.
-      optimizer_bits: Of an element of AdamW's moments.
-      offload: What rests in the host's memory: the optimizer's state, or the weights
-        that it updates too (all).
+      param_dtype: Dtype in which weights are gathered and computed with.
+      param_gather: Format in which the matrices of layers are gathered instead.
+      optimizer_bits: Bits of an element of AdamW's moments.
+      offload: State stored in the host's memory: the optimizer's, or the main weights
+        too (all).
       fused_loss: Makes logits a chunk of the vocabulary at a time: memory for work.
       capacity_factor: Experts have room for this many times their even share of a
         rank's tokens; default for all of those of all ranks on ep.

@@ -60,12 +60,12 @@ class Train:
     Prints one JSON line of metrics a step. With --resume, what is not given is as it
     was when the checkpoint was saved, on whatever mesh.
 
-    Of several processes each reads its own rows of the data. With the model's
-    tokenizer the first one tokenizes, and leaves the ids in --save for the others.
+    Each of several processes reads its own rows of the data. With the model's tokenizer
+    the first process tokenizes, and writes the ids to --save for the others.
 
-    SIGTERM ends it with status 143 when the step it came in is saved. The same command
-    again, after that or after a crash, goes on from the newest step in --save that is
-    whole; what it adds to --metrics is what a run that never stopped would.
+    On SIGTERM it saves the current step and exits with status 143. The same command
+    resumes from the newest undamaged step in --save, also after a crash; its --metrics
+    are then those of a run that never stopped.
 
     Attributes:
       data: Text files.
@@ -95,16 +95,15 @@ class Train:
         between, such as "*.bias,norm.scale"; default none.
       seed: Order of the data; default 0.
       microbatches: Microbatches a step; default 1.
-      param_dtype: What weights are gathered and computed in; they are kept and updated
-        in float32. Default float32.
-      param_gather: What the matrices of layers travel in, a byte an element, to be
-        decoded to --param-dtype where they arrive; default --param-dtype itself.
-      loss_scale: What the loss is multiplied by at first, so that gradients do not
-        vanish in float16; it follows what overflows. Default 65536 with --param-dtype
-        float16, none otherwise.
-      optimizer_bits: Of an element of AdamW's moments; default 32.
-      offload: What rests in the host's memory: the optimizer's state, or the weights
-        in float32 too; default nothing.
+      param_dtype: Dtype in which weights are gathered and computed with; default float32.
+        They are stored and updated in float32.
+      param_gather: Format in which the matrices of layers are gathered, one byte an
+        element; each device decodes it to --param-dtype, which is the default.
+      loss_scale: Initial factor of the loss, so that float16 gradients do not vanish; it
+        adapts to overflows. Default 65536 with --param-dtype float16, none otherwise.
+      optimizer_bits: Bits of an element of AdamW's moments; default 32.
+      offload: State stored in the host's memory: the optimizer's, or the main weights
+        too (all); default none.
       aux_loss_coef: Weight of the load-balancing loss of a model with experts; default
         what its config says.
       aux_loss_over: Whose use of experts it balances: that of each rank's batch, as
