@@ -3,7 +3,8 @@
     python docs/picture.py [--check]
 
 The bytes are those of Llama-3 8B's plans on eight devices; the shards those of one of
-its matrices on four; the waiting is what `benchmarks/overlap.py` found for eight H200s.
+its matrices on four; the exposed communication is what `benchmarks/overlap.py` found
+for eight H200s.
 `--check` draws nothing, and says whether the picture shows today's numbers.
 """
 
@@ -57,7 +58,8 @@ class Facts:
     Attributes:
       rows: First and last row of a matrix that each of four devices holds.
       gib: By strategy, GiB a device of `PARTS`.
-      waits: By form, of a step: milliseconds that compute, and that wait for the wire.
+      waits: By form of a step: milliseconds of computation, and of exposed
+        communication.
     """
 
     rows: list[tuple[int, int]]
@@ -183,7 +185,9 @@ def _draw_waits(axes: Axes, facts: Facts, labels: list[str]) -> None:
     compute = [a for a, _ in facts.waits.values()]
     exposed = [b for _, b in facts.waits.values()]
     axes.barh(names, compute, color="#4477aa", label="computes")
-    axes.barh(names, exposed, left=compute, color="#ee6677", label="waits for the wire")
+    axes.barh(
+        names, exposed, left=compute, color="#ee6677", label="exposed communication"
+    )
     for y, (a, b, label) in enumerate(zip(compute, exposed, labels, strict=True)):
         axes.text(a + b + 10, y, label, va="center", fontsize=8)
     axes.invert_yaxis()

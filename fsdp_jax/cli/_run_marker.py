@@ -89,7 +89,7 @@ def _known(save: Path) -> list[dict[str, Any]]:
 
 
 def newest_good_step(save: Path) -> int | None:
-    """Returns the newest undamaged step; sets damaged later ones aside, with a warning.
+    """Returns the newest undamaged step; sets damaged later ones aside and says so.
 
     The first process looks, for all. Every byte of a step is read to know that.
 

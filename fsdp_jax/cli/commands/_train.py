@@ -95,12 +95,12 @@ class Train:
         between, such as "*.bias,norm.scale"; default none.
       seed: Order of the data; default 0.
       microbatches: Microbatches a step; default 1.
-      param_dtype: Dtype in which weights are gathered and computed with; default float32.
-        They are stored and updated in float32.
+      param_dtype: Dtype in which weights are gathered and computed with; they are
+        stored and updated in float32. Default float32.
       param_gather: Format in which the matrices of layers are gathered, one byte an
         element; each device decodes it to --param-dtype, which is the default.
-      loss_scale: Initial factor of the loss, so that float16 gradients do not vanish; it
-        adapts to overflows. Default 65536 with --param-dtype float16, none otherwise.
+      loss_scale: Initial factor of the loss, so that float16 gradients do not vanish;
+        it adapts to overflows. Default 65536 with --param-dtype float16, else none.
       optimizer_bits: Bits of an element of AdamW's moments; default 32.
       offload: State stored in the host's memory: the optimizer's, or the main weights
         too (all); default none.
