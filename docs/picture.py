@@ -160,7 +160,7 @@ def _draw_shards(axes: Axes, labels: list[str]) -> None:
         )
         axes.text(x + 0.85, 1.68, arrow, ha="center", fontsize=8)
     axes.set_yticks(range(count), [f"GPU {count - 1 - y}" for y in range(count)])
-    axes.set_xticks([1.5, 6.1, 9.8], ["at rest", "while its\nlayer runs", "gradients"])
+    axes.set_xticks([1.5, 6.1, 9.8], ["stored", "while its\nlayer runs", "gradients"])
     _bare(axes, "A matrix of Llama-3 8B on four devices")
 
 

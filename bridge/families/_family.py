@@ -100,7 +100,7 @@ class Family:
       key_mappings: How its checkpoints name their tensors; the first is what is
         written.
       codecs: Fields that are not one to one with ours.
-      traits: What all models of the family have in common, by our dotted names.
+      traits: Constants of all models of the family, by our dotted names.
       fixed: Fields of which one value is modelled; any other is refused.
       carried: Fields that change no logit, with transformers' default; kept.
       aliases: Other names that files give fields of `carried`; never written.

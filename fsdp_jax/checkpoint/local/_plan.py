@@ -217,7 +217,7 @@ def plan_fetches(
 
     Args:
       found: Complete save.
-      chosen: Savers whose files each process needs.
+      chosen: Writers whose files each process needs.
     """
     load: Counter[int] = Counter()
     rounds: list[list[Fetch]] = []
