@@ -11,14 +11,12 @@ from bridge.families import FAMILIES
 from bridge.families._codec import Codec
 from bridge.families._family import REQUIRED, Family
 from bridge.formats._json import read_json
+from bridge.formats.quantized._decode import undecoded
 from bridge.hf._unread import TRUE, not_ignorable, sort_unread, without_rope_extras
 from bridge.models import DecoderConfig, MLAConfig, MoEConfig
 from bridge.models._config import MAX_LAYERS
 
 CONFIG_NAME = "config.json"
-
-DECODED = ("fp8", "mxfp4")
-"""Quantization methods that the source of the weights decodes."""
 
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 _PARTS = {"moe": MoEConfig, "mla": MLAConfig}
@@ -278,19 +276,7 @@ def _unmodelled(family: Family, fields: Mapping[str, Any]) -> list[str]:
         for name in TRUE
         if fields.get(name, True) is not True
     ]
-    return wrong + _undecoded(fields.get("quantization_config"))
-
-
-def _undecoded(quantization: Any) -> list[str]:
-    if not quantization:
-        return []
-    known = isinstance(quantization, Mapping)
-    if known and quantization.get("quant_method") in DECODED:
-        return []
-    return [
-        f"quantization_config = {quantization!r}: only the methods "
-        f"{', '.join(DECODED)} are decoded"
-    ]
+    return wrong + undecoded(fields.get("quantization_config"))
 
 
 def _read_dtype(fields: Mapping[str, Any], wrong: list[str]) -> str:

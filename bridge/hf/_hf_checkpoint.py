@@ -3,8 +3,9 @@
 import os
 import warnings
 
-from bridge.formats._block_scaled import decode_block_scaled
 from bridge.formats._source import Source, open_checkpoint
+from bridge.formats._torch_dtypes import DTYPES
+from bridge.formats.quantized._decode import decode_quantized
 from bridge.hf._config import find_family, from_hf_config, read_config_file
 from bridge.hf._tied_head import TIED_HEAD, check_tied_head
 from bridge.models import DecoderConfig
@@ -52,8 +53,8 @@ def open_hf(
         one, is taken to hold plain numbers.
 
     Returns:
-      The tensors (block-scaled ones as the bfloat16 they stand for), the model, and
-      the mapping between the two.
+      The tensors (quantized ones decoded, to the config's dtype), the model, and the
+      mapping between the two.
 
     Raises:
       FileNotFoundError: If there is no checkpoint, or no config.
@@ -68,7 +69,8 @@ def open_hf(
             raise
         fields = {}
     config = config or from_hf_config(fields)
-    source = decode_block_scaled(source, fields.get("quantization_config"))
+    dtype = DTYPES[config.dtype]
+    source = decode_quantized(source, fields.get("quantization_config"), dtype)
     mapping = find_family(config.model_type).mapping_for(config, source.keys())
     if config.tie_word_embeddings:
         check_tied_head(source, mapping)
