@@ -12,7 +12,14 @@ from bridge.families._codec import Codec
 from bridge.families._family import REQUIRED, Family
 from bridge.formats._json import read_json
 from bridge.formats.quantized._decode import undecoded
-from bridge.hf._unread import TRUE, not_ignorable, sort_unread, without_rope_extras
+from bridge.hf._text_part import text_fields
+from bridge.hf._unread import (
+    TRUE,
+    is_dropout,
+    not_ignorable,
+    sort_unread,
+    without_rope_extras,
+)
 from bridge.models import DecoderConfig, MLAConfig, MoEConfig
 from bridge.models._config import MAX_LAYERS
 
@@ -197,8 +204,12 @@ def build_config(family: Family, values: Mapping[str, Any]) -> DecoderConfig:
 
 def _family_of(fields: Mapping[str, Any]) -> Family:
     family = find_family(fields.get("model_type"))
+    base = family.architecture.replace("ForCausalLM", "Model")
+    base = base.replace("LMHeadModel", "Model")  # GPT-2's
     given = fields.get("architectures") or [family.architecture]
-    if not isinstance(given, list | tuple) or family.architecture not in given:
+    if not isinstance(given, list | tuple) or not {family.architecture, base} & {
+        *map(str, given)
+    }:
         raise ValueError(
             f"architectures {given} of model_type {family.model_type!r} are not "
             f"supported; the supported one is {family.architecture}."
@@ -210,6 +221,7 @@ def _open_fields(
     config: Mapping[str, Any] | str | os.PathLike[str],
 ) -> tuple[Family, Mapping[str, Any]]:
     fields = config if isinstance(config, Mapping) else read_config_file(config)
+    fields = text_fields(fields)
     return _family_of(fields), fields
 
 
@@ -269,7 +281,7 @@ def _unmodelled(family: Family, fields: Mapping[str, Any]) -> list[str]:
     wrong = [
         f"{name} = {fields[name]!r}: only {modelled!r} is modelled"
         for name, modelled in family.fixed.items()
-        if fields.get(name) not in (None, modelled)
+        if fields.get(name) not in (None, modelled) and not is_dropout(name)
     ]
     wrong += [
         f"{name} = {fields[name]!r}: only True is modelled"

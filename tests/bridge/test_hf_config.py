@@ -117,7 +117,6 @@ def test_everything_that_is_not_modelled_is_named_in_one_error():
     fields = HF_CONFIG | {
         "hidden_act": "gelu",
         "kv_sharing_modes": ["x"],
-        "attention_dropout": 0.1,
         "quantization_config": {"bits": 4},
         "sliding_window": 128,
         "rope_scaling": {"rope_type": "dynamic", "factor": 4.0},
@@ -131,7 +130,6 @@ def test_everything_that_is_not_modelled_is_named_in_one_error():
         "hidden_size is missing",
         "hidden_act = 'gelu': only 'silu' is modelled",
         "kv_sharing_modes = ['x']",
-        "attention_dropout = 0.1: only 0.0",
         "quant_method None",
         "sliding_window = 128",
         "'dynamic' is not modelled",
