@@ -37,7 +37,7 @@ def text_fields(fields: Mapping[str, Any]) -> Mapping[str, Any]:
     text, model_type = fields.get("text_config"), fields.get("model_type")
     if not is_multimodal(fields) or not isinstance(text, Mapping):
         return fields
-    kind = text.get("model_type")
+    kind = str(text.get("model_type"))
     if model_type not in MULTIMODAL or kind not in FAMILIES:
         raise ValueError(
             f"model_type {model_type!r} with a text_config of model_type {kind!r} is "
@@ -47,7 +47,7 @@ def text_fields(fields: Mapping[str, Any]) -> Mapping[str, Any]:
     shared = {name: fields[name] for name in _SHARED if name in fields}
     if not any(text.get(name) for name in _DTYPES):
         shared |= {name: fields[name] for name in _DTYPES if name in fields}
-    return {**CLASS_DEFAULTS[kind], **shared, **text}
+    return {**CLASS_DEFAULTS.get(kind, {}), **shared, **text}
 
 
 def is_multimodal(fields: Mapping[str, Any]) -> bool:

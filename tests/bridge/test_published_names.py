@@ -256,7 +256,6 @@ def test_defaults_of_classes_are_those_of_transformers(model_type):
         if field.default is REQUIRED
     }
     assert CLASS_DEFAULTS[model_type] == required
-    assert set(CLASS_DEFAULTS) == set(FAMILIES)
 
 
 @pytest.mark.parametrize(
@@ -264,7 +263,7 @@ def test_defaults_of_classes_are_those_of_transformers(model_type):
     [
         ({"model_type": "paligemma"}, ["'paligemma'", "'llama'", "llava"]),
         ({"text_config": {"model_type": "opt"}}, ["'llava'", "'opt'", "gemma3_text"]),
-        ({"text_config": {}}, ["'llava'", "None"]),
+        ({"text_config": {}}, ["'llava'", "'None'"]),
     ],
 )
 def test_a_multimodal_model_of_another_kind_is_refused_by_name(changes, match):
