@@ -39,7 +39,8 @@ def from_hf_config(
     Whatever would change what the model computes, and is not modelled, is refused by
     name. A field that transformers' own model of the family never reads changes
     nothing: it is left out, and `left_out_fields` tells. Where `auto_map` names remote
-    code, such a field may be read by that code, and is refused too.
+    code, such a field may be read by that code, and is refused too. Of a multimodal
+    config, the text part is read.
 
     Args:
       config: The fields, or the path of a `config.json`, or of the directory or the

@@ -56,12 +56,16 @@ def family_names(
 
     Returns:
       The checkpoint; `source` itself if it has the family's names already.
+
+    Raises:
+      ValueError: If two tensors have the same name in the family.
     """
     keys, expected = source.keys(), mapping.by_source()
     names = {key: key for key in keys}
     if any(key.startswith(_ROOT) for key in expected):
         names = _with_root(keys, expected, multimodal)
     _name_embedding(names, mapping, config)
+    _check_unique(source, names)
     zero = [
         key
         for key, name in names.items()
@@ -114,6 +118,18 @@ def _name_embedding(
         for key, name in names.items():
             if name == TIED_HEAD:
                 names[key] = table
+
+
+def _check_unique(source: Source, names: Mapping[str, str]) -> None:
+    published: dict[str, list[str]] = collections.defaultdict(list)
+    for key, name in names.items():
+        published[name].append(key)
+    twice = [f"  {', '.join(keys)}" for keys in published.values() if len(keys) > 1]
+    if twice:
+        raise ValueError(
+            f"'{source.name}' holds tensors twice, under several names:\n"
+            + "\n".join(twice)
+        )
 
 
 def _is_zero_bias(

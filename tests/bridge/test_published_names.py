@@ -122,6 +122,14 @@ def test_an_unknown_tensor_stays_refused_by_its_published_name(tmp_path):
         bridge.plan(path)
 
 
+def test_a_tensor_under_two_published_names_is_refused(tmp_path):
+    one = "layers.0.mlp.up_proj.weight"
+    twice = {f"model.{one}": TENSORS[f"model.{one}"]}
+    path = write(tmp_path / "in", base_model(TENSORS) | twice)
+    with pytest.raises(ValueError, match=facts(one, f"model.{one}")):
+        bridge.plan(path)
+
+
 @pytest.mark.parametrize("prefix", ["mtp.", "model.mtp."])
 def test_layers_that_predict_further_tokens_are_left_out_with_a_warning(
     tmp_path, prefix

@@ -291,29 +291,28 @@ def test_a_weight_without_one_of_its_parts_is_refused(tmp_path, name, part):
         opened(tmp_path, tensors, settings, dtype, written.metadata)
 
 
-@pytest.mark.parametrize(
-    "name, part",
-    [
-        ("gptq", "scales"),
-        ("gptq", "qzeros"),
-        ("awq", "qweight"),
-        ("bitsandbytes int8", "SCB"),
-        ("bitsandbytes nf4", "absmax"),
-        ("packed int4", "weight_packed"),
-        ("int8", "weight_scale"),
-        ("FBGEMM", "weight_scale"),
-        ("torchao Int8Tensor", "_scale"),
-    ],
-)
-def test_a_part_of_another_shape_is_refused(tmp_path, name, part):
+# Of a part without its last row, what the message says.
+SHAPES = [
+    ("gptq", "scales", ["(4, 6)", "(3, 6)"]),
+    ("gptq", "qzeros", ["(3, 6)", "(4, 6)"]),
+    ("awq", "qweight", ["63", "4"]),
+    ("bitsandbytes int8", "SCB", ["(47,)", "(48, 64)"]),
+    ("bitsandbytes nf4", "absmax", ["(47,)", "(48,)"]),
+    ("packed int4", "weight_packed", ["(47, 8)", "(48, 64)"]),
+    ("int8", "weight_scale", ["(47, 1)", "(48, 64)"]),
+    ("FBGEMM", "weight_scale", ["(47, 1)", "(48, 64)"]),
+    ("torchao Int8Tensor", "_scale", ["(47, 4)", "(48, 64)"]),
+]
+
+
+@pytest.mark.parametrize("name, part, match", SHAPES)
+def test_a_part_of_another_shape_is_refused(tmp_path, name, part, match):
     settings, writer, dtype = FORMATS[name]
     written = writer(np.random.default_rng(0), "w", (48, 64), dtype)
     (key,) = (key for key in written.tensors if key.endswith(part))
     tensors = written.tensors | {key: written.tensors[key][:-1].copy()}
-    shape = str(tensors[key].shape)
-    with pytest.raises(ValueError, match=facts("(1)")) as error:
+    with pytest.raises(ValueError, match=facts("(1)", "w", *match)):
         opened(tmp_path, tensors, settings, dtype, written.metadata)
-    assert shape in str(error.value) or str(tensors[key].size) in str(error.value)
 
 
 NVFP4 = compressed("nvfp4-pack-quantized", num_bits=4, type="float")

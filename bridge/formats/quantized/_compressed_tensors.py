@@ -70,18 +70,13 @@ def find_compressed_tensors(
     """
     keys = dict.fromkeys(source.keys())
     weights, wrong = {}, {}
-    for key in keys:
-        if not key.endswith((_PACKED, _SCALE)):
-            continue
-        name = key.rpartition(".")[0]
-        packed = f"{name}{_PACKED}" in keys
-        if f"{name}.weight" in weights:
-            continue
+    modules = (k.rpartition(".")[0] for k in keys if k.endswith((_PACKED, _SCALE)))
+    for name in dict.fromkeys(modules):
+        read = _packed if f"{name}{_PACKED}" in keys else _plain
         try:
-            read = _packed if packed else _plain
             weights[f"{name}.weight"] = read(source, keys, name, settings, dtype)
         except ValueError as error:
-            wrong[key] = str(error)
+            wrong[f"{name}.weight"] = str(error)
     unused = (key for key in keys if key.endswith(_UNUSED))
     return Found(weights, wrong, tuple(unused))
 

@@ -94,24 +94,28 @@ class ScaledWeight:
         step = max(1, _CHUNK_ELEMENTS // decoded.shape[1])
         for start in range(0, len(decoded), step):
             part = slice(start, start + step)
-            at = np.ix_(rows[part], columns)
-            zero = None if zeros is None else zeros[at]
+            scale = _take(scales, rows[part], columns)
+            zero = None if zeros is None else _take(zeros, rows[part], columns)
             # Overflow to inf and NaN values are legal results: no warnings.
             with np.errstate(over="ignore", invalid="ignore"):
-                decoded[part] = self._values(codes[part], scales[at], zero)
+                decoded[part] = self._values(codes[part], scale, zero)
 
     def _values(
         self, codes: np.ndarray, scales: np.ndarray, zeros: np.ndarray | None
     ) -> np.ndarray:
         values = _as_float32(codes)
         if self.zeros_scaled:
-            # Both are small integers: the difference is exact.
-            values = values - np.float32(self.zero_shift)
-            values = values if zeros is None else values - zeros
-            values = values * scales
-        else:
-            values = values * scales + (0 if zeros is None else zeros)
-        return values if self.factor is None else values * np.float32(self.factor)
+            # Codes and zero points are small integers: the differences are exact.
+            if self.zero_shift:
+                values -= np.float32(self.zero_shift)
+            if zeros is not None:
+                values -= zeros
+        values *= scales
+        if zeros is not None and not self.zeros_scaled:
+            values += zeros
+        if self.factor is not None:
+            values *= np.float32(self.factor)
+        return values
 
     def _blocks(self, source: Source, box: Box) -> list[np.ndarray]:
         """Returns the index of the block of each row, and of each column."""
@@ -130,6 +134,14 @@ class ScaledWeight:
                     f"{blocks[inputs].max()}, but {count} groups: it is damaged."
                 )
         return blocks
+
+
+def _take(grid: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
+    """Returns the number of each element's block, with dims of 1 where all share it."""
+    taken = grid[rows]
+    if taken.shape[1] == 1 or np.array_equal(columns, np.arange(taken.shape[1])):
+        return taken
+    return taken[:, columns]
 
 
 def _as_numbers(codes: Codes, source: Source, box: Box) -> np.ndarray:
