@@ -17,7 +17,10 @@ MULTIMODAL = frozenset(
     qianfan_ocr qwen2_audio smolvlm video_llama_3 video_llava vipllava voxtral
     """.split()
 )
-_SHARED = ("quantization_config", "tie_word_embeddings", "auto_map")
+_SHARED = (
+    *("quantization_config", "tie_word_embeddings", "auto_map"),
+    *("bos_token_id", "eos_token_id", "pad_token_id"),
+)
 _DTYPES = ("dtype", "torch_dtype")
 
 

@@ -246,6 +246,32 @@ def test_what_is_said_of_the_entire_model_holds_for_the_text_part():
     assert left_out == {"new": 3}
 
 
+def test_gemma_3_is_read_as_it_is_published():
+    text = {  # gemma-3-27b-it, with what its file says beside
+        **{"model_type": "gemma3_text", "head_dim": 128, "hidden_size": 5376},
+        **{"intermediate_size": 21504, "num_attention_heads": 32},
+        **{"num_hidden_layers": 62, "num_key_value_heads": 16},
+        **{"query_pre_attn_scalar": 168, "sliding_window": 1024},
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+    }
+    fields = {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "model_type": "gemma3",
+        **{"boi_token_index": 255999, "mm_tokens_per_image": 256},
+        **{"eos_token_id": [1, 106], "initializer_range": 0.02},
+        "torch_dtype": "bfloat16",
+    }
+    config = bridge.from_hf_config(fields | {"text_config": text})
+    assert (config.model_type, config.dtype) == ("gemma3_text", "bfloat16")
+    assert (config.vocab_size, config.num_hidden_layers) == (262208, 62)
+    assert config.tie_word_embeddings
+    written = bridge.to_hf_config(config)
+    assert written["eos_token_id"] == [1, 106]
+    assert {name: written[name] for name in text if name != "rope_scaling"} == {
+        name: value for name, value in text.items() if name != "rope_scaling"
+    }
+
+
 def test_fields_that_a_text_config_leaves_out_have_the_defaults_of_the_class():
     short = {"model_type": "llama", "max_position_embeddings": 4096, "vocab_size": 64}
     config = bridge.from_hf_config(LLAVA | {"text_config": short})
