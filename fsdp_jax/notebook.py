@@ -1,6 +1,6 @@
 """IPython extension that shortens tracebacks of errors raised by our packages.
 
-Load it by `%load_ext fsdp_jax`.
+Load it by `%load_ext fsdp_jax.notebook`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import traceback
 from types import TracebackType
 from typing import Any
 
+from fsdp_jax._report import bytes_bar as bytes_bar
 from fsdp_jax.audit._audit_step import AuditError
 from fsdp_jax.checkpoint import NotSavedError
 
@@ -22,9 +23,10 @@ _HOOK = "_render_traceback_"
 def load_ipython_extension(shell: Any) -> None:
     """Shows errors of `fsdp_jax` or `bridge` as their message and the cell's line.
 
-    Run by `%load_ext fsdp_jax` in Jupyter or IPython. A traceback through a compiler is
-    long, and its last line is the one that says what to fix. Errors raised by other
-    code are shown as usual, and `%tb` shows the whole traceback of the last error.
+    Run by `%load_ext fsdp_jax.notebook` in Jupyter or IPython. A traceback through a
+    compiler is long, and its last line is the one that says what to fix. Errors raised
+    by other code are shown as usual, and `%tb` shows the whole traceback of the last
+    error.
 
     Args:
       shell: IPython's interactive shell.
@@ -33,7 +35,7 @@ def load_ipython_extension(shell: Any) -> None:
 
 
 def unload_ipython_extension(shell: Any) -> None:
-    """Restores IPython's display of errors, for `%unload_ext fsdp_jax`.
+    """Restores IPython's display of errors, for `%unload_ext fsdp_jax.notebook`.
 
     Args:
       shell: IPython's interactive shell.

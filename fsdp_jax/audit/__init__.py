@@ -1,1 +1,5 @@
-"""Audit of compiled steps: compares their collectives and shardings with the plan."""
+"""Checks that a compiled step communicates what its plan says."""
+
+from fsdp_jax.audit._audit_step import AuditError as AuditError
+from fsdp_jax.audit._audit_step import audit_step as audit_step
+from fsdp_jax.audit._report import Audited as Audited

@@ -1,1 +1,5 @@
 """Optimizer transformations: 8-bit state, layer-wise updates, stochastic rounding."""
+
+from fsdp_jax.optim._layer_wise import layer_wise as layer_wise
+from fsdp_jax.optim._quantized_state import EightBitState as EightBitState
+from fsdp_jax.optim._quantized_state import eight_bit as eight_bit

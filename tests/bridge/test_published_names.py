@@ -14,7 +14,7 @@ from bridge_helpers import (
     HF_CONFIG,
     assert_same_bytes,
     assert_same_leaves,
-    mould_of,
+    like_of,
     random_tensors,
     tensors_of,
 )
@@ -42,7 +42,7 @@ def write(path: Path, tensors, fields=HF_CONFIG) -> Path:
 def saved(path: Path, out: Path) -> dict[str, np.ndarray]:
     """What is exported of an import: the family's names, and all numbers."""
     config = bridge.from_hf_config(path)
-    params = bridge.load_hf(path, mould_of(config))
+    params = bridge.load_hf(path, like_of(config))
     lazy, _ = bridge.lazy_hf(path)
     assert sorted(lazy) == sorted(leaf.name for leaf in bridge.plan(path).leaves)
     bridge.save_hf(out, params, config)
@@ -82,7 +82,7 @@ def test_a_tied_file_may_hold_the_head_alone(tmp_path):
 @pytest.mark.parametrize("prefix", ["transformer.", ""])
 def test_a_tied_gpt2_may_hold_the_head_alone(tmp_path, prefix):
     config = bridge.from_hf_config(hf_fields("gpt2"))
-    zeros = jax.tree.map(lambda leaf: np.ones(leaf.shape, "f4"), mould_of(config))
+    zeros = jax.tree.map(lambda leaf: np.ones(leaf.shape, "f4"), like_of(config))
     bridge.save_hf(tmp_path / "a", zeros, config)
     found = tensors_of(tmp_path / "a")
     tensors = {
@@ -185,8 +185,8 @@ def test_the_text_part_is_read_and_the_rest_is_told_in_a_line(tmp_path, names):
     assert config == bridge.from_hf_config(TEXT | {"torch_dtype": "float16"})
     told = facts(3, "48", f"{names[2]}multi_modal_projector" if names[2] else "norm")
     with pytest.warns(UserWarning, match=told):
-        found = bridge.load_hf(path, mould_of(config))
-    plain = bridge.load_hf(write(tmp_path / "plain", TENSORS), mould_of(config))
+        found = bridge.load_hf(path, like_of(config))
+    plain = bridge.load_hf(write(tmp_path / "plain", TENSORS), like_of(config))
     assert_same_leaves(found, plain)
 
 

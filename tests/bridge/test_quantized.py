@@ -14,7 +14,7 @@ import quantized_writers as writers
 from bridge_helpers import (
     HF_CONFIG,
     assert_same_bytes,
-    mould_of,
+    like_of,
     random_tensors,
     tensors_of,
 )
@@ -176,7 +176,7 @@ def test_a_checkpoint_is_imported_as_the_numbers_it_stands_for(tmp_path, name):
     expected = write(tmp_path / "in", name, {}, LAYER)
     config = bridge.from_hf_config(tmp_path / "in")
     assert config.dtype == FORMATS[name][2].name
-    params = bridge.load_hf(tmp_path / "in", mould_of(config, jnp.dtype(config.dtype)))
+    params = bridge.load_hf(tmp_path / "in", like_of(config, jnp.dtype(config.dtype)))
     bridge.save_hf(tmp_path / "out", params, config)
     assert_same_bytes(tensors_of(tmp_path / "out"), expected)
     saved = json.loads((tmp_path / "out" / "config.json").read_text())
