@@ -201,12 +201,6 @@ def ignore_tied_head(config: DecoderConfig) -> tuple[str, ...]:
     return ("lm_head.weight",) if config.tie_word_embeddings else ()
 
 
-def ignore_stale(config: DecoderConfig) -> tuple[str, ...]:
-    """Old files hold frequencies, which follow from the config."""
-    inside = "model.layers.{layer}.self_attn.rotary_emb.inv_freq"
-    return (inside, "model.rotary_emb.inv_freq", *ignore_tied_head(config))
-
-
 def _same(
     name: str, kernel: str, dim: str | None = None, biased: bool = False
 ) -> Rules:

@@ -13,6 +13,13 @@ REQUIRED = object()
 """In place of a default: a config file without the field is refused."""
 
 
+STALE = ("**rotary_emb.**", "**.masked_bias", "**.position_ids")
+"""Tensors of any family's old files that follow from the config."""
+
+FURTHER = ("mtp.**", "model.mtp.**")
+"""Tensors of layers that predict further tokens, in files of any family."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Field:
     """A field of a config file that is one of ours.
@@ -131,7 +138,8 @@ class Family:
 
     def mappings(self, config: DecoderConfig) -> tuple[WeightMapping, ...]:
         """Returns one mapping for each key_mapping."""
-        sizes, ignore = sizes_of(config), self.ignore(config)
+        sizes = sizes_of(config)
+        ignore = (*self.ignore(config), *STALE, *FURTHER)
         return tuple(
             WeightMapping(key_mapping.rules(config), sizes, ignore)
             for key_mapping in self.key_mappings

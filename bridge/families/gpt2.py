@@ -73,11 +73,7 @@ def _key_mapping(prefix: str) -> KeyMapping:
 
 
 def _ignore(config: DecoderConfig) -> tuple[str, ...]:
-    masks = tuple(
-        f"{prefix}h.{{layer}}.attn.{name}"
-        for prefix in ("transformer.", "")
-        for name in ("bias", "masked_bias")
-    )
+    masks = ("transformer.h.{layer}.attn.bias", "h.{layer}.attn.bias")
     return masks + (("lm_head.weight",) if config.tie_word_embeddings else ())
 
 

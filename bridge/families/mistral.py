@@ -3,7 +3,7 @@
 Source: transformers `configuration_mistral.py`, `modeling_mistral.py`.
 """
 
-from bridge.families._blocks import dense_layer, ignore_stale, key_mapping
+from bridge.families._blocks import dense_layer, ignore_tied_head, key_mapping
 from bridge.families._family import Family, Field
 from bridge.families._fields import SIZES, tokens
 from bridge.families._hf_rope import rope
@@ -23,5 +23,5 @@ FAMILY = Family(
     codecs=(rope(), window_of_all(4096)),
     fixed={"hidden_act": "silu", "attention_dropout": 0.0},
     key_mappings=(key_mapping(dense_layer),),
-    ignore=ignore_stale,
+    ignore=ignore_tied_head,
 )

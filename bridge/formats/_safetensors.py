@@ -103,6 +103,15 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
     return tensors
 
 
+def read_metadata(file: Path) -> dict[str, str]:
+    """Returns the texts that a file's header holds beside its tensors, by name.
+
+    Args:
+      file: Path of a `.safetensors` file that `read_header` accepts.
+    """
+    return _read_json(file)[0].get("__metadata__", {})
+
+
 def encode_header(entries: dict[str, tuple[tuple[int, ...], np.dtype]]) -> bytes:
     """Returns the header of a file whose tensors are written consecutively.
 

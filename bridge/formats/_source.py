@@ -20,7 +20,7 @@ from bridge._reorder import copy
 from bridge.formats._index import read_sharded
 from bridge.formats._other_formats import describe_names
 from bridge.formats._ranges import read_bytes, read_range
-from bridge.formats._safetensors import TensorInfo, read_header
+from bridge.formats._safetensors import TensorInfo, read_header, read_metadata
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -143,6 +143,11 @@ class SafetensorsSource:
         # The data begins at the first element of the box, so that the strides of the
         # full tensor select the box in the covering range.
         return np.ndarray(shape, info.dtype, data, strides=_byte_strides(info))
+
+    def metadata(self) -> dict[str, str]:
+        """Returns the texts in the headers of all files, by name."""
+        files = dict.fromkeys(info.file for info in self.tensors.values())
+        return {k: v for file in files for k, v in read_metadata(file).items()}
 
     def read_runs(
         self, key: str, start: int, out: Sequence[memoryview], *, ahead: bool

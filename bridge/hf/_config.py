@@ -11,14 +11,19 @@ from bridge.families import FAMILIES
 from bridge.families._codec import Codec
 from bridge.families._family import REQUIRED, Family
 from bridge.formats._json import read_json
-from bridge.hf._unread import TRUE, not_ignorable, sort_unread, without_rope_extras
+from bridge.formats.quantized._decode import undecoded
+from bridge.hf._text_part import text_fields
+from bridge.hf._unread import (
+    TRUE,
+    is_dropout,
+    not_ignorable,
+    sort_unread,
+    without_rope_extras,
+)
 from bridge.models import DecoderConfig, MLAConfig, MoEConfig
 from bridge.models._config import MAX_LAYERS
 
 CONFIG_NAME = "config.json"
-
-DECODED = ("fp8", "mxfp4")
-"""Quantization methods that the source of the weights decodes."""
 
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 _PARTS = {"moe": MoEConfig, "mla": MLAConfig}
@@ -34,7 +39,8 @@ def from_hf_config(
     Whatever would change what the model computes, and is not modelled, is refused by
     name. A field that transformers' own model of the family never reads changes
     nothing: it is left out, and `left_out_fields` tells. Where `auto_map` names remote
-    code, such a field may be read by that code, and is refused too.
+    code, such a field may be read by that code, and is refused too. Of a multimodal
+    config, the text part is read.
 
     Args:
       config: The fields, or the path of a `config.json`, or of the directory or the
@@ -199,8 +205,12 @@ def build_config(family: Family, values: Mapping[str, Any]) -> DecoderConfig:
 
 def _family_of(fields: Mapping[str, Any]) -> Family:
     family = find_family(fields.get("model_type"))
+    base = family.architecture.replace("ForCausalLM", "Model")
+    base = base.replace("LMHeadModel", "Model")  # GPT-2's
     given = fields.get("architectures") or [family.architecture]
-    if not isinstance(given, list | tuple) or family.architecture not in given:
+    if not isinstance(given, list | tuple) or not {family.architecture, base} & {
+        *map(str, given)
+    }:
         raise ValueError(
             f"architectures {given} of model_type {family.model_type!r} are not "
             f"supported; the supported one is {family.architecture}."
@@ -212,6 +222,7 @@ def _open_fields(
     config: Mapping[str, Any] | str | os.PathLike[str],
 ) -> tuple[Family, Mapping[str, Any]]:
     fields = config if isinstance(config, Mapping) else read_config_file(config)
+    fields = text_fields(fields)
     return _family_of(fields), fields
 
 
@@ -271,26 +282,14 @@ def _unmodelled(family: Family, fields: Mapping[str, Any]) -> list[str]:
     wrong = [
         f"{name} = {fields[name]!r}: only {modelled!r} is modelled"
         for name, modelled in family.fixed.items()
-        if fields.get(name) not in (None, modelled)
+        if fields.get(name) not in (None, modelled) and not is_dropout(name)
     ]
     wrong += [
         f"{name} = {fields[name]!r}: only True is modelled"
         for name in TRUE
         if fields.get(name, True) is not True
     ]
-    return wrong + _undecoded(fields.get("quantization_config"))
-
-
-def _undecoded(quantization: Any) -> list[str]:
-    if not quantization:
-        return []
-    known = isinstance(quantization, Mapping)
-    if known and quantization.get("quant_method") in DECODED:
-        return []
-    return [
-        f"quantization_config = {quantization!r}: only the methods "
-        f"{', '.join(DECODED)} are decoded"
-    ]
+    return wrong + undecoded(fields.get("quantization_config"))
 
 
 def _read_dtype(fields: Mapping[str, Any], wrong: list[str]) -> str:

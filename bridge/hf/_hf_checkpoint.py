@@ -3,9 +3,13 @@
 import os
 import warnings
 
-from bridge.formats._block_scaled import decode_block_scaled
+from bridge.families._family import FURTHER, STALE
 from bridge.formats._source import Source, open_checkpoint
+from bridge.formats._torch_dtypes import DTYPES
+from bridge.formats.quantized._decode import decode_quantized
 from bridge.hf._config import find_family, from_hf_config, read_config_file
+from bridge.hf._published_names import FamilyNames, describe, family_names
+from bridge.hf._text_part import is_multimodal, quantization_of
 from bridge.hf._tied_head import TIED_HEAD, check_tied_head
 from bridge.models import DecoderConfig
 from bridge.rules._mapping import Mapping, is_ignored
@@ -52,8 +56,8 @@ def open_hf(
         one, is taken to hold plain numbers.
 
     Returns:
-      The tensors (block-scaled ones as the bfloat16 they stand for), the model, and
-      the mapping between the two.
+      The tensors (quantized ones decoded, to the config's dtype), the model, and the
+      mapping between the two.
 
     Raises:
       FileNotFoundError: If there is no checkpoint, or no config.
@@ -68,27 +72,54 @@ def open_hf(
             raise
         fields = {}
     config = config or from_hf_config(fields)
-    source = decode_block_scaled(source, fields.get("quantization_config"))
-    mapping = find_family(config.model_type).mapping_for(config, source.keys())
+    stored = decode_quantized(source, quantization_of(fields), DTYPES[config.dtype])
+    family = find_family(config.model_type)
+    named = family_names(
+        stored,
+        family.mapping_for(config, stored.keys()),
+        config,
+        multimodal=is_multimodal(fields),
+        quantized=stored is not source,
+    )
+    _warn_of_other_tensors(stored, named)
+    source = named.source
+    mapping = family.mapping_for(config, source.keys())
     if config.tie_word_embeddings:
         check_tied_head(source, mapping)
     _warn_of_left_out(source, mapping, config)
     return source, config, mapping
 
 
+def _warn_of_other_tensors(source: Source, named: FamilyNames) -> None:
+    """Says which tensors belong to another part of the model, or to none."""
+    for keys, reason in (
+        (named.other_parts, "They are no part of the text model"),
+        (named.zero_biases, "They are biases that the model does not have, all zero"),
+    ):
+        if keys:
+            warnings.warn(
+                f"'{source.name}' holds {describe(source, keys)}. {reason}: they are "
+                "left out.",
+                stacklevel=4,
+            )
+
+
 def _warn_of_left_out(source: Source, mapping: Mapping, config: DecoderConfig) -> None:
     """Says which layers of the checkpoint the model does not have."""
     announced = find_family(config.model_type).left_out
+    silent = (TIED_HEAD, *STALE)
     left_out = [
         key
         for key in source.keys()
-        if announced and key != TIED_HEAD and is_ignored(key, mapping.ignore)
+        if is_ignored(key, mapping.ignore if announced else FURTHER)
+        and not is_ignored(key, silent)
     ]
     if left_out:
         fields = ", ".join(f"{name} = {value}" for name, value in announced.items())
+        export = f"; an export says {fields}" if fields else ""
         warnings.warn(
             f"'{source.name}' holds {len(left_out)} tensors of layers that predict "
             f"further tokens, from '{left_out[0]}' on. They are not modelled and left "
-            f"out; an export says {fields}.",
+            f"out{export}.",
             stacklevel=4,
         )

@@ -19,14 +19,17 @@ def load_hf(
 
     Only what this process's shards need is read, and each byte of it once. On CPU the
     host holds the arrays themselves and a few megabytes a core; for other devices, two
-    tensors of the file. In a job of several processes all of them must call this
-    alike: a byte is read by one of them. Everything is checked against config and
-    headers before the first weight is read.
+    tensors of the file; of GPTQ and AWQ, also two weights as they are stored. In a job
+    of several processes all of them must call this alike: a byte is read by one of
+    them. Everything is checked against config and headers before the first weight is
+    read.
 
     Values are cast to the dtype of `like` between floating dtypes (bfloat16 files
     fill float32 main weights exactly; the other way rounds); any other difference of
     dtype is an error. Tensors or leaves without a counterpart are errors too. Layers
-    that predict further tokens (DeepSeek-V3) are left out, with a warning.
+    that predict further tokens, and other parts than the text part of a multimodal
+    model, are left out, with a warning. Quantized weights are decoded to the dtype of
+    the config first.
 
     Args:
       path: A directory with `config.json` and safetensors files, or one such file.

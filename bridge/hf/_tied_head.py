@@ -10,6 +10,11 @@ _EMBEDDING = "embed_tokens.embedding"
 _ELEMENTS = 1 << 24  # of the two tensors in memory at a time
 
 
+def table_of(mapping: Mapping) -> str:
+    """Returns the name of the embedding's tensor."""
+    return mapping.by_destination()[_EMBEDDING][0].source
+
+
 def check_tied_head(source: Source, mapping: Mapping) -> None:
     """Checks that a stored output projection is the embedding that it is tied to.
 
@@ -22,7 +27,7 @@ def check_tied_head(source: Source, mapping: Mapping) -> None:
     Raises:
       ValueError: If the checkpoint holds both, with other values or shapes.
     """
-    table = mapping.by_destination()[_EMBEDDING][0].source
+    table = table_of(mapping)
     if not {table, TIED_HEAD} <= set(source.keys()):
         return
     if not _equal(source, table, TIED_HEAD):

@@ -71,7 +71,9 @@ def sort_unread(
         if name not in ignore_fields and not _is_inert(family, name, value)
         if (line := _refusal(family, name, value, remote))
     }
+    dropped = {n: fields[n] for n in family.fixed if is_dropout(n) and fields.get(n)}
     left_out = {name: v for name, v in unread.items() if name not in refused}
+    left_out |= dropped
     return left_out, list(refused.values())
 
 
@@ -110,6 +112,11 @@ def not_ignorable(family: Family, ignore_fields: Collection[str]) -> list[str]:
         f"ignore_fields has {name}: {family.model_type} configs are read by this field"
         for name in sorted(read_names(family).intersection(ignore_fields))
     ]
+
+
+def is_dropout(name: str) -> bool:
+    """Returns whether a field is a rate of dropout, which training alone would use."""
+    return name.endswith(("_dropout", "_pdrop"))
 
 
 def remote_code(auto_map: Any) -> list[str]:

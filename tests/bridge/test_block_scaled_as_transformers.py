@@ -20,7 +20,7 @@ from transformers.integrations.finegrained_fp8 import (
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import bridge
-from bridge.formats._block_scaled import decode_block_scaled
+from bridge.formats.quantized._decode import decode_quantized
 from bridge.hf._config import find_family
 from bridge.streaming._load import load
 
@@ -56,7 +56,7 @@ def test_fp8_is_decoded_as_transformers_decodes_it(tmp_path):
     dequantize = Fp8Dequantize(None)._dequantize_one
     expected = dequantize(*as_torch(bits, scales), output_dtype=torch.bfloat16)
     source = opened(tmp_path / "a.safetensors", as_fp8(bits, scales))
-    read = decode_block_scaled(source, CONFIG).read("w.weight")
+    read = decode_quantized(source, CONFIG).read("w.weight")
     np.testing.assert_array_equal(read.view(np.uint16), bits_of(expected))
 
 
@@ -65,7 +65,7 @@ def test_short_last_blocks_are_decoded_as_transformers_trains_on_them(tmp_path, 
     bits, scales = random_fp8(*shape)
     weight = _dequantize_fp8_weight(*as_torch(bits, scales), [*BLOCK], torch.float32)
     source = opened(tmp_path / "a.safetensors", as_fp8(bits, scales))
-    read = decode_block_scaled(source, CONFIG).read("w.weight")
+    read = decode_quantized(source, CONFIG).read("w.weight")
     np.testing.assert_array_equal(read.view(np.uint16), bits_of(weight.bfloat16()))
 
 
@@ -87,7 +87,7 @@ def test_mxfp4_is_decoded_as_transformers_decodes_it(tmp_path):
     blocks, scales = (torch.tensor(array) for array in tensors.values())
     expected = convert_moe_packed_tensors(blocks, scales)
     source = opened(tmp_path / "a.safetensors", tensors)
-    read = decode_block_scaled(source, MXFP4).read("up_proj")
+    read = decode_quantized(source, MXFP4).read("up_proj")
     assert read.shape == tuple(expected.shape) == (3, 64, 300)
     np.testing.assert_array_equal(
         np.ascontiguousarray(read).view(np.uint16), bits_of(expected)
@@ -114,7 +114,7 @@ def test_a_gpt_oss_release_is_what_transformers_loads(tmp_path):
     for key, pieces in mapping.by_source().items():
         tensors |= released(pieces[0].source_shape, key)
     source = opened(tmp_path / "model.safetensors", tensors)
-    source = decode_block_scaled(source, quantization)
+    source = decode_quantized(source, quantization)
     expected = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
     assert set(source.keys()) == set(expected)
     for key, tensor in expected.items():

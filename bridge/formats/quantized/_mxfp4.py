@@ -12,6 +12,7 @@ import numpy as np
 
 from bridge._box import Box, Range, as_index, shape_of
 from bridge.formats._source import Source
+from bridge.formats.quantized._weight import Found, Settings
 
 _BLOCKS, _SCALES = "_blocks", "_scales"
 _BLOCK_BYTES = 16
@@ -26,10 +27,14 @@ class Mxfp4Tensor:
       name: Name of the decoded tensor; the stored names add `_blocks` and `_scales`.
       shape: Shape `(experts, in, out)`, as in a bfloat16 checkpoint. Blocks run along
         `in`, and are stored as `(experts, out, in / 32, 16)`.
+      dtype: Dtype of the decoded weight.
+      scattered: Never: experts lie one after another.
     """
 
     name: str
     shape: tuple[int, ...]
+    dtype: np.dtype = np.dtype(ml_dtypes.bfloat16)
+    scattered: bool = False
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -44,12 +49,12 @@ class Mxfp4Tensor:
           box: Requested region of the weights.
 
         Returns:
-          Decoded region `(experts, in, out)`, bfloat16: a transposed view of memory
+          Decoded region `(experts, in, out)`: a transposed view of memory
           with `in` innermost.
         """
         experts, inputs, outputs = box
         num_experts, num_in, num_out = shape_of(box)
-        decoded = np.empty((num_experts, num_out, num_in), ml_dtypes.bfloat16)
+        decoded = np.empty((num_experts, num_out, num_in), self.dtype)
         if 0 not in decoded.shape:
             groups = Range(inputs.start // _BLOCK_SIZE, -(-inputs.stop // _BLOCK_SIZE))
             first = inputs.start - groups.start * _BLOCK_SIZE
@@ -62,15 +67,18 @@ class Mxfp4Tensor:
         return decoded.transpose(0, 2, 1)
 
 
-def find_mxfp4(source: Source) -> tuple[dict[str, Mxfp4Tensor], dict[str, str]]:
+def find_mxfp4(source: Source, settings: Settings, dtype: np.dtype) -> Found:
     """Finds the mxfp4 weights of a checkpoint; reads headers only.
 
     Args:
       source: Checkpoint; blocks and scales may be in different files.
+      settings: `quantization_config`.
+      dtype: Dtype of the decoded weights.
 
     Returns:
       Weights by decoded name, and error messages by tensor name.
     """
+    del settings
     keys = dict.fromkeys(source.keys())
     names = [
         key.removesuffix(suffix)
@@ -86,8 +94,8 @@ def find_mxfp4(source: Source) -> tuple[dict[str, Mxfp4Tensor], dict[str, str]]:
         else:
             num_experts, num_out, num_blocks, _ = source.shape(name + _BLOCKS)
             shape = num_experts, num_blocks * _BLOCK_SIZE, num_out
-            tensors[name] = Mxfp4Tensor(name, shape)
-    return tensors, wrong
+            tensors[name] = Mxfp4Tensor(name, shape, dtype)
+    return Found(tensors, wrong)
 
 
 def _misfit(parts: list[tuple[tuple[int, ...], np.dtype]]) -> str | None:

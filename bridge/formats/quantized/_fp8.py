@@ -16,6 +16,7 @@ import numpy as np
 from bridge._box import Box, Range, as_index, shape_of
 from bridge.formats._safetensors import DTYPES
 from bridge.formats._source import Source
+from bridge.formats.quantized._weight import Found, Settings
 
 _E4M3 = DTYPES["F8_E4M3"]
 _SCALE_DTYPES = tuple(DTYPES[name] for name in ("F32", "BF16", "F8_E8M0"))
@@ -32,11 +33,15 @@ class Fp8Tensor:
       weight: Name of the E4M3 tensor; the scales' name adds `_scale_inv`.
       shape: Shape `(..., out, in)`.
       block: Block size `(rows, columns)`.
+      dtype: Dtype of the decoded weight.
+      scattered: Never: rows lie one after another.
     """
 
     weight: str
     shape: tuple[int, ...]
     block: tuple[int, int]
+    dtype: np.dtype = np.dtype(ml_dtypes.bfloat16)
+    scattered: bool = False
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -54,9 +59,9 @@ class Fp8Tensor:
           box: Requested region of the weight.
 
         Returns:
-          Decoded region, bfloat16.
+          Decoded region.
         """
-        decoded = np.empty(shape_of(box), ml_dtypes.bfloat16)
+        decoded = np.empty(shape_of(box), self.dtype)
         if 0 in decoded.shape:
             return decoded
         numbers = source.read(self.weight, as_index(box)).view(np.uint8)
@@ -78,23 +83,24 @@ class Fp8Tensor:
         return decoded
 
 
-def find_fp8(source: Source, block: Any) -> tuple[dict[str, Fp8Tensor], dict[str, str]]:
+def find_fp8(source: Source, settings: Settings, dtype: np.dtype) -> Found:
     """Finds the fp8 weights of a checkpoint; reads headers only.
 
     Args:
       source: Checkpoint; a weight and its scales may be in different files.
-      block: Block size `(rows, columns)`: the config's `weight_block_size`.
+      settings: `quantization_config`; its `weight_block_size` is rows and columns.
+      dtype: Dtype of the decoded weights.
 
     Returns:
       Weights by name, and error messages by tensor name.
 
     Raises:
-      ValueError: If `block` is not two positive integers.
+      ValueError: If the block size is not two positive integers.
     """
-    block = _check_block(block)
+    block = _check_block(settings.get("weight_block_size"))
     keys = dict.fromkeys(source.keys())
     tensors = {
-        key: Fp8Tensor(key, source.shape(key), block)
+        key: Fp8Tensor(key, source.shape(key), block, dtype)
         for key in keys
         if source.dtype(key) == _E4M3
     }
@@ -109,7 +115,7 @@ def find_fp8(source: Source, block: Any) -> tuple[dict[str, Fp8Tensor], dict[str
             wrong[key] = f"there is no {scale}"
         elif misfit := _misfit(tensor, source.shape(scale), source.dtype(scale)):
             wrong[scale] = misfit
-    return tensors, wrong
+    return Found(tensors, wrong)
 
 
 def _misfit(tensor: Fp8Tensor, shape: tuple[int, ...], dtype: np.dtype) -> str | None:
@@ -133,7 +139,7 @@ def _check_block(block: Any) -> tuple[int, int]:
     ):
         raise ValueError(
             f"weight_block_size = {block!r} of quantization_config is not the rows and "
-            "columns of a block; fp8 with one scale a tensor is not decoded."
+            "columns of a block."
         )
     return block[0], block[1]
 

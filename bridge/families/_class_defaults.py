@@ -1,0 +1,48 @@
+"""Sizes that transformers' config classes have where a file says none, by `model_type`.
+
+transformers 4 leaves a field out of a `text_config` that has the default of its class.
+A config of its own always says them: there a missing one is refused.
+
+Source: transformers `models/*/configuration_*.py`.
+"""
+
+from collections.abc import Mapping
+
+_NAMES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+)
+
+
+def _sizes(*values: int | None) -> dict[str, int]:
+    named = zip(_NAMES, values, strict=True)
+    return {name: value for name, value in named if value is not None}
+
+
+CLASS_DEFAULTS: Mapping[str, Mapping[str, int]] = {
+    "llama": _sizes(32000, 4096, 11008, 32, 32),
+    "mistral": _sizes(32000, 4096, 14336, 32, 32),
+    "qwen2": _sizes(151936, 4096, 22016, 32, 32),
+    "qwen3": _sizes(151936, 4096, 22016, 32, 32),
+    "gemma2": _sizes(256000, 2304, 9216, 26, 8),
+    "gemma3_text": _sizes(262208, 2304, 9216, 26, 8),
+    "phi3": _sizes(32064, 3072, 8192, 32, 32),
+    "gpt2": {},
+    "olmo2": _sizes(50304, 4096, 11008, 32, 32),
+    "olmo3": _sizes(50304, 4096, 11008, 32, 32),
+    "smollm3": _sizes(128256, 2048, 11008, 36, 16),
+    "granite": _sizes(32000, 4096, 11008, 32, 32),
+    "cohere": _sizes(256000, 8192, 22528, 40, 64),
+    "glm4": _sizes(151552, 4096, 13696, 40, 32),
+    "qwen2_moe": _sizes(151936, 2048, 5632, 24, 16),
+    "olmoe": _sizes(50304, 2048, None, 16, 16),
+    "qwen3_moe": _sizes(151936, 2048, 6144, 24, 32),
+    "mixtral": _sizes(32000, 4096, None, 32, 32),
+    "gpt_oss": _sizes(201088, 2880, None, 36, 64),
+    "deepseek_v2": _sizes(102400, 4096, 11008, 32, 32),
+    "deepseek_v3": _sizes(129280, 7168, 18432, 61, 128),
+}
+"""Sizes by field name, by `model_type`; fields that a family requires."""

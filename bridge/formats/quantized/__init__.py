@@ -1,0 +1,1 @@
+"""Quantized checkpoints, decoded when they are read; one file per format."""
