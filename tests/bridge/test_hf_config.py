@@ -120,7 +120,7 @@ def test_everything_that_is_not_modelled_is_named_in_one_error():
         "attention_dropout": 0.1,
         "quantization_config": {"bits": 4},
         "sliding_window": 128,
-        "rope_scaling": {"rope_type": "dynamic", "factor": 4.0},
+        "rope_scaling": {"rope_type": "proportional", "factor": 4.0},
         "dtype": "float32",
         "torch_dtype": "bfloat16",
     }
@@ -134,7 +134,7 @@ def test_everything_that_is_not_modelled_is_named_in_one_error():
         "attention_dropout = 0.1: only 0.0",
         "quantization_config = {'bits': 4}",
         "sliding_window = 128",
-        "'dynamic' is not modelled",
+        "'proportional' is not modelled",
         "dtype and torch_dtype differ",
     ):
         assert line in str(error.value)
