@@ -1,7 +1,7 @@
 """What MkDocs makes of the repository beside the pages.
 
-A page asks for it with a comment: `<!-- commands -->`, `<!-- imports: PACKAGE -->`,
-`<!-- errors: MODULE ... -->`.
+A page asks for it with a comment: `<!-- commands -->`, `<!-- families -->`,
+`<!-- imports: PACKAGE -->`, `<!-- errors: MODULE ... -->`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from pathlib import Path
 
 import command_help
 import error_messages
+import family_table
 import import_graph
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.plugins import event_priority
@@ -20,7 +21,7 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-MARKER = re.compile(r"<!-- (commands|imports|errors)(?:: (.*?))? -->")
+MARKER = re.compile(r"<!-- (commands|families|imports|errors)(?:: (.*?))? -->")
 # A link from a page to a source file, which the site does not contain.
 SOURCE_LINK = re.compile(r"\[(`\w+`)\]\((?:\.\./)+((?:fsdp_jax|bridge)/[\w/]+\.py)\)")
 
@@ -56,6 +57,8 @@ def _made(found: re.Match[str]) -> str:
     match kind:
         case "commands":
             return command_help.reference()
+        case "families":
+            return family_table.table()
         case "imports":
             return imports(names[0])
         case _:

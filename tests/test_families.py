@@ -29,8 +29,16 @@ ELSEWHERE = {
     *("llama", "qwen3", "gpt2", "deepseek_v2"),
     *("mixtral", "qwen3_moe", "olmoe", "gpt_oss", "deepseek_v3"),
 }
+# Without a trait that no other family has.
+LIKE_OTHERS = {
+    *("gemma", "starcoder2", "phi", "gptj", "opt", "gpt_bigcode", "falcon", "stablelm"),
+    *("cohere2", "exaone4", "glm", "seed_oss", "ernie4_5", "arcee", "nemotron"),
+    *("internlm3", "hunyuan", "hunyuan_moe", "granitemoe", "granitemoeshared"),
+    *("glm4_moe", "glm4_moe_lite", "ernie4_5_moe", "minimax_m2", "dots1", "ministral3"),
+}
+LATER = ELSEWHERE | LIKE_OTHERS
 CASES = [
-    pytest.param(name, marks=(pytest.mark.long,) if name in ELSEWHERE else ())
+    pytest.param(name, marks=(pytest.mark.long,) if name in LATER else ())
     for name in FAMILIES
 ]
 

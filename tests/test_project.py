@@ -12,11 +12,13 @@ from types import ModuleType
 from xml.etree import ElementTree
 
 import error_messages
+import family_table
 import import_graph
 import pytest
 import yaml
 
 import fsdp_jax
+from bridge.families import FAMILIES
 
 ROOT = Path(__file__).parents[1]
 REFERENCE = ROOT / "docs" / "pages" / "reference"
@@ -202,6 +204,18 @@ def test_every_message_has_one_place_on_the_page():
     for module in {message.module for message in messages()}:
         places = [p for p in asked if error_messages.matches(module, p.split())]
         assert len(places) == 1, f"{module} belongs to {places} of errors.md"
+
+
+def test_the_page_of_models_has_a_row_for_every_family():
+    rows = family_table.table().splitlines()[2:]
+    assert len(rows) == len(FAMILIES) > 40
+    for row, name in zip(rows, sorted(FAMILIES), strict=True):
+        _, names, models, architecture, *_ = map(str.strip, row.split("|"))
+        assert (
+            f"`{name}`" in names and f"`{FAMILIES[name].architecture}`" == architecture
+        )
+        assert models
+    assert "`deepseek_v3`, `kimi_k2`" in "\n".join(rows)
 
 
 def test_messages_are_read_as_they_are_written(tmp_path):

@@ -58,6 +58,8 @@ CASES = {
     "gpt2": Case({"dp_outer": 2, "tp": 2}, whole=("embed_tokens", "embed_positions")),
     "olmo2": Case({"tp": 2}, {"vocab_size": 132}),
     "cohere-qk-norm": Case({"tp": 2}, {"vocab_size": 132}),
+    # A head with a bias.
+    "phi": Case({"tp": 2}, {"vocab_size": 132}, loss=fused_next_token_loss),
     "deepseek_v2": Case({"tp": 2}, whole=("q_a_proj", "kv_a_proj_with_mqa")),
 }
 

@@ -3,36 +3,78 @@
 from types import MappingProxyType
 
 from bridge.families import (
+    arcee,
     cohere,
+    cohere2,
     deepseek_v2,
     deepseek_v3,
+    dots1,
+    ernie4_5,
+    ernie4_5_moe,
+    exaone4,
+    falcon,
+    gemma,
     gemma2,
     gemma3,
+    glm,
     glm4,
+    glm4_moe,
+    glm4_moe_lite,
     gpt2,
+    gpt_bigcode,
+    gpt_neox,
     gpt_oss,
+    gptj,
     granite,
+    granitemoe,
+    granitemoeshared,
+    hunyuan_v1_dense,
+    hunyuan_v1_moe,
+    internlm3,
     llama,
+    minimax_m2,
+    ministral3,
     mistral,
     mixtral,
+    nemotron,
+    olmo,
     olmo2,
     olmo3,
     olmoe,
+    opt,
+    phi,
     phi3,
     qwen2,
     qwen2_moe,
     qwen3,
     qwen3_moe,
+    seed_oss,
     smollm3,
+    stablelm,
+    starcoder2,
 )
 from bridge.families._family import Family
 
 _MODULES = (
-    *(llama, mistral, qwen2, qwen3, gemma2, gemma3, phi3, gpt2, olmo2, olmo3),
-    *(smollm3, granite, cohere, glm4, qwen2_moe, olmoe, qwen3_moe, mixtral, gpt_oss),
-    *(deepseek_v2, deepseek_v3),
+    *(llama, mistral, qwen2, qwen3, gemma, gemma2, gemma3, phi, phi3, gpt2, gptj, opt),
+    *(olmo, olmo2, olmo3, smollm3, granite, cohere, cohere2, glm, glm4, exaone4),
+    *(gpt_bigcode, gpt_neox, falcon),
+    *(starcoder2, stablelm, seed_oss, ernie4_5, arcee, nemotron, internlm3),
+    *(hunyuan_v1_dense, qwen2_moe, olmoe, qwen3_moe, mixtral, gpt_oss, granitemoe),
+    *(granitemoeshared, deepseek_v2, deepseek_v3, glm4_moe, ernie4_5_moe, minimax_m2),
+    *(hunyuan_v1_moe, dots1, glm4_moe_lite, ministral3),
 )
 
 FAMILIES = MappingProxyType[str, Family](
     {module.FAMILY.model_type: module.FAMILY for module in _MODULES}
 )
+"""Families by the `model_type` that an export writes."""
+
+NAMES = MappingProxyType[str, str](
+    {
+        name: family.model_type
+        for family in FAMILIES.values()
+        for name in (family.model_type, *family.also_named)
+    }
+)
+"""Key of `FAMILIES` by each `model_type` that a config file may say."""

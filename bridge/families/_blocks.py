@@ -4,16 +4,14 @@ Rows of q and k are in the order in which the family turns them, in the files an
 the model alike, so no rule permutes them.
 """
 
+from collections.abc import Callable, Mapping
+
 from bridge.families._family import KeyMapping, Layers
 from bridge.models import DecoderConfig
 from bridge.rules._rules import Rule
 
 Rules = tuple[Rule, ...]
 
-EMBED = Rule(
-    "model.embed_tokens.weight", "embed_tokens.embedding", "vocab embed -> vocab embed"
-)
-NORM = Rule("model.norm.weight", "norm.scale", "embed -> embed")
 HEAD = Rule("lm_head.weight", "lm_head.kernel", "vocab embed -> embed vocab")
 
 _Q = (
@@ -40,22 +38,39 @@ def linear(
     return rules
 
 
-def attention(config: DecoderConfig) -> Rules:
-    """q, k, v and o apart, with the biases and norms that the config has."""
-    at, rules = "self_attn.", ()
+def attention(
+    config: DecoderConfig,
+    at: str = "self_attn.",
+    out: str = "o_proj",
+    norms: tuple[str, str] | None = ("q_norm", "k_norm"),
+) -> Rules:
+    """q, k, v and o apart, with the biases and norms that the config has.
+
+    Args:
+      config: The model.
+      at: Prefix of their names in the file.
+      out: Name of the projection back.
+      norms: Names of the norms of queries and keys; None to leave them out.
+    """
+    rules = ()
     for name, layout in (("q_proj", _Q), ("k_proj", _KV), ("v_proj", _KV)):
         bias = layout[1] if config.attention_bias else None
-        rules += linear(at + name, at + name, layout[0], bias)
-    return rules + attention_out(config) + head_norms(config)
+        rules += linear(at + name, f"self_attn.{name}", layout[0], bias)
+    of_heads = () if norms is None else head_norms(config, at, norms)
+    return rules + attention_out(config, at + out) + of_heads
 
 
-def attention_out(config: DecoderConfig) -> Rules:
+def attention_out(config: DecoderConfig, name: str = "self_attn.o_proj") -> Rules:
     """The projection back."""
-    name = "self_attn.o_proj"
-    return linear(name, name, _O[0], _O[1] if config.attention_out_bias else None)
+    bias = _O[1] if config.attention_out_bias else None
+    return linear(name, "self_attn.o_proj", _O[0], bias)
 
 
-def head_norms(config: DecoderConfig) -> Rules:
+def head_norms(
+    config: DecoderConfig,
+    at: str = "self_attn.",
+    names: tuple[str, str] = ("q_norm", "k_norm"),
+) -> Rules:
     """The norms of queries and keys, if there are any."""
     if config.qk_norm is None:
         return ()
@@ -68,8 +83,8 @@ def head_norms(config: DecoderConfig) -> Rules:
         "full": (_Q[1], _KV[1]),
     }[config.qk_norm]
     return tuple(
-        Rule(f"self_attn.{name}.weight", f"self_attn.{name}.scale", layout)
-        for name, layout in zip(("q_norm", "k_norm"), layouts, strict=True)
+        Rule(f"{at}{name}.weight", f"self_attn.{ours}.scale", layout)
+        for name, ours, layout in zip(names, ("q_norm", "k_norm"), layouts, strict=True)
     )
 
 
@@ -100,14 +115,25 @@ def latent_attention(config: DecoderConfig) -> Rules:
     )
 
 
+def ungated_mlp(
+    config: DecoderConfig, up: str = "mlp.up_proj", down: str = "mlp.down_proj"
+) -> Rules:
+    """Up and down alone, with biases if the config has them."""
+    inside, back = ("mlp -> mlp", "embed -> embed") if config.mlp_bias else (None, None)
+    return (
+        *linear(up, "mlp.up_proj", "mlp embed -> embed mlp", inside),
+        *linear(down, "mlp.down_proj", "embed mlp -> mlp embed", back),
+    )
+
+
 def mlp(
     config: DecoderConfig, at: str = "mlp.", to: str = "mlp.", width: str = "mlp"
 ) -> Rules:
-    """Gate, up and down apart, with biases if the config has them."""
+    """Gate, if there is one, up and down apart, with the biases that the config has."""
     biased = config.mlp_bias and width == "mlp"
     inside, back = f"{width} -> {width}", "embed -> embed"
     rules = ()
-    for name in ("gate_proj", "up_proj"):
+    for name in ("gate_proj", "up_proj")[not config.gated_mlp :]:
         layout = f"{width} embed -> embed {width}"
         rules += linear(at + name, to + name, layout, inside if biased else None)
     layout = f"embed {width} -> {width} embed"
@@ -175,25 +201,51 @@ def norm(source: str, destination: str, dim: str = "embed") -> Rule:
     return Rule(f"{source}.weight", f"{destination}.scale", f"{dim} -> {dim}")
 
 
-def norms(names: dict[str, str]) -> Rules:
+def norms(names: Mapping[str, str], *, bias: bool = False) -> Rules:
     """The norms of a layer, by their names in the file."""
-    return tuple(norm(source, destination) for source, destination in names.items())
+    rules = [norm(source, destination) for source, destination in names.items()]
+    if bias:
+        rules += [
+            Rule(f"{source}.bias", f"{destination}.bias", "embed -> embed")
+            for source, destination in names.items()
+        ]
+    return tuple(rules)
 
 
-def outer(config: DecoderConfig) -> Rules:
-    """Embedding, last norm, and the head if it is not the embedding."""
-    return (EMBED, NORM) + (() if config.tie_word_embeddings else (HEAD,))
+def outside(
+    embed: str = "model.embed_tokens", norm: str = "model.norm", head: str = "lm_head"
+) -> Callable[[DecoderConfig], Rules]:
+    """Returns the rules of what belongs to no layer.
+
+    Args:
+      embed: Name of the embedding.
+      norm: Name of the norm behind the last layer.
+      head: Name of the output projection, which a tied model has not.
+    """
+
+    def rules(config: DecoderConfig) -> Rules:
+        table = "vocab embed -> vocab embed"
+        found = (Rule(f"{embed}.weight", "embed_tokens.embedding", table),)
+        if config.norm_scale:
+            found += norms({norm: "norm"}, bias=config.norm_bias)
+        if config.tie_word_embeddings:
+            return found
+        bias = "vocab -> vocab" if config.head_bias else None
+        return found + linear(head, "lm_head", "vocab embed -> embed vocab", bias)
+
+    return rules
 
 
 def dense_layer(config: DecoderConfig, sparse: bool) -> Rules:
-    """A layer of Llama's names."""
+    """A layer of Llama's names, with the norms and biases that the config has."""
     del sparse
-    return attention(config) + mlp(config) + norms(PRE_NORMS)
+    own = norms(PRE_NORMS, bias=config.norm_bias) if config.norm_scale else ()
+    return attention(config) + mlp(config) + own
 
 
 def key_mapping(layer, at: str = "model.layers.{layer}.") -> KeyMapping:
     """The names of most files: Llama's outside of layers, and `layer`'s in them."""
-    return KeyMapping(outer, Layers(at, layer))
+    return KeyMapping(outside(), Layers(at, layer))
 
 
 def ignore_tied_head(config: DecoderConfig) -> tuple[str, ...]:

@@ -1,10 +1,11 @@
-"""What DeepSeek V2 and V3 have in common: latent attention, shared experts."""
+"""What DeepSeek V2, V3 and others have in common: experts and latent attention."""
 
-from bridge.families._blocks import Rules, mlp
+from bridge.families._blocks import Rules, ignore_tied_head, mlp
 from bridge.families._codec import Codec
 from bridge.families._family import Field
 from bridge.families._fields import SIZES, tokens
 from bridge.models import DecoderConfig
+from bridge.rules._rules import Rule
 
 FIELDS = {
     **{name: field for name, field in SIZES.items() if name != "head_dim"},
@@ -31,7 +32,7 @@ CARRIED = {
 }
 
 
-def shared_experts(default: int) -> Codec:
+def shared_experts(default: int | None) -> Codec:
     """Reads how many experts all tokens share; they are one MLP, so many times wider.
 
     Args:
@@ -56,6 +57,38 @@ def shared_experts(default: int) -> Codec:
 def shared(config: DecoderConfig) -> Rules:
     """Rules of the shared experts."""
     return mlp(config, "mlp.shared_experts.", "mlp.shared_expert.", "shared_mlp")
+
+
+SIGMOID_ROUTER = {
+    "moe.scoring": "sigmoid",
+    "moe.group_scoring": "top2_sum",
+    "moe.correction_bias": True,
+    "moe.float32_logits": True,
+}
+"""Traits of V3's router, which other families have too."""
+
+CORRECTION_BIAS = Rule(
+    "mlp.gate.e_score_correction_bias",
+    "mlp.router.correction_bias",
+    "experts -> experts",
+)
+
+
+def corrected_and_shared(config: DecoderConfig) -> Rules:
+    """Rules of the shared experts and of V3's correction bias."""
+    return (CORRECTION_BIAS, *shared(config))
+
+
+FURTHER = "num_nextn_predict_layers"
+"""The field that counts layers that predict further tokens, behind the last."""
+
+
+def ignore_further(config: DecoderConfig) -> tuple[str, ...]:
+    """The tensors of those layers, and of a tied head."""
+    further = dict(config.carried)[FURTHER] or 0
+    last = config.num_hidden_layers
+    layers = tuple(f"model.layers.{last + i}.**" for i in range(further))
+    return layers + ignore_tied_head(config)
 
 
 # transformers derives these from the others; a file that says otherwise is refused.

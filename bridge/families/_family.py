@@ -103,6 +103,9 @@ class Family:
     Args:
       model_type: The `model_type` of its config files.
       architecture: The class of transformers that its checkpoints are of.
+      also_architectures: Other classes that its config files name.
+      also_named: Other values of `model_type` whose files are of this family in
+        everything else; an export says `model_type`.
       fields: Fields of the config file that are fields of ours.
       key_mappings: How its checkpoints name their tensors; the first is what is
         written.
@@ -131,6 +134,8 @@ class Family:
     left_out: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     inert: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     ignore: Callable[[DecoderConfig], tuple[str, ...]] = lambda _: ()
+    also_architectures: tuple[str, ...] = ()
+    also_named: tuple[str, ...] = ()
 
     def mapping(self, config: DecoderConfig) -> WeightMapping:
         """Returns the rules that hold for a config, with its sizes."""
@@ -170,11 +175,14 @@ def sizes_of(config: DecoderConfig) -> dict[str, int | range]:
         "one": 1,
         "two": 2,
         "vocab": config.vocab_size,
-        "positions": config.max_position_embeddings,
+        "positions": config.max_position_embeddings + config.position_offset,
         "embed": config.hidden_size,
         "mlp": config.intermediate_size,
         "heads": config.num_attention_heads,
+        "head": config.num_attention_heads,
+        "kv_head": config.num_key_value_heads,
         "kv_heads": config.num_key_value_heads,
+        "queries_of_key": config.num_attention_heads // config.num_key_value_heads,
         "head_dim": config.head_dim,
         "v_head_dim": config.v_head_dim,
     }

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from bridge.families._codec import Codec
 from bridge.families._family import Field
 
 SIZES: Mapping[str, Field] = {
@@ -35,6 +36,16 @@ def attention_bias(default: bool = False, *, out: bool = True) -> dict[str, Fiel
     """Returns the field that gives q, k, v and, unless told otherwise, o biases."""
     both = ("attention_bias", "attention_out_bias")
     return {"attention_bias": Field(default, both if out else None)}
+
+
+def qk_norm_switch(field: str, kind: str) -> Codec:
+    """Reads the field that says whether queries and keys are normed, as `kind`."""
+    return Codec(
+        (field,),
+        lambda fields: {"qk_norm": kind if fields[field] else None},
+        lambda config: {field: config.qk_norm is not None},
+        {field: False},
+    )
 
 
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")

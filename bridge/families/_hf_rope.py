@@ -18,8 +18,11 @@ from bridge.models._rope_config import NEEDED, OPTIONAL, STRETCHING
 
 Fields = Mapping[str, Any]
 _SPELLINGS = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
+_BESIDE = ("rope_theta", "partial_rotary_factor")
 _ORIGINAL_LENGTH = "original_max_position_embeddings"
 _LAYER_TYPES = ("full_attention", "sliding_attention")
+TYPES = tuple(kind for kind in NEEDED if kind != "ntk_alpha")
+"""Types of rope that transformers computes for every family of one rope."""
 # Names of types that became others, and a key that became `rope_type`.
 _ALIASES = {"su": "longrope"}
 
@@ -28,9 +31,10 @@ def rope(
     theta: float = 10000.0,
     *,
     partial: float | None = None,
-    types: tuple[str, ...] = tuple(NEEDED),
+    types: tuple[str, ...] = TYPES,
     interleaved: bool = False,
     interleave_field: str | None = None,
+    names: tuple[str, str] = _BESIDE,
     original_length: int | None = None,
     absent: Fields | None = None,
 ) -> Codec:
@@ -43,11 +47,13 @@ def rope(
       types: The types of rope that the family has.
       interleaved: Whether the family's pairs are neighbours.
       interleave_field: The field of the file that says so instead.
+      names: Names of base and factor beside the rope, where transformers reads others
+        than `rope_theta` and `partial_rotary_factor`; those are refused then.
       original_length: What a family takes for `original_max_position_embeddings` if
         it keeps that beside the rope and not in it; None if it does not.
       absent: The rope of a file that says nothing of one; None means unscaled.
     """
-    said = {**dict.fromkeys(_SPELLINGS), "partial_rotary_factor": partial}
+    said = {**dict.fromkeys((*_SPELLINGS, *names)), names[1]: partial}
     if interleave_field is not None:
         said[interleave_field] = interleaved
     if original_length is not None:
@@ -58,16 +64,20 @@ def rope(
         if original_length is not None:
             defaults[_ORIGINAL_LENGTH] = fields[_ORIGINAL_LENGTH]
         pairs = fields[interleave_field] if interleave_field else interleaved
-        value = read_rope(fields, defaults, absent or {})
+        beside = {ours: fields[name] for ours, name in zip(_BESIDE, names, strict=True)}
+        value = read_rope({**fields, **beside}, defaults, absent or {})
+        _check_beside(fields, value, names)
         if partial is None:
             _check_whole(value)
-        if value.rope_type not in types:
-            raise ValueError(f"rope_type {value.rope_type!r}: this family has {types}")
+        _check_type(value, types)
         return {"rope": dataclasses.replace(value, interleaved=pairs)}
 
     def write(config: DecoderConfig) -> dict[str, Any]:
         assert config.rope is not None
         written = write_rope(config.rope, partial)
+        for ours, name in zip(_BESIDE, names, strict=True):
+            if ours in written:
+                written[name] = written.pop(ours)
         if interleave_field is not None:
             written[interleave_field] = config.rope.interleaved
         if original_length is not None:
@@ -75,6 +85,29 @@ def rope(
             written[_ORIGINAL_LENGTH] = length or original_length
         return written
 
+    return Codec(tuple(said), read, write, said)
+
+
+def rope_of_dims(theta: float) -> Codec:
+    """Reads and writes one rope, of which `rotary_dim` may say how many dims turn.
+
+    A factor wins over it, as in transformers.
+
+    Args:
+      theta: As for `rope`.
+    """
+    base, name = rope(theta, partial=1.0), "rotary_dim"
+
+    def read(fields: Fields) -> dict[str, Any]:
+        factor = fields["partial_rotary_factor"]
+        if factor is None and fields[name] is not None:
+            factor = fields[name] / fields["head_dim"]
+        return base.read({**fields, "partial_rotary_factor": factor})
+
+    def write(config: DecoderConfig) -> dict[str, Any]:
+        return {**base.write(config), name: config.rope_dim}
+
+    said = {**base.defaults, name: None, "partial_rotary_factor": None}
     return Codec(tuple(said), read, write, said)
 
 
@@ -119,6 +152,7 @@ def rope_by_layer_type(
             ),
         }
         for rope in ropes.values():
+            _check_type(rope, TYPES)
             _check_whole(rope, fields["partial_rotary_factor"])
             if rope.truncate is False:
                 raise ValueError(
@@ -205,6 +239,23 @@ def _check_type_key(scaling: Any) -> None:
         )
 
 
+def _check_beside(fields: Fields, rope: RopeConfig, names: tuple[str, str]) -> None:
+    """Refuses other numbers where transformers, of this family, does not read them."""
+    wrong = [
+        f"{ours} = {fields[ours]!r}: transformers reads {name} of this family, and "
+        f"{getattr(rope, ours)} here"
+        for ours, name in zip(_BESIDE, names, strict=True)
+        if fields.get(ours) not in (None, getattr(rope, ours)) and ours != name
+    ]
+    if wrong:
+        raise ValueError("\n".join(wrong))
+
+
+def _check_type(rope: RopeConfig, types: tuple[str, ...]) -> None:
+    if rope.rope_type not in types:
+        raise ValueError(f"rope_type {rope.rope_type!r}: this family has {types}")
+
+
 def _check_whole(rope: RopeConfig, beside: float | None = None) -> None:
     """Refuses a factor that transformers leaves unread in families of whole heads."""
     for factor in (rope.partial_rotary_factor, beside):
@@ -251,6 +302,9 @@ def _add_lengths(
     """Fills in the length at pre-training and the factor, where they are derived."""
     key, longest = "original_max_position_embeddings", "max_position_embeddings"
     if key not in NEEDED[kind]:
+        return
+    if kind == "dynamic":  # which transformers measures by the longest text alone
+        values[key] = fields.get(longest)
         return
     beside = defaults.get(key)
     if beside is not None and values.get(key, beside) != beside:

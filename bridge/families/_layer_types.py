@@ -38,6 +38,40 @@ def layer_types(every: int, pattern_field: str | None = None) -> Codec:
     return Codec(tuple(defaults), read, write, defaults)
 
 
+def turned_where_sliding(every: int) -> Codec:
+    """Reads the type of each layer, where full layers do not turn their heads.
+
+    Args:
+      every: Every so many layers are full, others slide, where the file says neither
+        `layer_types` nor `sliding_window_pattern`.
+    """
+    defaults = {"sliding_window": 4096, "layer_types": None}
+    types = layer_types(every, _PATTERN)
+
+    def read(fields: Fields) -> dict[str, Any]:
+        window = fields["sliding_window"]
+        if window is None and fields["layer_types"] is None:
+            raise ValueError("sliding_window = None needs layer_types")
+        given = types.read(fields)["layer_types"]
+        full = tuple(i for i, kind in enumerate(given) if kind == FULL)
+        return {
+            "sliding_window": window,
+            "layer_types": given,
+            "no_rope_layers": () if window is None else full,
+        }
+
+    def write(config: DecoderConfig) -> dict[str, Any]:
+        return {
+            "sliding_window": config.sliding_window,
+            "layer_types": config.layer_types,
+        }
+
+    return Codec((*defaults, _PATTERN), read, write, {**defaults, **types.defaults})
+
+
+_PATTERN = "sliding_window_pattern"
+
+
 def window_of_all(default: int | None = None) -> Codec:
     """Reads a window that all layers have."""
     name = "sliding_window"
@@ -87,6 +121,32 @@ def switched_window(
             all_full = (FULL,) * config.num_hidden_layers
             written["layer_types"] = config.layer_types or all_full
         return written
+
+    return Codec(tuple(defaults), read, write, defaults)
+
+
+def window_from(name: str, default: int) -> Codec:
+    """Reads a window that layers have from the one on that a field counts.
+
+    Args:
+      name: The field, where the file has no `layer_types`.
+      default: What transformers takes for it where the file does not say.
+    """
+    defaults = {"sliding_window": 4096, "layer_types": None, name: default}
+
+    def read(fields: Fields) -> dict[str, Any]:
+        window, given = fields["sliding_window"], fields["layer_types"]
+        layers = range(fields["num_hidden_layers"])
+        if given is None:
+            slides = [window is not None and i >= fields[name] for i in layers]
+            given = [SLIDING if slide else FULL for slide in slides]
+        return {"sliding_window": window, "layer_types": tuple(given)}
+
+    def write(config: DecoderConfig) -> dict[str, Any]:
+        return {
+            "sliding_window": config.sliding_window,
+            "layer_types": config.layer_types,
+        }
 
     return Codec(tuple(defaults), read, write, defaults)
 
@@ -150,6 +210,31 @@ def first_dense(default: int) -> Codec:
         return {name: len(config.dense_layers)}
 
     return Codec((name,), read, write, {name: default})
+
+
+def _dense_by_type() -> Codec:
+    name, dense, sparse = "mlp_layer_types", "dense", "sparse"
+
+    def read(fields: Fields) -> dict[str, Any]:
+        count, given = fields["num_hidden_layers"], fields[name]
+        if given is None:
+            return {"dense_layers": (0,)}
+        if len(given) != count or set(given) - {dense, sparse}:
+            raise ValueError(
+                f"{name} = {given!r}: {dense!r} or {sparse!r} for each of the {count} "
+                "layers"
+            )
+        return {"dense_layers": tuple(i for i, k in enumerate(given) if k == dense)}
+
+    def write(config: DecoderConfig) -> dict[str, Any]:
+        layers = range(config.num_hidden_layers)
+        return {name: [dense if i in config.dense_layers else sparse for i in layers]}
+
+    return Codec((name,), read, write, {name: None})
+
+
+DENSE_BY_TYPE = _dense_by_type()
+"""Each layer is said to be dense or sparse; by default the first alone is dense."""
 
 
 def _dense_by_step() -> Codec:

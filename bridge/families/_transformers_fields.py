@@ -43,21 +43,32 @@ COMMON = frozenset(
 ROPE_KEYS = frozenset(
     """
     PreTrainedConfig _ _max_seq_len_cached _original_inv_freq _rope_parameters
-    _rope_type_labels _validate_ attention_factor beta_fast beta_slow default dynamic
-    factor full_attention head_dim high_freq_factor image inv_freq layer_type
-    layer_types linear llama3 long_factor long_inv_freq longrope low_freq_factor
-    max_seq_len_cached mscale mscale_all_dim next_sequence_length or_mask_function
-    original_inv_freq original_max_position_embeddings partial_rotary_factor
-    proportional rope_parameters rope_scaling rope_theta rope_type short_factor
-    sliding_attention token_type_ids truncate type yarn
+    _rope_type_labels _validate_ alpha attention_factor beta_fast beta_slow default
+    dynamic factor full_attention head_dim high_freq_factor image inv_freq layer_type
+    layer_types linear llama3 llama_4_scaling_beta long_factor long_inv_freq longrope
+    low_freq_factor max_seq_len_cached mscale mscale_all_dim next_sequence_length
+    or_mask_function original_inv_freq original_max_position_embeddings
+    partial_rotary_factor proportional rope_parameters rope_scaling rope_theta rope_type
+    short_factor sliding_attention token_type_ids truncate type yarn
     """.split()
 )
 
 BY_MODEL_TYPE = {
+    "arcee": frozenset(
+        """
+        attention_bias hidden_act intermediate_size mlp_bias use_cache
+        """.split()
+    ),
     "cohere": frozenset(
         """
         attention_bias hidden_act intermediate_size layer_norm_eps logit_scale use_cache
         use_qk_norm
+        """.split()
+    ),
+    "cohere2": frozenset(
+        """
+        attention_bias hidden_act intermediate_size layer_norm_eps logit_scale
+        sliding_window_pattern use_cache
         """.split()
     ),
     "deepseek_v2": frozenset(
@@ -78,6 +89,45 @@ BY_MODEL_TYPE = {
         routed_scaling_factor topk_group use_cache v_head_dim
         """.split()
     ),
+    "dots1": frozenset(
+        """
+        attention_bias hidden_act intermediate_size max_window_layers
+        moe_intermediate_size n_group n_routed_experts n_shared_experts norm_topk_prob
+        num_experts_per_tok num_local_experts output_router_logits routed_scaling_factor
+        sliding_attention topk_group use_cache
+        """.split()
+    ),
+    "ernie4_5": frozenset(
+        """
+        hidden_act intermediate_size use_bias use_cache
+        """.split()
+    ),
+    "ernie4_5_moe": frozenset(
+        """
+        hidden_act intermediate_size moe_intermediate_size moe_k moe_layer_end_index
+        moe_layer_interval moe_layer_start_index moe_norm_min moe_num_experts
+        moe_num_shared_experts num_experts num_experts_per_tok output_router_logits
+        router_aux_loss_coef use_bias use_cache
+        """.split()
+    ),
+    "exaone4": frozenset(
+        """
+        hidden_act intermediate_size sliding_attention sliding_window_pattern use_cache
+        """.split()
+    ),
+    "falcon": frozenset(
+        """
+        activation alibi bias ffn_hidden_size layer_norm_epsilon multi_query n_embed
+        new_decoder_architecture num_kv_heads num_ln_in_parallel_attn parallel_attn
+        use_bettertransformer use_cache
+        """.split()
+    ),
+    "gemma": frozenset(
+        """
+        RMSNorm attention_bias hidden_act intermediate_size use_bidirectional_attention
+        use_cache
+        """.split()
+    ),
     "gemma2": frozenset(
         """
         RMSNorm attention_bias attn_logit_softcapping final_logit_softcapping
@@ -95,9 +145,31 @@ BY_MODEL_TYPE = {
         vision_config
         """.split()
     ),
+    "glm": frozenset(
+        """
+        attention_bias hidden_act intermediate_size use_cache
+        """.split()
+    ),
     "glm4": frozenset(
         """
         attention_bias hidden_act intermediate_size use_cache
+        """.split()
+    ),
+    "glm4_moe": frozenset(
+        """
+        attention_bias hidden_act intermediate_size moe_intermediate_size n_group
+        n_routed_experts n_shared_experts norm_topk_prob num_experts_per_tok
+        num_local_experts num_nextn_predict_layers output_router_logits
+        routed_scaling_factor topk_group use_cache use_qk_norm
+        """.split()
+    ),
+    "glm4_moe_lite": frozenset(
+        """
+        attention_bias hidden_act intermediate_size kv_lora_rank moe_intermediate_size
+        n_group n_routed_experts n_shared_experts norm_topk_prob num_experts_per_tok
+        num_local_experts output_router_logits pretraining_tp q_lora_rank qk_head_dim
+        qk_nope_head_dim qk_rope_head_dim rope_interleave routed_scaling_factor
+        topk_group use_cache v_head_dim
         """.split()
     ),
     "gpt2": frozenset(
@@ -109,11 +181,31 @@ BY_MODEL_TYPE = {
         summary_proj_to_labels summary_type summary_use_proj use_cache
         """.split()
     ),
+    "gpt_bigcode": frozenset(
+        """
+        activation_function add_cross_attention attention_softmax_in_fp32 attn_pdrop
+        crossattention embd_pdrop layer_norm_epsilon multi_query n_embd n_head n_inner
+        n_layer n_positions q_attn resid_pdrop scale_attention_softmax_in_fp32
+        scale_attn_weights use_cache
+        """.split()
+    ),
+    "gpt_neox": frozenset(
+        """
+        attention_bias hidden_act intermediate_size is_decoder layer_norm_eps
+        rotary_emb_base rotary_pct use_cache use_parallel_residual
+        """.split()
+    ),
     "gpt_oss": frozenset(
         """
         attention_bias hidden_act intermediate_size num_experts num_experts_per_tok
         num_local_experts output_router_logits router_aux_loss_coef swiglu_alpha
         swiglu_limit use_cache
+        """.split()
+    ),
+    "gptj": frozenset(
+        """
+        activation_function attn_pdrop embd_pdrop layer_norm_epsilon n_embd n_head
+        n_inner n_layer n_positions resid_pdrop rotary_dim use_cache
         """.split()
     ),
     "granite": frozenset(
@@ -122,9 +214,54 @@ BY_MODEL_TYPE = {
         intermediate_size logits_scaling mlp_bias residual_multiplier use_cache
         """.split()
     ),
+    "granitemoe": frozenset(
+        """
+        attention_bias attention_multiplier embedding_multiplier hidden_act
+        intermediate_size logits_scaling num_experts_per_tok num_local_experts
+        output_router_logits residual_multiplier router_aux_loss_coef use_cache
+        """.split()
+    ),
+    "granitemoeshared": frozenset(
+        """
+        attention_bias attention_multiplier embedding_multiplier hidden_act
+        intermediate_size logits_scaling num_experts_per_tok num_local_experts
+        output_router_logits residual_multiplier router_aux_loss_coef
+        shared_intermediate_size use_cache
+        """.split()
+    ),
+    "hunyuan_v1_dense": frozenset(
+        """
+        alpha attention_bias eod_token_id hidden_act intermediate_size pretraining_tp
+        use_cache
+        """.split()
+    ),
+    "hunyuan_v1_moe": frozenset(
+        """
+        alpha attention_bias eod_token_id hidden_act intermediate_size moe_topk
+        num_experts num_experts_per_tok num_local_experts output_router_logits
+        pretraining_tp use_cache
+        """.split()
+    ),
+    "internlm3": frozenset(
+        """
+        attention_bias bias hidden_act intermediate_size mlp_bias qkv_bias use_cache
+        """.split()
+    ),
     "llama": frozenset(
         """
         attention_bias hidden_act intermediate_size mlp_bias pretraining_tp use_cache
+        """.split()
+    ),
+    "minimax_m2": frozenset(
+        """
+        hidden_act intermediate_size num_experts num_experts_per_tok num_local_experts
+        output_router_logits rotary_dim router_aux_loss_coef router_jitter_noise
+        use_cache
+        """.split()
+    ),
+    "ministral3": frozenset(
+        """
+        hidden_act intermediate_size llama_4_scaling_beta use_cache
         """.split()
     ),
     "mistral": frozenset(
@@ -136,6 +273,16 @@ BY_MODEL_TYPE = {
         """
         hidden_act intermediate_size num_experts num_experts_per_tok num_local_experts
         output_router_logits router_aux_loss_coef router_jitter_noise use_cache
+        """.split()
+    ),
+    "nemotron": frozenset(
+        """
+        attention_bias hidden_act intermediate_size mlp_bias norm_eps use_cache
+        """.split()
+    ),
+    "olmo": frozenset(
+        """
+        attention_bias clip_qkv hidden_act intermediate_size use_cache
         """.split()
     ),
     "olmo2": frozenset(
@@ -153,6 +300,19 @@ BY_MODEL_TYPE = {
         """
         attention_bias clip_qkv hidden_act intermediate_size norm_topk_prob num_experts
         num_experts_per_tok num_local_experts output_router_logits router_aux_loss_coef
+        use_cache
+        """.split()
+    ),
+    "opt": frozenset(
+        """
+        _remove_final_layer_norm activation_function do_layer_norm_before dropout
+        enable_bias ffn_dim layer_norm_elementwise_affine layerdrop use_cache
+        word_embed_proj_dim
+        """.split()
+    ),
+    "phi": frozenset(
+        """
+        embd_pdrop hidden_act intermediate_size layer_norm_eps qk_layernorm resid_pdrop
         use_cache
         """.split()
     ),
@@ -189,10 +349,28 @@ BY_MODEL_TYPE = {
         use_sliding_window
         """.split()
     ),
+    "seed_oss": frozenset(
+        """
+        attention_bias attention_out_bias hidden_act intermediate_size mlp_bias
+        pretraining_tp residual_dropout use_cache
+        """.split()
+    ),
     "smollm3": frozenset(
         """
         attention_bias hidden_act intermediate_size mlp_bias no_rope_layer_interval
         no_rope_layers sliding_attention use_cache use_sliding_window
+        """.split()
+    ),
+    "stablelm": frozenset(
+        """
+        hidden_act intermediate_size layer_norm_eps qk_layernorm use_cache
+        use_parallel_residual use_qkv_bias
+        """.split()
+    ),
+    "starcoder2": frozenset(
+        """
+        embedding_dropout hidden_act intermediate_size norm_epsilon residual_dropout
+        use_bias use_cache
         """.split()
     ),
 }

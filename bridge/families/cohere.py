@@ -11,25 +11,18 @@ from bridge.families._blocks import (
     mlp,
     norms,
 )
-from bridge.families._codec import Codec
 from bridge.families._family import Family, Field
-from bridge.families._fields import SIZES, attention_bias, tokens
+from bridge.families._fields import SIZES, attention_bias, qk_norm_switch, tokens
 from bridge.families._hf_rope import rope
 from bridge.models import DecoderConfig
 
 
-def _layer(config: DecoderConfig, sparse: bool) -> Rules:
+def layer(config: DecoderConfig, sparse: bool) -> Rules:
+    """A layer with its one norm."""
     del sparse
     own = norms({"input_layernorm": "input_layernorm"})
     return attention(config) + mlp(config) + own
 
-
-_QK_NORM = Codec(
-    ("use_qk_norm",),
-    lambda fields: {"qk_norm": "per_head" if fields["use_qk_norm"] else None},
-    lambda config: {"use_qk_norm": config.qk_norm is not None},
-    {"use_qk_norm": False},
-)
 
 FAMILY = Family(
     model_type="cohere",
@@ -43,9 +36,12 @@ FAMILY = Family(
         "layer_norm_eps": Field(1e-5, "norm_eps"),
         "logit_scale": Field(0.0625),
     },
-    codecs=(rope(500000.0, interleaved=True), _QK_NORM),
+    codecs=(
+        rope(500000.0, interleaved=True),
+        qk_norm_switch("use_qk_norm", "per_head"),
+    ),
     traits={"norm": "layer", "norm_placement": "parallel"},
     fixed={"hidden_act": "silu", "attention_dropout": 0.0},
-    key_mappings=(key_mapping(_layer),),
+    key_mappings=(key_mapping(layer),),
     ignore=ignore_tied_head,
 )

@@ -8,39 +8,17 @@ Source: transformers `configuration_deepseek_v3.py`, `modeling_deepseek_v3.py`.
 """
 
 from bridge.families import _deepseek
-from bridge.families._blocks import Rules, ignore_tied_head, latent_attention
+from bridge.families._blocks import latent_attention
 from bridge.families._family import Family, Field
 from bridge.families._fields import moe, tokens
 from bridge.families._hf_rope import rope
 from bridge.families._layer_types import first_dense
 from bridge.families._sparse import key_mappings
-from bridge.models import DecoderConfig
-from bridge.rules._rules import Rule
-
-_BIAS = Rule(
-    "mlp.gate.e_score_correction_bias",
-    "mlp.router.correction_bias",
-    "experts -> experts",
-)
-
-
-def _beside(config: DecoderConfig) -> Rules:
-    return (_BIAS, *_deepseek.shared(config))
-
-
-_FURTHER = "num_nextn_predict_layers"
-
-
-def _ignore(config: DecoderConfig) -> tuple[str, ...]:
-    further = dict(config.carried)[_FURTHER] or 0
-    last = config.num_hidden_layers
-    layers = tuple(f"model.layers.{last + i}.**" for i in range(further))
-    return layers + ignore_tied_head(config)
-
 
 FAMILY = Family(
     model_type="deepseek_v3",
     architecture="DeepseekV3ForCausalLM",
+    also_named=("kimi_k2",),
     fields={
         **_deepseek.FIELDS,
         **tokens(0, 1),
@@ -62,16 +40,11 @@ FAMILY = Family(
         _deepseek.shared_experts(1),
         _deepseek.DERIVED_SIZES,
     ),
-    traits={
-        "moe.scoring": "sigmoid",
-        "moe.group_scoring": "top2_sum",
-        "moe.correction_bias": True,
-        "moe.float32_logits": True,
-    },
+    traits=_deepseek.SIGMOID_ROUTER,
     fixed={**_deepseek.FIXED, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
-    carried={**_deepseek.CARRIED, _FURTHER: 1},
-    aliases={"num_mtp_layers": _FURTHER},
-    left_out={_FURTHER: 0},
-    key_mappings=key_mappings(latent_attention, _beside),
-    ignore=_ignore,
+    carried={**_deepseek.CARRIED, _deepseek.FURTHER: 1},
+    aliases={"num_mtp_layers": _deepseek.FURTHER},
+    left_out={_deepseek.FURTHER: 0},
+    key_mappings=key_mappings(latent_attention, _deepseek.corrected_and_shared),
+    ignore=_deepseek.ignore_further,
 )

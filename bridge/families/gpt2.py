@@ -7,8 +7,8 @@ Source: transformers `configuration_gpt2.py`, `modeling_gpt2.py`, `pytorch_utils
 ::Conv1D`.
 """
 
+from bridge.families import _gpt
 from bridge.families._blocks import HEAD, Rules
-from bridge.families._codec import Codec
 from bridge.families._family import Family, Field, KeyMapping, Layers
 from bridge.families._fields import tokens
 from bridge.models import DecoderConfig
@@ -77,34 +77,15 @@ def _ignore(config: DecoderConfig) -> tuple[str, ...]:
     return masks + (("lm_head.weight",) if config.tie_word_embeddings else ())
 
 
-def _inner() -> Codec:
-    def read(fields):
-        inner = fields["n_inner"]
-        return {"intermediate_size": 4 * fields["n_embd"] if inner is None else inner}
-
-    def write(config: DecoderConfig):
-        derived = config.intermediate_size == 4 * config.hidden_size
-        return {"n_inner": None if derived else config.intermediate_size}
-
-    return Codec(("n_inner",), read, write, {"n_inner": None})
-
-
 FAMILY = Family(
     model_type="gpt2",
     architecture="GPT2LMHeadModel",
     fields={
         **tokens(50256, 50256),
         "vocab_size": Field(50257),
-        "n_positions": Field(1024, "max_position_embeddings"),
-        "n_embd": Field(768, "hidden_size"),
-        "n_layer": Field(12, "num_hidden_layers"),
-        "n_head": Field(12, "num_attention_heads"),
-        "activation_function": Field("gelu_new", "hidden_act"),
-        "layer_norm_epsilon": Field(1e-5, "norm_eps"),
-        "initializer_range": Field(0.02),
-        "tie_word_embeddings": Field(True),
+        **_gpt.SIZES,
     },
-    codecs=(_inner(),),
+    codecs=(_gpt.INNER,),
     traits={
         "rope": None,
         "norm": "layer",
@@ -119,11 +100,9 @@ FAMILY = Family(
         "scale_attn_by_inverse_layer_idx": False,
         "add_cross_attention": False,
     },
-    # Dropout is no part of the decoder; of the rest, logits know nothing.
+    # Logits know nothing of these.
     carried={
-        "resid_pdrop": 0.1,
-        "embd_pdrop": 0.1,
-        "attn_pdrop": 0.1,
+        **_gpt.DROPOUT,
         "reorder_and_upcast_attn": False,
         "summary_type": "cls_index",
         "summary_use_proj": True,

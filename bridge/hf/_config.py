@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from bridge._local_path import check_local
-from bridge.families import FAMILIES
+from bridge.families import FAMILIES, NAMES
 from bridge.families._codec import Codec
 from bridge.families._family import REQUIRED, Family
 from bridge.formats._json import read_json
@@ -152,12 +152,12 @@ def find_family(model_type: Any) -> Family:
     Raises:
       ValueError: If there is none; the supported ones are listed.
     """
-    if not isinstance(model_type, str) or model_type not in FAMILIES:
+    if not isinstance(model_type, str) or (name := NAMES.get(model_type)) is None:
         raise ValueError(
             f"model_type {model_type!r} is not supported; the supported ones are "
-            f"{', '.join(sorted(FAMILIES))}."
+            f"{', '.join(sorted(NAMES))}."
         )
-    return FAMILIES[model_type]
+    return FAMILIES[name]
 
 
 def read_config_file(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -208,9 +208,8 @@ def _family_of(fields: Mapping[str, Any]) -> Family:
     base = family.architecture.replace("ForCausalLM", "Model")
     base = base.replace("LMHeadModel", "Model")  # GPT-2's
     given = fields.get("architectures") or [family.architecture]
-    if not isinstance(given, list | tuple) or not {family.architecture, base} & {
-        *map(str, given)
-    }:
+    known = {family.architecture, base, *family.also_architectures}
+    if not isinstance(given, list | tuple) or not known.intersection(map(str, given)):
         raise ValueError(
             f"architectures {given} of model_type {family.model_type!r} are not "
             f"supported; the supported one is {family.architecture}."

@@ -10,9 +10,9 @@ from bridge.models._moe_config import MoEConfig
 from bridge.models._rope_config import RopeConfig
 
 LayerType = Literal["full_attention", "sliding_attention"]
-Norm = Literal["rms", "rms_wide", "rms_zero_centered", "layer"]
-NormPlacement = Literal["pre", "post", "both", "parallel"]
-Activation = Literal["silu", "gelu", "gelu_pytorch_tanh", "gelu_new"]
+Norm = Literal["rms", "rms_wide", "rms_zero_centered", "layer", "layer_zero_centered"]
+NormPlacement = Literal["pre", "post", "both", "parallel", "parallel_two"]
+Activation = Literal["silu", "gelu", "gelu_pytorch_tanh", "gelu_new", "relu", "relu2"]
 
 
 MAX_LAYERS = 1000
@@ -56,12 +56,14 @@ class DecoderConfig:
       max_position_embeddings: Longest sequence the model was trained for, in tokens.
       norm: Kind of norm. `rms`: RMS norm, rounded to the compute dtype before it is
         scaled; `rms_wide`: scaled in float32, then rounded; `rms_zero_centered`: like
-        `rms_wide`, but the scale is stored minus one; `layer`: layer norm in float32.
+        `rms_wide`, but the scale is stored minus one; `layer`: layer norm in float32;
+        `layer_zero_centered`: like `layer`, but the scale is stored minus one.
       norm_eps: Epsilon added to the mean square, or variance, under the root.
-      norm_bias: Whether norms add a bias.
+      norm_scale: Whether norms multiply by a scale.
+      norm_bias: Whether norms of the residual stream add a bias.
       norm_placement: Position of the norms of attention and MLP: before (`pre`),
-        after (`post`), before and after (`both`), or one shared norm before both,
-        which run in parallel (`parallel`).
+        after (`post`), before and after (`both`), one shared norm before both, which
+        run in parallel (`parallel`), or one before each, in parallel (`parallel_two`).
       hidden_act: Activation of the MLP.
       gated_mlp: Whether the activation multiplies a second projection.
       mlp_bias: Whether the MLP's projections have biases.
@@ -70,6 +72,7 @@ class DecoderConfig:
       qk_norm: Norm of queries and keys: each head with one shared scale (`head`),
         each head with its own scale (`per_head`), all heads as one vector (`full`), or
         none (None).
+      qk_norm_after_rope: Whether that norm follows the rotary embedding.
       query_pre_attn_scalar: Value whose power of -1/2 scales the scores; None for
         `head_dim`.
       attention_multiplier: Scale of the scores; None for the one given by
@@ -82,6 +85,8 @@ class DecoderConfig:
       mla: Sizes of latent attention; None for grouped-query attention.
       rope: Rotary embedding of queries and keys; None for learned positions, which
         are added to the embedding.
+      position_offset: Number of rows of the learned positions before the row of
+        position 0.
       sliding_rope: Rotary embedding of sliding layers; None for `rope`.
       no_rope_layers: Indices of layers without rotary embedding.
       sliding_window: Number of tokens that a sliding layer attends to, including the
@@ -98,6 +103,7 @@ class DecoderConfig:
       moe: Config of the experts; None if all layers are dense.
       dense_layers: Indices of layers that are dense although `moe` is set.
       tie_word_embeddings: Whether the embedding is also the output projection.
+      head_bias: Whether the output projection has a bias.
       initializer_range: Standard deviation of the initial weights.
       bos_token_id: Token that begins a text, or None.
       eos_token_id: Token or tokens that end a text, or None.
@@ -122,6 +128,7 @@ class DecoderConfig:
     max_position_embeddings: int = 2048
     norm: Norm = "rms"
     norm_eps: float = 1e-6
+    norm_scale: bool = True
     norm_bias: bool = False
     norm_placement: NormPlacement = "pre"
     hidden_act: Activation = "silu"
@@ -130,6 +137,7 @@ class DecoderConfig:
     attention_bias: bool = False
     attention_out_bias: bool = False
     qk_norm: Literal["head", "per_head", "full"] | None = None
+    qk_norm_after_rope: bool = False
     query_pre_attn_scalar: float | None = None
     attention_multiplier: float | None = None
     attn_logit_softcapping: float | None = None
@@ -138,6 +146,7 @@ class DecoderConfig:
     clip_qkv: float | None = None
     mla: MLAConfig | None = None
     rope: RopeConfig | None = RopeConfig()
+    position_offset: int = 0
     sliding_rope: RopeConfig | None = None
     no_rope_layers: tuple[int, ...] = ()
     sliding_window: int | None = None
@@ -150,6 +159,7 @@ class DecoderConfig:
     moe: MoEConfig | None = None
     dense_layers: tuple[int, ...] = ()
     tie_word_embeddings: bool = False
+    head_bias: bool = False
     initializer_range: float = 0.02
     bos_token_id: int | None = None
     eos_token_id: int | tuple[int, ...] | None = None
@@ -231,6 +241,7 @@ class DecoderConfig:
             wrong.append(
                 f"num_hidden_layers {self.num_hidden_layers:,}: at most {MAX_LAYERS:,}"
             )
+        wrong += self._trait_misfits()
         if self.logits_scaling == 0:
             wrong.append("logits_scaling 0 divides the logits")
         if self.mla and (kv_heads != heads or self.head_dim != self.mla.qk_head_dim):
@@ -239,6 +250,20 @@ class DecoderConfig:
                 f"must be {heads} and {self.mla.qk_head_dim}"
             )
         return wrong + self._layer_misfits()
+
+    def _trait_misfits(self) -> list[str]:
+        wrong = []
+        if self.tie_word_embeddings and self.head_bias:
+            wrong.append("head_bias: a tied output projection has none")
+        if not self.norm_scale and (self.norm_bias or self.qk_norm or self.mla):
+            wrong.append("norm_scale False: neither norm_bias, qk_norm nor mla is set")
+        if self.qk_norm_after_rope and self.qk_norm is None:
+            wrong.append("qk_norm_after_rope is set, but qk_norm is None")
+        if self.position_offset < 0 or (self.position_offset and self.rope):
+            wrong.append(
+                f"position_offset {self.position_offset}: at least 0, and 0 with a rope"
+            )
+        return wrong
 
     def _layer_misfits(self) -> list[str]:
         layers, types = self.num_hidden_layers, self.layer_types

@@ -113,7 +113,7 @@ class Decoder(nnx.Module):
         std, embed = config.initializer_range, config.hidden_size
         table = partial(Embedding, std=std, rngs=rngs, param_dtype=param_dtype)
         self.embed_tokens = table(config.vocab_size, embed)
-        longest = config.max_position_embeddings
+        longest = config.max_position_embeddings + config.position_offset
         self.embed_positions = None if config.rope else table(longest, embed)
 
         def make_stack(run: LayerRun) -> DecoderLayer:
@@ -139,6 +139,7 @@ class Decoder(nnx.Module):
             self.lm_head = Linear(
                 (embed,),
                 (config.vocab_size,),
+                bias=config.head_bias,
                 std=std,
                 rngs=rngs,
                 param_dtype=param_dtype,
@@ -147,7 +148,7 @@ class Decoder(nnx.Module):
     @property
     def dtype(self) -> jnp.dtype:
         """Dtype of the weights, which is also the compute dtype."""
-        return self.norm.scale[...].dtype
+        return self.embed_tokens.embedding[...].dtype
 
     def __call__(
         self,
@@ -220,8 +221,8 @@ class Decoder(nnx.Module):
     ) -> tuple[Float[Array, "batch seq embed"], RouterStats | None]:
         """Returns the normed final states, the head's input, and router statistics.
 
-        For losses that compute logits in chunks, from these states, `head_kernel` and
-        `finish_logits`.
+        For losses that compute logits in chunks, from these states, `head_kernel`,
+        `head_bias` and `finish_logits`.
         """
         x, stats = self._run(tokens, positions, segment_ids, _apply_layer)
         states = self.constrain(self.norm(x), "input")
@@ -232,6 +233,12 @@ class Decoder(nnx.Module):
         if self.config.tie_word_embeddings:
             return self.embed_tokens.embedding[...].T
         return self.lm_head.kernel[...]
+
+    def head_bias(self) -> Float[Array, " vocab"] | None:
+        """Returns the head's bias, or None if it has none."""
+        if self.config.tie_word_embeddings or self.lm_head.bias is None:
+            return None
+        return self.lm_head.bias[...]
 
     def finish_logits(self, logits: Float[Array, "..."]) -> Float[Array, "..."]:
         """Scales and soft-caps products of head and states, elementwise."""
@@ -297,7 +304,7 @@ class Decoder(nnx.Module):
     def _embed(self, tokens: Ids, positions: Ids) -> Stream:
         x = self.embed_tokens(tokens)
         if self.embed_positions is not None:
-            x = x + self.embed_positions(positions)
+            x = x + self.embed_positions(positions + self.config.position_offset)
         if self.config.scale_embeddings:
             # The factor is rounded to the dtype of the weights, as in training.
             x = x * jnp.asarray(self.config.hidden_size**0.5, x.dtype)

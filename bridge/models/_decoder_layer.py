@@ -78,7 +78,7 @@ class DecoderLayer(nnx.Module):
             constrain=constrain,
         )
         self.post_attention_layernorm = norm() if after else None
-        own = placement in ("pre", "both")
+        own = placement in ("pre", "both", "parallel_two")
         self.pre_feedforward_layernorm = norm() if own else None
         self.mlp = (
             MoE(config, rngs=rngs, param_dtype=param_dtype, dispatch=dispatch)
@@ -92,7 +92,7 @@ class DecoderLayer(nnx.Module):
             )
         )
         self.post_feedforward_layernorm = norm() if after else None
-        self.parallel = placement == "parallel"
+        self.parallel = placement.startswith("parallel")
         self.multiplier = config.residual_multiplier
         self.is_latent = config.mla is not None
         self.constrain = constrain
@@ -137,6 +137,8 @@ class DecoderLayer(nnx.Module):
     ) -> tuple[Stream, RouterStats | None]:
         """Adds the outputs of attention and MLP, in series or parallel."""
         if self.parallel:
+            if self.pre_feedforward_layernorm is not None:
+                read = self.constrain(self.pre_feedforward_layernorm(x), "input")
             y, stats = self._feedforward(read)
             both = self._scaled(mixed) + self._scaled(y)
             return x + self.constrain(both, "output"), stats
@@ -161,6 +163,7 @@ def make_norm(config: DecoderConfig, param_dtype: DTypeLike) -> Norm:
         (config.hidden_size,),
         config.norm,
         config.norm_eps,
+        scale=config.norm_scale,
         bias=config.norm_bias,
         param_dtype=param_dtype,
     )

@@ -5,6 +5,7 @@ from functools import partial
 from types import MappingProxyType
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, DTypeLike, Float
 
@@ -17,9 +18,11 @@ ACTIVATIONS: Mapping[str, Callable[[Array], Array]] = MappingProxyType(
         "gelu": partial(jax.nn.gelu, approximate=False),
         "gelu_pytorch_tanh": partial(jax.nn.gelu, approximate=True),
         "gelu_new": partial(jax.nn.gelu, approximate=True),
+        "relu": jax.nn.relu,
+        "relu2": lambda x: jnp.square(jax.nn.relu(x)),
     }
 )
-"""Activations by Hugging Face's names; the last two are the same function there."""
+"""Activations by Hugging Face's names; both with a tanh are the same function there."""
 
 
 class MLP(nnx.Module):

@@ -32,19 +32,32 @@ def rope_tables(
     Source: transformers `modeling_llama.py::LlamaRotaryEmbedding`,
       `modeling_rope_utils.py::dynamic_rope_update`.
     """
-    frequencies = jnp.asarray(inverse_frequencies(rope, dim))
-    if rope.rope_type == "longrope":
-        # The longest text selects one set of frequencies for all positions.
-        length = rope.original_max_position_embeddings
-        assert length is not None
-        beyond = inverse_frequencies(rope, dim, beyond=True)
-        is_longer = jnp.max(positions) + 1 > length
-        frequencies = jnp.where(is_longer, beyond, frequencies)
+    frequencies = _frequencies_of_text(rope, dim, positions)
     angles = jnp.einsum("bs,f->bsf", positions.astype(jnp.float32), frequencies)
     scale = np.float32(attention_factor(rope))
     return (jnp.cos(angles) * scale).astype(dtype), (jnp.sin(angles) * scale).astype(
         dtype
     )
+
+
+def _frequencies_of_text(
+    rope: RopeConfig, dim: int, positions: Int[Array, "batch seq"]
+) -> Float[Array, " half_rope_dim"]:
+    """Returns the frequencies, which for two types depend on the longest text."""
+    frequencies = jnp.asarray(inverse_frequencies(rope, dim))
+    length = rope.original_max_position_embeddings
+    if rope.rope_type not in ("dynamic", "longrope"):
+        return frequencies
+    assert length is not None
+    longest = jnp.max(positions) + 1
+    if rope.rope_type == "dynamic":
+        assert rope.factor is not None
+        times = jnp.maximum(longest, length).astype(jnp.float32) / length
+        raised = (rope.factor * times - (rope.factor - 1)) ** (dim / (dim - 2))
+        exponents = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
+        return frequencies * raised**-exponents
+    beyond = inverse_frequencies(rope, dim, beyond=True)
+    return jnp.where(longest > length, beyond, frequencies)
 
 
 def apply_rope(
@@ -99,7 +112,10 @@ def inverse_frequencies(
     Source: transformers `modeling_rope_utils.py`.
     """
     exponents = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
-    wavelengths = np.float32(rope.rope_theta) ** exponents  # divided by 2 pi
+    base = rope.rope_theta
+    if rope.alpha is not None:
+        base *= rope.alpha ** (dim / (dim - 2))
+    wavelengths = np.float32(base) ** exponents  # divided by 2 pi
     if rope.rope_type == "linear":
         return np.float32(1) / wavelengths / np.float32(rope.factor)
     if rope.rope_type == "llama3":

@@ -5,7 +5,9 @@ from typing import Literal
 
 from bridge.models._checks import raise_if, wrong_fields
 
-RopeType = Literal["default", "linear", "llama3", "yarn", "longrope"]
+RopeType = Literal[
+    "default", "linear", "dynamic", "ntk_alpha", "llama3", "yarn", "longrope"
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,13 +20,16 @@ class RopeConfig:
     Args:
       rope_theta: Base of the geometric series of wavelengths.
       rope_type: `default`, or the scaling of the frequencies: `linear` divides all by
-        `factor`; `llama3` only those of long wavelengths; `yarn` those of fewer than
+        `factor`; `dynamic` raises the base for texts beyond the original length, by
+        their length; `ntk_alpha` raises it for all; `llama3` divides only frequencies
+        of long wavelengths; `yarn` those of fewer than
         `beta_fast` rotations within the original length, gradually up to the full
         `factor` at `beta_slow`; `longrope` each by its own divisor.
       partial_rotary_factor: Fraction of a head's dims that is rotated.
       interleaved: Whether a pair is two adjacent dims of a head; otherwise the two
         are half of the rotated dims apart.
       factor: Ratio of the context length to that of pre-training.
+      alpha: `ntk_alpha`: ratio of the context length, to which the base is adapted.
       low_freq_factor: `llama3`: divisor of the original length that gives the
         wavelength above which frequencies are divided by `factor`.
       high_freq_factor: `llama3`: divisor of the original length that gives the
@@ -55,6 +60,7 @@ class RopeConfig:
     partial_rotary_factor: float = 1.0
     interleaved: bool = False
     factor: float | None = None
+    alpha: float | None = None
     low_freq_factor: float | None = None
     high_freq_factor: float | None = None
     original_max_position_embeddings: int | None = None
@@ -88,7 +94,7 @@ class RopeConfig:
                 wrong.append(f"{name} = None: needed, not set")
             elif value is not None and name not in (*needed, *optional):
                 wrong.append(f"{name} = {value!r}: set, but never read")
-        for name in ("rope_theta", "partial_rotary_factor", "factor"):
+        for name in ("rope_theta", "partial_rotary_factor", "factor", "alpha"):
             value = getattr(self, name)
             if isinstance(value, int | float) and not value > 0:
                 wrong.append(f"{name} = {value!r}: must be above 0")
@@ -98,6 +104,8 @@ class RopeConfig:
 NEEDED: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
+    "dynamic": ("factor", "original_max_position_embeddings"),
+    "ntk_alpha": ("alpha",),
     "llama3": (
         "factor",
         "low_freq_factor",
@@ -117,6 +125,8 @@ NEEDED: dict[str, tuple[str, ...]] = {
 OPTIONAL: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": (),
+    "dynamic": (),
+    "ntk_alpha": (),
     "llama3": (),
     "yarn": (
         "attention_factor",

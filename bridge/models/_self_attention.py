@@ -135,6 +135,7 @@ class SelfAttention(nnx.Module):
         self.v_proj = linear(embed, kv_heads, bias=config.attention_bias)
         self.q_norm = _head_norm(config, heads, param_dtype)
         self.k_norm = _head_norm(config, kv_heads, param_dtype)
+        self.norm_after_rope = config.qk_norm_after_rope
         self.clip = config.clip_qkv
 
     def _project(
@@ -144,13 +145,21 @@ class SelfAttention(nnx.Module):
         sin: Table | None,
     ) -> tuple[Heads, Heads, Heads]:
         query, key, value = self.q_proj(x), self.k_proj(x), self.v_proj(x)
-        if self.q_norm is not None and self.k_norm is not None:
-            query, key = self.q_norm(query), self.k_norm(key)
+        if not self.norm_after_rope:
+            query, key = self._norm_heads(query, key)
         if self.clip is not None:
             query, key, value = (
                 jnp.clip(heads, -self.clip, self.clip) for heads in (query, key, value)
             )
-        return self._turn(query, cos, sin), self._turn(key, cos, sin), value
+        query, key = self._turn(query, cos, sin), self._turn(key, cos, sin)
+        if self.norm_after_rope:
+            query, key = self._norm_heads(query, key)
+        return query, key, value
+
+    def _norm_heads(self, query: Heads, key: Heads) -> tuple[Heads, Heads]:
+        if self.q_norm is None or self.k_norm is None:
+            return query, key
+        return self.q_norm(query), self.k_norm(key)
 
     def _turn(self, heads: Heads, cos: Table | None, sin: Table | None) -> Heads:
         if cos is None or sin is None:

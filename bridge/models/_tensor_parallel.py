@@ -13,6 +13,7 @@ from bridge.models._decoder import Decoder
 _COLUMNS = {
     "embed_tokens.embedding": -2,
     "lm_head.kernel": -1,
+    "lm_head.bias": -1,
     **{f"self_attn.{name}_proj.kernel": -2 for name in ("q", "k", "v", "q_b", "kv_b")},
     **{f"self_attn.{name}_proj.bias": -2 for name in "qkv"},
     "gate_proj.kernel": -1,

@@ -32,6 +32,9 @@ class Rule:
     Rule("qkv.weight", ("q.kernel", "k.kernel"), ("q e -> e q", "k e -> e k"))
     # Two tensors concatenated along the destination's dim 1:
     Rule(("gate.weight", "up.weight"), "gate_up.kernel", "mlp e -> e mlp", dim=1)
+    # One tensor that holds the rows of q, then of k, for each head in turn:
+    rows = "(heads d) e -> e heads d"
+    Rule("qk.weight", ("q.kernel", "k.kernel"), (rows, rows), repeat="heads")
     ```
 
     Args:
@@ -40,6 +43,8 @@ class Rule:
       layout: Pattern from source to destination: one for all parts, or one per part.
       dim: Dim of the source along which a tensor is split, or dim of the destination
         along which several are concatenated (stacked dims not counted).
+      repeat: Leading factor of that dim of the source, for each position of which the
+        parts of a split tensor come again; None if each part is one range.
 
     Raises:
       ValueError: If sources, destinations, layouts and `dim` are inconsistent.
@@ -49,6 +54,7 @@ class Rule:
     destination: str | tuple[str, ...]
     layout: str | tuple[str, ...]
     dim: int = 0
+    repeat: str | None = None
 
     def __post_init__(self):
         """Validates what does not depend on sizes."""
@@ -64,6 +70,11 @@ class Rule:
             wrong.append(f"{len(layouts)} layouts for {many} parts")
         if not all(0 <= self.dim < self._num_dims(layout) for layout in layouts):
             wrong.append(f"dim {self.dim} is not a dim of every part")
+        if self.repeat is not None and not all(map(self._repeats, layouts)):
+            wrong.append(
+                f"{self.repeat} does not lead dim {self.dim} of the source, and a dim "
+                "of the destination, of every part of a split tensor"
+            )
         if len({_captures(source) for source in sources}) != 1:
             wrong.append("the sources do not hold the same {names}")
         if wrong:
@@ -117,23 +128,47 @@ class Rule:
     def _parts(
         self, where: dict[str, int], stacked: tuple[int, ...], origin: Box, sizes: Sizes
     ) -> Iterator[Piece]:
+        times = 1
+        if self.repeat is not None:
+            times, sizes = sizes[self.repeat], {**sizes, self.repeat: 1}
         from_boxes, from_shape = self._place(
             [layout.source_shape(sizes) for layout in self.layouts], self.destinations
         )
         to_boxes, to_shape = self._place(
             [layout.destination_shape(sizes) for layout in self.layouts], self.sources
         )
-        for part, layout in enumerate(self.layouts):
+        for number, part in itertools.product(range(times), range(len(self.layouts))):
+            layout = self.layouts[part]
+            dim = self._repeated_dim(layout)
+            full_source, source_box = _nth(
+                number, times, from_shape[part], from_boxes[part], self.dim
+            )
+            full, box = _nth(number, times, to_shape[part], to_boxes[part], dim)
             yield Piece(
                 source=self.sources[part % len(self.sources)].format(**where),
-                source_shape=from_shape[part],
-                source_box=from_boxes[part],
+                source_shape=full_source,
+                source_box=source_box,
                 destination=self.destinations[part % len(self.destinations)],
-                destination_shape=stacked + to_shape[part],
-                destination_box=origin + to_boxes[part],
+                destination_shape=stacked + full,
+                destination_box=origin + box,
                 layout=layout,
                 sizes=sizes,
             )
+
+    def _repeats(self, layout: Layout) -> bool:
+        leads = [names[:1] == (self.repeat,) for names in layout.source]
+        return (
+            len(self.destinations) > 1
+            and self.dim < len(leads)
+            and leads[self.dim]
+            and (self.repeat,) in [names[:1] for names in layout.destination]
+        )
+
+    def _repeated_dim(self, layout: Layout) -> int:
+        """Returns the dim of the destination that `repeat` leads; 0 without one."""
+        if self.repeat is None:
+            return 0
+        return [names[:1] for names in layout.destination].index((self.repeat,))
 
     def _place(
         self, shapes: list[tuple[int, ...]], other_side: tuple[str, ...]
@@ -163,6 +198,18 @@ class Rule:
             return len(layout.source)
         # A rule of one part neither splits nor concatenates: `dim` is unused.
         return len(layout.destination) if len(self.sources) > 1 else self.dim + 1
+
+
+def _nth(
+    number: int, times: int, shape: tuple[int, ...], box: Box, dim: int
+) -> tuple[tuple[int, ...], Box]:
+    """Returns shape and box of a section that comes `times` times along a dim."""
+    if times == 1:
+        return shape, box
+    first = number * shape[dim]
+    moved = Range(first + box[dim].start, first + box[dim].stop)
+    full = (*shape[:dim], times * shape[dim], *shape[dim + 1 :])
+    return full, (*box[:dim], moved, *box[dim + 1 :])
 
 
 def _as_tuple(value: str | tuple[str, ...]) -> tuple[str, ...]:

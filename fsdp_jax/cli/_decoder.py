@@ -147,19 +147,36 @@ def _tokens_and_targets(batch: Batch) -> tuple[Array, Array]:
 
 
 def _loss_of_states(model: Decoder, states: Array, targets: Array) -> Float[Array, ""]:
-    logits = states @ fsdp.ops.pad_vocabulary(model.head_kernel())
+    states, kernel = _with_head_bias(model, states)
+    logits = states @ fsdp.ops.pad_vocabulary(kernel)
     losses = fsdp.ops.vocab_parallel_cross_entropy(
         model.finish_logits(logits), targets, vocab_size=model.config.vocab_size
     )
     return losses.mean()
 
 
+def _with_head_bias(model: Decoder, states: Array) -> tuple[Array, Array]:
+    """Makes a bias of the head one more row of its kernel, and each state one more 1.
+
+    So losses that compute the vocabulary in chunks need to know of no bias.
+    """
+    kernel, bias = model.head_kernel(), model.head_bias()
+    if bias is None:
+        return states, kernel
+    ones = jnp.ones((*states.shape[:-1], 1), states.dtype)
+    return (
+        jnp.concatenate([states, ones], axis=-1),
+        jnp.concatenate([kernel, bias[None]], axis=0),
+    )
+
+
 def _fused_loss_of_states(
     model: Decoder, states: Array, targets: Array
 ) -> Float[Array, ""]:
+    states, kernel = _with_head_bias(model, states)
     losses = fsdp.ops.fused_linear_cross_entropy(
         states,
-        fsdp.ops.pad_vocabulary(model.head_kernel()),
+        fsdp.ops.pad_vocabulary(kernel),
         targets,
         vocab_size=model.config.vocab_size,
         logit_fn=model.finish_logits,

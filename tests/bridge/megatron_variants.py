@@ -15,6 +15,7 @@ from tiny_configs import LLAMA3_ROPE, VARIANTS, hf_fields
 import bridge
 from bridge._tree import named_leaves
 from bridge.formats._source import Source
+from bridge.megatron import TWINS
 from bridge.models import DecoderConfig
 
 # What transformers norms latent vectors with; and Megatron's way to judge a group.
@@ -44,10 +45,25 @@ WITHOUT = {
     "cohere-qk-norm": "qk_norm",
     "glm4": "norm_placement",
     "olmoe": "clip_qkv",
+    "gemma": "scale_embeddings",
+    "phi": "head_bias",
+    "opt": "position_offset",
+    "olmo": "norm_scale",
+    "gpt_neox": "norm_placement",
+    "cohere2": "logit_scale",
+    "arcee": "relu2",
+    "nemotron": "layer_zero_centered",
+    "internlm3": "dynamic",
+    "hunyuan": "qk_norm_after_rope",
+    "minimax_m2": "qk_norm",
 }
 """Those that have none, and one of the reasons."""
 
-WITH = tuple(name for name in VARIANTS if name not in WITHOUT)
+WITH = tuple(
+    name
+    for name, fields in VARIANTS.items()
+    if name not in WITHOUT and fields["model_type"] in TWINS
+)
 
 GOLDENS = {
     "qwen3, TP2 PP2": ("qwen3", "torch_dist", "qwen3"),

@@ -8,11 +8,16 @@ from tiny_configs import FAMILIES, VARIANTS, YARN_ROPE, hf_fields
 
 import bridge
 
-TURNED_IN_PART = {"phi3", "glm4"}
+TURNED_IN_PART = {
+    *("phi", "phi3", "glm", "glm4", "glm4_moe", "minimax_m2", "nemotron", "stablelm"),
+    "gpt_neox",
+}
+# Whose files do not have the field: learned positions, or another field in its place.
+WITHOUT_FACTOR = {"gpt2", "gpt_bigcode", "opt", "gptj"}
 WHOLE = [
     name
     for name in FAMILIES
-    if VARIANTS[name]["model_type"] not in {*TURNED_IN_PART, "gpt2"}
+    if VARIANTS[name]["model_type"] not in TURNED_IN_PART | WITHOUT_FACTOR
 ]
 
 

@@ -56,6 +56,53 @@ def test_split_and_concatenate_and_stack_put_every_part_in_its_place(tmp_path, t
     np.testing.assert_array_equal(leaves["layers.mlp.gate_up"][2, 1], expected)
 
 
+# A head of keys, with two of queries, at a time.
+BY_GROUP = Mapping(
+    (
+        Rule(
+            "qkv.weight",
+            ("q.kernel", "k.kernel", "v.kernel"),
+            (
+                "(group two d) embed -> embed (group two) d",
+                *("(group d) embed -> embed group d",) * 2,
+            ),
+            repeat="group",
+        ),
+    ),
+    {"group": 4, "two": 2, "d": 3, "embed": 6},
+)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 4])
+def test_parts_that_come_again_for_each_head_are_told_apart(tmp_path, parts):
+    qkv = np.random.default_rng(0).normal(size=(4, 4, 3, 6)).astype(np.float32)
+    tensors = {"qkv.weight": qkv.reshape(48, 6)}
+    reference.save_file(tensors, tmp_path / "model.safetensors")
+    mesh = jax.make_mesh((parts,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    by_head = jax.NamedSharding(mesh, jax.P(None, "x"))
+    shapes = {n: p[0].destination_shape for n, p in BY_GROUP.by_destination().items()}
+    wanted = {
+        name: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=by_head)
+        for name, shape in shapes.items()
+    }
+    leaves = load(open_checkpoint(tmp_path), BY_GROUP, wanted)
+    for name, rows in {"q": qkv[:, :2], "k": qkv[:, 2:3], "v": qkv[:, 3:]}.items():
+        expected = rows.reshape(-1, 3, 6).transpose(2, 0, 1)
+        np.testing.assert_array_equal(leaves[f"{name}.kernel"], expected)
+    back = np.empty_like(tensors["qkv.weight"])
+    for piece in BY_GROUP.by_source()["qkv.weight"]:
+        leaf = np.asarray(leaves[piece.destination])
+        section = leaf[tuple(slice(*r) for r in piece.inner_box)]
+        back[tuple(slice(*r) for r in piece.source_box)] = piece.to_source(section)
+    np.testing.assert_array_equal(back, tensors["qkv.weight"])
+
+
+def test_a_part_comes_again_for_a_factor_that_leads_its_dims_alone():
+    for layout in ("(d group) e -> e group d", "(group d) e -> e (d group)"):
+        with pytest.raises(ValueError, match=facts("group", "dim 0")):
+            Rule("a", ("b", "c"), (layout, layout), repeat="group")
+
+
 def test_shards_of_split_and_concatenated_leaves_are_cut_right(tmp_path, tensors):
     mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     source = open_checkpoint(tmp_path)

@@ -57,6 +57,12 @@ LATENT = {
     "rms_norm_eps": 1e-3,
 }
 WINDOW = {"sliding_window": 9}
+TWO = {"num_hidden_layers": 2}
+ALTERNATING = {
+    **TWO,
+    **WINDOW,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
 GPT2_NAMES = {
     "hidden_size": "n_embd",
     "num_hidden_layers": "n_layer",
@@ -64,6 +70,15 @@ GPT2_NAMES = {
     "max_position_embeddings": "n_positions",
     "intermediate_size": None,
     "num_key_value_heads": None,
+}
+# Families whose files have names of their own; None for fields that they lack.
+OWN_NAMES: dict[str, dict[str, str | None]] = {
+    "gpt2": GPT2_NAMES,
+    "gptj": GPT2_NAMES,
+    "gpt_bigcode": GPT2_NAMES,
+    "gpt_neox": {"num_key_value_heads": None},
+    "falcon": {"intermediate_size": "ffn_hidden_size", "num_key_value_heads": None},
+    "opt": {"intermediate_size": "ffn_dim", "num_key_value_heads": None},
 }
 VARIANTS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama"},
@@ -215,6 +230,153 @@ VARIANTS: dict[str, dict[str, Any]] = {
         # An export announces none, and tests compare configs before and after.
         "num_nextn_predict_layers": 0,
     },
+    "gemma": {"model_type": "gemma", "head_dim": 16, **TWO},
+    "starcoder2": {"model_type": "starcoder2", **TWO, **WINDOW},
+    "phi": {"model_type": "phi", **TWO},
+    "gptj": {"model_type": "gptj", "rotary_dim": 8, "n_inner": 80, **TWO},
+    "opt": {"model_type": "opt", **TWO},
+    "gpt_bigcode": {"model_type": "gpt_bigcode", **TWO},
+    "gpt_bigcode-all-heads": {
+        "model_type": "gpt_bigcode",
+        "multi_query": False,
+        "n_inner": 80,
+        **TWO,
+    },
+    "gpt_neox": {"model_type": "gpt_neox", "rotary_pct": 0.5, **TWO},
+    "gpt_neox-in-series": {
+        "model_type": "gpt_neox",
+        "use_parallel_residual": False,
+        "rotary_pct": 0.5,
+        "rotary_emb_base": 500.0,
+        **TWO,
+    },
+    "falcon": {"model_type": "falcon", **TWO},
+    "falcon-40b": {
+        "model_type": "falcon",
+        "new_decoder_architecture": True,
+        "num_kv_heads": 2,
+        "bias": True,
+        **TWO,
+    },
+    "falcon-in-series": {
+        "model_type": "falcon",
+        "multi_query": False,
+        "parallel_attn": False,
+        **TWO,
+    },
+    "olmo": {"model_type": "olmo", "clip_qkv": 1.5, **TWO},
+    "stablelm": {"model_type": "stablelm", "partial_rotary_factor": 0.5, **TWO},
+    "stablelm-12b": {
+        "model_type": "stablelm",
+        "partial_rotary_factor": 0.5,
+        "qk_layernorm": True,
+        "use_parallel_residual": True,
+        **TWO,
+    },
+    "cohere2": {"model_type": "cohere2", "logit_scale": 0.3, **ALTERNATING},
+    "exaone4": {"model_type": "exaone4", **ALTERNATING},
+    "exaone4-full": {
+        "model_type": "exaone4",
+        "sliding_window": None,
+        "layer_types": ["full_attention"] * 2,
+        **TWO,
+    },
+    "glm": {"model_type": "glm", "head_dim": 16, **TWO},
+    "seed_oss": {"model_type": "seed_oss", "head_dim": 16, **TWO},
+    "ernie4_5": {"model_type": "ernie4_5", "head_dim": 16, **TWO},
+    "arcee": {"model_type": "arcee", **TWO},
+    "nemotron": {"model_type": "nemotron", **TWO},
+    "internlm3": {
+        "model_type": "internlm3",
+        "head_dim": 16,
+        "max_position_embeddings": 32,  # shorter than the texts
+        "rope_parameters": {
+            "rope_type": "dynamic",
+            "rope_theta": 10000.0,
+            "factor": 6.0,
+        },
+        **TWO,
+    },
+    "hunyuan": {
+        "model_type": "hunyuan_v1_dense",
+        "head_dim": 16,
+        "rope_parameters": {
+            "rope_type": "dynamic",
+            "rope_theta": 10000.0,
+            "factor": 1.0,
+            "alpha": 100.0,
+        },
+        **TWO,
+    },
+    "hunyuan_moe": {
+        "model_type": "hunyuan_v1_moe",
+        "head_dim": 16,
+        "num_experts": 4,
+        "moe_topk": 2,
+        **TWO,
+    },
+    "granitemoe": {
+        "model_type": "granitemoe",
+        "num_local_experts": 4,
+        "embedding_multiplier": 6.0,
+        "attention_multiplier": 0.3,
+        "logits_scaling": 0.7,
+        **TWO,
+    },
+    "granitemoeshared": {
+        "model_type": "granitemoeshared",
+        "num_local_experts": 4,
+        "shared_intermediate_size": 24,
+        **TWO,
+    },
+    "glm4_moe": {
+        "model_type": "glm4_moe",
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "n_group": 2,
+        "use_qk_norm": True,
+        "routed_scaling_factor": 1.5,
+        "num_nextn_predict_layers": 0,
+        **TWO,
+    },
+    "ernie4_5_moe": {
+        "model_type": "ernie4_5_moe",
+        "moe_num_experts": 4,
+        "moe_k": 2,
+        "moe_intermediate_size": 24,
+        **TWO,
+    },
+    "dots1": {
+        "model_type": "dots1",
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 24,
+        "norm_topk_prob": True,
+        **ALTERNATING,
+    },
+    "glm4_moe_lite": {
+        "model_type": "glm4_moe_lite",
+        **{k: v for k, v in LATENT.items() if k != "first_k_dense_replace"},
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "num_nextn_predict_layers": 0,
+        **TWO,
+    },
+    "ministral3": {
+        "model_type": "ministral3",
+        "head_dim": 16,
+        "rope_parameters": {**YARN_ROPE, "llama_4_scaling_beta": 0.0},
+        **TWO,
+    },
+    "minimax_m2": {
+        "model_type": "minimax_m2",
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "head_dim": 16,
+        "rotary_dim": 8,
+        **TWO,
+    },
 }
 
 # One of each family, for what is slow.
@@ -226,7 +388,6 @@ FAMILIES = tuple(
 def hf_fields(variant: str, **changes: Any) -> dict[str, Any]:
     """The fields of a variant's config file."""
     fields = {**SIZES, **VARIANTS[variant], **changes}
-    if fields["model_type"] == "gpt2":  # which has names of its own
-        renamed = {GPT2_NAMES.get(name, name): v for name, v in fields.items()}
-        return {name: v for name, v in renamed.items() if name is not None}
-    return fields
+    names = OWN_NAMES.get(fields["model_type"], {})
+    renamed = {names.get(name, name): v for name, v in fields.items()}
+    return {name: v for name, v in renamed.items() if name is not None}

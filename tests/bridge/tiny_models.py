@@ -37,11 +37,19 @@ def randomize(model: torch.nn.Module, model_type: str) -> None:
     with torch.no_grad():
         for name, weight in model.named_parameters():
             weight.copy_(torch.randn(weight.shape) * _std(name, weight))
-            if _is_norm_scale(name) and "gemma" not in model_type:
+            if _is_norm_scale(name) and not model_type.startswith(LESS_ONE):
                 weight.add_(1.0)
         for name, buffer in model.named_buffers():
             if "correction_bias" in name:
                 buffer.copy_(torch.randn(buffer.shape) * 0.3)
+
+
+# Families whose files hold the scales of norms less one.
+LESS_ONE = ("gemma", "nemotron")
+TABLES = (
+    *("embed_tokens", "embed_positions", "wte", "wpe", "lm_head"),
+    *("embed_in", "embed_out", "word_embeddings"),
+)
 
 
 def hf_logits(model: torch.nn.Module, tokens: np.ndarray) -> np.ndarray:
@@ -54,7 +62,7 @@ def _std(name: str, weight: torch.Tensor) -> float:
     # every weight matters to the logits.
     if weight.ndim == 1:
         return 0.5
-    if any(table in name for table in ("embed_tokens", "wte", "wpe", "lm_head")):
+    if any(table in name for table in TABLES):
         return 0.5
     transposed = any(part in name for part in (".c_", "experts.down_proj"))
     fan_in = weight.shape[-2] if transposed else weight.shape[-1]

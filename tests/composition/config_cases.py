@@ -112,7 +112,7 @@ _KEPT = frozenset(
     model_type vocab_size hidden_size intermediate_size num_hidden_layers
     num_attention_heads n_embd n_layer n_head max_position_embeddings n_positions
     n_routed_experts num_experts num_local_experts moe_intermediate_size n_inner
-    shared_expert_intermediate_size
+    shared_expert_intermediate_size ffn_dim ffn_hidden_size moe_num_experts
     """.split()
 )
 _BOOLS = (True, False, None)

@@ -52,7 +52,7 @@ def filled(fields: Mapping[str, Any]) -> dict[str, Any] | None:
     given = copy.deepcopy(dict(fields))  # the rope in it is written to
     try:
         return CONFIG_MAPPING[given.pop("model_type")](**given).to_dict()
-    except (StrictDataclassError, ValueError, TypeError, KeyError):
+    except (StrictDataclassError, ValueError, TypeError, KeyError, ArithmeticError):
         return None
 
 

@@ -15,9 +15,14 @@ import inspect
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import transformers
-from transformers import CONFIG_MAPPING, PreTrainedConfig
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    PreTrainedConfig,
+)
 
 from bridge.families import FAMILIES
 
@@ -64,8 +69,21 @@ def known_rope_keys() -> Fields:
     keys = _strings(_nodes(LIBRARY / "modeling_rope_utils.py"))
     for path in models:
         slices = [n.slice for n in _nodes(path) if isinstance(n, ast.Subscript)]
-        keys += _strings(slices)
+        keys += _strings(slices) + _asked_of_ropes(path)
     return Fields(filter(str.isidentifier, keys))
+
+
+def _asked_of_ropes(path: Path) -> list[str]:
+    """Keys of `rope_parameters.get("key")`."""
+    calls = [node for node in _nodes(path) if isinstance(node, ast.Call)]
+    asked = [call for call in calls if _last_name(call.func) in _TAKES]
+    owners = [(call, getattr(call.func, "value", None)) for call in asked]
+    return [
+        name
+        for call, owner in owners
+        if owner is not None and "rope" in _last_name(owner)
+        for name in _strings(call.args)
+    ]
 
 
 def as_module(common: Fields, own: Mapping[str, Fields], rope: Fields) -> str:
@@ -79,12 +97,18 @@ def as_module(common: Fields, own: Mapping[str, Fields], rope: Fields) -> str:
 def _of_model(model_type: str) -> Fields:
     kind = CONFIG_MAPPING[model_type]
     module = Path(inspect.getfile(kind))
-    models = sorted(module.parent.glob("modeling_*.py"))
+    models = sorted(module.parent.glob("modeling_*.py")) or [_borrowed(kind)]
     names = _declared(kind).union(
         _of_config_module(module),
         *(_from_config(path) | _taken(path) for path in models),
     )
     return Fields(filter(is_field, names))
+
+
+def _borrowed(kind: type[PreTrainedConfig]) -> Path:
+    """The modelling code of a config without its own."""
+    model: Any = MODEL_FOR_CAUSAL_LM_MAPPING[kind]
+    return Path(inspect.getfile(model))
 
 
 def _declared(kind: type) -> Fields:

@@ -34,6 +34,10 @@ _PLAIN: dict[str, tuple[Any, str]] = {
     "attn_logit_softcapping": (None, "it has no softcap"),
     "final_logit_softcapping": (None, "it has no softcap"),
     "clip_qkv": (None, "it does not clip"),
+    "norm_scale": (True, "its norms have a scale"),
+    "qk_norm_after_rope": (False, "it norms heads before they are turned"),
+    "head_bias": (False, "its output layer has no bias"),
+    "position_offset": (0, "its positions begin at row 0"),
     "sliding_rope": (None, "all its layers have one rope"),
 }
 """Values without a Megatron field: the only supported value, and the reason."""
@@ -84,7 +88,12 @@ def _read_norm(fields: Fields) -> dict[str, Any]:
 
 
 def _write_norm(config: DecoderConfig) -> dict[str, Any]:
-    if config.norm_bias != (config.norm == "layer"):
+    layer = config.norm in ("layer", "layer_zero_centered")
+    if config.norm == "layer_zero_centered":
+        raise ValueError(
+            "norm = 'layer_zero_centered': only RMSNorm's scale is modelled so"
+        )
+    if config.norm_bias != layer:
         raise ValueError(
             f"norm_bias = {config.norm_bias} of norm = {config.norm!r}: its LayerNorm "
             "has a bias, its RMSNorm has none"

@@ -75,7 +75,10 @@ def _write_mlp(config: DecoderConfig) -> dict[str, Any]:
             "glu_linear_offset": 1.0,
         }
     names = {"silu": SILU, "gelu": GELU}
-    return written | {"activation_func": names.get(config.hidden_act, TANH_GELU)}
+    names |= dict.fromkeys(("gelu_new", "gelu_pytorch_tanh"), TANH_GELU)
+    if config.hidden_act not in names:
+        raise ValueError(f"hidden_act = {config.hidden_act!r}: none of {[*names]}")
+    return written | {"activation_func": names[config.hidden_act]}
 
 
 MLP_CODEC = Codec(

@@ -158,7 +158,7 @@ def _write_yarn(rope: RopeConfig) -> dict[str, Any]:
     return {**written, _ROUNDED: rope.truncate is not False}
 
 
-def _refuse_longrope(rope: RopeConfig) -> dict[str, Any]:
+def _refuse_type(rope: RopeConfig) -> dict[str, Any]:
     raise ValueError(f"rope_type = {rope.rope_type!r}: it has no such rope")
 
 
@@ -167,7 +167,7 @@ _STRETCHES = {
     "linear": lambda rope: {},
     "llama3": _write_llama3,
     "yarn": _write_yarn,
-    "longrope": _refuse_longrope,
+    **dict.fromkeys(("dynamic", "ntk_alpha", "longrope"), _refuse_type),
 }
 
 

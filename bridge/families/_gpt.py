@@ -1,0 +1,35 @@
+"""What GPT-2, GPT-J and their descendants have in common: names of fields."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from bridge.families._codec import Codec
+from bridge.families._family import Field
+from bridge.models import DecoderConfig
+
+SIZES = {
+    "n_embd": Field(768, "hidden_size"),
+    "n_layer": Field(12, "num_hidden_layers"),
+    "n_head": Field(12, "num_attention_heads"),
+    "n_positions": Field(1024, "max_position_embeddings"),
+    "activation_function": Field("gelu_new", "hidden_act"),
+    "layer_norm_epsilon": Field(1e-5, "norm_eps"),
+    "initializer_range": Field(0.02),
+    "tie_word_embeddings": Field(True),
+}
+# Dropout is no part of the decoder.
+DROPOUT = {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
+
+
+def _read_inner(fields: Mapping[str, Any]) -> dict[str, Any]:
+    inner = fields["n_inner"]
+    return {"intermediate_size": 4 * fields["n_embd"] if inner is None else inner}
+
+
+def _write_inner(config: DecoderConfig) -> dict[str, Any]:
+    derived = config.intermediate_size == 4 * config.hidden_size
+    return {"n_inner": None if derived else config.intermediate_size}
+
+
+INNER = Codec(("n_inner",), _read_inner, _write_inner, {"n_inner": None})
+"""The width of the MLP, four times the model's unless the file says another."""

@@ -1,0 +1,52 @@
+"""Granite 3 with experts and an MLP that all tokens share.
+
+Source: transformers `configuration_granitemoeshared.py`,
+`modeling_granitemoeshared.py`.
+"""
+
+import dataclasses
+
+from bridge.families import granitemoe
+from bridge.families._blocks import Rules, key_mapping, linear
+from bridge.families._codec import Codec
+from bridge.models import DecoderConfig
+from bridge.rules._rules import Rule
+
+_WIDTH = "shared_intermediate_size"
+_TO = "mlp.shared_expert."
+
+
+def _layer(config: DecoderConfig, sparse: bool) -> Rules:
+    rules = granitemoe.layer(config, sparse)
+    assert config.moe is not None
+    if config.moe.shared_intermediate_size is None:
+        return rules
+    gate_up = Rule(
+        "shared_mlp.input_linear.weight",
+        (f"{_TO}gate_proj.kernel", f"{_TO}up_proj.kernel"),
+        ("shared_mlp embed -> embed shared_mlp",) * 2,
+    )
+    down = "embed shared_mlp -> shared_mlp embed"
+    down = linear("shared_mlp.output_linear", f"{_TO}down_proj", down)
+    return (*rules, gate_up, *down)
+
+
+def _write_width(config: DecoderConfig):
+    assert config.moe is not None
+    return {_WIDTH: config.moe.shared_intermediate_size or 0}
+
+
+_SHARED = Codec(
+    (_WIDTH,),
+    lambda fields: {f"moe.{_WIDTH}": fields[_WIDTH] or None},  # 0 stands for none
+    _write_width,
+    {_WIDTH: 0},
+)
+
+FAMILY = dataclasses.replace(
+    granitemoe.FAMILY,
+    model_type="granitemoeshared",
+    architecture="GraniteMoeSharedForCausalLM",
+    codecs=(*granitemoe.FAMILY.codecs, _SHARED),
+    key_mappings=(key_mapping(_layer),),
+)

@@ -1,0 +1,35 @@
+"""HunYuan 0.5B to 7B, and HunYuan-MT: Llama with heads normed once they are turned.
+
+Source: transformers `configuration_hunyuan_v1_dense.py`,
+`modeling_hunyuan_v1_dense.py`.
+"""
+
+from bridge.families import _hunyuan
+from bridge.families._blocks import (
+    PRE_NORMS,
+    Rules,
+    ignore_tied_head,
+    key_mapping,
+    mlp,
+    norms,
+)
+from bridge.families._family import Family
+from bridge.models import DecoderConfig
+
+
+def _layer(config: DecoderConfig, sparse: bool) -> Rules:
+    del sparse
+    return _hunyuan.attend(config) + mlp(config) + norms(PRE_NORMS)
+
+
+FAMILY = Family(
+    model_type="hunyuan_v1_dense",
+    architecture="HunYuanDenseV1ForCausalLM",
+    fields=_hunyuan.FIELDS,
+    codecs=(_hunyuan.ROPE,),
+    traits=_hunyuan.TRAITS,
+    fixed=_hunyuan.FIXED,
+    carried=_hunyuan.CARRIED,
+    key_mappings=(key_mapping(_layer),),
+    ignore=ignore_tied_head,
+)
