@@ -63,7 +63,7 @@ def make_state(gigabytes: float) -> fsdp.TrainState:
     return jax.block_until_ready(state)
 
 
-def mould_of(tree: Any) -> Any:
+def abstract_of(tree: Any) -> Any:
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree
     )
@@ -86,7 +86,7 @@ def orbax_forms(
             writer.save(path, args=args)
 
     def load() -> None:
-        wanted = mould_of(arrays)
+        wanted = abstract_of(arrays)
         arguments = ocp.checkpoint_utils.construct_restore_args(wanted)
         with checkpointer() as reader:
             args = ocp.args.PyTreeRestore(item=wanted, restore_args=arguments)
@@ -131,9 +131,9 @@ def forms(scratch: Path, state: fsdp.TrainState, num_bytes: int) -> dict[str, An
     """Name -> (path, save, load)."""
     arrays = {
         name.replace(".", "_"): leaf
-        for name, leaf in fsdp.named_leaves((state.params, state.opt_state))
+        for name, leaf in fsdp.sharding.named_leaves((state.params, state.opt_state))
     }
-    mould = mould_of(state)
+    like = abstract_of(state)
     bare = {
         "use_zarr3": True,
         "use_compression": False,
@@ -142,7 +142,7 @@ def forms(scratch: Path, state: fsdp.TrainState, num_bytes: int) -> dict[str, An
     made: dict[str, Callable[[Path], Any]] = {
         "fsdp_jax": lambda path: (
             lambda: fsdp.save(path, state),
-            lambda: jax.block_until_ready(fsdp.load(path, mould)),
+            lambda: jax.block_until_ready(fsdp.load(path, like)),
         ),
         "no checksums": lambda path: orbax_forms(path, arrays, **bare),
         "orbax": lambda path: orbax_forms(path, arrays),

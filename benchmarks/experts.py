@@ -56,7 +56,7 @@ PRODUCTS = {"ragged_dot": by_ragged_dot, "grouped_matmul": grouped_matmul}
 
 
 def compiled(layers: int, capacity_factor: float | None):
-    """The forecast of a step, a sequence a rank."""
+    """The estimate of a step, a sequence a rank."""
     mesh = fsdp.make_mesh(ep=RANKS, devices=gpu_devices(GPUS[GPU], RANKS))
     policy = fsdp.MixedPrecisionPolicy(
         param_dtype=jnp.bfloat16, grad_comm_dtype=jnp.bfloat16
@@ -68,7 +68,7 @@ def compiled(layers: int, capacity_factor: float | None):
     plan = plan_decoder(olmoe(layers), mesh, config, routing, prefetch=1)
     batch = jax.ShapeDtypeStruct((RANKS, SEQ + 1), jnp.int32)
     tx = optax.adamw(1e-3)
-    return fsdp.compile_for(plan, next_token_loss, tx, batch, gpu=GPU, gpus=RANKS)
+    return fsdp.estimate_step(plan, next_token_loss, tx, batch, gpu=GPU, gpus=RANKS)
 
 
 def main():

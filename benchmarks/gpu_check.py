@@ -81,9 +81,9 @@ PACKAGES = (
 )
 
 VARIANTS = {
-    "offload": {"offload": fsdp.Offload()},
-    "float8_gather": {"param_gather": fsdp.Float8Gather()},
-    "mxfp8_gather": {"param_gather": fsdp.MXFP8Gather()},
+    "offload": {"offload": fsdp.OffloadPolicy()},
+    "float8_gather": {"param_gather": fsdp.sharding.Float8Gather()},
+    "mxfp8_gather": {"param_gather": fsdp.sharding.MXFP8Gather()},
 }
 """What else is timed: on one GPU nothing travels, so that a gather's variant shows that
 it costs nothing there; give --devices to see what it saves."""
@@ -125,13 +125,13 @@ def measure_jax(run, count=1, **options):
     rng = np.random.default_rng(0)
     shape = (run.rows * count, run.seq + 1)
     tokens = rng.integers(0, run.config.vocab_size, shape, dtype=np.int32)
-    mould = fsdp.abstract_state(plan, tx)
+    like = fsdp.abstract_state(plan, tx)
     started = time.perf_counter()
-    compiled = step.lower(mould, tokens).compile()
+    compiled = step.lower(like, tokens).compile()
     compile_seconds = time.perf_counter() - started
-    traced = step.jitted.trace(mould, tokens).jaxpr
-    predicted = predict_memory(plan, mould, tokens, traced)
-    state = fsdp.init(plan, tx, fsdp.init_params(plan, jax.random.key(0)))
+    traced = step.jitted.trace(like, tokens).jaxpr
+    predicted = predict_memory(plan, like, tokens, traced)
+    state = fsdp.init_state(plan, tx, fsdp.init_params(plan, jax.random.key(0)))
     seconds, losses = [], []
     for _ in range(3 + run.steps):
         started = time.perf_counter()
@@ -169,7 +169,7 @@ def speeds(plan, run, seconds):
     config = run.config
     weights = sum(
         int(np.prod(row.shape))
-        for row in plan.rows
+        for row in plan.param_plans
         if len(row.shape) - row.num_stacked > 1
     )
     if not config.tie_word_embeddings:

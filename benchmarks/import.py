@@ -44,9 +44,9 @@ def by_bridge(checkpoint):
 
     import bridge
 
-    mould = fsdp_mould(checkpoint)
+    like = abstract_params(checkpoint)
     yield
-    params = bridge.load_hf(checkpoint, mould)
+    params = bridge.load_hf(checkpoint, like)
     yield jax.block_until_ready(params)
 
 
@@ -109,7 +109,9 @@ def by_export(checkpoint):
 
     import bridge
 
-    params = jax.block_until_ready(bridge.load_hf(checkpoint, fsdp_mould(checkpoint)))
+    params = jax.block_until_ready(
+        bridge.load_hf(checkpoint, abstract_params(checkpoint))
+    )
     config = bridge.from_hf_config(checkpoint)
     out = fresh(checkpoint.parent / "out")
     yield
@@ -175,7 +177,7 @@ EXPORTS = {"bridge_export": by_export, "raw_write": by_raw_write}
 CONVERSIONS = {"bridge_conversion": by_conversion, "raw_copy": by_raw_copy}
 
 
-def fsdp_mould(checkpoint):
+def abstract_params(checkpoint):
     import jax
     from flax import nnx
 

@@ -200,14 +200,18 @@ def ours(params, tokens):
     return cross_entropy(parts)
 
 
-def microbatched(value_and_grad, accumulate, num_ranks):
+def microbatched(value_and_grad, num_microbatches, num_ranks):
     """The usual loop: gradients of microbatches summed in a carried buffer."""
-    if accumulate == 1:
+    if num_microbatches == 1:
         return value_and_grad
 
     def fn(params, tokens):
-        shape = (num_ranks, accumulate, -1, tokens.shape[-1])
-        rows = tokens.reshape(shape).swapaxes(0, 1).reshape(accumulate, -1, shape[-1])
+        shape = (num_ranks, num_microbatches, -1, tokens.shape[-1])
+        rows = (
+            tokens.reshape(shape)
+            .swapaxes(0, 1)
+            .reshape(num_microbatches, -1, shape[-1])
+        )
 
         def body(carry, batch):
             value, grads = value_and_grad(params, batch)
@@ -215,7 +219,7 @@ def microbatched(value_and_grad, accumulate, num_ranks):
 
         zeros = jax.tree.map(jnp.zeros_like, (jnp.float32(0), params))
         total, _ = lax.scan(body, zeros, rows)
-        return jax.tree.map(lambda leaf: leaf / accumulate, total)
+        return jax.tree.map(lambda leaf: leaf / num_microbatches, total)
 
     return fn
 
@@ -231,20 +235,20 @@ def train_step(value_and_grad):
     return step
 
 
-def lower(form, plan, rows, accumulate):
+def lower(form, plan, rows, num_microbatches):
     tokens = jax.ShapeDtypeStruct(
         (rows, SEQ + 1), jnp.int32, sharding=plan.batch_sharding
     )
     if form == "fsdp_jax":
-        step = fsdp.make_train_step(plan, ours, TX, accumulate=accumulate)
+        step = fsdp.make_train_step(plan, ours, TX, num_microbatches=num_microbatches)
         return step.lower(fsdp.abstract_state(plan, TX), tokens)
     value_and_grad = {
         "annotations": lambda: annotated(plan.mesh),
         "plain_scan": lambda: plain(plan.mesh, plan.specs),
     }[form]()
-    step = train_step(microbatched(value_and_grad, accumulate, plan.mesh.size))
-    mould = fsdp.abstract_state(plan, TX)
-    state = (mould.params, mould.opt_state)
+    step = train_step(microbatched(value_and_grad, num_microbatches, plan.mesh.size))
+    like = fsdp.abstract_state(plan, TX)
+    state = (like.params, like.opt_state)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
     jitted = jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
     return jitted.lower(state, tokens)
@@ -253,23 +257,23 @@ def lower(form, plan, rows, accumulate):
 COST = GPUS["h200"].cost
 
 
-def measure(form, plan, rows, accumulate, dump):
+def measure(form, plan, rows, num_microbatches, dump):
     """One form, compiled and replayed."""
     gpus = plan.mesh.size
     started = time.perf_counter()
-    lowered = lower(form, plan, rows * gpus * accumulate, accumulate)
-    scheduled = compile_scheduled(lowered, COST, gpus, fsdp.compiler_options())
+    lowered = lower(form, plan, rows * gpus * num_microbatches, num_microbatches)
+    scheduled = compile_scheduled(lowered, COST, gpus, fsdp.training.compiler_options())
     seconds = time.perf_counter() - started
     compiled, timeline = scheduled.compiled, scheduled.timeline
     variant = "_hsdp" if plan.mesh.shape["dp_outer"] > 1 else ""
-    variant += f"_{accumulate}_microbatches" if accumulate > 1 else ""
+    variant += f"_{num_microbatches}_microbatches" if num_microbatches > 1 else ""
     if dump:
         (dump / f"{form}{variant}_{gpus}.hlo").write_text(compiled.as_text())
     return {
         "form": form + variant,
         "gpus": gpus,
         "sequences_a_gpu": rows,
-        "microbatches": accumulate,
+        "microbatches": num_microbatches,
         **times(timeline),
         "temporaries_gb": temporaries(compiled),
         "guided": scheduled.guided,
@@ -322,11 +326,11 @@ def measure_all(gpus, forms, microbatches, dump):
     several = [(1, number) for number in microbatches]
     runs = several if gpus <= in_node else [(1, 1), (gpus // 8, 1)]
     rows = []
-    for dp_outer, accumulate in runs:
+    for dp_outer, num_microbatches in runs:
         plan = make_plan(gpus, dp_outer)
         sequences = 1 if gpus <= in_node else 2
         for form in forms:
-            row = measure(form, plan, sequences, accumulate, dump)
+            row = measure(form, plan, sequences, num_microbatches, dump)
             print(json.dumps(row), file=sys.stderr, flush=True)
             rows.append(row)
     return rows
@@ -351,7 +355,7 @@ def main():
         options = options_for(DECODERS[args.decoder])
     else:
         rows = measure_all(args.gpus, args.forms, args.microbatches, args.dump)
-        options = fsdp.compiler_options()
+        options = fsdp.training.compiler_options()
     report = {
         "cost_model": dataclasses.asdict(COST),
         "compiler_options": options,

@@ -11,7 +11,7 @@ from overlap_figures import by_axes, temporaries, times
 
 import fsdp_jax as fsdp
 from bridge.models import DecoderConfig, MoEConfig, RopeConfig
-from fsdp_jax.cli._context_parallel import rows_mould
+from fsdp_jax.cli._context_parallel import abstract_rows
 from fsdp_jax.cli._decoder import fused_next_token_loss, plan_decoder
 from fsdp_jax.cli._routing import Routing
 from fsdp_jax.planner._compile import compile_scheduled, gpu_devices
@@ -64,9 +64,9 @@ class DecoderCase:
         cp, shared = mesh.shape["cp"], mesh.shape["tp"] * mesh.shape["pp"]
         rows = self.rows * (self.gpus // (cp * shared)) * self.microbatches
         step = fsdp.make_train_step(
-            plan, fused_next_token_loss, tx, accumulate=self.microbatches
+            plan, fused_next_token_loss, tx, num_microbatches=self.microbatches
         )
-        batch = rows_mould(rows, self.seq, cp)
+        batch = abstract_rows(rows, self.seq, cp)
         state = fsdp.abstract_state(plan, tx)
         traced = step.jitted.trace(state, batch).jaxpr
         memory = predict_memory(plan, state, batch, traced)
@@ -139,7 +139,7 @@ OVER = {"tensor_parallel": "tp", "context_parallel": "cp"}
 def options_for(case):
     """What XLA is told."""
     parallel = {name: case.mesh.get(axis, 1) > 1 for name, axis in OVER.items()}
-    return fsdp.compiler_options(**parallel)
+    return fsdp.training.compiler_options(**parallel)
 
 
 def bubble(plan, microbatches):

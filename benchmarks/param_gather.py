@@ -36,8 +36,8 @@ CONFIG = DecoderConfig(
 )
 FORMATS = {
     "bfloat16": None,
-    "float8": fsdp.Float8Gather(min_elements=1024),
-    "mxfp8": fsdp.MXFP8Gather(min_elements=1024),
+    "float8": fsdp.sharding.Float8Gather(min_elements=1024),
+    "mxfp8": fsdp.sharding.MXFP8Gather(min_elements=1024),
 }
 ROWS, SEQ, LAST, SEEDS = 16, 64, 20, (0, 1, 2)
 
@@ -71,12 +71,12 @@ def train(kind, steps, seed):
     )
     tx = optax.adamw(1e-3)
     step = fsdp.make_train_step(plan, loss_fn, tx)
-    state = fsdp.init(plan, tx, fsdp.init_params(plan, jax.random.key(seed)))
+    state = fsdp.init_state(plan, tx, fsdp.init_params(plan, jax.random.key(seed)))
     losses, given = [], batches(seed)
     for _ in range(steps):
         state, metrics = step(state, next(given))
         losses.append(float(metrics["loss"]))
-    return losses, [row.name for row in plan.rows if row.gather]
+    return losses, [row.name for row in plan.param_plans if row.gather]
 
 
 def main():

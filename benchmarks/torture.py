@@ -27,7 +27,7 @@ import jax
 import numpy as np
 import result
 from helpers.damage import flipped, random_bit
-from helpers.saving_worker import check, kill_while_saving, mould, state_at
+from helpers.saving_worker import check, kill_while_saving, like, state_at
 
 import fsdp_jax as fsdp
 
@@ -52,7 +52,7 @@ def kills_of_one(directory: Path, rounds: int) -> dict[str, int]:
         newest = fsdp.latest_step(directory) or 0
         lost += newest < committed[-1]
         if newest:
-            unreadable += check(fsdp.load(directory, mould())) != newest
+            unreadable += check(fsdp.load(directory, like())) != newest
             _keep_newest(directory, newest)
         _say(f"{directory.name}: kill {number + 1} of {rounds}: step {newest}")
     return {
@@ -71,9 +71,9 @@ def flips(directory: Path, rounds: int) -> dict[str, int]:
     for _ in range(rounds):
         with flipped(*random_bit(directory, rng)):
             try:
-                state = fsdp.load(directory, mould(), step=1)
-                metadata = fsdp.load_metadata(directory, step=1)
-            except fsdp.DamagedCheckpointError:
+                state = fsdp.load(directory, like(), step=1)
+                metadata = fsdp.checkpoint.load_metadata(directory, step=1)
+            except fsdp.checkpoint.DamagedCheckpointError:
                 refused += 1
                 continue
         try:
@@ -94,9 +94,7 @@ def full_disks(disk: Path, rounds: int) -> dict[str, int]:
             except Exception:
                 failed += 1
             newest = fsdp.latest_step(disk / "run")
-            spoilt += (
-                newest is None or check(fsdp.load(disk / "run", mould())) != newest
-            )
+            spoilt += newest is None or check(fsdp.load(disk / "run", like())) != newest
         try:
             fsdp.save(disk / "run", state_at(step + 1))
         except Exception:

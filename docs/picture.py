@@ -114,14 +114,14 @@ def _gib(plan: fsdp.Plan) -> tuple[float, ...]:
     """Weights that are whole all the step long, gradients, and what rests."""
     axes = plan.placements
     whole = not axes.parameter
-    weights = sum(row.num_elements(plan.mesh, ()) for row in plan.rows) * 2 * whole
+    weights = sum(row.num_elements(plan.mesh, ()) for row in plan.param_plans) * 2 * whole
     grads = sum(
         row.num_elements(plan.mesh, axes.gradient) * row.precision.main_grads.itemsize
-        for row in plan.rows
+        for row in plan.param_plans
     )
     main = sum(
         row.num_elements(plan.mesh, axes.optimizer) * row.precision.main_params.itemsize
-        for row in plan.rows
+        for row in plan.param_plans
     )
     # AdamW's two moments are of the main weights' shape and dtype.
     return tuple(size / 2**30 for size in (weights, grads, 3 * main))

@@ -3,10 +3,6 @@
 __version__ = "0.1.0"
 
 from fsdp_jax import ops as ops
-from fsdp_jax._chunks import Chunk as Chunk
-from fsdp_jax._chunks import chunks as chunks
-from fsdp_jax._chunks import split_chunks as split_chunks
-from fsdp_jax._chunks import validate_chunks as validate_chunks
 from fsdp_jax._report import bytes_bar as bytes_bar
 from fsdp_jax._tree import named_leaves as named_leaves
 from fsdp_jax.audit._audit_step import AuditError as AuditError
@@ -28,7 +24,7 @@ from fsdp_jax.checkpoint import load_files as load_files
 from fsdp_jax.checkpoint import load_metadata as load_metadata
 from fsdp_jax.checkpoint import load_params as load_params
 from fsdp_jax.checkpoint import load_shapes as load_shapes
-from fsdp_jax.checkpoint import make_cliques as make_cliques
+from fsdp_jax.checkpoint import make_replication_groups as make_replication_groups
 from fsdp_jax.checkpoint import remove as remove
 from fsdp_jax.checkpoint import save as save
 from fsdp_jax.checkpoint import verify as verify
@@ -38,10 +34,10 @@ from fsdp_jax.data._host_batches import global_batch as global_batch
 from fsdp_jax.data._host_batches import host_shard as host_shard
 from fsdp_jax.data._host_batches import padded_global_batch as padded_global_batch
 from fsdp_jax.launch import Job as Job
-from fsdp_jax.launch import Patience as Patience
+from fsdp_jax.launch import Timeouts as Timeouts
 from fsdp_jax.launch import initialize as initialize
 from fsdp_jax.launch import report_progress as report_progress
-from fsdp_jax.lora._config import LoRA as LoRA
+from fsdp_jax.lora._config import LoRAConfig as LoRAConfig
 from fsdp_jax.lora._config import LoRATarget as LoRATarget
 from fsdp_jax.notebook import load_ipython_extension as load_ipython_extension
 from fsdp_jax.notebook import unload_ipython_extension as unload_ipython_extension
@@ -51,9 +47,9 @@ from fsdp_jax.optim._quantized_state import eight_bit as eight_bit
 from fsdp_jax.planner import GPU as GPU
 from fsdp_jax.planner import GPUS as GPUS
 from fsdp_jax.planner import CostModel as CostModel
-from fsdp_jax.planner import Forecast as Forecast
+from fsdp_jax.planner import StepEstimate as StepEstimate
 from fsdp_jax.planner import Sweep as Sweep
-from fsdp_jax.planner import compile_for as compile_for
+from fsdp_jax.planner import estimate_step as estimate_step
 from fsdp_jax.planner import gpu_devices as gpu_devices
 from fsdp_jax.rl import Batch as Batch
 from fsdp_jax.rl import Jagged as Jagged
@@ -61,6 +57,10 @@ from fsdp_jax.rl import all_gather as all_gather
 from fsdp_jax.rl import allgather_dict_into_dict as allgather_dict_into_dict
 from fsdp_jax.rl import load_batch as load_batch
 from fsdp_jax.rl import save_batch as save_batch
+from fsdp_jax.sharding._chunks import Chunk as Chunk
+from fsdp_jax.sharding._chunks import chunks as chunks
+from fsdp_jax.sharding._chunks import split_chunks as split_chunks
+from fsdp_jax.sharding._chunks import validate_chunks as validate_chunks
 from fsdp_jax.sharding._config import FSDPConfig as FSDPConfig
 from fsdp_jax.sharding._config import MixedPrecisionPolicy as MixedPrecisionPolicy
 from fsdp_jax.sharding._config import Placements as Placements
@@ -68,10 +68,10 @@ from fsdp_jax.sharding._fully_shard import fully_shard as fully_shard
 from fsdp_jax.sharding._low_precision import Float8Gather as Float8Gather
 from fsdp_jax.sharding._low_precision import MXFP8Gather as MXFP8Gather
 from fsdp_jax.sharding._mesh import make_mesh as make_mesh
-from fsdp_jax.sharding._offload import Offload as Offload
+from fsdp_jax.sharding._offload import OffloadPolicy as OffloadPolicy
 from fsdp_jax.sharding._padded import Padded as Padded
 from fsdp_jax.sharding._padded import unpack as unpack
-from fsdp_jax.sharding._pipeline_config import Pipeline as Pipeline
+from fsdp_jax.sharding._pipeline_config import PipelineConfig as PipelineConfig
 from fsdp_jax.sharding._plan import ParamPlan as ParamPlan
 from fsdp_jax.sharding._plan import Plan as Plan
 from fsdp_jax.sharding._units import Stacked as Stacked
@@ -84,8 +84,8 @@ from fsdp_jax.training._compiler_options import compiler_options as compiler_opt
 from fsdp_jax.training._eval_step import make_eval_step as make_eval_step
 from fsdp_jax.training._eval_step import make_forward as make_forward
 from fsdp_jax.training._grad_check import largest_grads as largest_grads
+from fsdp_jax.training._lora_params import abstract_base_params as abstract_base_params
 from fsdp_jax.training._lora_params import add_lora as add_lora
-from fsdp_jax.training._lora_params import base_mould as base_mould
 from fsdp_jax.training._lora_params import merge_lora as merge_lora
 from fsdp_jax.training._lora_params import trained_state as trained_state
 from fsdp_jax.training._lora_params import with_frozen as with_frozen
@@ -94,9 +94,9 @@ from fsdp_jax.training._loss_scale import ScaleState as ScaleState
 from fsdp_jax.training._memory_check import MemoryWarning as MemoryWarning
 from fsdp_jax.training._state import TrainState as TrainState
 from fsdp_jax.training._state import abstract_state as abstract_state
-from fsdp_jax.training._state import gather as gather
-from fsdp_jax.training._state import init as init
 from fsdp_jax.training._state import init_params as init_params
+from fsdp_jax.training._state import init_state as init
+from fsdp_jax.training._state import unshard as gather
 from fsdp_jax.training._train_step import TrainStep as TrainStep
 from fsdp_jax.training._train_step import make_train_step as make_train_step
 from fsdp_jax.training._train_step import value_and_grad as value_and_grad

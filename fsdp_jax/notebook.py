@@ -1,6 +1,6 @@
 """IPython extension that shortens tracebacks of errors raised by our packages.
 
-Load it by `%load_ext fsdp_jax`.
+Load it by `%load_ext fsdp_jax.notebook`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _HOOK = "_render_traceback_"
 def load_ipython_extension(shell: Any) -> None:
     """Shows errors of `fsdp_jax` or `bridge` as their message and the cell's line.
 
-    Run by `%load_ext fsdp_jax` in Jupyter or IPython. A traceback through a compiler is
+    Run by `%load_ext fsdp_jax.notebook` in Jupyter or IPython. A traceback through a compiler is
     long, and its last line is the one that says what to fix. Errors raised by other
     code are shown as usual, and `%tb` shows the whole traceback of the last error.
 

@@ -44,7 +44,7 @@ class Case:
     family: str
     mesh: dict[str, int]
     form: str = "ring"
-    accumulate: int = 1
+    num_microbatches: int = 1
     prefetch: int = 0
     marks: tuple[Any, ...] = ()
 
@@ -124,14 +124,14 @@ def batches() -> list[dict[str, np.ndarray]]:
     ]
 
 
-def trained(plan: fsdp.Plan, order=ops.zigzag, accumulate: int = 1):
+def trained(plan: fsdp.Plan, order=ops.zigzag, num_microbatches: int = 1):
     """Parameters after three steps, and the last loss."""
-    step = fsdp.make_train_step(plan, loss, TX, accumulate=accumulate)
-    state = fsdp.init(plan, TX, fsdp.init_params(plan, jax.random.key(0)))
+    step = fsdp.make_train_step(plan, loss, TX, num_microbatches=num_microbatches)
+    state = fsdp.init_state(plan, TX, fsdp.init_params(plan, jax.random.key(0)))
     metrics = {}
     for batch in batches():
         state, metrics = step(state, order(batch, plan.mesh.shape["cp"]))
-    return host(fsdp.unpack(state.params)), float(metrics["loss"])
+    return host(fsdp.sharding.unpack(state.params)), float(metrics["loss"])
 
 
 @functools.cache
@@ -146,7 +146,7 @@ def one_device(family: str):
 )
 def test_three_steps_over_cp_are_those_of_one_device(name):
     case = CASES[name]
-    got, got_loss = trained(plan_of(case), accumulate=case.accumulate)
+    got, got_loss = trained(plan_of(case), num_microbatches=case.num_microbatches)
     want, want_loss = one_device(case.family)
     assert worst(got, want) < PARAMETERS
     assert abs(got_loss - want_loss) < 1e-5
@@ -158,7 +158,7 @@ def test_a_ring_in_a_stage_is_refused_as_it_would_wait_for_the_others():
         ValueError,
         match=facts("cp=2", "pp=2", "--cp-form", "fsdp_jax.ops.all_gather_attention"),
     ):
-        trained(plan_of(case), accumulate=2)
+        trained(plan_of(case), num_microbatches=2)
 
 
 def test_heads_turned_by_places_on_the_rank_train_another_model():

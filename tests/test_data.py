@@ -11,7 +11,7 @@ import pytest
 from helpers.errors import facts
 
 import fsdp_jax as fsdp
-from fsdp_jax import HostBatches, HostShard
+from fsdp_jax.data import HostBatches, HostShard
 
 
 def hosts(count: int) -> list[HostShard]:
@@ -85,12 +85,12 @@ def test_a_batch_of_one_host_is_split_over_its_devices():
 @pytest.mark.parametrize("real", [0, 3, 8])
 def test_rows_that_are_added_are_marked(real):
     rows = 1 + np.arange(real)
-    made, mask = fsdp.padded_global_batch(fsdp.make_mesh(), rows, 8)
+    made, mask = fsdp.data.padded_global_batch(fsdp.make_mesh(), rows, 8)
     assert np.asarray(mask).tolist() == [True] * real + [False] * (8 - real)
     assert np.asarray(made)[:real].tolist() == rows.tolist()
     assert set(np.asarray(made).tolist()) == (set(rows.tolist()) or {0})
     with pytest.raises(ValueError, match=facts("8 rows", "9")):
-        fsdp.padded_global_batch(fsdp.make_mesh(), np.zeros(9), 8)
+        fsdp.data.padded_global_batch(fsdp.make_mesh(), np.zeros(9), 8)
 
 
 # Which rows a host holds, of meshes of several processes

@@ -91,7 +91,7 @@ def test_the_python_blocks_of_the_readme_run_in_order(readme, folder):
 def test_the_python_blocks_of_a_page_run_in_order(readme, page):
     names = dict(readme)
     # Steps of pages donate their states, so each page has one of its own.
-    names["state"] = fsdp.init(
+    names["state"] = fsdp.init_state(
         names["plan"],
         names["tx"],
         fsdp.init_params(names["plan"], names["jax"].random.key(0)),
@@ -112,9 +112,11 @@ def test_blocks_that_are_not_run_name_only_what_is_there():
                     function = inspect.signature(getattr(fsdp, name))
                     given = {word.arg: None for word in node.keywords if word.arg}
                     function.bind_partial(*node.args, **given)
-                case ast.Attribute(ast.Name("forecast"), name):
-                    fields = fsdp.Forecast.__dataclass_fields__
-                    assert name in fields or hasattr(fsdp.Forecast, name), name
+                case ast.Attribute(ast.Name("estimate"), name):
+                    fields = fsdp.planner.StepEstimate.__dataclass_fields__
+                    assert name in fields or hasattr(fsdp.planner.StepEstimate, name), (
+                        name
+                    )
 
 
 def test_the_commands_run_in_order(folder, capsys):

@@ -80,7 +80,7 @@ def plan_of(config, mesh, stack=None) -> fsdp.Plan:
             frozen=correction_bias_paths(config),
             tensor_parallel=tensor_parallel_rules(config, mesh.shape["tp"]),
             expert_parallel=expert_parallel_rules(config),
-            pipeline=fsdp.Pipeline(stack=stack),
+            pipeline=fsdp.PipelineConfig(stack=stack),
         ),
     )
 
@@ -92,10 +92,8 @@ def written(tmp_path_factory):
     def write(family: str, **changes):
         fields = hf_fields(family, **SIZES | changes, **CHANGES[family])
         config = bridge.from_hf_config(fields)
-        graph, mould = nnx.split(
-            nnx.eval_shape(lambda: make(config, jax.random.key(0)))
-        )
-        leaves, structure = jax.tree.flatten(mould)
+        graph, like = nnx.split(nnx.eval_shape(lambda: make(config, jax.random.key(0))))
+        leaves, structure = jax.tree.flatten(like)
         keys = jax.random.split(jax.random.key(1), len(leaves))
         values = [
             0.2 * jax.random.normal(key, leaf.shape, jnp.float32) + 0.1
@@ -108,17 +106,17 @@ def written(tmp_path_factory):
     return write
 
 
-def trained(path, mesh, stack=None, accumulate=1):
+def trained(path, mesh, stack=None, num_microbatches=1):
     """Parameters and loss after 3 steps of what a directory holds."""
     config = bridge.from_hf_config(path)
     plan = plan_of(config, mesh, stack)
-    state = fsdp.init(plan, TX, bridge.load_hf(path, plan.params))
-    step = fsdp.make_train_step(plan, loss, TX, accumulate=accumulate)
+    state = fsdp.init_state(plan, TX, bridge.load_hf(path, plan.params))
+    step = fsdp.make_train_step(plan, loss, TX, num_microbatches=num_microbatches)
     tokens = np.random.default_rng(0).integers(0, 128, (ROWS, SEQ + 1))
     metrics = {}
     for _ in range(3):
         state, metrics = step(state, jnp.asarray(tokens))
-    return host(fsdp.unpack(state.params)), float(metrics["loss"])
+    return host(fsdp.sharding.unpack(state.params)), float(metrics["loss"])
 
 
 @pytest.mark.parametrize("family", CHANGES)
@@ -156,21 +154,21 @@ def test_layers_of_another_structure_run_before_the_stages(written):
             "deepseek_v3", num_hidden_layers=4
         )  # a dense one, three with experts
         mesh = fsdp.make_mesh(pp=2, ep=2, tp=2)
-        got, got_loss = trained(path, mesh, "layers.1", accumulate=2)
+        got, got_loss = trained(path, mesh, "layers.1", num_microbatches=2)
         alone = fsdp.make_mesh(devices=jax.devices()[:1])
-        want, want_loss = trained(path, alone, accumulate=2)
+        want, want_loss = trained(path, alone, num_microbatches=2)
     assert worst(got, want) < CLOSE
     assert abs(got_loss - want_loss) < CLOSE
 
 
-def test_a_mould_over_ep_is_filled_with_each_device_s_own_experts(written):
+def test_an_abstract_tree_over_ep_is_filled_with_each_device_s_own_experts(written):
     with jax.enable_x64(True):
         path = written("olmoe")
         config = bridge.from_hf_config(path)
         plan = plan_of(config, fsdp.make_mesh(ep=8))
         whole = plan_of(config, fsdp.make_mesh(devices=jax.devices()[:1]))
         given = bridge.load_hf(path, plan.params), bridge.load_hf(path, whole.params)
-    rows = zip(plan.rows, *map(jax.tree.leaves, given), strict=True)
+    rows = zip(plan.param_plans, *map(jax.tree.leaves, given), strict=True)
     experts = [(got, np.asarray(want)) for row, got, want in rows if row.is_expert]
     assert len(experts) == 2
     for got, want in experts:

@@ -55,8 +55,8 @@ def last_gradients() -> optax.GradientTransformation:
 def weights(config: DecoderConfig) -> tuple[Any, Any]:
     """Random weights, none of them zero."""
     model = nnx.eval_shape(lambda: make(config, plain_scan, jax.random.key(0)))
-    graph, mould = nnx.split(model)
-    leaves, structure = jax.tree.flatten(mould)
+    graph, like = nnx.split(model)
+    leaves, structure = jax.tree.flatten(like)
     keys = jax.random.split(jax.random.key(1), len(leaves))
     values = [
         jax.random.normal(key, leaf.shape, leaf.dtype) * 0.3 + 0.1
@@ -72,12 +72,12 @@ def gradients_of_eight(config: DecoderConfig, params, tokens):
         units=[DecoderLayer],
     )
     params = jax.tree.map(
-        lambda leaf, mould: jax.device_put(leaf, mould.sharding), params, plan.params
+        lambda leaf, like: jax.device_put(leaf, like.sharding), params, plan.params
     )
     tx = last_gradients()
     step = fsdp.make_train_step(plan, loss, tx)
-    state, _ = step(fsdp.init(plan, tx, params), jnp.asarray(tokens))
-    return host(fsdp.unpack(state.opt_state))
+    state, _ = step(fsdp.init_state(plan, tx, params), jnp.asarray(tokens))
+    return host(fsdp.sharding.unpack(state.opt_state))
 
 
 @pytest.mark.parametrize("variant", CASES)

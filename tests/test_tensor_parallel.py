@@ -1,4 +1,4 @@
-"""Families imported into a mould over `tp` train as they do on one device."""
+"""Families imported into a like over `tp` train as they do on one device."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ def batches(config: DecoderConfig) -> list[np.ndarray]:
 
 def write_model(path, config: DecoderConfig) -> None:
     """A directory as Hugging Face has it; no weight is zero, and no norm one."""
-    mould = nnx.state(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
-    leaves, structure = jax.tree.flatten(mould)
+    like = nnx.state(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
+    leaves, structure = jax.tree.flatten(like)
     random = np.random.default_rng(1)
     values = [random.normal(0.1, 0.3, leaf.shape).astype("f4") for leaf in leaves]
     params = jax.tree.map(jnp.asarray, structure.unflatten(values))
@@ -84,10 +84,10 @@ def write_model(path, config: DecoderConfig) -> None:
 
 def alone(path, config: DecoderConfig):
     """Three steps without any of fsdp_jax: the parameters after each, and the loss."""
-    graph, mould = nnx.split(
+    graph, like = nnx.split(
         nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(jax.random.key(0))))
     )
-    params = bridge.load_hf(path, mould)
+    params = bridge.load_hf(path, like)
 
     def loss_fn(params, tokens):
         logits = nnx.merge(graph, params)(tokens[:, :-1])
@@ -143,7 +143,7 @@ def run_case(variant: str, path) -> Run:
     config = config_of(variant, **case.fields)
     write_model(path, config)
     plan = make_plan(config, case)
-    state = fsdp.init(plan, TX, bridge.load_hf(path, plan.params))
+    state = fsdp.init_state(plan, TX, bridge.load_hf(path, plan.params))
     step = fsdp.make_train_step(plan, case.loss, TX)
     tokens = jax.device_put(batches(config), plan.batch_sharding)
     compiled = step.lower(fsdp.abstract_state(plan, TX), tokens[0]).compile()
@@ -173,7 +173,7 @@ ALL = [
 @pytest.mark.parametrize("run", ALL, indirect=True)
 def test_three_steps_over_tp_are_those_of_one_device(run, request):
     want, want_loss = alone(run.path, run.config)
-    got = host(fsdp.unpack(run.state.params))
+    got = host(fsdp.sharding.unpack(run.state.params))
     assert worst(got, want[-1], without=UNTRAINED) < PARAMETERS
     assert abs(run.loss - want_loss) < 1e-5
     # A step fewer is another model.
@@ -201,21 +201,21 @@ def test_of_tokens_a_part_crosses_tp_and_of_matrices_nothing(llama):
     assert max(c.size for c in across) == whole
     # Each matrix is gathered over data axes at tp width.
     over_data = [c for c in found if c.op == "all-gather" and group_size(c.groups) == 2]
-    split = [row for row in llama.plan.rows if row.tensor_dim is not None]
+    split = [row for row in llama.plan.param_plans if row.tensor_dim is not None]
     widths = {int(np.prod(row.shape[row.num_stacked :])) // tp for row in split}
     assert widths <= {c.size for c in over_data}
 
 
-def mould(tp: int):
+def like(tp: int):
     case = dataclasses.replace(CASES["llama"], mesh={"tp": tp})
     plan = make_plan(config_of("llama", **case.fields), case)
     return plan, fsdp.abstract_state(plan, TX)
 
 
 @pytest.mark.parametrize("tp", [2, 1])
-def test_a_checkpoint_fills_moulds_of_other_tensor_axes(llama, tp, tmp_path):
+def test_a_checkpoint_fills_abstract_trees_of_other_tensor_axes(llama, tp, tmp_path):
     fsdp.save(tmp_path / "run", llama.state)
-    _, wanted = mould(tp)
+    _, wanted = like(tp)
     loaded = fsdp.load(tmp_path / "run", wanted)
     placed = jax.tree.map(lambda a, m: a.sharding == m.sharding, loaded, wanted)
     assert all(jax.tree.leaves(placed))

@@ -34,6 +34,8 @@ def takes_paths(module):
 
 ENTRIES = [
     *takes_paths(fsdp),
+    *takes_paths(fsdp.checkpoint),
+    *takes_paths(fsdp.rl),
     *takes_paths(bridge),
     *takes_paths(bridge.megatron),
 ]

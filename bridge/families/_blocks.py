@@ -4,7 +4,7 @@ Rows of q and k are in the order in which the family turns them, in the files an
 the model alike, so no rule permutes them.
 """
 
-from bridge.families._family import Layers, Spelling
+from bridge.families._family import KeyMapping, Layers
 from bridge.models import DecoderConfig
 from bridge.rules._rules import Rule
 
@@ -191,9 +191,9 @@ def dense_layer(config: DecoderConfig, sparse: bool) -> Rules:
     return attention(config) + mlp(config) + norms(PRE_NORMS)
 
 
-def spelling(layer, at: str = "model.layers.{layer}.") -> Spelling:
+def key_mapping(layer, at: str = "model.layers.{layer}.") -> KeyMapping:
     """The names of most files: Llama's outside of layers, and `layer`'s in them."""
-    return Spelling(outer, Layers(at, layer))
+    return KeyMapping(outer, Layers(at, layer))
 
 
 def ignore_tied_head(config: DecoderConfig) -> tuple[str, ...]:

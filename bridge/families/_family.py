@@ -73,7 +73,7 @@ def capture(number: int) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class Spelling:
+class KeyMapping:
     """One of the ways in which a family's checkpoints name their tensors.
 
     Args:
@@ -97,7 +97,7 @@ class Family:
       model_type: The `model_type` of its config files.
       architecture: The class of transformers that its checkpoints are of.
       fields: Fields of the config file that are fields of ours.
-      spellings: How its checkpoints name their tensors; the first is what is written.
+      key_mappings: How its checkpoints name their tensors; the first is what is written.
       codecs: Fields that are not one to one with ours.
       traits: What all models of the family have in common, by our dotted names.
       fixed: Fields of which one value is modelled; any other is refused.
@@ -114,7 +114,7 @@ class Family:
     model_type: str
     architecture: str
     fields: Mapping[str, Field]
-    spellings: tuple[Spelling, ...]
+    key_mappings: tuple[KeyMapping, ...]
     codecs: tuple[Codec, ...] = ()
     traits: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -129,11 +129,11 @@ class Family:
         return self.mappings(config)[0]
 
     def mappings(self, config: DecoderConfig) -> tuple[WeightMapping, ...]:
-        """Returns one mapping for each spelling."""
+        """Returns one mapping for each key_mapping."""
         sizes, ignore = sizes_of(config), self.ignore(config)
         return tuple(
-            WeightMapping(spelling.rules(config), sizes, ignore)
-            for spelling in self.spellings
+            WeightMapping(key_mapping.rules(config), sizes, ignore)
+            for key_mapping in self.key_mappings
         )
 
     def mapping_for(

@@ -1,7 +1,7 @@
-"""Rotary embedding in Hugging Face config files: two spellings of one thing.
+"""Rotary embedding in Hugging Face config files: two key_mappings of one thing.
 
 transformers 5 writes `rope_parameters`; up to 4 it was `rope_theta` and
-`rope_scaling`, and a reader that knows one spelling takes the default for the other
+`rope_scaling`, and a reader that knows one key_mapping takes the default for the other
 in silence: a base of 10,000 where 500,000 was meant.
 
 Source: transformers `modeling_rope_utils.py::RotaryEmbeddingConfigMixin`, and the
@@ -83,12 +83,12 @@ def rope_by_layer_type(
 ) -> Codec:
     """Reads and writes a rope for full layers and one for those that slide.
 
-    In the old spelling the scaling is the full layers' alone.
+    In the old key_mapping the scaling is the full layers' alone.
 
     Args:
       theta: What transformers takes for the full layers' base.
       sliding_theta: The same for the sliding ones.
-      sliding_name: The old spelling's field for the sliding layers' base; None if it
+      sliding_name: The old key_mapping's field for the sliding layers' base; None if it
         has none, for then it takes `sliding_theta` whatever `rope_theta` says.
     """
     names = (*_SPELLINGS, *([sliding_name] if sliding_name else []))
@@ -143,7 +143,7 @@ def rope_by_layer_type(
 def read_rope(
     fields: Fields, defaults: Fields | None = None, absent: Fields | None = None
 ) -> RopeConfig:
-    """Reads either spelling, or both if they agree.
+    """Reads either key_mapping, or both if they agree.
 
     Args:
       fields: A whole config file.
@@ -151,11 +151,11 @@ def read_rope(
       absent: The rope of a file that gives none.
 
     Raises:
-      ValueError: If the spellings differ, or say what is not modelled.
+      ValueError: If the key_mappings differ, or say what is not modelled.
     """
     defaults = {"rope_theta": 10000.0, **(defaults or {})}
     given = {
-        name: _read_spelling(name, fields[name], fields, defaults)
+        name: _read_key_mapping(name, fields[name], fields, defaults)
         for name in ("rope_scaling", "rope_parameters")
         if fields.get(name)
     }
@@ -163,11 +163,11 @@ def read_rope(
         raise ValueError(f"rope_scaling and rope_parameters differ: {given}")
     if given:
         return next(iter(given.values()))
-    return _read_spelling("", absent or {}, fields, defaults)
+    return _read_key_mapping("", absent or {}, fields, defaults)
 
 
 def write_rope(rope: RopeConfig, partial: float | None = None) -> dict[str, Any]:
-    """Writes both spellings, so that transformers 4 and 5 read the same.
+    """Writes both key_mappings, so that transformers 4 and 5 read the same.
 
     Args:
       rope: What to write.
@@ -215,18 +215,18 @@ def _check_whole(rope: RopeConfig, beside: float | None = None) -> None:
             )
 
 
-def _read_spelling(
-    name: str, spelling: Any, fields: Fields, defaults: Fields
+def _read_key_mapping(
+    name: str, key_mapping: Any, fields: Fields, defaults: Fields
 ) -> RopeConfig:
-    if not isinstance(spelling, Mapping):
-        raise ValueError(f"{name} = {spelling!r} is not an object")
+    if not isinstance(key_mapping, Mapping):
+        raise ValueError(f"{name} = {key_mapping!r} is not an object")
     values: dict[str, Any] = {
         key: tuple(value) if isinstance(value, list) else value
-        for key, value in spelling.items()
+        for key, value in key_mapping.items()
         if value is not None
     }
-    if "truncate" in spelling:  # where null counts as false, and absence as true
-        values["truncate"] = spelling["truncate"] or False
+    if "truncate" in key_mapping:  # where null counts as false, and absence as true
+        values["truncate"] = key_mapping["truncate"] or False
     old_type = values.pop("type", "default")
     kind: Any = values.setdefault("rope_type", old_type)
     kind = values["rope_type"] = _ALIASES.get(kind, kind)

@@ -8,20 +8,20 @@ from bridge.families._blocks import (
     Rules,
     attention,
     experts,
+    key_mapping,
     mlp,
     norms,
     router,
-    spelling,
 )
-from bridge.families._family import Spelling
+from bridge.families._family import KeyMapping
 from bridge.models import DecoderConfig
 
 Part = Callable[[DecoderConfig], Rules]
 
 
-def spellings(
+def key_mappings(
     attend: Part = attention, beside: Part = lambda _: ()
-) -> tuple[Spelling, Spelling]:
+) -> tuple[KeyMapping, KeyMapping]:
     """Returns both ways to write the experts: each by itself, and all in one tensor.
 
     The first is what transformers writes, the second what it holds in memory and
@@ -39,4 +39,4 @@ def spellings(
 
         return rules
 
-    return spelling(layer(experts())), spelling(layer(FUSED_EXPERTS))
+    return key_mapping(layer(experts())), key_mapping(layer(FUSED_EXPERTS))

@@ -7,9 +7,9 @@ from bridge.families._blocks import (
     Rules,
     attention,
     ignore_tied_head,
+    key_mapping,
     mlp,
     norms,
-    spelling,
 )
 from bridge.families._codec import Codec
 from bridge.families._family import Family, Field
@@ -46,6 +46,6 @@ FAMILY = Family(
     codecs=(rope(500000.0, interleaved=True), _QK_NORM),
     traits={"norm": "layer", "norm_placement": "parallel"},
     fixed={"hidden_act": "silu", "attention_dropout": 0.0},
-    spellings=(spelling(_layer),),
+    key_mappings=(key_mapping(_layer),),
     ignore=ignore_tied_head,
 )

@@ -10,7 +10,7 @@ from bridge.families._family import Family, Field
 from bridge.families._fields import moe
 from bridge.families._hf_rope import rope
 from bridge.families._layer_types import first_dense
-from bridge.families._sparse import spellings
+from bridge.families._sparse import key_mappings
 from bridge.models import DecoderConfig
 
 _METHODS = ("greedy", "group_limited_greedy")
@@ -61,6 +61,6 @@ FAMILY = Family(
     # transformers reads no `norm_topk_prob` of this family.
     fixed={**_deepseek.FIXED, "norm_topk_prob": False, "scoring_func": "softmax"},
     carried=_deepseek.CARRIED,
-    spellings=spellings(latent_attention, _deepseek.shared),
+    key_mappings=key_mappings(latent_attention, _deepseek.shared),
     ignore=ignore_tied_head,
 )

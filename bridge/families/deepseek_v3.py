@@ -13,7 +13,7 @@ from bridge.families._family import Family, Field
 from bridge.families._fields import moe, tokens
 from bridge.families._hf_rope import rope
 from bridge.families._layer_types import first_dense
-from bridge.families._sparse import spellings
+from bridge.families._sparse import key_mappings
 from bridge.models import DecoderConfig
 from bridge.rules._rules import Rule
 
@@ -72,6 +72,6 @@ FAMILY = Family(
     carried={**_deepseek.CARRIED, _FURTHER: 1},
     aliases={"num_mtp_layers": _FURTHER},
     left_out={_FURTHER: 0},
-    spellings=spellings(latent_attention, _beside),
+    key_mappings=key_mappings(latent_attention, _beside),
     ignore=_ignore,
 )

@@ -4,7 +4,7 @@ Source: transformers `configuration_gemma2.py`, `modeling_gemma2.py`.
 """
 
 from bridge.families import _gemma
-from bridge.families._blocks import ignore_tied_head, spelling
+from bridge.families._blocks import ignore_tied_head, key_mapping
 from bridge.families._family import Family, Field
 from bridge.families._hf_rope import rope
 from bridge.families._layer_types import layer_types
@@ -22,6 +22,6 @@ FAMILY = Family(
     traits=_gemma.TRAITS,
     fixed=_gemma.FIXED,
     carried={**_gemma.CARRIED, "cache_implementation": None},
-    spellings=(spelling(_gemma.layer),),
+    key_mappings=(key_mapping(_gemma.layer),),
     ignore=ignore_tied_head,
 )

@@ -6,7 +6,7 @@ Source: transformers `configuration_gemma3.py`, `modeling_gemma3.py`.
 """
 
 from bridge.families import _gemma
-from bridge.families._blocks import ignore_tied_head, spelling
+from bridge.families._blocks import ignore_tied_head, key_mapping
 from bridge.families._family import Family, Field
 from bridge.families._hf_rope import rope_by_layer_type
 from bridge.families._layer_types import layer_types
@@ -31,6 +31,6 @@ FAMILY = Family(
         # The class has the field, and its attention never reads it.
         "attn_logit_softcapping": None,
     },
-    spellings=(spelling(_gemma.layer),),
+    key_mappings=(key_mapping(_gemma.layer),),
     ignore=ignore_tied_head,
 )

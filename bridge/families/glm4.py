@@ -8,8 +8,8 @@ from bridge.families._blocks import (
     attention,
     fused_gate_up,
     ignore_tied_head,
+    key_mapping,
     norms,
-    spelling,
 )
 from bridge.families._family import Family, Field
 from bridge.families._fields import SIZES, attention_bias, tokens
@@ -44,6 +44,6 @@ FAMILY = Family(
     codecs=(rope(partial=0.5, interleaved=True),),
     traits={"norm_placement": "both"},
     fixed={"hidden_act": "silu", "attention_dropout": 0.0},
-    spellings=(spelling(_layer),),
+    key_mappings=(key_mapping(_layer),),
     ignore=ignore_tied_head,
 )

@@ -9,7 +9,7 @@ Source: transformers `configuration_gpt2.py`, `modeling_gpt2.py`, `pytorch_utils
 
 from bridge.families._blocks import HEAD, Rules
 from bridge.families._codec import Codec
-from bridge.families._family import Family, Field, Layers, Spelling
+from bridge.families._family import Family, Field, KeyMapping, Layers
 from bridge.families._fields import tokens
 from bridge.models import DecoderConfig
 from bridge.rules._rules import Rule
@@ -56,7 +56,7 @@ def _norm(source: str, destination: str) -> Rules:
     )
 
 
-def _spelling(prefix: str) -> Spelling:
+def _key_mapping(prefix: str) -> KeyMapping:
     def table(name: str, destination: str, rows: str) -> Rule:
         layout = f"{rows} embed -> {rows} embed"
         return Rule(f"{prefix}{name}.weight", f"{destination}.embedding", layout)
@@ -69,7 +69,7 @@ def _spelling(prefix: str) -> Spelling:
         )
         return rules + (() if config.tie_word_embeddings else (HEAD,))
 
-    return Spelling(outer, Layers(prefix + "h.{layer}.", _layer))
+    return KeyMapping(outer, Layers(prefix + "h.{layer}.", _layer))
 
 
 def _ignore(config: DecoderConfig) -> tuple[str, ...]:
@@ -137,6 +137,6 @@ FAMILY = Family(
         "n_ctx": None,
         "task_specific_params": None,
     },
-    spellings=(_spelling("transformer."), _spelling("")),
+    key_mappings=(_key_mapping("transformer."), _key_mapping("")),
     ignore=_ignore,
 )

@@ -11,9 +11,9 @@ from bridge.families._blocks import (
     Rules,
     attention,
     ignore_tied_head,
+    key_mapping,
     linear,
     norms,
-    spelling,
 )
 from bridge.families._family import Family, Field
 from bridge.families._fields import SIZES, attention_bias, moe, tokens
@@ -111,6 +111,6 @@ FAMILY = Family(
         "experts_per_token": None,
         "initial_context_length": None,
     },
-    spellings=(spelling(_layer),),
+    key_mappings=(key_mapping(_layer),),
     ignore=ignore_tied_head,
 )

@@ -3,7 +3,7 @@
 Source: transformers `configuration_llama.py`, `modeling_llama.py`.
 """
 
-from bridge.families._blocks import dense_layer, ignore_stale, spelling
+from bridge.families._blocks import dense_layer, ignore_stale, key_mapping
 from bridge.families._family import Family, Field
 from bridge.families._fields import SIZES, attention_bias, tokens
 from bridge.families._hf_rope import rope
@@ -21,6 +21,6 @@ FAMILY = Family(
     },
     codecs=(rope(),),
     fixed={"hidden_act": "silu", "attention_dropout": 0.0},
-    spellings=(spelling(dense_layer),),
+    key_mappings=(key_mapping(dense_layer),),
     ignore=ignore_stale,
 )

@@ -3,7 +3,7 @@
 Source: transformers `configuration_mistral.py`, `modeling_mistral.py`.
 """
 
-from bridge.families._blocks import dense_layer, ignore_stale, spelling
+from bridge.families._blocks import dense_layer, ignore_stale, key_mapping
 from bridge.families._family import Family, Field
 from bridge.families._fields import SIZES, tokens
 from bridge.families._hf_rope import rope
@@ -22,6 +22,6 @@ FAMILY = Family(
     # A file without the field has a window: only null turns it off.
     codecs=(rope(), window_of_all(4096)),
     fixed={"hidden_act": "silu", "attention_dropout": 0.0},
-    spellings=(spelling(dense_layer),),
+    key_mappings=(key_mapping(dense_layer),),
     ignore=ignore_stale,
 )

@@ -12,9 +12,9 @@ from bridge.families._blocks import (
     attention,
     experts,
     ignore_tied_head,
+    key_mapping,
     norms,
     router,
-    spelling,
 )
 from bridge.families._family import Family, Field
 from bridge.families._fields import EXPERT_TRAINING, SIZES, moe, tokens
@@ -55,6 +55,6 @@ FAMILY = Family(
     fixed={"hidden_act": "silu", "attention_dropout": 0.0},
     # Noise on what enters the router, in training alone.
     carried={**EXPERT_TRAINING, "router_jitter_noise": 0.0},
-    spellings=(spelling(_layer(_SPLIT)), spelling(_layer(_FUSED))),
+    key_mappings=(key_mapping(_layer(_SPLIT)), key_mapping(_layer(_FUSED))),
     ignore=ignore_tied_head,
 )

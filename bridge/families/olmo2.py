@@ -4,7 +4,7 @@ Source: transformers `configuration_olmo2.py`, `modeling_olmo2.py`.
 """
 
 from bridge.families import _olmo
-from bridge.families._blocks import ignore_tied_head, spelling
+from bridge.families._blocks import ignore_tied_head, key_mapping
 from bridge.families._family import Family
 from bridge.families._hf_rope import rope
 
@@ -15,6 +15,6 @@ FAMILY = Family(
     codecs=(rope(),),
     traits=_olmo.TRAITS,
     fixed=_olmo.FIXED,
-    spellings=(spelling(_olmo.layer),),
+    key_mappings=(key_mapping(_olmo.layer),),
     ignore=ignore_tied_head,
 )

@@ -4,7 +4,7 @@ Source: transformers `configuration_olmo3.py`, `modeling_olmo3.py`.
 """
 
 from bridge.families import _olmo
-from bridge.families._blocks import ignore_tied_head, spelling
+from bridge.families._blocks import ignore_tied_head, key_mapping
 from bridge.families._family import Family, Field
 from bridge.families._hf_rope import rope_by_layer_type
 from bridge.families._layer_types import layer_types
@@ -16,6 +16,6 @@ FAMILY = Family(
     codecs=(rope_by_layer_type(500000.0, 500000.0), layer_types(4)),
     traits=_olmo.TRAITS,
     fixed=_olmo.FIXED,
-    spellings=(spelling(_olmo.layer),),
+    key_mappings=(key_mapping(_olmo.layer),),
     ignore=ignore_tied_head,
 )

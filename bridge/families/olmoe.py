@@ -13,7 +13,7 @@ from bridge.families._fields import (
     tokens,
 )
 from bridge.families._hf_rope import rope
-from bridge.families._sparse import spellings
+from bridge.families._sparse import key_mappings
 
 FAMILY = Family(
     model_type="olmoe",
@@ -39,6 +39,6 @@ FAMILY = Family(
     traits={"qk_norm": "full", "moe.rounded_weights": True},
     fixed={"hidden_act": "silu", "attention_dropout": 0.0},
     carried={**EXPERT_TRAINING, "router_aux_loss_coef": 0.01},
-    spellings=spellings(),
+    key_mappings=key_mappings(),
     ignore=ignore_tied_head,
 )

@@ -9,8 +9,8 @@ from bridge.families._blocks import (
     attention_out,
     fused_gate_up,
     ignore_tied_head,
+    key_mapping,
     norms,
-    spelling,
 )
 from bridge.families._family import Family, Field
 from bridge.families._fields import SIZES, tokens
@@ -55,6 +55,6 @@ FAMILY = Family(
     },
     # Of Phi-4-mini's files, which name remote code; transformers' own reads neither.
     inert={"full_attn_mod": 1, "interpolate_factor": 1},
-    spellings=(spelling(_layer),),
+    key_mappings=(key_mapping(_layer),),
     ignore=ignore_tied_head,
 )

@@ -8,7 +8,7 @@ from bridge.families._family import Family, Field
 from bridge.families._fields import EXPERT_TRAINING, SIZES, moe, tokens
 from bridge.families._hf_rope import rope
 from bridge.families._layer_types import DENSE_BY_STEP, switched_window
-from bridge.families._sparse import spellings
+from bridge.families._sparse import key_mappings
 from bridge.models import DecoderConfig
 
 
@@ -49,6 +49,6 @@ FAMILY = Family(
     traits={"moe.rounded_weights": True, "moe.shared_gate": True},
     fixed={"hidden_act": "silu", "attention_dropout": 0.0},
     carried={**EXPERT_TRAINING, "max_window_layers": 28},
-    spellings=spellings(beside=_shared),
+    key_mappings=key_mappings(beside=_shared),
     ignore=ignore_tied_head,
 )

@@ -3,7 +3,7 @@
 Source: transformers `configuration_qwen3.py`, `modeling_qwen3.py`.
 """
 
-from bridge.families._blocks import dense_layer, ignore_tied_head, spelling
+from bridge.families._blocks import dense_layer, ignore_tied_head, key_mapping
 from bridge.families._family import Family, Field
 from bridge.families._fields import SIZES, attention_bias, tokens
 from bridge.families._hf_rope import rope
@@ -28,6 +28,6 @@ FAMILY = Family(
     traits={"qk_norm": "head"},
     fixed={"hidden_act": "silu", "attention_dropout": 0.0},
     carried={"max_window_layers": 28},
-    spellings=(spelling(dense_layer),),
+    key_mappings=(key_mapping(dense_layer),),
     ignore=ignore_tied_head,
 )

@@ -14,7 +14,7 @@ from bridge.families._fields import (
 )
 from bridge.families._hf_rope import rope
 from bridge.families._layer_types import DENSE_BY_STEP, switched_window
-from bridge.families._sparse import spellings
+from bridge.families._sparse import key_mappings
 
 FAMILY = Family(
     model_type="qwen3_moe",
@@ -37,6 +37,6 @@ FAMILY = Family(
     traits={"qk_norm": "head", "moe.rounded_weights": True},
     fixed={"hidden_act": "silu", "attention_dropout": 0.0},
     carried={**EXPERT_TRAINING, "max_window_layers": None},
-    spellings=spellings(),
+    key_mappings=key_mappings(),
     ignore=ignore_tied_head,
 )

@@ -6,7 +6,7 @@ Source: transformers `configuration_smollm3.py`, `modeling_smollm3.py`.
 from collections.abc import Mapping
 from typing import Any
 
-from bridge.families._blocks import dense_layer, ignore_tied_head, spelling
+from bridge.families._blocks import dense_layer, ignore_tied_head, key_mapping
 from bridge.families._family import Family, Field
 from bridge.families._fields import SIZES, attention_bias, tokens
 from bridge.families._hf_rope import rope
@@ -37,6 +37,6 @@ FAMILY = Family(
     ),
     fixed={"hidden_act": "silu", "attention_dropout": 0.0},
     carried={"max_window_layers": None, "pretraining_tp": 2},
-    spellings=(spelling(dense_layer),),
+    key_mappings=(key_mapping(dense_layer),),
     ignore=ignore_tied_head,
 )

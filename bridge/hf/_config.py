@@ -105,7 +105,7 @@ def left_out_fields(
 
 
 def to_hf_config(config: DecoderConfig) -> dict[str, Any]:
-    """Writes the fields of a Hugging Face config, in old and new spellings.
+    """Writes the fields of a Hugging Face config, in old and new key_mappings.
 
     `rope_parameters` beside `rope_theta` and `rope_scaling`, `dtype` beside
     `torch_dtype`: transformers 4 and 5 each read theirs.

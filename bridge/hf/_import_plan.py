@@ -110,7 +110,7 @@ class ImportPlan:
 
 def plan(
     path: str | os.PathLike[str],
-    mould: Any = None,
+    like: Any = None,
     *,
     config: DecoderConfig | None = None,
 ) -> ImportPlan:
@@ -121,7 +121,7 @@ def plan(
 
     Args:
       path: As for `load_hf`.
-      mould: As for `load_hf`; None takes every leaf whole and in the dtype of its
+      like: As for `load_hf`; None takes every leaf whole and in the dtype of its
         tensors.
       config: The model; None reads `config.json`.
 
@@ -130,18 +130,18 @@ def plan(
 
     Raises:
       FileNotFoundError: If there is no checkpoint or no config.
-      ValueError: If the checkpoint is damaged, its family not supported, or mould,
+      ValueError: If the checkpoint is damaged, its family not supported, or `like`,
         config and checkpoint do not fit; everything that does not fit is listed.
     """
     source, config, mapping = open_hf(path, config)
-    return plan_of(source, mapping, config, mould)
+    return plan_of(source, mapping, config, like)
 
 
 def plan_of(
-    source: Source, mapping: Mapping, config: DecoderConfig, mould: Any = None
+    source: Source, mapping: Mapping, config: DecoderConfig, like: Any = None
 ) -> ImportPlan:
     """Says what `load` would do with any source and mapping; see `plan`."""
-    leaves = _expected(source, mapping) if mould is None else named_leaves(mould)
+    leaves = _expected(source, mapping) if like is None else named_leaves(like)
     mapping.check(leaves, source)
     pieces = mapping.by_destination()
     return ImportPlan(

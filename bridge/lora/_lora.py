@@ -70,13 +70,13 @@ def load_lora(path: str | os.PathLike[str], config: DecoderConfig) -> Lora:
     transposed = adapter.config.fan_in_fan_out
     weights = adapted_weights(base, adapter.modules, transposed=transposed)
     mapping = _mapping(weights, base, adapter.config)
-    mould = {
+    like = {
         leaf: jax.ShapeDtypeStruct(
             parts[0].destination_shape, adapter.source.dtype(parts[0].source)
         )
         for leaf, parts in mapping.by_destination().items()
     }
-    arrays = load(adapter.source, mapping, mould)
+    arrays = load(adapter.source, mapping, like)
     factors = {
         weight.leaf: {
             name: arrays[f"{weight.leaf}.{name}"] for name in (A_LEAF, B_LEAF)

@@ -115,7 +115,7 @@ def merge_lora(base: Source, adapter: LoraSource) -> MergedSource:
 def load_hf_with_lora(
     path: str | os.PathLike[str],
     adapter: str | os.PathLike[str],
-    mould: Any,
+    like: Any,
     *,
     config: DecoderConfig | None = None,
     progress: Progress | None = None,
@@ -128,7 +128,7 @@ def load_hf_with_lora(
     Args:
       path: Base checkpoint, as in `load_hf`.
       adapter: Directory saved by PEFT.
-      mould: Abstract tree to load, as in `load_hf`.
+      like: Abstract tree to load, as in `load_hf`.
       config: Config of the base model, as in `load_hf`.
       progress: Callback, called with bytes done and total bytes.
 
@@ -143,4 +143,4 @@ def load_hf_with_lora(
     check_local(path, adapter)
     base, _, mapping = open_hf(path, config)
     source = merge_lora(base, open_lora(adapter))
-    return load(source, mapping, mould, progress=progress)
+    return load(source, mapping, like, progress=progress)

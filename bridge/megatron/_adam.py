@@ -52,7 +52,7 @@ class Adam:
 
 def load_megatron_adam(
     path: str | os.PathLike[str],
-    mould: Any,
+    like: Any,
     *,
     config: DecoderConfig | None = None,
     progress: Progress | None = None,
@@ -61,14 +61,14 @@ def load_megatron_adam(
 
     Args:
       path: Checkpoint directory, as `open_megatron` takes it.
-      mould: Abstract parameters, as `load_megatron` takes them. Moments are created
+      like: Abstract parameters, as `load_megatron` takes them. Moments are created
         with the same shardings and dtypes.
       config: Model config; None reads it from the run's settings.
       progress: Called with bytes read and total bytes; counts restart for the weights
         and for each moment.
 
     Returns:
-      Adam state with pytrees of the structure of `mould`. Tensors that Megatron does
+      Adam state with pytrees of the structure of `like`. Tensors that Megatron does
       not train by a gradient get moments of zero.
 
     Raises:
@@ -93,7 +93,7 @@ def load_megatron_adam(
         checkpoint.scheduler,
         lambda: undecayed_leaves(checkpoint.source, weight_mapping(config)),
     )
-    leaves = named_leaves(mould)
+    leaves = named_leaves(like)
     untrained = {n: leaf for n, leaf in leaves.items() if n.endswith(_UNTRAINED)}
     trained = {n: leaf for n, leaf in leaves.items() if n not in untrained}
 
@@ -102,7 +102,7 @@ def load_megatron_adam(
 
     def tree(filled: dict[str, jax.Array]) -> Any:
         in_order = [filled[name] for name in leaves]
-        return jax.tree.unflatten(jax.tree.structure(mould), in_order)
+        return jax.tree.unflatten(jax.tree.structure(like), in_order)
 
     weights = checkpoint.source if adam.master is None else adam.master
     zeros = {name: _zeros(leaf) for name, leaf in untrained.items()}

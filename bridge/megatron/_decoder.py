@@ -38,7 +38,7 @@ _NUM_FACTORS = 3
 
 def load_megatron(
     path: str | os.PathLike[str],
-    mould: Any,
+    like: Any,
     *,
     config: DecoderConfig | None = None,
     progress: Progress | None = None,
@@ -50,27 +50,27 @@ def load_megatron(
 
     Args:
       path: Checkpoint directory, as `open_megatron` takes it.
-      mould: Abstract parameters: any pytree of `jax.ShapeDtypeStruct`. Each array is
+      like: Abstract parameters: any pytree of `jax.ShapeDtypeStruct`. Each array is
         created with the leaf's `.sharding`, or on the default device if it is None.
       config: Model config; None reads it from the run's settings with `from_args`.
       progress: Called after each tensor of the checkpoint with bytes read and total
         bytes.
 
     Returns:
-      Pytree of arrays with the structure of `mould`.
+      Pytree of arrays with the structure of `like`.
 
     Raises:
       FileNotFoundError: If there is no checkpoint.
       ValueError: If the checkpoint is damaged, if its model is not supported, or if
-        `mould`, `config` and checkpoint do not match; all mismatches are listed.
+        `like`, `config` and checkpoint do not match; all mismatches are listed.
     """
     source, config = open_decoder(path, config)
-    return load(source, weight_mapping(config), mould, progress=progress)
+    return load(source, weight_mapping(config), like, progress=progress)
 
 
 def plan_megatron(
     path: str | os.PathLike[str],
-    mould: Any = None,
+    like: Any = None,
     *,
     config: DecoderConfig | None = None,
 ) -> ImportPlan:
@@ -78,7 +78,7 @@ def plan_megatron(
 
     Args:
       path: Checkpoint directory, as `open_megatron` takes it.
-      mould: Abstract parameters, as `load_megatron` takes them; None means every leaf
+      like: Abstract parameters, as `load_megatron` takes them; None means every leaf
         unsharded and in the dtype of its tensors.
       config: Model config; None reads it from the run's settings.
 
@@ -90,7 +90,7 @@ def plan_megatron(
       ValueError: For the reasons given in `load_megatron`.
     """
     source, config = open_decoder(path, config)
-    return plan_of(source, weight_mapping(config), config, mould)
+    return plan_of(source, weight_mapping(config), config, like)
 
 
 def lazy_megatron(

@@ -13,7 +13,7 @@ megatron/core/transformer/multi_latent_attention.py::MLASelfAttention
 from collections.abc import Mapping
 
 from bridge.families._blocks import linear
-from bridge.families._family import Layers, Spelling, sizes_of
+from bridge.families._family import KeyMapping, Layers, sizes_of
 from bridge.megatron._names import EMBEDDING, HEAD
 from bridge.models import DecoderConfig
 from bridge.rules._mapping import Mapping as WeightMapping
@@ -48,7 +48,7 @@ def weight_rules(config: DecoderConfig) -> Rules:
       Rules from canonical names to leaves; `linear_qkv` has the factored shape of
       `grouped_shapes`.
     """
-    return Spelling(_outer, Layers("decoder.layers.{layer}.", _layer)).rules(config)
+    return KeyMapping(_outer, Layers("decoder.layers.{layer}.", _layer)).rules(config)
 
 
 def grouped_shapes(config: DecoderConfig) -> Mapping[str, tuple[int, ...]]:

@@ -5,16 +5,16 @@ from typing import Any
 
 from bridge.adapt._derived import derive
 from bridge.pytorch._bind import bind
-from bridge.pytorch._mould import read_mould
 from bridge.pytorch._propose import propose_rules
 from bridge.pytorch._spoken import Rules, derived_of, ignored_by, spell_out, ties_of
+from bridge.pytorch._target import read_target
 from bridge.pytorch._torch_files import open_torch
 from bridge.streaming._load import Progress, load
 
 
 def from_torch(
     source: Any,
-    mould: Any,
+    like: Any,
     rules: Rules | None = None,
     *,
     sizes: Mapping[str, int] | None = None,
@@ -25,7 +25,7 @@ def from_torch(
     """Loads the weights of a PyTorch model into a JAX model.
 
     Exactly one rule must cover every tensor and every leaf; nothing is matched by
-    shape. Weights are cast between floating dtypes to those of `mould`, and created
+    shape. Weights are cast between floating dtypes to those of `like`, and created
     directly in its shardings.
 
     ```python
@@ -40,7 +40,7 @@ def from_torch(
       source: An `nn.Module`, a state dict (tensors or numpy arrays by name), or the
         path of a `.safetensors`, `.pt` or `.bin` file or of a directory with them.
         Pickles are parsed as data, never executed.
-      mould: Model to load: a flax.nnx model or `nnx.State`, linen variables, an
+      like: Model to load: a flax.nnx model or `nnx.State`, linen variables, an
         equinox module, or any pytree; with arrays or `jax.ShapeDtypeStruct`s as
         leaves, with or without shardings.
       rules: `bridge.Rule`s and adapters (`bridge.adapt`). None uses the rules of
@@ -53,19 +53,19 @@ def from_torch(
       progress: Callback, called with bytes done and total bytes after each tensor.
 
     Returns:
-      Copy of `mould` with the weights loaded. Random states and leaves that are not
-      arrays are those of `mould`, which is not modified.
+      Copy of `like` with the weights loaded. Random states and leaves that are not
+      arrays are those of `like`, which is not modified.
 
     Raises:
       FileNotFoundError: If the path does not exist.
-      ValueError: If source, rules and `mould` do not match (all mismatches are listed,
+      ValueError: If source, rules and `like` do not match (all mismatches are listed,
         before a weight is read), or if the proposal is in doubt: it is then printed,
         as code to be corrected.
     """
-    tensors, target = open_torch(source, prefix), read_mould(mould)
+    tensors, target = open_torch(source, prefix), read_target(like)
     if rules is None:
         rules = propose_rules(
-            source, mould, ignore=ignore, prefix=prefix
+            source, like, ignore=ignore, prefix=prefix
         ).certain_rules()
     leaves = target.structs
     derived = derived_of(rules)

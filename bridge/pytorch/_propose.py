@@ -16,7 +16,6 @@ from bridge._report import fold_numbers
 from bridge.adapt._derived import derive
 from bridge.formats._source import Source
 from bridge.pytorch._doubts import channels_of, contradicted, flattened
-from bridge.pytorch._mould import read_mould
 from bridge.pytorch._pair import Row, pair
 from bridge.pytorch._spoken import (
     Rules,
@@ -26,6 +25,7 @@ from bridge.pytorch._spoken import (
     spoken_of,
     ties_of,
 )
+from bridge.pytorch._target import read_target
 from bridge.pytorch._torch_files import open_torch
 from bridge.pytorch._torch_layers import TorchLayer, torch_layers
 from bridge.pytorch._tree_layers import TreeLayer, tree_layers
@@ -89,7 +89,7 @@ class Proposal:
 
 
 def propose_rules(
-    source: Any, mould: Any, *, ignore: Sequence[str] = (), prefix: str = ""
+    source: Any, like: Any, *, ignore: Sequence[str] = (), prefix: str = ""
 ) -> Proposal:
     """Proposes the rules for a call of `from_torch`; reads no weights.
 
@@ -100,7 +100,7 @@ def propose_rules(
     Args:
       source: PyTorch model, as in `from_torch`. A module gives fewer doubts than its
         state dict, as its classes are known.
-      mould: JAX model, as in `from_torch`.
+      like: JAX model, as in `from_torch`.
       ignore: Patterns of tensors to ignore; `{name}` matches a number, `**` matches
         anything.
       prefix: Prefix of the tensors to load, which is removed from their names.
@@ -108,9 +108,9 @@ def propose_rules(
     Returns:
       Proposed rules, with doubts and everything that no rule covers.
     """
-    tensors, target = open_torch(source, prefix), read_mould(mould)
+    tensors, target = open_torch(source, prefix), read_target(like)
     shapes = {name: tuple(leaf.shape) for name, leaf in target.leaves.items()}
-    pairs = _pairs(torch_layers(source, tensors), tree_layers(mould, target))
+    pairs = _pairs(torch_layers(source, tensors), tree_layers(like, target))
     rows = _layers(pairs, tensors, shapes)
     rows += _bare(rows, tensors, shapes)
     rules = [row.rule for row in rows]

@@ -10,8 +10,8 @@ from bridge._tree import arrays_of
 from bridge.adapt._derived import derive, underive
 from bridge.pytorch._back import follow_back
 from bridge.pytorch._bind import bind
-from bridge.pytorch._mould import read_mould
 from bridge.pytorch._spoken import Rules, derived_of, ignored_by, spell_out, ties_of
+from bridge.pytorch._target import read_target
 from bridge.pytorch._torch_files import open_torch
 from bridge.pytorch._torch_source import to_tensor
 
@@ -47,9 +47,11 @@ def to_torch(
       ValueError: If tree, rules and `like` do not match. All mismatches are listed.
     """
     tree = nnx.state(tree) if isinstance(tree, nnx.Module) else tree
-    leaves = jax.device_get(read_mould(arrays_of(tree)).leaves)
+    leaves = jax.device_get(read_target(arrays_of(tree)).leaves)
     if empty := [n for n, x in leaves.items() if isinstance(x, jax.ShapeDtypeStruct)]:
-        raise ValueError(f"The tree is a mould, without numbers in {', '.join(empty)}.")
+        raise ValueError(
+            f"The tree is abstract: it has no numbers in {', '.join(empty)}."
+        )
     derived, sized = derived_of(rules), spell_out(rules, sizes or {})
     if like is None:
         made = follow_back(bind(sized, leaves, None), leaves)

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from bridge.pytorch._mould import Mould
+from bridge.pytorch._target import Target
 
 Shape = tuple[int, ...]
 
@@ -36,14 +36,14 @@ class TreeLayer:
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
-def tree_layers(model: Any, mould: Mould) -> list[TreeLayer]:
+def tree_layers(model: Any, target: Target) -> list[TreeLayer]:
     """Groups the leaves of a model or pytree by module.
 
     Args:
       model: Model or pytree.
-      mould: Weights of `model`.
+      target: Weights of `model`.
     """
-    shapes = {name: tuple(leaf.shape) for name, leaf in mould.leaves.items()}
+    shapes = {name: tuple(leaf.shape) for name, leaf in target.leaves.items()}
     layers = []
     for path, module in sorted(_modules(model), key=lambda found: len(found[0])):
         start = f"{path}." if path else ""

@@ -108,8 +108,8 @@ def _read_rows(
     padded = (-(-shape[0] // mesh.size) * mesh.size, *shape[1:])
     by_rows = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
     dtype = source.dtype(piece.source)
-    mould = jax.ShapeDtypeStruct(padded, dtype, sharding=by_rows)
-    shards = empty_shards(mould)
+    abstract = jax.ShapeDtypeStruct(padded, dtype, sharding=by_rows)
+    shards = empty_shards(abstract)
     futures = [
         pool.submit(_read, source, piece, part, shard[part[0].start - box[0].start :])
         for box, shard in each(shards)
@@ -117,7 +117,7 @@ def _read_rows(
     ]
     for future in futures:
         future.result()
-    return to_array(mould, shards)
+    return to_array(abstract, shards)
 
 
 def _parts(box: Box, shape: tuple[int, ...], itemsize: int) -> Iterator[Box]:

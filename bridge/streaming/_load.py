@@ -21,14 +21,14 @@ Tick = Callable[[Piece], None]
 
 
 def load(
-    source: Source, mapping: Mapping, mould: Any, *, progress: Progress | None = None
+    source: Source, mapping: Mapping, like: Any, *, progress: Progress | None = None
 ) -> Any:
     """Loads an abstract tree from any source by any mapping.
 
     Args:
       source: Checkpoint to read.
       mapping: Rules of the model.
-      mould: Abstract tree: shape, dtype and optional sharding of each leaf, as in
+      like: Abstract tree: shape, dtype and optional sharding of each leaf, as in
         `bridge.load_hf`.
       progress: Callback, called with bytes done and total bytes.
 
@@ -43,7 +43,7 @@ def load(
         name: jax.ShapeDtypeStruct(
             leaf.shape, leaf.dtype, sharding=getattr(leaf, "sharding", None)
         )
-        for name, leaf in named_leaves(mould).items()
+        for name, leaf in named_leaves(like).items()
     }
     mapping.check(leaves, source)
     _check_shardings(leaves)
@@ -51,7 +51,7 @@ def load(
     tick = _counter(source, mapping, progress)
     arrays = _fill_all(source, pieces, leaves, tick)
     in_order = [arrays[name] for name in leaves]
-    return jax.tree.unflatten(jax.tree.structure(mould), in_order)
+    return jax.tree.unflatten(jax.tree.structure(like), in_order)
 
 
 def _check_shardings(leaves: dict[str, jax.ShapeDtypeStruct]) -> None:
@@ -63,7 +63,7 @@ def _check_shardings(leaves: dict[str, jax.ShapeDtypeStruct]) -> None:
         except ValueError as error:
             wrong.append(f"  {name}: {error}")
     if wrong:
-        raise ValueError("The mould cannot be sharded so:\n" + "\n".join(wrong))
+        raise ValueError("`like` cannot be sharded so:\n" + "\n".join(wrong))
 
 
 def _fill_all(

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from fsdp_jax._report import html_page
-from fsdp_jax.audit._check_collectives import is_context, travel
+from fsdp_jax.audit._check_collectives import check_collectives, is_context
 from fsdp_jax.audit._check_overlap import exposed
 from fsdp_jax.audit._check_pipeline import in_stages
-from fsdp_jax.audit._check_placement import at_rest
+from fsdp_jax.audit._check_placement import check_placement
 from fsdp_jax.audit._check_resharding import kept
 from fsdp_jax.audit._check_tensor_parallel import over_tp
-from fsdp_jax.audit._expected import legs
+from fsdp_jax.audit._expected import expected_collectives
 from fsdp_jax.audit._mismatch import Difference, difference_grid
 from fsdp_jax.audit._report import Audited, audited
 from fsdp_jax.hlo._collectives import Moved, Program, moved, program_of
@@ -41,7 +41,7 @@ class AuditError(AssertionError):
 
 
 def audit_step(
-    plan: Plan, compiled: Any, *, accumulate: int = 1, overlapped: bool = False
+    plan: Plan, compiled: Any, *, num_microbatches: int = 1, overlapped: bool = False
 ) -> Audited:
     """Checks that a program runs the plan's collectives and no other large ones.
 
@@ -66,7 +66,7 @@ def audit_step(
     Args:
       plan: Plan that the program was made with.
       compiled: `step.lower(state, batch)`, its `.compile()`, or the text of that.
-      accumulate: Number of microbatches per step, as passed to `make_train_step`.
+      num_microbatches: Number of microbatches per step, as passed to `make_train_step`.
       overlapped: Whether to also check that loops over layers overlap weight gathers
         and gradient reductions with computation. Needs the schedule of a program
         compiled for GPUs.
@@ -88,22 +88,26 @@ def audit_step(
             "program compiled for GPUs shows: compile for them, or leave it out."
         )
     arrays = list(moved(program, plan.mesh))
-    found = _differences(plan, program, arrays, accumulate, overlapped)
+    found = _differences(plan, program, arrays, num_microbatches, overlapped)
     if differences := list(dict.fromkeys(found)):
         raise AuditError(differences)
     return audited(arrays)
 
 
 def _differences(
-    plan: Plan, program: Program, arrays: list[Moved], accumulate: int, overlapped: bool
+    plan: Plan,
+    program: Program,
+    arrays: list[Moved],
+    num_microbatches: int,
+    overlapped: bool,
 ) -> Iterator[Difference]:
     yield from in_stages(plan, arrays)
     # Attention over cp is checked for deadlocks only: the plan has no keys and values.
     arrays = [one for one in arrays if not is_context(one)]
-    planned = legs(plan)
-    yield from at_rest(plan, program)
-    yield from travel(plan, program, arrays, planned)
-    yield from kept(plan, program, arrays, planned, accumulate)
+    expected = expected_collectives(plan)
+    yield from check_placement(plan, program)
+    yield from check_collectives(plan, program, arrays, expected)
+    yield from kept(plan, program, arrays, expected, num_microbatches)
     yield from over_tp(plan, arrays)
     if overlapped:
-        yield from exposed(program, arrays, planned, accumulate)
+        yield from exposed(program, arrays, expected, num_microbatches)

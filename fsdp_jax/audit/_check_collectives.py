@@ -9,16 +9,16 @@ from collections.abc import Iterator, Sequence
 import jax
 
 from fsdp_jax.audit._diagnosis import diagnose
-from fsdp_jax.audit._expected import Leg
+from fsdp_jax.audit._expected import ExpectedCollective
 from fsdp_jax.audit._mismatch import (
     Difference,
     array,
-    does,
+    described,
     named,
-    named_legs,
+    named_collectives,
     nearest,
+    observed,
     over,
-    says,
 )
 from fsdp_jax.hlo._collectives import Dims, Moved, Program
 from fsdp_jax.ops.attention._common import SCOPES
@@ -30,7 +30,7 @@ Key = tuple[str, frozenset[str], Dims, Dims]
 """Opcode, axes, and the dims of both sides sorted by size."""
 
 
-def key_of(one: Moved | Leg) -> Key:
+def key_of(one: Moved | ExpectedCollective) -> Key:
     """Returns a key that is equal for equal collectives in any layout chosen by XLA."""
     axes = frozenset(one.axes or ("?",))
     if one.op == "all-to-all":  # XLA reshapes it freely; both sides have equal sizes.
@@ -44,24 +44,29 @@ def canonical(dims: Dims) -> Dims:
     return tuple(sorted(d for d in dims if d != 1))
 
 
-def matches(one: Moved, legs: Sequence[Leg]) -> list[Leg]:
+def matches(
+    one: Moved, expected: Sequence[ExpectedCollective]
+) -> list[ExpectedCollective]:
     """Returns the expected collectives that `one` may be, in any dtype."""
-    exact = [leg for leg in legs if key_of(leg) == key_of(one)]
+    exact = [planned for planned in expected if key_of(planned) == key_of(one)]
     if exact or len(one.sent) < 2:  # A 1-d array may be several concatenated ones.
         return exact
     # XLA may merge dims, which preserves the number of elements.
     op, axes, _, _ = key_of(one)
     sizes = math.prod(one.sent), math.prod(one.received)
     return [
-        leg
-        for leg in legs
-        if key_of(leg)[:2] == (op, axes)
-        and (math.prod(leg.sent), math.prod(leg.received)) == sizes
+        planned
+        for planned in expected
+        if key_of(planned)[:2] == (op, axes)
+        and (math.prod(planned.sent), math.prod(planned.received)) == sizes
     ]
 
 
-def travel(
-    plan: Plan, program: Program, arrays: Sequence[Moved], legs: Sequence[Leg]
+def check_collectives(
+    plan: Plan,
+    program: Program,
+    arrays: Sequence[Moved],
+    expected: Sequence[ExpectedCollective],
 ) -> Iterator[Difference]:
     """Yields differences in dtype, axes, size and number of runs."""
     booked: dict[Key, list[Moved]] = {}
@@ -72,10 +77,12 @@ def travel(
         if not _is_judged(plan, one):
             continue
         # Expected collectives first: a small gradient must not pass as a metric.
-        found = matches(one, legs)
+        found = matches(one, expected)
         if found:
             booked.setdefault(key_of(found[0]), []).append(one)
-            if not program.is_cpu and one.dtype not in {leg.dtype for leg in found}:
+            if not program.is_cpu and one.dtype not in {
+                planned.dtype for planned in found
+            }:
                 in_other_dtype.append(one)
         elif _is_small(plan, one) or is_dispatch(plan, one):
             continue
@@ -84,13 +91,13 @@ def travel(
         else:
             strange.append(one)
     for one in _together(in_other_dtype):
-        yield _in_other_dtype(one, matches(one, legs))
-    missing = [leg for leg in legs if key_of(leg) not in booked]
+        yield _in_other_dtype(one, matches(one, expected))
+    missing = [planned for planned in expected if key_of(planned) not in booked]
     for one in _together(strange):
-        yield diagnose(plan, one, legs, missing)
-    yield from _too_often(booked, legs)
+        yield diagnose(plan, one, expected, missing)
+    yield from _too_often(booked, expected)
     for axes, found in merged.items():
-        yield from _merged_too_much(plan, axes, found, booked, legs)
+        yield from _merged_too_much(plan, axes, found, booked, expected)
 
 
 def _together(arrays: Sequence[Moved]) -> list[Moved]:
@@ -119,7 +126,9 @@ def is_dispatch(plan: Plan, one: Moved) -> bool:
 
     No expected collective matches these, since a plan has no token counts.
     """
-    widths = {size for row in plan.rows if row.is_expert for size in row.shape}
+    widths = {
+        size for param in plan.param_plans if param.is_expert for size in param.shape
+    }
     widths |= {size // plan.mesh.shape["tp"] for size in widths}
     if one.axes != ("ep",) or not widths:
         return False
@@ -149,7 +158,7 @@ def _is_small(plan: Plan, one: Moved) -> bool:
 
 def _small(plan: Plan) -> int:
     """Returns the maximum elements of metrics: 4 per parameter, and 64 for `aux`."""
-    return 64 + 4 * len(plan.rows)
+    return 64 + 4 * len(plan.param_plans)
 
 
 def _may_be_merged(program: Program, one: Moved) -> bool:
@@ -158,24 +167,24 @@ def _may_be_merged(program: Program, one: Moved) -> bool:
     return one.op == "all-reduce" and len(one.sent) == 1 and is_compiled_for_gpus
 
 
-def _in_other_dtype(one: Moved, found: Sequence[Leg]) -> Difference:
+def _in_other_dtype(one: Moved, found: Sequence[ExpectedCollective]) -> Difference:
     option = "param_dtype" if one.op == "all-gather" else "grad_comm_dtype"
     return Difference(
-        named_legs(found, one),
-        says(nearest(found, one)[0]),
-        does(one),
+        named_collectives(found, one),
+        described(nearest(found, one)[0]),
+        observed(one),
         f"MixedPrecisionPolicy({option}=...) of the plan that the step was made with; "
         "cast before the collective, not behind it",
     )
 
 
 def _too_often(
-    booked: dict[Key, list[Moved]], legs: Sequence[Leg]
+    booked: dict[Key, list[Moved]], expected: Sequence[ExpectedCollective]
 ) -> Iterator[Difference]:
     """Yields the once-per-step collectives that run more often."""
     for key, found in booked.items():
-        own = [leg for leg in legs if key_of(leg) == key]
-        allowed = [leg.most for leg in own]
+        own = [planned for planned in expected if key_of(planned) == key]
+        allowed = [planned.most for planned in own]
         times = sum(one.times for one in found)
         # None: a unit may be used any number of times.
         if None in allowed or times <= sum(most or 0 for most in allowed):
@@ -183,14 +192,14 @@ def _too_often(
         if found[0].op == "all-reduce" and found[0].elements == 1:
             continue  # Scalars cannot be told from the loss and the gradient norm.
         looped = sum(one.times for one in found if one.loops)
-        rows = list(dict.fromkeys(leg.row for leg in own))
-        units = sum(math.prod(row.shape[: row.num_stacked]) for row in rows)
+        params = list(dict.fromkeys(planned.param for planned in own))
+        units = sum(math.prod(param.shape[: param.num_stacked]) for param in params)
         yield Difference(
-            named_legs(own, found[0]),
-            f"{says(nearest(own, found[0])[0])} ({units} of this shape)",
+            named_collectives(own, found[0]),
+            f"{described(nearest(own, found[0])[0])} ({units} of this shape)",
             f"does so {times} times a step, {looped} of them in loops: in each "
             "microbatch",
-            "let make_train_step(accumulate=...) run the microbatches, with the "
+            "let make_train_step(num_microbatches=...) run the microbatches, with the "
             "strategy or placements of this plan",
         )
 
@@ -200,25 +209,25 @@ def _merged_too_much(
     axes: frozenset[str],
     found: Sequence[Moved],
     booked: dict[Key, list[Moved]],
-    legs: Sequence[Leg],
+    expected: Sequence[ExpectedCollective],
 ) -> Iterator[Difference]:
     """Compares concatenated all-reduces by number of elements and dtype.
 
     Concatenation drops the names and the dims of the arrays.
     """
-    own = [x for x in legs if x.op == "all-reduce" and frozenset(x.axes) == axes]
+    own = [x for x in expected if x.op == "all-reduce" and frozenset(x.axes) == axes]
     allowed: dict[str, int] = {}
-    for leg in own:
-        size = (leg.most or 1) * math.prod(leg.sent)
+    for planned in own:
+        size = (planned.most or 1) * math.prod(planned.sent)
         # The expectations for a unit and for the whole stack are alternatives.
-        allowed[leg.row.name] = max(size, allowed.get(leg.row.name, 0))
+        allowed[planned.param.name] = max(size, allowed.get(planned.param.name, 0))
     state = sum(leaf.size for leaf in jax.tree.leaves(plan.model_state))
     most = sum(allowed.values()) + state + _small(plan)
-    keys = {key_of(leg) for leg in own}
+    keys = {key_of(planned) for planned in own}
     counted = [one for key in keys for one in booked.get(key, ())]
     sent = sum(one.times * one.elements for one in [*counted, *found])
     dtypes = {one.dtype for one in found}
-    wrong = dtypes - {leg.dtype for leg in own}
+    wrong = dtypes - {planned.dtype for planned in own}
     in_use = axes_in_use(plan.mesh, plan.mesh.axis_names)
     where = over([axis for axis in in_use if axis in axes])
     if sent > most:
@@ -235,8 +244,8 @@ def _merged_too_much(
         )
     elif own and wrong:
         yield Difference(
-            named([leg.row for leg in own]),
-            says(own[0]),
+            named([planned.param for planned in own]),
+            described(own[0]),
             f"has all-reduces in {', '.join(sorted(wrong))} {where}",
             "MixedPrecisionPolicy(grad_comm_dtype=...) of the plan that the step was "
             "made with",

@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from fsdp_jax.audit._check_collectives import matches
-from fsdp_jax.audit._expected import Leg
-from fsdp_jax.audit._mismatch import Difference, does, named_legs
+from fsdp_jax.audit._expected import ExpectedCollective
+from fsdp_jax.audit._mismatch import Difference, named_collectives, observed
 from fsdp_jax.hlo._collectives import Moved, Program
 from fsdp_jax.hlo._parse import Computation, Instruction
 from fsdp_jax.planner._cost import FREE, product_flops
 
 
 def exposed(
-    program: Program, arrays: Sequence[Moved], legs: Sequence[Leg], accumulate: int
+    program: Program,
+    arrays: Sequence[Moved],
+    expected: Sequence[ExpectedCollective],
+    num_microbatches: int,
 ) -> Iterator[Difference]:
     """Yields exposed gathers and reductions in loops over layers.
 
@@ -21,21 +24,23 @@ def exposed(
     overlap with and are skipped.
     """
     stacked = [
-        leg for leg in legs if leg.row.num_stacked and leg.kind in ("gather", "reduce")
+        planned
+        for planned in expected
+        if planned.param.num_stacked and planned.kind in ("gather", "reduce")
     ]
     seen = set()
     for one in arrays:
         found = matches(one, stacked)
-        # A collective in the loop over microbatches alone runs `accumulate` times.
-        is_in_layers = one.loops and one.times > accumulate
+        # A collective in the loop over microbatches alone runs `num_microbatches` times.
+        is_in_layers = one.loops and one.times > num_microbatches
         if not found or not is_in_layers or one.instruction.name in seen:
             continue
         seen.add(one.instruction.name)
         if problem := _problem(program, one):
             yield Difference(
-                f"{named_legs(found, one)}, {one.instruction.name}",
+                f"{named_collectives(found, one)}, {one.instruction.name}",
                 "its loop hides collectives behind computation (overlapped=True)",
-                f"{does(one)}, {problem}",
+                f"{observed(one)}, {problem}",
                 "fsdp.scan(prefetch=1, unroll=2), and the compiler options of the "
                 "latency-hiding scheduler",
             )

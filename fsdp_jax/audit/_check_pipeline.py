@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from fsdp_jax.audit._mismatch import Difference, does
+from fsdp_jax.audit._mismatch import Difference, observed
 from fsdp_jax.hlo._collectives import Moved
 from fsdp_jax.sharding._plan import Plan
 
@@ -23,7 +23,7 @@ def in_stages(plan: Plan, arrays: Sequence[Moved]) -> Iterator[Difference]:
             yield Difference(
                 f"{one.op} in {one.scope.strip('/') or 'no scope'}",
                 "a stage in its turn waits for no other",
-                does(one),
+                observed(one),
                 "send by an all-gather or all-to-all among the devices of a stage; of "
                 "rows over cp, by all_gather_attention or ulysses_attention",
             )

@@ -12,24 +12,24 @@ from fsdp_jax.hlo._collectives import Program, arguments
 from fsdp_jax.sharding._plan import ParamPlan, Plan
 
 
-def at_rest(plan: Plan, program: Program) -> Iterator[Difference]:
+def check_placement(plan: Plan, program: Program) -> Iterator[Difference]:
     """Yields parameters, moments and gradients that should be sharded and are not."""
-    rows = dict(zip(_paths(plan), plan.rows, strict=True))
+    by_path = dict(zip(_paths(plan), plan.param_plans, strict=True))
     given = [("takes", *pair) for pair in arguments(program)]
     returned = [("returns", *pair) for pair in program.results]
     for verb, path, dims in [*given, *returned]:
-        row = _row_of(rows, path)
-        if row is None:
+        param = _param_of(by_path, path)
+        if param is None:
             continue
-        split = dims_of(plan, row, row.placements.optimizer, sliced=False)
+        split = dims_of(plan, param, param.placements.optimizer, sliced=False)
         # A padded parameter may also appear in its logical shape, which is never split.
-        whole = {row.padded_shape, dims_of(plan, row, (), sliced=False)} - {split}
+        whole = {param.padded_shape, dims_of(plan, param, (), sliced=False)} - {split}
         if dims in whole:
             yield Difference(
-                named([row]),
+                named([param]),
                 f"{list(split)} on each device",
                 f"{verb} {path} as {list(dims)}",
-                "place it with fsdp_jax.init or plan.shardings, and give a jit of your "
+                "place it with fsdp_jax.init_state or plan.shardings, and give a jit of your "
                 "own out_shardings",
             )
 
@@ -39,8 +39,8 @@ def _paths(plan: Plan) -> list[str]:
     return [jax.tree_util.keystr(path) for path, _ in pairs]
 
 
-def _row_of(rows: dict[str, ParamPlan], path: str) -> ParamPlan | None:
+def _param_of(by_path: dict[str, ParamPlan], path: str) -> ParamPlan | None:
     """Returns the parameter whose path ends `path`; the longest one if several do."""
     path = path.removesuffix(".value")
-    found = [name for name in rows if path.endswith(name)]
-    return rows[max(found, key=len)] if found else None
+    found = [name for name in by_path if path.endswith(name)]
+    return by_path[max(found, key=len)] if found else None

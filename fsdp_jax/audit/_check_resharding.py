@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Sequence, Set
 
 from fsdp_jax.audit._check_collectives import canonical, key_of
-from fsdp_jax.audit._expected import Leg, dims_of
+from fsdp_jax.audit._expected import ExpectedCollective, dims_of
 from fsdp_jax.audit._mismatch import Difference, array, named
 from fsdp_jax.hlo._collectives import Dims, Moved, Program, loops
 from fsdp_jax.hlo._parse import Computation, Instruction
@@ -34,21 +34,23 @@ def kept(
     plan: Plan,
     program: Program,
     arrays: Sequence[Moved],
-    legs: Sequence[Leg],
-    accumulate: int,
+    expected: Sequence[ExpectedCollective],
+    num_microbatches: int,
 ) -> Iterator[Difference]:
     """Yields matrices of units that stay unsharded from forward to backward."""
     gathers = [
-        leg
-        for leg in legs
-        if leg.kind == "gather" and leg.row.reshard and leg.row.unit != ROOT
-        if leg.row.ndim_in_unit > 1
+        planned
+        for planned in expected
+        if planned.kind == "gather"
+        and planned.param.reshard
+        and planned.param.unit != ROOT
+        if planned.param.ndim_in_unit > 1
     ]
     pieces = {
-        canonical(dims_of(plan, row, row.placements.parameter, sliced=False))
-        for row in plan.rows
+        canonical(dims_of(plan, param, param.placements.parameter, sliced=False))
+        for param in plan.param_plans
     }
-    yield from _stacks(program, arrays, gathers, accumulate, pieces)
+    yield from _stacks(program, arrays, gathers, num_microbatches, pieces)
     if not program.is_cpu:  # XLA:CPU merges equal gathers outside of loops.
         yield from _singles(arrays, gathers)
 
@@ -56,8 +58,8 @@ def kept(
 def _stacks(
     program: Program,
     arrays: Sequence[Moved],
-    gathers: Sequence[Leg],
-    accumulate: int,
+    gathers: Sequence[ExpectedCollective],
+    num_microbatches: int,
     pieces: Set[Dims],
 ) -> Iterator[Difference]:
     """Yields unsharded stacks that a loop carries and that are gathered only once.
@@ -66,20 +68,20 @@ def _stacks(
     those by design.
     """
     carried = [shape for one in loops(program) for shape in one.shapes]
-    for leg in gathers:
-        dims = (*leg.row.shape[: leg.row.num_stacked], *leg.received)
+    for planned in gathers:
+        dims = (*planned.param.shape[: planned.param.num_stacked], *planned.received)
         found = [x for x in carried if canonical(x.dims) == canonical(dims)]
-        if not leg.row.num_stacked or not found or canonical(dims) in pieces:
+        if not planned.param.num_stacked or not found or canonical(dims) in pieces:
             continue
         buffer = next((x for x in found if x.dims == dims), found[0])
-        alike = {x.row for x in gathers if key_of(x) == key_of(leg)}
-        once = sum(math.prod(row.shape[: row.num_stacked]) for row in alike)
-        times = sum(one.times for one in arrays if key_of(one) == key_of(leg))
+        alike = {x.param for x in gathers if key_of(x) == key_of(planned)}
+        once = sum(math.prod(param.shape[: param.num_stacked]) for param in alike)
+        times = sum(one.times for one in arrays if key_of(one) == key_of(planned))
         # With more gathers than that, backward gathers again, and the carried array is
         # another one of the same dims.
-        if times <= accumulate * once:
+        if times <= num_microbatches * once:
             yield Difference(
-                named([leg.row]),
+                named([planned.param]),
                 PLAN,
                 f"carries {array(buffer.dtype, buffer.dims)} through a loop, all "
                 f"layers' whole weights, and gathers {times} times a step",
@@ -87,18 +89,20 @@ def _stacks(
             )
 
 
-def _singles(arrays: Sequence[Moved], gathers: Sequence[Leg]) -> Iterator[Difference]:
+def _singles(
+    arrays: Sequence[Moved], gathers: Sequence[ExpectedCollective]
+) -> Iterator[Difference]:
     """Yields gathers in forward whose result an instruction of backward reads."""
-    rows: dict[object, list[ParamPlan]] = {}
-    for leg in gathers:
-        if not leg.row.num_stacked:
-            rows.setdefault(key_of(leg), []).append(leg.row)
+    by_key: dict[object, list[ParamPlan]] = {}
+    for planned in gathers:
+        if not planned.param.num_stacked:
+            by_key.setdefault(key_of(planned), []).append(planned.param)
     for one in arrays:
-        if key_of(one) not in rows or _is_backward(one.scope):
+        if key_of(one) not in by_key or _is_backward(one.scope):
             continue
         weight = _result(one)
         units = _units(weight.op_name) or _units(one.scope)
-        own = [row for row in rows[key_of(one)] if row.unit in units]
+        own = [param for param in by_key[key_of(one)] if param.unit in units]
         if not own:
             continue
         reader = _reader_in_backward(one.computation, weight)

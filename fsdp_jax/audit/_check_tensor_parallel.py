@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from fsdp_jax.audit._check_collectives import canonical
 from fsdp_jax.audit._expected import dims_of
-from fsdp_jax.audit._mismatch import Difference, does, named
+from fsdp_jax.audit._mismatch import Difference, named, observed
 from fsdp_jax.hlo._collectives import Dims, Moved
 from fsdp_jax.sharding._plan import ParamPlan, Plan
 
@@ -22,32 +22,34 @@ def over_tp(plan: Plan, arrays: Sequence[Moved]) -> Iterator[Difference]:
     XLA partitions `tp` by itself, so matrices are recognized by their dims. Gathers in
     the scope of `sequence_parallel` are activations, whatever their dims.
     """
-    split = [r for r in plan.rows if r.tensor_dim is not None and r.ndim_in_unit > 1]
+    split = [
+        r for r in plan.param_plans if r.tensor_dim is not None and r.ndim_in_unit > 1
+    ]
     for one in arrays:
         if one.axes != ("tp",) or one.op != "all-gather":
             continue
         alike = [
-            (row, dims)
-            for row in split
-            for dims in _whole(plan, row)
+            (param, dims)
+            for param in split
+            for dims in _whole(plan, param)
             if canonical(dims) == canonical(one.received)
         ]
         if alike and "sequence_parallel" not in one.scope:
-            exact = [row for row, dims in alike if dims == one.received]
+            exact = [param for param, dims in alike if dims == one.received]
             yield Difference(
-                named(exact or [row for row, _ in alike]),
+                named(exact or [param for param, _ in alike]),
                 "each rank of tp computes with its own part",
-                does(one),
+                observed(one),
                 FIX,
             )
 
 
-def _whole(plan: Plan, row: ParamPlan) -> list[Dims]:
+def _whole(plan: Plan, param: ParamPlan) -> list[Dims]:
     """Returns the unsharded dims of a matrix, in its stack and in one unit."""
     forms = []
     for sliced in (False, True):
-        dims = list(dims_of(plan, row, (), sliced=sliced))
-        assert row.tensor_dim is not None
-        dims[row.tensor_dim - (len(row.shape) - len(dims))] *= plan.mesh.shape["tp"]
+        dims = list(dims_of(plan, param, (), sliced=sliced))
+        assert param.tensor_dim is not None
+        dims[param.tensor_dim - (len(param.shape) - len(dims))] *= plan.mesh.shape["tp"]
         forms.append(tuple(dims))
     return forms

@@ -5,39 +5,55 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from fsdp_jax.audit._expected import Leg
-from fsdp_jax.audit._mismatch import Difference, does, named_legs, nearest, says
+from fsdp_jax.audit._expected import ExpectedCollective
+from fsdp_jax.audit._mismatch import (
+    Difference,
+    described,
+    named_collectives,
+    nearest,
+    observed,
+)
 from fsdp_jax.hlo._collectives import Dims, Moved
 from fsdp_jax.sharding._plan import Plan
 
 
 def diagnose(
-    plan: Plan, one: Moved, legs: Sequence[Leg], missing: Sequence[Leg]
+    plan: Plan,
+    one: Moved,
+    expected: Sequence[ExpectedCollective],
+    missing: Sequence[ExpectedCollective],
 ) -> Difference:
     """Returns the difference between an unexpected array and the nearest expectation.
 
     Args:
       plan: Plan of the program.
       one: Array of an unexpected collective.
-      legs: All expected collectives.
+      expected: All expected collectives.
       missing: Expected collectives that the program does not run.
     """
-    for suspect in _suspects(plan, one, legs, missing):
+    for suspect in _suspects(plan, one, expected, missing):
         whole = _whole(one)
         alike = [
-            (leg, dims)
-            for leg in suspect.legs
-            if (dims := suspect.seen(leg)) and _sorted(dims) == _sorted(whole)
+            (planned, dims)
+            for planned in suspect.expected
+            if (dims := suspect.seen(planned)) and _sorted(dims) == _sorted(whole)
         ]
         # Dims in this very order are stronger evidence than permuted ones.
-        exact = [leg for leg, dims in alike if dims == whole and one.is_in_order]
-        if found := exact or [leg for leg, _ in alike]:
-            (leg, *_) = nearest(found, one)
-            return Difference(named_legs(found, one), says(leg), does(one), suspect.fix)
+        exact = [
+            planned for planned, dims in alike if dims == whole and one.is_in_order
+        ]
+        if found := exact or [planned for planned, _ in alike]:
+            (planned, *_) = nearest(found, one)
+            return Difference(
+                named_collectives(found, one),
+                described(planned),
+                observed(one),
+                suspect.fix,
+            )
     return Difference(
         f"{one.op} in {one.scope.strip('/') or 'no scope'}",
         "nothing of the kind",
-        does(one),
+        observed(one),
         "look for a psum, pmean or all_gather in the loss or around the step; the "
         "plan's gradients are summed without one",
     )
@@ -48,46 +64,55 @@ class _Suspect:
     """A kind of deviation from the plan.
 
     Attributes:
-      legs: Expected collectives that may deviate in this way.
+      expected: Expected collectives that may deviate in this way.
       seen: Function from an expected collective to the dims of its unsharded side under
         this deviation; None if it cannot deviate so.
       fix: Likely fix.
     """
 
-    legs: Sequence[Leg]
-    seen: Callable[[Leg], Dims | None]
+    expected: Sequence[ExpectedCollective]
+    seen: Callable[[ExpectedCollective], Dims | None]
     fix: str
 
 
 def _suspects(
-    plan: Plan, one: Moved, legs: Sequence[Leg], missing: Sequence[Leg]
+    plan: Plan,
+    one: Moved,
+    expected: Sequence[ExpectedCollective],
+    missing: Sequence[ExpectedCollective],
 ) -> list[_Suspect]:
     """Returns the kinds of deviation, the likelier first."""
     tp = plan.mesh.shape["tp"]
     is_gather = one.op == "all-gather"
-    same_op = [leg for leg in legs if leg.op == one.op]
-    same_axes = [leg for leg in same_op if set(leg.axes) == set(one.axes or ())]
-    other_axes = [leg for leg in same_op if set(leg.axes) != set(one.axes or ())]
-    gathers = [leg for leg in legs if leg.kind == "gather" and is_gather]
+    same_op = [planned for planned in expected if planned.op == one.op]
+    same_axes = [
+        planned for planned in same_op if set(planned.axes) == set(one.axes or ())
+    ]
+    other_axes = [
+        planned for planned in same_op if set(planned.axes) != set(one.axes or ())
+    ]
+    gathers = [
+        planned for planned in expected if planned.kind == "gather" and is_gather
+    ]
     of_other_op = [x for x in missing if (x.op == "all-gather") == is_gather]
 
-    def at_full_width(leg: Leg) -> Dims | None:
-        row, dims = leg.row, list(leg.whole)
-        if row.tensor_dim is None or tp == 1:
+    def at_full_width(planned: ExpectedCollective) -> Dims | None:
+        param, dims = planned.param, list(planned.whole)
+        if param.tensor_dim is None or tp == 1:
             return None
-        dims[row.tensor_dim - (len(row.shape) - len(dims))] *= tp
+        dims[param.tensor_dim - (len(param.shape) - len(dims))] *= tp
         return tuple(dims)
 
-    def of_all_experts(leg: Leg) -> Dims | None:
-        row, dims = leg.row, list(leg.whole)
-        if row.expert_dim is None:
+    def of_all_experts(planned: ExpectedCollective) -> Dims | None:
+        param, dims = planned.param, list(planned.whole)
+        if param.expert_dim is None:
             return None
-        dims[row.expert_dim - (len(row.shape) - len(dims))] *= plan.mesh.shape["ep"]
+        dims[param.expert_dim - (len(param.shape) - len(dims))] *= plan.mesh.shape["ep"]
         return tuple(dims)
 
-    def as_a_stack(leg: Leg) -> Dims | None:
-        stack = leg.row.shape[: leg.row.num_stacked]
-        return (*stack, *leg.received) if stack else None
+    def as_a_stack(planned: ExpectedCollective) -> Dims | None:
+        stack = planned.param.shape[: planned.param.num_stacked]
+        return (*stack, *planned.received) if stack else None
 
     return [
         _Suspect(
@@ -104,7 +129,7 @@ def _suspects(
         ),
         _Suspect(
             other_axes,
-            lambda leg: leg.whole,
+            lambda planned: planned.whole,
             "make the step with this plan, its mesh and its placements",
         ),
         _Suspect(
@@ -115,7 +140,7 @@ def _suspects(
         ),
         _Suspect(
             of_other_op,
-            lambda leg: leg.whole,
+            lambda planned: planned.whole,
             "make the step with this plan: its strategy, placements and "
             "MixedPrecisionPolicy",
         ),

@@ -25,13 +25,13 @@ _HLO_DTYPES = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Leg:
+class ExpectedCollective:
     """One expected collective of a parameter, or of one unit's slice of it.
 
     Attributes:
-      row: Parameter.
+      param: Parameter.
       kind: `gather` and `reduce` run in every use of the unit, `enter` runs at the
-        beginning of the step and `late` once per step.
+        beginning of the step and `deferred` once per step.
       op: Opcode, e.g. `all-gather`.
       axes: Mesh axes.
       dtype: Communicated dtype, as HLO writes it.
@@ -41,7 +41,7 @@ class Leg:
         more than once.
     """
 
-    row: ParamPlan
+    param: ParamPlan
     kind: str
     op: str
     axes: tuple[str, ...]
@@ -61,92 +61,102 @@ def hlo_dtype(dtype: jnp.dtype) -> str:
     return _HLO_DTYPES.get(dtype.name, dtype.name.replace("float8_", "f8"))
 
 
-def legs(plan: Plan) -> list[Leg]:
+def expected_collectives(plan: Plan) -> list[ExpectedCollective]:
     """Returns all collectives over data axes that the plan expects."""
-    return [leg for row in plan.rows for leg in _legs(plan, row)] + [*_largest(plan)]
+    return [
+        planned for param in plan.param_plans for planned in _expected_of(plan, param)
+    ] + [*_largest(plan)]
 
 
-def dims_of(plan: Plan, row: ParamPlan, axes: tuple[str, ...], *, sliced: bool) -> Dims:
+def dims_of(
+    plan: Plan, param: ParamPlan, axes: tuple[str, ...], *, sliced: bool
+) -> Dims:
     """Returns the dims on one device, split over the data axes `axes`, tp and ep.
 
     Args:
       plan: Plan of the parameter.
-      row: Parameter.
+      param: Parameter.
       axes: Data axes that split it.
       sliced: Whether to drop the stacked dims, for the slice of one unit.
     """
-    dims = row.on_device(plan.mesh, row.padded_shape, axes)
-    return dims[row.num_stacked if sliced else 0 :]
+    dims = param.on_device(plan.mesh, param.padded_shape, axes)
+    return dims[param.num_stacked if sliced else 0 :]
 
 
-def _legs(plan: Plan, row: ParamPlan) -> Iterator[Leg]:
-    places = row.placements
-    param = "u8" if row.gather else hlo_dtype(row.precision.param)
+def _expected_of(plan: Plan, param: ParamPlan) -> Iterator[ExpectedCollective]:
+    places = param.placements
+    dtype = "u8" if param.gather else hlo_dtype(param.precision.param)
     enters = tuple(a for a in places.optimizer if a not in places.parameter)
     # MXFP8 gathers block scales beside the values.
-    in_blocks = isinstance(row.gather, MXFP8Gather)
-    for view in (lambda dims: dims, partial(_scales, row))[: 2 if in_blocks else 1]:
+    in_blocks = isinstance(param.gather, MXFP8Gather)
+    for view in (lambda dims: dims, partial(_scales, param))[: 2 if in_blocks else 1]:
         if places.parameter:
-            yield Leg(
-                *(row, "gather", "all-gather", places.parameter, param),
-                view(dims_of(plan, row, places.parameter, sliced=True)),
-                view(dims_of(plan, row, (), sliced=True)),
+            yield ExpectedCollective(
+                *(param, "gather", "all-gather", places.parameter, dtype),
+                view(dims_of(plan, param, places.parameter, sliced=True)),
+                view(dims_of(plan, param, (), sliced=True)),
                 None,
             )
         if enters:
-            yield Leg(
-                *(row, "enter", "all-gather", enters, param),
-                view(dims_of(plan, row, places.optimizer, sliced=False)),
-                view(dims_of(plan, row, places.parameter, sliced=False)),
+            yield ExpectedCollective(
+                *(param, "enter", "all-gather", enters, dtype),
+                view(dims_of(plan, param, places.optimizer, sliced=False)),
+                view(dims_of(plan, param, places.parameter, sliced=False)),
                 1,
             )
-    if not row.frozen:
-        yield from _reductions(plan, row)
+    if not param.frozen:
+        yield from _reductions(plan, param)
 
 
-def _scales(row: ParamPlan, dims: Dims) -> Dims:
+def _scales(param: ParamPlan, dims: Dims) -> Dims:
     """Returns the dims of the block scales of a shard with dims `dims`."""
     scales = list(dims)
-    scales[row.block_dim] = num_blocks(dims[row.block_dim])
+    scales[param.block_dim] = num_blocks(dims[param.block_dim])
     return tuple(scales)
 
 
-def _largest(plan: Plan) -> Iterator[Leg]:
+def _largest(plan: Plan) -> Iterator[ExpectedCollective]:
     """Yields the all-reduces of the float8 amaxes, concatenated over all tensors."""
-    scaled = [row for row in plan.rows if is_float8(row)]
-    for axes in dict.fromkeys(row.placements.optimizer for row in scaled):
-        own = [row for row in scaled if row.placements.optimizer == axes]
+    scaled = [param for param in plan.param_plans if is_float8(param)]
+    for axes in dict.fromkeys(param.placements.optimizer for param in scaled):
+        own = [param for param in scaled if param.placements.optimizer == axes]
         stacks = [
-            row.on_device(plan.mesh, row.padded_shape, ())[: row.num_stacked]
-            for row in own
+            param.on_device(plan.mesh, param.padded_shape, ())[: param.num_stacked]
+            for param in own
         ]
         dims = (sum(map(math.prod, stacks)),)
-        yield Leg(own[0], "enter", "all-reduce", axes, "f32", dims, dims, 1)
+        yield ExpectedCollective(
+            own[0], "enter", "all-reduce", axes, "f32", dims, dims, 1
+        )
 
 
-def _reductions(plan: Plan, row: ParamPlan) -> Iterator[Leg]:
-    places, precision = row.placements, row.precision
+def _reductions(plan: Plan, param: ParamPlan) -> Iterator[ExpectedCollective]:
+    places, precision = param.placements, param.precision
     scatter = "all-to-all" if precision.accumulate_wide else "reduce-scatter"
     wire = hlo_dtype(precision.grad_comm)
     if places.gradient:
-        whole = dims_of(plan, row, (), sliced=True)
-        yield Leg(
-            *(row, "reduce", scatter, places.gradient, wire, whole),
-            dims_of(plan, row, places.gradient, sliced=True),
+        whole = dims_of(plan, param, (), sliced=True)
+        yield ExpectedCollective(
+            *(param, "reduce", scatter, places.gradient, wire, whole),
+            dims_of(plan, param, places.gradient, sliced=True),
             None,
         )
-    late = row.late_axes(axes_in_use(plan.mesh, ("pp", *DATA_AXES)))
-    scattered = tuple(a for a in places.optimizer if a in late)
-    summed = tuple(a for a in late if a not in scattered)
+    deferred = param.deferred_axes(axes_in_use(plan.mesh, ("pp", *DATA_AXES)))
+    scattered = tuple(a for a in places.optimizer if a in deferred)
+    summed = tuple(a for a in deferred if a not in scattered)
     wide = hlo_dtype(precision.main_grads) if precision.accumulate_wide else wire
     # A stack is reduced unit by unit in the last backward, or as a whole after it.
-    for sliced in (False, True) if row.num_stacked else (False,):
-        before = dims_of(plan, row, places.gradient, sliced=sliced)
-        after = dims_of(plan, row, places.optimizer, sliced=sliced)
-        stack = math.prod(row.shape[: row.num_stacked]) if sliced else 0
+    for sliced in (False, True) if param.num_stacked else (False,):
+        before = dims_of(plan, param, places.gradient, sliced=sliced)
+        after = dims_of(plan, param, places.optimizer, sliced=sliced)
+        stack = math.prod(param.shape[: param.num_stacked]) if sliced else 0
         # A scan that delays the reduction by one unit also reduces zeros once.
         most = stack + 1
         if scattered:
-            yield Leg(row, "late", scatter, scattered, wire, before, after, most)
+            yield ExpectedCollective(
+                param, "deferred", scatter, scattered, wire, before, after, most
+            )
         if summed:
-            yield Leg(row, "late", "all-reduce", summed, wide, after, after, most)
+            yield ExpectedCollective(
+                param, "deferred", "all-reduce", summed, wide, after, after, most
+            )

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from fsdp_jax._report import Grid
-from fsdp_jax.audit._expected import Leg
+from fsdp_jax.audit._expected import ExpectedCollective
 from fsdp_jax.hlo._collectives import Dims, Moved
 from fsdp_jax.sharding._plan import ROOT, ParamPlan
 
@@ -54,16 +54,18 @@ def over(axes: Sequence[str] | None) -> str:
     return "over " + " x ".join(axes) if axes else "along no axes of the mesh"
 
 
-def says(leg: Leg) -> str:
+def described(planned: ExpectedCollective) -> str:
     """Formats an expected collective."""
-    often = {"enter": ", once a step", "late": ", once a step"}.get(leg.kind, "")
-    sides = f"{array(leg.dtype, leg.sent)} to {array(leg.dtype, leg.received)}"
-    if leg.op == "all-reduce":
-        sides = array(leg.dtype, leg.sent)
-    return f"{leg.op} of {sides} {over(leg.axes)}{often}"
+    often = {"enter": ", once a step", "deferred": ", once a step"}.get(
+        planned.kind, ""
+    )
+    sides = f"{array(planned.dtype, planned.sent)} to {array(planned.dtype, planned.received)}"
+    if planned.op == "all-reduce":
+        sides = array(planned.dtype, planned.sent)
+    return f"{planned.op} of {sides} {over(planned.axes)}{often}"
 
 
-def does(one: Moved) -> str:
+def observed(one: Moved) -> str:
     """Formats a collective of the program."""
     sides = f"{array(one.dtype, one.sent)} to {array(one.dtype, one.received)}"
     if one.op == "all-reduce":
@@ -72,24 +74,32 @@ def does(one: Moved) -> str:
     return f"has {one.op} of {sides} {over(one.axes)} ({where})"
 
 
-def nearest(found: Sequence[Leg], one: Moved) -> list[Leg]:
+def nearest(
+    found: Sequence[ExpectedCollective], one: Moved
+) -> list[ExpectedCollective]:
     """Returns the expected collectives nearest to `one`: of its unit, with its dims."""
     wanted = ROOT if one.unit == "root" else one.unit
-    found = [leg for leg in found if leg.row.unit == wanted] or list(found)
+    found = [planned for planned in found if planned.param.unit == wanted] or list(
+        found
+    )
     if not one.is_in_order:
         return found
     sides = (one.sent, one.received)
-    exact = [leg for leg in found if leg.sent in sides or leg.received in sides]
+    exact = [
+        planned
+        for planned in found
+        if planned.sent in sides or planned.received in sides
+    ]
     return exact or found
 
 
-def named(rows: Sequence[ParamPlan]) -> str:
+def named(params: Sequence[ParamPlan]) -> str:
     """Formats parameters by the first one's name and unit, and the number of others."""
-    rows = list(dict.fromkeys(rows))
-    more = f" or {len(rows) - 1} more" if len(rows) > 1 else ""
-    return f"'{rows[0].name}'{more} (unit '{rows[0].unit}')"
+    params = list(dict.fromkeys(params))
+    more = f" or {len(params) - 1} more" if len(params) > 1 else ""
+    return f"'{params[0].name}'{more} (unit '{params[0].unit}')"
 
 
-def named_legs(found: Sequence[Leg], one: Moved) -> str:
+def named_collectives(found: Sequence[ExpectedCollective], one: Moved) -> str:
     """Formats the parameters that `one` most likely holds."""
-    return named([leg.row for leg in nearest(found, one)])
+    return named([planned.param for planned in nearest(found, one)])

@@ -87,7 +87,7 @@ _COLUMNS = {
 def _headline(found: Audited) -> str:
     arrays = sum(row.arrays for row in found.rows)
     size = format_bytes(sum(row.bytes for row in found.rows))
-    return f"as planned: {arrays:,} arrays travel in a step, {size} as they are whole"
+    return f"as planned: {arrays:,} arrays are communicated in a step, {size} unsharded"
 
 
 def _grid(found: Audited) -> Grid:

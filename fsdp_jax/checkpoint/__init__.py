@@ -20,5 +20,7 @@ from fsdp_jax.checkpoint._save import save as save
 from fsdp_jax.checkpoint._steps import latest_step as latest_step
 from fsdp_jax.checkpoint._verify import Verified as Verified
 from fsdp_jax.checkpoint._verify import verify as verify
-from fsdp_jax.checkpoint.local._replication import make_cliques as make_cliques
+from fsdp_jax.checkpoint.local._replication import (
+    make_replication_groups as make_replication_groups,
+)
 from fsdp_jax.checkpoint.local._store import LocalCheckpoints as LocalCheckpoints

@@ -58,7 +58,7 @@ class Checkpointer:
     with fsdp.Checkpointer(path) as checkpointer:
         state = checkpointer.resume(fsdp.abstract_state(plan, tx))
         if state is None:
-            state = fsdp.init(plan, tx, params)
+            state = fsdp.init_state(plan, tx, params)
         for number in range(int(state.step) + 1, num_steps + 1):
             state, metrics = step(state, next(batches))
             checkpointer.save(number, state)
@@ -176,7 +176,7 @@ class Checkpointer:
 
     def resume(
         self,
-        mould: PyTree,
+        like: PyTree,
         *,
         step: Step = None,
         extras: Mapping[str, Extra] | None = None,
@@ -186,12 +186,12 @@ class Checkpointer:
         The newest step wins, local or not; for equal steps the local one, which is
         faster to read. A step requested by number is loaded from `path` if it is there,
         and from the local disks only otherwise. A local step is complete if the hosts
-        together have all that `mould` needs, also on another mesh or number of
+        together have all that `like` needs, also on another mesh or number of
         processes. Files that a host lacks or has damaged are copied from a peer. If no
         host has a file, the local step is skipped, and the log says what is missing.
 
         Args:
-          mould: Abstract state, as for `load`.
+          like: Abstract state, as for `load`.
           step: Step to load, as for `load`; `"latest-good"` skips damaged steps.
           extras: Objects whose state to restore, as for `load`.
 
@@ -199,7 +199,7 @@ class Checkpointer:
           Loaded state, or None.
 
         Raises:
-          ValueError: If the step does not fit `mould`, as for `load`.
+          ValueError: If the step does not fit `like`, as for `load`.
           DamagedCheckpointError: If the step is not as it was written.
         """
         first = jax.process_index() == 0
@@ -210,14 +210,14 @@ class Checkpointer:
         )[0]
         if self._local is not None:
             steps = _local_steps(step, found)
-            restored = self._local.load(mould, extras or {}, steps)
+            restored = self._local.load(like, extras or {}, steps)
             if restored is not None:
                 self._metadata, self._files = lambda: restored.metadata, restored.find
                 return restored.state
         if found is None and not isinstance(step, int):
             return None
         step = step if found is None else found
-        state = load(self._path, mould, step=step, extras=extras)
+        state = load(self._path, like, step=step, extras=extras)
         self._metadata = functools.partial(load_metadata, self._path, step=step)
         self._files = functools.partial(load_files, self._path, step=step)
         return state

@@ -36,7 +36,7 @@ class Leaf:
     impl: str | None = None
 
     @property
-    def mould(self) -> jax.ShapeDtypeStruct:
+    def abstract(self) -> jax.ShapeDtypeStruct:
         """Abstract array of logical shape."""
         return jax.ShapeDtypeStruct(self.shape, self.value.dtype)
 
@@ -74,17 +74,17 @@ def flatten(tree: PyTree) -> dict[str, Leaf]:
     return {name: _leaf(leaf) for name, leaf in named}
 
 
-def unflatten(mould: PyTree, values: dict[str, Any]) -> PyTree:
-    """Restores the structure of `mould`; inverse of `flatten`.
+def unflatten(like: PyTree, values: dict[str, Any]) -> PyTree:
+    """Restores the structure of `like`; inverse of `flatten`.
 
     Args:
-      mould: Tree that was flattened.
+      like: Tree that was flattened.
       values: Arrays by name, with the shape of the leaf's `value`. A leaf without one
         is left unchanged.
     """
-    treedef = jax.tree.structure(mould, is_leaf=_is_node)
+    treedef = jax.tree.structure(like, is_leaf=_is_node)
     return treedef.unflatten(
-        _filled(name, leaf, values) for name, leaf in named_leaves(mould)
+        _filled(name, leaf, values) for name, leaf in named_leaves(like)
     )
 
 
@@ -178,9 +178,9 @@ def _key_words(leaf: Any) -> Any:
     return jax.random.key_data(leaf)
 
 
-def _as_key(words: jax.Array, mould: Any) -> jax.Array:
-    """Wraps words as PRNG keys with the implementation of `mould`."""
-    return jax.random.wrap_key_data(words, impl=_impl(mould))
+def _as_key(words: jax.Array, like: Any) -> jax.Array:
+    """Wraps words as PRNG keys with the implementation of `like`."""
+    return jax.random.wrap_key_data(words, impl=_impl(like))
 
 
 def _impl(keys: Any) -> Any:

@@ -29,7 +29,7 @@ _PARAMS = "params."
 
 def load(
     path: str | os.PathLike[str],
-    mould: PyTree,
+    like: PyTree,
     *,
     step: Step = None,
     strict: Strict = "raise_all",
@@ -40,12 +40,12 @@ def load(
     """Loads a step onto any mesh; each device reads only the bytes of its shards.
 
     Every byte is verified by a checksum. As in Megatron, an *unexpected* leaf is one in
-    `mould` that is not stored, and a *missing* leaf is one that is stored and not in
-    `mould`.
+    `like` that is not stored, and a *missing* leaf is one that is stored and not in
+    `like`.
 
     Args:
       path: Directory that `save` wrote to.
-      mould: Abstract state with shapes, dtypes and shardings, e.g.
+      like: Abstract state with shapes, dtypes and shardings, e.g.
         `abstract_state(plan, tx)`. A leaf that is an array keeps its value if it is
         unexpected; an abstract one must be stored, whatever `strict` says.
       step: Step to load; None for the newest. `"latest-good"` loads the newest step
@@ -58,10 +58,10 @@ def load(
         `"ignore_all"` is silent. Modes that name only unexpected leaves ignore missing
         ones.
       allow_shape_mismatch: Patterns of leaves that may be truncated, or padded with
-        zeros at the end, to the shape in `mould`, e.g. for a vocabulary with other
+        zeros at the end, to the shape in `like`, e.g. for a vocabulary with other
         padding. A pattern matches the last components of a name: `"embed.embedding"` is
         the parameter and its moments.
-      cast: `"floats"` casts stored floats to the float dtype in `mould`; `"never"`
+      cast: `"floats"` casts stored floats to the float dtype in `like`; `"never"`
         refuses to; `"as_stored"` returns floats in their stored dtype. Other dtypes
         must be equal.
       extras: Objects whose state to restore, under the names passed to `save`. They are
@@ -69,11 +69,11 @@ def load(
         leaves.
 
     Returns:
-      Arrays in the structure, dtypes and shardings of `mould`; a `Loaded` with these
+      Arrays in the structure, dtypes and shardings of `like`; a `Loaded` with these
       and the names if `strict` begins with `return`.
 
     Raises:
-      ValueError: If names, shapes or dtypes of the step differ from `mould` in ways
+      ValueError: If names, shapes or dtypes of the step differ from `like` in ways
         that are not allowed; lists all such leaves, before anything is read.
       DamagedCheckpointError: If the step is not as it was written.
 
@@ -81,8 +81,8 @@ def load(
     """
     check_local(path)
     options = Options(strict, allow_shape_mismatch, cast)
-    values, found = _read(path, flatten(mould), step, "", options, extras or {})
-    state = unflatten(mould, values)
+    values, found = _read(path, flatten(like), step, "", options, extras or {})
+    state = unflatten(like, values)
     if not strict.startswith("return"):
         return state
     return Loaded(state, found.missing, found.unexpected)
@@ -90,7 +90,7 @@ def load(
 
 def load_params(
     path: str | os.PathLike[str],
-    mould: PyTree,
+    like: PyTree,
     *,
     step: Step = None,
     cast: Cast = "never",
@@ -102,21 +102,21 @@ def load_params(
 
     Args:
       path: Directory that `save` wrote to.
-      mould: Abstract parameters, `plan.params` of any mesh.
+      like: Abstract parameters, `plan.params` of any mesh.
       step: Step to load, as in `load`.
       cast: Casts of floats, as in `load`.
 
     Returns:
-      Arrays in the structure, dtypes and shardings of `mould`.
+      Arrays in the structure, dtypes and shardings of `like`.
 
     Raises:
-      ValueError: If the stored parameters do not fit `mould`, as in `load`.
+      ValueError: If the stored parameters do not fit `like`, as in `load`.
       DamagedCheckpointError: If the step is not as it was written.
     """
     check_local(path)
-    wanted = {_PARAMS + name: leaf for name, leaf in flatten(mould).items()}
+    wanted = {_PARAMS + name: leaf for name, leaf in flatten(like).items()}
     values, _ = _read(path, wanted, step, _PARAMS, Options(cast=cast), {})
-    return unflatten(mould, {n.removeprefix(_PARAMS): x for n, x in values.items()})
+    return unflatten(like, {n.removeprefix(_PARAMS): x for n, x in values.items()})
 
 
 def load_shapes(
@@ -177,11 +177,11 @@ def _read(
     # Before `reshard`, a collective that must be the same program in all processes.
     check_same("the layout of what is loaded", layout(found.read))
     with together("Loading"):
-        moulds = {name: leaf.value for name, leaf in found.read.items()}
-        values = _restore(directory, moulds)
+        abstract = {name: leaf.value for name, leaf in found.read.items()}
+        values = _restore(directory, abstract)
     values = {
         name: _without_excess(value, found.read[name], stored[name].shape)
-        for name, value in reshard(values, moulds).items()
+        for name, value in reshard(values, abstract).items()
     }
     with together("Loading"):
         restore_extras(extras, captured, objects, values)

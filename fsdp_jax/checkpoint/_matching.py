@@ -162,7 +162,7 @@ def _unfilled(
     if on_unexpected == "raise":
         return [f"not in the checkpoint: {name}" for name in unexpected]
     return [
-        f"not in the checkpoint, and the mould has no value for it: {name}"
+        f"not in the checkpoint, and `like` has no value for it: {name}"
         for name in unexpected
         if name in wanted and wanted[name].is_abstract
     ]
@@ -171,7 +171,7 @@ def _unfilled(
 def _misfits(
     name: str, have: jax.ShapeDtypeStruct, leaf: Leaf, options: Options
 ) -> list[str]:
-    want = leaf.mould
+    want = leaf.abstract
     same_shape = have.shape == want.shape or (
         len(have.shape) == len(want.shape)
         and may_differ(name, options.allow_shape_mismatch)
@@ -185,7 +185,7 @@ def _misfits(
     if kind and leaf.impl and kind != leaf.impl:  # Plain words have no implementation.
         return [f"{name}: stored keys of {kind}, wanted keys of {leaf.impl}"]
     if getattr(leaf.value, "sharding", None) is None:
-        return [f"{name}: the mould does not say its sharding"]
+        return [f"{name}: `like` does not say its sharding"]
     return []
 
 

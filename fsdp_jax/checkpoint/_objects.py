@@ -264,7 +264,9 @@ def _misfits(name: str, saved_by: int | None, found: int, extra: Extra) -> list[
     count, where = jax.process_count(), f"{FOLDER}.{name}"
     is_own = isinstance(extra, PerProcess)
     if not is_own and saved_by is not None:
-        return [f"{where}: each process saved its own: give fsdp_jax.PerProcess"]
+        return [
+            f"{where}: each process saved its own: give fsdp_jax.checkpoint.PerProcess"
+        ]
     if is_own and saved_by is None:
         return [f"{where}: saved once for all, not PerProcess"]
     if is_own and saved_by != found:

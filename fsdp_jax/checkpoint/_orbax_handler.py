@@ -158,13 +158,13 @@ def save_arguments(
     """Returns the arguments for a manager's `save`."""
     item = {name: leaf.value for name, leaf in leaves.items()}
     chunked = {name: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES) for name in leaves}
-    moulds = {name: leaf.mould for name, leaf in leaves.items()}
-    num_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in moulds.values())
+    abstract = {name: leaf.abstract for name, leaf in leaves.items()}
+    num_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in abstract.values())
     state = StateSave(
         item,
         chunked,
         ocdbt_target_data_file_size=file_bytes(num_bytes),
-        leaves=moulds,
+        leaves=abstract,
         metadata=metadata,
         point=reserve(),
         contents=contents,

@@ -74,12 +74,12 @@ class _Leaf:
     """An array that is being read.
 
     Attributes:
-      mould: Abstract array, with the sharding in which it is read.
+      abstract: Abstract array, with the sharding in which it is read.
       array: Stored array.
       memory: Shards of this process in the stored dtype, by box.
     """
 
-    mould: jax.ShapeDtypeStruct
+    abstract: jax.ShapeDtypeStruct
     array: ts.TensorStore
     memory: dict[Box, np.ndarray]
 
@@ -87,13 +87,13 @@ class _Leaf:
     def of(cls, wanted: jax.ShapeDtypeStruct, array: ts.TensorStore) -> _Leaf:
         """Allocates memory for the shards that this process reads."""
         sharding = _disjoint(wanted)
-        mould = jax.ShapeDtypeStruct(wanted.shape, wanted.dtype, sharding=sharding)
+        abstract = jax.ShapeDtypeStruct(wanted.shape, wanted.dtype, sharding=sharding)
         indices = sharding.addressable_devices_indices_map(wanted.shape).values()
         boxes = {_box(index, wanted.shape) for index in indices}
         pairs = zip(array.shape, wanted.shape, strict=True)
         zeros = any(have < want for have, want in pairs)  # The rest is zero padding.
         dtype = array.dtype.numpy_dtype
-        return cls(mould, array, {box: _take(box, dtype, zeros) for box in boxes})
+        return cls(abstract, array, {box: _take(box, dtype, zeros) for box in boxes})
 
     def start(self, chunk: Box) -> Callable[[], None]:
         """Starts reading a chunk; returns a function that waits for it."""
@@ -122,10 +122,10 @@ class _Leaf:
 
     def finish(self) -> jax.Array:
         """Makes a jax array of the shards; on a CPU without a copy."""
-        dtype, shape = self.mould.dtype, self.mould.shape
+        dtype, shape = self.abstract.dtype, self.abstract.shape
         memory = {box: x.astype(dtype, copy=False) for box, x in self.memory.items()}
         return jax.make_array_from_callback(
-            shape, self.mould.sharding, lambda index: memory[_box(index, shape)]
+            shape, self.abstract.sharding, lambda index: memory[_box(index, shape)]
         )
 
 
@@ -150,10 +150,10 @@ def _disjoint(leaf: jax.ShapeDtypeStruct) -> Any:
 
 def _is_shared(sharding: NamedSharding, shape: tuple[int, ...]) -> bool:
     """Returns whether several processes hold the same part."""
-    holders: dict[Box, set[int]] = {}
+    owners: dict[Box, set[int]] = {}
     for device, index in sharding.devices_indices_map(shape).items():
-        holders.setdefault(_box(index, shape), set()).add(device.process_index)
-    return any(len(processes) > 1 for processes in holders.values())
+        owners.setdefault(_box(index, shape), set()).add(device.process_index)
+    return any(len(processes) > 1 for processes in owners.values())
 
 
 def _axes(entry: Any) -> tuple[str, ...]:

@@ -93,8 +93,8 @@ def num_targets(batch: Any) -> int:
     return rows * (length - 1)
 
 
-def rows_mould(batch: int, seq: int, cp: int) -> Any:
-    """The mould of such a batch."""
+def abstract_rows(batch: int, seq: int, cp: int) -> Any:
+    """The abstract batch of such rows."""
     if cp == 1:
         return jax.ShapeDtypeStruct((batch, seq + 1), jnp.int32)
     return dict.fromkeys(SEQUENCES, jax.ShapeDtypeStruct((batch, seq), jnp.int32))

@@ -45,10 +45,10 @@ class Adapter:
         """
         dtype = param_dtype if self.base_dtype in _CODES else self.base_dtype
         return fsdp.FSDPConfig(
-            lora=fsdp.LoRA(
+            lora=fsdp.LoRAConfig(
                 self.rank,
                 [
-                    fsdp.LoRATarget(path, num_in=num_in)
+                    fsdp.lora.LoRATarget(path, num_in=num_in)
                     for path, num_in in bridge.lora_targets(
                         config, self.targets
                     ).items()
@@ -60,31 +60,33 @@ class Adapter:
         )
 
     def load_merged(
-        self, directory: Path, step: int, mould: PyTree, config: DecoderConfig
+        self, directory: Path, step: int, like: PyTree, config: DecoderConfig
     ) -> PyTree:
-        """The model of a checkpoint with its factors merged in, in a mould.
+        """The model of a checkpoint with its factors merged in.
 
         Args:
           directory: Of the checkpoint.
           step: Which.
-          mould: Shapes, dtypes and shardings of the model's own parameters.
+          like: Shapes, dtypes and shardings of the model's own parameters.
           config: The model.
         """
-        plan, params = self.load(directory, step, mould, config)
-        merged = fsdp.merge_lora(plan, params, jnp.float32)
+        plan, params = self.load(directory, step, like, config)
+        merged = fsdp.training.merge_lora(plan, params, jnp.float32)
         return jax.tree.map(
             lambda leaf, like: jax.device_put(leaf.astype(like.dtype), like.sharding),
             merged,
-            mould,
+            like,
         )
 
     def load(
-        self, directory: Path, step: int, mould: PyTree, config: DecoderConfig
+        self, directory: Path, step: int, like: PyTree, config: DecoderConfig
     ) -> tuple[fsdp.Plan, PyTree]:
-        """The plan and the parameters of a checkpoint, on the mesh of `mould`."""
-        mesh = jax.tree.leaves(mould)[0].sharding.mesh
+        """The plan and the parameters of a checkpoint, on the mesh of `like`."""
+        mesh = jax.tree.leaves(like)[0].sharding.mesh
         plan = plan_decoder(config, mesh, self.sharding(config, "float32"))
-        params = fsdp.load_params(directory, plan.params, step=step, cast="as_stored")
+        params = fsdp.checkpoint.load_params(
+            directory, plan.params, step=step, cast="as_stored"
+        )
         return plan, params
 
     def save(self, path: Path, factors: PyTree, config: DecoderConfig) -> None:
@@ -92,5 +94,5 @@ class Adapter:
         described = bridge.LoraConfig(
             self.rank, self.alpha, fan_in_fan_out=config.model_type == "gpt2"
         )
-        arrays = jax.tree.map(np.asarray, fsdp.unpack(factors))
+        arrays = jax.tree.map(np.asarray, fsdp.sharding.unpack(factors))
         bridge.save_lora(path, bridge.Lora(described, arrays, {}), config)

@@ -40,8 +40,8 @@ class Origin(Protocol):
         """The directory with the model's own tokenizer, if any is at hand."""
         ...
 
-    def load_params(self, mould: PyTree) -> PyTree:
-        """Fills a mould with the weights, shard by shard, in its dtypes."""
+    def load_params(self, like: PyTree) -> PyTree:
+        """Loads the weights like `like`, shard by shard, in its dtypes."""
         ...
 
     def lazy_params(self) -> PyTree:
@@ -66,20 +66,20 @@ class HuggingFace:
         """The directory of the model, which may have a tokenizer."""
         return _directory_of(self.path)
 
-    def load_params(self, mould: PyTree) -> PyTree:
-        """Fills a mould with the weights."""
+    def load_params(self, like: PyTree) -> PyTree:
+        """Loads the weights like `like`."""
         with bytes_bar(f"loading {self.path}") as progress:
             return bridge.load_hf(
-                self.path, mould, config=self.config, progress=progress
+                self.path, like, config=self.config, progress=progress
             )
 
     def lazy_params(self) -> PyTree:
         """Returns leaves that are read when they are written elsewhere."""
         return bridge.lazy_hf(self.path, self.config)[0]
 
-    def plan_import(self, mould: PyTree | None) -> bridge.ImportPlan:
+    def plan_import(self, like: PyTree | None) -> bridge.ImportPlan:
         """Says what `load_params` would do."""
-        return bridge.plan(self.path, mould, config=self.config)
+        return bridge.plan(self.path, like, config=self.config)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,20 +95,20 @@ class Megatron:
     config: DecoderConfig
     files: None = None
 
-    def load_params(self, mould: PyTree) -> PyTree:
-        """Fills a mould with the weights."""
+    def load_params(self, like: PyTree) -> PyTree:
+        """Loads the weights like `like`."""
         with bytes_bar(f"loading {self.path}") as progress:
             return bridge.load_megatron(
-                self.path, mould, config=self.config, progress=progress
+                self.path, like, config=self.config, progress=progress
             )
 
     def lazy_params(self) -> PyTree:
         """Returns leaves that are read when they are written elsewhere."""
         return bridge.megatron.lazy_megatron(self.path, self.config)[0]
 
-    def plan_import(self, mould: PyTree | None) -> bridge.ImportPlan:
+    def plan_import(self, like: PyTree | None) -> bridge.ImportPlan:
         """Says what `load_params` would do."""
-        return bridge.megatron.plan_megatron(self.path, mould, config=self.config)
+        return bridge.megatron.plan_megatron(self.path, like, config=self.config)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,20 +129,24 @@ class Checkpoint:
     metadata: dict[str, Any]
     files: Path | None = None
 
-    def load_params(self, mould: PyTree) -> PyTree:
-        """Fills a mould with the weights, in its dtypes; LoRA's factors merged in."""
+    def load_params(self, like: PyTree) -> PyTree:
+        """Loads the weights like `like`, in its dtypes; LoRA's factors merged in."""
         if adapter := adapter_of(self.metadata):
-            return adapter.load_merged(self.path, self.step, mould, self.config)
-        return fsdp.load_params(self.path, mould, step=self.step, cast="floats")
+            return adapter.load_merged(self.path, self.step, like, self.config)
+        return fsdp.checkpoint.load_params(
+            self.path, like, step=self.step, cast="floats"
+        )
 
-    def load_params_as_stored(self, mould: PyTree) -> PyTree:
-        """Fills a mould with the weights, in the dtypes of the checkpoint.
+    def load_params_as_stored(self, like: PyTree) -> PyTree:
+        """Loads the weights like `like`, in the dtypes of the checkpoint.
 
-        What factors are merged into has none there, and gets that of the mould.
+        What factors are merged into has none there, and gets that of `like`.
         """
         if adapter_of(self.metadata):
-            return self.load_params(mould)
-        return fsdp.load_params(self.path, mould, step=self.step, cast="as_stored")
+            return self.load_params(like)
+        return fsdp.checkpoint.load_params(
+            self.path, like, step=self.step, cast="as_stored"
+        )
 
     def lazy_params(self) -> PyTree:
         """Returns leaves that are read now, onto one device."""
@@ -280,7 +284,7 @@ def open_checkpoint(
       ValueError: If there is no such step, or another program saved it.
     """
     step = resolve_step(path, step)
-    metadata = fsdp.load_metadata(path, step=step)
+    metadata = fsdp.checkpoint.load_metadata(path, step=step)
     if "config" not in metadata:
         raise ValueError(
             f"Step {step} of '{path}' was not saved by `fsdp-jax train`: its metadata "
@@ -299,7 +303,7 @@ def start_state(
     resumed: Checkpoint | None,
     plan: fsdp.Plan,
     tx: optax.GradientTransformation,
-    loss_scale: fsdp.LossScale | None,
+    loss_scale: fsdp.training.LossScale | None,
 ) -> fsdp.TrainState:
     """The state that training starts from: of a new run, or as it was saved.
 
@@ -314,11 +318,11 @@ def start_state(
         if plan.config.lora is None:
             params = origin.load_params(plan.params)
         else:
-            base = origin.load_params(fsdp.base_mould(plan))
-            params = fsdp.add_lora(plan, base, jax.random.key(0))
-        return fsdp.init(plan, tx, params, loss_scale=loss_scale)
-    mould = fsdp.abstract_state(plan, tx, loss_scale)
-    return fsdp.load(resumed.path, mould, step=resumed.step)
+            base = origin.load_params(fsdp.training.abstract_base_params(plan))
+            params = fsdp.training.add_lora(plan, base, jax.random.key(0))
+        return fsdp.init_state(plan, tx, params, loss_scale=loss_scale)
+    like = fsdp.abstract_state(plan, tx, loss_scale)
+    return fsdp.load(resumed.path, like, step=resumed.step)
 
 
 def tokenizer_file(origin: Origin) -> Path | None:
@@ -343,7 +347,7 @@ def _carried_files(path: Path, step: int) -> Path | None:
     _, manifest = open_step(path, step)
     if TOKENIZER not in names_of_files(manifest):
         return None
-    return fsdp.load_files(path, TOKENIZER, step=step)
+    return fsdp.checkpoint.load_files(path, TOKENIZER, step=step)
 
 
 def _directory_of(model: Path) -> Path:

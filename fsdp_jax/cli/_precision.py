@@ -16,13 +16,13 @@ OffloadTo = Literal["optimizer", "all"]
 
 _GATHERS = {
     "param_dtype": None,
-    "float8": fsdp.Float8Gather(),
-    "mxfp8": fsdp.MXFP8Gather(),
+    "float8": fsdp.sharding.Float8Gather(),
+    "mxfp8": fsdp.sharding.MXFP8Gather(),
 }
 _OFFLOADS = {
     None: None,
-    "optimizer": fsdp.Offload(),
-    "all": fsdp.Offload(params=True),
+    "optimizer": fsdp.OffloadPolicy(),
+    "all": fsdp.OffloadPolicy(params=True),
 }
 
 
@@ -53,13 +53,17 @@ class Precision:
         policy = dataclasses.replace(config.mp_policy, param_gather=gather)
         return dataclasses.replace(config, mp_policy=policy, offload=_OFFLOADS[offload])
 
-    def scale(self) -> fsdp.LossScale | None:
+    def scale(self) -> fsdp.training.LossScale | None:
         """The factor of the loss, as it begins."""
-        return None if self.loss_scale is None else fsdp.LossScale(self.loss_scale)
+        return (
+            None
+            if self.loss_scale is None
+            else fsdp.training.LossScale(self.loss_scale)
+        )
 
     def adamw(
         self, lr: float, weight_decay: float, adam: AdamOptions | None = None
     ) -> optax.GradientTransformation:
         """AdamW, its moments held in these bits."""
         tx = (adam or AdamOptions()).adamw(lr, weight_decay)
-        return fsdp.eight_bit(tx) if self.optimizer_bits == 8 else tx
+        return fsdp.optim.eight_bit(tx) if self.optimizer_bits == 8 else tx

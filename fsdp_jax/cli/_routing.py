@@ -136,7 +136,7 @@ class CountingDecoder(Decoder):
         assert config.moe is not None
         layers = sum(run.stop - run.start for run in config.layer_runs if run.sparse)
         shape = (layers, config.moe.num_experts)
-        self.tokens_per_expert = fsdp.Tally(jnp.zeros(shape, jnp.int32))
+        self.tokens_per_expert = fsdp.step.Tally(jnp.zeros(shape, jnp.int32))
 
     def count(self, stats: RouterStats) -> None:
         """Adds a forward's tokens to the count."""

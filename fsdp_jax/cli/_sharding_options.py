@@ -71,5 +71,5 @@ class Strategy:
             zero_dp_strategy=self.zero,
             outer_dp_sharding_strategy=self.outer,
             remat_policy=_KEPT[self.remat],
-            pipeline=fsdp.Pipeline(self.schedule, self.virtual_stages),
+            pipeline=fsdp.PipelineConfig(self.schedule, self.virtual_stages),
         )

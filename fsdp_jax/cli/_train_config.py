@@ -39,7 +39,7 @@ class Recipe:
       eps: What AdamW adds to their root.
       clip_grad: Norm to which gradients are clipped.
       no_decay: Leaves that are not decayed.
-      accumulate: Microbatches a step.
+      microbatches: Microbatches a step.
       param_dtype: What weights are gathered and computed in.
       param_gather: What a layer's matrices travel in instead, to be decoded there.
       loss_scale: The first factor of the loss; None for 65536 in float16, else none.
@@ -70,7 +70,7 @@ class Recipe:
     eps: float = 1e-8
     clip_grad: float = 0.0
     no_decay: str = ""
-    accumulate: int = 1
+    microbatches: int = 1
     param_dtype: ParamDtype = "float32"
     param_gather: ParamGather = "param_dtype"
     loss_scale: float | None = None
@@ -110,7 +110,7 @@ class Recipe:
         """Checks the ranges."""
         wrong = [
             f"--{name} {getattr(self, name)}: at least 1"
-            for name in ("batch", "seq", "accumulate")
+            for name in ("batch", "seq", "microbatches")
             if getattr(self, name) < 1
         ]
         wrong += [

@@ -42,7 +42,7 @@ class Run:
       save_every: Saves at multiples of it; 0 for the last step alone.
       keep: Keeps the newest so many; 0 for all.
       metrics: File of the metrics; None for stdout.
-      accumulate: Microbatches a step.
+      microbatches: Microbatches a step.
       metadata: Saved with each step, beside the position in the data.
       files: What each step carries along.
       callback: Called with the metrics of each step; None for nobody.
@@ -58,14 +58,14 @@ class Run:
     save_every: int
     keep: int
     metrics: Path | None
-    accumulate: int
+    microbatches: int
     metadata: dict[str, Any]
     files: dict[str, list[Path]]
     callback: Callback | None = None
     window: Window | None = None
     fused_loss: bool = False
     routing: Routing = Routing()
-    loss_scale: fsdp.LossScale | None = None
+    loss_scale: fsdp.training.LossScale | None = None
 
     def open_checkpointer(self) -> fsdp.Checkpointer:
         """Opens the directory of the checkpoints, to be written in the background."""
@@ -106,7 +106,7 @@ def run_steps(
         training_loss(fused=run.fused_loss, routing=run.routing),
         tx,
         has_aux=True,
-        accumulate=run.accumulate,
+        num_microbatches=run.microbatches,
         update_model_state=move_biases(rate) if rate else None,
         loss_scale=run.loss_scale,
     )
@@ -120,7 +120,7 @@ def run_steps(
         for number in range(run.start + 1, run.steps + 1):
             trace.before(number, state)
             began = time.perf_counter()
-            fsdp.report_progress("reading the next batch", number)
+            fsdp.launch.report_progress("reading the next batch", number)
             with jax.profiler.StepTraceAnnotation("train", step_num=number):
                 batch = _next_batch(plan, batches)
                 state, measured = step(state, batch)

@@ -14,13 +14,13 @@ from fsdp_jax.sharding._mesh import BATCH_AXES, num_devices
 from fsdp_jax.sharding._plan import Plan
 
 
-def check_batch(plan: Plan, batch: PyTree, accumulate: int) -> None:
+def check_batch(plan: Plan, batch: PyTree, num_microbatches: int) -> None:
     """Raises a `ValueError` unless all rows divide into ranks and microbatches.
 
     Args:
       plan: Plan from `fully_shard`.
       batch: Any pytree of arrays whose first dim is the global batch.
-      accumulate: Number of microbatches per step.
+      num_microbatches: Number of microbatches per step.
     """
     leaves = named_leaves(batch)
     plain = [
@@ -43,11 +43,11 @@ def check_batch(plan: Plan, batch: PyTree, accumulate: int) -> None:
     num_rows = next(iter(rows.values()))
     ranks = num_devices(plan.mesh, BATCH_AXES)
     # Rows are split over ranks first, and each rank's rows into microbatches.
-    if num_rows % (ranks * accumulate):
-        fitting = -(-num_rows // (ranks * accumulate)) * ranks * accumulate
+    if num_rows % (ranks * num_microbatches):
+        fitting = -(-num_rows // (ranks * num_microbatches)) * ranks * num_microbatches
         raise ValueError(
             f"A batch of {num_rows} rows does not divide into {ranks} data ranks x "
-            f"{accumulate} microbatch(es). Use e.g. {fitting} rows."
+            f"{num_microbatches} microbatch(es). Use e.g. {fitting} rows."
         )
     if plan.mesh.shape["cp"] > 1:
         _check_sequences(plan, leaves)
@@ -104,10 +104,13 @@ def _place_own(leaf: Any, sharding: NamedSharding) -> jax.Array:
     return jax.make_array_from_callback(rows.shape, sharding, lambda index: rows[index])
 
 
-def split_microbatches(batch: PyTree, accumulate: int) -> PyTree:
+def split_microbatches(batch: PyTree, num_microbatches: int) -> PyTree:
     """Reshapes one device's rows `[rows, ...]` to `[accumulate, rows, ...]`."""
     return jax.tree.map(
-        lambda x: x.reshape(accumulate, x.shape[0] // accumulate, *x.shape[1:]), batch
+        lambda x: x.reshape(
+            num_microbatches, x.shape[0] // num_microbatches, *x.shape[1:]
+        ),
+        batch,
     )
 
 

@@ -5,4 +5,4 @@ from fsdp_jax.launch._initialize import fail as fail
 from fsdp_jax.launch._initialize import initialize as initialize
 from fsdp_jax.launch._processes import Processes as Processes
 from fsdp_jax.launch._progress import report_progress as report_progress
-from fsdp_jax.launch._timeouts import Patience as Patience
+from fsdp_jax.launch._timeouts import Timeouts as Timeouts

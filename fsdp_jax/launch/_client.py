@@ -9,10 +9,10 @@ import threading
 import time
 from typing import Any, NoReturn
 
-from fsdp_jax.launch._handshake import Claim
+from fsdp_jax.launch._handshake import Handshake
 from fsdp_jax.launch._progress import await_move, position
 from fsdp_jax.launch._protocol import GREETING, Message, decode, encode
-from fsdp_jax.launch._timeouts import Patience
+from fsdp_jax.launch._timeouts import Timeouts
 
 # Timeout of the greeting, once the coordinator has accepted the connection.
 _GREETING_SECS = 10
@@ -22,7 +22,7 @@ _SHORTEST_BEAT_SECS = 0.05
 _GRACE_SECS = 1.0
 
 
-class Attendance:
+class Client:
     """Client of the coordinator: reports progress, and exits when the job has ended.
 
     Made by `attend`. One thread sends heartbeats, another waits for messages. When the
@@ -30,16 +30,18 @@ class Attendance:
     even if its program is blocked.
     """
 
-    def __init__(self, claim: Claim, connection: socket.socket, welcome: Message):
+    def __init__(
+        self, handshake: Handshake, connection: socket.socket, welcome: Message
+    ):
         """Starts the two threads.
 
         Args:
-          claim: Handshake message of this process.
+          handshake: Handshake message of this process.
           connection: Socket connected to the coordinator.
           welcome: Answer of the coordinator.
         """
         self.service: int = welcome["service"]
-        self._claim = claim
+        self._claim = handshake
         self._connection = connection
         self._beat_secs = welcome["beat_secs"]
         self._lock = threading.Lock()
@@ -101,32 +103,34 @@ class Attendance:
         os._exit(1)
 
 
-def attend(host: str, port: int, claim: Claim, patience: Patience) -> Attendance:
+def attend(host: str, port: int, handshake: Handshake, timeouts: Timeouts) -> Client:
     """Connects to the coordinator, and waits until all processes have.
 
     Args:
       host: Host of the coordinator.
       port: Port of the coordinator.
-      claim: Handshake message of this process.
-      patience: Timeouts of the job.
+      handshake: Handshake message of this process.
+      timeouts: Timeouts of the job.
 
     Raises:
       ValueError: If there is no coordinator, or it refuses to start the job.
     """
-    connection = _connect(host, port, time.monotonic() + patience.start_secs)
+    connection = _connect(host, port, time.monotonic() + timeouts.start_secs)
     try:
-        return Attendance(claim, connection, _report(connection, claim, patience))
+        return Client(handshake, connection, _report(connection, handshake, timeouts))
     except BaseException:
         connection.close()
         raise
 
 
-def _report(connection: socket.socket, claim: Claim, patience: Patience) -> Message:
-    """Sends the claim, and returns the answer once all processes have connected."""
+def _report(
+    connection: socket.socket, handshake: Handshake, timeouts: Timeouts
+) -> Message:
+    """Sends the handshake, and returns the answer once all processes have connected."""
     _check_greeting(connection)
-    connection.sendall(encode(claim.to_message()))
+    connection.sendall(encode(handshake.to_message()))
     # Longer than the coordinator's own timeout, whose message names missing processes.
-    connection.settimeout(patience.start_secs + _GREETING_SECS)
+    connection.settimeout(timeouts.start_secs + _GREETING_SECS)
     answer = _read(connection)
     if "refused" in answer:
         raise ValueError(answer["refused"])

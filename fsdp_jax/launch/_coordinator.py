@@ -17,10 +17,10 @@ import threading
 import time
 from collections.abc import Callable
 
-from fsdp_jax.launch._coordinator_state import Roll
-from fsdp_jax.launch._handshake import Claim
+from fsdp_jax.launch._coordinator_state import CoordinatorState
+from fsdp_jax.launch._handshake import Handshake
 from fsdp_jax.launch._protocol import GREETING, MAX_BYTES, Message, decode, encode
-from fsdp_jax.launch._timeouts import Patience
+from fsdp_jax.launch._timeouts import Timeouts
 
 # Time for which the coordinator of a job that does not start answers late processes.
 _LINGER_SECS = 5.0
@@ -35,7 +35,7 @@ def say(text: str) -> None:
     print(f"fsdp_jax: {text}", file=sys.stderr, flush=True)
 
 
-class Meeting:
+class Coordinator:
     """Coordinator server for the processes of one job, in a thread of its own.
 
     Attributes:
@@ -47,7 +47,7 @@ class Meeting:
         num_processes: int,
         host: str = "127.0.0.1",
         port: int = 0,
-        patience: Patience | None = None,
+        timeouts: Timeouts | None = None,
         report: Callable[[str], None] = say,
     ):
         """Binds the port and starts the server.
@@ -57,14 +57,14 @@ class Meeting:
           host: Host name that the processes connect to; a loopback address restricts
             the server to it.
           port: Port to listen on; 0 for any free one.
-          patience: Timeouts of the job.
+          timeouts: Timeouts of the job.
           report: Callback for messages about a waiting job.
 
         Raises:
           ValueError: If the port is taken.
         """
-        patience = patience or Patience()
-        self._roll = Roll(num_processes, patience, report, time.monotonic())
+        timeouts = timeouts or Timeouts()
+        self._roll = CoordinatorState(num_processes, timeouts, report, time.monotonic())
         self._news: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
         self._closed = threading.Event()
         self._socket = _listening(host, port)
@@ -116,12 +116,12 @@ class Meeting:
         """Serves one connection, from greeting to end."""
         with contextlib.suppress(OSError, ValueError), contextlib.closing(writer):
             writer.write(encode(GREETING))
-            claim = Claim.from_message(decode(await reader.readline()))
+            handshake = Handshake.from_message(decode(await reader.readline()))
 
             def send(message: Message) -> None:
                 writer.write(encode(message))
 
-            member = self._roll.admit(claim, send, time.monotonic())
+            member = self._roll.admit(handshake, send, time.monotonic())
             if member is None:
                 return
             try:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from fsdp_jax.launch._handshake import Claim, numbers, problems
+from fsdp_jax.launch._handshake import Handshake, numbers, problems
 from fsdp_jax.launch._members import Member, positions, silent, standstill
 from fsdp_jax.launch._protocol import Message
-from fsdp_jax.launch._timeouts import Patience
+from fsdp_jax.launch._timeouts import Timeouts
 
 # Wait after a contradiction, so that one message covers the processes still to come.
 _SETTLE_SECS = 1.0
@@ -18,7 +18,7 @@ _EFFECT_SECS = 0.5
 _MISSING_SECS = 30.0
 
 
-class Roll:
+class CoordinatorState:
     """State and decisions of the coordinator; time and messages are passed in.
 
     Attributes:
@@ -28,7 +28,7 @@ class Roll:
     def __init__(
         self,
         num_processes: int,
-        patience: Patience,
+        timeouts: Timeouts,
         report: Callable[[str], None],
         now: float,
     ):
@@ -36,13 +36,13 @@ class Roll:
 
         Args:
           num_processes: Number of processes of the job.
-          patience: Timeouts of the job.
+          timeouts: Timeouts of the job.
           report: Callback for messages about a waiting job.
           now: Current time; all times are seconds of one clock.
         """
         self.members: list[Member] = []
         self._num_processes = num_processes
-        self._patience = patience
+        self._timeouts = timeouts
         self._report = report
         self._began = self._reported = now
         self._contradicted: float | None = None
@@ -56,13 +56,13 @@ class Roll:
         return len(self.members) >= self._num_processes
 
     def admit(
-        self, claim: Claim, send: Callable[[Message], None], now: float
+        self, handshake: Handshake, send: Callable[[Message], None], now: float
     ) -> Member | None:
         """Adds a process, and starts the job if it is the last; None if refused."""
         if self._started:
-            send({"refused": self._too_late(claim)})
+            send({"refused": self._too_late(handshake)})
             return None
-        member = Member(claim, send, heard=now, moved=now)
+        member = Member(handshake, send, heard=now, moved=now)
         self.members.append(member)
         if self._verdict is not None:
             send({"refused": self._verdict})
@@ -78,7 +78,7 @@ class Roll:
         if "phase" in message:
             member.beat(message, now)
         elif "failed" in message:
-            where = f"{member.claim} failed in {member.where(now)}"
+            where = f"{member.handshake} failed in {member.where(now)}"
             text = f"{where}:\n  {message['failed']}"
             member.left = True
             self._failure = self._failure or (member, text, now)
@@ -94,7 +94,7 @@ class Roll:
         member.gone = True
         if not member.left:
             self.end(
-                f"{member.claim} ended without a word (was it killed?), in "
+                f"{member.handshake} ended without a word (was it killed?), in "
                 f"{member.where(now)}"
             )
 
@@ -108,14 +108,14 @@ class Roll:
           how: Description of its end, used unless it reported an error itself.
           now: Current time.
         """
-        if self._failure is not None and self._failure[0].claim.rank == rank:
+        if self._failure is not None and self._failure[0].handshake.rank == rank:
             member, text, _ = self._failure
             self.end(text, known_to=member)
             return
-        found = [member for member in self.members if member.claim.rank == rank]
+        found = [member for member in self.members if member.handshake.rank == rank]
         text = f"process {rank} {how}"
         if found:
-            text = f"{found[0].claim} {how}, in {found[0].where(now)}"
+            text = f"{found[0].handshake} {how}, in {found[0].where(now)}"
         self.end(text)
 
     def end(self, text: str, *, known_to: Member | None = None) -> None:
@@ -159,50 +159,56 @@ class Roll:
             self.end(f"The processes do not agree; the job does not start:\n  {found}")
 
     def _look_for_late(self, now: float) -> None:
-        patience, still = self._patience, standstill(self.members, now)
-        if lost := silent(self.members, now, patience.silent_secs):
+        timeouts, still = self._timeouts, standstill(self.members, now)
+        if lost := silent(self.members, now, timeouts.silent_secs):
             self.end("\n  ".join(lost))
-        elif still > patience.stall_secs or (
+        elif still > timeouts.stall_secs or (
             # After a process has left, a stall cannot resolve itself: end it sooner.
-            still > patience.silent_secs and self._some_have_left()
+            still > timeouts.silent_secs and self._some_have_left()
         ):
             self.end(self._standstill(now))
-        elif still > patience.report_secs < now - self._reported:
+        elif still > timeouts.report_secs < now - self._reported:
             self._reported = now
             self._report(self._standstill(now))
 
     def _look_for_missing(self, now: float) -> None:
-        here = {member.claim.rank for member in self.members}
+        here = {member.handshake.rank for member in self.members}
         missing = numbers(set(range(self._num_processes)) - here)
         waited = f"{now - self._began:.0f} s"
-        if now - self._began > self._patience.start_secs:
+        if now - self._began > self._timeouts.start_secs:
             self.end(
                 f"After {waited} {missing} of {self._num_processes} had not come. "
                 "Start all of them, with the same address."
             )
-        elif now - self._reported > min(_MISSING_SECS, self._patience.report_secs):
+        elif now - self._reported > min(_MISSING_SECS, self._timeouts.report_secs):
             self._reported = now
             self._report(f"waiting since {waited} for {missing}")
 
     def _start(self, now: float) -> None:
         self._started, self._reported = True, now
-        (service,) = [m.claim.service for m in self.members if m.claim.rank == 0]
+        (service,) = [
+            m.handshake.service for m in self.members if m.handshake.rank == 0
+        ]
         for member in self.members:
             member.heard = member.moved = now
-            member.send({"service": service, "beat_secs": self._patience.beat_secs})
+            member.send({"service": service, "beat_secs": self._timeouts.beat_secs})
 
     def _problems(self) -> list[str]:
-        claims = sorted((m.claim for m in self.members), key=lambda claim: claim.rank)
-        return problems(claims, self._num_processes)
+        handshakes = sorted(
+            (m.handshake for m in self.members), key=lambda handshake: handshake.rank
+        )
+        return problems(handshakes, self._num_processes)
 
     def _some_have_left(self) -> bool:
         """Returns whether a process has left, for which others may be waiting."""
         return any(member.left for member in self.members)
 
-    def _too_late(self, claim: Claim) -> str:
-        there = [str(m.claim) for m in self.members if m.claim.rank == claim.rank]
+    def _too_late(self, handshake: Handshake) -> str:
+        there = [
+            str(m.handshake) for m in self.members if m.handshake.rank == handshake.rank
+        ]
         return (
-            f"{claim} comes to a job that runs already"
+            f"{handshake} comes to a job that runs already"
             f"{', with ' if there else ''}{', '.join(there)}. Restart all its "
             "processes together."
         )

@@ -15,7 +15,7 @@ _LONGEST_SHOWN = 60
 
 
 @dataclasses.dataclass(frozen=True)
-class Claim:
+class Handshake:
     """Handshake message of a process.
 
     Attributes:
@@ -42,16 +42,16 @@ class Claim:
         return dataclasses.asdict(self)
 
     @staticmethod
-    def from_message(message: Message) -> Claim:
+    def from_message(message: Message) -> Handshake:
         """Parses a received message.
 
         Raises:
-          ValueError: If it is not a claim.
+          ValueError: If it is not a handshake.
         """
         try:
-            return Claim(**message)
+            return Handshake(**message)
         except TypeError as error:
-            raise ValueError(f"no claim of a process: {error}") from error
+            raise ValueError(f"no handshake of a process: {error}") from error
 
 
 def as_facts(config: Any) -> dict[str, str]:
@@ -67,18 +67,18 @@ def as_facts(config: Any) -> dict[str, str]:
     return {str(name): _short(value) for name, value in fields.items()}
 
 
-def problems(claims: Sequence[Claim], num_processes: int) -> list[str]:
+def problems(handshakes: Sequence[Handshake], num_processes: int) -> list[str]:
     """Returns all contradictions among processes, and with the coordinator.
 
     Args:
-      claims: Claims of the connected processes.
+      handshakes: Claims of the connected processes.
       num_processes: Number of processes that the coordinator expects.
     """
     return [
-        *_other_sizes(claims, num_processes),
-        *_out_of_range(claims, num_processes),
-        *_doubles(claims),
-        *_other_facts(claims),
+        *_other_sizes(handshakes, num_processes),
+        *_out_of_range(handshakes, num_processes),
+        *_doubles(handshakes),
+        *_other_facts(handshakes),
     ]
 
 
@@ -89,27 +89,31 @@ def numbers(ranks: Iterable[int]) -> str:
     return f"{word} {', '.join(map(str, shown))}"
 
 
-def _other_sizes(claims: Sequence[Claim], num_processes: int) -> list[str]:
-    wrong = [claim for claim in claims if claim.num_processes != num_processes]
+def _other_sizes(handshakes: Sequence[Handshake], num_processes: int) -> list[str]:
+    wrong = [
+        handshake
+        for handshake in handshakes
+        if handshake.num_processes != num_processes
+    ]
     return [
-        f"{claim} was told that the job has {claim.num_processes} processes; the "
+        f"{handshake} was told that the job has {handshake.num_processes} processes; the "
         f"coordinator was told {num_processes}"
-        for claim in wrong
+        for handshake in wrong
     ]
 
 
-def _out_of_range(claims: Sequence[Claim], num_processes: int) -> list[str]:
+def _out_of_range(handshakes: Sequence[Handshake], num_processes: int) -> list[str]:
     return [
-        f"{claim} is none of 0 to {num_processes - 1}"
-        for claim in claims
-        if not 0 <= claim.rank < num_processes
+        f"{handshake} is none of 0 to {num_processes - 1}"
+        for handshake in handshakes
+        if not 0 <= handshake.rank < num_processes
     ]
 
 
-def _doubles(claims: Sequence[Claim]) -> list[str]:
+def _doubles(handshakes: Sequence[Handshake]) -> list[str]:
     by_rank = defaultdict(list)
-    for claim in claims:
-        by_rank[claim.rank].append(f"{claim.host}, pid {claim.pid}")
+    for handshake in handshakes:
+        by_rank[handshake.rank].append(f"{handshake.host}, pid {handshake.pid}")
     return [
         f"process {rank} came {len(places)} times: {'; '.join(places)}"
         for rank, places in sorted(by_rank.items())
@@ -117,13 +121,13 @@ def _doubles(claims: Sequence[Claim]) -> list[str]:
     ]
 
 
-def _other_facts(claims: Sequence[Claim]) -> list[str]:
-    names = sorted({name for claim in claims for name in claim.facts})
+def _other_facts(handshakes: Sequence[Handshake]) -> list[str]:
+    names = sorted({name for handshake in handshakes for name in handshake.facts})
     found = []
     for name in names:
         ranks = defaultdict(set)
-        for claim in claims:
-            ranks[claim.facts.get(name, "nothing")].add(claim.rank)
+        for handshake in handshakes:
+            ranks[handshake.facts.get(name, "nothing")].add(handshake.rank)
         if len(ranks) > 1:
             shown = "; ".join(f"{value} in {numbers(r)}" for value, r in ranks.items())
             found.append(f"{name} differs: {shown}")

@@ -17,11 +17,11 @@ from typing import Any
 
 import jax
 
-from fsdp_jax.launch._client import Attendance, attend
+from fsdp_jax.launch._client import Client, attend
 from fsdp_jax.launch._cluster import Place, find_place
-from fsdp_jax.launch._coordinator import Meeting
-from fsdp_jax.launch._handshake import Claim, as_facts
-from fsdp_jax.launch._timeouts import Patience
+from fsdp_jax.launch._coordinator import Coordinator
+from fsdp_jax.launch._handshake import Handshake, as_facts
+from fsdp_jax.launch._timeouts import Timeouts
 
 _PACKAGES = ("jax", "jaxlib", "fsdp-jax")
 
@@ -44,7 +44,7 @@ class _Process:
     """Global state of this process in a job, global because jax's own state is."""
 
     job: Job | None = None
-    attendance: Attendance | None = None
+    client: Client | None = None
     failed: bool = False
 
 
@@ -58,7 +58,7 @@ def initialize(
     local_device_ids: int | Sequence[int] | None = None,
     *,
     config: Any = None,
-    patience: Patience | None = None,
+    timeouts: Timeouts | None = None,
 ) -> Job:
     """Joins this process to its job, before anything else uses jax.
 
@@ -83,7 +83,7 @@ def initialize(
       config: Values that must be equal in all processes: a dataclass, or a mapping of
         JSON values. Versions of Python, jax, jaxlib and this package are always
         compared.
-      patience: Timeouts of the job; those of process 0 apply, or of `fsdp-jax launch`.
+      timeouts: Timeouts of the job; those of process 0 apply, or of `fsdp-jax launch`.
 
     Returns:
       The index of this process and the number of processes.
@@ -96,7 +96,7 @@ def initialize(
     """
     arguments = (coordinator_address, num_processes, process_id, local_device_ids)
     if _process.job is not None:
-        if (*arguments, config, patience) != (None,) * 6:
+        if (*arguments, config, timeouts) != (None,) * 6:
             raise RuntimeError("initialize was called before in this process.")
         return _process.job
     if jax.distributed.is_initialized():
@@ -104,7 +104,7 @@ def initialize(
     place = find_place(*arguments)
     if place is None:
         return Job()
-    _join(place, as_facts({} if config is None else config), patience or Patience())
+    _join(place, as_facts({} if config is None else config), timeouts or Timeouts())
     _process.job = Job(place.process_id, place.num_processes)
     return _process.job
 
@@ -114,21 +114,21 @@ def fail(error: BaseException) -> None:
 
     Uncaught errors end the job without this call.
     """
-    if _process.attendance is not None:
+    if _process.client is not None:
         _process.failed = True
         text = traceback.format_exception_only(error)
-        _process.attendance.fail("".join(text).rstrip())
+        _process.client.fail("".join(text).rstrip())
 
 
-def _join(place: Place, facts: dict[str, str], patience: Patience) -> None:
+def _join(place: Place, facts: dict[str, str], timeouts: Timeouts) -> None:
     hosts = place.process_id == 0 and not place.hosted
-    meeting = (
-        Meeting(place.num_processes, place.host, place.port, patience)
+    coordinator = (
+        Coordinator(place.num_processes, place.host, place.port, timeouts)
         if hosts
         else None
     )
     with _reserved_port(place) as service:
-        claim = Claim(
+        handshake = Handshake(
             rank=place.process_id,
             num_processes=place.num_processes,
             host=socket.gethostname(),
@@ -137,14 +137,14 @@ def _join(place: Place, facts: dict[str, str], patience: Patience) -> None:
             facts=_versions() | facts,
         )
         try:
-            attendance = attend(place.host, place.port, claim, patience)
+            client = attend(place.host, place.port, handshake, timeouts)
         except ValueError:
-            if meeting is not None:
-                meeting.linger()
+            if coordinator is not None:
+                coordinator.linger()
             raise
-        _process.attendance = attendance
+        _process.client = client
         _tell_of_the_end()
-        _start_jax(place, attendance.service)
+        _start_jax(place, client.service)
 
 
 def _start_jax(place: Place, service: int) -> None:
@@ -206,5 +206,5 @@ def _leave() -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
-    if _process.attendance is not None:
-        _process.attendance.leave()
+    if _process.client is not None:
+        _process.client.leave()

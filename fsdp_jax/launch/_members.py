@@ -6,7 +6,7 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
-from fsdp_jax.launch._handshake import Claim
+from fsdp_jax.launch._handshake import Handshake
 from fsdp_jax.launch._protocol import Message
 
 _MOST_NAMED = 8
@@ -17,7 +17,7 @@ class Member:
     """A connected process.
 
     Attributes:
-      claim: Handshake message of the process.
+      handshake: Handshake message of the process.
       send: Function that sends it a message.
       heard: Time of its last message; all times are the coordinator's.
       moved: Time at which it last began something.
@@ -27,7 +27,7 @@ class Member:
       gone: Whether its connection is closed.
     """
 
-    claim: Claim
+    handshake: Handshake
     send: Callable[[Message], None]
     heard: float
     moved: float
@@ -53,7 +53,7 @@ class Member:
 def silent(members: Sequence[Member], now: float, secs: float) -> list[str]:
     """Describes each process without a message for `secs`, one line each."""
     return [
-        f"{member.claim} gave no sign of life for {now - member.heard:.0f} s (is it "
+        f"{member.handshake} gave no sign of life for {now - member.heard:.0f} s (is it "
         f"stopped, or its machine gone?), in {member.where(member.heard)}"
         for member in members
         if not member.left and now - member.heard > secs
@@ -76,7 +76,9 @@ def positions(members: Sequence[Member], now: float) -> str:
 
 
 def _names(group: Sequence[Member]) -> str:
-    claims = sorted((member.claim for member in group), key=lambda claim: claim.rank)
-    shown = ", ".join(map(str, claims[:_MOST_NAMED]))
-    more = len(claims) - _MOST_NAMED
+    handshakes = sorted(
+        (member.handshake for member in group), key=lambda handshake: handshake.rank
+    )
+    shown = ", ".join(map(str, handshakes[:_MOST_NAMED]))
+    more = len(handshakes) - _MOST_NAMED
     return shown if more <= 0 else f"{shown} and {more} more"

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from typing import TextIO
 
 from fsdp_jax.launch._cluster import HOSTED
-from fsdp_jax.launch._coordinator import Meeting
-from fsdp_jax.launch._timeouts import Patience
+from fsdp_jax.launch._coordinator import Coordinator
+from fsdp_jax.launch._timeouts import Timeouts
 
 Line = Callable[[int, str, bool], None]
 
@@ -44,7 +44,7 @@ class Processes:
         *,
         line: Line,
         devices_per_process: int | None = None,
-        patience: Patience | None = None,
+        timeouts: Timeouts | None = None,
         environment: dict[str, str] | None = None,
     ):
         """Starts the processes.
@@ -56,7 +56,7 @@ class Processes:
             for messages about the job), the line, and whether it is from stderr.
           devices_per_process: Number of CPU devices to simulate in each process; None
             for one GPU each.
-          patience: Timeouts of the job.
+          timeouts: Timeouts of the job.
           environment: Environment variables; default those of this process.
 
         Raises:
@@ -66,7 +66,9 @@ class Processes:
         self._line = line
         self._children: list[subprocess.Popen[str]] = []
         self._readers: list[threading.Thread] = []
-        self._meeting = Meeting(num_processes, patience=patience, report=self._report)
+        self._coordinator = Coordinator(
+            num_processes, timeouts=timeouts, report=self._report
+        )
         base = dict(os.environ if environment is None else environment)
         base |= self._variables(num_processes, devices_per_process)
         try:
@@ -135,14 +137,14 @@ class Processes:
             child.wait()
         for reader in self._readers:
             reader.join(timeout=5)
-        self._meeting.close()
+        self._coordinator.close()
 
     def _variables(self, num_processes: int, devices: int | None) -> dict[str, str]:
         """Returns torchrun's environment variables, and that of a coordinator here."""
         size = str(num_processes)
         variables = {
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(self._meeting.port),
+            "MASTER_PORT": str(self._coordinator.port),
             "WORLD_SIZE": size,
             "LOCAL_WORLD_SIZE": size,
             HOSTED: "1",
@@ -193,7 +195,7 @@ class Processes:
             status = 128 - status
         else:
             how = f"ended with status {status}"
-        self._meeting.announce(rank, how)
+        self._coordinator.announce(rank, how)
         pid = self._children[rank].pid
         self._report(f"process {rank} (pid {pid}) {how}; ending the others")
         self._wait_for_all(_TOLD_SECS)

@@ -11,7 +11,7 @@ from typing import Any
 
 Message = dict[str, Any]
 
-GREETING: Message = {"meeting": "fsdp_jax", "version": 1}
+GREETING: Message = {"coordinator": "fsdp_jax", "version": 1}
 MAX_BYTES = 2**20
 
 

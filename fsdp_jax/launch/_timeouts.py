@@ -6,7 +6,7 @@ import dataclasses
 
 
 @dataclasses.dataclass(frozen=True)
-class Patience:
+class Timeouts:
     """Timeouts in seconds, after which a wait is reported or ends the job.
 
     Attributes:
@@ -27,7 +27,7 @@ class Patience:
         wrong = {k: v for k, v in dataclasses.asdict(self).items() if not v > 0}
         if wrong:
             shown = ", ".join(f"{name}={value}" for name, value in wrong.items())
-            raise ValueError(f"Patience({shown}): seconds are more than 0.")
+            raise ValueError(f"Timeouts({shown}): seconds are more than 0.")
 
     @property
     def beat_secs(self) -> float:

@@ -101,9 +101,9 @@ class Derived:
     recipe: Recipe
 
     @property
-    def row(self) -> Any:
+    def param(self) -> Any:
         """Plan of the first part, whose unit is that of all parts."""
-        return self.parts[0].row
+        return self.parts[0].param
 
     @property
     def num_stacked(self) -> int:

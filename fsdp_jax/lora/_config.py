@@ -33,7 +33,7 @@ class LoRATarget:
 
 
 @dataclasses.dataclass(frozen=True)
-class LoRA:
+class LoRAConfig:
     """Low-rank adaptation: a frozen model with trained factors beside some weights.
 
     A weight `w` computes as `w + scale * a @ b`: `a` of shape `[*in, rank]` is drawn
@@ -72,7 +72,7 @@ class LoRA:
         """Validates the ranges; all offenders in one message."""
         if isinstance(self.targets, str) or isinstance(self.modules_to_save, str):
             raise ValueError(
-                f"LoRA(targets={self.targets!r}, modules_to_save="
+                f"LoRAConfig(targets={self.targets!r}, modules_to_save="
                 f"{self.modules_to_save!r}): each is a sequence of path patterns."
             )
         object.__setattr__(self, "targets", tuple(self.targets))

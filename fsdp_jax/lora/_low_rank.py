@@ -61,7 +61,7 @@ class Factored:
                 f"'{self.name}' is used otherwise than as a matrix that an input is "
                 f"multiplied by, so there is no input of which dropout={self.dropout} "
                 "could leave out a share. Leave it out of `targets`, or use "
-                "LoRA(dropout=0.0)."
+                "LoRAConfig(dropout=0.0)."
             )
         product = jnp.tensordot(self.a, self.b, 1)
         product = jnp.transpose(product, _inverse((*self.a_dims, *self.b_dims)))

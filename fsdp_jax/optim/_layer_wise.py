@@ -65,7 +65,7 @@ def layer_wise(
     Source: Megatron-LM `layer_wise_optimizer.py` (there whole parameters are assigned
       to ranks by compute; here matrices of one shape are distributed evenly).
     """
-    chosen = [row for row in plan.rows if _is_chosen(row, matrices)]
+    chosen = [param for param in plan.param_plans if _is_chosen(param, matrices)]
     _check(plan, chosen, matrices)
     deals = _deals(plan, chosen)
 
@@ -73,7 +73,7 @@ def layer_wise(
         """Returns the stacks of matrices, and the tree without them."""
         leaves = dict(zip(_names(plan), plan.treedef.flatten_up_to(tree), strict=True))
         stacks = {name: _stacked(deal, leaves) for name, deal in deals.items()}
-        taken = {row.name for row in chosen}
+        taken = {param.name for param in chosen}
         rest = [None if name in taken else leaf for name, leaf in leaves.items()]
         return stacks, plan.treedef.unflatten(rest)
 
@@ -103,18 +103,20 @@ def layer_wise(
 def _deals(plan: Plan, chosen: Sequence[ParamPlan]) -> dict[str, Deal]:
     """Returns name of a stack -> its layout, one for each matrix shape and split."""
     groups: dict[tuple[Any, ...], list[Member]] = {}
-    for row in chosen:
-        member = _member(row)
+    for param in chosen:
+        member = _member(param)
         lead = sum(member.split[:-2], ())
-        groups.setdefault((row.shape[-2:], lead, member.split[-2:]), []).append(member)
+        groups.setdefault((param.shape[-2:], lead, member.split[-2:]), []).append(
+            member
+        )
     return {_title(*key): Deal(plan.mesh, tuple(m)) for key, m in groups.items()}
 
 
-def _member(row: ParamPlan) -> Member:
-    spec = row.spec_with_tp(row.placements.optimizer)
-    entries = [*spec, *[None] * (len(row.shape) - len(spec))]
+def _member(param: ParamPlan) -> Member:
+    spec = param.spec_with_tp(param.placements.optimizer)
+    entries = [*spec, *[None] * (len(param.shape) - len(spec))]
     split = [(e,) if isinstance(e, str) else tuple(e or ()) for e in entries]
-    return Member(row.name, row.shape, row.padded_shape, tuple(split))
+    return Member(param.name, param.shape, param.padded_shape, tuple(split))
 
 
 def _title(shape: tuple[int, ...], lead: tuple[str, ...], split: Any) -> str:
@@ -166,19 +168,23 @@ def _unmarked(state: PyTree) -> PyTree:
 
 
 def _names(plan: Plan) -> list[str]:
-    return [row.name for row in plan.rows]
+    return [param.name for param in plan.param_plans]
 
 
-def _is_chosen(row: ParamPlan, patterns: Sequence[str]) -> bool:
-    return row.is_optimized and any(matches(pattern, row.name) for pattern in patterns)
+def _is_chosen(param: ParamPlan, patterns: Sequence[str]) -> bool:
+    return param.is_optimized and any(
+        matches(pattern, param.name) for pattern in patterns
+    )
 
 
 def _check(plan: Plan, chosen: Sequence[ParamPlan], patterns: Sequence[str]) -> None:
-    unused = [p for p in patterns if not any(_is_chosen(r, (p,)) for r in plan.rows)]
+    unused = [
+        p for p in patterns if not any(_is_chosen(r, (p,)) for r in plan.param_plans)
+    ]
     wrong = [
-        f"'{row.name}' {row.shape} is no matrix"
-        for row in chosen
-        if row.ndim_in_unit - _counts_experts(plan, row) != 2
+        f"'{param.name}' {param.shape} is no matrix"
+        for param in chosen
+        if param.ndim_in_unit - _counts_experts(plan, param) != 2
     ]
     wrong += [f"{pattern!r} matches nothing that is trained" for pattern in unused]
     if wrong:
@@ -189,11 +195,11 @@ def _check(plan: Plan, chosen: Sequence[ParamPlan], patterns: Sequence[str]) -> 
         )
 
 
-def _counts_experts(plan: Plan, row: ParamPlan) -> bool:
+def _counts_experts(plan: Plan, param: ParamPlan) -> bool:
     """Returns whether the first dim in its unit counts experts, on any mesh."""
     dims = [
-        dim % row.ndim_in_unit
+        dim % param.ndim_in_unit
         for pattern, dim in plan.config.expert_parallel.items()
-        if matches(pattern, row.name)
+        if matches(pattern, param.name)
     ]
     return dims[:1] == [0]

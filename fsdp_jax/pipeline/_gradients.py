@@ -22,8 +22,8 @@ from fsdp_jax.sharding._mesh import DATA_AXES, axes_in_use
 from fsdp_jax.sharding._plan import Plan
 from fsdp_jax.sharding._stages import Schedule
 from fsdp_jax.step._aux_outputs import AuxFormat, Parts, join_aux
-from fsdp_jax.step._collectives import reduce_late
-from fsdp_jax.step._loss import LossOfShards, trace_and_cut
+from fsdp_jax.step._collectives import reduce_deferred
+from fsdp_jax.step._loss import LossOfShards, trace_and_split
 from fsdp_jax.step._shard import Shard
 
 _RUN = {"1f1b": one_forward_one_backward, "gpipe": all_forward_all_backward}
@@ -61,12 +61,12 @@ def pipelined_grads(
     grads, state, (totals, counts, aux) = run(stage, model_state, scale)
     axes = axes_in_use(plan.mesh, ("pp", *DATA_AXES))
     reduced = []
-    for row, grad in zip(plan.rows_in_step, grads, strict=True):
+    for param, grad in zip(plan.params_in_step, grads, strict=True):
         if grad is not None:
-            grad = reduce_late(row, grad, row.late_axes(axes))
-            if row.is_staged:
+            grad = reduce_deferred(param, grad, param.deferred_axes(axes))
+            if param.is_staged:
                 # After the reduction: only the gradient's shard is permuted.
-                grad = bring_back(row, plan.stages, grad)
+                grad = bring_back(param, plan.stages, grad)
             reduced.append(grad)
     return reduced, state, (totals, counts, join_aux([aux]))
 
@@ -108,8 +108,8 @@ def _stage(
 ) -> Stage:
     stages = plan.stages
     shards = [
-        dataclasses.replace(shard, value=deal_out(shard.row, stages, shard.value))
-        if shard.row.is_staged
+        dataclasses.replace(shard, value=deal_out(shard.param, stages, shard.value))
+        if shard.param.is_staged
         else shard
         for shard in shards
     ]
@@ -121,13 +121,13 @@ def _stage(
         dataclasses.replace(
             shard,
             value=part_of(stages, shard.value, 0),
-            sink=part_of(stages, shard.sink, 0),
+            grad_buffer=part_of(stages, shard.grad_buffer, 0),
         )
-        if shard.row.is_staged
+        if shard.param.is_staged
         else shard
         for shard in shards
     ]
     axes = axes_in_use(plan.mesh, plan.mesh.axis_names)
-    cut = trace_and_cut(call, chunk, model_state, example, key, axes=axes)
+    cut = trace_and_split(call, chunk, model_state, example, key, axes=axes)
     schedule = Schedule(stages, num_microbatches)
     return Stage(cut, schedule, shards, rows, key, aux_format)

@@ -87,7 +87,7 @@ def one_forward_one_backward(
         lambda x: jnp.zeros((schedule.num_microbatches, *x.shape), x.dtype),
         stage.out_shapes(empty, state),
     )
-    grads = [shard.sink for shard in stage.shards]
+    grads = [shard.grad_buffer for shard in stage.shards]
 
     def tick(loop, tick):
         message, d_message, kept, grads, state, outs = loop
@@ -103,7 +103,9 @@ def one_forward_one_backward(
                 # The output of the last chunk is needed in its backward alone, which
                 # computes it.
                 ahead.is_due & ~stage.is_last(ahead.chunk),
-                lambda: stage.forward(stage.sinks(ahead.chunk), message, ahead, state),
+                lambda: stage.forward(
+                    stage.grad_buffers(ahead.chunk), message, ahead, state
+                ),
                 lambda: empty,
             )
         message = pass_on(message, schedule.stages.num_stages, 1)
@@ -144,14 +146,14 @@ def _backward(
     )
     (floats,), (others,) = mixed.floats((kept,)), mixed.others((kept,))
 
-    def of_floats(sinks, floats):
+    def of_floats(grad_buffers, floats):
         (message,) = mixed.join((floats,), (others,))
-        message, total, out = stage.with_loss(sinks, message, turn, state)
+        message, total, out = stage.with_loss(grad_buffers, message, turn, state)
         (floats,) = mixed.floats((message,))
         return (floats, total), out
 
     (_, total), pull, (count, aux, after) = jax.vjp(
-        of_floats, stage.sinks(turn.chunk), floats, has_aux=True
+        of_floats, stage.grad_buffers(turn.chunk), floats, has_aux=True
     )
     is_last = stage.is_last(turn.chunk)
     # The output of the last chunk is used by the loss alone. What the ring brings from
@@ -175,12 +177,12 @@ def all_forward_all_backward(
     Arguments and results are those of `one_forward_one_backward`.
     """
 
-    def of_sinks(sinks):
-        total, *others = forward_only(stage, state, sinks)
+    def of_grad_buffers(grad_buffers):
+        total, *others = forward_only(stage, state, grad_buffers)
         return total, others
 
-    sinks = [shard.sink for shard in stage.shards]
-    total, pull, (state, outs) = jax.vjp(of_sinks, sinks, has_aux=True)
+    grad_buffers = [shard.grad_buffer for shard in stage.shards]
+    total, pull, (state, outs) = jax.vjp(of_grad_buffers, grad_buffers, has_aux=True)
     (grads,) = pull(jnp.full_like(total, scale))
     stages = stage.schedule.stages.num_stages
     return grads, *from_last(stages, (state, outs))
@@ -188,11 +190,13 @@ def all_forward_all_backward(
 
 def forward_pass(stage: Stage, state: PyTree) -> tuple[PyTree, Any]:
     """Runs all microbatches forward: the model state and `(totals, counts, aux)`."""
-    _, state, outs = forward_only(stage, state, [shard.sink for shard in stage.shards])
+    _, state, outs = forward_only(
+        stage, state, [shard.grad_buffer for shard in stage.shards]
+    )
     return from_last(stage.schedule.stages.num_stages, (state, outs))
 
 
-def forward_only(stage: Stage, state: PyTree, sinks: Grads):
+def forward_only(stage: Stage, state: PyTree, grad_buffers: Grads):
     """Runs the loop of all forwards, of which backward recomputes each tick.
 
     Returns:
@@ -208,11 +212,13 @@ def forward_only(stage: Stage, state: PyTree, sinks: Grads):
         turn = schedule.forward(tick, stage.index)
 
         def run(message, state):
-            # Sliced here and not in `Stage.sinks`, whose sinks are constants: the
+            # Sliced here and not in `Stage.grad_buffers`, whose grad_buffers are constants: the
             # gradients are those of this function's argument.
             own = [
-                stage.part(sink, turn.chunk) if shard.row.is_staged else sink
-                for shard, sink in zip(stage.shards, sinks, strict=True)
+                stage.part(grad_buffer, turn.chunk)
+                if shard.param.is_staged
+                else grad_buffer
+                for shard, grad_buffer in zip(stage.shards, grad_buffers, strict=True)
             ]
             message, total, (count, aux, after) = stage.with_loss(
                 own, message, turn, state
@@ -266,7 +272,7 @@ def _add(stage: Stage, shard: Shard, grad: Any, more: Any, chunk: Any) -> Any:
     if grad is None or more is None:
         return grad
     stages = stage.schedule.stages
-    if not shard.row.is_staged or stages.num_virtual == 1:
+    if not shard.param.is_staged or stages.num_virtual == 1:
         return grad + more
     more = stage.part(grad, chunk) + more
     start = chunk * stages.chunk_size

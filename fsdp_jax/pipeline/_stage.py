@@ -16,7 +16,7 @@ from fsdp_jax.sharding._stages import Schedule, Stages, Turn
 from fsdp_jax.step._aux_outputs import AuxFormat
 from fsdp_jax.step._layer_stack import Role
 from fsdp_jax.step._shard import Shard
-from fsdp_jax.step._split_loss import CutLoss
+from fsdp_jax.step._split_loss import SplitLoss
 
 Grads = list[Array | None]
 
@@ -34,7 +34,7 @@ class Stage:
       aux_format: Sorter of the loss's auxiliary outputs.
     """
 
-    cut: CutLoss
+    cut: SplitLoss
     schedule: Schedule
     shards: Sequence[Shard]
     rows: PyTree
@@ -46,12 +46,12 @@ class Stage:
         """Index of this stage along `pp`."""
         return lax.axis_index("pp")
 
-    def sinks(self, chunk: Any) -> Grads:
+    def grad_buffers(self, chunk: Any) -> Grads:
         """Gradient buffers of one turn: for the stack, the layers of its chunk."""
-        sinks = [shard.sink for shard in self.shards]
+        grad_buffers = [shard.grad_buffer for shard in self.shards]
         return [
-            self.part(sink, chunk) if shard.row.is_staged else sink
-            for shard, sink in zip(self.shards, sinks, strict=True)
+            self.part(grad_buffer, chunk) if shard.param.is_staged else grad_buffer
+            for shard, grad_buffer in zip(self.shards, grad_buffers, strict=True)
         ]
 
     def part(self, x: Any, chunk: Any) -> Any:
@@ -74,23 +74,27 @@ class Stage:
         """Returns the shapes of `(total, count, aux)` of one microbatch."""
 
         def run(message, state):
-            sinks, first = self.sinks(0), Turn(True, 0, 0, 0)
-            _, total, (count, aux, _) = self.with_loss(sinks, message, first, state)
+            grad_buffers, first = self.grad_buffers(0), Turn(True, 0, 0, 0)
+            _, total, (count, aux, _) = self.with_loss(
+                grad_buffers, message, first, state
+            )
             return total, count, aux
 
         return jax.eval_shape(run, message, state)
 
-    def forward(self, sinks: Grads, message: PyTree, turn: Turn, state: PyTree):
+    def forward(self, grad_buffers: Grads, message: PyTree, turn: Turn, state: PyTree):
         """Runs one chunk and returns the message to the next stage."""
-        return self._chunk(self._leaves(sinks, turn, state), message, turn)
+        return self._chunk(self._leaves(grad_buffers, turn, state), message, turn)
 
-    def with_loss(self, sinks: Grads, message: PyTree, turn: Turn, state: PyTree):
+    def with_loss(
+        self, grad_buffers: Grads, message: PyTree, turn: Turn, state: PyTree
+    ):
         """Runs one chunk and the loss, which is zero unless the chunk is the last one.
 
         Returns:
           The message to the next stage, the loss, and `(count, aux, state)`.
         """
-        leaves = self._leaves(sinks, turn, state)
+        leaves = self._leaves(grad_buffers, turn, state)
         message = self._chunk(leaves, message, turn)
 
         def behind(message):
@@ -110,28 +114,28 @@ class Stage:
         """Returns the position in the stack of a chunk of this stage."""
         return chunk * self.schedule.stages.num_stages + self.index
 
-    def _leaves(self, sinks: Grads, turn: Turn, state: PyTree) -> list[Array]:
+    def _leaves(self, grad_buffers: Grads, turn: Turn, state: PyTree) -> list[Array]:
         """Returns the leaves of the loss's arguments for one turn, in traced order."""
         shards = [
             dataclasses.replace(
-                shard, value=self.part(shard.value, turn.chunk), sink=sink
+                shard, value=self.part(shard.value, turn.chunk), grad_buffer=grad_buffer
             )
-            if shard.row.is_staged
-            else dataclasses.replace(shard, sink=sink)
-            for shard, sink in zip(self.shards, sinks, strict=True)
+            if shard.param.is_staged
+            else dataclasses.replace(shard, grad_buffer=grad_buffer)
+            for shard, grad_buffer in zip(self.shards, grad_buffers, strict=True)
         ]
         rows = jax.tree.map(
             lambda x: lax.dynamic_index_in_dim(x, turn.microbatch, keepdims=False),
             self.rows,
         )
         key = jax.random.fold_in(self.key, turn.microbatch)
-        # The order in which `trace_and_cut` flattened the arguments of the loss: the
-        # parts of `CutLoss` take leaves by position.
+        # The order in which `trace_and_split` flattened the arguments of the loss: the
+        # parts of `SplitLoss` take leaves by position.
         return jax.tree.leaves((shards, state, rows, key))
 
     def _empty_message(self, state: PyTree) -> PyTree:
         first = Turn(True, 0, 0, 0)
-        leaves = self._leaves(self.sinks(0), first, state)
+        leaves = self._leaves(self.grad_buffers(0), first, state)
         carry = list(self.cut.carry(leaves))
         stages = self.schedule.stages
         num_layers = stages.num_layers + stages.padding

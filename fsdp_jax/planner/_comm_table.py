@@ -78,9 +78,10 @@ def _unit(collective: Collective, plan: Plan) -> str:
         if shape.num_elements > 1
     }
     units = dict.fromkeys(
-        row.unit
-        for row in plan.rows
-        if {row.shape[row.num_stacked :], row.padded_shape[row.num_stacked :]} & whole
+        param.unit
+        for param in plan.param_plans
+        if {param.shape[param.num_stacked :], param.padded_shape[param.num_stacked :]}
+        & whole
     )
     # Of merged collectives XLA keeps one scope, so the dims decide if they disagree.
     if collective.unit and (collective.unit in units or not units):

@@ -21,7 +21,7 @@ from fsdp_jax.planner._flops import product_flops
 from fsdp_jax.planner._gpu import GPU, find_gpu
 from fsdp_jax.planner._host_memory import Offloaded, mark_host_arguments, offloaded
 from fsdp_jax.planner._memory import Memory, predict_memory
-from fsdp_jax.planner._plot import draw_forecast
+from fsdp_jax.planner._plot import draw_estimate
 from fsdp_jax.planner._timeline import Timeline, replay
 from fsdp_jax.planner.liveness._trace import on_one_device
 from fsdp_jax.sharding._fully_shard import fully_shard
@@ -37,24 +37,24 @@ from fsdp_jax.training._train_step import make_train_step
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Forecast:
+class StepEstimate:
     """A training step compiled for GPUs and replayed on a cost model.
 
-    `print(forecast)` shows it as a table.
+    `print(estimate)` shows it as a table.
 
     Attributes:
       gpu: GPU with its cost model.
       plan: Plan on a mesh of abstract GPUs.
       compiled: Compiled step; it cannot run here.
       timeline: Replay of the compiled step.
-      guided: Whether XLA's scheduler was given the cost model, see `compile_for`.
+      guided: Whether XLA's scheduler was given the cost model, see `estimate_step`.
       compiled_bytes: Peak bytes on a GPU, from XLA's buffer assignment.
       memory: Peak bytes by kind, predicted from the plan and the trace alone.
       offloaded: State stored on the host, and its copies; None without offload.
       sent: One row per collective.
       tokens: Tokens of a global batch; None if not given.
       model_flops: FLOPs of forward and backward on one device, without recomputation.
-      accumulate: Number of microbatches per step.
+      num_microbatches: Number of microbatches per step.
     """
 
     gpu: GPU
@@ -68,7 +68,7 @@ class Forecast:
     sent: tuple[SentRow, ...]
     tokens: int | None
     model_flops: float
-    accumulate: int = 1
+    num_microbatches: int = 1
 
     @property
     def num_gpus(self) -> int:
@@ -95,7 +95,7 @@ class Forecast:
         """Fraction of ticks in which a pipeline stage is idle; None without stages."""
         if self.plan.mesh.shape["pp"] == 1:
             return None
-        return Schedule(self.plan.stages, self.accumulate).bubble
+        return Schedule(self.plan.stages, self.num_microbatches).bubble
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -157,7 +157,7 @@ class Forecast:
 
     def save_picture(self, path: str | Path) -> None:
         """Plots memory and timeline to a file, PNG or SVG by its suffix."""
-        draw_forecast(self.memory, self.compiled_bytes, self.gpu, self.timeline, path)
+        draw_estimate(self.memory, self.compiled_bytes, self.gpu, self.timeline, path)
 
     def __repr__(self) -> str:
         """Formats headline and tables as text."""
@@ -170,7 +170,7 @@ class Forecast:
         return html_page([*_headline(self), *parts])
 
 
-def compile_for(
+def estimate_step(
     plan: Plan,
     loss_fn: LossFn,
     tx: optax.GradientTransformation,
@@ -183,7 +183,7 @@ def compile_for(
     options: Mapping[str, Any] | None = None,
     guide: bool = True,
     **step_options: Any,
-) -> Forecast:
+) -> StepEstimate:
     """Compiles the training step for absent GPUs, and estimates its cost.
 
     The compiled program is the one that would run. Its schedule is replayed on an
@@ -224,27 +224,29 @@ def compile_for(
     # None for jit: they would still apply beneath the `options` of `compile`.
     step = make_train_step(plan, loss_fn, tx, compiler_options={}, **step_options)
     state = abstract_state(plan, tx)
-    mould = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
+    abstract_batch = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch
+    )
     if options is None:
         options = options_of(there)
-    lowered = step.lower(state, mould)
+    lowered = step.lower(state, abstract_batch)
     if plan.config.offload:
         mark_host_arguments(plan, lowered, state)
     scheduled = compile_scheduled(lowered, gpu.cost, count, options, guide=guide)
-    traced = step.jitted.trace(state, mould).jaxpr
-    return Forecast(
+    traced = step.jitted.trace(state, abstract_batch).jaxpr
+    return StepEstimate(
         gpu=gpu,
         plan=plan,
         compiled=scheduled.compiled,
         timeline=scheduled.timeline,
         guided=scheduled.guided,
         compiled_bytes=compiled_bytes(scheduled.compiled),
-        memory=predict_memory(plan, state, mould, traced),
+        memory=predict_memory(plan, state, abstract_batch, traced),
         offloaded=offloaded(plan, state) if plan.config.offload else None,
         sent=sent_rows(scheduled.timeline, plan),
         tokens=tokens,
-        model_flops=_model_flops(plan, loss_fn, step_options, mould) / count,
-        accumulate=step.accumulate,
+        model_flops=_model_flops(plan, loss_fn, step_options, abstract_batch) / count,
+        num_microbatches=step.num_microbatches,
     )
 
 
@@ -297,81 +299,81 @@ def _model_flops(plan: Plan, loss_fn, options, batch) -> float:
     return 3 * product_flops(program)
 
 
-def _headline(forecast: Forecast) -> list[str]:
-    line, mesh = forecast.timeline, forecast.plan.mesh.shape
+def _headline(estimate: StepEstimate) -> list[str]:
+    line, mesh = estimate.timeline, estimate.plan.mesh.shape
     axes = ", ".join(f"{a}={n}" for a, n in mesh.items() if n > 1) or "a single one"
     times = (
         f"step: {line.seconds * 1e3:,.1f} ms as modelled, "
         f"{line.exposed_seconds * 1e3:,.1f} ms of it exposed communication "
-        f"({forecast.exposed:.1%}) of {line.wire_seconds * 1e3:,.1f} ms on the wire"
+        f"({estimate.exposed:.1%}) of {line.wire_seconds * 1e3:,.1f} ms on the wire"
     )
-    speed = f"MFU {forecast.mfu:.1%}"
-    if (rate := forecast.tokens_per_second) is not None:
-        speed = f"{rate / forecast.num_gpus:,.0f} tokens/s/GPU, {speed}"
-    room = f"{forecast.compiled_bytes / forecast.gpu.memory:.0%} of the GPU's memory"
-    verdict = "fits" if forecast.fits else "DOES NOT FIT"
+    speed = f"MFU {estimate.mfu:.1%}"
+    if (rate := estimate.tokens_per_second) is not None:
+        speed = f"{rate / estimate.num_gpus:,.0f} tokens/s/GPU, {speed}"
+    room = f"{estimate.compiled_bytes / estimate.gpu.memory:.0%} of the GPU's memory"
+    verdict = "fits" if estimate.fits else "DOES NOT FIT"
     return [
-        f"{forecast.num_gpus} x {forecast.gpu.description} ({axes})",
+        f"{estimate.num_gpus} x {estimate.gpu.description} ({axes})",
         times,
         speed,
-        *_bubble_line(forecast),
-        f"memory: {format_bytes(forecast.compiled_bytes)} a GPU as compiled, "
+        *_bubble_line(estimate),
+        f"memory: {format_bytes(estimate.compiled_bytes)} a GPU as compiled, "
         f"{room}: {verdict}",
-        *_offload_line(forecast),
-        *(f"memory alarm: {alarm}" for alarm in forecast.memory_alarms),
-        *_advice(forecast),
+        *_offload_line(estimate),
+        *(f"memory alarm: {alarm}" for alarm in estimate.memory_alarms),
+        *_advice(estimate),
     ]
 
 
-def _bubble_line(forecast: Forecast) -> list[str]:
-    if forecast.bubble is None:
+def _bubble_line(estimate: StepEstimate) -> list[str]:
+    if estimate.bubble is None:
         return []
     return [
-        f"pipeline: {forecast.bubble:.1%} of a stage's turns are empty, which is in "
+        f"pipeline: {estimate.bubble:.1%} of a stage's turns are empty, which is in "
         "the step as time that others compute"
     ]
 
 
-def _offload_line(forecast: Forecast) -> list[str]:
-    if (found := forecast.offloaded) is None:
+def _offload_line(estimate: StepEstimate) -> list[str]:
+    if (found := estimate.offloaded) is None:
         return []
-    bandwidth = forecast.gpu.cost.host_bandwidth
+    bandwidth = estimate.gpu.cost.host_bandwidth
     return [
         f"on the host: {format_bytes(found.bytes)} a GPU; a step copies "
         f"{format_bytes(found.fetched)} here and {format_bytes(found.returned)} back, "
-        f"{forecast.offload_seconds * 1e3:,.1f} ms at {bandwidth / 1e9:,.0f} GB/s, on "
+        f"{estimate.offload_seconds * 1e3:,.1f} ms at {bandwidth / 1e9:,.0f} GB/s, on "
         "top of the step unless hidden"
     ]
 
 
-def _advice(forecast: Forecast) -> list[str]:
+def _advice(estimate: StepEstimate) -> list[str]:
     """Suggests prefetching for units whose gathers are exposed over 5 % of the step."""
     ahead = {
         sent.collective.unit
-        for sent in forecast.timeline.sent
+        for sent in estimate.timeline.sent
         if "/prefetch/" in sent.collective.op_name
     }
     waits: dict[str, float] = {}
-    for row in forecast.sent:
-        if row.op == "all-gather" and row.unit in set(forecast.plan.units) - ahead:
+    for row in estimate.sent:
+        if row.op == "all-gather" and row.unit in set(estimate.plan.units) - ahead:
             waits[row.unit] = waits.get(row.unit, 0.0) + row.exposed_seconds
     return [
         f"the gathers of '{unit}' are waited for, {seconds * 1e3:,.1f} ms a step: scan "
         "it with fsdp.scan(..., prefetch=1) to hide them"
         for unit, seconds in waits.items()
-        if seconds > 0.05 * forecast.timeline.seconds
+        if seconds > 0.05 * estimate.timeline.seconds
     ]
 
 
-def _memory_grid(forecast: Forecast) -> Grid:
-    memory = forecast.memory
+def _memory_grid(estimate: StepEstimate) -> Grid:
+    memory = estimate.memory
     rows = [
         (name, format_bytes(size), f"{size / memory.total:.1%}")
         for name, size in dataclasses.asdict(memory).items()
     ]
     rows.append(("predicted together", format_bytes(memory.total), ""))
-    more = forecast.compiled_bytes / memory.total - 1
-    rows.append(("as compiled", format_bytes(forecast.compiled_bytes), f"{more:+.1%}"))
+    more = estimate.compiled_bytes / memory.total - 1
+    rows.append(("as compiled", format_bytes(estimate.compiled_bytes), f"{more:+.1%}"))
     columns = {"memory a GPU": "left", "bytes": "right", "": "right"}
     sizes = [*dataclasses.asdict(memory).values(), memory.total]
-    return Grid(columns, rows, [*sizes, forecast.compiled_bytes])
+    return Grid(columns, rows, [*sizes, estimate.compiled_bytes])

@@ -71,9 +71,12 @@ def entered(plan: Plan, program: Program) -> Set[Value]:
         return set()
     leaves = jax.tree.leaves(plan.packed_params)
     made = {
-        (row.num_elements(plan.mesh, row.placements.optimizer), row.precision.param)
-        for row, leaf in zip(plan.rows, leaves, strict=True)
-        if offload.moves(leaf) and row.gather is None
+        (
+            param.num_elements(plan.mesh, param.placements.optimizer),
+            param.precision.param,
+        )
+        for param, leaf in zip(plan.param_plans, leaves, strict=True)
+        if offload.moves(leaf) and param.gather is None
     }
     return {v for v in program.inputs if (math.prod(v.shape), v.dtype) in made}
 

@@ -128,12 +128,12 @@ class _Walk:
     def __init__(self, plan: Plan, grads: set):
         self.grads = grads
         self.whole = {
-            (row.on_device(plan.mesh, row.shape, ())[row.num_stacked :], dtype)
-            for row in plan.rows
-            for dtype in (row.precision.grad_comm, row.precision.param)
+            (param.on_device(plan.mesh, param.shape, ())[param.num_stacked :], dtype)
+            for param in plan.param_plans
+            for dtype in (param.precision.grad_comm, param.precision.param)
         }
         self.weights = {tuple(sorted(shape)) for shape, _ in self.whole}
-        self.stacked = {row.unit for row in plan.rows if row.num_stacked}
+        self.stacked = {param.unit for param in plan.param_plans if param.num_stacked}
 
     def peak(
         self,
@@ -177,7 +177,7 @@ class _Walk:
         self, operation: Operation, value: Value, found: Lifetimes, inside: str
     ) -> str:
         key = (value.shape, value.dtype)
-        if value in found.gathered or "enter_step" in operation.scopes:
+        if value in found.gathered or "gather_for_step" in operation.scopes:
             return "gathered"
         if key in self.grads or value in found.to_reduce:
             return "gradients"

@@ -19,7 +19,7 @@ OTHER = "#bbbbbb"
 MEMORY = "#4477aa #ccbb44 #aa3377 #228833 #66ccee #88ccaa #ee6677 #bbbbbb".split()
 
 
-def draw_forecast(
+def draw_estimate(
     memory: Memory, compiled_bytes: int, gpu: GPU, timeline: Timeline, path: str | Path
 ) -> None:
     """Saves the plot as PNG or SVG, chosen by the suffix of `path`.

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from fsdp_jax._report import Grid, format_bytes, html_page
-from fsdp_jax.planner._estimate import Forecast
+from fsdp_jax.planner._estimate import StepEstimate
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -16,32 +16,32 @@ class Sweep:
     `print(sweep)` shows it as a table, with a recommendation.
 
     Args:
-      forecasts: Estimates from `compile_for` by name. They must have the same batch,
+      estimates: Estimates from `estimate_step` by name. They must have the same batch,
         since they are compared by step time.
 
     Attributes:
-      forecasts: Estimates by name; those that fit first, then by step time.
+      estimates: Estimates by name; those that fit first, then by step time.
 
     Raises:
       ValueError: If there is none.
     """
 
-    forecasts: Mapping[str, Forecast]
+    estimates: Mapping[str, StepEstimate]
 
     def __post_init__(self):
         """Sorts the estimates."""
-        if not self.forecasts:
-            raise ValueError("A Sweep compares forecasts, got 0: give at least 1.")
+        if not self.estimates:
+            raise ValueError("A Sweep compares estimates, got 0: give at least 1.")
         found = sorted(
-            self.forecasts.items(),
+            self.estimates.items(),
             key=lambda pair: (not pair[1].fits, pair[1].timeline.seconds),
         )
-        object.__setattr__(self, "forecasts", dict(found))
+        object.__setattr__(self, "estimates", dict(found))
 
     @property
     def recommended(self) -> str | None:
         """Name of the fastest estimate that fits; None if none does."""
-        name, best = next(iter(self.forecasts.items()))
+        name, best = next(iter(self.estimates.items()))
         return name if best.fits else None
 
     def __repr__(self) -> str:
@@ -65,12 +65,12 @@ _COLUMNS = {
 
 def _grid(sweep: Sweep) -> Grid:
     # With equal batches, tokens per second are inversely proportional to step time.
-    speeds = [1 / found.timeline.seconds for found in sweep.forecasts.values()]
-    rows = [_cells(name, found) for name, found in sweep.forecasts.items()]
+    speeds = [1 / found.timeline.seconds for found in sweep.estimates.values()]
+    rows = [_cells(name, found) for name, found in sweep.estimates.items()]
     return Grid(_COLUMNS, rows, speeds)
 
 
-def _cells(name: str, found: Forecast) -> tuple[str, ...]:
+def _cells(name: str, found: StepEstimate) -> tuple[str, ...]:
     rate = found.tokens_per_second
     return (
         name,

@@ -14,7 +14,7 @@ from jaxtyping import Array, Key
 from fsdp_jax._tree import PyTree, matches, named_leaves
 from fsdp_jax.lora._blockwise_quantization import code_shape, num_blocks, quantize
 from fsdp_jax.lora._composed_weight import Derived, Recipe
-from fsdp_jax.lora._config import LoRA, LoRATarget
+from fsdp_jax.lora._config import LoRAConfig, LoRATarget
 from fsdp_jax.lora._low_rank import Factored
 from fsdp_jax.sharding._config import MixedPrecisionPolicy
 from fsdp_jax.sharding._model_def import ModelDef
@@ -84,7 +84,7 @@ class Weight:
         drawn = jax.random.uniform(key, a.shape, a.dtype, -bound, bound)
         return {A_LEAF: drawn, B_LEAF: jnp.zeros(b.shape, b.dtype)}
 
-    def encoded(self, weight: Array) -> dict[str, Array]:
+    def quantized(self, weight: Array) -> dict[str, Array]:
         """Quantizes the weight and returns its codes and scales."""
         form = self.recipe.form
         assert form is not None
@@ -117,7 +117,7 @@ class Weight:
 
 def with_lora(
     model: ModelDef,
-    lora: LoRA,
+    lora: LoRAConfig,
     owners: Mapping[str, tuple[str, int]],
     root: str,
     policy: MixedPrecisionPolicy,
@@ -245,7 +245,7 @@ class Adapted:
             if weight.rank
         }
         codes = {
-            name: weight.encoded(leaves[name])
+            name: weight.quantized(leaves[name])
             for name, weight in self.weights.items()
             if weight.recipe.form
         }
@@ -261,7 +261,7 @@ def _key(weight: Weight, rng: Any, number: int) -> Any:
 
 
 def _weight(
-    lora: LoRA,
+    lora: LoRAConfig,
     name: str,
     leaf: Any,
     unit: str,
@@ -287,7 +287,7 @@ def _weight(
     return Weight(shape, num_stacked, recipe, rank, is_trained)
 
 
-def _target(lora: LoRA, name: str) -> LoRATarget | None:
+def _target(lora: LoRAConfig, name: str) -> LoRATarget | None:
     """Returns the first target whose pattern matches the path of the weight."""
     for target in lora.all_targets:
         if matches(target.pattern, name):
@@ -296,7 +296,7 @@ def _target(lora: LoRA, name: str) -> LoRATarget | None:
 
 
 def _check(
-    lora: LoRA,
+    lora: LoRAConfig,
     leaves: Mapping[str, Any],
     owners: Mapping[str, tuple[str, int]],
     root: str,
@@ -319,7 +319,7 @@ def _check(
         elif ndim > 2 and target.num_in is None:
             wrong.append(
                 f"'{name}' has {ndim} dims in its unit: say with "
-                "fsdp.LoRATarget(..., num_in=...) how many are inputs"
+                "fsdp.lora.LoRATarget(..., num_in=...) how many are inputs"
             )
         if any(matches(pattern, name) for pattern in lora.modules_to_save):
             wrong.append(f"'{name}' is a target, and in modules_to_save")

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from fsdp_jax._tree import matches
-from fsdp_jax.lora._config import LoRA
+from fsdp_jax.lora._config import LoRAConfig
 from fsdp_jax.sharding._low_precision import ParamGather
-from fsdp_jax.sharding._offload import Offload
-from fsdp_jax.sharding._pipeline_config import Pipeline
+from fsdp_jax.sharding._offload import OffloadPolicy
+from fsdp_jax.sharding._pipeline_config import PipelineConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -252,11 +252,11 @@ class FSDPConfig:
       min_shard_elements: Parameters with fewer elements are replicated; the plan shows
         it.
       offload: Arrays that are stored in host memory instead of device memory, e.g.
-        `Offload()` for the optimizer state. None: none. For activations use a
+        `OffloadPolicy()` for the optimizer state. None: none. For activations use a
         `remat_policy` of jax's that offloads.
       pipeline: Schedule of the pipeline stages, for a mesh with several devices on
         `pp`. The model's stack of units, which `fsdp_jax.scan` runs, is split over the
-        stages; of several stacks, the one that `Pipeline(stack=)` names. All other
+        stages; of several stacks, the one that `PipelineConfig(stack=)` names. All other
         parameters are stored split over `pp` too, and those in no unit are gathered
         once a step.
 
@@ -274,7 +274,7 @@ class FSDPConfig:
     remat_policy: Callable[..., bool] | None = None
     replicated: tuple[str, ...] = ()
     frozen: tuple[str, ...] = ()
-    lora: LoRA | None = None
+    lora: LoRAConfig | None = None
     # A mapping has no hash: these three are left out of that of the config.
     tensor_parallel: Mapping[str, int] = dataclasses.field(
         default_factory=dict, hash=False
@@ -287,8 +287,8 @@ class FSDPConfig:
     )
     sync_batch_norm: bool = True
     min_shard_elements: int = 0
-    offload: Offload | None = None
-    pipeline: Pipeline = dataclasses.field(default_factory=Pipeline)
+    offload: OffloadPolicy | None = None
+    pipeline: PipelineConfig = dataclasses.field(default_factory=PipelineConfig)
 
     def __post_init__(self):
         """Validates the options; one that would have no effect raises."""
@@ -318,7 +318,7 @@ class FSDPConfig:
         if self.lora is not None and self.frozen:
             raise ValueError(
                 f"FSDPConfig(lora=..., frozen={self.frozen}): with LoRA all of the "
-                "model is frozen but LoRA(modules_to_save=...). Drop frozen."
+                "model is frozen but LoRAConfig(modules_to_save=...). Drop frozen."
             )
         if self.min_shard_elements < 0:
             raise ValueError(

@@ -41,14 +41,14 @@ def without_ep(placements: Placements) -> Placements:
     )
 
 
-def check_experts(config: FSDPConfig, mesh: Mesh, rows: Sequence[ParamPlan]) -> None:
+def check_experts(config: FSDPConfig, mesh: Mesh, params: Sequence[ParamPlan]) -> None:
     """Raises one `ValueError` that lists all infeasible rules of `expert_parallel`."""
     ep = mesh.shape["ep"]
     wrong = []
     for pattern, dim in config.expert_parallel.items():
-        for row in rows:
-            if matches(pattern, row.name):
-                wrong += _misfits(config, row, pattern, dim, ep)
+        for param in params:
+            if matches(pattern, param.name):
+                wrong += _misfits(config, param, pattern, dim, ep)
     if wrong:
         raise ValueError(
             f"FSDPConfig(expert_parallel=...) cannot be: {'; '.join(wrong)}. Name the "
@@ -58,20 +58,22 @@ def check_experts(config: FSDPConfig, mesh: Mesh, rows: Sequence[ParamPlan]) -> 
 
 
 def _misfits(
-    config: FSDPConfig, row: ParamPlan, pattern: str, dim: int, ep: int
+    config: FSDPConfig, param: ParamPlan, pattern: str, dim: int, ep: int
 ) -> list[str]:
-    ndim = row.ndim_in_unit
+    ndim = param.ndim_in_unit
     if not -ndim <= dim < ndim:
-        return [f"{pattern!r}: dim {dim} of '{row.name}', which has {ndim} in its unit"]
+        return [
+            f"{pattern!r}: dim {dim} of '{param.name}', which has {ndim} in its unit"
+        ]
     wrong = []
-    at = row.num_stacked + dim % ndim
-    if row.shape[at] % ep:
+    at = param.num_stacked + dim % ndim
+    if param.shape[at] % ep:
         wrong.append(
-            f"ep={ep} does not divide '{row.name}' {row.shape}: dim {at}, of "
-            f"{row.shape[at]} experts"
+            f"ep={ep} does not divide '{param.name}' {param.shape}: dim {at}, of "
+            f"{param.shape[at]} experts"
         )
-    if row.expert_dim is not None and row.expert_dim == row.tensor_dim:
-        wrong.append(f"'{row.name}' {row.shape}: dim {at} is split over tp already")
-    if any(matches(whole, row.name) for whole in config.replicated):
-        wrong.append(f"'{row.name}' is to stay whole (replicated=...)")
+    if param.expert_dim is not None and param.expert_dim == param.tensor_dim:
+        wrong.append(f"'{param.name}' {param.shape}: dim {at} is split over tp already")
+    if any(matches(whole, param.name) for whole in config.replicated):
+        wrong.append(f"'{param.name}' is to stay whole (replicated=...)")
     return wrong

@@ -90,7 +90,7 @@ def fully_shard(
     placements = _placements(mesh, config)
     stack = staged_stack(mesh, found, config.pipeline.stack)
     # `model.named_params`, not `names`: with LoRA they are the base and the factors.
-    rows = tuple(
+    param_plans = tuple(
         _plan_param(
             *(name, leaf, *owner(name, found), stack, mesh, placements, config, model)
         )
@@ -98,11 +98,20 @@ def fully_shard(
     )
     # The user's rules speak of the user's parameters, so only these are checked.
     added = model.factors | model.codes
-    own = [row for row in rows if row.name not in added]
-    _check_rows(config, mesh, own)
+    own = [param for param in param_plans if param.name not in added]
+    _check_params(config, mesh, own)
     check_experts(config, mesh, own)
     return Plan(
-        *(mesh, config, make_model, model, rows, tuple(units), classes, placements)
+        *(
+            mesh,
+            config,
+            make_model,
+            model,
+            param_plans,
+            tuple(units),
+            classes,
+            placements,
+        )
     )
 
 
@@ -159,15 +168,15 @@ def _plan_param(
 ) -> ParamPlan:
     precision = config.mp_policy.resolve(name, leaf.dtype)
     frozen = name in model.frozen or any(matches(p, name) for p in config.frozen)
-    is_overwritten = name in model.overwritten
+    overwrite_with_gradient = name in model.overwrite_with_gradient
     # Codes, scales and fp8 state: a cast would corrupt them.
-    if name in model.codes or is_overwritten:
+    if name in model.codes or overwrite_with_gradient:
         precision = Precision(*(4 * [leaf.dtype]), accumulate_wide=False)
     elif name in model.factors:
         precision = dataclasses.replace(precision, param=precision.main_params)
     elif frozen:  # Never updated, so the compute dtype loses nothing.
         precision = dataclasses.replace(precision, main_params=precision.param)
-    row = ParamPlan(
+    param = ParamPlan(
         name=name,
         shape=tuple(leaf.shape),
         unit=unit,
@@ -182,79 +191,81 @@ def _plan_param(
         frozen=frozen,
         reshard=config.reshard_after_forward and unit != ROOT,
         remat_policy=config.remat_policy,
-        is_overwritten=is_overwritten,
+        overwrite_with_gradient=overwrite_with_gradient,
     )
-    if row.is_expert:
+    if param.is_expert:
         placements = without_ep(placements)
     if stack is not None and (unit == stack or is_within(unit, stack)):
-        stages = Stages(row.shape[0], mesh.shape["pp"], config.pipeline.virtual_stages)
-        row = dataclasses.replace(row, is_staged=True, stage_padding=stages.padding)
+        stages = Stages(
+            param.shape[0], mesh.shape["pp"], config.pipeline.virtual_stages
+        )
+        param = dataclasses.replace(param, is_staged=True, stage_padding=stages.padding)
     elif stack is not None:
         placements = beside_stages(placements, unit)
     num_shards = num_devices(mesh, placements.optimizer)
     if name not in model.factors | model.codes:
-        tensor_dim = _tensor_dim(row, mesh, config, num_shards)
-        row = dataclasses.replace(row, tensor_dim=tensor_dim)
-    if not _should_split(row, config):
-        return row
+        tensor_dim = _tensor_dim(param, mesh, config, num_shards)
+        param = dataclasses.replace(param, tensor_dim=tensor_dim)
+    if not _should_split(param, config):
+        return param
     dim, padding = choose_split(
-        row.shape,
+        param.shape,
         num_shards,
         num_stacked=num_stacked,
-        without=(row.tensor_dim, row.expert_dim),
+        without=(param.tensor_dim, param.expert_dim),
     )
     if dim is None or padding:
         # The dim that tp splits is preferred to padding.
-        tensor_dim = row.tensor_dim
+        tensor_dim = param.tensor_dim
         if tensor_dim is not None and _divide_one_dim(
-            row, tensor_dim, mesh, num_shards
+            param, tensor_dim, mesh, num_shards
         ):
             dim, padding = tensor_dim, 0
     if dim is None or num_shards == 1:
-        return row
-    row = dataclasses.replace(row, dim=dim, padding=padding, placements=placements)
-    return dataclasses.replace(row, gather=_param_gather(row, config))
+        return param
+    param = dataclasses.replace(param, dim=dim, padding=padding, placements=placements)
+    return dataclasses.replace(param, gather=_param_gather(param, config))
 
 
-def _param_gather(row: ParamPlan, config: FSDPConfig) -> ParamGather | None:
-    """Returns the quantized format in which `row` is gathered; None for its own dtype.
+def _param_gather(param: ParamPlan, config: FSDPConfig) -> ParamGather | None:
+    """Returns the quantized format in which `param` is gathered; None for its own dtype.
 
     Only large matrices of units are quantized.
     """
     chosen = config.mp_policy.param_gather
-    is_matrix = row.unit != ROOT and row.ndim_in_unit > 1
-    if not (chosen and row.placements.optimizer and is_matrix):
+    is_matrix = param.unit != ROOT and param.ndim_in_unit > 1
+    if not (chosen and param.placements.optimizer and is_matrix):
         return None
-    is_large = math.prod(row.shape[row.num_stacked :]) >= chosen.min_elements
-    is_real = jnp.issubdtype(row.precision.param, jnp.floating)
-    excluded = any(matches(pattern, row.name) for pattern in chosen.exclude)
+    is_large = math.prod(param.shape[param.num_stacked :]) >= chosen.min_elements
+    is_real = jnp.issubdtype(param.precision.param, jnp.floating)
+    excluded = any(matches(pattern, param.name) for pattern in chosen.exclude)
     return chosen if is_large and is_real and not excluded else None
 
 
 def _tensor_dim(
-    row: ParamPlan, mesh: Mesh, config: FSDPConfig, num_shards: int
+    param: ParamPlan, mesh: Mesh, config: FSDPConfig, num_shards: int
 ) -> int | None:
     """Returns the dim of the parameter that `FSDPConfig.tensor_parallel` names.
 
     The index includes stacked dims. None too for a parameter with a single dim that tp
     and data axes do not divide together: the data axes split that one.
     """
-    if mesh.shape["tp"] == 1 or not row.ndim_in_unit:
+    if mesh.shape["tp"] == 1 or not param.ndim_in_unit:
         return None
     for pattern, dim in config.tensor_parallel.items():
-        if matches(pattern, row.name):
-            tensor_dim = row.num_stacked + dim % row.ndim_in_unit
-            if row.ndim_in_unit == 1 and not _divide_one_dim(
-                row, tensor_dim, mesh, num_shards
+        if matches(pattern, param.name):
+            tensor_dim = param.num_stacked + dim % param.ndim_in_unit
+            if param.ndim_in_unit == 1 and not _divide_one_dim(
+                param, tensor_dim, mesh, num_shards
             ):
                 return None
             return tensor_dim
     return None
 
 
-def _divide_one_dim(row: ParamPlan, dim: int, mesh: Mesh, num_shards: int) -> bool:
+def _divide_one_dim(param: ParamPlan, dim: int, mesh: Mesh, num_shards: int) -> bool:
     """Returns whether tp and `num_shards` data devices together divide one dim."""
-    return row.shape[dim] % (mesh.shape["tp"] * num_shards) == 0
+    return param.shape[dim] % (mesh.shape["tp"] * num_shards) == 0
 
 
 def _placements(mesh: Mesh, config: FSDPConfig) -> Placements:
@@ -300,13 +311,13 @@ def _placements(mesh: Mesh, config: FSDPConfig) -> Placements:
     )
 
 
-def _should_split(row: ParamPlan, config: FSDPConfig) -> bool:
+def _should_split(param: ParamPlan, config: FSDPConfig) -> bool:
     """Returns False for scalars, fp8 state and what the config replicates."""
     return (
-        row.ndim_in_unit > 0
-        and not row.is_overwritten
-        and math.prod(row.shape) >= config.min_shard_elements
-        and not any(matches(p, row.name) for p in config.replicated)
+        param.ndim_in_unit > 0
+        and not param.overwrite_with_gradient
+        and math.prod(param.shape) >= config.min_shard_elements
+        and not any(matches(p, param.name) for p in config.replicated)
     )
 
 
@@ -338,28 +349,39 @@ def _check_patterns(config: FSDPConfig, names: Sequence[str]) -> None:
         )
 
 
-def _check_rows(config: FSDPConfig, mesh: Mesh, rows: Sequence[ParamPlan]) -> None:
-    travels = any(row.placements.parameter or row.placements.optimizer for row in rows)
-    if config.mp_policy.param_gather and travels and not any(r.gather for r in rows):
+def _check_params(
+    config: FSDPConfig, mesh: Mesh, param_plans: Sequence[ParamPlan]
+) -> None:
+    is_communicated = any(
+        param.placements.parameter or param.placements.optimizer
+        for param in param_plans
+    )
+    if (
+        config.mp_policy.param_gather
+        and is_communicated
+        and not any(r.gather for r in param_plans)
+    ):
         raise ValueError(
             f"MixedPrecisionPolicy(param_gather={config.mp_policy.param_gather}) is "
             "for matrices of units, and none is that large and not excluded. Pass "
             "units=[LayerClass], a smaller min_elements, or drop it."
         )
-    if config.remat_policy is not None and all(row.unit == ROOT for row in rows):
+    if config.remat_policy is not None and all(
+        param.unit == ROOT for param in param_plans
+    ):
         raise ValueError(
             "FSDPConfig(remat_policy=...) decides what a unit saves for backward, and "
             "no parameter belongs to a unit. Pass units=[LayerClass], or drop it."
         )
-    if config.lora is None and all(row.frozen for row in rows):
+    if config.lora is None and all(param.frozen for param in param_plans):
         raise ValueError(
-            f"FSDPConfig(frozen={config.frozen}) freezes all {len(rows)} parameters: "
+            f"FSDPConfig(frozen={config.frozen}) freezes all {len(param_plans)} parameters: "
             "nothing is left to train. Leave some out."
         )
     short = [
-        f"'{row.name}' {row.shape} has no {row.num_stacked} dims to be the stack of"
-        for row in rows
-        if row.num_stacked > len(row.shape)
+        f"'{param.name}' {param.shape} has no {param.num_stacked} dims to be the stack of"
+        for param in param_plans
+        if param.num_stacked > len(param.shape)
     ]
     if short:
         raise ValueError(
@@ -367,19 +389,19 @@ def _check_rows(config: FSDPConfig, mesh: Mesh, rows: Sequence[ParamPlan]) -> No
         )
     tp = mesh.shape["tp"]
     outside = [
-        f"{pattern!r}: dim {dim} of '{row.name}', which has {row.ndim_in_unit} in its "
+        f"{pattern!r}: dim {dim} of '{param.name}', which has {param.ndim_in_unit} in its "
         "unit"
         for pattern, dim in config.tensor_parallel.items()
-        for row in rows
-        if matches(pattern, row.name) and row.ndim_in_unit > 1
-        if not -row.ndim_in_unit <= dim < row.ndim_in_unit
+        for param in param_plans
+        if matches(pattern, param.name) and param.ndim_in_unit > 1
+        if not -param.ndim_in_unit <= dim < param.ndim_in_unit
     ]
     if outside:
         raise ValueError(
             f"FSDPConfig(tensor_parallel=...) names dims that are not there: "
             f"{'; '.join(outside)}."
         )
-    if tp > 1 and all(row.tensor_dim is None for row in rows):
+    if tp > 1 and all(param.tensor_dim is None for param in param_plans):
         raise ValueError(
             f"The mesh has tp={tp}, and FSDPConfig(tensor_parallel=...) splits nothing "
             "over it: a parameter of one dim that tp and data axes do not divide "
@@ -387,9 +409,9 @@ def _check_rows(config: FSDPConfig, mesh: Mesh, rows: Sequence[ParamPlan]) -> No
             "devices to dp_shard."
         )
     uneven = [
-        f"'{row.name}' {row.shape}: dim {row.tensor_dim}"
-        for row in rows
-        if row.tensor_dim is not None and row.shape[row.tensor_dim] % tp
+        f"'{param.name}' {param.shape}: dim {param.tensor_dim}"
+        for param in param_plans
+        if param.tensor_dim is not None and param.shape[param.tensor_dim] % tp
     ]
     if uneven:
         raise ValueError(

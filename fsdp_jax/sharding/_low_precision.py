@@ -88,7 +88,7 @@ ParamGather = Float8Gather | MXFP8Gather
     jax.tree_util.register_dataclass, data_fields=("bytes", "scale"), meta_fields=()
 )
 @dataclasses.dataclass(frozen=True)
-class Encoded:
+class Quantized:
     """A quantized shard of a weight, a byte an element; the `value` of a `Shard`.
 
     Attributes:
@@ -114,7 +114,7 @@ class Encoded:
 
 def encode_float8(
     piece: Float[Array, ...], largest: Float[Array, "*stacked"]
-) -> Encoded:
+) -> Quantized:
     """Quantizes a shard, scaled by the largest magnitude of its tensor.
 
     Rounds to nearest, ties to even. The scale is a power of two, so scaling rounds
@@ -123,15 +123,15 @@ def encode_float8(
     dims = largest.shape + (1,) * (piece.ndim - largest.ndim)
     exponents = _exponents(largest)
     scaled = piece.astype(jnp.float32) / _power_of_two(exponents).reshape(dims)
-    return Encoded(_bits(scaled), exponents)
+    return Quantized(_bits(scaled), exponents)
 
 
-def decode_float8(encoded: Encoded, dtype: DTypeLike) -> Float[Array, ...]:
+def decode_float8(quantized: Quantized, dtype: DTypeLike) -> Float[Array, ...]:
     """Dequantizes one unit's slice of a weight to `dtype`."""
-    return (_numbers(encoded.bytes) * _power_of_two(encoded.scale)).astype(dtype)
+    return (_numbers(quantized.bytes) * _power_of_two(quantized.scale)).astype(dtype)
 
 
-def encode_mxfp8(piece: Float[Array, ...], axis: int) -> Encoded:
+def encode_mxfp8(piece: Float[Array, ...], axis: int) -> Quantized:
     """Quantizes a shard in blocks of 32 along `axis`; the last block may be shorter."""
     piece = jnp.moveaxis(piece.astype(jnp.float32), axis, -1)
     size = piece.shape[-1]
@@ -141,14 +141,16 @@ def encode_mxfp8(piece: Float[Array, ...], axis: int) -> Encoded:
         *piece.shape[:-1], -1
     )
     bits = _bits(lax.slice_in_dim(scaled, 0, size, axis=-1))
-    return Encoded(jnp.moveaxis(bits, -1, axis), jnp.moveaxis(exponents, -1, axis))
+    return Quantized(jnp.moveaxis(bits, -1, axis), jnp.moveaxis(exponents, -1, axis))
 
 
-def decode_mxfp8(encoded: Encoded, axis: int, dtype: DTypeLike) -> Float[Array, ...]:
+def decode_mxfp8(
+    quantized: Quantized, axis: int, dtype: DTypeLike
+) -> Float[Array, ...]:
     """Dequantizes the result of `encode_mxfp8` along the same axis to `dtype`."""
-    numbers = _numbers(jnp.moveaxis(encoded.bytes, axis, -1))
+    numbers = _numbers(jnp.moveaxis(quantized.bytes, axis, -1))
     size = numbers.shape[-1]
-    scale = _power_of_two(jnp.moveaxis(encoded.scale, axis, -1))[..., None]
+    scale = _power_of_two(jnp.moveaxis(quantized.scale, axis, -1))[..., None]
     scaled = (_in_blocks(numbers) * scale).reshape(*numbers.shape[:-1], -1)
     cut = lax.slice_in_dim(scaled, 0, size, axis=-1)
     return jnp.moveaxis(cut.astype(dtype), -1, axis)

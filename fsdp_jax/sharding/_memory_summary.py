@@ -12,72 +12,75 @@ from fsdp_jax.sharding._param_plan import ROOT, ParamPlan
 
 
 def held_lines(
-    mesh: Mesh, rows: Sequence[ParamPlan], decoded: Mapping[str, int]
+    mesh: Mesh, params: Sequence[ParamPlan], decoded: Mapping[str, int]
 ) -> list[str]:
     """Summary lines for `Plan.__repr__`: bytes of unsharded weights during a step.
 
     Args:
       mesh: Device mesh of the plan.
-      rows: Plans of all parameters.
+      params: Plans of all parameters.
       decoded: Name of a parameter of codes -> bytes of the weight that its unit
         dequantizes.
     """
-    held = [row for row in rows if _is_held(row)]
-    size = format_bytes(sum(_whole_bytes(mesh, row) for row in held))
-    of = " in no unit" if all(row.unit == ROOT for row in held) else ""
+    held = [param for param in params if _is_held(param)]
+    size = format_bytes(sum(_whole_bytes(mesh, param) for param in held))
+    of = " in no unit" if all(param.unit == ROOT for param in held) else ""
     said = f"whole during a step: {size}{of}, all the time"
-    if len(held) < len(rows):
-        largest = format_bytes(_largest_unit(mesh, rows, decoded))
+    if len(held) < len(params):
+        largest = format_bytes(_largest_unit(mesh, params, decoded))
         said += f"; {largest} in the largest unit, while it runs"
     lines = [said]
-    if size := _gathered_at_entry(mesh, rows):
+    if size := _gathered_at_entry(mesh, params):
         lines.append(
             f"shards gathered from smaller ones before a step: {format_bytes(size)}"
         )
     return lines
 
 
-def _is_held(row: ParamPlan) -> bool:
+def _is_held(param: ParamPlan) -> bool:
     """Returns whether a parameter is unsharded all through a step.
 
     It is if it belongs to no unit or is not split as in ZeRO-3.
     """
-    return row.unit == ROOT or not row.placements.parameter
+    return param.unit == ROOT or not param.placements.parameter
 
 
 def _largest_unit(
-    mesh: Mesh, rows: Sequence[ParamPlan], decoded: Mapping[str, int]
+    mesh: Mesh, params: Sequence[ParamPlan], decoded: Mapping[str, int]
 ) -> int:
     """Returns bytes of the largest unit's unsharded weights in compute dtype.
 
     One unit of a stack is counted.
     """
     sizes: dict[str, int] = {}
-    for row in rows:
-        if not _is_held(row):
-            size = _whole_bytes(mesh, row, row.num_stacked) + decoded.get(row.name, 0)
-            sizes[row.unit] = sizes.get(row.unit, 0) + size
+    for param in params:
+        if not _is_held(param):
+            size = _whole_bytes(mesh, param, param.num_stacked) + decoded.get(
+                param.name, 0
+            )
+            sizes[param.unit] = sizes.get(param.unit, 0) + size
     return max(sizes.values(), default=0)
 
 
-def _gathered_at_entry(mesh: Mesh, rows: Sequence[ParamPlan]) -> int:
+def _gathered_at_entry(mesh: Mesh, params: Sequence[ParamPlan]) -> int:
     """Returns bytes of shards that HFSDP gathers from smaller ones before a step."""
     return sum(
-        row.num_elements(mesh, row.placements.parameter) * row.precision.param.itemsize
-        for row in rows
-        if row.placements.parameter
-        and set(row.placements.optimizer) > set(row.placements.parameter)
+        param.num_elements(mesh, param.placements.parameter)
+        * param.precision.param.itemsize
+        for param in params
+        if param.placements.parameter
+        and set(param.placements.optimizer) > set(param.placements.parameter)
     )
 
 
-def _whole_bytes(mesh: Mesh, row: ParamPlan, num_stacked: int = 0) -> int:
+def _whole_bytes(mesh: Mesh, param: ParamPlan, num_stacked: int = 0) -> int:
     """Returns bytes of an unsharded parameter in compute dtype, or of one of a stack.
 
     Only this rank's experts, part of `tp` and layers of the stage are counted: nothing
     is gathered over these axes.
     """
-    experts = mesh.shape["ep"] if row.is_expert else 1
-    parts = 1 if row.tensor_dim is None else mesh.shape["tp"]
-    stages = mesh.shape["pp"] if row.is_staged and not num_stacked else 1
-    elements = math.prod(row.shape[num_stacked:]) // experts // parts // stages
-    return elements * row.precision.param.itemsize
+    experts = mesh.shape["ep"] if param.is_expert else 1
+    parts = 1 if param.tensor_dim is None else mesh.shape["tp"]
+    stages = mesh.shape["pp"] if param.is_staged and not num_stacked else 1
+    elements = math.prod(param.shape[num_stacked:]) // experts // parts // stages
+    return elements * param.precision.param.itemsize

@@ -58,7 +58,7 @@ class ModelDef:
       factors: Names of LoRA factors, which are gathered in the dtype they are stored
         in.
       codes: Names of codes and scales, which are stored and gathered without a cast.
-      overwritten: Names of parameters whose gradient is their next value (flax's
+      overwrite_with_gradient: Names of parameters whose gradient is their next value (flax's
         `_overwrite_with_gradient`).
       made: Name of a linen parameter -> shapes in which its module has seen it.
       adapted: Composition of `params` from the user's own, with LoRA; None without.
@@ -73,7 +73,7 @@ class ModelDef:
     frozen: frozenset[str] = frozenset()
     factors: frozenset[str] = frozenset()
     codes: frozenset[str] = frozenset()
-    overwritten: frozenset[str] = frozenset()
+    overwrite_with_gradient: frozenset[str] = frozenset()
     made: Mapping[str, frozenset[tuple[int, ...]]] = dataclasses.field(
         default_factory=dict
     )
@@ -239,7 +239,7 @@ def _describe_pytree(model: PyTree, variables: Variables) -> ModelDef:
         return keep(new, is_param), keep(new, is_state)
 
     params, state = split(model)
-    overwritten = frozenset(
+    overwrite_with_gradient = frozenset(
         name
         for name, _ in named_leaves(params)
         if OVERWRITE_WITH_GRADIENT in name.split(".")
@@ -248,7 +248,15 @@ def _describe_pytree(model: PyTree, variables: Variables) -> ModelDef:
         name: frozenset().union(*variables.find(name, tuple(leaf.shape)).values())
         for name, leaf in named_leaves(params)
     }
-    return ModelDef(params, state, {}, merge, split, overwritten=overwritten, made=made)
+    return ModelDef(
+        params,
+        state,
+        {},
+        merge,
+        split,
+        overwrite_with_gradient=overwrite_with_gradient,
+        made=made,
+    )
 
 
 def _is_array(leaf: Any) -> bool:

@@ -16,11 +16,11 @@ HOST = "pinned_host"
 
 
 @dataclasses.dataclass(frozen=True)
-class Offload:
+class OffloadPolicy:
     """State that is stored in the host's pinned memory instead of device memory.
 
     The update copies it to the device and back parameter by parameter, with two
-    parameters in transfer at a time. The numbers are the same. `compile_for` estimates
+    parameters in transfer at a time. The numbers are the same. `estimate_step` estimates
     the memory that it saves and the time of the copies.
 
     Args:
@@ -41,7 +41,7 @@ class Offload:
         """Refuses options that offload nothing."""
         if not (self.optimizer or self.params):
             raise ValueError(
-                "Offload(optimizer=False, params=False) offloads nothing: name one."
+                "OffloadPolicy(optimizer=False, params=False) offloads nothing: name one."
             )
 
     def moves(self, leaf: Any) -> bool:
@@ -69,7 +69,7 @@ def check_kinds(platform: str, kinds: Collection[str]) -> None:
         )
 
 
-def moulds_on_host(offload: Offload, moulds: PyTree) -> PyTree:
+def abstract_on_host(offload: OffloadPolicy, abstracts: PyTree) -> PyTree:
     """Returns the abstract arrays, large ones with a sharding in host memory."""
 
     def to_host(leaf):
@@ -78,7 +78,7 @@ def moulds_on_host(offload: Offload, moulds: PyTree) -> PyTree:
         sharding = leaf.sharding.with_memory_kind(HOST)
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
-    return jax.tree.map(to_host, moulds)
+    return jax.tree.map(to_host, abstracts)
 
 
 def on_device(tree: PyTree) -> PyTree:

@@ -77,17 +77,17 @@ def unpack(tree: Any) -> Any:
     )
 
 
-def pack(tree: Any, mould: Any) -> Any:
-    """Pads each leaf that is `Padded` in `mould`: the inverse of `unpack`."""
+def pack(tree: Any, like: Any) -> Any:
+    """Pads each leaf that is `Padded` in `like`: the inverse of `unpack`."""
 
-    def to_mould(leaf: Any, like: Any) -> Any:
+    def to_leaf(leaf: Any, like: Any) -> Any:
         if not isinstance(like, Padded) or isinstance(leaf, Padded):
             return leaf
         return dataclasses.replace(like, value=pad_to(leaf, like.value.shape))
 
-    leaves, treedef = jax.tree.flatten(mould, is_leaf=_is_padded)
+    leaves, treedef = jax.tree.flatten(like, is_leaf=_is_padded)
     given = treedef.flatten_up_to(tree)
-    return treedef.unflatten(map(to_mould, given, leaves))
+    return treedef.unflatten(map(to_leaf, given, leaves))
 
 
 def pad_to(array: Array, shape: tuple[int, ...]) -> Array:

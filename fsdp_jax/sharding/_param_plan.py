@@ -37,9 +37,9 @@ class ParamPlan:
       frozen: True if it is not trained.
       reshard: True if its unit is gathered again for backward.
       remat_policy: `jax.checkpoint` policy of its unit, see `FSDPConfig`.
-      is_cut: True if this is the factored form that `in_step` returns.
+      is_factored: True if this is the factored form that `step_layout` returns.
       gather: Quantized format in which it is gathered; None: its compute dtype.
-      is_overwritten: True if its gradient is its next value, as for flax's fp8 state
+      overwrite_with_gradient: True if its gradient is its next value, as for flax's fp8 state
         (`_overwrite_with_gradient`): the maximum over all ranks and microbatches
         replaces it, and the optimizer does not see it.
       is_staged: True if its first dim, the stack, is split over `pp`: each pipeline
@@ -61,16 +61,16 @@ class ParamPlan:
     frozen: bool
     reshard: bool
     remat_policy: Callable[..., bool] | None
-    is_cut: bool = False
+    is_factored: bool = False
     gather: ParamGather | None = None
-    is_overwritten: bool = False
+    overwrite_with_gradient: bool = False
     is_staged: bool = False
     stage_padding: int = 0
 
     @property
     def is_optimized(self) -> bool:
         """True if the optimizer updates it."""
-        return not (self.frozen or self.is_overwritten)
+        return not (self.frozen or self.overwrite_with_gradient)
 
     @property
     def block_dim(self) -> int:
@@ -78,7 +78,7 @@ class ParamPlan:
         if self.dim != len(self.shape) - 1:
             return -1
         # The last dim is split. In step layout the one before it is the factor of tp.
-        return -3 if self.is_cut else -2
+        return -3 if self.is_factored else -2
 
     @property
     def ndim_in_unit(self) -> int:
@@ -103,10 +103,10 @@ class ParamPlan:
     @property
     def logical_spec(self) -> PartitionSpec:
         """Stored spec of the array in its logical shape: a padded dim is not split."""
-        row = dataclasses.replace(
+        param = dataclasses.replace(
             self, is_staged=self.is_staged and not self.stage_padding
         )
-        return row.spec_with_tp(() if self.padding else self.placements.optimizer)
+        return param.spec_with_tp(() if self.padding else self.placements.optimizer)
 
     def spec(self, axes: tuple[str, ...]) -> PartitionSpec:
         """Returns the spec that splits `dim` over data axes, without `tp`."""
@@ -119,7 +119,7 @@ class ParamPlan:
             split[self.tensor_dim] = ("tp", *split.get(self.tensor_dim, ()))
         return _spec(split)
 
-    def in_step(self, tp: int) -> ParamPlan:
+    def step_layout(self, tp: int) -> ParamPlan:
         """Returns the plan in step layout, where `dim` and `tensor_dim` are two dims.
 
         If they are one dim, each rank of tp has a contiguous part of it, and data axes
@@ -134,7 +134,7 @@ class ParamPlan:
         if expert_dim is not None:
             expert_dim += expert_dim > dim
         return dataclasses.replace(
-            self, shape=shape, dim=dim + 1, expert_dim=expert_dim, is_cut=True
+            self, shape=shape, dim=dim + 1, expert_dim=expert_dim, is_factored=True
         )
 
     def num_elements(self, mesh: Mesh, axes: tuple[str, ...]) -> int:
@@ -160,7 +160,7 @@ class ParamPlan:
                 dims[dim] //= devices
         return tuple(dims)
 
-    def late_axes(self, data_axes: tuple[str, ...]) -> tuple[str, ...]:
+    def deferred_axes(self, data_axes: tuple[str, ...]) -> tuple[str, ...]:
         """Returns the `data_axes` over which a microbatch leaves its gradient partial.
 
         Never `ep` for experts: the tokens of all its ranks have been sent to them.

@@ -9,10 +9,10 @@ ScheduleName = Literal["1f1b", "gpipe"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Pipeline:
+class PipelineConfig:
     """Schedule of the stages over the mesh axis `pp`; without effect for one stage.
 
-    The microbatches of a step are those of `make_train_step(accumulate=...)`. Each
+    The microbatches of a step are those of `make_train_step(num_microbatches=...)`. Each
     stage stores its inputs and runs its layers again for backward; what a layer saves
     within that is set by `FSDPConfig.remat_policy`. Reductions of gradients that are
     left after the last microbatch run then, whatever `FSDPConfig.overlap_outer` is.

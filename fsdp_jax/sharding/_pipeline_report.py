@@ -14,7 +14,7 @@ from fsdp_jax.sharding._stages import Schedule, Stages
 
 
 def pipeline_lines(
-    mesh: Mesh, config: FSDPConfig, stages: Stages, rows: Sequence[ParamPlan]
+    mesh: Mesh, config: FSDPConfig, stages: Stages, params: Sequence[ParamPlan]
 ) -> list[str]:
     """Summary lines for `Plan.__repr__`: layers, bubble, gathers and permutation.
 
@@ -22,9 +22,9 @@ def pipeline_lines(
       mesh: Device mesh with more than one device on `pp`.
       config: Configuration of the plan.
       stages: Split of the stack over stages.
-      rows: Plans of all parameters.
+      params: Plans of all parameters.
     """
-    staged = [row for row in rows if row.is_staged]
+    staged = [param for param in params if param.is_staged]
     layers = " or ".join(dict.fromkeys(map(str, stages.layers_of_stages)))
     lines = [
         f"pipeline, {config.pipeline.schedule}: {stages.num_stages} stages of {layers} "
@@ -32,7 +32,7 @@ def pipeline_lines(
         _bubbles(stages),
         _gathers(mesh, staged),
     ]
-    if others := _other_stacks(rows):
+    if others := _other_stacks(params):
         lines.append(f"run besides in the first or the last stage: {', '.join(others)}")
     if stages.padding:
         lines.append(
@@ -49,12 +49,12 @@ def pipeline_lines(
     return lines
 
 
-def _other_stacks(rows: Sequence[ParamPlan]) -> list[str]:
+def _other_stacks(params: Sequence[ParamPlan]) -> list[str]:
     """Returns the stacks that stages do not split but run before or after theirs."""
     sizes = {
-        row.unit: row.shape[0]
-        for row in rows
-        if row.num_stacked and not row.is_staged and row.unit != ROOT
+        param.unit: param.shape[0]
+        for param in params
+        if param.num_stacked and not param.is_staged and param.unit != ROOT
     }
     return [f"{unit} ({size} unit{'s' * (size > 1)})" for unit, size in sizes.items()]
 
@@ -74,11 +74,11 @@ def _bubbles(stages: Stages) -> str:
 def _gathers(mesh: Mesh, staged: Sequence[ParamPlan]) -> str:
     """Describes how often layers are gathered, and the memory to gather them once."""
     whole = sum(
-        math.prod(row.on_device(mesh, row.padded_shape, ()))
-        * row.precision.param.itemsize
-        for row in staged
+        math.prod(param.on_device(mesh, param.padded_shape, ()))
+        * param.precision.param.itemsize
+        for param in staged
     )
-    if any(row.placements.parameter for row in staged):
+    if any(param.placements.parameter for param in staged):
         return (
             "a stage gathers its layers for each microbatch and direction; with "
             f"zero_dp_strategy=2 once a step, to hold {format_bytes(whole)}"
@@ -89,10 +89,10 @@ def _gathers(mesh: Mesh, staged: Sequence[ParamPlan]) -> str:
 def _dealt_out(mesh: Mesh, staged: Sequence[ParamPlan]) -> int:
     """Returns the most bytes a device sends to permute layers and gradients."""
     total = 0
-    for row in staged:
-        sent = row.num_elements(mesh, row.placements.parameter)
-        total += sent * row.precision.param.itemsize
-        if not row.frozen:
-            sent = row.num_elements(mesh, row.placements.optimizer)
-            total += sent * row.precision.main_grads.itemsize
+    for param in staged:
+        sent = param.num_elements(mesh, param.placements.parameter)
+        total += sent * param.precision.param.itemsize
+        if not param.frozen:
+            sent = param.num_elements(mesh, param.placements.optimizer)
+            total += sent * param.precision.main_grads.itemsize
     return total

@@ -30,10 +30,10 @@ def staged_stack(mesh: Mesh, units: Found, chosen: str | None) -> str | None:
     if len(found) == 1 and units[found[0]] == 1:
         return found[0]
     shown = ", ".join(f"'{unit}' of {units[unit]} dim(s)" for unit in outer)
-    said = f", and Pipeline(stack='{chosen}') chooses one" if chosen else ""
+    said = f", and PipelineConfig(stack='{chosen}') chooses one" if chosen else ""
     if len(outer) > 1:
         fix = (
-            "Choose by fsdp_jax.Pipeline(stack=...): the others run in its first or "
+            "Choose by fsdp_jax.PipelineConfig(stack=...): the others run in its first or "
             "last stage, before or behind it"
         )
     else:

@@ -37,7 +37,7 @@ class Plan:
       config: `FSDPConfig` it was made with.
       make_model: The user's function of a PRNG key that returns a model.
       model: Definition of the model, without its arrays.
-      rows: One `ParamPlan` a parameter, in the order of `jax.tree.leaves(params)`.
+      param_plans: One `ParamPlan` a parameter, in the order of `jax.tree.leaves(params)`.
       unit_specs: Units as passed to `fully_shard`.
       unit_classes: Classes whose `__call__` is a unit.
       placements: Data axes that split every parameter that is split, except experts and
@@ -48,7 +48,7 @@ class Plan:
     config: FSDPConfig
     make_model: MakeModel
     model: ModelDef
-    rows: tuple[ParamPlan, ...]
+    param_plans: tuple[ParamPlan, ...]
     unit_specs: tuple[Any, ...]
     unit_classes: tuple[type, ...]
     placements: Placements
@@ -61,35 +61,38 @@ class Plan:
         not divide the logical shape.
         """
         return self._unflatten(
-            self._struct(row, row.precision.main_params) for row in self.rows
+            self._struct(param, param.precision.main_params)
+            for param in self.param_plans
         )
 
     @property
     def packed_params(self) -> PyTree:
         """Abstract parameters of a `TrainState`: as `params`, but `Padded`."""
         packed = []
-        for row in self.rows:
-            axes = row.placements.optimizer
+        for param in self.param_plans:
+            axes = param.placements.optimizer
             struct = jax.ShapeDtypeStruct(
-                row.padded_shape,
-                row.precision.main_params,
-                sharding=NamedSharding(self.mesh, row.spec_with_tp(axes)),
+                param.padded_shape,
+                param.precision.main_params,
+                sharding=NamedSharding(self.mesh, param.spec_with_tp(axes)),
             )
-            packed.append(Padded(struct, row.shape) if row.is_padded else struct)
+            packed.append(Padded(struct, param.shape) if param.is_padded else struct)
         return self._unflatten(packed)
 
     @property
     def grads(self) -> PyTree:
         """Abstract gradients of `value_and_grad`; None for frozen parameters."""
         return self._unflatten(
-            None if row.frozen else self._struct(row, row.precision.main_grads)
-            for row in self.rows
+            None if param.frozen else self._struct(param, param.precision.main_grads)
+            for param in self.param_plans
         )
 
     @property
-    def rows_in_step(self) -> tuple[ParamPlan, ...]:
+    def params_in_step(self) -> tuple[ParamPlan, ...]:
         """Plans of the parameters in step layout."""
-        return tuple(row.in_step(self.mesh.shape["tp"]) for row in self.rows)
+        return tuple(
+            param.step_layout(self.mesh.shape["tp"]) for param in self.param_plans
+        )
 
     @property
     def model_state(self) -> PyTree:
@@ -123,12 +126,12 @@ class Plan:
     @property
     def stages(self) -> Stages:
         """Split of the stack over the stages; needs several devices on `pp`."""
-        row = next(row for row in self.rows if row.is_staged)
+        param = next(param for param in self.param_plans if param.is_staged)
         virtual = self.config.pipeline.virtual_stages
-        return Stages(row.shape[0], self.mesh.shape["pp"], virtual)
+        return Stages(param.shape[0], self.mesh.shape["pp"], virtual)
 
     @property
-    def late_axes(self) -> tuple[str, ...]:
+    def deferred_axes(self) -> tuple[str, ...]:
         """Data axes over which gradients of split parameters are reduced only once."""
         axes = axes_in_use(self.mesh, DATA_AXES)
         return tuple(a for a in axes if a not in self.placements.gradient)
@@ -176,17 +179,17 @@ class Plan:
     @property
     def units(self) -> tuple[str, ...]:
         """Paths of the units, in order of appearance, without the root."""
-        return tuple(dict.fromkeys(r.unit for r in self.rows if r.unit != ROOT))
+        return tuple(dict.fromkeys(r.unit for r in self.param_plans if r.unit != ROOT))
 
     @property
     def bytes_per_device(self) -> dict[str, int]:
         """Bytes of the stored parameters and of their gradients on one device."""
         sizes = {"params": 0, "grads": 0}
-        for row in self.rows:
-            held = row.num_elements(self.mesh, row.placements.optimizer)
-            sizes["params"] += held * row.precision.main_params.itemsize
-            if not row.frozen:
-                sizes["grads"] += held * row.precision.main_grads.itemsize
+        for param in self.param_plans:
+            held = param.num_elements(self.mesh, param.placements.optimizer)
+            sizes["params"] += held * param.precision.main_params.itemsize
+            if not param.frozen:
+                sizes["grads"] += held * param.precision.main_grads.itemsize
         return sizes
 
     @property
@@ -195,16 +198,16 @@ class Plan:
         return jax.tree.structure(self.model.params)
 
     @property
-    def encoded_bytes(self) -> int:
+    def quantized_bytes(self) -> int:
         """Bytes of quantized shards on one device during a step."""
         total = 0
-        for row in self.rows:
-            if row.gather:
-                axes = row.placements.parameter
-                dims = list(row.on_device(self.mesh, row.padded_shape, axes))
+        for param in self.param_plans:
+            if param.gather:
+                axes = param.placements.parameter
+                dims = list(param.on_device(self.mesh, param.padded_shape, axes))
                 total += math.prod(dims)
-                if isinstance(row.gather, MXFP8Gather):
-                    dims[row.block_dim] = num_blocks(dims[row.block_dim])
+                if isinstance(param.gather, MXFP8Gather):
+                    dims[param.block_dim] = num_blocks(dims[param.block_dim])
                     total += math.prod(dims)
         return total
 
@@ -219,9 +222,9 @@ class Plan:
     def _unflatten(self, leaves: Iterable[Any]) -> PyTree:
         return self.treedef.unflatten(leaves)
 
-    def _struct(self, row: ParamPlan, dtype: Any) -> jax.ShapeDtypeStruct:
-        sharding = NamedSharding(self.mesh, row.logical_spec)
-        return jax.ShapeDtypeStruct(row.shape, dtype, sharding=sharding)
+    def _struct(self, param: ParamPlan, dtype: Any) -> jax.ShapeDtypeStruct:
+        sharding = NamedSharding(self.mesh, param.logical_spec)
+        return jax.ShapeDtypeStruct(param.shape, dtype, sharding=sharding)
 
 
 def sequence_dims(plan: Plan, batch: PyTree) -> list[int]:
@@ -255,52 +258,52 @@ _COLUMNS = {
 def _grid(plan: Plan) -> Grid:
     return Grid(
         _COLUMNS,
-        [_cells(plan, row) for row in plan.rows],
-        [_bytes_at_rest(plan, row) for row in plan.rows],
+        [_cells(plan, param) for param in plan.param_plans],
+        [_bytes_at_rest(plan, param) for param in plan.param_plans],
     )
 
 
-def _bytes_at_rest(plan: Plan, row: ParamPlan) -> int:
-    held = row.num_elements(plan.mesh, row.placements.optimizer)
-    return held * row.precision.main_params.itemsize
+def _bytes_at_rest(plan: Plan, param: ParamPlan) -> int:
+    held = param.num_elements(plan.mesh, param.placements.optimizer)
+    return held * param.precision.main_params.itemsize
 
 
-def _cells(plan: Plan, row: ParamPlan) -> tuple[str, ...]:
-    rests = row.precision.main_params
+def _cells(plan: Plan, param: ParamPlan) -> tuple[str, ...]:
+    rests = param.precision.main_params
     return (
-        row.name,
-        str(row.shape),
+        param.name,
+        str(param.shape),
         rests.name,
-        row.gather.name if row.gather else row.precision.param.name,
-        row.unit + (" (stacked)" if row.num_stacked else ""),
-        _split(row),
-        f"{_bytes_at_rest(plan, row):,}",
+        param.gather.name if param.gather else param.precision.param.name,
+        param.unit + (" (stacked)" if param.num_stacked else ""),
+        _split(param),
+        f"{_bytes_at_rest(plan, param):,}",
     )
 
 
-def _split(row: ParamPlan) -> str:
+def _split(param: ParamPlan) -> str:
     """Describes how one parameter is split."""
     parts = []
-    axes = row.placements.optimizer
-    if row.is_staged:
+    axes = param.placements.optimizer
+    if param.is_staged:
         parts.append("dim 0 over pp")
-    if row.stage_padding:
-        size = row.shape[0]
-        parts.append(f"padded {size} to {size + row.stage_padding}")
-    is_one_dim = bool(axes) and row.dim == row.tensor_dim
+    if param.stage_padding:
+        size = param.shape[0]
+        parts.append(f"padded {size} to {size + param.stage_padding}")
+    is_one_dim = bool(axes) and param.dim == param.tensor_dim
     if is_one_dim:
-        parts.append(f"dim {row.dim} over {' x '.join(('tp', *axes))}")
+        parts.append(f"dim {param.dim} over {' x '.join(('tp', *axes))}")
     elif axes:
-        parts.append(f"dim {row.dim} over {' x '.join(axes)}")
-    if row.padding:
-        assert row.dim is not None
-        size = row.shape[row.dim]
-        parts.append(f"padded {size} to {size + row.padding}")
-    if row.tensor_dim is not None and not is_one_dim:
-        parts.append(f"dim {row.tensor_dim} over tp")
-    if row.expert_dim is not None:
-        parts.append(f"dim {row.expert_dim} over ep")
-    if row.frozen:
+        parts.append(f"dim {param.dim} over {' x '.join(axes)}")
+    if param.padding:
+        assert param.dim is not None
+        size = param.shape[param.dim]
+        parts.append(f"padded {size} to {size + param.padding}")
+    if param.tensor_dim is not None and not is_one_dim:
+        parts.append(f"dim {param.tensor_dim} over tp")
+    if param.expert_dim is not None:
+        parts.append(f"dim {param.expert_dim} over ep")
+    if param.frozen:
         parts.append("frozen")
     return ", ".join(parts) or "whole"
 
@@ -309,18 +312,20 @@ def _whole_over_tp(plan: Plan) -> list[str]:
     """Returns the names of matrices that are replicated over `tp`."""
     if plan.mesh.shape["tp"] == 1:
         return []
-    return [r.name for r in plan.rows if r.tensor_dim is None and r.ndim_in_unit > 1]
+    return [
+        r.name for r in plan.param_plans if r.tensor_dim is None and r.ndim_in_unit > 1
+    ]
 
 
 def _padding_bytes(plan: Plan, padded: Sequence[ParamPlan]) -> int:
     """Returns bytes on one device beyond an even split of the padded parameters."""
     extra = 0.0
-    for row in padded:
-        even = row.num_elements(plan.mesh, ()) / num_devices(
-            plan.mesh, row.placements.optimizer
+    for param in padded:
+        even = param.num_elements(plan.mesh, ()) / num_devices(
+            plan.mesh, param.placements.optimizer
         )
-        held = row.num_elements(plan.mesh, row.placements.optimizer)
-        extra += (held - even) * row.precision.main_params.itemsize
+        held = param.num_elements(plan.mesh, param.placements.optimizer)
+        extra += (held - even) * param.precision.main_params.itemsize
     return round(extra)
 
 
@@ -328,16 +333,18 @@ def _summary(plan: Plan) -> list[str]:
     sizes = plan.bytes_per_device
     axes = ", ".join(f"{a}={n}" for a, n in plan.mesh.shape.items() if n > 1)
     whole = [
-        row.name for row in plan.rows if not (row.placements.optimizer or row.is_expert)
+        param.name
+        for param in plan.param_plans
+        if not (param.placements.optimizer or param.is_expert)
     ]
-    frozen = sum(row.frozen for row in plan.rows)
-    experts = sum(row.is_expert for row in plan.rows)
-    counts = f"parameters: {len(plan.rows)}, units: {len(plan.units)}"
+    frozen = sum(param.frozen for param in plan.param_plans)
+    experts = sum(param.is_expert for param in plan.param_plans)
+    counts = f"parameters: {len(plan.param_plans)}, units: {len(plan.units)}"
     at_rest = [f"{format_bytes(size)} {kind}" for kind, size in sizes.items()]
     lines = [
         f"{counts}, devices: {plan.mesh.size} ({axes or 'a single one'})",
         f"a device at rest: {', '.join(at_rest)}; optimizer state comes on top",
-        *held_lines(plan.mesh, plan.rows, plan.model.decoded),
+        *held_lines(plan.mesh, plan.param_plans, plan.model.decoded),
     ]
     if experts:
         lines.append(f"experts, never gathered over ep: {experts}")
@@ -355,12 +362,12 @@ def _summary(plan: Plan) -> list[str]:
         lines.append(f"arrays, not parameters: {', '.join(state[:5])}{more}")
     if frozen:
         lines.append(f"frozen, with neither gradient nor optimizer state: {frozen}")
-    if encoded := [row.gather.name for row in plan.rows if row.gather]:
+    if quantized := [param.gather.name for param in plan.param_plans if param.gather]:
         lines.append(
-            f"encoded to be gathered: {len(encoded)} as {encoded[0]}, "
-            f"{format_bytes(plan.encoded_bytes)} a device during a step"
+            f"quantized to be gathered: {len(quantized)} as {quantized[0]}, "
+            f"{format_bytes(plan.quantized_bytes)} a device during a step"
         )
-    if padded := [row for row in plan.rows if row.padding]:
+    if padded := [param for param in plan.param_plans if param.padding]:
         lines.append(
             f"padded, since no dim divides: {len(padded)}, "
             f"{format_bytes(_padding_bytes(plan, padded))} of zeros a device"
@@ -370,7 +377,7 @@ def _summary(plan: Plan) -> list[str]:
     if names := _whole_over_tp(plan):
         lines.append(f"whole on each rank of tp: {', '.join(names)}")
     if plan.mesh.shape["pp"] > 1:
-        lines += pipeline_lines(plan.mesh, plan.config, plan.stages, plan.rows)
+        lines += pipeline_lines(plan.mesh, plan.config, plan.stages, plan.param_plans)
     if not plan.units:
         lines.append(
             "no units: the whole model is gathered at the entry of the loss; pass "

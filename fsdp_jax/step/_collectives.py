@@ -8,8 +8,8 @@
 | once a step, deferred | reduce-scatter | others of `optimizer` | `grad_comm` |
 | once a step, deferred | all-reduce | all others still partial | `grad_comm` |
 
-The first three are `fsdp_gather` and its derivative, the last two `reduce_late`. These
-run after the last microbatch, or in its backward where `Late.axes` names axes. With
+The first three are `fsdp_gather` and its derivative, the last two `reduce_deferred`. These
+run after the last microbatch, or in its backward where `GradReduction.axes` names axes. With
 `precision.accumulate_wide` an all-to-all and a local sum replace each reduce-scatter,
 and the all-reduce is in `main_grads`. The all-gathers that run once a step, before the
 first microbatch, are in `_param_layout`.
@@ -28,14 +28,14 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from fsdp_jax.sharding._low_precision import (
-    Encoded,
     MXFP8Gather,
+    Quantized,
     decode_float8,
     decode_mxfp8,
 )
 from fsdp_jax.sharding._plan import ParamPlan
 from fsdp_jax.step._grad_mark import mark_gradient
-from fsdp_jax.step._shard import Late, Shard
+from fsdp_jax.step._shard import GradReduction, Shard
 
 
 def gather_weight(shard: Shard) -> Float[Array, ...]:
@@ -53,38 +53,44 @@ def gather_weight(shard: Shard) -> Float[Array, ...]:
       ValueError: If stacked dims are left, or dims are missing because a parameter that
         was planned as not stacked turns out to be a stack.
     """
-    if shard.value.ndim != shard.row.ndim_in_unit:
+    if shard.value.ndim != shard.param.ndim_in_unit:
         raise ValueError(_wrong_rank(shard))
-    return fsdp_gather(shard.row, shard.late, shard.value, shard.sink, shard.earlier)
+    return fsdp_gather(
+        shard.param,
+        shard.reduction,
+        shard.value,
+        shard.grad_buffer,
+        shard.accumulated_grad,
+    )
 
 
-def reduce_late(
-    row: ParamPlan, grad: Float[Array, ...], late_axes: tuple[str, ...]
+def reduce_deferred(
+    param: ParamPlan, grad: Float[Array, ...], deferred_axes: tuple[str, ...]
 ) -> Float[Array, ...]:
     """Runs the deferred reduction: over the axes on which a gradient is still partial.
 
     Args:
-      row: The parameter's plan.
+      param: The parameter's plan.
       grad: Accumulated gradient on this device, or one unit's slice of it, split over
         `placements.gradient`.
-      late_axes: Mesh axes over which `grad` is still partial.
+      deferred_axes: Mesh axes over which `grad` is still partial.
 
     Returns:
-      The gradient summed over `late_axes`, split over `placements.optimizer`, dtype
+      The gradient summed over `deferred_axes`, split over `placements.optimizer`, dtype
       `precision.main_grads`.
     """
-    scattered = tuple(a for a in row.placements.optimizer if a in late_axes)
-    summed = tuple(axis for axis in late_axes if axis not in scattered)
-    with jax.named_scope("reduce_late"):
+    scattered = tuple(a for a in param.placements.optimizer if a in deferred_axes)
+    summed = tuple(axis for axis in deferred_axes if axis not in scattered)
+    with jax.named_scope("reduce_deferred"):
         if scattered:
-            grad = _reduce_scatter(row, grad, scattered)
+            grad = _reduce_scatter(param, grad, scattered)
         if summed:
             # An all-reduce cannot sum wider than it communicates, as the all-to-all in
             # `_reduce_scatter` can, so the wide sum is communicated wide.
-            wide = row.precision.accumulate_wide
-            wire = row.precision.main_grads if wide else row.precision.grad_comm
-            grad = _all_reduce(row, grad.astype(wire), summed)
-    return grad.astype(row.precision.main_grads)
+            wide = param.precision.accumulate_wide
+            wire = param.precision.main_grads if wide else param.precision.grad_comm
+            grad = _all_reduce(param, grad.astype(wire), summed)
+    return grad.astype(param.precision.main_grads)
 
 
 # Why a custom derivative: jax would transpose the all-gather to a reduce-scatter over
@@ -92,121 +98,138 @@ def reduce_late(
 # `value`. But a gradient has its own placement (ZeRO-2 splits gradients and not
 # weights) and its own dtypes (`grad_comm` between devices, `main_grads` to accumulate),
 # and the bytes of a quantized weight have no derivative. So `value` gets no cotangent,
-# and the gradient is that of `sink`, zeros that forward never reads.
+# and the gradient is that of `grad_buffer`, zeros that forward never reads.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def fsdp_gather(
-    row: ParamPlan, late: Late, value: Any, sink: Array | None, earlier: Array | None
+    param: ParamPlan,
+    reduction: GradReduction,
+    value: Any,
+    grad_buffer: Array | None,
+    accumulated_grad: Array | None,
 ) -> Array:
-    del late, sink, earlier  # They concern the gradient; see `Shard`.
+    del (
+        reduction,
+        grad_buffer,
+        accumulated_grad,
+    )  # They concern the gradient; see `Shard`.
     # Cast before the collective, which then communicates the narrower dtype.
-    if row.gather is None:
-        value = value.astype(row.precision.param)
-    axes = row.placements.parameter
-    weight = all_gather(row, value, axes) if axes else value
-    if row.gather is not None:
-        weight = _decode(row, weight)
+    if param.gather is None:
+        value = value.astype(param.precision.param)
+    axes = param.placements.parameter
+    weight = all_gather(param, value, axes) if axes else value
+    if param.gather is not None:
+        weight = _decode(param, weight)
     # The padding is zeros at the end of the split dim.
-    if row.padding:
-        dim = _split_dim(row, weight)
-        weight = lax.slice_in_dim(weight, 0, weight.shape[dim] - row.padding, axis=dim)
-    return _with_cut_dim(row, weight, -1) if row.is_cut else weight
+    if param.padding:
+        dim = _split_dim(param, weight)
+        weight = lax.slice_in_dim(
+            weight, 0, weight.shape[dim] - param.padding, axis=dim
+        )
+    return _with_factored_dim(param, weight, -1) if param.is_factored else weight
 
 
-def _gather_forward(row: ParamPlan, late: Late, value, sink, earlier):
-    # Without `sink`, backward needs the value's shape and dtype, for `marked_zeros`.
-    unmarked = value if sink is None else None
-    return fsdp_gather(row, late, value, sink, earlier), (unmarked, earlier)
+def _gather_forward(
+    param: ParamPlan, reduction: GradReduction, value, grad_buffer, accumulated_grad
+):
+    # Without `grad_buffer`, backward needs the value's shape and dtype, for `marked_zeros`.
+    unmarked = value if grad_buffer is None else None
+    return fsdp_gather(param, reduction, value, grad_buffer, accumulated_grad), (
+        unmarked,
+        accumulated_grad,
+    )
 
 
-def _gather_backward(row: ParamPlan, late: Late, residuals, grad: Array):
-    value, earlier = residuals
+def _gather_backward(
+    param: ParamPlan, reduction: GradReduction, residuals, grad: Array
+):
+    value, accumulated_grad = residuals
     if value is not None:
-        return marked_zeros(row, value), None, None
-    if row.frozen:
+        return marked_zeros(param, value), None, None
+    if param.frozen:
         return None, None, None
     # The steps of forward in reverse: the factored dim, the padding, the collective.
-    if row.is_cut:
-        dim = row.tensor_dim
+    if param.is_factored:
+        dim = param.tensor_dim
         assert dim is not None
-        grad = _with_cut_dim(row, grad, row.shape[dim], row.shape[dim + 1])
-    if late.scale != 1.0 and not row.is_overwritten:
+        grad = _with_factored_dim(param, grad, param.shape[dim], param.shape[dim + 1])
+    if reduction.scale != 1.0 and not param.overwrite_with_gradient:
         # In the wide dtype, and after backward: the loss itself, scaled, would make the
         # small gradients of a float16 model vanish.
         wide = jnp.promote_types(grad.dtype, jnp.float32)
-        grad = grad.astype(wide) * jnp.asarray(late.scale, wide)
-    if row.padding:
+        grad = grad.astype(wide) * jnp.asarray(reduction.scale, wide)
+    if param.padding:
         widths = [(0, 0)] * grad.ndim
-        widths[_split_dim(row, grad)] = (0, row.padding)
+        widths[_split_dim(param, grad)] = (0, param.padding)
         grad = jnp.pad(grad, widths)
-    if axes := row.placements.gradient:
-        grad = _reduce_scatter(row, grad, axes)
-    grad = grad.astype(row.precision.main_grads)
+    if axes := param.placements.gradient:
+        grad = _reduce_scatter(param, grad, axes)
+    grad = grad.astype(param.precision.main_grads)
     # Before the deferred reduction, which then runs once for all microbatches.
-    if earlier is not None:
-        grad = accumulated(row, grad, earlier)
-    if late.axes:
-        grad = reduce_late(row, grad, late.axes)
-    return None, mark_gradient(grad, row.name, row.ndim_in_unit), None
+    if accumulated_grad is not None:
+        grad = accumulated(param, grad, accumulated_grad)
+    if reduction.axes:
+        grad = reduce_deferred(param, grad, reduction.axes)
+    return None, mark_gradient(grad, param.name, param.ndim_in_unit), None
 
 
 fsdp_gather.defvjp(_gather_forward, _gather_backward)
 
 
-def marked_zeros(row: ParamPlan, value: Any) -> Any:
+def marked_zeros(param: ParamPlan, value: Any) -> Any:
     """Returns a zero cotangent for a shard without a gradient, marked like a gradient.
 
     Only a derivative taken inside the loss asks for it. The mark lets `check_loss` find
     and refuse that derivative. None for quantized and integer weights.
     """
-    if isinstance(value, Encoded) or not jnp.issubdtype(value.dtype, jnp.floating):
+    if isinstance(value, Quantized) or not jnp.issubdtype(value.dtype, jnp.floating):
         return None
-    return mark_gradient(jnp.zeros_like(value), row.name, row.ndim_in_unit)
+    return mark_gradient(jnp.zeros_like(value), param.name, param.ndim_in_unit)
 
 
-def accumulated(row: ParamPlan, grad: Array, new: Array) -> Array:
-    """Adds two microbatches' gradients; takes the maximum where `is_overwritten`."""
-    return jnp.maximum(grad, new) if row.is_overwritten else grad + new
+def accumulated(param: ParamPlan, grad: Array, new: Array) -> Array:
+    """Adds two microbatches' gradients; takes the maximum where `overwrite_with_gradient`."""
+    return jnp.maximum(grad, new) if param.overwrite_with_gradient else grad + new
 
 
-def all_gather(row: ParamPlan, value: Any, axes: tuple[str, ...]) -> Any:
-    """All-gathers the split dim of an array, or of an `Encoded` and its scales."""
-    if isinstance(value, Encoded):
+def all_gather(param: ParamPlan, value: Any, axes: tuple[str, ...]) -> Any:
+    """All-gathers the split dim of an array, or of an `Quantized` and its scales."""
+    if isinstance(value, Quantized):
         scale = value.scale
-        if isinstance(row.gather, MXFP8Gather):  # Float8Gather: agreed on.
-            scale = all_gather(row, scale, axes)
-        return Encoded(all_gather(row, value.bytes, axes), scale)
-    dim = _split_dim(row, value)
+        if isinstance(param.gather, MXFP8Gather):  # Float8Gather: agreed on.
+            scale = all_gather(param, scale, axes)
+        return Quantized(all_gather(param, value.bytes, axes), scale)
+    dim = _split_dim(param, value)
 
     def gather(piece):
         return lax.all_gather(piece, axes, axis=dim, tiled=True)
 
     with jax.named_scope("all_gather"):
-        return at_tp_width(row, gather, value)
+        return at_tp_width(param, gather, value)
 
 
-def _decode(row: ParamPlan, encoded: Encoded) -> Array:
+def _decode(param: ParamPlan, quantized: Quantized) -> Array:
     """Dequantizes a gathered weight to its compute dtype."""
-    dtype = row.precision.param
+    dtype = param.precision.param
     with jax.named_scope("decode"):
-        if not isinstance(row.gather, MXFP8Gather):
-            return decode_float8(encoded, dtype)
+        if not isinstance(param.gather, MXFP8Gather):
+            return decode_float8(quantized, dtype)
         return at_tp_width(
-            row, lambda e: decode_mxfp8(e, row.block_dim, dtype), encoded
+            param, lambda e: decode_mxfp8(e, param.block_dim, dtype), quantized
         )
 
 
-def _all_reduce(row: ParamPlan, grad: Array, axes: tuple[str, ...]) -> Array:
-    reduce = lax.pmax if row.is_overwritten else lax.psum
+def _all_reduce(param: ParamPlan, grad: Array, axes: tuple[str, ...]) -> Array:
+    reduce = lax.pmax if param.overwrite_with_gradient else lax.psum
     with jax.named_scope("all_reduce"):
-        return at_tp_width(row, lambda grad: reduce(grad, axes), grad)
+        return at_tp_width(param, lambda grad: reduce(grad, axes), grad)
 
 
-def _reduce_scatter(row: ParamPlan, grad: Array, axes: tuple[str, ...]) -> Array:
+def _reduce_scatter(param: ParamPlan, grad: Array, axes: tuple[str, ...]) -> Array:
     """Sums `grad` over `axes`; each rank keeps its piece of the split dim."""
-    dim = _split_dim(row, grad)
+    dim = _split_dim(param, grad)
 
     def reduce(grad):
-        if not row.precision.accumulate_wide:
+        if not param.precision.accumulate_wide:
             return lax.psum_scatter(grad, axes, scatter_dimension=dim, tiled=True)
         # The bytes of a reduce-scatter, but partial sums are not rounded to
         # `grad_comm`: each rank gets all addends of its piece and sums them itself.
@@ -215,56 +238,56 @@ def _reduce_scatter(row: ParamPlan, grad: Array, axes: tuple[str, ...]) -> Array
         ranks = lax.axis_size(axes)
         # This rank's piece, one from every rank: `[*before, ranks, piece, *after]`.
         by_rank = pieces.reshape(*before, ranks, size // ranks, *after)
-        return by_rank.sum(axis=dim, dtype=row.precision.main_grads)
+        return by_rank.sum(axis=dim, dtype=param.precision.main_grads)
 
     with jax.named_scope("reduce_scatter"):
-        return at_tp_width(row, reduce, grad.astype(row.precision.grad_comm))
+        return at_tp_width(param, reduce, grad.astype(param.precision.grad_comm))
 
 
-def at_tp_width(row: ParamPlan, collective: Callable[[Any], Any], x: Any) -> Any:
+def at_tp_width(param: ParamPlan, collective: Callable[[Any], Any], x: Any) -> Any:
     """Runs a collective over data axes on this rank's `tp` shard of an array.
 
     The step leaves `tp` to XLA, which would gather over `tp` before the collective and
     so communicate `tp` times the bytes. A `shard_map` over `tp` around the collective
     alone prevents that.
     """
-    if not row.is_under_tp:
+    if not param.is_under_tp:
         return collective(x)
     # `tensor_dim` counts stacked dims, which a unit's slice does not have.
     spec = PartitionSpec()
-    if row.tensor_dim is not None:
-        dim = row.tensor_dim - (len(row.shape) - x.ndim)
+    if param.tensor_dim is not None:
+        dim = param.tensor_dim - (len(param.shape) - x.ndim)
         spec = PartitionSpec(*(None,) * dim, "tp")
     return jax.shard_map(
         collective, in_specs=spec, out_specs=spec, axis_names={"tp"}, check_vma=False
     )(x)
 
 
-def _with_cut_dim(row: ParamPlan, x: Array, *sizes: int) -> Array:
-    """Reshapes a unit's slice where `ParamPlan.in_step` factored a dim into two."""
-    assert row.tensor_dim is not None
-    dim = row.tensor_dim - row.num_stacked
-    behind = row.shape[row.tensor_dim + 2 :]
+def _with_factored_dim(param: ParamPlan, x: Array, *sizes: int) -> Array:
+    """Reshapes a unit's slice where `ParamPlan.step_layout` factored a dim into two."""
+    assert param.tensor_dim is not None
+    dim = param.tensor_dim - param.num_stacked
+    behind = param.shape[param.tensor_dim + 2 :]
     return x.reshape(*x.shape[:dim], *sizes, *behind)
 
 
-def _split_dim(row: ParamPlan, x: Array) -> int:
+def _split_dim(param: ParamPlan, x: Array) -> int:
     """Returns the split dim of `x`, a parameter or a unit's slice without its stack."""
-    assert row.dim is not None
-    return row.dim - (len(row.shape) - x.ndim)
+    assert param.dim is not None
+    return param.dim - (len(param.shape) - x.ndim)
 
 
 def _wrong_rank(shard: Shard) -> str:
-    row, ndim = shard.row, shard.value.ndim
+    param, ndim = shard.param, shard.value.ndim
     advice = (
-        f"Its unit is a stack of {row.ndim_in_unit - ndim} more leading dim(s): plan "
+        f"Its unit is a stack of {param.ndim_in_unit - ndim} more leading dim(s): plan "
         "it with units=[fsdp.Stacked(...)]."
-        if ndim < row.ndim_in_unit
+        if ndim < param.ndim_in_unit
         else "Scan over the stack (fsdp.scan, jax.lax.scan, nnx.scan) instead of "
         "entering the unit with all of it."
     )
     return (
-        f"'{row.name}' of unit '{row.unit}' is planned with shape {row.shape}, "
-        f"{row.num_stacked} stacked dim(s), but enters its unit with {ndim} dims "
-        f"instead of {row.ndim_in_unit}. {advice}"
+        f"'{param.name}' of unit '{param.unit}' is planned with shape {param.shape}, "
+        f"{param.num_stacked} stacked dim(s), but enters its unit with {ndim} dims "
+        f"instead of {param.ndim_in_unit}. {advice}"
     )

@@ -46,8 +46,8 @@ def stream(
     Returns:
       The result of `fn`. A leaf that is an argument in host memory stays there.
     """
-    moulds = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
-    closed, shape = jax.make_jaxpr(fn, return_shape=True)(*moulds)
+    abstracts = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
+    closed, shape = jax.make_jaxpr(fn, return_shape=True)(*abstracts)
     run = _Run(closed, jax.tree.leaves(args), jax.tree.leaves(from_host), after)
     flags = dict(zip(closed.jaxpr.outvars, jax.tree.leaves(to_host), strict=True))
     for part in _parts(closed.jaxpr, order):

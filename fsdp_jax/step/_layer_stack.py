@@ -2,7 +2,7 @@
 
 The schedule of a step decides which stage runs which layers for which microbatch. So in
 the trace of a loss the scan is one equation, which is never executed and at which
-`cut_loss` splits the loss.
+`split_loss` splits the loss.
 """
 
 from __future__ import annotations

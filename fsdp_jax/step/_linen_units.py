@@ -92,8 +92,8 @@ def _is_top_of_unit(variables: PyTree) -> bool:
     for name, leaf in named_leaves(variables, is_shard):
         if is_shard(leaf) and leaf.is_slice:
             collection, _, inside = _without_box(name).partition(".")
-            whole = leaf.recipe.name if isinstance(leaf, Derived) else leaf.row.name
-            rest = _without_box(whole).removeprefix(f"{leaf.row.unit}.")
+            whole = leaf.recipe.name if isinstance(leaf, Derived) else leaf.param.name
+            rest = _without_box(whole).removeprefix(f"{leaf.param.unit}.")
             if rest in (inside, f"{collection}.{inside}"):
                 return True
     return False

@@ -30,7 +30,7 @@ from fsdp_jax.step._model_state import (
 )
 from fsdp_jax.step._module_units import mark_objects, unmark_objects
 from fsdp_jax.step._shard import Shard
-from fsdp_jax.step._split_loss import CutLoss, cut_loss
+from fsdp_jax.step._split_loss import SplitLoss, split_loss
 
 LossFn = Callable[..., Any]
 """`loss_fn(model, batch)`, and `rng=key` if it takes it, to a loss or `(loss, aux)`."""
@@ -89,11 +89,11 @@ def loss_of_shards(plan: Plan, loss_fn: LossFn, form: LossForm) -> LossOfShards:
     def call(shards: Sequence[Shard], model_state, batch, rng):
         with jax.named_scope("unit:root"):
             # Root parameters belong to no unit: gathered here, once for the loss.
-            leaves = [gather_weight(s) if s.row.unit == ROOT else s for s in shards]
+            leaves = [gather_weight(s) if s.param.unit == ROOT else s for s in shards]
         state = fold_keys(model_state, rng)
         params = plan.treedef.unflatten(leaves)
-        # Dropout of LoRA factors is for training, where shards have a `sink`.
-        if plan.model.is_random and any(s.sink is not None for s in shards):
+        # Dropout of LoRA factors is for training, where shards have a `grad_buffer`.
+        if plan.model.is_random and any(s.grad_buffer is not None for s in shards):
             model = plan.model.adapted.merge(params, state, rng)
         else:
             model = plan.model.merge(params, state)
@@ -107,7 +107,7 @@ def loss_of_shards(plan: Plan, loss_fn: LossFn, form: LossForm) -> LossOfShards:
             out = loss_fn(model, batch, **extra)
         loss, aux = out if form.has_aux or _has_update(out) else (out, None)
         total, count = _sum_and_count(loss) if form.per_token else (loss, 1)
-        is_training = any(s.sink is not None for s in shards)
+        is_training = any(s.grad_buffer is not None for s in shards)
         model_state, aux = _written(plan, model, model_state, aux, is_training)
         total = _checked_loss(total)
         # In the dtype of the sum that it divides: float64 where the loss is.
@@ -161,12 +161,12 @@ def trace_loss(
     return _function(closed, out_tree), gathers
 
 
-def trace_and_cut(
+def trace_and_split(
     loss: LossOfShards,
     shards: Sequence[Shard],
     *args: PyTree,
     axes: Sequence[str] = (),
-) -> CutLoss:
+) -> SplitLoss:
     """Traces and checks a loss, and splits it at the stack that stages share.
 
     Args:
@@ -179,30 +179,32 @@ def trace_and_cut(
       The parts of the loss.
 
     Raises:
-      ValueError: See `check_loss` and `cut_loss`.
+      ValueError: See `check_loss` and `split_loss`.
     """
     closed, out_tree = _traced(loss, shards, *args)
-    check_loss(closed.jaxpr, shards, args, axes, is_cut=True)
-    return cut_loss(closed, out_tree)
+    check_loss(closed.jaxpr, shards, args, axes, is_split=True)
+    return split_loss(closed, out_tree)
 
 
 def gradients_of(loss: LossOfShards) -> Callable[..., Any]:
     """Makes `fn(shards, state, rows, key, scale) -> (grads, total, count, aux, state)`.
 
     The gradients are those of the loss times `scale`, as cotangents of the shards'
-    `sink`s.
+    `grad_buffer`s.
     """
 
     def gradients(shards, state, rows, key, scale):
-        def of_sinks(sinks):
+        def of_grad_buffers(grad_buffers):
             given = [
-                dataclasses.replace(shard, sink=sink)
-                for shard, sink in zip(shards, sinks, strict=True)
+                dataclasses.replace(shard, grad_buffer=grad_buffer)
+                for shard, grad_buffer in zip(shards, grad_buffers, strict=True)
             ]
             return loss(given, state, rows, key)
 
-        sinks = [shard.sink for shard in shards]
-        total, pull, (count, aux, after) = jax.vjp(of_sinks, sinks, has_aux=True)
+        grad_buffers = [shard.grad_buffer for shard in shards]
+        total, pull, (count, aux, after) = jax.vjp(
+            of_grad_buffers, grad_buffers, has_aux=True
+        )
         # The loss scale is the cotangent of the loss, so the loss itself is unscaled.
         (grads,) = pull(jnp.full_like(total, scale))
         return grads, total, count, aux, after

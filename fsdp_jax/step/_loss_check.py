@@ -22,7 +22,7 @@ def check_loss(
     args: Sequence[PyTree],
     axes: Sequence[str],
     *,
-    is_cut: bool = False,
+    is_split: bool = False,
 ) -> dict[str, int]:
     """Checks the trace of a loss.
 
@@ -32,7 +32,7 @@ def check_loss(
       shards: Shards of all parameters.
       args: Model state, batch and key, then arguments that are equal on all ranks.
       axes: Mesh axes of more than one device.
-      is_cut: Whether the loss is that of a pipeline, whose backward is not traced. A
+      is_split: Whether the loss is that of a pipeline, whose backward is not traced. A
         unit then counts as a collective of its own.
 
     Returns:
@@ -45,7 +45,7 @@ def check_loss(
     """
     uses = _checked_uses(jaxpr, shards)
     _refuse_inner_derivatives(gradient_flow(jaxpr))
-    _check_ranks(jaxpr, shards, args, axes, is_cut=is_cut)
+    _check_ranks(jaxpr, shards, args, axes, is_split=is_split)
     return uses.gathers
 
 
@@ -59,7 +59,7 @@ def check_gradients(
 
     Args:
       jaxpr: Trace as a function of the shards and `args`. Its results begin with the
-        gradients of the shards that have a `sink` and end with the model state.
+        gradients of the shards that have a `grad_buffer` and end with the model state.
       shards: Shards of all parameters.
       args: Model state, batch and key, then arguments that are equal on all ranks.
       axes: Mesh axes of more than one device.
@@ -74,7 +74,7 @@ def check_gradients(
         lists all offenders of one kind.
     """
     _checked_uses(jaxpr, shards)
-    names = [shard.row.name for shard in shards if shard.sink is not None]
+    names = [shard.param.name for shard in shards if shard.grad_buffer is not None]
     facts = gradient_flow(jaxpr, [v for v, _, kind in _inputs(jaxpr, shards) if kind])
     grads = dict(zip(names, facts, strict=False))
     _refuse_inner_derivatives(facts[len(names) :])
@@ -86,16 +86,20 @@ def check_gradients(
 def _inputs(
     jaxpr: core.Jaxpr, shards: Sequence[Shard]
 ) -> list[tuple[core.Var, Shard, bool]]:
-    """Returns the inputs that belong to shards, and whether each is a `sink`."""
+    """Returns the inputs that belong to shards, and whether each is a `grad_buffer`."""
     marked = [
-        (shard, is_sink)
+        (shard, is_grad_buffer)
         for shard in shards
-        for part, is_sink in ((shard.value, 0), (shard.sink, 1), (shard.earlier, 0))
+        for part, is_grad_buffer in (
+            (shard.value, 0),
+            (shard.grad_buffer, 1),
+            (shard.accumulated_grad, 0),
+        )
         for _ in jax.tree.leaves(part)
     ]
     # The leaves of the shards are the first inputs; those of other arguments follow.
     pairs = zip(jaxpr.invars, marked, strict=False)
-    return [(v, shard, bool(is_sink)) for v, (shard, is_sink) in pairs]
+    return [(v, shard, bool(is_grad_buffer)) for v, (shard, is_grad_buffer) in pairs]
 
 
 def _checked_uses(jaxpr: core.Jaxpr, shards: Sequence[Shard]) -> Uses:
@@ -104,8 +108,8 @@ def _checked_uses(jaxpr: core.Jaxpr, shards: Sequence[Shard]) -> Uses:
     for shard in shards:
         # The first array of a quantized weight has its shape; the others are scales.
         value, *_ = [next(inputs) for _ in jax.tree.leaves(shard)]
-        if shard.row.unit != ROOT:
-            values[value] = shard.row.name, shard.row.ndim_in_unit
+        if shard.param.unit != ROOT:
+            values[value] = shard.param.name, shard.param.ndim_in_unit
     uses = uses_of_shards(jaxpr, values)
     _refuse_misuse(uses)
     return uses
@@ -173,7 +177,7 @@ def _check_ranks(
     args: Sequence[PyTree],
     axes: Sequence[str],
     *,
-    is_cut: bool = False,
+    is_split: bool = False,
 ) -> None:
     known = frozenset(axes)
     if not known:
@@ -189,7 +193,7 @@ def _check_ranks(
         divided, results = divided_collectives(
             *(jaxpr, [*of_shards, *state, *rest], known),
             # Units gather in backward too, which a pipeline does not trace.
-            is_unit=is_gather if is_cut else lambda _: False,
+            is_unit=is_gather if is_split else lambda _: False,
         )
         # A microbatch begins with the state that the one before it left, which may
         # differ along more axes: repeat to a fixed point.
@@ -204,7 +208,7 @@ def _check_ranks(
 
 def _differs(shard: Shard) -> Axes:
     """Returns the axes along which this device's piece of a parameter differs."""
-    spec = shard.row.spec(shard.row.placements.parameter)
+    spec = shard.param.spec(shard.param.placements.parameter)
     return frozenset(jax.tree.leaves(tuple(spec)))
 
 
@@ -221,7 +225,7 @@ def _divided(divided: Sequence[Divided]) -> str:
         "unit always and choose among its results (jnp.where), or decide alike on all "
         "ranks, as by fsdp.ops.masked_count(flag) > 0. If ranks agree for a reason "
         "that the program does not show, vouch for it with "
-        "fsdp.assume_replicated(predicate)."
+        "fsdp.step.assume_replicated(predicate)."
     )
 
 

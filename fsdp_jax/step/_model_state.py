@@ -32,7 +32,7 @@ class Tally(nnx.Variable):
 class UpdatedModel:
     """New model state, which a loss returns in the place of `aux`.
 
-    A linen or equinox model is immutable: `return loss, fsdp.UpdatedModel(...)` is how
+    A linen or equinox model is immutable: `return loss, fsdp.step.UpdatedModel(...)` is how
     running statistics of BatchNorm get into `TrainState.model_state`. An nnx model is
     mutable, and its state is read from the model.
 
@@ -143,7 +143,7 @@ def refuse_state(plan: Plan, aux: PyTree) -> None:
         raise ValueError(
             f"loss_fn returns {', '.join(found[:5])} as aux, which would be no new "
             "value of the model's arrays that are no parameters. Return "
-            "(loss, fsdp.UpdatedModel(model, aux)), with the model's new arrays in "
+            "(loss, fsdp.step.UpdatedModel(model, aux)), with the model's new arrays in "
             "`model` and all else in `aux`."
         )
 
@@ -205,7 +205,7 @@ def check_call(plan: Plan, needs_rng: bool, rng: Any, model_state: Any) -> None:
         raise ValueError(
             f"The model has {len(missing)} array(s) that are no parameters: "
             f"{', '.join(missing[:5])}. Pass model_state=state.model_state, as made by "
-            "fsdp_jax.init."
+            "fsdp_jax.init_state."
         )
     if needs_rng and rng is None:
         raise ValueError(

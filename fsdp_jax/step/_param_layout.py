@@ -11,9 +11,9 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from fsdp_jax.sharding._low_precision import (
-    Encoded,
     Float8Gather,
     MXFP8Gather,
+    Quantized,
     encode_float8,
     encode_mxfp8,
 )
@@ -21,9 +21,9 @@ from fsdp_jax.sharding._plan import ParamPlan
 from fsdp_jax.step._collectives import all_gather, at_tp_width
 
 
-def enter_step(
-    rows: Sequence[ParamPlan], values: Sequence[Float[Array, ...]]
-) -> list[Array | Encoded]:
+def gather_for_step(
+    params: Sequence[ParamPlan], values: Sequence[Float[Array, ...]]
+) -> list[Array | Quantized]:
     """Gathers each parameter from its stored placement to its placement in the step.
 
     The all-gather over axes of `placements.optimizer` that are not in
@@ -32,55 +32,55 @@ def enter_step(
     dtype.
 
     Args:
-      rows: Plans of the parameters.
+      params: Plans of the parameters.
       values: This device's stored pieces, split over `placements.optimizer`.
 
     Returns:
       The pieces split over `placements.parameter`, quantized where `gather` is set.
     """
-    pairs = list(zip(rows, values, strict=True))
-    with jax.named_scope("enter_step"):
+    pairs = list(zip(params, values, strict=True))
+    with jax.named_scope("gather_for_step"):
         largest = _agreed([pair for pair in pairs if is_float8(pair[0])])
-        return [_enter(row, value, largest.get(row.name)) for row, value in pairs]
+        return [_enter(param, value, largest.get(param.name)) for param, value in pairs]
 
 
-def is_float8(row: ParamPlan) -> bool:
+def is_float8(param: ParamPlan) -> bool:
     """Returns whether ranks have to agree on a scale for a parameter."""
-    return isinstance(row.gather, Float8Gather)
+    return isinstance(param.gather, Float8Gather)
 
 
-def _enter(row: ParamPlan, value: Array, largest: Array | None) -> Array | Encoded:
-    placements = row.placements
+def _enter(param: ParamPlan, value: Array, largest: Array | None) -> Array | Quantized:
+    placements = param.placements
     axes = tuple(a for a in placements.optimizer if a not in placements.parameter)
     # Quantized or cast before the all-gather, to communicate fewer bytes.
-    entered: Array | Encoded = value
-    if isinstance(row.gather, MXFP8Gather):
-        entered = at_tp_width(row, lambda v: encode_mxfp8(v, row.block_dim), value)
+    entered: Array | Quantized = value
+    if isinstance(param.gather, MXFP8Gather):
+        entered = at_tp_width(param, lambda v: encode_mxfp8(v, param.block_dim), value)
     elif largest is not None:
         entered = encode_float8(value, largest)
     elif axes:
-        entered = value.astype(row.precision.param)
-    return all_gather(row, entered, axes) if axes else entered
+        entered = value.astype(param.precision.param)
+    return all_gather(param, entered, axes) if axes else entered
 
 
 def _agreed(pairs: Sequence[tuple[ParamPlan, Array]]) -> dict[str, Array]:
     """Returns the largest magnitude of each tensor over all ranks, by name."""
     # One all-reduce for all parameters that are split over the same axes.
     agreed = {}
-    for axes in dict.fromkeys(row.placements.optimizer for row, _ in pairs):
+    for axes in dict.fromkeys(param.placements.optimizer for param, _ in pairs):
         own = [pair for pair in pairs if pair[0].placements.optimizer == axes]
         sizes = [_largest(*pair) for pair in own]
         with jax.named_scope("largest"):
             found = lax.pmax(jnp.concatenate([size.ravel() for size in sizes]), axes)
-        names = [row.name for row, _ in own]
+        names = [param.name for param, _ in own]
         agreed |= _taken_apart(names, [size.shape for size in sizes], found)
     return agreed
 
 
-def _largest(row: ParamPlan, value: Array) -> Float[Array, "*stacked"]:
+def _largest(param: ParamPlan, value: Array) -> Float[Array, "*stacked"]:
     """Returns the largest magnitude in each unit's slice of this rank's piece."""
     # Each unit of a stack has a scale of its own: `[*stacked]`.
-    dims = tuple(range(row.num_stacked, value.ndim))
+    dims = tuple(range(param.num_stacked, value.ndim))
     return jnp.abs(value).max(dims).astype(jnp.float32)
 
 

@@ -130,7 +130,7 @@ class _Stack:
             shards[0].value.shape[0],
             prefetch,
             unroll,
-            shards[0].row.remat_policy,
+            shards[0].param.remat_policy,
         )
 
     def values(self, shards: list[Shard], i: Any) -> Leaves:
@@ -240,12 +240,12 @@ def _backward(stack: _Stack, residuals, cotangents):
     | `window` | `w_i .. w_(i-p+1)` | `w_(i-p)` gathered | `w_(i-1) .. w_(i-p)` |
     | `pending` | unit i+1, unreduced | reduced | unit i, unreduced |
     | `reduced` | piece of unit i+2 | written | piece of unit i+1 |
-    | `sinks` | units i+3 .. n-1 final | unit i+2 set | units i+2 .. n-1 final |
+    | `grad_buffers` | units i+3 .. n-1 final | unit i+2 set | units i+2 .. n-1 final |
 
     The reduction of unit i+1 thus does not depend on what unit i computes, and overlaps
     with it. It must run after that of unit i+2, or XLA combines both into one
     collective. A barrier orders them, and for it the piece of unit i+2 stays apart for
-    an iteration: tied to `sinks`, the barrier would hold the gradients of all units.
+    an iteration: tied to `grad_buffers`, the barrier would hold the gradients of all units.
 
     After the loop, `reduced` (unit 1) is written, and `pending` (unit 0) is reduced and
     written.
@@ -255,14 +255,14 @@ def _backward(stack: _Stack, residuals, cotangents):
     last = stack.num_units - 1
 
     def body(state, x):
-        carry, window, pending, reduced, sinks, d_consts = state
+        carry, window, pending, reduced, grad_buffers, d_consts = state
         i, y, saved, slices, other_slices = x
         window, behind = stack.shift(shards, window, i - stack.prefetch)
         # Orders the reductions of units i+1 and i+2, as `shift` orders the gathers.
         pending, reduced = lax.optimization_barrier((pending, reduced))
         # Iterations n-1 and n-2 hold no unit's gradients here. Their index is clamped
         # to n-1, which iteration n-3, or the code after the loop, overwrites.
-        sinks = _put(sinks, reduced, jnp.minimum(i + 2, last))
+        grad_buffers = _put(grad_buffers, reduced, jnp.minimum(i + 2, last))
         reduced = _reduced(stack, shards, pending, jnp.minimum(i + 1, last))
         known = (window[0], slices, consts, other_slices, other_consts)
         pull = stack.traced["pull"].rebuild(saved, known)
@@ -270,10 +270,10 @@ def _backward(stack: _Stack, residuals, cotangents):
         # Every unit reads the same consts, so their cotangents add up.
         d_consts = jax.tree.map(jnp.add, d_consts, more)
         window = [*window[1:], behind]
-        return (carry, window, pending, reduced, sinks, d_consts), d_slices
+        return (carry, window, pending, reduced, grad_buffers, d_consts), d_slices
 
-    # `shard.sink` is zeros of the shape of the reduced gradients of all units.
-    zeros = [shard.sink for shard in shards]
+    # `shard.grad_buffer` is zeros of the shape of the reduced gradients of all units.
+    zeros = [shard.grad_buffer for shard in shards]
     start = (
         carry,
         window,
@@ -282,33 +282,36 @@ def _backward(stack: _Stack, residuals, cotangents):
         zeros,
         jax.tree.map(jnp.zeros_like, consts),
     )
-    (carry, _, pending, reduced, sinks, d_consts), d_slices = lax.scan(
+    (carry, _, pending, reduced, grad_buffers, d_consts), d_slices = lax.scan(
         body,
         start,
         (jnp.arange(stack.num_units), ys, saved, slices, other_slices),
         reverse=True,  # From unit n-1 to unit 0; `d_slices` come out in unit order.
         unroll=stack.unroll,
     )
-    sinks = _put(sinks, reduced, min(1, last))
-    sinks = _put(sinks, _reduced(stack, shards, pending, 0), 0)
-    pairs = zip(shards, sinks, strict=True)
-    d_shards = [_cotangent(shard, sink) for shard, sink in pairs]
+    grad_buffers = _put(grad_buffers, reduced, min(1, last))
+    grad_buffers = _put(grad_buffers, _reduced(stack, shards, pending, 0), 0)
+    pairs = zip(shards, grad_buffers, strict=True)
+    d_shards = [_cotangent(shard, grad_buffer) for shard, grad_buffer in pairs]
     return d_shards, (carry, d_slices, d_consts), None
 
 
 def _reduced(stack: _Stack, shards, grads: Leaves, i: Any) -> Leaves:
-    """Reduces `grads`, of the values of unit `i`, to cotangents of its `sink`s."""
+    """Reduces `grads`, of the values of unit `i`, to cotangents of its `grad_buffer`s."""
     own = _at(shards, i)
 
-    def of_sinks(sinks):
-        pairs = zip(own, sinks, strict=True)
+    def of_grad_buffers(grad_buffers):
+        pairs = zip(own, grad_buffers, strict=True)
         return stack.weights_only(
-            [dataclasses.replace(shard, sink=sink) for shard, sink in pairs]
+            [
+                dataclasses.replace(shard, grad_buffer=grad_buffer)
+                for shard, grad_buffer in pairs
+            ]
         )
 
     # For the derivative alone: the gather in the forward half is dead code, which XLA
     # removes, unless the derivative of what is computed from the weights reads them.
-    _, pull = jax.vjp(of_sinks, [shard.sink for shard in own])
+    _, pull = jax.vjp(of_grad_buffers, [shard.grad_buffer for shard in own])
     return pull(grads)[0]
 
 
@@ -345,14 +348,16 @@ class _Pull:
         )
 
 
-def _cotangent(shard: Shard, sink: Array | None) -> Shard:
-    """Makes the cotangent of a stack, `sink` being the gradient of all its units."""
-    value, row = None, shard.row
-    if sink is None:
-        value = marked_zeros(row, shard.value)
+def _cotangent(shard: Shard, grad_buffer: Array | None) -> Shard:
+    """Makes the cotangent of a stack, `grad_buffer` being the gradient of all its units."""
+    value, param = None, shard.param
+    if grad_buffer is None:
+        value = marked_zeros(param, shard.value)
     else:
-        sink = mark_gradient(sink, row.name, row.ndim_in_unit)
-    return dataclasses.replace(shard, value=value, sink=sink, earlier=None)
+        grad_buffer = mark_gradient(grad_buffer, param.name, param.ndim_in_unit)
+    return dataclasses.replace(
+        shard, value=value, grad_buffer=grad_buffer, accumulated_grad=None
+    )
 
 
 def _unshard(shards: Sequence[Shard]) -> list[Array]:

@@ -47,7 +47,7 @@ def assume_replicated(tree: PyTree) -> PyTree:
 
     >>> import jax.numpy as jnp
     >>> import fsdp_jax as fsdp
-    >>> bool(fsdp.assume_replicated(jnp.array(True)))
+    >>> bool(fsdp.step.assume_replicated(jnp.array(True)))
     True
     """
     return jax.tree.map(lambda leaf: checkpoint_name(leaf, ASSUMED), tree)

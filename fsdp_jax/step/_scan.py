@@ -31,7 +31,7 @@ def scan(
     """Runs `unit` over a stack of weights, gathering one slice of the stack at a time.
 
     Where `pp` splits the stack, each pipeline stage runs the units that it holds, see
-    `fsdp_jax.Pipeline`.
+    `fsdp_jax.PipelineConfig`.
 
     Args:
       unit: Function `unit(weights, carry, *x_slices, *consts) -> (carry, y)`, where
@@ -77,14 +77,14 @@ def scan(
         )
 
     run = functools.partial(_scan, prefetch=prefetch, unroll=unroll)
-    if staged := [s for s in partition(stacked)[0] if s.row.is_staged]:
-        return _scan_stages(run, staged[0].row, unit, stacked, carry, xs, consts)
+    if staged := [s for s in partition(stacked)[0] if s.param.is_staged]:
+        return _scan_stages(run, staged[0].param, unit, stacked, carry, xs, consts)
     return run(unit, stacked, carry, xs, consts)
 
 
 def _scan_stages(
     run: Callable[..., tuple[PyTree, PyTree]],
-    row: ParamPlan,
+    param: ParamPlan,
     unit: Callable[..., tuple[PyTree, PyTree]],
     stacked: PyTree,
     *args: PyTree,
@@ -92,7 +92,7 @@ def _scan_stages(
     """Traces the scan for a pipeline, whose stages run some of the layers at a time."""
     if jax.tree.leaves(written_state(stacked)):
         raise ValueError(
-            f"'{row.unit}' holds arrays that are no parameters (dropout counters, "
+            f"'{param.unit}' holds arrays that are no parameters (dropout counters, "
             "statistics of a BatchNorm), which its layers may write to, and is split "
             "over pp, where several microbatches are under way at once. Hand keys in "
             "by `xs`, or use pp=1."
@@ -105,7 +105,7 @@ def _scan_stages(
             return run(unit, chunk, carry, xs, consts)
         return run(unless_padding(unit), chunk, carry, (is_real, *xs), consts)
 
-    return scan_stages(run_chunk, shards, others, *args, num_layers=row.shape[0])
+    return scan_stages(run_chunk, shards, others, *args, num_layers=param.shape[0])
 
 
 def _scan(
@@ -138,7 +138,7 @@ def _scan(
             return computed(parts, keys, others, carry, xs, consts)
 
         # The scope that `call_unit` opens on the other path: reports read it.
-        with jax.named_scope(f"unit:{own[0].row.unit}"):
+        with jax.named_scope(f"unit:{own[0].param.unit}"):
             carry, (ys, written) = prefetching_scan(
                 *(of_parts, own, carry, (keys, others, xs), consts),
                 prefetch=prefetch,
@@ -158,19 +158,19 @@ def _scan(
 
 def _check_prefetch(own: list[Shard], rest: PyTree) -> None:
     """Refuses a stack whose units cannot be gathered ahead."""
-    row = own[0].row
+    param = own[0].param
     problem = None
-    if not row.reshard:
+    if not param.reshard:
         problem = (
             "reshard_after_forward=False keeps all weights, so that backward has "
             "nothing to gather"
         )
-    elif any(s.row.num_stacked != 1 or s.num_stacked != 1 for s in own):
+    elif any(s.param.num_stacked != 1 or s.num_stacked != 1 for s in own):
         problem = "it is a stack of more dims than one, or was planned as no stack"
     elif inner := shards_of(rest):
-        problem = f"it has units within, such as '{inner[0].row.unit}'"
+        problem = f"it has units within, such as '{inner[0].param.unit}'"
     if problem:
         raise ValueError(
-            f"fsdp.scan(prefetch=...) cannot gather '{row.unit}' ahead: {problem}. Use "
+            f"fsdp.scan(prefetch=...) cannot gather '{param.unit}' ahead: {problem}. Use "
             "prefetch=0."
         )

@@ -15,7 +15,7 @@ from fsdp_jax.sharding._plan import ParamPlan
 
 
 @dataclasses.dataclass(frozen=True)
-class Late:
+class GradReduction:
     """The scale of a gradient, and its deferred reduction.
 
     Attributes:
@@ -31,8 +31,8 @@ class Late:
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=("value", "sink", "earlier"),
-    meta_fields=("row", "late"),
+    data_fields=("value", "grad_buffer", "accumulated_grad"),
+    meta_fields=("param", "reduction"),
 )
 @dataclasses.dataclass(frozen=True)
 class Shard:
@@ -42,30 +42,30 @@ class Shard:
     Computing with it outside its unit raises an error, since the unsharded weight
     exists only while its unit runs.
 
-    The gradient is the cotangent of `sink`, not of `value`. So its dtype and its
+    The gradient is the cotangent of `grad_buffer`, not of `value`. So its dtype and its
     placement are independent of the weight's, which ZeRO-2 (split gradients of
     unsplit weights) and float32 gradients of bfloat16 weights need.
 
     Attributes:
       value: This device's piece in its placement within the step, `[*stacked, ...]`.
-      sink: Zeros in the shape and dtype of the gradient buffer, never read. None if the
+      grad_buffer: Zeros in the shape and dtype of the gradient buffer, never read. None if the
         parameter is frozen or the loss is not differentiated.
-      earlier: Gradient accumulated over earlier microbatches, if backward is to add it
+      accumulated_grad: Gradient accumulated over earlier microbatches, if backward is to add it
         and finish the gradient; else None.
-      row: Plan of the parameter.
-      late: Scale and deferred reduction of the gradient.
+      param: Plan of the parameter.
+      reduction: Scale and deferred reduction of the gradient.
     """
 
     value: Any
-    sink: Any
-    earlier: Any
-    row: ParamPlan
-    late: Late
+    grad_buffer: Any
+    accumulated_grad: Any
+    param: ParamPlan
+    reduction: GradReduction
 
     @property
     def num_stacked(self) -> int:
         """Number of stacked dims left."""
-        return self.value.ndim - self.row.ndim_in_unit
+        return self.value.ndim - self.param.ndim_in_unit
 
     @property
     def is_slice(self) -> bool:
@@ -97,7 +97,7 @@ class Shard:
 
     def _misused(self) -> str:
         return (
-            f"'{self.row.name}' belongs to unit '{self.row.unit}' and is used outside "
+            f"'{self.param.name}' belongs to unit '{self.param.unit}' and is used outside "
             "of it, where only this device's shard exists. Use it in the unit's "
             "__call__, mark the function that uses it with fsdp.unit or fsdp.scan, or "
             "leave it out of `units`, so that it is gathered at the entry of the loss."
@@ -130,8 +130,10 @@ def partition(
     """
     leaves, treedef = jax.tree.flatten(tree, is_leaf=lambda n: is_shard(n) or keep(n))
     # Of the units in the tree, those within another one of them are not taken.
-    units = {leaf.row.unit for leaf in leaves if is_shard(leaf)}
-    taken = [is_shard(leaf) and not _is_within(leaf.row.unit, units) for leaf in leaves]
+    units = {leaf.param.unit for leaf in leaves if is_shard(leaf)}
+    taken = [
+        is_shard(leaf) and not _is_within(leaf.param.unit, units) for leaf in leaves
+    ]
 
     def merge(weights: Sequence[Any], others: Sequence[Any]) -> PyTree:
         weight, other = iter(weights), iter(others)

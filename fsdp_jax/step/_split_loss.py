@@ -29,7 +29,7 @@ Leaves = Sequence[Array]
 
 
 @dataclasses.dataclass(frozen=True)
-class CutLoss:
+class SplitLoss:
     """The parts of a loss, each a function of all leaves of the loss's arguments.
 
     The outputs of the stack are all that passes from the first part to the last.
@@ -50,7 +50,7 @@ class CutLoss:
     behind: Callable[[Leaves, Leaves], PyTree]
 
 
-def cut_loss(closed: core.ClosedJaxpr, out_tree: Any) -> CutLoss:
+def split_loss(closed: core.ClosedJaxpr, out_tree: Any) -> SplitLoss:
     """Splits a loss at its one scan over stages.
 
     Args:
@@ -91,7 +91,7 @@ def cut_loss(closed: core.ClosedJaxpr, out_tree: Any) -> CutLoss:
     carry = part(by_role[Role.CARRY])
     sides = [v for role in _BESIDE for v in by_role[role]]
     beside, behind = part(sides), part(jaxpr.outvars, scan.outvars)
-    return CutLoss(
+    return SplitLoss(
         stack,
         tuple(places[v] for v in by_role[Role.SHARDS]),
         lambda leaves: carry(*leaves),

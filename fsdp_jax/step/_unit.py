@@ -113,9 +113,9 @@ def _gathered(
         return [gather_weight(shard) for shard in shards]
 
     of_parts, parts, keys = take_parts(compute, shards)
-    row = parts[0].row
-    with jax.named_scope(f"unit:{row.unit}"):
-        if not row.reshard:
+    param = parts[0].param
+    with jax.named_scope(f"unit:{param.unit}"):
+        if not param.reshard:
             return of_parts(unshard(parts), keys, arrays)
-        resharding = reshard_after_forward(of_parts, unshard, row.remat_policy)
+        resharding = reshard_after_forward(of_parts, unshard, param.remat_policy)
         return resharding(parts, keys, arrays)

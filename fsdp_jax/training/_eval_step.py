@@ -69,7 +69,7 @@ def make_forward(plan: Plan, fn: Callable[..., PyTree]) -> Callable[..., PyTree]
         `fn` has an argument `rng`, it gets a different key on each data rank. A loop
         over units whose trip count depends on the data must run equally often on all
         ranks, since all take part in each gather; it is refused unless the program
-        shows that, see `fsdp_jax.ops.masked_count` and `fsdp_jax.assume_replicated`.
+        shows that, see `fsdp_jax.ops.masked_count` and `fsdp_jax.step.assume_replicated`.
 
     Returns:
       `forward(params, batch, *, rng=None, model_state=None) -> outputs`, jitted.

@@ -18,7 +18,7 @@ from fsdp_jax.pipeline._gradients import pipelined_grads, pipelined_loss
 from fsdp_jax.sharding._mesh import DATA_AXES, axes_in_use, num_devices
 from fsdp_jax.sharding._plan import ROOT, ParamPlan, Plan
 from fsdp_jax.step._aux_outputs import AUX_SPECS, AuxFormat, join_aux, reduce_aux
-from fsdp_jax.step._collectives import accumulated, reduce_late
+from fsdp_jax.step._collectives import accumulated, reduce_deferred
 from fsdp_jax.step._loss import (
     LossFn,
     LossForm,
@@ -29,8 +29,8 @@ from fsdp_jax.step._loss import (
     trace_loss,
 )
 from fsdp_jax.step._model_state import fold_rank, reduce_state
-from fsdp_jax.step._param_layout import enter_step
-from fsdp_jax.step._shard import Late, Shard
+from fsdp_jax.step._param_layout import gather_for_step
+from fsdp_jax.step._shard import GradReduction, Shard
 from fsdp_jax.step._step_layout import packed, placed
 
 Grads = list[Array | None]
@@ -44,10 +44,10 @@ def global_loss(plan: Plan, loss_fn: LossFn, form: LossForm) -> Callable[..., An
     aux_format = AuxFormat(has_whole_rows=plan.mesh.shape["cp"] == 1)
 
     def local(values, batch, rng, model_state):
-        values = enter_step(plan.rows_in_step, values)
+        values = gather_for_step(plan.params_in_step, values)
         shards = [
-            Shard(value, None, None, row, Late())
-            for row, value in zip(plan.rows_in_step, values, strict=True)
+            Shard(value, None, None, param, GradReduction())
+            for param, value in zip(plan.params_in_step, values, strict=True)
         ]
         args = (model_state, batch, fold_rank(rng, data_axes))
         if plan.mesh.shape["pp"] > 1:
@@ -73,7 +73,7 @@ def global_grads(
     plan: Plan,
     loss_fn: LossFn,
     form: LossForm,
-    accumulate: int,
+    num_microbatches: int,
     *,
     with_peaks: bool = False,
 ) -> Callable[..., Any]:
@@ -84,23 +84,27 @@ def global_grads(
     for frozen parameters. `peaks` holds their largest magnitudes, `float32[trainable]`,
     infinite where a gradient is not finite; None unless `with_peaks`.
     """
-    if accumulate < 1:
-        raise ValueError(f"accumulate={accumulate}: a step has at least 1 microbatch.")
+    if num_microbatches < 1:
+        raise ValueError(
+            f"num_microbatches={num_microbatches}: a step has at least 1 microbatch."
+        )
     call = loss_of_shards(plan, loss_fn, form)
     data_axes = axes_in_use(plan.mesh, DATA_AXES)
     aux_format = AuxFormat(has_whole_rows=plan.mesh.shape["cp"] == 1)
-    num_means = num_devices(plan.mesh, DATA_AXES) * accumulate
-    trained = [row for row in plan.rows_in_step if not row.frozen]
+    num_means = num_devices(plan.mesh, DATA_AXES) * num_microbatches
+    trained = [param for param in plan.params_in_step if not param.frozen]
 
     def local(values, batch, given, model_state):
         rng, loss_scale = given
-        rows = split_microbatches(batch, accumulate)
-        shards = _shards(plan, enter_step(plan.rows_in_step, values), 1 / num_means)
+        rows = split_microbatches(batch, num_microbatches)
+        shards = _shards(
+            plan, gather_for_step(plan.params_in_step, values), 1 / num_means
+        )
         key = fold_rank(rng, data_axes)
         grads, state, outs = _accumulate(
             *(plan, call, aux_format, shards, model_state, rows, key),
             loss_scale,
-            accumulate,
+            num_microbatches,
         )
         if loss_scale is not None:
             grads = _all_divided(trained, grads, loss_scale)
@@ -121,7 +125,7 @@ def global_grads(
         return (loss, aux, state, peaks), grads
 
     whole = PartitionSpec()
-    grad_specs = [row.spec(row.placements.optimizer) for row in trained]
+    grad_specs = [param.spec(param.placements.optimizer) for param in trained]
     sharded = _over_mesh(
         plan, local, out_specs=((whole, AUX_SPECS, whole, whole), grad_specs)
     )
@@ -132,7 +136,8 @@ def global_grads(
         loss, aux, new_state, peaks = out
         given = iter(grads)
         at_rest = [
-            None if row.frozen else placed(plan, row, next(given)) for row in plan.rows
+            None if param.frozen else placed(plan, param, next(given))
+            for param in plan.param_plans
         ]
         value = ((loss, aux_format.put_together(aux)), new_state, peaks)
         return value, plan.treedef.unflatten(at_rest)
@@ -149,7 +154,7 @@ def _accumulate(
     rows: PyTree,
     key: Array,
     loss_scale: Array | None,
-    accumulate: int,
+    num_microbatches: int,
 ) -> tuple[list[Array], PyTree, Any]:
     """Accumulates gradients over microbatches: a loop, then the peeled last microbatch.
 
@@ -159,7 +164,7 @@ def _accumulate(
     | iteration | backward runs on | `grads` afterwards |
     |---|---|---|
     | 0 <= i < looped | `shards` | sums over 0 to i, partial over deferred axes |
-    | last, in `finished` | `last`, with `earlier` = the sums so far | complete |
+    | last, in `finished` | `last`, with `accumulated_grad` = the sums so far | complete |
     | last, not in `finished` | `last` | sums over all microbatches, still partial |
 
     Returns:
@@ -172,7 +177,7 @@ def _accumulate(
         )
     data_axes = axes_in_use(plan.mesh, DATA_AXES)
     axes = axes_in_use(plan.mesh, plan.mesh.axis_names)
-    xs = (jnp.arange(accumulate), rows)
+    xs = (jnp.arange(num_microbatches), rows)
     example = (model_state, jax.tree.map(lambda x: x[0], rows), key)
     scale = jnp.asarray(1.0 if loss_scale is None else loss_scale)
     # Traced once, on the first microbatch's shapes: the loop and the peeled iteration
@@ -180,9 +185,9 @@ def _accumulate(
     loss, gathers = trace_loss(call, shards, *example, axes=axes)
     run, once = trace_gradients(loss, shards, *example, scale, axes=axes)
     backward = _backward(aux_format, key, scale)
-    grads: Grads = [shard.sink for shard in shards]
+    grads: Grads = [shard.grad_buffer for shard in shards]
     state, outs, finished = model_state, [], set()
-    looped = _num_looped(plan, accumulate)
+    looped = _num_looped(plan, num_microbatches)
     if looped:
 
         def body(carry, x):
@@ -193,26 +198,26 @@ def _accumulate(
         first = jax.tree.map(lambda x: x[:looped], xs)
         (grads, state), out = lax.scan(body, (grads, state), first)
         outs.append(out)
-    if looped < accumulate:
+    if looped < num_microbatches:
         finished = once & _finished_in_backward(plan, gathers)
         last = _finishing(plan, shards, grads if looped else None, finished)
         if finished:
-            # Traced again, since shards in `finished` have other sinks.
+            # Traced again, since shards in `finished` have other grad_buffers.
             run = gradients_of(trace_loss(call, last, *example)[0])
         new, state, out = backward(run, last, state, jax.tree.map(lambda x: x[-1], xs))
         # Finished gradients include the earlier sums: the backward pass added them.
         grads = [
-            n if row.name in finished or not looped else _plus(row, g, n)
-            for row, g, n in zip(plan.rows_in_step, grads, new, strict=True)
+            n if param.name in finished or not looped else _plus(param, g, n)
+            for param, g, n in zip(plan.params_in_step, grads, new, strict=True)
         ]
         outs.append(jax.tree.map(lambda x: x[None], out))
     # Gradients finished in the backward pass of the last microbatch are reduced
     # already.
     reduced = [
         grad
-        if row.name in finished
-        else reduce_late(row, grad, row.late_axes(data_axes))
-        for row, grad in zip(plan.rows_in_step, grads, strict=True)
+        if param.name in finished
+        else reduce_deferred(param, grad, param.deferred_axes(data_axes))
+        for param, grad in zip(plan.params_in_step, grads, strict=True)
         if grad is not None
     ]
     totals, counts, aux = zip(*outs, strict=True)
@@ -224,7 +229,7 @@ def _backward(aux_format: AuxFormat, key: Array, scale: Array) -> Callable[..., 
     """Makes `fn(run, shards, state, (index, rows)) -> (grads, state, out)`.
 
     It runs one microbatch with a function from `gradients_of`. The gradients are the
-    cotangents of each shard's `sink`: those of the loss times `scale`.
+    cotangents of each shard's `grad_buffer`: those of the loss times `scale`.
     """
 
     def backward(run, shards, state, x):
@@ -238,12 +243,12 @@ def _backward(aux_format: AuxFormat, key: Array, scale: Array) -> Callable[..., 
     return backward
 
 
-def _num_looped(plan: Plan, accumulate: int) -> int:
+def _num_looped(plan: Plan, num_microbatches: int) -> int:
     """Returns the number of microbatches in the loop: all, or all but the last."""
-    if accumulate == 1:
+    if num_microbatches == 1:
         return 0
-    is_peeled = plan.config.overlap_outer and bool(plan.late_axes)
-    return accumulate - 1 if is_peeled else accumulate
+    is_peeled = plan.config.overlap_outer and bool(plan.deferred_axes)
+    return num_microbatches - 1 if is_peeled else num_microbatches
 
 
 def _finished_in_backward(plan: Plan, gathers: dict[str, int]) -> set[str]:
@@ -254,30 +259,35 @@ def _finished_in_backward(plan: Plan, gathers: dict[str, int]) -> set[str]:
     other unit is ready when its backward ends. The stack must be gathered exactly once,
     since each gather adds the gradient accumulated over earlier microbatches.
     """
-    if not (plan.config.overlap_outer and plan.late_axes):
+    if not (plan.config.overlap_outer and plan.deferred_axes):
         return set()
     return {
-        row.name
-        for row in plan.rows_in_step
-        if row.num_stacked and not row.frozen and gathers.get(row.name) == 1
+        param.name
+        for param in plan.params_in_step
+        if param.num_stacked and not param.frozen and gathers.get(param.name) == 1
     }
 
 
 def _finishing(
-    plan: Plan, shards: Sequence[Shard], earlier: Grads | None, finished: set[str]
+    plan: Plan,
+    shards: Sequence[Shard],
+    accumulated_grad: Grads | None,
+    finished: set[str],
 ) -> list[Shard]:
     """Returns the shards of the last microbatch; its backward completes `finished`."""
     data_axes = axes_in_use(plan.mesh, DATA_AXES)
     finishing = []
     for i, shard in enumerate(shards):
-        row = shard.row
-        if row.name in finished:
-            late = Late(shard.late.scale, row.late_axes(data_axes))
+        param = shard.param
+        if param.name in finished:
+            reduction = GradReduction(
+                shard.reduction.scale, param.deferred_axes(data_axes)
+            )
             shard = dataclasses.replace(
                 shard,
-                sink=_sink(plan, row, row.placements.optimizer),
-                earlier=earlier[i] if earlier else None,
-                late=late,
+                grad_buffer=_grad_buffer(plan, param, param.placements.optimizer),
+                accumulated_grad=accumulated_grad[i] if accumulated_grad else None,
+                reduction=reduction,
             )
         finishing.append(shard)
     return finishing
@@ -289,28 +299,34 @@ def _shards(plan: Plan, values: Sequence[Any], scale: float) -> list[Shard]:
             value,
             # Zeros of the gradient's shape: the cotangent of this input is the
             # gradient, so its dtype and sharding can differ from those of the weight.
-            None if row.frozen else _sink(plan, row, row.placements.gradient),
+            None
+            if param.frozen
+            else _grad_buffer(plan, param, param.placements.gradient),
             None,
-            row,
-            Late(scale),
+            param,
+            GradReduction(scale),
         )
-        for row, value in zip(plan.rows_in_step, values, strict=True)
+        for param, value in zip(plan.params_in_step, values, strict=True)
     ]
 
 
-def _sink(plan: Plan, row: ParamPlan, axes: tuple[str, ...]) -> Array:
+def _grad_buffer(plan: Plan, param: ParamPlan, axes: tuple[str, ...]) -> Array:
     """Returns zeros in the shape and dtype of a gradient sharded over `axes`."""
-    shape = list(row.padded_shape)
-    stack = 0 if row.is_staged else None
-    for dim, split in ((row.dim, axes), (row.expert_dim, ("ep",)), (stack, ("pp",))):
+    shape = list(param.padded_shape)
+    stack = 0 if param.is_staged else None
+    for dim, split in (
+        (param.dim, axes),
+        (param.expert_dim, ("ep",)),
+        (stack, ("pp",)),
+    ):
         if dim is not None:
             shape[dim] //= num_devices(plan.mesh, split)
     # Shapes within the step are local to the manual axes; tp is automatic, so that its
     # dim keeps the global size and is constrained below.
-    zeros = jnp.zeros(shape, row.precision.main_grads)
-    if row.tensor_dim is None or not row.is_under_tp:
+    zeros = jnp.zeros(shape, param.precision.main_grads)
+    if param.tensor_dim is None or not param.is_under_tp:
         return zeros
-    spec = PartitionSpec(*(None,) * row.tensor_dim, "tp")
+    spec = PartitionSpec(*(None,) * param.tensor_dim, "tp")
     return lax.with_sharding_constraint(zeros, spec)
 
 
@@ -321,12 +337,12 @@ def _not_before(shards: Sequence[Shard], rows: PyTree) -> list[Shard]:
     loop over microbatches (on CPUs it does), and the unsharded weights of all units
     would stay in memory.
     """
-    in_units = [shard.value for shard in shards if shard.row.unit != ROOT]
+    in_units = [shard.value for shard in shards if shard.param.unit != ROOT]
     in_units, _ = lax.optimization_barrier((in_units, rows))
     tied = iter(in_units)
     return [
         shard
-        if shard.row.unit == ROOT
+        if shard.param.unit == ROOT
         else dataclasses.replace(shard, value=next(tied))
         for shard in shards
     ]
@@ -338,7 +354,7 @@ def _over_mesh(plan: Plan, local: Callable[..., Any], out_specs: Any):
     `local` has the arguments `(values, batch, rng, model_state)`.
     """
     whole = PartitionSpec()
-    specs = [row.spec(row.placements.optimizer) for row in plan.rows_in_step]
+    specs = [param.spec(param.placements.optimizer) for param in plan.params_in_step]
 
     def sharded(values, batch, rng, model_state):
         return jax.shard_map(
@@ -354,12 +370,12 @@ def _over_mesh(plan: Plan, local: Callable[..., Any], out_specs: Any):
 
 
 def _add(plan: Plan, grads: Grads, new: Grads) -> Grads:
-    triples = zip(plan.rows_in_step, grads, new, strict=True)
+    triples = zip(plan.params_in_step, grads, new, strict=True)
     return [_plus(*triple) for triple in triples]
 
 
-def _plus(row: ParamPlan, grad: Array | None, new: Array | None) -> Array | None:
-    return None if grad is None or new is None else accumulated(row, grad, new)
+def _plus(param: ParamPlan, grad: Array | None, new: Array | None) -> Array | None:
+    return None if grad is None or new is None else accumulated(param, grad, new)
 
 
 def _peaks(
@@ -380,10 +396,12 @@ def _peaks(
 
 
 def _all_divided(
-    rows: Sequence[ParamPlan], grads: Sequence[Array], count: Array
+    params: Sequence[ParamPlan], grads: Sequence[Array], count: Array
 ) -> list[Array]:
-    pairs = zip(rows, grads, strict=True)
-    return [g if row.is_overwritten else _divided(g, count) for row, g in pairs]
+    pairs = zip(params, grads, strict=True)
+    return [
+        g if param.overwrite_with_gradient else _divided(g, count) for param, g in pairs
+    ]
 
 
 def _divided(grad: Array, count: Array) -> Array:

@@ -19,13 +19,13 @@ from fsdp_jax.training._state import TrainState, check_fits
 from fsdp_jax.training._trainable import trainable
 
 
-def base_mould(plan: Plan) -> PyTree:
+def abstract_base_params(plan: Plan) -> PyTree:
     """Returns the abstract parameters of the user's own model under a plan with LoRA.
 
     Load a model into this tree. Leaves are those of `plan.params["base"]`; a weight
     that is stored quantized appears in its compute dtype.
     """
-    _refuse_without_lora(plan, "base_mould")
+    _refuse_without_lora(plan, "abstract_base_params")
     treedef = jax.tree.structure(plan.model.adapted.model.params)
     stored = treedef.flatten_up_to(plan.params["base"])
     pairs = zip(plan.model.adapted.weights.values(), stored, strict=True)
@@ -45,7 +45,7 @@ def add_lora(
 
     Args:
       plan: Plan with `FSDPConfig(lora=...)`.
-      base: Parameters of the base model, matching `base_mould(plan)`. Weights that are
+      base: Parameters of the base model, matching `abstract_base_params(plan)`. Weights that are
         stored unquantized are reused, not copied.
       key: PRNG key to draw the factors; their product is zero for every key.
       factors: Factors to use instead of `key`: `{path: {"lora_a", "lora_b"}}`, as in
@@ -58,7 +58,7 @@ def add_lora(
       ValueError: If `base` or `factors` do not fit the plan, or not exactly one of
         `key` and `factors` is given.
     """
-    check_fits(base, base_mould(plan), "base")
+    check_fits(base, abstract_base_params(plan), "base")
     if (key is None) == (factors is None):
         raise ValueError("add_lora takes either a key, to draw factors, or factors.")
     if factors is not None:
@@ -67,12 +67,12 @@ def add_lora(
     def make(base, key, factors):
         made = plan.model.adapted.complete(base, key, factors)
         return {
-            name: jax.tree.map(lambda x, m: x.astype(m.dtype), made[name], mould)
-            for name, mould in wanted.items()
+            name: jax.tree.map(lambda x, m: x.astype(m.dtype), made[name], abstract)
+            for name, abstract in wanted.items()
         }
 
     wanted = {name: tree for name, tree in plan.params.items() if name != "base"}
-    shardings = jax.tree.map(lambda mould: mould.sharding, wanted)
+    shardings = jax.tree.map(lambda abstract: abstract.sharding, wanted)
     key = jax.random.key(0) if key is None else key
     made = jax.jit(make, out_shardings=shardings)(base, key, factors)
     weights = zip(
@@ -93,13 +93,13 @@ def merge_lora(plan: Plan, params: PyTree, dtype: DTypeLike | None = None) -> Py
         computed in float32 and rounded once. None for the compute dtype.
 
     Returns:
-      A tree like `base_mould(plan)`, with its shardings.
+      A tree like `abstract_base_params(plan)`, with its shardings.
     """
-    mould = base_mould(plan)
+    abstract = abstract_base_params(plan)
     treedef = jax.tree.structure(plan.model.adapted.model.params)
     parts = plan.model.adapted.parts(unpack(params))
     merged = []
-    for (name, own), like in zip(parts.items(), jax.tree.leaves(mould), strict=True):
+    for (name, own), like in zip(parts.items(), jax.tree.leaves(abstract), strict=True):
         weight = plan.model.adapted.weights[name]
         if weight.is_plain:
             merged.append(own[0])
@@ -136,8 +136,8 @@ def with_frozen(plan: Plan, state: TrainState, params: PyTree) -> TrainState:
     check_fits(params, plan.params, "params")
     packed = plan.treedef.flatten_up_to(pack(params, plan.packed_params))
     trained = plan.treedef.flatten_up_to(state.params)
-    rows = zip(plan.rows, trained, packed, strict=True)
-    leaves = [given if row.frozen else own for row, own, given in rows]
+    pairs = zip(plan.param_plans, trained, packed, strict=True)
+    leaves = [given if param.frozen else own for param, own, given in pairs]
     return dataclasses.replace(state, params=plan.treedef.unflatten(leaves))
 
 
@@ -155,14 +155,14 @@ def _struct(plan: Plan, weight: Any) -> jax.ShapeDtypeStruct:
 
 def _placed(plan: Plan, factors: PyTree) -> PyTree:
     """Returns the shardings of factors; raises a `ValueError` if these do not fit."""
-    mould = plan.params["lora"]
+    abstract = plan.params["lora"]
     have = {n: {p: x.shape for p, x in pair.items()} for n, pair in factors.items()}
-    want = {n: {p: x.shape for p, x in pair.items()} for n, pair in mould.items()}
+    want = {n: {p: x.shape for p, x in pair.items()} for n, pair in abstract.items()}
     if have != want:
         wrong = [n for n in {*have, *want} if have.get(n) != want.get(n)]
         lines = [f"  {n}: {have.get(n)}, planned {want.get(n)}" for n in sorted(wrong)]
         raise ValueError("The factors are not those of the plan:\n" + "\n".join(lines))
-    return jax.tree.map(lambda leaf: leaf.sharding, mould)
+    return jax.tree.map(lambda leaf: leaf.sharding, abstract)
 
 
 def _refuse_without_lora(plan: Plan, what: str) -> None:

@@ -15,7 +15,7 @@ NEARLY_FULL = 0.95
 """Fraction of device memory at or above which a step is reported as nearly full."""
 
 _FIX = (
-    "Take fewer rows a microbatch (accumulate=...), save less for backward "
+    "Take fewer rows a microbatch (num_microbatches=...), save less for backward "
     "(remat_policy of FSDPConfig), shard further, or offload (offload of FSDPConfig)"
 )
 
@@ -23,7 +23,7 @@ _FIX = (
 class MemoryWarning(UserWarning):
     """A compiled step nearly fills device memory, or XLA rematerialized to fit it.
 
-    The results are correct in both cases. A longer row, another version of XLA or a
+    The results are correct in both cases. A longer param, another version of XLA or a
     second program on the device may run out of memory; and XLA chooses what it
     recomputes without knowing what is cheap to recompute.
     """

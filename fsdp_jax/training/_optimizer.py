@@ -116,6 +116,6 @@ def _refuse_multi_steps(opt_state: PyTree) -> None:
     if any(isinstance(node, optax.MultiStepsState) for node in nodes):
         raise ValueError(
             "optax.MultiSteps accumulates gradients between calls of the step. Use "
-            "make_train_step(..., accumulate=k) with the inner optimizer instead: it "
+            "make_train_step(..., num_microbatches=k) with the inner optimizer instead: it "
             "does so within one step and reduces only as often as the strategy needs."
         )

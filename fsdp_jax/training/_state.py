@@ -18,7 +18,7 @@ from fsdp_jax.sharding._attributes import trace_model
 from fsdp_jax.sharding._config import Placements
 from fsdp_jax.sharding._fully_shard import choose_split
 from fsdp_jax.sharding._mesh import num_devices
-from fsdp_jax.sharding._offload import moulds_on_host
+from fsdp_jax.sharding._offload import abstract_on_host
 from fsdp_jax.sharding._padded import Padded, pack, unpack
 from fsdp_jax.sharding._plan import ParamPlan, Plan
 from fsdp_jax.training._loss_scale import LossScale, ScaleState
@@ -43,7 +43,7 @@ class TrainState:
     from the old ones would silently win at the next step. Start again with `init`.
 
     From `abstract_state` its leaves are `jax.ShapeDtypeStruct`s. An array that the
-    devices do not divide evenly is a `Padded` leaf; `fsdp_jax.unpack` makes plain
+    devices do not divide evenly is a `Padded` leaf; `fsdp_jax.sharding.unpack` makes plain
     arrays of all leaves.
 
     Attributes:
@@ -88,7 +88,7 @@ def init_params(plan: Plan, key: Key[Array, ""]) -> PyTree:
     return jax.jit(make, out_shardings=plan.shardings)(key)
 
 
-def init(
+def init_state(
     plan: Plan,
     tx: optax.GradientTransformation,
     params: PyTree,
@@ -128,7 +128,7 @@ def init(
     if model_state is not None:
         check_fits(model_state, plan.model_state, "model_state")
     rng = jax.random.key(0) if rng is None else rng
-    mould = abstract_state(plan, tx, loss_scale)
+    abstract = abstract_state(plan, tx, loss_scale)
 
     def rest(params, rng, model_state, opt_state):
         if model_state is None:
@@ -140,22 +140,22 @@ def init(
         )
         if opt_state is None:
             opt_state = tx.init(seen_by_optimizer(plan, params))
-        opt_state = pack(opt_state, mould.opt_state)
+        opt_state = pack(opt_state, abstract.opt_state)
         scale = None if loss_scale is None else loss_scale.start()
         return zero + step, opt_state, model_state, key, zero, scale
 
     def sharding_of(tree):
         return jax.tree.map(lambda leaf: leaf.sharding, tree)
 
-    wanted = (mould.step, mould.opt_state, mould.model_state, mould.rng)
-    wanted = (*wanted, mould.num_skipped, mould.loss_scale)
+    wanted = (abstract.step, abstract.opt_state, abstract.model_state, abstract.rng)
+    wanted = (*wanted, abstract.num_skipped, abstract.loss_scale)
     # One jit with output shardings: each device computes only its own shards.
     make_rest = jax.jit(rest, out_shardings=sharding_of(wanted))
     made, opt_state, *others = make_rest(params, rng, model_state, opt_state)
-    if any(row.is_padded for row in plan.rows):
+    if any(param.is_padded for param in plan.param_plans):
         params = _pack_each(plan, params)
     if plan.config.offload and plan.config.offload.params:
-        params = jax.device_put(params, sharding_of(mould.params))
+        params = jax.device_put(params, sharding_of(abstract.params))
     return TrainState(made, params, opt_state, *others)
 
 
@@ -163,8 +163,8 @@ def _check_opt_state(
     plan: Plan, tx: optax.GradientTransformation, opt_state: PyTree
 ) -> None:
     """Raises one `ValueError` that lists all differences from the state `tx` makes."""
-    mould = abstract_optimizer_state(tx, seen_by_optimizer(plan, plan.params))
-    have, want = dict(named_leaves(opt_state)), dict(named_leaves(mould))
+    abstract = abstract_optimizer_state(tx, seen_by_optimizer(plan, plan.params))
+    have, want = dict(named_leaves(opt_state)), dict(named_leaves(abstract))
     problems = [f"missing: {name}" for name in want if name not in have]
     problems += [f"unexpected: {name}" for name in have if name not in want]
     problems += [
@@ -184,16 +184,16 @@ def _check_opt_state(
 def _pack_each(plan: Plan, params: PyTree) -> PyTree:
     """Pads the parameters stored padded; returns all others uncopied."""
 
-    def to_rest(leaf, mould):
-        if not isinstance(mould, Padded):
+    def to_rest(leaf, abstract):
+        if not isinstance(abstract, Padded):
             return leaf
         # One jit per padded leaf: a jit over the tree would copy the unpadded leaves.
-        packing = functools.partial(pack, mould=mould)
-        return jax.jit(packing, out_shardings=mould.value.sharding)(leaf)
+        packing = functools.partial(pack, like=abstract)
+        return jax.jit(packing, out_shardings=abstract.value.sharding)(leaf)
 
-    moulds = plan.treedef.flatten_up_to(plan.packed_params)
+    abstracts = plan.treedef.flatten_up_to(plan.packed_params)
     leaves = plan.treedef.flatten_up_to(params)
-    return plan.treedef.unflatten(map(to_rest, leaves, moulds))
+    return plan.treedef.unflatten(map(to_rest, leaves, abstracts))
 
 
 def abstract_state(
@@ -216,8 +216,12 @@ def abstract_state(
     def scalar(dtype) -> Any:
         return jax.ShapeDtypeStruct((), dtype, sharding=whole)
 
-    def at_rest(moulds, is_offloaded):
-        return moulds_on_host(offload, moulds) if offload and is_offloaded else moulds
+    def at_rest(abstracts, is_offloaded):
+        return (
+            abstract_on_host(offload, abstracts)
+            if offload and is_offloaded
+            else abstracts
+        )
 
     return TrainState(
         step=scalar(jnp.int32),
@@ -232,7 +236,7 @@ def abstract_state(
     )
 
 
-def gather(tree: PyTree) -> PyTree:
+def unshard(tree: PyTree) -> PyTree:
     """Replicates every array of a sharded tree on every device, in its logical shape.
 
     It is meant for small trees: each device holds the whole tree.
@@ -247,9 +251,9 @@ def _gather_leaf(leaf: Array) -> Array:
     return jax.device_put(leaf, whole)
 
 
-def check_fits(tree: PyTree, mould: PyTree, what: str) -> None:
-    """Raises one `ValueError` that lists every leaf that does not match `mould`."""
-    have, want = dict(named_leaves(tree)), dict(named_leaves(mould))
+def check_fits(tree: PyTree, abstract: PyTree, what: str) -> None:
+    """Raises one `ValueError` that lists every leaf that does not match `abstract`."""
+    have, want = dict(named_leaves(tree)), dict(named_leaves(abstract))
     problems = [f"missing: {name}" for name in want if name not in have]
     problems += [f"unexpected: {name}" for name in have if name not in want]
     for name, leaf in want.items():
@@ -259,20 +263,22 @@ def check_fits(tree: PyTree, mould: PyTree, what: str) -> None:
         raise ValueError(
             f"{what} does not fit the plan in {len(problems)} place(s):\n  "
             + "\n  ".join(problems)
-            + "\nMake it with init_params(plan, key), or load it into the plan's mould."
+            + "\nMake it with init_params(plan, key), or load it into the plan's abstract state."
         )
 
 
-def _misfits(name: str, leaf: Any, mould: jax.ShapeDtypeStruct) -> list[str]:
+def _misfits(name: str, leaf: Any, abstract: jax.ShapeDtypeStruct) -> list[str]:
     if isinstance(leaf, Padded):
-        return [f"{name}: padded, as in a TrainState; take fsdp.unpack(state.params)"]
-    if tuple(leaf.shape) != mould.shape:
-        return [f"{name}: shape {tuple(leaf.shape)}, planned {mould.shape}"]
-    if leaf.dtype != mould.dtype:
-        return [f"{name}: dtype {leaf.dtype}, planned {mould.dtype}"]
+        return [
+            f"{name}: padded, as in a TrainState; take fsdp.sharding.unpack(state.params)"
+        ]
+    if tuple(leaf.shape) != abstract.shape:
+        return [f"{name}: shape {tuple(leaf.shape)}, planned {abstract.shape}"]
+    if leaf.dtype != abstract.dtype:
+        return [f"{name}: dtype {leaf.dtype}, planned {abstract.dtype}"]
     sharding = getattr(leaf, "sharding", None)
-    if sharding is None or not sharding.is_equivalent_to(mould.sharding, leaf.ndim):
-        return [f"{name}: sharding {sharding}, planned {mould.sharding}"]
+    if sharding is None or not sharding.is_equivalent_to(abstract.sharding, leaf.ndim):
+        return [f"{name}: sharding {sharding}, planned {abstract.sharding}"]
     return []
 
 
@@ -291,38 +297,40 @@ def _abstract_opt_state(plan: Plan, tx: optax.GradientTransformation) -> PyTree:
     """
     params = seen_by_optimizer(plan, plan.params)
     flat, _ = jax.tree_util.tree_flatten_with_path(params)
-    trained = [row for row in plan.rows if row.is_optimized]
-    rows = {path: row for (path, _), row in zip(flat, trained, strict=True)}
+    trained = [param for param in plan.param_plans if param.is_optimized]
+    by_path = {path: param for (path, _), param in zip(flat, trained, strict=True)}
     everyone = all_of(trained)
     shapes = abstract_optimizer_state(tx, params)
-    unnamed = unnamed_arrays(tx, params, shapes, lambda p: not _parameter_of(p, rows))
+    unnamed = unnamed_arrays(
+        tx, params, shapes, lambda p: not _parameter_of(p, by_path)
+    )
 
-    def mould(path: tuple[Any, ...], leaf: Any) -> Any:
+    def abstract_leaf(path: tuple[Any, ...], leaf: Any) -> Any:
         if isinstance(leaf, Dealt):
             return leaf.abstract()
-        row = _parameter_of(path, rows)
+        param = _parameter_of(path, by_path)
         shape = tuple(leaf.shape)
-        if row is None or shape != row.shape:
-            row = _row_of_its_own(plan, shape, row)
+        if param is None or shape != param.shape:
+            param = _row_of_its_own(plan, shape, param)
         of = everyone if path in unnamed else ""
-        spec = row.spec_with_tp(row.placements.optimizer)
+        spec = param.spec_with_tp(param.placements.optimizer)
         struct = jax.ShapeDtypeStruct(
-            row.padded_shape, leaf.dtype, sharding=NamedSharding(plan.mesh, spec)
+            param.padded_shape, leaf.dtype, sharding=NamedSharding(plan.mesh, spec)
         )
-        return Padded(struct, shape, of) if row.is_padded or of else struct
+        return Padded(struct, shape, of) if param.is_padded or of else struct
 
     return jax.tree_util.tree_map_with_path(
-        mould, shapes, is_leaf=lambda node: isinstance(node, Dealt)
+        abstract_leaf, shapes, is_leaf=lambda node: isinstance(node, Dealt)
     )
 
 
 def _parameter_of(
-    path: tuple[Any, ...], rows: dict[tuple[Any, ...], ParamPlan]
+    path: tuple[Any, ...], by_path: dict[tuple[Any, ...], ParamPlan]
 ) -> ParamPlan | None:
     # Longest suffix first. optax nests copies of the parameter tree in its own state,
     # so that the path of a moment ends in the path of its parameter.
     suffixes = (path[start:] for start in range(len(path) + 1))
-    return next((rows[suffix] for suffix in suffixes if suffix in rows), None)
+    return next((by_path[suffix] for suffix in suffixes if suffix in by_path), None)
 
 
 def _row_of_its_own(
@@ -332,7 +340,7 @@ def _row_of_its_own(
 
     The owner is None for an array that belongs to no parameter.
     """
-    row = owner or plan.rows[0]
+    param = owner or plan.param_plans[0]
     # Also for the arrays of experts: without an expert dim of its own, an array is
     # split over `ep` like any other.
     placements = plan.placements
@@ -357,7 +365,7 @@ def _row_of_its_own(
     if dim is None:
         placements = Placements((), (), ())
     return dataclasses.replace(
-        row,
+        param,
         shape=shape,
         dim=dim,
         padding=padding,
@@ -365,7 +373,7 @@ def _row_of_its_own(
         expert_dim=None,
         placements=placements,
         is_staged=is_staged,
-        stage_padding=row.stage_padding if is_staged else 0,
+        stage_padding=param.stage_padding if is_staged else 0,
     )
 
 

@@ -34,7 +34,7 @@ def value_and_grad(
     plan: Plan,
     loss_fn: LossFn,
     has_aux: bool = False,
-    accumulate: int = 1,
+    num_microbatches: int = 1,
     *,
     calculate_per_token_loss: bool = False,
 ) -> Callable[..., Any]:
@@ -48,7 +48,7 @@ def value_and_grad(
       has_aux: Whether `loss_fn` returns `(loss, aux)`. Floating-point scalars of `aux`
         are averaged over ranks and microbatches, integer ones summed, and arrays are
         concatenated along their first dim, as rows of the batch.
-      accumulate: Number of microbatches per call; gradients are their mean.
+      num_microbatches: Number of microbatches per call; gradients are their mean.
       calculate_per_token_loss: Whether `loss_fn` returns `(sum, count)` instead of the
         loss. The loss then is the sum of all sums over the sum of all counts, so that
         each token weighs the same however many its rank and microbatch have. The name
@@ -67,7 +67,7 @@ def value_and_grad(
         microbatches, or randomness is needed and no `rng` is given.
     """
     form = LossForm(has_aux, calculate_per_token_loss)
-    packed = global_grads(plan, loss_fn, form, accumulate)
+    packed = global_grads(plan, loss_fn, form, num_microbatches)
     needs_rng = takes_rng(loss_fn) or plan.has_keys
     shardings = jax.tree.map(lambda leaf: leaf.sharding, plan.grads)
 
@@ -79,7 +79,7 @@ def value_and_grad(
 
     def fn(params, batch, *, rng=None, model_state=None):
         check_call(plan, needs_rng, rng, model_state)
-        check_batch(plan, batch, accumulate)
+        check_batch(plan, batch, num_microbatches)
         rng = jax.random.key(0) if rng is None else rng
         given = plan.model_state if model_state is None else model_state
         batch = place_batch(plan, batch)
@@ -96,7 +96,7 @@ class TrainStep:
 
     Attributes:
       plan: Plan that it was made for.
-      accumulate: Number of microbatches per step.
+      num_microbatches: Number of microbatches per step.
       jitted: `jax.jit` function of `(state, batch)`; the state is donated.
       check_for_nan_in_grad: Whether each call blocks on the step and checks its
         gradients.
@@ -104,7 +104,7 @@ class TrainStep:
     """
 
     plan: Plan
-    accumulate: int
+    num_microbatches: int
     jitted: Any
     check_for_nan_in_grad: bool = False
     watch: MemoryWatch = dataclasses.field(default_factory=MemoryWatch)
@@ -119,7 +119,7 @@ class TrainStep:
           FloatingPointError: With `check_for_nan_in_grad`, if a gradient is not finite;
             it names the parameters and the step.
         """
-        check_batch(self.plan, batch, self.accumulate)
+        check_batch(self.plan, batch, self.num_microbatches)
         report_progress(f"call {next(self._calls)} of the train step")
         batch = place_batch(self.plan, batch)
         self.watch.look(self.jitted, state, batch)
@@ -131,7 +131,7 @@ class TrainStep:
 
     def lower(self, state: PyTree, batch: PyTree) -> jax.stages.Lowered:
         """Lowers the step for concrete or abstract arguments, for inspection."""
-        check_batch(self.plan, batch, self.accumulate)
+        check_batch(self.plan, batch, self.num_microbatches)
         shapes = jax.tree.map(
             lambda x, sharding: jax.ShapeDtypeStruct(
                 x.shape, jax.dtypes.canonicalize_dtype(x.dtype), sharding=sharding
@@ -148,7 +148,7 @@ def make_train_step(
     tx: optax.GradientTransformation,
     *,
     has_aux: bool = False,
-    accumulate: int = 1,
+    num_microbatches: int = 1,
     calculate_per_token_loss: bool = False,
     update_model_state: Callable[[Any], Any] | None = None,
     check_for_nan_in_grad: bool = False,
@@ -165,7 +165,7 @@ def make_train_step(
       loss_fn: Loss function, as in `value_and_grad`.
       tx: Optimizer that made the state.
       has_aux: Whether `loss_fn` returns `(loss, aux)`, as in `value_and_grad`.
-      accumulate: Number of microbatches per step; a step with k equals one with the
+      num_microbatches: Number of microbatches per step; a step with k equals one with the
         whole batch.
       calculate_per_token_loss: Whether `loss_fn` returns `(sum, count)`, as in
         `value_and_grad`.
@@ -184,7 +184,7 @@ def make_train_step(
         `skip_nonfinite`. Make the state with `init(..., loss_scale=...)`.
       report_grad_peaks: Whether metrics hold `grad_peaks` also without these options.
       compiler_options: XLA options for this program alone, as `jax.jit` takes them; {}
-        for none. Default `fsdp_jax.compiler_options()` on GPUs, and none elsewhere. A
+        for none. Default `fsdp_jax.training.compiler_options()` on GPUs, and none elsewhere. A
         name that XLA does not know raises when the step compiles.
       memory_limit: Bytes per device that the step may use. Before a program first runs,
         a `MemoryWarning` reports if it uses 95 % of them, or if XLA rematerialized to
@@ -214,10 +214,10 @@ def make_train_step(
     form = LossForm(has_aux, calculate_per_token_loss)
     skips = skip_nonfinite or loss_scale is not None
     with_peaks = check_for_nan_in_grad or skips or report_grad_peaks
-    compute = global_grads(plan, loss_fn, form, accumulate, with_peaks=with_peaks)
-    mould = abstract_state(plan, tx, loss_scale)
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, mould)
-    update = make_update(plan, tx, mould, may_skip=skips)
+    compute = global_grads(plan, loss_fn, form, num_microbatches, with_peaks=with_peaks)
+    abstract = abstract_state(plan, tx, loss_scale)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
+    update = make_update(plan, tx, abstract, may_skip=skips)
 
     def step(state: TrainState, batch: PyTree):
         # `state.rng` is constant over a run: each step folds in its own number.
@@ -233,7 +233,7 @@ def make_train_step(
             given = unpack(on_device(params) if plan.config.offload else params)
             plain, model_state = _updated(plan, update_model_state, given, model_state)
             plain = unless(skip, given, plain) if skips else plain
-            params = to_rest(plan, mould, plain)
+            params = to_rest(plan, abstract, plain)
         with jax.named_scope("optimizer"):
             # Distinct from the keys of data ranks, which fold in their index, counted
             # from 0.
@@ -272,7 +272,7 @@ def make_train_step(
         compiler_options=options_for(plan.mesh, compiler_options),
     )
     watch = MemoryWatch(memory_limit)
-    return TrainStep(plan, accumulate, jitted, check_for_nan_in_grad, watch)
+    return TrainStep(plan, num_microbatches, jitted, check_for_nan_in_grad, watch)
 
 
 def _updated(

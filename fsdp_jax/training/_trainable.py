@@ -21,9 +21,9 @@ def trainable(plan: Plan, tree: PyTree) -> PyTree:
     parameters.
     """
     leaves = plan.treedef.flatten_up_to(tree)
-    rows = zip(plan.rows, leaves, strict=True)
+    pairs = zip(plan.param_plans, leaves, strict=True)
     return plan.treedef.unflatten(
-        leaf if row.is_optimized else None for row, leaf in rows
+        leaf if param.is_optimized else None for param, leaf in pairs
     )
 
 
@@ -39,13 +39,13 @@ def overwrite(plan: Plan, params: PyTree, grads: PyTree) -> PyTree:
       grads: Gradients from `value_and_grad`, plain arrays.
     """
     triples = zip(
-        plan.rows,
+        plan.param_plans,
         plan.treedef.flatten_up_to(params),
         plan.treedef.flatten_up_to(grads),
         strict=True,
     )
     return plan.treedef.unflatten(
-        grad if row.is_overwritten else leaf for row, leaf, grad in triples
+        grad if param.overwrite_with_gradient else leaf for param, leaf, grad in triples
     )
 
 
@@ -91,18 +91,18 @@ def apply_updates(
         new = round_stochastically(new, trainable(plan, params), key)
     given = iter(jax.tree.leaves(new))
     leaves = plan.treedef.flatten_up_to(params)
-    rows = zip(plan.rows, leaves, strict=True)
+    pairs = zip(plan.param_plans, leaves, strict=True)
     return plan.treedef.unflatten(
-        next(given) if row.is_optimized else leaf for row, leaf in rows
+        next(given) if param.is_optimized else leaf for param, leaf in pairs
     )
 
 
 def put_frozen(plan: Plan, params: PyTree, new: PyTree) -> PyTree:
     """Returns the parameters with frozen ones taken from `new`."""
     pairs = zip(
-        plan.rows,
+        plan.param_plans,
         plan.treedef.flatten_up_to(params),
         plan.treedef.flatten_up_to(new),
         strict=True,
     )
-    return plan.treedef.unflatten(b if row.frozen else a for row, a, b in pairs)
+    return plan.treedef.unflatten(b if param.frozen else a for param, a, b in pairs)

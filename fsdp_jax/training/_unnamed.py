@@ -24,11 +24,11 @@ from fsdp_jax.training._optimizer import OPTIMIZER_ERRORS
 Path = tuple[Any, ...]
 
 
-def all_of(rows: Sequence[ParamPlan]) -> str:
+def all_of(params: Sequence[ParamPlan]) -> str:
     """Returns a short name of these parameters in this order, with a hash of them."""
-    said = json.dumps([[row.name, row.shape] for row in rows])
+    said = json.dumps([[param.name, param.shape] for param in params])
     digest = hashlib.sha256(said.encode()).hexdigest()[:8]
-    return f"all {len(rows)} trained parameters, {digest}"
+    return f"all {len(params)} trained parameters, {digest}"
 
 
 def unnamed_arrays(

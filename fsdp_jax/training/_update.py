@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from fsdp_jax._tree import PyTree
-from fsdp_jax.sharding._offload import Offload
+from fsdp_jax.sharding._offload import OffloadPolicy
 from fsdp_jax.sharding._padded import pack, unpack
 from fsdp_jax.sharding._plan import Plan
 from fsdp_jax.step._host_streaming import stream
@@ -28,14 +28,18 @@ Update = Callable[..., tuple[PyTree, PyTree]]
 
 
 def make_update(
-    plan: Plan, tx: optax.GradientTransformation, mould: TrainState, *, may_skip: bool
+    plan: Plan,
+    tx: optax.GradientTransformation,
+    abstract: TrainState,
+    *,
+    may_skip: bool,
 ) -> Update:
     """Makes the optimizer update of a plan.
 
     Args:
       plan: Plan from `fully_shard`.
       tx: Optimizer.
-      mould: Abstract state.
+      abstract: Abstract state.
       may_skip: Whether the update leaves everything unchanged where `skip` is true.
 
     Raises:
@@ -56,19 +60,21 @@ def make_update(
         )
         moved = apply_updates(plan, plain, updates, key=key)
         new = (
-            pack(overwrite(plan, moved, grads), mould.params),
-            in_dtypes_of(mould.opt_state, pack(new_state, mould.opt_state)),
+            pack(overwrite(plan, moved, grads), abstract.params),
+            in_dtypes_of(abstract.opt_state, pack(new_state, abstract.opt_state)),
         )
         return unless(skip, (params, opt_state), new) if may_skip else new
 
     return (
-        _streamed(update, plan.config.offload, mould) if plan.config.offload else update
+        _streamed(update, plan.config.offload, abstract)
+        if plan.config.offload
+        else update
     )
 
 
-def to_rest(plan: Plan, mould: TrainState, params: PyTree) -> PyTree:
+def to_rest(plan: Plan, abstract: TrainState, params: PyTree) -> PyTree:
     """Returns plain parameters in their stored layout: padded, offloaded to host."""
-    packed, offload = pack(params, mould.params), plan.config.offload
+    packed, offload = pack(params, abstract.params), plan.config.offload
     if not (offload and offload.params):
         return packed
     host = jax.memory.Space.Host
@@ -77,13 +83,13 @@ def to_rest(plan: Plan, mould: TrainState, params: PyTree) -> PyTree:
     )
 
 
-def in_dtypes_of(mould: PyTree, tree: PyTree) -> PyTree:
-    """Casts each array to its dtype in `mould`.
+def in_dtypes_of(abstract: PyTree, tree: PyTree) -> PyTree:
+    """Casts each array to its dtype in `abstract`.
 
     A moment that widened with the gradient would recompile the second step, and its
     checkpoint would not load.
     """
-    return jax.tree.map(lambda leaf, new: new.astype(leaf.dtype), mould, tree)
+    return jax.tree.map(lambda leaf, new: new.astype(leaf.dtype), abstract, tree)
 
 
 def unless(is_bad: Any, old: PyTree, new: PyTree) -> PyTree:
@@ -91,15 +97,15 @@ def unless(is_bad: Any, old: PyTree, new: PyTree) -> PyTree:
     return jax.tree.map(lambda o, n: jnp.where(is_bad, o, n), old, new)
 
 
-def _streamed(update: Update, offload: Offload, mould: TrainState) -> Update:
+def _streamed(update: Update, offload: OffloadPolicy, abstract: TrainState) -> Update:
     """Wraps the update of a state that is partly stored on the host."""
-    moulds = (mould.params, mould.opt_state)
+    abstracts = (abstract.params, abstract.opt_state)
     chosen = (offload.params, offload.optimizer)
     flags = tuple(
         jax.tree.map(
             lambda leaf, is_chosen=is_chosen: is_chosen and offload.moves(leaf), m
         )
-        for m, is_chosen in zip(moulds, chosen, strict=True)
+        for m, is_chosen in zip(abstracts, chosen, strict=True)
     )
 
     def streamed(params, opt_state, *others):
@@ -108,17 +114,17 @@ def _streamed(update: Update, offload: Offload, mould: TrainState) -> Update:
         here = jax.tree.map(lambda _: False, others)
         # Nothing is fetched before the gradients exist, so that no optimizer state
         # occupies device memory during the backward pass.
-        options = {"order": _by_parameter(moulds), "after": grads}
+        options = {"order": _by_parameter(abstracts), "after": grads}
         return stream(update, given, (*flags, *here), flags, **options)
 
     return streamed
 
 
-def _by_parameter(moulds: tuple[PyTree, PyTree]) -> list[int]:
+def _by_parameter(abstracts: tuple[PyTree, PyTree]) -> list[int]:
     """Returns leaf indices of both trees, with those of one parameter adjacent."""
-    params, _ = jax.tree_util.tree_flatten_with_path(moulds[0])
+    params, _ = jax.tree_util.tree_flatten_with_path(abstracts[0])
     rank = {path: i for i, (path, _) in enumerate(params)}
-    flat, _ = jax.tree_util.tree_flatten_with_path(moulds)
+    flat, _ = jax.tree_util.tree_flatten_with_path(abstracts)
 
     def rank_of(path):
         suffixes = (path[start:] for start in range(len(path)))

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fsdp_jax as fsdp
-from fsdp_jax import Batch, Jagged
+from fsdp_jax.rl import Batch, Jagged
 from fsdp_jax.rl._same import same
 
 
@@ -292,8 +292,8 @@ def test_a_batch_comes_back_from_disk_to_the_bit(tmp_path):
         {"o": ["ä\n", {"a": [1, None, 2.5, True]}]},
         {"m": {"n": "x"}},
     )
-    fsdp.save_batch(tmp_path / "batch.npz", saved)
-    assert_same(fsdp.load_batch(tmp_path / "batch.npz"), saved)
+    fsdp.rl.save_batch(tmp_path / "batch.npz", saved)
+    assert_same(fsdp.rl.load_batch(tmp_path / "batch.npz"), saved)
     assert [path.name for path in tmp_path.iterdir()] == ["batch.npz"]
 
 
@@ -302,7 +302,7 @@ def test_what_a_file_cannot_hold_is_named_and_nothing_is_written(tmp_path):
     with pytest.raises(
         ValueError, match=facts("o[0]", "o[1]", "builtin_function_or_method", "meta.m")
     ):
-        fsdp.save_batch(tmp_path / "batch.npz", wrong)
+        fsdp.rl.save_batch(tmp_path / "batch.npz", wrong)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -316,7 +316,7 @@ def test_a_pickle_is_not_run(tmp_path):
         (tmp_path / f"{name}.npz").write_bytes(data)
     for name in ("evil", "text", "empty", "zip"):
         with pytest.raises(ValueError, match=facts("save_batch", f"{name}.npz")):
-            fsdp.load_batch(tmp_path / f"{name}.npz")
+            fsdp.rl.load_batch(tmp_path / f"{name}.npz")
     assert not (tmp_path / "run").exists()
 
 
@@ -324,13 +324,13 @@ def test_a_pickle_is_not_run(tmp_path):
 
 
 def test_one_process_gathers_what_it_has():
-    assert fsdp.allgather_dict_into_dict({"loss": jnp.float32(1.5), "x": [1]}) == {
+    assert fsdp.rl.allgather_dict_into_dict({"loss": jnp.float32(1.5), "x": [1]}) == {
         "loss": [1.5],
         "x": [[1]],
     }
     with pytest.raises(ValueError, match=facts("metrics", "list")):
-        fsdp.allgather_dict_into_dict([1])
-    gathered = fsdp.all_gather(batch(), fsdp.make_mesh(), "dp_shard")
+        fsdp.rl.allgather_dict_into_dict([1])
+    gathered = fsdp.rl.all_gather(batch(), fsdp.make_mesh(), "dp_shard")
     assert_same(gathered, batch())
     with pytest.raises(ValueError, match=facts("('pp', 'dp_outer'", "dp")):
-        fsdp.all_gather(batch(), fsdp.make_mesh(), "dp")
+        fsdp.rl.all_gather(batch(), fsdp.make_mesh(), "dp")

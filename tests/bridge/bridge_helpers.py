@@ -67,14 +67,14 @@ def abstract_model(config: DecoderConfig, dtype=jnp.float32, **kwargs: Any) -> D
     )
 
 
-def mould_of(config: DecoderConfig, dtype=jnp.float32) -> nnx.State:
+def like_of(config: DecoderConfig, dtype=jnp.float32) -> nnx.State:
     return nnx.state(abstract_model(config, dtype), nnx.Param)
 
 
 def load_model(path: Path, dtype=jnp.float32, **kwargs: Any) -> Decoder:
     model = abstract_model(bridge.from_hf_config(path), dtype, **kwargs)
-    graph, mould = nnx.split(model)
-    return nnx.merge(graph, bridge.load_hf(path, mould))
+    graph, like = nnx.split(model)
+    return nnx.merge(graph, bridge.load_hf(path, like))
 
 
 @jax.jit

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from bridge_helpers import mould_of
+from bridge_helpers import like_of
 from tiny_configs import LLAMA3_ROPE, VARIANTS, hf_fields
 
 import bridge
@@ -75,7 +75,7 @@ def exact_params(config: DecoderConfig) -> Any:
 
     Norms are around 1 and kernels keep the variance, so that every weight matters.
     """
-    leaves = mould_of(config)
+    leaves = like_of(config)
     names = list(named_leaves(leaves))
     flat, tree = jax.tree.flatten(leaves)
     values = [

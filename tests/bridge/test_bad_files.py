@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from bridge_helpers import mould_of, random_tensors, write_llama
+from bridge_helpers import like_of, random_tensors, write_llama
 from helpers.errors import facts
 from refusals import CANARY, LFS_POINTER, Canary, header
 
@@ -179,8 +179,8 @@ def test_all_broken_tensors_are_named_at_once(checkpoint, refused):
 def test_integers_in_place_of_weights_are_refused(checkpoint, refused):
     tensors = {k: v.astype(np.int32) for k, v in random_tensors(np.float32).items()}
     write_llama(checkpoint, tensors=tensors)
-    mould = mould_of(bridge.from_hf_config(checkpoint))
+    like = like_of(bridge.from_hf_config(checkpoint))
     with pytest.raises(
         ValueError, match=facts("model.norm.weight", "int32", "float32")
     ):
-        bridge.load_hf(checkpoint, mould)
+        bridge.load_hf(checkpoint, like)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from bridge_helpers import (
     assert_same_bytes,
-    mould_of,
+    like_of,
     random_tensors,
     tensors_of,
     write_llama,
@@ -287,7 +287,7 @@ def test_a_block_scaled_llama_is_exported_as_the_bfloat16_it_was_read_as(tmp_pat
     source = decode_block_scaled(opened(tmp_path / "a.safetensors", tensors), fp8)
     config = bridge.from_hf_config(write_llama(tmp_path / "llama"))
     mapping = find_family("llama").mapping(config)
-    params = load(source, mapping, mould_of(config, jnp.bfloat16))
+    params = load(source, mapping, like_of(config, jnp.bfloat16))
     bridge.save_hf(tmp_path / "saved", params, config)
     expected = {key: source.read(key) for key in source.keys()}
     assert_same_bytes(tensors_of(tmp_path / "saved"), expected)
@@ -301,7 +301,7 @@ def test_an_import_decodes_what_its_config_says(tmp_path):
     fp8 = FP8 | {"weight_block_size": [32, 32]}
     path = write_llama(tmp_path, quantization_config=fp8)
     write(path / "model.safetensors", tensors)
-    params = bridge.load_hf(path, mould_of(bridge.from_hf_config(path), jnp.bfloat16))
+    params = bridge.load_hf(path, like_of(bridge.from_hf_config(path), jnp.bfloat16))
     decoded = decode_block_scaled(bridge.open_checkpoint(path), fp8).read(key)
     kernel = named_leaves(params)["layers.mlp.up_proj.kernel"]
     np.testing.assert_array_equal(kernel[1], decoded.T)

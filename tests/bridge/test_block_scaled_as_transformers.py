@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from bridge_helpers import mould_of
+from bridge_helpers import like_of
 from helpers.errors import facts
 from test_block_scaled import FP8, MXFP4, mxfp4_tensors, opened
 from tiny_configs import hf_fields
@@ -120,6 +120,6 @@ def test_a_gpt_oss_release_is_what_transformers_loads(tmp_path):
     for key, tensor in expected.items():
         bits = np.ascontiguousarray(source.read(key)).view(np.uint16)
         np.testing.assert_array_equal(bits, bits_of(tensor), key)
-    params = load(source, mapping, mould_of(config, jnp.bfloat16))
+    params = load(source, mapping, like_of(config, jnp.bfloat16))
     loaded = sum(leaf.size for leaf in jax.tree.leaves(params))
     assert loaded == sum(tensor.numel() for tensor in expected.values())

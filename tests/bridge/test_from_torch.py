@@ -38,7 +38,7 @@ def twins(request) -> Twins:
 
 def test_outputs_are_those_of_pytorch(twins: Twins):
     net = twins.torch()
-    model = bridge.from_torch(net, twins.mould(), twins.rules)
+    model = bridge.from_torch(net, twins.like(), twins.rules)
     theirs = outputs(net, twins.inputs)
     assert theirs.std() > 0.1
     assert error(outputs(model, twins.inputs), theirs) <= TOLERANCE
@@ -66,7 +66,7 @@ def test_what_shapes_cannot_tell_misses_by_a_hundredfold(name, source, wrong):
     twins = TWINS[name]
     net = twins.torch()
     rules = replaced(twins.rules, source, wrong)
-    model = bridge.from_torch(net, twins.mould(), rules)
+    model = bridge.from_torch(net, twins.like(), rules)
     ours, theirs = outputs(model, twins.inputs), outputs(net, twins.inputs)
     assert error(ours, theirs) > 100 * TOLERANCE
 
@@ -74,7 +74,7 @@ def test_what_shapes_cannot_tell_misses_by_a_hundredfold(name, source, wrong):
 @pytest.mark.parametrize("name", LOSSLESS)
 def test_there_and_back_is_the_same_state_dict(name):
     twins, state = TWINS[name], TWINS[name].torch().state_dict()
-    model = bridge.from_torch(state, twins.mould(), twins.rules)
+    model = bridge.from_torch(state, twins.like(), twins.rules)
     again = bridge.to_torch(model, twins.rules, like=state)
     assert list(again) == list(state)
     for key, tensor in state.items():
@@ -83,29 +83,29 @@ def test_there_and_back_is_the_same_state_dict(name):
 
 
 def test_back_and_there_is_the_same_model(twins: Twins):
-    model = bridge.from_torch(twins.torch(), twins.mould(), twins.rules)
+    model = bridge.from_torch(twins.torch(), twins.like(), twins.rules)
     state = bridge.to_torch(model, twins.rules)
     twins.make_torch().load_state_dict(state)  # strict: every name, every shape
-    again = bridge.from_torch(state, twins.mould(), twins.rules)
+    again = bridge.from_torch(state, twins.like(), twins.rules)
     weights = nnx.Not(nnx.RngState)
     assert_same_leaves(nnx.state(again, weights), nnx.state(model, weights))
 
 
-def test_the_mould_is_not_changed_and_keeps_its_random_state():
+def test_the_abstract_tree_is_not_changed_and_keeps_its_random_state():
     twins = TWINS["mlp"]
-    mould = twins.make_nnx(nnx.Rngs(1))
-    before = jax.tree.map(np.asarray, nnx.state(mould, nnx.Param))
-    model = bridge.from_torch(twins.torch(), mould, twins.rules)
-    assert_same_leaves(nnx.state(mould, nnx.Param), before)
-    assert not np.array_equal(model.embed.embedding[...], mould.embed.embedding[...])
-    key, own = (m.dropout.rngs.key[...] for m in (model, mould))
+    like = twins.make_nnx(nnx.Rngs(1))
+    before = jax.tree.map(np.asarray, nnx.state(like, nnx.Param))
+    model = bridge.from_torch(twins.torch(), like, twins.rules)
+    assert_same_leaves(nnx.state(like, nnx.Param), before)
+    assert not np.array_equal(model.embed.embedding[...], like.embed.embedding[...])
+    key, own = (m.dropout.rngs.key[...] for m in (model, like))
     assert (jax.random.key_data(key) == jax.random.key_data(own)).all()
 
 
-def test_weights_are_born_in_the_moulds_shardings():
+def test_weights_are_born_in_the_abstract_trees_shardings():
     twins = TWINS["encoder"]
     mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
-    state = nnx.state(twins.mould())
+    state = nnx.state(twins.like())
     by_last_dim = jax.tree.map(
         lambda leaf: leaf.update(
             sharding=jax.NamedSharding(mesh, jax.P(*[None] * (leaf.ndim - 1), "x"))
@@ -128,10 +128,10 @@ def test_shards_of_a_flipped_kernel_are_cut_from_where_they_lie(dim):
     mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.P(*["x" if d == dim else None for d in range(4)])
     sharding = jax.NamedSharding(mesh, spec)
-    mould = jax.ShapeDtypeStruct((4, 2, 6, 8), jnp.float32, sharding=sharding)
+    like = jax.ShapeDtypeStruct((4, 2, 6, 8), jnp.float32, sharding=sharding)
     weight = torch.randn(6, 8, 4, 2)
     rules = [adapt.conv_transpose("up", "up", ndim=2, bias=False)]
-    filled = bridge.from_torch({"up.weight": weight}, {"up": {"kernel": mould}}, rules)
+    filled = bridge.from_torch({"up.weight": weight}, {"up": {"kernel": like}}, rules)
     kernel = filled["up"]["kernel"]
     assert kernel.sharding == sharding
     expected = weight.flip(2, 3).permute(2, 3, 0, 1)
@@ -142,7 +142,7 @@ def test_shards_of_a_flipped_kernel_are_cut_from_where_they_lie(dim):
 def test_a_checkpoint_of_any_float_fills_float32_and_returns_bit_by_bit(dtype):
     twins = TWINS["encoder"]
     state = {key: value.to(dtype) for key, value in twins.torch().state_dict().items()}
-    model = bridge.from_torch(state, twins.mould(), twins.rules)
+    model = bridge.from_torch(state, twins.like(), twins.rules)
     assert model.linear1.kernel.dtype == jnp.float32
     again = bridge.to_torch(model, twins.rules, like=state)
     assert all(torch.equal(again[key], state[key]) for key in state)
@@ -152,8 +152,8 @@ def test_a_checkpoint_of_any_float_fills_float32_and_returns_bit_by_bit(dtype):
 def test_integers_are_carried_and_never_become_floats():
     state = {"table": torch.arange(6, dtype=torch.int32).reshape(2, 3)}
     rules = [Rule("table", "table", "a b -> b a")]
-    mould = {"table": jax.ShapeDtypeStruct((3, 2), jnp.int32)}
-    filled = bridge.from_torch(state, mould, rules)
+    like = {"table": jax.ShapeDtypeStruct((3, 2), jnp.int32)}
+    filled = bridge.from_torch(state, like, rules)
     np.testing.assert_array_equal(filled["table"], state["table"].numpy().T)
     assert torch.equal(bridge.to_torch(filled, rules)["table"], state["table"])
     floats = {"table": jax.ShapeDtypeStruct((3, 2), jnp.float32)}
@@ -163,7 +163,7 @@ def test_integers_are_carried_and_never_become_floats():
 
 def test_layers_of_a_list_are_stacked_where_the_tree_has_them_so():
     net = torch.nn.Sequential(*[torch.nn.Linear(3, 4) for _ in range(5)])
-    mould = {
+    like = {
         "kernel": jax.ShapeDtypeStruct((5, 3, 4), jnp.float32),
         "bias": jax.ShapeDtypeStruct((5, 4), jnp.float32),
     }
@@ -171,7 +171,7 @@ def test_layers_of_a_list_are_stacked_where_the_tree_has_them_so():
         Rule("{layer}.weight", "kernel", "out in -> in out"),
         Rule("{layer}.bias", "bias", "out -> out"),
     ]
-    filled = bridge.from_torch(net, mould, rules)
+    filled = bridge.from_torch(net, like, rules)
     np.testing.assert_array_equal(filled["kernel"][3], net[3].weight.detach().T)
     again = bridge.to_torch(filled, rules)
     assert list(again) == [*[f"{i}.weight" for i in range(5)]] + [
@@ -180,18 +180,18 @@ def test_layers_of_a_list_are_stacked_where_the_tree_has_them_so():
     net.load_state_dict(again)
     longer = net.append(torch.nn.Linear(3, 4))
     with pytest.raises(ValueError, match=facts("(2)", "5.weight", "5.bias")):
-        bridge.from_torch(longer, mould, rules)
+        bridge.from_torch(longer, like, rules)
     shorter = net[:3]
     with pytest.raises(ValueError, match=facts("(4)", "3.weight", "4.bias")):
-        bridge.from_torch(shorter, mould, rules)
+        bridge.from_torch(shorter, like, rules)
 
 
 def test_parts_of_one_tensor_agree_on_the_dims_that_are_not_cut():
     leaves = {"a": (2, 3), "b": (2, 4)}
-    mould = {k: jax.ShapeDtypeStruct(s, jnp.float32) for k, s in leaves.items()}
+    like = {k: jax.ShapeDtypeStruct(s, jnp.float32) for k, s in leaves.items()}
     rules = [Rule("ab", ("a", "b"), ("x y -> x y", "x z -> x z"))]
     with pytest.raises(ValueError, match=facts("b", "(2, 4)", "4", "z=3")):
-        bridge.from_torch({"ab": torch.zeros(4, 3)}, mould, rules)
+        bridge.from_torch({"ab": torch.zeros(4, 3)}, like, rules)
 
 
 def test_one_error_lists_all_that_is_wrong():
@@ -204,7 +204,7 @@ def test_one_error_lists_all_that_is_wrong():
     }
     leaves = {"a.kernel": (2, 3), "b.kernel": (3, 2), "c.kernel": (3, 2)}
     leaves |= {"d": (3, 4), "bare": (1,), "e": (2, 2)}
-    mould = {k: jax.ShapeDtypeStruct(s, jnp.float32) for k, s in leaves.items()}
+    like = {k: jax.ShapeDtypeStruct(s, jnp.float32) for k, s in leaves.items()}
     rules = [
         *[adapt.linear(name, name, bias=False) for name in "abc"],
         Rule("c.weight", "e", "a b -> a b"),
@@ -213,7 +213,7 @@ def test_one_error_lists_all_that_is_wrong():
         adapt.linear("a", "gone", bias=False),
     ]
     with pytest.raises(ValueError) as raised:
-        bridge.from_torch(state, mould, rules)
+        bridge.from_torch(state, like, rules)
     for line in (
         "'the state dict' and the tree do not fit the rules",
         "missing in the source (1):\n    f",
@@ -247,32 +247,32 @@ def test_a_tensor_made_of_two_dtypes_gets_none_in_silence():
 
 def test_what_comes_back_shares_no_memory_with_what_it_was_made_of():
     twins, net = TWINS["cnn"], TWINS["cnn"].torch()
-    model = bridge.from_torch(net, twins.mould(), twins.rules)
+    model = bridge.from_torch(net, twins.like(), twins.rules)
     for tensor in bridge.to_torch(model, twins.rules, like=net).values():
         tensor.zero_()
     assert_same_leaves(
         nnx.state(model),
-        nnx.state(bridge.from_torch(twins.torch(), twins.mould(), twins.rules)),
+        nnx.state(bridge.from_torch(twins.torch(), twins.like(), twins.rules)),
     )
     assert net.stem.weight.any() and net.bn.weight.any()
 
 
-def test_a_mould_has_nothing_to_take_back():
+def test_an_abstract_tree_has_nothing_to_take_back():
     twins = TWINS["encoder"]
     with pytest.raises(ValueError, match=facts("linear1.bias, linear1.kernel")):
-        bridge.to_torch(twins.mould(), twins.rules)
+        bridge.to_torch(twins.like(), twins.rules)
 
 
 def test_attention_to_another_width_has_three_projections_of_its_own():
     torch.manual_seed(0)
     net = torch.nn.MultiheadAttention(12, 4, kdim=6, vdim=6, batch_first=True)
     torch.nn.init.normal_(net.in_proj_bias)
-    mould = nnx.eval_shape(
+    like = nnx.eval_shape(
         lambda: nnx.MultiHeadAttention(
             4, 12, in_kv_features=6, decode=False, rngs=nnx.Rngs(0)
         )
     )
-    model = bridge.from_torch(net, mould, [adapt.attention("", "", fused=False)])
+    model = bridge.from_torch(net, like, [adapt.attention("", "", fused=False)])
     query, memory = normal(2, 5, 12), normal(2, 3, 6)
     with torch.no_grad():
         q, kv = torch.from_numpy(query), torch.from_numpy(memory)
@@ -280,4 +280,4 @@ def test_attention_to_another_width_has_three_projections_of_its_own():
     assert error(np.asarray(model(query, memory, memory)), theirs) <= TOLERANCE
     again = bridge.to_torch(model, [adapt.attention("", "", fused=False)], like=net)
     assert all(torch.equal(again[k], v) for k, v in net.state_dict().items())
-    assert bridge.propose_rules(net, mould).is_certain
+    assert bridge.propose_rules(net, like).is_certain

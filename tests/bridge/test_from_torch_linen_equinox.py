@@ -132,8 +132,8 @@ def assert_close(ours, theirs) -> None:
 
 def test_variables_of_linen_give_pytorchs_outputs():
     net, x, model = random_net(TorchNet), normal(2, 3, 5), Linen()
-    mould = jax.eval_shape(model.init, jax.random.key(0), x)
-    variables = bridge.from_torch(net, mould, RULES)
+    like = jax.eval_shape(model.init, jax.random.key(0), x)
+    variables = bridge.from_torch(net, like, RULES)
     assert_close(model.apply(variables, x), torch_output(net, x))
     again = bridge.to_torch(variables, RULES, like=net)
     state = net.state_dict()
@@ -144,8 +144,8 @@ def test_variables_of_linen_give_pytorchs_outputs():
 def test_modules_of_equinox_give_pytorchs_outputs(abstract):
     net, x = random_net(TorchConvNet), normal(2, 3, 4, 4)
     make = eqx.filter_eval_shape if abstract else lambda make, key: make(key)
-    mould = make(Equinox, jax.random.key(0))
-    model = bridge.from_torch(net, mould, EQUINOX_RULES)
+    like = make(Equinox, jax.random.key(0))
+    model = bridge.from_torch(net, like, EQUINOX_RULES)
     assert isinstance(model, Equinox)
     assert model.activation is jnp.tanh and model.dropout.p == 0.5
     assert_close(jax.vmap(model)(x), torch_output(net, x))

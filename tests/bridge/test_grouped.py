@@ -114,7 +114,7 @@ def test_on_gpus_memory_does_not_grow_with_the_groups():
         def loss(x, kernel, sizes):
             return jnp.square(product(x, kernel, sizes).astype(jnp.float32)).sum()
 
-        moulds = [
+        likes = [
             jax.ShapeDtypeStruct(shape, dtype, sharding=on_it)
             for shape, dtype in (
                 ((rows, embed), jnp.bfloat16),
@@ -122,7 +122,7 @@ def test_on_gpus_memory_does_not_grow_with_the_groups():
                 ((groups,), jnp.int32),
             )
         ]
-        lowered = jax.jit(jax.grad(loss, (0, 1))).lower(*moulds)
+        lowered = jax.jit(jax.grad(loss, (0, 1))).lower(*likes)
         memory = lowered.compile().memory_analysis()
         assert memory is not None
         return memory.temp_size_in_bytes

@@ -5,7 +5,7 @@ import json
 import jax
 import numpy as np
 import pytest
-from bridge_helpers import mould_of, random_tensors, write_llama
+from bridge_helpers import like_of, random_tensors, write_llama
 from helpers.errors import facts
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -31,7 +31,7 @@ def test_the_table_folds_layers_and_shows_layouts(llama):
     assert row.endswith("(heads head_dim) embed -> embed heads head_dim")
 
 
-def test_a_mould_decides_dtype_and_what_each_process_reads(llama, bytes_read):
+def test_an_abstract_tree_decides_dtype_and_what_each_process_reads(llama, bytes_read):
     mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     config = bridge.from_hf_config(llama)
 
@@ -40,10 +40,10 @@ def test_a_mould_decides_dtype_and_what_each_process_reads(llama, bytes_read):
         sharding = NamedSharding(mesh, PartitionSpec(*spec))
         return jax.ShapeDtypeStruct(leaf.shape, jax.numpy.bfloat16, sharding=sharding)
 
-    mould = jax.tree.map(shard, mould_of(config))
-    plan = bridge.plan(llama, mould)
+    like = jax.tree.map(shard, like_of(config))
+    plan = bridge.plan(llama, like)
     assert {str(leaf.dtype) for leaf in plan.leaves} == {"bfloat16"}
-    bridge.load_hf(llama, mould)
+    bridge.load_hf(llama, like)
     assert plan.bytes_read == {0: sum(bytes_read)}
 
 

@@ -8,7 +8,7 @@ import warnings
 import jax
 import numpy as np
 import pytest
-from bridge_helpers import assert_same_bytes, assert_same_leaves, mould_of, tensors_of
+from bridge_helpers import assert_same_bytes, assert_same_leaves, like_of, tensors_of
 from helpers.errors import facts
 from safetensors.numpy import save_file
 from tiny_configs import hf_fields
@@ -25,7 +25,7 @@ def announced(tmp_path):
     config = bridge.from_hf_config(hf_fields("deepseek_v3", **{FIELD: 1}))
     values = np.random.default_rng(0)
     params = jax.tree.map(
-        lambda leaf: values.normal(size=leaf.shape).astype(leaf.dtype), mould_of(config)
+        lambda leaf: values.normal(size=leaf.shape).astype(leaf.dtype), like_of(config)
     )
     path = tmp_path / "in"
     bridge.save_hf(path, params, config)
@@ -41,7 +41,7 @@ def test_an_import_warns_of_them_and_an_export_announces_none(tmp_path, announce
     path, others, params = announced
     config = bridge.from_hf_config(path)
     with pytest.warns(UserWarning, match=facts(1, f"'{EXTRA}'", FIELD, 0)):
-        again = bridge.load_hf(path, mould_of(config))
+        again = bridge.load_hf(path, like_of(config))
     assert_same_leaves(again, params)
     bridge.save_hf(tmp_path / "out", again, config)
     assert json.loads((tmp_path / "out" / "config.json").read_text())[FIELD] == 0

@@ -1,4 +1,4 @@
-"""Loading fills any mould, reads each byte once, and refuses what does not fit."""
+"""Loading fills any like, reads each byte once, and refuses what does not fit."""
 
 import dataclasses
 import threading
@@ -10,7 +10,7 @@ import pytest
 from bridge_helpers import (
     HF_CONFIG,
     assert_same_leaves,
-    mould_of,
+    like_of,
     random_tensors,
     write_llama,
 )
@@ -48,7 +48,7 @@ def mesh():
     return jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
 
 
-def sharded(mould, specs):
+def sharded(like, specs):
     """Gives each leaf whose path holds a key of `specs` that spec."""
 
     def shard(path, leaf):
@@ -57,11 +57,11 @@ def sharded(mould, specs):
         sharding = NamedSharding(mesh(), PartitionSpec(*spec))
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
-    return jax.tree.map_with_path(shard, mould)
+    return jax.tree.map_with_path(shard, like)
 
 
 def test_every_leaf_is_its_tensor_as_the_names_say(llama):
-    leaves = named_leaves(bridge.load_hf(llama, mould_of(CONFIG)))
+    leaves = named_leaves(bridge.load_hf(llama, like_of(CONFIG)))
     tensors = random_tensors(np.float32)
     query = tensors["model.layers.2.self_attn.q_proj.weight"]
     kernel = leaves["layers.self_attn.q_proj.kernel"]
@@ -74,14 +74,16 @@ def test_every_leaf_is_its_tensor_as_the_names_say(llama):
 
 
 @pytest.mark.parametrize("specs", SPECS.values(), ids=SPECS)
-def test_a_sharded_mould_is_filled_as_an_unsharded_one(llama, bytes_read, specs):
-    whole = bridge.load_hf(llama, mould_of(CONFIG))
+def test_a_sharded_abstract_tree_is_filled_as_an_unsharded_one(
+    llama, bytes_read, specs
+):
+    whole = bridge.load_hf(llama, like_of(CONFIG))
     bytes_read.clear()
-    mould = sharded(mould_of(CONFIG), specs)
-    params = bridge.load_hf(llama, mould)
+    like = sharded(like_of(CONFIG), specs)
+    params = bridge.load_hf(llama, like)
     assert_same_leaves(params, whole)
     assert jax.tree.all(
-        jax.tree.map(lambda p, m: p.sharding == m.sharding, params, mould)
+        jax.tree.map(lambda p, m: p.sharding == m.sharding, params, like)
     )
     # However it is cut, eight shards read no byte twice.
     assert sum(bytes_read) == sum(t.nbytes for t in random_tensors(np.float32).values())
@@ -90,14 +92,14 @@ def test_a_sharded_mould_is_filled_as_an_unsharded_one(llama, bytes_read, specs)
 def test_a_sharded_stack_of_layers_is_filled_as_an_unsharded_one(llama):
     devices = np.array(jax.devices()[:3])
     sharding = NamedSharding(jax.sharding.Mesh(devices, ("x",)), PartitionSpec("x"))
-    mould = mould_of(CONFIG)
+    like = like_of(CONFIG)
     cut = jax.tree.map(
         lambda m: jax.ShapeDtypeStruct(
             m.shape, m.dtype, sharding=sharding if m.shape[0] == 3 else None
         ),
-        mould,
+        like,
     )
-    assert_same_leaves(bridge.load_hf(llama, cut), bridge.load_hf(llama, mould))
+    assert_same_leaves(bridge.load_hf(llama, cut), bridge.load_hf(llama, like))
 
 
 def test_one_device_of_eight_reads_an_eighth_of_the_bytes(llama, bytes_read):
@@ -117,22 +119,22 @@ def test_one_device_of_eight_reads_an_eighth_of_the_bytes(llama, bytes_read):
 @pytest.mark.parametrize(
     "stored, wanted", [("bf16", jnp.float32), ("f32", jnp.bfloat16)]
 )
-def test_the_dtype_of_the_mould_wins(llama, llama_bf16, stored, wanted):
+def test_the_dtype_of_the_abstract_tree_wins(llama, llama_bf16, stored, wanted):
     path = llama if stored == "f32" else llama_bf16
     tensors = random_tensors(np.float32 if stored == "f32" else jnp.bfloat16)
-    leaves = named_leaves(bridge.load_hf(path, mould_of(CONFIG, wanted)))
+    leaves = named_leaves(bridge.load_hf(path, like_of(CONFIG, wanted)))
     up = tensors["model.layers.1.mlp.up_proj.weight"].T.astype(wanted)
     assert leaves["layers.mlp.up_proj.kernel"].dtype == wanted
     np.testing.assert_array_equal(leaves["layers.mlp.up_proj.kernel"][1], up)
 
 
 def test_a_leaf_without_a_sharding_is_on_the_default_device(llama):
-    leaves = named_leaves(bridge.load_hf(llama, mould_of(CONFIG)))
+    leaves = named_leaves(bridge.load_hf(llama, like_of(CONFIG)))
     assert {d for leaf in leaves.values() for d in leaf.devices()} == {jax.devices()[0]}
 
 
-def test_a_mould_may_be_any_tree(llama):
-    state = mould_of(CONFIG)
+def test_an_abstract_tree_may_be_any_tree(llama):
+    state = like_of(CONFIG)
     nested = nnx.to_pure_dict(state)
     params = bridge.load_hf(llama, nested)
     assert jax.tree.structure(params) == jax.tree.structure(nested)
@@ -144,7 +146,7 @@ def test_progress_counts_every_byte_once(llama):
     calls = []
     bridge.load_hf(
         llama,
-        mould_of(CONFIG),
+        like_of(CONFIG),
         progress=lambda done, total: calls.append((done, total)),
     )
     total = sum(t.nbytes for t in random_tensors(np.float32).values())
@@ -158,21 +160,21 @@ def test_tied_and_stale_tensors_are_left_in_the_file(tmp_path):
     tensors["model.layers.1.self_attn.rotary_emb.inv_freq"] = np.ones(8, np.float32)
     path = write_llama(tmp_path / "in", tensors=tensors, tie_word_embeddings=True)
     config = bridge.from_hf_config(path)
-    params = bridge.load_hf(path, mould_of(config))
+    params = bridge.load_hf(path, like_of(config))
     assert "lm_head.kernel" not in named_leaves(params)
 
 
 def test_a_single_file_is_loaded_with_the_config_beside_it_or_a_given_one(
     llama, tmp_path
 ):
-    whole = bridge.load_hf(llama, mould_of(CONFIG))
+    whole = bridge.load_hf(llama, like_of(CONFIG))
     file = llama / "model.safetensors"
-    assert_same_leaves(bridge.load_hf(file, mould_of(CONFIG)), whole)
+    assert_same_leaves(bridge.load_hf(file, like_of(CONFIG)), whole)
     alone = tmp_path / "alone.safetensors"
     alone.write_bytes(file.read_bytes())
     with pytest.raises(FileNotFoundError, match=facts("config.json")):
-        bridge.load_hf(alone, mould_of(CONFIG))
-    params = bridge.load_hf(alone, mould_of(CONFIG), config=CONFIG)
+        bridge.load_hf(alone, like_of(CONFIG))
+    params = bridge.load_hf(alone, like_of(CONFIG), config=CONFIG)
     assert_same_leaves(params, whole)
 
 
@@ -184,10 +186,10 @@ def test_missing_unexpected_and_mismatched_are_one_error_before_any_read(
     tensors["model.layers.3.mlp.up_proj.weight"] = np.ones((2, 2), np.float32)
     tensors["lm_head.weight"] = np.ones((48, 131), np.float32)
     path = write_llama(tmp_path / "in", tensors=tensors)
-    mould = named_leaves(mould_of(dataclasses.replace(CONFIG, hidden_size=64)))
-    del mould["norm.scale"]
+    like = named_leaves(like_of(dataclasses.replace(CONFIG, hidden_size=64)))
+    del like["norm.scale"]
     with pytest.raises(ValueError) as error:
-        bridge.load_hf(path, mould)
+        bridge.load_hf(path, like)
     for line in (
         "missing in the tree (1):\n    norm.scale",
         "embed_tokens.embedding: (131, 64), the config says (131, 48)",
@@ -199,14 +201,14 @@ def test_missing_unexpected_and_mismatched_are_one_error_before_any_read(
     assert bytes_read == []
 
 
-def test_a_mould_that_cannot_be_sharded_so_is_refused_before_any_read(
+def test_an_abstract_tree_that_cannot_be_sharded_so_is_refused_before_any_read(
     llama, bytes_read
 ):
-    mould = sharded(mould_of(CONFIG), {"embed_tokens": ("x",), "lm_head": (None, "x")})
+    like = sharded(like_of(CONFIG), {"embed_tokens": ("x",), "lm_head": (None, "x")})
     with pytest.raises(
         ValueError, match=facts("embed_tokens.embedding", "lm_head.kernel")
     ):
-        bridge.load_hf(llama, mould)
+        bridge.load_hf(llama, like)
     assert bytes_read == []
 
 
@@ -217,19 +219,19 @@ def test_integers_are_not_cast_to_floats(tmp_path):
     with pytest.raises(
         ValueError, match=facts("model.norm.weight", "int64", "float32")
     ):
-        bridge.load_hf(path, mould_of(CONFIG))
+        bridge.load_hf(path, like_of(CONFIG))
 
 
 @pytest.mark.parametrize(
-    "mould, match",
+    "like, match",
     [
         ({"a.b": jnp.ones(1), "a": {"b": jnp.ones(1)}}, ["a.b"]),
         ({"a": 3}, ["a", "int"]),
     ],
 )
-def test_a_tree_whose_leaves_cannot_be_named_is_refused(llama, mould, match):
+def test_a_tree_whose_leaves_cannot_be_named_is_refused(llama, like, match):
     with pytest.raises(ValueError, match=facts(*match)):
-        bridge.load_hf(llama, mould)
+        bridge.load_hf(llama, like)
 
 
 def test_float8_is_read_and_widened(tmp_path):
@@ -238,9 +240,9 @@ def test_float8_is_read_and_widened(tmp_path):
     (tmp_path / "a.safetensors").write_bytes(header + values.tobytes())
     source = bridge.open_checkpoint(tmp_path / "a.safetensors")
     mapping = bridge.Mapping((bridge.Rule("w", "w", "a -> a"),), {"a": 6})
-    mould = {"w": jax.ShapeDtypeStruct((6,), jnp.float32)}
+    like = {"w": jax.ShapeDtypeStruct((6,), jnp.float32)}
     np.testing.assert_array_equal(
-        load(source, mapping, mould)["w"], values.astype(np.float32)
+        load(source, mapping, like)["w"], values.astype(np.float32)
     )
 
 
@@ -272,7 +274,7 @@ def test_a_failure_half_way_is_raised_and_ends_every_thread(llama):
     mapping = find_family("llama").mapping(CONFIG)
     calls = []
     with pytest.raises(OSError, match=facts("disk")):
-        load(source, mapping, mould_of(CONFIG), progress=lambda *c: calls.append(c))
+        load(source, mapping, like_of(CONFIG), progress=lambda *c: calls.append(c))
     assert 0 < len(calls) < 30
     assert not any(t.name.startswith("bridge") for t in threading.enumerate())
 
@@ -280,8 +282,8 @@ def test_a_failure_half_way_is_raised_and_ends_every_thread(llama):
 def test_no_read_is_larger_than_a_band(llama, bytes_read, monkeypatch):
     monkeypatch.setattr(_bands, "BAND_BYTES", 1000)
     assert_same_leaves(
-        bridge.load_hf(llama, sharded(mould_of(CONFIG), SPECS["columns of the file"])),
-        bridge.load_hf(llama, mould_of(CONFIG)),
+        bridge.load_hf(llama, sharded(like_of(CONFIG), SPECS["columns of the file"])),
+        bridge.load_hf(llama, like_of(CONFIG)),
     )
     tensors = random_tensors(np.float32)
     assert max(bytes_read) <= 1000

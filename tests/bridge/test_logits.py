@@ -136,8 +136,8 @@ WRONG: dict[str, tuple[str, dict[str, Any]]] = {
 def test_a_wrong_trait_misses_by_a_hundredfold(tmp_path, variant, changes):
     hf = make_model(tmp_path, variant)
     wrong = change(bridge.from_hf_config(tmp_path), changes)
-    graph, mould = nnx.split(abstract_model(wrong))
-    model = nnx.merge(graph, bridge.load_hf(tmp_path, mould))
+    graph, like = nnx.split(abstract_model(wrong))
+    model = nnx.merge(graph, bridge.load_hf(tmp_path, like))
     assert relative_error(logits_of(model, hf.tokens), hf.logits) > 100 * RELATIVE
 
 

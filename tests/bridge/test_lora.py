@@ -12,8 +12,8 @@ from bridge_helpers import (
     abstract_model,
     assert_same_bytes,
     assert_same_leaves,
+    like_of,
     logits_of,
-    mould_of,
     tensors_of,
 )
 from flax import nnx
@@ -100,8 +100,8 @@ def merged_by_torch(hf, tensors, scale_of) -> torch.nn.Module:
 
 def merged_logits(hf, path) -> np.ndarray:
     config = bridge.from_hf_config(hf.path)
-    graph, mould = nnx.split(abstract_model(config))
-    filled = bridge.load_hf_with_lora(hf.path, path, mould)
+    graph, like = nnx.split(abstract_model(config))
+    filled = bridge.load_hf_with_lora(hf.path, path, like)
     return np.asarray(logits_of(nnx.merge(graph, filled), hf.tokens))
 
 
@@ -140,8 +140,8 @@ def test_factors_beside_the_weights_are_laid_out_like_them(hf, shapes, tmp_path)
     path = write(tmp_path / "lora", factors(shapes), **PATTERNS)
     config = bridge.from_hf_config(hf.path)
     lora = bridge.load_lora(path, config)
-    base = bridge.load_hf(hf.path, mould_of(config))
-    merged = bridge.load_hf_with_lora(hf.path, path, mould_of(config))
+    base = bridge.load_hf(hf.path, like_of(config))
+    merged = bridge.load_hf_with_lora(hf.path, path, like_of(config))
     base, merged = (dict(_named(tree)) for tree in (base, merged))
     assert set(lora.factors) == {f"layers.{module}.kernel" for module in MODULES}
     for leaf, pair in lora.factors.items():
@@ -210,16 +210,16 @@ def test_shards_of_a_merged_weight_are_those_of_the_whole(hf, shapes, tmp_path):
     path = write(tmp_path / "lora", factors(shapes))
     config = bridge.from_hf_config(hf.path)
     mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
-    mould = mould_of(config)
+    like = like_of(config)
     across = jax.tree.map(
         lambda leaf: leaf.update(
             sharding=jax.NamedSharding(mesh, jax.P(*[None] * (leaf.ndim - 1), "x"))
             if leaf.shape[-1] % 2 == 0
             else jax.NamedSharding(mesh, jax.P())
         ),
-        mould,
+        like,
     )
-    whole, cut = (bridge.load_hf_with_lora(hf.path, path, m) for m in (mould, across))
+    whole, cut = (bridge.load_hf_with_lora(hf.path, path, m) for m in (like, across))
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-6), whole, cut
     )
@@ -233,7 +233,7 @@ def test_modules_that_were_saved_whole_take_the_places_of_the_bases(
     tensors["base_model.model.lm_head.weight"] = head
     path = write(tmp_path / "lora", tensors, modules_to_save=["lm_head"])
     config = bridge.from_hf_config(hf.path)
-    merged = dict(_named(bridge.load_hf_with_lora(hf.path, path, mould_of(config))))
+    merged = dict(_named(bridge.load_hf_with_lora(hf.path, path, like_of(config))))
     np.testing.assert_array_equal(merged["lm_head.kernel"], head.T)
     with pytest.raises(ValueError, match=facts("load_hf_with_lora", "lm_head.weight")):
         bridge.load_lora(path, config)
@@ -266,7 +266,7 @@ def test_what_is_not_modelled_is_refused_by_name(hf, shapes, tmp_path, fields, m
     with pytest.raises(ValueError, match=facts(*match)):
         bridge.load_lora(path, config)
     with pytest.raises(ValueError, match=facts(*match)):
-        bridge.load_hf_with_lora(hf.path, path, mould_of(config))
+        bridge.load_hf_with_lora(hf.path, path, like_of(config))
 
 
 def test_tensors_that_are_none_of_the_models_are_all_listed(hf, shapes, tmp_path):
@@ -297,7 +297,7 @@ def test_an_adapter_of_another_model_is_refused(hf, shapes, tmp_path):
     path = write(tmp_path / "lora", tensors)
     config = bridge.from_hf_config(hf.path)
     with pytest.raises(ValueError) as raised:
-        bridge.load_hf_with_lora(hf.path, path, mould_of(config))
+        bridge.load_hf_with_lora(hf.path, path, like_of(config))
     assert "model.layers.7.mlp.up_proj.weight" in str(raised.value)
     assert "the adapter is for (3, 48)" in str(raised.value)
     with pytest.raises(ValueError, match=facts("model.layers.7.mlp.up_proj")):
@@ -378,4 +378,4 @@ def test_factors_of_a_weight_stored_the_other_way_are_laid_out_like_it(gpt2, tmp
             "(3)", "transformer.h.{0-2}.mlp.c_proj.weight", "(192, 48)", "(48, 192)"
         ),
     ):
-        bridge.load_hf_with_lora(gpt2.path, wrong, mould_of(config))
+        bridge.load_hf_with_lora(gpt2.path, wrong, like_of(config))

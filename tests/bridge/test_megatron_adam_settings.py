@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from bridge_helpers import mould_of
+from bridge_helpers import like_of
 from helpers.errors import facts
 
 import bridge
@@ -80,7 +80,7 @@ def test_another_optimizer_than_adamw_is_refused(other):
 def test_a_run_of_megatron_says_its_settings(name, golden):
     path = golden(name) / "torch_dist"
     config = bridge.megatron.from_args(open_megatron(path).args)
-    found = load_megatron_adam(path, mould_of(config)).settings
+    found = load_megatron_adam(path, like_of(config)).settings
     assert (found.b1, found.b2, found.eps) == (0.9, 0.95, 1e-8)
     assert (found.weight_decay, found.clip_grad) == (0.0, 0.0)
     assert found.no_decay and all(

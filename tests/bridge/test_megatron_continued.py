@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 import torch
-from bridge_helpers import abstract_model, mould_of
+from bridge_helpers import abstract_model, like_of
 from flax import nnx
 from helpers.errors import facts
 
@@ -30,7 +30,7 @@ LR, B1, B2, EPS, DECAY = 1e-2, 0.9, 0.95, 1e-8, 0.1
 def begun(request, golden):
     path = golden(request.param) / "torch_dist"
     config = bridge.megatron.from_args(open_megatron(path).args)
-    return path, config, load_megatron_adam(path, mould_of(config))
+    return path, config, load_megatron_adam(path, like_of(config))
 
 
 def gradients(config, params):
@@ -102,7 +102,7 @@ def test_it_goes_on_sharded_as_on_one_device(begun):
     )
     begun = load_megatron_adam(path, plan.params)
     opt_state = continued(tx, begun)
-    state = fsdp.init(
+    state = fsdp.init_state(
         plan, tx, begun.params, opt_state=opt_state, step=int(begun.count)
     )
 
@@ -113,7 +113,7 @@ def test_it_goes_on_sharded_as_on_one_device(begun):
 
     state, _ = fsdp.make_train_step(plan, loss, tx)(state, jnp.asarray(tokens))
     assert int(state.step) == begun.count + 1
-    for name, leaf in named_leaves(fsdp.unpack(state.params)).items():
+    for name, leaf in named_leaves(fsdp.sharding.unpack(state.params)).items():
         assert relative(leaf, want[name]) < 1e-4  # a sum over devices moves a moment
 
 
@@ -121,7 +121,7 @@ def test_a_checkpoint_without_moments_says_what_is_left_out(golden):
     path = golden("qwen3") / "legacy"
     config = bridge.megatron.from_args(open_megatron(path).args)
     with pytest.raises(ValueError, match=facts("iter_0000007", "'rng_state'")):
-        load_megatron_adam(path, mould_of(config))
+        load_megatron_adam(path, like_of(config))
 
 
 def test_an_optimizer_state_of_another_optimizer_is_refused():
@@ -131,4 +131,4 @@ def test_an_optimizer_state_of_another_optimizer_is_refused():
     with pytest.raises(
         ValueError, match=facts("opt_state", "4", "0.mu.w", "0.trace.w")
     ):
-        fsdp.init(plan, optax.adamw(0.1), params, opt_state=other)
+        fsdp.init_state(plan, optax.adamw(0.1), params, opt_state=other)

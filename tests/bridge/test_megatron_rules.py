@@ -11,8 +11,8 @@ from bridge_helpers import (
     abstract_model,
     assert_same_bytes,
     assert_same_leaves,
+    like_of,
     logits_of,
-    mould_of,
     tensors_of,
 )
 from flax import nnx
@@ -49,9 +49,9 @@ def pair(request, golden):
 def test_all_leaves_are_those_of_the_hugging_face_twin(pair):
     megatron, twin = pair
     config = bridge.from_hf_config(twin / "hf")
-    mould = mould_of(config, jnp.dtype(config.dtype))
-    ours = bridge.load_megatron(megatron, mould)
-    assert_same_leaves(ours, bridge.load_hf(twin / "hf", mould))
+    like = like_of(config, jnp.dtype(config.dtype))
+    ours = bridge.load_megatron(megatron, like)
+    assert_same_leaves(ours, bridge.load_hf(twin / "hf", like))
     assert {leaf.dtype.name for leaf in jax.tree.leaves(ours)} == {config.dtype}
 
 
@@ -59,8 +59,8 @@ def test_logits_are_those_that_megatron_computed(pair):
     megatron, twin = pair
     golden = tensors_of(twin / "golden.safetensors")
     config = bridge.megatron.from_args(open_megatron(megatron).args)
-    graph, mould = nnx.split(abstract_model(config, jnp.float32))
-    model = nnx.merge(graph, bridge.load_megatron(megatron, mould))
+    graph, like = nnx.split(abstract_model(config, jnp.float32))
+    model = nnx.merge(graph, bridge.load_megatron(megatron, like))
     logits = np.asarray(logits_of(model, golden["input_ids"]))
     theirs = golden["logits_megatron"]
     assert np.abs(logits - theirs).max() <= 1e-5 * np.abs(theirs).max()
@@ -70,8 +70,8 @@ def test_query_heads_in_another_order_give_other_logits(golden):
     """The control: groups of queries that met the wrong key would be seen."""
     path, twin = golden("mixtral") / "torch_dist", golden("mixtral")
     config = bridge.megatron.from_args(open_megatron(path).args)
-    graph, mould = nnx.split(abstract_model(config, jnp.float32))
-    weights = bridge.load_megatron(path, mould)
+    graph, like = nnx.split(abstract_model(config, jnp.float32))
+    weights = bridge.load_megatron(path, like)
     swapped = jax.tree.map_with_path(
         lambda path, x: x[:, :, ::-1] if "q_proj" in jax.tree_util.keystr(path) else x,
         weights,
@@ -86,17 +86,17 @@ def test_shards_on_eight_devices_are_the_whole(golden):
     config = bridge.megatron.from_args(open_megatron(path).args)
     kinds = (jax.sharding.AxisType.Auto,) * 2
     mesh = jax.make_mesh((2, 4), ("two", "four"), axis_types=kinds)
-    mould = mould_of(config)
+    like = like_of(config)
     sharded = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(
             leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, _spec(leaf.shape))
         ),
-        mould,
+        like,
     )
     loaded = bridge.load_megatron(path, sharded)
     query = loaded["layers"]["self_attn"]["q_proj"]["kernel"]
     assert query.sharding.spec == PartitionSpec(None, None, "four", "two")
-    assert_same_leaves(loaded, bridge.load_megatron(path, mould))
+    assert_same_leaves(loaded, bridge.load_megatron(path, like))
     again = megatron_tensors(loaded, config)
     written = decoder_source(open_megatron(path).source, config)
     for key in again.keys():
@@ -122,7 +122,7 @@ def random_params(config, dtype=np.float32):
     random = np.random.default_rng(0)
     return jax.tree.map(
         lambda leaf: random.normal(size=leaf.shape).astype(leaf.dtype),
-        mould_of(config, dtype),
+        like_of(config, dtype),
     )
 
 
@@ -136,7 +136,7 @@ def test_any_familys_tensors_are_megatrons_and_come_back(variant, tmp_path):
     bridge.save_hf(tmp_path / "hf", params, config)
     assert_same_bytes(tensors, by_hand(tensors_of(tmp_path / "hf"), config))
     again = load(
-        decoder_source(source, config), weight_mapping(config), mould_of(config)
+        decoder_source(source, config), weight_mapping(config), like_of(config)
     )
     assert_same_leaves(again, params)
 
@@ -172,7 +172,7 @@ def test_what_we_write_is_the_same_model_again(variant, format, tmp_path):
     params = random_params(config)
     sizes: dict[str, Any] = FILES[variant] if format == "legacy" else {}
     bridge.save_megatron(tmp_path / "run", params, config, format=format, **sizes)
-    again = bridge.load_megatron(tmp_path / "run", mould_of(config))
+    again = bridge.load_megatron(tmp_path / "run", like_of(config))
     assert_same_leaves(again, params)
 
 
@@ -270,7 +270,7 @@ def test_threads_that_read_one_tensor_verify_its_checksum_once(bytes_read, tmp_p
     params = random_params(config)
     bridge.save_megatron(tmp_path / "run", params, config)
     bytes_read.clear()
-    bridge.load_megatron(tmp_path / "run", mould_of(config))
+    bridge.load_megatron(tmp_path / "run", like_of(config))
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     assert weights <= sum(bytes_read) <= 2.1 * weights
 
@@ -285,7 +285,7 @@ def test_a_checkpoint_of_another_model_is_refused_with_all_that_differs(
     )
     bytes_read.clear()
     with pytest.raises(ValueError) as error:
-        bridge.load_megatron(path, mould_of(other), config=other)
+        bridge.load_megatron(path, like_of(other), config=other)
     for part in (
         "output_layer.weight",
         "layers.{0-3}.mlp.linear_fc1.weight: (144, 48), the config says (160, 48)",
@@ -323,13 +323,13 @@ def test_layers_that_predict_further_tokens_are_left_out_where_files_have_them(
     further = {"mtp.layers.0.eh_proj.weight": np.ones((48, 96), np.float32)}
     source = decoder_source(counted(held | further), config)
     if fits:
-        again = load(source, weight_mapping(config), mould_of(config))
+        again = load(source, weight_mapping(config), like_of(config))
         assert_same_leaves(again, params)
     else:
         with pytest.raises(
             ValueError, match=facts("(1)", "mtp.layers.0.eh_proj.weight")
         ):
-            load(source, weight_mapping(config), mould_of(config))
+            load(source, weight_mapping(config), like_of(config))
 
 
 def _nested(leaves):

@@ -23,10 +23,10 @@ MESH = fsdp.make_mesh(devices=jax.devices()[:4])
 
 def trained(make):
     plan = fsdp.fully_shard(make, MESH)
-    assert any(row.is_padded for row in plan.rows)
+    assert any(row.is_padded for row in plan.param_plans)
     params = fsdp.init_params(plan, jax.random.key(0))
-    whole = fsdp.gather(params)
-    return fsdp.init(plan, optax.sgd(0.1), params).params, whole
+    whole = fsdp.unshard(params)
+    return fsdp.init_state(plan, optax.sgd(0.1), params).params, whole
 
 
 class Head(nnx.Module):

@@ -28,14 +28,12 @@ def by_code(proposal: bridge.Proposal) -> list:
 @pytest.mark.parametrize("name", ["mlp", "encoder"])
 def test_a_module_and_its_twin_are_matched_by_names_and_classes(name):
     twins = TWINS[name]
-    proposal = bridge.propose_rules(twins.torch(), twins.mould())
+    proposal = bridge.propose_rules(twins.torch(), twins.like())
     assert proposal.is_certain
     weights = nnx.Not(nnx.RngState)
     assert_same_leaves(
-        nnx.state(bridge.from_torch(twins.torch(), twins.mould()), weights),
-        nnx.state(
-            bridge.from_torch(twins.torch(), twins.mould(), twins.rules), weights
-        ),
+        nnx.state(bridge.from_torch(twins.torch(), twins.like()), weights),
+        nnx.state(bridge.from_torch(twins.torch(), twins.like(), twins.rules), weights),
     )
 
 
@@ -45,7 +43,7 @@ def test_a_printed_table_is_code_that_gives_its_rules(name, as_module):
     twins = TWINS[name]
     net = twins.torch()
     proposal = bridge.propose_rules(
-        net if as_module else net.state_dict(), twins.mould()
+        net if as_module else net.state_dict(), twins.like()
     )
     assert tuple(by_code(proposal)) == proposal.rules
 
@@ -53,7 +51,7 @@ def test_a_printed_table_is_code_that_gives_its_rules(name, as_module):
 def test_a_square_matrix_of_no_known_class_is_in_doubt():
     twins = TWINS["mlp"]
     with pytest.raises(ValueError) as raised:
-        bridge.from_torch(twins.torch().state_dict(), twins.mould())
+        bridge.from_torch(twins.torch().state_dict(), twins.like())
     doubts = [line for line in str(raised.value).splitlines() if "in doubt" in line]
     assert doubts == [
         '    adapt.linear("layers.0", "layers.0"),  # in doubt: square, (6, 6), and of '
@@ -71,25 +69,25 @@ class Conv1D(torch.nn.Module):
 
 
 def test_a_class_that_is_not_pytorchs_says_nothing():
-    def mould(wide):
+    def like(wide):
         return nnx.eval_shape(
             lambda: nnx.Dict(fc=nnx.Linear(3, wide, use_bias=False, rngs=nnx.Rngs(0)))
         )
 
     square = torch.nn.ModuleDict({"fc": Conv1D(3, 3)})
-    assert "square" in str(bridge.propose_rules(square, mould(3)))
+    assert "square" in str(bridge.propose_rules(square, like(3)))
     wide = torch.nn.ModuleDict({"fc": Conv1D(3, 5)})
-    (row,) = bridge.propose_rules(wide, mould(5)).rows
+    (row,) = bridge.propose_rules(wide, like(5)).rows
     assert len(row.doubts) == 2 and "in=5 is 5 by the other shapes" in row.doubts[0]
 
 
 def test_two_biases_a_flattened_map_and_strangers_are_in_doubt():
     cnn, recurrent = TWINS["cnn"], TWINS["recurrent"]
-    text = str(bridge.propose_rules(cnn.torch(), cnn.mould()))
+    text = str(bridge.propose_rules(cnn.torch(), cnn.like()))
     assert 'adapt.linear("head", "head"),  # in doubt: fed with a flattened' in text
     assert text.count("in doubt") == 1
     assert "# Left aside: bn.num_batches_tracked" in text
-    text = str(bridge.propose_rules(recurrent.torch(), recurrent.mould()))
+    text = str(bridge.propose_rules(recurrent.torch(), recurrent.like()))
     assert 'adapt.gru("gru", "gru.cell", bias="ih"),  # in doubt: two biases' in text
     assert "#   back.weight_ih_l0_reverse (12, 4)" in text
     assert "#   back.forward_rnn.cell.if_.kernel (4, 3)" in text
@@ -97,8 +95,8 @@ def test_two_biases_a_flattened_map_and_strangers_are_in_doubt():
 
 def test_no_name_is_matched_by_its_shape():
     net = torch.nn.ModuleDict({"a": torch.nn.Linear(3, 5)})
-    mould = nnx.eval_shape(lambda: nnx.Dict(b=nnx.Linear(3, 5, rngs=nnx.Rngs(0))))
-    proposal = bridge.propose_rules(net, mould)
+    like = nnx.eval_shape(lambda: nnx.Dict(b=nnx.Linear(3, 5, rngs=nnx.Rngs(0))))
+    proposal = bridge.propose_rules(net, like)
     assert proposal.rows == ()
     assert set(proposal.tensors) == {"a.weight", "a.bias"}
     assert set(proposal.leaves) == {"b.kernel", "b.bias"}
@@ -106,16 +104,16 @@ def test_no_name_is_matched_by_its_shape():
 
 def test_layers_of_two_classes_are_in_doubt_even_if_shapes_fit():
     net = torch.nn.ModuleDict({"fc": torch.nn.Embedding(5, 3)})
-    mould = nnx.eval_shape(
+    like = nnx.eval_shape(
         lambda: nnx.Dict(fc=nnx.Linear(3, 5, use_bias=False, rngs=nnx.Rngs(0)))
     )
-    text = str(bridge.propose_rules(net, mould))
+    text = str(bridge.propose_rules(net, like))
     assert "in doubt: Embedding in PyTorch, Linear in the tree" in text
 
 
 def test_variables_of_linen_are_matched_by_the_names_of_their_leaves():
-    mould = jax.eval_shape(Linen().init, jax.random.key(0), jnp.ones((2, 3, 5)))
-    proposal = bridge.propose_rules(TorchNet(), mould)
+    like = jax.eval_shape(Linen().init, jax.random.key(0), jnp.ones((2, 3, 5)))
+    proposal = bridge.propose_rules(TorchNet(), like)
     rows = {row.name: row for row in proposal.rows}
     assert rows["adapt.batch_norm"].options == {"stats": "batch_stats.bn"}
     assert {name: row.doubts for name, row in rows.items() if row.doubts} == {
@@ -126,13 +124,13 @@ def test_variables_of_linen_are_matched_by_the_names_of_their_leaves():
         "adapt.linear": ("square, (6, 6), and of no known class in the tree",),
     }
     assert not (proposal.tensors or proposal.leaves)
-    without_classes = str(bridge.propose_rules(TorchNet().state_dict(), mould))
+    without_classes = str(bridge.propose_rules(TorchNet().state_dict(), like))
     assert "no class says what it is" in without_classes
 
 
 def test_modules_of_equinox_are_matched_by_their_classes():
-    mould = Equinox(jax.random.key(0))
-    proposal = bridge.propose_rules(TorchConvNet(), mould)
+    like = Equinox(jax.random.key(0))
+    proposal = bridge.propose_rules(TorchConvNet(), like)
     assert proposal.is_certain
 
 
@@ -140,27 +138,27 @@ def test_sequences_and_wrappers_have_other_names_in_flax():
     net = torch.nn.Sequential(
         torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 4)
     )
-    mould = nnx.eval_shape(
+    like = nnx.eval_shape(
         lambda: nnx.Sequential(
             nnx.Linear(3, 4, rngs=nnx.Rngs(0)),
             jnp.tanh,
             nnx.Linear(4, 4, rngs=nnx.Rngs(0)),
         )
     )
-    assert bridge.propose_rules(net, mould).is_certain
+    assert bridge.propose_rules(net, like).is_certain
     wrapped = torch.nn.ModuleDict({"module": net})
-    assert bridge.propose_rules(wrapped, mould).is_certain
+    assert bridge.propose_rules(wrapped, like).is_certain
 
 
 @pytest.mark.parametrize("framework", ["nnx", "equinox"])
 def test_a_model_may_be_one_layer(framework):
     net = torch.nn.Linear(3, 3)
-    mould = (
+    like = (
         nnx.eval_shape(lambda: nnx.Linear(3, 3, rngs=nnx.Rngs(0)))
         if framework == "nnx"
         else eqx.nn.Linear(3, 3, key=jax.random.key(0))
     )
-    model = bridge.from_torch(net, mould)
+    model = bridge.from_torch(net, like)
     kernel = model.kernel[...] if framework == "nnx" else model.weight.T
     np.testing.assert_array_equal(kernel, net.weight.detach().T)
 

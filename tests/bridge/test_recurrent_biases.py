@@ -42,7 +42,7 @@ def adapter(name: str, bias, cell: str):
     return make("cell", "cell", bias=bias, cell=cell, suffix="")
 
 
-def mould_of(name: str) -> nnx.State:
+def like_of(name: str) -> nnx.State:
     make = CELLS[name]
     cell = nnx.eval_shape(lambda: make(6, 4, rngs=nnx.Rngs(0)))
     return nnx.State({"cell": nnx.state(cell)})
@@ -67,14 +67,14 @@ def inputs() -> list[np.ndarray]:
 def test_a_bias_that_would_be_lost_is_refused(name):
     rules = [adapter(name, "ih", name)]
     with pytest.raises(ValueError, match=facts("cell.bias_hh", "cell.bias_ih")):
-        bridge.from_torch(torch_cell(name), mould_of(name), rules)
+        bridge.from_torch(torch_cell(name), like_of(name), rules)
 
 
 @pytest.mark.parametrize("name", list(CELLS))
 def test_a_zero_bias_is_left_out_and_comes_back(name):
     state = torch_cell(name, slice(None)).state_dict()
     rules = [adapter(name, "ih", name)]
-    filled = bridge.from_torch(state, mould_of(name), rules)
+    filled = bridge.from_torch(state, like_of(name), rules)
     again = bridge.to_torch(filled, rules, like=state)
     assert all(torch.equal(again[key], state[key]) for key in state)
     assert list(again) == list(state)
@@ -82,12 +82,12 @@ def test_a_zero_bias_is_left_out_and_comes_back(name):
 
 def test_what_a_gru_scales_by_its_gate_is_no_part_of_a_sum():
     rules = [adapter("nnx.GRUCell", "sum", "nnx.GRUCell")]
-    mould = mould_of("nnx.GRUCell")
+    like = like_of("nnx.GRUCell")
     with pytest.raises(
         ValueError, match=facts("cell.bias_hh", "2 of 3", "cell.bias_ih")
     ):
-        bridge.from_torch(torch_cell("GRU"), mould, rules)
-    bridge.from_torch(torch_cell("GRU", slice(8, 12)), mould, rules)
+        bridge.from_torch(torch_cell("GRU"), like, rules)
+    bridge.from_torch(torch_cell("GRU", slice(8, 12)), like, rules)
 
 
 def test_how_two_biases_become_one_must_be_said():
@@ -105,7 +105,7 @@ def test_biases_of_two_dtypes_are_not_added():
         ValueError,
         match=facts("cell.bias_hh", "bfloat16", "cell.bias_ih", "float32", "(16,)"),
     ):
-        bridge.from_torch(state, mould_of("nnx.LSTMCell"), rules)
+        bridge.from_torch(state, like_of("nnx.LSTMCell"), rules)
 
 
 @pytest.mark.parametrize("name", list(LINEN))
@@ -113,9 +113,9 @@ def test_cells_of_linen_give_pytorchs_outputs(name, inputs):
     cell, net = LINEN[name](4), torch_cell(name)
     x, h, c = inputs
     carry = h if name == "GRUCell" else (c, h)
-    mould = jax.eval_shape(cell.init, jax.random.key(0), carry, x)["params"]
+    like = jax.eval_shape(cell.init, jax.random.key(0), carry, x)["params"]
     rules = [adapter(name, "sum", "linen")]
-    params = bridge.from_torch(net, {"cell": mould}, rules)["cell"]
+    params = bridge.from_torch(net, {"cell": like}, rules)["cell"]
     ours = cell.apply({"params": params}, carry, x)[1]
     theirs = torch_output(net, inputs)
     assert np.abs(theirs).max() > 0.1
@@ -125,11 +125,11 @@ def test_cells_of_linen_give_pytorchs_outputs(name, inputs):
 def test_a_gru_of_linen_needs_no_zero_and_adds_two_gates_of_three():
     net = torch_cell("GRU")
     cell = nn.GRUCell(4)
-    mould = jax.eval_shape(
+    like = jax.eval_shape(
         cell.init, jax.random.key(0), jnp.ones((1, 4)), jnp.ones((1, 6))
     )
     rules = [adapter("GRU", "sum", "linen")]
-    filled = bridge.from_torch(net, {"cell": mould["params"]}, rules)["cell"]
+    filled = bridge.from_torch(net, {"cell": like["params"]}, rules)["cell"]
     ih, hh = (net["cell"].get_parameter(f"bias_{side}") for side in ("ih", "hh"))
     np.testing.assert_array_equal(filled["iz"]["bias"], (ih + hh).detach()[4:8])
     np.testing.assert_array_equal(filled["in"]["bias"], ih.detach()[8:])

@@ -37,7 +37,7 @@ def tensors(tmp_path) -> dict[str, np.ndarray]:
     return tensors
 
 
-def mould(**changes):
+def like(**changes):
     shapes = {k: p[0].destination_shape for k, p in MAPPING.by_destination().items()}
     return {
         name: jax.ShapeDtypeStruct(shape, jnp.float32)
@@ -47,7 +47,7 @@ def mould(**changes):
 
 
 def test_split_and_concatenate_and_stack_put_every_part_in_its_place(tmp_path, tensors):
-    leaves = load(open_checkpoint(tmp_path), MAPPING, mould())
+    leaves = load(open_checkpoint(tmp_path), MAPPING, like())
     qkv = tensors["h.1.qkv.weight"]
     for name, part in zip("qkv", np.split(qkv, [8, 12]), strict=True):
         np.testing.assert_array_equal(leaves[f"layers.{name}.kernel"][1], part.T)
@@ -59,8 +59,8 @@ def test_split_and_concatenate_and_stack_put_every_part_in_its_place(tmp_path, t
 def test_shards_of_split_and_concatenated_leaves_are_cut_right(tmp_path, tensors):
     mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     source = open_checkpoint(tmp_path)
-    whole = load(source, MAPPING, mould())
-    across = mould()
+    whole = load(source, MAPPING, like())
+    across = like()
     for name, leaf in across.items():  # the last dim: gate_up is cut at 5 of 10
         spec = jax.P(*[None] * (leaf.ndim - 1), "x")
         across[name] = leaf.update(sharding=jax.NamedSharding(mesh, spec))
@@ -69,7 +69,7 @@ def test_shards_of_split_and_concatenated_leaves_are_cut_right(tmp_path, tensors
 
 
 def test_every_rule_can_be_followed_backwards(tmp_path, tensors):
-    leaves = load(open_checkpoint(tmp_path), MAPPING, mould())
+    leaves = load(open_checkpoint(tmp_path), MAPPING, like())
     for key, parts in MAPPING.by_source().items():
         tensor = np.full_like(tensors[key], np.nan)
         for part in parts:
@@ -89,7 +89,7 @@ def test_one_error_lists_all_that_is_wrong_and_reads_nothing(
     reference.save_file(tensors, tmp_path / "model.safetensors")
     monkeypatch.setattr("os.preadv", lambda *_: pytest.fail("data were read"))
     mapping = Mapping((*MAPPING.rules, SPLIT), SIZES)
-    wrong = mould(**{"layers.q.kernel": (3, 6, 9), "layers.k.kernel": None, "x": (2,)})
+    wrong = like(**{"layers.q.kernel": (3, 6, 9), "layers.k.kernel": None, "x": (2,)})
     with pytest.raises(ValueError) as error:
         load(open_checkpoint(tmp_path), mapping, wrong)
     for line in (
@@ -110,9 +110,9 @@ def test_ignored_tensors_are_not_unexpected(tmp_path, tensors):
     tensors |= {"h.0.mask": np.ones(1, bool), "h.12.mask": np.ones(1, bool)}
     reference.save_file(tensors, tmp_path / "model.safetensors")
     source = open_checkpoint(tmp_path)
-    Mapping(MAPPING.rules, SIZES, ignore=("h.{layer}.mask",)).check(mould(), source)
+    Mapping(MAPPING.rules, SIZES, ignore=("h.{layer}.mask",)).check(like(), source)
     with pytest.raises(ValueError, match=facts("h.{0,12}.mask", "(2)")):
-        Mapping(MAPPING.rules, SIZES, ignore=("h.{layer}.mas",)).check(mould(), source)
+        Mapping(MAPPING.rules, SIZES, ignore=("h.{layer}.mas",)).check(like(), source)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import pytest
 from bridge_helpers import (
     HF_CONFIG,
     assert_same_bytes,
-    mould_of,
+    like_of,
     random_tensors,
     tensors_of,
 )
@@ -33,7 +33,7 @@ CONFIG = bridge.from_hf_config(HF_CONFIG)
 
 @pytest.fixture(scope="module")
 def params(llama):
-    return bridge.load_hf(llama, mould_of(CONFIG))
+    return bridge.load_hf(llama, like_of(CONFIG))
 
 
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
@@ -41,7 +41,7 @@ def test_a_round_trip_returns_every_tensor_bit_by_bit(
     tmp_path, llama, llama_bf16, dtype
 ):
     path = llama if dtype == np.float32 else llama_bf16
-    params = bridge.load_hf(path, mould_of(CONFIG, dtype))
+    params = bridge.load_hf(path, like_of(CONFIG, dtype))
     bridge.save_hf(tmp_path / "out", params, CONFIG)
     assert_same_bytes(tensors_of(tmp_path / "out"), random_tensors(dtype))
     # Read by someone else's reader as well, for ours could share the mistake.

@@ -7,7 +7,7 @@ import dataclasses
 import ml_dtypes
 import numpy as np
 import pytest
-from bridge_helpers import mould_of, random_tensors, write_llama
+from bridge_helpers import like_of, random_tensors, write_llama
 from helpers.errors import facts
 
 import bridge
@@ -44,9 +44,9 @@ def test_the_same_config_untied_reads_the_head_that_is_stored(tmp_path):
     path = tied(tmp_path, np.negative)
     config = bridge.from_hf_config(path)
     with pytest.raises(ValueError, match=facts(*NAMES)):
-        bridge.load_hf(path, mould_of(config))
+        bridge.load_hf(path, like_of(config))
     config = dataclasses.replace(config, tie_word_embeddings=False)
-    params = bridge.load_hf(path, mould_of(config), config=config)
+    params = bridge.load_hf(path, like_of(config), config=config)
     kernel = np.asarray(params["lm_head"]["kernel"][...])
     np.testing.assert_array_equal(
         kernel, np.negative(random_tensors(np.float32)[TABLE]).T
@@ -58,5 +58,5 @@ def test_a_head_of_the_same_values_is_the_embedding(tmp_path, dtype):
     tensors = random_tensors(ml_dtypes.bfloat16)
     tensors[HEAD] = tensors[TABLE].astype(dtype)
     path = write_llama(tmp_path, tensors=tensors, tie_word_embeddings=True)
-    params = bridge.load_hf(path, mould_of(bridge.from_hf_config(path)))
+    params = bridge.load_hf(path, like_of(bridge.from_hf_config(path)))
     assert "lm_head" not in params

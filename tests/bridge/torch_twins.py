@@ -161,7 +161,7 @@ class Twins:
         self.prepare(net)
         return net
 
-    def mould(self) -> nnx.Module:
+    def like(self) -> nnx.Module:
         return nnx.eval_shape(lambda: self.make_nnx(nnx.Rngs(0)))
 
 

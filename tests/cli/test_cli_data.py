@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from helpers.errors import facts
 
-from fsdp_jax import HostShard
 from fsdp_jax.cli._data import make_batches, position
 from fsdp_jax.cli._tokens import Tokens, fingerprint, read_tokens
 from fsdp_jax.cli._train_config import Recipe
+from fsdp_jax.data import HostShard
 
 IDS = np.arange(50, dtype=np.uint32)  # 7 rows of 7 and 1; the first is predicted never
 TOKENS = Tokens((IDS[:20], IDS[20:]))

@@ -47,7 +47,7 @@ def places(tmp_path_factory, llama, text, trained) -> dict[str, str]:
 def _save_foreign_checkpoint(path: Path):
     plan = fsdp.fully_shard(lambda key: {"w": np.ones((8, 8))}, fsdp.make_mesh())
     params = fsdp.init_params(plan, jax.random.key(0))
-    fsdp.save(path, fsdp.init(plan, optax.sgd(0.1), params))
+    fsdp.save(path, fsdp.init_state(plan, optax.sgd(0.1), params))
 
 
 def contents(folder: Path) -> dict[str, int]:
@@ -117,7 +117,7 @@ RESUME = "train --resume {run} --data {text} --save {new}"
         (START + " --steps 2 --seed -1", ["--seed -1", "2**32"]),
         (START + " --steps 2 --weight-decay -1", ["--weight-decay -1.0"]),
         (START + " --steps 2 --batch 6", ["6", "8", "1"]),
-        (START + " --steps 2 --accumulate 2", ["8", "2", "16"]),
+        (START + " --steps 2 --microbatches 2", ["8", "2", "16"]),
         (START + " --steps 2 --dp-shard 3", ["dp_shard=3", "8"]),
         (START + " --steps 2 --dp-outer 0", ["dp_outer=0", "1"]),
         (START + " --steps 2 --devices 0", ["--devices 0", "1"]),

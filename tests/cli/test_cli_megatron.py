@@ -84,11 +84,11 @@ def test_one_of_megatrons_formats_becomes_the_other(golden, tmp_path):
         for path in (golden / "torch_dist", legacy)
     )
     config = bridge.from_hf_config(golden / "hf")
-    mould = nnx.state(
+    like = nnx.state(
         nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))), nnx.Param
     )
     want, got = (
-        bridge.load_megatron(path, mould, config=config)
+        bridge.load_megatron(path, like, config=config)
         for path in (golden / "torch_dist", legacy)
     )
     assert jax.tree.all(jax.tree.map(np.array_equal, got, want))
@@ -119,7 +119,7 @@ def test_training_goes_on_where_megatron_stopped(golden, tmp_path, text, capsys)
     assert "--lr: linear to 0.0" in capsys.readouterr().err
     argv += ["--lr", "1e-2"]
     run(*argv, "--steps", iteration + 1, "--save", tmp_path / "more")
-    recipe = fsdp.load_metadata(tmp_path / "more")["recipe"]
+    recipe = fsdp.checkpoint.load_metadata(tmp_path / "more")["recipe"]
     assert (recipe["b1"], recipe["b2"], recipe["weight_decay"]) == (0.9, 0.95, 0.0)
     assert "norm.scale" in recipe["no_decay"].split(",")
     on = json.loads(capsys.readouterr().out)

@@ -148,7 +148,7 @@ def test_the_counts_of_the_cpu_are_those_of_the_plan():
     for row in sent:
         if row.unit == "layers" and row.op in times:
             times[row.op] += row.times
-    layers = [row for row in llama.rows if row.unit == "layers"]
+    layers = [row for row in llama.param_plans if row.unit == "layers"]
     # Each weight of 3 layers, forward and backward; each gradient once.
     assert times["reduce-scatter"] == 3 * len(layers)
     assert times["all-gather"] == 2 * 3 * len(layers)

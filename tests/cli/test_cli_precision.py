@@ -49,7 +49,9 @@ def losses(train) -> list[float]:
 
 
 def dtypes_of(folder: Path) -> dict[str, str]:
-    return {n: x.dtype.name for n, x in fsdp.load_shapes(folder / "s").items()}
+    return {
+        n: x.dtype.name for n, x in fsdp.checkpoint.load_shapes(folder / "s").items()
+    }
 
 
 def test_a_recipe_shards_as_its_options_say():
@@ -61,14 +63,14 @@ def test_a_recipe_shards_as_its_options_say():
     gathers = [
         sharding(param_gather=g).mp_policy.param_gather for g in ("float8", "mxfp8")
     ]
-    assert gathers == [fsdp.Float8Gather(), fsdp.MXFP8Gather()]
-    assert sharding("optimizer").offload == fsdp.Offload()
-    assert sharding("all").offload == fsdp.Offload(params=True)
+    assert gathers == [fsdp.sharding.Float8Gather(), fsdp.sharding.MXFP8Gather()]
+    assert sharding("optimizer").offload == fsdp.OffloadPolicy()
+    assert sharding("all").offload == fsdp.OffloadPolicy(params=True)
 
 
 def test_layers_that_travel_in_a_byte_learn_nearly_the_same(train, losses, capsys):
     _, metrics = train("--param-gather", "mxfp8")
-    assert "encoded to be gathered: 3 as mxfp8_e4m3fn" in capsys.readouterr().err
+    assert "quantized to be gathered: 3 as mxfp8_e4m3fn" in capsys.readouterr().err
     found = [step["loss"] for step in metrics]
     assert found != losses and found == pytest.approx(losses, rel=0.01)
 
@@ -90,7 +92,7 @@ def test_what_rests_on_the_host_changes_no_bit(train, losses, monkeypatch):
         kinds.update(x.sharding.memory_kind for x in jax.tree.leaves(state))
         return state
 
-    given = fsdp.init
+    given = fsdp.init_state
     monkeypatch.setattr(fsdp, "init", init)
     _, metrics = train("--offload", "optimizer")
     assert [step["loss"] for step in metrics] == losses

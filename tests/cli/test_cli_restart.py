@@ -58,13 +58,13 @@ def lines(folder: Path) -> list[dict]:
 
 def bits(folder: Path) -> dict[str, bytes]:
     """Every leaf of the newest step."""
-    shapes = fsdp.load_shapes(folder / "run")
+    shapes = fsdp.checkpoint.load_shapes(folder / "run")
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    mould = {
+    like = {
         name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
         for name, leaf in shapes.items()
     }
-    loaded = named_leaves(fsdp.load(folder / "run", mould))
+    loaded = named_leaves(fsdp.load(folder / "run", like))
     return {name: np.asarray(leaf).tobytes() for name, leaf in loaded}
 
 
@@ -165,7 +165,7 @@ def test_a_damaged_newest_step_is_set_aside_and_made_again(
     assert said in capsys.readouterr().err
     steps = {path.name for path in run.iterdir() if path.is_dir()}
     assert steps == {"1", "2", "3", "3.damaged", "4"}
-    assert fsdp.verify(run, step=3) and fsdp.verify(run, step=4)
+    assert fsdp.checkpoint.verify(run, step=3) and fsdp.checkpoint.verify(run, step=4)
 
 
 @pytest.mark.parametrize(
@@ -209,7 +209,7 @@ def test_a_full_disk_is_one_message_and_the_same_command_goes_on(
     gc.collect()  # what of the failed write ends later ends here
     fake_step(5, 4)
     assert main(argv) == 0
-    assert fsdp.verify(tmp_path / "run").step == 2
+    assert fsdp.checkpoint.verify(tmp_path / "run").step == 2
 
 
 def test_metrics_of_steps_that_come_again_are_taken_out(tmp_path):

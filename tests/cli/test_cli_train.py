@@ -62,7 +62,7 @@ def test_the_first_loss_is_that_of_the_imported_model(trained, llama, text):
     plan = plan_decoder(config, fsdp.make_mesh(devices=jax.devices()[:1]))
     recipe = Recipe("bytes", batch=8, seq=16)
     tokens = read_tokens([text], "bytes", None, 256)
-    batch = next(make_batches(tokens, recipe, fsdp.HostShard(0, 1)))
+    batch = next(make_batches(tokens, recipe, fsdp.data.HostShard(0, 1)))
     model = Decoder(config, rngs=nnx.Rngs(0))
     nnx.update(model, bridge.load_hf(llama, plan.params))
     loss = next_token_loss(model, batch)
@@ -78,7 +78,7 @@ def test_resuming_on_another_mesh_and_strategy_sees_the_same_batches(
     trained, text, tmp_path, capsys
 ):
     whole = losses(trained.metrics)
-    mesh = ["--devices", "4", "--dp-outer", "2", "--accumulate", "2"]
+    mesh = ["--devices", "4", "--dp-outer", "2", "--microbatches", "2"]
     strategy = ["--zero", "2", "--remat", "nothing", "--prefetch", "0", "--unroll", "2"]
     resumed = resume(trained, text, tmp_path, *mesh, *strategy)
     assert "whole during a step: 50.31 KiB, all the time\n" in capsys.readouterr().err
@@ -104,7 +104,7 @@ def test_resuming_in_a_pipeline_goes_on_with_the_same_losses(
     trained, text, tmp_path, capsys
 ):
     whole = losses(trained.metrics)
-    options = ("--pp", "2", "--accumulate", "2", "--schedule", "gpipe")
+    options = ("--pp", "2", "--microbatches", "2", "--schedule", "gpipe")
     resumed = resume(trained, text, tmp_path, *options)
     assert "pipeline, gpipe: 2 stages" in capsys.readouterr().err
     for step in (3, 4):
@@ -147,7 +147,9 @@ def test_rows_and_heads_that_cp_cannot_split_are_refused(
 
 
 def test_a_checkpoint_remembers_where_its_data_stood(trained):
-    at = {step: fsdp.load_metadata(trained.save, step=step) for step in (2, 4)}
+    at = {
+        step: fsdp.checkpoint.load_metadata(trained.save, step=step) for step in (2, 4)
+    }
     assert at[2]["data"] != at[4]["data"]
     assert at[2]["recipe"] == at[4]["recipe"]
     assert bridge.from_hf_config(at[4]["config"]).vocab_size == 256
@@ -160,7 +162,7 @@ def test_an_export_holds_the_parameters_of_the_step(trained, tmp_path, capsys):
     config = bridge.from_hf_config(tmp_path / "out")
     plan = plan_decoder(config, fsdp.make_mesh())
     exported = bridge.load_hf(tmp_path / "out", plan.params)
-    saved = fsdp.load_params(trained.save, plan.params, step=2)
+    saved = fsdp.checkpoint.load_params(trained.save, plan.params, step=2)
     assert jax.tree.all(jax.tree.map(np.array_equal, exported, saved))
 
 

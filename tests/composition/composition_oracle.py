@@ -116,7 +116,7 @@ def _error(got: Any, want: Any) -> float:
 
 def rows_of(case: Composition) -> dict[str, np.ndarray]:
     """The batch: no two rows alike, and the ranks' differ in size."""
-    rows = case.ranks * case.accumulate * case.rows_a_rank
+    rows = case.ranks * case.num_microbatches * case.rows_a_rank
     random, shape = np.random.default_rng(0), (rows, TOKENS, INPUTS)
     size = np.linspace(0.5, 2, rows)[:, None, None]
     return {
@@ -188,16 +188,16 @@ def run_sharded(case: Composition) -> Ran:
     def loss(model, batch):
         value, aux, new = inner(model, batch)
         if new is not None:
-            return value, fsdp.UpdatedModel(new, aux)
+            return value, fsdp.step.UpdatedModel(new, aux)
         return (value, aux) if case.aux else value
 
     options: dict[str, Any] = {
         "has_aux": case.aux and not (case.norm and case.framework != "nnx"),
-        "accumulate": case.accumulate,
+        "num_microbatches": case.num_microbatches,
         "calculate_per_token_loss": case.per_token,
     }
     tx, batch = optimizer_of(case), rows_of(case)
-    state = fsdp.init(plan, tx, fsdp.init_params(plan, jax.random.key(0)))
+    state = fsdp.init_state(plan, tx, fsdp.init_params(plan, jax.random.key(0)))
     compute = fsdp.value_and_grad(plan, loss, **options)
     (first, aux, *_), grads = compute(
         state.params, batch, model_state=state.model_state
@@ -209,7 +209,7 @@ def run_sharded(case: Composition) -> Ran:
         losses.append(metrics["loss"])
     aux = aux if case.aux else {}
     return Ran(
-        *((first, aux), fsdp.gather(grads), losses, fsdp.gather(state.params)),
+        *((first, aux), fsdp.unshard(grads), losses, fsdp.unshard(state.params)),
         state.model_state,
     )
 
@@ -218,7 +218,7 @@ def plan_of(case: Composition, built: Built) -> fsdp.Plan:
     count = math.prod(case.axes.values())
     mesh = fsdp.make_mesh(**case.axes, devices=jax.devices()[:count])
     shapes = jax.eval_shape(lambda: _split(case, _model(built))[0])
-    names = [name for name, _ in fsdp.named_leaves(shapes)]
+    names = [name for name, _ in fsdp.sharding.named_leaves(shapes)]
     options = dict(STRATEGIES[case.strategy])
     if case.strategy == "placed":
         options["placements"] = fsdp.Placements(*PLACEMENTS[case.placement])
@@ -250,7 +250,7 @@ def run_plainly(case: Composition) -> Ran:
     """The case with jax and optax alone."""
     built = _BUILDERS[case.framework](case, Tools(lambda fn: fn, scan_plainly), str)
     params, state = jax.jit(lambda: _split(case, _model(built)))()
-    frozen = [is_frozen(case, name) for name, _ in fsdp.named_leaves(params)]
+    frozen = [is_frozen(case, name) for name, _ in fsdp.sharding.named_leaves(params)]
     groups, tx = microbatches(case), optimizer_of(case)
     compute = jax.jit(functools.partial(_grads, case, built))
 
@@ -281,12 +281,14 @@ def microbatches(case: Composition) -> list[dict[str, np.ndarray]]:
 
     def cut(rows):
         parts = rows.reshape(
-            case.ranks, case.accumulate, case.rows_a_rank, *rows.shape[1:]
+            case.ranks, case.num_microbatches, case.rows_a_rank, *rows.shape[1:]
         )
-        return parts.swapaxes(0, 1).reshape(case.accumulate, -1, *rows.shape[1:])
+        return parts.swapaxes(0, 1).reshape(case.num_microbatches, -1, *rows.shape[1:])
 
     whole = jax.tree.map(cut, rows_of(case))
-    return [jax.tree.map(lambda x, i=i: x[i], whole) for i in range(case.accumulate)]
+    return [
+        jax.tree.map(lambda x, i=i: x[i], whole) for i in range(case.num_microbatches)
+    ]
 
 
 def _grads(case, built, params, state, groups):
@@ -320,7 +322,7 @@ def _joined_aux(case: Composition, auxes: Any) -> Any:
 
     def join(*leaves):
         if leaves[0].ndim:
-            pieces = jnp.stack(leaves).reshape(case.accumulate, case.ranks, -1)
+            pieces = jnp.stack(leaves).reshape(case.num_microbatches, case.ranks, -1)
             return pieces.swapaxes(0, 1).reshape(-1)
         is_count = jnp.issubdtype(leaves[0].dtype, jnp.integer)
         return sum(leaves) if is_count else sum(leaves) / len(leaves)

@@ -80,7 +80,7 @@ class Composition:
       reshard: `FSDPConfig.reshard_after_forward`.
       overlap: `FSDPConfig.overlap_outer`.
       policy: The dtype that weights are cast to.
-      accumulate: Microbatches.
+      num_microbatches: Microbatches.
       optimizer: One of `OPTIMIZERS`.
       rows_a_rank: Of one microbatch.
       has_units: Whether the plan has any.
@@ -106,7 +106,7 @@ class Composition:
     reshard: bool
     overlap: bool
     policy: str
-    accumulate: int
+    num_microbatches: int
     optimizer: str
     rows_a_rank: int
     has_units: bool
@@ -160,7 +160,7 @@ def case_of_seed(seed: int) -> Composition:
         "reshard": choose((True, True, True, False)),
         "overlap": choose((True, True, False)),
         "policy": choose(POLICIES),
-        "accumulate": choose((1, 2, 2, 3)),
+        "num_microbatches": choose((1, 2, 2, 3)),
         "optimizer": choose(OPTIMIZERS),
         "rows_a_rank": choose((1, 2)),
         "has_units": choose((True, True, True, True, False)),

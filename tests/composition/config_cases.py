@@ -279,8 +279,8 @@ def _rope(fields: dict[str, Any], choose: Choose) -> None:
             rope[name] = choose(_OF_ROPES[name])
         else:
             rope.pop(name, None)
-    spelling = choose(("rope_parameters", "rope_scaling", "nested", "type"))
-    if spelling == "nested":
+    key_mapping = choose(("rope_parameters", "rope_scaling", "nested", "type"))
+    if key_mapping == "nested":
         fields["rope_parameters"] = {
             FULL: rope,
             SLIDING: dict(choose(_ROPES)),
@@ -288,11 +288,11 @@ def _rope(fields: dict[str, Any], choose: Choose) -> None:
         return
     for name in ("rope_parameters", "rope_scaling", "rope_theta"):
         fields.pop(name, None)
-    if spelling != "rope_parameters" and "rope_theta" in rope:
+    if key_mapping != "rope_parameters" and "rope_theta" in rope:
         fields["rope_theta"] = rope.pop("rope_theta")
-    if spelling == "type":
+    if key_mapping == "type":
         rope["type"] = rope.pop("rope_type", "default")
-    name = "rope_parameters" if spelling == "rope_parameters" else "rope_scaling"
+    name = "rope_parameters" if key_mapping == "rope_parameters" else "rope_scaling"
     fields[name] = rope
 
 

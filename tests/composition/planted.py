@@ -96,7 +96,7 @@ def _one_mean(original):
 def _always_once(original):
     def trace(loss, shards, *args, **kwargs):
         run, _ = original(loss, shards, *args, **kwargs)
-        return run, {shard.row.name for shard in shards}
+        return run, {shard.param.name for shard in shards}
 
     return trace
 
@@ -111,8 +111,8 @@ def _summed_means(aux, axes):
 
 
 def _first_rows(original):
-    def split(batch, accumulate):
-        cut = original(batch, accumulate)
+    def split(batch, num_microbatches):
+        cut = original(batch, num_microbatches)
         return jax.tree.map(lambda x: jnp.broadcast_to(x[:1], x.shape), cut)
 
     return split
@@ -148,7 +148,7 @@ PLANTED: Mapping[str, tuple[tuple[Any, str, Change], ...]] = {
     "late axes not reduced": (
         (
             _gradients,
-            "reduce_late",
+            "reduce_deferred",
             lambda f: lambda row, g, axes: f(row, 0.5 * g, axes),
         ),
     ),
@@ -187,7 +187,7 @@ PLANTED: Mapping[str, tuple[tuple[Any, str, Change], ...]] = {
         (
             _update,
             "in_dtypes_of",
-            _instead(lambda mould, tree: jax.tree.map(jnp.zeros_like, tree)),
+            _instead(lambda like, tree: jax.tree.map(jnp.zeros_like, tree)),
         ),
     ),
 }

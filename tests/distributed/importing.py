@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from bridge_helpers import mould_of
+from bridge_helpers import like_of
 from jax.sharding import NamedSharding, PartitionSpec
 
 import bridge
@@ -27,7 +27,7 @@ def divisible(shape):
     return [dim for dim, size in enumerate(shape) if size % jax.device_count() == 0]
 
 
-def sharded_mould(config, dim_of):
+def sharded_abstract_tree(config, dim_of):
     """Splits each leaf over all devices along the dim that `dim_of` names, if any."""
     num_devices = jax.device_count()
     auto = (jax.sharding.AxisType.Auto,)
@@ -40,7 +40,7 @@ def sharded_mould(config, dim_of):
         sharding = NamedSharding(mesh, PartitionSpec(*spec))
         return jax.ShapeDtypeStruct(leaf.shape, np.float32, sharding=sharding)
 
-    return jax.tree.map(shard, mould_of(config))
+    return jax.tree.map(shard, like_of(config))
 
 
 class Counted:
@@ -65,11 +65,13 @@ def import_and_export(folder: Path) -> dict[str, Any]:
     hung = hung_import(folder, config)
     os.preadv = counted = Counted()
     try:
-        whole = named_leaves(bridge.load_hf(folder / "llama", mould_of(config)))
+        whole = named_leaves(bridge.load_hf(folder / "llama", like_of(config)))
         read = {}
         for way, dim_of in WAYS.items():
             counted.count = 0
-            params = bridge.load_hf(folder / "llama", sharded_mould(config, dim_of))
+            params = bridge.load_hf(
+                folder / "llama", sharded_abstract_tree(config, dim_of)
+            )
             read[way] = counted.count
             for name, leaf in named_leaves(params).items():
                 for shard in leaf.addressable_shards:
@@ -107,8 +109,10 @@ def failed_imports(folder: Path, config) -> list[str]:
     """Told of a file that ends early, in process 1."""
     if jax.process_index() == 1:
         os.preadv = lambda *_: 0
-    moulds = [sharded_mould(config, WAYS[way]) for way in ("replicated", "first dim")]
-    return [outcome(bridge.load_hf, folder / "llama", mould) for mould in moulds]
+    likes = [
+        sharded_abstract_tree(config, WAYS[way]) for way in ("replicated", "first dim")
+    ]
+    return [outcome(bridge.load_hf, folder / "llama", like) for like in likes]
 
 
 def hung_import(folder: Path, config) -> str:
@@ -121,8 +125,8 @@ def hung_import(folder: Path, config) -> str:
 
     before, processes.TIMEOUT_SECS = processes.TIMEOUT_SECS, 1.0
     try:
-        mould = sharded_mould(config, WAYS["first dim"])
-        return outcome(bridge.load_hf, folder / "llama", mould, progress=progress)
+        like = sharded_abstract_tree(config, WAYS["first dim"])
+        return outcome(bridge.load_hf, folder / "llama", like, progress=progress)
     finally:
         processes.TIMEOUT_SECS = before
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from bridge_helpers import write_llama
 from distributed import training
-from distributed.importing import WAYS, sharded_mould
+from distributed.importing import WAYS, sharded_abstract_tree
 from helpers.processes import Recorded, command_of
 from jax.experimental import multihost_utils
 
@@ -32,9 +32,9 @@ def imports(folder: str) -> None:
         if jax.process_index() == VICTIM and 2 * done > total:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    fsdp.report_progress("import")
-    mould = sharded_mould(bridge.from_hf_config(folder), WAYS["first dim"])
-    bridge.load_hf(folder, mould, progress=progress)
+    fsdp.launch.report_progress("import")
+    like = sharded_abstract_tree(bridge.from_hf_config(folder), WAYS["first dim"])
+    bridge.load_hf(folder, like, progress=progress)
 
 
 def trains() -> None:
@@ -43,7 +43,7 @@ def trains() -> None:
     step = fsdp.make_train_step(plan, training.loss_fn, training.TX)
     state, rows = training.start(plan), itertools.cycle(training.batches(plan))
     for number in itertools.count(1):
-        fsdp.report_progress("training", number)
+        fsdp.launch.report_progress("training", number)
         state, metrics = step(state, next(rows))
         metrics["loss"].block_until_ready()
         print("step", number, flush=True)
@@ -85,8 +85,8 @@ def test_a_process_killed_in_mid_import_is_named_by_the_others(tmp_path):
 
 
 def test_a_process_that_is_stopped_in_mid_step_is_named_by_the_others():
-    patience = fsdp.Patience(silent_secs=3, report_secs=2)
-    job = started(trains, patience=patience)
+    timeouts = fsdp.launch.Timeouts(silent_secs=3, report_secs=2)
+    job = started(trains, timeouts=timeouts)
     with job.processes as processes:
         job.await_line(VICTIM, "step 3")
         os.kill(processes.pids[VICTIM], signal.SIGSTOP)

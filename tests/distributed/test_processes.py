@@ -51,11 +51,11 @@ def all_gather_data_proto() -> dict[str, Any]:
     mesh = Mesh(np.array(first_devices).reshape(2, 2), ("dp", "tp"))
     obs = np.array([[rank, 2 * rank + 1], [3 * rank, 4 * rank + 1]])
     labels = ["a", "b"] if rank % 2 == 0 else ["b", "a"]
-    words = fsdp.Jagged.from_rows([np.arange(rank), np.arange(1)])
-    batch = fsdp.Batch(
+    words = fsdp.rl.Jagged.from_rows([np.arange(rank), np.arange(1)])
+    batch = fsdp.rl.Batch(
         {"obs": obs, "words": words}, {"labels": labels}, {"info": f"of {rank}"}
     )
-    gathered = fsdp.all_gather(batch, mesh, "dp")
+    gathered = fsdp.rl.all_gather(batch, mesh, "dp")
     return {
         "obs": gathered.arrays["obs"].tolist(),
         "lengths": gathered.arrays["words"].lengths.tolist(),
@@ -67,7 +67,7 @@ def all_gather_data_proto() -> dict[str, Any]:
 def allgather_dict_into_dict() -> dict[str, Any]:
     rank = jax.process_index()
     metrics = {"loss": [rank, rank + 1, rank + 2], "grad_norm": rank}
-    return fsdp.allgather_dict_into_dict(metrics | ({"odd": 1} if rank % 2 else {}))
+    return fsdp.rl.allgather_dict_into_dict(metrics | ({"odd": 1} if rank % 2 else {}))
 
 
 def vocab_parallel_entropy() -> dict[str, float]:
@@ -115,7 +115,7 @@ def uneven_tail() -> dict[str, Any]:
     mesh = fsdp.make_mesh()
     shard = fsdp.host_shard(mesh)
     last = fsdp.HostBatches(np.arange(27), 16, shard)[1]
-    rows, mask = fsdp.padded_global_batch(mesh, last, 16)
+    rows, mask = fsdp.data.padded_global_batch(mesh, last, 16)
     count = jax.jit(
         lambda x, m: jnp.where(m, x, 0).sum(), out_shardings=NamedSharding(mesh, P())
     )

@@ -91,7 +91,7 @@ def test_the_same_command_goes_on_and_ends_as_one_process_does(killed, folder):
     assert [step for step, _ in losses(folder, "four")] == list(steps) == [1, 2, 3, 4]
     found = [loss for _, loss in losses(folder, "four")]
     assert found == pytest.approx(expected, rel=1e-5)
-    assert fsdp.verify(folder / "four").step == STEPS
+    assert fsdp.checkpoint.verify(folder / "four").step == STEPS
     said = [line for lines in again.lines.values() for line in lines]
     assert sum("is now in" in line for line in said) == 1, again.said
     # The first process tokenized; alone, none has to be told.

@@ -64,7 +64,7 @@ def batches(plan: fsdp.Plan) -> Iterator[jax.Array]:
 
 
 def start(plan: fsdp.Plan) -> fsdp.TrainState:
-    return fsdp.init(plan, TX, fsdp.init_params(plan, jax.random.key(0)))
+    return fsdp.init_state(plan, TX, fsdp.init_params(plan, jax.random.key(0)))
 
 
 def train(name: str) -> dict[str, Any]:
@@ -76,7 +76,7 @@ def train(name: str) -> dict[str, Any]:
         state, metrics = step(state, next(stream))
         losses.append(float(metrics["loss"]))
     evaluated = fsdp.make_eval_step(plan, loss_fn)(state.params, next(stream))
-    whole = jax.tree.leaves(fsdp.gather(state.params))
+    whole = jax.tree.leaves(fsdp.unshard(state.params))
     weights = np.concatenate([np.ravel(np.asarray(leaf)) for leaf in whole])
     return {
         "losses": losses,
@@ -88,10 +88,10 @@ def train(name: str) -> dict[str, Any]:
 def digest(state: fsdp.TrainState) -> str:
     """Of every bit of a state, whole."""
     sha256 = hashlib.sha256()
-    for name, leaf in fsdp.named_leaves(state):
+    for name, leaf in fsdp.sharding.named_leaves(state):
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             leaf = jax.random.key_data(leaf)
-        whole = fsdp.gather(leaf)
+        whole = fsdp.unshard(leaf)
         sha256.update(name.encode() + np.asarray(whole.addressable_data(0)).tobytes())
     return sha256.hexdigest()
 

@@ -65,9 +65,11 @@ def plan_of(mesh=None, *, devices=None, units=("layers",), scale=1, **config) ->
     )
 
 
-def lowered(plan: Plan, loss=None, accumulate=1, state=None):
-    step = fsdp.make_train_step(plan, loss or loss_of(), TX, accumulate=accumulate)
-    width = plan.rows[0].shape[0]
+def lowered(plan: Plan, loss=None, num_microbatches=1, state=None):
+    step = fsdp.make_train_step(
+        plan, loss or loss_of(), TX, num_microbatches=num_microbatches
+    )
+    width = plan.param_plans[0].shape[0]
     rows = {"x": (ROWS, width), "y": (ROWS, OUT)}
     data = {
         name: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=plan.batch_sharding)
@@ -77,7 +79,7 @@ def lowered(plan: Plan, loss=None, accumulate=1, state=None):
 
 
 def differences(plan: Plan, program, **options) -> list[str]:
-    with pytest.raises(fsdp.AuditError) as error:
+    with pytest.raises(fsdp.audit.AuditError) as error:
         fsdp.audit_step(plan, program, **options)
     assert all(line in str(error.value) for line in error.value.differences)
     return list(error.value.differences)
@@ -114,13 +116,13 @@ HEALTHY = {
 
 @pytest.mark.parametrize("name", HEALTHY)
 def test_a_program_of_its_plan_passes(name):
-    mesh, config, accumulate, options = HEALTHY[name]
+    mesh, config, num_microbatches, options = HEALTHY[name]
     plan = plan_of(mesh, **config)
-    program = lowered(plan, loss_of(**options), accumulate)
-    fsdp.audit_step(plan, program, accumulate=accumulate)
+    program = lowered(plan, loss_of(**options), num_microbatches)
+    fsdp.audit_step(plan, program, num_microbatches=num_microbatches)
     compiled = program.compile()
-    fsdp.audit_step(plan, compiled, accumulate=accumulate)
-    fsdp.audit_step(plan, compiled.as_text(), accumulate=accumulate)
+    fsdp.audit_step(plan, compiled, num_microbatches=num_microbatches)
+    fsdp.audit_step(plan, compiled.as_text(), num_microbatches=num_microbatches)
 
 
 @pytest.fixture(scope="module")
@@ -263,10 +265,10 @@ def test_an_all_reduce_that_the_plan_does_not_need_is_named(body, array, compile
 
 
 def test_a_reduction_in_each_microbatch_is_named():
-    program = lowered(plan_of(zero_dp_strategy=2), accumulate=3)
+    program = lowered(plan_of(zero_dp_strategy=2), num_microbatches=3)
     plan = plan_of(zero_dp_strategy=1)
     for form in (program, program.compile()):
-        found = differences(plan, form, accumulate=3)
+        found = differences(plan, form, num_microbatches=3)
         (up,) = [line for line in found if line.startswith("'layers.up'")]
         assert "over dp_shard, once a step (3 of this shape)" in up
         assert "9 times a step, 9 of them in loops" in up
@@ -298,7 +300,7 @@ def own_loop(plan: Plan):
 
 def test_replicas_reduced_in_each_microbatch_are_named():
     plan = plan_of({"dp_outer": 2})
-    found = differences(plan, own_loop(plan).compile(), accumulate=3)
+    found = differences(plan, own_loop(plan).compile(), num_microbatches=3)
     (head,) = [line for line in found if line.startswith("'head'")]
     assert "all-reduce of f32[8,16] over dp_outer, once a step" in head
     assert "3 times a step" in head
@@ -341,7 +343,7 @@ def test_results_that_lie_whole_are_named():
     )
     found = differences(plan, halve.lower(plan.params).compile())
     returned = [line for line in found if "returns" in line]
-    assert len(returned) == len(plan.rows)
+    assert len(returned) == len(plan.param_plans)
     assert "returns ['head'] as [32, 16]" in returned[0]
 
 
@@ -432,9 +434,9 @@ def gpus():
     jax.config.update("jax_disable_most_optimizations", True)
 
 
-def compiled_for(gpus, mesh=None, loss=None, accumulate=1, scale=1, **config):
+def compiled_for(gpus, mesh=None, loss=None, num_microbatches=1, scale=1, **config):
     plan = plan_of(mesh, devices=gpus, scale=scale, **config)
-    program = lowered(plan, loss, accumulate)
+    program = lowered(plan, loss, num_microbatches)
     return plan, program.compile(compiler_options=compiler_options())
 
 
@@ -443,9 +445,11 @@ GPU_HEALTHY = ["DDP", "HSDP", "HFSDP, prefetched", "tp", "bf16", "wide sums"]
 
 @pytest.mark.parametrize("name", GPU_HEALTHY)
 def test_a_program_for_gpus_of_its_plan_passes(gpus, name):
-    mesh, config, accumulate, options = HEALTHY[name]
-    plan, program = compiled_for(gpus, mesh, loss_of(**options), accumulate, **config)
-    fsdp.audit_step(plan, program, accumulate=accumulate)
+    mesh, config, num_microbatches, options = HEALTHY[name]
+    plan, program = compiled_for(
+        gpus, mesh, loss_of(**options), num_microbatches, **config
+    )
+    fsdp.audit_step(plan, program, num_microbatches=num_microbatches)
 
 
 @pytest.fixture(scope="module")
@@ -475,7 +479,7 @@ def test_faults_of_a_program_for_gpus_are_named(gpus, faulty, part):
 def test_merged_reductions_in_each_microbatch_are_named_by_their_elements(gpus):
     plan = plan_of({"dp_outer": 2}, devices=gpus)
     program = own_loop(plan).compile(compiler_options=compiler_options())
-    found = differences(plan, program, accumulate=3)
+    found = differences(plan, program, num_microbatches=3)
     assert any(line.startswith("all-reduces over dp_outer") for line in found)
 
 

@@ -95,7 +95,7 @@ def linen_loss(variables, x):
     mutable = ["batch_stats", "losses"]
     y, new = LinenNet().apply(variables, x, mutable=mutable)
     balance = sum(jax.tree.leaves(new.pop("losses")))
-    return error(y) + 0.1 * balance, fsdp.UpdatedModel(new)
+    return error(y) + 0.1 * balance, fsdp.step.UpdatedModel(new)
 
 
 class EqxBlock(eqx.Module):
@@ -131,7 +131,7 @@ def eqx_loss(model_and_state, x):
     model, state = model_and_state
     axes: dict[str, Any] = {"in_axes": (0, None), "out_axes": (0, None)}
     y, state = jax.vmap(model, axis_name="rows", **axes)(x, state)
-    return error(y), fsdp.UpdatedModel((model, state))
+    return error(y), fsdp.step.UpdatedModel((model, state))
 
 
 class Case(NamedTuple):
@@ -152,16 +152,16 @@ def plan_of(case, units, **config):
     return fsdp.fully_shard(case.make, mesh, units, fsdp.FSDPConfig(**config))
 
 
-def train(plan, case, accumulate):
+def train(plan, case, num_microbatches):
     """The loss of the last step, parameters, and the model's other arrays."""
     tx = optax.sgd(0.1)
-    state = fsdp.init(plan, tx, fsdp.init_params(plan, jax.random.key(0)))
-    step = fsdp.make_train_step(plan, case.loss, tx, accumulate=accumulate)
+    state = fsdp.init_state(plan, tx, fsdp.init_params(plan, jax.random.key(0)))
+    step = fsdp.make_train_step(plan, case.loss, tx, num_microbatches=num_microbatches)
     losses = []
     for _ in range(STEPS):
         state, metrics = step(state, X)
         losses.append(metrics["loss"])
-    return losses[-1], fsdp.gather(state.params), state.model_state
+    return losses[-1], fsdp.unshard(state.params), state.model_state
 
 
 def train_plainly(plan, case, groups, mean_of=1):
@@ -208,24 +208,26 @@ def train_plainly(plan, case, groups, mean_of=1):
     return mean(losses), params, state
 
 
-def microbatches(accumulate):
-    """Rows of each microbatch, `[accumulate, rank, rows, width]`."""
-    return X.reshape(RANKS, accumulate, -1, WIDTH).swapaxes(0, 1)
+def microbatches(num_microbatches):
+    """Rows of each microbatch, `[num_microbatches, rank, rows, width]`."""
+    return X.reshape(RANKS, num_microbatches, -1, WIDTH).swapaxes(0, 1)
 
 
 def assert_same(got, want):
-    got, want = (fsdp.named_leaves(tree) for tree in (got, want))
+    got, want = (fsdp.sharding.named_leaves(tree) for tree in (got, want))
     for (name, a), (_, b) in zip(got, want, strict=True):
         np.testing.assert_allclose(a, b, TOLERANCE, TOLERANCE, err_msg=name)
 
 
-@pytest.mark.parametrize("in_units, accumulate", [(True, 2), (False, 1)], ids=str)
+@pytest.mark.parametrize("in_units, num_microbatches", [(True, 2), (False, 1)], ids=str)
 @pytest.mark.parametrize("name", CASES)
-def test_statistics_are_those_of_all_rows_of_a_microbatch(name, in_units, accumulate):
+def test_statistics_are_those_of_all_rows_of_a_microbatch(
+    name, in_units, num_microbatches
+):
     case = CASES[name]
     plan = plan_of(case, case.units if in_units else ())
-    rows = microbatches(accumulate).reshape(accumulate, -1, WIDTH)
-    assert_same(train(plan, case, accumulate), train_plainly(plan, case, rows))
+    rows = microbatches(num_microbatches).reshape(num_microbatches, -1, WIDTH)
+    assert_same(train(plan, case, num_microbatches), train_plainly(plan, case, rows))
 
 
 @pytest.mark.parametrize("name", ["linen", "equinox"])  # nnx: see test_units.py
@@ -265,7 +267,9 @@ def masked_nnx():
 def test_a_mask_is_refused_where_ranks_may_have_unequal_shares(masked):
     case = masked()
     plan = plan_of(case, ())
-    state = fsdp.init(plan, optax.sgd(0.1), fsdp.init_params(plan, jax.random.key(0)))
+    state = fsdp.init_state(
+        plan, optax.sgd(0.1), fsdp.init_params(plan, jax.random.key(0))
+    )
     compute = fsdp.value_and_grad(plan, case.loss)
     with pytest.raises(
         ValueError, match=facts("mask=...", "dp_shard", "sync_batch_norm=False")
@@ -276,12 +280,14 @@ def test_a_mask_is_refused_where_ranks_may_have_unequal_shares(masked):
 def test_what_does_not_fit_the_models_arrays_is_refused():
     case = CASES["linen"]
     plan = plan_of(case, case.units)
-    state = fsdp.init(plan, optax.sgd(0.1), fsdp.init_params(plan, jax.random.key(0)))
+    state = fsdp.init_state(
+        plan, optax.sgd(0.1), fsdp.init_params(plan, jax.random.key(0))
+    )
 
     def loss_with(new):
         def loss(variables, x):
             y, _ = LinenNet().apply(variables, x, mutable=["batch_stats"])
-            return error(y), fsdp.UpdatedModel(new)
+            return error(y), fsdp.step.UpdatedModel(new)
 
         return loss
 
@@ -300,7 +306,9 @@ def test_what_does_not_fit_the_models_arrays_is_refused():
 def test_new_statistics_as_aux_are_refused_by_name(name):
     case = CASES[name]
     plan = plan_of(case, case.units)
-    state = fsdp.init(plan, optax.sgd(0.1), fsdp.init_params(plan, jax.random.key(0)))
+    state = fsdp.init_state(
+        plan, optax.sgd(0.1), fsdp.init_params(plan, jax.random.key(0))
+    )
 
     def loss(model, x):
         value, new = case.loss(model, x)
@@ -314,10 +322,12 @@ def test_new_statistics_as_aux_are_refused_by_name(name):
 
 def test_an_nnx_module_needs_no_updated_model():
     def loss(net, x):
-        return nnx_loss(net, x), fsdp.UpdatedModel(net)
+        return nnx_loss(net, x), fsdp.step.UpdatedModel(net)
 
     plan = plan_of(CASES["nnx"], ())
-    state = fsdp.init(plan, optax.sgd(0.1), fsdp.init_params(plan, jax.random.key(0)))
+    state = fsdp.init_state(
+        plan, optax.sgd(0.1), fsdp.init_params(plan, jax.random.key(0))
+    )
     compute = fsdp.value_and_grad(plan, loss)
     with pytest.raises(ValueError, match=facts("UpdatedModel", "NNXNet")):
         compute(state.params, X, model_state=state.model_state)

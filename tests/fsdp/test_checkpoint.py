@@ -78,7 +78,7 @@ class Saved:
     """
 
     path: str
-    step: fsdp.TrainStep
+    step: fsdp.training.TrainStep
     bits: dict[str, np.ndarray]
     after: dict[str, np.ndarray]
 
@@ -89,7 +89,7 @@ def saved(tmp_path_factory) -> Saved:
     plan = plan_on(8)
     step = fsdp.make_train_step(plan, loss, TX)
     params = fsdp.init_params(plan, jax.random.key(0))
-    state = fsdp.init(plan, TX, params, rng=jax.random.key(3))
+    state = fsdp.init_state(plan, TX, params, rng=jax.random.key(3))
     for number in range(1, STEPS + 1):
         state, _ = step(state, X)
         fsdp.save(path, state, metadata={"at": number, "data": {"shard": [1, 2]}})
@@ -103,13 +103,15 @@ def saved(tmp_path_factory) -> Saved:
     [(8, {}), (4, {}), (2, {}), (1, {}), (8, {"dp_outer": 2}), (8, {"dp_outer": 8})],
     ids=["8", "4", "2", "1", "2 x 4", "8 replicas"],
 )
-def test_every_mesh_loads_the_same_bits_into_its_own_mould(saved, devices, sizes):
-    mould = fsdp.abstract_state(plan_on(devices, **sizes), TX)
-    state = fsdp.load(saved.path, mould)
+def test_every_mesh_loads_the_same_bits_into_its_own_abstract_tree(
+    saved, devices, sizes
+):
+    like = fsdp.abstract_state(plan_on(devices, **sizes), TX)
+    state = fsdp.load(saved.path, like)
     assert_same_bits(bits(state), saved.bits)
     assert int(state.step) == STEPS
     for (name, leaf), (_, want) in zip(
-        named_leaves(state), named_leaves(mould), strict=True
+        named_leaves(state), named_leaves(like), strict=True
     ):
         assert leaf.dtype == want.dtype, name  # keys come back typed
         assert leaf.sharding.is_equivalent_to(want.sharding, leaf.ndim), name
@@ -137,8 +139,8 @@ def test_what_was_saved_did_change_and_has_every_sort_of_leaf(saved):
 
 
 def test_an_older_step_can_be_asked_for(saved):
-    mould = fsdp.abstract_state(plan_on(1), TX)
-    assert int(fsdp.load(saved.path, mould, step=1).step) == 1
+    like = fsdp.abstract_state(plan_on(1), TX)
+    assert int(fsdp.load(saved.path, like, step=1).step) == 1
     assert fsdp.latest_step(saved.path) == STEPS
 
 
@@ -151,16 +153,19 @@ def test_parameters_alone_are_read_alone(saved, monkeypatch):
 
     monkeypatch.setattr(_read, "open_arrays", watched)
     plan = plan_on(4)
-    params = fsdp.load_params(saved.path, plan.params)
+    params = fsdp.checkpoint.load_params(saved.path, plan.params)
     want = {n: x for n, x in saved.bits.items() if n.startswith("params.")}
     assert_same_bits({f"params.{n}": x for n, x in bits(params).items()}, want)
     assert sorted(read) == sorted(want)
-    fsdp.init(plan, optax.sgd(0.1), params)  # they lie as planned
+    fsdp.init_state(plan, optax.sgd(0.1), params)  # they lie as planned
 
 
 def test_metadata_comes_back(saved):
-    assert fsdp.load_metadata(saved.path) == {"at": 2, "data": {"shard": [1, 2]}}
-    assert fsdp.load_metadata(saved.path, step=1)["at"] == 1
+    assert fsdp.checkpoint.load_metadata(saved.path) == {
+        "at": 2,
+        "data": {"shard": [1, 2]},
+    }
+    assert fsdp.checkpoint.load_metadata(saved.path, step=1)["at"] == 1
 
 
 def test_a_chunk_that_eight_devices_need_is_read_once_into_their_memory(tmp_path):
@@ -173,14 +178,14 @@ def test_a_chunk_that_eight_devices_need_is_read_once_into_their_memory(tmp_path
     state = fsdp.TrainState(scalar, params, {}, {}, scalar, scalar)
     fsdp.save(tmp_path, state)
 
-    def mould(x, *spec):
+    def like(x, *spec):
         sharding = NamedSharding(eight, PartitionSpec(*spec))
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
-    moulds = jax.tree.map(mould, state)
-    moulds.params["rows"] = mould(params["rows"], "dp_shard")
+    likes = jax.tree.map(like, state)
+    likes.params["rows"] = like(params["rows"], "dp_shard")
     before = bytes_read()
-    loaded = fsdp.load(tmp_path, moulds)
+    loaded = fsdp.load(tmp_path, likes)
     assert 1 <= (bytes_read() - before) / (2 * values.nbytes) < 1.1
     for leaf in loaded.params.values():
         np.testing.assert_array_equal(leaf, values)
@@ -208,7 +213,7 @@ def test_all_that_does_not_fit_is_named_before_anything_is_read(saved, monkeypat
         lambda key: Other(nnx.Rngs(key)), mesh, (), fsdp.FSDPConfig(mp_policy=policy)
     )
     with pytest.raises(ValueError) as error:
-        fsdp.load_params(saved.path, plan.params)
+        fsdp.checkpoint.load_params(saved.path, plan.params)
     says = str(error.value)
     assert "does not fit in 5 place(s)" in says
     assert "not in the checkpoint: params.extra" in says
@@ -219,30 +224,30 @@ def test_all_that_does_not_fit_is_named_before_anything_is_read(saved, monkeypat
 
 
 def test_another_optimizer_does_not_fit(saved):
-    mould = fsdp.abstract_state(plan_on(8), optax.sgd(0.1, momentum=0.9))
+    like = fsdp.abstract_state(plan_on(8), optax.sgd(0.1, momentum=0.9))
     with pytest.raises(
         ValueError,
         match=facts("opt_state.0.trace.linear.bias", "opt_state.0.mu.linear.bias"),
     ):
-        fsdp.load(saved.path, mould)
+        fsdp.load(saved.path, like)
 
 
-@pytest.mark.parametrize("read", [fsdp.load, fsdp.load_params])
+@pytest.mark.parametrize("read", [fsdp.load, fsdp.checkpoint.load_params])
 def test_a_directory_without_steps_is_refused(tmp_path, read):
-    mould = {"w": jax.ShapeDtypeStruct((), jnp.float32)}
+    like = {"w": jax.ShapeDtypeStruct((), jnp.float32)}
     with pytest.raises(ValueError, match=facts("absent'")):
-        read(tmp_path / "absent", mould)
+        read(tmp_path / "absent", like)
     with pytest.raises(ValueError, match=facts(repr(str(tmp_path)))):
-        read(tmp_path, mould)
+        read(tmp_path, like)
     with pytest.raises(ValueError, match=facts("absent'")):
-        fsdp.load_metadata(tmp_path / "absent")
+        fsdp.checkpoint.load_metadata(tmp_path / "absent")
     assert not (tmp_path / "absent").exists()
 
 
 def test_a_step_that_is_not_there_is_refused_with_those_that_are(saved):
-    mould = fsdp.abstract_state(plan_on(1), TX)
+    like = fsdp.abstract_state(plan_on(1), TX)
     with pytest.raises(ValueError, match=facts("step 7", "1, 2")):
-        fsdp.load(saved.path, mould, step=7)
+        fsdp.load(saved.path, like, step=7)
 
 
 def test_an_empty_or_absent_directory_has_no_latest_step(tmp_path):
@@ -268,7 +273,7 @@ def test_a_step_that_was_cut_off_is_not_the_latest(tmp_path):
     shutil.copytree(step, tmp_path / "7.orbax-checkpoint-tmp")
     assert fsdp.latest_step(tmp_path) == 3
     with pytest.raises(ValueError, match=facts("step 7", "3")):
-        fsdp.load_metadata(tmp_path, step=7)
+        fsdp.checkpoint.load_metadata(tmp_path, step=7)
 
 
 def test_a_save_that_fails_leaves_no_step_behind(tmp_path, monkeypatch):
@@ -292,7 +297,7 @@ def test_a_committed_step_is_never_overwritten_nor_hidden(tmp_path, step):
     with pytest.raises(ValueError, match=facts("4", step)):
         fsdp.save(tmp_path, small_state(step))
     assert fsdp.latest_step(tmp_path) == 4
-    assert fsdp.load_metadata(tmp_path) == {"first": True}
+    assert fsdp.checkpoint.load_metadata(tmp_path) == {"first": True}
 
 
 def test_two_leaves_of_one_name_are_refused_before_anything_is_written(tmp_path):
@@ -315,10 +320,10 @@ def test_keys_of_every_kind_come_back_typed(tmp_path, impl):
     state = dataclasses.replace(small_state(0), model_state={"keys": keys})
     fsdp.save(tmp_path, state)
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    mould = jax.tree.map(
+    like = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), state
     )
-    loaded = fsdp.load(tmp_path, mould)
+    loaded = fsdp.load(tmp_path, like)
     assert loaded.model_state["keys"].dtype == keys.dtype
     assert_same_bits(bits(loaded), bits(state))
 
@@ -333,7 +338,7 @@ def test_step_b_after_a_load_is_step_b_to_the_bit_with_schedule_and_remat(tmp_pa
     )
     step = fsdp.make_train_step(plan, loss, tx)
     batches = np.random.default_rng(1).normal(size=(4, *X.shape)).astype(np.float32)
-    state = fsdp.init(plan, tx, fsdp.init_params(plan, jax.random.key(0)))
+    state = fsdp.init_state(plan, tx, fsdp.init_params(plan, jax.random.key(0)))
     for number in (0, 1):
         state, _ = step(state, batches[number])
     fsdp.save(tmp_path, state, metadata={"next_batch": 2})
@@ -343,7 +348,9 @@ def test_step_b_after_a_load_is_step_b_to_the_bit_with_schedule_and_remat(tmp_pa
 
     again = fsdp.load(tmp_path, fsdp.abstract_state(plan, tx))
     assert_same_bits(bits(again), at_save)
-    again, metrics = step(again, batches[fsdp.load_metadata(tmp_path)["next_batch"]])
+    again, metrics = step(
+        again, batches[fsdp.checkpoint.load_metadata(tmp_path)["next_batch"]]
+    )
     assert_same_bits(bits(again), after)
     np.testing.assert_array_equal(metrics["loss"], loss_b)
     other, _ = step(fsdp.load(tmp_path, fsdp.abstract_state(plan, tx)), batches[3])
@@ -396,10 +403,10 @@ def test_leaves_of_every_dtype_come_back_to_the_bit(tmp_path):
     params = {name: jnp.asarray(values).astype(name) for name in STORED.split()}
     state = dataclasses.replace(small_state(0), params=params)
     fsdp.save(tmp_path, state)
-    mould = jax.tree.map(
+    like = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
     )
-    loaded = fsdp.load(tmp_path, mould)
+    loaded = fsdp.load(tmp_path, like)
     for name, want in params.items():
         assert loaded.params[name].dtype == want.dtype
         got = np.asarray(loaded.params[name])
@@ -423,7 +430,7 @@ def test_what_cannot_be_stored_is_named_before_anything_is_written(tmp_path):
 def test_what_an_earlier_save_left_unfinished_is_removed_by_the_next(tmp_path):
     fsdp.save(tmp_path, small_state(1))
     shutil.copytree(tmp_path / "1", tmp_path / "2.orbax-checkpoint-tmp")
-    fsdp.load_shapes(tmp_path)
+    fsdp.checkpoint.load_shapes(tmp_path)
     assert (tmp_path / "2.orbax-checkpoint-tmp").exists()  # reading removes nothing
     fsdp.save(tmp_path, small_state(2))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2"]

@@ -15,7 +15,7 @@ import pytest
 from helpers.compiles import compilations
 from helpers.damage import files_of
 from helpers.errors import facts
-from helpers.saving_worker import mould, state_at
+from helpers.saving_worker import like, state_at
 from jax.sharding import NamedSharding, PartitionSpec
 from orbax.checkpoint._src.futures.future import CommitFuture
 from tiny_configs import hf_fields
@@ -77,7 +77,7 @@ def test_a_train_state_holds_nothing_twice(tmp_path):
         fsdp.FSDPConfig(mp_policy=policy),
     )
     tx = optax.adamw(1e-2)
-    state = fsdp.init(plan, tx, fsdp.init_params(plan, jax.random.key(0)))
+    state = fsdp.init_state(plan, tx, fsdp.init_params(plan, jax.random.key(0)))
     fsdp.save(tmp_path, state)
     one = 256 * 128 * 4
     assert 0 < size_of(tmp_path) - 3 * one < 2 * MANIFEST  # and Adam's two moments
@@ -108,8 +108,8 @@ def run(tmp_path_factory) -> Path:
 @pytest.mark.parametrize(
     "look",
     [
-        lambda run: fsdp.load_metadata(run)["at"] == (1, 2),
-        lambda run: fsdp.load_shapes(run)["params.w"].shape == (2048, 1024),
+        lambda run: fsdp.checkpoint.load_metadata(run)["at"] == (1, 2),
+        lambda run: fsdp.checkpoint.load_shapes(run)["params.w"].shape == (2048, 1024),
         lambda run: main(["inspect", str(run)]) == 0,
         lambda run: fsdp.latest_step(run) == 1,
     ],
@@ -121,7 +121,7 @@ def test_no_value_is_read_to_say_what_a_step_holds(run, look):
     assert look(run)
     assert read_by_this_process() - before < 100_000
     before = read_by_this_process()
-    fsdp.verify(run)
+    fsdp.checkpoint.verify(run)
     assert read_by_this_process() - before > 8_000_000  # so reads are counted
 
 
@@ -133,7 +133,9 @@ def test_a_later_save_compiles_nothing_and_a_structure_that_changes_is_seen(tmp_
         fsdp.save(tmp_path, second)
     assert not [event for event in heard if "backend_compile" in event]
     fsdp.save(tmp_path, third)
-    shapes = {step: fsdp.load_shapes(tmp_path, step=step) for step in (1, 2, 3)}
+    shapes = {
+        step: fsdp.checkpoint.load_shapes(tmp_path, step=step) for step in (1, 2, 3)
+    }
     assert shapes[1] == shapes[2] and "params.v" in shapes[3]
     assert "params.w" not in shapes[3]
 
@@ -190,10 +192,12 @@ def test_every_file_but_the_commit_markers_is_missed_when_it_is_gone(tmp_path):
         if path.name == "manifest.json":
             assert fsdp.latest_step(tmp_path) is None
         else:
-            with pytest.raises(fsdp.DamagedCheckpointError, match=facts(path.name)):
-                fsdp.load(tmp_path, mould())
+            with pytest.raises(
+                fsdp.checkpoint.DamagedCheckpointError, match=facts(path.name)
+            ):
+                fsdp.load(tmp_path, like())
         (tmp_path / "elsewhere").rename(path)
-    fsdp.verify(tmp_path)
+    fsdp.checkpoint.verify(tmp_path)
 
 
 def test_a_step_of_orbax_alone_is_no_step_of_ours(tmp_path):
@@ -202,7 +206,7 @@ def test_a_step_of_orbax_alone_is_no_step_of_ours(tmp_path):
         manager.wait_until_finished()
     assert fsdp.latest_step(tmp_path) is None
     with pytest.raises(ValueError, match=facts(repr(str(tmp_path)))):
-        fsdp.load(tmp_path, mould())
+        fsdp.load(tmp_path, like())
 
 
 def test_parameters_come_in_the_dtype_asked_for_or_in_their_own(tmp_path):
@@ -215,16 +219,16 @@ def test_parameters_come_in_the_dtype_asked_for_or_in_their_own(tmp_path):
     with pytest.raises(
         ValueError, match=facts("params.w", "bfloat16[8]", "float32[8]")
     ):
-        fsdp.load_params(tmp_path, wide)
-    cast = fsdp.load_params(tmp_path, wide, cast="floats")
-    stored = fsdp.load_params(tmp_path, wide, cast="as_stored")
+        fsdp.checkpoint.load_params(tmp_path, wide)
+    cast = fsdp.checkpoint.load_params(tmp_path, wide, cast="floats")
+    stored = fsdp.checkpoint.load_params(tmp_path, wide, cast="as_stored")
     assert (cast["w"].dtype, stored["w"].dtype) == (jnp.float32, jnp.bfloat16)
     for loaded in (cast, stored):
         np.testing.assert_array_equal(loaded["w"].astype(jnp.float32), np.arange(8.0))
         assert loaded["n"].dtype == jnp.int32
     wide["n"] = jax.ShapeDtypeStruct((2,), jnp.float32, sharding=wide["n"].sharding)
     with pytest.raises(ValueError, match=facts("params.n", "int32[2]", "float32[2]")):
-        fsdp.load_params(tmp_path, wide, cast="as_stored")
+        fsdp.checkpoint.load_params(tmp_path, wide, cast="as_stored")
 
 
 def test_an_orbax_that_hangs_ends_in_an_error_and_the_next_save_works(
@@ -240,4 +244,4 @@ def test_an_orbax_that_hangs_ends_in_an_error_and_the_next_save_works(
             with pytest.raises(RuntimeError, match=facts("Step 1", "ChainedFuture")):
                 checkpointer.wait()
         checkpointer.save(2, state_at(2))
-    assert fsdp.verify(tmp_path).step == 2
+    assert fsdp.checkpoint.verify(tmp_path).step == 2

@@ -15,7 +15,7 @@ import optax
 import pytest
 from helpers.damage import flipped
 from helpers.errors import facts
-from helpers.saving_worker import mould, state_at
+from helpers.saving_worker import like, state_at
 from jax.sharding import NamedSharding, PartitionSpec
 
 import fsdp_jax as fsdp
@@ -86,7 +86,7 @@ def test_an_iterator_of_grain_goes_on_where_it_stood(make, tmp_path):
     fsdp.save(tmp_path, state_at(1), extras={"data": there})
     want = [np.asarray(next(there)).tolist() for _ in range(4)]
     again = make()
-    fsdp.load(tmp_path, mould(), extras={"data": again})
+    fsdp.load(tmp_path, like(), extras={"data": again})
     assert [np.asarray(next(again)).tolist() for _ in range(4)] == want
     assert [np.asarray(next(make())).tolist()] != want[:1]
 
@@ -97,26 +97,26 @@ def test_an_object_of_a_users_own_comes_back_with_its_arrays_as_they_lay(tmp_pat
         saved.seen = ()  # it may go on at once
     again = average(0)
     with fsdp.Checkpointer(tmp_path) as checkpointer:
-        checkpointer.resume(mould(), extras={"ema": again})
+        checkpointer.resume(like(), extras={"ema": again})
     assert (again.decay, again.seen) == (3.5, (3, 4))
     assert isinstance(again.weights, optax.EmaState) and int(again.weights.count) == 3
     loaded = again.weights.ema["w"]
     np.testing.assert_array_equal(loaded, np.arange(16.0) * 3)
     assert loaded.sharding.is_equivalent_to(rows(), 1)
-    assert "extras.ema.weights.ema.w" in fsdp.load_shapes(tmp_path)
+    assert "extras.ema.weights.ema.w" in fsdp.checkpoint.load_shapes(tmp_path)
 
 
 def test_the_object_of_a_step_that_fails_to_load_is_left_as_it_was(tmp_path):
     fsdp.save(tmp_path, state_at(1), extras={"ema": average(3)})
-    again, wrong = average(1), dataclasses.replace(mould(), params={})
+    again, wrong = average(1), dataclasses.replace(like(), params={})
     with pytest.raises(ValueError, match=facts("params.w")):
         fsdp.load(tmp_path, wrong, extras={"ema": again})
     (document,) = (tmp_path / "1").rglob("0.json")
     with flipped(document, 8 * document.read_bytes().index(b"3.5")):
         with pytest.raises(
-            fsdp.DamagedCheckpointError, match=facts("extras/ema/0.json")
+            fsdp.checkpoint.DamagedCheckpointError, match=facts("extras/ema/0.json")
         ):
-            fsdp.load(tmp_path, mould(), extras={"ema": again})
+            fsdp.load(tmp_path, like(), extras={"ema": again})
     assert vars(again) == vars(again) | {"decay": 1.5, "seen": (1, 2)}
 
 
@@ -124,15 +124,15 @@ def test_strictness_counts_extras_as_leaves(tmp_path):
     fsdp.save(tmp_path, state_at(1), extras={"a": Place(1), "b": Place(2)})
     c = Place("as it was")
     with pytest.raises(ValueError) as error:
-        fsdp.load(tmp_path, mould(), extras={"a": Place(0), "c": c})
+        fsdp.load(tmp_path, like(), extras={"a": Place(0), "c": c})
     assert "in 2 place(s)" in str(error.value)
     assert "only in the checkpoint: extras.b" in str(error.value)
     assert "not in the checkpoint: extras.c" in str(error.value)
     a = Place(0)
-    loaded = fsdp.load(tmp_path, mould(), extras={"a": a, "c": c}, strict="return_all")
+    loaded = fsdp.load(tmp_path, like(), extras={"a": a, "c": c}, strict="return_all")
     assert (loaded.missing, loaded.unexpected) == (("extras.b",), ("extras.c",))
     assert (a.state, c.state) == (1, "as it was")
-    fsdp.load_params(tmp_path, mould().params)  # which asks for no extras
+    fsdp.checkpoint.load_params(tmp_path, like().params)  # which asks for no extras
 
 
 @pytest.mark.parametrize(
@@ -153,8 +153,8 @@ def test_what_a_state_is_made_of_comes_back_in_its_type(state, tmp_path):
         tmp_path, state_at(1), metadata={"it": state}, extras={"it": Place(state)}
     )
     again = Place(None)
-    fsdp.load(tmp_path, mould(), extras={"it": again})
-    for got in (again.state, fsdp.load_metadata(tmp_path)["it"]):
+    fsdp.load(tmp_path, like(), extras={"it": again})
+    for got in (again.state, fsdp.checkpoint.load_metadata(tmp_path)["it"]):
         assert type(got) is type(state) and repr(got) == repr(state)
         assert getattr(got, "dtype", None) == getattr(state, "dtype", None)
 
@@ -169,7 +169,7 @@ Named = collections.namedtuple("Named", "a")
         (Place(Named(1)), ["extras.it", "Named"]),
         (Place(np.longdouble(1)), ["extras.it", "longdouble"]),
         (Place(np.array(["text"])), ["extras.it", "ndarray"]),
-        (fsdp.PerProcess(Place(jnp.ones(2))), ["extras.it", "ArrayImpl"]),
+        (fsdp.checkpoint.PerProcess(Place(jnp.ones(2))), ["extras.it", "ArrayImpl"]),
         (3, ["it", "int", "get_state", "load_state_dict"]),
         (Place({"a.b": jnp.ones(2), "a": {"b": jnp.ones(2)}}), ["extras.it.a.b"]),
     ],
@@ -184,24 +184,28 @@ def test_what_cannot_be_stored_is_refused_by_name_before_anything_is_written(
     assert not (tmp_path / "run").exists()
 
 
-def test_arrays_for_which_the_object_has_no_mould_are_refused_by_name(tmp_path):
+def test_arrays_for_which_the_object_has_no_abstract_tree_are_refused_by_name(tmp_path):
     fsdp.save(tmp_path, state_at(1), extras={"it": Place({"w": jnp.ones(2)})})
     with pytest.raises(ValueError, match=facts("extras.it.w")):
-        fsdp.load(tmp_path, mould(), extras={"it": Place({})})
+        fsdp.load(tmp_path, like(), extras={"it": Place({})})
     empty = Place({})
     with pytest.raises(ValueError, match=facts("extras.it.w")):
-        fsdp.load(tmp_path, mould(), extras={"it": empty}, strict="ignore_all")
+        fsdp.load(tmp_path, like(), extras={"it": empty}, strict="ignore_all")
     assert empty.state == {}
 
 
 def test_what_was_saved_by_each_is_not_what_was_saved_for_all(tmp_path):
-    own = fsdp.PerProcess(Place(1))
+    own = fsdp.checkpoint.PerProcess(Place(1))
     fsdp.save(tmp_path, state_at(1), extras={"own": own, "one": Place(2)})
-    with pytest.raises(ValueError, match=facts("extras.own", "fsdp_jax.PerProcess")):
-        fsdp.load(tmp_path, mould(), extras={"own": Place(0), "one": Place(0)})
+    with pytest.raises(
+        ValueError, match=facts("extras.own", "fsdp_jax.checkpoint.PerProcess")
+    ):
+        fsdp.load(tmp_path, like(), extras={"own": Place(0), "one": Place(0)})
     with pytest.raises(ValueError, match=facts("extras.one", "PerProcess")):
         fsdp.load(
-            tmp_path, mould(), extras={"own": own, "one": fsdp.PerProcess(Place(0))}
+            tmp_path,
+            like(),
+            extras={"own": own, "one": fsdp.checkpoint.PerProcess(Place(0))},
         )
 
 
@@ -220,24 +224,29 @@ def test_a_directory_of_files_is_carried_along_and_verified(tmp_path):
     run = tmp_path / "run"
     files = {"tokenizer": source, "recipe": one, "both": [source / "d", one]}
     fsdp.save(run, state_at(1), files=files)
-    carried = fsdp.load_files(run, "tokenizer")
+    carried = fsdp.checkpoint.load_files(run, "tokenizer")
     assert {
         p.relative_to(carried): p.read_bytes() for p in carried.rglob("*.json")
     } == {p.relative_to(source): p.read_bytes() for p in source.rglob("*.json")}
-    assert (fsdp.load_files(run, "recipe") / "recipe.txt").read_text() == "lr 1"
-    both = {path.as_posix() for path in contents(fsdp.load_files(run, "both"))}
+    assert (
+        fsdp.checkpoint.load_files(run, "recipe") / "recipe.txt"
+    ).read_text() == "lr 1"
+    both = {
+        path.as_posix() for path in contents(fsdp.checkpoint.load_files(run, "both"))
+    }
     assert both == {"d/manifest.json", "recipe.txt"}
-    fsdp.load(run, mould())  # files are no state
+    fsdp.load(run, like())  # files are no state
     for name in ("tokenizer.json", "d/manifest.json"):
         with (
             flipped(carried / name, 9),
             pytest.raises(
-                fsdp.DamagedCheckpointError, match=facts(f"files/tokenizer/{name}")
+                fsdp.checkpoint.DamagedCheckpointError,
+                match=facts(f"files/tokenizer/{name}"),
             ),
         ):
-            fsdp.load_files(run, "tokenizer")
+            fsdp.checkpoint.load_files(run, "tokenizer")
     with pytest.raises(ValueError, match=facts("'vocab'", "both, recipe, tokenizer")):
-        fsdp.load_files(run, "vocab")
+        fsdp.checkpoint.load_files(run, "vocab")
 
 
 def test_files_that_are_not_there_are_refused_before_anything_is_written(tmp_path):

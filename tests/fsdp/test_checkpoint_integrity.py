@@ -67,7 +67,7 @@ def put(leaf, sharding):
     return jax.device_put(leaf, sharding)
 
 
-def mould() -> fsdp.TrainState:
+def like() -> fsdp.TrainState:
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
         state_at(0),
@@ -100,9 +100,9 @@ def values_of(step: Path) -> Path:
 def is_refused(run: Path) -> bool:
     """Whether step 2 is refused; if it is not, it must be as it was written."""
     try:
-        state = fsdp.load(run, mould(), step=2)
-        metadata = fsdp.load_metadata(run, step=2)
-    except fsdp.DamagedCheckpointError:
+        state = fsdp.load(run, like(), step=2)
+        metadata = fsdp.checkpoint.load_metadata(run, step=2)
+    except fsdp.checkpoint.DamagedCheckpointError:
         return True
     assert_same(state, state_at(2))
     assert metadata == METADATA
@@ -126,14 +126,17 @@ def test_a_flipped_bit_of_the_metadata_is_an_error(run):
     manifest = run / "2" / "state" / "manifest.json"
     first = manifest.read_bytes().index(b'"metadata"')
     for byte in range(first, first + 60):
-        with flipped(manifest, 8 * byte), pytest.raises(fsdp.DamagedCheckpointError):
-            fsdp.load_metadata(run)
-    assert fsdp.load_metadata(run) == METADATA
+        with (
+            flipped(manifest, 8 * byte),
+            pytest.raises(fsdp.checkpoint.DamagedCheckpointError),
+        ):
+            fsdp.checkpoint.load_metadata(run)
+    assert fsdp.checkpoint.load_metadata(run) == METADATA
 
 
 def read_by_orbax(directory: Path, name: str) -> np.ndarray:
     """One leaf, read as anybody would who has no fsdp_jax."""
-    item = {name: mould().params["w"]}
+    item = {name: like().params["w"]}
     arguments = ocp.args.PyTreeRestore(
         item=item,
         restore_args=ocp.checkpoint_utils.construct_restore_args(item),
@@ -190,22 +193,22 @@ def test_a_file_that_is_gone_or_of_another_size_is_named(run, how):
             path.write_bytes(whole[:-1])
         case "long":
             path.write_bytes(whole + b"\0")
-    with pytest.raises(fsdp.DamagedCheckpointError, match=facts(path.name)):
-        fsdp.load(run, mould())
+    with pytest.raises(fsdp.checkpoint.DamagedCheckpointError, match=facts(path.name)):
+        fsdp.load(run, like())
 
 
 def test_verify_reads_all_of_a_step_and_says_how_much_it_is(run):
-    report = fsdp.verify(run)
+    report = fsdp.checkpoint.verify(run)
     assert (report.step, report.num_leaves) == (2, 6)
     assert report.num_bytes > np.prod(SHAPE) * (4 + 4 + 2)
     row = np.asarray(state_at(2).params["w"])[-1]
     with flipped(*first_value(run / "2" / "state", row)):
         with pytest.raises(
-            fsdp.DamagedCheckpointError, match=facts("2/state'", "DATA_LOSS")
+            fsdp.checkpoint.DamagedCheckpointError, match=facts("2/state'", "DATA_LOSS")
         ):
-            fsdp.verify(run)
-        assert fsdp.verify(run, step=1).step == 1
-    assert fsdp.verify(run) == report
+            fsdp.checkpoint.verify(run)
+        assert fsdp.checkpoint.verify(run, step=1).step == 1
+    assert fsdp.checkpoint.verify(run) == report
 
 
 def test_every_chunk_of_an_array_is_read_once():
@@ -221,7 +224,7 @@ def test_a_step_without_manifest_or_commit_marker_is_not_the_latest(run, gone):
     (run / "2" / gone).unlink()
     assert fsdp.latest_step(run) == 1
     with pytest.raises(ValueError, match=facts("step 2", "1")):
-        fsdp.load(run, mould(), step=2)
+        fsdp.load(run, like(), step=2)
     with pytest.raises(ValueError, match=facts("2'", "step 2")):
         fsdp.save(run, state_at(2))
 
@@ -230,14 +233,14 @@ def test_a_damaged_newest_step_falls_back_to_the_one_before_only_when_asked(run)
     row = np.asarray(state_at(2).params["b"])[1]
     with flipped(*first_value(run / "2" / "state", row)):
         with pytest.raises(
-            fsdp.DamagedCheckpointError,
+            fsdp.checkpoint.DamagedCheckpointError,
             match=facts("2/state'", "DATA_LOSS", 'step="latest-good"'),
         ):
-            fsdp.load(run, mould())
+            fsdp.load(run, like())
         with pytest.warns(UserWarning, match=facts("Step 2", "DATA_LOSS")):
-            state = fsdp.load(run, mould(), step="latest-good")
+            state = fsdp.load(run, like(), step="latest-good")
     assert_same(state, state_at(1))
-    assert_same(fsdp.load(run, mould(), step="latest-good"), state_at(2))
+    assert_same(fsdp.load(run, like(), step="latest-good"), state_at(2))
 
 
 def test_where_no_step_is_whole_none_is_loaded(run):
@@ -246,9 +249,11 @@ def test_where_no_step_is_whole_none_is_loaded(run):
     with (
         flipped(*first_value(run / "1" / "state", row)),
         pytest.warns(UserWarning, match=facts("Step 1", "DATA_LOSS")),
-        pytest.raises(fsdp.DamagedCheckpointError, match=facts(repr(str(run)), "1")),
+        pytest.raises(
+            fsdp.checkpoint.DamagedCheckpointError, match=facts(repr(str(run)), "1")
+        ),
     ):
-        fsdp.load(run, mould(), step="latest-good")
+        fsdp.load(run, like(), step="latest-good")
 
 
 def test_the_command_line_verifies_every_step_or_one(run, capsys):

@@ -17,7 +17,7 @@ import orbax.checkpoint.checkpoint_managers as policies
 import pytest
 from helpers.damage import file_size_limited
 from helpers.errors import facts
-from helpers.saving_worker import check, mould, state_at
+from helpers.saving_worker import check, like, state_at
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
@@ -34,33 +34,35 @@ from fsdp_jax.checkpoint.local._plan import (
     plan_fetches,
     step_of,
 )
-from fsdp_jax.checkpoint.local._replication import check_cliques, rounds
+from fsdp_jax.checkpoint.local._replication import check_replication_groups, rounds
 
 RAGGED = ((2, 6, 7), (3, 1), (5,), (0, 4))  # of Megatron's test
 
 
-# Cliques
+# ReplicationGroups
 
 
 def test_cliques_are_those_of_megatron():
-    assert fsdp.make_cliques(4) == ((0, 1), (2, 3))
-    assert fsdp.make_cliques(4, jump=2) == ((0, 2), (1, 3))
-    assert fsdp.make_cliques(3, size=1) == ((0,), (1,), (2,))
-    cliques = fsdp.make_cliques(32, size=2, jump=8)
+    assert fsdp.checkpoint.make_replication_groups(4) == ((0, 1), (2, 3))
+    assert fsdp.checkpoint.make_replication_groups(4, jump=2) == ((0, 2), (1, 3))
+    assert fsdp.checkpoint.make_replication_groups(3, size=1) == ((0,), (1,), (2,))
+    replication_groups = fsdp.checkpoint.make_replication_groups(32, size=2, jump=8)
     said = "0-8, 1-9, 2-10, 3-11, 4-12, 5-13, 6-14, 7-15, 16-24, 17-25, 18-26, 19-27"
-    assert ", ".join("-".join(map(str, clique)) for clique in cliques).startswith(said)
+    assert ", ".join(
+        "-".join(map(str, group)) for group in replication_groups
+    ).startswith(said)
 
 
 @pytest.mark.parametrize("size, jump", [(2, 1), (1, 2), (0, 1), (3, 3)])
 def test_cliques_that_leave_some_out_are_refused(size, jump):
     with pytest.raises(ValueError, match=facts("5", f"size={size}", f"jump={jump}")):
-        fsdp.make_cliques(5, size=size, jump=jump)
+        fsdp.checkpoint.make_replication_groups(5, size=size, jump=jump)
 
 
 def test_named_cliques_hold_each_process_once():
-    assert check_cliques([[0, 1], [2]], 3) == ((0, 1), (2,))
+    assert check_replication_groups([[0, 1], [2]], 3) == ((0, 1), (2,))
     with pytest.raises(ValueError) as refused:
-        check_cliques([[0, 1], [1, 5]], 3)
+        check_replication_groups([[0, 1], [1, 5]], 3)
     for part in ("process 1 is in 2", "process 2 is in 0", "there is no process 5"):
         assert part in str(refused.value)
 
@@ -74,14 +76,14 @@ def some_cliques(draw):
 
 
 @given(some_cliques())
-def test_after_all_rounds_each_member_has_what_the_others_have(cliques):
-    has = {process: {process} for clique in cliques for process in clique}
-    for pairs in rounds(cliques):
+def test_after_all_rounds_each_member_has_what_the_others_have(replication_groups):
+    has = {process: {process} for group in replication_groups for process in group}
+    for pairs in rounds(replication_groups):
         assert len({a for a, _ in pairs}) == len({b for _, b in pairs}) == len(pairs)
         for source, destination in pairs:
             has[destination].add(source)
-    for clique in cliques:
-        assert all(has[process] == set(clique) for process in clique)
+    for group in replication_groups:
+        assert all(has[process] == set(group) for process in group)
 
 
 # Plans
@@ -94,19 +96,19 @@ def split_over(num_processes: int) -> Layout:
     return Layout({"w": leaf}, {"w": 0}, (regions,))
 
 
-def inventories(cliques, lost=(), twins=None):
+def inventories(replication_groups, lost=(), duplicates=None):
     """What each process has of one save after some lost their disk."""
-    count = sum(map(len, cliques))
+    count = sum(map(len, replication_groups))
     about = {
-        "twins": twins or list(range(count)),
-        "cliques": cliques,
+        "duplicates": duplicates or list(range(count)),
+        "replication_groups": replication_groups,
         "hosts": [f"node{rank}" for rank in range(count)],
     }
-    kept = {process: list(clique) for clique in cliques for process in clique}
+    kept = {process: list(group) for group in replication_groups for process in group}
     return [
         {}
         if process in lost
-        else {folder_name(7, "ab"): about | {"savers": kept[process]}}
+        else {folder_name(7, "ab"): about | {"writers": kept[process]}}
         for process in range(count)
     ]
 
@@ -118,16 +120,16 @@ def test_ragged_cliques_bring_back_three_lost_hosts():
     chosen = choose_files(found, layout, layout)
     assert chosen == [[rank] for rank in range(8)]  # each its own
     (fetches,) = plan_fetches(found, chosen)  # in one round
-    assert {(f.saver, f.destination) for f in fetches} == {(6, 6), (3, 3), (4, 4)}
+    assert {(f.writer, f.destination) for f in fetches} == {(6, 6), (3, 3), (4, 4)}
     assert {f.source for f in fetches} <= {2, 7, 1, 0}
 
 
 @given(some_cliques(), st.data())
-def test_a_step_is_complete_unless_a_whole_clique_is_lost(cliques, data):
-    count = sum(map(len, cliques))
+def test_a_step_is_complete_unless_a_whole_clique_is_lost(replication_groups, data):
+    count = sum(map(len, replication_groups))
     lost = data.draw(st.sets(st.integers(0, count - 1), max_size=count - 1))
-    (found,) = find(inventories(cliques, lost))
-    gone = {p for clique in cliques if set(clique) <= lost for p in clique}
+    (found,) = find(inventories(replication_groups, lost))
+    gone = {p for group in replication_groups if set(group) <= lost for p in group}
     assert set(found.lost) == gone
     if gone:
         said = found.what_is_lost()
@@ -136,27 +138,31 @@ def test_a_step_is_complete_unless_a_whole_clique_is_lost(cliques, data):
 
 
 @given(some_cliques(), st.data())
-def test_fetches_give_every_process_its_shards_and_its_copies_again(cliques, data):
-    count = sum(map(len, cliques))
-    lost = {data.draw(st.sampled_from(c)) for c in cliques if len(c) > 1}
-    (found,) = find(inventories(cliques, lost))
+def test_fetches_give_every_process_its_shards_and_its_copies_again(
+    replication_groups, data
+):
+    count = sum(map(len, replication_groups))
+    lost = {data.draw(st.sampled_from(c)) for c in replication_groups if len(c) > 1}
+    (found,) = find(inventories(replication_groups, lost))
     layout = split_over(count)
     wanted = add_copies(found, choose_files(found, layout, layout))
-    has = {p: {s for s, h in found.holders.items() if p in h} for p in range(count)}
+    has = {p: {s for s, h in found.owners.items() if p in h} for p in range(count)}
     for one in plan_fetches(found, wanted):
         assert len({f.source for f in one}) == len(one)
         assert len({f.destination for f in one}) == len(one)
-        assert all(f.saver in found.holders and f.saver in has[f.source] for f in one)
+        assert all(f.writer in found.owners and f.writer in has[f.source] for f in one)
         for fetch in one:
-            has[fetch.destination].add(fetch.saver)
-    for clique in cliques:
-        assert all(set(clique) <= has[process] for process in clique)
+            has[fetch.destination].add(fetch.writer)
+    for group in replication_groups:
+        assert all(set(group) <= has[process] for process in group)
 
 
 def test_of_replicas_one_is_enough():
-    cliques = fsdp.make_cliques(4)
-    assert not find(inventories(cliques, lost=(0, 1)))[0].is_complete
-    (found,) = find(inventories(cliques, lost=(0, 1), twins=[0, 1, 0, 1]))
+    replication_groups = fsdp.checkpoint.make_replication_groups(4)
+    assert not find(inventories(replication_groups, lost=(0, 1)))[0].is_complete
+    (found,) = find(
+        inventories(replication_groups, lost=(0, 1), duplicates=[0, 1, 0, 1])
+    )
     assert found.is_complete
 
 
@@ -168,8 +174,8 @@ def test_a_damaged_file_counts_as_lost():
 
 def test_attempts_at_one_step_are_not_mixed():
     one, other = inventories(((0, 1),))
-    other = {folder_name(7, "cd"): one[folder_name(7, "ab")] | {"savers": [1]}}
-    one = {folder_name(7, "ab"): one[folder_name(7, "ab")] | {"savers": [0]}}
+    other = {folder_name(7, "cd"): one[folder_name(7, "ab")] | {"writers": [1]}}
+    one = {folder_name(7, "ab"): one[folder_name(7, "ab")] | {"writers": [0]}}
     assert [found.is_complete for found in find([one, other])] == [False, False]
 
 
@@ -236,11 +242,13 @@ def test_every_flipped_bit_and_every_lost_byte_of_a_file_is_noticed(shards):
         flipped = bytearray(content)
         flipped[bit // 8] ^= 1 << bit % 8
         damaged.write_bytes(flipped)
-        with pytest.raises(fsdp.DamagedCheckpointError, match=facts("damaged.shards'")):
+        with pytest.raises(
+            fsdp.checkpoint.DamagedCheckpointError, match=facts("damaged.shards'")
+        ):
             open_file(damaged).check()
     for length in (0, 5, 40, len(content) // 2, len(content) - 1):
         damaged.write_bytes(content[:length])
-        with pytest.raises(fsdp.DamagedCheckpointError):
+        with pytest.raises(fsdp.checkpoint.DamagedCheckpointError):
             open_file(damaged)
 
 
@@ -258,18 +266,18 @@ class Places:
         return fsdp.Checkpointer(
             self.run,
             save_decision_policy=policies.FixedIntervalPolicy(persistent),
-            local=fsdp.LocalCheckpoints(self.disk, every, keep),
+            local=fsdp.checkpoint.LocalCheckpoints(self.disk, every, keep),
         )
 
     def save(self, *steps: int, resume=None, **options) -> None:
         with self.open(**options) as checkpointer:
-            checkpointer.resume(mould(), step=resume)
+            checkpointer.resume(like(), step=resume)
             for step in steps:
                 checkpointer.save(step, state_at(step), metadata={"at": (step,)})
 
     def resume(self, step=None) -> tuple:
         with self.open() as checkpointer:
-            state = checkpointer.resume(mould(), step=step)
+            state = checkpointer.resume(like(), step=step)
             return None if state is None else check(state), checkpointer.metadata
 
     @property
@@ -313,7 +321,7 @@ def test_a_local_step_carries_files_and_is_on_the_disk_when_it_counts(
         with pytest.raises(ValueError, match=facts("'tokenizer'")):
             checkpointer.files("tokenizer")
         shutil.rmtree(source)
-        checkpointer.resume(mould())
+        checkpointer.resume(like())
         carried = checkpointer.files("tokenizer")
         assert (carried / "d" / "vocab.txt").read_text() == "a b c"
         assert (carried / "empty").read_bytes() == b""
@@ -385,7 +393,7 @@ def test_a_local_save_that_fails_spoils_neither_the_last_nor_the_next(places, ca
                 RuntimeError, match=facts("step 4", f"Errno {errno.EFBIG}")
             ):
                 checkpointer.wait()
-            assert check(checkpointer.resume(mould())) == 2
+            assert check(checkpointer.resume(like())) == 2
             checkpointer.save(6, state_at(6))
             checkpointer.save(8, state_at(8))  # waits for the one before
         assert "Local step 6 is not saved" in caplog.text  # and that is all
@@ -424,7 +432,7 @@ def test_any_mesh_loads_a_local_step(places, sizes):
         state = dataclasses.replace(state_at(2), params=saved)
         checkpointer.save(2, state)
         checkpointer.wait()
-        got = checkpointer.resume(dataclasses.replace(mould(), params=wanted)).params
+        got = checkpointer.resume(dataclasses.replace(like(), params=wanted)).params
     for name, leaf in wanted.items():
         assert (
             jax.tree.leaves(got[name])[0].sharding == jax.tree.leaves(leaf)[0].sharding
@@ -450,11 +458,11 @@ def test_objects_beside_the_state_come_back(places):
         checkpointer.save(2, state_at(2), extras={"average": Average(2)})
         checkpointer.wait()
         average = Average(0)
-        checkpointer.resume(mould(), extras={"average": average})
+        checkpointer.resume(like(), extras={"average": average})
         with pytest.raises(
             ValueError, match=facts("extras.average", "extras.average.mean.w")
         ):
-            checkpointer.resume(mould())
+            checkpointer.resume(like())
     assert average.state["count"] == 2
     want = Average(2).state["mean"]["w"]
     np.testing.assert_array_equal(average.state["mean"]["w"], want)
@@ -464,7 +472,10 @@ def test_values_that_make_no_sense_are_refused(places):
     for name in ("every", "keep"):
         with pytest.raises(ValueError, match=facts(f"LocalCheckpoints({name}=0)", "1")):
             places.open(**{name: 0})
-    with pytest.raises(ValueError, match=facts("cliques=[]", "1", "0")):
+    with pytest.raises(ValueError, match=facts("replication_groups=[]", "1", "0")):
         fsdp.Checkpointer(
-            places.run, local=fsdp.LocalCheckpoints(places.disk, 1, cliques=[])
+            places.run,
+            local=fsdp.checkpoint.LocalCheckpoints(
+                places.disk, 1, replication_groups=[]
+            ),
         )

@@ -32,7 +32,7 @@ PROCESSES = 4
 LOST_SECS = 6  # After so long without an answer a process is given up.
 
 
-def mould(**sizes) -> fsdp.TrainState:
+def like(**sizes) -> fsdp.TrainState:
     """Every sort of leaf: split, padded, whole, a key; on any mesh."""
     mesh = fsdp.make_mesh(**sizes)
     num_shards = mesh.shape["dp_shard"]
@@ -73,9 +73,9 @@ def state_at(step: int, **sizes) -> fsdp.TrainState:
             return make_key(step)
         return spread(value_of(name, leaf.shape, leaf.dtype, step), leaf.sharding)
 
-    named = fsdp.named_leaves(mould(**sizes))
+    named = fsdp.sharding.named_leaves(like(**sizes))
     treedef = jax.tree.structure(
-        mould(**sizes), is_leaf=lambda x: isinstance(x, fsdp.Padded)
+        like(**sizes), is_leaf=lambda x: isinstance(x, fsdp.Padded)
     )
     return treedef.unflatten(make(name, leaf) for name, leaf in named)
 
@@ -129,7 +129,7 @@ class Job:
         logging.getLogger("fsdp_jax").addHandler(handler)
 
     def open(self, **options) -> fsdp.Checkpointer:
-        local = fsdp.LocalCheckpoints(self.disk, every=2, keep=2)
+        local = fsdp.checkpoint.LocalCheckpoints(self.disk, every=2, keep=2)
         return fsdp.Checkpointer(
             self.run,
             save_decision_policy=policies.FixedIntervalPolicy(5),
@@ -151,9 +151,9 @@ class Job:
 
     def resume(self, *, places=False, **sizes) -> list:
         place = Place([])
-        extras = {"place": fsdp.PerProcess(place)} if places else {}
+        extras = {"place": fsdp.checkpoint.PerProcess(place)} if places else {}
         with self.open() as checkpointer:
-            state = checkpointer.resume(mould(**sizes), extras=extras)
+            state = checkpointer.resume(like(**sizes), extras=extras)
             if state is not None:
                 carried = checkpointer.files("vocab") / "vocab.txt"
                 assert carried.read_text() == "a b c"
@@ -162,7 +162,7 @@ class Job:
 
     def save(self, *steps: int, extras=None, had=None, **sizes) -> list[bool]:
         with self.open() as checkpointer:
-            checkpointer.resume(mould(), extras=had)
+            checkpointer.resume(like(), extras=had)
             beside = {"extras": extras, "files": {"vocab": self.vocab}}
             return [
                 checkpointer.save(
@@ -172,7 +172,7 @@ class Job:
             ]
 
     def files(self) -> dict[str, str]:
-        """Digest of each file on the disk, by step and saver."""
+        """Digest of each file on the disk, by step and writer."""
         return {
             f"{path.parent.name.split('-')[0]}/{path.name}": hashlib.sha256(
                 path.read_bytes()
@@ -213,14 +213,14 @@ def scenario(directory: str) -> dict[str, dict]:
     see("flipped", flipped, job)
     see("no room", no_room, job)
     see("files after no room", job.files)
-    place = {"place": fsdp.PerProcess(Place([job.rank, 14]))}
+    place = {"place": fsdp.checkpoint.PerProcess(Place([job.rank, 14]))}
     see("save after no room", job.save, 14, extras=place)
     job.lose(3)
     see("replicas", job.resume, dp_outer=2, places=True)
     see("save replicas", job.save, 16, had=place, dp_outer=2)
     job.lose(0, 1)
     see("lost one of two replicas", job.resume)
-    see("other mould", other_mould, job)
+    see("other like", other_abstract_tree, job)
     see("one directory", one_directory, job, directory)
     see("hangs", interrupted_save, job, 18, 3, signal.SIGSTOP)
     seen["killed"] = interrupted_save(job, 22, 2, signal.SIGKILL)
@@ -240,7 +240,7 @@ def flipped(job: Job) -> list:
 def no_room(job: Job) -> str:
     """Process 2 cannot write step 12."""
     with job.open() as checkpointer:
-        checkpointer.resume(mould())
+        checkpointer.resume(like())
         limit = file_size_limited(1000)
         with limit if job.rank == 2 else contextlib.nullcontext():
             checkpointer.save(12, state_at(12))
@@ -249,13 +249,13 @@ def no_room(job: Job) -> str:
     return str(failed.value)
 
 
-def other_mould(job: Job) -> None:
+def other_abstract_tree(job: Job) -> None:
     with job.open() as checkpointer:
-        checkpointer.resume({"step": mould().step, "w": mould().step})
+        checkpointer.resume({"step": like().step, "w": like().step})
 
 
 def one_directory(job: Job, directory: str) -> None:
-    job.open(local=fsdp.LocalCheckpoints(Path(directory, "shared"), every=1))
+    job.open(local=fsdp.checkpoint.LocalCheckpoints(Path(directory, "shared"), every=1))
 
 
 def interrupted_save(job: Job, step: int, rank: int, number: int) -> list:
@@ -268,7 +268,7 @@ def interrupted_save(job: Job, step: int, rank: int, number: int) -> list:
     pid = exchange(os.getpid())[rank]
     interrupted = interrupted_copies(number) if job.rank == rank else None
     with job.open(timeout_secs=LOST_SECS) as checkpointer:
-        checkpointer.resume(mould())
+        checkpointer.resume(like())
         with interrupted or contextlib.nullcontext():
             checkpointer.save(step, state_at(step))
             if interrupted:  # waiting would count the time in which it is stopped
@@ -298,10 +298,10 @@ def interrupted_copies(number: int):
     """This process gets the signal when it begins to write what a peer sent it."""
     write = _store._write
 
-    def interrupted(path, saver, content):
-        if saver != jax.process_index():
+    def interrupted(path, writer, content):
+        if writer != jax.process_index():
             os.kill(os.getpid(), number)
-        write(path, saver, content)
+        write(path, writer, content)
 
     _store._write = interrupted
     try:
@@ -341,7 +341,7 @@ def test_a_process_that_hangs_in_a_persistent_save_is_named_in_time(tmp_path):
         assert "Step 1 is not saved" in message and secs < 4 * LOST_SECS
         assert "timed out task names:\n1\n" in message
     assert fsdp.latest_step(tmp_path) == 2  # and the next is saved
-    assert step_held(fsdp.load(tmp_path, mould())) == 2
+    assert step_held(fsdp.load(tmp_path, like())) == 2
 
 
 def killed_in_a_persistent_save(directory: str) -> list:
@@ -374,7 +374,7 @@ def test_a_process_that_is_killed_in_a_persistent_save_is_named_in_time(tmp_path
     assert "Step 2 is not saved" in message and secs < 60
     assert "timed out task names:\n1\n" in message
     assert fsdp.latest_step(tmp_path) == 1
-    assert step_held(fsdp.load(tmp_path, mould())) == 1
+    assert step_held(fsdp.load(tmp_path, like())) == 1
     fsdp.save(tmp_path, state_at(2))  # what is left is not in the way
 
 
@@ -415,8 +415,8 @@ def test_the_newest_of_local_and_persistent_steps_wins(seen):
 def test_each_host_keeps_its_own_shards_and_those_of_its_peer_byte_for_byte(seen):
     first, second, fourth = results(seen, "files")
     assert first == second
-    savers = ["0.shards", "1.shards"]
-    assert sorted(first) == [f"{step}/{name}" for step in (4, 6) for name in savers]
+    writers = ["0.shards", "1.shards"]
+    assert sorted(first) == [f"{step}/{name}" for step in (4, 6) for name in writers]
     assert sorted(fourth) == [f"{n}/{s}.shards" for n in (4, 6) for s in (2, 3)]
 
 
@@ -478,8 +478,8 @@ def test_where_there_are_replicas_a_whole_clique_may_be_lost(seen):
     assert held(seen, "lost one of two replicas", 16)
 
 
-def test_a_mould_that_does_not_fit_is_refused_in_all(seen):
-    for process in (seen[rank]["other mould"] for rank in (0, 1, 3)):
+def test_an_abstract_tree_that_does_not_fit_is_refused_in_all(seen):
+    for process in (seen[rank]["other like"] for rank in (0, 1, 3)):
         assert process["kind"] == "ValueError"
         assert "only in the checkpoint: params.rows" in process["result"]
         assert "not in the checkpoint: w" in process["result"]
@@ -509,7 +509,7 @@ def test_a_process_that_is_killed_while_it_saves_is_named_in_time(seen):
     "left, step",
     [
         ([0, 1, 3], 22),  # what process 2 was to write, 3 has
-        ([0, 3], 22),  # one of each clique
+        ([0, 3], 22),  # one of each group
         ([2, 3], 16),  # one of two replicas
         ([0, 1], None),
     ],
@@ -520,6 +520,6 @@ def test_what_a_killed_process_left_is_loaded_by_whoever_has_enough_of_it(
     """Here by one process, which has the disks of those that are left."""
     for rank in left:
         shutil.copytree(directory / "disks" / str(rank), tmp_path, dirs_exist_ok=True)
-    local = fsdp.LocalCheckpoints(tmp_path, every=2)
+    local = fsdp.checkpoint.LocalCheckpoints(tmp_path, every=2)
     with fsdp.Checkpointer(directory / "run", local=local) as checkpointer:
-        assert step_held(checkpointer.resume(mould())) == step
+        assert step_held(checkpointer.resume(like())) == step

@@ -29,18 +29,20 @@ def loss(model, batch):
     return jnp.mean((model(batch) - batch) ** 2)
 
 
-def make_step() -> fsdp.TrainStep:
+def make_step() -> fsdp.training.TrainStep:
     plan = fsdp.fully_shard(
         lambda key: nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(key)), fsdp.make_mesh()
     )
     return fsdp.make_train_step(plan, loss, TX)
 
 
-def start(step: fsdp.TrainStep) -> fsdp.TrainState:
-    return fsdp.init(step.plan, TX, fsdp.init_params(step.plan, jax.random.key(0)))
+def start(step: fsdp.training.TrainStep) -> fsdp.TrainState:
+    return fsdp.init_state(
+        step.plan, TX, fsdp.init_params(step.plan, jax.random.key(0))
+    )
 
 
-def batch(step: fsdp.TrainStep, number: int) -> jax.Array:
+def batch(step: fsdp.training.TrainStep, number: int) -> jax.Array:
     rows = np.random.default_rng(number).normal(size=(16, WIDTH)).astype(np.float32)
     sharding = step.plan.batch_sharding
     return jax.make_array_from_callback(rows.shape, sharding, lambda i: rows[i])
@@ -107,7 +109,7 @@ def test_sigterm_on_one_host_makes_all_save_the_same_step_and_exit(directory):
     newest = fsdp.latest_step(directory)
     assert newest is not None and 3 <= newest < LAST
     assert [p.name for p in directory.iterdir()] == [str(newest)]
-    fsdp.verify(directory)
+    fsdp.checkpoint.verify(directory)
 
 
 def test_the_next_start_goes_on_to_the_same_bits(directory):

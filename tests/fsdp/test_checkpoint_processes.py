@@ -30,7 +30,7 @@ def values(step: int) -> np.ndarray:
     return np.random.default_rng(step).normal(size=SHAPE).astype(np.float32)
 
 
-def mould() -> fsdp.TrainState:
+def like() -> fsdp.TrainState:
     def leaf(shape, dtype, *spec):
         sharding = NamedSharding(fsdp.make_mesh(), PartitionSpec(*spec))
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
@@ -48,7 +48,7 @@ def state_at(step: int) -> fsdp.TrainState:
             leaf.shape, leaf.sharding, lambda i: whole[i]
         )
 
-    return jax.tree.map(make, mould())
+    return jax.tree.map(make, like())
 
 
 def value_of(leaf, step: int) -> np.ndarray:
@@ -84,7 +84,7 @@ def scenario(directory: str) -> dict[str, list]:
     rank, seen = jax.process_index(), {}
 
     def load() -> bool:
-        state = fsdp.load(directory, mould())
+        state = fsdp.load(directory, like())
         return holds(state, int(state.step))
 
     def save(step, only=None, **options):
@@ -106,9 +106,9 @@ def scenario(directory: str) -> dict[str, list]:
     seen["latest after"] = outcome(fsdp.latest_step, directory)
     seen["load after"] = outcome(load)
     seen["save after"] = outcome(save, 2)
-    asked = dataclasses.replace(mould(), model_state={"x": mould().step})
-    asked = asked if rank == 1 else mould()
-    seen["other mould"] = outcome(fsdp.load, directory, asked)
+    asked = dataclasses.replace(like(), model_state={"x": like().step})
+    asked = asked if rank == 1 else like()
+    seen["other like"] = outcome(fsdp.load, directory, asked)
     with damaged_by_the_first(directory):
         seen["cannot read"] = outcome(load)
     seen["read again"] = outcome(load)
@@ -143,7 +143,7 @@ def bytes_moved(directory: str) -> list:
     start = storage_bytes()
     fsdp.save(directory, state)
     saved = storage_bytes()
-    loaded = fsdp.load(directory, jax.tree.map(mould_of, state))
+    loaded = fsdp.load(directory, jax.tree.map(like_of, state))
     end = storage_bytes()
     same = all(
         np.array_equal(shard.data, large[shard.index])
@@ -154,7 +154,7 @@ def bytes_moved(directory: str) -> list:
     return [saved["wchar"] - start["wchar"], end["rchar"] - saved["rchar"], same]
 
 
-def mould_of(x: jax.Array) -> jax.ShapeDtypeStruct:
+def like_of(x: jax.Array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
 
 
@@ -178,10 +178,10 @@ class Place:
 
 def own_state(directory: str) -> int:
     """Saves another state in each process; what each gets back."""
-    place = fsdp.PerProcess(Place(10 + jax.process_index()))
+    place = fsdp.checkpoint.PerProcess(Place(10 + jax.process_index()))
     fsdp.save(directory, state_at(1), extras={"own": place})
     again = Place(None)
-    fsdp.load(directory, mould(), extras={"own": fsdp.PerProcess(again)})
+    fsdp.load(directory, like(), extras={"own": fsdp.checkpoint.PerProcess(again)})
     return again.state
 
 
@@ -285,16 +285,14 @@ def test_a_failed_save_leaves_the_last_step_and_does_not_spoil_the_next(seen):
     assert messages(seen, "read again") == [True] * PROCESSES
 
 
-def test_a_mould_that_fits_in_all_but_one_process_is_refused_in_all(seen):
-    assert kinds(seen, "other mould") == [
+def test_an_abstract_tree_that_fits_in_all_but_one_process_is_refused_in_all(seen):
+    assert kinds(seen, "other like") == [
         "OtherProcessError",
         "ValueError",
         "OtherProcessError",
         "OtherProcessError",
     ]
-    assert all(
-        "not in the checkpoint" in said for said in messages(seen, "other mould")
-    )
+    assert all("not in the checkpoint" in said for said in messages(seen, "other like"))
 
 
 def test_a_failure_in_the_background_is_raised_in_all_and_the_next_is_saved(seen):
@@ -305,17 +303,21 @@ def test_a_failure_in_the_background_is_raised_in_all_and_the_next_is_saved(seen
 
 def test_one_process_loads_what_four_have_saved(seen, directory):
     assert fsdp.latest_step(directory) == 4
-    assert holds(fsdp.load(directory, mould()), 4)
-    assert fsdp.verify(directory).step == 4
+    assert holds(fsdp.load(directory, like()), 4)
+    assert fsdp.checkpoint.verify(directory).step == 4
     assert sorted(p.name for p in directory.iterdir()) == ["1", "2", "4"]
 
 
 def load_in_fewer(directory: str) -> list:
-    loaded = holds(fsdp.load(directory, mould(), step="latest-good"), 4)
+    loaded = holds(fsdp.load(directory, like(), step="latest-good"), 4)
     place, own = Place(None), f"{directory}-own"
-    refused = outcome(fsdp.load, own, mould(), extras={"own": fsdp.PerProcess(place)})
-    merged = fsdp.PerProcess(place, merge=lambda states: states[jax.process_index() :])
-    fsdp.load(own, mould(), extras={"own": merged})
+    refused = outcome(
+        fsdp.load, own, like(), extras={"own": fsdp.checkpoint.PerProcess(place)}
+    )
+    merged = fsdp.checkpoint.PerProcess(
+        place, merge=lambda states: states[jax.process_index() :]
+    )
+    fsdp.load(own, like(), extras={"own": merged})
     return [loaded, refused[:2], place.state]
 
 

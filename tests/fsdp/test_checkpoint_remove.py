@@ -15,7 +15,7 @@ import pytest
 from helpers import removing_worker
 from helpers.damage import files_of, first_value, flipped
 from helpers.errors import facts
-from helpers.saving_worker import check, mould, state_at
+from helpers.saving_worker import check, like, state_at
 
 import fsdp_jax as fsdp
 from fsdp_jax.cli import main
@@ -56,38 +56,40 @@ def size_of(step: Path) -> int:
 
 def test_the_optimizer_goes_and_everything_else_stays(run):
     before = size_of(run / "2")
-    assert fsdp.remove(run, 2, "opt_state") == ["opt_state.mu"]
+    assert fsdp.checkpoint.remove(run, 2, "opt_state") == ["opt_state.mu"]
     moments = state_at(2).opt_state["mu"].nbytes
     assert size_of(run / "2") < before - 0.99 * moments  # its room is given back
     assert sorted(child.name for child in run.iterdir()) == ["1", "2"]
-    assert fsdp.verify(run).num_leaves == 4
-    assert fsdp.load_metadata(run) == {"at": (2,)}
-    assert (fsdp.load_files(run, "tokenizer") / "vocab.txt").read_text() == "a b c"
-    params = fsdp.load_params(run, mould().params)
+    assert fsdp.checkpoint.verify(run).num_leaves == 4
+    assert fsdp.checkpoint.load_metadata(run) == {"at": (2,)}
+    assert (
+        fsdp.checkpoint.load_files(run, "tokenizer") / "vocab.txt"
+    ).read_text() == "a b c"
+    params = fsdp.checkpoint.load_params(run, like().params)
     np.testing.assert_array_equal(params["w"], state_at(2).params["w"])
     with pytest.raises(ValueError, match=facts("opt_state.mu")):
-        fsdp.load(run, mould(), extras={"count": Count()})
-    rest, count = {"step": mould().step, "params": mould().params}, Count()
+        fsdp.load(run, like(), extras={"count": Count()})
+    rest, count = {"step": like().step, "params": like().params}, Count()
     count.value = 0
     extras = {"count": count}
     fsdp.load(run, rest, extras=extras, strict="raise_unexpected")
     assert count.value == 7
-    assert check(fsdp.load(run, mould(), step=1, extras=extras)) == 1
+    assert check(fsdp.load(run, like(), step=1, extras=extras)) == 1
 
 
 def test_the_run_goes_on_after_a_removal(run):
-    fsdp.remove(run, 2, "opt_state", "files.tokenizer")
+    fsdp.checkpoint.remove(run, 2, "opt_state", "files.tokenizer")
     with pytest.raises(ValueError, match=facts("'tokenizer'")):
-        fsdp.load_files(run, "tokenizer")
+        fsdp.checkpoint.load_files(run, "tokenizer")
     with fsdp.Checkpointer(run) as checkpointer:
         checkpointer.save(3, state_at(3))
     assert fsdp.latest_step(run) == 3
-    assert fsdp.remove(run, 1, "extras.count") == ["extras.count"]
-    assert check(fsdp.load(run, mould(), step=1)) == 1
+    assert fsdp.checkpoint.remove(run, 1, "extras.count") == ["extras.count"]
+    assert check(fsdp.load(run, like(), step=1)) == 1
 
 
 def test_orbax_alone_reads_all_that_is_left(run):
-    fsdp.remove(run, 2, "opt_state")
+    fsdp.checkpoint.remove(run, 2, "opt_state")
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as plain:
         tree = plain.metadata(run / "2" / "state").item_metadata.tree
         assert sorted(tree) == ["num_skipped", "params.w", "rng", "step"]
@@ -112,7 +114,7 @@ def test_orbax_alone_reads_all_that_is_left(run):
 def test_what_makes_no_sense_is_refused_and_nothing_is_touched(run, parts, says):
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
     with pytest.raises(ValueError, match=facts(*says)):
-        fsdp.remove(run, None, *parts)
+        fsdp.checkpoint.remove(run, None, *parts)
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
 
 
@@ -120,19 +122,20 @@ def test_a_damaged_step_is_not_replaced_by_what_could_be_read_of_it(run):
     rows = np.asarray(state_at(2).params["w"])[5:7]
     with flipped(*first_value(run / "2", rows)):
         with pytest.raises(
-            fsdp.DamagedCheckpointError, match=facts("DATA_LOSS", "params.w/c/0/0")
+            fsdp.checkpoint.DamagedCheckpointError,
+            match=facts("DATA_LOSS", "params.w/c/0/0"),
         ):
-            fsdp.remove(run, 2, "opt_state")
-    assert "opt_state.mu" in fsdp.load_shapes(run)
-    assert fsdp.verify(run).step == 2
+            fsdp.checkpoint.remove(run, 2, "opt_state")
+    assert "opt_state.mu" in fsdp.checkpoint.load_shapes(run)
+    assert fsdp.checkpoint.verify(run).step == 2
 
 
 def test_the_command_line_removes_and_says_what_is_gone(run, capsys):
     assert main(["remove", str(run), "opt_state", "--step", "1"]) == 0
     said = capsys.readouterr().out
     assert "opt_state.mu" in said and "gone from step 1" in said and "iB" in said
-    assert "opt_state.mu" not in fsdp.load_shapes(run, step=1)
-    assert "opt_state.mu" in fsdp.load_shapes(run, step=2)
+    assert "opt_state.mu" not in fsdp.checkpoint.load_shapes(run, step=1)
+    assert "opt_state.mu" in fsdp.checkpoint.load_shapes(run, step=2)
     assert main(["remove", str(run), "no_such", "--step", "1"]) == 2
 
 

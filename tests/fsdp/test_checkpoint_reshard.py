@@ -55,7 +55,7 @@ def make_model(key):
     }
 
 
-def mould_of(layout: tuple[str, int]) -> fsdp.TrainState:
+def like_of(layout: tuple[str, int]) -> fsdp.TrainState:
     name, devices = layout
     inner, outer, dp_outer = STRATEGIES[name]
     mesh = fsdp.make_mesh(devices=jax.devices()[:devices], dp_outer=dp_outer)
@@ -63,10 +63,10 @@ def mould_of(layout: tuple[str, int]) -> fsdp.TrainState:
     return fsdp.abstract_state(fsdp.fully_shard(make_model, mesh, (), config), TX)
 
 
-def filled(mould: fsdp.TrainState) -> fsdp.TrainState:
+def filled(like: fsdp.TrainState) -> fsdp.TrainState:
     """Numbers that are nowhere equal, each leaf's from its name alone."""
-    leaves = [_filled(name, leaf) for name, leaf in named_leaves(mould)]
-    treedef = jax.tree.structure(mould, is_leaf=lambda n: isinstance(n, Padded))
+    leaves = [_filled(name, leaf) for name, leaf in named_leaves(like)]
+    treedef = jax.tree.structure(like, is_leaf=lambda n: isinstance(n, Padded))
     return treedef.unflatten(leaves)
 
 
@@ -91,24 +91,24 @@ def bits(state) -> dict[str, bytes]:
 @pytest.fixture(scope="module")
 def canonical() -> dict[str, bytes]:
     """What every layout holds."""
-    return bits(filled(mould_of(("no_shard", 1))))
+    return bits(filled(like_of(("no_shard", 1))))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_from_every_layout_to_one_and_back_bit_by_bit(layout, canonical, tmp_path):
-    mould, one = mould_of(layout), mould_of(("no_shard", 1))
-    fsdp.save(tmp_path / "there", filled(mould))
+    like, one = like_of(layout), like_of(("no_shard", 1))
+    fsdp.save(tmp_path / "there", filled(like))
     plain = fsdp.load(tmp_path / "there", one)
     assert bits(plain) == canonical
     fsdp.save(tmp_path / "back", plain)
-    again = fsdp.load(tmp_path / "back", mould)
+    again = fsdp.load(tmp_path / "back", like)
     assert bits(again) == canonical
-    assert_placed(again, mould)
+    assert_placed(again, like)
 
 
-def assert_placed(state, mould):
+def assert_placed(state, like):
     """Each leaf in its sharding, and zeros behind the end of what is padded."""
-    for leaf, want in zip(jax.tree.leaves(state), jax.tree.leaves(mould), strict=True):
+    for leaf, want in zip(jax.tree.leaves(state), jax.tree.leaves(like), strict=True):
         assert leaf.dtype == want.dtype and leaf.shape == want.shape
         assert leaf.sharding.is_equivalent_to(want.sharding, leaf.ndim)
     for _, leaf in named_leaves(state):
@@ -119,24 +119,24 @@ def assert_placed(state, mould):
 @pytest.mark.long
 @pytest.mark.parametrize("source", LAYOUTS, ids=str)
 def test_from_every_layout_to_every_other_bit_by_bit(source, canonical, tmp_path):
-    fsdp.save(tmp_path, filled(mould_of(source)))
+    fsdp.save(tmp_path, filled(like_of(source)))
     for target in LAYOUTS:
-        mould = mould_of(target)
-        state = fsdp.load(tmp_path, mould)
+        like = like_of(target)
+        state = fsdp.load(tmp_path, like)
         assert bits(state) == canonical, target
-        assert_placed(state, mould)
+        assert_placed(state, like)
 
 
 def test_the_grid_has_padded_leaves_and_layouts_without():
     def num_padded(layout):
-        return sum(isinstance(x, Padded) for _, x in named_leaves(mould_of(layout)))
+        return sum(isinstance(x, Padded) for _, x in named_leaves(like_of(layout)))
 
     assert num_padded(("optim_grads_params", 8)) == 6  # two, and their moments
     assert num_padded(("no_shard", 8)) == 0
 
 
 def test_a_padded_leaf_is_written_by_its_slices_and_has_its_logical_shape(tmp_path):
-    state = filled(mould_of(("optim_grads_params", 8)))
+    state = filled(like_of(("optim_grads_params", 8)))
     fsdp.save(tmp_path, state)
     (step,) = tmp_path.iterdir()
     stored = zarr_metadata(step / "state")["params.odd"]
@@ -145,7 +145,7 @@ def test_a_padded_leaf_is_written_by_its_slices_and_has_its_logical_shape(tmp_pa
     assert value.shape != (13, 17)
     chunks = tuple(stored["chunk_grid"]["configuration"]["chunk_shape"])
     assert chunks == value.sharding.shard_shape(value.shape)
-    assert fsdp.load_shapes(tmp_path)["params.odd"].shape == (13, 17)
+    assert fsdp.checkpoint.load_shapes(tmp_path)["params.odd"].shape == (13, 17)
 
 
 # name -> (sizes of the mesh, how an array of shape (16, 24) lies on it)
@@ -158,7 +158,7 @@ AXES = {
 }
 
 
-def mould_over(axes: str) -> dict[str, jax.ShapeDtypeStruct]:
+def like_over(axes: str) -> dict[str, jax.ShapeDtypeStruct]:
     sizes, spec = AXES[axes]
     sharding = NamedSharding(fsdp.make_mesh(**sizes), PartitionSpec(*spec))
     return {"w": jax.ShapeDtypeStruct((16, 24), jnp.float32, sharding=sharding)}
@@ -166,14 +166,14 @@ def mould_over(axes: str) -> dict[str, jax.ShapeDtypeStruct]:
 
 @pytest.mark.parametrize("source, target", list(itertools.permutations(AXES, 2)))
 def test_tensor_and_expert_axes_reshard_too(source, target, tmp_path):
-    params = {"w": _filled("w", mould_over(source)["w"])}
+    params = {"w": _filled("w", like_over(source)["w"])}
     zero = jnp.int32(0)
     state = fsdp.TrainState(zero, params, (), {}, jax.random.key(0), zero)
     fsdp.save(tmp_path, state)
-    mould = mould_over(target)
-    loaded = fsdp.load_params(tmp_path, mould)
+    like = like_over(target)
+    loaded = fsdp.checkpoint.load_params(tmp_path, like)
     assert bits(loaded) == bits(params)
-    assert loaded["w"].sharding == mould["w"].sharding
+    assert loaded["w"].sharding == like["w"].sharding
 
 
 SPECS = [(), ("dp_shard",), (None, "dp_shard")]
@@ -182,22 +182,22 @@ SPECS = [(), ("dp_shard",), (None, "dp_shard")]
 @pytest.mark.parametrize("source, target", list(itertools.permutations(SPECS, 2)))
 def test_an_optimizer_may_lie_otherwise_than_its_parameters(source, target, tmp_path):
     def split(params, moments):
-        def mould(spec):
+        def like(spec):
             sharding = NamedSharding(fsdp.make_mesh(), PartitionSpec(*spec))
             return jax.ShapeDtypeStruct((16, 24), jnp.float32, sharding=sharding)
 
         whole = NamedSharding(fsdp.make_mesh(), PartitionSpec())
         scalar = jax.ShapeDtypeStruct((), jnp.int32, sharding=whole)
         return fsdp.TrainState(
-            scalar, {"w": mould(params)}, {"mu": mould(moments)}, {}, scalar, scalar
+            scalar, {"w": like(params)}, {"mu": like(moments)}, {}, scalar, scalar
         )
 
     state = filled(split(source, target))
     fsdp.save(tmp_path, state)
-    mould = split(target, source)
-    loaded = fsdp.load(tmp_path, mould)
+    like = split(target, source)
+    loaded = fsdp.load(tmp_path, like)
     assert bits(loaded) == bits(state)
-    assert_placed(loaded, mould)
+    assert_placed(loaded, like)
 
 
 def plan_of(case: str) -> fsdp.Plan:

@@ -127,8 +127,8 @@ MODES = [
 
 @pytest.mark.parametrize("strict", MODES)
 def test_every_mode_loads_an_exact_match(run, strict, caplog):
-    mould = abstract(state_of({"a": jnp.zeros(8), "b": jnp.zeros(3)}))
-    loaded = fsdp.load(run, mould, strict=strict)
+    like = abstract(state_of({"a": jnp.zeros(8), "b": jnp.zeros(3)}))
+    loaded = fsdp.load(run, like, strict=strict)
     if strict.startswith("return"):
         assert (loaded.missing, loaded.unexpected) == ((), ())
         loaded = loaded.state
@@ -165,9 +165,9 @@ def test_a_vocabulary_of_another_size_is_cut_or_filled_with_zeros(
     with_vocabulary, size
 ):
     table = {"embed": {"embedding": vocabulary(size)}, "w": jnp.ones((4, 4))}
-    mould = abstract(state_of(table, {"mu": table}))
+    like = abstract(state_of(table, {"mu": table}))
     pattern = ["embed.embedding"]
-    state = fsdp.load(with_vocabulary, mould, allow_shape_mismatch=pattern)
+    state = fsdp.load(with_vocabulary, like, allow_shape_mismatch=pattern)
     for part in (state.params, state.opt_state["mu"]):
         np.testing.assert_array_equal(part["embed"]["embedding"], vocabulary(size))
         np.testing.assert_array_equal(part["w"], np.ones((4, 4)))
@@ -180,10 +180,10 @@ def test_a_padded_vocabulary_is_cut_or_filled_too_and_stays_zero_behind_its_end(
     padded = 8 * -(-size // 8)
     value = jax.ShapeDtypeStruct((padded, EMBED), jnp.float32, sharding=rows())
     table = {"embed": {"embedding": vocabulary(VOCAB)}, "w": jnp.ones((4, 4))}
-    mould = abstract(state_of(table, {"mu": table}))
-    mould.params["embed"]["embedding"] = Padded(value, (size, EMBED))
+    like = abstract(state_of(table, {"mu": table}))
+    like.params["embed"]["embedding"] = Padded(value, (size, EMBED))
     pattern = ["params.embed.embedding"] if size != VOCAB else []
-    state = fsdp.load(with_vocabulary, mould, allow_shape_mismatch=pattern)
+    state = fsdp.load(with_vocabulary, like, allow_shape_mismatch=pattern)
     leaf = state.params["embed"]["embedding"]
     np.testing.assert_array_equal(leaf, vocabulary(size))
     assert leaf.value.sharding.is_equivalent_to(rows(), 2)
@@ -192,27 +192,27 @@ def test_a_padded_vocabulary_is_cut_or_filled_too_and_stays_zero_behind_its_end(
 
 def test_shapes_differ_only_where_it_is_allowed_and_never_in_rank(with_vocabulary):
     table = {"embed": {"embedding": vocabulary(16)}, "w": jnp.ones((4, 5))}
-    mould = abstract(state_of(table, {"mu": {**table, "w": jnp.ones((4, 4))}}))
+    like = abstract(state_of(table, {"mu": {**table, "w": jnp.ones((4, 4))}}))
     with pytest.raises(ValueError) as error:
-        fsdp.load(with_vocabulary, mould, allow_shape_mismatch=["embed.embedding"])
+        fsdp.load(with_vocabulary, like, allow_shape_mismatch=["embed.embedding"])
     says = str(error.value)
     assert "in 1 place(s)" in says
     assert "params.w: stored float32[4, 4], wanted float32[4, 5]" in says
     table["w"] = jnp.ones(16)
-    mould = abstract(state_of(table, {"mu": table}))
+    like = abstract(state_of(table, {"mu": table}))
     with pytest.raises(
         ValueError, match=facts("params.w", "float32[4, 4]", "float32[16]")
     ):
         patterns = ["embed.embedding", "w"]
-        fsdp.load(with_vocabulary, mould, allow_shape_mismatch=patterns)
+        fsdp.load(with_vocabulary, like, allow_shape_mismatch=patterns)
 
 
 def test_a_pattern_that_names_no_leaf_is_refused(with_vocabulary):
-    mould = abstract(state_of({"embed": {"embedding": vocabulary(16)}}))
+    like = abstract(state_of({"embed": {"embedding": vocabulary(16)}}))
     with pytest.raises(ValueError, match=facts("allow_shape_mismatch", "'lm_head.*'")):
         fsdp.load(
             with_vocabulary,
-            mould,
+            like,
             strict="ignore_all",
             allow_shape_mismatch=["embedding", "lm_head.*"],
         )
@@ -235,8 +235,8 @@ def test_floats_are_cast_when_asked_as_jax_casts_them_and_never_otherwise(
 ):
     values = jnp.array([1.0, 1.0009765625, -3.14159, 65504.0, 1e-7], have)
     fsdp.save(tmp_path, state_of({"w": values}))
-    mould = abstract(state_of({"w": values.astype(want)}))
-    state = fsdp.load(tmp_path, mould, cast="floats")
+    like = abstract(state_of({"w": values.astype(want)}))
+    state = fsdp.load(tmp_path, like, cast="floats")
     assert state.params["w"].dtype == want
     np.testing.assert_array_equal(state.params["w"], values.astype(want))
     if have != want:
@@ -244,7 +244,7 @@ def test_floats_are_cast_when_asked_as_jax_casts_them_and_never_otherwise(
             ValueError,
             match=facts("params.w", f"{jnp.dtype(have)}[5]", f"{jnp.dtype(want)}[5]"),
         ):
-            fsdp.load(tmp_path, mould)
+            fsdp.load(tmp_path, like)
 
 
 @pytest.mark.parametrize(
@@ -252,13 +252,13 @@ def test_floats_are_cast_when_asked_as_jax_casts_them_and_never_otherwise(
 )
 def test_integers_are_never_cast(tmp_path, have, want):
     fsdp.save(tmp_path, state_of({"w": jnp.array([300, 1], have)}))
-    mould = abstract(state_of({"w": jnp.zeros(2, want)}))
+    like = abstract(state_of({"w": jnp.zeros(2, want)}))
     with pytest.raises(ValueError, match=facts("params.w", f"{have}[2]", f"{want}[2]")):
-        fsdp.load(tmp_path, mould, cast="floats")
+        fsdp.load(tmp_path, like, cast="floats")
 
 
 def test_a_leaf_without_a_sharding_is_refused(run):
-    mould = abstract(state_of({"a": jnp.zeros(8), "b": jnp.zeros(3)}))
-    mould.params["a"] = jax.ShapeDtypeStruct((8,), jnp.float32)
+    like = abstract(state_of({"a": jnp.zeros(8), "b": jnp.zeros(3)}))
+    like.params["a"] = jax.ShapeDtypeStruct((8,), jnp.float32)
     with pytest.raises(ValueError, match=facts("params.a", "sharding")):
-        fsdp.load(run, mould)
+        fsdp.load(run, like)

@@ -17,7 +17,7 @@ import pytest
 from helpers import saving_worker
 from helpers.damage import ORBAX_FAILS_NOISILY, file_size_limited
 from helpers.errors import facts
-from helpers.saving_worker import check, mould, state_at
+from helpers.saving_worker import check, like, state_at
 
 import fsdp_jax as fsdp
 
@@ -36,14 +36,14 @@ def failed_writes_end_within_the_test():
 
 def test_a_run_goes_on_where_it_stopped(tmp_path):
     with fsdp.Checkpointer(tmp_path) as checkpointer:
-        assert checkpointer.resume(mould()) is None
+        assert checkpointer.resume(like()) is None
         assert checkpointer.save(1, state_at(1), metadata={"at": (1, 2)})
         assert checkpointer.save(2, state_at(2))
-    assert fsdp.load_metadata(tmp_path, step=1) == {"at": (1, 2)}
+    assert fsdp.checkpoint.load_metadata(tmp_path, step=1) == {"at": (1, 2)}
     with fsdp.Checkpointer(tmp_path) as checkpointer:
-        assert check(checkpointer.resume(mould())) == 2
-        assert check(checkpointer.resume(mould(), step=1)) == 1
-        assert check(checkpointer.resume(mould(), step="latest-good")) == 2
+        assert check(checkpointer.resume(like())) == 2
+        assert check(checkpointer.resume(like(), step=1)) == 1
+        assert check(checkpointer.resume(like(), step="latest-good")) == 2
         checkpointer.save(3, state_at(3))
         checkpointer.wait()
         assert fsdp.latest_step(tmp_path) == 3
@@ -54,8 +54,8 @@ def test_what_is_saved_in_the_background_is_what_save_saves(tmp_path):
     with fsdp.Checkpointer(tmp_path / "behind") as checkpointer:
         checkpointer.save(1, state_at(1))
     for path in ("now", "behind"):
-        assert check(fsdp.load(tmp_path / path, mould())) == 1
-        assert fsdp.verify(tmp_path / path).num_leaves == 5
+        assert check(fsdp.load(tmp_path / path, like())) == 1
+        assert fsdp.checkpoint.verify(tmp_path / path).num_leaves == 5
 
 
 def test_the_state_may_be_donated_as_soon_as_save_returns(tmp_path):
@@ -68,7 +68,7 @@ def test_the_state_may_be_donated_as_soon_as_save_returns(tmp_path):
         jax.block_until_ready(jax.jit(spoil, donate_argnums=0)(state))
         for leaf in jax.tree.leaves(state):
             leaf.delete()  # where jax did not: on the CPU it spares what is in use
-    assert check(fsdp.load(tmp_path, mould())) == 1
+    assert check(fsdp.load(tmp_path, like())) == 1
 
 
 def test_policies_of_orbax_say_which_steps_are_saved_and_which_stay(tmp_path):
@@ -110,7 +110,7 @@ def test_sigterm_saves_at_the_next_step_and_exits(tmp_path):
     assert stopped.value.code == 143
     assert signal.getsignal(signal.SIGTERM) is before
     with fsdp.Checkpointer(tmp_path) as checkpointer:
-        assert check(checkpointer.resume(mould())) == 2
+        assert check(checkpointer.resume(like())) == 2
 
 
 def test_sigterm_after_the_step_was_saved_exits_without_saving_it_twice(tmp_path):
@@ -135,11 +135,13 @@ def test_a_save_that_fails_for_want_of_room_spoils_neither_the_last_nor_the_next
                 RuntimeError, match=facts("Step 2", f"os_error_code='{errno.EFBIG}'")
             ):
                 checkpointer.wait()
-        assert check(fsdp.load(tmp_path, mould())) == 1
+        assert check(fsdp.load(tmp_path, like())) == 1
         checkpointer.wait()  # said once
         checkpointer.save(3, state_at(3))
-    assert check(fsdp.load(tmp_path, mould())) == 3
-    assert fsdp.verify(tmp_path, step=1) and fsdp.verify(tmp_path, step=3)
+    assert check(fsdp.load(tmp_path, like())) == 3
+    assert fsdp.checkpoint.verify(tmp_path, step=1) and fsdp.checkpoint.verify(
+        tmp_path, step=3
+    )
 
 
 def test_a_save_that_failed_unnoticed_is_logged_and_the_next_one_is_made(
@@ -152,7 +154,7 @@ def test_a_save_that_failed_unnoticed_is_logged_and_the_next_one_is_made(
                 checkpointer.save(2, state_at(2))  # waits for the first
             checkpointer.save(3, state_at(3))
     assert "Step 1 is not saved" in caplog.text
-    assert check(fsdp.load(tmp_path, mould())) == 3
+    assert check(fsdp.load(tmp_path, like())) == 3
 
 
 def test_a_failure_of_the_last_save_is_raised_at_the_end(tmp_path):
@@ -163,7 +165,7 @@ def test_a_failure_of_the_last_save_is_raised_at_the_end(tmp_path):
             with fsdp.Checkpointer(tmp_path) as checkpointer:
                 checkpointer.save(1, state_at(1))
     fsdp.save(tmp_path, state_at(1))  # by hand, once there is room
-    assert check(fsdp.load(tmp_path, mould())) == 1
+    assert check(fsdp.load(tmp_path, like())) == 1
 
 
 def test_no_committed_step_is_lost_when_the_process_is_killed_at_any_moment(tmp_path):
@@ -173,7 +175,7 @@ def test_no_committed_step_is_lost_when_the_process_is_killed_at_any_moment(tmp_
         committed = saving_worker.kill_while_saving(tmp_path, moments.uniform(0, 1.5))
         newest = fsdp.latest_step(tmp_path) or 0
         assert newest >= committed[-1]
-    assert check(fsdp.load(tmp_path, mould())) == newest
+    assert check(fsdp.load(tmp_path, like())) == newest
     assert newest > ROUNDS / 2  # the kills did not all come before the first save
 
 

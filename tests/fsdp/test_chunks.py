@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import fsdp_jax as fsdp
-from fsdp_jax._chunks import Chunk, chunks, split_chunks, validate_chunks
+from fsdp_jax.sharding._chunks import Chunk, chunks, split_chunks, validate_chunks
 
 P = PartitionSpec
 
@@ -91,9 +91,9 @@ def test_chunks_are_the_shards_that_jax_holds(shape, sharding):
 
 
 @every_sharding
-def test_a_mould_has_the_chunks_of_its_array(shape, sharding):
-    mould = jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=sharding)
-    assert chunks(mould) == chunks(jax.device_put(numbers(shape), sharding))
+def test_an_abstract_tree_has_the_chunks_of_its_array(shape, sharding):
+    like = jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=sharding)
+    assert chunks(like) == chunks(jax.device_put(numbers(shape), sharding))
 
 
 @every_sharding
@@ -103,8 +103,8 @@ def test_the_chunks_of_an_array_are_valid(shape, sharding):
 
 def test_the_order_of_two_axes_on_a_dim_is_that_of_the_parts():
     def offsets(spec):
-        mould = jax.ShapeDtypeStruct((8,), bool, sharding=NamedSharding(GRID, spec))
-        return [chunk.offsets[0] for chunk in chunks(mould)]
+        like = jax.ShapeDtypeStruct((8,), bool, sharding=NamedSharding(GRID, spec))
+        return [chunk.offsets[0] for chunk in chunks(like)]
 
     assert offsets(P(("x", "y"))) == [0, 1, 2, 3, 4, 5, 6, 7]
     assert offsets(P(("y", "x"))) == [0, 2, 4, 6, 1, 3, 5, 7]
@@ -140,7 +140,7 @@ TWO_PROCESSES = """
     import jax, numpy as np
     from jax.sharding import NamedSharding, PartitionSpec as P
     import fsdp_jax as fsdp
-    from fsdp_jax._chunks import chunks, split_chunks, validate_chunks
+    from fsdp_jax.sharding._chunks import chunks, split_chunks, validate_chunks
 
     rank, address = int(sys.argv[1]), sys.argv[2]
     jax.config.update("jax_platforms", "cpu")
@@ -198,12 +198,12 @@ def test_within_jit_there_are_no_chunks():
 
 
 @pytest.mark.parametrize("sharding", [None, NamedSharding(LINE.abstract_mesh, P("x"))])
-def test_a_mould_without_devices_is_an_error(sharding):
+def test_an_abstract_tree_without_devices_is_an_error(sharding):
     with pytest.raises(ValueError, match=facts("(8,)", "sharding")):
         chunks(jax.ShapeDtypeStruct((8,), bool, sharding=sharding))
 
 
-def test_a_mould_that_its_devices_do_not_divide_is_an_error():
+def test_an_abstract_tree_that_its_devices_do_not_divide_is_an_error():
     with pytest.raises(ValueError, match=facts("(9,)", 8)):
         chunks(jax.ShapeDtypeStruct((9,), bool, sharding=NamedSharding(LINE, P("x"))))
 
@@ -284,12 +284,12 @@ def test_every_fault_is_named(shape, boxes, problems):
         f"{len(problems)} place(s):"
     )
     assert sorted(line.strip() for line in lines[:-1]) == sorted(problems)
-    assert "fsdp_jax.chunks(array)" in lines[-1]
+    assert "fsdp_jax.sharding.chunks(array)" in lines[-1]
 
 
 def test_a_missing_device_is_a_gap_of_its_part():
-    mould = jax.ShapeDtypeStruct((16, 24), bool, sharding=NamedSharding(GRID, P(*"xy")))
-    found = chunks(mould)
+    like = jax.ShapeDtypeStruct((16, 24), bool, sharding=NamedSharding(GRID, P(*"xy")))
+    found = chunks(like)
     for left_out in found:
         rest = [chunk for chunk in found if chunk != left_out]
         (row, column) = left_out.index
@@ -331,7 +331,7 @@ DTYPES += ["complex64", "float8_e4m3fn", "uint32"]
 @every_sharding
 def test_gather_is_exact_on_every_device(shape, sharding):
     array = jax.device_put(numbers(shape), sharding)
-    whole = fsdp.gather(array)
+    whole = fsdp.unshard(array)
     assert {shard.device for shard in whole.addressable_shards} == sharding.device_set
     for shard in whole.addressable_shards:
         equal(shard.data, numbers(shape))
@@ -344,7 +344,7 @@ def test_gather_and_split_keep_every_bit_of_every_dtype(fusion_emitters, dtype, 
         whole = of_any_bits((8, 16), dtype)
         array = jax.device_put(whole, NamedSharding(GRID, spec))
         assert array.dtype == dtype
-        for shard in fsdp.gather(array).addressable_shards:
+        for shard in fsdp.unshard(array).addressable_shards:
             equal(shard.data, whole)
         check_split(array, whole, [3, 5], 0)
 
@@ -448,7 +448,7 @@ def test_a_split_moves_nothing():
     array = jax.device_put(numbers((16, 3)), NamedSharding(LINE, P("x")))
     with jax.transfer_guard("disallow_explicit"):
         with pytest.raises(Exception, match=facts("16,3")):  # the guard is on
-            fsdp.gather(array)
+            fsdp.unshard(array)
         sections = split_chunks(array, [5, 11])
     assert [len(pieces) for pieces in sections] == [3, 6]
 
@@ -485,13 +485,15 @@ def test_sizes_that_are_no_integers_are_a_type_error(sections, kind):
         split_chunks(jnp.ones(8), sections)
 
 
-def test_a_mould_has_nothing_to_split():
-    mould: Any = jax.ShapeDtypeStruct((8,), bool, sharding=NamedSharding(LINE, P("x")))
+def test_an_abstract_tree_has_nothing_to_split():
+    like: Any = jax.ShapeDtypeStruct((8,), bool, sharding=NamedSharding(LINE, P("x")))
     with pytest.raises(
         TypeError,
-        match=facts("split_chunks", "jax.ShapeDtypeStruct", "fsdp_jax.chunks(mould)"),
+        match=facts(
+            "split_chunks", "jax.ShapeDtypeStruct", "fsdp_jax.sharding.chunks(abstract)"
+        ),
     ):
-        split_chunks(mould, 2)
+        split_chunks(like, 2)
 
 
 # All of it, on any mesh
@@ -530,7 +532,7 @@ def test_on_any_mesh_chunks_splits_and_gather_agree_with_the_whole(drawn, data):
     for chunk in found:
         assert chunk.replica_id == shards[chunk.device].replica_id
         equal(shards[chunk.device].data, whole[chunk.index])
-    equal(fsdp.gather(array), whole)
+    equal(fsdp.unshard(array), whole)
     if shape:
         dim = data.draw(st.integers(0, len(shape) - 1))
         ends = data.draw(st.lists(st.integers(0, shape[dim]), max_size=3).map(sorted))

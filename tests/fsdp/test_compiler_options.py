@@ -66,27 +66,31 @@ class Mesh:
 def test_this_xla_knows_every_option(axis):
     # The names are the same on every backend, so that CPUs check those of GPUs.
     name = {"tp": "tensor_parallel", "cp": "context_parallel"}[axis]
-    options = fsdp.compiler_options(**{name: True})
-    assert options.items() > fsdp.compiler_options().items()
+    options = fsdp.training.compiler_options(**{name: True})
+    assert options.items() > fsdp.training.compiler_options().items()
     assert options == options_for(Mesh("gpu", **{axis: 2}), None)
     assert jax.jit(lambda x: x * 2, compiler_options=options)(1.0) == 2
 
 
 def test_jit_and_compile_both_take_them(plan):
-    options = fsdp.compiler_options()
+    options = fsdp.training.compiler_options()
     lowered(plan, compiler_options=options).compile(compiler_options=options)
 
 
 @pytest.mark.parametrize("version", ["0.10.2", "0.11.2", "0.12.0.1", "0.12.1.dev3"])
 def test_each_version_has_its_options(version):
-    options = fsdp.compiler_options(version)
+    options = fsdp.training.compiler_options(version)
     assert options["xla_gpu_enable_latency_hiding_scheduler"]
     assert options["xla_gpu_nccl_termination_timeout_seconds"] == 600
 
 
 def test_a_newer_version_gets_the_newest_known():
-    newest = fsdp.compiler_options("0.12.0")
-    assert fsdp.compiler_options("0.13.0") == fsdp.compiler_options("1.0") == newest
+    newest = fsdp.training.compiler_options("0.12.0")
+    assert (
+        fsdp.training.compiler_options("0.13.0")
+        == fsdp.training.compiler_options("1.0")
+        == newest
+    )
 
 
 @pytest.mark.parametrize(
@@ -94,17 +98,17 @@ def test_a_newer_version_gets_the_newest_known():
 )
 def test_no_version_and_too_old_a_version_are_refused(version, says):
     with pytest.raises(ValueError, match=facts(*says)):
-        fsdp.compiler_options(version)
+        fsdp.training.compiler_options(version)
 
 
 def test_each_caller_gets_a_dict_of_its_own():
-    fsdp.compiler_options().clear()
-    assert fsdp.compiler_options()
+    fsdp.training.compiler_options().clear()
+    assert fsdp.training.compiler_options()
 
 
 @pytest.mark.parametrize("platform", ["gpu", "cuda"])
 def test_a_mesh_of_gpus_gets_them_unasked(platform):
-    assert options_for(Mesh(platform), None) == fsdp.compiler_options()
+    assert options_for(Mesh(platform), None) == fsdp.training.compiler_options()
     assert options_for(Mesh(platform), {}) == {}
     assert options_for(Mesh(platform), {"a": 1}) == {"a": 1}
 

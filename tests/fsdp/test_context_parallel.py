@@ -53,12 +53,14 @@ def plan():
 @pytest.fixture(scope="module")
 def trained(plan):
     step = fsdp.make_train_step(plan, loss_fn, TX)
-    state = fsdp.init(plan, TX, fsdp.init_params(plan, jax.random.key(0)))
+    state = fsdp.init_state(plan, TX, fsdp.init_params(plan, jax.random.key(0)))
     return step(state, batch())
 
 
 def test_parameters_are_split_over_cp_and_batches_on_the_dims_that_are_named(plan):
-    assert plan.rows[0].spec(plan.placements.optimizer) == P(None, ("dp_shard", "cp"))
+    assert plan.param_plans[0].spec(plan.placements.optimizer) == P(
+        None, ("dp_shard", "cp")
+    )
     rows = ("dp_outer", "dp_shard", "ep")
     assert plan.batch_specs(batch()) == {
         "x": P(rows, "cp"),
@@ -79,7 +81,7 @@ def test_the_loss_is_the_mean_over_all_tokens(trained):
     state, metrics = trained
     plan = plan_of(devices=jax.devices()[:1])
     step = fsdp.make_train_step(plan, loss_fn, TX)
-    start = fsdp.init(plan, TX, fsdp.init_params(plan, jax.random.key(0)))
+    start = fsdp.init_state(plan, TX, fsdp.init_params(plan, jax.random.key(0)))
     want, told = step(start, batch())
     assert worst(host(state.params), host(want.params)) < 1e-5
     for name in ("loss", "grad_norm"):
@@ -94,8 +96,8 @@ def test_a_checkpoint_knows_nothing_of_cp(there, trained, tmp_path):
     fsdp.save(tmp_path / "there", state)
     moved = fsdp.load(tmp_path / "there", fsdp.abstract_state(plan_of(**there), TX))
     fsdp.save(tmp_path / "back", moved)
-    mould = fsdp.abstract_state(plan_of(dp_outer=2, cp=2), TX)
-    back = fsdp.load(tmp_path / "back", mould)
+    like = fsdp.abstract_state(plan_of(dp_outer=2, cp=2), TX)
+    back = fsdp.load(tmp_path / "back", like)
     for a, b, c in zip(*map(jax.tree.leaves, (state, moved, back)), strict=True):
         if not jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
             np.testing.assert_array_equal(a, b)

@@ -213,10 +213,10 @@ def bytes_held(attention, ranks):
     split = jax.shard_map(
         local, mesh=mesh, in_specs=rows, out_specs=rows, check_vma=False
     )
-    mould = jax.ShapeDtypeStruct((1, 256 * ranks, 1, 32), jnp.float32)
+    like = jax.ShapeDtypeStruct((1, 256 * ranks, 1, 32), jnp.float32)
     return (
         jax.jit(split)
-        .lower(mould, mould, mould)
+        .lower(like, like, like)
         .compile()
         .memory_analysis()
         .temp_size_in_bytes

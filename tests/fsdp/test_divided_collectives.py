@@ -43,7 +43,7 @@ def run(loss, plan, **rng):
     placed = jax.device_put(leaves, [m.sharding for m in jax.tree.leaves(plan.params)])
     params = jax.tree.structure(plan.params).unflatten(placed)
     (value, _), grads = fsdp.value_and_grad(plan, loss)(params, X, **rng)
-    return value, fsdp.gather(grads)
+    return value, fsdp.unshard(grads)
 
 
 # What a loss decides by, `decide(weights, x, rng)`.
@@ -99,7 +99,7 @@ def by_the_mean_of_all_rows(weights, x, rng):
 
 
 def by_a_promise(weights, x, rng):
-    return fsdp.assume_replicated(x[0, 0] < 1e9)
+    return fsdp.step.assume_replicated(x[0, 0] < 1e9)
 
 
 TOGETHER = [
@@ -167,7 +167,7 @@ def test_a_layer_of_a_pipeline_that_ranks_may_enter_apart_is_refused():
     plan = fsdp.fully_shard(make, mesh, [fsdp.Stacked("stack")])
     params = fsdp.init_params(plan, jax.random.key(0))
     with pytest.raises(ValueError, match=facts("psum", "dp_shard", "cond")):
-        fsdp.value_and_grad(plan, loss, accumulate=2)(params, X)
+        fsdp.value_and_grad(plan, loss, num_microbatches=2)(params, X)
 
 
 @pytest.mark.parametrize("decide", TOGETHER)
@@ -248,8 +248,8 @@ def test_a_loop_that_ranks_may_end_apart_is_refused_unless_vouched_for():
         ValueError, match=facts("'one'", "while_loop", "assume_replicated")
     ):
         fsdp.make_forward(plan, until(lambda flag: flag))(params, alike)
-    out = fsdp.make_forward(plan, until(fsdp.assume_replicated))(params, alike)
-    want = until(lambda flag: flag)(fsdp.gather(params), alike)
+    out = fsdp.make_forward(plan, until(fsdp.step.assume_replicated))(params, alike)
+    want = until(lambda flag: flag)(fsdp.unshard(params), alike)
     np.testing.assert_allclose(out, want, atol=1e-6)  # float32
 
 

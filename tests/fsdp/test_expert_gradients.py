@@ -62,9 +62,11 @@ def test_gradients_of_two_to_the_rank_sum_over_the_ranks_of_an_expert(name, stra
 
 @pytest.mark.parametrize("name", ["hsdp x ep 2", "ep 8"])
 @pytest.mark.parametrize("strategy", range(4))
-@pytest.mark.parametrize("accumulate, per_token", [(1, False), (2, False), (2, True)])
+@pytest.mark.parametrize(
+    "num_microbatches, per_token", [(1, False), (2, False), (2, True)]
+)
 def test_the_gradient_of_a_mean_is_one_wherever_experts_lie(
-    name, strategy, accumulate, per_token
+    name, strategy, num_microbatches, per_token
 ):
     # Upstream: a buffer filled with ep, for the tokens of so many ranks, reduces to 1.
     plan = plan_of_two(MESHES[name], zero_dp_strategy=strategy)
@@ -79,7 +81,11 @@ def test_the_gradient_of_a_mean_is_one_wherever_experts_lie(
 
     x = np.ones(16, np.float32)
     grads = grads_of(
-        plan, loss, x, accumulate=accumulate, calculate_per_token_loss=per_token
+        plan,
+        loss,
+        x,
+        num_microbatches=num_microbatches,
+        calculate_per_token_loss=per_token,
     )
     np.testing.assert_array_equal(grads["experts"], np.ones((8, 8)))
     np.testing.assert_array_equal(grads["dense"], np.ones((8, 8)))
@@ -90,7 +96,7 @@ def test_gradients_of_the_mean_loss_are_the_same_for_every_ep():
         plan = plan_of(fsdp.make_mesh(ep=ep), expert_parallel=RULES)
         params = fsdp.init_params(plan, jax.random.key(0))
         compute = fsdp.value_and_grad(plan, loss_of(), has_aux=True)
-        return host(fsdp.unpack(compute(params, batch())[1]))
+        return host(fsdp.sharding.unpack(compute(params, batch())[1]))
 
     with jax.enable_x64(True):
         want = grads(1)

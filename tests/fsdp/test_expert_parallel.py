@@ -27,17 +27,17 @@ import fsdp_jax as fsdp
 from fsdp_jax import ops
 
 
-def trained(plan, accumulate=1, **options):
+def trained(plan, num_microbatches=1, **options):
     """Parameters, loss and norm of the gradient after three steps."""
     step = fsdp.make_train_step(
-        plan, loss_of(**options), TX, accumulate=accumulate, has_aux=True
+        plan, loss_of(**options), TX, num_microbatches=num_microbatches, has_aux=True
     )
-    state = fsdp.init(plan, TX, fsdp.init_params(plan, jax.random.key(0)))
+    state = fsdp.init_state(plan, TX, fsdp.init_params(plan, jax.random.key(0)))
     metrics = {}
     for _ in range(3):
         state, metrics = step(state, batch())
     numbers = float(metrics["loss"]), float(metrics["grad_norm"])
-    return host(fsdp.unpack(state.params)), *numbers
+    return host(fsdp.sharding.unpack(state.params)), *numbers
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ CASES = {
         {"remat_policy": jax.checkpoint_policies.nothing_saveable},
         {"prefetch": 1},
     ),
-    "hsdp x ep": ({"dp_outer": 2, "ep": 2}, {}, {"accumulate": 2}),
+    "hsdp x ep": ({"dp_outer": 2, "ep": 2}, {}, {"num_microbatches": 2}),
     "hfsdp x ep": (
         {"dp_outer": 2, "ep": 2},
         {"outer_dp_sharding_strategy": 1},
@@ -101,7 +101,7 @@ def plan():
 
 
 def test_experts_lie_over_ep_and_on_another_dim_over_the_rest(plan):
-    specs = {row.name: row.spec(row.placements.optimizer) for row in plan.rows}
+    specs = {row.name: row.spec(row.placements.optimizer) for row in plan.param_plans}
     assert specs["layers.experts.up"] == P(None, "ep", "dp_shard")
     assert specs["layers.experts.gain"] == P(None, "ep", "dp_shard")
     assert specs["layers.norm"] == P(None, ("dp_shard", "ep"))
@@ -110,8 +110,11 @@ def test_experts_lie_over_ep_and_on_another_dim_over_the_rest(plan):
 
 
 def test_bytes_at_rest_are_those_of_the_table(plan):
-    state = fsdp.init(plan, TX, fsdp.init_params(plan, jax.random.key(0)))
-    held = [row.num_elements(plan.mesh, row.placements.optimizer) for row in plan.rows]
+    state = fsdp.init_state(plan, TX, fsdp.init_params(plan, jax.random.key(0)))
+    held = [
+        row.num_elements(plan.mesh, row.placements.optimizer)
+        for row in plan.param_plans
+    ]
     leaves = jax.tree.leaves(state.params)
     assert held == [leaf.addressable_shards[0].data.size for leaf in leaves]
     moments = [m for m in jax.tree.leaves(state.opt_state) if m.ndim]
@@ -119,9 +122,9 @@ def test_bytes_at_rest_are_those_of_the_table(plan):
 
 
 def test_a_checkpoint_of_experts_loads_on_any_other_layout(plan, tmp_path):
-    state = fsdp.init(plan, TX, fsdp.init_params(plan, jax.random.key(0)))
+    state = fsdp.init_state(plan, TX, fsdp.init_params(plan, jax.random.key(0)))
     fsdp.save(tmp_path / "run", state)
-    want = host(fsdp.unpack(state.params))
+    want = host(fsdp.sharding.unpack(state.params))
     meshes = (
         fsdp.make_mesh(ep=8),
         fsdp.make_mesh(dp_outer=4),
@@ -130,7 +133,7 @@ def test_a_checkpoint_of_experts_loads_on_any_other_layout(plan, tmp_path):
     for mesh in meshes:
         other = plan_of(mesh)
         loaded = fsdp.load(tmp_path / "run", fsdp.abstract_state(other, TX))
-        got = host(fsdp.unpack(loaded.params))
+        got = host(fsdp.sharding.unpack(loaded.params))
         jax.tree.map(np.testing.assert_array_equal, got, want)
         shardings = jax.tree.map(
             lambda leaf: leaf.sharding, fsdp.abstract_state(other, TX).params
@@ -141,12 +144,12 @@ def test_a_checkpoint_of_experts_loads_on_any_other_layout(plan, tmp_path):
 def test_without_rules_ep_is_data_parallel_and_the_plan_says_so():
     plan = plan_of(fsdp.make_mesh(ep=2), expert_parallel={})
     assert "ep=2 is as dp_shard here" in repr(plan)
-    assert not any(row.is_expert for row in plan.rows)
+    assert not any(row.is_expert for row in plan.param_plans)
 
 
 def test_rules_do_nothing_where_ep_is_one():
     plan = plan_of(fsdp.make_mesh(), expert_parallel=RULES)
-    assert not any(row.is_expert for row in plan.rows)
+    assert not any(row.is_expert for row in plan.param_plans)
 
 
 @pytest.mark.parametrize(
@@ -187,7 +190,7 @@ def test_all_that_ep_does_not_divide_is_named_at_once():
 def test_a_whole_optimizer_of_factors_is_split_over_ep_too():
     tx = optax.adafactor(1e-2, min_dim_size_to_factor=8)
     plan = plan_of(fsdp.make_mesh(ep=4))
-    state = fsdp.init(plan, tx, fsdp.init_params(plan, jax.random.key(0)))
+    state = fsdp.init_state(plan, tx, fsdp.init_params(plan, jax.random.key(0)))
     whole = [
         leaf.shape
         for leaf in jax.tree.leaves(state.opt_state)
@@ -199,7 +202,7 @@ def test_a_whole_optimizer_of_factors_is_split_over_ep_too():
 def test_vectors_of_experts_are_not_dealt_out_as_matrices():
     plan = plan_of(fsdp.make_mesh(ep=2))
     with pytest.raises(ValueError, match=facts("'layers.experts.bias'")):
-        fsdp.layer_wise(plan, TX, TX, ["layers.experts.bias"])
+        fsdp.optim.layer_wise(plan, TX, TX, ["layers.experts.bias"])
 
 
 def test_dropped_choices_of_all_ranks_are_reported():

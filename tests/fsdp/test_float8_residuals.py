@@ -67,7 +67,7 @@ def grads_of(loss, **config):
     params = fsdp.init_params(plan, jax.random.key(0))
     batch = np.random.default_rng(0).normal(size=(8, WIDTH)).astype(np.float32)
     (value, _), grads = fsdp.value_and_grad(plan, loss)(params, batch)
-    return float(value), np.asarray(fsdp.gather(grads)["layers"]["w"])
+    return float(value), np.asarray(fsdp.unshard(grads)["layers"]["w"])
 
 
 @functools.cache

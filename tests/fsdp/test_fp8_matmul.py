@@ -80,7 +80,7 @@ def plan_of(mesh=None, **policy):
 
 
 def test_gradients_of_fp8_products_are_near_those_of_bfloat16():
-    plan = plan_of(param_gather=fsdp.MXFP8Gather())
+    plan = plan_of(param_gather=fsdp.sharding.MXFP8Gather())
     params = fsdp.init_params(plan, jax.random.key(0))
     grads = [
         fsdp.value_and_grad(plan, loss_of(multiply))(params, rows())[1]
@@ -95,7 +95,9 @@ def test_on_gpus_they_are_products_of_float8():
     batch = {k: jax.ShapeDtypeStruct((1024, EMBED), jnp.float32) for k in "xy"}
     options = {"gpus": 8, "guide": False}
     found = [
-        fsdp.compile_for(plan_of(), loss_of(multiply), optax.sgd(0.1), batch, **options)
+        fsdp.estimate_step(
+            plan_of(), loss_of(multiply), optax.sgd(0.1), batch, **options
+        )
         for multiply in (product, jnp.matmul)
     ]
     jax.config.update("jax_disable_most_optimizations", True)
@@ -156,9 +158,9 @@ def histories(tree):
 def delayed():
     """The plan, and after each of three steps, of two microbatches, state and norm."""
     plan, tx = delayed_plan(), optax.adamw(1e-2)
-    step = fsdp.make_train_step(plan, delayed_loss, tx, accumulate=2)
-    state = fsdp.init(plan, tx, fsdp.init_params(plan, jax.random.key(0)))
-    fsdp.audit_step(plan, step.lower(state, rows(4 * ROWS)), accumulate=2)
+    step = fsdp.make_train_step(plan, delayed_loss, tx, num_microbatches=2)
+    state = fsdp.init_state(plan, tx, fsdp.init_params(plan, jax.random.key(0)))
+    fsdp.audit_step(plan, step.lower(state, rows(4 * ROWS)), num_microbatches=2)
     seen = [(jax.device_get(state.params), 0.0)]
     for _ in range(3):
         state, metrics = step(state, rows(4 * ROWS))
@@ -190,12 +192,12 @@ def test_scales_follow_what_the_steps_before_have_seen(delayed):
 
 def test_the_optimizer_sees_weights_alone_and_they_learn_as_in_bfloat16(delayed):
     plan, state, seen = delayed
-    held = {row.name for row in plan.rows if row.is_overwritten}
+    held = {row.name for row in plan.param_plans if row.overwrite_with_gradient}
     assert len(held) == 6 * 2 * LAYERS
     assert not any(
-        "overwrite" in name for name, _ in fsdp.named_leaves(state.opt_state)
+        "overwrite" in name for name, _ in fsdp.sharding.named_leaves(state.opt_state)
     )
-    assert not any(row.dim is not None for row in plan.rows if row.name in held)
+    assert not any(row.dim is not None for row in plan.param_plans if row.name in held)
 
     def plain(variables, batch):
         x = batch["x"].astype(jnp.bfloat16)

@@ -186,7 +186,7 @@ def plan_of(tp, **policy):
 @pytest.mark.parametrize("tp", [1, 2])
 def test_in_a_unit_it_computes_what_one_device_does(tp):
     plan = plan_of(tp)
-    compute = fsdp.value_and_grad(plan, loss_with(fused(chunk=3)), accumulate=2)
+    compute = fsdp.value_and_grad(plan, loss_with(fused(chunk=3)), num_microbatches=2)
     params = fsdp.init_params(plan, jax.random.key(0))
     (loss, _), grads = compute(params, batch())
     weights = make_weights(jax.random.key(0))

@@ -57,7 +57,7 @@ def plan(request):
 
 
 def start(plan):
-    return fsdp.init(plan, TX, fsdp.init_params(plan, jax.random.key(0)))
+    return fsdp.init_state(plan, TX, fsdp.init_params(plan, jax.random.key(0)))
 
 
 @pytest.mark.parametrize("row", [0, 15])
@@ -93,7 +93,7 @@ def test_peaks_are_those_of_the_whole_gradients(plan):
     _, grads = fsdp.value_and_grad(plan, loss_fn)(state.params, batch())
     want = {name: np.abs(leaf).max() for name, leaf in named_leaves(host(grads))}
     _, metrics = step(state, batch())
-    names = [row.name for row in plan.rows if not row.frozen]
+    names = [row.name for row in plan.param_plans if not row.frozen]
     got = dict(zip(names, np.asarray(metrics["grad_peaks"]), strict=True))
     assert got.keys() == want.keys()
     for name in want:
@@ -101,7 +101,7 @@ def test_peaks_are_those_of_the_whole_gradients(plan):
 
 
 def test_the_report_has_the_largest_gradients_first(plan):
-    table = fsdp.largest_grads(plan, np.array([2.0, np.inf, 0.5]), num=2)
+    table = fsdp.training.largest_grads(plan, np.array([2.0, np.inf, 0.5]), num=2)
     header, first, second = table.splitlines()
     assert header.split() == ["parameter", "largest", "of", "the", "median"]
     assert first.split() == ["layers.w", "not", "finite"]

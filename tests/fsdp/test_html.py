@@ -57,14 +57,14 @@ def test_a_plan_has_the_same_cells_as_its_text(plan):
     lines = repr(plan).splitlines()
     for cells, line in zip(page.rows, lines, strict=False):
         assert [cell for cell in cells if cell not in line] == []
-    assert len(page.rows) == 1 + len(plan.rows)
+    assert len(page.rows) == 1 + len(plan.param_plans)
     for line in lines[len(page.rows) + 1 :]:
         assert line in plan._repr_html_()
 
 
 def test_bars_are_as_long_as_the_bytes(plan):
     styles = read(plan._repr_html_()).styles[1:]
-    names = [row.name for row in plan.rows]
+    names = [row.name for row in plan.param_plans]
     bars = {name: cells[-1] for name, cells in zip(names, styles, strict=True)}
     assert "100.0%" in bars["large"] and "25.0%" in bars["small"]
     assert not any("gradient" in style for cells in styles for style in cells[:-1])
@@ -132,7 +132,7 @@ def test_what_an_audit_finds_is_a_table_of_sentences(square):
     policy = fsdp.MixedPrecisionPolicy(param_dtype=jnp.bfloat16)
     config = fsdp.FSDPConfig(mp_policy=policy)
     narrow = fsdp.fully_shard(matrices, square.mesh, config=config)
-    with pytest.raises(fsdp.AuditError) as error:
+    with pytest.raises(fsdp.audit.AuditError) as error:
         fsdp.audit_step(narrow, lowered(square, loss))
     page = read(error.value._repr_html_())
     head, *rows = page.rows
@@ -146,8 +146,8 @@ def test_what_an_audit_finds_is_a_table_of_sentences(square):
 # A sweep
 
 
-def forecast(seconds: float, size: int, tokens: int | None = 1000):
-    """What a sweep looks at, without a compiler: the numbers of a forecast."""
+def estimate(seconds: float, size: int, tokens: int | None = 1000):
+    """What a sweep looks at, without a compiler: the numbers of a estimate."""
     return types.SimpleNamespace(
         timeline=types.SimpleNamespace(seconds=seconds),
         compiled_bytes=size,
@@ -161,15 +161,15 @@ def forecast(seconds: float, size: int, tokens: int | None = 1000):
 
 def test_a_sweep_puts_what_fits_first_and_then_the_fastest():
     tried = {
-        "slow": forecast(2.0, 10),
-        "large": forecast(0.5, 200),
-        "fast": forecast(1.0, 20),
+        "slow": estimate(2.0, 10),
+        "large": estimate(0.5, 200),
+        "fast": estimate(1.0, 20),
     }
-    sweep = fsdp.Sweep(tried)
-    assert list(sweep.forecasts) == ["fast", "slow", "large"]
+    sweep = fsdp.planner.Sweep(tried)
+    assert list(sweep.estimates) == ["fast", "slow", "large"]
     assert sweep.recommended == "fast"
     page = read(sweep._repr_html_())
-    assert [cells[0] for cells in page.rows[1:]] == list(sweep.forecasts)
+    assert [cells[0] for cells in page.rows[1:]] == list(sweep.estimates)
     for cells, line in zip(page.rows, repr(sweep).splitlines(), strict=False):
         assert [cell for cell in cells if cell not in line] == []
     bars = {
@@ -180,9 +180,11 @@ def test_a_sweep_puts_what_fits_first_and_then_the_fastest():
 
 
 def test_a_sweep_of_which_nothing_fits_recommends_nothing():
-    sweep = fsdp.Sweep({"a": forecast(2.0, 200), "b": forecast(1.0, 200, tokens=None)})
+    sweep = fsdp.planner.Sweep(
+        {"a": estimate(2.0, 200), "b": estimate(1.0, 200, tokens=None)}
+    )
     assert sweep.recommended is None
     assert repr(sweep).splitlines()[-1].startswith("recommended: none of these fits")
     assert "DOES NOT FIT" in sweep._repr_html_() and "?" in sweep._repr_html_()
     with pytest.raises(ValueError, match=facts("Sweep", "0")):
-        fsdp.Sweep({})
+        fsdp.planner.Sweep({})

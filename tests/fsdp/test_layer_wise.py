@@ -72,7 +72,7 @@ def plain_tx():
 
 
 def layer_wise_tx(plan):
-    return fsdp.layer_wise(plan, muon(), optax.adam(1e-2), MATRICES)
+    return fsdp.optim.layer_wise(plan, muon(), optax.adam(1e-2), MATRICES)
 
 
 def plan_of(mesh, **config):
@@ -82,7 +82,7 @@ def plan_of(mesh, **config):
 
 def trained(plan, tx):
     step = fsdp.make_train_step(plan, loss_fn, tx)
-    state = fsdp.init(plan, tx, fsdp.init_params(plan, jax.random.key(0)))
+    state = fsdp.init_state(plan, tx, fsdp.init_params(plan, jax.random.key(0)))
     for _ in range(3):
         state, _ = step(state, batch())
     return state
@@ -103,7 +103,7 @@ def test_updates_are_those_of_one_device(mesh, config):
         got = trained(plan, layer_wise_tx(plan))
         one = plan_of(fsdp.make_mesh(devices=jax.devices()[:1]))
         want = trained(one, plain_tx())
-        assert worst(host(fsdp.gather(got.params)), host(want.params)) < 1e-9
+        assert worst(host(fsdp.unshard(got.params)), host(want.params)) < 1e-9
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +147,7 @@ def test_whole_matrices_are_orthogonalised_without_communication(plan):
 
 def test_what_is_no_matrix_is_refused_with_all_its_names(plan):
     with pytest.raises(ValueError) as error:
-        fsdp.layer_wise(
+        fsdp.optim.layer_wise(
             plan, muon(), optax.adam(1e-2), ("layers.bias", "layers.up", "nothing")
         )
     says = str(error.value)

@@ -56,7 +56,7 @@ def whole_matrix():
 
 
 def layer_wise(plan):
-    return fsdp.layer_wise(plan, whole_matrix(), optax.adam(1e-2), MATRICES)
+    return fsdp.optim.layer_wise(plan, whole_matrix(), optax.adam(1e-2), MATRICES)
 
 
 def plain(plan):
@@ -76,13 +76,15 @@ def plan_of(num_devices, config=None, **mesh):
 
 def step_of(plan, tx):
     """From a state to its updates by name and the next state."""
-    mould = fsdp.abstract_state(plan, tx).opt_state
+    like = fsdp.abstract_state(plan, tx).opt_state
 
     @jax.jit
     def update(params, opt_state, grads):
-        given = trainable(plan, grads), fsdp.unpack(opt_state)
-        updates, new = tx.update(*given, seen_by_optimizer(plan, fsdp.unpack(params)))
-        return updates, pack(new, mould)
+        given = trainable(plan, grads), fsdp.sharding.unpack(opt_state)
+        updates, new = tx.update(
+            *given, seen_by_optimizer(plan, fsdp.sharding.unpack(params))
+        )
+        return updates, pack(new, like)
 
     def step(state, scale):
         grads = jax.tree.map(lambda x: scale * x**2 - 1, gradients())
@@ -94,7 +96,7 @@ def step_of(plan, tx):
 
 
 def started(plan, tx):
-    return fsdp.init(plan, tx, fsdp.init_params(plan, jax.random.key(0)))
+    return fsdp.init_state(plan, tx, fsdp.init_params(plan, jax.random.key(0)))
 
 
 @pytest.fixture(scope="module")
@@ -127,8 +129,8 @@ def test_updates_are_those_of_one_device_and_go_on_elsewhere(
     fsdp.save(tmp_path, state)
     check(step(state, 2.0)[0], one_device)
     other = plan_of(2)
-    mould = fsdp.abstract_state(other, layer_wise(other))
-    loaded = fsdp.load(tmp_path, mould)
+    like = fsdp.abstract_state(other, layer_wise(other))
+    loaded = fsdp.load(tmp_path, like)
     check(step_of(other, layer_wise(other))(loaded, 2.0)[0], one_device)
 
 
@@ -146,4 +148,4 @@ def test_a_vector_for_each_expert_is_no_matrix():
         config=fsdp.FSDPConfig(expert_parallel={"gain": 0}),
     )
     with pytest.raises(ValueError, match=facts("'gain'", "(4, 8)")):
-        fsdp.layer_wise(plan, whole_matrix(), optax.adam(1e-2), ("gain",))
+        fsdp.optim.layer_wise(plan, whole_matrix(), optax.adam(1e-2), ("gain",))

@@ -239,7 +239,7 @@ def test_units_compute_what_linen_does(name):
 
 
 def assert_same(got, want):
-    got, want = fsdp.named_leaves(got), fsdp.named_leaves(want)
+    got, want = fsdp.sharding.named_leaves(got), fsdp.sharding.named_leaves(want)
     for (name, a), (_, b) in zip(got, want, strict=True):
         np.testing.assert_allclose(a, b, TOLERANCE, TOLERANCE, err_msg=name)
 
@@ -297,9 +297,9 @@ def test_collections_but_params_are_state_in_any_tree(name):
 
     make(jax.random.key(0))  # Traced once already, it calls no module again.
     plan = fsdp.fully_shard(make, mesh())
-    trained = {row.name.split(".")[-1] for row in plan.rows}
+    trained = {row.name.split(".")[-1] for row in plan.param_plans}
     assert trained == {"kernel", "bias", "scale"}
-    state = {n.split(".")[-1] for n, _ in fsdp.named_leaves(plan.model_state)}
+    state = {n.split(".")[-1] for n, _ in fsdp.sharding.named_leaves(plan.model_state)}
     assert state == {"table", "mean", "var"}
     assert "table" in repr(plan)
 
@@ -315,11 +315,11 @@ def test_a_constant_stays_to_the_bit_when_weights_decay():
 
     def loss(variables, x):
         y, new = Scaled().apply(variables, x, mutable=["constants"])
-        return error(y), fsdp.UpdatedModel(new)
+        return error(y), fsdp.step.UpdatedModel(new)
 
     plan = fsdp.fully_shard(lambda key: Scaled().init(key, X), mesh(3))
     tx = optax.adamw(0.1, weight_decay=0.1)
-    state = fsdp.init(plan, tx, fsdp.init_params(plan, jax.random.key(0)))
+    state = fsdp.init_state(plan, tx, fsdp.init_params(plan, jax.random.key(0)))
     step = fsdp.make_train_step(plan, loss, tx)
     state, _ = step(state, np.resize(X, (9, WIDTH)))
     assert state.model_state["constants"]["scale"] == third

@@ -44,21 +44,21 @@ TARGETS = {
     "nnx unrolled": ["layers.*.up.kernel", "head.kernel"],
     "nnx scanned": [
         "layers.up.kernel",
-        fsdp.LoRATarget("layers.attend.query.kernel", num_in=1, rank=2, alpha=6),
-        fsdp.LoRATarget("layers.attend.out.kernel", num_in=2),
+        fsdp.lora.LoRATarget("layers.attend.query.kernel", num_in=1, rank=2, alpha=6),
+        fsdp.lora.LoRATarget("layers.attend.out.kernel", num_in=2),
     ],
     "linen": ["params.block_*.Dense_*.kernel"],
     "linen scanned": ["params.layers.Dense_*.kernel"],
     "equinox": [
-        fsdp.LoRATarget("stack.up.weight", **OUT_FIRST),
-        fsdp.LoRATarget("layers.*.down.weight", **OUT_FIRST),
+        fsdp.lora.LoRATarget("stack.up.weight", **OUT_FIRST),
+        fsdp.lora.LoRATarget("layers.*.down.weight", **OUT_FIRST),
     ],
     "plain pytree": ["stack.up", "layers.*.down"],
 }
 
 
 def lora(name, **options):
-    return fsdp.LoRA(4, TARGETS[name], alpha=8, **options)
+    return fsdp.LoRAConfig(4, TARGETS[name], alpha=8, **options)
 
 
 def with_products(params):
@@ -113,7 +113,7 @@ def test_under_tp_gradients_are_those_without_and_the_program_is_the_plans(base)
     assert errors and max(errors.values()) < 2e-5, errors
     step = fsdp.make_train_step(plan, next_token_loss, TX)
     fsdp.audit_step(plan, step.lower(fsdp.abstract_state(plan, TX), data))
-    split = {row.name for row in plan.rows if row.tensor_dim is not None}
+    split = {row.name for row in plan.param_plans if row.tensor_dim is not None}
     assert ("layers.mlp.up_proj.kernel" in split) == (base is None)
     assert not any("lora" in name for name in split)
 
@@ -128,7 +128,7 @@ def decoder_plan(tp, base):
         num_key_value_heads=2,
     )
     modules = bridge.lora_targets(config, ("q_proj", "o_proj", "up_proj"))
-    targets = [fsdp.LoRATarget(path, num_in=n) for path, n in modules.items()]
+    targets = [fsdp.lora.LoRATarget(path, num_in=n) for path, n in modules.items()]
     return fsdp.fully_shard(
         lambda key: Decoder(
             config,
@@ -140,7 +140,7 @@ def decoder_plan(tp, base):
         fsdp.make_mesh(tp=tp),
         [DecoderLayer],
         fsdp.FSDPConfig(
-            lora=fsdp.LoRA(4, targets, alpha=8, base=base),
+            lora=fsdp.LoRAConfig(4, targets, alpha=8, base=base),
             tensor_parallel=tensor_parallel_rules(config, tp),
         ),
     )
@@ -151,9 +151,9 @@ def decoder_plan(tp, base):
 
 def peft_plan(config, devices=8, **options):
     targets = [
-        fsdp.LoRATarget("layers.self_attn.q_proj.kernel", num_in=1),
-        fsdp.LoRATarget("layers.self_attn.o_proj.kernel", num_in=2),
-        fsdp.LoRATarget("layers.mlp.down_proj.kernel", num_in=1),
+        fsdp.lora.LoRATarget("layers.self_attn.q_proj.kernel", num_in=1),
+        fsdp.lora.LoRATarget("layers.self_attn.o_proj.kernel", num_in=2),
+        fsdp.lora.LoRATarget("layers.mlp.down_proj.kernel", num_in=1),
     ]
     policy = options.pop("mp_policy", fsdp.MixedPrecisionPolicy())
     return fsdp.fully_shard(
@@ -161,7 +161,8 @@ def peft_plan(config, devices=8, **options):
         fsdp.make_mesh(devices=jax.devices()[:devices]),
         [DecoderLayer],
         fsdp.FSDPConfig(
-            lora=fsdp.LoRA(RANK, targets, alpha=ALPHA, **options), mp_policy=policy
+            lora=fsdp.LoRAConfig(RANK, targets, alpha=ALPHA, **options),
+            mp_policy=policy,
         ),
     )
 
@@ -181,7 +182,7 @@ class Tuned:
     config: bridge.models.DecoderConfig
     plan: fsdp.Plan
     tx: optax.GradientTransformation
-    step: fsdp.TrainStep
+    step: fsdp.training.TrainStep
     before: dict
     state: fsdp.TrainState
     losses: list[float]
@@ -194,13 +195,13 @@ def tuned(tmp_path_factory) -> Tuned:
     config = bridge.from_hf_config(path)
     start = write_adapter(folder / "start", first_factors())
     plan = peft_plan(config)
-    base = bridge.load_hf(path, fsdp.base_mould(plan))
+    base = bridge.load_hf(path, fsdp.training.abstract_base_params(plan))
     factors = bridge.load_lora(start, config).factors
-    params = fsdp.add_lora(plan, base, factors=factors)
+    params = fsdp.training.add_lora(plan, base, factors=factors)
     before = jax.device_get(params["base"])
     tx = optax.adamw(ADAMW["lr"], weight_decay=ADAMW["weight_decay"], eps=ADAMW["eps"])
     step = fsdp.make_train_step(plan, next_token_loss, tx)
-    state, losses = fsdp.init(plan, tx, params), []
+    state, losses = fsdp.init_state(plan, tx, params), []
     for tokens in batches():
         state, metrics = step(state, tokens.astype(np.int32))
         losses.append(float(metrics["loss"]))
@@ -219,7 +220,7 @@ def write_adapter(path, tensors):
 
 def saved(tuned, path):
     """The adapter as PEFT's files."""
-    factors = jax.device_get(fsdp.unpack(tuned.state.params)["lora"])
+    factors = jax.device_get(fsdp.sharding.unpack(tuned.state.params)["lora"])
     adapter = bridge.load_lora(FOLDER, tuned.config)
     adapter = dataclasses.replace(adapter, factors=factors)
     bridge.save_lora(path, adapter, tuned.config)
@@ -241,15 +242,15 @@ def test_twenty_steps_are_those_of_peft(tuned, tmp_path):
 
 
 def test_the_base_is_untouched_to_the_bit(tuned):
-    after = jax.device_get(fsdp.unpack(tuned.state.params)["base"])
+    after = jax.device_get(fsdp.sharding.unpack(tuned.state.params)["base"])
     jax.tree.map(np.testing.assert_array_equal, tuned.before, after)
 
 
 def test_merged_it_is_what_the_bridge_merges(tuned, tmp_path):
-    merged = fsdp.merge_lora(tuned.plan, tuned.state.params)
+    merged = fsdp.training.merge_lora(tuned.plan, tuned.state.params)
     path = saved(tuned, tmp_path / "out")
-    mould = fsdp.base_mould(tuned.plan)
-    want = bridge.load_hf_with_lora(tuned.path, path, mould)
+    like = fsdp.training.abstract_base_params(tuned.plan)
+    want = bridge.load_hf_with_lora(tuned.path, path, like)
     for ours, theirs in zip(*map(jax.tree.leaves, (merged, want)), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=2e-6)
     changed = [
@@ -265,29 +266,32 @@ def elements(tree):
 
 def test_optimizer_and_gradients_are_of_the_factors_alone(tuned):
     factors = elements(tuned.state.params["lora"])
-    mould = fsdp.abstract_state(tuned.plan, tuned.tx)
-    assert elements(mould.opt_state) == 2 * factors + 1  # two moments and a count
+    like = fsdp.abstract_state(tuned.plan, tuned.tx)
+    assert elements(like.opt_state) == 2 * factors + 1  # two moments and a count
     assert tuned.plan.bytes_per_device["grads"] == factors * 4 // 8
     # What the compiled step takes is that, the parameters, and a few scalars.
     tokens = batches()[0].astype(np.int32)
-    memory = tuned.step.lower(mould, tokens).compile().memory_analysis()
+    memory = tuned.step.lower(like, tokens).compile().memory_analysis()
     kept = tuned.plan.bytes_per_device["params"] + 2 * factors * 4 // 8
     given = memory.argument_size_in_bytes - tokens.nbytes // 8
     assert kept <= given < kept + 256
 
 
 def test_a_checkpoint_may_hold_the_factors_alone_and_goes_on(tuned, tmp_path):
-    fsdp.save(tmp_path, fsdp.trained_state(tuned.plan, tuned.state))
-    stored = fsdp.load_shapes(tmp_path)
+    fsdp.save(tmp_path, fsdp.training.trained_state(tuned.plan, tuned.state))
+    stored = fsdp.checkpoint.load_shapes(tmp_path)
     assert sum(name.startswith("params.") for name in stored) == 6
     assert not any(".base." in name for name in stored)
     plan = peft_plan(tuned.config, devices=4)
-    mould = fsdp.trained_state(plan, fsdp.abstract_state(plan, tuned.tx))
-    base = bridge.load_hf(tuned.path, fsdp.base_mould(plan))
-    params = fsdp.add_lora(plan, base, jax.random.key(0))
-    loaded = fsdp.with_frozen(plan, fsdp.load(tmp_path, mould), params)
+    like = fsdp.training.trained_state(plan, fsdp.abstract_state(plan, tuned.tx))
+    base = bridge.load_hf(tuned.path, fsdp.training.abstract_base_params(plan))
+    params = fsdp.training.add_lora(plan, base, jax.random.key(0))
+    loaded = fsdp.training.with_frozen(plan, fsdp.load(tmp_path, like), params)
     for ours, theirs in zip(
-        *map(jax.tree.leaves, (fsdp.unpack(loaded), fsdp.unpack(tuned.state))),
+        *map(
+            jax.tree.leaves,
+            (fsdp.sharding.unpack(loaded), fsdp.sharding.unpack(tuned.state)),
+        ),
         strict=True,
     ):
         if not jnp.issubdtype(ours.dtype, jax.dtypes.prng_key):
@@ -300,7 +304,7 @@ def test_a_checkpoint_may_hold_the_factors_alone_and_goes_on(tuned, tmp_path):
 def test_a_base_in_bfloat16_has_factors_in_float32_that_it_does_not_round_away(tuned):
     policy = fsdp.MixedPrecisionPolicy(param_dtype=jnp.bfloat16)
     plan = peft_plan(tuned.config, mp_policy=policy)
-    dtypes = {row.name: row.precision.main_params.name for row in plan.rows}
+    dtypes = {row.name: row.precision.main_params.name for row in plan.param_plans}
     assert {d for n, d in dtypes.items() if "lora_" in n} == {"float32"}
     assert {d for n, d in dtypes.items() if "lora_" not in n} == {"bfloat16"}
 
@@ -325,11 +329,11 @@ def coded_weights(plan):
 @pytest.mark.parametrize("form", ["int8", "nf4"])
 def test_a_base_in_codes_travels_as_codes_and_trains(tuned, form):
     plan = peft_plan(tuned.config, base=form)
-    loaded = bridge.load_hf(tuned.path, fsdp.base_mould(plan))
-    params = fsdp.add_lora(plan, loaded, jax.random.key(0))
+    loaded = bridge.load_hf(tuned.path, fsdp.training.abstract_base_params(plan))
+    params = fsdp.training.add_lora(plan, loaded, jax.random.key(0))
     step = fsdp.make_train_step(plan, next_token_loss, tuned.tx)
-    state = fsdp.init(plan, tuned.tx, params)
-    coded = [row for row in plan.rows if row.name.endswith(".codes")]
+    state = fsdp.init_state(plan, tuned.tx, params)
+    coded = [row for row in plan.param_plans if row.name.endswith(".codes")]
     assert len(coded) == 7
     text = step.lower(state, batches()[0].astype(np.int32)).as_text()
     wire = re.findall(r"all_gather\"?\(.*?-> tensor<([\dx]*)x(\w+)>", text)
@@ -341,7 +345,7 @@ def test_a_base_in_codes_travels_as_codes_and_trains(tuned, form):
     matrices = sum(np.prod(weight.shape) for weight in coded_weights(plan))
     held = sum(
         np.prod(row.shape) * row.precision.param.itemsize
-        for row in plan.rows
+        for row in plan.param_plans
         if row.name in plan.model.codes
     )
     assert held == matrices * (0.5 if form == "nf4" else 1) + matrices / 64 * 4
@@ -350,7 +354,7 @@ def test_a_base_in_codes_travels_as_codes_and_trains(tuned, form):
     for tokens in batches()[:6]:
         state, metrics = step(state, tokens.astype(np.int32))
         losses.append(float(metrics["loss"]))
-    after = jax.device_get(fsdp.unpack(state.params)["quantized"])
+    after = jax.device_get(fsdp.sharding.unpack(state.params)["quantized"])
     jax.tree.map(np.testing.assert_array_equal, before, after)
     # Near the exact base's, and not it.
     assert 1e-7 < max(abs(np.subtract(losses, tuned.losses[:6]))) < 0.1
@@ -411,9 +415,9 @@ def test_dropout_leaves_the_mean_of_a_product_as_it_is():
     ],
 )
 def test_what_makes_no_sense_is_refused_by_name(options, said):
-    with pytest.raises(ValueError, match=facts("LoRA", *said)):
+    with pytest.raises(ValueError, match=facts(*said)):
         CASES["plain pytree"].plan(
-            fsdp.make_mesh(), lora=fsdp.LoRA(**{"rank": 2} | options)
+            fsdp.make_mesh(), lora=fsdp.LoRAConfig(**{"rank": 2} | options)
         )
 
 
@@ -421,11 +425,13 @@ def test_weights_of_more_dims_say_which_are_inputs():
     with pytest.raises(
         ValueError,
         match=facts(
-            "'layers.attend.query.kernel'", "3 dims", "fsdp.LoRATarget(..., num_in=...)"
+            "'layers.attend.query.kernel'",
+            "3 dims",
+            "fsdp.lora.LoRATarget(..., num_in=...)",
         ),
     ):
         CASES["nnx scanned"].plan(
-            fsdp.make_mesh(), lora=fsdp.LoRA(2, ["layers.attend.query.kernel"])
+            fsdp.make_mesh(), lora=fsdp.LoRAConfig(2, ["layers.attend.query.kernel"])
         )
 
 
@@ -442,6 +448,6 @@ def test_what_is_saved_whole_is_trained():
     case = CASES["plain pytree"]
     options = lora("plain pytree", modules_to_save=("stack.bias", "head"))
     plan = case.plan(fsdp.make_mesh(), lora=options)
-    trained = {row.name for row in plan.rows if not row.frozen}
+    trained = {row.name for row in plan.param_plans if not row.frozen}
     assert {"stack.bias", "head", "stack.up.lora_a"} <= trained
     assert "stack.down" not in trained

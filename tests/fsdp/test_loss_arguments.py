@@ -64,9 +64,9 @@ def test_a_function_with_an_unbound_key_gets_one_of_each_rank():
     assert float(got) != float(jax.random.uniform(KEY, ()))
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("num_microbatches", [1, 2])
 @pytest.mark.parametrize("zero_dp_strategy", [1, 3])
-def test_counts_of_tokens_are_as_exact_as_the_loss(accumulate, zero_dp_strategy):
+def test_counts_of_tokens_are_as_exact_as_the_loss(num_microbatches, zero_dp_strategy):
     """A count beyond float32 in a float64 model: 2**24 + 1 tokens on each rank."""
     with jax.enable_x64(True):
         tokens = 2**24 + 1
@@ -75,17 +75,20 @@ def test_counts_of_tokens_are_as_exact_as_the_loss(accumulate, zero_dp_strategy)
             return jnp.sum((x @ p["w"]) ** 2), tokens
 
         def plain(p):
-            return jnp.sum((X @ p["w"]) ** 2) / (2 * accumulate * tokens)
+            return jnp.sum((X @ p["w"]) ** 2) / (2 * num_microbatches * tokens)
 
         config = fsdp.FSDPConfig(zero_dp_strategy=zero_dp_strategy)
         plan = fsdp.fully_shard(make, MESH, config=config)
         params = fsdp.init_params(plan, KEY)
         assert params["w"].dtype == jnp.float64
         step = fsdp.value_and_grad(
-            plan, loss_fn, accumulate=accumulate, calculate_per_token_loss=True
+            plan,
+            loss_fn,
+            num_microbatches=num_microbatches,
+            calculate_per_token_loss=True,
         )
         (loss, _), grads = step(params, X)
-        want, want_grads = jax.value_and_grad(plain)(fsdp.gather(params))
+        want, want_grads = jax.value_and_grad(plain)(fsdp.unshard(params))
         assert loss.dtype == jnp.float64
         # float32 would be off by 6e-8.
         np.testing.assert_allclose(loss, want, rtol=1e-12)

@@ -77,7 +77,7 @@ def trained(plan, tx, steps, loss_scale=None, start=0):
     """(state, loss of each step)."""
     step = fsdp.make_train_step(plan, next_token_loss, tx, loss_scale=loss_scale)
     params = fsdp.init_params(plan, jax.random.key(start))
-    state = fsdp.init(plan, tx, params, loss_scale=loss_scale)
+    state = fsdp.init_state(plan, tx, params, loss_scale=loss_scale)
     losses = []
     for tokens in text_batches(steps):
         state, metrics = step(state, tokens)
@@ -86,9 +86,9 @@ def trained(plan, tx, steps, loss_scale=None, start=0):
 
 
 VARIANTS = {
-    "float16": lambda tx: trained_with(tx, FP16, fsdp.LossScale(2.0**15)),
+    "float16": lambda tx: trained_with(tx, FP16, fsdp.training.LossScale(2.0**15)),
     "stochastic": lambda tx: trained_with(tx, main_params_dtype=BF16, stochastic=True),
-    "8 bits": lambda tx: trained_with(fsdp.eight_bit(tx, min_elements=1024)),
+    "8 bits": lambda tx: trained_with(fsdp.optim.eight_bit(tx, min_elements=1024)),
 }
 
 
@@ -156,18 +156,18 @@ def stepper(scale, tx=None, **options):
     tx = tx or optax.sgd(1.0)
     step = fsdp.make_train_step(plan, loss, tx, loss_scale=scale, **options)
     params = fsdp.init_params(plan, jax.random.key(0))
-    return step, fsdp.init(plan, tx, params, loss_scale=scale)
+    return step, fsdp.init_state(plan, tx, params, loss_scale=scale)
 
 
 SMALL = rows(2.0**-14, 2.0**-12)  # the product is below float16's least, 2**-24
 
 
 def test_gradients_too_small_for_float16_arrive_in_their_own_size():
-    for scale, moved in ((None, 0.0), (fsdp.LossScale(2.0**12), 2.0**-26)):
+    for scale, moved in ((None, 0.0), (fsdp.training.LossScale(2.0**12), 2.0**-26)):
         plan, loss = toy()
         step = fsdp.make_train_step(plan, loss, optax.sgd(2.0**20), loss_scale=scale)
         params = fsdp.init_params(plan, jax.random.key(0))
-        state = fsdp.init(plan, optax.sgd(1.0), params, loss_scale=scale)
+        state = fsdp.init_state(plan, optax.sgd(1.0), params, loss_scale=scale)
         state, metrics = step(state, SMALL)
         np.testing.assert_array_equal(
             np.asarray(state.params["w"]), np.full((8, 8), 1 - moved * 2.0**20)
@@ -177,7 +177,7 @@ def test_gradients_too_small_for_float16_arrive_in_their_own_size():
 
 def test_the_scale_is_divided_out_before_gradients_are_clipped():
     clip = optax.chain(optax.clip_by_global_norm(4.0), optax.sgd(1.0))
-    step, state = stepper(fsdp.LossScale(2.0**10), clip)
+    step, state = stepper(fsdp.training.LossScale(2.0**10), clip)
     state, _ = step(state, rows(0.25))  # of norm 2: not clipped
     np.testing.assert_array_equal(np.asarray(state.params["w"]), np.full((8, 8), 0.75))
 
@@ -195,17 +195,19 @@ def follow(scale, finite):
 def test_it_grows_after_an_interval_and_backs_off_at_once_as_torchs():
     import itertools
 
-    scale = fsdp.LossScale(8.0, growth_interval=3)
+    scale = fsdp.training.LossScale(8.0, growth_interval=3)
     finite = [True, True, True, True, False, True, True, True, False, False]
     assert follow(scale, finite) == [8, 8, 16, 16, 8, 8, 8, 16, 8, 4]
-    least = follow(fsdp.LossScale(2.0, min_scale=1.0), itertools.repeat(False, 4))
+    least = follow(
+        fsdp.training.LossScale(2.0, min_scale=1.0), itertools.repeat(False, 4)
+    )
     assert least == [1, 1, 1, 1]
-    most = follow(fsdp.LossScale(2.0**127, growth_interval=1), [True, True])
+    most = follow(fsdp.training.LossScale(2.0**127, growth_interval=1), [True, True])
     assert most == [2.0**127, 2.0**127]  # float32 ends there
 
 
 def test_hysteresis_lets_failures_pass_until_it_grows_as_megatrons():
-    scale = fsdp.LossScale(8.0, growth_interval=2, hysteresis=2)
+    scale = fsdp.training.LossScale(8.0, growth_interval=2, hysteresis=2)
     finite = [False, True, False, False, True, True, False, False]
     #        one left  |  shrinks, and again, being at none; grows: two left anew
     assert follow(scale, finite) == [8, 8, 4, 2, 2, 4, 4, 2]
@@ -214,7 +216,7 @@ def test_hysteresis_lets_failures_pass_until_it_grows_as_megatrons():
 def test_steps_that_overflow_are_passed_over_and_counted_and_the_scale_is_saved(
     tmp_path,
 ):
-    scale = fsdp.LossScale(2.0**10, growth_interval=2)
+    scale = fsdp.training.LossScale(2.0**10, growth_interval=2)
     step, state = stepper(scale)
     seen = []
     for g in (0.5, 2.0**12, 2.0**6, 0.5, 0.5):
@@ -227,8 +229,8 @@ def test_steps_that_overflow_are_passed_over_and_counted_and_the_scale_is_saved(
     assert int(state.num_skipped) == 1 and int(state.step) == 5
     fsdp.save(tmp_path, state)
     plan, loss = toy()
-    mould = fsdp.abstract_state(plan, optax.sgd(1.0), scale)
-    loaded = fsdp.load(tmp_path, mould)
+    like = fsdp.abstract_state(plan, optax.sgd(1.0), scale)
+    loaded = fsdp.load(tmp_path, like)
     assert float(loaded.loss_scale.scale) == float(state.loss_scale.scale)
     assert int(loaded.loss_scale.good_steps) == 1
     step(loaded, rows(0.5))
@@ -247,14 +249,14 @@ def test_steps_that_overflow_are_passed_over_and_counted_and_the_scale_is_saved(
 )
 def test_a_scale_out_of_range_is_refused(options, said):
     with pytest.raises(ValueError, match=facts(*said)):
-        fsdp.LossScale(**options)
+        fsdp.training.LossScale(**options)
 
 
 def test_a_scale_and_a_check_for_nan_contradict_each_other():
     with pytest.raises(
         ValueError, match=facts("check_for_nan_in_grad=True", "loss_scale=...")
     ):
-        stepper(fsdp.LossScale(), check_for_nan_in_grad=True)
+        stepper(fsdp.training.LossScale(), check_for_nan_in_grad=True)
 
 
 # Rounding at random
@@ -292,10 +294,10 @@ def after_steps(plan, steps=64):
 
     tx = optax.sgd(2.0**-11)  # a sixteenth of what bfloat16 has next to 1
     step = fsdp.make_train_step(plan, loss, tx)
-    state = fsdp.init(plan, tx, fsdp.init_params(plan, jax.random.key(0)))
+    state = fsdp.init_state(plan, tx, fsdp.init_params(plan, jax.random.key(0)))
     for _ in range(steps):
         state, _ = step(state, {"x": np.ones(8, np.float32)})
-    params = fsdp.unpack(state.params)
+    params = fsdp.sharding.unpack(state.params)
     return {name: np.asarray(leaf.astype(FP32)) for name, leaf in params.items()}
 
 
@@ -343,7 +345,7 @@ def small_params(rows=64, columns=512):
 
 
 def test_what_is_held_is_within_half_a_step_of_what_it_was():
-    tx = fsdp.eight_bit(optax.scale_by_adam(), min_elements=1024, block=128)
+    tx = fsdp.optim.eight_bit(optax.scale_by_adam(), min_elements=1024, block=128)
     params = small_params()
     random = np.random.default_rng(0)
     grads = {name: random.normal(size=x.shape) for name, x in params.items()}
@@ -369,9 +371,9 @@ def test_what_is_held_is_within_half_a_step_of_what_it_was():
 
 def test_codes_lie_as_their_parameters_and_take_a_quarter_and_are_saved(tmp_path):
     plan = llama_plan()
-    tx = fsdp.eight_bit(optax.adamw(1e-3), min_elements=1)
-    mould = fsdp.abstract_state(plan, tx)
-    state = fsdp.init(plan, tx, fsdp.init_params(plan, jax.random.key(0)))
+    tx = fsdp.optim.eight_bit(optax.adamw(1e-3), min_elements=1)
+    like = fsdp.abstract_state(plan, tx)
+    state = fsdp.init_state(plan, tx, fsdp.init_params(plan, jax.random.key(0)))
 
     def bytes_of(tree):
         shards = [x.addressable_shards[0].data for x in jax.tree.leaves(tree)]
@@ -379,19 +381,19 @@ def test_codes_lie_as_their_parameters_and_take_a_quarter_and_are_saved(tmp_path
 
     params = bytes_of(state.params)
     assert 2 * params / 4 < bytes_of(state.opt_state) < 2.3 * params / 4
-    codes = jax.tree.leaves(mould.opt_state.codes[0].mu)
-    for row, leaf in zip(plan.rows, codes, strict=True):
+    codes = jax.tree.leaves(like.opt_state.codes[0].mu)
+    for row, leaf in zip(plan.param_plans, codes, strict=True):
         assert leaf.sharding.spec == row.spec_with_tp(row.placements.optimizer)
     fsdp.save(tmp_path, state)
     half = llama_plan(some(4))
     loaded = fsdp.load(tmp_path, fsdp.abstract_state(half, tx))
-    pair = (fsdp.unpack(each.opt_state) for each in (loaded, state))
+    pair = (fsdp.sharding.unpack(each.opt_state) for each in (loaded, state))
     for a, b in zip(*map(jax.tree.leaves, pair), strict=True):
         np.testing.assert_array_equal(a, b)
 
 
 def test_an_optimizer_without_such_state_is_refused():
     with pytest.raises(ValueError, match=facts("min_elements=4096", "8")):
-        fsdp.eight_bit(optax.sgd(1.0)).init(small_params())
+        fsdp.optim.eight_bit(optax.sgd(1.0)).init(small_params())
     with pytest.raises(ValueError, match=facts("block=0", "1")):
-        fsdp.eight_bit(optax.adam(1e-3), block=0)
+        fsdp.optim.eight_bit(optax.adam(1e-3), block=0)

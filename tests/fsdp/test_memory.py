@@ -36,15 +36,15 @@ def loss_fn(weights, batch):
     return jnp.mean((x @ weights["head"]) ** 2)
 
 
-def compiled(layers, mesh=None, accumulate=1, tx=TX, **config):
+def compiled(layers, mesh=None, num_microbatches=1, tx=TX, **config):
     plan = fsdp.fully_shard(
         make_weights(layers),
         fsdp.make_mesh(**(mesh or {})),
         [fsdp.Stacked("layers")],
         fsdp.FSDPConfig(**config),
     )
-    step = fsdp.make_train_step(plan, loss_fn, tx, accumulate=accumulate)
-    rows = jax.ShapeDtypeStruct((8 * accumulate, WIDTH), jnp.float32)
+    step = fsdp.make_train_step(plan, loss_fn, tx, num_microbatches=num_microbatches)
+    rows = jax.ShapeDtypeStruct((8 * num_microbatches, WIDTH), jnp.float32)
     return step.lower(fsdp.abstract_state(plan, tx), rows).compile()
 
 
@@ -65,14 +65,14 @@ def temporaries(layers, **options):
 BOUND = 8
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("num_microbatches", [1, 2])
 def test_zero_3_needs_a_few_units_however_many_layers_there_are(
-    accumulate, all_optimizations
+    num_microbatches, all_optimizations
 ):
-    few, many = (temporaries(n, accumulate=accumulate) for n in (4, 32))
+    few, many = (temporaries(n, num_microbatches=num_microbatches) for n in (4, 32))
     shards_of_gradients = 28 / 8
-    assert many < BOUND * accumulate
-    assert many - few < accumulate * (shards_of_gradients + 1)
+    assert many < BOUND * num_microbatches
+    assert many - few < num_microbatches * (shards_of_gradients + 1)
 
 
 def test_whole_weights_that_are_kept_would_be_noticed(all_optimizations):
@@ -86,7 +86,7 @@ def test_whole_weights_that_are_kept_would_be_noticed(all_optimizations):
 def test_the_more_is_split_the_less_is_needed(all_optimizations):
     needs = []
     for strategy in range(4):
-        options = {"zero_dp_strategy": strategy, "accumulate": 2}
+        options = {"zero_dp_strategy": strategy, "num_microbatches": 2}
         memory = compiled(16, tx=optax.adam(0.1), **options).memory_analysis()
         needs.append(memory.temp_size_in_bytes + memory.argument_size_in_bytes)
     assert needs == sorted(needs, reverse=True)
@@ -97,7 +97,7 @@ def test_a_state_that_is_deleted_leaves_nothing_behind():
     plan = fsdp.fully_shard(make_weights(4), fsdp.make_mesh(), config=None)
     step = fsdp.make_train_step(plan, loss_fn, TX)
     before = {id(array) for array in jax.live_arrays()}
-    state = fsdp.init(plan, TX, fsdp.init_params(plan, jax.random.key(0)))
+    state = fsdp.init_state(plan, TX, fsdp.init_params(plan, jax.random.key(0)))
     state, metrics = step(state, np.ones((8, WIDTH), np.float32))
     held = {id(array) for array in jax.live_arrays()} - before
     assert held
@@ -121,12 +121,12 @@ def scopes(text):
 
 def test_scopes_name_units_collectives_and_the_parts_of_a_step():
     text = compiled(
-        4, {"dp_outer": 2}, accumulate=2, outer_dp_sharding_strategy=1
+        4, {"dp_outer": 2}, num_microbatches=2, outer_dp_sharding_strategy=1
     ).as_text()
     names = scopes(text)
     for wanted in (
-        *("unit:layers", "unit:root", "enter_step", "optimizer"),
-        *("all_gather", "reduce_scatter", "reduce_late"),
+        *("unit:layers", "unit:root", "gather_for_step", "optimizer"),
+        *("all_gather", "reduce_scatter", "reduce_deferred"),
     ):
         assert any(wanted in name for name in names), wanted
 

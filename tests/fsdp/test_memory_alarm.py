@@ -33,7 +33,7 @@ def loss_fn(params, batch):
 def first_step(plan, limit):
     """What two steps warn of, and how often they compiled."""
     step = fsdp.make_train_step(plan, loss_fn, TX, memory_limit=limit)
-    state = fsdp.init(plan, TX, fsdp.init_params(plan, jax.random.key(0)))
+    state = fsdp.init_state(plan, TX, fsdp.init_params(plan, jax.random.key(0)))
     batch = jax.device_put(BATCH, plan.batch_sharding)
     with warnings.catch_warnings(record=True) as caught, compilations() as heard:
         warnings.simplefilter("always")
@@ -46,11 +46,13 @@ def first_step(plan, limit):
 def test_a_step_within_5_percent_of_the_memory_warns_once_and_compiles_once(plan):
     step, caught, compiled = first_step(plan, 10**9)
     assert not caught and compiled == 1
-    mould = fsdp.abstract_state(plan, TX)
-    size = compiled_bytes(step.lower(mould, BATCH).compile())
+    like = fsdp.abstract_state(plan, TX)
+    size = compiled_bytes(step.lower(like, BATCH).compile())
     for limit, is_near in ((int(size / 0.94), False), (int(size / 0.96), True)):
         _, caught, compiled = first_step(plan, limit)
-        assert [one.category for one in caught] == [fsdp.MemoryWarning] * is_near
+        assert [one.category for one in caught] == [
+            fsdp.training.MemoryWarning
+        ] * is_near
         assert compiled == 1
     assert "96.0% of the" in str(caught[0].message)
     assert caught[0].filename == __file__  # Of the call of the step.

@@ -1,4 +1,4 @@
-"""With `%load_ext fsdp_jax` an error of ours is a paragraph in a notebook."""
+"""With `%load_ext fsdp_jax.notebook` an error of ours is a paragraph in a notebook."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def shell(tmp_path_factory):
 
 @pytest.fixture
 def extension(shell):
-    fsdp.load_ipython_extension(shell)
+    fsdp.notebook.load_ipython_extension(shell)
     yield
-    fsdp.unload_ipython_extension(shell)
+    fsdp.notebook.unload_ipython_extension(shell)
 
 
 def shown(shell, capsys, cell: str) -> str:

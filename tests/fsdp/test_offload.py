@@ -18,7 +18,7 @@ from fsdp_jax.sharding._offload import check_kinds
 TX = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))
 LAYERS, ROWS = 3, 16
 SIZES = {"even": (16, 32), "odd": (13, 37)}
-BOTH = fsdp.Offload(params=True, min_elements=100)
+BOTH = fsdp.OffloadPolicy(params=True, min_elements=100)
 
 
 def make_weights(sizes):
@@ -72,7 +72,7 @@ def trained(offload, case):
     sizes, options, step_options = CASES[case]
     plan = plan_of(offload, sizes, **options)
     step = fsdp.make_train_step(plan, loss_fn, TX, **step_options)
-    state = fsdp.init(plan, TX, fsdp.init_params(plan, jax.random.key(0)))
+    state = fsdp.init_state(plan, TX, fsdp.init_params(plan, jax.random.key(0)))
     for _ in range(3):
         state, metrics = step(state, rows_of(sizes))
     return plan, state, metrics
@@ -83,12 +83,12 @@ CASES = {
     "padded, bfloat16, microbatches": (
         "odd",
         {"policy": {"param_dtype": jnp.bfloat16}, "frozen": ("head",)},
-        {"accumulate": 2, "skip_nonfinite": True},
+        {"num_microbatches": 2, "skip_nonfinite": True},
     ),
     "HFSDP, float8": (
         "even",
         {
-            "policy": {"param_gather": fsdp.Float8Gather(min_elements=100)},
+            "policy": {"param_gather": fsdp.sharding.Float8Gather(min_elements=100)},
             "mesh": {"dp_outer": 2},
             "outer_dp_sharding_strategy": 1,
         },
@@ -106,24 +106,24 @@ def test_three_steps_are_the_same_to_the_bit(case):
         np.testing.assert_array_equal, host(got.opt_state), host(want.opt_state)
     )
     assert np.isfinite(metrics["loss"])
-    mould = fsdp.abstract_state(plan, TX)
-    jax.tree.map(lambda a, b: _same_place(a, b), got, mould)
+    like = fsdp.abstract_state(plan, TX)
+    jax.tree.map(lambda a, b: _same_place(a, b), got, like)
 
 
-def _same_place(leaf, mould):
-    assert leaf.sharding.memory_kind == mould.sharding.memory_kind
-    assert leaf.sharding.is_equivalent_to(mould.sharding, leaf.ndim)
+def _same_place(leaf, like):
+    assert leaf.sharding.memory_kind == like.sharding.memory_kind
+    assert leaf.sharding.is_equivalent_to(like.sharding, leaf.ndim)
 
 
 def test_what_is_large_rests_on_the_host_and_all_else_does_not():
     _, state, _ = trained(BOTH, "float32")
     for tree in (state.params, state.opt_state):
-        for name, leaf in fsdp.named_leaves(tree):
+        for name, leaf in fsdp.sharding.named_leaves(tree):
             want = "pinned_host" if leaf.size >= 100 else "device"
             assert leaf.sharding.memory_kind == want, name
-    plan = plan_of(fsdp.Offload(), "even")
-    mould = fsdp.abstract_state(plan, TX)
-    kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(mould.params)}
+    plan = plan_of(fsdp.OffloadPolicy(), "even")
+    like = fsdp.abstract_state(plan, TX)
+    kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(like.params)}
     assert kinds == {"device"}
 
 
@@ -133,15 +133,15 @@ def test_a_checkpoint_knows_no_memory(tmp_path):
     fsdp.save(tmp_path / "run", state)
     elsewhere, _, _ = trained(None, case)
     for there in (elsewhere, plan):
-        mould = fsdp.abstract_state(there, TX)
-        loaded = fsdp.load(tmp_path / "run", mould)
+        like = fsdp.abstract_state(there, TX)
+        loaded = fsdp.load(tmp_path / "run", like)
         jax.tree.map(
             np.testing.assert_array_equal, host(loaded.params), host(state.params)
         )
-        jax.tree.map(lambda a, b: _same_place(a, b), loaded, mould)
-    plain = fsdp.unpack(state.params)
+        jax.tree.map(lambda a, b: _same_place(a, b), loaded, like)
+    plain = fsdp.sharding.unpack(state.params)
     assert np.asarray(plain["layers"]["up"]).shape == (3, 13, 37)
-    assert fsdp.gather(state.params)["layers"]["up"].shape == (3, 13, 37)
+    assert fsdp.unshard(state.params)["layers"]["up"].shape == (3, 13, 37)
 
 
 def test_evaluation_fetches_what_rests_on_the_host():
@@ -173,9 +173,9 @@ def test_activations_go_to_the_host_and_come_back_by_a_policy_of_jax():
 
 def test_what_cannot_be_is_refused_by_name():
     with pytest.raises(
-        ValueError, match=facts("Offload(optimizer=False, params=False)")
+        ValueError, match=facts("OffloadPolicy(optimizer=False, params=False)")
     ):
-        fsdp.Offload(optimizer=False)
+        fsdp.OffloadPolicy(optimizer=False)
     with pytest.raises(
         ValueError, match=facts("FSDPConfig(offload=...)", "'pinned_host'", "'abacus'")
     ):

@@ -59,14 +59,14 @@ def plan_of(num_devices, config=None, **mesh):
 
 def updated(plan, tx, state, grads):
     """What the optimizer makes of gradients, by name, and the state then."""
-    mould = fsdp.abstract_state(plan, tx).opt_state
+    like = fsdp.abstract_state(plan, tx).opt_state
 
     @jax.jit
     def update(params, opt_state, grads):
-        given = trainable(plan, grads), fsdp.unpack(opt_state)
-        seen = seen_by_optimizer(plan, fsdp.unpack(params))
+        given = trainable(plan, grads), fsdp.sharding.unpack(opt_state)
+        seen = seen_by_optimizer(plan, fsdp.sharding.unpack(params))
         updates, new = tx.update(*given, seen)
-        return updates, pack(new, mould)
+        return updates, pack(new, like)
 
     updates, new = update(state.params, state.opt_state, grads)
     arrays = {name: np.asarray(leaf) for name, leaf in named_leaves(updates)}
@@ -78,12 +78,12 @@ def of_rest(plan, tx, state):
 
 
 def started(plan, tx):
-    state = fsdp.init(plan, tx, fsdp.init_params(plan, jax.random.key(0)))
+    state = fsdp.init_state(plan, tx, fsdp.init_params(plan, jax.random.key(0)))
     return updated(plan, tx, state, gradients())[1]
 
 
 def matrices_of(plan):
-    trained = {row.name for row in plan.rows if row.is_optimized}
+    trained = {row.name for row in plan.param_plans if row.is_optimized}
     return tuple(name for name in MATRICES if name in trained)
 
 
@@ -125,12 +125,12 @@ OPTIMIZERS = {
     "labelled": lambda plan: optax.multi_transform(
         {"fast": optax.sgd(1.0, momentum=0.9), "slow": optax.adam(1e-2)}, labelled
     ),
-    "8 bits": lambda plan: fsdp.eight_bit(optax.adam(1e-2), min_elements=300),
-    "layer-wise muon": lambda plan: fsdp.layer_wise(
+    "8 bits": lambda plan: fsdp.optim.eight_bit(optax.adam(1e-2), min_elements=300),
+    "layer-wise muon": lambda plan: fsdp.optim.layer_wise(
         plan, muon(), optax.adam(1e-2), matrices_of(plan)
     ),
     # Its second moment has a row for each matrix, beside whole matrices of momentum.
-    "layer-wise rows": lambda plan: fsdp.layer_wise(
+    "layer-wise rows": lambda plan: fsdp.optim.layer_wise(
         plan, rows_normalised(), optax.adam(1e-2), matrices_of(plan)
     ),
 }
@@ -172,8 +172,8 @@ def test_state_is_each_parameters_own_on_any_devices(name, target, tmp_path):
     want = of_rest(plan, make_tx(plan), state)
     num_devices, config, mesh = TARGETS[target]
     other = plan_of(num_devices, config, **mesh)
-    mould = fsdp.abstract_state(other, make_tx(other))
-    got = of_rest(other, make_tx(other), fsdp.load(tmp_path, mould))
+    like = fsdp.abstract_state(other, make_tx(other))
+    got = of_rest(other, make_tx(other), fsdp.load(tmp_path, like))
     assert set(got) == set(want)
     check_same(got, want)
 
@@ -191,11 +191,11 @@ def test_who_is_frozen_between_runs_hands_its_state_to_nobody(name, tmp_path):
     fsdp.save(tmp_path, state)
     want = of_rest(plan, make_tx(plan), state)
     other = plan_of(8, {"frozen": ("layers.gate",)})
-    mould = fsdp.abstract_state(other, make_tx(other))
+    like = fsdp.abstract_state(other, make_tx(other))
     with pytest.raises(ValueError, match=facts("layers.gate")):
-        fsdp.load(tmp_path, mould)
+        fsdp.load(tmp_path, like)
     # Asked to pass over it, the others have their own.
-    loaded = fsdp.load(tmp_path, mould, strict="raise_unexpected")
+    loaded = fsdp.load(tmp_path, like, strict="raise_unexpected")
     got = of_rest(other, make_tx(other), loaded)
     assert set(got) == set(want) - {"layers.gate"}
     check_same(got, want)

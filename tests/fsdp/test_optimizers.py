@@ -74,11 +74,11 @@ def test_an_optimizer_that_looks_at_the_loss_or_the_past_trains_as_on_one_device
         plan, tx = plan_of(), SERVED[name]()
         params = fsdp.init_params(plan, jax.random.key(0))
         want = plain_steps(name, tx, jax.tree.map(np.array, params), 3)
-        state = fsdp.init(plan, tx, params)
+        state = fsdp.init_state(plan, tx, params)
         step = fsdp.make_train_step(plan, loss_fn, tx)
         for _ in range(3):
             state, _ = step(state, X)
-        assert worst(fsdp.gather(state.params), want) < RTOL
+        assert worst(fsdp.unshard(state.params), want) < RTOL
 
 
 def shape_changing():
@@ -107,7 +107,7 @@ REFUSED = {
     ),
     "multi_steps": (
         lambda: optax.MultiSteps(optax.sgd(0.1), 2).gradient_transformation(),
-        ("MultiSteps", "accumulate=k"),
+        ("MultiSteps", "num_microbatches=k"),
     ),
     "state that grows": (shape_changing, ("seen", "(2,)", "(1,)")),
     "other updates": (extra_updates, ("more", "(4, 6)", "None")),
@@ -122,7 +122,7 @@ def test_an_optimizer_that_a_step_cannot_serve_is_refused_before_the_first_step(
 
 
 def test_an_optimizer_sees_the_loss_where_its_state_rests_on_the_host():
-    offload = fsdp.Offload(optimizer=True, min_elements=1)
+    offload = fsdp.OffloadPolicy(optimizer=True, min_elements=1)
     plan, tx = plan_of(offload=offload), plateau()
     step = fsdp.make_train_step(plan, loss_fn, tx)
     step.lower(fsdp.abstract_state(plan, tx), X)

@@ -63,12 +63,12 @@ def one_device():
     return fsdp.make_mesh(devices=jax.devices()[:1])
 
 
-def trained(plan, tx, steps=3, accumulate=1):
-    step = fsdp.make_train_step(plan, loss_fn, tx, accumulate=accumulate)
-    state = fsdp.init(plan, tx, fsdp.init_params(plan, jax.random.key(1)))
+def trained(plan, tx, steps=3, num_microbatches=1):
+    step = fsdp.make_train_step(plan, loss_fn, tx, num_microbatches=num_microbatches)
+    state = fsdp.init_state(plan, tx, fsdp.init_params(plan, jax.random.key(1)))
     for _ in range(steps):
         state, metrics = step(state, batch(np.float64))
-    return host(fsdp.gather(state.params)), host(metrics)
+    return host(fsdp.unshard(state.params)), host(metrics)
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +77,7 @@ def plan():
 
 
 def test_what_does_not_divide_is_padded_and_nothing_else(plan):
-    assert {row.name: row.padding for row in plan.rows} == {
+    assert {row.name: row.padding for row in plan.param_plans} == {
         "bias": 3,
         "even": 0,
         "layers.down": 3,  # 17 takes 7, so 13 it is
@@ -86,7 +86,7 @@ def test_what_does_not_divide_is_padded_and_nothing_else(plan):
         "odd": 1,
         "one": 0,
     }
-    whole = [row.name for row in plan.rows if row.dim is None]
+    whole = [row.name for row in plan.param_plans if row.dim is None]
     assert whole == ["one"]
 
 
@@ -133,14 +133,14 @@ def test_every_strategy_computes_what_one_device_computes(strategy, outer):
             zero_dp_strategy=strategy,
             outer_dp_sharding_strategy=outer,
         )
-        got, _ = trained(plan, tx, accumulate=2)
+        got, _ = trained(plan, tx, num_microbatches=2)
         want, _ = trained(plan_of(one_device()), tx)
     assert worst(got, want) < 1e-9
 
 
 def test_at_rest_each_device_holds_an_eighth_of_the_padded_array(plan):
     tx = OPTIMIZERS["adamw"]
-    state = fsdp.init(plan, tx, fsdp.init_params(plan, jax.random.key(0)))
+    state = fsdp.init_state(plan, tx, fsdp.init_params(plan, jax.random.key(0)))
     odd = state.params["odd"]
     assert isinstance(odd, Padded)
     assert odd.shape == (95, 101) and odd.value.shape == (96, 101)
@@ -155,38 +155,38 @@ def test_at_rest_each_device_holds_an_eighth_of_the_padded_array(plan):
 
 def test_no_optimizer_state_stays_whole_but_what_has_a_single_element(plan):
     tx = OPTIMIZERS["adafactor"]
-    state = fsdp.init(plan, tx, fsdp.init_params(plan, jax.random.key(0)))
+    state = fsdp.init_state(plan, tx, fsdp.init_params(plan, jax.random.key(0)))
     whole = [
         (name, leaf.shape)
         for name, leaf in named_leaves(state.opt_state)
         if getattr(leaf, "value", leaf).sharding.is_fully_replicated
     ]
-    # Those of `one`, counters, and the place-holders that adafactor keeps.
+    # Those of `one`, counters, and the place-owners that adafactor keeps.
     assert all(np.prod(shape) == 1 for _, shape in whole), whole
 
 
 def test_a_padded_leaf_reads_as_the_array_of_its_logical_shape(plan):
     params = fsdp.init_params(plan, jax.random.key(0))
     want = np.asarray(params["bias"])
-    state = fsdp.init(plan, OPTIMIZERS["adamw"], params)
+    state = fsdp.init_state(plan, OPTIMIZERS["adamw"], params)
     leaf = state.params["bias"]
     np.testing.assert_array_equal(np.asarray(leaf), want)
     assert float(jnp.max(leaf)) == want.max()
-    np.testing.assert_array_equal(fsdp.unpack(state.params)["bias"], want)
-    np.testing.assert_array_equal(fsdp.gather(state.params)["bias"], want)
+    np.testing.assert_array_equal(fsdp.sharding.unpack(state.params)["bias"], want)
+    np.testing.assert_array_equal(fsdp.unshard(state.params)["bias"], want)
     assert not np.asarray(leaf.value)[333:].any()
 
 
 def test_gradients_have_the_logical_shape(plan):
     params = fsdp.init_params(plan, jax.random.key(0))
     _, grads = fsdp.value_and_grad(plan, loss_fn)(params, batch())
-    for (name, grad), (_, mould) in zip(
+    for (name, grad), (_, like) in zip(
         named_leaves(grads), named_leaves(plan.grads), strict=True
     ):
-        assert grad.shape == mould.shape, name
-        assert grad.sharding.is_equivalent_to(mould.sharding, grad.ndim), name
-    # A state's packed parameters are as good as the mould's.
-    packed = fsdp.init(plan, OPTIMIZERS["adamw"], params).params
+        assert grad.shape == like.shape, name
+        assert grad.sharding.is_equivalent_to(like.sharding, grad.ndim), name
+    # A state's packed parameters are as good as the like's.
+    packed = fsdp.init_state(plan, OPTIMIZERS["adamw"], params).params
     _, again = fsdp.value_and_grad(plan, loss_fn)(packed, batch())
     assert worst(again, grads) == 0
 
@@ -194,10 +194,10 @@ def test_gradients_have_the_logical_shape(plan):
 def test_a_checkpoint_holds_logical_shapes_and_loads_on_any_mesh(plan, tmp_path):
     tx = OPTIMIZERS["adafactor"]
     step = fsdp.make_train_step(plan, loss_fn, tx)
-    state = fsdp.init(plan, tx, fsdp.init_params(plan, jax.random.key(0)))
+    state = fsdp.init_state(plan, tx, fsdp.init_params(plan, jax.random.key(0)))
     state, _ = step(state, batch())
     fsdp.save(tmp_path, state)
-    want = host(fsdp.gather(state.params)), host(fsdp.gather(state.opt_state))
+    want = host(fsdp.unshard(state.params)), host(fsdp.unshard(state.opt_state))
     for devices in (8, 4, 3, 1):
         other = plan_of(fsdp.make_mesh(devices=jax.devices()[:devices]))
         got = fsdp.load(tmp_path, fsdp.abstract_state(other, tx))
@@ -206,14 +206,14 @@ def test_a_checkpoint_holds_logical_shapes_and_loads_on_any_mesh(plan, tmp_path)
                 named_leaves(have), named_leaves(wanted), strict=True
             ):
                 np.testing.assert_array_equal(np.asarray(a), b, err_msg=name)
-        params = fsdp.load_params(tmp_path, other.params)
+        params = fsdp.checkpoint.load_params(tmp_path, other.params)
         np.testing.assert_array_equal(params["odd"], want[0]["odd"])
 
 
 def test_the_second_step_compiles_nothing(plan):
     tx = OPTIMIZERS["adamw"]
     step = fsdp.make_train_step(plan, loss_fn, tx)
-    state = fsdp.init(plan, tx, fsdp.init_params(plan, jax.random.key(0)))
+    state = fsdp.init_state(plan, tx, fsdp.init_params(plan, jax.random.key(0)))
     state, _ = step(state, batch())
     with compilations() as heard:
         for _ in range(2):
@@ -237,22 +237,24 @@ def test_what_is_not_padded_is_taken_over_and_not_copied(plan):
     params = fsdp.init_params(plan, jax.random.key(0))
     shards = params["even"].addressable_shards
     pointers = [shard.data.unsafe_buffer_pointer() for shard in shards]
-    state = fsdp.init(plan, OPTIMIZERS["adamw"], params)
+    state = fsdp.init_state(plan, OPTIMIZERS["adamw"], params)
     shards = state.params["even"].addressable_shards
     assert [s.data.unsafe_buffer_pointer() for s in shards] == pointers
 
 
 def test_packed_parameters_cannot_start_a_state_and_the_error_says_what_can(plan):
     tx = OPTIMIZERS["adamw"]
-    state = fsdp.init(plan, tx, fsdp.init_params(plan, jax.random.key(0)))
-    with pytest.raises(ValueError, match=facts("bias", "fsdp.unpack(state.params)")):
-        fsdp.init(plan, tx, state.params)
+    state = fsdp.init_state(plan, tx, fsdp.init_params(plan, jax.random.key(0)))
+    with pytest.raises(
+        ValueError, match=facts("bias", "fsdp.sharding.unpack(state.params)")
+    ):
+        fsdp.init_state(plan, tx, state.params)
 
 
 def test_updates_apply_to_packed_parameters_too(plan):
     tx = OPTIMIZERS["adamw"]
     params = fsdp.init_params(plan, jax.random.key(0))
     ones = jax.tree.map(jnp.ones_like, params)
-    want = host(fsdp.apply_updates(plan, params, ones))
-    packed = fsdp.init(plan, tx, params).params
-    assert worst(host(fsdp.apply_updates(plan, packed, ones)), want) == 0
+    want = host(fsdp.training.apply_updates(plan, params, ones))
+    packed = fsdp.init_state(plan, tx, params).params
+    assert worst(host(fsdp.training.apply_updates(plan, packed, ones)), want) == 0

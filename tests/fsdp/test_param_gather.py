@@ -26,8 +26,8 @@ from fsdp_jax.sharding._low_precision import (
 LAYERS, ROWS = 3, 16
 SIZES = {"even": (64, 96), "odd": (37, 101), "one even": (37, 96)}
 FORMATS = {
-    "float8": fsdp.Float8Gather(min_elements=1024),
-    "mxfp8": fsdp.MXFP8Gather(min_elements=1024),
+    "float8": fsdp.sharding.Float8Gather(min_elements=1024),
+    "mxfp8": fsdp.sharding.MXFP8Gather(min_elements=1024),
 }
 E4M3 = ml_dtypes.float8_e4m3fn
 
@@ -172,8 +172,8 @@ def rounded(plan, weights):
     """The weights as units compute with them."""
     layers = {}
     for name, weight in weights["layers"].items():
-        row = next(row for row in plan.rows if row.name == f"layers.{name}")
-        if isinstance(row.gather, fsdp.Float8Gather):
+        row = next(row for row in plan.param_plans if row.name == f"layers.{name}")
+        if isinstance(row.gather, fsdp.sharding.Float8Gather):
             weight = round_float8(weight, 1)
         elif row.gather:
             weight = round_mxfp8(weight, row.block_dim)
@@ -251,15 +251,15 @@ def one_device():
 def test_gradients_are_those_at_the_rounded_weights(name):
     kind, mesh, config, sizes, prefetch = GRID[name]
     plan = plan_of(kind, sizes, fsdp.make_mesh(**mesh), **config)
-    assert [row.name for row in plan.rows if row.gather] == [
+    assert [row.name for row in plan.param_plans if row.gather] == [
         f"layers.{name}" for name in ("down", "router", "up")
     ]
     weights, data = whole_weights(sizes), rows_of(sizes)
     want_loss, want = one_device()(rounded(plan, weights), data)
     params = jax.tree.map(
-        lambda x, mould: jax.device_put(x, mould.sharding), weights, plan.params
+        lambda x, like: jax.device_put(x, like.sharding), weights, plan.params
     )
-    compute = fsdp.value_and_grad(plan, loss_of(prefetch), accumulate=2)
+    compute = fsdp.value_and_grad(plan, loss_of(prefetch), num_microbatches=2)
     (loss, _), grads = compute(params, data)
     assert float(loss) == pytest.approx(float(want_loss), rel=1e-5)
     assert worst(grads, want) < 2e-5
@@ -276,7 +276,7 @@ def test_experts_travel_over_the_other_axes_by_scales_of_their_own_rank(kind):
     plan = experts.plan_of(fsdp.make_mesh(dp_outer=2, ep=2), mp_policy=policy)
     weights = host(jax.jit(experts.make_weights)(jax.random.key(0)))
     own = dict(weights["layers"]["experts"])
-    rows = [row for row in plan.rows if row.gather]
+    rows = [row for row in plan.param_plans if row.gather]
     assert [row.name for row in rows] == ["layers.experts.down", "layers.experts.up"]
     for row in rows:
         name = row.name.rpartition(".")[2]
@@ -295,9 +295,9 @@ def test_experts_travel_over_the_other_axes_by_scales_of_their_own_rank(kind):
 
     def grads_of(plan, weights, **options):
         compute = fsdp.value_and_grad(plan, experts.loss_of(**options), has_aux=True)
-        moulds = plan.params
+        likes = plan.params
         placed = jax.tree.map(
-            lambda x, m: jax.device_put(x, m.sharding), weights, moulds
+            lambda x, m: jax.device_put(x, m.sharding), weights, likes
         )
         return compute(placed, data)[1]
 
@@ -311,16 +311,16 @@ def test_experts_travel_over_the_other_axes_by_scales_of_their_own_rank(kind):
 def test_a_step_updates_float32_and_sends_bytes(kind):
     tx = optax.sgd(0.1)
     plan = plan_of(kind, policy={"param_dtype": jnp.bfloat16})
-    step = fsdp.make_train_step(plan, loss_of(1), tx, accumulate=2)
+    step = fsdp.make_train_step(plan, loss_of(1), tx, num_microbatches=2)
     data = rows_of("even")
     lowered = step.lower(fsdp.abstract_state(plan, tx), data)
-    fsdp.audit_step(plan, lowered, accumulate=2)
+    fsdp.audit_step(plan, lowered, num_microbatches=2)
     compiled = lowered.compile()
-    fsdp.audit_step(plan, compiled, accumulate=2)
+    fsdp.audit_step(plan, compiled, num_microbatches=2)
     gathers = [c for c in collectives(compiled.as_text() or "") if c.op == "all-gather"]
     assert all(c.dtype == "u8" for c in gathers if c.size >= 1024)
     assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(plan.params))
-    state = fsdp.init(plan, tx, fsdp.init_params(plan, jax.random.key(0)))
+    state = fsdp.init_state(plan, tx, fsdp.init_params(plan, jax.random.key(0)))
     before = host(state.params)
     state, _ = step(state, data)
     after = host(state.params)
@@ -335,7 +335,7 @@ def test_an_audit_finds_weights_that_travel_wider_than_planned():
     step = fsdp.make_train_step(wide, loss_of(), tx)
     lowered = step.lower(fsdp.abstract_state(wide, tx), rows_of("even"))
     with pytest.raises(
-        fsdp.AuditError,
+        fsdp.audit.AuditError,
         match=facts("'layers.router'", "u8[8,64]", "f32[8,64]"),
     ):
         fsdp.audit_step(plan, lowered)
@@ -345,9 +345,9 @@ def test_an_audit_finds_weights_that_travel_wider_than_planned():
 
 
 def test_the_plan_says_what_travels_in_bytes():
-    excluding = fsdp.MXFP8Gather(exclude=("layers.router",), min_elements=1024)
+    excluding = fsdp.sharding.MXFP8Gather(exclude=("layers.router",), min_elements=1024)
     plan = plan_of(excluding, policy={"param_dtype": jnp.bfloat16})
-    gathered = {row.name: row.gather for row in plan.rows}
+    gathered = {row.name: row.gather for row in plan.param_plans}
     assert gathered == {
         "head": None,
         "layers.down": excluding,
@@ -356,9 +356,9 @@ def test_the_plan_says_what_travels_in_bytes():
         "layers.up": excluding,
     }
     elements = 2 * LAYERS * 64 * 96 // 8
-    assert plan.encoded_bytes == elements + elements // 32
+    assert plan.quantized_bytes == elements + elements // 32
     text = repr(plan)
-    assert "encoded to be gathered: 2 as mxfp8_e4m3fn, 4.64 KiB a device" in text
+    assert "quantized to be gathered: 2 as mxfp8_e4m3fn, 4.64 KiB a device" in text
     lines = {line.split()[0]: line for line in text.splitlines() if line}
     assert "mxfp8_e4m3fn" in lines["layers.up"]
     assert "bfloat16" in lines["layers.router"]
@@ -373,12 +373,12 @@ def test_what_would_do_nothing_is_refused():
     with pytest.raises(
         ValueError, match=facts("min_elements=1000000", "units=[LayerClass]")
     ):
-        plan_of(fsdp.Float8Gather(min_elements=10**6))
+        plan_of(fsdp.sharding.Float8Gather(min_elements=10**6))
     with pytest.raises(
         ValueError, match=facts("param_gather.exclude", "'layers.rooter'")
     ):
-        plan_of(fsdp.Float8Gather(exclude=("layers.rooter",)))
+        plan_of(fsdp.sharding.Float8Gather(exclude=("layers.rooter",)))
     with pytest.raises(ValueError, match=facts("exclude=('layers.router',)")):
-        fsdp.Float8Gather(exclude=cast(Any, "layers.router"))
+        fsdp.sharding.Float8Gather(exclude=cast(Any, "layers.router"))
     alone = plan_of("mxfp8", mesh=fsdp.make_mesh(devices=jax.devices()[:1]))
-    assert not any(row.gather for row in alone.rows)
+    assert not any(row.gather for row in alone.param_plans)

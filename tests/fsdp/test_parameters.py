@@ -26,7 +26,7 @@ def one_device():
 
 def trained(plan, loss, tx, params, data, steps=3, **options):
     step = fsdp.make_train_step(plan, loss, tx, **options)
-    state = fsdp.init(plan, tx, params)
+    state = fsdp.init_state(plan, tx, params)
     for _ in range(steps):
         state, _ = step(state, data)
     return state
@@ -46,9 +46,11 @@ def is_frozen(name):
 def frozen():
     """(plan, state before, state after three steps) with some parameters frozen."""
     plan = CASE.plan(fsdp.make_mesh(dp_outer=2), frozen=FROZEN)
-    before = fsdp.init(plan, TX, CASE.sharded(plan))
+    before = fsdp.init_state(plan, TX, CASE.sharded(plan))
     names = {name: np.asarray(leaf) for name, leaf in named_leaves(before.params)}
-    after = trained(plan, CASE.loss, TX, before.params, batch(rows=24), accumulate=3)
+    after = trained(
+        plan, CASE.loss, TX, before.params, batch(rows=24), num_microbatches=3
+    )
     return plan, names, after
 
 
@@ -74,7 +76,7 @@ def test_the_others_are_trained_as_by_an_optimizer_that_masks(frozen):
     whole = CASE.plan(one_device())
     params = CASE.sharded(whole)
     labels = plan.treedef.unflatten(
-        "frozen" if row.frozen else "trained" for row in plan.rows
+        "frozen" if row.frozen else "trained" for row in plan.param_plans
     )
     tx = optax.multi_transform({"trained": TX, "frozen": optax.set_to_zero()}, labels)
     want = trained(whole, CASE.loss, tx, params, batch(rows=24)).params
@@ -111,13 +113,13 @@ def test_the_gradient_of_a_frozen_weight_is_not_even_computed():
 def test_a_loop_of_ones_own_leaves_frozen_parameters_alone():
     plan = CASE.plan(fsdp.make_mesh(), frozen=FROZEN)
     params = CASE.sharded(plan)
-    model_state = fsdp.init(plan, TX, params).model_state
+    model_state = fsdp.init_state(plan, TX, params).model_state
     opt_state = TX.init(fsdp.trainable(plan, params))
     (_, _, model_state), grads = fsdp.value_and_grad(plan, CASE.loss)(
         params, batch(), rng=jax.random.key(0), model_state=model_state
     )
     updates, _ = TX.update(grads, opt_state, fsdp.trainable(plan, params))
-    new = fsdp.apply_updates(plan, params, updates)
+    new = fsdp.training.apply_updates(plan, params, updates)
     for (name, a), (_, b) in zip(named_leaves(new), named_leaves(params), strict=True):
         assert (np.asarray(a) == np.asarray(b)).all() == is_frozen(name), name
 
@@ -179,21 +181,21 @@ def tied_batch():
     return {name: random.normal(size=(24, 16)).astype("f") for name in "xy"}
 
 
-@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("num_microbatches", [1, 3])
 @pytest.mark.parametrize("mesh", [{}, {"dp_outer": 2}], ids=["FSDP", "HSDP"])
-def test_two_units_that_share_a_weight_sum_its_gradient(mesh, accumulate):
+def test_two_units_that_share_a_weight_sum_its_gradient(mesh, num_microbatches):
     def make(key):
         return Tied(nnx.Rngs(key))
 
     results = []
     for on, k in (
-        (fsdp.make_mesh(**mesh), accumulate),
+        (fsdp.make_mesh(**mesh), num_microbatches),
         (one_device(), 1),
     ):
         plan = fsdp.fully_shard(make, on, [Half])
-        assert len(plan.rows) == 3
+        assert len(plan.param_plans) == 3
         params = fsdp.init_params(plan, jax.random.key(0))
-        state = trained(plan, tied_loss, TX, params, tied_batch(), accumulate=k)
+        state = trained(plan, tied_loss, TX, params, tied_batch(), num_microbatches=k)
         results.append(host(state.params))
     assert worst(*results) < 1e-5
 
@@ -241,8 +243,8 @@ def test_dtypes_may_be_mixed_within_a_unit_and_each_weight_keeps_its_own():
 
 def test_integers_are_no_parameters_and_come_back_as_they_were():
     plan = fsdp.fully_shard(mixed_weights, fsdp.make_mesh(), [fsdp.Stacked("layers")])
-    assert "table" not in {row.name for row in plan.rows}
-    state = fsdp.init(plan, TX, fsdp.init_params(plan, jax.random.key(0)))
+    assert "table" not in {row.name for row in plan.param_plans}
+    state = fsdp.init_state(plan, TX, fsdp.init_params(plan, jax.random.key(0)))
     step = fsdp.make_train_step(plan, mixed_loss, TX)
     state, _ = step(state, tied_batch())
     np.testing.assert_array_equal(state.model_state["table"], np.arange(16))
@@ -250,18 +252,20 @@ def test_integers_are_no_parameters_and_come_back_as_they_were():
 
 def test_a_scalar_of_each_layer_stays_whole():
     plan = fsdp.fully_shard(mixed_weights, fsdp.make_mesh(), [fsdp.Stacked("layers")])
-    (gain,) = [row for row in plan.rows if row.name == "layers.gain"]
+    (gain,) = [row for row in plan.param_plans if row.name == "layers.gain"]
     assert gain.dim is None
 
 
 def test_dp_of_one_does_not_double_gradients():
     # A data axis of a single device, and microbatches: upstream once added twice.
     data, results = batch(rows=24), []
-    for accumulate in (1, 3):
+    for num_microbatches in (1, 3):
         plan = CASE.plan(one_device())
         params = CASE.sharded(plan)
         results.append(
-            trained(plan, CASE.loss, TX, params, data, 1, accumulate=accumulate)
+            trained(
+                plan, CASE.loss, TX, params, data, 1, num_microbatches=num_microbatches
+            )
         )
     got, want = (host(state.params) for state in results)
     assert worst(got, want, without=CASE.zero_grads) < 1e-5

@@ -33,12 +33,15 @@ def mean(params, batch):
     return total / count
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("num_microbatches", [1, 2])
 @pytest.mark.parametrize("strategy", [0, 2, 3])
-def test_unequal_counts_give_the_mean_over_all_tokens(strategy, accumulate):
+def test_unequal_counts_give_the_mean_over_all_tokens(strategy, num_microbatches):
     plan = CASE.plan(fsdp.make_mesh(), zero_dp_strategy=strategy)
     compute = fsdp.value_and_grad(
-        plan, sum_and_count, accumulate=accumulate, calculate_per_token_loss=True
+        plan,
+        sum_and_count,
+        num_microbatches=num_microbatches,
+        calculate_per_token_loss=True,
     )
     (loss, _), grads = compute(CASE.sharded(plan), masked_batch())
     params, _ = CASE.weights()
@@ -62,7 +65,7 @@ def test_a_batch_without_tokens_has_no_loss_and_no_gradient():
     data = batch() | {"mask": np.zeros((ROWS, SEQ), bool)}
     tx = optax.sgd(0.1)
     step = fsdp.make_train_step(plan, sum_and_count, tx, calculate_per_token_loss=True)
-    state = fsdp.init(plan, tx, CASE.sharded(plan))
+    state = fsdp.init_state(plan, tx, CASE.sharded(plan))
     before = [np.asarray(leaf) for leaf in jax.tree.leaves(state.params)]
     state, metrics = step(state, data)
     assert float(metrics["loss"]) == 0 and float(metrics["grad_norm"]) == 0

@@ -90,16 +90,18 @@ def plan_of(mesh, with_experts=False, **config):
     return fsdp.fully_shard(make, mesh, [STACK], fsdp.FSDPConfig(**config))
 
 
-def trained(plan, prefetch=0, accumulate=4):
+def trained(plan, prefetch=0, num_microbatches=4):
     """Parameters, and what three steps report."""
     loss = functools.partial(
         loss_fn, scan=functools.partial(fsdp.scan, prefetch=prefetch)
     )
-    step = fsdp.make_train_step(plan, loss, TX, has_aux=True, accumulate=accumulate)
-    state = fsdp.init(plan, TX, fsdp.init_params(plan, jax.random.key(0)))
+    step = fsdp.make_train_step(
+        plan, loss, TX, has_aux=True, num_microbatches=num_microbatches
+    )
+    state = fsdp.init_state(plan, TX, fsdp.init_params(plan, jax.random.key(0)))
     rows = jax.device_put(batch(), plan.batch_sharding)
     compiled = step.lower(state, rows).compile()
-    fsdp.audit_step(plan, compiled, accumulate=accumulate)
+    fsdp.audit_step(plan, compiled, num_microbatches=num_microbatches)
     metrics = {}
     for _ in range(3):
         state, metrics = compiled(state, rows)
@@ -125,7 +127,7 @@ class Case:
     """How eight devices share the model, which has experts if one axis is for them."""
 
     mesh: dict[str, int]
-    pipeline: fsdp.Pipeline = fsdp.Pipeline()
+    pipeline: fsdp.PipelineConfig = fsdp.PipelineConfig()
     config: dict[str, Any] = dataclasses.field(default_factory=dict)
     prefetch: int = 0
 
@@ -134,8 +136,8 @@ class Case:
         return "ep" in self.mesh
 
 
-INTERLEAVED = fsdp.Pipeline(virtual_stages=2)
-GPIPE = fsdp.Pipeline("gpipe")
+INTERLEAVED = fsdp.PipelineConfig(virtual_stages=2)
+GPIPE = fsdp.PipelineConfig("gpipe")
 CASES = {
     "dp 4 x pp 2": Case({"pp": 2}, prefetch=1),
     "pp 4 x tp 2": Case({"pp": 4, "tp": 2}),
@@ -167,7 +169,7 @@ def runs():
 def test_three_steps_of_a_pipeline_are_those_of_one_device(name, runs, alone):
     plan, state, metrics = runs(name)
     want, want_metrics = alone(CASES[name].with_experts)
-    assert worst(host(fsdp.unpack(state.params)), want) < CLOSE
+    assert worst(host(fsdp.sharding.unpack(state.params)), want) < CLOSE
     for metric in ("loss", "grad_norm"):
         np.testing.assert_allclose(metrics[metric], want_metrics[metric], CLOSE)
     for kind in ("counts", "scores", "first"):
@@ -218,12 +220,16 @@ def test_stacks_beside_the_one_that_stages_split_run_in_the_first_and_the_last(
                 pipeline=dataclasses.replace(pipeline, stack="deep")
             )
             plan = fsdp.fully_shard(make_three_stacks, mesh, units, config)
-            step = fsdp.make_train_step(plan, loss_of_three_stacks, TX, accumulate=4)
-            state = fsdp.init(plan, TX, fsdp.init_params(plan, jax.random.key(0)))
+            step = fsdp.make_train_step(
+                plan, loss_of_three_stacks, TX, num_microbatches=4
+            )
+            state = fsdp.init_state(plan, TX, fsdp.init_params(plan, jax.random.key(0)))
             rows = jax.device_put(batch(), plan.batch_sharding)
             for _ in range(3):
                 state, metrics = step(state, rows)
-            found.append((host(fsdp.unpack(state.params)), host(metrics), repr(plan)))
+            found.append(
+                (host(fsdp.sharding.unpack(state.params)), host(metrics), repr(plan))
+            )
     (got, got_metrics, said), (want, want_metrics, _) = found
     assert worst(got, want) < CLOSE
     for metric in ("loss", "grad_norm"):
@@ -237,7 +243,7 @@ def test_stacks_beside_the_one_that_stages_split_run_in_the_first_and_the_last(
 def test_evaluation_passes_through_the_stages_too(runs, alone):
     plan, state, _ = runs("dp 4 x pp 2")
     with jax.enable_x64(True):
-        params = jax.device_put(fsdp.unpack(state.params), plan.shardings)
+        params = jax.device_put(fsdp.sharding.unpack(state.params), plan.shardings)
         evaluate = fsdp.make_eval_step(plan, loss_fn, has_aux=True)
         got = evaluate(params, batch())
         one = plan_of(fsdp.make_mesh(devices=jax.devices()[:1]))
@@ -246,7 +252,7 @@ def test_evaluation_passes_through_the_stages_too(runs, alone):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, CLOSE), got, want)
 
 
-@pytest.mark.parametrize("pipeline", [fsdp.Pipeline(), INTERLEAVED, GPIPE])
+@pytest.mark.parametrize("pipeline", [fsdp.PipelineConfig(), INTERLEAVED, GPIPE])
 def test_a_replicated_embedder_has_the_sum_of_all_its_uses(pipeline):
     # Upstream: 4 stages of 2 chunks with gradients 10 * stage + chunk: 124.
     chunk, stage = np.divmod(np.arange(8), 4)
@@ -275,7 +281,7 @@ def test_a_replicated_embedder_has_the_sum_of_all_its_uses(pipeline):
     plan = fsdp.fully_shard(make, mesh, [fsdp.Stacked("layers")], config)
     params = fsdp.init_params(plan, jax.random.key(0))
     x = np.ones((8, 2), np.float32)
-    compute = fsdp.value_and_grad(plan, loss, accumulate=4)
+    compute = fsdp.value_and_grad(plan, loss, num_microbatches=4)
     _, grads = compute(params, {"x": x})
     np.testing.assert_array_equal(grads["embedder"], np.full((8, 8), 124))
     np.testing.assert_array_equal(grads["other"], np.full(8, 7))
@@ -284,23 +290,30 @@ def test_a_replicated_embedder_has_the_sum_of_all_its_uses(pipeline):
     np.testing.assert_array_equal(grads["layers"]["w"], own)
 
 
-def test_a_checkpoint_of_a_pipeline_fills_any_other_mould(runs, tmp_path):
+def test_a_checkpoint_of_a_pipeline_fills_any_other_abstract_tree(runs, tmp_path):
     _, state, _ = runs("pp 2 x ep 4, interleaved")
     with jax.enable_x64(True):
         fsdp.save(tmp_path, state)
-        keys = {key for key in fsdp.load_shapes(tmp_path) if key.endswith("layers.up")}
+        keys = {
+            key
+            for key in fsdp.checkpoint.load_shapes(tmp_path)
+            if key.endswith("layers.up")
+        }
         assert len(keys) == 3  # And two moments: keys know nothing of stages.
         for mesh, pipeline in (
-            ({"pp": 4, "tp": 2}, fsdp.Pipeline()),
-            ({"dp_outer": 2}, fsdp.Pipeline()),
+            ({"pp": 4, "tp": 2}, fsdp.PipelineConfig()),
+            ({"dp_outer": 2}, fsdp.PipelineConfig()),
             ({"pp": 2}, INTERLEAVED),
         ):
             other = plan_of(fsdp.make_mesh(**mesh), True, pipeline=pipeline)
-            mould = fsdp.abstract_state(other, TX)
-            loaded = fsdp.load(tmp_path, mould)
-            same = jax.tree.map(lambda a, m: a.sharding == m.sharding, loaded, mould)
+            like = fsdp.abstract_state(other, TX)
+            loaded = fsdp.load(tmp_path, like)
+            same = jax.tree.map(lambda a, m: a.sharding == m.sharding, loaded, like)
             assert all(jax.tree.leaves(same))
-            pair = (host(fsdp.unpack((s.params, s.opt_state))) for s in (loaded, state))
+            pair = (
+                host(fsdp.sharding.unpack((s.params, s.opt_state)))
+                for s in (loaded, state)
+            )
             jax.tree.map(np.testing.assert_array_equal, *pair)
 
 
@@ -373,7 +386,9 @@ def temporaries(pipeline, microbatches):
     config = fsdp.FSDPConfig(pipeline=pipeline)
     mesh = fsdp.make_mesh(pp=2, devices=jax.devices()[:2])
     plan = fsdp.fully_shard(make, mesh, [fsdp.Stacked("layers")], config)
-    step = fsdp.make_train_step(plan, loss, optax.sgd(0.1), accumulate=microbatches)
+    step = fsdp.make_train_step(
+        plan, loss, optax.sgd(0.1), num_microbatches=microbatches
+    )
     x = jax.ShapeDtypeStruct((8 * microbatches, 64, 64), jnp.float32)
     state = fsdp.abstract_state(plan, optax.sgd(0.1))
     memory = step.lower(state, {"x": x}).compile().memory_analysis()
@@ -384,7 +399,7 @@ def test_what_one_forward_one_backward_keeps_is_bounded_by_stages():
     # Measured with the optimizations that the other tests go without.
     jax.config.update("jax_disable_most_optimizations", False)
     try:
-        few, many = (temporaries(fsdp.Pipeline(), count) for count in (4, 32))
+        few, many = (temporaries(fsdp.PipelineConfig(), count) for count in (4, 32))
         assert abs(many - few) < 0.1
         # The negative control: one more input for each microbatch more.
         few, many = (temporaries(GPIPE, count) for count in (4, 32))
@@ -426,7 +441,9 @@ def test_an_audit_finds_what_a_stage_would_wait_for_without_end():
     plan = fsdp.fully_shard(make, fsdp.make_mesh(pp=2), [STACK])
     step = fsdp.make_train_step(plan, loss, TX)
     compiled = step.lower(fsdp.abstract_state(plan, TX), batch()).compile()
-    with pytest.raises(fsdp.AuditError, match=facts("collective-permute", "dp_shard")):
+    with pytest.raises(
+        fsdp.audit.AuditError, match=facts("collective-permute", "dp_shard")
+    ):
         fsdp.audit_step(plan, compiled)
 
 
@@ -447,10 +464,10 @@ def test_models_without_a_stack_and_stacks_that_are_none_are_refused():
     stacks, mesh = [fsdp.Stacked("a"), fsdp.Stacked("b")], fsdp.make_mesh(pp=2)
     for units, stack, shown in (
         ([], None, ["units=[fsdp_jax.Stacked(...)]"]),
-        (stacks, None, ["'a'", "'b'", "fsdp_jax.Pipeline(stack=...)"]),
-        (stacks, "c", ["Pipeline(stack='c')", "'a'", "'b'"]),
+        (stacks, None, ["'a'", "'b'", "fsdp_jax.PipelineConfig(stack=...)"]),
+        (stacks, "c", ["PipelineConfig(stack='c')", "'a'", "'b'"]),
     ):
-        config = fsdp.FSDPConfig(pipeline=fsdp.Pipeline(stack=stack))
+        config = fsdp.FSDPConfig(pipeline=fsdp.PipelineConfig(stack=stack))
         with pytest.raises(ValueError, match=facts("pp=2", *shown)):
             fsdp.fully_shard(two, mesh, units, config)
 
@@ -458,6 +475,6 @@ def test_models_without_a_stack_and_stacks_that_are_none_are_refused():
 def test_schedules_that_are_none_are_refused():
     for wrong in ({"schedule": "zero-bubble"}, {"virtual_stages": 0}):
         with pytest.raises(
-            ValueError, match=facts("Pipeline", *wrong, "1f1b, gpipe", "1")
+            ValueError, match=facts("PipelineConfig", *wrong, "1f1b, gpipe", "1")
         ):
-            fsdp.Pipeline(**wrong)
+            fsdp.PipelineConfig(**wrong)

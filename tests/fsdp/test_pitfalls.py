@@ -83,7 +83,7 @@ def test_linen_units_within_units_compute_the_same():
 def test_linen_statistics_are_not_trained():
     norm = linen.BatchNorm(use_running_average=False)
     plan = fsdp.fully_shard(lambda key: norm.init(key, X), fsdp.make_mesh())
-    assert [row.name for row in plan.rows] == ["params.bias", "params.scale"]
+    assert [row.name for row in plan.param_plans] == ["params.bias", "params.scale"]
     assert set(plan.model_state["batch_stats"]) == {"mean", "var"}
 
 
@@ -95,7 +95,7 @@ def test_moments_keep_their_dtype():
         plain, fsdp.make_mesh(), config=fsdp.FSDPConfig(mp_policy=policy)
     )
     tx = optax.adamw(1e-2)
-    state = fsdp.init(plan, tx, fsdp.init_params(plan, jax.random.key(0)))
+    state = fsdp.init_state(plan, tx, fsdp.init_params(plan, jax.random.key(0)))
     before = jax.tree.map(lambda x: x.dtype, state.opt_state)
     state, _ = fsdp.make_train_step(plan, square, tx)(state, X)
     assert jax.tree.map(lambda x: x.dtype, state.opt_state) == before
@@ -165,9 +165,9 @@ def test_an_option_that_would_do_nothing_is_refused():
         )
     with pytest.raises(ValueError, match=facts("num_dims=0", "1")):
         fsdp.Stacked("layers", num_dims=0)
-    with pytest.raises(ValueError, match=facts("accumulate=0", "1")):
+    with pytest.raises(ValueError, match=facts("num_microbatches=0", "1")):
         plan = fsdp.fully_shard(plain, fsdp.make_mesh())
-        fsdp.make_train_step(plan, square, optax.sgd(0.1), accumulate=0)
+        fsdp.make_train_step(plan, square, optax.sgd(0.1), num_microbatches=0)
 
 
 @pytest.mark.parametrize("use", [lambda w: w * 2, lambda w: -w, lambda w: X @ w, len])
@@ -189,5 +189,5 @@ def test_the_models_other_arrays_can_be_given():
         lambda x, m: jax.device_put(x, m.sharding), given, plan.model_state
     )
     params = fsdp.init_params(plan, jax.random.key(0))
-    state = fsdp.init(plan, tx, params, model_state=given)
+    state = fsdp.init_state(plan, tx, params, model_state=given)
     assert state.model_state["table"].tolist() == [0, 1, 2]

@@ -34,11 +34,11 @@ def plan_shapes(shapes, units=(), mesh=MESH, dtype=jnp.float32, **config) -> fsd
 
 
 def dims(plan) -> dict[str, int | None]:
-    return {row.name: row.dim for row in plan.rows}
+    return {row.name: row.dim for row in plan.param_plans}
 
 
 def stacks(plan) -> dict[str, int]:
-    return {row.name: row.num_stacked for row in plan.rows}
+    return {row.name: row.num_stacked for row in plan.param_plans}
 
 
 @pytest.mark.parametrize(
@@ -82,10 +82,10 @@ def test_what_no_dim_of_divides_is_padded_and_the_plan_says_what_that_costs():
     assert plan.bytes_per_device["params"] == 4 * held
 
 
-def test_a_padded_parameter_has_its_logical_shape_in_every_mould_but_at_rest():
+def test_a_padded_parameter_has_its_logical_shape_in_every_abstract_tree_but_at_rest():
     plan = plan_shapes({"w": (13, 17)})
-    for mould in (plan.params["w"], plan.grads["w"], plan.packed_params["w"]):
-        assert mould.shape == (13, 17)
+    for like in (plan.params["w"], plan.grads["w"], plan.packed_params["w"]):
+        assert like.shape == (13, 17)
     assert plan.packed_params["w"].value.shape == (16, 17)
     assert plan.packed_params["w"].value.sharding.spec == PartitionSpec("dp_shard")
 
@@ -234,7 +234,7 @@ def test_the_innermost_unit_owns_a_parameter():
     shapes = {"block": {"w": (8, 8), "mlp": {"w": (8, 8)}}, "out": (8, 8)}
     for units in (["block", "block.mlp"], ["block.mlp", "block"]):
         plan = plan_shapes(shapes, units)
-        assert {row.name: row.unit for row in plan.rows} == {
+        assert {row.name: row.unit for row in plan.param_plans} == {
             "block.mlp.w": "block.mlp",
             "block.w": "block",
             "out": ROOT,
@@ -243,7 +243,7 @@ def test_the_innermost_unit_owns_a_parameter():
 
 def test_a_unit_is_no_prefix_of_a_longer_name():
     plan = plan_shapes({"layer": {"w": (8,)}, "layer_norm": {"w": (8,)}}, ["layer"])
-    assert [row.unit for row in plan.rows] == ["layer", ROOT]
+    assert [row.unit for row in plan.param_plans] == ["layer", ROOT]
 
 
 class Absent(nnx.Module):
@@ -332,7 +332,7 @@ def test_the_plan_says_what_is_whole_and_when_under_each_strategy(strategies, li
 
 def test_on_two_axes_a_parameter_is_split_over_their_product():
     plan = plan_shapes({"w": (8, 24)}, mesh=fsdp.make_mesh(dp_outer=2, ep=2))
-    (row,) = plan.rows
+    (row,) = plan.param_plans
     assert plan.specs == {"w": PartitionSpec(("dp_shard", "ep"))}
     assert "dim 0 over dp_shard x ep" in repr(plan)
     assert plan.bytes_per_device["params"] == 4 * 8 * 24 // 4
@@ -346,7 +346,7 @@ def test_on_one_device_everything_is_whole_and_nothing_is_complained_about():
     assert "whole on every device" not in repr(plan)
 
 
-def test_moulds_have_the_shapes_dtypes_and_shardings_of_the_plan():
+def test_abstract_trees_have_the_shapes_dtypes_and_shardings_of_the_plan():
     policy = fsdp.MixedPrecisionPolicy(
         param_dtype=jnp.bfloat16, main_grads_dtype=jnp.float16
     )
@@ -356,21 +356,21 @@ def test_moulds_have_the_shapes_dtypes_and_shardings_of_the_plan():
     for name, shape in (("w", (16, 8)), ("v", (4, 16))):
         sharding = NamedSharding(MESH, specs[name])
         assert plan.shardings[name] == sharding
-        for mould, dtype in ((plan.params, jnp.float32), (plan.grads, jnp.float16)):
-            assert (mould[name].shape, mould[name].dtype) == (shape, dtype)
-            assert mould[name].sharding == sharding
+        for like, dtype in ((plan.params, jnp.float32), (plan.grads, jnp.float16)):
+            assert (like[name].shape, like[name].dtype) == (shape, dtype)
+            assert like[name].sharding == sharding
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_moulds_have_the_structure_of_the_model_for_every_library(name):
+def test_abstract_trees_have_the_structure_of_the_model_for_every_library(name):
     case = CASES[name]
     params, _ = case.weights()
     plan = case.plan(MESH)
-    for mould in (plan.params, plan.grads):
-        assert jax.tree.structure(mould) == jax.tree.structure(params)
+    for like in (plan.params, plan.grads):
+        assert jax.tree.structure(like) == jax.tree.structure(params)
     shapes = [(name, leaf.shape) for name, leaf in named_leaves(params)]
-    assert [(row.name, row.shape) for row in plan.rows] == shapes
-    assert not any(row.name.endswith(".value") for row in plan.rows)
+    assert [(row.name, row.shape) for row in plan.param_plans] == shapes
+    assert not any(row.name.endswith(".value") for row in plan.param_plans)
 
 
 BF16, FP16, FP32, FP64 = jnp.bfloat16, jnp.float16, jnp.float32, np.float64

@@ -34,7 +34,7 @@ def loss_fn(weights, batch):
     return jnp.mean((x @ weights["head"]).astype(jnp.float32) ** 2)
 
 
-def program(mesh, accumulate=1, policy=None, **config):
+def program(mesh, num_microbatches=1, policy=None, **config):
     """The StableHLO of a step, before any backend widened its collectives."""
     plan = fsdp.fully_shard(
         make_weights,
@@ -45,7 +45,7 @@ def program(mesh, accumulate=1, policy=None, **config):
         ),
     )
     tx = optax.sgd(0.1)
-    step = fsdp.make_train_step(plan, loss_fn, tx, accumulate=accumulate)
+    step = fsdp.make_train_step(plan, loss_fn, tx, num_microbatches=num_microbatches)
     rows = {"x": jax.ShapeDtypeStruct((ROWS, 16), jnp.float32)}
     return step.lower(fsdp.abstract_state(plan, tx), rows).as_text()
 
@@ -74,19 +74,19 @@ POLICIES = {
 @pytest.mark.parametrize("name", POLICIES)
 def test_the_wire_carries_the_policy_on_both_levels(name):
     policy, gathered, scattered, across = POLICIES[name]
-    hsdp = program({"dp_outer": 2}, accumulate=3, policy=policy)
+    hsdp = program({"dp_outer": 2}, num_microbatches=3, policy=policy)
     assert stablehlo_dtypes(hsdp, "all_gather") == {gathered}
     assert stablehlo_dtypes(hsdp, "reduce_scatter") == {scattered}
     assert stablehlo_dtypes(hsdp, "all_reduce") == {across}
     hfsdp = program(
-        {"dp_outer": 2}, accumulate=3, policy=policy, outer_dp_sharding_strategy=1
+        {"dp_outer": 2}, num_microbatches=3, policy=policy, outer_dp_sharding_strategy=1
     )
     assert stablehlo_dtypes(hfsdp, "reduce_scatter") == {scattered}
     # What the outer axis brings together when the step begins travels narrow too.
     assert stablehlo_dtypes(hfsdp, "all_gather") == {gathered}
 
 
-def state_of(policy, accumulate=1):
+def state_of(policy, num_microbatches=1):
     plan = fsdp.fully_shard(
         make_weights,
         fsdp.make_mesh(),
@@ -131,7 +131,7 @@ def accumulated(patterns, values):
         config=fsdp.FSDPConfig(mp_policy=policy),
     )
     x = np.repeat(np.asarray(values, np.float32)[None], 8, 0).reshape(-1)
-    compute = fsdp.value_and_grad(plan, linear_loss, accumulate=len(values))
+    compute = fsdp.value_and_grad(plan, linear_loss, num_microbatches=len(values))
     params = fsdp.init_params(plan, jax.random.key(0))
     _, grads = compute(params, {"x": x})
     return plan, {name: np.asarray(leaf) for name, leaf in named_leaves(grads)}
@@ -152,8 +152,8 @@ def test_only_named_parameters_accumulate_in_float32():
             assert grad.dtype == (np.float32 if name in wide else BF16), patterns
             right = bool((grad.astype(np.float32) == exact).all())
             assert right == (name in wide), (patterns, name)
-        mould = dict(named_leaves(plan.grads))
-        assert {n for n, g in mould.items() if g.dtype == FP32} == wide
+        like = dict(named_leaves(plan.grads))
+        assert {n for n, g in like.items() if g.dtype == FP32} == wide
 
 
 def test_on_the_wire_nothing_changes():
@@ -162,7 +162,7 @@ def test_on_the_wire_nothing_changes():
             "main_grads_dtype": BF16,
             "param_name_patterns_for_fp32_local_accumulation": patterns,
         }
-        text = program({}, accumulate=3, policy=policy)
+        text = program({}, num_microbatches=3, policy=policy)
         assert stablehlo_dtypes(text, "reduce_scatter") == {"bf16"}
 
 
@@ -202,7 +202,7 @@ def test_small_gradients_of_a_half_precision_model_do_not_vanish():
         return tiny.astype(jnp.float32) * batch["x"].mean()
 
     params = fsdp.init_params(plan, jax.random.key(0))
-    compute = fsdp.value_and_grad(plan, loss, accumulate=3)
+    compute = fsdp.value_and_grad(plan, loss, num_microbatches=3)
     _, grads = compute(params, {"x": np.ones(24, np.float32)})
     np.testing.assert_allclose(grads["w"], np.full((8, 8), 2.0**-24), rtol=1e-6)
 

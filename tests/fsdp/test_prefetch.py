@@ -87,10 +87,10 @@ def plan_of(layers, mesh=None, dtype=jnp.float32, **config):
     )
 
 
-def computed(plan, prefetch, unroll=1, *, layers, accumulate=1, dtype=np.float32):
+def computed(plan, prefetch, unroll=1, *, layers, num_microbatches=1, dtype=np.float32):
     params = fsdp.init_params(plan, jax.random.key(1))
     loss = loss_of(prefetch, unroll, layers=layers)
-    compute = fsdp.value_and_grad(plan, loss, accumulate=accumulate)
+    compute = fsdp.value_and_grad(plan, loss, num_microbatches=num_microbatches)
     (value, _), grads = compute(params, rows(dtype), rng=jax.random.key(2))
     return float(value), host(grads)
 
@@ -146,7 +146,7 @@ def test_any_remat_policy_computes_the_same(name):
 def test_every_strategy_computes_the_same_with_microbatches(mesh, config):
     with jax.enable_x64(True):
         plan = plan_of(3, mesh, np.float64, **config)
-        options = {"layers": 3, "accumulate": 3, "dtype": np.float64}
+        options = {"layers": 3, "num_microbatches": 3, "dtype": np.float64}
         want = computed(plan, 0, **options)
         loss, grads = computed(plan, 1, **options)
     assert abs(loss - want[0]) < 1e-12
@@ -242,7 +242,7 @@ def test_what_nnx_modules_write_within_a_scan_is_there_afterwards(prefetch):
         )
         tx = optax.sgd(0.1)
         step = fsdp.make_train_step(plan, lambda m, b: jnp.mean(m(b) ** 2), tx)
-        state = fsdp.init(plan, tx, fsdp.init_params(plan, jax.random.key(0)))
+        state = fsdp.init_state(plan, tx, fsdp.init_params(plan, jax.random.key(0)))
         for _ in range(2):
             state, metrics = step(state, rows()["x"])
         return float(metrics["loss"]), dict(named_leaves(state.model_state))
@@ -274,7 +274,7 @@ def square(w, x):
     return jnp.tanh(x @ w), None
 
 
-def compiled(layers, prefetch, mesh=None, accumulate=1, **config):
+def compiled(layers, prefetch, mesh=None, num_microbatches=1, **config):
     def loss(weights, batch):
         x, _ = fsdp.scan(square, weights["layers"], batch, prefetch=prefetch)
         return jnp.mean(x**2)
@@ -286,8 +286,8 @@ def compiled(layers, prefetch, mesh=None, accumulate=1, **config):
         fsdp.FSDPConfig(**config),
     )
     tx = optax.sgd(0.1)
-    step = fsdp.make_train_step(plan, loss, tx, accumulate=accumulate)
-    batch = jax.ShapeDtypeStruct((8 * accumulate, WIDTH), jnp.float32)
+    step = fsdp.make_train_step(plan, loss, tx, num_microbatches=num_microbatches)
+    batch = jax.ShapeDtypeStruct((8 * num_microbatches, WIDTH), jnp.float32)
     return step.lower(fsdp.abstract_state(plan, tx), batch).compile()
 
 
@@ -304,7 +304,7 @@ def test_each_unit_is_gathered_once_a_pass_and_its_gradient_reduced_once(prefetc
 
 
 def test_replicas_are_reduced_in_the_loop_as_well():
-    found = collectives(compiled(6, 1, {"dp_outer": 2}, accumulate=3).as_text())
+    found = collectives(compiled(6, 1, {"dp_outer": 2}, num_microbatches=3).as_text())
     outer = [c for c in found if c.op == "all-reduce" and group_size(c.groups) == 2]
     assert sorted(c.depth for c in outer if c.size > 1) == [0, 1]
 

@@ -28,7 +28,7 @@ def hsdp():
     """(plan, collectives) of a scanned model on two replicas of four shards."""
     case = CASES["nnx scanned"]
     plan = case.plan(fsdp.make_mesh(dp_outer=2))
-    step = fsdp.make_train_step(plan, case.loss, TX, accumulate=3)
+    step = fsdp.make_train_step(plan, case.loss, TX, num_microbatches=3)
     lowered = step.lower(fsdp.abstract_state(plan, TX), batch(rows=48))
     return plan, collectives(lowered.compile().as_text())
 
@@ -50,7 +50,7 @@ def shapes(found: list[Collective]) -> Counter:
 
 
 def unit_rows(plan):
-    return [row for row in plan.rows if row.unit != ROOT]
+    return [row for row in plan.param_plans if row.unit != ROOT]
 
 
 def test_each_weight_is_gathered_once_in_the_forward_and_once_in_the_backward(hsdp):
@@ -102,7 +102,7 @@ def test_replicas_are_reduced_once_a_step_unit_by_unit_in_the_last_backward(hsdp
     (loop,) = {c.loops for c in outer if c.loops}
     assert len(loop) == 1
     assert any(c.op == "reduce-scatter" and c.loops == loop for c in found)
-    root = [row for row in plan.rows if row.unit == ROOT]
+    root = [row for row in plan.param_plans if row.unit == ROOT]
     at_the_end = shards_of(root, sliced=False)
     assert shapes([c for c in outer if not c.loops]) == at_the_end
     in_units = shards_of(unit_rows(plan), sliced=True)
@@ -262,7 +262,7 @@ def trained():
     case = CASES["nnx scanned"]
     plan = case.plan(fsdp.make_mesh())
     step = fsdp.make_train_step(plan, case.loss, TX)
-    state = fsdp.init(plan, TX, case.sharded(plan))
+    state = fsdp.init_state(plan, TX, case.sharded(plan))
     state, _ = step(state, batch())
     with compilations() as heard:
         for _ in range(2):
@@ -277,8 +277,8 @@ def test_the_second_step_compiles_nothing(trained):
 
 def test_no_leaf_lies_otherwise_than_planned(trained):
     plan, state, _ = trained
-    mould = fsdp.abstract_state(plan, TX)
-    pairs = zip(named_leaves(state), named_leaves(mould), strict=True)
+    like = fsdp.abstract_state(plan, TX)
+    pairs = zip(named_leaves(state), named_leaves(like), strict=True)
     for (name, leaf), (_, want) in pairs:
         assert leaf.sharding.is_equivalent_to(want.sharding, leaf.ndim), name
         assert (leaf.shape, leaf.dtype) == (want.shape, want.dtype), name
@@ -286,7 +286,7 @@ def test_no_leaf_lies_otherwise_than_planned(trained):
 
 def test_bytes_on_each_device_equal_the_formula(trained):
     plan, state, _ = trained
-    elements = sum(np.prod(row.shape) // 8 for row in plan.rows)
+    elements = sum(np.prod(row.shape) // 8 for row in plan.param_plans)
     count = 4  # Adam's step counter, whole on every device.
     for device in jax.devices():
         assert bytes_on(device, state.params) == 4 * elements
@@ -299,7 +299,7 @@ def test_gradients_take_an_eighth_of_the_parameters_on_each_device():
     policy = fsdp.MixedPrecisionPolicy(main_grads_dtype=jnp.bfloat16)
     plan = case.plan(fsdp.make_mesh(), mp_policy=policy)
     _, grads = fsdp.value_and_grad(plan, case.loss)(case.sharded(plan), batch())
-    elements = sum(np.prod(row.shape) // 8 for row in plan.rows)
+    elements = sum(np.prod(row.shape) // 8 for row in plan.param_plans)
     assert {bytes_on(d, grads) for d in jax.devices()} == {2 * elements}
     assert plan.bytes_per_device["grads"] == 2 * elements
 

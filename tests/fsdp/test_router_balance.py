@@ -169,15 +169,15 @@ def test_biases_of_a_decoder_follow_the_tokens_of_all_ranks_and_microbatches(con
     plan = plan_of(config, fsdp.make_mesh(dp_outer=2, ep=2))
     tx = optax.adamw(1e-3, weight_decay=0.1)
     step = fsdp.make_train_step(
-        plan, loss_fn, tx, accumulate=2, update_model_state=move_biases(RATE)
+        plan, loss_fn, tx, num_microbatches=2, update_model_state=move_biases(RATE)
     )
-    state = fsdp.init(plan, tx, fsdp.init_params(plan, jax.random.key(0)))
+    state = fsdp.init_state(plan, tx, fsdp.init_params(plan, jax.random.key(0)))
     tokens = text(config)
     model = plan.model.merge(
         jax.tree.map(
             lambda x, row: x.astype(row.precision.param),
             state.params,
-            plan.treedef.unflatten(plan.rows),
+            plan.treedef.unflatten(plan.param_plans),
         ),
         state.model_state,
     )

@@ -64,7 +64,11 @@ def train_sharded(case: Case, tx, data):
     dtype = data["x"].dtype
     plan = case.plan(fsdp.make_mesh(), dtype)
     step = fsdp.make_train_step(plan, case.loss, tx)
-    state, losses, grads = fsdp.init(plan, tx, case.sharded(plan, dtype)), [], None
+    state, losses, grads = (
+        fsdp.init_state(plan, tx, case.sharded(plan, dtype)),
+        [],
+        None,
+    )
     for _ in range(STEPS):
         state, metrics = step(state, data)
         grads = host(state.opt_state[0]) if grads is None else grads
@@ -114,7 +118,7 @@ def sharded_gradients(case: Case, plan: fsdp.Plan, data, **options):
     """(loss, gradients) at the case's weights."""
     params, extra = case.sharded(plan), {}
     if plan.has_keys:  # Dropout, here at rate zero.
-        state = fsdp.init(plan, optax.identity(), params)
+        state = fsdp.init_state(plan, optax.identity(), params)
         extra = {"model_state": state.model_state, "rng": jax.random.key(0)}
     value, grads = fsdp.value_and_grad(plan, case.loss, **options)(
         params, data, **extra
@@ -200,11 +204,11 @@ def test_other_meshes_compute_the_same(sizes):
     assert error < GRADS_FP32
 
 
-@pytest.mark.parametrize("accumulate", [2, 4])
-def test_microbatches_equal_one_big_batch(accumulate):
+@pytest.mark.parametrize("num_microbatches", [2, 4])
+def test_microbatches_equal_one_big_batch(num_microbatches):
     case, data = CASES["nnx scanned"], batch(rows=32)
     plan = case.plan(fsdp.make_mesh())
-    loss, grads = sharded_gradients(case, plan, data, accumulate=accumulate)
+    loss, grads = sharded_gradients(case, plan, data, num_microbatches=num_microbatches)
     want_loss, want = sharded_gradients(case, plan, data)
     error = worst(grads, want, without=case.zero_grads)
     assert error < GRADS_FP32

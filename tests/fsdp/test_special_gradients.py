@@ -22,10 +22,10 @@ class Router(nnx.Module):
     def __init__(self, rngs):
         self.weight = nnx.Param(jnp.ones((8,)))
         self.bias = nnx.Variable(jnp.zeros(2))
-        self.tokens = fsdp.Tally(jnp.zeros(2, jnp.int32))
+        self.tokens = fsdp.step.Tally(jnp.zeros(2, jnp.int32))
         self.beta = nnx.Variable(jnp.array([0.5, -0.5]))
-        self.proposed = fsdp.Tally(jnp.zeros(2))
-        self.forwards = fsdp.Tally(jnp.zeros((), jnp.int32))
+        self.proposed = fsdp.step.Tally(jnp.zeros(2))
+        self.forwards = fsdp.step.Tally(jnp.zeros((), jnp.int32))
 
     def __call__(self, batch):
         self.tokens[...] += batch["tokens"].sum(0)
@@ -51,15 +51,15 @@ def loss_fn(model, batch):
     return model(batch).astype(jnp.float32)
 
 
-def trained(update, batch, accumulate=1, steps=1):
+def trained(update, batch, num_microbatches=1, steps=1):
     plan = fsdp.fully_shard(
         lambda key: Router(nnx.Rngs(key)), fsdp.make_mesh(dp_outer=2, ep=2), [Router]
     )
     tx = optax.sgd(0.1)
     step = fsdp.make_train_step(
-        plan, loss_fn, tx, accumulate=accumulate, update_model_state=update
+        plan, loss_fn, tx, num_microbatches=num_microbatches, update_model_state=update
     )
-    state = fsdp.init(plan, tx, fsdp.init_params(plan, jax.random.key(0)))
+    state = fsdp.init_state(plan, tx, fsdp.init_params(plan, jax.random.key(0)))
     for _ in range(steps):
         state, _ = step(state, batch)
     return plan, state
@@ -72,9 +72,9 @@ def batch(rows=16):
     return {"tokens": tokens, "proposal": proposal}
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_the_expert_bias_follows_the_tokens_of_all_ranks(accumulate):
-    _, state = trained(finish(0.0), batch(), accumulate)
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+def test_the_expert_bias_follows_the_tokens_of_all_ranks(num_microbatches):
+    _, state = trained(finish(0.0), batch(), num_microbatches)
     router = state.model_state
     np.testing.assert_array_equal(router["bias"][...], [0.25, -0.25])
     np.testing.assert_array_equal(router["tokens"][...], [0, 0])
@@ -86,10 +86,10 @@ def test_an_expert_with_the_mean_keeps_its_bias():
 
 
 @pytest.mark.parametrize("ema", [0.0, 0.9])
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_qb_beta_is_the_centred_mean_over_ranks_and_forwards(ema, accumulate):
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+def test_qb_beta_is_the_centred_mean_over_ranks_and_forwards(ema, num_microbatches):
     rows = batch()
-    _, state = trained(finish(ema), rows, accumulate)
+    _, state = trained(finish(ema), rows, num_microbatches)
     # Every rank and microbatch has as many rows, so the mean of means is the mean.
     want = ema * np.array([0.5, -0.5]) + (1 - ema) * rows["proposal"].mean(0)
     want -= want.mean()
@@ -98,7 +98,7 @@ def test_qb_beta_is_the_centred_mean_over_ranks_and_forwards(ema, accumulate):
 
 
 def test_tallies_sum_over_ranks_and_microbatches_and_steps():
-    _, state = trained(None, batch(), accumulate=2, steps=3)
+    _, state = trained(None, batch(), num_microbatches=2, steps=3)
     assert int(state.model_state["forwards"][...]) == 8 * 2 * 3
     np.testing.assert_array_equal(state.model_state["tokens"][...], [0, 6])
 
@@ -177,8 +177,8 @@ def test_gradients_are_averaged_over_ranks_and_microbatches():
     plan = fsdp.fully_shard(lambda key: {"w": jnp.ones((8, 8))}, fsdp.make_mesh())
     params = fsdp.init_params(plan, jax.random.key(0))
     x = np.repeat(np.arange(1, 9, dtype=np.float32), 2)
-    for accumulate in (1, 2):
-        compute = fsdp.value_and_grad(plan, loss, accumulate=accumulate)
+    for num_microbatches in (1, 2):
+        compute = fsdp.value_and_grad(plan, loss, num_microbatches=num_microbatches)
         _, grads = compute(params, {"x": x})
         np.testing.assert_array_equal(grads["w"], np.full((8, 8), 4.5))
 
@@ -197,7 +197,7 @@ def test_a_flag_is_true_for_all_if_it_is_for_one_rank():
     plan = fsdp.fully_shard(lambda key: Flagged(nnx.Rngs(key)), fsdp.make_mesh())
     tx = optax.sgd(0.1)
     step = fsdp.make_train_step(plan, loss_fn, tx)
-    state = fsdp.init(plan, tx, fsdp.init_params(plan, jax.random.key(0)))
+    state = fsdp.init_state(plan, tx, fsdp.init_params(plan, jax.random.key(0)))
     state, _ = step(state, batch())
     shards = state.model_state["seen"][...].addressable_shards
     assert [bool(shard.data) for shard in shards] == [True] * 8

@@ -69,11 +69,11 @@ def test_parameters_that_do_not_fit_are_all_named_before_anything_is_made(plan):
     good = fsdp.init_params(plan, jax.random.key(0))
     params = {
         "layers": {"w": good["layers"]["w"][:2], "bias": good["layers"]["b"]},
-        "head": fsdp.gather(good["head"]),
+        "head": fsdp.unshard(good["head"]),
         "temperature": good["temperature"].astype(jnp.bfloat16),
     }
     with pytest.raises(ValueError) as error:
-        fsdp.init(plan, optax.adam(1e-3), params)
+        fsdp.init_state(plan, optax.adam(1e-3), params)
     says = str(error.value)
     assert "params does not fit the plan in 5 place(s)" in says
     assert "missing: layers.b" in says
@@ -87,7 +87,7 @@ def test_parameters_that_do_not_fit_are_all_named_before_anything_is_made(plan):
 def test_parameters_on_the_host_do_not_fit(plan):
     params = jax.device_get(fsdp.init_params(plan, jax.random.key(0)))
     with pytest.raises(ValueError, match=facts("head", "None", "P('dp_shard',)")):
-        fsdp.init(plan, optax.sgd(0.1), params)
+        fsdp.init_state(plan, optax.sgd(0.1), params)
 
 
 def labels(params):
@@ -131,7 +131,7 @@ def test_accumulating_in_the_optimizer_is_refused_with_advice(plan):
     for inner in (tx, optax.chain(optax.clip(1.0), tx)):
         with pytest.raises(
             ValueError,
-            match=facts("optax.MultiSteps", "make_train_step(..., accumulate=k)"),
+            match=facts("optax.MultiSteps", "make_train_step(..., num_microbatches=k)"),
         ):
             fsdp.abstract_state(plan, inner)
 
@@ -160,13 +160,13 @@ def test_parameters_whose_names_end_alike_are_not_confused():
     assert adam.mu == plan.params
 
 
-def test_a_state_is_born_in_its_mould(plan):
+def test_a_state_is_born_in_its_abstract_tree(plan):
     tx = OPTIMIZERS["multi_transform"]
-    state = fsdp.init(plan, tx, fsdp.init_params(plan, jax.random.key(0)))
-    mould = fsdp.abstract_state(plan, tx)
-    assert jax.tree.structure(state) == jax.tree.structure(mould)
+    state = fsdp.init_state(plan, tx, fsdp.init_params(plan, jax.random.key(0)))
+    like = fsdp.abstract_state(plan, tx)
+    assert jax.tree.structure(state) == jax.tree.structure(like)
     for (name, leaf), (_, want) in zip(
-        named_leaves(state), named_leaves(mould), strict=True
+        named_leaves(state), named_leaves(like), strict=True
     ):
         assert (leaf.shape, leaf.dtype) == (want.shape, want.dtype), name
         assert leaf.sharding.is_equivalent_to(want.sharding, leaf.ndim), name
@@ -177,7 +177,7 @@ def test_the_optimizer_starts_from_the_parameters_it_is_given(plan):
         lambda params: params, lambda grads, state, params=None: (grads, state)
     )
     params = fsdp.init_params(plan, jax.random.key(0))
-    state = fsdp.init(plan, keep, params)
+    state = fsdp.init_state(plan, keep, params)
     np.testing.assert_array_equal(state.opt_state["head"], params["head"])
     # A copy: the step donates the state, and no buffer can be given away twice.
     kept = state.opt_state["head"].addressable_shards[0].data
@@ -187,7 +187,7 @@ def test_the_optimizer_starts_from_the_parameters_it_is_given(plan):
 
 def test_gather_makes_every_leaf_whole_everywhere(plan):
     params = fsdp.init_params(plan, jax.random.key(0))
-    whole = fsdp.gather({**params, "key": jax.random.key(0)})
+    whole = fsdp.unshard({**params, "key": jax.random.key(0)})
     for name in ("head", "temperature"):
         for shard in whole[name].addressable_shards:
             np.testing.assert_array_equal(shard.data, params[name])

@@ -35,7 +35,7 @@ def plan():
 
 @pytest.fixture
 def state(plan):
-    return fsdp.init(plan, TX, fsdp.init_params(plan, jax.random.key(0)))
+    return fsdp.init_state(plan, TX, fsdp.init_params(plan, jax.random.key(0)))
 
 
 def square(params, batch):
@@ -78,14 +78,18 @@ def check_aux(aux):
     assert aux["nothing"] is None
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_aux_means_are_averaged_counts_summed_and_rows_kept_in_order(plan, accumulate):
-    fn = fsdp.value_and_grad(plan, square_with_aux, has_aux=True, accumulate=accumulate)
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+def test_aux_means_are_averaged_counts_summed_and_rows_kept_in_order(
+    plan, num_microbatches
+):
+    fn = fsdp.value_and_grad(
+        plan, square_with_aux, has_aux=True, num_microbatches=num_microbatches
+    )
     params = fsdp.init_params(plan, jax.random.key(0))
     (_, aux), _ = fn(params, MANY)
     check_aux(aux)
     assert aux["small"] == (MANY > 0).sum()
-    ranks = MANY.reshape(8 * accumulate, -1)
+    ranks = MANY.reshape(8 * num_microbatches, -1)
     assert aux["any"] == (ranks > 2).any(1).sum()
 
 
@@ -109,7 +113,7 @@ def test_metrics_are_the_loss_and_the_norm_of_the_gradient(plan, state):
 
 def test_the_gradient_norm_is_that_before_clipping(plan):
     tx = optax.chain(optax.clip_by_global_norm(1e-3), optax.sgd(1.0))
-    state = fsdp.init(plan, tx, fsdp.init_params(plan, jax.random.key(0)))
+    state = fsdp.init_state(plan, tx, fsdp.init_params(plan, jax.random.key(0)))
     before = np.asarray(state.params["w"])
     state, metrics = fsdp.make_train_step(plan, square, tx)(state, X)
     assert metrics["grad_norm"] > 0.1
@@ -137,7 +141,7 @@ def test_a_step_counts_and_gives_up_the_old_state(plan, state):
 
 def test_the_callers_key_survives_the_step(plan):
     key = jax.random.key(3)
-    state = fsdp.init(plan, TX, fsdp.init_params(plan, key), rng=key)
+    state = fsdp.init_state(plan, TX, fsdp.init_params(plan, key), rng=key)
     fsdp.make_train_step(plan, square, TX)(state, X)
     assert not key.is_deleted()
 
@@ -166,7 +170,7 @@ def test_a_loss_in_bfloat16_is_averaged_in_float32(plan):
 
 
 @pytest.mark.parametrize(
-    "batch, accumulate, says",
+    "batch, num_microbatches, says",
     [
         (X[:12], 1, ["12", "8", "1", "16"]),
         (X, 4, ["16", "8", "4", "32"]),
@@ -175,9 +179,11 @@ def test_a_loss_in_bfloat16_is_averaged_in_float32(plan):
         ({}, 1, ["0"]),
     ],
 )
-def test_a_batch_that_does_not_divide_is_refused(plan, state, batch, accumulate, says):
-    step = fsdp.make_train_step(plan, square, TX, accumulate=accumulate)
-    grads = fsdp.value_and_grad(plan, square, accumulate=accumulate)
+def test_a_batch_that_does_not_divide_is_refused(
+    plan, state, batch, num_microbatches, says
+):
+    step = fsdp.make_train_step(plan, square, TX, num_microbatches=num_microbatches)
+    grads = fsdp.value_and_grad(plan, square, num_microbatches=num_microbatches)
     with pytest.raises(ValueError, match=facts(*says)):
         step(state, batch)
     with pytest.raises(ValueError, match=facts(*says)):
@@ -202,7 +208,7 @@ def noisy(params, batch, rng):
 
 
 def test_a_loss_that_asks_for_a_key_gets_its_own_on_each_rank_and_microbatch(plan):
-    fn = fsdp.value_and_grad(plan, noisy, has_aux=True, accumulate=2)
+    fn = fsdp.value_and_grad(plan, noisy, has_aux=True, num_microbatches=2)
     params = fsdp.init_params(plan, jax.random.key(0))
     (_, noise), _ = fn(params, X, rng=jax.random.key(0))
     assert len(set(np.asarray(noise).tolist())) == 16
@@ -251,7 +257,7 @@ def test_a_model_with_state_without_it_is_refused():
             match=facts("2", "dropout.rngs.count", "model_state=state.model_state"),
         ):
             call(params, X)
-    state = fsdp.init(plan, TX, params).model_state
+    state = fsdp.init_state(plan, TX, params).model_state
     with pytest.raises(ValueError, match=facts("rng=jax.random.key(...)")):
         fn(params, X, model_state=state)
     (_, _, new), _ = fn(params, X, model_state=state, rng=jax.random.key(0))

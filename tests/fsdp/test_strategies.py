@@ -125,11 +125,11 @@ def plan_of(strategy, sizes="even", precision="float64", mesh=None, **config):
     )
 
 
-def three_steps(plan, sizes, precision, accumulate):
+def three_steps(plan, sizes, precision, num_microbatches):
     """(state, loss, HLO) after three steps by one compiled program."""
     data = rows_of(sizes, np.float64 if precision == "float64" else np.float32)
-    step = fsdp.make_train_step(plan, loss_fn, TX, accumulate=accumulate)
-    state = fsdp.init(plan, TX, fsdp.init_params(plan, jax.random.key(1)))
+    step = fsdp.make_train_step(plan, loss_fn, TX, num_microbatches=num_microbatches)
+    state = fsdp.init_state(plan, TX, fsdp.init_params(plan, jax.random.key(1)))
     compiled = step.lower(state, data).compile()
     data = jax.device_put(data, plan.batch_sharding)
     for _ in range(3):
@@ -147,20 +147,20 @@ def one_device(sizes, precision):
         return host(state.params), loss
 
 
-@pytest.mark.parametrize("strategy, accumulate, sizes, precision", cells())
+@pytest.mark.parametrize("strategy, num_microbatches, sizes, precision", cells())
 def test_a_strategy_computes_what_one_device_does_in_its_bytes_and_collectives(
-    strategy, accumulate, sizes, precision
+    strategy, num_microbatches, sizes, precision
 ):
     with jax.enable_x64(precision == "float64"):
         plan = plan_of(strategy, sizes, precision)
-        state, loss, text = three_steps(plan, sizes, precision, accumulate)
-        params = host(fsdp.gather(state.params))
+        state, loss, text = three_steps(plan, sizes, precision, num_microbatches)
+        params = host(fsdp.unshard(state.params))
     want, want_loss = one_device(sizes, precision)
     tolerance = PRECISIONS[precision][1]
     assert worst(params, want) < tolerance
     assert abs(loss - want_loss) < tolerance * want_loss
     assert_bytes(strategy, plan, state)
-    assert_collectives(strategy, plan, counted(text), accumulate)
+    assert_collectives(strategy, plan, counted(text), num_microbatches)
 
 
 def assert_bytes(strategy, plan, state):
@@ -168,7 +168,7 @@ def assert_bytes(strategy, plan, state):
     inner, outer, dp_outer = STRATEGIES[strategy]
     pieces = (8 // dp_outer if inner else 1) * (dp_outer if outer else 1)
     elements = 0
-    for row in plan.rows:
+    for row in plan.param_plans:
         # What no dim of divides is padded along that which then grows the least.
         dims = range(row.num_stacked, len(row.shape))
         grown = [-(-row.shape[d] // pieces) * pieces / row.shape[d] for d in dims]
@@ -178,7 +178,7 @@ def assert_bytes(strategy, plan, state):
         leaves = jax.tree.leaves(tree)
         return sum(leaf.addressable_shards[0].data.nbytes for leaf in leaves)
 
-    itemsize = plan.rows[0].precision.main_params.itemsize
+    itemsize = plan.param_plans[0].precision.main_params.itemsize
     assert held(state.params) == plan.bytes_per_device["params"] == itemsize * elements
     assert plan.bytes_per_device["grads"] == itemsize * elements
     assert held(state.opt_state) == 2 * itemsize * elements + 4  # Adam's step counter
@@ -203,10 +203,10 @@ def counted(text):
     return counts
 
 
-def assert_collectives(strategy, plan, found, accumulate):
+def assert_collectives(strategy, plan, found, num_microbatches):
     inner, outer, dp_outer = STRATEGIES[strategy]
-    shards, n = 8 // dp_outer, len(plan.rows)
-    root = sum(row.unit == ROOT for row in plan.rows)
+    shards, n = 8 // dp_outer, len(plan.param_plans)
+    root = sum(row.unit == ROOT for row in plan.param_plans)
     late: list[tuple[str, int]] = []  # Reduced once a step, in the last backward.
     expected = {}
     if inner == 0:
@@ -223,9 +223,9 @@ def assert_collectives(strategy, plan, found, accumulate):
         expected[(op, devices, "layers")] = n - root
         expected[(op, devices, "once")] = root
     if inner >= 2:  # Reduced to shards each microbatch.
-        if accumulate > 1:
+        if num_microbatches > 1:
             expected[("reduce-scatter", shards, "microbatches")] = n
-        if accumulate == 1 or late:
+        if num_microbatches == 1 or late:
             expected[("reduce-scatter", shards, "layers")] = n - root
             expected[("reduce-scatter", shards, "once")] = root
     gathers = {
@@ -236,10 +236,10 @@ def assert_collectives(strategy, plan, found, accumulate):
     # Forward and backward; what no gradient needs is not gathered again, and what
     # belongs to no unit may be gathered before the loop.
     if inner == 3:
-        in_loop = gathers["microbatches"] if accumulate > 1 else gathers["layers"]
+        in_loop = gathers["microbatches"] if num_microbatches > 1 else gathers["layers"]
         assert n - root < in_loop <= 2 * n
         assert gathers["once"] <= 2 * root
-        if accumulate > 1 and not late:
+        if num_microbatches > 1 and not late:
             assert not gathers["layers"]
 
 
@@ -249,7 +249,7 @@ def test_a_wrong_gradient_would_be_noticed_in_bfloat16():
     mesh = fsdp.make_mesh(devices=jax.devices()[:1])
     plan = plan_of("ZeRO-3", "even", "bfloat16", mesh)
     step = fsdp.make_train_step(plan, loss_fn, TX)
-    state = fsdp.init(plan, TX, fsdp.init_params(plan, jax.random.key(1)))
+    state = fsdp.init_state(plan, TX, fsdp.init_params(plan, jax.random.key(1)))
     few = {name: rows[:3] for name, rows in rows_of("even", np.float32).items()}
     for _ in range(3):
         state, _ = step(state, few)
@@ -264,7 +264,7 @@ def test_without_overlap_one_loop_has_all_microbatches_and_reductions_follow(str
         state, _, text = three_steps(plan, "even", "float64", 3)
         assert worst(host(state.params), one_device("even", "float64")[0]) < 1e-9
     inner, outer, dp_outer = STRATEGIES[strategy]
-    found, n = counted(text), len(plan.rows)
+    found, n = counted(text), len(plan.param_plans)
     assert not any(where == "layers" for _, _, where in found)
     late = {
         (op, devices): count
@@ -285,11 +285,11 @@ def test_units_are_gathered_within_the_microbatch_also_when_unrolled():
     case = CASES["nnx unrolled"]
     plan = case.plan(fsdp.make_mesh())
     tx = optax.adamw(1e-3)
-    step = fsdp.make_train_step(plan, case.loss, tx, accumulate=3)
+    step = fsdp.make_train_step(plan, case.loss, tx, num_microbatches=3)
     lowered = step.lower(fsdp.abstract_state(plan, tx), batch(rows=24))
     found = collectives(lowered.compile().as_text())
     before = [c for c in found if c.op == "all-gather" and c.depth == 0]
-    root = [row for row in plan.rows if row.unit == ROOT]
+    root = [row for row in plan.param_plans if row.unit == ROOT]
     assert len(before) <= len(root)
 
 
@@ -352,7 +352,9 @@ def test_any_placements_compute_the_same(placements):
     with jax.enable_x64(True):
         plan = placed_plan(*placements, dp_outer=2)
         state, _, _ = three_steps(plan, "even", "float64", 3)
-        for leaf, row in zip(jax.tree.leaves(state.params), plan.rows, strict=True):
+        for leaf, row in zip(
+            jax.tree.leaves(state.params), plan.param_plans, strict=True
+        ):
             assert leaf.sharding.spec[row.dim] == (
                 placements[2] if len(placements[2]) > 1 else placements[2][0]
             )

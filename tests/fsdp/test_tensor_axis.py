@@ -85,9 +85,9 @@ def plan_of(mesh, **config):
     )
 
 
-def trained(plan, accumulate=1):
-    step = fsdp.make_train_step(plan, loss_fn, TX, accumulate=accumulate)
-    state = fsdp.init(plan, TX, fsdp.init_params(plan, jax.random.key(0)))
+def trained(plan, num_microbatches=1):
+    step = fsdp.make_train_step(plan, loss_fn, TX, num_microbatches=num_microbatches)
+    state = fsdp.init_state(plan, TX, fsdp.init_params(plan, jax.random.key(0)))
     for _ in range(3):
         state, metrics = step(state, batch(np.float64))
     return host(state.params), float(metrics["loss"])
@@ -113,7 +113,7 @@ def test_with_a_tensor_axis_the_numbers_are_those_of_one_device(name, one_device
     sizes, config = MESHES[name]
     with jax.enable_x64(True):
         plan = plan_of(fsdp.make_mesh(**sizes), tensor_parallel=TENSOR, **config)
-        params, loss = trained(plan, accumulate=2)
+        params, loss = trained(plan, num_microbatches=2)
     want, want_loss = one_device
     # Norms of a sequence-parallel stream and of split heads are among them.
     assert worst(params, want) < 1e-9
@@ -138,7 +138,9 @@ def plan():
 
 
 def test_parameters_lie_over_both_axes_on_different_dims(plan):
-    specs = {row.name: row.spec_with_tp(row.placements.optimizer) for row in plan.rows}
+    specs = {
+        row.name: row.spec_with_tp(row.placements.optimizer) for row in plan.param_plans
+    }
     assert specs["layers.up"] == P(None, "dp_shard", "tp")
     assert specs["layers.down"] == P(None, "tp", "dp_shard")
     assert specs["layers.norm"] == P(None, "dp_shard")
@@ -148,9 +150,10 @@ def test_parameters_lie_over_both_axes_on_different_dims(plan):
     assert "dim 2 over tp x dp_shard" in repr(plan)
     assert "whole on each rank of tp: head" in repr(plan)
     held = sum(
-        row.num_elements(plan.mesh, row.placements.optimizer) for row in plan.rows
+        row.num_elements(plan.mesh, row.placements.optimizer)
+        for row in plan.param_plans
     )
-    state = fsdp.init(plan, TX, fsdp.init_params(plan, jax.random.key(0)))
+    state = fsdp.init_state(plan, TX, fsdp.init_params(plan, jax.random.key(0)))
     leaves = jax.tree.leaves(state.params)
     assert held == sum(leaf.addressable_shards[0].data.size for leaf in leaves)
     moments = [m for m in jax.tree.leaves(state.opt_state) if m.ndim]
@@ -169,7 +172,7 @@ def test_weights_are_gathered_and_reduced_at_tp_width(wide):
     lowered = step.lower(fsdp.abstract_state(plan, TX), batch())
     found = collectives(lowered.compile().as_text())
     data = [c for c in found if group_size(c.groups) == 4]
-    split = [row for row in plan.rows if row.tensor_dim is not None]
+    split = [row for row in plan.param_plans if row.tensor_dim is not None]
     assert len(split) == 6
     for row in split:
         whole = int(np.prod(row.shape[1:]))
@@ -179,7 +182,7 @@ def test_weights_are_gathered_and_reduced_at_tp_width(wide):
     in_loop = [c for c in data if c.op == "all-gather" and c.loops]
     width = {
         row.name: int(np.prod(row.shape[1:])) // (2 if row.tensor_dim else 1)
-        for row in plan.rows
+        for row in plan.param_plans
         if row.num_stacked
     }
     assert sum(c.size for c in in_loop) <= 2 * sum(width.values())

@@ -68,17 +68,17 @@ def params_of(plan):
     return jax.tree.structure(plan.params).unflatten(placed)
 
 
-def grads_of(loss, plan, accumulate=1):
-    compute = fsdp.value_and_grad(plan, loss, accumulate=accumulate)
+def grads_of(loss, plan, num_microbatches=1):
+    compute = fsdp.value_and_grad(plan, loss, num_microbatches=num_microbatches)
     return compute(params_of(plan), rows())
 
 
-def difference(loss, strategy, accumulate=1):
+def difference(loss, strategy, num_microbatches=1):
     """The largest, of loss and gradients from those of one device."""
     with jax.enable_x64(True):
         weights = make_weights(jax.random.key(0))
         want, want_grads = jax.value_and_grad(loss)(weights, rows())
-        (got, _), grads = grads_of(loss, plan_of(strategy), accumulate)
+        (got, _), grads = grads_of(loss, plan_of(strategy), num_microbatches)
         assert float(got) == pytest.approx(float(want), abs=TOLERANCE)
         pairs = zip(
             jax.tree.leaves(host(grads)), jax.tree.leaves(host(want_grads)), strict=True
@@ -99,7 +99,7 @@ def mapped(weights, batch):
 
 @ALL
 def test_a_vmap_around_a_prefetching_scan_adds_each_microbatch_once(strategy):
-    assert difference(mapped, strategy, accumulate=3) < TOLERANCE
+    assert difference(mapped, strategy, num_microbatches=3) < TOLERANCE
 
 
 def test_a_vmap_around_a_prefetching_scan_is_right_in_one_microbatch():
@@ -112,7 +112,7 @@ def test_a_vmap_of_a_vmap_is_right():
         run = jax.vmap(lambda x: fsdp.scan(layer, weights["stack"], x, prefetch=1)[0])
         return jnp.mean(jax.vmap(run, 1, 1)(x) ** 2)
 
-    assert difference(loss, "HSDP", accumulate=3) < TOLERANCE
+    assert difference(loss, "HSDP", num_microbatches=3) < TOLERANCE
 
 
 # A derivative rule of the user's around a stack
@@ -142,13 +142,15 @@ def with_rule(change):
 
 
 @pytest.mark.parametrize(
-    "strategy, accumulate",
+    "strategy, num_microbatches",
     [("ZeRO-1", 3), ("ZeRO-2", 3), ("HFSDP", 1), ("HFSDP", 3)],
 )
-def test_a_rule_that_scales_gradients_scales_each_microbatch_once(strategy, accumulate):
+def test_a_rule_that_scales_gradients_scales_each_microbatch_once(
+    strategy, num_microbatches
+):
     half = np.float64(0.5)  # numpy's, which a trace holds as a constant
     halved = with_rule(lambda grads: jax.tree.map(lambda g: -g * half / 3, grads))
-    assert difference(halved, strategy, accumulate) < TOLERANCE
+    assert difference(halved, strategy, num_microbatches) < TOLERANCE
 
 
 CHANGES = {
@@ -228,7 +230,7 @@ def test_a_derivative_by_inputs_is_right():
 
         return plain(weights, batch) + jnp.mean(jax.grad(energy)(batch["x"]) ** 2)
 
-    assert difference(loss, "HSDP", accumulate=3) < TOLERANCE
+    assert difference(loss, "HSDP", num_microbatches=3) < TOLERANCE
 
 
 def test_a_derivative_inside_of_a_unit_is_right():
@@ -241,7 +243,7 @@ def test_a_derivative_inside_of_a_unit_is_right():
         each = jax.vmap(lambda x: sharpness(weights["one"], x[None]))(batch["x"])
         return jnp.mean(each)
 
-    assert difference(loss, "ZeRO-2", accumulate=3) < TOLERANCE
+    assert difference(loss, "ZeRO-2", num_microbatches=3) < TOLERANCE
 
 
 # Maps over weights outside of their units
@@ -307,7 +309,7 @@ def in_parts(weights, batch):
 
 @pytest.mark.parametrize("loss", [in_reverse, in_another_order, in_parts])
 def test_layers_may_be_moved(loss):
-    assert difference(loss, "HSDP", accumulate=3) < TOLERANCE
+    assert difference(loss, "HSDP", num_microbatches=3) < TOLERANCE
 
 
 def test_a_cast_outside_of_its_unit_is_refused():

@@ -37,7 +37,7 @@ def assert_as_plain(make, units, loss, batch=X, **config):
     def plain(params):
         return loss(plan.model.merge(params, state), batch)
 
-    want, want_grads = jax.jit(jax.value_and_grad(plain))(fsdp.gather(params))
+    want, want_grads = jax.jit(jax.value_and_grad(plain))(fsdp.unshard(params))
     np.testing.assert_allclose(got, want, rtol=RTOL)
     assert worst(grads, want_grads) < RTOL
 

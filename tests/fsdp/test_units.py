@@ -53,7 +53,7 @@ def grads_of(make, units, loss, **config):
     def unsharded(params):
         return loss(plan.model.merge(params, plan.model.state), X)
 
-    return grads, jax.jit(jax.grad(unsharded))(fsdp.gather(params))
+    return grads, jax.jit(jax.grad(unsharded))(fsdp.unshard(params))
 
 
 def loss_of_plan(make, units, loss, **config):
@@ -373,7 +373,7 @@ def dropped():
         lambda p: jax.tree.map(jnp.zeros_like, p),
         lambda g, state, params=None: (jax.tree.map(jnp.zeros_like, g), g),
     )
-    state = fsdp.init(plan, keep, params, rng=jax.random.key(7))
+    state = fsdp.init_state(plan, keep, params, rng=jax.random.key(7))
     step = fsdp.make_train_step(plan, drop_loss, keep, has_aux=True)
     restart = jax.tree.map(jnp.copy, state)
     masks, grads = [], []
@@ -421,7 +421,7 @@ def test_batch_norm_statistics_are_averaged_over_ranks(units):
     config = fsdp.FSDPConfig(sync_batch_norm=False)
     plan = fsdp.fully_shard(lambda key: Normed(nnx.Rngs(key)), MESH, units, config)
     tx = optax.sgd(0.1)
-    state = fsdp.init(plan, tx, fsdp.init_params(plan, jax.random.key(0)))
+    state = fsdp.init_state(plan, tx, fsdp.init_params(plan, jax.random.key(0)))
     step = fsdp.make_train_step(plan, lambda model, x: jnp.mean(model(x) ** 2), tx)
     state, _ = step(state, X)
     by_rank = X.reshape(8, 2, WIDTH)

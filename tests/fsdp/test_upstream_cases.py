@@ -16,8 +16,8 @@ from helpers.hlo import collectives
 from jax.sharding import AxisType
 
 import fsdp_jax as fsdp
-from fsdp_jax._chunks import chunks
 from fsdp_jax._tree import named_leaves
+from fsdp_jax.sharding._chunks import chunks
 from fsdp_jax.sharding._mesh import AXES
 from fsdp_jax.sharding._plan import ROOT
 
@@ -69,9 +69,9 @@ def test_a_mesh_made_by_hand_trains_to_the_same_bits(size):
     for mesh in (fsdp.make_mesh(devices=devices), by_hand):
         plan = fsdp.fully_shard(perceptron, mesh, [nnx.Linear])
         step = fsdp.make_train_step(plan, error, tx, has_aux=True)
-        state = fsdp.init(plan, tx, fsdp.init_params(plan, jax.random.key(0)))
+        state = fsdp.init_state(plan, tx, fsdp.init_params(plan, jax.random.key(0)))
         state, metrics = step(state, BATCH)
-        results.append(host((metrics, fsdp.gather(state.params))))
+        results.append(host((metrics, fsdp.unshard(state.params))))
     assert_same_bits(*results)
 
 
@@ -97,7 +97,7 @@ def test_one_device_communicates_nothing(strategy):
         fsdp.FSDPConfig(zero_dp_strategy=strategy),
     )
     tx = optax.sgd(0.1)
-    step = fsdp.make_train_step(plan, error, tx, has_aux=True, accumulate=2)
+    step = fsdp.make_train_step(plan, error, tx, has_aux=True, num_microbatches=2)
     lowered = step.lower(fsdp.abstract_state(plan, tx), BATCH)
     assert [c for c in collectives(lowered.compile().as_text()) if c.size > 1] == []
 
@@ -123,7 +123,7 @@ def test_parameters_of_the_root_are_whole_in_its_forward():
     plan = fsdp.fully_shard(
         lambda key: Rooted(nnx.Rngs(key)), fsdp.make_mesh(), [nnx.Linear]
     )
-    assert all(row.dim is not None for row in plan.rows)
+    assert all(row.dim is not None for row in plan.param_plans)
     x = np.arange(ROWS * 16, dtype=np.float32).reshape(ROWS, 16) % 7
     evaluate = fsdp.make_eval_step(
         plan, lambda model, x: (model(x).mean(), model(x)), has_aux=True
@@ -179,10 +179,10 @@ def test_models_of_every_shape_train_as_on_one_device(cls, units, width):
         )
         tx = optax.sgd(0.5)
         step = fsdp.make_train_step(plan, lambda m, x: jnp.mean(m(x) ** 2), tx)
-        state = fsdp.init(plan, tx, fsdp.init_params(plan, jax.random.key(0)))
+        state = fsdp.init_state(plan, tx, fsdp.init_params(plan, jax.random.key(0)))
         for _ in range(2):
             state, _ = step(state, x)
-        results.append(host(fsdp.gather(state.params)))
+        results.append(host(fsdp.unshard(state.params)))
     assert worst(*results) < 1e-5
 
 
@@ -197,8 +197,8 @@ def test_one_program_runs_every_step_and_the_loss_falls(outer):
         [nnx.Linear],
         fsdp.FSDPConfig(outer_dp_sharding_strategy=outer),
     )
-    step = fsdp.make_train_step(plan, error, TX, has_aux=True, accumulate=2)
-    state = fsdp.init(plan, TX, fsdp.init_params(plan, jax.random.key(0)))
+    step = fsdp.make_train_step(plan, error, TX, has_aux=True, num_microbatches=2)
+    state = fsdp.init_state(plan, TX, fsdp.init_params(plan, jax.random.key(0)))
     state, first = step(state, BATCH)
     seen = [first]
     with compilations() as heard:
@@ -223,7 +223,7 @@ def test_each_forward_sees_the_weights_that_the_update_before_it_made():
         fsdp.make_train_step(plan, loss, tx),
         fsdp.make_eval_step(plan, loss),
     )
-    state = fsdp.init(plan, tx, fsdp.init_params(plan, jax.random.key(0)))
+    state = fsdp.init_state(plan, tx, fsdp.init_params(plan, jax.random.key(0)))
     rows = np.full(8, 2, np.float32)
     for updates in range(4):  # A gradient of 2 takes half of each weight's first value.
         want = 2 * 16 * (1 - updates / 2)
@@ -263,7 +263,7 @@ def stack_loss(weights, batch):
     return jnp.mean(fsdp.scan(layer, weights, batch["x"])[0] ** 2)
 
 
-def train_stack(steps=2, mesh=None, accumulate=1, tx=TX, **config):
+def train_stack(steps=2, mesh=None, num_microbatches=1, tx=TX, **config):
     """(losses, state, step) of a stack, by default on two replicas."""
     plan = fsdp.fully_shard(
         make_stack,
@@ -271,8 +271,11 @@ def train_stack(steps=2, mesh=None, accumulate=1, tx=TX, **config):
         [fsdp.Stacked("*")],
         fsdp.FSDPConfig(**config),
     )
-    step = fsdp.make_train_step(plan, stack_loss, tx, accumulate=accumulate)
-    state, losses = fsdp.init(plan, tx, fsdp.init_params(plan, jax.random.key(0))), []
+    step = fsdp.make_train_step(plan, stack_loss, tx, num_microbatches=num_microbatches)
+    state, losses = (
+        fsdp.init_state(plan, tx, fsdp.init_params(plan, jax.random.key(0))),
+        [],
+    )
     for _ in range(steps):
         state, metrics = step(state, BATCH)
         losses.append(float(metrics["loss"]))
@@ -281,13 +284,13 @@ def train_stack(steps=2, mesh=None, accumulate=1, tx=TX, **config):
 
 def whole(state):
     """(parameters, optimizer state) on the host, without what pads them."""
-    return host(fsdp.gather((state.params, state.opt_state)))
+    return host(fsdp.unshard((state.params, state.opt_state)))
 
 
 @pytest.fixture(scope="module")
 def by_default(fusion_emitters):
-    losses, state, _ = train_stack(accumulate=2)
-    return host((losses, fsdp.gather(state.params)))
+    losses, state, _ = train_stack(num_microbatches=2)
+    return host((losses, fsdp.unshard(state.params)))
 
 
 @pytest.mark.parametrize(
@@ -300,8 +303,8 @@ def by_default(fusion_emitters):
     ids=lambda option: next(iter(option)),
 )
 def test_options_that_move_work_leave_the_bits_as_they_are(option, by_default):
-    losses, state, _ = train_stack(accumulate=2, **option)
-    assert_same_bits(host((losses, fsdp.gather(state.params))), by_default)
+    losses, state, _ = train_stack(num_microbatches=2, **option)
+    assert_same_bits(host((losses, fsdp.unshard(state.params))), by_default)
 
 
 def test_a_frozen_first_half_stays_under_zero_2():
@@ -319,11 +322,11 @@ def test_a_frozen_first_half_stays_under_zero_2():
         fsdp.FSDPConfig(zero_dp_strategy=2, frozen=("first",)),
     )
     step = fsdp.make_train_step(plan, loss, TX)
-    state = fsdp.init(plan, TX, fsdp.init_params(plan, jax.random.key(0)))
-    before = host(fsdp.gather(state.params))
+    state = fsdp.init_state(plan, TX, fsdp.init_params(plan, jax.random.key(0)))
+    before = host(fsdp.unshard(state.params))
     for _ in range(2):
         state, _ = step(state, BATCH)
-    after = host(fsdp.gather(state.params))
+    after = host(fsdp.unshard(state.params))
     assert_same_bits(after["first"], before["first"])
     for name, leaf in named_leaves(after["second"]):
         assert (leaf != before["second"][name]).any(), name
@@ -351,10 +354,10 @@ def test_a_frozen_norm_is_no_error_where_others_are_split_over_tp():
         plan = fsdp.fully_shard(make, mesh, config=config)
         tx = optax.sgd(0.5)
         step = fsdp.make_train_step(plan, loss, tx)
-        state = fsdp.init(plan, tx, fsdp.init_params(plan, jax.random.key(0)))
+        state = fsdp.init_state(plan, tx, fsdp.init_params(plan, jax.random.key(0)))
         for _ in range(2):
             state, _ = step(state, x)
-        results.append(host(fsdp.gather(state.params)))
+        results.append(host(fsdp.unshard(state.params)))
     assert worst(*results) < 1e-5
     assert (results[0]["norm"] == 0.5).all()
 
@@ -414,7 +417,7 @@ def test_adam_in_bfloat16_is_that_of_one_device():
         for mesh in (fsdp.make_mesh(), one_device())
     )
     for (name, a), (_, b) in zip(
-        named_leaves(host(fsdp.gather(got.params))),
+        named_leaves(host(fsdp.unshard(got.params))),
         named_leaves(host(want.params)),
         strict=True,
     ):
@@ -456,10 +459,12 @@ def test_uneven_arrays_are_gathered_whole_to_the_bit(dtype, outer):
             fsdp.make_mesh(dp_outer=1 + outer),
             config=fsdp.FSDPConfig(mp_policy=policy, outer_dp_sharding_strategy=outer),
         )
-        assert {row.name for row in plan.rows if row.dim is None} == {"one element"}
+        assert {row.name for row in plan.param_plans if row.dim is None} == {
+            "one element"
+        }
         params = fsdp.init_params(plan, jax.random.key(0))
-        state = fsdp.init(plan, optax.sgd(0.1), params)
-        gathered = fsdp.gather(state.params)
+        state = fsdp.init_state(plan, optax.sgd(0.1), params)
+        gathered = fsdp.unshard(state.params)
         for name, value in values.items():
             for shard in gathered[name].addressable_shards:
                 np.testing.assert_array_equal(shard.data, value, err_msg=name)
@@ -515,7 +520,7 @@ def test_a_unit_is_every_object_of_its_class_and_nothing_else():
     plan = fsdp.fully_shard(
         lambda key: MixedLayers(nnx.Rngs(key)), fsdp.make_mesh(), [nnx.Linear]
     )
-    assert {row.name: row.unit for row in plan.rows} == {
+    assert {row.name: row.unit for row in plan.param_plans} == {
         "conv.kernel": ROOT,
         "conv.bias": ROOT,
         "inner.kernel": "inner",
@@ -526,4 +531,4 @@ def test_a_unit_is_every_object_of_its_class_and_nothing_else():
     none = fsdp.fully_shard(
         lambda key: MixedLayers(nnx.Rngs(key)), fsdp.make_mesh(), [OwnLinear]
     )
-    assert {row.unit for row in none.rows} == {ROOT, "sub"}
+    assert {row.unit for row in none.param_plans} == {ROOT, "sub"}

@@ -333,7 +333,7 @@ def test_a_step_computes_what_one_device_does(name):
         fsdp.make_mesh(tp=2),
         config=fsdp.FSDPConfig(tensor_parallel={"head": 1}),
     )
-    compute = fsdp.value_and_grad(plan, loss_with(op), accumulate=2)
+    compute = fsdp.value_and_grad(plan, loss_with(op), num_microbatches=2)
     params = fsdp.init_params(plan, jax.random.key(0))
     (loss, _), grads = compute(params, batch())
     want = jax.value_and_grad(loss_with(plain))(

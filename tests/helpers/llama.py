@@ -85,7 +85,7 @@ class Llama:
 
 
 def tokens(rows, seq=2048):
-    """The mould of a global batch."""
+    """The like of a global batch."""
     return jax.ShapeDtypeStruct((rows, seq + 1), jnp.int32)
 
 

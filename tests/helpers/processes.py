@@ -25,7 +25,7 @@ from typing import Any
 
 from helpers import compiling
 
-from fsdp_jax.launch import Patience, Processes
+from fsdp_jax.launch import Processes, Timeouts
 
 ROOT = Path(__file__).parent.parent.parent
 ENVIRONMENT = {
@@ -156,7 +156,7 @@ class Recorded:
         num_processes: int,
         *,
         devices: int = 2,
-        patience: Patience | None = None,
+        timeouts: Timeouts | None = None,
     ):
         self.lines: dict[int, list[str]] = defaultdict(list)
         self.processes = Processes(
@@ -164,7 +164,7 @@ class Recorded:
             num_processes,
             line=lambda rank, line, is_error: self.lines[rank].append(line),
             devices_per_process=devices,
-            patience=patience,
+            timeouts=timeouts,
             environment=ENVIRONMENT,
         )
 

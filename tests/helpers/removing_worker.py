@@ -49,7 +49,7 @@ def remove_until(run: Path, at: int, said: Path) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(count_calls)
-    fsdp.remove(run, None, "opt_state")
+    fsdp.checkpoint.remove(run, None, "opt_state")
 
 
 def changes(run: Path, event: str, arguments: tuple) -> bool:
@@ -64,13 +64,13 @@ def changes(run: Path, event: str, arguments: tuple) -> bool:
 
 def look_at(run: Path, said: Path) -> None:
     """Says what there is, every byte of it read, and has the next removal clear up."""
-    assert fsdp.verify(run).step == fsdp.latest_step(run) == 2
-    names = fsdp.load_shapes(run)
+    assert fsdp.checkpoint.verify(run).step == fsdp.latest_step(run) == 2
+    names = fsdp.checkpoint.load_shapes(run)
     has_optimizer = any(matches("opt_state", name) for name in names)
     assert {"params.w", "step", "rng"} <= names.keys()
     said.write_text("as it was" if has_optimizer else "without")
-    fsdp.remove(run, None, "opt_state" if has_optimizer else "num_skipped")
-    assert fsdp.verify(run).step == 2
+    fsdp.checkpoint.remove(run, None, "opt_state" if has_optimizer else "num_skipped")
+    assert fsdp.checkpoint.verify(run).step == 2
     assert sorted(child.name for child in run.iterdir()) == ["1", "2"]
 
 

@@ -37,7 +37,7 @@ def state_at(step: int) -> fsdp.TrainState:
     )
 
 
-def mould() -> fsdp.TrainState:
+def like() -> fsdp.TrainState:
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
         state_at(0),
@@ -77,7 +77,7 @@ def kill_while_saving(directory: Path, moment_secs: float) -> list[int]:
 
 def main(directory: str, num_steps: int) -> None:
     with fsdp.Checkpointer(directory) as checkpointer:
-        state = checkpointer.resume(mould())
+        state = checkpointer.resume(like())
         start = 0 if state is None else check(state)
         print("resumed", start, flush=True)
         for step in range(start + 1, start + num_steps + 1):

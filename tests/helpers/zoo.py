@@ -49,12 +49,10 @@ class Case:
         return _weights(self, jnp.dtype(dtype))
 
     def sharded(self, plan: fsdp.Plan, dtype=jnp.float32) -> Any:
-        """The same parameters in the mould of `plan`."""
+        """The same parameters in the like of `plan`."""
         params, _ = self.weights(dtype)
         return jax.tree.map(
-            lambda leaf, mould: jax.device_put(
-                leaf.astype(mould.dtype), mould.sharding
-            ),
+            lambda leaf, like: jax.device_put(leaf.astype(like.dtype), like.sharding),
             params,
             plan.params,
         )

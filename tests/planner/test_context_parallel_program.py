@@ -10,9 +10,9 @@ from helpers.errors import facts
 
 import fsdp_jax as fsdp
 from bridge.models import DecoderConfig
-from fsdp_jax.cli._context_parallel import rows_mould
+from fsdp_jax.cli._context_parallel import abstract_rows
 from fsdp_jax.cli._decoder import fused_next_token_loss, plan_decoder
-from fsdp_jax.planner import compile_for
+from fsdp_jax.planner import estimate_step
 from fsdp_jax.planner._compile import gpu_devices
 from fsdp_jax.planner._gpu import GPUS
 
@@ -30,7 +30,7 @@ CONFIG = DecoderConfig(
 
 
 @pytest.fixture(scope="module")
-def forecast():
+def estimate():
     jax.config.update("jax_disable_most_optimizations", False)
     mesh = fsdp.make_mesh(cp=CP, devices=gpu_devices(GPUS["h200"], CP))
     config = fsdp.FSDPConfig(
@@ -40,19 +40,19 @@ def forecast():
         remat_policy=jax.checkpoint_policies.save_only_these_names("context_attention"),
     )
     plan = plan_decoder(CONFIG, mesh, config)
-    batch = rows_mould(1, SEQ, CP)
-    yield compile_for(
+    batch = abstract_rows(1, SEQ, CP)
+    yield estimate_step(
         plan, fused_next_token_loss, optax.adamw(1e-3), batch, tokens=SEQ, guide=False
     )
     jax.config.update("jax_disable_most_optimizations", True)
 
 
-def ring(forecast):
-    return [row for row in forecast.sent if row.op == "collective-permute"]
+def ring(estimate):
+    return [row for row in estimate.sent if row.op == "collective-permute"]
 
 
-def test_the_steps_of_a_ring_are_hidden_behind_attention(forecast):
-    rows = ring(forecast)
+def test_the_steps_of_a_ring_are_hidden_behind_attention(estimate):
+    rows = ring(estimate)
     on_the_wire = sum(row.times * row.seconds for row in rows)
     waited_for = sum(row.exposed_seconds for row in rows)
     assert waited_for < 0.05 * on_the_wire
@@ -60,9 +60,9 @@ def test_the_steps_of_a_ring_are_hidden_behind_attention(forecast):
     assert {row.unit for row in rows} == {"-"}
 
 
-def test_a_ring_sends_keys_and_values_no_oftener_than_it_must(forecast):
+def test_a_ring_sends_keys_and_values_no_oftener_than_it_must(estimate):
     part = SEQ // CP * CONFIG.num_key_value_heads * CONFIG.head_dim
-    sent = sum(row.times * row.bytes for row in ring(forecast))
+    sent = sum(row.times * row.bytes for row in ring(estimate))
     # Keys and values in two bytes on all but the last step, forward and backward, which
     # does not attend again, as what forward made is kept; their gradients in four
     # bytes, and in two when all is added up, home.
@@ -70,8 +70,8 @@ def test_a_ring_sends_keys_and_values_no_oftener_than_it_must(forecast):
     assert sent == LAYERS * 2 * part * once
 
 
-def test_the_program_does_what_the_plan_says(forecast):
-    fsdp.audit_step(forecast.plan, forecast.compiled)
+def test_the_program_does_what_the_plan_says(estimate):
+    fsdp.audit_step(estimate.plan, estimate.compiled)
 
 
 def test_a_collective_of_one_s_own_over_cp_is_still_told():
@@ -85,12 +85,12 @@ def test_a_collective_of_one_s_own_over_cp_is_still_told():
         return jnp.mean(whole**2)
 
     step = fsdp.make_train_step(plan, loss, optax.adamw(1e-3))
-    mould = fsdp.abstract_state(plan, optax.adamw(1e-3))
-    lowered = step.lower(mould, rows_mould(1, SEQ, CP))
-    with pytest.raises(fsdp.AuditError, match=facts("all-gather", "cp")):
+    like = fsdp.abstract_state(plan, optax.adamw(1e-3))
+    lowered = step.lower(like, abstract_rows(1, SEQ, CP))
+    with pytest.raises(fsdp.audit.AuditError, match=facts("all-gather", "cp")):
         fsdp.audit_step(plan, lowered)
 
 
-def test_memory_is_foretold(forecast):
+def test_memory_is_foretold(estimate):
     # Of blocks of scores more lie about than the trace says, and here they are a third.
-    assert forecast.memory.total == pytest.approx(forecast.compiled_bytes, rel=0.2)
+    assert estimate.memory.total == pytest.approx(estimate.compiled_bytes, rel=0.2)

@@ -51,7 +51,7 @@ def lowered(plan, loss=None, dispatch=ops.expert_parallel_dispatch):
 def check(plan, program, sides):
     """No weight travels over ep; tokens do, there and back, forward and backward."""
     arrays = list(moved(program_of(program, plan.mesh), plan.mesh))
-    experts = {row.name: row for row in plan.rows if row.is_expert}
+    experts = {row.name: row for row in plan.param_plans if row.is_expert}
     own = {
         row.on_device(plan.mesh, row.shape, ())[row.num_stacked :]
         for row in experts.values()
@@ -85,7 +85,7 @@ def test_the_step_for_gpus_sends_the_rows_that_there_are(name):
     devices = gpu_devices(GPUS["h200"], RANKS)
     plan = plan_of(fsdp.make_mesh(ep=EP, devices=devices), mp_policy=BF16)
     program = lowered(plan, dispatch=DISPATCHES[name])
-    compiled = program.compile(compiler_options=fsdp.compiler_options())
+    compiled = program.compile(compiler_options=fsdp.training.compiler_options())
     fsdp.audit_step(plan, compiled)
     room = EP * TOKENS * min(CHOSEN, EXPERTS // EP)
     ragged = ("ragged-all-to-all", TOKENS * CHOSEN, room)
@@ -112,7 +112,7 @@ def test_experts_that_are_brought_together_are_named():
         )
 
     plan = plan_of(fsdp.make_mesh(ep=EP), mp_policy=BF16)
-    with pytest.raises(fsdp.AuditError) as error:
+    with pytest.raises(fsdp.audit.AuditError) as error:
         fsdp.audit_step(plan, lowered(plan, loss_of(gathered)))
     named = [line for line in error.value.differences if "experts of all ranks" in line]
     assert any("'layers.experts.up'" in line for line in named)

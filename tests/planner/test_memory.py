@@ -86,9 +86,11 @@ MODEL = Llama(width=128, mlp=512, heads=2, kv_heads=1, layers=6, vocab=512)
 TX = optax.adamw(1e-3)
 
 
-def predicted(prefetch=1, rows=8, accumulate=1, **config):
+def predicted(prefetch=1, rows=8, num_microbatches=1, **config):
     plan = MODEL.plan(fsdp.make_mesh(), **config)
-    step = fsdp.make_train_step(plan, MODEL.loss(prefetch), TX, accumulate=accumulate)
+    step = fsdp.make_train_step(
+        plan, MODEL.loss(prefetch), TX, num_microbatches=num_microbatches
+    )
     state, batch = fsdp.abstract_state(plan, TX), tokens(rows, 64)
     traced = step.jitted.trace(state, batch).jaxpr
     return plan, predict_memory(plan, state, batch, traced)
@@ -96,7 +98,7 @@ def predicted(prefetch=1, rows=8, accumulate=1, **config):
 
 def layer_bytes(plan):
     """One layer's whole weights in bfloat16, norms left out."""
-    rows = [r for r in plan.rows if r.unit == "layers" and len(r.shape) > 2]
+    rows = [r for r in plan.param_plans if r.unit == "layers" and len(r.shape) > 2]
     matrices = [r for r in rows if "norm" not in r.name]
     return sum(2 * r.shape[1] * r.shape[2] for r in matrices)
 
@@ -117,7 +119,7 @@ def test_one_more_unit_is_gathered_than_is_ahead(prefetch):
 
 def test_microbatches_hold_one_more_gradient():
     plan, once = predicted()
-    _, many = predicted(rows=24, accumulate=3)
+    _, many = predicted(rows=24, num_microbatches=3)
     more = many.gradients - once.gradients
     assert more == pytest.approx(plan.bytes_per_device["grads"], rel=0.1)
 

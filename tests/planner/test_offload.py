@@ -22,20 +22,20 @@ def all_optimizations():
     jax.config.update("jax_disable_most_optimizations", True)
 
 
-def forecast(offload=None, seq=2048, **config):
+def estimate(offload=None, seq=2048, **config):
     devices = fsdp.make_mesh(devices=jax.devices()[:1])
     plan = MODEL.plan(devices, offload=offload, **config)
     options = {"gpus": 8, "guide": False}
-    return fsdp.compile_for(plan, MODEL.loss(), TX, tokens(8, seq), **options)
+    return fsdp.estimate_step(plan, MODEL.loss(), TX, tokens(8, seq), **options)
 
 
 @pytest.fixture(scope="module")
 def plain():
-    return forecast()
+    return estimate()
 
 
 def test_memory_falls_by_what_the_plan_says(plain):
-    found = forecast(fsdp.Offload())
+    found = estimate(fsdp.OffloadPolicy())
     assert found.offloaded.bytes == plain.memory.optimizer - found.memory.optimizer
     assert found.memory.optimizer < 4096
     said = plain.memory.total - found.memory.total
@@ -50,12 +50,12 @@ def test_memory_falls_by_what_the_plan_says(plain):
 
 @pytest.mark.long
 def test_main_weights_leave_their_compute_dtype_behind(plain):
-    found = forecast(fsdp.Offload(params=True))
+    found = estimate(fsdp.OffloadPolicy(params=True))
     # float32 goes; bfloat16 comes, and of what the layers' backward does not gather
     # (the embedding, the head) it has gone again by then, the fullest moment.
     said = plain.memory.total - found.memory.total
     left = found.memory.gathered - plain.memory.gathered
-    rows = {row.name: row for row in found.plan.rows}
+    rows = {row.name: row for row in found.plan.param_plans}
     gone = sum(
         rows[name].num_elements(found.plan.mesh, rows[name].placements.optimizer)
         for name in ("embed", "head")
@@ -74,11 +74,11 @@ def test_main_weights_leave_their_compute_dtype_behind(plain):
 @pytest.mark.long
 def test_an_update_has_a_few_parameters_on_the_device_and_not_all():
     # Short rows: the update is the fullest moment, or would be.
-    whole, found = forecast(None, 32), forecast(fsdp.Offload(params=True), 32)
+    whole, found = estimate(None, 32), estimate(fsdp.OffloadPolicy(params=True), 32)
     rest = found.offloaded.bytes
     largest = max(
         row.num_elements(found.plan.mesh, row.placements.optimizer) * 4
-        for row in found.plan.rows
+        for row in found.plan.param_plans
     )
     # Two parameters with both moments, and twice that on the way back.
     assert 6 * largest < rest / 2
@@ -89,8 +89,8 @@ def test_an_update_has_a_few_parameters_on_the_device_and_not_all():
 def test_activations_that_a_policy_offloads_leave_the_device():
     policies = jax.checkpoint_policies
     offload = policies.offload_dot_with_no_batch_dims("device", "pinned_host")
-    here = forecast(remat_policy=policies.dots_with_no_batch_dims_saveable)
-    there = forecast(remat_policy=offload)
+    here = estimate(remat_policy=policies.dots_with_no_batch_dims_saveable)
+    there = estimate(remat_policy=offload)
     for found in (here, there):
         assert found.memory.total == pytest.approx(found.compiled_bytes, rel=0.05)
     fell = here.compiled_bytes - there.compiled_bytes

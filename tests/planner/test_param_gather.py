@@ -16,20 +16,20 @@ TX = optax.adamw(1e-3)
 MODEL = Llama(layers=4)
 FORMATS = {
     "bfloat16": None,
-    "float8": fsdp.Float8Gather(),
-    "mxfp8": fsdp.MXFP8Gather(),
+    "float8": fsdp.sharding.Float8Gather(),
+    "mxfp8": fsdp.sharding.MXFP8Gather(),
 }
 
 
 @pytest.fixture(scope="module")
-def forecasts():
+def estimates():
     """One compiled step for each format."""
     jax.config.update("jax_disable_most_optimizations", False)
-    yield {kind: forecast(kind) for kind in FORMATS}
+    yield {kind: estimate(kind) for kind in FORMATS}
     jax.config.update("jax_disable_most_optimizations", True)
 
 
-def forecast(kind):
+def estimate(kind):
     policy = fsdp.MixedPrecisionPolicy(
         param_dtype=jnp.bfloat16,
         grad_comm_dtype=jnp.bfloat16,
@@ -37,7 +37,7 @@ def forecast(kind):
     )
     plan = MODEL.plan(fsdp.make_mesh(devices=jax.devices()[:1]), mp_policy=policy)
     options = {"gpus": 8, "guide": False}
-    return fsdp.compile_for(plan, MODEL.loss(), TX, tokens(8), **options)
+    return fsdp.estimate_step(plan, MODEL.loss(), TX, tokens(8), **options)
 
 
 def gathers(found):
@@ -47,18 +47,18 @@ def gathers(found):
     ]
 
 
-def test_the_wire_carries_bytes_at_most_052_times_bfloat16s(forecasts):
+def test_the_wire_carries_bytes_at_most_052_times_bfloat16s(estimates):
     sent = {
         kind: sum(row.bytes * row.times for row in gathers(found))
-        for kind, found in forecasts.items()
+        for kind, found in estimates.items()
     }
     for kind in ("float8", "mxfp8"):
-        assert {row.dtype for row in gathers(forecasts[kind])} == {"u8"}
+        assert {row.dtype for row in gathers(estimates[kind])} == {"u8"}
         assert 0.5 <= sent[kind] / sent["bfloat16"] <= 0.52
-    assert {row.dtype for row in gathers(forecasts["bfloat16"])} == {"bf16"}
+    assert {row.dtype for row in gathers(estimates["bfloat16"])} == {"bf16"}
 
 
-def test_gradients_travel_as_before(forecasts):
+def test_gradients_travel_as_before(estimates):
     def reductions(found):
         return sorted(
             (row.dtype, row.bytes, row.times)
@@ -66,24 +66,24 @@ def test_gradients_travel_as_before(forecasts):
             if row.op == "reduce-scatter"
         )
 
-    want = reductions(forecasts["bfloat16"])
+    want = reductions(estimates["bfloat16"])
     assert want and {dtype for dtype, _, _ in want} == {"bf16"}
-    assert reductions(forecasts["float8"]) == reductions(forecasts["mxfp8"]) == want
+    assert reductions(estimates["float8"]) == reductions(estimates["mxfp8"]) == want
 
 
-def test_gathers_of_bytes_are_hidden_and_as_planned(forecasts):
+def test_gathers_of_bytes_are_hidden_and_as_planned(estimates):
     for kind in ("float8", "mxfp8"):
-        found = forecasts[kind]
+        found = estimates[kind]
         fsdp.audit_step(found.plan, found.compiled)
         assert sum(row.exposed_seconds for row in gathers(found)) < 5e-5
-        assert found.exposed < forecasts["bfloat16"].exposed
+        assert found.exposed < estimates["bfloat16"].exposed
 
 
-def test_memory_is_predicted_with_the_encoded_pieces(forecasts):
-    plain = forecasts["bfloat16"].memory.gathered
+def test_memory_is_predicted_with_the_encoded_pieces(estimates):
+    plain = estimates["bfloat16"].memory.gathered
     for kind in ("float8", "mxfp8"):
-        found = forecasts[kind]
+        found = estimates[kind]
         assert found.memory.total == pytest.approx(found.compiled_bytes, rel=0.05)
         # At the fullest moment those of the head are no longer needed.
         more = found.memory.gathered - plain
-        assert 0.5 * found.plan.encoded_bytes < more <= found.plan.encoded_bytes
+        assert 0.5 * found.plan.quantized_bytes < more <= found.plan.quantized_bytes

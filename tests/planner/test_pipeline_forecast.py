@@ -1,4 +1,4 @@
-"""A forecast of a pipeline: what waits, what lies in memory, what its plan prints."""
+"""A estimate of a pipeline: what waits, what lies in memory, what its plan prints."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ def plan_of(**config):
 
 
 @functools.cache
-def forecast(microbatches):
+def estimate(microbatches):
     tokens = jax.ShapeDtypeStruct((16 * microbatches, SEQ), jnp.int32)
     tx = optax.adamw(1e-3)
-    options = {"guide": False, "accumulate": microbatches}
-    return fsdp.compile_for(plan_of(), loss_fn, tx, tokens, gpus=8, **options)
+    options = {"guide": False, "num_microbatches": microbatches}
+    return fsdp.estimate_step(plan_of(), loss_fn, tx, tokens, gpus=8, **options)
 
 
 def of_turns(found):
@@ -62,7 +62,7 @@ def of_turns(found):
 
 @pytest.mark.plan
 def test_stages_wait_for_the_first_and_the_last_microbatch():
-    few, many = forecast(4), forecast(12)
+    few, many = estimate(4), estimate(12)
     assert (few.bubble, many.bubble) == (pytest.approx(1 / 5), pytest.approx(1 / 13))
     assert "pipeline: 20.0% of a stage's turns are empty" in repr(few)
     # As long as all stages one after the other take: one microbatch more than it has.
@@ -73,7 +73,7 @@ def test_stages_wait_for_the_first_and_the_last_microbatch():
 
 @pytest.mark.plan
 def test_memory_of_a_stage_is_predicted_and_does_not_grow_with_microbatches():
-    few, many = forecast(4), forecast(12)
+    few, many = estimate(4), estimate(12)
     tokens = 8 * 4 * SEQ * 4  # Bytes of the batch that lie on a device besides.
     assert many.compiled_bytes - few.compiled_bytes <= tokens
     for found in (few, many):
@@ -81,7 +81,7 @@ def test_memory_of_a_stage_is_predicted_and_does_not_grow_with_microbatches():
 
 
 def test_a_plan_says_what_stages_have_wait_for_gather_and_send():
-    text = repr(plan_of(pipeline=fsdp.Pipeline("1f1b", virtual_stages=2)))
+    text = repr(plan_of(pipeline=fsdp.PipelineConfig("1f1b", virtual_stages=2)))
     up = 2 * EMBED * MLP  # Elements of a layer.
     for line in (
         "pipeline, 1f1b: 2 stages of 3 or 2 layers in 2 chunk(s)",
@@ -97,7 +97,7 @@ def test_a_plan_says_what_stages_have_wait_for_gather_and_send():
     # A stage holds its own layers alone, and of all else its part.
     rows = {
         row.name: row.num_elements(held.mesh, row.placements.optimizer)
-        for row in held.rows
+        for row in held.param_plans
     }
     assert rows == {
         "embed": VOCAB * EMBED // 8,

@@ -29,7 +29,7 @@ def mesh():
     return fsdp.make_mesh(tp=TP)
 
 
-def moulds(mesh, *given):
+def likes(mesh, *given):
     """Of `(shape, spec)` pairs."""
     return [
         jax.ShapeDtypeStruct(shape, np.float32, sharding=NamedSharding(mesh, spec))
@@ -48,7 +48,7 @@ def program_of(mesh, fn, *given):
         axis_names=set(mesh.axis_names) - {"tp"},
         check_vma=False,
     )
-    jaxpr = jax.make_jaxpr(local)(*moulds(mesh, *given)).jaxpr
+    jaxpr = jax.make_jaxpr(local)(*likes(mesh, *given)).jaxpr
     program = on_one_device(jaxpr, [dim_of(spec) for _, spec in given])
     assert program is not None
     return program
@@ -117,8 +117,8 @@ FUNCTIONS = {
 def test_results_lie_on_devices_as_xla_lays_them(name, mesh):
     fn, *given = FUNCTIONS[name]
     with jax.set_mesh(mesh):
-        compiled = jax.jit(fn).lower(*moulds(mesh, *given)).compile()
-        shapes = jax.tree.leaves(jax.eval_shape(fn, *moulds(mesh, *given)))
+        compiled = jax.jit(fn).lower(*likes(mesh, *given)).compile()
+        shapes = jax.tree.leaves(jax.eval_shape(fn, *likes(mesh, *given)))
     shardings = jax.tree.leaves(compiled.output_shardings)
     laid = [
         sharding.shard_shape(out.shape)

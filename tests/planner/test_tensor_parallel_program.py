@@ -13,7 +13,7 @@ from helpers.llama import BF16, RECOMPUTE, Llama, tokens
 import fsdp_jax as fsdp
 from bridge.models import DecoderConfig
 from fsdp_jax.cli._decoder import fused_next_token_loss, plan_decoder
-from fsdp_jax.planner import compile_for
+from fsdp_jax.planner import estimate_step
 from fsdp_jax.planner._compile import gpu_devices
 from fsdp_jax.planner._gpu import GPUS
 
@@ -45,18 +45,18 @@ def decoder(tp=TP, **options):
     mesh = fsdp.make_mesh(tp=tp, devices=gpu_devices(GPUS["h200"], 8))
     config = fsdp.FSDPConfig(mp_policy=BF16, remat_policy=RECOMPUTE)
     plan = plan_decoder(CONFIG, mesh, config, **options)
-    return compile_for(plan, fused_next_token_loss, TX, BATCH, guide=False)
+    return estimate_step(plan, fused_next_token_loss, TX, BATCH, guide=False)
 
 
 @pytest.fixture(scope="module")
-def forecast():
+def estimate():
     return decoder()
 
 
-def test_tokens_cross_tp_as_often_as_a_layer_asks(forecast):
+def test_tokens_cross_tp_as_often_as_a_layer_asks(estimate):
     tokens = ROWS * SEQ * CONFIG.hidden_size * 2 * (TP - 1) // TP
     sent = dict.fromkeys(("all-gather", "reduce-scatter"), 0.0)
-    for row in forecast.sent:
+    for row in estimate.sent:
         if row.axes == ("tp",) and row.times >= LAYERS - 1:
             if row.op in sent:
                 sent[row.op] += row.times * row.bytes / tokens
@@ -69,25 +69,25 @@ def test_tokens_cross_tp_as_often_as_a_layer_asks(forecast):
     assert sent["reduce-scatter"] == pytest.approx(5 * LAYERS, rel=0.01)
 
 
-def test_weights_are_gathered_over_data_axes_at_tp_width(forecast):
-    stacked = [row for row in forecast.plan.rows if row.num_stacked]
+def test_weights_are_gathered_over_data_axes_at_tp_width(estimate):
+    stacked = [row for row in estimate.plan.param_plans if row.num_stacked]
     width = sum(
-        2 * row.num_elements(forecast.plan.mesh, ()) // LAYERS for row in stacked
+        2 * row.num_elements(estimate.plan.mesh, ()) // LAYERS for row in stacked
     )
     gathered = sum(
         row.times * row.bytes
-        for row in forecast.sent
+        for row in estimate.sent
         if row.axes == ("dp_shard",) and row.op == "all-gather" and row.unit == "layers"
     )
     # Two data ranks send half of each layer; forward and backward, and one in advance.
     assert 2 * LAYERS <= gathered / (width / 2) <= 2 * LAYERS + 1
-    fsdp.audit_step(forecast.plan, forecast.compiled)
+    fsdp.audit_step(estimate.plan, estimate.compiled)
 
 
-def test_a_table_tells_what_crosses_tp(forecast):
-    assert {"tp", "dp_shard"} <= {axis for row in forecast.sent for axis in row.axes}
-    assert {row.unit for row in forecast.sent if row.axes == ("tp",)} == {"-"}
-    assert 0.05 < forecast.mfu < 1 and "(dp_shard=2, tp=4)" in repr(forecast)
+def test_a_table_tells_what_crosses_tp(estimate):
+    assert {"tp", "dp_shard"} <= {axis for row in estimate.sent for axis in row.axes}
+    assert {row.unit for row in estimate.sent if row.axes == ("tp",)} == {"-"}
+    assert 0.05 < estimate.mfu < 1 and "(dp_shard=2, tp=4)" in repr(estimate)
 
 
 def unconstrained():
@@ -98,7 +98,7 @@ def unconstrained():
     model = Llama(width=1024, mlp=2816, heads=8, kv_heads=8, vocab=16000)
     mesh = fsdp.make_mesh(tp=TP, devices=gpu_devices(GPUS["h200"], 8))
     plan = model.plan(mesh, tensor_parallel=rules)
-    return compile_for(plan, model.loss(), TX, tokens(8, 1024), guide=False)
+    return estimate_step(plan, model.loss(), TX, tokens(8, 1024), guide=False)
 
 
 COMPILED = {
@@ -110,8 +110,8 @@ COMPILED = {
 
 
 @pytest.mark.parametrize("name", COMPILED)
-def test_memory_is_predicted_within_10_percent_of_what_xla_assigns(name, forecast):
+def test_memory_is_predicted_within_10_percent_of_what_xla_assigns(name, estimate):
     make = COMPILED[name]
-    found = make() if make else forecast
+    found = make() if make else estimate
     assert found.memory.total == pytest.approx(found.compiled_bytes, rel=0.1)
     assert found.memory.params == found.plan.bytes_per_device["params"]

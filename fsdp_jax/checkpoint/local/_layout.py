@@ -49,7 +49,7 @@ class Layout:
         """Returns the bytes of a shard."""
         return size(region) * self.leaves[name].dtype.itemsize
 
-    def twins(self, num_processes: int) -> list[int]:
+    def duplicates(self, num_processes: int) -> list[int]:
         """Returns, for each process, the first one that held exactly the same shards.
 
         One file of such duplicates, as in HSDP, is enough.
@@ -94,8 +94,8 @@ def layout_of(leaves: Mapping[str, Leaf]) -> Layout:
         sharding = getattr(leaf.value, "sharding", None)
         table = regions(sharding, tuple(leaf.value.shape), tuple(leaf.shape))
         splits[name] = tables.setdefault(table, len(tables))
-    moulds = {name: leaf.mould for name, leaf in leaves.items()}
-    return Layout(moulds, splits, tuple(tables))
+    abstract = {name: leaf.abstract for name, leaf in leaves.items()}
+    return Layout(abstract, splits, tuple(tables))
 
 
 def region_of(index: Any, shape: tuple[int, ...], logical: tuple[int, ...]) -> Region:

@@ -40,7 +40,7 @@ from fsdp_jax.checkpoint.local._format import (
 from fsdp_jax.checkpoint.local._layout import layout_of, overlap, region_of
 from fsdp_jax.checkpoint.local._plan import (
     Fetch,
-    Found,
+    LocalStep,
     add_copies,
     choose_files,
     find,
@@ -58,11 +58,11 @@ class Wanted:
     """Request of a load.
 
     Attributes:
-      mould: Abstract state.
+      like: Abstract state.
       extras: Objects whose state to restore.
     """
 
-    mould: PyTree
+    like: PyTree
     extras: Mapping[str, Extra]
 
     @functools.cached_property
@@ -73,7 +73,7 @@ class Wanted:
     @functools.cached_property
     def leaves(self) -> dict[str, Leaf]:
         """All leaves to fill, of the state and of the objects."""
-        return flatten(self.mould) | self.captured.leaves
+        return flatten(self.like) | self.captured.leaves
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,9 +108,9 @@ class Restored:
         return self.folder / FILES / name
 
 
-def file_name(saver: int) -> str:
+def file_name(writer: int) -> str:
     """Returns the name of the file with the shards of a process."""
-    return f"{saver}{_SUFFIX}"
+    return f"{writer}{_SUFFIX}"
 
 
 def load_newest(
@@ -154,7 +154,7 @@ class _Loading:
     def __init__(
         self,
         directory: Path,
-        found: Found,
+        found: LocalStep,
         wanted: Wanted,
         timeout_secs: float,
     ):
@@ -188,20 +188,22 @@ class _Loading:
 
         Processes that have the files send them to those that have none.
         """
-        rank, holders = jax.process_index(), self._found.holders
+        rank, owners = jax.process_index(), self._found.owners
         with self._together():
             mine = {
-                saver: open_file(self._folder / file_name(saver)).header
-                for saver in holders
-                if rank == holders[saver][0]
+                writer: open_file(self._folder / file_name(writer)).header
+                for writer in owners
+                if rank == owners[writer][0]
             }
-        first = min(holders)
+        first = min(owners)
         whole = mine[first].as_json() if first in mine else None
-        own = {str(saver): header.own for saver, header in mine.items()}
+        own = {str(writer): header.own for writer, header in mine.items()}
         told = exchange([whole, own], self._timeout_secs)
         (header,) = [header_from_json(one) for one, _ in told if one is not None]
-        by_saver = {int(p): one for _, some in told for p, one in some.items()}
-        return header, [by_saver.get(p, {}) for p in range(len(self._found.twins))]
+        by_writer = {int(p): one for _, some in told for p, one in some.items()}
+        return header, [
+            by_writer.get(p, {}) for p in range(len(self._found.duplicates))
+        ]
 
     def _check_fits(self, header: Header, own: list[dict[str, Any]]) -> Stored:
         about, wanted = header.about, self._wanted
@@ -228,25 +230,25 @@ class _Loading:
     def _damaged(
         self, chosen: Sequence[Sequence[int]], fetches: Sequence[Sequence[Fetch]]
     ) -> list[tuple[int, int]]:
-        """Verifies files to be read or sent; returns `(owner, saver)` of bad ones."""
+        """Verifies files to be read or sent; returns `(owner, writer)` of bad ones."""
         rank = jax.process_index()
-        mine = {p for p in chosen[rank] if rank in self._found.holders[p]}
-        sent = [f.saver for one in fetches for f in one if f.source == rank]
+        mine = {p for p in chosen[rank] if rank in self._found.owners[p]}
+        sent = [f.writer for one in fetches for f in one if f.source == rank]
         told = gather(
             _LOADING,
             lambda: self._verify(sorted(mine.union(sent))),
             self._timeout_secs,
         )
-        return [(holder, p) for holder, savers in enumerate(told) for p in savers]
+        return [(owner, p) for owner, writers in enumerate(told) for p in writers]
 
-    def _verify(self, savers: Sequence[int]) -> list[int]:
+    def _verify(self, writers: Sequence[int]) -> list[int]:
         damaged = []
-        for saver in savers:
+        for writer in writers:
             try:
-                open_file(self._folder / file_name(saver)).check()
+                open_file(self._folder / file_name(writer)).check()
             except DamagedCheckpointError as error:
                 _log(f"{error} The copy of another process is taken if there is one.")
-                damaged.append(saver)
+                damaged.append(writer)
         return damaged
 
     def _read(
@@ -263,7 +265,7 @@ class _Loading:
             values = _assemble(names, wanted.leaves)
             restore_extras(wanted.extras, wanted.captured, objects, values)
             write_files(open_file(names[0]), self._folder)
-        return unflatten(wanted.mould, values)
+        return unflatten(wanted.like, values)
 
     def _fetch(self, fetches: Sequence[Fetch]) -> None:
         """Runs one round of copies; the receiver keeps its file as its copy."""
@@ -272,7 +274,7 @@ class _Loading:
         with self._together():
             for fetch in fetches:
                 if fetch.source == rank:
-                    path = self._folder / file_name(fetch.saver)
+                    path = self._folder / file_name(fetch.writer)
                     content = np.memmap(path, np.uint8, "r")
         size = 0 if content is None else len(content)
         sizes = dict(enumerate(exchange(size, self._timeout_secs)))
@@ -284,7 +286,7 @@ class _Loading:
                     self._keep(fetch, received)
 
     def _keep(self, fetch: Fetch, content: Bytes) -> None:
-        path = self._folder / file_name(fetch.saver)
+        path = self._folder / file_name(fetch.writer)
         parse(f"{path} from process {fetch.source}", content).check()
         self._folder.mkdir(parents=True, exist_ok=True)
         # Processes that share a directory may receive the same file.
@@ -299,7 +301,7 @@ class _Loading:
 
 
 def _inventory(directory: Path) -> dict[str, Any]:
-    """Lists local folders: savers of their files, and facts in their headers."""
+    """Lists local folders: writers of their files, and facts in their headers."""
     inventory: dict[str, Any] = {}
     for path in sorted(directory.glob(f"*/*{_SUFFIX}")):
         folder = path.parent.name
@@ -314,30 +316,32 @@ def _inventory(directory: Path) -> dict[str, Any]:
         entry = inventory.setdefault(
             folder,
             {
-                "savers": [],
-                "twins": _twins(header),
-                "cliques": about["cliques"],
+                "writers": [],
+                "duplicates": _duplicates(header),
+                "replication_groups": about["replication_groups"],
                 "hosts": about["hosts"],
             },
         )
-        entry["savers"].append(header.process)
+        entry["writers"].append(header.process)
     return inventory
 
 
-def _twins(header: Header) -> list[int]:
+def _duplicates(header: Header) -> list[int]:
     """Returns, for each process, the first one with the same file contents."""
     count = len(header.about["hosts"])
-    return list(range(count)) if header.about["own"] else header.layout.twins(count)
+    return (
+        list(range(count)) if header.about["own"] else header.layout.duplicates(count)
+    )
 
 
-def _assemble(paths: Sequence[Path], mould: Mapping[str, Leaf]) -> dict[str, jax.Array]:
+def _assemble(paths: Sequence[Path], like: Mapping[str, Leaf]) -> dict[str, jax.Array]:
     """Assembles each leaf in its sharding from the shards in some files."""
-    shards: dict[str, list] = {name: [] for name in mould}
+    shards: dict[str, list] = {name: [] for name in like}
     for path in paths:
         for (name, region), data in open_file(path).read().items():
             if not is_file(name):
                 shards[name].append((region, data))
-    return {name: _fill(leaf, shards[name]) for name, leaf in mould.items()}
+    return {name: _fill(leaf, shards[name]) for name, leaf in like.items()}
 
 
 def _fill(leaf: Leaf, shards: Sequence[tuple[Any, np.ndarray]]) -> jax.Array:

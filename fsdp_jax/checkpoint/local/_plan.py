@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fsdp_jax.checkpoint.local._layout import Layout, Region, overlap
-from fsdp_jax.checkpoint.local._replication import Cliques, Pair
+from fsdp_jax.checkpoint.local._replication import Pair, ReplicationGroups
 
 # Folder name: step and random id of the attempt.
 _FOLDER = re.compile(r"(\d+)-[0-9a-f]+")
@@ -31,22 +31,22 @@ def step_of(folder: str) -> int | None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
+class LocalStep:
     """Files of one save on all hosts.
 
     Attributes:
       folder: Folder name, the same in all directories.
-      twins: First process that saved the same shards, for each process that saved.
-      cliques: Replication groups of the save.
+      duplicates: First process that saved the same shards, for each process that saved.
+      replication_groups: Replication groups of the save.
       hosts: Host names of the processes that saved, in rank order.
-      holders: Present processes that have the file, by the process that saved it.
+      owners: Present processes that have the file, by the process that saved it.
     """
 
     folder: str
-    twins: tuple[int, ...]
-    cliques: Cliques
+    duplicates: tuple[int, ...]
+    replication_groups: ReplicationGroups
     hosts: tuple[str, ...]
-    holders: dict[int, tuple[int, ...]]
+    owners: dict[int, tuple[int, ...]]
 
     @property
     def step(self) -> int:
@@ -58,42 +58,50 @@ class Found:
     @property
     def lost(self) -> list[int]:
         """Processes of whose shards neither a copy nor a duplicate is left."""
-        left = {twin for saver, twin in enumerate(self.twins) if saver in self.holders}
-        return [saver for saver, twin in enumerate(self.twins) if twin not in left]
+        left = {
+            duplicate
+            for writer, duplicate in enumerate(self.duplicates)
+            if writer in self.owners
+        }
+        return [
+            writer
+            for writer, duplicate in enumerate(self.duplicates)
+            if duplicate not in left
+        ]
 
     @property
     def is_complete(self) -> bool:
         """Whether the step can be loaded."""
         return not self.lost
 
-    def without(self, damaged: Sequence[tuple[int, int]]) -> Found:
-        """Returns the same without damaged files, given as `(owner, saver)` pairs."""
-        holders = {
-            saver: tuple(p for p in holders if (p, saver) not in damaged)
-            for saver, holders in self.holders.items()
+    def without(self, damaged: Sequence[tuple[int, int]]) -> LocalStep:
+        """Returns the same without damaged files, given as `(owner, writer)` pairs."""
+        owners = {
+            writer: tuple(p for p in owners if (p, writer) not in damaged)
+            for writer, owners in self.owners.items()
         }
-        left = {saver: processes for saver, processes in holders.items() if processes}
-        return dataclasses.replace(self, holders=left)
+        left = {writer: processes for writer, processes in owners.items() if processes}
+        return dataclasses.replace(self, owners=left)
 
     def what_is_lost(self) -> str:
         """Formats the lost shards and the processes that kept them."""
-        by_clique = {p: clique for clique in self.cliques for p in clique}
+        by_group = {p: group for group in self.replication_groups for p in group}
         said = [
-            f"those of process {saver}, kept by "
-            + " and ".join(f"{p} ({self.hosts[p]})" for p in by_clique[saver])
-            for saver in self.lost
+            f"those of process {writer}, kept by "
+            + " and ".join(f"{p} ({self.hosts[p]})" for p in by_group[writer])
+            for writer in self.lost
         ]
         return (
-            f"Local step {self.step} is not complete: of {len(self.twins)} processes' "
+            f"Local step {self.step} is not complete: of {len(self.duplicates)} processes' "
             f"shards no copy is left of {'; '.join(said)}."
         )
 
 
-def find(inventories: Sequence[Mapping[str, Mapping[str, Any]]]) -> list[Found]:
+def find(inventories: Sequence[Mapping[str, Mapping[str, Any]]]) -> list[LocalStep]:
     """Returns every save with at least one file left, newest first.
 
     Args:
-      inventories: Inventory of each process: savers of its files, with twins, cliques
+      inventories: Inventory of each process: writers of its files, with duplicates, replication_groups
         and hosts of their headers, by folder.
     """
     folders = {folder for inventory in inventories for folder in inventory}
@@ -103,26 +111,26 @@ def find(inventories: Sequence[Mapping[str, Mapping[str, Any]]]) -> list[Found]:
 
 def _found(
     folder: str, inventories: Sequence[Mapping[str, Mapping[str, Any]]]
-) -> Found:
-    holders: dict[int, tuple[int, ...]] = {}
+) -> LocalStep:
+    owners: dict[int, tuple[int, ...]] = {}
     about: Mapping[str, Any] = {}
     for process, inventory in enumerate(inventories):
         if folder in inventory:
             # Equal in all headers of a save.
             about = inventory[folder]
-            for saver in about["savers"]:
-                holders[saver] = (*holders.get(saver, ()), process)
-    return Found(
+            for writer in about["writers"]:
+                owners[writer] = (*owners.get(writer, ()), process)
+    return LocalStep(
         folder,
-        tuple(about["twins"]),
-        tuple(tuple(clique) for clique in about["cliques"]),
+        tuple(about["duplicates"]),
+        tuple(tuple(group) for group in about["replication_groups"]),
         tuple(about["hosts"]),
-        holders,
+        owners,
     )
 
 
-def choose_files(found: Found, saved: Layout, wanted: Layout) -> list[list[int]]:
-    """Returns the savers whose files each present process reads.
+def choose_files(found: LocalStep, saved: Layout, wanted: Layout) -> list[list[int]]:
+    """Returns the writers whose files each present process reads.
 
     A process reads its own file if that suffices. If the mesh or the number of
     processes has changed, it reads the files with the parts it needs, local ones first.
@@ -144,8 +152,8 @@ def choose_files(found: Found, saved: Layout, wanted: Layout) -> list[list[int]]
             if overlap(region, part) is not None
         }
         order = sorted(
-            found.holders,
-            key=lambda p: (process not in found.holders[p], p != process, p),
+            found.owners,
+            key=lambda p: (process not in found.owners[p], p != process, p),
         )
         chosen.append(_cover(needed, order, saved))
     return chosen
@@ -158,29 +166,33 @@ def _distinct(saved: Layout, split: int) -> set[Region]:
 def _cover(
     needed: set[tuple[int, Region]], order: Sequence[int], saved: Layout
 ) -> list[int]:
-    """Returns the first savers in `order` that together have all needed regions."""
+    """Returns the first writers in `order` that together have all needed regions."""
     chosen = []
-    for saver in order:
-        has = {(s, r) for s, r in needed if r in saved.tables[s][saver]}
+    for writer in order:
+        has = {(s, r) for s, r in needed if r in saved.tables[s][writer]}
         if has:
-            chosen.append(saver)
+            chosen.append(writer)
             needed = needed - has
     assert not needed, "a complete save lacks a part"
     return sorted(chosen)
 
 
-def add_copies(found: Found, chosen: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Adds the savers whose files each process keeps as copies.
+def add_copies(found: LocalStep, chosen: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Adds the writers whose files each process keeps as copies.
 
     So a host that returns empty is a peer again at once. If the number of processes has
     changed, the next save makes the copies instead.
     """
-    if len(chosen) != len(found.twins):
-        return [list(savers) for savers in chosen]
-    cliques = {process: clique for clique in found.cliques for process in clique}
+    if len(chosen) != len(found.duplicates):
+        return [list(writers) for writers in chosen]
+    replication_groups = {
+        process: group for group in found.replication_groups for process in group
+    }
     return [
-        sorted({*savers, *(p for p in cliques[process] if p in found.holders)})
-        for process, savers in enumerate(chosen)
+        sorted(
+            {*writers, *(p for p in replication_groups[process] if p in found.owners)}
+        )
+        for process, writers in enumerate(chosen)
     ]
 
 
@@ -188,7 +200,7 @@ def add_copies(found: Found, chosen: Sequence[Sequence[int]]) -> list[list[int]]
 class Fetch:
     """Copy of one file from a process to another."""
 
-    saver: int
+    writer: int
     source: int
     destination: int
 
@@ -198,7 +210,9 @@ class Fetch:
         return self.source, self.destination
 
 
-def plan_fetches(found: Found, chosen: Sequence[Sequence[int]]) -> list[list[Fetch]]:
+def plan_fetches(
+    found: LocalStep, chosen: Sequence[Sequence[int]]
+) -> list[list[Fetch]]:
     """Returns the copies in rounds, with at most one per source and per destination.
 
     Args:
@@ -207,14 +221,14 @@ def plan_fetches(found: Found, chosen: Sequence[Sequence[int]]) -> list[list[Fet
     """
     load: Counter[int] = Counter()
     rounds: list[list[Fetch]] = []
-    for process, savers in enumerate(chosen):
-        for saver in savers:
-            holders = found.holders[saver]
-            if process in holders:
+    for process, writers in enumerate(chosen):
+        for writer in writers:
+            owners = found.owners[writer]
+            if process in owners:
                 continue
-            source = min(holders, key=lambda p: (load[p], p))
+            source = min(owners, key=lambda p: (load[p], p))
             load[source] += 1
-            _place(Fetch(saver, source, process), rounds)
+            _place(Fetch(writer, source, process), rounds)
     return rounds
 
 

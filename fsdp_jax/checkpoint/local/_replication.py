@@ -7,11 +7,13 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-Cliques = tuple[tuple[int, ...], ...]
+ReplicationGroups = tuple[tuple[int, ...], ...]
 Pair = tuple[int, int]  # (source, destination) processes
 
 
-def make_cliques(num_processes: int, *, size: int = 2, jump: int = 1) -> Cliques:
+def make_replication_groups(
+    num_processes: int, *, size: int = 2, jump: int = 1
+) -> ReplicationGroups:
     """Returns groups of processes that keep copies of each other's shards.
 
     Two processes that may fail together must not be in one group: with one process per
@@ -33,9 +35,9 @@ def make_cliques(num_processes: int, *, size: int = 2, jump: int = 1) -> Cliques
     block = size * jump
     if size < 1 or jump < 1 or num_processes % block:
         raise ValueError(
-            f"{num_processes} process(es) do not make cliques of size={size} with "
+            f"{num_processes} process(es) do not make replication_groups of size={size} with "
             f"jump={jump}: size * jump = {block} must divide their number. Choose "
-            "others, or name the cliques: [[0, 1], [2, 3, 4]]."
+            "others, or name the replication_groups: [[0, 1], [2, 3, 4]]."
         )
     return tuple(
         tuple(range(start, start + block, jump))
@@ -44,14 +46,16 @@ def make_cliques(num_processes: int, *, size: int = 2, jump: int = 1) -> Cliques
     )
 
 
-def check_cliques(cliques: Sequence[Sequence[int]], num_processes: int) -> Cliques:
+def check_replication_groups(
+    replication_groups: Sequence[Sequence[int]], num_processes: int
+) -> ReplicationGroups:
     """Returns the groups as tuples if each process is in exactly one.
 
     Raises:
       ValueError: If not; lists the processes that are in none or in several, and those
         that do not exist.
     """
-    members = Counter(process for clique in cliques for process in clique)
+    members = Counter(process for group in replication_groups for process in group)
     wrong = [
         f"process {process} is in {members[process]}"
         for process in range(num_processes)
@@ -64,27 +68,29 @@ def check_cliques(cliques: Sequence[Sequence[int]], num_processes: int) -> Cliqu
     ]
     if wrong:
         raise ValueError(
-            f"cliques={[list(clique) for clique in cliques]}: each of {num_processes} "
+            f"replication_groups={[list(group) for group in replication_groups]}: each of {num_processes} "
             f"process(es) must be in one; but {'; '.join(wrong)}."
         )
-    return tuple(tuple(clique) for clique in cliques)
+    return tuple(tuple(group) for group in replication_groups)
 
 
-def check_apart(cliques: Cliques, places: Sequence[str]) -> None:
+def check_apart(replication_groups: ReplicationGroups, places: Sequence[str]) -> None:
     """Raises a `ValueError` if a copy would be in the same directory as its original.
 
     Args:
-      cliques: Replication groups.
+      replication_groups: Replication groups.
       places: Directory of each process, from `place_of`.
     """
     together = [
-        clique for clique in cliques if len({places[p] for p in clique}) < len(clique)
+        group
+        for group in replication_groups
+        if len({places[p] for p in group}) < len(group)
     ]
     if together:
         raise ValueError(
-            "Processes of one clique have one directory, and would lose it together: "
-            + "; ".join(", ".join(map(str, clique)) for clique in together)
-            + ". Choose cliques across hosts, e.g. make_cliques(..., jump=<processes "
+            "Processes of one group have one directory, and would lose it together: "
+            + "; ".join(", ".join(map(str, group)) for group in together)
+            + ". Choose replication_groups across hosts, e.g. make_replication_groups(..., jump=<processes "
             "of a host>), or size=1 for no copies."
         )
 
@@ -95,18 +101,18 @@ def place_of(directory: Path) -> str:
     return f"{socket.gethostname()}:{status.st_dev}:{status.st_ino}"
 
 
-def rounds(cliques: Cliques) -> list[tuple[Pair, ...]]:
+def rounds(replication_groups: ReplicationGroups) -> list[tuple[Pair, ...]]:
     """Returns rounds of `(source, destination)` pairs, one destination per source.
 
     After the last round each member of a group has the shards of all its members.
     """
-    longest = max(map(len, cliques))
+    longest = max(map(len, replication_groups))
     return [
         tuple(
-            (process, clique[(place + shift) % len(clique)])
-            for clique in cliques
-            if shift < len(clique)
-            for place, process in enumerate(clique)
+            (process, group[(place + shift) % len(group)])
+            for group in replication_groups
+            if shift < len(group)
+            for place, process in enumerate(group)
         )
         for shift in range(1, longest)
     ]

@@ -37,8 +37,8 @@ from fsdp_jax.checkpoint.local._load import Restored, Wanted, file_name, load_ne
 from fsdp_jax.checkpoint.local._plan import folder_name, step_of
 from fsdp_jax.checkpoint.local._replication import (
     check_apart,
-    check_cliques,
-    make_cliques,
+    check_replication_groups,
+    make_replication_groups,
     place_of,
     rounds,
 )
@@ -73,9 +73,9 @@ class LocalCheckpoints:
         run has a folder of its own in it.
       every: Interval of steps to save.
       keep: Number of steps to keep.
-      cliques: Replication groups. None for pairs of neighbours,
-        `make_cliques(jax.process_count())`, or no copies with one process. If replicas
-        are on other hosts anyway (HSDP), `make_cliques(..., size=1)` avoids the copies.
+      replication_groups: Replication groups. None for pairs of neighbours,
+        `make_replication_groups(jax.process_count())`, or no copies with one process. If replicas
+        are on other hosts anyway (HSDP), `make_replication_groups(..., size=1)` avoids the copies.
 
     Source: nvidia-resiliency-ext checkpointing/local/ckpt_managers/local_manager.py
     """
@@ -83,7 +83,7 @@ class LocalCheckpoints:
     path: str | os.PathLike[str]
     every: int
     keep: int = 2
-    cliques: Sequence[Sequence[int]] | None = None
+    replication_groups: Sequence[Sequence[int]] | None = None
 
     def __post_init__(self):
         check_local(self.path)
@@ -117,10 +117,10 @@ class LocalStore:
         self._options = options
         self._timeout_secs = timeout_secs
         count = jax.process_count()
-        cliques = options.cliques
-        if cliques is None:
-            cliques = make_cliques(count, size=min(2, count))
-        self._cliques = check_cliques(cliques, count)
+        replication_groups = options.replication_groups
+        if replication_groups is None:
+            replication_groups = make_replication_groups(count, size=min(2, count))
+        self._cliques = check_replication_groups(replication_groups, count)
         first = jax.process_index() == 0
         run = gather(
             _OPENING, lambda: _run_id(Path(persistent)) if first else None, timeout_secs
@@ -203,19 +203,19 @@ class LocalStore:
         return None
 
     def load(
-        self, mould: PyTree, extras: Mapping[str, Extra], steps: range
+        self, like: PyTree, extras: Mapping[str, Extra], steps: range
     ) -> Restored | None:
         """Loads the newest complete step, or returns None if there is none.
 
         Args:
-          mould: Abstract state.
+          like: Abstract state.
           extras: Objects whose state to restore.
           steps: Acceptable steps.
 
         Raises:
           ValueError: If the step does not fit the request.
         """
-        wanted = Wanted(mould, extras)
+        wanted = Wanted(like, extras)
         restored = load_newest(self._directory, wanted, steps, self._timeout_secs)
         if restored is not None:
             self._complete = restored.complete[-self._options.keep :]
@@ -237,7 +237,7 @@ class LocalStore:
             "extras": captured.shared,
             "own": sorted(captured.own),
             "impls": {name: leaf.impl for name, leaf in leaves.items() if leaf.impl},
-            "cliques": self._cliques,
+            "replication_groups": self._cliques,
             "hosts": self._hosts,
         }
         own = {name: captured.documents[name] for name in captured.own}
@@ -271,8 +271,8 @@ class _Writing:
     def _run(self, files: Mapping[int, Bytes]) -> None:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            for saver, content in files.items():
-                _write(self.folder / file_name(saver), saver, content)
+            for writer, content in files.items():
+                _write(self.folder / file_name(writer), writer, content)
             # A power failure can lose a renamed file whose directory is not flushed.
             for folder in (self.folder, self.folder.parent):
                 write_through(folder)
@@ -280,10 +280,10 @@ class _Writing:
             self._failure = error
 
 
-def _write(path: Path, saver: int, content: Bytes) -> None:
+def _write(path: Path, writer: int, content: Bytes) -> None:
     """Writes a file atomically; a copy from a peer is verified first."""
-    if saver != jax.process_index():
-        parse(f"the copy of process {saver}", content).check()
+    if writer != jax.process_index():
+        parse(f"the copy of process {writer}", content).check()
     part = path.with_suffix(".part")
     with part.open("wb") as file:
         file.write(content.data)

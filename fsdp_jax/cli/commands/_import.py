@@ -72,7 +72,7 @@ class Import:
             metadata |= more
         else:
             params = origin.load_params(plan.params)
-            state = fsdp.init(plan, optax.identity(), params)
+            state = fsdp.init_state(plan, optax.identity(), params)
         fsdp.save(self.out, state, metadata=metadata, files=files_to_carry(origin))
         if megatron is not None:
             _say_what_is_left_out(megatron, self.optimizer)
@@ -95,7 +95,7 @@ def _with_adam(
         count=adam.count,
     )
     step = checkpoint.iteration or int(adam.count)
-    state = fsdp.init(plan, tx, adam.params, opt_state=opt_state, step=step)
+    state = fsdp.init_state(plan, tx, adam.params, opt_state=opt_state, step=step)
     for name, told in adam.settings.open.items():
         print(
             f"left out: {option(name)} of Adam ({told}): `fsdp-jax train --resume` "

@@ -47,14 +47,14 @@ class Inspect:
         """Prints traits, the mapping, and the sums."""
         devices = self.where.pick() if self.sharded else None
         origin = open_any(self.path, ignore_fields=self.ignore_field)
-        mould = None
+        like = None
         if devices is not None:
             mesh = fsdp.make_mesh(devices=devices)
-            mould = plan_decoder(origin.config, mesh).params
+            like = plan_decoder(origin.config, mesh).params
         if isinstance(origin, Checkpoint):
             self._print_checkpoint(origin.config, origin.step)
         else:
-            self._print_model(origin, origin.plan_import(mould))
+            self._print_model(origin, origin.plan_import(like))
 
     def _print_model(
         self, origin: HuggingFace | Megatron, plan: bridge.ImportPlan
@@ -73,7 +73,7 @@ class Inspect:
     def _print_checkpoint(self, config: DecoderConfig, step: int) -> None:
         leaves = {
             name: (tuple(leaf.shape), str(leaf.dtype))
-            for name, leaf in fsdp.load_shapes(self.path, step=step).items()
+            for name, leaf in fsdp.checkpoint.load_shapes(self.path, step=step).items()
         }
         _, manifest = open_step(self.path, step)
         beside = names_beside(manifest)

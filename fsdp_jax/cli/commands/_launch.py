@@ -16,7 +16,7 @@ from rich.text import Text
 
 from fsdp_jax.cli._errors import ChildFailed
 from fsdp_jax.cli._options import Unset
-from fsdp_jax.launch import Patience, Processes
+from fsdp_jax.launch import Processes, Timeouts
 
 _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 
@@ -35,13 +35,13 @@ class Launch:
       command: The program and its arguments, behind a --.
       processes: How many.
       devices_per_process: Simulate so many CPU devices in each; default a GPU each.
-      patience: How long to wait for processes.
+      timeouts: How long to wait for processes.
     """
 
     command: tyro.conf.Positional[tuple[str, ...]]
     processes: int
     devices_per_process: Unset[int] = None
-    patience: Annotated[Patience, tyro.conf.arg(name="")] = Patience()
+    timeouts: Annotated[Timeouts, tyro.conf.arg(name="")] = Timeouts()
 
     def run(self) -> None:
         """Runs the job, and passes SIGTERM on to it."""
@@ -53,7 +53,7 @@ class Launch:
                 self.processes,
                 line=_Printer(),
                 devices_per_process=self.devices_per_process,
-                patience=self.patience,
+                timeouts=self.timeouts,
             ) as job,
             _passing_on_sigterm(job),
         ):

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 import fsdp_jax as fsdp
 from bridge.models import DecoderConfig, tensor_parallel_rules
 from fsdp_jax._report import format_bytes
-from fsdp_jax.cli._context_parallel import check_context, check_rows, rows_mould
+from fsdp_jax.cli._context_parallel import abstract_rows, check_context, check_rows
 from fsdp_jax.cli._decoder import loss_of, plan_decoder
 from fsdp_jax.cli._errors import check_absent
 from fsdp_jax.cli._model_source import open_hf, read_config
@@ -33,9 +33,9 @@ from fsdp_jax.cli._sharding_options import Strategy
 from fsdp_jax.cli._train_config import ParamDtype
 from fsdp_jax.planner import (
     GPU,
-    Forecast,
-    compile_for,
+    StepEstimate,
     count_on_cpu,
+    estimate_step,
     find_gpu,
     gpu_devices,
     sent_grid,
@@ -100,7 +100,7 @@ class Plan:
       batch: Rows of a global batch; default one a microbatch and GPU, of cp x tp x pp
         GPUs together.
       seq: Tokens that a row predicts.
-      accumulate: Microbatches a step.
+      microbatches: Microbatches a step.
       param_dtype: What weights are gathered and computed in.
       param_gather: What a layer's matrices travel in instead, to be decoded there.
       optimizer_bits: Of an element of AdamW's moments.
@@ -125,7 +125,7 @@ class Plan:
     mesh: Unset[str] = None
     batch: Unset[int] = None
     seq: int = 4096
-    accumulate: int = 1
+    microbatches: int = 1
     param_dtype: ParamDtype = "bfloat16"
     param_gather: ParamGather = "param_dtype"
     optimizer_bits: OptimizerBits = 32
@@ -141,7 +141,7 @@ class Plan:
     speeds: Annotated[Speeds, tyro.conf.arg(name="")] = Speeds()
 
     def run(self) -> None:
-        """Prints the forecast, or what can be told without XLA's GPU compiler."""
+        """Prints the estimate, or what can be told without XLA's GPU compiler."""
         # Lowering starts a backend: that of the CPU, as no GPU is asked for anything.
         jax.config.update("jax_platforms", "cpu")
         gpu = self.speeds.apply(self.gpu)
@@ -168,12 +168,12 @@ class Plan:
         if self.sweep:
             _sweep(self, config, gpu)
             return
-        forecast = _forecast(self, config, gpu, sizes)
-        print(forecast)
+        estimate = _forecast(self, config, gpu, sizes)
+        print(estimate)
         if self.json is not None:
-            forecast.save_json(self.json)
+            estimate.save_json(self.json)
         if self.picture is not None:
-            forecast.save_picture(self.picture)
+            estimate.save_picture(self.picture)
 
 
 def _precision_of(options: Plan) -> Precision:
@@ -216,21 +216,21 @@ def _forecast(
     sizes: dict[str, int],
     *,
     guide: bool = True,
-) -> Forecast:
+) -> StepEstimate:
     mesh = fsdp.make_mesh(**sizes, devices=gpu_devices(gpu, options.gpus))
     plan, loss, batch = _step_of(options, config, mesh)
     rows = jax.tree.leaves(batch)[0].shape[0]
-    return compile_for(
+    return estimate_step(
         *(plan, loss, _optimizer_of(options), batch),
         gpu=gpu,
         tokens=rows * options.seq,
         guide=guide,
-        accumulate=options.accumulate,
+        num_microbatches=options.microbatches,
     )
 
 
 def _step_of(options: Plan, config: DecoderConfig, mesh: Mesh):
-    """The plan on `mesh`, the loss, and the mould of a batch."""
+    """The plan on `mesh`, the loss, and the abstract batch."""
     cp, tp = mesh.shape["cp"], mesh.shape["tp"]
     check_rows(options.seq, tp, cp)
     dtype = jnp.dtype(options.param_dtype)
@@ -246,11 +246,11 @@ def _step_of(options: Plan, config: DecoderConfig, mesh: Mesh):
         cp_form=options.strategy.cp_form,
     )
     stages = mesh.shape["pp"]
-    rows = options.gpus // (cp * tp * stages) * options.accumulate
+    rows = options.gpus // (cp * tp * stages) * options.microbatches
     if options.batch is not None:
         rows = options.batch
-    mould = rows_mould(rows, options.seq, cp)
-    return plan, loss_of(fused=options.fused_loss), mould
+    abstract_batch = abstract_rows(rows, options.seq, cp)
+    return plan, loss_of(fused=options.fused_loss), abstract_batch
 
 
 def _print_cpu(options: Plan, config: DecoderConfig, sizes: dict[str, int]) -> None:
@@ -259,23 +259,27 @@ def _print_cpu(options: Plan, config: DecoderConfig, sizes: dict[str, int]) -> N
     mesh = fsdp.make_mesh(**sizes, devices=devices)
     plan, loss, tokens = _step_of(options, config, mesh)
     tx = _optimizer_of(options)
-    size, sent = count_on_cpu(plan, loss, tx, tokens, accumulate=options.accumulate)
+    size, sent = count_on_cpu(
+        plan, loss, tx, tokens, num_microbatches=options.microbatches
+    )
     print(f"memory: {format_bytes(size)} a device, as the compiler for CPUs assigns it")
     print()
     print(sent_grid(sent, timed=False).as_text())
 
 
 def _sweep(options: Plan, config: DecoderConfig, gpu: GPU) -> None:
-    found: dict[str, Forecast] = {}
+    found: dict[str, StepEstimate] = {}
     if options.batch is None:  # The same for all, to compare them by.
-        options = dataclasses.replace(options, batch=options.gpus * options.accumulate)
+        options = dataclasses.replace(
+            options, batch=options.gpus * options.microbatches
+        )
     for name, changed, sizes in _candidates(options, config, gpu):
         ranks = options.gpus // (sizes.get("cp", 1) * sizes.get("tp", 1))
-        if options.batch and options.batch % (ranks * options.accumulate):
+        if options.batch and options.batch % (ranks * options.microbatches):
             # Rows that are fewer than ranks, as long ones are, cp or tp can share.
             print(
                 f"fsdp-jax: leaving out {name}: {options.batch} rows do not divide "
-                f"over {ranks} ranks x {options.accumulate} microbatch(es)",
+                f"over {ranks} ranks x {options.microbatches} microbatch(es)",
                 file=sys.stderr,
             )
             continue
@@ -284,11 +288,11 @@ def _sweep(options: Plan, config: DecoderConfig, gpu: GPU) -> None:
     if not found:
         raise ValueError(
             f"--batch {options.batch}: the ranks of no mesh divide so many rows. Use a "
-            f"multiple of {options.accumulate}, or more rows."
+            f"multiple of {options.microbatches}, or more rows."
         )
-    sweep = fsdp.Sweep(found)
+    sweep = fsdp.planner.Sweep(found)
     print(sweep)
-    best = next(iter(sweep.forecasts.values()))
+    best = next(iter(sweep.estimates.values()))
     if options.json is not None:
         best.save_json(options.json)
     if options.picture is not None:
@@ -316,9 +320,9 @@ def _candidates(options: Plan, config: DecoderConfig, gpu: GPU):
         # Of the same batch the ranks that are left take more rows, one at a time.
         flat.append((f"ZeRO-2, pp={pp}", {"zero": 2}, {"pp": pp}))
     for name, changes, sizes in flat:
-        rounds = options.accumulate * sizes.get("pp", 1)
+        rounds = options.microbatches * sizes.get("pp", 1)
         strategy = dataclasses.replace(options.strategy, **changes)
-        changed = dataclasses.replace(options, strategy=strategy, accumulate=rounds)
+        changed = dataclasses.replace(options, strategy=strategy, microbatches=rounds)
         yield name, changed, sizes
 
 

@@ -35,7 +35,7 @@ class Remove:
         """Prints what is gone, and how much room that gave back."""
         step = resolve_step(self.checkpoint, self.step)
         before = _size_of(state_directory(self.checkpoint, step))
-        gone = fsdp.remove(self.checkpoint, step, *self.parts)
+        gone = fsdp.checkpoint.remove(self.checkpoint, step, *self.parts)
         freed = before - _size_of(state_directory(self.checkpoint, step))
         for name in gone:
             print(name)

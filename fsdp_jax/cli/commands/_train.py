@@ -14,7 +14,7 @@ import fsdp_jax as fsdp
 from bridge.models import DecoderConfig
 from fsdp_jax.cli._adam import settings_of_import
 from fsdp_jax.cli._callback import Callback, load_callback
-from fsdp_jax.cli._context_parallel import check_rows, rows_mould
+from fsdp_jax.cli._context_parallel import abstract_rows, check_rows
 from fsdp_jax.cli._data import make_batches
 from fsdp_jax.cli._decoder import computed_in, plan_decoder
 from fsdp_jax.cli._errors import check_absent, check_creatable
@@ -94,7 +94,7 @@ class Train:
       no_decay: Parameters that are not decayed, by patterns of their names with commas
         between, such as "*.bias,norm.scale"; default none.
       seed: Order of the data; default 0.
-      accumulate: Microbatches a step; default 1.
+      microbatches: Microbatches a step; default 1.
       param_dtype: What weights are gathered and computed in; they are kept and updated
         in float32. Default float32.
       param_gather: What the matrices of layers travel in, a byte an element, to be
@@ -133,7 +133,7 @@ class Train:
       cp: Devices that split the tokens of each row, for long ones.
       tp: Devices that split each matrix, and the tokens between: those of a node.
       pp: Devices that each have a part of the layers, through which the microbatches of
-        --accumulate pass.
+        --microbatches pass.
       fused_loss: Makes logits a chunk of the vocabulary at a time: memory for work.
       strategy: What the step shards, keeps, and runs when.
       profiling: Whether to trace some steps, and which.
@@ -161,7 +161,7 @@ class Train:
     clip_grad: Unset[float] = None
     no_decay: Unset[str] = None
     seed: Unset[int] = None
-    accumulate: Unset[int] = None
+    microbatches: Unset[int] = None
     param_dtype: Unset[ParamDtype] = None
     param_gather: Unset[ParamGather] = None
     loss_scale: Unset[float] = None
@@ -216,8 +216,8 @@ class Train:
             unroll=self.strategy.unroll,
             cp_form=self.strategy.cp_form,
         )
-        rows = rows_mould(recipe.batch, recipe.seq, self.cp)
-        check_batch(plan, rows, recipe.accumulate)
+        rows = abstract_rows(recipe.batch, recipe.seq, self.cp)
+        check_batch(plan, rows, recipe.microbatches)
         tokens = _read_tokens(self, origin, recipe)
         metadata = _make_metadata(origin.config, recipe, tokens, resumed)
         batches = make_batches(tokens, recipe, shard)
@@ -390,7 +390,7 @@ def _make_run(
         save_every=train.save_every,
         keep=train.keep,
         metrics=train.metrics,
-        accumulate=metadata["recipe"]["accumulate"],
+        microbatches=metadata["recipe"]["microbatches"],
         fused_loss=train.fused_loss,
         metadata=metadata,
         files=files,

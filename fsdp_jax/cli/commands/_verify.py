@@ -31,8 +31,8 @@ class Verify:
         damaged = []
         for step in all_steps if self.step is None else [newest]:
             try:
-                found = fsdp.verify(self.checkpoint, step=step)
-            except fsdp.DamagedCheckpointError as error:
+                found = fsdp.checkpoint.verify(self.checkpoint, step=step)
+            except fsdp.checkpoint.DamagedCheckpointError as error:
                 damaged.append(str(error))
             else:
                 print(

@@ -11,7 +11,7 @@ from bridge._tree import named_leaves
 
 
 @dataclasses.dataclass(frozen=True)
-class Mould:
+class Target:
     """Weights of a model or pytree.
 
     Args:
@@ -34,7 +34,7 @@ class Mould:
         }
 
 
-def read_mould(tree: Any) -> Mould:
+def read_target(tree: Any) -> Target:
     """Finds the weights of a model or pytree.
 
     Random states of flax.nnx and leaves that are not arrays (equinox has functions and
@@ -46,16 +46,16 @@ def read_mould(tree: Any) -> Mould:
     """
     if isinstance(tree, nnx.Module):
         graph, state = nnx.split(tree)
-        mould = read_mould(state)
-        return Mould(mould.leaves, lambda a: nnx.merge(graph, mould.fill(a)))
+        inner = read_target(state)
+        return Target(inner.leaves, lambda a: nnx.merge(graph, inner.fill(a)))
     if isinstance(tree, nnx.State):
         weights, rest = nnx.split_state(tree, nnx.Not(nnx.RngState), ...)
-        mould = _of_pytree(weights)
-        return Mould(mould.leaves, lambda a: nnx.merge_state(mould.fill(a), rest))
+        inner = _of_pytree(weights)
+        return Target(inner.leaves, lambda a: nnx.merge_state(inner.fill(a), rest))
     return _of_pytree(tree)
 
 
-def _of_pytree(tree: Any) -> Mould:
+def _of_pytree(tree: Any) -> Target:
     # jax does not treat None as a leaf, so non-arrays get neither name nor position.
     arrays = jax.tree.map(lambda leaf: leaf if _is_array(leaf) else None, tree)
     leaves = named_leaves(arrays)
@@ -67,7 +67,7 @@ def _of_pytree(tree: Any) -> Mould:
             [next(filled) if _is_array(leaf) else leaf for leaf in flat]
         )
 
-    return Mould(leaves, fill)
+    return Target(leaves, fill)
 
 
 def _is_array(leaf: Any) -> bool:

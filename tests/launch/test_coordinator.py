@@ -12,74 +12,82 @@ import pytest
 from helpers.errors import facts
 
 from fsdp_jax.launch._client import attend
-from fsdp_jax.launch._coordinator import Meeting
-from fsdp_jax.launch._handshake import Claim
+from fsdp_jax.launch._coordinator import Coordinator
+from fsdp_jax.launch._handshake import Handshake
 from fsdp_jax.launch._protocol import GREETING, encode, split_address
-from fsdp_jax.launch._timeouts import Patience
+from fsdp_jax.launch._timeouts import Timeouts
 
-QUICK = Patience(start_secs=1, silent_secs=1, report_secs=1, stall_secs=1)
-UNUSED = Patience(start_secs=20)
+QUICK = Timeouts(start_secs=1, silent_secs=1, report_secs=1, stall_secs=1)
+UNUSED = Timeouts(start_secs=20)
 
 
-def claim(rank: int, size: int = 2, **facts: str) -> Claim:
-    return Claim(rank, size, "here", 100 + rank, 5000 * (rank == 0), facts)
+def handshake(rank: int, size: int = 2, **facts: str) -> Handshake:
+    return Handshake(rank, size, "here", 100 + rank, 5000 * (rank == 0), facts)
 
 
 @contextmanager
-def meeting(num_processes: int = 2, **options):
-    with closing(Meeting(num_processes, **options)) as opened:
+def coordinator(num_processes: int = 2, **options):
+    with closing(Coordinator(num_processes, **options)) as opened:
         yield opened
 
 
-def outcomes(port: int, claims: list[Claim], patience: Patience = UNUSED) -> list[str]:
+def outcomes(
+    port: int, handshakes: list[Handshake], timeouts: Timeouts = UNUSED
+) -> list[str]:
     """What becomes of each that attends: an error, or `ValueError: ...`."""
 
-    def one(claim: Claim) -> str:
+    def one(handshake: Handshake) -> str:
         try:
-            attendance = attend("127.0.0.1", port, claim, patience)
-            attendance.leave()  # or it would end this process with the meeting
-            return f"service {attendance.service}"
+            client = attend("127.0.0.1", port, handshake, timeouts)
+            client.leave()  # or it would end this process with the coordinator
+            return f"service {client.service}"
         except ValueError as error:
             return f"ValueError: {error}"
 
-    with ThreadPoolExecutor(len(claims)) as pool:
-        return list(pool.map(one, claims))
+    with ThreadPoolExecutor(len(handshakes)) as pool:
+        return list(pool.map(one, handshakes))
 
 
 def test_all_are_told_where_jax_meets():
-    with meeting() as opened:
-        found = outcomes(opened.port, [claim(1), claim(0)])
+    with coordinator() as opened:
+        found = outcomes(opened.port, [handshake(1), handshake(0)])
     assert found == ["service 5000"] * 2
 
 
 @pytest.mark.parametrize(
-    "claims, says",
+    "handshakes, says",
     [
-        ([claim(0), claim(1, size=3)], "has 3 processes; the coordinator was told 2"),
-        ([claim(0), claim(0)], "process 0 came 2 times"),
-        ([claim(0), claim(5)], "process 5 (here, pid 105) is none of 0 to 1"),
-        ([claim(0, lr="1"), claim(1, lr="2")], "lr differs: 1 in process 0; 2 in"),
+        (
+            [handshake(0), handshake(1, size=3)],
+            "has 3 processes; the coordinator was told 2",
+        ),
+        ([handshake(0), handshake(0)], "process 0 came 2 times"),
+        ([handshake(0), handshake(5)], "process 5 (here, pid 105) is none of 0 to 1"),
+        (
+            [handshake(0, lr="1"), handshake(1, lr="2")],
+            "lr differs: 1 in process 0; 2 in",
+        ),
     ],
     ids=["another size", "twice the same", "out of range", "another config"],
 )
-def test_who_does_not_agree_is_one_error_in_all_within_seconds(claims, says):
+def test_who_does_not_agree_is_one_error_in_all_within_seconds(handshakes, says):
     began = time.monotonic()
-    with meeting() as opened:
-        found = outcomes(opened.port, claims)
+    with coordinator() as opened:
+        found = outcomes(opened.port, handshakes)
     assert len(set(found)) == 1 and says in found[0]
     assert time.monotonic() - began < 5
 
 
 def test_a_process_that_does_not_come_is_named():
-    with meeting(3, patience=QUICK, report=lambda text: None) as opened:
-        found = outcomes(opened.port, [claim(0, 3), claim(2, 3)], QUICK)
+    with coordinator(3, timeouts=QUICK, report=lambda text: None) as opened:
+        found = outcomes(opened.port, [handshake(0, 3), handshake(2, 3)], QUICK)
     assert all("process 1 of 3 had not come" in each for each in found)
 
 
 def test_a_taken_port_is_an_error_of_the_coordinator():
-    with meeting() as opened:
+    with coordinator() as opened:
         with pytest.raises(ValueError, match=facts(opened.port, "127.0.0.1")):
-            Meeting(2, port=opened.port)
+            Coordinator(2, port=opened.port)
 
 
 @contextmanager
@@ -113,22 +121,24 @@ def test_another_program_at_the_port_is_an_error_of_the_others(says):
         stranger(says) as port,
         pytest.raises(ValueError, match=facts(f"127.0.0.1:{port}", "fsdp_jax")),
     ):
-        attend("127.0.0.1", port, claim(1), UNUSED)
+        attend("127.0.0.1", port, handshake(1), UNUSED)
 
 
 def test_an_address_where_nobody_listens_is_an_error():
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     with pytest.raises(ValueError, match=facts(f"127.0.0.1:{port}", "Errno")):
-        attend("127.0.0.1", port, claim(1), QUICK)
+        attend("127.0.0.1", port, handshake(1), QUICK)
 
 
 def test_who_sends_nonsense_does_not_disturb_the_others():
-    with meeting() as opened:
+    with coordinator() as opened:
         for nonsense in (b"GET / HTTP/1.1\r\n\r\n", b"{}\n", b"[1]\n", b"\xff\xff\n"):
             with socket.create_connection(("127.0.0.1", opened.port)) as other:
                 other.sendall(nonsense)
-        assert outcomes(opened.port, [claim(0), claim(1)]) == ["service 5000"] * 2
+        assert (
+            outcomes(opened.port, [handshake(0), handshake(1)]) == ["service 5000"] * 2
+        )
 
 
 @pytest.mark.parametrize(

@@ -110,7 +110,7 @@ def validate_chunks(shape: Sequence[int], chunks: Iterable[Chunk]) -> None:
         raise ValueError(
             f"The chunks do not make an array of shape {tuple(shape)}, in "
             f"{len(problems)} place(s):\n  " + "\n  ".join(problems) + "\nGive the "
-            "chunks of every device, as fsdp_jax.chunks(array) lists them."
+            "chunks of every device, as fsdp_jax.sharding.chunks(array) lists them."
         )
 
 
@@ -143,8 +143,8 @@ def split_chunks(
     """
     if isinstance(array, jax.ShapeDtypeStruct):
         raise TypeError(
-            "split_chunks takes a jax.Array, not its mould (jax.ShapeDtypeStruct), "
-            "which has nothing to cut. Fill it first, or use fsdp_jax.chunks(mould)."
+            "split_chunks takes a jax.Array, not an abstract array (jax.ShapeDtypeStruct), "
+            "which has nothing to cut. Fill it first, or use fsdp_jax.sharding.chunks(abstract)."
         )
     held = {chunk.device: chunk for chunk in chunks(array)}
     dim = _resolve_dim(array.shape, dim)
@@ -168,7 +168,7 @@ def _sharding(array: Any) -> jax.sharding.Sharding:
     sharding = array.sharding
     if sharding is None or isinstance(getattr(sharding, "mesh", None), AbstractMesh):
         raise ValueError(
-            f"The mould of shape {array.shape} names no devices: its sharding is "
+            f"The abstract array of shape {array.shape} names no devices: its sharding is "
             f"{sharding}. Give it one over a mesh of devices."
         )
     return sharding

@@ -108,7 +108,7 @@ def test_gathers_are_counted_through_loops_branches_and_slices(form):
     params = fsdp.init_params(plan, jax.random.key(0))
     shards = [
         Shard(value, jnp.zeros_like(value), None, row, Late())
-        for value, row in zip(jax.tree.leaves(params), plan.rows, strict=True)
+        for value, row in zip(jax.tree.leaves(params), plan.param_plans, strict=True)
     ]
     loss = loss_of_shards(plan, loss_of(form), LossForm())
     args = (plan.model_state, jax.tree.map(jnp.float32, data()), jax.random.key(0))
@@ -136,9 +136,9 @@ def test_however_often_a_stack_is_used_the_numbers_are_those_of_one_device(
             )
             plan = fsdp.fully_shard(make_weights, mesh, UNITS, config)
             tx = optax.sgd(0.1)
-            step = fsdp.make_train_step(plan, loss_of(form), tx, accumulate=k)
+            step = fsdp.make_train_step(plan, loss_of(form), tx, num_microbatches=k)
             params = fsdp.init_params(plan, jax.random.key(0))
-            state, _ = step(fsdp.init(plan, tx, params), data())
+            state, _ = step(fsdp.init_state(plan, tx, params), data())
             results.append(host(state.params))
     assert worst(*results) < 1e-9
 
@@ -147,7 +147,7 @@ def lowered(form, mesh, **config):
     plan = fsdp.fully_shard(
         make_weights, fsdp.make_mesh(**mesh), UNITS, fsdp.FSDPConfig(**config)
     )
-    step = fsdp.make_train_step(plan, loss_of(form), TX, accumulate=3)
+    step = fsdp.make_train_step(plan, loss_of(form), TX, num_microbatches=3)
     rows = jax.tree.map(np.float32, data())
     return step.lower(fsdp.abstract_state(plan, TX), rows).compile().as_text()
 
@@ -186,10 +186,10 @@ def test_per_token_losses_are_finished_alike(per_token):
             plan = fsdp.fully_shard(make_weights, mesh, UNITS)
             tx = optax.sgd(0.1)
             step = fsdp.make_train_step(
-                plan, loss, tx, accumulate=k, calculate_per_token_loss=per_token
+                plan, loss, tx, num_microbatches=k, calculate_per_token_loss=per_token
             )
             params = fsdp.init_params(plan, jax.random.key(0))
-            state, _ = step(fsdp.init(plan, tx, params), data())
+            state, _ = step(fsdp.init_state(plan, tx, params), data())
             results.append(host(state.params))
     assert worst(*results, without=("root",)) < 1e-9
 

@@ -36,18 +36,18 @@ def all_optimizations():
     jax.config.update("jax_disable_most_optimizations", True)
 
 
-def forecast(model, batch, *, prefetch=1, unroll=1, config=None, **options):
+def estimate(model, batch, *, prefetch=1, unroll=1, config=None, **options):
     plan = model.plan(fsdp.make_mesh(devices=jax.devices()[:1]), **(config or {}))
     loss = model.loss(prefetch, unroll)
     many = math.prod(batch.shape[:1]) * (batch.shape[1] - 1)
     options = {"gpus": 8, "tokens": many, "guide": False} | options
-    return fsdp.compile_for(plan, loss, TX, batch, **options)
+    return fsdp.estimate_step(plan, loss, TX, batch, **options)
 
 
 @pytest.fixture(scope="module")
 def wide():
     jax.config.update("jax_disable_most_optimizations", False)
-    return forecast(WIDE, tokens(8, 4096), unroll=2)
+    return estimate(WIDE, tokens(8, 4096), unroll=2)
 
 
 def in_loops(found, op):
@@ -66,7 +66,7 @@ def test_what_a_scanned_stack_communicates_is_hidden(wide):
 
 
 def test_without_prefetch_each_gather_would_be_waited_for():
-    plain = forecast(WIDE, tokens(8, 4096), prefetch=0)
+    plain = estimate(WIDE, tokens(8, 4096), prefetch=0)
     assert "gathers of 'layers' are waited for" in repr(plain)
     sent = in_loops(plain, "all-gather")
     assert sum(s.exposed for s in sent) > 0.8 * sum(s.end - s.start for s in sent)
@@ -111,7 +111,7 @@ def test_model_flops_are_those_of_the_formula(wide):
     # 6 a weight and token, attention 12 a layer, width, position and token.
     weights = sum(
         math.prod(row.shape)
-        for row in wide.plan.rows
+        for row in wide.plan.param_plans
         if len(row.shape) > 1 and row.name != "embed" and "norm" not in row.name
     )
     seq = 4096
@@ -124,7 +124,7 @@ CONFIGURATIONS = {
     "no prefetch": dict(prefetch=0, batch=tokens(8, 4096)),
     "two ahead": dict(prefetch=2, batch=tokens(8, 4096)),
     "short rows": dict(batch=tokens(64, 512)),
-    "microbatches": dict(unroll=2, batch=tokens(32, 4096), accumulate=4),
+    "microbatches": dict(unroll=2, batch=tokens(32, 4096), num_microbatches=4),
     "replicas": dict(batch=tokens(64, 512), gpus=16, mesh={"dp_outer": 2}),
 }
 
@@ -133,7 +133,7 @@ CONFIGURATIONS = {
 def test_memory_is_predicted_within_5_percent_of_what_xla_assigns(name, wide):
     options = dict(CONFIGURATIONS[name])
     same = name == "two layers an iteration"
-    found = wide if same else forecast(WIDE, options.pop("batch"), **options)
+    found = wide if same else estimate(WIDE, options.pop("batch"), **options)
     assert found.memory.total == pytest.approx(found.compiled_bytes, rel=0.05)
     assert found.memory.params == found.plan.bytes_per_device["params"]
 
@@ -144,7 +144,7 @@ def test_a_prediction_that_forgets_the_activations_would_be_noticed(wide):
 
 
 def test_replicas_gather_within_a_node_and_reduce_behind_the_computation():
-    found = forecast(SMALL, tokens(32, 2048), unroll=2, gpus=16, mesh={"dp_outer": 2})
+    found = estimate(SMALL, tokens(32, 2048), unroll=2, gpus=16, mesh={"dp_outer": 2})
     outer = [s for s in found.timeline.sent if s.collective.group_size == 2]
     assert {s.collective.op for s in outer} == {"all-reduce"}
     gathers = [row for row in found.sent if row.op == "all-gather"]
@@ -157,14 +157,16 @@ def test_replicas_gather_within_a_node_and_reduce_behind_the_computation():
 def test_a_schedule_is_guided_where_the_wire_is_slow():
     """XLA takes a network for faster than it is, and starts gathers too late."""
     plan = SMALL.plan(
-        fsdp.make_mesh(devices=fsdp.gpu_devices(GPUS["h200"], 16)),
+        fsdp.make_mesh(devices=fsdp.planner.gpu_devices(GPUS["h200"], 16)),
     )
     step = fsdp.make_train_step(plan, SMALL.loss(1, 2), TX)
     lowered = step.lower(fsdp.abstract_state(plan, TX), tokens(64, 2048))
     slow = dataclasses.replace(GPUS["h200"].cost, network_bandwidth=20e9)
-    found = compile_scheduled(lowered, slow, 16, fsdp.compiler_options())
+    found = compile_scheduled(lowered, slow, 16, fsdp.training.compiler_options())
     assert found.guided
-    own = compile_scheduled(lowered, slow, 16, fsdp.compiler_options(), guide=False)
+    own = compile_scheduled(
+        lowered, slow, 16, fsdp.training.compiler_options(), guide=False
+    )
     assert found.timeline.exposed_seconds < 0.8 * own.timeline.exposed_seconds
 
 
@@ -175,7 +177,7 @@ def test_other_gpus_are_other_targets():
     model = Llama(width=256, mlp=512, heads=2, kv_heads=2, layers=2, vocab=512)
     batch = tokens(8, 128)
     times = {
-        gpu: fsdp.compile_for(
+        gpu: fsdp.estimate_step(
             *(plan, model.loss(), TX, batch), gpu=gpu, gpus=8, guide=False
         )
         for gpu in ("a100", "b200")
@@ -185,14 +187,14 @@ def test_other_gpus_are_other_targets():
 
 def test_what_makes_no_whole_nodes_is_refused():
     with pytest.raises(ValueError, match=facts("12 GPUs", "8")):
-        fsdp.gpu_devices(GPUS["h200"], 12)
+        fsdp.planner.gpu_devices(GPUS["h200"], 12)
 
 
 STAND_INS = """
 import jax, fsdp_jax as fsdp
 jax.config.update("jax_platforms", {platforms!r})
 try:
-    print(len(fsdp.gpu_devices(fsdp.GPUS["h200"], 8)))
+    print(len(fsdp.planner.gpu_devices(fsdp.planner.GPUS["h200"], 8)))
 except ValueError as error:
     print(error)
 """
@@ -214,14 +216,14 @@ def test_a_machine_without_a_driver_is_told_what_to_say(platforms, says):
 
 
 def test_the_axes_of_a_mesh_of_stand_ins_are_those_asked_for():
-    found = forecast(
+    found = estimate(
         Llama(width=256, mlp=512, heads=2, kv_heads=2, layers=2, vocab=512),
         tokens(16, 128),
         gpus=16,
         mesh={"dp_outer": 4, "dp_shard": -1},
     )
     assert dict(found.plan.mesh.shape)["dp_shard"] == 4
-    assert jnp.dtype(found.plan.rows[0].precision.param) == jnp.bfloat16
+    assert jnp.dtype(found.plan.param_plans[0].precision.param) == jnp.bfloat16
 
 
 def test_a_gpu_that_the_step_does_not_fit_is_told_of(wide):
@@ -236,8 +238,8 @@ def test_a_gpu_that_the_step_does_not_fit_is_told_of(wide):
 def test_what_xla_recomputes_of_itself_is_told_of():
     # With nothing recomputed by plan, on a GPU with a third of the memory for it.
     config = {"remat_policy": None}
-    plain = forecast(Llama(layers=2), tokens(64), prefetch=0, config=config)
+    plain = estimate(Llama(layers=2), tokens(64), prefetch=0, config=config)
     assert plain.memory_alarms == ()
     gpu = dataclasses.replace(GPUS["h200"], memory=plain.compiled_bytes // 3)
-    tight = forecast(Llama(layers=2), tokens(64), prefetch=0, config=config, gpu=gpu)
+    tight = estimate(Llama(layers=2), tokens(64), prefetch=0, config=config, gpu=gpu)
     assert any("XLA recomputes" in alarm for alarm in tight.memory_alarms)

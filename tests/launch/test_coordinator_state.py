@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from helpers.errors import facts
 
-from fsdp_jax.launch._coordinator_state import Roll
-from fsdp_jax.launch._handshake import Claim, as_facts
-from fsdp_jax.launch._timeouts import Patience
+from fsdp_jax.launch._coordinator_state import CoordinatorState
+from fsdp_jax.launch._handshake import Handshake, as_facts
+from fsdp_jax.launch._timeouts import Timeouts
 
-PATIENCE = Patience(start_secs=100, silent_secs=20, report_secs=30, stall_secs=200)
+PATIENCE = Timeouts(start_secs=100, silent_secs=20, report_secs=30, stall_secs=200)
 
 
 class Job:
@@ -17,15 +17,19 @@ class Job:
 
     def __init__(self, num_processes: int = 3):
         self.reports: list[str] = []
-        self.roll = Roll(num_processes, PATIENCE, self.reports.append, now=0.0)
+        self.roll = CoordinatorState(
+            num_processes, PATIENCE, self.reports.append, now=0.0
+        )
         self.sent: list[list[dict]] = []
         self.members = []
 
     def come(self, rank: int, *, of: int = 3, at: float = 0.0, **facts: str) -> None:
         inbox: list[dict] = []
-        claim = Claim(rank, of, f"host{rank}", 100 + rank, 5000 * (rank == 0), facts)
+        handshake = Handshake(
+            rank, of, f"host{rank}", 100 + rank, 5000 * (rank == 0), facts
+        )
         self.sent.append(inbox)
-        self.members.append(self.roll.admit(claim, inbox.append, at))
+        self.members.append(self.roll.admit(handshake, inbox.append, at))
 
     def say(self, rank: int, at: float, **message) -> None:
         self.roll.take(self.members[rank], message, at)
@@ -254,4 +258,4 @@ def test_a_config_is_compared_field_by_field_and_long_values_by_their_hash():
 
 def test_patience_of_no_seconds_is_refused():
     with pytest.raises(ValueError, match=facts("silent_secs=0, stall_secs=-1")):
-        Patience(silent_secs=0, stall_secs=-1)
+        Timeouts(silent_secs=0, stall_secs=-1)
