@@ -183,7 +183,9 @@ def _accumulate(
     # Traced once, on the first microbatch's shapes: the loop and the peeled iteration
     # replay the same jaxprs.
     loss, gathers = trace_loss(call, shards, *example, axes=axes)
-    run, once = trace_gradients(loss, shards, *example, scale, axes=axes)
+    run, once = trace_gradients(
+        loss, shards, *example, scale, axes=axes, prefetch=plan.config.prefetch
+    )
     backward = _backward(aux_format, key, scale)
     grads: Grads = [shard.grad_buffer for shard in shards]
     state, outs, finished = model_state, [], set()
