@@ -325,6 +325,11 @@ class FSDPConfig:
                 f"FSDPConfig(lora=..., frozen={self.frozen}): with LoRA all of the "
                 "model is frozen but LoRAConfig(modules_to_save=...). Drop frozen."
             )
+        if self.prefetch < 0:
+            raise ValueError(
+                f"FSDPConfig(prefetch={self.prefetch}) counts the units that are "
+                "gathered ahead: use 1, or 0 to leave the order to XLA."
+            )
         if self.min_shard_elements < 0:
             raise ValueError(
                 f"FSDPConfig(min_shard_elements={self.min_shard_elements}) counts "

@@ -141,6 +141,7 @@ def trace_loss(
     shards: Sequence[Shard],
     *args: PyTree,
     axes: Sequence[str] = (),
+    prefetch: int = 0,
 ) -> tuple[LossOfShards, dict[str, int]]:
     """Traces a loss once, to check its use of shards and to run the trace.
 
@@ -149,6 +150,7 @@ def trace_loss(
       shards: Shards of all parameters.
       *args: Model state, batch and key, concrete or abstract.
       axes: Mesh axes of more than one device.
+      prefetch: As in `trace_gradients`, for a loss that is not differentiated.
 
     Returns:
       The traced loss, and how often each unit's parameter is gathered, see
@@ -159,6 +161,8 @@ def trace_loss(
     """
     closed, out_tree = _traced(loss, shards, *args)
     gathers = check_loss(closed.jaxpr, shards, args, axes)
+    if prefetch:
+        closed = order_units(closed, len(jax.tree.leaves(shards)), prefetch)
     return _function(closed, out_tree), gathers
 
 

@@ -10,31 +10,33 @@ loss's gradients, with optimization barriers, which change no value:
 |---|---|---|
 | gather | the inputs of unit j - prefetch | at most prefetch + 1 are unsharded |
 | gather | the gather of unit j - 1 | XLA does not merge the two |
-| reduction | the reduction of unit j - 1 | it overlaps with the backward of unit j + 1 |
+| reduction | the reduction of unit j - 1 | XLA does not merge the two |
 
-Units are counted in the order of the trace, forward and then backward. Where backward
-begins with the units that forward ended with, it takes their weights from forward.
+Units are counted in the order of the trace, forward and then backward. A visit of a
+unit whose weights are still there, as at the turn from forward to backward, does not
+gather them again.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.extend import core
 
 from fsdp_jax.sharding._plan import ROOT
-from fsdp_jax.step._shard_usage import GATHERS
+from fsdp_jax.step._flat_trace import (
+    FlatTrace,
+    barrier_of,
+    has_effects,
+    is_collective,
+    operand,
+)
 
-_REMAT = ("checkpoint", "remat", "remat2")
-_CALLS = (*_REMAT, "jit", "pjit", "closed_call")
-_COLLECTIVES = ("all_gather", "reduce_scatter", "all_to_all", "psum", "pmax")
 _REDUCTION = re.compile(r"reduce_scatter|all_reduce|reduce_deferred")
 
 
@@ -54,11 +56,10 @@ class _Visit:
 
 
 def order_units(closed: Any, num_shard_leaves: int, prefetch: int) -> Any:
-    """Orders the collectives of unrolled units in a trace of gradients.
+    """Orders the collectives of unrolled units in the trace of a loss or its gradients.
 
     Args:
-      closed: `ClosedJaxpr` of the gradients of a loss; its first inputs are the leaves
-        of the shards.
+      closed: `ClosedJaxpr`; its first inputs are the leaves of the shards.
       num_shard_leaves: Number of these inputs.
       prefetch: Number of units whose weights are gathered ahead; at least 1.
 
@@ -66,12 +67,12 @@ def order_units(closed: Any, num_shard_leaves: int, prefetch: int) -> Any:
       A `ClosedJaxpr` with the same inputs and outputs, and the same values to the bit.
       `closed` itself if it runs fewer than two units outside of loops.
     """
-    flat = _Flat(closed, set(closed.jaxpr.invars[:num_shard_leaves]))
+    flat = FlatTrace(closed, set(closed.jaxpr.invars[:num_shard_leaves]))
     eqns = _without_dead(flat.eqns, flat.outvars)
     visits = _visits(eqns, flat.of_shards)
     if len(visits) < 2:
         return closed
-    eqns = _reuse_at_the_turn(eqns, visits, prefetch, flat)
+    eqns = _without_repeated(eqns, visits, prefetch, flat.of_shards)
     eqns = _without_dead(list(_ordered(eqns, visits, prefetch)), flat.outvars)
     jaxpr = closed.jaxpr.replace(
         constvars=list(flat.consts),
@@ -80,118 +81,6 @@ def order_units(closed: Any, num_shard_leaves: int, prefetch: int) -> Any:
         debug_info=closed.jaxpr.debug_info.with_unknown_names(),
     )
     return core.ClosedJaxpr(jaxpr, list(flat.consts.values()))
-
-
-class _Flat:
-    """A jaxpr with the calls inlined in which units gather or reduce.
-
-    Attributes:
-      eqns: Equations.
-      outvars: Results.
-      consts: Values of constants by their variable.
-      of_shards: Variables that depend on shards and constants alone.
-    """
-
-    def __init__(self, closed: Any, shards: set[Any]) -> None:
-        self.eqns: list[Any] = []
-        self.consts = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
-        self.of_shards = set(shards)
-        self._env: dict[Any, Any] = {}
-        self._walk(closed.jaxpr.eqns, self._env, None)
-        self.outvars = [_read(self._env, v) for v in closed.jaxpr.outvars]
-
-    def _walk(self, eqns: Iterable[Any], env: dict[Any, Any], outer: Any) -> None:
-        for eqn in eqns:
-            given = [_read(env, v) for v in eqn.invars]
-            info = eqn.source_info
-            if outer is not None:
-                stack = outer + info.name_stack
-                info = info.replace(name_stack=stack)
-            if not _opens(eqn):
-                new = [_fresh(v) for v in eqn.outvars]
-                env.update(zip(eqn.outvars, new, strict=True))
-                self._add(eqn.replace(invars=given, outvars=new, source_info=info))
-                continue
-            if eqn.primitive.name in _REMAT and eqn.params["prevent_cse"]:
-                given = self._apart(given, info)
-            inner, consts = _called(eqn)
-            own = dict(zip(inner.invars, given, strict=True))
-            for v, value in zip(inner.constvars, consts, strict=True):
-                own[v] = _fresh(v)
-                self.consts[own[v]] = value
-            self._walk(inner.eqns, own, info.name_stack)
-            results = [_read(own, v) for v in inner.outvars]
-            env.update(zip(eqn.outvars, results, strict=True))
-
-    def _apart(self, given: list[Any], info: Any) -> list[Any]:
-        """Keeps recomputed values apart from those of forward, as jax does.
-
-        jax puts one barrier around all operands of a checkpointed function. The shards
-        get one of their own, or their gather would wait for the other operands.
-        """
-        variables = dict.fromkeys(v for v in given if isinstance(v, core.Var))
-        moved: dict[Any, Any] = {}
-        for own in (True, False):
-            group = [v for v in variables if (v in self.of_shards) == own]
-            if group:
-                barrier = _barrier(group, info)
-                moved.update(zip(group, barrier.outvars, strict=True))
-                self._add(barrier)
-        return [moved[v] if isinstance(v, core.Var) else v for v in given]
-
-    def _add(self, eqn: Any) -> None:
-        self.eqns.append(eqn)
-        read = (v for v in eqn.invars if isinstance(v, core.Var))
-        if not _has_effects(eqn) and all(v in self.of_shards or v in self.consts for v in read):
-            self.of_shards.update(eqn.outvars)
-
-
-def _read(env: dict[Any, Any], v: Any) -> Any:
-    return v if isinstance(v, core.Literal) else env.get(v, v)
-
-
-def _fresh(v: Any) -> Any:
-    # The body of a call may be inlined several times, each with variables of its own.
-    return v if isinstance(v, core.DropVar) else core.Var(v.aval)
-
-
-def _called(eqn: Any) -> tuple[Any, Sequence[Any]]:
-    """Returns the jaxpr that a call runs, and its constants."""
-    jaxpr = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
-    if isinstance(jaxpr, core.ClosedJaxpr):
-        return jaxpr.jaxpr, jaxpr.consts
-    return jaxpr, ()
-
-
-def _opens(eqn: Any) -> bool:
-    """Returns whether an equation is a call that runs collectives of units."""
-    name = eqn.primitive.name
-    if name == "custom_vjp_call":
-        return eqn.params["call_jaxpr"].jaxpr.debug_info.func_name in GATHERS
-    return name in _CALLS and _communicates(_called(eqn)[0])
-
-
-def _communicates(jaxpr: Any) -> bool:
-    """Returns whether a jaxpr runs a collective, outside of loops and branches."""
-    return any(
-        eqn.primitive.name in _COLLECTIVES
-        or eqn.primitive.name == "shard_map"
-        and _communicates(_called(eqn)[0])
-        or _opens(eqn)
-        for eqn in jaxpr.eqns
-    )
-
-
-def _collective_of(eqn: Any) -> bool:
-    name = eqn.primitive.name
-    return name in _COLLECTIVES or (
-        name == "shard_map" and _communicates(_called(eqn)[0])
-    )
-
-
-def _has_effects(eqn: Any) -> bool:
-    # A collective has the effect of naming its mesh axes, which is none at run time.
-    return any(type(e).__name__ != "NamedAxisEffect" for e in eqn.effects)
 
 
 def _unit_of(eqn: Any) -> str | None:
@@ -205,7 +94,7 @@ def _without_dead(eqns: Sequence[Any], outvars: Sequence[Any]) -> list[Any]:
     live = {v for v in outvars if isinstance(v, core.Var)}
     kept = []
     for eqn in reversed(eqns):
-        if _has_effects(eqn) or not live.isdisjoint(eqn.outvars):
+        if has_effects(eqn) or not live.isdisjoint(eqn.outvars):
             kept.append(eqn)
             live.update(v for v in eqn.invars if isinstance(v, core.Var))
     return kept[::-1]
@@ -235,56 +124,63 @@ def _visits(eqns: Sequence[Any], of_shards: set[Any]) -> list[_Visit]:
 
 
 def _is_gather(eqn: Any, of_shards: set[Any]) -> bool:
-    return _collective_of(eqn) and all(
+    return is_collective(eqn) and all(
         v in of_shards for v in eqn.invars if isinstance(v, core.Var)
     )
 
 
 def _activations(variables: Iterable[Any]) -> tuple[Any, ...]:
-    found = (v for v in variables if jnp.issubdtype(v.aval.dtype, jnp.inexact))
-    return tuple(sorted(found, key=lambda v: -v.aval.size)[:1])
+    """Returns the largest of some arrays, at most one; keys are not looked at."""
+    found = [
+        v for v in variables if not jnp.issubdtype(v.aval.dtype, jax.dtypes.extended)
+    ]
+    return (max(found, key=lambda v: v.aval.size),) if found else ()
 
 
-def _reuse_at_the_turn(
-    eqns: Sequence[Any], visits: list[_Visit], prefetch: int, flat: _Flat
+def _without_repeated(
+    eqns: Sequence[Any], visits: Sequence[_Visit], prefetch: int, of_shards: set[Any]
 ) -> list[Any]:
-    """Lets backward begin with the weights that forward ended with.
+    """Lets a visit take the weights that one of the visits just before it gathered.
+
+    So backward begins with the units that forward ended with, and what a checkpointed
+    function of the model recomputes is not gathered once more for its derivative.
 
     Args:
       eqns: Equations.
-      visits: Visits; those of backward that need no gather any more are taken out.
-      prefetch: Number of units that stay unsharded.
-      flat: The jaxpr, for the origin of shards.
+      visits: Visits; those that need no gather of their own any more lose it.
+      prefetch: Number of units that stay unsharded beside the one that computes.
+      of_shards: Variables that depend on shards and constants alone.
 
     Returns:
       The equations, without the gathers that are not needed.
     """
-    turn = next(
-        (i for i in range(1, len(visits)) if visits[i].unit == visits[i - 1].unit), None
-    )
-    if turn is None:
-        return list(eqns)
-    origin = _origins(eqns, flat.of_shards)
-    reused: dict[Any, Any] = {}
-    for before, after in list(zip(visits[turn - 1 :: -1], visits[turn:]))[:prefetch]:
-        if before.unit != after.unit:
-            break
-        made = {_key(eqn, origin): eqn for eqn in before.gathers}
-        for eqn in after.gathers:
-            if (same := made.get(_key(eqn, origin))) is not None:
-                reused.update(zip(eqn.outvars, same.outvars, strict=True))
-        after.gathers = [e for e in after.gathers if e.outvars[0] not in reused]
-    return [
-        _with_operands(eqn, reused) for eqn in eqns if eqn.outvars[0] not in reused
-    ]
+    origin = _origins(eqns, of_shards)
+    repeated: dict[Any, Any] = {}
+    there: list[dict[Any, Sequence[Any]]] = []
+    for i, visit in enumerate(visits):
+        before = there[-(2 * prefetch - 1) :]  # As far as the turn needs: 2, 1 | 1, 2.
+        is_same = i > 0 and visits[i - 1].unit == visit.unit
+        there.append(dict(there[-1]) if is_same else {})
+        for eqn in visit.gathers:
+            key = _key(eqn, origin)
+            made = next((one[key] for one in reversed(before) if key in one), None)
+            there[-1][key] = made or eqn.outvars
+            repeated.update(zip(eqn.outvars, made or (), strict=False))
+        visit.gathers = [e for e in visit.gathers if _name(e) not in repeated]
+    return [_with_operands(eqn, repeated) for eqn in eqns if _name(eqn) not in repeated]
+
+
+def _name(eqn: Any) -> Any:
+    """Returns a variable that stands for an equation; None if it has no result."""
+    return eqn.outvars[0] if eqn.outvars else None
 
 
 def _with_operands(eqn: Any, moved: dict[Any, Any]) -> Any:
-    return eqn.replace(invars=[_read(moved, v) for v in eqn.invars])
+    return eqn.replace(invars=[operand(moved, v) for v in eqn.invars])
 
 
 def _origins(eqns: Sequence[Any], of_shards: set[Any]) -> dict[Any, Any]:
-    """Returns by variable what it is: its equations down to shards, without barriers."""
+    """Returns for each variable the equations that make it of shards, less barriers."""
     origin: dict[Any, Any] = {}
     for eqn in eqns:
         if eqn.primitive.name == "optimization_barrier":
@@ -312,10 +208,10 @@ def _ordered(
         start = visits[i - prefetch].start if i >= prefetch else ()
         before = visits[i - 1].gathers if i else ()
         gathered = tuple(v for eqn in before for v in eqn.outvars)
-        waits.update({eqn.outvars[0]: start + gathered for eqn in visit.gathers})
+        waits.update({_name(eqn): start + gathered for eqn in visit.gathers})
     unit, reduced, previous = None, [], []
     for eqn in eqns:
-        after = waits.get(eqn.outvars[0], ()) if eqn.outvars else ()
+        after = waits.get(_name(eqn), ())
         if not after and _is_reduction(eqn):
             if _unit_of(eqn) != unit:
                 unit, previous, reduced = _unit_of(eqn), reduced, []
@@ -326,7 +222,7 @@ def _ordered(
             continue
         own = [v for v in dict.fromkeys(eqn.invars) if isinstance(v, core.Var)]
         others = [v for v in dict.fromkeys(after) if v not in own]
-        barrier = _barrier([*own, *others], eqn.source_info)
+        barrier = barrier_of([*own, *others], eqn.source_info)
         yield barrier
         yield _with_operands(eqn, dict(zip(own, barrier.outvars, strict=False)))
 
@@ -335,26 +231,7 @@ def _is_reduction(eqn: Any) -> bool:
     """Returns whether an equation reduces gradients of a unit."""
     scope = str(eqn.source_info.name_stack)
     return (
-        _collective_of(eqn)
+        is_collective(eqn)
         and _unit_of(eqn) is not None
         and _REDUCTION.search(scope) is not None
     )
-
-
-def _barrier(variables: Sequence[Any], info: Any) -> Any:
-    """Makes an equation whose results are `variables` once all of them are there."""
-    return core.new_jaxpr_eqn(
-        list(variables),
-        [core.Var(v.aval) for v in variables],
-        _barrier_primitive(),
-        {},
-        core.no_effects,
-        info,
-    )
-
-
-@functools.cache
-def _barrier_primitive() -> Any:
-    # Found by a trace, since jax does not publish it.
-    (eqn,) = jax.make_jaxpr(lax.optimization_barrier)(1.0).jaxpr.eqns
-    return eqn.primitive
