@@ -52,7 +52,7 @@ def kept(
     }
     yield from _stacks(program, arrays, gathers, num_microbatches, pieces)
     if not program.is_cpu:  # XLA:CPU merges equal gathers outside of loops.
-        yield from _singles(arrays, gathers)
+        yield from _singles(arrays, gathers, plan.config.prefetch)
 
 
 def _stacks(
@@ -90,30 +90,36 @@ def _stacks(
 
 
 def _singles(
-    arrays: Sequence[Moved], gathers: Sequence[ExpectedCollective]
+    arrays: Sequence[Moved], gathers: Sequence[ExpectedCollective], prefetch: int
 ) -> Iterator[Difference]:
-    """Yields gathers in forward whose result an instruction of backward reads."""
+    """Yields gathers in forward whose result an instruction of backward reads.
+
+    Backward begins with the `prefetch` units that forward ended with: these stay.
+    """
     by_key: dict[object, list[ParamPlan]] = {}
     for planned in gathers:
         if not planned.param.num_stacked:
             by_key.setdefault(key_of(planned), []).append(planned.param)
+    found: list[tuple[list[ParamPlan], Instruction]] = []
     for one in arrays:
         if key_of(one) not in by_key or _is_backward(one.scope):
             continue
         weight = _result(one)
         units = _units(weight.op_name) or _units(one.scope)
         own = [param for param in by_key[key_of(one)] if param.unit in units]
-        if not own:
-            continue
-        reader = _reader_in_backward(one.computation, weight)
+        reader = _reader_in_backward(one.computation, weight) if own else None
         if reader:
-            yield Difference(
-                named(own),
-                PLAN,
-                f"reads the weight that forward gathered in backward "
-                f"({reader.opcode} {reader.name})",
-                FIX,
-            )
+            found.append((own, reader))
+    if len({param.unit for own, _ in found for param in own}) <= prefetch:
+        return
+    for own, reader in found:
+        yield Difference(
+            named(own),
+            PLAN,
+            f"reads the weight that forward gathered in backward "
+            f"({reader.opcode} {reader.name})",
+            FIX,
+        )
 
 
 def _result(one: Moved) -> Instruction:

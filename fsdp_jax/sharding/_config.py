@@ -233,6 +233,10 @@ class FSDPConfig:
         last microbatch (all but ZeRO-2 and -3 on one level), reduce them unit by unit
         in the backward of that microbatch, which is then a second copy of the model in
         the program. False: after the loop, in one smaller program.
+      prefetch: Number of units whose weights are gathered ahead of the one that
+        computes, in a model that runs its units one after the other; at most
+        `prefetch + 1` of them are unsharded at once. 0 leaves the order of collectives
+        to XLA, which may gather all units at once. `fsdp_jax.scan` has its own.
       reshard_after_forward: Free a unit's unsharded weights after its forward and
         gather them again for its backward. False keeps them: one gather a step fewer,
         and one unsharded unit more memory for each unit.
@@ -296,6 +300,7 @@ class FSDPConfig:
     outer_dp_sharding_strategy: int | str = 0
     placements: Placements | None = None
     overlap_outer: bool = True
+    prefetch: int = 1
     reshard_after_forward: bool = True
     mp_policy: MixedPrecisionPolicy = dataclasses.field(
         default_factory=MixedPrecisionPolicy
@@ -348,6 +353,11 @@ class FSDPConfig:
             raise ValueError(
                 f"FSDPConfig(lora=..., frozen={self.frozen}): with LoRA all of the "
                 "model is frozen but LoRAConfig(modules_to_save=...). Drop frozen."
+            )
+        if self.prefetch < 0:
+            raise ValueError(
+                f"FSDPConfig(prefetch={self.prefetch}) counts the units that are "
+                "gathered ahead: use 1, or 0 to leave the order to XLA."
             )
         if self.min_shard_elements < 0:
             raise ValueError(

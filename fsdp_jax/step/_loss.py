@@ -31,6 +31,7 @@ from fsdp_jax.step._model_state import (
 from fsdp_jax.step._module_units import mark_objects, unmark_objects
 from fsdp_jax.step._shard import Shard
 from fsdp_jax.step._split_loss import SplitLoss, split_loss
+from fsdp_jax.step._unit_order import order_units
 
 LossFn = Callable[..., Any]
 """`loss_fn(model, batch)`, and `rng=key` if it takes it, to a loss or `(loss, aux)`."""
@@ -140,6 +141,7 @@ def trace_loss(
     shards: Sequence[Shard],
     *args: PyTree,
     axes: Sequence[str] = (),
+    prefetch: int = 0,
 ) -> tuple[LossOfShards, dict[str, int]]:
     """Traces a loss once, to check its use of shards and to run the trace.
 
@@ -148,6 +150,7 @@ def trace_loss(
       shards: Shards of all parameters.
       *args: Model state, batch and key, concrete or abstract.
       axes: Mesh axes of more than one device.
+      prefetch: As in `trace_gradients`, for a loss that is not differentiated.
 
     Returns:
       The traced loss, and how often each unit's parameter is gathered, see
@@ -158,6 +161,8 @@ def trace_loss(
     """
     closed, out_tree = _traced(loss, shards, *args)
     gathers = check_loss(closed.jaxpr, shards, args, axes)
+    if prefetch:
+        closed = order_units(closed, len(jax.tree.leaves(shards)), prefetch)
     return _function(closed, out_tree), gathers
 
 
@@ -217,6 +222,7 @@ def trace_gradients(
     shards: Sequence[Shard],
     *args: PyTree,
     axes: Sequence[str] = (),
+    prefetch: int = 0,
 ) -> tuple[Callable[..., Any], set[str]]:
     """Traces the gradients of a loss once, to check them and to run the trace.
 
@@ -225,6 +231,8 @@ def trace_gradients(
       shards: Shards of all parameters.
       *args: State, rows, key and scale, the other arguments of `gradients_of`.
       axes: Mesh axes of more than one device.
+      prefetch: Number of units gathered ahead of the one that computes, where units run
+        one after the other, see `order_units`; 0 leaves their order to XLA.
 
     Returns:
       The traced function of `gradients_of`; and the names of parameters whose
@@ -235,6 +243,8 @@ def trace_gradients(
     """
     closed, out_tree = _traced(gradients_of(loss), shards, *args)
     once = check_gradients(closed.jaxpr, shards, args, axes)
+    if prefetch:
+        closed = order_units(closed, len(jax.tree.leaves(shards)), prefetch)
     return _function(closed, out_tree), once
 
 

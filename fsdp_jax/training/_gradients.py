@@ -23,7 +23,6 @@ from fsdp_jax.step._loss import (
     LossFn,
     LossForm,
     LossOfShards,
-    gradients_of,
     loss_of_shards,
     trace_gradients,
     trace_loss,
@@ -54,7 +53,8 @@ def global_loss(plan: Plan, loss_fn: LossFn, form: LossForm) -> Callable[..., An
             total, count, parts = pipelined_loss(plan, call, aux_format, shards, *args)
         else:
             axes = axes_in_use(plan.mesh, plan.mesh.axis_names)
-            loss, _ = trace_loss(call, shards, *args, axes=axes)
+            prefetch = plan.config.prefetch
+            loss, _ = trace_loss(call, shards, *args, axes=axes, prefetch=prefetch)
             total, (count, aux, _) = loss(shards, *args)
             parts = aux_format.take_apart(aux)
         mean = _sum(total, data_axes) / _at_least_one(_sum(count, data_axes))
@@ -183,7 +183,9 @@ def _accumulate(
     # Traced once, on the first microbatch's shapes: the loop and the peeled iteration
     # replay the same jaxprs.
     loss, gathers = trace_loss(call, shards, *example, axes=axes)
-    run, once = trace_gradients(loss, shards, *example, scale, axes=axes)
+    run, once = trace_gradients(
+        loss, shards, *example, scale, axes=axes, prefetch=plan.config.prefetch
+    )
     backward = _backward(aux_format, key, scale)
     grads: Grads = [shard.grad_buffer for shard in shards]
     state, outs, finished = model_state, [], set()
@@ -203,7 +205,10 @@ def _accumulate(
         last = _finishing(plan, shards, grads if looped else None, finished)
         if finished:
             # Traced again, since shards in `finished` have other grad_buffers.
-            run = gradients_of(trace_loss(call, last, *example)[0])
+            loss, _ = trace_loss(call, last, *example)
+            run, _ = trace_gradients(
+                loss, last, *example, scale, prefetch=plan.config.prefetch
+            )
         new, state, out = backward(run, last, state, jax.tree.map(lambda x: x[-1], xs))
         # Finished gradients include the earlier sums: the backward pass added them.
         grads = [

@@ -181,9 +181,15 @@ def test_units_inside_units_compute_the_same(name):
     "name, gathers", [("nnx", 1 + 2 * 2), ("equinox", 1 + 2), ("functions", 1 + 2)]
 )
 def test_units_inside_units_are_gathered_by_their_own_unit_only(name, gathers):
-    text = loss_of_plan(*NESTED[name], reshard_after_forward=False).as_text()
+    options = {"reshard_after_forward": False, "prefetch": 0}
+    text = loss_of_plan(*NESTED[name], **options).as_text()
     assert text.count('"stablehlo.all_gather"') == gathers
     assert text.count('"stablehlo.reduce_scatter"') == gathers
+
+
+def test_a_unit_that_is_called_again_at_once_is_gathered_once():
+    text = loss_of_plan(*NESTED["functions"], reshard_after_forward=False).as_text()
+    assert text.count('"stablehlo.all_gather"') == 1 + 1
 
 
 def test_a_unit_called_twice_is_gathered_twice_and_its_gradients_add_up():

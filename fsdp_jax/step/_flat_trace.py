@@ -1,0 +1,162 @@
+"""A trace with the calls inlined in which units gather and reduce."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jax.extend import core
+
+from fsdp_jax.step._shard_usage import GATHERS
+
+_REMAT = ("checkpoint", "remat", "remat2")
+_CALLS = (*_REMAT, "jit", "pjit", "closed_call")
+_COLLECTIVES = ("all_gather", "reduce_scatter", "all_to_all", "psum", "pmax")
+
+
+class FlatTrace:
+    """A jaxpr with the calls inlined in which units gather or reduce.
+
+    Attributes:
+      eqns: Equations.
+      outvars: Results.
+      consts: Values of constants by their variable.
+      of_shards: Variables that depend on shards and constants alone.
+    """
+
+    def __init__(self, closed: Any, shards: set[Any]) -> None:
+        """Inlines the calls of `closed`; `shards` are those of its inputs."""
+        self.eqns: list[Any] = []
+        self.consts = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+        self.of_shards = set(shards)
+        self._env: dict[Any, Any] = {}
+        self._walk(closed.jaxpr.eqns, self._env, None)
+        self.outvars = [operand(self._env, v) for v in closed.jaxpr.outvars]
+
+    def _walk(self, eqns: Iterable[Any], env: dict[Any, Any], outer: Any) -> None:
+        for eqn in eqns:
+            given = [operand(env, v) for v in eqn.invars]
+            info = eqn.source_info
+            if outer is not None:
+                stack = outer + info.name_stack
+                info = info.replace(name_stack=stack)
+            if not _opens(eqn):
+                new = [_fresh(v) for v in eqn.outvars]
+                env.update(zip(eqn.outvars, new, strict=True))
+                self._add(eqn.replace(invars=given, outvars=new, source_info=info))
+                continue
+            if _is_recomputed(eqn):
+                given = self._apart(given, info)
+            inner, consts = _called(eqn)
+            own = dict(zip(inner.invars, given, strict=True))
+            for v, value in zip(inner.constvars, consts, strict=True):
+                own[v] = _fresh(v)
+                self.consts[own[v]] = value
+            self._walk(inner.eqns, own, info.name_stack)
+            results = [operand(own, v) for v in inner.outvars]
+            env.update(zip(eqn.outvars, results, strict=True))
+
+    def _apart(self, given: list[Any], info: Any) -> list[Any]:
+        """Keeps recomputed values apart from those of forward, as jax does.
+
+        jax puts one barrier around all operands of a checkpointed function. The shards
+        get one of their own, or their gather would wait for the other operands.
+        """
+        variables = dict.fromkeys(v for v in given if isinstance(v, core.Var))
+        moved: dict[Any, Any] = {}
+        for own in (True, False):
+            group = [v for v in variables if (v in self.of_shards) == own]
+            if group:
+                barrier = barrier_of(group, info)
+                moved.update(zip(group, barrier.outvars, strict=True))
+                self._add(barrier)
+        return [moved[v] if isinstance(v, core.Var) else v for v in given]
+
+    def _add(self, eqn: Any) -> None:
+        self.eqns.append(eqn)
+        read = (v for v in eqn.invars if isinstance(v, core.Var))
+        if not has_effects(eqn) and all(
+            v in self.of_shards or v in self.consts for v in read
+        ):
+            self.of_shards.update(eqn.outvars)
+
+
+def operand(env: dict[Any, Any], v: Any) -> Any:
+    """Returns what stands for an operand; literals stand for themselves."""
+    return v if isinstance(v, core.Literal) else env.get(v, v)
+
+
+def _fresh(v: Any) -> Any:
+    # The body of a call may be inlined several times, each with variables of its own.
+    return v if isinstance(v, core.DropVar) else core.Var(v.aval)
+
+
+def _called(eqn: Any) -> tuple[Any, Sequence[Any]]:
+    """Returns the jaxpr that a call runs, and its constants."""
+    jaxpr = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+    if isinstance(jaxpr, core.ClosedJaxpr):
+        return jaxpr.jaxpr, jaxpr.consts
+    return jaxpr, ()
+
+
+def _is_recomputed(eqn: Any) -> bool:
+    """Returns whether an equation is the recomputation of a checkpointed function."""
+    if eqn.primitive.name not in _REMAT or not eqn.params["differentiated"]:
+        return False
+    prevent_cse = eqn.params["prevent_cse"]  # A bool, or one for each operand.
+    return any(prevent_cse) if isinstance(prevent_cse, tuple) else prevent_cse
+
+
+def _opens(eqn: Any) -> bool:
+    """Returns whether an equation is a call that runs collectives of units."""
+    name = eqn.primitive.name
+    if name == "custom_vjp_call":
+        return eqn.params["call_jaxpr"].jaxpr.debug_info.func_name in GATHERS
+    return name in _CALLS and _communicates(_called(eqn)[0])
+
+
+def _communicates(jaxpr: Any) -> bool:
+    """Returns whether a jaxpr runs a collective, outside of loops and branches."""
+    return any(
+        eqn.primitive.name in _COLLECTIVES
+        or eqn.primitive.name == "shard_map"
+        and _communicates(_called(eqn)[0])
+        or _opens(eqn)
+        for eqn in jaxpr.eqns
+    )
+
+
+def is_collective(eqn: Any) -> bool:
+    """Returns whether an equation is a collective, or one manual over `tp`."""
+    name = eqn.primitive.name
+    return name in _COLLECTIVES or (
+        name == "shard_map" and _communicates(_called(eqn)[0])
+    )
+
+
+def has_effects(eqn: Any) -> bool:
+    """Returns whether an equation does more than compute its results."""
+    # A collective has the effect of naming its mesh axes, which is none at run time.
+    return any(type(e).__name__ != "NamedAxisEffect" for e in eqn.effects)
+
+
+def barrier_of(variables: Sequence[Any], info: Any) -> Any:
+    """Makes an equation whose results are `variables` once all of them are there."""
+    return core.new_jaxpr_eqn(
+        list(variables),
+        [core.Var(v.aval) for v in variables],
+        _primitive(),
+        {},
+        core.no_effects,
+        info,
+    )
+
+
+@functools.cache
+def _primitive() -> Any:
+    # Found by a trace, since jax does not publish it.
+    (eqn,) = jax.make_jaxpr(lax.optimization_barrier)(1.0).jaxpr.eqns
+    return eqn.primitive

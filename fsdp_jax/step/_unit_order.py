@@ -1,0 +1,237 @@
+"""Orders the collectives of units that a model runs one after the other.
+
+XLA sees a program in which every shard is ready from the start. It gathers the weights
+of all units of an unrolled model at once, merges these gathers, and reduces the
+gradients of all units together at the end. So the whole model is unsharded, and nothing
+is left to overlap with. `order_units` adds the missing dependencies to the trace of a
+loss's gradients, with optimization barriers, which change no value:
+
+| collective of the j-th unit | waits for | so that |
+|---|---|---|
+| gather | the inputs of unit j - prefetch | at most prefetch + 1 are unsharded |
+| gather | the gather of unit j - 1 | XLA does not merge the two |
+| reduction | the reduction of unit j - 1 | XLA does not merge the two |
+
+Units are counted in the order of the trace, forward and then backward. A visit of a
+unit whose weights are still there, as at the turn from forward to backward, does not
+gather them again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+from fsdp_jax.sharding._plan import ROOT
+from fsdp_jax.step._flat_trace import (
+    FlatTrace,
+    barrier_of,
+    has_effects,
+    is_collective,
+    operand,
+)
+
+_REDUCTION = re.compile(r"reduce_scatter|all_reduce|reduce_deferred")
+
+
+@dataclasses.dataclass
+class _Visit:
+    """One run of a unit: in forward, or in backward.
+
+    Attributes:
+      unit: Name of the unit.
+      gathers: Equations that gather its weights.
+      start: Variables that are there when the unit begins to compute.
+    """
+
+    unit: str
+    gathers: list[Any] = dataclasses.field(default_factory=list)
+    start: tuple[Any, ...] = ()
+
+
+def order_units(closed: Any, num_shard_leaves: int, prefetch: int) -> Any:
+    """Orders the collectives of unrolled units in the trace of a loss or its gradients.
+
+    Args:
+      closed: `ClosedJaxpr`; its first inputs are the leaves of the shards.
+      num_shard_leaves: Number of these inputs.
+      prefetch: Number of units whose weights are gathered ahead; at least 1.
+
+    Returns:
+      A `ClosedJaxpr` with the same inputs and outputs, and the same values to the bit.
+      `closed` itself if it runs fewer than two units outside of loops.
+    """
+    flat = FlatTrace(closed, set(closed.jaxpr.invars[:num_shard_leaves]))
+    eqns = _without_dead(flat.eqns, flat.outvars)
+    visits = _visits(eqns, flat.of_shards)
+    if len(visits) < 2:
+        return closed
+    eqns = _without_repeated(eqns, visits, prefetch, flat.of_shards)
+    eqns = _without_dead(list(_ordered(eqns, visits, prefetch)), flat.outvars)
+    jaxpr = closed.jaxpr.replace(
+        constvars=list(flat.consts),
+        eqns=eqns,
+        outvars=flat.outvars,
+        debug_info=closed.jaxpr.debug_info.with_unknown_names(),
+    )
+    return core.ClosedJaxpr(jaxpr, list(flat.consts.values()))
+
+
+def _unit_of(eqn: Any) -> str | None:
+    """Returns the unit in whose scope an equation is; None for none and the root."""
+    found = re.findall(r"unit:([^/():]+)", str(eqn.source_info.name_stack))
+    return found[-1] if found and found[-1] != ROOT else None
+
+
+def _without_dead(eqns: Sequence[Any], outvars: Sequence[Any]) -> list[Any]:
+    """Drops equations whose results nobody reads."""
+    live = {v for v in outvars if isinstance(v, core.Var)}
+    kept = []
+    for eqn in reversed(eqns):
+        if has_effects(eqn) or not live.isdisjoint(eqn.outvars):
+            kept.append(eqn)
+            live.update(v for v in eqn.invars if isinstance(v, core.Var))
+    return kept[::-1]
+
+
+def _visits(eqns: Sequence[Any], of_shards: set[Any]) -> list[_Visit]:
+    """Returns the visits of units, in the order of the program."""
+    visits: list[_Visit] = []
+    weights: set[Any] = set()
+    begun = True
+    for eqn in eqns:
+        unit = _unit_of(eqn)
+        read = {v for v in eqn.invars if isinstance(v, core.Var)}
+        if unit and _is_gather(eqn, of_shards):
+            if begun or not visits or visits[-1].unit != unit:
+                visits.append(_Visit(unit))
+                weights, begun = set(), False
+            visits[-1].gathers.append(eqn)
+            weights.update(eqn.outvars)
+        elif not read.isdisjoint(weights):
+            if read <= of_shards or eqn.primitive.name == "optimization_barrier":
+                weights.update(eqn.outvars)
+            elif not begun:
+                begun = True
+                visits[-1].start = _activations(read - of_shards)
+    return [visit for visit in visits if visit.start]
+
+
+def _is_gather(eqn: Any, of_shards: set[Any]) -> bool:
+    return is_collective(eqn) and all(
+        v in of_shards for v in eqn.invars if isinstance(v, core.Var)
+    )
+
+
+def _activations(variables: Iterable[Any]) -> tuple[Any, ...]:
+    """Returns the largest of some arrays, at most one; keys are not looked at."""
+    found = [
+        v for v in variables if not jnp.issubdtype(v.aval.dtype, jax.dtypes.extended)
+    ]
+    return (max(found, key=lambda v: v.aval.size),) if found else ()
+
+
+def _without_repeated(
+    eqns: Sequence[Any], visits: Sequence[_Visit], prefetch: int, of_shards: set[Any]
+) -> list[Any]:
+    """Lets a visit take the weights that one of the visits just before it gathered.
+
+    So backward begins with the units that forward ended with, and what a checkpointed
+    function of the model recomputes is not gathered once more for its derivative.
+
+    Args:
+      eqns: Equations.
+      visits: Visits; those that need no gather of their own any more lose it.
+      prefetch: Number of units that stay unsharded beside the one that computes.
+      of_shards: Variables that depend on shards and constants alone.
+
+    Returns:
+      The equations, without the gathers that are not needed.
+    """
+    origin = _origins(eqns, of_shards)
+    repeated: dict[Any, Any] = {}
+    there: list[dict[Any, Sequence[Any]]] = []
+    for i, visit in enumerate(visits):
+        before = there[-(2 * prefetch - 1) :]  # As far as the turn needs: 2, 1 | 1, 2.
+        is_same = i > 0 and visits[i - 1].unit == visit.unit
+        there.append(dict(there[-1]) if is_same else {})
+        for eqn in visit.gathers:
+            key = _key(eqn, origin)
+            made = next((one[key] for one in reversed(before) if key in one), None)
+            there[-1][key] = made or eqn.outvars
+            repeated.update(zip(eqn.outvars, made or (), strict=False))
+        visit.gathers = [e for e in visit.gathers if _name(e) not in repeated]
+    return [_with_operands(eqn, repeated) for eqn in eqns if _name(eqn) not in repeated]
+
+
+def _name(eqn: Any) -> Any:
+    """Returns a variable that stands for an equation; None if it has no result."""
+    return eqn.outvars[0] if eqn.outvars else None
+
+
+def _with_operands(eqn: Any, moved: dict[Any, Any]) -> Any:
+    return eqn.replace(invars=[operand(moved, v) for v in eqn.invars])
+
+
+def _origins(eqns: Sequence[Any], of_shards: set[Any]) -> dict[Any, Any]:
+    """Returns for each variable the equations that make it of shards, less barriers."""
+    origin: dict[Any, Any] = {}
+    for eqn in eqns:
+        if eqn.primitive.name == "optimization_barrier":
+            for v, out in zip(eqn.invars, eqn.outvars, strict=True):
+                origin[out] = origin.get(v, v)
+        elif all(v in of_shards for v in eqn.outvars):
+            for i, out in enumerate(eqn.outvars):
+                origin[out] = (i, *_key(eqn, origin))
+    return origin
+
+
+def _key(eqn: Any, origin: dict[Any, Any]) -> tuple[Any, ...]:
+    given = (
+        str(v) if isinstance(v, core.Literal) else origin.get(v, v) for v in eqn.invars
+    )
+    return (eqn.primitive.name, str(eqn.params), *given)
+
+
+def _ordered(
+    eqns: Sequence[Any], visits: Sequence[_Visit], prefetch: int
+) -> Iterator[Any]:
+    """Yields the equations, with barriers before the collectives of units."""
+    waits: dict[Any, tuple[Any, ...]] = {}
+    for i, visit in enumerate(visits):
+        start = visits[i - prefetch].start if i >= prefetch else ()
+        before = visits[i - 1].gathers if i else ()
+        gathered = tuple(v for eqn in before for v in eqn.outvars)
+        waits.update({_name(eqn): start + gathered for eqn in visit.gathers})
+    unit, reduced, previous = None, [], []
+    for eqn in eqns:
+        after = waits.get(_name(eqn), ())
+        if not after and _is_reduction(eqn):
+            if _unit_of(eqn) != unit:
+                unit, previous, reduced = _unit_of(eqn), reduced, []
+            after = tuple(previous)
+            reduced.extend(eqn.outvars)
+        if not after:
+            yield eqn
+            continue
+        own = [v for v in dict.fromkeys(eqn.invars) if isinstance(v, core.Var)]
+        others = [v for v in dict.fromkeys(after) if v not in own]
+        barrier = barrier_of([*own, *others], eqn.source_info)
+        yield barrier
+        yield _with_operands(eqn, dict(zip(own, barrier.outvars, strict=False)))
+
+
+def _is_reduction(eqn: Any) -> bool:
+    """Returns whether an equation reduces gradients of a unit."""
+    scope = str(eqn.source_info.name_stack)
+    return (
+        is_collective(eqn)
+        and _unit_of(eqn) is not None
+        and _REDUCTION.search(scope) is not None
+    )

@@ -1,0 +1,279 @@
+"""Units that a model runs one after the other: gathers go one ahead, in their order."""
+
+from __future__ import annotations
+
+import re
+
+import equinox as eqx
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from helpers.errors import facts
+from jax.extend import core
+
+import fsdp_jax as fsdp
+
+UNITS, WIDTH = 4, 8
+TX = optax.adam(1e-2)
+BATCH = jnp.sin(jnp.arange(16.0 * WIDTH)).reshape(16, WIDTH)
+
+
+class NnxBlock(nnx.Module):
+    def __init__(self, rngs):
+        self.up = nnx.Linear(WIDTH, 16, rngs=rngs)
+        self.down = nnx.Linear(16, WIDTH, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.down(jax.nn.relu(self.up(x)))
+
+
+class NnxModel(nnx.Module):
+    def __init__(self, rngs, call=lambda layer, x: layer(x)):
+        self.layers = nnx.List([NnxBlock(rngs) for _ in range(UNITS)])
+        self.call = call
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = self.call(layer, x)
+        return x
+
+
+class LinenBlock(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return x + nn.Dense(WIDTH)(nn.relu(nn.Dense(16)(x)))
+
+
+class LinenModel(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        for _ in range(UNITS):
+            x = LinenBlock()(x)
+        return x
+
+
+class EqxBlock(eqx.Module):
+    up: eqx.nn.Linear
+    down: eqx.nn.Linear
+
+    def __init__(self, key):
+        self.up = eqx.nn.Linear(WIDTH, 16, key=key)
+        self.down = eqx.nn.Linear(16, WIDTH, key=key)
+
+    def __call__(self, x):
+        return x + jax.vmap(self.down)(jax.nn.relu(jax.vmap(self.up)(x)))
+
+
+class EqxModel(eqx.Module):
+    layers: list
+
+    def __init__(self, key):
+        self.layers = [EqxBlock(k) for k in jax.random.split(key, UNITS)]
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def squared(model, batch):
+    return (model(batch) ** 2).mean()
+
+
+def of_linen(params, batch):
+    return (LinenModel().apply(params, batch) ** 2).mean()
+
+
+CHECKPOINTED = nnx.remat(lambda layer, x: layer(x))
+
+FORMS = {
+    "nnx": (lambda key: NnxModel(nnx.Rngs(key)), [NnxBlock], squared),
+    "nnx, checkpointed by the model": (
+        lambda key: NnxModel(nnx.Rngs(key), call=CHECKPOINTED),
+        [NnxBlock],
+        squared,
+    ),
+    "linen": (
+        lambda key: LinenModel().init(key, BATCH),
+        ["params.LinenBlock_*"],
+        of_linen,
+    ),
+    "equinox": (EqxModel, [EqxBlock], squared),
+}
+
+
+def planned(form, **options):
+    make_model, units, loss = FORMS[form]
+    config = fsdp.FSDPConfig(**options)
+    plan = fsdp.fully_shard(make_model, fsdp.make_mesh(), units=units, config=config)
+    return plan, loss
+
+
+def trained(form, **options):
+    plan, loss = planned(form, **options)
+    step = fsdp.make_train_step(plan, loss, TX, num_microbatches=2)
+    state = fsdp.init_state(plan, TX, fsdp.init_params(plan, jax.random.key(0)))
+    for _ in range(2):
+        state, metrics = step(state, BATCH)
+    return metrics["loss"], fsdp.unshard(state.params)
+
+
+@pytest.mark.usefixtures("fusion_emitters")
+@pytest.mark.parametrize("form", FORMS)
+def test_the_order_changes_no_bit(form):
+    left, ordered = trained(form, prefetch=0), trained(form, prefetch=1)
+    jax.tree.map(np.testing.assert_array_equal, left, ordered)
+
+
+class Program:
+    """The trace of a step or an evaluation, inside `shard_map`, calls inlined.
+
+    Attributes:
+      before: For each equation the indices of all that it depends on.
+      units: For each equation the unit in whose scope it is; None for none.
+      kinds: Name of each equation's primitive.
+      live: Indices of the equations that results depend on.
+    """
+
+    def __init__(self, closed):
+        self.before, self.units, self.kinds = [], [], []
+        env = {}
+        jaxpr = inside_shard_map(closed.jaxpr)
+        self._walk(jaxpr, env, "")
+        self.live = sorted(
+            frozenset().union(*(env.get(v, ()) for v in variables(jaxpr.outvars)))
+        )
+
+    def of(self, kind):
+        """Indices of a kind of equation in units, in the order of the program."""
+        return [i for i in self.live if self.kinds[i] == kind and self.units[i]]
+
+    def _walk(self, jaxpr, env, scope):
+        for eqn in jaxpr.eqns:
+            given = [known(env, v) for v in eqn.invars]
+            name, inner = eqn.primitive.name, called(eqn)
+            path = f"{scope}/{eqn.source_info.name_stack}"
+            if inner is not None and name != "scan":
+                own = {
+                    v: env.get(w, frozenset())
+                    if isinstance(w, core.Var)
+                    else frozenset()
+                    for v, w in zip(inner.invars, eqn.invars, strict=True)
+                }
+                self._walk(inner, own, path)
+                for v, w in zip(eqn.outvars, inner.outvars, strict=True):
+                    env[v] = (
+                        own.get(w, frozenset())
+                        if isinstance(w, core.Var)
+                        else frozenset()
+                    )
+                continue
+            index = len(self.kinds)
+            self.kinds.append(name)
+            found = re.findall(r"unit:([^/():]+)", path)
+            self.units.append(found[-1] if found and found[-1] != "root" else None)
+            self.before.append(frozenset().union(*given))
+            for v in eqn.outvars:
+                env[v] = self.before[-1] | {index}
+
+
+def known(env, atom):
+    return env.get(atom, frozenset()) if isinstance(atom, core.Var) else frozenset()
+
+
+def variables(atoms):
+    return [v for v in atoms if isinstance(v, core.Var)]
+
+
+def called(eqn):
+    jaxpr = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+    return getattr(jaxpr, "jaxpr", jaxpr)
+
+
+def inside_shard_map(jaxpr):
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "shard_map":
+            return called(eqn)
+        if called(eqn) is not None and (found := inside_shard_map(called(eqn))):
+            return found
+    return None
+
+
+def step_of(form, **options):
+    plan, loss = planned(form, **options)
+    step = fsdp.make_train_step(plan, loss, TX)
+    return Program(step.jitted.trace(fsdp.abstract_state(plan, TX), BATCH).jaxpr)
+
+
+def visits(program):
+    """Runs of units in order, each with its gathers; those in succession are one."""
+    found = []
+    for i in program.of("all_gather"):
+        if not found or found[-1][0] != program.units[i]:
+            found.append((program.units[i], []))
+        found[-1][1].append(i)
+    return found
+
+
+def check_forward(program, forward):
+    """A gather waits for the unit before the last, and for that unit alone."""
+    products = {i: program.units[i] for i in program.of("dot_general")}
+    for (first, _), (second, _), (_, gathers) in zip(
+        forward, forward[1:], forward[2:], strict=False
+    ):
+        for gather in gathers:
+            waited = {products.get(i) for i in program.before[gather]}
+            assert first in waited
+            assert second not in waited
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_gathers_go_one_unit_ahead_and_follow_each_other(form):
+    program = step_of(form)
+    order = visits(program)
+    names = [unit for unit, _ in order]
+    # Backward begins with the unit that forward ended with, whose weights are there.
+    assert names == [*sorted(names[:UNITS]), *sorted(names[: UNITS - 1])[::-1]]
+    check_forward(program, order[:UNITS])
+    for (_, earlier), (_, later) in zip(order, order[1:], strict=False):
+        assert all(set(earlier) <= program.before[gather] for gather in later)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_reductions_of_units_follow_each_other(form):
+    program = step_of(form)
+    by_unit = {}
+    for i in program.of("reduce_scatter"):
+        by_unit.setdefault(program.units[i], []).append(i)
+    groups = list(by_unit.values())
+    assert len(groups) == UNITS
+    for earlier, later in zip(groups, groups[1:], strict=False):
+        assert all(set(earlier) <= program.before[i] for i in later)
+
+
+def test_without_prefetch_no_gather_of_forward_waits_for_a_product():
+    program = step_of("nnx", prefetch=0)
+    forward = program.of("all_gather")[: 2 * UNITS]
+    assert not any(program.before[i] & set(program.of("dot_general")) for i in forward)
+
+
+def test_more_ahead_leave_more_weights_to_backward():
+    once, twice = (len(visits(step_of("nnx", prefetch=k))) for k in (1, 2))
+    assert (once, twice) == (2 * UNITS - 1, 2 * UNITS - 2)
+
+
+def test_evaluation_gathers_one_unit_ahead_too():
+    plan, loss = planned("nnx")
+    evaluate = fsdp.make_eval_step(plan, loss)
+    program = Program(jax.make_jaxpr(evaluate)(plan.params, BATCH))
+    assert len(visits(program)) == UNITS
+    check_forward(program, visits(program))
+
+
+def test_a_negative_number_is_refused():
+    with pytest.raises(ValueError, match=facts("prefetch", -1)):
+        fsdp.FSDPConfig(prefetch=-1)
