@@ -119,8 +119,8 @@ class Checkpointer:
         self._failure: tuple[int, Exception] | None = None
         self._local_failure: tuple[int, Exception] | None = None
         self._saving: int | None = None
-        # Step that `resume` loaded last, step saved last, and whether the steps behind
-        # the former are set aside.
+        # Step that `resume` loaded last, step saved or loaded last, and whether the
+        # steps behind the former are set aside.
         self._resumed: int | None = None
         self._saved: int | None = None
         self._way_is_made = False
@@ -287,8 +287,8 @@ class Checkpointer:
             read at once for a local step.
 
         Returns:
-          Whether it saves; False if the policy does not say so, or the last call saved
-          this very step.
+          Whether it saves; False if the policy does not say so, or this very step was
+          just saved or loaded.
 
         Raises:
           ValueError: If the step cannot be saved, as for `fsdp_jax.save`, such as one
@@ -339,7 +339,8 @@ class Checkpointer:
 
     def _go_on_from(self, step: int) -> None:
         """Notes the loaded step: what is newer no longer belongs to the run."""
-        self._resumed, self._saved, self._way_is_made = step, None, False
+        self._resumed = self._saved = step
+        self._way_is_made = False
 
     def _check_is_newest(self, step: int) -> None:
         """Raises a `ValueError` unless `step` can be saved, or is saved already."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -28,7 +29,7 @@ from fsdp_jax.checkpoint._orbax_handler import (
     save_arguments,
 )
 from fsdp_jax.checkpoint._run_id import make_run_id
-from fsdp_jax.checkpoint._steps import latest_step, state_directory
+from fsdp_jax.checkpoint._steps import committed_steps, latest_step, state_directory
 from fsdp_jax.checkpoint._typed_json import encode
 from fsdp_jax.checkpoint._zarr import is_dtype_stored
 from fsdp_jax.training._state import TrainState
@@ -117,16 +118,17 @@ def _identify(path: str | os.PathLike[str], step: int) -> Identity:
     """Returns the identity of a save, the same in all processes."""
     with together("Saving"):
         first = jax.process_index() == 0
-        run = make_run_id(path, lambda: _newest_run(path)) if first else ""
+        run = make_run_id(path, lambda: newest_run(path)) if first else ""
     run, attempt = exchange([run, secrets.token_hex(8)])[0]
     return Identity(step, run, attempt)
 
 
-def _newest_run(path: str | os.PathLike[str]) -> str | None:
-    newest = latest_step(path)
-    if newest is None:
-        return None
-    return read_manifest(state_directory(path, newest)).identity.run
+def newest_run(path: str | os.PathLike[str]) -> str | None:
+    """Returns the run of the newest step that says it; None if none does."""
+    for step in reversed(committed_steps(path)):
+        with contextlib.suppress(ValueError):  # Damaged, or of an older format.
+            return read_manifest(state_directory(path, step)).identity.run
+    return None
 
 
 def _contents(
@@ -165,8 +167,10 @@ def _check_can_be_made(path: str | os.PathLike[str], step: int) -> None:
       OSError: If the folder cannot be made.
     """
     folder = Path(path) / f"{step}{UNFINISHED}"
-    folder.mkdir(parents=True)
-    folder.rmdir()
+    # Writers of a save that failed may still run, and make it too.
+    folder.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(OSError):
+        folder.rmdir()
 
 
 def _check_storable(leaves: dict[str, Leaf]) -> None:

@@ -9,14 +9,14 @@ was just written, and make a save a third slower (measured).
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
-import json
-import math
+import itertools
 import os
 import re
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +26,12 @@ Span = tuple[int, int]
 """Start and stop of bytes in a file."""
 
 _PLACE = re.compile(r"(?:value|btreenode):([^:]*):(.*):(\d+):(\d+)")
-_CHUNK = re.compile(r"(.*)/c(?:/\d+)*")
+_CHUNK = re.compile(r".*/c(/\d+)*")
 _CRC_BYTES = 4
 _ENTRY = struct.Struct("<QQ")  # offset and length of a chunk in its shard
 _ABSENT = 2**64 - 1
-# Shorter values are hashed too: that is faster than to read around them.
-_SHORTEST_BYTES = 1024
+# Shorter shards are hashed as a whole: that is faster than to read around them.
+_SHORTEST_BYTES = 8192
 _READ_BYTES = 2**20
 
 
@@ -83,39 +83,46 @@ def seal(path: Path, values: tuple[Span, ...] = ()) -> Seal:
 def _value_spans(database: Path) -> Iterator[tuple[str, Span]]:
     """Yields each data file with a span of values that a checksum follows."""
     base = ts.KvStore.open({"driver": "file", "path": f"{database}/"}).result()
-    entries = _entries(base)
-    files: dict[str, Any] = {}
-    chunks = _chunks_a_shard(base, entries)
-    try:
-        for key, place in entries.items():
-            found = _CHUNK.fullmatch(key)
-            if found is None or isinstance(place, bytes):
+    with contextlib.ExitStack() as stack:
+        files: dict[str, int] = {}
+        for key, place in _entries(base).items():
+            if place is None or not _CHUNK.fullmatch(key):
                 continue
             name, offset, length = place
+            if length < _SHORTEST_BYTES:
+                continue
             if name not in files:
-                files[name] = (database / name).open("rb", buffering=0)
-            count = chunks[found[1]]
-            for start, stop in _spans(files[name], offset, length, count):
+                opened = stack.enter_context((database / name).open("rb", buffering=0))
+                files[name] = opened.fileno()
+            for start, stop in _spans(files[name], offset, length):
                 yield name, (start, stop)
-    finally:
-        for file in files.values():
-            file.close()
 
 
-def _spans(file: Any, offset: int, length: int, count: int) -> Iterator[Span]:
-    """Yields the spans of a shard's values: its index is the last of its bytes."""
-    num_bytes = count * _ENTRY.size
-    end = offset + length - _CRC_BYTES
-    index = _ENTRY.pack(0, length - _CRC_BYTES - num_bytes)
-    if count > 1:
-        index = os.pread(file.fileno(), num_bytes, end - num_bytes)
-    for start, size in _ENTRY.iter_unpack(index):
-        if start != _ABSENT and size - _CRC_BYTES >= _SHORTEST_BYTES:
-            yield offset + start, offset + start + size - _CRC_BYTES
+def _spans(file: int, offset: int, length: int) -> Iterator[Span]:
+    """Yields the spans of a shard's values.
+
+    Its index is the last of its bytes: an entry for each chunk, and a checksum. Only
+    process 0 writes how many chunks there are, so their sizes tell it: with the index
+    they are all of the shard, which the last few of them alone are not.
+    """
+    end = length - _CRC_BYTES
+    for count in itertools.count(1):
+        begin = end - count * _ENTRY.size
+        if begin < 0:
+            raise ValueError(f"a shard of {length} bytes without an index")
+        index = os.pread(file, end - begin, offset + begin)
+        found = [pair for pair in _ENTRY.iter_unpack(index) if pair[0] != _ABSENT]
+        if sum(size for _, size in found) == begin:
+            break
+    for start, size in found:
+        yield offset + start, offset + start + size - _CRC_BYTES
 
 
 def _entries(base: ts.KvStore) -> dict[str, Any]:
-    """Returns the newest version's keys: place as (file, offset, length), or bytes."""
+    """Returns the newest version's keys: place as (file, offset, length).
+
+    None for a short value, which is in the tree itself.
+    """
     versions = ts.ocdbt.dump(base).result()["versions"]
     root = versions[-1]["root"].get("location") if versions else None
     entries: dict[str, Any] = {}
@@ -129,9 +136,7 @@ def _entries(base: ts.KvStore) -> dict[str, Any]:
                 continue
             key = prefix + entry["key"].decode()
             inline = "inline_value" in entry
-            entries[key] = (
-                entry["inline_value"] if inline else _place(entry["indirect_value"])
-            )
+            entries[key] = None if inline else _place(entry["indirect_value"])
     return entries
 
 
@@ -140,23 +145,3 @@ def _place(text: str) -> tuple[str, int, int]:
     assert found is not None, text
     folder, name, offset, length = found.groups()
     return folder + name, int(offset), int(length)
-
-
-def _chunks_a_shard(base: ts.KvStore, entries: Mapping[str, Any]) -> dict[str, int]:
-    """Returns the number of chunks in each shard of every array."""
-    counts = {}
-    for key, value in entries.items():
-        name, slash, last = key.rpartition("/")
-        if not slash or last != "zarr.json":
-            continue
-        if not isinstance(value, bytes):
-            place = ":".join(map(str, value))
-            value = ts.ocdbt.dump(base, f"value::{place}").result()
-        counts[name] = _num_chunks(json.loads(value))
-    return counts
-
-
-def _num_chunks(zarr: dict[str, Any]) -> int:
-    outer = zarr["chunk_grid"]["configuration"]["chunk_shape"]
-    inner = zarr["codecs"][0]["configuration"]["chunk_shape"]
-    return math.prod(a // b for a, b in zip(outer, inner, strict=True))

@@ -65,6 +65,7 @@ def test_a_run_may_go_back_while_it_is_open(run):
         assert checkpointer.save(4, state_at(4))
         assert not checkpointer.save(4, state_at(4))  # it is saved already
         assert check(checkpointer.resume(like(), step=2)) == 2
+        assert not checkpointer.save(2, state_at(2))  # and so is this
         assert checkpointer.save(3, state_at(3))
     assert steps(run) == {"1", "2", "3", "3.abandoned", "4.abandoned"}
 

@@ -29,7 +29,7 @@ from fsdp_jax.checkpoint._multihost import (
 from fsdp_jax.checkpoint._objects import Extra, capture
 from fsdp_jax.checkpoint._replace import write_through
 from fsdp_jax.checkpoint._run_id import make_run_id
-from fsdp_jax.checkpoint._save import Beside
+from fsdp_jax.checkpoint._save import Beside, newest_run
 from fsdp_jax.checkpoint._typed_json import encode
 from fsdp_jax.checkpoint.local._assets import read_files
 from fsdp_jax.checkpoint.local._format import Bytes, Header, file_name, pack, parse
@@ -128,7 +128,7 @@ class LocalStore:
         self._cliques = check_replication_groups(replication_groups, count)
         first = jax.process_index() == 0
         run = gather(
-            _OPENING, lambda: make_run_id(persistent) if first else None, timeout_secs
+            _OPENING, lambda: _run_id(persistent) if first else None, timeout_secs
         )[0]
         self._directory = Path(options.path).absolute() / run
         told = gather(_OPENING, self._open, timeout_secs)
@@ -332,3 +332,7 @@ def _write(path: Path, writer: int, content: Bytes) -> None:
         file.write(content.data)
     write_through(part)
     part.rename(path)
+
+
+def _run_id(persistent: str | os.PathLike[str]) -> str:
+    return make_run_id(persistent, lambda: newest_run(persistent))
