@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
 import signal
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -25,8 +27,9 @@ from orbax.checkpoint.checkpoint_managers import (
 from fsdp_jax._local_path import check_local
 from fsdp_jax._tree import PyTree
 from fsdp_jax.checkpoint._assets import Files, load_files
+from fsdp_jax.checkpoint._lease import take_lease
 from fsdp_jax.checkpoint._load import load, load_metadata
-from fsdp_jax.checkpoint._multihost import LostProcessError, gather
+from fsdp_jax.checkpoint._multihost import LostProcessError, gather, together
 from fsdp_jax.checkpoint._objects import Extra
 from fsdp_jax.checkpoint._orbax_handler import (
     StateHandler,
@@ -34,7 +37,8 @@ from fsdp_jax.checkpoint._orbax_handler import (
     raise_failure,
     remove_unfinished,
 )
-from fsdp_jax.checkpoint._save import Beside, prepare
+from fsdp_jax.checkpoint._rollback import make_way
+from fsdp_jax.checkpoint._save import Beside, check_free, prepare
 from fsdp_jax.checkpoint._steps import (
     Step,
     committed_steps,
@@ -109,15 +113,15 @@ class Checkpointer:
             that does not answer is lost.
 
         Raises:
-          ValueError: If `local` does not fit the job, or `preservation_policy` ranks
-            steps by metrics, as `BestN` does: steps are saved without metrics.
+          ValueError: If another `Checkpointer`, `save` or `remove` is writing to
+            `path`; it is named. If `local` does not fit the job, or
+            `preservation_policy` ranks steps by metrics, as `BestN` does: steps are
+            saved without metrics.
         """
         _refuse_metrics(preservation_policy)
         check_local(path)
-        remove_unfinished(Path(path))
         self._path = path
         self._timeout_secs = timeout_secs
-        self._local = None if local is None else LocalStore(local, path, timeout_secs)
         # Access to the step that was resumed.
         self._metadata: Callable[[], dict[str, Any]] | None = None
         self._files: Callable[[str], Path] | None = None
@@ -125,17 +129,46 @@ class Checkpointer:
         self._failure: tuple[int, Exception] | None = None
         self._local_failure: tuple[int, Exception] | None = None
         self._saving: int | None = None
+        # Step that `resume` loaded last, step saved or loaded last, and whether the
+        # steps behind the former are set aside.
+        self._resumed: int | None = None
+        self._saved: int | None = None
+        self._way_is_made = False
         self._terminated = threading.Event()
         self._handler = StateHandler(timeout_secs)
         self._stack = ExitStack()
+        self._lease = take_lease(path)
+        if self._lease is not None:
+            self._stack.callback(self._lease.release)
+            # Without a `with` block, it is released with this object.
+            weakref.finalize(self, self._lease.release)
+        try:
+            self._local = (
+                None if local is None else LocalStore(local, path, timeout_secs)
+            )
+            self._manager = self._open(save_decision_policy, preservation_policy)
+        except BaseException:
+            self._stack.close()
+            raise
+
+    def _open(
+        self, save: SaveDecisionPolicy | None, keep: PreservationPolicy | None
+    ) -> Any:
+        """Removes unfinished saves, and opens Orbax's manager."""
+        remove_unfinished(Path(self._path))
         every = ocp.checkpoint_managers.FixedIntervalPolicy(1)
-        self._manager = self._stack.enter_context(
+        return self._stack.enter_context(
             manager(
-                path,
+                self._path,
                 self._handler,
-                save_decision_policy=save_decision_policy or every,
-                preservation_policy=preservation_policy,
-                async_options=ocp.AsyncOptions(timeout_secs=timeout_secs),
+                save_decision_policy=save or every,
+                preservation_policy=keep,
+                async_options=ocp.AsyncOptions(
+                    timeout_secs=self._timeout_secs,
+                    # Else writers wait forever for a folder that cannot be made. With
+                    # several processes they must not: see `_check_can_be_made`.
+                    create_directories_asynchronously=jax.process_count() > 1,
+                ),
             )
         )
 
@@ -200,6 +233,9 @@ class Checkpointer:
         processes. Files that a host lacks or has damaged are copied from a peer. If no
         host has a file, the local step is skipped, and the log says what is missing.
 
+        Steps that are newer than the loaded one are set aside by the first save after
+        it: they keep their contents under other names, which the log says.
+
         Args:
           like: Abstract state, as for `load`.
           step: Step to load, as for `load`; `"latest-good"` skips damaged steps.
@@ -223,6 +259,7 @@ class Checkpointer:
             restored = self._local.load(like, extras or {}, steps)
             if restored is not None:
                 self._metadata, self._files = lambda: restored.metadata, restored.find
+                self._go_on_from(restored.step)
                 return restored.state
         if found is None and not isinstance(step, int):
             return None
@@ -230,6 +267,7 @@ class Checkpointer:
         state = load(self._path, like, step=step, extras=extras)
         self._metadata = functools.partial(load_metadata, self._path, step=step)
         self._files = functools.partial(load_files, self._path, step=step)
+        self._go_on_from(step)
         return state
 
     def save(
@@ -246,6 +284,8 @@ class Checkpointer:
         The failure of an earlier save is logged and does not prevent this one; `wait`
         and the end of the `with` block raise it if it was the last save.
 
+        The first save after `resume` loaded an older step sets the newer ones aside.
+
         Args:
           step: Number of the step, `state.step`; passed since reading it would wait for
             the device at every step.
@@ -257,14 +297,17 @@ class Checkpointer:
             read at once for a local step.
 
         Returns:
-          Whether it saves.
+          Whether it saves; False if the policy does not say so, or this very step was
+          just saved or loaded.
 
         Raises:
-          ValueError: If the step cannot be saved, as for `fsdp_jax.save`, or `step` is
-            not `state.step`.
+          ValueError: If the step cannot be saved, as for `fsdp_jax.save`, such as one
+            before the newest that was not resumed from. If `step` is not `state.step`,
+            or another process has begun to write to the directory.
           LostProcessError: If another process hangs or is gone.
           SystemExit: After SIGTERM, once the step is committed.
         """
+        self._check_is_newest(step)
         stop = self._terminated.is_set() or self._manager.reached_preemption(step)
         if stop and latest_step(self._path) == step:
             raise SystemExit(_KILLED_BY_SIGTERM)
@@ -277,14 +320,15 @@ class Checkpointer:
                 f"save({step}, state): the state's own step is {state.step}."
             )
         beside = Beside(metadata, extras, files)
+        started = False
         if local:
             self._save_locally(step, state, beside)
         if persistent:
-            self._start(step, state, beside)
+            started = self._start(step, state, beside)
         if stop:
             self.wait()
             raise SystemExit(_KILLED_BY_SIGTERM)
-        return True
+        return local or started
 
     def wait(self) -> None:
         """Waits until the last saves are committed.
@@ -303,20 +347,59 @@ class Checkpointer:
             return step if step in steps else None
         return resolve_step(self._path, step) if steps else None
 
+    def _go_on_from(self, step: int) -> None:
+        """Notes the loaded step: what is newer no longer belongs to the run."""
+        self._resumed = self._saved = step
+        self._way_is_made = False
+
+    def _check_is_newest(self, step: int) -> None:
+        """Raises a `ValueError` unless `step` can be saved, or is saved already."""
+        if not self._way_is_made:
+            self._settle()
+            make_way(self._path, self._resumed)
+            if self._local is not None:
+                self._settle_locally()
+                self._local.make_way(
+                    step - 1 if self._resumed is None else self._resumed
+                )
+            self._manager.reload()
+            self._way_is_made = True
+        newest = self._manager.latest_step()
+        if newest is not None and newest >= step and self._saved != step:
+            check_free(self._path, step)
+
     def _save_locally(self, step: int, state: TrainState, beside: Beside) -> None:
         assert self._local is not None
         self._settle_locally()
         self._local.save(step, state, beside)
         self._local_failure = None
 
-    def _start(self, step: int, state: TrainState, beside: Beside) -> None:
+    def _start(self, step: int, state: TrainState, beside: Beside) -> bool:
+        """Starts a save; returns whether it runs, else its failure is kept."""
         # Reports a lost process by rank; Orbax would wait for it forever.
         gather("Saving", lambda: None, self._timeout_secs)
         self._settle()
-        arguments = prepare(self._path, step, state, beside)
-        self._failure, self._saving = None, step
+        self._failure, self._saving, self._saved = None, None, None
+        try:
+            with together("Saving", self._timeout_secs):
+                if self._lease is not None:
+                    self._lease.check()
+            arguments = prepare(self._path, step, state, beside)
+            self._begin(step, arguments)
+        except OSError as error:
+            # Of one process, a failure like one in the background: training goes on.
+            if jax.process_count() > 1:
+                raise
+            self._fail(step, error)
+            return False
+        self._saving = self._saved = step
+        return True
+
+    def _begin(self, step: int, arguments: Any) -> None:
         try:
             self._manager.save(step, args=arguments, force=True)
+        except OSError:
+            raise
         except Exception:
             # Reports a process lost during the save; jax only sees a broken connection.
             gather("Saving", lambda: None, self._timeout_secs)
@@ -334,10 +417,15 @@ class Checkpointer:
         except LostProcessError:
             raise
         except Exception as error:
-            self._failure = step, error
+            self._fail(step, error)
+
+    def _fail(self, step: int, error: Exception) -> None:
+        """Keeps the error of a save, and lets the same step be saved again."""
+        self._failure, self._saved = (step, error), None
+        with contextlib.suppress(OSError):  # The directory itself may be gone.
             # Drops the failed step from Orbax's cached list of steps.
             self._manager.reload()
-            logging.getLogger("fsdp_jax").error("Step %d is not saved: %s", step, error)
+        logging.getLogger("fsdp_jax").error("Step %d is not saved: %s", step, error)
 
     def _settle_locally(self) -> None:
         """Waits for the running local save and keeps its error."""

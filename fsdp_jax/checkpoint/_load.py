@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from fsdp_jax._local_path import check_local
 from fsdp_jax._tree import PyTree
 from fsdp_jax.checkpoint._leaf_names import IMPLS, Leaf, flatten, layout, unflatten
-from fsdp_jax.checkpoint._manifest import Manifest, damaged
+from fsdp_jax.checkpoint._manifest import MISREAD, Manifest, check_seals, damaged
 from fsdp_jax.checkpoint._matching import Cast, Loaded, Match, Options, Strict, match
 from fsdp_jax.checkpoint._multihost import check_same, exchange, together
 from fsdp_jax.checkpoint._objects import Extra, capture, read_extras, restore_extras
@@ -155,8 +155,11 @@ def load_metadata(path: str | os.PathLike[str], *, step: Step = None) -> dict[st
       ValueError: If there is no such step.
       DamagedCheckpointError: If the step is not as it was written.
     """
-    _, manifest = open_step(path, step)
-    return decode(manifest.metadata)
+    directory, manifest = open_step(path, step)
+    try:
+        return decode(manifest.metadata)
+    except MISREAD as error:
+        raise damaged(directory, [f"metadata: unreadable ({error})"]) from error
 
 
 def _read(
@@ -171,6 +174,7 @@ def _read(
     step = _agreed_step(path, step)
     with together("Loading"):
         directory, manifest = open_step(path, step)
+        check_seals(directory, manifest, jax.process_index(), jax.process_count())
         stored = {n: x for n, x in manifest.leaves.items() if n.startswith(within)}
         captured = capture(extras)
         objects = read_extras(directory, manifest.files, extras)
@@ -186,7 +190,7 @@ def _read(
     check_same("the layout of what is loaded", layout(found.read))
     with together("Loading"):
         abstract = {name: leaf.value for name, leaf in found.read.items()}
-        values = _restore(directory, abstract)
+        values = _restore(directory, abstract, manifest)
     values = {
         name: _without_excess(value, found.read[name], stored[name].shape)
         for name, value in reshard(values, abstract).items()
@@ -206,14 +210,19 @@ def _agreed_step(path: str | os.PathLike[str], step: Step) -> int:
 def _impls(directory: Path, manifest: Manifest) -> dict[str, str]:
     if IMPLS not in manifest.files:
         return {}
-    return json.loads((directory / IMPLS).read_bytes())
+    try:
+        return dict(json.loads((directory / IMPLS).read_bytes()))
+    except MISREAD as error:
+        raise damaged(directory, [f"{IMPLS}: unreadable ({error})"]) from error
 
 
-def _restore(directory: Path, wanted: dict[str, Any]) -> dict[str, jax.Array]:
+def _restore(
+    directory: Path, wanted: dict[str, Any], manifest: Manifest
+) -> dict[str, jax.Array]:
     if not wanted:
         return {}
     try:
-        return read_arrays(directory, wanted)
+        return read_arrays(directory, wanted, manifest.leaves, manifest.max_bytes)
     except (MemoryError, jax.errors.JaxRuntimeError):
         raise
     except Exception as error:  # TensorStore raises plain `Exception`s.

@@ -1,24 +1,42 @@
-"""Manifest of a step: its leaves, and a size or digest of each file.
+"""Manifest of a step: its identity, its leaves, and a seal of each file.
 
-Data files are checked by size and by the checksum of each chunk inside them: a digest
-of the whole file would read back all that was just written and make a save a third
-slower (measured). Every other file has a SHA-256.
+The seal of a data file is a digest of all but the values, each of which is followed by
+its own checksum (see `_seal`); that of every other file is a digest of all its bytes.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
+import math
 import re
-from collections.abc import Iterable
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from fsdp_jax.checkpoint._seal import Seal, seal
+
 NAME = "manifest.json"
+# Increased when older readers, or older steps, could be misread.
+FORMAT = 2
+# What reading JSON of another kind than expected may raise.
+MISREAD = (
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    IndexError,
+    OverflowError,
+    RecursionError,
+    OSError,
+)
+# Of the values in a tree's nodes, at most: each has a key and an index beside it.
+_MAX_RATIO = 1024
 # Files that are not in the manifest: itself, and the marker that Orbax writes after it.
 _LATER = {NAME, "commit_success.txt"}
 
@@ -28,16 +46,18 @@ class DamagedCheckpointError(ValueError):
 
 
 @dataclasses.dataclass(frozen=True)
-class File:
-    """A file of a step.
+class Identity:
+    """Which save a step is of.
 
     Attributes:
-      size: Size in bytes.
-      sha256: Digest in hex; None for a data file.
+      step: Number of the step, which is that of its folder and of its state.
+      run: Id of the run, that of its directory.
+      attempt: Random id of the save.
     """
 
-    size: int
-    sha256: str | None
+    step: int
+    run: str
+    attempt: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,17 +65,25 @@ class Manifest:
     """Contents of a step.
 
     Attributes:
+      identity: Step, run and attempt.
       leaves: Shape and dtype of every leaf, by dotted name.
-      files: Every file, by its path in the step.
+      files: Seal of every file, by its path in the step.
       metadata: User metadata, encoded by `_typed_json`.
       digest: Digest of names, shapes and dtypes, equal for steps that load into the
         same abstract state.
     """
 
+    identity: Identity
     leaves: dict[str, jax.ShapeDtypeStruct]
-    files: dict[str, File]
+    files: dict[str, Seal]
     metadata: Any
     digest: str
+
+    @property
+    def max_bytes(self) -> int:
+        """Bytes that the values in the data files can be, when decompressed."""
+        files = self.files.items()
+        return _MAX_RATIO * sum(s.size for name, s in files if is_data_file(name))
 
 
 def tree_digest(leaves: dict[str, Any]) -> str:
@@ -63,15 +91,32 @@ def tree_digest(leaves: dict[str, Any]) -> str:
     return _sha256_of(_leaves_as_json(leaves))
 
 
-def write_manifest(directory: Path, leaves: dict[str, Any], metadata: Any) -> None:
-    """Writes the manifest of the files in `directory`, as the step's last file."""
+def write_manifest(
+    directory: Path,
+    identity: Identity,
+    leaves: dict[str, Any],
+    metadata: Any,
+    sealed: Mapping[str, Seal],
+) -> None:
+    """Writes the manifest of the files in `directory`, as the step's last file.
+
+    Args:
+      directory: State directory of the step.
+      identity: Step, run and attempt.
+      leaves: Arrays or abstract arrays, by name.
+      metadata: User metadata, encoded.
+      sealed: Seals that are known, by path; other files are read as a whole.
+    """
+    files = {
+        name: sealed[name] if name in sealed else seal(directory / name)
+        for name in _files(directory)
+    }
     body = {
+        "format": FORMAT,
+        **dataclasses.asdict(identity),
         "leaves": _leaves_as_json(leaves),
         "digest": tree_digest(leaves),
-        "files": {
-            name: dataclasses.asdict(file)
-            for name, file in _describe(directory, _files(directory)).items()
-        },
+        "files": {name: dataclasses.asdict(one) for name, one in files.items()},
         "metadata": metadata,
     }
     text = json.dumps({"body": body, "sha256": _sha256_of(body)})
@@ -83,42 +128,191 @@ def read_manifest(directory: Path) -> Manifest:
 
     Raises:
       DamagedCheckpointError: If the manifest is not as it was written.
+      ValueError: If another version wrote it, in a format that this one cannot verify.
     """
     try:
-        content = json.loads((directory / NAME).read_bytes())
+        content = json.loads(read_regular(directory, NAME))
         body, digest = content["body"], content["sha256"]
-    except (ValueError, KeyError, TypeError) as error:
+        known, version = _sha256_of(body), body.get("format", 1)
+    except MISREAD as error:
         raise damaged(directory, [f"{NAME}: unreadable ({error})"]) from error
-    if _sha256_of(body) != digest:
+    if known != digest:
         raise damaged(directory, [f"{NAME}: its digest differs"])
+    if version != FORMAT:
+        raise ValueError(
+            f"'{directory}' is in format {version!r}, and this version of fsdp_jax "
+            f"reads format {FORMAT} only. Load it with the version that wrote it, and "
+            "export the weights."
+        )
+    try:
+        manifest = _parse(body)
+        problems = [*_misplaced(directory, manifest), *_overclaimed(manifest)]
+    except MISREAD as error:
+        raise damaged(directory, [f"{NAME}: mistyped ({error})"]) from error
+    if problems:
+        raise damaged(directory, problems)
+    return manifest
+
+
+def read_regular(directory: Path, name: str) -> bytes:
+    """Returns the content of a file of a step.
+
+    Raises:
+      ValueError: If it is no regular file, such as a link out of the step.
+    """
+    if not is_regular(directory, name):
+        raise ValueError("no regular file")
+    return (directory / name).read_bytes()
+
+
+def is_regular(directory: Path, name: str) -> bool:
+    """Returns whether a file of a step is one, and not reached by a link."""
+    path = directory
+    for part in name.split("/"):
+        path = path / part
+        if path.is_symlink():
+            return False
+    return path.is_file()
+
+
+def _parse(body: dict[str, Any]) -> Manifest:
+    """Returns the manifest from JSON types.
+
+    Raises:
+      TypeError, ValueError, KeyError: If a value has another type than was written.
+    """
+    step, run, attempt = body["step"], body["run"], body["attempt"]
+    _expect(int, step)
+    _expect(str, run, attempt, body["digest"])
     return Manifest(
-        leaves={
-            name: jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype))
-            for name, (shape, dtype) in body["leaves"].items()
-        },
-        files={name: File(**file) for name, file in body["files"].items()},
+        identity=Identity(step, run, attempt),
+        leaves={name: _leaf_from_json(leaf) for name, leaf in body["leaves"].items()},
+        files={name: seal_from_json(file) for name, file in body["files"].items()},
         metadata=body["metadata"],
         digest=body["digest"],
     )
 
 
-def check_files(directory: Path, manifest: Manifest) -> None:
-    """Checks the files of a step against its manifest, without the values in them.
+def _leaf_from_json(value: Any) -> jax.ShapeDtypeStruct:
+    shape, dtype = value
+    _expect(str, dtype)
+    _expect(int, *shape)
+    if any(size < 0 for size in shape):
+        raise ValueError(f"shape {shape}")
+    return jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype))
 
-    Reading a value verifies the checksum of its chunk; `check_whole` reads all values.
+
+def _expect(kind: type, *values: Any) -> None:
+    for value in values:
+        if type(value) is not kind:  # `True` is an instance of int.
+            raise TypeError(f"{value!r:.40} is no {kind.__name__}")
+
+
+def _misplaced(directory: Path, manifest: Manifest) -> list[str]:
+    """Returns a message for each file outside of the step, or reached by a link."""
+    problems = []
+    for name in manifest.files:
+        parts = name.split("/")
+        if name.startswith("/") or {"", ".", ".."} & set(parts) or "\\" in name:
+            problems.append(f"{NAME}: {name!r} is no path inside of the step")
+        elif (directory / name).exists() and not is_regular(directory, name):
+            problems.append(f"{name}: a link, or no regular file")
+    return problems
+
+
+def _overclaimed(manifest: Manifest) -> list[str]:
+    """Returns a message if the leaves take far more bytes than the files have.
+
+    Such a claim must not make a reader allocate memory for it. Every value is stored,
+    and only those in the tree's own nodes, of less than 1 KiB each, are compressed.
+    """
+    claimed = sum(
+        math.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize
+        for leaf in manifest.leaves.values()
+    )
+    if claimed <= manifest.max_bytes:
+        return []
+    return [f"{NAME}: leaves of {claimed:,} bytes, at most {manifest.max_bytes:,}"]
+
+
+def seal_from_json(value: dict[str, Any]) -> Seal:
+    """Returns a seal from JSON types; inverse of `dataclasses.asdict`.
+
+    Raises:
+      TypeError, ValueError, KeyError: If it is not one.
+    """
+    size, digest = value["size"], value["sha256"]
+    spans = tuple((start, stop) for start, stop in value["values"])
+    _expect(int, size, *itertools.chain(*spans))
+    _expect(str, digest)
+    ends = [0, *itertools.chain(*spans), size]
+    if sorted(ends) != ends:
+        raise ValueError(f"spans beyond a file of {size} bytes")
+    return Seal(size, digest, spans)
+
+
+def check_files(directory: Path, manifest: Manifest) -> None:
+    """Checks the files of a step against its manifest, data files by their sizes.
 
     Raises:
       DamagedCheckpointError: If files are missing or differ; lists all of them.
     """
-    present = _describe(directory, set(_files(directory)) & manifest.files.keys())
+    names = set(_files(directory))
     problems = []
-    for name, file in manifest.files.items():
-        if name not in present:
+    for name, sealed in manifest.files.items():
+        if name not in names:
             problems.append(f"{name}: missing")
-        elif present[name].size != file.size:
+        elif (directory / name).stat().st_size != sealed.size:
             problems.append(f"{name}: its size differs")
-        elif present[name] != file:
+        elif not is_data_file(name) and seal(directory / name) != sealed:
             problems.append(f"{name}: its digest differs")
+    if problems:
+        raise damaged(directory, problems)
+
+
+def check_seals(
+    directory: Path, manifest: Manifest, rank: int = 0, count: int = 1
+) -> None:
+    """Checks that every chunk in the data files is the one that was written there.
+
+    Reading a value then verifies it by the checksum behind it.
+
+    Args:
+      directory: State directory of the step, after `check_files`.
+      manifest: Manifest of the step.
+      rank: Share of the files to check, of `count`; all shares together are all files.
+      count: Number of shares.
+
+    Raises:
+      DamagedCheckpointError: If files differ; lists all of them.
+    """
+    names = [name for name in sorted(manifest.files) if is_data_file(name)]
+    problems = [
+        f"{name}: it holds other chunks than were written"
+        for name in names[rank::count]
+        if seal(directory / name, manifest.files[name].values) != manifest.files[name]
+    ]
+    if problems:
+        raise damaged(directory, problems)
+
+
+def check_identity(directory: Path, found: Identity, step: int, run: str | None):
+    """Checks that a step is the one that its folder says.
+
+    Args:
+      directory: State directory of the step.
+      found: Identity in its manifest.
+      step: Number of its folder.
+      run: Id of the run that saves to the directory above; None if there is none.
+
+    Raises:
+      DamagedCheckpointError: If the step is another one.
+    """
+    problems = []
+    if found.step != step:
+        problems.append(f"{NAME}: of step {found.step}, in the folder of step {step}")
+    if run is not None and found.run != run:
+        problems.append(f"{NAME}: of run {found.run}, in a directory of run {run}")
     if problems:
         raise damaged(directory, problems)
 
@@ -137,7 +331,7 @@ def holds_arrays(name: str) -> bool:
     return bool(re.fullmatch(r"(ocdbt\.process_\d+/)?(manifest\.ocdbt|d/[^/]+)", name))
 
 
-def _holds_values(name: str) -> bool:
+def is_data_file(name: str) -> bool:
     """Returns whether a file is an OCDBT data file, which has a checksum per chunk."""
     return bool(re.fullmatch(r"(ocdbt\.process_\d+/)?d/[^/]+", name))
 
@@ -146,21 +340,6 @@ def _files(directory: Path) -> list[str]:
     paths = (path for path in directory.rglob("*") if path.is_file())
     names = (path.relative_to(directory).as_posix() for path in paths)
     return sorted(name for name in names if name not in _LATER)
-
-
-def _describe(directory: Path, names: Iterable[str]) -> dict[str, File]:
-    return {
-        name: File((directory / name).stat().st_size, None)
-        if _holds_values(name)
-        else _describe_file(directory / name)
-        for name in names
-    }
-
-
-def _describe_file(path: Path) -> File:
-    with path.open("rb") as file:
-        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-        return File(file.tell(), sha256)
 
 
 def _leaves_as_json(leaves: dict[str, Any]) -> dict[str, Any]:

@@ -178,6 +178,12 @@ def _misfits(
     )
     floats = options.cast != "never" and _are_floats(have, want)
     same_dtype = have.dtype == want.dtype or floats
+    given = have.dtype if floats and options.cast == "as_stored" else want.dtype
+    if same_dtype and (narrow := jax.dtypes.canonicalize_dtype(given)) != given:
+        return [
+            f"{name}: stored {have.dtype}, and jax makes {given} to {narrow}: set "
+            "jax_enable_x64" + _or_cast(given)
+        ]
     if not same_shape or not same_dtype:
         stored = f"{have.dtype}{list(have.shape)}"
         return [f"{name}: stored {stored}, wanted {want.dtype}{list(want.shape)}"]
@@ -187,6 +193,11 @@ def _misfits(
     if getattr(leaf.value, "sharding", None) is None:
         return [f"{name}: `like` does not say its sharding"]
     return []
+
+
+def _or_cast(dtype: Any) -> str:
+    is_float = jnp.issubdtype(dtype, jnp.floating)
+    return ', or want float32 with cast="floats"' if is_float else ""
 
 
 def _are_floats(*leaves: Any) -> bool:

@@ -16,6 +16,7 @@ import jax
 from fsdp_jax._tree import PyTree
 from fsdp_jax.checkpoint._assets import unusable_names
 from fsdp_jax.checkpoint._leaf_names import Leaf, flatten, unflatten
+from fsdp_jax.checkpoint._manifest import MISREAD, damaged
 from fsdp_jax.checkpoint._typed_json import decode, encode
 
 FOLDER = "extras"
@@ -173,6 +174,7 @@ def read_extras(
       ValueError: If an object was saved per process and is requested without
         `PerProcess`, or the reverse; or if another number of processes saved it and it
         has no `merge`.
+      DamagedCheckpointError: If a file is not readable.
     """
     parts = [file.split("/") for file in files]
     names = {part[1] for part in parts if part[0] == FOLDER}
@@ -180,8 +182,12 @@ def read_extras(
     for name in names & extras.keys():
         ranks = sum(part[:2] == [FOLDER, name] for part in parts)
         paths = [directory / FOLDER / name / f"{rank}.json" for rank in range(ranks)]
-        found = [json.loads(path.read_bytes()) for path in paths]
-        stored[name] = found[0][0], [document for _, document in found]
+        try:
+            found = [json.loads(path.read_bytes()) for path in paths]
+            stored[name] = found[0][0], [document for _, document in found]
+        except MISREAD as error:
+            place = f"{FOLDER}/{name}"
+            raise damaged(directory, [f"{place}: unreadable ({error})"]) from error
     return choose_extras(directory.parent, stored, extras)
 
 

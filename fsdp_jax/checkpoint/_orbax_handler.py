@@ -19,7 +19,7 @@ import orbax.checkpoint as ocp
 from fsdp_jax.checkpoint._checksums import CHECKSUMMED, is_checksummed
 from fsdp_jax.checkpoint._deferred_write import Writing
 from fsdp_jax.checkpoint._leaf_names import Leaf
-from fsdp_jax.checkpoint._manifest import write_manifest
+from fsdp_jax.checkpoint._manifest import Identity, write_manifest
 from fsdp_jax.checkpoint._multihost import (
     TIMEOUT_SECS,
     collect,
@@ -30,6 +30,7 @@ from fsdp_jax.checkpoint._multihost import (
     reserve,
 )
 from fsdp_jax.checkpoint._replace import finish_replacements
+from fsdp_jax.checkpoint._seal_exchange import Sealing, take_seals
 from fsdp_jax.checkpoint._zarr import crop, zarr_metadata
 
 ITEM = "state"
@@ -71,15 +72,18 @@ class StateHandler(ocp.PyTreeCheckpointHandler):
         raising at once would leave the others waiting for this process in a barrier.
         """
         self._saving, self.failure = args, None
-        last = Writing(directory, args.contents)
+        last = [
+            Writing(directory, args.contents),
+            Sealing(directory, args.identity.attempt),
+        ]
         if jax.process_count() == 1:
             futures = await super().async_save(directory, item, save_args, args)
-            return [*(futures or []), last]
+            return [*(futures or []), *last]
         try:
             futures = await super().async_save(directory, item, save_args, args)
         except Exception as error:
             self.failure, futures = error, []
-        return [_Outcome(self, args.point, [*(futures or []), last])]
+        return [_Outcome(self, args.point, [*(futures or []), *last])]
 
     def finalize(self, directory: Any) -> None:
         """Writes the manifest after all processes are done, before the commit."""
@@ -100,10 +104,11 @@ class StateHandler(ocp.PyTreeCheckpointHandler):
     def _write_manifest(self, directory: Any, saving: StateSave) -> None:
         super().finalize(directory)
         path, leaves = Path(directory), saving.leaves
+        sealed = take_seals(path, saving.identity.attempt)
         _check_checksummed(path)
         crop(path, {name: tuple(leaf.shape) for name, leaf in leaves.items()})
         _check_written(path, leaves)
-        write_manifest(path, leaves, saving.metadata)
+        write_manifest(path, saving.identity, leaves, saving.metadata, sealed)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,12 +140,14 @@ class StateSave(ocp.args.PyTreeSave):
 
     Attributes:
       leaves: Logical shape and dtype of every leaf of `item`.
+      identity: Step, run and attempt.
       metadata: Metadata for the manifest, in JSON types.
       point: Exchange point at which processes publish the outcome of their writes.
       contents: Further files that this process writes, as for `Writing`.
     """
 
     leaves: dict[str, jax.ShapeDtypeStruct] = dataclasses.field(default_factory=dict)
+    identity: Identity = Identity(0, "", "")
     metadata: Any = None
     point: str = ""
     contents: Mapping[str, bytes | Path] = dataclasses.field(default_factory=dict)
@@ -153,7 +160,10 @@ class StateRestore(ocp.args.PyTreeRestore):
 
 
 def save_arguments(
-    leaves: dict[str, Leaf], metadata: Any, contents: Mapping[str, bytes | Path]
+    identity: Identity,
+    leaves: dict[str, Leaf],
+    metadata: Any,
+    contents: Mapping[str, bytes | Path],
 ) -> ocp.args.Composite:
     """Returns the arguments for a manager's `save`."""
     item = {name: leaf.value for name, leaf in leaves.items()}
@@ -165,6 +175,7 @@ def save_arguments(
         chunked,
         ocdbt_target_data_file_size=file_bytes(num_bytes),
         leaves=abstract,
+        identity=identity,
         metadata=metadata,
         point=reserve(),
         contents=contents,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import numpy as np
 import tensorstore as ts
 from jax.sharding import NamedSharding, PartitionSpec
 
-from fsdp_jax.checkpoint._zarr import Box, chunks_of, open_arrays
+from fsdp_jax.checkpoint._zarr import Box, check_arrays, chunks_of, open_arrays
 
 # Reads of one chunk each, of at most 32 MiB, which bounds the extra memory of a load.
 _READS_AT_ONCE = 16
@@ -27,7 +27,10 @@ _ALIGNMENT_BYTES = 64
 
 
 def read_arrays(
-    directory: Path, wanted: dict[str, jax.ShapeDtypeStruct]
+    directory: Path,
+    wanted: dict[str, jax.ShapeDtypeStruct],
+    leaves: Mapping[str, jax.ShapeDtypeStruct],
+    max_bytes: int,
 ) -> dict[str, jax.Array]:
     """Reads arrays, truncated or padded with zeros to the shapes of `wanted`.
 
@@ -37,13 +40,17 @@ def read_arrays(
     Args:
       directory: State directory of a step, see `state_directory`.
       wanted: Abstract arrays with shardings, by name.
+      leaves: Stored shapes and dtypes, as for `check_arrays`.
+      max_bytes: Limit of a chunk, as for `check_arrays`.
 
     Raises:
       Exception: TensorStore's error if a checksum does not match; see `root_cause`.
     """
     arrays: dict[str, jax.Array] = {}
     under_way: deque[Callable[[], None]] = deque()
-    for name, array in open_arrays(directory, list(wanted)).items():
+    opened = open_arrays(directory, list(wanted))
+    check_arrays(opened, leaves, max_bytes)
+    for name, array in opened.items():
         leaf = _Leaf.of(wanted[name], array)
         for chunk in chunks_of(array):
             if len(under_way) >= _READS_AT_ONCE:

@@ -14,10 +14,18 @@ import jax
 from fsdp_jax._local_path import check_local
 from fsdp_jax._tree import matches
 from fsdp_jax.checkpoint import _assets, _objects
-from fsdp_jax.checkpoint._manifest import Manifest, holds_arrays, write_manifest
+from fsdp_jax.checkpoint._lease import leased
+from fsdp_jax.checkpoint._manifest import (
+    Manifest,
+    check_seals,
+    holds_arrays,
+    read_manifest,
+    write_manifest,
+)
 from fsdp_jax.checkpoint._multihost import together
 from fsdp_jax.checkpoint._orbax_handler import ITEM, UNFINISHED, remove_unfinished
 from fsdp_jax.checkpoint._replace import replace_step, step_folder
+from fsdp_jax.checkpoint._seal import seal_files
 from fsdp_jax.checkpoint._steps import Step, check_whole, open_step, resolve_step
 from fsdp_jax.checkpoint._zarr import copy_arrays
 
@@ -32,8 +40,8 @@ def remove(path: str | os.PathLike[str], step: Step, *parts: str) -> list[str]:
     parameters. The remaining parts are copied as stored, so that they take their disk
     space twice meanwhile, and a few chunks of memory, at most half a GB for any size of
     step. They are verified before the step is replaced. After a crash the step is
-    complete, with or without the parts. Do not use it on a directory to which a run is
-    saving.
+    complete, with or without the parts. A directory to which a run is saving is
+    refused.
 
     Args:
       path: Directory that `save` wrote to.
@@ -55,9 +63,10 @@ def remove(path: str | os.PathLike[str], step: Step, *parts: str) -> list[str]:
     root = Path(path).absolute()
     with together("Removing"):
         number = resolve_step(root, step)
-        _, manifest = open_step(root, number)
+        directory, manifest = open_step(root, number)
+        check_seals(directory, manifest, jax.process_index(), jax.process_count())
         gone = _chosen(f"{root}/{number}", manifest, parts)
-    with together("Removing"):
+    with leased(root), together("Removing"):
         if jax.process_index() == 0:
             _write_without(root, number, manifest, set(gone))
     return gone
@@ -108,9 +117,10 @@ def _write_without(root: Path, step: int, manifest: Manifest, gone: set[str]) ->
             shutil.copyfile(old / ITEM / file, new / ITEM / file)
     _edit(new / ITEM / _METADATA, lambda content: _of_leaves(content, leaves))
     _edit(new / ITEM / _SHARDING, lambda content: _shardings_of(content, leaves))
-    write_manifest(new / ITEM, leaves, manifest.metadata)
+    sealed = seal_files(new / ITEM)
+    write_manifest(new / ITEM, manifest.identity, leaves, manifest.metadata, sealed)
     # Verify the copy before it replaces the original.
-    check_whole(new / ITEM)
+    check_whole(new / ITEM, read_manifest(new / ITEM))
     replace_step(root, step, new)
 
 

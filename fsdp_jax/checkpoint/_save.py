@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,16 +16,20 @@ import jax
 from fsdp_jax._local_path import check_local
 from fsdp_jax.checkpoint._assets import Files, find_files
 from fsdp_jax.checkpoint._leaf_names import IMPLS, Leaf, flatten, layout
-from fsdp_jax.checkpoint._multihost import check_same, together
+from fsdp_jax.checkpoint._lease import leased
+from fsdp_jax.checkpoint._manifest import Identity, read_manifest
+from fsdp_jax.checkpoint._multihost import check_same, exchange, together
 from fsdp_jax.checkpoint._objects import Captured, Extra, capture
 from fsdp_jax.checkpoint._orbax_handler import (
+    UNFINISHED,
     StateHandler,
     manager,
     raise_failure,
     remove_unfinished,
     save_arguments,
 )
-from fsdp_jax.checkpoint._steps import latest_step
+from fsdp_jax.checkpoint._run_id import make_run_id
+from fsdp_jax.checkpoint._steps import committed_steps, latest_step, state_directory
 from fsdp_jax.checkpoint._typed_json import encode
 from fsdp_jax.checkpoint._zarr import is_dtype_stored
 from fsdp_jax.training._state import TrainState
@@ -57,8 +63,9 @@ def save(
 
     Raises:
       ValueError: If the directory has this step or a later one: a committed step is
-        never overwritten, and an older step would never be the newest. If `metadata`
-        has other types, or `state` or `extras` contain values that cannot be stored.
+        never overwritten, and an older step would never be the newest. If another
+        process, or an open `Checkpointer`, writes to it. If `metadata` has other types,
+        or `state` or `extras` contain values that cannot be stored.
 
     Examples:
       >>> state = fsdp.init_state(plan, tx, params, step=100)
@@ -70,12 +77,13 @@ def save(
     """
     check_local(path)
     step = int(state.step)
-    arguments = prepare(path, step, state, Beside(metadata, extras, files))
-    handler = StateHandler()
-    with manager(path, handler, enable_async_checkpointing=False) as steps:
-        # `force`, since Orbax's own policies would skip a step silently.
-        steps.save(step, args=arguments, force=True)
-        raise_failure(handler, Path(path) / str(step))
+    with leased(path):
+        arguments = prepare(path, step, state, Beside(metadata, extras, files))
+        handler = StateHandler()
+        with manager(path, handler, enable_async_checkpointing=False) as steps:
+            # `force`, since Orbax's own policies would skip a step silently.
+            steps.save(step, args=arguments, force=True)
+            raise_failure(handler, Path(path) / str(step))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,11 +112,31 @@ def prepare(
         contents = _contents(leaves, captured, beside)
         check_free(path, step)
         _check_storable(leaves)
+        if jax.process_index() == 0:
+            _check_can_be_made(path, step)
     check_same("the step that is saved", step)
     check_same("the layout of the state that is saved", layout(leaves))
     check_same("the metadata that is saved", encoded)
     check_same("what extras hold that are not PerProcess", captured.shared)
-    return save_arguments(leaves, encoded, contents)
+    identity = _identify(path, step)
+    return save_arguments(identity, leaves, encoded, contents)
+
+
+def _identify(path: str | os.PathLike[str], step: int) -> Identity:
+    """Returns the identity of a save, the same in all processes."""
+    with together("Saving"):
+        first = jax.process_index() == 0
+        run = make_run_id(path, lambda: newest_run(path)) if first else ""
+    run, attempt = exchange([run, secrets.token_hex(8)])[0]
+    return Identity(step, run, attempt)
+
+
+def newest_run(path: str | os.PathLike[str]) -> str | None:
+    """Returns the run of the newest step that says it; None if none does."""
+    for step in reversed(committed_steps(path)):
+        with contextlib.suppress(ValueError):  # Damaged, or of an older format.
+            return read_manifest(state_directory(path, step)).identity.run
+    return None
 
 
 def _contents(
@@ -136,6 +164,21 @@ def check_free(path: str | os.PathLike[str], step: int) -> None:
             f"'{folder}' is in the way of step {step}: it is no complete step, or not "
             "one of fsdp_jax. Look at it, and remove it."
         )
+
+
+def _check_can_be_made(path: str | os.PathLike[str], step: int) -> None:
+    """Makes the folder of a save, and removes it for Orbax to make it again.
+
+    If Orbax cannot, all processes wait for it until their timeouts.
+
+    Raises:
+      OSError: If the folder cannot be made.
+    """
+    folder = Path(path) / f"{step}{UNFINISHED}"
+    # Writers of a save that failed may still run, and make it too.
+    folder.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(OSError):
+        folder.rmdir()
 
 
 def _check_storable(leaves: dict[str, Leaf]) -> None:

@@ -14,11 +14,14 @@ from fsdp_jax.checkpoint._manifest import (
     DamagedCheckpointError,
     Manifest,
     check_files,
+    check_identity,
+    check_seals,
     damaged,
     read_manifest,
 )
 from fsdp_jax.checkpoint._orbax_handler import ITEM
 from fsdp_jax.checkpoint._replace import step_folder, steps_in
+from fsdp_jax.checkpoint._run_id import find_run_id
 from fsdp_jax.checkpoint._zarr import read_all, root_cause
 
 Step = int | Literal["latest-good"] | None
@@ -84,42 +87,65 @@ def resolve_step(path: str | os.PathLike[str], step: Step) -> int:
 def open_step(path: str | os.PathLike[str], step: Step) -> tuple[Path, Manifest]:
     """Returns the state directory and manifest of a step, with its files checked.
 
-    The values in the files are not read.
+    Data files are checked by their sizes: see `check_seals`.
 
     Raises:
       ValueError: If there is no such step.
-      DamagedCheckpointError: If a file is missing or has another size, or a file
-        without values differs.
+      DamagedCheckpointError: If the step is another one than its folder says, a file is
+        missing or has another size, or a file without values differs.
     """
-    directory = state_directory(path, resolve_step(path, step))
-    manifest = read_manifest(directory)
+    number = resolve_step(path, step)
+    directory = state_directory(path, number)
+    manifest = _read_identified(path, number)
     check_files(directory, manifest)
     return directory, manifest
 
 
-def check_whole(directory: Path) -> Manifest:
+def check_step(path: str | os.PathLike[str], step: int) -> Manifest:
     """Reads every byte of a step, and returns its manifest.
 
     Raises:
       DamagedCheckpointError: If anything differs from what was written.
     """
-    manifest = read_manifest(directory)
-    check_files(directory, manifest)
-    try:
-        read_all(directory)
-    except Exception as error:  # TensorStore raises plain `Exception`s.
-        raise damaged(directory, [root_cause(error)]) from error
+    manifest = _read_identified(path, step)
+    check_whole(state_directory(path, step), manifest)
     return manifest
 
 
-def set_aside(path: str | os.PathLike[str], step: int) -> Path:
-    """Renames a damaged step, so that its number can be saved again.
+def check_whole(directory: Path, manifest: Manifest) -> None:
+    """Reads every byte of a step.
+
+    Raises:
+      DamagedCheckpointError: If anything differs from what was written.
+    """
+    check_files(directory, manifest)
+    check_seals(directory, manifest)
+    try:
+        read_all(directory, manifest.leaves, manifest.max_bytes)
+    except Exception as error:  # TensorStore raises plain `Exception`s.
+        raise damaged(directory, [root_cause(error)]) from error
+
+
+def _read_identified(path: str | os.PathLike[str], step: int) -> Manifest:
+    directory = state_directory(path, step)
+    manifest = read_manifest(directory)
+    check_identity(directory, manifest.identity, step, find_run_id(path))
+    return manifest
+
+
+def set_aside(path: str | os.PathLike[str], step: int, why: str = "damaged") -> Path:
+    """Renames a step, so that its number can be saved again.
+
+    Args:
+      path: Directory of the run.
+      step: Number of the step.
+      why: Suffix of the new name.
 
     Returns:
       New path.
     """
     folder = step_folder(path, step)
-    names = (f"{step}.damaged{'-' * bool(n)}{n or ''}" for n in itertools.count())
+    names = (f"{step}.{why}{'-' * bool(n)}{n or ''}" for n in itertools.count())
     free = next(name for name in names if not (Path(path) / name).exists())
     return folder.rename(Path(path) / free)
 
@@ -137,9 +163,8 @@ def _is_committed(folder: Path) -> bool:
 def _latest_good(path: str | os.PathLike[str], available: list[int]) -> int:
     """Returns the newest step whose bytes are all as written; warns about others."""
     for step in reversed(available):
-        directory = state_directory(path, step)
         try:
-            check_whole(directory)
+            check_step(path, step)
         except DamagedCheckpointError as error:
             warnings.warn(f"Step {step} is passed over. {error}", stacklevel=4)
         else:

@@ -37,7 +37,10 @@ def encode(
       ValueError: If `value` contains another type; lists all of them.
     """
     walk = _Walk(where, trees)
-    encoded = walk.encode(value, ())
+    try:
+        encoded = walk.encode(value, ())
+    except RecursionError as error:
+        raise ValueError(f"{where}: it is nested too deeply to be saved.") from error
     if walk.problems:
         raise ValueError(
             f"Cannot save {len(walk.problems)} value(s) as JSON:\n  "
@@ -57,6 +60,7 @@ def decode(value: Any, trees: Mapping[str, PyTree] | None = None) -> Any:
 
     Raises:
       KeyError: If a name is not in `trees`.
+      ValueError, TypeError, RecursionError: If `encode` did not write it.
     """
     if isinstance(value, list):
         return [decode(item, trees) for item in value]
@@ -147,5 +151,8 @@ def _text(content: bytes) -> str:
 
 
 def _array(dtype: str, shape: Sequence[int], text: str) -> np.ndarray:
-    values = np.frombuffer(base64.b64decode(text), jnp.dtype(dtype))
+    kind = jnp.dtype(dtype)
+    if not _is_number(kind):
+        raise ValueError(f"an array of {dtype}")
+    values = np.frombuffer(base64.b64decode(text), kind)
     return values.reshape(shape).copy()  # `frombuffer` returns a read-only array.

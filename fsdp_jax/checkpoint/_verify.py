@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 
-from fsdp_jax.checkpoint._steps import check_whole, resolve_step, state_directory
+from fsdp_jax.checkpoint._steps import check_step, resolve_step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +40,7 @@ def verify(path: str | os.PathLike[str], *, step: int | None = None) -> Verified
       DamagedCheckpointError: If the step is not as it was written.
     """
     step = resolve_step(path, step)
-    manifest = check_whole(state_directory(path, step))
+    manifest = check_step(path, step)
     return Verified(
         step,
         num_leaves=len(manifest.leaves),

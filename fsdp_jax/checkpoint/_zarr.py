@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import re
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import tensorstore as ts
 
 Box = tuple[tuple[int, int], ...]
@@ -72,14 +74,23 @@ def copy_arrays(source: Path, target: Path, names: Collection[str]) -> None:
             write.result()
 
 
-def read_all(directory: Path) -> None:
+def read_all(
+    directory: Path, leaves: Mapping[str, jax.ShapeDtypeStruct], max_bytes: int
+) -> None:
     """Reads every chunk of every array, which verifies all checksums.
+
+    Args:
+      directory: State directory of the step.
+      leaves: Shape and dtype of each array, as for `check_arrays`.
+      max_bytes: Limit of a chunk, as for `check_arrays`.
 
     Raises:
       Exception: TensorStore's error if a checksum does not match; see `root_cause`.
     """
     under_way: deque[ts.Future] = deque()
-    for array in open_arrays(directory, list(zarr_metadata(directory))).values():
+    arrays = open_arrays(directory, list(leaves))
+    check_arrays(arrays, leaves, max_bytes)
+    for array in arrays.values():
         for chunk in chunks_of(array):
             under_way.append(array[(*(slice(*bounds) for bounds in chunk), ...)].read())
             if len(under_way) == _READS_AT_ONCE:
@@ -102,6 +113,34 @@ def open_arrays(directory: Path, names: Collection[str]) -> dict[str, ts.TensorS
         for name in names
     }
     return {name: array.result() for name, array in opening.items()}
+
+
+def check_arrays(
+    arrays: Mapping[str, ts.TensorStore],
+    leaves: Mapping[str, jax.ShapeDtypeStruct],
+    max_bytes: int,
+) -> None:
+    """Raises a `ValueError` unless arrays are as the manifest says, before a read.
+
+    Args:
+      arrays: Opened arrays, by name.
+      leaves: Shape and dtype of each.
+      max_bytes: Limit of a chunk, for which memory is allocated.
+    """
+    problems = []
+    for name, array in arrays.items():
+        leaf, chunk = leaves[name], array.chunk_layout.read_chunk.shape or ()
+        num_bytes = math.prod(chunk) * array.dtype.numpy_dtype.itemsize
+        have = tuple(array.shape), array.dtype.numpy_dtype
+        if have != (leaf.shape, leaf.dtype):
+            problems.append(
+                f"{name}: {have[1]}{list(have[0])} in the file, "
+                f"{leaf.dtype}{list(leaf.shape)} in the manifest"
+            )
+        elif num_bytes > max_bytes:
+            problems.append(f"{name}: chunks of {num_bytes:,} bytes")
+    if problems:
+        raise ValueError("; ".join(problems))
 
 
 def chunks_of(array: ts.TensorStore) -> Iterator[Box]:

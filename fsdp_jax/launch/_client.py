@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from fsdp_jax.launch._handshake import Handshake
 from fsdp_jax.launch._progress import await_move, position
-from fsdp_jax.launch._protocol import GREETING, Message, decode, encode
+from fsdp_jax.launch._protocol import GREETING, Message, decode, encode, sign
 from fsdp_jax.launch._timeouts import Timeouts
 
 # Timeout of the greeting, once the coordinator has accepted the connection.
@@ -20,6 +20,8 @@ _GREETING_SECS = 10
 _SHORTEST_BEAT_SECS = 0.05
 # Time for the program to exit by itself after an error that ends the job.
 _GRACE_SECS = 1.0
+# Longest reason sent: the coordinator does not read messages beyond its limit.
+_LONGEST_TEXT = 2**16
 
 
 class Client:
@@ -42,9 +44,11 @@ class Client:
         """
         self.service: int = welcome["service"]
         self._claim = handshake
+        self._coordinator = "the coordinator of the job, process 0 or its launcher,"
         self._connection = connection
         self._beat_secs = welcome["beat_secs"]
         self._lock = threading.Lock()
+        self._failed = False
         self._over = threading.Event()
         self._listener = threading.Thread(target=self._listen, daemon=True)
         self._listener.start()
@@ -56,7 +60,8 @@ class Client:
         If the failure of this process is the effect of another's, this process prints
         the reason of the other one and exits.
         """
-        self._part({"failed": text})
+        self._failed = True
+        self._part({"failed": text[:_LONGEST_TEXT]})
         self._listener.join(_GRACE_SECS)
 
     def leave(self) -> None:
@@ -87,14 +92,21 @@ class Client:
             news = _read(self._connection)
         except (OSError, ValueError):
             news = {}
+        if not news and not self._over.is_set():
+            # At once: jax's service has gone with process 0 too, and jax then ends
+            # this process, with a message of its own, within milliseconds.
+            self._exit(self._gone())
         with self._lock:
             self._connection.close()
         # A program that has ended waits for the others within jax, so it still gets
         # their failures. The coordinator may exit before it, which is then not an
         # error.
         ended = self._over.wait(_GRACE_SECS)
-        if "end" in news or not ended:
-            self._exit(news.get("end", "the coordinator of the job has gone."))
+        if "end" in news or not ended or self._failed and not news:
+            self._exit(news.get("end", self._gone()))
+
+    def _gone(self) -> str:
+        return f"{self._coordinator} has gone without a word (was it killed?)."
 
     def _exit(self, why: str) -> NoReturn:
         sys.stdout.flush()
@@ -103,7 +115,9 @@ class Client:
         os._exit(1)
 
 
-def attend(host: str, port: int, handshake: Handshake, timeouts: Timeouts) -> Client:
+def attend(
+    host: str, port: int, handshake: Handshake, timeouts: Timeouts, token: str = ""
+) -> Client:
     """Connects to the coordinator, and waits until all processes have.
 
     Args:
@@ -111,24 +125,27 @@ def attend(host: str, port: int, handshake: Handshake, timeouts: Timeouts) -> Cl
       port: Port of the coordinator.
       handshake: Handshake message of this process.
       timeouts: Timeouts of the job.
+      token: Secret of the job.
 
     Raises:
       ValueError: If there is no coordinator, or it refuses to start the job.
     """
     connection = _connect(host, port, time.monotonic() + timeouts.start_secs)
     try:
-        return Client(handshake, connection, _report(connection, handshake, timeouts))
+        return Client(
+            handshake, connection, _report(connection, handshake, timeouts, token)
+        )
     except BaseException:
         connection.close()
         raise
 
 
 def _report(
-    connection: socket.socket, handshake: Handshake, timeouts: Timeouts
+    connection: socket.socket, handshake: Handshake, timeouts: Timeouts, token: str
 ) -> Message:
     """Sends the handshake, and returns the answer once all processes have connected."""
-    _check_greeting(connection)
-    connection.sendall(encode(handshake.to_message()))
+    nonce = _check_greeting(connection)
+    connection.sendall(encode(sign(handshake.to_message(), nonce, token)))
     # Longer than the coordinator's own timeout, whose message names missing processes.
     connection.settimeout(timeouts.start_secs + _GREETING_SECS)
     answer = _read(connection)
@@ -153,18 +170,21 @@ def _connect(host: str, port: int, end: float) -> socket.socket:
             time.sleep(0.1)
 
 
-def _check_greeting(connection: socket.socket) -> None:
+def _check_greeting(connection: socket.socket) -> str:
+    """Returns the random text in the greeting of the coordinator."""
     try:
         greeting: Any = _read(connection)
     except (OSError, ValueError):
-        greeting = None
-    if greeting != GREETING:
+        greeting = {}
+    nonce = greeting.pop("nonce", None)
+    if greeting != GREETING or not isinstance(nonce, str):
         host, port = connection.getpeername()[:2]
         raise ValueError(
             f"What listens at {host}:{port} is no coordinator of this version of "
             "fsdp_jax: another program has the port. Choose another, the same for all "
             "processes."
         )
+    return nonce
 
 
 def _read(connection: socket.socket) -> Message:

@@ -13,6 +13,8 @@ from fsdp_jax.launch._protocol import split_address
 
 # Set by `fsdp-jax launch`, which runs the coordinator itself.
 HOSTED = "FSDP_JAX_HOSTED"
+# Secret of the job, equal in all its processes; `fsdp-jax launch` makes one.
+TOKEN = "FSDP_JAX_TOKEN"
 _TORCHRUN = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "LOCAL_RANK")
 # If "True", torchrun's own store listens at MASTER_PORT.
 _AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
@@ -29,6 +31,7 @@ class Place:
       process_id: Index of this process.
       local_device_ids: GPUs of this process among those of the machine; None for all.
       hosted: Whether the coordinator runs already, outside of process 0.
+      token: Secret of the job; "" for none.
     """
 
     host: str
@@ -37,6 +40,7 @@ class Place:
     process_id: int
     local_device_ids: Sequence[int] | None = None
     hosted: bool = False
+    token: str = dataclasses.field(default="", repr=False)
 
 
 def find_place(
@@ -65,7 +69,7 @@ def find_place(
     given = (coordinator_address, num_processes, process_id)
     if all(argument is None for argument in given):
         if _is_torchrun(variables):
-            return _from_torchrun(variables, ids)
+            return _with_token(_from_torchrun(variables, ids), variables)
         _check_step(variables)
         _check_pod(variables)
     # jax detects missing values from its JAX_* variables or from a cluster.
@@ -80,7 +84,11 @@ def find_place(
             "initialize takes coordinator_address, num_processes and process_id "
             f"together; got {address}, {count} and {rank}."
         )
-    return _place(address, count, rank, ids)
+    return _with_token(_place(address, count, rank, ids), variables)
+
+
+def _with_token(place: Place, variables: Mapping[str, str]) -> Place:
+    return dataclasses.replace(place, token=variables.get(TOKEN, ""))
 
 
 def _place(

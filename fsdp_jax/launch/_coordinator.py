@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import ipaddress
 import queue
+import secrets
 import socket
 import sys
 import threading
@@ -19,12 +22,24 @@ from collections.abc import Callable
 
 from fsdp_jax.launch._coordinator_state import CoordinatorState
 from fsdp_jax.launch._handshake import Handshake
-from fsdp_jax.launch._protocol import GREETING, MAX_BYTES, Message, decode, encode
+from fsdp_jax.launch._protocol import (
+    GREETING,
+    MAX_BYTES,
+    Message,
+    check_report,
+    check_signature,
+    decode,
+    encode,
+)
 from fsdp_jax.launch._timeouts import Timeouts
 
 # Time for which the coordinator of a job that does not start answers late processes.
 _LINGER_SECS = 5.0
 _LOOK_SECS = 0.1
+# Time for a connection to send its handshake, and most connections that have not yet: of
+# more, the oldest is closed, since a process sends its handshake at once.
+_CLAIM_SECS = 10.0
+_MAX_STRANGERS = 128
 # If more than this passes between two checks, the coordinator itself was stopped,
 # perhaps with its machine: the silence of others then means nothing.
 _STOPPED_SECS = 2.0
@@ -49,20 +64,27 @@ class Coordinator:
         port: int = 0,
         timeouts: Timeouts | None = None,
         report: Callable[[str], None] = say,
+        token: str = "",
     ):
         """Binds the port and starts the server.
 
         Args:
           num_processes: Number of processes of the job.
-          host: Host name that the processes connect to; a loopback address restricts
-            the server to it.
+          host: Host name or address that the processes connect to, where the server
+            listens: at all addresses if it is not one of this machine, or another name
+            of a loopback address.
           port: Port to listen on; 0 for any free one.
           timeouts: Timeouts of the job.
           report: Callback for messages about a waiting job.
+          token: Secret that all processes of the job know.
 
         Raises:
           ValueError: If the port is taken.
         """
+        self._token = token
+        self._report = report
+        # Connections without a handshake, the oldest first.
+        self._strangers: dict[asyncio.StreamWriter, None] = {}
         timeouts = timeouts or Timeouts()
         self._roll = CoordinatorState(num_processes, timeouts, report, time.monotonic())
         self._news: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
@@ -115,34 +137,102 @@ class Coordinator:
     ) -> None:
         """Serves one connection, from greeting to end."""
         with contextlib.suppress(OSError, ValueError), contextlib.closing(writer):
-            writer.write(encode(GREETING))
-            handshake = Handshake.from_message(decode(await reader.readline()))
 
             def send(message: Message) -> None:
                 writer.write(encode(message))
 
+            handshake = await self._await_claim(reader, writer, send)
+            if handshake is None:
+                return
             member = self._roll.admit(handshake, send, time.monotonic())
             if member is None:
                 return
             try:
                 while line := await reader.readline():
-                    self._roll.take(member, decode(line), time.monotonic())
+                    report = check_report(decode(line))
+                    self._roll.take(member, report, time.monotonic())
             finally:
                 self._roll.part(member, time.monotonic())
 
+    async def _await_claim(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        send: Callable[[Message], None],
+    ) -> Handshake | None:
+        """Returns the handshake of a connection; None if it does not know the token.
+
+        Raises:
+          TimeoutError: If none comes in time.
+          ValueError: If what comes is no handshake.
+        """
+        if len(self._strangers) >= _MAX_STRANGERS:
+            next(iter(self._strangers)).transport.abort()
+            self._strangers.pop(next(iter(self._strangers)))
+        self._strangers[writer] = None
+        try:
+            nonce = secrets.token_hex(16)
+            send({**GREETING, "nonce": nonce})
+            line = await asyncio.wait_for(reader.readline(), _CLAIM_SECS)
+        finally:
+            self._strangers.pop(writer, None)
+        message = decode(line)
+        known = check_signature(message, nonce, self._token)
+        handshake = Handshake.from_message(message["handshake"])
+        if known is None:
+            text = (
+                f"{handshake} does not know the token of the job: FSDP_JAX_TOKEN must be "
+                "the same in all processes."
+            )
+            send({"refused": text})
+            self._report(text)
+            return None
+        return handshake
+
 
 def _listening(host: str, port: int) -> socket.socket:
-    """Returns a socket on all interfaces, or on loopback only for a loopback `host`."""
-    alone = host == "localhost" or host.startswith("127.")
-    dual = not alone and socket.has_dualstack_ipv6()
+    """Returns a socket that listens at the addresses of a host, see `Coordinator`."""
     try:
-        return socket.create_server(
-            ("127.0.0.1" if alone else "", port),
-            family=socket.AF_INET6 if dual else socket.AF_INET,
-            dualstack_ipv6=dual,
-        )
+        address = _own_address(host, port)
+        if address is not None:
+            version = ipaddress.ip_address(address.partition("%")[0]).version
+            family = socket.AF_INET6 if version == 6 else socket.AF_INET
+            return socket.create_server((address, port), family=family)
+        dual = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if dual else socket.AF_INET
+        return socket.create_server(("", port), family=family, dualstack_ipv6=dual)
     except OSError as error:
         raise ValueError(
             f"Port {port} of the coordinator, {host}, cannot be used: "
             f"{error.strerror}. Choose another port, the same for all processes."
         ) from error
+
+
+def _own_address(host: str, port: int) -> str | None:
+    """Returns the address to listen at; None for all of the machine.
+
+    Systems often give their own host name a loopback address, at which other machines
+    would not reach it; and a name may be that of a proxy, which is no own address.
+    """
+    if host == "localhost":
+        return "127.0.0.1"
+    with contextlib.suppress(ValueError):
+        ipaddress.ip_address(host)  # An address, and no name, is taken as it is.
+        return host if _is_own(host) else None
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError:
+        return None
+    address = str(found[0][4][0])
+    is_loopback = ipaddress.ip_address(address.partition("%")[0]).is_loopback
+    return address if not is_loopback and _is_own(address) else None
+
+
+def _is_own(address: str) -> bool:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family) as held:
+        try:
+            held.bind((address, 0))
+        except OSError as error:
+            return error.errno != errno.EADDRNOTAVAIL
+    return True

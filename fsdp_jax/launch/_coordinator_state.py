@@ -16,6 +16,8 @@ _SETTLE_SECS = 1.0
 _EFFECT_SECS = 0.5
 # Maximum interval between reports of missing processes.
 _MISSING_SECS = 30.0
+# Claims beyond twice the processes of the job that are taken, to be named as doubles.
+_MAX_DOUBLES = 16
 
 
 class CoordinatorState:
@@ -61,6 +63,13 @@ class CoordinatorState:
         """Adds a process, and starts the job if it is the last; None if refused."""
         if self._started:
             send({"refused": self._too_late(handshake)})
+            return None
+        if len(self.members) >= 2 * self._num_processes + _MAX_DOUBLES:
+            send(
+                {
+                    "refused": f"{handshake} is one of {len(self.members) + 1} handshakes."
+                }
+            )
             return None
         member = Member(handshake, send, heard=now, moved=now)
         self.members.append(member)

@@ -12,6 +12,8 @@ from typing import Any
 from fsdp_jax.launch._protocol import Message
 
 _LONGEST_SHOWN = 60
+# Longest name or value in a handshake.
+_LONGEST_TEXT = 1000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,12 +48,29 @@ class Handshake:
         """Parses a received message.
 
         Raises:
-          ValueError: If it is not a handshake.
+          ValueError: If it is not a handshake, field by field.
         """
         try:
-            return Handshake(**message)
+            handshake = Handshake(**message)
         except TypeError as error:
             raise ValueError(f"no handshake of a process: {error}") from error
+        numbers = (
+            handshake.rank,
+            handshake.num_processes,
+            handshake.pid,
+            handshake.service,
+        )
+        texts = [handshake.host]
+        if isinstance(handshake.facts, dict):
+            texts += [*handshake.facts, *handshake.facts.values()]
+        if not (
+            all(type(number) is int and abs(number) < 2**63 for number in numbers)
+            and 0 <= handshake.service < 2**16
+            and isinstance(handshake.facts, dict)
+            and all(isinstance(t, str) and len(t) <= _LONGEST_TEXT for t in texts)
+        ):
+            raise ValueError(f"no handshake of a process: {message!r:.80}")
+        return handshake
 
 
 def as_facts(config: Any) -> dict[str, str]:

@@ -69,6 +69,12 @@ def initialize(
     many. Where `jax.distributed` is initialized already, as by Ray Train, this only
     returns the job. For SLURM, JobSet and Ray there are `fsdp_jax/launch/examples/`.
 
+    Only processes that know the job's token, the environment variable `FSDP_JAX_TOKEN`,
+    are let in. `fsdp-jax launch` makes one for each job; for other launchers set it to
+    the same secret in all processes, or whoever reaches the port of process 0 can take
+    a place in the job. The coordinator listens at the address it is given, if that is
+    one of the machine's own and no loopback address behind another name; else at all.
+
     The processes first compare their configuration, and start only if it agrees. From
     then on all exit, with the reason, when one fails, dies or sends no heartbeat, and
     the position of each is printed when none makes progress (see `report_progress`).
@@ -127,7 +133,9 @@ def fail(error: BaseException) -> None:
 def _join(place: Place, facts: dict[str, str], timeouts: Timeouts) -> None:
     hosts = place.process_id == 0 and not place.hosted
     coordinator = (
-        Coordinator(place.num_processes, place.host, place.port, timeouts)
+        Coordinator(
+            place.num_processes, place.host, place.port, timeouts, token=place.token
+        )
         if hosts
         else None
     )
@@ -141,7 +149,7 @@ def _join(place: Place, facts: dict[str, str], timeouts: Timeouts) -> None:
             facts=_versions() | facts,
         )
         try:
-            client = attend(place.host, place.port, handshake, timeouts)
+            client = attend(place.host, place.port, handshake, timeouts, place.token)
         except ValueError:
             if coordinator is not None:
                 coordinator.linger()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import signal
 import subprocess
 import threading
@@ -11,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TextIO
 
-from fsdp_jax.launch._cluster import HOSTED
+from fsdp_jax.launch._cluster import HOSTED, TOKEN
 from fsdp_jax.launch._coordinator import Coordinator
 from fsdp_jax.launch._timeouts import Timeouts
 
@@ -66,8 +67,9 @@ class Processes:
         self._line = line
         self._children: list[subprocess.Popen[str]] = []
         self._readers: list[threading.Thread] = []
+        self._token = secrets.token_hex(16)
         self._coordinator = Coordinator(
-            num_processes, timeouts=timeouts, report=self._report
+            num_processes, timeouts=timeouts, report=self._report, token=self._token
         )
         base = dict(os.environ if environment is None else environment)
         base |= self._variables(num_processes, devices_per_process)
@@ -148,6 +150,7 @@ class Processes:
             "WORLD_SIZE": size,
             "LOCAL_WORLD_SIZE": size,
             HOSTED: "1",
+            TOKEN: self._token,
             "TORCHELASTIC_USE_AGENT_STORE": "False",
             "PYTHONUNBUFFERED": "1",  # else the last output of a killed process is lost
         }

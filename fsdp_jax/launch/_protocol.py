@@ -6,12 +6,15 @@ another program listens at the address.
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import json
+import math
 from typing import Any
 
 Message = dict[str, Any]
 
-GREETING: Message = {"coordinator": "fsdp_jax", "version": 1}
+GREETING: Message = {"coordinator": "fsdp_jax", "version": 2}
 MAX_BYTES = 2**20
 
 
@@ -26,10 +29,60 @@ def decode(line: bytes) -> Message:
     Raises:
       ValueError: If it is not a JSON object.
     """
-    message = json.loads(line)
+    try:
+        message = json.loads(line)
+    except RecursionError as error:
+        raise ValueError("a message is nested too deeply") from error
     if not isinstance(message, dict):
         raise ValueError(f"a message is a JSON object, not {line[:80]!r}")
     return message
+
+
+def sign(handshake: Message, nonce: str, token: str) -> Message:
+    """Returns a handshake with the proof that its sender knows the token of the job.
+
+    Args:
+      handshake: Handshake message.
+      nonce: Random text of the coordinator's greeting, so that proofs differ.
+      token: Secret of the job.
+    """
+    return {"handshake": handshake, "proof": _proof(handshake, nonce, token)}
+
+
+def check_signature(message: Message, nonce: str, token: str) -> Message | None:
+    """Returns the handshake in a message; None if its sender does not know the token.
+
+    Raises:
+      ValueError: If it is no signed handshake.
+    """
+    handshake, proof = message.get("handshake"), message.get("proof")
+    if not isinstance(handshake, dict) or not isinstance(proof, str):
+        raise ValueError("no signed handshake of a process")
+    known = hmac.compare_digest(
+        _proof(handshake, nonce, token).encode(), proof.encode()
+    )
+    return handshake if known else None
+
+
+def check_report(message: Message) -> Message:
+    """Returns a message of a process of the job: a heartbeat, or how it ended.
+
+    Raises:
+      ValueError: If it is neither.
+    """
+    match message:
+        case {"phase": str(), "step": int() | None, "secs": int() | float() as secs}:
+            if len(message) == 3 and math.isfinite(secs) and secs >= 0:
+                return message
+        case {"failed": str()} | {"left": True}:
+            if len(message) == 1:
+                return message
+    raise ValueError(f"no message of a process: {message!r:.80}")
+
+
+def _proof(handshake: Message, nonce: str, token: str) -> str:
+    text = f"{nonce} {json.dumps(handshake, sort_keys=True)}"
+    return hmac.new(token.encode(), text.encode(), hashlib.sha256).hexdigest()
 
 
 def split_address(address: str) -> tuple[str, int]:

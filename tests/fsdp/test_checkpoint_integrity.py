@@ -30,7 +30,7 @@ from fsdp_jax.cli import main
 pytestmark = [ORBAX_FAILS_NOISILY, pytest.mark.versions]
 
 METADATA = {"order": (3, 1), "seen": {0: "a", 7: "b"}, "iterator": b"\x00\xff"}
-SHAPE = (64, 128)  # a chunk of less than a kilobyte would lie within a B-tree node
+SHAPE = (64, 1024)  # a shard of less than 8 KiB would be hashed with the tree
 FLIPS = 40  # 200 and more in benchmarks/torture.py
 
 

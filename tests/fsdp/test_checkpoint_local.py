@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
 import fsdp_jax as fsdp
-from fsdp_jax.checkpoint._leaf_names import flatten
+from fsdp_jax.checkpoint._leaf_names import Leaf, flatten
 from fsdp_jax.checkpoint.local._format import Header, open_file, pack
 from fsdp_jax.checkpoint.local._layout import Layout, layout_from_json, layout_of
 from fsdp_jax.checkpoint.local._plan import (
@@ -34,7 +34,11 @@ from fsdp_jax.checkpoint.local._plan import (
     plan_fetches,
     step_of,
 )
-from fsdp_jax.checkpoint.local._replication import check_replication_groups, rounds
+from fsdp_jax.checkpoint.local._replication import (
+    check_replication_groups,
+    place_of,
+    rounds,
+)
 
 RAGGED = ((2, 6, 7), (3, 1), (5,), (0, 4))  # of Megatron's test
 
@@ -103,6 +107,7 @@ def inventories(replication_groups, lost=(), duplicates=None):
         "duplicates": duplicates or list(range(count)),
         "replication_groups": replication_groups,
         "hosts": [f"node{rank}" for rank in range(count)],
+        "places": [],
     }
     kept = {process: list(group) for group in replication_groups for process in group}
     return [
@@ -211,8 +216,9 @@ def leaves_of_every_sort():
 def shards(tmp_path_factory):
     """A file, and what was packed into it."""
     leaves = flatten(leaves_of_every_sort())
-    packed = pack(Header(0, layout_of(leaves), {"beside": 1}), leaves)
-    path = tmp_path_factory.mktemp("file") / "0.shards"
+    packed = pack(Header(0, "7-ab", layout_of(leaves), {"beside": 1}), leaves)
+    path = tmp_path_factory.mktemp("file") / "7-ab" / "0.shards"
+    path.parent.mkdir()
     path.write_bytes(packed.tobytes())
     return path, leaves
 
@@ -237,19 +243,32 @@ def test_every_flipped_bit_and_every_lost_byte_of_a_file_is_noticed(shards):
     path, _ = shards
     content = path.read_bytes()
     bits = np.random.default_rng(0).integers(8 * len(content), size=300)
-    damaged = path.with_name("damaged.shards")
+    damaged = path.parents[1] / "damaged" / "7-ab" / "0.shards"
+    damaged.parent.mkdir(parents=True)
     for bit in [*bits.tolist(), 0, 8 * len(content) - 1]:
         flipped = bytearray(content)
         flipped[bit // 8] ^= 1 << bit % 8
         damaged.write_bytes(flipped)
         with pytest.raises(
-            fsdp.checkpoint.DamagedCheckpointError, match=facts("damaged.shards'")
+            fsdp.checkpoint.DamagedCheckpointError, match=facts("7-ab/0.shards'")
         ):
             open_file(damaged).check()
     for length in (0, 5, 40, len(content) // 2, len(content) - 1):
         damaged.write_bytes(content[:length])
         with pytest.raises(fsdp.checkpoint.DamagedCheckpointError):
             open_file(damaged)
+
+
+@pytest.mark.parametrize("place", ["8-ab/0.shards", "7-cd/0.shards", "7-ab/1.shards"])
+def test_a_file_of_another_step_attempt_or_process_is_not_taken(shards, place):
+    path, _ = shards
+    moved = path.parents[1] / "moved" / place
+    moved.parent.mkdir(parents=True)
+    shutil.copyfile(path, moved)
+    with pytest.raises(
+        fsdp.checkpoint.DamagedCheckpointError, match=facts(place, "7-ab/0.shards")
+    ):
+        open_file(moved)
 
 
 # One process
@@ -282,7 +301,13 @@ class Places:
 
     @property
     def steps(self) -> list[int]:
-        return sorted(int(p.name.split("-")[0]) for p in self.disk.glob("*/*-*"))
+        folders = [p.name for p in self.disk.glob("*/*-*")]
+        return sorted(step for f in folders if (step := step_of(f)) is not None)
+
+    @property
+    def abandoned(self) -> list[int]:
+        folders = self.disk.glob("*/*.abandoned")
+        return sorted(int(folder.name.split("-")[0]) for folder in folders)
 
 
 @pytest.fixture
@@ -365,11 +390,60 @@ def test_steps_of_another_run_on_the_disk_are_let_be_and_not_loaded(places):
     assert places.steps == [2, 2, 4]
 
 
-def test_who_goes_back_to_an_older_step_gives_up_the_newer_ones(places):
+def test_who_goes_back_to_an_older_step_sets_the_newer_ones_aside(places):
     places.save(2, 4, 6, keep=3)
     places.save(4, resume=2)
-    assert places.steps == [2, 4]
+    assert places.steps == [2, 4] and places.abandoned == [4, 6]
     assert places.resume() == (4, {"at": (4,)})
+    places.save(4, resume=2)  # and keeps those of the last time
+    assert places.steps == [2, 4] and places.abandoned == [4]
+
+
+def test_a_start_without_resume_removes_no_step_that_is_complete(places):
+    places.save(4, 6)
+    with places.open() as checkpointer:
+        checkpointer.save(2, state_at(2))
+    assert places.steps == [2] and places.abandoned == [4, 6]
+
+
+def half_of_a_step(folder: Path, step: int) -> None:
+    """What process 0 of two has of a step, while the disk of process 1 is elsewhere."""
+    name = folder_name(step, "ab")
+    about = {"metadata": {}, "extras": {}, "own": [], "impls": {}}
+    about |= {"replication_groups": [[0], [1]], "hosts": ["node0", "node1"]}
+    about |= {"places": [place_of(folder), "node1:1:2"]}
+    leaves = {"w": Leaf(np.ones(1, np.float32), (1,))}
+    content = pack(Header(0, name, split_over(2), about), leaves)
+    (folder / name).mkdir()
+    (folder / name / "0.shards").write_bytes(content.tobytes())
+
+
+def test_a_start_without_all_hosts_keeps_what_a_start_with_them_would_use(
+    places, caplog
+):
+    places.save(2)
+    (folder,) = places.disk.iterdir()
+    half_of_a_step(folder, 6)
+    with caplog.at_level(logging.WARNING, "fsdp_jax"):
+        assert places.resume() == (2, {"at": (2,)})
+    for said in ("Local step 6", "2 processes", "1 (node1)", "6-ab"):
+        assert said in caplog.text
+    places.save(4)
+    assert places.steps == [2, 4, 6]  # nobody lost anything by the wrong start
+    places.save(8)
+    assert places.steps == [4, 8]  # a newer one is complete
+
+
+def test_what_no_start_can_use_is_removed(places):
+    """The only file of the step is damaged."""
+    places.save(2)
+    (folder,) = places.disk.iterdir()
+    half_of_a_step(folder, 6)
+    (path,) = folder.glob("6-*/0.shards")
+    content = path.read_bytes().replace(b"node1:1:2", b"node1:1:3")
+    path.write_bytes(content)  # its header is damaged
+    places.save(4)
+    assert places.steps == [2, 4]
 
 
 def test_what_a_crash_left_is_removed_by_the_next_save(places):

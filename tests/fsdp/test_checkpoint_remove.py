@@ -59,7 +59,7 @@ def test_the_optimizer_goes_and_everything_else_stays(run):
     assert fsdp.checkpoint.remove(run, 2, "opt_state") == ["opt_state.mu"]
     moments = state_at(2).opt_state["mu"].nbytes
     assert size_of(run / "2") < before - 0.99 * moments  # its room is given back
-    assert sorted(child.name for child in run.iterdir()) == ["1", "2"]
+    assert sorted(p.name for p in run.iterdir() if p.is_dir()) == ["1", "2"]
     assert fsdp.checkpoint.verify(run).num_leaves == 4
     assert fsdp.checkpoint.load_metadata(run) == {"at": (2,)}
     assert (

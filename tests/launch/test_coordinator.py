@@ -32,13 +32,13 @@ def coordinator(num_processes: int = 2, **options):
 
 
 def outcomes(
-    port: int, handshakes: list[Handshake], timeouts: Timeouts = UNUSED
+    port: int, handshakes: list[Handshake], timeouts: Timeouts = UNUSED, token: str = ""
 ) -> list[str]:
     """What becomes of each that attends: an error, or `ValueError: ...`."""
 
     def one(handshake: Handshake) -> str:
         try:
-            client = attend("127.0.0.1", port, handshake, timeouts)
+            client = attend("127.0.0.1", port, handshake, timeouts, token)
             client.leave()  # or it would end this process with the coordinator
             return f"service {client.service}"
         except ValueError as error:

@@ -34,9 +34,10 @@ from fsdp_jax.checkpoint.local._layout import (
 
 Bytes = UInt8[np.ndarray, "bytes"]
 
-_MAGIC = b"fsdpjax1"
+_MAGIC = b"fsdpjax2"
 _PREFIX = struct.Struct("<8sQQI")  # magic, header bytes, number of shards, CRC-32
 _COPIES_AT_ONCE = 4
+SUFFIX = ".shards"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,12 +47,14 @@ class Header:
     Attributes:
       process: Process that saved the shards. All fields but this and `own` are equal in
         every file of the save.
+      folder: Name of the folder of the save, which has its step and attempt.
       layout: Shards of each process.
       about: Further values of the save, in JSON types.
       own: Further values of this process alone.
     """
 
     process: int
+    folder: str
     layout: Layout
     about: dict[str, Any]
     own: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -64,7 +67,8 @@ class Header:
 def header_from_json(value: dict[str, Any]) -> Header:
     """Returns the header from JSON types; inverse of `Header.as_json`."""
     layout = layout_from_json(value["layout"])
-    return Header(value["process"], layout, value["about"], value["own"])
+    process, folder = value["process"], value["folder"]
+    return Header(process, folder, layout, value["about"], value["own"])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,30 +143,36 @@ def pack(header: Header, leaves: Mapping[str, Leaf]) -> Bytes:
     return packed
 
 
+def file_name(writer: int) -> str:
+    """Returns the name of the file with the shards of a process."""
+    return f"{writer}{SUFFIX}"
+
+
 def open_file(path: Path) -> ShardFile:
     """Memory-maps a file.
 
     Raises:
-      DamagedCheckpointError: If its header is not as it was written, or the file has
-        another length than the header says.
+      DamagedCheckpointError: If its header is not as it was written, the file has
+        another length than the header says, or it is that of another save or process.
     """
     try:
-        return parse(str(path), np.memmap(path, np.uint8, "r"))
+        return parse(str(path), np.memmap(path, np.uint8, "r"), path)
     except (OSError, ValueError) as error:
         if isinstance(error, DamagedCheckpointError):
             raise
         raise _damaged(str(path), str(error)) from error
 
 
-def parse(name: str, content: Bytes) -> ShardFile:
+def parse(name: str, content: Bytes, path: Path) -> ShardFile:
     """Parses the content of a file.
 
     Args:
       name: Name of the file in messages.
       content: All bytes of the file.
+      path: Place of the file, which says its save and its process.
 
     Raises:
-      DamagedCheckpointError: If header or length are wrong, as for `open_file`.
+      DamagedCheckpointError: If header, length or place are wrong, as for `open_file`.
     """
     if len(content) < _PREFIX.size:
         raise _damaged(name, "its header is cut off")
@@ -172,6 +182,9 @@ def parse(name: str, content: Bytes) -> ShardFile:
     if magic != _MAGIC or zlib.crc32(body) != checksum:
         raise _damaged(name, "its header")
     header = header_from_json(json.loads(body[:text]))
+    place = f"{header.folder}/{file_name(header.process)}"
+    if place != f"{path.parent.name}/{path.name}":
+        raise _damaged(name, f"it is '{place}'")
     layout = header.layout
     sizes = [layout.num_bytes(*shard) for shard in layout.shards(header.process)]
     if len(content) != start + sum(sizes):

@@ -31,8 +31,10 @@ from fsdp_jax.checkpoint._objects import (
 from fsdp_jax.checkpoint._typed_json import decode
 from fsdp_jax.checkpoint.local._assets import is_file, names_of, write_files
 from fsdp_jax.checkpoint.local._format import (
+    SUFFIX,
     Bytes,
     Header,
+    file_name,
     header_from_json,
     open_file,
     parse,
@@ -49,7 +51,6 @@ from fsdp_jax.checkpoint.local._plan import (
 )
 from fsdp_jax.checkpoint.local._transport import send
 
-_SUFFIX = ".shards"
 _LOADING = "Loading a local step"
 
 
@@ -81,6 +82,7 @@ class Restored:
     """A loaded local step.
 
     Attributes:
+      step: Number of the step.
       state: Arrays in the structure and sharding of the abstract state.
       metadata: Metadata of the step.
       complete: Folders of this and the older complete steps, oldest first.
@@ -88,6 +90,7 @@ class Restored:
       files: Names under which the step has files.
     """
 
+    step: int
     state: PyTree
     metadata: dict[str, Any]
     complete: list[str]
@@ -108,13 +111,25 @@ class Restored:
         return self.folder / FILES / name
 
 
-def file_name(writer: int) -> str:
-    """Returns the name of the file with the shards of a process."""
-    return f"{writer}{_SUFFIX}"
+def survey(
+    directory: Path, places: Sequence[str], timeout_secs: float
+) -> list[LocalStep]:
+    """Returns every save with at least one file left, newest first.
+
+    Args:
+      directory: Directory of the run on this host.
+      places: Directory of each present process.
+      timeout_secs: Seconds without an answer after which another process has failed.
+    """
+    return find(gather(_LOADING, lambda: _inventory(directory), timeout_secs), places)
 
 
 def load_newest(
-    directory: Path, wanted: Wanted, steps: range, timeout_secs: float
+    directory: Path,
+    wanted: Wanted,
+    steps: range,
+    places: Sequence[str],
+    timeout_secs: float,
 ) -> Restored | None:
     """Loads the newest step of which the hosts together have an undamaged copy.
 
@@ -122,6 +137,7 @@ def load_newest(
       directory: Directory of the run on this host.
       wanted: Leaves to fill, on any mesh.
       steps: Acceptable steps.
+      places: Directory of each present process.
       timeout_secs: Seconds without an answer after which another process has failed.
 
     Returns:
@@ -130,8 +146,8 @@ def load_newest(
     Raises:
       ValueError: If the step does not fit `wanted`.
     """
-    inventories = gather(_LOADING, lambda: _inventory(directory), timeout_secs)
-    older = [found for found in find(inventories) if found.step in steps]
+    found = survey(directory, places, timeout_secs)
+    older = [one for one in found if one.step in steps]
     while older:
         found = older.pop(0)
         loaded = _Loading(directory, found, wanted, timeout_secs).run()
@@ -139,6 +155,7 @@ def load_newest(
             complete = [found, *(one for one in older if one.is_complete)]
             state, header = loaded
             return Restored(
+                found.step,
                 state,
                 decode(header.about["metadata"]),
                 [one.folder for one in reversed(complete)],
@@ -287,7 +304,7 @@ class _Loading:
 
     def _keep(self, fetch: Fetch, content: Bytes) -> None:
         path = self._folder / file_name(fetch.writer)
-        parse(f"{path} from process {fetch.source}", content).check()
+        parse(f"{path} from process {fetch.source}", content, path).check()
         self._folder.mkdir(parents=True, exist_ok=True)
         # Processes that share a directory may receive the same file.
         part = path.with_suffix(f".{jax.process_index()}.part")
@@ -303,7 +320,7 @@ class _Loading:
 def _inventory(directory: Path) -> dict[str, Any]:
     """Lists local folders: writers of their files, and facts in their headers."""
     inventory: dict[str, Any] = {}
-    for path in sorted(directory.glob(f"*/*{_SUFFIX}")):
+    for path in sorted(directory.glob(f"*/*{SUFFIX}")):
         folder = path.parent.name
         if step_of(folder) is None or not path.stem.isdecimal():
             continue
@@ -320,6 +337,7 @@ def _inventory(directory: Path) -> dict[str, Any]:
                 "duplicates": _duplicates(header),
                 "replication_groups": about["replication_groups"],
                 "hosts": about["hosts"],
+                "places": about["places"],
             },
         )
         entry["writers"].append(header.process)

@@ -39,6 +39,7 @@ class LocalStep:
       duplicates: First process that saved the same shards, for each process that saved.
       replication_groups: Replication groups of the save.
       hosts: Host names of the processes that saved, in rank order.
+      absent: Processes that saved and whose directories are not those of this job.
       owners: Present processes that have the file, by the process that saved it.
     """
 
@@ -46,6 +47,7 @@ class LocalStep:
     duplicates: tuple[int, ...]
     replication_groups: ReplicationGroups
     hosts: tuple[str, ...]
+    absent: tuple[int, ...]
     owners: dict[int, tuple[int, ...]]
 
     @property
@@ -74,6 +76,11 @@ class LocalStep:
         """Whether the step can be loaded."""
         return not self.lost
 
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether it cannot be loaded, and a start with other directories might."""
+        return bool(self.lost and self.absent)
+
     def without(self, damaged: Sequence[tuple[int, int]]) -> LocalStep:
         """Returns the same without damaged files, given as `(owner, writer)` pairs."""
         owners = {
@@ -91,26 +98,41 @@ class LocalStep:
             + " and ".join(f"{p} ({self.hosts[p]})" for p in by_group[writer])
             for writer in self.lost
         ]
+        count = len(self.duplicates)
         return (
-            f"Local step {self.step} is not complete: of {len(self.duplicates)} "
-            f"processes' shards no copy is left of {'; '.join(said)}."
+            f"Local step {self.step} is not complete: of {count} processes' shards no "
+            f"copy is {'here' if self.absent else 'left'} of {'; '.join(said)}."
+        ) + self._who_would_use_it() * bool(self.absent)
+
+    def _who_would_use_it(self) -> str:
+        hosts = ", ".join(f"{p} ({self.hosts[p]})" for p in self.absent)
+        return (
+            f" It was saved by {len(self.duplicates)} processes, and the directories of "
+            f"{hosts} are not in this job: a start with them would use it. "
+            f"'{self.folder}' is kept until a newer local step is complete."
         )
 
 
-def find(inventories: Sequence[Mapping[str, Mapping[str, Any]]]) -> list[LocalStep]:
+def find(
+    inventories: Sequence[Mapping[str, Mapping[str, Any]]],
+    places: Sequence[str] = (),
+) -> list[LocalStep]:
     """Returns every save with at least one file left, newest first.
 
     Args:
       inventories: Inventory of each process: writers of its files, with duplicates,
         replication_groups and hosts of their headers, by folder.
+      places: Directory of each present process.
     """
     folders = {folder for inventory in inventories for folder in inventory}
-    found = [_found(folder, inventories) for folder in folders]
+    found = [_found(folder, inventories, places) for folder in folders]
     return sorted(found, key=lambda one: (one.step, one.folder), reverse=True)
 
 
 def _found(
-    folder: str, inventories: Sequence[Mapping[str, Mapping[str, Any]]]
+    folder: str,
+    inventories: Sequence[Mapping[str, Mapping[str, Any]]],
+    places: Sequence[str],
 ) -> LocalStep:
     owners: dict[int, tuple[int, ...]] = {}
     about: Mapping[str, Any] = {}
@@ -125,6 +147,7 @@ def _found(
         tuple(about["duplicates"]),
         tuple(tuple(group) for group in about["replication_groups"]),
         tuple(about["hosts"]),
+        tuple(p for p, place in enumerate(about["places"]) if place not in places),
         owners,
     )
 

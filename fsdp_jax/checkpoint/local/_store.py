@@ -28,12 +28,13 @@ from fsdp_jax.checkpoint._multihost import (
 )
 from fsdp_jax.checkpoint._objects import Extra, capture
 from fsdp_jax.checkpoint._replace import write_through
-from fsdp_jax.checkpoint._save import Beside
+from fsdp_jax.checkpoint._run_id import make_run_id
+from fsdp_jax.checkpoint._save import Beside, newest_run
 from fsdp_jax.checkpoint._typed_json import encode
 from fsdp_jax.checkpoint.local._assets import read_files
-from fsdp_jax.checkpoint.local._format import Bytes, Header, pack, parse
+from fsdp_jax.checkpoint.local._format import Bytes, Header, file_name, pack, parse
 from fsdp_jax.checkpoint.local._layout import layout_of
-from fsdp_jax.checkpoint.local._load import Restored, Wanted, file_name, load_newest
+from fsdp_jax.checkpoint.local._load import Restored, Wanted, load_newest, survey
 from fsdp_jax.checkpoint.local._plan import folder_name, step_of
 from fsdp_jax.checkpoint.local._replication import (
     check_apart,
@@ -45,9 +46,10 @@ from fsdp_jax.checkpoint.local._replication import (
 from fsdp_jax.checkpoint.local._transport import send
 from fsdp_jax.training._state import TrainState
 
-_RUN_ID = "run_id"
 _OPENING = "Opening the local checkpoints"
 _SAVING = "Saving locally"
+# Suffix of the folder of a step that a rollback gave up.
+_ABANDONED = ".abandoned"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,15 +60,18 @@ class LocalCheckpoints:
     of its replication group, which it receives by collectives. A host that was lost
     gets its shards from there, also if the state is fully sharded and has no replica.
 
-    The steps take up to `keep + 1` times the shards of a group on each disk, and a save
-    takes host memory for the shards of a group. A step is complete once it is flushed
+    The steps take up to `keep + 1` times the shards of a group on each disk, after a
+    rollback `2 * keep + 1` times, and a save takes host memory for the shards of a
+    group. A step is complete once it is flushed
     (fsync) on all hosts, which happens in the background: after a crash, also a power
     failure of all hosts, it is either complete or ignored.
 
     The files of a step are read in each process, and must be equal in all.
 
-    Call `Checkpointer.resume` before the first save: that save deletes every local step
-    that `resume` did not find complete.
+    The first save after `Checkpointer.resume` sets aside the complete local steps that
+    are newer than the loaded one, in place of those set aside before. It deletes the
+    incomplete ones, except those of which another process's directory is not here, as
+    in a start with fewer processes: these are kept until a newer step is complete.
 
     Attributes:
       path: Directory on each host, not shared between hosts; created if missing. Each
@@ -124,24 +129,56 @@ class LocalStore:
         self._cliques = check_replication_groups(replication_groups, count)
         first = jax.process_index() == 0
         run = gather(
-            _OPENING, lambda: _run_id(Path(persistent)) if first else None, timeout_secs
+            _OPENING, lambda: _run_id(persistent) if first else None, timeout_secs
         )[0]
         self._directory = Path(options.path).absolute() / run
         told = gather(_OPENING, self._open, timeout_secs)
-        check_apart(self._cliques, [place for place, _ in told])
+        self._places = [place for place, _ in told]
+        check_apart(self._cliques, self._places)
         self._hosts = [host for _, host in told]
         self._complete: list[str] = []  # Folders of complete steps, oldest first.
+        self._elsewhere: list[str] = []  # Folders that another start could use.
         self._writing: _Writing | None = None
 
     def is_due(self, step: int) -> bool:
         """Returns whether to save a step."""
         return step % self._options.every == 0
 
+    def make_way(self, after: int) -> None:
+        """Looks at the local steps before the first save, and makes way for it.
+
+        Complete steps behind `after` are set aside, and those that an earlier rollback
+        set aside are removed. Steps of which a directory is not part of this job are
+        kept until a newer one is complete, since a start with it could use them. Other
+        incomplete ones are removed.
+
+        Args:
+          after: Step that the run goes on from.
+        """
+        found = survey(self._directory, self._places, self._timeout_secs)
+        whole = [one for one in reversed(found) if one.is_complete]
+        aside = [one.folder for one in whole if one.step > after]
+        self._complete = [one.folder for one in whole if one.step <= after]
+        self._elsewhere = [one.folder for one in found if one.is_elsewhere]
+        with together(_SAVING, self._timeout_secs):
+            if aside:
+                for folder in self._directory.glob(f"*{_ABANDONED}"):
+                    shutil.rmtree(folder, ignore_errors=True)
+            for name in aside:
+                if (folder := self._directory / name).exists():
+                    to = folder.rename(self._directory / f"{name}{_ABANDONED}")
+                    logging.getLogger("fsdp_jax").warning(
+                        "The run goes on from step %d: a local step is kept as '%s', "
+                        "until the run goes back again.",
+                        after,
+                        to,
+                    )
+            self._remove_others()
+
     def save(self, step: int, state: TrainState, beside: Beside) -> None:
         """Copies the shards to host and peers; writes them in the background.
 
-        Removes unfinished saves, and the steps from this one on, which a run that went
-        back to an older step gives up.
+        Removes unfinished saves, after `make_way`.
 
         Args:
           step: Number of the step.
@@ -155,11 +192,14 @@ class LocalStore:
         rank = jax.process_index()
         with together(_SAVING, self._timeout_secs):
             leaves, header = self._describe(state, beside)
-            self._complete = [f for f in self._complete if (step_of(f) or 0) < step]
             self._remove_others()
             alike = digest_of([step, header.layout.as_json(), header.about])
         told = exchange([alike, secrets.token_hex(8)], self._timeout_secs)
         raise_unless_same("What is saved locally", [digest for digest, _ in told])
+        # Process 0's random id, so that files of an interrupted attempt at this step
+        # are not taken for those of this one.
+        folder = folder_name(step, told[0][1])
+        header = dataclasses.replace(header, folder=folder)
         with together(_SAVING, self._timeout_secs):
             files = {rank: pack(header, leaves)}
         sizes = dict(enumerate(exchange(len(files[rank]), self._timeout_secs)))
@@ -169,10 +209,7 @@ class LocalStore:
                 if content is not None:
                     (source,) = [a for a, b in pairs if b == rank]
                     files[source] = content
-        # Process 0's random id, so that files of an interrupted attempt at this step
-        # are not taken for those of this one.
-        attempt = told[0][1]
-        self._writing = _Writing(self._directory / folder_name(step, attempt), files)
+        self._writing = _Writing(self._directory / folder, files)
 
     def settle(self) -> tuple[int, Exception] | None:
         """Waits for the running save; returns its step and error if it failed.
@@ -217,7 +254,9 @@ class LocalStore:
           ValueError: If the step does not fit the request.
         """
         wanted = Wanted(like, extras)
-        restored = load_newest(self._directory, wanted, steps, self._timeout_secs)
+        restored = load_newest(
+            self._directory, wanted, steps, self._places, self._timeout_secs
+        )
         if restored is not None:
             self._complete = restored.complete[-self._options.keep :]
         return restored
@@ -240,14 +279,18 @@ class LocalStore:
             "impls": {name: leaf.impl for name, leaf in leaves.items() if leaf.impl},
             "replication_groups": self._cliques,
             "hosts": self._hosts,
+            "places": self._places,
         }
         own = {name: captured.documents[name] for name in captured.own}
-        return leaves, Header(jax.process_index(), layout_of(leaves), about, own)
+        return leaves, Header(jax.process_index(), "", layout_of(leaves), about, own)
 
     def _remove_others(self) -> None:
-        """Removes every folder except those of complete steps."""
+        """Removes every folder except those of steps that a start could use."""
+        newest = step_of(self._complete[-1]) if self._complete else None
+        later = [f for f in self._elsewhere if (step_of(f) or 0) > (newest or -1)]
+        kept = {*self._complete, *later}
         for folder in self._directory.iterdir():
-            if step_of(folder.name) is not None and folder.name not in self._complete:
+            if step_of(folder.name) is not None and folder.name not in kept:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -284,7 +327,7 @@ class _Writing:
 def _write(path: Path, writer: int, content: Bytes) -> None:
     """Writes a file atomically; a copy from a peer is verified first."""
     if writer != jax.process_index():
-        parse(f"the copy of process {writer}", content).check()
+        parse(f"the copy of process {writer}", content, path).check()
     part = path.with_suffix(".part")
     with part.open("wb") as file:
         file.write(content.data)
@@ -292,14 +335,5 @@ def _write(path: Path, writer: int, content: Bytes) -> None:
     part.rename(path)
 
 
-def _run_id(directory: Path) -> str:
-    """Returns the id of the run that saves to a directory; creates it on first use."""
-    path = directory / _RUN_ID
-    if not path.exists():
-        directory.mkdir(parents=True, exist_ok=True)
-        part = path.with_suffix(".part")
-        part.write_text(secrets.token_hex(8))
-        write_through(part)
-        part.rename(path)
-        write_through(directory)
-    return path.read_text()
+def _run_id(persistent: str | os.PathLike[str]) -> str:
+    return make_run_id(persistent, lambda: newest_run(persistent))

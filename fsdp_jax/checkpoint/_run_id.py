@@ -1,0 +1,60 @@
+"""Id of the run that saves to a directory, which its steps carry too."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+
+from fsdp_jax.checkpoint._replace import write_through
+
+_NAME = "run_id"
+_ID = re.compile("[0-9a-f]{16}")
+
+
+def find_run_id(path: str | os.PathLike[str]) -> str | None:
+    """Returns the id of the run that saves to a directory; None if it has none.
+
+    Raises:
+      ValueError: If the file with the id holds anything else, such as a path.
+    """
+    file = Path(path) / _NAME
+    if not file.exists():
+        return None
+    with file.open("rb") as opened:
+        text = opened.read(100).decode(errors="replace")
+    if not _ID.fullmatch(text):
+        raise ValueError(
+            f"'{file}' holds {text[:40]!r}, and an id of a run has 16 hex digits. "
+            "Remove the file: the next save makes a new one."
+        )
+    return text
+
+
+def make_run_id(
+    path: str | os.PathLike[str], newest: Callable[[], str | None] = lambda: None
+) -> str:
+    """Returns the id of the run that saves to a directory; creates it on first use.
+
+    Args:
+      path: Directory of the run; created if missing.
+      newest: Function that returns the id in the newest step; None if there is none.
+        A directory without an id belongs to the run of its newest step.
+
+    Raises:
+      ValueError: If the file with the id holds anything else.
+    """
+    found = find_run_id(path)
+    if found is not None:
+        return found
+    made = newest() or secrets.token_hex(8)
+    directory = Path(path)
+    directory.mkdir(parents=True, exist_ok=True)
+    part = directory / f"{_NAME}.part"
+    part.write_text(made)
+    write_through(part)
+    part.rename(directory / _NAME)
+    write_through(directory)
+    return made
