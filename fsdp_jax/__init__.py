@@ -2,6 +2,10 @@
 
 __version__ = "0.1.0"
 
+# First of all: it imports jax, which in the command line is to say nothing of CUDA.
+from fsdp_jax import _quiet_import as _quiet_import
+
+# isort: split
 from fsdp_jax import ops as ops
 from fsdp_jax._report import bytes_bar as bytes_bar
 from fsdp_jax._tree import named_leaves as named_leaves

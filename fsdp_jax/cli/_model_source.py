@@ -112,6 +112,27 @@ class Megatron:
 
 
 @dataclasses.dataclass(frozen=True)
+class RandomModel:
+    """A model of random weights, of which there is a config alone.
+
+    Attributes:
+      config: Config of the model.
+      files: Directory of the config, which may have a tokenizer.
+    """
+
+    config: DecoderConfig
+    files: Path
+
+    def load_params(self, like: PyTree) -> PyTree:
+        """Raises a `ValueError`: there are no weights to load."""
+        raise ValueError(f"'{self.files}' is used as a config: it has no weights.")
+
+    def lazy_params(self) -> PyTree:
+        """Raises a `ValueError`: there are no weights to read."""
+        return self.load_params(None)
+
+
+@dataclasses.dataclass(frozen=True)
 class Checkpoint:
     """A step of `fsdp-jax train` or `fsdp-jax import`.
 
@@ -245,18 +266,30 @@ def open_hf(
     return HuggingFace(path, read_config(source, ignore_fields))
 
 
-def open_run(
-    path: Path,
-    step: int | None,
-    hf: str | None = None,
-    ignore_fields: Sequence[str] = (),
-) -> Checkpoint:
-    """Opens a step that training can go on from, as it was.
+def open_random(config: Path, ignore_fields: Sequence[str] = ()) -> RandomModel:
+    """Reads the config of a model that starts from random weights.
+
+    Args:
+      config: A config.json, or a directory with one.
+      ignore_fields: As for `bridge.from_hf_config`.
+
+    Raises:
+      ValueError: If there is no config of a supported family.
+    """
+    return RandomModel(read_config(config, ignore_fields), _directory_of(config))
+
+
+def open_run(path: Path, step: int | None) -> Checkpoint:
+    """Opens a step that training can resume from.
+
+    Args:
+      path: Directory given to `--save` of `fsdp-jax train` before.
+      step: Step; None for the newest.
 
     Raises:
       ValueError: As for `open_checkpoint`, or if it was imported and never trained.
     """
-    origin = open_checkpoint(path, step, hf, ignore_fields)
+    origin = open_checkpoint(path, step)
     trained = {"recipe", "data"} <= set(origin.metadata)
     if not trained and "optimizer" not in origin.metadata:
         raise ValueError(
@@ -266,19 +299,12 @@ def open_run(
     return origin
 
 
-def open_checkpoint(
-    path: Path,
-    step: int | None,
-    hf: str | None = None,
-    ignore_fields: Sequence[str] = (),
-) -> Checkpoint:
+def open_checkpoint(path: Path, step: int | None) -> Checkpoint:
     """Reads the metadata of one step.
 
     Args:
-      path: A directory that `fsdp-jax train` or `fsdp-jax import` saved to.
-      step: Which; None for the newest.
-      hf: Takes the config from there instead, and the tokenizer.
-      ignore_fields: As for `bridge.from_hf_config`, of the config of `hf`.
+      path: Directory that `fsdp-jax train` or `fsdp-jax import` saved to.
+      step: Step; None for the newest.
 
     Raises:
       ValueError: If there is no such step, or another program saved it.
@@ -290,10 +316,6 @@ def open_checkpoint(
             f"Step {step} of '{path}' was not saved by `fsdp-jax train`: its metadata "
             "has no config. Load it with fsdp_jax.load instead."
         )
-    if hf is not None:
-        files = bridge.resolve(hf)
-        config = read_config(files, ignore_fields)
-        return Checkpoint(path, step, config, metadata, _directory_of(files))
     config = bridge.from_hf_config(metadata["config"])
     return Checkpoint(path, step, config, metadata, _carried_files(path, step))
 
@@ -304,16 +326,21 @@ def start_state(
     plan: fsdp.Plan,
     tx: optax.GradientTransformation,
     loss_scale: fsdp.training.LossScale | None,
+    seed: int = 0,
 ) -> fsdp.TrainState:
-    """The state that training starts from: of a new run, or as it was saved.
+    """Makes the state that training starts from, or loads it as it was saved.
 
     Args:
-      origin: The model.
-      resumed: The step to go on from; None for a new run.
-      plan: From `plan_decoder`.
-      tx: The optimizer.
-      loss_scale: That of the state; None for none.
+      origin: Model.
+      resumed: Step to resume from; None for a new run.
+      plan: Plan from `plan_decoder`.
+      tx: Optimizer.
+      loss_scale: Loss scale of the state; None for none.
+      seed: Seed of random weights.
     """
+    if resumed is None and isinstance(origin, RandomModel):
+        params = fsdp.init_params(plan, jax.random.key(seed))
+        return fsdp.init_state(plan, tx, params, loss_scale=loss_scale)
     if resumed is None:
         if plan.config.lora is None:
             params = origin.load_params(plan.params)

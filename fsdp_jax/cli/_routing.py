@@ -34,7 +34,7 @@ class Routing:
       aux_loss_coef: Weight of the load-balancing loss.
       aux_loss_over: Whose use of experts it balances. Of a batch and of all ranks it is
         transformers' loss, of all layers together; of a row DeepSeek's, layer by layer.
-      z_loss_coef: Weight of the router's z-loss, the sum of all layers'.
+      router_z_loss_coef: Weight of the router's z-loss, the sum of all layers'.
       expert_bias_rate: How far the routers' biases move in a step; 0 for not at all.
       capacity_factor: See `fsdp_jax.ops.expert_capacity_dispatch`; None is dropless.
       router_dtype: In which routers multiply: float32, or that of the weights.
@@ -42,7 +42,7 @@ class Routing:
 
     aux_loss_coef: float = 0.0
     aux_loss_over: Over = "batch"
-    z_loss_coef: float = 0.0
+    router_z_loss_coef: float = 0.0
     expert_bias_rate: float = 0.0
     capacity_factor: float | None = None
     router_dtype: RouterDtype = "float32"
@@ -119,7 +119,10 @@ def router_losses(
         "max_expert_load": loads.max(),
         "dropped_choices": stats.dropped.sum(),
     }
-    return routing.aux_loss_coef * aux_loss + routing.z_loss_coef * z_loss, reported
+    return (
+        routing.aux_loss_coef * aux_loss + routing.router_z_loss_coef * z_loss,
+        reported,
+    )
 
 
 class CountingDecoder(Decoder):

@@ -16,7 +16,7 @@ ParamDtype = Literal["float32", "bfloat16", "float16"]
 
 _RATES = (
     *("lr", "weight_decay", "eps", "clip_grad"),
-    *("aux_loss_coef", "z_loss_coef", "expert_bias_rate"),
+    *("aux_loss_coef", "router_z_loss_coef", "expert_bias_rate"),
 )
 _OF_THE_DATA = ("batch", "seq", "seed", "tokenizer")
 _OF_THE_ADAPTER = ("lora_rank", "lora_alpha", "lora_targets", "base_dtype")
@@ -46,7 +46,7 @@ class Recipe:
       optimizer_bits: Of an element of AdamW's moments.
       aux_loss_coef: See `Routing`, as all below.
       aux_loss_over: Whose use of experts that loss balances.
-      z_loss_coef: Weight of the routers' z-loss.
+      router_z_loss_coef: Weight of the routers' z-loss.
       expert_bias_rate: How far routers' biases move in a step.
       capacity_factor: What experts have room for; None for all that come.
       router_dtype: In which routers multiply.
@@ -77,7 +77,7 @@ class Recipe:
     optimizer_bits: OptimizerBits = 32
     aux_loss_coef: float = 0.0
     aux_loss_over: Over = "batch"
-    z_loss_coef: float = 0.0
+    router_z_loss_coef: float = 0.0
     expert_bias_rate: float = 0.0
     capacity_factor: float | None = None
     router_dtype: RouterDtype = "float32"

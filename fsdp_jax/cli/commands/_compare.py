@@ -17,7 +17,7 @@ import fsdp_jax as fsdp
 from fsdp_jax.cli._decoder import plan_decoder
 from fsdp_jax.cli._errors import CheckFailed, require
 from fsdp_jax.cli._model_source import Origin, open_any, read_config
-from fsdp_jax.cli._options import Devices, IgnoreField, Unset
+from fsdp_jax.cli._options import Devices, Group, IgnoreField, Unset
 
 Tokens = Int[np.ndarray, "batch seq"]
 
@@ -90,7 +90,7 @@ class Compare:
     tolerance: float = 1e-4
     json: bool = False
     ignore_field: IgnoreField = ()
-    where: Annotated[Devices, tyro.conf.arg(name="")] = Devices()
+    where: Annotated[Devices, Group] = Devices()
 
     def run(self) -> None:
         """Prints how far they are apart; fails if that is above the tolerance."""

@@ -13,7 +13,7 @@ from fsdp_jax._report import bytes_bar
 from fsdp_jax.cli._errors import check_empty
 from fsdp_jax.cli._megatron import MegatronLayout
 from fsdp_jax.cli._model_source import Checkpoint, open_any
-from fsdp_jax.cli._options import IgnoreField, Unset
+from fsdp_jax.cli._options import Group, IgnoreField, Unset
 from fsdp_jax.cli.commands._import import Import
 
 
@@ -50,7 +50,7 @@ class Convert:
     config: Unset[Path] = None
     ignore_field: IgnoreField = ()
     tokenizer: Unset[Path] = None
-    layout: Annotated[MegatronLayout, tyro.conf.arg(name="")] = MegatronLayout()
+    layout: Annotated[MegatronLayout, Group] = MegatronLayout()
 
     def run(self) -> None:
         """Opens the one, and writes the other."""

@@ -17,7 +17,7 @@ import fsdp_jax as fsdp
 from bridge.models import Decoder
 from fsdp_jax.cli._decoder import computed_in, plan_decoder
 from fsdp_jax.cli._model_source import Origin, open_any, tokenizer_file
-from fsdp_jax.cli._options import Devices, IgnoreField, Unset
+from fsdp_jax.cli._options import Devices, Group, IgnoreField, Unset
 from fsdp_jax.cli._progress import rows_bar
 from fsdp_jax.cli._tokens import Tokens, check_files, read_tokens
 from fsdp_jax.cli._train_config import ParamDtype, Tokenizer
@@ -52,7 +52,7 @@ class Eval:
     param_dtype: ParamDtype = "float32"
     tokenizer: Unset[Tokenizer] = None
     ignore_field: IgnoreField = ()
-    where: Annotated[Devices, tyro.conf.arg(name="")] = Devices()
+    where: Annotated[Devices, Group] = Devices()
 
     def run(self) -> None:
         """Prints the figures."""

@@ -24,7 +24,7 @@ from bridge.models import (
 )
 from fsdp_jax.cli._decoder import computed_in, plan_decoder
 from fsdp_jax.cli._model_source import Origin, open_any, tokenizer_file
-from fsdp_jax.cli._options import Devices, IgnoreField, Unset
+from fsdp_jax.cli._options import Devices, Group, IgnoreField, Unset
 from fsdp_jax.cli._tokenizer import TextCodec, open_codec
 from fsdp_jax.cli._train_config import ParamDtype, Tokenizer
 from fsdp_jax.sharding._mesh import BATCH_AXES, num_devices
@@ -66,7 +66,7 @@ class Generate:
     tokenizer: Unset[Tokenizer] = None
     json: bool = False
     ignore_field: IgnoreField = ()
-    where: Annotated[Devices, tyro.conf.arg(name="")] = Devices()
+    where: Annotated[Devices, Group] = Devices()
 
     def run(self) -> None:
         """Prints the texts."""

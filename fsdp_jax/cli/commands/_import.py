@@ -17,7 +17,7 @@ from fsdp_jax.cli._adam import option, stored_settings
 from fsdp_jax.cli._decoder import plan_decoder
 from fsdp_jax.cli._errors import check_empty
 from fsdp_jax.cli._model_source import Megatron, files_to_carry, open_any
-from fsdp_jax.cli._options import Devices, IgnoreField, Unset
+from fsdp_jax.cli._options import Devices, Group, IgnoreField, Unset
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Import:
     optimizer: bool = False
     config: Unset[Path] = None
     ignore_field: IgnoreField = ()
-    where: Annotated[Devices, tyro.conf.arg(name="")] = Devices()
+    where: Annotated[Devices, Group] = Devices()
 
     def run(self) -> None:
         """Loads the weights sharded over all devices, and saves them."""

@@ -17,7 +17,7 @@ from fsdp_jax.checkpoint._remove import names_beside
 from fsdp_jax.checkpoint._steps import open_step
 from fsdp_jax.cli._decoder import plan_decoder
 from fsdp_jax.cli._model_source import Checkpoint, HuggingFace, Megatron, open_any
-from fsdp_jax.cli._options import Devices, IgnoreField
+from fsdp_jax.cli._options import Devices, Group, IgnoreField
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Inspect:
     sharded: bool = False
     json: bool = False
     ignore_field: IgnoreField = ()
-    where: Annotated[Devices, tyro.conf.arg(name="")] = Devices()
+    where: Annotated[Devices, Group] = Devices()
 
     def run(self) -> None:
         """Prints traits, the mapping, and the sums."""

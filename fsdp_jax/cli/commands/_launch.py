@@ -11,9 +11,9 @@ from types import FrameType
 from typing import Annotated
 
 import tyro
-from rich.console import Console
 from rich.text import Text
 
+from fsdp_jax._streams import LenientConsole
 from fsdp_jax.cli._errors import ChildFailed
 from fsdp_jax.cli._options import Unset
 from fsdp_jax.launch import Processes, Timeouts
@@ -67,7 +67,7 @@ class _Printer:
 
     def __init__(self):
         self._consoles = [
-            Console(file=file, highlight=False, soft_wrap=True)
+            LenientConsole(file=file, highlight=False, soft_wrap=True)
             for file in (sys.stdout, sys.stderr)
         ]
 

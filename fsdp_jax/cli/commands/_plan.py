@@ -11,7 +11,6 @@ from typing import Annotated
 import jax
 import jax.numpy as jnp
 import optax
-import tyro
 from jax.sharding import Mesh
 
 import fsdp_jax as fsdp
@@ -21,7 +20,7 @@ from fsdp_jax.cli._context_parallel import abstract_rows, check_context, check_r
 from fsdp_jax.cli._decoder import loss_of, plan_decoder
 from fsdp_jax.cli._errors import check_absent
 from fsdp_jax.cli._model_source import open_hf, read_config
-from fsdp_jax.cli._options import Devices, IgnoreField, Unset
+from fsdp_jax.cli._options import Devices, Group, IgnoreField, Unset
 from fsdp_jax.cli._precision import (
     OffloadTo,
     OptimizerBits,
@@ -135,10 +134,8 @@ class Plan:
     json: Unset[Path] = None
     picture: Unset[Path] = None
     sweep: bool = False
-    strategy: Annotated[Strategy, tyro.conf.arg(name="")] = Strategy(
-        remat="nothing", unroll=2
-    )
-    speeds: Annotated[Speeds, tyro.conf.arg(name="")] = Speeds()
+    strategy: Annotated[Strategy, Group] = Strategy(remat="nothing", unroll=2)
+    speeds: Annotated[Speeds, Group] = Speeds()
 
     def run(self) -> None:
         """Prints the estimate, or what can be told without XLA's GPU compiler."""
@@ -148,7 +145,8 @@ class Plan:
         config = _read_config(self)
         sizes = _mesh_sizes(self.mesh)
         chosen = (self.mesh, self.strategy.zero, self.strategy.outer)
-        if self.sweep and chosen != (None, 3, 0):
+        self.strategy.check(None if self.sweep else sizes)
+        if self.sweep and chosen != (None, 3, None):
             raise ValueError(
                 "plan --sweep tries meshes and strategies of its own: leave out "
                 "--mesh, --zero and --outer, or --sweep."
@@ -243,7 +241,7 @@ def _step_of(options: Plan, config: DecoderConfig, mesh: Mesh):
         Routing(capacity_factor=options.capacity_factor, router_dtype="model"),
         prefetch=options.strategy.prefetch,
         unroll=options.strategy.unroll,
-        cp_form=options.strategy.cp_form,
+        cp_form=options.strategy.cp_algorithm,
     )
     stages = mesh.shape["pp"]
     rows = options.gpus // (cp * tp * stages) * options.microbatches
@@ -350,7 +348,7 @@ def _cp_sizes(options: Plan, config: DecoderConfig, gpu: GPU) -> list[int]:
     for cp in sorted({2, in_node} - {1}):
         try:
             check_rows(options.seq, 1, cp)
-            check_context(config, cp, 1, options.strategy.cp_form)
+            check_context(config, cp, 1, options.strategy.cp_algorithm)
         except ValueError as error:
             print(f"fsdp-jax: leaving out cp={cp}: {error}", file=sys.stderr)
         else:
