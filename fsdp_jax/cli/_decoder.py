@@ -105,12 +105,30 @@ def loss_of(*, fused: bool) -> Callable[..., Float[Array, ""]]:
     return fused_next_token_loss if fused else next_token_loss
 
 
-def training_loss(*, fused: bool, routing: Routing) -> Callable[..., Any]:
-    """The loss of `train`: that of `loss_of`, and of a model with experts its balance.
+def training_loss(
+    *,
+    fused: bool,
+    routing: Routing,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+) -> Callable[..., Any]:
+    """Makes the loss of `train`: cross entropy, and for experts a balancing loss.
 
-    It returns the loss, and of such a model what it is made of.
+    Args:
+      fused: Whether logits are computed by chunks of the vocabulary.
+      routing: Routing of models with experts.
+      label_smoothing: Fraction of each target spread over the vocabulary.
+      z_loss: Weight of the squared log-normalizer of the logits.
+
+    Returns:
+      Function `loss(model, batch) -> (loss, metrics)`; the metrics are those of
+      experts.
     """
-    of_states = _fused_loss_of_states if fused else _loss_of_states
+    of_states = functools.partial(
+        _fused_loss_of_states if fused else _loss_of_states,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+    )
 
     def loss(model, batch):
         tokens, targets = _tokens_and_targets(batch)
@@ -146,16 +164,21 @@ def _tokens_and_targets(batch: Batch) -> tuple[Array, Array]:
     return batch[:, :-1], batch[:, 1:]
 
 
-def _loss_of_states(model: Decoder, states: Array, targets: Array) -> Float[Array, ""]:
+def _loss_of_states(
+    model: Decoder, states: Array, targets: Array, **weights: Any
+) -> Float[Array, ""]:
     logits = states @ fsdp.ops.pad_vocabulary(model.head_kernel())
     losses = fsdp.ops.vocab_parallel_cross_entropy(
-        model.finish_logits(logits), targets, vocab_size=model.config.vocab_size
+        model.finish_logits(logits),
+        targets,
+        vocab_size=model.config.vocab_size,
+        **weights,
     )
     return losses.mean()
 
 
 def _fused_loss_of_states(
-    model: Decoder, states: Array, targets: Array
+    model: Decoder, states: Array, targets: Array, **weights: Any
 ) -> Float[Array, ""]:
     losses = fsdp.ops.fused_linear_cross_entropy(
         states,
@@ -163,6 +186,7 @@ def _fused_loss_of_states(
         targets,
         vocab_size=model.config.vocab_size,
         logit_fn=model.finish_logits,
+        **weights,
     )
     return losses.mean()
 

@@ -17,7 +17,7 @@ import fsdp_jax as fsdp
 from fsdp_jax.cli._callback import Callback, call
 from fsdp_jax.cli._context_parallel import num_targets, split_rows
 from fsdp_jax.cli._data import position
-from fsdp_jax.cli._decoder import Batch, training_loss
+from fsdp_jax.cli._decoder import Batch
 from fsdp_jax.cli._errors import CheckFailed
 from fsdp_jax.cli._log import say
 from fsdp_jax.cli._metrics import (
@@ -44,10 +44,10 @@ class Run:
       metrics: File of the metrics; None for stdout.
       metadata: Metadata of each saved step, beside the position in the data.
       files: Files saved with each step.
+      loss_fn: Loss from `training_loss`.
       microbatches: Microbatches a step.
       callback: Function called with the metrics of each step; None for none.
       window: Steps to trace; None for none.
-      fused_loss: Whether logits are computed by chunks of the vocabulary.
       routing: Routing of models with experts.
       loss_scale: Loss scale of the state; None for none.
     """
@@ -59,10 +59,10 @@ class Run:
     metrics: Path | None
     metadata: dict[str, Any]
     files: dict[str, list[Path]]
+    loss_fn: Callable[..., Any]
     microbatches: int = 1
     callback: Callback | None = None
     window: Window | None = None
-    fused_loss: bool = False
     routing: Routing = Routing()
     loss_scale: fsdp.training.LossScale | None = None
 
@@ -139,7 +139,7 @@ def _make_step(
     rate = run.routing.expert_bias_rate
     return fsdp.make_train_step(
         plan,
-        training_loss(fused=run.fused_loss, routing=run.routing),
+        run.loss_fn,
         tx,
         has_aux=True,
         num_microbatches=run.microbatches,

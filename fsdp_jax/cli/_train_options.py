@@ -12,8 +12,9 @@ from jax.sharding import Mesh
 import fsdp_jax as fsdp
 from fsdp_jax.cli._errors import check_creatable
 from fsdp_jax.cli._lora import BaseDType
+from fsdp_jax.cli._optimizer import OptimizerBits, OptimizerName, ScheduleShape
 from fsdp_jax.cli._options import IgnoreField, Unset
-from fsdp_jax.cli._precision import OffloadTo, OptimizerBits, ParamGather
+from fsdp_jax.cli._precision import OffloadTo, ParamGather
 from fsdp_jax.cli._routing import Over, RouterDtype
 from fsdp_jax.cli._train_config import ParamDtype, Recipe, Tokenizer
 
@@ -78,28 +79,46 @@ class BatchOptions:
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerOptions:
-    """The optimizer.
+    """The optimizer and the loss.
 
     Attributes:
-      lr: Learning rate of AdamW; default 3e-4.
-      weight_decay: Weight decay of AdamW; default 0.1.
-      b1: Decay of AdamW's first moments; default 0.9.
-      b2: Decay of AdamW's second moments; default 0.999.
-      eps: Constant added to the root of AdamW's second moments; default 1e-8.
-      clip_grad: Norm to which gradients are clipped; default 0: not clipped.
-      no_decay: Patterns of parameters without weight decay, separated by commas, such
-        as "*.bias,norm.scale"; default none.
-      optimizer_bits: Bits of an element of AdamW's moments; default 32.
+      optimizer: Optimizer; muon is for the matrices of layers, beside adamw for the
+        rest. Default adamw.
+      lr: Learning rate at its peak; default 3e-4.
+      lr_schedule: Shape of the learning rate after the warmup: constant, the default,
+        cosine, linear, or constant and then linear (wsd).
+      warmup: Steps in which the learning rate rises linearly from 0; default 0.
+      lr_steps: Step at which the schedule ends; default --steps of the first start.
+      lr_end: Last learning rate, as a fraction of --lr; default 0.
+      lr_decay: Fraction of --lr-steps in which wsd decays; default 0.1.
+      weight_decay: Decoupled weight decay; default 0.1.
+      no_decay: Patterns of parameters without weight decay, separated by commas;
+        default "*.scale,*.bias,*_bias,*.sinks": norms and biases.
+      b1: Decay of the first moments; default 0.9.
+      b2: Decay of the second moments; default 0.999, of lion 0.99.
+      eps: Constant added to the root of the second moments; default 1e-8.
+      clip: Norm to which gradients are clipped; default 0: not clipped.
+      optimizer_bits: Bits of an element of the moments; default 32.
+      label_smoothing: Fraction of each target spread over the vocabulary; default 0.
+      z_loss: Weight of the squared log-normalizer of the logits; default 0.
     """
 
+    optimizer: Unset[OptimizerName] = None
     lr: Unset[float] = None
+    lr_schedule: Unset[ScheduleShape] = None
+    warmup: Unset[int] = None
+    lr_steps: Unset[int] = None
+    lr_end: Unset[float] = None
+    lr_decay: Unset[float] = None
     weight_decay: Unset[float] = None
+    no_decay: Unset[str] = None
     b1: Unset[float] = None
     b2: Unset[float] = None
     eps: Unset[float] = None
-    clip_grad: Unset[float] = None
-    no_decay: Unset[str] = None
+    clip: Unset[float] = None
     optimizer_bits: Unset[OptimizerBits] = None
+    label_smoothing: Unset[float] = None
+    z_loss: Unset[float] = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,6 +17,7 @@ from fsdp_jax.cli._adam import option, stored_settings
 from fsdp_jax.cli._decoder import plan_decoder
 from fsdp_jax.cli._errors import check_empty
 from fsdp_jax.cli._model_source import Megatron, files_to_carry, open_any
+from fsdp_jax.cli._optimizer import OptimizerConfig
 from fsdp_jax.cli._options import Devices, Group, IgnoreField, Unset
 
 
@@ -87,7 +88,7 @@ def _with_adam(
     adam = bridge.megatron.load_megatron_adam(
         origin.path, plan.params, config=origin.config
     )
-    tx = optax.adamw(0.0)  # its rate is no part of its state
+    tx = OptimizerConfig().make()  # Its numbers are not part of its state.
     opt_state = optax.tree.set(
         tx.init(fsdp.trainable(plan, adam.params)),
         mu=fsdp.trainable(plan, adam.mu),

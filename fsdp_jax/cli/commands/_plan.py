@@ -20,13 +20,9 @@ from fsdp_jax.cli._context_parallel import abstract_rows, check_context, check_r
 from fsdp_jax.cli._decoder import loss_of, plan_decoder
 from fsdp_jax.cli._errors import check_absent
 from fsdp_jax.cli._model_source import open_hf, read_config
+from fsdp_jax.cli._optimizer import OptimizerBits, OptimizerConfig
 from fsdp_jax.cli._options import Devices, Group, IgnoreField, Unset
-from fsdp_jax.cli._precision import (
-    OffloadTo,
-    OptimizerBits,
-    ParamGather,
-    Precision,
-)
+from fsdp_jax.cli._precision import OffloadTo, ParamGather, Precision
 from fsdp_jax.cli._routing import Routing
 from fsdp_jax.cli._sharding_options import Strategy
 from fsdp_jax.cli._train_config import ParamDtype
@@ -175,11 +171,11 @@ class Plan:
 
 
 def _precision_of(options: Plan) -> Precision:
-    return Precision(options.param_gather, None, options.optimizer_bits)
+    return Precision(options.param_gather, None)
 
 
 def _optimizer_of(options: Plan) -> optax.GradientTransformation:
-    return _precision_of(options).adamw(3e-4, weight_decay=0.1)
+    return OptimizerConfig(optimizer_bits=options.optimizer_bits).make()
 
 
 def _read_config(options: Plan) -> DecoderConfig:

@@ -7,6 +7,8 @@ import functools
 from pathlib import Path
 from typing import Annotated, Any
 
+import optax
+
 import bridge
 import fsdp_jax as fsdp
 from bridge.models import DecoderConfig
@@ -14,7 +16,7 @@ from fsdp_jax.cli._adam import settings_of_import
 from fsdp_jax.cli._callback import Callback, load_callback
 from fsdp_jax.cli._context_parallel import abstract_rows, check_rows
 from fsdp_jax.cli._data import make_batches
-from fsdp_jax.cli._decoder import computed_in, plan_decoder
+from fsdp_jax.cli._decoder import computed_in, plan_decoder, training_loss
 from fsdp_jax.cli._errors import check_absent, check_creatable
 from fsdp_jax.cli._log import say
 from fsdp_jax.cli._model_source import (
@@ -142,7 +144,7 @@ class Train:
         if "data" in stored:
             batches.set_state(stored["data"])
         _announce(plan, recipe, tokens)
-        tx = recipe.precision.adamw(recipe.lr, recipe.weight_decay, recipe.adam)
+        tx = _make_optimizer(recipe, origin)
         run = Run(
             start=start,
             steps=self.steps,
@@ -152,7 +154,12 @@ class Train:
             metadata=metadata,
             files=files_to_carry(origin),
             microbatches=recipe.microbatches,
-            fused_loss=self.precision.fused_loss,
+            loss_fn=training_loss(
+                fused=self.precision.fused_loss,
+                routing=recipe.routing,
+                label_smoothing=recipe.label_smoothing,
+                z_loss=recipe.z_loss,
+            ),
             callback=callback,
             window=window,
             routing=recipe.routing,
@@ -173,6 +180,13 @@ def _sharding(train: Train, recipe: Recipe, origin: Origin) -> fsdp.FSDPConfig:
     return recipe.precision.sharding(config, train.precision.offload)
 
 
+def _make_optimizer(recipe: Recipe, origin: Origin) -> optax.GradientTransformation:
+    matrices = {}
+    if recipe.optimizer == "muon":
+        matrices = bridge.lora_targets(origin.config, ["all-linear"])
+    return recipe.optimizer_config.make(matrices)
+
+
 def _check(train: Train) -> bool:
     """Checks all that needs no model.
 
@@ -184,12 +198,22 @@ def _check(train: Train) -> bool:
     train.strategy.check(dataclasses.asdict(train.mesh))
     train.checkpoints.check()
     train.profiling.check()
-    Recipe(**{"tokenizer": "bytes", **_command(train).recipe})
+    _check_recipe(train)
     check_creatable(train.save, "--save")
     begun = is_begun(train.save, _command(train), in_place=_is_in_place(train))
     if train.logs.metrics is not None and not begun:
         check_absent(train.logs.metrics, "--metrics")
     return begun
+
+
+def _check_recipe(train: Train) -> None:
+    """Checks the ranges of new runs; a resumed run needs what it was saved with."""
+    if train.start.resume is None:
+        defaults = {"tokenizer": "bytes", "lr_steps": None}
+        typed = _command(train).recipe
+        if typed.get("lr_schedule", "constant") != "constant":
+            defaults["lr_steps"] = train.steps
+        Recipe(**{**defaults, **typed})
 
 
 def _is_in_place(train: Train) -> bool:
@@ -253,6 +277,8 @@ def _make_recipe(train: Train, origin: Origin, stored: dict[str, Any]) -> Recipe
         "aux_loss_coef": default_aux_loss_coef(origin.config),
     }
     typed = _command(train).recipe
+    if typed.get("lr_schedule", "constant") != "constant":
+        defaults["lr_steps"] = train.steps
     if "optimizer" in stored and "recipe" not in stored:
         defaults |= settings_of_import(stored, typed)
     return make_recipe(typed, stored.get("recipe", {}), defaults)
