@@ -28,6 +28,7 @@ from fsdp_jax.cli._options import named
 from fsdp_jax.cli.commands._compare import Compare
 from fsdp_jax.cli.commands._completion import Completion
 from fsdp_jax.cli.commands._convert import Convert
+from fsdp_jax.cli.commands._data import Data
 from fsdp_jax.cli.commands._demo import Demo
 from fsdp_jax.cli.commands._diff_metrics import DiffMetrics
 from fsdp_jax.cli.commands._doctor import Doctor
@@ -46,6 +47,7 @@ from fsdp_jax.launch import fail
 
 _Command = (
     Annotated[Train, named("train", Train)]
+    | Annotated[Data, named("data", Data)]
     | Annotated[Eval, named("eval", Eval)]
     | Annotated[Generate, named("generate", Generate)]
     | Annotated[Plan, named("plan", Plan)]

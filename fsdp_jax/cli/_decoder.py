@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -42,20 +42,22 @@ def plan_decoder(
     prefetch: int = 1,
     unroll: int = 1,
     cp_form: CPForm = "ring",
+    sequences: Mapping[str, int] = SEQUENCES,
 ) -> fsdp.Plan:
-    """Plans the decoder of a config, a layer a unit.
+    """Plans the decoder of a config, with a layer as a unit.
 
-    Its matrices are split over `tp`, its experts over `ep`, and rows over `cp`.
-    Routers' biases that no gradient trains are frozen, in float32.
+    Matrices are split over `tp`, experts over `ep`, and rows over `cp`. Routers' biases
+    that no gradient trains are frozen, in float32.
 
     Args:
-      config: The model.
-      mesh: From `fsdp_jax.make_mesh`.
-      fsdp_config: How it is sharded; default ZeRO-3 in float32.
-      routing: How tokens find experts; default dropless, as the model says.
-      prefetch: As for `fsdp_jax.scan`.
-      unroll: As for `fsdp_jax.scan`.
-      cp_form: How tokens see those of other ranks on `cp`, if there are any.
+      config: Config of the model.
+      mesh: Device mesh from `fsdp_jax.make_mesh`.
+      fsdp_config: Sharding; default ZeRO-3 in float32.
+      routing: Routing of models with experts; default dropless, by the config.
+      prefetch: Layers gathered ahead, as for `fsdp_jax.scan`.
+      unroll: Layers in one iteration of the loop, as for `fsdp_jax.scan`.
+      cp_form: Context-parallel attention algorithm.
+      sequences: Dim of each leaf of a batch that is split over `cp`.
     """
     cp = mesh.shape["cp"]
     check_context(config, cp, mesh.shape["tp"], cp_form, mesh.shape["pp"])
@@ -82,7 +84,7 @@ def plan_decoder(
             frozen=(*fsdp_config.frozen, *biases),
             tensor_parallel=tensor_parallel_rules(config, mesh.shape["tp"]),
             expert_parallel=expert_parallel_rules(config),
-            context_parallel=SEQUENCES,
+            context_parallel=sequences,
         ),
     )
 
@@ -144,6 +146,50 @@ def training_loss(
     return loss
 
 
+def document_loss(
+    *,
+    fused: bool,
+    routing: Routing,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+) -> Callable[..., Any]:
+    """Makes the loss of rows of documents, for `calculate_per_token_loss=True`.
+
+    Args:
+      fused: Whether logits are computed by chunks of the vocabulary.
+      routing: Routing of models with experts.
+      label_smoothing: Fraction of each target spread over the vocabulary.
+      z_loss: Weight of the squared log-normalizer of the logits.
+
+    Returns:
+      Function `loss(model, batch) -> ((sum, count), metrics)` over the tokens whose
+      weight is not 0; a balancing loss of experts counts once for each of them.
+    """
+    of_tokens = functools.partial(
+        _fused_token_losses if fused else _token_losses,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+    )
+    mine: tuple[str, ...] = ()  # The step sums over ranks.
+
+    def loss(model, batch):
+        states, stats = model.final_states(
+            batch["tokens"], batch["positions"], batch["segment_ids"]
+        )
+        is_trained = batch["weights"] > 0
+        losses = of_tokens(model, states, batch["targets"])
+        total = fsdp.ops.masked_sum(losses, is_trained, axes=mine)
+        count = fsdp.ops.masked_count(is_trained, axes=mine)
+        if stats is None:
+            return (total, count), {}
+        if isinstance(model, CountingDecoder):
+            model.count(stats)
+        balance, reported = router_losses(model.config, routing, stats)
+        return (total + balance * count, count), reported
+
+    return loss
+
+
 def next_token_loss(model: Decoder, batch: Batch) -> Float[Array, ""]:
     """Cross entropy of each token given those before it, in float32, the mean."""
     tokens, targets = _tokens_and_targets(batch)
@@ -167,20 +213,31 @@ def _tokens_and_targets(batch: Batch) -> tuple[Array, Array]:
 def _loss_of_states(
     model: Decoder, states: Array, targets: Array, **weights: Any
 ) -> Float[Array, ""]:
-    logits = states @ fsdp.ops.pad_vocabulary(model.head_kernel())
-    losses = fsdp.ops.vocab_parallel_cross_entropy(
-        model.finish_logits(logits),
-        targets,
-        vocab_size=model.config.vocab_size,
-        **weights,
-    )
-    return losses.mean()
+    return _token_losses(model, states, targets, **weights).mean()
 
 
 def _fused_loss_of_states(
     model: Decoder, states: Array, targets: Array, **weights: Any
 ) -> Float[Array, ""]:
-    losses = fsdp.ops.fused_linear_cross_entropy(
+    return _fused_token_losses(model, states, targets, **weights).mean()
+
+
+def _token_losses(
+    model: Decoder, states: Array, targets: Array, **weights: Any
+) -> Float[Array, "batch seq"]:
+    logits = states @ fsdp.ops.pad_vocabulary(model.head_kernel())
+    return fsdp.ops.vocab_parallel_cross_entropy(
+        model.finish_logits(logits),
+        targets,
+        vocab_size=model.config.vocab_size,
+        **weights,
+    )
+
+
+def _fused_token_losses(
+    model: Decoder, states: Array, targets: Array, **weights: Any
+) -> Float[Array, "batch seq"]:
+    return fsdp.ops.fused_linear_cross_entropy(
         states,
         fsdp.ops.pad_vocabulary(model.head_kernel()),
         targets,
@@ -188,7 +245,6 @@ def _fused_loss_of_states(
         logit_fn=model.finish_logits,
         **weights,
     )
-    return losses.mean()
 
 
 def _make_decoder(

@@ -19,10 +19,14 @@ from fsdp_jax.cli._precision import ParamGather, Precision
 from fsdp_jax.cli._routing import Over, RouterDtype, Routing
 
 Tokenizer = Literal["bytes", "model"]
+RowsOf = Literal["pack", "pad"]
+Overlong = Literal["truncate", "drop"]
+TrainOn = Literal["completions", "all"]
 ParamDtype = Literal["float32", "bfloat16", "float16"]
 
 _RATES = ("z_loss", "aux_loss_coef", "router_z_loss_coef", "expert_bias_rate")
-_OF_THE_DATA = ("batch", "seq", "seed", "tokenizer")
+_OF_THE_DOCUMENTS = ("rows", "overlong", "train_on", "data_weights")
+_OF_THE_DATA = ("batch", "seq", "seed", "tokenizer", *_OF_THE_DOCUMENTS)
 _OF_THE_ADAPTER = ("lora_rank", "lora_alpha", "lora_targets", "base_dtype")
 _FIRST_SCALE = 2.0**16
 
@@ -37,6 +41,10 @@ class Recipe:
       seq: Tokens that a row predicts; it holds one more.
       seed: Seed of the order of the data, and of random weights.
       microbatches: Microbatches a step.
+      rows: Layout of documents in rows.
+      overlong: Treatment of documents that are longer than a row.
+      train_on: Tokens of documents that are trained.
+      data_weights: Share of each file among the rows.
       optimizer: Optimizer; its fields up to `optimizer_bits` are those of
         `OptimizerConfig`.
       lr: Learning rate at its peak.
@@ -78,6 +86,10 @@ class Recipe:
     seq: int = 256
     seed: int = 0
     microbatches: int = 1
+    rows: RowsOf = "pack"
+    overlong: Overlong = "truncate"
+    train_on: TrainOn = "completions"
+    data_weights: str = ""
     optimizer: OptimizerName = "adamw"
     lr: float = 3e-4
     lr_schedule: ScheduleShape = "constant"
@@ -191,6 +203,23 @@ class Recipe:
         return wrong
 
 
+def refuse_document_options(given: dict[str, Any]) -> None:
+    """Raises a `ValueError` for options of documents, which text files do not have.
+
+    Args:
+      given: Fields of `Recipe` from the command line.
+    """
+    wrong = [
+        f"--{name.replace('_', '-')} {given[name]}"
+        for name in _OF_THE_DOCUMENTS
+        if name in given
+    ]
+    if wrong:
+        raise ValueError(
+            f"{', '.join(wrong)}: for --data of JSON Lines (.jsonl), not for text."
+        )
+
+
 def make_recipe(
     given: dict[str, Any], stored: dict[str, Any], defaults: dict[str, Any]
 ) -> Recipe:
@@ -207,7 +236,7 @@ def make_recipe(
     """
     typed = {name: value for name, value in given.items() if value is not None}
     changed = [
-        f"--{name} {typed[name]} (saved with {stored[name]})"
+        f"--{name.replace('_', '-')} {typed[name]} (saved with {stored[name]})"
         for name in _OF_THE_DATA
         if name in typed and name in stored and typed[name] != stored[name]
     ]

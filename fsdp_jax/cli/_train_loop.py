@@ -15,7 +15,7 @@ import optax
 
 import fsdp_jax as fsdp
 from fsdp_jax.cli._callback import Callback, call
-from fsdp_jax.cli._context_parallel import num_targets, split_rows
+from fsdp_jax.cli._context_parallel import num_rows, num_targets, split_rows
 from fsdp_jax.cli._data import position
 from fsdp_jax.cli._decoder import Batch
 from fsdp_jax.cli._errors import CheckFailed
@@ -44,7 +44,8 @@ class Run:
       metrics: File of the metrics; None for stdout.
       metadata: Metadata of each saved step, beside the position in the data.
       files: Files saved with each step.
-      loss_fn: Loss from `training_loss`.
+      loss_fn: Loss from `training_loss`, or from `document_loss`.
+      per_token: Whether it is from `document_loss`.
       microbatches: Microbatches a step.
       callback: Function called with the metrics of each step; None for none.
       window: Steps to trace; None for none.
@@ -60,6 +61,7 @@ class Run:
     metadata: dict[str, Any]
     files: dict[str, list[Path]]
     loss_fn: Callable[..., Any]
+    per_token: bool = False
     microbatches: int = 1
     callback: Callback | None = None
     window: Window | None = None
@@ -143,6 +145,7 @@ def _make_step(
         tx,
         has_aux=True,
         num_microbatches=run.microbatches,
+        calculate_per_token_loss=run.per_token,
         update_model_state=move_biases(rate) if rate else None,
         loss_scale=run.loss_scale,
     )
@@ -186,7 +189,7 @@ def _next_batch(plan: fsdp.Plan, batches: grain.DatasetIterator) -> Batch:
     rows = next(batches)
     count = fsdp.host_shard(plan.mesh).count
     given = split_rows(rows, plan.mesh.shape["cp"])
-    return fsdp.global_batch(plan.mesh, given, count * len(rows))
+    return fsdp.global_batch(plan.mesh, given, count * num_rows(rows))
 
 
 def _metrics(

@@ -16,7 +16,14 @@ from fsdp_jax.cli._optimizer import OptimizerBits, OptimizerName, ScheduleShape
 from fsdp_jax.cli._options import IgnoreField, Unset
 from fsdp_jax.cli._precision import OffloadTo, ParamGather
 from fsdp_jax.cli._routing import Over, RouterDtype
-from fsdp_jax.cli._train_config import ParamDtype, Recipe, Tokenizer
+from fsdp_jax.cli._train_config import (
+    Overlong,
+    ParamDtype,
+    Recipe,
+    RowsOf,
+    Tokenizer,
+    TrainOn,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +75,13 @@ class BatchOptions:
       tokenizer: Tokenizer of the data: bytes as they are, or the model's
         tokenizer.json; default the latter where there is one.
       microbatches: Microbatches a step, whose gradients are accumulated; default 1.
+      rows: Layout of JSON Lines in rows: several documents, which do not attend to each
+        other (pack, the default), or one and padding (pad).
+      overlong: Treatment of documents longer than --seq: truncate, the default, or
+        drop.
+      train_on: Trained tokens of JSON Lines: those of completions, the default, or all.
+      data_weights: Share of each file of JSON Lines among the rows, as numbers
+        separated by commas; default its number of rows.
     """
 
     batch: Unset[int] = None
@@ -75,6 +89,10 @@ class BatchOptions:
     seed: Unset[int] = None
     tokenizer: Unset[Tokenizer] = None
     microbatches: Unset[int] = None
+    rows: Unset[RowsOf] = None
+    overlong: Unset[Overlong] = None
+    train_on: Unset[TrainOn] = None
+    data_weights: Unset[str] = None
 
 
 @dataclasses.dataclass(frozen=True)

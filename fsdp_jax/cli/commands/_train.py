@@ -14,9 +14,18 @@ import fsdp_jax as fsdp
 from bridge.models import DecoderConfig
 from fsdp_jax.cli._adam import settings_of_import
 from fsdp_jax.cli._callback import Callback, load_callback
-from fsdp_jax.cli._context_parallel import abstract_rows, check_rows
-from fsdp_jax.cli._data import make_batches
-from fsdp_jax.cli._decoder import computed_in, plan_decoder, training_loss
+from fsdp_jax.cli._context_parallel import (
+    DOCUMENT_SEQUENCES,
+    SEQUENCES,
+    abstract_rows,
+    check_rows,
+)
+from fsdp_jax.cli._decoder import (
+    computed_in,
+    document_loss,
+    plan_decoder,
+    training_loss,
+)
 from fsdp_jax.cli._errors import check_absent, check_creatable
 from fsdp_jax.cli._log import say
 from fsdp_jax.cli._model_source import (
@@ -31,17 +40,16 @@ from fsdp_jax.cli._model_source import (
 )
 from fsdp_jax.cli._options import Devices, Group
 from fsdp_jax.cli._profile import Profile
+from fsdp_jax.cli._records import check_kinds, is_jsonl
 from fsdp_jax.cli._routing import default_aux_loss_coef
 from fsdp_jax.cli._run_marker import Command, is_begun, mark_begun, newest_good_step
 from fsdp_jax.cli._sharding_options import Strategy
-from fsdp_jax.cli._tokens import (
-    Tokens,
-    check_files,
-    fingerprint,
-    read_in_first,
-    read_tokens,
+from fsdp_jax.cli._tokens import check_files
+from fsdp_jax.cli._train_config import (
+    Recipe,
+    make_recipe,
+    refuse_document_options,
 )
-from fsdp_jax.cli._train_config import Recipe, make_recipe
 from fsdp_jax.cli._train_loop import Run, run_steps
 from fsdp_jax.cli._train_options import (
     BatchOptions,
@@ -55,14 +63,23 @@ from fsdp_jax.cli._train_options import (
     StartOptions,
     recipe_values,
 )
+from fsdp_jax.cli._training_data import (
+    TrainingData,
+    batches_of,
+    describe,
+    fingerprint_of,
+    read_data,
+)
 from fsdp_jax.data._batch import check_batch
-
-_TOKENS = "fsdp-jax-tokens.npy"
 
 
 @dataclasses.dataclass(frozen=True)
 class Train:
-    """Train a Hugging Face model, fully sharded, on text files.
+    """Train a Hugging Face model, fully sharded, on text or on JSON Lines.
+
+    Text files are cut into rows. Each line of a .jsonl file is a document: `text`,
+    `messages` in the model's chat template, or `prompt` and `completion`; of the last
+    two the completions are trained.
 
     Writes the metrics of each step to stdout: one JSON object a line, or a line of text
     on a terminal. With --resume, options that are not given are those that the run was
@@ -76,7 +93,7 @@ class Train:
     and --metrics becomes what an uninterrupted run would have written.
 
     Attributes:
-      data: Text files.
+      data: Text files, or files of JSON Lines (.jsonl).
       steps: Last step, counted from the start of the run.
       save: Directory for the checkpoints, one folder a step.
       start: Origin of the weights.
@@ -126,6 +143,7 @@ class Train:
         stored = {} if resumed is None else resumed.metadata
         recipe = _make_recipe(self, origin, stored)
         check_rows(recipe.seq, self.mesh.tp, self.mesh.cp)
+        documents = is_jsonl(self.data[0])
         recipe.routing.check(origin.config)
         plan = plan_decoder(
             origin.config,
@@ -135,15 +153,20 @@ class Train:
             prefetch=self.strategy.prefetch,
             unroll=self.strategy.unroll,
             cp_form=self.strategy.cp_algorithm,
+            sequences=DOCUMENT_SEQUENCES if documents else SEQUENCES,
         )
-        rows = abstract_rows(recipe.batch, recipe.seq, self.mesh.cp)
+        rows = abstract_rows(
+            recipe.batch, recipe.seq, self.mesh.cp, documents=documents
+        )
         check_batch(plan, rows, recipe.microbatches)
-        tokens = _read_tokens(self, origin, recipe)
-        metadata = _make_metadata(origin.config, recipe, tokens, resumed)
-        batches = make_batches(tokens, recipe, shard)
+        data = read_data(self.data, origin, recipe, self.save)
+        metadata = _make_metadata(origin.config, recipe, data, resumed)
+        batches = batches_of(data, recipe, shard)
         if "data" in stored:
             batches.set_state(stored["data"])
-        _announce(plan, recipe, tokens)
+        say(plan)
+        for line in describe(data, recipe):
+            say(f"data: {line}")
         tx = _make_optimizer(recipe, origin)
         run = Run(
             start=start,
@@ -154,7 +177,8 @@ class Train:
             metadata=metadata,
             files=files_to_carry(origin),
             microbatches=recipe.microbatches,
-            loss_fn=training_loss(
+            per_token=documents,
+            loss_fn=(document_loss if documents else training_loss)(
                 fused=self.precision.fused_loss,
                 routing=recipe.routing,
                 label_smoothing=recipe.label_smoothing,
@@ -194,6 +218,9 @@ def _check(train: Train) -> bool:
       Whether an earlier start of the same command began the run.
     """
     check_files(train.data)
+    check_kinds(train.data)
+    if not is_jsonl(train.data[0]):
+        refuse_document_options(_command(train).recipe)
     train.start.check()
     train.strategy.check(dataclasses.asdict(train.mesh))
     train.checkpoints.check()
@@ -284,22 +311,14 @@ def _make_recipe(train: Train, origin: Origin, stored: dict[str, Any]) -> Recipe
     return make_recipe(typed, stored.get("recipe", {}), defaults)
 
 
-def _read_tokens(train: Train, origin: Origin, recipe: Recipe) -> Tokens:
-    def read() -> Tokens:
-        vocab_size = origin.config.vocab_size
-        file = tokenizer_file(origin)
-        return read_tokens(train.data, recipe.tokenizer, file, vocab_size)
-
-    if recipe.tokenizer == "bytes":
-        return read()
-    return read_in_first(train.save / _TOKENS, read)
-
-
 def _make_metadata(
-    config: DecoderConfig, recipe: Recipe, tokens: Tokens, resumed: Checkpoint | None
+    config: DecoderConfig,
+    recipe: Recipe,
+    data: TrainingData,
+    resumed: Checkpoint | None,
 ) -> dict[str, Any]:
     """Makes the metadata of every step; checks that a resumed run has the same data."""
-    sha256 = fingerprint(tokens)
+    sha256 = fingerprint_of(data)
     if resumed is not None and resumed.metadata.get("data_sha256", sha256) != sha256:
         raise ValueError(
             f"--data gives other tokens than those that step {resumed.step} of "
@@ -310,11 +329,3 @@ def _make_metadata(
         "recipe": dataclasses.asdict(recipe),
         "data_sha256": sha256,
     }
-
-
-def _announce(plan: fsdp.Plan, recipe: Recipe, tokens: Tokens) -> None:
-    say(plan)
-    say(
-        f"data: {len(tokens):,} tokens (--tokenizer {recipe.tokenizer}), "
-        f"{recipe.batch} x {recipe.seq} a step"
-    )
