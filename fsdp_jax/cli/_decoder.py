@@ -1,4 +1,4 @@
-"""The decoder that the commands train, as a plan, and its loss."""
+"""Plan and loss of the decoder that the commands train."""
 
 from __future__ import annotations
 
@@ -90,20 +90,20 @@ def plan_decoder(
 
 
 def _stack(config: DecoderConfig) -> str:
-    """The layers that stages split: the longest run of one structure."""
+    """Returns the layers that stages split: the longest run of one structure."""
     runs = config.layer_runs
     sizes = [run.stop - run.start for run in runs]
     return f"layers.{sizes.index(max(sizes))}" if len(runs) > 1 else "layers"
 
 
 def computed_in(param_dtype: str) -> fsdp.FSDPConfig:
-    """Weights are gathered and computed in this dtype, and kept in float32."""
+    """Returns a config that computes in this dtype and stores weights in float32."""
     policy = fsdp.MixedPrecisionPolicy(param_dtype=jnp.dtype(param_dtype))
     return fsdp.FSDPConfig(mp_policy=policy)
 
 
 def loss_of(*, fused: bool) -> Callable[..., Float[Array, ""]]:
-    """The loss that the commands train with: logits at once, or a chunk at a time."""
+    """Returns the loss of text: with all logits at once, or by chunks."""
     return fused_next_token_loss if fused else next_token_loss
 
 
@@ -191,14 +191,14 @@ def document_loss(
 
 
 def next_token_loss(model: Decoder, batch: Batch) -> Float[Array, ""]:
-    """Cross entropy of each token given those before it, in float32, the mean."""
+    """Computes the mean cross entropy of each token given those before it."""
     tokens, targets = _tokens_and_targets(batch)
     states, _ = model.final_states(tokens)
     return _loss_of_states(model, states, targets)
 
 
 def fused_next_token_loss(model: Decoder, batch: Batch) -> Float[Array, ""]:
-    """The same, in the memory of a chunk of the vocabulary; a product more."""
+    """Computes `next_token_loss` by chunks of the vocabulary."""
     tokens, targets = _tokens_and_targets(batch)
     states, _ = model.final_states(tokens)
     return _fused_loss_of_states(model, states, targets)

@@ -1,4 +1,4 @@
-"""Where a model comes from: Hugging Face, Megatron, or a step of a checkpoint."""
+"""Origins of a model: Hugging Face, Megatron, a config, or a checkpoint."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class Origin(Protocol):
 
     @property
     def config(self) -> DecoderConfig:
-        """The model."""
+        """Config of the model."""
         ...
 
     @property
     def files(self) -> Path | None:
-        """The directory with the model's own tokenizer, if any is at hand."""
+        """Directory with the model's tokenizer; None if there is none."""
         ...
 
     def load_params(self, like: PyTree) -> PyTree:
@@ -54,8 +54,8 @@ class HuggingFace:
     """A model in safetensors files.
 
     Attributes:
-      path: Its directory, or its single file.
-      config: The model.
+      path: Directory of the model, or its single file.
+      config: Config of the model.
     """
 
     path: Path
@@ -63,7 +63,7 @@ class HuggingFace:
 
     @property
     def files(self) -> Path:
-        """The directory of the model, which may have a tokenizer."""
+        """Directory of the model, which may have a tokenizer."""
         return _directory_of(self.path)
 
     def load_params(self, like: PyTree) -> PyTree:
@@ -78,7 +78,7 @@ class HuggingFace:
         return bridge.lazy_hf(self.path, self.config)[0]
 
     def plan_import(self, like: PyTree | None) -> bridge.ImportPlan:
-        """Says what `load_params` would do."""
+        """Returns the plan of `load_params`."""
         return bridge.plan(self.path, like, config=self.config)
 
 
@@ -87,8 +87,8 @@ class Megatron:
     """A checkpoint of Megatron's, of any format.
 
     Attributes:
-      path: Its directory.
-      config: The model.
+      path: Directory of the checkpoint.
+      config: Config of the model.
     """
 
     path: Path
@@ -107,13 +107,13 @@ class Megatron:
         return bridge.megatron.lazy_megatron(self.path, self.config)[0]
 
     def plan_import(self, like: PyTree | None) -> bridge.ImportPlan:
-        """Says what `load_params` would do."""
+        """Returns the plan of `load_params`."""
         return bridge.megatron.plan_megatron(self.path, like, config=self.config)
 
 
 @dataclasses.dataclass(frozen=True)
 class RandomModel:
-    """A model of random weights, of which there is a config alone.
+    """A model that starts from random weights, by its config.
 
     Attributes:
       config: Config of the model.
@@ -137,11 +137,11 @@ class Checkpoint:
     """A step of `fsdp-jax train` or `fsdp-jax import`.
 
     Attributes:
-      path: The directory of the run.
-      step: Which step.
-      config: The model.
-      metadata: What was saved with the step.
-      files: The directory with the model's own tokenizer, if any is at hand.
+      path: Directory of the run.
+      step: Number of the step.
+      config: Config of the model.
+      metadata: Metadata of the step.
+      files: Directory with the model's tokenizer; None if there is none.
     """
 
     path: Path
@@ -161,7 +161,7 @@ class Checkpoint:
     def load_params_as_stored(self, like: PyTree) -> PyTree:
         """Loads the weights like `like`, in the dtypes of the checkpoint.
 
-        What factors are merged into has none there, and gets that of `like`.
+        Weights with merged factors get the dtypes of the like.
         """
         if adapter_of(self.metadata):
             return self.load_params(like)
@@ -182,14 +182,14 @@ def open_any(
     config: Path | None = None,
     ignore_fields: Sequence[str] = (),
 ) -> HuggingFace | Megatron | Checkpoint:
-    """Opens a model or a checkpoint of any kind, which is found out.
+    """Opens a model or a checkpoint of any kind, which is detected.
 
     Args:
-      model: A directory of Hugging Face, Megatron or ours, a safetensors file, or a
-        hub id.
-      step: Which step of a checkpoint of ours; None for the newest.
-      config: Says what the model is, in the place of what it says itself.
-      ignore_fields: As for `bridge.from_hf_config`.
+      model: Directory of Hugging Face, Megatron or fsdp-jax, a safetensors file, or
+        a hub id.
+      step: Step of a checkpoint of fsdp-jax; None for the newest.
+      config: Config to use instead of that of the model.
+      ignore_fields: Fields of config.json to ignore although they are refused.
 
     Raises:
       ValueError: If it is none of them, or one that is not supported.
@@ -218,8 +218,8 @@ def read_config(source: Path, ignore_fields: Sequence[str] = ()) -> DecoderConfi
     """Reads a config file, and says which of its fields are left out.
 
     Args:
-      source: As for `bridge.from_hf_config`.
-      ignore_fields: As for `bridge.from_hf_config`.
+      source: A config.json, or a directory with one.
+      ignore_fields: Fields of config.json to ignore although they are refused.
     """
     config = bridge.from_hf_config(source, ignore_fields=ignore_fields)
     left_out = bridge.left_out_fields(source, ignore_fields=ignore_fields)
@@ -253,9 +253,9 @@ def open_hf(
     """Reads the config of a directory, a file or a hub id; headers and no weights.
 
     Args:
-      hf: The model.
-      config: Says what it is; None for what lies beside the weights.
-      ignore_fields: As for `bridge.from_hf_config`.
+      hf: Directory, file or hub id of the model.
+      config: Config to use; None for that beside the weights.
+      ignore_fields: Fields of config.json to ignore although they are refused.
 
     Raises:
       ValueError: If it is no safetensors checkpoint of a supported family.
@@ -271,7 +271,7 @@ def open_random(config: Path, ignore_fields: Sequence[str] = ()) -> RandomModel:
 
     Args:
       config: A config.json, or a directory with one.
-      ignore_fields: As for `bridge.from_hf_config`.
+      ignore_fields: Fields of config.json to ignore although they are refused.
 
     Raises:
       ValueError: If there is no config of a supported family.
@@ -287,7 +287,7 @@ def open_run(path: Path, step: int | None) -> Checkpoint:
       step: Step; None for the newest.
 
     Raises:
-      ValueError: As for `open_checkpoint`, or if it was imported and never trained.
+      ValueError: If there is no such step, or it was imported and never trained.
     """
     origin = open_checkpoint(path, step)
     trained = {"recipe", "data"} <= set(origin.metadata)
@@ -353,7 +353,7 @@ def start_state(
 
 
 def tokenizer_file(origin: Origin) -> Path | None:
-    """The model's own tokenizer, if it is at hand."""
+    """Returns the model's `tokenizer.json`; None if there is none."""
     if origin.files is None:
         return None
     file = origin.files / "tokenizer.json"
@@ -361,7 +361,7 @@ def tokenizer_file(origin: Origin) -> Path | None:
 
 
 def files_to_carry(origin: Origin) -> dict[str, list[Path]]:
-    """What a step of this model is saved with, as `fsdp_jax.save` takes it."""
+    """Returns the files that are saved with a step, as for `fsdp_jax.save`."""
     if origin.files is None:
         return {}
     # Of a folder of templates, the folder.

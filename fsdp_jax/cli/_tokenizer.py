@@ -1,4 +1,4 @@
-"""Text to token ids, and back."""
+"""Tokenizers: text to token ids, and back."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class TextCodec(Protocol):
 
 
 class Bytes:
-    """The bytes themselves, 0 to 255, in UTF-8."""
+    """Tokenizer whose ids are the bytes of UTF-8, 0 to 255."""
 
     def encode(self, text: str) -> list[int]:
         """Returns the bytes of a text."""

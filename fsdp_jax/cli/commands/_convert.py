@@ -1,4 +1,4 @@
-"""`fsdp-jax convert`: from any checkpoint to any other, without devices."""
+"""`fsdp-jax convert`: converts a checkpoint to another format, without devices."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class Convert:
     time, unless SRC or DST is a checkpoint of fsdp-jax: then the model is.
 
     Attributes:
-      src: What to read: a directory, a safetensors file, or a hub id.
-      dst: The directory to write; new, or empty.
-      to: Hugging Face's files; Megatron's torch_dist, which any run reads; Megatron's
+      src: Checkpoint to read: a directory, a safetensors file, or a hub id.
+      dst: Directory to write; new, or empty.
+      to: Format to write: Hugging Face's files; Megatron's torch_dist, which any run reads; Megatron's
         legacy files, for a run of the parallel sizes below; or a checkpoint of
         fsdp-jax (orbax).
       dtype: Dtype of Hugging Face's files; default that of SRC.
@@ -40,7 +40,7 @@ class Convert:
       tokenizer: A model's directory whose tokenizer, chat template and generation
         config are copied along, to Hugging Face's files; default those that a
         checkpoint of fsdp-jax carries.
-      layout: How it is dealt out, for Megatron.
+      layout: Parallel sizes of a checkpoint for Megatron.
     """
 
     src: tyro.conf.Positional[str]

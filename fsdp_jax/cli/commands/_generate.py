@@ -1,4 +1,4 @@
-"""`fsdp-jax generate`: what a model writes behind prompts."""
+"""`fsdp-jax generate`: continues prompts."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from fsdp_jax.sharding._mesh import BATCH_AXES, num_devices
 
 @dataclasses.dataclass(frozen=True)
 class Generate:
-    """Write on from prompts, with the weights sharded over all devices.
+    """Continue prompts, with the weights sharded over all devices.
 
-    Prints each prompt with what was written behind it.
+    Prints each prompt with its continuation.
 
     Attributes:
       model: Model: a directory, a hub id, a Megatron checkpoint, or a checkpoint of
@@ -148,12 +148,12 @@ def write_on(
     """Writes on from prompts, on all devices of a plan, a part of the rows on each.
 
     Args:
-      plan: Of the decoder.
+      plan: Plan of the decoder.
       params: Its weights.
       prompts: Token ids; none is empty.
       max_new_tokens: Tokens to write at most.
       sampling: How they are drawn.
-      seed: Of the draws.
+      seed: Seed of the draws.
       stop: Tokens that end a text.
 
     Returns:

@@ -1,4 +1,4 @@
-"""`fsdp-jax import`: from a model of elsewhere to a sharded checkpoint."""
+"""`fsdp-jax import`: imports a model as a sharded checkpoint."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Import:
     Attributes:
       model: A directory with config.json and safetensors files, one such file, a hub
         id, or what Megatron's --save named; which it is, is found out.
-      out: The directory to write; new, or empty.
+      out: Directory to write; new, or empty.
       dtype: Dtype of the parameters, which training updates; default float32.
       optimizer: Also takes Adam's state and settings and the step of a Megatron
         checkpoint, so that `fsdp-jax train --resume` goes on.
@@ -39,7 +39,7 @@ class Import:
         default what the model says.
       ignore_field: Field of config.json to ignore although it is refused; may be
         repeated. For fields that change no number.
-      where: On which devices.
+      where: Devices.
     """
 
     model: tyro.conf.Positional[str]

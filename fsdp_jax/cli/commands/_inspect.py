@@ -1,4 +1,4 @@
-"""`fsdp-jax inspect`: what is in a directory, from headers alone."""
+"""`fsdp-jax inspect`: lists the contents of a checkpoint, from headers alone."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Inspect:
       json: Prints one JSON object instead.
       ignore_field: Field of config.json to ignore although it is refused; may be
         repeated. For fields that change no number.
-      where: On which devices, with --sharded.
+      where: Devices, with --sharded.
     """
 
     path: tyro.conf.Positional[Path]

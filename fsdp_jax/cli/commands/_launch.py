@@ -1,4 +1,4 @@
-"""`fsdp-jax launch`: many processes of one program, on this machine."""
+"""`fsdp-jax launch`: runs several processes of a program on this machine."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class Launch:
         fsdp-jax launch --processes 4 -- python train.py --steps 100
 
     Attributes:
-      command: The program and its arguments, behind a --.
-      processes: How many.
+      command: Program and its arguments, after a --.
+      processes: Number of processes.
       devices_per_process: Simulate so many CPU devices in each; default a GPU each.
-      timeouts: How long to wait for processes.
+      timeouts: Timeouts.
     """
 
     command: tyro.conf.Positional[tuple[str, ...]]
@@ -80,7 +80,7 @@ class _Printer:
 
 @contextmanager
 def _passing_on_sigterm(job: Processes) -> Iterator[None]:
-    """What is to stop the launcher is to stop the job, which may save before."""
+    """Forwards SIGTERM to the job, which may save before it ends."""
 
     def pass_on(number: int, frame: FrameType | None) -> None:
         job.signal(number)
