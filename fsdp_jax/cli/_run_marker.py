@@ -67,7 +67,7 @@ def is_begun(save: Path, command: Command, *, in_place: bool) -> bool:
 
 
 def mark_begun(save: Path, command: Command) -> None:
-    """Records the command in its directory, in process 0, unless it is there already."""
+    """Records the command in its directory, in process 0, unless it is there."""
     known, now = _known(save), dataclasses.asdict(command)
     if now in known or jax.process_index() > 0:
         return

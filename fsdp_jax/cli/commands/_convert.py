@@ -28,9 +28,9 @@ class Convert:
     Attributes:
       src: Checkpoint to read: a directory, a safetensors file, or a hub id.
       dst: Directory to write; new, or empty.
-      to: Format to write: Hugging Face's files; Megatron's torch_dist, which any run reads; Megatron's
-        legacy files, for a run of the parallel sizes below; or a checkpoint of
-        fsdp-jax (orbax).
+      to: Format to write: Hugging Face's files; Megatron's torch_dist, which any run
+        reads; Megatron's legacy files, for a run of the parallel sizes below; or a
+        checkpoint of fsdp-jax (orbax).
       dtype: Dtype of Hugging Face's files; default that of SRC.
       config: A `config.json`, or a directory with one, that says what model SRC is;
         default what SRC says. Megatron's settings lack the tokens, and often the size

@@ -89,7 +89,7 @@ def _commands(
 
 
 def _meshes() -> tuple[list[str], list[str], str]:
-    """Returns options for all devices and for half of them, and a name of the latter."""
+    """Returns options for all devices and for half of them, and a label."""
     gpus = _count_gpus()
     if gpus == 0:
         return ["--cpu-devices", "8"], ["--cpu-devices", "4"], "on 4 devices, not 8"

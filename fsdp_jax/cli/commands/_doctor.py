@@ -258,7 +258,7 @@ _TIMEOUT = "xla_gpu_nccl_termination_timeout_seconds"
 
 
 def _nccl_timeout(flags: str) -> int:
-    """Returns the timeout of `XLA_FLAGS`, or of a step's compiler options; -1 for none."""
+    """Returns the timeout of `XLA_FLAGS` or of compiler options; -1 for none."""
     value = value_of(flags, _TIMEOUT)
     try:
         return int(value or compiler_options().get(_TIMEOUT, -1))

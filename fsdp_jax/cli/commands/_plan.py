@@ -134,7 +134,7 @@ class Plan:
     speeds: Annotated[Speeds, Group] = Speeds()
 
     def run(self) -> None:
-        """Prints the estimate, or a count by the CPU compiler without the one for GPUs."""
+        """Prints the estimate, or without the GPU compiler a count by that for CPUs."""
         # Lowering starts a backend: that of the CPU, as no GPU is asked for anything.
         jax.config.update("jax_platforms", "cpu")
         gpu = self.speeds.apply(self.gpu)
@@ -321,7 +321,7 @@ def _candidates(options: Plan, config: DecoderConfig, gpu: GPU):
 
 
 def _tp_sizes(options: Plan, config: DecoderConfig, gpu: GPU) -> list[int]:
-    """Returns the tp sizes to try: 2 and a node, where they split the model's matrices."""
+    """Returns the tp sizes to try: 2 and a node, where they split the matrices."""
     in_node = min(gpu.cost.devices_per_node, options.gpus)
     sizes = []
     for tp in sorted({2, in_node}):
