@@ -135,7 +135,7 @@ def test_without_the_compiler_for_gpus_the_cpu_s_says_what_it_can(
     monkeypatch.setattr("fsdp_jax.cli.commands._plan.gpu_devices", absent)
     assert not plan(llama, "--gpus", str(jax.device_count()), "--seq", "16")
     out, err = capsys.readouterr()
-    assert "no time is foretold" in err
+    assert "no time is estimated" in err
     assert "as the compiler for CPUs assigns it" in out
     assert "all-gather" in out and "ms each" not in out
 
