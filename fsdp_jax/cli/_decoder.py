@@ -190,6 +190,33 @@ def document_loss(
     return loss
 
 
+def held_out_loss(*, fused: bool) -> Callable[..., Any]:
+    """Makes the cross entropy of rows of documents, for `make_eval_step`.
+
+    Args:
+      fused: Whether logits are computed by chunks of the vocabulary.
+
+    Returns:
+      Function `loss(model, batch) -> (sum, count)` over the tokens whose weight is not
+      0.
+    """
+    of_tokens = _fused_token_losses if fused else _token_losses
+    mine: tuple[str, ...] = ()  # The step sums over ranks.
+
+    def loss(model, batch):
+        states, _ = model.final_states(
+            batch["tokens"], batch["positions"], batch["segment_ids"]
+        )
+        is_trained = batch["weights"] > 0
+        losses = of_tokens(model, states, batch["targets"])
+        return (
+            fsdp.ops.masked_sum(losses, is_trained, axes=mine),
+            fsdp.ops.masked_count(is_trained, axes=mine),
+        )
+
+    return loss
+
+
 def next_token_loss(model: Decoder, batch: Batch) -> Float[Array, ""]:
     """Computes the mean cross entropy of each token given those before it."""
     tokens, targets = _tokens_and_targets(batch)

@@ -33,6 +33,8 @@ class StepMetrics:
       step_secs: Seconds from batch to metrics.
       peak_memory_bytes: Largest memory so far, of the fullest GPU, or of the process if
         devices are simulated.
+      eval_loss: Mean loss of the held-out data after the update; None if it was not
+        measured after this step.
       loss_scale: Factor of the loss in this step; None if there is none.
       routers: Metrics of a model with experts: the cross entropy without balancing
         losses, and the metrics of `router_losses`; empty for other models.
@@ -46,12 +48,14 @@ class StepMetrics:
     peak_memory_bytes: int
     loss_scale: float | None = None
     routers: dict[str, float] = dataclasses.field(default_factory=dict)
+    eval_loss: float | None = None
 
     def as_text(self) -> str:
         """Returns a line for people."""
         parts = [
             f"step {self.step}",
             f"loss {self.loss:.4f}",
+            *([f"held-out loss {self.eval_loss:.4f}"] if self.eval_loss else []),
             f"grad norm {self.grad_norm:.3g}",
             f"{self.tokens_per_sec:,.0f} tokens/s",
             format_bytes(self.peak_memory_bytes),

@@ -22,6 +22,8 @@ _OTHER_NAMES = {
     "context-parallel-size": "cp",
     "data-path": "data",
     "dataset": "data",
+    "eval-steps": "eval-every",
+    "validation-file": "eval-data",
     "expert-model-parallel-size": "ep",
     "fp16": "param-dtype float16",
     "global-batch-size": "batch",

@@ -40,13 +40,18 @@ class Tokens:
         return np.concatenate(pieces)[::step]
 
 
-def check_files(files: Sequence[Path]) -> None:
-    """Raises a `ValueError` that lists every file that is absent or empty."""
+def check_files(files: Sequence[Path], option: str = "--data") -> None:
+    """Raises a `ValueError` that lists every file that is absent or empty.
+
+    Args:
+      files: Files.
+      option: Option that names them, for the message.
+    """
     wrong = [f"'{f}' is not there" for f in files if not f.exists()]
     wrong += [f"'{f}' is no file" for f in files if f.exists() and not f.is_file()]
     wrong += [f"'{f}' is empty" for f in files if f.is_file() and not f.stat().st_size]
     if wrong or not files:
-        raise ValueError(f"--data: {'; '.join(wrong) or 'give 1 file or more'}.")
+        raise ValueError(f"{option}: {'; '.join(wrong) or 'give 1 file or more'}.")
 
 
 def read_tokens(

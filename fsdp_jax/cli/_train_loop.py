@@ -19,6 +19,7 @@ from fsdp_jax.cli._context_parallel import num_rows, num_targets, split_rows
 from fsdp_jax.cli._data import position
 from fsdp_jax.cli._decoder import Batch
 from fsdp_jax.cli._errors import CheckFailed
+from fsdp_jax.cli._held_out import HeldOut
 from fsdp_jax.cli._log import say
 from fsdp_jax.cli._metrics import (
     StepMetrics,
@@ -47,6 +48,7 @@ class Run:
       loss_fn: Loss from `training_loss`, or from `document_loss`.
       per_token: Whether it is from `document_loss`.
       microbatches: Microbatches a step.
+      held_out: Held-out data to evaluate; None for none.
       callback: Function called with the metrics of each step; None for none.
       window: Steps to trace; None for none.
       routing: Routing of models with experts.
@@ -63,6 +65,7 @@ class Run:
     loss_fn: Callable[..., Any]
     per_token: bool = False
     microbatches: int = 1
+    held_out: HeldOut | None = None
     callback: Callback | None = None
     window: Window | None = None
     routing: Routing = Routing()
@@ -159,6 +162,7 @@ def _run_steps(
     batches: grain.DatasetIterator,
     checkpointer: fsdp.Checkpointer,
 ) -> None:
+    evaluate = None if run.held_out is None else run.held_out.make(plan)
     # In this order: the bar may replace stdout, to print lines above itself.
     with (
         step_bar(run.start, run.steps) as show,
@@ -174,6 +178,8 @@ def _run_steps(
                 state, measured = step(state, batch)
                 metrics = _metrics(number, measured, batch, began)
             trace.after(number, state)
+            if evaluate and run.held_out and run.held_out.is_due(number, run.steps):
+                metrics = dataclasses.replace(metrics, eval_loss=evaluate(state))
             write_metrics(lines, metrics)
             call(run.callback, metrics)
             show(metrics)

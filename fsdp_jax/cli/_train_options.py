@@ -15,7 +15,9 @@ from fsdp_jax.cli._lora import BaseDType
 from fsdp_jax.cli._optimizer import OptimizerBits, OptimizerName, ScheduleShape
 from fsdp_jax.cli._options import IgnoreField, Unset
 from fsdp_jax.cli._precision import OffloadTo, ParamGather
+from fsdp_jax.cli._records import check_kinds, is_jsonl
 from fsdp_jax.cli._routing import Over, RouterDtype
+from fsdp_jax.cli._tokens import check_files
 from fsdp_jax.cli._train_config import (
     Overlong,
     ParamDtype,
@@ -297,6 +299,44 @@ class SaveOptions:
     def preservation(self) -> policies.PreservationPolicy | None:
         """Returns which saved steps are kept; None for all."""
         return policies.LatestN(self.keep) if self.keep else None
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalOptions:
+    """Evaluation while training.
+
+    Attributes:
+      eval_data: Held-out files of the kind of --data, whose mean loss is measured
+        without label smoothing and z-loss.
+      eval_every: Interval of steps at which it is measured; default only after the
+        last.
+    """
+
+    eval_data: tuple[Path, ...] = ()
+    eval_every: Unset[int] = None
+
+    def check(self, data: tuple[Path, ...], cp: int) -> None:
+        """Raises a `ValueError` for options that do not fit.
+
+        Args:
+          data: Files to train on.
+          cp: Devices that split rows.
+        """
+        if not self.eval_data:
+            if self.eval_every is not None:
+                raise ValueError(
+                    f"--eval-every {self.eval_every}: give --eval-data FILE too."
+                )
+            return
+        if self.eval_every is not None and self.eval_every < 1:
+            raise ValueError(f"--eval-every {self.eval_every}: at least 1.")
+        check_files(self.eval_data, "--eval-data")
+        check_kinds((*data, *self.eval_data))
+        if cp > 1 and not is_jsonl(data[0]):
+            raise ValueError(
+                f"--eval-data with text and cp={cp} is not supported: give lines of "
+                '{"text": ...} in .jsonl files, or use cp=1.'
+            )
 
 
 @dataclasses.dataclass(frozen=True)

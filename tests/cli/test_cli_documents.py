@@ -301,6 +301,8 @@ def test_the_preview_marks_what_is_trained(chat_model, chats, capsys):
         ("train --data {chats} {text} --steps 1", ["--data", "'{chats}'"]),
         ("train --data {text} --steps 1 --rows pad", ["--rows pad", ".jsonl"]),
         ("eval {model} --data {chats}", ["--data {chats}"]),
+        ("train --data {text} --steps 1 --eval-data {chats}", ["--data", "'{chats}'"]),
+        ("train --data {text} --steps 1 --eval-every 1", ["--eval-every 1"]),
         ("data {model} --data {text} --train-on all", ["--train-on all"]),
     ],
 )
@@ -314,3 +316,24 @@ def test_text_and_records_are_not_taken_for_each_other(
     assert main(words) == 2
     said = capsys.readouterr().err
     assert all(fact.format_map(names) in said for fact in wanted)
+
+
+@pytest.mark.parametrize("kind", ["chats", "text"])
+def test_held_out_data_is_measured_after_the_steps_that_are_due(
+    kind, chat_model, chats, text, tmp_path
+):
+    # All of the data is one batch, and nothing is learned: two losses of one model.
+    if kind == "text":
+        text = tmp_path / "short.txt"
+        text.write_text("x" * (8 * 16 + 1))
+    data, rows = (chats, ["--rows", "pad"]) if kind == "chats" else (text, [])
+    argv = ["train", "--hf", str(chat_model), "--data", str(data), "--steps", "3"]
+    argv += ["--batch", "16" if kind == "chats" else "8", *rows, "--lr", "0"]
+    argv += ["--seq", "64" if kind == "chats" else "16", "--eval-data", str(data)]
+    metrics = tmp_path / "run.jsonl"
+    more = ["--eval-every", "2", "--metrics", str(metrics), "--fused-loss"]
+    assert main([*argv, "--save", str(tmp_path / "save"), *more]) == 0
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert ["eval_loss" in line for line in lines] == [False, True, True]
+    for line in lines[1:]:
+        assert line["eval_loss"] == pytest.approx(line["loss"], rel=ANOTHER_MESH)

@@ -27,6 +27,7 @@ from fsdp_jax.cli._decoder import (
     training_loss,
 )
 from fsdp_jax.cli._errors import check_absent, check_creatable
+from fsdp_jax.cli._held_out import HeldOut, hold_out
 from fsdp_jax.cli._log import say
 from fsdp_jax.cli._model_source import (
     Checkpoint,
@@ -53,6 +54,7 @@ from fsdp_jax.cli._train_config import (
 from fsdp_jax.cli._train_loop import Run, run_steps
 from fsdp_jax.cli._train_options import (
     BatchOptions,
+    EvalOptions,
     ExpertOptions,
     LogOptions,
     LoRAOptions,
@@ -105,6 +107,7 @@ class Train:
       mesh: Device mesh.
       strategy: Sharding and memory of a step.
       checkpoints: Steps to save and to keep.
+      evaluation: Held-out data.
       logs: Destination of the metrics.
       profiling: Steps to trace.
       where: Devices.
@@ -122,6 +125,7 @@ class Train:
     mesh: Annotated[MeshOptions, Group] = MeshOptions()
     strategy: Annotated[Strategy, Group] = Strategy()
     checkpoints: Annotated[SaveOptions, Group] = SaveOptions()
+    evaluation: Annotated[EvalOptions, Group] = EvalOptions()
     logs: Annotated[LogOptions, Group] = LogOptions()
     profiling: Annotated[Profile, Group] = Profile()
     where: Annotated[Devices, Group] = Devices()
@@ -184,6 +188,7 @@ class Train:
                 label_smoothing=recipe.label_smoothing,
                 z_loss=recipe.z_loss,
             ),
+            held_out=_hold_out(self, origin, recipe),
             callback=callback,
             window=window,
             routing=recipe.routing,
@@ -224,6 +229,7 @@ def _check(train: Train) -> bool:
     train.start.check()
     train.strategy.check(dataclasses.asdict(train.mesh))
     train.checkpoints.check()
+    train.evaluation.check(train.data, train.mesh.cp)
     train.profiling.check()
     _check_recipe(train)
     check_creatable(train.save, "--save")
@@ -241,6 +247,18 @@ def _check_recipe(train: Train) -> None:
         if typed.get("lr_schedule", "constant") != "constant":
             defaults["lr_steps"] = train.steps
         Recipe(**{**defaults, **typed})
+
+
+def _hold_out(train: Train, origin: Origin, recipe: Recipe) -> HeldOut | None:
+    options = train.evaluation
+    if not options.eval_data:
+        return None
+    recipe = dataclasses.replace(recipe, data_weights="")
+    data = read_data(options.eval_data, origin, recipe, train.save / "held-out")
+    for line in describe(data, recipe):
+        say(f"held-out data: {line}")
+    every = options.eval_every or train.steps
+    return hold_out(data, recipe, every=every, fused=train.precision.fused_loss)
 
 
 def _is_in_place(train: Train) -> bool:
