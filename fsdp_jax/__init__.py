@@ -2,6 +2,10 @@
 
 __version__ = "0.1.0"
 
+# First of all: it imports jax, which in the command line is to say nothing of CUDA.
+from fsdp_jax import _quiet_import as _quiet_import
+
+# isort: split
 from fsdp_jax import audit as audit
 from fsdp_jax import checkpoint as checkpoint
 from fsdp_jax import data as data

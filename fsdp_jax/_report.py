@@ -22,6 +22,8 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from fsdp_jax._streams import LenientConsole
+
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
@@ -158,7 +160,7 @@ def make_bar(*columns: ProgressColumn) -> Iterator[Progress]:
     with Progress(
         *columns,
         BarColumn(bar_width=20),
-        console=Console(stderr=True, quiet=jax.process_index() > 0),
+        console=LenientConsole(stderr=True, quiet=jax.process_index() > 0),
         redirect_stdout=sys.stdout.isatty(),
         redirect_stderr=False,
     ) as bar:

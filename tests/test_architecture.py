@@ -23,7 +23,7 @@ PACKAGES = ("fsdp_jax", "bridge")
 # The rooms of fsdp_jax, from the ground up: a module imports from its own room and from
 # those below. `__init__` is the package itself: `from fsdp_jax import X`.
 ROOMS = [
-    {"jaxpr", "local_path", "report", "tree", "chunks"},
+    {"jaxpr", "local_path", "quiet_import", "report", "streams", "tree", "chunks"},
     {"launch", "lora", "rl"},
     {"sharding"},
     {"data", "ops"},
@@ -38,6 +38,7 @@ ROOMS = [
     {"notebook"},
     {"__init__"},
     {"cli"},
+    {"main__"},
 ]
 # The same for bridge, whose packages are a row each.
 BRIDGE_ROWS = [

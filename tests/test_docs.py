@@ -42,6 +42,7 @@ README = (ROOT / "README.md").read_text()
 SHORT = {
     "--steps 100": "--steps 2 --seq 16",
     "--steps 200": "--steps 3",
+    "--steps 300": "--steps 2 --seq 64",
     "--profile-from 10 --profile-steps 3": "--profile-from 2 --profile-steps 1",
 }
 # Of these it is enough here that they parse: each is run by the tests of its own.
@@ -57,6 +58,19 @@ def folder(tmp_path_factory) -> Iterator[Path]:
     os.chdir(folder)
     assert (
         main(["make-tiny-llama", "tiny-llama", "--layers", "2", "--hidden", "32"]) == 0
+    )
+    (folder / "tiny-llama" / "chat_template.jinja").write_text(
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    chats = [
+        [("user", f"What is {n} + 1?"), ("assistant", f"{n + 1}")] for n in range(9)
+    ]
+    (folder / "CHATS.jsonl").write_text(
+        "\n".join(
+            json.dumps({"messages": [dict(role=r, content=c) for r, c in chat]})
+            for chat in chats
+        )
     )
     mixtral = folder / "tiny-mixtral"  # of which the page reads the config alone
     mixtral.mkdir()

@@ -1,25 +1,34 @@
 """The command line `fsdp-jax`; one file a command.
 
-The only place that imports both `fsdp_jax` and `bridge`. Results go to stdout, what
-is meant for watching goes to stderr.
+The only place that imports both `fsdp_jax` and `bridge`. Results go to stdout, progress
+and messages to stderr.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import os
+import signal
 import sys
+import typing
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 
+import fsdp_jax
 from fsdp_jax._local_path import check_local
+from fsdp_jax._streams import discard
 from fsdp_jax.checkpoint import NotSavedError
 from fsdp_jax.cli._errors import CheckFailed, ChildFailed
 from fsdp_jax.cli._no_driver import be_silent_without_driver
+from fsdp_jax.cli._option_names import suggestions
+from fsdp_jax.cli._options import named
 from fsdp_jax.cli.commands._compare import Compare
+from fsdp_jax.cli.commands._completion import Completion
 from fsdp_jax.cli.commands._convert import Convert
+from fsdp_jax.cli.commands._data import Data
 from fsdp_jax.cli.commands._demo import Demo
 from fsdp_jax.cli.commands._diff_metrics import DiffMetrics
 from fsdp_jax.cli.commands._doctor import Doctor
@@ -37,47 +46,116 @@ from fsdp_jax.cli.commands._verify import Verify
 from fsdp_jax.launch import fail
 
 _Command = (
-    Annotated[Train, tyro.conf.subcommand("train")]
-    | Annotated[Eval, tyro.conf.subcommand("eval")]
-    | Annotated[Generate, tyro.conf.subcommand("generate")]
-    | Annotated[Plan, tyro.conf.subcommand("plan")]
-    | Annotated[Import, tyro.conf.subcommand("import")]
-    | Annotated[Export, tyro.conf.subcommand("export")]
-    | Annotated[Convert, tyro.conf.subcommand("convert")]
-    | Annotated[Inspect, tyro.conf.subcommand("inspect")]
-    | Annotated[Verify, tyro.conf.subcommand("verify")]
-    | Annotated[Remove, tyro.conf.subcommand("remove")]
-    | Annotated[Compare, tyro.conf.subcommand("compare")]
-    | Annotated[DiffMetrics, tyro.conf.subcommand("diff-metrics")]
-    | Annotated[MakeTinyLlama, tyro.conf.subcommand("make-tiny-llama")]
-    | Annotated[Demo, tyro.conf.subcommand("demo")]
-    | Annotated[Launch, tyro.conf.subcommand("launch")]
-    | Annotated[Doctor, tyro.conf.subcommand("doctor")]
+    Annotated[Train, named("train", Train)]
+    | Annotated[Data, named("data", Data)]
+    | Annotated[Eval, named("eval", Eval)]
+    | Annotated[Generate, named("generate", Generate)]
+    | Annotated[Plan, named("plan", Plan)]
+    | Annotated[Import, named("import", Import)]
+    | Annotated[Export, named("export", Export)]
+    | Annotated[Convert, named("convert", Convert)]
+    | Annotated[Inspect, named("inspect", Inspect)]
+    | Annotated[Verify, named("verify", Verify)]
+    | Annotated[Remove, named("remove", Remove)]
+    | Annotated[Compare, named("compare", Compare)]
+    | Annotated[DiffMetrics, named("diff-metrics", DiffMetrics)]
+    | Annotated[MakeTinyLlama, named("make-tiny-llama", MakeTinyLlama)]
+    | Annotated[Demo, named("demo", Demo)]
+    | Annotated[Launch, named("launch", Launch)]
+    | Annotated[Doctor, named("doctor", Doctor)]
+    | Annotated[Completion, named("completion", Completion)]
 )
+_CONFIG = (tyro.conf.DisallowNone, tyro.conf.PositionalMetavarFromFieldName)
+_DESCRIPTION = """Fully sharded training of Hugging Face models in JAX.
+
+--version prints the version."""
+_CLOSED_PIPE = 128 + signal.SIGPIPE
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command.
 
     Args:
-      argv: Arguments after the program's name; None takes those of the process.
+      argv: Arguments after the program's name; None for those of the process.
 
     Returns:
-      The exit status: 0; 1 if a comparison failed, training diverged or the doctor
-      found something wrong; 2 for what the user can fix; 130 if interrupted; of
-      `launch`, that of the program.
+      Exit status: 0; 1 if a comparison failed, training diverged or the doctor found a
+      problem; 2 for what the user can fix; 130 if interrupted; 141 if the reader of
+      stdout has gone; for `launch`, the status of the program.
     """
-    command = tyro.cli(
-        _Command,  # pyright: ignore[reportArgumentType]
-        prog="fsdp-jax",
-        description="Fully sharded training of Hugging Face models in JAX.",
-        args=argv,
-        config=(tyro.conf.DisallowNone, tyro.conf.PositionalMetavarFromFieldName),
-    )
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words == ["--version"]:
+        print(f"fsdp-jax {fsdp_jax.__version__}")
+        return 0
+    try:
+        try:
+            command = parse(words)
+            if isinstance(command, Completion):
+                return _print_completion(command.shell)
+            return _run(command)
+        finally:
+            # Python flushes at its end too, where a closed pipe would be a traceback.
+            sys.stdout.flush()
+    except BrokenPipeError:
+        discard(sys.stdout)
+        return _CLOSED_PIPE
+
+
+def parse(words: Sequence[str]) -> Any:
+    """Parses the arguments of a command.
+
+    Args:
+      words: Name of the command, and its arguments.
+
+    Returns:
+      The command, a dataclass with a method `run`.
+
+    Raises:
+      SystemExit: If they are wrong, with status 2, or if help was asked for.
+    """
+    # tyro has colours for any terminal, and knows nothing of https://no-color.org.
+    tyro._experimental_options["ansi_codes"] = not os.environ.get("NO_COLOR")
+    commands = _commands()
+    command, rest = (words[0], words[1:]) if words else ("", words)
+    try:
+        if command not in commands:
+            return _parse(_Command, "fsdp-jax", _DESCRIPTION, words)
+        return _parse(commands[command], f"fsdp-jax {command}", None, rest)
+    except SystemExit as stop:
+        if stop.code == 2:
+            for line in suggestions(words, commands):
+                print(f"fsdp-jax: {line}", file=sys.stderr)
+        raise
+
+
+def _parse(command: Any, program: str, text: str | None, words: Sequence[str]) -> Any:
+    return tyro.cli(command, prog=program, description=text, args=words, config=_CONFIG)
+
+
+def _print_completion(shell: str) -> int:
+    try:
+        parse(["--tyro-write-completion", shell, "-"])
+    except SystemExit as stop:
+        return int(stop.code or 0)
+    return 0
+
+
+def _commands() -> dict[str, type]:
+    """Returns the commands by name."""
+    found = {}
+    for annotated in typing.get_args(_Command):
+        command, subcommand = typing.get_args(annotated)
+        found[subcommand.name] = command
+    return found
+
+
+def _run(command: Any) -> int:
     be_silent_without_driver()
     try:
         _check_paths(command)
         command.run()
+    except BrokenPipeError:
+        raise
     except KeyboardInterrupt as error:
         fail(error)
         return 130

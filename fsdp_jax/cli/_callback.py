@@ -1,4 +1,4 @@
-"""A function of the user's that sees the metrics of each step."""
+"""Function of the user that is called with the metrics of each step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import jax
 from fsdp_jax.cli._metrics import StepMetrics
 
 Callback = Callable[[dict[str, Any]], object]
-"""Takes the fields of `StepMetrics`, Python numbers all; what it returns is unread."""
+"""Function of the fields of `StepMetrics`, as Python numbers."""
 
 
 def load_callback(name: str) -> Callback:
@@ -49,7 +49,7 @@ def load_callback(name: str) -> Callback:
 
 
 def call(callback: Callback | None, metrics: StepMetrics) -> None:
-    """Passes the metrics of a step to the callback, in the first process only.
+    """Calls the callback with the metrics of a step, in process 0 alone.
 
     Raises:
       RuntimeError: If the callback raises. Its own error would be taken for bad input

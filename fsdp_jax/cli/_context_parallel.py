@@ -1,4 +1,4 @@
-"""Rows that the commands split over `cp`: which attention, and how a batch lies."""
+"""Context parallelism of the commands: attention, and the layout of batches."""
 
 from __future__ import annotations
 
@@ -14,11 +14,15 @@ import fsdp_jax as fsdp
 from bridge.models import DecoderConfig, dot_product_attention, positions_in_order
 
 CPForm = Literal["ring", "all_gather", "ulysses"]
-"""How tokens see those of other ranks: keys and values go round, are gathered, or
-tokens are traded for heads."""
+"""Context-parallel attention algorithm."""
 
-SEQUENCES = {"tokens": 1, "targets": 1}
-"""The dim of each leaf of a batch that is split over `cp`."""
+SEQUENCES: dict[str, int] = {"tokens": 1, "targets": 1}
+"""Dim of each leaf of a batch that is split over `cp`."""
+
+DOCUMENT_SEQUENCES: dict[str, int] = {
+    name: 1 for name in ("tokens", "targets", "segment_ids", "positions", "weights")
+}
+"""The same for a batch of documents."""
 
 _FORMS: dict[CPForm, Callable[..., Any]] = {
     "ring": fsdp.ops.ring_attention,
@@ -28,7 +32,7 @@ _FORMS: dict[CPForm, Callable[..., Any]] = {
 
 
 def decoder_options(cp: int, form: CPForm) -> dict[str, Any]:
-    """The `attention` and the `positions` of a decoder, over `tp` too."""
+    """Returns the `attention` and the `positions` of a decoder."""
     attention = dot_product_attention if cp == 1 else _FORMS[form]
     return {
         "attention": fsdp.ops.split_heads(attention),
@@ -39,13 +43,13 @@ def decoder_options(cp: int, form: CPForm) -> dict[str, Any]:
 def check_context(
     config: DecoderConfig, cp: int, tp: int, form: CPForm, pp: int = 1
 ) -> None:
-    """Raises a `ValueError` if a model cannot have its rows split in that form."""
+    """Raises a `ValueError` if a model does not support the algorithm."""
     if cp == 1:
         return
     if form == "ring" and pp > 1:
         raise ValueError(
-            f"cp={cp}, pp={pp}: keys and values that go round (--cp-form ring) are "
-            "sent by all devices at once, and only those of one stage run a layer. "
+            f"cp={cp}, pp={pp}: --cp-form ring sends keys and values between all "
+            "devices at once, and only those of one stage run a layer. "
             "Use --cp-form all_gather or ulysses."
         )
     heads = config.num_attention_heads
@@ -77,24 +81,47 @@ def check_rows(seq: int, tp: int, cp: int = 1) -> None:
 
 
 def split_rows(
-    tokens: Int32[np.ndarray, "batch seq+1"], cp: int
+    tokens: Int32[np.ndarray, "batch seq+1"] | dict[str, np.ndarray], cp: int
 ) -> np.ndarray | dict[str, np.ndarray]:
-    """A batch as a step takes it: over `cp` tokens and targets, in zig-zag."""
+    """Returns a batch as a step takes it: over `cp` in zig-zag, with targets apart.
+
+    Args:
+      tokens: Rows of text, or of documents by name.
+      cp: Devices that split rows.
+    """
     if cp == 1:
         return tokens
+    if isinstance(tokens, dict):
+        return fsdp.ops.zigzag(tokens, cp)
     return fsdp.ops.zigzag({"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}, cp)
 
 
+def num_rows(batch: Any) -> int:
+    """Returns the number of rows of a batch."""
+    return len(jax.tree.leaves(batch)[0])
+
+
 def num_targets(batch: Any) -> int:
-    """How many tokens such a batch predicts."""
+    """Returns the number of targets of a batch."""
     if isinstance(batch, dict):
         return batch["targets"].size
     rows, length = batch.shape
     return rows * (length - 1)
 
 
-def abstract_rows(batch: int, seq: int, cp: int) -> Any:
-    """The abstract batch of such rows."""
+def abstract_rows(batch: int, seq: int, cp: int, *, documents: bool = False) -> Any:
+    """Returns an abstract batch.
+
+    Args:
+      batch: Rows of the global batch.
+      seq: Tokens that a row predicts.
+      cp: Devices that split rows.
+      documents: Whether rows are of documents.
+    """
+    if documents:
+        dtypes = dict.fromkeys(DOCUMENT_SEQUENCES, jnp.int32)
+        dtypes["weights"] = jnp.float32
+        return {n: jax.ShapeDtypeStruct((batch, seq), d) for n, d in dtypes.items()}
     if cp == 1:
         return jax.ShapeDtypeStruct((batch, seq + 1), jnp.int32)
     return dict.fromkeys(SEQUENCES, jax.ShapeDtypeStruct((batch, seq), jnp.int32))

@@ -1,8 +1,9 @@
-"""Tokens as a stream of batches that stops and goes on at any point."""
+"""Rows as a stream of batches that can be resumed at any point."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import grain
@@ -16,12 +17,12 @@ from fsdp_jax.data._host_batches import HostBatches, HostShard
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Windows:
-    """Tokens cut into rows; the last token of one is the first of the next.
+    """Tokens cut into rows, each starting with the last token of the one before.
 
-    So every token but the very first is predicted once an epoch.
+    Every token but the first is predicted once an epoch.
 
     Attributes:
-      tokens: All of them.
+      tokens: Text.
       seq: Tokens that a row predicts.
     """
 
@@ -29,11 +30,11 @@ class Windows:
     seq: int
 
     def __len__(self) -> int:
-        """Rows; the tokens that fill no row are left out."""
+        """Returns the number of rows; tokens that fill no row are left out."""
         return max(len(self.tokens) - 1, 0) // self.seq
 
     def __getitem__(self, index: int) -> Int32[np.ndarray, " seq+1"]:
-        """One row."""
+        """Returns a row."""
         start = index * self.seq
         return self.tokens[start : start + self.seq + 1].astype(np.int32)
 
@@ -41,15 +42,15 @@ class Windows:
 def make_batches(
     tokens: Tokens, recipe: Recipe, shard: HostShard
 ) -> grain.DatasetIterator:
-    """Shuffles rows, anew each epoch, without end, into this host's of global batches.
+    """Makes this host's rows of global batches, shuffled anew each epoch, without end.
 
     The order depends on the recipe alone, never on the mesh. `get_state()` is a small
-    dict for JSON, the same on all hosts, and `set_state` goes on from there, on any.
+    dict for JSON, the same on all hosts, and `set_state` continues from it, on any.
 
     Args:
-      tokens: The text.
+      tokens: Text.
       recipe: Batch, row length and seed.
-      shard: The rows of a batch that are read here, from `host_shard`.
+      shard: Rows of a batch that this host reads, from `host_shard`.
 
     Raises:
       ValueError: If the tokens do not fill a single row.
@@ -60,7 +61,33 @@ def make_batches(
             f"--data holds {len(tokens)} tokens, but a row of --seq {recipe.seq} takes "
             f"{recipe.seq + 1}. Use more data or a smaller --seq."
         )
-    rows = grain.MapDataset.source(windows).seed(recipe.seed).shuffle().repeat()
+    return mixed_batches([windows], None, recipe, shard)
+
+
+def mixed_batches(
+    sources: Sequence[Any],
+    weights: Sequence[float] | None,
+    recipe: Recipe,
+    shard: HostShard,
+) -> grain.DatasetIterator:
+    """Makes this host's rows of global batches from one or several sources.
+
+    Each source is shuffled, anew each epoch, and repeated without end. The order
+    depends on the recipe alone, as for `make_batches`.
+
+    Args:
+      sources: Rows of each source, by index.
+      weights: Share of each source among the rows; None for a single source.
+      recipe: Batch size and seed.
+      shard: Rows of a batch that this host reads, from `host_shard`.
+    """
+    datasets = [
+        grain.MapDataset.source(source).seed(recipe.seed + index).shuffle().repeat()
+        for index, source in enumerate(sources)
+    ]
+    rows = datasets[0]
+    if len(datasets) > 1:
+        rows = grain.MapDataset.mix(datasets, weights)
     batches = grain.MapDataset.source(HostBatches(rows, recipe.batch, shard))
     # One thread makes the next batches while the devices work.
     ahead = grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
@@ -68,5 +95,5 @@ def make_batches(
 
 
 def position(batches: grain.DatasetIterator) -> dict[str, Any]:
-    """Returns the position in the stream, as JSON."""
+    """Returns the position of the stream, as JSON."""
     return dict(batches.get_state())  # pyright: ignore[reportArgumentType]

@@ -1,10 +1,10 @@
-"""The decoder that the commands train, as a plan, and its loss."""
+"""Plan and loss of the decoder that the commands train."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -42,20 +42,22 @@ def plan_decoder(
     prefetch: int = 1,
     unroll: int = 1,
     cp_form: CPForm = "ring",
+    sequences: Mapping[str, int] = SEQUENCES,
 ) -> fsdp.Plan:
-    """Plans the decoder of a config, a layer a unit.
+    """Plans the decoder of a config, with a layer as a unit.
 
-    Its matrices are split over `tp`, its experts over `ep`, and rows over `cp`.
-    Routers' biases that no gradient trains are frozen, in float32.
+    Matrices are split over `tp`, experts over `ep`, and rows over `cp`. Routers' biases
+    that no gradient trains are frozen, in float32.
 
     Args:
-      config: The model.
-      mesh: From `fsdp_jax.make_mesh`.
-      fsdp_config: How it is sharded; default ZeRO-3 in float32.
-      routing: How tokens find experts; default dropless, as the model says.
-      prefetch: As for `fsdp_jax.scan`.
-      unroll: As for `fsdp_jax.scan`.
-      cp_form: How tokens see those of other ranks on `cp`, if there are any.
+      config: Config of the model.
+      mesh: Device mesh from `fsdp_jax.make_mesh`.
+      fsdp_config: Sharding; default ZeRO-3 in float32.
+      routing: Routing of models with experts; default dropless, by the config.
+      prefetch: Layers gathered ahead, as for `fsdp_jax.scan`.
+      unroll: Layers in one iteration of the loop, as for `fsdp_jax.scan`.
+      cp_form: Context-parallel attention algorithm.
+      sequences: Dim of each leaf of a batch that is split over `cp`.
     """
     cp = mesh.shape["cp"]
     check_context(config, cp, mesh.shape["tp"], cp_form, mesh.shape["pp"])
@@ -82,35 +84,53 @@ def plan_decoder(
             frozen=(*fsdp_config.frozen, *biases),
             tensor_parallel=tensor_parallel_rules(config, mesh.shape["tp"]),
             expert_parallel=expert_parallel_rules(config),
-            context_parallel=SEQUENCES,
+            context_parallel=sequences,
         ),
     )
 
 
 def _stack(config: DecoderConfig) -> str:
-    """The layers that stages split: the longest run of one structure."""
+    """Returns the layers that stages split: the longest run of one structure."""
     runs = config.layer_runs
     sizes = [run.stop - run.start for run in runs]
     return f"layers.{sizes.index(max(sizes))}" if len(runs) > 1 else "layers"
 
 
 def computed_in(param_dtype: str) -> fsdp.FSDPConfig:
-    """Weights are gathered and computed in this dtype, and kept in float32."""
+    """Returns a config that computes in this dtype and stores weights in float32."""
     policy = fsdp.MixedPrecisionPolicy(param_dtype=jnp.dtype(param_dtype))
     return fsdp.FSDPConfig(mp_policy=policy)
 
 
 def loss_of(*, fused: bool) -> Callable[..., Float[Array, ""]]:
-    """The loss that the commands train with: logits at once, or a chunk at a time."""
+    """Returns the loss of text: with all logits at once, or by chunks."""
     return fused_next_token_loss if fused else next_token_loss
 
 
-def training_loss(*, fused: bool, routing: Routing) -> Callable[..., Any]:
-    """The loss of `train`: that of `loss_of`, and of a model with experts its balance.
+def training_loss(
+    *,
+    fused: bool,
+    routing: Routing,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+) -> Callable[..., Any]:
+    """Makes the loss of `train`: cross entropy, and for experts a balancing loss.
 
-    It returns the loss, and of such a model what it is made of.
+    Args:
+      fused: Whether logits are computed by chunks of the vocabulary.
+      routing: Routing of models with experts.
+      label_smoothing: Fraction of each target spread over the vocabulary.
+      z_loss: Weight of the squared log-normalizer of the logits.
+
+    Returns:
+      Function `loss(model, batch) -> (loss, metrics)`; the metrics are those of
+      experts.
     """
-    of_states = _fused_loss_of_states if fused else _loss_of_states
+    of_states = functools.partial(
+        _fused_loss_of_states if fused else _loss_of_states,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+    )
 
     def loss(model, batch):
         tokens, targets = _tokens_and_targets(batch)
@@ -126,15 +146,86 @@ def training_loss(*, fused: bool, routing: Routing) -> Callable[..., Any]:
     return loss
 
 
+def document_loss(
+    *,
+    fused: bool,
+    routing: Routing,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+) -> Callable[..., Any]:
+    """Makes the loss of rows of documents, for `calculate_per_token_loss=True`.
+
+    Args:
+      fused: Whether logits are computed by chunks of the vocabulary.
+      routing: Routing of models with experts.
+      label_smoothing: Fraction of each target spread over the vocabulary.
+      z_loss: Weight of the squared log-normalizer of the logits.
+
+    Returns:
+      Function `loss(model, batch) -> ((sum, count), metrics)` over the tokens whose
+      weight is not 0; a balancing loss of experts counts once for each of them.
+    """
+    of_tokens = functools.partial(
+        _fused_token_losses if fused else _token_losses,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+    )
+    mine: tuple[str, ...] = ()  # The step sums over ranks.
+
+    def loss(model, batch):
+        states, stats = model.final_states(
+            batch["tokens"], batch["positions"], batch["segment_ids"]
+        )
+        is_trained = batch["weights"] > 0
+        losses = of_tokens(model, states, batch["targets"])
+        total = fsdp.ops.masked_sum(losses, is_trained, axes=mine)
+        count = fsdp.ops.masked_count(is_trained, axes=mine)
+        if stats is None:
+            return (total, count), {}
+        if isinstance(model, CountingDecoder):
+            model.count(stats)
+        balance, reported = router_losses(model.config, routing, stats)
+        return (total + balance * count, count), reported
+
+    return loss
+
+
+def held_out_loss(*, fused: bool) -> Callable[..., Any]:
+    """Makes the cross entropy of rows of documents, for `make_eval_step`.
+
+    Args:
+      fused: Whether logits are computed by chunks of the vocabulary.
+
+    Returns:
+      Function `loss(model, batch) -> (sum, count)` over the tokens whose weight is not
+      0.
+    """
+    of_tokens = _fused_token_losses if fused else _token_losses
+    mine: tuple[str, ...] = ()  # The step sums over ranks.
+
+    def loss(model, batch):
+        states, _ = model.final_states(
+            batch["tokens"], batch["positions"], batch["segment_ids"]
+        )
+        is_trained = batch["weights"] > 0
+        losses = of_tokens(model, states, batch["targets"])
+        return (
+            fsdp.ops.masked_sum(losses, is_trained, axes=mine),
+            fsdp.ops.masked_count(is_trained, axes=mine),
+        )
+
+    return loss
+
+
 def next_token_loss(model: Decoder, batch: Batch) -> Float[Array, ""]:
-    """Cross entropy of each token given those before it, in float32, the mean."""
+    """Computes the mean cross entropy of each token given those before it."""
     tokens, targets = _tokens_and_targets(batch)
     states, _ = model.final_states(tokens)
     return _loss_of_states(model, states, targets)
 
 
 def fused_next_token_loss(model: Decoder, batch: Batch) -> Float[Array, ""]:
-    """The same, in the memory of a chunk of the vocabulary; a product more."""
+    """Computes `next_token_loss` by chunks of the vocabulary."""
     tokens, targets = _tokens_and_targets(batch)
     states, _ = model.final_states(tokens)
     return _fused_loss_of_states(model, states, targets)
@@ -146,13 +237,10 @@ def _tokens_and_targets(batch: Batch) -> tuple[Array, Array]:
     return batch[:, :-1], batch[:, 1:]
 
 
-def _loss_of_states(model: Decoder, states: Array, targets: Array) -> Float[Array, ""]:
-    states, kernel = _with_head_bias(model, states)
-    logits = states @ fsdp.ops.pad_vocabulary(kernel)
-    losses = fsdp.ops.vocab_parallel_cross_entropy(
-        model.finish_logits(logits), targets, vocab_size=model.config.vocab_size
-    )
-    return losses.mean()
+def _loss_of_states(
+    model: Decoder, states: Array, targets: Array, **weights: Any
+) -> Float[Array, ""]:
+    return _token_losses(model, states, targets, **weights).mean()
 
 
 def _with_head_bias(model: Decoder, states: Array) -> tuple[Array, Array]:
@@ -171,17 +259,36 @@ def _with_head_bias(model: Decoder, states: Array) -> tuple[Array, Array]:
 
 
 def _fused_loss_of_states(
-    model: Decoder, states: Array, targets: Array
+    model: Decoder, states: Array, targets: Array, **weights: Any
 ) -> Float[Array, ""]:
+    return _fused_token_losses(model, states, targets, **weights).mean()
+
+
+def _token_losses(
+    model: Decoder, states: Array, targets: Array, **weights: Any
+) -> Float[Array, "batch seq"]:
     states, kernel = _with_head_bias(model, states)
-    losses = fsdp.ops.fused_linear_cross_entropy(
+    logits = states @ fsdp.ops.pad_vocabulary(kernel)
+    return fsdp.ops.vocab_parallel_cross_entropy(
+        model.finish_logits(logits),
+        targets,
+        vocab_size=model.config.vocab_size,
+        **weights,
+    )
+
+
+def _fused_token_losses(
+    model: Decoder, states: Array, targets: Array, **weights: Any
+) -> Float[Array, "batch seq"]:
+    states, kernel = _with_head_bias(model, states)
+    return fsdp.ops.fused_linear_cross_entropy(
         states,
         fsdp.ops.pad_vocabulary(kernel),
         targets,
         vocab_size=model.config.vocab_size,
         logit_fn=model.finish_logits,
+        **weights,
     )
-    return losses.mean()
 
 
 def _make_decoder(

@@ -1,4 +1,4 @@
-"""Which versions are installed, which do not fit together, and what settings say."""
+"""Versions of packages and settings of the environment, and problems with them."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ Versions = Mapping[str, str | None]
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """Something to do.
+    """A problem and its fix.
 
     Attributes:
-      what: Is the matter.
-      fix: What to do about it.
-      is_wrong: Whether something fails; otherwise it is advice.
+      what: Problem.
+      fix: Way to fix it.
+      is_wrong: Whether something fails; otherwise the finding is advice.
     """
 
     what: str
@@ -33,7 +33,7 @@ class Finding:
 
 
 def versions() -> dict[str, str | None]:
-    """The version of each package that matters; None where it is not installed."""
+    """Returns the versions of packages; None for one that is not installed."""
     found = {name: _version(name) for name in (*_PACKAGES, *_PLUGINS)}
     return {"python": platform.python_version(), **found}
 
@@ -46,12 +46,12 @@ def _version(name: str) -> str | None:
 
 
 def plugins(versions: Versions) -> dict[str, str]:
-    """The packages of XLA for GPUs that are installed."""
+    """Returns the versions of the installed packages of XLA for GPUs."""
     return {name: found for name in _PLUGINS if (found := versions.get(name))}
 
 
 def check_versions(versions: Versions) -> Iterator[Finding]:
-    """Says which versions do not fit together."""
+    """Yields problems with versions that do not fit together."""
     jax, jaxlib, flax = (versions.get(name) for name in ("jax", "jaxlib", "flax"))
     if jax and jaxlib and jax != jaxlib:
         yield Finding(
@@ -88,12 +88,12 @@ _DEFAULTS = {
 
 
 def settings(environ: Mapping[str, str]) -> dict[str, str]:
-    """What the environment tells jax, defaults included."""
+    """Returns the settings of jax in the environment, with defaults."""
     return {name: environ.get(name) or default for name, default in _DEFAULTS.items()}
 
 
 def check_settings(environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Says which settings jax refuses when it starts a GPU."""
+    """Yields problems with settings that jax refuses when it starts a GPU."""
     given = [name for name in (_FRACTION, _OLD_FRACTION) if environ.get(name)]
     if len(given) == 2:
         yield Finding(

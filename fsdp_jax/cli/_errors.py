@@ -1,22 +1,22 @@
-"""The errors of the command line, and the checks that several commands share."""
+"""Errors of the command line, and checks shared by several commands."""
 
 from __future__ import annotations
 
 import importlib
-import os
+import tempfile
 from pathlib import Path
 from types import ModuleType
 
 
 class CheckFailed(Exception):
-    """A command did its work, and what it was to verify does not hold: status 1."""
+    """Raised if what a command verifies does not hold: status 1."""
 
 
 class ChildFailed(Exception):
-    """A program that a command ran has failed, and said why.
+    """Raised if a program run by a command failed, and printed why.
 
     Attributes:
-      status: Its exit status; for a signal 128 and its number.
+      status: Exit status of the program; for a signal, 128 plus its number.
     """
 
     def __init__(self, status: int):
@@ -25,25 +25,30 @@ class ChildFailed(Exception):
 
 
 def check_creatable(path: Path, option: str) -> None:
-    """Raises a `ValueError` unless `path` can be made, or is a directory to write in.
+    """Raises a `ValueError` unless `path` can be created, or is a writable directory.
 
     Finding out after hours of training that the result cannot be saved is too late.
 
     Args:
-      path: A file or directory to be written.
-      option: What the user calls it, for the message.
+      path: File or directory to be written.
+      option: Option that names it, for the message.
     """
     existing = path.absolute()
     while not existing.exists():
         existing = existing.parent
     if not existing.is_dir():
         raise ValueError(f"{option} '{path}': '{existing}' is no directory.")
-    if not os.access(existing, os.W_OK):
-        raise ValueError(f"{option} '{path}': '{existing}' is not writable.")
+    try:
+        # Only writing tells: root may write anywhere by permission, but not in /proc.
+        tempfile.TemporaryFile(dir=existing).close()
+    except OSError as error:
+        raise ValueError(
+            f"{option} '{path}': '{existing}' is not writable ({error.strerror})."
+        ) from error
 
 
 def check_empty(path: Path, option: str) -> None:
-    """Raises a `ValueError` unless `path` is an empty directory, or can be made one."""
+    """Raises a `ValueError` unless `path` is an empty directory, or can be created."""
     check_creatable(path, option)
     if path.exists() and any(path.iterdir()):
         raise ValueError(
@@ -52,7 +57,7 @@ def check_empty(path: Path, option: str) -> None:
 
 
 def check_absent(path: Path, option: str) -> None:
-    """Raises a `ValueError` if there is anything at `path`, or it cannot be made."""
+    """Raises a `ValueError` if `path` exists or cannot be created."""
     if path.exists():
         raise ValueError(
             f"{option} '{path}' exists already. Give a new name, or remove it first."
@@ -64,8 +69,8 @@ def require(module: str, purpose: str) -> ModuleType:
     """Imports an optional package.
 
     Args:
-      module: Its name.
-      purpose: What needs it, e.g. `"--tokenizer model"`.
+      module: Name of the package.
+      purpose: Option or command that needs it, e.g. `"--tokenizer model"`.
 
     Raises:
       ValueError: If it is not installed.

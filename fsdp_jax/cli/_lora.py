@@ -1,4 +1,4 @@
-"""The LoRA of the commands: by PEFT's names, from and to its files."""
+"""LoRA of the commands, by PEFT's names."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _CODES: dict[str, Literal["int8", "nf4"]] = {"int8": "int8", "nf4": "nf4"}
 
 @dataclasses.dataclass(frozen=True)
 class Adapter:
-    """A LoRA as the command line says it, and as a checkpoint remembers it.
+    """A LoRA, as options and checkpoints describe it.
 
     Attributes:
-      rank: Of the factors.
-      alpha: `alpha / rank` scales their product.
-      targets: PEFT's names of modules.
-      base_dtype: How the frozen base is kept, and, but for codes, computes.
+      rank: Rank of the factors.
+      alpha: Numerator of the scale `alpha / rank` of their product.
+      targets: Modules with factors, by PEFT's names.
+      base_dtype: Format of the frozen weights; a floating dtype also computes.
     """
 
     rank: int
@@ -37,11 +37,11 @@ class Adapter:
     base_dtype: BaseDType
 
     def sharding(self, config: DecoderConfig, param_dtype: str) -> fsdp.FSDPConfig:
-        """How a model is sharded with it.
+        """Returns the sharding config of a model with the factors.
 
         Args:
-          config: The model.
-          param_dtype: In which codes compute.
+          config: Config of the model.
+          param_dtype: Dtype that quantized weights compute in.
         """
         dtype = param_dtype if self.base_dtype in _CODES else self.base_dtype
         return fsdp.FSDPConfig(
@@ -62,13 +62,13 @@ class Adapter:
     def load_merged(
         self, directory: Path, step: int, like: PyTree, config: DecoderConfig
     ) -> PyTree:
-        """The model of a checkpoint with its factors merged in.
+        """Loads a model with its factors merged in, like abstract parameters.
 
         Args:
-          directory: Of the checkpoint.
-          step: Which.
+          directory: Directory of the checkpoint.
+          step: Step to load.
           like: Shapes, dtypes and shardings of the model's own parameters.
-          config: The model.
+          config: Config of the model.
         """
         plan, params = self.load(directory, step, like, config)
         merged = fsdp.training.merge_lora(plan, params, jnp.float32)
@@ -81,7 +81,7 @@ class Adapter:
     def load(
         self, directory: Path, step: int, like: PyTree, config: DecoderConfig
     ) -> tuple[fsdp.Plan, PyTree]:
-        """The plan and the parameters of a checkpoint, on the mesh of `like`."""
+        """Loads the plan and the parameters of a checkpoint, on the mesh of `like`."""
         mesh = jax.tree.leaves(like)[0].sharding.mesh
         plan = plan_decoder(config, mesh, self.sharding(config, "float32"))
         params = fsdp.checkpoint.load_params(

@@ -1,4 +1,4 @@
-"""What the commands that write for Megatron have in common."""
+"""Options of commands that write for Megatron."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Format = Literal["torch_dist", "legacy"]
 
 @dataclasses.dataclass(frozen=True)
 class MegatronLayout:
-    """Sizes of the parallel groups that a Megatron checkpoint is written for.
+    """Parallel sizes of a checkpoint for Megatron.
 
     Attributes:
       tensor_parallel: Tensor-parallel ranks of a legacy checkpoint, as are the next
@@ -24,8 +24,8 @@ class MegatronLayout:
       pipeline_parallel: Pipeline stages.
       virtual_pipeline: Model chunks a stage; default one.
       expert_parallel: Expert-parallel ranks.
-      vocab_divisor: Number whose product with the tensor-parallel ranks divides the
-        vocabulary once it is padded with zeros.
+      vocab_divisor: Divisor of the vocabulary, times the tensor-parallel ranks; rows of
+        zeros are added.
     """
 
     tensor_parallel: int = 1
@@ -35,7 +35,7 @@ class MegatronLayout:
     vocab_divisor: int = 128
 
     def check(self, written: bool) -> None:
-        """Refuses what would do nothing, where nothing is written for Megatron."""
+        """Refuses these options where nothing is written for Megatron."""
         default = MegatronLayout()
         changed = [
             f"--{field.name.replace('_', '-')}"
@@ -56,7 +56,7 @@ class MegatronLayout:
         format: Format,
         progress: Callable[[int, int], None],
     ) -> None:
-        """Writes parameters, or leaves that are not read yet."""
+        """Writes parameters, or leaves that are read when they are written."""
         bridge.save_megatron(
             out,
             params,

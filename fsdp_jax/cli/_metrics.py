@@ -15,22 +15,29 @@ from typing import TextIO
 
 import jax
 
+from fsdp_jax._report import format_bytes
+from fsdp_jax._streams import discard
+from fsdp_jax.cli._log import say
+
 
 @dataclasses.dataclass(frozen=True)
 class StepMetrics:
-    """What is known after a step.
+    """Metrics of a step.
 
     Attributes:
-      step: Updates made so far, this one included.
+      step: Number of updates so far, with this one.
       loss: Mean over the global batch, before the update.
       grad_norm: Norm of the gradient; not finite in a step that a loss scale skipped.
-      tokens_per_sec: Of all devices; the first step's counts compilation too.
+      tokens_per_sec: Tokens a second on all devices; in the first step with
+        compilation.
       step_secs: Seconds from batch to metrics.
-      peak_memory_bytes: The largest so far: of the fullest GPU, or of the process
-        where devices are simulated.
-      loss_scale: The factor of the loss in this step; None if it has none.
-      routers: Of a model with experts: its loss without what balances them, and the
-        figures of `router_losses`; empty for others.
+      peak_memory_bytes: Largest memory so far, of the fullest GPU, or of the process if
+        devices are simulated.
+      eval_loss: Mean loss of the held-out data after the update; None if it was not
+        measured after this step.
+      loss_scale: Factor of the loss in this step; None if there is none.
+      routers: Metrics of a model with experts: the cross entropy without balancing
+        losses, and the metrics of `router_losses`; empty for other models.
     """
 
     step: int
@@ -41,9 +48,22 @@ class StepMetrics:
     peak_memory_bytes: int
     loss_scale: float | None = None
     routers: dict[str, float] = dataclasses.field(default_factory=dict)
+    eval_loss: float | None = None
+
+    def as_text(self) -> str:
+        """Returns a line for people."""
+        parts = [
+            f"step {self.step}",
+            f"loss {self.loss:.4f}",
+            *([f"held-out loss {self.eval_loss:.4f}"] if self.eval_loss else []),
+            f"grad norm {self.grad_norm:.3g}",
+            f"{self.tokens_per_sec:,.0f} tokens/s",
+            format_bytes(self.peak_memory_bytes),
+        ]
+        return "  ".join(parts)
 
     def as_dict(self) -> dict[str, float]:
-        """All numbers by name; those that there are, as JSON has none that is not."""
+        """Returns the numbers by name, without those that JSON cannot express."""
         numbers = dataclasses.asdict(self)
         numbers |= numbers.pop("routers")
         return {
@@ -55,16 +75,14 @@ class StepMetrics:
 
 @contextlib.contextmanager
 def metrics_lines(path: Path | None, start: int = 0) -> Iterator[TextIO]:
-    """Opens a file for metrics, or stdout if there is no path.
-
-    Of several processes the first has the file: the numbers of all are the same.
+    """Opens a file for metrics, or stdout if there is no path; in process 0 alone.
 
     Args:
-      path: A new file, or one of the same run: its steps after `start`, which come
-        again, are taken out, and what a process that was killed had half written.
-      start: Steps done before.
+      path: New file, or the file of the same run: its lines after step `start`, which
+        are made again, and an incomplete last line are removed.
+      start: Number of steps done before.
     """
-    if jax.process_index() > 0:  # they would be the same
+    if jax.process_index() > 0:  # The metrics of all processes are the same.
         yield io.StringIO()
         return
     if path is None:
@@ -81,20 +99,39 @@ def metrics_lines(path: Path | None, start: int = 0) -> Iterator[TextIO]:
 
 
 def _step_of(line: str) -> float:
-    """The step of a line; a cut-off one, which is the last, is later than any."""
+    """Returns the step of a line; infinity for an incomplete one, which is the last."""
     return json.loads(line)["step"] if line.endswith("\n") else math.inf
 
 
 def write_metrics(file: TextIO, metrics: StepMetrics) -> None:
-    """Writes one line at once, so that a run can be watched and loses none."""
-    print(json.dumps(metrics.as_dict()), file=file, flush=True)
+    """Writes one line, flushed: JSON, or on a terminal a line for people.
+
+    A run whose reader has gone, as in `fsdp-jax train ... | head -1`, continues without
+    writing.
+
+    Args:
+      file: File from `metrics_lines`.
+      metrics: Metrics of a step.
+    """
+    text = metrics.as_text() if file.isatty() else json.dumps(metrics.as_dict())
+    try:
+        print(text, file=file, flush=True)
+    except BrokenPipeError:
+        discard(file)
+        say(
+            f"stdout was closed: training continues, and the metrics from step "
+            f"{metrics.step} on are not written. Use --metrics FILE to keep them."
+        )
 
 
 def read_losses(path: Path) -> dict[int, float]:
-    """The loss of each step in a metrics file.
+    """Reads the loss of each step in a metrics file.
+
+    Args:
+      path: File written by `fsdp-jax train --metrics`.
 
     Raises:
-      ValueError: If a line is no metrics of a step.
+      ValueError: If a line has no step and loss.
     """
     losses = {}
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
@@ -110,7 +147,7 @@ def read_losses(path: Path) -> dict[int, float]:
 
 
 def peak_memory_bytes() -> int:
-    """The most memory used so far: of the fullest GPU, or else of the process."""
+    """Returns the peak memory of the fullest GPU, or else of the process, in bytes."""
     stats = [device.memory_stats() for device in jax.local_devices()]
     peaks = [s["peak_bytes_in_use"] for s in stats if s and "peak_bytes_in_use" in s]
     if peaks:

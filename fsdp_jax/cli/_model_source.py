@@ -1,4 +1,4 @@
-"""Where a model comes from: Hugging Face, Megatron, or a step of a checkpoint."""
+"""Origins of a model: Hugging Face, Megatron, a config, or a checkpoint."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class Origin(Protocol):
 
     @property
     def config(self) -> DecoderConfig:
-        """The model."""
+        """Config of the model."""
         ...
 
     @property
     def files(self) -> Path | None:
-        """The directory with the model's own tokenizer, if any is at hand."""
+        """Directory with the model's tokenizer; None if there is none."""
         ...
 
     def load_params(self, like: PyTree) -> PyTree:
@@ -54,8 +54,8 @@ class HuggingFace:
     """A model in safetensors files.
 
     Attributes:
-      path: Its directory, or its single file.
-      config: The model.
+      path: Directory of the model, or its single file.
+      config: Config of the model.
     """
 
     path: Path
@@ -63,7 +63,7 @@ class HuggingFace:
 
     @property
     def files(self) -> Path:
-        """The directory of the model, which may have a tokenizer."""
+        """Directory of the model, which may have a tokenizer."""
         return _directory_of(self.path)
 
     def load_params(self, like: PyTree) -> PyTree:
@@ -78,7 +78,7 @@ class HuggingFace:
         return bridge.lazy_hf(self.path, self.config)[0]
 
     def plan_import(self, like: PyTree | None) -> bridge.ImportPlan:
-        """Says what `load_params` would do."""
+        """Returns the plan of `load_params`."""
         return bridge.plan(self.path, like, config=self.config)
 
 
@@ -87,8 +87,8 @@ class Megatron:
     """A checkpoint of Megatron's, of any format.
 
     Attributes:
-      path: Its directory.
-      config: The model.
+      path: Directory of the checkpoint.
+      config: Config of the model.
     """
 
     path: Path
@@ -107,8 +107,29 @@ class Megatron:
         return bridge.megatron.lazy_megatron(self.path, self.config)[0]
 
     def plan_import(self, like: PyTree | None) -> bridge.ImportPlan:
-        """Says what `load_params` would do."""
+        """Returns the plan of `load_params`."""
         return bridge.megatron.plan_megatron(self.path, like, config=self.config)
+
+
+@dataclasses.dataclass(frozen=True)
+class RandomModel:
+    """A model that starts from random weights, by its config.
+
+    Attributes:
+      config: Config of the model.
+      files: Directory of the config, which may have a tokenizer.
+    """
+
+    config: DecoderConfig
+    files: Path
+
+    def load_params(self, like: PyTree) -> PyTree:
+        """Raises a `ValueError`: there are no weights to load."""
+        raise ValueError(f"'{self.files}' is used as a config: it has no weights.")
+
+    def lazy_params(self) -> PyTree:
+        """Raises a `ValueError`: there are no weights to read."""
+        return self.load_params(None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,11 +137,11 @@ class Checkpoint:
     """A step of `fsdp-jax train` or `fsdp-jax import`.
 
     Attributes:
-      path: The directory of the run.
-      step: Which step.
-      config: The model.
-      metadata: What was saved with the step.
-      files: The directory with the model's own tokenizer, if any is at hand.
+      path: Directory of the run.
+      step: Number of the step.
+      config: Config of the model.
+      metadata: Metadata of the step.
+      files: Directory with the model's tokenizer; None if there is none.
     """
 
     path: Path
@@ -140,7 +161,7 @@ class Checkpoint:
     def load_params_as_stored(self, like: PyTree) -> PyTree:
         """Loads the weights like `like`, in the dtypes of the checkpoint.
 
-        What factors are merged into has none there, and gets that of `like`.
+        Weights with merged factors get the dtypes of the like.
         """
         if adapter_of(self.metadata):
             return self.load_params(like)
@@ -161,14 +182,14 @@ def open_any(
     config: Path | None = None,
     ignore_fields: Sequence[str] = (),
 ) -> HuggingFace | Megatron | Checkpoint:
-    """Opens a model or a checkpoint of any kind, which is found out.
+    """Opens a model or a checkpoint of any kind, which is detected.
 
     Args:
-      model: A directory of Hugging Face, Megatron or ours, a safetensors file, or a
-        hub id.
-      step: Which step of a checkpoint of ours; None for the newest.
-      config: Says what the model is, in the place of what it says itself.
-      ignore_fields: As for `bridge.from_hf_config`.
+      model: Directory of Hugging Face, Megatron or fsdp-jax, a safetensors file, or
+        a hub id.
+      step: Step of a checkpoint of fsdp-jax; None for the newest.
+      config: Config to use instead of that of the model.
+      ignore_fields: Fields of config.json to ignore although they are refused.
 
     Raises:
       ValueError: If it is none of them, or one that is not supported.
@@ -197,8 +218,8 @@ def read_config(source: Path, ignore_fields: Sequence[str] = ()) -> DecoderConfi
     """Reads a config file, and says which of its fields are left out.
 
     Args:
-      source: As for `bridge.from_hf_config`.
-      ignore_fields: As for `bridge.from_hf_config`.
+      source: A config.json, or a directory with one.
+      ignore_fields: Fields of config.json to ignore although they are refused.
     """
     config = bridge.from_hf_config(source, ignore_fields=ignore_fields)
     left_out = bridge.left_out_fields(source, ignore_fields=ignore_fields)
@@ -232,9 +253,9 @@ def open_hf(
     """Reads the config of a directory, a file or a hub id; headers and no weights.
 
     Args:
-      hf: The model.
-      config: Says what it is; None for what lies beside the weights.
-      ignore_fields: As for `bridge.from_hf_config`.
+      hf: Directory, file or hub id of the model.
+      config: Config to use; None for that beside the weights.
+      ignore_fields: Fields of config.json to ignore although they are refused.
 
     Raises:
       ValueError: If it is no safetensors checkpoint of a supported family.
@@ -245,18 +266,30 @@ def open_hf(
     return HuggingFace(path, read_config(source, ignore_fields))
 
 
-def open_run(
-    path: Path,
-    step: int | None,
-    hf: str | None = None,
-    ignore_fields: Sequence[str] = (),
-) -> Checkpoint:
-    """Opens a step that training can go on from, as it was.
+def open_random(config: Path, ignore_fields: Sequence[str] = ()) -> RandomModel:
+    """Reads the config of a model that starts from random weights.
+
+    Args:
+      config: A config.json, or a directory with one.
+      ignore_fields: Fields of config.json to ignore although they are refused.
 
     Raises:
-      ValueError: As for `open_checkpoint`, or if it was imported and never trained.
+      ValueError: If there is no config of a supported family.
     """
-    origin = open_checkpoint(path, step, hf, ignore_fields)
+    return RandomModel(read_config(config, ignore_fields), _directory_of(config))
+
+
+def open_run(path: Path, step: int | None) -> Checkpoint:
+    """Opens a step that training can resume from.
+
+    Args:
+      path: Directory given to `--save` of `fsdp-jax train` before.
+      step: Step; None for the newest.
+
+    Raises:
+      ValueError: If there is no such step, or it was imported and never trained.
+    """
+    origin = open_checkpoint(path, step)
     trained = {"recipe", "data"} <= set(origin.metadata)
     if not trained and "optimizer" not in origin.metadata:
         raise ValueError(
@@ -266,19 +299,12 @@ def open_run(
     return origin
 
 
-def open_checkpoint(
-    path: Path,
-    step: int | None,
-    hf: str | None = None,
-    ignore_fields: Sequence[str] = (),
-) -> Checkpoint:
+def open_checkpoint(path: Path, step: int | None) -> Checkpoint:
     """Reads the metadata of one step.
 
     Args:
-      path: A directory that `fsdp-jax train` or `fsdp-jax import` saved to.
-      step: Which; None for the newest.
-      hf: Takes the config from there instead, and the tokenizer.
-      ignore_fields: As for `bridge.from_hf_config`, of the config of `hf`.
+      path: Directory that `fsdp-jax train` or `fsdp-jax import` saved to.
+      step: Step; None for the newest.
 
     Raises:
       ValueError: If there is no such step, or another program saved it.
@@ -290,10 +316,6 @@ def open_checkpoint(
             f"Step {step} of '{path}' was not saved by `fsdp-jax train`: its metadata "
             "has no config. Load it with fsdp_jax.load instead."
         )
-    if hf is not None:
-        files = bridge.resolve(hf)
-        config = read_config(files, ignore_fields)
-        return Checkpoint(path, step, config, metadata, _directory_of(files))
     config = bridge.from_hf_config(metadata["config"])
     return Checkpoint(path, step, config, metadata, _carried_files(path, step))
 
@@ -304,16 +326,21 @@ def start_state(
     plan: fsdp.Plan,
     tx: optax.GradientTransformation,
     loss_scale: fsdp.training.LossScale | None,
+    seed: int = 0,
 ) -> fsdp.TrainState:
-    """The state that training starts from: of a new run, or as it was saved.
+    """Makes the state that training starts from, or loads it as it was saved.
 
     Args:
-      origin: The model.
-      resumed: The step to go on from; None for a new run.
-      plan: From `plan_decoder`.
-      tx: The optimizer.
-      loss_scale: That of the state; None for none.
+      origin: Model.
+      resumed: Step to resume from; None for a new run.
+      plan: Plan from `plan_decoder`.
+      tx: Optimizer.
+      loss_scale: Loss scale of the state; None for none.
+      seed: Seed of random weights.
     """
+    if resumed is None and isinstance(origin, RandomModel):
+        params = fsdp.init_params(plan, jax.random.key(seed))
+        return fsdp.init_state(plan, tx, params, loss_scale=loss_scale)
     if resumed is None:
         if plan.config.lora is None:
             params = origin.load_params(plan.params)
@@ -326,7 +353,7 @@ def start_state(
 
 
 def tokenizer_file(origin: Origin) -> Path | None:
-    """The model's own tokenizer, if it is at hand."""
+    """Returns the model's `tokenizer.json`; None if there is none."""
     if origin.files is None:
         return None
     file = origin.files / "tokenizer.json"
@@ -334,7 +361,7 @@ def tokenizer_file(origin: Origin) -> Path | None:
 
 
 def files_to_carry(origin: Origin) -> dict[str, list[Path]]:
-    """What a step of this model is saved with, as `fsdp_jax.save` takes it."""
+    """Returns the files that are saved with a step, as for `fsdp_jax.save`."""
     if origin.files is None:
         return {}
     # Of a folder of templates, the folder.

@@ -1,23 +1,24 @@
-"""Silence about GPUs on machines that can have none.
+"""Silences jax about its CUDA plugin on machines without a driver.
 
-The plugin that `fsdp-jax plan` compiles with is also the one that runs on GPUs. Where
-there is no driver jax tells, with a traceback, that it cannot: of a machine that is
-only to plan there is nothing to mend.
+The plugin that `fsdp-jax plan` compiles with is also the one that runs on GPUs. Without
+a driver jax logs a traceback for it, although nothing is wrong with a machine that only
+plans.
 """
 
 from __future__ import annotations
 
-import ctypes
 import logging
 
-_DRIVER = "libcuda.so.1"
+from fsdp_jax._quiet_import import DRIVER, has_driver
+
+_DRIVER = DRIVER
 
 
 class _PluginComplaint(logging.Filter):
-    """Lets all messages pass but that a plugin could not be set up."""
+    """Drops the message that a plugin could not be set up."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether the message is to be seen."""
+        """Returns whether the message is shown."""
         return not record.getMessage().startswith("Jax plugin configuration error")
 
 
@@ -25,14 +26,6 @@ _COMPLAINT = _PluginComplaint()
 
 
 def be_silent_without_driver() -> None:
-    """Hides jax's complaint about its plugin for CUDA, if no driver is installed."""
-    if not _has_driver():
+    """Hides the error of jax's CUDA plugin if no driver is installed."""
+    if not has_driver(_DRIVER):
         logging.getLogger("jax._src.xla_bridge").addFilter(_COMPLAINT)
-
-
-def _has_driver() -> bool:
-    try:
-        ctypes.CDLL(_DRIVER)
-    except OSError:
-        return False
-    return True

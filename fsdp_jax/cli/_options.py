@@ -1,8 +1,9 @@
-"""Options that several commands share."""
+"""Options shared by several commands."""
 
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import sys
 from typing import Annotated, Any, TypeVar
 
@@ -14,22 +15,37 @@ from fsdp_jax.launch import initialize
 _T = TypeVar("_T")
 
 Unset = Annotated[_T | None, tyro.conf.arg(help_behavior_hint="")]
-"""An option whose default is no constant: its help says what it is."""
+"""Option without a constant default; its help states the default."""
+
+Group = tyro.conf.OmitArgPrefixes
+"""A group of options with a box of its own in the help; its names have no prefix."""
+
+
+def named(name: str, command: type) -> Any:
+    """Returns the annotation of a command: its name and one line of help.
+
+    Args:
+      name: Name of the command.
+      command: Dataclass of the command.
+    """
+    summary = inspect.cleandoc(command.__doc__ or "").split("\n\n")[0]
+    return tyro.conf.subcommand(name, description=summary)
+
 
 IgnoreField = Annotated[
     tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="NAME")
 ]
-"""`--ignore-field NAME`, as often as there are fields of `config.json` to ignore."""
+"""Option `--ignore-field NAME`, given once for each field of config.json to ignore."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Devices:
-    """Which devices a command runs on.
+    """Devices to run on.
 
     Attributes:
-      devices: Use the first so many devices; default all.
-      cpu_devices: Simulate so many CPU devices, to try sharding on any machine; does
-        nothing where there are GPUs.
+      devices: Number of devices to use, the first ones; default all.
+      cpu_devices: Number of CPU devices to simulate, to try sharding on any machine;
+        ignored where there are GPUs.
     """
 
     devices: Unset[int] = None

@@ -19,12 +19,12 @@ _STEPS = 3
 
 @dataclasses.dataclass(frozen=True)
 class Window:
-    """Which steps are traced, and where to.
+    """Steps to trace, and the directory of the trace.
 
     Attributes:
-      dir: Directory, to which the profiler adds a folder of its own.
-      first: The first step.
-      last: The last step, `first` at least.
+      dir: Directory in which the profiler makes a folder.
+      first: First step.
+      last: Last step, at least `first`.
     """
 
     dir: Path
@@ -34,13 +34,13 @@ class Window:
 
 @dataclasses.dataclass(frozen=True)
 class Profile:
-    """Options that ask for a trace.
+    """Options of a trace.
 
     Attributes:
       profile: Directory for a trace of a few steps, for TensorBoard or XProf.
-      profile_from: The first step of the trace; default the second of this run, as the
+      profile_from: First step of the trace; default the second of this run, since the
         first one compiles.
-      profile_steps: Steps of the trace; default 3, or what the run has left.
+      profile_steps: Number of steps of the trace; default 3, or those left.
     """
 
     profile: Unset[Path] = None
@@ -48,7 +48,7 @@ class Profile:
     profile_steps: Unset[int] = None
 
     def check(self) -> None:
-        """Raises a `ValueError` for whatever is wrong with any run."""
+        """Raises a `ValueError` for options that are wrong for any run."""
         if self.profile is not None:
             check_creatable(self.profile, "--profile")
             return
@@ -60,11 +60,11 @@ class Profile:
                 )
 
     def window(self, start: int, steps: int) -> Window | None:
-        """The steps to trace, or None.
+        """Returns the steps to trace, or None.
 
         Args:
-          start: Steps done before the run.
-          steps: The last step.
+          start: Number of steps done before the run.
+          steps: Last step.
 
         Raises:
           ValueError: If the run makes other steps than these.
@@ -91,8 +91,8 @@ class Tracer:
     """Starts and stops the trace, each when the devices have nothing left to do.
 
     Attributes:
-      window: The steps; None for no trace.
-      running: Ends the trace when it is closed.
+      window: Steps to trace; None for none.
+      running: Stack that ends the trace when it is closed.
     """
 
     window: Window | None

@@ -1,4 +1,4 @@
-"""What is shown on stderr while a command works."""
+"""Progress bars on stderr."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from fsdp_jax.cli._metrics import StepMetrics
 
 @contextmanager
 def rows_bar(what: str, rows: int) -> Iterator[Callable[[int], None]]:
-    """Shows how many rows are done, and when all will be.
+    """Shows the number of rows done and the remaining time.
 
     Args:
-      what: What is going on, e.g. `"evaluating"`.
-      rows: All of them.
+      what: Label of the bar, e.g. `"evaluating"`.
+      rows: Number of all rows.
 
     Yields:
-      `show(done)`.
+      Function `show(done)`.
     """
     columns = (TextColumn("{task.description} {task.completed}/{task.total} rows"),)
     with make_bar(*columns, TextColumn("ETA"), TimeRemainingColumn()) as bar:
@@ -30,14 +30,14 @@ def rows_bar(what: str, rows: int) -> Iterator[Callable[[int], None]]:
 
 @contextmanager
 def step_bar(start: int, steps: int) -> Iterator[Callable[[StepMetrics], None]]:
-    """Shows step, loss, speed, memory, and when training will be done.
+    """Shows step, loss, speed, memory and the remaining time.
 
     Args:
-      start: Steps done before.
-      steps: The last step.
+      start: Number of steps done before.
+      steps: Last step.
 
     Yields:
-      `show(metrics)`, to be called after each step.
+      Function `show(metrics)`, called after each step.
     """
     columns = (
         TextColumn("step {task.completed}/{task.total}"),

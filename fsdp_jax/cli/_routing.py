@@ -1,4 +1,4 @@
-"""How tokens find their experts in `fsdp-jax train`, and what keeps these balanced."""
+"""Routing and load balancing of experts in `fsdp-jax train`."""
 
 from __future__ import annotations
 
@@ -28,28 +28,29 @@ Over = Literal["sequence", "batch", "global"]
 
 @dataclasses.dataclass(frozen=True)
 class Routing:
-    """How a model with experts is trained.
+    """Routing options of a model with experts.
 
     Attributes:
       aux_loss_coef: Weight of the load-balancing loss.
-      aux_loss_over: Whose use of experts it balances. Of a batch and of all ranks it is
-        transformers' loss, of all layers together; of a row DeepSeek's, layer by layer.
-      z_loss_coef: Weight of the router's z-loss, the sum of all layers'.
-      expert_bias_rate: How far the routers' biases move in a step; 0 for not at all.
-      capacity_factor: See `fsdp_jax.ops.expert_capacity_dispatch`; None is dropless.
-      router_dtype: In which routers multiply: float32, or that of the weights.
+      aux_loss_over: Tokens whose routing it balances. Over a batch or all ranks it is
+        transformers' loss, of all layers together; over a row DeepSeek's, by layer.
+      router_z_loss_coef: Weight of the router's z-loss, the sum of all layers'.
+      expert_bias_rate: Change of the routers' biases in a step; 0 for none.
+      capacity_factor: Capacity of an expert, as for
+        `fsdp_jax.ops.expert_capacity_dispatch`; None for no limit.
+      router_dtype: Dtype of the routers' products: float32, or that of the weights.
     """
 
     aux_loss_coef: float = 0.0
     aux_loss_over: Over = "batch"
-    z_loss_coef: float = 0.0
+    router_z_loss_coef: float = 0.0
     expert_bias_rate: float = 0.0
     capacity_factor: float | None = None
     router_dtype: RouterDtype = "float32"
 
     @property
     def dispatch(self) -> Dispatch:
-        """What brings tokens to their experts."""
+        """Dispatch function of the decoder."""
         if self.capacity_factor is None:
             return fsdp.ops.expert_parallel_dispatch
         return functools.partial(
@@ -57,14 +58,14 @@ class Routing:
         )
 
     def apply(self, config: DecoderConfig) -> DecoderConfig:
-        """The config with routers that multiply in `router_dtype`."""
+        """Returns the config with routers that multiply in `router_dtype`."""
         if config.moe is None or self.router_dtype == "model":
             return config
         moe = dataclasses.replace(config.moe, float32_logits=True)
         return dataclasses.replace(config, moe=moe)
 
     def check(self, config: DecoderConfig) -> None:
-        """Raises a `ValueError` if a model has nothing that this could concern."""
+        """Raises a `ValueError` for options that do not apply to a model."""
         given = [
             f"--{field.name.replace('_', '-')} {getattr(self, field.name)}"
             for field in dataclasses.fields(self)
@@ -81,7 +82,7 @@ class Routing:
 
 
 def default_aux_loss_coef(config: DecoderConfig) -> float:
-    """What the config file says, by either of its names; 0 if nothing."""
+    """Returns the coefficient of the config file, by either name; 0 for none."""
     carried = dict(config.carried)
     names = ("router_aux_loss_coef", "aux_loss_alpha")
     return next((carried[name] for name in names if carried.get(name)), 0.0)
@@ -90,12 +91,12 @@ def default_aux_loss_coef(config: DecoderConfig) -> float:
 def router_losses(
     config: DecoderConfig, routing: Routing, stats: RouterStats
 ) -> tuple[Float[Array, ""], dict[str, Array]]:
-    """What is added to the loss, and what is reported.
+    """Computes the balancing losses and their metrics.
 
     Args:
-      config: Of the decoder.
-      routing: How.
-      stats: From `Decoder.final_states`.
+      config: Config of the decoder.
+      routing: Routing options.
+      stats: Router statistics from `Decoder.final_states`.
 
     Returns:
       The sum; and by name the losses, before their weights, `max_expert_load` of the
@@ -119,15 +120,18 @@ def router_losses(
         "max_expert_load": loads.max(),
         "dropped_choices": stats.dropped.sum(),
     }
-    return routing.aux_loss_coef * aux_loss + routing.z_loss_coef * z_loss, reported
+    return (
+        routing.aux_loss_coef * aux_loss + routing.router_z_loss_coef * z_loss,
+        reported,
+    )
 
 
 class CountingDecoder(Decoder):
     """A decoder with the count of tokens that its routers' biases follow.
 
     Args:
-      config: Of the decoder; `config.moe` is set.
-      options: As a `Decoder` takes them.
+      config: Config of the decoder; `config.moe` is set.
+      options: Other arguments of `Decoder`.
     """
 
     def __init__(self, config: DecoderConfig, **options: Any):
@@ -144,10 +148,10 @@ class CountingDecoder(Decoder):
 
 
 def move_biases(rate: float) -> Callable[[CountingDecoder], None]:
-    """Makes the `update_model_state` that moves biases after the load and counts anew.
+    """Makes the `update_model_state` that moves biases by the load and resets counts.
 
     Args:
-      rate: How far, e.g. 1e-3.
+      rate: Change of a bias in a step, e.g. 1e-3.
     """
 
     def update(decoder: CountingDecoder) -> None:
@@ -162,7 +166,7 @@ def move_biases(rate: float) -> Callable[[CountingDecoder], None]:
 
 
 def _biases(decoder: Decoder) -> list[nnx.Param]:
-    """Of each stack of layers with experts, in the order of the layers."""
+    """Returns the biases of each stack of layers with experts, in order."""
     layers = decoder.layers
     stacks = [layers] if isinstance(layers, DecoderLayer) else list(layers)
     routers = [stack.mlp.router for stack in stacks if isinstance(stack.mlp, MoE)]

@@ -1,4 +1,4 @@
-"""How a command that was stopped finds the run it began, and goes on with it."""
+"""Finds the run that an earlier start of the same command began."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _NAME = "fsdp-jax-train.json"
 
 @dataclasses.dataclass(frozen=True)
 class Command:
-    """What tells one run from another in the same directory.
+    """Options that tell one run from another in the same directory.
 
     Attributes:
-      hf: The options of these names.
-      resume: Likewise.
-      resume_step: Likewise.
-      metrics: Likewise.
-      recipe: What was typed of it.
+      hf: Value of --hf, or of --config.
+      resume: Value of --resume.
+      resume_step: Value of --resume-step.
+      metrics: Value of --metrics.
+      recipe: Fields of `Recipe` that were given.
     """
 
     hf: str | None
@@ -37,15 +37,15 @@ class Command:
 
 
 def is_begun(save: Path, command: Command, *, in_place: bool) -> bool:
-    """Whether this command began what is in its directory of checkpoints.
+    """Returns whether this command began the run in its directory of checkpoints.
 
     Args:
-      save: The directory.
-      command: The one that is starting.
-      in_place: Whether it says itself that it goes on with what is there.
+      save: Directory of checkpoints.
+      command: Command that is starting.
+      in_place: Whether the command resumes that run by itself.
 
     Raises:
-      ValueError: If another one did, or something else: two runs would mix.
+      ValueError: If another command began it: two runs would mix.
     """
     known, now = _known(save), dataclasses.asdict(command)
     if now in known:
@@ -67,10 +67,7 @@ def is_begun(save: Path, command: Command, *, in_place: bool) -> bool:
 
 
 def mark_begun(save: Path, command: Command) -> None:
-    """Leaves word of the command in its directory, if none is there yet.
-
-    The first process does.
-    """
+    """Records the command in its directory, in process 0, unless it is there."""
     known, now = _known(save), dataclasses.asdict(command)
     if now in known or jax.process_index() > 0:
         return
@@ -83,18 +80,18 @@ def mark_begun(save: Path, command: Command) -> None:
 
 
 def _known(save: Path) -> list[dict[str, Any]]:
-    """The commands that have begun, or gone on with, what is in a directory."""
+    """Returns the commands that began or resumed the run in a directory."""
     file = save / _NAME
     return json.loads(file.read_bytes()) if file.exists() else []
 
 
 def newest_good_step(save: Path) -> int | None:
-    """Returns the newest undamaged step; sets damaged later ones aside and says so.
+    """Returns the newest undamaged step; damaged ones are renamed, with a message.
 
-    The first process looks, for all. Every byte of a step is read to know that.
+    Process 0 reads every byte of a step to check it, for all processes.
 
     Raises:
-      DamagedCheckpointError: If there are steps and all of them are damaged.
+      DamagedCheckpointError: If there are steps and none is whole.
     """
     with together("Looking for the newest step"):
         good = _find_good_step(save) if jax.process_index() == 0 else None

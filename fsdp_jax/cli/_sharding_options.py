@@ -1,8 +1,9 @@
-"""What a step shards, keeps and runs when: options that change no number."""
+"""Options of a step that change no number: sharding, rematerialization, schedules."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Literal
 
 import jax
@@ -10,65 +11,111 @@ from jax.sharding import Mesh
 
 import fsdp_jax as fsdp
 from fsdp_jax.cli._context_parallel import CPForm
+from fsdp_jax.cli._options import Unset
 from fsdp_jax.sharding._pipeline_config import ScheduleName
 
 Remat = Literal["all", "dots", "attention", "nothing"]
 
-_KEPT = {
+_SAVED = {
     "all": None,
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     "attention": jax.checkpoint_policies.save_only_these_names("context_attention"),
     "nothing": jax.checkpoint_policies.nothing_saveable,
 }
+# Options that do nothing unless an axis of the mesh is larger than 1.
+_NEEDS_AXIS = {
+    "outer": "dp_outer",
+    "cp_form": "cp",
+    "schedule": "pp",
+    "virtual_stages": "pp",
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class Strategy:
-    """Options of `FSDPConfig` and of the scan over layers.
+    """What a step shards, saves for backward and overlaps.
 
     Attributes:
-      zero: ZeRO strategy, 0 to 3.
-      outer: Arrays that dp_outer splits: 0 none (HSDP), 1 the optimizer's (HFSDP).
-      remat: Activations of a layer that are saved for backward: all, dots, with cp the
-        results of attention (attention), or nothing.
-      prefetch: Number of layers gathered ahead of the one that computes.
-      unroll: Number of layers in one iteration of the compiled loop.
+      zero: ZeRO stage, 0 to 3: shards nothing, the optimizer, gradients too, weights
+        too.
+      outer: State that dp_outer splits: 0 none (HSDP), 1 the optimizer's (HFSDP).
+        Default 0.
+      remat: Activations of a layer saved for backward: all, dots, the outputs of
+        attention over cp (attention), or nothing.
+      prefetch: Layers gathered ahead of the one that computes.
+      unroll: Layers in one iteration of the compiled loop.
       cp_form: Context-parallel attention algorithm: ring, all_gather or ulysses.
-      schedule: Pipeline schedule: 1f1b, or gpipe, which stores more inputs.
-      virtual_stages: Number of parts of the stack that each stage runs.
+        Default ring.
+      schedule: Pipeline schedule: 1f1b or gpipe, which saves more activations. Default
+        1f1b.
+      virtual_stages: Parts of the layers per pipeline stage. Default 1.
     """
 
     zero: int = 3
-    outer: int = 0
+    outer: Unset[int] = None
     remat: Remat = "all"
     prefetch: int = 1
     unroll: int = 1
-    cp_form: CPForm = "ring"
-    schedule: ScheduleName = "1f1b"
-    virtual_stages: int = 1
+    cp_form: Unset[CPForm] = None
+    schedule: Unset[ScheduleName] = None
+    virtual_stages: Unset[int] = None
 
-    def applied(self, config: fsdp.FSDPConfig, mesh: Mesh) -> fsdp.FSDPConfig:
-        """Returns `config` with these options.
+    @property
+    def cp_algorithm(self) -> CPForm:
+        """Context-parallel attention algorithm."""
+        return self.cp_form or "ring"
+
+    def check(self, sizes: Mapping[str, int] | None = None) -> None:
+        """Checks the ranges, and that no option is without effect.
 
         Args:
-          config: Config with all other options.
+          sizes: Sizes of the axes of the mesh; None for meshes to be tried.
+
+        Raises:
+          ValueError: If a number is out of range or an option needs another axis.
+        """
+        lowest = {"zero": 0, "prefetch": 0, "unroll": 1}
+        lowest |= {"outer": 0, "virtual_stages": 1}
+        highest = {"zero": 3, "outer": 1}
+        wrong = []
+        for name, low in lowest.items():
+            value, high = getattr(self, name), highest.get(name)
+            if value is not None and (
+                value < low or (high is not None and value > high)
+            ):
+                limit = f"at least {low}" if high is None else f"{low} to {high}"
+                wrong.append(f"--{name.replace('_', '-')} {value}: {limit}")
+        for name, axis in _NEEDS_AXIS.items():
+            value = getattr(self, name)
+            if value is not None and sizes is not None and sizes.get(axis, 1) == 1:
+                option = name.replace("_", "-")
+                wrong.append(f"--{option} {value} has no effect with {axis}=1")
+        if wrong:
+            raise ValueError("; ".join(wrong) + ".")
+
+    def applied(self, config: fsdp.FSDPConfig, mesh: Mesh) -> fsdp.FSDPConfig:
+        """Returns a config with these options.
+
+        Args:
+          config: Config with all other fields.
           mesh: Device mesh.
 
         Raises:
-          ValueError: If `remat` is attention, and no attention over cp saves results.
+          ValueError: If `remat` names outputs of attention that nothing computes.
         """
         if self.remat == "attention" and (
             mesh.shape["cp"] == 1 or self.cp_form == "ulysses"
         ):
             raise ValueError(
-                "--remat attention keeps what attention makes of a row that is split "
-                "over cp in the form ring or all_gather: split rows over cp, or use "
-                "--remat nothing."
+                "--remat attention saves the outputs of attention over cp with "
+                "--cp-form ring or all_gather: use cp > 1, or --remat nothing."
             )
         return dataclasses.replace(
             config,
             zero_dp_strategy=self.zero,
-            outer_dp_sharding_strategy=self.outer,
-            remat_policy=_KEPT[self.remat],
-            pipeline=fsdp.PipelineConfig(self.schedule, self.virtual_stages),
+            outer_dp_sharding_strategy=self.outer or 0,
+            remat_policy=_SAVED[self.remat],
+            pipeline=fsdp.PipelineConfig(
+                self.schedule or "1f1b", self.virtual_stages or 1
+            ),
         )

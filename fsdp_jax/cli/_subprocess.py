@@ -1,4 +1,4 @@
-"""Trying out in a child process what may abort the process that tries it."""
+"""Runs code in a child process, because it may abort its process."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _MARK = "fsdp-jax child: "
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What became of a child.
+    """Outcome of a child process.
 
     Attributes:
-      result: What it reported; None if it died.
-      error: What it wrote to stderr.
-      timed_out: Whether it was ended for taking too long.
+      result: Reported result; None if the child died.
+      error: Text written to stderr.
+      timed_out: Whether it was killed at the time limit.
     """
 
     result: Any = None
@@ -30,12 +30,12 @@ class Outcome:
 
     @property
     def alive(self) -> bool:
-        """Whether it got as far as its report."""
+        """Whether the child reported a result."""
         return self.result is not None
 
     @property
     def reason(self) -> str:
-        """The last error that it speaks of, or else its last words."""
+        """Last error in the output, or else its last line."""
         lines = [line.strip() for line in self.error.splitlines() if line.strip()]
         errors = [line for line in lines if re.match(r"[\w.]+Error: ", line)]
         return next(reversed(errors or lines), "it said nothing")
@@ -72,7 +72,7 @@ def run_child(code: str, environ: Mapping[str, str], time_limit: float) -> Outco
 
 
 def _like_here() -> dict[str, str]:
-    """The child imports what this process would, takes no memory, and says why."""
+    """Returns variables with which a child imports as this process does."""
     return {
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",

@@ -1,4 +1,4 @@
-"""Text to token ids, and back."""
+"""Tokenizers: text to token ids, and back."""
 
 from __future__ import annotations
 
@@ -6,30 +6,55 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
+from bridge.models import DecoderConfig
 from fsdp_jax.cli._errors import require
 from fsdp_jax.cli._train_config import Tokenizer
 
 
 class TextCodec(Protocol):
-    """What turns text into token ids."""
+    """Turns text into token ids, and back."""
 
     def encode(self, text: str) -> list[int]:
         """Returns the ids of a text."""
         ...
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Returns the text of some ids; what is none of one is shown as such."""
+    def encode_with_offsets(
+        self, text: str, *, add_specials: bool
+    ) -> tuple[list[int], list[int]]:
+        """Returns the ids of a text, and the end of each in characters.
+
+        Args:
+          text: Text.
+          add_specials: Whether special tokens are added, e.g. a first one; they end at
+            0 characters.
+        """
+        ...
+
+    def decode(self, ids: Sequence[int], *, keep_specials: bool = False) -> str:
+        """Returns the text of some ids; invalid bytes as U+FFFD.
+
+        Args:
+          ids: Token ids.
+          keep_specials: Whether special tokens are shown.
+        """
         ...
 
 
 class Bytes:
-    """The bytes themselves, 0 to 255, in UTF-8."""
+    """Tokenizer whose ids are the bytes of UTF-8, 0 to 255."""
 
     def encode(self, text: str) -> list[int]:
         """Returns the bytes of a text."""
         return list(text.encode())
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def encode_with_offsets(
+        self, text: str, *, add_specials: bool
+    ) -> tuple[list[int], list[int]]:
+        """Returns the bytes of a text, and the end of each in characters."""
+        ends = [end for end, char in enumerate(text, 1) for _ in char.encode()]
+        return self.encode(text), ends
+
+    def decode(self, ids: Sequence[int], *, keep_specials: bool = False) -> str:
         """Returns the text of some bytes; other ids are shown as U+FFFD."""
         known = b"".join(bytes([i]) if i < 256 else b"\xff" for i in ids)
         return known.decode(errors="replace")
@@ -39,7 +64,7 @@ class ModelTokenizer:
     """A model's own `tokenizer.json`.
 
     Args:
-      file: That file.
+      file: File `tokenizer.json`.
 
     Raises:
       ValueError: If the package that reads it is not installed.
@@ -57,9 +82,16 @@ class ModelTokenizer:
         """Returns the ids of a text, special ones that the file adds included."""
         return self._tokenizer.encode(text).ids
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Returns the text of some ids, without special ones."""
-        return self._tokenizer.decode(list(ids))
+    def encode_with_offsets(
+        self, text: str, *, add_specials: bool
+    ) -> tuple[list[int], list[int]]:
+        """Returns the ids of a text, and the end of each in characters."""
+        encoding = self._tokenizer.encode(text, add_special_tokens=add_specials)
+        return encoding.ids, [end for _, end in encoding.offsets]
+
+    def decode(self, ids: Sequence[int], *, keep_specials: bool = False) -> str:
+        """Returns the text of some ids, by default without special ones."""
+        return self._tokenizer.decode(list(ids), skip_special_tokens=not keep_specials)
 
 
 def open_codec(
@@ -68,8 +100,8 @@ def open_codec(
     """Opens a tokenizer.
 
     Args:
-      tokenizer: `bytes` are their own ids; `model` has a `tokenizer.json`.
-      tokenizer_file: That file, if there is one.
+      tokenizer: Kind: bytes are their own ids, the model's has a `tokenizer.json`.
+      tokenizer_file: File `tokenizer.json`; None if there is none.
       vocab_size: Rows of the model's embedding.
 
     Raises:
@@ -93,3 +125,15 @@ def check_vocab(vocab_size: int, needed: int, subject: str) -> None:
             f"{subject} makes ids up to {needed - 1}, but the model's vocabulary has "
             f"{vocab_size}. Use another tokenizer."
         )
+
+
+def stop_tokens(config: DecoderConfig) -> tuple[int, ...]:
+    """Returns the tokens that end a text: none, one, or several.
+
+    Args:
+      config: Config of the model.
+    """
+    ends = config.eos_token_id
+    if ends is None:
+        return ()
+    return (ends,) if isinstance(ends, int) else tuple(ends)

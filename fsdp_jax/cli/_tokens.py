@@ -1,4 +1,4 @@
-"""Text files as a sequence of token ids, of which a process reads what it uses."""
+"""Text files as a sequence of token ids, read where they are used."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Tokens:
     parts: tuple[Integer[np.ndarray, " ids"], ...]
 
     def __len__(self) -> int:
-        """How many there are."""
+        """Returns the number of tokens."""
         return sum(map(len, self.parts))
 
     def __getitem__(self, which: slice) -> Integer[np.ndarray, " ids"]:
-        """A stretch of them."""
+        """Returns a slice of the tokens."""
         start, stop, step = which.indices(len(self))
         pieces, first = [self.parts[0][:0]], 0
         for part in self.parts:
@@ -40,13 +40,18 @@ class Tokens:
         return np.concatenate(pieces)[::step]
 
 
-def check_files(files: Sequence[Path]) -> None:
-    """Raises a `ValueError` that lists every file that is absent or empty."""
+def check_files(files: Sequence[Path], option: str = "--data") -> None:
+    """Raises a `ValueError` that lists every file that is absent or empty.
+
+    Args:
+      files: Files.
+      option: Option that names them, for the message.
+    """
     wrong = [f"'{f}' is not there" for f in files if not f.exists()]
     wrong += [f"'{f}' is no file" for f in files if f.exists() and not f.is_file()]
     wrong += [f"'{f}' is empty" for f in files if f.is_file() and not f.stat().st_size]
     if wrong or not files:
-        raise ValueError(f"--data: {'; '.join(wrong) or 'give 1 file or more'}.")
+        raise ValueError(f"{option}: {'; '.join(wrong) or 'give 1 file or more'}.")
 
 
 def read_tokens(
@@ -58,9 +63,9 @@ def read_tokens(
     """Reads files, one after the other; bytes only where they are used.
 
     Args:
-      files: Any files for bytes, UTF-8 text for the model's tokenizer.
-      tokenizer: `bytes` are their own ids, 0 to 255; `model` has a `tokenizer.json`.
-      tokenizer_file: That file, if there is one.
+      files: Files of any kind for bytes, of UTF-8 text for the model's tokenizer.
+      tokenizer: Kind: bytes are their own ids, 0 to 255.
+      tokenizer_file: File `tokenizer.json`; None if there is none.
       vocab_size: Rows of the model's embedding.
 
     Raises:
@@ -80,8 +85,8 @@ def read_in_first(file: Path, read: Callable[[], Tokens]) -> Tokens:
     """Reads tokens in the first process alone, for all.
 
     Args:
-      file: Where it leaves them for the others to map; a run of one needs none.
-      read: Reads them.
+      file: File that the other processes map; unused with one process.
+      read: Function that reads the tokens.
 
     Raises:
       OtherProcessError: If it failed, in the others.
@@ -95,7 +100,7 @@ def read_in_first(file: Path, read: Callable[[], Tokens]) -> Tokens:
 
 
 def fingerprint(tokens: Tokens) -> str:
-    """What tells these tokens from any others; the first process reads them, for all.
+    """Returns a hash of the tokens, computed by process 0 for all.
 
     Raises:
       ValueError: If another process has other files.

@@ -1,4 +1,4 @@
-"""What decides the numbers of a training run, whatever the mesh."""
+"""Options that decide the numbers of a training run, on any mesh."""
 
 from __future__ import annotations
 
@@ -6,54 +6,76 @@ import dataclasses
 import math
 from typing import Any, Literal
 
-from fsdp_jax.cli._adam import AdamOptions
 from fsdp_jax.cli._lora import Adapter, BaseDType
-from fsdp_jax.cli._precision import OptimizerBits, ParamGather, Precision
+from fsdp_jax.cli._optimizer import (
+    NO_DECAY,
+    OptimizerBits,
+    OptimizerConfig,
+    OptimizerName,
+    ScheduleShape,
+    options_of,
+)
+from fsdp_jax.cli._precision import ParamGather, Precision
 from fsdp_jax.cli._routing import Over, RouterDtype, Routing
 
 Tokenizer = Literal["bytes", "model"]
+RowsOf = Literal["pack", "pad"]
+Overlong = Literal["truncate", "drop"]
+TrainOn = Literal["completions", "all"]
 ParamDtype = Literal["float32", "bfloat16", "float16"]
 
-_RATES = (
-    *("lr", "weight_decay", "eps", "clip_grad"),
-    *("aux_loss_coef", "z_loss_coef", "expert_bias_rate"),
-)
-_OF_THE_DATA = ("batch", "seq", "seed", "tokenizer")
+_RATES = ("z_loss", "aux_loss_coef", "router_z_loss_coef", "expert_bias_rate")
+_OF_THE_DOCUMENTS = ("rows", "overlong", "train_on", "data_weights")
+_OF_THE_DATA = ("batch", "seq", "seed", "tokenizer", *_OF_THE_DOCUMENTS)
 _OF_THE_ADAPTER = ("lora_rank", "lora_alpha", "lora_targets", "base_dtype")
 _FIRST_SCALE = 2.0**16
 
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """The choices that a checkpoint remembers, so that a resumed run repeats none.
+    """Options that a checkpoint remembers, so that a resumed run repeats none.
 
     Attributes:
+      tokenizer: Tokenizer of the data.
       batch: Rows of a global batch.
       seq: Tokens that a row predicts; it holds one more.
-      seed: Of the order of the data.
-      tokenizer: How text becomes tokens.
-      lr: AdamW's learning rate.
-      weight_decay: AdamW's weight decay.
-      b1: See `AdamOptions`, as the next four.
-      b2: Decay of AdamW's second moments.
-      eps: What AdamW adds to their root.
-      clip_grad: Norm to which gradients are clipped.
-      no_decay: Leaves that are not decayed.
+      seed: Seed of the order of the data, and of random weights.
       microbatches: Microbatches a step.
-      param_dtype: Dtype in which weights are gathered and computed with.
-      param_gather: Format in which the matrices of layers are gathered instead.
-      loss_scale: Initial loss scale; None for 65536 in float16, else none.
-      optimizer_bits: Bits of an element of AdamW's moments.
-      aux_loss_coef: See `Routing`, as all below.
-      aux_loss_over: Whose use of experts that loss balances.
-      z_loss_coef: Weight of the routers' z-loss.
-      expert_bias_rate: How far routers' biases move in a step.
-      capacity_factor: What experts have room for; None for all that come.
-      router_dtype: In which routers multiply.
-      lora_rank: Of the factors that are trained in the place of the model; 0 for none.
-      lora_alpha: `lora_alpha / lora_rank` scales their product; None for 1.
-      lora_targets: PEFT's names of the modules that have them, by commas.
-      base_dtype: How the frozen model is kept; None for `param_dtype`.
+      rows: Layout of documents in rows.
+      overlong: Treatment of documents that are longer than a row.
+      train_on: Tokens of documents that are trained.
+      data_weights: Share of each file among the rows.
+      optimizer: Optimizer; its fields up to `optimizer_bits` are those of
+        `OptimizerConfig`.
+      lr: Learning rate at its peak.
+      lr_schedule: Shape of the learning rate after the warmup.
+      warmup: Steps in which the learning rate rises from 0.
+      lr_steps: Last step of the schedule.
+      lr_end: Last learning rate, as a fraction of `lr`.
+      lr_decay: Fraction of `lr_steps` in which wsd decays.
+      weight_decay: Decoupled weight decay.
+      no_decay: Patterns of parameters without weight decay.
+      b1: Decay of the first moments.
+      b2: Decay of the second moments.
+      eps: Constant added to the root of the second moments.
+      clip: Norm to which gradients are clipped.
+      optimizer_bits: Bits of an element of the moments.
+      label_smoothing: Fraction of each target spread over the vocabulary.
+      z_loss: Weight of the squared log-normalizer of the logits.
+      param_dtype: Dtype that weights are gathered and computed in.
+      param_gather: Format in which the matrices of layers are communicated.
+      loss_scale: Initial factor of the loss; None for 65536 in float16, else none.
+      aux_loss_coef: Weight of the load-balancing loss; this field and those up to
+        `router_dtype` are those of `Routing`.
+      aux_loss_over: Tokens whose routing is balanced.
+      router_z_loss_coef: Weight of the routers' z-loss.
+      expert_bias_rate: Change of the routers' biases in a step.
+      capacity_factor: Capacity of an expert; None for no limit.
+      router_dtype: Dtype of the routers' products.
+      lora_rank: Rank of the factors that are trained in place of the model; 0 for none.
+      lora_alpha: Numerator of their scale, `lora_alpha / lora_rank`; None for the rank.
+      lora_targets: PEFT's names of the modules with factors, separated by commas.
+      base_dtype: Format of the frozen weights; None for `param_dtype`.
 
     Raises:
       ValueError: If a number is out of its range; all offenders in one message.
@@ -63,41 +85,52 @@ class Recipe:
     batch: int = 8
     seq: int = 256
     seed: int = 0
-    lr: float = 3e-4
-    weight_decay: float = 0.1
-    b1: float = 0.9
-    b2: float = 0.999
-    eps: float = 1e-8
-    clip_grad: float = 0.0
-    no_decay: str = ""
     microbatches: int = 1
+    rows: RowsOf = "pack"
+    overlong: Overlong = "truncate"
+    train_on: TrainOn = "completions"
+    data_weights: str = ""
+    optimizer: OptimizerName = "adamw"
+    lr: float = 3e-4
+    lr_schedule: ScheduleShape = "constant"
+    warmup: int = 0
+    lr_steps: int | None = None
+    lr_end: float = 0.0
+    lr_decay: float = 0.1
+    weight_decay: float = 0.1
+    no_decay: str = NO_DECAY
+    b1: float = 0.9
+    b2: float | None = None
+    eps: float = 1e-8
+    clip: float = 0.0
+    optimizer_bits: OptimizerBits = 32
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
     param_dtype: ParamDtype = "float32"
     param_gather: ParamGather = "param_dtype"
     loss_scale: float | None = None
-    optimizer_bits: OptimizerBits = 32
     aux_loss_coef: float = 0.0
     aux_loss_over: Over = "batch"
-    z_loss_coef: float = 0.0
+    router_z_loss_coef: float = 0.0
     expert_bias_rate: float = 0.0
     capacity_factor: float | None = None
     router_dtype: RouterDtype = "float32"
 
     @property
     def precision(self) -> Precision:
-        """Options of low precision."""
+        """Communication and loss scale."""
         default = _FIRST_SCALE if self.param_dtype == "float16" else None
         scale = self.loss_scale or default
-        return Precision(self.param_gather, scale, self.optimizer_bits)
+        return Precision(self.param_gather, scale)
 
     @property
-    def adam(self) -> AdamOptions:
-        """AdamW's settings beside its rate and its decay."""
-        fields = (field.name for field in dataclasses.fields(AdamOptions))
-        return AdamOptions(**{name: getattr(self, name) for name in fields})
+    def optimizer_config(self) -> OptimizerConfig:
+        """Optimizer."""
+        return options_of(self)
 
     @property
     def routing(self) -> Routing:
-        """How tokens find experts, and these are kept balanced."""
+        """Routing of models with experts."""
         fields = (field.name for field in dataclasses.fields(Routing))
         return Routing(**{name: getattr(self, name) for name in fields})
 
@@ -118,11 +151,13 @@ class Recipe:
             for name in _RATES
             if not 0 <= (value := getattr(self, name)) < math.inf
         ]
-        wrong += [
-            f"--{name} {value}: at least 0, less than 1"
-            for name in ("b1", "b2")
-            if not 0 <= (value := getattr(self, name)) < 1
-        ]
+        wrong += self.optimizer_config.problems()
+        if not 0 <= self.label_smoothing < 1:
+            wrong.append(
+                f"--label-smoothing {self.label_smoothing}: at least 0, less than 1"
+            )
+        if self.optimizer == "muon" and self.lora_rank:
+            wrong.append("--optimizer muon is for whole matrices, not for --lora-rank")
         if not 0 <= self.seed < 2**32:
             wrong.append(f"--seed {self.seed}: at least 0, below 2**32")
         if self.capacity_factor is not None and not (
@@ -142,7 +177,7 @@ class Recipe:
 
     @property
     def adapter(self) -> Adapter | None:
-        """The LoRA that is trained; None if the model is."""
+        """LoRA that is trained; None if the model is."""
         if not self.lora_rank:
             return None
         return Adapter(
@@ -168,23 +203,40 @@ class Recipe:
         return wrong
 
 
+def refuse_document_options(given: dict[str, Any]) -> None:
+    """Raises a `ValueError` for options of documents, which text files do not have.
+
+    Args:
+      given: Fields of `Recipe` from the command line.
+    """
+    wrong = [
+        f"--{name.replace('_', '-')} {given[name]}"
+        for name in _OF_THE_DOCUMENTS
+        if name in given
+    ]
+    if wrong:
+        raise ValueError(
+            f"{', '.join(wrong)}: for --data of JSON Lines (.jsonl), not for text."
+        )
+
+
 def make_recipe(
     given: dict[str, Any], stored: dict[str, Any], defaults: dict[str, Any]
 ) -> Recipe:
-    """Puts together what was typed, what the checkpoint remembers, and the defaults.
+    """Merges given options, those that a checkpoint remembers, and defaults.
 
     Args:
-      given: Fields of `Recipe` from the command line; None where not typed.
-      stored: Those of the checkpoint that is resumed; empty if none is.
-      defaults: The model's, for a new run that does not say.
+      given: Fields of `Recipe` from the command line; None where not given.
+      stored: Fields of the checkpoint that is resumed; empty for a new run.
+      defaults: Defaults of the model.
 
     Raises:
-      ValueError: If a typed value would change which batches a resumed run sees, or
+      ValueError: If a typed value would change the batches of a resumed run, or
         is out of its range.
     """
     typed = {name: value for name, value in given.items() if value is not None}
     changed = [
-        f"--{name} {typed[name]} (saved with {stored[name]})"
+        f"--{name.replace('_', '-')} {typed[name]} (saved with {stored[name]})"
         for name in _OF_THE_DATA
         if name in typed and name in stored and typed[name] != stored[name]
     ]
@@ -213,11 +265,12 @@ def make_recipe(
 def _check_same_state(recipe: Recipe, saved: Recipe) -> None:
     """Raises a `ValueError` unless the optimizer's state has the form it had."""
     now, then = recipe.precision, saved.precision
-    changed = []
-    if now.optimizer_bits != then.optimizer_bits:
-        changed.append(
-            f"--optimizer-bits {now.optimizer_bits} (saved with {then.optimizer_bits})"
-        )
+    changed = [
+        f"--{name.replace('_', '-')} {getattr(recipe, name)} (saved with "
+        f"{getattr(saved, name)})"
+        for name in ("optimizer", "optimizer_bits")
+        if getattr(recipe, name) != getattr(saved, name)
+    ]
     if (now.loss_scale is None) != (then.loss_scale is None):
         changed.append(
             f"--param-dtype {recipe.param_dtype} (saved with {saved.param_dtype}, and "
@@ -231,5 +284,9 @@ def _check_same_state(recipe: Recipe, saved: Recipe) -> None:
 
 
 def adapter_of(metadata: dict[str, Any]) -> Adapter | None:
-    """The LoRA that a step of a checkpoint holds beside its model; None if none."""
+    """Returns the LoRA of a step; None if it has none.
+
+    Args:
+      metadata: Metadata of the step.
+    """
     return Recipe(**metadata["recipe"]).adapter if "recipe" in metadata else None

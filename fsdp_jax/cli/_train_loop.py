@@ -5,20 +5,21 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import grain
 import jax
 import optax
-import orbax.checkpoint.checkpoint_managers as policies
 
 import fsdp_jax as fsdp
 from fsdp_jax.cli._callback import Callback, call
-from fsdp_jax.cli._context_parallel import num_targets, split_rows
+from fsdp_jax.cli._context_parallel import num_rows, num_targets, split_rows
 from fsdp_jax.cli._data import position
-from fsdp_jax.cli._decoder import Batch, training_loss
+from fsdp_jax.cli._decoder import Batch
 from fsdp_jax.cli._errors import CheckFailed
+from fsdp_jax.cli._held_out import HeldOut
 from fsdp_jax.cli._log import say
 from fsdp_jax.cli._metrics import (
     StepMetrics,
@@ -29,52 +30,54 @@ from fsdp_jax.cli._metrics import (
 from fsdp_jax.cli._profile import Window, tracer
 from fsdp_jax.cli._progress import step_bar
 from fsdp_jax.cli._routing import Routing, move_biases
+from fsdp_jax.cli._train_options import SaveOptions
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """From which step to which, and what to write on the way.
+    """A run: its steps, its checkpoints and its outputs.
 
     Attributes:
-      start: Steps done before.
-      steps: The last step.
+      start: Number of steps done before.
+      steps: Last step.
       save: Directory of the checkpoints.
-      save_every: Saves at multiples of it; 0 for the last step alone.
-      keep: Keeps the newest so many; 0 for all.
+      checkpoints: Steps to save and to keep.
       metrics: File of the metrics; None for stdout.
+      metadata: Metadata of each saved step, beside the position in the data.
+      files: Files saved with each step.
+      loss_fn: Loss from `training_loss`, or from `document_loss`.
+      per_token: Whether it is from `document_loss`.
       microbatches: Microbatches a step.
-      metadata: Saved with each step, beside the position in the data.
-      files: What each step carries along.
-      callback: Called with the metrics of each step; None for nobody.
+      held_out: Held-out data to evaluate; None for none.
+      callback: Function called with the metrics of each step; None for none.
       window: Steps to trace; None for none.
-      fused_loss: Whether logits are made a chunk of the vocabulary at a time.
-      routing: How tokens find experts.
-      loss_scale: That of the state; None for none.
+      routing: Routing of models with experts.
+      loss_scale: Loss scale of the state; None for none.
     """
 
     start: int
     steps: int
     save: Path
-    save_every: int
-    keep: int
+    checkpoints: SaveOptions
     metrics: Path | None
-    microbatches: int
     metadata: dict[str, Any]
     files: dict[str, list[Path]]
+    loss_fn: Callable[..., Any]
+    per_token: bool = False
+    microbatches: int = 1
+    held_out: HeldOut | None = None
     callback: Callback | None = None
     window: Window | None = None
-    fused_loss: bool = False
     routing: Routing = Routing()
     loss_scale: fsdp.training.LossScale | None = None
 
     def open_checkpointer(self) -> fsdp.Checkpointer:
-        """Opens the directory of the checkpoints, to be written in the background."""
-        last = policies.SpecificStepsPolicy([self.steps])
-        due = [policies.FixedIntervalPolicy(self.save_every)] if self.save_every else []
+        """Opens the directory of the checkpoints, which are saved in the background."""
         return fsdp.Checkpointer(
             self.save,
-            save_decision_policy=policies.AnySavePolicy([*due, last]),
-            preservation_policy=policies.LatestN(self.keep) if self.keep else None,
+            save_decision_policy=self.checkpoints.decision(self.steps),
+            preservation_policy=self.checkpoints.preservation(),
+            local=self.checkpoints.local,
         )
 
 
@@ -82,37 +85,86 @@ def run_steps(
     run: Run,
     plan: fsdp.Plan,
     tx: optax.GradientTransformation,
-    state: fsdp.TrainState,
+    make_state: Callable[[], fsdp.TrainState],
     batches: grain.DatasetIterator,
 ) -> None:
     """Trains.
 
     Args:
-      run: What to do.
-      plan: From `plan_decoder`.
-      tx: The optimizer that made the state.
-      state: After `run.start` steps; given up.
-      batches: This host's rows of each, standing where the state stands.
+      run: Steps, checkpoints and outputs.
+      plan: Plan from `plan_decoder`.
+      tx: Optimizer.
+      make_state: Makes or loads the state after `run.start` steps, unless a newer one
+        is on the local disks.
+      batches: Batches of this host, at the position of the state.
 
     Raises:
       CheckFailed: If the loss is no longer finite; such a state is not saved.
       RuntimeError: If the callback raises.
       NotSavedError: If the last save failed.
-      SystemExit: After SIGTERM, with status 143, when the step it came in is saved.
+      SystemExit: After SIGTERM, with status 143, when the current step is saved.
     """
+    with run.open_checkpointer() as checkpointer:
+        state = _resume_locally(run, checkpointer, plan, tx, batches) or make_state()
+        run = dataclasses.replace(run, start=int(state.step))
+        _run_steps(run, plan, _make_step(run, plan, tx), state, batches, checkpointer)
+    if (window := run.window) is not None:
+        steps = f"steps {window.first} to {window.last}"
+        say(f"the trace of {steps} is now in {window.dir}")
+    say(f"step {run.steps} is now in {run.save}")
+
+
+def _resume_locally(
+    run: Run,
+    checkpointer: fsdp.Checkpointer,
+    plan: fsdp.Plan,
+    tx: optax.GradientTransformation,
+    batches: grain.DatasetIterator,
+) -> fsdp.TrainState | None:
+    """Loads the newest step on the local disks, and moves the batches to its position.
+
+    Returns:
+      The state, or None if there is none that is newer than `run.start`.
+    """
+    if run.checkpoints.local is None:
+        return None
+    # Also before the first save, which deletes local steps that nobody asked for.
+    state = checkpointer.resume(fsdp.abstract_state(plan, tx, run.loss_scale))
+    if state is None or int(state.step) <= run.start:
+        return None
+    say(f"resuming from step {int(state.step)} on the local disks")
+    assert checkpointer.metadata is not None
+    batches.set_state(checkpointer.metadata["data"])
+    return state
+
+
+def _make_step(
+    run: Run, plan: fsdp.Plan, tx: optax.GradientTransformation
+) -> fsdp.training.TrainStep:
     rate = run.routing.expert_bias_rate
-    step = fsdp.make_train_step(
+    return fsdp.make_train_step(
         plan,
-        training_loss(fused=run.fused_loss, routing=run.routing),
+        run.loss_fn,
         tx,
         has_aux=True,
         num_microbatches=run.microbatches,
+        calculate_per_token_loss=run.per_token,
         update_model_state=move_biases(rate) if rate else None,
         loss_scale=run.loss_scale,
     )
-    # In this order: the bar may replace stdout, to have lines printed above itself.
+
+
+def _run_steps(
+    run: Run,
+    plan: fsdp.Plan,
+    step: fsdp.training.TrainStep,
+    state: fsdp.TrainState,
+    batches: grain.DatasetIterator,
+    checkpointer: fsdp.Checkpointer,
+) -> None:
+    evaluate = None if run.held_out is None else run.held_out.make(plan)
+    # In this order: the bar may replace stdout, to print lines above itself.
     with (
-        run.open_checkpointer() as checkpointer,
         step_bar(run.start, run.steps) as show,
         metrics_lines(run.metrics, run.start) as lines,
         tracer(run.window) as trace,
@@ -126,6 +178,8 @@ def run_steps(
                 state, measured = step(state, batch)
                 metrics = _metrics(number, measured, batch, began)
             trace.after(number, state)
+            if evaluate and run.held_out and run.held_out.is_due(number, run.steps):
+                metrics = dataclasses.replace(metrics, eval_loss=evaluate(state))
             write_metrics(lines, metrics)
             call(run.callback, metrics)
             show(metrics)
@@ -135,17 +189,13 @@ def run_steps(
             except SystemExit:
                 say(f"stopped: step {number} is in {run.save}")
                 raise
-    if (window := run.window) is not None:
-        steps = f"steps {window.first} to {window.last}"
-        say(f"the trace of {steps} is now in {window.dir}")
-    say(f"step {run.steps} is now in {run.save}")
 
 
 def _next_batch(plan: fsdp.Plan, batches: grain.DatasetIterator) -> Batch:
     rows = next(batches)
     count = fsdp.host_shard(plan.mesh).count
     given = split_rows(rows, plan.mesh.shape["cp"])
-    return fsdp.global_batch(plan.mesh, given, count * len(rows))
+    return fsdp.global_batch(plan.mesh, given, count * num_rows(rows))
 
 
 def _metrics(
@@ -153,8 +203,8 @@ def _metrics(
 ) -> StepMetrics:
     loss, grad_norm = float(measured["loss"]), float(measured["grad_norm"])
     scale = float(measured["loss_scale"]) if "loss_scale" in measured else None
-    passed_over = scale is not None and scale > 1
-    if not (math.isfinite(loss) and (math.isfinite(grad_norm) or passed_over)):
+    skipped = scale is not None and scale > 1
+    if not (math.isfinite(loss) and (math.isfinite(grad_norm) or skipped)):
         raise CheckFailed(
             f"Training diverged: step {number} has loss {loss} and grad_norm "
             f"{grad_norm}. Start again from an earlier step with a smaller --lr."

@@ -1,4 +1,4 @@
-"""Which flags of `XLA_FLAGS` make XLA abort the process, and why."""
+"""Finds the flags of `XLA_FLAGS` with which XLA aborts the process."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ Probe = Callable[[str], Outcome]
 
 @dataclasses.dataclass(frozen=True)
 class BadFlag:
-    """A part of `XLA_FLAGS` that XLA does not take.
+    """A part of `XLA_FLAGS` that XLA rejects.
 
     Attributes:
-      text: As it is written there.
-      reason: Why not.
-      nearest: The known name most like it, where there is one.
+      text: Flag as written.
+      reason: Reason for the rejection.
+      nearest: Most similar known name; None if there is none.
     """
 
     text: str
@@ -33,11 +33,11 @@ class BadFlag:
 
 @dataclasses.dataclass(frozen=True)
 class Diagnosis:
-    """Flags that XLA refuses, and the remaining ones.
+    """Rejected flags, and the others.
 
     Attributes:
-      bad: Flags that XLA refuses, in the order found.
-      good: Remaining flags, as a value of `XLA_FLAGS`.
+      bad: Rejected flags, in the order found.
+      good: Flags without the rejected ones.
     """
 
     bad: tuple[BadFlag, ...] = ()
@@ -45,10 +45,10 @@ class Diagnosis:
 
 
 def diagnose(text: str, probe: Probe) -> Diagnosis:
-    """Finds what is wrong with flags, by leaving out what XLA complains of.
+    """Finds the flags that XLA rejects, by removing those that it complains of.
 
     Args:
-      text: The value of `XLA_FLAGS`.
+      text: Value of `XLA_FLAGS`.
       probe: Called once for flags that are fine, and about once more for each fault:
         XLA names all unknown flags together, but of wrong values the first alone.
     """
@@ -61,13 +61,13 @@ def diagnose(text: str, probe: Probe) -> Diagnosis:
 
 
 def value_of(text: str, name: str) -> str | None:
-    """The value that flags give a name; None if they do not mention it."""
+    """Returns the value of a flag; None if it is not set."""
     values = [flag.partition("=")[2] for flag in split(text) if _name(flag) == name]
     return values[-1] if values else None
 
 
 def split(text: str) -> list[str]:
-    """The words of `XLA_FLAGS`, without the quotes around values."""
+    """Returns the words of `XLA_FLAGS`, without quotes around values."""
     try:
         return shlex.split(text)
     except ValueError:  # A quote that does not end.
@@ -99,7 +99,7 @@ def _diagnose_flags(text: str, probe: Probe) -> Diagnosis:
 def _without_refused(
     flags: Sequence[str], probe: Probe
 ) -> tuple[list[tuple[str, Outcome]], list[str]]:
-    """The flags that XLA refuses, each with what it said, and the others."""
+    """Returns the flags that XLA rejects, each with its output, and the others."""
     refused, left = [], list(flags)
     while left:
         outcome = probe(_join(left))
@@ -115,7 +115,7 @@ def _without_refused(
 
 
 def _named(flags: Sequence[str], error: str) -> list[str]:
-    """The flags that XLA's message names."""
+    """Returns the flags that XLA's message names."""
     if unknown := re.search(r"Unknown flags? in XLA_FLAGS: (.*)", error):
         listed = f" {unknown[1]} "
         return [flag for flag in flags if f" {flag} " in listed]
@@ -125,7 +125,7 @@ def _named(flags: Sequence[str], error: str) -> list[str]:
 
 
 def _refused_alone(flags: Sequence[str], probe: Probe) -> dict[str, Outcome]:
-    """The flags with which nothing starts, where XLA names none and starts without."""
+    """Returns flags with which no backend starts, where XLA names none."""
     if not probe("").alive:
         return {}
     outcomes = {flag: probe(_join([flag])) for flag in flags}
@@ -166,7 +166,7 @@ def _join(flags: Sequence[str]) -> str:
 
 
 def _quoted(flag: str) -> str:
-    """With quotes around a value that has spaces, which XLA takes off again."""
+    """Quotes a value that has spaces, as XLA reads it."""
     name, equals, value = flag.partition("=")
     if not re.search(r"[\s'\"\\]", value):
         return flag

@@ -1,4 +1,4 @@
-"""The names of XLA's options, read from the library itself."""
+"""Names of XLA's options, read from its library."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import jaxlib
 
 
 def option_names() -> frozenset[str]:
-    """Every option that the XLA of the installed jaxlib has.
+    """Returns all options of the XLA in the installed jaxlib.
 
     XLA offers no list of them, and what it prints of its flags is cut off. But it
     carries the description of the message that holds its options.

@@ -1,4 +1,4 @@
-"""AdamW's settings on the command line, and those that come along from Megatron."""
+"""AdamW's settings on the command line, and those of a Megatron checkpoint."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from helpers.errors import facts
 
 from bridge.megatron import AdamSettings
 from fsdp_jax._tree import named_leaves
-from fsdp_jax.cli._adam import AdamOptions, settings_of_import, stored_settings
+from fsdp_jax.cli._adam import settings_of_import, stored_settings
+from fsdp_jax.cli._optimizer import OptimizerConfig
 from fsdp_jax.cli._train_config import Recipe, make_recipe
 
 PARAMS = {"norm": {"scale": jnp.ones(4)}, "w": jnp.full((3, 4), 2.0)}
@@ -20,9 +21,15 @@ LR, DECAY = 0.1, 0.5
 RTOL = 1e-5
 
 
+def config(**options) -> OptimizerConfig:
+    return OptimizerConfig(
+        **{"lr": LR, "weight_decay": DECAY, "no_decay": "", **options}
+    )
+
+
 def two_steps(options):
     """Parameters after two steps with gradients of one, then of two."""
-    tx = options.adamw(LR, DECAY)
+    tx = options.make()
     params, state = PARAMS, tx.init(PARAMS)
     for size in (1.0, 2.0):
         grads = jax.tree.map(lambda p, size=size: jnp.full_like(p, size), params)
@@ -40,7 +47,7 @@ def by_hand(options):
         decay = 0.0 if name.endswith("scale") and options.no_decay else DECAY
         for step, g in enumerate((1.0, 2.0), start=1):
             norm = g * np.sqrt(count)
-            g *= min(1.0, options.clip_grad / norm) if options.clip_grad else 1.0
+            g *= min(1.0, options.clip / norm) if options.clip else 1.0
             mu = options.b1 * mu + (1 - options.b1) * g
             nu = options.b2 * nu + (1 - options.b2) * g**2
             first, second = mu / (1 - options.b1**step), nu / (1 - options.b2**step)
@@ -52,10 +59,10 @@ def by_hand(options):
 @pytest.mark.parametrize(
     "options",
     [
-        AdamOptions(),
-        AdamOptions(b1=0.8, b2=0.95, eps=0.1),
-        AdamOptions(clip_grad=5.0),
-        AdamOptions(no_decay="*.bias,norm.scale"),
+        config(b2=0.999),
+        config(b1=0.8, b2=0.95, eps=0.1),
+        config(b2=0.999, clip=5.0),
+        config(b2=0.999, no_decay="*.bias,norm.scale"),
     ],
     ids=str,
 )
@@ -63,7 +70,7 @@ def test_each_setting_does_what_it_says(options):
     params, state = two_steps(options)
     for name, want in by_hand(options).items():
         np.testing.assert_allclose(dict(named_leaves(params))[name], want, rtol=RTOL)
-    plain = optax.adamw(0.0).init(PARAMS)
+    plain = OptimizerConfig().make().init(PARAMS)
     assert [n for n, _ in named_leaves(state)] == [n for n, _ in named_leaves(plain)]
 
 
@@ -78,10 +85,12 @@ def test_a_run_of_megatron_goes_on_with_its_settings():
     metadata = {"optimizer": "adamw", "adam": stored_settings(KNOWN)}
     carried = settings_of_import(metadata, {})
     recipe = make_recipe({"b1": 0.8}, {}, {"tokenizer": "bytes", **carried})
-    assert recipe.adam == AdamOptions(
-        0.8, 0.95, 1e-7, 1.0, "norm.scale,layers.norm.scale"
+    assert recipe.optimizer_config == OptimizerConfig(
+        lr=3e-4,
+        weight_decay=0.2,
+        **{"b1": 0.8, "b2": 0.95, "eps": 1e-7, "clip": 1.0},
+        no_decay="norm.scale,layers.norm.scale",
     )
-    assert (recipe.lr, recipe.weight_decay) == (3e-4, 0.2)
 
 
 def test_a_setting_that_did_not_come_along_is_asked_for():
@@ -103,7 +112,7 @@ def test_an_import_without_settings_asks_for_all():
         settings_of_import({"optimizer": "adamw"}, {})
 
 
-@pytest.mark.parametrize("wrong", [{"b1": 1.0}, {"b2": -0.1}, {"clip_grad": -1.0}])
+@pytest.mark.parametrize("wrong", [{"b1": 1.0}, {"b2": -0.1}, {"clip": -1.0}])
 def test_a_setting_out_of_range_is_refused(wrong):
     with pytest.raises(
         ValueError, match=facts(f"--{next(iter(wrong)).replace('_', '-')}")

@@ -96,7 +96,10 @@ RESUME = "train --resume {run} --data {text} --save {new}"
             "train --hf {llama} --data {short} --steps 2 --save {new}",
             ["--data", "9", "--seq 256", "257"],
         ),
-        ("train --data {text} --steps 2 --save {new}", ["--hf MODEL", "--resume CKPT"]),
+        (
+            "train --data {text} --steps 2 --save {new}",
+            ["--hf MODEL", "--config FILE", "--resume RUN"],
+        ),
         (
             "train --hf {here}/no --data {text} --steps 2 --save {new}",
             ["'{here}/no'"],
@@ -110,6 +113,32 @@ RESUME = "train --resume {run} --data {text} --save {new}"
             ["'{weightless}'", "'model.safetensors'"],
         ),
         ("train --hf {unknown} --data {text} --steps 2 --save {new}", ["'gpt9'"]),
+        (
+            "train --resume {run} --hf {llama} --data {text} --steps 9 --save {new}",
+            ["--hf {llama}", "--resume {run}", "--config FILE"],
+        ),
+        (START + " --steps 2 --metrics /proc/x", ["--metrics '/proc/x'", "'/proc'"]),
+        (
+            "train --hf {llama} --data {text} --steps 2 --save /proc/x",
+            ["--save '/proc/x'", "'/proc'"],
+        ),
+        (START + " --steps 2 --prefetch -1", ["--prefetch -1", "0"]),
+        (START + " --steps 2 --unroll 0 --zero 4", ["--unroll 0", "1", "--zero 4"]),
+        (
+            START + " --steps 2 --virtual-stages 2 --schedule 1f1b",
+            ["--virtual-stages 2", "--schedule 1f1b", "pp=1"],
+        ),
+        (START + " --steps 2 --cp-form ring", ["--cp-form ring", "cp=1"]),
+        (START + " --steps 2 --outer 1", ["--outer 1", "dp_outer=1"]),
+        (
+            START + " --steps 2 --local-keep 2",
+            ["--local-keep 2", "--local-checkpoints"],
+        ),
+        (
+            START + " --steps 2 --local-checkpoints {new} --local-every 0",
+            ["--local-every 0", "1"],
+        ),
+        ("export {run} {new} --private", ["--private", "--push"]),
         (START + " --steps 0", ["--steps 0", "0"]),
         (START + " --steps 2 --save-every -1", ["--save-every -1"]),
         (START + " --steps 2 --keep -1", ["--keep -1"]),
@@ -129,7 +158,7 @@ RESUME = "train --resume {run} --data {text} --save {new}"
         ),
         (START + " --steps 2 --metrics {jsonl}", ["--metrics '{jsonl}'"]),
         (START + " --steps 2 --metrics {text}/new", ["--metrics", "'{text}'"]),
-        (START + " --steps 2 --resume-step 2", ["--resume-step 2", "--resume"]),
+        (START + " --steps 2 --resume-step 2", ["--resume-step 2", "--resume RUN"]),
         (
             START + " --steps 2 --callback no_module:f",
             ["--callback no_module:f", "'no_module'"],

@@ -36,7 +36,7 @@ def train(model, text, out, *options) -> list[dict[str, float]]:
 
 
 def test_experts_on_four_devices_train_as_on_one(deepseek, text, tmp_path):
-    options = ["--expert-bias-rate", "1e-3", "--z-loss-coef", "1e-3"]
+    options = ["--expert-bias-rate", "1e-3", "--router-z-loss-coef", "1e-3"]
     options += ["--aux-loss-over", "global"]
     four, one = (
         train(deepseek, text, tmp_path / name, *options, *more)
@@ -63,8 +63,8 @@ def test_a_capacity_drops_tokens_and_says_how_many(deepseek, text, tmp_path):
     [
         (Routing(capacity_factor=1.0), ["--capacity-factor 1.0"]),
         (
-            Routing(z_loss_coef=0.1, aux_loss_coef=0.1),
-            ["--aux-loss-coef 0.1, --z-loss-coef 0.1"],
+            Routing(router_z_loss_coef=0.1, aux_loss_coef=0.1),
+            ["--aux-loss-coef 0.1, --router-z-loss-coef 0.1"],
         ),
         (Routing(expert_bias_rate=1e-3), ["--expert-bias-rate 0.001"]),
     ],

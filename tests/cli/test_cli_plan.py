@@ -114,7 +114,7 @@ def test_a_sweep_splits_rows_that_are_long_and_fewer_than_gpus(llama, capsys):
         (("--mesh", "tp=8"), "num_attention_heads 4 is not a multiple of 8"),
         (("--mesh", "cp=4", "--seq", "36"), "--seq 36: cp=4 splits the tokens"),
         (("--mesh", "cp=2,pp=2"), "Use --cp-form all_gather or ulysses"),
-        (("--remat", "attention"), "--remat attention keeps what attention makes"),
+        (("--remat", "attention"), "--remat attention saves the outputs"),
         (("--tflops", "-1"), "takes no flops=-1"),
         (("--sweep", "--zero", "2"), "leave out --mesh, --zero"),
         (("--gpus", "12"), "12 GPUs are neither a part of a node of 8"),
@@ -135,7 +135,7 @@ def test_without_the_compiler_for_gpus_the_cpu_s_says_what_it_can(
     monkeypatch.setattr("fsdp_jax.cli.commands._plan.gpu_devices", absent)
     assert not plan(llama, "--gpus", str(jax.device_count()), "--seq", "16")
     out, err = capsys.readouterr()
-    assert "no time is foretold" in err
+    assert "no time is estimated" in err
     assert "as the compiler for CPUs assigns it" in out
     assert "all-gather" in out and "ms each" not in out
 

@@ -33,12 +33,13 @@ def fused(**options):
     return op
 
 
-def unfused(logit_fn=lambda x: x, label_smoothing=0.0, vocab_size=VOCAB):
+def unfused(logit_fn=lambda x: x, label_smoothing=0.0, z_loss=0.0, vocab_size=VOCAB):
     def op(hidden, kernel, targets):
         logits = logit_fn(hidden @ kernel)[..., :vocab_size]
         labels = jax.nn.one_hot(targets, vocab_size)
         labels = optax.smooth_labels(labels, label_smoothing)
-        return optax.softmax_cross_entropy(logits, labels)
+        z = jax.nn.logsumexp(logits, axis=-1)
+        return optax.softmax_cross_entropy(logits, labels) + z_loss * z**2
 
     return op
 
@@ -83,7 +84,7 @@ def test_losses_and_gradients_are_those_with_logits(chunk, is_split):
 @pytest.mark.parametrize("is_split", [False, True], ids=["whole", "split"])
 @pytest.mark.parametrize(
     "options",
-    [{"logit_fn": cap}, {"label_smoothing": 0.1}, {"vocab_size": 13}],
+    [{"logit_fn": cap}, {"label_smoothing": 0.1}, {"z_loss": 0.1}, {"vocab_size": 13}],
     ids=lambda options: next(iter(options)),
 )
 def test_its_options_are_those_of_the_loss_with_logits(options, is_split):

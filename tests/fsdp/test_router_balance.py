@@ -199,7 +199,7 @@ def test_the_losses_of_a_decoder_are_weighed_and_reported(config, over):
     tokens, scores = used()
     z_loss, dropped = np.full((LAYERS, ROWS), 2.0), np.ones((LAYERS, ROWS), int)
     stats = RouterStats(*map(jnp.asarray, (tokens, scores, z_loss, dropped)))
-    routing = Routing(aux_loss_coef=0.5, aux_loss_over=over, z_loss_coef=0.25)
+    routing = Routing(aux_loss_coef=0.5, aux_loss_over=over, router_z_loss_coef=0.25)
     loss, reported = router_losses(config, routing, stats)
     want = 0.5 * reported["aux_loss"] + 0.25 * LAYERS * 2.0
     np.testing.assert_allclose(loss, want, rtol=1e-6)

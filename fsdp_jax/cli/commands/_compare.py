@@ -17,17 +17,17 @@ import fsdp_jax as fsdp
 from fsdp_jax.cli._decoder import plan_decoder
 from fsdp_jax.cli._errors import CheckFailed, require
 from fsdp_jax.cli._model_source import Origin, open_any, read_config
-from fsdp_jax.cli._options import Devices, IgnoreField, Unset
+from fsdp_jax.cli._options import Devices, Group, IgnoreField, Unset
 
 Tokens = Int[np.ndarray, "batch seq"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Outputs:
-    """What a model makes of some tokens.
+    """Outputs of a model.
 
     Attributes:
-      logits: Its predictions.
+      logits: Logits of all tokens.
       hidden: The residual stream before the layers and behind each; the last, normed.
     """
 
@@ -37,7 +37,7 @@ class Outputs:
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """How far two models are apart.
+    """Difference of two models.
 
     Attributes:
       max_logit: The largest logit, in size, of the second.
@@ -66,12 +66,12 @@ class Compare:
     Both compute in float32, on random tokens.
 
     Attributes:
-      checkpoint: A directory of `fsdp-jax train --save`, or a model's directory.
-      out: The other: by default a directory that transformers loads, e.g. of
+      checkpoint: Directory of `fsdp-jax train --save`, or a model's directory.
+      out: Other model: by default a directory that transformers loads, e.g. of
         `fsdp-jax export`.
-      against: What computes OUT: transformers, or bridge, for which OUT may be
-        whatever CHECKPOINT may be, and no torch is needed.
-      step: Which step of a checkpoint; default the newest.
+      against: Library that computes OUT: transformers, or bridge, which takes all that
+        CHECKPOINT may be, and needs no torch.
+      step: Step of a checkpoint; default the newest.
       seq: Tokens of a row.
       tolerance: The largest difference allowed, as a share of the largest logit. Two
         float32 programs that sum in different orders stay far below the default; a
@@ -79,7 +79,7 @@ class Compare:
       json: Prints the figures as one line of JSON instead.
       ignore_field: Field of config.json to ignore although it is refused; may be
         repeated. For fields that change no number.
-      where: On which devices.
+      where: Devices.
     """
 
     checkpoint: tyro.conf.Positional[Path]
@@ -90,7 +90,7 @@ class Compare:
     tolerance: float = 1e-4
     json: bool = False
     ignore_field: IgnoreField = ()
-    where: Annotated[Devices, tyro.conf.arg(name="")] = Devices()
+    where: Annotated[Devices, Group] = Devices()
 
     def run(self) -> None:
         """Prints how far they are apart; fails if that is above the tolerance."""
@@ -135,7 +135,7 @@ class Compare:
 
 
 def difference(ours: Outputs, theirs: Outputs, tolerance: float) -> Difference:
-    """Measures how far two models are apart.
+    """Measures the difference of two models.
 
     Args:
       ours: The one.

@@ -1,4 +1,4 @@
-"""`fsdp-jax convert`: from any checkpoint to any other, without devices."""
+"""`fsdp-jax convert`: converts a checkpoint to another format, without devices."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fsdp_jax._report import bytes_bar
 from fsdp_jax.cli._errors import check_empty
 from fsdp_jax.cli._megatron import MegatronLayout
 from fsdp_jax.cli._model_source import Checkpoint, open_any
-from fsdp_jax.cli._options import IgnoreField, Unset
+from fsdp_jax.cli._options import Group, IgnoreField, Unset
 from fsdp_jax.cli.commands._import import Import
 
 
@@ -26,11 +26,11 @@ class Convert:
     time, unless SRC or DST is a checkpoint of fsdp-jax: then the model is.
 
     Attributes:
-      src: What to read: a directory, a safetensors file, or a hub id.
-      dst: The directory to write; new, or empty.
-      to: Hugging Face's files; Megatron's torch_dist, which any run reads; Megatron's
-        legacy files, for a run of the parallel sizes below; or a checkpoint of
-        fsdp-jax (orbax).
+      src: Checkpoint to read: a directory, a safetensors file, or a hub id.
+      dst: Directory to write; new, or empty.
+      to: Format to write: Hugging Face's files; Megatron's torch_dist, which any run
+        reads; Megatron's legacy files, for a run of the parallel sizes below; or a
+        checkpoint of fsdp-jax (orbax).
       dtype: Dtype of Hugging Face's files; default that of SRC.
       config: A `config.json`, or a directory with one, that says what model SRC is;
         default what SRC says. Megatron's settings lack the tokens, and often the size
@@ -40,7 +40,7 @@ class Convert:
       tokenizer: A model's directory whose tokenizer, chat template and generation
         config are copied along, to Hugging Face's files; default those that a
         checkpoint of fsdp-jax carries.
-      layout: Sizes of Megatron's parallel groups.
+      layout: Parallel sizes of a checkpoint for Megatron.
     """
 
     src: tyro.conf.Positional[str]
@@ -50,7 +50,7 @@ class Convert:
     config: Unset[Path] = None
     ignore_field: IgnoreField = ()
     tokenizer: Unset[Path] = None
-    layout: Annotated[MegatronLayout, tyro.conf.arg(name="")] = MegatronLayout()
+    layout: Annotated[MegatronLayout, Group] = MegatronLayout()
 
     def run(self) -> None:
         """Opens the one, and writes the other."""

@@ -1,4 +1,4 @@
-"""`fsdp-jax demo`: the whole story, as commands that a reader can type."""
+"""`fsdp-jax demo`: runs the main commands, one after the other."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Demo:
 def _commands(
     directory: Path, steps: int, small: bool
 ) -> Iterator[tuple[str, Sequence[str]]]:
-    """The story: a title and a command for each of its steps."""
+    """Yields a title and a command for each step of the demo."""
     llama, run, resumed, out = (
         str(directory / name) for name in ("tiny-llama", "run", "resumed", "exported")
     )
@@ -89,7 +89,7 @@ def _commands(
 
 
 def _meshes() -> tuple[list[str], list[str], str]:
-    """The options for all devices and for half of them, and how to say the latter."""
+    """Returns options for all devices and for half of them, and a label."""
     gpus = _count_gpus()
     if gpus == 0:
         return ["--cpu-devices", "8"], ["--cpu-devices", "4"], "on 4 devices, not 8"
@@ -102,7 +102,7 @@ def _meshes() -> tuple[list[str], list[str], str]:
 
 
 def _count_gpus() -> int:
-    """Asks another process, since the one that asks takes most of the GPUs' memory."""
+    """Counts GPUs in another process, since jax takes most of their memory."""
     code = "import jax; print(sum(d.platform != 'cpu' for d in jax.devices()))"
     asked = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=False

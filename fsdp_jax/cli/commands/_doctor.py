@@ -1,4 +1,4 @@
-"""`fsdp-jax doctor`: what is wrong with this machine's jax, and how to mend it."""
+"""`fsdp-jax doctor`: finds problems of this machine's jax, and their fixes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from fsdp_jax.training._compiler_options import compiler_options
 
 @dataclasses.dataclass(frozen=True)
 class Doctor:
-    """Show versions, devices and settings; say what is wrong and how to mend it.
+    """Show versions, devices and settings; report problems and their fixes.
 
     An unknown flag in XLA_FLAGS aborts every process that starts jax. This command
     tries such things in child processes, and names each flag that XLA refuses.
@@ -53,18 +53,18 @@ class Doctor:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """All that was looked at.
+    """Results of all checks.
 
     Attributes:
-      versions: Of each package; None where it is not installed.
-      xla_flags: As set.
-      diagnosis: What is wrong with them.
-      backend: What jax starts, without the flags that XLA refuses.
+      versions: Version of each package; None if it is not installed.
+      xla_flags: Value of `XLA_FLAGS`.
+      diagnosis: Problems of these flags.
+      backend: Outcome of starting jax, without the flags that XLA refuses.
       planning: Whether XLA compiles for GPUs that are not there.
-      settings: What the environment tells jax.
+      settings: Settings of jax in the environment.
       nccl_timeout: Seconds after which a collective that does not begin ends the
         process; below 0 never.
-      findings: What to do.
+      findings: Problems and their fixes.
     """
 
     versions: Mapping[str, str | None]
@@ -77,11 +77,11 @@ class Report:
     findings: tuple[Finding, ...]
 
     def found(self, *, is_wrong: bool) -> list[Finding]:
-        """What fails, or what is advice."""
+        """Returns the problems, or the advice."""
         return [one for one in self.findings if one.is_wrong == is_wrong]
 
     def as_json(self) -> dict[str, Any]:
-        """For machines."""
+        """Returns the report as JSON values."""
         wrong, advice = (
             [{"what": one.what, "fix": one.fix} for one in self.found(is_wrong=flag)]
             for flag in (True, False)
@@ -104,7 +104,7 @@ class Report:
         }
 
     def as_text(self) -> str:
-        """For people: one row a thing looked at."""
+        """Returns the report as tables."""
         rows = [
             *(
                 (name, found or "not installed")
@@ -258,7 +258,7 @@ _TIMEOUT = "xla_gpu_nccl_termination_timeout_seconds"
 
 
 def _nccl_timeout(flags: str) -> int:
-    """From `XLA_FLAGS`, else from what a step is compiled with; XLA's own is never."""
+    """Returns the timeout of `XLA_FLAGS` or of compiler options; -1 for none."""
     value = value_of(flags, _TIMEOUT)
     try:
         return int(value or compiler_options().get(_TIMEOUT, -1))

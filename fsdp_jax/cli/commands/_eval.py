@@ -1,4 +1,4 @@
-"""`fsdp-jax eval`: how well a model predicts text."""
+"""`fsdp-jax eval`: measures the perplexity of a model on text."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ import fsdp_jax as fsdp
 from bridge.models import Decoder
 from fsdp_jax.cli._decoder import computed_in, plan_decoder
 from fsdp_jax.cli._model_source import Origin, open_any, tokenizer_file
-from fsdp_jax.cli._options import Devices, IgnoreField, Unset
+from fsdp_jax.cli._options import Devices, Group, IgnoreField, Unset
 from fsdp_jax.cli._progress import rows_bar
+from fsdp_jax.cli._records import is_jsonl
 from fsdp_jax.cli._tokens import Tokens, check_files, read_tokens
 from fsdp_jax.cli._train_config import ParamDtype, Tokenizer
 
@@ -31,17 +32,18 @@ class Eval:
     one line of JSON: the mean loss in nats, its exponential, and how many tokens.
 
     Attributes:
-      model: A model's directory, a hub id, a Megatron checkpoint, or one of ours.
+      model: Model: a directory, a hub id, a Megatron checkpoint, or a checkpoint of
+        fsdp-jax.
       data: Text files.
-      step: Which step of a checkpoint of ours; default the newest.
+      step: Step of a checkpoint of fsdp-jax; default the newest.
       batch: Rows of a global batch; default one a device.
-      seq: Tokens that a row predicts. Longer rows see more, and predict better.
-      param_dtype: What weights are gathered and computed in.
-      tokenizer: The bytes themselves, or the model's tokenizer.json; default the
-        latter where there is one.
+      seq: Tokens that a row predicts; in longer rows tokens have more context.
+      param_dtype: Dtype that weights are gathered and computed in.
+      tokenizer: Tokenizer of the text: bytes as they are, or the model's
+        tokenizer.json; default the latter where there is one.
       ignore_field: Field of config.json to ignore although it is refused; may be
         repeated. For fields that change no number.
-      where: On which devices.
+      where: Devices.
     """
 
     model: tyro.conf.Positional[str]
@@ -52,11 +54,16 @@ class Eval:
     param_dtype: ParamDtype = "float32"
     tokenizer: Unset[Tokenizer] = None
     ignore_field: IgnoreField = ()
-    where: Annotated[Devices, tyro.conf.arg(name="")] = Devices()
+    where: Annotated[Devices, Group] = Devices()
 
     def run(self) -> None:
         """Prints the figures."""
         check_files(self.data)
+        if records := [str(file) for file in self.data if is_jsonl(file)]:
+            raise ValueError(
+                f"--data {', '.join(records)}: eval measures text files, and these are "
+                "JSON Lines, whose braces it would count as text."
+            )
         if self.seq < 1:
             raise ValueError(f"--seq {self.seq}: at least 1.")
         devices = self.where.pick()
@@ -98,12 +105,12 @@ class Eval:
 def perplexity(
     plan: fsdp.Plan, params: Any, tokens: Tokens, batch: int, seq: int
 ) -> dict[str, float | int]:
-    """Measures how well a model predicts tokens, each of them once.
+    """Measures the loss of tokens, each predicted once.
 
     Args:
-      plan: Of the decoder.
-      params: Its weights.
-      tokens: At least two.
+      plan: Plan of the decoder.
+      params: Weights.
+      tokens: At least two tokens.
       batch: Rows of a global batch.
       seq: Tokens that a row predicts.
 

@@ -1,4 +1,4 @@
-"""`fsdp-jax export`: from a checkpoint to what transformers or Megatron loads."""
+"""`fsdp-jax export`: writes a checkpoint for transformers or Megatron."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Annotated, Literal
 
+import jax
 import tyro
 
 import bridge
@@ -13,9 +14,10 @@ import fsdp_jax as fsdp
 from fsdp_jax._report import bytes_bar
 from fsdp_jax.cli._decoder import plan_decoder
 from fsdp_jax.cli._errors import check_empty
+from fsdp_jax.cli._hub import check_push, push
 from fsdp_jax.cli._megatron import Format, MegatronLayout
 from fsdp_jax.cli._model_source import Checkpoint, open_checkpoint
-from fsdp_jax.cli._options import Devices, Unset
+from fsdp_jax.cli._options import Devices, Group, Unset
 from fsdp_jax.cli._train_config import adapter_of
 
 
@@ -24,18 +26,20 @@ class Export:
     """Write a checkpoint as a directory that transformers, or Megatron, loads.
 
     Attributes:
-      checkpoint: A directory given to `fsdp-jax train --save`.
-      out: The directory to write; new, or empty.
-      step: Which step; default the newest.
-      adapter: Writes what a run with --lora-rank trained as an adapter of PEFT; else it
-        is merged into the model.
+      checkpoint: Directory given to --save of fsdp-jax train.
+      out: Directory to write; new, or empty.
+      step: Step to export; default the newest.
+      adapter: Writes the factors of a run with --lora-rank as an adapter of PEFT;
+        without it they are merged into the model.
       dtype: Dtype of transformers' files; default that of the checkpoint.
-      megatron: Writes for Megatron instead: torch_dist, which any run reads, or legacy,
-        for a run of the parallel sizes below.
-      tokenizer: A model's directory whose tokenizer, chat template and generation
-        config are copied along; default those that the checkpoint carries.
-      layout: Sizes of Megatron's parallel groups.
-      where: On which devices.
+      megatron: Format of a checkpoint for Megatron to write instead: torch_dist, which
+        any run reads, or legacy, for a run of the parallel sizes below.
+      tokenizer: Directory of a model whose tokenizer, chat template and generation
+        config are copied; default those saved with the checkpoint.
+      push: Repository of the Hugging Face hub, org/name, to which OUT is uploaded.
+      private: Makes that repository private if it is new.
+      layout: Parallel sizes of a checkpoint for Megatron.
+      where: Devices.
     """
 
     checkpoint: tyro.conf.Positional[Path]
@@ -45,18 +49,23 @@ class Export:
     dtype: Unset[Literal["float32", "bfloat16", "float16"]] = None
     megatron: Unset[Format] = None
     tokenizer: Unset[Path] = None
-    layout: Annotated[MegatronLayout, tyro.conf.arg(name="")] = MegatronLayout()
-    where: Annotated[Devices, tyro.conf.arg(name="")] = Devices()
+    push: Unset[str] = None
+    private: bool = False
+    layout: Annotated[MegatronLayout, Group] = MegatronLayout()
+    where: Annotated[Devices, Group] = Devices()
 
     def run(self) -> None:
         """Loads the parameters sharded over all devices, and writes them."""
         check_empty(self.out, "OUT")
         self._check()
+        if self.push is not None:
+            check_push(self.push)
         mesh = fsdp.make_mesh(devices=self.where.pick())
         origin = open_checkpoint(self.checkpoint, self.step)
         plan = plan_decoder(origin.config, mesh)
         if self.adapter:
             self._write_adapter(origin, plan)
+            self._push(origin)
             return
         params = origin.load_params_as_stored(plan.params)
         with bytes_bar(f"writing {self.out}") as progress:
@@ -74,6 +83,14 @@ class Export:
                     progress=progress,
                 )
         print(f"step {origin.step} of {self.checkpoint} is now in {self.out}")
+        self._push(origin)
+
+    def _push(self, origin: Checkpoint) -> None:
+        if self.push is None or jax.process_index() > 0:
+            return
+        message = f"Upload step {origin.step}"
+        url = push(self.out, self.push, private=self.private, message=message)
+        print(f"uploaded to {url}")
 
     def _write_adapter(self, origin: Checkpoint, plan: fsdp.Plan) -> None:
         adapter = adapter_of(origin.metadata)
@@ -88,6 +105,8 @@ class Export:
         print(f"the adapter of step {origin.step} is now in {self.out}")
 
     def _check(self) -> None:
+        if self.private and self.push is None:
+            raise ValueError("--private describes a repository: give --push too.")
         if self.adapter and (self.megatron or self.dtype or self.tokenizer):
             raise ValueError(
                 "--adapter writes PEFT's files: leave out --megatron, --dtype and "

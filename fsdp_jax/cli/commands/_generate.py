@@ -1,4 +1,4 @@
-"""`fsdp-jax generate`: what a model writes behind prompts."""
+"""`fsdp-jax generate`: continues prompts."""
 
 from __future__ import annotations
 
@@ -17,41 +17,43 @@ import fsdp_jax as fsdp
 from bridge.models import (
     GREEDY,
     Decoder,
-    DecoderConfig,
     Generated,
     Sampling,
     generate,
 )
+from fsdp_jax.cli._chat_template import read_chat_template
 from fsdp_jax.cli._decoder import computed_in, plan_decoder
 from fsdp_jax.cli._model_source import Origin, open_any, tokenizer_file
-from fsdp_jax.cli._options import Devices, IgnoreField, Unset
-from fsdp_jax.cli._tokenizer import TextCodec, open_codec
+from fsdp_jax.cli._options import Devices, Group, IgnoreField, Unset
+from fsdp_jax.cli._tokenizer import TextCodec, open_codec, stop_tokens
 from fsdp_jax.cli._train_config import ParamDtype, Tokenizer
 from fsdp_jax.sharding._mesh import BATCH_AXES, num_devices
 
 
 @dataclasses.dataclass(frozen=True)
 class Generate:
-    """Write on from prompts, with the weights sharded over all devices.
+    """Continue prompts, with the weights sharded over all devices.
 
-    Prints each prompt with what was written behind it.
+    Prints each prompt with its continuation.
 
     Attributes:
-      model: A model's directory, a hub id, a Megatron checkpoint, or one of ours.
-      prompt: Texts to go on from.
-      max_new_tokens: Tokens to write at most, behind each.
-      step: Which step of a checkpoint of ours; default the newest.
-      temperature: Divides the logits; 0 takes the likeliest token, always.
-      top_k: Draws only from so many of the likeliest tokens.
-      top_p: Draws only from the fewest likeliest tokens that reach this probability.
-      seed: Of the draws; the same on any number of devices.
-      param_dtype: What weights are gathered and computed in.
-      tokenizer: The bytes themselves, or the model's tokenizer.json; default the
-        latter where there is one.
+      model: Model: a directory, a hub id, a Megatron checkpoint, or a checkpoint of
+        fsdp-jax.
+      prompt: Texts to continue.
+      max_new_tokens: Maximum number of new tokens for each.
+      step: Step of a checkpoint of fsdp-jax; default the newest.
+      temperature: Divisor of the logits; 0 for the likeliest token, always.
+      top_k: Number of likeliest tokens to draw from.
+      top_p: Probability that the likeliest tokens to draw from reach together.
+      seed: Seed of the draws; the same on any number of devices.
+      param_dtype: Dtype that weights are gathered and computed in.
+      tokenizer: Tokenizer of the prompts: bytes as they are, or the model's
+        tokenizer.json; default the latter where there is one.
+      chat: Renders each prompt as a question in the model's chat template.
       json: Prints a line of JSON a prompt instead: prompt, text, and whether it ended.
       ignore_field: Field of config.json to ignore although it is refused; may be
         repeated. For fields that change no number.
-      where: On which devices.
+      where: Devices.
     """
 
     model: tyro.conf.Positional[str]
@@ -64,9 +66,10 @@ class Generate:
     seed: int = 0
     param_dtype: ParamDtype = "float32"
     tokenizer: Unset[Tokenizer] = None
+    chat: bool = False
     json: bool = False
     ignore_field: IgnoreField = ()
-    where: Annotated[Devices, tyro.conf.arg(name="")] = Devices()
+    where: Annotated[Devices, Group] = Devices()
 
     def run(self) -> None:
         """Prints the texts."""
@@ -75,7 +78,7 @@ class Generate:
         devices = self.where.pick()
         origin = open_any(self.model, self.step, ignore_fields=self.ignore_field)
         codec = self._open_codec(origin)
-        prompts = [codec.encode(text) for text in self.prompt]
+        prompts = [self._encode(codec, origin, text) for text in self.prompt]
         _check_prompts(self.prompt, prompts)
         mesh = fsdp.make_mesh(devices=devices)
         plan = plan_decoder(origin.config, mesh, computed_in(self.param_dtype))
@@ -91,6 +94,18 @@ class Generate:
         )
         for text, prompt, row in zip(self.prompt, prompts, rows, strict=True):
             self._print(codec, text, row[len(prompt) :], stop_tokens(origin.config))
+
+    def _encode(self, codec: TextCodec, origin: Origin, text: str) -> list[int]:
+        if not self.chat:
+            return codec.encode(text)
+        template = read_chat_template(origin.files)
+        if template is None:
+            raise ValueError(
+                f"--chat: '{self.model}' has no chat template. Leave the option out, "
+                "or add chat_template.jinja to the model."
+            )
+        text = template.prompt(text)
+        return codec.encode_with_offsets(text, add_specials=False)[0]
 
     def _check(self) -> None:
         wrong = []
@@ -133,12 +148,12 @@ def write_on(
     """Writes on from prompts, on all devices of a plan, a part of the rows on each.
 
     Args:
-      plan: Of the decoder.
+      plan: Plan of the decoder.
       params: Its weights.
       prompts: Token ids; none is empty.
       max_new_tokens: Tokens to write at most.
       sampling: How they are drawn.
-      seed: Of the draws.
+      seed: Seed of the draws.
       stop: Tokens that end a text.
 
     Returns:
@@ -164,14 +179,6 @@ def write_on(
     found = fsdp.make_forward(plan, run)(params, batch)
     texts, ends = np.asarray(found.tokens), np.asarray(found.lengths)
     return [texts[i, : ends[i]].tolist() for i in range(len(prompts))]
-
-
-def stop_tokens(config: DecoderConfig) -> tuple[int, ...]:
-    """The tokens that end a text, of which a config has none, one, or several."""
-    ends = config.eos_token_id
-    if ends is None:
-        return ()
-    return (ends,) if isinstance(ends, int) else tuple(ends)
 
 
 def _generate(

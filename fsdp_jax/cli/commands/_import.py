@@ -1,4 +1,4 @@
-"""`fsdp-jax import`: from a model of elsewhere to a sharded checkpoint."""
+"""`fsdp-jax import`: imports a model as a sharded checkpoint."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from fsdp_jax.cli._adam import option, stored_settings
 from fsdp_jax.cli._decoder import plan_decoder
 from fsdp_jax.cli._errors import check_empty
 from fsdp_jax.cli._model_source import Megatron, files_to_carry, open_any
-from fsdp_jax.cli._options import Devices, IgnoreField, Unset
+from fsdp_jax.cli._optimizer import OptimizerConfig
+from fsdp_jax.cli._options import Devices, Group, IgnoreField, Unset
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Import:
     Attributes:
       model: A directory with config.json and safetensors files, one such file, a hub
         id, or what Megatron's --save named; which it is, is found out.
-      out: The directory to write; new, or empty.
+      out: Directory to write; new, or empty.
       dtype: Dtype of the parameters, which training updates; default float32.
       optimizer: Also takes Adam's state and settings and the step of a Megatron
         checkpoint, so that `fsdp-jax train --resume` goes on.
@@ -38,7 +39,7 @@ class Import:
         default what the model says.
       ignore_field: Field of config.json to ignore although it is refused; may be
         repeated. For fields that change no number.
-      where: On which devices.
+      where: Devices.
     """
 
     model: tyro.conf.Positional[str]
@@ -47,7 +48,7 @@ class Import:
     optimizer: bool = False
     config: Unset[Path] = None
     ignore_field: IgnoreField = ()
-    where: Annotated[Devices, tyro.conf.arg(name="")] = Devices()
+    where: Annotated[Devices, Group] = Devices()
 
     def run(self) -> None:
         """Loads the weights sharded over all devices, and saves them."""
@@ -87,7 +88,7 @@ def _with_adam(
     adam = bridge.megatron.load_megatron_adam(
         origin.path, plan.params, config=origin.config
     )
-    tx = optax.adamw(0.0)  # its rate is no part of its state
+    tx = OptimizerConfig().make()  # Its numbers are not part of its state.
     opt_state = optax.tree.set(
         tx.init(fsdp.trainable(plan, adam.params)),
         mu=fsdp.trainable(plan, adam.mu),

@@ -1,4 +1,4 @@
-"""`fsdp-jax inspect`: what is in a directory, from headers alone."""
+"""`fsdp-jax inspect`: lists the contents of a checkpoint, from headers alone."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fsdp_jax.checkpoint._remove import names_beside
 from fsdp_jax.checkpoint._steps import open_step
 from fsdp_jax.cli._decoder import plan_decoder
 from fsdp_jax.cli._model_source import Checkpoint, HuggingFace, Megatron, open_any
-from fsdp_jax.cli._options import Devices, IgnoreField
+from fsdp_jax.cli._options import Devices, Group, IgnoreField
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,14 +34,14 @@ class Inspect:
       json: Prints one JSON object instead.
       ignore_field: Field of config.json to ignore although it is refused; may be
         repeated. For fields that change no number.
-      where: On which devices, with --sharded.
+      where: Devices, with --sharded.
     """
 
     path: tyro.conf.Positional[Path]
     sharded: bool = False
     json: bool = False
     ignore_field: IgnoreField = ()
-    where: Annotated[Devices, tyro.conf.arg(name="")] = Devices()
+    where: Annotated[Devices, Group] = Devices()
 
     def run(self) -> None:
         """Prints traits, the mapping, and the sums."""

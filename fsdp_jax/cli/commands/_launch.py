@@ -1,4 +1,4 @@
-"""`fsdp-jax launch`: many processes of one program, on this machine."""
+"""`fsdp-jax launch`: runs several processes of a program on this machine."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from types import FrameType
 from typing import Annotated
 
 import tyro
-from rich.console import Console
 from rich.text import Text
 
+from fsdp_jax._streams import LenientConsole
 from fsdp_jax.cli._errors import ChildFailed
 from fsdp_jax.cli._options import Unset
 from fsdp_jax.launch import Processes, Timeouts
@@ -32,10 +32,10 @@ class Launch:
         fsdp-jax launch --processes 4 -- python train.py --steps 100
 
     Attributes:
-      command: The program and its arguments, behind a --.
-      processes: How many.
+      command: Program and its arguments, after a --.
+      processes: Number of processes.
       devices_per_process: Simulate so many CPU devices in each; default a GPU each.
-      timeouts: How long to wait for processes.
+      timeouts: Timeouts.
     """
 
     command: tyro.conf.Positional[tuple[str, ...]]
@@ -67,7 +67,7 @@ class _Printer:
 
     def __init__(self):
         self._consoles = [
-            Console(file=file, highlight=False, soft_wrap=True)
+            LenientConsole(file=file, highlight=False, soft_wrap=True)
             for file in (sys.stdout, sys.stderr)
         ]
 
@@ -80,7 +80,7 @@ class _Printer:
 
 @contextmanager
 def _passing_on_sigterm(job: Processes) -> Iterator[None]:
-    """What is to stop the launcher is to stop the job, which may save before."""
+    """Forwards SIGTERM to the job, which may save before it ends."""
 
     def pass_on(number: int, frame: FrameType | None) -> None:
         job.signal(number)

@@ -1,4 +1,4 @@
-"""`fsdp-jax make-tiny-llama`: a model to try everything on."""
+"""`fsdp-jax make-tiny-llama`: writes a small model to try commands on."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ class MakeTinyLlama:
     Small in size, not in kind: grouped queries and the rotary scaling of Llama 3.1.
 
     Attributes:
-      out: The directory to write; must not exist.
-      vocab: Tokens; 256 for bytes.
+      out: Directory to write; must not exist.
+      vocab: Number of tokens; 256 for bytes.
       hidden: Width of the residual stream.
       intermediate: Width inside the MLP.
-      layers: Layers.
-      heads: Query heads.
-      kv_heads: Key and value heads.
-      seed: Of the weights.
+      layers: Number of layers.
+      heads: Number of query heads.
+      kv_heads: Number of key and value heads.
+      seed: Seed of the weights.
     """
 
     out: tyro.conf.Positional[Path]

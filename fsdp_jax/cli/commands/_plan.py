@@ -1,4 +1,4 @@
-"""`fsdp-jax plan`: what training a model will need on GPUs that are not here."""
+"""`fsdp-jax plan`: estimates memory and time of training on GPUs, without any."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Annotated
 import jax
 import jax.numpy as jnp
 import optax
-import tyro
 from jax.sharding import Mesh
 
 import fsdp_jax as fsdp
@@ -21,13 +20,9 @@ from fsdp_jax.cli._context_parallel import abstract_rows, check_context, check_r
 from fsdp_jax.cli._decoder import loss_of, plan_decoder
 from fsdp_jax.cli._errors import check_absent
 from fsdp_jax.cli._model_source import open_hf, read_config
-from fsdp_jax.cli._options import Devices, IgnoreField, Unset
-from fsdp_jax.cli._precision import (
-    OffloadTo,
-    OptimizerBits,
-    ParamGather,
-    Precision,
-)
+from fsdp_jax.cli._optimizer import OptimizerBits, OptimizerConfig
+from fsdp_jax.cli._options import Devices, Group, IgnoreField, Unset
+from fsdp_jax.cli._precision import OffloadTo, ParamGather, Precision
 from fsdp_jax.cli._routing import Routing
 from fsdp_jax.cli._sharding_options import Strategy
 from fsdp_jax.cli._train_config import ParamDtype
@@ -47,20 +42,20 @@ _AXES = ("pp", "dp_outer", "dp_shard", "ep", "cp", "tp")
 _NO_PLUGIN = (
     "XLA's compiler for GPUs is not installed (pip install 'fsdp-jax[plan]'), so this "
     "is what the compiler for CPUs says: memory, and how often what is communicated. "
-    "It widens bfloat16 and hides nothing; no time is foretold."
+    "It widens bfloat16 and hides nothing; no time is estimated."
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class Speeds:
-    """Figures of the cost model in the place of the GPU's own.
+    """Figures of the cost model, instead of those of the GPU.
 
     Attributes:
-      tflops: Of 16-bit matrix products, TFLOP/s.
-      memory_gbs: Of the GPU's own memory, GB/s.
-      link_gbs: To the other GPUs of its node, GB/s a GPU.
-      network_gbs: To other nodes, GB/s a GPU.
-      latency_us: Of each collective, microseconds.
+      tflops: Speed of 16-bit matrix products, TFLOP/s.
+      memory_gbs: Bandwidth of the GPU's memory, GB/s.
+      link_gbs: Bandwidth to the other GPUs of a node, GB/s a GPU.
+      network_gbs: Bandwidth to other nodes, GB/s a GPU.
+      latency_us: Latency of each collective, microseconds.
     """
 
     tflops: Unset[float] = None
@@ -70,7 +65,7 @@ class Speeds:
     latency_us: Unset[float] = None
 
     def apply(self, gpu: str) -> GPU:
-        """The GPU of that name, with these figures."""
+        """Returns the GPU of that name, with these figures."""
         scaled = {
             "flops": (self.tflops, 1e12),
             "memory_bandwidth": (self.memory_gbs, 1e9),
@@ -84,36 +79,36 @@ class Speeds:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Compile a model's training step for GPUs, without any, and say what it takes.
+    """Estimate a model's training step on GPUs, without any.
 
     Prints memory, communication and modelled time. Nothing is loaded but the config.
 
     Attributes:
-      hf: The model: a directory with config.json, or a hub id.
-      config: The model: a config.json, or a directory that has one, without weights.
+      hf: Model: a directory with config.json, or a hub id.
+      config: Model: a config.json, or a directory that has one, without weights.
       ignore_field: Field of config.json to ignore although it is refused; may be
         repeated. For fields that change no number.
-      gpu: a100, h100, h200 or b200.
-      gpus: Number of GPUs; above 8 a multiple of 8, the size of a node.
+      gpu: GPU: a100, h100, h200 or b200.
+      gpus: Number of GPUs; more than 8 are whole nodes of 8.
       mesh: Sizes of the mesh's axes, as in dp_outer=4,dp_shard=-1; default all on
         dp_shard.
       batch: Rows of a global batch; default one a microbatch and GPU, of cp x tp x pp
         GPUs together.
       seq: Tokens that a row predicts.
       microbatches: Microbatches a step.
-      param_dtype: Dtype in which weights are gathered and computed with.
-      param_gather: Format in which the matrices of layers are gathered instead.
+      param_dtype: Dtype that weights are gathered and computed in.
+      param_gather: Format in which the matrices of layers are communicated.
       optimizer_bits: Bits of an element of AdamW's moments.
-      offload: State stored in the host's memory: the optimizer's, or the main weights
-        too (all).
-      fused_loss: Makes logits a chunk of the vocabulary at a time: memory for work.
-      capacity_factor: Experts have room for this many times their even share of a
-        rank's tokens; default for all of those of all ranks on ep.
+      offload: State kept in host memory: the optimizer's, or the float32 weights too
+        (all).
+      fused_loss: Computes logits by chunks of the vocabulary: less memory, more work.
+      capacity_factor: Capacity of an expert as a multiple of its even share of a rank's
+        tokens; default all tokens of all ranks on ep.
       json: Writes everything to this file.
       picture: Draws memory and time into this file, .png or .svg.
       sweep: Tries other meshes and strategies too, and recommends one; cp where rows
         have 8,192 tokens or more.
-      strategy: What the step shards, keeps, and runs when.
+      strategy: Sharding and memory of a step.
       speeds: Figures of the cost model.
     """
 
@@ -135,20 +130,19 @@ class Plan:
     json: Unset[Path] = None
     picture: Unset[Path] = None
     sweep: bool = False
-    strategy: Annotated[Strategy, tyro.conf.arg(name="")] = Strategy(
-        remat="nothing", unroll=2
-    )
-    speeds: Annotated[Speeds, tyro.conf.arg(name="")] = Speeds()
+    strategy: Annotated[Strategy, Group] = Strategy(remat="nothing", unroll=2)
+    speeds: Annotated[Speeds, Group] = Speeds()
 
     def run(self) -> None:
-        """Prints the estimate, or what can be told without XLA's GPU compiler."""
+        """Prints the estimate, or without the GPU compiler a count by that for CPUs."""
         # Lowering starts a backend: that of the CPU, as no GPU is asked for anything.
         jax.config.update("jax_platforms", "cpu")
         gpu = self.speeds.apply(self.gpu)
         config = _read_config(self)
         sizes = _mesh_sizes(self.mesh)
         chosen = (self.mesh, self.strategy.zero, self.strategy.outer)
-        if self.sweep and chosen != (None, 3, 0):
+        self.strategy.check(None if self.sweep else sizes)
+        if self.sweep and chosen != (None, 3, None):
             raise ValueError(
                 "plan --sweep tries meshes and strategies of its own: leave out "
                 "--mesh, --zero and --outer, or --sweep."
@@ -177,11 +171,11 @@ class Plan:
 
 
 def _precision_of(options: Plan) -> Precision:
-    return Precision(options.param_gather, None, options.optimizer_bits)
+    return Precision(options.param_gather, None)
 
 
 def _optimizer_of(options: Plan) -> optax.GradientTransformation:
-    return _precision_of(options).adamw(3e-4, weight_decay=0.1)
+    return OptimizerConfig(optimizer_bits=options.optimizer_bits).make()
 
 
 def _read_config(options: Plan) -> DecoderConfig:
@@ -194,7 +188,7 @@ def _read_config(options: Plan) -> DecoderConfig:
 
 
 def _mesh_sizes(text: str | None) -> dict[str, int]:
-    """`dp_outer=4,dp_shard=-1` as sizes."""
+    """Parses sizes such as `dp_outer=4,dp_shard=-1`."""
     if text is None:
         return {}
     sizes = {}
@@ -230,7 +224,7 @@ def _forecast(
 
 
 def _step_of(options: Plan, config: DecoderConfig, mesh: Mesh):
-    """The plan on `mesh`, the loss, and the abstract batch."""
+    """Returns the plan on `mesh`, the loss, and an abstract batch."""
     cp, tp = mesh.shape["cp"], mesh.shape["tp"]
     check_rows(options.seq, tp, cp)
     dtype = jnp.dtype(options.param_dtype)
@@ -243,7 +237,7 @@ def _step_of(options: Plan, config: DecoderConfig, mesh: Mesh):
         Routing(capacity_factor=options.capacity_factor, router_dtype="model"),
         prefetch=options.strategy.prefetch,
         unroll=options.strategy.unroll,
-        cp_form=options.strategy.cp_form,
+        cp_form=options.strategy.cp_algorithm,
     )
     stages = mesh.shape["pp"]
     rows = options.gpus // (cp * tp * stages) * options.microbatches
@@ -300,7 +294,7 @@ def _sweep(options: Plan, config: DecoderConfig, gpu: GPU) -> None:
 
 
 def _candidates(options: Plan, config: DecoderConfig, gpu: GPU):
-    """`(name, options, mesh sizes)` of what a sweep tries."""
+    """Yields `(name, options, mesh sizes)` of the candidates of a sweep."""
     nodes = options.gpus // gpu.cost.devices_per_node
     flat = [("FSDP (ZeRO-3)", {"zero": 3}, {}), ("ZeRO-2", {"zero": 2}, {})]
     flat.append(("ZeRO-1", {"zero": 1}, {}))
@@ -327,7 +321,7 @@ def _candidates(options: Plan, config: DecoderConfig, gpu: GPU):
 
 
 def _tp_sizes(options: Plan, config: DecoderConfig, gpu: GPU) -> list[int]:
-    """Pairs of GPUs, and those of a node, where they can share the model's matrices."""
+    """Returns the tp sizes to try: 2 and a node, where they split the matrices."""
     in_node = min(gpu.cost.devices_per_node, options.gpus)
     sizes = []
     for tp in sorted({2, in_node}):
@@ -342,7 +336,7 @@ def _tp_sizes(options: Plan, config: DecoderConfig, gpu: GPU) -> list[int]:
 
 
 def _cp_sizes(options: Plan, config: DecoderConfig, gpu: GPU) -> list[int]:
-    """Pairs of GPUs, and those of a node, where rows are long and can be shared."""
+    """Returns the cp sizes to try: 2 and a node, where rows are long and divide."""
     if options.seq < _LONG_ROWS:
         return []
     in_node = min(gpu.cost.devices_per_node, options.gpus)
@@ -350,7 +344,7 @@ def _cp_sizes(options: Plan, config: DecoderConfig, gpu: GPU) -> list[int]:
     for cp in sorted({2, in_node} - {1}):
         try:
             check_rows(options.seq, 1, cp)
-            check_context(config, cp, 1, options.strategy.cp_form)
+            check_context(config, cp, 1, options.strategy.cp_algorithm)
         except ValueError as error:
             print(f"fsdp-jax: leaving out cp={cp}: {error}", file=sys.stderr)
         else:
@@ -359,11 +353,11 @@ def _cp_sizes(options: Plan, config: DecoderConfig, gpu: GPU) -> list[int]:
 
 
 def _fills_stages(config: DecoderConfig, pp: int) -> bool:
-    """Whether there are layers of one structure for each of the stages."""
+    """Returns whether there are layers of one structure for each stage."""
     return max(run.stop - run.start for run in config.layer_runs) >= pp
 
 
 def _ep_size(options: Plan, config: DecoderConfig, gpu: GPU) -> int:
-    """As many GPUs of a node as can have equally many of the experts; 1 for none."""
+    """Returns the largest ep size in a node that divides the experts; 1 for none."""
     experts = config.moe.num_experts if config.moe else 1
     return math.gcd(experts, min(gpu.cost.devices_per_node, options.gpus))

@@ -1,4 +1,4 @@
-"""`fsdp-jax remove`: a checkpoint without its optimizer's state."""
+"""`fsdp-jax remove`: removes parts of a checkpoint, such as optimizer state."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Remove:
 
     Attributes:
       checkpoint: A directory of `fsdp-jax train --save`, or of `fsdp_jax.save`.
-      parts: What to remove, as `fsdp-jax inspect` names leaves: opt_state,
+      parts: Leaves to remove, as `fsdp-jax inspect` names leaves: opt_state,
         params.layers.*, extras.data, files.tokenizer.
-      step: Which step; default the newest.
+      step: Step to change; default the newest.
     """
 
     checkpoint: tyro.conf.Positional[Path]

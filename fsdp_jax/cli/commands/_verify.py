@@ -1,4 +1,4 @@
-"""`fsdp-jax verify`: whether a checkpoint is still what was written."""
+"""`fsdp-jax verify`: checks that a checkpoint is as it was written."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Verify:
     """Read every byte of a checkpoint and compare it with its manifest.
 
     Attributes:
-      checkpoint: A directory of `fsdp-jax train --save`, or of `fsdp_jax.save`.
-      step: Which step; default all.
+      checkpoint: Directory of `fsdp-jax train --save`, or of `fsdp_jax.save`.
+      step: Step to verify; default all.
     """
 
     checkpoint: tyro.conf.Positional[Path]

@@ -11,7 +11,7 @@ from fsdp_jax.ops.vocab._chunked import chunk_of, in_float32, over_chunks
 from fsdp_jax.ops.vocab._shard import Part, on_each_part
 from fsdp_jax.ops.vocab._token_sums import (
     TokenSums,
-    check_smoothing,
+    check_weights,
     grad_of_logits,
     loss_of_sums,
     sums_of_chunk,
@@ -25,6 +25,7 @@ def vocab_parallel_cross_entropy(
     *,
     axis: str = "tp",
     label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
     vocab_size: int | None = None,
 ) -> Float[Array, "*batch"]:
     """Computes each token's cross entropy without gathering the split logits.
@@ -46,6 +47,8 @@ def vocab_parallel_cross_entropy(
       label_smoothing: Fraction of each target spread evenly over the vocabulary, the
         target itself included, as in optax and torch; Megatron spreads over the others,
         `label_smoothing * K / (K - 1)` here.
+      z_loss: Weight of the squared log of the sum of exponentials, added to each loss,
+        which keeps logits from drifting (PaLM, arXiv 2204.02311).
       vocab_size: Number of entries that count, if those after them are padding: padding
         is neither summed nor smoothed over. Default all.
 
@@ -54,13 +57,13 @@ def vocab_parallel_cross_entropy(
 
     Raises:
       ValueError: If the vocabulary does not divide over `axis`, or is smaller than
-        `vocab_size`, or `label_smoothing` is not in [0, 1).
+        `vocab_size`, or `label_smoothing` is not in [0, 1), or `z_loss` is negative.
 
     Source: Megatron-LM `tensor_parallel/cross_entropy.py`, which overwrites the logits,
       and smooths over each rank's own part, so that ranks disagree.
     """
-    check_smoothing(label_smoothing)
-    local = functools.partial(_loss, label_smoothing)
+    check_weights(label_smoothing, z_loss)
+    local = functools.partial(_loss, (label_smoothing, z_loss))
     return on_each_part(
         local,
         (logits, targets),
@@ -95,11 +98,14 @@ def vocab_parallel_log_probs(
     )
 
 
-def _loss(label_smoothing: float, part: Part, logits: Array, targets: Array) -> Array:
+def _loss(
+    weights: tuple[float, float], part: Part, logits: Array, targets: Array
+) -> Array:
+    label_smoothing, _ = weights
     flat = targets.reshape(-1)
     rows = logits.reshape(flat.size, logits.shape[-1])
     sums = _differentiable_sums(part, label_smoothing > 0, rows, flat)
-    return loss_of_sums(part, sums, flat, label_smoothing).reshape(targets.shape)
+    return loss_of_sums(part, sums, flat, *weights).reshape(targets.shape)
 
 
 def _sums(part: Part, is_smoothed: bool, logits: Array, targets: Array) -> TokenSums:

@@ -22,7 +22,7 @@ from fsdp_jax.ops.vocab._chunked import (
 from fsdp_jax.ops.vocab._shard import Part, on_each_part
 from fsdp_jax.ops.vocab._token_sums import (
     TokenSums,
-    check_smoothing,
+    check_weights,
     grad_of_logits,
     loss_of_sums,
     sums_of_chunk,
@@ -38,6 +38,7 @@ def fused_linear_cross_entropy(
     chunk: int = CHUNK,
     axis: str = "tp",
     label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
     vocab_size: int | None = None,
     logit_fn: Callable[[Array], Array] | None = None,
 ) -> Float[Array, "*batch"]:
@@ -63,6 +64,8 @@ def fused_linear_cross_entropy(
       axis: Mesh axis over which the `vocab` dim of the kernel may be split.
       label_smoothing: Fraction of each target spread evenly over the vocabulary, as in
         `vocab_parallel_cross_entropy`.
+      z_loss: Weight of the squared log of the sum of exponentials, as in
+        `vocab_parallel_cross_entropy`.
       vocab_size: Number of entries that count, as in `vocab_parallel_cross_entropy`.
       logit_fn: Elementwise function of the float32 logits, e.g. a soft cap. It may not
         close over differentiated values.
@@ -72,15 +75,16 @@ def fused_linear_cross_entropy(
 
     Raises:
       ValueError: If the vocabulary does not divide over `axis`, or is smaller than
-        `vocab_size`, or `label_smoothing` is not in [0, 1), or `chunk` is less than 1.
+        `vocab_size`, or `label_smoothing` is not in [0, 1), or `z_loss` is negative, or
+        `chunk` is less than 1.
 
     Source: Liger-Kernel `fused_linear_cross_entropy` (over tokens, gradients in
       forward, so for a mean alone); Apple's cut cross entropy, arXiv 2411.09009.
     """
-    check_smoothing(label_smoothing)
+    check_weights(label_smoothing, z_loss)
     if chunk < 1:
         raise ValueError(f"chunk={chunk}: it is at least 1 entry of the vocabulary.")
-    local = functools.partial(_loss, chunk, label_smoothing, logit_fn)
+    local = functools.partial(_loss, chunk, (label_smoothing, z_loss), logit_fn)
     return on_each_part(
         local,
         (hidden, kernel, targets),
@@ -124,18 +128,19 @@ class _Head:
 
 def _loss(
     chunk: int,
-    label_smoothing: float,
+    weights: tuple[float, float],
     logit_fn: Callable[[Array], Array] | None,
     part: Part,
     hidden: Array,
     kernel: Array,
     targets: Array,
 ) -> Array:
+    label_smoothing, _ = weights
     head = _Head(part, chunk, label_smoothing > 0, logit_fn or _as_they_are)
     flat = targets.reshape(-1)
     rows = hidden.reshape(flat.size, hidden.shape[-1])
     sums = _differentiable_sums(head, rows, kernel, flat)
-    return loss_of_sums(part, sums, flat, label_smoothing).reshape(targets.shape)
+    return loss_of_sums(part, sums, flat, *weights).reshape(targets.shape)
 
 
 def _sums(head: _Head, hidden: Array, kernel: Array, targets: Array) -> TokenSums:

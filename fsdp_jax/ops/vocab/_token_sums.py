@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import jax
@@ -82,20 +83,26 @@ def loss_of_sums(
     sums: TokenSums,
     targets: Int[Array, " tokens"],
     label_smoothing: float,
+    z_loss: float,
 ) -> PerToken:
     """Computes the losses from the ranks' sums; NaN where a target is out of range."""
     # Without a gradient: the peak cancels out of the loss.
     peak = part.max(sums.lse)
     exp, target, everything = part.sum(sums._replace(lse=jnp.exp(sums.lse - peak)))
-    loss = peak + jnp.log(exp) - (1 - label_smoothing) * target
+    lse = peak + jnp.log(exp)
+    loss = lse - (1 - label_smoothing) * target
+    if z_loss:
+        loss += z_loss * lse**2
     if everything is not None:
         loss -= label_smoothing / part.vocab_size * everything
     is_known = (targets >= 0) & (targets < part.vocab_size)
     return jnp.where(is_known, loss, jnp.nan)
 
 
-def check_smoothing(label_smoothing: float) -> None:
-    """Raises a `ValueError` unless `label_smoothing` is in [0, 1)."""
+def check_weights(label_smoothing: float, z_loss: float) -> None:
+    """Raises a `ValueError` for weights out of range."""
+    if not 0 <= z_loss < math.inf:
+        raise ValueError(f"z_loss={z_loss}: a finite weight, at least 0.")
     if not 0 <= label_smoothing < 1:
         raise ValueError(
             f"label_smoothing={label_smoothing}: it is how much of a target is spread "

@@ -1,0 +1,222 @@
+"""Documents of JSON Lines files as rows, with counts of what is left out."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from fsdp_jax.checkpoint._multihost import check_same, exchange, together
+from fsdp_jax.cli._chat_template import Span, read_chat_template
+from fsdp_jax.cli._records import Record, read_records
+from fsdp_jax.cli._tokenizer import TextCodec, check_vocab
+from fsdp_jax.cli._train_config import Recipe
+from fsdp_jax.data._documents import (
+    DocumentRows,
+    Documents,
+    document_rows,
+    join_documents,
+)
+
+Tokenized = tuple[list[int], list[bool]]
+"""Token ids of a document, and whether each is trained."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Encoder:
+    """Turns records into documents.
+
+    Attributes:
+      codec: Tokenizer.
+      directory: Directory of the model's files, which may have a chat template.
+      eos: Token appended to texts that no template has ended; None for none.
+      vocab_size: Rows of the model's embedding.
+    """
+
+    codec: TextCodec
+    directory: Path | None
+    eos: int | None
+    vocab_size: int
+
+    def encode_file(self, file: Path, recipe: Recipe) -> tuple[Documents, str]:
+        """Reads a file, and says in a line how many documents it has.
+
+        Args:
+          file: JSON Lines file.
+          recipe: Options of the data.
+
+        Raises:
+          ValueError: If lines are no records, or no document has a token to train on.
+        """
+        records = read_records(file, read_chat_template(self.directory))
+        found = [self.encode(record, recipe.train_on) for record in records]
+        kept, cut_documents, cut_tokens = [], 0, 0
+        for ids, trained in found:
+            excess = len(ids) - (recipe.seq + 1)
+            if excess > 0:
+                cut_documents, cut_tokens = cut_documents + 1, cut_tokens + excess
+                if recipe.overlong == "drop":
+                    continue
+            kept.append((ids[: recipe.seq + 1], trained[: recipe.seq + 1]))
+        usable = [each for each in kept if any(each[1][1:])]
+        if not usable:
+            raise ValueError(
+                f"--data '{file}': none of {len(records)} documents has a token to "
+                f"train on in its first {recipe.seq + 1}. Use a larger --seq."
+            )
+        documents = join_documents(usable)
+        highest = int(documents.ids.max())
+        check_vocab(self.vocab_size, highest + 1, f"'{file}'")
+        parts = [
+            f"{len(records):,} documents",
+            f"{len(documents.ids):,} tokens",
+            f"{int(documents.trained.sum()):,} trained",
+        ]
+        if cut_documents and recipe.overlong == "drop":
+            parts.append(f"{cut_documents:,} longer than --seq {recipe.seq} dropped")
+        elif cut_documents:
+            parts.append(
+                f"{cut_documents:,} longer than --seq {recipe.seq} truncated by "
+                f"{cut_tokens:,} tokens"
+            )
+        if lost := len(kept) - len(usable):
+            parts.append(f"{lost:,} without a token to train on dropped")
+        return documents, f"'{file}': {', '.join(parts)}"
+
+    def encode(self, record: Record, train_on: str) -> Tokenized:
+        """Tokenizes a record.
+
+        Args:
+          record: Text with the spans of its completions.
+          train_on: "completions", or "all" for every token.
+        """
+        ids, offsets = self.codec.encode_with_offsets(
+            record.text, add_specials=not record.has_specials
+        )
+        trained = [train_on == "all" or _is_in(end, record.spans) for end in offsets]
+        if not record.has_specials and self.eos is not None and ids[-1:] != [self.eos]:
+            ids, trained = [*ids, self.eos], [*trained, True]
+        return ids, trained
+
+
+def _is_in(end: int, spans: Sequence[Span]) -> bool:
+    """Returns whether a token ends in one of the spans."""
+    return any(start < end <= stop for start, stop in spans)
+
+
+@dataclasses.dataclass(frozen=True)
+class DocumentData:
+    """Rows of documents, by file.
+
+    Attributes:
+      sources: Rows of each file.
+      weights: Share of each file among the rows; None for that of its size.
+      lines: Descriptions of the files.
+    """
+
+    sources: tuple[DocumentRows, ...]
+    weights: tuple[float, ...] | None
+    lines: tuple[str, ...]
+
+    def fingerprint(self) -> str:
+        """Returns a hash of all documents, the same in all processes.
+
+        Raises:
+          ValueError: If another process has other documents.
+        """
+        check_same("What --data holds", [len(s.documents.ids) for s in self.sources])
+        digest = hashlib.sha256()
+        for source in self.sources:
+            documents = source.documents
+            for array in (documents.ids, documents.trained, documents.ends):
+                digest.update(array.tobytes())
+        return exchange(digest.hexdigest() if jax.process_index() == 0 else None)[0]
+
+    def describe(self) -> Iterator[str]:
+        """Yields lines on the files and their rows."""
+        yield from self.lines
+        for source in self.sources:
+            filled = source.documents.lengths.sum() - len(source.documents)
+            share = filled / (len(source) * source.seq)
+            yield (
+                f"{len(source):,} rows of {source.seq} tokens, {share:.0%} of them "
+                "filled"
+            )
+
+
+def read_documents(
+    files: Sequence[Path], encoder: Encoder, recipe: Recipe, share: Path | None
+) -> DocumentData:
+    """Reads files of records; in the first process, for all.
+
+    Args:
+      files: JSON Lines files.
+      encoder: Turns records into documents.
+      recipe: Options of the data.
+      share: Directory that all processes see, where the first leaves the documents;
+        None if there is one process.
+
+    Raises:
+      ValueError: If lines are no records, or weights do not fit the files.
+      OtherProcessError: If the first process failed, in the others.
+    """
+    weights = parse_weights(recipe.data_weights, len(files))
+    if jax.process_count() == 1 or share is None:
+        found = [encoder.encode_file(file, recipe) for file in files]
+    else:
+        found = _read_in_first(files, encoder, recipe, share)
+    sources = tuple(
+        document_rows(documents, recipe.seq, packed=recipe.rows == "pack")
+        for documents, _ in found
+    )
+    if weights is None and len(sources) > 1:
+        weights = tuple(float(len(source)) for source in sources)
+    return DocumentData(sources, weights, tuple(line for _, line in found))
+
+
+def parse_weights(text: str, count: int) -> tuple[float, ...] | None:
+    """Parses the weights of files.
+
+    Args:
+      text: Numbers separated by commas; empty for none.
+      count: Number of files.
+
+    Raises:
+      ValueError: If they are not positive numbers, or not one a file.
+    """
+    if not text:
+        return None
+    try:
+        weights = tuple(map(float, text.split(",")))
+    except ValueError:
+        weights = ()
+    if len(weights) != count or not all(0 < w < float("inf") for w in weights):
+        raise ValueError(
+            f"--data-weights {text}: give a number above 0 for each of the {count} "
+            "file(s) of --data, separated by commas."
+        )
+    return weights
+
+
+def _read_in_first(
+    files: Sequence[Path], encoder: Encoder, recipe: Recipe, share: Path
+) -> list[tuple[Documents, str]]:
+    paths = [share / f"fsdp-jax-documents-{index}.npz" for index in range(len(files))]
+    with together("Reading the documents"):
+        if jax.process_index() == 0:
+            share.mkdir(parents=True, exist_ok=True)
+            for file, path in zip(files, paths, strict=True):
+                documents, line = encoder.encode_file(file, recipe)
+                part = path.with_suffix(".part.npz")
+                np.savez(part, line=np.asarray(line), **vars(documents))
+                part.replace(path)
+    found = []
+    for path in paths:
+        with np.load(path) as stored:
+            arrays = {name: stored[name] for name in ("ids", "trained", "ends")}
+            found.append((Documents(**arrays), str(stored["line"])))
+    return found

@@ -1,0 +1,150 @@
+"""Records of JSON Lines: texts, conversations, and prompts with completions."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fsdp_jax.cli._chat_template import ChatTemplate, Span
+
+_SHOWN = 5
+_KINDS = {
+    "messages": {"messages"},
+    "prompt": {"prompt", "completion"},
+    "text": {"text"},
+}
+_ROLES = "user, assistant, system or another role of the template"
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """The text of a record.
+
+    Attributes:
+      text: Text, as the model sees it.
+      spans: Parts of it that are completions.
+      has_specials: Whether the text has its special tokens already, from a template.
+    """
+
+    text: str
+    spans: tuple[Span, ...]
+    has_specials: bool = False
+
+
+def is_jsonl(file: Path) -> bool:
+    """Returns whether a file is read as records, by its name.
+
+    Args:
+      file: File of `--data`.
+    """
+    return file.suffix.lower() in (".jsonl", ".ndjson")
+
+
+def check_kinds(files: Sequence[Path]) -> None:
+    """Raises a `ValueError` unless files are all of records, or all of text.
+
+    Args:
+      files: Files of `--data`.
+    """
+    records = [f"'{file}'" for file in files if is_jsonl(file)]
+    if len(records) not in (0, len(files)):
+        raise ValueError(
+            f"--data has text and JSON Lines ({', '.join(records)}): give files of one "
+            'kind, e.g. the text as lines of {"text": ...}.'
+        )
+
+
+def read_records(file: Path, template: ChatTemplate | None) -> list[Record]:
+    """Reads the records of a file.
+
+    Args:
+      file: JSON Lines; each an object with `text`, `messages`, or `prompt` and
+        `completion`.
+      template: Chat template for `messages`; None if the model has none.
+
+    Raises:
+      ValueError: If lines are no such records; the first ones are listed.
+    """
+    records, wrong = [], []
+    lines = file.read_text(encoding="utf-8").splitlines()
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            records.append(_record(json.loads(line), template))
+        except ValueError as error:  # JSONDecodeError is one.
+            wrong.append(f"line {number}: {error}")
+    if wrong:
+        more = f"\n  and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+        raise ValueError(
+            f"--data '{file}': {len(wrong)} of {len(lines)} lines cannot be used:\n  "
+            + "\n  ".join(wrong[:_SHOWN])
+            + more
+        )
+    if not records:
+        raise ValueError(f"--data '{file}' has no records.")
+    return records
+
+
+def _record(fields: Any, template: ChatTemplate | None) -> Record:
+    if not isinstance(fields, dict):
+        raise ValueError("no JSON object")
+    if {"chosen", "rejected"} <= fields.keys():
+        raise ValueError(
+            "a preference pair (chosen, rejected), which this command does not train"
+        )
+    kinds = [kind for kind, keys in _KINDS.items() if keys <= fields.keys()]
+    if len(kinds) != 1:
+        raise ValueError(
+            f"has {', '.join(fields) or 'no fields'}; give one of messages, prompt "
+            "with completion, and text"
+        )
+    match kinds[0]:
+        case "messages":
+            return _conversation(fields, template)
+        case "prompt":
+            return _completion(fields, template)
+        case _:
+            text = _text(fields, "text")
+            return Record(text, ((0, len(text)),))
+
+
+def _completion(fields: Mapping[str, Any], template: ChatTemplate | None) -> Record:
+    prompt, completion = fields["prompt"], fields["completion"]
+    if isinstance(prompt, list) and isinstance(completion, list):
+        # Conversations, of which the completion alone is trained.
+        before = len(prompt)
+        return _conversation({"messages": [*prompt, *completion]}, template, before)
+    prompt, completion = _text(fields, "prompt"), _text(fields, "completion")
+    text = prompt + completion
+    return Record(text, ((len(prompt), len(text)),))
+
+
+def _conversation(
+    fields: Mapping[str, Any], template: ChatTemplate | None, first: int = 0
+) -> Record:
+    messages = fields["messages"]
+    listed = messages if isinstance(messages, list) else []
+    roles = [m.get("role") if isinstance(m, dict) else None for m in listed]
+    if not roles or not all(isinstance(role, str) for role in roles):
+        raise ValueError(f"messages is a list of objects with a role: {_ROLES}")
+    if template is None:
+        raise ValueError(
+            "messages need a chat template, and the model has none: add its "
+            "chat_template.jinja, or use prompt and completion"
+        )
+    text, spans = template.render(messages, fields.get("tools"))
+    prompted = roles[:first].count("assistant")
+    if not spans[prompted:]:
+        raise ValueError("has no message of the assistant to train on")
+    return Record(text, tuple(spans[prompted:]), has_specials=True)
+
+
+def _text(fields: Mapping[str, Any], name: str) -> str:
+    value = fields[name]
+    if not isinstance(value, str):
+        raise ValueError(f"{name} is no string")
+    return value

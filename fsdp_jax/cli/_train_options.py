@@ -1,0 +1,364 @@
+"""Options of `fsdp-jax train`, in the groups of its help."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import orbax.checkpoint.checkpoint_managers as policies
+from jax.sharding import Mesh
+
+import fsdp_jax as fsdp
+from fsdp_jax.cli._errors import check_creatable
+from fsdp_jax.cli._lora import BaseDType
+from fsdp_jax.cli._optimizer import OptimizerBits, OptimizerName, ScheduleShape
+from fsdp_jax.cli._options import IgnoreField, Unset
+from fsdp_jax.cli._precision import OffloadTo, ParamGather
+from fsdp_jax.cli._records import check_kinds, is_jsonl
+from fsdp_jax.cli._routing import Over, RouterDtype
+from fsdp_jax.cli._tokens import check_files
+from fsdp_jax.cli._train_config import (
+    Overlong,
+    ParamDtype,
+    Recipe,
+    RowsOf,
+    Tokenizer,
+    TrainOn,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class StartOptions:
+    """Where training starts: one of --hf, --config and --resume.
+
+    Attributes:
+      hf: Model to start from: a directory with config.json and safetensors files, a hub
+        id, a Megatron checkpoint, or a checkpoint of fsdp-jax, whose parameters are
+        taken.
+      config: Config of a model to start from random weights: a config.json, or a
+        directory with one, whose tokenizer is used too; --seed chooses the weights.
+      resume: Directory of a run to resume, given to --save before.
+      resume_step: Step to resume from; default the newest.
+      ignore_field: Field of config.json to ignore although it is refused; may be
+        repeated. For fields that change no number.
+    """
+
+    hf: Unset[str] = None
+    config: Unset[Path] = None
+    resume: Unset[Path] = None
+    resume_step: Unset[int] = None
+    ignore_field: IgnoreField = ()
+
+    def check(self) -> None:
+        """Raises a `ValueError` unless there is exactly one place to start from."""
+        named = {"--hf": self.hf, "--config": self.config, "--resume": self.resume}
+        given = [f"{name} {x}" for name, x in named.items() if x is not None]
+        if len(given) != 1:
+            raise ValueError(
+                "train starts from one of --hf MODEL, --config FILE and --resume RUN; "
+                f"got {', '.join(given) or 'none'}."
+            )
+        if self.resume is None and self.resume_step is not None:
+            raise ValueError(
+                f"--resume-step {self.resume_step} chooses a step of the run to "
+                "resume: give --resume RUN too."
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchOptions:
+    """How data becomes batches.
+
+    Attributes:
+      batch: Rows of a global batch; default 8.
+      seq: Tokens that a row predicts; default 256.
+      seed: Seed of the order of the data, and of random weights; default 0.
+      tokenizer: Tokenizer of the data: bytes as they are, or the model's
+        tokenizer.json; default the latter where there is one.
+      microbatches: Microbatches a step, whose gradients are accumulated; default 1.
+      rows: Layout of JSON Lines in rows: several documents, which do not attend to each
+        other (pack, the default), or one and padding (pad).
+      overlong: Treatment of documents longer than --seq: truncate, the default, or
+        drop.
+      train_on: Trained tokens of JSON Lines: those of completions, the default, or all.
+      data_weights: Share of each file of JSON Lines among the rows, as numbers
+        separated by commas; default its number of rows.
+    """
+
+    batch: Unset[int] = None
+    seq: Unset[int] = None
+    seed: Unset[int] = None
+    tokenizer: Unset[Tokenizer] = None
+    microbatches: Unset[int] = None
+    rows: Unset[RowsOf] = None
+    overlong: Unset[Overlong] = None
+    train_on: Unset[TrainOn] = None
+    data_weights: Unset[str] = None
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerOptions:
+    """The optimizer and the loss.
+
+    Attributes:
+      optimizer: Optimizer; muon is for the matrices of layers, beside adamw for the
+        rest. Default adamw.
+      lr: Learning rate at its peak; default 3e-4.
+      lr_schedule: Shape of the learning rate after the warmup: constant, the default,
+        cosine, linear, or constant and then linear (wsd).
+      warmup: Steps in which the learning rate rises linearly from 0; default 0.
+      lr_steps: Step at which the schedule ends; default --steps of the first start.
+      lr_end: Last learning rate, as a fraction of --lr; default 0.
+      lr_decay: Fraction of --lr-steps in which wsd decays; default 0.1.
+      weight_decay: Decoupled weight decay; default 0.1.
+      no_decay: Patterns of parameters without weight decay, separated by commas;
+        default "*.scale,*.bias,*_bias,*.sinks": norms and biases.
+      b1: Decay of the first moments; default 0.9.
+      b2: Decay of the second moments; default 0.999, of lion 0.99.
+      eps: Constant added to the root of the second moments; default 1e-8.
+      clip: Norm to which gradients are clipped; default 0: not clipped.
+      optimizer_bits: Bits of an element of the moments; default 32.
+      label_smoothing: Fraction of each target spread over the vocabulary; default 0.
+      z_loss: Weight of the squared log-normalizer of the logits; default 0.
+    """
+
+    optimizer: Unset[OptimizerName] = None
+    lr: Unset[float] = None
+    lr_schedule: Unset[ScheduleShape] = None
+    warmup: Unset[int] = None
+    lr_steps: Unset[int] = None
+    lr_end: Unset[float] = None
+    lr_decay: Unset[float] = None
+    weight_decay: Unset[float] = None
+    no_decay: Unset[str] = None
+    b1: Unset[float] = None
+    b2: Unset[float] = None
+    eps: Unset[float] = None
+    clip: Unset[float] = None
+    optimizer_bits: Unset[OptimizerBits] = None
+    label_smoothing: Unset[float] = None
+    z_loss: Unset[float] = None
+
+
+@dataclasses.dataclass(frozen=True)
+class PrecisionOptions:
+    """Dtypes and memory.
+
+    Attributes:
+      param_dtype: Dtype that weights are gathered and computed in; they are stored and
+        updated in float32. Default float32.
+      param_gather: Format of a byte an element in which the matrices of layers are
+        communicated, decoded to --param-dtype on arrival; default --param-dtype.
+      loss_scale: Initial factor of the loss, so that gradients do not vanish in
+        float16; it is halved on overflow. Default 65536 with --param-dtype float16,
+        none otherwise.
+      offload: State kept in host memory: the optimizer's, or the float32 weights too
+        (all); default none.
+      fused_loss: Computes logits by chunks of the vocabulary: less memory, more work.
+    """
+
+    param_dtype: Unset[ParamDtype] = None
+    param_gather: Unset[ParamGather] = None
+    loss_scale: Unset[float] = None
+    offload: Unset[OffloadTo] = None
+    fused_loss: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertOptions:
+    """Models with experts.
+
+    Attributes:
+      aux_loss_coef: Weight of the load-balancing loss; default that of the model's
+        config.
+      aux_loss_over: Tokens whose routing it balances: those of each rank's batch, as in
+        transformers, of the batches of all ranks (global), or of each sequence, layer
+        by layer, as in DeepSeek's. Default batch.
+      router_z_loss_coef: Weight of the routers' z-loss; default 0.
+      expert_bias_rate: Change of the routers' biases in a step towards an even load,
+        such as 1e-3, if the model has such biases; default 0: unchanged.
+      capacity_factor: Capacity of an expert as a multiple of its even share of a rank's
+        tokens; tokens beyond it are dropped and counted. Default: no limit.
+      router_dtype: Dtype of the routers' products: float32, the default, or that of the
+        model.
+    """
+
+    aux_loss_coef: Unset[float] = None
+    aux_loss_over: Unset[Over] = None
+    router_z_loss_coef: Unset[float] = None
+    expert_bias_rate: Unset[float] = None
+    capacity_factor: Unset[float] = None
+    router_dtype: Unset[RouterDtype] = None
+
+
+@dataclasses.dataclass(frozen=True)
+class LoRAOptions:
+    """Training of low-rank factors in place of the model.
+
+    Attributes:
+      lora_rank: Rank of the factors, which are trained beside frozen weights.
+      lora_alpha: Numerator of the factors' scale, `alpha / rank`; default the rank.
+      lora_targets: PEFT's names of the modules with factors, separated by commas;
+        default all-linear: those of all layers.
+      base_dtype: Format of the frozen weights: a floating dtype, which also computes,
+        or nf4 or int8, decoded to --param-dtype layer by layer; default --param-dtype.
+    """
+
+    lora_rank: Unset[int] = None
+    lora_alpha: Unset[float] = None
+    lora_targets: Unset[str] = None
+    base_dtype: Unset[BaseDType] = None
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshOptions:
+    """The device mesh.
+
+    Attributes:
+      dp_shard: Devices that shard the model; -1 for all that the other axes leave.
+      dp_outer: Replicas of the sharded model (HSDP).
+      ep: Devices that split experts; they also shard a dense model.
+      cp: Devices that split the tokens of each row.
+      tp: Devices that split each matrix, and the tokens in between.
+      pp: Pipeline stages, which split the layers; --microbatches pass through them.
+    """
+
+    dp_shard: int = -1
+    dp_outer: int = 1
+    ep: int = 1
+    cp: int = 1
+    tp: int = 1
+    pp: int = 1
+
+    def make(self, devices: list[Any]) -> Mesh:
+        """Makes the mesh.
+
+        Args:
+          devices: Devices, in the order of jax.
+        """
+        return fsdp.make_mesh(**dataclasses.asdict(self), devices=devices)
+
+
+@dataclasses.dataclass(frozen=True)
+class SaveOptions:
+    """Checkpoints.
+
+    Attributes:
+      save_every: Interval of steps to save, in the background; 0 for the last alone.
+      keep: Number of newest checkpoints to keep; 0 for all.
+      local_checkpoints: Directory on a disk of each host for more frequent checkpoints,
+        which the same command resumes from after a failure.
+      local_every: Interval of steps to save there; default 1.
+      local_keep: Number of newest steps to keep there; default 2.
+    """
+
+    save_every: int = 0
+    keep: int = 0
+    local_checkpoints: Unset[Path] = None
+    local_every: Unset[int] = None
+    local_keep: Unset[int] = None
+
+    def check(self) -> None:
+        """Raises a `ValueError` for numbers out of range, or without a directory."""
+        if self.save_every < 0 or self.keep < 0:
+            raise ValueError(
+                f"--save-every {self.save_every}, --keep {self.keep}: each at least 1, "
+                "or 0 for saving at the end alone, and for keeping all."
+            )
+        numbers = {"--local-every": self.local_every, "--local-keep": self.local_keep}
+        given = {name: x for name, x in numbers.items() if x is not None}
+        shown = ", ".join(f"{name} {x}" for name, x in given.items())
+        if given and self.local_checkpoints is None:
+            raise ValueError(f"{shown}: give --local-checkpoints DIR too.")
+        if any(x < 1 for x in given.values()):
+            raise ValueError(f"{shown}: each at least 1.")
+        if self.local_checkpoints is not None:
+            check_creatable(self.local_checkpoints, "--local-checkpoints")
+
+    @property
+    def local(self) -> fsdp.checkpoint.LocalCheckpoints | None:
+        """Options of checkpoints on the disks of the hosts; None for no such ones."""
+        if self.local_checkpoints is None:
+            return None
+        return fsdp.checkpoint.LocalCheckpoints(
+            self.local_checkpoints,
+            every=self.local_every or 1,
+            keep=self.local_keep or 2,
+        )
+
+    def decision(self, last: int) -> policies.SaveDecisionPolicy:
+        """Returns which steps are saved.
+
+        Args:
+          last: Last step of the run.
+        """
+        due = [policies.FixedIntervalPolicy(self.save_every)] if self.save_every else []
+        return policies.AnySavePolicy([*due, policies.SpecificStepsPolicy([last])])
+
+    def preservation(self) -> policies.PreservationPolicy | None:
+        """Returns which saved steps are kept; None for all."""
+        return policies.LatestN(self.keep) if self.keep else None
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalOptions:
+    """Evaluation while training.
+
+    Attributes:
+      eval_data: Held-out files of the kind of --data, whose mean loss is measured
+        without label smoothing and z-loss.
+      eval_every: Interval of steps at which it is measured; default only after the
+        last.
+    """
+
+    eval_data: tuple[Path, ...] = ()
+    eval_every: Unset[int] = None
+
+    def check(self, data: tuple[Path, ...], cp: int) -> None:
+        """Raises a `ValueError` for options that do not fit.
+
+        Args:
+          data: Files to train on.
+          cp: Devices that split rows.
+        """
+        if not self.eval_data:
+            if self.eval_every is not None:
+                raise ValueError(
+                    f"--eval-every {self.eval_every}: give --eval-data FILE too."
+                )
+            return
+        if self.eval_every is not None and self.eval_every < 1:
+            raise ValueError(f"--eval-every {self.eval_every}: at least 1.")
+        check_files(self.eval_data, "--eval-data")
+        check_kinds((*data, *self.eval_data))
+        if cp > 1 and not is_jsonl(data[0]):
+            raise ValueError(
+                f"--eval-data with text and cp={cp} is not supported: give lines of "
+                '{"text": ...} in .jsonl files, or use cp=1.'
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class LogOptions:
+    """Metrics.
+
+    Attributes:
+      metrics: New file for the metrics, one JSON object a step, instead of stdout.
+      callback: Function, as module:function, called with the metrics of each step, a
+        dict of numbers, after they are written; in the first process alone.
+    """
+
+    metrics: Unset[Path] = None
+    callback: Unset[str] = None
+
+
+def recipe_values(*groups: Any) -> dict[str, Any]:
+    """Returns the fields of `Recipe` that were given.
+
+    Args:
+      *groups: Groups of options; None where an option was not given.
+    """
+    given = {name: value for group in groups for name, value in vars(group).items()}
+    names = [field.name for field in dataclasses.fields(Recipe)]
+    return {name: given[name] for name in names if given.get(name) is not None}

@@ -1,0 +1,201 @@
+"""The command line is quiet, survives closed pipes, and explains its own options."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import bridge
+import fsdp_jax as fsdp
+from fsdp_jax import _quiet_import
+from fsdp_jax.cli import _commands, main
+from fsdp_jax.cli._decoder import plan_decoder
+from fsdp_jax.cli._metrics import StepMetrics, write_metrics
+from fsdp_jax.cli._option_names import _OTHER_NAMES, option_names
+
+ROOT = Path(__file__).parents[2]
+STUB = (
+    b"WARNING: All log messages before absl::InitializeLog() is called are written to "
+    b"STDERR\nI0000 00:00:1.0 1 cudart_stub.cc:31] Could not find cuda drivers on your "
+    b"machine, GPU will not be used.\n"
+)
+
+
+def test_a_command_says_nothing_of_cuda_that_is_not_there():
+    # In a process of its own: in this one jax is imported long since.
+    done = subprocess.run(
+        [sys.executable, "-m", "fsdp_jax", "--version"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert (done.stdout, done.stderr) == (f"fsdp-jax {fsdp.__version__}\n", "")
+
+
+def test_only_the_known_lines_are_dropped(capfd):
+    other = b"E0000 another library complains\n"
+    with _quiet_import.without_driver_lines():
+        os.write(2, STUB + other + STUB)
+    assert capfd.readouterr().err.encode() == other
+
+
+def test_what_was_said_before_an_error_is_not_lost(capfd):
+    with pytest.raises(ImportError), _quiet_import.without_driver_lines():
+        os.write(2, b"the reason\n")
+        raise ImportError
+    assert capfd.readouterr().err == "the reason\n"
+
+
+@pytest.mark.parametrize(
+    "argv, orig_argv, expected",
+    [
+        (["/usr/bin/fsdp-jax", "plan"], ["python", "/usr/bin/fsdp-jax", "plan"], True),
+        (["-m", "plan"], ["python", "-P", "-m", "fsdp_jax", "plan"], True),
+        (["-m", "plan"], ["python", "-m", "fsdp_jax.cli", "plan"], True),
+        (["-m"], ["python", "-m", "train_mine"], False),
+        (["train.py"], ["python", "train.py"], False),
+    ],
+)
+def test_the_descriptors_of_other_programs_are_left_alone(
+    argv, orig_argv, expected, monkeypatch
+):
+    monkeypatch.setattr(sys, "argv", argv)
+    monkeypatch.setattr(sys, "orig_argv", orig_argv)
+    assert _quiet_import.is_command_line() == expected
+
+
+@contextlib.contextmanager
+def closed_stdout() -> Iterator[None]:
+    """stdout whose reader has gone, as behind `| head`."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as file, contextlib.redirect_stdout(file):
+        yield
+
+
+def test_a_command_whose_reader_has_gone_ends_quietly(llama, capfd):
+    with closed_stdout():
+        assert main(["inspect", str(llama)]) == 141
+    assert capfd.readouterr().err == ""
+
+
+def test_a_run_whose_reader_has_gone_goes_on(llama, text, tmp_path, fake_step, capfd):
+    fake_step(3, 2)
+    argv = ["train", "--hf", str(llama), "--data", str(text), "--steps", "2"]
+    with closed_stdout():
+        assert main([*argv, "--seq", "16", "--save", str(tmp_path / "save")]) == 0
+    assert fsdp.latest_step(tmp_path / "save") == 2
+    said = capfd.readouterr().err
+    assert said.count("stdout was closed") == 1 and "step 1 on" in said
+
+
+def test_people_and_programs_each_get_their_metrics(capsys, monkeypatch):
+    metrics = StepMetrics(7, 2.5, 1.25, 1234.0, 0.1, 2**20)
+    write_metrics(sys.stdout, metrics)
+    assert capsys.readouterr().out.startswith('{"step": 7, "loss": 2.5')
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    write_metrics(sys.stdout, metrics)
+    wanted = "step 7  loss 2.5000  grad norm 1.25  1,234 tokens/s  1.00 MiB\n"
+    assert capsys.readouterr().out == wanted
+
+
+def test_every_name_of_others_is_for_an_option_of_ours():
+    known = set(option_names(_commands()["train"]))
+    assert {name.partition(" ")[0] for name in _OTHER_NAMES.values()} <= known
+    assert not known & _OTHER_NAMES.keys()
+
+
+def help_of(argv: list[str], capsys) -> str:
+    with pytest.raises(SystemExit) as stopped:
+        main([*argv, "--help"])
+    assert stopped.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_an_option_of_another_trainer_is_translated(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["train", "--learning_rate", "1e-3", "--model=x", "--nonsense"])
+    said = capsys.readouterr().err
+    assert stopped.value.code == 2
+    assert "--learning-rate is --lr here (see fsdp-jax train --help)" in said
+    assert "--model is --hf here" in said
+    assert said.count(" here (see") == 2
+    assert "fsdp-jax train --help" in said.partition("here (see")[0]
+
+
+@pytest.mark.parametrize("columns", ["80", "40"])
+def test_the_help_has_groups_and_fits_the_terminal(columns, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", columns)
+    said = help_of(["train"], capsys)
+    _, _, boxes = said.partition("--data")  # Terminals wrap the text before it.
+    assert max(map(len, boxes.splitlines())) <= int(columns)
+    for group in ("start", "optimizer", "mesh", "checkpoints"):
+        assert f" {group} options " in boxes
+
+
+@pytest.mark.parametrize("no_color", ["", "1"])
+def test_no_color_is_heeded(no_color, monkeypatch, capsys):
+    monkeypatch.setenv("NO_COLOR", no_color)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert ("\x1b[" in help_of(["doctor"], capsys)) == (not no_color)
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_shell_completes_every_command_and_its_options(shell, capsys):
+    assert main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    assert all(name in script for name in (*_commands(), "param-dtype"))
+
+
+START = "train --data {text} --save {save} --seq 16 --steps 2"
+
+
+def run(argv: str, *more: str, **paths: Path) -> int:
+    return main([*(word.format_map(paths) for word in argv.split()), *more])
+
+
+def test_a_config_starts_from_random_weights_of_the_seed(
+    llama, text, tmp_path, fake_step
+):
+    fake_step(3, 2)
+    argv = START + " --config {llama}/config.json --seed 7"
+    assert run(argv, text=text, save=tmp_path / "run", llama=llama) == 0
+    config = fsdp.checkpoint.load_metadata(tmp_path / "run")["config"]
+    assert config["model_type"] == "llama"
+    plan = plan_decoder(bridge.from_hf_config(llama), fsdp.make_mesh())
+    found = fsdp.checkpoint.load_params(tmp_path / "run", plan.params)
+    equal = [
+        jax.tree.all(jax.tree.map(np.array_equal, found, wanted))
+        for wanted in (fsdp.init_params(plan, jax.random.key(seed)) for seed in (7, 8))
+    ]
+    assert equal == [True, False]
+
+
+def test_a_run_goes_on_from_the_disk_of_the_host(
+    llama, text, tmp_path, fake_step, capsys
+):
+    argv = START + " --hf {llama} --local-checkpoints {disk} --local-keep 1"
+    argv = argv.replace("--steps 2", "--steps 4")
+    paths = {"text": text, "save": tmp_path / "run", "llama": llama}
+    metrics = ("--metrics", str(tmp_path / "run.jsonl"))
+    fake_step(5, 4, ValueError("the host is lost"))
+    assert run(argv, *metrics, **paths, disk=tmp_path / "disk") == 2
+    assert fsdp.latest_step(tmp_path / "run") is None
+    fake_step(3, 2)  # and no more
+    assert run(argv, *metrics, **paths, disk=tmp_path / "disk") == 0
+    assert "step 2 on the local disks" in capsys.readouterr().err
+    assert fsdp.latest_step(tmp_path / "run") == 4
+    lines = (tmp_path / "run.jsonl").read_text().splitlines()
+    assert [line.partition(",")[0] for line in lines] == [
+        f'{{"step": {step}' for step in (1, 2, 3, 4)
+    ]
