@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from fsdp_jax._report import Grid, format_bytes
 from fsdp_jax.hlo._replica_groups import Collective, axes_of
 from fsdp_jax.ops.attention._common import SCOPES
-from fsdp_jax.planner._cost import wire_bytes
+from fsdp_jax.planner._interconnect import wire_bytes
 from fsdp_jax.planner._timeline import Sent, Timeline
 from fsdp_jax.sharding._plan import Plan
 

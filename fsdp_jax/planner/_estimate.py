@@ -22,6 +22,7 @@ from fsdp_jax.planner._gpu import GPU, find_gpu
 from fsdp_jax.planner._host_memory import Offloaded, mark_host_arguments, offloaded
 from fsdp_jax.planner._memory import Memory, predict_memory
 from fsdp_jax.planner._plot import draw_estimate
+from fsdp_jax.planner._schedule import schedule_of
 from fsdp_jax.planner._timeline import Timeline, replay
 from fsdp_jax.planner.liveness._trace import on_one_device
 from fsdp_jax.sharding._fully_shard import fully_shard
@@ -274,7 +275,8 @@ def count_on_cpu(
     compiled = step.lower(abstract_state(plan, tx), batch).compile()
     # XLA:CPU runs all collectives synchronously: the counts need no particular model.
     cost = find_gpu("h200").cost
-    timeline = replay(parse(text_of(compiled)), cost, plan.mesh.size)
+    schedule = schedule_of(parse(text_of(compiled)))
+    timeline = replay(schedule, cost, plan.mesh.size)
     return compiled_bytes(compiled), sent_rows(timeline, plan)
 
 

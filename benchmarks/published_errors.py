@@ -1,0 +1,248 @@
+"""Errors of the planner on published steps, and the fit of its few constants."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+
+from published_models import Program
+from published_rows import (
+    SCHEDULES,
+    Row,
+    is_eager,
+    program_of,
+    read_index,
+    read_rows,
+    reason_not_built,
+    uses_flash_attention_2,
+)
+
+from fsdp_jax.planner._gpu import FLOAT8, GPUS, MATMUL, MEMORY, SLOWDOWN, CostModel
+from fsdp_jax.planner._kernel import Kernel
+from fsdp_jax.planner._schedule import Loop, Run, Schedule, Step
+from fsdp_jax.planner._schedule_file import load_schedule
+from fsdp_jax.planner._timeline import replay
+
+REPORTED = ("jax", "jaxlib", "jax-cuda12-plugin")
+
+EAGER = 2.0
+"""Memory traffic of PyTorch without a compiler, relative to XLA's fused kernels."""
+
+FLASH_ATTENTION_2 = (0.375, 0.33)
+"""Part of the peak of FlashAttention-2 on an H100, forward and backward.
+
+Source: FlashAttention-3 (arXiv 2407.08608), figures 5 and 6, heads of 128.
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Constants:
+    """What the fit moves; the rest is of data sheets and of nccl-tests.
+
+    Attributes:
+      matmul: Part of the peak that large products reach.
+      float8: Speed of products in 8-bit floats relative to 16-bit.
+      memory: Part of the peak memory bandwidth that elementwise kernels reach.
+      slowdown: Part of a kernel's speed that is lost while a collective runs.
+      eager: Memory traffic without a compiler relative to XLA's.
+    """
+
+    matmul: float = MATMUL
+    float8: float = FLOAT8
+    memory: float = MEMORY
+    slowdown: float = SLOWDOWN
+    eager: float = EAGER
+
+    def cost_of(self, row: Row, program: Program) -> CostModel:
+        """Returns the cost model of a row's GPU and kernels with these constants."""
+        gpu = GPUS[program.gpu]
+        cost = gpu.cost
+        ours = Constants()
+        changed = {
+            "flops": cost.flops / ours.matmul * self.matmul,
+            "float8_speed": self.float8,
+            "memory_bandwidth": cost.memory_bandwidth / ours.memory * self.memory,
+            "overlap_slowdown": self.slowdown,
+        }
+        if uses_flash_attention_2(row):
+            peak = cost.flops / ours.matmul
+            forward, backward = (part * peak for part in FLASH_ATTENTION_2)
+            changed |= {"attention_forward": forward, "attention_backward": backward}
+        return dataclasses.replace(cost, **changed)
+
+
+@dataclasses.dataclass(frozen=True)
+class Compared:
+    """One row with its prediction.
+
+    Attributes:
+      row: Row of the CSV.
+      seconds: Predicted seconds of a step.
+      memory: Predicted bytes of a GPU.
+    """
+
+    row: Row
+    seconds: float
+    memory: int
+
+    @property
+    def error(self) -> float:
+        """Predicted over published seconds, minus one."""
+        return self.seconds / float(self.row["step_s"]) - 1
+
+
+def built() -> list[tuple[Row, Program]]:
+    """Returns the rows whose schedule is kept, with their programs."""
+    index = read_index()
+    pairs = ((row, program_of(row)) for row in read_rows() if not reason_not_built(row))
+    return [(row, program) for row, program in pairs if program.name in index]
+
+
+@functools.cache
+def schedule_of(name: str) -> Schedule:
+    """Returns the kept schedule of a program."""
+    return load_schedule(SCHEDULES / f"{name}.json.gz")
+
+
+def predict(row: Row, program: Program, constants: Constants) -> float:
+    """Returns the predicted seconds of a row's step."""
+    schedule = schedule_of(program.name)
+    if is_eager(row):
+        schedule = unfused(schedule, constants.eager)
+    cost = constants.cost_of(row, program)
+    return replay(schedule, cost, program.gpus).seconds
+
+
+def unfused(schedule: Schedule, factor: float) -> Schedule:
+    """Returns a schedule whose elementwise kernels move `factor` times the bytes."""
+
+    def step_of(step: Step) -> Step:
+        if isinstance(step, Loop):
+            return Loop(step.times, unfused(step.body, factor))
+        if isinstance(step, Run) and step.kernel.kind == "memory":
+            return Run(_scaled(step.kernel, factor), step.label)
+        return step
+
+    return tuple(map(step_of, schedule))
+
+
+def _scaled(kernel: Kernel, factor: float) -> Kernel:
+    return dataclasses.replace(kernel, bytes=kernel.bytes * factor)
+
+
+def compared(constants: Constants | None = None) -> list[Compared]:
+    """Returns every built row with its prediction."""
+    index, constants = read_index(), constants or Constants()
+    return [
+        Compared(row, predict(row, program, constants), index[program.name]["memory"])
+        for row, program in built()
+    ]
+
+
+def fitted() -> dict[str, float]:
+    """Returns the constants that match the rows of the sources for the fit.
+
+    Each source counts the same, whatever its number of rows; of a source, the mean of
+    |log(predicted / published)|. One constant is moved at a time, by less and less.
+    """
+    rows = [pair for pair in built() if pair[0]["split"] == "fit"]
+
+    def cost(constants: Constants) -> float:
+        errors: dict[str, list[float]] = {}
+        for row, program in rows:
+            ratio = predict(row, program, constants) / float(row["step_s"])
+            errors.setdefault(row["source"], []).append(abs(math.log(ratio)))
+        return statistics.mean(map(statistics.mean, errors.values()))
+
+    return dataclasses.asdict(_descend(cost, Constants()))
+
+
+LIMITS = {
+    "matmul": (0.5, 0.9),
+    "float8": (1.2, 2.0),
+    "memory": (0.6, 0.95),
+    "slowdown": (0.0, 0.3),
+    "eager": (1.0, 5.0),
+}
+"""What is possible: no more than the data sheet, no less than a half of it."""
+
+
+def _descend(cost: Callable[[Constants], float], start: Constants) -> Constants:
+    best, least = start, cost(start)
+    for step in (0.1, 0.05, 0.02, 0.01):
+        moved = True
+        while moved:
+            moved = False
+            for name, (low, high) in LIMITS.items():
+                for sign in (1, -1):
+                    value = getattr(best, name) + sign * step * (high - low)
+                    value = round(min(max(value, low), high), 3)
+                    tried = dataclasses.replace(best, **{name: value})
+                    if (found := cost(tried)) < least - 1e-6:
+                        best, least, moved = tried, found, True
+    return best
+
+
+def report(rows: Sequence[Compared]) -> dict:
+    """Returns errors of step times and memory, by source, and what is not built."""
+    listed = read_rows()
+    known = [one.row for one in rows]
+    return {
+        "constants": dataclasses.asdict(Constants()),
+        "held_back": summary(one for one in rows if one.row["split"] == "test"),
+        "fit": summary(one for one in rows if one.row["split"] == "fit"),
+        "all": summary(rows),
+        "by_source": {
+            source: {"split": split} | summary(_of(rows, source))
+            for source, split in sorted({(r["source"], r["split"]) for r in known})
+        },
+        "memory": [_memory(one) for one in rows if one.row["mem_gib"]],
+        "rows": [_row(one) for one in rows],
+        "not_built": [
+            {key: row[key] for key in ("source", "model", "gpu", "gpus")}
+            | {"reason": reason_not_built(row) or "its schedule was not compiled yet"}
+            for row in listed
+            if row not in known
+        ],
+    }
+
+
+def _of(rows: Iterable[Compared], source: str) -> list[Compared]:
+    return [one for one in rows if one.row["source"] == source]
+
+
+def summary(rows: Iterable[Compared]) -> dict[str, float | int | None]:
+    """Returns the number of rows, and median and 90th percentile of |error|."""
+    errors = sorted(abs(one.error) for one in rows)
+    if not errors:
+        return {"rows": 0, "median": None, "percentile_90": None}
+    at = math.ceil(0.9 * len(errors)) - 1
+    median = statistics.median(errors)
+    return {
+        "rows": len(errors),
+        "median": round(median, 4),
+        "percentile_90": round(errors[at], 4),
+    }
+
+
+_SAID = ("split", "source", "system", "model", "gpu", "gpus", "precision", "seq")
+
+
+def _row(one: Compared) -> dict:
+    return {key: one.row[key] for key in _SAID} | {
+        "published_s": float(one.row["step_s"]),
+        "predicted_s": round(one.seconds, 3),
+        "error": round(one.error, 4),
+    }
+
+
+def _memory(one: Compared) -> dict:
+    published, predicted = float(one.row["mem_gib"]), one.memory / 2**30
+    return {key: one.row[key] for key in _SAID} | {
+        "published_gib": published,
+        "predicted_gib": round(predicted, 1),
+        "error": round(predicted / published - 1, 4),
+    }
