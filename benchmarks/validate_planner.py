@@ -34,7 +34,7 @@ from published_rows import (
 
 from fsdp_jax.planner._compile import compile_scheduled
 from fsdp_jax.planner._gpu import GPUS
-from fsdp_jax.planner._kernel import Kernel
+from fsdp_jax.planner._kernel import workspace_bytes
 from fsdp_jax.planner._schedule import kernels_of
 from fsdp_jax.planner._schedule_file import save_schedule
 from fsdp_jax.training._compiler_options import options_of
@@ -48,18 +48,14 @@ def build_program(program: Program) -> dict:
     cost = GPUS[program.gpu].cost
     found = compile_scheduled(lowered, cost, program.gpus, options_of(plan.mesh))
     save_schedule(found.schedule, SCHEDULES / f"{program.name}.json.gz")
-    workspace = max(map(_workspace, kernels_of(found.schedule)))
+    workspace = workspace_bytes(kernels_of(found.schedule))
     return {
         "gpus": program.gpus,
-        "memory": compiled_bytes(found.compiled) + round(workspace),
+        "memory": compiled_bytes(found.compiled) + workspace,
         "guided": found.guided,
         "jax": jax.__version__,
         "cpu_seconds": round(time.process_time() - started, 1),
     }
-
-
-def _workspace(kernel: Kernel) -> float:
-    return kernel.workspace
 
 
 def build(only: str, minutes: float) -> None:

@@ -15,14 +15,16 @@ import optax
 from fsdp_jax._report import Grid, format_bytes, html_page
 from fsdp_jax._tree import PyTree
 from fsdp_jax.hlo._parse import parse
+from fsdp_jax.planner._accuracy import rests_on, seconds_range
 from fsdp_jax.planner._comm_table import SentRow, sent_grid, sent_rows
 from fsdp_jax.planner._compile import compile_scheduled, gpu_devices, text_of
 from fsdp_jax.planner._flops import product_flops
 from fsdp_jax.planner._gpu import GPU, find_gpu
 from fsdp_jax.planner._host_memory import Offloaded, mark_host_arguments, offloaded
+from fsdp_jax.planner._kernel import attention_names, workspace_bytes
 from fsdp_jax.planner._memory import Memory, predict_memory
 from fsdp_jax.planner._plot import draw_estimate
-from fsdp_jax.planner._schedule import schedule_of
+from fsdp_jax.planner._schedule import Schedule, kernels_of, schedule_of
 from fsdp_jax.planner._timeline import Timeline, replay
 from fsdp_jax.planner.liveness._trace import on_one_device
 from fsdp_jax.sharding._fully_shard import fully_shard
@@ -47,9 +49,11 @@ class StepEstimate:
       gpu: GPU with its cost model.
       plan: Plan on a mesh of abstract GPUs.
       compiled: Compiled step; it cannot run here.
-      timeline: Replay of the compiled step.
+      schedule: Schedule of the compiled step.
+      timeline: Replay of the schedule.
       guided: Whether XLA's scheduler was given the cost model, see `estimate_step`.
-      compiled_bytes: Peak bytes on a GPU, from XLA's buffer assignment.
+      compiled_bytes: Peak bytes on a GPU: XLA's buffer assignment, and the workspace of
+        fused attention, which is not in it.
       memory: Peak bytes by kind, predicted from the plan and the trace alone.
       offloaded: State stored on the host, and its copies; None without offload.
       sent: One row per collective.
@@ -61,6 +65,7 @@ class StepEstimate:
     gpu: GPU
     plan: Plan
     compiled: jax.stages.Compiled
+    schedule: Schedule
     timeline: Timeline
     guided: bool
     compiled_bytes: int
@@ -75,6 +80,16 @@ class StepEstimate:
     def num_gpus(self) -> int:
         """Number of GPUs of the mesh."""
         return self.plan.mesh.size
+
+    @property
+    def seconds_range(self) -> tuple[float, float]:
+        """Seconds of a step, lowest and highest: nine of ten published runs are so."""
+        return seconds_range(self.timeline.seconds)
+
+    @property
+    def attention(self) -> tuple[str, ...]:
+        """Names of the fused attention kernels in the compiled step; empty for none."""
+        return attention_names(kernels_of(self.schedule))
 
     @property
     def exposed(self) -> float:
@@ -130,6 +145,9 @@ class StepEstimate:
             "guided": self.guided,
             "cost_model": dataclasses.asdict(self.gpu.cost),
             "step_seconds": self.timeline.seconds,
+            "step_seconds_range": list(self.seconds_range),
+            "rests_on": rests_on(self.gpu, self.plan.mesh.shape),
+            "attention": list(self.attention),
             "compute_seconds": self.timeline.compute_seconds,
             "wire_seconds": self.timeline.wire_seconds,
             "exposed_seconds": self.timeline.exposed_seconds,
@@ -239,9 +257,11 @@ def estimate_step(
         gpu=gpu,
         plan=plan,
         compiled=scheduled.compiled,
+        schedule=scheduled.schedule,
         timeline=scheduled.timeline,
         guided=scheduled.guided,
-        compiled_bytes=compiled_bytes(scheduled.compiled),
+        compiled_bytes=compiled_bytes(scheduled.compiled)
+        + workspace_bytes(kernels_of(scheduled.schedule)),
         memory=predict_memory(plan, state, abstract_batch, traced),
         offloaded=offloaded(plan, state) if plan.config.offload else None,
         sent=sent_rows(scheduled.timeline, plan),
@@ -304,11 +324,14 @@ def _model_flops(plan: Plan, loss_fn, options, batch) -> float:
 def _headline(estimate: StepEstimate) -> list[str]:
     line, mesh = estimate.timeline, estimate.plan.mesh.shape
     axes = ", ".join(f"{a}={n}" for a, n in mesh.items() if n > 1) or "a single one"
+    low, high = estimate.seconds_range
     times = (
-        f"step: {line.seconds * 1e3:,.1f} ms as modelled, "
+        f"step: {line.seconds * 1e3:,.1f} ms ({low * 1e3:,.0f} to {high * 1e3:,.0f}), "
         f"{line.exposed_seconds * 1e3:,.1f} ms of it exposed communication "
         f"({estimate.exposed:.1%}) of {line.wire_seconds * 1e3:,.1f} ms on the wire"
     )
+    basis = f"range: {rests_on(estimate.gpu, mesh)}"
+    kernels = ", ".join(estimate.attention) or "none that is fused"
     speed = f"MFU {estimate.mfu:.1%}"
     if (rate := estimate.tokens_per_second) is not None:
         speed = f"{rate / estimate.num_gpus:,.0f} tokens/s/GPU, {speed}"
@@ -317,7 +340,9 @@ def _headline(estimate: StepEstimate) -> list[str]:
     return [
         f"{estimate.num_gpus} x {estimate.gpu.description} ({axes})",
         times,
+        basis,
         speed,
+        f"attention kernels: {kernels}",
         *_bubble_line(estimate),
         f"memory: {format_bytes(estimate.compiled_bytes)} a GPU as compiled, "
         f"{room}: {verdict}",

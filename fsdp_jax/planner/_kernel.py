@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Literal
 
 from fsdp_jax.hlo._parse import Computation, Instruction, Module
@@ -61,6 +62,23 @@ def kernel_of(
         kind = "attention_backward" if "Backward" in one.target else "attention"
         return Kernel(kind, flops, dtype, moved, key.dims[1], query.dims[-1])
     return Kernel("matmul" if flops else "memory", flops, dtype, moved)
+
+
+def workspace_bytes(kernels: Iterable[Kernel]) -> int:
+    """Returns the largest workspace of any kernel: they run one after another."""
+    return round(max((kernel.workspace for kernel in kernels), default=0.0))
+
+
+def attention_names(kernels: Iterable[Kernel]) -> tuple[str, ...]:
+    """Returns the names of the fused attention kernels among `kernels`."""
+    kinds = {kernel.kind for kernel in kernels}
+    return tuple(name for kind, name in _ATTENTION_NAMES.items() if kind in kinds)
+
+
+_ATTENTION_NAMES = {
+    "attention": "cuDNN's forward",
+    "attention_backward": "cuDNN's backward",
+}
 
 
 def kernel_seconds(kernel: Kernel, cost: CostModel) -> float:

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from fsdp_jax._report import Grid, format_bytes, html_page
+from fsdp_jax.planner._accuracy import overlap
 from fsdp_jax.planner._estimate import StepEstimate
 
 
@@ -44,6 +45,20 @@ class Sweep:
         name, best = next(iter(self.estimates.items()))
         return name if best.fits else None
 
+    @property
+    def ties(self) -> tuple[str, ...]:
+        """Names of those that fit and whose ranges overlap the recommended one's."""
+        if self.recommended is None:
+            return ()
+        best = self.estimates[self.recommended]
+        return tuple(
+            name
+            for name, found in self.estimates.items()
+            if found.fits
+            and name != self.recommended
+            and overlap(found.seconds_range, best.seconds_range)
+        )
+
     def __repr__(self) -> str:
         """Formats table and recommendation as text."""
         return "\n".join([_grid(self).as_text(), "", _advice(self)])
@@ -57,6 +72,7 @@ _COLUMNS = {
     "": "left",
     "memory a GPU": "right",
     "step ms": "right",
+    "range": "right",
     "exposed": "right",
     "MFU": "right",
     "tokens/s/GPU": "right",
@@ -76,6 +92,7 @@ def _cells(name: str, found: StepEstimate) -> tuple[str, ...]:
         name,
         format_bytes(found.compiled_bytes) + ("" if found.fits else " DOES NOT FIT"),
         f"{found.timeline.seconds * 1e3:,.1f}",
+        "{:,.0f} to {:,.0f}".format(*(end * 1e3 for end in found.seconds_range)),
         f"{found.exposed:.1%}",
         f"{found.mfu:.1%}",
         "?" if rate is None else f"{rate / found.num_gpus:,.0f}",
@@ -88,4 +105,9 @@ def _advice(sweep: Sweep) -> str:
             "recommended: none of these fits. Use more GPUs or shorter rows, or keep "
             "less for backward: remat_policy=nothing_saveable, --remat nothing."
         )
-    return f"recommended: {sweep.recommended}"
+    if not sweep.ties:
+        return f"recommended: {sweep.recommended}"
+    return (
+        f"recommended: {sweep.recommended}. Within the error of the estimates it ties "
+        f"with {', '.join(sweep.ties)}: measure them before choosing by speed."
+    )
