@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import math
@@ -22,7 +23,7 @@ from published_rows import (
 
 from fsdp_jax.planner._gpu import FLOAT8, GPUS, MATMUL, MEMORY, SLOWDOWN, CostModel
 from fsdp_jax.planner._kernel import Kernel
-from fsdp_jax.planner._schedule import Loop, Run, Schedule, Step
+from fsdp_jax.planner._schedule import CompiledSchedule, Loop, Run, Step
 from fsdp_jax.planner._schedule_file import load_schedule
 from fsdp_jax.planner._timeline import replay
 
@@ -102,7 +103,7 @@ def built() -> list[tuple[Row, Program]]:
 
 
 @functools.cache
-def schedule_of(name: str) -> Schedule:
+def schedule_of(name: str) -> CompiledSchedule:
     """Returns the kept schedule of a program."""
     return load_schedule(SCHEDULES / f"{name}.json.gz")
 
@@ -116,7 +117,7 @@ def predict(row: Row, program: Program, constants: Constants) -> float:
     return replay(schedule, cost, program.gpus).seconds
 
 
-def unfused(schedule: Schedule, factor: float) -> Schedule:
+def unfused(schedule: CompiledSchedule, factor: float) -> CompiledSchedule:
     """Returns a schedule whose elementwise kernels move `factor` times the bytes."""
 
     def step_of(step: Step) -> Step:
@@ -195,6 +196,13 @@ def report(rows: Sequence[Compared]) -> dict:
         "held_back": summary(one for one in rows if one.row["split"] == "test"),
         "fit": summary(one for one in rows if one.row["split"] == "fit"),
         "all": summary(rows),
+        "gpus": _counted(program_of(row).gpu for row in known),
+        "axes": _counted(
+            axis
+            for program in map(program_of, known)
+            for axis, size in (("dp_outer", program.outer), ("tp", program.tp))
+            if size > 1
+        ),
         "by_source": {
             source: {"split": split} | summary(_of(rows, source))
             for source, split in sorted({(r["source"], r["split"]) for r in known})
@@ -208,6 +216,10 @@ def report(rows: Sequence[Compared]) -> dict:
             if row not in known
         ],
     }
+
+
+def _counted(names: Iterable[str]) -> dict[str, int]:
+    return dict(sorted(collections.Counter(names).items()))
 
 
 def _of(rows: Iterable[Compared], source: str) -> list[Compared]:

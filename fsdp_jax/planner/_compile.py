@@ -21,7 +21,7 @@ from fsdp_jax.hlo._replica_groups import collective_of, walk
 from fsdp_jax.planner._gpu import GPU, CostModel
 from fsdp_jax.planner._interconnect import wire_seconds
 from fsdp_jax.planner._kernel import kernel_of, kernel_seconds
-from fsdp_jax.planner._schedule import Schedule, schedule_of
+from fsdp_jax.planner._schedule import CompiledSchedule, schedule_of
 from fsdp_jax.planner._timeline import Timeline, replay
 
 Options = Mapping[str, Any]
@@ -85,7 +85,7 @@ class Scheduled:
     """
 
     compiled: jax.stages.Compiled
-    schedule: Schedule
+    schedule: CompiledSchedule
     timeline: Timeline
     guided: bool
 

@@ -61,15 +61,15 @@ class Branch:
 
 
 Step = Run | Start | Wait | Loop | Branch
-Schedule = tuple[Step, ...]
+CompiledSchedule = tuple[Step, ...]
 
 
-def schedule_of(module: Module) -> Schedule:
+def schedule_of(module: Module) -> CompiledSchedule:
     """Returns the schedule of a compiled module (`is_scheduled=true`)."""
     return _Reader(module).steps(module[module.entry], in_loop=False)
 
 
-def kernels_of(schedule: Schedule) -> Iterator[Kernel]:
+def kernels_of(schedule: CompiledSchedule) -> Iterator[Kernel]:
     """Yields every kernel of a schedule once, whatever the loops."""
     for step in schedule:
         if isinstance(step, Run):
@@ -86,9 +86,9 @@ class _Reader:
 
     def __init__(self, module: Module):
         self.module = module
-        self.known: dict[tuple[str, bool], Schedule] = {}
+        self.known: dict[tuple[str, bool], CompiledSchedule] = {}
 
-    def steps(self, computation: Computation, *, in_loop: bool) -> Schedule:
+    def steps(self, computation: Computation, *, in_loop: bool) -> CompiledSchedule:
         key = computation.name, in_loop
         if key not in self.known:
             labels = _labels(computation, in_loop=in_loop)

@@ -10,10 +10,18 @@ from typing import Any
 from fsdp_jax.hlo._parse import Shape
 from fsdp_jax.hlo._replica_groups import Collective
 from fsdp_jax.planner._kernel import Kernel
-from fsdp_jax.planner._schedule import Branch, Loop, Run, Schedule, Start, Step, Wait
+from fsdp_jax.planner._schedule import (
+    Branch,
+    CompiledSchedule,
+    Loop,
+    Run,
+    Start,
+    Step,
+    Wait,
+)
 
 
-def save_schedule(schedule: Schedule, path: str | Path) -> None:
+def save_schedule(schedule: CompiledSchedule, path: str | Path) -> None:
     """Writes a schedule as compressed JSON; of replica groups, the widest one.
 
     Args:
@@ -25,7 +33,7 @@ def save_schedule(schedule: Schedule, path: str | Path) -> None:
     Path(path).write_bytes(gzip.compress(text.encode(), mtime=0))
 
 
-def load_schedule(path: str | Path) -> Schedule:
+def load_schedule(path: str | Path) -> CompiledSchedule:
     """Reads a schedule that `save_schedule` wrote."""
     found = json.loads(gzip.decompress(Path(path).read_bytes()))
     return tuple(_step(item) for item in found)

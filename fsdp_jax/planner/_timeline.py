@@ -8,7 +8,15 @@ from fsdp_jax.hlo._replica_groups import Collective
 from fsdp_jax.planner._gpu import CostModel
 from fsdp_jax.planner._interconnect import layout_of, links_used, wire_seconds
 from fsdp_jax.planner._kernel import Kernel, kernel_seconds
-from fsdp_jax.planner._schedule import Branch, Loop, Run, Schedule, Start, Step, Wait
+from fsdp_jax.planner._schedule import (
+    Branch,
+    CompiledSchedule,
+    Loop,
+    Run,
+    Start,
+    Step,
+    Wait,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +78,7 @@ class Timeline:
         return sum(sent.exposed for sent in self.sent)
 
 
-def replay(schedule: Schedule, cost: CostModel, num_devices: int) -> Timeline:
+def replay(schedule: CompiledSchedule, cost: CostModel, num_devices: int) -> Timeline:
     """Replays a schedule on a cost model.
 
     Compute stream and links take their work in the order of the schedule. An
@@ -110,7 +118,7 @@ class _Player:
         self.collectives: dict[str, tuple[float, tuple[str, ...]]] = {}
         self.alone: dict[int, float] = {}
 
-    def play(self, schedule: Schedule) -> None:
+    def play(self, schedule: CompiledSchedule) -> None:
         for step in schedule:
             self._step(step)
 
@@ -196,7 +204,7 @@ class _Player:
         is_idle = turns and not turns[0] <= self.iteration < turns[1]
         self.play(choices[0 if is_idle else -1])
 
-    def _alone(self, schedule: Schedule) -> float:
+    def _alone(self, schedule: CompiledSchedule) -> float:
         """Returns the seconds of a branch by itself."""
         if id(schedule) not in self.alone:
             player = _Player(self.cost, self.num_devices)

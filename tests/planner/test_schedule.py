@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import pytest
 
@@ -13,6 +14,7 @@ from fsdp_jax.planner._kernel import Kernel, kernel_seconds
 from fsdp_jax.planner._schedule import Branch, Loop, Run, Start, Wait, kernels_of
 from fsdp_jax.planner._schedule_file import load_schedule, save_schedule
 from fsdp_jax.planner._timeline import replay
+from fsdp_jax.planner._trace_file import save_trace
 
 H100 = GPUS["h100"].cost
 PRODUCT = Kernel("matmul", 4e12, "bf16", 1e9)
@@ -105,3 +107,19 @@ def test_backward_attention_needs_a_float32_gradient_of_queries():
     found = Kernel("attention_backward", flops, "bf16", 0.0, keys, width).workspace
     assert found == 4 * rows * (width + 1)
     assert PRODUCT.workspace == 0
+
+
+def test_a_trace_has_each_kernel_and_collective_at_its_time(tmp_path):
+    line = replay(SCHEDULE, H100, 64)
+    save_trace(line, tmp_path / "trace.json", title="8 GPUs")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    spans = [event for event in events if event["ph"] == "X"]
+    computed = sum(event["dur"] for event in spans if event["tid"] == 0)
+    assert computed == pytest.approx(line.compute_seconds * 1e6)
+    waited = sum(event["dur"] for event in spans if event["tid"] == 1)
+    assert waited == pytest.approx(line.exposed_seconds * 1e6)
+    sent = [event["name"] for event in spans if event["tid"] == 2]
+    assert sent == ["all-gather layers"] * 4
+    assert max(event["ts"] + event["dur"] for event in spans) == pytest.approx(
+        line.seconds * 1e6
+    )
