@@ -79,7 +79,7 @@ def build(only: str, minutes: float) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Predicts published training steps.")
     commands = parser.add_subparsers(dest="command", required=True)
     building = commands.add_parser("build", help="compile rows without a schedule")
     building.add_argument("--only", default="", help="programs with this in their name")
