@@ -117,7 +117,10 @@ FLOAT8 = 2.0
 The casts are kernels of their own.
 """
 MEMORY = 0.95
-"""Part of the peak memory bandwidth of elementwise kernels; the fit ends at its limit."""
+"""Part of the peak memory bandwidth that elementwise kernels reach.
+
+The fit ends at its upper limit.
+"""
 SLOWDOWN = 0.2
 """Part of a kernel's speed that is lost while a collective runs."""
 ATTENTION = (0.61, 0.52)
