@@ -71,7 +71,7 @@ class StepEstimate:
 
     @property
     def seconds_range(self) -> tuple[float, float]:
-        """Seconds of a step, lowest and highest: nine of ten published runs are so."""
+        """Seconds of a step, lowest and highest, see `rests_on` in `to_dict()`."""
         return seconds_range(self.timeline.seconds)
 
     @property

@@ -13,9 +13,9 @@ from fsdp_jax.planner._gpu import GPUS
 KNOWN = Accuracy(
     rows=61,
     median=0.07,
-    percentile_90=0.2,
     held_back_rows=9,
     held_back_median=0.09,
+    held_back_percentile_90=0.2,
     gpus={"h100": 60, "h200": 1},
     axes={"dp_outer": 4, "tp": 2},
 )
@@ -50,6 +50,6 @@ def test_what_no_published_run_had_is_named():
 
 
 def test_an_estimate_without_error_has_no_range(monkeypatch):
-    exact = dataclasses.replace(KNOWN, percentile_90=0.0)
+    exact = dataclasses.replace(KNOWN, held_back_percentile_90=0.0)
     monkeypatch.setattr(_accuracy, "PUBLISHED", exact)
     assert seconds_range(3.0) == (3.0, 3.0)
