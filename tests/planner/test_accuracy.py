@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import types
 
 import pytest
 
+import fsdp_jax as fsdp
 from fsdp_jax.planner import _accuracy
 from fsdp_jax.planner._accuracy import Accuracy, overlap, rests_on, seconds_range
 from fsdp_jax.planner._gpu import GPUS
@@ -53,3 +55,22 @@ def test_an_estimate_without_error_has_no_range(monkeypatch):
     exact = dataclasses.replace(KNOWN, held_back_percentile_90=0.0)
     monkeypatch.setattr(_accuracy, "PUBLISHED", exact)
     assert seconds_range(3.0) == (3.0, 3.0)
+
+
+def test_meshes_whose_ranges_overlap_tie():
+    def estimate(seconds, *, fits=True):
+        return types.SimpleNamespace(
+            timeline=types.SimpleNamespace(seconds=seconds), compiled_bytes=1, fits=fits
+        )
+
+    found = fsdp.planner.Sweep(
+        {
+            "best": estimate(1.0),
+            "near": estimate(1.2),
+            "far": estimate(1.6),
+            "large": estimate(0.9, fits=False),
+        }
+    )
+    # 20 % off either way: 1.0 may be 1.25, 1.2 may be 1.0, 1.6 is at least 1.33.
+    assert found.recommended == "best"
+    assert found.ties == ("near",)
