@@ -33,6 +33,7 @@ from overlap_decoders import DECODERS, measure_decoder, options_for
 from overlap_figures import temporaries, times
 
 import fsdp_jax as fsdp
+from bridge.models import dot_product_attention
 from fsdp_jax.planner._compile import compile_scheduled, gpu_devices
 from fsdp_jax.planner._gpu import GPUS
 
@@ -82,9 +83,7 @@ def block(w, x):
     q, k, v = (
         (h @ w[name]).reshape(rows, seq, -1, HEAD_DIM) for name in ("q", "k", "v")
     )
-    attended = jax.nn.dot_product_attention(
-        q, k, v, is_causal=True, implementation="xla"
-    )
+    attended = dot_product_attention(q, k, v, scale=HEAD_DIM**-0.5)
     x = x + attended.reshape(rows, seq, -1) @ w["o"]
     h = norm(x, w["norm_2"])
     x = x + (jax.nn.silu(h @ w["gate"]) * (h @ w["up"])) @ w["down"]

@@ -37,6 +37,8 @@ CLAIMS = [
     "overlap_mixtral-8x7b_jax*: rows.*.exposed_of_step < 0.1",
     "overlap_llama-3-8b-cp_jax*: rows.*.exposed_of_step < 0.01",
     "overlap_llama-3-8b-cp_jax*: rows.*.temporaries_gb < 30",
+    "validate_planner: held_back.median <= 0.10",
+    "validate_planner: held_back.percentile_90 <= 0.25",
     "import: runs >= 5",
     "import: compared.disk_of_an_eighth <= 1.1",
     "import: compared.cold_of_raw_read <= 1.25",

@@ -1,10 +1,12 @@
 """Causal attention on full sequences: the default of the decoder."""
 
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
+
+from bridge.models._cudnn import cudnn_attention
 
 Window = int | Int[Array, ""] | None
 
@@ -42,8 +44,9 @@ def dot_product_attention(
     """Computes causal attention with a float32 softmax.
 
     Query head `i` attends to key head `i // (heads / kv_heads)`, as in Hugging Face.
-    Uses cuDNN's fused kernel where it is supported, otherwise XLA's implementation,
-    which materializes scores `[batch, heads, seq, seq]`.
+    Uses cuDNN's fused kernel where the devices of the mesh support it, present or not,
+    otherwise XLA's implementation, which materializes scores `[batch, heads, seq,
+    seq]`.
 
     Args:
       query: Queries, with rotary embedding applied.
@@ -71,6 +74,10 @@ def dot_product_attention(
     mask = None
     if segment_ids is not None or not (static or window is None):
         mask = _visible(query.shape[1], segment_ids, window)
+    implementation = _implementation(query)
+    if implementation == "cudnn" and jax.devices()[0].platform != "gpu":
+        fixed = window if static else None
+        return cudnn_attention(query, key, value, scale=scale, mask=mask, window=fixed)
     return jax.nn.dot_product_attention(
         query,
         key,
@@ -79,7 +86,7 @@ def dot_product_attention(
         scale=scale,
         is_causal=True,
         local_window_size=(window - 1, 0) if isinstance(window, int) else None,
-        implementation=_implementation(query),
+        implementation=implementation,
     )
 
 
@@ -150,13 +157,21 @@ def _visible(
 def _is_half_on_cpu(query: Array) -> bool:
     # jax's implementation requests the dot algorithm F16_F16_F32, which XLA's CPU
     # backend does not support.
-    return query.dtype == jnp.float16 and jax.devices()[0].platform == "cpu"
+    return query.dtype == jnp.float16 and _target().platform == "cpu"
+
+
+def _target() -> Any:
+    """Returns the device that is traced for: that of the mesh, if there is one.
+
+    A step is planned on meshes of GPUs that are not here, and runs their kernels.
+    """
+    return jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
 
 
 def _implementation(query: Array) -> Literal["cudnn", "xla"]:
     # cuDNN's flash attention requires half precision and a head_dim of 8, 16, ...,
     # 128; jax raises otherwise instead of falling back.
-    device = jax.devices()[0]
+    device = _target()
     nvidia = device.platform == "gpu" and device.device_kind.startswith("NVIDIA")
     half = query.dtype in (jnp.bfloat16, jnp.float16)
     head_dim = query.shape[-1]

@@ -2,4 +2,6 @@
 
 from fsdp_jax.audit._audit_step import AuditError as AuditError
 from fsdp_jax.audit._audit_step import audit_step as audit_step
+from fsdp_jax.audit._budget import BudgetError as BudgetError
+from fsdp_jax.audit._budget import assert_budget as assert_budget
 from fsdp_jax.audit._report import Audited as Audited

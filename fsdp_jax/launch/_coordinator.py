@@ -36,8 +36,8 @@ from fsdp_jax.launch._timeouts import Timeouts
 # Time for which the coordinator of a job that does not start answers late processes.
 _LINGER_SECS = 5.0
 _LOOK_SECS = 0.1
-# Time for a connection to send its handshake, and most connections that have not yet: of
-# more, the oldest is closed, since a process sends its handshake at once.
+# Time for a connection to send its handshake, and most connections that have not sent
+# one: of more, the oldest is closed, since a process sends its handshake at once.
 _CLAIM_SECS = 10.0
 _MAX_STRANGERS = 128
 # If more than this passes between two checks, the coordinator itself was stopped,
@@ -181,8 +181,8 @@ class Coordinator:
         handshake = Handshake.from_message(message["handshake"])
         if known is None:
             text = (
-                f"{handshake} does not know the token of the job: FSDP_JAX_TOKEN must be "
-                "the same in all processes."
+                f"{handshake} does not know the token of the job: FSDP_JAX_TOKEN must "
+                "be the same in all processes."
             )
             send({"refused": text})
             self._report(text)

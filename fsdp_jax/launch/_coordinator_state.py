@@ -66,9 +66,7 @@ class CoordinatorState:
             return None
         if len(self.members) >= 2 * self._num_processes + _MAX_DOUBLES:
             send(
-                {
-                    "refused": f"{handshake} is one of {len(self.members) + 1} handshakes."
-                }
+                {"refused": f"{handshake} is one of {len(self.members) + 1} processes."}
             )
             return None
         member = Member(handshake, send, heard=now, moved=now)

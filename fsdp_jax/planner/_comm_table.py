@@ -8,17 +8,18 @@ from collections.abc import Sequence
 from fsdp_jax._report import Grid, format_bytes
 from fsdp_jax.hlo._replica_groups import Collective, axes_of
 from fsdp_jax.ops.attention._common import SCOPES
-from fsdp_jax.planner._cost import wire_bytes
+from fsdp_jax.planner._interconnect import wire_bytes
 from fsdp_jax.planner._timeline import Sent, Timeline
 from fsdp_jax.sharding._plan import Plan
 
 
 @dataclasses.dataclass(frozen=True)
 class SentRow:
-    """One collective of the compiled step, over all its runs.
+    """Equal collectives of the compiled step, over all their runs.
 
     Attributes:
       op: Opcode, e.g. `all-gather`.
+      direction: "forward" or "backward".
       unit: Unit of the parameters; "-" if it communicates none.
       dtype: Communicated dtype, as HLO writes it.
       axes: Mesh axes; empty if the replica groups lie along none.
@@ -29,6 +30,7 @@ class SentRow:
     """
 
     op: str
+    direction: str
     unit: str
     dtype: str
     axes: tuple[str, ...]
@@ -39,11 +41,21 @@ class SentRow:
 
 
 def sent_rows(timeline: Timeline, plan: Plan) -> tuple[SentRow, ...]:
-    """Returns one row per collective, in the order of their first runs."""
+    """Returns rows of collectives that differ, in the order of their first runs."""
     runs: dict[str, list[Sent]] = {}
     for sent in timeline.sent:
         runs.setdefault(sent.collective.name, []).append(sent)
-    return tuple(_row(found, plan) for found in runs.values())
+    folded: dict[tuple, SentRow] = {}
+    for found in runs.values():
+        row = _row(found, plan)
+        key = row.op, row.direction, row.unit, row.dtype, row.axes, row.bytes
+        folded[key] = _together(folded[key], row) if key in folded else row
+    return tuple(folded.values())
+
+
+def _together(a: SentRow, b: SentRow) -> SentRow:
+    exposed = a.exposed_seconds + b.exposed_seconds
+    return dataclasses.replace(a, times=a.times + b.times, exposed_seconds=exposed)
 
 
 def _row(runs: list[Sent], plan: Plan) -> SentRow:
@@ -52,6 +64,7 @@ def _row(runs: list[Sent], plan: Plan) -> SentRow:
     dtypes = dict.fromkeys(shape.dtype for shape in collective.sent)
     return SentRow(
         op=collective.op,
+        direction="backward" if "transpose(" in collective.op_name else "forward",
         unit=_unit(collective, plan),
         dtype="+".join(dtypes),
         axes=axes_of(collective.groups, plan.mesh) or (),
@@ -98,6 +111,7 @@ def sent_grid(rows: Sequence[SentRow], *, timed: bool = True) -> Grid:
     """
     columns = {
         "collective": "left",
+        "in": "left",
         "unit": "left",
         "dtype": "left",
         "over": "left",
@@ -109,6 +123,7 @@ def sent_grid(rows: Sequence[SentRow], *, timed: bool = True) -> Grid:
     cells = [
         (
             row.op,
+            row.direction,
             row.unit,
             row.dtype,
             " x ".join(row.axes) or "?",

@@ -18,8 +18,10 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from fsdp_jax.hlo._parse import Module, parse
 from fsdp_jax.hlo._replica_groups import collective_of, walk
-from fsdp_jax.planner._cost import compute_seconds, wire_seconds
 from fsdp_jax.planner._gpu import GPU, CostModel
+from fsdp_jax.planner._interconnect import wire_seconds
+from fsdp_jax.planner._kernel import kernel_of, kernel_seconds
+from fsdp_jax.planner._schedule import CompiledSchedule, schedule_of
 from fsdp_jax.planner._timeline import Timeline, replay
 
 Options = Mapping[str, Any]
@@ -77,11 +79,13 @@ class Scheduled:
 
     Attributes:
       compiled: Compiled program.
-      timeline: Replay of its schedule.
+      schedule: Schedule of the compiled program.
+      timeline: Replay of the schedule.
       guided: Whether XLA's scheduler was given the cost model.
     """
 
     compiled: jax.stages.Compiled
+    schedule: CompiledSchedule
     timeline: Timeline
     guided: bool
 
@@ -113,15 +117,28 @@ def compile_scheduled(
     """
     compiled = _compiled(lowered, options)
     module = parse(text_of(compiled))
-    own = Scheduled(compiled, replay(module, cost, num_devices), guided=False)
+    own = _scheduled(compiled, module, cost, num_devices, guided=False)
     waits = own.timeline.exposed_seconds > EXPOSED_ENOUGH * own.timeline.seconds
     if not (guide and waits):
         return own
     profile = scheduling_profile(module, cost, num_devices)
     compiled = _compile_guided(lowered, profile, options)
     module = parse(text_of(compiled))
-    guided = Scheduled(compiled, replay(module, cost, num_devices), guided=True)
+    guided = _scheduled(compiled, module, cost, num_devices, guided=True)
     return min(own, guided, key=lambda one: one.timeline.seconds)
+
+
+def _scheduled(
+    compiled: jax.stages.Compiled,
+    module: Module,
+    cost: CostModel,
+    num_devices: int,
+    *,
+    guided: bool,
+) -> Scheduled:
+    schedule = schedule_of(module)
+    timeline = replay(schedule, cost, num_devices)
+    return Scheduled(compiled, schedule, timeline, guided)
 
 
 def text_of(compiled: jax.stages.Compiled) -> str:
@@ -199,4 +216,5 @@ def _seconds(
         if collective := collective_of(module, computation, one):
             yield one.name, wire_seconds(collective, num_devices, cost)
         elif one.opcode != "while" and not one.opcode.endswith("-done"):
-            yield one.name, compute_seconds(module, computation, one, cost)
+            if kernel := kernel_of(module, computation, one):
+                yield one.name, kernel_seconds(kernel, cost)

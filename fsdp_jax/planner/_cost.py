@@ -1,4 +1,4 @@
-"""Seconds per HLO instruction, on the cost model of a device."""
+"""FLOPs and bytes of HLO instructions."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import math
 import re
 
 from fsdp_jax.hlo._parse import Computation, Instruction, Module
-from fsdp_jax.hlo._replica_groups import Collective
-from fsdp_jax.planner._gpu import CostModel
 
 FREE = {
     "parameter",
@@ -26,60 +24,6 @@ FREE = {
 
 VIEWS = ("bitcast", "reshape", "transpose", "copy", "convert")
 """Opcodes whose operand a fusion reads only as far as their result is read."""
-
-FULL_PRECISION = {"f32": 0.5, "f64": 0.067}
-"""Speed of wider matrix products relative to 16-bit: tf32, and fp64 tensor cores."""
-
-
-def wire_bytes(collective: Collective, num_devices: int) -> float:
-    """Returns the bytes that each device sends in a ring algorithm."""
-    n = collective.group_size or num_devices
-    sent = sum(shape.bytes for shape in collective.sent)
-    received = sum(shape.bytes for shape in collective.received)
-    around = (n - 1) / n
-    return {
-        "all-gather": received * around,
-        "reduce-scatter": sent * around,
-        "all-reduce": 2 * sent * around,
-        "all-to-all": sent * around,
-        # One side is a buffer for the worst case, the other the actual tokens.
-        "ragged-all-to-all": min(sent, received) * around,
-    }.get(collective.op, float(sent))
-
-
-def wire_seconds(collective: Collective, num_devices: int, cost: CostModel) -> float:
-    """Returns the seconds of a collective with the bandwidth to itself."""
-    if crosses_nodes(collective, num_devices, cost):
-        bandwidth = cost.network_bandwidth
-    else:
-        bandwidth = cost.link_bandwidth
-    return cost.latency + wire_bytes(collective, num_devices) / bandwidth
-
-
-def crosses_nodes(collective: Collective, num_devices: int, cost: CostModel) -> bool:
-    """Returns whether a replica group spans several nodes."""
-    groups = collective.groups or {tuple(range(num_devices))}
-    return any(
-        len({device // cost.devices_per_node for device in group}) > 1
-        for group in groups
-    )
-
-
-def compute_seconds(
-    module: Module, computation: Computation, one: Instruction, cost: CostModel
-) -> float:
-    """Returns the seconds of an instruction that is no collective.
-
-    The larger of arithmetic time, where only matrix products count, and memory time of
-    the bytes read and written. Called computations are not included, except for
-    fusions.
-    """
-    if one.opcode in FREE:
-        return 0.0
-    flops, dtype = product_flops(module, computation, one)
-    speed = cost.flops * FULL_PRECISION.get(dtype, 2.0 if dtype[:2] == "f8" else 1.0)
-    moved = bytes_moved(module, computation, one)
-    return max(flops / speed, moved / cost.memory_bandwidth)
 
 
 def product_flops(

@@ -9,18 +9,25 @@ import dataclasses
 class CostModel:
     """Sustained speeds of a device; every figure can be replaced.
 
-    The figures of `GPUS` are what large matrices, copies and rings reach, which is
-    below the data sheet.
+    The figures of `GPUS` are what training reaches, which is below the data sheet.
 
     Attributes:
-      flops: FLOP/s of matrix products in 16-bit floats.
+      flops: FLOP/s of large matrix products in 16-bit floats.
       memory_bandwidth: Bytes/s of reads and writes to device memory.
-      link_bandwidth: Bytes/s sent to the other devices of the node.
-      network_bandwidth: Bytes/s sent to other nodes.
-      latency: Seconds added to each collective.
+      link_bandwidth: Bytes/s sent to the other devices of the node by a ring.
+      network_bandwidth: Bytes/s that a device's NIC sends to other nodes.
+      latency: Seconds added to each collective: its launch.
       devices_per_node: Devices connected by links.
       peak_flops: FLOP/s of the data sheet, for model FLOPs utilization only.
       host_bandwidth: Bytes/s between a device and its host, in one direction.
+      switch_bandwidth: Bytes/s of an all-reduce in a node whose switch adds, counted
+        as for a ring; 0 if it does not.
+      float8_speed: Speed of products in 8-bit floats relative to 16-bit.
+      attention_forward: FLOP/s of fused attention over long rows; None for `flops`.
+      attention_backward: The same, backward.
+      attention_half_length: Tokens of a row at which fused attention has half of that.
+      kernel_latency: Seconds added to each kernel.
+      overlap_slowdown: Part of a kernel's speed that is lost while a collective runs.
     """
 
     flops: float
@@ -31,6 +38,13 @@ class CostModel:
     devices_per_node: int
     peak_flops: float
     host_bandwidth: float = 50e9
+    switch_bandwidth: float = 0.0
+    float8_speed: float = 2.0
+    attention_forward: float | None = None
+    attention_backward: float | None = None
+    attention_half_length: float = 0.0
+    kernel_latency: float = 0.0
+    overlap_slowdown: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,81 +107,169 @@ device_description_str: "{self.description}"
 """
 
 
+# The next four were fitted to published steps, by `benchmarks/validate_planner.py fit`:
+# MaxText's Llama-3 70B on 128 to 2,048 H100s, and torchtitan's 8B on 32 and 64 H200s.
+MATMUL = 0.686
+"""Part of the peak that large 16-bit products reach in a step, at full power."""
+FLOAT8 = 2.0
+"""Speed of products in 8-bit floats relative to 16-bit; the fit ends at the data sheet.
+
+The casts are kernels of their own.
+"""
+MEMORY = 0.95
+"""Part of the peak memory bandwidth that elementwise kernels reach.
+
+The fit ends at its upper limit.
+"""
+SLOWDOWN = 0.2
+"""Part of a kernel's speed that is lost while a collective runs."""
+ATTENTION = (0.61, 0.52)
+"""Part of the peak of cuDNN's attention, forward and backward.
+
+Source: FlashAttention-3 (arXiv 2407.08608), figures 5 and 6: cuDNN 9 on an H100 SXM5,
+heads of 128, long rows: 600 and 516 of 989 TFLOP/s.
+"""
+
+
 def _cost(
-    flops: float,
+    peak_flops: float,
     memory: float,
     links: float,
-    network: float,
-    peak_flops: float,
+    nic: float,
+    *,
+    switch: float = 0,
     host: float = 50,
+    node: int = 8,
+    power: float = 1.0,
 ) -> CostModel:
-    """Returns the cost model of nodes of 8 GPUs, from TFLOP/s and GB/s."""
+    """Returns a cost model from TFLOP/s and GB/s of the data sheet.
+
+    Args:
+      peak_flops: TFLOP/s of dense 16-bit products.
+      memory: GB/s of device memory.
+      links: GB/s of bus bandwidth of a ring in a node, as nccl-tests measure it.
+      nic: GB/s of a NIC, as nccl-tests measure it.
+      switch: GB/s of bus bandwidth of an all-reduce with NVLink SHARP.
+      host: GB/s to the host.
+      node: Devices of an NVLink domain.
+      power: Speed of products relative to a device that is not held to less power.
+    """
+    peak = peak_flops * 1e12
     return CostModel(
-        flops=flops * 1e12,
-        memory_bandwidth=memory * 1e9,
+        flops=MATMUL * power * peak,
+        memory_bandwidth=MEMORY * memory * 1e9,
         link_bandwidth=links * 1e9,
-        network_bandwidth=network * 1e9,
-        latency=15e-6,
-        devices_per_node=8,
-        peak_flops=peak_flops * 1e12,
+        network_bandwidth=nic * 1e9,
+        latency=6e-6,
+        devices_per_node=node,
+        peak_flops=peak,
         host_bandwidth=host * 1e9,
+        switch_bandwidth=switch * 1e9,
+        float8_speed=FLOAT8,
+        attention_forward=ATTENTION[0] * power * peak,
+        attention_backward=ATTENTION[1] * power * peak,
+        attention_half_length=500,
+        kernel_latency=2e-6,
+        overlap_slowdown=SLOWDOWN,
     )
 
 
-GPUS = {
-    "a100": GPU(
-        name="a100",
-        description="NVIDIA A100-SXM4-80GB",
-        memory=85_000_000_000,
-        compute_capability=(8, 0),
-        cores=108,
-        l2_cache=40 << 20,
-        shared_memory=163 << 10,
-        clock=1.41,
-        data_sheet_bandwidth=2_039_000_000_000,
-        cost=_cost(250, 1800, links=235, network=22.5, peak_flops=312, host=25),
-    ),
-    "h100": GPU(
-        name="h100",
-        description="NVIDIA H100 80GB HBM3",
-        memory=85_000_000_000,
-        compute_capability=(9, 0),
-        cores=132,
-        l2_cache=50 << 20,
-        shared_memory=227 << 10,
-        clock=1.98,
-        data_sheet_bandwidth=3_350_000_000_000,
-        cost=_cost(790, 3000, links=350, network=45, peak_flops=989),
-    ),
-    "h200": GPU(
-        name="h200",
-        description="NVIDIA H200",
-        memory=150_000_000_000,
-        compute_capability=(9, 0),
-        cores=132,
-        l2_cache=60 << 20,
-        shared_memory=227 << 10,
-        clock=1.98,
-        data_sheet_bandwidth=4_800_000_000_000,
-        cost=_cost(790, 4300, links=350, network=45, peak_flops=989),
-    ),
-    "b200": GPU(
-        name="b200",
-        description="NVIDIA B200",
-        memory=192_000_000_000,
-        compute_capability=(10, 0),
-        cores=148,
-        l2_cache=126 << 20,
-        shared_memory=227 << 10,
-        clock=1.965,
-        data_sheet_bandwidth=8_000_000_000_000,
-        cost=_cost(1750, 7000, links=700, network=45, peak_flops=2250),
-    ),
-}
+# NVIDIA A100 data sheet: 312 TFLOP/s, 2,039 GB/s; rings: NCCL's tuning model has 235
+# GB/s for compute capability 8.0; HDR InfiniBand, 200 Gb/s a GPU.
+_A100 = GPU(
+    name="a100",
+    description="NVIDIA A100-SXM4-80GB",
+    memory=85_000_000_000,
+    compute_capability=(8, 0),
+    cores=108,
+    l2_cache=40 << 20,
+    shared_memory=163 << 10,
+    clock=1.41,
+    data_sheet_bandwidth=2_039_000_000_000,
+    cost=_cost(312, 2039, links=235, nic=22.5, host=25),
+)
+# NVIDIA H100 data sheet, SXM: 989 TFLOP/s, 3.35 TB/s; nccl-tests#212: 370 and 480 GB/s
+# in a node; nccl-tests#290: 46-48 GB/s a NIC of 400 Gb/s.
+_H100 = GPU(
+    name="h100",
+    description="NVIDIA H100 80GB HBM3",
+    memory=85_000_000_000,
+    compute_capability=(9, 0),
+    cores=132,
+    l2_cache=50 << 20,
+    shared_memory=227 << 10,
+    clock=1.98,
+    data_sheet_bandwidth=3_350_000_000_000,
+    cost=_cost(989, 3350, links=370, nic=47, switch=480),
+)
+# torchtitan, benchmarks/llama3_h100_202412_torchtitan.md: 96 GB of HBM2e with 2.4 TB/s,
+# held to 500 W of 700. Power that is not static (about 100 W) grows with the square of
+# the clock: (400 / 600) ** 0.5.
+_H100_500W = dataclasses.replace(
+    _H100,
+    name="h100-500w",
+    description="NVIDIA H100 96GB HBM2e",
+    memory=102_000_000_000,
+    data_sheet_bandwidth=2_400_000_000_000,
+    cost=_cost(989, 2400, links=370, nic=47, switch=480, power=0.82),
+)
+# NVIDIA H200 data sheet: 989 TFLOP/s, 4.8 TB/s; links and NICs of the H100.
+_H200 = dataclasses.replace(
+    _H100,
+    name="h200",
+    description="NVIDIA H200",
+    memory=150_000_000_000,
+    l2_cache=60 << 20,
+    data_sheet_bandwidth=4_800_000_000_000,
+    cost=_cost(989, 4800, links=370, nic=47, switch=480),
+)
+# NVIDIA HGX B200 data sheet: 2.25 PFLOP/s dense, 8 TB/s; NVLink 5 has twice the
+# bandwidth of NVLink 4; NICs of 400 Gb/s.
+_B200 = GPU(
+    name="b200",
+    description="NVIDIA B200",
+    memory=192_000_000_000,
+    compute_capability=(10, 0),
+    cores=148,
+    l2_cache=126 << 20,
+    shared_memory=227 << 10,
+    clock=1.965,
+    data_sheet_bandwidth=8_000_000_000_000,
+    cost=_cost(2250, 8000, links=740, nic=47, switch=960),
+)
+# NVIDIA HGX B300 data sheet: 2.25 PFLOP/s dense, 288 GB, NICs of 800 Gb/s.
+_B300 = dataclasses.replace(
+    _B200,
+    name="b300",
+    description="NVIDIA B300",
+    memory=288_000_000_000,
+    compute_capability=(10, 3),
+    cost=_cost(2250, 8000, links=740, nic=94, switch=960),
+)
+# NVIDIA GB200 NVL72 data sheet: 2.5 PFLOP/s dense and 186 GB a GPU, 72 GPUs on one
+# NVLink domain, NICs of 400 Gb/s.
+_GB200 = dataclasses.replace(
+    _B200,
+    name="gb200",
+    description="NVIDIA GB200",
+    cost=_cost(2500, 8000, links=740, nic=47, switch=960, host=200, node=72),
+)
+# NVIDIA GB300 NVL72 data sheet: 2.5 PFLOP/s dense, 288 GB, NICs of 800 Gb/s.
+_GB300 = dataclasses.replace(
+    _B300,
+    name="gb300",
+    description="NVIDIA GB300",
+    cost=_cost(2500, 8000, links=740, nic=94, switch=960, host=200, node=72),
+)
+
+_LISTED = (_A100, _H100, _H100_500W, _H200, _B200, _B300, _GB200, _GB300)
+
+GPUS = {gpu.name: gpu for gpu in _LISTED}
 """GPUs by name.
 
-Shapes are the vendor's. Speeds are stated, not measured here: about 80 % of the 16-bit
-peak, 90 % of memory and network, 78 % of links and PCIe.
+Shapes and peaks are the vendor's, links and NICs those of published nccl-tests. The
+parts of them that training reaches were fitted to published steps of H100s and H200s,
+see `benchmarks/validate_planner.py`; for other GPUs they are assumed to be the same.
 """
 
 

@@ -20,7 +20,13 @@ MEMORY = "#4477aa #ccbb44 #aa3377 #228833 #66ccee #88ccaa #ee6677 #bbbbbb".split
 
 
 def draw_estimate(
-    memory: Memory, compiled_bytes: int, gpu: GPU, timeline: Timeline, path: str | Path
+    memory: Memory,
+    compiled_bytes: int,
+    gpu: GPU,
+    timeline: Timeline,
+    path: str | Path,
+    *,
+    title: str,
 ) -> None:
     """Saves the plot as PNG or SVG, chosen by the suffix of `path`.
 
@@ -30,6 +36,7 @@ def draw_estimate(
       gpu: GPU of the estimate.
       timeline: Replayed step.
       path: Output file.
+      title: Title of the plot.
 
     Raises:
       ValueError: If matplotlib is not installed, or the suffix is neither.
@@ -43,7 +50,8 @@ def draw_estimate(
         raise ValueError(
             "Pictures are drawn by matplotlib: pip install 'fsdp-jax[notebook]'."
         ) from error
-    figure = Figure(figsize=(11, 5.5), layout="constrained")
+    figure = Figure(figsize=(11, 5.8), layout="constrained")
+    figure.suptitle(title, fontsize=10)
     top, bottom = figure.subplots(2, 1, height_ratios=[1, 1.6])
     _draw_memory(top, memory, compiled_bytes, gpu)
     _draw_timeline(bottom, timeline)

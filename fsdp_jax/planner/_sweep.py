@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from fsdp_jax._report import Grid, format_bytes, html_page
+from fsdp_jax.planner._accuracy import overlap, seconds_range
 from fsdp_jax.planner._estimate import StepEstimate
 
 
@@ -44,19 +45,32 @@ class Sweep:
         name, best = next(iter(self.estimates.items()))
         return name if best.fits else None
 
+    @property
+    def ties(self) -> tuple[str, ...]:
+        """Names of those that fit and whose ranges overlap the recommended one's."""
+        if self.recommended is None:
+            return ()
+        best = _range(self.estimates[self.recommended])
+        return tuple(
+            name
+            for name, found in self.estimates.items()
+            if found.fits and name != self.recommended and overlap(_range(found), best)
+        )
+
     def __repr__(self) -> str:
         """Formats table and recommendation as text."""
-        return "\n".join([_grid(self).as_text(), "", _advice(self)])
+        return "\n".join([_grid(self).as_text(), "", *_ties(self), _advice(self)])
 
     def _repr_html_(self) -> str:
         """Formats table and recommendation as HTML, with bars for the speed."""
-        return html_page([_grid(self), _advice(self)])
+        return html_page([_grid(self), *_ties(self), _advice(self)])
 
 
 _COLUMNS = {
     "": "left",
     "memory a GPU": "right",
     "step ms": "right",
+    "range": "right",
     "exposed": "right",
     "MFU": "right",
     "tokens/s/GPU": "right",
@@ -70,12 +84,17 @@ def _grid(sweep: Sweep) -> Grid:
     return Grid(_COLUMNS, rows, speeds)
 
 
+def _range(found: StepEstimate) -> tuple[float, float]:
+    return seconds_range(found.timeline.seconds)
+
+
 def _cells(name: str, found: StepEstimate) -> tuple[str, ...]:
     rate = found.tokens_per_second
     return (
         name,
         format_bytes(found.compiled_bytes) + ("" if found.fits else " DOES NOT FIT"),
         f"{found.timeline.seconds * 1e3:,.1f}",
+        "{:,.0f} to {:,.0f}".format(*(end * 1e3 for end in _range(found))),
         f"{found.exposed:.1%}",
         f"{found.mfu:.1%}",
         "?" if rate is None else f"{rate / found.num_gpus:,.0f}",
@@ -89,3 +108,13 @@ def _advice(sweep: Sweep) -> str:
             "less for backward: remat_policy=nothing_saveable, --remat nothing."
         )
     return f"recommended: {sweep.recommended}"
+
+
+def _ties(sweep: Sweep) -> list[str]:
+    if not sweep.ties:
+        return []
+    names = "; ".join(sweep.ties)
+    return [
+        "Within the error of the estimates these tie with the recommended one, and "
+        f"only a measurement tells them apart: {names}"
+    ]

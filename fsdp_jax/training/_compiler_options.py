@@ -20,9 +20,14 @@ _OVERLAP: Options = {
     "xla_gpu_reduce_scatter_combine_threshold_bytes": 1 << 27,
     "xla_gpu_all_reduce_combine_threshold_bytes": 1 << 27,
 }
-# Turns a collective that some process never enters into an error after ten minutes,
-# torch's default. XLA's own default is to wait forever.
-_TIME_OUT: Options = {"xla_gpu_nccl_termination_timeout_seconds": 600}
+# The first ends what waits for devices of its own process to launch a collective. It
+# does not fire for another process that is alive but stuck (jax issue 38503), which
+# XLA's watchdog of executions does: no step may take longer than its time, the same as
+# `Timeouts.stall_secs`.
+_TIME_OUT: Options = {
+    "xla_gpu_nccl_termination_timeout_seconds": 600,
+    "xla_gpu_execution_terminate_timeout": "1800s",
+}
 
 # Keyed by jaxlib (major, minor), ascending. XLA renames and drops options without
 # notice, so each version is checked, though these three accept the same options.
@@ -56,6 +61,9 @@ def compiler_options(
     `make_train_step` uses them by default on GPUs; elsewhere pass them to `jax.jit` or
     to `jitted.lower(...).compile` as `compiler_options`. An option that the installed
     XLA does not know raises there; the same name in `XLA_FLAGS` aborts the process.
+
+    An execution that takes over 1800 s is ended by XLA's watchdog: give steps that take
+    longer more, `{**options, "xla_gpu_execution_terminate_timeout": "7200s"}`.
 
     Args:
       jaxlib_version: Version of jaxlib, such as "0.12.0"; default the installed one.

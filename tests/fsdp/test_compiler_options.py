@@ -82,6 +82,8 @@ def test_each_version_has_its_options(version):
     options = fsdp.training.compiler_options(version)
     assert options["xla_gpu_enable_latency_hiding_scheduler"]
     assert options["xla_gpu_nccl_termination_timeout_seconds"] == 600
+    # For a process that is alive but stuck, which the other one does not see.
+    assert options["xla_gpu_execution_terminate_timeout"] == "1800s"
 
 
 def test_a_newer_version_gets_the_newest_known():

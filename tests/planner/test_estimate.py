@@ -161,7 +161,7 @@ def test_a_schedule_is_guided_where_the_wire_is_slow():
     )
     step = fsdp.make_train_step(plan, SMALL.loss(1, 2), TX)
     lowered = step.lower(fsdp.abstract_state(plan, TX), tokens(64, 2048))
-    slow = dataclasses.replace(GPUS["h200"].cost, network_bandwidth=20e9)
+    slow = dataclasses.replace(GPUS["h200"].cost, network_bandwidth=2.5e9)
     found = compile_scheduled(lowered, slow, 16, fsdp.training.compiler_options())
     assert found.guided
     own = compile_scheduled(

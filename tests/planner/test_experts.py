@@ -27,8 +27,8 @@ from fsdp_jax import ops
 from fsdp_jax.hlo._collectives import moved, program_of
 from fsdp_jax.hlo._replica_groups import collective_of
 from fsdp_jax.planner._compile import gpu_devices
-from fsdp_jax.planner._cost import wire_bytes
 from fsdp_jax.planner._gpu import GPUS
+from fsdp_jax.planner._interconnect import wire_bytes
 
 EP, RANKS = 4, 8
 TOKENS = ROWS // RANKS * SEQ

@@ -107,8 +107,8 @@ class LocalStep:
     def _who_would_use_it(self) -> str:
         hosts = ", ".join(f"{p} ({self.hosts[p]})" for p in self.absent)
         return (
-            f" It was saved by {len(self.duplicates)} processes, and the directories of "
-            f"{hosts} are not in this job: a start with them would use it. "
+            f" It was saved by {len(self.duplicates)} processes, and the directories "
+            f"of {hosts} are not in this job: a start with them would use it. "
             f"'{self.folder}' is kept until a newer local step is complete."
         )
 

@@ -88,7 +88,7 @@ class Plan:
       config: Model: a config.json, or a directory that has one, without weights.
       ignore_field: Field of config.json to ignore although it is refused; may be
         repeated. For fields that change no number.
-      gpu: GPU: a100, h100, h200 or b200.
+      gpu: GPU: a100, h100, h100-500w, h200, b200, b300, gb200 or gb300.
       gpus: Number of GPUs; more than 8 are whole nodes of 8.
       mesh: Sizes of the mesh's axes, as in dp_outer=4,dp_shard=-1; default all on
         dp_shard.
@@ -106,6 +106,7 @@ class Plan:
         tokens; default all tokens of all ranks on ep.
       json: Writes everything to this file.
       picture: Draws memory and time into this file, .png or .svg.
+      trace: Writes the timeline into this file, for Perfetto or chrome://tracing.
       sweep: Tries other meshes and strategies too, and recommends one; cp where rows
         have 8,192 tokens or more.
       strategy: Sharding and memory of a step.
@@ -129,6 +130,7 @@ class Plan:
     capacity_factor: Unset[float] = None
     json: Unset[Path] = None
     picture: Unset[Path] = None
+    trace: Unset[Path] = None
     sweep: bool = False
     strategy: Annotated[Strategy, Group] = Strategy(remat="nothing", unroll=2)
     speeds: Annotated[Speeds, Group] = Speeds()
@@ -147,14 +149,13 @@ class Plan:
                 "plan --sweep tries meshes and strategies of its own: leave out "
                 "--mesh, --zero and --outer, or --sweep."
             )
-        for file, option in ((self.json, "--json"), (self.picture, "--picture")):
-            if file is not None:
-                check_absent(file, option)
+        for option, file in self._files().items():
+            check_absent(file, option)
         try:
             gpu_devices(gpu, self.gpus)
         except ValueError as error:
             # A count by the CPU's compiler has no times to write, draw or compare.
-            asked = self.sweep or self.json is not None or self.picture is not None
+            asked = self.sweep or self._files()
             if "fsdp-jax[plan]" not in str(error) or asked:
                 raise
             _print_cpu(self, config, sizes)
@@ -164,10 +165,21 @@ class Plan:
             return
         estimate = _forecast(self, config, gpu, sizes)
         print(estimate)
-        if self.json is not None:
-            estimate.save_json(self.json)
-        if self.picture is not None:
-            estimate.save_picture(self.picture)
+        self._save(estimate)
+
+    def _files(self) -> dict[str, Path]:
+        """The files to write, by option."""
+        named = {"--json": self.json, "--picture": self.picture, "--trace": self.trace}
+        return {option: file for option, file in named.items() if file is not None}
+
+    def _save(self, estimate: StepEstimate) -> None:
+        save = {
+            "--json": estimate.save_json,
+            "--picture": estimate.save_picture,
+            "--trace": estimate.save_trace,
+        }
+        for option, file in self._files().items():
+            save[option](file)
 
 
 def _precision_of(options: Plan) -> Precision:
@@ -287,10 +299,7 @@ def _sweep(options: Plan, config: DecoderConfig, gpu: GPU) -> None:
     sweep = fsdp.planner.Sweep(found)
     print(sweep)
     best = next(iter(sweep.estimates.values()))
-    if options.json is not None:
-        best.save_json(options.json)
-    if options.picture is not None:
-        best.save_picture(options.picture)
+    options._save(best)
 
 
 def _candidates(options: Plan, config: DecoderConfig, gpu: GPU):

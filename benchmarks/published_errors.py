@@ -1,0 +1,261 @@
+"""Errors of the planner on published steps, and the fit of its few constants."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+
+import scipy.optimize
+from published_models import Program
+from published_rows import (
+    SCHEDULES,
+    Row,
+    is_eager,
+    program_of,
+    read_index,
+    read_rows,
+    reason_not_built,
+    uses_flash_attention_2,
+)
+
+from fsdp_jax.planner._gpu import FLOAT8, GPUS, MATMUL, MEMORY, SLOWDOWN, CostModel
+from fsdp_jax.planner._kernel import Kernel
+from fsdp_jax.planner._schedule import CompiledSchedule, Loop, Run, Step
+from fsdp_jax.planner._schedule_file import load_schedule
+from fsdp_jax.planner._timeline import replay
+
+REPORTED = ("jax", "jaxlib", "jax-cuda12-plugin")
+
+EAGER = 2.0
+"""Memory traffic of PyTorch without a compiler, relative to XLA's fused kernels.
+
+Assumed: no row of the sources for the fit that is built depends on it yet.
+"""
+
+FLASH_ATTENTION_2 = (0.375, 0.33)
+"""Part of the peak of FlashAttention-2 on an H100, forward and backward.
+
+Source: FlashAttention-3 (arXiv 2407.08608), figures 5 and 6, heads of 128, long rows:
+370 and 322 of 989 TFLOP/s.
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Constants:
+    """What the fit moves; the rest is of data sheets and of nccl-tests.
+
+    Attributes:
+      matmul: Part of the peak that large products reach.
+      float8: Speed of products in 8-bit floats relative to 16-bit.
+      memory: Part of the peak memory bandwidth that elementwise kernels reach.
+      slowdown: Part of a kernel's speed that is lost while a collective runs.
+      eager: Memory traffic without a compiler relative to XLA's.
+    """
+
+    matmul: float = MATMUL
+    float8: float = FLOAT8
+    memory: float = MEMORY
+    slowdown: float = SLOWDOWN
+    eager: float = EAGER
+
+    def cost_of(self, row: Row, program: Program) -> CostModel:
+        """Returns the cost model of a row's GPU and kernels with these constants."""
+        gpu = GPUS[program.gpu]
+        cost = gpu.cost
+        ours = Constants()
+        changed = {
+            "flops": cost.flops / ours.matmul * self.matmul,
+            "float8_speed": self.float8,
+            "memory_bandwidth": cost.memory_bandwidth / ours.memory * self.memory,
+            "overlap_slowdown": self.slowdown,
+        }
+        if uses_flash_attention_2(row):
+            peak = cost.flops / ours.matmul
+            forward, backward = (part * peak for part in FLASH_ATTENTION_2)
+            changed |= {"attention_forward": forward, "attention_backward": backward}
+        return dataclasses.replace(cost, **changed)
+
+
+@dataclasses.dataclass(frozen=True)
+class Compared:
+    """One row with its prediction.
+
+    Attributes:
+      row: Row of the CSV.
+      seconds: Predicted seconds of a step.
+      memory: Predicted bytes of a GPU.
+    """
+
+    row: Row
+    seconds: float
+    memory: int
+
+    @property
+    def error(self) -> float:
+        """Predicted over published seconds, minus one."""
+        return self.seconds / float(self.row["step_s"]) - 1
+
+
+def built() -> list[tuple[Row, Program]]:
+    """Returns the rows whose schedule is kept, with their programs."""
+    index = read_index()
+    pairs = ((row, program_of(row)) for row in read_rows() if not reason_not_built(row))
+    return [(row, program) for row, program in pairs if program.name in index]
+
+
+@functools.cache
+def schedule_of(name: str) -> CompiledSchedule:
+    """Returns the kept schedule of a program."""
+    return load_schedule(SCHEDULES / f"{name}.json.gz")
+
+
+def predict(row: Row, program: Program, constants: Constants) -> float:
+    """Returns the predicted seconds of a row's step."""
+    schedule = schedule_of(program.name)
+    if is_eager(row):
+        schedule = unfused(schedule, constants.eager)
+    cost = constants.cost_of(row, program)
+    return replay(schedule, cost, program.gpus).seconds
+
+
+def unfused(schedule: CompiledSchedule, factor: float) -> CompiledSchedule:
+    """Returns a schedule whose elementwise kernels move `factor` times the bytes."""
+
+    def step_of(step: Step) -> Step:
+        if isinstance(step, Loop):
+            return Loop(step.times, unfused(step.body, factor))
+        if isinstance(step, Run) and step.kernel.kind == "memory":
+            return Run(_scaled(step.kernel, factor), step.label)
+        return step
+
+    return tuple(map(step_of, schedule))
+
+
+def _scaled(kernel: Kernel, factor: float) -> Kernel:
+    return dataclasses.replace(kernel, bytes=kernel.bytes * factor)
+
+
+def compared(constants: Constants | None = None) -> list[Compared]:
+    """Returns every built row with its prediction."""
+    index, constants = read_index(), constants or Constants()
+    return [
+        Compared(row, predict(row, program, constants), index[program.name]["memory"])
+        for row, program in built()
+    ]
+
+
+def fitted() -> dict[str, float]:
+    """Returns the constants that match the rows of the sources for the fit.
+
+    Least squares of log(predicted / published), in which each source counts the same,
+    whatever its number of rows. What no row for the fit depends on stays as it is.
+    """
+    rows = [pair for pair in built() if pair[0]["split"] == "fit"]
+    sources = collections.Counter(row["source"] for row, _ in rows)
+    has_eager = any(is_eager(row) for row, _ in rows)
+    names = [name for name in LIMITS if has_eager or name != "eager"]
+
+    def residuals(values: Sequence[float]) -> list[float]:
+        constants = dataclasses.replace(
+            Constants(), **dict(zip(names, map(float, values), strict=True))
+        )
+        return [
+            math.log(predict(row, program, constants) / float(row["step_s"]))
+            / math.sqrt(sources[row["source"]])
+            for row, program in rows
+        ]
+
+    start = [getattr(Constants(), name) for name in names]
+    limits = list(zip(*(LIMITS[name] for name in names), strict=True))
+    found = scipy.optimize.least_squares(
+        residuals, start, bounds=limits, diff_step=0.02, xtol=1e-3, max_nfev=6
+    )
+    changed = dict(zip(names, (round(float(x), 3) for x in found.x), strict=True))
+    return dataclasses.asdict(dataclasses.replace(Constants(), **changed))
+
+
+LIMITS = {
+    "matmul": (0.5, 0.9),
+    "float8": (1.2, 2.0),
+    "memory": (0.6, 0.95),
+    "slowdown": (0.0, 0.3),
+    "eager": (1.0, 5.0),
+}
+"""What is possible: no more than the data sheet, no less than a half of it."""
+
+
+def report(rows: Sequence[Compared]) -> dict:
+    """Returns errors of step times and memory, by source, and what is not built."""
+    listed = read_rows()
+    known = [one.row for one in rows]
+    return {
+        "constants": dataclasses.asdict(Constants()),
+        "held_back": summary(one for one in rows if one.row["split"] == "test"),
+        "fit": summary(one for one in rows if one.row["split"] == "fit"),
+        "all": summary(rows),
+        "gpus": _counted(program_of(row).gpu for row in known),
+        "axes": _counted(
+            axis
+            for program in map(program_of, known)
+            for axis, size in (("dp_outer", program.outer), ("tp", program.tp))
+            if size > 1
+        ),
+        "by_source": {
+            source: {"split": split} | summary(_of(rows, source))
+            for source, split in sorted({(r["source"], r["split"]) for r in known})
+        },
+        "memory": [_memory(one) for one in rows if one.row["mem_gib"]],
+        "rows": [_row(one) for one in rows],
+        "not_built": [
+            {key: row[key] for key in ("source", "model", "gpu", "gpus")}
+            | {"reason": reason_not_built(row) or "its schedule was not compiled yet"}
+            for row in listed
+            if row not in known
+        ],
+    }
+
+
+def _counted(names: Iterable[str]) -> dict[str, int]:
+    return dict(sorted(collections.Counter(names).items()))
+
+
+def _of(rows: Iterable[Compared], source: str) -> list[Compared]:
+    return [one for one in rows if one.row["source"] == source]
+
+
+def summary(rows: Iterable[Compared]) -> dict[str, float | int | None]:
+    """Returns the number of rows, and median and 90th percentile of |error|."""
+    errors = sorted(abs(one.error) for one in rows)
+    if not errors:
+        return {"rows": 0, "median": None, "percentile_90": None}
+    at = math.ceil(0.9 * len(errors)) - 1
+    median = statistics.median(errors)
+    return {
+        "rows": len(errors),
+        "median": round(median, 4),
+        "percentile_90": round(errors[at], 4),
+    }
+
+
+_SAID = ("split", "source", "system", "model", "gpu", "gpus", "precision", "seq")
+
+
+def _row(one: Compared) -> dict:
+    return {key: one.row[key] for key in _SAID} | {
+        "published_s": float(one.row["step_s"]),
+        "predicted_s": round(one.seconds, 3),
+        "error": round(one.error, 4),
+    }
+
+
+def _memory(one: Compared) -> dict:
+    published, predicted = float(one.row["mem_gib"]), one.memory / 2**30
+    return {key: one.row[key] for key in _SAID} | {
+        "published_gib": published,
+        "predicted_gib": round(predicted, 1),
+        "error": round(predicted / published - 1, 4),
+    }

@@ -1,0 +1,160 @@
+"""Seconds of a collective: rings over NVLink and NICs, trees, and NVLink SHARP.
+
+Each algorithm has a bandwidth and a latency that grows with the group, as in NCCL's own
+tuning model; the fastest one counts, as NCCL chooses it.
+
+Source: NCCL `src/graph/tuning.cc` (latencies of a step; rings, trees);
+  nccl-tests#290, "46-48 GB/s per NIC"; nccl-tests#212, 370 GB/s of bus bandwidth in a
+  node of H100s, and 480 for an all-reduce with NVLink SHARP.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+
+from fsdp_jax.hlo._replica_groups import Collective
+from fsdp_jax.planner._gpu import CostModel
+
+
+@dataclasses.dataclass(frozen=True)
+class Protocol:
+    """A protocol of NCCL: how fast, and seconds a step.
+
+    Attributes:
+      base: Seconds before the first step, without those of a launch.
+      link: Seconds of a step over NVLink.
+      network: Seconds of a step over the network.
+      efficiency: Part of the bandwidth that carries data.
+    """
+
+    base: float
+    link: float
+    network: float
+    efficiency: float
+
+
+# "Simple" for large messages; "LL128" sends a flag with every 120 bytes of 128.
+PROTOCOLS = (
+    Protocol(base=8.4e-6, link=3.4e-6, network=9.6e-6, efficiency=1.0),
+    Protocol(base=10.0e-6, link=1.9e-6, network=4.0e-6, efficiency=0.92),
+)
+TREE = Protocol(base=0.0, link=28e-6, network=50e-6, efficiency=0.9)
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How a replica group lies on nodes, or on NVLink domains.
+
+    Attributes:
+      size: Devices of the group.
+      nodes: Nodes that the group spans.
+      in_node: Devices of the group in a node; the fewest, if they differ.
+    """
+
+    size: int
+    nodes: int
+    in_node: int
+
+
+def layout_of(collective: Collective, num_devices: int, cost: CostModel) -> Layout:
+    """Returns how the widest replica group of a collective lies on nodes.
+
+    Args:
+      collective: Collective; no groups mean one of all devices.
+      num_devices: Number of devices of the mesh.
+      cost: Cost model, for the devices of a node.
+    """
+    groups: Sequence[Sequence[int]] = [*collective.groups] or [range(num_devices)]
+    found = [_layout(group, cost.devices_per_node) for group in groups]
+    return max(found, key=lambda layout: (layout.nodes, layout.size, -layout.in_node))
+
+
+def _layout(group: Sequence[int], per_node: int) -> Layout:
+    counts: dict[int, int] = {}
+    for device in group:
+        counts[device // per_node] = counts.get(device // per_node, 0) + 1
+    return Layout(len(group), len(counts), min(counts.values()))
+
+
+def wire_bytes(collective: Collective, num_devices: int) -> float:
+    """Returns the bytes that each device sends in a ring algorithm."""
+    n = collective.group_size or num_devices
+    sent = sum(shape.bytes for shape in collective.sent)
+    received = sum(shape.bytes for shape in collective.received)
+    around = (n - 1) / n
+    return {
+        "all-gather": received * around,
+        "reduce-scatter": sent * around,
+        "all-reduce": 2 * sent * around,
+        "all-to-all": sent * around,
+        # One side is a buffer for the worst case, the other the actual tokens.
+        "ragged-all-to-all": min(sent, received) * around,
+    }.get(collective.op, float(sent))
+
+
+def wire_seconds(collective: Collective, num_devices: int, cost: CostModel) -> float:
+    """Returns the seconds of a collective with the links to itself."""
+    layout = layout_of(collective, num_devices, cost)
+    moved = wire_bytes(collective, num_devices)
+    if collective.op in ("all-gather", "reduce-scatter", "all-reduce"):
+        ways = _reductions(collective.op, moved, layout, cost)
+    else:
+        ways = _messages(moved, layout, cost)
+    return cost.latency + min(ways)
+
+
+def ring_bandwidth(layout: Layout, cost: CostModel) -> float:
+    """Returns the bytes/s that each device of a ring sends.
+
+    NCCL runs a ring a NIC: it enters a node through one NIC and leaves through another
+    device's. The rings of `m` members of a node have the NICs of all of them, and each
+    device forwards all rings over NVLink.
+    """
+    if layout.nodes == 1:
+        return cost.link_bandwidth
+    return min(cost.link_bandwidth, layout.in_node * cost.network_bandwidth)
+
+
+def links_used(layout: Layout) -> tuple[str, ...]:
+    """Returns the kinds of links that a ring occupies: "nvlink", "network" or both."""
+    inside = ("nvlink",) if layout.in_node > 1 or layout.nodes == 1 else ()
+    return (*inside, *(("network",) if layout.nodes > 1 else ()))
+
+
+def _reductions(
+    op: str, moved: float, layout: Layout, cost: CostModel
+) -> Iterator[float]:
+    rounds = 2 if op == "all-reduce" else 1
+    between = rounds * (layout.nodes - 1)
+    within = rounds * (layout.size - 1) - between
+    bandwidth = ring_bandwidth(layout, cost)
+    for protocol in PROTOCOLS:
+        start = protocol.base + within * protocol.link + between * protocol.network
+        yield start + moved / (protocol.efficiency * bandwidth)
+    if op != "all-reduce":
+        return
+    depth = 2 * math.ceil(math.log2(layout.nodes)) if layout.nodes > 1 else 0
+    if layout.nodes > 1:
+        chain = 2 * (layout.in_node - 1)
+        start = TREE.base + chain * TREE.link + depth * TREE.network
+        yield start + moved / (TREE.efficiency * bandwidth)
+    if cost.switch_bandwidth and layout.in_node > 1:
+        # The switch adds, so bytes go up and down once; between nodes, trees.
+        outer = layout.in_node * cost.network_bandwidth
+        speed = min(cost.switch_bandwidth, outer if layout.nodes > 1 else math.inf)
+        start = PROTOCOLS[0].base + depth * PROTOCOLS[0].network
+        yield start + moved / speed
+
+
+def _messages(moved: float, layout: Layout, cost: CostModel) -> Iterator[float]:
+    """All-to-all and permutes: each device sends to others through its own NIC."""
+    if layout.nodes == 1:
+        yield PROTOCOLS[0].base + moved / cost.link_bandwidth
+        return
+    away = 1 - (layout.in_node - 1) / max(layout.size - 1, 1)
+    slowest = max(
+        moved * away / cost.network_bandwidth, moved * (1 - away) / cost.link_bandwidth
+    )
+    yield PROTOCOLS[0].network + slowest

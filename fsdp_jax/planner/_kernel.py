@@ -1,0 +1,114 @@
+"""Kernels of a schedule: what each computes and moves, and its seconds on a GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Literal
+
+from fsdp_jax.hlo._parse import Computation, Instruction, Module
+from fsdp_jax.planner._cost import FREE, bytes_moved, product_flops
+from fsdp_jax.planner._gpu import CostModel
+
+Kind = Literal["matmul", "attention", "attention_backward", "memory"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """One kernel, without the speed of any GPU.
+
+    Attributes:
+      kind: What limits it: a matrix product, fused attention, or memory.
+      flops: FLOPs of its matrix products.
+      dtype: Dtype of its operands, as HLO writes it.
+      bytes: Bytes read and written.
+      length: Keys of fused attention; 0 for other kernels.
+      width: Width of a head of fused attention; 0 for other kernels.
+    """
+
+    kind: Kind
+    flops: float
+    dtype: str
+    bytes: float
+    length: int = 0
+    width: int = 0
+
+    @property
+    def workspace(self) -> float:
+        """Bytes of memory that the kernel needs beside its operands and results."""
+        return self._workspace if self.kind == "attention_backward" else 0.0
+
+    @property
+    def _workspace(self) -> float:
+        # Gradients of queries are summed in float32 over blocks of keys, beside a sum
+        # a row: FLOPs are 5 products of 2 x rows x keys x width, halved if causal.
+        rows = self.flops / (5 * self.length * self.width)
+        return 4.0 * rows * (self.width + 1)
+
+
+def kernel_of(
+    module: Module, computation: Computation, one: Instruction
+) -> Kernel | None:
+    """Returns the kernel of an instruction that is no collective; None for none.
+
+    Called computations are not included, except for fusions.
+    """
+    if one.opcode in FREE:
+        return None
+    flops, dtype = product_flops(module, computation, one)
+    moved = bytes_moved(module, computation, one)
+    if "fmha" in one.target:
+        query, key = (computation.by_name[name].shapes[0] for name in one.operands[:2])
+        kind = "attention_backward" if "Backward" in one.target else "attention"
+        return Kernel(kind, flops, dtype, moved, key.dims[1], query.dims[-1])
+    return Kernel("matmul" if flops else "memory", flops, dtype, moved)
+
+
+def workspace_bytes(kernels: Iterable[Kernel]) -> int:
+    """Returns the largest workspace of any kernel: they run one after another."""
+    return round(max((kernel.workspace for kernel in kernels), default=0.0))
+
+
+def attention_names(kernels: Iterable[Kernel]) -> tuple[str, ...]:
+    """Returns the names of the fused attention kernels among `kernels`."""
+    kinds = {kernel.kind for kernel in kernels}
+    return tuple(name for kind, name in _ATTENTION_NAMES.items() if kind in kinds)
+
+
+_ATTENTION_NAMES = {
+    "attention": "cuDNN's forward",
+    "attention_backward": "cuDNN's backward",
+}
+
+
+def kernel_seconds(kernel: Kernel, cost: CostModel) -> float:
+    """Returns the seconds of a kernel: the longer of arithmetic and memory.
+
+    Only matrix products count as arithmetic.
+    """
+    if not kernel.flops and not kernel.bytes:
+        return 0.0
+    moving = kernel.bytes / cost.memory_bandwidth
+    return cost.kernel_latency + max(kernel.flops / _speed(kernel, cost), moving)
+
+
+def _speed(kernel: Kernel, cost: CostModel) -> float:
+    """Returns FLOP/s of a kernel's matrix products."""
+    if kernel.kind == "attention":
+        return _attention_speed(kernel, cost, cost.attention_forward)
+    if kernel.kind == "attention_backward":
+        return _attention_speed(kernel, cost, cost.attention_backward)
+    if kernel.dtype in _WIDE:
+        return cost.flops * _WIDE[kernel.dtype]
+    return cost.flops * (cost.float8_speed if kernel.dtype[:2] == "f8" else 1.0)
+
+
+_WIDE = {"f32": 0.5, "f64": 0.067}
+"""Speed of wider matrix products relative to 16-bit: tf32, and fp64 tensor cores."""
+
+
+def _attention_speed(kernel: Kernel, cost: CostModel, fastest: float | None) -> float:
+    # Short rows have few blocks of keys a block of queries, and narrow heads wait for
+    # their exponentials.
+    rows = kernel.length / (kernel.length + cost.attention_half_length)
+    return (fastest or cost.flops) * rows * min(1.0, (kernel.width / 128) ** 0.5)

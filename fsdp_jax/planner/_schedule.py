@@ -1,0 +1,143 @@
+"""A compiled schedule as data: kernels, collectives, waits, loops and branches.
+
+It has no speed of any GPU, so that one compilation can be replayed on many cost models,
+and it is small enough to be kept in a file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator
+
+from fsdp_jax.hlo._parse import Computation, Instruction, Module
+from fsdp_jax.hlo._replica_groups import Collective, collective_of
+from fsdp_jax.planner._kernel import Kernel, kernel_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A kernel of the compute stream, in "forward", "backward" or "optimizer"."""
+
+    kernel: Kernel
+    label: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Start:
+    """A collective; the compute stream goes on if it is asynchronous."""
+
+    collective: Collective
+    is_async: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Wait:
+    """The compute stream waits for the collective of that name."""
+
+    name: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Loop:
+    """A body that is run `times` times."""
+
+    times: int
+    body: tuple[Step, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Branch:
+    """Alternatives, of which the longest is run, or the shortest outside of `turns`.
+
+    Attributes:
+      choices: Steps of each alternative.
+      turns: First and last-but-one iteration in which a pipeline stage has a turn; None
+        if it always has.
+    """
+
+    choices: tuple[tuple[Step, ...], ...]
+    turns: tuple[int, int] | None
+
+
+Step = Run | Start | Wait | Loop | Branch
+CompiledSchedule = tuple[Step, ...]
+
+
+def schedule_of(module: Module) -> CompiledSchedule:
+    """Returns the schedule of a compiled module (`is_scheduled=true`)."""
+    return _Reader(module).steps(module[module.entry], in_loop=False)
+
+
+def kernels_of(schedule: CompiledSchedule) -> Iterator[Kernel]:
+    """Yields every kernel of a schedule once, whatever the loops."""
+    for step in schedule:
+        if isinstance(step, Run):
+            yield step.kernel
+        elif isinstance(step, Loop):
+            yield from kernels_of(step.body)
+        elif isinstance(step, Branch):
+            for choice in step.choices:
+                yield from kernels_of(choice)
+
+
+class _Reader:
+    """Reads computations of a module, each once: a loop may be entered many times."""
+
+    def __init__(self, module: Module):
+        self.module = module
+        self.known: dict[tuple[str, bool], CompiledSchedule] = {}
+
+    def steps(self, computation: Computation, *, in_loop: bool) -> CompiledSchedule:
+        key = computation.name, in_loop
+        if key not in self.known:
+            labels = _labels(computation, in_loop=in_loop)
+            self.known[key] = tuple(
+                step
+                for one, label in zip(computation.instructions, labels, strict=True)
+                if (step := self._step(computation, one, label, in_loop=in_loop))
+            )
+        return self.known[key]
+
+    def _step(
+        self, computation: Computation, one: Instruction, label: str, *, in_loop: bool
+    ) -> Step | None:
+        if one.opcode == "while":
+            body = self.steps(self.module[one.calls[0]], in_loop=True)
+            return Loop(one.trip_count or 1, body)
+        if one.opcode in ("call", "conditional"):
+            return self._branch(one, in_loop=in_loop)
+        if one.opcode.endswith("-done"):
+            return Wait(one.operands[0])
+        if collective := collective_of(self.module, computation, one):
+            named = dataclasses.replace(collective, name=one.name)
+            return Start(named, one.opcode.endswith("-start"))
+        if one.opcode.endswith(("-start", "-update")):
+            return None  # A copy to or from the host, which is on neither stream.
+        kernel = kernel_of(self.module, computation, one)
+        return Run(kernel, label) if kernel else None
+
+    def _branch(self, one: Instruction, *, in_loop: bool) -> Branch:
+        choices = (self.steps(self.module[name], in_loop=in_loop) for name in one.calls)
+        turns = re.search(r"turns_(\d+)_(\d+)/cond$", one.op_name)
+        between = (int(turns[1]), int(turns[2])) if turns else None
+        return Branch(tuple(choices), between)
+
+
+def _labels(computation: Computation, *, in_loop: bool) -> list[str]:
+    """Labels instructions as forward, backward or optimizer, from their scopes.
+
+    Recomputation in backward has the scopes of forward, so a loop with any backward
+    instruction is labelled backward as a whole. An instruction without a scope takes
+    the label of the one before it.
+    """
+    labels, label = [], "forward"
+    for one in computation.instructions:
+        if "optimizer" in one.op_name:
+            label = "optimizer"
+        elif one.op_name:
+            label = "backward" if "transpose(" in one.op_name else "forward"
+        labels.append(label)
+    if in_loop and "backward" in labels:
+        return ["backward"] * len(labels)
+    return labels

@@ -1,0 +1,76 @@
+"""Published steps are predicted as reported, from schedules that are kept."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from published_errors import Constants, compared, report, summary
+from published_rows import SCHEDULES, program_of, read_index, read_rows
+from published_rows import reason_not_built as reason
+
+from fsdp_jax.planner._accuracy import PUBLISHED
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return compared()
+
+
+@pytest.fixture(scope="module")
+def reported():
+    return json.loads((RESULTS / "validate_planner.json").read_text())
+
+
+def test_sources_by_name_are_alternately_for_the_fit_and_for_the_test():
+    split = {row["source"]: row["split"] for row in read_rows()}
+    for number, source in enumerate(sorted(split)):
+        assert split[source] == ("fit", "test")[number % 2], source
+
+
+def test_every_row_is_predicted_or_has_a_reason(reported):
+    listed = len(reported["rows"]) + len(reported["not_built"])
+    assert listed == len(read_rows()) == 121
+    assert all(row["reason"] for row in reported["not_built"])
+
+
+def test_the_report_is_what_the_kept_schedules_say(rows, reported):
+    again = json.loads(json.dumps(report(rows)))
+    assert again == {key: reported[key] for key in again}
+
+
+def test_the_range_that_plans_print_is_that_of_the_report(reported):
+    found, held_back = reported["all"], reported["held_back"]
+    assert found["rows"] == PUBLISHED.rows
+    assert found["median"] == PUBLISHED.median
+    assert held_back["rows"] == PUBLISHED.held_back_rows
+    assert held_back["median"] == PUBLISHED.held_back_median
+    assert held_back["percentile_90"] == PUBLISHED.held_back_percentile_90
+    assert reported["gpus"] == PUBLISHED.gpus
+    assert reported["axes"] == PUBLISHED.axes
+
+
+def test_constants_of_the_fit_move_the_predictions(rows):
+    slower = compared(Constants(matmul=0.5))
+    for one, other in zip(rows, slower, strict=True):
+        assert other.seconds > one.seconds
+
+
+def test_every_kept_schedule_is_of_a_row():
+    known = {program_of(row).name for row in read_rows() if not reason(row)}
+    assert read_index().keys() <= known
+    files = {file.name.removesuffix(".json.gz") for file in SCHEDULES.glob("*.gz")}
+    assert files == read_index().keys()
+
+
+def test_of_ten_errors_the_ninth_is_the_90th_percentile(rows):
+    class Off:
+        def __init__(self, error):
+            self.error = error
+
+    found = summary(Off(number / 100) for number in range(-10, 0))
+    assert found == {"rows": 10, "median": 0.055, "percentile_90": 0.09}
+    assert summary([])["rows"] == 0
