@@ -6,7 +6,6 @@ Source: transformers `configuration_phi.py`, `modeling_phi.py`.
 from bridge.families._blocks import (
     Rules,
     attention,
-    ignore_stale,
     norms,
     outside,
     ungated_mlp,
@@ -53,5 +52,4 @@ FAMILY = Family(
     # Of Phi-1's file, which names remote code: the dims that the factor says.
     inert={"rotary_dim": 32},
     key_mappings=(KeyMapping(_OUTSIDE, Layers("model.layers.{layer}.", _layer)),),
-    ignore=ignore_stale,
 )

@@ -10,7 +10,6 @@ from bridge.families._blocks import (
     PRE_NORMS,
     Rules,
     attention,
-    ignore_stale,
     key_mapping,
     mlp,
     norms,
@@ -72,5 +71,4 @@ FAMILY = Family(
     fixed={"hidden_act": "silu"},
     carried={"attention_dropout": 0.0, "hidden_dropout": 0.0},
     key_mappings=(key_mapping(_layer),),
-    ignore=ignore_stale,
 )

@@ -42,8 +42,8 @@ def assert_budget(
 ) -> Mapping[str, Any]:
     """Checks a compiled step against budgets, for a test that runs without GPUs.
 
-    Compile the step for absent GPUs, `fsdp.estimate_step(...).compiled`, and pin what it
-    costs: a change of the model, of options or of a version that costs more fails.
+    Compile the step for absent GPUs, `fsdp.estimate_step(...).compiled`, and pin what
+    it costs: a change of the model, of options or of a version that costs more fails.
 
     Args:
       plan: Plan of the step, on the mesh that it was compiled for.

@@ -261,9 +261,10 @@ class Checkpointer:
                 self._metadata, self._files = lambda: restored.metadata, restored.find
                 self._go_on_from(restored.step)
                 return restored.state
-        if found is None and not isinstance(step, int):
+        chosen = step if found is None else found
+        if not isinstance(chosen, int):
             return None
-        step = step if found is None else found
+        step = chosen
         state = load(self._path, like, step=step, extras=extras)
         self._metadata = functools.partial(load_metadata, self._path, step=step)
         self._files = functools.partial(load_files, self._path, step=step)

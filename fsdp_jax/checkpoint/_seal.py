@@ -113,9 +113,9 @@ def _spans(file: int, offset: int, length: int) -> Iterator[Span]:
         index = os.pread(file, end - begin, offset + begin)
         found = [pair for pair in _ENTRY.iter_unpack(index) if pair[0] != _ABSENT]
         if sum(size for _, size in found) == begin:
-            break
-    for start, size in found:
-        yield offset + start, offset + start + size - _CRC_BYTES
+            for start, size in found:
+                yield offset + start, offset + start + size - _CRC_BYTES
+            return
 
 
 def _entries(base: ts.KvStore) -> dict[str, Any]:

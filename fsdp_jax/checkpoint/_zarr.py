@@ -130,7 +130,9 @@ def check_arrays(
     problems = []
     for name, array in arrays.items():
         leaf, chunk = leaves[name], array.chunk_layout.read_chunk.shape or ()
-        num_bytes = math.prod(chunk) * array.dtype.numpy_dtype.itemsize
+        num_bytes = (
+            math.prod(size or 1 for size in chunk) * array.dtype.numpy_dtype.itemsize
+        )
         have = tuple(array.shape), array.dtype.numpy_dtype
         if have != (leaf.shape, leaf.dtype):
             problems.append(

@@ -12,13 +12,13 @@ from fsdp_jax._tree import PyTree
 from fsdp_jax.hlo._parse import parse
 from fsdp_jax.planner._comm_table import SentRow, sent_rows
 from fsdp_jax.planner._compile import compile_scheduled, gpu_devices, text_of
-from fsdp_jax.planner._estimate import StepEstimate
 from fsdp_jax.planner._flops import product_flops
 from fsdp_jax.planner._gpu import GPU, find_gpu
 from fsdp_jax.planner._host_memory import mark_host_arguments, offloaded
 from fsdp_jax.planner._kernel import workspace_bytes
 from fsdp_jax.planner._memory import predict_memory
 from fsdp_jax.planner._schedule import kernels_of, schedule_of
+from fsdp_jax.planner._step_estimate import StepEstimate
 from fsdp_jax.planner._timeline import replay
 from fsdp_jax.planner.liveness._trace import on_one_device
 from fsdp_jax.sharding._fully_shard import fully_shard

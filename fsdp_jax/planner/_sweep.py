@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from fsdp_jax._report import Grid, format_bytes, html_page
 from fsdp_jax.planner._accuracy import overlap, seconds_range
-from fsdp_jax.planner._estimate import StepEstimate
+from fsdp_jax.planner._step_estimate import StepEstimate
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

@@ -163,7 +163,7 @@ class Plan:
         if self.sweep:
             _sweep(self, config, gpu)
             return
-        estimate = _forecast(self, config, gpu, sizes)
+        estimate = _estimate(self, config, gpu, sizes)
         print(estimate)
         self._save(estimate)
 
@@ -215,7 +215,7 @@ def _mesh_sizes(text: str | None) -> dict[str, int]:
     return sizes
 
 
-def _forecast(
+def _estimate(
     options: Plan,
     config: DecoderConfig,
     gpu: GPU,
@@ -290,7 +290,7 @@ def _sweep(options: Plan, config: DecoderConfig, gpu: GPU) -> None:
             )
             continue
         print(f"fsdp-jax: compiling {name}", file=sys.stderr)
-        found[name] = _forecast(changed, config, gpu, sizes, guide=False)
+        found[name] = _estimate(changed, config, gpu, sizes, guide=False)
     if not found:
         raise ValueError(
             f"--batch {options.batch}: the ranks of no mesh divide so many rows. Use a "
