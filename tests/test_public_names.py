@@ -50,7 +50,7 @@ def exported() -> list[str]:
         for node in tree.body
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
-        if alias.asname
+        if alias.asname and not alias.asname.startswith("_")
     ]
 
 

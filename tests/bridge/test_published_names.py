@@ -183,8 +183,8 @@ def test_the_text_part_is_read_and_the_rest_is_told_in_a_line(tmp_path, names):
     path = write(tmp_path / "in", multimodal(*names), LLAVA)
     config = bridge.from_hf_config(path)
     assert config == bridge.from_hf_config(TEXT | {"torch_dtype": "float16"})
-    told = facts(3, "48", f"{names[2]}multi_modal_projector" if names[2] else "norm")
-    with pytest.warns(UserWarning, match=told):
+    part = f"{names[2]}multi_modal_projector" if names[2] else "norm"
+    with pytest.warns(UserWarning, match=facts(3, "48", part)):
         found = bridge.load_hf(path, like_of(config))
     plain = bridge.load_hf(write(tmp_path / "plain", TENSORS), like_of(config))
     assert_same_leaves(found, plain)

@@ -136,7 +136,7 @@ def test_a_token_that_the_hub_does_not_know_is_refused(hub, monkeypatch):
 def test_a_refused_commit_says_that_the_folder_is_written(hub, tmp_path: Path):
     (tmp_path / "config.json").write_text("{}")
     hub.refuses_commits = True
-    wanted = facts("--push org/name", f"'{tmp_path}'", "403")
-    with pytest.raises(ValueError, match=wanted):
+    said = "--push org/name", f"'{tmp_path}'", "403"
+    with pytest.raises(ValueError, match=facts(*said)):
         push(tmp_path, "org/name", private=False, message="Upload")
     assert hub.repos == {"org/name": {}}
