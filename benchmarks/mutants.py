@@ -179,6 +179,21 @@ def planted(text: str, mutant: Mutant) -> str:
     raise ValueError(f"{mutant.file} has no candidate {mutant.index}.")
 
 
+def counterpart(mutant: Mutant, source: Path) -> Mutant | None:
+    """The same change in another version of the file; None if it has not such a place.
+
+    Of several equal expressions the one on the nearest line.
+    """
+    if not source.exists():
+        return None
+    same = [
+        found
+        for found, _, _ in candidates(mutant.file, source.read_text())
+        if (found.before, found.after) == (mutant.before, mutant.after)
+    ]
+    return min(same, key=lambda found: abs(found.line - mutant.line), default=None)
+
+
 def _replaced(text: str, node: ast.AST, new: str) -> str:
     lines = text.encode().splitlines(keepends=True)  # columns count bytes
     start = sum(map(len, lines[: node.lineno - 1])) + node.col_offset
@@ -341,7 +356,10 @@ def _judged(
         tests = covered[mutant.file][mutant.line]
         present = {test for test in tests if (tree / test.split("::")[0]).exists()}
         try:
-            return judge(mutant, present, tree)
+            there = counterpart(mutant, tree / mutant.file)
+            if there is None:  # That commit has no such code.
+                return {"tests": 0, "default": False, "all": False}
+            return judge(there, present, tree)
         finally:
             free.put(tree)
 

@@ -296,7 +296,10 @@ def test_defaults_of_classes_are_those_of_transformers(model_type):
     "changes, match",
     [
         ({"model_type": "paligemma"}, ["'paligemma'", "'llama'", "llava"]),
-        ({"text_config": {"model_type": "opt"}}, ["'llava'", "'opt'", "gemma3_text"]),
+        (
+            {"text_config": {"model_type": "bloom"}},
+            ["'llava'", "'bloom'", "gemma3_text"],
+        ),
         ({"text_config": {}}, ["'llava'", "'None'"]),
     ],
 )

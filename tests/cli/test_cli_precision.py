@@ -93,7 +93,7 @@ def test_what_rests_on_the_host_changes_no_bit(train, losses, monkeypatch):
         return state
 
     given = fsdp.init_state
-    monkeypatch.setattr(fsdp, "init", init)
+    monkeypatch.setattr(fsdp, "init_state", init)
     _, metrics = train("--offload", "optimizer")
     assert [step["loss"] for step in metrics] == losses
     assert "pinned_host" in kinds
