@@ -38,7 +38,7 @@ from fsdp_jax.checkpoint._orbax_handler import (
     remove_unfinished,
 )
 from fsdp_jax.checkpoint._rollback import make_way
-from fsdp_jax.checkpoint._save import Beside, check_free, prepare
+from fsdp_jax.checkpoint._save import Beside, check_free, check_save, prepare
 from fsdp_jax.checkpoint._steps import (
     Step,
     committed_steps,
@@ -385,7 +385,8 @@ class Checkpointer:
             with together("Saving", self._timeout_secs):
                 if self._lease is not None:
                     self._lease.check()
-            arguments = prepare(self._path, step, state, beside)
+            checked = check_save(step, state, beside)
+            arguments = prepare(self._path, step, checked)
             self._begin(step, arguments)
         except OSError as error:
             # Of one process, a failure like one in the background: training goes on.

@@ -77,8 +77,9 @@ def save(
     """
     check_local(path)
     step = int(state.step)
+    checked = check_save(step, state, Beside(metadata, extras, files))
     with leased(path):
-        arguments = prepare(path, step, state, Beside(metadata, extras, files))
+        arguments = prepare(path, step, checked)
         handler = StateHandler()
         with manager(path, handler, enable_async_checkpointing=False) as steps:
             # `force`, since Orbax's own policies would skip a step silently.
@@ -95,31 +96,53 @@ class Beside:
     files: Mapping[str, Files] | None = None
 
 
-def prepare(
-    path: str | os.PathLike[str], step: int, state: TrainState, beside: Beside
-) -> Any:
-    """Checks a save in every process, and returns the arguments for the manager.
+@dataclasses.dataclass(frozen=True)
+class Checked:
+    """What a save writes, checked in every process before anything is written.
+
+    Attributes:
+      leaves: Leaves of the state and of the extras, by name.
+      encoded: Metadata as JSON.
+      contents: Files beside the arrays, by name.
+    """
+
+    leaves: dict[str, Leaf]
+    encoded: Any
+    contents: dict[str, bytes | Path]
+
+
+def check_save(step: int, state: TrainState, beside: Beside) -> Checked:
+    """Checks what is to be saved in every process; writes nothing.
 
     Raises:
-      ValueError: If the step cannot be saved, as for `save`, or the processes pass
-        different values.
+      ValueError: If it cannot be stored, or the processes pass different values.
     """
-    with together("Saving"):
-        remove_unfinished(Path(path))
     with together("Saving"):
         captured, encoded = capture(beside.extras or {}), encode(beside.metadata or {})
         leaves = flatten(state) | captured.leaves
         contents = _contents(leaves, captured, beside)
-        check_free(path, step)
         _check_storable(leaves)
-        if jax.process_index() == 0:
-            _check_can_be_made(path, step)
     check_same("the step that is saved", step)
     check_same("the layout of the state that is saved", layout(leaves))
     check_same("the metadata that is saved", encoded)
     check_same("what extras hold that are not PerProcess", captured.shared)
+    return Checked(leaves, encoded, contents)
+
+
+def prepare(path: str | os.PathLike[str], step: int, checked: Checked) -> Any:
+    """Makes room for a step, and returns the arguments for the manager.
+
+    Raises:
+      ValueError: If the directory cannot take the step, as for `save`.
+    """
+    with together("Saving"):
+        remove_unfinished(Path(path))
+    with together("Saving"):
+        check_free(path, step)
+        if jax.process_index() == 0:
+            _check_can_be_made(path, step)
     identity = _identify(path, step)
-    return save_arguments(identity, leaves, encoded, contents)
+    return save_arguments(identity, checked.leaves, checked.encoded, checked.contents)
 
 
 def _identify(path: str | os.PathLike[str], step: int) -> Identity:

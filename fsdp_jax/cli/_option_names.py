@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 
 # Of transformers, TRL, torchtitan, Megatron-LM and accelerate.
 _OTHER_NAMES = {
-    "microbatches": "microbatches",
     "adam-beta1": "b1",
     "adam-beta2": "b2",
     "adam-epsilon": "eps",

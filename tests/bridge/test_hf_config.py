@@ -49,9 +49,9 @@ SPELLINGS = {
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS.values(), ids=SPELLINGS)
-def test_every_spelling_of_rope_is_read_alike(key_mapping):
+def test_every_spelling_of_rope_is_read_alike(spelling):
     expected = RopeConfig(rope_theta=5e5, rope_type="llama3", **LLAMA3)
-    assert bridge.from_hf_config(BASE | key_mapping).rope == expected
+    assert bridge.from_hf_config(BASE | spelling).rope == expected
 
 
 @pytest.mark.parametrize(

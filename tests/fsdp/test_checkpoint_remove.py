@@ -156,4 +156,5 @@ def test_killed_at_any_call_the_step_is_whole_as_it_was_or_without(run, tmp_path
     first = found.index("without")
     assert found == ["as it was"] * first + ["without"] * (len(found) - first)
     assert first > 10 and len(found) - first > 3
-    assert sum(call.startswith("os.rename") for call, _ in kills) == 3
+    renames = [call for call, _ in kills if call.startswith("os.rename")]
+    assert len([call for call in renames if "writer.json" not in call]) == 3
