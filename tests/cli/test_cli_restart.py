@@ -159,7 +159,7 @@ def test_a_damaged_newest_step_is_set_aside_and_made_again(
     content[bit // 8] ^= 1
     path.write_bytes(content)
     fake_step(3, 2)
-    with pytest.warns(UserWarning, match=facts("Step 3", "damaged in 1")):
+    with pytest.warns(UserWarning, match=facts("Step 3", 1)):
         assert main([*argv, "4"]) == 0
     said = f"step 3 is damaged and now called {run / '3.damaged'}"
     assert said in capsys.readouterr().err
