@@ -172,8 +172,11 @@ def reference_form(layers):
         tie_word_embeddings=True,
     )
     scan = functools.partial(fsdp.scan, prefetch=1)
-    make = lambda key: Decoder(config, rngs=nnx.Rngs(key), scan=scan)  # noqa: E731
-    return make, [DecoderLayer], of_model
+
+    def make_model(key):
+        return Decoder(config, rngs=nnx.Rngs(key), scan=scan)
+
+    return make_model, [DecoderLayer], of_model
 
 
 FORMS = {

@@ -16,7 +16,7 @@ _SETTLE_SECS = 1.0
 _EFFECT_SECS = 0.5
 # Maximum interval between reports of missing processes.
 _MISSING_SECS = 30.0
-# Claims beyond twice the processes of the job that are taken, to be named as doubles.
+# Handshakes beyond twice the processes of the job that are taken, to name doubles.
 _MAX_DOUBLES = 16
 
 

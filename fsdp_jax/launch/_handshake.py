@@ -90,7 +90,7 @@ def problems(handshakes: Sequence[Handshake], num_processes: int) -> list[str]:
     """Returns all contradictions among processes, and with the coordinator.
 
     Args:
-      handshakes: Claims of the connected processes.
+      handshakes: Handshakes of the connected processes.
       num_processes: Number of processes that the coordinator expects.
     """
     return [

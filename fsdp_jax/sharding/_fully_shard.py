@@ -34,6 +34,7 @@ from fsdp_jax.sharding._placement import beside_stages, is_within, staged_stack
 from fsdp_jax.sharding._plan import ROOT, ParamPlan, Plan
 from fsdp_jax.sharding._stages import Stages
 from fsdp_jax.sharding._units import Stacked, UnitSpec, check_stacks, find_units, owner
+from fsdp_jax.sharding._validation import check_params
 
 
 def fully_shard(
@@ -104,7 +105,7 @@ def fully_shard(
     # The user's rules speak of the user's parameters, so only these are checked.
     added = model.factors | model.codes
     own = [param for param in param_plans if param.name not in added]
-    _check_params(config, mesh, own)
+    check_params(config, mesh, own)
     check_experts(config, mesh, own)
     return Plan(
         *(
@@ -351,76 +352,4 @@ def _check_patterns(config: FSDPConfig, names: Sequence[str]) -> None:
         raise ValueError(
             f"Patterns that match no parameter: {'; '.join(unused)}. Parameter paths "
             f"begin: {', '.join(names[:5])}."
-        )
-
-
-def _check_params(
-    config: FSDPConfig, mesh: Mesh, param_plans: Sequence[ParamPlan]
-) -> None:
-    is_communicated = any(
-        param.placements.parameter or param.placements.optimizer
-        for param in param_plans
-    )
-    if (
-        config.mp_policy.param_gather
-        and is_communicated
-        and not any(r.gather for r in param_plans)
-    ):
-        raise ValueError(
-            f"MixedPrecisionPolicy(param_gather={config.mp_policy.param_gather}) is "
-            "for matrices of units, and none is that large and not excluded. Pass "
-            "units=[LayerClass], a smaller min_elements, or drop it."
-        )
-    if config.remat_policy is not None and all(
-        param.unit == ROOT for param in param_plans
-    ):
-        raise ValueError(
-            "FSDPConfig(remat_policy=...) decides what a unit saves for backward, and "
-            "no parameter belongs to a unit. Pass units=[LayerClass], or drop it."
-        )
-    if config.lora is None and all(param.frozen for param in param_plans):
-        raise ValueError(
-            f"FSDPConfig(frozen={config.frozen}) freezes all {len(param_plans)} "
-            "parameters: nothing is left to train. Leave some out."
-        )
-    short = [
-        f"'{param.name}' {param.shape} has no {param.num_stacked} dims to be the "
-        "stack of"
-        for param in param_plans
-        if param.num_stacked > len(param.shape)
-    ]
-    if short:
-        raise ValueError(
-            f"{'; '.join(short)} its unit. Correct num_dims in fsdp_jax.Stacked."
-        )
-    tp = mesh.shape["tp"]
-    outside = [
-        f"{pattern!r}: dim {dim} of '{param.name}', which has {param.ndim_in_unit} in "
-        "its unit"
-        for pattern, dim in config.tensor_parallel.items()
-        for param in param_plans
-        if matches(pattern, param.name) and param.ndim_in_unit > 1
-        if not -param.ndim_in_unit <= dim < param.ndim_in_unit
-    ]
-    if outside:
-        raise ValueError(
-            f"FSDPConfig(tensor_parallel=...) names dims that are not there: "
-            f"{'; '.join(outside)}."
-        )
-    if tp > 1 and all(param.tensor_dim is None for param in param_plans):
-        raise ValueError(
-            f"The mesh has tp={tp}, and FSDPConfig(tensor_parallel=...) splits nothing "
-            "over it: a parameter of one dim that tp and data axes do not divide "
-            "together is split over the latter alone. Name the matrices, or give these "
-            "devices to dp_shard."
-        )
-    uneven = [
-        f"'{param.name}' {param.shape}: dim {param.tensor_dim}"
-        for param in param_plans
-        if param.tensor_dim is not None and param.shape[param.tensor_dim] % tp
-    ]
-    if uneven:
-        raise ValueError(
-            f"tp={tp} does not divide: {'; '.join(uneven)}. Split another dim in "
-            "FSDPConfig(tensor_parallel=...), or use fewer devices on tp."
         )

@@ -189,7 +189,7 @@ def accumulated(param: ParamPlan, grad: Array, new: Array) -> Array:
 
 
 def all_gather(param: ParamPlan, value: Any, axes: tuple[str, ...]) -> Any:
-    """All-gathers the split dim of an array, or of an `Quantized` and its scales."""
+    """All-gathers the split dim of an array, or of a `Quantized` and its scales."""
     if isinstance(value, Quantized):
         scale = value.scale
         if isinstance(param.gather, MXFP8Gather):  # Float8Gather: agreed on.

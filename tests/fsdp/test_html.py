@@ -147,7 +147,7 @@ def test_what_an_audit_finds_is_a_table_of_sentences(square):
 
 
 def estimate(seconds: float, size: int, tokens: int | None = 1000):
-    """What a sweep looks at, without a compiler: the numbers of a estimate."""
+    """What a sweep looks at, without a compiler: the numbers of an estimate."""
     return types.SimpleNamespace(
         timeline=types.SimpleNamespace(seconds=seconds),
         compiled_bytes=size,
