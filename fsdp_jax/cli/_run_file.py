@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import itertools
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -27,8 +28,8 @@ def expand(words: Sequence[str], command: type) -> list[str]:
     """Puts the options of a run file in place of its name.
 
     The file is the first argument; `--set SECTION.OPTION=VALUE` replaces a value of it,
-    and other options of the command line do as well. `--resume RUN` without a file
-    takes the options that the run was started with.
+    and other options of the command line do as well. `--resume RUN` without a file and
+    without another directory to save to takes the options that the run had.
 
     Args:
       words: Arguments of the command.
@@ -48,7 +49,8 @@ def expand(words: Sequence[str], command: type) -> list[str]:
     if file is not None:
         values = read_run_file(file, schema)
     elif (run := _value_of(words, "resume")) is not None:
-        values = _options_of_run(Path(run), schema)
+        if Path(_value_of(words, "save") or run).absolute() == Path(run).absolute():
+            values = _options_of_run(Path(run), schema)
     for text in sets:
         _set(values, text, schema)
     return [*_as_words(values, command, _names(words)), *words]
@@ -179,7 +181,7 @@ def _options_of_run(run: Path, schema: Schema) -> dict[str, Any]:
 
 
 def _value_of(words: Sequence[str], option: str) -> str | None:
-    for word, following in zip(words, [*words[1:], ""], strict=True):
+    for word, following in itertools.pairwise([*words, ""]):
         if word == f"--{option}":
             return following
         if word.startswith(f"--{option}="):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fsdp_jax.cli._data_config import DataConfig
@@ -12,9 +12,6 @@ from fsdp_jax.cli._lora import Adapter, AdapterConfig
 from fsdp_jax.cli._optimizer import OptimizerConfig
 from fsdp_jax.cli._precision import Precision
 from fsdp_jax.cli._routing import Routing
-
-_FIXED = ("tokenizer", "batch", "seq", "seed", "rows", "overlong", "train_on")
-_OF_THE_DATA = (*_FIXED, "data_weights", "microbatches")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,8 +87,8 @@ def config_of(values: Mapping[str, Any]) -> TrainConfig:
     """
     parts: dict[str, Any] = {}
     for part, kind in _PARTS.items():
-        names = {field.name for field in dataclasses.fields(kind)}
-        parts[part] = kind(**{name: values[name] for name in names & values.keys()})
+        given = {name: values[name] for name in _names(kind) if name in values}
+        parts[part] = kind(**given)
     if "microbatches" in values:
         parts["microbatches"] = values["microbatches"]
     return TrainConfig(**parts)
@@ -133,14 +130,13 @@ def merge_options(
         return config_of({**defaults, **given})
     saved = stored_config(stored)
     values = saved.values()
-    if changed := _changed(_OF_THE_DATA, given, values):
+    if changed := _changed(_names(DataConfig), given, values):
         raise ValueError(
             f"A resumed run goes on with the same batches, which {', '.join(changed)} "
             "would change. Leave the option out, or start anew: export the checkpoint "
             "and train with --hf."
         )
-    of_the_adapter = [field.name for field in dataclasses.fields(AdapterConfig)]
-    if changed := _changed(of_the_adapter, given, values):
+    if changed := _changed(_names(AdapterConfig), given, values):
         raise ValueError(
             f"A resumed run trains what it trained: {', '.join(changed)}. Leave the "
             "option out, or start anew: export the checkpoint and train with --hf."
@@ -161,8 +157,12 @@ def stored_config(stored: Mapping[str, Any]) -> TrainConfig:
     return TrainConfig(**parts, **values)
 
 
+def _names(kind: type) -> list[str]:
+    return [field.name for field in dataclasses.fields(kind)]
+
+
 def _changed(
-    names: Any, given: Mapping[str, Any], stored: Mapping[str, Any]
+    names: Sequence[str], given: Mapping[str, Any], stored: Mapping[str, Any]
 ) -> list[str]:
     return [
         f"--{name.replace('_', '-')} {given[name]} (saved with {stored[name]})"

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers.errors import facts
+from helpers.tiny_tokenizer import write_tokenizer
 
 from fsdp_jax.cli import main
 from fsdp_jax.cli._chat_template import ChatTemplate, read_chat_template
@@ -49,22 +50,11 @@ ANOTHER_MESH = 1e-5
 @pytest.fixture(scope="module")
 def chat_model(tmp_path_factory, write_llama) -> Path:
     """A model with a tokenizer of bytes and four special tokens."""
-    import tokenizers
-
     folder = tmp_path_factory.mktemp("chat") / "model"
     write_llama(folder, vocab_size=264, eos_token_id=257)
-    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    vocab = {char: index for index, char in enumerate(alphabet)}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, []))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(
-        add_prefix_space=False
-    )
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    tokenizer.add_special_tokens(SPECIALS)
-    tokenizer.save(str(folder / "tokenizer.json"))
+    tokens = {"bos_token": "<bos>", "eos_token": {"content": "<eos>"}}
+    write_tokenizer(folder, SPECIALS, **tokens)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
-    config = {"bos_token": "<bos>", "eos_token": {"content": "<eos>"}}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return folder
 
 

@@ -60,9 +60,9 @@ def test_every_step_is_one_json_line(trained):
 def test_the_first_loss_is_that_of_the_imported_model(trained, llama, text):
     config = bridge.from_hf_config(llama)
     plan = plan_decoder(config, fsdp.make_mesh(devices=jax.devices()[:1]))
-    config = DataConfig("bytes", batch=8, seq=16)
+    rows = DataConfig("bytes", batch=8, seq=16)
     tokens = read_tokens([text], "bytes", None, 256)
-    batch = next(make_batches(tokens, config, fsdp.data.HostShard(0, 1)))
+    batch = next(make_batches(tokens, rows, fsdp.data.HostShard(0, 1)))
     model = Decoder(config, rngs=nnx.Rngs(0))
     nnx.update(model, bridge.load_hf(llama, plan.params))
     loss = next_token_loss(model, batch)

@@ -102,8 +102,9 @@ class Train:
 
     fsdp-jax train RUN.yaml [--set SECTION.OPTION=VALUE] takes options from a file;
     others on the command line replace them. `fsdp-jax schema` describes such files. The
-    file of a run, with all its options, is SAVE/run.yaml. With --resume, options that
-    are not given are those of that run; of another mesh, name the axes that change.
+    file of a run, with all its options, is SAVE/run.yaml; --resume RUN without --save
+    goes on in that directory with these options. With another --save, options of the
+    numbers that are not given are those of that run, on any mesh.
 
     Each of several processes reads its own rows of the data. With the model's tokenizer
     the first one tokenizes, and writes the ids to --save for the others.
