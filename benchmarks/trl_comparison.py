@@ -164,7 +164,6 @@ def sft_order(folder: Path, rows: Sequence[Any], steps: int) -> list[Any]:
 
 def their_sft(folder: Path, rows: Sequence[Any], steps: int) -> list[float]:
     """Trains with TRL on the conversations in this order."""
-    import datasets
     import trl
 
     config = trl.SFTConfig(
@@ -177,7 +176,7 @@ def their_sft(folder: Path, rows: Sequence[Any], steps: int) -> list[float]:
     trainer = trl.SFTTrainer(
         model=_load(folder),
         args=config,
-        train_dataset=datasets.Dataset.from_list(list(rows)),
+        train_dataset=_dataset(folder, rows),
         processing_class=_tokenizer(folder),
     )
     return _losses(trainer)
@@ -215,7 +214,6 @@ def dpo_order(rows: Sequence[Any], steps: int) -> list[Any]:
 
 def their_dpo(folder: Path, rows: Sequence[Any], steps: int) -> list[float]:
     """Trains with TRL on the pairs in this order."""
-    import datasets
     import trl
 
     config = trl.DPOConfig(
@@ -228,7 +226,7 @@ def their_dpo(folder: Path, rows: Sequence[Any], steps: int) -> list[float]:
     trainer = trl.DPOTrainer(
         model=_load(folder),
         args=config,
-        train_dataset=datasets.Dataset.from_list(list(rows)),
+        train_dataset=_dataset(folder, rows),
         processing_class=_tokenizer(folder),
     )
     return _losses(trainer)
@@ -251,6 +249,15 @@ def _arguments(folder: Path, steps: int, lr: float, decay: float) -> dict[str, A
         bf16=False,
         disable_tqdm=True,
     )
+
+
+def _dataset(folder: Path, rows: Sequence[Any]) -> Any:
+    import datasets
+
+    file = write_lines(folder / "in_order.jsonl", rows)
+    cache = tempfile.mkdtemp(dir=folder)
+    files = {"train": str(file)}
+    return datasets.load_dataset("json", data_files=files, cache_dir=cache)["train"]
 
 
 def _load(folder: Path) -> Any:
