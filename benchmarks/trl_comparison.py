@@ -14,6 +14,7 @@ and resumed on another mesh.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import math
 import random
@@ -164,7 +165,7 @@ def sft_order(folder: Path, rows: Sequence[Any], steps: int) -> list[Any]:
 
 def their_sft(folder: Path, rows: Sequence[Any], steps: int) -> list[float]:
     """Trains with TRL on the conversations in this order."""
-    import trl
+    trl = importlib.import_module("trl")
 
     config = trl.SFTConfig(
         **_arguments(folder, steps, LR, DECAY),
@@ -214,7 +215,7 @@ def dpo_order(rows: Sequence[Any], steps: int) -> list[Any]:
 
 def their_dpo(folder: Path, rows: Sequence[Any], steps: int) -> list[float]:
     """Trains with TRL on the pairs in this order."""
-    import trl
+    trl = importlib.import_module("trl")
 
     config = trl.DPOConfig(
         **_arguments(folder, steps, DPO_LR, 0.0),
@@ -252,7 +253,7 @@ def _arguments(folder: Path, steps: int, lr: float, decay: float) -> dict[str, A
 
 
 def _dataset(folder: Path, rows: Sequence[Any]) -> Any:
-    import datasets
+    datasets = importlib.import_module("datasets")
 
     file = write_lines(folder / "in_order.jsonl", rows)
     cache = tempfile.mkdtemp(dir=folder)
