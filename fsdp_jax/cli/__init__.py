@@ -25,6 +25,7 @@ from fsdp_jax.cli._errors import CheckFailed, ChildFailed
 from fsdp_jax.cli._no_driver import be_silent_without_driver
 from fsdp_jax.cli._option_names import suggestions
 from fsdp_jax.cli._options import named
+from fsdp_jax.cli._run_file import expand
 from fsdp_jax.cli.commands._compare import Compare
 from fsdp_jax.cli.commands._completion import Completion
 from fsdp_jax.cli.commands._convert import Convert
@@ -41,6 +42,7 @@ from fsdp_jax.cli.commands._launch import Launch
 from fsdp_jax.cli.commands._make_tiny_llama import MakeTinyLlama
 from fsdp_jax.cli.commands._plan import Plan
 from fsdp_jax.cli.commands._remove import Remove
+from fsdp_jax.cli.commands._schema import Schema
 from fsdp_jax.cli.commands._train import Train
 from fsdp_jax.cli.commands._verify import Verify
 from fsdp_jax.launch import fail
@@ -62,6 +64,7 @@ _Command = (
     | Annotated[MakeTinyLlama, named("make-tiny-llama", MakeTinyLlama)]
     | Annotated[Demo, named("demo", Demo)]
     | Annotated[Launch, named("launch", Launch)]
+    | Annotated[Schema, named("schema", Schema)]
     | Annotated[Doctor, named("doctor", Doctor)]
     | Annotated[Completion, named("completion", Completion)]
 )
@@ -89,7 +92,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     try:
         try:
-            command = parse(words)
+            try:
+                command = parse(words)
+            except ValueError as error:  # in the file of a run
+                return _report(error, status=2)
             if isinstance(command, Completion):
                 return _print_completion(command.shell)
             return _run(command)
@@ -112,11 +118,14 @@ def parse(words: Sequence[str]) -> Any:
 
     Raises:
       SystemExit: If they are wrong, with status 2, or if help was asked for.
+      ValueError: If the file that describes a run is wrong.
     """
     # tyro has colours for any terminal, and knows nothing of https://no-color.org.
     tyro._experimental_options["ansi_codes"] = not os.environ.get("NO_COLOR")
     commands = _commands()
     command, rest = (words[0], words[1:]) if words else ("", words)
+    if command == "train":
+        rest = expand(rest, Train)
     try:
         if command not in commands:
             return _parse(_Command, "fsdp-jax", _DESCRIPTION, words)

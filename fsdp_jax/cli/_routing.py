@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -47,6 +48,19 @@ class Routing:
     expert_bias_rate: float = 0.0
     capacity_factor: float | None = None
     router_dtype: RouterDtype = "float32"
+
+    def problems(self) -> list[str]:
+        """Returns what is out of range, by option."""
+        names = ("aux_loss_coef", "router_z_loss_coef", "expert_bias_rate")
+        wrong = [
+            f"--{name.replace('_', '-')} {value}: a finite number, at least 0"
+            for name in names
+            if not 0 <= (value := getattr(self, name)) < math.inf
+        ]
+        capacity = self.capacity_factor
+        if capacity is not None and not 0 < capacity < math.inf:
+            wrong.append(f"--capacity-factor {capacity}: more than 0")
+        return wrong
 
     @property
     def dispatch(self) -> Dispatch:

@@ -26,14 +26,14 @@ class Command:
       resume: Value of --resume.
       resume_step: Value of --resume-step.
       metrics: Value of --metrics.
-      recipe: Fields of `Recipe` that were given.
+      options: Options of a `TrainConfig` that were given.
     """
 
     hf: str | None
     resume: str | None
     resume_step: int | None
     metrics: str | None
-    recipe: dict[str, Any]
+    options: dict[str, Any]
 
 
 def is_begun(save: Path, command: Command, *, in_place: bool) -> bool:
@@ -77,6 +77,11 @@ def mark_begun(save: Path, command: Command) -> None:
     part = save / f"{_NAME}.part"
     part.write_text(json.dumps([*known, now]))
     part.replace(save / _NAME)
+
+
+def has_written(save: Path, metrics: Path) -> bool:
+    """Returns whether a start of the run in this directory wrote these metrics."""
+    return any(command["metrics"] == str(metrics) for command in _known(save))
 
 
 def _known(save: Path) -> list[dict[str, Any]]:

@@ -22,10 +22,9 @@ from fsdp_jax.cli._errors import check_absent
 from fsdp_jax.cli._model_source import open_hf, read_config
 from fsdp_jax.cli._optimizer import OptimizerBits, OptimizerConfig
 from fsdp_jax.cli._options import Devices, Group, IgnoreField, Unset
-from fsdp_jax.cli._precision import OffloadTo, ParamGather, Precision
+from fsdp_jax.cli._precision import OffloadTo, ParamDtype, ParamGather, Precision
 from fsdp_jax.cli._routing import Routing
 from fsdp_jax.cli._sharding_options import Strategy
-from fsdp_jax.cli._train_config import ParamDtype
 from fsdp_jax.planner import (
     GPU,
     StepEstimate,
@@ -183,7 +182,7 @@ class Plan:
 
 
 def _precision_of(options: Plan) -> Precision:
-    return Precision(options.param_gather, None)
+    return Precision(param_gather=options.param_gather)
 
 
 def _optimizer_of(options: Plan) -> optax.GradientTransformation:
