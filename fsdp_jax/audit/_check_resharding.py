@@ -7,9 +7,9 @@ So the check looks for the kept weight itself.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Sequence, Set
 
+from fsdp_jax._scopes import is_recomputed, is_transposed, units_in
 from fsdp_jax.audit._check_collectives import canonical, key_of
 from fsdp_jax.audit._expected import ExpectedCollective, dims_of
 from fsdp_jax.audit._mismatch import Difference, array, named
@@ -157,8 +157,8 @@ def _size(one: Instruction) -> int:
 
 
 def _is_backward(scope: str) -> bool:
-    return "transpose(jvp" in scope or "rematted_computation" in scope
+    return is_transposed(scope) or is_recomputed(scope)
 
 
 def _units(scope: str) -> set[str]:
-    return set(re.findall(r"unit:([^/():]+)", scope))
+    return set(units_in(scope))

@@ -10,7 +10,7 @@ import jax
 from jax import lax
 from jax.extend import core
 
-from fsdp_jax.step._shard_usage import GATHERS
+from fsdp_jax._scopes import GATHERS, traced_function
 
 _REMAT = ("checkpoint", "remat", "remat2")
 _CALLS = (*_REMAT, "jit", "pjit", "closed_call")
@@ -114,7 +114,7 @@ def _opens(eqn: Any) -> bool:
     """Returns whether an equation is a call that runs collectives of units."""
     name = eqn.primitive.name
     if name == "custom_vjp_call":
-        return eqn.params["call_jaxpr"].jaxpr.debug_info.func_name in GATHERS
+        return traced_function(eqn) in GATHERS
     return name in _CALLS and _communicates(_called(eqn)[0])
 
 

@@ -14,6 +14,7 @@ from flax import nnx
 from jax.extend import core
 from jaxtyping import Array, Float
 
+from fsdp_jax._scopes import unit_scope
 from fsdp_jax._tree import PyTree
 from fsdp_jax.sharding._batch_norm import sync_batch_norms, sync_linen_batch_norms
 from fsdp_jax.sharding._mesh import DATA_AXES, axes_in_use
@@ -88,7 +89,7 @@ def loss_of_shards(plan: Plan, loss_fn: LossFn, form: LossForm) -> LossOfShards:
     synced = data_axes if plan.config.sync_batch_norm else ()
 
     def call(shards: Sequence[Shard], model_state, batch, rng):
-        with jax.named_scope("unit:root"):
+        with unit_scope("root"):
             # Root parameters belong to no unit: gathered here, once for the loss.
             leaves = [gather_weight(s) if s.param.unit == ROOT else s for s in shards]
         state = fold_keys(model_state, rng)

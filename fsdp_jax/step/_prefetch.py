@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
+from fsdp_jax._scopes import FSDP_SCAN, PREFETCH, traced_as
 from fsdp_jax._tree import PyTree
 from fsdp_jax.step._collectives import gather_weight, marked_zeros
 from fsdp_jax.step._float_partition import Mixed
@@ -65,6 +66,7 @@ def prefetching_scan(
     # gathered weights, gather none of them again, and reduce each gradient in the
     # iteration that computes it.
     @jax.custom_vjp
+    @traced_as(FSDP_SCAN)
     def fsdp_scan(shards, floats, others):
         return _forward(stack, shards, floats, others)[0]
 
@@ -159,7 +161,7 @@ class _Stack:
             dataclasses.replace(shard, value=piece)
             for shard, piece in zip(shards, pieces, strict=True)
         ]
-        with jax.named_scope("prefetch"):
+        with jax.named_scope(PREFETCH):
             return window, self.values(tied, i)
 
     def unit(self, values, carry, slices, consts, others):

@@ -20,6 +20,7 @@ from jax.extend import core
 from jaxtyping import Array
 
 from fsdp_jax._jaxpr import function_of
+from fsdp_jax._scopes import FSDP_UNSHARD, traced_as
 
 Policy = Callable[..., bool]
 
@@ -54,6 +55,7 @@ def reshard_after_forward(
         weights_only, rest, out_tree = split_unit(compute, unshard, shards, args)
 
         @jax.custom_vjp
+        @traced_as(FSDP_UNSHARD)
         def fsdp_unshard(shards):
             return weights_only(shards)
 
@@ -123,7 +125,7 @@ def _is_unshard(primitive, params) -> bool:
     if primitive.name != "custom_vjp_call":
         return False
     # By name, since the equation does not hold the Python function.
-    return params["call_jaxpr"].jaxpr.debug_info.func_name == "fsdp_unshard"
+    return params["call_jaxpr"].jaxpr.debug_info.func_name == FSDP_UNSHARD
 
 
 def split_unit(compute, unshard, shards, args, *, may_close_over: bool = True):

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import jax
 
+from fsdp_jax._scopes import unit_scope
 from fsdp_jax._tree import PyTree
 from fsdp_jax.lora._composed_weight import take_parts
 from fsdp_jax.sharding._attributes import closed_over_tracers
@@ -145,7 +146,7 @@ def _scan(
             return computed(parts, keys, others, carry, xs, consts)
 
         # The scope that `call_unit` opens on the other path: reports read it.
-        with jax.named_scope(f"unit:{own[0].param.unit}"):
+        with unit_scope(own[0].param.unit):
             carry, (ys, written) = prefetching_scan(
                 *(of_parts, own, carry, (keys, others, xs), consts),
                 prefetch=prefetch,

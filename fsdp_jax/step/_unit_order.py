@@ -20,7 +20,6 @@ gather them again.
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -28,7 +27,13 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from fsdp_jax.sharding._plan import ROOT
+from fsdp_jax._scopes import (
+    ALL_REDUCE,
+    REDUCE_DEFERRED,
+    REDUCE_SCATTER,
+    is_in,
+    unit_of,
+)
 from fsdp_jax.step._flat_trace import (
     FlatTrace,
     barrier_of,
@@ -37,7 +42,7 @@ from fsdp_jax.step._flat_trace import (
     operand,
 )
 
-_REDUCTION = re.compile(r"reduce_scatter|all_reduce|reduce_deferred")
+_REDUCTIONS = (REDUCE_SCATTER, ALL_REDUCE, REDUCE_DEFERRED)
 
 
 @dataclasses.dataclass
@@ -84,9 +89,8 @@ def order_units(closed: Any, num_shard_leaves: int, prefetch: int) -> Any:
 
 
 def _unit_of(eqn: Any) -> str | None:
-    """Returns the unit in whose scope an equation is; None for none and the root."""
-    found = re.findall(r"unit:([^/():]+)", str(eqn.source_info.name_stack))
-    return found[-1] if found and found[-1] != ROOT else None
+    """Returns the unit in whose scope an equation is, or the root; None for none."""
+    return unit_of(eqn.source_info.name_stack)
 
 
 def _without_dead(eqns: Sequence[Any], outvars: Sequence[Any]) -> list[Any]:
@@ -229,9 +233,9 @@ def _ordered(
 
 def _is_reduction(eqn: Any) -> bool:
     """Returns whether an equation reduces gradients of a unit."""
-    scope = str(eqn.source_info.name_stack)
+    scopes = eqn.source_info.name_stack
     return (
         is_collective(eqn)
         and _unit_of(eqn) is not None
-        and _REDUCTION.search(scope) is not None
+        and any(is_in(scopes, name) for name in _REDUCTIONS)
     )
