@@ -18,6 +18,9 @@ Fn = TypeVar("Fn", bound=Callable[..., Any])
 PREFETCH = "prefetch"
 """Scope of a gather that a loop runs for a later unit."""
 
+AS_WRITTEN = "as_written"
+"""Scope of a loop whose gathers stay in the iteration that uses them."""
+
 OPTIMIZER = "optimizer"
 """Scope of the update."""
 

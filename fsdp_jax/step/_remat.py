@@ -9,6 +9,7 @@ saved.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -44,10 +45,6 @@ def reshard_after_forward(
       recognised and are saved as `policy` decides. `unit` raises `ValueError` if an
       argument is in float8, see `without_float8`.
     """
-    saves = without_float8(policy)
-
-    def save(primitive, *args, **params) -> bool:
-        return not _is_unshard(primitive, params) and saves(primitive, *args, **params)
 
     def unit(shards, *args):
         if any(map(is_float8, jax.tree.leaves(args))):
@@ -68,7 +65,23 @@ def reshard_after_forward(
         )
         return out_tree.unflatten(rest(fsdp_unshard(shards), *jax.tree.leaves(args)))
 
-    return jax.checkpoint(unit, policy=save)
+    return jax.checkpoint(unit, policy=Resharding(policy))
+
+
+@dataclasses.dataclass(frozen=True)
+class Resharding:
+    """The `jax.checkpoint` policy of a unit: everything but its gathered weights.
+
+    Attributes:
+      policy: Policy for everything else, see `reshard_after_forward`.
+    """
+
+    policy: Policy | None
+
+    def __call__(self, primitive: Any, *args: Any, **params: Any) -> bool:
+        """Returns whether the results of a primitive are saved."""
+        saves = without_float8(self.policy)
+        return not _is_unshard(primitive, params) and saves(primitive, *args, **params)
 
 
 def without_float8(policy: Policy | None) -> Policy:

@@ -37,10 +37,10 @@ from fsdp_jax._scopes import (
 from fsdp_jax.step._flat_trace import (
     FlatTrace,
     barrier_of,
-    has_effects,
     is_collective,
     operand,
 )
+from fsdp_jax.step._lifted_gathers import without_dead
 
 _REDUCTIONS = (REDUCE_SCATTER, ALL_REDUCE, REDUCE_DEFERRED)
 
@@ -73,12 +73,12 @@ def order_units(closed: Any, num_shard_leaves: int, prefetch: int) -> Any:
       `closed` itself if it runs fewer than two units outside of loops.
     """
     flat = FlatTrace(closed, set(closed.jaxpr.invars[:num_shard_leaves]))
-    eqns = _without_dead(flat.eqns, flat.outvars)
+    eqns = without_dead(flat.eqns, flat.outvars)
     visits = _visits(eqns, flat.of_shards)
     if len(visits) < 2:
         return closed
     eqns = _without_repeated(eqns, visits, prefetch, flat.of_shards)
-    eqns = _without_dead(list(_ordered(eqns, visits, prefetch)), flat.outvars)
+    eqns = without_dead(list(_ordered(eqns, visits, prefetch)), flat.outvars)
     jaxpr = closed.jaxpr.replace(
         constvars=list(flat.consts),
         eqns=eqns,
@@ -91,17 +91,6 @@ def order_units(closed: Any, num_shard_leaves: int, prefetch: int) -> Any:
 def _unit_of(eqn: Any) -> str | None:
     """Returns the unit in whose scope an equation is, or the root; None for none."""
     return unit_of(eqn.source_info.name_stack)
-
-
-def _without_dead(eqns: Sequence[Any], outvars: Sequence[Any]) -> list[Any]:
-    """Drops equations whose results nobody reads."""
-    live = {v for v in outvars if isinstance(v, core.Var)}
-    kept = []
-    for eqn in reversed(eqns):
-        if has_effects(eqn) or not live.isdisjoint(eqn.outvars):
-            kept.append(eqn)
-            live.update(v for v in eqn.invars if isinstance(v, core.Var))
-    return kept[::-1]
 
 
 def _visits(eqns: Sequence[Any], of_shards: set[Any]) -> list[_Visit]:
