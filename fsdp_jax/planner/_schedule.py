@@ -7,9 +7,9 @@ and it is small enough to be kept in a file.
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Iterator
 
+from fsdp_jax._scopes import OPTIMIZER, is_in, is_transposed, turns_of
 from fsdp_jax.hlo._parse import Computation, Instruction, Module
 from fsdp_jax.hlo._replica_groups import Collective, collective_of
 from fsdp_jax.planner._kernel import Kernel, kernel_of
@@ -119,9 +119,7 @@ class _Reader:
 
     def _branch(self, one: Instruction, *, in_loop: bool) -> Branch:
         choices = (self.steps(self.module[name], in_loop=in_loop) for name in one.calls)
-        turns = re.search(r"turns_(\d+)_(\d+)/cond$", one.op_name)
-        between = (int(turns[1]), int(turns[2])) if turns else None
-        return Branch(tuple(choices), between)
+        return Branch(tuple(choices), turns_of(one.op_name))
 
 
 def _labels(computation: Computation, *, in_loop: bool) -> list[str]:
@@ -133,10 +131,10 @@ def _labels(computation: Computation, *, in_loop: bool) -> list[str]:
     """
     labels, label = [], "forward"
     for one in computation.instructions:
-        if "optimizer" in one.op_name:
-            label = "optimizer"
+        if is_in(one.op_name, OPTIMIZER):
+            label = OPTIMIZER
         elif one.op_name:
-            label = "backward" if "transpose(" in one.op_name else "forward"
+            label = "backward" if is_transposed(one.op_name) else "forward"
         labels.append(label)
     if in_loop and "backward" in labels:
         return ["backward"] * len(labels)

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 from fsdp_jax._report import Grid, format_bytes, html_page
+from fsdp_jax._scopes import PREFETCH, is_in
 from fsdp_jax.planner._accuracy import rests_on, seconds_range
 from fsdp_jax.planner._comm_table import SentRow, sent_grid
 from fsdp_jax.planner._gpu import GPU
@@ -256,7 +257,7 @@ def _advice(estimate: StepEstimate) -> list[str]:
     ahead = {
         sent.collective.unit
         for sent in estimate.timeline.sent
-        if "/prefetch/" in sent.collective.op_name
+        if is_in(sent.collective.op_name, PREFETCH)
     }
     waits: dict[str, float] = {}
     for row in estimate.sent:

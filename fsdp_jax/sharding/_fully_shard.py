@@ -197,6 +197,7 @@ def _plan_param(
         frozen=frozen,
         reshard=config.reshard_after_forward and unit != ROOT,
         remat_policy=config.remat_policy,
+        prefetch=config.prefetch if axes_in_use(mesh, DATA_AXES) else 0,
         overwrite_with_gradient=overwrite_with_gradient,
     )
     if param.is_expert:

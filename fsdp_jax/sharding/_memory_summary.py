@@ -34,7 +34,26 @@ def held_lines(
         lines.append(
             f"shards gathered from smaller ones before a step: {format_bytes(size)}"
         )
+    if line := _not_ahead(mesh, params):
+        lines.append(line)
     return lines
+
+
+def _not_ahead(mesh: Mesh, params: Sequence[ParamPlan]) -> str | None:
+    """Says what it costs that units are not gathered ahead; None if they are."""
+    split = [param for param in params if not _is_held(param) and param.dim is not None]
+    size = format_bytes(sum(_whole_bytes(mesh, param) for param in split))
+    if split and not split[0].prefetch:
+        return (
+            f"units gathered ahead: none (prefetch=0); XLA may hold up to {size} of "
+            "unrolled units whole, and a scan waits for each gather"
+        )
+    if split and not split[0].reshard:
+        return (
+            "units gathered ahead: none in a scan (reshard_after_forward=False), which "
+            f"waits for each gather; {size} stay whole until backward has used them"
+        )
+    return None
 
 
 def _is_held(param: ParamPlan) -> bool:

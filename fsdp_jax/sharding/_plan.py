@@ -146,6 +146,11 @@ class Plan:
         return tuple(a for a in axes if a not in self.placements.gradient)
 
     @property
+    def prefetch(self) -> int:
+        """Number of units whose weights are gathered ahead; 0 if none is split."""
+        return max((param.prefetch for param in self.param_plans), default=0)
+
+    @property
     def specs(self) -> PyTree:
         """`PartitionSpec` of each parameter as stored."""
         return jax.tree.map(lambda leaf: leaf.sharding.spec, self.params)

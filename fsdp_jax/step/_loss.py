@@ -14,6 +14,7 @@ from flax import nnx
 from jax.extend import core
 from jaxtyping import Array, Float
 
+from fsdp_jax._scopes import unit_scope
 from fsdp_jax._tree import PyTree
 from fsdp_jax.sharding._batch_norm import sync_batch_norms, sync_linen_batch_norms
 from fsdp_jax.sharding._mesh import DATA_AXES, axes_in_use
@@ -29,6 +30,7 @@ from fsdp_jax.step._model_state import (
     written_state,
 )
 from fsdp_jax.step._module_units import mark_objects, unmark_objects
+from fsdp_jax.step._prefetched_scans import prefetch_scans
 from fsdp_jax.step._shard import Shard
 from fsdp_jax.step._split_loss import SplitLoss, split_loss
 from fsdp_jax.step._unit_order import order_units
@@ -88,7 +90,7 @@ def loss_of_shards(plan: Plan, loss_fn: LossFn, form: LossForm) -> LossOfShards:
     synced = data_axes if plan.config.sync_batch_norm else ()
 
     def call(shards: Sequence[Shard], model_state, batch, rng):
-        with jax.named_scope("unit:root"):
+        with unit_scope("root"):
             # Root parameters belong to no unit: gathered here, once for the loss.
             leaves = [gather_weight(s) if s.param.unit == ROOT else s for s in shards]
         state = fold_keys(model_state, rng)
@@ -150,7 +152,8 @@ def trace_loss(
       shards: Shards of all parameters.
       *args: Model state, batch and key, concrete or abstract.
       axes: Mesh axes of more than one device.
-      prefetch: As in `trace_gradients`, for a loss that is not differentiated.
+      prefetch: Number of units that loops gather ahead, see `prefetch_scans`; 0 leaves
+        loops as they are.
 
     Returns:
       The traced loss, and how often each unit's parameter is gathered, see
@@ -162,6 +165,9 @@ def trace_loss(
     closed, out_tree = _traced(loss, shards, *args)
     gathers = check_loss(closed.jaxpr, shards, args, axes)
     if prefetch:
+        closed = prefetch_scans(closed, shards, prefetch)
+    if prefetch and all(shard.grad_buffer is None for shard in shards):
+        # What is to be differentiated is ordered with its backward, see below.
         closed = order_units(closed, len(jax.tree.leaves(shards)), prefetch)
     return _function(closed, out_tree), gathers
 

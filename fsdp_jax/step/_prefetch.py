@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
+from fsdp_jax._scopes import FSDP_SCAN, PREFETCH, traced_as
 from fsdp_jax._tree import PyTree
 from fsdp_jax.step._collectives import gather_weight, marked_zeros
 from fsdp_jax.step._float_partition import Mixed
@@ -57,14 +58,31 @@ def prefetching_scan(
     Returns:
       The last carry, and the `y`s stacked on a new leading dim.
     """
-    shards = list(shards)
     given = (carry, slices, consts)
-    stack = _Stack.of(compute, shards, given, prefetch, unroll)
+    stack = Stack.of(compute, shards, given, prefetch, unroll)
+    return run_stack(stack, shards, given)
+
+
+def run_stack(
+    stack: Stack, shards: Sequence[Shard], given: tuple[PyTree, PyTree, PyTree]
+) -> tuple[PyTree, PyTree]:
+    """Runs the units of `stack` as `prefetching_scan` does.
+
+    Args:
+      stack: Units, split after their gathers.
+      shards: Parameters of the stack, a leading dim `units` on each.
+      given: Carry, slices and constants, in the structure of `stack.arguments`.
+
+    Returns:
+      The last carry, and the `y`s stacked on a new leading dim.
+    """
+    shards = list(shards)
 
     # A custom derivative, since the derivative of a scan would save every unit's
     # gathered weights, gather none of them again, and reduce each gradient in the
     # iteration that computes it.
     @jax.custom_vjp
+    @traced_as(FSDP_SCAN)
     def fsdp_scan(shards, floats, others):
         return _forward(stack, shards, floats, others)[0]
 
@@ -85,7 +103,7 @@ def prefetching_scan(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Stack:
+class Stack:
     """A stack of units, split by `split_unit`, with the settings of its scan.
 
     Attributes:
@@ -114,7 +132,7 @@ class _Stack:
     traced: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @classmethod
-    def of(cls, compute, shards, given, prefetch: int, unroll: int) -> _Stack:
+    def of(cls, compute, shards, given, prefetch: int, unroll: int) -> Stack:
         carry, slices, consts = given
         example = (carry, jax.tree.map(_first, slices), consts)
         # All units have the shapes of the first, so one trace serves them all.
@@ -159,7 +177,7 @@ class _Stack:
             dataclasses.replace(shard, value=piece)
             for shard, piece in zip(shards, pieces, strict=True)
         ]
-        with jax.named_scope("prefetch"):
+        with jax.named_scope(PREFETCH):
             return window, self.values(tied, i)
 
     def unit(self, values, carry, slices, consts, others):
@@ -177,7 +195,7 @@ class _Stack:
         return run(values, carry, slices, consts, others)
 
 
-def _forward(stack: _Stack, shards, floats, others):
+def _forward(stack: Stack, shards, floats, others):
     """Runs the units forward, with `p = prefetch` units gathered ahead.
 
     In iteration i of n, `w_j` being the gathered values of unit j:
@@ -186,7 +204,7 @@ def _forward(stack: _Stack, shards, floats, others):
     |---|---|---|---|
     | `w_i .. w_(i+p-1)` | `w_(i+p)` | `w_i`, slot 0 | `w_(i+1) .. w_(i+p)` |
 
-    `w_n` stands for unit n-1, `w_(n+1)` for unit n-2, see `_Stack.values`: after the
+    `w_n` stands for unit n-1, `w_(n+1)` for unit n-2, see `Stack.values`: after the
     last iteration the window holds units n-1, n-2, ..., n-p, slot 0 first. Forward
     gathers these p units twice, since a slot is reused once its unit has computed.
 
@@ -227,7 +245,7 @@ def _forward(stack: _Stack, shards, floats, others):
     return ((carry, ys), (other_carry, other_ys)), saved, window
 
 
-def _backward(stack: _Stack, residuals, cotangents):
+def _backward(stack: Stack, residuals, cotangents):
     """Runs the units backward; returns the cotangents of `(shards, floats, others)`.
 
     Gathers run `p = prefetch` units ahead as in forward; below unit 0 they gather unit
@@ -297,7 +315,7 @@ def _backward(stack: _Stack, residuals, cotangents):
     return d_shards, (carry, d_slices, d_consts), None
 
 
-def _reduced(stack: _Stack, shards, grads: Leaves, i: Any) -> Leaves:
+def _reduced(stack: Stack, shards, grads: Leaves, i: Any) -> Leaves:
     """Reduces `grads`, of the values of unit `i`, to cotangents of its buffers."""
     own = _at(shards, i)
 

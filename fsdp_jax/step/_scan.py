@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import jax
 
+from fsdp_jax._scopes import AS_WRITTEN, unit_scope
 from fsdp_jax._tree import PyTree
 from fsdp_jax.lora._composed_weight import take_parts
 from fsdp_jax.sharding._attributes import closed_over_tracers
@@ -25,7 +27,7 @@ def scan(
     xs: tuple[PyTree, ...] = (),
     consts: tuple[PyTree, ...] = (),
     *,
-    prefetch: int = 0,
+    prefetch: int | None = None,
     unroll: int = 1,
 ) -> tuple[PyTree, PyTree]:
     """Runs `unit` over a stack of weights, gathering one slice of the stack at a time.
@@ -45,7 +47,8 @@ def scan(
         units, forward and backward, so that the gather overlaps with the computation.
         Also reduces each unit's gradients while the next unit computes.
         `prefetch + 1` units are unsharded at a time, and above 1 XLA copies one of
-        them. 0 gathers a unit at its entry.
+        them. 0 gathers a unit at its entry. Default `FSDPConfig(prefetch=)`; a model
+        with several stacks may give one of small units a larger distance here.
       unroll: Units in one iteration of the compiled loop; more take more memory.
 
     Returns:
@@ -59,7 +62,7 @@ def scan(
 
     Examples:
       >>> def features(model, batch):
-      ...     x, _ = fsdp.scan(layer, model["layers"], batch["x"], prefetch=1)
+      ...     x, _ = fsdp.scan(layer, model["layers"], batch["x"])
       ...     return x
       >>> fsdp.make_forward(plan, features)(params, batch).shape
       (8, 16)
@@ -77,7 +80,7 @@ def scan(
             "arguments: pass it in `consts` (same for every unit) or `xs` (one slice "
             "each)."
         )
-    if prefetch < 0 or unroll < 1:
+    if (prefetch or 0) < 0 or unroll < 1:
         raise ValueError(
             f"fsdp.scan({prefetch=}, {unroll=}): at least 0 units are gathered ahead, "
             "and at least 1 is in an iteration."
@@ -122,7 +125,7 @@ def _scan(
     xs: tuple[PyTree, ...],
     consts: tuple[PyTree, ...],
     *,
-    prefetch: int,
+    prefetch: int | None,
     unroll: int,
 ) -> tuple[PyTree, PyTree]:
     def stateful(weights, *args):
@@ -131,8 +134,16 @@ def _scan(
         return carry, (y, written_state(weights))
 
     own, others, merge = partition(stacked)
-    if prefetch and own:
-        _check_prefetch(own, (others, carry, xs, consts))
+    rest = (others, carry, xs, consts)
+    if prefetch is None:
+        # Stages run their layers where `prefetch_scans` does not see them; any other
+        # loop is left to it.
+        is_staged = own and own[0].param.is_staged and not _problem(own, rest)
+        ahead = own[0].param.prefetch if is_staged else 0
+    else:
+        ahead = prefetch if own else 0
+        _check_prefetch(own, rest, ahead)
+    if ahead:
 
         def compute(weights, others, carry, xs, consts):
             return stateful(merge(weights, others), carry, *xs, *consts)
@@ -145,10 +156,10 @@ def _scan(
             return computed(parts, keys, others, carry, xs, consts)
 
         # The scope that `call_unit` opens on the other path: reports read it.
-        with jax.named_scope(f"unit:{own[0].param.unit}"):
+        with unit_scope(own[0].param.unit):
             carry, (ys, written) = prefetching_scan(
                 *(of_parts, own, carry, (keys, others, xs), consts),
-                prefetch=prefetch,
+                prefetch=ahead,
                 unroll=unroll,
             )
     else:
@@ -158,26 +169,33 @@ def _scan(
             weights, x = slices
             return gathering(weights, carry, *x, *consts)
 
-        carry, (ys, written) = jax.lax.scan(body, carry, (stacked, xs), unroll=unroll)
+        as_asked = jax.named_scope(AS_WRITTEN) if prefetch == 0 else nullcontext()
+        with as_asked:
+            carry, (ys, written) = jax.lax.scan(
+                body, carry, (stacked, xs), unroll=unroll
+            )
     put_state(stacked, written)
     return carry, ys
 
 
-def _check_prefetch(own: list[Shard], rest: PyTree) -> None:
-    """Refuses a stack whose units cannot be gathered ahead."""
-    param = own[0].param
-    problem = None
-    if not param.reshard:
-        problem = (
+def _check_prefetch(own: list[Shard], rest: PyTree, prefetch: int) -> None:
+    """Refuses a stack whose units cannot be gathered ahead, as the call asks."""
+    if prefetch and (problem := _problem(own, rest)):
+        raise ValueError(
+            f"fsdp.scan(prefetch=...) cannot gather '{own[0].param.unit}' ahead: "
+            f"{problem}. Use prefetch=0."
+        )
+
+
+def _problem(own: list[Shard], rest: PyTree) -> str | None:
+    """Returns why the units of a stack cannot be gathered ahead; None if they can."""
+    if not own[0].param.reshard:
+        return (
             "reshard_after_forward=False keeps all weights, so that backward has "
             "nothing to gather"
         )
-    elif any(s.param.num_stacked != 1 or s.num_stacked != 1 for s in own):
-        problem = "it is a stack of more dims than one, or was planned as no stack"
-    elif inner := shards_of(rest):
-        problem = f"it has units within, such as '{inner[0].param.unit}'"
-    if problem:
-        raise ValueError(
-            f"fsdp.scan(prefetch=...) cannot gather '{param.unit}' ahead: {problem}. "
-            "Use prefetch=0."
-        )
+    if any(s.param.num_stacked != 1 or s.num_stacked != 1 for s in own):
+        return "it is a stack of more dims than one, or was planned as no stack"
+    if inner := shards_of(rest):
+        return f"it has units within, such as '{inner[0].param.unit}'"
+    return None

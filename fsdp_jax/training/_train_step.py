@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from fsdp_jax._scopes import OPTIMIZER
 from fsdp_jax._tree import PyTree
 from fsdp_jax.data._batch import check_batch, place_batch
 from fsdp_jax.launch import report_progress
@@ -248,7 +249,7 @@ def make_train_step(
             plain, model_state = _updated(plan, update_model_state, given, model_state)
             plain = unless(skip, given, plain) if skips else plain
             params = to_rest(plan, abstract, plain)
-        with jax.named_scope("optimizer"):
+        with jax.named_scope(OPTIMIZER):
             # Distinct from the keys of data ranks, which fold in their index, counted
             # from 0.
             key = jax.random.fold_in(rng, 2**31 - 1)
