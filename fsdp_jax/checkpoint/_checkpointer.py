@@ -24,7 +24,6 @@ from orbax.checkpoint.checkpoint_managers import (
     SaveDecisionPolicy,
 )
 
-from fsdp_jax._local_path import check_local
 from fsdp_jax._tree import PyTree
 from fsdp_jax.checkpoint._assets import Files, load_files
 from fsdp_jax.checkpoint._lease import take_lease
@@ -37,6 +36,7 @@ from fsdp_jax.checkpoint._orbax_handler import (
     raise_failure,
     remove_unfinished,
 )
+from fsdp_jax.checkpoint._paths import as_path
 from fsdp_jax.checkpoint._rollback import make_way
 from fsdp_jax.checkpoint._save import Beside, check_free, check_save, prepare
 from fsdp_jax.checkpoint._steps import (
@@ -119,8 +119,7 @@ class Checkpointer:
             saved without metrics.
         """
         _refuse_metrics(preservation_policy)
-        check_local(path)
-        self._path = path
+        self._path = as_path(path)
         self._timeout_secs = timeout_secs
         # Access to the step that was resumed.
         self._metadata: Callable[[], dict[str, Any]] | None = None
@@ -155,7 +154,7 @@ class Checkpointer:
         self, save: SaveDecisionPolicy | None, keep: PreservationPolicy | None
     ) -> Any:
         """Removes unfinished saves, and opens Orbax's manager."""
-        remove_unfinished(Path(self._path))
+        remove_unfinished(self._path)
         every = ocp.checkpoint_managers.FixedIntervalPolicy(1)
         return self._stack.enter_context(
             manager(
@@ -415,7 +414,7 @@ class Checkpointer:
         try:
             self._manager.wait_until_finished()
             self._manager.check_for_errors()
-            raise_failure(self._handler, Path(self._path) / str(step))
+            raise_failure(self._handler, self._path / str(step))
         except LostProcessError:
             raise
         except Exception as error:

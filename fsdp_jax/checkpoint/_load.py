@@ -12,17 +12,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fsdp_jax._local_path import check_local
 from fsdp_jax._tree import PyTree
 from fsdp_jax.checkpoint._leaf_names import IMPLS, Leaf, flatten, layout, unflatten
-from fsdp_jax.checkpoint._manifest import MISREAD, Manifest, check_seals, damaged
+from fsdp_jax.checkpoint._manifest import (
+    Manifest,
+    check_seals,
+    reading,
+    unreadable,
+)
 from fsdp_jax.checkpoint._matching import Cast, Loaded, Match, Options, Strict, match
 from fsdp_jax.checkpoint._multihost import check_same, exchange, together
 from fsdp_jax.checkpoint._objects import Extra, capture, read_extras, restore_extras
 from fsdp_jax.checkpoint._read import read_arrays, reshard
 from fsdp_jax.checkpoint._steps import Step, open_step, resolve_step
 from fsdp_jax.checkpoint._typed_json import decode
-from fsdp_jax.checkpoint._zarr import root_cause
 
 _PARAMS = "params."
 
@@ -87,7 +90,6 @@ def load(
 
     Source: Megatron-LM dist_checkpointing/serialization.py::load
     """
-    check_local(path)
     options = Options(strict, allow_shape_mismatch, cast)
     values, found = _read(path, flatten(like), step, "", options, extras or {})
     state = unflatten(like, values)
@@ -121,7 +123,6 @@ def load_params(
       ValueError: If the stored parameters do not fit `like`, as in `load`.
       DamagedCheckpointError: If the step is not as it was written.
     """
-    check_local(path)
     wanted = {_PARAMS + name: leaf for name, leaf in flatten(like).items()}
     values, _ = _read(path, wanted, step, _PARAMS, Options(cast=cast), {})
     return unflatten(like, {n.removeprefix(_PARAMS): x for n, x in values.items()})
@@ -156,10 +157,8 @@ def load_metadata(path: str | os.PathLike[str], *, step: Step = None) -> dict[st
       DamagedCheckpointError: If the step is not as it was written.
     """
     directory, manifest = open_step(path, step)
-    try:
+    with reading(directory, "metadata"):
         return decode(manifest.metadata)
-    except MISREAD as error:
-        raise damaged(directory, [f"metadata: unreadable ({error})"]) from error
 
 
 def _read(
@@ -210,10 +209,8 @@ def _agreed_step(path: str | os.PathLike[str], step: Step) -> int:
 def _impls(directory: Path, manifest: Manifest) -> dict[str, str]:
     if IMPLS not in manifest.files:
         return {}
-    try:
+    with reading(directory, IMPLS):
         return dict(json.loads((directory / IMPLS).read_bytes()))
-    except MISREAD as error:
-        raise damaged(directory, [f"{IMPLS}: unreadable ({error})"]) from error
 
 
 def _restore(
@@ -226,7 +223,7 @@ def _restore(
     except (MemoryError, jax.errors.JaxRuntimeError):
         raise
     except Exception as error:  # TensorStore raises plain `Exception`s.
-        raise damaged(directory, [root_cause(error)]) from error
+        raise unreadable(directory, error) from error
 
 
 def _without_excess(

@@ -14,6 +14,9 @@ from typing import Any
 import jax
 import tensorstore as ts
 
+from fsdp_jax.checkpoint._paths import kvstore_spec, time_limit
+from fsdp_jax.checkpoint._store_path import StorePath
+
 Box = tuple[tuple[int, int], ...]
 """Start and stop in each dim of a part of an array."""
 
@@ -23,6 +26,12 @@ _READS_AT_ONCE = 16
 # Copies of one chunk each; each holds the bytes read and those to write.
 _COPIES_AT_ONCE = 4
 _PLACES_BYTES = 100_000_000
+# Small values that lie side by side are one request.
+_COALESCED = {
+    "experimental_read_coalescing_threshold_bytes": 2**20,
+    "experimental_read_coalescing_merged_bytes": 32 * 2**20,
+    "experimental_read_coalescing_interval": "1ms",
+}
 
 
 def zarr_metadata(directory: Path) -> dict[str, dict[str, Any]]:
@@ -88,15 +97,16 @@ def read_all(
       Exception: TensorStore's error if a checksum does not match; see `root_cause`.
     """
     under_way: deque[ts.Future] = deque()
+    limit_secs = time_limit(directory)
     arrays = open_arrays(directory, list(leaves))
     check_arrays(arrays, leaves, max_bytes)
     for array in arrays.values():
         for chunk in chunks_of(array):
             under_way.append(array[(*(slice(*bounds) for bounds in chunk), ...)].read())
             if len(under_way) == _READS_AT_ONCE:
-                under_way.popleft().result()
+                under_way.popleft().result(limit_secs)
     for read in under_way:
-        read.result()
+        read.result(limit_secs)
 
 
 def open_arrays(directory: Path, names: Collection[str]) -> dict[str, ts.TensorStore]:
@@ -174,5 +184,5 @@ def chunk_grid(shape: Sequence[int], sizes: Sequence[int]) -> Iterator[Box]:
 
 
 def _ocdbt(directory: Path) -> dict[str, Any]:
-    base = {"driver": "file", "path": f"{directory}/"}
-    return {"driver": "ocdbt", "base": base}
+    spec = {"driver": "ocdbt", "base": kvstore_spec(directory)}
+    return spec | (_COALESCED if isinstance(directory, StorePath) else {})
