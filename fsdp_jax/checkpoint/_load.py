@@ -25,7 +25,9 @@ from fsdp_jax.checkpoint._multihost import check_same, exchange, together
 from fsdp_jax.checkpoint._objects import Extra, capture, read_extras, restore_extras
 from fsdp_jax.checkpoint._read import read_arrays, reshard
 from fsdp_jax.checkpoint._steps import Step, open_step, resolve_step
+from fsdp_jax.checkpoint._stock_orbax import Rules, find_arrays
 from fsdp_jax.checkpoint._typed_json import decode
+from fsdp_jax.checkpoint._zarr import Arrays
 
 _PARAMS = "params."
 
@@ -39,6 +41,7 @@ def load(
     allow_shape_mismatch: Sequence[str] = (),
     cast: Cast = "never",
     extras: Mapping[str, Extra] | None = None,
+    rules: Rules | None = None,
 ) -> Any:
     """Loads a step onto any mesh; each device reads only the bytes of its shards.
 
@@ -70,6 +73,11 @@ def load(
       extras: Objects whose state to restore, under the names passed to `save`. They are
         set last, so a load that fails leaves them unchanged. `strict` counts them as
         leaves.
+      rules: Rules for a checkpoint that Orbax wrote for another program: pairs of a
+        pattern and a replacement, which `re.sub` applies in order to the name of each
+        stored array, such as `params.params.decoder.norm.scale`. An array whose name
+        becomes empty is left out. Such a checkpoint has no checksums of its values.
+        None for a checkpoint of fsdp_jax.
 
     Returns:
       Arrays in the structure, dtypes and shardings of `like`; a `Loaded` with these
@@ -91,7 +99,12 @@ def load(
     Source: Megatron-LM dist_checkpointing/serialization.py::load
     """
     options = Options(strict, allow_shape_mismatch, cast)
-    values, found = _read(path, flatten(like), step, "", options, extras or {})
+    wanted = flatten(like)
+    if rules is None:
+        values, found = _read(path, wanted, step, "", options, extras or {})
+    else:
+        _refuse_extras(extras)
+        values, found = _read_stock(path, wanted, step, rules, options)
     state = unflatten(like, values)
     if not strict.startswith("return"):
         return state
@@ -189,14 +202,52 @@ def _read(
     check_same("the layout of what is loaded", layout(found.read))
     with together("Loading"):
         abstract = {name: leaf.value for name, leaf in found.read.items()}
-        values = _restore(directory, abstract, manifest)
-    values = {
-        name: _without_excess(value, found.read[name], stored[name].shape)
-        for name, value in reshard(values, abstract).items()
-    }
+        values = _restore(directory, abstract, manifest.leaves, manifest.max_bytes)
+    values = _resharded(values, abstract, found, stored)
     with together("Loading"):
         restore_extras(extras, captured, objects, values)
     return values, found
+
+
+def _refuse_extras(extras: Mapping[str, Extra] | None) -> None:
+    if extras:
+        raise ValueError(
+            f"extras={list(extras)}: a checkpoint that is loaded with rules= was not "
+            "written by fsdp_jax, and has no extras."
+        )
+
+
+def _read_stock(
+    path: str | os.PathLike[str],
+    wanted: dict[str, Leaf],
+    step: Step,
+    rules: Rules,
+    options: Options,
+) -> tuple[dict[str, jax.Array], Match]:
+    """Reads the wanted leaves of a checkpoint that Orbax wrote for another program."""
+    with together("Loading"):
+        stock = find_arrays(path, step, rules)
+        found = match(f"{stock.directory}", stock.leaves, wanted, options)
+    check_same("the layout of what is loaded", layout(found.read))
+    with together("Loading"):
+        abstract = {name: leaf.value for name, leaf in found.read.items()}
+        values = _restore(
+            stock.directory, abstract, stock.leaves, stock.max_bytes, stock.arrays
+        )
+    return _resharded(values, abstract, found, stock.leaves), found
+
+
+def _resharded(
+    values: dict[str, jax.Array],
+    abstract: dict[str, jax.ShapeDtypeStruct],
+    found: Match,
+    stored: Mapping[str, jax.ShapeDtypeStruct],
+) -> dict[str, jax.Array]:
+    """Returns arrays in the shardings that were asked for, with zeros as padding."""
+    return {
+        name: _without_excess(value, found.read[name], stored[name].shape)
+        for name, value in reshard(values, abstract).items()
+    }
 
 
 def _agreed_step(path: str | os.PathLike[str], step: Step) -> int:
@@ -214,12 +265,16 @@ def _impls(directory: Path, manifest: Manifest) -> dict[str, str]:
 
 
 def _restore(
-    directory: Path, wanted: dict[str, Any], manifest: Manifest
+    directory: Path,
+    wanted: dict[str, Any],
+    leaves: Mapping[str, jax.ShapeDtypeStruct],
+    max_bytes: int,
+    where: Arrays | None = None,
 ) -> dict[str, jax.Array]:
     if not wanted:
         return {}
     try:
-        return read_arrays(directory, wanted, manifest.leaves, manifest.max_bytes)
+        return read_arrays(directory, wanted, leaves, max_bytes, where)
     except (MemoryError, jax.errors.JaxRuntimeError):
         raise
     except Exception as error:  # TensorStore raises plain `Exception`s.

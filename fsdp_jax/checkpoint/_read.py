@@ -20,7 +20,14 @@ import tensorstore as ts
 from jax.sharding import NamedSharding, PartitionSpec
 
 from fsdp_jax.checkpoint._paths import time_limit
-from fsdp_jax.checkpoint._zarr import Box, check_arrays, chunks_of, open_arrays
+from fsdp_jax.checkpoint._zarr import (
+    Arrays,
+    Box,
+    arrays_of_step,
+    check_arrays,
+    chunks_of,
+    open_arrays,
+)
 
 # Reads of one chunk each, of at most 32 MiB, which bounds the extra memory of a load.
 _READS_AT_ONCE = 16
@@ -33,6 +40,7 @@ def read_arrays(
     wanted: dict[str, jax.ShapeDtypeStruct],
     leaves: Mapping[str, jax.ShapeDtypeStruct],
     max_bytes: int,
+    where: Arrays | None = None,
 ) -> dict[str, jax.Array]:
     """Reads arrays, truncated or padded with zeros to the shapes of `wanted`.
 
@@ -44,13 +52,14 @@ def read_arrays(
       wanted: Abstract arrays with shardings, by name.
       leaves: Stored shapes and dtypes, as for `check_arrays`.
       max_bytes: Limit of a chunk, as for `check_arrays`.
+      where: Where the arrays are; None for those of a step of fsdp_jax.
 
     Raises:
       Exception: TensorStore's error if a checksum does not match; see `root_cause`.
     """
     arrays: dict[str, jax.Array] = {}
     under_way: deque[Callable[[], None]] = deque()
-    opened = open_arrays(directory, list(wanted))
+    opened = open_arrays(where or arrays_of_step(directory), list(wanted))
     check_arrays(opened, leaves, max_bytes)
     for name, array in opened.items():
         leaf = _Leaf.of(wanted[name], array, time_limit(directory))

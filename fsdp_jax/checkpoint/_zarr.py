@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import math
@@ -98,7 +99,7 @@ def read_all(
     """
     under_way: deque[ts.Future] = deque()
     limit_secs = time_limit(directory)
-    arrays = open_arrays(directory, list(leaves))
+    arrays = open_arrays(arrays_of_step(directory), list(leaves))
     check_arrays(arrays, leaves, max_bytes)
     for array in arrays.values():
         for chunk in chunks_of(array):
@@ -109,14 +110,39 @@ def read_all(
         read.result(limit_secs)
 
 
-def open_arrays(directory: Path, names: Collection[str]) -> dict[str, ts.TensorStore]:
+@dataclasses.dataclass(frozen=True)
+class Arrays:
+    """Where arrays are stored.
+
+    Attributes:
+      kvstore: TensorStore's spec of the key-value store.
+      driver: TensorStore's name of their format.
+      keys: Key of an array in the store, by name; a name that is not in it is the key.
+    """
+
+    kvstore: dict[str, Any]
+    driver: str = "zarr3"
+    keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+def arrays_of_step(directory: Path) -> Arrays:
+    """Returns where the arrays of a step are."""
+    return Arrays(_ocdbt(directory))
+
+
+def open_arrays(arrays: Arrays, names: Collection[str]) -> dict[str, ts.TensorStore]:
     """Opens arrays for reading, by name."""
     # Cache the OCDBT index, which would otherwise be read for each value.
     context = ts.Context({"cache_pool#places": {"total_bytes_limit": _PLACES_BYTES}})
-    kvstore = _ocdbt(directory) | {"cache_pool": "cache_pool#places"}
+    kvstore = arrays.kvstore
+    if kvstore["driver"] == "ocdbt":
+        kvstore = kvstore | {"cache_pool": "cache_pool#places"}
     opening = {
         name: ts.open(
-            {"driver": "zarr3", "kvstore": kvstore | {"path": f"{name}/"}},
+            {
+                "driver": arrays.driver,
+                "kvstore": _within(kvstore, arrays.keys.get(name, name)),
+            },
             context=context,
             open=True,
         )
@@ -181,6 +207,11 @@ def chunk_grid(shape: Sequence[int], sizes: Sequence[int]) -> Iterator[Box]:
             (start, min(start + size, total))
             for start, size, total in zip(corner, sizes, shape, strict=True)
         )
+
+
+def _within(kvstore: dict[str, Any], key: str) -> dict[str, Any]:
+    """Returns the spec of a folder in a key-value store."""
+    return kvstore | {"path": f"{kvstore.get('path', '')}{key}/"}
 
 
 def _ocdbt(directory: Path) -> dict[str, Any]:

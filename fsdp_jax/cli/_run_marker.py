@@ -12,6 +12,7 @@ import jax
 
 import fsdp_jax as fsdp
 from fsdp_jax.checkpoint._multihost import exchange, together
+from fsdp_jax.checkpoint._paths import as_path, is_local
 from fsdp_jax.checkpoint._steps import committed_steps, resolve_step, set_aside
 
 _NAME = "fsdp-jax-train.json"
@@ -73,15 +74,19 @@ def mark_begun(save: Path, command: Command) -> None:
         return
     if fsdp.latest_step(save) is None:
         known = []  # what another began has come to nothing
-    save.mkdir(parents=True, exist_ok=True)
-    part = save / f"{_NAME}.part"
-    part.write_text(json.dumps([*known, now]))
-    part.replace(save / _NAME)
+    directory, content = as_path(save), json.dumps([*known, now])
+    if not is_local(directory):
+        (directory / _NAME).write_text(content)
+        return
+    directory.mkdir(parents=True, exist_ok=True)
+    part = directory / f"{_NAME}.part"
+    part.write_text(content)
+    part.replace(directory / _NAME)
 
 
 def _known(save: Path) -> list[dict[str, Any]]:
     """Returns the commands that began or resumed the run in a directory."""
-    file = save / _NAME
+    file = as_path(save) / _NAME
     return json.loads(file.read_bytes()) if file.exists() else []
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from jax._src.clusters import ClusterEnv
 
-from fsdp_jax.launch._protocol import split_address
+from fsdp_jax.launch._protocol import is_loopback, split_address
 
 # Set by `fsdp-jax launch`, which runs the coordinator itself.
 HOSTED = "FSDP_JAX_HOSTED"
@@ -85,6 +85,27 @@ def find_place(
             f"together; got {address}, {count} and {rank}."
         )
     return _with_token(_place(address, count, rank, ids), variables)
+
+
+def check_token(place: Place) -> None:
+    """Raises a `ValueError` if a process needs a token of its job, and has none.
+
+    It needs none alone, or if only processes of its machine reach the coordinator.
+    """
+    if place.token or place.num_processes == 1:
+        return
+    if place.hosted:
+        raise ValueError(
+            f"{HOSTED} is set, as `fsdp-jax launch` does, and {TOKEN} is not, which it "
+            "sets too: start the program with the whole environment of the launcher."
+        )
+    if not is_loopback(place.host):
+        raise ValueError(
+            f"{TOKEN} is not set, and other machines reach the coordinator at "
+            f"{place.host}: without it they can take the place of a process. Set it to "
+            "the same secret in all processes, made for each job, such as by "
+            f"`export {TOKEN}=$(openssl rand -hex 16)` before srun."
+        )
 
 
 def _with_token(place: Place, variables: Mapping[str, str]) -> Place:

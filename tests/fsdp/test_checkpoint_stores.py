@@ -11,7 +11,7 @@ import orbax.checkpoint.checkpoint_managers as policies
 import pytest
 from helpers.damage import ORBAX_FAILS_NOISILY
 from helpers.errors import facts
-from helpers.object_server import ObjectStore, serving
+from helpers.object_server import ObjectStore, found_by_tensorstore
 from helpers.saving_worker import check, like, state_at
 
 import fsdp_jax as fsdp
@@ -27,14 +27,7 @@ BUCKETS = ("gs://bucket", "s3://bucket")
 @pytest.fixture(scope="module")
 def served() -> Iterator[ObjectStore]:
     """One server for all tests: TensorStore looks for that of Google's store once."""
-    with serving() as (store, url), pytest.MonkeyPatch.context() as patch:
-        patch.setenv("AWS_ENDPOINT_URL", url)
-        patch.setenv("AWS_ACCESS_KEY_ID", "key")
-        patch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
-        patch.setenv("TENSORSTORE_GCS_HTTP_URL", url)
-        patch.setenv("GOOGLE_AUTH_TOKEN_FOR_TESTING", "token")
-        patch.setattr(_bucket, "_FIRST_DELAY", "10ms")
-        patch.setattr(_bucket, "_LONGEST_DELAY", "50ms")
+    with found_by_tensorstore() as store:
         yield store
 
 

@@ -10,13 +10,16 @@ import contextlib
 import dataclasses
 import json
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Literal
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
+
+import pytest
+
+from fsdp_jax.checkpoint import _bucket
 
 Fault = Literal["503", "429", "403", "reset", "truncate", "hang", "flip"] | None
 _PAGE = 1000
@@ -102,6 +105,23 @@ def serving() -> Iterator[tuple[ObjectStore, str]]:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+@contextlib.contextmanager
+def found_by_tensorstore() -> Iterator[ObjectStore]:
+    """Serves an empty store, which `gs://` and `s3://` mean meanwhile.
+
+    TensorStore looks for the server of Google's store once in a process.
+    """
+    with serving() as (store, url), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AWS_ENDPOINT_URL", url)
+        patch.setenv("AWS_ACCESS_KEY_ID", "key")
+        patch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+        patch.setenv("TENSORSTORE_GCS_HTTP_URL", url)
+        patch.setenv("GOOGLE_AUTH_TOKEN_FOR_TESTING", "token")
+        patch.setattr(_bucket, "_FIRST_DELAY", "10ms")
+        patch.setattr(_bucket, "_LONGEST_DELAY", "50ms")
+        yield store
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -290,11 +310,3 @@ def _s3_list(store: ObjectStore, bucket: str, query: dict[str, str]) -> Answer:
         f"{contents}{more}</ListBucketResult>"
     )
     return Answer(200, text.encode(), (("Content-Type", "application/xml"),))
-
-
-def wait_for(condition: Callable[[], bool], secs: float = 10.0) -> None:
-    """Waits until a condition holds; fails the test if it does not in time."""
-    end = time.monotonic() + secs
-    while not condition():
-        assert time.monotonic() < end, "it did not happen in time"
-        time.sleep(0.01)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from helpers.errors import facts
 
-from fsdp_jax.launch._cluster import Place, find_place
+from fsdp_jax.launch._cluster import Place, check_token, find_place
 
 TORCHRUN = {
     "MASTER_ADDR": "node1",
@@ -124,3 +124,25 @@ def test_a_pod_of_an_indexed_job_needs_the_package_that_finds_the_others(variabl
     variables(JOB_COMPLETION_INDEX="1", KUBERNETES_SERVICE_HOST="10.0.0.1")
     with pytest.raises(ValueError, match=facts("'kubernetes'", "'jax[k8s]'")):
         find_place()
+
+
+@pytest.mark.parametrize(
+    "place, needs",
+    [
+        (Place("node1", 1, 8, 5), True),
+        (Place("10.0.0.1", 1, 2, 0), True),
+        (Place("127.0.0.1", 1, 2, 0, hosted=True), True),
+        (Place("node1", 1, 8, 5, token="secret"), False),
+        (Place("node1", 1, 1, 0), False),
+        (Place("localhost", 1, 2, 1), False),
+        (Place("127.0.0.1", 1, 2, 1), False),
+        (Place("::1", 1, 2, 1), False),
+    ],
+    ids=str,
+)
+def test_a_token_is_needed_where_other_machines_or_the_launcher_are(place, needs):
+    if needs:
+        with pytest.raises(ValueError, match=facts("FSDP_JAX_TOKEN")):
+            check_token(place)
+    else:
+        check_token(place)

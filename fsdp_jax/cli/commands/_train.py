@@ -12,6 +12,7 @@ import optax
 import bridge
 import fsdp_jax as fsdp
 from bridge.models import DecoderConfig
+from fsdp_jax.checkpoint._paths import as_path, is_local
 from fsdp_jax.cli._adam import settings_of_import
 from fsdp_jax.cli._callback import Callback, load_callback
 from fsdp_jax.cli._context_parallel import (
@@ -163,7 +164,7 @@ class Train:
             recipe.batch, recipe.seq, self.mesh.cp, documents=documents
         )
         check_batch(plan, rows, recipe.microbatches)
-        data = read_data(self.data, origin, recipe, self.save)
+        data = read_data(self.data, origin, recipe, _share(self))
         metadata = _make_metadata(origin.config, recipe, data, resumed)
         batches = batches_of(data, recipe, shard)
         if "data" in stored:
@@ -175,7 +176,7 @@ class Train:
         run = Run(
             start=start,
             steps=self.steps,
-            save=self.save,
+            save=as_path(self.save),
             checkpoints=self.checkpoints,
             metrics=self.logs.metrics,
             metadata=metadata,
@@ -254,11 +255,18 @@ def _hold_out(train: Train, origin: Origin, recipe: Recipe) -> HeldOut | None:
     if not options.eval_data:
         return None
     recipe = dataclasses.replace(recipe, data_weights="")
-    data = read_data(options.eval_data, origin, recipe, train.save / "held-out")
+    share = _share(train)
+    inside = None if share is None else share / "held-out"
+    data = read_data(options.eval_data, origin, recipe, inside)
     for line in describe(data, recipe):
         say(f"held-out data: {line}")
     every = options.eval_every or train.steps
     return hold_out(data, recipe, every=every, fused=train.precision.fused_loss)
+
+
+def _share(train: Train) -> Path | None:
+    """Returns where processes share tokens; None if each reads all for itself."""
+    return train.save if is_local(as_path(train.save)) else None
 
 
 def _is_in_place(train: Train) -> bool:
