@@ -100,7 +100,7 @@ def test_a_prompt_may_be_a_url():
     [
         ["verify", "msc://bucket/run"],
         ["import", "model", "gs://bucket/run"],
-        ["export", "s3://bucket/run", "out"],
+        ["export", "msc://bucket/run", "out"],
         ["train", "--data", "s3://b/text", "--steps", "1", "--save", "out"],
         ["train", "--data", "x", "--steps", "1", "--save", "msc://profile/run"],
         ["generate", "hf://a/b", "--prompt", "https://x.org/y"],

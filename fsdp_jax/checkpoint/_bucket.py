@@ -89,7 +89,13 @@ def wait(future: ts.Future, what: str) -> Any:
             f"'{what}': no answer within {TIMEOUT_SECS:g} s."
         ) from error
     except Exception as error:  # TensorStore raises plain `Exception`s.
-        raise ObjectStoreError(f"'{what}': {str(error):.{_LONGEST_TEXT}}") from error
+        raise outage(what, error) from error
+
+
+def outage(what: object, error: BaseException) -> ObjectStoreError:
+    """Returns the error of a request that failed, from TensorStore's."""
+    text = str(error).partition(" [tensorstore_spec")[0]
+    return ObjectStoreError(f"'{what}': {text:.{_LONGEST_TEXT}}")
 
 
 def is_outage(error: BaseException) -> bool:

@@ -23,6 +23,7 @@ from fsdp_jax.checkpoint._manifest import (
 from fsdp_jax.checkpoint._matching import Cast, Loaded, Match, Options, Strict, match
 from fsdp_jax.checkpoint._multihost import check_same, exchange, together
 from fsdp_jax.checkpoint._objects import Extra, capture, read_extras, restore_extras
+from fsdp_jax.checkpoint._paths import as_path
 from fsdp_jax.checkpoint._read import read_arrays, reshard
 from fsdp_jax.checkpoint._steps import Step, open_step, resolve_step
 from fsdp_jax.checkpoint._stock_orbax import Rules, find_arrays
@@ -98,6 +99,7 @@ def load(
 
     Source: Megatron-LM dist_checkpointing/serialization.py::load
     """
+    path = as_path(path)
     options = Options(strict, allow_shape_mismatch, cast)
     wanted = flatten(like)
     if rules is None:
@@ -136,6 +138,7 @@ def load_params(
       ValueError: If the stored parameters do not fit `like`, as in `load`.
       DamagedCheckpointError: If the step is not as it was written.
     """
+    path = as_path(path)
     wanted = {_PARAMS + name: leaf for name, leaf in flatten(like).items()}
     values, _ = _read(path, wanted, step, _PARAMS, Options(cast=cast), {})
     return unflatten(like, {n.removeprefix(_PARAMS): x for n, x in values.items()})

@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fsdp_jax.checkpoint._bucket import ObjectStoreError, is_outage
+from fsdp_jax.checkpoint._bucket import ObjectStoreError, is_outage, outage
 from fsdp_jax.checkpoint._paths import files_in, is_local, of_other_size
 from fsdp_jax.checkpoint._seal import Seal, seal
 from fsdp_jax.checkpoint._zarr import root_cause
@@ -346,10 +346,9 @@ def reading(directory: Path, name: str, how: str = "unreadable") -> Iterator[Non
 
 def unreadable(directory: Path, error: Exception) -> Exception:
     """Returns the error for arrays that TensorStore cannot read."""
-    cause = root_cause(error)
     if not is_local(directory) and is_outage(error):
-        return ObjectStoreError(f"'{directory}': {cause}")
-    return damaged(directory, [cause])
+        return outage(directory, error)
+    return damaged(directory, [root_cause(error)])
 
 
 def damaged(directory: Path, problems: list[str]) -> DamagedCheckpointError:

@@ -11,7 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_jax._local_path import check_local
-from fsdp_jax.checkpoint._bucket import SCHEMES, TIMEOUT_SECS
+from fsdp_jax.checkpoint._bucket import (
+    SCHEMES,
+    TIMEOUT_SECS,
+    is_outage,
+    outage,
+)
 from fsdp_jax.checkpoint._store_path import StorePath
 
 # One slash is enough: `Path("s3://bucket/run")` is `s3:/bucket/run`.
@@ -49,6 +54,21 @@ def is_local(path: Any) -> bool:
 def time_limit(path: Any) -> float | None:
     """Returns the seconds that a read may take; None for no limit."""
     return None if is_local(path) else TIMEOUT_SECS
+
+
+@contextmanager
+def outages(path: Any) -> Iterator[None]:
+    """Turns TensorStore's errors about an object store into an `ObjectStoreError`.
+
+    Args:
+      path: Folder that is written.
+    """
+    try:
+        yield
+    except Exception as error:
+        if is_local(path) or isinstance(error, OSError) or not is_outage(error):
+            raise
+        raise outage(path, error) from error
 
 
 def files_in(directory: Any) -> list[str]:

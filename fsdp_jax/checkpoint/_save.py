@@ -27,7 +27,7 @@ from fsdp_jax.checkpoint._orbax_handler import (
     remove_unfinished,
     save_arguments,
 )
-from fsdp_jax.checkpoint._paths import as_path, is_local
+from fsdp_jax.checkpoint._paths import as_path, is_local, outages
 from fsdp_jax.checkpoint._run_id import make_run_id
 from fsdp_jax.checkpoint._steps import committed_steps, latest_step, state_directory
 from fsdp_jax.checkpoint._typed_json import encode
@@ -66,6 +66,7 @@ def save(
         never overwritten, and an older step would never be the newest. If another
         process, or an open `Checkpointer`, writes to it. If `metadata` has other types,
         or `state` or `extras` contain values that cannot be stored.
+      ObjectStoreError: If the path is in an object store, and it does not answer.
 
     Examples:
       >>> state = fsdp.init_state(plan, tx, params, step=100)
@@ -83,7 +84,8 @@ def save(
         handler = StateHandler()
         with manager(path, handler, enable_async_checkpointing=False) as steps:
             # `force`, since Orbax's own policies would skip a step silently.
-            steps.save(step, args=arguments, force=True)
+            with outages(path / str(step)):
+                steps.save(step, args=arguments, force=True)
             raise_failure(handler, path / str(step))
 
 
