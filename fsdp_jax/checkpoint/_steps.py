@@ -6,7 +6,7 @@ import itertools
 import os
 import warnings
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from fsdp_jax.checkpoint import _manifest
 from fsdp_jax.checkpoint._manifest import (
@@ -19,7 +19,7 @@ from fsdp_jax.checkpoint._manifest import (
     unreadable,
 )
 from fsdp_jax.checkpoint._orbax_handler import ITEM
-from fsdp_jax.checkpoint._paths import as_path
+from fsdp_jax.checkpoint._paths import as_path, files_in, is_local
 from fsdp_jax.checkpoint._replace import step_folder, steps_in
 from fsdp_jax.checkpoint._run_id import find_run_id
 from fsdp_jax.checkpoint._store_path import COMMIT_MARKER
@@ -35,6 +35,8 @@ def committed_steps(path: str | os.PathLike[str]) -> list[int]:
     Interrupted saves and folders written by other programs are not.
     """
     directory = as_path(path)
+    if not is_local(directory):
+        return _committed_in_store(directory)
     if not directory.is_dir():
         return []
     steps = steps_in(directory)
@@ -156,6 +158,15 @@ def state_directory(path: str | os.PathLike[str], step: int) -> Path:
 def _is_committed(folder: Path) -> bool:
     files = (folder / COMMIT_MARKER, folder / ITEM / _manifest.NAME)
     return all(file.is_file() for file in files)
+
+
+def _committed_in_store(directory: Any) -> list[int]:
+    """Returns the committed steps of a folder in an object store, by one listing."""
+    names = set(files_in(directory))
+    ends = (COMMIT_MARKER, f"{ITEM}/{_manifest.NAME}")
+    steps = {step for step, _, _ in (name.partition("/") for name in names)}
+    whole = [s for s in steps if all(f"{s}/{end}" in names for end in ends)]
+    return sorted(int(step) for step in whole if step.isdecimal())
 
 
 def _latest_good(path: str | os.PathLike[str], available: list[int]) -> int:
