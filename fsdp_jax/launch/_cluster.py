@@ -139,11 +139,15 @@ def _from_torchrun(variables: Mapping[str, str], ids: Sequence[int] | None) -> P
     if wrong:
         shown = ", ".join(f"{name}='{value}'" for name, value in wrong.items())
         raise ValueError(f"These variables are numbers: {shown}.")
-    _, port, count, rank, local = (variables[name] for name in _TORCHRUN)
+    host, port, count, rank, local = (variables[name] for name in _TORCHRUN)
+    if variables.get("LOCAL_WORLD_SIZE") == count:
+        # torchrun names the machine even if all processes are on it, and the
+        # coordinator would listen to others.
+        host = "127.0.0.1"
     # The coordinator uses the next port if torchrun's store has this one.
     next_port = int(port) + (variables.get(_AGENT_STORE) == "True")
     return _place(
-        f"{variables['MASTER_ADDR']}:{next_port}",
+        f"{host}:{next_port}",
         int(count),
         int(rank),
         [int(local)] if ids is None else ids,

@@ -14,13 +14,14 @@ RUN = "s3://bucket/runs/1"
 
 
 def test_a_run_in_an_object_store_goes_on_and_is_verified(llama, text, capsys):
-    command = ["train", "--hf", str(llama), "--data", str(text), "--seq", "16"]
+    train = ["train", "--data", str(text)]
+    command = [*train, "--hf", str(llama), "--seq", "16"]
     with found_by_tensorstore() as store:
         assert main([*command, "--steps", "1", "--save", RUN]) == 0
         assert fsdp.latest_step(RUN) == 1
         # Begun by this command: it is done, and goes on to a later step.
         assert main([*command, "--steps", "1", "--save", RUN]) == 0
-        assert main(["train", "--resume", RUN, "--steps", "2", "--save", RUN]) == 0
+        assert main([*train, "--resume", RUN, "--steps", "2", "--save", RUN]) == 0
         assert main(["verify", RUN]) == 0
         assert "step 2: " in capsys.readouterr().out
         store.fault = lambda method, key: "403"

@@ -169,7 +169,7 @@ def test_stock_orbax_reads_our_steps(tmp_path):
     want = {"params.w": state.params["w"], "opt_state.mu": state.opt_state["mu"]}
     readers = {
         "v0": lambda path: ocp.PyTreeCheckpointer().restore(path),
-        "v1": lambda path: ocp1.load_pytree(path),
+        "v1": lambda path: ocp1.load(path),
     }
     for name, read in readers.items():
         got = read(tmp_path / "7" / "state")

@@ -27,6 +27,7 @@ OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "5",
     "OMPI_COMM_WORLD_LOCAL_RANK": "1",
 }
+OTHERS = ("JAX_COORDINATOR_ADDRESS", "LOCAL_WORLD_SIZE")
 
 
 @pytest.fixture
@@ -34,7 +35,7 @@ def variables(monkeypatch):
     """Sets the variables of this process, which jax's detection reads."""
 
     def set_all(**values: str) -> None:
-        for name in [*TORCHRUN, *SLURM, *OPEN_MPI, "JAX_COORDINATOR_ADDRESS"]:
+        for name in [*TORCHRUN, *SLURM, *OPEN_MPI, *OTHERS]:
             monkeypatch.delenv(name, raising=False)
         for name, value in values.items():
             monkeypatch.setenv(name, value)
@@ -55,6 +56,13 @@ def test_torchruns_variables_say_the_place(variables):
 def test_where_torchrun_listens_itself_the_next_port_is_taken(variables):
     variables(**TORCHRUN, TORCHELASTIC_USE_AGENT_STORE="True")
     assert find_place() == Place("node1", 29501, 8, 5, [1])
+
+
+def test_a_job_of_one_machine_stays_on_it(variables):
+    variables(**TORCHRUN, LOCAL_WORLD_SIZE="8")
+    assert find_place() == Place("127.0.0.1", 29500, 8, 5, [1])
+    variables(**TORCHRUN, LOCAL_WORLD_SIZE="4")
+    assert find_place() == Place("node1", 29500, 8, 5, [1])
 
 
 def test_slurms_variables_say_the_place(variables):

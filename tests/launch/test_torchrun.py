@@ -24,10 +24,9 @@ def test_a_job_of_torchrun_is_found_beside_its_own_store(tmp_path):
     (tmp_path / "join.py").write_text(JOIN)
     cpus = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2", "OMP_NUM_THREADS": "1"}
     command = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
-    token = {"FSDP_JAX_TOKEN": "a secret"}  # It takes the machine's name as address.
     done = subprocess.run(
         [sys.executable, *command, tmp_path / "join.py"],
-        env=os.environ | cpus | token | {"PYTHONPATH": str(ROOT)},
+        env=os.environ | cpus | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=120,
