@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from helpers.object_server import found_by_tensorstore
+from helpers.stores import found_by_tensorstore
 
 import fsdp_jax as fsdp
 from fsdp_jax.cli import main

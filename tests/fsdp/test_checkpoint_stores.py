@@ -11,8 +11,9 @@ import orbax.checkpoint.checkpoint_managers as policies
 import pytest
 from helpers.damage import ORBAX_FAILS_NOISILY
 from helpers.errors import facts
-from helpers.object_server import ObjectStore, found_by_tensorstore
+from helpers.object_server import ObjectStore
 from helpers.saving_worker import check, like, state_at
+from helpers.stores import found_by_tensorstore
 
 import fsdp_jax as fsdp
 from fsdp_jax.checkpoint import ObjectStoreError, _bucket, _store_lease

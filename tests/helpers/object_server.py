@@ -17,10 +17,6 @@ from typing import Literal
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
 
-import pytest
-
-from fsdp_jax.checkpoint import _bucket
-
 Fault = Literal["503", "429", "403", "reset", "truncate", "hang", "flip"] | None
 _PAGE = 1000
 _HANG_SECS = 30.0
@@ -105,23 +101,6 @@ def serving() -> Iterator[tuple[ObjectStore, str]]:
         server.shutdown()
         server.server_close()
         thread.join()
-
-
-@contextlib.contextmanager
-def found_by_tensorstore() -> Iterator[ObjectStore]:
-    """Serves an empty store, which `gs://` and `s3://` mean meanwhile.
-
-    TensorStore looks for the server of Google's store once in a process.
-    """
-    with serving() as (store, url), pytest.MonkeyPatch.context() as patch:
-        patch.setenv("AWS_ENDPOINT_URL", url)
-        patch.setenv("AWS_ACCESS_KEY_ID", "key")
-        patch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
-        patch.setenv("TENSORSTORE_GCS_HTTP_URL", url)
-        patch.setenv("GOOGLE_AUTH_TOKEN_FOR_TESTING", "token")
-        patch.setattr(_bucket, "_FIRST_DELAY", "10ms")
-        patch.setattr(_bucket, "_LONGEST_DELAY", "50ms")
-        yield store
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -310,3 +289,9 @@ def _s3_list(store: ObjectStore, bucket: str, query: dict[str, str]) -> Answer:
         f"{contents}{more}</ListBucketResult>"
     )
     return Answer(200, text.encode(), (("Content-Type", "application/xml"),))
+
+
+if __name__ == "__main__":
+    with serving() as (_, address):
+        print(address, flush=True)
+        threading.Event().wait()
