@@ -133,7 +133,7 @@ def test_rules_that_fit_nothing_or_join_two_arrays_are_refused(stock, mesh):
     with pytest.raises(ValueError, match=facts("a.w", "b.w", "'^z'", "3")):
         fsdp.load(stock, abstract, rules=[(r"^[ab]\.", ""), ("^z", "")])
     with pytest.raises(ValueError, match=facts("extras=['data']")):
-        fsdp.load(stock, abstract, rules=[], extras={"data": {}})  # pyright: ignore[reportArgumentType]: it is refused before
+        fsdp.load(stock, abstract, rules=[], extras={"data": {}})
     with pytest.raises(ValueError, match=facts("step 1", str(stock))):
         fsdp.load(stock, abstract, rules=[], step=1)
 
