@@ -21,6 +21,7 @@ import fsdp_jax
 from fsdp_jax._local_path import check_local
 from fsdp_jax._streams import discard
 from fsdp_jax.checkpoint import NotSavedError
+from fsdp_jax.checkpoint._paths import as_path
 from fsdp_jax.cli._errors import CheckFailed, ChildFailed
 from fsdp_jax.cli._no_driver import be_silent_without_driver
 from fsdp_jax.cli._option_names import suggestions
@@ -46,6 +47,9 @@ from fsdp_jax.cli.commands._schema import Schema
 from fsdp_jax.cli.commands._train import Train
 from fsdp_jax.cli.commands._verify import Verify
 from fsdp_jax.launch import fail
+
+# Options that are directories of checkpoints, which may be in an object store.
+_OF_CHECKPOINTS = {"checkpoint", "resume", "save"}
 
 _Command = (
     Annotated[Train, named("train", Train)]
@@ -94,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             try:
                 command = parse(words)
-            except ValueError as error:  # in the file of a run
+            except (ValueError, OSError) as error:  # in the file of a run
                 return _report(error, status=2)
             if isinstance(command, Completion):
                 return _print_completion(command.shell)
@@ -179,11 +183,14 @@ def _run(command: Any) -> int:
 
 def _check_paths(command: object) -> None:
     """Refuses URLs in options that are paths; a prompt may be one."""
-    values = vars(command).values()
-    flat = [each for x in values for each in (x if isinstance(x, tuple) else (x,))]
-    check_local(*(each for each in flat if isinstance(each, Path)))
-    for value in filter(dataclasses.is_dataclass, flat):
-        _check_paths(value)
+    for name, value in vars(command).items():
+        for each in value if isinstance(value, tuple) else (value,):
+            if dataclasses.is_dataclass(each):
+                _check_paths(each)
+            elif isinstance(each, Path) and name in _OF_CHECKPOINTS:
+                as_path(each)
+            elif isinstance(each, Path):
+                check_local(each)
 
 
 def _report(error: Exception, *, status: int) -> int:

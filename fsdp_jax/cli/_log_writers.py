@@ -11,11 +11,11 @@ import hashlib
 import importlib
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
 
+from fsdp_jax.checkpoint._paths import is_local
 from fsdp_jax.cli._metrics import StepMetrics
 
 Numbers = Mapping[str, float]
@@ -39,15 +39,15 @@ class LoggedRun:
     options: Mapping[str, Any]
 
 
-def logged_run(save: Path, start: int, options: Mapping[str, Any]) -> LoggedRun:
+def logged_run(save: Any, start: int, options: Mapping[str, Any]) -> LoggedRun:
     """Describes a run to writers.
 
     Args:
-      save: Directory of its checkpoints.
+      save: Directory of its checkpoints, from `as_path`.
       start: Number of steps done before.
       options: Options of the run, by section.
     """
-    path = save.absolute()
+    path = save.absolute() if is_local(save) else save
     digest = hashlib.sha256(str(path).encode()).hexdigest()
     return LoggedRun(path.name, digest[:16], start, options)
 

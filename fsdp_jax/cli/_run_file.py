@@ -13,8 +13,10 @@ from typing import Any
 import jax
 import yaml
 
+from fsdp_jax.checkpoint._paths import as_path, is_local
 from fsdp_jax.cli._option_schema import Schema, problems, schema_of
 from fsdp_jax.cli._options import repeated
+from fsdp_jax.cli._run_marker import write_in
 
 NAME = "run.yaml"
 """Name of the file in the directory of a run, with all options of its last start."""
@@ -56,20 +58,20 @@ def expand(words: Sequence[str], command: type) -> list[str]:
     return [*_as_words(values, command, _names(words)), *words]
 
 
-def read_run_file(file: Path, schema: Schema) -> dict[str, Any]:
+def read_run_file(file: Any, schema: Schema) -> dict[str, Any]:
     """Reads the options of a file.
 
     Args:
-      file: YAML or JSON file.
+      file: Path of a YAML or JSON file, from `as_path`.
       schema: Schema of its content.
 
     Raises:
       ValueError: As for `expand`.
     """
-    if not file.is_file():
+    if not file.exists():
         raise ValueError(f"'{file}' is no file that describes a run.")
     try:
-        values = yaml.load(file.read_text(encoding="utf-8"), _UniqueKeys)
+        values = yaml.load(file.read_bytes().decode(), _UniqueKeys)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(
             f"'{file}' is no YAML: {' '.join(str(error).split())}"
@@ -172,8 +174,8 @@ def _set(values: dict[str, Any], text: str, schema: Schema) -> None:
 
 def _options_of_run(run: Path, schema: Schema) -> dict[str, Any]:
     """Returns the options of a run that is resumed, but those of its start."""
-    file = run / NAME
-    if not file.is_file():
+    file = as_path(run) / NAME
+    if not file.exists():
         return {}
     values = read_run_file(file, schema)
     kept = {name: x for name, x in values.items() if name not in _OF_A_START}
@@ -218,22 +220,18 @@ def _words(option: str, value: Any, repeats: bool) -> list[str]:
     return [f"--{option}", *texts] if texts else []
 
 
-def write_run_file(save: Path, options: Mapping[str, Any]) -> None:
+def write_run_file(save: Any, options: Mapping[str, Any]) -> None:
     """Writes the options of a run into its directory, in process 0.
 
     Args:
-      save: Directory of the run.
+      save: Directory of the run, from `as_path`.
       options: Options from `options_by_section`.
     """
     if jax.process_index() > 0:
         return
-    save.mkdir(parents=True, exist_ok=True)
-    file = save / NAME
     text = "# Options of this run: fsdp-jax train run.yaml --save ANOTHER repeats it.\n"
     text += yaml.safe_dump(dict(options), sort_keys=False, allow_unicode=True)
-    part = file.with_name(f"{NAME}.part")
-    part.write_text(text, encoding="utf-8")
-    part.replace(file)
+    write_in(save, NAME, text)
 
 
 def options_by_section(group: Any, resolved: Mapping[str, Any]) -> dict[str, Any]:
@@ -258,4 +256,7 @@ def options_by_section(group: Any, resolved: Mapping[str, Any]) -> dict[str, Any
 def _as_yaml(value: Any) -> Any:
     if isinstance(value, tuple):
         return [_as_yaml(x) for x in value]
-    return str(value.absolute()) if isinstance(value, Path) else value
+    if not isinstance(value, Path):
+        return value
+    path = as_path(value)
+    return str(path.absolute() if is_local(path) else path)

@@ -12,6 +12,7 @@ import jax
 
 import fsdp_jax as fsdp
 from fsdp_jax.checkpoint._multihost import exchange, together
+from fsdp_jax.checkpoint._paths import as_path, is_local
 from fsdp_jax.checkpoint._steps import committed_steps, resolve_step, set_aside
 
 _NAME = "fsdp-jax-train.json"
@@ -73,10 +74,24 @@ def mark_begun(save: Path, command: Command) -> None:
         return
     if fsdp.latest_step(save) is None:
         known = []  # what another began has come to nothing
-    save.mkdir(parents=True, exist_ok=True)
-    part = save / f"{_NAME}.part"
-    part.write_text(json.dumps([*known, now]))
-    part.replace(save / _NAME)
+    write_in(as_path(save), _NAME, json.dumps([*known, now]))
+
+
+def write_in(directory: Any, name: str, text: str) -> None:
+    """Writes a file into the directory of a run, whole or not at all.
+
+    Args:
+      directory: Directory from `as_path`; created if it is absent.
+      name: Name of the file.
+      text: Content.
+    """
+    if not is_local(directory):
+        (directory / name).write_text(text)
+        return
+    directory.mkdir(parents=True, exist_ok=True)
+    part = directory / f"{name}.part"
+    part.write_text(text, encoding="utf-8")
+    part.replace(directory / name)
 
 
 def has_written(save: Path, metrics: Path) -> bool:
@@ -86,7 +101,7 @@ def has_written(save: Path, metrics: Path) -> bool:
 
 def _known(save: Path) -> list[dict[str, Any]]:
     """Returns the commands that began or resumed the run in a directory."""
-    file = save / _NAME
+    file = as_path(save) / _NAME
     return json.loads(file.read_bytes()) if file.exists() else []
 
 

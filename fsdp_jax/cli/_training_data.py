@@ -31,7 +31,7 @@ def read_data(
       origin: Model, with its tokenizer and chat template.
       config: Options of the data.
       share: Directory in which the first process leaves tokens for the others; None if
-        there is one process.
+        there is one process, or each is to read all for itself.
 
     Raises:
       ValueError: If files are not as they should be, as for `read_tokens` and

@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 import bridge
 import fsdp_jax as fsdp
 from bridge.models import DecoderConfig
+from fsdp_jax.checkpoint._paths import as_path, is_local
 from fsdp_jax.cli._adam import settings_of_import
 from fsdp_jax.cli._callback import Callback, load_callback
 from fsdp_jax.cli._context_parallel import (
@@ -165,7 +166,7 @@ class Train:
         stored = {} if resumed is None else resumed.metadata
         config = _merge_options(self, origin, stored)
         plan = _make_plan(self, config, origin, mesh)
-        data = read_data(self.data, origin, config.data, self.save)
+        data = read_data(self.data, origin, config.data, _share(self))
         metadata = _make_metadata(origin.config, config, data, resumed)
         batches = batches_of(data, config.data, fsdp.host_shard(mesh))
         if "data" in stored:
@@ -181,7 +182,7 @@ class Train:
             window=window,
         )
         mark_begun(self.save, _command(self))
-        write_run_file(self.save, run.options)
+        write_run_file(run.save, run.options)
         tx = _make_optimizer(config, origin)
         make_state = functools.partial(
             *(start_state, origin, resumed, plan, tx, run.loss_scale, config.data.seed)
@@ -235,7 +236,7 @@ def _make_run(train: Train, config: TrainConfig, origin: Origin) -> Run:
     return Run(
         start=0,
         steps=train.steps,
-        save=train.save,
+        save=as_path(train.save),
         checkpoints=train.checkpoints,
         metrics=train.logs.metrics,
         log_to=train.logs.log_to,
@@ -297,7 +298,9 @@ def _hold_out(train: Train, origin: Origin, config: TrainConfig) -> HeldOut | No
     if not options.eval_data:
         return None
     rows = dataclasses.replace(config.data, data_weights="")
-    data = read_data(options.eval_data, origin, rows, train.save / "held-out")
+    share = _share(train)
+    inside = None if share is None else share / "held-out"
+    data = read_data(options.eval_data, origin, rows, inside)
     for line in describe(data, rows):
         say(f"held-out data: {line}")
     every = options.eval_every or train.steps
@@ -322,6 +325,11 @@ def _samples(train: Train, origin: Origin, config: TrainConfig) -> Samples | Non
         options.sample_tokens or 64,
         stop_tokens(origin.config),
     )
+
+
+def _share(train: Train) -> Path | None:
+    """Returns where processes share tokens; None if each reads all for itself."""
+    return train.save if is_local(as_path(train.save)) else None
 
 
 def _is_in_place(train: Train) -> bool:
