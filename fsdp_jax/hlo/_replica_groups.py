@@ -55,8 +55,13 @@ class Collective:
     @property
     def unit(self) -> str | None:
         """Innermost unit in the scopes; None if there is none."""
-        found = re.findall(r"unit:([^/()]+)", self.op_name)
-        return found[-1] if found else None
+        return unit_of(self.op_name)
+
+
+def unit_of(op_name: str) -> str | None:
+    """Returns the innermost unit in the scopes of an instruction; None for none."""
+    found = re.findall(r"unit:([^/()]+)", op_name)
+    return found[-1] if found else None
 
 
 def collective_of(
