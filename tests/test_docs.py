@@ -46,7 +46,10 @@ SHORT = {
     "--profile-from 10 --profile-steps 3": "--profile-from 2 --profile-steps 1",
 }
 # Of these it is enough here that they parse: each is run by the tests of its own.
-TESTED_ELSEWHERE = {"plan": "tests/cli/test_cli_plan.py"}
+TESTED_ELSEWHERE = {
+    "plan": "tests/cli/test_cli_plan.py",
+    "explain": "tests/planner/test_profile.py",
+}
 
 
 @pytest.fixture(scope="module")

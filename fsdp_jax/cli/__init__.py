@@ -35,6 +35,7 @@ from fsdp_jax.cli.commands._demo import Demo
 from fsdp_jax.cli.commands._diff_metrics import DiffMetrics
 from fsdp_jax.cli.commands._doctor import Doctor
 from fsdp_jax.cli.commands._eval import Eval
+from fsdp_jax.cli.commands._explain import Explain
 from fsdp_jax.cli.commands._export import Export
 from fsdp_jax.cli.commands._generate import Generate
 from fsdp_jax.cli.commands._import import Import
@@ -57,6 +58,7 @@ _Command = (
     | Annotated[Eval, named("eval", Eval)]
     | Annotated[Generate, named("generate", Generate)]
     | Annotated[Plan, named("plan", Plan)]
+    | Annotated[Explain, named("explain", Explain)]
     | Annotated[Import, named("import", Import)]
     | Annotated[Export, named("export", Export)]
     | Annotated[Convert, named("convert", Convert)]

@@ -172,17 +172,38 @@ def _plan_param(
     config: FSDPConfig,
     model: ModelDef,
 ) -> ParamPlan:
-    precision = config.mp_policy.resolve(name, leaf.dtype)
+    param = _unsplit(name, leaf, unit, num_stacked, mesh, config, model)
+    if param.is_expert:
+        placements = without_ep(placements)
+    if stack is not None and (unit == stack or is_within(unit, stack)):
+        param = _staged(param, mesh, config)
+    elif stack is not None:
+        placements = beside_stages(placements, unit)
+    num_shards = num_devices(mesh, placements.optimizer)
+    if name not in model.factors | model.codes:
+        tensor_dim = _tensor_dim(param, mesh, config, num_shards)
+        param = dataclasses.replace(param, tensor_dim=tensor_dim)
+    if not _should_split(param, config):
+        return param
+    dim, padding = _split_dim(param, mesh, num_shards)
+    if dim is None or num_shards == 1:
+        return param
+    param = dataclasses.replace(param, dim=dim, padding=padding, placements=placements)
+    return dataclasses.replace(param, gather=_param_gather(param, config))
+
+
+def _unsplit(
+    name: str,
+    leaf: Any,
+    unit: str,
+    num_stacked: int,
+    mesh: Mesh,
+    config: FSDPConfig,
+    model: ModelDef,
+) -> ParamPlan:
+    """Returns the plan of a parameter before any data axis splits it."""
     frozen = name in model.frozen or any(matches(p, name) for p in config.frozen)
-    overwrite_with_gradient = name in model.overwrite_with_gradient
-    # Codes, scales and fp8 state: a cast would corrupt them.
-    if name in model.codes or overwrite_with_gradient:
-        precision = Precision(*(4 * [leaf.dtype]), accumulate_wide=False)
-    elif name in model.factors:
-        precision = dataclasses.replace(precision, param=precision.main_params)
-    elif frozen:  # Never updated, so the compute dtype loses nothing.
-        precision = dataclasses.replace(precision, main_params=precision.param)
-    param = ParamPlan(
+    return ParamPlan(
         name=name,
         shape=tuple(leaf.shape),
         unit=unit,
@@ -193,45 +214,52 @@ def _plan_param(
         expert_dim=expert_dim(name, leaf.shape, num_stacked, mesh, config),
         is_under_tp=mesh.shape["tp"] > 1,
         placements=Placements((), (), ()),
-        precision=precision,
+        precision=_precision(name, leaf.dtype, config, model, frozen=frozen),
         frozen=frozen,
         reshard=config.reshard_after_forward and unit != ROOT,
         remat_policy=config.remat_policy,
         prefetch=config.prefetch if axes_in_use(mesh, DATA_AXES) else 0,
-        overwrite_with_gradient=overwrite_with_gradient,
+        overwrite_with_gradient=name in model.overwrite_with_gradient,
     )
-    if param.is_expert:
-        placements = without_ep(placements)
-    if stack is not None and (unit == stack or is_within(unit, stack)):
-        stages = Stages(
-            param.shape[0], mesh.shape["pp"], config.pipeline.virtual_stages
-        )
-        param = dataclasses.replace(param, is_staged=True, stage_padding=stages.padding)
-    elif stack is not None:
-        placements = beside_stages(placements, unit)
-    num_shards = num_devices(mesh, placements.optimizer)
-    if name not in model.factors | model.codes:
-        tensor_dim = _tensor_dim(param, mesh, config, num_shards)
-        param = dataclasses.replace(param, tensor_dim=tensor_dim)
-    if not _should_split(param, config):
-        return param
+
+
+def _precision(
+    name: str, dtype: Any, config: FSDPConfig, model: ModelDef, *, frozen: bool
+) -> Precision:
+    """Returns the dtypes of a parameter: the policy's, but for what they would harm."""
+    precision = config.mp_policy.resolve(name, dtype)
+    # Codes, scales and fp8 state: a cast would corrupt them.
+    if name in model.codes | model.overwrite_with_gradient:
+        return Precision(*(4 * [dtype]), accumulate_wide=False)
+    if name in model.factors:
+        return dataclasses.replace(precision, param=precision.main_params)
+    if frozen:  # Never updated, so the compute dtype loses nothing.
+        return dataclasses.replace(precision, main_params=precision.param)
+    return precision
+
+
+def _staged(param: ParamPlan, mesh: Mesh, config: FSDPConfig) -> ParamPlan:
+    """Returns a parameter of the stack that pipeline stages split."""
+    virtual_stages = config.pipeline.virtual_stages
+    stages = Stages(param.shape[0], mesh.shape["pp"], virtual_stages)
+    return dataclasses.replace(param, is_staged=True, stage_padding=stages.padding)
+
+
+def _split_dim(param: ParamPlan, mesh: Mesh, num_shards: int) -> tuple[int | None, int]:
+    """Returns the dim that data axes split, and its padding; None for no dim."""
     dim, padding = choose_split(
         param.shape,
         num_shards,
-        num_stacked=num_stacked,
+        num_stacked=param.num_stacked,
         without=(param.tensor_dim, param.expert_dim),
     )
-    if dim is None or padding:
-        # The dim that tp splits is preferred to padding.
-        tensor_dim = param.tensor_dim
-        if tensor_dim is not None and _divide_one_dim(
-            param, tensor_dim, mesh, num_shards
-        ):
-            dim, padding = tensor_dim, 0
-    if dim is None or num_shards == 1:
-        return param
-    param = dataclasses.replace(param, dim=dim, padding=padding, placements=placements)
-    return dataclasses.replace(param, gather=_param_gather(param, config))
+    if dim is not None and not padding:
+        return dim, 0
+    # The dim that tp splits is preferred to padding.
+    tensor_dim = param.tensor_dim
+    if tensor_dim is not None and _divide_one_dim(param, tensor_dim, mesh, num_shards):
+        return tensor_dim, 0
+    return dim, padding
 
 
 def _param_gather(param: ParamPlan, config: FSDPConfig) -> ParamGather | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -15,7 +16,6 @@ from jax.sharding import Mesh
 
 import fsdp_jax as fsdp
 from bridge.models import DecoderConfig, tensor_parallel_rules
-from fsdp_jax._report import format_bytes
 from fsdp_jax.cli._context_parallel import abstract_rows, check_context, check_rows
 from fsdp_jax.cli._decoder import loss_of, plan_decoder
 from fsdp_jax.cli._errors import check_absent
@@ -24,16 +24,21 @@ from fsdp_jax.cli._optimizer import OptimizerBits, OptimizerConfig
 from fsdp_jax.cli._options import Devices, Group, IgnoreField, Unset
 from fsdp_jax.cli._precision import OffloadTo, ParamDtype, ParamGather, Precision
 from fsdp_jax.cli._routing import Routing
+from fsdp_jax.cli._schedule_search import search_strategy
 from fsdp_jax.cli._sharding_options import Strategy
+from fsdp_jax.cli._speeds import Speeds
+from fsdp_jax.cli._xla_log import without_xla_lines
 from fsdp_jax.planner import (
     GPU,
+    CpuCount,
+    Search,
     StepEstimate,
+    Sweep,
     count_on_cpu,
     estimate_step,
-    find_gpu,
     gpu_devices,
-    sent_grid,
 )
+from fsdp_jax.training._compiler_options import Options, options_of
 
 _LONG_ROWS = 8192
 """Tokens from which on a sweep tries to split rows."""
@@ -43,37 +48,6 @@ _NO_PLUGIN = (
     "is what the compiler for CPUs says: memory, and how often what is communicated. "
     "It widens bfloat16 and hides nothing; no time is estimated."
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class Speeds:
-    """Figures of the cost model, instead of those of the GPU.
-
-    Attributes:
-      tflops: Speed of 16-bit matrix products, TFLOP/s.
-      memory_gbs: Bandwidth of the GPU's memory, GB/s.
-      link_gbs: Bandwidth to the other GPUs of a node, GB/s a GPU.
-      network_gbs: Bandwidth to other nodes, GB/s a GPU.
-      latency_us: Latency of each collective, microseconds.
-    """
-
-    tflops: Unset[float] = None
-    memory_gbs: Unset[float] = None
-    link_gbs: Unset[float] = None
-    network_gbs: Unset[float] = None
-    latency_us: Unset[float] = None
-
-    def apply(self, gpu: str) -> GPU:
-        """Returns the GPU of that name, with these figures."""
-        scaled = {
-            "flops": (self.tflops, 1e12),
-            "memory_bandwidth": (self.memory_gbs, 1e9),
-            "link_bandwidth": (self.link_gbs, 1e9),
-            "network_bandwidth": (self.network_gbs, 1e9),
-            "latency": (self.latency_us, 1e-6),
-        }
-        costs = {k: v * unit for k, (v, unit) in scaled.items() if v is not None}
-        return find_gpu(gpu, **costs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,10 +78,16 @@ class Plan:
       capacity_factor: Capacity of an expert as a multiple of its even share of a rank's
         tokens; default all tokens of all ranks on ep.
       json: Writes everything to this file.
-      picture: Draws memory and time into this file, .png or .svg.
+      html: Writes the tables into this file, for a browser.
+      picture: Draws memory and time into this file, .png or .svg; of a sweep, of all
+        that it compares.
       trace: Writes the timeline into this file, for Perfetto or chrome://tracing.
       sweep: Tries other meshes and strategies too, and recommends one; cp where rows
         have 8,192 tokens or more.
+      search: Tries other schedules of the same step: layers of an iteration, layers
+        gathered ahead, what is saved and what stays gathered, how much is communicated
+        at once. Says what the best one gains.
+      search_minutes: Minutes that a search may take.
       strategy: Sharding and memory of a step.
       speeds: Figures of the cost model.
     """
@@ -128,9 +108,12 @@ class Plan:
     fused_loss: bool = False
     capacity_factor: Unset[float] = None
     json: Unset[Path] = None
+    html: Unset[Path] = None
     picture: Unset[Path] = None
     trace: Unset[Path] = None
     sweep: bool = False
+    search: bool = False
+    search_minutes: float = 4.0
     strategy: Annotated[Strategy, Group] = Strategy(remat="nothing", unroll=2)
     speeds: Annotated[Speeds, Group] = Speeds()
 
@@ -148,37 +131,63 @@ class Plan:
                 "plan --sweep tries meshes and strategies of its own: leave out "
                 "--mesh, --zero and --outer, or --sweep."
             )
+        if self.sweep and self.search:
+            raise ValueError(
+                "plan --sweep compares meshes, and --search schedules on one mesh: "
+                "sweep first, and search with the --mesh and --zero that it recommends."
+            )
+        if not self.search_minutes > 0:
+            raise ValueError(f"--search-minutes {self.search_minutes:g}: above 0.")
         for option, file in self._files().items():
             check_absent(file, option)
+        with without_xla_lines():
+            self._plan(config, gpu, sizes)
+
+    def _plan(self, config: DecoderConfig, gpu: GPU, sizes: dict[str, int]) -> None:
         try:
             gpu_devices(gpu, self.gpus)
         except ValueError as error:
-            # A count by the CPU's compiler has no times to write, draw or compare.
-            asked = self.sweep or self._files()
+            # A count by the CPU's compiler has no times to draw or compare.
+            asked = self.sweep or self.search or self.picture or self.trace
             if "fsdp-jax[plan]" not in str(error) or asked:
                 raise
-            _print_cpu(self, config, sizes)
+            found = _count_on_cpu(self, config, sizes)
+            self._show(found, {"--json": found.save_json, "--html": found.save_html})
             return
         if self.sweep:
-            _sweep(self, config, gpu)
-            return
-        estimate = _estimate(self, config, gpu, sizes)
-        print(estimate)
-        self._save(estimate)
+            sweep = _sweep(self, config, gpu)
+            of_all = {"--html": sweep.save_html, "--picture": sweep.save_picture}
+            best = next(iter(sweep.estimates.values()))
+            self._show(sweep, _writers(best) | of_all)
+        elif self.search:
+            search = _search(self, config, gpu, sizes)
+            of_all = {"--html": search.save_html, "--json": search.save_json}
+            assert search.best.estimate is not None
+            self._show(search, _writers(search.best.estimate) | of_all)
+        else:
+            estimate = _estimate(self, config, gpu, sizes)
+            self._show(estimate, _writers(estimate))
 
     def _files(self) -> dict[str, Path]:
         """The files to write, by option."""
-        named = {"--json": self.json, "--picture": self.picture, "--trace": self.trace}
+        names = ("json", "html", "picture", "trace")
+        named = {f"--{name}": getattr(self, name) for name in names}
         return {option: file for option, file in named.items() if file is not None}
 
-    def _save(self, estimate: StepEstimate) -> None:
-        save = {
-            "--json": estimate.save_json,
-            "--picture": estimate.save_picture,
-            "--trace": estimate.save_trace,
-        }
+    def _show(self, found: object, writers: Mapping[str, Callable[[Path], None]]):
+        """Prints what was found, and writes the files that were asked for."""
+        print(found)
         for option, file in self._files().items():
-            save[option](file)
+            writers[option](file)
+
+
+def _writers(estimate: StepEstimate) -> dict[str, Callable[[Path], None]]:
+    return {
+        "--json": estimate.save_json,
+        "--html": estimate.save_html,
+        "--picture": estimate.save_picture,
+        "--trace": estimate.save_trace,
+    }
 
 
 def _precision_of(options: Plan) -> Precision:
@@ -221,6 +230,7 @@ def _estimate(
     sizes: dict[str, int],
     *,
     guide: bool = True,
+    xla_options: Options | None = None,
 ) -> StepEstimate:
     mesh = fsdp.make_mesh(**sizes, devices=gpu_devices(gpu, options.gpus))
     plan, loss, batch = _step_of(options, config, mesh)
@@ -230,6 +240,7 @@ def _estimate(
         gpu=gpu,
         tokens=rows * options.seq,
         guide=guide,
+        options=xla_options,
         num_microbatches=options.microbatches,
     )
 
@@ -258,21 +269,34 @@ def _step_of(options: Plan, config: DecoderConfig, mesh: Mesh):
     return plan, loss_of(fused=options.fused_loss), abstract_batch
 
 
-def _print_cpu(options: Plan, config: DecoderConfig, sizes: dict[str, int]) -> None:
+def _count_on_cpu(
+    options: Plan, config: DecoderConfig, sizes: dict[str, int]
+) -> CpuCount:
     print(f"fsdp-jax: {_NO_PLUGIN}", file=sys.stderr)
     devices = Devices(cpu_devices=options.gpus).pick()
     mesh = fsdp.make_mesh(**sizes, devices=devices)
     plan, loss, tokens = _step_of(options, config, mesh)
     tx = _optimizer_of(options)
-    size, sent = count_on_cpu(
-        plan, loss, tx, tokens, num_microbatches=options.microbatches
-    )
-    print(f"memory: {format_bytes(size)} a device, as the compiler for CPUs assigns it")
-    print()
-    print(sent_grid(sent, timed=False).as_text())
+    return count_on_cpu(plan, loss, tx, tokens, num_microbatches=options.microbatches)
 
 
-def _sweep(options: Plan, config: DecoderConfig, gpu: GPU) -> None:
+def _search(
+    options: Plan, config: DecoderConfig, gpu: GPU, sizes: dict[str, int]
+) -> Search:
+    mesh = fsdp.make_mesh(**sizes, devices=gpu_devices(gpu, options.gpus))
+
+    def estimate(strategy: Strategy, xla_options: Options) -> StepEstimate:
+        strategy.check(sizes)
+        changed = dataclasses.replace(options, strategy=strategy)
+        return _estimate(
+            *(changed, config, gpu, sizes), guide=False, xla_options=xla_options
+        )
+
+    seconds = 60 * options.search_minutes
+    return search_strategy(estimate, options.strategy, options_of(mesh), seconds)
+
+
+def _sweep(options: Plan, config: DecoderConfig, gpu: GPU) -> Sweep:
     found: dict[str, StepEstimate] = {}
     if options.batch is None:  # The same for all, to compare them by.
         options = dataclasses.replace(
@@ -295,10 +319,7 @@ def _sweep(options: Plan, config: DecoderConfig, gpu: GPU) -> None:
             f"--batch {options.batch}: the ranks of no mesh divide so many rows. Use a "
             f"multiple of {options.microbatches}, or more rows."
         )
-    sweep = fsdp.planner.Sweep(found)
-    print(sweep)
-    best = next(iter(sweep.estimates.values()))
-    options._save(best)
+    return Sweep(found)
 
 
 def _candidates(options: Plan, config: DecoderConfig, gpu: GPU):
