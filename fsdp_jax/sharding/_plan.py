@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fsdp_jax._report import Grid, format_bytes, html_page
 from fsdp_jax._tree import PyTree, matches, named_leaves
+from fsdp_jax.sharding._annotations import ignored_line
 from fsdp_jax.sharding._config import FSDPConfig, Placements
 from fsdp_jax.sharding._low_precision import MXFP8Gather, num_blocks
 from fsdp_jax.sharding._memory_summary import held_lines
@@ -23,6 +24,7 @@ from fsdp_jax.sharding._param_plan import ROOT as ROOT
 from fsdp_jax.sharding._param_plan import ParamPlan as ParamPlan
 from fsdp_jax.sharding._pipeline_report import pipeline_lines
 from fsdp_jax.sharding._stages import Stages
+from fsdp_jax.sharding._unit_methods import UnitClasses
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -40,7 +42,8 @@ class Plan:
       param_plans: One `ParamPlan` a parameter, in the order of
         `jax.tree.leaves(params)`.
       unit_specs: Units as passed to `fully_shard`.
-      unit_classes: Classes whose `__call__` is a unit.
+      unit_classes: Classes whose objects are units, and the names of the methods that
+        enter them; None for all methods.
       placements: Data axes that split every parameter that is split, except experts and
         what pipeline stages change.
 
@@ -59,7 +62,7 @@ class Plan:
     model: ModelDef
     param_plans: tuple[ParamPlan, ...]
     unit_specs: tuple[Any, ...]
-    unit_classes: tuple[type, ...]
+    unit_classes: UnitClasses
     placements: Placements
 
     @property
@@ -369,6 +372,7 @@ def _summary(plan: Plan) -> list[str]:
     if state := [name for name, _ in named_leaves(plan.model.state)]:
         more = f" and {len(state) - 5} more" if len(state) > 5 else ""
         lines.append(f"arrays, not parameters: {', '.join(state[:5])}{more}")
+    lines += ignored_line(plan.model.params, plan.config.tensor_parallel)
     if frozen:
         lines.append(f"frozen, with neither gradient nor optimizer state: {frozen}")
     if quantized := [param.gather.name for param in plan.param_plans if param.gather]:
