@@ -32,14 +32,13 @@ def named(name: str, command: type) -> Any:
     return tyro.conf.subcommand(name, description=summary)
 
 
-IgnoreField = Annotated[
-    tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="NAME")
-]
+Repeated = tyro.conf.UseAppendAction[tuple[str, ...]]
+"""Option that is given once for each of its values."""
+
+IgnoreField = Annotated[Repeated, tyro.conf.arg(metavar="NAME")]
 """Option `--ignore-field NAME`, given once for each field of config.json to ignore."""
 
-LogTo = Annotated[
-    tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="KIND:WHERE")
-]
+LogTo = Annotated[Repeated, tyro.conf.arg(metavar="KIND:WHERE")]
 """Option `--log-to KIND:WHERE`, given once for each log of the metrics."""
 
 

@@ -19,6 +19,7 @@ from fsdp_jax.planner._memory import predict_memory
 from fsdp_jax.planner._schedule import kernels_of
 from fsdp_jax.planner._step_estimate import StepEstimate
 from fsdp_jax.planner.liveness._trace import on_one_device
+from fsdp_jax.sharding._ambient_mesh import in_own_mesh
 from fsdp_jax.sharding._fully_shard import fully_shard
 from fsdp_jax.sharding._mesh import AXES, make_mesh
 from fsdp_jax.sharding._plan import Plan
@@ -30,6 +31,7 @@ from fsdp_jax.training._state import abstract_state
 from fsdp_jax.training._train_step import make_train_step
 
 
+@in_own_mesh
 def estimate_step(
     plan: Plan,
     loss_fn: LossFn,

@@ -33,6 +33,7 @@ from fsdp_jax.sharding._offload import check_memory
 from fsdp_jax.sharding._placement import beside_stages, is_within, staged_stack
 from fsdp_jax.sharding._plan import ROOT, ParamPlan, Plan
 from fsdp_jax.sharding._stages import Stages
+from fsdp_jax.sharding._unit_methods import resolve_methods
 from fsdp_jax.sharding._units import Stacked, UnitSpec, check_stacks, find_units, owner
 from fsdp_jax.sharding._validation import check_params
 
@@ -53,9 +54,10 @@ def fully_shard(
       make_model: Function of a PRNG key that returns an nnx or equinox module, linen
         variables, or any pytree of arrays.
       mesh: Device mesh from `make_mesh`.
-      units: Classes (flax.nnx, equinox), path patterns (`"layers.*"`: one `*` a path
-        component, for linen modules and for functions marked with `fsdp.unit`), or
-        either in `Stacked`. Empty: the model is one unit.
+      units: Classes (flax.nnx, equinox), which any of their methods enters; methods
+        (`Decoder.embed`), if only these are to; path patterns (`"layers.*"`: one `*` a
+        path component, for linen modules and for functions marked with `fsdp.unit`);
+        or one of them in `Stacked`. Empty: the model is one unit.
       config: Strategy, precision and replicated parameters; default `FSDPConfig()`,
         ZeRO-3.
 
@@ -84,10 +86,11 @@ def fully_shard(
     if config.offload:
         check_memory(mesh)
     plain = [u.unit if isinstance(u, Stacked) else u for u in units]
-    classes = tuple(dict.fromkeys(u for u in plain if isinstance(u, type)))
-    model = describe(make_model, classes)
+    plain, classes = resolve_methods(plain)
+    model = describe(make_model, tuple(classes))
     names = [name for name, _ in named_leaves(model.params)]
-    found = find_units(units, model.instances, names)
+    told = [u.num_dims if isinstance(u, Stacked) else None for u in units]
+    found = find_units(tuple(zip(plain, told, strict=True)), model.instances, names)
     _check_patterns(config, names)
     check_stacks(model, found)
     if config.lora is not None:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from jax.sharding import Mesh
 
 from fsdp_jax._report import format_bytes
+from fsdp_jax.sharding._mesh import num_devices
 from fsdp_jax.sharding._param_plan import ROOT, ParamPlan
 
 
@@ -103,3 +104,19 @@ def _whole_bytes(mesh: Mesh, param: ParamPlan, num_stacked: int = 0) -> int:
     stages = mesh.shape["pp"] if param.is_staged and not num_stacked else 1
     elements = math.prod(param.shape[num_stacked:]) // experts // parts // stages
     return elements * param.precision.param.itemsize
+
+
+def padding_bytes(mesh: Mesh, padded: Sequence[ParamPlan]) -> int:
+    """Returns bytes on one device beyond an even split of the padded parameters.
+
+    Args:
+      mesh: Device mesh of the plan.
+      padded: Plans of the padded parameters.
+    """
+    extra = 0.0
+    for param in padded:
+        axes = param.placements.optimizer
+        even = param.num_elements(mesh, ()) / num_devices(mesh, axes)
+        held = param.num_elements(mesh, axes)
+        extra += (held - even) * param.precision.main_params.itemsize
+    return round(extra)

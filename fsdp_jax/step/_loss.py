@@ -29,7 +29,12 @@ from fsdp_jax.step._model_state import (
     refuse_state,
     written_state,
 )
-from fsdp_jax.step._module_units import mark_objects, unmark_objects
+from fsdp_jax.step._module_units import (
+    gather_unbound,
+    mark_objects,
+    unmark_objects,
+)
+from fsdp_jax.step._named_arrays import with_scannable_shards
 from fsdp_jax.step._prefetched_scans import prefetch_scans
 from fsdp_jax.step._shard import Shard
 from fsdp_jax.step._split_loss import SplitLoss, split_loss
@@ -101,12 +106,16 @@ def loss_of_shards(plan: Plan, loss_fn: LossFn, form: LossForm) -> LossOfShards:
         else:
             model = plan.model.merge(params, state)
         if not isinstance(model, nnx.Module):
-            model = without_constraints(model)
+            model = with_scannable_shards(without_constraints(model))
         # On this copy of the model, which `merge` made; the user's stays as it is.
         model = sync_batch_norms(model, synced)
         model = mark_objects(model, plan.unit_classes)
         extra = {"rng": rng} if wants_rng else {}
-        with gather_at_units(), sync_linen_batch_norms(synced):
+        with (
+            gather_at_units(),
+            gather_unbound(plan.unit_classes),
+            sync_linen_batch_norms(synced),
+        ):
             out = loss_fn(model, batch, **extra)
         loss, aux = out if form.has_aux or _has_update(out) else (out, None)
         total, count = _sum_and_count(loss) if form.per_token else (loss, 1)

@@ -15,6 +15,7 @@ from fsdp_jax._scopes import OPTIMIZER
 from fsdp_jax._tree import PyTree
 from fsdp_jax.data._batch import check_batch, place_batch
 from fsdp_jax.launch import report_progress
+from fsdp_jax.sharding._ambient_mesh import in_own_mesh, own_mesh
 from fsdp_jax.sharding._offload import on_device
 from fsdp_jax.sharding._padded import unpack
 from fsdp_jax.sharding._plan import Plan
@@ -90,7 +91,8 @@ def value_and_grad(
         rng = jax.random.key(0) if rng is None else rng
         given = plan.model_state if model_state is None else model_state
         batch = place_batch(plan, batch)
-        outputs = settle(plan.mesh, compute(params, batch, rng, given))
+        with own_mesh(plan.mesh):
+            outputs = settle(plan.mesh, compute(params, batch, rng, given))
         (value, new_state, _), grads = outputs
         return value if model_state is None else (*value, new_state), grads
 
@@ -129,9 +131,10 @@ class TrainStep:
         check_batch(self.plan, batch, self.num_microbatches)
         report_progress(f"call {next(self._calls)} of the train step")
         batch = place_batch(self.plan, batch)
-        self.watch.look(self.jitted, state, batch)
-        # `state` is deleted by donation from here on.
-        new, metrics = settle(self.plan.mesh, self.jitted(state, batch))
+        with own_mesh(self.plan.mesh):
+            self.watch.look(self.jitted, state, batch)
+            # `state` is deleted by donation from here on.
+            new, metrics = settle(self.plan.mesh, self.jitted(state, batch))
         if self.check_for_nan_in_grad:
             raise_if_not_finite(self.plan, metrics["grad_peaks"], int(new.step))
         return new, metrics
@@ -146,9 +149,11 @@ class TrainStep:
             batch,
             self.plan.batch_shardings(batch),
         )
-        return self.jitted.lower(state, shapes)
+        with own_mesh(self.plan.mesh):
+            return self.jitted.lower(state, shapes)
 
 
+@in_own_mesh
 def make_train_step(
     plan: Plan,
     loss_fn: LossFn,

@@ -12,6 +12,7 @@ from typing import Annotated
 import jax
 import jax.numpy as jnp
 import optax
+import tyro
 from jax.sharding import Mesh
 
 import fsdp_jax as fsdp
@@ -21,12 +22,13 @@ from fsdp_jax.cli._decoder import loss_of, plan_decoder
 from fsdp_jax.cli._errors import check_absent
 from fsdp_jax.cli._model_source import open_hf, read_config
 from fsdp_jax.cli._optimizer import OptimizerBits, OptimizerConfig
-from fsdp_jax.cli._options import Devices, Group, IgnoreField, Unset
+from fsdp_jax.cli._options import Devices, Group, IgnoreField, Repeated, Unset
 from fsdp_jax.cli._precision import OffloadTo, ParamDtype, ParamGather, Precision
 from fsdp_jax.cli._routing import Routing
 from fsdp_jax.cli._schedule_search import search_strategy
 from fsdp_jax.cli._sharding_options import Strategy
 from fsdp_jax.cli._speeds import Speeds
+from fsdp_jax.cli._user_model import UserModel, check_effect, open_user_model
 from fsdp_jax.cli._xla_log import without_xla_lines
 from fsdp_jax.planner import (
     GPU,
@@ -59,6 +61,12 @@ class Plan:
     Attributes:
       hf: Model: a directory with config.json, or a hub id.
       config: Model: a config.json, or a directory that has one, without weights.
+      model: Model of your own: the function of a PRNG key that makes it, as
+        package.module:make_model, imported from the current directory too.
+      loss: Loss of --model, a function of the model and a batch, as
+        package.module:loss_fn.
+      unit: Unit of --model; may be repeated: a class or method as
+        package.module:Block, a path pattern as layers.*, or either after stacked:.
       ignore_field: Field of config.json to ignore although it is refused; may be
         repeated. For fields that change no number.
       gpu: GPU: a100, h100, h100-500w, h200, b200, b300, gb200 or gb300.
@@ -66,7 +74,8 @@ class Plan:
       mesh: Sizes of the mesh's axes, as in dp_outer=4,dp_shard=-1; default all on
         dp_shard.
       batch: Rows of a global batch; default one a microbatch and GPU, of cp x tp x pp
-        GPUs together.
+        GPUs together. Of --model its arrays, as x=float32[64,128],y=int32[64], or a
+        function that makes them, as package.module:make_batch.
       seq: Tokens that a row predicts.
       microbatches: Microbatches a step.
       param_dtype: Dtype that weights are gathered and computed in.
@@ -94,11 +103,14 @@ class Plan:
 
     hf: Unset[str] = None
     config: Unset[Path] = None
+    model: Unset[str] = None
+    loss: Unset[str] = None
+    unit: Annotated[Repeated, tyro.conf.arg(metavar="UNIT")] = ()
     ignore_field: IgnoreField = ()
     gpu: str = "h200"
     gpus: int = 8
     mesh: Unset[str] = None
-    batch: Unset[int] = None
+    batch: Unset[int | str] = None
     seq: int = 4096
     microbatches: int = 1
     param_dtype: ParamDtype = "bfloat16"
@@ -122,7 +134,7 @@ class Plan:
         # Lowering starts a backend: that of the CPU, as no GPU is asked for anything.
         jax.config.update("jax_platforms", "cpu")
         gpu = self.speeds.apply(self.gpu)
-        config = _read_config(self)
+        config = _open_model(self)
         sizes = _mesh_sizes(self.mesh)
         chosen = (self.mesh, self.strategy.zero, self.strategy.outer)
         self.strategy.check(None if self.sweep else sizes)
@@ -143,7 +155,9 @@ class Plan:
         with without_xla_lines():
             self._plan(config, gpu, sizes)
 
-    def _plan(self, config: DecoderConfig, gpu: GPU, sizes: dict[str, int]) -> None:
+    def _plan(
+        self, config: DecoderConfig | UserModel, gpu: GPU, sizes: dict[str, int]
+    ) -> None:
         try:
             gpu_devices(gpu, self.gpus)
         except ValueError as error:
@@ -198,9 +212,18 @@ def _optimizer_of(options: Plan) -> optax.GradientTransformation:
     return OptimizerConfig(optimizer_bits=options.optimizer_bits).make()
 
 
-def _read_config(options: Plan) -> DecoderConfig:
-    if (options.hf is None) == (options.config is None):
-        raise ValueError("plan takes the model from --hf MODEL or --config FILE: one.")
+def _open_model(options: Plan) -> DecoderConfig | UserModel:
+    named = (options.hf, options.config, options.model)
+    if sum(name is not None for name in named) != 1:
+        raise ValueError(
+            "plan takes the model from --hf MODEL, --config FILE or --model "
+            "package.module:make_model: one."
+        )
+    check_effect(options)
+    if options.model is not None:
+        return open_user_model(
+            *(options.model, options.loss, options.batch, options.unit)
+        )
     if options.hf is not None:
         return open_hf(options.hf, ignore_fields=options.ignore_field).config
     assert options.config is not None
@@ -225,7 +248,7 @@ def _mesh_sizes(text: str | None) -> dict[str, int]:
 
 def _estimate(
     options: Plan,
-    config: DecoderConfig,
+    config: DecoderConfig | UserModel,
     gpu: GPU,
     sizes: dict[str, int],
     *,
@@ -234,28 +257,37 @@ def _estimate(
 ) -> StepEstimate:
     mesh = fsdp.make_mesh(**sizes, devices=gpu_devices(gpu, options.gpus))
     plan, loss, batch = _step_of(options, config, mesh)
+    is_own = isinstance(config, UserModel)
     rows = jax.tree.leaves(batch)[0].shape[0]
     return estimate_step(
         *(plan, loss, _optimizer_of(options), batch),
         gpu=gpu,
-        tokens=rows * options.seq,
+        tokens=None if is_own else rows * options.seq,
         guide=guide,
         options=xla_options,
         num_microbatches=options.microbatches,
     )
 
 
-def _step_of(options: Plan, config: DecoderConfig, mesh: Mesh):
-    """Returns the plan on `mesh`, the loss, and an abstract batch."""
-    cp, tp = mesh.shape["cp"], mesh.shape["tp"]
-    check_rows(options.seq, tp, cp)
+def _sharding_of(options: Plan, mesh: Mesh) -> fsdp.FSDPConfig:
     dtype = jnp.dtype(options.param_dtype)
     policy = fsdp.MixedPrecisionPolicy(param_dtype=dtype, grad_comm_dtype=dtype)
-    sharding = options.strategy.applied(fsdp.FSDPConfig(mp_policy=policy), mesh)
+    sharding = fsdp.FSDPConfig(mp_policy=policy, prefetch=options.strategy.prefetch)
+    sharding = options.strategy.applied(sharding, mesh)
+    return _precision_of(options).sharding(sharding, options.offload)
+
+
+def _step_of(options: Plan, config: DecoderConfig | UserModel, mesh: Mesh):
+    """Returns the plan on `mesh`, the loss, and an abstract batch."""
+    sharding = _sharding_of(options, mesh)
+    if isinstance(config, UserModel):
+        return config.plan(mesh, sharding), config.loss, config.batch
+    cp, tp = mesh.shape["cp"], mesh.shape["tp"]
+    check_rows(options.seq, tp, cp)
     plan = plan_decoder(
         config,
         mesh,
-        _precision_of(options).sharding(sharding, options.offload),
+        sharding,
         Routing(capacity_factor=options.capacity_factor, router_dtype="model"),
         prefetch=options.strategy.prefetch,
         unroll=options.strategy.unroll,
@@ -264,13 +296,13 @@ def _step_of(options: Plan, config: DecoderConfig, mesh: Mesh):
     stages = mesh.shape["pp"]
     rows = options.gpus // (cp * tp * stages) * options.microbatches
     if options.batch is not None:
-        rows = options.batch
+        rows = int(options.batch)
     abstract_batch = abstract_rows(rows, options.seq, cp)
     return plan, loss_of(fused=options.fused_loss), abstract_batch
 
 
 def _count_on_cpu(
-    options: Plan, config: DecoderConfig, sizes: dict[str, int]
+    options: Plan, config: DecoderConfig | UserModel, sizes: dict[str, int]
 ) -> CpuCount:
     print(f"fsdp-jax: {_NO_PLUGIN}", file=sys.stderr)
     devices = Devices(cpu_devices=options.gpus).pick()
@@ -281,7 +313,7 @@ def _count_on_cpu(
 
 
 def _search(
-    options: Plan, config: DecoderConfig, gpu: GPU, sizes: dict[str, int]
+    options: Plan, config: DecoderConfig | UserModel, gpu: GPU, sizes: dict[str, int]
 ) -> Search:
     mesh = fsdp.make_mesh(**sizes, devices=gpu_devices(gpu, options.gpus))
 
@@ -296,18 +328,21 @@ def _search(
     return search_strategy(estimate, options.strategy, options_of(mesh), seconds)
 
 
-def _sweep(options: Plan, config: DecoderConfig, gpu: GPU) -> Sweep:
+def _sweep(options: Plan, config: DecoderConfig | UserModel, gpu: GPU) -> Sweep:
     found: dict[str, StepEstimate] = {}
-    if options.batch is None:  # The same for all, to compare them by.
-        options = dataclasses.replace(
-            options, batch=options.gpus * options.microbatches
-        )
+    rows = options.gpus * options.microbatches  # The same for all.
+    if isinstance(config, UserModel):
+        rows = config.rows
+    elif options.batch is None:
+        options = dataclasses.replace(options, batch=rows)
+    else:
+        rows = int(options.batch)
     for name, changed, sizes in _candidates(options, config, gpu):
         ranks = options.gpus // (sizes.get("cp", 1) * sizes.get("tp", 1))
-        if options.batch and options.batch % (ranks * options.microbatches):
+        if rows % (ranks * options.microbatches):
             # Rows that are fewer than ranks, as long ones are, cp or tp can share.
             print(
-                f"fsdp-jax: leaving out {name}: {options.batch} rows do not divide "
+                f"fsdp-jax: leaving out {name}: {rows} rows do not divide "
                 f"over {ranks} ranks x {options.microbatches} microbatch(es)",
                 file=sys.stderr,
             )
@@ -316,13 +351,13 @@ def _sweep(options: Plan, config: DecoderConfig, gpu: GPU) -> Sweep:
         found[name] = _estimate(changed, config, gpu, sizes, guide=False)
     if not found:
         raise ValueError(
-            f"--batch {options.batch}: the ranks of no mesh divide so many rows. Use a "
+            f"--batch {options.batch}: the ranks of no mesh divide {rows} rows. Use a "
             f"multiple of {options.microbatches}, or more rows."
         )
     return Sweep(found)
 
 
-def _candidates(options: Plan, config: DecoderConfig, gpu: GPU):
+def _candidates(options: Plan, config: DecoderConfig | UserModel, gpu: GPU):
     """Yields `(name, options, mesh sizes)` of the candidates of a sweep."""
     nodes = options.gpus // gpu.cost.devices_per_node
     flat = [("FSDP (ZeRO-3)", {"zero": 3}, {}), ("ZeRO-2", {"zero": 2}, {})]
@@ -331,6 +366,18 @@ def _candidates(options: Plan, config: DecoderConfig, gpu: GPU):
     if nodes > 1:
         flat.append(("HSDP, a replica a node", {"zero": 3}, by_node))
         flat.append(("HFSDP, a replica a node", {"zero": 3, "outer": 1}, by_node))
+    if not isinstance(config, UserModel):
+        flat += _decoder_candidates(options, config, gpu)
+    for name, changes, sizes in flat:
+        rounds = options.microbatches * sizes.get("pp", 1)
+        strategy = dataclasses.replace(options.strategy, **changes)
+        changed = dataclasses.replace(options, strategy=strategy, microbatches=rounds)
+        yield name, changed, sizes
+
+
+def _decoder_candidates(options: Plan, config: DecoderConfig, gpu: GPU):
+    """Returns the candidates that split a decoder over tp, cp, ep or pp."""
+    flat: list[tuple[str, dict[str, int], dict[str, int]]] = []
     for tp in _tp_sizes(options, config, gpu):
         flat.append((f"FSDP, tp={tp}", {"zero": 3}, {"tp": tp}))
     for cp in _cp_sizes(options, config, gpu):
@@ -338,15 +385,11 @@ def _candidates(options: Plan, config: DecoderConfig, gpu: GPU):
     ep = _ep_size(options, config, gpu)
     if ep > 1:
         flat.append((f"FSDP, ep={ep}", {"zero": 3}, {"ep": ep}))
-    pp = max(nodes, 2)
+    pp = max(options.gpus // gpu.cost.devices_per_node, 2)
     if options.gpus % pp == 0 and _fills_stages(config, pp):
         # Of the same batch the ranks that are left take more rows, one at a time.
         flat.append((f"ZeRO-2, pp={pp}", {"zero": 2}, {"pp": pp}))
-    for name, changes, sizes in flat:
-        rounds = options.microbatches * sizes.get("pp", 1)
-        strategy = dataclasses.replace(options.strategy, **changes)
-        changed = dataclasses.replace(options, strategy=strategy, microbatches=rounds)
-        yield name, changed, sizes
+    return flat
 
 
 def _tp_sizes(options: Plan, config: DecoderConfig, gpu: GPU) -> list[int]:
