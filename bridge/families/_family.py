@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from bridge.families._codec import Codec
-from bridge.models import DecoderConfig
+from bridge.models import DecoderConfig, LayerKind, LayerStack
 from bridge.rules._mapping import Mapping as WeightMapping
 from bridge.rules._rules import Rule
 
@@ -49,33 +49,31 @@ class Layers:
 
     Args:
       prefix: What their names begin with, `{layer}` for the number.
-      rules: The rules of one layer, without that prefix; told whether it is sparse.
+      rules: The rules of one layer of a kind, without that prefix.
     """
 
     prefix: str
-    rules: Callable[[DecoderConfig, bool], tuple[Rule, ...]]
+    rules: Callable[[DecoderConfig, LayerKind], tuple[Rule, ...]]
 
     def stacked(self, config: DecoderConfig) -> tuple[Rule, ...]:
-        """Returns the rules of all layers, each run in its stack."""
-        runs = config.layer_runs
+        """Returns the rules of all layers, each in its stack."""
         return tuple(
-            self._of_run(rule, number, len(runs))
-            for number, run in enumerate(runs)
-            for rule in self.rules(config, run.sparse)
+            self._of_stack(rule, number, stack)
+            for number, stack in enumerate(config.layer_stacks)
+            for rule in self.rules(config, stack.kind)
         )
 
-    def _of_run(self, rule: Rule, number: int, count: int) -> Rule:
-        stack = "layers." if count == 1 else f"layers.{number}."
+    def _of_stack(self, rule: Rule, number: int, stack: LayerStack) -> Rule:
         prefix = self.prefix.format(layer="{" + capture(number) + "}")
         return dataclasses.replace(
             rule,
             source=tuple(prefix + name for name in rule.sources),
-            destination=tuple(stack + name for name in rule.destinations),
+            destination=tuple(f"{stack.path}.{name}" for name in rule.destinations),
         )
 
 
 def capture(number: int) -> str:
-    """Name of the dim that counts the layers of a run."""
+    """Name of the dim that counts the layers of a stack."""
     return f"layer_{number}"
 
 
@@ -170,7 +168,7 @@ class Family:
 
 
 def sizes_of(config: DecoderConfig) -> dict[str, int | range]:
-    """Returns the size of each dim that rules name, and each run's layers."""
+    """Returns the size of each dim that rules name, and each stack's layers."""
     sizes: dict[str, int | range] = {
         "one": 1,
         "two": 2,
@@ -200,6 +198,6 @@ def sizes_of(config: DecoderConfig) -> dict[str, int | range]:
             "kv_rank_and_rope": mla.kv_lora_rank + mla.qk_rope_head_dim,
             "nope_and_v": mla.qk_nope_head_dim + mla.v_head_dim,
         }
-    for number, run in enumerate(config.layer_runs):
-        sizes[capture(number)] = range(run.start, run.stop)
+    for number, stack in enumerate(config.layer_stacks):
+        sizes[capture(number)] = stack.layers
     return sizes

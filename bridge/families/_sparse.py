@@ -14,7 +14,7 @@ from bridge.families._blocks import (
     router,
 )
 from bridge.families._family import KeyMapping
-from bridge.models import DecoderConfig
+from bridge.models import DecoderConfig, LayerKind
 
 Part = Callable[[DecoderConfig], Rules]
 
@@ -32,9 +32,10 @@ def key_mappings(
       beside: Rules of what a sparse MLP has beside router and experts.
     """
 
-    def layer(run: Rules) -> Callable[[DecoderConfig, bool], Rules]:
-        def rules(config: DecoderConfig, sparse: bool) -> Rules:
-            inner = router() + run + beside(config) if sparse else mlp(config)
+    def layer(run: Rules) -> Callable[[DecoderConfig, LayerKind], Rules]:
+        def rules(config: DecoderConfig, kind: LayerKind) -> Rules:
+            is_sparse = kind.channels == "sparse"
+            inner = router() + run + beside(config) if is_sparse else mlp(config)
             return attend(config) + inner + norms(PRE_NORMS)
 
         return rules

@@ -21,7 +21,7 @@ from bridge.families._fields import (
     tokens,
 )
 from bridge.families._hf_rope import rope
-from bridge.models import DecoderConfig
+from bridge.models import DecoderConfig, LayerKind
 from bridge.rules._rules import Rule
 
 _AT = "block_sparse_moe."
@@ -39,9 +39,9 @@ _EXPERTS = (
 )
 
 
-def layer(config: DecoderConfig, sparse: bool) -> Rules:
+def layer(config: DecoderConfig, kind: LayerKind) -> Rules:
     """A layer whose experts are one tensor each way."""
-    del sparse
+    del kind
     inner = router(f"{_AT}router.layer") + _EXPERTS
     return attention(config) + inner + norms(PRE_NORMS)
 

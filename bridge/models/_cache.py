@@ -36,7 +36,7 @@ def empty_cache(
       dtype: Dtype of keys and values: the dtype of the weights.
 
     Returns:
-      One cache per run of `config.layer_runs`, with a leading layer dim.
+      One cache per stack of `config.layer_stacks`, with a leading layer dim.
     """
     heads = config.num_attention_heads if config.mla else config.num_key_value_heads
     shape = (batch, slots, heads)
@@ -47,7 +47,7 @@ def empty_cache(
             jnp.zeros((layers, *shape, config.v_head_dim), dtype),
         )
 
-    return [stack(run.stop - run.start) for run in config.layer_runs]
+    return [stack(len(each.layers)) for each in config.layer_stacks]
 
 
 def attend_cached(

@@ -1,10 +1,10 @@
 """Config of a decoder, with Hugging Face's field names."""
 
 import dataclasses
-import itertools
 from typing import Any, Literal
 
 from bridge.models._checks import raise_if, wrong_fields, wrong_sizes
+from bridge.models._layer_kinds import LayerBlock, LayerKind, LayerStack, layer_blocks
 from bridge.models._mla_config import MLAConfig
 from bridge.models._moe_config import MoEConfig
 from bridge.models._rope_config import RopeConfig
@@ -17,21 +17,6 @@ Activation = Literal["silu", "gelu", "gelu_pytorch_tanh", "gelu_new", "relu", "r
 
 MAX_LAYERS = 1000
 """Upper bound on layers, against damaged configs or ones meant to exhaust memory."""
-
-
-@dataclasses.dataclass(frozen=True)
-class LayerRun:
-    """Consecutive layers of equal structure, whose weights are stacked.
-
-    Args:
-      start: Index of the first layer.
-      stop: Index after the last layer.
-      sparse: Whether the MLPs are mixtures of experts.
-    """
-
-    start: int
-    stop: int
-    sparse: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,19 +182,33 @@ class DecoderConfig:
         )
 
     @property
-    def layer_runs(self) -> tuple[LayerRun, ...]:
-        """Maximal runs of consecutive layers of equal structure."""
+    def layer_kinds(self) -> tuple[LayerKind, ...]:
+        """Kind of each layer."""
         dense = set(self.dense_layers)
-        sparse = [
-            self.moe is not None and layer not in dense
-            for layer in range(self.num_hidden_layers)
-        ]
-        runs, start = [], 0
-        for kind, group in itertools.groupby(sparse):
-            stop = start + len(list(group))
-            runs.append(LayerRun(start, stop, kind))
-            start = stop
-        return tuple(runs)
+        return tuple(
+            LayerKind(channels="dense" if self.moe is None or i in dense else "sparse")
+            for i in range(self.num_hidden_layers)
+        )
+
+    @property
+    def layer_blocks(self) -> tuple[LayerBlock, ...]:
+        """Consecutive layers whose kinds repeat, each block with its own loop."""
+        return layer_blocks(self.layer_kinds)
+
+    @property
+    def layer_stacks(self) -> tuple[LayerStack, ...]:
+        """Stacked layers of all blocks, in order."""
+        blocks = self.layer_blocks
+        paths = (
+            ["layers"]
+            if len(blocks) == 1
+            else [f"layers.{number}" for number in range(len(blocks))]
+        )
+        return tuple(
+            stack
+            for block, path in zip(blocks, paths, strict=True)
+            for stack in block.stacks(path)
+        )
 
     def _derive(self):
         # The dataclass is frozen, so its own setattr raises.

@@ -11,6 +11,7 @@ from bridge.models._attention import Attention, dot_product_attention
 from bridge.models._cache import KeyValues, Slots
 from bridge.models._config import DecoderConfig
 from bridge.models._constrain import Constrain, unconstrained
+from bridge.models._layer_kinds import LayerKind
 from bridge.models._mlp import MLP
 from bridge.models._moe import Dispatch, MoE, sorted_dispatch
 from bridge.models._norm import Norm
@@ -41,7 +42,7 @@ class DecoderLayer(nnx.Module):
 
     Args:
       config: Config of the decoder.
-      sparse: Whether the MLP is a mixture of experts.
+      kind: Kind of the layer.
       rngs: Source of keys.
       param_dtype: Dtype of the parameters.
       attention: Attention function, with the signature of `dot_product_attention`.
@@ -54,7 +55,7 @@ class DecoderLayer(nnx.Module):
         self,
         config: DecoderConfig,
         *,
-        sparse: bool = False,
+        kind: LayerKind = LayerKind(),  # noqa: B008 (frozen)
         rngs: nnx.Rngs,
         param_dtype: DTypeLike = jnp.float32,
         attention: Attention = dot_product_attention,
@@ -82,7 +83,7 @@ class DecoderLayer(nnx.Module):
         self.pre_feedforward_layernorm = norm() if own else None
         self.mlp = (
             MoE(config, rngs=rngs, param_dtype=param_dtype, dispatch=dispatch)
-            if sparse
+            if kind.channels == "sparse"
             else MLP(
                 config,
                 config.intermediate_size,

@@ -75,8 +75,7 @@ def tensor_parallel_rules(config: DecoderConfig, ranks: int) -> dict[str, int]:
 
 def _indivisible(config: DecoderConfig, ranks: int) -> list[str]:
     sizes = {"num_attention_heads": config.num_attention_heads}
-    runs = config.layer_runs
-    if not all(run.sparse for run in runs):
+    if any(kind.channels == "dense" for kind in config.layer_kinds):
         sizes["intermediate_size"] = config.intermediate_size
     if (moe := config.moe) is not None:
         sizes["moe.intermediate_size"] = moe.intermediate_size
