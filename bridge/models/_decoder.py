@@ -6,10 +6,9 @@ from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, DTypeLike, Float
+from jaxtyping import Array, Bool, DTypeLike, Float
 
 from bridge.models._attention import Attention, dot_product_attention
-from bridge.models._cache import KeyValues
 from bridge.models._config import DecoderConfig
 from bridge.models._constrain import Constrain, unconstrained
 from bridge.models._decoder_layer import DecoderLayer, Stream, make_norm, scale_by
@@ -24,6 +23,7 @@ from bridge.models._layer_loop import (
     plain_scan,
     run_layers,
 )
+from bridge.models._layer_state import LayerState
 from bridge.models._linear import Embedding, Linear
 from bridge.models._moe import Dispatch, sorted_dispatch
 from bridge.models._positions import Ids, Positions, positions_in_order
@@ -79,7 +79,8 @@ class Decoder(nnx.Module):
         table = partial(Embedding, std=std, rngs=rngs, param_dtype=param_dtype)
         self.embed_tokens = table(config.vocab_size, embed)
         longest = config.max_position_embeddings + config.position_offset
-        self.embed_positions = None if config.rope else table(longest, embed)
+        learned = config.learned_positions
+        self.embed_positions = table(longest, embed) if learned else None
 
         def make_stack(stack: LayerStack) -> DecoderLayer:
             @nnx.split_rngs(splits=len(stack.layers))
@@ -164,21 +165,29 @@ class Decoder(nnx.Module):
         return self.finish_logits(self.constrain(logits, "logits"))
 
     def extend(
-        self, tokens: Ids, positions: Ids, cache: Sequence[KeyValues]
-    ) -> tuple[Float[Array, "batch seq embed"], list[KeyValues]]:
+        self,
+        tokens: Ids,
+        positions: Ids,
+        cache: Sequence[LayerState],
+        is_token: Bool[Array, "batch seq"] | None = None,
+    ) -> tuple[Float[Array, "batch seq embed"], list[LayerState]]:
         """Runs new tokens that follow those in a cache.
 
         Args:
           tokens: Token ids.
           positions: Position of each token in its text, which is its cache slot.
           cache: Cache from `empty_cache`, or from a previous call.
+          is_token: False behind the last new token of a row, which states of other
+            layers than attention do not see; None if all are tokens.
 
         Returns:
           Normed final states, the input of the head; and the cache with the new
           tokens.
         """
         x, _ = self._start(tokens, positions)
-        x, cache = self._run(extend_layer, x, positions, positions, cache=cache)
+        x, cache = self._run(
+            extend_layer, x, positions, positions, is_token, cache=cache
+        )
         return self.constrain(self.norm(x), "input"), cache
 
     def final_states(
@@ -246,7 +255,7 @@ class Decoder(nnx.Module):
         x: Stream,
         positions: Ids,
         *consts: Any,
-        cache: Sequence[KeyValues] | None = None,
+        cache: Sequence[LayerState] | None = None,
     ) -> tuple[Stream, list[Any]]:
         """Runs all layers; see `run_layers`."""
         tables = rotary_tables(self.config, positions, x.dtype)

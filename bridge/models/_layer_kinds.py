@@ -5,7 +5,7 @@ import functools
 from collections.abc import Iterator
 from typing import Literal
 
-Mixer = Literal["attention"]
+Mixer = Literal["attention", "short_conv", "delta_net", "mamba"]
 """Part of a layer in which tokens see those before them."""
 
 Channels = Literal["dense", "sparse"]

@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bridge.models._cache import KeyValues
+from bridge.models._causal_conv import Mask
 from bridge.models._config import DecoderConfig
 from bridge.models._decoder_layer import DecoderLayer, PerLayer, Stream, Tables
 from bridge.models._layer_inputs import per_layer
+from bridge.models._layer_state import LayerState
 from bridge.models._positions import Ids
 from bridge.models._router_stats import RouterStats
 
@@ -56,7 +57,7 @@ def run_layers(
     x: Stream,
     consts: tuple[Any, ...],
     *,
-    cache: Sequence[KeyValues] | None = None,
+    cache: Sequence[LayerState] | None = None,
 ) -> tuple[Stream, list[Any]]:
     """Runs all blocks of layers.
 
@@ -146,10 +147,11 @@ def extend_layer(
     layer: DecoderLayer,
     x: Stream,
     per_layer: PerLayer,
-    cache: KeyValues,
+    cache: LayerState,
     tables: Tables,
     slots: Ids,
-) -> tuple[Stream, KeyValues | None]:
+    is_token: Mask,
+) -> tuple[Stream, LayerState | None]:
     """Runs new tokens through a layer, and returns its cache with them."""
-    out = layer(x, per_layer, tables, cache=cache, slots=slots)
+    out = layer(x, per_layer, tables, cache=cache, slots=slots, is_token=is_token)
     return out.stream, out.cache

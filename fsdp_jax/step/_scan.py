@@ -45,7 +45,8 @@ def scan(
         units, forward and backward, so that the gather overlaps with the computation.
         Also reduces each unit's gradients while the next unit computes.
         `prefetch + 1` units are unsharded at a time, and above 1 XLA copies one of
-        them. 0 gathers a unit at its entry.
+        them. 0 gathers a unit at its entry, and so does a slice of several units
+        (the layers of a period) whatever `prefetch` is: a period may be too large.
       unroll: Units in one iteration of the compiled loop; more take more memory.
 
     Returns:
@@ -131,7 +132,7 @@ def _scan(
         return carry, (y, written_state(weights))
 
     own, others, merge = partition(stacked)
-    if prefetch and own:
+    if prefetch and len({shard.param.unit for shard in own}) == 1:
         _check_prefetch(own, (others, carry, xs, consts))
 
         def compute(weights, others, carry, xs, consts):
