@@ -15,6 +15,7 @@ from fsdp_jax.step._layer_stack import scan_stages, unless_padding
 from fsdp_jax.step._module_units import put_state, written_state
 from fsdp_jax.step._prefetch import prefetching_scan
 from fsdp_jax.step._shard import Shard, partition, shards_of
+from fsdp_jax.step._unit import is_unit
 from fsdp_jax.step._unit import unit as mark
 
 
@@ -45,8 +46,9 @@ def scan(
         units, forward and backward, so that the gather overlaps with the computation.
         Also reduces each unit's gradients while the next unit computes.
         `prefetch + 1` units are unsharded at a time, and above 1 XLA copies one of
-        them. 0 gathers a unit at its entry, and so does a slice of several units
-        (the layers of a period) whatever `prefetch` is: a period may be too large.
+        them. 0 gathers a unit at its entry. Units that are objects in a slice (the
+        layers of a period) are gathered so whatever `prefetch` is, as all of a slice
+        may be too large.
       unroll: Units in one iteration of the compiled loop; more take more memory.
 
     Returns:
@@ -132,7 +134,7 @@ def _scan(
         return carry, (y, written_state(weights))
 
     own, others, merge = partition(stacked)
-    if prefetch and len({shard.param.unit for shard in own}) == 1:
+    if prefetch and own and not _holds_units_alone(stacked):
         _check_prefetch(own, (others, carry, xs, consts))
 
         def compute(weights, others, carry, xs, consts):
@@ -162,6 +164,11 @@ def _scan(
         carry, (ys, written) = jax.lax.scan(body, carry, (stacked, xs), unroll=unroll)
     put_state(stacked, written)
     return carry, ys
+
+
+def _holds_units_alone(stacked: PyTree) -> bool:
+    """Returns whether all parameters belong to objects that gather their own."""
+    return not partition(stacked, lambda n: is_unit(n) and n is not stacked)[0]
 
 
 def _check_prefetch(own: list[Shard], rest: PyTree) -> None:
