@@ -92,10 +92,10 @@ def plan_decoder(
 
 
 def _stack(config: DecoderConfig) -> str:
-    """Returns the layers that stages split: the longest run of one structure."""
-    runs = config.layer_runs
-    sizes = [run.stop - run.start for run in runs]
-    return f"layers.{sizes.index(max(sizes))}" if len(runs) > 1 else "layers"
+    """Returns the path of the layers that stages split: the longest block."""
+    blocks = config.layer_blocks
+    sizes = [block.stop - block.start for block in blocks]
+    return f"layers.{sizes.index(max(sizes))}" if len(blocks) > 1 else "layers"
 
 
 def computed_in(param_dtype: str) -> fsdp.FSDPConfig:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
@@ -16,7 +17,6 @@ import fsdp_jax as fsdp
 from bridge.models import (
     Decoder,
     DecoderConfig,
-    DecoderLayer,
     Dispatch,
     MoE,
     RouterStats,
@@ -152,8 +152,7 @@ class CountingDecoder(Decoder):
         """Counts from zero."""
         super().__init__(config, **options)
         assert config.moe is not None
-        layers = sum(run.stop - run.start for run in config.layer_runs if run.sparse)
-        shape = (layers, config.moe.num_experts)
+        shape = (len(_sparse_layers(config)), config.moe.num_experts)
         self.tokens_per_expert = fsdp.step.Tally(jnp.zeros(shape, jnp.int32))
 
     def count(self, stats: RouterStats) -> None:
@@ -169,19 +168,28 @@ def move_biases(rate: float) -> Callable[[CountingDecoder], None]:
     """
 
     def update(decoder: CountingDecoder) -> None:
-        tally, start = decoder.tokens_per_expert, 0
-        for bias in _biases(decoder):
-            tokens = tally[...][start : start + len(bias[...])]
-            start += len(tokens)
-            bias[...] = fsdp.ops.update_expert_bias(bias[...], tokens, rate)
+        tally = decoder.tokens_per_expert
+        rows = _sparse_layers(decoder.config)
+        for stack in decoder.config.layer_stacks:
+            bias = _correction_bias(decoder, stack.path)
+            if bias is not None:
+                mine = np.asarray([rows.index(layer) for layer in stack.layers])
+                tokens = tally[...][mine]
+                bias[...] = fsdp.ops.update_expert_bias(bias[...], tokens, rate)
         tally[...] = jnp.zeros_like(tally[...])
 
     return update
 
 
-def _biases(decoder: Decoder) -> list[nnx.Param]:
-    """Returns the biases of each stack of layers with experts, in order."""
-    layers = decoder.layers
-    stacks = [layers] if isinstance(layers, DecoderLayer) else list(layers)
-    routers = [stack.mlp.router for stack in stacks if isinstance(stack.mlp, MoE)]
-    return [r.correction_bias for r in routers if r.correction_bias is not None]
+def _sparse_layers(config: DecoderConfig) -> list[int]:
+    """Returns the indices of the layers with experts."""
+    kinds = enumerate(config.layer_kinds)
+    return [layer for layer, kind in kinds if kind.channels == "sparse"]
+
+
+def _correction_bias(decoder: Decoder, path: str) -> nnx.Param | None:
+    """Returns the biases of a stack of layers, or None if it has no such biases."""
+    stack: Any = decoder
+    for name in path.split("."):
+        stack = stack[int(name)] if name.isdigit() else getattr(stack, name)
+    return stack.mlp.router.correction_bias if isinstance(stack.mlp, MoE) else None

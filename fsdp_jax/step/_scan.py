@@ -17,6 +17,7 @@ from fsdp_jax.step._layer_stack import scan_stages, unless_padding
 from fsdp_jax.step._module_units import put_state, written_state
 from fsdp_jax.step._prefetch import prefetching_scan
 from fsdp_jax.step._shard import Shard, partition, shards_of
+from fsdp_jax.step._unit import is_unit
 from fsdp_jax.step._unit import unit as mark
 
 
@@ -48,7 +49,9 @@ def scan(
         Also reduces each unit's gradients while the next unit computes.
         `prefetch + 1` units are unsharded at a time, and above 1 XLA copies one of
         them. 0 gathers a unit at its entry. Default `FSDPConfig(prefetch=)`; a model
-        with several stacks may give one of small units a larger distance here.
+        with several stacks may give one of small units a larger distance here. Has no
+        effect on units that are objects in a slice (the layers of a period), since all
+        of a slice may be too large: these are gathered one after the other.
       unroll: Units in one iteration of the compiled loop; more take more memory.
 
     Returns:
@@ -135,13 +138,15 @@ def _scan(
 
     own, others, merge = partition(stacked)
     rest = (others, carry, xs, consts)
-    if prefetch is None:
+    if not own or _holds_units_alone(stacked):
+        ahead = 0
+    elif prefetch is None:
         # Stages run their layers where `prefetch_scans` does not see them; any other
         # loop is left to it.
-        is_staged = own and own[0].param.is_staged and not _problem(own, rest)
+        is_staged = own[0].param.is_staged and not _problem(own, rest)
         ahead = own[0].param.prefetch if is_staged else 0
     else:
-        ahead = prefetch if own else 0
+        ahead = prefetch
         _check_prefetch(own, rest, ahead)
     if ahead:
 
@@ -176,6 +181,11 @@ def _scan(
             )
     put_state(stacked, written)
     return carry, ys
+
+
+def _holds_units_alone(stacked: PyTree) -> bool:
+    """Returns whether all parameters belong to objects that gather their own."""
+    return not partition(stacked, lambda n: is_unit(n) and n is not stacked)[0]
 
 
 def _check_prefetch(own: list[Shard], rest: PyTree, prefetch: int) -> None:

@@ -425,8 +425,9 @@ def _cp_sizes(options: Plan, config: DecoderConfig, gpu: GPU) -> list[int]:
 
 
 def _fills_stages(config: DecoderConfig, pp: int) -> bool:
-    """Returns whether there are layers of one structure for each stage."""
-    return max(run.stop - run.start for run in config.layer_runs) >= pp
+    """Returns whether there is a period of layers for each stage."""
+    longest = max(config.layer_blocks, key=lambda block: block.stop - block.start)
+    return longest.num_periods >= pp
 
 
 def _ep_size(options: Plan, config: DecoderConfig, gpu: GPU) -> int:
