@@ -2,19 +2,16 @@
 
     PYTHONPATH=tests python benchmarks/composition_fuzz.py [--cases 2000] [--jobs 2]
     PYTHONPATH=tests python benchmarks/composition_fuzz.py --case '{...}'
-    PYTHONPATH=tests python benchmarks/composition_fuzz.py --planted 'NAME'
 
 Each case is drawn by its number, as its seed. Loss, gradients and three steps must be
 those of one device, or the case is refused by a ValueError. A run goes on where the
 JSON beside it ends, and ends with 1 if a case differs; each is printed with the option
-that replays it. `--planted` puts a fault into the library, and says after how many
-cases it is found.
+that replays it.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import faulthandler
 import multiprocessing
 import os
@@ -25,9 +22,9 @@ from typing import Any
 
 import jax
 import result
+from composition.composition_draw import case_of_seed
 from composition.composition_oracle import KINDS, TOLERANCES, Outcome, outcome_of
-from composition.compositions import Composition, case_of_seed
-from composition.planted import PLANTED, planted
+from composition.compositions import Composition
 from helpers import compiling
 
 PACKAGES = ("jax", "flax", "optax", "equinox")
@@ -38,9 +35,7 @@ _PATIENCE = 600  # seconds for a case
 def main() -> int:
     """Runs the cases that are not in the results yet."""
     options = _parse()
-    _settle()
-    if options.planted is not None:
-        return _search(options)
+    settle()
     if options.case is not None:
         case = Composition.from_json(options.case)
         return _say(case, _outcome(case))
@@ -61,13 +56,12 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--cases", type=int, default=2000)
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), metavar="N")
     parser.add_argument("--case", help="one case, as a failure prints it")
-    parser.add_argument("--planted", choices=PLANTED, help="a fault to be found")
     result.add_arguments(parser)
     parser.set_defaults(out=result.RESULTS / "composition_fuzz.json")
     return parser.parse_args()
 
 
-def _settle() -> None:
+def settle() -> None:
     """Eight simulated devices, and programs compiled as in the tests."""
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
@@ -83,7 +77,7 @@ def _outcomes(
     with ProcessPoolExecutor(
         options.jobs,
         multiprocessing.get_context("spawn"),
-        initializer=_settle,
+        initializer=settle,
         max_tasks_per_child=_MOST_OF_A_PROCESS,
     ) as pool:
         yield from zip(seeds, pool.map(_timed, seeds), strict=True)
@@ -105,19 +99,6 @@ def _outcome(case: Composition) -> Outcome:
         return outcome_of(case)
     except Exception as error:  # a crash is a case to be seen, too
         return Outcome("differ", float("inf"), f"{type(error).__name__}: {error}"[:500])
-
-
-def _search(options: argparse.Namespace) -> int:
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(planted(options.planted))
-        for seed in range(options.cases):
-            case = case_of_seed(seed)
-            if (outcome := _outcome(case)).kind == "differ":
-                print(f"{options.planted!r} is found by case {seed + 1}:", flush=True)
-                _say(case, outcome)
-                return 0
-    print(f"{options.planted!r} is not found in {options.cases} cases")
-    return 1
 
 
 def _read(options: argparse.Namespace) -> dict[str, Any]:

@@ -10,25 +10,18 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from composition.composed_equinox import equinox_model
-from composition.composed_models import (
-    DROPPED,
-    INPUTS,
-    TOKENS,
-    Built,
-    block_shapes,
-    linen_model,
-    nnx_model,
-    plain,
-)
+from composition.composed_linen import linen_model
+from composition.composed_models import DROPPED, INPUTS, TOKENS, Built, block_shapes
+from composition.composed_nnx import nnx_model
+from composition.composed_plain import plain_model
 from composition.compositions import Composition
 from flax import nnx
 
 STEPS, SOWN = 3, 0.1
 
 BUILDERS: dict[str, Callable[..., Built]] = {
-    "plain": plain,
+    "plain": plain_model,
     "nnx": nnx_model,
     "linen": linen_model,
     "equinox": equinox_model,
@@ -41,9 +34,16 @@ class Ran:
 
     first: Any
     grads: Any
+    grads_by_hand: Any
     losses: Any
     params: Any
     state: Any
+    evaluated: Any
+
+
+def bound_key() -> jax.Array:
+    """Returns the key that is bound to a loss."""
+    return jax.random.key(7)
 
 
 def rows_of(case: Composition) -> dict[str, np.ndarray]:
@@ -55,7 +55,8 @@ def rows_of(case: Composition) -> dict[str, np.ndarray]:
         "x": random.normal(size=shape) * size,
         "y": random.normal(size=shape),
         "row": np.arange(rows),
-        "weight": np.arange(rows) % 3 + 1.0,
+        # No float32 holds them, so a count in it is seen.
+        "weight": (np.arange(rows) % 3 + 1) / 3,
     }
 
 
@@ -72,19 +73,39 @@ def masks_of(case: Composition, row: jax.Array) -> jax.Array:
 
 
 def loss_of(case: Composition, built: Built) -> Callable[..., Any]:
-    """`loss(model, batch) -> (loss or (sum, count), aux, new)`."""
+    """`loss(model, batch, key) -> (loss or (sum, count), aux, new)`."""
 
-    def loss(model, batch):
+    def loss(model, batch, key):
         masks = masks_of(case, batch["row"])
         y, balance, new = built.apply(model, batch["x"], masks)
         errors = (y - batch["y"]) ** 2
-        value = jnp.mean(errors) + SOWN * case.sow * balance
+        if case.bound_key:
+            errors = errors * (1 + jax.random.uniform(key, (), errors.dtype))
+        value = jnp.mean(errors) + SOWN * (case.sow != "none") * balance
+        value = value + _penalty(case, model)
         if case.per_token:
             weight = jnp.broadcast_to(batch["weight"][:, None, None], errors.shape)
             value = (jnp.sum(errors * weight), jnp.sum(weight))
         return value, _aux(case, y), new
 
-    return loss
+    def differentiated(model, batch, key):
+        value, aux, new = loss(model, batch, key)
+        grads = jax.grad(lambda model: _first(loss(model, batch, key)[0]))(model)
+        return jax.tree.map(lambda v: v + 0.01 * _squares(grads), value), aux, new
+
+    return differentiated if case.misuse == "inner" else loss
+
+
+def _penalty(case: Composition, model: Any) -> Any:
+    return 0.01 * _squares(model["layers"]) if case.misuse == "penalty" else 0.0
+
+
+def _squares(tree: Any) -> Any:
+    return sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(tree))
+
+
+def _first(value: Any) -> Any:
+    return value[0] if isinstance(value, tuple) else value
 
 
 def _aux(case: Composition, y: jax.Array) -> Any:
@@ -96,16 +117,6 @@ def _aux(case: Composition, y: jax.Array) -> Any:
         "size": jnp.mean(y**2),
         "tokens": jnp.int32(y.shape[0] * y.shape[1]),
     }
-
-
-def optimizer_of(case: Composition) -> optax.GradientTransformation:
-    return {
-        # Large eps: what is zero but for rounding is not to be divided by its size.
-        "sgd": lambda: optax.sgd(0.1, momentum=0.9),
-        "adamw": lambda: optax.adamw(0.01, eps=1e-3, weight_decay=0.1),
-        "adafactor": lambda: optax.adafactor(0.01, min_dim_size_to_factor=2),
-        "clip": lambda: optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.5)),
-    }[case.optimizer]()
 
 
 def is_frozen(case: Composition, name: str) -> bool:
@@ -121,9 +132,12 @@ def split(case: Composition, model: Any) -> tuple[Any, Any]:
     if case.framework == "nnx":
         return nnx.state(model, nnx.Param), nnx.state(model, nnx.Not(nnx.Param))
     if case.framework == "linen":
-        params = {n: model[n] for n in ("params", "root") if n in model}
-        return params, {n: model[n] for n in ("batch_stats",) if n in model}
-    if case.framework == "equinox" and case.norm:
+        net = model["net"]
+        params = {"net": {"params": net["params"]}} if "params" in net else {}
+        state = {n: net[n] for n in ("batch_stats", "constants") if n in net}
+        root = {"root": model["root"]} if "root" in model else {}
+        return {**params, **root}, {"net": state}
+    if case.framework == "equinox" and case.norm != "none":
         return (eqx.filter(model[0], eqx.is_inexact_array), None), model[1]
     if case.framework == "equinox":
         return eqx.filter(model, eqx.is_inexact_array), {}
@@ -134,7 +148,7 @@ def merge(case: Composition, model: Any, params: Any, state: Any) -> Any:
     if case.framework == "nnx":
         return nnx.merge(nnx.graphdef(model), params, state)
     if case.framework == "linen":
-        return {**params, **state}
-    if case.framework == "equinox" and case.norm:
+        return {**params, "net": {**params["net"], **state["net"]}}
+    if case.framework == "equinox" and case.norm != "none":
         return eqx.combine(params[0], model[0]), state
     return eqx.combine(params, model)
