@@ -4,9 +4,9 @@
     PYTHONPATH=tests python benchmarks/composition_fuzz.py --case '{...}'
 
 Each case is drawn by its number, as its seed. Loss, gradients and three steps must be
-those of one device, or the case is refused by a ValueError. A run goes on where the
-JSON beside it ends, and ends with 1 if a case differs; each is printed with the option
-that replays it.
+those of one device, or the case is refused by a ValueError. A run tries those again
+that differed, goes on where the JSON beside it ends, and ends with 1 if a case differs;
+each is printed with the option that replays it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import faulthandler
 import multiprocessing
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
@@ -41,7 +41,10 @@ def main() -> int:
         return _say(case, _outcome(case))
     conditions = result.begin(options, PACKAGES)
     found = _read(options)
-    for seed, (outcome, seconds) in _outcomes(found["cases"], options):
+    again = [mismatch["seed"] for mismatch in found["mismatches"]]
+    found |= {"mismatches": [], "differ": 0}
+    seeds = [*again, *range(found["cases"], options.cases)]
+    for seed, (outcome, seconds) in _outcomes(seeds, options):
         _add(found, seed, case_of_seed(seed), outcome)
         found["cpu_seconds"] = round(found["cpu_seconds"] + seconds, 1)
         result.write(options, conditions, found, show=False)
@@ -70,10 +73,9 @@ def settle() -> None:
 
 
 def _outcomes(
-    first: int, options: argparse.Namespace
+    seeds: Sequence[int], options: argparse.Namespace
 ) -> Iterator[tuple[int, tuple[Outcome, float]]]:
-    """The outcomes of the cases from `first` on, in order, and their CPU-seconds."""
-    seeds = range(first, options.cases)
+    """Yields the outcomes of cases, in order, and their CPU-seconds."""
     with ProcessPoolExecutor(
         options.jobs,
         multiprocessing.get_context("spawn"),
@@ -115,7 +117,7 @@ def _read(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _add(found: dict[str, Any], seed: int, case: Composition, outcome: Outcome) -> None:
-    found["cases"] = seed + 1
+    found["cases"] = max(found["cases"], seed + 1)
     found[outcome.kind] += 1
     if outcome.kind == "agree" and case.policy == "none":
         name = "largest_error_in_float64"

@@ -33,9 +33,9 @@ def run_sharded(case: Composition) -> Ran:
     """The case with fsdp_jax."""
     built = BUILDERS[case.framework](case, Tools(fsdp.unit, fsdp.scan), fsdp.Stacked)
     plan = plan_of(case, built)
-    loss, returns_state = _loss(case, built)
+    loss = _loss(case, built)
     form: dict[str, Any] = {
-        "has_aux": case.aux and not returns_state,
+        "has_aux": case.aux and not case.returns_state,
         "calculate_per_token_loss": case.per_token,
     }
     options = {**form, "num_microbatches": case.num_microbatches}
@@ -46,12 +46,14 @@ def run_sharded(case: Composition) -> Ran:
         compute = fsdp.value_and_grad(plan, loss, **options)
         # A key of the step, which takes no bound one's place.
         given = {"rng": jax.random.key(1), "model_state": state.model_state}
-        (_, aux, *_), by_hand = compute(state.params, batch, **given)
+        (_, shown, *_), by_hand = compute(state.params, batch, **given)
+        aux = shown if case.aux else {}
     step = fsdp.make_train_step(plan, loss, tx, **options)
-    losses, recorded = [], []
+    losses, recorded, auxes = [], [], []
     for _ in range(STEPS):
         state, metrics = step(state, batch)
         losses.append(metrics["loss"])
+        auxes.append(metrics.get("aux", {}))
         # Copied, since the next step takes the arrays.
         recorded.append(jax.tree.map(np.array, fsdp.unshard(state.opt_state[0])))
     evaluated = None
@@ -60,7 +62,7 @@ def run_sharded(case: Composition) -> Ran:
         found = evaluate(state.params, batch, model_state=state.model_state)
         evaluated = found["loss"]
     return Ran(
-        first=(losses[0], aux if case.aux else {}),
+        first=(losses[0], aux if case.returns_state else auxes[0]),
         grads=recorded[0].grads,
         grads_by_hand=fsdp.unshard(by_hand),
         losses=losses,
@@ -87,10 +89,9 @@ def _recorded() -> optax.GradientTransformation:
     return optax.GradientTransformation(init, update)
 
 
-def _loss(case: Composition, built: Built) -> tuple[Callable[..., Any], bool]:
-    """Returns the loss as a user writes it, and whether it returns new state."""
+def _loss(case: Composition, built: Built) -> Callable[..., Any]:
+    """Returns the loss as a user writes it."""
     inner = loss_of(case, built)
-    returns_state = case.norm != "none" and case.framework != "nnx"
 
     def with_key(model, batch, *, rng):
         value, aux, new = inner(model, batch, rng)
@@ -102,7 +103,7 @@ def _loss(case: Composition, built: Built) -> tuple[Callable[..., Any], bool]:
         return with_key(model, batch, rng=bound_key())
 
     bound = functools.partial(with_key, rng=bound_key())
-    return (bound if case.bound_key else loss), returns_state
+    return bound if case.bound_key else loss
 
 
 def plan_of(case: Composition, built: Built) -> fsdp.Plan:

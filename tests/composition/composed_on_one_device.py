@@ -55,7 +55,7 @@ def run_plainly(case: Composition) -> Ran:
     aux, grads = seen[0]
     grads = _trained(grads, frozen)
     return Ran(
-        first=(losses[0], aux if case.by_hand else {}),
+        first=(losses[0], aux if case.shows_aux else {}),
         grads=grads,
         grads_by_hand=grads if case.by_hand else None,
         losses=losses,

@@ -144,7 +144,8 @@ def _by_framework(f: dict[str, Any]) -> dict[str, Any]:
         layout = changes["layout"] = "fsdp"
     if framework not in ("nnx", "linen"):
         changes["buffer"] = False
-    if framework != "plain" or layout == "fsdp":
+    # A rule of derivatives, and a scan, differentiate by their arguments alone.
+    if framework != "plain" or layout == "fsdp" or f["wrap"] == "custom_vjp":
         changes["closes_over"] = False
     # Without units all of these but a flip has another meaning on several ranks.
     is_refused = f["has_units"] or f["misuse"] == "flip"

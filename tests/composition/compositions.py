@@ -184,6 +184,16 @@ class Composition:
         return ones | dict(self.mesh)
 
     @property
+    def returns_state(self) -> bool:
+        """Whether the loss returns new arrays that are no parameters."""
+        return self.norm != "none" and self.framework in ("linen", "equinox")
+
+    @property
+    def shows_aux(self) -> bool:
+        """Whether a step, or a call by hand, shows what the loss returns beside it."""
+        return self.aux and (self.by_hand or not self.returns_state)
+
+    @property
     def ranks(self) -> int:
         """Ranks that the rows of a batch are split over."""
         return self.axes["dp_outer"] * self.axes["dp_shard"] * self.axes["ep"]
