@@ -5,9 +5,10 @@
 
 Cases are drawn by their numbers, as `composition_fuzz.py` and `config_fuzz.py` do; of
 configs, those of the family that the fault is in. A composition is run on one device
-once, and on a mesh with each fault that is not found yet. A fault is found by a case
-whose numbers differ, or that is refused where it is not without the fault. A run goes
-on where the JSON beside it ends, and ends with 1 if a fault is not found.
+once, and on a mesh with each fault that is not found yet and whose functions it calls.
+A fault is found by a case whose numbers differ, or that is refused though it is not
+without the fault, or the other way round. A run goes on where the JSON beside it ends,
+and ends with 1 if a fault is not found.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import random
 import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import composition_fuzz
@@ -26,7 +28,7 @@ from composition.composed_on_one_device import run_plainly
 from composition.composition_draw import case_of_seed
 from composition.composition_oracle import Outcome, outcome_against
 from composition.compositions import Composition
-from composition.planted import PLANTED, Fault, planted
+from composition.planted import PLANTED, Fault, planted, watched
 from composition.planted_configs import PLANTED_CONFIGS, PlantedConfig
 from tiny_configs import VARIANTS
 
@@ -45,21 +47,8 @@ def main() -> int:
     def write() -> None:
         result.write(options, conditions, found, show=False)
 
-    for name in PLANTED_CONFIGS:
-        if name in names and name not in found["found"]:
-            _search_configs(found, name, options.cases)
-            write()
-    sought = [n for n in PLANTED if n in names and n not in found["found"]]
-    for seed in range(found["compositions"], options.cases):
-        if not sought:
-            break
-        started = time.process_time()
-        for name in _found_by(case_of_seed(seed), sought):
-            found["found"][name] = seed + 1
-            sought.remove(name)
-        found["compositions"] = 0 if options.only else seed + 1
-        found["cpu_seconds"] += round(time.process_time() - started, 1)
-        write()
+    _search_configs(found, names, options.cases, write)
+    _search_compositions(found, names, options, write)
     print(found)
     return int(any(name not in found["found"] for name in names))
 
@@ -80,15 +69,18 @@ def _parse() -> argparse.Namespace:
 
 def _found_by(case: Composition, names: list[str]) -> list[str]:
     """Returns the faults with which the case does not come out as without them."""
+    sought = {name: PLANTED[name] for name in names}
     with jax.enable_x64(True):
         want = run_plainly(case)
-        without = outcome_against(case, want).kind
+        jax.clear_caches()
+        with watched(sought) as called:
+            without = outcome_against(case, want).kind
         found = []
-        for name in names:
+        for name in [name for name in names if name in called]:
             jax.clear_caches()  # What was traced without the fault would be run again.
             kind = _kind(case, want, PLANTED[name])
-            print(f"{name!r} {kind}, {without} without", flush=True)
             if kind != without:
+                print(f"{name!r}: {kind}, and {without} without it", flush=True)
                 found.append(name)
     return found
 
@@ -102,18 +94,51 @@ def _kind(case: Composition, want: Any, fault: Fault) -> str:
     return outcome.kind
 
 
-def _search_configs(found: dict[str, Any], name: str, cases: int) -> None:
-    planted_config = PLANTED_CONFIGS[name]
+def _search_compositions(
+    found: dict[str, Any],
+    names: list[str],
+    options: argparse.Namespace,
+    write: Callable[[], None],
+) -> None:
+    sought = [n for n in PLANTED if n in names and n not in found["found"]]
+    first = 0 if options.only else found["compositions"]
+    for seed in range(first, options.cases):
+        if not sought:
+            return
+        started = time.process_time()
+        for name in _found_by(case_of_seed(seed), sought):
+            found["found"][name] = seed + 1
+            sought.remove(name)
+        if not options.only:
+            found["compositions"] = seed + 1
+        found["cpu_seconds"] += round(time.process_time() - started, 1)
+        write()
+
+
+def _search_configs(
+    found: dict[str, Any], names: list[str], cases: int, write: Callable[[], None]
+) -> None:
+    for name in PLANTED_CONFIGS:
+        if name in names and name not in found["found"]:
+            number = _found_by_config(PLANTED_CONFIGS[name], cases)
+            found["found"] |= {} if number is None else {name: number}
+            write()
+
+
+def _found_by_config(planted_config: PlantedConfig, cases: int) -> int | None:
+    """Returns the number of configs until one differs; None if none does."""
     for seed, case in enumerate(_cases_of(planted_config, cases)):
         with planted(planted_config.fault):
             kind = config_oracle.outcome_of(case).kind
         if kind == "differ":
-            found["found"][name] = seed + 1
-            print(f"{name!r} is found by config {seed + 1}: {case.to_json()}")
-            return
+            print(f"found by config {seed + 1}: {case.to_json()}", flush=True)
+            return seed + 1
+    return None
 
 
-def _cases_of(planted_config: PlantedConfig, cases: int) -> Any:
+def _cases_of(
+    planted_config: PlantedConfig, cases: int
+) -> Iterator[config_cases.ConfigCase]:
     """Draws configs of one family, each field of it once, and then again."""
     model_type = planted_config.model_type
     own = [v for v in VARIANTS if VARIANTS[v]["model_type"] == model_type]

@@ -33,7 +33,6 @@ from fsdp_jax.training import _gradients, _update
 Change = Callable[[Any], Any]
 """From a function, or a table, to one with a fault."""
 
-
 Fault = tuple[tuple[Any, str, Change], ...]
 """Where it is, and what is done to each function there."""
 
@@ -46,6 +45,29 @@ def planted(fault: Fault) -> Iterator[None]:
             faulty = change(getattr(owner, attribute))
             stack.enter_context(mock.patch.object(owner, attribute, faulty))
         yield
+
+
+@contextlib.contextmanager
+def watched(faults: Mapping[str, Fault]) -> Iterator[set[str]]:
+    """Yields the names of faults whose functions have been called while it is open.
+
+    Those that are not called by a run would not change it.
+    """
+    called: set[str] = set()
+
+    def recording(name, original):
+        def run(*args, **kwargs):
+            called.add(name)
+            return original(*args, **kwargs)
+
+        return run
+
+    with contextlib.ExitStack() as stack:
+        for name, fault in faults.items():
+            for owner, attribute, _ in fault:
+                watching = recording(name, getattr(owner, attribute))
+                stack.enter_context(mock.patch.object(owner, attribute, watching))
+        yield called
 
 
 def _instead(faulty: Callable[..., Any]) -> Change:

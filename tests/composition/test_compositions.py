@@ -23,7 +23,7 @@ from composition.compositions import (
     WRAPS,
     Composition,
 )
-from composition.planted import PLANTED, planted
+from composition.planted import PLANTED, planted, watched
 
 # As many as have each strategy twice and each framework.
 QUICK = range(12)
@@ -78,3 +78,12 @@ def test_a_planted_fault_is_taken_out_again():
         assert before == after and all(
             a is not b for a, b in zip(before, within, strict=True)
         )
+
+
+def test_a_fault_counts_as_met_once_its_function_is_called():
+    name = "means that are sums"
+    ((owner, attribute, _),) = PLANTED[name]
+    with watched({name: PLANTED[name]}) as called:
+        assert called == set()
+        getattr(owner, attribute)({"means": [], "sums": [], "rows": []}, ())
+        assert called == {name}
