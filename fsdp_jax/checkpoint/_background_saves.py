@@ -178,8 +178,8 @@ def _refuse_metrics(policy: PreservationPolicy | None) -> None:
         raise ValueError(
             f"Checkpointer(preservation_policy=BestN(n={policy.n})): steps are saved "
             "without metrics, so that BestN has nothing to rank them by and would keep "
-            "all, or none. Use LatestN(n), and save each step that is the best so far "
-            "to a directory of its own with fsdp_jax.save(path, state)."
+            "all, or none. Use fsdp_jax.checkpoint.KeepBest, which ranks them by a "
+            "number in their metadata, or LatestN(n)."
         )
     for one in inner:
         _refuse_metrics(one)

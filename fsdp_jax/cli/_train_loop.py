@@ -24,6 +24,7 @@ from fsdp_jax.cli._held_out import HeldOut
 from fsdp_jax.cli._log import say
 from fsdp_jax.cli._log_writers import logged_run, open_writers
 from fsdp_jax.cli._metrics import (
+    EVAL_LOSS,
     StepMetrics,
     metrics_lines,
     peak_memory_bytes,
@@ -85,7 +86,7 @@ class Run:
         return fsdp.Checkpointer(
             self.save,
             save_decision_policy=self.checkpoints.decision(self.steps),
-            preservation_policy=self.checkpoints.preservation(),
+            preservation_policy=self.checkpoints.preservation(self.save),
             local=self.checkpoints.local,
         )
 
@@ -199,6 +200,8 @@ def _run_steps(
                 for text in write_samples(state):
                     say(f"sample after step {number}: {json.dumps(text)}")
             metadata = {**run.metadata, "data": position(batches)}
+            if metrics.eval_loss is not None:
+                metadata[EVAL_LOSS] = metrics.eval_loss
             try:
                 checkpointer.save(number, state, metadata=metadata, files=run.files)
             except SystemExit:

@@ -13,6 +13,7 @@ import fsdp_jax as fsdp
 from fsdp_jax.cli._data_config import Overlong, RowsOf, Tokenizer, TrainOn
 from fsdp_jax.cli._errors import check_creatable
 from fsdp_jax.cli._lora import BaseDType
+from fsdp_jax.cli._metrics import EVAL_LOSS
 from fsdp_jax.cli._optimizer import OptimizerBits, OptimizerName, ScheduleShape
 from fsdp_jax.cli._options import IgnoreField, LogTo, Unset
 from fsdp_jax.cli._precision import OffloadTo, ParamDtype, ParamGather
@@ -240,6 +241,8 @@ class SaveOptions:
     Attributes:
       save_every: Interval of steps to save, in the background; 0 for the last alone.
       keep: Number of newest checkpoints to keep; 0 for all.
+      keep_best: Number of checkpoints to keep besides, those of the least held-out
+        loss; needs --keep and --eval-data.
       local_checkpoints: Directory on a disk of each host for more frequent checkpoints,
         which the same command resumes from after a failure.
       local_every: Interval of steps to save there; default 1.
@@ -248,16 +251,26 @@ class SaveOptions:
 
     save_every: int = 0
     keep: int = 0
+    keep_best: int = 0
     local_checkpoints: Unset[Path] = None
     local_every: Unset[int] = None
     local_keep: Unset[int] = None
 
-    def check(self) -> None:
-        """Raises a `ValueError` for numbers out of range, or without a directory."""
+    def check(self, *, evaluates: bool) -> None:
+        """Raises a `ValueError` for numbers out of range, or without effect.
+
+        Args:
+          evaluates: Whether held-out data is evaluated.
+        """
         if self.save_every < 0 or self.keep < 0:
             raise ValueError(
                 f"--save-every {self.save_every}, --keep {self.keep}: each at least 1, "
                 "or 0 for saving at the end alone, and for keeping all."
+            )
+        if self.keep_best and not (self.keep_best > 0 and self.keep and evaluates):
+            raise ValueError(
+                f"--keep-best {self.keep_best}: at least 1, with --keep N for the "
+                "newest ones and --eval-data FILE, whose loss says which are best."
             )
         numbers = {"--local-every": self.local_every, "--local-keep": self.local_keep}
         given = {name: x for name, x in numbers.items() if x is not None}
@@ -289,9 +302,19 @@ class SaveOptions:
         due = [policies.FixedIntervalPolicy(self.save_every)] if self.save_every else []
         return policies.AnySavePolicy([*due, policies.SpecificStepsPolicy([last])])
 
-    def preservation(self) -> policies.PreservationPolicy | None:
-        """Returns which saved steps are kept; None for all."""
-        return policies.LatestN(self.keep) if self.keep else None
+    def preservation(self, save: Any) -> policies.PreservationPolicy | None:
+        """Returns which saved steps are kept; None for all.
+
+        Args:
+          save: Directory of the checkpoints.
+        """
+        if not self.keep:
+            return None
+        newest = policies.LatestN(self.keep)
+        if not self.keep_best:
+            return newest
+        best = fsdp.checkpoint.KeepBest(save, EVAL_LOSS, n=self.keep_best)
+        return policies.AnyPreservationPolicy([newest, best])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -269,7 +269,7 @@ def _check(train: Train) -> bool:
         refuse_document_options(_command(train).options)
     train.start.check()
     train.strategy.check(dataclasses.asdict(train.mesh))
-    train.checkpoints.check()
+    train.checkpoints.check(evaluates=bool(train.evaluation.eval_data))
     train.evaluation.check(train.data, train.mesh)
     check_writers(train.logs.log_to)
     train.profiling.check()
