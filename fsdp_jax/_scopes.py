@@ -135,12 +135,12 @@ def traced_as(name: str) -> Callable[[Fn], Fn]:
       name: One of the names above.
 
     Raises:
-      NameError: At its definition, if the function has another name.
+      RuntimeError: At its definition, if the function has another name.
     """
 
     def check(fn: Fn) -> Fn:
         if fn.__name__ != name:
-            raise NameError(f"traces find {fn.__name__} as '{name}': rename both.")
+            raise RuntimeError(f"traces find {fn.__name__} as '{name}': rename both.")
         return fn
 
     return check

@@ -14,8 +14,8 @@ from fsdp_jax.hlo._collectives import Moved, Program
 from fsdp_jax.sharding._plan import Plan
 
 FIX = (
-    "the compiler options of the plan (fsdp_jax.training.options_for), whose combine "
-    "thresholds are below two units"
+    "FSDPConfig(prefetch=1) in the plan that the step was made with, and its compiler "
+    "options, which make_train_step passes by default"
 )
 
 

@@ -21,6 +21,7 @@ from fsdp_jax.planner._step_estimate import StepEstimate
 from fsdp_jax.planner.liveness._trace import on_one_device
 from fsdp_jax.sharding._ambient_mesh import in_own_mesh
 from fsdp_jax.sharding._fully_shard import fully_shard
+from fsdp_jax.sharding._memory_summary import unit_bytes
 from fsdp_jax.sharding._mesh import AXES, make_mesh
 from fsdp_jax.sharding._plan import Plan
 from fsdp_jax.step._loss import LossFn, LossForm
@@ -95,7 +96,7 @@ def estimate_step(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch
     )
     if options is None:
-        options = options_of(there)
+        options = options_of(there, unit_bytes(there, plan.param_plans))
     lowered = step.lower(state, abstract_batch)
     if plan.config.offload:
         mark_host_arguments(plan, lowered, state)

@@ -278,8 +278,8 @@ def _advice(estimate: StepEstimate) -> list[str]:
         if row.op == "all-gather" and row.unit in set(estimate.plan.units) - ahead:
             waits[row.unit] = waits.get(row.unit, 0.0) + row.exposed_seconds
     return [
-        f"the gathers of '{unit}' are waited for, {seconds * 1e3:,.1f} ms a step: scan "
-        "it with fsdp.scan(..., prefetch=1) to hide them"
+        f"the gathers of '{unit}' are waited for, {seconds * 1e3:,.1f} ms a step: "
+        "FSDPConfig(prefetch=1) hides them, where the log does not say why it cannot"
         for unit, seconds in waits.items()
         if seconds > 0.05 * estimate.timeline.seconds
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
@@ -63,6 +64,27 @@ def _is_held(param: ParamPlan) -> bool:
     It is if it belongs to no unit or is not split as in ZeRO-3.
     """
     return param.unit == ROOT or not param.placements.parameter
+
+
+@dataclasses.dataclass(frozen=True)
+class UnitBytes:
+    """Bytes of a plan's largest unit on one device, as communicated.
+
+    Attributes:
+      weights: Unsharded weights in compute dtype; 0 if no unit is gathered.
+      gradients: Unreduced gradients in the dtype in which they are reduced.
+    """
+
+    weights: int
+    gradients: int
+
+
+def unit_bytes(mesh: Mesh, params: Sequence[ParamPlan]) -> UnitBytes:
+    """Returns the bytes that the largest unit gathers and reduces at once."""
+    weights = _largest_unit(mesh, params, {})
+    wire = max((p.precision.grad_comm.itemsize for p in params), default=1)
+    compute = min((p.precision.param.itemsize for p in params), default=1)
+    return UnitBytes(weights, weights * wire // compute)
 
 
 def _largest_unit(

@@ -22,6 +22,7 @@ from fsdp_jax._tree import PyTree
 from fsdp_jax.step._collectives import gather_weight, marked_zeros
 from fsdp_jax.step._float_partition import Mixed
 from fsdp_jax.step._grad_mark import mark_gradient
+from fsdp_jax.step._pullback import Pullback
 from fsdp_jax.step._remat import split_unit, without_float8
 from fsdp_jax.step._shard import Shard
 
@@ -118,7 +119,7 @@ class Stack:
       unroll: Units in one iteration of the loop.
       policy: `jax.checkpoint` policy for a unit's activations; None saves all.
       traced: Facts known once a unit is traced: "results", the `Mixed` of its results,
-        and "pull", its `_Pull`.
+        and "pull", its `Pullback`.
     """
 
     weights_only: Callable[..., Sequence[Array]]
@@ -230,9 +231,9 @@ def _forward(stack: Stack, shards, floats, others):
         (carry, y), pull, (other_carry, other_y) = jax.vjp(
             of_floats, window[0], carry, slices, consts, has_aux=True
         )
-        # `_Pull` refers to these leaves by index: `_backward` builds the same tuple.
+        # `Pullback` refers to these leaves by index: `_backward` builds the same tuple.
         known = (window[0], slices, consts, other_slices, other_consts)
-        stack.traced["pull"], saved = _Pull.of(pull, known)
+        stack.traced["pull"], saved = Pullback.of(pull, known)
         return (carry, other_carry, [*window[1:], ahead]), (y, other_y, saved)
 
     window = [stack.values(shards, i) for i in range(stack.prefetch)]
@@ -332,39 +333,6 @@ def _reduced(stack: Stack, shards, grads: Leaves, i: Any) -> Leaves:
     # removes, unless the derivative of what is computed from the weights reads them.
     _, pull = jax.vjp(of_grad_buffers, [shard.grad_buffer for shard in own])
     return pull(grads)[0]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Pull:
-    """The pullback of `jax.vjp`, without residuals that backward has anyway.
-
-    Some residuals are inputs of the unit: weights, which backward gathers again, and
-    slices and constants, which the caller holds.
-
-    Attributes:
-      treedef: Structure of the pullback as a pytree of its residuals.
-      places: Index of each residual among the known leaves; None if it is to be saved.
-    """
-
-    treedef: Any
-    places: tuple[int | None, ...]
-
-    @classmethod
-    def of(cls, pull: Any, known: PyTree) -> tuple[_Pull, Leaves]:
-        """Splits `pull` into its form and the residuals that are not `known`."""
-        leaves, treedef = jax.tree.flatten(pull)
-        # By identity: a residual that is an input is the same tracer.
-        at = {id(leaf): i for i, leaf in enumerate(jax.tree.leaves(known))}
-        places = tuple(at.get(id(leaf)) for leaf in leaves)
-        pairs = zip(leaves, places, strict=True)
-        saved = [jnp.asarray(leaf) for leaf, place in pairs if place is None]
-        return cls(treedef, places), saved
-
-    def rebuild(self, saved: Leaves, known: PyTree) -> Any:
-        given, have = iter(saved), jax.tree.leaves(known)
-        return self.treedef.unflatten(
-            next(given) if place is None else have[place] for place in self.places
-        )
 
 
 def _cotangent(shard: Shard, grad_buffer: Array | None) -> Shard:

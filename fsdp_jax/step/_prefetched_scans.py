@@ -17,7 +17,7 @@ import jax
 from jax.extend import core
 
 from fsdp_jax._scopes import AS_WRITTEN, is_in, unit_scope
-from fsdp_jax.step._flat_trace import CALLS, called, operand
+from fsdp_jax.step._flat_trace import CALLS, called, has_effects, operand
 from fsdp_jax.step._float_partition import Mixed
 from fsdp_jax.step._lifted_gathers import (
     LiftedGathers,
@@ -174,6 +174,9 @@ class _Scans:
             return None
         if loop.eqn.params["reverse"]:
             raise NotLiftedError("it begins with the last unit (reverse=True)")
+        if has_effects(loop.eqn):
+            # jax has no custom derivatives of functions with effects.
+            raise NotLiftedError("it has side effects, such as jax.debug.print")
         if any(at is not None for at in lifted.passed[: loop.num_carry]):
             raise NotLiftedError("it carries a shard from one unit to the next")
         sliced = _Sliced.of(self._shards, leaves, lifted)

@@ -137,36 +137,15 @@ def _scan(
         return carry, (y, written_state(weights))
 
     own, others, merge = partition(stacked)
+    is_alone = _holds_units_alone(stacked)
     rest = (others, carry, xs, consts)
-    if not own or _holds_units_alone(stacked):
-        ahead = 0
-    elif prefetch is None:
-        # Stages run their layers where `prefetch_scans` does not see them; any other
-        # loop is left to it.
-        is_staged = own[0].param.is_staged and not _problem(own, rest)
-        ahead = own[0].param.prefetch if is_staged else 0
-    else:
-        ahead = prefetch
-        _check_prefetch(own, rest, ahead)
-    if ahead:
+    if ahead := 0 if is_alone else _ahead(own, rest, prefetch):
 
         def compute(weights, others, carry, xs, consts):
             return stateful(merge(weights, others), carry, *xs, *consts)
 
-        # A LoRA or quantized weight is made of several shards: gather these.
-        computed, own, keys = take_parts(compute, own)
-
-        def of_parts(parts, carry, slices, consts):
-            keys, others, xs = slices
-            return computed(parts, keys, others, carry, xs, consts)
-
-        # The scope that `call_unit` opens on the other path: reports read it.
-        with unit_scope(own[0].param.unit):
-            carry, (ys, written) = prefetching_scan(
-                *(of_parts, own, carry, (keys, others, xs), consts),
-                prefetch=ahead,
-                unroll=unroll,
-            )
+        given = (carry, (others, xs), consts)
+        carry, (ys, written) = _prefetched(compute, own, *given, ahead, unroll)
     else:
         gathering = mark(stateful)
 
@@ -188,9 +167,51 @@ def _holds_units_alone(stacked: PyTree) -> bool:
     return not partition(stacked, lambda n: is_unit(n) and n is not stacked)[0]
 
 
+def _prefetched(
+    compute: Callable[..., tuple[PyTree, PyTree]],
+    own: list[Shard],
+    carry: PyTree,
+    slices: tuple[PyTree, PyTree],
+    consts: PyTree,
+    prefetch: int,
+    unroll: int,
+) -> tuple[PyTree, PyTree]:
+    """Runs `compute(weights, others, carry, xs, consts)` over a stack, gathered ahead.
+
+    `slices` are its `(others, xs)`.
+    """
+    # A LoRA or quantized weight is made of several shards: gather these.
+    computed, parts, keys = take_parts(compute, own)
+
+    def of_parts(parts, carry, slices, consts):
+        keys, others, xs = slices
+        return computed(parts, keys, others, carry, xs, consts)
+
+    # The scope that `call_unit` opens on the other path: reports read it.
+    with unit_scope(parts[0].param.unit):
+        return prefetching_scan(
+            *(of_parts, parts, carry, (keys, *slices), consts),
+            prefetch=prefetch,
+            unroll=unroll,
+        )
+
+
+def _ahead(own: list[Shard], rest: PyTree, prefetch: int | None) -> int:
+    """Returns how many units this scan gathers ahead itself.
+
+    Unless a call asks for a number, `prefetch_scans` finds the loop and replaces it.
+    Stages of a pipeline run their layers where that does not see them.
+    """
+    if prefetch is not None:
+        _check_prefetch(own, rest, prefetch)
+        return prefetch if own else 0
+    is_staged = own and own[0].param.is_staged and not _problem(own, rest)
+    return own[0].param.prefetch if is_staged else 0
+
+
 def _check_prefetch(own: list[Shard], rest: PyTree, prefetch: int) -> None:
     """Refuses a stack whose units cannot be gathered ahead, as the call asks."""
-    if prefetch and (problem := _problem(own, rest)):
+    if prefetch and own and (problem := _problem(own, rest)):
         raise ValueError(
             f"fsdp.scan(prefetch=...) cannot gather '{own[0].param.unit}' ahead: "
             f"{problem}. Use prefetch=0."

@@ -16,6 +16,7 @@ from fsdp_jax._tree import PyTree
 from fsdp_jax.data._batch import check_batch, place_batch
 from fsdp_jax.launch import report_progress
 from fsdp_jax.sharding._ambient_mesh import in_own_mesh, own_mesh
+from fsdp_jax.sharding._memory_summary import unit_bytes
 from fsdp_jax.sharding._offload import on_device
 from fsdp_jax.sharding._padded import unpack
 from fsdp_jax.sharding._plan import Plan
@@ -289,7 +290,9 @@ def make_train_step(
         donate_argnums=0,
         # Pinned, so that the next step compiles to the same program.
         out_shardings=(shardings, None),
-        compiler_options=options_for(plan.mesh, compiler_options),
+        compiler_options=options_for(
+            plan.mesh, compiler_options, unit_bytes(plan.mesh, plan.param_plans)
+        ),
     )
     watch = MemoryWatch(memory_limit)
     return TrainStep(plan, num_microbatches, jitted, check_for_nan_in_grad, watch)

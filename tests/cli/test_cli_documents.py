@@ -10,6 +10,7 @@ import pytest
 from helpers.errors import facts
 from helpers.tiny_tokenizer import write_tokenizer
 
+import fsdp_jax as fsdp
 from fsdp_jax.cli import main
 from fsdp_jax.cli._chat_template import ChatTemplate, read_chat_template
 from fsdp_jax.cli._data import mixed_batches, position
@@ -292,6 +293,7 @@ def test_the_preview_marks_what_is_trained(chat_model, chats, capsys):
         ("train --data {text} --steps 1 --rows pad", ["--rows pad", ".jsonl"]),
         ("eval {model} --data {chats}", ["--data {chats}"]),
         ("train --data {text} --steps 1 --eval-data {chats}", ["--data", "'{chats}'"]),
+        ("train --data {text} --steps 1 --keep-best 1", ["--keep-best 1", "--keep N"]),
         ("train --data {text} --steps 1 --eval-every 1", ["--eval-every 1"]),
         ("data {model} --data {text} --train-on all", ["--train-on all"]),
     ],
@@ -322,8 +324,13 @@ def test_held_out_data_is_measured_after_the_steps_that_are_due(
     argv += ["--seq", "64" if kind == "chats" else "16", "--eval-data", str(data)]
     metrics = tmp_path / "run.jsonl"
     more = ["--eval-every", "2", "--metrics", str(metrics), "--fused-loss"]
+    more += ["--save-every", "1", "--keep", "1", "--keep-best", "1"]
     assert main([*argv, "--save", str(tmp_path / "save"), *more]) == 0
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     assert ["eval_loss" in line for line in lines] == [False, True, True]
     for line in lines[1:]:
         assert line["eval_loss"] == pytest.approx(line["loss"], rel=ANOTHER_MESH)
+    # Of equal losses the later is kept, which is the newest too.
+    (kept,) = [path.name for path in (tmp_path / "save").iterdir() if path.is_dir()]
+    stored = fsdp.checkpoint.load_metadata(tmp_path / "save")
+    assert (kept, stored["eval_loss"]) == ("3", lines[-1]["eval_loss"])

@@ -252,7 +252,16 @@ def in_an_inner_loop(model, x):
     return jax.lax.scan(run, x, model["layers"])[0]
 
 
+def printing(run):
+    def printed(x, given):
+        jax.debug.print("{}", x[0, 0])
+        return run(x, given)
+
+    return printed
+
+
 LEFT = {
+    "effects": (tree_form(of_lax, wrap=printing), {}, "jax.debug.print"),
     "reversed": (tree_form(of_lax, reverse=True), {}, "reverse=True"),
     "weights kept": (
         FORMS["lax.scan"],

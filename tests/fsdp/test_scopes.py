@@ -63,5 +63,5 @@ def test_a_function_that_traces_are_searched_for_keeps_its_name():
     def fsdp_collect():
         pass
 
-    with pytest.raises(NameError, match=facts("fsdp_collect", "fsdp_gather")):
+    with pytest.raises(RuntimeError, match=facts("fsdp_collect", "fsdp_gather")):
         scopes.traced_as(scopes.FSDP_GATHER)(fsdp_collect)
