@@ -15,7 +15,7 @@ Axes = tuple[str | tuple[str, ...] | None, ...]
 """Name of each dim of a parameter; several names, or None, where so annotated."""
 
 
-def annotations(params: PyTree) -> dict[str, Axes]:
+def annotated_axes(params: PyTree) -> dict[str, Axes]:
     """Returns the names of the dims of annotated parameters, by parameter.
 
     Those of `nnx.with_partitioning` and `nnx.Param(..., out_sharding=...)`, and of
@@ -65,7 +65,7 @@ def annotated_dims(make_model: MakeModel, axes: Collection[str]) -> dict[str, in
       >>> fsdp.sharding.annotated_dims(make_annotated, {"model"})
       {'kernel': -1}
     """
-    named = annotations(describe(make_model).params)
+    named = annotated_axes(describe(make_model).params)
     found, several = {}, []
     for name, dims in named.items():
         hits = [i - len(dims) for i, dim in enumerate(dims) if _names(dim) & {*axes}]
@@ -73,18 +73,15 @@ def annotated_dims(make_model: MakeModel, axes: Collection[str]) -> dict[str, in
             several.append(f"{name} {dims}")
         if hits:
             found[name] = hits[0]
-    if several or not found:
-        known = sorted(
-            {one for dims in named.values() for d in dims for one in _names(d)}
-        )
+    asked = f"annotated_dims({sorted(axes)})"
+    if several:
         raise ValueError(
-            f"annotated_dims({sorted(axes)}): "
-            + (
-                f"more than one dim of {'; '.join(several)} is to be split over tp."
-                if several
-                else f"no dim is annotated so. The model names {known or 'no axis'}."
-            )
+            f"{asked}: more than one dim of {'; '.join(several)} is to be split over "
+            "tp. Name the axes of one dim a parameter."
         )
+    if not found:
+        known = ", ".join(_all_names(named)) or "no axis"
+        raise ValueError(f"{asked}: no dim is annotated so. The model names {known}.")
     return found
 
 
@@ -95,12 +92,12 @@ def ignored_line(params: PyTree, tensor_parallel: Mapping[str, int]) -> list[str
       params: Abstract parameters.
       tensor_parallel: Rules of the config; with any, annotations count as read.
     """
-    named = annotations(params)
+    named = annotated_axes(params)
     if not named or tensor_parallel:
         return []
-    axes = sorted({one for dims in named.values() for d in dims for one in _names(d)})
+    axes = ", ".join(_all_names(named))
     return [
-        f"ignored: the model's own annotations ({', '.join(axes)}) of {len(named)} "
+        f"ignored: the model's own annotations ({axes}) of {len(named)} "
         "parameter(s); fsdp.sharding.annotated_dims makes tensor_parallel rules of them"
     ]
 
@@ -116,3 +113,7 @@ def _axes_of(node: Any) -> Axes:
 
 def _names(dim: str | tuple[str, ...] | None) -> set[str]:
     return {dim} if isinstance(dim, str) else set(dim or ())
+
+
+def _all_names(named: Mapping[str, Axes]) -> list[str]:
+    return sorted({one for dims in named.values() for d in dims for one in _names(d)})

@@ -41,8 +41,7 @@ def trace_model(make_model: Callable[[jax.Array], Any], key: jax.Array) -> Any:
         model closes over an array computed by `make_model`.
     """
     try:
-        with no_mesh(), linen.logical_axis_rules(()), nnx.use_eager_sharding(False):
-            model = make_model(key)
+        model = _made_without_shardings(make_model, key)
     except _NO_VALUE as error:
         raise ValueError(
             f"{_TRACED}. One is read as a number{_place_of(error.__traceback__)}. "
@@ -68,6 +67,27 @@ def trace_model(make_model: Callable[[jax.Array], Any], key: jax.Array) -> Any:
             "the function reads when it is called, or a numpy array."
         )
     return model
+
+
+def _made_without_shardings(make_model: Callable[[jax.Array], Any], key: Any) -> Any:
+    """Runs `make_model(key)` with the annotations of flax's models left unapplied."""
+    default = nnx.using_eager_sharding()
+    with no_mesh(), linen.logical_axis_rules(()), nnx.use_eager_sharding(False):
+        model = make_model(key)
+    for variable in _variables(model):
+        # Part of the tree's structure, which is to be that of a model made eagerly.
+        if variable.get_metadata("eager_sharding", default) != default:
+            variable.set_metadata(eager_sharding=default)
+    return model
+
+
+def _variables(model: Any) -> list[nnx.Variable]:
+    def is_variable(node):
+        return isinstance(node, nnx.Variable)
+
+    if isinstance(model, nnx.Module):
+        return [node for _, node in nnx.iter_graph(model) if is_variable(node)]
+    return [n for n in jax.tree.leaves(model, is_leaf=is_variable) if is_variable(n)]
 
 
 def _place_of(traceback: TracebackType | None) -> str:

@@ -20,6 +20,7 @@ from fsdp_jax.sharding._batch_norm import sync_batch_norms, sync_linen_batch_nor
 from fsdp_jax.sharding._mesh import DATA_AXES, axes_in_use
 from fsdp_jax.sharding._plan import ROOT, Plan
 from fsdp_jax.step._collectives import gather_weight
+from fsdp_jax.step._constraints import without_foreign_constraints
 from fsdp_jax.step._linen_units import gather_at_units, without_constraints
 from fsdp_jax.step._loss_check import check_gradients, check_loss
 from fsdp_jax.step._model_state import (
@@ -114,6 +115,7 @@ def loss_of_shards(plan: Plan, loss_fn: LossFn, form: LossForm) -> LossOfShards:
         with (
             gather_at_units(),
             gather_unbound(plan.unit_classes),
+            without_foreign_constraints(),
             sync_linen_batch_norms(synced),
         ):
             out = loss_fn(model, batch, **extra)

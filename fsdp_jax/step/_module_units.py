@@ -87,7 +87,6 @@ def _gathering(method: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps a method such that a marked object's weights are gathered before."""
     plain = getattr(method, "_without_gather", method)
 
-    @functools.wraps(plain)
     def gathering(self, *args, **kwargs):
         if type(self) is _Proxy:
             return unit(plain)(self._obj, *args, **kwargs)
@@ -95,8 +94,10 @@ def _gathering(method: Callable[..., Any]) -> Callable[..., Any]:
             return _call_module(plain, self, args, kwargs)
         return plain(self, *args, **kwargs)
 
-    gathering._without_gather = plain  # pyright: ignore[reportFunctionMemberAccess]
-    return gathering
+    wrapped: Any = functools.wraps(plain)(gathering)
+    # Not `__wrapped__`, which decorators of the user's set too.
+    wrapped._without_gather = plain
+    return wrapped
 
 
 @functools.cache
@@ -220,7 +221,8 @@ class _Proxy(UnitObject):
 
     @classmethod
     def tree_unflatten(cls, chosen, children):
-        return cls(*children, chosen)
+        (obj,) = children
+        return cls(obj, chosen)
 
 
 def _mark_pytree(model: Any, classes: UnitClasses) -> Any:

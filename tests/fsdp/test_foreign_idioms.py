@@ -12,7 +12,8 @@ import pytest
 from flax import nnx
 from helpers.compare import worst
 from helpers.errors import facts
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import fsdp_jax as fsdp
 
@@ -23,6 +24,7 @@ RTOL = 1e-5
 WIDTH, VOCAB = 4, 6
 X = np.random.default_rng(0).normal(size=(8, WIDTH)).astype(np.float32)
 MESH = fsdp.make_mesh(devices=jax.devices()[:2])
+MESH_DEVICE = jax.devices()[:1]
 TX = optax.sgd(0.1)
 
 
@@ -236,6 +238,13 @@ def test_annotations_are_ignored_with_one_line_or_become_tp_rules(make, name, ax
     assert "ignored" not in str(split)
 
 
+def test_an_annotated_model_has_the_structure_of_one_that_was_made_eagerly():
+    plan = fsdp.fully_shard(make_annotated, MESH)
+    with jax.set_mesh(jax.make_mesh((1, 1), ("embed", "model"), devices=MESH_DEVICE)):
+        eager = nnx.state(make_annotated(jax.random.key(0)), nnx.Param)
+    assert jax.tree.structure(eager) == jax.tree.structure(plan.params)
+
+
 def test_axes_that_no_dim_or_two_dims_are_annotated_with_are_refused():
     with pytest.raises(ValueError, match=facts("heads", "embed", "model")):
         fsdp.sharding.annotated_dims(make_annotated, {"heads"})
@@ -288,3 +297,22 @@ def test_the_mesh_that_a_program_has_set_changes_nothing(
     want_loss, want = plainly_trained
     np.testing.assert_allclose(loss, want_loss, rtol=RTOL)
     assert worst(params, want) < RTOL
+
+
+@pytest.mark.parametrize(
+    "spec", [P("data"), NamedSharding(own_mesh(AxisType.Auto), P())]
+)
+def test_constraints_over_other_axes_are_ignored_in_a_step_and_logged(spec, caplog):
+    def constrained(model, x):
+        return mean_square(model, jax.lax.with_sharding_constraint(x, spec))
+
+    original = jax.lax.with_sharding_constraint
+    plan = fsdp.fully_shard(make_annotated, MESH, [Annotated])
+    params = fsdp.init_params(plan, jax.random.key(0))
+    losses = [
+        float(fsdp.make_eval_step(plan, loss)(params, X)["loss"])
+        for loss in (constrained, mean_square)
+    ]
+    assert losses[0] == losses[1]
+    assert str(spec) in caplog.text
+    assert jax.lax.with_sharding_constraint is original
