@@ -141,9 +141,9 @@ class DecoderLayer(nnx.Module):
         mixer = getattr(self, self.mixer_name)
         if not isinstance(mixer, SelfAttention):
             if cache is None:
-                mixed = mixer(heard, segment_ids)
+                mixed = mixer(read, segment_ids)
             else:
-                mixed, cache = mixer.extend(heard, cache, is_token)
+                mixed, cache = mixer.extend(read, cache, is_token)
             return LayerOutput(*self._add(x, read, mixed), cache)
         per_layer = per_layer or {}
         window = per_layer.get("window")

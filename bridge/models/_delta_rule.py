@@ -11,6 +11,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from bridge.models._chunked_decay import (
+    Chunked,
+    Decays,
     chunk_decays,
     from_chunks,
     ids_to_chunks,
@@ -55,15 +57,8 @@ def gated_delta_rule(
         to_chunks(x.astype(wide), size) for x in (query, key, value, log_decay, beta)
     )
     decays = chunk_decays(g, ids_to_chunks(segment_ids, size))
-    keys_learned = k * b[..., None]
-    # Row i: how much of what token j < i learned is what token i finds for its key.
-    found = jnp.tril(_products(keys_learned, k) * decays.between, -1)
     from_start = decays.from_start[..., None]
-    sides = jnp.concatenate([v * b[..., None], keys_learned * from_start], axis=-1)
-    solved = jax.scipy.linalg.solve_triangular(
-        found, sides, lower=True, unit_diagonal=True
-    )
-    learned, found_before = jnp.split(solved, [v.shape[-1]], axis=-1)
+    learned, found_before = _learned(k, v, b[..., None], decays)
 
     def chunk(state, slices):
         learned, found_before, reads, near, writes, through = slices
@@ -84,6 +79,25 @@ def gated_delta_rule(
         ),
     )
     return from_chunks(out, seq), state
+
+
+def _learned(
+    k: Chunked, v: Chunked, b: Chunked, decays: Decays
+) -> tuple[Chunked, Chunked]:
+    """Solves for what the tokens of each chunk learn.
+
+    Returns:
+      What they learn from a state of zeros, and the matrix whose product with the state
+      before the chunk they learn less.
+    """
+    # Row i: how much of what token j < i learned is what token i finds for its key.
+    found = jnp.tril(_products(k * b, k) * decays.between, -1)
+    sides = jnp.concatenate([v * b, k * b * decays.from_start[..., None]], axis=-1)
+    solved = jax.scipy.linalg.solve_triangular(
+        found, sides, lower=True, unit_diagonal=True
+    )
+    learned, found_before = jnp.split(solved, [v.shape[-1]], axis=-1)
+    return learned, found_before
 
 
 def _products(a: Array, b: Array) -> Array:
