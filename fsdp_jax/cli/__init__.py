@@ -32,6 +32,7 @@ from fsdp_jax.cli.commands._data import Data
 from fsdp_jax.cli.commands._demo import Demo
 from fsdp_jax.cli.commands._diff_metrics import DiffMetrics
 from fsdp_jax.cli.commands._doctor import Doctor
+from fsdp_jax.cli.commands._edit import Edit
 from fsdp_jax.cli.commands._eval import Eval
 from fsdp_jax.cli.commands._export import Export
 from fsdp_jax.cli.commands._generate import Generate
@@ -39,6 +40,7 @@ from fsdp_jax.cli.commands._import import Import
 from fsdp_jax.cli.commands._inspect import Inspect
 from fsdp_jax.cli.commands._launch import Launch
 from fsdp_jax.cli.commands._make_tiny_llama import MakeTinyLlama
+from fsdp_jax.cli.commands._merge import Merge
 from fsdp_jax.cli.commands._plan import Plan
 from fsdp_jax.cli.commands._remove import Remove
 from fsdp_jax.cli.commands._train import Train
@@ -54,6 +56,8 @@ _Command = (
     | Annotated[Import, named("import", Import)]
     | Annotated[Export, named("export", Export)]
     | Annotated[Convert, named("convert", Convert)]
+    | Annotated[Merge, named("merge", Merge)]
+    | Annotated[Edit, named("edit", Edit)]
     | Annotated[Inspect, named("inspect", Inspect)]
     | Annotated[Verify, named("verify", Verify)]
     | Annotated[Remove, named("remove", Remove)]
