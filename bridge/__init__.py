@@ -9,6 +9,7 @@ given torch tensors.
 from bridge import adapt as adapt
 from bridge import megatron as megatron
 from bridge import models as models
+from bridge.formats._edits import Edits as Edits
 from bridge.formats._source import Source as Source
 from bridge.formats._source import open_checkpoint as open_checkpoint
 from bridge.hf._config import from_hf_config as from_hf_config
@@ -28,10 +29,12 @@ from bridge.lora._lora_config import LoraConfig as LoraConfig
 from bridge.lora._lora_merge import load_hf_with_lora as load_hf_with_lora
 from bridge.lora._lora_targets import lora_targets as lora_targets
 from bridge.megatron._decoder import load_megatron as load_megatron
-from bridge.megatron._decoder import save_megatron as save_megatron
+from bridge.megatron._save import save_megatron as save_megatron
 from bridge.pytorch._from_torch import from_torch as from_torch
 from bridge.pytorch._propose import Proposal as Proposal
 from bridge.pytorch._propose import propose_rules as propose_rules
 from bridge.pytorch._to_torch import to_torch as to_torch
 from bridge.rules._mapping import Mapping as Mapping
 from bridge.rules._rules import Rule as Rule
+from bridge.streaming._edit import edit_safetensors as edit_safetensors
+from bridge.streaming._merged import merge as merge

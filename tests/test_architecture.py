@@ -53,13 +53,16 @@ BRIDGE_ROWS = [
 ]
 # The same for its Megatron package, whose rooms stand on modules of their own.
 MEGATRON_ROOMS = [
-    {"key_mapping", "names", "pipeline", "ranks", "swiglu", "tensor_parallel"}
-    | {"tiling", "views", "vocab", "weight_rules"},
+    {"key_mapping", "names", "param_class", "pipeline", "ranks", "swiglu"}
+    | {"tensor_parallel", "tiling", "views", "vocab", "weight_rules"},
     {"buffers", "config"},
+    {"cast", "rank_buffers"},
+    {"rank_layout"},
     {"read"},
     {"write"},
-    {"decoder"},
-    {"adam"},
+    {"convert", "decoder", "edit"},
+    {"adam", "save"},
+    {"save_adam"},
     {"__init__"},
 ]
 WITHIN = [("bridge", BRIDGE_ROWS), ("bridge.megatron", MEGATRON_ROOMS)]

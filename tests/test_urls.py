@@ -11,6 +11,7 @@ import pytest
 from helpers.errors import facts
 
 import bridge
+import bridge.pytorch
 import fsdp_jax as fsdp
 from fsdp_jax._local_path import check_local
 from fsdp_jax.cli import _check_paths, main
@@ -38,6 +39,7 @@ ENTRIES = [
     *takes_paths(fsdp.rl),
     *takes_paths(bridge),
     *takes_paths(bridge.megatron),
+    *takes_paths(bridge.pytorch),
 ]
 
 

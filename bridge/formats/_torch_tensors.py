@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from bridge._box import complete, shape_of
+from bridge.formats._dtensor import LocalShard, local_shard
 from bridge.formats._torch_dtypes import DTYPES, STORAGES
 from bridge.formats._unpickle import PERSISTENT_ID, Rule, Stub
 from bridge.formats._zip import StoredZip
@@ -135,9 +136,11 @@ class _TensorRules:
             **{name: _called(rule) for name, rule in functions.items()},
         }
 
-    def _typed(self, stub: Stub) -> LazyTensor:
+    def _typed(self, stub: Stub) -> LazyTensor | LocalShard:
         """Rebuilds a tensor with attributes from its function and arguments."""
-        function, of_type, args, _ = stub.args
+        function, of_type, args, state = stub.args
+        if function.name == "torch._utils._rebuild_wrapper_subclass":
+            return local_shard(args, state)
         if of_type.name not in _PLAIN_TYPES:
             raise ValueError(f"tensors of the type {of_type.name} are not read")
         # `function` is a stub; calling its class gives the stub of the call.

@@ -5,6 +5,7 @@ Source: pytorch torch/serialization.py::_save, torch/_utils.py::_rebuild_tensor_
 
 import math
 import zipfile
+from collections.abc import Iterable
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -47,14 +48,29 @@ class TorchWriter:
         Raises:
           ValueError: If torch has no such dtype.
         """
-        if array.dtype not in DTYPE_NAMES:
-            raise ValueError(f"torch has no dtype {array.dtype}.")
+        return self.add_parts(array.shape, array.dtype, [array])
+
+    def add_parts(
+        self, shape: tuple[int, ...], dtype: np.dtype, parts: Iterable[np.ndarray]
+    ) -> Call:
+        """Writes a tensor whose values come one after the other.
+
+        Args:
+          shape: Shape of the tensor.
+          dtype: Dtype of the tensor and of all parts.
+          parts: Arrays whose elements, in C order, are those of the tensor in C order.
+
+        Raises:
+          ValueError: If torch has no such dtype, or the parts have another dtype or
+            number of elements; the file is then not usable.
+        """
+        if dtype not in DTYPE_NAMES:
+            raise ValueError(f"torch has no dtype {dtype}.")
         key = str(self._num_tensors)
         self._num_tensors += 1
-        # The recorded strides are those of C order, so views are copied.
-        data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        self._write(f"data/{key}", data.data)
-        return _tensor(key, array.shape, array.dtype)
+        nbytes = math.prod(shape) * dtype.itemsize
+        self._write(f"data/{key}", nbytes, (_bytes(part, dtype) for part in parts))
+        return _tensor(key, shape, dtype)
 
     def finish(self, tree: Any) -> int:
         """Writes the tree, closes the archive, and returns its length in bytes.
@@ -62,23 +78,32 @@ class TorchWriter:
         Raises:
           ValueError: If the tree contains an object that is not a plain value.
         """
-        self._write("data.pkl", encode_pickle(tree))
-        self._write("byteorder", b"little")
-        self._write("version", b"3\n")
+        members = {"data.pkl": encode_pickle(tree), "byteorder": b"little"}
+        for name, data in {**members, "version": b"3\n"}.items():
+            self._write(name, len(data), [data])
         self._zip.close()
         return self._sink.count
 
-    def _write(self, name: str, data: bytes | memoryview) -> None:
+    def _write(
+        self, name: str, nbytes: int, parts: Iterable[bytes | memoryview]
+    ) -> None:
         info = zipfile.ZipInfo(f"archive/{name}")
-        zip64 = len(data) > _ZIP64_FROM_BYTES
+        zip64 = nbytes > _ZIP64_FROM_BYTES
         before = self._sink.count + _LOCAL_HEADER_BYTES + len(info.filename)
         before += 4 + (_ZIP64_EXTRA_BYTES if zip64 else 0)
         # The extra field "FB" of torch's own writer: a tensor's bytes begin aligned.
         padding = -before % _ALIGNMENT_BYTES
         info.extra = b"FB" + padding.to_bytes(2, "little") + b"Z" * padding
+        written = 0
         with self._zip.open(info, "w", force_zip64=zip64) as member:
-            for start in range(0, len(data), _BLOCK_BYTES):
-                member.write(data[start : start + _BLOCK_BYTES])
+            for part in parts:
+                for start in range(0, len(part), _BLOCK_BYTES):
+                    member.write(part[start : start + _BLOCK_BYTES])
+                written += len(part)
+        if written != nbytes:
+            raise ValueError(
+                f"'{name}' should have {nbytes:,} bytes, and was given {written:,}."
+            )
 
 
 class _Sink:
@@ -98,6 +123,13 @@ class _Sink:
 
     def close(self) -> None:
         """Leaves the stream open: other archives may follow in it."""
+
+
+def _bytes(array: np.ndarray, dtype: np.dtype) -> memoryview:
+    if array.dtype != dtype:
+        raise ValueError(f"A part of a {dtype} tensor is of {array.dtype}.")
+    # The recorded strides are those of C order, so views are copied.
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
 def _tensor(key: str, shape: tuple[int, ...], dtype: np.dtype) -> Call:

@@ -58,6 +58,29 @@ _KNOWN_NAMES = {
         f"{_DCP}.planner.{name}"
         for name in ("SavePlan", "TensorWriteData", "WriteItem", "WriteItemType")
     ),
+    # Distributed tensors, by the names of several versions of torch.
+    "torch._utils._rebuild_wrapper_subclass",
+    "torch.distributed.tensor.DTensor",
+    "torch.distributed.tensor._api.DTensor",
+    "torch.distributed._tensor.api.DTensor",
+    "torch.distributed.device_mesh.DeviceMesh",
+    "torch.distributed._mesh_layout._FlatLayout",
+    "torch.distributed._mesh_layout._MeshLayout",
+    *(
+        f"torch.distributed.{module}.{name}"
+        for module in ("tensor", "_tensor")
+        for name in (
+            "_dtensor_spec.DTensorSpec",
+            "_dtensor_spec.ShardOrderEntry",
+            "_dtensor_spec.TensorMeta",
+            "placement_types.DTensorSpec",
+            "placement_types.Partial",
+            "placement_types.Replicate",
+            "placement_types.Shard",
+            "placement_types.TensorMeta",
+            "placement_types._StridedShard",
+        )
+    ),
     # Names before torch 2.3.
     "torch.distributed._shard.sharded_tensor.metadata.TensorProperties",
     "torch.distributed._shard.sharded_tensor.metadata.MEM_FORMAT_ENCODING",

@@ -3,27 +3,24 @@
 import dataclasses
 import math
 import os
-from collections import Counter
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import numpy as np
 
 from bridge._box import as_index, complete
-from bridge._local_path import check_local
 from bridge._tree import arrays_of, named_leaves
 from bridge.formats._source import Source
 from bridge.formats._torch_zip import TensorSource
 from bridge.hf._import_plan import ImportPlan, plan_of
 from bridge.megatron._vocab import trim_vocab
 from bridge.megatron._weight_rules import grouped_shapes, weight_mapping
-from bridge.megatron.config._args import from_args, to_args
+from bridge.megatron.config._args import from_args
 from bridge.megatron.config._transformer_config import to_transformer_config
 from bridge.megatron.read._checkpoint import open_megatron
 from bridge.megatron.read._regrouped import Regrouped
-from bridge.megatron.write._checkpoint import write_megatron
 from bridge.models import DecoderConfig
 from bridge.rules._piece import Piece
 from bridge.streaming._export import assemble
@@ -133,88 +130,6 @@ def open_decoder(
     config = from_args(checkpoint.args) if config is None else config
     to_transformer_config(config)  # raises if Megatron's layers cannot be this model's
     return decoder_source(checkpoint.source, config), config
-
-
-def save_megatron(
-    path: str | os.PathLike[str],
-    params: Any,
-    config: DecoderConfig,
-    *,
-    format: Literal["torch_dist", "legacy"] = "torch_dist",
-    iteration: int | None = None,
-    tensor_parallel: int = 1,
-    pipeline_parallel: int = 1,
-    virtual_pipeline: int | None = None,
-    expert_parallel: int = 1,
-    make_vocab_size_divisible_by: int = 128,
-    flags: Mapping[str, Any] | None = None,
-    max_file_bytes: int = 5 * 10**9,
-    progress: Progress | None = None,
-) -> None:
-    """Writes a checkpoint that Megatron's `--load` reads, without Megatron or torch.
-
-    One tensor is gathered to the host at a time. The write is atomic: the directory is
-    renamed to its final name when it is complete, and a failure leaves nothing behind.
-
-    Args:
-      path: Directory that does not exist yet, or is empty.
-      params: Pytree of arrays with any sharding, fully addressable by this process.
-      config: Model config, written as the settings of a run.
-      format: `"torch_dist"`, readable by any run, or `"legacy"` (`--ckpt-format
-        torch`), readable only by a run with the same parallel sizes.
-      iteration: Number of training steps done; None writes a `release`.
-      tensor_parallel: Number of tensor-parallel ranks, for experts too. Legacy only,
-        as are the next three arguments.
-      pipeline_parallel: Number of pipeline stages.
-      virtual_pipeline: Number of model chunks per stage; None means one.
-      expert_parallel: Number of expert-parallel ranks.
-      make_vocab_size_divisible_by: Padding of the vocabulary: rows of zeros extend it
-        to a multiple of this times `tensor_parallel`.
-      flags: Further settings of the run, such as `{"transformer_impl": "local"}`.
-      max_file_bytes: Size in bytes at which a `torch_dist` file is closed and the next
-        one started.
-      progress: Called after each tensor with bytes written and total bytes.
-
-    Raises:
-      ValueError: If `path` exists and is not empty, if `params` and `config` do not
-        match, if Megatron's layers cannot be this model's, or if the parallel sizes do
-        not divide it; nothing is written.
-    """
-    check_local(path)
-    source = megatron_tensors(params, config)
-    sizes = {
-        "tensor_parallel": tensor_parallel,
-        "pipeline_parallel": pipeline_parallel,
-        "virtual_pipeline": virtual_pipeline,
-        "expert_parallel": expert_parallel,
-    }
-    to_transformer_config(config, **sizes)  # raises if the sizes do not divide it
-    args = to_args(
-        dataclasses.replace(config, dtype=_main_dtype(source)),
-        make_vocab_size_divisible_by=make_vocab_size_divisible_by,
-        flags=flags,
-    )
-    write_megatron(
-        path,
-        source,
-        args,
-        format=format,
-        iteration=iteration,
-        tp=tensor_parallel,
-        pp=pipeline_parallel,
-        ep=expert_parallel,
-        vpp=virtual_pipeline or 1,
-        max_file_bytes=max_file_bytes,
-        progress=progress,
-    )
-
-
-def _main_dtype(source: Source) -> str:
-    """Returns the dtype of most elements; a run stores all parameters in one dtype."""
-    sizes = Counter[str]()
-    for key in source.keys():
-        sizes[source.dtype(key).name] += math.prod(source.shape(key))
-    return sizes.most_common(1)[0][0]
 
 
 def decoder_source(source: Source, config: DecoderConfig) -> Source:

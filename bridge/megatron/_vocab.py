@@ -29,7 +29,7 @@ def trim_vocab(source: Source, vocab_size: int) -> Source:
     Raises:
       ValueError: If a tensor has fewer rows than `vocab_size`.
     """
-    tensors: dict[str, Any] = {key: _Keyed(source, key) for key in source.keys()}
+    tensors: dict[str, Any] = {key: Keyed(source, key) for key in source.keys()}
     for key in (key for key in PADDED if key in tensors):
         shape = source.shape(key)
         if shape[0] < vocab_size:
@@ -65,19 +65,27 @@ def padded_shape(key: str, shape: tuple[int, ...], multiple: int) -> tuple[int, 
 
 
 @dataclasses.dataclass(frozen=True)
-class _Keyed:
-    """Lazy tensor that reads one key of a source."""
+class Keyed:
+    """Lazy tensor that reads one key of a source.
+
+    Args:
+      source: Source that holds the tensor.
+      key: Name of the tensor.
+    """
 
     source: Source
     key: str
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """Shape of the tensor."""
         return self.source.shape(self.key)
 
     @property
     def dtype(self) -> np.dtype:
+        """Dtype of the tensor as stored."""
         return self.source.dtype(self.key)
 
     def read(self, slices: tuple[slice, ...] = ()) -> np.ndarray:
+        """Reads the tensor, or a box of it."""
         return self.source.read(self.key, slices)

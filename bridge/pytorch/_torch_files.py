@@ -27,6 +27,7 @@ from bridge.formats._torch_zip import (
     read_torch_file,
 )
 from bridge.pytorch._torch_source import hold, is_module
+from bridge.pytorch._verl import is_verl, open_verl
 
 BIN_NAME = "pytorch_model.bin"
 BIN_INDEX_NAME = "pytorch_model.bin.index.json"
@@ -38,7 +39,8 @@ def open_torch(source: Any, prefix: str = "") -> Source:
     Args:
       source: An `nn.Module`, a state dict of tensors or arrays, or the path of a
         `.safetensors` file, a file of `torch.save` (any other suffix), or a directory
-        with transformers' file names, where safetensors is preferred.
+        with transformers' file names, where safetensors is preferred, or with verl's
+        file per rank.
       prefix: Prefix of the tensors to load, which is removed from their names.
 
     Raises:
@@ -87,6 +89,8 @@ def _open_path(path: Path) -> Source:
             return TensorSource(str(path), MappingProxyType(tensors))
         if (path / BIN_NAME).is_file():
             return open_torch_file(path / BIN_NAME)
+        if is_verl(path):
+            return open_verl(path).source
     if path.is_file() and path.suffix != ".safetensors":
         return open_torch_file(path)
     return open_checkpoint(path)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from bridge._box import as_index, complete
+from bridge.formats._rank_shards import RankShards
 from bridge.formats._source import Source
 from bridge.formats._torch_tensors import LazyTensor
 from bridge.formats._torch_zip import TensorSource
@@ -127,10 +128,12 @@ def _problem(key: Any, value: Any) -> str | None:
     return None
 
 
-def _memory(tensor: LazyTensor | HeldTensor, key: str) -> Any:
+def _memory(tensor: LazyTensor | HeldTensor | RankShards, key: str) -> Any:
     """Returns a key that is equal for tensors that are the same region of memory."""
     if 0 in tensor.shape:
         return key
+    if isinstance(tensor, RankShards):
+        return tensor.shape, tuple(_memory(part, "") for part in tensor.copies[0])
     if isinstance(tensor, LazyTensor):
         place = id(tensor.archive), tensor.member, tensor.offset, tensor.strides
     elif hasattr(tensor.value, "data_ptr"):

@@ -9,6 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from bridge._box import Box, complete, overlap, shape_of, whole
 from bridge.rules._piece import Piece
 from bridge.streaming._lazy import LazyLeaf
+from bridge.streaming._merged import MergedLeaf
 from bridge.streaming._shards import Shards, planes, single
 
 
@@ -25,7 +26,7 @@ def gather(leaf: Any, piece: Piece) -> Shards:
       section, and possibly more. On CPU they are views of device memory.
     """
     section = piece.destination_box
-    if isinstance(leaf, LazyLeaf):
+    if isinstance(leaf, (LazyLeaf, MergedLeaf)):
         return planes(piece, single(section, leaf.read(section)))
     if not isinstance(leaf, jax.Array):
         return planes(piece, single(whole(leaf.shape), np.asarray(leaf)))

@@ -34,6 +34,7 @@ from fsdp_jax.cli.commands._data import Data
 from fsdp_jax.cli.commands._demo import Demo
 from fsdp_jax.cli.commands._diff_metrics import DiffMetrics
 from fsdp_jax.cli.commands._doctor import Doctor
+from fsdp_jax.cli.commands._edit import Edit
 from fsdp_jax.cli.commands._eval import Eval
 from fsdp_jax.cli.commands._explain import Explain
 from fsdp_jax.cli.commands._export import Export
@@ -42,6 +43,7 @@ from fsdp_jax.cli.commands._import import Import
 from fsdp_jax.cli.commands._inspect import Inspect
 from fsdp_jax.cli.commands._launch import Launch
 from fsdp_jax.cli.commands._make_tiny_llama import MakeTinyLlama
+from fsdp_jax.cli.commands._merge import Merge
 from fsdp_jax.cli.commands._plan import Plan
 from fsdp_jax.cli.commands._remove import Remove
 from fsdp_jax.cli.commands._schema import Schema
@@ -62,6 +64,8 @@ _Command = (
     | Annotated[Import, named("import", Import)]
     | Annotated[Export, named("export", Export)]
     | Annotated[Convert, named("convert", Convert)]
+    | Annotated[Merge, named("merge", Merge)]
+    | Annotated[Edit, named("edit", Edit)]
     | Annotated[Inspect, named("inspect", Inspect)]
     | Annotated[Verify, named("verify", Verify)]
     | Annotated[Remove, named("remove", Remove)]

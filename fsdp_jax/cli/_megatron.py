@@ -11,7 +11,10 @@ import bridge
 from bridge.models import DecoderConfig
 from fsdp_jax.cli._options import Unset
 
-Format = Literal["torch_dist", "legacy"]
+Format = Literal["torch_dist", "legacy", "fsdp_dtensor"]
+OptimizerFormat = Literal[
+    "plain", "fully_reshardable", "dp_reshardable", "distributed", "fsdp_dtensor"
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,8 +22,8 @@ class MegatronLayout:
     """Parallel sizes of a checkpoint for Megatron.
 
     Attributes:
-      tensor_parallel: Tensor-parallel ranks of a legacy checkpoint, as are the next
-        three; torch_dist fits any run.
+      tensor_parallel: Tensor-parallel ranks of a legacy checkpoint, or of one with an
+        optimizer in dp_reshardable, as are the next three; others fit any run.
       pipeline_parallel: Pipeline stages.
       virtual_pipeline: Model chunks a stage; default one.
       expert_parallel: Expert-parallel ranks.
@@ -67,5 +70,32 @@ class MegatronLayout:
             virtual_pipeline=self.virtual_pipeline,
             expert_parallel=self.expert_parallel,
             make_vocab_size_divisible_by=self.vocab_divisor,
+            progress=progress,
+        )
+
+    def convert(
+        self,
+        src: Path,
+        out: Path,
+        format: Format,
+        optimizer_format: OptimizerFormat | None,
+        progress: Callable[[int, int], None],
+    ) -> tuple[str, ...]:
+        """Writes a Megatron checkpoint in another format, with its optimizer.
+
+        Returns:
+          What is not converted, one line each.
+        """
+        if self.vocab_divisor != MegatronLayout().vocab_divisor:
+            raise ValueError("--vocab-divisor: with --optimizer that of SRC is kept.")
+        return bridge.megatron.convert_megatron(
+            src,
+            out,
+            format=format,
+            optimizer_format=optimizer_format,
+            tp=self.tensor_parallel,
+            pp=self.pipeline_parallel,
+            ep=self.expert_parallel,
+            vpp=self.virtual_pipeline or 1,
             progress=progress,
         )

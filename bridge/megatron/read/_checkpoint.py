@@ -14,8 +14,10 @@ from bridge.formats._torch_zip import TensorSource, read_torch_file
 from bridge.megatron._names import canonical_tensors
 from bridge.megatron.read._dcp import DcpDirectory, open_dcp
 from bridge.megatron.read._find import find_format, find_iteration
+from bridge.megatron.read._group_meta import is_group_meta, read_group_meta
 from bridge.megatron.read._left_out import RANDOM, describe_left_out
 from bridge.megatron.read._legacy import FILE_NAME, open_legacy
+from bridge.megatron.read._legacy_distributed import DISTRIBUTED_NAME
 from bridge.megatron.read._optimizer import (
     MegatronOptimizer,
     is_optimizer_key,
@@ -31,7 +33,15 @@ COMMON_ITEM = "common_state/shard_0_1"
 _SETTINGS = re.compile(
     r"^(chained_\d+\.)?optimizer\.distributed\.dp_group_idx_0\.optimizer/"
 )
-_COMMON_KEYS = ("args", "iteration", "checkpoint_version", "opt_param_scheduler")
+_BUCKET_SIZES = re.compile(r"optimizer\..*\.per_bucket_numel(_unpadded)?(/|$)")
+_COMMON_KEYS = (
+    "args",
+    "iteration",
+    "checkpoint_version",
+    "opt_param_scheduler",
+    "num_floating_point_operations_so_far",
+    "content_metadata",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,10 +105,11 @@ def _from_legacy(directory: Path) -> MegatronCheckpoint:
     if legacy.common.get("optimizer") is not None:
         optimizer, notes = name_legacy_optimizer(legacy)
     others = [key for key in RANDOM if key in legacy.common]
+    read = {FILE_NAME} if optimizer is None else {FILE_NAME, DISTRIBUTED_NAME}
     others += sorted(
         str(file.relative_to(directory))
         for file in directory.glob("*/*optim*.pt")
-        if file.name != FILE_NAME
+        if file.name not in read
     )
     lines = (*notes, *describe_left_out(others))
     return _checkpoint(directory, "legacy", source, optimizer, legacy.common, lines)
@@ -111,14 +122,21 @@ def _from_dcp(directory: Path, format_: str) -> MegatronCheckpoint:
     model = canonical_tensors({key: dcp.tensors[key] for key in model_keys})
     states = {key: dcp.tensors[key] for key in dcp.tensors if is_optimizer_key(key)}
     settings = [key for key in dcp.items if _SETTINGS.match(key)]
+    metas = {key: read for key, read in dcp.items.items() if is_group_meta(key)}
     optimizer, notes = read_optimizer(
         str(directory),
         states,
         model,
         _dict(directory, common, "args"),
-        {"common": common.get("optimizer"), **{k: dcp.items[k]() for k in settings}},
+        {
+            "common": common.get("optimizer"),
+            **{k: dcp.items[k]() for k in settings},
+            "by parameter": {"param_groups": read_group_meta(metas)},
+        },
     )
-    used = {COMMON_ITEM, *_COMMON_KEYS, *model_keys, *states, *settings}
+    # Positions of the buckets, which their chunks tell too.
+    sizes = {key for key in dcp.items if _BUCKET_SIZES.search(key)}
+    used = {COMMON_ITEM, *_COMMON_KEYS, *model_keys, *states, *settings, *metas, *sizes}
     others = [key for key in (*dcp.tensors, *dcp.items) if key not in used]
     source = TensorSource(str(directory), MappingProxyType(model))
     left_out = (*notes, *describe_left_out(others))

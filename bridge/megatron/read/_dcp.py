@@ -42,11 +42,13 @@ class DcpDirectory:
       path: Directory of the checkpoint.
       tensors: Lazy tensors by key on disk.
       items: Functions that read the non-tensor objects, by key on disk.
+      raw: Functions that read the archives of these objects as bytes.
     """
 
     path: Path
     tensors: Mapping[str, Assembled]
     items: Mapping[str, Callable[[], Any]]
+    raw: Mapping[str, Callable[[], bytes]]
 
 
 def open_dcp(path: Path) -> DcpDirectory:
@@ -82,12 +84,17 @@ def open_dcp(path: Path) -> DcpDirectory:
             wrong.append(f"  {key}: no file is said to hold it")
     if wrong:
         raise ValueError(f"{subject} does not fit its files:\n" + "\n".join(wrong))
-    items = {
-        key: functools.partial(_read_item, path, key, metadata.places[key, None])
+    places = {
+        key: metadata.places[key, None]
         for key, entry in metadata.entries.items()
         if not isinstance(entry, _TensorEntry)
     }
-    return DcpDirectory(path, MappingProxyType(tensors), MappingProxyType(items))
+    return DcpDirectory(
+        path,
+        MappingProxyType(tensors),
+        {key: functools.partial(_read_item, path, key, p) for key, p in places.items()},
+        {key: functools.partial(_read_raw, path, p) for key, p in places.items()},
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,6 +179,12 @@ def _read_item(path: Path, key: str, place: _Place) -> Any:
     value = read_torch_archive(StoredZip(path / place.file, place.offset, place.nbytes))
     # Megatron shards objects too; each shard is a list with one element.
     return value[0] if "/shard_" in key else value
+
+
+def _read_raw(path: Path, place: _Place) -> bytes:
+    with (path / place.file).open("rb") as stream:
+        stream.seek(place.offset)
+        return stream.read(place.nbytes)
 
 
 def _misplaced(path: Path, places: Mapping[Any, _Place]) -> list[str]:

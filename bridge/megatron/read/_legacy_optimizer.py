@@ -9,25 +9,32 @@ Source: Megatron-LM megatron/core/optimizer/__init__.py::_get_param_groups,
 megatron/core/optimizer/optimizer.py::Float16OptimizerWithFloat16Params.state_dict
 """
 
-import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from bridge.formats._torch_tensors import LazyTensor
+from bridge.megatron._param_class import ParamClass, class_of_group, class_of_param
 from bridge.megatron._ranks import Rank
 from bridge.megatron._views import Tensor
 from bridge.megatron.buffers._param_order import is_parameter
 from bridge.megatron.read._legacy import LegacyDirectory, chunk_keys, merge_ranks
 from bridge.megatron.read._verified import verify_states
 
-_EXPERT = re.compile(r"\.mlp\.experts\.")
-_QK_NORM = re.compile(r"\b[qk]_layernorm\.")
-
 
 class _Param(NamedTuple):
     chunk: str
     name: str
     shape: tuple[int, ...]
+
+
+def is_distributed(legacy: LegacyDirectory) -> bool:
+    """Returns whether the optimizer is distributed: its groups number no parameters."""
+    groups = [
+        group
+        for tree in _trees(legacy.common)
+        for group in tree.get("optimizer", tree).get("param_groups", [])
+    ]
+    return bool(groups) and all("params" not in group for group in groups)
 
 
 def read_legacy_optimizer(legacy: LegacyDirectory) -> dict[str, dict[str, Tensor]]:
@@ -56,7 +63,8 @@ def read_legacy_optimizer(legacy: LegacyDirectory) -> dict[str, dict[str, Tensor
         kind: merge_ranks(legacy.path, legacy.sizes, files)
         for kind, files in found.items()
     }
-    if any(set(state) != set(legacy.tensors) for state in merged.values()):
+    trained = {name for name in legacy.tensors if is_parameter(name)}
+    if any(set(state) != trained for state in merged.values()):
         raise ValueError("not all weights have the same kinds of state")
     return verify_states(merged, legacy.tensors) if "master" in merged else merged
 
@@ -68,28 +76,27 @@ def optimizer_steps(legacy: LegacyDirectory) -> list[int]:
         for tree in _trees(legacy.common)
         for state in tree.get("optimizer", tree).get("state", {}).values()
     ]
-    steps = [state["step"] for state in states if isinstance(state, dict)]
+    # Of TransformerEngine's Adam the groups hold the steps.
+    steps = [s["step"] for s in states if isinstance(s, dict) and "step" in s]
     return [int(s.read() if isinstance(s, LazyTensor) else s) for s in steps]
 
 
 def _of_rank(
     file: Mapping[str, Any], args: Mapping[str, Any]
 ) -> Iterator[tuple[_Param, dict[str, Tensor]]]:
-    # Parameters by (has weight decay, belongs to experts), in model order.
-    classes: dict[tuple[bool, bool], list[_Param]] = {}
+    classes: dict[ParamClass, list[_Param]] = {}  # in model order
     for param in _params(file):
-        key = (_decays(param, args), _EXPERT.search(param.name) is not None)
+        key = class_of_param(param.name, param.shape, args)
         classes.setdefault(key, []).append(param)
     for tree in _trees(file):
         inner = tree.get("optimizer", tree)
         masters = tree.get("fp32_from_fp16_params")
-        if not isinstance(inner.get("state"), dict) or not inner["state"]:
+        if not inner.get("state") and any(
+            group.get("params", True) for group in inner["param_groups"]
+        ):
             raise ValueError("it is distributed: its state is in other files")
         for number, group in enumerate(inner["param_groups"]):
-            if group.get("lr_mult", 1.0) != 1.0 or group.get("is_decoupled_lr"):
-                raise ValueError("groups have learning rates of their own")
-            key = (bool(group["wd_mult"]), bool(group.get("is_expert_parallel")))
-            params = classes.pop(key, [])
+            params = classes.pop(class_of_group(group), [])
             if len(params) != len(group["params"]):
                 raise ValueError(
                     f"group {number} has {len(group['params'])} parameters, the model "
@@ -120,12 +127,6 @@ def _params(file: Mapping[str, Any]) -> Iterator[_Param]:
             if isinstance(tensor, LazyTensor) and is_parameter(name):
                 if not name.endswith("_extra_state"):
                     yield _Param(chunk, name, tensor.shape)
-
-
-def _decays(param: _Param, args: Mapping[str, Any]) -> bool:
-    if args.get("apply_wd_to_qk_layernorm") and _QK_NORM.search(param.name):
-        return True
-    return len(param.shape) > 1 and not param.name.endswith(".bias")
 
 
 def _checked(param: _Param, states: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -14,7 +14,9 @@ from bridge.megatron._names import canonical_tensors
 from bridge.megatron._views import Assembled, Tensor
 from bridge.megatron.read._dp_reshardable import is_bucket_key, read_buckets
 from bridge.megatron.read._legacy import LegacyDirectory
+from bridge.megatron.read._legacy_distributed import read_distributed
 from bridge.megatron.read._legacy_optimizer import (
+    is_distributed,
     optimizer_steps,
     read_legacy_optimizer,
 )
@@ -117,9 +119,10 @@ def name_legacy_optimizer(
 ) -> tuple[MegatronOptimizer | None, tuple[str, ...]]:
     """Reads the Adam state of a legacy checkpoint; returns as `read_optimizer` does."""
     try:
-        kinds = read_legacy_optimizer(legacy)
-        steps = optimizer_steps(legacy)
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        distributed = is_distributed(legacy)
+        kinds = (read_distributed if distributed else read_legacy_optimizer)(legacy)
+        steps = [] if distributed else optimizer_steps(legacy)
+    except (AttributeError, LookupError, OSError, TypeError, ValueError) as error:
         # The file is untrusted and may have any structure. Report the error instead of
         # raising it, so that the weights can still be loaded.
         return None, (f"the optimizer's state is not understood: {error}; {_ADVICE}",)

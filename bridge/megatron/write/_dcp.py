@@ -17,6 +17,16 @@ from bridge.megatron.read._dcp import METADATA_NAME
 
 _DCP = "torch.distributed.checkpoint"
 
+StatePath = tuple[str, ...]
+"""Keys that lead to an entry in a nested state dict."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    file: str
+    offset: int
+    nbytes: int
+
 
 @dataclasses.dataclass(frozen=True)
 class _Chunk:
@@ -24,9 +34,7 @@ class _Chunk:
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
     dtype: np.dtype
-    file: str
-    offset: int
-    nbytes: int
+    place: _Place
 
 
 class DcpWriter:
@@ -41,6 +49,8 @@ class DcpWriter:
         self._directory = directory
         self._max_file_bytes = max_file_bytes
         self._chunks: list[_Chunk] = []
+        self._items: dict[str, _Place] = {}
+        self._paths: dict[str, StatePath] = {}
         self._stream: BinaryIO | None = None
         self._num_files = 0
 
@@ -63,20 +73,52 @@ class DcpWriter:
         offset = stream.tell()
         with TorchWriter(stream) as writer:
             nbytes = writer.finish(writer.add(array))
-        file = Path(stream.name).name
-        self._chunks.append(
-            _Chunk(key, offsets, array.shape, array.dtype, file, offset, nbytes)
-        )
+        place = _Place(Path(stream.name).name, offset, nbytes)
+        self._chunks.append(_Chunk(key, offsets, array.shape, array.dtype, place))
+
+    def add_item(self, key: str, value: Any) -> None:
+        """Writes an object that is no tensor: a plain value or a placeholder."""
+        stream = self._open()
+        offset = stream.tell()
+        with TorchWriter(stream) as writer:
+            nbytes = writer.finish(value)
+        self._items[key] = _Place(Path(stream.name).name, offset, nbytes)
+
+    def add_raw(self, key: str, archive: bytes) -> None:
+        """Writes an object that is no tensor, as the bytes of its archive."""
+        stream = self._open()
+        place = _Place(Path(stream.name).name, stream.tell(), len(archive))
+        stream.write(archive)
+        self._items[key] = place
+
+    def add_entry(self, path: StatePath, value: Any) -> None:
+        """Writes an entry of a nested state dict, under the key that torch gives it.
+
+        Args:
+          path: Keys that lead to the entry.
+          value: Array, plain value or placeholder.
+        """
+        key = ".".join(path)
+        self._paths[key] = path
+        if isinstance(value, np.ndarray):
+            self.add(key, (0,) * value.ndim, value)
+        else:
+            self.add_item(key, value)
 
     def finish(self) -> None:
         """Writes `.metadata`; a tensor's shape is the extent of its chunks."""
         groups: dict[str, list[_Chunk]] = {}
         for chunk in self._chunks:
             groups.setdefault(chunk.key, []).append(chunk)
+        entries = {key: _tensor(group) for key, group in groups.items()}
+        empty = Object(Name(f"{_DCP}.metadata.BytesStorageMetadata"), {})
+        entries |= dict.fromkeys(self._items, empty)
+        places = [_located(c.key, _size(c.offsets), c.place) for c in self._chunks]
+        places += [_located(key, None, place) for key, place in self._items.items()]
         state = {
-            "state_dict_metadata": {k: _tensor(group) for k, group in groups.items()},
-            "planner_data": None,
-            "storage_data": Pairs(tuple(map(_place, self._chunks))),
+            "state_dict_metadata": entries,
+            "planner_data": self._paths or None,
+            "storage_data": Pairs(tuple(places)),
         }
         metadata = Object(Name(f"{_DCP}.metadata.Metadata"), state)
         (self._directory / METADATA_NAME).write_bytes(encode_pickle(metadata))
@@ -114,16 +156,16 @@ def _tensor(chunks: list[_Chunk]) -> Object:
     return Object(Name(f"{_DCP}.metadata.TensorStorageMetadata"), state)
 
 
-def _place(chunk: _Chunk) -> tuple[Object, Object]:
-    index = {"fqn": chunk.key, "offset": _size(chunk.offsets), "index": None}
-    place = {
-        "relative_path": chunk.file,
-        "offset": chunk.offset,
-        "length": chunk.nbytes,
+def _located(key: str, offset: Call | None, place: _Place) -> tuple[Object, Object]:
+    index = {"fqn": key, "offset": offset, "index": None}
+    state = {
+        "relative_path": place.file,
+        "offset": place.offset,
+        "length": place.nbytes,
     }
     return (
         Object(Name(f"{_DCP}.metadata.MetadataIndex"), index),
-        Object(Name(f"{_DCP}.filesystem._StorageInfo"), place),
+        Object(Name(f"{_DCP}.filesystem._StorageInfo"), state),
     )
 
 

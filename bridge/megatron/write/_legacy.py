@@ -1,52 +1,60 @@
 """Legacy checkpoint writer: splits each tensor over its ranks as it is read."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from bridge._report import format_report
 from bridge.formats._source import Source
 from bridge.formats._torch_writer import TorchWriter
-from bridge.megatron._key_mapping import in_module
-from bridge.megatron._names import EMBEDDING, HEAD
 from bridge.megatron._pipeline import Pipeline
+from bridge.megatron._rank_buffers import local_shape
 from bridge.megatron._ranks import Rank
-from bridge.megatron._tensor_parallel import Split, cut, is_gated, split_of, split_shape
-from bridge.megatron._vocab import pad_vocab, padded_shape
+from bridge.megatron._vocab import padded_shape
 from bridge.megatron.read._legacy import FILE_NAME
+from bridge.megatron.write._legacy_distributed import write_distributed
+from bridge.megatron.write._legacy_optimizer import (
+    OfRank,
+    RankTensors,
+    distributed_settings,
+    legacy_optimizer,
+    names_in_order,
+)
+from bridge.megatron.write._optimizer_state import OptimizerState
+from bridge.megatron.write._optimizer_tree import step_tensor
+from bridge.megatron.write._rank_parts import rank_parts
+from bridge.megatron.write._target import Target
 
 
-def check_pipeline(
-    source: Source, pipeline: Pipeline, args: Mapping[str, Any], multiple: int
-) -> None:
+def check_split(source: Source, target: Target) -> None:
     """Checks that a model can be split over the ranks, before anything is written.
 
     Args:
       source: Tensors of the model by canonical name.
-      pipeline: Distribution of layers and experts over ranks.
-      args: Settings of the run.
-      multiple: Divisor of the padded number of vocabulary rows.
+      target: Run that the checkpoint is written for.
 
     Raises:
       ValueError: If layers, experts or dims are not divisible, or the legacy name of a
         tensor is unknown (`mtp`); all errors are listed.
     """
-    sizes, wrong = pipeline.sizes, []
-    stages = sizes.pp * pipeline.num_chunks
+    pipeline, wrong = target.pipeline, []
+    stages = pipeline.sizes.pp * pipeline.num_chunks
     if pipeline.num_layers % stages:
         wrong.append(f"{pipeline.num_layers} layers among PP x VPP = {stages} chunks")
-    if pipeline.num_experts % sizes.ep or (sizes.ep > 1 and not pipeline.num_experts):
-        wrong.append(f"{pipeline.num_experts} experts among EP = {sizes.ep} ranks")
+    ep = pipeline.sizes.ep
+    if pipeline.num_experts % ep or (ep > 1 and not pipeline.num_experts):
+        wrong.append(f"{pipeline.num_experts} experts among EP = {ep} ranks")
     wrong += [
         f"{name}: what its module is called depends on the version; use torch_dist"
         for name in source.keys()
         if name.startswith("mtp.")
     ]
-    for name in source.keys() if sizes.tp > 1 else ():
+    for name in source.keys():
         try:
-            shape = padded_shape(name, source.shape(name), multiple)
-            split_shape(shape, split_of(name, gated=is_gated(args)), sizes.tp)
+            shape = padded_shape(name, source.shape(name), target.multiple)
+            local_shape(name, shape, target.args, pipeline)
         except ValueError as error:
             wrong.append(f"{name}: {error}")
     if wrong:
@@ -58,11 +66,10 @@ def write_legacy(
     directory: Path,
     source: Source,
     common: Mapping[str, Any],
-    args: Mapping[str, Any],
-    pipeline: Pipeline,
+    target: Target,
     *,
-    multiple: int,
     tick: Callable[[int], None],
+    state: OptimizerState | None = None,
 ) -> None:
     """Writes one file per model-parallel rank, with one tensor in memory at a time.
 
@@ -72,55 +79,69 @@ def write_legacy(
       directory: Existing, empty directory.
       source: Tensors of the model by canonical name.
       common: State that each file holds beside the model.
-      args: Settings of the run.
-      pipeline: Distribution of layers and experts over ranks.
-      multiple: Divisor of the padded number of vocabulary rows.
+      target: Run that the checkpoint is written for.
       tick: Called after each tensor with its size in bytes.
+      state: Adam state, `"plain"` or `"distributed"`; None writes none.
     """
-    names = frozenset(source.keys())
+    order = source.keys() if state is None else names_in_order(source, target)
     with contextlib.ExitStack() as stack:
-        files = _open(directory, pipeline, stack)
-        for name in source.keys():
-            array = pad_vocab(name, source.read(name), multiple)
-            tp = pipeline.sizes.tp
-            split = split_of(name, gated=is_gated(args)) if tp > 1 else Split.NONE
-            parts = cut(array, split, tp)
-            for rank, chunk, key in _copies(name, names, pipeline):
-                spelled = in_module(key, names, args)
-                writer, chunks = files[rank]
-                chunks[chunk][spelled] = writer.add(parts[rank.tp])
-            tick(array.nbytes)
-        for writer, chunks in files.values():
-            keys = (
-                ["model"]
-                if len(chunks) == 1
-                else [f"model{n}" for n in range(len(chunks))]
-            )
-            writer.finish({**common, **dict(zip(keys, chunks, strict=True))})
+        files = _open(directory, target.pipeline, stack)
+        model = _write(source, order, files, target, tick)
+        optimizers: dict[Rank, dict[str, Any]] = {rank: {} for rank in files}
+        if state is not None and state.format == "plain":
+            tensors = {
+                kind: _write(of, order, files, target, tick)
+                for kind, of in state.kinds.items()
+            }
+            for rank, writer in files.items():
+                of_rank = {kind: found[rank] for kind, found in tensors.items()}
+                step = writer.add(step_tensor(state))
+                tree = legacy_optimizer(state, model[rank], of_rank, target.args, step)
+                optimizers[rank] = {"optimizer": tree}
+        elif state is not None:
+            write_distributed(directory, source, state, target, tick)
+            settings = {"optimizer": distributed_settings(state)}
+            optimizers = dict.fromkeys(files, settings)
+        for rank, writer in files.items():
+            chunks = _chunks(model[rank], target.pipeline.num_chunks)
+            writer.finish({**common, **chunks, **optimizers[rank]})
+
+
+def _write(
+    source: Source,
+    order: Sequence[str],
+    files: Mapping[Rank, TorchWriter],
+    target: Target,
+    tick: Callable[[int], None],
+) -> RankTensors:
+    """Writes the model, or one kind of its state, into the ranks' files."""
+    names, present = frozenset(order), set(source.keys())
+    found: RankTensors = {rank: {} for rank in files}
+    for name in order:
+        if name in present:
+            for part in rank_parts(name, source, names, target):
+                tensor = part.array.shape, files[part.rank].add(part.array)
+                found[part.rank][part.chunk, part.name] = tensor
+            tick(math.prod(source.shape(name)) * source.dtype(name).itemsize)
+    return found
 
 
 def _open(
     directory: Path, pipeline: Pipeline, stack: contextlib.ExitStack
-) -> dict[Rank, tuple[TorchWriter, list[dict[str, Any]]]]:
+) -> dict[Rank, TorchWriter]:
     files = {}
     for rank in pipeline.sizes.ranks():
         file = directory / pipeline.sizes.directory(rank) / FILE_NAME
         file.parent.mkdir()
         stream = stack.enter_context(file.open("wb"))
-        writer = stack.enter_context(TorchWriter(stream))
-        files[rank] = writer, [{} for _ in range(pipeline.num_chunks)]
+        files[rank] = stack.enter_context(TorchWriter(stream))
     return files
 
 
-def _copies(
-    name: str, names: frozenset[str], pipeline: Pipeline
-) -> Iterator[tuple[Rank, int, str]]:
-    """Yields each rank that stores a tensor, with its chunk and local name there."""
-    places = [pipeline.place(name)]
-    if name == EMBEDDING and HEAD not in names and pipeline.sizes.pp > 1:
-        places.append(pipeline.place(HEAD))  # tied: the last stage keeps a copy
-    for stage, chunk, local in places:
-        expert_rank, key = pipeline.expert(local)
-        for rank in pipeline.sizes.ranks():
-            if rank.pp == stage and expert_rank in (None, rank.ep):
-                yield rank, chunk, key
+def _chunks(tensors: OfRank, num_chunks: int) -> dict[str, dict[str, Any]]:
+    """Returns a rank's model chunks by the names that its file has for them."""
+    names = ["model"] if num_chunks == 1 else [f"model{n}" for n in range(num_chunks)]
+    chunks: dict[str, dict[str, Any]] = {name: {} for name in names}
+    for (chunk, name), (_, tensor) in tensors.items():
+        chunks[names[chunk]][name] = tensor
+    return chunks

@@ -21,6 +21,9 @@ from bridge.megatron._key_mapping import in_torch_dist
 from bridge.megatron._vocab import pad_vocab
 from bridge.megatron.read._find import FORMAT_NAME
 from bridge.megatron.write._dcp import DcpWriter
+from bridge.megatron.write._dp_reshardable import write_buckets
+from bridge.megatron.write._optimizer_state import OptimizerState
+from bridge.megatron.write._target import Target
 
 _LAYER = re.compile(r"^(decoder\.layers)\.(\d+)\.(.+)$")
 _EXPERT = re.compile(r"^(.*\bmlp\.experts)\.(\d+)\.(.+)$")
@@ -44,10 +47,11 @@ def write_torch_dist(
     directory: Path,
     source: Source,
     slots: Mapping[str, Slot],
+    target: Target,
     *,
-    multiple: int,
     max_file_bytes: int,
     tick: Callable[[int], None],
+    state: OptimizerState | None = None,
 ) -> None:
     """Writes the tensors, `.metadata` and `metadata.json`.
 
@@ -57,19 +61,38 @@ def write_torch_dist(
       directory: Existing directory of the checkpoint.
       source: Tensors of the model by canonical name.
       slots: Destination of each tensor, as `slots_of` returns it.
-      multiple: Divisor of the padded number of vocabulary rows.
+      target: Run that the checkpoint is written for.
       max_file_bytes: Size in bytes at which a file is closed and the next one started.
       tick: Called after each tensor with its size in bytes.
+      state: Adam state; None writes none.
     """
     with DcpWriter(directory, max_file_bytes) as writer:
-        for name, slot in slots.items():
-            array = pad_vocab(name, source.read(name), multiple)
-            stacked = array.reshape((1,) * len(slot.position) + array.shape)
-            writer.add(slot.key, (*slot.position, *(0,) * array.ndim), stacked)
-            tick(array.nbytes)
+
+        def write(tensors: Source, prefix: str) -> None:
+            present = set(tensors.keys())
+            for name, slot in slots.items():
+                if name in present:
+                    array = pad_vocab(name, tensors.read(name), target.multiple)
+                    stacked = array.reshape((1,) * len(slot.position) + array.shape)
+                    offsets = (*slot.position, *(0,) * array.ndim)
+                    writer.add(prefix + slot.key, offsets, stacked)
+                    tick(array.nbytes)
+
+        write(source, "")
+        if state is not None and state.format == "dp_reshardable":
+            write_buckets(writer, source, state, target, tick)
+        elif state is not None:
+            for kind, tensors in state.kinds.items():
+                write(tensors, f"optimizer.state.{_kind_on_disk(kind, state)}.")
         writer.finish()
     fields = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
     (directory / FORMAT_NAME).write_text(json.dumps(fields))
+
+
+def _kind_on_disk(kind: str, state: OptimizerState) -> str:
+    if kind != "master":
+        return kind
+    return "fp32_param" if state.format == "plain" else "param"
 
 
 def slots_of(source: Source, args: Mapping[str, Any]) -> dict[str, Slot]:

@@ -11,7 +11,8 @@ import tyro
 import bridge
 from fsdp_jax._report import bytes_bar
 from fsdp_jax.cli._errors import check_empty
-from fsdp_jax.cli._megatron import MegatronLayout
+from fsdp_jax.cli._log import say
+from fsdp_jax.cli._megatron import MegatronLayout, OptimizerFormat
 from fsdp_jax.cli._model_source import Checkpoint, open_any
 from fsdp_jax.cli._options import Group, IgnoreField, Unset
 from fsdp_jax.cli.commands._import import Import
@@ -28,9 +29,13 @@ class Convert:
     Attributes:
       src: Checkpoint to read: a directory, a safetensors file, or a hub id.
       dst: Directory to write; new, or empty.
-      to: Format to write: Hugging Face's files; Megatron's torch_dist, which any run
-        reads; Megatron's legacy files, for a run of the parallel sizes below; or a
-        checkpoint of fsdp-jax (orbax).
+      to: Format to write: Hugging Face's files; Megatron's torch_dist, or fsdp_dtensor
+        of Megatron-FSDP, which any run reads; Megatron's legacy files, for a run of the
+        parallel sizes below; or a checkpoint of fsdp-jax (orbax).
+      optimizer: Writes Adam's state too, from one format of Megatron to another. No
+        model is built, so that any family is converted.
+      optimizer_format: Form of Adam's state; default that of a distributed optimizer,
+        unless SRC has a plain one.
       dtype: Dtype of Hugging Face's files; default that of SRC.
       config: A `config.json`, or a directory with one, that says what model SRC is;
         default what SRC says. Megatron's settings lack the tokens, and often the size
@@ -45,7 +50,9 @@ class Convert:
 
     src: tyro.conf.Positional[str]
     dst: tyro.conf.Positional[Path]
-    to: Literal["hf", "torch_dist", "legacy", "orbax"]
+    to: Literal["hf", "torch_dist", "legacy", "fsdp_dtensor", "orbax"]
+    optimizer: bool = False
+    optimizer_format: Unset[OptimizerFormat] = None
     dtype: Unset[Literal["float32", "bfloat16", "float16"]] = None
     config: Unset[Path] = None
     ignore_field: IgnoreField = ()
@@ -56,6 +63,9 @@ class Convert:
         """Opens the one, and writes the other."""
         check_empty(self.dst, "DST")
         self._check()
+        if self.optimizer:
+            self._with_optimizer()
+            return
         if self.to == "orbax":
             Import(
                 self.src,
@@ -81,8 +91,26 @@ class Convert:
                 self.layout.save(self.dst, params, origin.config, self.to, progress)
         print(f"{self.src} is now in {self.dst}")
 
+    def _with_optimizer(self) -> None:
+        if self.to == "hf" or self.to == "orbax":
+            raise ValueError(
+                f"--optimizer: Megatron to Megatron, not --to {self.to}. `fsdp-jax "
+                "import --optimizer` takes Adam's state to fsdp-jax."
+            )
+        with bytes_bar(f"writing {self.dst}") as progress:
+            left_out = self.layout.convert(
+                Path(self.src), self.dst, self.to, self.optimizer_format, progress
+            )
+        for line in left_out:
+            say(f"left out: {line}")
+        print(f"{self.src} is now in {self.dst}")
+
     def _check(self) -> None:
-        self.layout.check(self.to in ("torch_dist", "legacy"))
+        self.layout.check(self.to in ("torch_dist", "legacy", "fsdp_dtensor"))
+        if self.optimizer_format and not self.optimizer:
+            raise ValueError("--optimizer-format: give --optimizer too.")
+        if self.optimizer and self.config:
+            raise ValueError("--config: --optimizer builds no model; leave it out.")
         if self.to != "hf" and (self.dtype or self.tokenizer):
             raise ValueError(
                 f"--dtype and --tokenizer are of Hugging Face's files, not of --to "

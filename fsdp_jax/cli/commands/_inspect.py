@@ -17,14 +17,15 @@ from fsdp_jax.checkpoint._remove import names_beside
 from fsdp_jax.checkpoint._steps import open_step
 from fsdp_jax.cli._decoder import plan_decoder
 from fsdp_jax.cli._model_source import Checkpoint, HuggingFace, Megatron, open_any
-from fsdp_jax.cli._options import Devices, Group, IgnoreField
+from fsdp_jax.cli._one_tensor import print_tensor
+from fsdp_jax.cli._options import Devices, Group, IgnoreField, Unset
 
 
 @dataclasses.dataclass(frozen=True)
 class Inspect:
     """Show what a model or a checkpoint holds, and where each tensor would go.
 
-    Reads headers and no weights.
+    Reads headers and no weights, but for --tensor.
 
     Attributes:
       path: A model's directory, a safetensors file, a Megatron checkpoint, or a
@@ -32,6 +33,9 @@ class Inspect:
       sharded: Also plans how it would be sharded over the devices, and says what each
         process would read.
       json: Prints one JSON object instead.
+      tensor: Name of one tensor of a model of Hugging Face's, Megatron's or verl's, as
+        this command lists it: prints its shape, dtype, statistics and values. Of
+        Megatron's Adam state, exp_avg/NAME, exp_avg_sq/NAME and master/NAME.
       ignore_field: Field of config.json to ignore although it is refused; may be
         repeated. For fields that change no number.
       where: Devices, with --sharded.
@@ -40,11 +44,15 @@ class Inspect:
     path: tyro.conf.Positional[Path]
     sharded: bool = False
     json: bool = False
+    tensor: Unset[str] = None
     ignore_field: IgnoreField = ()
     where: Annotated[Devices, Group] = Devices()
 
     def run(self) -> None:
         """Prints traits, the mapping, and the sums."""
+        if self.tensor is not None:
+            print_tensor(self.path, self.tensor, as_json=self.json)
+            return
         devices = self.where.pick() if self.sharded else None
         origin = open_any(self.path, ignore_fields=self.ignore_field)
         like = None

@@ -1,0 +1,98 @@
+"""Editing of safetensors checkpoints, tensor by tensor."""
+
+import contextlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from bridge._local_path import check_local
+from bridge.formats._edits import Edits
+from bridge.formats._safetensors import encode_header
+from bridge.formats._source import INDEX_NAME, SINGLE_NAME, open_checkpoint
+from bridge.streaming._files import assign_files, index_of
+from bridge.streaming._load import Progress
+
+_MAX_SHARD_BYTES = 5 * 10**9
+
+
+def edit_safetensors(
+    src: str | os.PathLike[str],
+    dst: str | os.PathLike[str],
+    edits: Edits,
+    *,
+    max_shard_bytes: int = _MAX_SHARD_BYTES,
+    progress: Progress | None = None,
+) -> None:
+    """Writes a safetensors checkpoint with other names, other dtypes or fewer tensors.
+
+    One tensor is in memory at a time; the directory appears when it is complete. Files
+    of a directory that hold no tensors (config, tokenizer) are copied.
+
+    Args:
+      src: Directory or file, as `open_checkpoint` takes it.
+      dst: Directory that does not exist yet.
+      edits: Changes of names and dtypes.
+      max_shard_bytes: Size in bytes above which there are several files and an index.
+      progress: Called after each tensor with bytes written and total bytes.
+
+    Raises:
+      FileNotFoundError: If `src` does not exist.
+      ValueError: If `src` is damaged, `dst` exists, or the edits cannot be made;
+        nothing is written.
+    """
+    check_local(src, dst)
+    source = open_checkpoint(src)
+    if Path(dst).exists():
+        raise ValueError(f"Cannot write '{dst}': it exists. Give a new name.")
+    names, dtypes = edits.apply({key: source.dtype(key) for key in source.keys()})
+    olds = {new: old for old, new in names.items()}
+    entries = {new: (source.shape(old), dtypes[old]) for new, old in olds.items()}
+    files = assign_files(entries, max_shard_bytes)
+    total = sum(int(np.prod(s, dtype=int)) * d.itemsize for s, d in entries.values())
+    done = 0
+    with _new_directory(Path(dst)) as directory:
+        for file, held in files.items():
+            ordered = dict(sorted(held.items(), key=lambda e: -e[1][1].itemsize))
+            with (directory / file).open("wb") as stream:
+                stream.write(encode_header(ordered))
+                for new, (_, dtype) in ordered.items():
+                    array = source.read(olds[new]).astype(dtype, copy=False)
+                    data = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+                    stream.write(data)
+                    done += len(data)
+                    if progress is not None:
+                        progress(done, total)
+        if len(files) > 1:
+            (directory / INDEX_NAME).write_text(json.dumps(index_of(files), indent=2))
+        for beside in _beside(Path(src)):
+            shutil.copy2(beside, directory / beside.name)
+
+
+def _beside(src: Path) -> list[Path]:
+    if not src.is_dir():
+        return []
+    return [
+        file
+        for file in sorted(src.iterdir())
+        if file.is_file()
+        and file.suffix != ".safetensors"
+        and file.name not in (INDEX_NAME, SINGLE_NAME)
+    ]
+
+
+@contextlib.contextmanager
+def _new_directory(path: Path) -> Iterator[Path]:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as temp:
+        directory = Path(temp) / "checkpoint"  # the temporary one has mode 0700
+        directory.mkdir()
+        yield directory
+        for file in directory.iterdir():
+            with file.open("rb") as stream:
+                os.fsync(stream.fileno())
+        directory.rename(path)
