@@ -76,7 +76,7 @@ def save(
       >>> fsdp.checkpoint.load_metadata(path)
       {'hidden_size': 16}
     """
-    path = as_path(path)
+    directory = as_path(path)
     step = int(state.step)
     checked = check_save(step, state, Beside(metadata, extras, files))
     with leased(path):
@@ -84,9 +84,9 @@ def save(
         handler = StateHandler()
         with manager(path, handler, enable_async_checkpointing=False) as steps:
             # `force`, since Orbax's own policies would skip a step silently.
-            with outages(path / str(step)):
+            with outages(directory / str(step)):
                 steps.save(step, args=arguments, force=True)
-            raise_failure(handler, path / str(step))
+            raise_failure(handler, directory / str(step))
 
 
 @dataclasses.dataclass(frozen=True)
