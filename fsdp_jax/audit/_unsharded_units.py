@@ -89,8 +89,8 @@ def unsharded(
 
 def _unit(one: Moved, sizes: Sizes) -> str | None:
     """Returns the unit of a gathered weight, by its scope or else by its form."""
-    if one.unit in sizes:
-        return one.unit if key_of(one) in sizes[one.unit] else None
+    if (unit := one.unit) is not None and unit in sizes:
+        return unit if key_of(one) in sizes[unit] else None
     return next((unit for unit, own in sizes.items() if key_of(one) in own), None)
 
 
