@@ -54,7 +54,8 @@ def audit_step(
     gathered over tp, collectives over other axes, and collectives in a pipeline stage's
     branch that would deadlock. In a program compiled for GPUs, whose schedule shows it,
     also gathers that XLA merged over units, and more units that are unsharded at once
-    than `prefetch + 1`.
+    than `prefetch + 1`. Those that one iteration of a loop runs, also by `unroll`,
+    count as one, and those of a loop that XLA has inlined are not counted.
 
     Not checked: activations over `tp`, tokens dispatched to experts over `ep`, keys and
     values that the attentions of `fsdp_jax.ops` send over `cp`, collectives of the

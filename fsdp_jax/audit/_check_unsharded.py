@@ -9,7 +9,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from fsdp_jax.audit._check_collectives import Key, key_of
 from fsdp_jax.audit._expected import ExpectedCollective
 from fsdp_jax.audit._mismatch import Difference
-from fsdp_jax.audit._unsharded_units import Sizes, sizes_of, unsharded
+from fsdp_jax.audit._unsharded_units import (
+    Sizes,
+    sizes_of,
+    units_an_iteration,
+    unsharded,
+)
 from fsdp_jax.hlo._collectives import Moved, Program
 from fsdp_jax.sharding._plan import Plan
 
@@ -31,7 +36,8 @@ def too_many(
     """
     if not plan.prefetch:
         return
-    found, most = unsharded(program, arrays, expected), _most(plan)
+    found = unsharded(program, arrays, expected)
+    most = _most(plan, units_an_iteration(arrays, expected))
     if found.units > most:
         others = f" and {len(found.names) - 3} more" if len(found.names) > 3 else ""
         yield Difference(
@@ -65,13 +71,19 @@ def merged(
             )
 
 
-def _most(plan: Plan) -> int:
-    """Returns the number of units that may be unsharded at once."""
+def _most(plan: Plan, an_iteration: int) -> int:
+    """Returns the number of units that may be unsharded at once.
+
+    Args:
+      plan: Plan.
+      an_iteration: Number of units in one iteration of a loop, which count as one.
+    """
     units = plan.units
     within = [sum(one.startswith(f"{outer}.") for outer in units) for one in units]
     # A unit within others runs while these are unsharded. XLA copies one of several
     # that a loop carries.
-    return plan.prefetch + 1 + max(within, default=0) + (plan.prefetch > 1)
+    more = max(within, default=0) + (plan.prefetch > 1)
+    return (plan.prefetch + 1) * an_iteration + more
 
 
 def _fewest(keys: Mapping[Key, int], sizes: Sizes) -> int:

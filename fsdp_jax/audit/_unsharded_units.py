@@ -11,6 +11,7 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
+from fsdp_jax._scopes import PREFETCH, is_in
 from fsdp_jax.audit._check_collectives import Key, key_of
 from fsdp_jax.audit._check_resharding import VIEWS, result_of, size_of
 from fsdp_jax.audit._expected import ExpectedCollective
@@ -77,7 +78,11 @@ def unsharded(
     sizes = sizes_of(expected)
     gathers: dict[tuple[str, str], _Gather] = {}
     for one in arrays:
-        if one.op == "all-gather" and (unit := _unit(one, sizes)):
+        # What a loop gathers ahead is in no order where XLA has inlined the loop.
+        is_inlined = is_in(one.scope, PREFETCH) and not one.loops
+        if one.op != "all-gather" or is_inlined:
+            continue
+        if unit := _unit(one, sizes):
             place = one.computation.name, result_of(one).name
             own = gathers.setdefault(place, _Gather(one.instruction.name))
             own.weights.append((unit, key_of(one)))
@@ -85,6 +90,24 @@ def unsharded(
     peak, _ = _Walk(module, gathers, sizes).peak(module[module.entry], {})
     names = dict.fromkeys(unit for unit, _ in peak.weights)
     return Unsharded(_count(peak.weights, sizes), tuple(names), peak.instruction)
+
+
+def units_an_iteration(
+    arrays: Sequence[Moved], expected: Sequence[ExpectedCollective]
+) -> int:
+    """Returns the most units that one iteration of a loop gathers ahead; at least 1.
+
+    Several if the loop's body enters several, or XLA or `unroll` has unrolled it.
+    """
+    sizes = sizes_of(expected)
+    bodies: dict[str, collections.Counter[Weight]] = {}
+    for one in arrays:
+        if one.op != "all-gather" or not (one.loops and is_in(one.scope, PREFETCH)):
+            continue
+        if unit := _unit(one, sizes):
+            body = bodies.setdefault(one.computation.name, collections.Counter())
+            body[unit, key_of(one)] += 1
+    return max([1, *(_count(weights, sizes) for weights in bodies.values())])
 
 
 def _unit(one: Moved, sizes: Sizes) -> str | None:

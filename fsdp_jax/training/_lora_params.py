@@ -15,7 +15,8 @@ from fsdp_jax.sharding._fully_shard import choose_split
 from fsdp_jax.sharding._mesh import num_devices
 from fsdp_jax.sharding._padded import pack, unpack
 from fsdp_jax.sharding._plan import Plan
-from fsdp_jax.training._state import TrainState, check_fits
+from fsdp_jax.training._state import TrainState
+from fsdp_jax.training._state_check import check_fits
 from fsdp_jax.training._trainable import trainable
 
 

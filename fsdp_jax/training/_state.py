@@ -12,20 +12,16 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Int, Key
 
-from fsdp_jax._tree import PyTree, named_leaves
-from fsdp_jax.optim._matrix_stack import Dealt
+from fsdp_jax._tree import PyTree
 from fsdp_jax.sharding._ambient_mesh import in_own_mesh
 from fsdp_jax.sharding._attributes import trace_model
-from fsdp_jax.sharding._config import Placements
-from fsdp_jax.sharding._fully_shard import choose_split
-from fsdp_jax.sharding._mesh import num_devices
 from fsdp_jax.sharding._offload import abstract_on_host
 from fsdp_jax.sharding._padded import Padded, pack, unpack
-from fsdp_jax.sharding._plan import ParamPlan, Plan
+from fsdp_jax.sharding._plan import Plan
 from fsdp_jax.training._loss_scale import LossScale, ScaleState
-from fsdp_jax.training._optimizer import abstract_optimizer_state
+from fsdp_jax.training._opt_state_layout import abstract_opt_state
+from fsdp_jax.training._state_check import check_fits, check_opt_state
 from fsdp_jax.training._trainable import seen_by_optimizer
-from fsdp_jax.training._unnamed import all_of, unnamed_arrays
 
 
 @functools.partial(
@@ -145,7 +141,7 @@ def init_state(
     """
     check_fits(params, plan.params, "params")
     if opt_state is not None:
-        _check_opt_state(plan, tx, opt_state)
+        check_opt_state(plan, tx, opt_state)
     if model_state is not None:
         check_fits(model_state, plan.model_state, "model_state")
     rng = jax.random.key(0) if rng is None else rng
@@ -178,28 +174,6 @@ def init_state(
     if plan.config.offload and plan.config.offload.params:
         params = jax.device_put(params, sharding_of(abstract.params))
     return TrainState(made, params, opt_state, *others)
-
-
-def _check_opt_state(
-    plan: Plan, tx: optax.GradientTransformation, opt_state: PyTree
-) -> None:
-    """Raises one `ValueError` that lists all differences from the state `tx` makes."""
-    abstract = abstract_optimizer_state(tx, seen_by_optimizer(plan, plan.params))
-    have, want = dict(named_leaves(opt_state)), dict(named_leaves(abstract))
-    problems = [f"missing: {name}" for name in want if name not in have]
-    problems += [f"unexpected: {name}" for name in have if name not in want]
-    problems += [
-        f"{name}: {have[name].dtype}{list(have[name].shape)}, "
-        f"wanted {leaf.dtype}{list(leaf.shape)}"
-        for name, leaf in want.items()
-        if name in have
-        and (have[name].shape, have[name].dtype) != (leaf.shape, leaf.dtype)
-    ]
-    if problems:
-        raise ValueError(
-            f"opt_state is not what this optimizer makes, in {len(problems)} place(s):"
-            "\n  " + "\n  ".join(problems)
-        )
 
 
 def _pack_each(plan: Plan, params: PyTree) -> PyTree:
@@ -257,7 +231,7 @@ def abstract_state(
     return TrainState(
         step=scalar(jnp.int32),
         params=at_rest(plan.packed_params, offload and offload.params),
-        opt_state=at_rest(_abstract_opt_state(plan, tx), offload and offload.optimizer),
+        opt_state=at_rest(abstract_opt_state(plan, tx), offload and offload.optimizer),
         model_state=plan.model_state,
         rng=scalar(key.dtype),
         num_skipped=scalar(jnp.int32),
@@ -291,142 +265,3 @@ def _gather_leaf(leaf: Array) -> Array:
         return leaf
     whole = NamedSharding(leaf.sharding.mesh, PartitionSpec())
     return jax.device_put(leaf, whole)
-
-
-def check_fits(tree: PyTree, abstract: PyTree, what: str) -> None:
-    """Raises one `ValueError` that lists every leaf that does not match `abstract`."""
-    have, want = dict(named_leaves(tree)), dict(named_leaves(abstract))
-    problems = [f"missing: {name}" for name in want if name not in have]
-    problems += [f"unexpected: {name}" for name in have if name not in want]
-    for name, leaf in want.items():
-        if name in have:
-            problems += _misfits(name, have[name], leaf)
-    if problems:
-        raise ValueError(
-            f"{what} does not fit the plan in {len(problems)} place(s):\n  "
-            + "\n  ".join(problems)
-            + "\nMake it with init_params(plan, key), or load it with "
-            "like=abstract_state(plan, tx)."
-        )
-
-
-def _misfits(name: str, leaf: Any, abstract: jax.ShapeDtypeStruct) -> list[str]:
-    if isinstance(leaf, Padded):
-        return [
-            f"{name}: padded, as in a TrainState; take "
-            "fsdp.sharding.unpack(state.params)"
-        ]
-    if tuple(leaf.shape) != abstract.shape:
-        return [f"{name}: shape {tuple(leaf.shape)}, planned {abstract.shape}"]
-    if leaf.dtype != abstract.dtype:
-        return [f"{name}: dtype {leaf.dtype}, planned {abstract.dtype}"]
-    sharding = getattr(leaf, "sharding", None)
-    if sharding is None or not sharding.is_equivalent_to(abstract.sharding, leaf.ndim):
-        return [f"{name}: sharding {sharding}, planned {abstract.sharding}"]
-    return []
-
-
-def _abstract_opt_state(plan: Plan, tx: optax.GradientTransformation) -> PyTree:
-    """Shards the optimizer's arrays by path and shape, for any optimizer.
-
-    An array whose path ends in a parameter's path belongs to that parameter. If it has
-    the parameter's shape, it is sharded like it; if not (Adafactor's factors), or if it
-    belongs to no parameter, it is sharded over the same axes on a dim of its own. An
-    array without a dim of at least 2 elements is replicated, and so is one that belongs
-    to a replicated parameter.
-
-    An array that belongs to no parameter may hold values of several by position, such
-    as the one vector of `optax.flatten`. Its `Padded.of` identifies the parameters, so
-    that a checkpoint of it does not load for others.
-    """
-    params = seen_by_optimizer(plan, plan.params)
-    flat, _ = jax.tree_util.tree_flatten_with_path(params)
-    trained = [param for param in plan.param_plans if param.is_optimized]
-    by_path = {path: param for (path, _), param in zip(flat, trained, strict=True)}
-    everyone = all_of(trained)
-    shapes = abstract_optimizer_state(tx, params)
-    unnamed = unnamed_arrays(
-        tx, params, shapes, lambda p: not _parameter_of(p, by_path)
-    )
-
-    def abstract_leaf(path: tuple[Any, ...], leaf: Any) -> Any:
-        if isinstance(leaf, Dealt):
-            return leaf.abstract()
-        param = _parameter_of(path, by_path)
-        shape = tuple(leaf.shape)
-        if param is None or shape != param.shape:
-            param = _row_of_its_own(plan, shape, param)
-        of = everyone if path in unnamed else ""
-        spec = param.spec_with_tp(param.placements.optimizer)
-        struct = jax.ShapeDtypeStruct(
-            param.padded_shape, leaf.dtype, sharding=NamedSharding(plan.mesh, spec)
-        )
-        return Padded(struct, shape, of) if param.is_padded or of else struct
-
-    return jax.tree_util.tree_map_with_path(
-        abstract_leaf, shapes, is_leaf=lambda node: isinstance(node, Dealt)
-    )
-
-
-def _parameter_of(
-    path: tuple[Any, ...], by_path: dict[tuple[Any, ...], ParamPlan]
-) -> ParamPlan | None:
-    # Longest suffix first. optax nests copies of the parameter tree in its own state,
-    # so that the path of a moment ends in the path of its parameter.
-    suffixes = (path[start:] for start in range(len(path) + 1))
-    return next((by_path[suffix] for suffix in suffixes if suffix in by_path), None)
-
-
-def _row_of_its_own(
-    plan: Plan, shape: tuple[int, ...], owner: ParamPlan | None
-) -> ParamPlan:
-    """Returns the plan of an array that does not have the shape of its parameter.
-
-    The owner is None for an array that belongs to no parameter.
-    """
-    param = owner or plan.param_plans[0]
-    # Also for the arrays of experts: without an expert dim of its own, an array is
-    # split over `ep` like any other.
-    placements = plan.placements
-    if owner is not None and not owner.is_expert:
-        placements = owner.placements
-    num_shards = num_devices(plan.mesh, placements.optimizer)
-    # An array with the stack dim of its parameter is split over the pipeline stages
-    # too.
-    is_staged = bool(owner and owner.is_staged and shape[:1] == owner.shape[:1])
-    if num_shards == 1:
-        dim, padding = None, 0
-    elif owner and _has_its_split_dim(shape, owner):
-        dim, padding = owner.dim, owner.padding
-    elif owner:
-        dim, padding = choose_split(shape, num_shards, num_stacked=int(is_staged))
-    else:
-        # The first dim that divides evenly, so that members of a stack stay unsharded.
-        # An array without such a dim holds coefficients, not state that grows with the
-        # model.
-        even = (d for d, size in enumerate(shape) if size and not size % num_shards)
-        dim, padding = next(even, None), 0
-    if dim is None:
-        placements = Placements((), (), ())
-    return dataclasses.replace(
-        param,
-        shape=shape,
-        dim=dim,
-        padding=padding,
-        tensor_dim=None,
-        expert_dim=None,
-        placements=placements,
-        is_staged=is_staged,
-        stage_padding=param.stage_padding if is_staged else 0,
-    )
-
-
-def _has_its_split_dim(shape: tuple[int, ...], owner: ParamPlan) -> bool:
-    """Returns whether an array differs from its parameter only in unsharded dims.
-
-    Scales of 8-bit moments are such arrays: each scale is stored with its elements.
-    """
-    dim = owner.dim
-    if dim is None or len(shape) != len(owner.shape):
-        return False
-    return shape[dim] == owner.shape[dim]

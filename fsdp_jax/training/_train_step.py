@@ -8,16 +8,13 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 
-from fsdp_jax._scopes import OPTIMIZER
 from fsdp_jax._tree import PyTree
 from fsdp_jax.data._batch import check_batch, place_batch
 from fsdp_jax.launch import report_progress
 from fsdp_jax.sharding._ambient_mesh import in_own_mesh, own_mesh
 from fsdp_jax.sharding._memory_summary import unit_bytes
-from fsdp_jax.sharding._offload import on_device
 from fsdp_jax.sharding._padded import unpack
 from fsdp_jax.sharding._plan import Plan
 from fsdp_jax.step._loss import LossFn, LossForm, takes_rng
@@ -29,8 +26,8 @@ from fsdp_jax.training._gradients import global_grads
 from fsdp_jax.training._loss_scale import LossScale
 from fsdp_jax.training._memory_check import MemoryWatch
 from fsdp_jax.training._state import TrainState, abstract_state
-from fsdp_jax.training._trainable import put_frozen, trainable
-from fsdp_jax.training._update import in_dtypes_of, make_update, to_rest, unless
+from fsdp_jax.training._step_function import StepOptions, step_function
+from fsdp_jax.training._update import make_update
 
 
 def value_and_grad(
@@ -226,66 +223,23 @@ def make_train_step(
       each bucket's norm before the collective; here each parameter's, after it, alike
       on all hosts); `finalize_model_grads` for `update_model_state`.
     """
-    if check_for_nan_in_grad and (skip_nonfinite or loss_scale is not None):
+    skips = skip_nonfinite or loss_scale is not None
+    if check_for_nan_in_grad and skips:
         other = "skip_nonfinite=True" if skip_nonfinite else "loss_scale=..."
         raise ValueError(
-            f"make_train_step(check_for_nan_in_grad=True, {other}): the one stops at "
-            "what the other passes over. Choose one."
+            f"make_train_step(check_for_nan_in_grad=True, {other}): "
+            "check_for_nan_in_grad raises and the other skips. Set only one."
         )
     form = LossForm(has_aux, calculate_per_token_loss)
-    skips = skip_nonfinite or loss_scale is not None
     with_peaks = check_for_nan_in_grad or skips or report_grad_peaks
     compute = global_grads(plan, loss_fn, form, num_microbatches, with_peaks=with_peaks)
     abstract = abstract_state(plan, tx, loss_scale)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
     update = make_update(plan, tx, abstract, may_skip=skips)
 
-    def step(state: TrainState, batch: PyTree):
-        # `state.rng` is constant over a run: each step folds in its own number.
-        rng = jax.random.fold_in(state.rng, state.step)
-        scale = state.loss_scale
-        ((loss, aux), model_state, peaks), grads = compute(
-            state.params, batch, rng, state.model_state, scale and scale.scale
-        )
-        # Decided on the device: the host need not wait for the step to skip it.
-        skip = ~jnp.isfinite(peaks).all() if skips else jnp.array(False)
-        params = state.params
-        if update_model_state:
-            given = unpack(on_device(params) if plan.config.offload else params)
-            plain, model_state = _updated(plan, update_model_state, given, model_state)
-            plain = unless(skip, given, plain) if skips else plain
-            params = to_rest(plan, abstract, plain)
-        with jax.named_scope(OPTIMIZER):
-            # Distinct from the keys of data ranks, which fold in their index, counted
-            # from 0.
-            key = jax.random.fold_in(rng, 2**31 - 1)
-            given = (params, state.opt_state, grads, skip, key, loss)
-            params, opt_state = update(*given)
-        if skips:
-            model_state = unless(skip, state.model_state, model_state)
-        metrics = {
-            "loss": loss,
-            "grad_norm": optax.tree.norm(trainable(plan, unpack(grads))),
-        }
-        if scale is not None:
-            metrics["loss_scale"] = scale.scale
-        if has_aux:
-            metrics["aux"] = aux
-        if with_peaks:
-            metrics["grad_peaks"] = peaks
-        new = TrainState(
-            state.step + 1,
-            params,
-            opt_state,
-            model_state,
-            state.rng,
-            state.num_skipped + skip,
-            loss_scale.update(scale, ~skip) if loss_scale and scale else None,
-        )
-        return new, metrics
-
+    options = StepOptions(has_aux, update_model_state, skips, with_peaks, loss_scale)
     jitted = jax.jit(
-        step,
+        step_function(plan, compute, update, abstract, options),
         # The new state reuses the buffers of the old one: only one is in memory.
         donate_argnums=0,
         # Pinned, so that the next step compiles to the same program.
@@ -296,22 +250,3 @@ def make_train_step(
     )
     watch = MemoryWatch(memory_limit)
     return TrainStep(plan, num_microbatches, jitted, check_for_nan_in_grad, watch)
-
-
-def _updated(
-    plan: Plan, update: Callable[[Any], Any], params: PyTree, model_state: PyTree
-) -> tuple[PyTree, PyTree]:
-    """Returns parameters and model state after `update` has modified the model.
-
-    Only frozen parameters change: those that are trained keep their values.
-    """
-    model = plan.model.merge(params, model_state)
-    changed = update(model)
-    new, after = plan.model.split(model if changed is None else changed)
-    if jax.tree.structure(after) != jax.tree.structure(model_state):
-        raise ValueError(
-            "update_model_state left the model with other arrays than it had. Change "
-            "the values of its variables, and neither add nor remove any."
-        )
-    params = put_frozen(plan, params, in_dtypes_of(params, new))
-    return params, in_dtypes_of(plan.model_state, after)

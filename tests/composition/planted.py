@@ -28,7 +28,7 @@ from fsdp_jax.step import (
     _prefetch,
     _unit_order,
 )
-from fsdp_jax.training import _gradients, _update
+from fsdp_jax.training import _gradients, _microbatch_grads, _update
 
 Change = Callable[[Any], Any]
 """From a function, or a table, to one with a fault."""
@@ -196,12 +196,12 @@ PLANTED: Mapping[str, Fault] = {
         (_collectives, "accumulated", _instead(lambda row, grad, new: grad + 2 * new)),
     ),
     "earlier microbatches lost": (
-        (_gradients, "accumulated", _instead(lambda row, grad, new: new)),
+        (_microbatch_grads, "accumulated", _instead(lambda row, grad, new: new)),
     ),
     "the first microbatch again": ((_gradients, "split_microbatches", _first_rows),),
     "late axes not reduced": (
         (
-            _gradients,
+            _microbatch_grads,
             "reduce_deferred",
             lambda f: lambda row, g, axes: f(row, 0.5 * g, axes),
         ),
@@ -226,10 +226,10 @@ PLANTED: Mapping[str, Fault] = {
     "frozen parameters trained": ((_fully_shard, "_plan_param", _trains_all),),
     "a cast undone": ((_config.MixedPrecisionPolicy, "resolve", _in_main_dtype),),
     "a rule that meets earlier microbatches": (
-        (_gradients, "trace_gradients", _always_once),
+        (_microbatch_grads, "trace_gradients", _always_once),
     ),
     "a stack gathered twice, finished twice": (
-        (_gradients, "_finished_in_backward", _gathered_once),
+        (_microbatch_grads, "_finished_in_backward", _gathered_once),
     ),
     "means that are sums": ((_gradients, "reduce_aux", _instead(_summed_means)),),
     "rows by microbatch": (

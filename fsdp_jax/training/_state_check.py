@@ -1,0 +1,69 @@
+"""Checks that given parameters and states are those of a plan."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import optax
+
+from fsdp_jax._tree import PyTree, named_leaves
+from fsdp_jax.sharding._padded import Padded
+from fsdp_jax.sharding._plan import Plan
+from fsdp_jax.training._optimizer import abstract_optimizer_state
+from fsdp_jax.training._trainable import seen_by_optimizer
+
+
+def check_opt_state(
+    plan: Plan, tx: optax.GradientTransformation, opt_state: PyTree
+) -> None:
+    """Raises one `ValueError` that lists all differences from the state `tx` makes."""
+    abstract = abstract_optimizer_state(tx, seen_by_optimizer(plan, plan.params))
+    have, want = dict(named_leaves(opt_state)), dict(named_leaves(abstract))
+    problems = [f"missing: {name}" for name in want if name not in have]
+    problems += [f"unexpected: {name}" for name in have if name not in want]
+    problems += [
+        f"{name}: {have[name].dtype}{list(have[name].shape)}, "
+        f"wanted {leaf.dtype}{list(leaf.shape)}"
+        for name, leaf in want.items()
+        if name in have
+        and (have[name].shape, have[name].dtype) != (leaf.shape, leaf.dtype)
+    ]
+    if problems:
+        raise ValueError(
+            f"opt_state is not what this optimizer makes, in {len(problems)} place(s):"
+            "\n  " + "\n  ".join(problems)
+        )
+
+
+def check_fits(tree: PyTree, abstract: PyTree, what: str) -> None:
+    """Raises one `ValueError` that lists every leaf that does not match `abstract`."""
+    have, want = dict(named_leaves(tree)), dict(named_leaves(abstract))
+    problems = [f"missing: {name}" for name in want if name not in have]
+    problems += [f"unexpected: {name}" for name in have if name not in want]
+    for name, leaf in want.items():
+        if name in have:
+            problems += _misfits(name, have[name], leaf)
+    if problems:
+        raise ValueError(
+            f"{what} does not fit the plan in {len(problems)} place(s):\n  "
+            + "\n  ".join(problems)
+            + "\nMake it with init_params(plan, key), or load it with "
+            "like=abstract_state(plan, tx)."
+        )
+
+
+def _misfits(name: str, leaf: Any, abstract: jax.ShapeDtypeStruct) -> list[str]:
+    if isinstance(leaf, Padded):
+        return [
+            f"{name}: padded, as in a TrainState; take "
+            "fsdp.sharding.unpack(state.params)"
+        ]
+    if tuple(leaf.shape) != abstract.shape:
+        return [f"{name}: shape {tuple(leaf.shape)}, planned {abstract.shape}"]
+    if leaf.dtype != abstract.dtype:
+        return [f"{name}: dtype {leaf.dtype}, planned {abstract.dtype}"]
+    sharding = getattr(leaf, "sharding", None)
+    if sharding is None or not sharding.is_equivalent_to(abstract.sharding, leaf.ndim):
+        return [f"{name}: sharding {sharding}, planned {abstract.sharding}"]
+    return []
