@@ -22,7 +22,7 @@ export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.jax_cache
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help demo test test-all test-distributed test-long durations notebooks lint docs clean
+.PHONY: help demo test test-all test-distributed test-foreign test-foreign-installed test-long durations notebooks lint docs clean
 .DEFAULT_GOAL := help
 
 help:  ## Show this list.
@@ -44,6 +44,13 @@ test-all: $(INSTALLED)  ## Run all tests but the long ones, and report what each
 test-distributed: $(INSTALLED)  ## Run the tests that start jobs of several processes; `make test-all` runs them too.
 	$(BIN)/pytest -m distributed $(PYTEST)
 
+# In an environment of its own: what others need may not fit what the tests need.
+test-foreign:  ## Train models of other packages, in an environment of their own with these.
+	$(MAKE) test-foreign-installed VENV=.venv-foreign EXTRAS=test,plan,foreign TORCH=
+
+test-foreign-installed: $(INSTALLED)
+	$(BIN)/pytest -m foreign tests/foreign $(PYTEST)
+
 test-long: $(INSTALLED)  ## Run the tests that take minutes; their outcome goes to benchmarks/results.
 	$(BIN)/python benchmarks/long_tests.py $(PYTEST)
 
@@ -64,7 +71,7 @@ docs: $(INSTALLED)  ## Build the documentation into build/docs; a broken link is
 	NO_MKDOCS_2_WARNING=1 PYTHONPATH=. $(BIN)/mkdocs build -f docs/mkdocs.yml
 
 clean:  ## Remove the environments and the caches.
-	rm -rf .venv .venv312 build dist .jax_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv312 .venv-foreign build dist .jax_cache .pytest_cache .ruff_cache .hypothesis
 	find fsdp_jax bridge tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(INSTALLED): pyproject.toml

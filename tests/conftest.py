@@ -1,6 +1,7 @@
 """Eight simulated devices for every test; where torch is missing, the tests without."""
 
 import importlib.util
+import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,15 +41,22 @@ def pytest_report_header() -> str:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leaves modules marked `torch` unread where `-m "not torch"` asks for that.
+    """Leaves modules unread that are marked `torch` or `foreign`, unless asked for.
 
     pytest imports a module to learn its marks, and these cannot be imported where
-    torch is not installed. So the mark is read from the source instead. Nothing is
-    left out unless asked: without torch, and without that `-m`, the import fails.
+    torch, or the packages of others, are not installed. So the mark is read from the
+    source instead. Tests that need torch are left out by `-m "not torch"` alone:
+    without torch, and without that `-m`, the import fails. Those of foreign models are
+    left out unless `-m` asks for them.
     """
-    if "not torch" not in config.option.markexpr or collection_path.suffix != ".py":
+    expression, path = config.option.markexpr, collection_path
+    without = ["torch"] if "not torch" in expression else []
+    if not re.search(r"(?<!not )\bforeign\b", expression):
+        without.append("foreign")
+    if path.suffix != ".py" or not without:
         return None  # let the other hooks decide
-    return has_module_mark(collection_path.read_text(), "torch") or None
+    text = path.read_text()
+    return any(has_module_mark(text, mark) for mark in without) or None
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses

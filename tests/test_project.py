@@ -7,6 +7,7 @@ import graphlib
 import importlib
 import re
 import shlex
+import tomllib
 from pathlib import Path
 from types import ModuleType
 from xml.etree import ElementTree
@@ -16,6 +17,7 @@ import family_table
 import import_graph
 import pytest
 import yaml
+from helpers import foreign_table
 
 import fsdp_jax
 from bridge.families import FAMILIES
@@ -77,6 +79,20 @@ def test_the_forge_runs_the_lanes_of_ours():
         on_the_forge[name] = told(words)
     assert on_the_forge == lanes()
     assert len(lanes()) == 4
+
+
+def test_models_of_others_are_tried_every_night_with_pinned_versions():
+    path = ROOT / ".github/workflows/foreign.yml"
+    workflow = yaml.safe_load(path.read_text())
+    triggers = workflow[True]  # YAML 1.1 reads the key `on` as a boolean.
+    assert len(triggers["schedule"][0]["cron"].split()) == 5
+    (job,) = workflow["jobs"].values()
+    assert [s["run"] for s in job["steps"] if "run" in s] == ["make test-foreign"]
+    pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    extra = pyproject["project"]["optional-dependencies"]["foreign"]
+    assert len(extra) >= 3 and all("==" in package for package in extra)
+    page = foreign_table.PAGE.read_text()
+    assert all(package.replace("==", " ") in page for package in extra)
 
 
 def test_both_lanes_have_their_python():

@@ -7,6 +7,7 @@ layer. On the array itself these are operations that no shard allows.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import sys
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import jax
 
 from fsdp_jax._tree import PyTree
-from fsdp_jax.step._shard import is_shard
+from fsdp_jax.step._shard import Shard, is_shard
 
 
 def with_scannable_shards(tree: PyTree) -> PyTree:
@@ -33,9 +34,30 @@ def with_scannable_shards(tree: PyTree) -> PyTree:
     def replaced(node):
         if not is_named(node) or not is_shard(node.array):
             return node
-        return _scannable(haliax.NamedArray)(node.array, node.axes)
+        array = node.array
+        if isinstance(array, Shard):
+            array = _ShapedShard(
+                **{f.name: getattr(array, f.name) for f in dataclasses.fields(array)}
+            )
+        return _scannable(haliax.NamedArray)(array, node.axes)
 
     return jax.tree.map(replaced, tree, is_leaf=lambda n: is_named(n) or is_shard(n))
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("value", "grad_buffer", "accumulated_grad"),
+    meta_fields=("param", "reduction"),
+)
+@dataclasses.dataclass(frozen=True)
+class _ShapedShard(Shard):
+    """A shard that tells its shape: haliax compares the lengths of what it scans."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Logical shape, with the stacked dims that are left."""
+        stacked = self.value.shape[: self.num_stacked]
+        return (*stacked, *self.param.shape[self.param.num_stacked :])
 
 
 @functools.cache

@@ -151,11 +151,12 @@ def slow_tests(tests: Iterable[str], durations: Durations) -> frozenset[str]:
 
 
 def laws(root: Path = TESTS) -> set[str]:
-    """The test functions of the sources, by node id, without those marked `long`."""
+    """The test functions of the sources, by node id, but for `long` and `foreign`."""
     return {
         f"{file.relative_to(root.parent).as_posix()}::{node.name}"
         for file in root.rglob("test_*.py")
         if not has_module_mark(source := file.read_text(), "long")
+        and not has_module_mark(source, "foreign")
         for node in ast.parse(source).body
         if isinstance(node, ast.FunctionDef)
         and node.name.startswith("test_")
