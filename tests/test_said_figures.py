@@ -63,6 +63,16 @@ def test_fine_tuning_equals_trl_as_said():
     assert text.replace("e-0", "e-") in said("docs/pages/how-to/fine-tune.md")
 
 
+def test_the_memory_of_published_steps_is_as_said():
+    page = said(MEASURED)
+    rows = read("validate_planner")["memory"]
+    assert len(rows) == 9
+    for row in rows:
+        published, predicted = row["published_gib"], row["predicted_gib"]
+        cells = f"{published:.1f} GiB | {predicted:.1f} GiB ({row['error']:+.1%})"
+        assert cells in page, cells
+
+
 @pytest.mark.parametrize("decoder", ["llama-3-70b", "mixtral-8x7b", "llama-3-70b-pp"])
 def test_the_larger_decoders_wait_as_said(decoder):
     (found,) = read(f"overlap_{decoder}_jax0.10.2")["rows"]
