@@ -1,6 +1,6 @@
 """How fast checkpoints are written and read, against plain Orbax, torch and dd.
 
-    python benchmarks/checkpoint.py [--gigabytes 1.2] [--rounds 5] [--out FILE]
+    python benchmarks/checkpoint.py [--gigabytes 1.2] [--rounds 5] [--stores 0]
 
 Parameters and Adam's moments in float32, split over 8 simulated devices, to and from a
 local disk. All forms take turns within one run, since a disk is not the same from one
@@ -12,6 +12,9 @@ but for these, as plain Orbax writes it with the same options. PyTorch is compar
 it is installed; neither it nor `np.save` waits for the disk, all others do. `dd` writes
 zeros with fsync. Peak memory is what a form takes beside the state; of a load, what it
 loads is in it. Linux only.
+
+`--stores N` saves and loads N times besides by the protocols of GCS and S3, to a server
+in Python on loopback: what the path costs, to which a bucket adds its network.
 """
 
 from __future__ import annotations
@@ -38,7 +41,9 @@ import result
 
 import fsdp_jax as fsdp
 from fsdp_jax.checkpoint._orbax_handler import file_bytes
+from fsdp_jax.checkpoint._paths import as_path
 
+ROOT = Path(__file__).parents[1]
 LAYERS, WIDTH = 4, 1024
 PACKAGES = ("jax", "orbax-checkpoint", "tensorstore", "numpy", "torch")
 
@@ -184,6 +189,45 @@ def in_the_background(path: Path, state: fsdp.TrainState) -> dict[str, float]:
     return {"blocked_s": blocked, "rest_s": rest, "copy_to_host_s": copied}
 
 
+def in_stores(state: fsdp.TrainState, num_bytes: int, rounds: int) -> dict[str, Any]:
+    """Saves and loads by each protocol, and saves in the background."""
+    server = [sys.executable, str(ROOT / "tests" / "helpers" / "object_server.py")]
+    found: dict[str, Any] = {}
+    with subprocess.Popen(server, stdout=subprocess.PIPE, text=True) as served:
+        assert served.stdout is not None
+        url = served.stdout.readline().strip()
+        os.environ |= {
+            "AWS_ENDPOINT_URL": url,
+            "AWS_ACCESS_KEY_ID": "key",
+            "AWS_SECRET_ACCESS_KEY": "secret",
+            "TENSORSTORE_GCS_HTTP_URL": url,
+            "GOOGLE_AUTH_TOKEN_FOR_TESTING": "token",
+        }
+        for scheme in ("gs", "s3"):
+            took = [in_store(f"{scheme}://bench/run", state) for _ in range(rounds)]
+            times = medians(took)
+            speeds = {
+                what: round(num_bytes / 1e9 / times.pop(f"{what}_s"), 3)
+                for what in ("save", "load")
+            }
+            found[scheme] = {"gb_per_s": speeds, "in_the_background": times}
+        served.kill()
+    return found
+
+
+def in_store(path: str, state: fsdp.TrainState) -> dict[str, float]:
+    """Seconds of a save, of a load, and of a save in the background."""
+    like, run = abstract_of(state), as_path(path)
+    saved = seconds(lambda: fsdp.save(path, state))
+    loaded = seconds(lambda: jax.block_until_ready(fsdp.load(path, like)))
+    run.rmtree()
+    with fsdp.Checkpointer(path) as checkpointer:
+        blocked = seconds(lambda: checkpointer.save(1, state))
+        rest = seconds(checkpointer.wait)
+    run.rmtree()
+    return {"save_s": saved, "load_s": loaded, "blocked_s": blocked, "rest_s": rest}
+
+
 def measured(action: Callable[[], Any]) -> tuple[float, float]:
     """Seconds of an action, and gigabytes it takes at most, with what it returns."""
     ctypes.CDLL(None).malloc_trim(0)  # what was freed would not be taken anew
@@ -232,6 +276,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gigabytes", type=float, default=1.2)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--stores", type=int, default=0, help="rounds in object stores")
     result.add_arguments(parser)
     options = parser.parse_args()
     conditions = result.begin(options, PACKAGES)
@@ -258,6 +303,8 @@ def main() -> int:
         "in_the_background": medians(behind),
         "seconds": times,
     }
+    if options.stores:
+        found["object_stores"] = in_stores(state, num_bytes, options.stores)
     result.write(options, conditions, found)
     return 0
 

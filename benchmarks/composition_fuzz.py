@@ -2,32 +2,29 @@
 
     PYTHONPATH=tests python benchmarks/composition_fuzz.py [--cases 2000] [--jobs 2]
     PYTHONPATH=tests python benchmarks/composition_fuzz.py --case '{...}'
-    PYTHONPATH=tests python benchmarks/composition_fuzz.py --planted 'NAME'
 
 Each case is drawn by its number, as its seed. Loss, gradients and three steps must be
-those of one device, or the case is refused by a ValueError. A run goes on where the
-JSON beside it ends, and ends with 1 if a case differs; each is printed with the option
-that replays it. `--planted` puts a fault into the library, and says after how many
-cases it is found.
+those of one device, or the case is refused by a ValueError. A run tries those again
+that differed, goes on where the JSON beside it ends, and ends with 1 if a case differs;
+each is printed with the option that replays it.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import faulthandler
 import multiprocessing
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import jax
 import result
+from composition.composition_draw import case_of_seed
 from composition.composition_oracle import KINDS, TOLERANCES, Outcome, outcome_of
-from composition.compositions import Composition, case_of_seed
-from composition.planted import PLANTED, planted
+from composition.compositions import Composition
 from helpers import compiling
 
 PACKAGES = ("jax", "flax", "optax", "equinox")
@@ -38,15 +35,16 @@ _PATIENCE = 600  # seconds for a case
 def main() -> int:
     """Runs the cases that are not in the results yet."""
     options = _parse()
-    _settle()
-    if options.planted is not None:
-        return _search(options)
+    settle()
     if options.case is not None:
         case = Composition.from_json(options.case)
         return _say(case, _outcome(case))
     conditions = result.begin(options, PACKAGES)
     found = _read(options)
-    for seed, (outcome, seconds) in _outcomes(found["cases"], options):
+    again = [mismatch["seed"] for mismatch in found["mismatches"]]
+    found |= {"mismatches": [], "differ": 0}
+    seeds = [*again, *range(found["cases"], options.cases)]
+    for seed, (outcome, seconds) in _outcomes(seeds, options):
         _add(found, seed, case_of_seed(seed), outcome)
         found["cpu_seconds"] = round(found["cpu_seconds"] + seconds, 1)
         result.write(options, conditions, found, show=False)
@@ -61,13 +59,12 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--cases", type=int, default=2000)
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), metavar="N")
     parser.add_argument("--case", help="one case, as a failure prints it")
-    parser.add_argument("--planted", choices=PLANTED, help="a fault to be found")
     result.add_arguments(parser)
     parser.set_defaults(out=result.RESULTS / "composition_fuzz.json")
     return parser.parse_args()
 
 
-def _settle() -> None:
+def settle() -> None:
     """Eight simulated devices, and programs compiled as in the tests."""
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
@@ -76,14 +73,13 @@ def _settle() -> None:
 
 
 def _outcomes(
-    first: int, options: argparse.Namespace
+    seeds: Sequence[int], options: argparse.Namespace
 ) -> Iterator[tuple[int, tuple[Outcome, float]]]:
-    """The outcomes of the cases from `first` on, in order, and their CPU-seconds."""
-    seeds = range(first, options.cases)
+    """Yields the outcomes of cases, in order, and their CPU-seconds."""
     with ProcessPoolExecutor(
         options.jobs,
         multiprocessing.get_context("spawn"),
-        initializer=_settle,
+        initializer=settle,
         max_tasks_per_child=_MOST_OF_A_PROCESS,
     ) as pool:
         yield from zip(seeds, pool.map(_timed, seeds), strict=True)
@@ -107,19 +103,6 @@ def _outcome(case: Composition) -> Outcome:
         return Outcome("differ", float("inf"), f"{type(error).__name__}: {error}"[:500])
 
 
-def _search(options: argparse.Namespace) -> int:
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(planted(options.planted))
-        for seed in range(options.cases):
-            case = case_of_seed(seed)
-            if (outcome := _outcome(case)).kind == "differ":
-                print(f"{options.planted!r} is found by case {seed + 1}:", flush=True)
-                _say(case, outcome)
-                return 0
-    print(f"{options.planted!r} is not found in {options.cases} cases")
-    return 1
-
-
 def _read(options: argparse.Namespace) -> dict[str, Any]:
     empty = {
         "cases": 0,
@@ -134,7 +117,7 @@ def _read(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _add(found: dict[str, Any], seed: int, case: Composition, outcome: Outcome) -> None:
-    found["cases"] = seed + 1
+    found["cases"] = max(found["cases"], seed + 1)
     found[outcome.kind] += 1
     if outcome.kind == "agree" and case.policy == "none":
         name = "largest_error_in_float64"

@@ -63,6 +63,11 @@ def _settle() -> None:
     """Compiles with few optimizations, and silences progress bars and advice."""
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_disable_most_optimizations", True)
+    silence()
+
+
+def silence() -> None:
+    """Has torch take one thread, and transformers say nothing."""
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()

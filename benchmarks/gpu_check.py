@@ -7,9 +7,10 @@ A decoder of 1.2B parameters (Llama 3.2's sizes), bfloat16, sequence 4,096, cuDN
 attention, full recompute, AdamW: the median step, tokens a second, model FLOPs
 utilization with attention counted as a square and as a triangle, and the peak of memory
 beside what the planner predicts; then the same with the optimizer state on the host,
-and with weights gathered in eight bits; and experts' products beside jax's own. Where
-torch sees the GPU, transformers' model of the same config trains under FSDP2 beside it.
-JSON goes to stdout.
+and with weights gathered in eight bits; and experts' products beside jax's own; and
+whether XLA's watchdog ends a process whose program waits for ever. Where torch sees the
+GPU, transformers' model of the same config trains under FSDP2 beside it. JSON goes to
+stdout.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class Run:
     """What is trained: the sizes of a batch, and how many steps are timed.
 
     Beside it, for products of rows with their group's matrix: rows, groups, embed,
-    width.
+    width; and the seconds that a program waits for the watchdog to end it.
     """
 
     config: DecoderConfig
@@ -69,10 +70,11 @@ class Run:
     seq: int
     steps: int
     grouped: tuple[int, int, int, int]
+    hang: int
 
 
-FULL = Run(LLAMA_1B, rows=4, seq=4096, steps=20, grouped=(32768, 8, 2048, 2048))
-REHEARSAL = Run(TINY, rows=2, seq=32, steps=3, grouped=(512, 4, 16, 32))
+FULL = Run(LLAMA_1B, 4, seq=4096, steps=20, grouped=(32768, 8, 2048, 2048), hang=120)
+REHEARSAL = Run(TINY, rows=2, seq=32, steps=3, grouped=(512, 4, 16, 32), hang=1)
 
 
 PACKAGES = (
@@ -278,12 +280,54 @@ def measure_experts(run):
     return {"rows_groups_embed_width": run.grouped, **found}
 
 
+WATCHDOG = 10
+"""Seconds that an execution may take in `hang`."""
+
+
+def hang(seconds):
+    """Waits within a program, as a rank does whose peer is alive but stuck."""
+
+    def wait(x):
+        time.sleep(seconds)
+        return x
+
+    @functools.partial(
+        jax.jit,
+        compiler_options={"xla_gpu_execution_terminate_timeout": f"{WATCHDOG}s"},
+    )
+    def program(x):
+        return jax.pure_callback(wait, jax.ShapeDtypeStruct((), jnp.float32), x + 1)
+
+    jax.block_until_ready(program(jnp.float32(0)))
+
+
+def measure_watchdog(run):
+    """Whether XLA ends a process whose execution takes too long."""
+    started = time.perf_counter()
+    command = [sys.executable, __file__, "--hang", str(run.hang)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    seconds = time.perf_counter() - started
+    return {
+        "watchdog_s": WATCHDOG,
+        "wait_s": run.hang,
+        "process_s": round(seconds, 1),
+        "status": done.returncode,
+        # It is aborted, and not after it had waited.
+        "ended_by_watchdog": done.returncode < 0 and seconds < run.hang,
+        "said": done.stderr.strip().splitlines()[-3:],
+    }
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     result.add_arguments(parser)
     parser.add_argument("--rehearse", action="store_true", help="a tiny model")
     parser.add_argument("--devices", type=int, default=1, help="for fsdp_jax alone")
+    parser.add_argument("--hang", type=int, help="wait so many seconds in a program")
     args = parser.parse_args()
+    if args.hang is not None:
+        hang(args.hang)
+        return
     args.force |= args.rehearse  # which measures nothing
     conditions = result.begin(args, PACKAGES)
     run = REHEARSAL if args.rehearse else FULL
@@ -305,6 +349,7 @@ def main():
             for name, options in VARIANTS.items()
         },
         "experts": measure_experts(run),
+        "watchdog": measure_watchdog(run),
         "fsdp2": fsdp2,
     }
     if "median_step_s" in fsdp2 and args.devices == 1:

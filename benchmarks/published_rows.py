@@ -69,6 +69,7 @@ def program_of(row: Row) -> Program:
         float8=_scaling(row),
         grads=grads,
         tp=8 if "TP8" in row["parallelism"] else 1,
+        loss="eager" if has_eager_loss(row) else "fused",
     )
 
 
@@ -83,6 +84,17 @@ def gpu_of(row: Row) -> str:
 def is_eager(row: Row) -> bool:
     """Whether each operation was a kernel of its own: PyTorch without a compiler."""
     return "eager" in row["system"] or "llm-foundry" in row["system"]
+
+
+def has_eager_loss(row: Row) -> bool:
+    """Whether the loss alone was not compiled, as in torchtitan of December 2024.
+
+    Source: torchtitan 9dec370, the commit of the run, `train.py`: the loss is not
+    compiled, "turning off for now", and each layer is. Of llm-foundry and fms-fsdp, who
+    publish no memory, it is not modelled; nor is the loss over split logits.
+    """
+    is_split = "TP" in row["parallelism"]
+    return "llama3_h100_202412_torchtitan" in row["source"] and not is_split
 
 
 def _model(row: Row) -> str | None:

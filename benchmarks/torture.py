@@ -1,6 +1,6 @@
 """Checkpoints mistreated: killed writers, flipped bits, moved bytes, full disks.
 
-    PYTHONPATH=tests python benchmarks/torture.py [--rounds 200] [--out FILE]
+    PYTHONPATH=tests python benchmarks/torture.py [--rounds 200] [--kills 200]
 
 Counts what must not happen, and exits with 1 if it did: a committed step that is lost
 when its process is killed, another value than was written, also where chunks, files or
@@ -259,6 +259,7 @@ def _say(text: str) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--kills", type=int, help="as many as --rounds if left out")
     result.add_arguments(parser)
     options = parser.parse_args()
     packages = ("jax", "orbax-checkpoint", "tensorstore", "numpy")
@@ -286,7 +287,7 @@ def main() -> int:
         with _small_disk(places["disk"]) as disk:
             found["full_disk"] = full_disks(disk, few)
         _say(json.dumps(found["full_disk"]))
-        found["kills"] = kills(places["kills"], options.rounds)
+        found["kills"] = kills(places["kills"], options.kills or options.rounds)
     found["minutes"] = round((time.monotonic() - start) / 60, 1)
     result.write(options, conditions, found)
     bad = (

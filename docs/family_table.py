@@ -9,14 +9,20 @@ from bridge.families._family import Family
 from bridge.megatron import TWINS
 
 _HEAD = (
-    "| `model_type` | Models | Class of transformers | Experts | Positions | Megatron |"
+    "| `model_type` | Models | Class of transformers | Experts | Positions "
+    "| Beside attention | cp | Megatron |"
 )
+_MIXERS = {
+    "short_conv": "short convolution",
+    "delta_net": "gated delta net",
+    "mamba": "Mamba 2",
+}
 
 
 def table() -> str:
     """A row for each family, by name."""
     rows = [_row(FAMILIES[name]) for name in sorted(FAMILIES)]
-    return "\n".join([_HEAD, "|---|---|---|---|---|---|", *rows])
+    return "\n".join([_HEAD, "|---|---|---|---|---|---|---|---|", *rows])
 
 
 def _row(family: Family) -> str:
@@ -27,6 +33,8 @@ def _row(family: Family) -> str:
         f"`{family.architecture}`",
         "yes" if _has_experts(family) else "",
         _positions(family),
+        ", ".join(_MIXERS[name] for name in _mixers(family)),
+        "" if _mixers(family) else "yes",
         "yes" if family.model_type in TWINS else "",
     )
     return f"| {' | '.join(cells)} |"
@@ -44,8 +52,18 @@ def _file_of(family: Family) -> str:
 
 
 def _has_experts(family: Family) -> bool:
+    return _has_part(family, "moe")
+
+
+def _mixers(family: Family) -> list[str]:
+    """What its layers have beside attention."""
+    return [name for name in _MIXERS if _has_part(family, name)]
+
+
+def _has_part(family: Family, part: str) -> bool:
     targets = [t for name, f in family.fields.items() for t in f.targets(name)]
-    return any(target.startswith("moe.") for target in targets)
+    read = any(target.startswith(f"{part}.") for target in targets)
+    return read or part in family.optional
 
 
 def _positions(family: Family) -> str:

@@ -74,6 +74,17 @@ def html_page(parts: Sequence[Grid | str]) -> str:
     return f"<div>{''.join(drawn)}</div>"
 
 
+def html_document(title: str, body: str) -> str:
+    """Returns a file for a browser.
+
+    Args:
+      title: Title of the window.
+      body: HTML from `html_page`.
+    """
+    head = f"<meta charset=utf-8><title>{html.escape(title)}</title>"
+    return f"<!doctype html>\n{head}\n<body>{body}</body>\n"
+
+
 def _cell(tag: str, text: str, side: str, share: float = 0.0) -> str:
     style = f"text-align:{side};white-space:nowrap"
     if side == "text":

@@ -56,6 +56,8 @@ CLAIMS = [
     "checkpoint: compared.load_of_orbax >= 1.1",
     "checkpoint: compared.blocked_of_copy_to_host <= 1.2",
     "checkpoint: peak_memory_gb.fsdp_jax.save <= 0.1",
+    "coordinator_fuzz: messages >= 10000",
+    "coordinator_fuzz: jobs_lost == 0",
     "torture: kills.steps_lost == 0",
     "torture: flips.wrong_values_returned == 0",
 ]

@@ -46,7 +46,10 @@ SHORT = {
     "--profile-from 10 --profile-steps 3": "--profile-from 2 --profile-steps 1",
 }
 # Of these it is enough here that they parse: each is run by the tests of its own.
-TESTED_ELSEWHERE = {"plan": "tests/cli/test_cli_plan.py"}
+TESTED_ELSEWHERE = {
+    "plan": "tests/cli/test_cli_plan.py",
+    "explain": "tests/planner/test_profile.py",
+}
 
 
 @pytest.fixture(scope="module")
@@ -227,7 +230,15 @@ def begins_with_our_command(words: list[str]) -> bool:
 
 def test_the_blocks_are_of_languages_that_are_checked():
     every = [block for page, text in pages().items() for block in blocks(page, text)]
-    assert {block.language for block in every} <= {"python", "sh", "text"}
+    assert {block.language for block in every} <= {"python", "sh", "text", "yaml"}
+
+
+def test_the_files_of_runs_describe_runs(tmp_path):
+    found = all_blocks("yaml")
+    assert found
+    for block in found:
+        (tmp_path / "run.yaml").write_text(block.text)
+        assert cli.parse(["train", str(tmp_path / "run.yaml")]).steps
 
 
 def wrong_words(text: str) -> list[str]:

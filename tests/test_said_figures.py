@@ -56,6 +56,13 @@ def test_estimates_are_off_by_what_is_said():
     assert there in said("README.md")
 
 
+def test_fine_tuning_equals_trl_as_said():
+    found = read("trl_comparison")
+    sft, dpo = (found[part]["largest_relative_difference"] for part in ("sft", "dpo"))
+    text = f"at most {sft:.1e} of the loss, over 20 steps of DPO by {dpo:.1e}"
+    assert text.replace("e-0", "e-") in said("docs/pages/how-to/fine-tune.md")
+
+
 @pytest.mark.parametrize("decoder", ["llama-3-70b", "mixtral-8x7b", "llama-3-70b-pp"])
 def test_the_larger_decoders_wait_as_said(decoder):
     (found,) = read(f"overlap_{decoder}_jax0.10.2")["rows"]

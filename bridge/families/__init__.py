@@ -27,10 +27,12 @@ from bridge.families import (
     gptj,
     granite,
     granitemoe,
+    granitemoehybrid,
     granitemoeshared,
     hunyuan_v1_dense,
     hunyuan_v1_moe,
     internlm3,
+    lfm2,
     llama,
     minimax_m2,
     ministral3,
@@ -47,7 +49,10 @@ from bridge.families import (
     qwen2,
     qwen2_moe,
     qwen3,
+    qwen3_5,
+    qwen3_5_moe,
     qwen3_moe,
+    qwen3_next,
     seed_oss,
     smollm3,
     stablelm,
@@ -63,6 +68,7 @@ _MODULES = (
     *(hunyuan_v1_dense, qwen2_moe, olmoe, qwen3_moe, mixtral, gpt_oss, granitemoe),
     *(granitemoeshared, deepseek_v2, deepseek_v3, glm4_moe, ernie4_5_moe, minimax_m2),
     *(hunyuan_v1_moe, dots1, glm4_moe_lite, ministral3),
+    *(lfm2, qwen3_next, qwen3_5, qwen3_5_moe, granitemoehybrid),
 )
 
 FAMILIES = MappingProxyType[str, Family](

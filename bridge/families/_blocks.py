@@ -7,7 +7,7 @@ the model alike, so no rule permutes them.
 from collections.abc import Callable, Mapping
 
 from bridge.families._family import KeyMapping, Layers
-from bridge.models import DecoderConfig
+from bridge.models import DecoderConfig, LayerKind
 from bridge.rules._rules import Rule
 
 Rules = tuple[Rule, ...]
@@ -236,9 +236,9 @@ def outside(
     return rules
 
 
-def dense_layer(config: DecoderConfig, sparse: bool) -> Rules:
+def dense_layer(config: DecoderConfig, kind: LayerKind) -> Rules:
     """A layer of Llama's names, with the norms and biases that the config has."""
-    del sparse
+    del kind
     own = norms(PRE_NORMS, bias=config.norm_bias) if config.norm_scale else ()
     return attention(config) + mlp(config) + own
 

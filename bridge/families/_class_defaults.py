@@ -43,6 +43,8 @@ CLASS_DEFAULTS: Mapping[str, Mapping[str, int]] = {
     "mixtral": _sizes(32000, 4096, None, 32, 32),
     "gpt_oss": _sizes(201088, 2880, None, 36, 64),
     "deepseek_v2": _sizes(102400, 4096, 11008, 32, 32),
+    "qwen3_5_text": _sizes(248320, 4096, 12288, 32, 16),
+    "qwen3_5_moe_text": _sizes(248320, 2048, None, 40, 16),
     "deepseek_v3": _sizes(129280, 7168, 18432, 61, 128),
 }
 """Sizes by field name, by `model_type`; fields that a family requires."""

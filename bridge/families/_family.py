@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from bridge.families._codec import Codec
-from bridge.models import DecoderConfig
+from bridge.models import DecoderConfig, LayerKind, LayerStack
 from bridge.rules._mapping import Mapping as WeightMapping
 from bridge.rules._rules import Rule
 
@@ -49,33 +49,31 @@ class Layers:
 
     Args:
       prefix: What their names begin with, `{layer}` for the number.
-      rules: The rules of one layer, without that prefix; told whether it is sparse.
+      rules: The rules of one layer of a kind, without that prefix.
     """
 
     prefix: str
-    rules: Callable[[DecoderConfig, bool], tuple[Rule, ...]]
+    rules: Callable[[DecoderConfig, LayerKind], tuple[Rule, ...]]
 
     def stacked(self, config: DecoderConfig) -> tuple[Rule, ...]:
-        """Returns the rules of all layers, each run in its stack."""
-        runs = config.layer_runs
+        """Returns the rules of all layers, each in its stack."""
         return tuple(
-            self._of_run(rule, number, len(runs))
-            for number, run in enumerate(runs)
-            for rule in self.rules(config, run.sparse)
+            self._of_stack(rule, number, stack)
+            for number, stack in enumerate(config.layer_stacks)
+            for rule in self.rules(config, stack.kind)
         )
 
-    def _of_run(self, rule: Rule, number: int, count: int) -> Rule:
-        stack = "layers." if count == 1 else f"layers.{number}."
+    def _of_stack(self, rule: Rule, number: int, stack: LayerStack) -> Rule:
         prefix = self.prefix.format(layer="{" + capture(number) + "}")
         return dataclasses.replace(
             rule,
             source=tuple(prefix + name for name in rule.sources),
-            destination=tuple(stack + name for name in rule.destinations),
+            destination=tuple(f"{stack.path}.{name}" for name in rule.destinations),
         )
 
 
 def capture(number: int) -> str:
-    """Name of the dim that counts the layers of a run."""
+    """Name of the dim that counts the layers of a stack."""
     return f"layer_{number}"
 
 
@@ -118,6 +116,8 @@ class Family:
         export says instead.
       inert: Fields of published files that change nothing where they have this value,
         whatever code the file names; left out.
+      optional: Parts of our config (`moe`, `rope`, ...) that only some of its models
+        have, where codecs read them.
       ignore: Tensors that checkpoints may hold and nobody reads; `{name}` stands for a
         number, `**` for anything.
     """
@@ -133,6 +133,7 @@ class Family:
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
     left_out: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     inert: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    optional: tuple[str, ...] = ()
     ignore: Callable[[DecoderConfig], tuple[str, ...]] = lambda _: ()
     also_architectures: tuple[str, ...] = ()
     also_named: tuple[str, ...] = ()
@@ -170,13 +171,15 @@ class Family:
 
 
 def sizes_of(config: DecoderConfig) -> dict[str, int | range]:
-    """Returns the size of each dim that rules name, and each run's layers."""
+    """Returns the size of each dim that rules name, and each stack's layers."""
     sizes: dict[str, int | range] = {
         "one": 1,
         "two": 2,
+        "three": 3,
         "vocab": config.vocab_size,
         "positions": config.max_position_embeddings + config.position_offset,
         "embed": config.hidden_size,
+        "embed_out": config.hidden_size,
         "mlp": config.intermediate_size,
         "heads": config.num_attention_heads,
         "head": config.num_attention_heads,
@@ -200,6 +203,33 @@ def sizes_of(config: DecoderConfig) -> dict[str, int | range]:
             "kv_rank_and_rope": mla.kv_lora_rank + mla.qk_rope_head_dim,
             "nope_and_v": mla.qk_nope_head_dim + mla.v_head_dim,
         }
-    for number, run in enumerate(config.layer_runs):
-        sizes[capture(number)] = range(run.start, run.stop)
+    sizes |= _mixer_sizes(config)
+    for number, stack in enumerate(config.layer_stacks):
+        sizes[capture(number)] = stack.layers
+    return sizes
+
+
+def _mixer_sizes(config: DecoderConfig) -> dict[str, int | range]:
+    """Returns the sizes of the dims of mixers other than attention."""
+    sizes: dict[str, int | range] = {}
+    if (conv := config.short_conv) is not None:
+        sizes["conv_kernel"] = conv.kernel_size
+    if (delta := config.delta_net) is not None:
+        sizes |= {
+            "conv_kernel": delta.kernel_size,
+            "key_heads": delta.num_key_heads,
+            "value_heads": delta.num_value_heads,
+            "values_of_key": delta.num_value_heads // delta.num_key_heads,
+            "key_dim": delta.key_head_dim,
+            "value_dim": delta.value_head_dim,
+        }
+    if (mamba := config.mamba) is not None:
+        sizes |= {
+            "conv_kernel": mamba.kernel_size,
+            "mamba_heads": mamba.num_heads,
+            "mamba_dim": mamba.head_dim,
+            "mamba_groups": mamba.num_groups,
+            "mamba_state": mamba.state_size,
+            "group_width": mamba.num_heads // mamba.num_groups * mamba.head_dim,
+        }
     return sizes

@@ -7,7 +7,7 @@ multiplied by the root of their width.
 from bridge.families._blocks import Rules, attention, mlp, norms
 from bridge.families._family import Field
 from bridge.families._fields import SIZES, attention_bias, tokens
-from bridge.models import DecoderConfig
+from bridge.models import DecoderConfig, LayerKind
 
 FIELDS = {
     **SIZES,
@@ -41,7 +41,7 @@ _NORMS = (
 )
 
 
-def layer(config: DecoderConfig, sparse: bool) -> Rules:
+def layer(config: DecoderConfig, kind: LayerKind) -> Rules:
     """A layer with its four norms."""
-    del sparse
+    del kind
     return attention(config) + mlp(config) + norms({name: name for name in _NORMS})

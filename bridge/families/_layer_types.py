@@ -5,6 +5,7 @@ from typing import Any
 
 from bridge.families._codec import Codec
 from bridge.models import DecoderConfig
+from bridge.models._config import LayerType
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 Fields = Mapping[str, Any]
@@ -25,7 +26,7 @@ def layer_types(every: int, pattern_field: str | None = None) -> Codec:
     def read(fields: Fields) -> dict[str, Any]:
         given = fields["layer_types"]
         if given is None:
-            period = _interval(fields, pattern_field) if pattern_field else every
+            period = interval(fields, pattern_field) if pattern_field else every
             given = [
                 SLIDING if (layer + 1) % period else FULL
                 for layer in range(fields["num_hidden_layers"])
@@ -151,6 +152,37 @@ def window_from(name: str, default: int) -> Codec:
     return Codec(tuple(defaults), read, write, defaults)
 
 
+def mixer_types(
+    names: Mapping[str, LayerType],
+    absent: Callable[[Fields], list[str]],
+    others: Mapping[str, Any] | None = None,
+) -> Codec:
+    """Reads what mixes the tokens of each layer: attention, or something else.
+
+    Args:
+      names: Our types by those of the file; attention has the same name in both.
+      absent: Types of the file's layers where it has no `layer_types`.
+      others: Fields that `absent` reads, with their defaults.
+    """
+    ours = {FULL: FULL, **names}
+    # The first of several names of a type is what is written.
+    theirs = {type_: name for name, type_ in reversed(ours.items())}
+    defaults = {"layer_types": None, **(others or {})}
+
+    def read(fields: Fields) -> dict[str, Any]:
+        given = fields["layer_types"]
+        given = absent(fields) if given is None else given
+        if unknown := sorted({str(kind) for kind in given} - set(ours)):
+            raise ValueError(f"layer_types has {unknown}: known are {sorted(ours)}")
+        return {"layer_types": tuple(ours[kind] for kind in given)}
+
+    def write(config: DecoderConfig) -> dict[str, Any]:
+        types = config.layer_types or (FULL,) * config.num_hidden_layers
+        return {"layer_types": tuple(theirs[kind] for kind in types)}
+
+    return Codec(tuple(defaults), read, write, defaults)
+
+
 def _check_all_full(layer_types: Any, layers: int) -> None:
     if layer_types is None:
         return
@@ -163,8 +195,16 @@ def _check_all_full(layer_types: Any, layers: int) -> None:
         )
 
 
-def _interval(fields: Fields, name: str) -> int:
-    """Reads a number of layers after which something comes again."""
+def interval(fields: Fields, name: str) -> int:
+    """Reads a number of layers after which something comes again.
+
+    Args:
+      fields: Fields of the file.
+      name: The field.
+
+    Raises:
+      ValueError: If it is not a positive integer.
+    """
     value = fields[name]
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"{name} = {value!r}: must be a positive integer")
@@ -172,12 +212,12 @@ def _interval(fields: Fields, name: str) -> int:
 
 
 def _no_rope_layers() -> Codec:
-    name, interval = "no_rope_layers", "no_rope_layer_interval"
+    name, every = "no_rope_layers", "no_rope_layer_interval"
 
     def read(fields: Fields) -> dict[str, Any]:
         count, turned = fields["num_hidden_layers"], fields[name]
         if turned is None:
-            period = _interval(fields, interval)
+            period = interval(fields, every)
             turned = [int((layer + 1) % period != 0) for layer in range(count)]
         if len(turned) != count:
             raise ValueError(f"{name} has {len(turned)} entries for {count} layers")
@@ -187,7 +227,7 @@ def _no_rope_layers() -> Codec:
         layers = range(config.num_hidden_layers)
         return {name: [int(i not in config.no_rope_layers) for i in layers]}
 
-    return Codec((name, interval), read, write, {name: None, interval: 4})
+    return Codec((name, every), read, write, {name: None, every: 4})
 
 
 NO_ROPE_LAYERS = _no_rope_layers()
@@ -241,7 +281,7 @@ def _dense_by_step() -> Codec:
     step, listed = "decoder_sparse_step", "mlp_only_layers"
 
     def read(fields: Fields) -> dict[str, Any]:
-        period, dense = _interval(fields, step), fields[listed] or ()
+        period, dense = interval(fields, step), fields[listed] or ()
         return {
             "dense_layers": tuple(
                 layer

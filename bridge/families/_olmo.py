@@ -3,7 +3,7 @@
 from bridge.families._blocks import Rules, attention, mlp, norms
 from bridge.families._family import Field
 from bridge.families._fields import SIZES, attention_bias, tokens
-from bridge.models import DecoderConfig
+from bridge.models import DecoderConfig, LayerKind
 
 FIELDS = {
     **SIZES,
@@ -17,7 +17,7 @@ FIXED = {"hidden_act": "silu", "attention_dropout": 0.0}
 _NORMS = ("post_attention_layernorm", "post_feedforward_layernorm")
 
 
-def layer(config: DecoderConfig, sparse: bool) -> Rules:
+def layer(config: DecoderConfig, kind: LayerKind) -> Rules:
     """A layer with its two norms."""
-    del sparse
+    del kind
     return attention(config) + mlp(config) + norms({name: name for name in _NORMS})

@@ -9,12 +9,13 @@ from bridge.families._blocks import (
     attention,
     experts,
     key_mapping,
+    linear,
     mlp,
     norms,
     router,
 )
 from bridge.families._family import KeyMapping
-from bridge.models import DecoderConfig
+from bridge.models import DecoderConfig, LayerKind
 
 Part = Callable[[DecoderConfig], Rules]
 
@@ -31,12 +32,36 @@ def key_mappings(
       attend: Rules of the attention.
       beside: Rules of what a sparse MLP has beside router and experts.
     """
+    return key_mappings_by_kind(lambda config, _: attend(config), beside)
 
-    def layer(run: Rules) -> Callable[[DecoderConfig, bool], Rules]:
-        def rules(config: DecoderConfig, sparse: bool) -> Rules:
-            inner = router() + run + beside(config) if sparse else mlp(config)
-            return attend(config) + inner + norms(PRE_NORMS)
+
+def key_mappings_by_kind(
+    mix: Callable[[DecoderConfig, LayerKind], Rules],
+    beside: Part = lambda _: (),
+) -> tuple[KeyMapping, KeyMapping]:
+    """Returns both ways to write the experts, of layers with mixers of several kinds.
+
+    Args:
+      mix: Rules of the mixer of a kind of layer.
+      beside: As for `key_mappings`.
+    """
+
+    def layer(run: Rules) -> Callable[[DecoderConfig, LayerKind], Rules]:
+        def rules(config: DecoderConfig, kind: LayerKind) -> Rules:
+            is_sparse = kind.channels == "sparse"
+            inner = router() + run + beside(config) if is_sparse else mlp(config)
+            return mix(config, kind) + inner + norms(PRE_NORMS)
 
         return rules
 
     return key_mapping(layer(experts())), key_mapping(layer(FUSED_EXPERTS))
+
+
+def gated_shared(config: DecoderConfig) -> Rules:
+    """The MLP that all tokens share, and its gate."""
+    at = "mlp.shared_expert."
+    gate = "one embed -> embed one"
+    return (
+        *mlp(config, at, at, "shared_mlp"),
+        *linear("mlp.shared_expert_gate", "mlp.shared_gate", gate),
+    )

@@ -44,12 +44,13 @@ ROPE_KEYS = frozenset(
     """
     PreTrainedConfig _ _max_seq_len_cached _original_inv_freq _rope_parameters
     _rope_type_labels _validate_ alpha attention_factor beta_fast beta_slow default
-    dynamic factor full_attention head_dim high_freq_factor image inv_freq layer_type
-    layer_types linear llama3 llama_4_scaling_beta long_factor long_inv_freq longrope
-    low_freq_factor max_seq_len_cached mscale mscale_all_dim next_sequence_length
-    or_mask_function original_inv_freq original_max_position_embeddings
-    partial_rotary_factor proportional rope_parameters rope_scaling rope_theta rope_type
-    short_factor sliding_attention token_type_ids truncate type yarn
+    dynamic factor full_attention head_dim high_freq_factor image input_ids inv_freq
+    layer_type layer_types linear llama3 llama_4_scaling_beta long_factor long_inv_freq
+    longrope low_freq_factor max_seq_len_cached mrope_section mscale mscale_all_dim
+    next_sequence_length or_mask_function original_inv_freq
+    original_max_position_embeddings partial_rotary_factor proportional rope_parameters
+    rope_scaling rope_theta rope_type short_factor sliding_attention token_type_ids
+    truncate type video yarn
     """.split()
 )
 
@@ -221,6 +222,17 @@ BY_MODEL_TYPE = {
         output_router_logits residual_multiplier router_aux_loss_coef use_cache
         """.split()
     ),
+    "granitemoehybrid": frozenset(
+        """
+        attention_bias attention_multiplier embedding_multiplier hidden_act
+        intermediate_size layers_block_type logits_scaling mamba_chunk_size
+        mamba_conv_bias mamba_d_conv mamba_d_head mamba_d_state mamba_expand
+        mamba_n_groups mamba_n_heads mamba_proj_bias num_experts_per_tok
+        num_local_experts output_router_logits position_embedding_type
+        residual_multiplier router_aux_loss_coef shared_intermediate_size
+        time_step_limit use_cache
+        """.split()
+    ),
     "granitemoeshared": frozenset(
         """
         attention_bias attention_multiplier embedding_multiplier hidden_act
@@ -245,6 +257,13 @@ BY_MODEL_TYPE = {
     "internlm3": frozenset(
         """
         attention_bias bias hidden_act intermediate_size mlp_bias qkv_bias use_cache
+        """.split()
+    ),
+    "lfm2": frozenset(
+        """
+        block_auto_adjust_ff_dim block_ff_dim block_ffn_dim_multiplier block_multiple_of
+        conv_L_cache conv_bias full_attn_idxs intermediate_size norm_eps tie_embedding
+        use_cache
         """.split()
     ),
     "llama": frozenset(
@@ -341,12 +360,46 @@ BY_MODEL_TYPE = {
         use_cache use_sliding_window
         """.split()
     ),
+    "qwen3_5_moe_text": frozenset(
+        """
+        attention_bias cu_seq_lens_q depth full_attention_interval hidden_act image
+        image_grid_thw image_token_id in_channels input_ids intermediate_size
+        linear_conv_kernel_dim linear_key_head_dim linear_num_key_heads
+        linear_num_value_heads linear_value_head_dim mm_token_type_ids
+        moe_intermediate_size mrope_section num_experts num_experts_per_tok
+        num_position_embeddings out_hidden_size output_router_logits past_key_values
+        patch_size router_aux_loss_coef shared_expert_intermediate_size
+        spatial_merge_size temporal_patch_size use_cache video video_grid_thw
+        video_token_id vision_config
+        """.split()
+    ),
+    "qwen3_5_text": frozenset(
+        """
+        attention_bias cu_seq_lens_q depth full_attention_interval hidden_act image
+        image_grid_thw image_token_id in_channels input_ids intermediate_size
+        linear_conv_kernel_dim linear_key_head_dim linear_num_key_heads
+        linear_num_value_heads linear_value_head_dim mm_token_type_ids mrope_section
+        num_position_embeddings out_hidden_size past_key_values patch_size
+        spatial_merge_size temporal_patch_size use_cache video video_grid_thw
+        video_token_id vision_config
+        """.split()
+    ),
     "qwen3_moe": frozenset(
         """
         attention_bias decoder_sparse_step hidden_act intermediate_size mlp_only_layers
         moe_intermediate_size norm_topk_prob num_experts num_experts_per_tok
         num_local_experts output_router_logits router_aux_loss_coef use_cache
         use_sliding_window
+        """.split()
+    ),
+    "qwen3_next": frozenset(
+        """
+        attention_bias cu_seq_lens_q decoder_sparse_step full_attention_interval
+        hidden_act intermediate_size linear_conv_kernel_dim linear_key_head_dim
+        linear_num_key_heads linear_num_value_heads linear_value_head_dim
+        mlp_only_layers moe_intermediate_size norm_topk_prob num_experts
+        num_experts_per_tok output_router_logits router_aux_loss_coef
+        shared_expert_intermediate_size use_cache
         """.split()
     ),
     "seed_oss": frozenset(

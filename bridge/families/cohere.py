@@ -14,12 +14,12 @@ from bridge.families._blocks import (
 from bridge.families._family import Family, Field
 from bridge.families._fields import SIZES, attention_bias, qk_norm_switch, tokens
 from bridge.families._hf_rope import rope
-from bridge.models import DecoderConfig
+from bridge.models import DecoderConfig, LayerKind
 
 
-def layer(config: DecoderConfig, sparse: bool) -> Rules:
+def layer(config: DecoderConfig, kind: LayerKind) -> Rules:
     """A layer with its one norm."""
-    del sparse
+    del kind
     own = norms({"input_layernorm": "input_layernorm"})
     return attention(config) + mlp(config) + own
 

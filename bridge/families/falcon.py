@@ -24,7 +24,7 @@ from bridge.families._family import Family, Field, KeyMapping, Layers
 from bridge.families._fields import tokens
 from bridge.families._fused import fused_qkv
 from bridge.families._hf_rope import rope
-from bridge.models import DecoderConfig
+from bridge.models import DecoderConfig, LayerKind
 
 _NORMS = {
     "parallel": {"input_layernorm": "input_layernorm"},
@@ -36,8 +36,8 @@ _NORMS = {
 }
 
 
-def _layer(config: DecoderConfig, sparse: bool) -> Rules:
-    del sparse
+def _layer(config: DecoderConfig, kind: LayerKind) -> Rules:
+    del kind
     at = "self_attention."
     return (
         *fused_qkv(config, at + "query_key_value"),

@@ -14,11 +14,11 @@ from bridge.families._blocks import (
     key_mapping,
     norms,
 )
-from bridge.models import DecoderConfig
+from bridge.models import DecoderConfig, LayerKind
 
 
-def _layer(config: DecoderConfig, sparse: bool) -> Rules:
-    del sparse
+def _layer(config: DecoderConfig, kind: LayerKind) -> Rules:
+    del kind
     return attention(config) + fused_gate_up(config) + norms(PRE_NORMS)
 
 

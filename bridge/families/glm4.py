@@ -14,7 +14,7 @@ from bridge.families._blocks import (
 from bridge.families._family import Family, Field
 from bridge.families._fields import SIZES, attention_bias, tokens
 from bridge.families._hf_rope import rope
-from bridge.models import DecoderConfig
+from bridge.models import DecoderConfig, LayerKind
 
 _NORMS = {
     "input_layernorm": "input_layernorm",
@@ -24,8 +24,8 @@ _NORMS = {
 }
 
 
-def _layer(config: DecoderConfig, sparse: bool) -> Rules:
-    del sparse
+def _layer(config: DecoderConfig, kind: LayerKind) -> Rules:
+    del kind
     return attention(config) + fused_gate_up(config) + norms(_NORMS)
 
 

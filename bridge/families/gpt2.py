@@ -11,14 +11,14 @@ from bridge.families import _gpt
 from bridge.families._blocks import HEAD, Rules
 from bridge.families._family import Family, Field, KeyMapping, Layers
 from bridge.families._fields import tokens
-from bridge.models import DecoderConfig
+from bridge.models import DecoderConfig, LayerKind
 from bridge.rules._rules import Rule
 
 _NAMES = tuple(f"self_attn.{name}_proj" for name in "qkv")
 
 
-def _layer(config: DecoderConfig, sparse: bool) -> Rules:
-    del config, sparse
+def _layer(config: DecoderConfig, kind: LayerKind) -> Rules:
+    del config, kind
     qkv = "embed (heads head_dim) -> embed heads head_dim"
     bias = "(heads head_dim) -> heads head_dim"
     return (

@@ -19,14 +19,14 @@ from bridge.families._codec import Codec
 from bridge.families._family import Family, Field, KeyMapping, Layers
 from bridge.families._fields import tokens
 from bridge.families._fused import fused_qkv
-from bridge.models import DecoderConfig
+from bridge.models import DecoderConfig, LayerKind
 from bridge.rules._rules import Rule
 
 _NORMS = {"ln_1": "input_layernorm", "ln_2": "pre_feedforward_layernorm"}
 
 
-def _layer(config: DecoderConfig, sparse: bool) -> Rules:
-    del sparse
+def _layer(config: DecoderConfig, kind: LayerKind) -> Rules:
+    del kind
     return (
         *fused_qkv(config, "attn.c_attn"),
         *attention_out(config, "attn.c_proj"),

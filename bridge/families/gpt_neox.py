@@ -18,11 +18,11 @@ from bridge.families._family import Family, Field, KeyMapping, Layers
 from bridge.families._fields import SIZES, attention_bias, tokens
 from bridge.families._fused import fused_qkv
 from bridge.families._hf_rope import rope
-from bridge.models import DecoderConfig
+from bridge.models import DecoderConfig, LayerKind
 
 
-def _layer(config: DecoderConfig, sparse: bool) -> Rules:
-    del sparse
+def _layer(config: DecoderConfig, kind: LayerKind) -> Rules:
+    del kind
     return (
         *fused_qkv(config, "attention.query_key_value"),
         *attention_out(config, "attention.dense"),

@@ -19,14 +19,14 @@ from bridge.families._family import Family, Field
 from bridge.families._fields import SIZES, attention_bias, moe, tokens
 from bridge.families._hf_rope import rope
 from bridge.families._layer_types import layer_types
-from bridge.models import DecoderConfig
+from bridge.models import DecoderConfig, LayerKind
 from bridge.rules._rules import Rule
 
 _EXPERTS = "mlp.experts."
 
 
-def _layer(config: DecoderConfig, sparse: bool) -> Rules:
-    del sparse
+def _layer(config: DecoderConfig, kind: LayerKind) -> Rules:
+    del kind
     return (
         *attention(config),
         Rule("self_attn.sinks", "self_attn.sinks", "heads -> heads"),

@@ -11,11 +11,11 @@ from bridge.families._blocks import Rules, attention, norms, outside, ungated_ml
 from bridge.families._codec import Codec
 from bridge.families._family import Family, Field, KeyMapping, Layers
 from bridge.families._fields import tokens
-from bridge.models import DecoderConfig, RopeConfig
+from bridge.models import DecoderConfig, LayerKind, RopeConfig
 
 
-def _layer(config: DecoderConfig, sparse: bool) -> Rules:
-    del sparse
+def _layer(config: DecoderConfig, kind: LayerKind) -> Rules:
+    del kind
     inner = ungated_mlp(config, "mlp.fc_in", "mlp.fc_out")
     own = norms({"ln_1": "input_layernorm"}, bias=True)
     return attention(config, "attn.", "out_proj") + inner + own

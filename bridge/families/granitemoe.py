@@ -21,11 +21,12 @@ from bridge.families._fields import (
     tokens,
 )
 from bridge.families._hf_rope import rope
-from bridge.models import DecoderConfig
+from bridge.models import DecoderConfig, LayerKind
 from bridge.rules._rules import Rule
 
 _AT = "block_sparse_moe."
-_EXPERTS = (
+EXPERTS: Rules = (
+    *router(f"{_AT}router.layer"),
     Rule(
         f"{_AT}input_linear.weight",
         "mlp.experts.gate_up_proj",
@@ -37,13 +38,13 @@ _EXPERTS = (
         "experts embed expert_mlp -> experts expert_mlp embed",
     ),
 )
+"""Router and experts, all of which are one tensor each way."""
 
 
-def layer(config: DecoderConfig, sparse: bool) -> Rules:
+def layer(config: DecoderConfig, kind: LayerKind) -> Rules:
     """A layer whose experts are one tensor each way."""
-    del sparse
-    inner = router(f"{_AT}router.layer") + _EXPERTS
-    return attention(config) + inner + norms(PRE_NORMS)
+    del kind
+    return attention(config) + EXPERTS + norms(PRE_NORMS)
 
 
 FAMILY = Family(

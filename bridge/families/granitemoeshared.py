@@ -9,15 +9,15 @@ import dataclasses
 from bridge.families import granitemoe
 from bridge.families._blocks import Rules, key_mapping, linear
 from bridge.families._codec import Codec
-from bridge.models import DecoderConfig
+from bridge.models import DecoderConfig, LayerKind
 from bridge.rules._rules import Rule
 
 _WIDTH = "shared_intermediate_size"
 _TO = "mlp.shared_expert."
 
 
-def _layer(config: DecoderConfig, sparse: bool) -> Rules:
-    rules = granitemoe.layer(config, sparse)
+def _layer(config: DecoderConfig, kind: LayerKind) -> Rules:
+    rules = granitemoe.layer(config, kind)
     assert config.moe is not None
     if config.moe.shared_intermediate_size is None:
         return rules

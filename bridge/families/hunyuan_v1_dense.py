@@ -14,11 +14,11 @@ from bridge.families._blocks import (
     norms,
 )
 from bridge.families._family import Family
-from bridge.models import DecoderConfig
+from bridge.models import DecoderConfig, LayerKind
 
 
-def _layer(config: DecoderConfig, sparse: bool) -> Rules:
-    del sparse
+def _layer(config: DecoderConfig, kind: LayerKind) -> Rules:
+    del kind
     return _hunyuan.attend(config) + mlp(config) + norms(PRE_NORMS)
 
 

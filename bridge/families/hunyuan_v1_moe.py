@@ -16,13 +16,13 @@ from bridge.families._blocks import (
 )
 from bridge.families._family import Family, Field
 from bridge.families._fields import moe
-from bridge.models import DecoderConfig
+from bridge.models import DecoderConfig, LayerKind
 
 _WIDTHS = ("intermediate_size", "moe.intermediate_size", "moe.shared_intermediate_size")
 
 
-def _layer(config: DecoderConfig, sparse: bool) -> Rules:
-    del sparse
+def _layer(config: DecoderConfig, kind: LayerKind) -> Rules:
+    del kind
     shared = mlp(config, "mlp.shared_mlp.", "mlp.shared_expert.", "shared_mlp")
     inner = router("mlp.gate.wg") + experts() + shared
     return _hunyuan.attend(config) + inner + norms(PRE_NORMS)

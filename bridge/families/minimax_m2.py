@@ -20,7 +20,7 @@ from bridge.families._codec import Codec
 from bridge.families._family import Family, Field
 from bridge.families._fields import EXPERT_TRAINING, SIZES, moe, tokens
 from bridge.families._hf_rope import rope_of_dims
-from bridge.models import DecoderConfig
+from bridge.models import DecoderConfig, LayerKind
 from bridge.rules._rules import Rule
 
 _AT = "block_sparse_moe."
@@ -35,8 +35,8 @@ _EXPERTS = (
 )
 
 
-def _layer(config: DecoderConfig, sparse: bool) -> Rules:
-    del sparse
+def _layer(config: DecoderConfig, kind: LayerKind) -> Rules:
+    del kind
     return attention(config) + _EXPERTS + norms(PRE_NORMS)
 
 

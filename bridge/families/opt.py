@@ -20,7 +20,7 @@ from bridge.families._blocks import (
 from bridge.families._codec import Codec
 from bridge.families._family import Family, Field, KeyMapping, Layers
 from bridge.families._fields import tokens
-from bridge.models import DecoderConfig
+from bridge.models import DecoderConfig, LayerKind
 from bridge.rules._rules import Rule
 
 _NORMS = {
@@ -29,8 +29,8 @@ _NORMS = {
 }
 
 
-def _layer(config: DecoderConfig, sparse: bool) -> Rules:
-    del sparse
+def _layer(config: DecoderConfig, kind: LayerKind) -> Rules:
+    del kind
     inner = ungated_mlp(config, "fc1", "fc2")
     return attention(config, out="out_proj") + inner + norms(_NORMS, bias=True)
 

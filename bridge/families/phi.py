@@ -13,13 +13,13 @@ from bridge.families._blocks import (
 from bridge.families._family import Family, Field, KeyMapping, Layers
 from bridge.families._fields import SIZES, tokens
 from bridge.families._hf_rope import rope
-from bridge.models import DecoderConfig
+from bridge.models import DecoderConfig, LayerKind
 
 _NORM = {"input_layernorm": "input_layernorm"}
 
 
-def _layer(config: DecoderConfig, sparse: bool) -> Rules:
-    del sparse
+def _layer(config: DecoderConfig, kind: LayerKind) -> Rules:
+    del kind
     inner = ungated_mlp(config, "mlp.fc1", "mlp.fc2")
     return attention(config, out="dense") + inner + norms(_NORM, bias=True)
 

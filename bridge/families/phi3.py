@@ -16,12 +16,12 @@ from bridge.families._family import Family, Field
 from bridge.families._fields import SIZES, tokens
 from bridge.families._hf_rope import rope
 from bridge.families._layer_types import window_of_all
-from bridge.models import DecoderConfig
+from bridge.models import DecoderConfig, LayerKind
 from bridge.rules._rules import Rule
 
 
-def _layer(config: DecoderConfig, sparse: bool) -> Rules:
-    del sparse
+def _layer(config: DecoderConfig, kind: LayerKind) -> Rules:
+    del kind
     kv = "(kv_heads head_dim) embed -> embed kv_heads head_dim"
     qkv = Rule(
         "self_attn.qkv_proj.weight",

@@ -3,23 +3,12 @@
 Source: transformers `configuration_qwen2_moe.py`, `modeling_qwen2_moe.py`.
 """
 
-from bridge.families._blocks import Rules, ignore_tied_head, linear, mlp
+from bridge.families._blocks import ignore_tied_head
 from bridge.families._family import Family, Field
 from bridge.families._fields import EXPERT_TRAINING, SIZES, moe, tokens
 from bridge.families._hf_rope import rope
 from bridge.families._layer_types import DENSE_BY_STEP, switched_window
-from bridge.families._sparse import key_mappings
-from bridge.models import DecoderConfig
-
-
-def _shared(config: DecoderConfig) -> Rules:
-    to = "mlp.shared_expert."
-    gate = "one embed -> embed one"
-    return (
-        *mlp(config, to, to, "shared_mlp"),
-        *linear("mlp.shared_expert_gate", "mlp.shared_gate", gate),
-    )
-
+from bridge.families._sparse import gated_shared, key_mappings
 
 FAMILY = Family(
     model_type="qwen2_moe",
@@ -49,6 +38,6 @@ FAMILY = Family(
     traits={"moe.rounded_weights": True, "moe.shared_gate": True},
     fixed={"hidden_act": "silu", "attention_dropout": 0.0},
     carried={**EXPERT_TRAINING, "max_window_layers": 28},
-    key_mappings=key_mappings(beside=_shared),
+    key_mappings=key_mappings(beside=gated_shared),
     ignore=ignore_tied_head,
 )

@@ -18,12 +18,12 @@ from bridge.families._codec import Codec
 from bridge.families._family import Family, Field
 from bridge.families._fields import SIZES, qk_norm_switch, tokens
 from bridge.families._hf_rope import rope
-from bridge.models import DecoderConfig
+from bridge.models import DecoderConfig, LayerKind
 from bridge.rules._rules import Rule
 
 
-def _layer(config: DecoderConfig, sparse: bool) -> Rules:
-    del sparse
+def _layer(config: DecoderConfig, kind: LayerKind) -> Rules:
+    del kind
     parallel = config.norm_placement == "parallel"
     names = {k: v for k, v in PRE_NORMS.items() if k == v or not parallel}
     parts = attention(config, norms=None), _head_norms(config), mlp(config)

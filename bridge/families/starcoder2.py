@@ -16,11 +16,11 @@ from bridge.families._family import Family, Field
 from bridge.families._fields import SIZES, tokens
 from bridge.families._hf_rope import rope
 from bridge.families._layer_types import window_of_all
-from bridge.models import DecoderConfig
+from bridge.models import DecoderConfig, LayerKind
 
 
-def _layer(config: DecoderConfig, sparse: bool) -> Rules:
-    del sparse
+def _layer(config: DecoderConfig, kind: LayerKind) -> Rules:
+    del kind
     inner = ungated_mlp(config, "mlp.c_fc", "mlp.c_proj")
     return attention(config) + inner + norms(PRE_NORMS, bias=True)
 

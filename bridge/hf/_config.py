@@ -20,13 +20,26 @@ from bridge.hf._unread import (
     sort_unread,
     without_rope_extras,
 )
-from bridge.models import DecoderConfig, MLAConfig, MoEConfig
+from bridge.models import (
+    DecoderConfig,
+    DeltaNetConfig,
+    MambaConfig,
+    MLAConfig,
+    MoEConfig,
+    ShortConvConfig,
+)
 from bridge.models._config import MAX_LAYERS
 
 CONFIG_NAME = "config.json"
 
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
-_PARTS = {"moe": MoEConfig, "mla": MLAConfig}
+_PARTS = {
+    "moe": MoEConfig,
+    "mla": MLAConfig,
+    "short_conv": ShortConvConfig,
+    "delta_net": DeltaNetConfig,
+    "mamba": MambaConfig,
+}
 
 
 def from_hf_config(
@@ -316,6 +329,7 @@ def _check_parts(family: Family, config: DecoderConfig) -> None:
         else f"  {part} = {getattr(config, part)!r}: none of its models has one"
         for part, needed in has.items()
         if needed != (getattr(config, part) is not None)
+        if part not in family.optional
     ]
     if wrong:
         raise ValueError(

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from bridge.families._blocks import linear
 from bridge.families._family import KeyMapping, Layers, sizes_of
 from bridge.megatron._names import EMBEDDING, HEAD
-from bridge.models import DecoderConfig
+from bridge.models import DecoderConfig, LayerKind
 from bridge.rules._mapping import Mapping as WeightMapping
 from bridge.rules._rules import Rule, RuleSizes
 
@@ -99,8 +99,8 @@ def _outer(config: DecoderConfig) -> Rules:
     return rules
 
 
-def _layer(config: DecoderConfig, sparse: bool) -> Rules:
-    latent = config.mla is not None
+def _layer(config: DecoderConfig, kind: LayerKind) -> Rules:
+    latent, sparse = config.mla is not None, kind.channels == "sparse"
     before = "input_layernorm." if latent else f"{_QKV}.layer_norm_"
     within = "pre_mlp_layernorm." if sparse else "mlp.linear_fc1.layer_norm_"
     return (

@@ -2,18 +2,26 @@
 
 from bridge.models._attention import Attention as Attention
 from bridge.models._attention import dot_product_attention as dot_product_attention
-from bridge.models._cache import KeyValues as KeyValues
 from bridge.models._cache import empty_cache as empty_cache
 from bridge.models._config import DecoderConfig as DecoderConfig
-from bridge.models._config import LayerRun as LayerRun
 from bridge.models._constrain import Constrain as Constrain
 from bridge.models._constrain import unconstrained as unconstrained
 from bridge.models._decoder import Decoder as Decoder
-from bridge.models._decoder import plain_scan as plain_scan
 from bridge.models._decoder_layer import DecoderLayer as DecoderLayer
+from bridge.models._delta_net_config import DeltaNetConfig as DeltaNetConfig
 from bridge.models._generate import Generated as Generated
 from bridge.models._generate import generate as generate
 from bridge.models._grouped import grouped_matmul as grouped_matmul
+from bridge.models._layer_kinds import LayerBlock as LayerBlock
+from bridge.models._layer_kinds import LayerKind as LayerKind
+from bridge.models._layer_kinds import LayerStack as LayerStack
+from bridge.models._layer_loop import plain_scan as plain_scan
+from bridge.models._layer_state import ConvState as ConvState
+from bridge.models._layer_state import DeltaNetState as DeltaNetState
+from bridge.models._layer_state import KeyValues as KeyValues
+from bridge.models._layer_state import LayerState as LayerState
+from bridge.models._layer_state import MambaState as MambaState
+from bridge.models._mamba_config import MambaConfig as MambaConfig
 from bridge.models._mla_config import MLAConfig as MLAConfig
 from bridge.models._moe import Dispatch as Dispatch
 from bridge.models._moe import MoE as MoE
@@ -28,6 +36,7 @@ from bridge.models._router_stats import RouterStats as RouterStats
 from bridge.models._sample import GREEDY as GREEDY
 from bridge.models._sample import Sampling as Sampling
 from bridge.models._sample import sample as sample
+from bridge.models._short_conv_config import ShortConvConfig as ShortConvConfig
 from bridge.models._tensor_parallel import (
     tensor_parallel_rules as tensor_parallel_rules,
 )

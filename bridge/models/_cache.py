@@ -1,30 +1,24 @@
-"""KV cache, and attention that reads it."""
-
-from typing import NamedTuple
+"""Caches of all kinds of layers, and attention that reads a KV cache."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, DTypeLike, Float, Int
 
 from bridge.models._attention import Window, attend
 from bridge.models._config import DecoderConfig
+from bridge.models._layer_state import (
+    ConvState,
+    DeltaNetState,
+    KeyValues,
+    LayerState,
+    MambaState,
+)
 
 Slots = Int[Array, "batch seq"]
 
 
-class KeyValues(NamedTuple):
-    """KV cache of one layer, or, with a leading layer dim, of a stack of layers.
-
-    A token is stored in the slot of its position. So prompts of unequal lengths need
-    no left padding, and a query never attends to slots after its own.
-    """
-
-    key: Float[Array, "batch slots kv_heads head_dim"]
-    value: Float[Array, "batch slots kv_heads v_head_dim"]
-
-
 def empty_cache(
     config: DecoderConfig, batch: int, slots: int, dtype: DTypeLike
-) -> list[KeyValues]:
+) -> list[LayerState]:
     """Returns zeroed caches for all stacks of a decoder.
 
     Latent attention caches its full heads, not the latent vectors.
@@ -36,18 +30,74 @@ def empty_cache(
       dtype: Dtype of keys and values: the dtype of the weights.
 
     Returns:
-      One cache per run of `config.layer_runs`, with a leading layer dim.
+      One cache per stack of `config.layer_stacks`, with a leading layer dim.
     """
+    made = {
+        "attention": _key_values,
+        "short_conv": _conv_state,
+        "delta_net": _delta_net_state,
+        "mamba": _mamba_state,
+    }
+    return [
+        made[stack.kind.mixer](config, (len(stack.layers), batch), slots, dtype)
+        for stack in config.layer_stacks
+    ]
+
+
+def _key_values(
+    config: DecoderConfig, dims: tuple[int, int], slots: int, dtype: DTypeLike
+) -> KeyValues:
     heads = config.num_attention_heads if config.mla else config.num_key_value_heads
-    shape = (batch, slots, heads)
+    shape = (*dims, slots, heads)
+    return KeyValues(
+        jnp.zeros((*shape, config.head_dim), dtype),
+        jnp.zeros((*shape, config.v_head_dim), dtype),
+    )
 
-    def stack(layers: int) -> KeyValues:
-        return KeyValues(
-            jnp.zeros((layers, *shape, config.head_dim), dtype),
-            jnp.zeros((layers, *shape, config.v_head_dim), dtype),
-        )
 
-    return [stack(run.stop - run.start) for run in config.layer_runs]
+def _conv_state(
+    config: DecoderConfig, dims: tuple[int, int], slots: int, dtype: DTypeLike
+) -> ConvState:
+    del slots
+    sizes = config.short_conv
+    assert sizes is not None
+    return ConvState(
+        jnp.zeros((*dims, sizes.kernel_size - 1, config.hidden_size), dtype)
+    )
+
+
+def _delta_net_state(
+    config: DecoderConfig, dims: tuple[int, int], slots: int, dtype: DTypeLike
+) -> DeltaNetState:
+    del slots
+    sizes = config.delta_net
+    assert sizes is not None
+    before = (*dims, sizes.kernel_size - 1)
+    key = (*before, sizes.num_key_heads, sizes.key_head_dim)
+    memory = (*dims, sizes.num_value_heads, sizes.key_head_dim, sizes.value_head_dim)
+    return DeltaNetState(
+        jnp.zeros(key, dtype),
+        jnp.zeros(key, dtype),
+        jnp.zeros((*before, sizes.num_value_heads, sizes.value_head_dim), dtype),
+        jnp.zeros(memory, jnp.promote_types(dtype, jnp.float32)),
+    )
+
+
+def _mamba_state(
+    config: DecoderConfig, dims: tuple[int, int], slots: int, dtype: DTypeLike
+) -> MambaState:
+    del slots
+    sizes = config.mamba
+    assert sizes is not None
+    before = (*dims, sizes.kernel_size - 1)
+    state = (*before, sizes.num_groups, sizes.state_size)
+    memory = (*dims, sizes.num_heads, sizes.head_dim, sizes.state_size)
+    return MambaState(
+        jnp.zeros((*before, sizes.num_heads, sizes.head_dim), dtype),
+        jnp.zeros(state, dtype),
+        jnp.zeros(state, dtype),
+        jnp.zeros(memory, jnp.promote_types(dtype, jnp.float32)),
+    )
 
 
 def attend_cached(

@@ -1,15 +1,26 @@
 """Config of a decoder, with Hugging Face's field names."""
 
 import dataclasses
-import itertools
 from typing import Any, Literal
 
 from bridge.models._checks import raise_if, wrong_fields, wrong_sizes
+from bridge.models._delta_net_config import DeltaNetConfig
+from bridge.models._layer_kinds import (
+    LayerBlock,
+    LayerKind,
+    LayerStack,
+    Mixer,
+    layer_blocks,
+)
+from bridge.models._mamba_config import MambaConfig
 from bridge.models._mla_config import MLAConfig
 from bridge.models._moe_config import MoEConfig
 from bridge.models._rope_config import RopeConfig
+from bridge.models._short_conv_config import ShortConvConfig
 
-LayerType = Literal["full_attention", "sliding_attention"]
+LayerType = Literal[
+    "full_attention", "sliding_attention", "short_conv", "delta_net", "mamba"
+]
 Norm = Literal["rms", "rms_wide", "rms_zero_centered", "layer", "layer_zero_centered"]
 NormPlacement = Literal["pre", "post", "both", "parallel", "parallel_two"]
 Activation = Literal["silu", "gelu", "gelu_pytorch_tanh", "gelu_new", "relu", "relu2"]
@@ -17,21 +28,6 @@ Activation = Literal["silu", "gelu", "gelu_pytorch_tanh", "gelu_new", "relu", "r
 
 MAX_LAYERS = 1000
 """Upper bound on layers, against damaged configs or ones meant to exhaust memory."""
-
-
-@dataclasses.dataclass(frozen=True)
-class LayerRun:
-    """Consecutive layers of equal structure, whose weights are stacked.
-
-    Args:
-      start: Index of the first layer.
-      stop: Index after the last layer.
-      sparse: Whether the MLPs are mixtures of experts.
-    """
-
-    start: int
-    stop: int
-    sparse: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,10 +77,16 @@ class DecoderConfig:
       final_logit_softcapping: Bound of the logits, applied by tanh; None for no bound.
       attention_sinks: Whether each head has a learned score that takes part in the
         softmax but has no value.
+      attention_gate: Whether a sigmoid, projected with each query, scales the output of
+        its head.
       clip_qkv: Bound on queries, keys and values; None for no bound.
       mla: Sizes of latent attention; None for grouped-query attention.
-      rope: Rotary embedding of queries and keys; None for learned positions, which
-        are added to the embedding.
+      short_conv: Sizes of the layers of type `short_conv`; None without any.
+      delta_net: Sizes of the layers of type `delta_net`; None without any.
+      mamba: Sizes of the layers of type `mamba`; None without any.
+      rope: Rotary embedding of queries and keys; None for none.
+      learned_positions: Whether a learned embedding of the position is added to that
+        of the token; None for True where there is no `rope`.
       position_offset: Number of rows of the learned positions before the row of
         position 0.
       sliding_rope: Rotary embedding of sliding layers; None for `rope`.
@@ -143,9 +145,14 @@ class DecoderConfig:
     attn_logit_softcapping: float | None = None
     final_logit_softcapping: float | None = None
     attention_sinks: bool = False
+    attention_gate: bool = False
     clip_qkv: float | None = None
     mla: MLAConfig | None = None
+    short_conv: ShortConvConfig | None = None
+    delta_net: DeltaNetConfig | None = None
+    mamba: MambaConfig | None = None
     rope: RopeConfig | None = RopeConfig()
+    learned_positions: bool = None  # pyright: ignore[reportAssignmentType]
     position_offset: int = 0
     sliding_rope: RopeConfig | None = None
     no_rope_layers: tuple[int, ...] = ()
@@ -197,25 +204,44 @@ class DecoderConfig:
         )
 
     @property
-    def layer_runs(self) -> tuple[LayerRun, ...]:
-        """Maximal runs of consecutive layers of equal structure."""
-        dense = set(self.dense_layers)
-        sparse = [
-            self.moe is not None and layer not in dense
-            for layer in range(self.num_hidden_layers)
-        ]
-        runs, start = [], 0
-        for kind, group in itertools.groupby(sparse):
-            stop = start + len(list(group))
-            runs.append(LayerRun(start, stop, kind))
-            start = stop
-        return tuple(runs)
+    def layer_kinds(self) -> tuple[LayerKind, ...]:
+        """Kind of each layer."""
+        dense, types = set(self.dense_layers), self.layer_types
+        return tuple(
+            LayerKind(
+                _MIXERS.get(types[i], "attention") if types else "attention",
+                "dense" if self.moe is None or i in dense else "sparse",
+            )
+            for i in range(self.num_hidden_layers)
+        )
+
+    @property
+    def layer_blocks(self) -> tuple[LayerBlock, ...]:
+        """Consecutive layers whose kinds repeat, each block with its own loop."""
+        return layer_blocks(self.layer_kinds)
+
+    @property
+    def layer_stacks(self) -> tuple[LayerStack, ...]:
+        """Stacked layers of all blocks, in order."""
+        blocks = self.layer_blocks
+        paths = (
+            ["layers"]
+            if len(blocks) == 1
+            else [f"layers.{number}" for number in range(len(blocks))]
+        )
+        return tuple(
+            stack
+            for block, path in zip(blocks, paths, strict=True)
+            for stack in block.stacks(path)
+        )
 
     def _derive(self):
         # The dataclass is frozen, so its own setattr raises.
         hidden, heads = self.hidden_size, self.num_attention_heads
         if self.num_key_value_heads is None:
             object.__setattr__(self, "num_key_value_heads", heads)
+        if self.learned_positions is None:
+            object.__setattr__(self, "learned_positions", self.rope is None)
         if self.head_dim is None and isinstance(self.mla, MLAConfig):
             object.__setattr__(self, "head_dim", self.mla.qk_head_dim)
         elif self.head_dim is None and isinstance(hidden, int) and heads:
@@ -257,6 +283,10 @@ class DecoderConfig:
             wrong.append("head_bias: a tied output projection has none")
         if not self.norm_scale and (self.norm_bias or self.qk_norm or self.mla):
             wrong.append("norm_scale False: neither norm_bias, qk_norm nor mla is set")
+        if self.attention_gate and self.mla:
+            wrong.append("attention_gate: latent attention has none")
+        if self.rope is not None and self.learned_positions:
+            wrong.append("learned_positions: not beside a rope")
         if self.qk_norm_after_rope and self.qk_norm is None:
             wrong.append("qk_norm_after_rope is set, but qk_norm is None")
         if self.position_offset < 0 or (self.position_offset and self.rope):
@@ -272,6 +302,11 @@ class DecoderConfig:
             wrong.append(f"layer_types has {len(types)} entries for {layers} layers")
         if "sliding_attention" in (types or ()) and self.sliding_window is None:
             wrong.append("layer_types slide, but sliding_window is None")
+        wrong += [
+            f"layer_types have {name}, but {name} is None"
+            for name in _MIXERS
+            if name in (types or ()) and getattr(self, name) is None
+        ]
         if self.dense_layers and self.moe is None:
             wrong.append("dense_layers are set, but there is no moe")
         for name in ("dense_layers", "no_rope_layers"):
@@ -281,6 +316,11 @@ class DecoderConfig:
             wrong.append("sliding_rope and no_rope_layers need a rope")
         return wrong
 
+
+_MIXERS: dict[str, Mixer] = {
+    name: name for name in ("short_conv", "delta_net", "mamba")
+}
+"""Mixers by the type of a layer, but attention; each has its config by that name."""
 
 _SIZES = (
     "vocab_size",

@@ -4,66 +4,30 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
-from jaxtyping import Array, DTypeLike, Float, Int
+from jaxtyping import Array, Bool, DTypeLike, Float
 
 from bridge.models._attention import Attention, dot_product_attention
-from bridge.models._cache import KeyValues
-from bridge.models._config import DecoderConfig, LayerRun
+from bridge.models._config import DecoderConfig
 from bridge.models._constrain import Constrain, unconstrained
-from bridge.models._decoder_layer import (
-    DecoderLayer,
-    PerLayer,
-    Stream,
-    Tables,
-    make_norm,
-    scale_by,
+from bridge.models._decoder_layer import DecoderLayer, Stream, make_norm, scale_by
+from bridge.models._layer_inputs import rotary_tables
+from bridge.models._layer_kinds import LayerStack
+from bridge.models._layer_loop import (
+    Scan,
+    apply_and_keep,
+    apply_layer,
+    extend_layer,
+    in_layer_order,
+    plain_scan,
+    run_layers,
 )
+from bridge.models._layer_state import LayerState
 from bridge.models._linear import Embedding, Linear
 from bridge.models._moe import Dispatch, sorted_dispatch
-from bridge.models._positions import Positions, positions_in_order
-from bridge.models._rope import rope_tables
-from bridge.models._rope_config import RopeConfig
+from bridge.models._positions import Ids, Positions, positions_in_order
 from bridge.models._router_stats import RouterStats
-
-Scan = Callable[..., tuple[Any, Any]]
-Ids = Int[Array, "batch seq"]
-
-# Window of a full-attention layer among sliding ones: wider than any sequence.
-_NO_WINDOW = 2**30
-
-
-def plain_scan(
-    unit: Callable[..., tuple[Any, Any]],
-    stacked: Any,
-    carry: Any,
-    xs: tuple[Any, ...] = (),
-    consts: tuple[Any, ...] = (),
-) -> tuple[Any, Any]:
-    """Runs `unit` over stacked weights, one layer at a time.
-
-    Default of the decoder's `scan` argument, and the required signature of any
-    replacement: everything differentiable is passed as an argument.
-
-    Args:
-      unit: Function `unit(weights, carry, *x_slices, *consts) -> (carry, y)`.
-      stacked: Pytree of weights with a leading layer dim.
-      carry: Carry of the first unit.
-      xs: Pytrees with a leading layer dim, sliced for each unit.
-      consts: Pytrees that every unit receives without slicing.
-
-    Returns:
-      Final carry, and the stacked `y`s.
-    """
-
-    def body(carry, slices):
-        weights, x_slices = slices
-        return unit(weights, carry, *x_slices, *consts)
-
-    return jax.lax.scan(body, carry, (stacked, xs))
 
 
 class Decoder(nnx.Module):
@@ -71,10 +35,11 @@ class Decoder(nnx.Module):
 
     `layers` is a single `DecoderLayer` with a leading layer dim on every leaf, so
     that a scan compiles one layer and the layers of a file are loaded into one array.
-    Where dense and sparse layers mix, it is a list of such stacks, one for each run of
-    `config.layer_runs`. Parameters are only used inside the call of the module that
-    owns them, so a replacement of `DecoderLayer.__call__` sees every use of a layer's
-    weights.
+    Where layers are of several kinds, it is a list with an entry for each block of
+    `config.layer_blocks`: such a stack, or, where the kinds alternate, a list of
+    stacks, one for each layer of the period. A scan then runs a period at a time.
+    Parameters are only used inside the call of the module that owns them, so a
+    replacement of `DecoderLayer.__call__` sees every use of a layer's weights.
 
     Everything that parallelism changes is an argument with a plain default.
 
@@ -114,15 +79,16 @@ class Decoder(nnx.Module):
         table = partial(Embedding, std=std, rngs=rngs, param_dtype=param_dtype)
         self.embed_tokens = table(config.vocab_size, embed)
         longest = config.max_position_embeddings + config.position_offset
-        self.embed_positions = None if config.rope else table(longest, embed)
+        learned = config.learned_positions
+        self.embed_positions = table(longest, embed) if learned else None
 
-        def make_stack(run: LayerRun) -> DecoderLayer:
-            @nnx.split_rngs(splits=run.stop - run.start)
+        def make_stack(stack: LayerStack) -> DecoderLayer:
+            @nnx.split_rngs(splits=len(stack.layers))
             @nnx.vmap
             def make_layers(rngs: nnx.Rngs) -> DecoderLayer:
                 return DecoderLayer(
                     config,
-                    sparse=run.sparse,
+                    kind=stack.kind,
                     rngs=rngs,
                     param_dtype=param_dtype,
                     attention=attention,
@@ -132,8 +98,10 @@ class Decoder(nnx.Module):
 
             return make_layers(rngs)
 
-        stacks = [make_stack(run) for run in config.layer_runs]
-        self.layers = stacks[0] if len(stacks) == 1 else nnx.List(stacks)
+        stacks = iter([make_stack(stack) for stack in config.layer_stacks])
+        self.layers = _one_or_list(
+            [_one_or_list([next(stacks) for _ in b.kinds]) for b in config.layer_blocks]
+        )
         self.norm = make_norm(config, param_dtype)
         if not config.tie_word_embeddings:
             self.lm_head = Linear(
@@ -197,20 +165,29 @@ class Decoder(nnx.Module):
         return self.finish_logits(self.constrain(logits, "logits"))
 
     def extend(
-        self, tokens: Ids, positions: Ids, cache: Sequence[KeyValues]
-    ) -> tuple[Float[Array, "batch seq embed"], list[KeyValues]]:
+        self,
+        tokens: Ids,
+        positions: Ids,
+        cache: Sequence[LayerState],
+        is_token: Bool[Array, "batch seq"] | None = None,
+    ) -> tuple[Float[Array, "batch seq embed"], list[LayerState]]:
         """Runs new tokens that follow those in a cache.
 
         Args:
           tokens: Token ids.
           positions: Position of each token in its text, which is its cache slot.
           cache: Cache from `empty_cache`, or from a previous call.
+          is_token: False behind the last new token of a row, which states of other
+            layers than attention do not see; None if all are tokens.
 
         Returns:
           Normed final states, the input of the head; and the cache with the new
           tokens.
         """
-        x, cache = self._run(tokens, positions, None, _extend_layer, cache=cache)
+        x, _ = self._start(tokens, positions)
+        x, cache = self._run(
+            extend_layer, x, positions, positions, is_token, cache=cache
+        )
         return self.constrain(self.norm(x), "input"), cache
 
     def final_states(
@@ -224,9 +201,10 @@ class Decoder(nnx.Module):
         For losses that compute logits in chunks, from these states, `head_kernel`,
         `head_bias` and `finish_logits`.
         """
-        x, stats = self._run(tokens, positions, segment_ids, _apply_layer)
+        x, positions = self._start(tokens, positions)
+        x, stats = self._run(apply_layer, x, positions, segment_ids)
         states = self.constrain(self.norm(x), "input")
-        return states, _stacked([s for s in stats if s is not None])
+        return states, in_layer_order(self.config, stats)
 
     def head_kernel(self) -> Float[Array, "embed vocab"]:
         """Returns the head's kernel; with tied embeddings, the transposed embedding."""
@@ -260,46 +238,40 @@ class Decoder(nnx.Module):
         Used to find the first layer where two models differ. The last entry is normed,
         as in transformers.
         """
-        x, (first, *states) = self._run(
-            tokens, positions, segment_ids, _apply_and_keep, keep_first=True
-        )
-        states = jnp.concatenate(states)
+        first, positions = self._start(tokens, positions)
+        x, states = self._run(apply_and_keep, first, positions, segment_ids)
+        states = in_layer_order(self.config, states)
         return jnp.concatenate([first[None], states[:-1], self.norm(x)[None]])
+
+    def _start(self, tokens: Ids, positions: Ids | None) -> tuple[Stream, Ids]:
+        """Returns the embeddings of tokens, and their positions."""
+        if positions is None:
+            positions = self.positions(tokens)
+        return self.constrain(self._embed(tokens, positions), "embeddings"), positions
 
     def _run(
         self,
-        tokens: Ids,
-        positions: Ids | None,
-        segment_ids: Ids | None,
         unit: Callable[..., tuple[Stream, Any]],
-        *,
-        keep_first: bool = False,
-        cache: Sequence[KeyValues] | None = None,
+        x: Stream,
+        positions: Ids,
+        *consts: Any,
+        cache: Sequence[LayerState] | None = None,
     ) -> tuple[Stream, list[Any]]:
-        """Embeds tokens and runs all stacks of layers.
+        """Runs all layers; see `run_layers`."""
+        tables = rotary_tables(self.config, positions, x.dtype)
+        return run_layers(
+            *(self.config, self.scan, unit, self._blocks(), x, (tables, *consts)),
+            cache=cache,
+        )
 
-        Returns the residual stream, and one `y` per stack (with `keep_first`, preceded
-        by the embeddings).
-        """
-        if positions is None:
-            positions = self.positions(tokens)
-        x = self.constrain(self._embed(tokens, positions), "embeddings")
-        tables, per_layer = self._tables(positions, x.dtype), _per_layer(self.config)
-        ys: list[Any] = [x] if keep_first else []
-        for i, (run, stack) in enumerate(
-            zip(self.config.layer_runs, self._stacks(), strict=True)
-        ):
-            mine = {name: v[run.start : run.stop] for name, v in per_layer.items()}
-            xs, consts = (mine,), (tables, segment_ids)
-            if cache is not None:
-                xs, consts = (mine, cache[i]), (tables, positions)
-            x, y = self.scan(unit, stack, x, xs=xs, consts=consts)
-            ys.append(y)
-        return x, ys
-
-    def _stacks(self) -> list[DecoderLayer]:
+    def _blocks(self) -> list[list[DecoderLayer]]:
+        """Returns the stacks of each block."""
         layers = self.layers
-        return [layers] if isinstance(layers, DecoderLayer) else list(layers)
+        if isinstance(layers, DecoderLayer):
+            return [[layers]]
+        if len(self.config.layer_blocks) == 1:
+            return [list(layers)]
+        return [[b] if isinstance(b, DecoderLayer) else list(b) for b in layers]
 
     def _embed(self, tokens: Ids, positions: Ids) -> Stream:
         x = self.embed_tokens(tokens)
@@ -310,83 +282,6 @@ class Decoder(nnx.Module):
             x = x * jnp.asarray(self.config.hidden_size**0.5, x.dtype)
         return scale_by(x, self.config.embedding_multiplier)
 
-    def _tables(self, positions: Ids, dtype: DTypeLike) -> Tables:
-        config, ropes = self.config, _ropes(self.config)
-        if not ropes:
-            return None
-        tables = []
-        for rope in ropes:
-            if rope is None:
-                # Rotation by 0, so that all layers of a scan have the same structure.
-                ones = jnp.ones((*positions.shape, config.rope_dim // 2), dtype)
-                tables.append((ones, jnp.zeros_like(ones)))
-            else:
-                tables.append(rope_tables(rope, config.rope_dim, positions, dtype))
-        if len(tables) == 1:
-            return tables[0]
-        cosines, sines = zip(*tables, strict=True)
-        return jnp.stack(cosines), jnp.stack(sines)
 
-
-def _layer_ropes(config: DecoderConfig) -> list[RopeConfig | None]:
-    """Returns the rotary embedding of each layer, None for layers without one."""
-    sliding = config.sliding_rope or config.rope
-    return [
-        None
-        if layer in config.no_rope_layers
-        else (config.rope if window is None else sliding)
-        for layer, window in enumerate(config.windows)
-    ]
-
-
-def _ropes(config: DecoderConfig) -> list[RopeConfig | None]:
-    """Returns the distinct rotary embeddings, in the order of their first use."""
-    if config.rope is None:
-        return []
-    return list(dict.fromkeys(_layer_ropes(config)))
-
-
-def _per_layer(config: DecoderConfig) -> dict[str, np.ndarray]:
-    """Returns the inputs that differ between layers, as arrays with a layer dim."""
-    values, ropes = {}, _ropes(config)
-    if len(ropes) > 1:
-        indices = [ropes.index(rope) for rope in _layer_ropes(config)]
-        values["table"] = np.asarray(indices, np.int32)
-    if len(set(config.windows)) > 1:
-        windows = [_NO_WINDOW if w is None else w for w in config.windows]
-        values["window"] = np.asarray(windows, np.int32)
-    return values
-
-
-def _apply_layer(
-    layer: DecoderLayer, x: Stream, per_layer: PerLayer, *consts: Any
-) -> tuple[Stream, RouterStats | None]:
-    # Through `__call__`, which a subclass may override to gather the weights.
-    out = layer(x, per_layer, *consts)
-    return out.stream, out.router_stats
-
-
-def _apply_and_keep(
-    layer: DecoderLayer, x: Stream, per_layer: PerLayer, *consts: Any
-) -> tuple[Stream, Stream]:
-    x = layer(x, per_layer, *consts).stream
-    return x, x
-
-
-def _extend_layer(
-    layer: DecoderLayer,
-    x: Stream,
-    per_layer: PerLayer,
-    cache: KeyValues,
-    tables: Tables,
-    slots: Ids,
-) -> tuple[Stream, KeyValues | None]:
-    out = layer(x, per_layer, tables, cache=cache, slots=slots)
-    return out.stream, out.cache
-
-
-def _stacked(stats: list[RouterStats]) -> RouterStats | None:
-    """Concatenates the statistics of several stacks of layers."""
-    if not stats:
-        return None
-    return jax.tree.map(lambda *parts: jnp.concatenate(parts), *stats)
+def _one_or_list(modules: list[Any]) -> Any:
+    return modules[0] if len(modules) == 1 else nnx.List(modules)

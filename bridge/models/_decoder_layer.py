@@ -8,18 +8,29 @@ from flax import nnx
 from jaxtyping import Array, DTypeLike, Float, Int
 
 from bridge.models._attention import Attention, dot_product_attention
-from bridge.models._cache import KeyValues, Slots
+from bridge.models._cache import Slots
+from bridge.models._causal_conv import Mask
 from bridge.models._config import DecoderConfig
 from bridge.models._constrain import Constrain, unconstrained
+from bridge.models._delta_net import DeltaNet
+from bridge.models._layer_kinds import LayerKind
+from bridge.models._layer_state import KeyValues, LayerState
+from bridge.models._mamba import Mamba
 from bridge.models._mlp import MLP
 from bridge.models._moe import Dispatch, MoE, sorted_dispatch
 from bridge.models._norm import Norm
 from bridge.models._router_stats import RouterStats
 from bridge.models._self_attention import LatentAttention, SelfAttention
+from bridge.models._short_conv import ShortConv
 
 Stream = Float[Array, "batch seq embed"]
 PerLayer = dict[str, Int[Array, ""]]
 Tables = tuple[Array, Array] | None
+
+
+# Mixers but attention, and the attribute of a layer that holds each.
+_MIXERS = {"short_conv": ShortConv, "delta_net": DeltaNet, "mamba": Mamba}
+_NAMES = {"attention": "self_attn", **{name: name for name in _MIXERS}}
 
 
 class LayerOutput(NamedTuple):
@@ -33,15 +44,17 @@ class LayerOutput(NamedTuple):
 
     stream: Stream
     router_stats: RouterStats | None
-    cache: KeyValues | None
+    cache: LayerState | None
 
 
 class DecoderLayer(nnx.Module):
-    """Decoder layer: attention and MLP, each normed and added to the residual stream.
+    """Decoder layer: mixer and MLP, each normed and added to the residual stream.
+
+    The mixer is `self_attn`, `short_conv`, `delta_net` or `mamba`, by the layer's kind.
 
     Args:
       config: Config of the decoder.
-      sparse: Whether the MLP is a mixture of experts.
+      kind: Kind of the layer.
       rngs: Source of keys.
       param_dtype: Dtype of the parameters.
       attention: Attention function, with the signature of `dot_product_attention`.
@@ -54,7 +67,7 @@ class DecoderLayer(nnx.Module):
         self,
         config: DecoderConfig,
         *,
-        sparse: bool = False,
+        kind: LayerKind = LayerKind(),  # noqa: B008 (frozen)
         rngs: nnx.Rngs,
         param_dtype: DTypeLike = jnp.float32,
         attention: Attention = dot_product_attention,
@@ -69,20 +82,19 @@ class DecoderLayer(nnx.Module):
             return make_norm(config, param_dtype)
 
         self.input_layernorm = norm() if before else None
-        self.self_attn = (LatentAttention if config.mla else SelfAttention)(
-            config,
-            window=_shared_window(config),
-            rngs=rngs,
-            param_dtype=param_dtype,
-            attention=attention,
-            constrain=constrain,
+        self.mixer_name = _NAMES[kind.mixer]
+        mixer = (
+            _make_attention(config, rngs, param_dtype, attention, constrain)
+            if kind.mixer == "attention"
+            else _MIXERS[kind.mixer](config, rngs=rngs, param_dtype=param_dtype)
         )
+        setattr(self, self.mixer_name, mixer)
         self.post_attention_layernorm = norm() if after else None
         own = placement in ("pre", "both", "parallel_two")
         self.pre_feedforward_layernorm = norm() if own else None
         self.mlp = (
             MoE(config, rngs=rngs, param_dtype=param_dtype, dispatch=dispatch)
-            if sparse
+            if kind.channels == "sparse"
             else MLP(
                 config,
                 config.intermediate_size,
@@ -104,10 +116,11 @@ class DecoderLayer(nnx.Module):
         tables: Tables = None,
         segment_ids: Int[Array, "batch seq"] | None = None,
         *,
-        cache: KeyValues | None = None,
+        cache: LayerState | None = None,
         slots: Slots | None = None,
+        is_token: Mask = None,
     ) -> LayerOutput:
-        """Adds the outputs of attention and MLP to the residual stream.
+        """Adds the outputs of mixer and MLP to the residual stream.
 
         Args:
           x: Residual stream.
@@ -116,20 +129,29 @@ class DecoderLayer(nnx.Module):
           tables: Cosines and sines of the positions, stacked if layers differ; None
             if positions are learned.
           segment_ids: Segment of each token in a packed row; None for one segment.
-          cache: Keys and values of the previous tokens; None without a cache.
+          cache: Cache of the previous tokens; None without a cache.
           slots: Slots of the tokens in the cache; None without a cache.
+          is_token: False behind the last token of a row; None if all are tokens. Read
+            by mixers with a state alone.
         """
-        per_layer = per_layer or {}
-        cos, sin = _pick(tables, per_layer.get("table"))
         normed = _apply(self.input_layernorm, x)
         read = self.constrain(normed, "input")
         # Latent attention constrains its latent vectors instead of its input.
         heard = normed if self.is_latent else read
+        mixer = getattr(self, self.mixer_name)
+        if not isinstance(mixer, SelfAttention):
+            if cache is None:
+                mixed = mixer(read, segment_ids)
+            else:
+                mixed, cache = mixer.extend(read, cache, is_token)
+            return LayerOutput(*self._add(x, read, mixed), cache)
+        per_layer = per_layer or {}
         window = per_layer.get("window")
-        if cache is None or slots is None:
-            mixed = self.self_attn(heard, cos, sin, segment_ids, window)
+        cos, sin = _pick(tables, per_layer.get("table"))
+        if isinstance(cache, KeyValues) and slots is not None:
+            mixed, cache = mixer.extend(heard, cos, sin, cache, slots, window)
         else:
-            mixed, cache = self.self_attn.extend(heard, cos, sin, cache, slots, window)
+            mixed = mixer(heard, cos, sin, segment_ids, window)
         return LayerOutput(*self._add(x, read, mixed), cache)
 
     def _add(
@@ -175,6 +197,23 @@ def scale_by(x: Array, factor: float) -> Array:
         return x
     wide = jnp.promote_types(x.dtype, jnp.float32)
     return (x.astype(wide) * factor).astype(x.dtype)
+
+
+def _make_attention(
+    config: DecoderConfig,
+    rngs: nnx.Rngs,
+    param_dtype: DTypeLike,
+    attention: Attention,
+    constrain: Constrain,
+) -> SelfAttention:
+    return (LatentAttention if config.mla else SelfAttention)(
+        config,
+        window=_shared_window(config),
+        rngs=rngs,
+        param_dtype=param_dtype,
+        attention=attention,
+        constrain=constrain,
+    )
 
 
 def _shared_window(config: DecoderConfig) -> int | None:

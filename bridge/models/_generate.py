@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Key
 
-from bridge.models._cache import KeyValues, empty_cache
+from bridge.models._cache import empty_cache
 from bridge.models._decoder import Decoder
+from bridge.models._layer_state import LayerState
 from bridge.models._sample import GREEDY, Sampling, sample
 
 
@@ -31,14 +32,14 @@ class _Running(NamedTuple):
       tokens: Tokens so far, as in `Generated`; the newest is not in the cache yet.
       lengths: Number of tokens in each row so far.
       open: True for rows that have not ended.
-      cache: KV caches of all stacks.
+      cache: Caches of all stacks.
       step: Number of tokens generated in each open row.
     """
 
     tokens: Int[Array, "batch slots"]
     lengths: Int[Array, " batch"]
     open: Bool[Array, " batch"]
-    cache: list[KeyValues]
+    cache: list[LayerState]
     step: Int[Array, ""]
 
 
@@ -97,9 +98,10 @@ def generate(
     cache = empty_cache(model.config, batch, width + max_new_tokens, model.dtype)
     slots = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32)[None], prompts.shape)
     # Padding may be any value, including invalid token ids.
-    tokens = jnp.where(slots < lengths[:, None], prompts, 0)
+    is_token = slots < lengths[:, None]
+    tokens = jnp.where(is_token, prompts, 0)
     # Prefill of all prompts. The state of each prompt's last token predicts the next.
-    states, cache = model.extend(tokens, slots, cache)
+    states, cache = model.extend(tokens, slots, cache, is_token)
     last = jnp.take_along_axis(states, (lengths - 1)[:, None, None], axis=1)
     now = _Running(
         jnp.pad(tokens, ((0, 0), (0, max_new_tokens))),

@@ -292,7 +292,8 @@ def correction_bias_paths(config: DecoderConfig) -> tuple[str, ...]:
 
 def _paths(config: DecoderConfig) -> list[str]:
     """Returns the path of the `MoE` module of each stack of sparse layers."""
-    runs = config.layer_runs
-    stacks = ["layers"] if len(runs) == 1 else [f"layers.{i}" for i in range(len(runs))]
-    pairs = zip(stacks, runs, strict=True)
-    return [f"{stack}.mlp" for stack, run in pairs if run.sparse]
+    return [
+        f"{stack.path}.mlp"
+        for stack in config.layer_stacks
+        if stack.kind.channels == "sparse"
+    ]

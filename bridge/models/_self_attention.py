@@ -4,14 +4,16 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, DTypeLike, Float, Int
 
 from bridge.models._attention import Attention, Window
-from bridge.models._cache import KeyValues, Slots, attend_cached
+from bridge.models._cache import Slots, attend_cached
 from bridge.models._config import DecoderConfig
 from bridge.models._constrain import Constrain
+from bridge.models._layer_state import KeyValues
 from bridge.models._linear import Linear
 from bridge.models._norm import Norm
 from bridge.models._rope import Table, apply_rope, yarn_mscale
@@ -87,7 +89,7 @@ class SelfAttention(nnx.Module):
         mixed = self.attention(
             query, key, value, segment_ids=segment_ids, **self._traits(window)
         )
-        return self.o_proj(mixed)
+        return self.o_proj(self._gated(mixed, x))
 
     def extend(
         self,
@@ -114,7 +116,10 @@ class SelfAttention(nnx.Module):
         query, key, value = self._project(x, cos, sin)
         new = KeyValues(key, value)
         mixed, cache = attend_cached(query, new, cache, slots, **self._traits(window))
-        return self.o_proj(mixed), cache
+        return self.o_proj(self._gated(mixed, x)), cache
+
+    def _gated(self, mixed: Heads, x: Float[Array, "batch seq embed"]) -> Heads:
+        return mixed if self.q_gate is None else mixed * jax.nn.sigmoid(self.q_gate(x))
 
     def _traits(self, window: Window) -> dict[str, Any]:
         return {
@@ -133,6 +138,8 @@ class SelfAttention(nnx.Module):
         self.q_proj = linear(embed, heads, bias=config.attention_bias)
         self.k_proj = linear(embed, kv_heads, bias=config.attention_bias)
         self.v_proj = linear(embed, kv_heads, bias=config.attention_bias)
+        gated, bias = config.attention_gate, config.attention_bias
+        self.q_gate = linear(embed, heads, bias=bias) if gated else None
         self.q_norm = _head_norm(config, heads, param_dtype)
         self.k_norm = _head_norm(config, kv_heads, param_dtype)
         self.norm_after_rope = config.qk_norm_after_rope
@@ -198,6 +205,7 @@ class LatentAttention(SelfAttention):
         self.kv_a_layernorm = norm(rank)
         self.kv_b_proj = linear(rank, (heads, mla.qk_nope_head_dim + mla.v_head_dim))
         self.kv_rank, self.unturned = mla.kv_lora_rank, mla.qk_nope_head_dim
+        self.q_gate = None
         self.narrow_query = mla.q_lora_rank is not None
 
     def _project(

@@ -16,6 +16,8 @@ _COLUMNS = {
     "lm_head.bias": -1,
     **{f"self_attn.{name}_proj.kernel": -2 for name in ("q", "k", "v", "q_b", "kv_b")},
     **{f"self_attn.{name}_proj.bias": -2 for name in "qkv"},
+    "self_attn.q_gate.kernel": -2,
+    "self_attn.q_gate.bias": -2,
     "gate_proj.kernel": -1,
     "up_proj.kernel": -1,
     "gate_proj.bias": -1,
@@ -23,9 +25,30 @@ _COLUMNS = {
     "experts.gate_up_proj": -1,
     "experts.gate_up_bias": -1,
 }
+# Heads of mixers other than attention.
+_COLUMNS |= {
+    **{f"delta_net.{name}_proj.kernel": -2 for name in "qkvz"},
+    **{f"delta_net.{name}_proj.kernel": -1 for name in "ba"},
+    **{f"delta_net.{name}_conv.kernel": -3 for name in "qkv"},
+    "delta_net.a_log": -1,
+    "delta_net.dt_bias": -1,
+    **{f"mamba.{name}_proj.kernel": -2 for name in "zx"},
+    **{f"mamba.{name}_proj.bias": -2 for name in "zx"},
+    "mamba.x_conv.kernel": -3,
+    "mamba.x_conv.bias": -2,
+    **{f"mamba.{name}": -1 for name in ("a_log", "dt_bias", "skip")},
+    **{f"mamba.dt_proj.{leaf}": -1 for leaf in ("kernel", "bias")},
+    "short_conv.in_proj.kernel": -1,
+    "short_conv.in_proj.bias": -1,
+    "short_conv.conv.kernel": -2,
+    "short_conv.conv.bias": -1,
+}
 # Split by rows: each rank computes a partial sum.
 _ROWS = {
     "self_attn.o_proj.kernel": -3,
+    "delta_net.o_proj.kernel": -3,
+    "mamba.o_proj.kernel": -3,
+    "short_conv.out_proj.kernel": -2,
     "down_proj.kernel": -2,
     "experts.down_proj": -2,
 }
@@ -43,7 +66,8 @@ def tensor_parallel_rules(config: DecoderConfig, ranks: int) -> dict[str, int]:
     projections to heads are split, those to latent vectors are not.
 
     Replicated on each rank, as a plan shows: norms of the residual stream, routers,
-    attention sinks, learned positions, and biases of projections split by rows; keys
+    attention sinks, learned positions, biases of projections split by rows, and in
+    Mamba layers the norm and what groups of heads share; keys
     and values, if their heads are not divisible by `ranks`; embedding and head, if the
     vocabulary is not.
 
@@ -55,8 +79,9 @@ def tensor_parallel_rules(config: DecoderConfig, ranks: int) -> dict[str, int]:
       Split dim, negative, by path of the parameter.
 
     Raises:
-      ValueError: If the query heads, or the width of an MLP or of experts, are not
-        divisible by `ranks`. All are listed.
+      ValueError: If the query heads, the heads of a delta net or of Mamba, the channels
+        of a short convolution, or the width of an MLP or of experts are not divisible
+        by `ranks`. All are listed.
     """
     raise_if(f"Tensor parallelism over {ranks} ranks", _indivisible(config, ranks))
     whole = ()
@@ -74,9 +99,16 @@ def tensor_parallel_rules(config: DecoderConfig, ranks: int) -> dict[str, int]:
 
 
 def _indivisible(config: DecoderConfig, ranks: int) -> list[str]:
+    mixers = {kind.mixer for kind in config.layer_kinds}
     sizes = {"num_attention_heads": config.num_attention_heads}
-    runs = config.layer_runs
-    if not all(run.sparse for run in runs):
+    if "delta_net" in mixers and (delta := config.delta_net) is not None:
+        sizes["delta_net.num_key_heads"] = delta.num_key_heads
+        sizes["delta_net.num_value_heads"] = delta.num_value_heads
+    if "mamba" in mixers and (mamba := config.mamba) is not None:
+        sizes["mamba.num_heads"] = mamba.num_heads
+    if "short_conv" in mixers:
+        sizes["hidden_size"] = config.hidden_size
+    if any(kind.channels == "dense" for kind in config.layer_kinds):
         sizes["intermediate_size"] = config.intermediate_size
     if (moe := config.moe) is not None:
         sizes["moe.intermediate_size"] = moe.intermediate_size

@@ -12,6 +12,7 @@ from fsdp_jax.audit._check_pipeline import in_stages
 from fsdp_jax.audit._check_placement import check_placement
 from fsdp_jax.audit._check_resharding import kept
 from fsdp_jax.audit._check_tensor_parallel import over_tp
+from fsdp_jax.audit._check_unsharded import merged, too_many
 from fsdp_jax.audit._expected import expected_collectives
 from fsdp_jax.audit._mismatch import Difference, difference_grid
 from fsdp_jax.audit._report import Audited, audited
@@ -51,7 +52,9 @@ def audit_step(
     the wrong dtype, collectives that the plan does not need, deferred reductions that
     run in every microbatch, parameters stored unsharded, gathers that lost tp, matrices
     gathered over tp, collectives over other axes, and collectives in a pipeline stage's
-    branch that would deadlock.
+    branch that would deadlock. In a program compiled for GPUs, whose schedule shows it,
+    also gathers that XLA merged over units, and more units that are unsharded at once
+    than `prefetch + 1`.
 
     Not checked: activations over `tp`, tokens dispatched to experts over `ep`, keys and
     values that the attentions of `fsdp_jax.ops` send over `cp`, collectives of the
@@ -116,5 +119,8 @@ def _differences(
     yield from check_collectives(plan, program, arrays, expected)
     yield from kept(plan, program, arrays, expected, num_microbatches)
     yield from over_tp(plan, arrays)
+    if program.is_scheduled_for_gpus:
+        yield from merged(arrays, expected)
+        yield from too_many(plan, program, arrays, expected)
     if overlapped:
         yield from exposed(program, arrays, expected, num_microbatches)

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import jax
 
+from fsdp_jax._scopes import ATTENTIONS, OPTIMIZER, is_in
 from fsdp_jax.audit._diagnosis import diagnose
 from fsdp_jax.audit._expected import ExpectedCollective
 from fsdp_jax.audit._mismatch import (
@@ -21,7 +22,6 @@ from fsdp_jax.audit._mismatch import (
     over,
 )
 from fsdp_jax.hlo._collectives import Dims, Moved, Program
-from fsdp_jax.ops.attention._common import SCOPES
 from fsdp_jax.sharding._batch_norm import SYNC_SCOPES
 from fsdp_jax.sharding._mesh import DATA_AXES, axes_in_use
 from fsdp_jax.sharding._plan import Plan
@@ -118,7 +118,7 @@ def _together(arrays: Sequence[Moved]) -> list[Moved]:
 def _is_judged(plan: Plan, one: Moved) -> bool:
     """Returns whether `one` is along data axes and not in the optimizer."""
     is_data = one.axes is None or bool(set(one.axes) & set(DATA_AXES))
-    return is_data and "optimizer" not in one.scope.split("/")
+    return is_data and not is_in(one.scope, OPTIMIZER)
 
 
 def is_dispatch(plan: Plan, one: Moved) -> bool:
@@ -140,7 +140,7 @@ def is_dispatch(plan: Plan, one: Moved) -> bool:
 
 def is_context(one: Moved) -> bool:
     """Returns whether `one` holds keys or values of an attention over `cp`."""
-    return one.axes == ("cp",) and any(name in one.scope for name in SCOPES)
+    return one.axes == ("cp",) and any(is_in(one.scope, name) for name in ATTENTIONS)
 
 
 def _is_small(plan: Plan, one: Moved) -> bool:

@@ -42,8 +42,8 @@ def exposed(
                 f"{named_collectives(found, one)}, {one.instruction.name}",
                 "its loop hides collectives behind computation (overlapped=True)",
                 f"{observed(one)}, {problem}",
-                "fsdp.scan(prefetch=1, unroll=2), and the compiler options of the "
-                "latency-hiding scheduler",
+                "FSDPConfig(prefetch=1), unroll=2 in the scan, and options of the "
+                "latency-hiding scheduler of the compiler",
             )
 
 

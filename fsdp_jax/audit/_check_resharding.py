@@ -7,9 +7,9 @@ So the check looks for the kept weight itself.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Sequence, Set
 
+from fsdp_jax._scopes import is_recomputed, is_transposed, units_in
 from fsdp_jax.audit._check_collectives import canonical, key_of
 from fsdp_jax.audit._expected import ExpectedCollective, dims_of
 from fsdp_jax.audit._mismatch import Difference, array, named
@@ -104,7 +104,7 @@ def _singles(
     for one in arrays:
         if key_of(one) not in by_key or _is_backward(one.scope):
             continue
-        weight = _result(one)
+        weight = result_of(one)
         units = _units(weight.op_name) or _units(one.scope)
         own = [param for param in by_key[key_of(one)] if param.unit in units]
         reader = _reader_in_backward(one.computation, weight) if own else None
@@ -122,7 +122,7 @@ def _singles(
         )
 
 
-def _result(one: Moved) -> Instruction:
+def result_of(one: Moved) -> Instruction:
     """Returns the gathered array, behind `-done` and `get-tuple-element`."""
     result, within = one.instruction, one.computation
     for reader in within.readers.get(result.name, []):
@@ -147,18 +147,18 @@ def _reader_in_backward(within: Computation, weight: Instruction) -> Instruction
             elif reader.opcode != "tuple" and _is_backward(reader.op_name):
                 return reader
             # A fusion with as many elements may return the weight, e.g. converted.
-            elif reader.opcode == "fusion" and _size(reader) == _size(weight):
+            elif reader.opcode == "fusion" and size_of(reader) == size_of(weight):
                 open_.append(reader)
     return None
 
 
-def _size(one: Instruction) -> int:
+def size_of(one: Instruction) -> int:
     return sum(shape.num_elements for shape in one.shapes)
 
 
 def _is_backward(scope: str) -> bool:
-    return "transpose(jvp" in scope or "rematted_computation" in scope
+    return is_transposed(scope) or is_recomputed(scope)
 
 
 def _units(scope: str) -> set[str]:
-    return set(re.findall(r"unit:([^/():]+)", scope))
+    return set(units_in(scope))

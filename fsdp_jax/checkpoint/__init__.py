@@ -1,8 +1,10 @@
 """Sharded checkpoints: saved atomically, loaded onto any mesh, never cast silently."""
 
 from fsdp_jax.checkpoint._assets import load_files as load_files
+from fsdp_jax.checkpoint._background_saves import NotSavedError as NotSavedError
+from fsdp_jax.checkpoint._bucket import ObjectStoreError as ObjectStoreError
 from fsdp_jax.checkpoint._checkpointer import Checkpointer as Checkpointer
-from fsdp_jax.checkpoint._checkpointer import NotSavedError as NotSavedError
+from fsdp_jax.checkpoint._keep_best import KeepBest as KeepBest
 from fsdp_jax.checkpoint._load import load as load
 from fsdp_jax.checkpoint._load import load_metadata as load_metadata
 from fsdp_jax.checkpoint._load import load_params as load_params

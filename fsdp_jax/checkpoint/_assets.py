@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
+import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from fsdp_jax.checkpoint._manifest import Manifest
+from fsdp_jax.checkpoint._paths import files_in, is_local
 from fsdp_jax.checkpoint._steps import Step, open_step
 
 # A file, a directory of files, or several of these, which keep their names.
@@ -25,7 +30,7 @@ def load_files(path: str | os.PathLike[str], name: str, *, step: Step = None) ->
       step: Step to read, as in `load`.
 
     Returns:
-      Folder inside the step; read only.
+      Folder inside the step, read only; of a step in an object store, a copy of it.
 
     Raises:
       ValueError: If there is no such step, or no files of that name.
@@ -38,7 +43,19 @@ def load_files(path: str | os.PathLike[str], name: str, *, step: Step = None) ->
             f"'{directory.parent}' carries no files {name!r}: it has "
             f"{', '.join(names) or 'none'}."
         )
-    return directory / FOLDER / name
+    folder = directory / FOLDER / name
+    return folder if is_local(folder) else _downloaded(folder)
+
+
+def _downloaded(folder: Any) -> Path:
+    """Copies a folder of an object store to this machine, for this process's life."""
+    local = Path(tempfile.mkdtemp(prefix="fsdp_jax-files-"))
+    atexit.register(shutil.rmtree, local, ignore_errors=True)
+    for name in files_in(folder):
+        path = local / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes((folder / name).read_bytes())
+    return local
 
 
 def names_of_files(manifest: Manifest) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import os
@@ -17,28 +16,20 @@ from types import FrameType
 from typing import Any
 
 import jax
-import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import (
-    BestN,
     PreservationPolicy,
     SaveDecisionPolicy,
 )
 
-from fsdp_jax._local_path import check_local
 from fsdp_jax._tree import PyTree
 from fsdp_jax.checkpoint._assets import Files, load_files
-from fsdp_jax.checkpoint._lease import take_lease
+from fsdp_jax.checkpoint._background_saves import BackgroundSaves, NotSavedError
 from fsdp_jax.checkpoint._load import load, load_metadata
-from fsdp_jax.checkpoint._multihost import LostProcessError, gather, together
+from fsdp_jax.checkpoint._multihost import gather
 from fsdp_jax.checkpoint._objects import Extra
-from fsdp_jax.checkpoint._orbax_handler import (
-    StateHandler,
-    manager,
-    raise_failure,
-    remove_unfinished,
-)
+from fsdp_jax.checkpoint._paths import as_path
 from fsdp_jax.checkpoint._rollback import make_way
-from fsdp_jax.checkpoint._save import Beside, check_free, check_save, prepare
+from fsdp_jax.checkpoint._save import Beside, check_free
 from fsdp_jax.checkpoint._steps import (
     Step,
     committed_steps,
@@ -49,10 +40,6 @@ from fsdp_jax.checkpoint.local._store import LocalCheckpoints, LocalStore
 from fsdp_jax.training._state import TrainState
 
 _KILLED_BY_SIGTERM = 128 + signal.SIGTERM
-
-
-class NotSavedError(RuntimeError):
-    """An asynchronous save failed, e.g. because of a full disk or a lost process."""
 
 
 class Checkpointer:
@@ -118,59 +105,31 @@ class Checkpointer:
             `preservation_policy` ranks steps by metrics, as `BestN` does: steps are
             saved without metrics.
         """
-        _refuse_metrics(preservation_policy)
-        check_local(path)
-        self._path = path
+        self._path = as_path(path)
         self._timeout_secs = timeout_secs
         # Access to the step that was resumed.
         self._metadata: Callable[[], dict[str, Any]] | None = None
         self._files: Callable[[str], Path] | None = None
-        # Step and error of the last save, and of the last local save, if they failed.
-        self._failure: tuple[int, Exception] | None = None
+        # Step and error of the last local save, if it failed.
         self._local_failure: tuple[int, Exception] | None = None
-        self._saving: int | None = None
-        # Step that `resume` loaded last, step saved or loaded last, and whether the
-        # steps behind the former are set aside.
+        # Step that `resume` loaded last, and whether the steps behind it are set aside.
         self._resumed: int | None = None
-        self._saved: int | None = None
         self._way_is_made = False
         self._terminated = threading.Event()
-        self._handler = StateHandler(timeout_secs)
         self._stack = ExitStack()
-        self._lease = take_lease(path)
-        if self._lease is not None:
-            self._stack.callback(self._lease.release)
-            # Without a `with` block, it is released with this object.
-            weakref.finalize(self, self._lease.release)
+        policies = save_decision_policy, preservation_policy
+        self._saves = BackgroundSaves(self._path, *policies, timeout_secs)
+        self._stack.callback(self._saves.close)
+        # Without a `with` block, the lease is released with this object.
+        weakref.finalize(self, self._saves.release)
         try:
             self._local = (
                 None if local is None else LocalStore(local, path, timeout_secs)
             )
-            self._manager = self._open(save_decision_policy, preservation_policy)
+            self._saves.open()
         except BaseException:
             self._stack.close()
             raise
-
-    def _open(
-        self, save: SaveDecisionPolicy | None, keep: PreservationPolicy | None
-    ) -> Any:
-        """Removes unfinished saves, and opens Orbax's manager."""
-        remove_unfinished(Path(self._path))
-        every = ocp.checkpoint_managers.FixedIntervalPolicy(1)
-        return self._stack.enter_context(
-            manager(
-                self._path,
-                self._handler,
-                save_decision_policy=save or every,
-                preservation_policy=keep,
-                async_options=ocp.AsyncOptions(
-                    timeout_secs=self._timeout_secs,
-                    # Else writers wait forever for a folder that cannot be made. With
-                    # several processes they must not: see `_check_can_be_made`.
-                    create_directories_asynchronously=jax.process_count() > 1,
-                ),
-            )
-        )
 
     def __enter__(self) -> Checkpointer:
         # With several processes, jax's preemption service handles the signal: they
@@ -185,7 +144,7 @@ class Checkpointer:
         # With several processes, one that failed must not wait for the others.
         if kind is None or jax.process_count() == 1:
             self._settle_locally()
-            self._settle()
+            self._saves.settle()
         try:
             self._stack.close()
         except Exception as failure:
@@ -309,10 +268,10 @@ class Checkpointer:
           SystemExit: After SIGTERM, once the step is committed.
         """
         self._check_is_newest(step)
-        stop = self._terminated.is_set() or self._manager.reached_preemption(step)
+        stop = self._terminated.is_set() or self._saves.reached_preemption(step)
         if stop and latest_step(self._path) == step:
             raise SystemExit(_KILLED_BY_SIGTERM)
-        persistent = stop or self._manager.should_save(step)
+        persistent = stop or self._saves.is_due(step)
         local = not stop and self._local is not None and self._local.is_due(step)
         if not persistent and not local:
             return False
@@ -325,7 +284,7 @@ class Checkpointer:
         if local:
             self._save_locally(step, state, beside)
         if persistent:
-            started = self._start(step, state, beside)
+            started = self._saves.start(step, state, beside)
         if stop:
             self.wait()
             raise SystemExit(_KILLED_BY_SIGTERM)
@@ -338,7 +297,7 @@ class Checkpointer:
           NotSavedError: If one failed, with its error as the cause.
         """
         self._settle_locally()
-        self._settle()
+        self._saves.settle()
         self._raise_failure()
 
     def _find(self, step: Step) -> int | None:
@@ -350,23 +309,23 @@ class Checkpointer:
 
     def _go_on_from(self, step: int) -> None:
         """Notes the loaded step: what is newer no longer belongs to the run."""
-        self._resumed = self._saved = step
+        self._resumed = self._saves.present = step
         self._way_is_made = False
 
     def _check_is_newest(self, step: int) -> None:
         """Raises a `ValueError` unless `step` can be saved, or is saved already."""
         if not self._way_is_made:
-            self._settle()
+            self._saves.settle()
             make_way(self._path, self._resumed)
             if self._local is not None:
                 self._settle_locally()
                 self._local.make_way(
                     step - 1 if self._resumed is None else self._resumed
                 )
-            self._manager.reload()
+            self._saves.reload()
             self._way_is_made = True
-        newest = self._manager.latest_step()
-        if newest is not None and newest >= step and self._saved != step:
+        newest = self._saves.newest()
+        if newest is not None and newest >= step and self._saves.present != step:
             check_free(self._path, step)
 
     def _save_locally(self, step: int, state: TrainState, beside: Beside) -> None:
@@ -375,68 +334,14 @@ class Checkpointer:
         self._local.save(step, state, beside)
         self._local_failure = None
 
-    def _start(self, step: int, state: TrainState, beside: Beside) -> bool:
-        """Starts a save; returns whether it runs, else its failure is kept."""
-        # Reports a lost process by rank; Orbax would wait for it forever.
-        gather("Saving", lambda: None, self._timeout_secs)
-        self._settle()
-        self._failure, self._saving, self._saved = None, None, None
-        try:
-            with together("Saving", self._timeout_secs):
-                if self._lease is not None:
-                    self._lease.check()
-            checked = check_save(step, state, beside)
-            arguments = prepare(self._path, step, checked)
-            self._begin(step, arguments)
-        except OSError as error:
-            # Of one process, a failure like one in the background: training goes on.
-            if jax.process_count() > 1:
-                raise
-            self._fail(step, error)
-            return False
-        self._saving = self._saved = step
-        return True
-
-    def _begin(self, step: int, arguments: Any) -> None:
-        try:
-            self._manager.save(step, args=arguments, force=True)
-        except OSError:
-            raise
-        except Exception:
-            # Reports a process lost during the save; jax only sees a broken connection.
-            gather("Saving", lambda: None, self._timeout_secs)
-            raise
-
-    def _settle(self) -> None:
-        """Waits for the running save; keeps its error, which Orbax raises later."""
-        step, self._saving = self._saving, None
-        if step is None:
-            return
-        try:
-            self._manager.wait_until_finished()
-            self._manager.check_for_errors()
-            raise_failure(self._handler, Path(self._path) / str(step))
-        except LostProcessError:
-            raise
-        except Exception as error:
-            self._fail(step, error)
-
-    def _fail(self, step: int, error: Exception) -> None:
-        """Keeps the error of a save, and lets the same step be saved again."""
-        self._failure, self._saved = (step, error), None
-        with contextlib.suppress(OSError):  # The directory itself may be gone.
-            # Drops the failed step from Orbax's cached list of steps.
-            self._manager.reload()
-        logging.getLogger("fsdp_jax").error("Step %d is not saved: %s", step, error)
-
     def _settle_locally(self) -> None:
         """Waits for the running local save and keeps its error."""
         if self._local is not None:
             self._local_failure = self._local.settle() or self._local_failure
 
     def _raise_failure(self) -> None:
-        failures = {"Step": self._failure, "Local step": self._local_failure}
-        self._failure = self._local_failure = None
+        failures = {"Step": self._saves.failure, "Local step": self._local_failure}
+        self._saves.failure = self._local_failure = None
         for what, failure in failures.items():
             if failure is not None:
                 step, error = failure
@@ -444,20 +349,6 @@ class Checkpointer:
 
     def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
         self._terminated.set()
-
-
-def _refuse_metrics(policy: PreservationPolicy | None) -> None:
-    """Refuses policies that rank by metrics, which our saves do not pass to Orbax."""
-    inner = getattr(policy, "policies", ())
-    if isinstance(policy, BestN):
-        raise ValueError(
-            f"Checkpointer(preservation_policy=BestN(n={policy.n})): steps are saved "
-            "without metrics, so that BestN has nothing to rank them by and would keep "
-            "all, or none. Use LatestN(n), and save each step that is the best so far "
-            "to a directory of its own with fsdp_jax.save(path, state)."
-        )
-    for one in inner:
-        _refuse_metrics(one)
 
 
 def _local_steps(step: Step, found: int | None) -> range:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
+
+from fsdp_jax.checkpoint._paths import as_path, copy_in
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,10 +25,10 @@ class Writing:
     def result(self, timeout: float | None = None) -> None:
         """Writes the files."""
         for name, content in self.contents.items():
-            path = Path(self.directory) / name
+            path = as_path(self.directory) / name
             path.parent.mkdir(parents=True, exist_ok=True)
             if isinstance(content, Path):
-                shutil.copyfile(content, path)
+                copy_in(content, path)
             else:
                 path.write_bytes(content)
 

@@ -9,11 +9,7 @@ on this machine that has ended is seen at once, one elsewhere when it stops rene
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import json
 import os
-import secrets
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -22,43 +18,21 @@ from pathlib import Path
 import jax
 
 from fsdp_jax.checkpoint._multihost import together
+from fsdp_jax.checkpoint._paths import as_path, is_local
+from fsdp_jax.checkpoint._store_lease import NAME, StoreLease
+from fsdp_jax.checkpoint._writer import (
+    Writer,
+    decode_writer,
+    machine,
+    refusal,
+    this_writer,
+)
 
-NAME = "writer.json"
 _RENEW_SECS = 5.0
 _EXPIRES_SECS = 30.0
 _LOOK_SECS = 0.5
 # After the lease of a dead writer is replaced: another may have replaced it too.
 _SETTLE_SECS = 0.2
-
-
-@dataclasses.dataclass(frozen=True)
-class Writer:
-    """Content of a lease.
-
-    Attributes:
-      id: Random id of the lease.
-      host: Name of the writer's machine.
-      machine: Id of the machine's boot and of the process namespace; processes of equal
-        ones see each other.
-      pid: Process id.
-      began: Start of the process in the machine's own units; "" if unknown.
-      start: Time at which the lease was taken.
-    """
-
-    id: str
-    host: str
-    machine: str
-    pid: int
-    began: str
-    start: str
-
-    def __str__(self) -> str:
-        return f"process {self.pid} on {self.host}, since {self.start}"
-
-    @property
-    def is_dead(self) -> bool:
-        """Whether it was a process of this machine that has ended."""
-        return self.machine == _machine() and self.began != _began(self.pid)
 
 
 class Lease:
@@ -74,16 +48,7 @@ class Lease:
           ValueError: If another writer has it, or this process has it already.
         """
         self._file = Path(path).absolute() / NAME
-        pid = os.getpid()
-        start = time.strftime("%Y-%m-%d %H:%M:%S %z")
-        self._writer = Writer(
-            secrets.token_hex(8),
-            socket.gethostname(),
-            _machine(),
-            pid,
-            _began(pid),
-            start,
-        )
+        self._writer = this_writer()
         self._take()
         self._over = threading.Event()
         threading.Thread(target=self._renew, daemon=True).start()
@@ -114,9 +79,9 @@ class Lease:
             if dead or self._age(renewed) > _EXPIRES_SECS:
                 self._replace()
                 return
-            here = other is not None and other.machine == _machine()
+            here = other is not None and other.machine == machine()
             if here or (seen is not None and renewed != seen):
-                raise ValueError(self._refusal(other))
+                raise refusal(self._file.parent, other)
             seen = renewed if seen is None else seen
             time.sleep(_LOOK_SECS)
 
@@ -127,18 +92,18 @@ class Lease:
         except FileExistsError:
             return False
         with os.fdopen(file, "w") as opened:
-            opened.write(self._content())
+            opened.write(self._writer.encode())
         return True
 
     def _replace(self) -> None:
         """Replaces the lease of a dead writer; the last of several to do so wins."""
         part = self._part()
-        part.write_text(self._content())
+        part.write_text(self._writer.encode())
         part.replace(self._file)
         time.sleep(_SETTLE_SECS)
         found = _read(self._file)
         if found is None or found.id != self._writer.id:
-            raise ValueError(self._refusal(found))
+            raise refusal(self._file.parent, found)
 
     def _age(self, renewed: float) -> float:
         """Returns the seconds since a time of the file system's clock."""
@@ -151,17 +116,6 @@ class Lease:
     def _part(self) -> Path:
         return self._file.with_name(f"{NAME}.{self._writer.id}.part")
 
-    def _content(self) -> str:
-        return json.dumps(dataclasses.asdict(self._writer))
-
-    def _refusal(self, other: Writer | None) -> str:
-        name = "another process" if other is None else str(other)
-        return (
-            f"'{self._file.parent}' is being written by {name}: two writers would "
-            "remove each other's saves. Wait until it ends, close its Checkpointer, or "
-            "save to another directory. Reading is always allowed."
-        )
-
     def _renew(self) -> None:
         while not self._over.wait(_RENEW_SECS):
             with contextlib.suppress(OSError):
@@ -170,14 +124,17 @@ class Lease:
                     os.utime(self._file)
 
 
-def take_lease(path: str | os.PathLike[str]) -> Lease | None:
+def take_lease(path: str | os.PathLike[str]) -> Lease | StoreLease | None:
     """Takes the lease for all processes of the job, in process 0.
 
     Raises:
       ValueError: If another writer has it.
     """
     with together("Opening"):
-        return Lease(path) if jax.process_index() == 0 else None
+        if jax.process_index() > 0:
+            return None
+        directory = as_path(path)
+        return Lease(directory) if is_local(directory) else StoreLease(directory)
 
 
 @contextlib.contextmanager
@@ -194,36 +151,6 @@ def leased(path: str | os.PathLike[str]) -> Iterator[None]:
 def _read(file: Path) -> Writer | None:
     """Returns the content of a lease; None if there is none, or it is not readable."""
     try:
-        return Writer(**json.loads(file.read_bytes()))
-    except (OSError, ValueError, TypeError):
+        return decode_writer(file.read_bytes())
+    except OSError:
         return None
-
-
-def _machine() -> str:
-    """Returns an id of this boot of this machine and of its process namespace."""
-    parts = [socket.gethostname()]
-    with contextlib.suppress(OSError):
-        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
-        parts.append(os.readlink("/proc/self/ns/pid"))
-    return " ".join(parts)
-
-
-def _began(pid: int) -> str:
-    """Returns the start of a process, which tells it from a later one of its id."""
-    try:
-        # The name in parentheses may hold spaces; the start is the 22nd field.
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return "" if fields[0] in "ZX" else fields[19]
-    except OSError:
-        return "" if Path("/proc").exists() else _began_elsewhere(pid)
-
-
-def _began_elsewhere(pid: int) -> str:
-    """Returns "running" for a process of a system without /proc; "" if it has ended."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return ""
-    except OSError:
-        pass
-    return "running"

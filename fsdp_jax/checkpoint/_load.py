@@ -12,17 +12,23 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fsdp_jax._local_path import check_local
 from fsdp_jax._tree import PyTree
 from fsdp_jax.checkpoint._leaf_names import IMPLS, Leaf, flatten, layout, unflatten
-from fsdp_jax.checkpoint._manifest import MISREAD, Manifest, check_seals, damaged
+from fsdp_jax.checkpoint._manifest import (
+    Manifest,
+    check_seals,
+    reading,
+    unreadable,
+)
 from fsdp_jax.checkpoint._matching import Cast, Loaded, Match, Options, Strict, match
 from fsdp_jax.checkpoint._multihost import check_same, exchange, together
 from fsdp_jax.checkpoint._objects import Extra, capture, read_extras, restore_extras
+from fsdp_jax.checkpoint._paths import as_path
 from fsdp_jax.checkpoint._read import read_arrays, reshard
 from fsdp_jax.checkpoint._steps import Step, open_step, resolve_step
+from fsdp_jax.checkpoint._stock_orbax import Rules, find_arrays
 from fsdp_jax.checkpoint._typed_json import decode
-from fsdp_jax.checkpoint._zarr import root_cause
+from fsdp_jax.checkpoint._zarr import Arrays
 
 _PARAMS = "params."
 
@@ -36,6 +42,7 @@ def load(
     allow_shape_mismatch: Sequence[str] = (),
     cast: Cast = "never",
     extras: Mapping[str, Extra] | None = None,
+    rules: Rules | None = None,
 ) -> Any:
     """Loads a step onto any mesh; each device reads only the bytes of its shards.
 
@@ -67,6 +74,11 @@ def load(
       extras: Objects whose state to restore, under the names passed to `save`. They are
         set last, so a load that fails leaves them unchanged. `strict` counts them as
         leaves.
+      rules: Rules for a checkpoint that Orbax wrote for another program: pairs of a
+        pattern and a replacement, which `re.sub` applies in order to the name of each
+        stored array, such as `params.params.decoder.norm.scale`. An array whose name
+        becomes empty is left out. Such a checkpoint has no checksums of its values.
+        None for a checkpoint of fsdp_jax.
 
     Returns:
       Arrays in the structure, dtypes and shardings of `like`; a `Loaded` with these
@@ -87,9 +99,14 @@ def load(
 
     Source: Megatron-LM dist_checkpointing/serialization.py::load
     """
-    check_local(path)
+    path = as_path(path)
     options = Options(strict, allow_shape_mismatch, cast)
-    values, found = _read(path, flatten(like), step, "", options, extras or {})
+    wanted = flatten(like)
+    if rules is None:
+        values, found = _read(path, wanted, step, "", options, extras or {})
+    else:
+        _refuse_extras(extras)
+        values, found = _read_stock(path, wanted, step, rules, options)
     state = unflatten(like, values)
     if not strict.startswith("return"):
         return state
@@ -121,7 +138,7 @@ def load_params(
       ValueError: If the stored parameters do not fit `like`, as in `load`.
       DamagedCheckpointError: If the step is not as it was written.
     """
-    check_local(path)
+    path = as_path(path)
     wanted = {_PARAMS + name: leaf for name, leaf in flatten(like).items()}
     values, _ = _read(path, wanted, step, _PARAMS, Options(cast=cast), {})
     return unflatten(like, {n.removeprefix(_PARAMS): x for n, x in values.items()})
@@ -156,10 +173,8 @@ def load_metadata(path: str | os.PathLike[str], *, step: Step = None) -> dict[st
       DamagedCheckpointError: If the step is not as it was written.
     """
     directory, manifest = open_step(path, step)
-    try:
+    with reading(directory, "metadata"):
         return decode(manifest.metadata)
-    except MISREAD as error:
-        raise damaged(directory, [f"metadata: unreadable ({error})"]) from error
 
 
 def _read(
@@ -190,14 +205,52 @@ def _read(
     check_same("the layout of what is loaded", layout(found.read))
     with together("Loading"):
         abstract = {name: leaf.value for name, leaf in found.read.items()}
-        values = _restore(directory, abstract, manifest)
-    values = {
-        name: _without_excess(value, found.read[name], stored[name].shape)
-        for name, value in reshard(values, abstract).items()
-    }
+        values = _restore(directory, abstract, manifest.leaves, manifest.max_bytes)
+    values = _resharded(values, abstract, found, stored)
     with together("Loading"):
         restore_extras(extras, captured, objects, values)
     return values, found
+
+
+def _refuse_extras(extras: Mapping[str, Extra] | None) -> None:
+    if extras:
+        raise ValueError(
+            f"extras={list(extras)}: a checkpoint that is loaded with rules= was not "
+            "written by fsdp_jax, and has no extras."
+        )
+
+
+def _read_stock(
+    path: str | os.PathLike[str],
+    wanted: dict[str, Leaf],
+    step: Step,
+    rules: Rules,
+    options: Options,
+) -> tuple[dict[str, jax.Array], Match]:
+    """Reads the wanted leaves of a checkpoint that Orbax wrote for another program."""
+    with together("Loading"):
+        stock = find_arrays(path, step, rules)
+        found = match(f"{stock.directory}", stock.leaves, wanted, options)
+    check_same("the layout of what is loaded", layout(found.read))
+    with together("Loading"):
+        abstract = {name: leaf.value for name, leaf in found.read.items()}
+        values = _restore(
+            stock.directory, abstract, stock.leaves, stock.max_bytes, stock.arrays
+        )
+    return _resharded(values, abstract, found, stock.leaves), found
+
+
+def _resharded(
+    values: dict[str, jax.Array],
+    abstract: dict[str, jax.ShapeDtypeStruct],
+    found: Match,
+    stored: Mapping[str, jax.ShapeDtypeStruct],
+) -> dict[str, jax.Array]:
+    """Returns arrays in the shardings that were asked for, with zeros as padding."""
+    return {
+        name: _without_excess(value, found.read[name], stored[name].shape)
+        for name, value in reshard(values, abstract).items()
+    }
 
 
 def _agreed_step(path: str | os.PathLike[str], step: Step) -> int:
@@ -210,23 +263,25 @@ def _agreed_step(path: str | os.PathLike[str], step: Step) -> int:
 def _impls(directory: Path, manifest: Manifest) -> dict[str, str]:
     if IMPLS not in manifest.files:
         return {}
-    try:
+    with reading(directory, IMPLS):
         return dict(json.loads((directory / IMPLS).read_bytes()))
-    except MISREAD as error:
-        raise damaged(directory, [f"{IMPLS}: unreadable ({error})"]) from error
 
 
 def _restore(
-    directory: Path, wanted: dict[str, Any], manifest: Manifest
+    directory: Path,
+    wanted: dict[str, Any],
+    leaves: Mapping[str, jax.ShapeDtypeStruct],
+    max_bytes: int,
+    where: Arrays | None = None,
 ) -> dict[str, jax.Array]:
     if not wanted:
         return {}
     try:
-        return read_arrays(directory, wanted, manifest.leaves, manifest.max_bytes)
+        return read_arrays(directory, wanted, leaves, max_bytes, where)
     except (MemoryError, jax.errors.JaxRuntimeError):
         raise
     except Exception as error:  # TensorStore raises plain `Exception`s.
-        raise damaged(directory, [root_cause(error)]) from error
+        raise unreadable(directory, error) from error
 
 
 def _without_excess(

@@ -6,20 +6,24 @@ its own checksum (see `_seal`); that of every other file is a digest of all its 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import itertools
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from fsdp_jax.checkpoint._bucket import ObjectStoreError, is_outage, outage
+from fsdp_jax.checkpoint._paths import files_in, is_local, of_other_size
 from fsdp_jax.checkpoint._seal import Seal, seal
+from fsdp_jax.checkpoint._zarr import root_cause
 
 NAME = "manifest.json"
 # Increased when older readers, or older steps, could be misread.
@@ -130,12 +134,10 @@ def read_manifest(directory: Path) -> Manifest:
       DamagedCheckpointError: If the manifest is not as it was written.
       ValueError: If another version wrote it, in a format that this one cannot verify.
     """
-    try:
+    with reading(directory, NAME):
         content = json.loads(read_regular(directory, NAME))
         body, digest = content["body"], content["sha256"]
         known, version = _sha256_of(body), body.get("format", 1)
-    except MISREAD as error:
-        raise damaged(directory, [f"{NAME}: unreadable ({error})"]) from error
     if known != digest:
         raise damaged(directory, [f"{NAME}: its digest differs"])
     if version != FORMAT:
@@ -144,11 +146,9 @@ def read_manifest(directory: Path) -> Manifest:
             f"reads format {FORMAT} only. Load it with the version that wrote it, and "
             "export the weights."
         )
-    try:
+    with reading(directory, NAME, "mistyped"):
         manifest = _parse(body)
         problems = [*_misplaced(directory, manifest), *_overclaimed(manifest)]
-    except MISREAD as error:
-        raise damaged(directory, [f"{NAME}: mistyped ({error})"]) from error
     if problems:
         raise damaged(directory, problems)
     return manifest
@@ -173,6 +173,10 @@ def is_regular(directory: Path, name: str) -> bool:
         if path.is_symlink():
             return False
     return path.is_file()
+
+
+def _is_plain(directory: Path, name: str) -> bool:
+    return not (directory / name).exists() or is_regular(directory, name)
 
 
 def _parse(body: dict[str, Any]) -> Manifest:
@@ -215,7 +219,7 @@ def _misplaced(directory: Path, manifest: Manifest) -> list[str]:
         parts = name.split("/")
         if name.startswith("/") or {"", ".", ".."} & set(parts) or "\\" in name:
             problems.append(f"{NAME}: {name!r} is no path inside of the step")
-        elif (directory / name).exists() and not is_regular(directory, name):
+        elif is_local(directory) and not _is_plain(directory, name):
             problems.append(f"{name}: a link, or no regular file")
     return problems
 
@@ -259,10 +263,12 @@ def check_files(directory: Path, manifest: Manifest) -> None:
     """
     names = set(_files(directory))
     problems = []
+    sizes = {name: one.size for name, one in manifest.files.items() if name in names}
+    resized = of_other_size(directory, sizes)
     for name, sealed in manifest.files.items():
         if name not in names:
             problems.append(f"{name}: missing")
-        elif (directory / name).stat().st_size != sealed.size:
+        elif name in resized:
             problems.append(f"{name}: its size differs")
         elif not is_data_file(name) and seal(directory / name) != sealed:
             problems.append(f"{name}: its digest differs")
@@ -317,6 +323,34 @@ def check_identity(directory: Path, found: Identity, step: int, run: str | None)
         raise damaged(directory, problems)
 
 
+@contextlib.contextmanager
+def reading(directory: Path, name: str, how: str = "unreadable") -> Iterator[None]:
+    """Turns the errors of reading JSON into one for a damaged step.
+
+    Args:
+      directory: State directory of the step.
+      name: File that is read.
+      how: What it is if reading fails.
+
+    Raises:
+      DamagedCheckpointError: If the file is not as it was written.
+      ObjectStoreError: If the store does not answer, which is no damage.
+    """
+    try:
+        yield
+    except ObjectStoreError:
+        raise
+    except MISREAD as error:
+        raise damaged(directory, [f"{name}: {how} ({error})"]) from error
+
+
+def unreadable(directory: Path, error: Exception) -> Exception:
+    """Returns the error for arrays that TensorStore cannot read."""
+    if not is_local(directory) and is_outage(error):
+        return outage(directory, error)
+    return damaged(directory, [root_cause(error)])
+
+
 def damaged(directory: Path, problems: list[str]) -> DamagedCheckpointError:
     """Returns the error for a damaged step, with its problems and the fix."""
     return DamagedCheckpointError(
@@ -337,9 +371,7 @@ def is_data_file(name: str) -> bool:
 
 
 def _files(directory: Path) -> list[str]:
-    paths = (path for path in directory.rglob("*") if path.is_file())
-    names = (path.relative_to(directory).as_posix() for path in paths)
-    return sorted(name for name in names if name not in _LATER)
+    return [name for name in files_in(directory) if name not in _LATER]
 
 
 def _leaves_as_json(leaves: dict[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import jax
 from fsdp_jax._tree import PyTree
 from fsdp_jax.checkpoint._assets import unusable_names
 from fsdp_jax.checkpoint._leaf_names import Leaf, flatten, unflatten
-from fsdp_jax.checkpoint._manifest import MISREAD, damaged
+from fsdp_jax.checkpoint._manifest import reading
 from fsdp_jax.checkpoint._typed_json import decode, encode
 
 FOLDER = "extras"
@@ -182,12 +182,9 @@ def read_extras(
     for name in names & extras.keys():
         ranks = sum(part[:2] == [FOLDER, name] for part in parts)
         paths = [directory / FOLDER / name / f"{rank}.json" for rank in range(ranks)]
-        try:
+        with reading(directory, f"{FOLDER}/{name}"):
             found = [json.loads(path.read_bytes()) for path in paths]
             stored[name] = found[0][0], [document for _, document in found]
-        except MISREAD as error:
-            place = f"{FOLDER}/{name}"
-            raise damaged(directory, [f"{place}: unreadable ({error})"]) from error
     return choose_extras(directory.parent, stored, extras)
 
 

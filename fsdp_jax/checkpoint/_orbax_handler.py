@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import shutil
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -29,8 +28,11 @@ from fsdp_jax.checkpoint._multihost import (
     raise_others,
     reserve,
 )
+from fsdp_jax.checkpoint._orbax_store import atomicity
+from fsdp_jax.checkpoint._paths import as_path, files_in, is_local, remove_tree
 from fsdp_jax.checkpoint._replace import finish_replacements
 from fsdp_jax.checkpoint._seal_exchange import Sealing, take_seals
+from fsdp_jax.checkpoint._store_path import COMMIT_MARKER
 from fsdp_jax.checkpoint._zarr import crop, zarr_metadata
 
 ITEM = "state"
@@ -44,6 +46,8 @@ _MAX_FILES = 64
 # Orbax's suffix of a step's folder until it is committed.
 UNFINISHED = ".orbax-checkpoint-tmp"
 _FAILED = "failed"
+# File that Orbax writes first.
+_BEGUN = "_CHECKPOINT_METADATA"
 _ATTEMPTS = 20
 
 
@@ -99,11 +103,11 @@ class StateHandler(ocp.PyTreeCheckpointHandler):
             # Orbax commits the folder after this. The marker lets the next save remove
             # it if this process is killed before it does so.
             with contextlib.suppress(OSError):
-                (Path(directory) / _FAILED).touch()
+                (as_path(directory) / _FAILED).touch()
 
     def _write_manifest(self, directory: Any, saving: StateSave) -> None:
         super().finalize(directory)
-        path, leaves = Path(directory), saving.leaves
+        path, leaves = as_path(directory), saving.leaves
         sealed = take_seals(path, saving.identity.attempt)
         _check_checksummed(path)
         crop(path, {name: tuple(leaf.shape) for name, leaf in leaves.items()})
@@ -193,10 +197,14 @@ def manager(
     path: str | os.PathLike[str], handler: StateHandler, **options: Any
 ) -> Iterator:
     """Opens Orbax's manager of the steps under `path`, and closes it on exit."""
-    # Orbax rejects relative paths.
+    directory = as_path(path).absolute()  # Orbax rejects relative paths.
     with ocp.CheckpointManager(
-        Path(path).absolute(),
-        options=ocp.CheckpointManagerOptions(create=True, **options),
+        directory,
+        options=ocp.CheckpointManagerOptions(
+            create=True,
+            atomicity_options=atomicity(directory),
+            **options,
+        ),
         item_handlers={ITEM: handler},
     ) as opened:
         yield opened
@@ -210,6 +218,10 @@ def remove_unfinished(path: Path) -> None:
     """
     if jax.process_index() > 0:
         return
+    if not is_local(path):
+        for folder in _unfinished_in_store(path):
+            remove_tree(folder)
+        return
     finish_replacements(path)
     for _ in range(_ATTEMPTS):
         failed = [marker.parents[1] for marker in path.glob(f"*/{ITEM}/{_FAILED}")]
@@ -217,8 +229,26 @@ def remove_unfinished(path: Path) -> None:
         if not unfinished:
             return
         for folder in unfinished:
-            shutil.rmtree(folder, ignore_errors=True)
+            remove_tree(folder)
         time.sleep(0.1)
+
+
+def _unfinished_in_store(path: Path) -> list[Path]:
+    """Returns the steps that Orbax began to write and that have no marker, or failed.
+
+    A folder that Orbax did not begin is left alone.
+    """
+    inside: dict[str, set[str]] = {}
+    for name in files_in(path):
+        step, _, file = name.partition("/")
+        inside.setdefault(step, set()).add(file)
+    return [
+        path / step
+        for step, files in inside.items()
+        if step.isdecimal()
+        and (COMMIT_MARKER not in files or f"{ITEM}/{_FAILED}" in files)
+        and any(file == _BEGUN or file.startswith(f"{ITEM}/") for file in files)
+    ]
 
 
 def raise_failure(handler: StateHandler, folder: Path) -> None:
@@ -234,7 +264,7 @@ def raise_failure(handler: StateHandler, folder: Path) -> None:
     failure = handler.failure
     # Before the exchange, after which other processes may start the next save.
     if failure is not None and jax.process_index() == 0:
-        shutil.rmtree(folder, ignore_errors=True)
+        remove_tree(folder)
     said = None if failure is None else describe(failure)
     told = exchange(said, handler.timeout_secs)
     if failure is not None:

@@ -7,6 +7,7 @@ that holds a replica, and into memory that XLA:CPU copies again.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +19,15 @@ import numpy as np
 import tensorstore as ts
 from jax.sharding import NamedSharding, PartitionSpec
 
-from fsdp_jax.checkpoint._zarr import Box, check_arrays, chunks_of, open_arrays
+from fsdp_jax.checkpoint._paths import time_limit
+from fsdp_jax.checkpoint._zarr import (
+    Arrays,
+    Box,
+    arrays_of_step,
+    check_arrays,
+    chunks_of,
+    open_arrays,
+)
 
 # Reads of one chunk each, of at most 32 MiB, which bounds the extra memory of a load.
 _READS_AT_ONCE = 16
@@ -31,6 +40,7 @@ def read_arrays(
     wanted: dict[str, jax.ShapeDtypeStruct],
     leaves: Mapping[str, jax.ShapeDtypeStruct],
     max_bytes: int,
+    where: Arrays | None = None,
 ) -> dict[str, jax.Array]:
     """Reads arrays, truncated or padded with zeros to the shapes of `wanted`.
 
@@ -42,16 +52,17 @@ def read_arrays(
       wanted: Abstract arrays with shardings, by name.
       leaves: Stored shapes and dtypes, as for `check_arrays`.
       max_bytes: Limit of a chunk, as for `check_arrays`.
+      where: Where the arrays are; None for those of a step of fsdp_jax.
 
     Raises:
       Exception: TensorStore's error if a checksum does not match; see `root_cause`.
     """
     arrays: dict[str, jax.Array] = {}
     under_way: deque[Callable[[], None]] = deque()
-    opened = open_arrays(directory, list(wanted))
+    opened = open_arrays(where or arrays_of_step(directory), list(wanted))
     check_arrays(opened, leaves, max_bytes)
     for name, array in opened.items():
-        leaf = _Leaf.of(wanted[name], array)
+        leaf = _Leaf.of(wanted[name], array, time_limit(directory))
         for chunk in chunks_of(array):
             if len(under_way) >= _READS_AT_ONCE:
                 under_way.popleft()()
@@ -84,14 +95,21 @@ class _Leaf:
       abstract: Abstract array, with the sharding in which it is read.
       array: Stored array.
       memory: Shards of this process in the stored dtype, by box.
+      limit_secs: Time for one read; None for no limit.
     """
 
     abstract: jax.ShapeDtypeStruct
     array: ts.TensorStore
     memory: dict[Box, np.ndarray]
+    limit_secs: float | None
 
     @classmethod
-    def of(cls, wanted: jax.ShapeDtypeStruct, array: ts.TensorStore) -> _Leaf:
+    def of(
+        cls,
+        wanted: jax.ShapeDtypeStruct,
+        array: ts.TensorStore,
+        limit_secs: float | None,
+    ) -> _Leaf:
         """Allocates memory for the shards that this process reads."""
         sharding = _disjoint(wanted)
         abstract = jax.ShapeDtypeStruct(wanted.shape, wanted.dtype, sharding=sharding)
@@ -100,7 +118,8 @@ class _Leaf:
         pairs = zip(array.shape, wanted.shape, strict=True)
         zeros = any(have < want for have, want in pairs)  # The rest is zero padding.
         dtype = array.dtype.numpy_dtype
-        return cls(abstract, array, {box: _take(box, dtype, zeros) for box in boxes})
+        memory = {box: _take(box, dtype, zeros) for box in boxes}
+        return cls(abstract, array, memory, limit_secs)
 
     def start(self, chunk: Box) -> Callable[[], None]:
         """Starts reading a chunk; returns a function that waits for it."""
@@ -115,13 +134,14 @@ class _Leaf:
             ((part, memory),) = parts
             # TensorStore keeps the origin of a slice, and `memory` begins at 0.
             stored = self.array[_index(part)][ts.d[:].translate_to[0]]
-            return ts.array(memory).write(stored).result
+            writing = ts.array(memory).write(stored)
+            return functools.partial(writing.result, self.limit_secs)
         # Several shards need parts of the chunk: read the bounding box once.
         cover = _cover([part for part, _ in parts])
         reading = self.array[_index(cover)].read()
 
         def deal() -> None:
-            values = np.asarray(reading.result())
+            values = np.asarray(reading.result(self.limit_secs))
             for part, memory in parts:
                 memory[...] = values[_index(part, cover)]
 

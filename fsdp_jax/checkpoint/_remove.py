@@ -11,7 +11,6 @@ from pathlib import Path
 
 import jax
 
-from fsdp_jax._local_path import check_local
 from fsdp_jax._tree import matches
 from fsdp_jax.checkpoint import _assets, _objects
 from fsdp_jax.checkpoint._lease import leased
@@ -24,6 +23,7 @@ from fsdp_jax.checkpoint._manifest import (
 )
 from fsdp_jax.checkpoint._multihost import together
 from fsdp_jax.checkpoint._orbax_handler import ITEM, UNFINISHED, remove_unfinished
+from fsdp_jax.checkpoint._paths import as_path, is_local
 from fsdp_jax.checkpoint._replace import replace_step, step_folder
 from fsdp_jax.checkpoint._seal import seal_files
 from fsdp_jax.checkpoint._steps import Step, check_whole, open_step, resolve_step
@@ -59,8 +59,13 @@ def remove(path: str | os.PathLike[str], step: Step, *parts: str) -> list[str]:
 
     Source: Megatron-LM dist_checkpointing/serialization.py::remove_sharded_tensors
     """
-    check_local(path)
-    root = Path(path).absolute()
+    root = as_path(path).absolute()
+    if not is_local(root):
+        raise ValueError(
+            f"'{path}' is in an object store, where a step cannot be replaced at once. "
+            "Copy the step to a disk, remove parts of it there, and copy it to another "
+            "directory of the store."
+        )
     with together("Removing"):
         number = resolve_step(root, step)
         directory, manifest = open_step(root, number)

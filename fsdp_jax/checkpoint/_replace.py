@@ -11,13 +11,18 @@ import os
 import shutil
 from pathlib import Path
 
+from fsdp_jax.checkpoint._paths import as_path, is_local
+
 _NEW, _OLD = ".fsdp-jax-new", ".fsdp-jax-old"
 
 
 def step_folder(path: str | os.PathLike[str], step: int) -> Path:
     """Returns the folder of a step, which may not exist."""
-    new = Path(path) / f"{step}{_NEW}"
-    return new if new.exists() else Path(path) / str(step)
+    directory = as_path(path)
+    new = directory / f"{step}{_NEW}"
+    # In an object store no step is replaced.
+    is_new = is_local(directory) and new.exists()
+    return new if is_new else directory / str(step)
 
 
 def steps_in(path: Path) -> set[int]:

@@ -6,8 +6,8 @@ import os
 import re
 import secrets
 from collections.abc import Callable
-from pathlib import Path
 
+from fsdp_jax.checkpoint._paths import as_path, is_local
 from fsdp_jax.checkpoint._replace import write_through
 
 _NAME = "run_id"
@@ -20,7 +20,7 @@ def find_run_id(path: str | os.PathLike[str]) -> str | None:
     Raises:
       ValueError: If the file with the id holds anything else, such as a path.
     """
-    file = Path(path) / _NAME
+    file = as_path(path) / _NAME
     if not file.exists():
         return None
     with file.open("rb") as opened:
@@ -50,7 +50,10 @@ def make_run_id(
     if found is not None:
         return found
     made = newest() or secrets.token_hex(8)
-    directory = Path(path)
+    directory = as_path(path)
+    if not is_local(directory):
+        (directory / _NAME).write_text(made)
+        return made
     directory.mkdir(parents=True, exist_ok=True)
     part = directory / f"{_NAME}.part"
     part.write_text(made)

@@ -13,7 +13,6 @@ from typing import Any
 
 import jax
 
-from fsdp_jax._local_path import check_local
 from fsdp_jax.checkpoint._assets import Files, find_files
 from fsdp_jax.checkpoint._leaf_names import IMPLS, Leaf, flatten, layout
 from fsdp_jax.checkpoint._lease import leased
@@ -28,6 +27,7 @@ from fsdp_jax.checkpoint._orbax_handler import (
     remove_unfinished,
     save_arguments,
 )
+from fsdp_jax.checkpoint._paths import as_path, is_local, outages
 from fsdp_jax.checkpoint._run_id import make_run_id
 from fsdp_jax.checkpoint._steps import committed_steps, latest_step, state_directory
 from fsdp_jax.checkpoint._typed_json import encode
@@ -66,6 +66,7 @@ def save(
         never overwritten, and an older step would never be the newest. If another
         process, or an open `Checkpointer`, writes to it. If `metadata` has other types,
         or `state` or `extras` contain values that cannot be stored.
+      ObjectStoreError: If the path is in an object store, and it does not answer.
 
     Examples:
       >>> state = fsdp.init_state(plan, tx, params, step=100)
@@ -75,7 +76,7 @@ def save(
       >>> fsdp.checkpoint.load_metadata(path)
       {'hidden_size': 16}
     """
-    check_local(path)
+    directory = as_path(path)
     step = int(state.step)
     checked = check_save(step, state, Beside(metadata, extras, files))
     with leased(path):
@@ -83,8 +84,9 @@ def save(
         handler = StateHandler()
         with manager(path, handler, enable_async_checkpointing=False) as steps:
             # `force`, since Orbax's own policies would skip a step silently.
-            steps.save(step, args=arguments, force=True)
-            raise_failure(handler, Path(path) / str(step))
+            with outages(directory / str(step)):
+                steps.save(step, args=arguments, force=True)
+            raise_failure(handler, directory / str(step))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,11 +138,11 @@ def prepare(path: str | os.PathLike[str], step: int, checked: Checked) -> Any:
       ValueError: If the directory cannot take the step, as for `save`.
     """
     with together("Saving"):
-        remove_unfinished(Path(path))
+        remove_unfinished(as_path(path))
     with together("Saving"):
         check_free(path, step)
         if jax.process_index() == 0:
-            _check_can_be_made(path, step)
+            _check_can_be_made(as_path(path), step)
     identity = _identify(path, step)
     return save_arguments(identity, checked.leaves, checked.encoded, checked.contents)
 
@@ -182,14 +184,14 @@ def check_free(path: str | os.PathLike[str], step: int) -> None:
             f"'{path}' already holds step {newest}, so step {step} cannot be saved "
             "there. Save to another directory, or remove the later steps first."
         )
-    if (folder := Path(path) / str(step)).exists():
+    if (folder := as_path(path) / str(step)).exists():
         raise ValueError(
             f"'{folder}' is in the way of step {step}: it is no complete step, or not "
             "one of fsdp_jax. Look at it, and remove it."
         )
 
 
-def _check_can_be_made(path: str | os.PathLike[str], step: int) -> None:
+def _check_can_be_made(path: Path, step: int) -> None:
     """Makes the folder of a save, and removes it for Orbax to make it again.
 
     If Orbax cannot, all processes wait for it until their timeouts.
@@ -197,7 +199,9 @@ def _check_can_be_made(path: str | os.PathLike[str], step: int) -> None:
     Raises:
       OSError: If the folder cannot be made.
     """
-    folder = Path(path) / f"{step}{UNFINISHED}"
+    if not is_local(path):
+        return  # There are no folders to make.
+    folder = path / f"{step}{UNFINISHED}"
     # Writers of a save that failed may still run, and make it too.
     folder.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(OSError):

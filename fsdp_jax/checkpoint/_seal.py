@@ -12,8 +12,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
-import itertools
-import os
 import re
 import struct
 from collections.abc import Iterator
@@ -21,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import tensorstore as ts
+
+from fsdp_jax.checkpoint._paths import Ranges, files_in, kvstore_spec, open_ranges
 
 Span = tuple[int, int]
 """Start and stop of bytes in a file."""
@@ -32,7 +32,8 @@ _ENTRY = struct.Struct("<QQ")  # offset and length of a chunk in its shard
 _ABSENT = 2**64 - 1
 # Shorter shards are hashed as a whole: that is faster than to read around them.
 _SHORTEST_BYTES = 8192
-_READ_BYTES = 2**20
+# Read at first of a shard, for its index; most have a few chunks.
+_INDEX_BYTES = 4096
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,10 +56,10 @@ def seal_files(database: Path) -> dict[str, Seal]:
     values: dict[str, list[Span]] = {}
     for name, span in _value_spans(database):
         values.setdefault(name, []).append(span)
-    names = [f"d/{path.name}" for path in (database / "d").glob("*")]
+    names = [name for name in files_in(database) if name.startswith("d/")]
     return {
         name: seal(database / name, tuple(sorted(values.get(name, ()))))
-        for name in sorted(names)
+        for name in names
     }
 
 
@@ -69,22 +70,21 @@ def seal(path: Path, values: tuple[Span, ...] = ()) -> Seal:
       path: Regular file.
       values: Spans with values, ascending and apart.
     """
-    digest, size = hashlib.sha256(), path.stat().st_size
+    digest, size = hashlib.sha256(), sum(stop - start for start, stop in values)
     starts = [0, *(stop for _, stop in values)]
-    stops = [*(start for start, _ in values), size]
-    with path.open("rb", buffering=0) as file:
-        for start, stop in zip(starts, stops, strict=True):
-            for at in range(start, stop, _READ_BYTES):
-                part = min(_READ_BYTES, stop - at)
-                digest.update(os.pread(file.fileno(), part, at))
+    stops = [*(start for start, _ in values), None]
+    with open_ranges(path) as ranges:
+        for part in ranges.read_all(list(zip(starts, stops, strict=True))):
+            digest.update(part)
+            size += len(part)
     return Seal(size, digest.hexdigest(), values)
 
 
 def _value_spans(database: Path) -> Iterator[tuple[str, Span]]:
     """Yields each data file with a span of values that a checksum follows."""
-    base = ts.KvStore.open({"driver": "file", "path": f"{database}/"}).result()
+    base = ts.KvStore.open(kvstore_spec(database)).result()
     with contextlib.ExitStack() as stack:
-        files: dict[str, int] = {}
+        files: dict[str, Ranges] = {}
         for key, place in _entries(base).items():
             if place is None or not _CHUNK.fullmatch(key):
                 continue
@@ -92,30 +92,32 @@ def _value_spans(database: Path) -> Iterator[tuple[str, Span]]:
             if length < _SHORTEST_BYTES:
                 continue
             if name not in files:
-                opened = stack.enter_context((database / name).open("rb", buffering=0))
-                files[name] = opened.fileno()
+                files[name] = stack.enter_context(open_ranges(database / name))
             for start, stop in _spans(files[name], offset, length):
                 yield name, (start, stop)
 
 
-def _spans(file: int, offset: int, length: int) -> Iterator[Span]:
+def _spans(file: Ranges, offset: int, length: int) -> Iterator[Span]:
     """Yields the spans of a shard's values.
 
     Its index is the last of its bytes: an entry for each chunk, and a checksum. Only
     process 0 writes how many chunks there are, so their sizes tell it: with the index
     they are all of the shard, which the last few of them alone are not.
     """
-    end = length - _CRC_BYTES
-    for count in itertools.count(1):
-        begin = end - count * _ENTRY.size
-        if begin < 0:
+    known = min(length, _INDEX_BYTES)
+    while True:
+        tail = file.read(offset + length - known, offset + length)
+        for count in range(1, (known - _CRC_BYTES) // _ENTRY.size + 1):
+            begin = known - _CRC_BYTES - count * _ENTRY.size
+            index = tail[begin : known - _CRC_BYTES]
+            found = [pair for pair in _ENTRY.iter_unpack(index) if pair[0] != _ABSENT]
+            if sum(size for _, size in found) == length - known + begin:
+                for start, size in found:
+                    yield offset + start, offset + start + size - _CRC_BYTES
+                return
+        if known == length:
             raise ValueError(f"a shard of {length} bytes without an index")
-        index = os.pread(file, end - begin, offset + begin)
-        found = [pair for pair in _ENTRY.iter_unpack(index) if pair[0] != _ABSENT]
-        if sum(size for _, size in found) == begin:
-            for start, size in found:
-                yield offset + start, offset + start + size - _CRC_BYTES
-            return
+        known = min(length, 16 * known)
 
 
 def _entries(base: ts.KvStore) -> dict[str, Any]:

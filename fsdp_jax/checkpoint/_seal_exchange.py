@@ -10,6 +10,7 @@ from pathlib import Path
 import jax
 
 from fsdp_jax.checkpoint._manifest import seal_from_json
+from fsdp_jax.checkpoint._paths import as_path
 from fsdp_jax.checkpoint._seal import Seal, seal_files
 
 _PREFIX = "seals."
@@ -29,7 +30,7 @@ class Sealing:
 
     def result(self, timeout: float | None = None) -> None:
         """Seals the files, all of which are written."""
-        path, rank = Path(self.directory), jax.process_index()
+        path, rank = as_path(self.directory), jax.process_index()
         folder = f"ocdbt.process_{rank}"
         written = (path / folder / "manifest.ocdbt").exists()
         sealed = seal_files(path / folder) if written else {}

@@ -6,9 +6,8 @@ import itertools
 import os
 import warnings
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from fsdp_jax._local_path import check_local
 from fsdp_jax.checkpoint import _manifest
 from fsdp_jax.checkpoint._manifest import (
     DamagedCheckpointError,
@@ -16,17 +15,17 @@ from fsdp_jax.checkpoint._manifest import (
     check_files,
     check_identity,
     check_seals,
-    damaged,
     read_manifest,
+    unreadable,
 )
 from fsdp_jax.checkpoint._orbax_handler import ITEM
+from fsdp_jax.checkpoint._paths import as_path, files_in, is_local
 from fsdp_jax.checkpoint._replace import step_folder, steps_in
 from fsdp_jax.checkpoint._run_id import find_run_id
-from fsdp_jax.checkpoint._zarr import read_all, root_cause
+from fsdp_jax.checkpoint._store_path import COMMIT_MARKER
+from fsdp_jax.checkpoint._zarr import read_all
 
 Step = int | Literal["latest-good"] | None
-
-_COMMIT_MARKER = "commit_success.txt"
 
 
 def committed_steps(path: str | os.PathLike[str]) -> list[int]:
@@ -35,10 +34,12 @@ def committed_steps(path: str | os.PathLike[str]) -> list[int]:
     A step is committed if it has both Orbax's commit marker and our manifest.
     Interrupted saves and folders written by other programs are not.
     """
-    check_local(path)
-    if not Path(path).is_dir():
+    directory = as_path(path)
+    if not is_local(directory):
+        return _committed_in_store(directory)
+    if not directory.is_dir():
         return []
-    steps = steps_in(Path(path))
+    steps = steps_in(directory)
     return sorted(step for step in steps if _is_committed(step_folder(path, step)))
 
 
@@ -69,8 +70,7 @@ def resolve_step(path: str | os.PathLike[str], step: Step) -> int:
     Raises:
       ValueError: If `path` has no such step.
     """
-    check_local(path)
-    if not Path(path).is_dir():
+    if not as_path(path).is_dir():
         raise ValueError(f"No checkpoint at '{path}': there is no such directory.")
     available = committed_steps(path)
     if not available:
@@ -123,7 +123,7 @@ def check_whole(directory: Path, manifest: Manifest) -> None:
     try:
         read_all(directory, manifest.leaves, manifest.max_bytes)
     except Exception as error:  # TensorStore raises plain `Exception`s.
-        raise damaged(directory, [root_cause(error)]) from error
+        raise unreadable(directory, error) from error
 
 
 def _read_identified(path: str | os.PathLike[str], step: int) -> Manifest:
@@ -146,18 +146,27 @@ def set_aside(path: str | os.PathLike[str], step: int, why: str = "damaged") -> 
     """
     folder = step_folder(path, step)
     names = (f"{step}.{why}{'-' * bool(n)}{n or ''}" for n in itertools.count())
-    free = next(name for name in names if not (Path(path) / name).exists())
-    return folder.rename(Path(path) / free)
+    free = next(name for name in names if not (as_path(path) / name).exists())
+    return folder.rename(as_path(path) / free)
 
 
 def state_directory(path: str | os.PathLike[str], step: int) -> Path:
     """Returns the folder with the arrays and the manifest of a step."""
-    return step_folder(Path(path).absolute(), step) / ITEM
+    return step_folder(as_path(path).absolute(), step) / ITEM
 
 
 def _is_committed(folder: Path) -> bool:
-    files = (folder / _COMMIT_MARKER, folder / ITEM / _manifest.NAME)
+    files = (folder / COMMIT_MARKER, folder / ITEM / _manifest.NAME)
     return all(file.is_file() for file in files)
+
+
+def _committed_in_store(directory: Any) -> list[int]:
+    """Returns the committed steps of a folder in an object store, by one listing."""
+    names = set(files_in(directory))
+    ends = (COMMIT_MARKER, f"{ITEM}/{_manifest.NAME}")
+    steps = {step for step, _, _ in (name.partition("/") for name in names)}
+    whole = [s for s in steps if all(f"{s}/{end}" in names for end in ends)]
+    return sorted(int(step) for step in whole if step.isdecimal())
 
 
 def _latest_good(path: str | os.PathLike[str], available: list[int]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import math
@@ -14,6 +15,9 @@ from typing import Any
 import jax
 import tensorstore as ts
 
+from fsdp_jax.checkpoint._paths import kvstore_spec, time_limit
+from fsdp_jax.checkpoint._store_path import StorePath
+
 Box = tuple[tuple[int, int], ...]
 """Start and stop in each dim of a part of an array."""
 
@@ -23,6 +27,12 @@ _READS_AT_ONCE = 16
 # Copies of one chunk each; each holds the bytes read and those to write.
 _COPIES_AT_ONCE = 4
 _PLACES_BYTES = 100_000_000
+# Small values that lie side by side are one request.
+_COALESCED = {
+    "experimental_read_coalescing_threshold_bytes": 2**20,
+    "experimental_read_coalescing_merged_bytes": 32 * 2**20,
+    "experimental_read_coalescing_interval": "1ms",
+}
 
 
 def zarr_metadata(directory: Path) -> dict[str, dict[str, Any]]:
@@ -88,25 +98,51 @@ def read_all(
       Exception: TensorStore's error if a checksum does not match; see `root_cause`.
     """
     under_way: deque[ts.Future] = deque()
-    arrays = open_arrays(directory, list(leaves))
+    limit_secs = time_limit(directory)
+    arrays = open_arrays(arrays_of_step(directory), list(leaves))
     check_arrays(arrays, leaves, max_bytes)
     for array in arrays.values():
         for chunk in chunks_of(array):
             under_way.append(array[(*(slice(*bounds) for bounds in chunk), ...)].read())
             if len(under_way) == _READS_AT_ONCE:
-                under_way.popleft().result()
+                under_way.popleft().result(limit_secs)
     for read in under_way:
-        read.result()
+        read.result(limit_secs)
 
 
-def open_arrays(directory: Path, names: Collection[str]) -> dict[str, ts.TensorStore]:
+@dataclasses.dataclass(frozen=True)
+class Arrays:
+    """Where arrays are stored.
+
+    Attributes:
+      kvstore: TensorStore's spec of the key-value store.
+      driver: TensorStore's name of their format.
+      keys: Key of an array in the store, by name; a name that is not in it is the key.
+    """
+
+    kvstore: dict[str, Any]
+    driver: str = "zarr3"
+    keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+def arrays_of_step(directory: Path) -> Arrays:
+    """Returns where the arrays of a step are."""
+    return Arrays(_ocdbt(directory))
+
+
+def open_arrays(arrays: Arrays, names: Collection[str]) -> dict[str, ts.TensorStore]:
     """Opens arrays for reading, by name."""
     # Cache the OCDBT index, which would otherwise be read for each value.
     context = ts.Context({"cache_pool#places": {"total_bytes_limit": _PLACES_BYTES}})
-    kvstore = _ocdbt(directory) | {"cache_pool": "cache_pool#places"}
+    kvstore = arrays.kvstore
+    if kvstore["driver"] == "ocdbt":
+        kvstore = kvstore | {"cache_pool": "cache_pool#places"}
     opening = {
         name: ts.open(
-            {"driver": "zarr3", "kvstore": kvstore | {"path": f"{name}/"}},
+            {
+                "driver": arrays.driver,
+                "kvstore": _within(kvstore, arrays.keys.get(name, name)),
+            },
             context=context,
             open=True,
         )
@@ -173,6 +209,11 @@ def chunk_grid(shape: Sequence[int], sizes: Sequence[int]) -> Iterator[Box]:
         )
 
 
+def _within(kvstore: dict[str, Any], key: str) -> dict[str, Any]:
+    """Returns the spec of a folder in a key-value store."""
+    return kvstore | {"path": f"{kvstore.get('path', '')}{key}/"}
+
+
 def _ocdbt(directory: Path) -> dict[str, Any]:
-    base = {"driver": "file", "path": f"{directory}/"}
-    return {"driver": "ocdbt", "base": base}
+    spec = {"driver": "ocdbt", "base": kvstore_spec(directory)}
+    return spec | (_COALESCED if isinstance(directory, StorePath) else {})

@@ -21,10 +21,12 @@ import fsdp_jax
 from fsdp_jax._local_path import check_local
 from fsdp_jax._streams import discard
 from fsdp_jax.checkpoint import NotSavedError
+from fsdp_jax.checkpoint._paths import as_path
 from fsdp_jax.cli._errors import CheckFailed, ChildFailed
 from fsdp_jax.cli._no_driver import be_silent_without_driver
 from fsdp_jax.cli._option_names import suggestions
 from fsdp_jax.cli._options import named
+from fsdp_jax.cli._run_file import expand
 from fsdp_jax.cli.commands._compare import Compare
 from fsdp_jax.cli.commands._completion import Completion
 from fsdp_jax.cli.commands._convert import Convert
@@ -34,6 +36,7 @@ from fsdp_jax.cli.commands._diff_metrics import DiffMetrics
 from fsdp_jax.cli.commands._doctor import Doctor
 from fsdp_jax.cli.commands._edit import Edit
 from fsdp_jax.cli.commands._eval import Eval
+from fsdp_jax.cli.commands._explain import Explain
 from fsdp_jax.cli.commands._export import Export
 from fsdp_jax.cli.commands._generate import Generate
 from fsdp_jax.cli.commands._import import Import
@@ -43,9 +46,13 @@ from fsdp_jax.cli.commands._make_tiny_llama import MakeTinyLlama
 from fsdp_jax.cli.commands._merge import Merge
 from fsdp_jax.cli.commands._plan import Plan
 from fsdp_jax.cli.commands._remove import Remove
+from fsdp_jax.cli.commands._schema import Schema
 from fsdp_jax.cli.commands._train import Train
 from fsdp_jax.cli.commands._verify import Verify
 from fsdp_jax.launch import fail
+
+# Options that are directories of checkpoints, which may be in an object store.
+_OF_CHECKPOINTS = {"checkpoint", "resume", "save"}
 
 _Command = (
     Annotated[Train, named("train", Train)]
@@ -53,6 +60,7 @@ _Command = (
     | Annotated[Eval, named("eval", Eval)]
     | Annotated[Generate, named("generate", Generate)]
     | Annotated[Plan, named("plan", Plan)]
+    | Annotated[Explain, named("explain", Explain)]
     | Annotated[Import, named("import", Import)]
     | Annotated[Export, named("export", Export)]
     | Annotated[Convert, named("convert", Convert)]
@@ -66,6 +74,7 @@ _Command = (
     | Annotated[MakeTinyLlama, named("make-tiny-llama", MakeTinyLlama)]
     | Annotated[Demo, named("demo", Demo)]
     | Annotated[Launch, named("launch", Launch)]
+    | Annotated[Schema, named("schema", Schema)]
     | Annotated[Doctor, named("doctor", Doctor)]
     | Annotated[Completion, named("completion", Completion)]
 )
@@ -93,7 +102,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     try:
         try:
-            command = parse(words)
+            try:
+                command = parse(words)
+            except (ValueError, OSError) as error:  # in the file of a run
+                return _report(error, status=2)
             if isinstance(command, Completion):
                 return _print_completion(command.shell)
             return _run(command)
@@ -116,11 +128,14 @@ def parse(words: Sequence[str]) -> Any:
 
     Raises:
       SystemExit: If they are wrong, with status 2, or if help was asked for.
+      ValueError: If the file that describes a run is wrong.
     """
     # tyro has colours for any terminal, and knows nothing of https://no-color.org.
     tyro._experimental_options["ansi_codes"] = not os.environ.get("NO_COLOR")
     commands = _commands()
     command, rest = (words[0], words[1:]) if words else ("", words)
+    if command == "train":
+        rest = expand(rest, Train)
     try:
         if command not in commands:
             return _parse(_Command, "fsdp-jax", _DESCRIPTION, words)
@@ -174,11 +189,14 @@ def _run(command: Any) -> int:
 
 def _check_paths(command: object) -> None:
     """Refuses URLs in options that are paths; a prompt may be one."""
-    values = vars(command).values()
-    flat = [each for x in values for each in (x if isinstance(x, tuple) else (x,))]
-    check_local(*(each for each in flat if isinstance(each, Path)))
-    for value in filter(dataclasses.is_dataclass, flat):
-        _check_paths(value)
+    for name, value in vars(command).items():
+        for each in value if isinstance(value, tuple) else (value,):
+            if dataclasses.is_dataclass(each):
+                _check_paths(each)
+            elif isinstance(each, Path) and name in _OF_CHECKPOINTS:
+                as_path(each)
+            elif isinstance(each, Path):
+                check_local(each)
 
 
 def _report(error: Exception, *, status: int) -> int:

@@ -7,8 +7,8 @@ from typing import Any
 
 from bridge.megatron import AdamSettings
 
-_ADAM = "adam"  # Key in the metadata of an import, until a run has a recipe.
-# Fields of `AdamSettings` -> fields of a recipe.
+_ADAM = "adam"  # Key in the metadata of an import, until a run has trained it.
+# Fields of `AdamSettings` -> options of `fsdp-jax train`.
 _FROM_MEGATRON = {
     **{name: name for name in ("lr", "weight_decay", "b1", "b2", "eps", "no_decay")},
     "clip_grad": "clip",

@@ -10,8 +10,8 @@ import grain
 import numpy as np
 from jaxtyping import Int32
 
+from fsdp_jax.cli._data_config import DataConfig
 from fsdp_jax.cli._tokens import Tokens
-from fsdp_jax.cli._train_config import Recipe
 from fsdp_jax.data._host_batches import HostBatches, HostShard
 
 
@@ -40,55 +40,55 @@ class Windows:
 
 
 def make_batches(
-    tokens: Tokens, recipe: Recipe, shard: HostShard
+    tokens: Tokens, config: DataConfig, shard: HostShard
 ) -> grain.DatasetIterator:
     """Makes this host's rows of global batches, shuffled anew each epoch, without end.
 
-    The order depends on the recipe alone, never on the mesh. `get_state()` is a small
+    The order depends on the config alone, never on the mesh. `get_state()` is a small
     dict for JSON, the same on all hosts, and `set_state` continues from it, on any.
 
     Args:
       tokens: Text.
-      recipe: Batch, row length and seed.
+      config: Batch, row length and seed.
       shard: Rows of a batch that this host reads, from `host_shard`.
 
     Raises:
       ValueError: If the tokens do not fill a single row.
     """
-    windows = Windows(tokens, recipe.seq)
+    windows = Windows(tokens, config.seq)
     if not len(windows):
         raise ValueError(
-            f"--data holds {len(tokens)} tokens, but a row of --seq {recipe.seq} takes "
-            f"{recipe.seq + 1}. Use more data or a smaller --seq."
+            f"--data holds {len(tokens)} tokens, but a row of --seq {config.seq} takes "
+            f"{config.seq + 1}. Use more data or a smaller --seq."
         )
-    return mixed_batches([windows], None, recipe, shard)
+    return mixed_batches([windows], None, config, shard)
 
 
 def mixed_batches(
     sources: Sequence[Any],
     weights: Sequence[float] | None,
-    recipe: Recipe,
+    config: DataConfig,
     shard: HostShard,
 ) -> grain.DatasetIterator:
     """Makes this host's rows of global batches from one or several sources.
 
     Each source is shuffled, anew each epoch, and repeated without end. The order
-    depends on the recipe alone, as for `make_batches`.
+    depends on the config alone, as for `make_batches`.
 
     Args:
       sources: Rows of each source, by index.
       weights: Share of each source among the rows; None for a single source.
-      recipe: Batch size and seed.
+      config: Batch size and seed.
       shard: Rows of a batch that this host reads, from `host_shard`.
     """
     datasets = [
-        grain.MapDataset.source(source).seed(recipe.seed + index).shuffle().repeat()
+        grain.MapDataset.source(source).seed(config.seed + index).shuffle().repeat()
         for index, source in enumerate(sources)
     ]
     rows = datasets[0]
     if len(datasets) > 1:
         rows = grain.MapDataset.mix(datasets, weights)
-    batches = grain.MapDataset.source(HostBatches(rows, recipe.batch, shard))
+    batches = grain.MapDataset.source(HostBatches(rows, config.batch, shard))
     # One thread makes the next batches while the devices work.
     ahead = grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
     return iter(batches.to_iter_dataset(ahead))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,6 +18,7 @@ from bridge.models import (
     Decoder,
     DecoderConfig,
     DecoderLayer,
+    RouterStats,
     correction_bias_paths,
     expert_parallel_rules,
     tensor_parallel_rules,
@@ -90,10 +92,10 @@ def plan_decoder(
 
 
 def _stack(config: DecoderConfig) -> str:
-    """Returns the layers that stages split: the longest run of one structure."""
-    runs = config.layer_runs
-    sizes = [run.stop - run.start for run in runs]
-    return f"layers.{sizes.index(max(sizes))}" if len(runs) > 1 else "layers"
+    """Returns the path of the layers that stages split: the longest block."""
+    blocks = config.layer_blocks
+    sizes = [block.stop - block.start for block in blocks]
+    return f"layers.{sizes.index(max(sizes))}" if len(blocks) > 1 else "layers"
 
 
 def computed_in(param_dtype: str) -> fsdp.FSDPConfig:
@@ -107,84 +109,79 @@ def loss_of(*, fused: bool) -> Callable[..., Float[Array, ""]]:
     return fused_next_token_loss if fused else next_token_loss
 
 
+@dataclasses.dataclass(frozen=True)
+class LossConfig:
+    """Terms of the loss beside the cross entropy.
+
+    Attributes:
+      label_smoothing: Fraction of each target spread over the vocabulary.
+      z_loss: Weight of the squared log-normalizer of the logits.
+    """
+
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+
+    def problems(self) -> list[str]:
+        """Returns what is out of range, by option."""
+        wrong = []
+        if not 0 <= self.label_smoothing < 1:
+            wrong.append(
+                f"--label-smoothing {self.label_smoothing}: at least 0, less than 1"
+            )
+        if not 0 <= self.z_loss < math.inf:
+            wrong.append(f"--z-loss {self.z_loss}: a finite number, at least 0")
+        return wrong
+
+
 def training_loss(
-    *,
-    fused: bool,
-    routing: Routing,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
+    *, fused: bool, routing: Routing, terms: LossConfig = LossConfig()
 ) -> Callable[..., Any]:
-    """Makes the loss of `train`: cross entropy, and for experts a balancing loss.
+    """Makes the loss of text: cross entropy, and for experts a balancing loss.
 
     Args:
       fused: Whether logits are computed by chunks of the vocabulary.
       routing: Routing of models with experts.
-      label_smoothing: Fraction of each target spread over the vocabulary.
-      z_loss: Weight of the squared log-normalizer of the logits.
+      terms: Terms beside the cross entropy.
 
     Returns:
       Function `loss(model, batch) -> (loss, metrics)`; the metrics are those of
       experts.
     """
-    of_states = functools.partial(
-        _fused_loss_of_states if fused else _loss_of_states,
-        label_smoothing=label_smoothing,
-        z_loss=z_loss,
-    )
+    of_tokens = _losses_of_tokens(fused, terms)
 
     def loss(model, batch):
         tokens, targets = _tokens_and_targets(batch)
         states, stats = model.final_states(tokens)
-        cross_entropy = of_states(model, states, targets)
+        cross_entropy = of_tokens(model, states, targets).mean()
         if stats is None:
             return cross_entropy, {}
-        if isinstance(model, CountingDecoder):
-            model.count(stats)
-        balance, reported = router_losses(model.config, routing, stats)
+        balance, reported = _balance(model, routing, stats)
         return cross_entropy + balance, {"cross_entropy": cross_entropy, **reported}
 
     return loss
 
 
 def document_loss(
-    *,
-    fused: bool,
-    routing: Routing,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
+    *, fused: bool, routing: Routing, terms: LossConfig = LossConfig()
 ) -> Callable[..., Any]:
     """Makes the loss of rows of documents, for `calculate_per_token_loss=True`.
 
     Args:
       fused: Whether logits are computed by chunks of the vocabulary.
       routing: Routing of models with experts.
-      label_smoothing: Fraction of each target spread over the vocabulary.
-      z_loss: Weight of the squared log-normalizer of the logits.
+      terms: Terms beside the cross entropy.
 
     Returns:
       Function `loss(model, batch) -> ((sum, count), metrics)` over the tokens whose
       weight is not 0; a balancing loss of experts counts once for each of them.
     """
-    of_tokens = functools.partial(
-        _fused_token_losses if fused else _token_losses,
-        label_smoothing=label_smoothing,
-        z_loss=z_loss,
-    )
-    mine: tuple[str, ...] = ()  # The step sums over ranks.
+    of_rows = _sum_over_rows(_losses_of_tokens(fused, terms))
 
     def loss(model, batch):
-        states, stats = model.final_states(
-            batch["tokens"], batch["positions"], batch["segment_ids"]
-        )
-        is_trained = batch["weights"] > 0
-        losses = of_tokens(model, states, batch["targets"])
-        total = fsdp.ops.masked_sum(losses, is_trained, axes=mine)
-        count = fsdp.ops.masked_count(is_trained, axes=mine)
+        total, count, stats = of_rows(model, batch)
         if stats is None:
             return (total, count), {}
-        if isinstance(model, CountingDecoder):
-            model.count(stats)
-        balance, reported = router_losses(model.config, routing, stats)
+        balance, reported = _balance(model, routing, stats)
         return (total + balance * count, count), reported
 
     return loss
@@ -200,47 +197,62 @@ def held_out_loss(*, fused: bool) -> Callable[..., Any]:
       Function `loss(model, batch) -> (sum, count)` over the tokens whose weight is not
       0.
     """
-    of_tokens = _fused_token_losses if fused else _token_losses
-    mine: tuple[str, ...] = ()  # The step sums over ranks.
+    of_rows = _sum_over_rows(_losses_of_tokens(fused, LossConfig()))
 
     def loss(model, batch):
-        states, _ = model.final_states(
+        total, count, _ = of_rows(model, batch)
+        return total, count
+
+    return loss
+
+
+def _losses_of_tokens(fused: bool, terms: LossConfig) -> Callable[..., Array]:
+    of_tokens = _fused_token_losses if fused else _token_losses
+    return functools.partial(of_tokens, **vars(terms))
+
+
+def _sum_over_rows(of_tokens: Callable[..., Array]) -> Callable[..., Any]:
+    """Makes the sum over this rank's documents: the step sums over ranks."""
+
+    def of_rows(model, batch):
+        states, stats = model.final_states(
             batch["tokens"], batch["positions"], batch["segment_ids"]
         )
         is_trained = batch["weights"] > 0
         losses = of_tokens(model, states, batch["targets"])
-        return (
-            fsdp.ops.masked_sum(losses, is_trained, axes=mine),
-            fsdp.ops.masked_count(is_trained, axes=mine),
-        )
+        total = fsdp.ops.masked_sum(losses, is_trained, axes=())
+        return total, fsdp.ops.masked_count(is_trained, axes=()), stats
 
-    return loss
+    return of_rows
+
+
+def _balance(
+    model: Decoder, routing: Routing, stats: RouterStats
+) -> tuple[Array, dict[str, Array]]:
+    """Returns the balancing loss of experts, with what the metrics say of it."""
+    if isinstance(model, CountingDecoder):
+        model.count(stats)
+    return router_losses(model.config, routing, stats)
 
 
 def next_token_loss(model: Decoder, batch: Batch) -> Float[Array, ""]:
     """Computes the mean cross entropy of each token given those before it."""
     tokens, targets = _tokens_and_targets(batch)
     states, _ = model.final_states(tokens)
-    return _loss_of_states(model, states, targets)
+    return _token_losses(model, states, targets).mean()
 
 
 def fused_next_token_loss(model: Decoder, batch: Batch) -> Float[Array, ""]:
     """Computes `next_token_loss` by chunks of the vocabulary."""
     tokens, targets = _tokens_and_targets(batch)
     states, _ = model.final_states(tokens)
-    return _fused_loss_of_states(model, states, targets)
+    return _fused_token_losses(model, states, targets).mean()
 
 
 def _tokens_and_targets(batch: Batch) -> tuple[Array, Array]:
     if isinstance(batch, dict):  # Shifted already, as no rank on cp has whole rows.
         return batch["tokens"], batch["targets"]
     return batch[:, :-1], batch[:, 1:]
-
-
-def _loss_of_states(
-    model: Decoder, states: Array, targets: Array, **weights: Any
-) -> Float[Array, ""]:
-    return _token_losses(model, states, targets, **weights).mean()
 
 
 def _with_head_bias(model: Decoder, states: Array) -> tuple[Array, Array]:
@@ -256,12 +268,6 @@ def _with_head_bias(model: Decoder, states: Array) -> tuple[Array, Array]:
         jnp.concatenate([states, ones], axis=-1),
         jnp.concatenate([kernel, bias[None]], axis=0),
     )
-
-
-def _fused_loss_of_states(
-    model: Decoder, states: Array, targets: Array, **weights: Any
-) -> Float[Array, ""]:
-    return _fused_token_losses(model, states, targets, **weights).mean()
 
 
 def _token_losses(

@@ -12,9 +12,9 @@ import numpy as np
 
 from fsdp_jax.checkpoint._multihost import check_same, exchange, together
 from fsdp_jax.cli._chat_template import Span, read_chat_template
+from fsdp_jax.cli._data_config import DataConfig
 from fsdp_jax.cli._records import Record, read_records
 from fsdp_jax.cli._tokenizer import TextCodec, check_vocab
-from fsdp_jax.cli._train_config import Recipe
 from fsdp_jax.data._documents import (
     DocumentRows,
     Documents,
@@ -42,31 +42,31 @@ class Encoder:
     eos: int | None
     vocab_size: int
 
-    def encode_file(self, file: Path, recipe: Recipe) -> tuple[Documents, str]:
+    def encode_file(self, file: Path, config: DataConfig) -> tuple[Documents, str]:
         """Reads a file, and says in a line how many documents it has.
 
         Args:
           file: JSON Lines file.
-          recipe: Options of the data.
+          config: Options of the data.
 
         Raises:
           ValueError: If lines are no records, or no document has a token to train on.
         """
         records = read_records(file, read_chat_template(self.directory))
-        found = [self.encode(record, recipe.train_on) for record in records]
+        found = [self.encode(record, config.train_on) for record in records]
         kept, cut_documents, cut_tokens = [], 0, 0
         for ids, trained in found:
-            excess = len(ids) - (recipe.seq + 1)
+            excess = len(ids) - (config.seq + 1)
             if excess > 0:
                 cut_documents, cut_tokens = cut_documents + 1, cut_tokens + excess
-                if recipe.overlong == "drop":
+                if config.overlong == "drop":
                     continue
-            kept.append((ids[: recipe.seq + 1], trained[: recipe.seq + 1]))
+            kept.append((ids[: config.seq + 1], trained[: config.seq + 1]))
         usable = [each for each in kept if any(each[1][1:])]
         if not usable:
             raise ValueError(
                 f"--data '{file}': none of {len(records)} documents has a token to "
-                f"train on in its first {recipe.seq + 1}. Use a larger --seq."
+                f"train on in its first {config.seq + 1}. Use a larger --seq."
             )
         documents = join_documents(usable)
         highest = int(documents.ids.max())
@@ -76,11 +76,11 @@ class Encoder:
             f"{len(documents.ids):,} tokens",
             f"{int(documents.trained.sum()):,} trained",
         ]
-        if cut_documents and recipe.overlong == "drop":
-            parts.append(f"{cut_documents:,} longer than --seq {recipe.seq} dropped")
+        if cut_documents and config.overlong == "drop":
+            parts.append(f"{cut_documents:,} longer than --seq {config.seq} dropped")
         elif cut_documents:
             parts.append(
-                f"{cut_documents:,} longer than --seq {recipe.seq} truncated by "
+                f"{cut_documents:,} longer than --seq {config.seq} truncated by "
                 f"{cut_tokens:,} tokens"
             )
         if lost := len(kept) - len(usable):
@@ -149,14 +149,14 @@ class DocumentData:
 
 
 def read_documents(
-    files: Sequence[Path], encoder: Encoder, recipe: Recipe, share: Path | None
+    files: Sequence[Path], encoder: Encoder, config: DataConfig, share: Path | None
 ) -> DocumentData:
     """Reads files of records; in the first process, for all.
 
     Args:
       files: JSON Lines files.
       encoder: Turns records into documents.
-      recipe: Options of the data.
+      config: Options of the data.
       share: Directory that all processes see, where the first leaves the documents;
         None if there is one process.
 
@@ -164,13 +164,13 @@ def read_documents(
       ValueError: If lines are no records, or weights do not fit the files.
       OtherProcessError: If the first process failed, in the others.
     """
-    weights = parse_weights(recipe.data_weights, len(files))
+    weights = parse_weights(config.data_weights, len(files))
     if jax.process_count() == 1 or share is None:
-        found = [encoder.encode_file(file, recipe) for file in files]
+        found = [encoder.encode_file(file, config) for file in files]
     else:
-        found = _read_in_first(files, encoder, recipe, share)
+        found = _read_in_first(files, encoder, config, share)
     sources = tuple(
-        document_rows(documents, recipe.seq, packed=recipe.rows == "pack")
+        document_rows(documents, config.seq, packed=config.rows == "pack")
         for documents, _ in found
     )
     if weights is None and len(sources) > 1:
@@ -203,14 +203,14 @@ def parse_weights(text: str, count: int) -> tuple[float, ...] | None:
 
 
 def _read_in_first(
-    files: Sequence[Path], encoder: Encoder, recipe: Recipe, share: Path
+    files: Sequence[Path], encoder: Encoder, config: DataConfig, share: Path
 ) -> list[tuple[Documents, str]]:
     paths = [share / f"fsdp-jax-documents-{index}.npz" for index in range(len(files))]
     with together("Reading the documents"):
         if jax.process_index() == 0:
             share.mkdir(parents=True, exist_ok=True)
             for file, path in zip(files, paths, strict=True):
-                documents, line = encoder.encode_file(file, recipe)
+                documents, line = encoder.encode_file(file, config)
                 part = path.with_suffix(".part.npz")
                 np.savez(part, line=np.asarray(line), **vars(documents))
                 part.replace(path)

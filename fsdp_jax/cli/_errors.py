@@ -6,6 +6,9 @@ import importlib
 import tempfile
 from pathlib import Path
 from types import ModuleType
+from typing import Any
+
+from fsdp_jax.checkpoint._paths import as_path, is_local
 
 
 class CheckFailed(Exception):
@@ -33,6 +36,9 @@ def check_creatable(path: Path, option: str) -> None:
       path: File or directory to be written.
       option: Option that names it, for the message.
     """
+    if not is_local(store := as_path(path)):
+        _check_writable(store, option)
+        return
     existing = path.absolute()
     while not existing.exists():
         existing = existing.parent
@@ -45,6 +51,16 @@ def check_creatable(path: Path, option: str) -> None:
         raise ValueError(
             f"{option} '{path}': '{existing}' is not writable ({error.strerror})."
         ) from error
+
+
+def _check_writable(path: Any, option: str) -> None:
+    """Raises a `ValueError` unless an object can be written to a folder of a store."""
+    probe = path / "fsdp-jax-probe"
+    try:
+        probe.write_bytes(b"")
+        probe.unlink()
+    except OSError as error:
+        raise ValueError(f"{option} '{path}' is not writable: {error}") from error
 
 
 def check_empty(path: Path, option: str) -> None:

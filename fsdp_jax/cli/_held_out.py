@@ -11,9 +11,9 @@ import numpy as np
 import fsdp_jax as fsdp
 from fsdp_jax.cli._context_parallel import split_rows
 from fsdp_jax.cli._data import Windows
+from fsdp_jax.cli._data_config import DataConfig
 from fsdp_jax.cli._decoder import held_out_loss
 from fsdp_jax.cli._document_data import DocumentData
-from fsdp_jax.cli._train_config import Recipe
 from fsdp_jax.cli._training_data import TrainingData
 from fsdp_jax.data._documents import Row
 
@@ -78,12 +78,14 @@ class HeldOut:
         return sum(int(row["weights"].sum()) for row in rows)
 
 
-def hold_out(data: TrainingData, recipe: Recipe, *, every: int, fused: bool) -> HeldOut:
+def hold_out(
+    data: TrainingData, config: DataConfig, *, every: int, fused: bool
+) -> HeldOut:
     """Prepares held-out data.
 
     Args:
       data: Data from `read_data`.
-      recipe: Batch and row length.
+      config: Batch and row length.
       every: Interval of steps.
       fused: Whether logits are computed by chunks of the vocabulary.
 
@@ -93,14 +95,14 @@ def hold_out(data: TrainingData, recipe: Recipe, *, every: int, fused: bool) -> 
     if isinstance(data, DocumentData):
         rows: Sequence[Any] = [row for source in data.sources for row in _each(source)]
     else:
-        windows = Windows(data, recipe.seq)
+        windows = Windows(data, config.seq)
         if not len(windows):
             raise ValueError(
                 f"--eval-data holds {len(data)} tokens, but a row of --seq "
-                f"{recipe.seq} takes {recipe.seq + 1}. Use more data."
+                f"{config.seq} takes {config.seq + 1}. Use more data."
             )
         rows = _TextRows(windows)
-    return HeldOut(rows, recipe.batch, every, fused)
+    return HeldOut(rows, config.batch, every, fused)
 
 
 def _each(source: Any) -> list[Row]:

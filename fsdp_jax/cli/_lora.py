@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import Literal
 
@@ -96,3 +97,51 @@ class Adapter:
         )
         arrays = jax.tree.map(np.asarray, fsdp.sharding.unpack(factors))
         bridge.save_lora(path, bridge.Lora(described, arrays, {}), config)
+
+
+@dataclasses.dataclass(frozen=True)
+class AdapterConfig:
+    """Options of LoRA.
+
+    Attributes:
+      lora_rank: Rank of the factors that are trained in place of the model; 0 for none.
+      lora_alpha: Numerator of their scale, `lora_alpha / lora_rank`; None for the rank.
+      lora_targets: PEFT's names of the modules with factors, separated by commas.
+      base_dtype: Format of the frozen weights; None for the dtype of the others.
+    """
+
+    lora_rank: int = 0
+    lora_alpha: float | None = None
+    lora_targets: str = "all-linear"
+    base_dtype: BaseDType | None = None
+
+    def problems(self) -> list[str]:
+        """Returns what is out of range or without effect, by option."""
+        if not self.lora_rank:
+            alone = {
+                "--lora-alpha": self.lora_alpha,
+                "--lora-targets": self.lora_targets != "all-linear",
+                "--base-dtype": self.base_dtype,
+            }
+            return [f"{name} needs --lora-rank" for name, x in alone.items() if x]
+        wrong = []
+        if self.lora_rank < 0:
+            wrong.append(f"--lora-rank {self.lora_rank}: at least 1")
+        if self.lora_alpha is not None and not 0 < self.lora_alpha < math.inf:
+            wrong.append(f"--lora-alpha {self.lora_alpha}: a finite number above 0")
+        return wrong
+
+    def make(self, param_dtype: BaseDType) -> Adapter | None:
+        """Returns the LoRA that is trained; None if the model is.
+
+        Args:
+          param_dtype: Dtype of the weights, and of frozen ones by default.
+        """
+        if not self.lora_rank:
+            return None
+        return Adapter(
+            self.lora_rank,
+            self.lora_alpha or self.lora_rank,
+            tuple(self.lora_targets.split(",")),
+            self.base_dtype or param_dtype,
+        )

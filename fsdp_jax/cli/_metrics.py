@@ -19,6 +19,9 @@ from fsdp_jax._report import format_bytes
 from fsdp_jax._streams import discard
 from fsdp_jax.cli._log import say
 
+EVAL_LOSS = "eval_loss"
+"""Key of the held-out loss in the metadata of a step."""
+
 
 @dataclasses.dataclass(frozen=True)
 class StepMetrics:

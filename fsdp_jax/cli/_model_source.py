@@ -290,7 +290,7 @@ def open_run(path: Path, step: int | None) -> Checkpoint:
       ValueError: If there is no such step, or it was imported and never trained.
     """
     origin = open_checkpoint(path, step)
-    trained = {"recipe", "data"} <= set(origin.metadata)
+    trained = {"train", "data"} <= set(origin.metadata)
     if not trained and "optimizer" not in origin.metadata:
         raise ValueError(
             f"Step {origin.step} of '{path}' was imported, not trained: there is "

@@ -261,13 +261,3 @@ def _name(path: Sequence[Any]) -> str:
 
 def _option(name: str) -> str:
     return f"--{name.replace('_', '-')}"
-
-
-def options_of(values: Any) -> OptimizerConfig:
-    """Returns the optimizer that an object's fields of the same names describe.
-
-    Args:
-      values: Object with the fields of `OptimizerConfig`.
-    """
-    names = [field.name for field in dataclasses.fields(OptimizerConfig)]
-    return OptimizerConfig(**{name: getattr(values, name) for name in names})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import sys
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, get_args
 
 import jax
 import tyro
@@ -32,10 +32,23 @@ def named(name: str, command: type) -> Any:
     return tyro.conf.subcommand(name, description=summary)
 
 
-IgnoreField = Annotated[
-    tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="NAME")
-]
+Repeated = tyro.conf.UseAppendAction[tuple[str, ...]]
+"""Option that is given once for each of its values."""
+
+IgnoreField = Annotated[Repeated, tyro.conf.arg(metavar="NAME")]
 """Option `--ignore-field NAME`, given once for each field of config.json to ignore."""
+
+LogTo = Annotated[Repeated, tyro.conf.arg(metavar="KIND:WHERE")]
+"""Option `--log-to KIND:WHERE`, given once for each log of the metrics."""
+
+
+def repeated(hint: Any) -> bool:
+    """Returns whether an option is given once for each of its values.
+
+    Args:
+      hint: Type of the option, with its annotations.
+    """
+    return tyro.conf.UseAppendAction in get_args(hint)
 
 
 @dataclasses.dataclass(frozen=True)

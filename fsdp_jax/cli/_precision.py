@@ -1,13 +1,15 @@
-"""Communication, offload and loss scale of a run, from options."""
+"""Dtypes, communication, offload and loss scale of a run, from options."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Literal
 
 import fsdp_jax as fsdp
 
 ParamGather = Literal["param_dtype", "float8", "mxfp8"]
+ParamDtype = Literal["float32", "bfloat16", "float16"]
 OffloadTo = Literal["optimizer", "all"]
 
 _GATHERS = {
@@ -22,17 +24,34 @@ _OFFLOADS = {
 }
 
 
+_FIRST_SCALE = 2.0**16
+
+
 @dataclasses.dataclass(frozen=True)
 class Precision:
-    """Numerics of a run beside the dtype of its weights.
+    """Dtypes and formats of a run.
 
     Attributes:
+      param_dtype: Dtype that weights are gathered and computed in.
       param_gather: Format in which the matrices of layers are communicated.
-      loss_scale: Initial factor of the loss; None for none.
+      loss_scale: Initial factor of the loss; None for 65536 in float16, else none.
     """
 
-    param_gather: ParamGather
-    loss_scale: float | None
+    param_dtype: ParamDtype = "float32"
+    param_gather: ParamGather = "param_dtype"
+    loss_scale: float | None = None
+
+    def problems(self) -> list[str]:
+        """Returns what is out of range or without effect, by option."""
+        scale, wrong = self.loss_scale, []
+        if scale is not None and not 1 <= scale < math.inf:
+            wrong.append(f"--loss-scale {scale}: a finite number, at least 1")
+        if scale is not None and self.param_dtype != "float16":
+            wrong.append(
+                f"--loss-scale {scale} is for --param-dtype float16, and this is "
+                f"{self.param_dtype}"
+            )
+        return wrong
 
     def sharding(
         self, config: fsdp.FSDPConfig, offload: OffloadTo | None
@@ -49,8 +68,6 @@ class Precision:
 
     def scale(self) -> fsdp.training.LossScale | None:
         """Returns the initial loss scale; None for none."""
-        return (
-            None
-            if self.loss_scale is None
-            else fsdp.training.LossScale(self.loss_scale)
-        )
+        if self.param_dtype != "float16":
+            return None
+        return fsdp.training.LossScale(self.loss_scale or _FIRST_SCALE)

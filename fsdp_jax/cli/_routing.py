@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, Literal
 
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
@@ -15,7 +17,6 @@ import fsdp_jax as fsdp
 from bridge.models import (
     Decoder,
     DecoderConfig,
-    DecoderLayer,
     Dispatch,
     MoE,
     RouterStats,
@@ -47,6 +48,19 @@ class Routing:
     expert_bias_rate: float = 0.0
     capacity_factor: float | None = None
     router_dtype: RouterDtype = "float32"
+
+    def problems(self) -> list[str]:
+        """Returns what is out of range, by option."""
+        names = ("aux_loss_coef", "router_z_loss_coef", "expert_bias_rate")
+        wrong = [
+            f"--{name.replace('_', '-')} {value}: a finite number, at least 0"
+            for name in names
+            if not 0 <= (value := getattr(self, name)) < math.inf
+        ]
+        capacity = self.capacity_factor
+        if capacity is not None and not 0 < capacity < math.inf:
+            wrong.append(f"--capacity-factor {capacity}: more than 0")
+        return wrong
 
     @property
     def dispatch(self) -> Dispatch:
@@ -138,8 +152,7 @@ class CountingDecoder(Decoder):
         """Counts from zero."""
         super().__init__(config, **options)
         assert config.moe is not None
-        layers = sum(run.stop - run.start for run in config.layer_runs if run.sparse)
-        shape = (layers, config.moe.num_experts)
+        shape = (len(_sparse_layers(config)), config.moe.num_experts)
         self.tokens_per_expert = fsdp.step.Tally(jnp.zeros(shape, jnp.int32))
 
     def count(self, stats: RouterStats) -> None:
@@ -155,19 +168,28 @@ def move_biases(rate: float) -> Callable[[CountingDecoder], None]:
     """
 
     def update(decoder: CountingDecoder) -> None:
-        tally, start = decoder.tokens_per_expert, 0
-        for bias in _biases(decoder):
-            tokens = tally[...][start : start + len(bias[...])]
-            start += len(tokens)
-            bias[...] = fsdp.ops.update_expert_bias(bias[...], tokens, rate)
+        tally = decoder.tokens_per_expert
+        rows = _sparse_layers(decoder.config)
+        for stack in decoder.config.layer_stacks:
+            bias = _correction_bias(decoder, stack.path)
+            if bias is not None:
+                mine = np.asarray([rows.index(layer) for layer in stack.layers])
+                tokens = tally[...][mine]
+                bias[...] = fsdp.ops.update_expert_bias(bias[...], tokens, rate)
         tally[...] = jnp.zeros_like(tally[...])
 
     return update
 
 
-def _biases(decoder: Decoder) -> list[nnx.Param]:
-    """Returns the biases of each stack of layers with experts, in order."""
-    layers = decoder.layers
-    stacks = [layers] if isinstance(layers, DecoderLayer) else list(layers)
-    routers = [stack.mlp.router for stack in stacks if isinstance(stack.mlp, MoE)]
-    return [r.correction_bias for r in routers if r.correction_bias is not None]
+def _sparse_layers(config: DecoderConfig) -> list[int]:
+    """Returns the indices of the layers with experts."""
+    kinds = enumerate(config.layer_kinds)
+    return [layer for layer, kind in kinds if kind.channels == "sparse"]
+
+
+def _correction_bias(decoder: Decoder, path: str) -> nnx.Param | None:
+    """Returns the biases of a stack of layers, or None if it has no such biases."""
+    stack: Any = decoder
+    for name in path.split("."):
+        stack = stack[int(name)] if name.isdigit() else getattr(stack, name)
+    return stack.mlp.router.correction_bias if isinstance(stack.mlp, MoE) else None

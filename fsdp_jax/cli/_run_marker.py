@@ -12,6 +12,7 @@ import jax
 
 import fsdp_jax as fsdp
 from fsdp_jax.checkpoint._multihost import exchange, together
+from fsdp_jax.checkpoint._paths import as_path, is_local
 from fsdp_jax.checkpoint._steps import committed_steps, resolve_step, set_aside
 
 _NAME = "fsdp-jax-train.json"
@@ -26,14 +27,14 @@ class Command:
       resume: Value of --resume.
       resume_step: Value of --resume-step.
       metrics: Value of --metrics.
-      recipe: Fields of `Recipe` that were given.
+      options: Options of a `TrainConfig` that were given.
     """
 
     hf: str | None
     resume: str | None
     resume_step: int | None
     metrics: str | None
-    recipe: dict[str, Any]
+    options: dict[str, Any]
 
 
 def is_begun(save: Path, command: Command, *, in_place: bool) -> bool:
@@ -73,15 +74,34 @@ def mark_begun(save: Path, command: Command) -> None:
         return
     if fsdp.latest_step(save) is None:
         known = []  # what another began has come to nothing
-    save.mkdir(parents=True, exist_ok=True)
-    part = save / f"{_NAME}.part"
-    part.write_text(json.dumps([*known, now]))
-    part.replace(save / _NAME)
+    write_in(as_path(save), _NAME, json.dumps([*known, now]))
+
+
+def write_in(directory: Any, name: str, text: str) -> None:
+    """Writes a file into the directory of a run, whole or not at all.
+
+    Args:
+      directory: Directory from `as_path`; created if it is absent.
+      name: Name of the file.
+      text: Content.
+    """
+    if not is_local(directory):
+        (directory / name).write_text(text)
+        return
+    directory.mkdir(parents=True, exist_ok=True)
+    part = directory / f"{name}.part"
+    part.write_text(text, encoding="utf-8")
+    part.replace(directory / name)
+
+
+def has_written(save: Path, metrics: Path) -> bool:
+    """Returns whether a start of the run in this directory wrote these metrics."""
+    return any(command["metrics"] == str(metrics) for command in _known(save))
 
 
 def _known(save: Path) -> list[dict[str, Any]]:
     """Returns the commands that began or resumed the run in a directory."""
-    file = save / _NAME
+    file = as_path(save) / _NAME
     return json.loads(file.read_bytes()) if file.exists() else []
 
 

@@ -42,6 +42,8 @@ class Strategy:
         Default 0.
       remat: Activations of a layer saved for backward: all, dots, the outputs of
         attention over cp (attention), or nothing.
+      reshard: Frees the gathered weights of a layer after forward, and gathers them
+        again for backward. Without it they are kept, as all activations must be.
       prefetch: Layers gathered ahead of the one that computes.
       unroll: Layers in one iteration of the compiled loop.
       cp_form: Context-parallel attention algorithm: ring, all_gather or ulysses.
@@ -54,6 +56,7 @@ class Strategy:
     zero: int = 3
     outer: Unset[int] = None
     remat: Remat = "all"
+    reshard: bool = True
     prefetch: int = 1
     unroll: int = 1
     cp_form: Unset[CPForm] = None
@@ -90,6 +93,8 @@ class Strategy:
             if value is not None and sizes is not None and sizes.get(axis, 1) == 1:
                 option = name.replace("_", "-")
                 wrong.append(f"--{option} {value} has no effect with {axis}=1")
+        if not self.reshard and self.zero < 3:
+            wrong.append(f"--no-reshard has no effect with --zero {self.zero}")
         if wrong:
             raise ValueError("; ".join(wrong) + ".")
 
@@ -115,6 +120,7 @@ class Strategy:
             zero_dp_strategy=self.zero,
             outer_dp_sharding_strategy=self.outer or 0,
             remat_policy=_SAVED[self.remat],
+            reshard_after_forward=self.reshard,
             pipeline=fsdp.PipelineConfig(
                 self.schedule or "1f1b", self.virtual_stages or 1
             ),

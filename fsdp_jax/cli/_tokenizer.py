@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Protocol
 
 from bridge.models import DecoderConfig
+from fsdp_jax.cli._data_config import Tokenizer
 from fsdp_jax.cli._errors import require
-from fsdp_jax.cli._train_config import Tokenizer
 
 
 class TextCodec(Protocol):

@@ -12,8 +12,8 @@ import numpy as np
 from jaxtyping import Integer
 
 from fsdp_jax.checkpoint._multihost import check_same, exchange, together
+from fsdp_jax.cli._data_config import Tokenizer
 from fsdp_jax.cli._tokenizer import check_vocab, open_codec
-from fsdp_jax.cli._train_config import Tokenizer
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

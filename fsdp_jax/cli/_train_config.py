@@ -3,277 +3,182 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from fsdp_jax.cli._lora import Adapter, BaseDType
-from fsdp_jax.cli._optimizer import (
-    NO_DECAY,
-    OptimizerBits,
-    OptimizerConfig,
-    OptimizerName,
-    ScheduleShape,
-    options_of,
-)
-from fsdp_jax.cli._precision import ParamGather, Precision
-from fsdp_jax.cli._routing import Over, RouterDtype, Routing
-
-Tokenizer = Literal["bytes", "model"]
-RowsOf = Literal["pack", "pad"]
-Overlong = Literal["truncate", "drop"]
-TrainOn = Literal["completions", "all"]
-ParamDtype = Literal["float32", "bfloat16", "float16"]
-
-_RATES = ("z_loss", "aux_loss_coef", "router_z_loss_coef", "expert_bias_rate")
-_OF_THE_DOCUMENTS = ("rows", "overlong", "train_on", "data_weights")
-_OF_THE_DATA = ("batch", "seq", "seed", "tokenizer", *_OF_THE_DOCUMENTS)
-_OF_THE_ADAPTER = ("lora_rank", "lora_alpha", "lora_targets", "base_dtype")
-_FIRST_SCALE = 2.0**16
+from fsdp_jax.cli._data_config import DataConfig
+from fsdp_jax.cli._decoder import LossConfig
+from fsdp_jax.cli._lora import Adapter, AdapterConfig
+from fsdp_jax.cli._optimizer import OptimizerConfig
+from fsdp_jax.cli._precision import Precision
+from fsdp_jax.cli._routing import Routing
 
 
 @dataclasses.dataclass(frozen=True)
-class Recipe:
+class TrainConfig:
     """Options that a checkpoint remembers, so that a resumed run repeats none.
 
+    The names of all fields of all parts differ, so that an option names one of them.
+
     Attributes:
-      tokenizer: Tokenizer of the data.
-      batch: Rows of a global batch.
-      seq: Tokens that a row predicts; it holds one more.
-      seed: Seed of the order of the data, and of random weights.
+      data: Batches.
       microbatches: Microbatches a step.
-      rows: Layout of documents in rows.
-      overlong: Treatment of documents that are longer than a row.
-      train_on: Tokens of documents that are trained.
-      data_weights: Share of each file among the rows.
-      optimizer: Optimizer; its fields up to `optimizer_bits` are those of
-        `OptimizerConfig`.
-      lr: Learning rate at its peak.
-      lr_schedule: Shape of the learning rate after the warmup.
-      warmup: Steps in which the learning rate rises from 0.
-      lr_steps: Last step of the schedule.
-      lr_end: Last learning rate, as a fraction of `lr`.
-      lr_decay: Fraction of `lr_steps` in which wsd decays.
-      weight_decay: Decoupled weight decay.
-      no_decay: Patterns of parameters without weight decay.
-      b1: Decay of the first moments.
-      b2: Decay of the second moments.
-      eps: Constant added to the root of the second moments.
-      clip: Norm to which gradients are clipped.
-      optimizer_bits: Bits of an element of the moments.
-      label_smoothing: Fraction of each target spread over the vocabulary.
-      z_loss: Weight of the squared log-normalizer of the logits.
-      param_dtype: Dtype that weights are gathered and computed in.
-      param_gather: Format in which the matrices of layers are communicated.
-      loss_scale: Initial factor of the loss; None for 65536 in float16, else none.
-      aux_loss_coef: Weight of the load-balancing loss; this field and those up to
-        `router_dtype` are those of `Routing`.
-      aux_loss_over: Tokens whose routing is balanced.
-      router_z_loss_coef: Weight of the routers' z-loss.
-      expert_bias_rate: Change of the routers' biases in a step.
-      capacity_factor: Capacity of an expert; None for no limit.
-      router_dtype: Dtype of the routers' products.
-      lora_rank: Rank of the factors that are trained in place of the model; 0 for none.
-      lora_alpha: Numerator of their scale, `lora_alpha / lora_rank`; None for the rank.
-      lora_targets: PEFT's names of the modules with factors, separated by commas.
-      base_dtype: Format of the frozen weights; None for `param_dtype`.
+      optimizer: Optimizer.
+      loss: Terms of the loss beside the cross entropy.
+      precision: Dtypes and formats.
+      routing: Routing of models with experts.
+      lora: Factors that are trained in place of the model.
 
     Raises:
       ValueError: If a number is out of its range; all offenders in one message.
     """
 
-    tokenizer: Tokenizer
-    batch: int = 8
-    seq: int = 256
-    seed: int = 0
+    data: DataConfig
     microbatches: int = 1
-    rows: RowsOf = "pack"
-    overlong: Overlong = "truncate"
-    train_on: TrainOn = "completions"
-    data_weights: str = ""
-    optimizer: OptimizerName = "adamw"
-    lr: float = 3e-4
-    lr_schedule: ScheduleShape = "constant"
-    warmup: int = 0
-    lr_steps: int | None = None
-    lr_end: float = 0.0
-    lr_decay: float = 0.1
-    weight_decay: float = 0.1
-    no_decay: str = NO_DECAY
-    b1: float = 0.9
-    b2: float | None = None
-    eps: float = 1e-8
-    clip: float = 0.0
-    optimizer_bits: OptimizerBits = 32
-    label_smoothing: float = 0.0
-    z_loss: float = 0.0
-    param_dtype: ParamDtype = "float32"
-    param_gather: ParamGather = "param_dtype"
-    loss_scale: float | None = None
-    aux_loss_coef: float = 0.0
-    aux_loss_over: Over = "batch"
-    router_z_loss_coef: float = 0.0
-    expert_bias_rate: float = 0.0
-    capacity_factor: float | None = None
-    router_dtype: RouterDtype = "float32"
-
-    @property
-    def precision(self) -> Precision:
-        """Communication and loss scale."""
-        default = _FIRST_SCALE if self.param_dtype == "float16" else None
-        scale = self.loss_scale or default
-        return Precision(self.param_gather, scale)
-
-    @property
-    def optimizer_config(self) -> OptimizerConfig:
-        """Optimizer."""
-        return options_of(self)
-
-    @property
-    def routing(self) -> Routing:
-        """Routing of models with experts."""
-        fields = (field.name for field in dataclasses.fields(Routing))
-        return Routing(**{name: getattr(self, name) for name in fields})
-
-    lora_rank: int = 0
-    lora_alpha: float | None = None
-    lora_targets: str = "all-linear"
-    base_dtype: BaseDType | None = None
+    optimizer: OptimizerConfig = OptimizerConfig()
+    loss: LossConfig = LossConfig()
+    precision: Precision = Precision()
+    routing: Routing = Routing()
+    lora: AdapterConfig = AdapterConfig()
 
     def __post_init__(self):
         """Checks the ranges."""
-        wrong = [
-            f"--{name} {getattr(self, name)}: at least 1"
-            for name in ("batch", "seq", "microbatches")
-            if getattr(self, name) < 1
-        ]
-        wrong += [
-            f"--{name.replace('_', '-')} {value}: a finite number, at least 0"
-            for name in _RATES
-            if not 0 <= (value := getattr(self, name)) < math.inf
-        ]
-        wrong += self.optimizer_config.problems()
-        if not 0 <= self.label_smoothing < 1:
-            wrong.append(
-                f"--label-smoothing {self.label_smoothing}: at least 0, less than 1"
-            )
-        if self.optimizer == "muon" and self.lora_rank:
+        wrong = [problem for part in _parts(self) for problem in part.problems()]
+        if self.microbatches < 1:
+            wrong.append(f"--microbatches {self.microbatches}: at least 1")
+        if self.optimizer.optimizer == "muon" and self.lora.lora_rank:
             wrong.append("--optimizer muon is for whole matrices, not for --lora-rank")
-        if not 0 <= self.seed < 2**32:
-            wrong.append(f"--seed {self.seed}: at least 0, below 2**32")
-        if self.capacity_factor is not None and not (
-            0 < self.capacity_factor < math.inf
-        ):
-            wrong.append(f"--capacity-factor {self.capacity_factor}: more than 0")
-        if self.loss_scale is not None and not 1 <= self.loss_scale < math.inf:
-            wrong.append(f"--loss-scale {self.loss_scale}: a finite number, at least 1")
-        if self.loss_scale is not None and self.param_dtype != "float16":
-            wrong.append(
-                f"--loss-scale {self.loss_scale} is for --param-dtype float16, and "
-                f"this is {self.param_dtype}"
-            )
-        wrong += self._wrong_adapter()
         if wrong:
             raise ValueError("; ".join(wrong) + ".")
 
     @property
     def adapter(self) -> Adapter | None:
         """LoRA that is trained; None if the model is."""
-        if not self.lora_rank:
-            return None
-        return Adapter(
-            self.lora_rank,
-            self.lora_alpha or self.lora_rank,
-            tuple(self.lora_targets.split(",")),
-            self.base_dtype or self.param_dtype,
-        )
+        return self.lora.make(self.precision.param_dtype)
 
-    def _wrong_adapter(self) -> list[str]:
-        if not self.lora_rank:
-            alone = {
-                "--lora-alpha": self.lora_alpha,
-                "--lora-targets": self.lora_targets != "all-linear",
-                "--base-dtype": self.base_dtype,
-            }
-            return [f"{name} needs --lora-rank" for name, x in alone.items() if x]
-        wrong = []
-        if self.lora_rank < 0:
-            wrong.append(f"--lora-rank {self.lora_rank}: at least 1")
-        if self.lora_alpha is not None and not 0 < self.lora_alpha < math.inf:
-            wrong.append(f"--lora-alpha {self.lora_alpha}: a finite number above 0")
-        return wrong
+    def values(self) -> dict[str, Any]:
+        """Returns the value of each option, by its name."""
+        parts = {name: x for part in _parts(self) for name, x in vars(part).items()}
+        return {**parts, "microbatches": self.microbatches}
 
 
-def refuse_document_options(given: dict[str, Any]) -> None:
-    """Raises a `ValueError` for options of documents, which text files do not have.
+def _parts(config: TrainConfig) -> list[Any]:
+    return [x for x in vars(config).values() if dataclasses.is_dataclass(x)]
+
+
+_PARTS = {
+    "data": DataConfig,
+    "optimizer": OptimizerConfig,
+    "loss": LossConfig,
+    "precision": Precision,
+    "routing": Routing,
+    "lora": AdapterConfig,
+}
+
+
+def config_of(values: Mapping[str, Any]) -> TrainConfig:
+    """Returns the config of options.
 
     Args:
-      given: Fields of `Recipe` from the command line.
+      values: Value of each option, by its name; those left out have their defaults.
+
+    Raises:
+      ValueError: If a number is out of its range.
     """
-    wrong = [
-        f"--{name.replace('_', '-')} {given[name]}"
-        for name in _OF_THE_DOCUMENTS
-        if name in given
-    ]
-    if wrong:
-        raise ValueError(
-            f"{', '.join(wrong)}: for --data of JSON Lines (.jsonl), not for text."
-        )
+    parts: dict[str, Any] = {}
+    for part, kind in _PARTS.items():
+        given = {name: values[name] for name in _names(kind) if name in values}
+        parts[part] = kind(**given)
+    if "microbatches" in values:
+        parts["microbatches"] = values["microbatches"]
+    return TrainConfig(**parts)
 
 
-def make_recipe(
-    given: dict[str, Any], stored: dict[str, Any], defaults: dict[str, Any]
-) -> Recipe:
+def option_values(*groups: Any) -> dict[str, Any]:
+    """Returns the options of a `TrainConfig` that were given.
+
+    Args:
+      *groups: Groups of options; None where an option was not given.
+    """
+    given = {name: value for group in groups for name, value in vars(group).items()}
+    known = {
+        field.name for kind in _PARTS.values() for field in dataclasses.fields(kind)
+    }
+    return {
+        name: value
+        for name, value in given.items()
+        if value is not None and name in {*known, "microbatches"}
+    }
+
+
+def merge_options(
+    given: Mapping[str, Any], stored: Mapping[str, Any], defaults: Mapping[str, Any]
+) -> TrainConfig:
     """Merges given options, those that a checkpoint remembers, and defaults.
 
     Args:
-      given: Fields of `Recipe` from the command line; None where not given.
-      stored: Fields of the checkpoint that is resumed; empty for a new run.
-      defaults: Defaults of the model.
+      given: Options from the command line, by name.
+      stored: Config of the checkpoint that is resumed, as `dataclasses.asdict` made it;
+        empty for a new run.
+      defaults: Defaults of the model, by name.
 
     Raises:
-      ValueError: If a typed value would change the batches of a resumed run, or
-        is out of its range.
+      ValueError: If a given value would change the batches of a resumed run, what it
+        trains or the form of its state, or is out of its range.
     """
-    typed = {name: value for name, value in given.items() if value is not None}
-    changed = [
-        f"--{name.replace('_', '-')} {typed[name]} (saved with {stored[name]})"
-        for name in _OF_THE_DATA
-        if name in typed and name in stored and typed[name] != stored[name]
-    ]
-    if changed:
+    if not stored:
+        return config_of({**defaults, **given})
+    saved = stored_config(stored)
+    values = saved.values()
+    if changed := _changed(_names(DataConfig), given, values):
         raise ValueError(
             f"A resumed run goes on with the same batches, which {', '.join(changed)} "
             "would change. Leave the option out, or start anew: export the checkpoint "
             "and train with --hf."
         )
-    adapter = [
-        f"--{name.replace('_', '-')} {typed[name]} (saved with {stored.get(name)})"
-        for name in _OF_THE_ADAPTER
-        if stored and name in typed and typed[name] != stored.get(name)
-    ]
-    if adapter:
+    if changed := _changed(_names(AdapterConfig), given, values):
         raise ValueError(
-            f"A resumed run trains what it trained: {', '.join(adapter)}. Leave the "
+            f"A resumed run trains what it trained: {', '.join(changed)}. Leave the "
             "option out, or start anew: export the checkpoint and train with --hf."
         )
-    recipe = Recipe(**{**defaults, **stored, **typed})
-    if stored:
-        _check_same_state(recipe, Recipe(**{**defaults, **stored}))
-    return recipe
+    config = config_of({**values, **given})
+    _check_same_state(config, saved)
+    return config
 
 
-def _check_same_state(recipe: Recipe, saved: Recipe) -> None:
-    """Raises a `ValueError` unless the optimizer's state has the form it had."""
-    now, then = recipe.precision, saved.precision
-    changed = [
-        f"--{name.replace('_', '-')} {getattr(recipe, name)} (saved with "
-        f"{getattr(saved, name)})"
-        for name in ("optimizer", "optimizer_bits")
-        if getattr(recipe, name) != getattr(saved, name)
+def stored_config(stored: Mapping[str, Any]) -> TrainConfig:
+    """Returns the config of a checkpoint.
+
+    Args:
+      stored: What `dataclasses.asdict` made of it.
+    """
+    values = dict(stored)
+    parts = {name: kind(**values.pop(name)) for name, kind in _PARTS.items()}
+    return TrainConfig(**parts, **values)
+
+
+def _names(kind: type) -> list[str]:
+    return [field.name for field in dataclasses.fields(kind)]
+
+
+def _changed(
+    names: Sequence[str], given: Mapping[str, Any], stored: Mapping[str, Any]
+) -> list[str]:
+    return [
+        f"--{name.replace('_', '-')} {given[name]} (saved with {stored[name]})"
+        for name in names
+        if name in given and given[name] != stored[name]
     ]
-    if (now.loss_scale is None) != (then.loss_scale is None):
+
+
+def _check_same_state(config: TrainConfig, saved: TrainConfig) -> None:
+    """Raises a `ValueError` unless the optimizer's state has the form it had."""
+    of_the_state = ("optimizer", "optimizer_bits")
+    changed = _changed(of_the_state, vars(config.optimizer), vars(saved.optimizer))
+    now, then = config.precision, saved.precision
+    if (now.scale() is None) != (then.scale() is None):
         changed.append(
-            f"--param-dtype {recipe.param_dtype} (saved with {saved.param_dtype}, and "
+            f"--param-dtype {now.param_dtype} (saved with {then.param_dtype}, and "
             "float16 alone has a loss scale)"
         )
     if changed:
@@ -283,10 +188,10 @@ def _check_same_state(recipe: Recipe, saved: Recipe) -> None:
         )
 
 
-def adapter_of(metadata: dict[str, Any]) -> Adapter | None:
+def adapter_of(metadata: Mapping[str, Any]) -> Adapter | None:
     """Returns the LoRA of a step; None if it has none.
 
     Args:
       metadata: Metadata of the step.
     """
-    return Recipe(**metadata["recipe"]).adapter if "recipe" in metadata else None
+    return stored_config(metadata["train"]).adapter if "train" in metadata else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import time
 from collections.abc import Callable
@@ -21,7 +22,9 @@ from fsdp_jax.cli._decoder import Batch
 from fsdp_jax.cli._errors import CheckFailed
 from fsdp_jax.cli._held_out import HeldOut
 from fsdp_jax.cli._log import say
+from fsdp_jax.cli._log_writers import logged_run, open_writers
 from fsdp_jax.cli._metrics import (
+    EVAL_LOSS,
     StepMetrics,
     metrics_lines,
     peak_memory_bytes,
@@ -30,6 +33,7 @@ from fsdp_jax.cli._metrics import (
 from fsdp_jax.cli._profile import Window, tracer
 from fsdp_jax.cli._progress import step_bar
 from fsdp_jax.cli._routing import Routing, move_biases
+from fsdp_jax.cli._samples import Samples
 from fsdp_jax.cli._train_options import SaveOptions
 
 
@@ -43,12 +47,15 @@ class Run:
       save: Directory of the checkpoints.
       checkpoints: Steps to save and to keep.
       metrics: File of the metrics; None for stdout.
+      log_to: Further logs of the metrics, from `--log-to`.
+      options: Options of the run, by section.
       metadata: Metadata of each saved step, beside the position in the data.
       files: Files saved with each step.
       loss_fn: Loss from `training_loss`, or from `document_loss`.
       per_token: Whether it is from `document_loss`.
       microbatches: Microbatches a step.
       held_out: Held-out data to evaluate; None for none.
+      samples: Prompts to continue; None for none.
       callback: Function called with the metrics of each step; None for none.
       window: Steps to trace; None for none.
       routing: Routing of models with experts.
@@ -60,12 +67,15 @@ class Run:
     save: Path
     checkpoints: SaveOptions
     metrics: Path | None
+    log_to: tuple[str, ...]
+    options: dict[str, Any]
     metadata: dict[str, Any]
     files: dict[str, list[Path]]
     loss_fn: Callable[..., Any]
     per_token: bool = False
     microbatches: int = 1
     held_out: HeldOut | None = None
+    samples: Samples | None = None
     callback: Callback | None = None
     window: Window | None = None
     routing: Routing = Routing()
@@ -76,7 +86,7 @@ class Run:
         return fsdp.Checkpointer(
             self.save,
             save_decision_policy=self.checkpoints.decision(self.steps),
-            preservation_policy=self.checkpoints.preservation(),
+            preservation_policy=self.checkpoints.preservation(self.save),
             local=self.checkpoints.local,
         )
 
@@ -163,11 +173,13 @@ def _run_steps(
     checkpointer: fsdp.Checkpointer,
 ) -> None:
     evaluate = None if run.held_out is None else run.held_out.make(plan)
+    write_samples = None if run.samples is None else run.samples.make(plan)
     # In this order: the bar may replace stdout, to print lines above itself.
     with (
         step_bar(run.start, run.steps) as show,
         metrics_lines(run.metrics, run.start) as lines,
         tracer(run.window) as trace,
+        open_writers(run.log_to, logged_run(run.save, run.start, run.options)) as log,
     ):
         for number in range(run.start + 1, run.steps + 1):
             trace.before(number, state)
@@ -181,9 +193,15 @@ def _run_steps(
             if evaluate and run.held_out and run.held_out.is_due(number, run.steps):
                 metrics = dataclasses.replace(metrics, eval_loss=evaluate(state))
             write_metrics(lines, metrics)
+            log(metrics)
             call(run.callback, metrics)
             show(metrics)
+            if write_samples and run.samples and run.samples.is_due(number, run.steps):
+                for text in write_samples(state):
+                    say(f"sample after step {number}: {json.dumps(text)}")
             metadata = {**run.metadata, "data": position(batches)}
+            if metrics.eval_loss is not None:
+                metadata[EVAL_LOSS] = metrics.eval_loss
             try:
                 checkpointer.save(number, state, metadata=metadata, files=run.files)
             except SystemExit:

@@ -8,12 +8,12 @@ from pathlib import Path
 import grain
 
 from fsdp_jax.cli._data import make_batches, mixed_batches
+from fsdp_jax.cli._data_config import DataConfig
 from fsdp_jax.cli._document_data import DocumentData, Encoder, read_documents
 from fsdp_jax.cli._model_source import Origin, tokenizer_file
 from fsdp_jax.cli._records import is_jsonl
 from fsdp_jax.cli._tokenizer import TextCodec, open_codec, stop_tokens
 from fsdp_jax.cli._tokens import Tokens, fingerprint, read_in_first, read_tokens
-from fsdp_jax.cli._train_config import Recipe
 from fsdp_jax.data._host_batches import HostShard
 
 TrainingData = Tokens | DocumentData
@@ -22,69 +22,69 @@ _TOKENS = "fsdp-jax-tokens.npy"
 
 
 def read_data(
-    files: Sequence[Path], origin: Origin, recipe: Recipe, share: Path | None
+    files: Sequence[Path], origin: Origin, config: DataConfig, share: Path | None
 ) -> TrainingData:
     """Reads files of one kind.
 
     Args:
       files: Text files, or files of JSON Lines.
       origin: Model, with its tokenizer and chat template.
-      recipe: Options of the data.
+      config: Options of the data.
       share: Directory in which the first process leaves tokens for the others; None if
-        there is one process.
+        there is one process, or each is to read all for itself.
 
     Raises:
       ValueError: If files are not as they should be, as for `read_tokens` and
         `read_documents`.
     """
-    config, tokenizer = origin.config, tokenizer_file(origin)
+    vocab_size, tokenizer = origin.config.vocab_size, tokenizer_file(origin)
     if is_jsonl(files[0]):
-        return read_documents(files, encoder_of(origin, recipe), recipe, share)
+        return read_documents(files, encoder_of(origin, config), config, share)
 
     def read() -> Tokens:
-        return read_tokens(files, recipe.tokenizer, tokenizer, config.vocab_size)
+        return read_tokens(files, config.tokenizer, tokenizer, vocab_size)
 
-    if recipe.tokenizer == "bytes" or share is None:
+    if config.tokenizer == "bytes" or share is None:
         return read()
     return read_in_first(share / _TOKENS, read)
 
 
-def encoder_of(origin: Origin, recipe: Recipe) -> Encoder:
+def encoder_of(origin: Origin, config: DataConfig) -> Encoder:
     """Returns what turns records into documents of a model.
 
     Args:
       origin: Model.
-      recipe: Options of the data.
+      config: Options of the data.
     """
-    config = origin.config
-    eos = next(iter(stop_tokens(config)), None)
-    return Encoder(codec_of(origin, recipe), origin.files, eos, config.vocab_size)
+    eos = next(iter(stop_tokens(origin.config)), None)
+    vocab_size = origin.config.vocab_size
+    return Encoder(codec_of(origin, config), origin.files, eos, vocab_size)
 
 
-def codec_of(origin: Origin, recipe: Recipe) -> TextCodec:
+def codec_of(origin: Origin, config: DataConfig) -> TextCodec:
     """Opens the tokenizer of the data.
 
     Args:
       origin: Model.
-      recipe: Options of the data.
+      config: Options of the data.
     """
     vocab_size = origin.config.vocab_size
-    return open_codec(recipe.tokenizer, tokenizer_file(origin), vocab_size)
+    return open_codec(config.tokenizer, tokenizer_file(origin), vocab_size)
 
 
 def batches_of(
-    data: TrainingData, recipe: Recipe, shard: HostShard
+    data: TrainingData, config: DataConfig, shard: HostShard
 ) -> grain.DatasetIterator:
     """Makes this host's rows of global batches, as `make_batches` does.
 
     Args:
       data: Data from `read_data`.
-      recipe: Batch, row length and seed.
+      config: Batch, row length and seed.
       shard: Rows of a batch that this host reads, from `host_shard`.
     """
     if isinstance(data, DocumentData):
-        return mixed_batches(data.sources, data.weights, recipe, shard)
-    return make_batches(data, recipe, shard)
+        return mixed_batches(data.sources, data.weights, config, shard)
+    return make_batches(data, config, shard)
 
 
 def fingerprint_of(data: TrainingData) -> str:
@@ -96,17 +96,17 @@ def fingerprint_of(data: TrainingData) -> str:
     return data.fingerprint() if isinstance(data, DocumentData) else fingerprint(data)
 
 
-def describe(data: TrainingData, recipe: Recipe) -> Iterator[str]:
+def describe(data: TrainingData, config: DataConfig) -> Iterator[str]:
     """Yields lines on the data, with counts of all that is left out.
 
     Args:
       data: Data from `read_data`.
-      recipe: Options of the data.
+      config: Options of the data.
     """
     if isinstance(data, DocumentData):
         yield from data.describe()
         return
     yield (
-        f"{len(data):,} tokens (--tokenizer {recipe.tokenizer}), {recipe.batch} x "
-        f"{recipe.seq} a step"
+        f"{len(data):,} tokens (--tokenizer {config.tokenizer}), {config.batch} x "
+        f"{config.seq} a step"
     )

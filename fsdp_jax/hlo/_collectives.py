@@ -11,6 +11,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from fsdp_jax._scopes import units_in
 from fsdp_jax.hlo._parse import Computation, Instruction, Module, parse
 from fsdp_jax.hlo._replica_groups import axes_of, collective_of
 
@@ -82,7 +83,7 @@ class Moved:
     @property
     def unit(self) -> str | None:
         """Unit in the scope; None if there is none or XLA merged several."""
-        found = set(re.findall(r"unit:([^/():]+)", self.scope))
+        found = set(units_in(self.scope))
         return found.pop() if len(found) == 1 else None
 
     @property

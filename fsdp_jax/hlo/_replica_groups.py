@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from jax.sharding import Mesh
 
+from fsdp_jax._scopes import unit_of
 from fsdp_jax.hlo._parse import Computation, Instruction, Module, Shape
 
 OPS = (
@@ -55,8 +56,7 @@ class Collective:
     @property
     def unit(self) -> str | None:
         """Innermost unit in the scopes; None if there is none."""
-        found = re.findall(r"unit:([^/()]+)", self.op_name)
-        return found[-1] if found else None
+        return unit_of(self.op_name)
 
 
 def collective_of(

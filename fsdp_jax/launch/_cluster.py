@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from jax._src.clusters import ClusterEnv
 
-from fsdp_jax.launch._protocol import split_address
+from fsdp_jax.launch._protocol import is_loopback, split_address
 
 # Set by `fsdp-jax launch`, which runs the coordinator itself.
 HOSTED = "FSDP_JAX_HOSTED"
@@ -87,6 +87,27 @@ def find_place(
     return _with_token(_place(address, count, rank, ids), variables)
 
 
+def check_token(place: Place) -> None:
+    """Raises a `ValueError` if a process needs a token of its job, and has none.
+
+    It needs none alone, or if only processes of its machine reach the coordinator.
+    """
+    if place.token or place.num_processes == 1:
+        return
+    if place.hosted:
+        raise ValueError(
+            f"{HOSTED} is set, as `fsdp-jax launch` does, and {TOKEN} is not, which it "
+            "sets too: start the program with the whole environment of the launcher."
+        )
+    if not is_loopback(place.host):
+        raise ValueError(
+            f"{TOKEN} is not set, and other machines reach the coordinator at "
+            f"{place.host}: without it they can take the place of a process. Set it to "
+            "the same secret in all processes, made for each job, such as by "
+            f"`export {TOKEN}=$(openssl rand -hex 16)` before srun."
+        )
+
+
 def _with_token(place: Place, variables: Mapping[str, str]) -> Place:
     return dataclasses.replace(place, token=variables.get(TOKEN, ""))
 
@@ -118,11 +139,15 @@ def _from_torchrun(variables: Mapping[str, str], ids: Sequence[int] | None) -> P
     if wrong:
         shown = ", ".join(f"{name}='{value}'" for name, value in wrong.items())
         raise ValueError(f"These variables are numbers: {shown}.")
-    _, port, count, rank, local = (variables[name] for name in _TORCHRUN)
+    host, port, count, rank, local = (variables[name] for name in _TORCHRUN)
+    if variables.get("LOCAL_WORLD_SIZE") == count:
+        # torchrun names the machine even if all processes are on it, and the
+        # coordinator would listen to others.
+        host = "127.0.0.1"
     # The coordinator uses the next port if torchrun's store has this one.
     next_port = int(port) + (variables.get(_AGENT_STORE) == "True")
     return _place(
-        f"{variables['MASTER_ADDR']}:{next_port}",
+        f"{host}:{next_port}",
         int(count),
         int(rank),
         [int(local)] if ids is None else ids,

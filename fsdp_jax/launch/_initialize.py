@@ -18,7 +18,7 @@ from typing import Any
 import jax
 
 from fsdp_jax.launch._client import Client, attend
-from fsdp_jax.launch._cluster import Place, find_place
+from fsdp_jax.launch._cluster import Place, check_token, find_place
 from fsdp_jax.launch._coordinator import Coordinator
 from fsdp_jax.launch._handshake import Handshake, as_facts
 from fsdp_jax.launch._timeouts import Timeouts
@@ -71,9 +71,10 @@ def initialize(
 
     Only processes that know the job's token, the environment variable `FSDP_JAX_TOKEN`,
     are let in. `fsdp-jax launch` makes one for each job; for other launchers set it to
-    the same secret in all processes, or whoever reaches the port of process 0 can take
-    a place in the job. The coordinator listens at the address it is given, if that is
-    one of the machine's own and no loopback address behind another name; else at all.
+    the same secret in all processes. It may be left out where only this machine reaches
+    the coordinator: if its address is `localhost` or a loopback address. The
+    coordinator listens at the address it is given, if that is one of the machine's own
+    and no loopback address behind another name; else at all.
 
     The processes first compare their configuration, and start only if it agrees. From
     then on all exit, with the reason, when one fails, dies or sends no heartbeat, and
@@ -96,7 +97,8 @@ def initialize(
 
     Raises:
       ValueError: In every process, if the job cannot start: sizes, ids, configs or
-        versions that differ between processes, a taken port, or missing processes.
+        versions that differ between processes, a taken port, or missing processes; or
+        no token where others reach the coordinator.
       RuntimeError: If a job's process calls it again with arguments, or jax has
         started.
 
@@ -114,6 +116,7 @@ def initialize(
     place = find_place(*arguments)
     if place is None:
         return Job()
+    check_token(place)
     _join(place, as_facts({} if config is None else config), timeouts or Timeouts())
     _process.job = Job(place.process_id, place.num_processes)
     return _process.job

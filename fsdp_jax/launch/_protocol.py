@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import ipaddress
 import json
 import math
 from typing import Any
@@ -83,6 +84,18 @@ def check_report(message: Message) -> Message:
 def _proof(handshake: Message, nonce: str, token: str) -> str:
     text = f"{nonce} {json.dumps(handshake, sort_keys=True)}"
     return hmac.new(token.encode(), text.encode(), hashlib.sha256).hexdigest()
+
+
+def is_loopback(host: str) -> bool:
+    """Returns whether only this machine reaches a server at `host`.
+
+    Other names of a loopback address do not count: systems often give one to their own
+    host name, and the coordinator then listens at all addresses.
+    """
+    try:
+        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def split_address(address: str) -> tuple[str, int]:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
+from fsdp_jax._scopes import turns_scope
 from fsdp_jax._tree import PyTree
 from fsdp_jax.pipeline._p2p import from_last, pass_on
 from fsdp_jax.pipeline._stage import Grads, Stage, zeros_of
@@ -98,7 +99,7 @@ def one_forward_one_backward(
         d_message = pass_on(d_message, schedule.stages.num_stages, -1)
         # Before the backward, which on the last chunk reads this slot in this tick.
         kept = _put(kept, message, ahead.slot, ahead.is_due)
-        with turns(0, schedule.forward_ticks):
+        with turns_scope(0, schedule.forward_ticks):
             message = lax.cond(
                 # The output of the last chunk is needed in its backward alone, which
                 # computes it.
@@ -109,7 +110,7 @@ def one_forward_one_backward(
                 lambda: empty,
             )
         message = pass_on(message, schedule.stages.num_stages, 1)
-        with turns(schedule.stages.num_chunks - 1, schedule.ticks):
+        with turns_scope(schedule.stages.num_chunks - 1, schedule.ticks):
             d_message, grads, state, outs = lax.cond(
                 behind.is_due,
                 lambda *args: _backward(stage, mixed, scale, behind, kept, *args),
@@ -241,18 +242,6 @@ def forward_only(stage: Stage, state: PyTree, grad_buffers: Grads):
     last = [schedule.last_tick(m) for m in range(schedule.num_microbatches)]
     outs = jax.tree.map(lambda x: x[jnp.array(last)], outs)
     return outs[0].sum(), state, outs
-
-
-def turns(start: int, stop: int):
-    """Returns a named scope that tells the planner in which ticks a stage has a turn.
-
-    Stages wait for each other, so a tick takes as long as its slowest stage.
-
-    Args:
-      start: First such tick.
-      stop: Tick behind the last one.
-    """
-    return jax.named_scope(f"turns_{start}_{stop}")
 
 
 def _put(kept: PyTree, new: PyTree, slot: Any, is_due: Any) -> PyTree:

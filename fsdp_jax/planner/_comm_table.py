@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Sequence
 
 from fsdp_jax._report import Grid, format_bytes
+from fsdp_jax._scopes import ATTENTIONS, is_in, is_transposed
 from fsdp_jax.hlo._replica_groups import Collective, axes_of
-from fsdp_jax.ops.attention._common import SCOPES
 from fsdp_jax.planner._interconnect import wire_bytes
 from fsdp_jax.planner._timeline import Sent, Timeline
 from fsdp_jax.sharding._plan import Plan
@@ -64,7 +64,7 @@ def _row(runs: list[Sent], plan: Plan) -> SentRow:
     dtypes = dict.fromkeys(shape.dtype for shape in collective.sent)
     return SentRow(
         op=collective.op,
-        direction="backward" if "transpose(" in collective.op_name else "forward",
+        direction="backward" if is_transposed(collective.op_name) else "forward",
         unit=_unit(collective, plan),
         dtype="+".join(dtypes),
         axes=axes_of(collective.groups, plan.mesh) or (),
@@ -82,7 +82,7 @@ def _unit(collective: Collective, plan: Plan) -> str:
     attention over cp sends keys and values. Neither has a unit.
     """
     axes = axes_of(collective.groups, plan.mesh)
-    is_context = any(name in collective.op_name for name in SCOPES)
+    is_context = any(is_in(collective.op_name, name) for name in ATTENTIONS)
     if axes == ("tp",) or (axes == ("cp",) and is_context):
         return "-"
     whole = {

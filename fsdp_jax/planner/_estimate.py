@@ -9,19 +9,19 @@ import jax
 import optax
 
 from fsdp_jax._tree import PyTree
-from fsdp_jax.hlo._parse import parse
-from fsdp_jax.planner._comm_table import SentRow, sent_rows
-from fsdp_jax.planner._compile import compile_scheduled, gpu_devices, text_of
+from fsdp_jax.planner._comm_table import sent_rows
+from fsdp_jax.planner._compile import compile_scheduled, gpu_devices
 from fsdp_jax.planner._flops import product_flops
 from fsdp_jax.planner._gpu import GPU, find_gpu
 from fsdp_jax.planner._host_memory import mark_host_arguments, offloaded
 from fsdp_jax.planner._kernel import workspace_bytes
 from fsdp_jax.planner._memory import predict_memory
-from fsdp_jax.planner._schedule import kernels_of, schedule_of
+from fsdp_jax.planner._schedule import kernels_of
 from fsdp_jax.planner._step_estimate import StepEstimate
-from fsdp_jax.planner._timeline import replay
 from fsdp_jax.planner.liveness._trace import on_one_device
+from fsdp_jax.sharding._ambient_mesh import in_own_mesh
 from fsdp_jax.sharding._fully_shard import fully_shard
+from fsdp_jax.sharding._memory_summary import unit_bytes
 from fsdp_jax.sharding._mesh import AXES, make_mesh
 from fsdp_jax.sharding._plan import Plan
 from fsdp_jax.step._loss import LossFn, LossForm
@@ -32,6 +32,7 @@ from fsdp_jax.training._state import abstract_state
 from fsdp_jax.training._train_step import make_train_step
 
 
+@in_own_mesh
 def estimate_step(
     plan: Plan,
     loss_fn: LossFn,
@@ -95,7 +96,7 @@ def estimate_step(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch
     )
     if options is None:
-        options = options_of(there)
+        options = options_of(there, unit_bytes(there, plan.param_plans))
     lowered = step.lower(state, abstract_batch)
     if plan.config.offload:
         mark_host_arguments(plan, lowered, state)
@@ -117,35 +118,6 @@ def estimate_step(
         model_flops=_model_flops(plan, loss_fn, step_options, abstract_batch) / count,
         num_microbatches=step.num_microbatches,
     )
-
-
-def count_on_cpu(
-    plan: Plan,
-    loss_fn: LossFn,
-    tx: optax.GradientTransformation,
-    batch: PyTree,
-    **step_options: Any,
-) -> tuple[int, tuple[SentRow, ...]]:
-    """Counts a step's memory and collectives with XLA:CPU, where XLA:GPU is missing.
-
-    Args:
-      plan: Plan from `fully_shard`, on simulated CPU devices.
-      loss_fn: Loss function, as for `make_train_step`.
-      tx: Optimizer.
-      batch: Global batch, of concrete or abstract arrays.
-      **step_options: Options of `make_train_step`.
-
-    Returns:
-      Peak bytes on a device; and the collectives, in the dtypes of XLA:CPU and with
-      times that are not meaningful.
-    """
-    step = make_train_step(plan, loss_fn, tx, **step_options)
-    compiled = step.lower(abstract_state(plan, tx), batch).compile()
-    # XLA:CPU runs all collectives synchronously: the counts need no particular model.
-    cost = find_gpu("h200").cost
-    schedule = schedule_of(parse(text_of(compiled)))
-    timeline = replay(schedule, cost, plan.mesh.size)
-    return compiled_bytes(compiled), sent_rows(timeline, plan)
 
 
 def _model_flops(plan: Plan, loss_fn, options, batch) -> float:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.extend import core
 from jax.sharding import NamedSharding
 
+from fsdp_jax._scopes import GATHER_FOR_STEP, is_in, units_in
 from fsdp_jax._tree import PyTree
 from fsdp_jax.planner._host_memory import entered, resident
 from fsdp_jax.planner.liveness._lifetimes import Lifetimes, lifetimes
@@ -177,7 +178,7 @@ class _Walk:
         self, operation: Operation, value: Value, found: Lifetimes, inside: str
     ) -> str:
         key = (value.shape, value.dtype)
-        if value in found.gathered or "gather_for_step" in operation.scopes:
+        if value in found.gathered or is_in(operation.scopes, GATHER_FOR_STEP):
             return "gathered"
         if key in self.grads or value in found.to_reduce:
             return "gradients"
@@ -189,7 +190,7 @@ class _Walk:
         if operation.name == "scan":
             return "saved"
         scopes = f"{inside}{operation.scopes}"
-        in_stack = any(f"unit:{unit}" in scopes for unit in self.stacked)
+        in_stack = not self.stacked.isdisjoint(units_in(scopes))
         return "activations" if inside and in_stack else "logits"
 
 

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fsdp_jax.planner._gpu import GPU
 from fsdp_jax.planner._memory import Memory
 from fsdp_jax.planner._timeline import Timeline
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 COMPUTE = {"forward": "#4477aa", "backward": "#66ccee", "optimizer": "#ccbb44"}
 WIRE = {
@@ -41,8 +45,27 @@ def draw_estimate(
     Raises:
       ValueError: If matplotlib is not installed, or the suffix is neither.
     """
-    path = Path(path)
-    if path.suffix not in (".png", ".svg"):
+    figure = new_figure(path, 11, 5.8)
+    figure.suptitle(title, fontsize=10)
+    top, bottom = figure.subplots(2, 1, height_ratios=[1, 1.6])
+    _draw_memory(top, memory, compiled_bytes, gpu)
+    _draw_timeline(bottom, timeline)
+    figure.savefig(path, dpi=130)
+
+
+def new_figure(path: str | Path, width: float, height: float) -> Figure:
+    """Returns an empty figure.
+
+    Args:
+      path: File that it will be saved to.
+      width: Width in inches.
+      height: Height in inches.
+
+    Raises:
+      ValueError: If matplotlib is not installed, or the suffix is neither .png nor
+        .svg.
+    """
+    if Path(path).suffix not in (".png", ".svg"):
         raise ValueError(f"The picture '{path}' is drawn as .png or .svg: name it so.")
     try:
         from matplotlib.figure import Figure
@@ -50,12 +73,7 @@ def draw_estimate(
         raise ValueError(
             "Pictures are drawn by matplotlib: pip install 'fsdp-jax[notebook]'."
         ) from error
-    figure = Figure(figsize=(11, 5.8), layout="constrained")
-    figure.suptitle(title, fontsize=10)
-    top, bottom = figure.subplots(2, 1, height_ratios=[1, 1.6])
-    _draw_memory(top, memory, compiled_bytes, gpu)
-    _draw_timeline(bottom, timeline)
-    figure.savefig(path, dpi=130)
+    return Figure(figsize=(width, height), layout="constrained")
 
 
 def _draw_memory(axes, memory: Memory, compiled_bytes: int, gpu: GPU) -> None:

@@ -7,9 +7,9 @@ and it is small enough to be kept in a file.
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Iterator
 
+from fsdp_jax._scopes import OPTIMIZER, is_in, is_transposed, turns_of, unit_of
 from fsdp_jax.hlo._parse import Computation, Instruction, Module
 from fsdp_jax.hlo._replica_groups import Collective, collective_of
 from fsdp_jax.planner._kernel import Kernel, kernel_of
@@ -17,10 +17,17 @@ from fsdp_jax.planner._kernel import Kernel, kernel_of
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A kernel of the compute stream, in "forward", "backward" or "optimizer"."""
+    """A kernel of the compute stream.
+
+    Attributes:
+      kernel: Kernel.
+      label: "forward", "backward" or "optimizer".
+      unit: Unit in whose scope it runs; "" for none.
+    """
 
     kernel: Kernel
     label: str
+    unit: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,15 +99,22 @@ class _Reader:
         key = computation.name, in_loop
         if key not in self.known:
             labels = _labels(computation, in_loop=in_loop)
+            units = _units(computation)
+            scopes = zip(labels, units, strict=True)
             self.known[key] = tuple(
                 step
-                for one, label in zip(computation.instructions, labels, strict=True)
-                if (step := self._step(computation, one, label, in_loop=in_loop))
+                for one, scope in zip(computation.instructions, scopes, strict=True)
+                if (step := self._step(computation, one, scope, in_loop=in_loop))
             )
         return self.known[key]
 
     def _step(
-        self, computation: Computation, one: Instruction, label: str, *, in_loop: bool
+        self,
+        computation: Computation,
+        one: Instruction,
+        scope: tuple[str, str],
+        *,
+        in_loop: bool,
     ) -> Step | None:
         if one.opcode == "while":
             body = self.steps(self.module[one.calls[0]], in_loop=True)
@@ -115,13 +129,11 @@ class _Reader:
         if one.opcode.endswith(("-start", "-update")):
             return None  # A copy to or from the host, which is on neither stream.
         kernel = kernel_of(self.module, computation, one)
-        return Run(kernel, label) if kernel else None
+        return Run(kernel, *scope) if kernel else None
 
     def _branch(self, one: Instruction, *, in_loop: bool) -> Branch:
         choices = (self.steps(self.module[name], in_loop=in_loop) for name in one.calls)
-        turns = re.search(r"turns_(\d+)_(\d+)/cond$", one.op_name)
-        between = (int(turns[1]), int(turns[2])) if turns else None
-        return Branch(tuple(choices), between)
+        return Branch(tuple(choices), turns_of(one.op_name))
 
 
 def _labels(computation: Computation, *, in_loop: bool) -> list[str]:
@@ -133,11 +145,24 @@ def _labels(computation: Computation, *, in_loop: bool) -> list[str]:
     """
     labels, label = [], "forward"
     for one in computation.instructions:
-        if "optimizer" in one.op_name:
-            label = "optimizer"
+        if is_in(one.op_name, OPTIMIZER):
+            label = OPTIMIZER
         elif one.op_name:
-            label = "backward" if "transpose(" in one.op_name else "forward"
+            label = "backward" if is_transposed(one.op_name) else "forward"
         labels.append(label)
     if in_loop and "backward" in labels:
         return ["backward"] * len(labels)
     return labels
+
+
+def _units(computation: Computation) -> list[str]:
+    """Returns the unit of each instruction; "" for none.
+
+    An instruction without a scope has the unit of the one before it.
+    """
+    units, unit = [], ""
+    for one in computation.instructions:
+        if one.op_name:
+            unit = unit_of(one.op_name) or ""
+        units.append(unit)
+    return units

@@ -41,9 +41,10 @@ def load_schedule(path: str | Path) -> CompiledSchedule:
 
 def _of_step(step: Step) -> list[Any]:
     match step:
-        case Run(kernel, label):
+        case Run(kernel, label, unit):
             figures = (kernel.flops, kernel.bytes, kernel.length, kernel.width)
-            return ["run", label, kernel.kind, kernel.dtype, *figures]
+            scope = [unit] if unit else []
+            return ["run", label, kernel.kind, kernel.dtype, *figures, *scope]
         case Start(collective, is_async):
             return ["start", is_async, *_of_collective(collective)]
         case Wait(name):
@@ -80,8 +81,8 @@ def _ranges(group: tuple[int, ...]) -> list[list[int]]:
 
 def _step(item: list[Any]) -> Step:
     match item:
-        case ["run", label, kind, dtype, flops, moved, length, width]:
-            return Run(Kernel(kind, flops, dtype, moved, length, width), label)
+        case ["run", label, kind, dtype, flops, moved, length, width, *unit]:
+            return Run(Kernel(kind, flops, dtype, moved, length, width), label, *unit)
         case ["start", is_async, op, name, op_name, sent, received, ranges]:
             group = tuple(
                 first + step * at

@@ -11,7 +11,8 @@ from typing import Any
 
 import jax
 
-from fsdp_jax._report import Grid, format_bytes, html_page
+from fsdp_jax._report import Grid, format_bytes, html_document, html_page
+from fsdp_jax._scopes import PREFETCH, is_in
 from fsdp_jax.planner._accuracy import rests_on, seconds_range
 from fsdp_jax.planner._comm_table import SentRow, sent_grid
 from fsdp_jax.planner._gpu import GPU
@@ -22,6 +23,8 @@ from fsdp_jax.planner._plot import draw_estimate
 from fsdp_jax.planner._schedule import CompiledSchedule, kernels_of
 from fsdp_jax.planner._timeline import Timeline
 from fsdp_jax.planner._trace_file import save_trace
+from fsdp_jax.planner._unit_times import unit_times
+from fsdp_jax.sharding._config import ZERO_DP_STRATEGIES
 from fsdp_jax.sharding._plan import Plan
 from fsdp_jax.sharding._stages import Schedule
 from fsdp_jax.training._memory_check import memory_alarms
@@ -68,6 +71,11 @@ class StepEstimate:
     def num_gpus(self) -> int:
         """Number of GPUs of the mesh."""
         return self.plan.mesh.size
+
+    @property
+    def num_params(self) -> int:
+        """Number of the model's parameters."""
+        return sum(math.prod(row.shape) for row in self.plan.param_plans)
 
     @property
     def seconds_range(self) -> tuple[float, float]:
@@ -126,6 +134,7 @@ class StepEstimate:
         """Returns the estimate as JSON values, in bytes and seconds."""
         speed = self.tokens_per_second
         return {
+            "title": self.title,
             "gpu": self.gpu.name,
             "gpus": self.num_gpus,
             "mesh": {a: n for a, n in self.plan.mesh.shape.items() if n > 1},
@@ -156,11 +165,18 @@ class StepEstimate:
                 "total": self.memory.total,
             },
             "collectives": [dataclasses.asdict(row) for row in self.sent],
+            "unit_times": [
+                dataclasses.asdict(one) for one in unit_times(self.timeline)
+            ],
         }
 
     def save_json(self, path: str | Path) -> None:
         """Writes `to_dict()` to a file."""
         Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n")
+
+    def save_html(self, path: str | Path) -> None:
+        """Writes headline and tables to a file for a browser."""
+        Path(path).write_text(html_document(self.title, self._repr_html_()))
 
     def save_picture(self, path: str | Path) -> None:
         """Plots memory and timeline to a file, PNG or SVG by its suffix."""
@@ -174,7 +190,8 @@ class StepEstimate:
     @property
     def title(self) -> str:
         """GPUs, mesh, strategy and size of the model, for pictures and traces."""
-        return f"{_machine(self)}, {_strategy(self.plan)}"
+        size = f"{self.num_params / 1e9:,.2f} billion parameters"
+        return f"{_machine(self)}, {_strategy(self.plan)}, {size}"
 
     def __repr__(self) -> str:
         """Formats headline and tables as text."""
@@ -224,10 +241,8 @@ def _machine(estimate: StepEstimate) -> str:
 
 
 def _strategy(plan: Plan) -> str:
-    size = sum(math.prod(row.shape) for row in plan.param_plans)
     zero = plan.config.zero_dp_strategy
-    named = f"ZeRO-{zero}" if isinstance(zero, int) else zero
-    return f"{named}, {size / 1e9:,.2f} billion parameters"
+    return f"ZeRO-{ZERO_DP_STRATEGIES.index(str(zero))}"
 
 
 def _bubble_line(estimate: StepEstimate) -> list[str]:
@@ -256,15 +271,15 @@ def _advice(estimate: StepEstimate) -> list[str]:
     ahead = {
         sent.collective.unit
         for sent in estimate.timeline.sent
-        if "/prefetch/" in sent.collective.op_name
+        if is_in(sent.collective.op_name, PREFETCH)
     }
     waits: dict[str, float] = {}
     for row in estimate.sent:
         if row.op == "all-gather" and row.unit in set(estimate.plan.units) - ahead:
             waits[row.unit] = waits.get(row.unit, 0.0) + row.exposed_seconds
     return [
-        f"the gathers of '{unit}' are waited for, {seconds * 1e3:,.1f} ms a step: scan "
-        "it with fsdp.scan(..., prefetch=1) to hide them"
+        f"the gathers of '{unit}' are waited for, {seconds * 1e3:,.1f} ms a step: "
+        "FSDPConfig(prefetch=1) hides them, where the log does not say why it cannot"
         for unit, seconds in waits.items()
         if seconds > 0.05 * estimate.timeline.seconds
     ]

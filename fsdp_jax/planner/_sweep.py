@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from pathlib import Path
 
-from fsdp_jax._report import Grid, format_bytes, html_page
+from fsdp_jax._report import Grid, format_bytes, html_document, html_page
 from fsdp_jax.planner._accuracy import overlap, seconds_range
+from fsdp_jax.planner._plot_sweep import Bar, draw_sweep
 from fsdp_jax.planner._step_estimate import StepEstimate
 
 
@@ -57,13 +59,50 @@ class Sweep:
             if found.fits and name != self.recommended and overlap(_range(found), best)
         )
 
+    @property
+    def equal(self) -> tuple[tuple[str, ...], ...]:
+        """Names of those that compile to one and the same schedule, in groups."""
+        groups: dict[tuple[float, int], list[str]] = {}
+        for name, found in self.estimates.items():
+            key = found.timeline.seconds, found.compiled_bytes
+            groups.setdefault(key, []).append(name)
+        return tuple(tuple(names) for names in groups.values() if len(names) > 1)
+
+    @property
+    def title(self) -> str:
+        """GPUs, size of the model and of the batch."""
+        best = next(iter(self.estimates.values()))
+        tokens = "" if best.tokens is None else f", {best.tokens:,} tokens a step"
+        gpus = f"{best.num_gpus} x {best.gpu.description}"
+        return f"{gpus}, {best.num_params / 1e9:,.2f} billion parameters{tokens}"
+
+    def save_html(self, path: str | Path) -> None:
+        """Writes table and recommendation to a file for a browser."""
+        Path(path).write_text(html_document(self.title, self._repr_html_()))
+
+    def save_picture(self, path: str | Path) -> None:
+        """Plots time and memory of all estimates, PNG or SVG by the suffix."""
+        bars = [
+            Bar(
+                name=name,
+                seconds=found.timeline.seconds,
+                exposed=found.timeline.exposed_seconds,
+                range=_range(found),
+                memory=found.compiled_bytes,
+                fits=found.fits,
+            )
+            for name, found in self.estimates.items()
+        ]
+        memory = next(iter(self.estimates.values())).gpu.memory
+        draw_sweep(bars, memory, path, title=self.title)
+
     def __repr__(self) -> str:
         """Formats table and recommendation as text."""
-        return "\n".join([_grid(self).as_text(), "", *_ties(self), _advice(self)])
+        return "\n".join([_grid(self).as_text(), "", *_remarks(self)])
 
     def _repr_html_(self) -> str:
         """Formats table and recommendation as HTML, with bars for the speed."""
-        return html_page([_grid(self), *_ties(self), _advice(self)])
+        return html_page([_grid(self), *_remarks(self)])
 
 
 _COLUMNS = {
@@ -99,6 +138,26 @@ def _cells(name: str, found: StepEstimate) -> tuple[str, ...]:
         f"{found.mfu:.1%}",
         "?" if rate is None else f"{rate / found.num_gpus:,.0f}",
     )
+
+
+def _remarks(sweep: Sweep) -> list[str]:
+    return [*_equal(sweep), *_ties(sweep), _advice(sweep)]
+
+
+def _equal(sweep: Sweep) -> list[str]:
+    """Says which estimates are of one program, and why ZeRO-1 and ZeRO-2 may be."""
+    lines = []
+    for names in sweep.equal:
+        found = [sweep.estimates[name] for name in names]
+        zeros = {str(one.plan.config.zero_dp_strategy) for one in found}
+        why = ""
+        if zeros == {"optim", "optim_grads"} and found[0].num_microbatches == 1:
+            why = (
+                ": with one microbatch there is no sum of gradients that one of them "
+                "would keep unsharded; with --microbatches they differ"
+            )
+        lines.append(f"{' and '.join(names)} compile to the same step{why}.")
+    return lines
 
 
 def _advice(sweep: Sweep) -> str:

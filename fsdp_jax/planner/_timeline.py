@@ -21,11 +21,19 @@ from fsdp_jax.planner._schedule import (
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """Work of a stream from `start` to `end`, in seconds since the step began."""
+    """Work of a stream from `start` to `end`, in seconds since the step began.
+
+    Attributes:
+      start: Second at which it began.
+      end: Second at which it ended.
+      name: "forward", "backward" or "optimizer".
+      unit: Unit of the kernels; "" for none.
+    """
 
     start: float
     end: float
     name: str
+    unit: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,8 +61,8 @@ class Timeline:
 
     Attributes:
       seconds: Duration of the step, from the first instruction to the last.
-      compute: Spans of the compute stream in order; adjacent spans of a name are
-        joined.
+      compute: Spans of the compute stream in order; adjacent spans of a name and a
+        unit are joined.
       sent: Runs of collectives in order.
     """
 
@@ -130,7 +138,7 @@ class _Player:
     def _step(self, step: Step) -> None:
         match step:
             case Run():
-                self._run(step.label, self._kernel_seconds(step.kernel))
+                self._run(step, self._kernel_seconds(step.kernel))
             case Start():
                 self._send(step.collective, is_async=step.is_async)
             case Wait():
@@ -145,7 +153,7 @@ class _Player:
             self.kernels[kernel] = kernel_seconds(kernel, self.cost)
         return self.kernels[kernel]
 
-    def _run(self, label: str, seconds: float) -> None:
+    def _run(self, run: Run, seconds: float) -> None:
         if not seconds:
             return
         start = self.now
@@ -154,10 +162,11 @@ class _Player:
         beside = min(seconds / pace, max(max(self.free.values()) - start, 0.0))
         self.now = start + beside + (seconds - beside * pace)
         last = self.compute[-1] if self.compute else None
-        if last and last.name == label and last.end == start:
-            self.compute[-1] = Span(last.start, self.now, label)
+        scope = run.label, run.unit
+        if last and (last.name, last.unit) == scope and last.end == start:
+            self.compute[-1] = Span(last.start, self.now, *scope)
         else:
-            self.compute.append(Span(start, self.now, label))
+            self.compute.append(Span(start, self.now, *scope))
 
     def _send(self, collective: Collective, *, is_async: bool) -> None:
         seconds, links = self._collective_seconds(collective)

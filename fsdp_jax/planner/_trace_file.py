@@ -39,7 +39,7 @@ def _metadata(kind: str, lane: int, args: dict[str, Any]) -> dict[str, Any]:
 
 def _events(timeline: Timeline) -> Iterator[dict[str, Any]]:
     for span in timeline.compute:
-        yield _event(0, span.name, span.start, span.end)
+        yield _event(0, f"{span.name} {span.unit}".strip(), span.start, span.end)
     for sent in timeline.sent:
         name = _name(sent.collective)
         if sent.exposed:

@@ -1,6 +1,7 @@
 """Sharding plan: which device stores which part of each array. No collectives."""
 
 from fsdp_jax._tree import named_leaves as named_leaves
+from fsdp_jax.sharding._annotations import annotated_dims as annotated_dims
 from fsdp_jax.sharding._chunks import Chunk as Chunk
 from fsdp_jax.sharding._chunks import chunks as chunks
 from fsdp_jax.sharding._chunks import split_chunks as split_chunks

@@ -1,14 +1,32 @@
-"""Arrays that a model built under a trace holds in plain attributes and closures."""
+"""Runs a model's constructor under a trace, and finds what cannot be traced in it."""
 
 from __future__ import annotations
 
 import functools
+import linecache
+import sysconfig
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import jax
-from flax import nnx
+from flax import linen, nnx
 from jax.core import Tracer
+
+from fsdp_jax.sharding._ambient_mesh import no_mesh
+
+_NO_VALUE = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
+"""Errors of jax where a Python number or a numpy array is made of a traced array."""
+
+_TRACED = (
+    "make_model is traced, so that a plan takes no memory: in it arrays of jax have a "
+    "shape and no values"
+)
 
 
 def trace_model(make_model: Callable[[jax.Array], Any], key: jax.Array) -> Any:
@@ -16,12 +34,20 @@ def trace_model(make_model: Callable[[jax.Array], Any], key: jax.Array) -> Any:
 
     nnx decides when an attribute is set whether it is data. It takes an array for data
     but a tracer for static, so that the tracer would be missing from the model's state.
+    The model's own sharding annotations have no effect: the plan decides.
 
     Raises:
-      ValueError: If a function in the model closes over an array computed by
-        `make_model`.
+      ValueError: If `make_model` reads the value of an array, or a function in the
+        model closes over an array computed by `make_model`.
     """
-    model = make_model(key)
+    try:
+        model = _made_without_shardings(make_model, key)
+    except _NO_VALUE as error:
+        raise ValueError(
+            f"{_TRACED}. One is read as a number{_place_of(error.__traceback__)}. "
+            "Compute such numbers with numpy (np.linspace for jnp.linspace) or math, "
+            "or compute and read them under jax.ensure_compile_time_eval()."
+        ) from error
     problems = []
     if isinstance(model, nnx.Module):
         for path, module in nnx.iter_modules(model):
@@ -36,11 +62,46 @@ def trace_model(make_model: Callable[[jax.Array], Any], key: jax.Array) -> Any:
             problems += [f"{place} ({var})" for var in closed_over_tracers(leaf)]
     if problems:
         raise ValueError(
-            "Function(s) in the model close over arrays that make_model computes: "
+            f"{_TRACED}, and function(s) in the model close over such arrays: "
             f"{', '.join(problems)}. Make the array an attribute of the model, which "
             "the function reads when it is called, or a numpy array."
         )
     return model
+
+
+def _made_without_shardings(make_model: Callable[[jax.Array], Any], key: Any) -> Any:
+    """Runs `make_model(key)` with the annotations of flax's models left unapplied."""
+    default = nnx.using_eager_sharding()
+    with no_mesh(), linen.logical_axis_rules(()), nnx.use_eager_sharding(False):
+        model = make_model(key)
+    for variable in _variables(model):
+        # Part of the tree's structure, which is to be that of a model made eagerly.
+        if variable.get_metadata("eager_sharding", default) != default:
+            variable.set_metadata(eager_sharding=default)
+    return model
+
+
+def _variables(model: Any) -> list[nnx.Variable]:
+    def is_variable(node):
+        return isinstance(node, nnx.Variable)
+
+    if isinstance(model, nnx.Module):
+        return [node for _, node in nnx.iter_graph(model) if is_variable(node)]
+    return [n for n in jax.tree.leaves(model, is_leaf=is_variable) if is_variable(n)]
+
+
+def _place_of(traceback: TracebackType | None) -> str:
+    """Returns the innermost line of the user's own code, as ` at FILE:LINE: CODE`."""
+    installed = [sysconfig.get_path(kind) for kind in ("stdlib", "purelib")]
+    place = ""
+    while traceback is not None:
+        code, line = traceback.tb_frame.f_code, traceback.tb_lineno
+        own = not code.co_filename.startswith((*installed, "<", __file__))
+        if own:
+            text = linecache.getline(code.co_filename, line).strip()
+            place = f" at {Path(code.co_filename).name}:{line}: `{text}`"
+        traceback = traceback.tb_next
+    return place
 
 
 def closed_over_tracers(fn: Any) -> Iterator[str]:

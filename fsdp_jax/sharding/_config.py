@@ -234,9 +234,11 @@ class FSDPConfig:
         in the backward of that microbatch, which is then a second copy of the model in
         the program. False: after the loop, in one smaller program.
       prefetch: Number of units whose weights are gathered ahead of the one that
-        computes, in a model that runs its units one after the other; at most
-        `prefetch + 1` of them are unsharded at once. 0 leaves the order of collectives
-        to XLA, which may gather all units at once. `fsdp_jax.scan` has its own.
+        computes, forward and backward, in a model that runs its units one after the
+        other or in a scan (`fsdp_jax.scan`, `jax.lax.scan`, `nnx.scan`, `nn.scan`); at
+        most `prefetch + 1` of them are unsharded at once. Units that one iteration of
+        a scan runs count as one. 0 leaves the order of collectives to XLA, which may
+        gather all units at once, and gathers the units of a scan when they begin.
       reshard_after_forward: Free a unit's unsharded weights after its forward and
         gather them again for its backward. False keeps them: one gather a step fewer,
         and one unsharded unit more memory for each unit.

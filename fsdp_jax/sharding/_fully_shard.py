@@ -33,6 +33,7 @@ from fsdp_jax.sharding._offload import check_memory
 from fsdp_jax.sharding._placement import beside_stages, is_within, staged_stack
 from fsdp_jax.sharding._plan import ROOT, ParamPlan, Plan
 from fsdp_jax.sharding._stages import Stages
+from fsdp_jax.sharding._unit_methods import resolve_methods
 from fsdp_jax.sharding._units import Stacked, UnitSpec, check_stacks, find_units, owner
 from fsdp_jax.sharding._validation import check_params
 
@@ -53,9 +54,10 @@ def fully_shard(
       make_model: Function of a PRNG key that returns an nnx or equinox module, linen
         variables, or any pytree of arrays.
       mesh: Device mesh from `make_mesh`.
-      units: Classes (flax.nnx, equinox), path patterns (`"layers.*"`: one `*` a path
-        component, for linen modules and for functions marked with `fsdp.unit`), or
-        either in `Stacked`. Empty: the model is one unit.
+      units: Classes (flax.nnx, equinox), which any of their methods enters; methods
+        (`Decoder.embed`), if only these are to; path patterns (`"layers.*"`: one `*` a
+        path component, for linen modules and for functions marked with `fsdp.unit`);
+        or one of them in `Stacked`. Empty: the model is one unit.
       config: Strategy, precision and replicated parameters; default `FSDPConfig()`,
         ZeRO-3.
 
@@ -84,10 +86,11 @@ def fully_shard(
     if config.offload:
         check_memory(mesh)
     plain = [u.unit if isinstance(u, Stacked) else u for u in units]
-    classes = tuple(dict.fromkeys(u for u in plain if isinstance(u, type)))
-    model = describe(make_model, classes)
+    plain, classes = resolve_methods(plain)
+    model = describe(make_model, tuple(classes))
     names = [name for name, _ in named_leaves(model.params)]
-    found = find_units(units, model.instances, names)
+    told = [u.num_dims if isinstance(u, Stacked) else None for u in units]
+    found = find_units(tuple(zip(plain, told, strict=True)), model.instances, names)
     _check_patterns(config, names)
     check_stacks(model, found)
     if config.lora is not None:
@@ -172,17 +175,38 @@ def _plan_param(
     config: FSDPConfig,
     model: ModelDef,
 ) -> ParamPlan:
-    precision = config.mp_policy.resolve(name, leaf.dtype)
+    param = _unsplit(name, leaf, unit, num_stacked, mesh, config, model)
+    if param.is_expert:
+        placements = without_ep(placements)
+    if stack is not None and (unit == stack or is_within(unit, stack)):
+        param = _staged(param, mesh, config)
+    elif stack is not None:
+        placements = beside_stages(placements, unit)
+    num_shards = num_devices(mesh, placements.optimizer)
+    if name not in model.factors | model.codes:
+        tensor_dim = _tensor_dim(param, mesh, config, num_shards)
+        param = dataclasses.replace(param, tensor_dim=tensor_dim)
+    if not _should_split(param, config):
+        return param
+    dim, padding = _split_dim(param, mesh, num_shards)
+    if dim is None or num_shards == 1:
+        return param
+    param = dataclasses.replace(param, dim=dim, padding=padding, placements=placements)
+    return dataclasses.replace(param, gather=_param_gather(param, config))
+
+
+def _unsplit(
+    name: str,
+    leaf: Any,
+    unit: str,
+    num_stacked: int,
+    mesh: Mesh,
+    config: FSDPConfig,
+    model: ModelDef,
+) -> ParamPlan:
+    """Returns the plan of a parameter before any data axis splits it."""
     frozen = name in model.frozen or any(matches(p, name) for p in config.frozen)
-    overwrite_with_gradient = name in model.overwrite_with_gradient
-    # Codes, scales and fp8 state: a cast would corrupt them.
-    if name in model.codes or overwrite_with_gradient:
-        precision = Precision(*(4 * [leaf.dtype]), accumulate_wide=False)
-    elif name in model.factors:
-        precision = dataclasses.replace(precision, param=precision.main_params)
-    elif frozen:  # Never updated, so the compute dtype loses nothing.
-        precision = dataclasses.replace(precision, main_params=precision.param)
-    param = ParamPlan(
+    return ParamPlan(
         name=name,
         shape=tuple(leaf.shape),
         unit=unit,
@@ -193,44 +217,52 @@ def _plan_param(
         expert_dim=expert_dim(name, leaf.shape, num_stacked, mesh, config),
         is_under_tp=mesh.shape["tp"] > 1,
         placements=Placements((), (), ()),
-        precision=precision,
+        precision=_precision(name, leaf.dtype, config, model, frozen=frozen),
         frozen=frozen,
         reshard=config.reshard_after_forward and unit != ROOT,
         remat_policy=config.remat_policy,
-        overwrite_with_gradient=overwrite_with_gradient,
+        prefetch=config.prefetch if axes_in_use(mesh, DATA_AXES) else 0,
+        overwrite_with_gradient=name in model.overwrite_with_gradient,
     )
-    if param.is_expert:
-        placements = without_ep(placements)
-    if stack is not None and (unit == stack or is_within(unit, stack)):
-        stages = Stages(
-            param.shape[0], mesh.shape["pp"], config.pipeline.virtual_stages
-        )
-        param = dataclasses.replace(param, is_staged=True, stage_padding=stages.padding)
-    elif stack is not None:
-        placements = beside_stages(placements, unit)
-    num_shards = num_devices(mesh, placements.optimizer)
-    if name not in model.factors | model.codes:
-        tensor_dim = _tensor_dim(param, mesh, config, num_shards)
-        param = dataclasses.replace(param, tensor_dim=tensor_dim)
-    if not _should_split(param, config):
-        return param
+
+
+def _precision(
+    name: str, dtype: Any, config: FSDPConfig, model: ModelDef, *, frozen: bool
+) -> Precision:
+    """Returns the dtypes of a parameter: the policy's, but for what they would harm."""
+    precision = config.mp_policy.resolve(name, dtype)
+    # Codes, scales and fp8 state: a cast would corrupt them.
+    if name in model.codes | model.overwrite_with_gradient:
+        return Precision(*(4 * [dtype]), accumulate_wide=False)
+    if name in model.factors:
+        return dataclasses.replace(precision, param=precision.main_params)
+    if frozen:  # Never updated, so the compute dtype loses nothing.
+        return dataclasses.replace(precision, main_params=precision.param)
+    return precision
+
+
+def _staged(param: ParamPlan, mesh: Mesh, config: FSDPConfig) -> ParamPlan:
+    """Returns a parameter of the stack that pipeline stages split."""
+    virtual_stages = config.pipeline.virtual_stages
+    stages = Stages(param.shape[0], mesh.shape["pp"], virtual_stages)
+    return dataclasses.replace(param, is_staged=True, stage_padding=stages.padding)
+
+
+def _split_dim(param: ParamPlan, mesh: Mesh, num_shards: int) -> tuple[int | None, int]:
+    """Returns the dim that data axes split, and its padding; None for no dim."""
     dim, padding = choose_split(
         param.shape,
         num_shards,
-        num_stacked=num_stacked,
+        num_stacked=param.num_stacked,
         without=(param.tensor_dim, param.expert_dim),
     )
-    if dim is None or padding:
-        # The dim that tp splits is preferred to padding.
-        tensor_dim = param.tensor_dim
-        if tensor_dim is not None and _divide_one_dim(
-            param, tensor_dim, mesh, num_shards
-        ):
-            dim, padding = tensor_dim, 0
-    if dim is None or num_shards == 1:
-        return param
-    param = dataclasses.replace(param, dim=dim, padding=padding, placements=placements)
-    return dataclasses.replace(param, gather=_param_gather(param, config))
+    if dim is not None and not padding:
+        return dim, 0
+    # The dim that tp splits is preferred to padding.
+    tensor_dim = param.tensor_dim
+    if tensor_dim is not None and _divide_one_dim(param, tensor_dim, mesh, num_shards):
+        return tensor_dim, 0
+    return dim, padding
 
 
 def _param_gather(param: ParamPlan, config: FSDPConfig) -> ParamGather | None:

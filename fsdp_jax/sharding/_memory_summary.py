@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
 from jax.sharding import Mesh
 
 from fsdp_jax._report import format_bytes
+from fsdp_jax.sharding._mesh import num_devices
 from fsdp_jax.sharding._param_plan import ROOT, ParamPlan
 
 
@@ -34,7 +36,26 @@ def held_lines(
         lines.append(
             f"shards gathered from smaller ones before a step: {format_bytes(size)}"
         )
+    if line := _not_ahead(mesh, params):
+        lines.append(line)
     return lines
+
+
+def _not_ahead(mesh: Mesh, params: Sequence[ParamPlan]) -> str | None:
+    """Says what it costs that units are not gathered ahead; None if they are."""
+    split = [param for param in params if not _is_held(param) and param.dim is not None]
+    size = format_bytes(sum(_whole_bytes(mesh, param) for param in split))
+    if split and not split[0].prefetch:
+        return (
+            f"units gathered ahead: none (prefetch=0); XLA may hold up to {size} of "
+            "unrolled units whole, and a scan waits for each gather"
+        )
+    if split and not split[0].reshard:
+        return (
+            "units gathered ahead: none in a scan (reshard_after_forward=False), which "
+            f"waits for each gather; {size} stay whole until backward has used them"
+        )
+    return None
 
 
 def _is_held(param: ParamPlan) -> bool:
@@ -43,6 +64,27 @@ def _is_held(param: ParamPlan) -> bool:
     It is if it belongs to no unit or is not split as in ZeRO-3.
     """
     return param.unit == ROOT or not param.placements.parameter
+
+
+@dataclasses.dataclass(frozen=True)
+class UnitBytes:
+    """Bytes of a plan's largest unit on one device, as communicated.
+
+    Attributes:
+      weights: Unsharded weights in compute dtype; 0 if no unit is gathered.
+      gradients: Unreduced gradients in the dtype in which they are reduced.
+    """
+
+    weights: int
+    gradients: int
+
+
+def unit_bytes(mesh: Mesh, params: Sequence[ParamPlan]) -> UnitBytes:
+    """Returns the bytes that the largest unit gathers and reduces at once."""
+    weights = _largest_unit(mesh, params, {})
+    wire = max((p.precision.grad_comm.itemsize for p in params), default=1)
+    compute = min((p.precision.param.itemsize for p in params), default=1)
+    return UnitBytes(weights, weights * wire // compute)
 
 
 def _largest_unit(
@@ -84,3 +126,19 @@ def _whole_bytes(mesh: Mesh, param: ParamPlan, num_stacked: int = 0) -> int:
     stages = mesh.shape["pp"] if param.is_staged and not num_stacked else 1
     elements = math.prod(param.shape[num_stacked:]) // experts // parts // stages
     return elements * param.precision.param.itemsize
+
+
+def padding_bytes(mesh: Mesh, padded: Sequence[ParamPlan]) -> int:
+    """Returns bytes on one device beyond an even split of the padded parameters.
+
+    Args:
+      mesh: Device mesh of the plan.
+      padded: Plans of the padded parameters.
+    """
+    extra = 0.0
+    for param in padded:
+        axes = param.placements.optimizer
+        even = param.num_elements(mesh, ()) / num_devices(mesh, axes)
+        held = param.num_elements(mesh, axes)
+        extra += (held - even) * param.precision.main_params.itemsize
+    return round(extra)

@@ -37,6 +37,8 @@ class ParamPlan:
       frozen: True if it is not trained.
       reshard: True if its unit is gathered again for backward.
       remat_policy: `jax.checkpoint` policy of its unit, see `FSDPConfig`.
+      prefetch: Number of units that `fsdp_jax.scan` gathers ahead of this one's, see
+        `FSDPConfig`.
       is_factored: True if this is the factored form that `step_layout` returns.
       gather: Quantized format in which it is gathered; None: its compute dtype.
       overwrite_with_gradient: True if its gradient is its next value, as for flax's
@@ -67,6 +69,7 @@ class ParamPlan:
     frozen: bool
     reshard: bool
     remat_policy: Callable[..., bool] | None
+    prefetch: int = 0
     is_factored: bool = False
     gather: ParamGather | None = None
     overwrite_with_gradient: bool = False

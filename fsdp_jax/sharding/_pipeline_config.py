@@ -27,9 +27,10 @@ class PipelineConfig:
         and inputs are sent between stages this many times as often. Layers are stored
         in their own order, so more than 1 costs a permutation of weights and of
         gradients over `pp` each step.
-      stack: Path of the stack that stages split, such as `layers.1`; None for the only
-        one. The first stage runs what the loss computes before it, other stacks
-        included, and the last stage what the loss computes after it.
+      stack: Path of the stack that stages split, such as `layers.1`, or of several that
+        one `fsdp.scan` runs a period of layers at a time; None for the only one. The
+        first stage runs what the loss computes before it, other stacks included, and
+        the last stage what the loss computes after it.
 
     Raises:
       ValueError: If the schedule is unknown, or `virtual_stages` is less than 1.

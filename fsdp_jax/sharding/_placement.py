@@ -15,7 +15,8 @@ def staged_stack(mesh: Mesh, units: Found, chosen: str | None) -> str | None:
     Args:
       mesh: Device mesh.
       units: Path of a unit -> its number of stacked dims.
-      chosen: Path of the stack that the user names; None for the only one.
+      chosen: Path of the stack that the user names, or of several that one scan runs
+        a period at a time; None for the only one.
 
     Raises:
       ValueError: If there is no stack, there are several and none is chosen, or the
@@ -29,6 +30,9 @@ def staged_stack(mesh: Mesh, units: Found, chosen: str | None) -> str | None:
     found = [unit for unit in outer if chosen in (None, unit)]
     if len(found) == 1 and units[found[0]] == 1:
         return found[0]
+    inside = [unit for unit in outer if chosen and is_within(unit, chosen)]
+    if inside and all(units[unit] == 1 for unit in inside):
+        return chosen
     shown = ", ".join(f"'{unit}' of {units[unit]} dim(s)" for unit in outer)
     said = f", and PipelineConfig(stack='{chosen}') chooses one" if chosen else ""
     if len(outer) > 1:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -13,16 +13,18 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fsdp_jax._report import Grid, format_bytes, html_page
 from fsdp_jax._tree import PyTree, matches, named_leaves
+from fsdp_jax.sharding._annotations import ignored_line
 from fsdp_jax.sharding._config import FSDPConfig, Placements
 from fsdp_jax.sharding._low_precision import MXFP8Gather, num_blocks
-from fsdp_jax.sharding._memory_summary import held_lines
-from fsdp_jax.sharding._mesh import BATCH_AXES, DATA_AXES, axes_in_use, num_devices
+from fsdp_jax.sharding._memory_summary import held_lines, padding_bytes
+from fsdp_jax.sharding._mesh import BATCH_AXES, DATA_AXES, axes_in_use
 from fsdp_jax.sharding._model_def import MakeModel, ModelDef
 from fsdp_jax.sharding._padded import Padded
 from fsdp_jax.sharding._param_plan import ROOT as ROOT
 from fsdp_jax.sharding._param_plan import ParamPlan as ParamPlan
 from fsdp_jax.sharding._pipeline_report import pipeline_lines
 from fsdp_jax.sharding._stages import Stages
+from fsdp_jax.sharding._unit_methods import UnitClasses
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -40,7 +42,8 @@ class Plan:
       param_plans: One `ParamPlan` a parameter, in the order of
         `jax.tree.leaves(params)`.
       unit_specs: Units as passed to `fully_shard`.
-      unit_classes: Classes whose `__call__` is a unit.
+      unit_classes: Classes whose objects are units, and the names of the methods that
+        enter them; None for all methods.
       placements: Data axes that split every parameter that is split, except experts and
         what pipeline stages change.
 
@@ -59,7 +62,7 @@ class Plan:
     model: ModelDef
     param_plans: tuple[ParamPlan, ...]
     unit_specs: tuple[Any, ...]
-    unit_classes: tuple[type, ...]
+    unit_classes: UnitClasses
     placements: Placements
 
     @property
@@ -144,6 +147,11 @@ class Plan:
         """Data axes over which gradients of split parameters are reduced only once."""
         axes = axes_in_use(self.mesh, DATA_AXES)
         return tuple(a for a in axes if a not in self.placements.gradient)
+
+    @property
+    def prefetch(self) -> int:
+        """Number of units whose weights are gathered ahead; 0 if none is split."""
+        return max((param.prefetch for param in self.param_plans), default=0)
 
     @property
     def specs(self) -> PyTree:
@@ -326,27 +334,9 @@ def _whole_over_tp(plan: Plan) -> list[str]:
     ]
 
 
-def _padding_bytes(plan: Plan, padded: Sequence[ParamPlan]) -> int:
-    """Returns bytes on one device beyond an even split of the padded parameters."""
-    extra = 0.0
-    for param in padded:
-        even = param.num_elements(plan.mesh, ()) / num_devices(
-            plan.mesh, param.placements.optimizer
-        )
-        held = param.num_elements(plan.mesh, param.placements.optimizer)
-        extra += (held - even) * param.precision.main_params.itemsize
-    return round(extra)
-
-
 def _summary(plan: Plan) -> list[str]:
     sizes = plan.bytes_per_device
     axes = ", ".join(f"{a}={n}" for a, n in plan.mesh.shape.items() if n > 1)
-    whole = [
-        param.name
-        for param in plan.param_plans
-        if not (param.placements.optimizer or param.is_expert)
-    ]
-    frozen = sum(param.frozen for param in plan.param_plans)
     experts = sum(param.is_expert for param in plan.param_plans)
     counts = f"parameters: {len(plan.param_plans)}, units: {len(plan.units)}"
     at_rest = [f"{format_bytes(size)} {kind}" for kind, size in sizes.items()]
@@ -366,10 +356,25 @@ def _summary(plan: Plan) -> list[str]:
         dims = plan.config.context_parallel.items()
         split = ", ".join(f"dim {dim} of {pattern}" for pattern, dim in dims)
         lines.append(f"the sequence of a batch, over cp={cp}: {split}")
+    lines += _exceptions(plan)
+    if plan.mesh.shape["pp"] > 1:
+        lines += pipeline_lines(plan.mesh, plan.config, plan.stages, plan.param_plans)
+    if not plan.units:
+        lines.append(
+            "no units: the whole model is gathered at the entry of the loss; pass "
+            "units=[LayerClass] to gather a layer at a time"
+        )
+    return lines
+
+
+def _exceptions(plan: Plan) -> list[str]:
+    """Returns lines for what is no parameter, or is stored in another way than most."""
+    lines = []
     if state := [name for name, _ in named_leaves(plan.model.state)]:
         more = f" and {len(state) - 5} more" if len(state) > 5 else ""
         lines.append(f"arrays, not parameters: {', '.join(state[:5])}{more}")
-    if frozen:
+    lines += ignored_line(plan.model.params, plan.config.tensor_parallel)
+    if frozen := sum(param.frozen for param in plan.param_plans):
         lines.append(f"frozen, with neither gradient nor optimizer state: {frozen}")
     if quantized := [param.gather.name for param in plan.param_plans if param.gather]:
         lines.append(
@@ -379,17 +384,15 @@ def _summary(plan: Plan) -> list[str]:
     if padded := [param for param in plan.param_plans if param.padding]:
         lines.append(
             f"padded, since no dim divides: {len(padded)}, "
-            f"{format_bytes(_padding_bytes(plan, padded))} of zeros a device"
+            f"{format_bytes(padding_bytes(plan.mesh, padded))} of zeros a device"
         )
+    whole = [
+        param.name
+        for param in plan.param_plans
+        if not (param.placements.optimizer or param.is_expert)
+    ]
     if whole and plan.mesh.size > 1:
         lines.append(f"whole on every device: {', '.join(whole)}")
     if names := _whole_over_tp(plan):
         lines.append(f"whole on each rank of tp: {', '.join(names)}")
-    if plan.mesh.shape["pp"] > 1:
-        lines += pipeline_lines(plan.mesh, plan.config, plan.stages, plan.param_plans)
-    if not plan.units:
-        lines.append(
-            "no units: the whole model is gathered at the entry of the loss; pass "
-            "units=[LayerClass] to gather a layer at a time"
-        )
     return lines

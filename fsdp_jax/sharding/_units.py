@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from fsdp_jax._tree import matches, named_leaves
 from fsdp_jax.sharding._model_def import Instance, ModelDef
@@ -19,7 +20,7 @@ class Stacked:
     `units=[fsdp.Stacked("layers")]`.
 
     Args:
-      unit: Class or path pattern.
+      unit: Class, method of a class, or path pattern.
       num_dims: Number of leading dims that are the stack; they are never split over
         data axes.
 
@@ -32,7 +33,7 @@ class Stacked:
       {'head': 0, 'layers.w': 1}
     """
 
-    unit: type | str
+    unit: type | str | Callable[..., Any]
     num_dims: int = 1
 
     def __post_init__(self):
@@ -44,7 +45,8 @@ class Stacked:
             )
 
 
-UnitSpec = type | str | Stacked
+UnitSpec = type | str | Callable[..., Any] | Stacked
+"""Class, path pattern, method of a class, or one of them in `Stacked`."""
 
 
 Found = dict[str, int]
@@ -52,16 +54,23 @@ Found = dict[str, int]
 
 
 def find_units(
-    units: Sequence[UnitSpec],
+    units: Sequence[tuple[type | str, int | None]],
     instances: dict[type, tuple[Instance, ...]],
     names: Sequence[str],
 ) -> Found:
-    """Returns the paths of all units, or raises a `ValueError` for all without any."""
+    """Returns the paths of all units.
+
+    Args:
+      units: Classes and path patterns, with the number of stacked dims where told.
+      instances: Unit class -> its objects in the model.
+      names: Names of the parameters.
+
+    Raises:
+      ValueError: If there are units that match nothing; all in one message.
+    """
     found: Found = {}
     unmatched = []
-    for spec in units:
-        unit = spec.unit if isinstance(spec, Stacked) else spec
-        told = spec.num_dims if isinstance(spec, Stacked) else None
+    for unit, told in units:
         if isinstance(unit, type):
             hits = {i.path: told or i.num_stacked or 0 for i in instances[unit]}
         else:

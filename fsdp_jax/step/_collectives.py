@@ -27,6 +27,13 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
+from fsdp_jax._scopes import (
+    ALL_REDUCE,
+    FSDP_GATHER,
+    REDUCE_DEFERRED,
+    REDUCE_SCATTER,
+    traced_as,
+)
 from fsdp_jax.sharding._low_precision import (
     MXFP8Gather,
     Quantized,
@@ -81,7 +88,7 @@ def reduce_deferred(
     """
     scattered = tuple(a for a in param.placements.optimizer if a in deferred_axes)
     summed = tuple(axis for axis in deferred_axes if axis not in scattered)
-    with jax.named_scope("reduce_deferred"):
+    with jax.named_scope(REDUCE_DEFERRED):
         if scattered:
             grad = _reduce_scatter(param, grad, scattered)
         if summed:
@@ -100,6 +107,7 @@ def reduce_deferred(
 # and the bytes of a quantized weight have no derivative. So `value` gets no cotangent,
 # and the gradient is that of `grad_buffer`, zeros that forward never reads.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@traced_as(FSDP_GATHER)
 def fsdp_gather(
     param: ParamPlan,
     reduction: GradReduction,
@@ -217,7 +225,7 @@ def _decode(param: ParamPlan, quantized: Quantized) -> Array:
 
 def _all_reduce(param: ParamPlan, grad: Array, axes: tuple[str, ...]) -> Array:
     reduce = lax.pmax if param.overwrite_with_gradient else lax.psum
-    with jax.named_scope("all_reduce"):
+    with jax.named_scope(ALL_REDUCE):
         return at_tp_width(param, lambda grad: reduce(grad, axes), grad)
 
 
@@ -237,7 +245,7 @@ def _reduce_scatter(param: ParamPlan, grad: Array, axes: tuple[str, ...]) -> Arr
         by_rank = pieces.reshape(*before, ranks, size // ranks, *after)
         return by_rank.sum(axis=dim, dtype=param.precision.main_grads)
 
-    with jax.named_scope("reduce_scatter"):
+    with jax.named_scope(REDUCE_SCATTER):
         return at_tp_width(param, reduce, grad.astype(param.precision.grad_comm))
 
 

@@ -10,10 +10,10 @@ import jax
 from jax import lax
 from jax.extend import core
 
-from fsdp_jax.step._shard_usage import GATHERS
+from fsdp_jax._scopes import GATHERS, traced_function
 
-_REMAT = ("checkpoint", "remat", "remat2")
-_CALLS = (*_REMAT, "jit", "pjit", "closed_call")
+REMAT = ("checkpoint", "remat", "remat2")
+CALLS = (*REMAT, "jit", "pjit", "closed_call")
 _COLLECTIVES = ("all_gather", "reduce_scatter", "all_to_all", "psum", "pmax")
 
 
@@ -44,16 +44,16 @@ class FlatTrace:
                 stack = outer + info.name_stack
                 info = info.replace(name_stack=stack)
             if not _opens(eqn):
-                new = [_fresh(v) for v in eqn.outvars]
+                new = [fresh(v) for v in eqn.outvars]
                 env.update(zip(eqn.outvars, new, strict=True))
                 self._add(eqn.replace(invars=given, outvars=new, source_info=info))
                 continue
             if _is_recomputed(eqn):
                 given = self._apart(given, info)
-            inner, consts = _called(eqn)
+            inner, consts = called(eqn)
             own = dict(zip(inner.invars, given, strict=True))
             for v, value in zip(inner.constvars, consts, strict=True):
-                own[v] = _fresh(v)
+                own[v] = fresh(v)
                 self.consts[own[v]] = value
             self._walk(inner.eqns, own, info.name_stack)
             results = [operand(own, v) for v in inner.outvars]
@@ -89,12 +89,13 @@ def operand(env: dict[Any, Any], v: Any) -> Any:
     return v if isinstance(v, core.Literal) else env.get(v, v)
 
 
-def _fresh(v: Any) -> Any:
+def fresh(v: Any) -> Any:
+    """Returns a new variable like `v`."""
     # The body of a call may be inlined several times, each with variables of its own.
     return v if isinstance(v, core.DropVar) else core.Var(v.aval)
 
 
-def _called(eqn: Any) -> tuple[Any, Sequence[Any]]:
+def called(eqn: Any) -> tuple[Any, Sequence[Any]]:
     """Returns the jaxpr that a call runs, and its constants."""
     jaxpr = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
     if isinstance(jaxpr, core.ClosedJaxpr):
@@ -104,7 +105,7 @@ def _called(eqn: Any) -> tuple[Any, Sequence[Any]]:
 
 def _is_recomputed(eqn: Any) -> bool:
     """Returns whether an equation is the recomputation of a checkpointed function."""
-    if eqn.primitive.name not in _REMAT or not eqn.params["differentiated"]:
+    if eqn.primitive.name not in REMAT or not eqn.params["differentiated"]:
         return False
     prevent_cse = eqn.params["prevent_cse"]  # A bool, or one for each operand.
     return any(prevent_cse) if isinstance(prevent_cse, tuple) else prevent_cse
@@ -114,8 +115,8 @@ def _opens(eqn: Any) -> bool:
     """Returns whether an equation is a call that runs collectives of units."""
     name = eqn.primitive.name
     if name == "custom_vjp_call":
-        return eqn.params["call_jaxpr"].jaxpr.debug_info.func_name in GATHERS
-    return name in _CALLS and _communicates(_called(eqn)[0])
+        return traced_function(eqn) in GATHERS
+    return name in CALLS and _communicates(called(eqn)[0])
 
 
 def _communicates(jaxpr: Any) -> bool:
@@ -123,7 +124,7 @@ def _communicates(jaxpr: Any) -> bool:
     return any(
         eqn.primitive.name in _COLLECTIVES
         or eqn.primitive.name == "shard_map"
-        and _communicates(_called(eqn)[0])
+        and _communicates(called(eqn)[0])
         or _opens(eqn)
         for eqn in jaxpr.eqns
     )
@@ -133,7 +134,7 @@ def is_collective(eqn: Any) -> bool:
     """Returns whether an equation is a collective, or one manual over `tp`."""
     name = eqn.primitive.name
     return name in _COLLECTIVES or (
-        name == "shard_map" and _communicates(_called(eqn)[0])
+        name == "shard_map" and _communicates(called(eqn)[0])
     )
 
 

@@ -19,9 +19,10 @@ from jax.core import ShapedArray
 from jax.extend import core
 from jaxtyping import Array
 
+from fsdp_jax._scopes import FSDP_STACK
 from fsdp_jax._tree import PyTree
 
-STACK = core.Primitive("fsdp_stack")
+STACK = core.Primitive(FSDP_STACK)
 STACK.multiple_results = True
 
 

@@ -14,11 +14,13 @@ from flax import nnx
 from jax.extend import core
 from jaxtyping import Array, Float
 
+from fsdp_jax._scopes import unit_scope
 from fsdp_jax._tree import PyTree
 from fsdp_jax.sharding._batch_norm import sync_batch_norms, sync_linen_batch_norms
 from fsdp_jax.sharding._mesh import DATA_AXES, axes_in_use
 from fsdp_jax.sharding._plan import ROOT, Plan
 from fsdp_jax.step._collectives import gather_weight
+from fsdp_jax.step._constraints import without_foreign_constraints
 from fsdp_jax.step._linen_units import gather_at_units, without_constraints
 from fsdp_jax.step._loss_check import check_gradients, check_loss
 from fsdp_jax.step._model_state import (
@@ -28,7 +30,13 @@ from fsdp_jax.step._model_state import (
     refuse_state,
     written_state,
 )
-from fsdp_jax.step._module_units import mark_objects, unmark_objects
+from fsdp_jax.step._module_units import (
+    gather_unbound,
+    mark_objects,
+    unmark_objects,
+)
+from fsdp_jax.step._named_arrays import with_scannable_shards
+from fsdp_jax.step._prefetched_scans import prefetch_scans
 from fsdp_jax.step._shard import Shard
 from fsdp_jax.step._split_loss import SplitLoss, split_loss
 from fsdp_jax.step._unit_order import order_units
@@ -88,7 +96,7 @@ def loss_of_shards(plan: Plan, loss_fn: LossFn, form: LossForm) -> LossOfShards:
     synced = data_axes if plan.config.sync_batch_norm else ()
 
     def call(shards: Sequence[Shard], model_state, batch, rng):
-        with jax.named_scope("unit:root"):
+        with unit_scope("root"):
             # Root parameters belong to no unit: gathered here, once for the loss.
             leaves = [gather_weight(s) if s.param.unit == ROOT else s for s in shards]
         state = fold_keys(model_state, rng)
@@ -99,12 +107,17 @@ def loss_of_shards(plan: Plan, loss_fn: LossFn, form: LossForm) -> LossOfShards:
         else:
             model = plan.model.merge(params, state)
         if not isinstance(model, nnx.Module):
-            model = without_constraints(model)
+            model = with_scannable_shards(without_constraints(model))
         # On this copy of the model, which `merge` made; the user's stays as it is.
         model = sync_batch_norms(model, synced)
         model = mark_objects(model, plan.unit_classes)
         extra = {"rng": rng} if wants_rng else {}
-        with gather_at_units(), sync_linen_batch_norms(synced):
+        with (
+            gather_at_units(),
+            gather_unbound(plan.unit_classes),
+            without_foreign_constraints(),
+            sync_linen_batch_norms(synced),
+        ):
             out = loss_fn(model, batch, **extra)
         loss, aux = out if form.has_aux or _has_update(out) else (out, None)
         total, count = _sum_and_count(loss) if form.per_token else (loss, 1)
@@ -150,7 +163,8 @@ def trace_loss(
       shards: Shards of all parameters.
       *args: Model state, batch and key, concrete or abstract.
       axes: Mesh axes of more than one device.
-      prefetch: As in `trace_gradients`, for a loss that is not differentiated.
+      prefetch: Number of units that loops gather ahead, see `prefetch_scans`; 0 leaves
+        loops as they are.
 
     Returns:
       The traced loss, and how often each unit's parameter is gathered, see
@@ -162,6 +176,9 @@ def trace_loss(
     closed, out_tree = _traced(loss, shards, *args)
     gathers = check_loss(closed.jaxpr, shards, args, axes)
     if prefetch:
+        closed = prefetch_scans(closed, shards, prefetch)
+    if prefetch and all(shard.grad_buffer is None for shard in shards):
+        # What is to be differentiated is ordered with its backward, see below.
         closed = order_units(closed, len(jax.tree.leaves(shards)), prefetch)
     return _function(closed, out_tree), gathers
 

@@ -1,26 +1,34 @@
-"""Objects as units: the `__call__` of a class, in unmodified models."""
+"""Objects as units: their methods gather the weights, in unmodified models."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import jax
 from flax import nnx
 
+from fsdp_jax.sharding._unit_methods import (
+    Methods,
+    UnitClasses,
+    methods_of,
+    subclasses,
+)
 from fsdp_jax.step._object_graph import Outcome, twins_of
 from fsdp_jax.step._shard import is_shard, partition, shards_of
 from fsdp_jax.step._unit import UnitObject, call_unit, is_unit, unit
 
 
-def mark_objects(model: Any, classes: tuple[type, ...]) -> Any:
+def mark_objects(model: Any, classes: UnitClasses) -> Any:
     """Makes every object of `classes` in `model` a unit.
 
     Args:
       model: nnx module, changed in place (pass a copy), or pytree that contains
         objects such as equinox modules.
-      classes: Classes whose `__call__` is a unit; subclasses count.
+      classes: Classes whose objects are units, and the methods that enter them;
+        subclasses count.
 
     Returns:
       The model.
@@ -29,8 +37,9 @@ def mark_objects(model: Any, classes: tuple[type, ...]) -> Any:
         return model
     if isinstance(model, nnx.Module):
         for _, module in list(nnx.iter_modules(model)):
-            if isinstance(module, classes) and not is_unit(module):
-                module.__class__ = _unit_class(type(module))
+            if isinstance(module, tuple(classes)) and not is_unit(module):
+                chosen = _chosen(module, classes)
+                module.__class__ = _unit_class(type(module), chosen)
         return model
     return _mark_pytree(model, classes)
 
@@ -39,42 +48,88 @@ def unmark_objects(tree: Any) -> Any:
     """Restores the user's objects in a pytree, or part of one, of `mark_objects`."""
 
     def unmark(node):
-        return unmark_objects(node._obj) if type(node) is _CallableUnit else node
+        return unmark_objects(node._obj) if type(node) is _Proxy else node
 
-    return jax.tree.map(unmark, tree, is_leaf=lambda n: type(n) is _CallableUnit)
+    return jax.tree.map(unmark, tree, is_leaf=lambda n: type(n) is _Proxy)
+
+
+@contextmanager
+def gather_unbound(classes: UnitClasses) -> Iterator[None]:
+    """Context in which methods gather that are taken from a class, not an object.
+
+    A model may call `nnx.remat(Block.__call__)(block, x)`, which passes by what
+    `mark_objects` makes of the block. Within the context the class has methods that
+    gather the weights of marked objects, and do for others what they did before.
+    """
+    replaced: list[tuple[type, str, Any]] = []
+    try:
+        for cls, chosen in classes.items():
+            users = [c for c in subclasses(cls) if not issubclass(c, UnitObject)]
+            for one in (cls, *users):
+                for name, method in methods_of(one, chosen).items():
+                    owner = next(c for c in one.__mro__ if name in vars(c))
+                    replaced.append((owner, name, vars(owner)[name]))
+                    setattr(owner, name, _gathering(method))
+        yield
+    finally:
+        for owner, name, method in reversed(replaced):
+            setattr(owner, name, method)
+
+
+def _chosen(obj: Any, classes: UnitClasses) -> Methods:
+    """Returns the methods that enter an object; None for all."""
+    found = [chosen for cls, chosen in classes.items() if isinstance(obj, cls)]
+    named = [chosen for chosen in found if chosen is not None]
+    return frozenset().union(*named) if len(named) == len(found) else None
+
+
+def _gathering(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps a method such that a marked object's weights are gathered before."""
+    plain = getattr(method, "_without_gather", method)
+
+    def gathering(self, *args, **kwargs):
+        if type(self) is _Proxy:
+            return unit(plain)(self._obj, *args, **kwargs)
+        if isinstance(self, nnx.Module) and is_unit(self):
+            return _call_module(plain, self, args, kwargs)
+        return plain(self, *args, **kwargs)
+
+    wrapped: Any = functools.wraps(plain)(gathering)
+    # Not `__wrapped__`, which decorators of the user's set too.
+    wrapped._without_gather = plain
+    return wrapped
 
 
 @functools.cache
-def _unit_class(cls: type) -> type:
-    """Makes the subclass of an nnx module class whose `__call__` gathers first.
+def _unit_class(cls: type, chosen: Methods) -> type:
+    """Makes the subclass of an nnx module class whose methods gather first.
 
     With a subclass the user's class is not patched, and an nnx transform that splits an
     object and merges it again keeps the type.
 
     Source: FSDP2 `fully_shard.py`, which swaps the class of a module in the same way.
     """
-
-    def __call__(self, *args, **kwargs):
-        return _call_module(cls, self, args, kwargs)
-
     namespace = {
-        "__call__": __call__,
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,
         "__doc__": cls.__doc__,
     }
+    methods = methods_of(cls, chosen).items()
+    namespace |= {name: _gathering(method) for name, method in methods}
     return type(cls)(cls.__name__, (cls, UnitObject), namespace)
 
 
-def _call_module(cls: type, module: nnx.Module, args: tuple, kwargs: dict) -> Any:
+def _call_module(
+    method: Callable[..., Any], module: nnx.Module, args: tuple, kwargs: dict
+) -> Any:
     if not shards_of(nnx.state(module)):
-        return cls.__call__(module, *args, **kwargs)
+        return method(module, *args, **kwargs)
     everything = (module, args, kwargs)
     # Arguments are split together with the module, since they may share Variables.
     graphdef, weights, rest = nnx.split(everything, _own_shards(module), ...)
     shards, _, merge = partition(weights)
     if not shards:  # All its shards belong to units within it.
-        return cls.__call__(module, *args, **kwargs)
+        return method(module, *args, **kwargs)
     # Flattened, since the Variables of an nnx State are the caller's own objects.
     leaves, treedef = jax.tree.flatten(rest, is_leaf=is_shard)
 
@@ -84,7 +139,7 @@ def _call_module(cls: type, module: nnx.Module, args: tuple, kwargs: dict) -> An
         # The call writes dropout counters, BatchNorm statistics and attributes to the
         # copy in `objects`; `twins` carries these writes out of the trace.
         twins = twins_of(everything, objects)
-        out = cls.__call__(objects[0], *objects[1], **objects[2])
+        out = method(objects[0], *objects[1], **objects[2])
         return Outcome(out, twins)
 
     return call_unit(compute, shards, leaves)
@@ -130,24 +185,31 @@ def _own_shards(module: nnx.Module):
 
 
 @jax.tree_util.register_pytree_with_keys_class
-class _CallableUnit(UnitObject):
-    """A proxy of a callable pytree object that gathers its weights when called.
+class _Proxy(UnitObject):
+    """A proxy of a pytree object whose methods gather its weights.
 
     Attributes, static fields included, and the class are those of the object, so that
     the model can use the proxy like the object itself.
     """
 
-    def __init__(self, obj: Any):
+    def __init__(self, obj: Any, chosen: Methods = None):
         self._obj = obj
+        self._chosen = chosen
 
     def __call__(self, *args, **kwargs):
-        call = unit(lambda obj, *args, **kwargs: obj(*args, **kwargs))
-        return call(self._obj, *args, **kwargs)
+        method = type(self._obj).__call__
+        if self._chosen is None or "__call__" in self._chosen:
+            return _gathering(method)(self, *args, **kwargs)
+        return self._obj(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_obj":  # Not set yet: a lookup would recurse.
+        if name in ("_obj", "_chosen"):  # Not set yet: a lookup would recurse.
             raise AttributeError(name)
-        return getattr(self._obj, name)
+        method = methods_of(type(self._obj), self._chosen).get(name)
+        if method is None or name in getattr(self._obj, "__dict__", ()):
+            return getattr(self._obj, name)
+        # A pytree, as the bound methods of equinox are.
+        return jax.tree_util.Partial(_gathering(method), self)
 
     @property
     def __class__(self):  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -155,20 +217,23 @@ class _CallableUnit(UnitObject):
         return type(self._obj)
 
     def tree_flatten_with_keys(self):
-        return ((jax.tree_util.GetAttrKey("_obj"), self._obj),), None
+        return ((jax.tree_util.GetAttrKey("_obj"), self._obj),), self._chosen
 
     @classmethod
-    def tree_unflatten(cls, _, children):
-        return cls(*children)
+    def tree_unflatten(cls, chosen, children):
+        (obj,) = children
+        return cls(obj, chosen)
 
 
-def _mark_pytree(model: Any, classes: tuple[type, ...]) -> Any:
+def _mark_pytree(model: Any, classes: UnitClasses) -> Any:
+    is_of_class = tuple(classes)
+
     def mark(node):
-        if not isinstance(node, classes):
+        if not isinstance(node, is_of_class):
             return node
         inside = jax.tree.map(
-            mark, node, is_leaf=lambda n: isinstance(n, classes) and n is not node
+            mark, node, is_leaf=lambda n: isinstance(n, is_of_class) and n is not node
         )
-        return _CallableUnit(inside)
+        return _Proxy(inside, _chosen(node, classes))
 
-    return jax.tree.map(mark, model, is_leaf=lambda node: isinstance(node, classes))
+    return jax.tree.map(mark, model, is_leaf=lambda n: isinstance(n, is_of_class))

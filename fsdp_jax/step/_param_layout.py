@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from fsdp_jax._scopes import GATHER_FOR_STEP
 from fsdp_jax.sharding._low_precision import (
     Float8Gather,
     MXFP8Gather,
@@ -39,7 +40,7 @@ def gather_for_step(
       The pieces split over `placements.parameter`, quantized where `gather` is set.
     """
     pairs = list(zip(params, values, strict=True))
-    with jax.named_scope("gather_for_step"):
+    with jax.named_scope(GATHER_FOR_STEP):
         largest = _agreed([pair for pair in pairs if is_float8(pair[0])])
         return [_enter(param, value, largest.get(param.name)) for param, value in pairs]
 

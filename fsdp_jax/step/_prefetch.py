@@ -17,10 +17,12 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
+from fsdp_jax._scopes import FSDP_SCAN, PREFETCH, traced_as
 from fsdp_jax._tree import PyTree
 from fsdp_jax.step._collectives import gather_weight, marked_zeros
 from fsdp_jax.step._float_partition import Mixed
 from fsdp_jax.step._grad_mark import mark_gradient
+from fsdp_jax.step._pullback import Pullback
 from fsdp_jax.step._remat import split_unit, without_float8
 from fsdp_jax.step._shard import Shard
 
@@ -57,14 +59,31 @@ def prefetching_scan(
     Returns:
       The last carry, and the `y`s stacked on a new leading dim.
     """
-    shards = list(shards)
     given = (carry, slices, consts)
-    stack = _Stack.of(compute, shards, given, prefetch, unroll)
+    stack = Stack.of(compute, shards, given, prefetch, unroll)
+    return run_stack(stack, shards, given)
+
+
+def run_stack(
+    stack: Stack, shards: Sequence[Shard], given: tuple[PyTree, PyTree, PyTree]
+) -> tuple[PyTree, PyTree]:
+    """Runs the units of `stack` as `prefetching_scan` does.
+
+    Args:
+      stack: Units, split after their gathers.
+      shards: Parameters of the stack, a leading dim `units` on each.
+      given: Carry, slices and constants, in the structure of `stack.arguments`.
+
+    Returns:
+      The last carry, and the `y`s stacked on a new leading dim.
+    """
+    shards = list(shards)
 
     # A custom derivative, since the derivative of a scan would save every unit's
     # gathered weights, gather none of them again, and reduce each gradient in the
     # iteration that computes it.
     @jax.custom_vjp
+    @traced_as(FSDP_SCAN)
     def fsdp_scan(shards, floats, others):
         return _forward(stack, shards, floats, others)[0]
 
@@ -85,7 +104,7 @@ def prefetching_scan(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Stack:
+class Stack:
     """A stack of units, split by `split_unit`, with the settings of its scan.
 
     Attributes:
@@ -100,7 +119,7 @@ class _Stack:
       unroll: Units in one iteration of the loop.
       policy: `jax.checkpoint` policy for a unit's activations; None saves all.
       traced: Facts known once a unit is traced: "results", the `Mixed` of its results,
-        and "pull", its `_Pull`.
+        and "pull", its `Pullback`.
     """
 
     weights_only: Callable[..., Sequence[Array]]
@@ -114,7 +133,7 @@ class _Stack:
     traced: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @classmethod
-    def of(cls, compute, shards, given, prefetch: int, unroll: int) -> _Stack:
+    def of(cls, compute, shards, given, prefetch: int, unroll: int) -> Stack:
         carry, slices, consts = given
         example = (carry, jax.tree.map(_first, slices), consts)
         # All units have the shapes of the first, so one trace serves them all.
@@ -159,7 +178,7 @@ class _Stack:
             dataclasses.replace(shard, value=piece)
             for shard, piece in zip(shards, pieces, strict=True)
         ]
-        with jax.named_scope("prefetch"):
+        with jax.named_scope(PREFETCH):
             return window, self.values(tied, i)
 
     def unit(self, values, carry, slices, consts, others):
@@ -177,7 +196,7 @@ class _Stack:
         return run(values, carry, slices, consts, others)
 
 
-def _forward(stack: _Stack, shards, floats, others):
+def _forward(stack: Stack, shards, floats, others):
     """Runs the units forward, with `p = prefetch` units gathered ahead.
 
     In iteration i of n, `w_j` being the gathered values of unit j:
@@ -186,7 +205,7 @@ def _forward(stack: _Stack, shards, floats, others):
     |---|---|---|---|
     | `w_i .. w_(i+p-1)` | `w_(i+p)` | `w_i`, slot 0 | `w_(i+1) .. w_(i+p)` |
 
-    `w_n` stands for unit n-1, `w_(n+1)` for unit n-2, see `_Stack.values`: after the
+    `w_n` stands for unit n-1, `w_(n+1)` for unit n-2, see `Stack.values`: after the
     last iteration the window holds units n-1, n-2, ..., n-p, slot 0 first. Forward
     gathers these p units twice, since a slot is reused once its unit has computed.
 
@@ -212,9 +231,9 @@ def _forward(stack: _Stack, shards, floats, others):
         (carry, y), pull, (other_carry, other_y) = jax.vjp(
             of_floats, window[0], carry, slices, consts, has_aux=True
         )
-        # `_Pull` refers to these leaves by index: `_backward` builds the same tuple.
+        # `Pullback` refers to these leaves by index: `_backward` builds the same tuple.
         known = (window[0], slices, consts, other_slices, other_consts)
-        stack.traced["pull"], saved = _Pull.of(pull, known)
+        stack.traced["pull"], saved = Pullback.of(pull, known)
         return (carry, other_carry, [*window[1:], ahead]), (y, other_y, saved)
 
     window = [stack.values(shards, i) for i in range(stack.prefetch)]
@@ -227,7 +246,7 @@ def _forward(stack: _Stack, shards, floats, others):
     return ((carry, ys), (other_carry, other_ys)), saved, window
 
 
-def _backward(stack: _Stack, residuals, cotangents):
+def _backward(stack: Stack, residuals, cotangents):
     """Runs the units backward; returns the cotangents of `(shards, floats, others)`.
 
     Gathers run `p = prefetch` units ahead as in forward; below unit 0 they gather unit
@@ -297,7 +316,7 @@ def _backward(stack: _Stack, residuals, cotangents):
     return d_shards, (carry, d_slices, d_consts), None
 
 
-def _reduced(stack: _Stack, shards, grads: Leaves, i: Any) -> Leaves:
+def _reduced(stack: Stack, shards, grads: Leaves, i: Any) -> Leaves:
     """Reduces `grads`, of the values of unit `i`, to cotangents of its buffers."""
     own = _at(shards, i)
 
@@ -314,39 +333,6 @@ def _reduced(stack: _Stack, shards, grads: Leaves, i: Any) -> Leaves:
     # removes, unless the derivative of what is computed from the weights reads them.
     _, pull = jax.vjp(of_grad_buffers, [shard.grad_buffer for shard in own])
     return pull(grads)[0]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Pull:
-    """The pullback of `jax.vjp`, without residuals that backward has anyway.
-
-    Some residuals are inputs of the unit: weights, which backward gathers again, and
-    slices and constants, which the caller holds.
-
-    Attributes:
-      treedef: Structure of the pullback as a pytree of its residuals.
-      places: Index of each residual among the known leaves; None if it is to be saved.
-    """
-
-    treedef: Any
-    places: tuple[int | None, ...]
-
-    @classmethod
-    def of(cls, pull: Any, known: PyTree) -> tuple[_Pull, Leaves]:
-        """Splits `pull` into its form and the residuals that are not `known`."""
-        leaves, treedef = jax.tree.flatten(pull)
-        # By identity: a residual that is an input is the same tracer.
-        at = {id(leaf): i for i, leaf in enumerate(jax.tree.leaves(known))}
-        places = tuple(at.get(id(leaf)) for leaf in leaves)
-        pairs = zip(leaves, places, strict=True)
-        saved = [jnp.asarray(leaf) for leaf, place in pairs if place is None]
-        return cls(treedef, places), saved
-
-    def rebuild(self, saved: Leaves, known: PyTree) -> Any:
-        given, have = iter(saved), jax.tree.leaves(known)
-        return self.treedef.unflatten(
-            next(given) if place is None else have[place] for place in self.places
-        )
 
 
 def _cotangent(shard: Shard, grad_buffer: Array | None) -> Shard:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -17,6 +16,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 
+from fsdp_jax._scopes import units_in
 from fsdp_jax._tree import PyTree
 from fsdp_jax.step._dataflow import Dataflow
 
@@ -107,8 +107,7 @@ class _Ranks(Dataflow[Axes]):
     def equation(self, eqn, given):
         # `name_stack` is undocumented; it is read for the error message alone.
         scope = getattr(eqn.source_info, "name_stack", "")
-        unit = _UNIT.search(str(scope))
-        self._units.append(unit[1] if unit else self._units[-1])
+        self._units.append(next(iter(units_in(scope)), self._units[-1]))
         try:
             return super().equation(eqn, given)
         finally:
@@ -185,8 +184,6 @@ class _Ranks(Dataflow[Axes]):
         return [fact - manual for fact in self.results(body, inside)]
 
 
-# The named scope of `call_unit`; in backward it is inside `transpose(jvp(...))`.
-_UNIT = re.compile(r"unit:([^/()]+)")
 # Primitives that name a mesh axis but communicate nothing.
 _LOCAL = ("axis_index", "pvary", "pcast", "mesh_cast")
 # Collectives with the same result on all participating ranks.

@@ -9,6 +9,7 @@ saved.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,6 +21,7 @@ from jax.extend import core
 from jaxtyping import Array
 
 from fsdp_jax._jaxpr import function_of
+from fsdp_jax._scopes import FSDP_UNSHARD, traced_as
 
 Policy = Callable[..., bool]
 
@@ -43,10 +45,6 @@ def reshard_after_forward(
       recognised and are saved as `policy` decides. `unit` raises `ValueError` if an
       argument is in float8, see `without_float8`.
     """
-    saves = without_float8(policy)
-
-    def save(primitive, *args, **params) -> bool:
-        return not _is_unshard(primitive, params) and saves(primitive, *args, **params)
 
     def unit(shards, *args):
         if any(map(is_float8, jax.tree.leaves(args))):
@@ -54,6 +52,7 @@ def reshard_after_forward(
         weights_only, rest, out_tree = split_unit(compute, unshard, shards, args)
 
         @jax.custom_vjp
+        @traced_as(FSDP_UNSHARD)
         def fsdp_unshard(shards):
             return weights_only(shards)
 
@@ -66,7 +65,23 @@ def reshard_after_forward(
         )
         return out_tree.unflatten(rest(fsdp_unshard(shards), *jax.tree.leaves(args)))
 
-    return jax.checkpoint(unit, policy=save)
+    return jax.checkpoint(unit, policy=Resharding(policy))
+
+
+@dataclasses.dataclass(frozen=True)
+class Resharding:
+    """The `jax.checkpoint` policy of a unit: everything but its gathered weights.
+
+    Attributes:
+      policy: Policy for everything else, see `reshard_after_forward`.
+    """
+
+    policy: Policy | None
+
+    def __call__(self, primitive: Any, *args: Any, **params: Any) -> bool:
+        """Returns whether the results of a primitive are saved."""
+        saves = without_float8(self.policy)
+        return not _is_unshard(primitive, params) and saves(primitive, *args, **params)
 
 
 def without_float8(policy: Policy | None) -> Policy:
@@ -123,7 +138,7 @@ def _is_unshard(primitive, params) -> bool:
     if primitive.name != "custom_vjp_call":
         return False
     # By name, since the equation does not hold the Python function.
-    return params["call_jaxpr"].jaxpr.debug_info.func_name == "fsdp_unshard"
+    return params["call_jaxpr"].jaxpr.debug_info.func_name == FSDP_UNSHARD
 
 
 def split_unit(compute, unshard, shards, args, *, may_close_over: bool = True):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import jax
 
+from fsdp_jax._scopes import AS_WRITTEN, unit_scope
 from fsdp_jax._tree import PyTree
 from fsdp_jax.lora._composed_weight import take_parts
 from fsdp_jax.sharding._attributes import closed_over_tracers
@@ -15,6 +17,7 @@ from fsdp_jax.step._layer_stack import scan_stages, unless_padding
 from fsdp_jax.step._module_units import put_state, written_state
 from fsdp_jax.step._prefetch import prefetching_scan
 from fsdp_jax.step._shard import Shard, partition, shards_of
+from fsdp_jax.step._unit import is_unit
 from fsdp_jax.step._unit import unit as mark
 
 
@@ -25,7 +28,7 @@ def scan(
     xs: tuple[PyTree, ...] = (),
     consts: tuple[PyTree, ...] = (),
     *,
-    prefetch: int = 0,
+    prefetch: int | None = None,
     unroll: int = 1,
 ) -> tuple[PyTree, PyTree]:
     """Runs `unit` over a stack of weights, gathering one slice of the stack at a time.
@@ -45,7 +48,10 @@ def scan(
         units, forward and backward, so that the gather overlaps with the computation.
         Also reduces each unit's gradients while the next unit computes.
         `prefetch + 1` units are unsharded at a time, and above 1 XLA copies one of
-        them. 0 gathers a unit at its entry.
+        them. 0 gathers a unit at its entry. Default `FSDPConfig(prefetch=)`; a model
+        with several stacks may give one of small units a larger distance here. Has no
+        effect on units that are objects in a slice (the layers of a period), since all
+        of a slice may be too large: these are gathered one after the other.
       unroll: Units in one iteration of the compiled loop; more take more memory.
 
     Returns:
@@ -59,7 +65,7 @@ def scan(
 
     Examples:
       >>> def features(model, batch):
-      ...     x, _ = fsdp.scan(layer, model["layers"], batch["x"], prefetch=1)
+      ...     x, _ = fsdp.scan(layer, model["layers"], batch["x"])
       ...     return x
       >>> fsdp.make_forward(plan, features)(params, batch).shape
       (8, 16)
@@ -77,7 +83,7 @@ def scan(
             "arguments: pass it in `consts` (same for every unit) or `xs` (one slice "
             "each)."
         )
-    if prefetch < 0 or unroll < 1:
+    if (prefetch or 0) < 0 or unroll < 1:
         raise ValueError(
             f"fsdp.scan({prefetch=}, {unroll=}): at least 0 units are gathered ahead, "
             "and at least 1 is in an iteration."
@@ -122,7 +128,7 @@ def _scan(
     xs: tuple[PyTree, ...],
     consts: tuple[PyTree, ...],
     *,
-    prefetch: int,
+    prefetch: int | None,
     unroll: int,
 ) -> tuple[PyTree, PyTree]:
     def stateful(weights, *args):
@@ -131,26 +137,15 @@ def _scan(
         return carry, (y, written_state(weights))
 
     own, others, merge = partition(stacked)
-    if prefetch and own:
-        _check_prefetch(own, (others, carry, xs, consts))
+    is_alone = _holds_units_alone(stacked)
+    rest = (others, carry, xs, consts)
+    if ahead := 0 if is_alone else _ahead(own, rest, prefetch):
 
         def compute(weights, others, carry, xs, consts):
             return stateful(merge(weights, others), carry, *xs, *consts)
 
-        # A LoRA or quantized weight is made of several shards: gather these.
-        computed, own, keys = take_parts(compute, own)
-
-        def of_parts(parts, carry, slices, consts):
-            keys, others, xs = slices
-            return computed(parts, keys, others, carry, xs, consts)
-
-        # The scope that `call_unit` opens on the other path: reports read it.
-        with jax.named_scope(f"unit:{own[0].param.unit}"):
-            carry, (ys, written) = prefetching_scan(
-                *(of_parts, own, carry, (keys, others, xs), consts),
-                prefetch=prefetch,
-                unroll=unroll,
-            )
+        given = (carry, (others, xs), consts)
+        carry, (ys, written) = _prefetched(compute, own, *given, ahead, unroll)
     else:
         gathering = mark(stateful)
 
@@ -158,26 +153,80 @@ def _scan(
             weights, x = slices
             return gathering(weights, carry, *x, *consts)
 
-        carry, (ys, written) = jax.lax.scan(body, carry, (stacked, xs), unroll=unroll)
+        as_asked = jax.named_scope(AS_WRITTEN) if prefetch == 0 else nullcontext()
+        with as_asked:
+            carry, (ys, written) = jax.lax.scan(
+                body, carry, (stacked, xs), unroll=unroll
+            )
     put_state(stacked, written)
     return carry, ys
 
 
-def _check_prefetch(own: list[Shard], rest: PyTree) -> None:
-    """Refuses a stack whose units cannot be gathered ahead."""
-    param = own[0].param
-    problem = None
-    if not param.reshard:
-        problem = (
+def _holds_units_alone(stacked: PyTree) -> bool:
+    """Returns whether all parameters belong to objects that gather their own."""
+    return not partition(stacked, lambda n: is_unit(n) and n is not stacked)[0]
+
+
+def _prefetched(
+    compute: Callable[..., tuple[PyTree, PyTree]],
+    own: list[Shard],
+    carry: PyTree,
+    slices: tuple[PyTree, PyTree],
+    consts: PyTree,
+    prefetch: int,
+    unroll: int,
+) -> tuple[PyTree, PyTree]:
+    """Runs `compute(weights, others, carry, xs, consts)` over a stack, gathered ahead.
+
+    `slices` are its `(others, xs)`.
+    """
+    # A LoRA or quantized weight is made of several shards: gather these.
+    computed, parts, keys = take_parts(compute, own)
+
+    def of_parts(parts, carry, slices, consts):
+        keys, others, xs = slices
+        return computed(parts, keys, others, carry, xs, consts)
+
+    # The scope that `call_unit` opens on the other path: reports read it.
+    with unit_scope(parts[0].param.unit):
+        return prefetching_scan(
+            *(of_parts, parts, carry, (keys, *slices), consts),
+            prefetch=prefetch,
+            unroll=unroll,
+        )
+
+
+def _ahead(own: list[Shard], rest: PyTree, prefetch: int | None) -> int:
+    """Returns how many units this scan gathers ahead itself.
+
+    Unless a call asks for a number, `prefetch_scans` finds the loop and replaces it.
+    Stages of a pipeline run their layers where that does not see them.
+    """
+    if prefetch is not None:
+        _check_prefetch(own, rest, prefetch)
+        return prefetch if own else 0
+    is_staged = own and own[0].param.is_staged and not _problem(own, rest)
+    return own[0].param.prefetch if is_staged else 0
+
+
+def _check_prefetch(own: list[Shard], rest: PyTree, prefetch: int) -> None:
+    """Refuses a stack whose units cannot be gathered ahead, as the call asks."""
+    if prefetch and own and (problem := _problem(own, rest)):
+        raise ValueError(
+            f"fsdp.scan(prefetch=...) cannot gather '{own[0].param.unit}' ahead: "
+            f"{problem}. Use prefetch=0."
+        )
+
+
+def _problem(own: list[Shard], rest: PyTree) -> str | None:
+    """Returns why the units of a stack cannot be gathered ahead; None if they can."""
+    if not own[0].param.reshard:
+        return (
             "reshard_after_forward=False keeps all weights, so that backward has "
             "nothing to gather"
         )
-    elif any(s.param.num_stacked != 1 or s.num_stacked != 1 for s in own):
-        problem = "it is a stack of more dims than one, or was planned as no stack"
-    elif inner := shards_of(rest):
-        problem = f"it has units within, such as '{inner[0].param.unit}'"
-    if problem:
-        raise ValueError(
-            f"fsdp.scan(prefetch=...) cannot gather '{param.unit}' ahead: {problem}. "
-            "Use prefetch=0."
-        )
+    if any(s.param.num_stacked != 1 or s.num_stacked != 1 for s in own):
+        return "it is a stack of more dims than one, or was planned as no stack"
+    if inner := shards_of(rest):
+        return f"it has units within, such as '{inner[0].param.unit}'"
+    return None

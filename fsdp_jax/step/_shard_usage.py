@@ -10,11 +10,9 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from fsdp_jax._scopes import FSDP_STACK, GATHERS, traced_function
 from fsdp_jax.step._dataflow import Dataflow
 from fsdp_jax.step._unit_dims import Dims, are_in_place, moved, moves, weight_dims
-
-GATHERS = ("fsdp_gather", "fsdp_unshard", "fsdp_scan")
-"""Names of the custom-derivative functions from shards to weights or results."""
 
 MANY = 2
 """A count of more than one gather, or of one that may not happen."""
@@ -156,10 +154,7 @@ class _Follow(Dataflow["_Tracked | None"]):
 
 def is_gather(eqn: Any) -> bool:
     """Returns whether an equation gathers shards, by itself or in units it runs."""
-    if eqn.primitive.name == "fsdp_stack":
-        return True
-    call = eqn.params.get("call_jaxpr")
-    return call is not None and call.jaxpr.debug_info.func_name in GATHERS
+    return eqn.primitive.name == FSDP_STACK or traced_function(eqn) in GATHERS
 
 
 def _moved(eqn: Any, tracked: _Tracked) -> _Tracked:

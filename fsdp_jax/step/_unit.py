@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from fsdp_jax._scopes import unit_scope
 from fsdp_jax._tree import PyTree
 from fsdp_jax.lora._composed_weight import take_parts
 from fsdp_jax.step._collectives import gather_weight
@@ -126,7 +127,7 @@ def _gathered(
 
     of_parts, parts, keys = take_parts(compute, shards)
     param = parts[0].param
-    with jax.named_scope(f"unit:{param.unit}"):
+    with unit_scope(param.unit):
         if not param.reshard:
             return of_parts(unshard(parts), keys, arrays)
         resharding = reshard_after_forward(of_parts, unshard, param.remat_policy)

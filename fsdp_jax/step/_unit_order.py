@@ -20,7 +20,6 @@ gather them again.
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -28,16 +27,22 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from fsdp_jax.sharding._plan import ROOT
+from fsdp_jax._scopes import (
+    ALL_REDUCE,
+    REDUCE_DEFERRED,
+    REDUCE_SCATTER,
+    is_in,
+    unit_of,
+)
 from fsdp_jax.step._flat_trace import (
     FlatTrace,
     barrier_of,
-    has_effects,
     is_collective,
     operand,
 )
+from fsdp_jax.step._lifted_gathers import without_dead
 
-_REDUCTION = re.compile(r"reduce_scatter|all_reduce|reduce_deferred")
+_REDUCTIONS = (REDUCE_SCATTER, ALL_REDUCE, REDUCE_DEFERRED)
 
 
 @dataclasses.dataclass
@@ -68,12 +73,12 @@ def order_units(closed: Any, num_shard_leaves: int, prefetch: int) -> Any:
       `closed` itself if it runs fewer than two units outside of loops.
     """
     flat = FlatTrace(closed, set(closed.jaxpr.invars[:num_shard_leaves]))
-    eqns = _without_dead(flat.eqns, flat.outvars)
+    eqns = without_dead(flat.eqns, flat.outvars)
     visits = _visits(eqns, flat.of_shards)
     if len(visits) < 2:
         return closed
     eqns = _without_repeated(eqns, visits, prefetch, flat.of_shards)
-    eqns = _without_dead(list(_ordered(eqns, visits, prefetch)), flat.outvars)
+    eqns = without_dead(list(_ordered(eqns, visits, prefetch)), flat.outvars)
     jaxpr = closed.jaxpr.replace(
         constvars=list(flat.consts),
         eqns=eqns,
@@ -84,20 +89,8 @@ def order_units(closed: Any, num_shard_leaves: int, prefetch: int) -> Any:
 
 
 def _unit_of(eqn: Any) -> str | None:
-    """Returns the unit in whose scope an equation is; None for none and the root."""
-    found = re.findall(r"unit:([^/():]+)", str(eqn.source_info.name_stack))
-    return found[-1] if found and found[-1] != ROOT else None
-
-
-def _without_dead(eqns: Sequence[Any], outvars: Sequence[Any]) -> list[Any]:
-    """Drops equations whose results nobody reads."""
-    live = {v for v in outvars if isinstance(v, core.Var)}
-    kept = []
-    for eqn in reversed(eqns):
-        if has_effects(eqn) or not live.isdisjoint(eqn.outvars):
-            kept.append(eqn)
-            live.update(v for v in eqn.invars if isinstance(v, core.Var))
-    return kept[::-1]
+    """Returns the unit in whose scope an equation is, or the root; None for none."""
+    return unit_of(eqn.source_info.name_stack)
 
 
 def _visits(eqns: Sequence[Any], of_shards: set[Any]) -> list[_Visit]:
@@ -229,9 +222,9 @@ def _ordered(
 
 def _is_reduction(eqn: Any) -> bool:
     """Returns whether an equation reduces gradients of a unit."""
-    scope = str(eqn.source_info.name_stack)
+    scopes = eqn.source_info.name_stack
     return (
         is_collective(eqn)
         and _unit_of(eqn) is not None
-        and _REDUCTION.search(scope) is not None
+        and any(is_in(scopes, name) for name in _REDUCTIONS)
     )

@@ -11,15 +11,17 @@ from collections.abc import Mapping
 from jax.sharding import Mesh
 from jaxlib.version import __version__ as _INSTALLED
 
+from fsdp_jax.sharding._memory_summary import UnitBytes
+
 Options = dict[str, bool | int | str]
 
 _OVERLAP: Options = {
     "xla_gpu_enable_latency_hiding_scheduler": True,
     "xla_gpu_enable_triton_gemm": False,
-    "xla_gpu_all_gather_combine_threshold_bytes": 1 << 30,
-    "xla_gpu_reduce_scatter_combine_threshold_bytes": 1 << 27,
-    "xla_gpu_all_reduce_combine_threshold_bytes": 1 << 27,
 }
+# XLA combines collectives up to these bytes. More than a unit has would let it combine
+# those of several units, which then wait for each other and are in memory together.
+_MOST_GATHERED, _MOST_REDUCED = 1 << 30, 1 << 27
 # The first ends what waits for devices of its own process to launch a collective. It
 # does not fire for another process that is alive but stuck (jax issue 38503), which
 # XLA's watchdog of executions does: no step may take longer than its time, the same as
@@ -58,9 +60,10 @@ def compiler_options(
 ) -> Options:
     """Returns XLA:GPU options for overlapped communication and collective timeouts.
 
-    `make_train_step` uses them by default on GPUs; elsewhere pass them to `jax.jit` or
-    to `jitted.lower(...).compile` as `compiler_options`. An option that the installed
-    XLA does not know raises there; the same name in `XLA_FLAGS` aborts the process.
+    `make_train_step` uses them by default on GPUs, with lower combine thresholds, those
+    of its plan's units; elsewhere pass them to `jax.jit` or to
+    `jitted.lower(...).compile` as `compiler_options`. An option that the installed XLA
+    does not know raises there; the same name in `XLA_FLAGS` aborts the process.
 
     An execution that takes over 1800 s is ended by XLA's watchdog: give steps that take
     longer more, `{**options, "xla_gpu_execution_terminate_timeout": "7200s"}`.
@@ -87,23 +90,41 @@ def compiler_options(
     more = _TENSOR_PARALLEL if tensor_parallel else {}
     if context_parallel:
         more = _CONTEXT_PARALLEL
-    return {**_BY_VERSION[known[-1]], **more}
+    return {**_BY_VERSION[known[-1]], **_thresholds(None), **more}
 
 
-def options_of(mesh: Mesh) -> Options:
-    """Returns the compiler options for the axes of a mesh."""
-    return compiler_options(
+def options_of(mesh: Mesh, unit_bytes: UnitBytes | None = None) -> Options:
+    """Returns the compiler options for the axes of a mesh and the units of a plan."""
+    options = compiler_options(
         tensor_parallel=mesh.shape["tp"] > 1, context_parallel=mesh.shape["cp"] > 1
     )
+    return options | _thresholds(unit_bytes)
 
 
-def options_for(mesh: Mesh, given: Mapping[str, bool | int | str] | None) -> Options:
+def options_for(
+    mesh: Mesh,
+    given: Mapping[str, bool | int | str] | None,
+    unit_bytes: UnitBytes | None = None,
+) -> Options:
     """Returns `given`; by default the GPU options on a GPU mesh, else none."""
     if given is not None:
         return dict(given)
     if not _is_of_gpus(mesh):
         return {}
-    return options_of(mesh)
+    return options_of(mesh, unit_bytes)
+
+
+def _thresholds(unit: UnitBytes | None) -> Options:
+    """Returns the bytes up to which XLA combines collectives of a kind."""
+    gathered, reduced = _MOST_GATHERED, _MOST_REDUCED
+    if unit and unit.weights:
+        gathered = min(gathered, unit.weights)
+        reduced = min(reduced, unit.gradients)
+    return {
+        "xla_gpu_all_gather_combine_threshold_bytes": gathered,
+        "xla_gpu_reduce_scatter_combine_threshold_bytes": reduced,
+        "xla_gpu_all_reduce_combine_threshold_bytes": reduced,
+    }
 
 
 def release(version: str) -> tuple[int, ...]:

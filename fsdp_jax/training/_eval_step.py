@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from fsdp_jax._tree import PyTree
 from fsdp_jax.data._batch import check_batch, place_batch
+from fsdp_jax.sharding._ambient_mesh import own_mesh
 from fsdp_jax.sharding._plan import Plan
 from fsdp_jax.step._loss import LossFn, LossForm, takes_rng
 from fsdp_jax.step._model_state import check_call
@@ -54,7 +55,8 @@ def make_eval_step(
         rng = jax.random.key(0) if rng is None else rng
         given = plan.model_state if model_state is None else model_state
         batch = place_batch(plan, batch)
-        loss, aux = settle(plan.mesh, compute(params, batch, rng, given))
+        with own_mesh(plan.mesh):
+            loss, aux = settle(plan.mesh, compute(params, batch, rng, given))
         return {"loss": loss, "aux": aux} if has_aux else {"loss": loss}
 
     return evaluate

@@ -53,7 +53,7 @@ def global_loss(plan: Plan, loss_fn: LossFn, form: LossForm) -> Callable[..., An
             total, count, parts = pipelined_loss(plan, call, aux_format, shards, *args)
         else:
             axes = axes_in_use(plan.mesh, plan.mesh.axis_names)
-            prefetch = plan.config.prefetch
+            prefetch = plan.prefetch
             loss, _ = trace_loss(call, shards, *args, axes=axes, prefetch=prefetch)
             total, (count, aux, _) = loss(shards, *args)
             parts = aux_format.take_apart(aux)
@@ -182,9 +182,10 @@ def _accumulate(
     scale = jnp.asarray(1.0 if loss_scale is None else loss_scale)
     # Traced once, on the first microbatch's shapes: the loop and the peeled iteration
     # replay the same jaxprs.
-    loss, gathers = trace_loss(call, shards, *example, axes=axes)
+    prefetch = plan.prefetch
+    loss, gathers = trace_loss(call, shards, *example, axes=axes, prefetch=prefetch)
     run, once = trace_gradients(
-        loss, shards, *example, scale, axes=axes, prefetch=plan.config.prefetch
+        loss, shards, *example, scale, axes=axes, prefetch=prefetch
     )
     backward = _backward(aux_format, key, scale)
     grads: Grads = [shard.grad_buffer for shard in shards]
@@ -205,10 +206,8 @@ def _accumulate(
         last = _finishing(plan, shards, grads if looped else None, finished)
         if finished:
             # Traced again, since shards in `finished` have other grad_buffers.
-            loss, _ = trace_loss(call, last, *example)
-            run, _ = trace_gradients(
-                loss, last, *example, scale, prefetch=plan.config.prefetch
-            )
+            loss, _ = trace_loss(call, last, *example, prefetch=prefetch)
+            run, _ = trace_gradients(loss, last, *example, scale, prefetch=prefetch)
         new, state, out = backward(run, last, state, jax.tree.map(lambda x: x[-1], xs))
         # Finished gradients include the earlier sums: the backward pass added them.
         grads = [

@@ -14,6 +14,7 @@ from jaxtyping import Array, Int, Key
 
 from fsdp_jax._tree import PyTree, named_leaves
 from fsdp_jax.optim._matrix_stack import Dealt
+from fsdp_jax.sharding._ambient_mesh import in_own_mesh
 from fsdp_jax.sharding._attributes import trace_model
 from fsdp_jax.sharding._config import Placements
 from fsdp_jax.sharding._fully_shard import choose_split
@@ -73,6 +74,7 @@ class TrainState:
     loss_scale: ScaleState | None = None
 
 
+@in_own_mesh
 def init_params(plan: Plan, key: Key[Array, ""]) -> PyTree:
     """Initializes the parameters from a key; each device computes only its own shards.
 
@@ -98,6 +100,7 @@ def init_params(plan: Plan, key: Key[Array, ""]) -> PyTree:
     return jax.jit(make, out_shardings=plan.shardings)(key)
 
 
+@in_own_mesh
 def init_state(
     plan: Plan,
     tx: optax.GradientTransformation,
@@ -214,6 +217,7 @@ def _pack_each(plan: Plan, params: PyTree) -> PyTree:
     return plan.treedef.unflatten(map(to_rest, leaves, abstracts))
 
 
+@in_own_mesh
 def abstract_state(
     plan: Plan,
     tx: optax.GradientTransformation,

@@ -11,9 +11,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from fsdp_jax._scopes import OPTIMIZER
 from fsdp_jax._tree import PyTree
 from fsdp_jax.data._batch import check_batch, place_batch
 from fsdp_jax.launch import report_progress
+from fsdp_jax.sharding._ambient_mesh import in_own_mesh, own_mesh
+from fsdp_jax.sharding._memory_summary import unit_bytes
 from fsdp_jax.sharding._offload import on_device
 from fsdp_jax.sharding._padded import unpack
 from fsdp_jax.sharding._plan import Plan
@@ -89,7 +92,8 @@ def value_and_grad(
         rng = jax.random.key(0) if rng is None else rng
         given = plan.model_state if model_state is None else model_state
         batch = place_batch(plan, batch)
-        outputs = settle(plan.mesh, compute(params, batch, rng, given))
+        with own_mesh(plan.mesh):
+            outputs = settle(plan.mesh, compute(params, batch, rng, given))
         (value, new_state, _), grads = outputs
         return value if model_state is None else (*value, new_state), grads
 
@@ -128,9 +132,10 @@ class TrainStep:
         check_batch(self.plan, batch, self.num_microbatches)
         report_progress(f"call {next(self._calls)} of the train step")
         batch = place_batch(self.plan, batch)
-        self.watch.look(self.jitted, state, batch)
-        # `state` is deleted by donation from here on.
-        new, metrics = settle(self.plan.mesh, self.jitted(state, batch))
+        with own_mesh(self.plan.mesh):
+            self.watch.look(self.jitted, state, batch)
+            # `state` is deleted by donation from here on.
+            new, metrics = settle(self.plan.mesh, self.jitted(state, batch))
         if self.check_for_nan_in_grad:
             raise_if_not_finite(self.plan, metrics["grad_peaks"], int(new.step))
         return new, metrics
@@ -145,9 +150,11 @@ class TrainStep:
             batch,
             self.plan.batch_shardings(batch),
         )
-        return self.jitted.lower(state, shapes)
+        with own_mesh(self.plan.mesh):
+            return self.jitted.lower(state, shapes)
 
 
+@in_own_mesh
 def make_train_step(
     plan: Plan,
     loss_fn: LossFn,
@@ -248,7 +255,7 @@ def make_train_step(
             plain, model_state = _updated(plan, update_model_state, given, model_state)
             plain = unless(skip, given, plain) if skips else plain
             params = to_rest(plan, abstract, plain)
-        with jax.named_scope("optimizer"):
+        with jax.named_scope(OPTIMIZER):
             # Distinct from the keys of data ranks, which fold in their index, counted
             # from 0.
             key = jax.random.fold_in(rng, 2**31 - 1)
@@ -283,7 +290,9 @@ def make_train_step(
         donate_argnums=0,
         # Pinned, so that the next step compiles to the same program.
         out_shardings=(shardings, None),
-        compiler_options=options_for(plan.mesh, compiler_options),
+        compiler_options=options_for(
+            plan.mesh, compiler_options, unit_bytes(plan.mesh, plan.param_plans)
+        ),
     )
     watch = MemoryWatch(memory_limit)
     return TrainStep(plan, num_microbatches, jitted, check_for_nan_in_grad, watch)

@@ -153,6 +153,11 @@ WRONG: dict[str, tuple[str, dict[str, Any]]] = {
     "corrected softmax": ("ernie4_5_moe", {"moe.norm_topk_prob": False}),
     "sigmoids": ("minimax_m2", {"moe.scoring": "softmax"}),
     "base": ("falcon", {"rope.rope_theta": 500.0}),
+    "norms of heads beside convolutions": ("lfm2", {"qk_norm_after_rope": True}),
+    "scales of gated attention": ("qwen3_next", {"norm": "rms_wide"}),
+    "epsilon of a delta net": ("qwen3_next", {"norm_eps": 1e-6}),
+    "time steps": ("granitemoehybrid", {"mamba.min_time_step": 0.5}),
+    "largest time step": ("granitemoehybrid-dense", {"mamba.max_time_step": 0.5}),
     "base beside biases": ("seed_oss", {"rope.rope_theta": 500.0}),
 }
 

@@ -56,6 +56,19 @@ LATENT = {
     # Not what the latent vectors are normed with.
     "rms_norm_eps": 1e-3,
 }
+DELTA_NET = {
+    "head_dim": 16,
+    "full_attention_interval": 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 10,
+}
+MAMBA = {
+    "mamba_n_heads": 4,
+    "mamba_d_state": 10,
+    "mamba_chunk_size": 16,
+}
 WINDOW = {"sliding_window": 9}
 TWO = {"num_hidden_layers": 2}
 ALTERNATING = {
@@ -74,6 +87,7 @@ GPT2_NAMES = {
 # Families whose files have names of their own; None for fields that they lack.
 OWN_NAMES: dict[str, dict[str, str | None]] = {
     "gpt2": GPT2_NAMES,
+    "qwen3_5_moe_text": {"intermediate_size": None},
     "gptj": GPT2_NAMES,
     "gpt_bigcode": GPT2_NAMES,
     "gpt_neox": {"num_key_value_heads": None},
@@ -376,6 +390,72 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "head_dim": 16,
         "rotary_dim": 8,
         **TWO,
+    },
+    "lfm2": {
+        "model_type": "lfm2",
+        # A period of three that comes twice, and a layer behind it.
+        "num_hidden_layers": 7,
+        "layer_types": ["conv", "conv", "full_attention"] * 2 + ["conv"],
+        "block_auto_adjust_ff_dim": False,
+    },
+    "qwen3_next": {
+        "model_type": "qwen3_next",
+        **DELTA_NET,
+        **EXPERTS,
+        "shared_expert_intermediate_size": 40,
+        "num_hidden_layers": 4,
+        "rms_norm_eps": 1e-3,
+    },
+    "qwen3_5": {
+        "model_type": "qwen3_5_text",
+        **DELTA_NET,
+        **TWO,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.5,
+        },
+    },
+    "qwen3_5_moe": {
+        "model_type": "qwen3_5_moe_text",
+        **DELTA_NET,
+        **EXPERTS,
+        **TWO,
+        "shared_expert_intermediate_size": 40,
+    },
+    "granitemoehybrid": {
+        "model_type": "granitemoehybrid",
+        **MAMBA,
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "num_hidden_layers": 4,
+        "num_local_experts": 4,
+        "shared_intermediate_size": 40,
+        "attention_multiplier": 0.3,
+        "residual_multiplier": 0.5,
+        "embedding_multiplier": 3.0,
+    },
+    "granitemoehybrid-dense": {
+        "model_type": "granitemoehybrid",
+        **MAMBA,
+        **TWO,
+        "layer_types": ["mamba", "attention"],
+        "num_local_experts": 0,
+        "num_experts_per_tok": 0,
+        "shared_intermediate_size": 40,
+        "position_embedding_type": "rope",
+        "mamba_n_groups": 2,
+        "mamba_proj_bias": True,
+        "mamba_conv_bias": False,
+        "attention_multiplier": 0.3,
+    },
+    "lfm2-biased": {
+        "model_type": "lfm2",
+        "num_hidden_layers": 3,
+        "full_attn_idxs": [1],
+        "conv_bias": True,
+        "conv_L_cache": 4,
+        "block_multiple_of": 16,
+        "tie_word_embeddings": False,
     },
 }
 

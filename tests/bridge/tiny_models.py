@@ -34,10 +34,11 @@ def make_model(path: Path, variant: str, *, dtype=torch.float32, **traits) -> HF
 
 def randomize(model: torch.nn.Module, model_type: str) -> None:
     """Draws all weights anew, so that each of them matters to the logits."""
+    family = model_type.partition("-")[0].removesuffix("_text")
     with torch.no_grad():
         for name, weight in model.named_parameters():
             weight.copy_(torch.randn(weight.shape) * _std(name, weight))
-            if _is_norm_scale(name) and not model_type.startswith(LESS_ONE):
+            if _is_norm_scale(name) and family not in LESS_ONE:
                 weight.add_(1.0)
         for name, buffer in model.named_buffers():
             if "correction_bias" in name:
@@ -45,7 +46,10 @@ def randomize(model: torch.nn.Module, model_type: str) -> None:
 
 
 # Families whose files hold the scales of norms less one.
-LESS_ONE = ("gemma", "nemotron")
+LESS_ONE = {
+    *("gemma", "gemma2", "gemma3", "nemotron"),
+    *("qwen3_next", "qwen3_5", "qwen3_5_moe"),
+}
 TABLES = (
     *("embed_tokens", "embed_positions", "wte", "wpe", "lm_head"),
     *("embed_in", "embed_out", "word_embeddings"),

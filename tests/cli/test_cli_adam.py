@@ -13,7 +13,7 @@ from bridge.megatron import AdamSettings
 from fsdp_jax._tree import named_leaves
 from fsdp_jax.cli._adam import settings_of_import, stored_settings
 from fsdp_jax.cli._optimizer import OptimizerConfig
-from fsdp_jax.cli._train_config import Recipe, make_recipe
+from fsdp_jax.cli._train_config import config_of, merge_options
 
 PARAMS = {"norm": {"scale": jnp.ones(4)}, "w": jnp.full((3, 4), 2.0)}
 LR, DECAY = 0.1, 0.5
@@ -84,8 +84,8 @@ KNOWN = AdamSettings(
 def test_a_run_of_megatron_goes_on_with_its_settings():
     metadata = {"optimizer": "adamw", "adam": stored_settings(KNOWN)}
     carried = settings_of_import(metadata, {})
-    recipe = make_recipe({"b1": 0.8}, {}, {"tokenizer": "bytes", **carried})
-    assert recipe.optimizer_config == OptimizerConfig(
+    config = merge_options({"b1": 0.8}, {}, {"tokenizer": "bytes", **carried})
+    assert config.optimizer == OptimizerConfig(
         lr=3e-4,
         weight_decay=0.2,
         **{"b1": 0.8, "b2": 0.95, "eps": 1e-7, "clip": 1.0},
@@ -117,4 +117,4 @@ def test_a_setting_out_of_range_is_refused(wrong):
     with pytest.raises(
         ValueError, match=facts(f"--{next(iter(wrong)).replace('_', '-')}")
     ):
-        Recipe("bytes", **wrong)
+        config_of({"tokenizer": "bytes", **wrong})

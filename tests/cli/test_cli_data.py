@@ -10,13 +10,13 @@ import pytest
 from helpers.errors import facts
 
 from fsdp_jax.cli._data import make_batches, position
+from fsdp_jax.cli._data_config import DataConfig
 from fsdp_jax.cli._tokens import Tokens, fingerprint, read_tokens
-from fsdp_jax.cli._train_config import Recipe
 from fsdp_jax.data import HostShard
 
 IDS = np.arange(50, dtype=np.uint32)  # 7 rows of 7 and 1; the first is predicted never
 TOKENS = Tokens((IDS[:20], IDS[20:]))
-RECIPE = Recipe("bytes", batch=3, seq=7, seed=5)
+CONFIG = DataConfig("bytes", batch=3, seq=7, seed=5)
 ALONE = HostShard(0, 1)
 
 
@@ -40,7 +40,7 @@ def take(batches, count: int) -> np.ndarray:
 
 
 def test_an_epoch_predicts_every_token_once():
-    rows = take(make_batches(TOKENS, RECIPE, ALONE), 7)  # 21 rows: three epochs
+    rows = take(make_batches(TOKENS, CONFIG, ALONE), 7)  # 21 rows: three epochs
     assert rows.shape == (21, 8)
     assert rows.dtype == np.int32
     for epoch in np.split(rows, 3):
@@ -48,13 +48,13 @@ def test_an_epoch_predicts_every_token_once():
 
 
 def test_each_epoch_is_shuffled_anew():
-    first, second, _ = np.split(take(make_batches(TOKENS, RECIPE, ALONE), 7), 3)
+    first, second, _ = np.split(take(make_batches(TOKENS, CONFIG, ALONE), 7), 3)
     assert (first != second).any()
 
 
 def test_the_seed_makes_the_order():
     first, again, other = (
-        take(make_batches(TOKENS, dataclasses.replace(RECIPE, seed=seed), ALONE), 2)
+        take(make_batches(TOKENS, dataclasses.replace(CONFIG, seed=seed), ALONE), 2)
         for seed in (5, 5, 6)
     )
     assert (first == again).all()
@@ -62,10 +62,10 @@ def test_the_seed_makes_the_order():
 
 
 def test_hosts_read_the_rows_of_one_batch_between_them_and_each_its_own():
-    whole = make_batches(TOKENS, RECIPE, ALONE)
+    whole = make_batches(TOKENS, CONFIG, ALONE)
     each = [Watched(IDS) for _ in range(3)]
     hosts = [
-        make_batches(Tokens((seen,)), RECIPE, HostShard(index, 3))
+        make_batches(Tokens((seen,)), CONFIG, HostShard(index, 3))
         for index, seen in enumerate(each)
     ]
     for _ in range(5):  # into the third epoch
@@ -80,11 +80,11 @@ def test_hosts_read_the_rows_of_one_batch_between_them_and_each_its_own():
 
 @pytest.mark.parametrize("seen", [0, 1, 5])
 def test_the_position_goes_through_json_and_back(seen):
-    batches = make_batches(TOKENS, RECIPE, ALONE)
+    batches = make_batches(TOKENS, CONFIG, ALONE)
     for _ in range(seen):
         next(batches)
     stored = json.loads(json.dumps(position(batches)))
-    again = make_batches(TOKENS, RECIPE, ALONE)
+    again = make_batches(TOKENS, CONFIG, ALONE)
     again.set_state(stored)
     np.testing.assert_array_equal(take(again, 4), take(batches, 4))
 

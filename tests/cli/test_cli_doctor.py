@@ -259,9 +259,24 @@ def test_gpus_that_would_wait_for_ever_are_advised_a_time_out(
     status, report, _ = examine("")  # as steps are compiled
     assert report["advice"] == []
     assert report["settings"]["nccl_termination_timeout_seconds"] == 600
+    assert report["settings"]["execution_terminate_timeout"] == "1800s"
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
     assert "2 x NVIDIA H200 (gpu, 100.00 GiB for jax)" in out and "600 s" in out
+    assert "1800s" in out
+
+
+@pytest.mark.parametrize(
+    "value, wrong, advised",
+    [("inf", 0, 1), ("90s", 0, 0), ("1h30m", 0, 0), ("soon", 1, 0), ("90", 1, 0)],
+)
+def test_the_watchdog_is_a_time_and_not_off(
+    monkeypatch, examine, value, wrong, advised
+):
+    monkeypatch.setattr(_doctor, "run_child", two_gpus)
+    _, report, _ = examine(f"--xla_gpu_execution_terminate_timeout={value}")
+    assert (len(report["wrong"]), len(report["advice"])) == (wrong, advised)
+    assert all("=1800s" in one["fix"] for one in report["wrong"] + report["advice"])
 
 
 def test_a_plugin_that_does_not_plan_is_wrong_and_none_is_not():

@@ -8,10 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers.errors import facts
+from helpers.tiny_tokenizer import write_tokenizer
 
+import fsdp_jax as fsdp
 from fsdp_jax.cli import main
 from fsdp_jax.cli._chat_template import ChatTemplate, read_chat_template
 from fsdp_jax.cli._data import mixed_batches, position
+from fsdp_jax.cli._data_config import DataConfig
 from fsdp_jax.cli._document_data import (
     Encoder,
     _read_in_first,
@@ -20,7 +23,6 @@ from fsdp_jax.cli._document_data import (
 )
 from fsdp_jax.cli._records import _record, read_records
 from fsdp_jax.cli._tokenizer import Bytes, ModelTokenizer
-from fsdp_jax.cli._train_config import Recipe
 from fsdp_jax.data import HostShard
 
 pytestmark = pytest.mark.torch  # transformers renders templates.
@@ -49,22 +51,11 @@ ANOTHER_MESH = 1e-5
 @pytest.fixture(scope="module")
 def chat_model(tmp_path_factory, write_llama) -> Path:
     """A model with a tokenizer of bytes and four special tokens."""
-    import tokenizers
-
     folder = tmp_path_factory.mktemp("chat") / "model"
     write_llama(folder, vocab_size=264, eos_token_id=257)
-    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    vocab = {char: index for index, char in enumerate(alphabet)}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, []))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(
-        add_prefix_space=False
-    )
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    tokenizer.add_special_tokens(SPECIALS)
-    tokenizer.save(str(folder / "tokenizer.json"))
+    tokens = {"bos_token": "<bos>", "eos_token": {"content": "<eos>"}}
+    write_tokenizer(folder, SPECIALS, **tokens)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
-    config = {"bos_token": "<bos>", "eos_token": {"content": "<eos>"}}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return folder
 
 
@@ -182,17 +173,17 @@ def test_what_is_cut_and_dropped_is_said_in_numbers(chat_model, tmp_path):
         {"prompt": "a" * 20, "completion": "b"},
         {"prompt": "a", "completion": "b"},
     )
-    _, line = encoder(chat_model).encode_file(file, Recipe("model", seq=8))
+    _, line = encoder(chat_model).encode_file(file, DataConfig("model", seq=8))
     assert line == (
         f"'{file}': 3 documents, 12 tokens, 10 trained, 2 longer than --seq 8 "
         "truncated by 26 tokens, 1 without a token to train on dropped"
     )
-    drop = Recipe("model", seq=8, overlong="drop")
+    drop = DataConfig("model", seq=8, overlong="drop")
     documents, line = encoder(chat_model).encode_file(file, drop)
     assert len(documents) == 1 and "2 longer than --seq 8 dropped" in line
     none = write(tmp_path, {"prompt": "a" * 20, "completion": "b"})
     with pytest.raises(ValueError, match=facts(f"'{none}'", "1", "9", "--seq")):
-        encoder(chat_model).encode_file(none, Recipe("model", seq=8))
+        encoder(chat_model).encode_file(none, DataConfig("model", seq=8))
 
 
 def sources(tmp_path, chat_model, **options):
@@ -200,15 +191,15 @@ def sources(tmp_path, chat_model, **options):
         (tmp_path / name).mkdir()
     a = write(tmp_path / "a", *({"text": f"a{n}"} for n in range(40)))
     b = write(tmp_path / "b", *({"text": f"b{n}"} for n in range(10)))
-    recipe = Recipe("model", batch=4, seq=8, rows="pad", seed=3, **options)
-    return read_documents([a, b], encoder(chat_model), recipe, None), recipe
+    config = DataConfig("model", batch=4, seq=8, rows="pad", seed=3, **options)
+    return read_documents([a, b], encoder(chat_model), config, None), config
 
 
 def test_hosts_share_one_order_that_goes_on_from_any_position(chat_model, tmp_path):
-    data, recipe = sources(tmp_path, chat_model)
+    data, config = sources(tmp_path, chat_model)
 
     def batches(shard):
-        return mixed_batches(data.sources, data.weights, recipe, shard)
+        return mixed_batches(data.sources, data.weights, config, shard)
 
     alone, hosts = batches(HostShard(0, 1)), [batches(HostShard(i, 2)) for i in (0, 1)]
     for _ in range(3):
@@ -222,8 +213,8 @@ def test_hosts_share_one_order_that_goes_on_from_any_position(chat_model, tmp_pa
 
 @pytest.mark.parametrize("weights, share", [("", 0.8), ("1,3", 0.25)])
 def test_files_are_mixed_by_weight(chat_model, tmp_path, weights, share):
-    data, recipe = sources(tmp_path, chat_model, data_weights=weights)
-    batches = mixed_batches(data.sources, data.weights, recipe, HostShard(0, 1))
+    data, config = sources(tmp_path, chat_model, data_weights=weights)
+    batches = mixed_batches(data.sources, data.weights, config, HostShard(0, 1))
     first = [next(batches)["tokens"][:, 0] for _ in range(20)]
     codec = encoder(chat_model).codec
     letters = [codec.decode([token]) for token in np.concatenate(first)]
@@ -244,9 +235,9 @@ def test_bytes_end_where_their_character_does():
 def test_the_documents_that_the_first_process_leaves_are_the_same(
     chat_model, chats, tmp_path
 ):
-    recipe = Recipe("model", seq=64)
-    ((found, line),) = _read_in_first([chats], encoder(chat_model), recipe, tmp_path)
-    wanted, wanted_line = encoder(chat_model).encode_file(chats, recipe)
+    config = DataConfig("model", seq=64)
+    ((found, line),) = _read_in_first([chats], encoder(chat_model), config, tmp_path)
+    wanted, wanted_line = encoder(chat_model).encode_file(chats, config)
     assert line == wanted_line
     for name, array in vars(wanted).items():
         np.testing.assert_array_equal(getattr(found, name), array)
@@ -302,6 +293,7 @@ def test_the_preview_marks_what_is_trained(chat_model, chats, capsys):
         ("train --data {text} --steps 1 --rows pad", ["--rows pad", ".jsonl"]),
         ("eval {model} --data {chats}", ["--data {chats}"]),
         ("train --data {text} --steps 1 --eval-data {chats}", ["--data", "'{chats}'"]),
+        ("train --data {text} --steps 1 --keep-best 1", ["--keep-best 1", "--keep N"]),
         ("train --data {text} --steps 1 --eval-every 1", ["--eval-every 1"]),
         ("data {model} --data {text} --train-on all", ["--train-on all"]),
     ],
@@ -332,8 +324,14 @@ def test_held_out_data_is_measured_after_the_steps_that_are_due(
     argv += ["--seq", "64" if kind == "chats" else "16", "--eval-data", str(data)]
     metrics = tmp_path / "run.jsonl"
     more = ["--eval-every", "2", "--metrics", str(metrics), "--fused-loss"]
+    more += ["--save-every", "1", "--keep", "1", "--keep-best", "1"]
     assert main([*argv, "--save", str(tmp_path / "save"), *more]) == 0
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     assert ["eval_loss" in line for line in lines] == [False, True, True]
     for line in lines[1:]:
         assert line["eval_loss"] == pytest.approx(line["loss"], rel=ANOTHER_MESH)
+    # Of equal losses the later is kept, which is the newest too.
+    names = (path.name for path in (tmp_path / "save").iterdir())
+    (kept,) = [name for name in names if name.isdigit()]
+    stored = fsdp.checkpoint.load_metadata(tmp_path / "save")
+    assert (kept, stored["eval_loss"]) == ("3", lines[-1]["eval_loss"])

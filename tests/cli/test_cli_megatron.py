@@ -119,9 +119,13 @@ def test_training_goes_on_where_megatron_stopped(golden, tmp_path, text, capsys)
     assert "--lr: linear to 0.0" in capsys.readouterr().err
     argv += ["--lr", "1e-2"]
     run(*argv, "--steps", iteration + 1, "--save", tmp_path / "more")
-    recipe = fsdp.checkpoint.load_metadata(tmp_path / "more")["recipe"]
-    assert (recipe["b1"], recipe["b2"], recipe["weight_decay"]) == (0.9, 0.95, 0.0)
-    assert "norm.scale" in recipe["no_decay"].split(",")
+    config = fsdp.checkpoint.load_metadata(tmp_path / "more")["train"]
+    assert (
+        config["optimizer"]["b1"],
+        config["optimizer"]["b2"],
+        config["optimizer"]["weight_decay"],
+    ) == (0.9, 0.95, 0.0)
+    assert "norm.scale" in config["optimizer"]["no_decay"].split(",")
     on = json.loads(capsys.readouterr().out)
     assert on["step"] == iteration + 1
     # From the same weights without the moments, the next step's loss differs.

@@ -17,8 +17,8 @@ import fsdp_jax as fsdp
 from bridge.models import Decoder, DecoderConfig
 from fsdp_jax._tree import named_leaves
 from fsdp_jax.cli import main
-from fsdp_jax.cli._optimizer import OptimizerConfig, options_of
-from fsdp_jax.cli._train_config import Recipe
+from fsdp_jax.cli._optimizer import OptimizerConfig
+from fsdp_jax.cli._train_config import config_of, stored_config
 
 CONFIG = DecoderConfig(
     vocab_size=8,
@@ -48,8 +48,14 @@ def updates(tx: optax.GradientTransformation, steps: int = 3):
     return params
 
 
-def test_a_recipe_has_the_defaults_of_the_optimizer():
-    assert options_of(Recipe("bytes")) == OptimizerConfig()
+def test_each_option_names_one_field_of_a_config():
+    config = config_of({"tokenizer": "bytes"})
+    parts = [x for x in vars(config).values() if dataclasses.is_dataclass(x)]
+    names = [name for part in parts for name in vars(part)]
+    assert len(names) == len(set(names))
+    assert {*names, "microbatches"} == set(config.values())
+    assert config_of(config.values()) == config
+    assert stored_config(dataclasses.asdict(config)) == config
 
 
 @pytest.mark.torch
@@ -163,7 +169,7 @@ def test_muon_without_matrices_is_refused():
 )
 def test_options_without_effect_or_out_of_range_are_refused(options, wanted):
     with pytest.raises(ValueError, match=facts(*wanted)):
-        Recipe("bytes", **options)
+        config_of({"tokenizer": "bytes", **options})
 
 
 def losses(path) -> list[float]:
@@ -189,8 +195,8 @@ def test_a_run_with_muon_and_a_schedule_resumes_to_the_bit(
     shapes = fsdp.checkpoint.load_shapes(tmp_path / "whole")
     muon = [n for n in shapes if "opt_state" in n and "q_proj" in n]
     assert len(muon) == 1  # Muon has one moment, Adam has two.
-    recipe = fsdp.checkpoint.load_metadata(tmp_path / "whole")["recipe"]
-    assert (recipe["optimizer"], recipe["lr_steps"]) == ("muon", 3)
+    config = fsdp.checkpoint.load_metadata(tmp_path / "whole")["train"]["optimizer"]
+    assert (config["optimizer"], config["lr_steps"]) == ("muon", 3)
 
 
 def test_norms_and_biases_are_not_decayed_by_default():

@@ -14,6 +14,7 @@ import bridge
 import fsdp_jax as fsdp
 from fsdp_jax.cli import main
 from fsdp_jax.cli._decoder import plan_decoder
+from fsdp_jax.cli._schedule_search import KNOBS
 from fsdp_jax.planner import count_on_cpu
 
 TINY = Llama(width=64, mlp=128, heads=2, kv_heads=1, layers=3, vocab=256, head_dim=32)
@@ -77,8 +78,12 @@ def test_what_travels_and_rests_in_fewer_bytes_is_planned_so(
 
 
 @pytest.mark.plan
-def test_a_sweep_recommends_what_is_fastest_of_what_fits(llama, capsys):
-    assert not plan(llama, "--gpus", "16", "--seq", "64", "--sweep")
+def test_a_sweep_recommends_what_is_fastest_of_what_fits(llama, capsys, tmp_path):
+    files = tmp_path / "sweep.svg", tmp_path / "sweep.html", tmp_path / "best.json"
+    assert not plan(
+        *(llama, "--gpus", "16", "--seq", "64", "--sweep", "--picture", str(files[0])),
+        *("--html", str(files[1]), "--json", str(files[2])),
+    )
     lines = capsys.readouterr().out.splitlines()
     rows = [line for line in lines if "GiB" in line or "MiB" in line]
     assert len(rows) == 7
@@ -86,6 +91,41 @@ def test_a_sweep_recommends_what_is_fastest_of_what_fits(llama, capsys):
         assert sum(axis in row for row in rows) == 1
     assert lines[-1].startswith("recommended: ")
     assert lines[-1].removeprefix("recommended: ") in rows[0]
+    assert any("compile to the same step: with one microbatch" in x for x in lines)
+    drawn, page = files[0].read_text(), files[1].read_text()
+    # matplotlib writes each text beside its outlines, as a comment.
+    for row in rows:
+        name = row.split("  ")[0]
+        assert f"<!-- {name} -->" in drawn and name in page
+    assert "16 x NVIDIA H200" in drawn and "<title>16 x NVIDIA H200" in page
+    assert json.loads(files[2].read_text())["gpus"] == 16
+
+
+@pytest.mark.plan
+def test_a_search_says_what_the_best_schedule_gains(
+    llama, capsys, tmp_path, monkeypatch
+):
+    symmetric = "xla_gpu_experimental_enable_nccl_symmetric_buffers"
+    knobs = [knob for knob in KNOBS if knob.name in ("unroll", symmetric)]
+    monkeypatch.setattr("fsdp_jax.cli._schedule_search.KNOBS", knobs)
+    file = tmp_path / "search.json"
+    assert not plan(
+        *(llama, "--seq", "64", "--unroll", "1", "--search"),
+        *("--search-minutes", "60", "--json", str(file)),
+    )
+    out, err = capsys.readouterr()
+    found = json.loads(file.read_text())
+    default, *others, last = found["search"]["trials"]
+    assert default["changed"] == {} and found["search"]["complete"]
+    assert [one["changed"] for one in others] == [{"unroll": 2}, {"unroll": 4}]
+    assert last["changed"][symmetric] and not last["measured"]
+    assert err.count("compiling unroll=") == 4
+    best = min(one["step_seconds"] for one in (default, *others))
+    assert best <= found["step_seconds"] <= 1.001 * best
+    assert {one["unit"] for one in found["unit_times"]} >= {"layers", "optimizer"}
+    before, after = out.split("not measured")
+    assert symmetric in after and symmetric not in before
+    assert "against the default" in out and "schedules" in out.splitlines()[-1]
 
 
 def test_stages_split_the_longest_run_of_layers_of_one_structure():
@@ -119,6 +159,9 @@ def test_a_sweep_splits_rows_that_are_long_and_fewer_than_gpus(llama, capsys):
         (("--sweep", "--zero", "2"), "leave out --mesh, --zero"),
         (("--gpus", "12"), "12 GPUs are neither a part of a node of 8"),
         (("--hf", "somewhere"), "from --hf MODEL or --config FILE: one"),
+        (("--search", "--sweep"), "sweep first, and search with the --mesh"),
+        (("--search", "--search-minutes", "0"), "--search-minutes 0: above 0"),
+        (("--no-reshard", "--zero", "2"), "--no-reshard has no effect with --zero 2"),
     ],
 )
 def test_wrong_options_are_told_in_a_line(llama, capsys, options, message):
@@ -127,25 +170,35 @@ def test_wrong_options_are_told_in_a_line(llama, capsys, options, message):
 
 
 def test_without_the_compiler_for_gpus_the_cpu_s_says_what_it_can(
-    llama, capsys, monkeypatch
+    llama, capsys, monkeypatch, tmp_path
 ):
     def absent(gpu, count):
         raise ValueError("pip install 'fsdp-jax[plan]'")
 
     monkeypatch.setattr("fsdp_jax.cli.commands._plan.gpu_devices", absent)
-    assert not plan(llama, "--gpus", str(jax.device_count()), "--seq", "16")
+    files = tmp_path / "count.json", tmp_path / "count.html"
+    assert not plan(
+        *(llama, "--gpus", str(jax.device_count()), "--seq", "16"),
+        *("--json", str(files[0]), "--html", str(files[1])),
+    )
     out, err = capsys.readouterr()
     assert "no time is estimated" in err
     assert "as the compiler for CPUs assigns it" in out
     assert "all-gather" in out and "ms each" not in out
+    found = json.loads(files[0].read_text())
+    assert found["compiler"] == "cpu" and found["memory_compiled"] > 0
+    assert found["collectives"] and "seconds" not in found["collectives"][0]
+    assert "all-gather" in files[1].read_text()
+    # What needs times is refused, and not left out.
+    assert plan(llama, "--trace", str(tmp_path / "trace.json")) == 2
 
 
 def test_the_counts_of_the_cpu_are_those_of_the_plan():
     llama = TINY.plan(fsdp.make_mesh())
-    size, sent = count_on_cpu(llama, TINY.loss(0), optax.sgd(0.1), tokens(8, 16))
-    assert size > sum(llama.bytes_per_device.values())
+    found = count_on_cpu(llama, TINY.loss(0), optax.sgd(0.1), tokens(8, 16))
+    assert found.compiled_bytes > sum(llama.bytes_per_device.values())
     times = {"all-gather": 0, "reduce-scatter": 0}
-    for row in sent:
+    for row in found.sent:
         if row.unit == "layers" and row.op in times:
             times[row.op] += row.times
     layers = [row for row in llama.param_plans if row.unit == "layers"]

@@ -13,7 +13,7 @@ import pytest
 
 import fsdp_jax as fsdp
 from fsdp_jax.cli import main
-from fsdp_jax.cli._train_config import Recipe
+from fsdp_jax.cli._train_config import config_of
 
 
 @pytest.fixture(scope="module")
@@ -54,10 +54,10 @@ def dtypes_of(folder: Path) -> dict[str, str]:
     }
 
 
-def test_a_recipe_shards_as_its_options_say():
+def test_a_config_shards_as_its_options_say():
     def sharding(offload=None, **options):
-        recipe = Recipe("bytes", **options)
-        return recipe.precision.sharding(fsdp.FSDPConfig(), offload)
+        config = config_of({"tokenizer": "bytes", **options})
+        return config.precision.sharding(fsdp.FSDPConfig(), offload)
 
     assert sharding() == fsdp.FSDPConfig()
     gathers = [

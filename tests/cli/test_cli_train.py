@@ -16,9 +16,9 @@ from bridge.models import Decoder, DecoderConfig, RopeConfig
 from fsdp_jax.cli import main
 from fsdp_jax.cli._context_parallel import check_context
 from fsdp_jax.cli._data import make_batches
+from fsdp_jax.cli._data_config import DataConfig
 from fsdp_jax.cli._decoder import next_token_loss, plan_decoder
 from fsdp_jax.cli._tokens import read_tokens
-from fsdp_jax.cli._train_config import Recipe
 
 # Two meshes add up the same float32 numbers in different orders; measured: 1e-7. A
 # batch that is another one makes 1e-2.
@@ -60,9 +60,9 @@ def test_every_step_is_one_json_line(trained):
 def test_the_first_loss_is_that_of_the_imported_model(trained, llama, text):
     config = bridge.from_hf_config(llama)
     plan = plan_decoder(config, fsdp.make_mesh(devices=jax.devices()[:1]))
-    recipe = Recipe("bytes", batch=8, seq=16)
+    rows = DataConfig("bytes", batch=8, seq=16)
     tokens = read_tokens([text], "bytes", None, 256)
-    batch = next(make_batches(tokens, recipe, fsdp.data.HostShard(0, 1)))
+    batch = next(make_batches(tokens, rows, fsdp.data.HostShard(0, 1)))
     model = Decoder(config, rngs=nnx.Rngs(0))
     nnx.update(model, bridge.load_hf(llama, plan.params))
     loss = next_token_loss(model, batch)
@@ -151,7 +151,7 @@ def test_a_checkpoint_remembers_where_its_data_stood(trained):
         step: fsdp.checkpoint.load_metadata(trained.save, step=step) for step in (2, 4)
     }
     assert at[2]["data"] != at[4]["data"]
-    assert at[2]["recipe"] == at[4]["recipe"]
+    assert at[2]["train"] == at[4]["train"]
     assert bridge.from_hf_config(at[4]["config"]).vocab_size == 256
 
 

@@ -12,6 +12,7 @@ from composition.composed_models import (
     Built,
     Tools,
     block_shapes,
+    called,
     enter,
     layer,
     leave,
@@ -23,7 +24,7 @@ from composition.composed_models import (
     weights,
 )
 from composition.compositions import Composition
-from composition.wraps import wrapped
+from composition.wraps import around_all, around_each
 
 
 class Twist(eqx.Module):
@@ -42,7 +43,7 @@ class Block(eqx.Module):
         own = weights(key, block_shapes(case))
         self.inner = Twist(own.pop("inner")) if "inner" in own else None
         self.own, self.norm = own, None
-        if case.norm:
+        if case.norm != "none":
             size = block_shapes(case)["bias"][0]
             self.norm = eqx.nn.BatchNorm(size, "rows", mode="batch")
 
@@ -73,16 +74,21 @@ class Net(eqx.Module):
             self.layers = [Block(case, k) for k in keys]
         else:
             self.layers = eqx.filter_vmap(lambda k: Block(case, k))(keys)
-        self.shared = Block(case, shared) if case.sharing == "shared" else None
+        has_shared = case.sharing in ("shared", "unused")
+        self.shared = Block(case, shared) if has_shared else None
 
 
 def equinox_model(case: Composition, tools: Tools, _: Callable[..., Any]) -> Built:
+    has_state = case.norm != "none"
+
     def make(key):
-        return eqx.nn.make_with_state(Net)(case, key) if case.norm else Net(case, key)
+        return eqx.nn.make_with_state(Net)(case, key) if has_state else Net(case, key)
 
     def call_layers(net, x, masks):
         if case.layout == "unrolled":
-            return one_by_one(net.layers, x, masks)
+            whole = net.root["embed"]
+            calls = [around_each(case, called(b), {}, whole) for b in net.layers]
+            return one_by_one(calls, x, masks)
         if case.layout == "fsdp":
             x, all_of = tools.scan(
                 *(lambda block, x, mask: block(x, mask), net.layers, x, (masks,)),
@@ -97,17 +103,17 @@ def equinox_model(case: Composition, tools: Tools, _: Callable[..., Any]) -> Bui
         return x, all_of.sum(0)
 
     def apply(model, x, masks):
-        net, state = model if case.norm else (model, None)
+        net, state = model if has_state else (model, None)
         get = net.root.__getitem__
 
         def run(_, x, masks):
             return trunk(case, lambda *a: call_layers(net, *a), net.shared, x, masks)
 
         x = enter(get, x)
-        if case.norm:
+        if has_state:
             x, balance, state = with_state(case, net, x, masks, state)
             return leave(case, get, x), balance, (net, state)
-        x, balance = wrapped(case, run, {}, get("embed"), x, masks)
+        x, balance = around_all(case, run, {}, get("embed"), x, masks)
         return leave(case, get, x), balance, None
 
     units = (Block, Twist) if case.sharing == "nested" else (Block,)

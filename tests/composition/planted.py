@@ -16,22 +16,58 @@ import jax.numpy as jnp
 from flax import linen
 from jax import lax
 
-from fsdp_jax.sharding import _config, _fully_shard
-from fsdp_jax.step import _aux_outputs, _collectives, _loss, _prefetch
+from fsdp_jax.optim import _layer_wise
+from fsdp_jax.pipeline import _layer_permute
+from fsdp_jax.sharding import _config, _fully_shard, _model_def
+from fsdp_jax.step import (
+    _aux_outputs,
+    _collectives,
+    _loss,
+    _loss_check,
+    _module_units,
+    _prefetch,
+    _unit_order,
+)
 from fsdp_jax.training import _gradients, _update
 
-Change = Callable[[Callable[..., Any]], Callable[..., Any]]
-"""From a function to one with a fault."""
+Change = Callable[[Any], Any]
+"""From a function, or a table, to one with a fault."""
+
+Fault = tuple[tuple[Any, str, Change], ...]
+"""Where it is, and what is done to each function there."""
 
 
 @contextlib.contextmanager
-def planted(name: str) -> Iterator[None]:
-    """Has the fault of that name in the library while it is open."""
+def planted(fault: Fault) -> Iterator[None]:
+    """Has a fault in the library while it is open."""
     with contextlib.ExitStack() as stack:
-        for owner, attribute, change in PLANTED[name]:
+        for owner, attribute, change in fault:
             faulty = change(getattr(owner, attribute))
             stack.enter_context(mock.patch.object(owner, attribute, faulty))
         yield
+
+
+@contextlib.contextmanager
+def watched(faults: Mapping[str, Fault]) -> Iterator[set[str]]:
+    """Yields the names of faults whose functions have been called while it is open.
+
+    Those that are not called by a run would not change it.
+    """
+    called: set[str] = set()
+
+    def recording(name, original):
+        def run(*args, **kwargs):
+            called.add(name)
+            return original(*args, **kwargs)
+
+        return run
+
+    with contextlib.ExitStack() as stack:
+        for name, fault in faults.items():
+            for owner, attribute, _ in fault:
+                watching = recording(name, getattr(owner, attribute))
+                stack.enter_context(mock.patch.object(owner, attribute, watching))
+        yield called
 
 
 def _instead(faulty: Callable[..., Any]) -> Change:
@@ -130,7 +166,25 @@ def _put_first(original):
     return lambda stacked, slices, _: original(stacked, slices, 0)
 
 
-PLANTED: Mapping[str, tuple[tuple[Any, str, Change], ...]] = {
+def _unchecked(**none: Any) -> Change:
+    """A check of how shards are used that does not see some misuses."""
+    return lambda check: lambda uses: check(dataclasses.replace(uses, **none))
+
+
+def _in_float32(original):
+    def sum_and_count(loss):
+        total, count = original(loss)
+        return total, jnp.asarray(count, jnp.float32)
+
+    return sum_and_count
+
+
+def _turned_over(original):
+    """A stack of matrices of one shape, the last one first."""
+    return lambda deal, stack: original(deal, jnp.flip(stack, 0))
+
+
+PLANTED: Mapping[str, Fault] = {
     "no sum over replicas": (
         (_collectives, "_all_reduce", _instead(lambda row, grad, axes: grad)),
     ),
@@ -190,5 +244,39 @@ PLANTED: Mapping[str, tuple[tuple[Any, str, Change], ...]] = {
             _instead(lambda like, tree: jax.tree.map(jnp.zeros_like, tree)),
         ),
     ),
+    "weights of another unit": (
+        # All gathers of one shape look like the same one.
+        (
+            _unit_order,
+            "_key",
+            _instead(lambda eqn, _: (eqn.primitive.name, str(eqn.params))),
+        ),
+    ),
+    "elements moved outside of their unit": (
+        (_loss_check, "_refuse_misuse", _unchecked(rearranged=set())),
+    ),
+    "a cast outside of the unit undone": (
+        (_loss_check, "_refuse_misuse", _unchecked(cast={})),
+    ),
+    "a penalty on a piece of a weight": (
+        (_loss_check, "_refuse_misuse", _unchecked(misread=set())),
+    ),
+    "a derivative by a piece of a weight": (
+        (_loss_check, "_refuse_inner_derivatives", _instead(lambda facts: None)),
+        (_loss_check, "_refuse_changed_gradients", _instead(lambda grads: None)),
+        (_loss_check, "_refuse_misuse", _instead(lambda uses: None)),
+    ),
+    "a bound key overridden": ((_loss, "_binds_rng", _instead(lambda fn: False)),),
+    "tokens counted in float32": ((_loss, "_sum_and_count", _in_float32),),
+    "what an nnx unit writes lost": (
+        (_module_units, "twins_of", _instead(lambda outer, inner: [])),
+    ),
+    "constants and statistics trained": (
+        (_model_def, "state_names", _instead(lambda *_: frozenset())),
+    ),
+    "updates of another matrix": ((_layer_wise, "_unstacked", _turned_over),),
+    "layers of virtual stages in the order stored": (
+        (_layer_permute, "_exchange", _instead(lambda row, stages, tree, _: tree)),
+    ),
 }
-"""Name -> where, and what is done to it."""
+"""What is wrong -> the fault."""

@@ -8,16 +8,22 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from composition.composition_draw import case_of_seed
 from composition.composition_oracle import outcome_of
 from composition.compositions import (
     FRAMEWORKS,
+    MESHES,
+    MISUSES,
+    NORMS,
+    OPTIMIZERS,
+    POLICIES,
     SHARINGS,
+    SOWN,
     STRATEGIES,
     WRAPS,
     Composition,
-    case_of_seed,
 )
-from composition.planted import PLANTED, planted
+from composition.planted import PLANTED, planted, watched
 
 # As many as have each strategy twice and each framework.
 QUICK = range(12)
@@ -40,12 +46,20 @@ def test_a_few_cases_have_every_framework_and_strategy():
 
 def test_many_cases_have_every_choice():
     cases = [case_of_seed(seed) for seed in range(300)]
-    for name, choices in (("wrap", WRAPS), ("sharing", SHARINGS)):
-        assert {getattr(case, name) for case in cases} == {*choices}
+    choices = {
+        "wrap": WRAPS,
+        "sharing": SHARINGS,
+        "norm": NORMS,
+        "sow": SOWN,
+        "misuse": MISUSES,
+        "optimizer": OPTIMIZERS,
+        "policy": POLICIES,
+    }
+    for name, drawn in choices.items():
+        assert {getattr(case, name) for case in cases} == {*drawn}
+    assert {case.mesh for case in cases} == {tuple(mesh.items()) for mesh in MESHES}
     for field in dataclasses.fields(Composition):
         assert len({getattr(case, field.name) for case in cases}) > 1, field.name
-    axes = {axis for case in cases for axis, _ in case.mesh}
-    assert axes == {"pp", "dp_outer", "dp_shard", "ep", "cp", "tp"}
 
 
 def test_a_case_is_replayed_as_it_was_printed():
@@ -56,11 +70,20 @@ def test_a_case_is_replayed_as_it_was_printed():
 
 def test_a_planted_fault_is_taken_out_again():
     assert len(PLANTED) >= 20
-    for name, changes in PLANTED.items():
+    for changes in PLANTED.values():
         before = [getattr(owner, attribute) for owner, attribute, _ in changes]
-        with planted(name):
+        with planted(changes):
             within = [getattr(owner, attribute) for owner, attribute, _ in changes]
         after = [getattr(owner, attribute) for owner, attribute, _ in changes]
         assert before == after and all(
             a is not b for a, b in zip(before, within, strict=True)
         )
+
+
+def test_a_fault_counts_as_met_once_its_function_is_called():
+    name = "means that are sums"
+    ((owner, attribute, _),) = PLANTED[name]
+    with watched({name: PLANTED[name]}) as called:
+        assert called == set()
+        getattr(owner, attribute)({"means": [], "sums": [], "rows": []}, ())
+        assert called == {name}

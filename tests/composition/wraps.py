@@ -13,10 +13,12 @@ HALF = 0.5
 """What the rule of `custom_vjp` multiplies gradients by."""
 
 
-def wrapped(
+def around_all(
     case: Composition, run: Callable[..., Any], own: Any, whole: Any, x: Any, masks: Any
 ) -> tuple[Any, Any]:
     """`run(own, x, masks) -> (x, rest)` under the transformation of the case.
+
+    Without it where that is around each unit.
 
     Args:
       case: Says which.
@@ -26,7 +28,26 @@ def wrapped(
       x: `[rows, tokens, width]`.
       masks: `[layers, rows, 1, inner]`.
     """
-    return _WRAPS[case.wrap](run, own, whole, x, masks)
+    name = case.wrap if case.around == "all" else "none"
+    return _WRAPS[name](run, own, whole, x, masks)
+
+
+def around_each(
+    case: Composition, call: Callable[..., Any], own: Any, whole: Any
+) -> Callable[..., Any]:
+    """`call(own, x, mask) -> (x, rest)` of one unit as a function of `(x, mask)`.
+
+    Under the transformation of the case, if that is around each unit.
+    """
+    name = case.wrap if case.around == "each" else "none"
+
+    def run(own, x, masks):
+        return call(own, x, masks[0])
+
+    def of_rows(x, mask):
+        return _WRAPS[name](run, own, whole, x, mask[None])
+
+    return of_rows
 
 
 def _none(run, own, whole, x, masks):

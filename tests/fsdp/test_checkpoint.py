@@ -147,9 +147,9 @@ def test_an_older_step_can_be_asked_for(saved):
 def test_parameters_alone_are_read_alone(saved, monkeypatch):
     read = []
 
-    def watched(directory, names):
+    def watched(arrays, names):
         read.extend(names)
-        return open_arrays(directory, names)
+        return open_arrays(arrays, names)
 
     monkeypatch.setattr(_read, "open_arrays", watched)
     plan = plan_on(4)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,9 @@ import numpy as np
 import pytest
 from helpers.damage import file_size_limited, first_value, flipped
 from helpers.errors import facts
+from helpers.object_server import serving
 from helpers.processes import run_processes
+from helpers.stores import variables
 from jax.sharding import NamedSharding, PartitionSpec
 
 import fsdp_jax as fsdp
@@ -350,3 +353,21 @@ def test_an_object_that_differs_between_processes_is_not_stored_once_for_all(see
         "what extras hold that are not PerProcess differs" in said
         for said in messages(seen, "not the same")
     )
+
+
+def saves_to_a_store(url: str) -> list[bool]:
+    """Saves a step, resumes it, and saves another in the background."""
+    os.environ.update(variables(url))
+    run = "gs://bucket/run"
+    fsdp.save(run, state_at(1))
+    with fsdp.Checkpointer(run) as checkpointer:
+        resumed = holds(checkpointer.resume(like()), 1)
+        checkpointer.save(2, state_at(2))
+    return [resumed, holds(fsdp.load(run, like()), 2)]
+
+
+def test_processes_save_to_one_object_store():
+    with serving() as (store, url):
+        assert run_processes(saves_to_a_store, 2, url) == [[True, True]] * 2
+        written = "bucket/run/2/state/ocdbt.process_1/manifest.ocdbt"
+        assert written in store.objects

@@ -11,6 +11,7 @@ import pytest
 from helpers.errors import facts
 
 import fsdp_jax as fsdp
+from fsdp_jax.sharding._memory_summary import unit_bytes
 from fsdp_jax.training._compiler_options import options_for
 
 TX = optax.sgd(0.1)
@@ -113,6 +114,24 @@ def test_a_mesh_of_gpus_gets_them_unasked(platform):
     assert options_for(Mesh(platform), None) == fsdp.training.compiler_options()
     assert options_for(Mesh(platform), {}) == {}
     assert options_for(Mesh(platform), {"a": 1}) == {"a": 1}
+
+
+def test_no_collectives_of_two_units_are_combined():
+    def make(key):
+        del key
+        names = ("a", "b")
+        return {"layers": {n: {"w": jnp.zeros((2, 16, 8))} for n in names}}
+
+    policy = fsdp.MixedPrecisionPolicy(param_dtype=jnp.bfloat16)
+    config = fsdp.FSDPConfig(mp_policy=policy)
+    units = ["layers.a", fsdp.Stacked("layers.b")]
+    plan = fsdp.fully_shard(make, fsdp.make_mesh(), units, config)
+    options = options_for(Mesh("gpu"), None, unit_bytes(plan.mesh, plan.param_plans))
+    thresholds = {n: v for n, v in options.items() if n.endswith("threshold_bytes")}
+    # The larger unit has 256 elements, one of the stack half as many. Weights are
+    # gathered in bfloat16, gradients reduced in float32.
+    assert sorted(thresholds.values()) == [512, 1024, 1024]
+    assert options.keys() == fsdp.training.compiler_options().keys()
 
 
 def test_a_mesh_of_cpus_gets_none_unasked(plan, passed):

@@ -157,7 +157,9 @@ def test_each_gradient_crosses_the_outer_axis_once_a_step(form):
     found = collectives(lowered(form, {"dp_outer": 2}))
     outer = [c for c in found if c.op == "all-reduce" and group_size(c.groups) == 2]
     elements = sum(c.size * (3 if c.loops else 1) for c in outer)
-    assert elements == (3 * 256 + 256) // 4 + 16 // 4
+    # A loop that reduces one layer behind reduces zeros in its first iteration.
+    layers = 3 + (form is once)
+    assert elements == (layers * 256 + 256) // 4 + 16 // 4
     assert bool([c for c in outer if c.loops]) == (form is once)
 
 

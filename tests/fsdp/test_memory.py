@@ -57,6 +57,7 @@ def all_optimizations():
 
 def temporaries(layers, **options):
     """Bytes a device of a step beyond its arguments and results, in whole units."""
+    options["prefetch"] = 0  # `test_prefetch.py` counts what is gathered ahead.
     return compiled(layers, **options).memory_analysis().temp_size_in_bytes / UNIT_BYTES
 
 

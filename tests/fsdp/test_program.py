@@ -25,9 +25,12 @@ TX = optax.adamw(1e-3)
 
 @pytest.fixture(scope="module")
 def hsdp():
-    """(plan, collectives) of a scanned model on two replicas of four shards."""
+    """(plan, collectives) of a scanned model on two replicas of four shards.
+
+    Without prefetch, whose programs `test_prefetch.py` looks into.
+    """
     case = CASES["nnx scanned"]
-    plan = case.plan(fsdp.make_mesh(dp_outer=2))
+    plan = case.plan(fsdp.make_mesh(dp_outer=2), prefetch=0)
     step = fsdp.make_train_step(plan, case.loss, TX, num_microbatches=3)
     lowered = step.lower(fsdp.abstract_state(plan, TX), batch(rows=48))
     return plan, collectives(lowered.compile().as_text())
@@ -150,7 +153,7 @@ def compiled_form(form: str, layers: int, *, reshard: bool):
         y, _ = fsdp.scan(layer, params["layers"], batch)
         return jnp.mean(y**2)
 
-    config = fsdp.FSDPConfig(reshard_after_forward=reshard)
+    config = fsdp.FSDPConfig(reshard_after_forward=reshard, prefetch=0)
     plan = fsdp.fully_shard(make, fsdp.make_mesh(), [fsdp.Stacked("layers")], config)
     tx = optax.sgd(0.1)
     step = fsdp.make_train_step(plan, loss, tx)

@@ -120,6 +120,8 @@ def plan_of(strategy, sizes="even", precision="float64", mesh=None, **config):
             zero_dp_strategy=inner,
             outer_dp_sharding_strategy=outer,
             mp_policy=fsdp.MixedPrecisionPolicy(**policy),
+            # What is counted here is easier to say of loops that gather for themselves.
+            prefetch=0,
             **config,
         ),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from helpers.errors import facts
 
-from fsdp_jax.launch._cluster import Place, find_place
+from fsdp_jax.launch._cluster import Place, check_token, find_place
 
 TORCHRUN = {
     "MASTER_ADDR": "node1",
@@ -27,6 +27,7 @@ OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "5",
     "OMPI_COMM_WORLD_LOCAL_RANK": "1",
 }
+OTHERS = ("JAX_COORDINATOR_ADDRESS", "LOCAL_WORLD_SIZE")
 
 
 @pytest.fixture
@@ -34,7 +35,7 @@ def variables(monkeypatch):
     """Sets the variables of this process, which jax's detection reads."""
 
     def set_all(**values: str) -> None:
-        for name in [*TORCHRUN, *SLURM, *OPEN_MPI, "JAX_COORDINATOR_ADDRESS"]:
+        for name in [*TORCHRUN, *SLURM, *OPEN_MPI, *OTHERS]:
             monkeypatch.delenv(name, raising=False)
         for name, value in values.items():
             monkeypatch.setenv(name, value)
@@ -55,6 +56,13 @@ def test_torchruns_variables_say_the_place(variables):
 def test_where_torchrun_listens_itself_the_next_port_is_taken(variables):
     variables(**TORCHRUN, TORCHELASTIC_USE_AGENT_STORE="True")
     assert find_place() == Place("node1", 29501, 8, 5, [1])
+
+
+def test_a_job_of_one_machine_stays_on_it(variables):
+    variables(**TORCHRUN, LOCAL_WORLD_SIZE="8")
+    assert find_place() == Place("127.0.0.1", 29500, 8, 5, [1])
+    variables(**TORCHRUN, LOCAL_WORLD_SIZE="4")
+    assert find_place() == Place("node1", 29500, 8, 5, [1])
 
 
 def test_slurms_variables_say_the_place(variables):
@@ -124,3 +132,25 @@ def test_a_pod_of_an_indexed_job_needs_the_package_that_finds_the_others(variabl
     variables(JOB_COMPLETION_INDEX="1", KUBERNETES_SERVICE_HOST="10.0.0.1")
     with pytest.raises(ValueError, match=facts("'kubernetes'", "'jax[k8s]'")):
         find_place()
+
+
+@pytest.mark.parametrize(
+    "place, needs",
+    [
+        (Place("node1", 1, 8, 5), True),
+        (Place("10.0.0.1", 1, 2, 0), True),
+        (Place("127.0.0.1", 1, 2, 0, hosted=True), True),
+        (Place("node1", 1, 8, 5, token="secret"), False),
+        (Place("node1", 1, 1, 0), False),
+        (Place("localhost", 1, 2, 1), False),
+        (Place("127.0.0.1", 1, 2, 1), False),
+        (Place("::1", 1, 2, 1), False),
+    ],
+    ids=str,
+)
+def test_a_token_is_needed_where_other_machines_or_the_launcher_are(place, needs):
+    if needs:
+        with pytest.raises(ValueError, match=facts("FSDP_JAX_TOKEN")):
+            check_token(place)
+    else:
+        check_token(place)

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 
 import pytest
+from coordinator_fuzz import fuzz
 from helpers.errors import facts
 
 from fsdp_jax.launch import _coordinator
@@ -232,3 +233,8 @@ def test_the_coordinator_listens_where_it_is_told(host, expected):
         expected = {"::", "0.0.0.0"}
     with closing(_coordinator._listening(host, 0)) as listening:
         assert listening.getsockname()[0] in expected
+
+
+def test_random_messages_of_strangers_lose_no_job():
+    found = fuzz(messages=300, jobs=2, seed=1)  # 10,000 in benchmarks
+    assert found == {"messages": 300, "jobs": 2, "jobs_lost": 0}

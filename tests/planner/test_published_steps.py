@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
 from published_errors import Constants, compared, report, summary
+from published_models import LOSSES
 from published_rows import SCHEDULES, program_of, read_index, read_rows
 from published_rows import reason_not_built as reason
 
@@ -74,3 +77,23 @@ def test_of_ten_errors_the_ninth_is_the_90th_percentile(rows):
     found = summary(Off(number / 100) for number in range(-10, 0))
     assert found == {"rows": 10, "median": 0.055, "percentile_90": 0.09}
     assert summary([])["rows"] == 0
+
+
+def test_the_loss_without_a_compiler_is_the_same_loss():
+    keys = jax.random.split(jax.random.key(0))
+    logits = jax.random.normal(keys[0], (2, 3, 17), jnp.bfloat16)
+    labels = jax.random.randint(keys[1], (2, 3), 0, 17)
+    fused, eager = (
+        jax.jit(jax.value_and_grad(loss))(logits, labels) for loss in LOSSES.values()
+    )
+    assert float(eager[0]) == pytest.approx(float(fused[0]), rel=1e-6)
+    assert eager[1].dtype == jnp.bfloat16
+    # Gradients of up to 1/6, rounded to 8 bits.
+    assert jnp.abs(eager[1] - fused[1]).max() < 1e-3
+    assert jnp.abs(fused[1]).max() > 0.1
+
+
+def test_memory_of_torchtitan_is_predicted_within_10_percent_where_compiled(reported):
+    rows = [row for row in reported["memory"] if "compile" in row["system"]]
+    assert len(rows) == 6
+    assert all(abs(row["error"]) < 0.1 for row in rows)

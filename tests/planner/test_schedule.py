@@ -15,6 +15,7 @@ from fsdp_jax.planner._schedule import Branch, Loop, Run, Start, Wait, kernels_o
 from fsdp_jax.planner._schedule_file import load_schedule, save_schedule
 from fsdp_jax.planner._timeline import replay
 from fsdp_jax.planner._trace_file import save_trace
+from fsdp_jax.planner._unit_times import unit_times, unit_times_of
 
 H100 = GPUS["h100"].cost
 PRODUCT = Kernel("matmul", 4e12, "bf16", 1e9)
@@ -40,7 +41,7 @@ SCHEDULE = (
             Wait("near"),
         ),
     ),
-    Run(ADD, "backward"),
+    Run(ADD, "backward", "layers"),
     Branch(((Run(ATTENTION, "backward"),), ()), (1, 4)),
     Branch(((Run(ADD, "optimizer"),),), None),
     Wait("far"),
@@ -122,4 +123,32 @@ def test_a_trace_has_each_kernel_and_collective_at_its_time(tmp_path):
     assert sent == ["all-gather layers"] * 4
     assert max(event["ts"] + event["dur"] for event in spans) == pytest.approx(
         line.seconds * 1e6
+    )
+
+
+def test_the_times_of_units_are_those_of_the_step():
+    body = (
+        Start(collective("w", range(8)), True),
+        Run(ADD, "forward", "layers"),
+        Wait("w"),
+    )
+    update = Run(ADD, "optimizer", "layers")
+    schedule = (Run(PRODUCT, "forward"), Loop(4, body), update)
+    timeline = replay(schedule, H100, 8)
+    found = {(one.unit, one.work): one for one in unit_times(timeline)}
+    assert set(found) == {
+        ("-", "compute"),
+        ("layers", "compute"),
+        ("optimizer", "compute"),
+        ("layers", "all-gather"),
+    }
+    assert found["layers", "all-gather"].times == 4
+    computed = sum(one.seconds for key, one in found.items() if key[1] == "compute")
+    assert computed == pytest.approx(timeline.compute_seconds)
+    exposed = sum(one.exposed_seconds for one in found.values())
+    assert exposed == pytest.approx(timeline.exposed_seconds) and exposed > 0
+    wire = found["layers", "all-gather"].seconds
+    assert wire == pytest.approx(timeline.wire_seconds)
+    assert unit_times_of(map(dataclasses.asdict, found.values())) == tuple(
+        found.values()
     )

@@ -7,12 +7,13 @@ Source: Megatron-LM megatron/core/transformer/transformer_config.py::Transformer
 megatron/core/models/gpt/gpt_model.py::GPTModel
 """
 
+import dataclasses
 from typing import Any
 
 from bridge.families._codec import Codec
 from bridge.megatron.config._moe import read_dense_layers
 from bridge.megatron.config._refusal import Fields, refuse
-from bridge.models import DecoderConfig, RopeConfig
+from bridge.models import DecoderConfig
 
 _SIZES = {
     "num_layers": "num_hidden_layers",
@@ -34,6 +35,10 @@ _PLAIN: dict[str, tuple[Any, str]] = {
     "attn_logit_softcapping": (None, "it has no softcap"),
     "final_logit_softcapping": (None, "it has no softcap"),
     "clip_qkv": (None, "it does not clip"),
+    "attention_gate": (False, "its heads have no gate"),
+    "short_conv": (None, "its short convolutions are not modelled"),
+    "delta_net": (None, "its delta nets are not modelled"),
+    "mamba": (None, "its Mamba layers are not modelled"),
     "norm_scale": (True, "its norms have a scale"),
     "qk_norm_after_rope": (False, "it norms heads before they are turned"),
     "head_bias": (False, "its output layer has no bias"),
@@ -55,7 +60,7 @@ def _write_plain(config: DecoderConfig) -> dict[str, Any]:
 
 
 def _shown(value: Any) -> str:
-    return "is set" if isinstance(value, RopeConfig) else f"= {value!r}"
+    return "is set" if dataclasses.is_dataclass(value) else f"= {value!r}"
 
 
 def _read_sizes(fields: Fields) -> dict[str, Any]:

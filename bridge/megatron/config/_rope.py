@@ -122,6 +122,8 @@ def _write_positions(config: DecoderConfig) -> dict[str, Any]:
     if config.mla is not None:
         assert rope is not None
         return _write_latent(rope)
+    if rope is None and not config.learned_positions:
+        raise ValueError("rope = None without learned positions: it has either")
     if rope is None:
         return {"position_embedding_type": "learned_absolute"}
     skipped = [int(i in config.no_rope_layers) for i in range(config.num_hidden_layers)]

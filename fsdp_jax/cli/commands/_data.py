@@ -10,14 +10,15 @@ import tyro
 from rich.text import Text
 
 from fsdp_jax._streams import LenientConsole
+from fsdp_jax.cli._data_config import DataConfig, refuse_document_options
 from fsdp_jax.cli._document_data import DocumentData
 from fsdp_jax.cli._model_source import Origin, open_any, tokenizer_file
 from fsdp_jax.cli._options import Group, IgnoreField
 from fsdp_jax.cli._records import check_kinds, is_jsonl
 from fsdp_jax.cli._tokenizer import TextCodec
 from fsdp_jax.cli._tokens import check_files
-from fsdp_jax.cli._train_config import Recipe, refuse_document_options
-from fsdp_jax.cli._train_options import BatchOptions, recipe_values
+from fsdp_jax.cli._train_config import config_of, option_values
+from fsdp_jax.cli._train_options import BatchOptions
 from fsdp_jax.cli._training_data import (
     TrainingData,
     batches_of,
@@ -56,29 +57,29 @@ class Data:
         """Prints counts and rows."""
         check_files(self.data)
         check_kinds(self.data)
-        given = recipe_values(self.batches)
+        given = option_values(self.batches)
         if not is_jsonl(self.data[0]):
             refuse_document_options(given)
         if self.show < 0:
             raise ValueError(f"--show {self.show}: at least 0.")
         origin = open_any(self.model, ignore_fields=self.ignore_field)
         default = "bytes" if tokenizer_file(origin) is None else "model"
-        recipe = Recipe(**{"tokenizer": default, **given})
-        data = read_data(self.data, origin, recipe, None)
+        config = config_of({"tokenizer": default, **given}).data
+        data = read_data(self.data, origin, config, None)
         console = LenientConsole(highlight=False, soft_wrap=True)
-        for line in describe(data, recipe):
+        for line in describe(data, config):
             console.print(line, markup=False)
-        self._print_rows(console, data, origin, recipe)
+        self._print_rows(console, data, origin, config)
 
     def _print_rows(
         self,
         console: LenientConsole,
         data: TrainingData,
         origin: Origin,
-        recipe: Recipe,
+        config: DataConfig,
     ) -> None:
-        codec = codec_of(origin, recipe)
-        one = dataclasses.replace(recipe, batch=1)
+        codec = codec_of(origin, config)
+        one = dataclasses.replace(config, batch=1)
         rows = batches_of(data, one, HostShard(0, 1))
         plain = console.color_system is None
         for number in range(1, self.show + 1):

@@ -21,9 +21,9 @@ from fsdp_jax.cli._environment import (
     versions,
 )
 from fsdp_jax.cli._errors import CheckFailed
+from fsdp_jax.cli._hang_timeouts import HangTimeouts, hang_timeouts
 from fsdp_jax.cli._subprocess import Outcome, run_child
-from fsdp_jax.cli._xla_flags import BadFlag, Diagnosis, diagnose, value_of
-from fsdp_jax.training._compiler_options import compiler_options
+from fsdp_jax.cli._xla_flags import BadFlag, Diagnosis, diagnose
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,8 +62,7 @@ class Report:
       backend: Outcome of starting jax, without the flags that XLA refuses.
       planning: Whether XLA compiles for GPUs that are not there.
       settings: Settings of jax in the environment.
-      nccl_timeout: Seconds after which a collective that does not begin ends the
-        process; below 0 never.
+      timeouts: Timeouts of hangs on GPUs.
       findings: Problems and their fixes.
     """
 
@@ -73,7 +72,7 @@ class Report:
     backend: Outcome
     planning: Outcome
     settings: Mapping[str, str]
-    nccl_timeout: int
+    timeouts: HangTimeouts
     findings: tuple[Finding, ...]
 
     def found(self, *, is_wrong: bool) -> list[Finding]:
@@ -99,7 +98,8 @@ class Report:
             "planning_for_gpus": self.planning.alive,
             "settings": {
                 **self.settings,
-                "nccl_termination_timeout_seconds": self.nccl_timeout,
+                "nccl_termination_timeout_seconds": self.timeouts.nccl,
+                "execution_terminate_timeout": self.timeouts.watchdog or None,
             },
         }
 
@@ -113,7 +113,7 @@ class Report:
             *_backend_rows(self.backend),
             ("planning for GPUs", "works" if self.planning.alive else "does not work"),
             *self.settings.items(),
-            ("NCCL time-out", _timeout(self.nccl_timeout)),
+            *self.timeouts.rows(),
             ("XLA_FLAGS", _verdict(self.xla_flags, self.diagnosis)),
         ]
         parts = [text_table({"what": "left", "found": "left"}, rows)]
@@ -133,17 +133,17 @@ def _examine(environ: Mapping[str, str], time_limit: float) -> Report:
     diagnosis, backend = _try_backend(flags, time_limit)
     found = versions()
     planning = _try_planning(found, time_limit)
-    timeout = _nccl_timeout(diagnosis.good)
+    timeouts = hang_timeouts(diagnosis.good)
     findings = (
         *_check_flags(diagnosis),
         *check_versions(found),
         *check_settings(environ),
         *_check_backend(backend, environ, time_limit),
         *_check_planning(found, planning),
-        *_check_timeout(timeout, backend),
+        *_check_timeouts(timeouts, backend),
     )
     said = settings(environ)
-    return Report(found, flags, diagnosis, backend, planning, said, timeout, findings)
+    return Report(found, flags, diagnosis, backend, planning, said, timeouts, findings)
 
 
 _START = """
@@ -254,25 +254,9 @@ def _check_planning(
         )
 
 
-_TIMEOUT = "xla_gpu_nccl_termination_timeout_seconds"
-
-
-def _nccl_timeout(flags: str) -> int:
-    """Returns the timeout of `XLA_FLAGS` or of compiler options; -1 for none."""
-    value = value_of(flags, _TIMEOUT)
-    try:
-        return int(value or compiler_options().get(_TIMEOUT, -1))
-    except ValueError:  # Flags that no child had the time to try.
-        return -1
-
-
-def _check_timeout(seconds: int, backend: Outcome) -> Iterator[Finding]:
-    if seconds < 0 and _platform(backend) != "cpu" and _num_devices(backend) > 1:
-        yield Finding(
-            "A collective that one device never enters hangs in silence.",
-            f'export XLA_FLAGS="$XLA_FLAGS --{_TIMEOUT}=600"',
-            is_wrong=False,
-        )
+def _check_timeouts(timeouts: HangTimeouts, backend: Outcome) -> Iterator[Finding]:
+    if _platform(backend) != "cpu" and _num_devices(backend) > 1:
+        yield from timeouts.findings()
 
 
 def _platform(backend: Outcome) -> str:
@@ -301,10 +285,6 @@ def _kind(device: Mapping[str, Any]) -> str:
     memory = device["memory"]
     limit = f", {format_bytes(memory)} for jax" if memory else ""
     return f"{device['kind']} ({device['platform']}{limit})"
-
-
-def _timeout(seconds: int) -> str:
-    return "never" if seconds < 0 else f"{seconds} s"
 
 
 def _verdict(flags: str, diagnosis: Diagnosis) -> str:

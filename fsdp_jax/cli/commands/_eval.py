@@ -15,13 +15,14 @@ from jaxtyping import Array, Float
 
 import fsdp_jax as fsdp
 from bridge.models import Decoder
+from fsdp_jax.cli._data_config import Tokenizer
 from fsdp_jax.cli._decoder import computed_in, plan_decoder
 from fsdp_jax.cli._model_source import Origin, open_any, tokenizer_file
 from fsdp_jax.cli._options import Devices, Group, IgnoreField, Unset
+from fsdp_jax.cli._precision import ParamDtype
 from fsdp_jax.cli._progress import rows_bar
 from fsdp_jax.cli._records import is_jsonl
 from fsdp_jax.cli._tokens import Tokens, check_files, read_tokens
-from fsdp_jax.cli._train_config import ParamDtype, Tokenizer
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,36 +5,42 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated
 
 import jax
 import jax.numpy as jnp
 import optax
+import tyro
 from jax.sharding import Mesh
 
 import fsdp_jax as fsdp
 from bridge.models import DecoderConfig, tensor_parallel_rules
-from fsdp_jax._report import format_bytes
 from fsdp_jax.cli._context_parallel import abstract_rows, check_context, check_rows
 from fsdp_jax.cli._decoder import loss_of, plan_decoder
 from fsdp_jax.cli._errors import check_absent
 from fsdp_jax.cli._model_source import open_hf, read_config
 from fsdp_jax.cli._optimizer import OptimizerBits, OptimizerConfig
-from fsdp_jax.cli._options import Devices, Group, IgnoreField, Unset
-from fsdp_jax.cli._precision import OffloadTo, ParamGather, Precision
+from fsdp_jax.cli._options import Devices, Group, IgnoreField, Repeated, Unset
+from fsdp_jax.cli._precision import OffloadTo, ParamDtype, ParamGather, Precision
 from fsdp_jax.cli._routing import Routing
+from fsdp_jax.cli._schedule_search import search_strategy
 from fsdp_jax.cli._sharding_options import Strategy
-from fsdp_jax.cli._train_config import ParamDtype
+from fsdp_jax.cli._speeds import Speeds
+from fsdp_jax.cli._user_model import UserModel, check_effect, open_user_model
+from fsdp_jax.cli._xla_log import without_xla_lines
 from fsdp_jax.planner import (
     GPU,
+    CpuCount,
+    Search,
     StepEstimate,
+    Sweep,
     count_on_cpu,
     estimate_step,
-    find_gpu,
     gpu_devices,
-    sent_grid,
 )
+from fsdp_jax.training._compiler_options import Options, options_of
 
 _LONG_ROWS = 8192
 """Tokens from which on a sweep tries to split rows."""
@@ -47,37 +53,6 @@ _NO_PLUGIN = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Speeds:
-    """Figures of the cost model, instead of those of the GPU.
-
-    Attributes:
-      tflops: Speed of 16-bit matrix products, TFLOP/s.
-      memory_gbs: Bandwidth of the GPU's memory, GB/s.
-      link_gbs: Bandwidth to the other GPUs of a node, GB/s a GPU.
-      network_gbs: Bandwidth to other nodes, GB/s a GPU.
-      latency_us: Latency of each collective, microseconds.
-    """
-
-    tflops: Unset[float] = None
-    memory_gbs: Unset[float] = None
-    link_gbs: Unset[float] = None
-    network_gbs: Unset[float] = None
-    latency_us: Unset[float] = None
-
-    def apply(self, gpu: str) -> GPU:
-        """Returns the GPU of that name, with these figures."""
-        scaled = {
-            "flops": (self.tflops, 1e12),
-            "memory_bandwidth": (self.memory_gbs, 1e9),
-            "link_bandwidth": (self.link_gbs, 1e9),
-            "network_bandwidth": (self.network_gbs, 1e9),
-            "latency": (self.latency_us, 1e-6),
-        }
-        costs = {k: v * unit for k, (v, unit) in scaled.items() if v is not None}
-        return find_gpu(gpu, **costs)
-
-
-@dataclasses.dataclass(frozen=True)
 class Plan:
     """Estimate a model's training step on GPUs, without any.
 
@@ -86,6 +61,12 @@ class Plan:
     Attributes:
       hf: Model: a directory with config.json, or a hub id.
       config: Model: a config.json, or a directory that has one, without weights.
+      model: Model of your own: the function of a PRNG key that makes it, as
+        package.module:make_model, imported from the current directory too.
+      loss: Loss of --model, a function of the model and a batch, as
+        package.module:loss_fn.
+      unit: Unit of --model; may be repeated: a class or method as
+        package.module:Block, a path pattern as layers.*, or either after stacked:.
       ignore_field: Field of config.json to ignore although it is refused; may be
         repeated. For fields that change no number.
       gpu: GPU: a100, h100, h100-500w, h200, b200, b300, gb200 or gb300.
@@ -93,7 +74,8 @@ class Plan:
       mesh: Sizes of the mesh's axes, as in dp_outer=4,dp_shard=-1; default all on
         dp_shard.
       batch: Rows of a global batch; default one a microbatch and GPU, of cp x tp x pp
-        GPUs together.
+        GPUs together. Of --model its arrays, as x=float32[64,128],y=int32[64], or a
+        function that makes them, as package.module:make_batch.
       seq: Tokens that a row predicts.
       microbatches: Microbatches a step.
       param_dtype: Dtype that weights are gathered and computed in.
@@ -105,21 +87,30 @@ class Plan:
       capacity_factor: Capacity of an expert as a multiple of its even share of a rank's
         tokens; default all tokens of all ranks on ep.
       json: Writes everything to this file.
-      picture: Draws memory and time into this file, .png or .svg.
+      html: Writes the tables into this file, for a browser.
+      picture: Draws memory and time into this file, .png or .svg; of a sweep, of all
+        that it compares.
       trace: Writes the timeline into this file, for Perfetto or chrome://tracing.
       sweep: Tries other meshes and strategies too, and recommends one; cp where rows
         have 8,192 tokens or more.
+      search: Tries other schedules of the same step: layers of an iteration, layers
+        gathered ahead, what is saved and what stays gathered, how much is communicated
+        at once. Says what the best one gains.
+      search_minutes: Minutes that a search may take.
       strategy: Sharding and memory of a step.
       speeds: Figures of the cost model.
     """
 
     hf: Unset[str] = None
     config: Unset[Path] = None
+    model: Unset[str] = None
+    loss: Unset[str] = None
+    unit: Annotated[Repeated, tyro.conf.arg(metavar="UNIT")] = ()
     ignore_field: IgnoreField = ()
     gpu: str = "h200"
     gpus: int = 8
     mesh: Unset[str] = None
-    batch: Unset[int] = None
+    batch: Unset[int | str] = None
     seq: int = 4096
     microbatches: int = 1
     param_dtype: ParamDtype = "bfloat16"
@@ -129,9 +120,12 @@ class Plan:
     fused_loss: bool = False
     capacity_factor: Unset[float] = None
     json: Unset[Path] = None
+    html: Unset[Path] = None
     picture: Unset[Path] = None
     trace: Unset[Path] = None
     sweep: bool = False
+    search: bool = False
+    search_minutes: float = 4.0
     strategy: Annotated[Strategy, Group] = Strategy(remat="nothing", unroll=2)
     speeds: Annotated[Speeds, Group] = Speeds()
 
@@ -140,7 +134,7 @@ class Plan:
         # Lowering starts a backend: that of the CPU, as no GPU is asked for anything.
         jax.config.update("jax_platforms", "cpu")
         gpu = self.speeds.apply(self.gpu)
-        config = _read_config(self)
+        config = _open_model(self)
         sizes = _mesh_sizes(self.mesh)
         chosen = (self.mesh, self.strategy.zero, self.strategy.outer)
         self.strategy.check(None if self.sweep else sizes)
@@ -149,50 +143,87 @@ class Plan:
                 "plan --sweep tries meshes and strategies of its own: leave out "
                 "--mesh, --zero and --outer, or --sweep."
             )
+        if self.sweep and self.search:
+            raise ValueError(
+                "plan --sweep compares meshes, and --search schedules on one mesh: "
+                "sweep first, and search with the --mesh and --zero that it recommends."
+            )
+        if not self.search_minutes > 0:
+            raise ValueError(f"--search-minutes {self.search_minutes:g}: above 0.")
         for option, file in self._files().items():
             check_absent(file, option)
+        with without_xla_lines():
+            self._plan(config, gpu, sizes)
+
+    def _plan(
+        self, config: DecoderConfig | UserModel, gpu: GPU, sizes: dict[str, int]
+    ) -> None:
         try:
             gpu_devices(gpu, self.gpus)
         except ValueError as error:
-            # A count by the CPU's compiler has no times to write, draw or compare.
-            asked = self.sweep or self._files()
+            # A count by the CPU's compiler has no times to draw or compare.
+            asked = self.sweep or self.search or self.picture or self.trace
             if "fsdp-jax[plan]" not in str(error) or asked:
                 raise
-            _print_cpu(self, config, sizes)
+            found = _count_on_cpu(self, config, sizes)
+            self._show(found, {"--json": found.save_json, "--html": found.save_html})
             return
         if self.sweep:
-            _sweep(self, config, gpu)
-            return
-        estimate = _estimate(self, config, gpu, sizes)
-        print(estimate)
-        self._save(estimate)
+            sweep = _sweep(self, config, gpu)
+            of_all = {"--html": sweep.save_html, "--picture": sweep.save_picture}
+            best = next(iter(sweep.estimates.values()))
+            self._show(sweep, _writers(best) | of_all)
+        elif self.search:
+            search = _search(self, config, gpu, sizes)
+            of_all = {"--html": search.save_html, "--json": search.save_json}
+            assert search.best.estimate is not None
+            self._show(search, _writers(search.best.estimate) | of_all)
+        else:
+            estimate = _estimate(self, config, gpu, sizes)
+            self._show(estimate, _writers(estimate))
 
     def _files(self) -> dict[str, Path]:
         """The files to write, by option."""
-        named = {"--json": self.json, "--picture": self.picture, "--trace": self.trace}
+        names = ("json", "html", "picture", "trace")
+        named = {f"--{name}": getattr(self, name) for name in names}
         return {option: file for option, file in named.items() if file is not None}
 
-    def _save(self, estimate: StepEstimate) -> None:
-        save = {
-            "--json": estimate.save_json,
-            "--picture": estimate.save_picture,
-            "--trace": estimate.save_trace,
-        }
+    def _show(self, found: object, writers: Mapping[str, Callable[[Path], None]]):
+        """Prints what was found, and writes the files that were asked for."""
+        print(found)
         for option, file in self._files().items():
-            save[option](file)
+            writers[option](file)
+
+
+def _writers(estimate: StepEstimate) -> dict[str, Callable[[Path], None]]:
+    return {
+        "--json": estimate.save_json,
+        "--html": estimate.save_html,
+        "--picture": estimate.save_picture,
+        "--trace": estimate.save_trace,
+    }
 
 
 def _precision_of(options: Plan) -> Precision:
-    return Precision(options.param_gather, None)
+    return Precision(param_gather=options.param_gather)
 
 
 def _optimizer_of(options: Plan) -> optax.GradientTransformation:
     return OptimizerConfig(optimizer_bits=options.optimizer_bits).make()
 
 
-def _read_config(options: Plan) -> DecoderConfig:
-    if (options.hf is None) == (options.config is None):
-        raise ValueError("plan takes the model from --hf MODEL or --config FILE: one.")
+def _open_model(options: Plan) -> DecoderConfig | UserModel:
+    named = (options.hf, options.config, options.model)
+    if sum(name is not None for name in named) != 1:
+        raise ValueError(
+            "plan takes the model from --hf MODEL, --config FILE or --model "
+            "package.module:make_model: one."
+        )
+    check_effect(options)
+    if options.model is not None:
+        return open_user_model(
+            *(options.model, options.loss, options.batch, options.unit)
+        )
     if options.hf is not None:
         return open_hf(options.hf, ignore_fields=options.ignore_field).config
     assert options.config is not None
@@ -217,35 +248,46 @@ def _mesh_sizes(text: str | None) -> dict[str, int]:
 
 def _estimate(
     options: Plan,
-    config: DecoderConfig,
+    config: DecoderConfig | UserModel,
     gpu: GPU,
     sizes: dict[str, int],
     *,
     guide: bool = True,
+    xla_options: Options | None = None,
 ) -> StepEstimate:
     mesh = fsdp.make_mesh(**sizes, devices=gpu_devices(gpu, options.gpus))
     plan, loss, batch = _step_of(options, config, mesh)
+    is_own = isinstance(config, UserModel)
     rows = jax.tree.leaves(batch)[0].shape[0]
     return estimate_step(
         *(plan, loss, _optimizer_of(options), batch),
         gpu=gpu,
-        tokens=rows * options.seq,
+        tokens=None if is_own else rows * options.seq,
         guide=guide,
+        options=xla_options,
         num_microbatches=options.microbatches,
     )
 
 
-def _step_of(options: Plan, config: DecoderConfig, mesh: Mesh):
-    """Returns the plan on `mesh`, the loss, and an abstract batch."""
-    cp, tp = mesh.shape["cp"], mesh.shape["tp"]
-    check_rows(options.seq, tp, cp)
+def _sharding_of(options: Plan, mesh: Mesh) -> fsdp.FSDPConfig:
     dtype = jnp.dtype(options.param_dtype)
     policy = fsdp.MixedPrecisionPolicy(param_dtype=dtype, grad_comm_dtype=dtype)
-    sharding = options.strategy.applied(fsdp.FSDPConfig(mp_policy=policy), mesh)
+    sharding = fsdp.FSDPConfig(mp_policy=policy, prefetch=options.strategy.prefetch)
+    sharding = options.strategy.applied(sharding, mesh)
+    return _precision_of(options).sharding(sharding, options.offload)
+
+
+def _step_of(options: Plan, config: DecoderConfig | UserModel, mesh: Mesh):
+    """Returns the plan on `mesh`, the loss, and an abstract batch."""
+    sharding = _sharding_of(options, mesh)
+    if isinstance(config, UserModel):
+        return config.plan(mesh, sharding), config.loss, config.batch
+    cp, tp = mesh.shape["cp"], mesh.shape["tp"]
+    check_rows(options.seq, tp, cp)
     plan = plan_decoder(
         config,
         mesh,
-        _precision_of(options).sharding(sharding, options.offload),
+        sharding,
         Routing(capacity_factor=options.capacity_factor, router_dtype="model"),
         prefetch=options.strategy.prefetch,
         unroll=options.strategy.unroll,
@@ -254,37 +296,53 @@ def _step_of(options: Plan, config: DecoderConfig, mesh: Mesh):
     stages = mesh.shape["pp"]
     rows = options.gpus // (cp * tp * stages) * options.microbatches
     if options.batch is not None:
-        rows = options.batch
+        rows = int(options.batch)
     abstract_batch = abstract_rows(rows, options.seq, cp)
     return plan, loss_of(fused=options.fused_loss), abstract_batch
 
 
-def _print_cpu(options: Plan, config: DecoderConfig, sizes: dict[str, int]) -> None:
+def _count_on_cpu(
+    options: Plan, config: DecoderConfig | UserModel, sizes: dict[str, int]
+) -> CpuCount:
     print(f"fsdp-jax: {_NO_PLUGIN}", file=sys.stderr)
     devices = Devices(cpu_devices=options.gpus).pick()
     mesh = fsdp.make_mesh(**sizes, devices=devices)
     plan, loss, tokens = _step_of(options, config, mesh)
     tx = _optimizer_of(options)
-    size, sent = count_on_cpu(
-        plan, loss, tx, tokens, num_microbatches=options.microbatches
-    )
-    print(f"memory: {format_bytes(size)} a device, as the compiler for CPUs assigns it")
-    print()
-    print(sent_grid(sent, timed=False).as_text())
+    return count_on_cpu(plan, loss, tx, tokens, num_microbatches=options.microbatches)
 
 
-def _sweep(options: Plan, config: DecoderConfig, gpu: GPU) -> None:
-    found: dict[str, StepEstimate] = {}
-    if options.batch is None:  # The same for all, to compare them by.
-        options = dataclasses.replace(
-            options, batch=options.gpus * options.microbatches
+def _search(
+    options: Plan, config: DecoderConfig | UserModel, gpu: GPU, sizes: dict[str, int]
+) -> Search:
+    mesh = fsdp.make_mesh(**sizes, devices=gpu_devices(gpu, options.gpus))
+
+    def estimate(strategy: Strategy, xla_options: Options) -> StepEstimate:
+        strategy.check(sizes)
+        changed = dataclasses.replace(options, strategy=strategy)
+        return _estimate(
+            *(changed, config, gpu, sizes), guide=False, xla_options=xla_options
         )
+
+    seconds = 60 * options.search_minutes
+    return search_strategy(estimate, options.strategy, options_of(mesh), seconds)
+
+
+def _sweep(options: Plan, config: DecoderConfig | UserModel, gpu: GPU) -> Sweep:
+    found: dict[str, StepEstimate] = {}
+    rows = options.gpus * options.microbatches  # The same for all.
+    if isinstance(config, UserModel):
+        rows = config.rows
+    elif options.batch is None:
+        options = dataclasses.replace(options, batch=rows)
+    else:
+        rows = int(options.batch)
     for name, changed, sizes in _candidates(options, config, gpu):
         ranks = options.gpus // (sizes.get("cp", 1) * sizes.get("tp", 1))
-        if options.batch and options.batch % (ranks * options.microbatches):
+        if rows % (ranks * options.microbatches):
             # Rows that are fewer than ranks, as long ones are, cp or tp can share.
             print(
-                f"fsdp-jax: leaving out {name}: {options.batch} rows do not divide "
+                f"fsdp-jax: leaving out {name}: {rows} rows do not divide "
                 f"over {ranks} ranks x {options.microbatches} microbatch(es)",
                 file=sys.stderr,
             )
@@ -293,16 +351,13 @@ def _sweep(options: Plan, config: DecoderConfig, gpu: GPU) -> None:
         found[name] = _estimate(changed, config, gpu, sizes, guide=False)
     if not found:
         raise ValueError(
-            f"--batch {options.batch}: the ranks of no mesh divide so many rows. Use a "
+            f"--batch {options.batch}: the ranks of no mesh divide {rows} rows. Use a "
             f"multiple of {options.microbatches}, or more rows."
         )
-    sweep = fsdp.planner.Sweep(found)
-    print(sweep)
-    best = next(iter(sweep.estimates.values()))
-    options._save(best)
+    return Sweep(found)
 
 
-def _candidates(options: Plan, config: DecoderConfig, gpu: GPU):
+def _candidates(options: Plan, config: DecoderConfig | UserModel, gpu: GPU):
     """Yields `(name, options, mesh sizes)` of the candidates of a sweep."""
     nodes = options.gpus // gpu.cost.devices_per_node
     flat = [("FSDP (ZeRO-3)", {"zero": 3}, {}), ("ZeRO-2", {"zero": 2}, {})]
@@ -311,6 +366,18 @@ def _candidates(options: Plan, config: DecoderConfig, gpu: GPU):
     if nodes > 1:
         flat.append(("HSDP, a replica a node", {"zero": 3}, by_node))
         flat.append(("HFSDP, a replica a node", {"zero": 3, "outer": 1}, by_node))
+    if not isinstance(config, UserModel):
+        flat += _decoder_candidates(options, config, gpu)
+    for name, changes, sizes in flat:
+        rounds = options.microbatches * sizes.get("pp", 1)
+        strategy = dataclasses.replace(options.strategy, **changes)
+        changed = dataclasses.replace(options, strategy=strategy, microbatches=rounds)
+        yield name, changed, sizes
+
+
+def _decoder_candidates(options: Plan, config: DecoderConfig, gpu: GPU):
+    """Returns the candidates that split a decoder over tp, cp, ep or pp."""
+    flat: list[tuple[str, dict[str, int], dict[str, int]]] = []
     for tp in _tp_sizes(options, config, gpu):
         flat.append((f"FSDP, tp={tp}", {"zero": 3}, {"tp": tp}))
     for cp in _cp_sizes(options, config, gpu):
@@ -318,15 +385,11 @@ def _candidates(options: Plan, config: DecoderConfig, gpu: GPU):
     ep = _ep_size(options, config, gpu)
     if ep > 1:
         flat.append((f"FSDP, ep={ep}", {"zero": 3}, {"ep": ep}))
-    pp = max(nodes, 2)
+    pp = max(options.gpus // gpu.cost.devices_per_node, 2)
     if options.gpus % pp == 0 and _fills_stages(config, pp):
         # Of the same batch the ranks that are left take more rows, one at a time.
         flat.append((f"ZeRO-2, pp={pp}", {"zero": 2}, {"pp": pp}))
-    for name, changes, sizes in flat:
-        rounds = options.microbatches * sizes.get("pp", 1)
-        strategy = dataclasses.replace(options.strategy, **changes)
-        changed = dataclasses.replace(options, strategy=strategy, microbatches=rounds)
-        yield name, changed, sizes
+    return flat
 
 
 def _tp_sizes(options: Plan, config: DecoderConfig, gpu: GPU) -> list[int]:
@@ -362,8 +425,9 @@ def _cp_sizes(options: Plan, config: DecoderConfig, gpu: GPU) -> list[int]:
 
 
 def _fills_stages(config: DecoderConfig, pp: int) -> bool:
-    """Returns whether there are layers of one structure for each stage."""
-    return max(run.stop - run.start for run in config.layer_runs) >= pp
+    """Returns whether there is a period of layers for each stage."""
+    longest = max(config.layer_blocks, key=lambda block: block.stop - block.start)
+    return longest.num_periods >= pp
 
 
 def _ep_size(options: Plan, config: DecoderConfig, gpu: GPU) -> int:

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import optax
+from jax.sharding import Mesh
 
 import bridge
 import fsdp_jax as fsdp
 from bridge.models import DecoderConfig
+from fsdp_jax.checkpoint._paths import as_path, is_local
 from fsdp_jax.cli._adam import settings_of_import
 from fsdp_jax.cli._callback import Callback, load_callback
 from fsdp_jax.cli._context_parallel import (
@@ -20,6 +22,7 @@ from fsdp_jax.cli._context_parallel import (
     abstract_rows,
     check_rows,
 )
+from fsdp_jax.cli._data_config import refuse_document_options, text_options
 from fsdp_jax.cli._decoder import (
     computed_in,
     document_loss,
@@ -29,6 +32,7 @@ from fsdp_jax.cli._decoder import (
 from fsdp_jax.cli._errors import check_absent, check_creatable
 from fsdp_jax.cli._held_out import HeldOut, hold_out
 from fsdp_jax.cli._log import say
+from fsdp_jax.cli._log_writers import check_writers
 from fsdp_jax.cli._model_source import (
     Checkpoint,
     Origin,
@@ -43,13 +47,24 @@ from fsdp_jax.cli._options import Devices, Group
 from fsdp_jax.cli._profile import Profile
 from fsdp_jax.cli._records import check_kinds, is_jsonl
 from fsdp_jax.cli._routing import default_aux_loss_coef
-from fsdp_jax.cli._run_marker import Command, is_begun, mark_begun, newest_good_step
+from fsdp_jax.cli._run_file import options_by_section, write_run_file
+from fsdp_jax.cli._run_marker import (
+    Command,
+    has_written,
+    is_begun,
+    mark_begun,
+    newest_good_step,
+)
+from fsdp_jax.cli._samples import Samples
 from fsdp_jax.cli._sharding_options import Strategy
+from fsdp_jax.cli._text_generation import check_prompts, encode_prompt
+from fsdp_jax.cli._tokenizer import stop_tokens
 from fsdp_jax.cli._tokens import check_files
 from fsdp_jax.cli._train_config import (
-    Recipe,
-    make_recipe,
-    refuse_document_options,
+    TrainConfig,
+    config_of,
+    merge_options,
+    option_values,
 )
 from fsdp_jax.cli._train_loop import Run, run_steps
 from fsdp_jax.cli._train_options import (
@@ -63,11 +78,11 @@ from fsdp_jax.cli._train_options import (
     PrecisionOptions,
     SaveOptions,
     StartOptions,
-    recipe_values,
 )
 from fsdp_jax.cli._training_data import (
     TrainingData,
     batches_of,
+    codec_of,
     describe,
     fingerprint_of,
     read_data,
@@ -84,8 +99,13 @@ class Train:
     two the completions are trained.
 
     Writes the metrics of each step to stdout: one JSON object a line, or a line of text
-    on a terminal. With --resume, options that are not given are those that the run was
-    saved with, on any mesh.
+    on a terminal.
+
+    fsdp-jax train RUN.yaml [--set SECTION.OPTION=VALUE] takes options from a file;
+    others on the command line replace them. `fsdp-jax schema` describes such files. The
+    file of a run, with all its options, is SAVE/run.yaml; --resume RUN without --save
+    goes on in that directory with these options. With another --save, options of the
+    numbers that are not given are those of that run, on any mesh.
 
     Each of several processes reads its own rows of the data. With the model's tokenizer
     the first one tokenizes, and writes the ids to --save for the others.
@@ -135,7 +155,6 @@ class Train:
         begun = _check(self)
         callback = _load_callback(self)
         mesh = self.mesh.make(self.where.pick())  # before jax's backend starts
-        shard = fsdp.host_shard(mesh)
         origin, resumed = _open(self, begun)
         start = 0 if resumed is None else resumed.step
         if begun and start == self.steps:
@@ -145,75 +164,97 @@ class Train:
         traced = _has_traced(self, begun, start)
         window = None if traced else self.profiling.window(start, self.steps)
         stored = {} if resumed is None else resumed.metadata
-        recipe = _make_recipe(self, origin, stored)
-        check_rows(recipe.seq, self.mesh.tp, self.mesh.cp)
-        documents = is_jsonl(self.data[0])
-        recipe.routing.check(origin.config)
-        plan = plan_decoder(
-            origin.config,
-            mesh,
-            self.strategy.applied(_sharding(self, recipe, origin), mesh),
-            recipe.routing,
-            prefetch=self.strategy.prefetch,
-            unroll=self.strategy.unroll,
-            cp_form=self.strategy.cp_algorithm,
-            sequences=DOCUMENT_SEQUENCES if documents else SEQUENCES,
-        )
-        rows = abstract_rows(
-            recipe.batch, recipe.seq, self.mesh.cp, documents=documents
-        )
-        check_batch(plan, rows, recipe.microbatches)
-        data = read_data(self.data, origin, recipe, self.save)
-        metadata = _make_metadata(origin.config, recipe, data, resumed)
-        batches = batches_of(data, recipe, shard)
+        config = _merge_options(self, origin, stored)
+        plan = _make_plan(self, config, origin, mesh)
+        data = read_data(self.data, origin, config.data, _share(self))
+        metadata = _make_metadata(origin.config, config, data, resumed)
+        batches = batches_of(data, config.data, fsdp.host_shard(mesh))
         if "data" in stored:
             batches.set_state(stored["data"])
         say(plan)
-        for line in describe(data, recipe):
+        for line in describe(data, config.data):
             say(f"data: {line}")
-        tx = _make_optimizer(recipe, origin)
-        run = Run(
+        run = dataclasses.replace(
+            _make_run(self, config, origin),
             start=start,
-            steps=self.steps,
-            save=self.save,
-            checkpoints=self.checkpoints,
-            metrics=self.logs.metrics,
             metadata=metadata,
-            files=files_to_carry(origin),
-            microbatches=recipe.microbatches,
-            per_token=documents,
-            loss_fn=(document_loss if documents else training_loss)(
-                fused=self.precision.fused_loss,
-                routing=recipe.routing,
-                label_smoothing=recipe.label_smoothing,
-                z_loss=recipe.z_loss,
-            ),
-            held_out=_hold_out(self, origin, recipe),
             callback=callback,
             window=window,
-            routing=recipe.routing,
-            loss_scale=recipe.precision.scale(),
         )
         mark_begun(self.save, _command(self))
+        write_run_file(run.save, run.options)
+        tx = _make_optimizer(config, origin)
         make_state = functools.partial(
-            *(start_state, origin, resumed, plan, tx, run.loss_scale, recipe.seed)
+            *(start_state, origin, resumed, plan, tx, run.loss_scale, config.data.seed)
         )
         run_steps(run, plan, tx, make_state, batches)
 
 
-def _sharding(train: Train, recipe: Recipe, origin: Origin) -> fsdp.FSDPConfig:
-    if recipe.adapter is None:
-        config = computed_in(recipe.param_dtype)
+def _make_plan(
+    train: Train, config: TrainConfig, origin: Origin, mesh: Mesh
+) -> fsdp.Plan:
+    """Plans the model, and checks that batches and routing fit it."""
+    seq, documents = config.data.seq, is_jsonl(train.data[0])
+    check_rows(seq, train.mesh.tp, train.mesh.cp)
+    config.routing.check(origin.config)
+    plan = plan_decoder(
+        origin.config,
+        mesh,
+        train.strategy.applied(_sharding(train, config, origin), mesh),
+        config.routing,
+        prefetch=train.strategy.prefetch,
+        unroll=train.strategy.unroll,
+        cp_form=train.strategy.cp_algorithm,
+        sequences=DOCUMENT_SEQUENCES if documents else SEQUENCES,
+    )
+    rows = abstract_rows(config.data.batch, seq, train.mesh.cp, documents=documents)
+    check_batch(plan, rows, config.microbatches)
+    return plan
+
+
+def _sharding(train: Train, config: TrainConfig, origin: Origin) -> fsdp.FSDPConfig:
+    param_dtype = config.precision.param_dtype
+    if config.adapter is None:
+        sharding = computed_in(param_dtype)
     else:
-        config = recipe.adapter.sharding(origin.config, recipe.param_dtype)
-    return recipe.precision.sharding(config, train.precision.offload)
+        sharding = config.adapter.sharding(origin.config, param_dtype)
+    return config.precision.sharding(sharding, train.precision.offload)
 
 
-def _make_optimizer(recipe: Recipe, origin: Origin) -> optax.GradientTransformation:
+def _make_optimizer(
+    config: TrainConfig, origin: Origin
+) -> optax.GradientTransformation:
     matrices = {}
-    if recipe.optimizer == "muon":
+    if config.optimizer.optimizer == "muon":
         matrices = bridge.lora_targets(origin.config, ["all-linear"])
-    return recipe.optimizer_config.make(matrices)
+    return config.optimizer.make(matrices)
+
+
+def _make_run(train: Train, config: TrainConfig, origin: Origin) -> Run:
+    documents, values = is_jsonl(train.data[0]), config.values()
+    make_loss = document_loss if documents else training_loss
+    return Run(
+        start=0,
+        steps=train.steps,
+        save=as_path(train.save),
+        checkpoints=train.checkpoints,
+        metrics=train.logs.metrics,
+        log_to=train.logs.log_to,
+        options=options_by_section(
+            train, values if documents else text_options(values)
+        ),
+        metadata={},
+        files=files_to_carry(origin),
+        loss_fn=make_loss(
+            fused=train.precision.fused_loss, routing=config.routing, terms=config.loss
+        ),
+        per_token=documents,
+        microbatches=config.microbatches,
+        held_out=_hold_out(train, origin, config),
+        samples=_samples(train, origin, config),
+        routing=config.routing,
+        loss_scale=config.precision.scale(),
+    )
 
 
 def _check(train: Train) -> bool:
@@ -225,40 +266,70 @@ def _check(train: Train) -> bool:
     check_files(train.data)
     check_kinds(train.data)
     if not is_jsonl(train.data[0]):
-        refuse_document_options(_command(train).recipe)
+        refuse_document_options(_command(train).options)
     train.start.check()
     train.strategy.check(dataclasses.asdict(train.mesh))
-    train.checkpoints.check()
-    train.evaluation.check(train.data, train.mesh.cp)
+    train.checkpoints.check(evaluates=bool(train.evaluation.eval_data))
+    train.evaluation.check(train.data, train.mesh)
+    check_writers(train.logs.log_to)
     train.profiling.check()
-    _check_recipe(train)
+    _check_ranges(train)
     check_creatable(train.save, "--save")
     begun = is_begun(train.save, _command(train), in_place=_is_in_place(train))
-    if train.logs.metrics is not None and not begun:
-        check_absent(train.logs.metrics, "--metrics")
+    metrics = train.logs.metrics
+    if metrics is not None and not begun:
+        if not (_is_in_place(train) and has_written(train.save, metrics)):
+            check_absent(metrics, "--metrics")
     return begun
 
 
-def _check_recipe(train: Train) -> None:
+def _check_ranges(train: Train) -> None:
     """Checks the ranges of new runs; a resumed run needs what it was saved with."""
     if train.start.resume is None:
         defaults = {"tokenizer": "bytes", "lr_steps": None}
-        typed = _command(train).recipe
+        typed = _command(train).options
         if typed.get("lr_schedule", "constant") != "constant":
             defaults["lr_steps"] = train.steps
-        Recipe(**{**defaults, **typed})
+        config_of({**defaults, **typed})
 
 
-def _hold_out(train: Train, origin: Origin, recipe: Recipe) -> HeldOut | None:
+def _hold_out(train: Train, origin: Origin, config: TrainConfig) -> HeldOut | None:
     options = train.evaluation
     if not options.eval_data:
         return None
-    recipe = dataclasses.replace(recipe, data_weights="")
-    data = read_data(options.eval_data, origin, recipe, train.save / "held-out")
-    for line in describe(data, recipe):
+    rows = dataclasses.replace(config.data, data_weights="")
+    share = _share(train)
+    inside = None if share is None else share / "held-out"
+    data = read_data(options.eval_data, origin, rows, inside)
+    for line in describe(data, rows):
         say(f"held-out data: {line}")
     every = options.eval_every or train.steps
-    return hold_out(data, recipe, every=every, fused=train.precision.fused_loss)
+    return hold_out(data, rows, every=every, fused=train.precision.fused_loss)
+
+
+def _samples(train: Train, origin: Origin, config: TrainConfig) -> Samples | None:
+    options = train.evaluation
+    if not options.sample:
+        return None
+    codec = codec_of(origin, config.data)
+    prompts = [
+        encode_prompt(codec, origin, text, chat=options.sample_chat)
+        for text in options.sample
+    ]
+    check_prompts(options.sample, prompts, "--sample")
+    return Samples(
+        options.sample,
+        tuple(prompts),
+        codec,
+        options.sample_every or train.steps,
+        options.sample_tokens or 64,
+        stop_tokens(origin.config),
+    )
+
+
+def _share(train: Train) -> Path | None:
+    """Returns where processes share tokens; None if each reads all for itself."""
+    return train.save if is_local(as_path(train.save)) else None
 
 
 def _is_in_place(train: Train) -> bool:
@@ -272,7 +343,7 @@ def _command(train: Train) -> Command:
     paths = (start.hf or start.config, start.resume, train.logs.metrics)
     hf, resume, metrics = (None if path is None else str(path) for path in paths)
     groups = (train.batches, train.optimizer, train.precision)
-    typed = recipe_values(*groups, train.experts, train.lora)
+    typed = option_values(*groups, train.experts, train.lora)
     return Command(hf, resume, start.resume_step, metrics, typed)
 
 
@@ -316,22 +387,22 @@ def _check_steps(train: Train, start: int) -> None:
         )
 
 
-def _make_recipe(train: Train, origin: Origin, stored: dict[str, Any]) -> Recipe:
+def _merge_options(train: Train, origin: Origin, stored: dict[str, Any]) -> TrainConfig:
     defaults = {
         "tokenizer": "bytes" if tokenizer_file(origin) is None else "model",
         "aux_loss_coef": default_aux_loss_coef(origin.config),
     }
-    typed = _command(train).recipe
+    typed = _command(train).options
     if typed.get("lr_schedule", "constant") != "constant":
         defaults["lr_steps"] = train.steps
-    if "optimizer" in stored and "recipe" not in stored:
+    if "optimizer" in stored and "train" not in stored:
         defaults |= settings_of_import(stored, typed)
-    return make_recipe(typed, stored.get("recipe", {}), defaults)
+    return merge_options(typed, stored.get("train", {}), defaults)
 
 
 def _make_metadata(
-    config: DecoderConfig,
-    recipe: Recipe,
+    model: DecoderConfig,
+    config: TrainConfig,
     data: TrainingData,
     resumed: Checkpoint | None,
 ) -> dict[str, Any]:
@@ -343,7 +414,7 @@ def _make_metadata(
             f"'{resumed.path}' was trained on. Give the same files in the same order."
         )
     return {
-        "config": bridge.to_hf_config(config),
-        "recipe": dataclasses.asdict(recipe),
+        "config": bridge.to_hf_config(model),
+        "train": dataclasses.asdict(config),
         "data_sha256": sha256,
     }

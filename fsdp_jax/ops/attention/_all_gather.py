@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from fsdp_jax._scopes import ALL_GATHER_ATTENTION
 from fsdp_jax.ops.attention._blockwise import (
     Asked,
     Form,
@@ -70,7 +71,7 @@ def all_gather_attention(
     Source: Llama 3, arXiv:2407.21783, section 3.3.2.
     """
     form, ranks = form_of(query.shape[1], scale, softcap, axis), ranks_along(axis)
-    with jax.named_scope("all_gather_attention"):
+    with jax.named_scope(ALL_GATHER_ATTENTION):
         asked, keys, sinks = cut(form, query, key, value, segment_ids, window, sinks)
         rank = jnp.int32(0)
         if ranks > 1:

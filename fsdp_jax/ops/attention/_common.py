@@ -21,9 +21,6 @@ from fsdp_jax.ops.attention._blockwise import (
 )
 from fsdp_jax.ops.attention._zigzag import check_chunks, chunks_of, ranks_along
 
-SCOPES = ("ring_attention", "all_gather_attention", "ulysses_attention")
-"""Named scopes of the collectives of context-parallel attention."""
-
 SAVED = "context_attention"
 """`checkpoint_name` of the forward results that the backward pass needs."""
 

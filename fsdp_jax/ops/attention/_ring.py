@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from fsdp_jax._scopes import RING_ATTENTION
 from fsdp_jax.ops.attention._blockwise import (
     Asked,
     Form,
@@ -93,7 +94,7 @@ def ring_attention(
     """
     _check_stages(axis)
     ring = _Ring(form_of(query.shape[1], scale, softcap, axis), axis, ranks_along(axis))
-    with jax.named_scope("ring_attention"):
+    with jax.named_scope(RING_ATTENTION):
         given = cut(ring.form, query, key, value, segment_ids, window, sinks)
         mixed: Any = _ring(ring, *given)
         return heads_of_blocks(mixed, ring.form.block)

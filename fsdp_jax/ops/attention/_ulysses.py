@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from fsdp_jax._scopes import ULYSSES_ATTENTION
 from fsdp_jax.ops.attention._zigzag import (
     check_chunks,
     inverse_zigzag,
@@ -62,7 +63,7 @@ def ulysses_attention(attention: Attention, *, axis: str = "cp") -> Attention:
             )
         check_chunks({"attention": query.shape[1] * ranks}, ranks)
         _check(query.shape[2], ranks, axis)
-        with jax.named_scope("ulysses_attention"):
+        with jax.named_scope(ULYSSES_ATTENTION):
             heads = (query, _repeated(key, ranks), _repeated(value, ranks))
             query, key, value = (_to_rows(x, ranks, axis) for x in heads)
             if segment_ids is not None:

@@ -1,0 +1,154 @@
+"""Gated delta net: linear attention with a state that forgets and corrects."""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, DTypeLike, Float, Int
+
+from bridge.models._causal_conv import CausalConv, Mask
+from bridge.models._config import DecoderConfig
+from bridge.models._delta_rule import gated_delta_rule
+from bridge.models._layer_state import DeltaNetState
+from bridge.models._linear import Linear
+from bridge.models._norm import Norm
+
+Stream = Float[Array, "batch seq embed"]
+Heads = Float[Array, "batch seq heads dim"]
+
+# transformers adds this under the root of the length, regardless of the config.
+_LENGTH_EPS = 1e-6
+
+
+class _Inputs(NamedTuple):
+    """Projections of the tokens: three to convolve, a gate, and two scalars a head."""
+
+    query: Heads
+    key: Heads
+    value: Heads
+    gate: Heads
+    beta: Float[Array, "batch seq heads"]
+    step: Float[Array, "batch seq heads"]
+
+
+class DeltaNet(nnx.Module):
+    """Mixer whose state of each head learns values by keys, and is read by queries.
+
+    Args:
+      config: Config of the decoder, with `delta_net` set.
+      rngs: Source of keys.
+      param_dtype: Dtype of the parameters.
+
+    Source: transformers `modeling_qwen3_next.py::Qwen3NextGatedDeltaNet`.
+    """
+
+    def __init__(
+        self, config: DecoderConfig, *, rngs: nnx.Rngs, param_dtype: DTypeLike
+    ):
+        """Initializes projections, convolutions, decays and the norm."""
+        sizes, embed = config.delta_net, (config.hidden_size,)
+        assert sizes is not None
+        options: dict[str, Any] = {
+            "std": config.initializer_range,
+            "rngs": rngs,
+            "param_dtype": param_dtype,
+        }
+        linear = partial(Linear, **options)
+        keys = (sizes.num_key_heads, sizes.key_head_dim)
+        values = (sizes.num_value_heads, sizes.value_head_dim)
+        heads = (sizes.num_value_heads,)
+        self.q_proj = linear(embed, keys)
+        self.k_proj = linear(embed, keys)
+        self.v_proj = linear(embed, values)
+        self.z_proj = linear(embed, values)
+        self.b_proj = linear(embed, heads)
+        self.a_proj = linear(embed, heads)
+        conv = partial(CausalConv, kernel_size=sizes.kernel_size, bias=False, **options)
+        self.q_conv, self.k_conv, self.v_conv = conv(keys), conv(keys), conv(values)
+        self.a_log = nnx.Param(jnp.zeros(heads, param_dtype))
+        self.dt_bias = nnx.Param(jnp.ones(heads, param_dtype))
+        self.norm = Norm(values[1:], "rms", config.norm_eps, param_dtype=param_dtype)
+        self.o_proj = linear(values, embed)
+
+    def __call__(
+        self, x: Stream, segment_ids: Int[Array, "batch seq"] | None
+    ) -> Stream:
+        """Mixes each token with those before it in its segment."""
+        made = self._project(x)
+        made = made._replace(
+            query=self.q_conv(made.query, segment_ids),
+            key=self.k_conv(made.key, segment_ids),
+            value=self.v_conv(made.value, segment_ids),
+        )
+        out, _ = self._recur(made, None, segment_ids, None)
+        return self._finish(out, made.gate)
+
+    def extend(
+        self, x: Stream, state: DeltaNetState, is_token: Mask
+    ) -> tuple[Stream, DeltaNetState]:
+        """Mixes new tokens with those of a state, and returns the state after them.
+
+        Args:
+          x: Normed hidden states of the new tokens.
+          state: State before them.
+          is_token: False behind the last new token of a row; None if all are tokens.
+        """
+        made = self._project(x)
+        query, last_query = self.q_conv.extend(made.query, state.query, is_token)
+        key, last_key = self.k_conv.extend(made.key, state.key, is_token)
+        value, last_value = self.v_conv.extend(made.value, state.value, is_token)
+        made = made._replace(query=query, key=key, value=value)
+        out, memory = self._recur(made, state.memory, None, is_token)
+        after = DeltaNetState(last_query, last_key, last_value, memory)
+        return self._finish(out, made.gate), after
+
+    def _project(self, x: Stream) -> _Inputs:
+        return _Inputs(
+            *(self.q_proj(x), self.k_proj(x), self.v_proj(x), self.z_proj(x)),
+            *(self.b_proj(x), self.a_proj(x)),
+        )
+
+    def _recur(
+        self,
+        made: _Inputs,
+        memory: Array | None,
+        segment_ids: Array | None,
+        is_token: Mask,
+    ) -> tuple[Heads, Array]:
+        """Runs the delta rule over convolved inputs."""
+        dtype = made.query.dtype
+        wide = jnp.promote_types(dtype, jnp.float32)
+        query, key, value = (
+            jax.nn.silu(part).astype(wide)
+            for part in (made.query, made.key, made.value)
+        )
+        times = value.shape[2] // key.shape[2]
+        query = jnp.repeat(_unit(query) * query.shape[-1] ** -0.5, times, axis=2)
+        key = jnp.repeat(_unit(key), times, axis=2)
+        beta = jax.nn.sigmoid(made.beta).astype(wide)
+        step = jax.nn.softplus(made.step.astype(wide) + _of_heads(self.dt_bias, wide))
+        log_decay = -jnp.exp(_of_heads(self.a_log, wide)) * step
+        if is_token is not None:  # What is no token learns nothing and forgets nothing.
+            beta = jnp.where(is_token[..., None], beta, 0)
+            log_decay = jnp.where(is_token[..., None], log_decay, 0)
+        out, memory = gated_delta_rule(
+            query, key, value, log_decay, beta, memory, segment_ids
+        )
+        return out.astype(dtype), memory
+
+    def _finish(self, out: Heads, gate: Heads) -> Stream:
+        wide = jnp.promote_types(out.dtype, jnp.float32)
+        gated = self.norm(out).astype(wide) * jax.nn.silu(gate.astype(wide))
+        return self.o_proj(gated.astype(out.dtype))
+
+
+def _of_heads(param: nnx.Param, dtype: DTypeLike) -> Array:
+    """Returns a value for each head, beside those of tokens."""
+    return jnp.expand_dims(param[...].astype(dtype), (0, 1))
+
+
+def _unit(x: Heads) -> Heads:
+    """Scales heads to length 1."""
+    return x * jax.lax.rsqrt(jnp.sum(x * x, -1, keepdims=True) + _LENGTH_EPS)

@@ -1,0 +1,157 @@
+"""Loops over the layers of a decoder: a scan over the periods of each block."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bridge.models._causal_conv import Mask
+from bridge.models._config import DecoderConfig
+from bridge.models._decoder_layer import DecoderLayer, PerLayer, Stream, Tables
+from bridge.models._layer_inputs import per_layer
+from bridge.models._layer_state import LayerState
+from bridge.models._positions import Ids
+from bridge.models._router_stats import RouterStats
+
+Scan = Callable[..., tuple[Any, Any]]
+Unit = Callable[..., tuple[Stream, Any]]
+
+
+def plain_scan(
+    unit: Callable[..., tuple[Any, Any]],
+    stacked: Any,
+    carry: Any,
+    xs: tuple[Any, ...] = (),
+    consts: tuple[Any, ...] = (),
+) -> tuple[Any, Any]:
+    """Runs `unit` over stacked weights, one layer at a time.
+
+    Default of the decoder's `scan` argument, and the required signature of any
+    replacement: everything differentiable is passed as an argument.
+
+    Args:
+      unit: Function `unit(weights, carry, *x_slices, *consts) -> (carry, y)`.
+      stacked: Pytree of weights with a leading layer dim.
+      carry: Carry of the first unit.
+      xs: Pytrees with a leading layer dim, sliced for each unit.
+      consts: Pytrees that every unit receives without slicing.
+
+    Returns:
+      Final carry, and the stacked `y`s.
+    """
+
+    def body(carry, slices):
+        weights, x_slices = slices
+        return unit(weights, carry, *x_slices, *consts)
+
+    return jax.lax.scan(body, carry, (stacked, xs))
+
+
+def run_layers(
+    config: DecoderConfig,
+    scan: Scan,
+    unit: Unit,
+    blocks: list[list[DecoderLayer]],
+    x: Stream,
+    consts: tuple[Any, ...],
+    *,
+    cache: Sequence[LayerState] | None = None,
+) -> tuple[Stream, list[Any]]:
+    """Runs all blocks of layers.
+
+    Args:
+      config: Config of the decoder.
+      scan: Function with the signature of `plain_scan`.
+      unit: Function `unit(layer, x, per_layer, *consts) -> (x, y)`, with the layer's
+        cache after `per_layer` where there is one.
+      blocks: Stacks of each block.
+      x: Residual stream.
+      consts: Trees that all layers receive.
+      cache: Cache of each stack; None without one.
+
+    Returns:
+      Residual stream, and one `y` per stack, with a leading layer dim.
+    """
+    inputs, ys = per_layer(config), []
+    stacks = iter(enumerate(config.layer_stacks))
+    for block in blocks:
+        xs = []
+        for _, (number, stack) in zip(block, stacks, strict=False):
+            own = {name: v[np.asarray(stack.layers)] for name, v in inputs.items()}
+            xs.append((own,) if cache is None else (own, cache[number]))
+        if len(block) == 1:
+            x, y = scan(unit, block[0], x, xs=xs[0], consts=consts)
+            ys.append(y)
+        else:
+            x, of_period = scan(_period(unit), block, x, xs=(xs,), consts=consts)
+            ys += of_period
+    return x, ys
+
+
+def in_layer_order(config: DecoderConfig, ys: list[Any]) -> Any:
+    """Joins what stacks return, along their layer dim; None if none returns any.
+
+    Args:
+      config: Config of the decoder.
+      ys: One tree per stack, or None.
+    """
+    found = [
+        (stack.layers, y)
+        for stack, y in zip(config.layer_stacks, ys, strict=True)
+        if y is not None
+    ]
+    if not found:
+        return None
+    layers = [layer for each, _ in found for layer in each]
+    joined = jax.tree.map(lambda *y: jnp.concatenate(y), *(y for _, y in found))
+    if layers == sorted(layers):
+        return joined
+    return jax.tree.map(lambda y: y[np.argsort(layers)], joined)
+
+
+def _period(unit: Unit) -> Unit:
+    """Returns a unit that runs the layers of a period, one after the other."""
+
+    def run(
+        layers: list[DecoderLayer], x: Stream, xs: list[tuple[Any, ...]], *consts: Any
+    ) -> tuple[Stream, list[Any]]:
+        ys = []
+        for layer, slices in zip(layers, xs, strict=True):
+            x, y = unit(layer, x, *slices, *consts)
+            ys.append(y)
+        return x, ys
+
+    return run
+
+
+def apply_layer(
+    layer: DecoderLayer, x: Stream, per_layer: PerLayer, *consts: Any
+) -> tuple[Stream, RouterStats | None]:
+    """Runs a layer, and returns the statistics of its router."""
+    # Through `__call__`, which a subclass may override to gather the weights.
+    out = layer(x, per_layer, *consts)
+    return out.stream, out.router_stats
+
+
+def apply_and_keep(
+    layer: DecoderLayer, x: Stream, per_layer: PerLayer, *consts: Any
+) -> tuple[Stream, Stream]:
+    """Runs a layer, and returns the residual stream behind it."""
+    x = layer(x, per_layer, *consts).stream
+    return x, x
+
+
+def extend_layer(
+    layer: DecoderLayer,
+    x: Stream,
+    per_layer: PerLayer,
+    cache: LayerState,
+    tables: Tables,
+    slots: Ids,
+    is_token: Mask,
+) -> tuple[Stream, LayerState | None]:
+    """Runs new tokens through a layer, and returns its cache with them."""
+    out = layer(x, per_layer, tables, cache=cache, slots=slots, is_token=is_token)
+    return out.stream, out.cache

@@ -1,0 +1,57 @@
+"""What each kind of mixer keeps of the tokens so far, to generate the next."""
+
+from typing import NamedTuple
+
+from jaxtyping import Array, Float
+
+
+class KeyValues(NamedTuple):
+    """KV cache of one layer, or, with a leading layer dim, of a stack of layers.
+
+    A token is stored in the slot of its position. So prompts of unequal lengths need
+    no left padding, and a query never attends to slots after its own.
+    """
+
+    key: Float[Array, "batch slots kv_heads head_dim"]
+    value: Float[Array, "batch slots kv_heads v_head_dim"]
+
+
+class ConvState(NamedTuple):
+    """State of a short convolution: its inputs of the last tokens."""
+
+    inputs: Float[Array, "batch before embed"]
+
+
+class DeltaNetState(NamedTuple):
+    """State of a gated delta net.
+
+    Attributes:
+      query: Inputs of the query's convolution of the last tokens.
+      key: Those of the key's.
+      value: Those of the value's.
+      memory: Matrix from keys to values of each head, at least in float32.
+    """
+
+    query: Float[Array, "batch before key_heads key_dim"]
+    key: Float[Array, "batch before key_heads key_dim"]
+    value: Float[Array, "batch before heads value_dim"]
+    memory: Float[Array, "batch heads key_dim value_dim"]
+
+
+class MambaState(NamedTuple):
+    """State of a Mamba 2 mixer.
+
+    Attributes:
+      x: Inputs of the channels' convolution of the last tokens.
+      b: Those of the convolution of the projection into the state.
+      c: Those of the convolution of the projection of the state.
+      memory: State of each channel, at least in float32.
+    """
+
+    x: Float[Array, "batch before heads head_dim"]
+    b: Float[Array, "batch before groups state"]
+    c: Float[Array, "batch before groups state"]
+    memory: Float[Array, "batch heads head_dim state"]
+
+
+LayerState = KeyValues | ConvState | DeltaNetState | MambaState

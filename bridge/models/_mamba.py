@@ -1,0 +1,149 @@
+"""Mamba 2 mixer: a state space model with one decay a head."""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, DTypeLike, Float, Int
+
+from bridge.models._causal_conv import CausalConv, Mask
+from bridge.models._config import DecoderConfig
+from bridge.models._layer_state import MambaState
+from bridge.models._linear import Linear
+from bridge.models._norm import Norm
+from bridge.models._state_space import state_space
+
+Stream = Float[Array, "batch seq embed"]
+Heads = Float[Array, "batch seq heads dim"]
+
+
+class _Inputs(NamedTuple):
+    """Projections of the tokens: a gate, three to convolve, and a time step a head."""
+
+    gate: Heads
+    x: Heads
+    b: Heads
+    c: Heads
+    step: Float[Array, "batch seq heads"]
+
+
+class Mamba(nnx.Module):
+    """Mixer whose state of each channel decays, adds the token and is read by it.
+
+    Args:
+      config: Config of the decoder, with `mamba` set.
+      rngs: Source of keys.
+      param_dtype: Dtype of the parameters.
+
+    Source: transformers
+      `modeling_granitemoehybrid.py::GraniteMoeHybridMambaLayer`.
+    """
+
+    def __init__(
+        self, config: DecoderConfig, *, rngs: nnx.Rngs, param_dtype: DTypeLike
+    ):
+        """Initializes projections, convolutions, decays and the norm."""
+        sizes, embed = config.mamba, (config.hidden_size,)
+        assert sizes is not None
+        options: dict[str, Any] = {
+            "std": config.initializer_range,
+            "rngs": rngs,
+            "param_dtype": param_dtype,
+        }
+        linear = partial(Linear, bias=sizes.proj_bias, **options)
+        heads, head_dim, groups = sizes.num_heads, sizes.head_dim, sizes.num_groups
+        channels, state = (heads, head_dim), (groups, sizes.state_size)
+        self.z_proj, self.x_proj = linear(embed, channels), linear(embed, channels)
+        self.b_proj, self.c_proj = linear(embed, state), linear(embed, state)
+        self.dt_proj = linear(embed, (heads,))
+        conv = partial(
+            CausalConv,
+            kernel_size=sizes.kernel_size,
+            bias=sizes.conv_bias,
+            **options,
+        )
+        self.x_conv, self.b_conv, self.c_conv = conv(channels), conv(state), conv(state)
+        decays = jnp.log(jnp.arange(1, heads + 1, dtype=jnp.float32))
+        self.a_log = nnx.Param(decays.astype(param_dtype))
+        self.dt_bias = nnx.Param(jnp.ones(heads, param_dtype))
+        self.skip = nnx.Param(jnp.ones(heads, param_dtype))
+        inside = (groups, heads // groups * head_dim)
+        self.norm = Norm(inside, "rms", config.norm_eps, param_dtype=param_dtype)
+        self.o_proj = linear(channels, embed)
+        self.sizes = sizes
+
+    def __call__(
+        self, x: Stream, segment_ids: Int[Array, "batch seq"] | None
+    ) -> Stream:
+        """Mixes each token with those before it in its segment."""
+        made = self._project(x)
+        made = made._replace(
+            x=self.x_conv(made.x, segment_ids),
+            b=self.b_conv(made.b, segment_ids),
+            c=self.c_conv(made.c, segment_ids),
+        )
+        out, _ = self._recur(made, None, segment_ids, None)
+        return self._finish(made, out)
+
+    def extend(
+        self, x: Stream, state: MambaState, is_token: Mask
+    ) -> tuple[Stream, MambaState]:
+        """Mixes new tokens with those of a state, and returns the state after them.
+
+        Args:
+          x: Normed hidden states of the new tokens.
+          state: State before them.
+          is_token: False behind the last new token of a row; None if all are tokens.
+        """
+        made = self._project(x)
+        conv_x, last_x = self.x_conv.extend(made.x, state.x, is_token)
+        conv_b, last_b = self.b_conv.extend(made.b, state.b, is_token)
+        conv_c, last_c = self.c_conv.extend(made.c, state.c, is_token)
+        made = made._replace(x=conv_x, b=conv_b, c=conv_c)
+        out, memory = self._recur(made, state.memory, None, is_token)
+        return self._finish(made, out), MambaState(last_x, last_b, last_c, memory)
+
+    def _project(self, x: Stream) -> _Inputs:
+        return _Inputs(
+            *(self.z_proj(x), self.x_proj(x), self.b_proj(x), self.c_proj(x)),
+            self.dt_proj(x),
+        )
+
+    def _recur(
+        self,
+        made: _Inputs,
+        memory: Array | None,
+        segment_ids: Array | None,
+        is_token: Mask,
+    ) -> tuple[Heads, Array]:
+        """Runs the state space model over convolved inputs, in float32."""
+        wide = jnp.promote_types(made.x.dtype, jnp.float32)
+        x, b, c = (jax.nn.silu(part).astype(wide) for part in (made.x, made.b, made.c))
+        times = x.shape[2] // b.shape[2]
+        step = jax.nn.softplus((made.step + _of_heads(self.dt_bias)).astype(wide))
+        step = jnp.clip(step, self.sizes.min_time_step, self.sizes.max_time_step)
+        if is_token is not None:  # What is no token adds nothing and decays nothing.
+            step = jnp.where(is_token[..., None], step, 0)
+        out, memory = state_space(
+            x * step[..., None],
+            jnp.repeat(b, times, axis=2),
+            jnp.repeat(c, times, axis=2),
+            -jnp.exp(_of_heads(self.a_log).astype(wide)) * step,
+            memory,
+            segment_ids,
+            chunk_size=self.sizes.chunk_size,
+        )
+        return out + _of_heads(self.skip).astype(wide)[..., None] * x, memory
+
+    def _finish(self, made: _Inputs, out: Heads) -> Stream:
+        gated = out * jax.nn.silu(made.gate.astype(out.dtype))
+        groups = gated.reshape(*gated.shape[:2], self.sizes.num_groups, -1)
+        normed = self.norm(groups).reshape(gated.shape)
+        return self.o_proj(normed.astype(made.gate.dtype))
+
+
+def _of_heads(param: nnx.Param) -> Array:
+    """Returns a value for each head, beside those of tokens."""
+    return jnp.expand_dims(param[...], (0, 1))

@@ -1,0 +1,152 @@
+"""Names in a trace that something reads back: named scopes and traced functions.
+
+Passes over a trace, the planner and the audit find units, gathers and reductions by
+these names, in jaxprs and in compiled programs. Each name is written and read through
+this module alone, so that a rename cannot make a reader find nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+
+Fn = TypeVar("Fn", bound=Callable[..., Any])
+
+PREFETCH = "prefetch"
+"""Scope of a gather that a loop runs for a later unit."""
+
+AS_WRITTEN = "as_written"
+"""Scope of a loop whose gathers stay in the iteration that uses them."""
+
+OPTIMIZER = "optimizer"
+"""Scope of the update."""
+
+GATHER_FOR_STEP = "gather_for_step"
+"""Scope of the gathers that run once a step, before the first microbatch."""
+
+REDUCE_SCATTER = "reduce_scatter"
+"""Scope of the reduction of a unit's gradients."""
+
+ALL_REDUCE = "all_reduce"
+"""Scope of the deferred sum of gradients that are not split."""
+
+REDUCE_DEFERRED = "reduce_deferred"
+"""Scope of the deferred reduction."""
+
+RING_ATTENTION = "ring_attention"
+"""Scope of ring attention's collectives."""
+
+ALL_GATHER_ATTENTION = "all_gather_attention"
+"""Scope of all-gather attention's collectives."""
+
+ULYSSES_ATTENTION = "ulysses_attention"
+"""Scope of Ulysses attention's collectives."""
+
+ATTENTIONS = (RING_ATTENTION, ALL_GATHER_ATTENTION, ULYSSES_ATTENTION)
+"""Scopes of the collectives of context-parallel attention."""
+
+FSDP_GATHER = "fsdp_gather"
+"""Function from one shard to its weight."""
+
+FSDP_UNSHARD = "fsdp_unshard"
+"""Function from a unit's shards to its weights and what depends on them alone."""
+
+FSDP_SCAN = "fsdp_scan"
+"""Function that runs a stack of units and gathers them ahead."""
+
+FSDP_STACK = "fsdp_stack"
+"""Primitive that stands for a stack whose layers pipeline stages run."""
+
+GATHERS = (FSDP_GATHER, FSDP_UNSHARD, FSDP_SCAN)
+"""Custom-derivative functions from shards to weights or results."""
+
+_UNIT = "unit:"
+# A transform puts a scope in parentheses: `transpose(jvp(unit:layers))`. XLA joins the
+# scopes of instructions that it merges with a colon or a semicolon.
+_UNITS = re.compile(re.escape(_UNIT) + r"([^/():;]+)")
+_TURNS = re.compile(r"turns_(\d+)_(\d+)/cond$")
+
+
+def unit_scope(unit: str) -> Any:
+    """Returns a named scope, a context manager, for what a unit runs."""
+    return jax.named_scope(f"{_UNIT}{unit}")
+
+
+def units_in(scopes: Any) -> list[str]:
+    """Returns the units in a path of scopes, the outermost first.
+
+    Args:
+      scopes: A name stack of jax, or an `op_name` of HLO.
+    """
+    return _UNITS.findall(str(scopes))
+
+
+def unit_of(scopes: Any) -> str | None:
+    """Returns the innermost unit in a path of scopes; None if there is none."""
+    return next(reversed(units_in(scopes)), None)
+
+
+def is_in(scopes: Any, name: str) -> bool:
+    """Returns whether a path of scopes has `name` among its parts.
+
+    Examples:
+      >>> from fsdp_jax._scopes import PREFETCH, is_in
+      >>> is_in("jit(step)/transpose(jvp(unit:layers))/prefetch/all_gather", PREFETCH)
+      True
+    """
+    return name in re.split(r"[/():;]", str(scopes))
+
+
+def turns_scope(start: int, stop: int) -> Any:
+    """Returns a named scope that tells the planner in which ticks a stage has a turn.
+
+    Stages wait for each other, so a tick takes as long as its slowest stage.
+
+    Args:
+      start: First such tick.
+      stop: Tick behind the last one.
+    """
+    return jax.named_scope(f"turns_{start}_{stop}")
+
+
+def turns_of(scopes: str) -> tuple[int, int] | None:
+    """Returns the ticks of `turns_scope` for a conditional; None for any other."""
+    found = _TURNS.search(scopes)
+    return (int(found[1]), int(found[2])) if found else None
+
+
+def is_transposed(scopes: Any) -> bool:
+    """Returns whether jax made an operation by transposing another, for backward."""
+    return "transpose(" in str(scopes)
+
+
+def is_recomputed(scopes: Any) -> bool:
+    """Returns whether an operation is recomputed by `jax.checkpoint`, for backward."""
+    return "rematted_computation" in str(scopes)
+
+
+def traced_as(name: str) -> Callable[[Fn], Fn]:
+    """Decorates a function that readers find in a trace by its name.
+
+    Args:
+      name: One of the names above.
+
+    Raises:
+      RuntimeError: At its definition, if the function has another name.
+    """
+
+    def check(fn: Fn) -> Fn:
+        if fn.__name__ != name:
+            raise RuntimeError(f"traces find {fn.__name__} as '{name}': rename both.")
+        return fn
+
+    return check
+
+
+def traced_function(eqn: Any) -> str | None:
+    """Returns the name of the custom-derivative function that an equation calls."""
+    called = eqn.params.get("call_jaxpr")
+    return called and getattr(called, "jaxpr", called).debug_info.func_name

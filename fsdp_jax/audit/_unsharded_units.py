@@ -1,0 +1,277 @@
+"""How many units are unsharded at once, by the schedule of a compiled program.
+
+A gathered weight is in memory from its all-gather to its last reader. A loop carries
+the weights that it has gathered ahead, and passes them to what follows.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+
+from fsdp_jax.audit._check_collectives import Key, key_of
+from fsdp_jax.audit._check_resharding import VIEWS, result_of, size_of
+from fsdp_jax.audit._expected import ExpectedCollective
+from fsdp_jax.hlo._collectives import Moved, Program
+from fsdp_jax.hlo._parse import Computation, Instruction, Module
+from fsdp_jax.sharding._plan import ROOT
+
+Weight = tuple[str, Key]
+"""Unit, and the form of the gather, of one unsharded array."""
+
+Sizes = Mapping[str, Mapping[Key, int]]
+"""Unit -> how many of its weights have gathers of each form."""
+
+Arrays = frozenset["_Array"]
+"""Unsharded arrays."""
+
+Carried = Mapping[int, Arrays]
+"""Index in a tuple -> unsharded arrays that the element is, or is made of."""
+
+_NONE: Arrays = frozenset()
+
+
+@dataclasses.dataclass(frozen=True)
+class Unsharded:
+    """The schedule at the point at which most units are unsharded.
+
+    Attributes:
+      units: Number of units; several runs of a stack's unit count each.
+      names: Their names, each once.
+      instruction: Instruction that runs then; "" if no unit is gathered.
+    """
+
+    units: int = 0
+    names: tuple[str, ...] = ()
+    instruction: str = ""
+
+
+def sizes_of(expected: Sequence[ExpectedCollective]) -> Sizes:
+    """Returns how many matrices of each form a unit gathers, again in backward.
+
+    Vectors are left out: they are small, and XLA may keep them.
+    """
+    sizes: dict[str, dict[Key, int]] = {}
+    for planned in expected:
+        param = planned.param
+        is_kept = not param.reshard or param.unit == ROOT
+        if planned.kind != "gather" or is_kept or param.ndim_in_unit < 2:
+            continue
+        own = sizes.setdefault(planned.param.unit, {})
+        own[key_of(planned)] = own.get(key_of(planned), 0) + 1
+    return sizes
+
+
+def unsharded(
+    program: Program, arrays: Sequence[Moved], expected: Sequence[ExpectedCollective]
+) -> Unsharded:
+    """Returns how many units are unsharded at once, by the schedule of a program.
+
+    Args:
+      program: Scheduled program.
+      arrays: All arrays that it communicates.
+      expected: Collectives of the plan.
+    """
+    sizes = sizes_of(expected)
+    gathers: dict[tuple[str, str], _Gather] = {}
+    for one in arrays:
+        if one.op == "all-gather" and (unit := _unit(one, sizes)):
+            place = one.computation.name, result_of(one).name
+            own = gathers.setdefault(place, _Gather(one.instruction.name))
+            own.weights.append((unit, key_of(one)))
+    module = program.module
+    peak, _ = _Walk(module, gathers, sizes).peak(module[module.entry], {})
+    names = dict.fromkeys(unit for unit, _ in peak.weights)
+    return Unsharded(_count(peak.weights, sizes), tuple(names), peak.instruction)
+
+
+def _unit(one: Moved, sizes: Sizes) -> str | None:
+    """Returns the unit of a gathered weight, by its scope or else by its form."""
+    if (unit := one.unit) is not None and unit in sizes:
+        return unit if key_of(one) in sizes[unit] else None
+    return next((unit for unit, own in sizes.items() if key_of(one) in own), None)
+
+
+def _count(weights: Mapping[Weight, int], sizes: Sizes) -> int:
+    """Returns the number of units that have `weights` together."""
+    units: dict[str, int] = {}
+    for (unit, key), number in weights.items():
+        units[unit] = max(units.get(unit, 0), math.ceil(number / sizes[unit][key]))
+    return sum(units.values())
+
+
+@dataclasses.dataclass
+class _Gather:
+    """An all-gather of a computation, found by the name of its result.
+
+    Attributes:
+      start: Name of the instruction that starts it.
+      weights: Weights in the result.
+    """
+
+    start: str
+    weights: list[Weight] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Array:
+    """One unsharded array of a computation: a result of it, or carried by its loop."""
+
+    weight: Weight
+    origin: str
+    number: int
+
+
+@dataclasses.dataclass(frozen=True)
+class _Peak:
+    """Unsharded weights where a computation has most units, and the instruction."""
+
+    weights: Mapping[Weight, int]
+    instruction: str
+
+
+@dataclasses.dataclass
+class _Lives:
+    """Unsharded arrays of a computation: where they are, and how long.
+
+    Attributes:
+      arrays: Name of an instruction -> arrays that its result is, or is made of.
+      elements: Name of a tuple -> the same for its elements.
+      born: Position in the schedule from which an array is in memory.
+      last: Position of its last reader.
+      inner: Name of a loop, call or conditional -> its own peak.
+    """
+
+    arrays: dict[str, Arrays] = dataclasses.field(default_factory=dict)
+    elements: dict[str, Carried] = dataclasses.field(default_factory=dict)
+    born: dict[_Array, int] = dataclasses.field(default_factory=dict)
+    last: dict[_Array, int] = dataclasses.field(default_factory=dict)
+    inner: dict[str, _Peak] = dataclasses.field(default_factory=dict)
+
+    def read(self, one: Instruction) -> Arrays:
+        """Returns the arrays that an instruction computes with; none for tuples."""
+        if one.opcode in ("tuple", "get-tuple-element", "opt-barrier", "bitcast"):
+            return _NONE
+        return _NONE.union(
+            *(self.arrays.get(name, _NONE) for name in one.operands),
+            *(_all(self.elements.get(name, {})) for name in one.operands),
+        )
+
+    def at(self, position: int, one: Instruction) -> collections.Counter[Weight]:
+        """Returns the weights that are unsharded while an instruction runs."""
+        live = {
+            array
+            for array, born in self.born.items()
+            if born <= position <= self.last.get(array, born)
+        }
+        found: collections.Counter[Weight] = collections.Counter()
+        if nested := self.inner.get(one.name):
+            live -= self.read(one)  # The nested computation has them.
+            found.update(nested.weights)
+        found.update(array.weight for array in live)
+        return found
+
+
+class _Walk:
+    """Follows gathered weights through the schedule of computations."""
+
+    def __init__(
+        self, module: Module, gathers: Mapping[tuple[str, str], _Gather], sizes: Sizes
+    ) -> None:
+        self._module = module
+        self._gathers = gathers
+        self._sizes = sizes
+
+    def peak(self, within: Computation, carried: Carried) -> tuple[_Peak, Carried]:
+        """Returns the peak of a computation, and the weights in its result.
+
+        Args:
+          within: Computation.
+          carried: Weights in the elements of its parameter.
+        """
+        lives = _Lives()
+        places = {one.name: at for at, one in enumerate(within.instructions)}
+        for at, one in enumerate(within.instructions):
+            if gather := self._gathers.get((within.name, one.name)):
+                lives.arrays[one.name] = made = _arrays(gather.weights, one.name)
+                lives.born.update(dict.fromkeys(made, places[gather.start]))
+            elif one.opcode == "parameter":
+                lives.elements[one.name] = carried
+                lives.born.update(dict.fromkeys(_all(carried), 0))
+            elif one.opcode in ("while", "call", "conditional"):
+                left = self._nested(one, lives)
+                lives.elements[one.name] = left
+                lives.born.update(dict.fromkeys(_all(left), at + 1))
+            else:
+                _pass_on(within, one, lives)
+            lives.last.update(dict.fromkeys(lives.read(one), at))
+        result = lives.elements.get(within.root.name, {})
+        lives.last.update(dict.fromkeys(_all(result), len(places)))
+        return self._most(within, lives), result
+
+    def _most(self, within: Computation, lives: _Lives) -> _Peak:
+        best, most = _Peak({}, ""), 0
+        begins = {*lives.born.values()}
+        for at, one in enumerate(within.instructions):
+            # Between these points weights only go.
+            if at not in begins and one.name not in lives.inner:
+                continue
+            weights = lives.at(at, one)
+            if (units := _count(weights, self._sizes)) > most:
+                nested = lives.inner.get(one.name)
+                where = (nested and nested.instruction) or one.name
+                best, most = _Peak(weights, where), units
+        return best
+
+    def _nested(self, one: Instruction, lives: _Lives) -> Carried:
+        """Notes the peak of a nested computation; returns the weights it leaves."""
+        if one.opcode != "while":
+            peaks = [self.peak(self._module[name], {})[0] for name in one.calls]
+            lives.inner[one.name] = max(
+                peaks, key=lambda peak: _count(peak.weights, self._sizes)
+            )
+            return {}
+        body = self._module[one.calls[0]]
+        given = lives.elements.get(one.operands[0], {})
+        weights = {i: [x.weight for x in arrays] for i, arrays in given.items()}
+        while True:
+            inside = {i: _arrays(x, f"{body.name}.{i}") for i, x in weights.items()}
+            lives.inner[one.name], result = self.peak(body, inside)
+            after = {i: [x.weight for x in arrays] for i, arrays in result.items()}
+            if after.keys() <= weights.keys():
+                return {i: _arrays(x, f"{one.name}.{i}") for i, x in weights.items()}
+            weights = after | weights
+
+
+def _pass_on(within: Computation, one: Instruction, lives: _Lives) -> None:
+    """Notes what the result of an instruction holds of what it reads."""
+    given = [lives.arrays.get(name, _NONE) for name in one.operands]
+    if one.opcode == "tuple":
+        lives.elements[one.name] = {i: x for i, x in enumerate(given) if x}
+    elif one.opcode == "opt-barrier":
+        lives.elements[one.name] = lives.elements.get(one.operands[0], {})
+    elif one.opcode == "get-tuple-element":
+        elements = lives.elements.get(one.operands[0], {})
+        lives.arrays[one.name] = elements.get(one.index or 0, _NONE) | given[0]
+    elif one.opcode in VIEWS or one.opcode == "fusion":
+        # A fusion with as many elements as the weight may be the weight, converted.
+        lives.arrays[one.name] = _NONE.union(
+            *(
+                arrays
+                for name, arrays in zip(one.operands, given, strict=True)
+                if arrays
+                and (
+                    one.opcode in VIEWS or size_of(within.by_name[name]) == size_of(one)
+                )
+            )
+        )
+
+
+def _all(carried: Carried) -> Arrays:
+    return _NONE.union(*carried.values())
+
+
+def _arrays(weights: Sequence[Weight], origin: str) -> Arrays:
+    return frozenset(_Array(weight, origin, i) for i, weight in enumerate(weights))

@@ -1,0 +1,76 @@
+"""Options that decide the batches of a run."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal
+
+Tokenizer = Literal["bytes", "model"]
+RowsOf = Literal["pack", "pad"]
+Overlong = Literal["truncate", "drop"]
+TrainOn = Literal["completions", "all"]
+
+_OF_DOCUMENTS = ("rows", "overlong", "train_on", "data_weights")
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """Batches: the same for equal configs, on any mesh and number of hosts.
+
+    Attributes:
+      tokenizer: Tokenizer of the data.
+      batch: Rows of a global batch.
+      seq: Tokens that a row predicts; it holds one more.
+      seed: Seed of the order of the data, and of random weights.
+      rows: Layout of documents in rows.
+      overlong: Treatment of documents that are longer than a row.
+      train_on: Tokens of documents that are trained.
+      data_weights: Share of each file among the rows.
+    """
+
+    tokenizer: Tokenizer
+    batch: int = 8
+    seq: int = 256
+    seed: int = 0
+    rows: RowsOf = "pack"
+    overlong: Overlong = "truncate"
+    train_on: TrainOn = "completions"
+    data_weights: str = ""
+
+    def problems(self) -> list[str]:
+        """Returns what is out of range, by option."""
+        wrong = [
+            f"--{name} {getattr(self, name)}: at least 1"
+            for name in ("batch", "seq")
+            if getattr(self, name) < 1
+        ]
+        if not 0 <= self.seed < 2**32:
+            wrong.append(f"--seed {self.seed}: at least 0, below 2**32")
+        return wrong
+
+
+def text_options(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns options without those that text files do not have.
+
+    Args:
+      values: Options by name.
+    """
+    return {name: x for name, x in values.items() if name not in _OF_DOCUMENTS}
+
+
+def refuse_document_options(given: dict[str, Any]) -> None:
+    """Raises a `ValueError` for options of documents, which text files do not have.
+
+    Args:
+      given: Options from the command line, by name.
+    """
+    wrong = [
+        f"--{name.replace('_', '-')} {given[name]}"
+        for name in _OF_DOCUMENTS
+        if name in given
+    ]
+    if wrong:
+        raise ValueError(
+            f"{', '.join(wrong)}: for --data of JSON Lines (.jsonl), not for text."
+        )

@@ -1,0 +1,39 @@
+"""Options that replace figures of the planner's cost model."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from fsdp_jax.cli._options import Unset
+from fsdp_jax.planner import GPU, find_gpu
+
+
+@dataclasses.dataclass(frozen=True)
+class Speeds:
+    """Figures of the cost model, instead of those of the GPU.
+
+    Attributes:
+      tflops: Speed of 16-bit matrix products, TFLOP/s.
+      memory_gbs: Bandwidth of the GPU's memory, GB/s.
+      link_gbs: Bandwidth to the other GPUs of a node, GB/s a GPU.
+      network_gbs: Bandwidth to other nodes, GB/s a GPU.
+      latency_us: Latency of each collective, microseconds.
+    """
+
+    tflops: Unset[float] = None
+    memory_gbs: Unset[float] = None
+    link_gbs: Unset[float] = None
+    network_gbs: Unset[float] = None
+    latency_us: Unset[float] = None
+
+    def apply(self, gpu: str) -> GPU:
+        """Returns the GPU of that name, with these figures."""
+        scaled = {
+            "flops": (self.tflops, 1e12),
+            "memory_bandwidth": (self.memory_gbs, 1e9),
+            "link_bandwidth": (self.link_gbs, 1e9),
+            "network_bandwidth": (self.network_gbs, 1e9),
+            "latency": (self.latency_us, 1e-6),
+        }
+        costs = {k: v * unit for k, (v, unit) in scaled.items() if v is not None}
+        return find_gpu(gpu, **costs)

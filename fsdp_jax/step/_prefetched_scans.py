@@ -1,0 +1,320 @@
+"""Loops of a traced loss that enter units: replaced by loops that prefetch.
+
+`jax.lax.scan`, and what is made of it (`nnx.scan`, `nn.scan`, folds), is one equation
+in the trace of a loss. Where it runs over a stack of shards and its body enters their
+unit, the equation is replaced by those of `run_stack`, which gathers the weights of one
+iteration while an earlier one computes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+from jax.extend import core
+
+from fsdp_jax._scopes import AS_WRITTEN, is_in, unit_scope
+from fsdp_jax.step._flat_trace import CALLS, called, has_effects, operand
+from fsdp_jax.step._float_partition import Mixed
+from fsdp_jax.step._lifted_gathers import (
+    LiftedGathers,
+    NotLiftedError,
+    gathers_in,
+    lift_gathers,
+    renamed_call,
+    substituted,
+)
+from fsdp_jax.step._prefetch import Stack, run_stack
+from fsdp_jax.step._shard import Shard
+
+
+def prefetch_scans(
+    closed: core.ClosedJaxpr, shards: Sequence[Shard], prefetch: int
+) -> core.ClosedJaxpr:
+    """Replaces the loops over units in the trace of a loss by loops that prefetch.
+
+    Args:
+      closed: Trace of the loss; its first inputs are the leaves of `shards`.
+      shards: Shards of all parameters.
+      prefetch: Number of iterations whose weights are gathered ahead; at least 1.
+
+    Returns:
+      The trace with the same inputs, outputs and values. A loop stays as it is if its
+      gathers cannot be taken out of its body, and a log record says why.
+    """
+    leaves = [
+        _Leaf(i, j)
+        for i, shard in enumerate(shards)
+        for j in range(len(jax.tree.leaves(shard)))
+    ]
+    known = dict(zip(closed.jaxpr.invars, leaves, strict=False))
+    jaxpr = _Scans(shards, prefetch).replaced(closed.jaxpr, known)
+    return core.ClosedJaxpr(jaxpr, closed.consts)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Leaf:
+    """Leaf number `index` of shard number `shard`."""
+
+    shard: int
+    index: int
+
+
+@dataclasses.dataclass(frozen=True)
+class _Loop:
+    """A scan: the numbers of its operands and results.
+
+    Attributes:
+      eqn: Equation.
+      num_consts: Number of constants, the first operands.
+      num_carry: Number of arrays in the carry, the next operands and the first results.
+    """
+
+    eqn: Any
+    num_consts: int
+    num_carry: int
+
+    @classmethod
+    def of(cls, eqn: Any) -> _Loop:
+        # By rank, a slice having a dim less than its array, since jax 0.10 and 0.12
+        # name the params differently.
+        body = eqn.params["jaxpr"].jaxpr
+        pairs = list(zip(eqn.invars, body.invars, strict=True))
+        num_sliced = sum(_ndim(outer) > _ndim(inner) for outer, inner in pairs)
+        results = zip(eqn.outvars, body.outvars, strict=True)
+        num_carry = sum(_ndim(outer) == _ndim(inner) for outer, inner in results)
+        return cls(eqn, len(pairs) - num_sliced - num_carry, num_carry)
+
+    def split(self, operands: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+        """Returns the constants, the carry and the arrays that are sliced."""
+        first, last = self.num_consts, self.num_consts + self.num_carry
+        given = list(operands)
+        return given[:first], given[first:last], given[last:]
+
+
+class _Scans:
+    """Replaces the loops over units in a jaxpr, and in what it calls."""
+
+    def __init__(self, shards: Sequence[Shard], prefetch: int) -> None:
+        self._shards = shards
+        self._prefetch = prefetch
+
+    def replaced(self, jaxpr: Any, known: dict[Any, _Leaf]) -> Any:
+        """Returns a jaxpr with its loops replaced; itself if there are none.
+
+        Args:
+          jaxpr: Open jaxpr.
+          known: Variables that are leaves of shards; those found are added.
+        """
+        env: dict[Any, Any] = {}
+        eqns: list[Any] = []
+        for eqn in jaxpr.eqns:
+            eqn = substituted(eqn, env) if env else eqn
+            eqns += self._equation(eqn, known, env)
+            for read, made in _unchanged(eqn):
+                if read in known:
+                    known[made] = known[read]
+        if all(new is old for new, old in zip(eqns, jaxpr.eqns, strict=False)):
+            return jaxpr
+        return jaxpr.replace(
+            eqns=eqns,
+            outvars=[operand(env, v) for v in jaxpr.outvars],
+            debug_info=jaxpr.debug_info.with_unknown_names(),
+        )
+
+    def _equation(
+        self, eqn: Any, known: dict[Any, _Leaf], env: dict[Any, Any]
+    ) -> Sequence[Any]:
+        if not any(isinstance(v, core.Var) and v in known for v in eqn.invars):
+            return [eqn]
+        if eqn.primitive.name == "scan":
+            return self._scan(eqn, known, env)
+        if eqn.primitive.name not in CALLS:
+            return [eqn]
+        inner, consts = called(eqn)
+        given = zip(inner.invars, eqn.invars, strict=True)
+        own = {v: known[w] for v, w in given if isinstance(w, core.Var) and w in known}
+        new = self.replaced(inner, own)
+        if new is inner:
+            return [eqn]
+        if isinstance(eqn.params["jaxpr"], core.ClosedJaxpr):
+            new = core.ClosedJaxpr(new, consts)
+        return [eqn.replace(params=dict(eqn.params, jaxpr=new))]
+
+    def _scan(
+        self, eqn: Any, known: dict[Any, _Leaf], env: dict[Any, Any]
+    ) -> Sequence[Any]:
+        loop = _Loop.of(eqn)
+        leaves = [_known(known, v) for v in loop.split(eqn.invars)[2]]
+        is_entered = any(leaves) and gathers_in(eqn.params["jaxpr"].jaxpr)
+        if not is_entered or is_in(eqn.source_info.name_stack, AS_WRITTEN):
+            return [eqn]
+        try:
+            run = self._run(loop, leaves)
+            return [eqn] if run is None else _spliced(eqn, run, env)
+        except NotLiftedError as reason:
+            self._say(leaves, reason)
+            return [eqn]
+
+    def _run(
+        self, loop: _Loop, leaves: Sequence[_Leaf | None]
+    ) -> Callable[..., Sequence[Any]] | None:
+        """Returns a function of a loop's operands that prefetches; None if none has to.
+
+        Raises:
+          NotLiftedError: If the loop's gathers cannot be taken out of its body.
+        """
+        first = loop.num_consts + loop.num_carry
+        is_shard = [False] * first + [leaf is not None for leaf in leaves]
+        lifted = lift_gathers(loop.eqn.params["jaxpr"], is_shard)
+        if lifted is None or not loop.eqn.params["length"]:
+            return None
+        if loop.eqn.params["reverse"]:
+            raise NotLiftedError("it begins with the last unit (reverse=True)")
+        if has_effects(loop.eqn):
+            # jax has no custom derivatives of functions with effects.
+            raise NotLiftedError("it has side effects, such as jax.debug.print")
+        if any(at is not None for at in lifted.passed[: loop.num_carry]):
+            raise NotLiftedError("it carries a shard from one unit to the next")
+        sliced = _Sliced.of(self._shards, leaves, lifted)
+        stack = self._stack(loop, lifted, sliced)
+
+        def run(*operands):
+            consts, carry, xs = loop.split(operands)
+            shards, slices = sliced.shards(xs), [xs[at] for at in sliced.others]
+            with unit_scope(shards[0].param.unit):
+                carry, ys = run_stack(stack, shards, (carry, slices, consts))
+            made, stacks = iter([*carry, *ys]), sliced.stacks(xs)
+            return [next(made) if at is None else stacks[at] for at in lifted.passed]
+
+        return run
+
+    def _stack(self, loop: _Loop, lifted: LiftedGathers, sliced: _Sliced) -> Stack:
+        consts, carry, xs = loop.split([v.aval for v in loop.eqn.invars])
+        slices = [xs[at] for at in sliced.others]
+        num_ys = lifted.passed[len(carry) :].count(None)
+
+        def weights_only(shards):
+            leaves = jax.tree.leaves(shards)
+            return lifted.gather(*(leaves[at] for at in sliced.read))
+
+        def rest(values, *leaves):
+            given = iter(leaves)
+            carried, sliced, constant = (
+                [next(given) for _ in part] for part in (carry, slices, consts)
+            )
+            return lifted.rest(*values, *constant, *carried, *sliced)
+
+        return Stack(
+            weights_only,
+            rest,
+            jax.tree.structure(([0] * len(carry), [0] * num_ys)),
+            Mixed.of(carry, slices, consts),
+            loop.eqn.params["length"],
+            self._prefetch,
+            loop.eqn.params["unroll"],
+            policy=None,  # The unit's own is in the trace.
+        )
+
+    def _say(self, leaves: Sequence[_Leaf | None], reason: NotLiftedError) -> None:
+        own = [self._shards[leaf.shard].param for leaf in leaves if leaf]
+        logging.getLogger("fsdp_jax").warning(
+            "The weights of unit '%s' are gathered when it begins, not ahead, so that "
+            "its loop waits for them: %s.",
+            own[0].unit,
+            reason,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sliced:
+    """The shards among the arrays that a loop slices.
+
+    Attributes:
+      trees: Structure of each shard that the loop gathers.
+      places: For each leaf of these shards, its index among the sliced arrays.
+      read: Indices of the leaves that the gather reads.
+      own: Indices of all leaves of shards among the sliced arrays.
+      others: Indices of the sliced arrays that are no shards.
+    """
+
+    trees: tuple[Any, ...]
+    places: tuple[int, ...]
+    read: tuple[int, ...]
+    own: tuple[int, ...]
+    others: tuple[int, ...]
+
+    @classmethod
+    def of(
+        cls,
+        shards: Sequence[Shard],
+        leaves: Sequence[_Leaf | None],
+        lifted: LiftedGathers,
+    ) -> _Sliced:
+        own = [at for at, leaf in enumerate(leaves) if leaf]
+        places = {leaf: at for at, leaf in enumerate(leaves) if leaf}
+        read = [leaf for at in lifted.read if (leaf := leaves[own[at]])]
+        gathered = dict.fromkeys(leaf.shard for leaf in read)
+        trees = {i: jax.tree.structure(shards[i]) for i in gathered}
+        wanted = [_Leaf(i, j) for i in gathered for j in range(trees[i].num_leaves)]
+        if not places.keys() >= set(wanted):
+            raise NotLiftedError("it slices only some of the arrays of a shard")
+        return cls(
+            tuple(trees.values()),
+            tuple(places[leaf] for leaf in wanted),
+            tuple(wanted.index(leaf) for leaf in read),
+            tuple(own),
+            tuple(at for at, leaf in enumerate(leaves) if leaf is None),
+        )
+
+    def shards(self, xs: Sequence[Any]) -> list[Shard]:
+        """Returns the shards that the loop gathers, each a stack."""
+        given = iter(self.places)
+        return [
+            tree.unflatten([xs[next(given)] for _ in range(tree.num_leaves)])
+            for tree in self.trees
+        ]
+
+    def stacks(self, xs: Sequence[Any]) -> list[Any]:
+        """Returns all leaves of shards among the sliced arrays."""
+        return [xs[at] for at in self.own]
+
+
+def _spliced(eqn: Any, run: Callable[..., Any], env: dict[Any, Any]) -> list[Any]:
+    """Returns the equations of `run` on the operands of `eqn`, in its scopes.
+
+    The results of `eqn` are put into `env`, with what they are now.
+    """
+    shapes = [
+        jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=_is_weak(v))
+        for v in eqn.invars
+    ]
+    traced = jax.make_jaxpr(run)(*shapes)
+    if traced.consts:
+        raise NotLiftedError("it closes over arrays")
+    renamed = renamed_call(eqn, traced.jaxpr)
+    env.update(zip(eqn.outvars, renamed.outvars, strict=True))
+    return renamed.eqns
+
+
+def _is_weak(v: Any) -> bool:
+    return getattr(v.aval, "weak_type", False)
+
+
+def _known(known: dict[Any, _Leaf], v: Any) -> _Leaf | None:
+    return known.get(v) if isinstance(v, core.Var) else None
+
+
+def _ndim(v: Any) -> int:
+    return v.aval.ndim
+
+
+def _unchanged(eqn: Any) -> Iterator[tuple[Any, Any]]:
+    """Yields operands of an equation and the results that equal them."""
+    if eqn.primitive.name in ("copy", "optimization_barrier"):
+        for read, made in zip(eqn.invars, eqn.outvars, strict=True):
+            if isinstance(read, core.Var):
+                yield read, made

@@ -1,0 +1,164 @@
+"""Families with layers of several kinds train over tp, ep and pp as on one device."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from helpers.compare import host, worst
+from helpers.errors import facts
+from tiny_configs import VARIANTS, hf_fields
+
+import bridge
+import fsdp_jax as fsdp
+from bridge.models import (
+    Decoder,
+    DecoderConfig,
+    DecoderLayer,
+    correction_bias_paths,
+    dot_product_attention,
+    expert_parallel_rules,
+    tensor_parallel_rules,
+)
+from fsdp_jax import ops
+from fsdp_jax.cli._context_parallel import check_context
+
+# ||a - b|| / ||b|| of each parameter in float64, but for the float32 softmax of jax's
+# attention.
+CLOSE = 1e-5
+TX = optax.sgd(0.1)
+ROWS, SEQ = 8, 12
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """How devices share a model, and what the model has besides its tiny config."""
+
+    mesh: dict[str, Any]
+    fields: dict[str, Any] = dataclasses.field(default_factory=dict)
+    stack: str | None = None
+    prefetch: int = 1
+
+
+CASES = {
+    # Two periods of three layers, and a layer behind them in the last stage.
+    "lfm2": Case({"pp": 2, "tp": 2}, {"vocab_size": 132}, stack="layers.0"),
+    "qwen3_next": Case({"ep": 2, "tp": 2}, {"vocab_size": 132}),
+    "granitemoehybrid": Case({"tp": 2}, {"vocab_size": 132}, prefetch=0),
+    "granitemoehybrid-dense": Case({"tp": 2}, {"vocab_size": 132}),
+}
+
+
+def make(config: DecoderConfig, prefetch: int, key) -> Decoder:
+    return Decoder(
+        config,
+        rngs=nnx.Rngs(key),
+        param_dtype=jnp.float64,
+        scan=functools.partial(fsdp.scan, prefetch=prefetch),
+        attention=ops.split_heads(dot_product_attention),
+        dispatch=ops.expert_parallel_dispatch,
+        constrain=ops.sequence_parallel,
+    )
+
+
+def loss(model: Decoder, tokens):
+    logits = model(tokens[:, :-1])
+    return ops.vocab_parallel_cross_entropy(logits, tokens[:, 1:]).mean()
+
+
+def plan_of(config: DecoderConfig, case: Case, mesh: Any) -> fsdp.Plan:
+    return fsdp.fully_shard(
+        functools.partial(make, config, case.prefetch),
+        mesh,
+        [DecoderLayer],
+        fsdp.FSDPConfig(
+            frozen=correction_bias_paths(config),
+            tensor_parallel=tensor_parallel_rules(config, mesh.shape["tp"]),
+            expert_parallel=expert_parallel_rules(config),
+            pipeline=fsdp.PipelineConfig(stack=case.stack),
+        ),
+    )
+
+
+def random_like(like: Any) -> Any:
+    leaves, structure = jax.tree.flatten(like)
+    keys = jax.random.split(jax.random.key(1), len(leaves))
+    values = [
+        jax.device_put(
+            0.2 * jax.random.normal(key, leaf.shape, leaf.dtype) + 0.1, leaf.sharding
+        )
+        for key, leaf in zip(keys, leaves, strict=True)
+    ]
+    return jax.tree.unflatten(structure, values)
+
+
+def trained(config: DecoderConfig, case: Case, mesh):
+    plan = plan_of(config, case, mesh)
+    state = fsdp.init_state(plan, TX, random_like(plan.params))
+    step = fsdp.make_train_step(plan, loss, TX, num_microbatches=2)
+    tokens = np.random.default_rng(0).integers(0, 128, (ROWS, SEQ + 1))
+    state, metrics = step(state, jnp.asarray(tokens))
+    return host(fsdp.sharding.unpack(state.params)), float(metrics["loss"])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("variant", CASES)
+def test_a_step_over_any_axis_is_that_of_one_device(variant):
+    case = CASES[variant]
+    with jax.enable_x64(True):
+        config = bridge.from_hf_config(hf_fields(variant, **case.fields))
+        got, got_loss = trained(config, case, fsdp.make_mesh(**case.mesh))
+        alone = fsdp.make_mesh(devices=jax.devices()[:1])
+        want, want_loss = trained(config, case, alone)
+    assert worst(got, want) < CLOSE
+    assert abs(got_loss - want_loss) < CLOSE
+
+
+@pytest.mark.parametrize("variant", [*CASES, "qwen3_5", "qwen3_5_moe"])
+def test_layers_with_a_state_are_refused_over_cp_by_name(variant):
+    config = bridge.from_hf_config(hf_fields(variant))
+    mixers = {kind.mixer for kind in config.layer_kinds} - {"attention", None}
+    with pytest.raises(ValueError, match=facts("cp=2", *map(str, mixers), "cp=1")):
+        check_context(config, 2, 1, "ring")
+
+
+@pytest.mark.parametrize(
+    "variant, ranks, sizes",
+    [
+        ("lfm2", 5, ["hidden_size 48"]),
+        ("qwen3_next", 4, ["num_key_heads 2"]),
+        ("granitemoehybrid", 3, ["mamba.num_heads 4"]),
+    ],
+)
+def test_heads_that_ranks_do_not_divide_are_refused_by_name(variant, ranks, sizes):
+    config = bridge.from_hf_config(hf_fields(variant))
+    with pytest.raises(ValueError, match=facts(f"{ranks} ranks", *sizes)):
+        tensor_parallel_rules(config, ranks)
+
+
+@pytest.mark.parametrize("variant", ["lfm2", "qwen3_next", "granitemoehybrid"])
+def test_of_a_mixer_ranks_share_all_matrices_but_what_heads_share(variant):
+    config = bridge.from_hf_config(hf_fields(variant))
+    rules = tensor_parallel_rules(config, 2)
+    model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
+    paths = [
+        ".".join(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(model))
+    ]
+    of_mixers = [p for p in paths if any(f".{m}." in p for m in MIXERS)]
+    whole = {p.split(".", 2)[-1] for p in of_mixers if p not in rules}
+    assert of_mixers
+    assert all("norm" in p or ".b_" in p or ".c_" in p for p in whole)
+
+
+MIXERS = {
+    kind.mixer
+    for name in VARIANTS
+    for kind in bridge.from_hf_config(hf_fields(name)).layer_kinds
+} - {"attention", None}
