@@ -1,7 +1,7 @@
 """Parameter classes: the properties by which Megatron groups an optimizer's parameters.
 
-Megatron makes one parameter group per class, and one optimizer for dense weights and
-another for experts.
+Megatron makes one parameter group per class. With expert parallelism experts have an
+optimizer of their own; without it they are in that of the dense weights.
 
 Source: Megatron-LM megatron/core/optimizer/__init__.py::_get_param_groups
 """
@@ -19,7 +19,8 @@ class ParamClass(NamedTuple):
 
     Args:
       decays: Whether weight decay applies to the parameter (`wd_mult` is not 0).
-      is_expert: Whether the parameter belongs to an expert.
+      is_expert: Whether the parameter belongs to an expert, and experts have an
+        optimizer of their own.
     """
 
     decays: bool
@@ -27,7 +28,7 @@ class ParamClass(NamedTuple):
 
 
 def class_of_param(
-    name: str, shape: tuple[int, ...], args: Mapping[str, Any]
+    name: str, shape: tuple[int, ...], args: Mapping[str, Any], *, experts_apart: bool
 ) -> ParamClass:
     """Returns the class of a parameter under Megatron's default rules.
 
@@ -35,11 +36,12 @@ def class_of_param(
       name: Name of the parameter in the model's module, as `in_module` returns it.
       shape: Shape of the parameter.
       args: Settings of the run.
+      experts_apart: Whether experts have an optimizer of their own.
     """
     decays = len(shape) > 1 and not name.endswith(".bias")
     if args.get("apply_wd_to_qk_layernorm") and _QK_NORM.search(name):
         decays = True
-    return ParamClass(decays, _EXPERT.search(name) is not None)
+    return ParamClass(decays, experts_apart and _EXPERT.search(name) is not None)
 
 
 def class_of_group(group: Mapping[str, Any]) -> ParamClass:

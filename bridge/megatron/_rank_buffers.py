@@ -1,8 +1,8 @@
 """Buffers of each model-parallel rank: the parameters that one optimizer flattens.
 
-A rank holds one buffer per model chunk for its dense weights, and another for its
-experts. Files name a buffer by the optimizer, the rank and the chunk, and record no
-parameter names.
+A rank holds one buffer per model chunk for its dense weights, and, with expert
+parallelism, another for its experts. Files name a buffer by the optimizer, the rank and
+the chunk, and record no parameter names.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -91,6 +91,8 @@ def rank_buffers(
     for local, name in entries:
         stage, chunk, local = pipeline.place(local)
         expert_rank, local = pipeline.expert(local)
+        if sizes.ep == 1:  # experts are in the optimizer of the dense weights
+            expert_rank = None
         order = order_in_module(in_module(local, names, args))
         placed.setdefault((stage, chunk, expert_rank), []).append((order, name))
     for (stage, chunk, expert_rank), found in placed.items():

@@ -82,7 +82,9 @@ def save_megatron_adam(
     """
     check_local(path)
     weights = megatron_tensors(adam.params, config)
-    groups = param_groups or default_groups(adam.settings, weights, config)
+    groups = param_groups or default_groups(
+        adam.settings, weights, config, experts_apart=expert_parallel > 1
+    )
     narrow = jnp.dtype(config.dtype if param_dtype is None else param_dtype)
     optimizer = MegatronOptimizer(
         exp_avg=megatron_tensors(adam.mu, config),
@@ -117,7 +119,11 @@ def save_megatron_adam(
 
 
 def default_groups(
-    settings: AdamSettings, weights: Source, config: DecoderConfig
+    settings: AdamSettings,
+    weights: Source,
+    config: DecoderConfig,
+    *,
+    experts_apart: bool = False,
 ) -> list[dict[str, Any]]:
     """Returns parameter groups as Megatron makes them, with Adam's hyperparameters.
 
@@ -125,6 +131,8 @@ def default_groups(
       settings: Hyperparameters.
       weights: Tensors of the model by canonical name.
       config: Model config.
+      experts_apart: Whether experts have groups of their own, as with expert
+        parallelism.
 
     Raises:
       ValueError: If a hyperparameter is open, or weight decay leaves out other leaves
@@ -162,7 +170,7 @@ def default_groups(
     }
     return [
         {"is_expert_parallel": is_expert, "wd_mult": decay, **shared}
-        for is_expert in (False, True)
+        for is_expert in (False, True)[: 1 + experts_apart]
         for decay in (1.0, 0.0)
     ]
 

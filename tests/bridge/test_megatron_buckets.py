@@ -103,7 +103,7 @@ class Run:
     def dense(self, stage: int):
         """What a stage's dense optimizer holds, in order."""
         local = [p for p in self.params() if stage_of(p[0], self.pp) == stage]
-        local = [p for p in local if expert_of(p[0]) is None]
+        local = [p for p in local if self.ep == 1 or expert_of(p[0]) is None]
         if self.tied and self.pp > 1 and stage == self.pp - 1:
             local.append(("embedding.word_embeddings.weight", (V, H), 0))
         if self.swapped:
@@ -131,7 +131,7 @@ def write_run(directory: Path, run: Run) -> dict[str, dict[str, np.ndarray]]:
         for stage, t in itertools.product(range(run.pp), range(run.tp)):
             group = f"chained_0.optimizer.distributed.dp_group_idx_{stage * run.tp + t}"
             write_buffer(writer, group, run.dense(stage), states, t, run)
-            for rank in range(run.ep if run.experts else 0):
+            for rank in range(run.ep if run.experts and run.ep > 1 else 0):
                 number = (stage * run.ep + rank) * run.tp + t
                 group = f"chained_1.optimizer.distributed.dp_group_idx_{number}"
                 write_buffer(writer, group, run.sparse(stage, rank), states, t, run)

@@ -71,12 +71,16 @@ def assert_same_state(found: MegatronCheckpoint, run: MegatronCheckpoint) -> Non
 
 
 def settings(optimizer: MegatronOptimizer) -> list[dict[str, Any]]:
-    """The groups, in an order of their own, without what a format adds to them."""
+    """The groups of dense weights, without what a format adds to them.
+
+    Those of experts are the same, where expert parallelism makes them.
+    """
     kept = [
         {k: v for k, v in g.items() if k not in ("params", "step", "bias_correction")}
         for g in optimizer.param_groups
+        if not g["is_expert_parallel"]
     ]
-    return sorted(kept, key=lambda g: (g["is_expert_parallel"], -g["wd_mult"]))
+    return sorted(kept, key=lambda g: -g["wd_mult"])
 
 
 RUNS = [

@@ -151,7 +151,12 @@ def rank_tensors(file: Path) -> dict[tuple[str, str], torch.Tensor]:
 
 
 def add_optimizer(
-    run: Path, states: dict[str, Path], *, mixed: bool, swapped: bool = False
+    run: Path,
+    states: dict[str, Path],
+    *,
+    mixed: bool,
+    apart: bool,
+    swapped: bool = False,
 ) -> None:
     """Adds to each rank's file what Megatron's own optimizer would have put there."""
     for file in run.rglob("model_optim_rng.pt"):
@@ -160,7 +165,10 @@ def add_optimizer(
         names = list(rank_tensors(file))
         chained = []
         for of_experts in (False, True):
-            ours = [n for n in names if (".mlp.experts." in n[1]) == of_experts]
+            # Without expert parallelism one optimizer has them all.
+            ours = [
+                n for n in names if (apart and ".mlp.experts." in n[1]) == of_experts
+            ]
             if not ours:
                 continue
             groups, masters, order = [], [], []
@@ -209,7 +217,7 @@ def write_trained(golden, tmp_path: Path, split, **changed) -> dict[str, Any]:
         write_megatron(tmp_path / kind, source, args, **sizes)
     states = {kind: tmp_path / kind for kind in sources}
     mixed = found.optimizer.master is not None
-    add_optimizer(tmp_path / "run", states, mixed=mixed, **changed)
+    add_optimizer(tmp_path / "run", states, mixed=mixed, apart=ep > 1, **changed)
     return sources if mixed else {**sources, "master": None}
 
 

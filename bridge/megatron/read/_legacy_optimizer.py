@@ -84,9 +84,10 @@ def optimizer_steps(legacy: LegacyDirectory) -> list[int]:
 def _of_rank(
     file: Mapping[str, Any], args: Mapping[str, Any]
 ) -> Iterator[tuple[_Param, dict[str, Tensor]]]:
+    apart = (args.get("expert_model_parallel_size") or 1) > 1
     classes: dict[ParamClass, list[_Param]] = {}  # in model order
     for param in _params(file):
-        key = class_of_param(param.name, param.shape, args)
+        key = class_of_param(param.name, param.shape, args, experts_apart=apart)
         classes.setdefault(key, []).append(param)
     for tree in _trees(file):
         inner = tree.get("optimizer", tree)

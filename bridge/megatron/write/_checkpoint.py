@@ -103,7 +103,8 @@ def write_megatron(
         check_split(source, target)
     state = None
     if optimizer is not None and chosen is not None:
-        state = optimizer_state(source, optimizer, args, chosen)
+        ranked = _is_ranked(format, chosen)
+        state = optimizer_state(source, optimizer, args, chosen, ranked=ranked)
         if chosen in ("dp_reshardable", "distributed"):
             check_buffers(source, state.kinds, target)
     if format == "fsdp_dtensor" and optimizer is not None:

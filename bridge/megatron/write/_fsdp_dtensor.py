@@ -90,6 +90,7 @@ def _write_state(
 ) -> None:
     names = frozenset(source.keys())
     groups = {group.kind: group for chain in state.chains for group in chain}
+    apart = len(state.chains) > 1
     for name in filter(is_parameter, source.keys()):
         for kind, tensors in state.kinds.items():
             array = pad_vocab(name, tensors.read(name), target.multiple)
@@ -100,7 +101,10 @@ def _write_state(
                     writer.add_entry((*path, "step"), step_tensor(state))
             tick(array.nbytes)
         module = in_module(name, names, target.args)
-        of = groups[class_of_param(module, source.shape(name), target.args)]
+        kind_of = class_of_param(
+            module, source.shape(name), target.args, experts_apart=apart
+        )
+        of = groups[kind_of]
         for field, value in {**_SETTINGS, **of.settings, "step": state.step}.items():
             path = ("optimizer", "param_to_group_meta", _PARAM + module, field)
             writer.add_entry(path, value)

@@ -61,13 +61,16 @@ def legacy_optimizer(
       step: Placeholder of the step count in the file.
     """
     params = [key for key in model if is_parameter(key[1])]
-    trees = []
+    trees, apart = [], len(state.chains) > 1
     for chain in state.chains:
         members = [
             [
                 (chunk, name)
                 for chunk, name in params
-                if class_of_param(name, model[chunk, name][0], args) == group.kind
+                if class_of_param(
+                    name, model[chunk, name][0], args, experts_apart=apart
+                )
+                == group.kind
             ]
             for group in chain
         ]

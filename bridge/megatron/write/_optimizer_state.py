@@ -79,6 +79,8 @@ def optimizer_state(
     optimizer: MegatronOptimizer,
     args: Mapping[str, Any],
     format: OptimizerFormat,
+    *,
+    ranked: bool,
 ) -> OptimizerState:
     """Validates Adam state against a model.
 
@@ -88,6 +90,9 @@ def optimizer_state(
       args: Settings of the run.
       format: Form to write. A distributed optimizer always holds master weights: where
         `optimizer` has none they are the model's weights in float32.
+      ranked: Whether the files depend on the parallel sizes in `args`. Experts then
+        have an optimizer of their own if there is expert parallelism; otherwise, if
+        `optimizer` has parameter groups for them.
 
     Raises:
       ValueError: If tensors are missing or of another shape, if the number of steps is
@@ -110,7 +115,12 @@ def optimizer_state(
             f"The optimizer's state does not fit '{source.name}':\n"
             f"{format_report(wrong)}"
         )
-    chains = _chains(source, trained, optimizer.param_groups, args)
+    groups = optimizer.param_groups
+    if ranked:
+        apart = (args.get("expert_model_parallel_size") or 1) > 1
+    else:  # as in the run that the groups are of
+        apart = any(group.get("is_expert_parallel") for group in groups)
+    chains = _chains(source, trained, groups, args, apart)
     only = {kind: _only(trained, of) for kind, of in kinds.items()}
     return OptimizerState(format, only, chains, optimizer.step or 0)
 
@@ -134,15 +144,25 @@ def _chains(
     trained: Sequence[str],
     groups: Sequence[Mapping[str, Any]],
     args: Mapping[str, Any],
+    experts_apart: bool,
 ) -> tuple[tuple[ParamGroup, ...], ...]:
     names = frozenset(source.keys())
     needed = {
-        class_of_param(in_module(key, names, args), source.shape(key), args)
+        class_of_param(
+            in_module(key, names, args),
+            source.shape(key),
+            args,
+            experts_apart=experts_apart,
+        )
         for key in trained
     }
     found: dict[ParamClass, list[Mapping[str, Any]]] = {}
     for group in groups:
         found.setdefault(class_of_group(group), []).append(group)
+    for kind in needed:  # a run without expert parallelism has no groups for experts
+        if kind.is_expert and kind not in found:
+            dense = found.get(ParamClass(kind.decays, False), [])
+            found[kind] = [{**group, "is_expert_parallel": True} for group in dense]
     wrong = [
         f"  {len(found.get(kind, []))} groups for {_NAMES[kind.is_expert]} "
         f"{'with' if kind.decays else 'without'} weight decay, not 1"
