@@ -56,7 +56,9 @@ class StoreLease:
                 self._version = self._take()
 
     def release(self) -> None:
-        """Gives the lease back, if it is still this one's."""
+        """Gives the lease back once, if it is still this one's."""
+        if self._over.is_set():
+            return
         self._over.set()
         with self._lock, contextlib.suppress(OSError):
             if self._is_mine():

@@ -168,11 +168,11 @@ def test_stock_orbax_reads_our_steps(tmp_path):
     fsdp.save(tmp_path, state)
     want = {"params.w": state.params["w"], "opt_state.mu": state.opt_state["mu"]}
     readers = {
-        "v0": lambda path: ocp.PyTreeCheckpointer().restore(path),
-        "v1": lambda path: ocp1.load(path),
+        "v0": lambda step: ocp.PyTreeCheckpointer().restore(step / "state"),
+        "v1": lambda step: ocp1.load(step, checkpointable_name="state"),
     }
     for name, read in readers.items():
-        got = read(tmp_path / "7" / "state")
+        got = read(tmp_path / "7")
         for leaf, value in want.items():
             np.testing.assert_array_equal(got[leaf], value, err_msg=name)
     assert fsdp.load(tmp_path, like()).params["w"].shape == state.params["w"].shape

@@ -202,13 +202,16 @@ def test_a_writer_elsewhere_counts_as_long_as_it_renews(foreign):
             StoreLease(foreign)
 
 
-def test_a_writer_elsewhere_that_stopped_renewing_is_replaced(foreign):
+def test_a_writer_elsewhere_that_stopped_renewing_is_replaced(foreign, store):
     lease = StoreLease(foreign)
     lease.check()
     with pytest.raises(ValueError, match=facts(foreign)):
         StoreLease(foreign)
     lease.release()
     assert not (as_path(foreign) / NAME).is_file()
+    before = store.requests.total()
+    lease.release()  # as at the exit of a program that closed its Checkpointer
+    assert store.requests.total() == before
 
 
 def test_of_two_that_replace_a_dead_writer_one_wins(foreign):

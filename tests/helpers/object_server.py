@@ -128,7 +128,10 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             return
         if fault in ("503", "429", "403"):
-            self._send(Answer(int(fault), b"<Error><Code>SlowDown</Code></Error>"))
+            code = "AccessDenied" if fault == "403" else "SlowDown"
+            self._send(
+                Answer(int(fault), f"<Error><Code>{code}</Code></Error>".encode())
+            )
             return
         answer = (self._gcs if is_gcs else self._s3)(key, query, body)
         self._send(answer, fault)
