@@ -39,6 +39,7 @@ from bridge.families import (
     mistral,
     mixtral,
     nemotron,
+    nemotron_h,
     olmo,
     olmo2,
     olmo3,
@@ -69,6 +70,7 @@ _MODULES = (
     *(granitemoeshared, deepseek_v2, deepseek_v3, glm4_moe, ernie4_5_moe, minimax_m2),
     *(hunyuan_v1_moe, dots1, glm4_moe_lite, ministral3),
     *(lfm2, qwen3_next, qwen3_5, qwen3_5_moe, granitemoehybrid),
+    *(nemotron_h,),
 )
 
 FAMILIES = MappingProxyType[str, Family](

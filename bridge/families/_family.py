@@ -194,6 +194,7 @@ def sizes_of(config: DecoderConfig) -> dict[str, int | range]:
             "expert": moe.num_experts,
             "experts": moe.num_experts,
             "expert_mlp": moe.intermediate_size,
+            "expert_embed": moe.latent_size or config.hidden_size,
             "shared_mlp": moe.shared_intermediate_size or 0,
         }
     if (mla := config.mla) is not None:

@@ -45,9 +45,9 @@ ROPE_KEYS = frozenset(
     PreTrainedConfig _ _max_seq_len_cached _original_inv_freq _rope_parameters
     _rope_type_labels _validate_ alpha attention_factor beta_fast beta_slow default
     dynamic factor full_attention head_dim high_freq_factor image input_ids inv_freq
-    layer_type layer_types linear llama3 llama_4_scaling_beta long_factor long_inv_freq
-    longrope low_freq_factor max_seq_len_cached mrope_section mscale mscale_all_dim
-    next_sequence_length or_mask_function original_inv_freq
+    layer_type layer_types linear llama3 llama_4_scaling_beta logits_to_keep long_factor
+    long_inv_freq longrope low_freq_factor max_seq_len_cached mrope_section mscale
+    mscale_all_dim next_sequence_length or_mask_function original_inv_freq
     original_max_position_embeddings partial_rotary_factor proportional rope_parameters
     rope_scaling rope_theta rope_type short_factor sliding_attention token_type_ids
     truncate type video yarn
@@ -297,6 +297,24 @@ BY_MODEL_TYPE = {
     "nemotron": frozenset(
         """
         attention_bias hidden_act intermediate_size mlp_bias norm_eps use_cache
+        """.split()
+    ),
+    "nemotron_h": frozenset(
+        """
+        _is_hf_initialized _list_to_pattern _pattern_to_list attention_bias chunk_size
+        conv_kernel expand hybrid_override_pattern intermediate_size layer_norm_epsilon
+        layers_block_type mamba_chunk_size mamba_conv_bias mamba_d_conv
+        mamba_dt_init_floor mamba_dt_limit mamba_dt_max mamba_dt_min mamba_expand
+        mamba_head_dim mamba_hidden_act mamba_n_groups mamba_num_heads mamba_proj_bias
+        mamba_ssm_cache_dtype mlp_bias mlp_hidden_act moe_intermediate_size
+        moe_latent_size moe_shared_expert_intermediate_size moe_shared_expert_overlap
+        mtp_hybrid_override_pattern mtp_layers_block_type n_group n_groups
+        n_routed_experts n_shared_experts norm_topk_prob num_experts_per_tok
+        num_local_experts num_logits_to_keep num_nextn_predict_layers
+        output_router_logits rescale_prenorm_residual residual_in_fp32
+        routed_scaling_factor ssm_state_size time_step_floor time_step_limit
+        time_step_max time_step_min topk_group use_bias use_cache use_conv_bias
+        use_mamba_kernels
         """.split()
     ),
     "olmo": frozenset(

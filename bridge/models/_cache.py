@@ -18,7 +18,7 @@ Slots = Int[Array, "batch seq"]
 
 def empty_cache(
     config: DecoderConfig, batch: int, slots: int, dtype: DTypeLike
-) -> list[LayerState]:
+) -> list[LayerState | None]:
     """Returns zeroed caches for all stacks of a decoder.
 
     Latent attention caches its full heads, not the latent vectors.
@@ -30,7 +30,8 @@ def empty_cache(
       dtype: Dtype of keys and values: the dtype of the weights.
 
     Returns:
-      One cache per stack of `config.layer_stacks`, with a leading layer dim.
+      One cache per stack of `config.layer_stacks`, with a leading layer dim; None for
+      layers that mix no tokens.
     """
     made = {
         "attention": _key_values,
@@ -39,7 +40,8 @@ def empty_cache(
         "mamba": _mamba_state,
     }
     return [
-        made[stack.kind.mixer](config, (len(stack.layers), batch), slots, dtype)
+        stack.kind.mixer
+        and made[stack.kind.mixer](config, (len(stack.layers), batch), slots, dtype)
         for stack in config.layer_stacks
     ]
 

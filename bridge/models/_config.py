@@ -6,6 +6,7 @@ from typing import Any, Literal
 from bridge.models._checks import raise_if, wrong_fields, wrong_sizes
 from bridge.models._delta_net_config import DeltaNetConfig
 from bridge.models._layer_kinds import (
+    Channels,
     LayerBlock,
     LayerKind,
     LayerStack,
@@ -19,7 +20,7 @@ from bridge.models._rope_config import RopeConfig
 from bridge.models._short_conv_config import ShortConvConfig
 
 LayerType = Literal[
-    "full_attention", "sliding_attention", "short_conv", "delta_net", "mamba"
+    "full_attention", "sliding_attention", "short_conv", "delta_net", "mamba", "none"
 ]
 Norm = Literal["rms", "rms_wide", "rms_zero_centered", "layer", "layer_zero_centered"]
 NormPlacement = Literal["pre", "post", "both", "parallel", "parallel_two"]
@@ -93,8 +94,8 @@ class DecoderConfig:
       no_rope_layers: Indices of layers without rotary embedding.
       sliding_window: Number of tokens that a sliding layer attends to, including the
         current one.
-      layer_types: Type of each layer; None for all sliding if `sliding_window` is set,
-        else all full attention.
+      layer_types: What mixes the tokens of each layer, `none` where nothing does; None
+        for all sliding if `sliding_window` is set, else all full attention.
       scale_embeddings: Whether embeddings are multiplied by the root of `hidden_size`,
         rounded to their dtype.
       embedding_multiplier: Factor of the embeddings.
@@ -104,6 +105,7 @@ class DecoderConfig:
       logits_scaling: Divisor of the logits.
       moe: Config of the experts; None if all layers are dense.
       dense_layers: Indices of layers that are dense although `moe` is set.
+      mixer_only_layers: Indices of layers without MLP or experts.
       tie_word_embeddings: Whether the embedding is also the output projection.
       head_bias: Whether the output projection has a bias.
       initializer_range: Standard deviation of the initial weights.
@@ -165,6 +167,7 @@ class DecoderConfig:
     logits_scaling: float = 1.0
     moe: MoEConfig | None = None
     dense_layers: tuple[int, ...] = ()
+    mixer_only_layers: tuple[int, ...] = ()
     tie_word_embeddings: bool = False
     head_bias: bool = False
     initializer_range: float = 0.02
@@ -206,13 +209,14 @@ class DecoderConfig:
     @property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
         """Kind of each layer."""
-        dense, types = set(self.dense_layers), self.layer_types
+        layers = range(self.num_hidden_layers)
+        types = self.layer_types or ("full_attention",) * len(layers)
+        dense = layers if self.moe is None else self.dense_layers
+        channels: dict[int, Channels | None] = dict.fromkeys(layers, "sparse")
+        channels |= dict.fromkeys(dense, "dense")
+        channels |= dict.fromkeys(self.mixer_only_layers)
         return tuple(
-            LayerKind(
-                _MIXERS.get(types[i], "attention") if types else "attention",
-                "dense" if self.moe is None or i in dense else "sparse",
-            )
-            for i in range(self.num_hidden_layers)
+            LayerKind(_MIXERS.get(types[i], "attention"), channels[i]) for i in layers
         )
 
     @property
@@ -279,6 +283,8 @@ class DecoderConfig:
 
     def _trait_misfits(self) -> list[str]:
         wrong = []
+        if self.moe and self.moe.expert_bias and not self.gated_mlp:
+            wrong.append("moe.expert_bias: only gated experts have biases")
         if self.tie_word_embeddings and self.head_bias:
             wrong.append("head_bias: a tied output projection has none")
         if not self.norm_scale and (self.norm_bias or self.qk_norm or self.mla):
@@ -304,23 +310,32 @@ class DecoderConfig:
             wrong.append("layer_types slide, but sliding_window is None")
         wrong += [
             f"layer_types have {name}, but {name} is None"
-            for name in _MIXERS
-            if name in (types or ()) and getattr(self, name) is None
+            for name, mixer in _MIXERS.items()
+            if mixer and name in (types or ()) and getattr(self, mixer) is None
         ]
         if self.dense_layers and self.moe is None:
             wrong.append("dense_layers are set, but there is no moe")
-        for name in ("dense_layers", "no_rope_layers"):
+        for name in ("dense_layers", "no_rope_layers", "mixer_only_layers"):
             if outside := [i for i in getattr(self, name) if not 0 <= i < layers]:
                 wrong.append(f"{name} {outside} are none of the {layers} layers")
+        if types is not None and not wrong:
+            empty = [i for i in self.mixer_only_layers if types[i] == "none"]
+            wrong += [f"layer {i} has neither mixer nor MLP" for i in empty]
+        if "none" in (types or ()) or self.mixer_only_layers:
+            if self.norm_placement != "pre":
+                wrong.append("layers without mixer or MLP: norm_placement is 'pre'")
         if self.rope is None and (self.sliding_rope or self.no_rope_layers):
             wrong.append("sliding_rope and no_rope_layers need a rope")
         return wrong
 
 
-_MIXERS: dict[str, Mixer] = {
-    name: name for name in ("short_conv", "delta_net", "mamba")
+_MIXERS: dict[str, Mixer | None] = {
+    "short_conv": "short_conv",
+    "delta_net": "delta_net",
+    "mamba": "mamba",
+    "none": None,
 }
-"""Mixers by the type of a layer, but attention; each has its config by that name."""
+"""Mixers by the type of a layer, but attention; each has its sizes by that name."""
 
 _SIZES = (
     "vocab_size",

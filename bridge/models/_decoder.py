@@ -168,9 +168,9 @@ class Decoder(nnx.Module):
         self,
         tokens: Ids,
         positions: Ids,
-        cache: Sequence[LayerState],
+        cache: Sequence[LayerState | None],
         is_token: Bool[Array, "batch seq"] | None = None,
-    ) -> tuple[Float[Array, "batch seq embed"], list[LayerState]]:
+    ) -> tuple[Float[Array, "batch seq embed"], list[LayerState | None]]:
         """Runs new tokens that follow those in a cache.
 
         Args:
@@ -255,7 +255,7 @@ class Decoder(nnx.Module):
         x: Stream,
         positions: Ids,
         *consts: Any,
-        cache: Sequence[LayerState] | None = None,
+        cache: Sequence[LayerState | None] | None = None,
     ) -> tuple[Stream, list[Any]]:
         """Runs all layers; see `run_layers`."""
         tables = rotary_tables(self.config, positions, x.dtype)

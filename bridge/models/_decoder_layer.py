@@ -81,28 +81,20 @@ class DecoderLayer(nnx.Module):
         def norm() -> Norm:
             return make_norm(config, param_dtype)
 
-        self.input_layernorm = norm() if before else None
-        self.mixer_name = _NAMES[kind.mixer]
-        mixer = (
-            _make_attention(config, rngs, param_dtype, attention, constrain)
-            if kind.mixer == "attention"
-            else _MIXERS[kind.mixer](config, rngs=rngs, param_dtype=param_dtype)
-        )
-        setattr(self, self.mixer_name, mixer)
+        mixes, feeds = kind.mixer is not None, kind.channels is not None
+        self.input_layernorm = norm() if before and mixes else None
+        self.mixer_name = None if kind.mixer is None else _NAMES[kind.mixer]
+        if kind.mixer == "attention":
+            self.self_attn = _make_attention(
+                config, rngs, param_dtype, attention, constrain
+            )
+        elif kind.mixer is not None:
+            mixer = _MIXERS[kind.mixer](config, rngs=rngs, param_dtype=param_dtype)
+            setattr(self, kind.mixer, mixer)
         self.post_attention_layernorm = norm() if after else None
         own = placement in ("pre", "both", "parallel_two")
-        self.pre_feedforward_layernorm = norm() if own else None
-        self.mlp = (
-            MoE(config, rngs=rngs, param_dtype=param_dtype, dispatch=dispatch)
-            if kind.channels == "sparse"
-            else MLP(
-                config,
-                config.intermediate_size,
-                bias=config.mlp_bias,
-                rngs=rngs,
-                param_dtype=param_dtype,
-            )
-        )
+        self.pre_feedforward_layernorm = norm() if own and feeds else None
+        self.mlp = _make_channels(config, kind, rngs, param_dtype, dispatch)
         self.post_feedforward_layernorm = norm() if after else None
         self.parallel = placement.startswith("parallel")
         self.multiplier = config.residual_multiplier
@@ -134,6 +126,8 @@ class DecoderLayer(nnx.Module):
           is_token: False behind the last token of a row; None if all are tokens. Read
             by mixers with a state alone.
         """
+        if self.mixer_name is None:
+            return LayerOutput(*self._feed(x), cache)
         normed = _apply(self.input_layernorm, x)
         read = self.constrain(normed, "input")
         # Latent attention constrains its latent vectors instead of its input.
@@ -165,7 +159,14 @@ class DecoderLayer(nnx.Module):
             both = self._scaled(mixed) + self._scaled(y)
             return x + self.constrain(both, "output"), stats
         mixed = self.constrain(mixed, "output")
-        x = x + self._scaled(_apply(self.post_attention_layernorm, mixed))
+        return self._feed(
+            x + self._scaled(_apply(self.post_attention_layernorm, mixed))
+        )
+
+    def _feed(self, x: Stream) -> tuple[Stream, RouterStats | None]:
+        """Adds the output of the MLP, if there is one."""
+        if self.mlp is None:
+            return x, None
         normed = _apply(self.pre_feedforward_layernorm, x)
         y, stats = self._feedforward(self.constrain(normed, "input"))
         y = self.constrain(y, "output")
@@ -173,6 +174,7 @@ class DecoderLayer(nnx.Module):
 
     def _feedforward(self, x: Stream) -> tuple[Stream, RouterStats | None]:
         mlp = self.mlp
+        assert mlp is not None
         return mlp(x) if isinstance(mlp, MoE) else (mlp(x), None)
 
     def _scaled(self, y: Stream) -> Stream:
@@ -213,6 +215,26 @@ def _make_attention(
         param_dtype=param_dtype,
         attention=attention,
         constrain=constrain,
+    )
+
+
+def _make_channels(
+    config: DecoderConfig,
+    kind: LayerKind,
+    rngs: nnx.Rngs,
+    param_dtype: DTypeLike,
+    dispatch: Dispatch,
+) -> MLP | MoE | None:
+    if kind.channels is None:
+        return None
+    if kind.channels == "sparse":
+        return MoE(config, rngs=rngs, param_dtype=param_dtype, dispatch=dispatch)
+    return MLP(
+        config,
+        config.intermediate_size,
+        bias=config.mlp_bias,
+        rngs=rngs,
+        param_dtype=param_dtype,
     )
 
 

@@ -39,7 +39,7 @@ class _Running(NamedTuple):
     tokens: Int[Array, "batch slots"]
     lengths: Int[Array, " batch"]
     open: Bool[Array, " batch"]
-    cache: list[LayerState]
+    cache: list[LayerState | None]
     step: Int[Array, ""]
 
 

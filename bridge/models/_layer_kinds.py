@@ -17,12 +17,12 @@ class LayerKind:
     """Structure of a layer; layers of one kind have the same parameters.
 
     Args:
-      mixer: Part that mixes tokens.
-      channels: Part that works on each token alone.
+      mixer: Part that mixes tokens; None without any.
+      channels: Part that works on each token alone; None without any.
     """
 
-    mixer: Mixer = "attention"
-    channels: Channels = "dense"
+    mixer: Mixer | None = "attention"
+    channels: Channels | None = "dense"
 
 
 @dataclasses.dataclass(frozen=True)

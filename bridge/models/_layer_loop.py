@@ -57,7 +57,7 @@ def run_layers(
     x: Stream,
     consts: tuple[Any, ...],
     *,
-    cache: Sequence[LayerState] | None = None,
+    cache: Sequence[LayerState | None] | None = None,
 ) -> tuple[Stream, list[Any]]:
     """Runs all blocks of layers.
 
@@ -147,7 +147,7 @@ def extend_layer(
     layer: DecoderLayer,
     x: Stream,
     per_layer: PerLayer,
-    cache: LayerState,
+    cache: LayerState | None,
     tables: Tables,
     slots: Ids,
     is_token: Mask,

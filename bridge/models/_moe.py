@@ -81,7 +81,8 @@ def sorted_dispatch(
 class Experts(nnx.Module):
     """Experts of a layer, with weights stacked along a leading expert dim.
 
-    Gate and up projection are one kernel, so that they are one product.
+    Gate and up projection are one kernel, so that they are one product. Experts of a
+    config without `gated_mlp` have only an up projection.
 
     Args:
       config: Config of the decoder, with `config.moe` set.
@@ -95,14 +96,14 @@ class Experts(nnx.Module):
         """Initializes normal kernels and, with `expert_bias`, zero biases."""
         moe = config.moe
         assert moe is not None
-        experts, embed, width = (
-            moe.num_experts,
-            config.hidden_size,
-            moe.intermediate_size,
-        )
+        embed = moe.latent_size or config.hidden_size
+        experts, width = moe.num_experts, moe.intermediate_size
         init = nnx.initializers.normal(config.initializer_range, dtype=param_dtype)
         zeros = partial(jnp.zeros, dtype=param_dtype)
-        self.gate_up_proj = nnx.Param(init(rngs.params(), (experts, embed, 2, width)))
+        gated = config.gated_mlp
+        shape = (experts, embed, 2, width) if gated else (experts, embed, width)
+        kernel = nnx.Param(init(rngs.params(), shape))
+        self.gate_up_proj, self.up_proj = (kernel, None) if gated else (None, kernel)
         self.down_proj = nnx.Param(init(rngs.params(), (experts, width, embed)))
         biased = moe.expert_bias
         self.gate_up_bias = nnx.Param(zeros((experts, 2, width))) if biased else None
@@ -124,8 +125,8 @@ class Experts(nnx.Module):
         Raises:
           ValueError: If `group_sizes` is not of the experts on this device.
         """
-        kernel = self.gate_up_proj[...]
-        experts = kernel.shape[0]
+        down = self.down_proj[...]
+        experts = down.shape[0]
         if len(group_sizes) != experts:
             raise ValueError(
                 f"This device has {experts} of {self.moe.num_experts} experts, and the "
@@ -134,11 +135,15 @@ class Experts(nnx.Module):
                 "the dispatch has to send tokens to other ranks: Decoder(dispatch="
                 "fsdp_jax.ops.expert_parallel_dispatch)."
             )
-        down, owner = self.down_proj[...], None
         product = partial(
             _product, group_sizes=group_sizes, expected_rows=expected_rows
         )
-        gate, up = _halves(x, kernel, product)
+        if self.gate_up_proj is None:
+            assert self.up_proj is not None
+            inside = ACTIVATIONS[self.activation](product(x, self.up_proj[...]))
+            return product(inside, down)
+        owner = None
+        gate, up = _halves(x, self.gate_up_proj[...], product)
         if self.gate_up_bias is not None:
             # Expert of each row; padding rows get the last expert and are not used.
             owner = jnp.repeat(
@@ -232,6 +237,10 @@ class MoE(nnx.Module):
         self.shared_expert = None if width is None else shared(width)
         gate = partial(Linear, std=std, rngs=rngs, param_dtype=param_dtype)
         self.shared_gate = gate((embed,), (1,)) if moe.shared_gate else None
+        latent = partial(gate, bias=config.mlp_bias)
+        narrow = None if moe.latent_size is None else (moe.latent_size,)
+        self.latent_in = latent((embed,), narrow) if narrow else None
+        self.latent_out = latent(narrow, (embed,)) if narrow else None
         self.dispatch = dispatch
         self.num_experts = moe.num_experts
 
@@ -240,7 +249,8 @@ class MoE(nnx.Module):
     ) -> tuple[Float[Array, "batch seq embed"], RouterStats]:
         """Returns the output for each token, and statistics of the router."""
         experts, weights, logits = self.router(x)
-        tokens = x.reshape(-1, x.shape[-1])
+        read = x if self.latent_in is None else self.latent_in(x)
+        tokens = read.reshape(-1, read.shape[-1])
         y, dropped = self.dispatch(
             # Rows of the local experts if all experts are chosen equally often: under
             # expert parallelism a rank receives as many rows as it sends.
@@ -256,7 +266,9 @@ class MoE(nnx.Module):
             dropped.reshape(x.shape[:-1]),
             sigmoid=self.experts.moe.scoring == "sigmoid",
         )
-        y = y.reshape(x.shape)
+        y = y.reshape(read.shape)
+        if self.latent_out is not None:
+            y = self.latent_out(y)
         if self.shared_expert is None:
             return y, stats
         shared = self.shared_expert(x)

@@ -30,6 +30,8 @@ class MoEConfig:
       float32_logits: Whether the router projects in float32 for weights of any dtype.
       rounded_weights: Whether the weights are rounded to the dtype of the model.
       expert_bias: Whether the experts' projections have biases.
+      latent_size: Width of the vectors that experts see, projected from the token and
+        back; None for the token itself.
       swiglu_limit: Bound on the inputs of the gated activation, which then is
         `(up + 1) * gate * sigmoid(swiglu_alpha * gate)`; None for the plain one.
       swiglu_alpha: Factor in the sigmoid; set if and only if `swiglu_limit` is.
@@ -59,6 +61,7 @@ class MoEConfig:
     float32_logits: bool = False
     rounded_weights: bool = False
     expert_bias: bool = False
+    latent_size: int | None = None
     swiglu_limit: float | None = None
     swiglu_alpha: float | None = None
     shared_intermediate_size: int | None = None
@@ -120,6 +123,7 @@ _SIZES = (
     "num_experts",
     "num_experts_per_tok",
     "intermediate_size",
+    "latent_size",
     "n_group",
     "topk_group",
     "shared_intermediate_size",

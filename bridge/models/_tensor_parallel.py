@@ -23,6 +23,7 @@ _COLUMNS = {
     "gate_proj.bias": -1,
     "up_proj.bias": -1,
     "experts.gate_up_proj": -1,
+    "experts.up_proj": -1,
     "experts.gate_up_bias": -1,
 }
 # Heads of mixers other than attention.

@@ -52,11 +52,11 @@ def check_context(
             "devices at once, and only those of one stage run a layer. "
             "Use --cp-form all_gather or ulysses."
         )
-    mixers = sorted({kind.mixer for kind in config.layer_kinds} - {"attention"})
-    if mixers:
+    mixers = {str(kind.mixer) for kind in config.layer_kinds if kind.mixer}
+    if mixers := mixers - {"attention"}:
         raise ValueError(
-            f"cp={cp}: layers of kind {', '.join(mixers)} pass a state from token to "
-            "token, and each rank would begin with an empty one. Use cp=1."
+            f"cp={cp}: layers of kind {', '.join(sorted(mixers))} pass a state from "
+            "token to token, and each rank would begin with an empty one. Use cp=1."
         )
     heads = config.num_attention_heads
     if form == "ulysses" and heads % (cp * tp):

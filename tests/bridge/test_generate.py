@@ -20,7 +20,7 @@ pytestmark = pytest.mark.torch
 # rows before position 0, heads normed once they are turned, states of other mixers.
 VARIANTS = [
     *("llama", "gemma3", "gpt2", "olmo2", "cohere", "glm4", "gpt_oss", "deepseek_v3"),
-    *("opt", "hunyuan", "lfm2", "qwen3_next", "granitemoehybrid"),
+    *("opt", "hunyuan", "lfm2", "qwen3_next", "granitemoehybrid", "nemotron_h"),
 ]
 NEW, WIDTH = 9, 19
 LENGTHS = np.array([19, 3, 11])

@@ -158,6 +158,9 @@ WRONG: dict[str, tuple[str, dict[str, Any]]] = {
     "epsilon of a delta net": ("qwen3_next", {"norm_eps": 1e-6}),
     "time steps": ("granitemoehybrid", {"mamba.min_time_step": 0.5}),
     "largest time step": ("granitemoehybrid-dense", {"mamba.max_time_step": 0.5}),
+    "scaling of latent experts": ("nemotron_h", {"moe.routed_scaling_factor": 1.0}),
+    "heads that do not turn": ("nemotron_h-dense", {"rope": RopeConfig()}),
+    "activation of an MLP beside a mixer": ("nemotron_h-dense", {"hidden_act": "relu"}),
     "base beside biases": ("seed_oss", {"rope.rope_theta": 500.0}),
 }
 

@@ -64,6 +64,14 @@ DELTA_NET = {
     "linear_key_head_dim": 12,
     "linear_value_head_dim": 10,
 }
+NEMOTRON = {
+    "head_dim": 16,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 14,  # 4 * 14 is not a multiple of the hidden size
+    "n_groups": 2,
+    "ssm_state_size": 10,
+    "chunk_size": 16,
+}
 MAMBA = {
     "mamba_n_heads": 4,
     "mamba_d_state": 10,
@@ -447,6 +455,24 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "mamba_proj_bias": True,
         "mamba_conv_bias": False,
         "attention_multiplier": 0.3,
+    },
+    "nemotron_h": {
+        "model_type": "nemotron_h",
+        **NEMOTRON,
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"] * 2,
+        "n_routed_experts": 4,
+        "moe_intermediate_size": 24,
+        "moe_shared_expert_intermediate_size": 40,
+        "moe_latent_size": 20,
+        "routed_scaling_factor": 1.5,
+    },
+    "nemotron_h-dense": {
+        "model_type": "nemotron_h",
+        **NEMOTRON,
+        "layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"],
+        "use_conv_bias": False,
+        "use_bias": True,
+        "mlp_bias": True,
     },
     "lfm2-biased": {
         "model_type": "lfm2",

@@ -49,6 +49,9 @@ _PLAIN: dict[str, tuple[Any, str]] = {
 
 
 def _write_plain(config: DecoderConfig) -> dict[str, Any]:
+    kinds = config.layer_kinds
+    if any(kind.mixer is None or kind.channels is None for kind in kinds):
+        raise ValueError("layer_types: its layers have both attention and an MLP")
     refuse(
         [
             f"{name} {_shown(getattr(config, name))}: {why}"
