@@ -80,7 +80,7 @@ def test_a_model_of_ones_own_is_planned_and_its_strategies_compared(capsys, tmp_
     names = {line.split("  ")[0].strip(" |") for line in out.splitlines()}
     assert {"FSDP (ZeRO-3)", "ZeRO-2", "ZeRO-1"} <= names
     found = json.loads(file.read_text())
-    assert {"blocks.0", "blocks.1"} <= {row["unit"] for row in found["collectives"]}
+    assert any(row["unit"].startswith("blocks") for row in found["collectives"])
     assert found["tokens"] is None
 
 
