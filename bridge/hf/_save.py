@@ -143,4 +143,16 @@ def _write_configs(directory: Path, config: DecoderConfig, entries: Entries) -> 
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    text = json.dumps(_tagged(value), indent=2, allow_nan=False)
+    path.write_text(text + "\n", encoding="utf-8")
+
+
+def _tagged(value: Any) -> Any:
+    """Returns a value with infinities as transformers 5 writes them: JSON has none."""
+    if isinstance(value, dict):
+        return {name: _tagged(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_tagged(inner) for inner in value]
+    if isinstance(value, float) and math.isinf(value):
+        return {"__float__": "Infinity" if value > 0 else "-Infinity"}
+    return value

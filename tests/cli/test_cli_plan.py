@@ -158,7 +158,7 @@ def test_a_sweep_splits_rows_that_are_long_and_fewer_than_gpus(llama, capsys):
         (("--tflops", "-1"), "takes no flops=-1"),
         (("--sweep", "--zero", "2"), "leave out --mesh, --zero"),
         (("--gpus", "12"), "12 GPUs are neither a part of a node of 8"),
-        (("--hf", "somewhere"), "from --hf MODEL or --config FILE: one"),
+        (("--hf", "somewhere"), "--model package.module:make_model"),
         (("--search", "--sweep"), "sweep first, and search with the --mesh"),
         (("--search", "--search-minutes", "0"), "--search-minutes 0: above 0"),
         (("--no-reshard", "--zero", "2"), "--no-reshard has no effect with --zero 2"),
