@@ -12,6 +12,7 @@ from orbax.checkpoint.checkpoint_managers import PreservationPolicy
 
 from fsdp_jax.checkpoint._load import load_metadata
 from fsdp_jax.checkpoint._manifest import DamagedCheckpointError
+from fsdp_jax.checkpoint._paths import as_path
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,11 +42,13 @@ class KeepBest(PreservationPolicy):
     best: Literal["least", "greatest"] = "least"
 
     def __post_init__(self):
-        """Checks the number of steps.
+        """Checks the path and the number of steps.
 
         Raises:
-          ValueError: If it is not positive.
+          ValueError: If the path is a URL of another scheme than `gs` and `s3`, or the
+            number is not positive.
         """
+        as_path(self.path)
         if self.n < 1:
             raise ValueError(f"KeepBest(n={self.n}): at least 1.")
 
