@@ -80,9 +80,12 @@ def _most(plan: Plan, an_iteration: int) -> int:
     """
     units = plan.units
     within = [sum(one.startswith(f"{outer}.") for outer in units) for one in units]
+    has_loop = any(param.num_stacked for param in plan.param_plans)
     # A unit within others runs while these are unsharded. XLA copies one of several
-    # that a loop carries.
+    # that a loop carries. The unit before a loop, or behind it in backward, is
+    # unsharded while the first units of the loop are gathered.
     more = max(within, default=0) + (plan.prefetch > 1)
+    more += has_loop and len(units) > 1
     return (plan.prefetch + 1) * an_iteration + more
 
 

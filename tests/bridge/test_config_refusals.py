@@ -10,15 +10,24 @@ import bridge
 
 TURNED_IN_PART = {
     *("phi", "phi3", "glm", "glm4", "glm4_moe", "minimax_m2", "nemotron", "stablelm"),
-    "gpt_neox",
+    *("gpt_neox", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
 }
 # Whose files do not have the field: learned positions, or another field in its place.
 WITHOUT_FACTOR = {"gpt2", "gpt_bigcode", "opt", "gptj"}
+# Whose attention has no positions, so that the field changes no number.
+WITHOUT_POSITIONS = {"granitemoehybrid", "nemotron_h"}
 WHOLE = [
     name
     for name in FAMILIES
     if VARIANTS[name]["model_type"] not in TURNED_IN_PART | WITHOUT_FACTOR
+    and name not in WITHOUT_POSITIONS
 ]
+
+
+@pytest.mark.parametrize("variant", sorted(WITHOUT_POSITIONS))
+def test_a_family_without_positions_has_none_to_turn(variant):
+    fields = hf_fields(variant, partial_rotary_factor=0.5)
+    assert bridge.from_hf_config(fields).rope is None
 
 
 @pytest.mark.parametrize("variant", WHOLE)

@@ -167,7 +167,10 @@ def test_weights_are_gathered_and_reduced_at_tp_width(wide):
         grad_comm_dtype=jnp.bfloat16,
         reduce_scatter_with_fp32_accumulation=wide,
     )
-    plan = plan_of(fsdp.make_mesh(tp=2), tensor_parallel=TENSOR, mp_policy=policy)
+    # Plain loops: the window of one that prefetches is gathered before it too.
+    plan = plan_of(
+        fsdp.make_mesh(tp=2), tensor_parallel=TENSOR, mp_policy=policy, prefetch=0
+    )
     step = fsdp.make_train_step(plan, loss_fn, TX)
     lowered = step.lower(fsdp.abstract_state(plan, TX), batch())
     found = collectives(lowered.compile().as_text())
