@@ -33,8 +33,8 @@ from fsdp_jax.cli._metrics import (
 from fsdp_jax.cli._profile import Window, tracer
 from fsdp_jax.cli._progress import step_bar
 from fsdp_jax.cli._routing import Routing, move_biases
+from fsdp_jax.cli._run_options import SaveOptions
 from fsdp_jax.cli._samples import Samples
-from fsdp_jax.cli._train_options import SaveOptions
 
 
 @dataclasses.dataclass(frozen=True)

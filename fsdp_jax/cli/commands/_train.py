@@ -55,6 +55,7 @@ from fsdp_jax.cli._run_marker import (
     mark_begun,
     newest_good_step,
 )
+from fsdp_jax.cli._run_options import EvalOptions, LogOptions, SaveOptions
 from fsdp_jax.cli._samples import Samples
 from fsdp_jax.cli._sharding_options import Strategy
 from fsdp_jax.cli._text_generation import check_prompts, encode_prompt
@@ -69,14 +70,11 @@ from fsdp_jax.cli._train_config import (
 from fsdp_jax.cli._train_loop import Run, run_steps
 from fsdp_jax.cli._train_options import (
     BatchOptions,
-    EvalOptions,
     ExpertOptions,
-    LogOptions,
     LoRAOptions,
     MeshOptions,
     OptimizerOptions,
     PrecisionOptions,
-    SaveOptions,
     StartOptions,
 )
 from fsdp_jax.cli._training_data import (
