@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 
 from fsdp_jax.audit._expected import ExpectedCollective
@@ -82,48 +83,24 @@ def _suspects(
     missing: Sequence[ExpectedCollective],
 ) -> list[_Suspect]:
     """Returns the kinds of deviation, the likelier first."""
-    tp = plan.mesh.shape["tp"]
-    is_gather = one.op == "all-gather"
+    is_gather, axes = one.op == "all-gather", set(one.axes or ())
     same_op = [planned for planned in expected if planned.op == one.op]
-    same_axes = [
-        planned for planned in same_op if set(planned.axes) == set(one.axes or ())
-    ]
-    other_axes = [
-        planned for planned in same_op if set(planned.axes) != set(one.axes or ())
-    ]
+    same_axes = [planned for planned in same_op if set(planned.axes) == axes]
+    other_axes = [planned for planned in same_op if set(planned.axes) != axes]
     gathers = [
         planned for planned in expected if planned.kind == "gather" and is_gather
     ]
     of_other_op = [x for x in missing if (x.op == "all-gather") == is_gather]
-
-    def at_full_width(planned: ExpectedCollective) -> Dims | None:
-        param, dims = planned.param, list(planned.whole)
-        if param.tensor_dim is None or tp == 1:
-            return None
-        dims[param.tensor_dim - (len(param.shape) - len(dims))] *= tp
-        return tuple(dims)
-
-    def of_all_experts(planned: ExpectedCollective) -> Dims | None:
-        param, dims = planned.param, list(planned.whole)
-        if param.expert_dim is None:
-            return None
-        dims[param.expert_dim - (len(param.shape) - len(dims))] *= plan.mesh.shape["ep"]
-        return tuple(dims)
-
-    def as_a_stack(planned: ExpectedCollective) -> Dims | None:
-        stack = planned.param.shape[: planned.param.num_stacked]
-        return (*stack, *planned.received) if stack else None
-
     return [
         _Suspect(
             same_axes,
-            at_full_width,
+            functools.partial(_at_full_width, plan.mesh.shape["tp"]),
             "tp was lost on the way: the weight is moved at full width, tp times the "
             "bytes; the collective has to be manual over tp too",
         ),
         _Suspect(
             same_op,
-            of_all_experts,
+            functools.partial(_of_all_experts, plan.mesh.shape["ep"]),
             "experts of all ranks on ep are brought together: compute with a rank's "
             "own, and send it the tokens (fsdp_jax.ops.expert_parallel_dispatch)",
         ),
@@ -134,9 +111,9 @@ def _suspects(
         ),
         _Suspect(
             gathers,
-            as_a_stack,
+            _as_a_stack,
             "gather unit by unit, with fsdp.scan over the stack; nothing outside of "
-            "the unit may need its weights whole",
+            "the unit may need its unsharded weights",
         ),
         _Suspect(
             of_other_op,
@@ -145,6 +122,31 @@ def _suspects(
             "MixedPrecisionPolicy",
         ),
     ]
+
+
+def _at_full_width(tp: int, planned: ExpectedCollective) -> Dims | None:
+    """Returns the dims of a weight that tp does not split."""
+    dim = planned.param.tensor_dim
+    return None if dim is None or tp == 1 else _times(planned, dim, tp)
+
+
+def _of_all_experts(ep: int, planned: ExpectedCollective) -> Dims | None:
+    """Returns the dims of a weight with the experts of all ranks."""
+    dim = planned.param.expert_dim
+    return None if dim is None else _times(planned, dim, ep)
+
+
+def _times(planned: ExpectedCollective, dim: int, ranks: int) -> Dims:
+    """Returns the unsharded dims, of which one is `ranks` times as large."""
+    dims = list(planned.whole)
+    dims[dim - (len(planned.param.shape) - len(dims))] *= ranks
+    return tuple(dims)
+
+
+def _as_a_stack(planned: ExpectedCollective) -> Dims | None:
+    """Returns the dims of all layers of a stack at once."""
+    stack = planned.param.shape[: planned.param.num_stacked]
+    return (*stack, *planned.received) if stack else None
 
 
 def _whole(one: Moved) -> Dims:
