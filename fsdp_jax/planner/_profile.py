@@ -12,6 +12,7 @@ import dataclasses
 import itertools
 import math
 import re
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -111,7 +112,12 @@ def read_profile(
             f"'{path}' has kernels of {len(planes)} GPU(s), and device {device} is "
             "none of them. Profile a run on GPUs, and choose one of them."
         )
-    kernels = sorted(_kernels(planes[device]), key=lambda kernel: kernel.start)
+    with warnings.catch_warnings():
+        # jax 0.12's reader of an event's values is a type without a module, of which
+        # Python 3.12 warns; where warnings are errors, that ends the process.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        found = list(_kernels(planes[device]))
+    kernels = sorted(found, key=lambda kernel: kernel.start)
     if not kernels:
         raise ValueError(
             f"'{path}' has no kernel of {planes[device].name}: nothing ran while it "
