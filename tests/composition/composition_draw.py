@@ -180,7 +180,7 @@ def _by_writes(f: dict[str, Any]) -> dict[str, Any]:
         changes["norm"] = "none"
     if framework == "nnx" and (is_wrapped or layout != "unrolled"):
         changes["sow"] = "none"
-    if framework == "nnx" and is_repeated and f["sow"] == "sow":
+    elif framework == "nnx" and is_repeated and f["sow"] == "sow":
         changes["sow"] = "attribute"
     if framework != "nnx" and f["sow"] == "attribute":
         changes["sow"] = "sow"

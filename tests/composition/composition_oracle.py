@@ -17,13 +17,15 @@ from composition.compositions import Composition
 KINDS = ("agree", "refused", "differ")
 # float64: what differs is the order of sums. A weight that is cast has a gradient that
 # is rounded to its dtype, once for each rank and microbatch here, and once there. A
-# gradient that is communicated or summed in another dtype is rounded here alone.
+# gradient that is communicated or summed in another dtype is rounded here alone. What a
+# tied weight gets from both ends cancels: to 1/700 in a case in which float64 is 7e-14
+# off, and float32 4e-5.
 TOLERANCES = {
     "none": 1e-9,
     "weights_float32": 1e-5,
     "weights_bfloat16": 5e-2,
-    "grads_float32": 1e-5,
-    "comm_float32": 1e-5,
+    "grads_float32": 2e-4,
+    "comm_float32": 2e-4,
     "comm_bfloat16_sums_wide": 5e-2,
 }
 
