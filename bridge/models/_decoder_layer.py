@@ -13,7 +13,7 @@ from bridge.models._causal_conv import Mask
 from bridge.models._config import DecoderConfig
 from bridge.models._constrain import Constrain, unconstrained
 from bridge.models._delta_net import DeltaNet
-from bridge.models._layer_kinds import LayerKind
+from bridge.models._layer_kinds import DENSE_ATTENTION, LayerKind
 from bridge.models._layer_state import KeyValues, LayerState
 from bridge.models._mamba import Mamba
 from bridge.models._mlp import MLP
@@ -67,7 +67,7 @@ class DecoderLayer(nnx.Module):
         self,
         config: DecoderConfig,
         *,
-        kind: LayerKind = LayerKind(),  # noqa: B008 (frozen)
+        kind: LayerKind = DENSE_ATTENTION,
         rngs: nnx.Rngs,
         param_dtype: DTypeLike = jnp.float32,
         attention: Attention = dot_product_attention,

@@ -25,6 +25,10 @@ class LayerKind:
     channels: Channels | None = "dense"
 
 
+DENSE_ATTENTION = LayerKind()
+"""Attention and an MLP, as in Llama."""
+
+
 @dataclasses.dataclass(frozen=True)
 class LayerStack:
     """Layers of one kind at equal distances, whose weights are stacked.

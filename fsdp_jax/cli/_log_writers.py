@@ -15,7 +15,6 @@ from typing import Any
 
 import jax
 
-from fsdp_jax.checkpoint._paths import is_local
 from fsdp_jax.cli._metrics import StepMetrics
 
 Numbers = Mapping[str, float]
@@ -47,7 +46,7 @@ def logged_run(save: Any, start: int, options: Mapping[str, Any]) -> LoggedRun:
       start: Number of steps done before.
       options: Options of the run, by section.
     """
-    path = save.absolute() if is_local(save) else save
+    path = save.absolute()
     digest = hashlib.sha256(str(path).encode()).hexdigest()
     return LoggedRun(path.name, digest[:16], start, options)
 

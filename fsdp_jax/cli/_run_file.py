@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import yaml
 
-from fsdp_jax.checkpoint._paths import as_path, is_local
+from fsdp_jax.checkpoint._paths import as_path
 from fsdp_jax.cli._option_schema import Schema, problems, schema_of
 from fsdp_jax.cli._options import repeated
 from fsdp_jax.cli._run_marker import write_in
@@ -256,7 +256,4 @@ def options_by_section(group: Any, resolved: Mapping[str, Any]) -> dict[str, Any
 def _as_yaml(value: Any) -> Any:
     if isinstance(value, tuple):
         return [_as_yaml(x) for x in value]
-    if not isinstance(value, Path):
-        return value
-    path = as_path(value)
-    return str(path.absolute() if is_local(path) else path)
+    return str(as_path(value).absolute()) if isinstance(value, Path) else value

@@ -6,8 +6,16 @@ import dataclasses
 from collections.abc import Callable, Iterator
 
 import fsdp_jax as fsdp
-from fsdp_jax.cli._text_generation import make_continuation
-from fsdp_jax.cli._tokenizer import TextCodec
+from fsdp_jax.cli._data_config import DataConfig
+from fsdp_jax.cli._model_source import Origin
+from fsdp_jax.cli._run_options import EvalOptions
+from fsdp_jax.cli._text_generation import (
+    check_prompts,
+    encode_prompt,
+    make_continuation,
+)
+from fsdp_jax.cli._tokenizer import TextCodec, stop_tokens
+from fsdp_jax.cli._training_data import codec_of
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -56,3 +64,35 @@ class Samples:
                 yield text + self.codec.decode([t for t in new if t not in self.stop])
 
         return write
+
+
+def make_samples(
+    options: EvalOptions, origin: Origin, config: DataConfig, steps: int
+) -> Samples | None:
+    """Encodes the prompts of a run; None if there are none.
+
+    Args:
+      options: Prompts, and when they are continued.
+      origin: Model, with its tokenizer and chat template.
+      config: Tokenizer of the data.
+      steps: Last step.
+
+    Raises:
+      ValueError: If a prompt has no tokens, or the model no chat template.
+    """
+    if not options.sample:
+        return None
+    codec = codec_of(origin, config)
+    prompts = [
+        encode_prompt(codec, origin, text, chat=options.sample_chat)
+        for text in options.sample
+    ]
+    check_prompts(options.sample, prompts, "--sample")
+    return Samples(
+        texts=options.sample,
+        prompts=tuple(prompts),
+        codec=codec,
+        every=options.sample_every or steps,
+        max_new_tokens=options.sample_tokens or 64,
+        stop=stop_tokens(origin.config),
+    )

@@ -6,6 +6,10 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import optax
+
+import bridge
+from bridge.models import DecoderConfig
 from fsdp_jax.cli._data_config import DataConfig
 from fsdp_jax.cli._decoder import LossConfig
 from fsdp_jax.cli._lora import Adapter, AdapterConfig
@@ -55,6 +59,19 @@ class TrainConfig:
     def adapter(self) -> Adapter | None:
         """LoRA that is trained; None if the model is."""
         return self.lora.make(self.precision.param_dtype)
+
+    def make_optimizer(self, model: DecoderConfig) -> optax.GradientTransformation:
+        """Makes the optimizer.
+
+        Args:
+          model: Config of the model, whose matrices Muon updates.
+
+        Raises:
+          ValueError: If Muon has no matrices.
+        """
+        is_muon = self.optimizer.optimizer == "muon"
+        matrices = bridge.lora_targets(model, ["all-linear"]) if is_muon else {}
+        return self.optimizer.make(matrices)
 
     def values(self) -> dict[str, Any]:
         """Returns the value of each option, by its name."""

@@ -356,16 +356,7 @@ class FSDPConfig:
                 f"FSDPConfig(lora=..., frozen={self.frozen}): with LoRA all of the "
                 "model is frozen but LoRAConfig(modules_to_save=...). Drop frozen."
             )
-        if self.prefetch < 0:
-            raise ValueError(
-                f"FSDPConfig(prefetch={self.prefetch}) counts the units that are "
-                "gathered ahead: use 1, or 0 to leave the order to XLA."
-            )
-        if self.min_shard_elements < 0:
-            raise ValueError(
-                f"FSDPConfig(min_shard_elements={self.min_shard_elements}) counts "
-                "elements: use 0 to shard everything."
-            )
+        self._check_numbers()
         if (
             strategy == "no_shard"
             and self.mp_policy.param_gather
@@ -379,6 +370,18 @@ class FSDPConfig:
             raise ValueError(
                 "FSDPConfig(remat_policy=...) decides what a resharded unit saves, and "
                 "reshard_after_forward=False saves everything: drop one of the two."
+            )
+
+    def _check_numbers(self) -> None:
+        if self.prefetch < 0:
+            raise ValueError(
+                f"FSDPConfig(prefetch={self.prefetch}) counts the units that are "
+                "gathered ahead: use 1, or 0 to leave the order to XLA."
+            )
+        if self.min_shard_elements < 0:
+            raise ValueError(
+                f"FSDPConfig(min_shard_elements={self.min_shard_elements}) counts "
+                "elements: use 0 to shard everything."
             )
 
 

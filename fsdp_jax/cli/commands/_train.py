@@ -7,7 +7,6 @@ import functools
 from pathlib import Path
 from typing import Annotated, Any
 
-import optax
 from jax.sharding import Mesh
 
 import bridge
@@ -56,10 +55,8 @@ from fsdp_jax.cli._run_marker import (
     newest_good_step,
 )
 from fsdp_jax.cli._run_options import EvalOptions, LogOptions, SaveOptions
-from fsdp_jax.cli._samples import Samples
+from fsdp_jax.cli._samples import make_samples
 from fsdp_jax.cli._sharding_options import Strategy
-from fsdp_jax.cli._text_generation import check_prompts, encode_prompt
-from fsdp_jax.cli._tokenizer import stop_tokens
 from fsdp_jax.cli._tokens import check_files
 from fsdp_jax.cli._train_config import (
     TrainConfig,
@@ -80,7 +77,6 @@ from fsdp_jax.cli._train_options import (
 from fsdp_jax.cli._training_data import (
     TrainingData,
     batches_of,
-    codec_of,
     describe,
     fingerprint_of,
     read_data,
@@ -181,7 +177,7 @@ class Train:
         )
         mark_begun(self.save, _command(self))
         write_run_file(run.save, run.options)
-        tx = _make_optimizer(config, origin)
+        tx = config.make_optimizer(origin.config)
         make_state = functools.partial(
             *(start_state, origin, resumed, plan, tx, run.loss_scale, config.data.seed)
         )
@@ -219,15 +215,6 @@ def _sharding(train: Train, config: TrainConfig, origin: Origin) -> fsdp.FSDPCon
     return config.precision.sharding(sharding, train.precision.offload)
 
 
-def _make_optimizer(
-    config: TrainConfig, origin: Origin
-) -> optax.GradientTransformation:
-    matrices = {}
-    if config.optimizer.optimizer == "muon":
-        matrices = bridge.lora_targets(origin.config, ["all-linear"])
-    return config.optimizer.make(matrices)
-
-
 def _make_run(train: Train, config: TrainConfig, origin: Origin) -> Run:
     documents, values = is_jsonl(train.data[0]), config.values()
     make_loss = document_loss if documents else training_loss
@@ -249,7 +236,7 @@ def _make_run(train: Train, config: TrainConfig, origin: Origin) -> Run:
         per_token=documents,
         microbatches=config.microbatches,
         held_out=_hold_out(train, origin, config),
-        samples=_samples(train, origin, config),
+        samples=make_samples(train.evaluation, origin, config.data, train.steps),
         routing=config.routing,
         loss_scale=config.precision.scale(),
     )
@@ -303,26 +290,6 @@ def _hold_out(train: Train, origin: Origin, config: TrainConfig) -> HeldOut | No
         say(f"held-out data: {line}")
     every = options.eval_every or train.steps
     return hold_out(data, rows, every=every, fused=train.precision.fused_loss)
-
-
-def _samples(train: Train, origin: Origin, config: TrainConfig) -> Samples | None:
-    options = train.evaluation
-    if not options.sample:
-        return None
-    codec = codec_of(origin, config.data)
-    prompts = [
-        encode_prompt(codec, origin, text, chat=options.sample_chat)
-        for text in options.sample
-    ]
-    check_prompts(options.sample, prompts, "--sample")
-    return Samples(
-        options.sample,
-        tuple(prompts),
-        codec,
-        options.sample_every or train.steps,
-        options.sample_tokens or 64,
-        stop_tokens(origin.config),
-    )
 
 
 def _share(train: Train) -> Path | None:
