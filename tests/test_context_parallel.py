@@ -112,6 +112,14 @@ def loss(model: Decoder, batch):
     return losses.mean() + 0.1 * balance
 
 
+def fused_loss(model: Decoder, batch):
+    states, _ = model.final_states(batch["tokens"], segment_ids=batch["segments"])
+    head = ops.pad_vocabulary(model.head_kernel())
+    return ops.fused_linear_cross_entropy(
+        states, head, batch["targets"], vocab_size=VOCAB, chunk=20
+    ).mean()
+
+
 def batches() -> list[dict[str, np.ndarray]]:
     """Rows of two texts each, whose ends are on different ranks."""
     random = np.random.default_rng(0)
@@ -124,13 +132,13 @@ def batches() -> list[dict[str, np.ndarray]]:
     ]
 
 
-def trained(plan: fsdp.Plan, order=ops.zigzag, num_microbatches: int = 1):
+def trained(plan: fsdp.Plan, num_microbatches: int = 1, loss_fn=loss):
     """Parameters after three steps, and the last loss."""
-    step = fsdp.make_train_step(plan, loss, TX, num_microbatches=num_microbatches)
+    step = fsdp.make_train_step(plan, loss_fn, TX, num_microbatches=num_microbatches)
     state = fsdp.init_state(plan, TX, fsdp.init_params(plan, jax.random.key(0)))
     metrics = {}
     for batch in batches():
-        state, metrics = step(state, order(batch, plan.mesh.shape["cp"]))
+        state, metrics = step(state, ops.zigzag(batch, plan.mesh.shape["cp"]))
     return host(fsdp.sharding.unpack(state.params)), float(metrics["loss"])
 
 
@@ -148,6 +156,14 @@ def test_three_steps_over_cp_are_those_of_one_device(name):
     case = CASES[name]
     got, got_loss = trained(plan_of(case), num_microbatches=case.num_microbatches)
     want, want_loss = one_device(case.family)
+    assert worst(got, want) < PARAMETERS
+    assert abs(got_loss - want_loss) < 1e-5
+
+
+def test_a_fused_head_over_cp_and_tp_trains_as_logits_of_one_device_do():
+    case = dataclasses.replace(CASES["dp 2 x cp 2 x tp 2"], form="ulysses")
+    got, got_loss = trained(plan_of(case), loss_fn=fused_loss)
+    want, want_loss = one_device("llama")
     assert worst(got, want) < PARAMETERS
     assert abs(got_loss - want_loss) < 1e-5
 

@@ -1,92 +1,27 @@
 """UPSTREAM.md says of Megatron-LM's and verl's tests which of ours show the same.
 
 What it cites exists (read from the source, nothing is imported), what it leaves out has
-a reason, and no row is lost.
+a reason, and it has a row for every test that `tests/upstream.json` pins.
 """
 
 import ast
 import dataclasses
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
+from helpers.upstream import heading, is_named_by, named_tests, read_pinned
 
 ROOT = Path(__file__).parent.parent
 
-# Megatron-LM's or verl's test file -> how many of its cases are listed, so that no row
-# is lost unnoticed. Where a row comes or goes, its number here does too.
-ROWS = {
-    "mfsdp_v1/test_mfsdp_fully_shard.py": 22,
-    "mfsdp_v1/test_mcore_fully_sharded_data_parallel.py": 23,
-    "mfsdp_v1/test_mcore_tensor_parallelism_detect.py": 13,
-    "mfsdp_v1/test_mfsdp_uneven_dtensor.py": 20,
-    "mfsdp_v1/test_mfsdp_fused_mla_checkpoint.py": 4,
-    "mfsdp_v2/test_dbuffer.py": 24,
-    "mfsdp_v2/test_fully_shard.py": 19,
-    "mfsdp_v2/test_memory.py": 6,
-    "mfsdp_v2/test_overlap.py": 5,
-    "mfsdp_v2/test_symmetric_memory.py": 2,
-    "mfsdp_v2/test_cuda_graph.py": 2,
-    "mfsdp_v2/test_checkpoint.py": 2,
-    "mfsdp_v2/test_context.py": 8,
-    "mfsdp_v2/test_annotation.py": 5,
-    "mfsdp_v2/test_optimizer.py": 2,
-    "mfsdp_v2/test_expert_parallel.py": 1,
-    "mfsdp_v2/test_mcore_adapter.py": 6,
-    "test_distributed_data_parallel.py": 2,
-    "test_torch_fully_sharded_parallel.py": 3,
-    "test_param_and_grad_buffer.py": 27,
-    "test_finalize_model_grads.py": 10,
-    "test_grad_reduce_for_replicated_embedder.py": 2,
-    "test_grad_sync_with_expert_parallel.py": 4,
-    "test_reduce_scatter_with_fp32_accumulation.py": 5,
-    "test_param_layout.py": 25,
-    "test_layer_wise_param_layout.py": 25,
-    "test_param_readiness.py": 10,
-    "dist_checkpointing/test_serialization.py": 21,
-    "dist_checkpointing/test_async_save.py": 3,
-    "dist_checkpointing/test_async_utils_shutdown.py": 1,
-    "dist_checkpointing/test_fully_parallel.py": 6,
-    "dist_checkpointing/test_pg_distribution_cache.py": 1,
-    "dist_checkpointing/test_local.py": 4,
-    "dist_checkpointing/test_replication.py": 2,
-    "dist_checkpointing/test_nonpersistent.py": 2,
-    "dist_checkpointing/test_strict.py": 4,
-    "dist_checkpointing/test_mapping.py": 5,
-    "dist_checkpointing/test_checkpointable.py": 2,
-    "dist_checkpointing/test_torch_dist.py": 2,
-    "dist_checkpointing/test_validation.py": 1,
-    "dist_checkpointing/test_integrity.py": 2,
-    "dist_checkpointing/test_fp8.py": 2,
-    "dist_checkpointing/test_drop_redundant_extra_state.py": 1,
-    "dist_checkpointing/test_safe_globals.py": 2,
-    "dist_checkpointing/test_optimizer.py": 11,
-    "dist_checkpointing/test_layer_wise_optimizer.py": 5,
-    "dist_checkpointing/test_pipeline_parallel_layout.py": 1,
-    "dist_checkpointing/test_global_metadata_reuse.py": 1,
-    "dist_checkpointing/test_rerun_state_machine_ckpt.py": 1,
-    "dist_checkpointing/test_msc.py": 1,
-    "dist_checkpointing/test_save_tokenizer_assets.py": 3,
-    "dist_checkpointing/test_flattened_resharding.py": 1,
-    "dist_checkpointing/models/common.py": 4,
-    "dist_checkpointing/models/test_gpt_model.py": 3,
-    "dist_checkpointing/models/test_bert_model.py": 1,
-    "dist_checkpointing/models/test_t5_model.py": 1,
-    "dist_checkpointing/models/test_mlp_glu.py": 2,
-    "dist_checkpointing/models/test_moe_experts.py": 3,
-    "dist_checkpointing/models/test_mamba.py": 1,
-    "dist_checkpointing/models/test_gpt_hybrid_interop.py": 1,
-    "test_checkpointing.py": 2,
-    "special_distributed/test_fsdp_ckpt.py": 3,
-    "special_distributed/test_mcore_config_converter.py": 1,
-    "special_distributed/test_tensor_dict.py": 2,
-    "special_distributed`, files of 2026": 7,
-    "special_distributed/test_torch_functional.py": 1,
-    "test_protocol_on_cpu.py": 14,
-    "Failures of checkpoints": 22,
-    "Beyond upstream": 19,
+# Headings that are no file of upstream's with tests of its own.
+OTHERS = {
+    "dist_checkpointing/models/common.py",  # what others of its folder inherit
+    "dist_checkpointing/test_flattened_resharding.py",  # deleted upstream
+    "Failures of checkpoints",
+    "Beyond upstream",
 }
 
 HEADER = ["upstream test", "what it shows", "ours"]
@@ -95,6 +30,8 @@ CITED = re.compile(r"`(tests/[\w/]+\.py::\w+)`")
 # What stands in the place of a test, up to the next one or the end.
 EXCUSE = re.compile(r"(N/A|not yet):(.*?)(?=; (?:N/A|not yet):|$)")
 LEAST_WORDS = 5
+# What the first cell of a row begins with: `test_x`, `TestClass`, and no more.
+NAMED = re.compile(r"(?:`[\w:]+`(?:, )?)+")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,8 +46,23 @@ class Row:
         return f"{self.file}, {self.cells[0]}"
 
     @property
+    def theirs(self) -> set[str]:
+        """The tests of upstream that the row is about."""
+        named = NAMED.match(self.cells[0])
+        return set(re.findall(r"[\w:]+", named[0])) if named else set()
+
+    @property
     def ours(self) -> str:
         return self.cells[-1]
+
+    @property
+    def verdict(self) -> str:
+        """How much of the row tests of ours show."""
+        shown, excuses = CITED.search(self.ours), dict(EXCUSE.findall(self.ours))
+        if not excuses:
+            return "shown"
+        kind = "not yet" if "not yet" in excuses else "N/A"
+        return f"shown in part, the rest {kind}" if shown else kind
 
 
 def rows(text: str) -> list[Row]:
@@ -182,8 +134,46 @@ def test_every_row_cites_tests_that_exist_or_says_why_not(table):
     assert problems(table, defined_in(ROOT, files_cited(table))) == []
 
 
-def test_no_row_and_no_file_is_lost(table):
-    assert Counter(row.file for row in table) == ROWS
+def uncovered(table: list[Row], pinned: Mapping[str, Sequence[str]]) -> list[str]:
+    """What upstream tests and no row names, and what rows name that it has not."""
+    named: dict[str, set[str]] = {heading(file): set() for file in pinned}
+    found = []
+    for row in table:
+        if row.file in named:
+            named[row.file] |= row.theirs
+        elif row.file not in OTHERS:
+            found.append(f"{row.file}: upstream has no such file of tests")
+    for file, tests in pinned.items():
+        names = named[heading(file)]
+        missing = [test for test in tests if not is_named_by(test, names)]
+        known = {part for test in tests for part in (test, *test.split("::"))}
+        found += [f"{heading(file)}: no row names {test}" for test in missing]
+        found += [
+            f"{heading(file)}: upstream has no {name}" for name in sorted(names - known)
+        ]
+    return list(dict.fromkeys(found))
+
+
+def test_every_test_of_upstream_has_a_row_and_every_row_is_of_one(table):
+    pinned = {
+        file: tests
+        for project in read_pinned().values()
+        for file, tests in project.tests.items()
+    }
+    assert uncovered(table, pinned) == []
+
+
+def test_the_commits_are_those_that_are_pinned():
+    text = (ROOT / "tests" / "UPSTREAM.md").read_text()
+    for name, project in read_pinned().items():
+        assert f"{name} `{project.commit[:9]}` ({project.date})" in text
+
+
+def test_rows_are_counted_by_verdict(table):
+    text = (ROOT / "tests" / "UPSTREAM.md").read_text()
+    counted = text.partition("```\n")[2].partition("```")[0]
+    counts = Counter(row.verdict for row in table)
+    assert counted == "".join(f"{v}: {n}\n" for v, n in counts.most_common())
 
 
 # The checker catches what it is for.
@@ -252,3 +242,33 @@ def test_tests_are_read_from_the_source(tmp_path):
     )
     found = defined_in(tmp_path, ["test_a.py", "test_absent.py"])
     assert found == {"test_a.py::test_one"}
+
+
+def test_what_came_and_what_went_upstream_is_caught():
+    cells = ["`test_a`", "`TestB`", "`test_gone` [case]", "what is left"]
+    lines = [f"| {cell} | something | {NO_TORCH} |" for cell in cells]
+    table = rows("\n".join(["### `mfsdp_v2/test_x.py`", *lines]))
+    pinned = {
+        "tests/unit_tests/distributed/mfsdp_v2/test_x.py": [
+            *("test_a", "TestB::test_c", "TestB::test_d", "TestE::test_new"),
+        ]
+    }
+    assert uncovered(table, pinned) == [
+        "mfsdp_v2/test_x.py: no row names TestE::test_new",
+        "mfsdp_v2/test_x.py: upstream has no test_gone",
+    ]
+    assert uncovered(table, {}) == [
+        "mfsdp_v2/test_x.py: upstream has no such file of tests"
+    ]
+
+
+def test_upstreams_tests_are_read_from_the_source():
+    source = (
+        "import absent\nasync def test_one(): ...\ndef helper(): ...\n"
+        "class TestTwo:\n    def test_in(self): ...\n    def setup(self): ...\n"
+    )
+    assert named_tests(source) == ["test_one", "TestTwo::test_in"]
+    guard = "if __name__ == '__main__':\n    main()"
+    assert named_tests(f"def main(): ...\n{guard}") == ["main"]
+    assert named_tests(f"{source}{guard}") == ["test_one", "TestTwo::test_in"]
+    assert named_tests("def main(): ...") == []

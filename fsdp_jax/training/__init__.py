@@ -12,6 +12,8 @@ from fsdp_jax.training._lora_params import with_frozen as with_frozen
 from fsdp_jax.training._loss_scale import LossScale as LossScale
 from fsdp_jax.training._loss_scale import ScaleState as ScaleState
 from fsdp_jax.training._memory_check import MemoryWarning as MemoryWarning
+from fsdp_jax.training._offloaded_state import offload_state as offload_state
+from fsdp_jax.training._offloaded_state import onload_state as onload_state
 from fsdp_jax.training._state import TrainState as TrainState
 from fsdp_jax.training._state import abstract_state as abstract_state
 from fsdp_jax.training._state import init_params as init_params

@@ -144,6 +144,40 @@ def test_a_checkpoint_knows_no_memory(tmp_path):
     assert fsdp.unshard(state.params)["layers"]["up"].shape == (3, 13, 37)
 
 
+@pytest.mark.parametrize("offload", [None, BOTH])
+def test_a_state_goes_to_the_host_and_back_and_trains_on_to_the_same_bits(offload):
+    plan = plan_of(offload, "odd")
+    step = fsdp.make_train_step(plan, loss_fn, TX)
+    like = fsdp.abstract_state(plan, TX)
+
+    def begin():
+        state = fsdp.init_state(plan, TX, fsdp.init_params(plan, jax.random.key(0)))
+        return step(state, rows_of("odd"))[0]
+
+    state = begin()
+    away = fsdp.training.offload_state(state)
+    kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(away)}
+    assert kinds == {"pinned_host"}
+    back = fsdp.training.onload_state(away, like)
+    jax.tree.map(_same_place, back, like)
+    # What moved is where it is now, and nowhere else.
+    for before, after in ((state, away), (away, back)):
+        for old, new in zip(*map(jax.tree.leaves, (before, after)), strict=True):
+            assert old is new or old.is_deleted()
+    on, want = (step(s, rows_of("odd"))[0] for s in (back, begin()))
+    jax.tree.map(np.testing.assert_array_equal, host(on.params), host(want.params))
+
+
+def test_a_state_comes_back_to_a_state_like_itself():
+    plan = plan_of(None, "even")
+    params = fsdp.init_params(plan, jax.random.key(0))
+    away = fsdp.training.offload_state(params)
+    like = fsdp.abstract_state(plan, TX)
+    with pytest.raises(ValueError, match=facts("like", "TrainState", "abstract_state")):
+        fsdp.training.onload_state(away, like)
+    assert not fsdp.training.onload_state(away, like.params)["head"].is_deleted()
+
+
 def test_evaluation_fetches_what_rests_on_the_host():
     case = "float32"
     losses = []
