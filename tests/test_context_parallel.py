@@ -120,6 +120,26 @@ def fused_loss(model: Decoder, batch):
     ).mean()
 
 
+def plain_loss(model: Decoder, batch):
+    logits = model(batch["tokens"], segment_ids=batch["segments"])
+    return ops.vocab_parallel_cross_entropy(logits, batch["targets"]).mean()
+
+
+def replaying_loss(model: Decoder, batch):
+    # Layers last in the batch, whose first dims are those of the tokens.
+    experts = jax.numpy.moveaxis(batch["experts"], 2, 0)
+    logits, _ = model.with_router_stats(
+        batch["tokens"], segment_ids=batch["segments"], experts=experts
+    )
+    return ops.vocab_parallel_cross_entropy(logits, batch["targets"]).mean()
+
+
+def with_experts(batch):
+    random = np.random.default_rng(1)
+    scores = random.normal(size=(ROWS, SEQ, 2, 4))  # Layers, experts.
+    return batch | {"experts": np.argsort(scores, axis=-1)[..., :2].astype(np.int32)}
+
+
 def batches() -> list[dict[str, np.ndarray]]:
     """Rows of two texts each, whose ends are on different ranks."""
     random = np.random.default_rng(0)
@@ -132,21 +152,23 @@ def batches() -> list[dict[str, np.ndarray]]:
     ]
 
 
-def trained(plan: fsdp.Plan, num_microbatches: int = 1, loss_fn=loss):
+def trained(
+    plan: fsdp.Plan, num_microbatches: int = 1, loss_fn=loss, prepare=lambda b: b
+):
     """Parameters after three steps, and the last loss."""
     step = fsdp.make_train_step(plan, loss_fn, TX, num_microbatches=num_microbatches)
     state = fsdp.init_state(plan, TX, fsdp.init_params(plan, jax.random.key(0)))
     metrics = {}
     for batch in batches():
-        state, metrics = step(state, ops.zigzag(batch, plan.mesh.shape["cp"]))
+        state, metrics = step(state, ops.zigzag(prepare(batch), plan.mesh.shape["cp"]))
     return host(fsdp.sharding.unpack(state.params)), float(metrics["loss"])
 
 
 @functools.cache
-def one_device(family: str):
+def one_device(family: str, **options: Any):
     alone = fsdp.make_mesh(devices=jax.devices()[:1])
     plain = {"attention": dot_product_attention, "positions": positions_in_order}
-    return trained(plan_of(Case(family, {}), alone, **plain))
+    return trained(plan_of(Case(family, {}), alone, **plain), **options)
 
 
 @pytest.mark.parametrize(
@@ -166,6 +188,16 @@ def test_a_fused_head_over_cp_and_tp_trains_as_logits_of_one_device_do():
     want, want_loss = one_device("llama")
     assert worst(got, want) < PARAMETERS
     assert abs(got_loss - want_loss) < 1e-5
+
+
+def test_experts_of_a_rollout_are_replayed_on_the_ranks_that_have_their_tokens():
+    replay: dict[str, Any] = {"loss_fn": replaying_loss, "prepare": with_experts}
+    case = CASES["cp 2 x ep 4"]
+    got, got_loss = trained(plan_of(case), num_microbatches=2, **replay)
+    want, want_loss = one_device("mixtral", **replay)
+    assert worst(got, want) < PARAMETERS
+    assert abs(got_loss - want_loss) < 1e-5
+    assert abs(got_loss - one_device("mixtral", loss_fn=plain_loss)[1]) > 1e-4
 
 
 def test_a_ring_in_a_stage_is_refused_as_it_would_wait_for_the_others():

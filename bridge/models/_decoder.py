@@ -6,7 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, DTypeLike, Float
+from jaxtyping import Array, Bool, DTypeLike, Float, Int
 
 from bridge.models._attention import Attention, dot_product_attention
 from bridge.models._config import DecoderConfig
@@ -17,17 +17,21 @@ from bridge.models._layer_kinds import LayerStack
 from bridge.models._layer_loop import (
     Scan,
     apply_and_keep,
+    apply_and_route,
     apply_layer,
     extend_layer,
     in_layer_order,
     plain_scan,
     run_layers,
+    sparse_layers,
 )
 from bridge.models._layer_state import LayerState
 from bridge.models._linear import Embedding, Linear
 from bridge.models._moe import Dispatch, sorted_dispatch
 from bridge.models._positions import Ids, Positions, positions_in_order
 from bridge.models._router_stats import RouterStats
+
+Routes = Int[Array, "layers batch seq chosen"]
 
 
 class Decoder(nnx.Module):
@@ -146,14 +150,21 @@ class Decoder(nnx.Module):
         tokens: Ids,
         positions: Ids | None = None,
         segment_ids: Ids | None = None,
+        experts: Routes | None = None,
     ) -> tuple[Float[Array, "batch seq vocab"], RouterStats | None]:
         """Returns the logits and router statistics, for load-balancing losses.
+
+        Args:
+          tokens: Token ids.
+          positions: Positions as in `__call__`.
+          segment_ids: Segments as in `__call__`.
+          experts: Experts as in `final_states`.
 
         Returns:
           Logits, and the statistics of all layers with experts, stacked along a first
           dim, or None if there are no such layers.
         """
-        states, stats = self.final_states(tokens, positions, segment_ids)
+        states, stats = self.final_states(tokens, positions, segment_ids, experts)
         return self.logits(states), stats
 
     def logits(
@@ -195,16 +206,68 @@ class Decoder(nnx.Module):
         tokens: Ids,
         positions: Ids | None = None,
         segment_ids: Ids | None = None,
+        experts: Routes | None = None,
     ) -> tuple[Float[Array, "batch seq embed"], RouterStats | None]:
         """Returns the normed final states, the head's input, and router statistics.
 
         For losses that compute logits in chunks, from these states, `head_kernel`,
         `head_bias` and `finish_logits`.
+
+        Args:
+          tokens: Token ids.
+          positions: Positions as in `__call__`.
+          segment_ids: Segments as in `__call__`.
+          experts: Experts of each token that `chosen_experts` or a rollout engine
+            recorded, whose weights are computed anew; None if routers choose. A rollout
+            in another precision chooses other experts for some tokens, whose
+            log-probabilities then differ by far more than rounding.
+
+        Raises:
+          ValueError: If `experts` has not the shape that the decoder chooses.
+
+        Source: verl `router_replay`; Megatron-LM `router_replay.py::RouterReplay`.
         """
+        if experts is not None:
+            self._check_experts(tokens, experts)
         x, positions = self._start(tokens, positions)
-        x, stats = self._run(apply_layer, x, positions, segment_ids)
+        x, stats = self._run(apply_layer, x, positions, segment_ids, experts=experts)
         states = self.constrain(self.norm(x), "input")
         return states, in_layer_order(self.config, stats)
+
+    def chosen_experts(
+        self,
+        tokens: Ids,
+        positions: Ids | None = None,
+        segment_ids: Ids | None = None,
+    ) -> Routes:
+        """Returns the experts that routers choose, to be replayed by `final_states`.
+
+        Args:
+          tokens: Token ids.
+          positions: Positions as in `__call__`.
+          segment_ids: Segments as in `__call__`.
+
+        Raises:
+          ValueError: If no layer has experts.
+        """
+        if not sparse_layers(self.config):
+            raise ValueError("This decoder has no experts: its config has moe=None.")
+        x, positions = self._start(tokens, positions)
+        _, experts = self._run(apply_and_route, x, positions, segment_ids)
+        return in_layer_order(self.config, experts)
+
+    def _check_experts(self, tokens: Ids, experts: Routes) -> None:
+        moe, layers = self.config.moe, len(sparse_layers(self.config))
+        if moe is None or not layers:
+            raise ValueError(
+                "This decoder has no experts to replay: leave out experts=."
+            )
+        shape = (layers, *tokens.shape, moe.num_experts_per_tok)
+        if experts.shape != shape:
+            raise ValueError(
+                f"experts={experts.shape}: this decoder chooses {shape} for tokens "
+                f"{tokens.shape}: sparse layers, batch, seq, experts of a token."
+            )
 
     def head_kernel(self) -> Float[Array, "embed vocab"]:
         """Returns the head's kernel; with tied embeddings, the transposed embedding."""
@@ -256,12 +319,14 @@ class Decoder(nnx.Module):
         positions: Ids,
         *consts: Any,
         cache: Sequence[LayerState | None] | None = None,
+        experts: Routes | None = None,
     ) -> tuple[Stream, list[Any]]:
         """Runs all layers; see `run_layers`."""
         tables = rotary_tables(self.config, positions, x.dtype)
         return run_layers(
             *(self.config, self.scan, unit, self._blocks(), x, (tables, *consts)),
             cache=cache,
+            experts=experts,
         )
 
     def _blocks(self) -> list[list[DecoderLayer]]:

@@ -17,14 +17,15 @@ from bridge.models._layer_kinds import DENSE_ATTENTION, LayerKind
 from bridge.models._layer_state import KeyValues, LayerState
 from bridge.models._mamba import Mamba
 from bridge.models._mlp import MLP
-from bridge.models._moe import Dispatch, MoE, sorted_dispatch
+from bridge.models._moe import Dispatch, MoE, Routed, sorted_dispatch
 from bridge.models._norm import Norm
 from bridge.models._router_stats import RouterStats
 from bridge.models._self_attention import LatentAttention, SelfAttention
 from bridge.models._short_conv import ShortConv
 
 Stream = Float[Array, "batch seq embed"]
-PerLayer = dict[str, Int[Array, ""]]
+Experts = Int[Array, "batch seq chosen"]
+PerLayer = dict[str, Int[Array, "..."]]
 Tables = tuple[Array, Array] | None
 
 
@@ -40,11 +41,13 @@ class LayerOutput(NamedTuple):
       stream: Residual stream.
       router_stats: Statistics of the router; None in a dense layer.
       cache: Cache with the new tokens; None if there was no cache.
+      experts: Experts of each token; None in a dense layer.
     """
 
     stream: Stream
     router_stats: RouterStats | None
     cache: LayerState | None
+    experts: Experts | None
 
 
 class DecoderLayer(nnx.Module):
@@ -116,8 +119,9 @@ class DecoderLayer(nnx.Module):
 
         Args:
           x: Residual stream.
-          per_layer: Scalars that differ between layers: `window`, the attention window
-            in tokens, and `table`, the index of the rotary table.
+          per_layer: Inputs that differ between layers: `window`, the attention window
+            in tokens, `table`, the index of the rotary table, and `experts`, those of
+            each token if the router is not to choose them.
           tables: Cosines and sines of the positions, stacked if layers differ; None
             if positions are learned.
           segment_ids: Segment of each token in a packed row; None for one segment.
@@ -126,8 +130,10 @@ class DecoderLayer(nnx.Module):
           is_token: False behind the last token of a row; None if all are tokens. Read
             by mixers with a state alone.
         """
+        per_layer = per_layer or {}
+        experts = per_layer.get("experts")
         if self.mixer_name is None:
-            return LayerOutput(*self._feed(x), cache)
+            return _output(*self._feed(x, experts), cache)
         normed = _apply(self.input_layernorm, x)
         read = self.constrain(normed, "input")
         # Latent attention constrains its latent vectors instead of its input.
@@ -138,47 +144,55 @@ class DecoderLayer(nnx.Module):
                 mixed = mixer(read, segment_ids)
             else:
                 mixed, cache = mixer.extend(read, cache, is_token)
-            return LayerOutput(*self._add(x, read, mixed), cache)
-        per_layer = per_layer or {}
+            return _output(*self._add(x, read, mixed, experts), cache)
         window = per_layer.get("window")
         cos, sin = _pick(tables, per_layer.get("table"))
         if isinstance(cache, KeyValues) and slots is not None:
             mixed, cache = mixer.extend(heard, cos, sin, cache, slots, window)
         else:
             mixed = mixer(heard, cos, sin, segment_ids, window)
-        return LayerOutput(*self._add(x, read, mixed), cache)
+        return _output(*self._add(x, read, mixed, experts), cache)
 
     def _add(
-        self, x: Stream, read: Stream, mixed: Stream
-    ) -> tuple[Stream, RouterStats | None]:
+        self, x: Stream, read: Stream, mixed: Stream, experts: Experts | None
+    ) -> tuple[Stream, Routed | None]:
         """Adds the outputs of attention and MLP, in series or parallel."""
         if self.parallel:
             if self.pre_feedforward_layernorm is not None:
                 read = self.constrain(self.pre_feedforward_layernorm(x), "input")
-            y, stats = self._feedforward(read)
+            y, routed = self._feedforward(read, experts)
             both = self._scaled(mixed) + self._scaled(y)
-            return x + self.constrain(both, "output"), stats
+            return x + self.constrain(both, "output"), routed
         mixed = self.constrain(mixed, "output")
         return self._feed(
-            x + self._scaled(_apply(self.post_attention_layernorm, mixed))
+            x + self._scaled(_apply(self.post_attention_layernorm, mixed)), experts
         )
 
-    def _feed(self, x: Stream) -> tuple[Stream, RouterStats | None]:
+    def _feed(self, x: Stream, experts: Experts | None) -> tuple[Stream, Routed | None]:
         """Adds the output of the MLP, if there is one."""
         if self.mlp is None:
             return x, None
         normed = _apply(self.pre_feedforward_layernorm, x)
-        y, stats = self._feedforward(self.constrain(normed, "input"))
+        y, routed = self._feedforward(self.constrain(normed, "input"), experts)
         y = self.constrain(y, "output")
-        return x + self._scaled(_apply(self.post_feedforward_layernorm, y)), stats
+        return x + self._scaled(_apply(self.post_feedforward_layernorm, y)), routed
 
-    def _feedforward(self, x: Stream) -> tuple[Stream, RouterStats | None]:
+    def _feedforward(
+        self, x: Stream, experts: Experts | None
+    ) -> tuple[Stream, Routed | None]:
         mlp = self.mlp
         assert mlp is not None
-        return mlp(x) if isinstance(mlp, MoE) else (mlp(x), None)
+        return mlp(x, experts) if isinstance(mlp, MoE) else (mlp(x), None)
 
     def _scaled(self, y: Stream) -> Stream:
         return scale_by(y, self.multiplier)
+
+
+def _output(
+    stream: Stream, routed: Routed | None, cache: LayerState | None
+) -> LayerOutput:
+    stats, experts = (None, None) if routed is None else routed
+    return LayerOutput(stream, stats, cache, experts)
 
 
 def make_norm(config: DecoderConfig, param_dtype: DTypeLike) -> Norm:

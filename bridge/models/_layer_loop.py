@@ -6,10 +6,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Int
 
 from bridge.models._causal_conv import Mask
 from bridge.models._config import DecoderConfig
-from bridge.models._decoder_layer import DecoderLayer, PerLayer, Stream, Tables
+from bridge.models._decoder_layer import (
+    DecoderLayer,
+    Experts,
+    PerLayer,
+    Stream,
+    Tables,
+)
 from bridge.models._layer_inputs import per_layer
 from bridge.models._layer_state import LayerState
 from bridge.models._positions import Ids
@@ -58,6 +65,7 @@ def run_layers(
     consts: tuple[Any, ...],
     *,
     cache: Sequence[LayerState | None] | None = None,
+    experts: Int[Array, "layers batch seq chosen"] | None = None,
 ) -> tuple[Stream, list[Any]]:
     """Runs all blocks of layers.
 
@@ -70,16 +78,22 @@ def run_layers(
       x: Residual stream.
       consts: Trees that all layers receive.
       cache: Cache of each stack; None without one.
+      experts: Experts of each token in each layer that has any; None if routers choose.
 
     Returns:
       Residual stream, and one `y` per stack, with a leading layer dim.
     """
     inputs, ys = per_layer(config), []
+    sparse = {layer: i for i, layer in enumerate(sparse_layers(config))}
     stacks = iter(enumerate(config.layer_stacks))
     for block in blocks:
         xs = []
         for _, (number, stack) in zip(block, stacks, strict=False):
-            own = {name: v[np.asarray(stack.layers)] for name, v in inputs.items()}
+            own: dict[str, Any] = {
+                name: v[np.asarray(stack.layers)] for name, v in inputs.items()
+            }
+            if experts is not None and stack.kind.channels == "sparse":
+                own["experts"] = experts[np.asarray([sparse[i] for i in stack.layers])]
             xs.append((own,) if cache is None else (own, cache[number]))
         if len(block) == 1:
             x, y = scan(unit, block[0], x, xs=xs[0], consts=consts)
@@ -88,6 +102,16 @@ def run_layers(
             x, of_period = scan(_period(unit), block, x, xs=(xs,), consts=consts)
             ys += of_period
     return x, ys
+
+
+def sparse_layers(config: DecoderConfig) -> list[int]:
+    """Returns the layers that have experts, in order."""
+    return sorted(
+        layer
+        for stack in config.layer_stacks
+        if stack.kind.channels == "sparse"
+        for layer in stack.layers
+    )
 
 
 def in_layer_order(config: DecoderConfig, ys: list[Any]) -> Any:
@@ -133,6 +157,14 @@ def apply_layer(
     # Through `__call__`, which a subclass may override to gather the weights.
     out = layer(x, per_layer, *consts)
     return out.stream, out.router_stats
+
+
+def apply_and_route(
+    layer: DecoderLayer, x: Stream, per_layer: PerLayer, *consts: Any
+) -> tuple[Stream, Experts | None]:
+    """Runs a layer, and returns the experts of each token."""
+    out = layer(x, per_layer, *consts)
+    return out.stream, out.experts
 
 
 def apply_and_keep(

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -208,6 +208,18 @@ def _is_split() -> bool:
     return any(mesh.shape[axis] > 1 for axis in mesh.auto_axes)
 
 
+class Routed(NamedTuple):
+    """What a router chose.
+
+    Attributes:
+      stats: Statistics of the router.
+      experts: Experts of each token.
+    """
+
+    stats: RouterStats
+    experts: Int[Array, "batch seq chosen"]
+
+
 class MoE(nnx.Module):
     """Mixture of experts: router, experts, and an optional shared MLP for all tokens.
 
@@ -245,10 +257,17 @@ class MoE(nnx.Module):
         self.num_experts = moe.num_experts
 
     def __call__(
-        self, x: Float[Array, "batch seq embed"]
-    ) -> tuple[Float[Array, "batch seq embed"], RouterStats]:
-        """Returns the output for each token, and statistics of the router."""
-        experts, weights, logits = self.router(x)
+        self,
+        x: Float[Array, "batch seq embed"],
+        experts: Int[Array, "batch seq chosen"] | None = None,
+    ) -> tuple[Float[Array, "batch seq embed"], Routed]:
+        """Returns the output for each token, and what the router chose.
+
+        Args:
+          x: Tokens.
+          experts: Experts of each token; None for those that the router chooses.
+        """
+        experts, weights, logits = self.router(x, experts)
         read = x if self.latent_in is None else self.latent_in(x)
         tokens = read.reshape(-1, read.shape[-1])
         y, dropped = self.dispatch(
@@ -270,11 +289,11 @@ class MoE(nnx.Module):
         if self.latent_out is not None:
             y = self.latent_out(y)
         if self.shared_expert is None:
-            return y, stats
+            return y, Routed(stats, experts)
         shared = self.shared_expert(x)
         if self.shared_gate is not None:
             shared *= jax.nn.sigmoid(self.shared_gate(x))
-        return y + shared, stats
+        return y + shared, Routed(stats, experts)
 
 
 def expert_parallel_rules(config: DecoderConfig) -> dict[str, int]:

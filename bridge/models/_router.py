@@ -50,13 +50,20 @@ class Router(nnx.Module):
         self.config = config
 
     def __call__(
-        self, x: Float[Array, "batch seq embed"]
+        self,
+        x: Float[Array, "batch seq embed"],
+        experts: Int[Array, "batch seq chosen"] | None = None,
     ) -> tuple[
         Int[Array, "batch seq chosen"],
         Float[Array, "batch seq chosen"],
         Float[Array, "batch seq experts"],
     ]:
         """Chooses the experts of each token.
+
+        Args:
+          x: Tokens.
+          experts: Experts that were chosen before, of which only the weights are
+            computed; None to choose.
 
         Returns:
           Indices of the chosen experts, best first; their weights; and the logits of
@@ -65,18 +72,12 @@ class Router(nnx.Module):
         config = self.config
         logits = self.gate(_widen(x) if config.float32_logits else x)
         if config.scoring == "softmax_of_chosen":
-            best, experts = jax.lax.top_k(logits, config.num_experts_per_tok)
+            experts = self._choose(logits) if experts is None else experts
+            best = jnp.take_along_axis(logits, experts, axis=-1)
             return experts, jax.nn.softmax(best, axis=-1), logits
         function = {"softmax": jax.nn.softmax, "sigmoid": jax.nn.sigmoid}
         scores = function[config.scoring](_widen(logits))
-        for_choice = scores
-        if self.correction_bias is not None:
-            # It changes only the choice, not the weights, to balance the load; it is
-            # not trained by gradients.
-            bias = jax.lax.stop_gradient(self.correction_bias[...])
-            for_choice = scores + jnp.expand_dims(bias.astype(scores.dtype), (0, 1))
-        for_choice = _mask_groups(for_choice, config)
-        _, experts = jax.lax.top_k(for_choice, config.num_experts_per_tok)
+        experts = self._choose(scores) if experts is None else experts
         weights = jnp.take_along_axis(scores, experts, axis=-1)
         if config.norm_topk_prob:
             total = weights.sum(axis=-1, keepdims=True)
@@ -86,6 +87,18 @@ class Router(nnx.Module):
         if config.rounded_weights:
             weights = weights.astype(x.dtype)
         return experts, weights, logits
+
+    def _choose(
+        self, scores: Float[Array, "batch seq experts"]
+    ) -> Int[Array, "batch seq chosen"]:
+        """Returns the experts of the best scores, best first."""
+        if self.correction_bias is not None:
+            # It changes only the choice, not the weights, to balance the load; it is
+            # not trained by gradients.
+            bias = jax.lax.stop_gradient(self.correction_bias[...])
+            scores = scores + jnp.expand_dims(bias.astype(scores.dtype), (0, 1))
+        scores = _mask_groups(scores, self.config)
+        return jax.lax.top_k(scores, self.config.num_experts_per_tok)[1]
 
 
 def _widen(x: Array) -> Array:
