@@ -132,9 +132,9 @@ def _model_flops(plan: Plan, loss_fn, options, batch) -> float:
     form = LossForm(
         options.get("has_aux", False), options.get("calculate_per_token_loss", False)
     )
-    rng = jax.eval_shape(lambda: jax.random.key(0))
+    key = jax.eval_shape(lambda: jax.random.key(0))
     traced = jax.make_jaxpr(global_loss(plan, loss_fn, form))(
-        state.params, batch, rng, state.model_state
+        state.params, batch, key, state.model_state
     )
     program = on_one_device(traced.jaxpr)
     assert program is not None

@@ -216,7 +216,7 @@ class Adapted:
             found[name] = own
         return found
 
-    def merge(self, params: PyTree, state: PyTree, rng: Any = None) -> Any:
+    def merge(self, params: PyTree, state: PyTree, key: Any = None) -> Any:
         """Builds the user's model with composed weights, or `Derived` for shards."""
         leaves = []
         for number, (name, parts) in enumerate(self.parts(params).items()):
@@ -226,8 +226,8 @@ class Adapted:
             elif isinstance(parts[0], jax.Array):
                 leaves.append(weight.total(parts))
             else:
-                key = _key(weight, rng, number)
-                leaves.append(Derived(tuple(parts), key, weight.recipe))
+                dropout = _dropout_key(weight, key, number)
+                leaves.append(Derived(tuple(parts), dropout, weight.recipe))
         treedef = jax.tree.structure(self.model.params)
         return self.model.merge(treedef.unflatten(leaves), state)
 
@@ -252,11 +252,11 @@ class Adapted:
         return self.tree(leaves, drawn if factors is None else factors, codes)
 
 
-def _key(weight: Weight, rng: Any, number: int) -> Any:
+def _dropout_key(weight: Weight, key: Any, number: int) -> Any:
     """Returns a dropout key for each copy of its unit; None without dropout."""
-    if rng is None or not (weight.rank and weight.recipe.dropout):
+    if key is None or not (weight.rank and weight.recipe.dropout):
         return None
-    key = jax.random.fold_in(rng, number)
+    key = jax.random.fold_in(key, number)
     return jax.random.split(key, weight.stacked) if weight.stacked else key
 
 

@@ -42,10 +42,10 @@ from fsdp_jax.step._split_loss import SplitLoss, split_loss
 from fsdp_jax.step._unit_order import order_units
 
 LossFn = Callable[..., Any]
-"""`loss_fn(model, batch)`, and `rng=key` if it takes it, to a loss or `(loss, aux)`."""
+"""`loss_fn(model, batch)`, and `key=key` if it takes it, to a loss or `(loss, aux)`."""
 
 LossOfShards = Callable[..., Any]
-"""`(shards, model_state, batch, rng) -> (sum, (count, aux, model_state))`.
+"""`(shards, model_state, batch, key) -> (sum, (count, aux, model_state))`.
 
 A loss that is a mean is returned as `sum` with a `count` of 1.
 """
@@ -64,17 +64,17 @@ class LossForm:
     per_token: bool = False
 
 
-def takes_rng(loss_fn: LossFn) -> bool:
-    """Returns whether the loss takes a key: an argument `rng` that is not bound."""
-    return "rng" in inspect.signature(loss_fn).parameters and not _binds_rng(loss_fn)
+def takes_key(loss_fn: LossFn) -> bool:
+    """Returns whether the loss takes a key: an argument `key` that is not bound."""
+    return "key" in inspect.signature(loss_fn).parameters and not _binds_key(loss_fn)
 
 
-def _binds_rng(fn: Any) -> bool:
+def _binds_key(fn: Any) -> bool:
     """Returns whether a partial, within wrappers or not, has bound the argument."""
     if isinstance(fn, functools.partial):
-        return "rng" in fn.keywords or _binds_rng(fn.func)
+        return "key" in fn.keywords or _binds_key(fn.func)
     inner = getattr(fn, "__wrapped__", None)
-    return inner is not None and _binds_rng(inner)
+    return inner is not None and _binds_key(inner)
 
 
 def loss_of_shards(plan: Plan, loss_fn: LossFn, form: LossForm) -> LossOfShards:
@@ -91,19 +91,19 @@ def loss_of_shards(plan: Plan, loss_fn: LossFn, form: LossForm) -> LossOfShards:
     Returns:
       The loss, see `LossOfShards`.
     """
-    wants_rng = takes_rng(loss_fn)
+    wants_key = takes_key(loss_fn)
     data_axes = axes_in_use(plan.mesh, DATA_AXES)
     synced = data_axes if plan.config.sync_batch_norm else ()
 
-    def call(shards: Sequence[Shard], model_state, batch, rng):
+    def call(shards: Sequence[Shard], model_state, batch, key):
         with unit_scope("root"):
             # Root parameters belong to no unit: gathered here, once for the loss.
             leaves = [gather_weight(s) if s.param.unit == ROOT else s for s in shards]
-        state = fold_keys(model_state, rng)
+        state = fold_keys(model_state, key)
         params = plan.treedef.unflatten(leaves)
         # Dropout of LoRA factors is for training, where shards have a `grad_buffer`.
         if plan.model.is_random and any(s.grad_buffer is not None for s in shards):
-            model = plan.model.adapted.merge(params, state, rng)
+            model = plan.model.adapted.merge(params, state, key)
         else:
             model = plan.model.merge(params, state)
         if not isinstance(model, nnx.Module):
@@ -111,7 +111,7 @@ def loss_of_shards(plan: Plan, loss_fn: LossFn, form: LossForm) -> LossOfShards:
         # On this copy of the model, which `merge` made; the user's stays as it is.
         model = sync_batch_norms(model, synced)
         model = mark_objects(model, plan.unit_classes)
-        extra = {"rng": rng} if wants_rng else {}
+        extra = {"key": key} if wants_key else {}
         with (
             gather_at_units(),
             gather_unbound(plan.unit_classes),

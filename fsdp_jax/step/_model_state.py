@@ -47,14 +47,14 @@ class UpdatedModel:
     aux: Any = None
 
 
-def fold_rank(rng: Key[Array, ""], data_axes: tuple[str, ...]) -> Key[Array, ""]:
+def fold_rank(key: Key[Array, ""], data_axes: tuple[str, ...]) -> Key[Array, ""]:
     """Folds the index of the data rank into a key, so that ranks draw differently."""
-    return jax.random.fold_in(rng, lax.axis_index(data_axes)) if data_axes else rng
+    return jax.random.fold_in(key, lax.axis_index(data_axes)) if data_axes else key
 
 
-def fold_keys(state: PyTree, rng: Key[Array, ""]) -> PyTree:
-    """Folds `rng`, the key of a rank and microbatch, into every key of the state."""
-    word = jax.random.bits(rng)  # `fold_in` takes 32 bits, not a key.
+def fold_keys(state: PyTree, key: Key[Array, ""]) -> PyTree:
+    """Folds `key`, the key of a rank and microbatch, into every key of the state."""
+    word = jax.random.bits(key)  # `fold_in` takes 32 bits, not a key.
 
     def fold(leaf):
         if not _is_key(leaf):
@@ -198,7 +198,7 @@ def _written_anywhere(
     return treedef.unflatten(list(flags > 0))
 
 
-def check_call(plan: Plan, needs_rng: bool, rng: Any, model_state: Any) -> None:
+def check_call(plan: Plan, needs_key: bool, key: Any, model_state: Any) -> None:
     """Refuses a call without the model state, or the key, that the model needs."""
     missing = [name for name, _ in named_leaves(plan.model_state)]
     if model_state is None and missing:
@@ -207,10 +207,10 @@ def check_call(plan: Plan, needs_rng: bool, rng: Any, model_state: Any) -> None:
             f"{', '.join(missing[:5])}. Pass model_state=state.model_state, as made by "
             "fsdp_jax.init_state."
         )
-    if needs_rng and rng is None:
+    if needs_key and key is None:
         raise ValueError(
-            "The loss or the model is random (dropout, or an argument `rng`). Pass "
-            "rng=jax.random.key(...), a different one each call."
+            "The loss or the model is random (dropout, or an argument `key`). Pass "
+            "key=jax.random.key(...), a different one each call."
         )
 
 

@@ -13,7 +13,7 @@ from fsdp_jax._tree import PyTree
 from fsdp_jax.data._batch import check_batch, place_batch
 from fsdp_jax.sharding._ambient_mesh import own_mesh
 from fsdp_jax.sharding._plan import Plan
-from fsdp_jax.step._loss import LossFn, LossForm, takes_rng
+from fsdp_jax.step._loss import LossFn, LossForm, takes_key
 from fsdp_jax.step._model_state import check_call
 from fsdp_jax.training._cpu_sync import settle
 from fsdp_jax.training._gradients import global_loss
@@ -37,7 +37,7 @@ def make_eval_step(
         `value_and_grad`.
 
     Returns:
-      `evaluate(params, batch, *, rng=None, model_state=None) -> metrics` with `loss`
+      `evaluate(params, batch, *, key=None, model_state=None) -> metrics` with `loss`
       and, with `has_aux`, `aux`.
 
     Examples:
@@ -47,16 +47,16 @@ def make_eval_step(
     """
     form = LossForm(has_aux, calculate_per_token_loss)
     compute = jax.jit(global_loss(plan, loss_fn, form))
-    needs_rng = takes_rng(loss_fn)
+    needs_key = takes_key(loss_fn)
 
-    def evaluate(params, batch, *, rng=None, model_state=None):
-        check_call(plan, needs_rng, rng, model_state)
+    def evaluate(params, batch, *, key=None, model_state=None):
+        check_call(plan, needs_key, key, model_state)
         check_batch(plan, batch, 1)
-        rng = jax.random.key(0) if rng is None else rng
+        key = jax.random.key(0) if key is None else key
         given = plan.model_state if model_state is None else model_state
         batch = place_batch(plan, batch)
         with own_mesh(plan.mesh):
-            loss, aux = settle(plan.mesh, compute(params, batch, rng, given))
+            loss, aux = settle(plan.mesh, compute(params, batch, key, given))
         return {"loss": loss, "aux": aux} if has_aux else {"loss": loss}
 
     return evaluate
@@ -73,14 +73,14 @@ def make_forward(plan: Plan, fn: Callable[..., PyTree]) -> Callable[..., PyTree]
       fn: `fn(model, batch) -> outputs`; it sees unsharded weights and this device's
         rows of the batch. Arrays in `outputs` are rows again, in the order of the
         batch; floating-point scalars are averaged over ranks, integer ones summed. If
-        `fn` has an argument `rng`, it gets a different key on each data rank. A loop
+        `fn` has an argument `key`, it gets a different key on each data rank. A loop
         over units whose trip count depends on the data must run equally often on all
         ranks, since all take part in each gather; it is refused unless the program
         shows that, see `fsdp_jax.ops.masked_count` and
         `fsdp_jax.step.assume_replicated`.
 
     Returns:
-      `forward(params, batch, *, rng=None, model_state=None) -> outputs`, jitted.
+      `forward(params, batch, *, key=None, model_state=None) -> outputs`, jitted.
 
     Examples:
       >>> forward = fsdp.make_forward(plan, predict)
@@ -89,12 +89,12 @@ def make_forward(plan: Plan, fn: Callable[..., PyTree]) -> Callable[..., PyTree]
     """
 
     @functools.wraps(fn)
-    def no_loss(model: Any, batch: PyTree, **rng: Any) -> tuple[jax.Array, PyTree]:
-        return jnp.zeros(()), fn(model, batch, **rng)
+    def no_loss(model: Any, batch: PyTree, **key: Any) -> tuple[jax.Array, PyTree]:
+        return jnp.zeros(()), fn(model, batch, **key)
 
     evaluate = make_eval_step(plan, no_loss, has_aux=True)
 
-    def forward(params, batch, *, rng=None, model_state=None):
-        return evaluate(params, batch, rng=rng, model_state=model_state)["aux"]
+    def forward(params, batch, *, key=None, model_state=None):
+        return evaluate(params, batch, key=key, model_state=model_state)["aux"]
 
     return forward

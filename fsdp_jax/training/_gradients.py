@@ -31,18 +31,18 @@ from fsdp_jax.training._microbatch_grads import accumulate, shards_with_buffers
 
 
 def global_loss(plan: Plan, loss_fn: LossFn, form: LossForm) -> Callable[..., Any]:
-    """Makes `fn(params, batch, rng, model_state) -> (loss, aux)` on global arrays."""
+    """Makes `fn(params, batch, key, model_state) -> (loss, aux)` on global arrays."""
     call = loss_of_shards(plan, loss_fn, form)
     data_axes = axes_in_use(plan.mesh, DATA_AXES)
     aux_format = AuxFormat(has_whole_rows=plan.mesh.shape["cp"] == 1)
 
-    def local(values, batch, rng, model_state):
+    def local(values, batch, key, model_state):
         values = gather_for_step(plan.params_in_step, values)
         shards = [
             Shard(value, None, None, param, GradReduction())
             for param, value in zip(plan.params_in_step, values, strict=True)
         ]
-        args = (model_state, batch, fold_rank(rng, data_axes))
+        args = (model_state, batch, fold_rank(key, data_axes))
         if plan.mesh.shape["pp"] > 1:
             total, count, parts = pipelined_loss(plan, call, aux_format, shards, *args)
         else:
@@ -56,8 +56,8 @@ def global_loss(plan: Plan, loss_fn: LossFn, form: LossForm) -> Callable[..., An
 
     sharded = _over_mesh(plan, local, out_specs=(PartitionSpec(), AUX_SPECS))
 
-    def fn(params, batch, rng, model_state):
-        loss, aux = sharded(packed(plan, params), batch, rng, model_state)
+    def fn(params, batch, key, model_state):
+        loss, aux = sharded(packed(plan, params), batch, key, model_state)
         return loss, aux_format.put_together(aux)
 
     return fn
@@ -71,7 +71,7 @@ def global_grads(
     *,
     with_peaks: bool = False,
 ) -> Callable[..., Any]:
-    """Makes `fn(params, batch, rng, model_state, loss_scale=None)`, on global arrays.
+    """Makes `fn(params, batch, key, model_state, loss_scale=None)`, on global arrays.
 
     It returns `(((loss, aux), model_state, peaks), grads)`. The gradients are those of
     the loss over the global batch, in the structure of the parameters and packed; None
@@ -94,8 +94,8 @@ def global_grads(
         plan, local, out_specs=((whole, AUX_SPECS, whole, whole), grad_specs)
     )
 
-    def fn(params, batch, rng, model_state, loss_scale=None):
-        given = (rng, loss_scale)
+    def fn(params, batch, key, model_state, loss_scale=None):
+        given = (key, loss_scale)
         out, grads = sharded(packed(plan, params), batch, given, model_state)
         loss, aux, new_state, peaks = out
         given = iter(grads)
@@ -120,7 +120,7 @@ def _local_grads(
 ) -> Callable[..., Any]:
     """Makes the part of `global_grads` that runs inside `shard_map`.
 
-    It is `fn(values, batch, (rng, loss_scale), model_state)`, and returns
+    It is `fn(values, batch, (key, loss_scale), model_state)`, and returns
     `((loss, aux, model_state, peaks), gradients of trained parameters)`.
     """
     data_axes = axes_in_use(plan.mesh, DATA_AXES)
@@ -128,12 +128,12 @@ def _local_grads(
     trained = [param for param in plan.params_in_step if not param.frozen]
 
     def local(values, batch, given, model_state):
-        rng, loss_scale = given
+        key, loss_scale = given
         rows = split_microbatches(batch, num_microbatches)
         shards = shards_with_buffers(
             plan, gather_for_step(plan.params_in_step, values), 1 / num_means
         )
-        key = fold_rank(rng, data_axes)
+        key = fold_rank(key, data_axes)
         grads, state, outs = accumulate(
             *(plan, call, aux_format, shards, model_state, rows, key),
             loss_scale,
@@ -163,12 +163,12 @@ def _local_grads(
 def _over_mesh(plan: Plan, local: Callable[..., Any], out_specs: Any):
     """Applies `shard_map` with the in_specs of a plan to `local`.
 
-    `local` has the arguments `(values, batch, rng, model_state)`.
+    `local` has the arguments `(values, batch, key, model_state)`.
     """
     whole = PartitionSpec()
     specs = [param.spec(param.placements.optimizer) for param in plan.params_in_step]
 
-    def sharded(values, batch, rng, model_state):
+    def sharded(values, batch, key, model_state):
         return jax.shard_map(
             local,
             mesh=plan.mesh,
@@ -176,7 +176,7 @@ def _over_mesh(plan: Plan, local: Callable[..., Any], out_specs: Any):
             out_specs=out_specs,
             axis_names=plan.manual_axes,
             check_vma=False,
-        )(values, batch, rng, model_state)
+        )(values, batch, key, model_state)
 
     return sharded
 

@@ -27,7 +27,7 @@ from fsdp_jax.training._trainable import seen_by_optimizer
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=(
-        *("step", "params", "opt_state", "model_state", "rng", "num_skipped"),
+        *("step", "params", "opt_state", "model_state", "key", "num_skipped"),
         "loss_scale",
     ),
     meta_fields=(),
@@ -50,7 +50,7 @@ class TrainState:
         parameter.
       model_state: Arrays of the model that are not parameters (dropout keys, BatchNorm
         statistics), replicated on every device.
-      rng: PRNG key from which each step, microbatch and data rank derives its own.
+      key: PRNG key from which each step, microbatch and data rank derives its own.
       num_skipped: Number of steps that left everything unchanged, `int32[]`, see
         `make_train_step`.
       loss_scale: State of a dynamic loss scale; None without one.
@@ -65,7 +65,7 @@ class TrainState:
     params: PyTree
     opt_state: PyTree
     model_state: PyTree
-    rng: Key[Array, ""]
+    key: Key[Array, ""]
     num_skipped: Int[Array, ""]
     loss_scale: ScaleState | None = None
 
@@ -102,7 +102,7 @@ def init_state(
     tx: optax.GradientTransformation,
     params: PyTree,
     *,
-    rng: Key[Array, ""] | None = None,
+    key: Key[Array, ""] | None = None,
     model_state: PyTree | None = None,
     opt_state: PyTree | None = None,
     step: int = 0,
@@ -118,10 +118,10 @@ def init_state(
       tx: Any optax transformation.
       params: Parameters that match `plan.params`, from `init_params` or a checkpoint.
         The state takes ownership of them: the first step donates them.
-      rng: PRNG key of dropout and other randomness; default `jax.random.key(0)`.
+      key: PRNG key of dropout and other randomness; default `jax.random.key(0)`.
       model_state: Arrays of the model that are not parameters, matching
         `plan.model_state`, e.g. BatchNorm statistics of a trained model. None for those
-        that `make_model(rng)` makes.
+        that `make_model(key)` makes.
       opt_state: State of `tx` for these `params`, plain arrays in their logical shapes
         with any sharding. None for that of `tx.init`.
       step: Number of steps made so far, where `opt_state` is that of a run.
@@ -144,16 +144,16 @@ def init_state(
         check_opt_state(plan, tx, opt_state)
     if model_state is not None:
         check_fits(model_state, plan.model_state, "model_state")
-    rng = jax.random.key(0) if rng is None else rng
+    key = jax.random.key(0) if key is None else key
     abstract = abstract_state(plan, tx, loss_scale)
 
-    def rest(params, rng, model_state, opt_state):
+    def rest(params, key, model_state, opt_state):
         if model_state is None:
-            _, model_state = plan.model.split(trace_model(plan.make_model, rng))
+            _, model_state = plan.model.split(trace_model(plan.make_model, key))
         zero = jnp.zeros((), jnp.int32)
         # Copied, since the state is donated and must not delete the caller's key.
         key = jax.random.wrap_key_data(
-            jax.random.key_data(rng), impl=jax.random.key_impl(rng)
+            jax.random.key_data(key), impl=jax.random.key_impl(key)
         )
         if opt_state is None:
             opt_state = tx.init(seen_by_optimizer(plan, params))
@@ -164,11 +164,11 @@ def init_state(
     def sharding_of(tree):
         return jax.tree.map(lambda leaf: leaf.sharding, tree)
 
-    wanted = (abstract.step, abstract.opt_state, abstract.model_state, abstract.rng)
+    wanted = (abstract.step, abstract.opt_state, abstract.model_state, abstract.key)
     wanted = (*wanted, abstract.num_skipped, abstract.loss_scale)
     # One jit with output shardings: each device computes only its own shards.
     make_rest = jax.jit(rest, out_shardings=sharding_of(wanted))
-    made, opt_state, *others = make_rest(params, rng, model_state, opt_state)
+    made, opt_state, *others = make_rest(params, key, model_state, opt_state)
     if any(param.is_padded for param in plan.param_plans):
         params = _pack_each(plan, params)
     if plan.config.offload and plan.config.offload.params:
@@ -233,7 +233,7 @@ def abstract_state(
         params=at_rest(plan.packed_params, offload and offload.params),
         opt_state=at_rest(abstract_opt_state(plan, tx), offload and offload.optimizer),
         model_state=plan.model_state,
-        rng=scalar(key.dtype),
+        key=scalar(key.dtype),
         num_skipped=scalar(jnp.int32),
         loss_scale=None
         if loss_scale is None

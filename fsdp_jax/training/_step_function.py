@@ -58,11 +58,11 @@ def step_function(
     """
 
     def step(state: TrainState, batch: PyTree) -> tuple[TrainState, PyTree]:
-        # `state.rng` is constant over a run: each step folds in its own number.
-        rng = jax.random.fold_in(state.rng, state.step)
+        # `state.key` is constant over a run: each step folds in its own number.
+        key = jax.random.fold_in(state.key, state.step)
         scale = state.loss_scale
         ((loss, aux), model_state, peaks), grads = compute(
-            state.params, batch, rng, state.model_state, scale and scale.scale
+            state.params, batch, key, state.model_state, scale and scale.scale
         )
         # Decided on the device: the host need not wait for the step to skip it.
         skip = ~jnp.isfinite(peaks).all() if options.may_skip else jnp.array(False)
@@ -77,8 +77,10 @@ def step_function(
         with jax.named_scope(OPTIMIZER):
             # Distinct from the keys of data ranks, which fold in their index, counted
             # from 0.
-            key = jax.random.fold_in(rng, 2**31 - 1)
-            params, opt_state = update(params, state.opt_state, grads, skip, key, loss)
+            of_update = jax.random.fold_in(key, 2**31 - 1)
+            params, opt_state = update(
+                params, state.opt_state, grads, skip, of_update, loss
+            )
         if options.may_skip:
             model_state = unless(skip, state.model_state, model_state)
         rule = options.loss_scale
@@ -87,7 +89,7 @@ def step_function(
             params,
             opt_state,
             model_state,
-            state.rng,
+            state.key,
             state.num_skipped + skip,
             rule.update(scale, ~skip) if rule and scale else None,
         )

@@ -17,7 +17,7 @@ from fsdp_jax.sharding._ambient_mesh import in_own_mesh, own_mesh
 from fsdp_jax.sharding._memory_summary import unit_bytes
 from fsdp_jax.sharding._padded import unpack
 from fsdp_jax.sharding._plan import Plan
-from fsdp_jax.step._loss import LossFn, LossForm, takes_rng
+from fsdp_jax.step._loss import LossFn, LossForm, takes_key
 from fsdp_jax.step._model_state import check_call
 from fsdp_jax.training._compiler_options import options_for
 from fsdp_jax.training._cpu_sync import settle
@@ -43,7 +43,7 @@ def value_and_grad(
     Args:
       plan: Plan from `fully_shard`.
       loss_fn: `loss_fn(model, batch) -> loss`, the mean over the rows of `batch`; it
-        sees unsharded weights and this device's rows. If it has an argument `rng`, it
+        sees unsharded weights and this device's rows. If it has an argument `key`, it
         gets a different key for each data rank and microbatch.
       has_aux: Whether `loss_fn` returns `(loss, aux)`. Floating-point scalars of `aux`
         are averaged over ranks and microbatches, integer ones summed, and arrays are
@@ -55,7 +55,7 @@ def value_and_grad(
         is Megatron's; without it, each rank and microbatch weighs the same.
 
     Returns:
-      `fn(params, batch, *, rng=None, model_state=None) -> ((loss, aux), grads)`,
+      `fn(params, batch, *, key=None, model_state=None) -> ((loss, aux), grads)`,
       jitted; `aux` is None without `has_aux`. Gradients match `plan.grads`: None for
       frozen parameters (see `trainable` and `apply_updates`), and for the state of
       flax's fp8 products its next values, which `make_train_step` writes back. The loss
@@ -64,7 +64,7 @@ def value_and_grad(
 
     Raises:
       ValueError: From the call, if the batch does not divide into ranks and
-        microbatches, or randomness is needed and no `rng` is given.
+        microbatches, or randomness is needed and no `key` is given.
 
     Examples:
       >>> loss_and_grads = fsdp.value_and_grad(plan, loss_fn)
@@ -74,7 +74,7 @@ def value_and_grad(
     """
     form = LossForm(has_aux, calculate_per_token_loss)
     packed = global_grads(plan, loss_fn, form, num_microbatches)
-    needs_rng = takes_rng(loss_fn) or plan.has_keys
+    needs_key = takes_key(loss_fn) or plan.has_keys
     shardings = jax.tree.map(lambda leaf: leaf.sharding, plan.grads)
 
     def logical(*args):
@@ -83,14 +83,14 @@ def value_and_grad(
 
     compute = jax.jit(logical, out_shardings=(None, shardings))
 
-    def fn(params, batch, *, rng=None, model_state=None):
-        check_call(plan, needs_rng, rng, model_state)
+    def fn(params, batch, *, key=None, model_state=None):
+        check_call(plan, needs_key, key, model_state)
         check_batch(plan, batch, num_microbatches)
-        rng = jax.random.key(0) if rng is None else rng
+        key = jax.random.key(0) if key is None else key
         given = plan.model_state if model_state is None else model_state
         batch = place_batch(plan, batch)
         with own_mesh(plan.mesh):
-            outputs = settle(plan.mesh, compute(params, batch, rng, given))
+            outputs = settle(plan.mesh, compute(params, batch, key, given))
         (value, new_state, _), grads = outputs
         return value if model_state is None else (*value, new_state), grads
 

@@ -45,7 +45,7 @@ def run_sharded(case: Composition) -> Ran:
     if case.by_hand:
         compute = fsdp.value_and_grad(plan, loss, **options)
         # A key of the step, which takes no bound one's place.
-        given = {"rng": jax.random.key(1), "model_state": state.model_state}
+        given = {"key": jax.random.key(1), "model_state": state.model_state}
         (_, shown, *_), by_hand = compute(state.params, batch, **given)
         aux = shown if case.aux else {}
     step = fsdp.make_train_step(plan, loss, tx, **options)
@@ -93,16 +93,16 @@ def _loss(case: Composition, built: Built) -> Callable[..., Any]:
     """Returns the loss as a user writes it."""
     inner = loss_of(case, built)
 
-    def with_key(model, batch, *, rng):
-        value, aux, new = inner(model, batch, rng)
+    def with_key(model, batch, *, key):
+        value, aux, new = inner(model, batch, key)
         if new is not None:
             return value, fsdp.step.UpdatedModel(new, aux)
         return (value, aux) if case.aux else value
 
     def loss(model, batch):
-        return with_key(model, batch, rng=bound_key())
+        return with_key(model, batch, key=bound_key())
 
-    bound = functools.partial(with_key, rng=bound_key())
+    bound = functools.partial(with_key, key=bound_key())
     return bound if case.bound_key else loss
 
 

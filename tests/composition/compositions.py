@@ -107,7 +107,7 @@ class Composition:
       closes_over: Whether units close over a traced value.
       aux: Whether the loss returns rows, means and counts beside it.
       per_token: Whether it returns a sum and a count that differs between ranks.
-      bound_key: Whether a key is bound to its argument `rng`.
+      bound_key: Whether a key is bound to its argument `key`.
       misuse: What the loss does with weights outside of their units; refused there.
       frozen: Parameters that are not trained: `none`, `head` or `bias`.
       strategy: One of `STRATEGIES`.

@@ -89,7 +89,7 @@ def saved(tmp_path_factory) -> Saved:
     plan = plan_on(8)
     step = fsdp.make_train_step(plan, loss, TX)
     params = fsdp.init_params(plan, jax.random.key(0))
-    state = fsdp.init_state(plan, TX, params, rng=jax.random.key(3))
+    state = fsdp.init_state(plan, TX, params, key=jax.random.key(3))
     for number in range(1, STEPS + 1):
         state, _ = step(state, X)
         fsdp.save(path, state, metadata={"at": number, "data": {"shard": [1, 2]}})
@@ -127,7 +127,7 @@ def test_what_was_saved_did_change_and_has_every_sort_of_leaf(saved):
     names = " ".join(saved.bits)
     for part in (
         "step",
-        "rng",
+        "key",
         "params.linear.kernel",
         ".mu.",
         "norm.mean",
@@ -261,7 +261,7 @@ def small_state(step: int) -> fsdp.TrainState:
         params={"w": jnp.arange(8.0)},
         opt_state=(),
         model_state={},
-        rng=jax.random.key(0),
+        key=jax.random.key(0),
         num_skipped=jnp.int32(0),
     )
 

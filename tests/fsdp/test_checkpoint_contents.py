@@ -38,7 +38,7 @@ def state_of(params, step: int = 1, **fields) -> fsdp.TrainState:
         params=params,
         opt_state=(),
         model_state={},
-        rng=sharded(jax.random.key(0)),
+        key=sharded(jax.random.key(0)),
         num_skipped=sharded(jnp.int32(0)),
     )
     return dataclasses.replace(empty, **fields)
@@ -151,16 +151,16 @@ def test_keys_of_another_kind_are_refused_though_their_words_are_as_many(
     wanted, said, tmp_path
 ):
     """Keys of rbg and of unsafe_rbg are four words each, and other numbers."""
-    state = state_of({}, rng=sharded(jax.random.key(3, impl="rbg")))
+    state = state_of({}, key=sharded(jax.random.key(3, impl="rbg")))
     fsdp.save(tmp_path, state)
-    other = dataclasses.replace(state, rng=sharded(jax.random.key(3, impl=wanted)))
-    with pytest.raises(ValueError, match=facts("rng", *said)):
+    other = dataclasses.replace(state, key=sharded(jax.random.key(3, impl=wanted)))
+    with pytest.raises(ValueError, match=facts("key", *said)):
         fsdp.load(tmp_path, abstract(other))
     same = fsdp.load(tmp_path, abstract(state))
-    assert same.rng.dtype == state.rng.dtype
-    words = dataclasses.replace(state, rng=jax.random.key_data(state.rng))
+    assert same.key.dtype == state.key.dtype
+    words = dataclasses.replace(state, key=jax.random.key_data(state.key))
     loaded = fsdp.load(tmp_path, abstract(words))  # as plain words, if one wants them
-    np.testing.assert_array_equal(loaded.rng, jax.random.key_data(state.rng))
+    np.testing.assert_array_equal(loaded.key, jax.random.key_data(state.key))
 
 
 def test_a_list_of_another_length_is_refused_by_the_names_of_its_items(tmp_path):

@@ -92,7 +92,7 @@ def test_orbax_alone_reads_all_that_is_left(run):
     fsdp.checkpoint.remove(run, 2, "opt_state")
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as plain:
         tree = plain.metadata(run / "2" / "state").item_metadata.tree
-        assert sorted(tree) == ["num_skipped", "params.w", "rng", "step"]
+        assert sorted(tree) == ["key", "num_skipped", "params.w", "step"]
         arguments = ocp.args.PyTreeRestore(
             restore_args=ocp.checkpoint_utils.construct_restore_args(
                 jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), dict(tree))

@@ -73,10 +73,10 @@ def test_a_train_state_of_flax_becomes_a_train_state(tmp_path, mesh):
     abstract = sharded(mesh, our_state(jax.tree.map(jnp.zeros_like, params)))
     # What flax does not have keeps its value.
     ours = dataclasses.replace(
-        abstract, rng=jax.random.key(7), num_skipped=jnp.int32(0)
+        abstract, key=jax.random.key(7), num_skipped=jnp.int32(0)
     )
     got = fsdp.load(tmp_path, ours, rules=(), strict="return_all")
-    assert got.missing == () and set(got.unexpected) == {"rng", "num_skipped"}
+    assert got.missing == () and set(got.unexpected) == {"key", "num_skipped"}
     assert int(got.state.step) == 1
     assert_equal(got.state.params, theirs.params)
     assert_equal(got.state.opt_state, theirs.opt_state)

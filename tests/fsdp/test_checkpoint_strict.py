@@ -36,7 +36,7 @@ def state_of(params, opt_state=()) -> fsdp.TrainState:
         params=jax.tree.map(put, params),
         opt_state=jax.tree.map(put, opt_state),
         model_state={},
-        rng=put(jax.random.key(0)),
+        key=put(jax.random.key(0)),
         num_skipped=put(jnp.int32(0)),
     )
 

@@ -38,43 +38,43 @@ def plan_of(strategy=3, **mesh):
     return fsdp.fully_shard(make_weights, mesh, [fsdp.Stacked("stack"), "one"], config)
 
 
-def run(loss, plan, **rng):
+def run(loss, plan, **key):
     leaves = jax.tree.leaves(make_weights(jax.random.key(0)))
     placed = jax.device_put(leaves, [m.sharding for m in jax.tree.leaves(plan.params)])
     params = jax.tree.structure(plan.params).unflatten(placed)
-    (value, _), grads = fsdp.value_and_grad(plan, loss)(params, X, **rng)
+    (value, _), grads = fsdp.value_and_grad(plan, loss)(params, X, **key)
     return value, fsdp.unshard(grads)
 
 
-# What a loss decides by, `decide(weights, x, rng)`.
+# What a loss decides by, `decide(weights, x, key)`.
 
 
-def by_rows(weights, x, rng):
+def by_rows(weights, x, key):
     return x[0, 0] > 0
 
 
-def by_keys(weights, x, rng):
-    return jax.random.uniform(rng) > 0.5
+def by_keys(weights, x, key):
+    return jax.random.uniform(key) > 0.5
 
 
-def by_rank(weights, x, rng):
+def by_rank(weights, x, key):
     return jax.lax.axis_index("dp_shard") == 0
 
 
-def by_a_loop_over_rows(weights, x, rng):
+def by_a_loop_over_rows(weights, x, key):
     return jax.lax.scan(lambda c, row: (c | (row[0] > 1), None), False, x)[0]
 
 
-def by_a_branch_of_rows(weights, x, rng):
+def by_a_branch_of_rows(weights, x, key):
     # As inlined code: both results are the same on all ranks, which one is not.
     return jax.lax.cond(x[0, 0] > 0, lambda: True, lambda: False)
 
 
-def by_other_axes(weights, x, rng):
+def by_other_axes(weights, x, key):
     return jax.lax.psum(x[0, 0], "dp_outer") > 0
 
 
-def by_pieces(weights, x, rng):
+def by_pieces(weights, x, key):
     return jax.lax.psum_scatter(jnp.ones(8), "dp_shard", tiled=True)[0] > 0
 
 
@@ -82,23 +82,23 @@ APART = [by_rows, by_keys, by_rank, by_a_loop_over_rows, by_a_branch_of_rows]
 APART += [by_other_axes, by_pieces]
 
 
-def by_weights(weights, x, rng):
+def by_weights(weights, x, key):
     return weights["root"] > 0
 
 
-def by_all_rows(weights, x, rng):
+def by_all_rows(weights, x, key):
     return jax.lax.pmax((x[0, 0] > 0).astype(int), AXES) > 0
 
 
-def by_a_count_of_rows(weights, x, rng):
+def by_a_count_of_rows(weights, x, key):
     return fsdp.ops.masked_count(x[0, 0] > 0) > 0
 
 
-def by_the_mean_of_all_rows(weights, x, rng):
+def by_the_mean_of_all_rows(weights, x, key):
     return jax.lax.pmean(x, AXES).sum() < 1e9
 
 
-def by_a_promise(weights, x, rng):
+def by_a_promise(weights, x, key):
     return fsdp.step.assume_replicated(x[0, 0] < 1e9)
 
 
@@ -111,12 +111,12 @@ TOGETHER = [
 ]
 
 
-# What is decided: `loss(decide)(weights, batch, rng)`.
+# What is decided: `loss(decide)(weights, batch, key)`.
 
 
 def branch(decide):
-    def loss(weights, x, rng):
-        taken = decide(weights, x, rng)
+    def loss(weights, x, key):
+        taken = decide(weights, x, key)
         y = jax.lax.cond(taken, lambda x: ONE(weights["one"], x), lambda x: x, x)
         return jnp.mean(y**2)
 
@@ -124,8 +124,8 @@ def branch(decide):
 
 
 def layer_in_a_switch(decide):
-    def loss(weights, x, rng):
-        index = decide(weights, x, rng).astype(int)
+    def loss(weights, x, key):
+        index = decide(weights, x, key).astype(int)
 
         def body(x, w):
             unit = fsdp.unit(lambda w, x: layer(w, x)[0])
@@ -142,12 +142,12 @@ def test_a_unit_that_ranks_may_enter_apart_is_refused(decide):
     with pytest.raises(
         ValueError, match=facts("dp_shard", "'one'", "cond", "masked_count")
     ):
-        run(branch(decide), plan_of(dp_outer=2), rng=jax.random.key(0))
+        run(branch(decide), plan_of(dp_outer=2), key=jax.random.key(0))
 
 
 def test_a_unit_in_a_switch_in_a_layer_is_refused():
     with pytest.raises(ValueError, match=facts("'stack'", "switch")):
-        run(layer_in_a_switch(by_rows), plan_of(), rng=jax.random.key(0))
+        run(layer_in_a_switch(by_rows), plan_of(), key=jax.random.key(0))
 
 
 def test_a_layer_of_a_pipeline_that_ranks_may_enter_apart_is_refused():
@@ -174,7 +174,7 @@ def test_a_layer_of_a_pipeline_that_ranks_may_enter_apart_is_refused():
 def test_a_unit_that_all_ranks_enter_or_none_is_right(decide):
     loss = branch(decide)
     with jax.enable_x64(True):
-        value, grads = run(loss, plan_of(), rng=jax.random.key(0))
+        value, grads = run(loss, plan_of(), key=jax.random.key(0))
         always = branch(lambda *_: jnp.array(True))
         weights = make_weights(jax.random.key(0))
         want = jax.value_and_grad(always)(weights, X, None)
@@ -184,15 +184,15 @@ def test_a_unit_that_all_ranks_enter_or_none_is_right(decide):
 
 def test_collectives_of_backward_alone_count_and_where_there_is_none_all_is_well():
     with pytest.raises(ValueError, match=facts("reduce_scatter", "dp_shard", "'one'")):
-        run(branch(by_rows), plan_of(2), rng=jax.random.key(0))
+        run(branch(by_rows), plan_of(2), key=jax.random.key(0))
 
-    def chosen(weights, x, rng):
+    def chosen(weights, x, key):
         """The same, computed for each row."""
         taken = jnp.repeat(x[::2, :1] > 0, 2, 0)  # Two rows are a rank's.
         return jnp.mean(jnp.where(taken, jnp.tanh(x @ weights["one"]["w"]), x) ** 2)
 
     with jax.enable_x64(True):
-        value, grads = run(branch(by_rows), plan_of(1), rng=jax.random.key(0))
+        value, grads = run(branch(by_rows), plan_of(1), key=jax.random.key(0))
         weights = make_weights(jax.random.key(0))
         want = jax.value_and_grad(chosen)(weights, X, None)
     assert float(value) == pytest.approx(float(want[0]), abs=1e-9)

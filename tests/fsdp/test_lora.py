@@ -79,7 +79,7 @@ def test_gradients_are_those_of_the_sum_on_one_device(name):
     params = with_products(fsdp.init_params(plan, jax.random.key(0)))
     _, state = case.weights()
     compute = fsdp.value_and_grad(plan, case.loss)
-    given = {"rng": jax.random.key(0), "model_state": state} if plan.has_keys else {}
+    given = {"key": jax.random.key(0), "model_state": state} if plan.has_keys else {}
     value, grads = compute(params, batch(), **given)
 
     def loss(factors, base):
@@ -372,11 +372,11 @@ def test_dropout_is_of_training_alone_and_of_each_step_its_own():
     compute = fsdp.value_and_grad(plan, case.loss)
 
     def loss(seed):
-        return float(compute(params, batch(), rng=jax.random.key(seed))[0][0])
+        return float(compute(params, batch(), key=jax.random.key(seed))[0][0])
 
     assert loss(0) == loss(0) != loss(1)
     assert abs(loss(0) - exact) > 1e-3
-    with pytest.raises(ValueError, match=facts("rng=jax.random.key(...)")):
+    with pytest.raises(ValueError, match=facts("key=jax.random.key(...)")):
         compute(params, batch())
 
 

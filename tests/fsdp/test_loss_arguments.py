@@ -19,8 +19,8 @@ def make(key):
     return {"w": jax.random.normal(key, (4, 4))}
 
 
-def noisy(p, x, rng):
-    return jnp.mean(x @ p["w"]) * 0 + jax.random.uniform(rng, ())
+def noisy(p, x, key):
+    return jnp.mean(x @ p["w"]) * 0 + jax.random.uniform(key, ())
 
 
 def wrapped(fn):
@@ -33,11 +33,11 @@ def wrapped(fn):
 
 KEY = jax.random.key(7)
 BOUND = {
-    "partial": functools.partial(noisy, rng=KEY),
-    "partial of a partial": functools.partial(functools.partial(noisy, rng=KEY)),
-    "wrapped partial": wrapped(functools.partial(noisy, rng=KEY)),
-    "partial of a wrapper": functools.partial(wrapped(noisy), rng=KEY),
-    "tree_util.Partial": jax.tree_util.Partial(noisy, rng=KEY),
+    "partial": functools.partial(noisy, key=KEY),
+    "partial of a partial": functools.partial(functools.partial(noisy, key=KEY)),
+    "wrapped partial": wrapped(functools.partial(noisy, key=KEY)),
+    "partial of a wrapper": functools.partial(wrapped(noisy), key=KEY),
+    "tree_util.Partial": jax.tree_util.Partial(noisy, key=KEY),
 }
 
 
@@ -47,11 +47,11 @@ def test_a_key_that_is_bound_to_a_function_is_the_one_it_gets(how, use):
     plan = fsdp.fully_shard(make, MESH)
     params, fn, other = fsdp.init_params(plan, KEY), BOUND[how], jax.random.key(1)
     if use == "value_and_grad":
-        (got, _), _ = fsdp.value_and_grad(plan, fn)(params, X, rng=other)
+        (got, _), _ = fsdp.value_and_grad(plan, fn)(params, X, key=other)
     elif use == "eval":
-        got = fsdp.make_eval_step(plan, fn)(params, X, rng=other)["loss"]
+        got = fsdp.make_eval_step(plan, fn)(params, X, key=other)["loss"]
     else:
-        got = fsdp.make_forward(plan, fn)(params, X, rng=other)
+        got = fsdp.make_forward(plan, fn)(params, X, key=other)
     # Every rank draws the same number, whose mean is exact.
     assert float(got) == float(jax.random.uniform(KEY, ()))
 
@@ -60,7 +60,7 @@ def test_a_function_with_an_unbound_key_gets_one_of_each_rank():
     plan = fsdp.fully_shard(make, MESH)
     params = fsdp.init_params(plan, KEY)
     fn = functools.partial(wrapped(noisy))
-    (got, _), _ = fsdp.value_and_grad(plan, fn)(params, X, rng=KEY)
+    (got, _), _ = fsdp.value_and_grad(plan, fn)(params, X, key=KEY)
     assert float(got) != float(jax.random.uniform(KEY, ()))
 
 

@@ -116,7 +116,7 @@ def test_a_loop_of_ones_own_leaves_frozen_parameters_alone():
     model_state = fsdp.init_state(plan, TX, params).model_state
     opt_state = TX.init(fsdp.trainable(plan, params))
     (_, _, model_state), grads = fsdp.value_and_grad(plan, CASE.loss)(
-        params, batch(), rng=jax.random.key(0), model_state=model_state
+        params, batch(), key=jax.random.key(0), model_state=model_state
     )
     updates, _ = TX.update(grads, opt_state, fsdp.trainable(plan, params))
     new = fsdp.training.apply_updates(plan, params, updates)

@@ -52,8 +52,8 @@ def layer(w, carry, key, shift, encoded, segments):
 
 
 def loss_of(prefetch, unroll=1, *, layers):
-    def loss(weights, batch, rng):
-        keys = jax.random.split(rng, layers)
+    def loss(weights, batch, key):
+        keys = jax.random.split(key, layers)
         encoded = jnp.tanh(batch["x"] @ weights["encoder"])
         shifts = jnp.linspace(0.0, 1.0, layers, dtype=encoded.dtype)
         shifts = shifts[:, None] * encoded.mean(0, keepdims=True)
@@ -91,7 +91,7 @@ def computed(plan, prefetch, unroll=1, *, layers, num_microbatches=1, dtype=np.f
     params = fsdp.init_params(plan, jax.random.key(1))
     loss = loss_of(prefetch, unroll, layers=layers)
     compute = fsdp.value_and_grad(plan, loss, num_microbatches=num_microbatches)
-    (value, _), grads = compute(params, rows(dtype), rng=jax.random.key(2))
+    (value, _), grads = compute(params, rows(dtype), key=jax.random.key(2))
     return float(value), host(grads)
 
 

@@ -119,7 +119,7 @@ def sharded_gradients(case: Case, plan: fsdp.Plan, data, **options):
     params, extra = case.sharded(plan), {}
     if plan.has_keys:  # Dropout, here at rate zero.
         state = fsdp.init_state(plan, optax.identity(), params)
-        extra = {"model_state": state.model_state, "rng": jax.random.key(0)}
+        extra = {"model_state": state.model_state, "key": jax.random.key(0)}
     value, grads = fsdp.value_and_grad(plan, case.loss, **options)(
         params, data, **extra
     )

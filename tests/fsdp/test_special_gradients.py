@@ -113,7 +113,7 @@ def test_evaluation_leaves_the_router_as_it_was():
     before = jax.tree.map(np.asarray, state.model_state)
     evaluate = fsdp.make_eval_step(plan, loss_fn)
     evaluate(
-        state.params, batch(), rng=jax.random.key(0), model_state=state.model_state
+        state.params, batch(), key=jax.random.key(0), model_state=state.model_state
     )
     jax.tree.map(np.testing.assert_array_equal, before, state.model_state)
 

@@ -141,7 +141,7 @@ def test_a_step_counts_and_gives_up_the_old_state(plan, state):
 
 def test_the_callers_key_survives_the_step(plan):
     key = jax.random.key(3)
-    state = fsdp.init_state(plan, TX, fsdp.init_params(plan, key), rng=key)
+    state = fsdp.init_state(plan, TX, fsdp.init_params(plan, key), key=key)
     fsdp.make_train_step(plan, square, TX)(state, X)
     assert not key.is_deleted()
 
@@ -201,20 +201,20 @@ def test_rows_are_split_over_all_data_axes():
     assert metrics["aux"] == ROWS
 
 
-def noisy(params, batch, rng):
+def noisy(params, batch, key):
     """Each rank and microbatch returns its own noise, once a row."""
-    noise = jax.random.normal(rng, ())
+    noise = jax.random.normal(key, ())
     return square(params, batch) + 0 * noise, jnp.full(len(batch), noise)
 
 
 def test_a_loss_that_asks_for_a_key_gets_its_own_on_each_rank_and_microbatch(plan):
     fn = fsdp.value_and_grad(plan, noisy, has_aux=True, num_microbatches=2)
     params = fsdp.init_params(plan, jax.random.key(0))
-    (_, noise), _ = fn(params, X, rng=jax.random.key(0))
+    (_, noise), _ = fn(params, X, key=jax.random.key(0))
     assert len(set(np.asarray(noise).tolist())) == 16
-    (_, again), _ = fn(params, X, rng=jax.random.key(0))
+    (_, again), _ = fn(params, X, key=jax.random.key(0))
     np.testing.assert_array_equal(noise, again)
-    (_, other), _ = fn(params, X, rng=jax.random.key(1))
+    (_, other), _ = fn(params, X, key=jax.random.key(1))
     assert not set(np.asarray(noise).tolist()) & set(np.asarray(other).tolist())
 
 
@@ -230,7 +230,7 @@ def test_a_random_loss_without_a_key_is_refused(plan):
     fn = fsdp.value_and_grad(plan, noisy, has_aux=True)
     evaluate = fsdp.make_eval_step(plan, noisy, has_aux=True)
     for call in (fn, evaluate):
-        with pytest.raises(ValueError, match=facts("rng=jax.random.key(...)")):
+        with pytest.raises(ValueError, match=facts("key=jax.random.key(...)")):
             call(params, X)
 
 
@@ -258,9 +258,9 @@ def test_a_model_with_state_without_it_is_refused():
         ):
             call(params, X)
     state = fsdp.init_state(plan, TX, params).model_state
-    with pytest.raises(ValueError, match=facts("rng=jax.random.key(...)")):
+    with pytest.raises(ValueError, match=facts("key=jax.random.key(...)")):
         fn(params, X, model_state=state)
-    (_, _, new), _ = fn(params, X, model_state=state, rng=jax.random.key(0))
+    (_, _, new), _ = fn(params, X, model_state=state, key=jax.random.key(0))
     assert int(new["dropout"]["rngs"]["count"][...]) == 1
     keys = [
         jax.random.key_data(tree["dropout"]["rngs"]["key"][...])

@@ -31,7 +31,7 @@ def assert_as_plain(make, units, loss, batch=X, **config):
     params = fsdp.init_params(plan, jax.random.key(0))
     _, state = plan.model.split(make(jax.random.key(0)))
     (got, *_), grads = fsdp.value_and_grad(plan, loss)(
-        params, batch, model_state=state, rng=jax.random.key(0)
+        params, batch, model_state=state, key=jax.random.key(0)
     )
 
     def plain(params):

@@ -379,7 +379,7 @@ def dropped():
         lambda p: jax.tree.map(jnp.zeros_like, p),
         lambda g, state, params=None: (jax.tree.map(jnp.zeros_like, g), g),
     )
-    state = fsdp.init_state(plan, keep, params, rng=jax.random.key(7))
+    state = fsdp.init_state(plan, keep, params, key=jax.random.key(7))
     step = fsdp.make_train_step(plan, drop_loss, keep, has_aux=True)
     restart = jax.tree.map(jnp.copy, state)
     masks, grads = [], []

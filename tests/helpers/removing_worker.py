@@ -67,7 +67,7 @@ def look_at(run: Path, said: Path) -> None:
     assert fsdp.checkpoint.verify(run).step == fsdp.latest_step(run) == 2
     names = fsdp.checkpoint.load_shapes(run)
     has_optimizer = any(matches("opt_state", name) for name in names)
-    assert {"params.w", "step", "rng"} <= names.keys()
+    assert {"params.w", "step", "key"} <= names.keys()
     said.write_text("as it was" if has_optimizer else "without")
     fsdp.checkpoint.remove(run, None, "opt_state" if has_optimizer else "num_skipped")
     assert fsdp.checkpoint.verify(run).step == 2

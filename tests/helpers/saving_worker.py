@@ -32,7 +32,7 @@ def state_at(step: int) -> fsdp.TrainState:
         params={"w": jax.device_put(values, rows)},
         opt_state={"mu": jax.device_put(values[::-1], rows)},
         model_state={},
-        rng=jax.device_put(jax.random.key(step), whole),
+        key=jax.device_put(jax.random.key(step), whole),
         num_skipped=jax.device_put(jnp.int32(0), whole),
     )
 
