@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -150,9 +151,33 @@ def written_state(tree: Any) -> Any:
     return nnx.state(tree, _is_written) if _has_modules(tree) else ()
 
 
+def values_of(state: Any) -> dict[Any, list[Any]]:
+    """Returns the arrays of a `written_state` by path, before a call may write it."""
+    return {path: jax.tree.leaves(leaf) for path, leaf in _flat(state)}
+
+
+def changed_since(before: dict[Any, list[Any]], state: Any) -> Any:
+    """Returns the part of a `written_state` that holds other arrays than before.
+
+    A table that a layer only reads stays out of it: flax lets no transformation write
+    to a module that it closes over, whatever the value.
+    """
+
+    def is_same(path, leaf):
+        old, new = before.get(path, ()), jax.tree.leaves(leaf)
+        return len(old) == len(new) and all(map(operator.is_, old, new))
+
+    flat = [(path, leaf) for path, leaf in _flat(state) if not is_same(path, leaf)]
+    return nnx.from_flat_state(flat) if flat else ()
+
+
+def _flat(state: Any) -> list[tuple[Any, Any]]:
+    return list(nnx.to_flat_state(state)) if jax.tree.leaves(state) else []
+
+
 def put_state(tree: Any, written: Any) -> None:
-    """Updates `tree` with the `written_state` of a copy of it."""
-    if _has_modules(tree):
+    """Updates `tree` with the part of its state that a copy of it wrote."""
+    if jax.tree.leaves(written):
         nnx.update(tree, written)
 
 

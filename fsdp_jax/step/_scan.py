@@ -14,7 +14,12 @@ from fsdp_jax.lora._composed_weight import take_parts
 from fsdp_jax.sharding._attributes import closed_over_tracers
 from fsdp_jax.sharding._plan import ParamPlan
 from fsdp_jax.step._layer_stack import scan_stages, unless_padding
-from fsdp_jax.step._module_units import put_state, written_state
+from fsdp_jax.step._module_units import (
+    changed_since,
+    put_state,
+    values_of,
+    written_state,
+)
 from fsdp_jax.step._prefetch import prefetching_scan
 from fsdp_jax.step._shard import Shard, partition, shards_of
 from fsdp_jax.step._unit import is_unit
@@ -132,9 +137,10 @@ def _scan(
     unroll: int,
 ) -> tuple[PyTree, PyTree]:
     def stateful(weights, *args):
+        before = values_of(written_state(weights))
         carry, y = unit(weights, *args)
         # Dropout counters and BatchNorm statistics leave the loop as stacked outputs.
-        return carry, (y, written_state(weights))
+        return carry, (y, changed_since(before, written_state(weights)))
 
     own, others, merge = partition(stacked)
     is_alone = _holds_units_alone(stacked)

@@ -12,11 +12,11 @@ from composition.composed_models import (
     Built,
     Tools,
     block_shapes,
+    drawn,
     enter,
     in_float64,
     layer,
     leave,
-    normal,
     one_by_one,
     root_shapes,
     table_of,
@@ -34,7 +34,7 @@ KEPT = ("params", "batch_stats", "constants")
 
 def initializer(key, shape, dtype=jnp.float64):
     del dtype
-    return normal(key, *shape)
+    return drawn(key, *shape)
 
 
 class LinenTwist(linen.Module):

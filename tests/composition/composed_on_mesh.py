@@ -49,13 +49,13 @@ def run_sharded(case: Composition) -> Ran:
         (_, shown, *_), by_hand = compute(state.params, batch, **given)
         aux = shown if case.aux else {}
     step = fsdp.make_train_step(plan, loss, tx, **options)
-    losses, recorded, auxes = [], [], []
+    losses, recorded, auxes = [], None, []
     for _ in range(STEPS):
         state, metrics = step(state, batch)
         losses.append(metrics["loss"])
         auxes.append(metrics.get("aux", {}))
-        # Copied, since the next step takes the arrays.
-        recorded.append(jax.tree.map(np.array, fsdp.unshard(state.opt_state[0])))
+        if recorded is None:  # Copied, since the next step takes the arrays.
+            recorded = jax.tree.map(np.array, fsdp.unshard(state.opt_state[0]))
     evaluated = None
     if case.evaluates:
         evaluate = fsdp.make_eval_step(plan, loss, **form)
@@ -63,7 +63,7 @@ def run_sharded(case: Composition) -> Ran:
         evaluated = found["loss"]
     return Ran(
         first=(losses[0], aux if case.returns_state else auxes[0]),
-        grads=recorded[0].grads,
+        grads=recorded.grads,
         grads_by_hand=fsdp.unshard(by_hand),
         losses=losses,
         params=fsdp.unshard(state.params),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -37,7 +38,9 @@ def run_plainly(case: Composition) -> Ran:
     frozen = [is_frozen(case, name) for name, _ in fsdp.sharding.named_leaves(params)]
     groups = microbatches(case, case.num_microbatches)
     tx = optax.with_extra_args_support(optimizer_of(case))
-    compute = jax.jit(functools.partial(_grads, case, built))
+    # Compiled for one microbatch, and called for each.
+    of_params = _loss_of_params(case, built)
+    compute = jax.jit(jax.value_and_grad(of_params, has_aux=True))
 
     @jax.jit
     def update(params, opt, grads, loss):
@@ -45,10 +48,10 @@ def run_plainly(case: Composition) -> Ran:
         updates, opt = tx.update(_trained(grads, frozen), opt, own, value=loss)
         return _with_frozen(optax.apply_updates(own, updates), params, frozen), opt
 
-    opt = tx.init(_trained(params, frozen))
+    opt = jax.jit(tx.init)(_trained(params, frozen))
     seen, losses = [], []
     for _ in range(STEPS):
-        loss, aux, state, grads = compute(params, state, groups)
+        loss, aux, state, grads = _grads(case, compute, params, state, groups)
         params, opt = update(params, opt, grads, loss)
         seen.append((aux, grads))
         losses.append(loss)
@@ -89,15 +92,14 @@ def microbatches(case: Composition, num_microbatches: int) -> list[list[Batch]]:
     ]
 
 
-def _grads(case, built, params, state, groups):
+def _grads(case, compute, params, state, groups):
     """Loss, aux, state and gradients of all microbatches, one after the other."""
-    compute = jax.value_and_grad(_loss_of_params(case, built), has_aux=True)
     # As many as there are parts, each of which goes on with its own.
     states, outs = [state] * len(groups[0]), []
     for group in groups:
         for i, batch in enumerate(group):
             (value, (count, aux, states[i])), grads = compute(params, states[i], batch)
-            outs.append((value, count, aux, grads))
+            outs.append(jax.device_get((value, count, aux, grads)))
     values, counts, auxes, grads = zip(*outs, strict=True)
     mean = functools.partial(_mean, total=sum(counts))
     state = jax.tree.map(_agreed, *states)
@@ -110,7 +112,7 @@ def _evaluated(case: Composition, built: Built, params: Any, state: Any) -> Any:
         return None
     compute = jax.jit(_loss_of_params(case, built))
     (group,) = microbatches(case, 1)
-    outs = [compute(params, state, batch) for batch in group]
+    outs = [jax.device_get(compute(params, state, batch)) for batch in group]
     values = [value for value, _ in outs]
     return _mean(*values, total=sum(count for _, (count, _, _) in outs))
 
@@ -135,7 +137,7 @@ def _loss_of_params(case: Composition, built: Built) -> Callable[..., Any]:
 def _agreed(*leaves: Any) -> Any:
     """Returns the mean of statistics; all else is alike."""
     is_mean = len(leaves) > 1 and jnp.issubdtype(leaves[0].dtype, jnp.inexact)
-    return sum(leaves) / len(leaves) if is_mean else leaves[0]
+    return np.mean(leaves, 0) if is_mean else leaves[0]
 
 
 def _mean(*trees, total):
@@ -147,7 +149,7 @@ def _joined_aux(case: Composition, auxes: Any) -> Any:
 
     def join(*leaves):
         if leaves[0].ndim:
-            pieces = jnp.stack(leaves).reshape(case.num_microbatches, case.ranks, -1)
+            pieces = np.stack(leaves).reshape(case.num_microbatches, case.ranks, -1)
             return pieces.swapaxes(0, 1).reshape(-1)
         is_count = jnp.issubdtype(leaves[0].dtype, jnp.integer)
         return sum(leaves) if is_count else sum(leaves) / len(leaves)
@@ -182,9 +184,14 @@ def scan_plainly(unit, stacked, carry, xs=(), *, prefetch=0, unroll=1):
     def body(carry, slices):
         params, state, xs = slices
         block = nnx.merge(graph, params, state)
+        before = jax.tree.leaves(state)
         carry, y = unit(block, carry, *xs)
-        return carry, (y, nnx.split(block, nnx.Param, ...)[2])
+        written = nnx.split(block, nnx.Param, ...)[2]
+        # What nobody has written is not put back: flax would refuse it in a `vmap`.
+        is_same = all(map(operator.is_, before, jax.tree.leaves(written)))
+        return carry, (y, () if is_same else written)
 
     carry, (ys, written) = jax.lax.scan(body, carry, (params, state, xs))
-    nnx.update(stacked, written)
+    if jax.tree.leaves(written):
+        nnx.update(stacked, written)
     return carry, ys

@@ -191,8 +191,10 @@ def _by_numbers(f: dict[str, Any]) -> dict[str, Any]:
     changes: dict[str, Any] = {}
     if f["per_token"]:  # A layer's own loss is a mean over rows, not over tokens.
         changes["sow"] = "none"
-    if f["policy"] != "none":  # What divides by a gradient's size amplifies rounding.
-        changes |= {"optimizer": "sgd", "norm": "none"}
+    # What divides by the size of each gradient amplifies rounding, and so do steps
+    # that are as large as these get: `clip` divides by their size altogether.
+    if f["policy"] != "none":
+        changes |= {"optimizer": "clip", "norm": "none"}
     if f["optimizer"] == "adafactor":
         changes["norm"] = "none"
     if f["strategy"] != "placed":

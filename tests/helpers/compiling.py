@@ -37,8 +37,17 @@ if _HAS_EMITTERS:
 
 XLA_FLAGS = " ".join(_FLAGS)
 
+_THREADS = {"NPROC": "32"}
+"""Threads that XLA:CPU runs programs in.
+
+It has as many as devices otherwise. Two loops of a pipeline that do not depend on each
+other may wait for their collectives at once, in two threads of one device, and leave
+none to other devices: the program then waits forever (jax 0.10.2, 8 devices, 2 cores).
+"""
+
 ENVIRONMENT = {
     "XLA_FLAGS": XLA_FLAGS,
+    **_THREADS,
     **{name.upper(): str(value) for name, value in SETTINGS.items()},
 }
 """The same for a child process."""
@@ -48,6 +57,8 @@ def enable() -> None:
     """Lets this process compile so; before its backend starts."""
     # XLA reads its flags from here alone, and a test's children inherit them.
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {XLA_FLAGS}".strip()
+    for name, value in _THREADS.items():
+        os.environ.setdefault(name, value)
     for name, value in SETTINGS.items():
         jax.config.update(name, value)
 
