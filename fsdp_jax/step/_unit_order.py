@@ -12,6 +12,11 @@ loss's gradients, with optimization barriers, which change no value:
 | gather | the gather of unit j - 1 | XLA does not merge the two |
 | reduction | the reduction of unit j - 1 | XLA does not merge the two |
 
+The j-th unit itself waits for the reduction of unit j - 2, so that the unreduced
+gradients of at most two units are in memory: those being reduced and those being made.
+A gather casts what it reads behind its barrier, or XLA would cast the shards of the
+whole model first and keep them.
+
 Units are counted in the order of the trace, forward and then backward. A visit of a
 unit whose weights are still there, as at the turn from forward to backward, does not
 gather them again.
@@ -19,8 +24,9 @@ gather them again.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -53,11 +59,13 @@ class _Visit:
       unit: Name of the unit.
       gathers: Equations that gather its weights.
       start: Variables that are there when the unit begins to compute.
+      first: Equation that begins to compute.
     """
 
     unit: str
     gathers: list[Any] = dataclasses.field(default_factory=list)
     start: tuple[Any, ...] = ()
+    first: Any = None
 
 
 def order_units(closed: Any, num_shard_leaves: int, prefetch: int) -> Any:
@@ -78,11 +86,15 @@ def order_units(closed: Any, num_shard_leaves: int, prefetch: int) -> Any:
     if len(visits) < 2:
         return closed
     eqns = _without_repeated(eqns, visits, prefetch, flat.of_shards)
-    eqns = without_dead(list(_ordered(eqns, visits, prefetch)), flat.outvars)
+    eqns, casts = _with_casts_last(eqns, visits)
+    waits, env = _waits_of_gathers(visits, prefetch, casts), {}
+    eqns = list(_ordered(eqns, visits, waits, env))
+    outvars = [operand(env, v) for v in flat.outvars]
+    eqns = without_dead(eqns, outvars)
     jaxpr = closed.jaxpr.replace(
         constvars=list(flat.consts),
         eqns=eqns,
-        outvars=flat.outvars,
+        outvars=outvars,
         debug_info=closed.jaxpr.debug_info.with_unknown_names(),
     )
     return core.ClosedJaxpr(jaxpr, list(flat.consts.values()))
@@ -100,7 +112,7 @@ def _visits(eqns: Sequence[Any], of_shards: set[Any]) -> list[_Visit]:
     begun = True
     for eqn in eqns:
         unit = _unit_of(eqn)
-        read = {v for v in eqn.invars if isinstance(v, core.Var)}
+        read = {v for v in eqn.invars if _is_var(v)}
         if unit and _is_gather(eqn, of_shards):
             if begun or not visits or visits[-1].unit != unit:
                 visits.append(_Visit(unit))
@@ -113,12 +125,13 @@ def _visits(eqns: Sequence[Any], of_shards: set[Any]) -> list[_Visit]:
             elif not begun:
                 begun = True
                 visits[-1].start = _activations(read - of_shards)
+                visits[-1].first = eqn
     return [visit for visit in visits if visit.start]
 
 
 def _is_gather(eqn: Any, of_shards: set[Any]) -> bool:
     return is_collective(eqn) and all(
-        v in of_shards for v in eqn.invars if isinstance(v, core.Var)
+        v in of_shards for v in eqn.invars if _is_var(v)
     )
 
 
@@ -163,6 +176,10 @@ def _without_repeated(
     return [_with_operands(eqn, repeated) for eqn in eqns if _name(eqn) not in repeated]
 
 
+def _is_var(v: Any) -> bool:
+    return isinstance(v, core.Var)
+
+
 def _name(eqn: Any) -> Any:
     """Returns a variable that stands for an equation; None if it has no result."""
     return eqn.outvars[0] if eqn.outvars else None
@@ -192,32 +209,111 @@ def _key(eqn: Any, origin: dict[Any, Any]) -> tuple[Any, ...]:
     return (eqn.primitive.name, str(eqn.params), *given)
 
 
+def _with_casts_last(
+    eqns: Sequence[Any], visits: Sequence[_Visit]
+) -> tuple[list[Any], dict[Any, Any]]:
+    """Moves the casts of shards to the gathers that read them.
+
+    Args:
+      eqns: Equations.
+      visits: Visits of units.
+
+    Returns:
+      The equations, each such cast just before its gather; and for each of these
+      gathers its cast, both by name.
+    """
+    readers = collections.Counter(v for eqn in eqns for v in eqn.invars if _is_var(v))
+    casts = {
+        _name(eqn): eqn
+        for eqn in eqns
+        if eqn.primitive.name == "convert_element_type" and readers[_name(eqn)] == 1
+    }
+    own = {
+        _name(eqn): casts[eqn.invars[0]]
+        for visit in visits
+        for eqn in visit.gathers
+        if len(eqn.invars) == 1 and eqn.invars[0] in casts
+    }
+    moved = {_name(cast) for cast in own.values()}
+    ordered = []
+    for eqn in eqns:
+        if _name(eqn) in own:
+            ordered.append(own[_name(eqn)])
+        if _name(eqn) not in moved:
+            ordered.append(eqn)
+    return ordered, {gather: _name(cast) for gather, cast in own.items()}
+
+
 def _ordered(
-    eqns: Sequence[Any], visits: Sequence[_Visit], prefetch: int
+    eqns: Sequence[Any],
+    visits: Sequence[_Visit],
+    waits: Mapping[Any, tuple[Any, ...]],
+    env: dict[Any, Any],
 ) -> Iterator[Any]:
-    """Yields the equations, with barriers before the collectives of units."""
+    """Yields the equations, with barriers before collectives and units.
+
+    Args:
+      eqns: Equations.
+      visits: Visits of units.
+      waits: Variables that a gather, or the cast before it, waits for, by its name.
+      env: Filled with what stands for the variables that units begin with.
+    """
+    begins = {_name(visit.first): visit.start for visit in visits}
+    unit, groups = None, [[], []]  # Results of reductions, unit by unit.
+    for eqn in eqns:
+        eqn = _with_operands(eqn, env)
+        if start := begins.get(_name(eqn)):
+            yield from _after(eqn, start, groups[-2], env)
+            eqn = _with_operands(eqn, env)
+        own: dict[Any, Any] = {}
+        if after := waits.get(_name(eqn)):
+            yield from _after(eqn, eqn.invars, after, own)
+        elif _is_reduction(eqn):
+            if _unit_of(eqn) != unit:
+                unit, groups = _unit_of(eqn), [*groups, []]
+            yield from _after(eqn, eqn.invars, groups[-2], own)
+            groups[-1].extend(eqn.outvars)
+        yield _with_operands(eqn, own)
+
+
+def _after(
+    eqn: Any, variables: Iterable[Any], after: Iterable[Any], env: dict[Any, Any]
+) -> Iterator[Any]:
+    """Yields a barrier behind which `variables` are there once all of `after` are.
+
+    Args:
+      eqn: Equation that reads what the barrier returns.
+      variables: Operands; literals are left out.
+      after: Variables to wait for. Without any there is no barrier.
+      env: Filled with what stands for `variables` from here on.
+    """
+    names = [v for v in dict.fromkeys(variables) if _is_var(v)]
+    own = [operand(env, v) for v in names]
+    others = [v for v in dict.fromkeys(after) if v not in own]
+    if own and others:
+        barrier = barrier_of([*own, *others], eqn.source_info)
+        env.update(zip(names, barrier.outvars, strict=False))
+        yield barrier
+
+
+def _waits_of_gathers(
+    visits: Sequence[_Visit], prefetch: int, casts: Mapping[Any, Any]
+) -> dict[Any, tuple[Any, ...]]:
+    """Returns what each gather of units waits for, by the name of its cast or its own.
+
+    Args:
+      visits: Visits of units.
+      prefetch: Number of units gathered ahead.
+      casts: Name of the cast before a gather, by the gather's name.
+    """
     waits: dict[Any, tuple[Any, ...]] = {}
     for i, visit in enumerate(visits):
         start = visits[i - prefetch].start if i >= prefetch else ()
         before = visits[i - 1].gathers if i else ()
         gathered = tuple(v for eqn in before for v in eqn.outvars)
-        waits.update({_name(eqn): start + gathered for eqn in visit.gathers})
-    unit, reduced, previous = None, [], []
-    for eqn in eqns:
-        after = waits.get(_name(eqn), ())
-        if not after and _is_reduction(eqn):
-            if _unit_of(eqn) != unit:
-                unit, previous, reduced = _unit_of(eqn), reduced, []
-            after = tuple(previous)
-            reduced.extend(eqn.outvars)
-        if not after:
-            yield eqn
-            continue
-        own = [v for v in dict.fromkeys(eqn.invars) if isinstance(v, core.Var)]
-        others = [v for v in dict.fromkeys(after) if v not in own]
-        barrier = barrier_of([*own, *others], eqn.source_info)
-        yield barrier
-        yield _with_operands(eqn, dict(zip(own, barrier.outvars, strict=False)))
+        for eqn in visit.gathers:
+            waits[casts.get(_name(eqn), _name(eqn))] = start + gathered
+    return waits
 
 
 def _is_reduction(eqn: Any) -> bool:
