@@ -1,18 +1,23 @@
 """Checkpoints mistreated: killed writers, flipped bits, moved bytes, full disks.
 
-    PYTHONPATH=tests python benchmarks/torture.py [--rounds 200] [--kills 200]
+    PYTHONPATH=tests python benchmarks/torture.py [--rounds 1000] [--kills 200]
+        [--out benchmarks/results/torture.json] [--only KIND:ROUND]
 
 Counts what must not happen, and exits with 1 if it did: a committed step that is lost
 when its process is killed, another value than was written, also where chunks, files or
 folders were moved, a step that a full disk spoils, a save that a rollback or a second
-writer prevents. The tests run the short form. A disk is filled only where one can be
-mounted (Linux, as root); JSON goes to stdout.
+writer prevents. The tests run the short form.
+
+With `--out` it goes on where an earlier run of it stopped. Rounds that are not as they
+should be are listed in `odd`, and `--only KIND:ROUND` repeats one. A disk is filled
+only where one can be mounted (Linux, as root); JSON goes to stdout.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import logging
 import random
@@ -20,8 +25,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import jax
@@ -33,79 +38,68 @@ from helpers.saving_worker import check, kill_while_saving, like, state_at
 import fsdp_jax as fsdp
 
 DISK_MEGABYTES = 24
+_WRITTEN_EVERY_SECS = 5
 
 
-def kills(directory: Path, rounds: int) -> dict[str, int]:
-    """Kills processes that do nothing but save, in two runs side by side."""
-    with ThreadPoolExecutor() as pool:
-        runs = [(directory / "a", rounds // 2), (directory / "b", rounds - rounds // 2)]
-        found = list(pool.map(lambda run: kills_of_one(*run), runs))
-    return {what: sum(one[what] for one in found) for what in found[0]}
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """One way to mistreat checkpoints.
+
+    Attributes:
+      prepare: Makes what the rounds need in an empty folder.
+      run: One round in the folder, by its number; returns counts.
+      counts: Names of the counts that may be anything.
+      never: Names of the counts that must stay 0.
+      share: Rounds of this kind for each of `--rounds`.
+    """
+
+    prepare: Callable[[Path], None]
+    run: Callable[[Path, int], Mapping[str, int]]
+    counts: tuple[str, ...]
+    never: tuple[str, ...]
+    share: float = 1.0
 
 
-def kills_of_one(directory: Path, rounds: int) -> dict[str, int]:
-    """Kills the process again and again, and looks each time at what it left."""
-    directory.mkdir()
-    moments, lost, unreadable, during = random.Random(directory.name), 0, 0, 0
-    for number in range(rounds):
-        committed = kill_while_saving(directory, moments.uniform(0, 1.5))
-        during += any(".orbax-checkpoint-tmp" in p.name for p in directory.iterdir())
-        newest = fsdp.latest_step(directory) or 0
-        lost += newest < committed[-1]
-        if newest:
-            unreadable += check(fsdp.load(directory, like())) != newest
-            _keep_newest(directory, newest)
-        _say(f"{directory.name}: kill {number + 1} of {rounds}: step {newest}")
-    return {
-        "rounds": rounds,
-        "killed_while_writing": during,
-        "steps_committed": newest,
-        "steps_lost": lost,
-        "latest_unreadable": unreadable,
-    }
+def save_steps(*steps: int) -> Callable[[Path], None]:
+    """Returns a function that saves these steps."""
+
+    def prepare(directory: Path) -> None:
+        for step in steps:
+            fsdp.save(directory, state_at(step), metadata={"at": (step, "a")})
+
+    return prepare
 
 
-def flips(directory: Path, rounds: int) -> dict[str, int]:
+def flip(directory: Path, number: int) -> dict[str, int]:
     """Flips one bit anywhere in a step, and reads all of it."""
-    fsdp.save(directory, state_at(1), metadata={"at": (1, "a")})
-    rng, refused, wrong = np.random.default_rng(0), 0, 0
-    for _ in range(rounds):
-        with flipped(*random_bit(directory, rng)):
-            try:
-                state = fsdp.load(directory, like(), step=1)
-                metadata = fsdp.checkpoint.load_metadata(directory, step=1)
-            except fsdp.checkpoint.DamagedCheckpointError:
-                refused += 1
-                continue
-        try:
-            wrong += check(state) != 1 or metadata != {"at": (1, "a")}
-        except AssertionError:
-            wrong += 1
-    return {"rounds": rounds, "refused": refused, "wrong_values_returned": wrong}
+    with flipped(*random_bit(directory, np.random.default_rng(number))):
+        return _read_damaged(directory, 1)
 
 
-def swaps(directory: Path, rounds: int) -> dict[str, dict[str, int]]:
-    """Moves a chunk with its checksum, a file of another step, or two folders."""
-    for step in (1, 2):
-        fsdp.save(directory, state_at(step))
-    rng, found = random.Random(0), {}
-    for swap in (chunk_moved, file_of_another_step, folders_exchanged):
-        refused = wrong = 0
-        for _ in range(rounds // 3):
-            with swap(directory, rng):
-                try:
-                    wrong += check(fsdp.load(directory, like(), step=2)) != 2
-                except fsdp.checkpoint.DamagedCheckpointError:
-                    refused += 1
-                except AssertionError:
-                    wrong += 1
-        found[swap.__name__] = {
-            "rounds": rounds // 3,
-            "refused": refused,
-            "wrong_values_returned": wrong,
-        }
-    check(fsdp.load(directory, like(), step=2))  # all was put back
-    return found
+def _read_damaged(directory: Path, step: int) -> dict[str, int]:
+    """Reads a damaged step: it is refused, or as it was written."""
+    try:
+        state = fsdp.load(directory, like(), step=step)
+        metadata = fsdp.checkpoint.load_metadata(directory, step=step)
+    except fsdp.checkpoint.DamagedCheckpointError:
+        return {"refused": 1}
+    try:
+        right = check(state) == step and metadata == {"at": (step, "a")}
+    except AssertionError:
+        right = False
+    return {"wrong_values_returned": not right}
+
+
+def swap(
+    how: Callable[[Path, random.Random], contextlib.AbstractContextManager[None]],
+) -> Callable[[Path, int], dict[str, int]]:
+    """Returns a round that moves bytes, and reads step 2."""
+
+    def run(directory: Path, number: int) -> dict[str, int]:
+        with how(directory, random.Random(number)):
+            return _read_damaged(directory, 2)
+
+    return run
 
 
 @contextlib.contextmanager
@@ -157,69 +151,75 @@ def _written(path: Path, content: bytes) -> Iterator[None]:
         path.write_bytes(whole)
 
 
-def rollbacks(directory: Path, rounds: int) -> dict[str, int]:
-    """Resumes an older step again and again, and saves from there."""
-    for step in (1, 2, 3):
-        fsdp.save(directory, state_at(step))
-    rng, unsaved, lost, wrong = random.Random(0), 0, 0, 0
-    for _ in range(rounds):
-        before = sum(path.is_dir() for path in directory.iterdir())
-        back = rng.choice((1, 2))
-        with fsdp.Checkpointer(directory) as checkpointer:
-            checkpointer.resume(like(), step=back)
-            for step in range(back + 1, 4):
-                unsaved += not checkpointer.save(step, state_at(step))
-        after = sum(path.is_dir() for path in directory.iterdir())
-        lost += after != before + 3 - back  # each given up is kept
-        wrong += check(fsdp.load(directory, like())) != 3
-        for path in directory.glob("*.abandoned*"):
-            subprocess.run(["rm", "-r", str(path)], check=True)
+def roll_back(directory: Path, number: int) -> dict[str, int]:
+    """Resumes an older step of three, and saves from there."""
+    before = sum(path.is_dir() for path in directory.iterdir())
+    back = random.Random(number).choice((1, 2))
+    with fsdp.Checkpointer(directory) as checkpointer:
+        checkpointer.resume(like(), step=back)
+        steps = range(back + 1, 4)
+        unsaved = [s for s in steps if not checkpointer.save(s, state_at(s))]
+    after = sum(path.is_dir() for path in directory.iterdir())
+    wrong = check(fsdp.load(directory, like())) != 3
+    for path in directory.glob("*.abandoned*"):
+        subprocess.run(["rm", "-r", str(path)], check=True)
     return {
-        "rounds": rounds,
-        "steps_not_saved": unsaved,
-        "steps_lost": lost,
+        "steps_not_saved": len(unsaved),
+        "steps_lost": after != before + 3 - back,  # each that is given up is kept
         "latest_wrong": wrong,
     }
 
 
-def second_writers(directory: Path, rounds: int) -> dict[str, int]:
+def open_twice(directory: Path, number: int) -> dict[str, int]:
     """Opens the directory a second time while a save is under way."""
-    refused = lost = 0
-    for step in range(1, rounds + 1):
-        with fsdp.Checkpointer(directory) as checkpointer:
-            checkpointer.save(step, state_at(step))
-            try:
-                fsdp.Checkpointer(directory)
-            except ValueError:
-                refused += 1
-        newest = fsdp.latest_step(directory)
-        lost += newest != step or check(fsdp.load(directory, like())) != step
-        _keep_newest(directory, step)
-    return {"rounds": rounds, "refused": refused, "steps_lost": lost}
-
-
-def full_disks(disk: Path, rounds: int) -> dict[str, int]:
-    """Saves where so much room is left that the disk is full at some moment."""
-    rng, failed, spoilt, stuck = random.Random(0), 0, 0, 0
-    fsdp.save(disk / "run", state_at(1))
-    for step in range(2, 2 * rounds + 2, 2):
-        with _filled(disk, leaving=rng.randrange(0, 3_000_000)):
-            try:
-                fsdp.save(disk / "run", state_at(step))
-            except Exception:
-                failed += 1
-            newest = fsdp.latest_step(disk / "run")
-            spoilt += newest is None or check(fsdp.load(disk / "run", like())) != newest
+    step, refused = number + 1, False
+    with fsdp.Checkpointer(directory) as checkpointer:
+        checkpointer.save(step, state_at(step))
         try:
-            fsdp.save(disk / "run", state_at(step + 1))
+            fsdp.Checkpointer(directory)
+        except ValueError:
+            refused = True
+    newest = fsdp.latest_step(directory)
+    lost = newest != step or check(fsdp.load(directory, like())) != step
+    _keep_newest(directory, step)
+    return {"refused": refused, "let_in": not refused, "steps_lost": lost}
+
+
+def fill_disk(disk: Path, number: int) -> dict[str, int]:
+    """Saves where so much room is left that the disk is full at some moment."""
+    step, failed, stuck = 2 * number + 2, False, False
+    run = disk / "run"
+    with _filled(disk, leaving=random.Random(number).randrange(0, 3_000_000)):
+        try:
+            fsdp.save(run, state_at(step))
         except Exception:
-            stuck += 1
-        _keep_newest(disk / "run", step + 1)
+            failed = True
+        newest = fsdp.latest_step(run)
+        spoilt = newest is None or check(fsdp.load(run, like())) != newest
+    try:
+        fsdp.save(run, state_at(step + 1))
+    except Exception:
+        stuck = True
+    _keep_newest(run, step + 1)
     return {
-        "rounds": rounds,
         "saves_that_failed": failed,
         "previous_step_spoilt": spoilt,
         "next_save_failed": stuck,
+    }
+
+
+def kill(directory: Path, number: int) -> dict[str, int]:
+    """Kills a process that does nothing but save, and looks at what it left."""
+    committed = kill_while_saving(directory, random.Random(number).uniform(0, 1.5))
+    during = any(".orbax-checkpoint-tmp" in p.name for p in directory.iterdir())
+    newest = fsdp.latest_step(directory) or 0
+    unreadable = newest > 0 and check(fsdp.load(directory, like())) != newest
+    _keep_newest(directory, newest)
+    return {
+        "killed_while_writing": during,
+        "steps_committed": newest - committed[0],
+        "steps_lost": newest < committed[-1],
+        "latest_unreadable": unreadable,
     }
 
 
@@ -232,24 +232,87 @@ def _keep_newest(directory: Path, newest: int) -> None:
 @contextlib.contextmanager
 def _filled(disk: Path, *, leaving: int) -> Iterator[None]:
     ballast = disk / "ballast"
-    free = DISK_MEGABYTES * 2**20 - sum(
-        path.stat().st_blocks * 512 for path in disk.rglob("*")
-    )
-    ballast.write_bytes(bytes(max(0, free - leaving)))
+    used = sum(path.stat().st_blocks * 512 for path in disk.rglob("*"))
+    ballast.write_bytes(bytes(max(0, DISK_MEGABYTES * 2**20 - used - leaving)))
     try:
         yield
     finally:
         ballast.unlink()
 
 
-@contextlib.contextmanager
-def _small_disk(directory: Path) -> Iterator[Path]:
+def _mount(directory: Path) -> None:
     options = ["-t", "tmpfs", "-o", f"size={DISK_MEGABYTES}m", "tmpfs"]
     subprocess.run(["mount", *options, str(directory)], check=True)
-    try:
-        yield directory
-    finally:
-        subprocess.run(["umount", str(directory)], check=True)
+    fsdp.save(directory / "run", state_at(1))
+
+
+_REFUSED, _WRONG = ("refused",), ("wrong_values_returned",)
+KINDS = {
+    "flips": Kind(save_steps(1), flip, _REFUSED, _WRONG),
+    **{
+        how.__name__: Kind(save_steps(1, 2), swap(how), _REFUSED, _WRONG, share=1 / 3)
+        for how in (chunk_moved, file_of_another_step, folders_exchanged)
+    },
+    "rollbacks": Kind(
+        save_steps(1, 2, 3),
+        roll_back,
+        (),
+        ("steps_not_saved", "steps_lost", "latest_wrong"),
+        share=0.1,
+    ),
+    "second_writers": Kind(
+        save_steps(), open_twice, _REFUSED, ("let_in", "steps_lost"), share=0.1
+    ),
+    "full_disk": Kind(
+        _mount,
+        fill_disk,
+        ("saves_that_failed",),
+        ("previous_step_spoilt", "next_save_failed"),
+        share=0.1,
+    ),
+    "kills": Kind(
+        save_steps(),
+        kill,
+        ("killed_while_writing", "steps_committed"),
+        ("steps_lost", "latest_unreadable"),
+    ),
+}
+
+
+def run_kind(
+    name: str, rounds: range, found: dict, written: Callable[[], None]
+) -> None:
+    """Runs the rounds of one kind, and adds what they find to `found`."""
+    kind = KINDS[name]
+    counts = Counter(dict.fromkeys((*kind.counts, *kind.never, "errors"), 0))
+    counts.update(found.get(name, {}))
+    found[name] = {"rounds": counts.pop("rounds", 0), **counts}
+    with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:
+        if name == "full_disk":
+            stack.callback(subprocess.run, ["umount", directory], check=True)
+        kind.prepare(Path(directory))
+        for number in rounds:
+            try:
+                counted: dict = dict(kind.run(Path(directory), number))
+            except Exception as error:  # noqa: BLE001 - any error is an outcome
+                _say(f"{name}:{number}: {type(error).__name__}: {error}")
+                counted = {"errors": 1}
+            counts.update({what: int(n) for what, n in counted.items()})
+            found[name] = {"rounds": number + 1, **counts}
+            if any(counted.get(what) for what in (*kind.never, "errors")):
+                found["odd"].append(f"{name}:{number}")
+            written()
+    _say(f"{name}: {found[name]}")
+
+
+def is_bad(found: Mapping) -> bool:
+    """Returns whether anything has happened that must not."""
+    return any(
+        found[name].get(what)
+        for name, kind in KINDS.items()
+        if name in found
+        for what in (*kind.never, "errors")
+    )
 
 
 def _say(text: str) -> None:
@@ -260,6 +323,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=200)
     parser.add_argument("--kills", type=int, help="as many as --rounds if left out")
+    parser.add_argument("--only", help="one round, as KIND:ROUND")
     result.add_arguments(parser)
     options = parser.parse_args()
     packages = ("jax", "orbax-checkpoint", "tensorstore", "numpy")
@@ -268,42 +332,31 @@ def main() -> int:
     sys.unraisablehook = lambda _: None  # and what ends unheard
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
-    start = time.monotonic()
-    found: dict = {}
-    with tempfile.TemporaryDirectory() as scratch:
-        names = ("flips", "swaps", "rollbacks", "writers", "disk", "kills")
-        places = {name: Path(scratch, name) for name in names}
-        for place in places.values():
-            place.mkdir()
-        found["flips"] = flips(places["flips"], options.rounds)
-        _say(json.dumps(found["flips"]))
-        found["swaps"] = swaps(places["swaps"], options.rounds)
-        _say(json.dumps(found["swaps"]))
-        few = max(1, options.rounds // 10)
-        found["rollbacks"] = rollbacks(places["rollbacks"], few)
-        _say(json.dumps(found["rollbacks"]))
-        found["second_writers"] = second_writers(places["writers"], few)
-        _say(json.dumps(found["second_writers"]))
-        with _small_disk(places["disk"]) as disk:
-            found["full_disk"] = full_disks(disk, few)
-        _say(json.dumps(found["full_disk"]))
-        found["kills"] = kills(places["kills"], options.kills or options.rounds)
-    found["minutes"] = round((time.monotonic() - start) / 60, 1)
-    result.write(options, conditions, found)
-    bad = (
-        found["flips"]["wrong_values_returned"],
-        *(one["wrong_values_returned"] for one in found["swaps"].values()),
-        found["rollbacks"]["steps_not_saved"],
-        found["rollbacks"]["steps_lost"],
-        found["rollbacks"]["latest_wrong"],
-        found["second_writers"]["steps_lost"],
-        found["second_writers"]["rounds"] - found["second_writers"]["refused"],
-        found["full_disk"]["previous_step_spoilt"],
-        found["full_disk"]["next_save_failed"],
-        found["kills"]["steps_lost"],
-        found["kills"]["latest_unreadable"],
-    )
-    return 1 if any(bad) else 0
+    found: dict = {"odd": [], "minutes": 0.0}
+    if options.only:
+        name, number = options.only.split(":")
+        run_kind(name, range(int(number), int(number) + 1), found, lambda: None)
+        return int(is_bad(found))
+    if options.out:
+        found = result.resumed(options, found)
+    start, before, at = time.monotonic(), found["minutes"], time.monotonic()
+
+    def written(*, at_once: bool = False) -> None:
+        nonlocal at
+        found["minutes"] = round(before + (time.monotonic() - start) / 60, 1)
+        if at_once or options.out and time.monotonic() - at > _WRITTEN_EVERY_SECS:
+            at = time.monotonic()
+            result.write(options, conditions, found, show=at_once)
+
+    for name, kind in KINDS.items():
+        wanted = max(1, round(options.rounds * kind.share))
+        if name == "kills" and options.kills is not None:
+            wanted = options.kills
+        run_kind(
+            name, range(found.get(name, {}).get("rounds", 0), wanted), found, written
+        )
+    written(at_once=True)
+    return int(is_bad(found))
 
 
 if __name__ == "__main__":
