@@ -7,6 +7,7 @@ given torch tensors.
 """
 
 from bridge import adapt as adapt
+from bridge import handover as handover
 from bridge import megatron as megatron
 from bridge import models as models
 from bridge.formats._edits import Edits as Edits

@@ -48,7 +48,7 @@ BRIDGE_ROWS = [
     {"rules"},
     {"families", "adapt", "streaming"},
     {"hf", "pytorch"},
-    {"lora", "megatron"},
+    {"lora", "megatron", "handover"},
     {"__init__"},
 ]
 # The same for its Megatron package, whose rooms stand on modules of their own.

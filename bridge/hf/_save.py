@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import hashlib
 import json
 import math
 import os
@@ -34,6 +35,7 @@ def save_hf(
     dtype: DTypeLike | None = None,
     max_shard_bytes: int = 5 * 10**9,
     copy_from: str | os.PathLike[str] | None = None,
+    checksums: bool = False,
     progress: Progress | None = None,
 ) -> None:
     """Writes a directory that transformers loads.
@@ -54,6 +56,7 @@ def save_hf(
         index are written. A tensor is never cut, however large.
       copy_from: A model's directory, whose tokenizer, chat template and
         `generation_config.json` are copied along; that one in place of ours.
+      checksums: Whether to write `SHA256SUMS`, for `sha256sum --check`.
       progress: Called with bytes written, and bytes in all, after each tensor.
 
     Raises:
@@ -84,6 +87,8 @@ def save_hf(
                 _write_configs(directory, config, tensors)
                 if copy_from is not None:
                     copy_sidecars(Path(copy_from), sidecars, directory)
+                if checksums:
+                    _write_checksums(directory)
                 _publish(directory, path)
 
 
@@ -104,6 +109,15 @@ def _beside(path: Path) -> Iterator[Path]:
         directory = Path(temp) / "checkpoint"
         directory.mkdir()
         yield directory
+
+
+def _write_checksums(directory: Path) -> None:
+    lines = []
+    for path in sorted(path for path in directory.rglob("*") if path.is_file()):
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        lines.append(f"{digest}  {path.relative_to(directory).as_posix()}\n")
+    (directory / "SHA256SUMS").write_text("".join(lines))
 
 
 def _publish(directory: Path, path: Path) -> None:

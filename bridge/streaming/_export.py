@@ -60,6 +60,24 @@ def write_weights(
                             progress(done, total)
 
 
+def tensors_of(
+    entries: Entries, pieces: dict[str, list[Piece]], leaves: dict[str, Any]
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields tensors with their names. Collective, as `write_weights` is.
+
+    Args:
+      entries: Shape and dtype of each tensor.
+      pieces: Pieces of each tensor.
+      leaves: Leaves of the tree by path.
+    """
+    with workers() as pool:
+        for key, (shape, dtype) in entries.items():
+            with agreeing():
+                tensor = np.empty(shape, dtype)
+                assemble(pool, pieces[key], leaves, tensor)
+            yield key, tensor
+
+
 @contextlib.contextmanager
 def _opened(path: Path | None) -> Iterator["_Appender"]:
     """Opens a file and fsyncs it at the end; None discards what is written."""

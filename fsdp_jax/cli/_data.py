@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import grain
@@ -39,13 +39,86 @@ class Windows:
         return self.tokens[start : start + self.seq + 1].astype(np.int32)
 
 
-def make_batches(
-    tokens: Tokens, config: DataConfig, shard: HostShard
-) -> grain.DatasetIterator:
+class Batches(Iterator[Any]):
+    """This host's rows of global batches, without end.
+
+    `get_state()` is a small dict for JSON, the same on all hosts, and `set_state`
+    continues from it, on any: `first_row` is a row of the endless stream, and
+    `next_index` the number of batches taken from there.
+
+    Args:
+      rows: Endless stream of rows.
+      batch: Rows of a global batch.
+      shard: Rows of a batch that this host reads.
+    """
+
+    def __init__(self, rows: grain.MapDataset, batch: int, shard: HostShard):
+        self._rows, self._batch, self._shard = rows, batch, shard
+        self._start(0)
+
+    def _start(self, first_row: int) -> None:
+        self._first_row = first_row
+        rows = _From(self._rows, first_row)
+        batches = grain.MapDataset.source(HostBatches(rows, self._batch, self._shard))
+        # One thread makes the next batches while the devices work.
+        ahead = grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
+        self._batches = iter(batches.to_iter_dataset(ahead))
+
+    def __next__(self) -> Any:
+        """Returns this host's rows of the next batch."""
+        return next(self._batches)
+
+    def get_state(self) -> dict[str, int]:
+        """Returns the position of the next batch."""
+        state: Any = self._batches.get_state()
+        return {**state, "first_row": self._first_row}
+
+    def set_state(self, state: Mapping[str, int]) -> None:
+        """Continues from a position.
+
+        Args:
+          state: Position from `get_state`.
+        """
+        inner = dict(state)
+        first_row = inner.pop("first_row", 0)
+        if first_row != self._first_row:
+            self._start(first_row)
+        self._batches.set_state(inner)  # pyright: ignore[reportArgumentType]
+
+    def last_rows(self) -> range:
+        """Returns the rows of the stream that are the newest global batch."""
+        stop = next_row(self.get_state(), self._batch)
+        return range(stop - self._batch, stop)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _From:
+    """A stream of rows without its first ones."""
+
+    rows: grain.MapDataset
+    first: int
+
+    def __len__(self) -> int:
+        return len(self.rows) - self.first
+
+    def __getitem__(self, index: int) -> Any:
+        return self.rows[self.first + index]
+
+
+def next_row(state: Mapping[str, int], batch: int) -> int:
+    """Returns the row of the stream that is read next.
+
+    Args:
+      state: Position from `Batches.get_state`.
+      batch: Rows of the global batches read until then.
+    """
+    return state.get("first_row", 0) + state["next_index"] * batch
+
+
+def make_batches(tokens: Tokens, config: DataConfig, shard: HostShard) -> Batches:
     """Makes this host's rows of global batches, shuffled anew each epoch, without end.
 
-    The order depends on the config alone, never on the mesh. `get_state()` is a small
-    dict for JSON, the same on all hosts, and `set_state` continues from it, on any.
+    The order of the rows depends on the seed alone, never on the mesh or the batch.
 
     Args:
       tokens: Text.
@@ -69,11 +142,8 @@ def mixed_batches(
     weights: Sequence[float] | None,
     config: DataConfig,
     shard: HostShard,
-) -> grain.DatasetIterator:
+) -> Batches:
     """Makes this host's rows of global batches from one or several sources.
-
-    Each source is shuffled, anew each epoch, and repeated without end. The order
-    depends on the config alone, as for `make_batches`.
 
     Args:
       sources: Rows of each source, by index.
@@ -81,19 +151,62 @@ def mixed_batches(
       config: Batch size and seed.
       shard: Rows of a batch that this host reads, from `host_shard`.
     """
+    return Batches(mixed_rows(sources, weights, config.seed), config.batch, shard)
+
+
+def mixed_rows(
+    sources: Sequence[Any], weights: Sequence[float] | None, seed: int
+) -> grain.MapDataset:
+    """Makes an endless stream of rows, of each source shuffled anew each epoch.
+
+    Args:
+      sources: Rows of each source, by index.
+      weights: Share of each source among the rows; None for a single source.
+      seed: Seed of the order.
+    """
     datasets = [
-        grain.MapDataset.source(source).seed(config.seed + index).shuffle().repeat()
+        grain.MapDataset.source(source).seed(seed + index).shuffle().repeat()
         for index, source in enumerate(sources)
     ]
-    rows = datasets[0]
-    if len(datasets) > 1:
-        rows = grain.MapDataset.mix(datasets, weights)
-    batches = grain.MapDataset.source(HostBatches(rows, config.batch, shard))
-    # One thread makes the next batches while the devices work.
-    ahead = grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
-    return iter(batches.to_iter_dataset(ahead))
+    if len(datasets) == 1:
+        return datasets[0]
+    return grain.MapDataset.mix(datasets, weights)
 
 
-def position(batches: grain.DatasetIterator) -> dict[str, Any]:
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Numbers:
+    """The number of a source and of its row, in the place of each row."""
+
+    source: int
+    length: int
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> tuple[int, int]:
+        return self.source, index
+
+
+def origins(
+    sources: Sequence[Any],
+    weights: Sequence[float] | None,
+    seed: int,
+    rows: Sequence[int],
+) -> list[tuple[int, int]]:
+    """Returns the source of rows of the stream, and their indices in it.
+
+    Args:
+      sources: As for `mixed_rows`.
+      weights: As for `mixed_rows`.
+      seed: As for `mixed_rows`.
+      rows: Rows of the stream.
+    """
+    numbers = [_Numbers(number, len(each)) for number, each in enumerate(sources)]
+    stream = mixed_rows(numbers, weights, seed)
+    found: list[Any] = [stream[row] for row in rows]
+    return found
+
+
+def position(batches: Batches) -> dict[str, Any]:
     """Returns the position of the stream, as JSON."""
-    return dict(batches.get_state())  # pyright: ignore[reportArgumentType]
+    return batches.get_state()

@@ -46,45 +46,35 @@ class Encoder:
         """Reads a file, and says in a line how many documents it has.
 
         Args:
-          file: JSON Lines file.
+          file: File of records.
           config: Options of the data.
 
         Raises:
           ValueError: If lines are no records, or no document has a token to train on.
         """
         records = read_records(file, read_chat_template(self.directory))
-        found = [self.encode(record, config.train_on) for record in records]
-        kept, cut_documents, cut_tokens = [], 0, 0
-        for ids, trained in found:
-            excess = len(ids) - (config.seq + 1)
-            if excess > 0:
-                cut_documents, cut_tokens = cut_documents + 1, cut_tokens + excess
-                if config.overlong == "drop":
+        limit, drops = config.seq + 1, config.overlong == "drop"
+        usable, cuts, lost = [], [], 0
+        for record in records:
+            ids, trained = self.encode(record, config.train_on)
+            if len(ids) > limit:
+                cuts.append(len(ids) - limit)
+                if drops:
                     continue
-            kept.append((ids[: config.seq + 1], trained[: config.seq + 1]))
-        usable = [each for each in kept if any(each[1][1:])]
+            if any(trained[1:limit]):
+                usable.append((ids[:limit], trained[:limit], record.number))
+            else:
+                lost += 1
         if not usable:
             raise ValueError(
                 f"--data '{file}': none of {len(records)} documents has a token to "
-                f"train on in its first {config.seq + 1}. Use a larger --seq."
+                f"train on in its first {limit}. Use a larger --seq."
             )
-        documents = join_documents(usable)
-        highest = int(documents.ids.max())
-        check_vocab(self.vocab_size, highest + 1, f"'{file}'")
-        parts = [
-            f"{len(records):,} documents",
-            f"{len(documents.ids):,} tokens",
-            f"{int(documents.trained.sum()):,} trained",
-        ]
-        if cut_documents and config.overlong == "drop":
-            parts.append(f"{cut_documents:,} longer than --seq {config.seq} dropped")
-        elif cut_documents:
-            parts.append(
-                f"{cut_documents:,} longer than --seq {config.seq} truncated by "
-                f"{cut_tokens:,} tokens"
-            )
-        if lost := len(kept) - len(usable):
-            parts.append(f"{lost:,} without a token to train on dropped")
+        documents = join_documents(
+            [each[:2] for each in usable], [each[2] for each in usable]
+        )
+        check_vocab(self.vocab_size, int(documents.ids.max()) + 1, f"'{file}'")
+        parts = _counts(len(records), documents, cuts, lost, config)
         return documents, f"'{file}': {', '.join(parts)}"
 
     def encode(self, record: Record, train_on: str) -> Tokenized:
@@ -103,6 +93,25 @@ class Encoder:
         return ids, trained
 
 
+def _counts(
+    records: int, documents: Documents, cuts: list[int], lost: int, config: DataConfig
+) -> list[str]:
+    """Returns what a file has, and what is left out of it, in numbers."""
+    parts = [
+        f"{records:,} documents",
+        f"{len(documents.ids):,} tokens",
+        f"{int(documents.trained.sum()):,} trained",
+    ]
+    longer = f"{len(cuts):,} longer than --seq {config.seq}"
+    if cuts and config.overlong == "drop":
+        parts.append(f"{longer} dropped")
+    elif cuts:
+        parts.append(f"{longer} truncated by {sum(cuts):,} tokens")
+    if lost:
+        parts.append(f"{lost:,} without a token to train on dropped")
+    return parts
+
+
 def _is_in(end: int, spans: Sequence[Span]) -> bool:
     """Returns whether a token ends in one of the spans."""
     return any(start < end <= stop for start, stop in spans)
@@ -116,11 +125,13 @@ class DocumentData:
       sources: Rows of each file.
       weights: Share of each file among the rows; None for that of its size.
       lines: Descriptions of the files.
+      files: Their names.
     """
 
     sources: tuple[DocumentRows, ...]
     weights: tuple[float, ...] | None
     lines: tuple[str, ...]
+    files: tuple[str, ...]
 
     def fingerprint(self) -> str:
         """Returns a hash of all documents, the same in all processes.
@@ -135,6 +146,22 @@ class DocumentData:
             for array in (documents.ids, documents.trained, documents.ends):
                 digest.update(array.tobytes())
         return exchange(digest.hexdigest() if jax.process_index() == 0 else None)[0]
+
+    def name_rows(self, rows: Sequence[tuple[int, int]]) -> str:
+        """Names the documents of rows, by file and number.
+
+        Args:
+          rows: Source of each row, and its index there.
+        """
+        numbers: dict[int, set[int]] = {}
+        for which, row in rows:
+            source = self.sources[which]
+            found = source.documents.numbers[list(source.rows[row])]
+            numbers.setdefault(which, set()).update(found.tolist())
+        return "; ".join(
+            f"lines {', '.join(map(str, sorted(found)))} of '{self.files[which]}'"
+            for which, found in sorted(numbers.items())
+        )
 
     def describe(self) -> Iterator[str]:
         """Yields lines on the files and their rows."""
@@ -175,7 +202,8 @@ def read_documents(
     )
     if weights is None and len(sources) > 1:
         weights = tuple(float(len(source)) for source in sources)
-    return DocumentData(sources, weights, tuple(line for _, line in found))
+    lines = tuple(line for _, line in found)
+    return DocumentData(sources, weights, lines, tuple(map(str, files)))
 
 
 def parse_weights(text: str, count: int) -> tuple[float, ...] | None:
@@ -217,6 +245,7 @@ def _read_in_first(
     found = []
     for path in paths:
         with np.load(path) as stored:
-            arrays = {name: stored[name] for name in ("ids", "trained", "ends")}
+            names = (field.name for field in dataclasses.fields(Documents))
+            arrays = {name: stored[name] for name in names}
             found.append((Documents(**arrays), str(stored["line"])))
     return found

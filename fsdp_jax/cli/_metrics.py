@@ -36,6 +36,7 @@ class StepMetrics:
       step_secs: Seconds from batch to metrics.
       peak_memory_bytes: Largest memory so far, of the fullest GPU, or of the process if
         devices are simulated.
+      mfu: Model FLOPs utilization, of 1; None if the peak of the devices is unknown.
       eval_loss: Mean loss of the held-out data after the update; None if it was not
         measured after this step.
       loss_scale: Factor of the loss in this step; None if there is none.
@@ -49,21 +50,26 @@ class StepMetrics:
     tokens_per_sec: float
     step_secs: float
     peak_memory_bytes: int
+    mfu: float | None = None
     loss_scale: float | None = None
     routers: dict[str, float] = dataclasses.field(default_factory=dict)
     eval_loss: float | None = None
 
+    def figures(self) -> dict[str, str]:
+        """Returns the figures for people, by what they are."""
+        found = {"loss": f"loss {self.loss:.4f}"}
+        if self.eval_loss is not None:
+            found["held_out"] = f"held-out loss {self.eval_loss:.4f}"
+        found["grad_norm"] = f"grad norm {self.grad_norm:.3g}"
+        found["speed"] = f"{self.tokens_per_sec:,.0f} tokens/s"
+        if self.mfu is not None:
+            found["mfu"] = f"MFU {self.mfu:.1%}"
+        found["memory"] = format_bytes(self.peak_memory_bytes)
+        return found
+
     def as_text(self) -> str:
         """Returns a line for people."""
-        parts = [
-            f"step {self.step}",
-            f"loss {self.loss:.4f}",
-            *([f"held-out loss {self.eval_loss:.4f}"] if self.eval_loss else []),
-            f"grad norm {self.grad_norm:.3g}",
-            f"{self.tokens_per_sec:,.0f} tokens/s",
-            format_bytes(self.peak_memory_bytes),
-        ]
-        return "  ".join(parts)
+        return "  ".join([f"step {self.step}", *self.figures().values()])
 
     def as_dict(self) -> dict[str, float]:
         """Returns the numbers by name, without those that JSON cannot express."""

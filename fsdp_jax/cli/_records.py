@@ -27,11 +27,13 @@ class Record:
       text: Text, as the model sees it.
       spans: Parts of it that are completions.
       has_specials: Whether the text has its special tokens already, from a template.
+      number: Number of the record in its file: its line, from 1.
     """
 
     text: str
     spans: tuple[Span, ...]
     has_specials: bool = False
+    number: int = 0
 
 
 def is_jsonl(file: Path) -> bool:
@@ -74,7 +76,8 @@ def read_records(file: Path, template: ChatTemplate | None) -> list[Record]:
         if not line.strip():
             continue
         try:
-            records.append(_record(json.loads(line), template))
+            record = _record(json.loads(line), template)
+            records.append(dataclasses.replace(record, number=number))
         except ValueError as error:  # JSONDecodeError is one.
             wrong.append(f"line {number}: {error}")
     if wrong:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import orbax.checkpoint.checkpoint_managers as policies
 
 import fsdp_jax as fsdp
 from fsdp_jax.cli._errors import check_creatable
+from fsdp_jax.cli._log_writers import check_writers
 from fsdp_jax.cli._metrics import EVAL_LOSS
 from fsdp_jax.cli._options import LogTo, Unset
 from fsdp_jax.cli._records import check_kinds, is_jsonl
@@ -178,8 +180,25 @@ class LogOptions:
         dict of numbers, after they are written; in the first process alone.
       log_to: Further log of the metrics: tensorboard:DIR, wandb:PROJECT,
         mlflow:EXPERIMENT or trackio:PROJECT, each by its own package; may be repeated.
+      log_every: Interval of steps whose metrics are written; held-out losses and the
+        last step always are. Default 1.
+      peak_tflops: Peak of a device in TFLOP/s, for MFU; default that of the data sheet
+        of known GPUs, without MFU on others.
     """
 
     metrics: Unset[Path] = None
     callback: Unset[str] = None
     log_to: LogTo = ()
+    log_every: Unset[int] = None
+    peak_tflops: Unset[float] = None
+
+    def check(self) -> None:
+        """Raises a `ValueError` for numbers out of range, or writers there are not."""
+        wrong = []
+        if self.log_every is not None and self.log_every < 1:
+            wrong.append(f"--log-every {self.log_every}: at least 1")
+        if self.peak_tflops is not None and not 0 < self.peak_tflops < math.inf:
+            wrong.append(f"--peak-tflops {self.peak_tflops}: finite, more than 0")
+        if wrong:
+            raise ValueError("; ".join(wrong) + ".")
+        check_writers(self.log_to)

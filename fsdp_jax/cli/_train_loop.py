@@ -6,18 +6,17 @@ import dataclasses
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import grain
 import jax
 import optax
 
 import fsdp_jax as fsdp
 from fsdp_jax.cli._callback import Callback, call
 from fsdp_jax.cli._context_parallel import num_rows, num_targets, split_rows
-from fsdp_jax.cli._data import position
+from fsdp_jax.cli._data import Batches, position
 from fsdp_jax.cli._decoder import Batch
 from fsdp_jax.cli._errors import CheckFailed
 from fsdp_jax.cli._held_out import HeldOut
@@ -31,10 +30,11 @@ from fsdp_jax.cli._metrics import (
     write_metrics,
 )
 from fsdp_jax.cli._profile import Window, tracer
-from fsdp_jax.cli._progress import step_bar
 from fsdp_jax.cli._routing import Routing, move_biases
-from fsdp_jax.cli._run_options import SaveOptions
+from fsdp_jax.cli._run_options import LogOptions, SaveOptions
 from fsdp_jax.cli._samples import Samples
+from fsdp_jax.cli._screen import step_screen
+from fsdp_jax.cli._utilization import Utilization, utilization_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,8 +46,7 @@ class Run:
       steps: Last step.
       save: Directory of the checkpoints.
       checkpoints: Steps to save and to keep.
-      metrics: File of the metrics; None for stdout.
-      log_to: Further logs of the metrics, from `--log-to`.
+      logs: Destination of the metrics.
       options: Options of the run, by section.
       metadata: Metadata of each saved step, beside the position in the data.
       files: Files saved with each step.
@@ -60,14 +59,14 @@ class Run:
       window: Steps to trace; None for none.
       routing: Routing of models with experts.
       loss_scale: Loss scale of the state; None for none.
+      name_rows: Names the data of rows of the stream, for errors.
     """
 
     start: int
     steps: int
     save: Path
     checkpoints: SaveOptions
-    metrics: Path | None
-    log_to: tuple[str, ...]
+    logs: LogOptions
     options: dict[str, Any]
     metadata: dict[str, Any]
     files: dict[str, list[Path]]
@@ -80,6 +79,16 @@ class Run:
     window: Window | None = None
     routing: Routing = Routing()
     loss_scale: fsdp.training.LossScale | None = None
+    name_rows: Callable[[Sequence[int]], str] = str
+
+    def is_logged(self, metrics: StepMetrics) -> bool:
+        """Returns whether the metrics of a step are written.
+
+        Args:
+          metrics: Metrics of the step.
+        """
+        is_due = metrics.step % (self.logs.log_every or 1) == 0
+        return is_due or metrics.step == self.steps or metrics.eval_loss is not None
 
     def open_checkpointer(self) -> fsdp.Checkpointer:
         """Opens the directory of the checkpoints, which are saved in the background."""
@@ -96,7 +105,7 @@ def run_steps(
     plan: fsdp.Plan,
     tx: optax.GradientTransformation,
     make_state: Callable[[], fsdp.TrainState],
-    batches: grain.DatasetIterator,
+    batches: Batches,
 ) -> None:
     """Trains.
 
@@ -129,7 +138,7 @@ def _resume_locally(
     checkpointer: fsdp.Checkpointer,
     plan: fsdp.Plan,
     tx: optax.GradientTransformation,
-    batches: grain.DatasetIterator,
+    batches: Batches,
 ) -> fsdp.TrainState | None:
     """Loads the newest step on the local disks, and moves the batches to its position.
 
@@ -169,17 +178,19 @@ def _run_steps(
     plan: fsdp.Plan,
     step: fsdp.training.TrainStep,
     state: fsdp.TrainState,
-    batches: grain.DatasetIterator,
+    batches: Batches,
     checkpointer: fsdp.Checkpointer,
 ) -> None:
+    measure = _Measure(run, plan)
     evaluate = None if run.held_out is None else run.held_out.make(plan)
     write_samples = None if run.samples is None else run.samples.make(plan)
-    # In this order: the bar may replace stdout, to print lines above itself.
+    logged = logged_run(run.save, run.start, run.options)
+    # In this order: the screen may replace stdout, to print lines above itself.
     with (
-        step_bar(run.start, run.steps) as show,
-        metrics_lines(run.metrics, run.start) as lines,
+        step_screen(run.start, run.steps) as screen,
+        metrics_lines(run.logs.metrics, run.start) as lines,
         tracer(run.window) as trace,
-        open_writers(run.log_to, logged_run(run.save, run.start, run.options)) as log,
+        open_writers(run.logs.log_to, logged) as log,
     ):
         for number in range(run.start + 1, run.steps + 1):
             trace.before(number, state)
@@ -188,14 +199,16 @@ def _run_steps(
             with jax.profiler.StepTraceAnnotation("train", step_num=number):
                 batch = _next_batch(plan, batches)
                 state, measured = step(state, batch)
-                metrics = _metrics(number, measured, batch, began)
+                metrics = measure(number, measured, batch, batches, began)
             trace.after(number, state)
             if evaluate and run.held_out and run.held_out.is_due(number, run.steps):
                 metrics = dataclasses.replace(metrics, eval_loss=evaluate(state))
-            write_metrics(lines, metrics)
-            log(metrics)
+            if run.is_logged(metrics):
+                if not (screen.has_figures and lines.isatty()):
+                    write_metrics(lines, metrics)
+                log(metrics)
             call(run.callback, metrics)
-            show(metrics)
+            screen.show(metrics)
             if write_samples and run.samples and run.samples.is_due(number, run.steps):
                 for text in write_samples(state):
                     say(f"sample after step {number}: {json.dumps(text)}")
@@ -209,32 +222,70 @@ def _run_steps(
                 raise
 
 
-def _next_batch(plan: fsdp.Plan, batches: grain.DatasetIterator) -> Batch:
+def _next_batch(plan: fsdp.Plan, batches: Batches) -> Batch:
     rows = next(batches)
     count = fsdp.host_shard(plan.mesh).count
     given = split_rows(rows, plan.mesh.shape["cp"])
     return fsdp.global_batch(plan.mesh, given, count * num_rows(rows))
 
 
-def _metrics(
-    number: int, measured: dict[str, Any], batch: Batch, began: float
-) -> StepMetrics:
-    loss, grad_norm = float(measured["loss"]), float(measured["grad_norm"])
-    scale = float(measured["loss_scale"]) if "loss_scale" in measured else None
-    skipped = scale is not None and scale > 1
-    if not (math.isfinite(loss) and (math.isfinite(grad_norm) or skipped)):
-        raise CheckFailed(
-            f"Training diverged: step {number} has loss {loss} and grad_norm "
-            f"{grad_norm}. Start again from an earlier step with a smaller --lr."
+class _Measure:
+    """Makes the metrics of steps.
+
+    Args:
+      run: The run.
+      plan: Plan of the model.
+    """
+
+    def __init__(self, run: Run, plan: fsdp.Plan):
+        self._run, self._plan = run, plan
+        self._utilization: Utilization | None = None
+
+    def __call__(
+        self,
+        number: int,
+        measured: dict[str, Any],
+        batch: Batch,
+        batches: Batches,
+        began: float,
+    ) -> StepMetrics:
+        """Waits for a step, and returns its metrics.
+
+        Raises:
+          CheckFailed: If the loss is not finite, or a gradient that no loss scale
+            explains; it names the rows of the batch.
+        """
+        loss, grad_norm = float(measured["loss"]), float(measured["grad_norm"])
+        scale = float(measured["loss_scale"]) if "loss_scale" in measured else None
+        skipped = scale is not None and scale > 1
+        if not (math.isfinite(loss) and (math.isfinite(grad_norm) or skipped)):
+            raise CheckFailed(
+                f"Training diverged: step {number} has loss {loss} and grad_norm "
+                f"{grad_norm}. Its batch is {self._run.name_rows(batches.last_rows())}."
+                " Start again from an earlier step with a smaller --lr, or without "
+                "what is wrong in this data."
+            )
+        secs = time.perf_counter() - began
+        return StepMetrics(
+            step=number,
+            loss=loss,
+            grad_norm=grad_norm,
+            tokens_per_sec=num_targets(batch) / secs,
+            step_secs=secs,
+            peak_memory_bytes=peak_memory_bytes(),
+            mfu=self._mfu(batch, secs),
+            loss_scale=scale,
+            routers={name: value.item() for name, value in measured["aux"].items()},
         )
-    secs = time.perf_counter() - began
-    return StepMetrics(
-        step=number,
-        loss=loss,
-        grad_norm=grad_norm,
-        tokens_per_sec=num_targets(batch) / secs,
-        step_secs=secs,
-        peak_memory_bytes=peak_memory_bytes(),
-        loss_scale=scale,
-        routers={name: value.item() for name, value in measured["aux"].items()},
-    )
+
+    def _mfu(self, batch: Batch, secs: float) -> float | None:
+        if self._utilization is None:
+            run = self._run
+            self._utilization = utilization_of(
+                self._plan,
+                run.loss_fn,
+                batch,
+                run.logs.peak_tflops,
+                per_token=run.per_token,
+            )
+        return None if self._utilization is None else self._utilization.of(secs)

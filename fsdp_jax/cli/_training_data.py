@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import grain
-
-from fsdp_jax.cli._data import make_batches, mixed_batches
+from fsdp_jax.cli._data import Batches, Windows, make_batches, mixed_batches, origins
 from fsdp_jax.cli._data_config import DataConfig
 from fsdp_jax.cli._document_data import DocumentData, Encoder, read_documents
 from fsdp_jax.cli._model_source import Origin, tokenizer_file
@@ -72,9 +70,7 @@ def codec_of(origin: Origin, config: DataConfig) -> TextCodec:
     return open_codec(config.tokenizer, tokenizer_file(origin), vocab_size)
 
 
-def batches_of(
-    data: TrainingData, config: DataConfig, shard: HostShard
-) -> grain.DatasetIterator:
+def batches_of(data: TrainingData, config: DataConfig, shard: HostShard) -> Batches:
     """Makes this host's rows of global batches, as `make_batches` does.
 
     Args:
@@ -85,6 +81,23 @@ def batches_of(
     if isinstance(data, DocumentData):
         return mixed_batches(data.sources, data.weights, config, shard)
     return make_batches(data, config, shard)
+
+
+def name_rows(data: TrainingData, config: DataConfig, rows: Sequence[int]) -> str:
+    """Names the data of rows of the endless stream: where a person finds it.
+
+    Args:
+      data: Data from `read_data`.
+      config: Row length and seed.
+      rows: Rows of the stream, from `Batches.last_rows`.
+    """
+    if isinstance(data, DocumentData):
+        found = origins(data.sources, data.weights, config.seed, rows)
+        return data.name_rows(found)
+    found = origins([Windows(data, config.seq)], None, config.seed, rows)
+    starts = sorted({index * config.seq for _, index in found})
+    spans = (f"{start}-{start + config.seq}" for start in starts)
+    return f"tokens {', '.join(spans)} of --data"
 
 
 def fingerprint_of(data: TrainingData) -> str:

@@ -23,11 +23,13 @@ class Documents:
       ids: Token ids of all documents.
       trained: Whether each token is to be predicted; the first of a document never is.
       ends: Index behind the last token of each document.
+      numbers: Number of each document in its file: its line, or row of a table.
     """
 
     ids: Int32[np.ndarray, " tokens"]
     trained: Bool[np.ndarray, " tokens"]
     ends: Int64[np.ndarray, " documents"]
+    numbers: Int64[np.ndarray, " documents"]
 
     def __len__(self) -> int:
         """Returns the number of documents."""
@@ -50,18 +52,23 @@ class Documents:
 
 def join_documents(
     documents: Sequence[tuple[Sequence[int], Sequence[bool]]],
+    numbers: Sequence[int] | None = None,
 ) -> Documents:
     """Joins documents.
 
     Args:
       documents: Token ids of each document, and whether each token is trained.
+      numbers: Number of each in its file; default 1, 2, ...
     """
+    if numbers is None:
+        numbers = range(1, len(documents) + 1)
     ids = [np.asarray(found, np.int32) for found, _ in documents]
     trained = [np.asarray(flags, bool) for _, flags in documents]
     return Documents(
         np.concatenate([np.zeros(0, np.int32), *ids]),
         np.concatenate([np.zeros(0, bool), *trained]),
         np.cumsum([len(found) for found in ids], dtype=np.int64),
+        np.asarray(numbers, np.int64),
     )
 
 

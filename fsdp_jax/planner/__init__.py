@@ -14,6 +14,7 @@ from fsdp_jax.planner._gpu import GPUS as GPUS
 from fsdp_jax.planner._gpu import CostModel as CostModel
 from fsdp_jax.planner._gpu import find_gpu as find_gpu
 from fsdp_jax.planner._memory import Memory as Memory
+from fsdp_jax.planner._model_flops import model_flops as model_flops
 from fsdp_jax.planner._profile import ProfiledStep as ProfiledStep
 from fsdp_jax.planner._profile import read_profile as read_profile
 from fsdp_jax.planner._search import Knob as Knob

@@ -11,25 +11,26 @@ import optax
 from fsdp_jax._tree import PyTree
 from fsdp_jax.planner._comm_table import sent_rows
 from fsdp_jax.planner._compile import compile_scheduled, gpu_devices
-from fsdp_jax.planner._flops import product_flops
 from fsdp_jax.planner._gpu import GPU, find_gpu
 from fsdp_jax.planner._host_memory import mark_host_arguments, offloaded
 from fsdp_jax.planner._kernel import workspace_bytes
 from fsdp_jax.planner._memory import predict_memory
+from fsdp_jax.planner._model_flops import model_flops
 from fsdp_jax.planner._schedule import kernels_of
 from fsdp_jax.planner._step_estimate import StepEstimate
-from fsdp_jax.planner.liveness._trace import on_one_device
 from fsdp_jax.sharding._ambient_mesh import in_own_mesh
 from fsdp_jax.sharding._fully_shard import fully_shard
 from fsdp_jax.sharding._memory_summary import unit_bytes
 from fsdp_jax.sharding._mesh import AXES, make_mesh
 from fsdp_jax.sharding._plan import Plan
-from fsdp_jax.step._loss import LossFn, LossForm
+from fsdp_jax.step._loss import LossFn
 from fsdp_jax.training._compiler_options import options_of
-from fsdp_jax.training._gradients import global_loss
 from fsdp_jax.training._memory_check import compiled_bytes
 from fsdp_jax.training._state import abstract_state
 from fsdp_jax.training._train_step import make_train_step
+
+# Options of a step that say what its loss function returns.
+_FORM = ("has_aux", "calculate_per_token_loss")
 
 
 @in_own_mesh
@@ -102,6 +103,7 @@ def estimate_step(
         mark_host_arguments(plan, lowered, state)
     scheduled = compile_scheduled(lowered, gpu.cost, count, options, guide=guide)
     traced = step.jitted.trace(state, abstract_batch).jaxpr
+    form = {name: step_options.get(name, False) for name in _FORM}
     return StepEstimate(
         gpu=gpu,
         plan=plan,
@@ -115,27 +117,6 @@ def estimate_step(
         offloaded=offloaded(plan, state) if plan.config.offload else None,
         sent=sent_rows(scheduled.timeline, plan),
         tokens=tokens,
-        model_flops=_model_flops(plan, loss_fn, step_options, abstract_batch) / count,
+        model_flops=model_flops(plan, loss_fn, abstract_batch, **form) / count,
         num_microbatches=step.num_microbatches,
     )
-
-
-def _model_flops(plan: Plan, loss_fn, options, batch) -> float:
-    """Returns the FLOPs of the whole batch: forward, and backward as twice that.
-
-    Traced for one device, so that no axis is partitioned by XLA and all shapes are
-    known.
-    """
-    alone = make_mesh(devices=list(plan.mesh.devices.flat[:1]))
-    plan = fully_shard(plan.make_model, alone, plan.unit_specs, plan.config)
-    state = abstract_state(plan, optax.identity())
-    form = LossForm(
-        options.get("has_aux", False), options.get("calculate_per_token_loss", False)
-    )
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    traced = jax.make_jaxpr(global_loss(plan, loss_fn, form))(
-        state.params, batch, key, state.model_state
-    )
-    program = on_one_device(traced.jaxpr)
-    assert program is not None
-    return 3 * product_flops(program)

@@ -31,7 +31,6 @@ from fsdp_jax.cli._decoder import (
 from fsdp_jax.cli._errors import check_absent, check_creatable
 from fsdp_jax.cli._held_out import HeldOut, hold_out
 from fsdp_jax.cli._log import say
-from fsdp_jax.cli._log_writers import check_writers
 from fsdp_jax.cli._model_source import (
     Checkpoint,
     Origin,
@@ -79,6 +78,7 @@ from fsdp_jax.cli._training_data import (
     batches_of,
     describe,
     fingerprint_of,
+    name_rows,
     read_data,
 )
 from fsdp_jax.data._batch import check_batch
@@ -174,6 +174,7 @@ class Train:
             metadata=metadata,
             callback=callback,
             window=window,
+            name_rows=functools.partial(name_rows, data, config.data),
         )
         mark_begun(self.save, _command(self))
         write_run_file(run.save, run.options)
@@ -223,8 +224,7 @@ def _make_run(train: Train, config: TrainConfig, origin: Origin) -> Run:
         steps=train.steps,
         save=as_path(train.save),
         checkpoints=train.checkpoints,
-        metrics=train.logs.metrics,
-        log_to=train.logs.log_to,
+        logs=train.logs,
         options=options_by_section(
             train, values if documents else text_options(values)
         ),
@@ -256,7 +256,7 @@ def _check(train: Train) -> bool:
     train.strategy.check(dataclasses.asdict(train.mesh))
     train.checkpoints.check(evaluates=bool(train.evaluation.eval_data))
     train.evaluation.check(train.data, train.mesh)
-    check_writers(train.logs.log_to)
+    train.logs.check()
     train.profiling.check()
     _check_ranges(train)
     check_creatable(train.save, "--save")

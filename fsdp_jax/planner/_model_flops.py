@@ -1,0 +1,60 @@
+"""Counts the FLOPs that a model needs for a step, on any machine."""
+
+from __future__ import annotations
+
+import jax
+import optax
+
+from fsdp_jax._tree import PyTree
+from fsdp_jax.planner._flops import product_flops
+from fsdp_jax.planner.liveness._trace import on_one_device
+from fsdp_jax.sharding._ambient_mesh import in_own_mesh
+from fsdp_jax.sharding._fully_shard import fully_shard
+from fsdp_jax.sharding._mesh import make_mesh
+from fsdp_jax.sharding._plan import Plan
+from fsdp_jax.step._loss import LossFn, LossForm
+from fsdp_jax.training._gradients import global_loss
+from fsdp_jax.training._state import abstract_state
+
+
+@in_own_mesh
+def model_flops(
+    plan: Plan,
+    loss_fn: LossFn,
+    batch: PyTree,
+    *,
+    has_aux: bool = False,
+    calculate_per_token_loss: bool = False,
+) -> float:
+    """Counts the FLOPs of a global batch: forward, and backward as twice that.
+
+    They are those of matrix products, without recomputation, for model FLOPs
+    utilization: divide by the seconds of a step and by the peak of all devices.
+    Attention counts as full, causal or not. With LoRA, whose frozen weights have no
+    gradients, backward counts once.
+
+    Args:
+      plan: Plan from `fully_shard`.
+      loss_fn: Loss function, as for `make_train_step`.
+      batch: Global batch, of concrete or abstract arrays.
+      has_aux: As for `make_train_step`.
+      calculate_per_token_loss: As for `make_train_step`.
+
+    Examples:
+      >>> fsdp.planner.model_flops(plan, loss_fn, batch) > 0
+      True
+    """
+    # Traced for one device, so that no axis is partitioned by XLA and all shapes are
+    # known.
+    alone = make_mesh(devices=list(plan.mesh.devices.flat[:1]))
+    plan = fully_shard(plan.make_model, alone, plan.unit_specs, plan.config)
+    state = abstract_state(plan, optax.identity())
+    rng = jax.eval_shape(lambda: jax.random.key(0))
+    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
+    form = LossForm(has_aux, calculate_per_token_loss)
+    traced = jax.make_jaxpr(global_loss(plan, loss_fn, form))(
+        state.params, abstract, rng, state.model_state
+    )
+    program = on_one_device(traced.jaxpr)
+    assert program is not None
+    return (3 if plan.config.lora is None else 2) * product_flops(program)
