@@ -18,16 +18,19 @@ import import_graph
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+EDIT = "edit/main/docs/pages/"
 MARKER = re.compile(r"<!-- (commands|families|imports|errors)(?:: (.*?))? -->")
 # A link from a page to a source file, which the site does not contain.
 SOURCE_LINK = re.compile(r"\[(`\w+`)\]\((?:\.\./)+((?:fsdp_jax|bridge)/[\w/]+\.py)\)")
 
 
 def on_config(config: MkDocsConfig) -> None:
-    """Lists the notebooks among the tutorials."""
+    """Lists the notebooks among the tutorials, and lets pages be edited."""
+    config.edit_uri = EDIT if config.repo_url else None
     for entry in config.nav or ():
         if "Tutorials" in entry:
             entry["Tutorials"] += [f"notebooks/{path.name}" for path in NOTEBOOKS]
@@ -45,11 +48,31 @@ def on_files(files: Files, config: MkDocsConfig) -> None:
         files.append(page)
 
 
-def on_page_markdown(markdown: str, **_: object) -> str:
+def on_page_markdown(
+    markdown: str, *, page: Page, config: MkDocsConfig, **_: object
+) -> str:
     """Puts what was asked for in the place of each comment."""
+    if page.is_homepage and config.repo_url:
+        markdown = markdown.replace("\n", f"\n\n{badges(config.repo_url)}\n", 1)
     # In the repository notebooks lie beside `docs`, on the site beside its pages.
     markdown = markdown.replace("../../notebooks/", "notebooks/")
     return MARKER.sub(_made, SOURCE_LINK.sub(r"\1 (`\2`)", markdown))
+
+
+def on_page_context(context: object, *, page: Page, **_: object) -> None:
+    """Lets notebooks be edited where they lie."""
+    if page.edit_url and page.file.src_uri.startswith("notebooks/"):
+        page.edit_url = page.edit_url.replace("docs/pages/", "", 1)
+
+
+def badges(repository: str) -> str:
+    """Badges of CI and of the newest release, for a repository on GitHub."""
+    name = repository.removeprefix("https://github.com/").rstrip("/")
+    ci = f"{repository}/actions/workflows/ci.yml"
+    release = f"https://img.shields.io/github/v/release/{name}"
+    return (
+        f"[![CI]({ci}/badge.svg)]({ci}) [![Release]({release})]({repository}/releases)"
+    )
 
 
 def _made(found: re.Match[str]) -> str:

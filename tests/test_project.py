@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 import graphlib
 import importlib
+import os
 import re
 import shlex
+import subprocess
 import tomllib
 from pathlib import Path
 from types import ModuleType
@@ -49,6 +51,24 @@ def test_the_version_is_said_once():
     pyproject = (ROOT / "pyproject.toml").read_text()
     assert 'dynamic = ["version"]' in pyproject
     assert not re.search(r"^version = ", pyproject, flags=re.MULTILINE)
+
+
+def test_the_citation_is_of_this_version():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["version"] == fsdp_jax.__version__
+    assert citation["license"] == "Apache-2.0"
+
+
+def test_a_release_is_published_without_a_token_if_its_tag_is_the_version():
+    workflow = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text())
+    build, publish = workflow["jobs"]["build"], workflow["jobs"]["publish"]
+    assert publish["permissions"] == {"id-token": "write"}
+    assert not any("password" in step.get("with", {}) for step in publish["steps"])
+    (check,) = [s["run"] for s in build["steps"] if "GITHUB_REF_NAME" in str(s)]
+    for tag, outcome in ((f"v{fsdp_jax.__version__}", 0), ("v99.0.0", 1)):
+        environment = {"GITHUB_REF_NAME": tag, "PATH": os.environ["PATH"]}
+        done = subprocess.run(["bash", "-c", check], cwd=ROOT, env=environment)
+        assert done.returncode == outcome
 
 
 # Lanes
