@@ -35,7 +35,10 @@ class Block:
 
 def pages() -> dict[str, str]:
     """The README, and every page of the documentation, by path in the repository."""
-    files = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(PAGES.rglob("*.md"))]
+    # The home page first: its commands make what those of other pages read.
+    home = PAGES / "index.md"
+    others = [page for page in sorted(PAGES.rglob("*.md")) if page != home]
+    files = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", home, *others]
     return {file.relative_to(ROOT).as_posix(): file.read_text() for file in files}
 
 
