@@ -92,8 +92,8 @@ def _is_top_of_unit(variables: PyTree) -> bool:
     for name, leaf in named_leaves(variables, is_shard):
         if is_shard(leaf) and leaf.is_slice:
             collection, _, inside = _without_box(name).partition(".")
-            whole = leaf.recipe.name if isinstance(leaf, Derived) else leaf.param.name
-            rest = _without_box(whole).removeprefix(f"{leaf.param.unit}.")
+            name = leaf.recipe.name if isinstance(leaf, Derived) else leaf.param.name
+            rest = _without_box(name).removeprefix(f"{leaf.param.unit}.")
             if rest in (inside, f"{collection}.{inside}"):
                 return True
     return False
@@ -134,8 +134,8 @@ def _gathered(fn: Callable[..., Any], scopes: Any, *args: Any, **kwargs: Any) ->
     def inner(scope_fn, repack_fn, variables, rngs, *args, **kwargs):
         shards, others, merge = partition(variables)
 
-        def compute(whole, others, rngs, args, kwargs):
-            scopes = scope_fn(merge(whole, others), rngs)
+        def compute(unsharded, others, rngs, args, kwargs):
+            scopes = scope_fn(merge(unsharded, others), rngs)
             out = fn(scopes, *args, **kwargs)
             return out, repack_fn(scopes)
 
