@@ -34,6 +34,7 @@ import numpy as np
 from flax import nnx
 from jax.core import Tracer
 
+from fsdp_jax._compat import NNX_STATE_PREFIX
 from fsdp_jax.step._shard import is_shard
 
 Rebuild = Callable[[Iterator[jax.Array]], Any]
@@ -226,7 +227,9 @@ def _slots(node: Any) -> Slots | None:
         return dict(node)
     if isinstance(node, nnx.Pytree):
         # `_pytree__*` is flax's own state, such as the trace that the module is of.
-        return {k: v for k, v in vars(node).items() if not k.startswith("_pytree__")}
+        return {
+            k: v for k, v in vars(node).items() if not k.startswith(NNX_STATE_PREFIX)
+        }
     is_leaf = jax.tree_util.all_leaves([node])
     if is_leaf and not _is_record(node):
         return None
