@@ -170,9 +170,9 @@ def speeds(plan, run, seconds):
     """Tokens a second, and both ways in which people count the work of a token."""
     config = run.config
     weights = sum(
-        int(np.prod(row.shape))
-        for row in plan.param_plans
-        if len(row.shape) - row.num_stacked > 1
+        int(np.prod(param.shape))
+        for param in plan.param_plans
+        if len(param.shape) - param.num_stacked > 1
     )
     if not config.tie_word_embeddings:
         weights -= config.vocab_size * config.hidden_size  # looked up, not multiplied

@@ -7,7 +7,7 @@ def times(timeline):
     return {
         "step_ms": milliseconds(timeline.seconds),
         "compute_ms": milliseconds(timeline.compute_seconds),
-        "wire_ms": milliseconds(timeline.wire_seconds),
+        "wire_ms": milliseconds(timeline.communication_seconds),
         "exposed_ms": milliseconds(timeline.exposed_seconds),
         "exposed_of_step": round(timeline.exposed_seconds / timeline.seconds, 4),
         "floor_ms": milliseconds(floor(timeline)),

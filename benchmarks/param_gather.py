@@ -76,7 +76,7 @@ def train(kind, steps, seed):
     for _ in range(steps):
         state, metrics = step(state, next(given))
         losses.append(float(metrics["loss"]))
-    return losses, [row.name for row in plan.param_plans if row.gather]
+    return losses, [param.name for param in plan.param_plans if param.gather]
 
 
 def main():

@@ -117,15 +117,17 @@ def _gib(plan: fsdp.Plan) -> tuple[float, ...]:
     axes = plan.placements
     whole = not axes.parameter
     weights = (
-        sum(row.num_elements(plan.mesh, ()) for row in plan.param_plans) * 2 * whole
+        sum(param.num_elements(plan.mesh, ()) for param in plan.param_plans) * 2 * whole
     )
     grads = sum(
-        row.num_elements(plan.mesh, axes.gradient) * row.precision.main_grads.itemsize
-        for row in plan.param_plans
+        param.num_elements(plan.mesh, axes.gradient)
+        * param.precision.main_grads.itemsize
+        for param in plan.param_plans
     )
     main = sum(
-        row.num_elements(plan.mesh, axes.optimizer) * row.precision.main_params.itemsize
-        for row in plan.param_plans
+        param.num_elements(plan.mesh, axes.optimizer)
+        * param.precision.main_params.itemsize
+        for param in plan.param_plans
     )
     # AdamW's two moments are of the main weights' shape and dtype.
     return tuple(size / 2**30 for size in (weights, grads, 3 * main))

@@ -23,7 +23,7 @@ PACKAGES = ("fsdp_jax", "bridge")
 # The rooms of fsdp_jax, from the ground up: a module imports from its own room and from
 # those below. `__init__` is the package itself: `from fsdp_jax import X`.
 ROOMS = [
-    {"jaxpr", "local_path", "quiet_import", "report", "scopes", "streams"}
+    {"compat", "jaxpr", "local_path", "quiet_import", "report", "scopes", "streams"}
     | {"tree", "chunks"},
     {"launch", "lora", "rl"},
     {"sharding"},
@@ -43,7 +43,7 @@ ROOMS = [
 ]
 # The same for bridge, whose packages are a row each.
 BRIDGE_ROWS = [
-    {"box", "local_path", "report", "tree", "reorder"},
+    {"box", "compat", "local_path", "report", "tree", "reorder"},
     {"models", "formats"},
     {"rules"},
     {"families", "adapt", "streaming"},

@@ -169,7 +169,7 @@ def test_an_abstract_tree_over_ep_is_filled_with_each_device_s_own_experts(writt
         whole = plan_of(config, fsdp.make_mesh(devices=jax.devices()[:1]))
         given = bridge.load_hf(path, plan.params), bridge.load_hf(path, whole.params)
     rows = zip(plan.param_plans, *map(jax.tree.leaves, given), strict=True)
-    experts = [(got, np.asarray(want)) for row, got, want in rows if row.is_expert]
+    experts = [(got, np.asarray(want)) for param, got, want in rows if param.is_expert]
     assert len(experts) == 2
     for got, want in experts:
         for shard in got.addressable_shards:

@@ -203,8 +203,8 @@ def test_of_tokens_a_part_crosses_tp_and_of_matrices_nothing(llama):
     assert max(c.size for c in across) == whole
     # Each matrix is gathered over data axes at tp width.
     over_data = [c for c in found if c.op == "all-gather" and group_size(c.groups) == 2]
-    split = [row for row in llama.plan.param_plans if row.tensor_dim is not None]
-    widths = {int(np.prod(row.shape[row.num_stacked :])) // tp for row in split}
+    split = [param for param in llama.plan.param_plans if param.tensor_dim is not None]
+    widths = {int(np.prod(param.shape[param.num_stacked :])) // tp for param in split}
     assert widths <= {c.size for c in over_data}
 
 

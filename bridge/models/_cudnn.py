@@ -3,8 +3,9 @@
 import inspect
 
 import jax.numpy as jnp
-from jax._src.cudnn import fused_attention_stablehlo as fused
 from jaxtyping import Array, Bool, Float
+
+from bridge._compat import CUDNN_ATTENTION
 
 ASSUMED_VERSION = 91000
 """Version of cuDNN on the absent GPU: 9.10, as in the target config of the planner."""
@@ -37,6 +38,7 @@ def cudnn_attention(
     Source: jax `jax/_src/cudnn/fused_attention_stablehlo.py::dot_product_attention`
       (0.10.2 and 0.12.0.1).
     """
+    fused = CUDNN_ATTENTION.get()
     attention = fused._dot_product_attention
     names = inspect.signature(attention).parameters
     is_newer = "score_mod" in names  # From jax 0.11 on.

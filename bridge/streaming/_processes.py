@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
-from jax._src import distributed
+
+from bridge._compat import DISTRIBUTED_STATE
 
 # Maximum delay of a process: it may have to read all of its share.
 TIMEOUT_SECS = 1800.0
@@ -52,7 +53,7 @@ def _failed(here: bool) -> list[int]:
     """Returns the ranks of the failed processes, after all have arrived."""
     if jax.process_count() == 1:
         return []
-    client: Any = distributed.global_state.client
+    client: Any = DISTRIBUTED_STATE.get().client
     point = f"bridge/{next(_points)}"
     if here:
         client.key_value_set(f"{point}/failed/{jax.process_index()}", "")

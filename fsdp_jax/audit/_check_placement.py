@@ -23,8 +23,10 @@ def check_placement(plan: Plan, program: Program) -> Iterator[Difference]:
             continue
         split = dims_of(plan, param, param.placements.optimizer, sliced=False)
         # A padded parameter may also appear in its logical shape, which is never split.
-        whole = {param.padded_shape, dims_of(plan, param, (), sliced=False)} - {split}
-        if dims in whole:
+        unsharded = {param.padded_shape, dims_of(plan, param, (), sliced=False)} - {
+            split
+        }
+        if dims in unsharded:
             yield Difference(
                 named([param]),
                 f"{list(split)} on each device",

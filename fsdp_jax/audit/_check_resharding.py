@@ -84,7 +84,7 @@ def _stacks(
                 named([planned.param]),
                 PLAN,
                 f"carries {array(buffer.dtype, buffer.dims)} through a loop, all "
-                f"layers' whole weights, and gathers {times} times a step",
+                f"layers' unsharded weights, and gathers {times} times a step",
                 FIX,
             )
 

@@ -31,7 +31,7 @@ def over_tp(plan: Plan, arrays: Sequence[Moved]) -> Iterator[Difference]:
         alike = [
             (param, dims)
             for param in split
-            for dims in _whole(plan, param)
+            for dims in _unsharded_dims(plan, param)
             if canonical(dims) == canonical(one.received)
         ]
         if alike and "sequence_parallel" not in one.scope:
@@ -44,7 +44,7 @@ def over_tp(plan: Plan, arrays: Sequence[Moved]) -> Iterator[Difference]:
             )
 
 
-def _whole(plan: Plan, param: ParamPlan) -> list[Dims]:
+def _unsharded_dims(plan: Plan, param: ParamPlan) -> list[Dims]:
     """Returns the unsharded dims of a matrix, in its stack and in one unit."""
     forms = []
     for sliced in (False, True):

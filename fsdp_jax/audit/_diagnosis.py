@@ -33,15 +33,15 @@ def diagnose(
       missing: Expected collectives that the program does not run.
     """
     for suspect in _suspects(plan, one, expected, missing):
-        whole = _whole(one)
+        unsharded = _unsharded_dims(one)
         alike = [
             (planned, dims)
             for planned in suspect.expected
-            if (dims := suspect.seen(planned)) and _sorted(dims) == _sorted(whole)
+            if (dims := suspect.seen(planned)) and _sorted(dims) == _sorted(unsharded)
         ]
         # Dims in this very order are stronger evidence than permuted ones.
         exact = [
-            planned for planned, dims in alike if dims == whole and one.is_in_order
+            planned for planned, dims in alike if dims == unsharded and one.is_in_order
         ]
         if found := exact or [planned for planned, _ in alike]:
             (planned, *_) = nearest(found, one)
@@ -101,12 +101,12 @@ def _suspects(
         _Suspect(
             same_op,
             functools.partial(_of_all_experts, plan.mesh.shape["ep"]),
-            "experts of all ranks on ep are brought together: compute with a rank's "
+            "experts of all ranks on ep are gathered: compute with a rank's "
             "own, and send it the tokens (fsdp_jax.ops.expert_parallel_dispatch)",
         ),
         _Suspect(
             other_axes,
-            lambda planned: planned.whole,
+            lambda planned: planned.unsharded,
             "make the step with this plan, its mesh and its placements",
         ),
         _Suspect(
@@ -117,7 +117,7 @@ def _suspects(
         ),
         _Suspect(
             of_other_op,
-            lambda planned: planned.whole,
+            lambda planned: planned.unsharded,
             "make the step with this plan: its strategy, placements and "
             "MixedPrecisionPolicy",
         ),
@@ -138,7 +138,7 @@ def _of_all_experts(ep: int, planned: ExpectedCollective) -> Dims | None:
 
 def _times(planned: ExpectedCollective, dim: int, ranks: int) -> Dims:
     """Returns the unsharded dims, of which one is `ranks` times as large."""
-    dims = list(planned.whole)
+    dims = list(planned.unsharded)
     dims[dim - (len(planned.param.shape) - len(dims))] *= ranks
     return tuple(dims)
 
@@ -149,7 +149,7 @@ def _as_a_stack(planned: ExpectedCollective) -> Dims | None:
     return (*stack, *planned.received) if stack else None
 
 
-def _whole(one: Moved) -> Dims:
+def _unsharded_dims(one: Moved) -> Dims:
     return one.received if one.op == "all-gather" else one.sent
 
 

@@ -51,7 +51,7 @@ class ExpectedCollective:
     most: int | None
 
     @property
-    def whole(self) -> Dims:
+    def unsharded(self) -> Dims:
         """Dims of the side that is not split over `axes`."""
         return self.received if self.op == "all-gather" else self.sent
 
@@ -133,18 +133,20 @@ def _largest(plan: Plan) -> Iterator[ExpectedCollective]:
 def _reductions(plan: Plan, param: ParamPlan) -> Iterator[ExpectedCollective]:
     places, precision = param.placements, param.precision
     scatter = "all-to-all" if precision.accumulate_wide else "reduce-scatter"
-    wire = hlo_dtype(precision.grad_comm)
+    communicated = hlo_dtype(precision.grad_comm)
     if places.gradient:
-        whole = dims_of(plan, param, (), sliced=True)
+        unsharded = dims_of(plan, param, (), sliced=True)
         yield ExpectedCollective(
-            *(param, "reduce", scatter, places.gradient, wire, whole),
+            *(param, "reduce", scatter, places.gradient, communicated, unsharded),
             dims_of(plan, param, places.gradient, sliced=True),
             None,
         )
     deferred = param.deferred_axes(axes_in_use(plan.mesh, ("pp", *DATA_AXES)))
     scattered = tuple(a for a in places.optimizer if a in deferred)
     summed = tuple(a for a in deferred if a not in scattered)
-    wide = hlo_dtype(precision.main_grads) if precision.accumulate_wide else wire
+    wide = (
+        hlo_dtype(precision.main_grads) if precision.accumulate_wide else communicated
+    )
     # A stack is reduced unit by unit in the last backward, or as a whole after it.
     for sliced in (False, True) if param.num_stacked else (False,):
         before = dims_of(plan, param, places.gradient, sliced=sliced)
@@ -154,7 +156,7 @@ def _reductions(plan: Plan, param: ParamPlan) -> Iterator[ExpectedCollective]:
         most = stack + 1
         if scattered:
             yield ExpectedCollective(
-                param, "deferred", scatter, scattered, wire, before, after, most
+                param, "deferred", scatter, scattered, communicated, before, after, most
             )
         if summed:
             yield ExpectedCollective(

@@ -3,14 +3,15 @@
 Orbax 0.12.8 writes no checksums: a flipped bit in a value loads silently. Its reader,
 TensorStore, verifies the codecs named in an array's metadata, so it suffices to name
 the codec when the array is created. Orbax has no option for that. This module replaces
-the one private function that builds the metadata, with effect for our handler only.
+the one private function that builds the metadata, with effect for our handler only
+(`_compat.ZARR_METADATA`).
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from orbax.checkpoint._src.serialization import tensorstore_utils
+from fsdp_jax._compat import ZARR_METADATA
 
 _CODEC = {"name": "crc32c"}
 
@@ -25,8 +26,6 @@ class _NoCompression:
 # No compression: weights hardly shrink (8 %), and zstd halves the speed.
 CHECKSUMMED: Any = _NoCompression()
 
-_metadata_of_orbax = tensorstore_utils._build_zarr3_metadata
-
 
 def _build_zarr3_metadata(
     global_shape: Any, chunk_shape: Any, use_compression: Any
@@ -38,7 +37,7 @@ def _build_zarr3_metadata(
     return metadata
 
 
-tensorstore_utils._build_zarr3_metadata = _build_zarr3_metadata
+_metadata_of_orbax = ZARR_METADATA.replace(_build_zarr3_metadata)
 
 
 def is_checksummed(metadata: dict[str, Any]) -> bool:

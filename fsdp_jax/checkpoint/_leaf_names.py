@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fsdp_jax._tree import PyTree, named_leaves
-from fsdp_jax.optim._matrix_stack import Dealt, Member
+from fsdp_jax.optim._matrix_stack import MatrixStack, Member
 from fsdp_jax.sharding._padded import Padded
 
 # File of a step with the implementation of its PRNG keys, which their words do not
@@ -120,7 +120,7 @@ def _leaf(leaf: Any) -> Leaf:
 
 def _by_parameter(name: str, leaf: Any) -> list[tuple[str, Any]]:
     """Returns a leaf with its name; a stack is split into its parameters' parts."""
-    if not isinstance(leaf, Dealt):
+    if not isinstance(leaf, MatrixStack):
         return [(_full_name(name, leaf), leaf)]
     pieces = zip(leaf.members, leaf.by_member(), strict=True)
     return [
@@ -141,8 +141,8 @@ def _member_name(name: str, member: Member) -> str:
 
 
 def _filled(name: str, leaf: Any, values: dict[str, Any]) -> Any:
-    if isinstance(leaf, Dealt):
-        return _dealt(name, leaf, values)
+    if isinstance(leaf, MatrixStack):
+        return _stacked(name, leaf, values)
     value = values.get(_full_name(name, leaf))
     if value is None:
         return leaf
@@ -151,7 +151,7 @@ def _filled(name: str, leaf: Any, values: dict[str, Any]) -> Any:
     return dataclasses.replace(leaf, value=value) if _is_padded(leaf) else value
 
 
-def _dealt(name: str, leaf: Dealt, values: dict[str, Any]) -> Dealt:
+def _stacked(name: str, leaf: MatrixStack, values: dict[str, Any]) -> MatrixStack:
     """Stacks the values of the parameters; those not given are left unchanged."""
     names = [_member_name(name, member) for member in leaf.members]
     given = {n: values[n] for n in names if n in values}
@@ -167,7 +167,7 @@ def _is_padded(leaf: Any) -> bool:
 
 
 def _is_node(leaf: Any) -> bool:
-    return isinstance(leaf, Padded | Dealt)
+    return isinstance(leaf, Padded | MatrixStack)
 
 
 def _key_words(leaf: Any) -> Any:

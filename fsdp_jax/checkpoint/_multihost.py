@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import jax
-from jax._src import distributed
 
+from fsdp_jax._compat import DISTRIBUTED_STATE
 from fsdp_jax.launch import report_progress
 
 # Default timeout: a process may still be writing when the others are done.
@@ -214,4 +214,4 @@ def _value_by(key: str, end: float) -> str | None:
 
 
 def _client() -> Any:
-    return distributed.global_state.client
+    return DISTRIBUTED_STATE.get().client

@@ -2,7 +2,7 @@
 
 Orbax 0.12.8 knows Google's store alone, through Google's client library, and no
 settings of its own for either. This module replaces the one function that says where
-the arrays are, with effect for `StorePath` only.
+the arrays are (`_compat.KVSTORE_SPEC`), with effect for `StorePath` only.
 """
 
 from __future__ import annotations
@@ -10,15 +10,13 @@ from __future__ import annotations
 from typing import Any
 
 import orbax.checkpoint as ocp
-from orbax.checkpoint._src.serialization import tensorstore_utils
 
+from fsdp_jax._compat import KVSTORE_SPEC
 from fsdp_jax.checkpoint._bucket import SCHEMES
 from fsdp_jax.checkpoint._paths import is_local
 from fsdp_jax.checkpoint._store_path import StorePath
 
 _PREFIXES = tuple(f"/{scheme}:" for scheme in SCHEMES)
-
-_spec_of_orbax = tensorstore_utils.build_kvstore_tspec
 
 
 def _build_kvstore_tspec(
@@ -45,4 +43,4 @@ def atomicity(directory: Any) -> ocp.options.AtomicityOptions:
     return ocp.options.AtomicityOptions(kind)
 
 
-tensorstore_utils.build_kvstore_tspec = _build_kvstore_tspec
+_spec_of_orbax = KVSTORE_SPEC.replace(_build_kvstore_tspec)

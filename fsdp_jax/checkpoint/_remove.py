@@ -26,7 +26,7 @@ from fsdp_jax.checkpoint._orbax_handler import ITEM, UNFINISHED, remove_unfinish
 from fsdp_jax.checkpoint._paths import as_path, is_local
 from fsdp_jax.checkpoint._replace import replace_step, step_folder
 from fsdp_jax.checkpoint._seal import seal_files
-from fsdp_jax.checkpoint._steps import Step, check_whole, open_step, resolve_step
+from fsdp_jax.checkpoint._steps import Step, check_complete, open_step, resolve_step
 from fsdp_jax.checkpoint._zarr import copy_arrays
 
 # Orbax's files with the tree and the sharding of each array.
@@ -125,7 +125,7 @@ def _write_without(root: Path, step: int, manifest: Manifest, gone: set[str]) ->
     sealed = seal_files(new / ITEM)
     write_manifest(new / ITEM, manifest.identity, leaves, manifest.metadata, sealed)
     # Verify the copy before it replaces the original.
-    check_whole(new / ITEM, read_manifest(new / ITEM))
+    check_complete(new / ITEM, read_manifest(new / ITEM))
     replace_step(root, step, new)
 
 

@@ -108,11 +108,11 @@ def check_step(path: str | os.PathLike[str], step: int) -> Manifest:
       DamagedCheckpointError: If anything differs from what was written.
     """
     manifest = _read_identified(path, step)
-    check_whole(state_directory(path, step), manifest)
+    check_complete(state_directory(path, step), manifest)
     return manifest
 
 
-def check_whole(directory: Path, manifest: Manifest) -> None:
+def check_complete(directory: Path, manifest: Manifest) -> None:
     """Reads every byte of a step.
 
     Raises:
@@ -165,8 +165,8 @@ def _committed_in_store(directory: Any) -> list[int]:
     names = set(files_in(directory))
     ends = (COMMIT_MARKER, f"{ITEM}/{_manifest.NAME}")
     steps = {step for step, _, _ in (name.partition("/") for name in names)}
-    whole = [s for s in steps if all(f"{s}/{end}" in names for end in ends)]
-    return sorted(int(step) for step in whole if step.isdecimal())
+    complete = [s for s in steps if all(f"{s}/{end}" in names for end in ends)]
+    return sorted(int(step) for step in complete if step.isdecimal())
 
 
 def _latest_good(path: str | os.PathLike[str], available: list[int]) -> int:
@@ -175,9 +175,9 @@ def _latest_good(path: str | os.PathLike[str], available: list[int]) -> int:
         try:
             check_step(path, step)
         except DamagedCheckpointError as error:
-            warnings.warn(f"Step {step} is passed over. {error}", stacklevel=4)
+            warnings.warn(f"Step {step} is skipped. {error}", stacklevel=4)
         else:
             return step
     raise DamagedCheckpointError(
-        f"No step of '{path}' is whole: {', '.join(map(str, available))} are damaged."
+        f"No step of '{path}' is intact: {', '.join(map(str, available))} are damaged."
     )

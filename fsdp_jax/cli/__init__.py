@@ -18,6 +18,7 @@ from typing import Annotated, Any
 import tyro
 
 import fsdp_jax
+from fsdp_jax._compat import TYRO_OPTIONS
 from fsdp_jax._local_path import check_local
 from fsdp_jax._streams import discard
 from fsdp_jax.checkpoint import NotSavedError
@@ -131,7 +132,7 @@ def parse(words: Sequence[str]) -> Any:
       ValueError: If the file that describes a run is wrong.
     """
     # tyro has colours for any terminal, and knows nothing of https://no-color.org.
-    tyro._experimental_options["ansi_codes"] = not os.environ.get("NO_COLOR")
+    TYRO_OPTIONS.get()["ansi_codes"] = not os.environ.get("NO_COLOR")
     commands = _commands()
     command, rest = (words[0], words[1:]) if words else ("", words)
     if command == "train":

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 
+from fsdp_jax._compat import XLA_BRIDGE_LOGGER
 from fsdp_jax._quiet_import import DRIVER, has_driver
 
 _DRIVER = DRIVER
@@ -28,4 +29,4 @@ _COMPLAINT = _PluginComplaint()
 def be_silent_without_driver() -> None:
     """Hides the error of jax's CUDA plugin if no driver is installed."""
     if not has_driver(_DRIVER):
-        logging.getLogger("jax._src.xla_bridge").addFilter(_COMPLAINT)
+        logging.getLogger(XLA_BRIDGE_LOGGER).addFilter(_COMPLAINT)

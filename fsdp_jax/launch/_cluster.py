@@ -7,8 +7,7 @@ import importlib.util
 import os
 from collections.abc import Mapping, Sequence
 
-from jax._src.clusters import ClusterEnv
-
+from fsdp_jax._compat import CLUSTER_ENV
 from fsdp_jax.launch._protocol import is_loopback, split_address
 
 # Set by `fsdp-jax launch`, which runs the coordinator itself.
@@ -74,7 +73,8 @@ def find_place(
         _check_pod(variables)
     # jax detects missing values from its JAX_* variables or from a cluster.
     address = coordinator_address or variables.get("JAX_COORDINATOR_ADDRESS")
-    address, count, rank, ids = ClusterEnv.auto_detect_unset_distributed_params(
+    detect = CLUSTER_ENV.get().auto_detect_unset_distributed_params
+    address, count, rank, ids = detect(
         address, num_processes, process_id, ids, None, None
     )
     if address is None and count is None and rank is None:

@@ -1,4 +1,4 @@
-"""Layer-wise optimizer: updates whole matrices, each on one device."""
+"""Layer-wise optimizer: updates unsharded matrices, each on one device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,13 @@ import optax
 from jaxtyping import Array, Float
 
 from fsdp_jax._tree import PyTree, leaf_name, matches
-from fsdp_jax.optim._matrix_stack import Deal, Dealt, Member, bring_back, deal_out
+from fsdp_jax.optim._matrix_stack import (
+    MatrixStack,
+    Member,
+    StackLayout,
+    stack_matrices,
+    unstack_matrices,
+)
 from fsdp_jax.sharding._padded import pad_to
 from fsdp_jax.sharding._plan import ParamPlan, Plan
 
@@ -39,10 +45,10 @@ def layer_wise(
     """Updates some parameters matrix by matrix, each matrix unsharded on one device.
 
     A matrix that is split over devices can be orthogonalised only by communicating
-    within each iteration. Here one all-to-all gives each device whole matrices, which
-    it updates, and another one returns the updates to the shards. Parameters may be
-    split over `tp`, `ep` and `pp` as well. A checkpoint stores the state by parameter,
-    so that it loads on any mesh.
+    within each iteration. Here one all-to-all gives each device unsharded matrices,
+    which it updates, and another one returns the updates to the shards. Parameters may
+    be split over `tp`, `ep` and `pp` as well. A checkpoint stores the state by
+    parameter, so that it loads on any mesh.
 
     Args:
       plan: Plan from `fully_shard`.
@@ -67,25 +73,25 @@ def layer_wise(
     """
     chosen = [param for param in plan.param_plans if _is_chosen(param, matrices)]
     _check(plan, chosen, matrices)
-    deals = _deals(plan, chosen)
+    layouts = _layouts(plan, chosen)
 
     def split(tree: PyTree) -> tuple[Matrices, PyTree]:
         """Returns the stacks of matrices, and the tree without them."""
         leaves = dict(zip(_names(plan), plan.treedef.flatten_up_to(tree), strict=True))
-        stacks = {name: _stacked(deal, leaves) for name, deal in deals.items()}
+        stacks = {name: _stacked(layout, leaves) for name, layout in layouts.items()}
         taken = {param.name for param in chosen}
         rest = [None if name in taken else leaf for name, leaf in leaves.items()]
         return stacks, plan.treedef.unflatten(rest)
 
     def join(stacks: Any, rest: PyTree) -> PyTree:
         leaves = dict(zip(_names(plan), plan.treedef.flatten_up_to(rest), strict=True))
-        for name, deal in deals.items():
-            leaves |= _unstacked(deal, stacks[name])
+        for name, layout in layouts.items():
+            leaves |= _unstacked(layout, stacks[name])
         return plan.treedef.unflatten(leaves.values())
 
     def init(params):
         stacks, rest = split(params)
-        matrix_state = _marked(deals, matrix_tx.init(stacks))
+        matrix_state = _marked(layouts, matrix_tx.init(stacks))
         return LayerWiseState(matrix_state, rest_tx.init(rest))
 
     def update(updates, state, params=None):
@@ -94,13 +100,13 @@ def layer_wise(
         plain = _unmarked(state.matrices)
         stacks, matrix_state = matrix_tx.update(stacks, plain, old)
         rest, rest_state = rest_tx.update(rest, state.rest, old_rest)
-        new_state = LayerWiseState(_marked(deals, matrix_state), rest_state)
+        new_state = LayerWiseState(_marked(layouts, matrix_state), rest_state)
         return join(stacks, rest), new_state
 
     return optax.GradientTransformation(init, update)  # pyright: ignore[reportArgumentType]
 
 
-def _deals(plan: Plan, chosen: Sequence[ParamPlan]) -> dict[str, Deal]:
+def _layouts(plan: Plan, chosen: Sequence[ParamPlan]) -> dict[str, StackLayout]:
     """Returns name of a stack -> its layout, one for each matrix shape and split."""
     groups: dict[tuple[Any, ...], list[Member]] = {}
     for param in chosen:
@@ -109,7 +115,7 @@ def _deals(plan: Plan, chosen: Sequence[ParamPlan]) -> dict[str, Deal]:
         groups.setdefault((param.shape[-2:], lead, member.split[-2:]), []).append(
             member
         )
-    return {_title(*key): Deal(plan.mesh, tuple(m)) for key, m in groups.items()}
+    return {_title(*key): StackLayout(plan.mesh, tuple(m)) for key, m in groups.items()}
 
 
 def _member(param: ParamPlan) -> Member:
@@ -131,39 +137,39 @@ def _title(shape: tuple[int, ...], lead: tuple[str, ...], split: Any) -> str:
 
 
 def _stacked(
-    deal: Deal, leaves: Mapping[str, Array]
+    layout: StackLayout, leaves: Mapping[str, Array]
 ) -> Float[Array, "matrices rows cols"]:
-    pieces = [pad_to(leaves[m.name], m.padded_shape) for m in deal.members]
-    return deal_out(deal, pieces)
+    pieces = [pad_to(leaves[m.name], m.padded_shape) for m in layout.members]
+    return stack_matrices(layout, pieces)
 
 
 def _unstacked(
-    deal: Deal, stack: Float[Array, "matrices rows cols"]
+    layout: StackLayout, stack: Float[Array, "matrices rows cols"]
 ) -> dict[str, Array]:
-    pieces = zip(deal.members, bring_back(deal, stack), strict=True)
+    pieces = zip(layout.members, unstack_matrices(layout, stack), strict=True)
     return {m.name: p[tuple(slice(size) for size in m.shape)] for m, p in pieces}
 
 
-def _marked(deals: Mapping[str, Deal], state: PyTree) -> PyTree:
-    """Wraps the arrays of the state that have one entry a matrix in `Dealt`."""
+def _marked(layouts: Mapping[str, StackLayout], state: PyTree) -> PyTree:
+    """Wraps the arrays of the state that have one entry a matrix in `MatrixStack`."""
 
     def mark(path: tuple[Any, ...], leaf: Any) -> Any:
         # optax states contain trees like the parameters, here the dict of stacks: the
         # path of such a leaf ends in the name of a stack.
-        deal = deals.get(leaf_name(path[-1:]))
-        if deal is None or leaf.shape[:1] != (deal.num_matrices,):
+        layout = layouts.get(leaf_name(path[-1:]))
+        if layout is None or leaf.shape[:1] != (layout.num_matrices,):
             return leaf
-        return Dealt(leaf, deal)
+        return MatrixStack(leaf, layout)
 
     return jax.tree_util.tree_map_with_path(mark, state)
 
 
 def _unmarked(state: PyTree) -> PyTree:
-    def is_dealt(node: Any) -> bool:
-        return isinstance(node, Dealt)
+    def is_stacked(node: Any) -> bool:
+        return isinstance(node, MatrixStack)
 
     return jax.tree.map(
-        lambda node: node.value if is_dealt(node) else node, state, is_leaf=is_dealt
+        lambda node: node.value if is_stacked(node) else node, state, is_leaf=is_stacked
     )
 
 

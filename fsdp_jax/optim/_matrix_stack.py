@@ -1,4 +1,4 @@
-"""Redistributes the matrices of several parameters into a stack of whole ones."""
+"""Redistributes the matrices of several parameters into a stack of unsharded ones."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ class Member:
 
 
 @dataclasses.dataclass(frozen=True)
-class Deal:
+class StackLayout:
     """Layout of several parameters' matrices as one stack `[matrices, rows, cols]`.
 
     Each device first concatenates its shards of all members, with zeros after the last,
     so that `owners` divide them. If the rows or columns of a matrix are split, an
-    all-to-all over their axes then gathers whole matrices: each device sends all pieces
-    except those of its own matrices. So the stack is split by the axes of the counting
-    dims first, then by those of rows, then by those of columns.
+    all-to-all over their axes then gathers unsharded matrices: each device sends all
+    pieces except those of its own matrices. So the stack is split by the axes of the
+    counting dims first, then by those of rows, then by those of columns.
 
     Attributes:
       mesh: Device mesh.
@@ -90,7 +90,7 @@ class Deal:
 
     @property
     def owners(self) -> tuple[str, ...]:
-        """Axes over whose devices whole matrices are distributed."""
+        """Axes over whose devices unsharded matrices are distributed."""
         return sum((axes for _, axes in self.moves), ())
 
     @property
@@ -110,21 +110,21 @@ class Deal:
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=("value",), meta_fields=("deal",)
+    jax.tree_util.register_dataclass, data_fields=("value",), meta_fields=("layout",)
 )
 @dataclasses.dataclass(frozen=True)
-class Dealt(WholeLeaf):
-    """Array of optimizer state that is stacked as the matrices of a `Deal` are.
+class MatrixStack(WholeLeaf):
+    """Array of optimizer state that is stacked as the matrices of a `StackLayout` are.
 
     It carries its layout, so that a checkpoint can store it by parameter.
 
     Attributes:
       value: Array `[matrices, ...]`, or its `jax.ShapeDtypeStruct`.
-      deal: Layout of the stack: its parameters and their order.
+      layout: Layout of the stack: its parameters and their order.
     """
 
     value: Any
-    deal: Deal
+    layout: StackLayout
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -144,15 +144,15 @@ class Dealt(WholeLeaf):
     @property
     def members(self) -> tuple[Member, ...]:
         """Stored layout of each parameter's part of it."""
-        return tuple(m.with_tail(self.shape[1:]) for m in self.deal.members)
+        return tuple(m.with_tail(self.shape[1:]) for m in self.layout.members)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         """Returns the stack on the host."""
         return np.asarray(self.value, dtype=dtype)
 
-    def abstract(self) -> Dealt:
-        """Returns an abstract `Dealt`, with the sharding in which it is stored."""
-        sharding = NamedSharding(self.deal.mesh, self.deal.spec)
+    def abstract(self) -> MatrixStack:
+        """Returns an abstract `MatrixStack` with the sharding in which it is stored."""
+        sharding = NamedSharding(self.layout.mesh, self.layout.spec)
         value = jax.ShapeDtypeStruct(self.shape, self.dtype, sharding=sharding)
         return dataclasses.replace(self, value=value)
 
@@ -163,7 +163,7 @@ class Dealt(WholeLeaf):
         """
         kind = getattr(getattr(self.value, "sharding", None), "memory_kind", None)
         shardings = [
-            NamedSharding(self.deal.mesh, member.spec, memory_kind=kind)
+            NamedSharding(self.layout.mesh, member.spec, memory_kind=kind)
             for member in self.members
         ]
         if isinstance(self.value, jax.ShapeDtypeStruct):
@@ -172,114 +172,120 @@ class Dealt(WholeLeaf):
                 for m, sharding in zip(self.members, shardings, strict=True)
             ]
         # Collectives run in device memory: the state may be stored on the host.
-        here = jax.device_put(self.value, NamedSharding(self.deal.mesh, self.deal.spec))
-        return jax.device_put(_bring_back(self.deal, here), shardings)
+        here = jax.device_put(
+            self.value, NamedSharding(self.layout.mesh, self.layout.spec)
+        )
+        return jax.device_put(_unstack_matrices(self.layout, here), shardings)
 
-    def filled(self, pieces: Sequence[Any]) -> Dealt:
-        """Returns a `Dealt` with other values: the inverse of `by_member`."""
+    def filled(self, pieces: Sequence[Any]) -> MatrixStack:
+        """Returns a `MatrixStack` with other values: the inverse of `by_member`."""
         here = [
-            jax.device_put(piece, NamedSharding(self.deal.mesh, member.spec))
+            jax.device_put(piece, NamedSharding(self.layout.mesh, member.spec))
             for piece, member in zip(pieces, self.members, strict=True)
         ]
-        stack = jax.device_put(_deal_out(self.deal, here), self.sharding)
+        stack = jax.device_put(_stack_matrices(self.layout, here), self.sharding)
         return dataclasses.replace(self, value=stack)
 
 
-def deal_out(deal: Deal, pieces: Sequence[Array]) -> Array:
+def stack_matrices(layout: StackLayout, pieces: Sequence[Array]) -> Array:
     """Stacks the matrices of all members, or arrays that belong to them.
 
     Works inside and outside of jit.
 
     Args:
-      deal: Layout of the stack.
+      layout: Layout of the stack.
       pieces: An array for each member, in its padded shape, with the same tail dims.
 
     Returns:
-      The stack, `[matrices, ...]`; whole matrices have their logical shape.
+      The stack, `[matrices, ...]`; unsharded matrices have their logical shape.
     """
-    tail = pieces[0].shape[len(deal.members[0].shape) - 2 :]
-    is_matrix = tail == deal.members[0].padded_shape[-2:]
-    tail = deal.matrix if is_matrix else tail
-    members = [member.with_tail(tail) for member in deal.members]
+    tail = pieces[0].shape[len(layout.members[0].shape) - 2 :]
+    is_matrix = tail == layout.members[0].padded_shape[-2:]
+    tail = layout.matrix if is_matrix else tail
+    members = [member.with_tail(tail) for member in layout.members]
 
     def local(*pieces):
         # [matrices of this device's shards, rows / r, cols / c]
         flat = jnp.concatenate([p.reshape(-1, *p.shape[-len(tail) :]) for p in pieces])
-        flat = _pad(flat, 0, -len(flat) % deal._num_devices(deal.owners))
+        flat = _pad(flat, 0, -len(flat) % layout._num_devices(layout.owners))
         # State of another shape than the matrix is not split by `moves`: all owners
         # hold the same.
         if not is_matrix:
-            return _own(flat, deal)
-        for dim, axes in deal.moves:
+            return _own(flat, layout)
+        for dim, axes in layout.moves:
             flat = lax.all_to_all(flat, axes, split_axis=0, concat_axis=dim, tiled=True)
         # [own matrices, rows, cols], with the padding of rows and cols cut off.
         return flat[:, : tail[0], : tail[1]]
 
-    return _over_mesh(deal, local, tuple(m.spec for m in members), deal.spec)(*pieces)
+    return _over_mesh(layout, local, tuple(m.spec for m in members), layout.spec)(
+        *pieces
+    )
 
 
-def bring_back(deal: Deal, stack: Array) -> list[Array]:
-    """Returns each member's part of a stack: the inverse of `deal_out`."""
+def unstack_matrices(layout: StackLayout, stack: Array) -> list[Array]:
+    """Returns each member's part of a stack: the inverse of `stack_matrices`."""
     tail = stack.shape[1:]
-    members = [member.with_tail(tail) for member in deal.members]
-    lead = deal._num_devices(deal.lead)
-    counts = [math.prod(m.padded_shape[:-2]) // lead for m in deal.members]
+    members = [member.with_tail(tail) for member in layout.members]
+    lead = layout._num_devices(layout.lead)
+    counts = [math.prod(m.padded_shape[:-2]) // lead for m in layout.members]
 
     def local(stack):
-        if tail != deal.matrix:
-            if deal.owners:
-                stack = lax.all_gather(stack, deal.owners, tiled=True)
+        if tail != layout.matrix:
+            if layout.owners:
+                stack = lax.all_gather(stack, layout.owners, tiled=True)
         else:
-            stack = _scattered(deal, stack)
+            stack = _scattered(layout, stack)
         ends = np.cumsum(counts)
         parts = jnp.split(stack[: ends[-1]], ends[:-1].tolist())
         return [
-            part.reshape(*_local_shape(deal, member)[: -len(tail)], *part.shape[1:])
+            part.reshape(*_local_shape(layout, member)[: -len(tail)], *part.shape[1:])
             for part, member in zip(parts, members, strict=True)
         ]
 
-    return _over_mesh(deal, local, deal.spec, [m.spec for m in members])(stack)
+    return _over_mesh(layout, local, layout.spec, [m.spec for m in members])(stack)
 
 
-_deal_out = jax.jit(deal_out, static_argnums=0)
-_bring_back = jax.jit(bring_back, static_argnums=0)
+_stack_matrices = jax.jit(stack_matrices, static_argnums=0)
+_unstack_matrices = jax.jit(unstack_matrices, static_argnums=0)
 
 
-def _scattered(deal: Deal, stack: Array) -> Array:
+def _scattered(layout: StackLayout, stack: Array) -> Array:
     """Splits this device's matrices and exchanges the pieces for its shards."""
-    padded = deal.members[0].padded_shape[-2:]
+    padded = layout.members[0].padded_shape[-2:]
     for dim, size in enumerate(padded, start=1):
         stack = _pad(stack, dim, size - stack.shape[dim])
-    # Reversed: the inverse of the all-to-alls in `deal_out`, last one first.
-    for dim, axes in reversed(deal.moves):
+    # Reversed: the inverse of the all-to-alls in `stack_matrices`, last one first.
+    for dim, axes in reversed(layout.moves):
         stack = lax.all_to_all(stack, axes, split_axis=dim, concat_axis=0, tiled=True)
     return stack
 
 
-def _own(flat: Array, deal: Deal) -> Array:
+def _own(flat: Array, layout: StackLayout) -> Array:
     """Returns this owner's part of an array that all owners hold."""
-    if not deal.owners:
+    if not layout.owners:
         return flat
-    size = len(flat) // deal._num_devices(deal.owners)
-    start = lax.axis_index(deal.owners) * size
+    size = len(flat) // layout._num_devices(layout.owners)
+    start = lax.axis_index(layout.owners) * size
     return lax.dynamic_slice_in_dim(flat, start, size)
 
 
-def _local_shape(deal: Deal, member: Member) -> tuple[int, ...]:
+def _local_shape(layout: StackLayout, member: Member) -> tuple[int, ...]:
     pairs = zip(member.padded_shape, member.split, strict=True)
-    return tuple(size // deal._num_devices(axes) for size, axes in pairs)
+    return tuple(size // layout._num_devices(axes) for size, axes in pairs)
 
 
 def _pad(x: Array, dim: int, zeros: int) -> Array:
     return jnp.pad(x, [(0, zeros if d == dim else 0) for d in range(x.ndim)])
 
 
-def _over_mesh(deal: Deal, local: Callable, in_specs: Any, out_specs: Any) -> Callable:
+def _over_mesh(
+    layout: StackLayout, local: Callable, in_specs: Any, out_specs: Any
+) -> Callable:
     # Manual over all axes, tp too: collectives over some axes would lose a split over
     # those that are left to the partitioner.
     return jax.shard_map(
         local,
-        mesh=deal.mesh,
+        mesh=layout.mesh,
         in_specs=in_specs,
         out_specs=out_specs,
         check_vma=False,

@@ -11,7 +11,7 @@ from jaxtyping import Array
 
 from fsdp_jax._tree import PyTree
 from fsdp_jax.data._batch import split_microbatches
-from fsdp_jax.pipeline._layer_permute import bring_back, deal_out
+from fsdp_jax.pipeline._layer_permute import permute_layers, restore_layers
 from fsdp_jax.pipeline._schedules import (
     all_forward_all_backward,
     forward_pass,
@@ -66,7 +66,7 @@ def pipelined_grads(
             grad = reduce_deferred(param, grad, param.deferred_axes(axes))
             if param.is_staged:
                 # After the reduction: only the gradient's shard is permuted.
-                grad = bring_back(param, plan.stages, grad)
+                grad = restore_layers(param, plan.stages, grad)
             reduced.append(grad)
     return reduced, state, (totals, counts, join_aux([aux]))
 
@@ -108,7 +108,9 @@ def _stage(
 ) -> Stage:
     stages = plan.stages
     shards = [
-        dataclasses.replace(shard, value=deal_out(shard.param, stages, shard.value))
+        dataclasses.replace(
+            shard, value=permute_layers(shard.param, stages, shard.value)
+        )
         if shard.param.is_staged
         else shard
         for shard in shards

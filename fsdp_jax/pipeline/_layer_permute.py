@@ -35,21 +35,21 @@ from fsdp_jax.sharding._stages import Stages
 from fsdp_jax.step._collectives import at_tp_width
 
 
-def deal_out(row: ParamPlan, stages: Stages, tree: Any) -> Any:
+def permute_layers(param: ParamPlan, stages: Stages, tree: Any) -> Any:
     """Permutes a staged parameter from the order stored to the order in which it runs.
 
     Args:
-      row: Plan of a staged parameter.
+      param: Plan of a staged parameter.
       stages: Split of its stack over stages.
       tree: This device's shard, `[layers of the stage, ...]`, or its quantized form.
     """
-    return _exchange(row, stages, tree, _routes(stages))
+    return _exchange(param, stages, tree, _routes(stages))
 
 
-def bring_back(row: ParamPlan, stages: Stages, tree: Any) -> Any:
-    """Restores the stored order of a gradient: the inverse of `deal_out`."""
+def restore_layers(param: ParamPlan, stages: Stages, tree: Any) -> Any:
+    """Restores the stored order of a gradient: the inverse of `permute_layers`."""
     back = [(to, there, source, here) for source, here, to, there in _routes(stages)]
-    return _exchange(row, stages, tree, back)
+    return _exchange(param, stages, tree, back)
 
 
 Route = tuple[int, int, int, int]
@@ -66,12 +66,12 @@ def _routes(stages: Stages) -> list[Route]:
     ]
 
 
-def _exchange(row: ParamPlan, stages: Stages, tree: Any, routes: list[Route]) -> Any:
+def _exchange(param: ParamPlan, stages: Stages, tree: Any, routes: list[Route]) -> Any:
     if stages.num_virtual == 1:
         return tree
     with jax.named_scope("interleave"):
         return jax.tree.map(
-            lambda x: at_tp_width(row, lambda x: _moved(x, stages, routes), x), tree
+            lambda x: at_tp_width(param, lambda x: _moved(x, stages, routes), x), tree
         )
 
 
@@ -98,7 +98,7 @@ def _moved(x: Array, stages: Stages, routes: list[Route]) -> Array:
 def _rounds(stages: Stages, routes: list[Route]) -> Iterator[tuple[int, list[Route]]]:
     """Yields `(shift, routes)`: rounds with at most one chunk from and to each stage.
 
-    All chunks of a round travel `shift` stages around the ring.
+    All chunks of a round move by `shift` stages around the ring.
     """
     for shift in range(stages.num_stages):
         left = [r for r in routes if (r[2] - r[0]) % stages.num_stages == shift]

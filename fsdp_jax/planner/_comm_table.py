@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from fsdp_jax._report import Grid, format_bytes
 from fsdp_jax._scopes import ATTENTIONS, is_in, is_transposed
 from fsdp_jax.hlo._replica_groups import Collective, axes_of
-from fsdp_jax.planner._interconnect import wire_bytes
+from fsdp_jax.planner._interconnect import communicated_bytes
 from fsdp_jax.planner._timeline import Sent, Timeline
 from fsdp_jax.sharding._plan import Plan
 
@@ -68,7 +68,7 @@ def _row(runs: list[Sent], plan: Plan) -> SentRow:
         unit=_unit(collective, plan),
         dtype="+".join(dtypes),
         axes=axes_of(collective.groups, plan.mesh) or (),
-        bytes=round(wire_bytes(collective, plan.mesh.size)),
+        bytes=round(communicated_bytes(collective, plan.mesh.size)),
         times=len(runs),
         seconds=first.end - first.start,
         exposed_seconds=sum(run.exposed for run in runs),
@@ -85,7 +85,7 @@ def _unit(collective: Collective, plan: Plan) -> str:
     is_context = any(is_in(collective.op_name, name) for name in ATTENTIONS)
     if axes == ("tp",) or (axes == ("cp",) and is_context):
         return "-"
-    whole = {
+    unsharded = {
         shape.dims
         for shape in (*collective.sent, *collective.received)
         if shape.num_elements > 1
@@ -94,7 +94,7 @@ def _unit(collective: Collective, plan: Plan) -> str:
         param.unit
         for param in plan.param_plans
         if {param.shape[param.num_stacked :], param.padded_shape[param.num_stacked :]}
-        & whole
+        & unsharded
     )
     # Of merged collectives XLA keeps one scope, so the dims decide if they disagree.
     if collective.unit and (collective.unit in units or not units):

@@ -19,7 +19,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from fsdp_jax.hlo._parse import Module, parse
 from fsdp_jax.hlo._replica_groups import collective_of, walk
 from fsdp_jax.planner._gpu import GPU, CostModel
-from fsdp_jax.planner._interconnect import wire_seconds
+from fsdp_jax.planner._interconnect import communication_seconds
 from fsdp_jax.planner._kernel import kernel_of, kernel_seconds
 from fsdp_jax.planner._schedule import CompiledSchedule, schedule_of
 from fsdp_jax.planner._timeline import Timeline, replay
@@ -214,7 +214,7 @@ def _seconds(
 ) -> Iterator[tuple[str, float]]:
     for computation, one, _, _ in walk(module):
         if collective := collective_of(module, computation, one):
-            yield one.name, wire_seconds(collective, num_devices, cost)
+            yield one.name, communication_seconds(collective, num_devices, cost)
         elif one.opcode != "while" and not one.opcode.endswith("-done"):
             if kernel := kernel_of(module, computation, one):
                 yield one.name, kernel_seconds(kernel, cost)

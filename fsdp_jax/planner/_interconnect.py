@@ -78,7 +78,7 @@ def _layout(group: Sequence[int], per_node: int) -> Layout:
     return Layout(len(group), len(counts), min(counts.values()))
 
 
-def wire_bytes(collective: Collective, num_devices: int) -> float:
+def communicated_bytes(collective: Collective, num_devices: int) -> float:
     """Returns the bytes that each device sends in a ring algorithm."""
     n = collective.group_size or num_devices
     sent = sum(shape.bytes for shape in collective.sent)
@@ -94,10 +94,12 @@ def wire_bytes(collective: Collective, num_devices: int) -> float:
     }.get(collective.op, float(sent))
 
 
-def wire_seconds(collective: Collective, num_devices: int, cost: CostModel) -> float:
+def communication_seconds(
+    collective: Collective, num_devices: int, cost: CostModel
+) -> float:
     """Returns the seconds of a collective with the links to itself."""
     layout = layout_of(collective, num_devices, cost)
-    moved = wire_bytes(collective, num_devices)
+    moved = communicated_bytes(collective, num_devices)
     if collective.op in ("all-gather", "reduce-scatter", "all-reduce"):
         ways = _reductions(collective.op, moved, layout, cost)
     else:

@@ -76,7 +76,7 @@ def predict_memory(
     program = on_one_device(traced.jaxpr, _dims_over_tp((state, batch)))
     assert program is not None, "a step is a shard_map"
     state = resident(plan, state)
-    at_rest = {
+    stored = {
         "params": _bytes_on_a_device(state.params),
         "optimizer": _bytes_on_a_device(state.opt_state),
     }
@@ -96,8 +96,8 @@ def predict_memory(
     kinds = ("gradients", "gathered", "saved", "activations", "logits", "other")
     found = {kind: peak.get(kind, 0) for kind in kinds}
     # Arguments other than parameters and optimizer state.
-    found["other"] += arguments - sum(at_rest.values()) + WORKSPACE
-    return Memory(**at_rest, **found)
+    found["other"] += arguments - sum(stored.values()) + WORKSPACE
+    return Memory(**stored, **found)
 
 
 def _bytes_on_a_device(tree: PyTree) -> int:
@@ -128,12 +128,12 @@ class _Walk:
 
     def __init__(self, plan: Plan, grads: set):
         self.grads = grads
-        self.whole = {
+        self.unsharded = {
             (param.on_device(plan.mesh, param.shape, ())[param.num_stacked :], dtype)
             for param in plan.param_plans
             for dtype in (param.precision.grad_comm, param.precision.param)
         }
-        self.weights = {tuple(sorted(shape)) for shape, _ in self.whole}
+        self.weights = {tuple(sorted(shape)) for shape, _ in self.unsharded}
         self.stacked = {param.unit for param in plan.param_plans if param.num_stacked}
 
     def peak(
@@ -182,7 +182,7 @@ class _Walk:
             return "gathered"
         if key in self.grads or value in found.to_reduce:
             return "gradients"
-        if key in self.whole and operation.name in ("scan", "broadcast_in_dim"):
+        if key in self.unsharded and operation.name in ("scan", "broadcast_in_dim"):
             # A loop carries prefetched weights of a unit; zeros with a unit's dims are
             # the initial value of a gradient.
             return "gathered" if operation.name == "scan" else "gradients"

@@ -110,7 +110,7 @@ def _draw_timeline(axes, timeline: Timeline) -> None:
         if sent.exposed
     ]
     axes.broken_barh(waits, (1, 0.8), facecolors="#ff2200", label="waits")
-    axes.set_yticks([0.4, 1.4], ["wire", "compute"])
+    axes.set_yticks([0.4, 1.4], ["communication", "compute"])
     axes.set_xlim(0, timeline.seconds * 1e3)
     axes.set_xlabel("ms of a step, as modelled")
     axes.legend(ncols=8, fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1.0))

@@ -75,7 +75,7 @@ class StepEstimate:
     @property
     def num_params(self) -> int:
         """Number of the model's parameters."""
-        return sum(math.prod(row.shape) for row in self.plan.param_plans)
+        return sum(math.prod(param.shape) for param in self.plan.param_plans)
 
     @property
     def seconds_range(self) -> tuple[float, float]:
@@ -146,7 +146,7 @@ class StepEstimate:
             "rests_on": rests_on(self.gpu, self.plan.mesh.shape),
             "attention": list(self.attention),
             "compute_seconds": self.timeline.compute_seconds,
-            "wire_seconds": self.timeline.wire_seconds,
+            "communication_seconds": self.timeline.communication_seconds,
             "exposed_seconds": self.timeline.exposed_seconds,
             "tokens": self.tokens,
             "tokens_per_second_per_gpu": None
@@ -210,7 +210,7 @@ def _headline(estimate: StepEstimate) -> list[str]:
     times = (
         f"step: {line.seconds * 1e3:,.1f} ms ({low * 1e3:,.0f} to {high * 1e3:,.0f}), "
         f"{line.exposed_seconds * 1e3:,.1f} ms of it exposed communication "
-        f"({estimate.exposed:.1%}) of {line.wire_seconds * 1e3:,.1f} ms on the wire"
+        f"({estimate.exposed:.1%}) of {line.communication_seconds * 1e3:,.1f} ms"
     )
     basis = f"range: {rests_on(estimate.gpu, mesh)}"
     kernels = ", ".join(estimate.attention) or "none that is fused"

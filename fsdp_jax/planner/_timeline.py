@@ -6,7 +6,7 @@ import dataclasses
 
 from fsdp_jax.hlo._replica_groups import Collective
 from fsdp_jax.planner._gpu import CostModel
-from fsdp_jax.planner._interconnect import layout_of, links_used, wire_seconds
+from fsdp_jax.planner._interconnect import communication_seconds, layout_of, links_used
 from fsdp_jax.planner._kernel import Kernel, kernel_seconds
 from fsdp_jax.planner._schedule import (
     Branch,
@@ -76,7 +76,7 @@ class Timeline:
         return sum(span.end - span.start for span in self.compute)
 
     @property
-    def wire_seconds(self) -> float:
+    def communication_seconds(self) -> float:
         """Seconds that the communication stream was busy."""
         return sum(sent.end - sent.start for sent in self.sent)
 
@@ -182,7 +182,7 @@ class _Player:
     def _collective_seconds(self, found: Collective) -> tuple[float, tuple[str, ...]]:
         if found.name not in self.collectives:
             layout = layout_of(found, self.num_devices, self.cost)
-            seconds = wire_seconds(found, self.num_devices, self.cost)
+            seconds = communication_seconds(found, self.num_devices, self.cost)
             self.collectives[found.name] = seconds, links_used(layout)
         return self.collectives[found.name]
 

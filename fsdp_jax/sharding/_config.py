@@ -110,14 +110,15 @@ class MixedPrecisionPolicy:
                 "to jnp.bfloat16, or drop it."
             )
         wide = jnp.dtype(self.main_grads_dtype or self.main_params_dtype or jnp.float32)
-        wire = jnp.dtype(self.grad_comm_dtype or wide)
+        communicated = jnp.dtype(self.grad_comm_dtype or wide)
         if self.reduce_scatter_with_fp32_accumulation and (
-            wire.itemsize >= wide.itemsize
+            communicated.itemsize >= wide.itemsize
         ):
             raise ValueError(
-                "MixedPrecisionPolicy(reduce_scatter_with_fp32_accumulation=True) adds "
-                f"up in main_grads_dtype ({wide.name}) what travels in grad_comm_dtype "
-                f"({wire.name}), which is no narrower. Set the latter to bfloat16."
+                "MixedPrecisionPolicy(reduce_scatter_with_fp32_accumulation=True) sums "
+                f"in main_grads_dtype ({wide.name}) what is communicated in "
+                f"grad_comm_dtype ({communicated.name}), which is no narrower. Set the "
+                "latter to bfloat16."
             )
         patterns = _patterns(
             "MixedPrecisionPolicy",

@@ -74,6 +74,6 @@ def _misfits(
         )
     if param.expert_dim is not None and param.expert_dim == param.tensor_dim:
         wrong.append(f"'{param.name}' {param.shape}: dim {at} is split over tp already")
-    if any(matches(whole, param.name) for whole in config.replicated):
-        wrong.append(f"'{param.name}' is to stay whole (replicated=...)")
+    if any(matches(pattern, param.name) for pattern in config.replicated):
+        wrong.append(f"'{param.name}' is to be replicated (replicated=...)")
     return wrong

@@ -13,7 +13,7 @@ from fsdp_jax.sharding._mesh import num_devices
 from fsdp_jax.sharding._param_plan import ROOT, ParamPlan
 
 
-def held_lines(
+def memory_summary(
     mesh: Mesh, params: Sequence[ParamPlan], decoded: Mapping[str, int]
 ) -> list[str]:
     """Summary lines for `Plan.__repr__`: bytes of unsharded weights during a step.
@@ -24,11 +24,11 @@ def held_lines(
       decoded: Name of a parameter of codes -> bytes of the weight that its unit
         dequantizes.
     """
-    held = [param for param in params if _is_held(param)]
-    size = format_bytes(sum(_whole_bytes(mesh, param) for param in held))
-    of = " in no unit" if all(param.unit == ROOT for param in held) else ""
-    said = f"whole during a step: {size}{of}, all the time"
-    if len(held) < len(params):
+    always = [param for param in params if _is_always_unsharded(param)]
+    size = format_bytes(sum(_unsharded_bytes(mesh, param) for param in always))
+    of = " in no unit" if all(param.unit == ROOT for param in always) else ""
+    said = f"unsharded during a step: {size}{of}, all the time"
+    if len(always) < len(params):
         largest = format_bytes(_largest_unit(mesh, params, decoded))
         said += f"; {largest} in the largest unit, while it runs"
     lines = [said]
@@ -43,22 +43,26 @@ def held_lines(
 
 def _not_ahead(mesh: Mesh, params: Sequence[ParamPlan]) -> str | None:
     """Says what it costs that units are not gathered ahead; None if they are."""
-    split = [param for param in params if not _is_held(param) and param.dim is not None]
-    size = format_bytes(sum(_whole_bytes(mesh, param) for param in split))
+    split = [
+        param
+        for param in params
+        if not _is_always_unsharded(param) and param.dim is not None
+    ]
+    size = format_bytes(sum(_unsharded_bytes(mesh, param) for param in split))
     if split and not split[0].prefetch:
         return (
             f"units gathered ahead: none (prefetch=0); XLA may hold up to {size} of "
-            "unrolled units whole, and a scan waits for each gather"
+            "unrolled units unsharded, and a scan waits for each gather"
         )
     if split and not split[0].reshard:
         return (
             "units gathered ahead: none in a scan (reshard_after_forward=False), which "
-            f"waits for each gather; {size} stay whole until backward has used them"
+            f"waits for each gather; {size} stay unsharded until backward has used them"
         )
     return None
 
 
-def _is_held(param: ParamPlan) -> bool:
+def _is_always_unsharded(param: ParamPlan) -> bool:
     """Returns whether a parameter is unsharded all through a step.
 
     It is if it belongs to no unit or is not split as in ZeRO-3.
@@ -82,9 +86,9 @@ class UnitBytes:
 def unit_bytes(mesh: Mesh, params: Sequence[ParamPlan]) -> UnitBytes:
     """Returns the bytes that the largest unit gathers and reduces at once."""
     weights = _largest_unit(mesh, params, {})
-    wire = max((p.precision.grad_comm.itemsize for p in params), default=1)
+    gradient = max((p.precision.grad_comm.itemsize for p in params), default=1)
     compute = min((p.precision.param.itemsize for p in params), default=1)
-    return UnitBytes(weights, weights * wire // compute)
+    return UnitBytes(weights, weights * gradient // compute)
 
 
 def _largest_unit(
@@ -96,8 +100,8 @@ def _largest_unit(
     """
     sizes: dict[str, int] = {}
     for param in params:
-        if not _is_held(param):
-            size = _whole_bytes(mesh, param, param.num_stacked) + decoded.get(
+        if not _is_always_unsharded(param):
+            size = _unsharded_bytes(mesh, param, param.num_stacked) + decoded.get(
                 param.name, 0
             )
             sizes[param.unit] = sizes.get(param.unit, 0) + size
@@ -115,7 +119,7 @@ def _gathered_at_entry(mesh: Mesh, params: Sequence[ParamPlan]) -> int:
     )
 
 
-def _whole_bytes(mesh: Mesh, param: ParamPlan, num_stacked: int = 0) -> int:
+def _unsharded_bytes(mesh: Mesh, param: ParamPlan, num_stacked: int = 0) -> int:
     """Returns bytes of an unsharded parameter in compute dtype, or of one of a stack.
 
     Only this rank's experts, part of `tp` and layers of the stage are counted: nothing
@@ -139,6 +143,6 @@ def padding_bytes(mesh: Mesh, padded: Sequence[ParamPlan]) -> int:
     for param in padded:
         axes = param.placements.optimizer
         even = param.num_elements(mesh, ()) / num_devices(mesh, axes)
-        held = param.num_elements(mesh, axes)
-        extra += (held - even) * param.precision.main_params.itemsize
+        always = param.num_elements(mesh, axes)
+        extra += (always - even) * param.precision.main_params.itemsize
     return round(extra)

@@ -36,15 +36,15 @@ def pipeline_lines(
         lines.append(f"run besides in the first or the last stage: {', '.join(others)}")
     if stages.padding:
         lines.append(
-            f"{stages.num_layers} layers rest as "
+            f"{stages.num_layers} layers are stored as "
             f"{stages.num_layers + stages.padding}, of which {stages.padding} are "
             "zeros that no stage runs"
         )
     if stages.num_virtual > 1:
         lines.append(
-            "layers rest in their own order, and run in another: a device sends up to "
-            f"{format_bytes(_dealt_out(mesh, staged))} of weights and gradients over "
-            "pp each step"
+            "layers are stored in their own order and run in another: a device sends "
+            f"up to {format_bytes(_permuted_bytes(mesh, staged))} of weights and "
+            "gradients over pp each step"
         )
     return lines
 
@@ -73,7 +73,7 @@ def _bubbles(stages: Stages) -> str:
 
 def _gathers(mesh: Mesh, staged: Sequence[ParamPlan]) -> str:
     """Describes how often layers are gathered, and the memory to gather them once."""
-    whole = sum(
+    unsharded = sum(
         math.prod(param.on_device(mesh, param.padded_shape, ()))
         * param.precision.param.itemsize
         for param in staged
@@ -81,12 +81,12 @@ def _gathers(mesh: Mesh, staged: Sequence[ParamPlan]) -> str:
     if any(param.placements.parameter for param in staged):
         return (
             "a stage gathers its layers for each microbatch and direction; with "
-            f"zero_dp_strategy=2 once a step, to hold {format_bytes(whole)}"
+            f"zero_dp_strategy=2 once a step, to hold {format_bytes(unsharded)}"
         )
-    return f"a stage has its layers whole during a step: {format_bytes(whole)}"
+    return f"a stage has its layers unsharded during a step: {format_bytes(unsharded)}"
 
 
-def _dealt_out(mesh: Mesh, staged: Sequence[ParamPlan]) -> int:
+def _permuted_bytes(mesh: Mesh, staged: Sequence[ParamPlan]) -> int:
     """Returns the most bytes a device sends to permute layers and gradients."""
     total = 0
     for param in staged:

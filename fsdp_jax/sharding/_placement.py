@@ -64,10 +64,10 @@ def beside_stages(placements: Placements, unit: str) -> Placements:
       placements: Placements without a pipeline.
       unit: Unit of the parameter.
     """
-    at_rest = placements.optimizer
+    stored = placements.optimizer
     return Placements(
         parameter=() if unit == ROOT else placements.parameter,
         gradient=placements.gradient,
         # Only if stored arrays are split at all: ZeRO-0 replicates them.
-        optimizer=(*at_rest, "pp") if at_rest else (),
+        optimizer=(*stored, "pp") if stored else (),
     )

@@ -16,7 +16,7 @@ from fsdp_jax._tree import PyTree, matches, named_leaves
 from fsdp_jax.sharding._annotations import ignored_line
 from fsdp_jax.sharding._config import FSDPConfig, Placements
 from fsdp_jax.sharding._low_precision import MXFP8Gather, num_blocks
-from fsdp_jax.sharding._memory_summary import held_lines, padding_bytes
+from fsdp_jax.sharding._memory_summary import memory_summary, padding_bytes
 from fsdp_jax.sharding._mesh import BATCH_AXES, DATA_AXES, axes_in_use
 from fsdp_jax.sharding._model_def import MakeModel, ModelDef
 from fsdp_jax.sharding._padded import Padded
@@ -203,10 +203,10 @@ class Plan:
         """Bytes of the stored parameters and of their gradients on one device."""
         sizes = {"params": 0, "grads": 0}
         for param in self.param_plans:
-            held = param.num_elements(self.mesh, param.placements.optimizer)
-            sizes["params"] += held * param.precision.main_params.itemsize
+            elements = param.num_elements(self.mesh, param.placements.optimizer)
+            sizes["params"] += elements * param.precision.main_params.itemsize
             if not param.frozen:
-                sizes["grads"] += held * param.precision.main_grads.itemsize
+                sizes["grads"] += elements * param.precision.main_grads.itemsize
         return sizes
 
     @property
@@ -264,7 +264,7 @@ def sequence_dims(plan: Plan, batch: PyTree) -> list[int]:
 _COLUMNS = {
     "parameter": "left",
     "shape": "right",
-    "rests as": "left",
+    "stored as": "left",
     "gathered as": "left",
     "unit": "left",
     "split": "left",
@@ -276,25 +276,25 @@ def _grid(plan: Plan) -> Grid:
     return Grid(
         _COLUMNS,
         [_cells(plan, param) for param in plan.param_plans],
-        [_bytes_at_rest(plan, param) for param in plan.param_plans],
+        [_stored_bytes(plan, param) for param in plan.param_plans],
     )
 
 
-def _bytes_at_rest(plan: Plan, param: ParamPlan) -> int:
-    held = param.num_elements(plan.mesh, param.placements.optimizer)
-    return held * param.precision.main_params.itemsize
+def _stored_bytes(plan: Plan, param: ParamPlan) -> int:
+    elements = param.num_elements(plan.mesh, param.placements.optimizer)
+    return elements * param.precision.main_params.itemsize
 
 
 def _cells(plan: Plan, param: ParamPlan) -> tuple[str, ...]:
-    rests = param.precision.main_params
+    stored = param.precision.main_params
     return (
         param.name,
         str(param.shape),
-        rests.name,
+        stored.name,
         param.gather.name if param.gather else param.precision.param.name,
         param.unit + (" (stacked)" if param.num_stacked else ""),
         _split(param),
-        f"{_bytes_at_rest(plan, param):,}",
+        f"{_stored_bytes(plan, param):,}",
     )
 
 
@@ -322,10 +322,10 @@ def _split(param: ParamPlan) -> str:
         parts.append(f"dim {param.expert_dim} over ep")
     if param.frozen:
         parts.append("frozen")
-    return ", ".join(parts) or "whole"
+    return ", ".join(parts) or "replicated"
 
 
-def _whole_over_tp(plan: Plan) -> list[str]:
+def _replicated_over_tp(plan: Plan) -> list[str]:
     """Returns the names of matrices that are replicated over `tp`."""
     if plan.mesh.shape["tp"] == 1:
         return []
@@ -339,11 +339,11 @@ def _summary(plan: Plan) -> list[str]:
     axes = ", ".join(f"{a}={n}" for a, n in plan.mesh.shape.items() if n > 1)
     experts = sum(param.is_expert for param in plan.param_plans)
     counts = f"parameters: {len(plan.param_plans)}, units: {len(plan.units)}"
-    at_rest = [f"{format_bytes(size)} {kind}" for kind, size in sizes.items()]
+    stored = [f"{format_bytes(size)} {kind}" for kind, size in sizes.items()]
     lines = [
         f"{counts}, devices: {plan.mesh.size} ({axes or 'a single one'})",
-        f"a device at rest: {', '.join(at_rest)}; optimizer state comes on top",
-        *held_lines(plan.mesh, plan.param_plans, plan.model.decoded),
+        f"stored on a device: {', '.join(stored)}; optimizer state comes on top",
+        *memory_summary(plan.mesh, plan.param_plans, plan.model.decoded),
     ]
     if experts:
         lines.append(f"experts, never gathered over ep: {experts}")
@@ -386,13 +386,13 @@ def _exceptions(plan: Plan) -> list[str]:
             f"padded, since no dim divides: {len(padded)}, "
             f"{format_bytes(padding_bytes(plan.mesh, padded))} of zeros a device"
         )
-    whole = [
+    replicated = [
         param.name
         for param in plan.param_plans
         if not (param.placements.optimizer or param.is_expert)
     ]
-    if whole and plan.mesh.size > 1:
-        lines.append(f"whole on every device: {', '.join(whole)}")
-    if names := _whole_over_tp(plan):
-        lines.append(f"whole on each rank of tp: {', '.join(names)}")
+    if replicated and plan.mesh.size > 1:
+        lines.append(f"replicated on every device: {', '.join(replicated)}")
+    if names := _replicated_over_tp(plan):
+        lines.append(f"replicated over tp: {', '.join(names)}")
     return lines

@@ -95,8 +95,8 @@ def reduce_deferred(
             # An all-reduce cannot sum wider than it communicates, as the all-to-all in
             # `_reduce_scatter` can, so the wide sum is communicated wide.
             wide = param.precision.accumulate_wide
-            wire = param.precision.main_grads if wide else param.precision.grad_comm
-            grad = _all_reduce(param, grad.astype(wire), summed)
+            dtype = param.precision.main_grads if wide else param.precision.grad_comm
+            grad = _all_reduce(param, grad.astype(dtype), summed)
     return grad.astype(param.precision.main_grads)
 
 

@@ -12,10 +12,7 @@ from flax import linen as nn
 from flax.core import lift
 from flax.errors import ScopeParamShapeError
 
-# The lifting that `nn.remat` uses: it passes variables, keys and modules in arguments
-# through a pure function. Not exported by flax; unchanged since 0.3, tried on 0.12.8.
-from flax.linen.transforms import lift_direct_transform
-
+from fsdp_jax._compat import LIFT_TRANSFORM
 from fsdp_jax._tree import PyTree, named_leaves
 from fsdp_jax.lora._composed_weight import Derived
 from fsdp_jax.step._shard import is_shard, partition, shards_of
@@ -92,8 +89,8 @@ def _is_top_of_unit(variables: PyTree) -> bool:
     for name, leaf in named_leaves(variables, is_shard):
         if is_shard(leaf) and leaf.is_slice:
             collection, _, inside = _without_box(name).partition(".")
-            whole = leaf.recipe.name if isinstance(leaf, Derived) else leaf.param.name
-            rest = _without_box(whole).removeprefix(f"{leaf.param.unit}.")
+            name = leaf.recipe.name if isinstance(leaf, Derived) else leaf.param.name
+            rest = _without_box(name).removeprefix(f"{leaf.param.unit}.")
             if rest in (inside, f"{collection}.{inside}"):
                 return True
     return False
@@ -125,7 +122,8 @@ def _call(
 
     # Under its own name `capture_intermediates` would record the result twice.
     body.__name__ = f"gathered_{method.__name__}"
-    return lift_direct_transform(_gathered, (body,), module, *args, **kwargs)
+    lifted = LIFT_TRANSFORM.get()
+    return lifted(_gathered, (body,), module, *args, **kwargs)
 
 
 def _gathered(fn: Callable[..., Any], scopes: Any, *args: Any, **kwargs: Any) -> Any:
@@ -134,8 +132,8 @@ def _gathered(fn: Callable[..., Any], scopes: Any, *args: Any, **kwargs: Any) ->
     def inner(scope_fn, repack_fn, variables, rngs, *args, **kwargs):
         shards, others, merge = partition(variables)
 
-        def compute(whole, others, rngs, args, kwargs):
-            scopes = scope_fn(merge(whole, others), rngs)
+        def compute(unsharded, others, rngs, args, kwargs):
+            scopes = scope_fn(merge(unsharded, others), rngs)
             out = fn(scopes, *args, **kwargs)
             return out, repack_fn(scopes)
 

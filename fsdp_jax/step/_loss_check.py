@@ -128,7 +128,7 @@ def _refuse_misuse(uses: Uses) -> None:
         raise ValueError(
             f"loss_fn moves elements of {_listed(uses.rearranged)} (flip, roll, "
             "transpose, reshape, a part of a dim) outside of the unit, where only this "
-            "device's shard exists. Do it inside the unit, where the weight is whole, "
+            "device's shard exists. Do it inside the unit, where it is unsharded, "
             "or leave the parameter out of `units`."
         )
     if uses.cast:

@@ -17,7 +17,7 @@ from fsdp_jax.sharding._unit_methods import (
     methods_of,
     subclasses,
 )
-from fsdp_jax.step._object_graph import Outcome, twins_of
+from fsdp_jax.step._object_graph import Outcome, object_pairs
 from fsdp_jax.step._shard import is_shard, partition, shards_of
 from fsdp_jax.step._unit import UnitObject, call_unit, is_unit, unit
 
@@ -134,14 +134,14 @@ def _call_module(
     # Flattened, since the Variables of an nnx State are the caller's own objects.
     leaves, treedef = jax.tree.flatten(rest, is_leaf=is_shard)
 
-    def compute(whole, leaves):
+    def compute(unsharded, leaves):
         rest = treedef.unflatten(leaves)
-        objects = nnx.merge(graphdef, merge(whole, []), rest)
+        objects = nnx.merge(graphdef, merge(unsharded, []), rest)
         # The call writes dropout counters, BatchNorm statistics and attributes to the
-        # copy in `objects`; `twins` carries these writes out of the trace.
-        twins = twins_of(everything, objects)
+        # copy in `objects`; `pairs` carries these writes out of the trace.
+        pairs = object_pairs(everything, objects)
         out = method(objects[0], *objects[1], **objects[2])
-        return Outcome(out, twins)
+        return Outcome(out, pairs)
 
     return call_unit(compute, shards, leaves)
 

@@ -15,8 +15,9 @@ For `def __call__(self, x): y = x @ self.w; cache.append(y); return y, "done"`:
     arrays              [y of the result, y of slot 0]
     rebuild(arrays)     returns (arrays[0], "done"), and appends arrays[1] to `cache`
 
-An object that is reached twice has one twin, found by its id, so that shared and cyclic
-references survive: a returned object that was an argument is the caller's object again.
+An object that is reached twice has one `ObjectPair`, found by its id, so that shared
+and cyclic references survive: a returned object that was an argument is the caller's
+object again.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ import numpy as np
 from flax import nnx
 from jax.core import Tracer
 
+from fsdp_jax._compat import NNX_STATE_PREFIX
 from fsdp_jax.step._shard import is_shard
 
 Rebuild = Callable[[Iterator[jax.Array]], Any]
@@ -43,7 +45,7 @@ Slots = dict[Hashable, Any]
 
 
 @dataclasses.dataclass(frozen=True)
-class Twin:
+class ObjectPair:
     """An object outside of a trace, and the copy of it that the trace is given.
 
     Attributes:
@@ -68,25 +70,25 @@ class Twin:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """The return value of a function, and the twins that it may have written to."""
+    """The return value of a function, and the pairs that it may have written to."""
 
     value: Any
-    twins: Sequence[Twin]
+    pairs: Sequence[ObjectPair]
 
 
-def twins_of(outer: Any, inner: Any) -> list[Twin]:
+def object_pairs(outer: Any, inner: Any) -> list[ObjectPair]:
     """Pairs each mutable object in a tree with its copy in another.
 
     Args:
       outer: Tree of containers, nnx modules, dataclasses and arrays.
       inner: Copy of `outer`, of the same structure.
     """
-    found: dict[int, Twin] = {}
+    found: dict[int, ObjectPair] = {}
     _pair(outer, inner, found)
     return list(found.values())
 
 
-def _pair(outer: Any, inner: Any, found: dict[int, Twin]) -> None:
+def _pair(outer: Any, inner: Any, found: dict[int, ObjectPair]) -> None:
     # An object that both sides share is static, except for records, which jax takes for
     # leaves, and the lists and dicts in them: a function may write to these.
     if id(inner) in found or (outer is inner and not _is_open(inner)):
@@ -97,7 +99,7 @@ def _pair(outer: Any, inner: Any, found: dict[int, Twin]) -> None:
             _pair(*pair, found)
         return
     # Before the children, for which this object may be reached again through a cycle.
-    found[id(inner)] = Twin(outer, inner, slots)
+    found[id(inner)] = ObjectPair(outer, inner, slots)
     given = _slots(outer) or {}
     for key, value in slots.items():
         if key in given:
@@ -114,17 +116,17 @@ def take_apart(outcome: Outcome) -> tuple[list[jax.Array], Callable[..., Any]]:
     Raises:
       ValueError: If a value that holds traced arrays is no pytree.
     """
-    known = {id(twin.inner): twin.outer for twin in outcome.twins}
+    known = {id(pair.inner): pair.outer for pair in outcome.pairs}
     arrays, value = _flatten(outcome.value, known)
     writes = []
-    for twin in outcome.twins:
-        written, deleted = twin.changes()
+    for pair in outcome.pairs:
+        written, deleted = pair.changes()
         made = {}
         for key, new in written.items():
             own, made[key] = _flatten(new, known)
             arrays += own
         if written or deleted:
-            writes.append((twin.outer, made, deleted))
+            writes.append((pair.outer, made, deleted))
 
     def rebuild(arrays: Iterable[jax.Array]) -> Any:
         given = iter(arrays)
@@ -148,7 +150,7 @@ def _flatten(value: Any, known: dict[int, Any]) -> tuple[list[jax.Array], Rebuil
         return _flatten_module(value, known)
     if _is_record(value):
         return _flatten_record(value, known)
-    # One level at a time, since a child may be a twin, a Variable or a record.
+    # One level at a time, since a child may be a known copy, a Variable or a record.
     children, treedef = jax.tree.flatten(value, is_leaf=lambda n: n is not value)
     if jax.tree_util.treedef_is_leaf(treedef):
         _check_static(value)
@@ -168,7 +170,7 @@ def _flatten_module(
     module: nnx.Pytree, known: dict[int, Any]
 ) -> tuple[list[jax.Array], Rebuild]:
     """Flattens a module that the function itself made."""
-    if any(id(twin.inner) in known for twin in twins_of(module, copy.copy(module))):
+    if any(id(pair.inner) in known for pair in object_pairs(module, copy.copy(module))):
         raise ValueError(
             f"A unit's __call__ made a {type(module).__name__} that holds a module or "
             "Variable of the unit, and returned or kept it. Make it in __init__."
@@ -225,7 +227,9 @@ def _slots(node: Any) -> Slots | None:
         return dict(node)
     if isinstance(node, nnx.Pytree):
         # `_pytree__*` is flax's own state, such as the trace that the module is of.
-        return {k: v for k, v in vars(node).items() if not k.startswith("_pytree__")}
+        return {
+            k: v for k, v in vars(node).items() if not k.startswith(NNX_STATE_PREFIX)
+        }
     is_leaf = jax.tree_util.all_leaves([node])
     if is_leaf and not _is_record(node):
         return None

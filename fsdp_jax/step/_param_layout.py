@@ -42,7 +42,10 @@ def gather_for_step(
     pairs = list(zip(params, values, strict=True))
     with jax.named_scope(GATHER_FOR_STEP):
         largest = _agreed([pair for pair in pairs if is_float8(pair[0])])
-        return [_enter(param, value, largest.get(param.name)) for param, value in pairs]
+        return [
+            _gathered_for_step(param, value, largest.get(param.name))
+            for param, value in pairs
+        ]
 
 
 def is_float8(param: ParamPlan) -> bool:
@@ -50,7 +53,9 @@ def is_float8(param: ParamPlan) -> bool:
     return isinstance(param.gather, Float8Gather)
 
 
-def _enter(param: ParamPlan, value: Array, largest: Array | None) -> Array | Quantized:
+def _gathered_for_step(
+    param: ParamPlan, value: Array, largest: Array | None
+) -> Array | Quantized:
     placements = param.placements
     axes = tuple(a for a in placements.optimizer if a not in placements.parameter)
     # Quantized or cast before the all-gather, to communicate fewer bytes.

@@ -12,7 +12,7 @@ from fsdp_jax._scopes import unit_scope
 from fsdp_jax._tree import PyTree
 from fsdp_jax.lora._composed_weight import take_parts
 from fsdp_jax.step._collectives import gather_weight
-from fsdp_jax.step._object_graph import Outcome, take_apart, twins_of
+from fsdp_jax.step._object_graph import Outcome, object_pairs, take_apart
 from fsdp_jax.step._remat import reshard_after_forward
 from fsdp_jax.step._shard import Shard, partition
 
@@ -56,10 +56,10 @@ def unit(fn: Callable[..., Any]) -> Callable[..., Any]:
         if not shards:
             return fn(weights, *args, **kwargs)
 
-        def compute(whole, others, args, kwargs):
-            own = merge(whole, others)
-            twins = twins_of(weights, own)
-            return Outcome(fn(own, *args, **kwargs), twins)
+        def compute(unsharded, others, args, kwargs):
+            own = merge(unsharded, others)
+            pairs = object_pairs(weights, own)
+            return Outcome(fn(own, *args, **kwargs), pairs)
 
         return call_unit(compute, shards, others, args, kwargs)
 
@@ -102,11 +102,11 @@ def call_unit(
             next(given) if is_array else leaf
             for leaf, is_array in zip(leaves, traced, strict=True)
         )
-        twins = twins_of(args, merged)
+        pairs = object_pairs(args, merged)
         out = compute(weights, *merged)
         if isinstance(out, Outcome):
-            out, twins = out.value, [*twins, *out.twins]
-        results, rebuild = take_apart(Outcome(out, twins))
+            out, pairs = out.value, [*pairs, *out.pairs]
+        results, rebuild = take_apart(Outcome(out, pairs))
         rebuilds.append(rebuild)
         return results
 

@@ -88,10 +88,12 @@ def global_grads(
         *(plan, call, form, aux_format, num_microbatches), with_peaks=with_peaks
     )
     trained = [param for param in plan.params_in_step if not param.frozen]
-    whole = PartitionSpec()
+    replicated = PartitionSpec()
     grad_specs = [param.spec(param.placements.optimizer) for param in trained]
     sharded = _over_mesh(
-        plan, local, out_specs=((whole, AUX_SPECS, whole, whole), grad_specs)
+        plan,
+        local,
+        out_specs=((replicated, AUX_SPECS, replicated, replicated), grad_specs),
     )
 
     def fn(params, batch, key, model_state, loss_scale=None):
@@ -99,12 +101,12 @@ def global_grads(
         out, grads = sharded(packed(plan, params), batch, given, model_state)
         loss, aux, new_state, peaks = out
         given = iter(grads)
-        at_rest = [
+        stored = [
             None if param.frozen else placed(plan, param, next(given))
             for param in plan.param_plans
         ]
         value = ((loss, aux_format.put_together(aux)), new_state, peaks)
-        return value, plan.treedef.unflatten(at_rest)
+        return value, plan.treedef.unflatten(stored)
 
     return fn
 
@@ -165,14 +167,14 @@ def _over_mesh(plan: Plan, local: Callable[..., Any], out_specs: Any):
 
     `local` has the arguments `(values, batch, key, model_state)`.
     """
-    whole = PartitionSpec()
+    replicated = PartitionSpec()
     specs = [param.spec(param.placements.optimizer) for param in plan.params_in_step]
 
     def sharded(values, batch, key, model_state):
         return jax.shard_map(
             local,
             mesh=plan.mesh,
-            in_specs=(specs, plan.batch_specs(batch), whole, whole),
+            in_specs=(specs, plan.batch_specs(batch), replicated, replicated),
             out_specs=out_specs,
             axis_names=plan.manual_axes,
             check_vma=False,

@@ -10,7 +10,7 @@ import optax
 from jax.sharding import NamedSharding
 
 from fsdp_jax._tree import PyTree
-from fsdp_jax.optim._matrix_stack import Dealt
+from fsdp_jax.optim._matrix_stack import MatrixStack
 from fsdp_jax.sharding._config import Placements
 from fsdp_jax.sharding._fully_shard import choose_split
 from fsdp_jax.sharding._mesh import num_devices
@@ -45,7 +45,7 @@ def abstract_opt_state(plan: Plan, tx: optax.GradientTransformation) -> PyTree:
     )
 
     def abstract_leaf(path: tuple[Any, ...], leaf: Any) -> Any:
-        if isinstance(leaf, Dealt):
+        if isinstance(leaf, MatrixStack):
             return leaf.abstract()
         param = _parameter_of(path, by_path)
         shape = tuple(leaf.shape)
@@ -59,7 +59,7 @@ def abstract_opt_state(plan: Plan, tx: optax.GradientTransformation) -> PyTree:
         return Padded(struct, shape, of) if param.is_padded or of else struct
 
     return jax.tree_util.tree_map_with_path(
-        abstract_leaf, shapes, is_leaf=lambda node: isinstance(node, Dealt)
+        abstract_leaf, shapes, is_leaf=lambda node: isinstance(node, MatrixStack)
     )
 
 

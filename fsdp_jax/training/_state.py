@@ -179,7 +179,7 @@ def init_state(
 def _pack_each(plan: Plan, params: PyTree) -> PyTree:
     """Pads the parameters stored padded; returns all others uncopied."""
 
-    def to_rest(leaf, abstract):
+    def as_stored(leaf, abstract):
         if not isinstance(abstract, Padded):
             return leaf
         # One jit per padded leaf: a jit over the tree would copy the unpadded leaves.
@@ -188,7 +188,7 @@ def _pack_each(plan: Plan, params: PyTree) -> PyTree:
 
     abstracts = plan.treedef.flatten_up_to(plan.packed_params)
     leaves = plan.treedef.flatten_up_to(params)
-    return plan.treedef.unflatten(map(to_rest, leaves, abstracts))
+    return plan.treedef.unflatten(map(as_stored, leaves, abstracts))
 
 
 @in_own_mesh
@@ -213,15 +213,15 @@ def abstract_state(
       >>> head.shape, head.sharding.shard_shape(head.shape)
       ((16, 16), (2, 16))
     """
-    whole = NamedSharding(plan.mesh, PartitionSpec())
+    replicated = NamedSharding(plan.mesh, PartitionSpec())
     key = jax.eval_shape(lambda: jax.random.key(0))
 
     offload = plan.config.offload
 
     def scalar(dtype) -> Any:
-        return jax.ShapeDtypeStruct((), dtype, sharding=whole)
+        return jax.ShapeDtypeStruct((), dtype, sharding=replicated)
 
-    def at_rest(abstracts, is_offloaded):
+    def stored(abstracts, is_offloaded):
         return (
             abstract_on_host(offload, abstracts)
             if offload and is_offloaded
@@ -230,8 +230,8 @@ def abstract_state(
 
     return TrainState(
         step=scalar(jnp.int32),
-        params=at_rest(plan.packed_params, offload and offload.params),
-        opt_state=at_rest(abstract_opt_state(plan, tx), offload and offload.optimizer),
+        params=stored(plan.packed_params, offload and offload.params),
+        opt_state=stored(abstract_opt_state(plan, tx), offload and offload.optimizer),
         model_state=plan.model_state,
         key=scalar(key.dtype),
         num_skipped=scalar(jnp.int32),
@@ -263,5 +263,5 @@ def unshard(tree: PyTree) -> PyTree:
 def _gather_leaf(leaf: Array) -> Array:
     if not isinstance(leaf.sharding, NamedSharding):
         return leaf
-    whole = NamedSharding(leaf.sharding.mesh, PartitionSpec())
-    return jax.device_put(leaf, whole)
+    replicated = NamedSharding(leaf.sharding.mesh, PartitionSpec())
+    return jax.device_put(leaf, replicated)

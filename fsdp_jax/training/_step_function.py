@@ -18,7 +18,7 @@ from fsdp_jax.sharding._plan import Plan
 from fsdp_jax.training._loss_scale import LossScale
 from fsdp_jax.training._state import TrainState
 from fsdp_jax.training._trainable import put_frozen, trainable
-from fsdp_jax.training._update import in_dtypes_of, to_rest, unless
+from fsdp_jax.training._update import in_dtypes_of, to_stored, unless
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +73,7 @@ def step_function(
                 plan, options.update_model_state, given, model_state
             )
             plain = unless(skip, given, plain) if options.may_skip else plain
-            params = to_rest(plan, abstract, plain)
+            params = to_stored(plan, abstract, plain)
         with jax.named_scope(OPTIMIZER):
             # Distinct from the keys of data ranks, which fold in their index, counted
             # from 0.

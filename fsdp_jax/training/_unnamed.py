@@ -17,7 +17,7 @@ import optax
 from jax.extend import core
 
 from fsdp_jax._tree import PyTree
-from fsdp_jax.optim._matrix_stack import Dealt
+from fsdp_jax.optim._matrix_stack import MatrixStack
 from fsdp_jax.sharding._param_plan import ParamPlan
 from fsdp_jax.training._optimizer import OPTIMIZER_ERRORS
 
@@ -46,7 +46,7 @@ def unnamed_arrays(
       is_unnamed: Predicate of a path: whether it ends in no parameter's path.
     """
     flat, _ = jax.tree_util.tree_flatten_with_path(
-        state, is_leaf=lambda node: isinstance(node, Dealt)
+        state, is_leaf=lambda node: isinstance(node, MatrixStack)
     )
     asked = {path for path, leaf in flat if _is_array(leaf) and is_unnamed(path)}
     if not asked:
@@ -61,8 +61,8 @@ def unnamed_arrays(
 
 
 def _is_array(leaf: Any) -> bool:
-    """Returns whether a leaf has several elements, and is no PRNG keys or `Dealt`."""
-    if isinstance(leaf, Dealt) or jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+    """Returns whether a leaf has several elements, and is no key or `MatrixStack`."""
+    if isinstance(leaf, MatrixStack) or jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
         return False
     return leaf.size > 1
 

@@ -72,7 +72,7 @@ def make_update(
     )
 
 
-def to_rest(plan: Plan, abstract: TrainState, params: PyTree) -> PyTree:
+def to_stored(plan: Plan, abstract: TrainState, params: PyTree) -> PyTree:
     """Returns plain parameters in their stored layout: padded, offloaded to host."""
     packed, offload = pack(params, abstract.params), plan.config.offload
     if not (offload and offload.params):

@@ -165,7 +165,7 @@ def test_numbers_and_scales_may_lie_in_different_files(tmp_path):
 
 
 @pytest.mark.parametrize("quantization", [None, FP8, MXFP4])
-def test_what_is_not_block_scaled_is_handed_back_as_it_is(tmp_path, quantization):
+def test_what_is_not_block_scaled_is_passed_through(tmp_path, quantization):
     file = write(tmp_path / "a.safetensors", {"w": np.ones((2, 2), np.float32)})
     source = bridge.open_checkpoint(file)
     assert decode_quantized(source, quantization) is source

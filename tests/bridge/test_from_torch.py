@@ -149,7 +149,7 @@ def test_a_checkpoint_of_any_float_fills_float32_and_returns_bit_by_bit(dtype):
     assert {tensor.dtype for tensor in again.values()} == {dtype}
 
 
-def test_integers_are_carried_and_never_become_floats():
+def test_integers_are_kept_and_never_become_floats():
     state = {"table": torch.arange(6, dtype=torch.int32).reshape(2, 3)}
     rules = [Rule("table", "table", "a b -> b a")]
     like = {"table": jax.ShapeDtypeStruct((3, 2), jnp.int32)}

@@ -37,7 +37,7 @@ def test_derived_sizes_follow_when_the_file_is_silent():
     assert (config.head_dim, config.num_key_value_heads) == (6, 8)
 
 
-SPELLINGS = {
+FORMS = {
     "4": {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **LLAMA3}},
     "4, old key": {"rope_theta": 5e5, "rope_scaling": {"type": "llama3", **LLAMA3}},
     "5": {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3}},
@@ -48,10 +48,10 @@ SPELLINGS = {
 }
 
 
-@pytest.mark.parametrize("spelling", SPELLINGS.values(), ids=SPELLINGS)
-def test_every_spelling_of_rope_is_read_alike(spelling):
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_every_form_of_rope_is_read_alike(form):
     expected = RopeConfig(rope_theta=5e5, rope_type="llama3", **LLAMA3)
-    assert bridge.from_hf_config(BASE | spelling).rope == expected
+    assert bridge.from_hf_config(BASE | form).rope == expected
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_every_spelling_of_rope_is_read_alike(spelling):
         RopeConfig(5e5, "llama3", **LLAMA3),
     ],
 )
-def test_both_spellings_are_written_and_either_alone_is_enough(rope):
+def test_both_forms_are_written_and_either_alone_is_enough(rope):
     config = DecoderConfig(131, 48, 80, 3, 8, rope=rope)
     fields = bridge.to_hf_config(config)
     assert bridge.from_hf_config(fields) == config
@@ -319,6 +319,6 @@ def test_a_damaged_value_is_refused_by_name(changes, match):
         bridge.from_hf_config(HF_CONFIG | changes)
 
 
-def test_a_trait_that_a_router_never_reads_is_refused():
+def test_a_field_that_a_router_never_reads_is_refused():
     with pytest.raises(ValueError, match=facts("n_group", "softmax_of_chosen")):
         MoEConfig(4, 2, 8, scoring="softmax_of_chosen", n_group=2, topk_group=1)

@@ -107,7 +107,7 @@ def test_each_bucket_ends_aligned():
 # Packing
 
 
-def test_equal_parameters_are_dealt_out_evenly():
+def test_equal_parameters_are_distributed_evenly():
     layout = layer_wise_layout(vectors(*[256] * 8), 4)
     assert Counter(shards_of(layout).values()) == {0: 2, 1: 2, 2: 2, 3: 2}
 

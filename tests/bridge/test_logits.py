@@ -166,7 +166,7 @@ WRONG: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("variant, changes", WRONG.values(), ids=WRONG)
-def test_a_wrong_trait_misses_by_a_hundredfold(tmp_path, variant, changes):
+def test_a_wrong_constant_misses_by_a_hundredfold(tmp_path, variant, changes):
     hf = make_model(tmp_path, variant)
     wrong = change(bridge.from_hf_config(tmp_path), changes)
     graph, like = nnx.split(abstract_model(wrong))
@@ -270,7 +270,7 @@ def test_bf16_weights_compute_in_bf16_and_stay_close(tmp_path, variant, traits):
     assert relative_error(logits.astype(jnp.float32), hf.logits) < BF16
 
 
-def test_compute_follows_the_weights_that_are_handed_in(llama: HFModel):
+def test_compute_follows_the_weights_that_are_passed(llama: HFModel):
     model = load_model(llama.path)
     halved = jax.tree.map(lambda w: w.astype(jnp.bfloat16), model)
     assert logits_of(halved, llama.tokens).dtype == jnp.bfloat16

@@ -27,7 +27,7 @@ def settings(groups=(GROUP, UNDECAYED), args=ARGS, scheduler=CONSTANT):
     return adam_settings(groups, args, scheduler, lambda: NAMES)
 
 
-def test_what_the_checkpoint_says_is_carried():
+def test_what_the_checkpoint_says_is_kept():
     found = settings()
     assert (found.lr, found.b1, found.b2, found.eps) == (3e-4, 0.9, 0.95, 1e-8)
     assert (found.weight_decay, found.clip_grad) == (0.1, 1.0)

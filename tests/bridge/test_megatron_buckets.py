@@ -208,7 +208,7 @@ def test_moments_are_found_weight_by_weight(tmp_path, run):
             np.testing.assert_array_equal(source.read(name, index), values[index])
 
 
-def test_weights_in_another_order_than_worked_out_are_never_handed_out(tmp_path):
+def test_weights_in_another_order_than_worked_out_are_never_returned(tmp_path):
     """Norms that changed places fit every chunk; their master weights do not."""
     write_run(tmp_path, Run(swapped=True))
     optimizer = open_megatron(tmp_path).optimizer

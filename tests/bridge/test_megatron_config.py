@@ -167,7 +167,7 @@ def test_a_dense_config_by_hand():
         ("deepseek_v3", {"q_lora_rank": 20, "qk_head_dim": 10, "mscale": 0.707}),
     ],
 )
-def test_what_a_trait_is_called(variant, expected):
+def test_what_a_field_is_called(variant, expected):
     fields = megatron_fields(twin_config(variant))
     assert {name: fields[name] for name in expected} == expected
 
@@ -305,7 +305,7 @@ def test_a_model_that_megatron_has_not_is_refused_with_the_reason(variant):
         ),
     ],
 )
-def test_a_trait_that_megatron_lacks_is_named(variant, changes, match):
+def test_a_field_that_megatron_lacks_is_named(variant, changes, match):
     with pytest.raises(ValueError, match=facts(*match)):
         to_transformer_config(changed(twin_config(variant), changes))
 

@@ -241,7 +241,7 @@ def test_moments_of_legacy_files_are_found_weight_by_weight(golden, tmp_path, sp
             assert source.read(key).tobytes() == expected.read(key).tobytes(), key
 
 
-def test_legacy_moments_in_another_order_are_never_handed_out(golden, tmp_path):
+def test_legacy_moments_in_another_order_are_never_returned(golden, tmp_path):
     """Two norms of one shape change places: their master weights tell."""
     write_trained(golden, tmp_path, SPLITS[0], swapped=True)
     optimizer = open_megatron(tmp_path / "run").optimizer

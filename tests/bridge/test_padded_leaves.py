@@ -23,7 +23,7 @@ MESH = fsdp.make_mesh(devices=jax.devices()[:4])
 
 def trained(make):
     plan = fsdp.fully_shard(make, MESH)
-    assert any(row.is_padded for row in plan.param_plans)
+    assert any(param.is_padded for param in plan.param_plans)
     params = fsdp.init_params(plan, jax.random.key(0))
     whole = fsdp.unshard(params)
     return fsdp.init_state(plan, optax.sgd(0.1), params).params, whole

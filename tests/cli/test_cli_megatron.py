@@ -95,7 +95,7 @@ def test_one_of_megatrons_formats_becomes_the_other(golden, tmp_path):
     assert a.keys() and set(a.keys()) == set(b.keys())
 
 
-def test_inspect_says_what_is_in_it_and_what_is_not_carried(golden, capsys):
+def test_inspect_says_what_is_in_it_and_what_is_left_out(golden, capsys):
     run("inspect", golden / "torch_dist", "--json")
     data = json.loads(capsys.readouterr().out)
     assert data["format"] == "torch_dist" and data["optimizer"] == "Adam"

@@ -79,7 +79,7 @@ def test_models_of_other_depths_differ_behind_the_shorter(tmp_path, mixed, capsy
     assert "first differing layer: " in capsys.readouterr().out
 
 
-def test_inspect_shows_traits_and_the_mapping(mixed, capsys):
+def test_inspect_shows_the_config_and_the_mapping(mixed, capsys):
     assert main(["inspect", mixed]) == 0
     out = capsys.readouterr().out
     assert "qk_norm" in out and "num_experts 8" in out

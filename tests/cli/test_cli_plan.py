@@ -55,9 +55,7 @@ def test_figures_of_the_cost_model_change_the_time_alone(llama, capsys, tmp_path
 
 
 @pytest.mark.plan
-def test_what_travels_and_rests_in_fewer_bytes_is_planned_so(
-    write_llama, capsys, tmp_path
-):
+def test_fewer_communicated_and_stored_bytes_are_planned(write_llama, capsys, tmp_path):
     llama, found = write_llama(tmp_path / "model", hidden_size=128), []
     for options in (
         (),
@@ -201,7 +199,7 @@ def test_the_counts_of_the_cpu_are_those_of_the_plan():
     for row in found.sent:
         if row.unit == "layers" and row.op in times:
             times[row.op] += row.times
-    layers = [row for row in llama.param_plans if row.unit == "layers"]
+    layers = [param for param in llama.param_plans if param.unit == "layers"]
     # Each weight of 3 layers, forward and backward; each gradient once.
     assert times["reduce-scatter"] == 3 * len(layers)
     assert times["all-gather"] == 2 * 3 * len(layers)

@@ -1,4 +1,4 @@
-"""`fsdp-jax train` in few bits: on the wire, in the optimizer, in float16; on the host.
+"""`fsdp-jax train` in few bits: in collectives and optimizers, in float16.
 
 Each option changes what is planned or kept, and none changes what is learned by much.
 """
@@ -68,7 +68,7 @@ def test_a_config_shards_as_its_options_say():
     assert sharding("all").offload == fsdp.OffloadPolicy(params=True)
 
 
-def test_layers_that_travel_in_a_byte_learn_nearly_the_same(train, losses, capsys):
+def test_layers_communicated_in_a_byte_learn_nearly_the_same(train, losses, capsys):
     _, metrics = train("--param-gather", "mxfp8")
     assert "quantized to be gathered: 3 as mxfp8_e4m3fn" in capsys.readouterr().err
     found = [step["loss"] for step in metrics]
@@ -84,7 +84,7 @@ def test_moments_in_8_bits_are_kept_so_and_a_run_goes_on_with_them(train, losses
     assert [step["step"] for step in again] == [3]
 
 
-def test_what_rests_on_the_host_changes_no_bit(train, losses, monkeypatch):
+def test_what_is_stored_on_the_host_changes_no_bit(train, losses, monkeypatch):
     kinds = set()
 
     def init(*arguments, **options):

@@ -269,7 +269,7 @@ PLANTED: Mapping[str, Fault] = {
     "a bound key overridden": ((_loss, "_binds_key", _instead(lambda fn: False)),),
     "tokens counted in float32": ((_loss, "_sum_and_count", _in_float32),),
     "what an nnx unit writes lost": (
-        (_module_units, "twins_of", _instead(lambda outer, inner: [])),
+        (_module_units, "object_pairs", _instead(lambda outer, inner: [])),
     ),
     "constants and statistics trained": (
         (_model_def, "state_names", _instead(lambda *_: frozenset())),

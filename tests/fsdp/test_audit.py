@@ -312,7 +312,7 @@ def test_replicas_reduced_in_each_microbatch_are_named():
 
 
 @pytest.fixture(scope="module")
-def whole_arguments():
+def replicated_arguments():
     """A step that is given one parameter, and one of its moments, whole."""
     plan = plan_of()
     everywhere = NamedSharding(plan.mesh, P())
@@ -328,8 +328,8 @@ def whole_arguments():
 
 
 @pytest.mark.parametrize("compiles", [False, True], ids=["lowered", "compiled"])
-def test_arguments_that_lie_whole_are_named(whole_arguments, compiles):
-    program = whole_arguments.compile() if compiles else whole_arguments
+def test_arguments_that_are_replicated_are_named(replicated_arguments, compiles):
+    program = replicated_arguments.compile() if compiles else replicated_arguments
     first, second = differences(plan_of(), program)
     assert first.startswith("'layers.up' (unit 'layers')")
     assert "[3, 4, 64] on each device" in first
@@ -337,7 +337,7 @@ def test_arguments_that_lie_whole_are_named(whole_arguments, compiles):
     assert "takes state.opt_state[0].nu['layers']['up'] as" in second
 
 
-def test_results_that_lie_whole_are_named():
+def test_results_that_are_replicated_are_named():
     plan = plan_of()
     everywhere = NamedSharding(plan.mesh, P())
     halve = jax.jit(

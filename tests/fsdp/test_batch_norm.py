@@ -240,7 +240,7 @@ def test_on_request_statistics_are_those_of_the_ranks_own_rows(name):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_audit_knows_the_statistics_that_travel(name):
+def test_the_audit_knows_the_statistics_that_are_communicated(name):
     case = CASES[name]
     plan, tx = plan_of(case, case.units), optax.sgd(0.1)
     step = fsdp.make_train_step(plan, case.loss, tx)

@@ -214,7 +214,7 @@ def contents(folder: Path) -> dict[Path, bytes]:
     return {path.relative_to(folder): path.read_bytes() for path in files}
 
 
-def test_a_directory_of_files_is_carried_along_and_verified(tmp_path):
+def test_a_directory_of_files_is_copied_along_and_verified(tmp_path):
     source = tmp_path / "tokenizer"
     (source / "d").mkdir(parents=True)
     (source / "tokenizer.json").write_text("{}")

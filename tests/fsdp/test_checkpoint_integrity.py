@@ -241,7 +241,7 @@ def test_a_damaged_newest_step_falls_back_to_the_one_before_only_when_asked(run)
     assert_same(fsdp.load(run, like(), step="latest-good"), state_at(2))
 
 
-def test_where_no_step_is_whole_none_is_loaded(run):
+def test_where_no_step_is_intact_none_is_loaded(run):
     shutil.rmtree(run / "2")
     row = np.asarray(state_at(1).params["w"])[0]
     with (

@@ -46,7 +46,7 @@ RAGGED = ((2, 6, 7), (3, 1), (5,), (0, 4))  # of Megatron's test
 # ReplicationGroups
 
 
-def test_cliques_are_those_of_megatron():
+def test_replication_groups_are_those_of_megatron():
     assert fsdp.checkpoint.make_replication_groups(4) == ((0, 1), (2, 3))
     assert fsdp.checkpoint.make_replication_groups(4, jump=2) == ((0, 2), (1, 3))
     assert fsdp.checkpoint.make_replication_groups(3, size=1) == ((0,), (1,), (2,))
@@ -58,12 +58,12 @@ def test_cliques_are_those_of_megatron():
 
 
 @pytest.mark.parametrize("size, jump", [(2, 1), (1, 2), (0, 1), (3, 3)])
-def test_cliques_that_leave_some_out_are_refused(size, jump):
+def test_replication_groups_that_leave_some_out_are_refused(size, jump):
     with pytest.raises(ValueError, match=facts("5", f"size={size}", f"jump={jump}")):
         fsdp.checkpoint.make_replication_groups(5, size=size, jump=jump)
 
 
-def test_named_cliques_hold_each_process_once():
+def test_named_replication_groups_hold_each_process_once():
     assert check_replication_groups([[0, 1], [2]], 3) == ((0, 1), (2,))
     with pytest.raises(ValueError) as refused:
         check_replication_groups([[0, 1], [1, 5]], 3)
@@ -72,14 +72,14 @@ def test_named_cliques_hold_each_process_once():
 
 
 @st.composite
-def some_cliques(draw):
+def some_groups(draw):
     members = draw(st.permutations(range(draw(st.integers(1, 9)))))
     cuts = sorted(draw(st.sets(st.integers(1, 8))))
     parts = [members[a:b] for a, b in itertools.pairwise([0, *cuts, 9]) if members[a:b]]
     return tuple(tuple(part) for part in parts)
 
 
-@given(some_cliques())
+@given(some_groups())
 def test_after_all_rounds_each_member_has_what_the_others_have(replication_groups):
     has = {process: {process} for group in replication_groups for process in group}
     for pairs in rounds(replication_groups):
@@ -118,7 +118,7 @@ def inventories(replication_groups, lost=(), duplicates=None):
     ]
 
 
-def test_ragged_cliques_bring_back_three_lost_hosts():
+def test_ragged_replication_groups_restore_three_lost_hosts():
     (found,) = find(inventories(RAGGED, lost=(6, 3, 4)))
     assert found.is_complete and found.step == 7
     layout = split_over(8)
@@ -129,8 +129,10 @@ def test_ragged_cliques_bring_back_three_lost_hosts():
     assert {f.source for f in fetches} <= {2, 7, 1, 0}
 
 
-@given(some_cliques(), st.data())
-def test_a_step_is_complete_unless_a_whole_clique_is_lost(replication_groups, data):
+@given(some_groups(), st.data())
+def test_a_step_is_complete_unless_a_replication_group_is_lost(
+    replication_groups, data
+):
     count = sum(map(len, replication_groups))
     lost = data.draw(st.sets(st.integers(0, count - 1), max_size=count - 1))
     (found,) = find(inventories(replication_groups, lost))
@@ -142,7 +144,7 @@ def test_a_step_is_complete_unless_a_whole_clique_is_lost(replication_groups, da
         assert all(f"{p} (node{p})" in said for p in gone)
 
 
-@given(some_cliques(), st.data())
+@given(some_groups(), st.data())
 def test_fetches_give_every_process_its_shards_and_its_copies_again(
     replication_groups, data
 ):

@@ -474,7 +474,7 @@ def test_each_process_gets_the_objects_that_it_had_of_its_own(seen):
     assert places == [[0, 14], [1, 14], [3, 14]]
 
 
-def test_where_there_are_replicas_a_whole_clique_may_be_lost(seen):
+def test_where_there_are_replicas_a_replication_group_may_be_lost(seen):
     assert held(seen, "lost one of two replicas", 16)
 
 

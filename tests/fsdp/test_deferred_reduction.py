@@ -168,7 +168,7 @@ def test_one_level_of_zero_3_has_one_copy_of_the_model_in_its_program():
     assert all(len(c.loops) >= 1 for c in collectives(text) if c.op == "reduce-scatter")
 
 
-def test_whole_parameters_of_a_sharded_plan_do_not_cost_a_second_copy():
+def test_replicated_parameters_of_a_sharded_plan_do_not_cost_a_second_copy():
     text = lowered(once, {}, replicated=("root",))
     assert all(len(c.loops) >= 1 for c in collectives(text) if c.op == "reduce-scatter")
 

@@ -175,7 +175,7 @@ def test_gpus_send_the_rows_that_there_are_and_cpus_a_place_for_each():
     assert sent(cpu, '"stablehlo.all_to_all"') == [4 * most, 4 * most]
 
 
-def test_with_a_capacity_as_many_rows_travel_however_tokens_choose():
+def test_with_a_capacity_as_many_rows_are_sent_however_tokens_choose():
     dispatch = functools.partial(ops.expert_capacity_dispatch, capacity_factor=1.0)
     rows = int(np.ceil(TOKENS / 4 * CHOSEN / EXPERTS)) * EXPERTS
     for platform in ("cpu", "cuda"):

@@ -101,7 +101,9 @@ def plan():
 
 
 def test_experts_lie_over_ep_and_on_another_dim_over_the_rest(plan):
-    specs = {row.name: row.spec(row.placements.optimizer) for row in plan.param_plans}
+    specs = {
+        param.name: param.spec(param.placements.optimizer) for param in plan.param_plans
+    }
     assert specs["layers.experts.up"] == P(None, "ep", "dp_shard")
     assert specs["layers.experts.gain"] == P(None, "ep", "dp_shard")
     assert specs["layers.norm"] == P(None, ("dp_shard", "ep"))
@@ -109,11 +111,11 @@ def test_experts_lie_over_ep_and_on_another_dim_over_the_rest(plan):
     assert "experts, never gathered over ep: 4" in repr(plan)
 
 
-def test_bytes_at_rest_are_those_of_the_table(plan):
+def test_stored_bytes_are_those_of_the_table(plan):
     state = fsdp.init_state(plan, TX, fsdp.init_params(plan, jax.random.key(0)))
     held = [
-        row.num_elements(plan.mesh, row.placements.optimizer)
-        for row in plan.param_plans
+        param.num_elements(plan.mesh, param.placements.optimizer)
+        for param in plan.param_plans
     ]
     leaves = jax.tree.leaves(state.params)
     assert held == [leaf.addressable_shards[0].data.size for leaf in leaves]
@@ -144,12 +146,12 @@ def test_a_checkpoint_of_experts_loads_on_any_other_layout(plan, tmp_path):
 def test_without_rules_ep_is_data_parallel_and_the_plan_says_so():
     plan = plan_of(fsdp.make_mesh(ep=2), expert_parallel={})
     assert "ep=2 is as dp_shard here" in repr(plan)
-    assert not any(row.is_expert for row in plan.param_plans)
+    assert not any(param.is_expert for param in plan.param_plans)
 
 
 def test_rules_do_nothing_where_ep_is_one():
     plan = plan_of(fsdp.make_mesh(), expert_parallel=RULES)
-    assert not any(row.is_expert for row in plan.param_plans)
+    assert not any(param.is_expert for param in plan.param_plans)
 
 
 @pytest.mark.parametrize(
@@ -199,7 +201,7 @@ def test_a_whole_optimizer_of_factors_is_split_over_ep_too():
     assert not whole
 
 
-def test_vectors_of_experts_are_not_dealt_out_as_matrices():
+def test_vectors_of_experts_are_not_stacked_as_matrices():
     plan = plan_of(fsdp.make_mesh(ep=2))
     with pytest.raises(ValueError, match=facts("'layers.experts.bias'")):
         fsdp.optim.layer_wise(plan, TX, TX, ["layers.experts.bias"])

@@ -192,12 +192,14 @@ def test_scales_follow_what_the_steps_before_have_seen(delayed):
 
 def test_the_optimizer_sees_weights_alone_and_they_learn_as_in_bfloat16(delayed):
     plan, state, seen = delayed
-    held = {row.name for row in plan.param_plans if row.overwrite_with_gradient}
+    held = {param.name for param in plan.param_plans if param.overwrite_with_gradient}
     assert len(held) == 6 * 2 * LAYERS
     assert not any(
         "overwrite" in name for name, _ in fsdp.sharding.named_leaves(state.opt_state)
     )
-    assert not any(row.dim is not None for row in plan.param_plans if row.name in held)
+    assert not any(
+        param.dim is not None for param in plan.param_plans if param.name in held
+    )
 
     def plain(variables, batch):
         x = batch["x"].astype(jnp.bfloat16)

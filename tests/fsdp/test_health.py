@@ -87,13 +87,13 @@ def test_healthy_steps_pass(plan):
     assert np.isfinite(metrics["grad_peaks"]).all()
 
 
-def test_peaks_are_those_of_the_whole_gradients(plan):
+def test_peaks_are_those_of_the_unsharded_gradients(plan):
     step = fsdp.make_train_step(plan, loss_fn, TX, report_grad_peaks=True)
     state = start(plan)
     _, grads = fsdp.value_and_grad(plan, loss_fn)(state.params, batch())
     want = {name: np.abs(leaf).max() for name, leaf in named_leaves(host(grads))}
     _, metrics = step(state, batch())
-    names = [row.name for row in plan.param_plans if not row.frozen]
+    names = [param.name for param in plan.param_plans if not param.frozen]
     got = dict(zip(names, np.asarray(metrics["grad_peaks"]), strict=True))
     assert got.keys() == want.keys()
     for name in want:

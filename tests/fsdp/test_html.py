@@ -64,7 +64,7 @@ def test_a_plan_has_the_same_cells_as_its_text(plan):
 
 def test_bars_are_as_long_as_the_bytes(plan):
     styles = read(plan._repr_html_()).styles[1:]
-    names = [row.name for row in plan.param_plans]
+    names = [param.name for param in plan.param_plans]
     bars = {name: cells[-1] for name, cells in zip(names, styles, strict=True)}
     assert "100.0%" in bars["large"] and "25.0%" in bars["small"]
     assert not any("gradient" in style for cells in styles for style in cells[:-1])
@@ -106,7 +106,7 @@ def square() -> fsdp.Plan:
     return fsdp.fully_shard(matrices, fsdp.make_mesh())
 
 
-def test_an_audit_says_what_travels(square):
+def test_an_audit_says_what_is_communicated(square):
     found = fsdp.audit_step(square, lowered(square, loss))
     rows = {(row.op, row.unit): row for row in found.rows}
     for op in ("all-gather", "reduce-scatter"):

@@ -111,7 +111,7 @@ def plan():
     return plan_of(fsdp.make_mesh())
 
 
-def test_each_device_owns_whole_matrices_of_the_momentum(plan):
+def test_each_device_owns_unsharded_matrices_of_the_momentum(plan):
     state = fsdp.abstract_state(plan, layer_wise_tx(plan)).opt_state
     momenta = {
         name.rpartition(".")[2]: leaf
@@ -137,7 +137,7 @@ def optimizer_collectives(plan, tx):
     return collectives("\n".join(in_optimizer))
 
 
-def test_whole_matrices_are_orthogonalised_without_communication(plan):
+def test_unsharded_matrices_are_orthogonalised_without_communication(plan):
     found = optimizer_collectives(plan, layer_wise_tx(plan))
     assert {c.op for c in found if c.size > 1} == {"all-to-all"}
     # The negative control: a split matrix communicates in each iteration.

@@ -297,7 +297,7 @@ def test_collections_but_params_are_state_in_any_tree(name):
 
     make(jax.random.key(0))  # Traced once already, it calls no module again.
     plan = fsdp.fully_shard(make, mesh())
-    trained = {row.name.split(".")[-1] for row in plan.param_plans}
+    trained = {param.name.split(".")[-1] for param in plan.param_plans}
     assert trained == {"kernel", "bias", "scale"}
     state = {n.split(".")[-1] for n, _ in fsdp.sharding.named_leaves(plan.model_state)}
     assert state == {"table", "mean", "var"}

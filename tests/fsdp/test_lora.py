@@ -113,7 +113,7 @@ def test_under_tp_gradients_are_those_without_and_the_program_is_the_plans(base)
     assert errors and max(errors.values()) < 2e-5, errors
     step = fsdp.make_train_step(plan, next_token_loss, TX)
     fsdp.audit_step(plan, step.lower(fsdp.abstract_state(plan, TX), data))
-    split = {row.name for row in plan.param_plans if row.tensor_dim is not None}
+    split = {param.name for param in plan.param_plans if param.tensor_dim is not None}
     assert ("layers.mlp.up_proj.kernel" in split) == (base is None)
     assert not any("lora" in name for name in split)
 
@@ -304,7 +304,9 @@ def test_a_checkpoint_may_hold_the_factors_alone_and_goes_on(tuned, tmp_path):
 def test_a_base_in_bfloat16_has_factors_in_float32_that_it_does_not_round_away(tuned):
     policy = fsdp.MixedPrecisionPolicy(param_dtype=jnp.bfloat16)
     plan = peft_plan(tuned.config, mp_policy=policy)
-    dtypes = {row.name: row.precision.main_params.name for row in plan.param_plans}
+    dtypes = {
+        param.name: param.precision.main_params.name for param in plan.param_plans
+    }
     assert {d for n, d in dtypes.items() if "lora_" in n} == {"float32"}
     assert {d for n, d in dtypes.items() if "lora_" not in n} == {"bfloat16"}
 
@@ -327,26 +329,26 @@ def coded_weights(plan):
 
 
 @pytest.mark.parametrize("form", ["int8", "nf4"])
-def test_a_base_in_codes_travels_as_codes_and_trains(tuned, form):
+def test_a_quantized_base_is_communicated_as_codes_and_trains(tuned, form):
     plan = peft_plan(tuned.config, base=form)
     loaded = bridge.load_hf(tuned.path, fsdp.training.abstract_base_params(plan))
     params = fsdp.training.add_lora(plan, loaded, jax.random.key(0))
     step = fsdp.make_train_step(plan, next_token_loss, tuned.tx)
     state = fsdp.init_state(plan, tuned.tx, params)
-    coded = [row for row in plan.param_plans if row.name.endswith(".codes")]
+    coded = [param for param in plan.param_plans if param.name.endswith(".codes")]
     assert len(coded) == 7
     text = step.lower(state, batches()[0].astype(np.int32)).as_text()
-    wire = re.findall(r"all_gather\"?\(.*?-> tensor<([\dx]*)x(\w+)>", text)
+    gathers = re.findall(r"all_gather\"?\(.*?-> tensor<([\dx]*)x(\w+)>", text)
     dtype = "i8" if form == "int8" else "ui8"
-    travel = {shape for shape, kind in wire if kind == dtype}
-    assert travel == {"x".join(map(str, row.shape[1:])) for row in coded}
+    gathered = {shape for shape, kind in gathers if kind == dtype}
+    assert gathered == {"x".join(map(str, param.shape[1:])) for param in coded}
     whole = {weight.recipe.shape for weight in coded_weights(plan)}
-    assert not whole & {tuple(map(int, shape.split("x"))) for shape, _ in wire}
+    assert not whole & {tuple(map(int, shape.split("x"))) for shape, _ in gathers}
     matrices = sum(np.prod(weight.shape) for weight in coded_weights(plan))
     held = sum(
-        np.prod(row.shape) * row.precision.param.itemsize
-        for row in plan.param_plans
-        if row.name in plan.model.codes
+        np.prod(param.shape) * param.precision.param.itemsize
+        for param in plan.param_plans
+        if param.name in plan.model.codes
     )
     assert held == matrices * (0.5 if form == "nf4" else 1) + matrices / 64 * 4
     before = jax.device_get(params["quantized"])
@@ -444,10 +446,10 @@ def test_lora_beside_frozen_is_refused():
         )
 
 
-def test_what_is_saved_whole_is_trained():
+def test_what_is_saved_unfactored_is_trained():
     case = CASES["plain pytree"]
     options = lora("plain pytree", modules_to_save=("stack.bias", "head"))
     plan = case.plan(fsdp.make_mesh(), lora=options)
-    trained = {row.name for row in plan.param_plans if not row.frozen}
+    trained = {param.name for param in plan.param_plans if not param.frozen}
     assert {"stack.bias", "head", "stack.up.lora_a"} <= trained
     assert "stack.down" not in trained

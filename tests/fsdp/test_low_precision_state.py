@@ -382,8 +382,8 @@ def test_codes_lie_as_their_parameters_and_take_a_quarter_and_are_saved(tmp_path
     params = bytes_of(state.params)
     assert 2 * params / 4 < bytes_of(state.opt_state) < 2.3 * params / 4
     codes = jax.tree.leaves(like.opt_state.codes[0].mu)
-    for row, leaf in zip(plan.param_plans, codes, strict=True):
-        assert leaf.sharding.spec == row.spec_with_tp(row.placements.optimizer)
+    for param, leaf in zip(plan.param_plans, codes, strict=True):
+        assert leaf.sharding.spec == param.spec_with_tp(param.placements.optimizer)
     fsdp.save(tmp_path, state)
     half = llama_plan(some(4))
     loaded = fsdp.load(tmp_path, fsdp.abstract_state(half, tx))

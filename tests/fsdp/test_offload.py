@@ -115,7 +115,7 @@ def _same_place(leaf, like):
     assert leaf.sharding.is_equivalent_to(like.sharding, leaf.ndim)
 
 
-def test_what_is_large_rests_on_the_host_and_all_else_does_not():
+def test_what_is_large_is_stored_on_the_host_and_all_else_is_not():
     _, state, _ = trained(BOTH, "float32")
     for tree in (state.params, state.opt_state):
         for name, leaf in fsdp.sharding.named_leaves(tree):
@@ -178,7 +178,7 @@ def test_a_state_comes_back_to_a_state_like_itself():
     assert not fsdp.training.onload_state(away, like.params)["head"].is_deleted()
 
 
-def test_evaluation_fetches_what_rests_on_the_host():
+def test_evaluation_fetches_what_is_stored_on_the_host():
     case = "float32"
     losses = []
     for offload in (None, BOTH):

@@ -83,7 +83,7 @@ def started(plan, tx):
 
 
 def matrices_of(plan):
-    trained = {row.name for row in plan.param_plans if row.is_optimized}
+    trained = {param.name for param in plan.param_plans if param.is_optimized}
     return tuple(name for name in MATRICES if name in trained)
 
 
@@ -185,7 +185,7 @@ def check_same(got, want):
 
 
 @pytest.mark.parametrize("name", ["adam", "layer-wise rows"])
-def test_who_is_frozen_between_runs_hands_its_state_to_nobody(name, tmp_path):
+def test_a_parameter_frozen_between_runs_passes_its_state_to_no_other(name, tmp_path):
     plan, make_tx = plan_of(8), OPTIMIZERS[name]
     state = started(plan, make_tx(plan))
     fsdp.save(tmp_path, state)

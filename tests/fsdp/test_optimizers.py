@@ -121,7 +121,7 @@ def test_an_optimizer_that_a_step_cannot_serve_is_refused_before_the_first_step(
         fsdp.make_train_step(plan_of(), loss_fn, tx())
 
 
-def test_an_optimizer_sees_the_loss_where_its_state_rests_on_the_host():
+def test_an_optimizer_sees_the_loss_where_its_state_is_stored_on_the_host():
     offload = fsdp.OffloadPolicy(optimizer=True, min_elements=1)
     plan, tx = plan_of(offload=offload), plateau()
     step = fsdp.make_train_step(plan, loss_fn, tx)

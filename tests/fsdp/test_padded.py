@@ -77,7 +77,7 @@ def plan():
 
 
 def test_what_does_not_divide_is_padded_and_nothing_else(plan):
-    assert {row.name: row.padding for row in plan.param_plans} == {
+    assert {param.name: param.padding for param in plan.param_plans} == {
         "bias": 3,
         "even": 0,
         "layers.down": 3,  # 17 takes 7, so 13 it is
@@ -86,7 +86,7 @@ def test_what_does_not_divide_is_padded_and_nothing_else(plan):
         "odd": 1,
         "one": 0,
     }
-    whole = [row.name for row in plan.param_plans if row.dim is None]
+    whole = [param.name for param in plan.param_plans if param.dim is None]
     assert whole == ["one"]
 
 
@@ -138,7 +138,7 @@ def test_every_strategy_computes_what_one_device_computes(strategy, outer):
     assert worst(got, want) < 1e-9
 
 
-def test_at_rest_each_device_holds_an_eighth_of_the_padded_array(plan):
+def test_each_device_stores_an_eighth_of_the_padded_array(plan):
     tx = OPTIMIZERS["adamw"]
     state = fsdp.init_state(plan, tx, fsdp.init_params(plan, jax.random.key(0)))
     odd = state.params["odd"]
@@ -153,7 +153,7 @@ def test_at_rest_each_device_holds_an_eighth_of_the_padded_array(plan):
     assert held == plan.bytes_per_device["params"]
 
 
-def test_no_optimizer_state_stays_whole_but_what_has_a_single_element(plan):
+def test_no_optimizer_state_is_replicated_but_single_elements(plan):
     tx = OPTIMIZERS["adafactor"]
     state = fsdp.init_state(plan, tx, fsdp.init_params(plan, jax.random.key(0)))
     whole = [
@@ -221,7 +221,7 @@ def test_the_second_step_compiles_nothing(plan):
     assert heard == []
 
 
-def test_whole_weights_have_no_zeros_in_their_unit():
+def test_unsharded_weights_have_no_zeros_in_their_unit():
     seen = []
 
     def look(weights, batch):

@@ -172,11 +172,13 @@ def rounded(plan, weights):
     """The weights as units compute with them."""
     layers = {}
     for name, weight in weights["layers"].items():
-        row = next(row for row in plan.param_plans if row.name == f"layers.{name}")
-        if isinstance(row.gather, fsdp.sharding.Float8Gather):
+        param = next(
+            param for param in plan.param_plans if param.name == f"layers.{name}"
+        )
+        if isinstance(param.gather, fsdp.sharding.Float8Gather):
             weight = round_float8(weight, 1)
-        elif row.gather:
-            weight = round_mxfp8(weight, row.block_dim)
+        elif param.gather:
+            weight = round_mxfp8(weight, param.block_dim)
         layers[name] = weight
     return {**weights, "layers": layers}
 
@@ -251,7 +253,7 @@ def one_device():
 def test_gradients_are_those_at_the_rounded_weights(name):
     kind, mesh, config, sizes, prefetch = GRID[name]
     plan = plan_of(kind, sizes, fsdp.make_mesh(**mesh), **config)
-    assert [row.name for row in plan.param_plans if row.gather] == [
+    assert [param.name for param in plan.param_plans if param.gather] == [
         f"layers.{name}" for name in ("down", "router", "up")
     ]
     weights, data = whole_weights(sizes), rows_of(sizes)
@@ -271,21 +273,24 @@ def test_gradients_are_those_at_the_rounded_weights(name):
 @pytest.mark.parametrize(
     "kind", ["float8", pytest.param("mxfp8", marks=pytest.mark.long)]
 )
-def test_experts_travel_over_the_other_axes_by_scales_of_their_own_rank(kind):
+def test_experts_are_gathered_over_the_other_axes_by_scales_of_their_own_rank(kind):
     policy = fsdp.MixedPrecisionPolicy(param_gather=FORMATS[kind])
     plan = experts.plan_of(fsdp.make_mesh(dp_outer=2, ep=2), mp_policy=policy)
     weights = host(jax.jit(experts.make_weights)(jax.random.key(0)))
     own = dict(weights["layers"]["experts"])
-    rows = [row for row in plan.param_plans if row.gather]
-    assert [row.name for row in rows] == ["layers.experts.down", "layers.experts.up"]
-    for row in rows:
-        name = row.name.rpartition(".")[2]
+    rows = [param for param in plan.param_plans if param.gather]
+    assert [param.name for param in rows] == [
+        "layers.experts.down",
+        "layers.experts.up",
+    ]
+    for param in rows:
+        name = param.name.rpartition(".")[2]
         dealt = np.split(own[name], 2, axis=1)
         own[name] = np.concatenate(
             [
                 round_float8(part, 1)
                 if kind == "float8"
-                else round_mxfp8(part, row.block_dim)
+                else round_mxfp8(part, param.block_dim)
                 for part in dealt
             ],
             axis=1,
@@ -329,7 +334,7 @@ def test_a_step_updates_float32_and_sends_bytes(kind):
     assert (0 < moved).all() and moved[2] < 3.0 / 16
 
 
-def test_an_audit_finds_weights_that_travel_wider_than_planned():
+def test_an_audit_finds_weights_communicated_wider_than_planned():
     tx = optax.sgd(0.1)
     plan, wide = plan_of("mxfp8"), plan_of(None)
     step = fsdp.make_train_step(wide, loss_of(), tx)
@@ -344,10 +349,10 @@ def test_an_audit_finds_weights_that_travel_wider_than_planned():
 # The plan
 
 
-def test_the_plan_says_what_travels_in_bytes():
+def test_the_plan_says_what_is_communicated_in_bytes():
     excluding = fsdp.sharding.MXFP8Gather(exclude=("layers.router",), min_elements=1024)
     plan = plan_of(excluding, policy={"param_dtype": jnp.bfloat16})
-    gathered = {row.name: row.gather for row in plan.param_plans}
+    gathered = {param.name: param.gather for param in plan.param_plans}
     assert gathered == {
         "head": None,
         "layers.down": excluding,
@@ -381,4 +386,4 @@ def test_what_would_do_nothing_is_refused():
     with pytest.raises(ValueError, match=facts("exclude=('layers.router',)")):
         fsdp.sharding.Float8Gather(exclude=cast(Any, "layers.router"))
     alone = plan_of("mxfp8", mesh=fsdp.make_mesh(devices=jax.devices()[:1]))
-    assert not any(row.gather for row in alone.param_plans)
+    assert not any(param.gather for param in alone.param_plans)

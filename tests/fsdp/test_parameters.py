@@ -76,7 +76,7 @@ def test_the_others_are_trained_as_by_an_optimizer_that_masks(frozen):
     whole = CASE.plan(one_device())
     params = CASE.sharded(whole)
     labels = plan.treedef.unflatten(
-        "frozen" if row.frozen else "trained" for row in plan.param_plans
+        "frozen" if param.frozen else "trained" for param in plan.param_plans
     )
     tx = optax.multi_transform({"trained": TX, "frozen": optax.set_to_zero()}, labels)
     want = trained(whole, CASE.loss, tx, params, batch(rows=24)).params
@@ -85,7 +85,7 @@ def test_the_others_are_trained_as_by_an_optimizer_that_masks(frozen):
     assert worst(host(after.params), host(want), without=zero) < 1e-5
 
 
-def test_a_frozen_parameter_rests_in_the_dtype_it_computes_in():
+def test_a_frozen_parameter_is_stored_in_its_compute_dtype():
     policy = fsdp.MixedPrecisionPolicy(param_dtype=jnp.bfloat16)
     plan = CASE.plan(fsdp.make_mesh(), frozen=("layers.up",), mp_policy=policy)
     dtypes = {name: leaf.dtype for name, leaf in named_leaves(plan.params)}
@@ -243,16 +243,16 @@ def test_dtypes_may_be_mixed_within_a_unit_and_each_weight_keeps_its_own():
 
 def test_integers_are_no_parameters_and_come_back_as_they_were():
     plan = fsdp.fully_shard(mixed_weights, fsdp.make_mesh(), [fsdp.Stacked("layers")])
-    assert "table" not in {row.name for row in plan.param_plans}
+    assert "table" not in {param.name for param in plan.param_plans}
     state = fsdp.init_state(plan, TX, fsdp.init_params(plan, jax.random.key(0)))
     step = fsdp.make_train_step(plan, mixed_loss, TX)
     state, _ = step(state, tied_batch())
     np.testing.assert_array_equal(state.model_state["table"], np.arange(16))
 
 
-def test_a_scalar_of_each_layer_stays_whole():
+def test_a_scalar_of_each_layer_is_replicated():
     plan = fsdp.fully_shard(mixed_weights, fsdp.make_mesh(), [fsdp.Stacked("layers")])
-    (gain,) = [row for row in plan.param_plans if row.name == "layers.gain"]
+    (gain,) = [param for param in plan.param_plans if param.name == "layers.gain"]
     assert gain.dim is None
 
 

@@ -83,7 +83,7 @@ def test_linen_units_within_units_compute_the_same():
 def test_linen_statistics_are_not_trained():
     norm = linen.BatchNorm(use_running_average=False)
     plan = fsdp.fully_shard(lambda key: norm.init(key, X), fsdp.make_mesh())
-    assert [row.name for row in plan.param_plans] == ["params.bias", "params.scale"]
+    assert [param.name for param in plan.param_plans] == ["params.bias", "params.scale"]
     assert set(plan.model_state["batch_stats"]) == {"mean", "var"}
 
 

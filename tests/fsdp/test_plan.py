@@ -34,11 +34,11 @@ def plan_shapes(shapes, units=(), mesh=MESH, dtype=jnp.float32, **config) -> fsd
 
 
 def dims(plan) -> dict[str, int | None]:
-    return {row.name: row.dim for row in plan.param_plans}
+    return {param.name: param.dim for param in plan.param_plans}
 
 
 def stacks(plan) -> dict[str, int]:
-    return {row.name: row.num_stacked for row in plan.param_plans}
+    return {param.name: param.num_stacked for param in plan.param_plans}
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_what_no_dim_of_divides_is_padded_and_the_plan_says_what_that_costs():
     assert plan.bytes_per_device["params"] == 4 * held
 
 
-def test_a_padded_parameter_has_its_logical_shape_in_every_abstract_tree_but_at_rest():
+def test_a_padded_parameter_has_its_logical_shape_in_all_but_the_stored_tree():
     plan = plan_shapes({"w": (13, 17)})
     for like in (plan.params["w"], plan.grads["w"], plan.packed_params["w"]):
         assert like.shape == (13, 17)
@@ -90,10 +90,10 @@ def test_a_padded_parameter_has_its_logical_shape_in_every_abstract_tree_but_at_
     assert plan.packed_params["w"].value.sharding.spec == PartitionSpec("dp_shard")
 
 
-def test_a_parameter_that_would_be_padded_can_be_kept_whole():
+def test_a_parameter_that_would_be_padded_can_be_replicated():
     plan = plan_shapes({"wte": (50257, 770), "w": (8, 8)}, replicated=("wte",))
     assert dims(plan) == {"wte": None, "w": 0}
-    assert "whole on every device: wte" in repr(plan)
+    assert "replicated on every device: wte" in repr(plan)
 
 
 def test_a_stack_of_more_dims_than_a_parameter_has_is_refused():
@@ -102,7 +102,7 @@ def test_a_stack_of_more_dims_than_a_parameter_has_is_refused():
 
 
 @pytest.mark.parametrize(
-    "pattern, whole",
+    "pattern, replicated",
     [
         ("layers.*.norm", {"layers.0.norm", "layers.1.norm"}),
         ("layers.1", {"layers.1.norm", "layers.1.w"}),
@@ -110,11 +110,11 @@ def test_a_stack_of_more_dims_than_a_parameter_has_is_refused():
         ("ou?", {"out"}),
     ],
 )
-def test_what_a_replicated_pattern_matches_stays_whole(pattern, whole):
+def test_what_a_replicated_pattern_matches_is_replicated(pattern, replicated):
     layer = {"norm": (8,), "w": (8, 8)}
     shapes = {"layers": [layer, layer], "out": (8, 8)}
     plan = plan_shapes(shapes, replicated=(pattern,))
-    assert {name for name, dim in dims(plan).items() if dim is None} == whole
+    assert {name for name, dim in dims(plan).items() if dim is None} == replicated
 
 
 def test_patterns_that_match_nothing_are_all_named():
@@ -140,17 +140,17 @@ def test_patterns_that_match_nothing_are_all_named():
         assert named in str(error.value)
 
 
-def test_smaller_parameters_than_asked_for_stay_whole():
+def test_smaller_parameters_than_asked_for_are_replicated():
     plan = plan_shapes({"a": (8, 8), "b": (63,), "c": (64,)}, min_shard_elements=64)
     assert dims(plan) == {"a": 0, "b": None, "c": 0}
 
 
-def test_scalars_stay_whole_without_a_word():
+def test_scalars_are_replicated_without_a_warning():
     plan = plan_shapes({"temperature": (), "w": (8, 8)})
     assert dims(plan) == {"temperature": None, "w": 0}
 
 
-def test_a_scalar_for_each_unit_of_a_stack_stays_whole():
+def test_a_scalar_for_each_unit_of_a_stack_is_replicated():
     plan = plan_shapes({"layers": {"scale": (8,), "w": (8, 8, 8)}}, ["layers"])
     assert dims(plan) == {"layers.scale": 0, "layers.w": 0}
     plan = plan_shapes(
@@ -234,7 +234,7 @@ def test_the_innermost_unit_owns_a_parameter():
     shapes = {"block": {"w": (8, 8), "mlp": {"w": (8, 8)}}, "out": (8, 8)}
     for units in (["block", "block.mlp"], ["block.mlp", "block"]):
         plan = plan_shapes(shapes, units)
-        assert {row.name: row.unit for row in plan.param_plans} == {
+        assert {param.name: param.unit for param in plan.param_plans} == {
             "block.mlp.w": "block.mlp",
             "block.w": "block",
             "out": ROOT,
@@ -243,7 +243,7 @@ def test_the_innermost_unit_owns_a_parameter():
 
 def test_a_unit_is_no_prefix_of_a_longer_name():
     plan = plan_shapes({"layer": {"w": (8,)}, "layer_norm": {"w": (8,)}}, ["layer"])
-    assert [row.unit for row in plan.param_plans] == ["layer", ROOT]
+    assert [param.unit for param in plan.param_plans] == ["layer", ROOT]
 
 
 class Absent(nnx.Module):
@@ -267,14 +267,14 @@ def test_without_units_the_model_is_one_and_the_plan_says_what_that_costs():
     assert "no units: the whole model is gathered" in repr(plan)
 
 
-def test_the_plan_prints_a_row_a_parameter_and_the_totals():
+def test_the_plan_prints_a_line_a_parameter_and_the_totals():
     policy = fsdp.MixedPrecisionPolicy(
         param_dtype=jnp.bfloat16, main_grads_dtype=jnp.bfloat16
     )
     shapes = {"layers": {"b": (3, 8), "w": (3, 8, 64)}, "head": (64, 16), "s": ()}
     plan = plan_shapes(shapes, [fsdp.Stacked("layers")], mp_policy=policy)
     lines = repr(plan).splitlines()
-    # name, shape, rests as, gathered as, unit, split, bytes/device
+    # name, shape, stored as, gathered as, unit, split, bytes/device
     assert [line.split() for line in lines[1:5]] == [
         "head (64, 16) float32 bfloat16 (root) dim 0 over dp_shard 512".split(),
         (
@@ -284,7 +284,7 @@ def test_the_plan_prints_a_row_a_parameter_and_the_totals():
             "layers.w (3, 8, 64) float32 bfloat16 layers (stacked) "
             "dim 1 over dp_shard 768"
         ).split(),
-        "s () float32 bfloat16 (root) whole 4".split(),
+        "s () float32 bfloat16 (root) replicated 4".split(),
     ]
     elements = 64 * 16 // 8 + 3 * 8 // 8 + 3 * 8 * 64 // 8 + 1
     assert plan.bytes_per_device == {"params": 4 * elements, "grads": 2 * elements}
@@ -293,11 +293,11 @@ def test_the_plan_prints_a_row_a_parameter_and_the_totals():
     # Of no unit: head and s. The largest unit: one layer of the three. In bfloat16.
     assert "2.00 KiB in no unit" in lines[8]
     assert "1.02 KiB in the largest unit" in lines[8]
-    assert lines[9] == "whole on every device: s"
+    assert lines[9] == "replicated on every device: s"
 
 
 LAYER_BY_LAYER = (
-    "whole during a step: 256 B in no unit, all the time; "
+    "unsharded during a step: 256 B in no unit, all the time; "
     "256 B in the largest unit, while it runs"
 )
 
@@ -305,8 +305,8 @@ LAYER_BY_LAYER = (
 @pytest.mark.parametrize(
     "strategies, lines",
     [
-        ((0, 0), ["whole during a step: 768 B, all the time"]),
-        ((2, 0), ["whole during a step: 768 B, all the time"]),  # gathered once
+        ((0, 0), ["unsharded during a step: 768 B, all the time"]),
+        ((2, 0), ["unsharded during a step: 768 B, all the time"]),  # gathered once
         ((3, 0), [LAYER_BY_LAYER]),
         (
             (3, 1),
@@ -317,7 +317,7 @@ LAYER_BY_LAYER = (
         ),
     ],
 )
-def test_the_plan_says_what_is_whole_and_when_under_each_strategy(strategies, lines):
+def test_the_plan_says_what_is_unsharded_under_each_strategy(strategies, lines):
     zero, outer = strategies
     plan = plan_shapes(
         {"layers": {"w": (2, 8, 8)}, "head": (8, 8)},
@@ -339,11 +339,11 @@ def test_on_two_axes_a_parameter_is_split_over_their_product():
     assert "devices: 8 (dp_outer=2, dp_shard=2, ep=2)" in repr(plan)
 
 
-def test_on_one_device_everything_is_whole_and_nothing_is_complained_about():
+def test_on_one_device_everything_is_unsharded_without_a_warning():
     plan = plan_shapes({"odd": (7, 9)}, mesh=fsdp.make_mesh(devices=jax.devices()[:1]))
     assert dims(plan) == {"odd": None}
     assert "devices: 1 (a single one)" in repr(plan)
-    assert "whole on every device" not in repr(plan)
+    assert "replicated on every device" not in repr(plan)
 
 
 def test_abstract_trees_have_the_shapes_dtypes_and_shardings_of_the_plan():
@@ -369,8 +369,8 @@ def test_abstract_trees_have_the_structure_of_the_model_for_every_library(name):
     for like in (plan.params, plan.grads):
         assert jax.tree.structure(like) == jax.tree.structure(params)
     shapes = [(name, leaf.shape) for name, leaf in named_leaves(params)]
-    assert [(row.name, row.shape) for row in plan.param_plans] == shapes
-    assert not any(row.name.endswith(".value") for row in plan.param_plans)
+    assert [(param.name, param.shape) for param in plan.param_plans] == shapes
+    assert not any(param.name.endswith(".value") for param in plan.param_plans)
 
 
 BF16, FP16, FP32, FP64 = jnp.bfloat16, jnp.float16, jnp.float32, np.float64

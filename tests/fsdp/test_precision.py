@@ -54,13 +54,13 @@ def program(mesh, num_microbatches=1, policy=None, **config):
 POLICIES = {
     "float32": ({}, "f32", "f32", "f32"),
     "bf16 weights": ({"param_dtype": BF16}, "bf16", "f32", "f32"),
-    "bf16 wire": ({"grad_comm_dtype": BF16}, "f32", "bf16", "bf16"),
-    "f16 wire, bf16 weights": (
+    "bf16 communicated": ({"grad_comm_dtype": BF16}, "f32", "bf16", "bf16"),
+    "f16 communicated, bf16 weights": (
         {"param_dtype": BF16, "grad_comm_dtype": FP16},
         *("bf16", "f16", "f16"),
     ),
     "bf16 gradients": ({"main_grads_dtype": BF16}, "f32", "bf16", "bf16"),
-    "bf16 gradients, f32 wire": (
+    "bf16 gradients, f32 communicated": (
         {"main_grads_dtype": BF16, "grad_comm_dtype": FP32},
         *("f32", "f32", "f32"),
     ),
@@ -72,7 +72,7 @@ POLICIES = {
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_the_wire_carries_the_policy_on_both_levels(name):
+def test_the_policy_is_communicated_on_both_levels(name):
     policy, gathered, scattered, across = POLICIES[name]
     hsdp = program({"dp_outer": 2}, num_microbatches=3, policy=policy)
     assert stablehlo_dtypes(hsdp, "all_gather") == {gathered}
@@ -97,7 +97,7 @@ def state_of(policy, num_microbatches=1):
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_weights_and_gradients_rest_in_their_main_dtypes(name):
+def test_weights_and_gradients_are_stored_in_their_main_dtypes(name):
     policy = POLICIES[name][0]
     plan, params = state_of(policy)
     _, grads = fsdp.value_and_grad(plan, loss_fn)(
@@ -156,7 +156,7 @@ def test_only_named_parameters_accumulate_in_float32():
         assert {n for n, g in like.items() if g.dtype == FP32} == wide
 
 
-def test_on_the_wire_nothing_changes():
+def test_what_is_communicated_does_not_change():
     for patterns in ((), ("all",)):
         policy = {
             "main_grads_dtype": BF16,
@@ -233,7 +233,7 @@ def mean_over(ranks: int) -> list[list[float]]:
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_a_power_of_two_is_divided_out_before_the_wire_without_a_trace(ranks):
+def test_a_power_of_two_is_divided_out_before_communication_without_a_trace(ranks):
     found, want = mean_over(ranks)
     assert found == want
 

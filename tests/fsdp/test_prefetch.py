@@ -1,4 +1,4 @@
-"""Units that are gathered ahead compute the same, with the same bytes on the wire."""
+"""Units that are gathered ahead compute the same, and communicate the same bytes."""
 
 from __future__ import annotations
 
@@ -323,7 +323,7 @@ def units(layers, prefetch, **config):
 
 
 @pytest.mark.parametrize("prefetch", [1, 2])
-def test_no_more_units_are_whole_than_are_ahead(prefetch, all_optimizations):
+def test_no_more_units_are_unsharded_than_are_ahead(prefetch, all_optimizations):
     few, many = (units(n, prefetch) for n in (4, 32))
     plain_few, plain_many = (units(n, 0) for n in (4, 32))
     # Besides those ahead, in backward the gradients of one unit that are not reduced,

@@ -52,8 +52,8 @@ def shapes(found: list[Collective]) -> Counter:
     return Counter((c.dtype, c.shape) for c in found)
 
 
-def unit_rows(plan):
-    return [row for row in plan.param_plans if row.unit != ROOT]
+def unit_params(plan):
+    return [param for param in plan.param_plans if param.unit != ROOT]
 
 
 def test_each_weight_is_gathered_once_in_the_forward_and_once_in_the_backward(hsdp):
@@ -62,7 +62,7 @@ def test_each_weight_is_gathered_once_in_the_forward_and_once_in_the_backward(hs
     scatters = in_layers(found, "reduce-scatter")
     (backward,) = scatters
     (forward,) = set(gathers) - {backward}
-    rows = unit_rows(plan)
+    rows = unit_params(plan)
     assert shapes(gathers[forward]) == Counter(("f32", r.shape[1:]) for r in rows)
     # Most gradients do not need the value of a bias, and what is not needed is not
     # gathered; every matrix is, and none twice.
@@ -75,9 +75,9 @@ def test_each_gradient_is_reduce_scattered_once(hsdp):
     plan, found = hsdp
     (scatters,) = in_layers(found, "reduce-scatter").values()
     expected = Counter()
-    for row in unit_rows(plan):
-        shape = list(row.shape[1:])
-        shape[row.dim - 1] //= 4
+    for param in unit_params(plan):
+        shape = list(param.shape[1:])
+        shape[param.dim - 1] //= 4
         expected[("f32", tuple(shape))] += 1
     assert shapes(scatters) == expected
 
@@ -88,11 +88,11 @@ def test_gathers_stay_within_a_replica(hsdp):
     assert inner and {group_size(c.groups) for c in inner} == {4}
 
 
-def shards_of(rows, *, sliced) -> Counter:
+def shards_of(params, *, sliced) -> Counter:
     shards = Counter()
-    for row in rows:
-        shape = list(row.shape)
-        shape[row.dim] //= 4
+    for param in params:
+        shape = list(param.shape)
+        shape[param.dim] //= 4
         shards[("f32", tuple(shape[1:] if sliced else shape))] += 1
     return shards
 
@@ -105,10 +105,10 @@ def test_replicas_are_reduced_once_a_step_unit_by_unit_in_the_last_backward(hsdp
     (loop,) = {c.loops for c in outer if c.loops}
     assert len(loop) == 1
     assert any(c.op == "reduce-scatter" and c.loops == loop for c in found)
-    root = [row for row in plan.param_plans if row.unit == ROOT]
+    root = [param for param in plan.param_plans if param.unit == ROOT]
     at_the_end = shards_of(root, sliced=False)
     assert shapes([c for c in outer if not c.loops]) == at_the_end
-    in_units = shards_of(unit_rows(plan), sliced=True)
+    in_units = shards_of(unit_params(plan), sliced=True)
     assert shapes([c for c in outer if c.loops]) == in_units
 
 
@@ -178,7 +178,7 @@ def all_optimizations():
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_whole_weights_are_not_kept_for_backward(form, all_optimizations):
+def test_unsharded_weights_are_not_kept_for_backward(form, all_optimizations):
     found = collectives(compiled_form(form, 4, reshard=True).as_text())
     bodies = Counter(c.body for c in found if c.op == "all-gather")
     assert sorted(bodies.values()) == [1, 1]  # one gather in each of two loop bodies
@@ -188,7 +188,7 @@ def test_whole_weights_are_not_kept_for_backward(form, all_optimizations):
     assert growth < 0.5 * WEIGHT_BYTES
 
 
-def test_whole_weights_that_are_kept_would_be_noticed(all_optimizations):
+def test_unsharded_weights_that_are_kept_would_be_noticed(all_optimizations):
     found = collectives(compiled_form("scaled", 4, reshard=False).as_text())
     assert sum(c.op == "all-gather" for c in found) == 1
     growth = bytes_a_layer("scaled", reshard=False)
@@ -221,7 +221,7 @@ def test_resharding_does_not_change_the_numbers(reshard):
         ({"grad_comm_dtype": jnp.float16}, "f32", "f16"),
     ],
 )
-def test_the_wire_carries_the_dtypes_of_the_policy(policy, gathered, reduced):
+def test_the_dtypes_of_the_policy_are_communicated(policy, gathered, reduced):
     case = CASES["plain pytree"]
     mp_policy = fsdp.MixedPrecisionPolicy(**policy)
     plan = case.plan(fsdp.make_mesh(), mp_policy=mp_policy)
@@ -236,7 +236,7 @@ WIDE_SUMS = fsdp.MixedPrecisionPolicy(
 )
 
 
-def test_gradients_may_travel_narrow_and_be_summed_wide():
+def test_gradients_may_be_communicated_narrow_and_summed_wide():
     case = CASES["plain pytree"]
     plan = case.plan(fsdp.make_mesh(), mp_policy=WIDE_SUMS)
     step = fsdp.make_train_step(plan, case.loss, TX)
@@ -245,7 +245,7 @@ def test_gradients_may_travel_narrow_and_be_summed_wide():
     assert stablehlo_dtypes(text, "all_to_all") == {"bf16"}
 
 
-def test_what_travels_narrow_is_off_by_no_more_than_one_rounding():
+def test_what_is_communicated_narrow_is_off_by_no_more_than_one_rounding():
     case = CASES["plain pytree"]
     exact, narrow = (
         fsdp.value_and_grad(plan, case.loss)(case.sharded(plan), batch())[1]
@@ -289,7 +289,7 @@ def test_no_leaf_lies_otherwise_than_planned(trained):
 
 def test_bytes_on_each_device_equal_the_formula(trained):
     plan, state, _ = trained
-    elements = sum(np.prod(row.shape) // 8 for row in plan.param_plans)
+    elements = sum(np.prod(param.shape) // 8 for param in plan.param_plans)
     count = 4  # Adam's step counter, whole on every device.
     for device in jax.devices():
         assert bytes_on(device, state.params) == 4 * elements
@@ -302,7 +302,7 @@ def test_gradients_take_an_eighth_of_the_parameters_on_each_device():
     policy = fsdp.MixedPrecisionPolicy(main_grads_dtype=jnp.bfloat16)
     plan = case.plan(fsdp.make_mesh(), mp_policy=policy)
     _, grads = fsdp.value_and_grad(plan, case.loss)(case.sharded(plan), batch())
-    elements = sum(np.prod(row.shape) // 8 for row in plan.param_plans)
+    elements = sum(np.prod(param.shape) // 8 for param in plan.param_plans)
     assert {bytes_on(d, grads) for d in jax.devices()} == {2 * elements}
     assert plan.bytes_per_device["grads"] == 2 * elements
 

@@ -175,7 +175,7 @@ def test_biases_of_a_decoder_follow_the_tokens_of_all_ranks_and_microbatches(con
     tokens = text(config)
     model = plan.model.merge(
         jax.tree.map(
-            lambda x, row: x.astype(row.precision.param),
+            lambda x, param: x.astype(param.precision.param),
             state.params,
             plan.treedef.unflatten(plan.param_plans),
         ),

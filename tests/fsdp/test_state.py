@@ -114,7 +114,7 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_no_optimizer_state_that_divides_stays_whole(plan, name):
+def test_no_optimizer_state_that_divides_is_replicated(plan, name):
     state = fsdp.abstract_state(plan, OPTIMIZERS[name]).opt_state
     split = 0
     for leaf_name, leaf in named_leaves(state):
@@ -185,7 +185,7 @@ def test_the_optimizer_starts_from_the_parameters_it_is_given(plan):
     assert kept.unsafe_buffer_pointer() != given.unsafe_buffer_pointer()
 
 
-def test_gather_makes_every_leaf_whole_everywhere(plan):
+def test_gather_replicates_every_leaf(plan):
     params = fsdp.init_params(plan, jax.random.key(0))
     whole = fsdp.unshard({**params, "key": jax.random.key(0)})
     for name in ("head", "temperature"):

@@ -170,11 +170,11 @@ def assert_bytes(strategy, plan, state):
     inner, outer, dp_outer = STRATEGIES[strategy]
     pieces = (8 // dp_outer if inner else 1) * (dp_outer if outer else 1)
     elements = 0
-    for row in plan.param_plans:
+    for param in plan.param_plans:
         # What no dim of divides is padded along that which then grows the least.
-        dims = range(row.num_stacked, len(row.shape))
-        grown = [-(-row.shape[d] // pieces) * pieces / row.shape[d] for d in dims]
-        elements += round(np.prod(row.shape) * min(grown)) // pieces
+        dims = range(param.num_stacked, len(param.shape))
+        grown = [-(-param.shape[d] // pieces) * pieces / param.shape[d] for d in dims]
+        elements += round(np.prod(param.shape) * min(grown)) // pieces
 
     def held(tree):
         leaves = jax.tree.leaves(tree)
@@ -208,7 +208,7 @@ def counted(text):
 def assert_collectives(strategy, plan, found, num_microbatches):
     inner, outer, dp_outer = STRATEGIES[strategy]
     shards, n = 8 // dp_outer, len(plan.param_plans)
-    root = sum(row.unit == ROOT for row in plan.param_plans)
+    root = sum(param.unit == ROOT for param in plan.param_plans)
     late: list[tuple[str, int]] = []  # Reduced once a step, in the last backward.
     expected = {}
     if inner == 0:
@@ -291,7 +291,7 @@ def test_units_are_gathered_within_the_microbatch_also_when_unrolled():
     lowered = step.lower(fsdp.abstract_state(plan, tx), batch(rows=24))
     found = collectives(lowered.compile().as_text())
     before = [c for c in found if c.op == "all-gather" and c.depth == 0]
-    root = [row for row in plan.param_plans if row.unit == ROOT]
+    root = [param for param in plan.param_plans if param.unit == ROOT]
     assert len(before) <= len(root)
 
 
@@ -354,10 +354,10 @@ def test_any_placements_compute_the_same(placements):
     with jax.enable_x64(True):
         plan = placed_plan(*placements, dp_outer=2)
         state, _, _ = three_steps(plan, "even", "float64", 3)
-        for leaf, row in zip(
+        for leaf, param in zip(
             jax.tree.leaves(state.params), plan.param_plans, strict=True
         ):
-            assert leaf.sharding.spec[row.dim] == (
+            assert leaf.sharding.spec[param.dim] == (
                 placements[2] if len(placements[2]) > 1 else placements[2][0]
             )
     want, _ = one_device("even", "float64")

@@ -120,7 +120,7 @@ def test_with_a_tensor_axis_the_numbers_are_those_of_one_device(name, one_device
     assert abs(loss - want_loss) < 1e-9
 
 
-def test_sums_wider_than_the_wire_are_those_of_one_device(one_device):
+def test_sums_wider_than_what_is_communicated_are_those_of_one_device(one_device):
     with jax.enable_x64(True):
         policy = fsdp.MixedPrecisionPolicy(
             main_grads_dtype=jnp.float64,
@@ -139,7 +139,8 @@ def plan():
 
 def test_parameters_lie_over_both_axes_on_different_dims(plan):
     specs = {
-        row.name: row.spec_with_tp(row.placements.optimizer) for row in plan.param_plans
+        param.name: param.spec_with_tp(param.placements.optimizer)
+        for param in plan.param_plans
     }
     assert specs["layers.up"] == P(None, "dp_shard", "tp")
     assert specs["layers.down"] == P(None, "tp", "dp_shard")
@@ -148,10 +149,10 @@ def test_parameters_lie_over_both_axes_on_different_dims(plan):
     assert specs["layers.mix"] == P(None, None, ("tp", "dp_shard"))
     assert "dim 1 over dp_shard, dim 2 over tp" in repr(plan)
     assert "dim 2 over tp x dp_shard" in repr(plan)
-    assert "whole on each rank of tp: head" in repr(plan)
+    assert "replicated over tp: head" in repr(plan)
     held = sum(
-        row.num_elements(plan.mesh, row.placements.optimizer)
-        for row in plan.param_plans
+        param.num_elements(plan.mesh, param.placements.optimizer)
+        for param in plan.param_plans
     )
     state = fsdp.init_state(plan, TX, fsdp.init_params(plan, jax.random.key(0)))
     leaves = jax.tree.leaves(state.params)
@@ -175,18 +176,18 @@ def test_weights_are_gathered_and_reduced_at_tp_width(wide):
     lowered = step.lower(fsdp.abstract_state(plan, TX), batch())
     found = collectives(lowered.compile().as_text())
     data = [c for c in found if group_size(c.groups) == 4]
-    split = [row for row in plan.param_plans if row.tensor_dim is not None]
+    split = [param for param in plan.param_plans if param.tensor_dim is not None]
     assert len(split) == 6
-    for row in split:
-        whole = int(np.prod(row.shape[1:]))
+    for param in split:
+        whole = int(np.prod(param.shape[1:]))
         gathers = [c.size for c in data if c.op == "all-gather"]
-        assert whole // 2 in gathers, row.name
+        assert whole // 2 in gathers, param.name
     # By bytes: what all gathers of a layer bring is the layer at tp width.
     in_loop = [c for c in data if c.op == "all-gather" and c.loops]
     width = {
-        row.name: int(np.prod(row.shape[1:])) // (2 if row.tensor_dim else 1)
-        for row in plan.param_plans
-        if row.num_stacked
+        param.name: int(np.prod(param.shape[1:])) // (2 if param.tensor_dim else 1)
+        for param in plan.param_plans
+        if param.num_stacked
     }
     assert sum(c.size for c in in_loop) <= 2 * sum(width.values())
     op = "all-to-all" if wide else "reduce-scatter"
@@ -197,12 +198,12 @@ def test_weights_are_gathered_and_reduced_at_tp_width(wide):
     across = [c for c in found if group_size(c.groups) == 2]
     largest = ROWS // 4 * SEQ * max(MLP, 3 * 4 * 8)
     assert all(c.size <= largest for c in across)
-    weights = {int(np.prod(row.shape[1:])) for row in split}
+    weights = {int(np.prod(param.shape[1:])) for param in split}
     weights |= {size // 2 for size in weights}
     assert not [c for c in across if c.op == "all-gather" and c.size in weights]
 
 
-def test_bf16_on_the_wire_is_summed_in_float32_at_tp_width():
+def test_communicated_bf16_is_summed_in_float32_at_tp_width():
     results = {}
     for wide in (False, True):
         policy = fsdp.MixedPrecisionPolicy(

@@ -243,7 +243,7 @@ def test_a_scan_over_no_tuple_is_an_error(name):
         fsdp.scan(scanned, jnp.ones((2, 8, 8)), X, **{name: [X]})
 
 
-def test_a_stack_that_enters_its_unit_whole_is_an_error_that_explains():
+def test_a_stack_that_enters_its_unit_unsliced_is_an_error_that_explains():
     def loss(params, x):
         return jnp.mean(fsdp.unit(lambda w, x: x @ w[0])(params["layers"], x))
 

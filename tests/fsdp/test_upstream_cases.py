@@ -119,11 +119,11 @@ class Rooted(nnx.Module):
         return self.inner(x * self.scale[...][None]) @ self.matrix[...]
 
 
-def test_parameters_of_the_root_are_whole_in_its_forward():
+def test_parameters_of_the_root_are_unsharded_in_its_forward():
     plan = fsdp.fully_shard(
         lambda key: Rooted(nnx.Rngs(key)), fsdp.make_mesh(), [nnx.Linear]
     )
-    assert all(row.dim is not None for row in plan.param_plans)
+    assert all(param.dim is not None for param in plan.param_plans)
     x = np.arange(ROWS * 16, dtype=np.float32).reshape(ROWS, 16) % 7
     evaluate = fsdp.make_eval_step(
         plan, lambda model, x: (model(x).mean(), model(x)), has_aux=True
@@ -450,7 +450,7 @@ SHAPES = {
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
 @pytest.mark.parametrize("outer", [0, 1], ids=["8", "2 x 4"])
-def test_uneven_arrays_are_gathered_whole_to_the_bit(dtype, outer):
+def test_uneven_arrays_are_gathered_to_the_bit(dtype, outer):
     values = {n: RNG.normal(size=s).astype(dtype) for n, s in SHAPES.items()}
     policy = fsdp.MixedPrecisionPolicy(main_params_dtype=dtype)
     with jax.enable_x64(True):
@@ -459,7 +459,7 @@ def test_uneven_arrays_are_gathered_whole_to_the_bit(dtype, outer):
             fsdp.make_mesh(dp_outer=1 + outer),
             config=fsdp.FSDPConfig(mp_policy=policy, outer_dp_sharding_strategy=outer),
         )
-        assert {row.name for row in plan.param_plans if row.dim is None} == {
+        assert {param.name for param in plan.param_plans if param.dim is None} == {
             "one element"
         }
         params = fsdp.init_params(plan, jax.random.key(0))
@@ -520,7 +520,7 @@ def test_a_unit_is_every_object_of_its_class_and_nothing_else():
     plan = fsdp.fully_shard(
         lambda key: MixedLayers(nnx.Rngs(key)), fsdp.make_mesh(), [nnx.Linear]
     )
-    assert {row.name: row.unit for row in plan.param_plans} == {
+    assert {param.name: param.unit for param in plan.param_plans} == {
         "conv.kernel": ROOT,
         "conv.bias": ROOT,
         "inner.kernel": "inner",
@@ -531,4 +531,4 @@ def test_a_unit_is_every_object_of_its_class_and_nothing_else():
     none = fsdp.fully_shard(
         lambda key: MixedLayers(nnx.Rngs(key)), fsdp.make_mesh(), [OwnLinear]
     )
-    assert {row.unit for row in none.param_plans} == {ROOT, "sub"}
+    assert {param.unit for param in none.param_plans} == {ROOT, "sub"}

@@ -88,7 +88,7 @@ def group_size(groups: str) -> int:
 
 
 def stablehlo_dtypes(text: str, op: str) -> set[str]:
-    """The dtypes that cross the wire in all `op`s of arrays in a StableHLO module.
+    """The dtypes communicated by all `op`s of arrays in a StableHLO module.
 
     Before any backend touched it: the CPU backend widens bfloat16 collectives.
     """

@@ -53,9 +53,9 @@ def ring(estimate):
 
 def test_the_steps_of_a_ring_are_hidden_behind_attention(estimate):
     rows = ring(estimate)
-    on_the_wire = sum(row.times * row.seconds for row in rows)
+    communicated = sum(row.times * row.seconds for row in rows)
     waited_for = sum(row.exposed_seconds for row in rows)
-    assert waited_for < 0.05 * on_the_wire
+    assert waited_for < 0.05 * communicated
     assert {row.axes for row in rows} == {("cp",)}
     assert {row.unit for row in rows} == {"-"}
 
@@ -91,6 +91,6 @@ def test_a_collective_of_one_s_own_over_cp_is_still_told():
         fsdp.audit_step(plan, lowered)
 
 
-def test_memory_is_foretold(estimate):
+def test_memory_is_estimated(estimate):
     # Of blocks of scores more lie about than the trace says, and here they are a third.
     assert estimate.memory.total == pytest.approx(estimate.compiled_bytes, rel=0.2)

@@ -72,13 +72,13 @@ def test_without_prefetch_each_gather_would_be_waited_for():
     assert sum(s.exposed for s in sent) > 0.8 * sum(s.end - s.start for s in sent)
 
 
-def test_the_wire_carries_bfloat16_where_the_policy_says_so(wide):
+def test_bfloat16_is_communicated_where_the_policy_says_so(wide):
     large = [row for row in wide.sent if row.bytes > 1 << 20]
     assert large and {row.dtype for row in large} == {"bf16"}
     assert {row.axes for row in large} == {("dp_shard",)}
 
 
-def test_each_unit_travels_as_often_as_planned(wide):
+def test_each_unit_is_communicated_as_often_as_planned(wide):
     times = {"all-gather": 0, "reduce-scatter": 0}
     for row in wide.sent:
         if row.unit == "layers":
@@ -89,7 +89,7 @@ def test_each_unit_travels_as_often_as_planned(wide):
     assert times["reduce-scatter"] in (8, 9)
 
 
-def test_a_forecast_is_a_table_json_and_a_picture(wide, tmp_path):
+def test_an_estimate_is_a_table_json_and_a_picture(wide, tmp_path):
     text = repr(wide)
     assert text.startswith("8 x NVIDIA H200 (dp_shard=8)\nstep: ")
     assert "waited for" not in text
@@ -110,9 +110,9 @@ def test_a_forecast_is_a_table_json_and_a_picture(wide, tmp_path):
 def test_model_flops_are_those_of_the_formula(wide):
     # 6 a weight and token, attention 12 a layer, width, position and token.
     weights = sum(
-        math.prod(row.shape)
-        for row in wide.plan.param_plans
-        if len(row.shape) > 1 and row.name != "embed" and "norm" not in row.name
+        math.prod(param.shape)
+        for param in wide.plan.param_plans
+        if len(param.shape) > 1 and param.name != "embed" and "norm" not in param.name
     )
     seq = 4096
     a_token = 6 * weights + 12 * WIDE.layers * WIDE.heads * WIDE.head_dim * seq
@@ -154,7 +154,7 @@ def test_replicas_gather_within_a_node_and_reduce_behind_the_computation():
     assert sum(s.exposed for s in looped) < 0.3 * sum(s.end - s.start for s in looped)
 
 
-def test_a_schedule_is_guided_where_the_wire_is_slow():
+def test_a_schedule_is_guided_where_communication_is_slow():
     """XLA takes a network for faster than it is, and starts gathers too late."""
     plan = SMALL.plan(
         fsdp.make_mesh(devices=fsdp.planner.gpu_devices(GPUS["h200"], 16)),

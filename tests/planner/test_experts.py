@@ -28,7 +28,7 @@ from fsdp_jax.hlo._collectives import moved, program_of
 from fsdp_jax.hlo._replica_groups import collective_of
 from fsdp_jax.planner._compile import gpu_devices
 from fsdp_jax.planner._gpu import GPUS
-from fsdp_jax.planner._interconnect import wire_bytes
+from fsdp_jax.planner._interconnect import communicated_bytes
 
 EP, RANKS = 4, 8
 TOKENS = ROWS // RANKS * SEQ
@@ -51,10 +51,10 @@ def lowered(plan, loss=None, dispatch=ops.expert_parallel_dispatch):
 def check(plan, program, sides):
     """No weight travels over ep; tokens do, there and back, forward and backward."""
     arrays = list(moved(program_of(program, plan.mesh), plan.mesh))
-    experts = {row.name: row for row in plan.param_plans if row.is_expert}
+    experts = {param.name: param for param in plan.param_plans if param.is_expert}
     own = {
-        row.on_device(plan.mesh, row.shape, ())[row.num_stacked :]
-        for row in experts.values()
+        param.on_device(plan.mesh, param.shape, ())[param.num_stacked :]
+        for param in experts.values()
     }
     gathered = [one for one in arrays if one.op == "all-gather" and "ep" in one.axes]
     assert not {tuple(sorted(o.received)) for o in gathered} & {
@@ -91,10 +91,10 @@ def test_the_step_for_gpus_sends_the_rows_that_there_are(name):
     ragged = ("ragged-all-to-all", TOKENS * CHOSEN, room)
     check(plan, compiled, ragged if name == "dropless" else ("all-to-all", PLACES))
     if name == "dropless":
-        # What crosses the wire is the tokens' choices, and not the room for them.
+        # What is communicated is the tokens' choices, and not the room for them.
         module = program_of(compiled, plan.mesh).module
         sent = {
-            wire_bytes(found, RANKS)
+            communicated_bytes(found, RANKS)
             for one in moved(program_of(compiled, plan.mesh), plan.mesh)
             if (found := collective_of(module, one.computation, one.instruction))
             and found.op == "ragged-all-to-all"

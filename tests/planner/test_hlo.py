@@ -76,7 +76,7 @@ def test_what_is_in_a_loop_runs_as_often_as_the_loop(module):
     assert runs["start"] == (1, 0)
 
 
-def test_a_collective_is_told_with_what_travels_and_whose_it_is(module):
+def test_a_collective_is_listed_with_its_arrays_and_their_unit(module):
     main, body = module["main"], module["body"]
     gather = collective_of(module, main, main.by_name["start"])
     assert (gather.op, gather.unit, gather.group_size) == (

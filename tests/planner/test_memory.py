@@ -103,7 +103,7 @@ def layer_bytes(plan):
     return sum(2 * r.shape[1] * r.shape[2] for r in matrices)
 
 
-def test_what_rests_is_exact():
+def test_stored_bytes_are_exact():
     plan, memory = predicted()
     assert memory.params == plan.bytes_per_device["params"]
     assert memory.optimizer == 2 * memory.params + 4

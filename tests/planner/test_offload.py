@@ -55,7 +55,7 @@ def test_main_weights_leave_their_compute_dtype_behind(plain):
     # (the embedding, the head) it has gone again by then, the fullest moment.
     said = plain.memory.total - found.memory.total
     left = found.memory.gathered - plain.memory.gathered
-    rows = {row.name: row for row in found.plan.param_plans}
+    rows = {param.name: param for param in found.plan.param_plans}
     gone = sum(
         rows[name].num_elements(found.plan.mesh, rows[name].placements.optimizer)
         for name in ("embed", "head")
@@ -77,8 +77,8 @@ def test_an_update_has_a_few_parameters_on_the_device_and_not_all():
     whole, found = estimate(None, 32), estimate(fsdp.OffloadPolicy(params=True), 32)
     rest = found.offloaded.bytes
     largest = max(
-        row.num_elements(found.plan.mesh, row.placements.optimizer) * 4
-        for row in found.plan.param_plans
+        param.num_elements(found.plan.mesh, param.placements.optimizer) * 4
+        for param in found.plan.param_plans
     )
     # Two parameters with both moments, and twice that on the way back.
     assert 6 * largest < rest / 2

@@ -47,7 +47,7 @@ def gathers(found):
     ]
 
 
-def test_the_wire_carries_bytes_at_most_052_times_bfloat16s(estimates):
+def test_at_most_052_of_the_bytes_of_bfloat16_are_communicated(estimates):
     sent = {
         kind: sum(row.bytes * row.times for row in gathers(found))
         for kind, found in estimates.items()
@@ -58,7 +58,7 @@ def test_the_wire_carries_bytes_at_most_052_times_bfloat16s(estimates):
     assert {row.dtype for row in gathers(estimates["bfloat16"])} == {"bf16"}
 
 
-def test_gradients_travel_as_before(estimates):
+def test_gradients_are_communicated_as_before(estimates):
     def reductions(found):
         return sorted(
             (row.dtype, row.bytes, row.times)

@@ -93,11 +93,11 @@ def test_a_plan_says_what_stages_have_wait_for_gather_and_send():
         assert line in text
     assert "dim 0 over pp, padded 5 to 8, dim 1 over dp_shard" in text
     held = plan_of(zero_dp_strategy=2)
-    assert "has its layers whole during a step" in repr(held)
+    assert "has its layers unsharded during a step" in repr(held)
     # A stage holds its own layers alone, and of all else its part.
     rows = {
-        row.name: row.num_elements(held.mesh, row.placements.optimizer)
-        for row in held.param_plans
+        param.name: param.num_elements(held.mesh, param.placements.optimizer)
+        for param in held.param_plans
     }
     assert rows == {
         "embed": VOCAB * EMBED // 8,

@@ -82,10 +82,10 @@ def test_collectives_on_other_links_run_at_once():
 def test_kernels_are_slower_while_a_collective_runs():
     start, run = Start(collective("c", range(8)), True), Run(PRODUCT, "forward")
     alone = replay((run,), H100, 8).seconds
-    wire = replay((start,), H100, 8).seconds
-    assert wire < alone
+    communication = replay((start,), H100, 8).seconds
+    assert communication < alone
     found = replay((start, run), H100, 8).compute_seconds
-    assert found == pytest.approx(alone + wire * H100.overlap_slowdown)
+    assert found == pytest.approx(alone + communication * H100.overlap_slowdown)
     ideal = dataclasses.replace(H100, overlap_slowdown=0.0)
     assert replay((start, run), ideal, 8).compute_seconds == pytest.approx(alone)
 
@@ -147,8 +147,8 @@ def test_the_times_of_units_are_those_of_the_step():
     assert computed == pytest.approx(timeline.compute_seconds)
     exposed = sum(one.exposed_seconds for one in found.values())
     assert exposed == pytest.approx(timeline.exposed_seconds) and exposed > 0
-    wire = found["layers", "all-gather"].seconds
-    assert wire == pytest.approx(timeline.wire_seconds)
+    communication = found["layers", "all-gather"].seconds
+    assert communication == pytest.approx(timeline.communication_seconds)
     assert unit_times_of(map(dataclasses.asdict, found.values())) == tuple(
         found.values()
     )

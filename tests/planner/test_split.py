@@ -128,7 +128,7 @@ def test_results_lie_on_devices_as_xla_lays_them(name, mesh):
     assert shapes_of(program) == laid
 
 
-def test_what_no_rule_tells_counts_as_whole(mesh):
+def test_what_no_rule_covers_counts_as_unsharded(mesh):
     # Three heads do not divide over four ranks; rows do not stand one after the other.
     for shape, given in (((2, 16, 3, 4), FEATURES), ((32, 32), TOKENS)):
         program = program_of(
@@ -226,7 +226,7 @@ def test_where_a_loop_is_unrolled_they_wait_for_the_next_layer(backward):
     assert there.issuperset(run.outputs)
 
 
-def test_where_nothing_travels_a_loop_runs_as_it_is_written(mesh):
+def test_without_communication_a_loop_runs_as_it_is_written(mesh):
     program = program_of(mesh, looped, (X, P()), COLUMNS)
     (loop,) = (op for op in program.operations if op.name == "scan")
     (body,) = loop.bodies

@@ -70,14 +70,14 @@ def test_tokens_cross_tp_as_often_as_a_layer_asks(estimate):
 
 
 def test_weights_are_gathered_over_data_axes_at_tp_width(estimate):
-    stacked = [row for row in estimate.plan.param_plans if row.num_stacked]
+    stacked = [param for param in estimate.plan.param_plans if param.num_stacked]
     width = sum(
-        2 * row.num_elements(estimate.plan.mesh, ()) // LAYERS for row in stacked
+        2 * param.num_elements(estimate.plan.mesh, ()) // LAYERS for param in stacked
     )
     gathered = sum(
         row.times * row.bytes
         for row in estimate.sent
-        if row.axes == ("dp_shard",) and row.op == "all-gather" and row.unit == "layers"
+        if (row.axes, row.op, row.unit) == (("dp_shard",), "all-gather", "layers")
     )
     # Two data ranks send half of each layer; forward and backward, and one in advance.
     assert 2 * LAYERS <= gathered / (width / 2) <= 2 * LAYERS + 1

@@ -11,7 +11,7 @@ from fsdp_jax.planner import _timeline
 from fsdp_jax.planner._compile import scheduling_profile
 from fsdp_jax.planner._cost import bytes_moved
 from fsdp_jax.planner._gpu import GPUS, CostModel, find_gpu
-from fsdp_jax.planner._interconnect import wire_bytes
+from fsdp_jax.planner._interconnect import communicated_bytes
 from fsdp_jax.planner._kernel import kernel_of, kernel_seconds
 from fsdp_jax.planner._schedule import schedule_of
 
@@ -52,7 +52,7 @@ DONE = "%gd = f32[8]{0} all-gather-done(%gs)"
 WORK = "%work = f32[2]{0} negate(%p)"
 
 
-def test_what_is_computed_meanwhile_hides_the_wire():
+def test_what_is_computed_meanwhile_hides_communication():
     line = replay(schedule(P, START, WORK, DONE, "ROOT %r = f32[2] copy(%p)"), UNIT, 4)
     # A ring sends 3 of 4 pieces, 24 of 32 bytes, in 5 + 24 s; 16 s are computed then.
     (sent,) = line.sent
@@ -72,7 +72,7 @@ def test_a_collective_without_a_start_is_waited_for_at_once():
     assert (line.exposed_seconds, line.seconds) == near(29, 29 + 16)
 
 
-def test_the_wire_carries_one_collective_at_a_time():
+def test_one_collective_runs_at_a_time():
     second = START.replace("%gs", "%gs2")
     done = DONE.replace("%gd", "%gd2").replace("%gs", "%gs2")
     module = schedule(P, START, second, DONE, done, "ROOT %r = f32[2] copy(%p)")
@@ -137,7 +137,7 @@ def test_a_ring_sends_so_many_bytes(line, sent):
     module = schedule(P, f"ROOT %c = {result} {line}")
     main = module["main"]
     collective = collective_of(module, main, main.by_name["c"])
-    assert wire_bytes(collective, 4) == sent
+    assert communicated_bytes(collective, 4) == sent
 
 
 def test_a_matrix_product_takes_as_long_as_its_arithmetic():

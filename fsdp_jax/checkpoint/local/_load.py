@@ -213,9 +213,9 @@ class _Loading:
                 if rank == owners[writer][0]
             }
         first = min(owners)
-        whole = mine[first].as_json() if first in mine else None
+        full = mine[first].as_json() if first in mine else None
         own = {str(writer): header.own for writer, header in mine.items()}
-        told = exchange([whole, own], self._timeout_secs)
+        told = exchange([full, own], self._timeout_secs)
         (header,) = [header_from_json(one) for one, _ in told if one is not None]
         by_writer = {int(p): one for _, some in told for p, one in some.items()}
         return header, [

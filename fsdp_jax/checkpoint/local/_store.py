@@ -126,7 +126,7 @@ class LocalStore:
         replication_groups = options.replication_groups
         if replication_groups is None:
             replication_groups = make_replication_groups(count, size=min(2, count))
-        self._cliques = check_replication_groups(replication_groups, count)
+        self._replication_groups = check_replication_groups(replication_groups, count)
         first = jax.process_index() == 0
         run = gather(
             _OPENING, lambda: _run_id(persistent) if first else None, timeout_secs
@@ -134,7 +134,7 @@ class LocalStore:
         self._directory = Path(options.path).absolute() / run
         told = gather(_OPENING, self._open, timeout_secs)
         self._places = [place for place, _ in told]
-        check_apart(self._cliques, self._places)
+        check_apart(self._replication_groups, self._places)
         self._hosts = [host for _, host in told]
         self._complete: list[str] = []  # Folders of complete steps, oldest first.
         self._elsewhere: list[str] = []  # Folders that another start could use.
@@ -156,9 +156,9 @@ class LocalStore:
           after: Step that the run goes on from.
         """
         found = survey(self._directory, self._places, self._timeout_secs)
-        whole = [one for one in reversed(found) if one.is_complete]
-        aside = [one.folder for one in whole if one.step > after]
-        self._complete = [one.folder for one in whole if one.step <= after]
+        complete = [one for one in reversed(found) if one.is_complete]
+        aside = [one.folder for one in complete if one.step > after]
+        self._complete = [one.folder for one in complete if one.step <= after]
         self._elsewhere = [one.folder for one in found if one.is_elsewhere]
         with together(_SAVING, self._timeout_secs):
             if aside:
@@ -204,7 +204,7 @@ class LocalStore:
             files = {rank: pack(header, leaves)}
         sizes = dict(enumerate(exchange(len(files[rank]), self._timeout_secs)))
         with together(_SAVING, self._timeout_secs):
-            for pairs in rounds(self._cliques):
+            for pairs in rounds(self._replication_groups):
                 content = send(pairs, files[rank], sizes, self._timeout_secs)
                 if content is not None:
                     (source,) = [a for a, b in pairs if b == rank]
@@ -277,7 +277,7 @@ class LocalStore:
             "extras": captured.shared,
             "own": sorted(captured.own),
             "impls": {name: leaf.impl for name, leaf in leaves.items() if leaf.impl},
-            "replication_groups": self._cliques,
+            "replication_groups": self._replication_groups,
             "hosts": self._hosts,
             "places": self._places,
         }

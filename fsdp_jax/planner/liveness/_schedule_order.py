@@ -25,14 +25,14 @@ def as_run(body: Program, loop: Operation, weights: Set[tuple[int, ...]]) -> Pro
         return body
     if loop.params.get("unroll", 1) > 1:
         body = _twice(body, loop.carry)
-    late: set[Value] = set()
+    after_gradients: set[Value] = set()
     first, last = [], []
     for operation in body.operations:
         is_gradient = operation.name == "dot_general" and (
             tuple(sorted(operation.outputs[0].shape)) in weights
         )
-        if is_gradient or late.intersection(operation.inputs):
-            late.update(operation.outputs)
+        if is_gradient or after_gradients.intersection(operation.inputs):
+            after_gradients.update(operation.outputs)
             last.append(operation)
         else:
             first.append(operation)

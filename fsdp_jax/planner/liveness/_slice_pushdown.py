@@ -32,12 +32,12 @@ def made_in_parts(
         # Backwards, so that a slice comes before the operation that makes its operand.
         operation = pending.pop()
         if operation.name == SLICE:
-            (whole,), (part,) = operation.inputs, operation.outputs
-            assert whole is not None
-            maker = makers.get(whole)
+            (full,), (part,) = operation.inputs, operation.outputs
+            assert full is not None
+            maker = makers.get(full)
             # With other readers the whole value is needed anyway.
-            if maker and maker.name in MADE_IN_PARTS and readers[whole] == 1:
-                parts[whole] = part
+            if maker and maker.name in MADE_IN_PARTS and readers[full] == 1:
+                parts[full] = part
                 continue
         made = next(iter(operation.outputs), None)
         if made in parts:
@@ -53,8 +53,8 @@ def _of_part(operation: Operation, part: Value) -> tuple[Operation, list[Operati
     inputs, slices = [], []
     for value in operation.inputs:
         if value is not None and value.shape == made.shape:
-            whole, value = value, dataclasses.replace(value, shape=part.shape)
-            slices.append(Operation(SLICE, (whole,), (value,), operation.scopes))
+            full, value = value, dataclasses.replace(value, shape=part.shape)
+            slices.append(Operation(SLICE, (full,), (value,), operation.scopes))
         inputs.append(value)
     changed = dataclasses.replace(operation, inputs=tuple(inputs), outputs=(part,))
     return changed, slices
