@@ -65,7 +65,9 @@ def _parse() -> argparse.Namespace:
 
 
 def settle() -> None:
-    """Eight simulated devices, and programs compiled as in the tests."""
+    """Eight simulated devices, and programs compiled as in the tests, in one part."""
+    flags = os.environ.get("XLA_FLAGS", "")
+    os.environ["XLA_FLAGS"] = f"{flags} --xla_cpu_parallel_codegen_split_count=1"
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
     compiling.enable()
