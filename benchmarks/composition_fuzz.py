@@ -18,6 +18,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
 import jax
@@ -30,6 +31,9 @@ from helpers import compiling
 PACKAGES = ("jax", "flax", "optax", "equinox")
 _MOST_OF_A_PROCESS = 100  # cases, for what jax keeps of each
 _PATIENCE = 600  # seconds for a case
+
+Timed = tuple[Outcome, float]
+"""What came of a case, and its CPU-seconds."""
 
 
 def main() -> int:
@@ -44,7 +48,7 @@ def main() -> int:
     again = [mismatch["seed"] for mismatch in found["mismatches"]]
     found |= {"mismatches": [], "differ": 0}
     seeds = [*again, *range(found["cases"], options.cases)]
-    for seed, (outcome, seconds) in _outcomes(seeds, options):
+    for seed, (outcome, seconds) in _outcomes(seeds, options.jobs):
         _add(found, seed, case_of_seed(seed), outcome)
         found["cpu_seconds"] = round(found["cpu_seconds"] + seconds, 1)
         result.write(options, conditions, found, show=False)
@@ -65,27 +69,49 @@ def _parse() -> argparse.Namespace:
 
 
 def settle() -> None:
-    """Eight simulated devices, and programs compiled as in the tests."""
+    """Eight simulated devices, and programs compiled as in the tests, in one part."""
+    flags = os.environ.get("XLA_FLAGS", "")
+    os.environ["XLA_FLAGS"] = f"{flags} --xla_cpu_parallel_codegen_split_count=1"
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
     compiling.enable()
     jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
-def _outcomes(
-    seeds: Sequence[int], options: argparse.Namespace
-) -> Iterator[tuple[int, tuple[Outcome, float]]]:
-    """Yields the outcomes of cases, in order, and their CPU-seconds."""
-    with ProcessPoolExecutor(
-        options.jobs,
+def _outcomes(seeds: Sequence[int], jobs: int) -> Iterator[tuple[int, Timed]]:
+    """Yields the outcomes of cases, in order, and their CPU-seconds.
+
+    A case that ends its process, as one that hangs does, differs.
+    """
+    left = list(seeds)
+    while left:
+        with _pool(min(jobs, len(left))) as pool:
+            futures = [pool.submit(_timed, seed) for seed in left]
+            for future in futures:
+                try:
+                    timed = future.result()
+                except BrokenProcessPool:
+                    break
+                yield left.pop(0), timed
+        if left:  # It, or one that ran beside it, has ended the process.
+            seed = left.pop(0)
+            yield seed, _ended() if jobs == 1 else next(_outcomes([seed], 1))[1]
+
+
+def _ended() -> Timed:
+    return Outcome("differ", float("inf"), "it ended its process"), 0.0
+
+
+def _pool(jobs: int) -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(
+        jobs,
         multiprocessing.get_context("spawn"),
         initializer=settle,
         max_tasks_per_child=_MOST_OF_A_PROCESS,
-    ) as pool:
-        yield from zip(seeds, pool.map(_timed, seeds), strict=True)
+    )
 
 
-def _timed(seed: int) -> tuple[Outcome, float]:
+def _timed(seed: int) -> Timed:
     """A case that hangs shows where, and ends the run."""
     started = time.process_time()
     faulthandler.dump_traceback_later(_PATIENCE, exit=True)

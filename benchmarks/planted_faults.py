@@ -126,10 +126,12 @@ def _search_configs(
 
 
 def _found_by_config(planted_config: PlantedConfig, cases: int) -> int | None:
-    """Returns the number of configs until one differs; None if none does."""
+    """Returns the number of configs until one shows the fault; None if none does."""
     for seed, case in enumerate(_cases_of(planted_config, cases)):
         with planted(planted_config.fault):
             kind = config_oracle.outcome_of(case).kind
+        if kind == "refused" and config_oracle.outcome_of(case).kind != kind:
+            kind = "differ"
         if kind == "differ":
             print(f"found by config {seed + 1}: {case.to_json()}", flush=True)
             return seed + 1

@@ -145,10 +145,11 @@ def split(case: Composition, model: Any) -> tuple[Any, Any]:
 
 
 def merge(case: Composition, model: Any, params: Any, state: Any) -> Any:
+    """The parts of `split` as a model again, with what is no array of `model`."""
     if case.framework == "nnx":
         return nnx.merge(nnx.graphdef(model), params, state)
     if case.framework == "linen":
         return {**params, "net": {**params["net"], **state["net"]}}
     if case.framework == "equinox" and case.norm != "none":
         return eqx.combine(params[0], model[0]), state
-    return eqx.combine(params, model)
+    return params if model is None else eqx.combine(params, model)

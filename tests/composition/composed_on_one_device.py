@@ -123,7 +123,8 @@ def _loss_of_params(case: Composition, built: Built) -> Callable[..., Any]:
 
     def of_params(params, state, batch):
         # Made again for what is no array in it; its arrays are not used.
-        whole = merge(case, model_of(built), _cast(case, params), state)
+        made = None if case.framework in ("plain", "linen") else model_of(built)
+        whole = merge(case, made, _cast(case, params), state)
         value, aux, new = inner(whole, batch, bound_key())
         written = split(case, whole if new is None else new)[1]
         if case.framework == "linen":  # It returns what it has written.

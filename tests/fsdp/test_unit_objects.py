@@ -438,6 +438,27 @@ def test_a_unit_with_variables_that_it_only_reads_can_be_transformed():
     assert_as_plain(lambda key: Net(Normed, nnx.Rngs(key)), [Normed], loss)
 
 
+class Stack(nnx.Module):
+    def __init__(self, key):
+        self.layers = nnx.vmap(lambda k: Normed(nnx.Rngs(k)))(jax.random.split(key, 2))
+
+
+def test_a_scan_over_variables_that_it_only_reads_can_be_transformed():
+    def run(model, prefetch, x):
+        return fsdp.scan(
+            *(lambda block, x: (block(x), None), model.layers, x), prefetch=prefetch
+        )[0]
+
+    def loss(model, x):
+        outs = [
+            TRANSFORMED[name](functools.partial(run, model, prefetch), x)
+            for name, prefetch in (("vmap", 0), ("vmap", 1), ("grad", 0), ("scan", 0))
+        ]
+        return jnp.mean(jnp.stack(outs) ** 2)
+
+    assert_as_plain(Stack, [fsdp.Stacked("layers")], loss)
+
+
 class Attributes(nnx.Module):
     """Holds arrays in every way that nnx allows beside a Param of an array."""
 
