@@ -27,20 +27,20 @@ def overlapped(program: Program) -> Program:
     memory beside what a unit computes.
 
     Args:
-      program: Program; returned unchanged if it gathers fewer than two units behind
-        barriers.
+      program: Program; returned unchanged if it has no reductions behind barriers, or
+        gathers fewer than two units.
     """
     links = _Links(program.operations)
+    late = links.leading_to(
+        filter(links.is_tied, links.named(REDUCES)), lambda name: name == _BARRIER
+    )
     early = links.leading_to(
         filter(links.is_tied, links.named({"all_gather"})), lambda name: name in _CASTS
     )
     gathers = early.intersection(links.named({"all_gather"}))
     scopes = (units_in(program.operations[i].scopes) for i in gathers)
-    if len({unit for units in scopes for unit in units}) < 2:
+    if not late or len({unit for units in scopes for unit in units}) < 2:
         return program
-    late = links.leading_to(
-        filter(links.is_tied, links.named(REDUCES)), lambda name: name == _BARRIER
-    )
     scaled = links.leading_to(late, lambda name: name not in _FIXED) - late
     late |= links.made_of(late)
     order = _in_order(links, early | scaled, late)
