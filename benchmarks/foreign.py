@@ -1,247 +1,194 @@
-"""Models that others would write: how much of a step waits, and what it needs.
+"""Models that others wrote: how much of a step waits, and what it needs.
 
-    python benchmarks/foreign.py [--gpus 8] [--layers 10] [--models nnx linen ...]
+    python benchmarks/foreign.py [--gpus 8 64] [--layers 4] [--models llama3 ...]
 
-Decoders of one size, written as users of flax.nnx, flax.linen and equinox write them: a
-Python loop over layers, attention of the framework itself, nothing that knows of
-sharding. Each is compiled for H200s without one (`fsdp.estimate_step`), with gathers
-one unit ahead (`FSDPConfig(prefetch=1)`, the default) and in the order that XLA chooses
-(`prefetch=0`); beside them the reference decoder, whose layers `fsdp.scan` runs.
+The models of `foreign_models`, compiled for H200s without one (`fsdp.estimate_step`):
+with gathers one unit ahead (`FSDPConfig(prefetch=1)`, the default), in the order that
+XLA chooses (`prefetch=0`), and by annotations alone, which is jax.jit with the plan's
+shardings as those of the parameters and nothing of ours in the step. Beside them is the
+reference decoder, of which `fsdp.scan` runs the layers.
+
+Each row is written to `--out` once it is measured, with its commit; rows that are there
+already are kept.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
+import itertools
 import logging
 import time
+from collections.abc import Sequence
+from typing import Any
 
-import equinox as eqx
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
 import result
-from flax import nnx
+from foreign_models import FORMS, SEQ, WIDTH, Form
 
-import bridge
 import fsdp_jax as fsdp
-from bridge.models import Decoder, DecoderLayer
+from fsdp_jax.audit._expected import expected_collectives
+from fsdp_jax.audit._unsharded_units import unsharded
+from fsdp_jax.hlo._collectives import moved, program_of
+from fsdp_jax.planner import GPUS
+from fsdp_jax.planner._compile import compile_scheduled, gpu_devices
+from fsdp_jax.training._compiler_options import options_of
+from fsdp_jax.training._memory_check import compiled_bytes
 
-VOCAB, WIDTH, HIDDEN, HEADS, SEQ = 32_768, 2_048, 8_192, 32, 2_048
 TX = optax.adamw(3e-4)
+REFERENCE = "reference"
+ORDERS = ("prefetch=1", "prefetch=0", "annotations")
+PACKAGES = ("jax", "flax", "equinox", "google-tunix", "equimo")
+# The bars of the comparison: shares of a step, and units of memory.
+SHARE, ENOUGH, UNITS_MORE = 1.3, 0.02, 2
 
 
-class NnxBlock(nnx.Module):
-    def __init__(self, rngs):
-        linear = functools.partial(nnx.Linear, use_bias=False, rngs=rngs)
-        self.norm, self.norm_mlp = (nnx.RMSNorm(WIDTH, rngs=rngs) for _ in range(2))
-        self.attention = nnx.MultiHeadAttention(
-            HEADS, WIDTH, decode=False, use_bias=False, rngs=rngs
-        )
-        self.gate, self.up = linear(WIDTH, HIDDEN), linear(WIDTH, HIDDEN)
-        self.down = linear(HIDDEN, WIDTH)
-
-    def __call__(self, x):
-        x = x + self.attention(self.norm(x), mask=causal(x.shape[1]))
-        y = self.norm_mlp(x)
-        return x + self.down(jax.nn.silu(self.gate(y)) * self.up(y))
-
-
-class NnxDecoder(nnx.Module):
-    def __init__(self, layers, rngs):
-        self.embed = nnx.Embed(VOCAB, WIDTH, rngs=rngs)
-        self.layers = nnx.List([NnxBlock(rngs) for _ in range(layers)])
-        self.norm = nnx.RMSNorm(WIDTH, rngs=rngs)
-
-    def __call__(self, tokens):
-        x = self.embed(tokens)
-        for layer in self.layers:
-            x = layer(x)
-        return self.embed.attend(self.norm(x))
-
-
-class LinenBlock(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        dense = functools.partial(nn.Dense, use_bias=False)
-        attention = nn.MultiHeadDotProductAttention(HEADS, use_bias=False)
-        y = nn.RMSNorm()(x)
-        x = x + attention(y, y, mask=causal(x.shape[1]))
-        y = nn.RMSNorm()(x)
-        return x + dense(WIDTH)(jax.nn.silu(dense(HIDDEN)(y)) * dense(HIDDEN)(y))
-
-
-class LinenDecoder(nn.Module):
-    layers: int
-
-    @nn.compact
-    def __call__(self, tokens):
-        embed = nn.Embed(VOCAB, WIDTH)
-        x = embed(tokens)
-        for _ in range(self.layers):
-            x = LinenBlock()(x)
-        return embed.attend(nn.RMSNorm()(x))
-
-
-class EqxBlock(eqx.Module):
-    norms: list
-    attention: eqx.nn.MultiheadAttention
-    gate: eqx.nn.Linear
-    up: eqx.nn.Linear
-    down: eqx.nn.Linear
-
-    def __init__(self, key):
-        keys = jax.random.split(key, 4)
-        linear = functools.partial(eqx.nn.Linear, use_bias=False)
-        self.norms = [eqx.nn.RMSNorm(WIDTH, use_bias=False) for _ in range(2)]
-        self.attention = eqx.nn.MultiheadAttention(HEADS, WIDTH, key=keys[0])
-        self.gate = linear(WIDTH, HIDDEN, key=keys[1])
-        self.up = linear(WIDTH, HIDDEN, key=keys[2])
-        self.down = linear(HIDDEN, WIDTH, key=keys[3])
-
-    def __call__(self, x):
-        """One sequence, `[seq, width]`, as equinox has it."""
-        y = jax.vmap(self.norms[0])(x)
-        x = x + self.attention(y, y, y, mask=causal(len(x))[0, 0])
-        y = jax.vmap(self.norms[1])(x)
-        hidden = jax.nn.silu(jax.vmap(self.gate)(y)) * jax.vmap(self.up)(y)
-        return x + jax.vmap(self.down)(hidden)
-
-
-class EqxDecoder(eqx.Module):
-    embed: eqx.nn.Embedding
-    layers: list
-    norm: eqx.nn.RMSNorm
-
-    def __init__(self, layers, key):
-        keys = jax.random.split(key, layers + 1)
-        self.embed = eqx.nn.Embedding(VOCAB, WIDTH, key=keys[-1])
-        self.layers = [EqxBlock(key) for key in keys[:-1]]
-        self.norm = eqx.nn.RMSNorm(WIDTH, use_bias=False)
-
-    def __call__(self, tokens):
-        x = jax.vmap(jax.vmap(self.embed))(tokens)
-        for layer in self.layers:
-            x = jax.vmap(layer)(x)
-        return jax.vmap(jax.vmap(self.norm))(x) @ self.embed.weight.T
-
-
-def causal(seq):
-    return jnp.tril(jnp.ones((1, 1, seq, seq), bool))
-
-
-def cross_entropy(logits, tokens):
-    losses = optax.softmax_cross_entropy_with_integer_labels(
-        logits.astype(jnp.float32), tokens[:, 1:]
-    )
-    return losses.mean()
-
-
-def of_model(model, tokens):
-    return cross_entropy(model(tokens[:, :-1]), tokens)
-
-
-def nnx_form(layers):
-    return lambda key: NnxDecoder(layers, nnx.Rngs(key)), [NnxBlock], of_model
-
-
-def linen_form(layers):
-    model, tokens = LinenDecoder(layers), jnp.zeros((1, SEQ), jnp.int32)
-
-    def loss(params, batch):
-        return cross_entropy(model.apply(params, batch[:, :-1]), batch)
-
-    return lambda key: model.init(key, tokens), ["params.LinenBlock_*"], loss
-
-
-def equinox_form(layers):
-    return lambda key: EqxDecoder(layers, key), [EqxBlock], of_model
-
-
-def reference_form(layers):
-    config = bridge.models.DecoderConfig(
-        vocab_size=VOCAB,
-        hidden_size=WIDTH,
-        intermediate_size=HIDDEN,
-        num_hidden_layers=layers,
-        num_attention_heads=HEADS,
-        num_key_value_heads=HEADS,
-        head_dim=WIDTH // HEADS,
-        max_position_embeddings=SEQ,
-        tie_word_embeddings=True,
-    )
-    scan = functools.partial(fsdp.scan, prefetch=1)
-
-    def make_model(key):
-        return Decoder(config, rngs=nnx.Rngs(key), scan=scan)
-
-    return make_model, [DecoderLayer], of_model
-
-
-FORMS = {
-    "nnx": nnx_form,
-    "linen": linen_form,
-    "equinox": equinox_form,
-    "reference": reference_form,
-}
-
-
-def measure(name, layers, gpus, prefetch):
-    make_model, units, loss = FORMS[name](layers)
+def planned(form: Form, gpus: int, prefetch: int) -> fsdp.Plan:
     config = fsdp.FSDPConfig(
         prefetch=prefetch,
         mp_policy=fsdp.MixedPrecisionPolicy(param_dtype=jnp.bfloat16),
         remat_policy=jax.checkpoint_policies.nothing_saveable,
     )
-    mesh = fsdp.make_mesh(devices=jax.devices()[:1])
-    plan = fsdp.fully_shard(make_model, mesh, units=units, config=config)
-    tokens = jax.ShapeDtypeStruct((gpus, SEQ + 1), jnp.int32)
+    mesh = fsdp.make_mesh(devices=gpu_devices(GPUS["h200"], gpus))
+    return fsdp.fully_shard(form.make_model, mesh, units=form.units, config=config)
+
+
+def estimated(form: Form, gpus: int, prefetch: int) -> dict[str, Any]:
+    plan = planned(form, gpus, prefetch)
     started = time.perf_counter()
-    found = fsdp.estimate_step(plan, loss, TX, tokens, gpu="h200", gpus=gpus)
+    found = fsdp.estimate_step(plan, form.loss, TX, form.batch(gpus), gpu="h200")
+    seconds = time.perf_counter() - started
+    program = program_of(found.compiled, found.plan.mesh)
+    arrays = list(moved(program, found.plan.mesh))
+    expected = expected_collectives(found.plan)
     return {
-        "model": name,
-        "prefetch": prefetch,
         "step_ms": round(1e3 * found.timeline.seconds, 2),
         "exposed_of_step": round(found.exposed, 4),
         "compiled_gb": round(found.compiled_bytes / 1e9, 3),
         "predicted_gb": round(found.memory.total / 1e9, 3),
+        "largest_unit_gb": round(largest_unit_bytes(found.plan) / 1e9, 3),
+        "units_unsharded": unsharded(program, arrays, expected).units,
+        "guided": found.guided,
+        "compile_s": round(seconds, 1),
+    }
+
+
+def largest_unit_bytes(plan: fsdp.Plan) -> int:
+    """Returns the bytes of the largest unit's unsharded weights, in bfloat16."""
+    sizes: dict[str, int] = {}
+    for param in plan.param_plans:
+        elements = 1
+        for size in param.shape[param.num_stacked :]:
+            elements *= size
+        sizes[param.unit] = sizes.get(param.unit, 0) + 2 * elements
+    return max(size for unit, size in sizes.items() if unit in plan.units)
+
+
+def annotated(form: Form, gpus: int) -> dict[str, Any]:
+    """Compiles the step that `jax.jit` makes of the plan's shardings alone."""
+    plan = planned(form, gpus, 0)
+
+    def cast(x):
+        return x.astype(jnp.bfloat16) if x.dtype == jnp.float32 else x
+
+    def loss(params, rest, batch):
+        return form.loss(plan.model.merge(jax.tree.map(cast, params), rest), batch)
+
+    def step(params, opt_state, rest, batch):
+        grads = jax.grad(loss)(params, rest, batch)
+        updates, opt_state = TX.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    params = plan.params
+    opt_state = jax.eval_shape(TX.init, params)
+    opt_state = optax.tree_utils.tree_map_params(
+        TX, lambda leaf, like: like, opt_state, params
+    )
+    batch = jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+        form.batch(gpus),
+        plan.batch_shardings(form.batch(gpus)),
+    )
+    outs = jax.tree.map(lambda x: getattr(x, "sharding", None), (params, opt_state))
+    started = time.perf_counter()
+    jitted = jax.jit(step, donate_argnums=(0, 1), out_shardings=outs)
+    lowered = jitted.lower(params, opt_state, plan.model_state, batch)
+    cost = GPUS["h200"].cost
+    found = compile_scheduled(lowered, cost, gpus, options_of(plan.mesh))
+    timeline = found.timeline
+    return {
+        "step_ms": round(1e3 * timeline.seconds, 2),
+        "exposed_of_step": round(timeline.exposed_seconds / timeline.seconds, 4),
+        "compiled_gb": round(compiled_bytes(found.compiled) / 1e9, 3),
         "guided": found.guided,
         "compile_s": round(time.perf_counter() - started, 1),
     }
 
 
-def compared(rows):
-    """What the order is worth: of each model with it, against the same without."""
-    by_name = {(row["model"], row["prefetch"]): row for row in rows}
-    found = {}
-    for (name, prefetch), row in by_name.items():
-        if prefetch and (left := by_name.get((name, 0))):
-            found[name] = {
-                "faster": round(left["step_ms"] / row["step_ms"], 4),
-                "gb_less": round(left["compiled_gb"] - row["compiled_gb"], 3),
-                "exposed_of_step": row["exposed_of_step"],
-                "exposed_without": left["exposed_of_step"],
+def measure(name: str, layers: int, gpus: int, order: str) -> dict[str, Any]:
+    form = FORMS[name](layers)
+    if order == "annotations":
+        found = annotated(form, gpus)
+    else:
+        found = estimated(form, gpus, int(order.removeprefix("prefetch=")))
+    return {"model": name, "gpus": gpus, "order": order, **found}
+
+
+def compared(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Says of each model, as it is by default, whether it reaches the bars."""
+    by_key = {(row["model"], row["gpus"], row["order"]): row for row in rows}
+    found = []
+    for (name, gpus, order), row in by_key.items():
+        reference = by_key.get((REFERENCE, gpus, ORDERS[0]))
+        without = by_key.get((name, gpus, "prefetch=0"))
+        if order != ORDERS[0] or name == REFERENCE or not (reference and without):
+            continue
+        share = max(SHARE * reference["exposed_of_step"], ENOUGH)
+        faster = without["step_ms"] / row["step_ms"]
+        more = row["compiled_gb"] - without["compiled_gb"]
+        found.append(
+            {
+                "model": name,
+                "gpus": gpus,
+                "exposed_allowed": round(share, 4),
+                "hides_enough": row["exposed_of_step"] <= share,
+                "exposed_without": without["exposed_of_step"],
+                "faster_than_without": round(faster, 4),
+                "gb_more_than_without": round(more, 3),
+                "needs_little_more": more <= UNITS_MORE * row["largest_unit_gb"],
+                "predicted_of_compiled": round(
+                    row["predicted_gb"] / row["compiled_gb"], 3
+                ),
             }
+        )
     return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--gpus", type=int, default=8)
-    parser.add_argument("--layers", type=int, default=10)
+    parser.add_argument("--gpus", type=int, nargs="+", default=[8, 64])
+    parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--models", nargs="+", choices=FORMS, default=[*FORMS])
+    parser.add_argument("--orders", nargs="+", choices=ORDERS, default=[*ORDERS])
     result.add_arguments(parser)
     args = parser.parse_args()
     logging.disable(logging.WARNING)
     jax.config.update("jax_platforms", "cpu")
-    conditions = result.begin(args, ("jax", "flax", "equinox"))
-    rows = []
-    for name in args.models:
-        for prefetch in (1,) if name == "reference" else (0, 1):
-            rows.append(measure(name, args.layers, args.gpus, prefetch))
-    sizes = {"gpus": args.gpus, "layers": args.layers, "width": WIDTH, "seq": SEQ}
-    result.write(args, conditions, sizes | {"rows": rows, "compared": compared(rows)})
+    conditions = result.begin(args, PACKAGES)
+    sizes = {"layers": args.layers, "width": WIDTH, "seq": SEQ}
+    found = result.resumed(args, sizes | {"rows": []}) if args.out else {"rows": []}
+    rows = found["rows"]
+    done = {(row["model"], row["gpus"], row["order"]) for row in rows}
+    wanted = itertools.product(args.gpus, args.models, args.orders)
+    for gpus, name, order in wanted:
+        if (name, gpus, order) in done:
+            continue
+        row = measure(name, args.layers, gpus, order)
+        rows.append(row | {"commit": conditions.commit})
+        found = sizes | {"rows": rows, "compared": compared(rows)}
+        result.write(args, conditions, found, show=False)
+    result.write(args, conditions, found)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from fsdp_jax._tree import PyTree
 from fsdp_jax.planner._host_memory import entered, resident
 from fsdp_jax.planner.liveness._lifetimes import Lifetimes, lifetimes
 from fsdp_jax.planner.liveness._operations import Operation, Program, Value
+from fsdp_jax.planner.liveness._overlapped_order import overlapped
 from fsdp_jax.planner.liveness._schedule_order import as_run
 from fsdp_jax.planner.liveness._tp_propagation import Dim, dim_of
 from fsdp_jax.planner.liveness._trace import on_one_device
@@ -154,6 +155,7 @@ class _Walk:
           inside: Scopes around the program.
           made: Inputs that live for this program only, until they are last read.
         """
+        program = overlapped(program)
         found = lifetimes(program, kept, generated)
         best: Sizes = {}
         live: dict[Value, str] = dict.fromkeys(made, "gathered")

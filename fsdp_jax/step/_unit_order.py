@@ -130,9 +130,7 @@ def _visits(eqns: Sequence[Any], of_shards: set[Any]) -> list[_Visit]:
 
 
 def _is_gather(eqn: Any, of_shards: set[Any]) -> bool:
-    return is_collective(eqn) and all(
-        v in of_shards for v in eqn.invars if _is_var(v)
-    )
+    return is_collective(eqn) and all(v in of_shards for v in eqn.invars if _is_var(v))
 
 
 def _activations(variables: Iterable[Any]) -> tuple[Any, ...]:

@@ -243,16 +243,42 @@ def test_gathers_go_one_unit_ahead_and_follow_each_other(form):
         assert all(set(earlier) <= program.before[gather] for gather in later)
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_reductions_of_units_follow_each_other(form):
-    program = step_of(form)
+def reductions(program):
+    """Reductions by unit, in the order of the program."""
     by_unit = {}
     for i in program.of("reduce_scatter"):
         by_unit.setdefault(program.units[i], []).append(i)
-    groups = list(by_unit.values())
+    return by_unit
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_reductions_of_units_follow_each_other(form):
+    program = step_of(form)
+    groups = list(reductions(program).values())
     assert len(groups) == UNITS
     for earlier, later in zip(groups, groups[1:], strict=False):
         assert all(set(earlier) <= program.before[i] for i in later)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_unit_waits_for_the_reduction_before_the_last(form):
+    program = step_of(form)
+    groups = reductions(program)
+    units = list(groups)
+    for first, second, third in zip(units, units[1:], units[2:], strict=False):
+        products = [i for i in program.of("dot_general") if program.units[i] == third]
+        waited = [program.before[i] for i in products]
+        assert any(set(groups[first]) <= before for before in waited)
+        assert not any(before.intersection(groups[second]) for before in waited)
+
+
+def test_shards_are_cast_where_they_are_gathered():
+    narrow = fsdp.MixedPrecisionPolicy(param_dtype=jnp.bfloat16)
+    program = step_of("nnx", mp_policy=narrow)
+    gathers = set(program.of("all_gather"))
+    casts = program.of("convert_element_type")
+    ahead = {program.units[i] for i in casts if not program.before[i] & gathers}
+    assert ahead == {visits(program)[0][0]}
 
 
 def test_without_prefetch_no_gather_of_forward_waits_for_a_product():

@@ -15,6 +15,8 @@ import optax
 from flax import nnx
 from helpers.trials import Trial
 
+import fsdp_jax as fsdp
+
 ROWS, VOCAB = 16, 64
 
 
@@ -28,6 +30,7 @@ class Published:
       framework: Framework that it is written in.
       units: Units, as the page writes them.
       trial: `trial(width, layers, seq) -> Trial`.
+      lora: Weights that get LoRA factors.
     """
 
     package: str
@@ -35,6 +38,7 @@ class Published:
     framework: str
     units: str
     trial: Callable[[int, int, int], Trial]
+    lora: tuple[str | fsdp.lora.LoRATarget, ...]
 
 
 def tokens(seq: int) -> np.ndarray:
@@ -215,24 +219,40 @@ def stacked_by_haliax(width: int, layers: int, seq: int) -> Trial:
     return Trial(make_model, (Block,), loss, batch.astype(np.float32))
 
 
+# tunix: [embed, heads, head_dim] and back; equinox: [out, in].
+TUNIX_LORA = (
+    fsdp.lora.LoRATarget("layers.*.attn.q_proj.w", num_in=1),
+    fsdp.lora.LoRATarget("layers.*.attn.o_proj.w", num_in=2),
+    "layers.*.mlp.up_proj.kernel",
+)
+
 PUBLISHED = {
     "llama3": Published(
-        *("google-tunix", "Llama3", "flax.nnx", "[DecoderLayer, Embedder]", llama3)
+        *("google-tunix", "Llama3", "flax.nnx", "[DecoderLayer, Embedder]", llama3),
+        TUNIX_LORA,
     ),
     "qwen3": Published(
-        *("google-tunix", "Qwen3", "flax.nnx", "[DecoderLayer, Embedder]", qwen3)
+        *("google-tunix", "Qwen3", "flax.nnx", "[DecoderLayer, Embedder]", qwen3),
+        TUNIX_LORA,
     ),
     "nano_moe": Published(
-        *("nano-moe-jax", "NanoMoE", "flax.linen", '["params.block_*"]', nano_moe)
+        *("nano-moe-jax", "NanoMoE", "flax.linen", '["params.block_*"]', nano_moe),
+        ("params.block_*.MultiHeadAttention_*.Dense_*.kernel",),
     ),
     "vit": Published(
         *("equimo", "VisionTransformer", "equinox", "[AttentionBlock]"),
         vision_transformer,
+        (fsdp.lora.LoRATarget("blocks.0.blocks.*.mlp.fc1.weight", out_first=True),),
     ),
     "scanned": Published(
-        *("flax", "decoder with `nnx.scan`", "flax.nnx", "[Block, nnx.Embed]", scanned)
+        *("flax", "decoder with `nnx.scan`", "flax.nnx", "[Block, nnx.Embed]", scanned),
+        (
+            "layers.up.kernel",
+            fsdp.lora.LoRATarget("layers.attention.out.kernel", num_in=2),
+        ),
     ),
     "haliax": Published(
-        *("haliax", "layers in `Stacked`", "haliax", "[Block]", stacked_by_haliax)
+        *("haliax", "layers in `Stacked`", "haliax", "[Block]", stacked_by_haliax),
+        (fsdp.lora.LoRATarget("layers.stacked.*.weight.0", out_first=True),),
     ),
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +40,12 @@ class Trial:
     loss: Callable[[Any, Any], Any]
     batch: Any
 
-    def plan(self, **mesh: Any) -> fsdp.Plan:
+    def plan(self, config: fsdp.FSDPConfig | None = None, **mesh: Any) -> fsdp.Plan:
         return fsdp.fully_shard(
-            perturbed(self.make_model), fsdp.make_mesh(**mesh), self.units
+            perturbed(self.make_model),
+            fsdp.make_mesh(**mesh),
+            self.units,
+            config or fsdp.FSDPConfig(),
         )
 
 
@@ -157,3 +160,36 @@ def check_audit(trial: Trial, trained: Trained) -> None:
     state = fsdp.abstract_state(trained.plan, optax.sgd(LEARNING_RATE))
     lowered = trained.step.lower(state, trial.batch)
     fsdp.audit_step(trained.plan, lowered.compile())
+
+
+def check_lora(trial: Trial, targets: Sequence[Any]) -> None:
+    """Loss and gradients of factors are those of the sum of weights on one device."""
+    lora = fsdp.LoRAConfig(4, list(targets), alpha=8)
+    plan = trial.plan(fsdp.FSDPConfig(lora=lora))
+    params = fsdp.init_params(plan, jax.random.key(0))
+    keys = iter(jax.random.split(jax.random.key(1), 99))
+    # Factors whose product is not zero, as it is at first.
+    factors = jax.tree.map(
+        lambda x: jax.device_put(
+            0.1 * jax.random.normal(next(keys), x.shape), x.sharding
+        ),
+        params["lora"],
+    )
+    assert factors
+    _, state = trial.plan().model.split(trial.make_model(jax.random.key(0)))
+    compute = fsdp.value_and_grad(plan, trial.loss)
+    (value, _), grads = compute(params | {"lora": factors}, trial.batch)
+
+    @jax.jit
+    @jax.value_and_grad
+    def loss(factors, base):
+        return trial.loss(
+            plan.model.merge({"base": base, "lora": factors}, state), trial.batch
+        )
+
+    want, wanted = loss(jax.device_get(factors), jax.device_get(params["base"]))
+    np.testing.assert_allclose(value, want, rtol=RTOL)
+    pairs = zip(jax.tree.leaves(grads["lora"]), jax.tree.leaves(wanted), strict=True)
+    for got, one in pairs:
+        norm = float(np.linalg.norm(one))
+        assert float(np.linalg.norm(jax.device_get(got) - one)) < 50 * RTOL * norm

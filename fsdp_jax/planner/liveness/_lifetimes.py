@@ -6,6 +6,7 @@ arrays. Elementwise values in between are not, since XLA fuses them into their r
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Set
 
@@ -22,6 +23,7 @@ VIEWS = {
     "name",
     "pvary",
     "sharding_constraint",
+    "fsdp_gradient",
 }
 """Primitives whose result shares the memory of the operand."""
 
@@ -72,6 +74,10 @@ REDUCTIONS = {
     "argmin",
 }
 """Primitives that write whole arrays but fuse the computation of their operand."""
+
+EXPENSIVE = {"exp", "exp2", "tanh"}
+"""Elementwise primitives that XLA does not compute twice: with two readers, their
+results are in memory."""
 
 REDUCES = {"reduce_scatter", "psum_scatter", "all_to_all"}
 """Collectives whose operands are unsharded gradients."""
@@ -208,7 +214,12 @@ def _written(
 ) -> Set[Value]:
     """Returns the values that are in memory as whole arrays at some time."""
     written = set(program.inputs) - (generated - kept)
+    readers = collections.Counter(
+        value for operation in program.operations for value in set(operation.inputs)
+    )
     for operation in program.operations:
+        if operation.name in EXPENSIVE and readers[operation.outputs[0]] > 1:
+            written.update(operation.outputs)
         if operation.name in REDUCTIONS:
             written.update(operation.outputs)
         if operation.name not in KERNELS or set(operation.outputs) <= generated:

@@ -1,0 +1,83 @@
+"""What an unrolled model has in memory, whose collectives overlap with its units."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+
+import fsdp_jax as fsdp
+from fsdp_jax.planner._memory import predict_memory
+from fsdp_jax.planner.liveness._overlapped_order import overlapped
+from fsdp_jax.planner.liveness._trace import on_one_device
+
+WIDTH, UNITS, ROWS = 128, 5, 8
+MATRIX = 4 * WIDTH * WIDTH  # Bytes of one matrix in float32; a unit has two.
+TX = optax.sgd(0.1)
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs):
+        self.up, self.down = (
+            nnx.Linear(WIDTH, WIDTH, use_bias=False, rngs=rngs) for _ in range(2)
+        )
+
+    def __call__(self, x):
+        return x + self.down(jnp.sin(self.up(x)))
+
+
+class Model(nnx.Module):
+    def __init__(self, rngs):
+        self.blocks = nnx.List([Block(rngs) for _ in range(UNITS)])
+
+    def __call__(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def traced(prefetch):
+    plan = fsdp.fully_shard(
+        lambda key: Model(nnx.Rngs(key)),
+        fsdp.make_mesh(),
+        units=[Block],
+        config=fsdp.FSDPConfig(prefetch=prefetch),
+    )
+    step = fsdp.make_train_step(plan, lambda model, x: (model(x) ** 2).mean(), TX)
+    state = fsdp.abstract_state(plan, TX)
+    batch = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
+    return plan, state, batch, step.jitted.trace(state, batch).jaxpr
+
+
+@pytest.fixture(scope="module")
+def program():
+    return on_one_device(traced(1)[-1].jaxpr)
+
+
+def test_each_operation_runs_once_and_after_what_it_reads(program):
+    moved = overlapped(program)
+    assert moved.operations != program.operations
+    assert sorted(map(id, moved.operations)) == sorted(map(id, program.operations))
+    missing = {value for one in program.operations for value in one.outputs}
+    for operation in moved.operations:
+        assert missing.isdisjoint(operation.inputs)
+        missing -= set(operation.outputs)
+
+
+def test_without_barriers_the_order_is_that_of_the_trace():
+    program = on_one_device(traced(0)[-1].jaxpr)
+    assert overlapped(program) is program
+
+
+def test_each_unit_ahead_is_gathered_beside_the_one_that_computes():
+    once, twice = (predict_memory(*traced(prefetch)).gathered for prefetch in (1, 2))
+    assert once > 2 * MATRIX
+    assert twice - once == 2 * MATRIX
+
+
+def test_the_unreduced_gradients_of_the_unit_before_are_there():
+    once, left = (predict_memory(*traced(prefetch)).gradients for prefetch in (1, 0))
+    # Those of a whole unit more than in the order of the trace.
+    assert once >= left + MATRIX
