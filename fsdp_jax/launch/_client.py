@@ -22,6 +22,8 @@ _SHORTEST_BEAT_SECS = 0.05
 _GRACE_SECS = 1.0
 # Longest reason sent: the coordinator does not read messages beyond its limit.
 _LONGEST_TEXT = 2**16
+# Longest form of an error of this process beside the reason of another.
+_LONGEST_SHOWN = 200
 
 
 class Client:
@@ -49,18 +51,25 @@ class Client:
         self._beat_secs = welcome["beat_secs"]
         self._lock = threading.Lock()
         self._failed = False
+        self._not_printed = ""
         self._over = threading.Event()
         self._listener = threading.Thread(target=self._listen, daemon=True)
         self._listener.start()
         threading.Thread(target=self._beat, daemon=True).start()
 
-    def fail(self, text: str) -> None:
+    def fail(self, text: str, *, is_printed: bool = True) -> None:
         """Ends the job: all other processes print `text` and exit.
 
         If the failure of this process is the effect of another's, this process prints
         the reason of the other one and exits.
+
+        Args:
+          text: Error of this process.
+          is_printed: Whether the error was printed here.
         """
         self._failed = True
+        if not is_printed:
+            self._not_printed = " ".join(text.split())[:_LONGEST_SHOWN]
         self._part({"failed": text[:_LONGEST_TEXT]})
         self._listener.join(_GRACE_SECS)
 
@@ -93,8 +102,8 @@ class Client:
         except (OSError, ValueError):
             news = {}
         if not news and not self._over.is_set():
-            # At once: jax's service has gone with process 0 too, and jax then ends
-            # this process, with a message of its own, within milliseconds.
+            # At once: jax's service has gone with process 0 too, and jax ends this
+            # process when the relay passes that on.
             self._exit(self._gone())
         with self._lock:
             self._connection.close()
@@ -110,7 +119,9 @@ class Client:
 
     def _exit(self, why: str) -> NoReturn:
         sys.stdout.flush()
-        print(f"fsdp_jax: {self._claim} stops: {why}", file=sys.stderr, flush=True)
+        own = f" (its own error then: {self._not_printed})" if self._not_printed else ""
+        line = f"fsdp_jax: {self._claim} stops: {why}{own}"
+        print(line, file=sys.stderr, flush=True)
         # sys.exit would end this thread only, not a main thread that is blocked.
         os._exit(1)
 

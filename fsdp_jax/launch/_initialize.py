@@ -8,7 +8,9 @@ import dataclasses
 import importlib.metadata
 import os
 import platform
+import re
 import socket
+import subprocess
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
@@ -21,9 +23,15 @@ from fsdp_jax.launch._client import Client, attend
 from fsdp_jax.launch._cluster import Place, check_token, find_place
 from fsdp_jax.launch._coordinator import Coordinator
 from fsdp_jax.launch._handshake import Handshake, as_facts
+from fsdp_jax.launch._relay import is_proxied, start_relay
 from fsdp_jax.launch._timeouts import Timeouts
 
 _PACKAGES = ("jax", "jaxlib", "fsdp-jax")
+# Errors of XLA's runtime that the end of another process may cause.
+_RUNTIME_ERROR = re.compile(
+    "(UNKNOWN|INTERNAL|UNAVAILABLE|ABORTED|CANCELLED|DEADLINE_EXCEEDED"
+    "|FAILED_PRECONDITION): "
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +53,7 @@ class _Process:
 
     job: Job | None = None
     client: Client | None = None
+    relay: subprocess.Popen[bytes] | None = None
     failed: bool = False
 
 
@@ -127,10 +136,14 @@ def fail(error: BaseException) -> None:
 
     Uncaught errors end the job without this call.
     """
+    _fail(error, is_printed=True)
+
+
+def _fail(error: BaseException, *, is_printed: bool) -> None:
     if _process.client is not None:
         _process.failed = True
-        text = traceback.format_exception_only(error)
-        _process.client.fail("".join(text).rstrip())
+        text = "".join(traceback.format_exception_only(error)).rstrip()
+        _process.client.fail(text, is_printed=is_printed)
 
 
 def _join(place: Place, facts: dict[str, str], timeouts: Timeouts) -> None:
@@ -164,8 +177,11 @@ def _join(place: Place, facts: dict[str, str], timeouts: Timeouts) -> None:
 
 def _start_jax(place: Place, service: int) -> None:
     host = f"[{place.host}]" if ":" in place.host else place.host
+    address = f"{host}:{service}"
+    if place.process_id > 0 and not is_proxied(os.environ):
+        address, _process.relay = start_relay(place.host, service)
     jax.distributed.initialize(
-        f"{host}:{service}",
+        address,
         place.num_processes,
         place.process_id,
         local_device_ids=place.local_device_ids,
@@ -206,8 +222,14 @@ def _tell_of_the_end() -> None:
         error: BaseException,
         trace: TracebackType | None,
     ) -> None:
-        before(kind, error, trace)
-        fail(error)
+        # A collective fails at once where another process is killed: the reason is then
+        # all that is printed.
+        is_printed = not _RUNTIME_ERROR.match(str(error))
+        if is_printed:
+            before(kind, error, trace)
+        _fail(error, is_printed=is_printed)
+        if not is_printed:
+            before(kind, error, trace)
 
     sys.excepthook = tell
     # atexit runs in reverse order: this hook runs before jax's own, which waits for the

@@ -6,6 +6,7 @@ import itertools
 import os
 import re
 import signal
+import socket
 import time
 
 import jax
@@ -19,6 +20,7 @@ from jax.experimental import multihost_utils
 
 import bridge
 import fsdp_jax as fsdp
+from fsdp_jax.launch._cluster import HOSTED
 
 pytestmark = pytest.mark.distributed
 
@@ -53,6 +55,16 @@ def raises() -> None:
     """One fails, where the others wait for it within jax."""
     if jax.process_index() == VICTIM:
         raise ValueError("on purpose")
+    multihost_utils.process_allgather(np.zeros(1))
+
+
+def dies_first() -> None:
+    """Process 0 is killed, while the other one waits for it within jax."""
+    multihost_utils.process_allgather(np.zeros(1))  # what loads says much on stderr
+    print("ready", flush=True)
+    if jax.process_index() == 0:
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGKILL)
     multihost_utils.process_allgather(np.zeros(1))
 
 
@@ -105,3 +117,27 @@ def test_what_one_process_raises_is_said_by_all():
     for said in others(job):
         assert "process 2 (" in said and "ValueError: on purpose" in said, job.said
     assert_all_gone(job)
+
+
+@pytest.mark.parametrize(
+    ("coordinator", "reason"),
+    [
+        ("in the launcher", r"process 0 \(.*pid {pid}\) .*(killed|SIGKILL)"),
+        ("in process 0", r"the coordinator of the job, process 0 .*killed"),
+    ],
+)
+def test_a_killed_process_0_is_said_in_one_line_without_xlas_log(coordinator, reason):
+    command = command_of(dies_first)
+    if coordinator == "in process 0":
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        command = ["env", "-u", HOSTED, f"MASTER_PORT={port}", *command]
+    job = Recorded(command, 2)
+    with job.processes as processes:
+        assert processes.wait(60) == 128 + signal.SIGKILL, job.said
+    lines = [line for line in job.lines[1] if not line.startswith("[Gloo]")]
+    said, *more = lines[lines.index("ready") + 1 :]
+    assert not more, job.said
+    pid = job.processes.pids[0]
+    assert re.search(f"process 1 .* stops: {reason.format(pid=pid)}", said), job.said
