@@ -6,9 +6,13 @@ import contextlib
 import io
 import os
 import re
+import textwrap
 from unittest import mock
 
 from fsdp_jax.cli import main
+
+WIDTH = 78
+"""Columns that a block of text has on the site."""
 
 
 def command_names() -> list[str]:
@@ -19,12 +23,18 @@ def command_names() -> list[str]:
 
 
 def help_of(*command: str) -> str:
-    """What `fsdp-jax COMMAND --help` prints, without colours and 88 columns wide."""
-    plain = {"NO_COLOR": "1", "COLUMNS": "88", "TERM": "dumb"}
+    """What `fsdp-jax COMMAND --help` prints, without colours and 78 columns wide."""
+    plain = {"NO_COLOR": "1", "COLUMNS": str(WIDTH), "TERM": "dumb"}
     with mock.patch.dict(os.environ, plain), io.StringIO() as out:
         with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
             main([*command, "--help"])
-        return "\n".join(line.rstrip() for line in out.getvalue().splitlines()).strip()
+        lines = [line.rstrip() for line in out.getvalue().splitlines()]
+    # What a command says of itself is one line a paragraph.
+    return "\n".join(_folded(line) for line in lines).strip()
+
+
+def _folded(line: str) -> str:
+    return line if line.startswith(" ") else textwrap.fill(line, WIDTH)
 
 
 def reference() -> str:

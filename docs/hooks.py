@@ -29,11 +29,20 @@ SOURCE_LINK = re.compile(r"\[(`\w+`)\]\((?:\.\./)+((?:fsdp_jax|bridge)/[\w/]+\.p
 
 
 def on_config(config: MkDocsConfig) -> None:
-    """Lists the notebooks among the tutorials, and lets pages be edited."""
+    """Lists the notebooks among the tutorials, and says version and source."""
     config.edit_uri = EDIT if config.repo_url else None
+    config.copyright = f"fsdp_jax {version()}, Apache-2.0"
     for entry in config.nav or ():
         if "Tutorials" in entry:
             entry["Tutorials"] += [f"notebooks/{path.name}" for path in NOTEBOOKS]
+
+
+def version() -> str:
+    """The version of the package, read from its source."""
+    text = (ROOT / "fsdp_jax" / "__init__.py").read_text()
+    found = re.search(r'^__version__ = "(.+)"$', text, flags=re.MULTILINE)
+    assert found
+    return found[1]
 
 
 @event_priority(100)  # before mkdocs-jupyter looks for notebooks

@@ -1,11 +1,13 @@
-"""Draws the picture at the top of the README, from plans and from a benchmark's JSON.
+"""Draws the picture of the README and of the home page, from plans and a benchmark.
 
     python docs/picture.py [--check]
 
 The bytes are those of Llama-3 8B's plans on eight devices; the shards those of one of
 its matrices on four; the exposed communication is what `benchmarks/overlap.py` found
 for eight H200s.
-`--check` draws nothing, and says whether the picture shows today's numbers.
+For the home page each of its parts is a picture of its own, that fits a telephone, for
+light and for dark pages.
+`--check` draws nothing, and says whether the pictures show today's numbers.
 """
 
 from __future__ import annotations
@@ -14,14 +16,15 @@ import argparse
 import dataclasses
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from matplotlib import rcParams
+from matplotlib import rc_context, rcParams
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -30,6 +33,8 @@ from bridge.models import Decoder, DecoderConfig, DecoderLayer
 
 HERE = Path(__file__).parent
 PICTURE = HERE / "pages" / "fsdp_jax.svg"
+# By the ending of a picture's name: the colour of its text.
+THEMES = {"light": "#222222", "dark": "#dddddd"}
 OVERLAP = HERE.parent / "benchmarks" / "results" / "overlap_8_jax0.10.2.json"
 
 LLAMA_3_8B = DecoderConfig(
@@ -133,20 +138,44 @@ def _gib(plan: fsdp.Plan) -> tuple[float, ...]:
     return tuple(size / 2**30 for size in (weights, grads, 3 * main))
 
 
-def draw(facts: Facts, path: Path) -> None:
-    """Writes the picture, the same bytes for the same facts."""
-    rcParams["svg.fonttype"] = "none"
-    rcParams["svg.hashsalt"] = "fsdp_jax"
-    figure = Figure(figsize=(12, 3.6), layout="constrained")
-    left, middle, right = figure.subplots(1, 3, width_ratios=[1.05, 1, 1])
-    labels = iter(facts.labels())
-    _draw_shards(left, [next(labels) for _ in facts.rows])
-    _draw_bytes(middle, facts, [next(labels) for _ in facts.gib])
-    _draw_waits(right, facts, list(labels))
-    figure.savefig(path, metadata={"Date": None, "Creator": None})
+def panels(facts: Facts) -> dict[str, Callable[[Axes], None]]:
+    """What draws each part of the picture."""
+    labels = facts.labels()
+    rows, sizes = len(facts.rows), len(facts.gib)
+    return {
+        "shards": partial(_draw_shards, labels=labels[:rows]),
+        "bytes": partial(_draw_bytes, facts=facts, labels=labels[rows : rows + sizes]),
+        "waits": partial(_draw_waits, facts=facts, labels=labels[rows + sizes :]),
+    }
 
 
-def _draw_shards(axes: Axes, labels: list[str]) -> None:
+def draw(facts: Facts) -> None:
+    """Writes the pictures, the same bytes for the same facts."""
+    fixed = {"svg.fonttype": "none", "svg.hashsalt": "fsdp_jax"}
+    with rc_context(fixed):
+        figure = Figure(figsize=(12, 3.6), layout="constrained")
+        parts = figure.subplots(1, 3, width_ratios=[1.05, 1, 1])
+        for axes, draw_panel in zip(parts, panels(facts).values(), strict=True):
+            draw_panel(axes)
+        _save(figure, PICTURE)
+    for theme, color in THEMES.items():
+        names = ("text.color", "xtick.color", "ytick.color")
+        with rc_context(fixed | dict.fromkeys(names, color)):
+            for name, draw_panel in panels(facts).items():
+                figure = Figure(figsize=(4.6, 3.2), layout="constrained")
+                draw_panel(figure.subplots())
+                _save(figure, _panel(name, theme), transparent=True)
+
+
+def _panel(name: str, theme: str) -> Path:
+    return PICTURE.with_stem(f"{PICTURE.stem}_{name}_{theme}")
+
+
+def _save(figure: Figure, path: Path, **options: Any) -> None:
+    figure.savefig(path, metadata={"Date": None, "Creator": None}, **options)
+
+
+def _draw_shards(axes: Axes, *, labels: list[str]) -> None:
     count = len(labels)
     for device, (color, label) in enumerate(zip(DEVICES, labels, strict=True)):
         y = count - 1 - device
@@ -158,7 +187,8 @@ def _draw_shards(axes: Axes, labels: list[str]) -> None:
         axes.barh(y, 0.4, left=9 + 0.4 * device, color=color, height=0.8)
     for x, arrow in ((3.1, "gather"), (7.3, "reduce-\nscatter")):
         axes.annotate(
-            "", (x + 1.7, 1.5), (x, 1.5), arrowprops={"arrowstyle": "->", "lw": 1.5}
+            *("", (x + 1.7, 1.5), (x, 1.5)),
+            arrowprops={"arrowstyle": "->", "lw": 1.5, "color": rcParams["text.color"]},
         )
         axes.text(x + 0.85, 1.68, arrow, ha="center", fontsize=8)
     axes.set_yticks(range(count), [f"GPU {count - 1 - y}" for y in range(count)])
@@ -166,7 +196,7 @@ def _draw_shards(axes: Axes, labels: list[str]) -> None:
     _bare(axes, "A matrix of Llama-3 8B on four devices")
 
 
-def _draw_bytes(axes: Axes, facts: Facts, labels: list[str]) -> None:
+def _draw_bytes(axes: Axes, *, facts: Facts, labels: list[str]) -> None:
     names = list(facts.gib)
     left = [0.0] * len(names)
     for part, (name, color) in enumerate(zip(PARTS, COLORS, strict=True)):
@@ -182,7 +212,7 @@ def _draw_bytes(axes: Axes, facts: Facts, labels: list[str]) -> None:
     _bare(axes, "What a step keeps, GiB on each of eight GPUs")
 
 
-def _draw_waits(axes: Axes, facts: Facts, labels: list[str]) -> None:
+def _draw_waits(axes: Axes, *, facts: Facts, labels: list[str]) -> None:
     names = [FORMS[form] for form in facts.waits]
     compute = [a for a, _ in facts.waits.values()]
     exposed = [b for _, b in facts.waits.values()]
@@ -206,10 +236,14 @@ def _bare(axes: Axes, title: str) -> None:
     axes.spines[:].set_visible(False)
 
 
-def outdated(facts: Facts, picture: Path = PICTURE) -> list[str]:
-    """The numbers that the picture should show and does not."""
-    text = picture.read_text() if picture.exists() else ""
-    return [label for label in facts.labels() if f">{label}<" not in text]
+def outdated(facts: Facts) -> list[str]:
+    """The numbers that the pictures should show and do not."""
+    found = []
+    of_themes = [[_panel(name, theme) for name in panels(facts)] for theme in THEMES]
+    for pictures in ([PICTURE], *of_themes):
+        text = "".join(path.read_text() for path in pictures if path.exists())
+        found += [label for label in facts.labels() if f">{label}<" not in text]
+    return found
 
 
 def main() -> int:
@@ -221,7 +255,7 @@ def main() -> int:
     jax.config.update("jax_num_cpu_devices", 8)
     facts = find_facts(jax.devices())
     if not check:
-        draw(facts, PICTURE)
+        draw(facts)
     missing = outdated(facts)
     print("\n".join(missing) or f"{PICTURE} shows what is.")
     return bool(missing)
