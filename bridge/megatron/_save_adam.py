@@ -86,13 +86,6 @@ def save_megatron_adam(
         adam.settings, weights, config, experts_apart=expert_parallel > 1
     )
     narrow = jnp.dtype(config.dtype if param_dtype is None else param_dtype)
-    optimizer = MegatronOptimizer(
-        exp_avg=megatron_tensors(adam.mu, config),
-        exp_avg_sq=megatron_tensors(adam.nu, config),
-        master=None if narrow == FLOAT32 else Cast(weights, FLOAT32),
-        step=int(adam.count),
-        param_groups=tuple(groups),
-    )
     write_decoder(
         path,
         Cast(weights, narrow),
@@ -106,7 +99,13 @@ def save_megatron_adam(
         make_vocab_size_divisible_by=make_vocab_size_divisible_by,
         flags={"consumed_train_samples": consumed_samples, **(flags or {})},
         format=format,
-        optimizer=optimizer,
+        optimizer=MegatronOptimizer(
+            exp_avg=megatron_tensors(adam.mu, config),
+            exp_avg_sq=megatron_tensors(adam.nu, config),
+            master=None if narrow == FLOAT32 else Cast(weights, FLOAT32),
+            step=int(adam.count),
+            param_groups=tuple(groups),
+        ),
         optimizer_format=optimizer_format,
         scheduler={
             **(scheduler or _constant(groups[0])),

@@ -6,17 +6,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, DTypeLike, Float, Int
+from jaxtyping import Array, DTypeLike, Float
 
 from bridge.models._causal_conv import CausalConv, Mask
 from bridge.models._config import DecoderConfig
 from bridge.models._delta_rule import gated_delta_rule
-from bridge.models._layer_state import DeltaNetState
 from bridge.models._linear import Linear
 from bridge.models._norm import Norm
-
-Stream = Float[Array, "batch seq embed"]
-Heads = Float[Array, "batch seq heads dim"]
+from bridge.models._recurrent_mixer import Heads, RecurrentMixer, Stream
 
 # transformers adds this under the root of the length, regardless of the config.
 _LENGTH_EPS = 1e-6
@@ -33,7 +30,7 @@ class _Inputs(NamedTuple):
     step: Float[Array, "batch seq heads"]
 
 
-class DeltaNet(nnx.Module):
+class DeltaNet(RecurrentMixer):
     """Mixer whose state of each head learns values by keys, and is read by queries.
 
     Args:
@@ -72,43 +69,14 @@ class DeltaNet(nnx.Module):
         self.norm = Norm(values[1:], "rms", config.norm_eps, param_dtype=param_dtype)
         self.o_proj = linear(values, embed)
 
-    def __call__(
-        self, x: Stream, segment_ids: Int[Array, "batch seq"] | None
-    ) -> Stream:
-        """Mixes each token with those before it in its segment."""
-        made = self._project(x)
-        made = made._replace(
-            query=self.q_conv(made.query, segment_ids),
-            key=self.k_conv(made.key, segment_ids),
-            value=self.v_conv(made.value, segment_ids),
-        )
-        out, _ = self._recur(made, None, segment_ids, None)
-        return self._finish(out, made.gate)
-
-    def extend(
-        self, x: Stream, state: DeltaNetState, is_token: Mask
-    ) -> tuple[Stream, DeltaNetState]:
-        """Mixes new tokens with those of a state, and returns the state after them.
-
-        Args:
-          x: Normed hidden states of the new tokens.
-          state: State before them.
-          is_token: False behind the last new token of a row; None if all are tokens.
-        """
-        made = self._project(x)
-        query, last_query = self.q_conv.extend(made.query, state.query, is_token)
-        key, last_key = self.k_conv.extend(made.key, state.key, is_token)
-        value, last_value = self.v_conv.extend(made.value, state.value, is_token)
-        made = made._replace(query=query, key=key, value=value)
-        out, memory = self._recur(made, state.memory, None, is_token)
-        after = DeltaNetState(last_query, last_key, last_value, memory)
-        return self._finish(out, made.gate), after
-
     def _project(self, x: Stream) -> _Inputs:
         return _Inputs(
             *(self.q_proj(x), self.k_proj(x), self.v_proj(x), self.z_proj(x)),
             *(self.b_proj(x), self.a_proj(x)),
         )
+
+    def _convs(self) -> dict[str, CausalConv]:
+        return {"query": self.q_conv, "key": self.k_conv, "value": self.v_conv}
 
     def _recur(
         self,
@@ -138,9 +106,9 @@ class DeltaNet(nnx.Module):
         )
         return out.astype(dtype), memory
 
-    def _finish(self, out: Heads, gate: Heads) -> Stream:
+    def _finish(self, made: _Inputs, out: Heads) -> Stream:
         wide = jnp.promote_types(out.dtype, jnp.float32)
-        gated = self.norm(out).astype(wide) * jax.nn.silu(gate.astype(wide))
+        gated = self.norm(out).astype(wide) * jax.nn.silu(made.gate.astype(wide))
         return self.o_proj(gated.astype(out.dtype))
 
 

@@ -6,17 +6,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, DTypeLike, Float, Int
+from jaxtyping import Array, DTypeLike, Float
 
 from bridge.models._causal_conv import CausalConv, Mask
 from bridge.models._config import DecoderConfig
-from bridge.models._layer_state import MambaState
 from bridge.models._linear import Linear
 from bridge.models._norm import Norm
+from bridge.models._recurrent_mixer import Heads, RecurrentMixer, Stream
 from bridge.models._state_space import state_space
-
-Stream = Float[Array, "batch seq embed"]
-Heads = Float[Array, "batch seq heads dim"]
 
 
 class _Inputs(NamedTuple):
@@ -29,7 +26,7 @@ class _Inputs(NamedTuple):
     step: Float[Array, "batch seq heads"]
 
 
-class Mamba(nnx.Module):
+class Mamba(RecurrentMixer):
     """Mixer whose state of each channel decays, adds the token and is read by it.
 
     Args:
@@ -74,42 +71,14 @@ class Mamba(nnx.Module):
         self.o_proj = linear(channels, embed)
         self.sizes = sizes
 
-    def __call__(
-        self, x: Stream, segment_ids: Int[Array, "batch seq"] | None
-    ) -> Stream:
-        """Mixes each token with those before it in its segment."""
-        made = self._project(x)
-        made = made._replace(
-            x=self.x_conv(made.x, segment_ids),
-            b=self.b_conv(made.b, segment_ids),
-            c=self.c_conv(made.c, segment_ids),
-        )
-        out, _ = self._recur(made, None, segment_ids, None)
-        return self._finish(made, out)
-
-    def extend(
-        self, x: Stream, state: MambaState, is_token: Mask
-    ) -> tuple[Stream, MambaState]:
-        """Mixes new tokens with those of a state, and returns the state after them.
-
-        Args:
-          x: Normed hidden states of the new tokens.
-          state: State before them.
-          is_token: False behind the last new token of a row; None if all are tokens.
-        """
-        made = self._project(x)
-        conv_x, last_x = self.x_conv.extend(made.x, state.x, is_token)
-        conv_b, last_b = self.b_conv.extend(made.b, state.b, is_token)
-        conv_c, last_c = self.c_conv.extend(made.c, state.c, is_token)
-        made = made._replace(x=conv_x, b=conv_b, c=conv_c)
-        out, memory = self._recur(made, state.memory, None, is_token)
-        return self._finish(made, out), MambaState(last_x, last_b, last_c, memory)
-
     def _project(self, x: Stream) -> _Inputs:
         return _Inputs(
             *(self.z_proj(x), self.x_proj(x), self.b_proj(x), self.c_proj(x)),
             self.dt_proj(x),
         )
+
+    def _convs(self) -> dict[str, CausalConv]:
+        return {"x": self.x_conv, "b": self.b_conv, "c": self.c_conv}
 
     def _recur(
         self,

@@ -92,16 +92,23 @@ def accumulate(
             loss, _ = trace_loss(call, last, *example, prefetch=prefetch)
             run, _ = trace_gradients(loss, last, *example, scale, prefetch=prefetch)
         new, state, out = backward(run, last, state, jax.tree.map(lambda x: x[-1], xs))
-        # Finished gradients include the earlier sums: the backward pass added them.
-        grads = [
-            n if param.name in finished or not looped else _plus(param, g, n)
-            for param, g, n in zip(plan.params_in_step, grads, new, strict=True)
-        ]
+        grads = _with_last(plan, grads, new, finished) if looped else new
         outs.append(jax.tree.map(lambda x: x[None], out))
-    reduced = _all_reduced(plan, grads, finished)
+    return _all_reduced(plan, grads, finished), state, _joined(outs)
+
+
+def _with_last(plan: Plan, grads: Grads, new: Grads, finished: set[str]) -> Grads:
+    """Adds the last microbatch's gradients; those of `finished` include the sums."""
+    return [
+        n if param.name in finished else _plus(param, g, n)
+        for param, g, n in zip(plan.params_in_step, grads, new, strict=True)
+    ]
+
+
+def _joined(outs: Sequence[Any]) -> Any:
+    """Concatenates what the loop and the last microbatch report, over microbatches."""
     totals, counts, aux = zip(*outs, strict=True)
-    out = (jnp.concatenate(totals), jnp.concatenate(counts), join_aux(list(aux)))
-    return reduced, state, out
+    return jnp.concatenate(totals), jnp.concatenate(counts), join_aux(list(aux))
 
 
 def _all_reduced(plan: Plan, grads: Grads, finished: set[str]) -> list[Array]:
