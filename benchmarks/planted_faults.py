@@ -1,14 +1,17 @@
 """In how many cases compositions and mutated configs find faults that are planted.
 
     PYTHONPATH=tests:tests/bridge python benchmarks/planted_faults.py [--cases 300]
-    PYTHONPATH=tests:tests/bridge python benchmarks/planted_faults.py --only 'NAME'
+    PYTHONPATH=tests:tests/bridge python benchmarks/planted_faults.py \
+        --only 'NAME' ... --seeds 14 ...
 
 Cases are drawn by their numbers, as `composition_fuzz.py` and `config_fuzz.py` do; of
 configs, those of the family that the fault is in. A composition is run on one device
 once, and on a mesh with each fault that is not found yet and whose functions it calls.
 A fault is found by a case whose numbers differ, or that is refused though it is not
-without the fault, or the other way round. A run goes on where the JSON beside it ends,
-and ends with 1 if a fault is not found.
+without the fault, or the other way round. `found` has the number of a case that finds
+it: with `--seeds`, which looks where a fault is likely to be seen, that is a bound, and
+else the first. A run goes on where the JSON beside it ends, and ends with 1 if a fault
+is not found.
 """
 
 from __future__ import annotations
@@ -42,7 +45,7 @@ def main() -> int:
     config_fuzz.silence()
     conditions = result.begin(options, PACKAGES)
     found = result.resumed(options, _EMPTY)
-    names = [options.only] if options.only else [*PLANTED_CONFIGS, *PLANTED]
+    names = options.only or [*PLANTED_CONFIGS, *PLANTED]
 
     def write() -> None:
         result.write(options, conditions, found, show=False)
@@ -61,7 +64,9 @@ def _parse() -> argparse.Namespace:
         description="Counts the cases until planted faults are found."
     )
     parser.add_argument("--cases", type=int, default=300)
-    parser.add_argument("--only", choices=[*PLANTED_CONFIGS, *PLANTED])
+    faults = [*PLANTED_CONFIGS, *PLANTED]
+    parser.add_argument("--only", nargs="+", choices=faults, metavar="NAME")
+    parser.add_argument("--seeds", nargs="+", type=int, help="of compositions")
     result.add_arguments(parser)
     parser.set_defaults(out=result.RESULTS / "planted_faults.json")
     return parser.parse_args()
@@ -101,15 +106,16 @@ def _search_compositions(
     write: Callable[[], None],
 ) -> None:
     sought = [n for n in PLANTED if n in names and n not in found["found"]]
-    first = 0 if options.only else found["compositions"]
-    for seed in range(first, options.cases):
+    is_whole = not (options.only or options.seeds)
+    first = found["compositions"] if is_whole else 0
+    for seed in options.seeds or range(first, options.cases):
         if not sought:
             return
         started = time.process_time()
         for name in _found_by(case_of_seed(seed), sought):
             found["found"][name] = seed + 1
             sought.remove(name)
-        if not options.only:
+        if is_whole:
             found["compositions"] = seed + 1
         found["cpu_seconds"] += round(time.process_time() - started, 1)
         write()

@@ -41,14 +41,15 @@ class Block(nnx.Module):
         for name, value in values.items():
             setattr(self, name, nnx.Param(value))
         self.table = nnx.Variable(table_of(case)) if case.buffer else None
-        self.norm, self.sows, self.balance = None, case.sow, None
+        self.sows, self.balance, norm = case.sow, None, None
         if case.norm != "none":
-            self.norm = nnx.BatchNorm(
+            norm = nnx.BatchNorm(
                 *(block_shapes(case)["bias"][0],),
                 use_running_average=False,
                 param_dtype=jnp.float64,
                 rngs=nnx.Rngs(0),
             )
+        self.norm = norm  # Once: nnx would take what was None before for static.
 
     def __call__(self, x, mask):
         def get(name):
