@@ -15,6 +15,7 @@ from typing import Any
 import jax
 
 from fsdp_jax._tree import PyTree
+from fsdp_jax.lora._composed_weight import Derived
 from fsdp_jax.step._shard import Shard, is_shard
 
 
@@ -35,11 +36,9 @@ def with_scannable_shards(tree: PyTree) -> PyTree:
         if not is_named(node) or not is_shard(node.array):
             return node
         array = node.array
-        if isinstance(array, Shard):
-            array = _ShapedShard(
-                **{f.name: getattr(array, f.name) for f in dataclasses.fields(array)}
-            )
-        return _scannable(haliax.NamedArray)(array, node.axes)
+        shaped = _ShapedDerived if isinstance(array, Derived) else _ShapedShard
+        fields = {f.name: getattr(array, f.name) for f in dataclasses.fields(array)}
+        return _scannable(haliax.NamedArray)(shaped(**fields), node.axes)
 
     return jax.tree.map(replaced, tree, is_leaf=lambda n: is_named(n) or is_shard(n))
 
@@ -56,8 +55,27 @@ class _ShapedShard(Shard):
     @property
     def shape(self) -> tuple[int, ...]:
         """Logical shape, with the stacked dims that are left."""
-        stacked = self.value.shape[: self.num_stacked]
-        return (*stacked, *self.param.shape[self.param.num_stacked :])
+        return _shape(self)
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("parts", "key"),
+    meta_fields=("recipe",),
+)
+@dataclasses.dataclass(frozen=True)
+class _ShapedDerived(Derived):
+    """A weight of several parameters that tells the shape of the first of them."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Logical shape, with the stacked dims that are left."""
+        return _shape(self.parts[0])
+
+
+def _shape(shard: Shard) -> tuple[int, ...]:
+    stacked = jax.tree.leaves(shard.value)[0].shape[: shard.num_stacked]
+    return (*stacked, *shard.param.shape[shard.param.num_stacked :])
 
 
 @functools.cache
