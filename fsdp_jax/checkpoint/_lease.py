@@ -31,6 +31,8 @@ from fsdp_jax.checkpoint._writer import (
 _RENEW_SECS = 5.0
 _EXPIRES_SECS = 30.0
 _LOOK_SECS = 0.5
+# Beyond any lease.
+_MAX_BYTES = 2**16
 # After the lease of a dead writer is replaced: another may have replaced it too.
 _SETTLE_SECS = 0.2
 
@@ -71,9 +73,14 @@ class Lease:
         seen: float | None = None
         while not self._create():
             try:
-                renewed = self._file.stat().st_mtime
+                renewed = self._file.lstat().st_mtime
             except FileNotFoundError:
                 continue
+            if self._file.is_dir():
+                raise ValueError(
+                    f"'{self._file}' is a folder, and the file of this name says who "
+                    "writes to the directory: remove or rename the folder."
+                )
             other = _read(self._file)
             dead = other is not None and other.is_dead
             if dead or self._age(renewed) > _EXPIRES_SECS:
@@ -151,6 +158,9 @@ def leased(path: str | os.PathLike[str]) -> Iterator[None]:
 def _read(file: Path) -> Writer | None:
     """Returns the content of a lease; None if there is none, or it is not readable."""
     try:
-        return decode_writer(file.read_bytes())
+        if file.is_symlink() or not file.is_file():  # opening a pipe would wait
+            return None
+        with file.open("rb") as opened:
+            return decode_writer(opened.read(_MAX_BYTES))
     except OSError:
         return None

@@ -26,6 +26,8 @@ from fsdp_jax.checkpoint._seal import Seal, seal
 from fsdp_jax.checkpoint._zarr import root_cause
 
 NAME = "manifest.json"
+# Folder of a step that holds its arrays and its manifest.
+ITEM = "state"
 # Increased when older readers, or older steps, could be misread.
 FORMAT = 2
 # What reading JSON of another kind than expected may raise.

@@ -18,7 +18,7 @@ import orbax.checkpoint as ocp
 from fsdp_jax.checkpoint._checksums import CHECKSUMMED, is_checksummed
 from fsdp_jax.checkpoint._deferred_write import Writing
 from fsdp_jax.checkpoint._leaf_names import Leaf
-from fsdp_jax.checkpoint._manifest import Identity, write_manifest
+from fsdp_jax.checkpoint._manifest import ITEM, Identity, write_manifest
 from fsdp_jax.checkpoint._multihost import (
     TIMEOUT_SECS,
     collect,
@@ -30,12 +30,11 @@ from fsdp_jax.checkpoint._multihost import (
 )
 from fsdp_jax.checkpoint._orbax_store import atomicity
 from fsdp_jax.checkpoint._paths import as_path, files_in, is_local, remove_tree
-from fsdp_jax.checkpoint._replace import finish_replacements
+from fsdp_jax.checkpoint._replace import finish_replacements, is_step_name
 from fsdp_jax.checkpoint._seal_exchange import Sealing, take_seals
 from fsdp_jax.checkpoint._store_path import COMMIT_MARKER
 from fsdp_jax.checkpoint._zarr import crop, zarr_metadata
 
-ITEM = "state"
 # Unit of reads: a load onto another mesh reads little more than it needs.
 _CHUNK_BYTES = 32 * 2**20
 # A file is written to disk while the next one is encoded; with Orbax's 2 GiB, a smaller
@@ -245,7 +244,7 @@ def _unfinished_in_store(path: Path) -> list[Path]:
     return [
         path / step
         for step, files in inside.items()
-        if step.isdecimal()
+        if is_step_name(step)
         and (COMMIT_MARKER not in files or f"{ITEM}/{_FAILED}" in files)
         and any(file == _BEGUN or file.startswith(f"{ITEM}/") for file in files)
     ]

@@ -15,6 +15,7 @@ from fsdp_jax._tree import matches
 from fsdp_jax.checkpoint import _assets, _objects
 from fsdp_jax.checkpoint._lease import leased
 from fsdp_jax.checkpoint._manifest import (
+    ITEM,
     Manifest,
     check_seals,
     holds_arrays,
@@ -22,7 +23,7 @@ from fsdp_jax.checkpoint._manifest import (
     write_manifest,
 )
 from fsdp_jax.checkpoint._multihost import together
-from fsdp_jax.checkpoint._orbax_handler import ITEM, UNFINISHED, remove_unfinished
+from fsdp_jax.checkpoint._orbax_handler import UNFINISHED, remove_unfinished
 from fsdp_jax.checkpoint._paths import as_path, is_local
 from fsdp_jax.checkpoint._replace import replace_step, step_folder
 from fsdp_jax.checkpoint._seal import seal_files

@@ -8,11 +8,17 @@ takes its name. The next save completes a replacement that was interrupted.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from pathlib import Path
 
+from fsdp_jax.checkpoint._manifest import ITEM
+from fsdp_jax.checkpoint._manifest import NAME as MANIFEST
 from fsdp_jax.checkpoint._paths import as_path, is_local
+from fsdp_jax.checkpoint._store_path import COMMIT_MARKER
 
+# As `str` writes the number: neither "007" nor other digits than 0 to 9.
+_STEP = re.compile("0|[1-9][0-9]*")
 _NEW, _OLD = ".fsdp-jax-new", ".fsdp-jax-old"
 
 
@@ -21,14 +27,26 @@ def step_folder(path: str | os.PathLike[str], step: int) -> Path:
     directory = as_path(path)
     new = directory / f"{step}{_NEW}"
     # In an object store no step is replaced.
-    is_new = is_local(directory) and new.exists()
+    is_new = is_local(directory) and is_committed(new)
     return new if is_new else directory / str(step)
+
+
+def is_committed(folder: Path) -> bool:
+    """Returns whether a folder is a complete step: it has both markers."""
+    files = (folder / COMMIT_MARKER, folder / ITEM / MANIFEST)
+    return all(file.is_file() for file in files)
 
 
 def steps_in(path: Path) -> set[int]:
     """Returns the step numbers of all folders, committed or not."""
-    names = {child.name.removesuffix(_NEW) for child in path.iterdir()}
-    return {int(name) for name in names if name.isdecimal()}
+    replacing = [new.name.removesuffix(_NEW) for new in _replacing(path)]
+    names = {*(child.name for child in path.iterdir()), *replacing}
+    return {int(name) for name in names if is_step_name(name)}
+
+
+def is_step_name(name: str) -> bool:
+    """Returns whether a folder of this name is that of a step."""
+    return _STEP.fullmatch(name) is not None
 
 
 def replace_step(path: Path, step: int, by: Path) -> None:
@@ -47,18 +65,24 @@ def replace_step(path: Path, step: int, by: Path) -> None:
 
 def finish_replacements(path: Path) -> None:
     """Completes replacements that were interrupted."""
-    for new in _with_suffix(path, _NEW):
+    for new in _replacing(path):
         folder = path / new.name.removesuffix(_NEW)
         if folder.exists():
             folder.rename(path / f"{folder.name}{_OLD}")
         new.rename(folder)
     for old in _with_suffix(path, _OLD):
-        shutil.rmtree(old, ignore_errors=True)
+        if is_committed(path / old.name.removesuffix(_OLD)):
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def _replacing(path: Path) -> list[Path]:
+    """Returns the folders that are to replace a step; each is complete."""
+    return [new for new in _with_suffix(path, _NEW) if is_committed(new)]
 
 
 def _with_suffix(path: Path, suffix: str) -> list[Path]:
     found = path.glob(f"*{suffix}")
-    return [child for child in found if child.name.removesuffix(suffix).isdecimal()]
+    return [child for child in found if is_step_name(child.name.removesuffix(suffix))]
 
 
 def _write_all_through(folder: Path) -> None:

@@ -6,7 +6,9 @@ import os
 import re
 import secrets
 from collections.abc import Callable
+from typing import Any
 
+from fsdp_jax.checkpoint._manifest import DamagedCheckpointError
 from fsdp_jax.checkpoint._paths import as_path, is_local
 from fsdp_jax.checkpoint._replace import write_through
 
@@ -18,19 +20,26 @@ def find_run_id(path: str | os.PathLike[str]) -> str | None:
     """Returns the id of the run that saves to a directory; None if it has none.
 
     Raises:
-      ValueError: If the file with the id holds anything else, such as a path.
+      DamagedCheckpointError: If the file with the id holds anything else, such as a
+        path, or is no file.
     """
     file = as_path(path) / _NAME
+    if file.is_symlink() or (file.exists() and not file.is_file()):
+        raise _damaged(file, "is a link, or no regular file")
     if not file.exists():
         return None
     with file.open("rb") as opened:
         text = opened.read(100).decode(errors="replace")
     if not _ID.fullmatch(text):
-        raise ValueError(
-            f"'{file}' holds {text[:40]!r}, and an id of a run has 16 hex digits. "
-            "Remove the file: the next save makes a new one."
-        )
+        raise _damaged(file, f"holds {text[:40]!r}")
     return text
+
+
+def _damaged(file: Any, what: str) -> DamagedCheckpointError:
+    return DamagedCheckpointError(
+        f"'{file}' {what}, and an id of a run has 16 hex digits. Remove it: the next "
+        "save makes a new one, of the newest step."
+    )
 
 
 def make_run_id(
@@ -44,7 +53,7 @@ def make_run_id(
         A directory without an id belongs to the run of its newest step.
 
     Raises:
-      ValueError: If the file with the id holds anything else.
+      DamagedCheckpointError: If the file with the id holds anything else.
     """
     found = find_run_id(path)
     if found is not None:
@@ -55,8 +64,9 @@ def make_run_id(
         (directory / _NAME).write_text(made)
         return made
     directory.mkdir(parents=True, exist_ok=True)
-    part = directory / f"{_NAME}.part"
-    part.write_text(made)
+    part = directory / f"{_NAME}.{secrets.token_hex(4)}.part"
+    with part.open("x") as file:
+        file.write(made)
     write_through(part)
     part.rename(directory / _NAME)
     write_through(directory)

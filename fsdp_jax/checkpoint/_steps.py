@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from fsdp_jax.checkpoint import _manifest
 from fsdp_jax.checkpoint._manifest import (
+    ITEM,
     DamagedCheckpointError,
     Manifest,
     check_files,
@@ -18,9 +19,13 @@ from fsdp_jax.checkpoint._manifest import (
     read_manifest,
     unreadable,
 )
-from fsdp_jax.checkpoint._orbax_handler import ITEM
 from fsdp_jax.checkpoint._paths import as_path, files_in, is_local
-from fsdp_jax.checkpoint._replace import step_folder, steps_in
+from fsdp_jax.checkpoint._replace import (
+    is_committed,
+    is_step_name,
+    step_folder,
+    steps_in,
+)
 from fsdp_jax.checkpoint._run_id import find_run_id
 from fsdp_jax.checkpoint._store_path import COMMIT_MARKER
 from fsdp_jax.checkpoint._zarr import read_all
@@ -40,7 +45,7 @@ def committed_steps(path: str | os.PathLike[str]) -> list[int]:
     if not directory.is_dir():
         return []
     steps = steps_in(directory)
-    return sorted(step for step in steps if _is_committed(step_folder(path, step)))
+    return sorted(step for step in steps if is_committed(step_folder(path, step)))
 
 
 def latest_step(path: str | os.PathLike[str]) -> int | None:
@@ -146,18 +151,16 @@ def set_aside(path: str | os.PathLike[str], step: int, why: str = "damaged") -> 
     """
     folder = step_folder(path, step)
     names = (f"{step}.{why}{'-' * bool(n)}{n or ''}" for n in itertools.count())
-    free = next(name for name in names if not (as_path(path) / name).exists())
-    return folder.rename(as_path(path) / free)
+    places = (as_path(path) / name for name in names)
+    # A link to nothing does not exist, and is in the way.
+    return folder.rename(
+        next(to for to in places if not (to.exists() or to.is_symlink()))
+    )
 
 
 def state_directory(path: str | os.PathLike[str], step: int) -> Path:
     """Returns the folder with the arrays and the manifest of a step."""
     return step_folder(as_path(path).absolute(), step) / ITEM
-
-
-def _is_committed(folder: Path) -> bool:
-    files = (folder / COMMIT_MARKER, folder / ITEM / _manifest.NAME)
-    return all(file.is_file() for file in files)
 
 
 def _committed_in_store(directory: Any) -> list[int]:
@@ -166,7 +169,7 @@ def _committed_in_store(directory: Any) -> list[int]:
     ends = (COMMIT_MARKER, f"{ITEM}/{_manifest.NAME}")
     steps = {step for step, _, _ in (name.partition("/") for name in names)}
     complete = [s for s in steps if all(f"{s}/{end}" in names for end in ends)]
-    return sorted(int(step) for step in complete if step.isdecimal())
+    return sorted(int(step) for step in complete if is_step_name(step))
 
 
 def _latest_good(path: str | os.PathLike[str], available: list[int]) -> int:

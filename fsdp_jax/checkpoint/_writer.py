@@ -11,6 +11,9 @@ import socket
 import time
 from pathlib import Path
 
+# Beyond any process id and number of renewals.
+_MAX_NUMBER = 2**40
+
 
 @dataclasses.dataclass(frozen=True)
 class Writer:
@@ -56,11 +59,20 @@ def this_writer() -> Writer:
 
 
 def decode_writer(content: bytes | None) -> Writer | None:
-    """Returns the writer in a lease; None if it is not readable."""
+    """Returns the writer in a lease; None if no writer wrote it."""
     try:
-        return Writer(**json.loads(content or b""))
-    except (ValueError, TypeError):
+        fields = json.loads(content or b"")
+        writer = Writer(**fields)
+    except (ValueError, TypeError, RecursionError):
         return None
+    return writer if all(map(_is_typed, fields, fields.values())) else None
+
+
+def _is_typed(name: str, value: object) -> bool:
+    """Returns whether a field has the type and range that are written."""
+    if name in ("pid", "renewals"):
+        return type(value) is int and 0 <= value < _MAX_NUMBER
+    return isinstance(value, str) and value.isprintable()
 
 
 def refusal(directory: object, other: Writer | None) -> ValueError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
@@ -81,6 +82,25 @@ def test_a_run_goes_on_keeps_the_newest_and_rolls_back(run, store):
         assert checkpointer.save(3, state_at(3))
     assert folders(store) == {"2", "3", "3.abandoned", "run_id"}
     assert check(fsdp.load(run, like())) == 3
+
+
+def test_local_steps_beside_a_store_are_resumed_and_their_loss_is_not(store, tmp_path):
+    run, disk = "s3://bucket/runs/1", tmp_path / "disk"
+    every = policies.FixedIntervalPolicy(2)
+    options = fsdp.checkpoint.LocalCheckpoints(disk, every=1)
+
+    def opened():
+        return fsdp.Checkpointer(run, save_decision_policy=every, local=options)
+
+    with opened() as checkpointer:
+        assert all(checkpointer.save(step, state_at(step)) for step in (1, 2, 3))
+    with opened() as checkpointer:
+        assert check(checkpointer.resume(like())) == 3
+    shutil.rmtree(disk)
+    with opened() as checkpointer:
+        assert check(checkpointer.resume(like())) == 2
+    with pytest.raises(ValueError, match=facts(run)):
+        fsdp.checkpoint.LocalCheckpoints(run, every=1)
 
 
 def test_requests_that_fail_now_and_then_are_repeated(run, store):

@@ -24,7 +24,7 @@ import numpy as np
 from jaxtyping import UInt8
 
 from fsdp_jax.checkpoint._leaf_names import Leaf
-from fsdp_jax.checkpoint._manifest import DamagedCheckpointError
+from fsdp_jax.checkpoint._manifest import MISREAD, DamagedCheckpointError
 from fsdp_jax.checkpoint.local._layout import (
     Layout,
     Region,
@@ -155,6 +155,8 @@ def open_file(path: Path) -> ShardFile:
       DamagedCheckpointError: If its header is not as it was written, the file has
         another length than the header says, or it is that of another save or process.
     """
+    if path.is_symlink() or not path.is_file():  # opening a pipe would wait
+        raise _damaged(str(path), "a link, or no regular file")
     try:
         return parse(str(path), np.memmap(path, np.uint8, "r"), path)
     except (OSError, ValueError) as error:
@@ -181,12 +183,15 @@ def parse(name: str, content: Bytes, path: Path) -> ShardFile:
     body = content[_PREFIX.size : start].tobytes()
     if magic != _MAGIC or zlib.crc32(body) != checksum:
         raise _damaged(name, "its header")
-    header = header_from_json(json.loads(body[:text]))
-    place = f"{header.folder}/{file_name(header.process)}"
+    try:
+        header = header_from_json(json.loads(body[:text]))
+        place = f"{header.folder}/{file_name(header.process)}"
+        layout = header.layout
+        sizes = [layout.num_bytes(*shard) for shard in layout.shards(header.process)]
+    except MISREAD as error:
+        raise _damaged(name, f"its header: {error!r:.80}") from error
     if place != f"{path.parent.name}/{path.name}":
         raise _damaged(name, f"it is '{place}'")
-    layout = header.layout
-    sizes = [layout.num_bytes(*shard) for shard in layout.shards(header.process)]
     if len(content) != start + sum(sizes):
         raise _damaged(name, f"{len(content)} bytes, not {start + sum(sizes)}")
     checksums = np.frombuffer(body[text:], "<u4").tolist()
