@@ -6,6 +6,7 @@ from fsdp_jax.checkpoint._bucket import ObjectStoreError as ObjectStoreError
 from fsdp_jax.checkpoint._checkpointer import Checkpointer as Checkpointer
 from fsdp_jax.checkpoint._keep_best import KeepBest as KeepBest
 from fsdp_jax.checkpoint._load import load as load
+from fsdp_jax.checkpoint._load import load_average as load_average
 from fsdp_jax.checkpoint._load import load_metadata as load_metadata
 from fsdp_jax.checkpoint._load import load_params as load_params
 from fsdp_jax.checkpoint._load import load_shapes as load_shapes

@@ -31,6 +31,8 @@ from fsdp_jax.checkpoint._typed_json import decode
 from fsdp_jax.checkpoint._zarr import Arrays
 
 _PARAMS = "params."
+_STATE = "opt_state."
+_EMA = ".ema."
 
 
 def load(
@@ -142,6 +144,50 @@ def load_params(
     wanted = {_PARAMS + name: leaf for name, leaf in flatten(like).items()}
     values, _ = _read(path, wanted, step, _PARAMS, Options(cast=cast), {})
     return unflatten(like, {n.removeprefix(_PARAMS): x for n, x in values.items()})
+
+
+def load_average(
+    path: str | os.PathLike[str],
+    like: PyTree,
+    *,
+    step: Step = None,
+    cast: Cast = "never",
+) -> PyTree:
+    """Loads the average of the parameters that `fsdp_jax.optim.ema_of_params` made.
+
+    Parameters that were not trained have no average, and are loaded themselves.
+
+    Args:
+      path: Directory that `save` wrote to.
+      like: Abstract parameters, `plan.params` of any mesh.
+      step: Step to load, as in `load`.
+      cast: Casts of floats, as in `load`; the average is in float32 or wider.
+
+    Returns:
+      Arrays in the structure, dtypes and shardings of `like`.
+
+    Raises:
+      ValueError: If the step has no average, or it does not fit `like`, as in `load`.
+      DamagedCheckpointError: If the step is not as it was written.
+    """
+    path = as_path(path)
+    step = _agreed_step(path, step)
+    stored = load_shapes(path, step=step)
+    heads = {n.partition(_EMA)[0] for n in stored if n.startswith(_STATE) and _EMA in n}
+    if len(heads) != 1:
+        raise ValueError(
+            f"Step {step} of '{path}' has {len(heads)} averages of its parameters. "
+            "Train with fsdp_jax.optim.ema_of_params, once in the optimizer."
+        )
+    prefix = heads.pop() + _EMA
+    leaves = flatten(like)
+    averaged = {n: f"{prefix}{n}" for n in leaves if f"{prefix}{n}" in stored}
+    names = {n: averaged.get(n, f"{_PARAMS}{n}") for n in leaves}
+    wanted = {names[n]: leaf for n, leaf in leaves.items()}
+    # The other parts of the state are not asked for.
+    options = Options(strict="assume_ok_unexpected", cast=cast)
+    values, _ = _read(path, wanted, step, "", options, {})
+    return unflatten(like, {n: values[names[n]] for n in leaves})
 
 
 def load_shapes(

@@ -115,6 +115,19 @@ def next_row(state: Mapping[str, int], batch: int) -> int:
     return state.get("first_row", 0) + state["next_index"] * batch
 
 
+def with_batch(state: Mapping[str, int], stored: int, batch: int) -> dict[str, int]:
+    """Returns a position for another number of rows in a batch: at the same row.
+
+    Args:
+      state: Position from `Batches.get_state`.
+      stored: Rows of the global batches read until then.
+      batch: Rows of the next ones.
+    """
+    if batch == stored:
+        return dict(state)
+    return {"first_row": next_row(state, stored), "next_index": 0}
+
+
 def make_batches(tokens: Tokens, config: DataConfig, shard: HostShard) -> Batches:
     """Makes this host's rows of global batches, shuffled anew each epoch, without end.
 

@@ -6,7 +6,7 @@ import dataclasses
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import jax
 import optax
@@ -142,6 +142,7 @@ class Checkpoint:
       config: Config of the model.
       metadata: Metadata of the step.
       files: Directory with the model's tokenizer; None if there is none.
+      averaged: Whether its weights are the average that --ema made.
     """
 
     path: Path
@@ -149,14 +150,13 @@ class Checkpoint:
     config: DecoderConfig
     metadata: dict[str, Any]
     files: Path | None = None
+    averaged: bool = False
 
     def load_params(self, like: PyTree) -> PyTree:
         """Loads the weights like `like`, in its dtypes; LoRA's factors merged in."""
         if adapter := adapter_of(self.metadata):
             return adapter.load_merged(self.path, self.step, like, self.config)
-        return fsdp.checkpoint.load_params(
-            self.path, like, step=self.step, cast="floats"
-        )
+        return self._load(like, cast="floats")
 
     def load_params_as_stored(self, like: PyTree) -> PyTree:
         """Loads the weights like `like`, in the dtypes of the checkpoint.
@@ -165,9 +165,14 @@ class Checkpoint:
         """
         if adapter_of(self.metadata):
             return self.load_params(like)
-        return fsdp.checkpoint.load_params(
-            self.path, like, step=self.step, cast="as_stored"
-        )
+        return self._load(like, cast="as_stored")
+
+    def _load(self, like: PyTree, cast: Literal["floats", "as_stored"]) -> PyTree:
+        if self.averaged:
+            load = fsdp.checkpoint.load_average
+        else:
+            load = fsdp.checkpoint.load_params
+        return load(self.path, like, step=self.step, cast=cast)
 
     def lazy_params(self) -> PyTree:
         """Returns leaves that are read now, onto one device."""

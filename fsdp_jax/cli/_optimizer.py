@@ -56,6 +56,7 @@ class OptimizerConfig:
       eps: Constant added to the root of the second moments.
       clip: Norm to which gradients are clipped; 0 for not.
       optimizer_bits: Bits of an element of the moments.
+      ema: Decay of an average of the weights, kept beside them; 0 for none.
     """
 
     optimizer: OptimizerName = "adamw"
@@ -72,6 +73,7 @@ class OptimizerConfig:
     eps: float = 1e-8
     clip: float = 0.0
     optimizer_bits: OptimizerBits = 32
+    ema: float = 0.0
 
     def problems(self) -> list[str]:
         """Returns what is out of range or without effect, by option."""
@@ -82,7 +84,7 @@ class OptimizerConfig:
         ]
         wrong += [
             f"{_option(name)} {value}: at least 0, less than 1"
-            for name in ("b1", "b2")
+            for name in ("b1", "b2", "ema")
             if (value := getattr(self, name)) is not None and not 0 <= value < 1
         ]
         if not 0 < self.lr_decay <= 1:
@@ -152,7 +154,9 @@ class OptimizerConfig:
             optax.add_decayed_weights(self.weight_decay, self.is_decayed),
             optax.scale_by_learning_rate(self.schedule()),
         )
-        return fsdp.optim.eight_bit(tx) if self.optimizer_bits == 8 else tx
+        if self.optimizer_bits == 8:
+            tx = fsdp.optim.eight_bit(tx)
+        return optax.chain(tx, fsdp.optim.ema_of_params(self.ema)) if self.ema else tx
 
     def _direction(self, matrices: Mapping[str, int]) -> optax.GradientTransformation:
         b2 = self.b2 if self.b2 is not None else _B2[self.optimizer]

@@ -52,6 +52,8 @@ class TrainConfig:
             wrong.append(f"--microbatches {self.microbatches}: at least 1")
         if self.optimizer.optimizer == "muon" and self.lora.lora_rank:
             wrong.append("--optimizer muon is for whole matrices, not for --lora-rank")
+        if self.optimizer.ema and self.lora.lora_rank:
+            wrong.append("--ema averages the weights of a model, not of --lora-rank")
         if wrong:
             raise ValueError("; ".join(wrong) + ".")
 
@@ -140,16 +142,17 @@ def merge_options(
       defaults: Defaults of the model, by name.
 
     Raises:
-      ValueError: If a given value would change the batches of a resumed run, what it
+      ValueError: If a given value would change the rows of a resumed run, what it
         trains or the form of its state, or is out of its range.
     """
     if not stored:
         return config_of({**defaults, **given})
     saved = stored_config(stored)
     values = saved.values()
-    if changed := _changed(_names(DataConfig), given, values):
+    same = [name for name in _names(DataConfig) if name != "batch"]
+    if changed := _changed(same, given, values):
         raise ValueError(
-            f"A resumed run goes on with the same batches, which {', '.join(changed)} "
+            f"A resumed run goes on with the same rows, which {', '.join(changed)} "
             "would change. Leave the option out, or start anew: export the checkpoint "
             "and train with --hf."
         )
@@ -192,6 +195,10 @@ def _check_same_state(config: TrainConfig, saved: TrainConfig) -> None:
     """Raises a `ValueError` unless the optimizer's state has the form it had."""
     of_the_state = ("optimizer", "optimizer_bits")
     changed = _changed(of_the_state, vars(config.optimizer), vars(saved.optimizer))
+    if bool(config.optimizer.ema) != bool(saved.optimizer.ema):
+        changed.append(
+            f"--ema {config.optimizer.ema} (saved with {saved.optimizer.ema})"
+        )
     now, then = config.precision, saved.precision
     if (now.scale() is None) != (then.scale() is None):
         changed.append(

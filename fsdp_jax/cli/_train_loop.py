@@ -17,6 +17,7 @@ import fsdp_jax as fsdp
 from fsdp_jax.cli._callback import Callback, call
 from fsdp_jax.cli._context_parallel import num_rows, num_targets, split_rows
 from fsdp_jax.cli._data import Batches, position
+from fsdp_jax.cli._data_config import DataConfig
 from fsdp_jax.cli._decoder import Batch
 from fsdp_jax.cli._errors import CheckFailed
 from fsdp_jax.cli._held_out import HeldOut
@@ -34,6 +35,7 @@ from fsdp_jax.cli._routing import Routing, move_biases
 from fsdp_jax.cli._run_options import LogOptions, SaveOptions
 from fsdp_jax.cli._samples import Samples
 from fsdp_jax.cli._screen import step_screen
+from fsdp_jax.cli._training_data import move_to
 from fsdp_jax.cli._utilization import Utilization, utilization_of
 
 
@@ -50,6 +52,7 @@ class Run:
       options: Options of the run, by section.
       metadata: Metadata of each saved step, beside the position in the data.
       files: Files saved with each step.
+      data: Options of the data.
       loss_fn: Loss from `training_loss`, or from `document_loss`.
       per_token: Whether it is from `document_loss`.
       microbatches: Microbatches a step.
@@ -70,6 +73,7 @@ class Run:
     options: dict[str, Any]
     metadata: dict[str, Any]
     files: dict[str, list[Path]]
+    data: DataConfig
     loss_fn: Callable[..., Any]
     per_token: bool = False
     microbatches: int = 1
@@ -153,7 +157,7 @@ def _resume_locally(
         return None
     say(f"resuming from step {int(state.step)} on the local disks")
     assert checkpointer.metadata is not None
-    batches.set_state(checkpointer.metadata["data"])
+    move_to(batches, checkpointer.metadata, run.data)
     return state
 
 

@@ -108,6 +108,8 @@ class OptimizerOptions:
       eps: Constant added to the root of the second moments; default 1e-8.
       clip: Norm to which gradients are clipped; default 0: not clipped.
       optimizer_bits: Bits of an element of the moments; default 32.
+      ema: Decay of an average of the weights, which eval, generate and export use with
+        their --ema; default 0: none.
       label_smoothing: Fraction of each target spread over the vocabulary; default 0.
       z_loss: Weight of the squared log-normalizer of the logits; default 0.
     """
@@ -126,6 +128,7 @@ class OptimizerOptions:
     eps: Unset[float] = None
     clip: Unset[float] = None
     optimizer_bits: Unset[OptimizerBits] = None
+    ema: Unset[float] = None
     label_smoothing: Unset[float] = None
     z_loss: Unset[float] = None
 

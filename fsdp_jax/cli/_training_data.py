@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from fsdp_jax.cli._data import Batches, Windows, make_batches, mixed_batches, origins
+from fsdp_jax.cli._data import (
+    Batches,
+    Windows,
+    make_batches,
+    mixed_batches,
+    origins,
+    with_batch,
+)
 from fsdp_jax.cli._data_config import DataConfig
 from fsdp_jax.cli._document_data import DocumentData, Encoder, read_documents
+from fsdp_jax.cli._log import say
 from fsdp_jax.cli._model_source import Origin, tokenizer_file
 from fsdp_jax.cli._records import is_jsonl
 from fsdp_jax.cli._tokenizer import TextCodec, open_codec, stop_tokens
@@ -81,6 +90,25 @@ def batches_of(data: TrainingData, config: DataConfig, shard: HostShard) -> Batc
     if isinstance(data, DocumentData):
         return mixed_batches(data.sources, data.weights, config, shard)
     return make_batches(data, config, shard)
+
+
+def move_to(batches: Batches, metadata: Mapping[str, Any], config: DataConfig) -> None:
+    """Moves batches to the position of a saved step: to the row that came next there.
+
+    Args:
+      batches: Batches from `batches_of`.
+      metadata: Metadata of the step; without a position, the batches stay.
+      config: Batch of this run, which may differ from that of the step.
+    """
+    if "data" not in metadata:
+        return
+    stored = metadata["train"]["data"]["batch"]
+    if stored != config.batch:
+        say(
+            f"the batch changes from {stored} to {config.batch} rows: the same rows "
+            "in the same order, in other batches; schedules count updates as before"
+        )
+    batches.set_state(with_batch(metadata["data"], stored, config.batch))
 
 
 def name_rows(data: TrainingData, config: DataConfig, rows: Sequence[int]) -> str:

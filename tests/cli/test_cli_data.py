@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from helpers.errors import facts
 
-from fsdp_jax.cli._data import make_batches, position
+from fsdp_jax.cli._data import make_batches, position, with_batch
 from fsdp_jax.cli._data_config import DataConfig
 from fsdp_jax.cli._tokens import Tokens, fingerprint, read_tokens
 from fsdp_jax.data import HostShard
@@ -134,3 +134,21 @@ def test_a_file_that_is_no_text_is_named(tokenizer_file, tmp_path):
         ValueError, match=facts("--data", "latin'", "0xe9", "--tokenizer")
     ):
         read_tokens([tmp_path / "latin"], "model", tokenizer_file, vocab_size=9)
+
+
+def test_rows_go_on_where_they_were_in_batches_of_another_size():
+    def batches(batch):
+        config = dataclasses.replace(CONFIG, batch=batch)
+        return make_batches(TOKENS, config, ALONE)
+
+    ones = batches(1)
+    rows = np.concatenate([next(ones) for _ in range(26)])
+    seen, state, before = [], None, 4
+    for batch in (4, 6, 3):  # None of them divides what was read before.
+        stream = batches(batch)
+        if state is not None:
+            stream.set_state(json.loads(json.dumps(with_batch(state, before, batch))))
+        seen += [next(stream), next(stream)]
+        state, before = position(stream), batch
+    np.testing.assert_array_equal(np.concatenate(seen), rows)
+    assert with_batch(state, 3, 3) == state

@@ -208,7 +208,7 @@ RESUME = "train --resume {run} --data {text} --save {new}"
         ),
         (RESUME + " --steps 4", ["--steps 4", "4"]),
         (RESUME + " --steps 9 --resume-step 3", ["3", "2, 4", "'{run}'"]),
-        (RESUME + " --steps 9 --batch 16", ["--batch 16", "8"]),
+        (RESUME + " --steps 9 --seq 32", ["--seq 32", "16"]),
         (RESUME + " --steps 9 --seq 8 --seed 1", ["--seq 8", "16", "--seed 1", "0"]),
         (
             "train --resume {run} --data {short} --steps 9 --save {new}",

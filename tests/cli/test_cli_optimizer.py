@@ -13,10 +13,12 @@ import pytest
 from flax import nnx
 from helpers.errors import facts
 
+import bridge
 import fsdp_jax as fsdp
 from bridge.models import Decoder, DecoderConfig
 from fsdp_jax._tree import named_leaves
 from fsdp_jax.cli import main
+from fsdp_jax.cli._decoder import plan_decoder
 from fsdp_jax.cli._optimizer import OptimizerConfig
 from fsdp_jax.cli._train_config import config_of, stored_config
 
@@ -164,6 +166,8 @@ def test_muon_without_matrices_is_refused():
             ["--optimizer-bits 8", "--optimizer muon"],
         ),
         ({"optimizer": "muon", "lora_rank": 4}, ["--optimizer muon", "--lora-rank"]),
+        ({"ema": 1.0}, ["--ema 1.0"]),
+        ({"ema": 0.5, "lora_rank": 4}, ["--ema", "--lora-rank"]),
         ({"label_smoothing": 1.0, "z_loss": -1.0}, ["--label-smoothing", "--z-loss"]),
     ],
 )
@@ -206,3 +210,28 @@ def test_norms_and_biases_are_not_decayed_by_default():
     kept = {name.rpartition(".")[2] for name, flag in flags.items() if not flag}
     decayed = {name.rpartition(".")[2] for name, flag in flags.items() if flag}
     assert (kept, decayed) == ({"scale", "bias"}, {"kernel", "embedding"})
+
+
+def test_an_average_of_the_weights_is_kept_and_exported(llama, text, tmp_path, capsys):
+    run = str(tmp_path / "run")
+    argv = ["train", "--hf", str(llama), "--data", str(text), "--seq", "16"]
+    argv += ["--save", run, "--lr", "1e-2", "--save-every", "1", "--steps", "2"]
+    assert main([*argv, "--ema", "0.75"]) == 0
+    plan = plan_decoder(bridge.from_hf_config(llama), fsdp.make_mesh())
+    average = bridge.load_hf(llama, plan.params)
+    for step in (1, 2):
+        weights = fsdp.checkpoint.load_params(run, plan.params, step=step)
+        average = jax.tree.map(lambda a, w: 0.75 * a + 0.25 * w, average, weights)
+    assert main(["export", run, str(tmp_path / "mean"), "--ema"]) == 0
+    found = bridge.load_hf(tmp_path / "mean", plan.params)
+    for ours, theirs in zip(*map(jax.tree.leaves, (found, average)), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-6)
+    moved = jax.tree.map(lambda a, b: float(jnp.abs(a - b).max()), found, weights)
+    assert min(jax.tree.leaves(moved)) > 1e-3  # So it is not the newest weights.
+    capsys.readouterr()
+    rest = ["--data", str(text), "--steps", "3", "--save", str(tmp_path / "rest")]
+    assert main(["train", "--resume", run, *rest, "--ema", "0"]) == 2
+    assert "--ema 0" in capsys.readouterr().err
+    assert main(["export", str(llama), str(tmp_path / "x"), "--ema"]) == 2
+    assert main(["eval", str(llama), "--data", str(text), "--ema"]) == 2
+    assert "--ema" in capsys.readouterr().err

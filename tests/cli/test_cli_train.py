@@ -18,11 +18,14 @@ from fsdp_jax.cli._context_parallel import check_context
 from fsdp_jax.cli._data import make_batches
 from fsdp_jax.cli._data_config import DataConfig
 from fsdp_jax.cli._decoder import next_token_loss, plan_decoder
+from fsdp_jax.cli._optimizer import OptimizerConfig
 from fsdp_jax.cli._tokens import read_tokens
+from fsdp_jax.data import HostShard
 
 # Two meshes add up the same float32 numbers in different orders; measured: 1e-7. A
 # batch that is another one makes 1e-2.
 ANOTHER_MESH = 1e-5
+ALONE = HostShard(0, 1)
 
 
 def losses(metrics: Path) -> dict[int, float]:
@@ -203,6 +206,36 @@ def test_metrics_go_to_stdout_and_the_plan_to_stderr(
     assert "layers.mlp.up_proj.kernel" in err
     assert "bfloat16" in err
     assert "--tokenizer bytes" in err
+
+
+def test_a_run_resumed_with_another_batch_reads_the_rows_that_come_and_keeps_adam(
+    trained, text, tmp_path, fake_step, monkeypatch, capsys
+):
+    seen, put = [], fsdp.global_batch
+    monkeypatch.setattr(
+        fsdp, "global_batch", lambda *given: seen.append(given[1]) or put(*given)
+    )
+    fake_step(1.0)
+    save = str(tmp_path / "save")
+    argv = ["train", "--resume", str(trained.save), "--resume-step", "2"]
+    argv += ["--data", str(text), "--save", save, "--steps", "3", "--batch", "16"]
+    assert main(argv) == 0
+    assert "from 8 to 16" in capsys.readouterr().err
+    tokens = read_tokens([text], "bytes", None, 256)
+    whole = make_batches(tokens, DataConfig("bytes", batch=8, seq=16), ALONE)
+    _, _, third, fourth = (next(whole) for _ in range(4))
+    np.testing.assert_array_equal(seen[0], np.concatenate([third, fourth]))
+    assert fsdp.checkpoint.load_metadata(save)["data"] == {
+        "first_row": 16,
+        "next_index": 1,
+    }
+    # The step above changes no numbers: what is saved is the state that was loaded.
+    config = bridge.from_hf_config(fsdp.checkpoint.load_metadata(save)["config"])
+    plan = plan_decoder(config, fsdp.make_mesh())
+    like = fsdp.abstract_state(plan, OptimizerConfig().make())
+    now, then = fsdp.load(save, like), fsdp.load(trained.save, like, step=2)
+    jax.tree.map(np.testing.assert_array_equal, now.opt_state, then.opt_state)
+    assert int(now.opt_state[1].count) == 2
 
 
 def test_a_run_that_diverges_stops_and_saves_nothing(

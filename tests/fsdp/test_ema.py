@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from helpers.compare import host
+from helpers.errors import facts
 
 import fsdp_jax as fsdp
 
@@ -16,20 +17,7 @@ DECAY = 0.75
 ROUNDING = 1e-6
 
 
-def ema_of_params(decay: float) -> optax.GradientTransformation:
-    """The recipe of docs/pages/how-to/fine-tune.md."""
-
-    def init(params):
-        return optax.EmaState(jnp.zeros((), jnp.int32), jax.tree.map(jnp.copy, params))
-
-    def update(updates, state, params=None):
-        new = optax.apply_updates(params, updates)
-        ema = optax.incremental_update(new, state.ema, 1 - decay)
-        return updates, optax.EmaState(state.count + 1, ema)
-
-    return optax.GradientTransformation(init, update)
-
-
+ema_of_params = fsdp.optim.ema_of_params
 TX = optax.chain(optax.adamw(0.1), ema_of_params(DECAY))
 
 
@@ -89,3 +77,25 @@ def test_it_loads_on_another_mesh_to_the_bit(trained, tmp_path):
     other = fsdp.load(tmp_path, fsdp.abstract_state(plan_of("optim", 2), TX))
     found, expected = (host(fsdp.sharding.unpack(average(s))) for s in (other, state))
     jax.tree.map(np.testing.assert_array_equal, found, expected)
+    alone = fsdp.checkpoint.load_average(tmp_path, plan_of("optim", 4).params)
+    jax.tree.map(np.testing.assert_array_equal, host(alone), expected)
+
+
+def test_an_average_in_16_bits_would_stand_still():
+    weights = {"w": jnp.ones(4, jnp.bfloat16)}
+    tx = ema_of_params(0.999)
+    state = tx.init(weights)
+    for _ in range(100):
+        _, state = tx.update({"w": jnp.zeros(4)}, state, {"w": weights["w"] * 2})
+    np.testing.assert_allclose(state.ema["w"], 2 - 0.999**100, rtol=1e-5)
+
+
+def test_what_is_no_decay_or_has_no_average_is_refused(tmp_path):
+    for decay in (1.0, -0.1):
+        with pytest.raises(ValueError, match=facts(decay, 0, 1)):
+            ema_of_params(decay)
+    plan = plan_of("optim")
+    params = fsdp.init_params(plan, jax.random.key(0))
+    fsdp.save(tmp_path, fsdp.init_state(plan, optax.sgd(0.1), params))
+    with pytest.raises(ValueError, match=facts("Step 0", str(tmp_path))):
+        fsdp.checkpoint.load_average(tmp_path, plan.params)

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float
 
 import fsdp_jax as fsdp
 from bridge.models import Decoder
+from fsdp_jax.cli._average import averaged
 from fsdp_jax.cli._data_config import Tokenizer
 from fsdp_jax.cli._decoder import computed_in, plan_decoder
 from fsdp_jax.cli._model_source import Origin, open_any, tokenizer_file
@@ -37,6 +38,7 @@ class Eval:
         fsdp-jax.
       data: Text files.
       step: Step of a checkpoint of fsdp-jax; default the newest.
+      ema: Uses the average of the weights, of a run with --ema.
       batch: Rows of a global batch; default one a device.
       seq: Tokens that a row predicts; in longer rows tokens have more context.
       param_dtype: Dtype that weights are gathered and computed in.
@@ -50,6 +52,7 @@ class Eval:
     model: tyro.conf.Positional[str]
     data: tuple[Path, ...]
     step: Unset[int] = None
+    ema: bool = False
     batch: Unset[int] = None
     seq: int = 256
     param_dtype: ParamDtype = "float32"
@@ -70,6 +73,8 @@ class Eval:
         devices = self.where.pick()
         batch = self._batch(len(devices))
         origin = open_any(self.model, self.step, ignore_fields=self.ignore_field)
+        if self.ema:
+            origin = averaged(origin)
         tokens = self._read_tokens(origin)
         plan = plan_decoder(
             origin.config,

@@ -12,6 +12,7 @@ import tyro
 import bridge
 import fsdp_jax as fsdp
 from fsdp_jax._report import bytes_bar
+from fsdp_jax.cli._average import averaged
 from fsdp_jax.cli._decoder import plan_decoder
 from fsdp_jax.cli._errors import check_empty
 from fsdp_jax.cli._hub import check_push, push
@@ -29,6 +30,7 @@ class Export:
       checkpoint: Directory given to --save of fsdp-jax train.
       out: Directory to write; new, or empty.
       step: Step to export; default the newest.
+      ema: Writes the average of the weights, of a run with --ema.
       adapter: Writes the factors of a run with --lora-rank as an adapter of PEFT;
         without it they are merged into the model.
       dtype: Dtype of transformers' files; default that of the checkpoint.
@@ -45,6 +47,7 @@ class Export:
     checkpoint: tyro.conf.Positional[Path]
     out: tyro.conf.Positional[Path]
     step: Unset[int] = None
+    ema: bool = False
     adapter: bool = False
     dtype: Unset[Literal["float32", "bfloat16", "float16"]] = None
     megatron: Unset[Format] = None
@@ -62,6 +65,8 @@ class Export:
             check_push(self.push)
         mesh = fsdp.make_mesh(devices=self.where.pick())
         origin = open_checkpoint(self.checkpoint, self.step)
+        if self.ema:
+            origin = averaged(origin)
         plan = plan_decoder(origin.config, mesh)
         if self.adapter:
             self._write_adapter(origin, plan)
@@ -107,6 +112,10 @@ class Export:
     def _check(self) -> None:
         if self.private and self.push is None:
             raise ValueError("--private describes a repository: give --push too.")
+        if self.adapter and self.ema:
+            raise ValueError(
+                "--ema is of a model, and --adapter of factors: leave one out."
+            )
         if self.adapter and (self.megatron or self.dtype or self.tokenizer):
             raise ValueError(
                 "--adapter writes PEFT's files: leave out --megatron, --dtype and "

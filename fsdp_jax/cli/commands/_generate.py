@@ -13,6 +13,7 @@ import fsdp_jax as fsdp
 from bridge.models import (
     Sampling,
 )
+from fsdp_jax.cli._average import averaged
 from fsdp_jax.cli._data_config import Tokenizer
 from fsdp_jax.cli._decoder import computed_in, plan_decoder
 from fsdp_jax.cli._model_source import Origin, open_any, tokenizer_file
@@ -38,6 +39,7 @@ class Generate:
       prompt: Texts to continue.
       max_new_tokens: Maximum number of new tokens for each.
       step: Step of a checkpoint of fsdp-jax; default the newest.
+      ema: Uses the average of the weights, of a run with --ema.
       temperature: Divisor of the logits; 0 for the likeliest token, always.
       top_k: Number of likeliest tokens to draw from.
       top_p: Probability that the likeliest tokens to draw from reach together.
@@ -56,6 +58,7 @@ class Generate:
     prompt: tuple[str, ...]
     max_new_tokens: int = 64
     step: Unset[int] = None
+    ema: bool = False
     temperature: float = 0.0
     top_k: Unset[int] = None
     top_p: Unset[float] = None
@@ -73,6 +76,8 @@ class Generate:
         self._check()
         devices = self.where.pick()
         origin = open_any(self.model, self.step, ignore_fields=self.ignore_field)
+        if self.ema:
+            origin = averaged(origin)
         codec = self._open_codec(origin)
         prompts = [
             encode_prompt(codec, origin, text, chat=self.chat) for text in self.prompt

@@ -78,6 +78,7 @@ from fsdp_jax.cli._training_data import (
     batches_of,
     describe,
     fingerprint_of,
+    move_to,
     name_rows,
     read_data,
 )
@@ -163,8 +164,7 @@ class Train:
         data = read_data(self.data, origin, config.data, _share(self))
         metadata = _make_metadata(origin.config, config, data, resumed)
         batches = batches_of(data, config.data, fsdp.host_shard(mesh))
-        if "data" in stored:
-            batches.set_state(stored["data"])
+        move_to(batches, stored, config.data)
         say(plan)
         for line in describe(data, config.data):
             say(f"data: {line}")
@@ -230,6 +230,7 @@ def _make_run(train: Train, config: TrainConfig, origin: Origin) -> Run:
         ),
         metadata={},
         files=files_to_carry(origin),
+        data=config.data,
         loss_fn=make_loss(
             fused=train.precision.fused_loss, routing=config.routing, terms=config.loss
         ),
