@@ -34,7 +34,9 @@ def help_of(*command: str) -> str:
 
 
 def _folded(line: str) -> str:
-    return line if line.startswith(" ") else textwrap.fill(line, WIDTH)
+    if line.startswith((" ", "usage:")):
+        return line
+    return textwrap.fill(line, WIDTH, break_on_hyphens=False)
 
 
 def reference() -> str:
