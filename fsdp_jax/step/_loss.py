@@ -28,6 +28,7 @@ from fsdp_jax.step._model_state import (
     fold_keys,
     put_updated,
     refuse_state,
+    states_take_constants,
     written_state,
 )
 from fsdp_jax.step._module_units import (
@@ -117,6 +118,7 @@ def loss_of_shards(plan: Plan, loss_fn: LossFn, form: LossForm) -> LossOfShards:
             gather_unbound(plan.unit_classes),
             without_foreign_constraints(),
             sync_linen_batch_norms(synced),
+            states_take_constants(),
         ):
             out = loss_fn(model, batch, **extra)
         loss, aux = out if form.has_aux or _has_update(out) else (out, None)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -117,6 +119,44 @@ def put_updated(plan: Plan, before: PyTree, updated: PyTree) -> PyTree:
         )
     leaves = [old if _is_key(old) else has.get(name, old) for name, old in had.items()]
     return jax.tree.structure(before).unflatten(leaves)
+
+
+@contextmanager
+def states_take_constants() -> Iterator[None]:
+    """Context in which an equinox State takes constants.
+
+    It compares the type of a new value with that of the old one. Within a step the type
+    of a traced array names the mesh, and that of `jnp.array(False)`, which equinox's
+    own BatchNorm writes in its `ema` mode, does not.
+    """
+    replaced = [(cls, cls.set) for cls in equinox_classes("State")]
+
+    def taking(original):
+        def set(self, item, value):
+            old = self.get(item)
+            if jax.tree.structure(old) == jax.tree.structure(value):
+                value = jax.tree.map(_traced_as, value, old)
+            return original(self, item, value)
+
+        return functools.wraps(original)(set)
+
+    for cls, original in replaced:
+        cls.set = taking(original)
+    try:
+        yield
+    finally:
+        for cls, original in replaced:
+            cls.set = original
+
+
+def _traced_as(value: Any, old: Any) -> Any:
+    """Returns a new value of a State, with the old type where only a mesh differs."""
+    value = jnp.asarray(value)
+    if (value.shape, value.dtype) != (old.shape, old.dtype):
+        return value  # Refused by equinox.
+    if jax.typeof(value).sharding == jax.typeof(old).sharding:
+        return value
+    return lax.select(lax.full_like(old, False, bool), old, value)
 
 
 def refuse_state(plan: Plan, aux: PyTree) -> None:

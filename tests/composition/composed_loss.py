@@ -147,7 +147,7 @@ def split(case: Composition, model: Any) -> tuple[Any, Any]:
 def merge(case: Composition, model: Any, params: Any, state: Any) -> Any:
     """The parts of `split` as a model again, with what is no array of `model`."""
     if case.framework == "nnx":
-        return nnx.merge(nnx.graphdef(model), params, state)
+        return nnx.merge(nnx.graphdef(model), params, state, copy=True)
     if case.framework == "linen":
         return {**params, "net": {**params["net"], **state["net"]}}
     if case.framework == "equinox" and case.norm != "none":

@@ -331,3 +331,33 @@ def test_an_nnx_module_needs_no_updated_model():
     compute = fsdp.value_and_grad(plan, loss)
     with pytest.raises(ValueError, match=facts("UpdatedModel", "NNXNet")):
         compute(state.params, X, model_state=state.model_state)
+
+
+class Averaging(eqx.Module):
+    """Writes a constant into its state: that its first call was made."""
+
+    norm: eqx.nn.BatchNorm
+
+    def __init__(self):
+        self.norm = eqx.nn.BatchNorm(WIDTH, "rows", momentum=0.9, mode="ema")
+
+    def __call__(self, x, state):
+        return self.norm(x, state)
+
+
+def test_a_state_takes_a_constant_as_on_one_device():
+    def make(key):
+        del key
+        return eqx.nn.make_with_state(Averaging)()
+
+    mesh = fsdp.make_mesh(devices=jax.devices()[:RANKS])
+    plan = fsdp.fully_shard(make, mesh)
+    params = fsdp.init_params(plan, jax.random.key(0))
+    _, state = plan.model.split(make(None))
+    compute = fsdp.value_and_grad(plan, eqx_loss)
+    (loss, _, written), _ = compute(params, X, model_state=state)
+    want, updated = eqx_loss(make(None), X)
+    np.testing.assert_allclose(loss, want, rtol=1e-6)
+    leaves = zip(*map(jax.tree.leaves, (written, updated.model[1])), strict=True)
+    for got, new in leaves:
+        np.testing.assert_allclose(got, new, rtol=1e-5)
