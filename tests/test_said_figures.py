@@ -9,6 +9,7 @@ from helpers.markdown import ROOT, pages
 
 RESULTS = ROOT / "benchmarks" / "results"
 MEASURED = "docs/pages/explanation/measured.md"
+BRING = "docs/pages/how-to/bring-your-model.md"
 LANES = ("0.10.2", "0.12.0.1")
 FORMS = ("annotations", "plain_scan", "fsdp_jax")
 
@@ -38,6 +39,25 @@ def test_the_table_of_overlap_is_that_of_the_runs(gpus, ending):
         steps = " / ".join(f"{lane['step_ms']:,.0f}" for lane in lanes)
         cells.append(f"{exposed} of {steps} ms")
     assert " | ".join(cells) in said(MEASURED)
+
+
+def test_the_table_of_models_of_others_is_that_of_the_runs():
+    rows = read("foreign")["rows"]
+    by_order = {(r["model"], r["order"]): r for r in rows if r["gpus"] == 8}
+    models = [model for model, order in by_order if order == "prefetch=1"]
+    assert len(models) == 7
+    for model in models:
+        row, left = (by_order[model, f"prefetch={ahead}"] for ahead in (1, 0))
+        cells = [
+            *(
+                f"{r['exposed_of_step']:.1%} of {r['step_ms']:.1f} ms"
+                for r in (row, left)
+            ),
+            *(f"{r['compiled_gb']:.2f} GB" for r in (row, left)),
+            f"{row['predicted_gb']:.2f} GB",
+            f"{row['units_unsharded']}",
+        ]
+        assert f"| `{model}` | {' | '.join(cells)} |" in said(BRING)
 
 
 @pytest.mark.parametrize("form", ["fsdp_jax", "annotations"])

@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Set
 
 from fsdp_jax.planner.liveness._operations import MOVE, Operation, Program, Value
+from fsdp_jax.step._grad_mark import GRADIENT
 
 VIEWS = {
     "reshape",
@@ -23,7 +24,7 @@ VIEWS = {
     "name",
     "pvary",
     "sharding_constraint",
-    "fsdp_gradient",
+    GRADIENT.name,
 }
 """Primitives whose result shares the memory of the operand."""
 
