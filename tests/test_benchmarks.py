@@ -64,6 +64,12 @@ CLAIMS = [
     "coordinator_fuzz: jobs_lost == 0",
     "torture: kills.steps_lost == 0",
     "torture: flips.wrong_values_returned == 0",
+    "torture: chunk_moved.wrong_values_returned == 0",
+    "torture: file_of_another_step.wrong_values_returned == 0",
+    "torture: folders_exchanged.wrong_values_returned == 0",
+    "torture: rollbacks.steps_lost == 0",
+    "torture: second_writers.steps_lost == 0",
+    "checkpoint_stores: store_rounds >= 3",
 ]
 
 

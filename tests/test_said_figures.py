@@ -162,8 +162,23 @@ def test_checkpoints_take_what_is_said():
 
 
 def test_no_committed_step_was_lost_as_said():
-    kills = read("torture")["kills"]
+    found = read("torture")
+    kills, flips = found["kills"], found["flips"]
     committed, lost = kills["steps_committed"], kills["steps_lost"]
     assert lost == 0
+    assert f"saves killed {kills['rounds']} times" in said("README.md")
     assert f"of {committed:,} committed steps none lost" in said("README.md")
-    assert f"{committed:,} steps committed" in said(MEASURED)
+    assert f"none of {flips['rounds']:,} flipped bits" in said(MEASURED)
+    assert f"{committed:,} steps committed in {kills['rounds']} runs" in said(MEASURED)
+
+
+def test_object_stores_take_what_is_said():
+    found = read("checkpoint_stores")
+    for scheme, of in found["object_stores"].items():
+        speeds, times = of["gb_per_s"], of["in_the_background"]
+        row = (
+            f"| `{scheme}://` | {speeds['save']:.3f} | {speeds['load']:.3f} "
+            f"| {times['blocked_s']:.2f} s | {times['rest_s']:.1f} s |"
+        )
+        assert row in said(MEASURED), row
+    assert f"load of {found['load']['before']:.0f} on 2 cores" in said(MEASURED)

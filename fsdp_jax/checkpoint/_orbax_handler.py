@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import os
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import jax
@@ -18,7 +20,12 @@ import orbax.checkpoint as ocp
 from fsdp_jax.checkpoint._checksums import CHECKSUMMED, is_checksummed
 from fsdp_jax.checkpoint._deferred_write import Writing
 from fsdp_jax.checkpoint._leaf_names import Leaf
-from fsdp_jax.checkpoint._manifest import ITEM, Identity, write_manifest
+from fsdp_jax.checkpoint._manifest import (
+    ITEM,
+    DamagedCheckpointError,
+    Identity,
+    write_manifest,
+)
 from fsdp_jax.checkpoint._multihost import (
     TIMEOUT_SECS,
     collect,
@@ -47,6 +54,15 @@ UNFINISHED = ".orbax-checkpoint-tmp"
 _FAILED = "failed"
 # File that Orbax writes first.
 _BEGUN = "_CHECKPOINT_METADATA"
+# Types of what it holds.
+_NOTED = {
+    "item_handlers": (dict, str, NoneType),
+    "metrics": (dict, NoneType),
+    "performance_metrics": (dict, NoneType),
+    "init_timestamp_nsecs": (int, NoneType),
+    "commit_timestamp_nsecs": (int, NoneType),
+    "custom_metadata": (dict, NoneType),
+}
 _ATTEMPTS = 20
 
 
@@ -195,18 +211,42 @@ def file_bytes(num_bytes: int) -> int:
 def manager(
     path: str | os.PathLike[str], handler: StateHandler, **options: Any
 ) -> Iterator:
-    """Opens Orbax's manager of the steps under `path`, and closes it on exit."""
+    """Opens Orbax's manager of the steps under `path`, and closes it on exit.
+
+    Raises:
+      DamagedCheckpointError: If Orbax cannot read its own notes of a step.
+    """
     directory = as_path(path).absolute()  # Orbax rejects relative paths.
-    with ocp.CheckpointManager(
-        directory,
-        options=ocp.CheckpointManagerOptions(
-            create=True,
-            atomicity_options=atomicity(directory),
-            **options,
-        ),
-        item_handlers={ITEM: handler},
-    ) as opened:
+    given = ocp.CheckpointManagerOptions(
+        create=True, atomicity_options=atomicity(directory), **options
+    )
+    try:
+        made = ocp.CheckpointManager(
+            directory, options=given, item_handlers={ITEM: handler}
+        )
+    except ValueError as error:
+        if files := _mistyped_notes(directory):
+            raise DamagedCheckpointError(
+                f"{len(files)} file(s) are not as Orbax wrote them: {', '.join(files)}."
+                " They note times, and nothing of a state: remove them."
+            ) from error
+        raise
+    with made as opened:
         yield opened
+
+
+def _mistyped_notes(directory: Any) -> list[str]:
+    """Returns Orbax's notes of steps that hold values of other types."""
+    wrong = []
+    for file in sorted(directory.glob(f"*/{_BEGUN}")):
+        # What is no JSON Orbax passes over.
+        with contextlib.suppress(OSError, ValueError, RecursionError):
+            noted = json.loads(file.read_bytes())
+            if not isinstance(noted, dict) or any(
+                not isinstance(noted.get(name), kinds) for name, kinds in _NOTED.items()
+            ):
+                wrong.append(f"'{file}'")
+    return wrong
 
 
 def remove_unfinished(path: Path) -> None:

@@ -87,9 +87,10 @@ async def relay(parent: int, listening: socket.socket, host: str, port: int) -> 
         service[1].close()
         writer.close()
 
-    async with await asyncio.start_server(attend, sock=listening):
-        while os.getppid() == parent:
-            await asyncio.sleep(_LOOK_SECS)
+    server = await asyncio.start_server(attend, sock=listening)
+    while os.getppid() == parent:
+        await asyncio.sleep(_LOOK_SECS)
+    server.close()  # A `with` block would wait for the service to end connections.
 
 
 async def _connect(

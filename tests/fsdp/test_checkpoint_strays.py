@@ -144,6 +144,21 @@ def test_an_incomplete_replacement_neither_hides_nor_replaces_a_step(run, suffix
     assert check(fsdp.load(run, like(), step=2)) == 2
 
 
+@pytest.mark.parametrize(
+    "noted", [[], {"performance_metrics": []}, {"init_timestamp_nsecs": "x"}]
+)
+def test_mistyped_notes_of_orbax_are_named_and_nothing_of_the_step(run, noted):
+    file = run / "1" / "_CHECKPOINT_METADATA"
+    file.write_text(json.dumps(noted))
+    assert check(fsdp.load(run, like(), step=1)) == 1
+    with pytest.raises(
+        fsdp.checkpoint.DamagedCheckpointError, match=facts(repr(str(file)))
+    ):
+        fsdp.Checkpointer(run)
+    file.unlink()
+    fsdp.save(run, state_at(3))
+
+
 def sealed(header: dict) -> bytes:
     """A file of local shards whose header has a right checksum."""
     text = json.dumps(header).encode()

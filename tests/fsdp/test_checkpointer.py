@@ -182,9 +182,19 @@ def test_no_committed_step_is_lost_when_the_process_is_killed_at_any_moment(tmp_
 def test_the_long_form_lost_nothing_either():
     """What benchmarks/torture.py found when it was last run."""
     found = json.loads(TORTURE.read_text())
-    assert found["flips"]["rounds"] >= 200 and found["kills"]["rounds"] >= 200
-    assert found["flips"]["wrong_values_returned"] == 0
+    assert found["odd"] == []
+    assert found["flips"]["rounds"] >= 1000 and found["kills"]["rounds"] >= 100
     assert found["flips"]["refused"] > found["flips"]["rounds"] / 2
+    swaps = ("chunk_moved", "file_of_another_step", "folders_exchanged")
+    assert sum(found[swap]["rounds"] for swap in swaps) >= 999
+    for kind in ("flips", *swaps):
+        assert found[kind]["wrong_values_returned"] == found[kind]["errors"] == 0
+    for kind in ("rollbacks", "second_writers", "full_disk"):
+        assert found[kind]["rounds"] >= 100
+    assert (
+        found["rollbacks"]["steps_not_saved"] == found["rollbacks"]["steps_lost"] == 0
+    )
+    assert found["second_writers"]["refused"] == found["second_writers"]["rounds"]
     assert found["full_disk"]["saves_that_failed"] > 0
     assert found["full_disk"]["previous_step_spoilt"] == 0
     assert found["full_disk"]["next_save_failed"] == 0
