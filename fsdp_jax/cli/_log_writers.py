@@ -11,10 +11,12 @@ import hashlib
 import importlib
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 
+from fsdp_jax.cli._errors import check_creatable
 from fsdp_jax.cli._metrics import StepMetrics
 
 Numbers = Mapping[str, float]
@@ -131,6 +133,8 @@ def check_writers(names: Sequence[str]) -> None:
             )
         elif importlib.util.find_spec(package := _WRITERS[kind][0]) is None:
             wrong.append(f"--log-to {name} needs the package: pip install {package}")
+        elif kind == "tensorboard" and "://" not in where:
+            check_creatable(Path(where), f"--log-to {name}:")
     if wrong:
         raise ValueError("; ".join(wrong) + ".")
 

@@ -1,14 +1,16 @@
-"""Records of JSON Lines: texts, conversations, and prompts with completions."""
+"""Records of JSON Lines and tables: texts, conversations, prompts with completions."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from fsdp_jax.cli._chat_template import ChatTemplate, Span
+from fsdp_jax.cli._tables import is_table, read_table
 
 _SHOWN = 5
 _KINDS = {
@@ -37,12 +39,21 @@ class Record:
 
 
 def is_jsonl(file: Path) -> bool:
-    """Returns whether a file is read as records, by its name.
+    """Returns whether a file is of JSON Lines, by its name.
 
     Args:
       file: File of `--data`.
     """
     return file.suffix.lower() in (".jsonl", ".ndjson")
+
+
+def has_records(file: Path) -> bool:
+    """Returns whether a file is read as records and not as text.
+
+    Args:
+      file: File of `--data`.
+    """
+    return is_jsonl(file) or is_table(file)
 
 
 def check_kinds(files: Sequence[Path]) -> None:
@@ -51,10 +62,10 @@ def check_kinds(files: Sequence[Path]) -> None:
     Args:
       files: Files of `--data`.
     """
-    records = [f"'{file}'" for file in files if is_jsonl(file)]
+    records = [f"'{file}'" for file in files if has_records(file)]
     if len(records) not in (0, len(files)):
         raise ValueError(
-            f"--data has text and JSON Lines ({', '.join(records)}): give files of one "
+            f"--data has text and records ({', '.join(records)}): give files of one "
             'kind, e.g. the text as lines of {"text": ...}.'
         )
 
@@ -63,33 +74,50 @@ def read_records(file: Path, template: ChatTemplate | None) -> list[Record]:
     """Reads the records of a file.
 
     Args:
-      file: JSON Lines; each an object with `text`, `messages`, or `prompt` and
-        `completion`.
+      file: JSON Lines, or a table as for `read_table`; each record has `text`,
+        `messages`, or `prompt` and `completion`.
       template: Chat template for `messages`; None if the model has none.
 
     Raises:
       ValueError: If lines are no such records; the first ones are listed.
     """
-    records, wrong = [], []
-    lines = file.read_text(encoding="utf-8").splitlines()
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
+    records, wrong, number = [], [], 0
+    what = "row" if is_table(file) else "line"
+    for number, parse in enumerate(_rows(file), 1):
         try:
-            record = _record(json.loads(line), template)
-            records.append(dataclasses.replace(record, number=number))
+            if (fields := parse()) is not None:
+                record = _record(fields, template)
+                records.append(dataclasses.replace(record, number=number))
         except ValueError as error:  # JSONDecodeError is one.
-            wrong.append(f"line {number}: {error}")
+            wrong.append(f"{what} {number}: {error}")
     if wrong:
         more = f"\n  and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
         raise ValueError(
-            f"--data '{file}': {len(wrong)} of {len(lines)} lines cannot be used:\n  "
+            f"--data '{file}': {len(wrong)} of {number} {what}s cannot be used:\n  "
             + "\n  ".join(wrong[:_SHOWN])
             + more
         )
     if not records:
         raise ValueError(f"--data '{file}' has no records.")
     return records
+
+
+def _rows(file: Path) -> Iterator[Callable[[], Any]]:
+    """Yields what parses each line, or row of a table; None for an empty line."""
+    if is_table(file):
+        yield from (functools.partial(dict, row) for row in read_table(file))
+        return
+    for line in file.read_text(encoding="utf-8").splitlines():
+        yield functools.partial(_parse, line)
+
+
+def _parse(line: str) -> Any:
+    if not line.strip():
+        return None
+    fields = json.loads(line)
+    if not isinstance(fields, dict):
+        raise ValueError("no JSON object")
+    return fields
 
 
 def _record(fields: Any, template: ChatTemplate | None) -> Record:

@@ -14,7 +14,7 @@ from fsdp_jax.cli._errors import check_creatable
 from fsdp_jax.cli._log_writers import check_writers
 from fsdp_jax.cli._metrics import EVAL_LOSS
 from fsdp_jax.cli._options import LogTo, Unset
-from fsdp_jax.cli._records import check_kinds, is_jsonl
+from fsdp_jax.cli._records import check_kinds, has_records
 from fsdp_jax.cli._tokens import check_files
 from fsdp_jax.cli._train_options import MeshOptions
 
@@ -143,7 +143,7 @@ class EvalOptions:
             raise ValueError(f"--eval-every {self.eval_every}: at least 1.")
         check_files(self.eval_data, "--eval-data")
         check_kinds((*data, *self.eval_data))
-        if cp > 1 and not is_jsonl(data[0]):
+        if cp > 1 and not has_records(data[0]):
             raise ValueError(
                 f"--eval-data with text and cp={cp} is not supported: give lines of "
                 '{"text": ...} in .jsonl files, or use cp=1.'

@@ -13,6 +13,7 @@ from jaxtyping import Integer
 
 from fsdp_jax.checkpoint._multihost import check_same, exchange, together
 from fsdp_jax.cli._data_config import Tokenizer
+from fsdp_jax.cli._tables import check_table, is_table
 from fsdp_jax.cli._tokenizer import check_vocab, open_codec
 
 
@@ -52,6 +53,8 @@ def check_files(files: Sequence[Path], option: str = "--data") -> None:
     wrong += [f"'{f}' is empty" for f in files if f.is_file() and not f.stat().st_size]
     if wrong or not files:
         raise ValueError(f"{option}: {'; '.join(wrong) or 'give 1 file or more'}.")
+    for table in filter(is_table, files):
+        check_table(table)
 
 
 def read_tokens(

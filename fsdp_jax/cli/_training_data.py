@@ -18,7 +18,7 @@ from fsdp_jax.cli._data_config import DataConfig
 from fsdp_jax.cli._document_data import DocumentData, Encoder, read_documents
 from fsdp_jax.cli._log import say
 from fsdp_jax.cli._model_source import Origin, tokenizer_file
-from fsdp_jax.cli._records import is_jsonl
+from fsdp_jax.cli._records import has_records
 from fsdp_jax.cli._tokenizer import TextCodec, open_codec, stop_tokens
 from fsdp_jax.cli._tokens import Tokens, fingerprint, read_in_first, read_tokens
 from fsdp_jax.data._host_batches import HostShard
@@ -45,7 +45,7 @@ def read_data(
         `read_documents`.
     """
     vocab_size, tokenizer = origin.config.vocab_size, tokenizer_file(origin)
-    if is_jsonl(files[0]):
+    if has_records(files[0]):
         return read_documents(files, encoder_of(origin, config), config, share)
 
     def read() -> Tokens:

@@ -81,3 +81,13 @@ def test_a_missing_package_is_named(monkeypatch):
     named = ("wandb:p", "wandb", "tensorboard:d", "tensorboardX")
     with pytest.raises(ValueError, match=facts(*named)):
         check_writers(["wandb:p", "tensorboard:d"])
+
+
+def test_a_log_that_cannot_be_written_is_refused_before_the_run(
+    llama, text, tmp_path, capsys
+):
+    argv = ["train", "--hf", str(llama), "--data", str(text), "--steps", "1"]
+    save = tmp_path / "run"
+    assert main([*argv, "--save", str(save), "--log-to", "tensorboard:/proc/x"]) == 2
+    assert "'/proc/x'" in capsys.readouterr().err
+    assert not save.exists()

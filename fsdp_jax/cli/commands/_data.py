@@ -14,7 +14,7 @@ from fsdp_jax.cli._data_config import DataConfig, refuse_document_options
 from fsdp_jax.cli._document_data import DocumentData
 from fsdp_jax.cli._model_source import Origin, open_any, tokenizer_file
 from fsdp_jax.cli._options import Group, IgnoreField
-from fsdp_jax.cli._records import check_kinds, is_jsonl
+from fsdp_jax.cli._records import check_kinds, has_records
 from fsdp_jax.cli._tokenizer import TextCodec
 from fsdp_jax.cli._tokens import check_files
 from fsdp_jax.cli._train_config import config_of, option_values
@@ -40,7 +40,7 @@ class Data:
     Attributes:
       model: Model whose tokenizer and chat template are used: a directory, a hub id, or
         a checkpoint.
-      data: Text files, or files of JSON Lines (.jsonl).
+      data: Text files, or files of records: JSON Lines (.jsonl) or Parquet.
       show: Number of rows to show.
       batches: Batches of the data.
       ignore_field: Field of config.json to ignore although it is refused; may be
@@ -58,7 +58,7 @@ class Data:
         check_files(self.data)
         check_kinds(self.data)
         given = option_values(self.batches)
-        if not is_jsonl(self.data[0]):
+        if not has_records(self.data[0]):
             refuse_document_options(given)
         if self.show < 0:
             raise ValueError(f"--show {self.show}: at least 0.")

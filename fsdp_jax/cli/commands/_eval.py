@@ -22,7 +22,7 @@ from fsdp_jax.cli._model_source import Origin, open_any, tokenizer_file
 from fsdp_jax.cli._options import Devices, Group, IgnoreField, Unset
 from fsdp_jax.cli._precision import ParamDtype
 from fsdp_jax.cli._progress import rows_bar
-from fsdp_jax.cli._records import is_jsonl
+from fsdp_jax.cli._records import has_records
 from fsdp_jax.cli._tokens import Tokens, check_files, read_tokens
 
 
@@ -63,10 +63,10 @@ class Eval:
     def run(self) -> None:
         """Prints the figures."""
         check_files(self.data)
-        if records := [str(file) for file in self.data if is_jsonl(file)]:
+        if records := [str(file) for file in self.data if has_records(file)]:
             raise ValueError(
                 f"--data {', '.join(records)}: eval measures text files, and these are "
-                "JSON Lines, whose braces it would count as text."
+                "records."
             )
         if self.seq < 1:
             raise ValueError(f"--seq {self.seq}: at least 1.")

@@ -43,7 +43,7 @@ from fsdp_jax.cli._model_source import (
 )
 from fsdp_jax.cli._options import Devices, Group
 from fsdp_jax.cli._profile import Profile
-from fsdp_jax.cli._records import check_kinds, is_jsonl
+from fsdp_jax.cli._records import check_kinds, has_records
 from fsdp_jax.cli._routing import default_aux_loss_coef
 from fsdp_jax.cli._run_file import options_by_section, write_run_file
 from fsdp_jax.cli._run_marker import (
@@ -110,7 +110,7 @@ class Train:
     and --metrics becomes what an uninterrupted run would have written.
 
     Attributes:
-      data: Text files, or files of JSON Lines (.jsonl).
+      data: Text files, or files of records: JSON Lines (.jsonl) or Parquet.
       steps: Last step, counted from the start of the run.
       save: Directory for the checkpoints, one folder a step.
       start: Origin of the weights.
@@ -189,7 +189,7 @@ def _make_plan(
     train: Train, config: TrainConfig, origin: Origin, mesh: Mesh
 ) -> fsdp.Plan:
     """Plans the model, and checks that batches and routing fit it."""
-    seq, documents = config.data.seq, is_jsonl(train.data[0])
+    seq, documents = config.data.seq, has_records(train.data[0])
     check_rows(seq, train.mesh.tp, train.mesh.cp)
     config.routing.check(origin.config)
     plan = plan_decoder(
@@ -217,7 +217,7 @@ def _sharding(train: Train, config: TrainConfig, origin: Origin) -> fsdp.FSDPCon
 
 
 def _make_run(train: Train, config: TrainConfig, origin: Origin) -> Run:
-    documents, values = is_jsonl(train.data[0]), config.values()
+    documents, values = has_records(train.data[0]), config.values()
     make_loss = document_loss if documents else training_loss
     return Run(
         start=0,
@@ -251,7 +251,7 @@ def _check(train: Train) -> bool:
     """
     check_files(train.data)
     check_kinds(train.data)
-    if not is_jsonl(train.data[0]):
+    if not has_records(train.data[0]):
         refuse_document_options(_command(train).options)
     train.start.check()
     train.strategy.check(dataclasses.asdict(train.mesh))
