@@ -98,8 +98,7 @@ def _write_checksums(directory: Path) -> None:
     for path in sorted(path for path in directory.rglob("*") if path.is_file()):
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
-        lines.append(f"{digest}  {path.relative_to(directory).as_posix()}
-")
+        lines.append(f"{digest}  {path.relative_to(directory).as_posix()}\n")
     (directory / "SHA256SUMS").write_text("".join(lines))
 
 
