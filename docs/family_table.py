@@ -67,4 +67,4 @@ def _has_part(family: Family, part: str) -> bool:
 
 
 def _positions(family: Family) -> str:
-    return "learned" if family.traits.get("rope", True) is None else "rotary"
+    return "learned" if family.constants.get("rope", True) is None else "rotary"

@@ -118,7 +118,7 @@ def _rows(devices: Sequence[Any]) -> list[tuple[int, int]]:
 
 
 def _gib(plan: fsdp.Plan) -> tuple[float, ...]:
-    """Weights that are whole all the step long, gradients, and what rests."""
+    """Weights unsharded for the whole step, gradients, and stored parameters."""
     axes = plan.placements
     whole = not axes.parameter
     weights = (

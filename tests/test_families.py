@@ -29,7 +29,7 @@ ELSEWHERE = {
     *("llama", "qwen3", "gpt2", "deepseek_v2"),
     *("mixtral", "qwen3_moe", "olmoe", "gpt_oss", "deepseek_v3"),
 }
-# Without a trait that no other family has.
+# Without a feature that no other family has.
 LIKE_OTHERS = {
     *("gemma", "starcoder2", "phi", "gptj", "opt", "gpt_bigcode", "falcon", "stablelm"),
     *("cohere2", "exaone4", "glm", "seed_oss", "ernie4_5", "arcee", "nemotron"),

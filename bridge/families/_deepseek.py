@@ -1,8 +1,8 @@
 """What DeepSeek V2, V3 and others have in common: experts and latent attention."""
 
 from bridge.families._blocks import Rules, ignore_tied_head, mlp
-from bridge.families._codec import Codec
 from bridge.families._family import Field
+from bridge.families._field_transform import FieldTransform
 from bridge.families._fields import SIZES, tokens
 from bridge.models import DecoderConfig
 from bridge.rules._rules import Rule
@@ -23,7 +23,7 @@ FIXED = {
     "attention_dropout": 0.0,
     "moe_layer_freq": 1,
 }
-CARRIED = {
+PASSTHROUGH = {
     "output_router_logits": False,
     "aux_loss_alpha": None,
     "seq_aux": None,
@@ -32,7 +32,7 @@ CARRIED = {
 }
 
 
-def shared_experts(default: int | None) -> Codec:
+def shared_experts(default: int | None) -> FieldTransform:
     """Reads how many experts all tokens share; they are one MLP, so many times wider.
 
     Args:
@@ -51,7 +51,7 @@ def shared_experts(default: int | None) -> Codec:
         assert moe is not None and moe.shared_intermediate_size is not None
         return {count: moe.shared_intermediate_size // moe.intermediate_size}
 
-    return Codec((count,), read, write, {count: default})
+    return FieldTransform((count,), read, write, {count: default})
 
 
 def shared(config: DecoderConfig) -> Rules:
@@ -85,14 +85,14 @@ FURTHER = "num_nextn_predict_layers"
 
 def ignore_further(config: DecoderConfig) -> tuple[str, ...]:
     """The tensors of those layers, and of a tied head."""
-    further = dict(config.carried)[FURTHER] or 0
+    further = dict(config.passthrough)[FURTHER] or 0
     last = config.num_hidden_layers
     layers = tuple(f"model.layers.{last + i}.**" for i in range(further))
     return layers + ignore_tied_head(config)
 
 
 # transformers derives these from the others; a file that says otherwise is refused.
-def _derived() -> Codec:
+def _derived() -> FieldTransform:
     def read(fields):
         rope, nope = fields["qk_rope_head_dim"], fields["qk_nope_head_dim"]
         expected = {"head_dim": rope, "qk_head_dim": rope + nope}
@@ -106,7 +106,7 @@ def _derived() -> Codec:
         return {}
 
     names = ("head_dim", "qk_head_dim")
-    return Codec(names, read, lambda config: {}, dict.fromkeys(names))
+    return FieldTransform(names, read, lambda config: {}, dict.fromkeys(names))
 
 
 DERIVED_SIZES = _derived()

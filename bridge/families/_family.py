@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from bridge.families._codec import Codec
+from bridge.families._field_transform import FieldTransform
 from bridge.models import DecoderConfig, LayerKind, LayerStack
 from bridge.rules._mapping import Mapping as WeightMapping
 from bridge.rules._rules import Rule
@@ -107,17 +107,17 @@ class Family:
       fields: Fields of the config file that are fields of ours.
       key_mappings: How its checkpoints name their tensors; the first is what is
         written.
-      codecs: Fields that are not one to one with ours.
-      traits: Constants of all models of the family, by our dotted names.
+      transforms: Fields that are not one to one with ours.
+      constants: Constants of all models of the family, by our dotted names.
       fixed: Fields of which one value is modelled; any other is refused.
-      carried: Fields that change no logit, with transformers' default; kept.
-      aliases: Other names that files give fields of `carried`; never written.
+      passthrough: Fields that change no logit, with transformers' default; kept.
+      aliases: Other names that files give fields of `passthrough`; never written.
       left_out: Fields that announce tensors which an import leaves out, with what an
         export says instead.
       inert: Fields of published files that change nothing where they have this value,
         whatever code the file names; left out.
       optional: Parts of our config (`moe`, `rope`, ...) that only some of its models
-        have, where codecs read them.
+        have, where transforms read them.
       ignore: Tensors that checkpoints may hold and nobody reads; `{name}` stands for a
         number, `**` for anything.
     """
@@ -126,10 +126,10 @@ class Family:
     architecture: str
     fields: Mapping[str, Field]
     key_mappings: tuple[KeyMapping, ...]
-    codecs: tuple[Codec, ...] = ()
-    traits: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    transforms: tuple[FieldTransform, ...] = ()
+    constants: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    carried: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    passthrough: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
     left_out: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     inert: Mapping[str, Any] = dataclasses.field(default_factory=dict)

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from bridge.families._codec import Codec
 from bridge.families._family import Field
+from bridge.families._field_transform import FieldTransform
 
 SIZES: Mapping[str, Field] = {
     "vocab_size": Field(),
@@ -38,9 +38,9 @@ def attention_bias(default: bool = False, *, out: bool = True) -> dict[str, Fiel
     return {"attention_bias": Field(default, both if out else None)}
 
 
-def qk_norm_switch(field: str, kind: str) -> Codec:
+def qk_norm_switch(field: str, kind: str) -> FieldTransform:
     """Reads the field that says whether queries and keys are normed, as `kind`."""
-    return Codec(
+    return FieldTransform(
         (field,),
         lambda fields: {"qk_norm": kind if fields[field] else None},
         lambda config: {field: config.qk_norm is not None},

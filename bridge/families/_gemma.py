@@ -20,7 +20,7 @@ FIELDS = {
     "query_pre_attn_scalar": Field(256),
     "sliding_window": Field(4096),
 }
-TRAITS = {
+CONSTANTS = {
     "norm": "rms_zero_centered",
     "norm_placement": "both",
     "hidden_act": "gelu_pytorch_tanh",
@@ -32,7 +32,7 @@ FIXED = {
     "use_bidirectional_attention": False,
 }
 # Old files have a field of an activation that the models never had.
-CARRIED = {"hidden_act": "gelu_pytorch_tanh"}
+PASSTHROUGH = {"hidden_act": "gelu_pytorch_tanh"}
 _NORMS = (
     "input_layernorm",
     "post_attention_layernorm",

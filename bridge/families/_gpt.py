@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from bridge.families._codec import Codec
 from bridge.families._family import Field
+from bridge.families._field_transform import FieldTransform
 from bridge.models import DecoderConfig
 
 SIZES = {
@@ -31,5 +31,5 @@ def _write_inner(config: DecoderConfig) -> dict[str, Any]:
     return {"n_inner": None if derived else config.intermediate_size}
 
 
-INNER = Codec(("n_inner",), _read_inner, _write_inner, {"n_inner": None})
+INNER = FieldTransform(("n_inner",), _read_inner, _write_inner, {"n_inner": None})
 """The width of the MLP, four times the model's unless the file says another."""

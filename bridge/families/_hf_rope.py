@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from bridge.families._codec import Codec
+from bridge.families._field_transform import FieldTransform
 from bridge.models import DecoderConfig, RopeConfig
 from bridge.models._rope_config import NEEDED, OPTIONAL, STRETCHING
 
@@ -37,7 +37,7 @@ def rope(
     names: tuple[str, str] = _BESIDE,
     original_length: int | None = None,
     absent: Fields | None = None,
-) -> Codec:
+) -> FieldTransform:
     """Reads and writes one rope for all layers.
 
     Args:
@@ -85,10 +85,10 @@ def rope(
             written[_ORIGINAL_LENGTH] = length or original_length
         return written
 
-    return Codec(tuple(said), read, write, said)
+    return FieldTransform(tuple(said), read, write, said)
 
 
-def rope_of_dims(theta: float) -> Codec:
+def rope_of_dims(theta: float) -> FieldTransform:
     """Reads and writes one rope, of which `rotary_dim` may say how many dims turn.
 
     A factor wins over it, as in transformers.
@@ -108,12 +108,12 @@ def rope_of_dims(theta: float) -> Codec:
         return {**base.write(config), name: config.rope_dim}
 
     said = {**base.defaults, name: None, "partial_rotary_factor": None}
-    return Codec(tuple(said), read, write, said)
+    return FieldTransform(tuple(said), read, write, said)
 
 
 def rope_by_layer_type(
     theta: float, sliding_theta: float, sliding_name: str | None = None
-) -> Codec:
+) -> FieldTransform:
     """Reads and writes a rope for full layers and one for those that slide.
 
     In the old key_mapping the scaling is the full layers' alone.
@@ -171,7 +171,7 @@ def rope_by_layer_type(
             full[sliding_name] = sliding["rope_theta"]
         return full
 
-    return Codec(names, read, write, dict.fromkeys(names))
+    return FieldTransform(names, read, write, dict.fromkeys(names))
 
 
 def read_rope(

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from bridge.families._blocks import Rules, attention
-from bridge.families._codec import Codec
 from bridge.families._family import REQUIRED, Field
+from bridge.families._field_transform import FieldTransform
 from bridge.families._fields import SIZES, attention_bias, tokens
 from bridge.families._hf_rope import TYPES, rope
 from bridge.models import DecoderConfig
@@ -18,9 +18,9 @@ FIELDS = {
     "max_position_embeddings": Field(2048),
     "rms_norm_eps": Field(1e-5, "norm_eps"),
 }
-TRAITS = {"qk_norm": "head", "qk_norm_after_rope": True}
+CONSTANTS = {"qk_norm": "head", "qk_norm_after_rope": True}
 FIXED = {"hidden_act": "silu"}
-CARRIED = {"attention_dropout": 0.0, "eod_token_id": 3}
+PASSTHROUGH = {"attention_dropout": 0.0, "eod_token_id": 3}
 _ROPES = ("rope_scaling", "rope_parameters")
 
 
@@ -29,7 +29,7 @@ def attend(config: DecoderConfig) -> Rules:
     return attention(config, norms=("query_layernorm", "key_layernorm"))
 
 
-def _rope() -> Codec:
+def _rope() -> FieldTransform:
     base = rope(types=(*TYPES, "ntk_alpha"))
 
     def read(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -44,7 +44,7 @@ def _rope() -> Codec:
                 written[name] |= {"rope_type": "dynamic", "factor": 1.0}
         return written
 
-    return Codec(base.names, read, write, base.defaults)
+    return FieldTransform(base.names, read, write, base.defaults)
 
 
 def _by_alpha(given: Any) -> Any:

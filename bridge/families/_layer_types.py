@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from bridge.families._codec import Codec
+from bridge.families._field_transform import FieldTransform
 from bridge.models import DecoderConfig
 from bridge.models._config import LayerType
 
@@ -11,7 +11,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 Fields = Mapping[str, Any]
 
 
-def layer_types(every: int, pattern_field: str | None = None) -> Codec:
+def layer_types(every: int, pattern_field: str | None = None) -> FieldTransform:
     """Reads the type of each layer; by default every so many are full, others slide.
 
     Args:
@@ -36,10 +36,10 @@ def layer_types(every: int, pattern_field: str | None = None) -> Codec:
     def write(config: DecoderConfig) -> dict[str, Any]:
         return {"layer_types": config.layer_types}
 
-    return Codec(tuple(defaults), read, write, defaults)
+    return FieldTransform(tuple(defaults), read, write, defaults)
 
 
-def turned_where_sliding(every: int) -> Codec:
+def turned_where_sliding(every: int) -> FieldTransform:
     """Reads the type of each layer, where full layers do not turn their heads.
 
     Args:
@@ -67,13 +67,15 @@ def turned_where_sliding(every: int) -> Codec:
             "layer_types": config.layer_types,
         }
 
-    return Codec((*defaults, _PATTERN), read, write, {**defaults, **types.defaults})
+    return FieldTransform(
+        (*defaults, _PATTERN), read, write, {**defaults, **types.defaults}
+    )
 
 
 _PATTERN = "sliding_window_pattern"
 
 
-def window_of_all(default: int | None = None) -> Codec:
+def window_of_all(default: int | None = None) -> FieldTransform:
     """Reads a window that all layers have."""
     name = "sliding_window"
 
@@ -83,12 +85,12 @@ def window_of_all(default: int | None = None) -> Codec:
     def write(config: DecoderConfig) -> dict[str, Any]:
         return {name: config.sliding_window}
 
-    return Codec((name,), read, write, {name: default})
+    return FieldTransform((name,), read, write, {name: default})
 
 
 def switched_window(
     slides: Callable[[int, Fields], bool] | None, default: int | None = 4096
-) -> Codec:
+) -> FieldTransform:
     """Reads a window that is off unless `use_sliding_window` turns it on.
 
     Args:
@@ -123,10 +125,10 @@ def switched_window(
             written["layer_types"] = config.layer_types or all_full
         return written
 
-    return Codec(tuple(defaults), read, write, defaults)
+    return FieldTransform(tuple(defaults), read, write, defaults)
 
 
-def window_from(name: str, default: int) -> Codec:
+def window_from(name: str, default: int) -> FieldTransform:
     """Reads a window that layers have from the one on that a field counts.
 
     Args:
@@ -149,14 +151,14 @@ def window_from(name: str, default: int) -> Codec:
             "layer_types": config.layer_types,
         }
 
-    return Codec(tuple(defaults), read, write, defaults)
+    return FieldTransform(tuple(defaults), read, write, defaults)
 
 
 def mixer_types(
     names: Mapping[str, LayerType],
     absent: Callable[[Fields], list[str]],
     others: Mapping[str, Any] | None = None,
-) -> Codec:
+) -> FieldTransform:
     """Reads what mixes the tokens of each layer: attention, or something else.
 
     Args:
@@ -180,7 +182,7 @@ def mixer_types(
         types = config.layer_types or (FULL,) * config.num_hidden_layers
         return {"layer_types": tuple(theirs[kind] for kind in types)}
 
-    return Codec(tuple(defaults), read, write, defaults)
+    return FieldTransform(tuple(defaults), read, write, defaults)
 
 
 def _check_all_full(layer_types: Any, layers: int) -> None:
@@ -211,7 +213,7 @@ def interval(fields: Fields, name: str) -> int:
     return value
 
 
-def _no_rope_layers() -> Codec:
+def _no_rope_layers() -> FieldTransform:
     name, every = "no_rope_layers", "no_rope_layer_interval"
 
     def read(fields: Fields) -> dict[str, Any]:
@@ -227,14 +229,14 @@ def _no_rope_layers() -> Codec:
         layers = range(config.num_hidden_layers)
         return {name: [int(i not in config.no_rope_layers) for i in layers]}
 
-    return Codec((name, every), read, write, {name: None, every: 4})
+    return FieldTransform((name, every), read, write, {name: None, every: 4})
 
 
 NO_ROPE_LAYERS = _no_rope_layers()
 """`no_rope_layers` of a file has a 1 for each layer that does turn."""
 
 
-def first_dense(default: int) -> Codec:
+def first_dense(default: int) -> FieldTransform:
     """Reads how many of the first layers are dense.
 
     Args:
@@ -249,10 +251,10 @@ def first_dense(default: int) -> Codec:
     def write(config: DecoderConfig) -> dict[str, Any]:
         return {name: len(config.dense_layers)}
 
-    return Codec((name,), read, write, {name: default})
+    return FieldTransform((name,), read, write, {name: default})
 
 
-def _dense_by_type() -> Codec:
+def _dense_by_type() -> FieldTransform:
     name, dense, sparse = "mlp_layer_types", "dense", "sparse"
 
     def read(fields: Fields) -> dict[str, Any]:
@@ -270,14 +272,14 @@ def _dense_by_type() -> Codec:
         layers = range(config.num_hidden_layers)
         return {name: [dense if i in config.dense_layers else sparse for i in layers]}
 
-    return Codec((name,), read, write, {name: None})
+    return FieldTransform((name,), read, write, {name: None})
 
 
 DENSE_BY_TYPE = _dense_by_type()
 """Each layer is said to be dense or sparse; by default the first alone is dense."""
 
 
-def _dense_by_step() -> Codec:
+def _dense_by_step() -> FieldTransform:
     step, listed = "decoder_sparse_step", "mlp_only_layers"
 
     def read(fields: Fields) -> dict[str, Any]:
@@ -293,7 +295,7 @@ def _dense_by_step() -> Codec:
     def write(config: DecoderConfig) -> dict[str, Any]:
         return {step: 1, listed: config.dense_layers}
 
-    return Codec((step, listed), read, write, {step: 1, listed: None})
+    return FieldTransform((step, listed), read, write, {step: 1, listed: None})
 
 
 DENSE_BY_STEP = _dense_by_step()

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from bridge.families._blocks import Rules
-from bridge.families._codec import Codec
+from bridge.families._field_transform import FieldTransform
 from bridge.models import DecoderConfig
 from bridge.rules._rules import Rule
 
@@ -79,7 +79,7 @@ _NAMES = {
 }
 
 
-def mamba_sizes(**defaults: Any) -> Codec:
+def mamba_sizes(**defaults: Any) -> FieldTransform:
     """Reads the sizes of a mixer whose fields begin with `mamba_`.
 
     Args:
@@ -109,7 +109,7 @@ def mamba_sizes(**defaults: Any) -> Codec:
             "time_step_limit": write_limit(config),
         }
 
-    return Codec(tuple(known), read, write, known)
+    return FieldTransform(tuple(known), read, write, known)
 
 
 def read_limit(limit: Any) -> dict[str, float | None]:

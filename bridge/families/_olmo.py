@@ -12,7 +12,7 @@ FIELDS = {
     "max_position_embeddings": Field(2048),
     "rms_norm_eps": Field(1e-5, "norm_eps"),
 }
-TRAITS = {"norm": "rms_wide", "norm_placement": "post", "qk_norm": "full"}
+CONSTANTS = {"norm": "rms_wide", "norm_placement": "post", "qk_norm": "full"}
 FIXED = {"hidden_act": "silu", "attention_dropout": 0.0}
 _NORMS = ("post_attention_layernorm", "post_feedforward_layernorm")
 

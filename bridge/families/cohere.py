@@ -36,11 +36,11 @@ FAMILY = Family(
         "layer_norm_eps": Field(1e-5, "norm_eps"),
         "logit_scale": Field(0.0625),
     },
-    codecs=(
+    transforms=(
         rope(500000.0, interleaved=True),
         qk_norm_switch("use_qk_norm", "per_head"),
     ),
-    traits={"norm": "layer", "norm_placement": "parallel"},
+    constants={"norm": "layer", "norm_placement": "parallel"},
     fixed={"hidden_act": "silu", "attention_dropout": 0.0},
     key_mappings=(key_mapping(layer),),
     ignore=ignore_tied_head,

@@ -5,8 +5,8 @@ Source: transformers `configuration_deepseek_v2.py`, `modeling_deepseek_v2.py`.
 
 from bridge.families import _deepseek
 from bridge.families._blocks import ignore_tied_head, latent_attention
-from bridge.families._codec import Codec
 from bridge.families._family import Family, Field
+from bridge.families._field_transform import FieldTransform
 from bridge.families._fields import moe
 from bridge.families._hf_rope import rope
 from bridge.families._layer_types import first_dense
@@ -50,17 +50,17 @@ FAMILY = Family(
         "max_position_embeddings": Field(2048),
         "mlp_bias": Field(False),
     },
-    codecs=(
+    transforms=(
         rope(interleaved=True),
         first_dense(0),
         _deepseek.shared_experts(2),
         _deepseek.DERIVED_SIZES,
-        Codec(tuple(_GROUPS), _read_groups, _write_groups, _GROUPS),
+        FieldTransform(tuple(_GROUPS), _read_groups, _write_groups, _GROUPS),
     ),
-    traits={"moe.float32_logits": True},
+    constants={"moe.float32_logits": True},
     # transformers reads no `norm_topk_prob` of this family.
     fixed={**_deepseek.FIXED, "norm_topk_prob": False, "scoring_func": "softmax"},
-    carried=_deepseek.CARRIED,
+    passthrough=_deepseek.PASSTHROUGH,
     key_mappings=key_mappings(latent_attention, _deepseek.shared),
     ignore=ignore_tied_head,
 )

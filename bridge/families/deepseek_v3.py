@@ -34,15 +34,15 @@ FAMILY = Family(
         ),
         "max_position_embeddings": Field(4096),
     },
-    codecs=(
+    transforms=(
         rope(interleaved=True, interleave_field="rope_interleave"),
         first_dense(3),
         _deepseek.shared_experts(1),
         _deepseek.DERIVED_SIZES,
     ),
-    traits=_deepseek.SIGMOID_ROUTER,
+    constants=_deepseek.SIGMOID_ROUTER,
     fixed={**_deepseek.FIXED, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
-    carried={**_deepseek.CARRIED, _deepseek.FURTHER: 1},
+    passthrough={**_deepseek.PASSTHROUGH, _deepseek.FURTHER: 1},
     aliases={"num_mtp_layers": _deepseek.FURTHER},
     left_out={_deepseek.FURTHER: 0},
     key_mappings=key_mappings(latent_attention, _deepseek.corrected_and_shared),

@@ -31,15 +31,15 @@ FAMILY = Family(
         "max_position_embeddings": Field(2048),
         "rms_norm_eps": Field(1e-6, "norm_eps"),
     },
-    codecs=(
+    transforms=(
         rope(),
         first_dense(0),
         _deepseek.shared_experts(None),
         window_from("max_window_layers", 62),
     ),
-    traits={**_deepseek.SIGMOID_ROUTER, "qk_norm": "head"},
+    constants={**_deepseek.SIGMOID_ROUTER, "qk_norm": "head"},
     fixed={"hidden_act": "silu", "attention_dropout": 0.0},
-    carried={"output_router_logits": False},
+    passthrough={"output_router_logits": False},
     key_mappings=key_mappings(attention, _deepseek.corrected_and_shared),
     ignore=ignore_tied_head,
 )

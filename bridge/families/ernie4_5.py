@@ -16,7 +16,7 @@ FAMILY = Family(
         "head_dim": Field(128),
         "use_bias": Field(False, ("attention_bias", "attention_out_bias", "mlp_bias")),
     },
-    codecs=(_ernie.ROPE,),
+    transforms=(_ernie.ROPE,),
     fixed=_ernie.FIXED,
     key_mappings=(key_mapping(dense_layer),),
     ignore=ignore_tied_head,

@@ -8,8 +8,8 @@ from typing import Any
 
 from bridge.families import _deepseek, _ernie
 from bridge.families._blocks import Rules, attention, ignore_tied_head
-from bridge.families._codec import Codec
 from bridge.families._family import Family, Field
+from bridge.families._field_transform import FieldTransform
 from bridge.families._fields import EXPERT_TRAINING, moe
 from bridge.families._sparse import key_mappings
 from bridge.models import DecoderConfig
@@ -76,12 +76,12 @@ FAMILY = Family(
         ),
         "num_key_value_heads": Field(4),
     },
-    codecs=(
+    transforms=(
         _ernie.ROPE,
-        Codec(tuple(_LAYERS), _read_layers, _write_layers, _LAYERS),
-        Codec((_SHARED,), _read_shared, _write_shared, {_SHARED: 2}),
+        FieldTransform(tuple(_LAYERS), _read_layers, _write_layers, _LAYERS),
+        FieldTransform((_SHARED,), _read_shared, _write_shared, {_SHARED: 2}),
     ),
-    traits={
+    constants={
         "moe.norm_topk_prob": True,
         "moe.correction_bias": True,
         "moe.float32_logits": True,
@@ -89,7 +89,7 @@ FAMILY = Family(
     },
     # The least sum that the weights are divided by: a softmax does not come near it.
     fixed={**_ernie.FIXED, "use_bias": False, "moe_norm_min": 1e-12},
-    carried=EXPERT_TRAINING,
+    passthrough=EXPERT_TRAINING,
     key_mappings=key_mappings(attention, _beside),
     ignore=ignore_tied_head,
 )

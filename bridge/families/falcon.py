@@ -19,8 +19,8 @@ from bridge.families._blocks import (
     outside,
     ungated_mlp,
 )
-from bridge.families._codec import Codec
 from bridge.families._family import Family, Field, KeyMapping, Layers
+from bridge.families._field_transform import FieldTransform
 from bridge.families._fields import tokens
 from bridge.families._fused import fused_qkv
 from bridge.families._hf_rope import rope
@@ -97,7 +97,7 @@ def _read_width(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {"intermediate_size": 4 * fields["hidden_size"] if width is None else width}
 
 
-_WIDTH = Codec(
+_WIDTH = FieldTransform(
     ("ffn_hidden_size",),
     _read_width,
     lambda config: {"ffn_hidden_size": config.intermediate_size},
@@ -120,16 +120,16 @@ FAMILY = Family(
         "bias": Field(False, ("attention_bias", "attention_out_bias", "mlp_bias")),
         "tie_word_embeddings": Field(True),
     },
-    codecs=(
+    transforms=(
         rope(),
         _WIDTH,
-        Codec(
+        FieldTransform(
             tuple(_ARCHITECTURE), _read_architecture, _write_architecture, _ARCHITECTURE
         ),
     ),
-    traits={"norm": "layer", "norm_bias": True, "gated_mlp": False},
+    constants={"norm": "layer", "norm_bias": True, "gated_mlp": False},
     fixed={"alibi": False},
-    carried={"attention_dropout": 0.0, "hidden_dropout": 0.0},
+    passthrough={"attention_dropout": 0.0, "hidden_dropout": 0.0},
     key_mappings=(
         KeyMapping(
             outside("transformer.word_embeddings", "transformer.ln_f"),

@@ -8,8 +8,8 @@ from typing import Any
 
 from bridge.families import _gemma
 from bridge.families._blocks import dense_layer, key_mapping
-from bridge.families._codec import Codec
 from bridge.families._family import Family, Field
+from bridge.families._field_transform import FieldTransform
 from bridge.families._hf_rope import rope
 
 _TANH = "gelu_pytorch_tanh"
@@ -25,7 +25,7 @@ def _read_activation(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {"hidden_act": _TANH}
 
 
-_ACTIVATION = Codec(
+_ACTIVATION = FieldTransform(
     ("hidden_act",),
     _read_activation,
     lambda config: {"hidden_act": config.hidden_act},
@@ -41,8 +41,8 @@ FAMILY = Family(
         "num_key_value_heads": Field(16),
         "max_position_embeddings": Field(8192),
     },
-    codecs=(rope(), _ACTIVATION),
-    traits={"norm": "rms_zero_centered", "scale_embeddings": True},
+    transforms=(rope(), _ACTIVATION),
+    constants={"norm": "rms_zero_centered", "scale_embeddings": True},
     fixed={"attention_dropout": 0.0, "use_bidirectional_attention": False},
     key_mappings=(key_mapping(dense_layer),),
 )

@@ -18,10 +18,10 @@ FAMILY = Family(
         "final_logit_softcapping": Field(30.0),
         "attn_logit_softcapping": Field(50.0),
     },
-    codecs=(rope(), layer_types(2)),
-    traits=_gemma.TRAITS,
+    transforms=(rope(), layer_types(2)),
+    constants=_gemma.CONSTANTS,
     fixed=_gemma.FIXED,
-    carried={**_gemma.CARRIED, "cache_implementation": None},
+    passthrough={**_gemma.PASSTHROUGH, "cache_implementation": None},
     key_mappings=(key_mapping(_gemma.layer),),
     ignore=ignore_tied_head,
 )

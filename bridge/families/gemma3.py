@@ -19,14 +19,14 @@ FAMILY = Family(
         "max_position_embeddings": Field(131072),
         "final_logit_softcapping": Field(None),
     },
-    codecs=(
+    transforms=(
         rope_by_layer_type(1e6, 10000.0, "rope_local_base_freq"),
         layer_types(6, "sliding_window_pattern"),
     ),
-    traits={**_gemma.TRAITS, "qk_norm": "head"},
+    constants={**_gemma.CONSTANTS, "qk_norm": "head"},
     fixed=_gemma.FIXED,
-    carried={
-        **_gemma.CARRIED,
+    passthrough={
+        **_gemma.PASSTHROUGH,
         "cache_implementation": None,
         # The class has the field, and its attention never reads it.
         "attn_logit_softcapping": None,

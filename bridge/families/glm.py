@@ -26,6 +26,6 @@ FAMILY = dataclasses.replace(
     glm4.FAMILY,
     model_type="glm",
     architecture="GlmForCausalLM",
-    traits={},
+    constants={},
     key_mappings=(key_mapping(_layer),),
 )

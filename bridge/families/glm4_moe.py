@@ -39,15 +39,15 @@ FAMILY = Family(
         "max_position_embeddings": Field(131072),
         "rms_norm_eps": Field(1e-5, "norm_eps"),
     },
-    codecs=(
+    transforms=(
         rope(partial=0.5),
         first_dense(1),
         _deepseek.shared_experts(1),
         qk_norm_switch("use_qk_norm", "head"),
     ),
-    traits=_deepseek.SIGMOID_ROUTER,
+    constants=_deepseek.SIGMOID_ROUTER,
     fixed={"hidden_act": "silu", "attention_dropout": 0.0},
-    carried={"output_router_logits": False, _deepseek.FURTHER: 1},
+    passthrough={"output_router_logits": False, _deepseek.FURTHER: 1},
     aliases={"num_mtp_layers": _deepseek.FURTHER},
     left_out={_deepseek.FURTHER: 0},
     key_mappings=key_mappings(attention, _deepseek.corrected_and_shared),

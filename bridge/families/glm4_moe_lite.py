@@ -34,11 +34,11 @@ FAMILY = dataclasses.replace(
         "qk_nope_head_dim": Field(192, "mla.qk_nope_head_dim"),
         "v_head_dim": Field(256, "mla.v_head_dim"),
     },
-    codecs=(
+    transforms=(
         rope(interleaved=True, interleave_field="rope_interleave"),
         DENSE_BY_TYPE,
         _deepseek.shared_experts(1),
         _deepseek.DERIVED_SIZES,
     ),
-    carried={"output_router_logits": False, _deepseek.FURTHER: 1},
+    passthrough={"output_router_logits": False, _deepseek.FURTHER: 1},
 )

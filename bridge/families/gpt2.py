@@ -85,8 +85,8 @@ FAMILY = Family(
         "vocab_size": Field(50257),
         **_gpt.SIZES,
     },
-    codecs=(_gpt.INNER,),
-    traits={
+    transforms=(_gpt.INNER,),
+    constants={
         "rope": None,
         "norm": "layer",
         "norm_bias": True,
@@ -101,7 +101,7 @@ FAMILY = Family(
         "add_cross_attention": False,
     },
     # Logits know nothing of these.
-    carried={
+    passthrough={
         **_gpt.DROPOUT,
         "reorder_and_upcast_attn": False,
         "summary_type": "cls_index",

@@ -15,8 +15,8 @@ from bridge.families._blocks import (
     outside,
     ungated_mlp,
 )
-from bridge.families._codec import Codec
 from bridge.families._family import Family, Field, KeyMapping, Layers
+from bridge.families._field_transform import FieldTransform
 from bridge.families._fields import tokens
 from bridge.families._fused import fused_qkv
 from bridge.models import DecoderConfig, LayerKind
@@ -52,7 +52,7 @@ def _read_heads(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _DERIVED = "num_key_value_heads"
-_HEADS = Codec(
+_HEADS = FieldTransform(
     ("multi_query", _DERIVED),
     _read_heads,
     lambda config: {"multi_query": config.num_key_value_heads == 1},
@@ -74,8 +74,8 @@ FAMILY = Family(
         "vocab_size": Field(50257),
         "activation_function": Field("gelu_pytorch_tanh", "hidden_act"),
     },
-    codecs=(_gpt.INNER, _HEADS),
-    traits={
+    transforms=(_gpt.INNER, _HEADS),
+    constants={
         "rope": None,
         "norm": "layer",
         "norm_bias": True,
@@ -86,7 +86,7 @@ FAMILY = Family(
     },
     fixed={"scale_attn_weights": True, "add_cross_attention": False},
     # Of float32 scores: whether softmax and scaling are in float32, as they are here.
-    carried={
+    passthrough={
         **_gpt.DROPOUT,
         "attention_softmax_in_fp32": True,
         "scale_attention_softmax_in_fp32": True,

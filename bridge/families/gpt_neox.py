@@ -13,8 +13,8 @@ from bridge.families._blocks import (
     outside,
     ungated_mlp,
 )
-from bridge.families._codec import Codec
 from bridge.families._family import Family, Field, KeyMapping, Layers
+from bridge.families._field_transform import FieldTransform
 from bridge.families._fields import SIZES, attention_bias, tokens
 from bridge.families._fused import fused_qkv
 from bridge.families._hf_rope import rope
@@ -36,7 +36,7 @@ _STALE = tuple(
     for name in ("bias", "masked_bias", "rotary_emb.inv_freq")
 )
 _SIDE_BY_SIDE = "use_parallel_residual"
-_PLACEMENT = Codec(
+_PLACEMENT = FieldTransform(
     (_SIDE_BY_SIDE,),
     lambda fields: {
         "norm_placement": "parallel_two" if fields[_SIDE_BY_SIDE] else "pre"
@@ -57,9 +57,17 @@ FAMILY = Family(
         "hidden_act": Field("gelu"),
         "layer_norm_eps": Field(1e-5, "norm_eps"),
     },
-    codecs=(rope(partial=0.25, names=("rotary_emb_base", "rotary_pct")), _PLACEMENT),
-    traits={"norm": "layer", "norm_bias": True, "gated_mlp": False, "mlp_bias": True},
-    carried={"attention_dropout": 0.0, "hidden_dropout": 0.0},
+    transforms=(
+        rope(partial=0.25, names=("rotary_emb_base", "rotary_pct")),
+        _PLACEMENT,
+    ),
+    constants={
+        "norm": "layer",
+        "norm_bias": True,
+        "gated_mlp": False,
+        "mlp_bias": True,
+    },
+    passthrough={"attention_dropout": 0.0, "hidden_dropout": 0.0},
     key_mappings=(
         KeyMapping(
             outside("gpt_neox.embed_in", "gpt_neox.final_layer_norm", "embed_out"),

@@ -82,7 +82,7 @@ FAMILY = Family(
         "rms_norm_eps": Field(1e-5, "norm_eps"),
         "sliding_window": Field(128),
     },
-    codecs=(
+    transforms=(
         rope(
             150000.0,
             absent={
@@ -96,7 +96,7 @@ FAMILY = Family(
         ),
         layer_types(2),
     ),
-    traits={
+    constants={
         "norm": "rms_wide",
         "attention_sinks": True,
         "moe.scoring": "softmax_of_chosen",
@@ -104,7 +104,7 @@ FAMILY = Family(
         "moe.expert_bias": True,
     },
     fixed={"hidden_act": "silu", "attention_dropout": 0.0},
-    carried={
+    passthrough={
         "output_router_logits": False,
         "router_aux_loss_coef": 0.001,
         # What the releases say besides, and transformers reads elsewhere or nowhere.

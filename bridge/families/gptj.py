@@ -8,8 +8,8 @@ from typing import Any
 
 from bridge.families import _gpt
 from bridge.families._blocks import Rules, attention, norms, outside, ungated_mlp
-from bridge.families._codec import Codec
 from bridge.families._family import Family, Field, KeyMapping, Layers
+from bridge.families._field_transform import FieldTransform
 from bridge.families._fields import tokens
 from bridge.models import DecoderConfig, LayerKind, RopeConfig
 
@@ -29,7 +29,7 @@ def _read_rope(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {"rope": rope}
 
 
-_ROPE = Codec(
+_ROPE = FieldTransform(
     ("rotary_dim",),
     _read_rope,
     lambda config: {"rotary_dim": config.rope_dim},
@@ -52,8 +52,8 @@ FAMILY = Family(
         "n_layer": Field(28, "num_hidden_layers"),
         "n_head": Field(16, "num_attention_heads"),
     },
-    codecs=(_gpt.INNER, _ROPE),
-    traits={
+    transforms=(_gpt.INNER, _ROPE),
+    constants={
         "norm": "layer",
         "norm_bias": True,
         "norm_placement": "parallel",
@@ -62,7 +62,7 @@ FAMILY = Family(
         "head_bias": True,
     },
     fixed={"tie_word_embeddings": False},
-    carried=dict.fromkeys(_gpt.DROPOUT, 0.0),
+    passthrough=dict.fromkeys(_gpt.DROPOUT, 0.0),
     key_mappings=(
         KeyMapping(
             outside("transformer.wte", "transformer.ln_f"),

@@ -23,9 +23,9 @@ FAMILY = Family(
         "attention_multiplier": Field(1.0),
         "logits_scaling": Field(1.0),
     },
-    codecs=(rope(),),
+    transforms=(rope(),),
     fixed={"hidden_act": "silu"},
-    carried={"attention_dropout": 0.0},
+    passthrough={"attention_dropout": 0.0},
     key_mappings=(key_mapping(dense_layer),),
     ignore=ignore_tied_head,
 )

@@ -69,11 +69,11 @@ FAMILY = Family(
         "attention_multiplier": Field(1.0),
         "logits_scaling": Field(1.0),
     },
-    codecs=(rope(),),
+    transforms=(rope(),),
     # A softmax of the chosen logits is one of all, divided by the sum of the chosen.
-    traits={"moe.norm_topk_prob": True, "moe.rounded_weights": True},
+    constants={"moe.norm_topk_prob": True, "moe.rounded_weights": True},
     fixed={"hidden_act": "silu"},
-    carried={**EXPERT_TRAINING, "attention_dropout": 0.0},
+    passthrough={**EXPERT_TRAINING, "attention_dropout": 0.0},
     key_mappings=(key_mapping(layer),),
     ignore=ignore_tied_head,
 )

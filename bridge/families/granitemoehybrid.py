@@ -17,8 +17,8 @@ from bridge.families._blocks import (
     linear,
     norms,
 )
-from bridge.families._codec import Codec
 from bridge.families._family import Family
+from bridge.families._field_transform import FieldTransform
 from bridge.families._hf_rope import rope
 from bridge.families._layer_types import FULL, mixer_types
 from bridge.families._mamba import mamba, mamba_sizes
@@ -103,13 +103,13 @@ FAMILY = Family(
     model_type="granitemoehybrid",
     architecture="GraniteMoeHybridForCausalLM",
     fields={n: f for n, f in _BASE.fields.items() if n not in _WIDTHS},
-    codecs=(
-        Codec(
+    transforms=(
+        FieldTransform(
             (*_ROPE.names, _POSITIONS),
             *(_read_rope, _write_rope),
             {**_ROPE.defaults, _POSITIONS: None},
         ),
-        Codec(tuple(_WIDTHS), _read_widths, _write_widths, _WIDTHS),
+        FieldTransform(tuple(_WIDTHS), _read_widths, _write_widths, _WIDTHS),
         mixer_types(
             {_LINEAR: "mamba", "mamba": "mamba", "attention": FULL},
             lambda fields: [_LINEAR] * fields["num_hidden_layers"],
@@ -126,9 +126,9 @@ FAMILY = Family(
             mamba_proj_bias=False,
         ),
     ),
-    traits={"learned_positions": False},
+    constants={"learned_positions": False},
     fixed=_BASE.fixed,
-    carried=_BASE.carried,
+    passthrough=_BASE.passthrough,
     aliases={"layers_block_type": "layer_types"},
     optional=("moe", "rope", "mamba"),
     key_mappings=(key_mapping(_layer),),

@@ -8,7 +8,7 @@ import dataclasses
 
 from bridge.families import granitemoe
 from bridge.families._blocks import Rules, key_mapping, linear
-from bridge.families._codec import Codec
+from bridge.families._field_transform import FieldTransform
 from bridge.models import DecoderConfig, LayerKind
 from bridge.rules._rules import Rule
 
@@ -36,7 +36,7 @@ def _write_width(config: DecoderConfig):
     return {_WIDTH: config.moe.shared_intermediate_size or 0}
 
 
-_SHARED = Codec(
+_SHARED = FieldTransform(
     (_WIDTH,),
     lambda fields: {f"moe.{_WIDTH}": fields[_WIDTH] or None},  # 0 stands for none
     _write_width,
@@ -47,6 +47,6 @@ FAMILY = dataclasses.replace(
     granitemoe.FAMILY,
     model_type="granitemoeshared",
     architecture="GraniteMoeSharedForCausalLM",
-    codecs=(*granitemoe.FAMILY.codecs, _SHARED),
+    transforms=(*granitemoe.FAMILY.transforms, _SHARED),
     key_mappings=(key_mapping(_layer),),
 )

@@ -26,10 +26,10 @@ FAMILY = Family(
     model_type="hunyuan_v1_dense",
     architecture="HunYuanDenseV1ForCausalLM",
     fields=_hunyuan.FIELDS,
-    codecs=(_hunyuan.ROPE,),
-    traits=_hunyuan.TRAITS,
+    transforms=(_hunyuan.ROPE,),
+    constants=_hunyuan.CONSTANTS,
     fixed=_hunyuan.FIXED,
-    carried=_hunyuan.CARRIED,
+    passthrough=_hunyuan.PASSTHROUGH,
     key_mappings=(key_mapping(_layer),),
     ignore=ignore_tied_head,
 )

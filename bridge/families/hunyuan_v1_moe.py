@@ -36,14 +36,14 @@ FAMILY = Family(
         **moe(num_experts=("num_experts", 1), num_experts_per_tok=("moe_topk", 1)),
         "intermediate_size": Field(11008, _WIDTHS),
     },
-    codecs=(_hunyuan.ROPE,),
-    traits={
-        **_hunyuan.TRAITS,
+    transforms=(_hunyuan.ROPE,),
+    constants={
+        **_hunyuan.CONSTANTS,
         "moe.norm_topk_prob": True,
         "moe.float32_logits": True,
     },
     fixed=_hunyuan.FIXED,
-    carried={**_hunyuan.CARRIED, "output_router_logits": False},
+    passthrough={**_hunyuan.PASSTHROUGH, "output_router_logits": False},
     key_mappings=(key_mapping(_layer),),
     ignore=ignore_tied_head,
 )

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from bridge.families._blocks import dense_layer, ignore_tied_head, key_mapping
-from bridge.families._codec import Codec
 from bridge.families._family import Family, Field
+from bridge.families._field_transform import FieldTransform
 from bridge.families._fields import SIZES, tokens
 from bridge.families._hf_rope import rope
 
@@ -39,7 +39,7 @@ FAMILY = Family(
         "max_position_embeddings": Field(32768),
         "rms_norm_eps": Field(1e-5, "norm_eps"),
     },
-    codecs=(rope(), Codec((), _check_biases, lambda config: {})),
+    transforms=(rope(), FieldTransform((), _check_biases, lambda config: {})),
     fixed={"hidden_act": "silu", "attention_dropout": 0.0},
     key_mappings=(key_mapping(dense_layer),),
     ignore=ignore_tied_head,

@@ -14,8 +14,8 @@ from bridge.families._blocks import (
     norms,
     outside,
 )
-from bridge.families._codec import Codec
 from bridge.families._family import Family, Field, KeyMapping, Layers
+from bridge.families._field_transform import FieldTransform
 from bridge.families._fields import SIZES, tokens
 from bridge.families._hf_rope import rope
 from bridge.families._layer_types import FULL, mixer_types
@@ -108,13 +108,13 @@ FAMILY = Family(
         "conv_L_cache": Field(3, "short_conv.kernel_size"),
         "conv_bias": Field(False, "short_conv.bias"),
     },
-    codecs=(
+    transforms=(
         rope(1000000.0),
         mixer_types({"conv": "short_conv"}, _read_old_types, {"full_attn_idxs": None}),
-        Codec(tuple(_WIDTH), _read_width, _write_width, _WIDTH),
+        FieldTransform(tuple(_WIDTH), _read_width, _write_width, _WIDTH),
     ),
     aliases={"block_ff_dim": "intermediate_size"},
-    traits={"qk_norm": "head"},
+    constants={"qk_norm": "head"},
     key_mappings=(
         KeyMapping(
             outside(norm="model.embedding_norm"),

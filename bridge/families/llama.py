@@ -19,7 +19,7 @@ FAMILY = Family(
         "rms_norm_eps": Field(1e-6, "norm_eps"),
         "mlp_bias": Field(False),
     },
-    codecs=(rope(),),
+    transforms=(rope(),),
     fixed={"hidden_act": "silu", "attention_dropout": 0.0},
     key_mappings=(key_mapping(dense_layer),),
     ignore=ignore_tied_head,

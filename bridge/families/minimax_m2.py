@@ -16,8 +16,8 @@ from bridge.families._blocks import (
     norms,
     router,
 )
-from bridge.families._codec import Codec
 from bridge.families._family import Family, Field
+from bridge.families._field_transform import FieldTransform
 from bridge.families._fields import EXPERT_TRAINING, SIZES, moe, tokens
 from bridge.families._hf_rope import rope_of_dims
 from bridge.models import DecoderConfig, LayerKind
@@ -68,11 +68,11 @@ FAMILY = Family(
         "max_position_embeddings": Field(196608),
         "rms_norm_eps": Field(1e-6, "norm_eps"),
     },
-    codecs=(
+    transforms=(
         rope_of_dims(5000000.0),
-        Codec((_KINDS,), _check_attention, lambda config: {}, {_KINDS: None}),
+        FieldTransform((_KINDS,), _check_attention, lambda config: {}, {_KINDS: None}),
     ),
-    traits={
+    constants={
         "qk_norm": "full",
         "moe.scoring": "sigmoid",
         "moe.norm_topk_prob": True,
@@ -80,7 +80,7 @@ FAMILY = Family(
     },
     fixed={"hidden_act": "silu", "attention_dropout": 0.0},
     # Noise on what enters the router, in training alone.
-    carried={**EXPERT_TRAINING, "router_jitter_noise": 0.0},
+    passthrough={**EXPERT_TRAINING, "router_jitter_noise": 0.0},
     # Of published files, which name remote code: what transformers' own has always.
     inert={
         "use_qk_norm": True,

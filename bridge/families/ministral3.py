@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from bridge.families._blocks import dense_layer, ignore_tied_head, key_mapping
-from bridge.families._codec import Codec
 from bridge.families._family import Family, Field
+from bridge.families._field_transform import FieldTransform
 from bridge.families._fields import SIZES, tokens
 from bridge.families._hf_rope import rope
 from bridge.families._layer_types import window_of_all
@@ -21,7 +21,7 @@ _ROPES = ("rope_scaling", "rope_parameters")
 _BETA = "llama_4_scaling_beta"
 
 
-def _rope() -> Codec:
+def _rope() -> FieldTransform:
     base = rope(1e6)
 
     def read(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -45,7 +45,7 @@ def _rope() -> Codec:
                 written[name] |= {_BETA: 0.0}
         return written
 
-    return Codec(base.names, read, write, base.defaults)
+    return FieldTransform(base.names, read, write, base.defaults)
 
 
 FAMILY = Family(
@@ -59,7 +59,7 @@ FAMILY = Family(
         "max_position_embeddings": Field(262144),
         "rms_norm_eps": Field(1e-5, "norm_eps"),
     },
-    codecs=(_rope(), window_of_all()),
+    transforms=(_rope(), window_of_all()),
     fixed={"hidden_act": "silu", "attention_dropout": 0.0},
     key_mappings=(key_mapping(dense_layer),),
     ignore=ignore_tied_head,

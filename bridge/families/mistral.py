@@ -20,7 +20,7 @@ FAMILY = Family(
         "rms_norm_eps": Field(1e-6, "norm_eps"),
     },
     # A file without the field has a window: only null turns it off.
-    codecs=(rope(), window_of_all(4096)),
+    transforms=(rope(), window_of_all(4096)),
     fixed={"hidden_act": "silu", "attention_dropout": 0.0},
     key_mappings=(key_mapping(dense_layer),),
     ignore=ignore_tied_head,

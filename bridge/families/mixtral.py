@@ -50,11 +50,11 @@ FAMILY = Family(
         "max_position_embeddings": Field(4096 * 32),
         "rms_norm_eps": Field(1e-5, "norm_eps"),
     },
-    codecs=(rope(1e6), window_of_all()),
-    traits={"moe.norm_topk_prob": True},
+    transforms=(rope(1e6), window_of_all()),
+    constants={"moe.norm_topk_prob": True},
     fixed={"hidden_act": "silu", "attention_dropout": 0.0},
     # Noise on what enters the router, in training alone.
-    carried={**EXPERT_TRAINING, "router_jitter_noise": 0.0},
+    passthrough={**EXPERT_TRAINING, "router_jitter_noise": 0.0},
     key_mappings=(key_mapping(_layer(_SPLIT)), key_mapping(_layer(_FUSED))),
     ignore=ignore_tied_head,
 )

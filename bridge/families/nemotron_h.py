@@ -16,9 +16,9 @@ from bridge.families._blocks import (
     router,
     ungated_mlp,
 )
-from bridge.families._codec import Codec
 from bridge.families._deepseek import FURTHER, SIGMOID_ROUTER
 from bridge.families._family import Family, Field, KeyMapping, Layers
+from bridge.families._field_transform import FieldTransform
 from bridge.families._fields import SIZES, tokens
 from bridge.families._layer_types import FULL
 from bridge.families._mamba import mamba
@@ -196,11 +196,11 @@ FAMILY = Family(
         "chunk_size": Field(128, "mamba.chunk_size"),
         "time_step_min": Field(0.001, "mamba.min_time_step"),
     },
-    codecs=(
-        Codec(tuple(_DEFAULTS), _read_layers, _write_layers, _DEFAULTS),
-        Codec(tuple(_UNREAD), lambda _: {}, lambda _: {}, _UNREAD),
+    transforms=(
+        FieldTransform(tuple(_DEFAULTS), _read_layers, _write_layers, _DEFAULTS),
+        FieldTransform(tuple(_UNREAD), lambda _: {}, lambda _: {}, _UNREAD),
     ),
-    traits={
+    constants={
         "norm": "rms_wide",
         "gated_mlp": False,
         "rope": None,
@@ -214,7 +214,7 @@ FAMILY = Family(
         "hidden_dropout": 0.0,
     },
     # Read by remote code, or by none; no rope, no bias of attention, no further layers.
-    carried={
+    passthrough={
         "attention_bias": False,
         "expand": 2,
         "mamba_proj_bias": False,

@@ -35,10 +35,10 @@ FAMILY = Family(
         "rms_norm_eps": Field(1e-5, "norm_eps"),
         "clip_qkv": Field(None),
     },
-    codecs=(rope(),),
-    traits={"qk_norm": "full", "moe.rounded_weights": True},
+    transforms=(rope(),),
+    constants={"qk_norm": "full", "moe.rounded_weights": True},
     fixed={"hidden_act": "silu", "attention_dropout": 0.0},
-    carried={**EXPERT_TRAINING, "router_aux_loss_coef": 0.01},
+    passthrough={**EXPERT_TRAINING, "router_aux_loss_coef": 0.01},
     key_mappings=key_mappings(),
     ignore=ignore_tied_head,
 )

@@ -17,8 +17,8 @@ from bridge.families._blocks import (
     outside,
     ungated_mlp,
 )
-from bridge.families._codec import Codec
 from bridge.families._family import Family, Field, KeyMapping, Layers
+from bridge.families._field_transform import FieldTransform
 from bridge.families._fields import tokens
 from bridge.models import DecoderConfig, LayerKind
 from bridge.rules._rules import Rule
@@ -58,7 +58,7 @@ def _read_width(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {}
 
 
-_WIDTH = Codec(
+_WIDTH = FieldTransform(
     ("word_embed_proj_dim",),
     _read_width,
     lambda config: {"word_embed_proj_dim": config.hidden_size},
@@ -80,8 +80,8 @@ FAMILY = Family(
         "init_std": Field(0.02, "initializer_range"),
         "tie_word_embeddings": Field(True),
     },
-    codecs=(_WIDTH,),
-    traits={
+    transforms=(_WIDTH,),
+    constants={
         "rope": None,
         "position_offset": 2,
         "norm": "layer",
@@ -98,7 +98,7 @@ FAMILY = Family(
         "enable_bias": True,
         "layer_norm_elementwise_affine": True,
     },
-    carried={"dropout": 0.1, "attention_dropout": 0.0, "layerdrop": 0.0},
+    passthrough={"dropout": 0.1, "attention_dropout": 0.0, "layerdrop": 0.0},
     key_mappings=(_key_mapping("model.decoder."), _key_mapping("decoder.")),
     ignore=ignore_tied_head,
 )

@@ -36,8 +36,8 @@ FAMILY = Family(
         "hidden_act": Field("gelu_new"),
         "layer_norm_eps": Field(1e-5, "norm_eps"),
     },
-    codecs=(rope(partial=0.5),),
-    traits={
+    transforms=(rope(partial=0.5),),
+    constants={
         "norm": "layer",
         "norm_bias": True,
         "norm_placement": "parallel",
@@ -48,7 +48,7 @@ FAMILY = Family(
         "head_bias": True,
     },
     fixed={"qk_layernorm": False},
-    carried={"attention_dropout": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
+    passthrough={"attention_dropout": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
     # Of Phi-1's file, which names remote code: the dims that the factor says.
     inert={"rotary_dim": 32},
     key_mappings=(KeyMapping(_OUTSIDE, Layers("model.layers.{layer}.", _layer)),),

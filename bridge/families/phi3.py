@@ -41,7 +41,7 @@ FAMILY = Family(
         "max_position_embeddings": Field(4096),
         "rms_norm_eps": Field(1e-5, "norm_eps"),
     },
-    codecs=(
+    transforms=(
         # transformers takes the type yarn of these files for longrope.
         rope(partial=1.0, types=("default", "longrope"), original_length=4096),
         window_of_all(),

@@ -28,16 +28,16 @@ FAMILY = Family(
         "rms_norm_eps": Field(1e-6, "norm_eps"),
         "qkv_bias": Field(True, "attention_bias"),
     },
-    codecs=(
+    transforms=(
         rope(),
         DENSE_BY_STEP,
         switched_window(
             lambda layer, fields: layer % 2 == 0 and layer < fields["max_window_layers"]
         ),
     ),
-    traits={"moe.rounded_weights": True, "moe.shared_gate": True},
+    constants={"moe.rounded_weights": True, "moe.shared_gate": True},
     fixed={"hidden_act": "silu", "attention_dropout": 0.0},
-    carried={**EXPERT_TRAINING, "max_window_layers": 28},
+    passthrough={**EXPERT_TRAINING, "max_window_layers": 28},
     key_mappings=key_mappings(beside=gated_shared),
     ignore=ignore_tied_head,
 )

@@ -21,13 +21,13 @@ FAMILY = Family(
         "max_position_embeddings": Field(32768),
         "rms_norm_eps": Field(1e-6, "norm_eps"),
     },
-    codecs=(
+    transforms=(
         rope(),
         switched_window(lambda layer, fields: layer >= fields["max_window_layers"]),
     ),
-    traits={"qk_norm": "head"},
+    constants={"qk_norm": "head"},
     fixed={"hidden_act": "silu", "attention_dropout": 0.0},
-    carried={"max_window_layers": 28},
+    passthrough={"max_window_layers": 28},
     key_mappings=(key_mapping(dense_layer),),
     ignore=ignore_tied_head,
 )

@@ -14,9 +14,9 @@ from bridge.families._blocks import (
     mlp,
     norms,
 )
-from bridge.families._codec import Codec
 from bridge.families._delta_net import delta_net_apart, gated_attention
 from bridge.families._family import Family, Field
+from bridge.families._field_transform import FieldTransform
 from bridge.families._fields import SIZES, attention_bias, tokens
 from bridge.families._hf_rope import rope
 from bridge.families.qwen3_next import LAYER_TYPES, SIZES_OF_DELTA_NET
@@ -27,7 +27,7 @@ _OF_IMAGES = ("mrope_section", "mrope_interleaved")
 _ROPES = ("rope_parameters", "rope_scaling")
 
 
-def _rope_of_texts() -> Codec:
+def _rope_of_texts() -> FieldTransform:
     base = rope(partial=0.25)
 
     def read(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -38,7 +38,7 @@ def _rope_of_texts() -> Codec:
         }
         return base.read({**fields, **ropes})
 
-    return Codec(base.names, read, base.write, base.defaults)
+    return FieldTransform(base.names, read, base.write, base.defaults)
 
 
 def mixer(config: DecoderConfig, kind: LayerKind) -> Rules:
@@ -63,8 +63,8 @@ FAMILY = Family(
         "max_position_embeddings": Field(32768),
         "rms_norm_eps": Field(1e-6, "norm_eps"),
     },
-    codecs=(_rope_of_texts(), LAYER_TYPES),
-    traits={"norm": "rms_zero_centered", "qk_norm": "head", "attention_gate": True},
+    transforms=(_rope_of_texts(), LAYER_TYPES),
+    constants={"norm": "rms_zero_centered", "qk_norm": "head", "attention_gate": True},
     fixed={"hidden_act": "silu", "attention_dropout": 0.0},
     key_mappings=(key_mapping(_layer),),
     ignore=ignore_tied_head,

@@ -6,8 +6,8 @@ Source: transformers `configuration_qwen3_5_moe.py`, `modeling_qwen3_5_moe.py`.
 import dataclasses
 
 from bridge.families import qwen3_5
-from bridge.families._codec import Codec
 from bridge.families._family import Field
+from bridge.families._field_transform import FieldTransform
 from bridge.families._fields import EXPERT_TRAINING, moe
 from bridge.families._sparse import gated_shared, key_mappings_by_kind
 
@@ -15,7 +15,7 @@ _BASE = qwen3_5.FAMILY
 _EXPERT_WIDTH = "moe_intermediate_size"
 
 # No layer is dense: the file has no width of an MLP.
-_WIDTH = Codec(
+_WIDTH = FieldTransform(
     (),
     lambda fields: {"intermediate_size": fields[_EXPERT_WIDTH]},
     lambda config: {},
@@ -35,13 +35,13 @@ FAMILY = dataclasses.replace(
         ),
         "num_key_value_heads": Field(2),
     },
-    codecs=(*_BASE.codecs, _WIDTH),
-    traits={
-        **_BASE.traits,
+    transforms=(*_BASE.transforms, _WIDTH),
+    constants={
+        **_BASE.constants,
         "moe.norm_topk_prob": True,
         "moe.rounded_weights": True,
         "moe.shared_gate": True,
     },
-    carried=EXPERT_TRAINING,
+    passthrough=EXPERT_TRAINING,
     key_mappings=key_mappings_by_kind(qwen3_5.mixer, gated_shared),
 )

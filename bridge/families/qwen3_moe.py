@@ -33,10 +33,10 @@ FAMILY = Family(
         "max_position_embeddings": Field(32768),
         "rms_norm_eps": Field(1e-6, "norm_eps"),
     },
-    codecs=(rope(), DENSE_BY_STEP, switched_window(None)),
-    traits={"qk_norm": "head", "moe.rounded_weights": True},
+    transforms=(rope(), DENSE_BY_STEP, switched_window(None)),
+    constants={"qk_norm": "head", "moe.rounded_weights": True},
     fixed={"hidden_act": "silu", "attention_dropout": 0.0},
-    carried={**EXPERT_TRAINING, "max_window_layers": None},
+    passthrough={**EXPERT_TRAINING, "max_window_layers": None},
     key_mappings=key_mappings(),
     ignore=ignore_tied_head,
 )

@@ -67,8 +67,8 @@ FAMILY = Family(
         "max_position_embeddings": Field(32768),
         "rms_norm_eps": Field(1e-6, "norm_eps"),
     },
-    codecs=(rope(partial=0.25), DENSE_BY_STEP, LAYER_TYPES),
-    traits={
+    transforms=(rope(partial=0.25), DENSE_BY_STEP, LAYER_TYPES),
+    constants={
         "norm": "rms_zero_centered",
         "qk_norm": "head",
         "attention_gate": True,
@@ -76,7 +76,7 @@ FAMILY = Family(
         "moe.shared_gate": True,
     },
     fixed={"hidden_act": "silu", "attention_dropout": 0.0},
-    carried=EXPERT_TRAINING,
+    passthrough=EXPERT_TRAINING,
     key_mappings=key_mappings_by_kind(_mixer, gated_shared),
     ignore=ignore_tied_head,
 )

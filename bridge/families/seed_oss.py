@@ -22,9 +22,9 @@ FAMILY = Family(
         "rms_norm_eps": Field(1e-6, "norm_eps"),
         "mlp_bias": Field(False),
     },
-    codecs=(rope(),),
+    transforms=(rope(),),
     fixed={"hidden_act": "silu"},
-    carried={"attention_dropout": 0.1, "residual_dropout": 0.1},
+    passthrough={"attention_dropout": 0.1, "residual_dropout": 0.1},
     key_mappings=(key_mapping(dense_layer),),
     ignore=ignore_tied_head,
 )

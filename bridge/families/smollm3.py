@@ -30,13 +30,13 @@ FAMILY = Family(
         "rms_norm_eps": Field(1e-6, "norm_eps"),
         "mlp_bias": Field(False),
     },
-    codecs=(
+    transforms=(
         rope(2e6),
         NO_ROPE_LAYERS,
         switched_window(_slides, default=None),
     ),
     fixed={"hidden_act": "silu", "attention_dropout": 0.0},
-    carried={"max_window_layers": None, "pretraining_tp": 2},
+    passthrough={"max_window_layers": None, "pretraining_tp": 2},
     key_mappings=(key_mapping(dense_layer),),
     ignore=ignore_tied_head,
 )

@@ -14,8 +14,8 @@ from bridge.families._blocks import (
     mlp,
     norms,
 )
-from bridge.families._codec import Codec
 from bridge.families._family import Family, Field
+from bridge.families._field_transform import FieldTransform
 from bridge.families._fields import SIZES, qk_norm_switch, tokens
 from bridge.families._hf_rope import rope
 from bridge.models import DecoderConfig, LayerKind
@@ -44,7 +44,7 @@ def _head_norms(config: DecoderConfig) -> Rules:
 
 
 _SIDE_BY_SIDE = "use_parallel_residual"
-_PLACEMENT = Codec(
+_PLACEMENT = FieldTransform(
     (_SIDE_BY_SIDE,),
     lambda fields: {"norm_placement": "parallel" if fields[_SIDE_BY_SIDE] else "pre"},
     lambda config: {_SIDE_BY_SIDE: config.norm_placement == "parallel"},
@@ -62,13 +62,13 @@ FAMILY = Family(
         "layer_norm_eps": Field(1e-5, "norm_eps"),
         "use_qkv_bias": Field(False, "attention_bias"),
     },
-    codecs=(
+    transforms=(
         rope(partial=0.25),
         qk_norm_switch("qk_layernorm", "per_head"),
         _PLACEMENT,
     ),
-    traits={"norm": "layer", "norm_bias": True},
+    constants={"norm": "layer", "norm_bias": True},
     fixed={"hidden_act": "silu"},
-    carried={"attention_dropout": 0.0, "hidden_dropout": 0.0},
+    passthrough={"attention_dropout": 0.0, "hidden_dropout": 0.0},
     key_mappings=(key_mapping(_layer),),
 )

@@ -39,9 +39,9 @@ FAMILY = Family(
         "hidden_act": Field("gelu_pytorch_tanh"),
         "use_bias": Field(True, ("attention_bias", "attention_out_bias", "mlp_bias")),
     },
-    codecs=(rope(), window_of_all()),
-    traits={"norm": "layer", "norm_bias": True, "gated_mlp": False},
-    carried={
+    transforms=(rope(), window_of_all()),
+    constants={"norm": "layer", "norm_bias": True, "gated_mlp": False},
+    passthrough={
         "attention_dropout": 0.0,
         "residual_dropout": 0.0,
         "embedding_dropout": 0.0,

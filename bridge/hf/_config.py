@@ -8,8 +8,8 @@ from typing import Any
 
 from bridge._local_path import check_local
 from bridge.families import FAMILIES, NAMES
-from bridge.families._codec import Codec
 from bridge.families._family import REQUIRED, Family
+from bridge.families._field_transform import FieldTransform
 from bridge.formats._json import read_json
 from bridge.formats.quantized._decode import undecoded
 from bridge.hf._text_part import text_fields
@@ -77,9 +77,9 @@ def from_hf_config(
     values, unread = _read_fields(family, fields)
     wrong = [*differing, *unread, *_unmodelled(family, fields), *wrong]
     values["dtype"] = _read_dtype(fields, wrong)
-    values["carried"] = tuple(
+    values["passthrough"] = tuple(
         (name, _freeze(fields.get(name, default)))
-        for name, default in family.carried.items()
+        for name, default in family.passthrough.items()
     )
     if not wrong:
         try:
@@ -87,7 +87,7 @@ def from_hf_config(
         except ValueError as error:
             wrong = str(error).splitlines()
     raise ValueError(
-        f"This {family.model_type} config cannot be carried over:\n"
+        f"This {family.model_type} config cannot be converted:\n"
         + "\n".join(f"  {line}" for line in wrong)
     )
 
@@ -145,9 +145,9 @@ def to_hf_config(config: DecoderConfig) -> dict[str, Any]:
         name: getter(config, field.targets(name)[0])
         for name, field in family.fields.items()
     }
-    fields |= {**family.fixed, **dict(config.carried), **family.left_out}
-    for codec in family.codecs:
-        fields |= codec.write(config)
+    fields |= {**family.fixed, **dict(config.passthrough), **family.left_out}
+    for transform in family.transforms:
+        fields |= transform.write(config)
     fields = {
         "architectures": [family.architecture],
         "model_type": family.model_type,
@@ -259,34 +259,36 @@ def _read_fields(
         name: fields.get(name, field.default) for name, field in family.fields.items()
     }
     wrong = [f"{name} is missing" for name, v in filled.items() if v is REQUIRED]
-    values = dict(family.traits)
+    values = dict(family.constants)
     for name, field in family.fields.items():
         values |= dict.fromkeys(field.targets(name), _freeze(filled[name]))
     layers = filled.get("num_hidden_layers", filled.get("n_layer"))
     if isinstance(layers, int) and layers > MAX_LAYERS:  # before any list of so many
         return values, [f"num_hidden_layers {layers:,}: at most {MAX_LAYERS:,}"]
-    defaults = {k: v for codec in family.codecs for k, v in codec.defaults.items()}
+    defaults = {
+        k: v for transform in family.transforms for k, v in transform.defaults.items()
+    }
     known = {name: v for name, v in filled.items() if v is not REQUIRED}
-    given = {**family.carried, **defaults, **fields, **known}
-    for codec in family.codecs:
-        read, unread = _decode(codec, given)
+    given = {**family.passthrough, **defaults, **fields, **known}
+    for transform in family.transforms:
+        read, unread = _decode(transform, given)
         values |= read
         wrong += [line for line in unread if line not in wrong]
     return values, wrong
 
 
 def _decode(
-    codec: Codec, fields: Mapping[str, Any]
+    transform: FieldTransform, fields: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Returns what a codec reads, and what it says is wrong with the fields."""
+    """Returns what a transform reads, and what it says is wrong with the fields."""
     try:
-        return codec.read(fields), []
+        return transform.read(fields), []
     except ValueError as error:
         return {}, str(error).splitlines()
     except KeyError as error:
         return {}, [f"{error.args[0]} is missing"]
     except (TypeError, ArithmeticError) as error:
-        names = ", ".join(codec.names)
+        names = ", ".join(transform.names)
         return {}, [f"{names}, or a size: wrong type or value: {error}"]
 
 
@@ -322,7 +324,7 @@ def _check_parts(family: Family, config: DecoderConfig) -> None:
     """Refuses a config with a part that the family lacks, or without one it has."""
     targets = {t for name, field in family.fields.items() for t in field.targets(name)}
     has = {part: any(t.startswith(f"{part}.") for t in targets) for part in _PARTS}
-    has["rope"] = "rope" not in family.traits
+    has["rope"] = "rope" not in family.constants
     wrong = [
         f"  {part} = {getattr(config, part)!r}: all its models have one"
         if needed
@@ -338,10 +340,10 @@ def _check_parts(family: Family, config: DecoderConfig) -> None:
 
 
 def _check_said(config: DecoderConfig, fields: dict[str, Any]) -> None:
-    """Refuses a config that its family's files cannot say: a changed trait, say."""
+    """Refuses a config that its family's files cannot express: a changed constant."""
     again, family = from_hf_config(fields), find_family(config.model_type)
-    carried = {**dict(config.carried), **family.left_out}
-    config = dataclasses.replace(config, carried=tuple(carried.items()))
+    passthrough = {**dict(config.passthrough), **family.left_out}
+    config = dataclasses.replace(config, passthrough=tuple(passthrough.items()))
     if again != config:
         names = [
             f"  {name} = {getattr(config, name)!r}: would be read as {value!r}"

@@ -91,9 +91,9 @@ def without_rope_extras(fields: Mapping[str, Any]) -> dict[str, Any]:
 def read_names(family: Family) -> frozenset[str]:
     """Returns the fields that are read of a family's files, by any of their names."""
     return _READ_OF_ALL.union(
-        *(family.fields, family.fixed, family.carried, family.aliases),
+        *(family.fields, family.fixed, family.passthrough, family.aliases),
         *(field.aliases for field in family.fields.values()),
-        *(codec.names for codec in family.codecs),
+        *(transform.names for transform in family.transforms),
     )
 
 

@@ -83,7 +83,7 @@ def load_megatron_adam(
         lines = "\n".join(f"  {line}" for line in checkpoint.left_out)
         missing = "moments" if adam is None else "number of steps"
         raise ValueError(
-            f"'{checkpoint.path}' holds no {missing} of Adam that can be carried. Left "
+            f"'{checkpoint.path}' holds no {missing} of Adam that can be read. Left "
             f"out are:\n{lines or '  nothing'}"
         )
     config = from_args(checkpoint.args) if config is None else config

@@ -62,7 +62,7 @@ def split_of(name: str, *, gated: bool) -> Split:
             return Split.ROWS if split is Split.GATED and not gated else split
     raise ValueError(
         f"no rule says how '{name}' is cut among tensor-parallel ranks; save with "
-        "--ckpt-format torch_dist, whose tensors are whole"
+        "--ckpt-format torch_dist, whose tensors are unsplit"
     )
 
 

@@ -32,7 +32,7 @@ def weight_mapping(config: DecoderConfig) -> WeightMapping:
       config: Model config that `to_transformer_config` accepts.
     """
     # Ignore multi-token-prediction layers, as transformers does.
-    further = dict(config.carried).get("num_nextn_predict_layers")
+    further = dict(config.passthrough).get("num_nextn_predict_layers")
     return WeightMapping(
         weight_rules(config), _sizes(config), ("mtp.**",) if further else ()
     )

@@ -37,8 +37,8 @@ class DecoderConfig:
 
     Fields have Hugging Face's names and meanings where it uses one name consistently.
     Fields that the model does not read (the token ids, `max_position_embeddings`
-    unless positions are learned, `dtype` and `carried`) are kept so that an exported
-    config equals the imported one.
+    unless positions are learned, `dtype` and `passthrough`) are kept so that an
+    exported config equals the imported one.
 
     Args:
       vocab_size: Number of rows of the embedding, including padding.
@@ -115,8 +115,8 @@ class DecoderConfig:
       model_type: Name of the family, a key of the family table.
       dtype: Dtype of the weights as recorded in the config file. The compute dtype
         follows the weights, never this field.
-      carried: Names and values of passthrough fields, which change no logit (dropout
-        rates, loss coefficients) and are exported again; no dropout is computed.
+      passthrough: Names and values of fields that change no logit (dropout rates, loss
+        coefficients) and are exported again; no dropout is computed.
 
     Raises:
       ValueError: If a field has an invalid value, or fields are inconsistent.
@@ -176,7 +176,7 @@ class DecoderConfig:
     pad_token_id: int | None = None
     model_type: str = "llama"
     dtype: str = "float32"
-    carried: tuple[tuple[str, Any], ...] = ()
+    passthrough: tuple[tuple[str, Any], ...] = ()
 
     def __post_init__(self):
         """Fills in the two derived sizes and validates the fields."""

@@ -121,7 +121,7 @@ def _unexpected(
             key for key in tensors if not users[key] and key not in spare
         ],
         "unexpected in the tree": [path for path in leaves if not takers[path]],
-        "spoken of by more than one rule": [
+        "covered by more than one rule": [
             *[f"tensor {key}" for key, count in users.items() if count > 1],
             *[f"leaf {path}" for path, count in takers.items() if count > 1],
         ],

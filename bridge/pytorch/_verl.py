@@ -153,7 +153,7 @@ def _trained(
     """Returns the parameters in the order in which an optimizer numbers them.
 
     A tied weight has two names, of which the first counts. Buffers are not split, and
-    no parameter of a sharded model is whole.
+    no parameter of a sharded model is complete.
     """
     seen, found = set(), {}
     for name, value in state.items():

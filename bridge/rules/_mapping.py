@@ -77,7 +77,7 @@ class Mapping:
             a dtype that cannot be cast, or covered by two rules. All are listed.
         """
         report = {
-            "spoken of by more than one rule": self._ambiguous(),
+            "covered by more than one rule": self._ambiguous(),
             **_differences("the tree", self.by_destination(), leaves, "destination"),
         }
         if source is not None:

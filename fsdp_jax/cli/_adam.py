@@ -27,11 +27,11 @@ def stored_settings(settings: AdamSettings) -> dict[str, Any]:
       settings: Settings from `bridge.megatron.load_megatron_adam`.
     """
     values = {ours: getattr(settings, name) for name, ours in _FROM_MEGATRON.items()}
-    carried = {name: x for name, x in values.items() if x is not None}
+    known = {name: x for name, x in values.items() if x is not None}
     if settings.no_decay is not None:
-        carried["no_decay"] = ",".join(settings.no_decay)
+        known["no_decay"] = ",".join(settings.no_decay)
     opened = {_FROM_MEGATRON[name]: told for name, told in settings.open.items()}
-    return {"carried": carried, "open": opened}
+    return {"known": known, "open": opened}
 
 
 def settings_of_import(
@@ -49,7 +49,7 @@ def settings_of_import(
     unknown = dict.fromkeys(
         _FROM_MEGATRON.values(), "not kept by the version that imported it"
     )
-    adam = metadata.get(_ADAM, {"carried": {}, "open": unknown})
+    adam = metadata.get(_ADAM, {"known": {}, "open": unknown})
     needed = {name: told for name, told in adam["open"].items() if name not in typed}
     if needed:
         lines = [f"{option(name)}: {told}" for name, told in needed.items()]
@@ -58,4 +58,4 @@ def settings_of_import(
             "come along from Megatron:\n  " + "\n  ".join(lines) + "\nGive each "
             "option; a rate or a decay that changes goes on as the constant you give."
         )
-    return adam["carried"]
+    return adam["known"]

@@ -97,9 +97,9 @@ class Routing:
 
 def default_aux_loss_coef(config: DecoderConfig) -> float:
     """Returns the coefficient of the config file, by either name; 0 for none."""
-    carried = dict(config.carried)
+    passthrough = dict(config.passthrough)
     names = ("router_aux_loss_coef", "aux_loss_alpha")
-    return next((carried[name] for name in names if carried.get(name)), 0.0)
+    return next((passthrough[name] for name in names if passthrough.get(name)), 0.0)
 
 
 def router_losses(

@@ -111,7 +111,7 @@ def newest_good_step(save: Path) -> int | None:
     Process 0 reads every byte of a step to check it, for all processes.
 
     Raises:
-      DamagedCheckpointError: If there are steps and none is whole.
+      DamagedCheckpointError: If there are steps and none is intact.
     """
     with together("Looking for the newest step"):
         good = _find_good_step(save) if jax.process_index() == 0 else None

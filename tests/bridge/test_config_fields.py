@@ -45,9 +45,9 @@ def _plain(value: Any) -> Any:
 
 
 def our_defaults(family: Family) -> dict[str, Any]:
-    codecs = {k: v for codec in family.codecs for k, v in codec.defaults.items()}
+    codecs = {k: v for codec in family.transforms for k, v in codec.defaults.items()}
     fields = {name: field.default for name, field in family.fields.items()}
-    return {**family.fixed, **family.carried, **codecs, **fields}
+    return {**family.fixed, **family.passthrough, **codecs, **fields}
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)

@@ -1,4 +1,4 @@
-"""Laws and gold values of the layer-wise layout: matrices stay whole, work is even."""
+"""Laws and gold values of the layer-wise layout: unsplit matrices, even work."""
 
 import dataclasses
 import math

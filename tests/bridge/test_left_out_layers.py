@@ -67,4 +67,4 @@ def test_a_plan_names_what_is_left_out(announced):
 def test_the_name_that_transformers_5_writes_is_the_same_field(given):
     fields = {**hf_fields("deepseek_v3"), "num_mtp_layers": given}
     del fields[FIELD]
-    assert dict(bridge.from_hf_config(fields).carried)[FIELD] == given
+    assert dict(bridge.from_hf_config(fields).passthrough)[FIELD] == given

@@ -89,7 +89,7 @@ def test_configs_come_back_as_they_were(carried: Carried):
     assert bridge.from_hf_config(saved) == config
 
 
-# Changes of one trait that keep all shapes: each must be seen in the logits.
+# Changes of one field that keep all shapes: each must be seen in the logits.
 WRONG: dict[str, tuple[str, dict[str, Any]]] = {
     "theta": ("llama-llama3-rope", {"rope.rope_theta": 10000.0}),
     "llama3 rope": ("llama-llama3-rope", {"rope": RopeConfig(500000.0)}),
@@ -253,7 +253,7 @@ BF16 = 0.05
 
 
 @pytest.mark.parametrize(
-    "variant, traits",
+    "variant, fields",
     [
         ("llama", {}),
         ("gemma2", {}),
@@ -263,8 +263,8 @@ BF16 = 0.05
         ("deepseek_v2", {"first_k_dense_replace": 3}),
     ],
 )
-def test_bf16_weights_compute_in_bf16_and_stay_close(tmp_path, variant, traits):
-    hf = make_model(tmp_path, variant, dtype=torch.bfloat16, **traits)
+def test_bf16_weights_compute_in_bf16_and_stay_close(tmp_path, variant, fields):
+    hf = make_model(tmp_path, variant, dtype=torch.bfloat16, **fields)
     logits = logits_of(load_model(tmp_path, jnp.bfloat16), hf.tokens)
     assert logits.dtype == jnp.bfloat16
     assert relative_error(logits.astype(jnp.float32), hf.logits) < BF16

@@ -398,7 +398,7 @@ def test_settings_that_are_unclear_are_refused(changes, match):
 def test_layers_that_predict_further_tokens_are_left_out_where_files_have_them():
     config = twin_config("deepseek_v3")
     found = from_args(to_args(config) | {"mtp_num_layers": 2}, **said(config))
-    assert dict(found.carried)["num_nextn_predict_layers"] == 2
+    assert dict(found.passthrough)["num_nextn_predict_layers"] == 2
     args = to_args(twin_config("llama")) | {"mtp_num_layers": 2}
     with pytest.raises(ValueError, match=facts("mtp_num_layers = 2")):
         from_args(args, model_type="llama")

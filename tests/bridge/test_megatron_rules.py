@@ -312,11 +312,11 @@ def test_layers_that_predict_further_tokens_are_left_out_where_files_have_them(
     variant, fits
 ):
     config = twin_config(variant)
-    carried = {
-        **dict(config.carried),
+    passthrough = {
+        **dict(config.passthrough),
         **({"num_nextn_predict_layers": 1} if fits else {}),
     }
-    config = dataclasses.replace(config, carried=tuple(carried.items()))
+    config = dataclasses.replace(config, passthrough=tuple(passthrough.items()))
     params = random_params(config)
     tensors = megatron_tensors(params, config)
     held = {key: tensors.read(key) for key in tensors.keys()}

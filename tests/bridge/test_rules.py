@@ -140,7 +140,7 @@ def test_one_error_lists_all_that_is_wrong_and_reads_nothing(
     with pytest.raises(ValueError) as error:
         load(open_checkpoint(tmp_path), mapping, wrong)
     for line in (
-        "spoken of by more than one rule (6):\n    tensor h.{0-2}.qkv.weight",
+        "covered by more than one rule (6):\n    tensor h.{0-2}.qkv.weight",
         "missing in the tree (1):\n    layers.k.kernel",
         "unexpected in the tree (1):\n    x",
         "of another shape in the tree (1):\n"

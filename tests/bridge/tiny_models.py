@@ -18,10 +18,10 @@ class HFModel:
     logits: np.ndarray
 
 
-def make_model(path: Path, variant: str, *, dtype=torch.float32, **traits) -> HFModel:
+def make_model(path: Path, variant: str, *, dtype=torch.float32, **changes) -> HFModel:
     """Writes a model whose logits have a standard deviation of about 1 or more."""
     torch.manual_seed(0)
-    fields = hf_fields(variant, **traits)
+    fields = hf_fields(variant, **changes)
     config = AutoConfig.for_model(fields.pop("model_type"), **fields)
     model = AutoModelForCausalLM.from_config(config).eval()
     randomize(model, variant)

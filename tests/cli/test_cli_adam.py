@@ -83,8 +83,8 @@ KNOWN = AdamSettings(
 
 def test_a_run_of_megatron_goes_on_with_its_settings():
     metadata = {"optimizer": "adamw", "adam": stored_settings(KNOWN)}
-    carried = settings_of_import(metadata, {})
-    config = merge_options({"b1": 0.8}, {}, {"tokenizer": "bytes", **carried})
+    known = settings_of_import(metadata, {})
+    config = merge_options({"b1": 0.8}, {}, {"tokenizer": "bytes", **known})
     assert config.optimizer == OptimizerConfig(
         lr=3e-4,
         weight_decay=0.2,
@@ -101,8 +101,8 @@ def test_a_setting_that_did_not_come_along_is_asked_for():
         settings_of_import(metadata, {})
     with pytest.raises(ValueError, match=facts("--no-decay")):
         settings_of_import(metadata, {"lr": 1e-3})
-    carried = settings_of_import(metadata, {"lr": 1e-3, "no_decay": ""})
-    assert carried["b2"] == 0.95 and "lr" not in carried
+    known = settings_of_import(metadata, {"lr": 1e-3, "no_decay": ""})
+    assert known["b2"] == 0.95 and "lr" not in known
 
 
 def test_an_import_without_settings_asks_for_all():

@@ -115,7 +115,7 @@ def test_several_faults_of_different_kinds_are_all_found(examine):
 
 
 def starts(*faults):
-    """A stand-in for XLA, which says nothing of what it does not take."""
+    """A substitute for XLA, which says nothing of what it does not take."""
 
     def probe(flags):
         return Outcome(error="no") if any(f in flags for f in faults) else Outcome(1)

@@ -99,7 +99,7 @@ def test_inspect_says_what_is_in_it_and_what_is_left_out(golden, capsys):
     run("inspect", golden / "torch_dist", "--json")
     data = json.loads(capsys.readouterr().out)
     assert data["format"] == "torch_dist" and data["optimizer"] == "Adam"
-    assert data["iteration"] > 0 and data["not_carried"]
+    assert data["iteration"] > 0 and data["left_out"]
     run("inspect", golden / "legacy")
     out = capsys.readouterr().out
     assert "self_attention.linear_qkv.weight" in out and "format: legacy" in out

@@ -102,7 +102,7 @@ def test_what_is_stored_on_the_host_changes_no_bit(train, losses, monkeypatch):
 def test_float16_has_a_loss_scale_that_finds_its_size(train, losses):
     folder, metrics = train("--param-dtype", "float16", "--loss-scale", "1e9")
     assert [step["loss_scale"] for step in metrics] == [1e9, 5e8]
-    assert all("grad_norm" not in step for step in metrics)  # both were passed over
+    assert all("grad_norm" not in step for step in metrics)  # both were skipped
     assert metrics[0]["loss"] == pytest.approx(losses[0], rel=0.01)
     assert "loss_scale.scale" in dtypes_of(folder)
 

@@ -92,8 +92,8 @@ def field_pairs(variants: Sequence[str]) -> list[tuple[str, str]]:
 
 def _read_by(model_type: str) -> set[str]:
     family = FAMILIES[model_type]
-    read = {*family.fields, *family.fixed, *family.carried}
-    read |= {name for codec in family.codecs for name in codec.names}
+    read = {*family.fields, *family.fixed, *family.passthrough}
+    read |= {name for one in family.transforms for name in one.names}
     return (read & {*_VALUES, "rope_parameters"}) | {_HEAD}
 
 

@@ -42,7 +42,7 @@ def _in_family(name: str, change: Callable[[Family], Family]) -> Fault:
 
 
 def _carried(name: str, value: Any) -> Callable[[Family], Family]:
-    return lambda f: dataclasses.replace(f, carried={**f.carried, name: value})
+    return lambda f: dataclasses.replace(f, passthrough={**f.passthrough, name: value})
 
 
 def _inert(name: str) -> Callable[[Family], Family]:
@@ -50,28 +50,28 @@ def _inert(name: str) -> Callable[[Family], Family]:
 
     def change(family: Family) -> Family:
         fixed = {n: v for n, v in family.fixed.items() if n != name}
-        carried = {**family.carried, name: family.fixed[name]}
-        return dataclasses.replace(family, fixed=fixed, carried=carried)
+        passthrough = {**family.passthrough, name: family.fixed[name]}
+        return dataclasses.replace(family, fixed=fixed, passthrough=passthrough)
 
     return change
 
 
 def _with_field(name: str, field: Field) -> Callable[[Family], Family]:
     def change(family: Family) -> Family:
-        carried = {n: v for n, v in family.carried.items() if n != name}
+        passthrough = {n: v for n, v in family.passthrough.items() if n != name}
         fields = {**family.fields, name: field}
-        return dataclasses.replace(family, fields=fields, carried=carried)
+        return dataclasses.replace(family, fields=fields, passthrough=passthrough)
 
     return change
 
 
 def _all_sparse(family: Family) -> Family:
     """As many dense layers as in a file that does not say, none."""
-    codecs = [
-        first_dense(0) if codec.names == ("first_k_dense_replace",) else codec
-        for codec in family.codecs
+    transforms = [
+        first_dense(0) if one.names == ("first_k_dense_replace",) else one
+        for one in family.transforms
     ]
-    return dataclasses.replace(family, codecs=tuple(codecs))
+    return dataclasses.replace(family, transforms=tuple(transforms))
 
 
 PLANTED_CONFIGS: Mapping[str, PlantedConfig] = {

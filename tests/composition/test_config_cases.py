@@ -66,8 +66,8 @@ def _read(drawn: ConfigCase) -> DecoderConfig | None:
         config = bridge.from_hf_config(drawn.fields)
     except ValueError:
         return None
-    carried = {**dict(config.carried), **FAMILIES[config.model_type].left_out}
-    config = dataclasses.replace(config, carried=tuple(carried.items()))
+    passthrough = {**dict(config.passthrough), **FAMILIES[config.model_type].left_out}
+    config = dataclasses.replace(config, passthrough=tuple(passthrough.items()))
     return None if filled(drawn.fields) is None else config
 
 

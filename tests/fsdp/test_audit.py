@@ -385,7 +385,7 @@ def test_a_matrix_that_crosses_tp_is_named():
 
 
 def test_collectives_over_other_axes_are_named():
-    # All of a size, so that the arrays that travel are the same.
+    # All of a size, so that the communicated arrays are the same.
     mesh = {"dp_outer": 2, "ep": 2}
     inner, outer = (
         plan_of(mesh, placements=fsdp.Placements(*3 * [(axis,)]))

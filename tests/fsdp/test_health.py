@@ -1,4 +1,4 @@
-"""Gradients that are not finite are named, on every host alike, or passed over."""
+"""Gradients that are not finite are named, on every host alike, or skipped."""
 
 from __future__ import annotations
 

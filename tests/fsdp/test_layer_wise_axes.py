@@ -113,7 +113,7 @@ CASES = {
     # In stages of two layers, of which the last is zeros.
     "pp, ep, tp": (8, TP, {"pp": 2, "ep": 2, "tp": 2}),
     "ep, tp, data": (8, TP, {"ep": 2, "tp": 2}),
-    # Of which each device then has whole ones at rest.
+    # Of which each device then stores unsharded ones.
     "experts split over data": (8, {}, {"dp_outer": 2}),
 }
 

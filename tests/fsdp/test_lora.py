@@ -96,7 +96,7 @@ def test_gradients_are_those_of_the_sum_on_one_device(name):
 
 @pytest.mark.parametrize("base", [None, pytest.param("nf4", marks=pytest.mark.long)])
 def test_under_tp_gradients_are_those_without_and_the_program_is_the_plans(base):
-    """The base is split over tp too, unless it is in codes; factors are whole there."""
+    """The base is split over tp too, unless it is in codes; factors are replicated."""
     data = np.random.default_rng(0).integers(0, 64, (8, 17)).astype(np.int32)
     plan, without = decoder_plan(4, base), decoder_plan(1, base)
     params = with_products(fsdp.init_params(without, jax.random.key(0)))

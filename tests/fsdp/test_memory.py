@@ -77,7 +77,7 @@ def test_zero_3_needs_a_few_units_however_many_layers_there_are(
 
 
 def test_unsharded_weights_that_are_kept_would_be_noticed(all_optimizations):
-    # The negative control: each further layer keeps its whole weight for backward.
+    # The negative control: each further layer keeps its unsharded weight for backward.
     kept = {"reshard_after_forward": False}
     few, many = (temporaries(n, **kept) for n in (4, 32))
     assert many > 3 * BOUND

@@ -215,4 +215,4 @@ def test_what_cannot_be_is_refused_by_name():
     ):
         check_kinds("abacus", ["device"])
     check_kinds("cpu", ["device", "pinned_host"])
-    check_kinds("cuda", [])  # A stand-in.
+    check_kinds("cuda", [])  # No such device is here.

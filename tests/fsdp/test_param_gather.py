@@ -1,4 +1,4 @@
-"""Weights that travel in a byte an element: what is computed, and what is sent."""
+"""Weights gathered in a byte an element: what is computed, and what is sent."""
 
 from __future__ import annotations
 
@@ -285,13 +285,13 @@ def test_experts_are_gathered_over_the_other_axes_by_scales_of_their_own_rank(ki
     ]
     for param in rows:
         name = param.name.rpartition(".")[2]
-        dealt = np.split(own[name], 2, axis=1)
+        parts = np.split(own[name], 2, axis=1)
         own[name] = np.concatenate(
             [
                 round_float8(part, 1)
                 if kind == "float8"
                 else round_mxfp8(part, param.block_dim)
-                for part in dealt
+                for part in parts
             ],
             axis=1,
         )

@@ -82,7 +82,7 @@ def test_the_policy_is_communicated_on_both_levels(name):
         {"dp_outer": 2}, num_microbatches=3, policy=policy, outer_dp_sharding_strategy=1
     )
     assert stablehlo_dtypes(hfsdp, "reduce_scatter") == {scattered}
-    # What the outer axis brings together when the step begins travels narrow too.
+    # What the outer axis gathers when the step begins is communicated narrow too.
     assert stablehlo_dtypes(hfsdp, "all_gather") == {gathered}
 
 

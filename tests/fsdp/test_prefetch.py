@@ -296,7 +296,7 @@ def test_each_unit_is_gathered_once_a_pass_and_its_gradient_reduced_once(prefetc
     found = collectives(compiled(6, prefetch).as_text())
     gathers = [c for c in found if c.op == "all-gather"]
     # In each of the two loops one, and before the first one as many as are ahead: with
-    # what is whole when that is through the second one begins.
+    # what is unsharded when that is through the second one begins.
     assert sum(c.depth == 1 for c in gathers) == 2
     assert sum(c.depth == 0 for c in gathers) == prefetch
     scatters = [c for c in found if c.op == "reduce-scatter"]

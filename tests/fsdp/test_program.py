@@ -290,7 +290,7 @@ def test_no_leaf_lies_otherwise_than_planned(trained):
 def test_bytes_on_each_device_equal_the_formula(trained):
     plan, state, _ = trained
     elements = sum(np.prod(param.shape) // 8 for param in plan.param_plans)
-    count = 4  # Adam's step counter, whole on every device.
+    count = 4  # Adam's step counter, replicated.
     for device in jax.devices():
         assert bytes_on(device, state.params) == 4 * elements
         assert bytes_on(device, state.opt_state) == 2 * 4 * elements + count

@@ -104,8 +104,8 @@ MESHES = {
     "hfsdp": ({"dp_outer": 2, "tp": 2}, {"outer_dp_sharding_strategy": 1}),
     "ddp 4 x tp 2": ({"tp": 2}, {"zero_dp_strategy": 0}),
 }
-# What travels in float32 is summed in float64: the rounding of one number, thrice.
-ON_A_NARROW_WIRE = 1e-6
+# What is communicated in float32 is summed in float64: one number's rounding, thrice.
+COMMUNICATED_NARROW = 1e-6
 
 
 @pytest.mark.parametrize("name", MESHES)
@@ -129,7 +129,7 @@ def test_sums_wider_than_what_is_communicated_are_those_of_one_device(one_device
         )
         plan = plan_of(fsdp.make_mesh(tp=2), tensor_parallel=TENSOR, mp_policy=policy)
         params, _ = trained(plan)
-    assert 1e-9 < worst(params, one_device[0]) < ON_A_NARROW_WIRE
+    assert 1e-9 < worst(params, one_device[0]) < COMMUNICATED_NARROW
 
 
 @pytest.fixture(scope="module")

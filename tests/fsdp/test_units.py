@@ -1,4 +1,4 @@
-"""A unit's weights are whole inside it, nowhere else, and nobody has to notice."""
+"""A unit's weights are unsharded inside it, nowhere else, and nobody has to notice."""
 
 from __future__ import annotations
 

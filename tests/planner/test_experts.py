@@ -1,4 +1,4 @@
-"""Experts in compiled steps: tokens travel over `ep`, and no weight does."""
+"""Experts in compiled steps: tokens are sent over `ep`, and no weight does."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def lowered(plan, loss=None, dispatch=ops.expert_parallel_dispatch):
 
 
 def check(plan, program, sides):
-    """No weight travels over ep; tokens do, there and back, forward and backward."""
+    """No weight is sent over ep; tokens are, there and back, forward and backward."""
     arrays = list(moved(program_of(program, plan.mesh), plan.mesh))
     experts = {param.name: param for param in plan.param_plans if param.is_expert}
     own = {

@@ -107,7 +107,7 @@ def predicted(prefetch=1, rows=8, num_microbatches=1, **config):
 
 
 def layer_bytes(plan):
-    """One layer's whole weights in bfloat16, norms left out."""
+    """One layer's unsharded weights in bfloat16, norms left out."""
     rows = [r for r in plan.param_plans if r.unit == "layers" and len(r.shape) > 2]
     matrices = [r for r in rows if "norm" not in r.name]
     return sum(2 * r.shape[1] * r.shape[2] for r in matrices)

@@ -1,4 +1,4 @@
-"""Compiled for GPUs, what rests on the host takes no device memory, nor all at once."""
+"""Compiled for GPUs, what the host stores takes no device memory, nor all at once."""
 
 from __future__ import annotations
 

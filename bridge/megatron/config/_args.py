@@ -170,7 +170,7 @@ def _check_given(
         )
     if wrong:
         raise ValueError(
-            "These settings cannot be carried over:\n"
+            "These settings cannot be converted:\n"
             + "\n".join(f"  {line}" for line in wrong)
         )
 

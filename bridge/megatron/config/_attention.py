@@ -6,7 +6,7 @@ megatron/core/transformer/utils.py::get_sliding_window_causal_mask
 
 from typing import Any
 
-from bridge.families._codec import Codec
+from bridge.families._field_transform import FieldTransform
 from bridge.megatron.config._refusal import Fields, refuse
 from bridge.models import DecoderConfig
 
@@ -81,7 +81,7 @@ def _write_window(config: DecoderConfig) -> dict[str, Any]:
     }
 
 
-ATTENTION_CODEC = Codec(
+ATTENTION_CODEC = FieldTransform(
     (
         *("softmax_type", "softmax_scale", "num_query_groups", "kv_channels"),
         "qk_layernorm",
@@ -89,6 +89,6 @@ ATTENTION_CODEC = Codec(
     _read_attention,
     _write_attention,
 )
-WINDOW_CODEC = Codec(
+WINDOW_CODEC = FieldTransform(
     ("window_size", "window_attn_skip_freq"), _read_window, _write_window
 )

@@ -1,9 +1,9 @@
-"""Codec of `TransformerConfig` fields for the dtype of the weights."""
+"""FieldTransform of `TransformerConfig` fields for the dtype of the weights."""
 
 from collections.abc import Mapping
 from typing import Any
 
-from bridge.families._codec import Codec
+from bridge.families._field_transform import FieldTransform
 from bridge.models import DecoderConfig
 
 _FLAGS = {"bf16": "bfloat16", "fp16": "float16"}
@@ -26,4 +26,4 @@ def _write(config: DecoderConfig) -> dict[str, Any]:
     return {"params_dtype": config.dtype, "pipeline_dtype": config.dtype, **flags}
 
 
-DTYPE_CODEC = Codec(("params_dtype", *_FLAGS), _read, _write)
+DTYPE_CODEC = FieldTransform(("params_dtype", *_FLAGS), _read, _write)

@@ -67,7 +67,7 @@ def _of_family(
     family: Family, values: Mapping[str, Any], fields: Mapping[str, Any]
 ) -> DecoderConfig:
     values = {**values, **_roundings(family, values)}
-    values["carried"] = read_training(fields, family.carried)
+    values["passthrough"] = read_training(fields, family.passthrough)
     first_error = None
     for said in _as_files_say(values):
         try:
@@ -87,18 +87,18 @@ def _roundings(family: Family, values: Mapping[str, Any]) -> dict[str, Any]:
     Megatron does not distinguish these values. For example, softmax over all scores
     divided by the sum over the chosen experts equals softmax over the chosen experts.
     """
-    traits, settled = family.traits, {}
-    if values["norm"] == "rms" and traits.get("norm") == "rms_wide":
+    constants, settled = family.constants, {}
+    if values["norm"] == "rms" and constants.get("norm") == "rms_wide":
         settled["norm"] = "rms_wide"
     if "moe.num_experts" not in values:
         return settled
     for name in ("moe.rounded_weights", "moe.float32_logits"):
-        settled[name] = traits.get(name, False)
+        settled[name] = constants.get(name, False)
     if values["moe.n_group"] is None:  # without groups, nothing reads group_scoring
-        settled["moe.group_scoring"] = traits.get("moe.group_scoring", "max")
+        settled["moe.group_scoring"] = constants.get("moe.group_scoring", "max")
     chosen = "softmax_of_chosen"
     one = values["moe.scoring"] == "softmax" and values["moe.norm_topk_prob"]
-    if one and traits.get("moe.scoring") == chosen:
+    if one and constants.get("moe.scoring") == chosen:
         settled |= {"moe.scoring": chosen, "moe.norm_topk_prob": False}
     return settled
 

@@ -1,7 +1,7 @@
-"""Codecs of `TransformerConfig` fields for sizes, norms and biases.
+"""Transforms of `TransformerConfig` fields for sizes, norms and biases.
 
-Each `Codec` reads some fields into our values and writes them back. A value that the
-other side cannot express raises a `ValueError` with one line per reason.
+Each `FieldTransform` reads some fields into our values and writes them back. A value
+that the other side cannot express raises a `ValueError` with one line per reason.
 
 Source: Megatron-LM megatron/core/transformer/transformer_config.py::TransformerConfig,
 megatron/core/models/gpt/gpt_model.py::GPTModel
@@ -10,7 +10,7 @@ megatron/core/models/gpt/gpt_model.py::GPTModel
 import dataclasses
 from typing import Any
 
-from bridge.families._codec import Codec
+from bridge.families._field_transform import FieldTransform
 from bridge.megatron.config._moe import read_dense_layers
 from bridge.megatron.config._refusal import Fields, refuse
 from bridge.models import DecoderConfig
@@ -155,12 +155,12 @@ def _write_biases(config: DecoderConfig) -> dict[str, Any]:
 
 
 LAYER_CODECS = (
-    Codec((), lambda fields: {}, _write_plain),
-    Codec(tuple(_SIZES), _read_sizes, _write_sizes),
-    Codec(
+    FieldTransform((), lambda fields: {}, _write_plain),
+    FieldTransform(tuple(_SIZES), _read_sizes, _write_sizes),
+    FieldTransform(
         ("normalization", "layernorm_zero_centered_gamma", "layernorm_epsilon"),
         _read_norm,
         _write_norm,
     ),
-    Codec(("add_bias_linear", "add_qkv_bias"), _read_biases, _write_biases),
+    FieldTransform(("add_bias_linear", "add_qkv_bias"), _read_biases, _write_biases),
 )

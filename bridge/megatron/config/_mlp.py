@@ -1,4 +1,4 @@
-"""Codec of `TransformerConfig` fields for the MLP's activation and gate.
+"""FieldTransform of `TransformerConfig` fields for the MLP's activation and gate.
 
 Source: Megatron-LM megatron/core/transformer/transformer_config.py::TransformerConfig,
 megatron/core/transformer/mlp.py::MLP, megatron/core/fusions/fused_bias_gelu.py
@@ -7,7 +7,7 @@ megatron/core/transformer/mlp.py::MLP, megatron/core/fusions/fused_bias_gelu.py
 from collections.abc import Mapping
 from typing import Any
 
-from bridge.families._codec import Codec
+from bridge.families._field_transform import FieldTransform
 from bridge.megatron.config._refusal import Fields, refuse
 from bridge.models import DecoderConfig
 
@@ -81,7 +81,7 @@ def _write_mlp(config: DecoderConfig) -> dict[str, Any]:
     return written | {"activation_func": names[config.hidden_act]}
 
 
-MLP_CODEC = Codec(
+MLP_CODEC = FieldTransform(
     (
         *("gated_linear_unit", "activation_func", "activation_func_clamp_value"),
         *("glu_linear_offset", "bias_activation_fusion"),

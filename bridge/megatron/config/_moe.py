@@ -11,7 +11,7 @@ Source: Megatron-LM megatron/core/transformer/moe/moe_utils.py
 
 from typing import Any
 
-from bridge.families._codec import Codec
+from bridge.families._field_transform import FieldTransform
 from bridge.megatron.config._refusal import Fields, refuse
 from bridge.models import DecoderConfig, MoEConfig
 
@@ -180,8 +180,10 @@ def _wrong_groups(moe: MoEConfig) -> list[str]:
     return wrong
 
 
-MLA_CODEC = Codec(("multi_latent_attention", *_LATENT), _read_latent, _write_latent)
-MOE_CODEC = Codec(
+MLA_CODEC = FieldTransform(
+    ("multi_latent_attention", *_LATENT), _read_latent, _write_latent
+)
+MOE_CODEC = FieldTransform(
     (
         *("num_moe_experts", "moe_router_topk", "moe_ffn_hidden_size"),
         *("moe_shared_expert_intermediate_size", "moe_shared_expert_gate"),

@@ -1,4 +1,4 @@
-"""Input type of the codecs of Megatron's fields, and their error reporting."""
+"""Input type of the transforms of Megatron's fields, and their error reporting."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""Codec of `TransformerConfig` and `GPTModel` fields for position embeddings.
+"""FieldTransform of `TransformerConfig` and `GPTModel` fields for position embeddings.
 
 Grouped-query attention uses `position_embedding_type` with `yarn_` fields; latent
 attention uses `rope_type` with fields of the same meaning under other names.
@@ -9,7 +9,7 @@ yarn_rotary_pos_embedding.py, megatron/core/transformer/multi_latent_attention.p
 
 from typing import Any
 
-from bridge.families._codec import Codec
+from bridge.families._field_transform import FieldTransform
 from bridge.megatron.config._refusal import Fields, refuse
 from bridge.models import DecoderConfig, RopeConfig
 
@@ -224,7 +224,7 @@ def _refuse_attention_factor(rope: RopeConfig) -> None:
 
 
 LATENT_ROPE = ("rope_type", *_YARN)
-ROPE_CODEC = Codec(
+ROPE_CODEC = FieldTransform(
     (
         *("position_embedding_type", "rotary_base", "rotary_percent", "no_rope_freq"),
         *("rotary_interleaved", "seq_len_interpolation_factor", "rope_scaling"),

@@ -20,9 +20,11 @@ TRAINING = frozenset((*_CARRIED, _FURTHER))
 
 def write_training(config: DecoderConfig) -> dict[str, Any]:
     """Returns Megatron's training fields; 0 where the family has no value."""
-    carried = dict(config.carried)
+    passthrough = dict(config.passthrough)
     values = {
-        theirs: next((carried[name] for name in names if carried.get(name)), 0.0)
+        theirs: next(
+            (passthrough[name] for name in names if passthrough.get(name)), 0.0
+        )
         for theirs, names in _CARRIED.items()
     }
     jitter = values.pop("moe_input_jitter_eps")
@@ -48,15 +50,15 @@ def read_training(
       ValueError: If the model has multi-token-prediction layers but the family has no
         field for their number.
     """
-    carried, further = dict(defaults), fields.get(_FURTHER)
-    if further and _OUR_FURTHER not in carried:
+    passthrough, further = dict(defaults), fields.get(_FURTHER)
+    if further and _OUR_FURTHER not in passthrough:
         raise ValueError(f"{_FURTHER} = {further}: no layers of this family's")
-    if _OUR_FURTHER in carried:  # Megatron's default is 0, the family's may differ
-        carried[_OUR_FURTHER] = further or 0
+    if _OUR_FURTHER in passthrough:  # Megatron's default is 0, the family's may differ
+        passthrough[_OUR_FURTHER] = further or 0
     for theirs, names in _CARRIED.items():
-        name = next((name for name in names if name in carried), None)
+        name = next((name for name in names if name in passthrough), None)
         value = fields.get(theirs, 0.0)
         if name is None or isinstance(value, list | tuple):
             continue  # config files cannot express a list with one value per loss
-        carried[name] = value or (None if carried[name] is None else 0.0)
-    return tuple(carried.items())
+        passthrough[name] = value or (None if passthrough[name] is None else 0.0)
+    return tuple(passthrough.items())

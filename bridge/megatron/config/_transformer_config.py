@@ -11,7 +11,7 @@ Source: Megatron-LM megatron/core/transformer/transformer_config.py::Transformer
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from bridge.families._codec import Codec
+from bridge.families._field_transform import FieldTransform
 from bridge.megatron.config._attention import ATTENTION_CODEC, WINDOW_CODEC
 from bridge.megatron.config._dtype import DTYPE_CODEC
 from bridge.megatron.config._family import Tokens, settle
@@ -24,7 +24,7 @@ from bridge.megatron.config._training import TRAINING, write_training
 from bridge.megatron.config._unmodelled import find_unmodelled
 from bridge.models import DecoderConfig
 
-CODECS: tuple[Codec, ...] = (
+TRANSFORMS: tuple[FieldTransform, ...] = (
     *LAYER_CODECS,
     ATTENTION_CODEC,
     WINDOW_CODEC,
@@ -34,7 +34,7 @@ CODECS: tuple[Codec, ...] = (
     MOE_CODEC,
     DTYPE_CODEC,
 )
-READ = frozenset(name for codec in CODECS for name in codec.names)
+READ = frozenset(name for transform in TRANSFORMS for name in transform.names)
 
 _GPT_MODEL = (
     "vocab_size",
@@ -223,17 +223,17 @@ def from_transformer_config(
     filled = {**(_LATENT_DEFAULTS if latent else _DEFAULTS), **fields}
     wrong = find_unmodelled(fields, READ | TRAINING)
     values: dict[str, Any] = {}
-    for codec in CODECS:
-        wrong += _collect(lambda c=codec: values.update(c.read(filled)))
-    _raise_if("This Megatron config cannot be carried over", wrong)
+    for transform in TRANSFORMS:
+        wrong += _collect(lambda c=transform: values.update(c.read(filled)))
+    _raise_if("This Megatron config cannot be converted", wrong)
     tokens = Tokens(bos_token_id, eos_token_id, pad_token_id)
     return settle(values, filled, tokens, model_type)
 
 
 def _write(config: DecoderConfig) -> tuple[dict[str, Any], list[str]]:
     fields, wrong = write_training(config), []
-    for codec in CODECS:
-        wrong += _collect(lambda c=codec: fields.update(c.write(config)))
+    for transform in TRANSFORMS:
+        wrong += _collect(lambda c=transform: fields.update(c.write(config)))
     return fields, wrong
 
 

@@ -1,9 +1,9 @@
 """Detection of Megatron settings that change the model and are not supported.
 
 A run has some 850 settings. A setting that changes what the model computes is either
-read by a codec or listed in `FIXED` with its only supported value. Any other setting is
-rejected if it is set and its name begins like a part of the model, so that a multiplier
-added by a new version is not silently dropped.
+read by a transform or listed in `FIXED` with its only supported value. Any other
+setting is rejected if it is set and its name begins like a part of the model, so that a
+multiplier added by a new version is not silently dropped.
 """
 
 import re
@@ -87,7 +87,7 @@ def find_unmodelled(fields: Mapping[str, Any], read: frozenset[str]) -> list[str
 
     Args:
       fields: Fields of a `TransformerConfig` or settings of a run, by name.
-      read: Names that the codecs and `read_training` read.
+      read: Names that the transforms and `read_training` read.
     """
     wrong = [
         f"{name} = {fields[name]!r}: only {modelled!r} is modelled"

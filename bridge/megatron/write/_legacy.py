@@ -59,7 +59,7 @@ def check_split(source: Source, target: Target) -> None:
             wrong.append(f"{name}: {error}")
     if wrong:
         report = format_report({"in the way": wrong})
-        raise ValueError(f"'{source.name}' cannot be dealt out so:\n{report}")
+        raise ValueError(f"'{source.name}' cannot be split so:\n{report}")
 
 
 def write_legacy(

@@ -76,7 +76,7 @@ class Convert:
             return
         origin = open_any(self.src, config=self.config, ignore_fields=self.ignore_field)
         params = origin.lazy_params()
-        carried = origin.files if isinstance(origin, Checkpoint) else None
+        files = origin.files if isinstance(origin, Checkpoint) else None
         with bytes_bar(f"writing {self.dst}") as progress:
             if self.to == "hf":
                 bridge.save_hf(
@@ -84,7 +84,7 @@ class Convert:
                     params,
                     origin.config,
                     dtype=self.dtype,
-                    copy_from=self.tokenizer or carried,
+                    copy_from=self.tokenizer or files,
                     progress=progress,
                 )
             else:

@@ -49,7 +49,7 @@ class Inspect:
     where: Annotated[Devices, Group] = Devices()
 
     def run(self) -> None:
-        """Prints traits, the mapping, and the sums."""
+        """Prints the config, the mapping, and the sums."""
         if self.tensor is not None:
             print_tensor(self.path, self.tensor, as_json=self.json)
             return
@@ -69,7 +69,7 @@ class Inspect:
     ) -> None:
         run = run_of(origin.path) if isinstance(origin, Megatron) else {}
         if self.json:
-            found = {"config": traits(origin.config), **plan.as_dict(), **run}
+            found = {"config": config_fields(origin.config), **plan.as_dict(), **run}
             print(json.dumps(found))
             return
         print(_trait_table(origin.config))
@@ -86,7 +86,7 @@ class Inspect:
         _, manifest = open_step(self.path, step)
         beside = names_beside(manifest)
         if self.json:
-            found = {"config": traits(config), "step": step, "leaves": leaves}
+            found = {"config": config_fields(config), "step": step, "leaves": leaves}
             print(json.dumps(found | {"beside": beside}))
             return
         print(_trait_table(config))
@@ -109,27 +109,27 @@ def run_of(megatron: Path) -> dict[str, Any]:
         "iteration": checkpoint.iteration,
         "consumed_samples": checkpoint.consumed_samples,
         "optimizer": None if checkpoint.optimizer is None else "Adam",
-        "not_carried": checkpoint.left_out,
+        "left_out": checkpoint.left_out,
     }
 
 
-def traits(config: Any) -> dict[str, Any]:
+def config_fields(config: Any) -> dict[str, Any]:
     """Returns the fields of a config that are not the default of all families.
 
     Args:
       config: A `DecoderConfig`, or one of its parts.
     """
     return {
-        field.name: traits(value) if dataclasses.is_dataclass(value) else value
+        field.name: config_fields(value) if dataclasses.is_dataclass(value) else value
         for field in dataclasses.fields(config)
         if (value := getattr(config, field.name)) != field.default
-        and field.name != "carried"
+        and field.name != "passthrough"
     }
 
 
 def _trait_table(config: DecoderConfig) -> str:
-    rows = [(name, _short(value)) for name, value in traits(config).items()]
-    return text_table({"trait": "left", "value": "left"}, rows)
+    rows = [(name, _short(value)) for name, value in config_fields(config).items()]
+    return text_table({"field": "left", "value": "left"}, rows)
 
 
 def _short(value: Any) -> str:

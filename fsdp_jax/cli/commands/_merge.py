@@ -18,7 +18,7 @@ from fsdp_jax.cli._megatron import MegatronLayout
 from fsdp_jax.cli._model_source import open_any
 from fsdp_jax.cli._options import Group, Unset
 from fsdp_jax.cli.commands._import import Import
-from fsdp_jax.cli.commands._inspect import traits
+from fsdp_jax.cli.commands._inspect import config_fields
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,4 +95,4 @@ def _check_one_model(srcs: Sequence[Path], configs: Sequence[DecoderConfig]) -> 
 def _compared(config: DecoderConfig) -> dict[str, Any]:
     """Returns what the weights of a model mean; not their dtype, nor its tokens."""
     beside = ("dtype", "bos_token_id", "eos_token_id", "pad_token_id", "model_type")
-    return {name: v for name, v in traits(config).items() if name not in beside}
+    return {name: v for name, v in config_fields(config).items() if name not in beside}

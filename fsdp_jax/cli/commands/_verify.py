@@ -25,7 +25,7 @@ class Verify:
     step: int | None = None
 
     def run(self) -> None:
-        """Prints a line for each step that is whole, then what is damaged."""
+        """Prints a line for each step that is intact, then what is damaged."""
         newest = resolve_step(self.checkpoint, self.step)
         all_steps = committed_steps(self.checkpoint)
         damaged = []

@@ -228,7 +228,7 @@ def _ranks_and_experts(axis: str, num_experts: int) -> tuple[int, int]:
     ranks = mesh.shape[axis] if axis in mesh.manual_axes else 1
     if num_experts % ranks:
         raise ValueError(
-            f"{num_experts} experts cannot be dealt out to {ranks} ranks on '{axis}'. "
+            f"{num_experts} experts cannot be split over {ranks} ranks on '{axis}'. "
             "Use a number of ranks that divides them."
         )
     return ranks, num_experts // ranks

@@ -59,13 +59,13 @@ def bodies_of(eqn: Any, dims: Sequence[Dim], flatten: Flatten) -> Bodies | None:
         given = [_shifted(dim, -by) for dim, by in zip(last, deeper, strict=True)]
         found = [flatten(jaxpr, given) for jaxpr in jaxprs]
         made = [_agreed(own) for own in zip(*(own for _, own in found), strict=True)]
-        carried = [
+        carry = [
             b if a is None else a for a, b in zip(read[begin:end], made, strict=False)
         ]
-        if carried == read[begin:end]:
+        if carry == read[begin:end]:
             break
-        read[begin:end] = carried
-    made[: end - begin] = carried
+        read[begin:end] = carry
+    made[: end - begin] = carry
     outs = zip(eqn.outvars, first.outvars, made, strict=True)
     made = [_shifted(dim, _ndim(a) - _ndim(b)) for a, b, dim in outs]
     programs = tuple(program for program, _ in found)

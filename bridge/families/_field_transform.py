@@ -8,7 +8,7 @@ from bridge.models import DecoderConfig
 
 
 @dataclasses.dataclass(frozen=True)
-class Codec:
+class FieldTransform:
     """A way to read some fields of a config file, and to write them back.
 
     Args:
