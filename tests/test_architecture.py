@@ -43,7 +43,7 @@ ROOMS = [
 ]
 # The same for bridge, whose packages are a row each.
 BRIDGE_ROWS = [
-    {"box", "compat", "local_path", "report", "tree", "reorder"},
+    {"box", "compat", "local_path", "new_directory", "report", "tree", "reorder"},
     {"models", "formats"},
     {"rules"},
     {"families", "adapt", "streaming"},

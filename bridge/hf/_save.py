@@ -6,8 +6,6 @@ import hashlib
 import json
 import math
 import os
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ import numpy as np
 from jaxtyping import DTypeLike
 
 from bridge._local_path import check_local
+from bridge._new_directory import check_free, publish, temporary_directory
 from bridge._tree import arrays_of, named_leaves
 from bridge.formats._source import INDEX_NAME
 from bridge.hf._config import CONFIG_NAME, find_family, to_hf_config
@@ -68,7 +67,7 @@ def save_hf(
     writes = jax.process_index() == 0
     with agreeing():
         if writes:
-            _check_free(path)
+            check_free(path)
         sidecars = [] if copy_from is None else find_sidecars(Path(copy_from))
         leaves = named_leaves(arrays_of(params))
         mapping = find_family(config.model_type).mapping(config)
@@ -78,7 +77,9 @@ def save_hf(
         files = assign_files(tensors, max_shard_bytes)
     with contextlib.ExitStack() as stack:
         with agreeing():
-            directory = stack.enter_context(_beside(path)) if writes else None
+            directory = (
+                stack.enter_context(temporary_directory(path)) if writes else None
+            )
         write_weights(directory, files, pieces, leaves, progress)
         with agreeing():
             if directory is not None:
@@ -89,26 +90,7 @@ def save_hf(
                     copy_sidecars(Path(copy_from), sidecars, directory)
                 if checksums:
                     _write_checksums(directory)
-                _publish(directory, path)
-
-
-def _check_free(path: Path) -> None:
-    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
-        raise ValueError(
-            f"Cannot save to '{path}': it exists and is not an empty directory. Give "
-            "a new name, or remove it first."
-        )
-
-
-@contextlib.contextmanager
-def _beside(path: Path) -> Iterator[Path]:
-    """Makes a directory to be renamed, and removes what is left of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as temp:
-        # Not the temporary directory itself: that one is closed to other users.
-        directory = Path(temp) / "checkpoint"
-        directory.mkdir()
-        yield directory
+                publish(directory, path)
 
 
 def _write_checksums(directory: Path) -> None:
@@ -118,22 +100,6 @@ def _write_checksums(directory: Path) -> None:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         lines.append(f"{digest}  {path.relative_to(directory).as_posix()}\n")
     (directory / "SHA256SUMS").write_text("".join(lines))
-
-
-def _publish(directory: Path, path: Path) -> None:
-    """Renames a directory once all of it, and then its name, survives a power cut."""
-    for inside in (*directory.rglob("*"), directory):
-        _fsync(inside)
-    directory.rename(path)
-    _fsync(path.parent)
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _write_configs(directory: Path, config: DecoderConfig, entries: Entries) -> None:

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import jax
 import numpy as np
 
 from bridge._local_path import check_local
+from bridge._new_directory import new_directory
 from bridge.formats._safetensors import encode_header
 from bridge.hf._config import find_family
 from bridge.lora._lora_config import CONFIG_NAME, LoraConfig
@@ -160,11 +160,7 @@ def _mapping(
 def _write(path: Path, tensors: dict[str, np.ndarray], fields: dict[str, Any]) -> None:
     # Widest dtype first: every tensor then starts at a multiple of its itemsize.
     tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].itemsize))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as temp:
-        # A subdirectory, as the temporary directory itself has mode 0700.
-        directory = Path(temp) / "adapter"
-        directory.mkdir()
+    with new_directory(path) as directory:
         with (directory / WEIGHTS_NAME).open("wb") as stream:
             entries = {key: (a.shape, a.dtype) for key, a in tensors.items()}
             stream.write(encode_header(entries))
@@ -172,4 +168,3 @@ def _write(path: Path, tensors: dict[str, np.ndarray], fields: dict[str, Any]) -
                 stream.write(np.ascontiguousarray(array).view(np.uint8).data)
         text = json.dumps(fields, indent=2) + "\n"
         (directory / CONFIG_NAME).write_text(text, encoding="utf-8")
-        directory.rename(path)

@@ -6,11 +6,12 @@ from pathlib import Path
 
 from bridge._box import shape_of
 from bridge._local_path import check_local
+from bridge._new_directory import check_free
 from bridge.formats._edits import Edits
 from bridge.megatron.read._dcp import METADATA_NAME, open_dcp
 from bridge.megatron.read._find import find_iteration
 from bridge.megatron.write._dcp import DcpWriter
-from bridge.megatron.write._directory import check_path, new_directory
+from bridge.megatron.write._directory import new_checkpoint
 from bridge.streaming._load import Progress
 
 
@@ -40,7 +41,7 @@ def edit_distributed(
         the edits cannot be made; nothing is written.
     """
     check_local(src, dst)
-    check_path(Path(dst))
+    check_free(Path(dst))
     directory = find_iteration(Path(src))
     if not (directory / METADATA_NAME).is_file():
         raise ValueError(
@@ -51,7 +52,7 @@ def edit_distributed(
     dtypes = {key: tensor.dtype for key, tensor in dcp.tensors.items()}
     names, cast = edits.apply(dtypes, dcp.items)
     is_named = directory.name.startswith("iter_") or directory.name == "release"
-    with new_directory(Path(dst), directory.name if is_named else "release") as out:
+    with new_checkpoint(Path(dst), directory.name if is_named else "release") as out:
         with DcpWriter(out) as writer:
             for number, (key, dtype) in enumerate(cast.items(), 1):
                 for tile in dcp.tensors[key].tiles:

@@ -1,16 +1,14 @@
 """Editing of safetensors checkpoints, tensor by tensor."""
 
-import contextlib
 import json
 import os
 import shutil
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
 from bridge._local_path import check_local
+from bridge._new_directory import new_directory
 from bridge.formats._edits import Edits
 from bridge.formats._safetensors import encode_header
 from bridge.formats._source import INDEX_NAME, SINGLE_NAME, open_checkpoint
@@ -55,7 +53,7 @@ def edit_safetensors(
     files = assign_files(entries, max_shard_bytes)
     total = sum(int(np.prod(s, dtype=int)) * d.itemsize for s, d in entries.values())
     done = 0
-    with _new_directory(Path(dst)) as directory:
+    with new_directory(Path(dst)) as directory:
         for file, held in files.items():
             ordered = dict(sorted(held.items(), key=lambda e: -e[1][1].itemsize))
             with (directory / file).open("wb") as stream:
@@ -83,16 +81,3 @@ def _beside(src: Path) -> list[Path]:
         and file.suffix != ".safetensors"
         and file.name not in (INDEX_NAME, SINGLE_NAME)
     ]
-
-
-@contextlib.contextmanager
-def _new_directory(path: Path) -> Iterator[Path]:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as temp:
-        directory = Path(temp) / "checkpoint"  # the temporary one has mode 0700
-        directory.mkdir()
-        yield directory
-        for file in directory.iterdir():
-            with file.open("rb") as stream:
-                os.fsync(stream.fileno())
-        directory.rename(path)

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from bridge._local_path import check_local
+from bridge._new_directory import check_free
 from bridge.formats._source import Source
 from bridge.formats._torch_writer import TorchWriter
 from bridge.formats._torch_zip import TensorSource
@@ -16,7 +17,7 @@ from bridge.megatron._ranks import ParallelSizes
 from bridge.megatron._vocab import Keyed
 from bridge.megatron.read._checkpoint import COMMON_NAME
 from bridge.megatron.read._optimizer import MegatronOptimizer
-from bridge.megatron.write._directory import check_path, new_directory
+from bridge.megatron.write._directory import new_checkpoint
 from bridge.megatron.write._flat_buffers import check_buffers
 from bridge.megatron.write._fsdp_dtensor import write_fsdp_dtensor
 from bridge.megatron.write._legacy import check_split, write_legacy
@@ -91,7 +92,7 @@ def write_megatron(
         model; nothing is written.
     """
     check_local(path)
-    check_path(Path(path))
+    check_free(Path(path))
     sizes = ParallelSizes(tp, pp, ep)
     chosen = _optimizer_format(format, optimizer, optimizer_format, args)
     _check_sizes(format, chosen, (*sizes, vpp))
@@ -113,7 +114,7 @@ def write_megatron(
     name = "release" if iteration is None else f"iter_{iteration:07d}"
     tick = _counter(_nbytes(source) + (state.nbytes() if state else 0), progress)
     slots = slots_of(source, args) if format == "torch_dist" else {}
-    with new_directory(Path(path), name) as directory:
+    with new_checkpoint(Path(path), name) as directory:
         if format == "legacy":
             write_legacy(directory, source, common, target, tick=tick, state=state)
             return
