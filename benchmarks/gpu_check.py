@@ -87,8 +87,8 @@ VARIANTS = {
     "float8_gather": {"param_gather": fsdp.sharding.Float8Gather()},
     "mxfp8_gather": {"param_gather": fsdp.sharding.MXFP8Gather()},
 }
-"""What else is timed: on one GPU nothing travels, so that a gather's variant shows that
-it costs nothing there; give --devices to see what it saves."""
+"""What else is timed: on one GPU nothing is communicated, so that a gather's variant
+shows that it costs nothing there; give --devices to see what it saves."""
 
 
 def make_plan(config, count=1, param_gather=None, offload=None):

@@ -15,7 +15,7 @@ def times(timeline):
 
 
 def by_axes(timeline, mesh):
-    """For each set of mesh axes: time on the wire, and how much of it is waited for."""
+    """Seconds of communication over each set of mesh axes, and the exposed ones."""
     found = {}
     for sent in timeline.sent:
         axes = " x ".join(axes_of(sent.collective.groups, mesh) or ("none",))

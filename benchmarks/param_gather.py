@@ -1,4 +1,4 @@
-"""What the demo's model learns from weights that travel in eight bits.
+"""What the demo's model learns from weights gathered in eight bits.
 
     python benchmarks/param_gather.py [--steps 200] [--devices 4] [--out FILE]
 

@@ -48,6 +48,16 @@ def named_leaves(
     return [(name, leaf) for name, leaf in named if leaf is not None]
 
 
+def as_patterns(owner: str, option: str, patterns: object) -> tuple[str, ...]:
+    """Returns the patterns as a tuple; a lone string, iterated by letter, raises."""
+    if isinstance(patterns, str):
+        raise ValueError(
+            f"{owner}({option}={patterns!r}) must be a sequence of path patterns: "
+            f"write {option}=({patterns!r},)."
+        )
+    return tuple(patterns)  # pyright: ignore[reportArgumentType]
+
+
 def matches(pattern: str, name: str) -> str | None:
     """Returns the leading part of `name` that `pattern` matches by component, or None.
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import bit_identity
 import mutants
 import pytest
 import result
@@ -231,3 +232,16 @@ def test_a_mutant_changes_one_expression_and_no_annotation_or_message():
         ]
         assert len(different) == 1
         compile(text, "f.py", "exec")
+
+
+def test_records_that_differ_in_a_bit_or_a_collective_are_told_apart():
+    one = {"losses": ["0x1p+0"], "state": {"w": "a"}, "collectives": {"all-gather": 2}}
+    for part, value in (
+        ("losses", ["0x1.8p+0"]),
+        ("state", {"w": "b"}),
+        ("collectives", {"all-gather": 1, "all-reduce": 1}),
+    ):
+        (line,) = bit_identity.differences({"x": one}, {"x": {**one, part: value}})
+        assert line.startswith(f"x: {part} differ")
+    assert bit_identity.differences({"x": one}, {"x": one}) == []
+    assert bit_identity.differences({"x": one}, {}) == ["x: in one record only"]

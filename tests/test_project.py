@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import graphlib
 import importlib
+import json
 import os
 import re
 import shlex
@@ -282,6 +283,74 @@ class DamagedError(RuntimeError):
 
 def _planted(root: Path) -> list[error_messages.Message]:
     return error_messages.messages(root, "planted")
+
+
+# Words
+
+# Words of this project's own, which the field's replaced; CHANGELOG.md has both.
+PRIVATE_WORDS = {
+    r"\brows?_in_step\b": "params_in_step",
+    r"\bmoulds?\b": "abstract",
+    r"\bat rest\b|\brests as\b|\bwhat rests\b|\b(?:at|to)_rest\b": "stored",
+    r"\bwhole (?:weights?\b|during a step|on every device)": "unsharded, replicated",
+    r"\b(?:is|stays?|are|lie) whole\b": "unsharded, replicated, complete",
+    r"\breduce_late\b|\bLate\(": "reduce_deferred, GradReduction",
+    r"\bgrad_sinks?\b|\bsink=": "grad_buffer",
+    r"\benter_step\b|\brest\.packed\b": "gather_for_step, to_step_layout",
+    r"\bis_cut\b": "factored",
+    r"\bthe wire\b|\bwire_(?:bytes|seconds|dtype)\b": "communicated, communication",
+    r"\btravel(?:s|led)?\b": "is communicated, is gathered, is sent",
+    r"\bdealt\b|\bdeal_out\b|\bbring_back\b": "permute, restore, split over",
+    r"\bput away\b|\bpassed over\b|\bhanded\b": "stored, skipped, passed",
+    r"\bforet[eo]l\w*|\bforecasts?\b": "estimate",
+    r"\bsavers\b|\bcliques?\b|\btwins_of\b": "writers, replication groups, pairs",
+    r"\baccumulate=": "num_microbatches=",
+    r"\brng=|\bstate\.rng\b": "key",
+    r"\b(?:Patience|Meeting|Attendance)\b": "Timeouts, Coordinator, Client",
+    r"\bspoken of\b": "covered by a rule",
+    r"\bspellings?\b|\btraits?\b|\bcodecs=": "key mapping, constants, transforms",
+}
+
+
+def private_words(text: str) -> list[str]:
+    """What a text says in private words, with the field's words for it."""
+    return [
+        f"{found[0]}: say {better}"
+        for pattern, better in PRIVATE_WORDS.items()
+        for found in re.finditer(pattern, text)
+    ]
+
+
+def texts_of_the_project() -> dict[Path, str]:
+    """Every module, page and notebook, but for what others wrote and this file."""
+    folders = (*PACKAGES, "benchmarks", "docs", "examples", "notebooks", "tests")
+    files = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+    for folder in folders:
+        for ending in ("py", "md", "ipynb"):
+            files += (ROOT / folder).rglob(f"*.{ending}")
+    ours = [f for f in files if f != Path(__file__) and "golden" not in f.parts]
+    return {file: prose_of(file) for file in ours}
+
+
+def prose_of(file: Path) -> str:
+    """A file's text; of a notebook its pages, without code and what that printed."""
+    if file.suffix != ".ipynb":
+        return file.read_text()
+    cells = json.loads(file.read_text())["cells"]
+    pages = [cell["source"] for cell in cells if cell["cell_type"] == "markdown"]
+    return "\n".join("".join(page) for page in pages)
+
+
+def test_no_word_of_the_projects_own_stands_for_one_of_the_field():
+    found = {f: private_words(text) for f, text in texts_of_the_project().items()}
+    assert {file: words for file, words in found.items() if words} == {}
+
+
+def test_a_planted_private_word_is_caught():
+    assert private_words("A shard travels; the weight is whole, and the rest is split.")
+    assert (
+        private_words("The whole batch is split; no rest, and a stringent sink.") == []
+    )
 
 
 # The picture of the imports

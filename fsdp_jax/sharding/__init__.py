@@ -7,7 +7,6 @@ from fsdp_jax.sharding._chunks import chunks as chunks
 from fsdp_jax.sharding._chunks import split_chunks as split_chunks
 from fsdp_jax.sharding._chunks import validate_chunks as validate_chunks
 from fsdp_jax.sharding._config import FSDPConfig as FSDPConfig
-from fsdp_jax.sharding._config import MixedPrecisionPolicy as MixedPrecisionPolicy
 from fsdp_jax.sharding._config import Placements as Placements
 from fsdp_jax.sharding._fully_shard import fully_shard as fully_shard
 from fsdp_jax.sharding._low_precision import Float8Gather as Float8Gather
@@ -19,4 +18,5 @@ from fsdp_jax.sharding._padded import unpack as unpack
 from fsdp_jax.sharding._param_plan import ParamPlan as ParamPlan
 from fsdp_jax.sharding._pipeline_config import PipelineConfig as PipelineConfig
 from fsdp_jax.sharding._plan import Plan as Plan
+from fsdp_jax.sharding._precision import MixedPrecisionPolicy as MixedPrecisionPolicy
 from fsdp_jax.sharding._units import Stacked as Stacked

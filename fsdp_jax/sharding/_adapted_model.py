@@ -16,8 +16,8 @@ from fsdp_jax.lora._blockwise_quantization import code_shape, num_blocks, quanti
 from fsdp_jax.lora._composed_weight import Derived, Recipe
 from fsdp_jax.lora._config import LoRAConfig, LoRATarget
 from fsdp_jax.lora._low_rank import Factored
-from fsdp_jax.sharding._config import MixedPrecisionPolicy
 from fsdp_jax.sharding._model_def import ModelDef
+from fsdp_jax.sharding._precision import MixedPrecisionPolicy
 
 A_LEAF, B_LEAF = "lora_a", "lora_b"
 

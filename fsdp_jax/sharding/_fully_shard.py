@@ -16,7 +16,6 @@ from fsdp_jax.sharding._config import (
     ZERO_DP_STRATEGIES,
     FSDPConfig,
     Placements,
-    Precision,
 )
 from fsdp_jax.sharding._expert_parallel import check_experts, expert_dim, without_ep
 from fsdp_jax.sharding._low_precision import ParamGather
@@ -32,6 +31,7 @@ from fsdp_jax.sharding._model_def import MakeModel, ModelDef, describe
 from fsdp_jax.sharding._offload import check_memory
 from fsdp_jax.sharding._placement import beside_stages, is_within, staged_stack
 from fsdp_jax.sharding._plan import ROOT, ParamPlan, Plan
+from fsdp_jax.sharding._precision import Precision
 from fsdp_jax.sharding._stages import Stages
 from fsdp_jax.sharding._unit_methods import resolve_methods
 from fsdp_jax.sharding._units import Stacked, UnitSpec, check_stacks, find_units, owner

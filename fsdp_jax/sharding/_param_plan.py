@@ -8,9 +8,10 @@ from collections.abc import Callable
 
 from jax.sharding import Mesh, PartitionSpec
 
-from fsdp_jax.sharding._config import Placements, Precision
+from fsdp_jax.sharding._config import Placements
 from fsdp_jax.sharding._low_precision import ParamGather
 from fsdp_jax.sharding._mesh import num_devices
+from fsdp_jax.sharding._precision import Precision
 
 ROOT = "(root)"
 """Unit of parameters that belong to no other, gathered at the entry of the loss."""
