@@ -182,7 +182,8 @@ def test_three_steps_over_tp_are_those_of_one_device(run, request):
     assert worst(got, want[-2], without=UNTRAINED) > 100 * PARAMETERS
     # What the ranks cannot share the plan tells, and the program does what it says.
     whole = CASES[request.node.callspec.params["run"]].whole
-    told = str([row for row in repr(run.plan).splitlines() if "replicated over tp" in row])
+    rows = repr(run.plan).splitlines()
+    told = str([row for row in rows if "replicated over tp" in row])
     assert all(name in told for name in whole)
     tp = run.plan.mesh.shape["tp"]
     assert ("embed_tokens" in told) == (run.config.vocab_size % tp > 0)

@@ -54,8 +54,8 @@ def folders(store: ObjectStore) -> set[str]:
 def object_of_values(store: ObjectStore) -> tuple[str, int]:
     """An object with values of step 1, and where in it they are.
 
-    How many objects a save makes depends on how fast it is. Not any byte of them counts:
-    a database keeps nodes that nothing refers to any more.
+    How many objects a save makes depends on how fast it is. Not any byte of them will
+    do: a database keeps nodes that nothing refers to any more.
     """
     row = np.asarray(jax.tree.leaves(state_at(1).params)[0])[0].tobytes()
     data = next(key for key, one in store.objects.items() if row in one.content)

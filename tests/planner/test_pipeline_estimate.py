@@ -87,7 +87,7 @@ def test_a_plan_says_what_stages_have_wait_for_gather_and_send():
         "pipeline, 1f1b: 2 stages of 3 or 2 layers in 2 chunk(s)",
         "a stage waits 11.1% of a step with 4 microbatches",
         f"with zero_dp_strategy=2 once a step, to hold {4 * up * 2 / 2**20:.2f} MiB",
-        "5 layers rest as 8, of which 3 are zeros that no stage runs",
+        "5 layers are stored as 8, of which 3 are zeros that no stage runs",
         "weights and gradients over pp each step",
     ):
         assert line in text
