@@ -181,4 +181,4 @@ def test_object_stores_take_what_is_said():
             f"| {times['blocked_s']:.2f} s | {times['rest_s']:.1f} s |"
         )
         assert row in said(MEASURED), row
-    assert f"load of {found['load']['before']:.0f} on 2 cores" in said(MEASURED)
+    assert not found["forced"]  # An idle machine.
