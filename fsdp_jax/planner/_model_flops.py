@@ -40,6 +40,9 @@ def model_flops(
       has_aux: As for `make_train_step`.
       calculate_per_token_loss: As for `make_train_step`.
 
+    Returns:
+      FLOPs of all devices together.
+
     Examples:
       >>> fsdp.planner.model_flops(plan, loss_fn, batch) > 0
       True
@@ -49,12 +52,12 @@ def model_flops(
     alone = make_mesh(devices=list(plan.mesh.devices.flat[:1]))
     plan = fully_shard(plan.make_model, alone, plan.unit_specs, plan.config)
     state = abstract_state(plan, optax.identity())
-    rng = jax.eval_shape(lambda: jax.random.key(0))
+    key = jax.eval_shape(lambda: jax.random.key(0))
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
     form = LossForm(has_aux, calculate_per_token_loss)
     traced = jax.make_jaxpr(global_loss(plan, loss_fn, form))(
-        state.params, abstract, rng, state.model_state
+        state.params, abstract, key, state.model_state
     )
     program = on_one_device(traced.jaxpr)
-    assert program is not None
+    assert program is not None  # The mesh has one device.
     return (3 if plan.config.lora is None else 2) * product_flops(program)
