@@ -55,8 +55,9 @@ def rows_of(case: Composition) -> dict[str, np.ndarray]:
         "x": random.normal(size=shape) * size,
         "y": random.normal(size=shape),
         "row": np.arange(rows),
-        # No float32 holds them, so a count in it is seen.
-        "weight": (np.arange(rows) % 3 + 1) / 3,
+        # No float32 holds them, nor their sums over any tokens here: a count in it is
+        # seen.
+        "weight": (np.arange(rows) % 3 + 1) / 7,
     }
 
 

@@ -254,6 +254,7 @@ PLANTED: Mapping[str, Fault] = {
     ),
     "elements moved outside of their unit": (
         (_loss_check, "_refuse_misuse", _unchecked(rearranged=set())),
+        (_loss_check, "_refuse_changed_gradients", _instead(lambda grads: None)),
     ),
     "a cast outside of the unit undone": (
         (_loss_check, "_refuse_misuse", _unchecked(cast={})),
