@@ -22,7 +22,7 @@ export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.jax_cache
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help demo test test-all test-distributed test-foreign test-foreign-installed test-long durations notebooks lint docs clean
+.PHONY: help demo test test-all test-distributed test-foreign test-foreign-installed test-long durations notebooks figures lint docs clean
 .DEFAULT_GOAL := help
 
 help:  ## Show this list.
@@ -60,6 +60,9 @@ durations: $(INSTALLED)  ## Run all tests, and record what each takes: that deci
 
 notebooks: $(INSTALLED)  ## Run the notebooks anew, and keep what they show.
 	$(BIN)/python notebooks/run_notebooks.py
+
+figures: $(INSTALLED)  ## Measure anew what is published and not of these sources; ONLY="import torture" names some.
+	$(BIN)/python benchmarks/figures.py $(if $(ONLY),--only $(ONLY))
 
 lint: $(INSTALLED)  ## Check style, format and types.
 	$(BIN)/ruff check .

@@ -6,11 +6,13 @@ import argparse
 import json
 import operator
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import bit_identity
+import figures
 import mutants
 import pytest
 import result
@@ -119,6 +121,49 @@ def test_results_say_of_what_commit_machine_and_load_they_are():
         assert found["commit"] is None or len(found["commit"]) == 40, file.name
         complete = None not in (found["commit"], found["load"], found["date"])
         assert complete or found["forced"], file.name
+
+
+def test_each_result_is_measured_anew_by_make_figures():
+    assert sorted(f.name for f in figures.FIGURES) == sorted(
+        file.stem for file in RESULTS.glob("*.json")
+    )
+
+
+@pytest.mark.parametrize("figure", figures.FIGURES, ids=lambda figure: figure.name)
+def test_the_commands_of_a_figure_name_options_that_scripts_have(figure, tmp_path):
+    for command in figure.commands:
+        script, *words = figures.words_of(command, tmp_path, "DIR", force=False)
+        source = (ROOT / script).read_text()
+        options = {word for word in words if word.startswith("--")}
+        defined = set(re.findall(r'"(--[a-z-]+)"', source))
+        if "result.add_arguments(" in source:
+            defined |= {"--out", "--force"}
+        assert options <= defined
+
+
+def test_a_figure_is_measured_once_for_the_same_sources(tmp_path, monkeypatch):
+    monkeypatch.setattr(figures, "RESULTS", tmp_path)
+    figure = figures.Figure("one", ("import.py",), whole=("cases", 2))
+    head = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True
+    ).stdout.strip()
+
+    def with_commit(commit, cases):
+        figure.file.write_text(json.dumps({"commit": commit, "cases": cases}))
+        return figures.is_current(figure), figures.is_whole(figure)
+
+    assert not figures.is_current(figure)
+    assert with_commit("0" * 40, 2) == (False, True)
+    is_committed = not subprocess.run(
+        ["git", "diff", "--quiet", "HEAD", "--", "fsdp_jax", "bridge"], cwd=ROOT
+    ).returncode
+    assert with_commit(head, 1) == (is_committed, False)
+
+
+def test_a_figure_without_its_environment_is_named(capsys):
+    figure = figures.Figure("one", ("import.py",), venv="no-such-environment")
+    assert not figures.measure(figure, force=False)
+    assert "no-such-environment" in capsys.readouterr().out
 
 
 @pytest.fixture
