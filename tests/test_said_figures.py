@@ -9,6 +9,7 @@ from helpers.markdown import ROOT, pages
 
 RESULTS = ROOT / "benchmarks" / "results"
 MEASURED = "docs/pages/explanation/measured.md"
+TUNE = "docs/pages/how-to/tune-performance.md"
 BRING = "docs/pages/how-to/bring-your-model.md"
 LANES = ("0.10.2", "0.12.0.1")
 FORMS = ("annotations", "plain_scan", "fsdp_jax")
@@ -65,6 +66,31 @@ def test_the_readme_says_the_same_of_overlap(form):
     found = row(8, LANES[0], form)
     exposed, step = found["exposed_of_step"], found["step_ms"]
     assert f"{exposed:.1%} of {step:,.0f} ms" in said("README.md")
+
+
+def test_the_page_on_tuning_says_the_same():
+    def waits(found: dict) -> str:
+        return f"{100 * found['exposed_of_step']:.1f} % of {found['step_ms']:,.0f} ms"
+
+    (split,) = read("overlap_llama-3-70b_jax0.10.2")["rows"]
+    experts = {(r["dispatch"], r["product"]): r for r in read("experts")["rows"]}
+    dropless = [
+        experts["dropless", product]["step_ms"]
+        for product in ("grouped_matmul", "ragged_dot")
+    ]
+    capacity = experts["capacity 1.0", "grouped_matmul"]["step_ms"]
+    blocked = read("checkpoint")["compared"]["blocked_of_copy_to_host"]
+    for figure in (
+        f"from {waits(row(8, LANES[0], 'annotations'))}",
+        f"to {waits(row(8, LANES[0], 'fsdp_jax'))}",
+        f"{waits(row(64, LANES[0], 'fsdp_jax'))} without",
+        f"{waits(row(64, LANES[0], 'fsdp_jax_hsdp'))} with a replica",
+        f"exposes {100 * split['exposed_of_step']:.1f} % of its step",
+        "{:,.0f} in place of {:,.0f} ms".format(*dropless),
+        f"and {capacity:,.0f} ms where each expert",
+        f"for {blocked:.2f} of the time that a copy",
+    ):
+        assert figure in said(TUNE), figure
 
 
 def test_estimates_are_off_by_what_is_said():
