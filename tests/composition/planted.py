@@ -230,6 +230,7 @@ PLANTED: Mapping[str, Fault] = {
     ),
     "a stack gathered twice, finished twice": (
         (_microbatch_grads, "_finished_in_backward", _gathered_once),
+        (_microbatch_grads, "trace_gradients", _always_once),
     ),
     "means that are sums": ((_gradients, "reduce_aux", _instead(_summed_means)),),
     "rows by microbatch": (
