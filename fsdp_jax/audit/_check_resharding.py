@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence, Set
 
-from fsdp_jax._scopes import is_recomputed, is_transposed, units_in
+from fsdp_jax._scopes import is_recomputed, is_transposed, unit_of, units_in
 from fsdp_jax.audit._check_collectives import canonical, key_of
 from fsdp_jax.audit._expected import ExpectedCollective, dims_of
 from fsdp_jax.audit._mismatch import Difference, array, named
@@ -94,32 +94,48 @@ def _singles(
 ) -> Iterator[Difference]:
     """Yields gathers in forward whose result an instruction of backward reads.
 
-    Backward begins with the `prefetch` units that forward ended with: these stay.
+    Backward begins with the `prefetch` units that forward ended with: what these read
+    stays, whichever unit it was gathered for.
     """
     by_key: dict[object, list[ParamPlan]] = {}
     for planned in gathers:
         if not planned.param.num_stacked:
             by_key.setdefault(key_of(planned), []).append(planned.param)
-    found: list[tuple[list[ParamPlan], Instruction]] = []
+    found: list[tuple[list[ParamPlan], list[Instruction]]] = []
     for one in arrays:
         if key_of(one) not in by_key or _is_backward(one.scope):
             continue
         weight = result_of(one)
         units = _units(weight.op_name) or _units(one.scope)
         own = [param for param in by_key[key_of(one)] if param.unit in units]
-        reader = _reader_in_backward(one.computation, weight) if own else None
-        if reader:
-            found.append((own, reader))
-    if len({param.unit for own, _ in found for param in own}) <= prefetch:
+        readers = [*_readers_in_backward(one.computation, weight)] if own else []
+        if readers:
+            found.append((own, readers))
+    if len(_reading_units(found)) <= prefetch:
         return
-    for own, reader in found:
+    for own, readers in found:
         yield Difference(
             named(own),
             PLAN,
             f"reads the weight that forward gathered in backward "
-            f"({reader.opcode} {reader.name})",
+            f"({readers[0].opcode} {readers[0].name})",
             FIX,
         )
+
+
+def _reading_units(
+    found: Sequence[tuple[list[ParamPlan], list[Instruction]]],
+) -> set[str]:
+    """Returns units whose backward reads kept weights: at least one for each weight."""
+    each = [
+        {unit_of(reader.op_name) or own[0].unit for reader in readers}
+        for own, readers in found
+    ]
+    units: set[str] = set()
+    for reading in sorted(each, key=len):
+        if not reading & units:
+            units.add(min(reading))
+    return units
 
 
 def result_of(one: Moved) -> Instruction:
@@ -134,8 +150,10 @@ def result_of(one: Moved) -> Instruction:
     return result
 
 
-def _reader_in_backward(within: Computation, weight: Instruction) -> Instruction | None:
-    """Returns an instruction of backward that reads the weight or a view of it."""
+def _readers_in_backward(
+    within: Computation, weight: Instruction
+) -> Iterator[Instruction]:
+    """Yields instructions of backward that read the weight or a view of it."""
     open_, seen = [weight], {weight.name}
     while open_:
         for reader in within.readers.get(open_.pop().name, []):
@@ -145,11 +163,10 @@ def _reader_in_backward(within: Computation, weight: Instruction) -> Instruction
             if reader.opcode in VIEWS:
                 open_.append(reader)
             elif reader.opcode != "tuple" and _is_backward(reader.op_name):
-                return reader
+                yield reader
             # A fusion with as many elements may return the weight, e.g. converted.
             elif reader.opcode == "fusion" and size_of(reader) == size_of(weight):
                 open_.append(reader)
-    return None
 
 
 def size_of(one: Instruction) -> int:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from flax import nnx
 from helpers.errors import facts
 from helpers.zoo import CASES, batch
 from jax import lax
@@ -186,6 +187,42 @@ def test_weights_of_a_list_of_layers_kept_for_backward_are_named(unrolled):
         # Of the attention backward needs all four, of the other layers two.
         assert sum(f"(unit '{unit}')" in line for line in found) >= 4
     assert all("forward gathered in backward" in line for line in found)
+
+
+def test_a_module_that_the_last_two_units_share_stays_as_the_last_unit_does():
+    class Layer(nnx.Module):
+        def __init__(self, shared, rngs):
+            self.own, self.shared = nnx.Linear(16, 16, rngs=rngs), shared
+
+        def __call__(self, x):
+            return self.shared(jnp.tanh(self.own(x)))
+
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            shared = nnx.Linear(16, 16, rngs=rngs)
+            self.layers = nnx.List([Layer(shared, rngs) for _ in range(3)])
+
+        def __call__(self, x):
+            for one in self.layers:
+                x = one(x)
+            return x
+
+    def make_model(key):
+        return Model(nnx.Rngs(key))
+
+    def planned(reshard):
+        config = fsdp.FSDPConfig(reshard_after_forward=reshard)
+        return fsdp.fully_shard(make_model, fsdp.make_mesh(dp_shard=8), [Layer], config)
+
+    def program(plan):
+        step = fsdp.make_train_step(plan, lambda model, x: model(x).mean(), TX)
+        rows = jax.ShapeDtypeStruct((16, 16), jnp.float32)
+        return step.lower(fsdp.abstract_state(plan, TX), rows)
+
+    plan = planned(reshard=True)
+    fsdp.audit_step(plan, program(plan))
+    found = differences(plan, program(planned(reshard=False)))
+    assert any("'layers.1.own.kernel'" in line for line in found)
 
 
 def test_a_stack_that_is_gathered_at_once_is_named():
