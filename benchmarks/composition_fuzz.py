@@ -85,17 +85,22 @@ def _outcomes(seeds: Sequence[int], jobs: int) -> Iterator[tuple[int, Timed]]:
     """
     left = list(seeds)
     while left:
-        with _pool(min(jobs, len(left))) as pool:
-            futures = [pool.submit(_timed, seed) for seed in left]
+        # A pool ends with its cases, since one whose processes are replaced
+        # (max_tasks_per_child) may wait for ever in Python 3.11.
+        now = left[: _MOST_OF_A_PROCESS * jobs]
+        with _pool(min(jobs, len(now))) as pool:
+            futures = [pool.submit(_timed, seed) for seed in now]
             for future in futures:
                 try:
                     timed = future.result()
                 except BrokenProcessPool:
                     break
                 yield left.pop(0), timed
-        if left:  # It, or one that ran beside it, has ended the process.
-            seed = left.pop(0)
-            yield seed, _ended() if jobs == 1 else next(_outcomes([seed], 1))[1]
+            else:
+                continue
+        # It, or one that ran beside it, has ended the process.
+        seed = left.pop(0)
+        yield seed, _ended() if jobs == 1 else next(_outcomes([seed], 1))[1]
 
 
 def _ended() -> Timed:
@@ -103,12 +108,8 @@ def _ended() -> Timed:
 
 
 def _pool(jobs: int) -> ProcessPoolExecutor:
-    return ProcessPoolExecutor(
-        jobs,
-        multiprocessing.get_context("spawn"),
-        initializer=settle,
-        max_tasks_per_child=_MOST_OF_A_PROCESS,
-    )
+    spawn = multiprocessing.get_context("spawn")
+    return ProcessPoolExecutor(jobs, spawn, initializer=settle)
 
 
 def _timed(seed: int) -> Timed:

@@ -15,6 +15,7 @@ import command_help
 import error_messages
 import family_table
 import import_graph
+import social_card
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File, Files
@@ -31,6 +32,7 @@ SOURCE_LINK = re.compile(r"\[(`\w+`)\]\((?:\.\./)+((?:fsdp_jax|bridge)/[\w/]+\.p
 def on_config(config: MkDocsConfig) -> None:
     """Lists the notebooks among the tutorials, and says version and source."""
     config.edit_uri = EDIT if config.repo_url else None
+    config.site_url = config.site_url or social_card.pages_url(config.repo_url)
     config.copyright = f"fsdp_jax {version()}, Apache-2.0"
     for entry in config.nav or ():
         if "Tutorials" in entry:
@@ -72,6 +74,15 @@ def on_page_context(context: object, *, page: Page, **_: object) -> None:
     """Lets notebooks be edited where they lie."""
     if page.edit_url and page.file.src_uri.startswith("notebooks/"):
         page.edit_url = page.edit_url.replace("docs/pages/", "", 1)
+
+
+def on_post_page(output: str, *, page: Page, config: MkDocsConfig) -> str:
+    """Says in each page's head what other sites show beside a link to it."""
+    name, description = config.site_name, config.site_description or ""
+    title = name if page.is_homepage else f"{page.title} - {name}"
+    site, url = config.site_url, page.canonical_url or ""
+    tags = social_card.tags(title, description, site=site, url=url)
+    return output.replace("</head>", f"{tags}</head>", 1)
 
 
 def badges(repository: str) -> str:

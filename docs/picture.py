@@ -6,7 +6,7 @@ The bytes are those of Llama-3 8B's plans on eight devices; the shards those of 
 its matrices on four; the exposed communication is what `benchmarks/overlap.py` found
 for eight H200s.
 For the home page each of its parts is a picture of its own, that fits a telephone, for
-light and for dark pages.
+light and for dark pages. A PNG of the whole is what other sites show beside a link.
 `--check` draws nothing, and says whether the pictures show today's numbers.
 """
 
@@ -23,6 +23,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import social_card
 from flax import nnx
 from matplotlib import rc_context, rcParams
 from matplotlib.axes import Axes
@@ -33,6 +34,7 @@ from bridge.models import Decoder, DecoderConfig, DecoderLayer
 
 HERE = Path(__file__).parent
 PICTURE = HERE / "pages" / "fsdp_jax.svg"
+CARD = HERE / "pages" / social_card.PICTURE
 # By the ending of a picture's name: the colour of its text.
 THEMES = {"light": "#222222", "dark": "#dddddd"}
 OVERLAP = HERE.parent / "benchmarks" / "results" / "overlap_8_jax0.10.2.json"
@@ -165,6 +167,21 @@ def draw(facts: Facts) -> None:
                 figure = Figure(figsize=(4.6, 3.2), layout="constrained")
                 draw_panel(figure.subplots())
                 _save(figure, _panel(name, theme), transparent=True)
+    _draw_card(facts)
+
+
+def _draw_card(facts: Facts) -> None:
+    """Draws the picture in the 1200 x 630 pixels of a social card, below a title."""
+    figure = Figure(figsize=(12, 6.3), dpi=100)
+    says = "Fully sharded data parallelism for your JAX model"
+    figure.text(0.05, 0.86, "fsdp_jax", fontsize=42, weight="bold", color=COLORS[0])
+    figure.text(0.05, 0.77, says, size=21)
+    parts = figure.subplots(1, 3, width_ratios=[1.05, 1, 1])
+    for axes, draw_panel in zip(parts, panels(facts).values(), strict=True):
+        draw_panel(axes)
+    figure.subplots_adjust(left=0.05, right=0.98, bottom=0.12, top=0.62, wspace=0.4)
+    # In text beside the pixels, so that `--check` can read them.
+    figure.savefig(CARD, metadata={"Description": "; ".join(facts.labels())})
 
 
 def _panel(name: str, theme: str) -> Path:
@@ -243,6 +260,8 @@ def outdated(facts: Facts) -> list[str]:
     for pictures in ([PICTURE], *of_themes):
         text = "".join(path.read_text() for path in pictures if path.exists())
         found += [label for label in facts.labels() if f">{label}<" not in text]
+    if not CARD.exists() or "; ".join(facts.labels()).encode() not in CARD.read_bytes():
+        found.append(CARD.name)
     return found
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import social_card
 import tyro
 import yaml
 from helpers.markdown import (
@@ -345,6 +346,21 @@ def test_the_picture_shows_todays_numbers():
         capture_output=True,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
     )
+
+
+def test_a_card_has_a_picture_where_the_address_of_the_site_is_known():
+    site = social_card.pages_url("https://github.com/Org/fsdp")
+    assert site == "https://org.github.io/fsdp/"
+    assert social_card.pages_url("") is None
+    known, unknown = (
+        social_card.tags("A & B", "Says.", site=each, url="https://page")
+        for each in (site, None)
+    )
+    for tags in (known, unknown):
+        assert '"og:title" content="A &amp; B"' in tags
+    assert "og:image" not in unknown
+    assert f'"og:image" content="{site}{social_card.PICTURE}"' in known
+    assert (ROOT / "docs" / "pages" / social_card.PICTURE).is_file()
 
 
 def test_the_site_lists_every_page():

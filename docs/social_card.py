@@ -1,0 +1,35 @@
+"""What other sites show beside a link to a page: Open Graph's tags."""
+
+from __future__ import annotations
+
+import html
+import re
+
+PICTURE = "fsdp_jax_card.png"
+
+
+def tags(title: str, description: str, *, site: str | None, url: str) -> str:
+    """Returns the tags of a page's card, for its head.
+
+    Args:
+      title: Title of the page.
+      description: Description of the site.
+      site: Address of the site; None if it is not known, and the card then has no
+        picture, which is named by its whole address.
+      url: Address of the page; read if `site` is known.
+    """
+    of_page = {"og:type": "website", "og:title": title, "og:description": description}
+    if site is not None:
+        of_page["og:url"] = url
+        of_page["og:image"] = f"{site.rstrip('/')}/{PICTURE}"
+        of_page["twitter:card"] = "summary_large_image"
+    return "".join(
+        f'<meta property="{name}" content="{html.escape(value)}">\n'
+        for name, value in of_page.items()
+    )
+
+
+def pages_url(repository: str | None) -> str | None:
+    """Returns where GitHub serves the pages of a repository; None for others."""
+    found = re.fullmatch(r"https://github\.com/([^/]+)/([^/]+?)/?", repository or "")
+    return found and f"https://{found[1].lower()}.github.io/{found[2]}/"
