@@ -55,7 +55,7 @@ def raise_if_not_finite(plan: Plan, grad_peaks: Any, step: int) -> None:
             f"Step {step}: {len(bad)} of {len(peaks)} gradients are not finite: "
             f"{', '.join(bad[:20])}{more}. The state has been updated with them: go on "
             "from the last checkpoint, with a smaller learning rate or without this "
-            "batch, or pass skip_nonfinite=True to pass over such steps."
+            "batch, or pass on_nonfinite='skip' to leave such steps out."
         )
 
 

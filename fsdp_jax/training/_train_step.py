@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
 import optax
@@ -28,6 +28,9 @@ from fsdp_jax.training._memory_check import MemoryWatch
 from fsdp_jax.training._state import TrainState, abstract_state
 from fsdp_jax.training._step_function import StepOptions, step_function
 from fsdp_jax.training._update import make_update
+
+OnNonfinite = Literal["raise", "skip"]
+"""What a step does where a gradient is not finite."""
 
 
 def value_and_grad(
@@ -105,15 +108,15 @@ class TrainStep:
       plan: Plan that it was made for.
       num_microbatches: Number of microbatches per step.
       jitted: `jax.jit` function of `(state, batch)`; the state is donated.
-      check_for_nan_in_grad: Whether each call blocks on the step and checks its
-        gradients.
+      on_nonfinite: As in `make_train_step`; with `"raise"` each call blocks on its step
+        and checks the gradients.
       watch: Memory check of each program before it first runs.
     """
 
     plan: Plan
     num_microbatches: int
     jitted: Any
-    check_for_nan_in_grad: bool = False
+    on_nonfinite: OnNonfinite | None = None
     watch: MemoryWatch = dataclasses.field(default_factory=MemoryWatch)
     _calls: Iterator[int] = dataclasses.field(
         default_factory=lambda: itertools.count(1), compare=False, repr=False
@@ -123,7 +126,7 @@ class TrainStep:
         """Runs one step; the old state is donated.
 
         Raises:
-          FloatingPointError: With `check_for_nan_in_grad`, if a gradient is not finite;
+          FloatingPointError: With `on_nonfinite="raise"`, if a gradient is not finite;
             it names the parameters and the step.
         """
         check_batch(self.plan, batch, self.num_microbatches)
@@ -133,7 +136,7 @@ class TrainStep:
             self.watch.look(self.jitted, state, batch)
             # `state` is deleted by donation from here on.
             new, metrics = settle(self.plan.mesh, self.jitted(state, batch))
-        if self.check_for_nan_in_grad:
+        if self.on_nonfinite == "raise":
             raise_if_not_finite(self.plan, metrics["grad_peaks"], int(new.step))
         return new, metrics
 
@@ -161,8 +164,7 @@ def make_train_step(
     num_microbatches: int = 1,
     calculate_per_token_loss: bool = False,
     update_model_state: Callable[[Any], Any] | None = None,
-    check_for_nan_in_grad: bool = False,
-    skip_nonfinite: bool = False,
+    on_nonfinite: OnNonfinite | None = None,
     loss_scale: LossScale | None = None,
     report_grad_peaks: bool = False,
     compiler_options: Mapping[str, bool | int | str] | None = None,
@@ -184,14 +186,14 @@ def make_train_step(
         that are not parameters, and frozen parameters such as a router's bias, from the
         tokens counted (see `Tally`). It modifies the model or returns another; changes
         to trained parameters are discarded.
-      check_for_nan_in_grad: Whether to raise `FloatingPointError` with the names of the
-        parameters whose gradients are not finite. Each call then blocks on its step.
-      skip_nonfinite: Whether to leave parameters, optimizer and model state unchanged
-        if a gradient is not finite, and count the step in `state.num_skipped`.
+      on_nonfinite: What to do if a gradient is not finite. `"raise"`: raise a
+        `FloatingPointError` with the names of the parameters; each call then blocks on
+        its step. `"skip"`: leave parameters, optimizer and model state unchanged, and
+        count the step in `state.num_skipped`. None: update as with any gradient.
       loss_scale: Dynamic loss scale for float16: gradients are those of the loss times
         a factor, which is divided out before anything reads them and adapts by itself.
         Steps with non-finite gradients are skipped and counted, as with
-        `skip_nonfinite`. Make the state with `init_state(..., loss_scale=...)`.
+        `on_nonfinite="skip"`. Make the state with `init_state(..., loss_scale=...)`.
       report_grad_peaks: Whether metrics hold `grad_peaks` also without these options.
       compiler_options: XLA options for this program alone, as `jax.jit` takes them; {}
         for none. Default `fsdp_jax.training.compiler_options()` on GPUs, and none
@@ -219,19 +221,15 @@ def make_train_step(
       >>> bool(second["loss"] < first["loss"])
       True
 
-    Source: Megatron `DistributedDataParallelConfig` for `check_for_nan_in_grad` (there
-      each bucket's norm before the collective; here each parameter's, after it, alike
-      on all hosts); `finalize_model_grads` for `update_model_state`.
+    Source: Megatron `DistributedDataParallelConfig.check_for_nan_in_grad` for
+      `on_nonfinite="raise"` (there each bucket's norm before the collective; here each
+      parameter's, after it, alike on all hosts);
+      `finalize_model_grads` for `update_model_state`.
     """
-    skips = skip_nonfinite or loss_scale is not None
-    if check_for_nan_in_grad and skips:
-        other = "skip_nonfinite=True" if skip_nonfinite else "loss_scale=..."
-        raise ValueError(
-            f"make_train_step(check_for_nan_in_grad=True, {other}): "
-            "check_for_nan_in_grad raises and the other skips. Set only one."
-        )
+    _check_on_nonfinite(on_nonfinite, loss_scale)
+    skips = on_nonfinite == "skip" or loss_scale is not None
     form = LossForm(has_aux, calculate_per_token_loss)
-    with_peaks = check_for_nan_in_grad or skips or report_grad_peaks
+    with_peaks = on_nonfinite == "raise" or skips or report_grad_peaks
     compute = global_grads(plan, loss_fn, form, num_microbatches, with_peaks=with_peaks)
     abstract = abstract_state(plan, tx, loss_scale)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
@@ -249,4 +247,17 @@ def make_train_step(
         ),
     )
     watch = MemoryWatch(memory_limit)
-    return TrainStep(plan, num_microbatches, jitted, check_for_nan_in_grad, watch)
+    return TrainStep(plan, num_microbatches, jitted, on_nonfinite, watch)
+
+
+def _check_on_nonfinite(on_nonfinite: Any, loss_scale: LossScale | None) -> None:
+    if on_nonfinite not in (None, *get_args(OnNonfinite)):
+        raise ValueError(
+            f"make_train_step(on_nonfinite={on_nonfinite!r}): it is None or one of "
+            f"{', '.join(map(repr, get_args(OnNonfinite)))}."
+        )
+    if on_nonfinite == "raise" and loss_scale is not None:
+        raise ValueError(
+            "make_train_step(on_nonfinite='raise', loss_scale=...): a loss scale skips "
+            "the steps at which the other raises. Set only one."
+        )

@@ -62,7 +62,7 @@ def start(plan):
 
 @pytest.mark.parametrize("row", [0, 15])
 def test_the_error_names_the_parameters_and_the_step(plan, row):
-    step = fsdp.make_train_step(plan, loss_fn, TX, check_for_nan_in_grad=True)
+    step = fsdp.make_train_step(plan, loss_fn, TX, on_nonfinite="raise")
     state, _ = step(start(plan), batch())
     # One row of one rank; in which parameters it shows is for backward to say.
     with pytest.raises(FloatingPointError) as error:
@@ -71,16 +71,16 @@ def test_the_error_names_the_parameters_and_the_step(plan, row):
 
 
 def test_a_nan_in_the_data_shows_in_all_that_it_reached(plan):
-    step = fsdp.make_train_step(plan, loss_fn, TX, check_for_nan_in_grad=True)
+    step = fsdp.make_train_step(plan, loss_fn, TX, on_nonfinite="raise")
     with pytest.raises(
         FloatingPointError,
-        match=facts("2 of 3", "bad, layers.w", "skip_nonfinite=True"),
+        match=facts("2 of 3", "bad, layers.w", "on_nonfinite='skip'"),
     ):
         step(start(plan), batch(3, np.nan))
 
 
 def test_healthy_steps_pass(plan):
-    step = fsdp.make_train_step(plan, loss_fn, TX, check_for_nan_in_grad=True)
+    step = fsdp.make_train_step(plan, loss_fn, TX, on_nonfinite="raise")
     state = start(plan)
     for _ in range(3):
         state, metrics = step(state, batch())
@@ -124,7 +124,7 @@ def test_flags_are_one_vector_in_one_reduction(plan):
 
 
 def test_a_step_that_is_skipped_changes_nothing_but_its_count(plan):
-    step = fsdp.make_train_step(plan, loss_fn, TX, skip_nonfinite=True)
+    step = fsdp.make_train_step(plan, loss_fn, TX, on_nonfinite="skip")
     state, _ = step(start(plan), batch())
     before = host((state.params, state.opt_state))
     state, metrics = step(state, batch(3, np.nan))
@@ -153,7 +153,7 @@ def test_a_skipped_step_does_not_spoil_statistics():
         plan,
         lambda model, batch: jnp.mean(model(batch["x"]) ** 2),
         TX,
-        skip_nonfinite=True,
+        on_nonfinite="skip",
     )
     state, _ = step(start(plan), {"x": batch()["x"]})
     before = host(state.model_state)
@@ -163,13 +163,11 @@ def test_a_skipped_step_does_not_spoil_statistics():
     assert int(state.num_skipped) == 1
 
 
-def test_stopping_and_skipping_at_once_is_refused(plan):
+def test_an_unknown_answer_to_such_gradients_is_refused(plan):
     with pytest.raises(
-        ValueError, match=facts("check_for_nan_in_grad=True", "skip_nonfinite=True")
+        ValueError, match=facts("on_nonfinite='ignore'", "'raise'", "'skip'")
     ):
-        fsdp.make_train_step(
-            plan, loss_fn, TX, check_for_nan_in_grad=True, skip_nonfinite=True
-        )
+        fsdp.make_train_step(plan, loss_fn, TX, on_nonfinite="ignore")
 
 
 def test_without_asking_there_is_no_report(plan):

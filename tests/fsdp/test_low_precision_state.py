@@ -254,9 +254,9 @@ def test_a_scale_out_of_range_is_refused(options, said):
 
 def test_a_scale_and_a_check_for_nan_contradict_each_other():
     with pytest.raises(
-        ValueError, match=facts("check_for_nan_in_grad=True", "loss_scale=...")
+        ValueError, match=facts("on_nonfinite='raise'", "loss_scale=...")
     ):
-        stepper(fsdp.training.LossScale(), check_for_nan_in_grad=True)
+        stepper(fsdp.training.LossScale(), on_nonfinite="raise")
 
 
 # Rounding at random

@@ -83,7 +83,7 @@ CASES = {
     "padded, bfloat16, microbatches": (
         "odd",
         {"policy": {"param_dtype": jnp.bfloat16}, "frozen": ("head",)},
-        {"num_microbatches": 2, "skip_nonfinite": True},
+        {"num_microbatches": 2, "on_nonfinite": "skip"},
     ),
     "HFSDP, float8": (
         "even",
