@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,10 @@ import numpy as np
 import tensorstore as ts
 from jax.sharding import NamedSharding, PartitionSpec
 
+from fsdp_jax._box import Box, box_of, cover, index_in, overlap, shape_of
 from fsdp_jax.checkpoint._paths import time_limit
 from fsdp_jax.checkpoint._zarr import (
     Arrays,
-    Box,
     arrays_of_step,
     check_arrays,
     chunks_of,
@@ -114,7 +114,7 @@ class _Leaf:
         sharding = _disjoint(wanted)
         abstract = jax.ShapeDtypeStruct(wanted.shape, wanted.dtype, sharding=sharding)
         indices = sharding.addressable_devices_indices_map(wanted.shape).values()
-        boxes = {_box(index, wanted.shape) for index in indices}
+        boxes = {box_of(index, wanted.shape) for index in indices}
         pairs = zip(array.shape, wanted.shape, strict=True)
         zeros = any(have < want for have, want in pairs)  # The rest is zero padding.
         dtype = array.dtype.numpy_dtype
@@ -124,26 +124,26 @@ class _Leaf:
     def start(self, chunk: Box) -> Callable[[], None]:
         """Starts reading a chunk; returns a function that waits for it."""
         parts = [
-            (part, memory[_index(part, box)])
+            (part, memory[*index_in(part, box), ...])
             for box, memory in self.memory.items()
-            if (part := _overlap(chunk, box)) is not None
+            if (part := overlap(chunk, box)) is not None
         ]
         if not parts:
             return lambda: None
         if len(parts) == 1:
             ((part, memory),) = parts
             # TensorStore keeps the origin of a slice, and `memory` begins at 0.
-            stored = self.array[_index(part)][ts.d[:].translate_to[0]]
+            stored = self.array[index_in(part)][ts.d[:].translate_to[0]]
             writing = ts.array(memory).write(stored)
             return functools.partial(writing.result, self.limit_secs)
         # Several shards need parts of the chunk: read the bounding box once.
-        cover = _cover([part for part, _ in parts])
-        reading = self.array[_index(cover)].read()
+        bounding = cover(part for part, _ in parts)
+        reading = self.array[index_in(bounding)].read()
 
         def deal() -> None:
             values = np.asarray(reading.result(self.limit_secs))
             for part, memory in parts:
-                memory[...] = values[_index(part, cover)]
+                memory[...] = values[index_in(part, bounding)]
 
         return deal
 
@@ -152,7 +152,7 @@ class _Leaf:
         dtype, shape = self.abstract.dtype, self.abstract.shape
         memory = {box: x.astype(dtype, copy=False) for box, x in self.memory.items()}
         return jax.make_array_from_callback(
-            shape, self.abstract.sharding, lambda index: memory[_box(index, shape)]
+            shape, self.abstract.sharding, lambda index: memory[box_of(index, shape)]
         )
 
 
@@ -179,7 +179,7 @@ def _is_shared(sharding: NamedSharding, shape: tuple[int, ...]) -> bool:
     """Returns whether several processes hold the same part."""
     owners: dict[Box, set[int]] = {}
     for device, index in sharding.devices_indices_map(shape).items():
-        owners.setdefault(_box(index, shape), set()).add(device.process_index)
+        owners.setdefault(box_of(index, shape), set()).add(device.process_index)
     return any(len(processes) > 1 for processes in owners.values())
 
 
@@ -192,32 +192,10 @@ def _axes(entry: Any) -> tuple[str, ...]:
 
 def _take(box: Box, dtype: np.dtype, zeros: bool) -> np.ndarray:
     """Allocates memory aligned so that XLA:CPU uses it without a copy."""
-    shape = [stop - start for start, stop in box]
+    shape = shape_of(box)
     nbytes = math.prod(shape) * dtype.itemsize
     buffer = np.empty(nbytes + _ALIGNMENT_BYTES, np.uint8)
     if zeros:
         buffer.fill(0)
     start = -buffer.ctypes.data % _ALIGNMENT_BYTES
     return buffer[start : start + nbytes].view(dtype).reshape(shape)
-
-
-def _box(index: Sequence[slice] | None, shape: Sequence[int]) -> Box:
-    bounds = zip(index or (), shape, strict=True)
-    return tuple(where.indices(size)[:2] for where, size in bounds)
-
-
-def _overlap(a: Box, b: Box) -> Box | None:
-    common = [(max(r[0], s[0]), min(r[1], s[1])) for r, s in zip(a, b, strict=True)]
-    return tuple(common) if all(start < stop for start, stop in common) else None
-
-
-def _cover(boxes: Sequence[Box]) -> Box:
-    ranges = zip(*boxes, strict=True)
-    return tuple((min(r)[0], max(stop for _, stop in r)) for r in ranges)
-
-
-def _index(box: Box, origin: Box | None = None) -> Any:
-    """Returns the index of a box in an array that begins at `origin`, or at 0."""
-    starts = [0] * len(box) if origin is None else [start for start, _ in origin]
-    slices = [slice(r[0] - o, r[1] - o) for r, o in zip(box, starts, strict=True)]
-    return (*slices, ...)

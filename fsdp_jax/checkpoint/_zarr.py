@@ -15,11 +15,9 @@ from typing import Any
 import jax
 import tensorstore as ts
 
+from fsdp_jax._box import Box
 from fsdp_jax.checkpoint._paths import kvstore_spec, time_limit
 from fsdp_jax.checkpoint._store_path import StorePath
-
-Box = tuple[tuple[int, int], ...]
-"""Start and stop in each dim of a part of an array."""
 
 _METADATA = "/zarr.json"
 # Reads of one chunk each, which bounds the memory of a pass over a step.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
-import math
 import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -16,7 +15,7 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh
 from jaxtyping import Array, Shaped
 
-_Box = tuple[tuple[int, int], ...]  # (start, stop) of each dim
+from fsdp_jax._box import Box, box_of, full_box, index_in, num_elements
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +38,7 @@ class Chunk:
     @property
     def index(self) -> tuple[slice, ...]:
         """Index of the part in the whole array: `whole[chunk.index]`."""
-        return tuple(slice(start, stop) for start, stop in _box(self))
+        return index_in(_box(self))
 
     def __str__(self) -> str:
         return f"{self.device} {_show(_box(self))}"
@@ -65,11 +64,10 @@ def chunks(array: Shaped[Array, "*shape"] | jax.ShapeDtypeStruct) -> tuple[Chunk
     Source: `Megatron-FSDP uneven_dtensor.py::gather_and_compute_chunk_metadata`
     """
     indices = _sharding(array).devices_indices_map(array.shape)
-    copies: collections.Counter[_Box] = collections.Counter()
+    copies: collections.Counter[Box] = collections.Counter()
     found = []
     for device, index in indices.items():
-        bounds = zip(index, array.shape, strict=True)
-        box = tuple(where.indices(size)[:2] for where, size in bounds)
+        box = box_of(index, array.shape)
         found.append(_chunk(device, box, copies[box]))
         copies[box] += 1
     return tuple(found)
@@ -92,20 +90,20 @@ def validate_chunks(shape: Sequence[int], chunks: Iterable[Chunk]) -> None:
 
     Source: `Megatron-FSDP uneven_dtensor.py::validate_uneven_dtensor`
     """
-    whole = tuple((0, size) for size in shape)
-    distinct: dict[_Box, Chunk] = {}
+    full = full_box(shape)
+    distinct: dict[Box, Chunk] = {}
     for chunk in chunks:
         distinct.setdefault(_box(chunk), chunk)
     problems = [
         f"{chunk} is out of bounds"
         for box, chunk in distinct.items()
-        if not _is_within(box, whole)
+        if not _is_within(box, full)
     ]
-    boxes = [b for b in distinct if len(b) == len(whole) and _volume(b)]
+    boxes = [b for b in distinct if len(b) == len(full) and num_elements(b)]
     overlaps = _overlaps(boxes)
     problems += [f"{distinct[a]} overlaps {distinct[b]}" for a, b in overlaps]
-    if problems or sum(map(_volume, boxes)) != _volume(whole):
-        problems += [f"no device holds {_show(gap)}" for gap in _gaps(whole, boxes)]
+    if problems or sum(map(num_elements, boxes)) != num_elements(full):
+        problems += [f"no device holds {_show(gap)}" for gap in _gaps(full, boxes)]
     if problems:
         raise ValueError(
             f"The chunks do not make an array of shape {tuple(shape)}, in "
@@ -175,7 +173,7 @@ def _sharding(array: Any) -> jax.sharding.Sharding:
     return sharding
 
 
-def _chunk(device: Any, box: _Box, replica_id: int) -> Chunk:
+def _chunk(device: Any, box: Box, replica_id: int) -> Chunk:
     offsets = tuple(start for start, _ in box)
     return Chunk(device, offsets, tuple(b - a for a, b in box), replica_id)
 
@@ -187,7 +185,7 @@ def _cut(
     box = list(_box(chunk))
     offset, _ = box[dim]
     box[dim] = first, last = max(box[dim][0], start), min(box[dim][1], stop)
-    if _volume(box) <= 0:
+    if num_elements(box) <= 0:
         return []
     if last - first < chunk.sizes[dim]:
         data = jax.lax.slice_in_dim(data, first - offset, last - offset, axis=dim)
@@ -226,27 +224,23 @@ def _section_sizes(
     return [min(size, total - start) for start in range(0, max(total, 1), size)]
 
 
-def _box(chunk: Chunk) -> _Box:
+def _box(chunk: Chunk) -> Box:
     pairs = zip(chunk.offsets, chunk.sizes, strict=True)
     return tuple((offset, offset + size) for offset, size in pairs)
 
 
-def _show(box: _Box) -> str:
+def _show(box: Box) -> str:
     return f"[{', '.join(f'{start}:{stop}' for start, stop in box)}]"
 
 
-def _volume(box: Iterable[tuple[int, int]]) -> int:
-    return math.prod(max(stop - start, 0) for start, stop in box)
-
-
-def _is_within(box: _Box, whole: _Box) -> bool:
-    return len(box) == len(whole) and all(
-        0 <= start <= stop <= size
-        for (start, stop), (_, size) in zip(box, whole, strict=True)
+def _is_within(box: Box, outer: Box) -> bool:
+    return len(box) == len(outer) and all(
+        first <= start <= stop <= last
+        for (start, stop), (first, last) in zip(box, outer, strict=True)
     )
 
 
-def _overlaps(boxes: Sequence[_Box]) -> list[tuple[_Box, _Box]]:
+def _overlaps(boxes: Sequence[Box]) -> list[tuple[Box, Box]]:
     """Returns the overlapping pairs; compares one box with all later ones at once."""
     starts = np.array([[start for start, _ in box] for box in boxes])
     stops = np.array([[stop for _, stop in box] for box in boxes])
@@ -259,23 +253,23 @@ def _overlaps(boxes: Sequence[_Box]) -> list[tuple[_Box, _Box]]:
     return found
 
 
-def _gaps(whole: _Box, boxes: Iterable[_Box]) -> list[_Box]:
-    """Returns the uncovered rest of `whole` as disjoint boxes."""
-    left = [whole]
+def _gaps(outer: Box, boxes: Iterable[Box]) -> list[Box]:
+    """Returns the uncovered rest of `outer` as disjoint boxes."""
+    left = [outer]
     for box in boxes:
         left = [part for gap in left for part in _subtract(gap, box)]
-    return [gap for gap in left if _volume(gap)]
+    return [gap for gap in left if num_elements(gap)]
 
 
-def _subtract(box: _Box, hole: _Box) -> list[_Box]:
+def _subtract(box: Box, hole: Box) -> list[Box]:
     """Returns `box` without `hole` as disjoint boxes, dim by dim."""
     middle = tuple(
         (max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, hole, strict=True)
     )
-    if not _volume(middle):
+    if not num_elements(middle):
         return [box]
     parts = []
     for dim, ((start, stop), (first, last)) in enumerate(zip(box, middle, strict=True)):
         for side in ((start, first), (last, stop)):
             parts.append((*middle[:dim], side, *box[dim + 1 :]))
-    return [part for part in parts if _volume(part)]
+    return [part for part in parts if num_elements(part)]

@@ -23,13 +23,13 @@ import jax
 import numpy as np
 from jaxtyping import UInt8
 
+from fsdp_jax._box import Box, shape_of
 from fsdp_jax.checkpoint._leaf_names import Leaf
 from fsdp_jax.checkpoint._manifest import MISREAD, DamagedCheckpointError
 from fsdp_jax.checkpoint.local._layout import (
     Layout,
-    Region,
     layout_from_json,
-    region_of,
+    logical_box,
 )
 
 Bytes = UInt8[np.ndarray, "bytes"]
@@ -95,8 +95,8 @@ class ShardFile:
             them.
         """
         wrong = [
-            f"{name}{list(map(list, region))}"
-            for (name, region, data), checksum in zip(
+            f"{name}{list(map(list, box))}"
+            for (name, box, data), checksum in zip(
                 self._shards(), self.checksums, strict=True
             )
             if zlib.crc32(data.data) != checksum
@@ -104,20 +104,20 @@ class ShardFile:
         if wrong:
             raise _damaged(self.name, f"{len(wrong)} shard(s): {', '.join(wrong)}")
 
-    def read(self) -> dict[tuple[str, Region], np.ndarray]:
-        """Returns each shard by leaf and region, not verified; see `check`."""
+    def read(self) -> dict[tuple[str, Box], np.ndarray]:
+        """Returns each shard by leaf and box, not verified; see `check`."""
         return {
-            (name, region): data.view(self.header.layout.leaves[name].dtype).reshape(
-                [stop - start for start, stop in region]
+            (name, box): data.view(self.header.layout.leaves[name].dtype).reshape(
+                shape_of(box)
             )
-            for name, region, data in self._shards()
+            for name, box, data in self._shards()
         }
 
-    def _shards(self) -> Iterator[tuple[str, Region, Bytes]]:
+    def _shards(self) -> Iterator[tuple[str, Box, Bytes]]:
         start = 0
-        for name, region in self.header.layout.shards(self.header.process):
-            stop = start + self.header.layout.num_bytes(name, region)
-            yield name, region, self.values[start:stop]
+        for name, box in self.header.layout.shards(self.header.process):
+            stop = start + self.header.layout.num_bytes(name, box)
+            yield name, box, self.values[start:stop]
             start = stop
 
 
@@ -127,7 +127,7 @@ def pack(header: Header, leaves: Mapping[str, Leaf]) -> Bytes:
     The state may be donated as soon as this returns.
     """
     shards = header.layout.shards(header.process)
-    sizes = [header.layout.num_bytes(name, region) for name, region in shards]
+    sizes = [header.layout.num_bytes(name, box) for name, box in shards]
     text = json.dumps(header.as_json()).encode()
     start = _PREFIX.size + len(text) + 4 * len(shards)
     packed = np.empty(start + sum(sizes), np.uint8)
@@ -202,24 +202,24 @@ def _damaged(name: str, what: str) -> DamagedCheckpointError:
     return DamagedCheckpointError(f"'{name}' is not as it was written: {what}.")
 
 
-def _sources(leaves: Mapping[str, Leaf]) -> dict[tuple[str, Region], Any]:
+def _sources(leaves: Mapping[str, Leaf]) -> dict[tuple[str, Box], Any]:
     """Returns the local shards of the arrays; starts their copies to the host."""
-    sources: dict[tuple[str, Region], Any] = {}
+    sources: dict[tuple[str, Box], Any] = {}
     for name, leaf in leaves.items():
         shape, logical = tuple(leaf.value.shape), tuple(leaf.shape)
         if not isinstance(leaf.value, jax.Array):
             whole = tuple(slice(None) for _ in shape)
-            sources[name, region_of(whole, shape, logical)] = leaf.value
+            sources[name, logical_box(whole, shape, logical)] = leaf.value
             continue
         for shard in leaf.value.addressable_shards:
-            key = name, region_of(shard.index, shape, logical)
+            key = name, logical_box(shard.index, shape, logical)
             if key not in sources:
                 sources[key] = shard.data
                 # Start all copies before waiting for the first one.
                 shard.data.copy_to_host_async()
     return {
-        (name, region): (value, tuple(slice(stop - start) for start, stop in region))
-        for (name, region), value in sources.items()
+        (name, box): (value, tuple(slice(stop - start) for start, stop in box))
+        for (name, box), value in sources.items()
     }
 
 

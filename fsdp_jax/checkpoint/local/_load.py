@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from fsdp_jax._box import box_of, index_in, overlap, shape_of
 from fsdp_jax._tree import PyTree
 from fsdp_jax.checkpoint._assets import FOLDER as FILES
 from fsdp_jax.checkpoint._leaf_names import Leaf, flatten, unflatten
@@ -39,7 +40,7 @@ from fsdp_jax.checkpoint.local._format import (
     open_file,
     parse,
 )
-from fsdp_jax.checkpoint.local._layout import layout_of, overlap, region_of
+from fsdp_jax.checkpoint.local._layout import layout_of, logical_box
 from fsdp_jax.checkpoint.local._plan import (
     Fetch,
     LocalStep,
@@ -356,9 +357,9 @@ def _assemble(paths: Sequence[Path], like: Mapping[str, Leaf]) -> dict[str, jax.
     """Assembles each leaf in its sharding from the shards in some files."""
     shards: dict[str, list] = {name: [] for name in like}
     for path in paths:
-        for (name, region), data in open_file(path).read().items():
+        for (name, box), data in open_file(path).read().items():
             if not is_file(name):
-                shards[name].append((region, data))
+                shards[name].append((box, data))
     return {name: _fill(leaf, shards[name]) for name, leaf in like.items()}
 
 
@@ -366,28 +367,17 @@ def _fill(leaf: Leaf, shards: Sequence[tuple[Any, np.ndarray]]) -> jax.Array:
     shape, logical = tuple(leaf.value.shape), tuple(leaf.shape)
 
     def part(index: Any) -> np.ndarray:
-        bounds = [one.indices(size)[:2] for one, size in zip(index, shape, strict=True)]
+        own = box_of(index, shape)
         # A new buffer, since jax may alias it; the padding stays zero.
-        filled = np.zeros([stop - start for start, stop in bounds], leaf.value.dtype)
-        wanted = region_of(index, shape, logical)
-        for region, data in shards:
-            common = overlap(region, wanted)
+        filled = np.zeros(shape_of(own), leaf.value.dtype)
+        wanted = logical_box(index, shape, logical)
+        for box, data in shards:
+            common = overlap(box, wanted)
             if common is not None:
-                corner = [start for start, _ in bounds]
-                filled[_within(common, corner)] = data[
-                    _within(common, [start for start, _ in region])
-                ]
+                filled[index_in(common, own)] = data[index_in(common, box)]
         return filled
 
     return jax.make_array_from_callback(shape, leaf.value.sharding, part)
-
-
-def _within(region: Any, corner: Sequence[int]) -> tuple[slice, ...]:
-    """Returns the index of a region in an array that begins at `corner`."""
-    return tuple(
-        slice(start - at, stop - at)
-        for (start, stop), at in zip(region, corner, strict=True)
-    )
 
 
 def _log(message: str) -> None:

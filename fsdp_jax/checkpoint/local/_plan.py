@@ -12,7 +12,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fsdp_jax.checkpoint.local._layout import Layout, Region, overlap
+from fsdp_jax._box import Box, overlap
+from fsdp_jax.checkpoint.local._layout import Layout
 from fsdp_jax.checkpoint.local._replication import Pair, ReplicationGroups
 
 # Folder name: step and random id of the attempt.
@@ -168,11 +169,11 @@ def choose_files(found: LocalStep, saved: Layout, wanted: Layout) -> list[list[i
     chosen = []
     for process in range(num_processes):
         needed = {
-            (split, region)
+            (split, box)
             for split, target in splits
             for part in wanted.tables[target][process]
-            for region in _distinct(saved, split)
-            if overlap(region, part) is not None
+            for box in _distinct(saved, split)
+            if overlap(box, part) is not None
         }
         order = sorted(
             found.owners,
@@ -182,14 +183,14 @@ def choose_files(found: LocalStep, saved: Layout, wanted: Layout) -> list[list[i
     return chosen
 
 
-def _distinct(saved: Layout, split: int) -> set[Region]:
-    return {region for regions in saved.tables[split] for region in regions}
+def _distinct(saved: Layout, split: int) -> set[Box]:
+    return {box for boxes in saved.tables[split] for box in boxes}
 
 
 def _cover(
-    needed: set[tuple[int, Region]], order: Sequence[int], saved: Layout
+    needed: set[tuple[int, Box]], order: Sequence[int], saved: Layout
 ) -> list[int]:
-    """Returns the first writers in `order` that together have all needed regions."""
+    """Returns the first writers in `order` that together have all needed boxes."""
     chosen = []
     for writer in order:
         has = {(s, r) for s, r in needed if r in saved.tables[s][writer]}
