@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from fsdp_jax._scopes import units_in
 from fsdp_jax.hlo._parse import Computation, Instruction, Module, parse
 from fsdp_jax.hlo._replica_groups import axes_of, collective_of
+from fsdp_jax.hlo._walk import walk
 
 Dims = tuple[int, ...]
 
@@ -124,10 +125,8 @@ def program_of(compiled: Any, mesh: Mesh) -> Program:
 def moved(program: Program, mesh: Mesh) -> Iterator[Moved]:
     """Yields every array of every executed collective between two or more devices."""
     is_in_order = program.is_lowered or program.is_cpu
-    for computation, one, times, loops, scope, is_in_branch in _walk(
-        program.module, program.module[program.module.entry], 1, (), "", False
-    ):
-        found = collective_of(program.module, computation, one)
+    for run in walk(program.module):
+        found = collective_of(program.module, run.computation, run.instruction)
         # A group of one device communicates nothing.
         if not found or found.group_size == 1:
             continue
@@ -141,60 +140,17 @@ def moved(program: Program, mesh: Mesh) -> Iterator[Moved]:
             dims = [(a.dtype, a.dims, b.dims) for a, b in pairs]
         for index, (dtype, sent, received) in enumerate(dims):
             yield Moved(
-                *(found.op, dtype, sent, received, axes, times, loops, scope),
-                *(computation, one, index, is_in_order, is_in_branch),
+                *(found.op, dtype, sent, received, axes, run.times, run.loops),
+                *(run.scope, run.computation, run.instruction, index),
+                *(is_in_order, run.is_in_branch),
             )
 
 
 def loops(program: Program) -> Iterator[Instruction]:
     """Yields every executed `while` instruction."""
-    module = program.module
-    for _, one, *_ in _walk(module, module[module.entry], 1, (), "", False):
-        if one.opcode == "while":
-            yield one
-
-
-def _walk(
-    module: Module,
-    computation: Computation,
-    times: int,
-    within: Any,
-    scope: str,
-    is_in_branch: bool,
-) -> Iterator[tuple[Computation, Instruction, int, tuple[str, ...], str, bool]]:
-    for one in computation.instructions:
-        # In a lowered program op names are relative to the enclosing function.
-        is_absolute = one.op_name.lstrip("(").startswith("jit(")
-        inner = one.op_name if is_absolute else f"{scope}/{one.op_name}".strip("/")
-        yield computation, one, times, within, inner, is_in_branch
-        if one.opcode == "while":
-            body = module[one.calls[0]]
-            trips = times * _trips(module, one)
-            around = (*within, one.name)
-            yield from _walk(module, body, trips, around, inner, is_in_branch)
-        elif one.opcode in ("call", "conditional"):
-            may_pass = is_in_branch or one.opcode == "conditional"
-            for name in one.calls:
-                yield from _walk(module, module[name], times, within, inner, may_pass)
-
-
-def _trips(module: Module, one: Instruction) -> int:
-    """Returns the number of iterations of a loop; 1 if unknown.
-
-    In a lowered program the number is only in the loop's condition.
-    """
-    if one.trip_count is not None:
-        return one.trip_count
-    named = re.search(r"condition=%?([\w.\-]+)", one.attributes)
-    if not named:
-        return 1
-    condition = module[named[1]]
-    # jax's counted loops compare `i < limit`, with a constant limit.
-    if condition.root.opcode != "compare" or "LT" not in condition.root.attributes:
-        return 1
-    limits = [condition.by_name[name] for name in condition.root.operands]
-    known = [c.operands[0] for c in limits if c.opcode == "constant"]
-    return int(known[0]) if known and known[0].isdigit() else 1
+    for run in walk(program.module):
+        if run.instruction.opcode == "while":
+            yield run.instruction
 
 
 def arguments(program: Program) -> Iterator[tuple[str, Dims]]:

@@ -7,7 +7,7 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from jax.sharding import Mesh
 
@@ -97,26 +97,6 @@ def _received(
             return reader.shapes
     # A `-start` without `-done` returns a tuple of its operands and its results.
     return one.shapes[len(sent) :] or one.shapes
-
-
-def walk(module: Module) -> Iterator[tuple[Computation, Instruction, int, int]]:
-    """Yields `(computation, instruction, times, loop depth)` as executed.
-
-    A loop with an unknown number of iterations counts as one iteration. The
-    instructions inside fusions are not visited.
-    """
-    yield from _walk(module, module[module.entry], 1, 0)
-
-
-def _walk(module: Module, computation: Computation, times: int, depth: int):
-    for one in computation.instructions:
-        yield computation, one, times, depth
-        if one.opcode == "while":
-            body = module[one.calls[0]]
-            yield from _walk(module, body, times * (one.trip_count or 1), depth + 1)
-        elif one.opcode in ("call", "conditional"):
-            for name in one.calls:
-                yield from _walk(module, module[name], times, depth)
 
 
 def axes_of(groups: Groups, mesh: Mesh) -> tuple[str, ...] | None:

@@ -17,7 +17,8 @@ from jax.experimental import topologies
 from jax.experimental.compilation_cache import compilation_cache
 
 from fsdp_jax.hlo._parse import Module, parse
-from fsdp_jax.hlo._replica_groups import collective_of, walk
+from fsdp_jax.hlo._replica_groups import collective_of
+from fsdp_jax.hlo._walk import walk
 from fsdp_jax.planner._gpu import GPU, CostModel
 from fsdp_jax.planner._interconnect import communication_seconds
 from fsdp_jax.planner._kernel import kernel_of, kernel_seconds
@@ -212,7 +213,7 @@ def scheduling_profile(module: Module, cost: CostModel, num_devices: int) -> str
 def _seconds(
     module: Module, cost: CostModel, num_devices: int
 ) -> Iterator[tuple[str, float]]:
-    for computation, one, _, _ in walk(module):
+    for computation, one, *_ in walk(module):
         if collective := collective_of(module, computation, one):
             yield one.name, communication_seconds(collective, num_devices, cost)
         elif one.opcode != "while" and not one.opcode.endswith("-done"):

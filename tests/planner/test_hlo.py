@@ -6,7 +6,8 @@ import pytest
 from helpers.errors import facts
 
 from fsdp_jax.hlo._parse import Shape, parse
-from fsdp_jax.hlo._replica_groups import axes_of, collective_of, groups_along, walk
+from fsdp_jax.hlo._replica_groups import axes_of, collective_of, groups_along
+from fsdp_jax.hlo._walk import walk
 
 pytestmark = pytest.mark.versions
 
@@ -71,7 +72,7 @@ def test_an_element_has_as_many_bits_as_its_dtype_says(dtype, bits):
 
 
 def test_what_is_in_a_loop_runs_as_often_as_the_loop(module):
-    runs = {one.name: (times, depth) for _, one, times, depth in walk(module)}
+    runs = {r.instruction.name: (r.times, len(r.loops)) for r in walk(module)}
     assert runs["ar"] == (5, 1)
     assert runs["start"] == (1, 0)
 
