@@ -7,10 +7,10 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
 from fsdp_jax._tree import PyTree
+from fsdp_jax.sharding._tp_shards import num_automatic_tp, on_tp_shards
 
 
 def pass_on(message: PyTree, stages: int, step: int) -> PyTree:
@@ -35,7 +35,7 @@ def pass_on(message: PyTree, stages: int, step: int) -> PyTree:
         return lax.ppermute(x, "pp", around)
 
     with jax.named_scope("pass_on"):
-        return jax.tree.map(lambda x: _at_tp_width(send, x), message)
+        return jax.tree.map(lambda x: _send_shards(send, x), message)
 
 
 def from_last(stages: int, tree: PyTree) -> PyTree:
@@ -53,15 +53,9 @@ def from_last(stages: int, tree: PyTree) -> PyTree:
         return jax.tree.map(take, tree)
 
 
-def _at_tp_width(send: Callable[[Array], Array], x: Array) -> Array:
-    mesh = jax.sharding.get_abstract_mesh()
-    tp = 1 if "tp" in mesh.manual_axes else mesh.shape["tp"]
+def _send_shards(send: Callable[[Array], Array], x: Array) -> Array:
     # Between layers activations are split over tp along tokens, the dim after the
     # batch's; where tp does not divide that dim, along the next one that it divides.
+    tp = num_automatic_tp()
     dim = next((d for d in range(1, x.ndim) if x.shape[d] % tp == 0), None)
-    if tp == 1 or dim is None:
-        return send(x)
-    spec = PartitionSpec(*(None,) * dim, "tp")
-    return jax.shard_map(
-        send, in_specs=spec, out_specs=spec, axis_names={"tp"}, check_vma=False
-    )(x)
+    return send(x) if tp == 1 or dim is None else on_tp_shards(send, x, dim)

@@ -24,7 +24,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from fsdp_jax._scopes import (
@@ -41,6 +40,7 @@ from fsdp_jax.sharding._low_precision import (
     decode_mxfp8,
 )
 from fsdp_jax.sharding._plan import ParamPlan
+from fsdp_jax.sharding._tp_shards import on_tp_shards
 from fsdp_jax.step._grad_mark import mark_gradient
 from fsdp_jax.step._shard import GradReduction, Shard
 
@@ -250,22 +250,14 @@ def _reduce_scatter(param: ParamPlan, grad: Array, axes: tuple[str, ...]) -> Arr
 
 
 def at_tp_width(param: ParamPlan, collective: Callable[[Any], Any], x: Any) -> Any:
-    """Runs a collective over data axes on this rank's `tp` shard of an array.
-
-    The step leaves `tp` to XLA, which would gather over `tp` before the collective and
-    so communicate `tp` times the bytes. A `shard_map` over `tp` around the collective
-    alone prevents that.
-    """
+    """Runs a collective over data axes on this rank's `tp` shard of a parameter."""
     if not param.is_under_tp:
         return collective(x)
-    # `tensor_dim` counts stacked dims, which a unit's slice does not have.
-    spec = PartitionSpec()
-    if param.tensor_dim is not None:
-        dim = param.tensor_dim - (len(param.shape) - x.ndim)
-        spec = PartitionSpec(*(None,) * dim, "tp")
-    return jax.shard_map(
-        collective, in_specs=spec, out_specs=spec, axis_names={"tp"}, check_vma=False
-    )(x)
+    dim = param.tensor_dim
+    if dim is not None:
+        # `tensor_dim` counts stacked dims, which a unit's slice does not have.
+        dim -= len(param.shape) - x.ndim
+    return on_tp_shards(collective, x, dim)
 
 
 def _with_factored_dim(param: ParamPlan, x: Array, *sizes: int) -> Array:

@@ -10,8 +10,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
+
+from fsdp_jax.sharding._tp_shards import num_automatic_tp, on_tp_shards
 
 Sizes = Int[Array, " ranks"]
 
@@ -98,7 +99,7 @@ def exchange(
             default=functools.partial(_padded, form),
         )
 
-    return at_tp_width(send, rows, *there)
+    return send_slices(send, rows, *there)
 
 
 def _forward(form, there, back, rows):
@@ -149,22 +150,11 @@ def _starts(sizes: Sizes) -> Sizes:
     return jnp.cumsum(sizes) - sizes
 
 
-def at_tp_width(
+def send_slices(
     send: Callable[..., Array], rows: Array, *segments: Sizes
 ) -> Float[Array, "room embed"]:
-    """Calls `send` with each rank's slice of a row where `tp` is automatic.
-
-    Otherwise XLA would all-gather rows over tp first and send each of them tp times.
-    """
-    mesh = jax.sharding.get_abstract_mesh()
-    tp = mesh.shape.get("tp", 1)
-    if tp == 1 or "tp" in mesh.manual_axes or rows.shape[-1] % tp:
+    """Calls `send` with each tp rank's slice of the rows where `tp` is automatic."""
+    tp = num_automatic_tp()
+    if tp == 1 or rows.shape[-1] % tp:
         return send(rows, *segments)
-    wide, whole = PartitionSpec(None, "tp"), PartitionSpec()
-    return jax.shard_map(
-        send,
-        in_specs=(wide, *(whole for _ in segments)),
-        out_specs=wide,
-        axis_names={"tp"},
-        check_vma=False,
-    )(rows, *segments)
+    return on_tp_shards(send, rows, 1, *segments)

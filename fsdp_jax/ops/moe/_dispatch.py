@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from fsdp_jax.ops.moe._all_to_all import Exchange, at_tp_width, exchange, segments_of
+from fsdp_jax.ops.moe._all_to_all import Exchange, exchange, segments_of, send_slices
 from fsdp_jax.ops.moe._gather_rows import inverse_of, rearrange
 
 Rows = Float[Array, "rows embed"]
@@ -207,7 +207,7 @@ def _swap_back(rows: Rows, ranks: int, local: int, capacity: int, axis: str) -> 
 
 
 def _all_to_all(rows: Rows, axis: str) -> Rows:
-    return at_tp_width(
+    return send_slices(
         lambda rows: lax.all_to_all(
             rows, axis, split_axis=0, concat_axis=0, tiled=True
         ),
