@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -48,6 +48,25 @@ def named_leaves(
     return [(name, leaf) for name, leaf in named if leaf is not None]
 
 
+def tree_differences(
+    got: PyTree, want: PyTree, misfits: Callable[[str, Any, Any], Iterable[str]]
+) -> list[str]:
+    """Lists how a tree differs from the one that is wanted: missing leaves first.
+
+    Args:
+      got: Tree to check.
+      want: Tree of abstract arrays.
+      misfits: Lines on a leaf that both have, of `(name, got, want)`; none if it fits.
+    """
+    have, wanted = dict(named_leaves(got)), dict(named_leaves(want))
+    lines = [f"missing: {name}" for name in wanted if name not in have]
+    lines += [f"unexpected: {name}" for name in have if name not in wanted]
+    for name, leaf in wanted.items():
+        if name in have:
+            lines += misfits(name, have[name], leaf)
+    return lines
+
+
 def as_patterns(owner: str, option: str, patterns: object) -> tuple[str, ...]:
     """Returns the patterns as a tuple; a lone string, iterated by letter, raises."""
     if isinstance(patterns, str):
@@ -69,6 +88,11 @@ def matches(pattern: str, name: str) -> str | None:
     head = have[: len(wanted)]
     ok = all(fnmatchcase(h, w) for h, w in zip(head, wanted, strict=True))
     return ".".join(head) if ok else None
+
+
+def unmatched(patterns: Iterable[str], names: Collection[str]) -> list[str]:
+    """Returns the patterns that match none of `names`: they are misspelled."""
+    return [p for p in patterns if all(matches(p, name) is None for name in names)]
 
 
 def _is_variable(node: Any) -> bool:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import jax
 
-from fsdp_jax._tree import matches
+from fsdp_jax._tree import matches, unmatched
 from fsdp_jax.checkpoint import _assets, _objects
 from fsdp_jax.checkpoint._lease import leased
 from fsdp_jax.checkpoint._manifest import (
@@ -82,11 +82,7 @@ def _chosen(where: str, manifest: Manifest, parts: Iterable[str]) -> list[str]:
     """Returns the names that the patterns match."""
     names = [*manifest.leaves, *names_beside(manifest)]
     chosen = {name: _matches_one(parts, name) for name in names}
-    problems = [
-        f"nothing is called {part!r}"
-        for part in parts
-        if not any(matches(part, name) for name in names)
-    ]
+    problems = [f"nothing is called {part!r}" for part in unmatched(parts, names)]
     if not parts:
         problems = ["0 parts are named"]
     elif all(chosen[name] for name in manifest.leaves):

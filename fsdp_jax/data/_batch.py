@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from fsdp_jax._tree import PyTree, matches, named_leaves
+from fsdp_jax._tree import PyTree, matches, named_leaves, unmatched
 from fsdp_jax.sharding._mesh import BATCH_AXES, num_devices
 from fsdp_jax.sharding._plan import Plan
 
@@ -55,11 +55,13 @@ def check_batch(plan: Plan, batch: PyTree, num_microbatches: int) -> None:
 
 def _check_sequences(plan: Plan, leaves: Sequence[tuple[str, Any]]) -> None:
     """Raises a `ValueError` unless each pattern names sequences that cp divides."""
-    cp, wrong = plan.mesh.shape["cp"], []
-    for pattern, dim in plan.config.context_parallel.items():
-        found = [(n, x) for n, x in leaves if matches(pattern, n) is not None]
-        wrong += [] if found else [f"{pattern!r} matches no leaf of the batch"]
-        for name, leaf in found:
+    cp, dims = plan.mesh.shape["cp"], plan.config.context_parallel
+    unused = unmatched(dims, [name for name, _ in leaves])
+    wrong = [f"{pattern!r} matches no leaf of the batch" for pattern in unused]
+    for pattern, dim in dims.items():
+        for name, leaf in leaves:
+            if matches(pattern, name) is None:
+                continue
             shown = f"{pattern!r}: dim {dim} of {name or 'batch'} {tuple(leaf.shape)}"
             if not -leaf.ndim <= dim < leaf.ndim or dim % leaf.ndim == 0:
                 wrong.append(f"{shown} is not there, or is the rows")

@@ -9,7 +9,7 @@ import jax
 import optax
 from jaxtyping import Array, Float
 
-from fsdp_jax._tree import PyTree, leaf_name, matches
+from fsdp_jax._tree import PyTree, leaf_name, matches, unmatched
 from fsdp_jax.optim._matrix_stack import (
     MatrixStack,
     Member,
@@ -184,15 +184,16 @@ def _is_chosen(param: ParamPlan, patterns: Sequence[str]) -> bool:
 
 
 def _check(plan: Plan, chosen: Sequence[ParamPlan], patterns: Sequence[str]) -> None:
-    unused = [
-        p for p in patterns if not any(_is_chosen(r, (p,)) for r in plan.param_plans)
-    ]
+    optimized = [param.name for param in plan.param_plans if param.is_optimized]
     wrong = [
         f"'{param.name}' {param.shape} is no matrix"
         for param in chosen
         if param.ndim_in_unit - _counts_experts(plan, param) != 2
     ]
-    wrong += [f"{pattern!r} matches nothing that is trained" for pattern in unused]
+    wrong += [
+        f"{pattern!r} matches nothing that is trained"
+        for pattern in unmatched(patterns, optimized)
+    ]
     if wrong:
         raise ValueError(
             f"layer_wise(matrices={tuple(patterns)}): {'; '.join(wrong)}. Name "

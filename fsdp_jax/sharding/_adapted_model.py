@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Key
 
-from fsdp_jax._tree import PyTree, matches, named_leaves
+from fsdp_jax._tree import PyTree, matches, named_leaves, unmatched
 from fsdp_jax.lora._blockwise_quantization import code_shape, num_blocks, quantize
 from fsdp_jax.lora._composed_weight import Derived, Recipe
 from fsdp_jax.lora._config import LoRAConfig, LoRATarget
@@ -301,11 +301,9 @@ def _check(
     owners: Mapping[str, tuple[str, int]],
     root: str,
 ) -> None:
-    wrong = []
     patterns = [target.pattern for target in lora.all_targets]
-    for pattern in (*patterns, *lora.modules_to_save):
-        if not any(matches(pattern, name) for name in leaves):
-            wrong.append(f"{pattern!r} matches no parameter")
+    unused = unmatched([*patterns, *lora.modules_to_save], leaves)
+    wrong = [f"{pattern!r} matches no parameter" for pattern in unused]
     for name, leaf in leaves.items():
         if (target := _target(lora, name)) is None:
             continue

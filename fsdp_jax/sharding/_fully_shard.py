@@ -10,7 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from fsdp_jax._tree import matches, named_leaves
+from fsdp_jax._tree import matches, named_leaves, unmatched
 from fsdp_jax.sharding._adapted_model import with_lora
 from fsdp_jax.sharding._config import (
     ZERO_DP_STRATEGIES,
@@ -377,8 +377,7 @@ def _check_patterns(config: FSDPConfig, names: Sequence[str]) -> None:
     unused = [
         f"{option}: {pattern!r}"
         for option, patterns in options.items()
-        for pattern in patterns
-        if not any(matches(pattern, name) for name in names)
+        for pattern in unmatched(patterns, names)
     ]
     if unused:
         raise ValueError(

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fsdp_jax._tree import PyTree, leaf_name
+from fsdp_jax._tree import PyTree, tree_differences
 
 # Exceptions that optax transformations raise on unsuitable parameters or arguments.
 OPTIMIZER_ERRORS = (TypeError, ValueError, AttributeError, KeyError)
@@ -87,18 +87,7 @@ def _failed(what: str, error: Exception) -> ValueError:
 
 
 def _check_same(what: str, got: PyTree, like: str, want: PyTree) -> None:
-    has, had = (
-        {
-            leaf_name(path): tuple(leaf.shape)
-            for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-        }
-        for tree in (got, want)
-    )
-    differ = [
-        f"{name}: {has.get(name)}, not {had.get(name)}"
-        for name in had | has
-        if has.get(name) != had.get(name)
-    ]
+    differ = tree_differences(got, want, _in_other_shape)
     if differ or jax.tree.structure(got) != jax.tree.structure(want):
         shown = "\n  ".join(differ[:5]) or f"{jax.tree.structure(got)}"
         raise ValueError(
@@ -106,6 +95,11 @@ def _check_same(what: str, got: PyTree, like: str, want: PyTree) -> None:
             f"in {max(1, len(differ))} place(s):\n  {shown}\nA step carries arrays "
             "that keep their shapes: use an optimizer whose state does."
         )
+
+
+def _in_other_shape(name: str, leaf: Any, want: Any) -> list[str]:
+    has, had = tuple(leaf.shape), tuple(want.shape)
+    return [] if has == had else [f"{name}: {has}, not {had}"]
 
 
 def _refuse_multi_steps(opt_state: PyTree) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import optax
 
-from fsdp_jax._tree import PyTree, named_leaves
+from fsdp_jax._tree import PyTree, tree_differences
 from fsdp_jax.sharding._padded import Padded
 from fsdp_jax.sharding._plan import Plan
 from fsdp_jax.training._optimizer import abstract_optimizer_state
@@ -19,16 +19,7 @@ def check_opt_state(
 ) -> None:
     """Raises one `ValueError` that lists all differences from the state `tx` makes."""
     abstract = abstract_optimizer_state(tx, seen_by_optimizer(plan, plan.params))
-    have, want = dict(named_leaves(opt_state)), dict(named_leaves(abstract))
-    problems = [f"missing: {name}" for name in want if name not in have]
-    problems += [f"unexpected: {name}" for name in have if name not in want]
-    problems += [
-        f"{name}: {have[name].dtype}{list(have[name].shape)}, "
-        f"wanted {leaf.dtype}{list(leaf.shape)}"
-        for name, leaf in want.items()
-        if name in have
-        and (have[name].shape, have[name].dtype) != (leaf.shape, leaf.dtype)
-    ]
+    problems = tree_differences(opt_state, abstract, _in_other_form)
     if problems:
         raise ValueError(
             f"opt_state is not what this optimizer makes, in {len(problems)} place(s):"
@@ -38,12 +29,7 @@ def check_opt_state(
 
 def check_fits(tree: PyTree, abstract: PyTree, what: str) -> None:
     """Raises one `ValueError` that lists every leaf that does not match `abstract`."""
-    have, want = dict(named_leaves(tree)), dict(named_leaves(abstract))
-    problems = [f"missing: {name}" for name in want if name not in have]
-    problems += [f"unexpected: {name}" for name in have if name not in want]
-    for name, leaf in want.items():
-        if name in have:
-            problems += _misfits(name, have[name], leaf)
+    problems = tree_differences(tree, abstract, _misfits)
     if problems:
         raise ValueError(
             f"{what} does not fit the plan in {len(problems)} place(s):\n  "
@@ -51,6 +37,11 @@ def check_fits(tree: PyTree, abstract: PyTree, what: str) -> None:
             + "\nMake it with init_params(plan, key), or load it with "
             "like=abstract_state(plan, tx)."
         )
+
+
+def _in_other_form(name: str, leaf: Any, abstract: Any) -> list[str]:
+    have, want = (f"{x.dtype}{list(x.shape)}" for x in (leaf, abstract))
+    return [] if have == want else [f"{name}: {have}, wanted {want}"]
 
 
 def _misfits(name: str, leaf: Any, abstract: jax.ShapeDtypeStruct) -> list[str]:
