@@ -8,7 +8,7 @@ loss. A stage skips a tick in which it has no turn.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +20,53 @@ from fsdp_jax._tree import PyTree
 from fsdp_jax.pipeline._p2p import from_last, pass_on
 from fsdp_jax.pipeline._stage import Grads, Stage, zeros_of
 from fsdp_jax.sharding._stages import Turn
-from fsdp_jax.step._float_partition import Mixed
+from fsdp_jax.step._float_partition import FloatPartition
 from fsdp_jax.step._shard import Shard
 
 
+class _Carry(NamedTuple):
+    """Carry of the loop over ticks, on entry to tick t of stage s.
+
+    Attributes:
+      message: Input of the chunk whose forward is due: what stage s - 1 computed in
+        tick t - 1. Anything where none is due.
+      d_message: Cotangent of the input of the chunk that this stage ran backward in
+        tick t - 1. It is sent first; what arrives from stage s + 1 is the cotangent of
+        this stage's output.
+      inputs: `[num_slots, ...]`: slot n % num_slots holds the input of forward turn n
+        of this stage, from that turn to its backward.
+      grads: Sum of the gradients of the backward turns so far.
+      state: Model state, which the loss changes: valid on the last stage alone.
+      outs: `[microbatches, ...]`: (total, count, aux) of each microbatch that the last
+        stage has finished; zeros elsewhere.
+    """
+
+    message: PyTree
+    d_message: list[Array]
+    inputs: PyTree
+    grads: Grads
+    state: PyTree
+    outs: PyTree
+
+
+# Microbatches by tick, 2 stages of one chunk, 4 microbatches, 3 slots:
+#
+#     tick                0   1   2   3   4   5
+#     stage 0  forward    0   1   2   3   .   .
+#              backward   .   .   0   1   2   3
+#     stage 1  forward    .  (0) (1) (2) (3)  .
+#              backward   .   0   1   2   3   .
+#
+# With 2 chunks a stage (a: the first, b: the second) and 2 microbatches, 4 slots:
+#
+#     tick                0   1   2   3   4   5   6   7
+#     stage 0  forward    0a  1a  0b  1b  .   .   .   .
+#              backward   .   .   .   .   0b  1b  0a  1a
+#     stage 1  forward    .   0a  1a (0b)(1b) .   .   .
+#              backward   .   .   .   0b  1b  0a  1a  .
+#
+# (m): the last chunk of the stack. Its forward is due and its input is stored, but it
+# runs only once, as the recomputation of the backward in the same tick.
 def one_forward_one_backward(
     stage: Stage, state: PyTree, scale: Any
 ) -> tuple[Grads, PyTree, Any]:
@@ -44,95 +87,71 @@ def one_forward_one_backward(
       each with a leading dim of microbatches. The last two are the last stage's, on all
       stages.
     """
-    # Microbatches by tick, 2 stages of one chunk, 4 microbatches, 3 slots:
-    #
-    #     tick                0   1   2   3   4   5
-    #     stage 0  forward    0   1   2   3   .   .
-    #              backward   .   .   0   1   2   3
-    #     stage 1  forward    .  (0) (1) (2) (3)  .
-    #              backward   .   0   1   2   3   .
-    #
-    # With 2 chunks a stage (a: the first, b: the second) and 2 microbatches, 4 slots:
-    #
-    #     tick                0   1   2   3   4   5   6   7
-    #     stage 0  forward    0a  1a  0b  1b  .   .   .   .
-    #              backward   .   .   .   .   0b  1b  0a  1a
-    #     stage 1  forward    .   0a  1a (0b)(1b) .   .   .
-    #              backward   .   .   .   0b  1b  0a  1a  .
-    #
-    # (m): the last chunk of the stack. Its forward is due and its input is stored, but
-    # it runs only once, as the recomputation of the backward in the same tick.
-    #
-    # The carry of the loop, on entry to tick t of stage s:
-    #
-    #     message    Input of the chunk whose forward is due: what stage s - 1 computed
-    #                in tick t - 1. Anything where none is due.
-    #     d_message  Cotangent of the input of the chunk that this stage ran backward in
-    #                tick t - 1. It is sent first; what arrives from stage s + 1 is the
-    #                cotangent of this stage's output.
-    #     kept       `[num_slots, ...]`: slot n % num_slots holds the input of forward
-    #                turn n of this stage, from that turn to its backward.
-    #     grads      Sum of the gradients of the backward turns so far.
-    #     state      Model state, which the loss changes: valid on the last stage alone.
-    #     outs       `[microbatches, ...]`: (total, count, aux) of each microbatch that
-    #                the last stage has finished; zeros elsewhere.
-    schedule = stage.schedule
+    schedule, num_stages = stage.schedule, stage.schedule.stages.num_stages
     shapes = stage.message(state)
     # Keys and integers in a message have no cotangent.
-    mixed = Mixed.of(shapes)
-    empty = jax.tree.map(zeros_of, shapes)
-    kept = jax.tree.map(
-        lambda x: jnp.zeros((schedule.num_slots, *x.shape), x.dtype), shapes
-    )
-    outs = jax.tree.map(
-        lambda x: jnp.zeros((schedule.num_microbatches, *x.shape), x.dtype),
-        stage.out_shapes(empty, state),
-    )
-    grads = [shard.grad_buffer for shard in stage.shards]
+    partition = FloatPartition.of(shapes)
+    start = _first_carry(stage, partition, shapes, state)
 
-    def tick(loop, tick):
-        message, d_message, kept, grads, state, outs = loop
+    def tick(carry: _Carry, tick: Array) -> tuple[_Carry, None]:
         ahead = schedule.forward(tick, stage.index)
         behind = schedule.backward(tick, stage.index)
         # Each send stands before computation that does not depend on it, so that XLA
         # can overlap them: cotangents with the forward, activations with the backward.
-        d_message = pass_on(d_message, schedule.stages.num_stages, -1)
+        d_message = pass_on(carry.d_message, num_stages, -1)
         # Before the backward, which on the last chunk reads this slot in this tick.
-        kept = _put(kept, message, ahead.slot, ahead.is_due)
+        inputs = _put(carry.inputs, carry.message, ahead.slot, ahead.is_due)
         with turns_scope(0, schedule.forward_ticks):
             message = lax.cond(
                 # The output of the last chunk is needed in its backward alone, which
                 # computes it.
                 ahead.is_due & ~stage.is_last(ahead.chunk),
                 lambda: stage.forward(
-                    stage.grad_buffers(ahead.chunk), message, ahead, state
+                    stage.grad_buffers(ahead.chunk), carry.message, ahead, carry.state
                 ),
-                lambda: empty,
+                lambda: start.message,
             )
-        message = pass_on(message, schedule.stages.num_stages, 1)
+        message = pass_on(message, num_stages, 1)
         with turns_scope(schedule.stages.num_chunks - 1, schedule.ticks):
-            d_message, grads, state, outs = lax.cond(
+            changed = lax.cond(
                 behind.is_due,
-                lambda *args: _backward(stage, mixed, scale, behind, kept, *args),
+                lambda *args: _backward(stage, partition, scale, behind, inputs, *args),
                 lambda *args: args,
-                *(d_message, grads, state, outs),
+                *(d_message, carry.grads, carry.state, carry.outs),
             )
-        return (message, d_message, kept, grads, state, outs), None
+        return _Carry(message, changed[0], inputs, *changed[1:]), None
 
-    (d_empty,) = mixed.floats((empty,))
-    start = (empty, d_empty, kept, grads, state, outs)
-    loop, _ = lax.scan(tick, start, jnp.arange(schedule.ticks))
-    *_, grads, state, outs = loop
-    state, outs = from_last(schedule.stages.num_stages, (state, outs))
-    return grads, state, outs
+    last, _ = lax.scan(tick, start, jnp.arange(schedule.ticks))
+    return last.grads, *from_last(num_stages, (last.state, last.outs))
+
+
+def _first_carry(
+    stage: Stage, partition: FloatPartition, shapes: PyTree, state: PyTree
+) -> _Carry:
+    """Returns the carry before the first tick: no message, and gradients of zero."""
+    schedule = stage.schedule
+    empty = jax.tree.map(zeros_of, shapes)
+    (d_empty,) = partition.floats((empty,))
+    return _Carry(
+        message=empty,
+        d_message=d_empty,
+        inputs=_zeros(schedule.num_slots, shapes),
+        grads=[shard.grad_buffer for shard in stage.shards],
+        state=state,
+        outs=_zeros(schedule.num_microbatches, stage.out_shapes(empty, state)),
+    )
+
+
+def _zeros(num: int, shapes: PyTree) -> PyTree:
+    return jax.tree.map(lambda x: jnp.zeros((num, *x.shape), x.dtype), shapes)
 
 
 def _backward(
     stage: Stage,
-    mixed: Mixed,
+    partition: FloatPartition,
     scale: Any,
     turn: Turn,
-    kept: PyTree,
+    inputs: PyTree,
     d_message: list[Array],
     grads: Grads,
     state: PyTree,
@@ -142,15 +161,15 @@ def _backward(
 
     Adds to `grads`, and on the last chunk writes `state` and `outs`.
     """
-    kept = jax.tree.map(
-        lambda x: lax.dynamic_index_in_dim(x, turn.slot, keepdims=False), kept
+    message = jax.tree.map(
+        lambda x: lax.dynamic_index_in_dim(x, turn.slot, keepdims=False), inputs
     )
-    (floats,), (others,) = mixed.floats((kept,)), mixed.others((kept,))
+    (floats,), (others,) = partition.floats((message,)), partition.others((message,))
 
     def of_floats(grad_buffers, floats):
-        (message,) = mixed.join((floats,), (others,))
+        (message,) = partition.join((floats,), (others,))
         message, total, out = stage.with_loss(grad_buffers, message, turn, state)
-        (floats,) = mixed.floats((message,))
+        (floats,) = partition.floats((message,))
         return (floats, total), out
 
     (_, total), pull, (count, aux, after) = jax.vjp(
@@ -244,16 +263,16 @@ def forward_only(stage: Stage, state: PyTree, grad_buffers: Grads):
     return outs[0].sum(), state, outs
 
 
-def _put(kept: PyTree, new: PyTree, slot: Any, is_due: Any) -> PyTree:
+def _put(slots: PyTree, new: PyTree, slot: Any, is_due: Any) -> PyTree:
     """Writes `new` into a slot if it is due."""
 
-    def put(kept, new):
-        old = lax.dynamic_index_in_dim(kept, slot, keepdims=False)
+    def put(slots, new):
+        old = lax.dynamic_index_in_dim(slots, slot, keepdims=False)
         return lax.dynamic_update_index_in_dim(
-            kept, jnp.where(is_due, new, old), slot, 0
+            slots, jnp.where(is_due, new, old), slot, 0
         )
 
-    return jax.tree.map(put, kept, new)
+    return jax.tree.map(put, slots, new)
 
 
 def _add(stage: Stage, shard: Shard, grad: Any, more: Any, chunk: Any) -> Any:

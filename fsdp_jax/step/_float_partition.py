@@ -16,7 +16,7 @@ Leaves = list[Array]
 
 
 @dataclasses.dataclass(frozen=True)
-class Mixed:
+class FloatPartition:
     """A partition of several trees into floating-point leaves and all others.
 
     Only the former are differentiated: keys and integers have no cotangent of their own
@@ -31,7 +31,7 @@ class Mixed:
     is_float: tuple[tuple[bool, ...], ...]
 
     @classmethod
-    def of(cls, *trees: PyTree) -> Mixed:
+    def of(cls, *trees: PyTree) -> FloatPartition:
         """Makes the partition of `trees`."""
         leaves = [jax.tree.leaves(tree) for tree in trees]
         return cls(

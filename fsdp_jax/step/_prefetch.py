@@ -20,7 +20,7 @@ from jaxtyping import Array
 from fsdp_jax._scopes import FSDP_SCAN, PREFETCH, traced_as
 from fsdp_jax._tree import PyTree
 from fsdp_jax.step._collectives import gather_weight, marked_zeros
-from fsdp_jax.step._float_partition import Mixed
+from fsdp_jax.step._float_partition import FloatPartition
 from fsdp_jax.step._grad_mark import mark_gradient
 from fsdp_jax.step._pullback import Pullback
 from fsdp_jax.step._remat import split_unit, without_float8
@@ -118,14 +118,14 @@ class Stack:
       prefetch: Distance from the unit that computes to the one being gathered.
       unroll: Units in one iteration of the loop.
       policy: `jax.checkpoint` policy for a unit's activations; None saves all.
-      traced: Facts known once a unit is traced: "results", the `Mixed` of its results,
-        and "pull", its `Pullback`.
+      traced: Facts known once a unit is traced: "results", the `FloatPartition` of its
+        results, and "pull", its `Pullback`.
     """
 
     weights_only: Callable[..., Sequence[Array]]
     rest: Callable[..., Sequence[Array]]
     out_tree: Any
-    arguments: Mixed
+    arguments: FloatPartition
     num_units: int
     prefetch: int
     unroll: int
@@ -145,7 +145,7 @@ class Stack:
             weights_only,
             rest,
             out_tree,
-            Mixed.of(*example),
+            FloatPartition.of(*example),
             shards[0].value.shape[0],
             prefetch,
             unroll,
@@ -188,7 +188,7 @@ class Stack:
             args = self.arguments.join((carry, slices, consts), others)
             leaves = self.rest(values, *jax.tree.leaves(args))
             out = self.out_tree.unflatten(leaves)
-            results = self.traced["results"] = Mixed.of(*out)
+            results = self.traced["results"] = FloatPartition.of(*out)
             return results.floats(out), results.others(out)
 
         if self.policy:

@@ -18,7 +18,7 @@ from jax.extend import core
 
 from fsdp_jax._scopes import AS_WRITTEN, is_in, unit_scope
 from fsdp_jax.step._flat_trace import CALLS, called, has_effects, operand
-from fsdp_jax.step._float_partition import Mixed
+from fsdp_jax.step._float_partition import FloatPartition
 from fsdp_jax.step._lifted_gathers import (
     LiftedGathers,
     NotLiftedError,
@@ -212,7 +212,7 @@ class _Scans:
             weights_only,
             rest,
             jax.tree.structure(([0] * len(carry), [0] * num_ys)),
-            Mixed.of(carry, slices, consts),
+            FloatPartition.of(carry, slices, consts),
             loop.eqn.params["length"],
             self._prefetch,
             loop.eqn.params["unroll"],
