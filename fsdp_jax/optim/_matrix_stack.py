@@ -64,6 +64,14 @@ class StackLayout:
     pieces except those of its own matrices. So the stack is split by the axes of the
     counting dims first, then by those of rows, then by those of columns.
 
+    Example: 4 devices split the rows of `a` [3, 8, 16] and `b` [2, 8, 16], a0 to b1:
+
+        each device concatenates    [5, 2, 16]   2 rows of a0 a1 a2 b0 b1
+        pads, so that 4 divides     [8, 2, 16]   2 rows of a0 a1 a2 b0 b1 0 0 0
+        all-to-all, dim 0 to 1      [2, 8, 16]   a0 a1 | a2 b0 | b1 0 | 0 0
+
+    Each device updates two unsharded matrices, and the reverse returns the rows.
+
     Attributes:
       mesh: Device mesh.
       members: Parameters of the stack, all with the same last two dims and split.

@@ -144,6 +144,16 @@ class Schedule:
         return self.stages.num_virtual
 
     def _turn(self, turn: Any, chunk: Any) -> Turn:
+        # A round runs `num_stages` microbatches through all chunks, chunk by chunk.
+        # With 2 stages of 2 chunks:
+        #
+        #     turn         0    1    2    3    4    5    ...
+        #     microbatch   0    1    0    1    2    3
+        #     chunk        0    0    1    1    0    0
+        #
+        # A stage thus has a turn with the next chunk just when its neighbour has sent
+        # the microbatch once around the ring. In the last round, microbatches that do
+        # not exist are not due.
         stages, chunks = self.stages.num_stages, self.stages.num_chunks
         start = turn // chunks  # Index of the round.
         microbatch = start * stages + turn % stages

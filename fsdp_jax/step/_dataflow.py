@@ -168,6 +168,9 @@ class Dataflow(abc.ABC, Generic[Fact]):
 
     def _fixed_point(self, run: Any, carry: Sequence[Fact]) -> list[Fact]:
         """Returns what is known of a carry in every iteration."""
+        # Each pass joins what holds on entry to an iteration with what holds after it,
+        # and so knows less or the same. It ends, as facts are finite, when a pass adds
+        # nothing: then the fact holds on entry to any iteration.
         with self._without_recording():
             while True:
                 pairs = zip(carry, run(carry), strict=True)

@@ -95,6 +95,24 @@ class _Loop:
         return given[:first], given[first:last], given[last:]
 
 
+# What a loop over n layers becomes, in a trace where `w` are the leaves of a stack of
+# shards, `c` the carry and `k` the constants:
+#
+#     before                                  after
+#     c = scan[n] k c w                       c = fsdp_scan w c k     (`run_stack`)
+#       body: v = fsdp_unshard w_i              each iteration gathers w_(i + prefetch)
+#             c = f(v, c, k)                    and computes f(v_i, c, k)
+#
+# `lift_gathers` makes the two halves of the body, `w_i -> v` and `(v, c, k) -> c`.
+#
+# A jaxpr has arrays and no `Shard`s, but the derivative of `fsdp_scan` needs them: the
+# plan of each weight, and its `grad_buffer`. So the leaves are followed from the inputs
+# of the trace, where their order is known, to the operands of the scan, and shards are
+# rebuilt of those. A leaf may pass through calls, copies and barriers, but must reach
+# the scan unchanged: the cotangent of `fsdp_scan` is that of the leaf itself.
+#
+# A loop that does not fit keeps its equation and its values, and only loses the
+# prefetching, which a log record says.
 class _Scans:
     """Replaces the loops over units in a jaxpr, and in what it calls."""
 

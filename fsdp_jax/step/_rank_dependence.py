@@ -93,6 +93,22 @@ def divided_collectives(
     return sorted(ranks.divided), results
 
 
+# The rules, `own` being the axes that an equation names:
+#
+#     equation                                axes along which its results may differ
+#     arithmetic, indexing, ...               those of all operands
+#     axis_index                              own
+#     psum, pmax, pmin, all_gather            those of the operand, less own
+#     all_to_all, ppermute, psum_scatter      those of the operand, and own
+#     cond, while                             those of the bodies, and of the predicate
+#     a program that is not interpreted       all
+#
+# A set that is too large refuses a program that would run; one that is too small lets a
+# step hang. So where nothing is known the larger one is taken. No rule shrinks as its
+# operands grow and there are few axes, so the fixed point of a loop is reached.
+#
+# `_deciding` holds the predicates around the equation at hand: a collective over an
+# axis along which one of them differs may be run by some of its ranks alone.
 class _Ranks(Dataflow[Axes]):
     unknown: Axes = frozenset()
 

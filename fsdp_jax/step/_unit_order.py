@@ -162,7 +162,11 @@ def _without_repeated(
     repeated: dict[Any, Any] = {}
     there: list[dict[Any, Sequence[Any]]] = []
     for i, visit in enumerate(visits):
-        before = there[-(2 * prefetch - 1) :]  # As far as the turn needs: 2, 1 | 1, 2.
+        # At the turn from forward to backward the visits run ..., 2, 1 | 1, 2, ...,
+        # counted from the turn: visit k of backward follows its unit's visit of forward
+        # by 2k - 1 visits. So this window keeps the last `prefetch` units of forward,
+        # which is what the budget of unsharded units allows.
+        before = there[-(2 * prefetch - 1) :]
         is_same = i > 0 and visits[i - 1].unit == visit.unit
         there.append(dict(there[-1]) if is_same else {})
         for eqn in visit.gathers:

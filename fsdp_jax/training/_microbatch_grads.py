@@ -174,6 +174,15 @@ def _finishing(
     finished: set[str],
 ) -> list[Shard]:
     """Returns the shards of the last microbatch; its backward completes `finished`."""
+    # The deferred reduction is linear, so it runs once, on the sum of all microbatches.
+    # Inside the last backward that sum exists where a unit's own gradient is made:
+    #
+    #     grad = reduce_scatter(own)           over `placements.gradient`, as always
+    #     grad = accumulated_grad + grad       the sums of the loop, of this unit alone
+    #     grad = reduce_deferred(grad, axes)   overlaps the backward of the unit before
+    #
+    # The buffers of these shards have the placement of the last line, the optimizer's:
+    # their cotangent is the finished gradient, which replaces the sums of the loop.
     data_axes = axes_in_use(plan.mesh, DATA_AXES)
     finishing = []
     for i, shard in enumerate(shards):
