@@ -3,47 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated
 
 import jax
-import jax.numpy as jnp
-import optax
 import tyro
-from jax.sharding import Mesh
 
-import fsdp_jax as fsdp
-from bridge.models import DecoderConfig, tensor_parallel_rules
-from fsdp_jax.cli._context_parallel import abstract_rows, check_context, check_rows
-from fsdp_jax.cli._decoder import loss_of, plan_decoder
+from bridge.models import DecoderConfig
 from fsdp_jax.cli._errors import check_absent
 from fsdp_jax.cli._model_source import open_hf, read_config
-from fsdp_jax.cli._optimizer import OptimizerBits, OptimizerConfig
-from fsdp_jax.cli._options import Devices, Group, IgnoreField, Repeated, Unset
-from fsdp_jax.cli._precision import OffloadTo, ParamDtype, ParamGather, Precision
-from fsdp_jax.cli._routing import Routing
+from fsdp_jax.cli._optimizer import OptimizerBits
+from fsdp_jax.cli._options import Group, IgnoreField, Repeated, Unset
+from fsdp_jax.cli._plan_sweep import sweep_meshes
+from fsdp_jax.cli._planned_step import PlannedStep, Sizes
+from fsdp_jax.cli._precision import OffloadTo, ParamDtype, ParamGather
 from fsdp_jax.cli._schedule_search import search_strategy
 from fsdp_jax.cli._sharding_options import Strategy
 from fsdp_jax.cli._speeds import Speeds
 from fsdp_jax.cli._user_model import UserModel, check_effect, open_user_model
 from fsdp_jax.cli._xla_log import without_xla_lines
-from fsdp_jax.planner import (
-    GPU,
-    CpuCount,
-    Search,
-    StepEstimate,
-    Sweep,
-    count_on_cpu,
-    estimate_step,
-    gpu_devices,
-)
+from fsdp_jax.planner import GPU, Search, StepEstimate, gpu_devices
 from fsdp_jax.training._compiler_options import Options, options_of
 
-_LONG_ROWS = 8192
-"""Tokens from which on a sweep tries to split rows."""
 _AXES = ("pp", "dp_outer", "dp_shard", "ep", "cp", "tp")
 _NO_PLUGIN = (
     "XLA's compiler for GPUs is not installed (pip install 'fsdp-jax[plan]'), so this "
@@ -153,11 +136,27 @@ class Plan:
         for option, file in self._files().items():
             check_absent(file, option)
         with without_xla_lines():
-            self._plan(config, gpu, sizes)
+            self._plan(self._step(config), gpu, sizes)
 
-    def _plan(
-        self, config: DecoderConfig | UserModel, gpu: GPU, sizes: dict[str, int]
-    ) -> None:
+    def _step(self, model: DecoderConfig | UserModel) -> PlannedStep:
+        # A model of the user's own has its batch, which --batch described.
+        is_own = isinstance(model, UserModel)
+        return PlannedStep(
+            model=model,
+            gpus=self.gpus,
+            rows=None if is_own or self.batch is None else int(self.batch),
+            seq=self.seq,
+            microbatches=self.microbatches,
+            param_dtype=self.param_dtype,
+            param_gather=self.param_gather,
+            optimizer_bits=self.optimizer_bits,
+            offload=self.offload,
+            fused_loss=self.fused_loss,
+            capacity_factor=self.capacity_factor,
+            strategy=self.strategy,
+        )
+
+    def _plan(self, step: PlannedStep, gpu: GPU, sizes: Sizes) -> None:
         try:
             gpu_devices(gpu, self.gpus)
         except ValueError as error:
@@ -165,21 +164,22 @@ class Plan:
             asked = self.sweep or self.search or self.picture or self.trace
             if "fsdp-jax[plan]" not in str(error) or asked:
                 raise
-            found = _count_on_cpu(self, config, sizes)
+            print(f"fsdp-jax: {_NO_PLUGIN}", file=sys.stderr)
+            found = step.count_on_cpu(sizes)
             self._show(found, {"--json": found.save_json, "--html": found.save_html})
             return
         if self.sweep:
-            sweep = _sweep(self, config, gpu)
+            sweep = sweep_meshes(step, gpu)
             of_all = {"--html": sweep.save_html, "--picture": sweep.save_picture}
             best = next(iter(sweep.estimates.values()))
             self._show(sweep, _writers(best) | of_all)
         elif self.search:
-            search = _search(self, config, gpu, sizes)
+            search = _search(step, gpu, sizes, 60 * self.search_minutes)
             of_all = {"--html": search.save_html, "--json": search.save_json}
             assert search.best.estimate is not None
             self._show(search, _writers(search.best.estimate) | of_all)
         else:
-            estimate = _estimate(self, config, gpu, sizes)
+            estimate = step.estimate(gpu, sizes)
             self._show(estimate, _writers(estimate))
 
     def _files(self) -> dict[str, Path]:
@@ -204,14 +204,6 @@ def _writers(estimate: StepEstimate) -> dict[str, Callable[[Path], None]]:
     }
 
 
-def _precision_of(options: Plan) -> Precision:
-    return Precision(param_gather=options.param_gather)
-
-
-def _optimizer_of(options: Plan) -> optax.GradientTransformation:
-    return OptimizerConfig(optimizer_bits=options.optimizer_bits).make()
-
-
 def _open_model(options: Plan) -> DecoderConfig | UserModel:
     named = (options.hf, options.config, options.model)
     if sum(name is not None for name in named) != 1:
@@ -230,7 +222,7 @@ def _open_model(options: Plan) -> DecoderConfig | UserModel:
     return read_config(options.config, options.ignore_field)
 
 
-def _mesh_sizes(text: str | None) -> dict[str, int]:
+def _mesh_sizes(text: str | None) -> Sizes:
     """Parses sizes such as `dp_outer=4,dp_shard=-1`."""
     if text is None:
         return {}
@@ -246,191 +238,11 @@ def _mesh_sizes(text: str | None) -> dict[str, int]:
     return sizes
 
 
-def _estimate(
-    options: Plan,
-    config: DecoderConfig | UserModel,
-    gpu: GPU,
-    sizes: dict[str, int],
-    *,
-    guide: bool = True,
-    xla_options: Options | None = None,
-) -> StepEstimate:
-    mesh = fsdp.make_mesh(**sizes, devices=gpu_devices(gpu, options.gpus))
-    plan, loss, batch = _step_of(options, config, mesh)
-    is_own = isinstance(config, UserModel)
-    rows = jax.tree.leaves(batch)[0].shape[0]
-    return estimate_step(
-        *(plan, loss, _optimizer_of(options), batch),
-        gpu=gpu,
-        tokens=None if is_own else rows * options.seq,
-        guide=guide,
-        options=xla_options,
-        num_microbatches=options.microbatches,
-    )
-
-
-def _sharding_of(options: Plan, mesh: Mesh) -> fsdp.FSDPConfig:
-    dtype = jnp.dtype(options.param_dtype)
-    policy = fsdp.MixedPrecisionPolicy(param_dtype=dtype, grad_comm_dtype=dtype)
-    sharding = fsdp.FSDPConfig(mp_policy=policy, prefetch=options.strategy.prefetch)
-    sharding = options.strategy.applied(sharding, mesh)
-    return _precision_of(options).sharding(sharding, options.offload)
-
-
-def _step_of(options: Plan, config: DecoderConfig | UserModel, mesh: Mesh):
-    """Returns the plan on `mesh`, the loss, and an abstract batch."""
-    sharding = _sharding_of(options, mesh)
-    if isinstance(config, UserModel):
-        return config.plan(mesh, sharding), config.loss, config.batch
-    cp, tp = mesh.shape["cp"], mesh.shape["tp"]
-    check_rows(options.seq, tp, cp)
-    plan = plan_decoder(
-        config,
-        mesh,
-        sharding,
-        Routing(capacity_factor=options.capacity_factor, router_dtype="model"),
-        prefetch=options.strategy.prefetch,
-        unroll=options.strategy.unroll,
-        cp_form=options.strategy.cp_algorithm,
-    )
-    stages = mesh.shape["pp"]
-    rows = options.gpus // (cp * tp * stages) * options.microbatches
-    if options.batch is not None:
-        rows = int(options.batch)
-    abstract_batch = abstract_rows(rows, options.seq, cp)
-    return plan, loss_of(fused=options.fused_loss), abstract_batch
-
-
-def _count_on_cpu(
-    options: Plan, config: DecoderConfig | UserModel, sizes: dict[str, int]
-) -> CpuCount:
-    print(f"fsdp-jax: {_NO_PLUGIN}", file=sys.stderr)
-    devices = Devices(cpu_devices=options.gpus).pick()
-    mesh = fsdp.make_mesh(**sizes, devices=devices)
-    plan, loss, tokens = _step_of(options, config, mesh)
-    tx = _optimizer_of(options)
-    return count_on_cpu(plan, loss, tx, tokens, num_microbatches=options.microbatches)
-
-
-def _search(
-    options: Plan, config: DecoderConfig | UserModel, gpu: GPU, sizes: dict[str, int]
-) -> Search:
-    mesh = fsdp.make_mesh(**sizes, devices=gpu_devices(gpu, options.gpus))
-
+def _search(step: PlannedStep, gpu: GPU, sizes: Sizes, seconds: float) -> Search:
     def estimate(strategy: Strategy, xla_options: Options) -> StepEstimate:
         strategy.check(sizes)
-        changed = dataclasses.replace(options, strategy=strategy)
-        return _estimate(
-            *(changed, config, gpu, sizes), guide=False, xla_options=xla_options
-        )
+        changed = dataclasses.replace(step, strategy=strategy)
+        return changed.estimate(gpu, sizes, guide=False, xla_options=xla_options)
 
-    seconds = 60 * options.search_minutes
-    return search_strategy(estimate, options.strategy, options_of(mesh), seconds)
-
-
-def _sweep(options: Plan, config: DecoderConfig | UserModel, gpu: GPU) -> Sweep:
-    found: dict[str, StepEstimate] = {}
-    rows = options.gpus * options.microbatches  # The same for all.
-    if isinstance(config, UserModel):
-        rows = config.rows
-    elif options.batch is None:
-        options = dataclasses.replace(options, batch=rows)
-    else:
-        rows = int(options.batch)
-    for name, changed, sizes in _candidates(options, config, gpu):
-        ranks = options.gpus // (sizes.get("cp", 1) * sizes.get("tp", 1))
-        if rows % (ranks * options.microbatches):
-            # Rows that are fewer than ranks, as long ones are, cp or tp can share.
-            print(
-                f"fsdp-jax: leaving out {name}: {rows} rows do not divide "
-                f"over {ranks} ranks x {options.microbatches} microbatch(es)",
-                file=sys.stderr,
-            )
-            continue
-        print(f"fsdp-jax: compiling {name}", file=sys.stderr)
-        found[name] = _estimate(changed, config, gpu, sizes, guide=False)
-    if not found:
-        raise ValueError(
-            f"--batch {options.batch}: the ranks of no mesh divide {rows} rows. Use a "
-            f"multiple of {options.microbatches}, or more rows."
-        )
-    return Sweep(found)
-
-
-def _candidates(options: Plan, config: DecoderConfig | UserModel, gpu: GPU):
-    """Yields `(name, options, mesh sizes)` of the candidates of a sweep."""
-    nodes = options.gpus // gpu.cost.devices_per_node
-    flat = [("FSDP (ZeRO-3)", {"zero": 3}, {}), ("ZeRO-2", {"zero": 2}, {})]
-    flat.append(("ZeRO-1", {"zero": 1}, {}))
-    by_node = {"dp_outer": nodes}
-    if nodes > 1:
-        flat.append(("HSDP, a replica a node", {"zero": 3}, by_node))
-        flat.append(("HFSDP, a replica a node", {"zero": 3, "outer": 1}, by_node))
-    if not isinstance(config, UserModel):
-        flat += _decoder_candidates(options, config, gpu)
-    for name, changes, sizes in flat:
-        rounds = options.microbatches * sizes.get("pp", 1)
-        strategy = dataclasses.replace(options.strategy, **changes)
-        changed = dataclasses.replace(options, strategy=strategy, microbatches=rounds)
-        yield name, changed, sizes
-
-
-def _decoder_candidates(options: Plan, config: DecoderConfig, gpu: GPU):
-    """Returns the candidates that split a decoder over tp, cp, ep or pp."""
-    flat: list[tuple[str, dict[str, int], dict[str, int]]] = []
-    for tp in _tp_sizes(options, config, gpu):
-        flat.append((f"FSDP, tp={tp}", {"zero": 3}, {"tp": tp}))
-    for cp in _cp_sizes(options, config, gpu):
-        flat.append((f"FSDP, cp={cp}", {"zero": 3}, {"cp": cp}))
-    ep = _ep_size(options, config, gpu)
-    if ep > 1:
-        flat.append((f"FSDP, ep={ep}", {"zero": 3}, {"ep": ep}))
-    pp = max(options.gpus // gpu.cost.devices_per_node, 2)
-    if options.gpus % pp == 0 and _fills_stages(config, pp):
-        # Of the same batch the ranks that are left take more rows, one at a time.
-        flat.append((f"ZeRO-2, pp={pp}", {"zero": 2}, {"pp": pp}))
-    return flat
-
-
-def _tp_sizes(options: Plan, config: DecoderConfig, gpu: GPU) -> list[int]:
-    """Returns the tp sizes to try: 2 and a node, where they split the matrices."""
-    in_node = min(gpu.cost.devices_per_node, options.gpus)
-    sizes = []
-    for tp in sorted({2, in_node}):
-        try:
-            check_rows(options.seq, tp)
-            tensor_parallel_rules(config, tp)
-        except ValueError as error:
-            print(f"fsdp-jax: leaving out tp={tp}: {error}", file=sys.stderr)
-        else:
-            sizes += [tp] if options.gpus % tp == 0 else []
-    return sizes
-
-
-def _cp_sizes(options: Plan, config: DecoderConfig, gpu: GPU) -> list[int]:
-    """Returns the cp sizes to try: 2 and a node, where rows are long and divide."""
-    if options.seq < _LONG_ROWS:
-        return []
-    in_node = min(gpu.cost.devices_per_node, options.gpus)
-    sizes = []
-    for cp in sorted({2, in_node} - {1}):
-        try:
-            check_rows(options.seq, 1, cp)
-            check_context(config, cp, 1, options.strategy.cp_algorithm)
-        except ValueError as error:
-            print(f"fsdp-jax: leaving out cp={cp}: {error}", file=sys.stderr)
-        else:
-            sizes += [cp] if options.gpus % cp == 0 else []
-    return sizes
-
-
-def _fills_stages(config: DecoderConfig, pp: int) -> bool:
-    """Returns whether there is a period of layers for each stage."""
-    longest = max(config.layer_blocks, key=lambda block: block.stop - block.start)
-    return longest.num_periods >= pp
-
-
-def _ep_size(options: Plan, config: DecoderConfig, gpu: GPU) -> int:
-    """Returns the largest ep size in a node that divides the experts; 1 for none."""
-    experts = config.moe.num_experts if config.moe else 1
-    return math.gcd(experts, min(gpu.cost.devices_per_node, options.gpus))
+    xla_options = options_of(step.gpu_mesh(gpu, sizes))
+    return search_strategy(estimate, step.strategy, xla_options, seconds)
