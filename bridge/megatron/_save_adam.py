@@ -99,13 +99,7 @@ def save_megatron_adam(
         make_vocab_size_divisible_by=make_vocab_size_divisible_by,
         flags={"consumed_train_samples": consumed_samples, **(flags or {})},
         format=format,
-        optimizer=MegatronOptimizer(
-            exp_avg=megatron_tensors(adam.mu, config),
-            exp_avg_sq=megatron_tensors(adam.nu, config),
-            master=None if narrow == FLOAT32 else Cast(weights, FLOAT32),
-            step=int(adam.count),
-            param_groups=tuple(groups),
-        ),
+        optimizer=_optimizer_state(adam, weights, config, narrow, groups),
         optimizer_format=optimizer_format,
         scheduler={
             **(scheduler or _constant(groups[0])),
@@ -114,6 +108,23 @@ def save_megatron_adam(
         iteration=int(adam.count) if iteration is None else iteration,
         max_file_bytes=max_file_bytes,
         progress=progress,
+    )
+
+
+def _optimizer_state(
+    adam: Adam,
+    weights: Source,
+    config: DecoderConfig,
+    narrow: Any,
+    groups: Sequence[Mapping[str, Any]],
+) -> MegatronOptimizer:
+    """Returns Megatron's state; no master weights where the model's are float32."""
+    return MegatronOptimizer(
+        exp_avg=megatron_tensors(adam.mu, config),
+        exp_avg_sq=megatron_tensors(adam.nu, config),
+        master=None if narrow == FLOAT32 else Cast(weights, FLOAT32),
+        step=int(adam.count),
+        param_groups=tuple(groups),
     )
 
 

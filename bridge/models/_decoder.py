@@ -108,14 +108,7 @@ class Decoder(nnx.Module):
         )
         self.norm = make_norm(config, param_dtype)
         if not config.tie_word_embeddings:
-            self.lm_head = Linear(
-                (embed,),
-                (config.vocab_size,),
-                bias=config.head_bias,
-                std=std,
-                rngs=rngs,
-                param_dtype=param_dtype,
-            )
+            self.lm_head = _make_head(config, rngs, param_dtype)
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -346,6 +339,17 @@ class Decoder(nnx.Module):
             # The factor is rounded to the dtype of the weights, as in training.
             x = x * jnp.asarray(self.config.hidden_size**0.5, x.dtype)
         return scale_by(x, self.config.embedding_multiplier)
+
+
+def _make_head(config: DecoderConfig, rngs: nnx.Rngs, param_dtype: DTypeLike) -> Linear:
+    return Linear(
+        (config.hidden_size,),
+        (config.vocab_size,),
+        bias=config.head_bias,
+        std=config.initializer_range,
+        rngs=rngs,
+        param_dtype=param_dtype,
+    )
 
 
 def _one_or_list(modules: list[Any]) -> Any:

@@ -239,24 +239,29 @@ def _describe_pytree(model: PyTree, variables: Variables) -> ModelDef:
         return keep(new, is_param), keep(new, is_state)
 
     params, state = split(model)
-    overwrite_with_gradient = frozenset(
-        name
-        for name, _ in named_leaves(params)
-        if OVERWRITE_WITH_GRADIENT in name.split(".")
-    )
-    made = {
-        name: frozenset().union(*variables.find(name, tuple(leaf.shape)).values())
-        for name, leaf in named_leaves(params)
-    }
     return ModelDef(
         params,
         state,
         {},
         merge,
         split,
-        overwrite_with_gradient=overwrite_with_gradient,
-        made=made,
+        overwrite_with_gradient=_overwritten(params),
+        made=_made_shapes(params, variables),
     )
+
+
+def _overwritten(params: PyTree) -> frozenset[str]:
+    """Returns the parameters in a collection that gradients overwrite: flax's name."""
+    names = [name for name, _ in named_leaves(params)]
+    return frozenset(n for n in names if OVERWRITE_WITH_GRADIENT in n.split("."))
+
+
+def _made_shapes(params: PyTree, variables: Variables) -> dict[str, frozenset]:
+    """Returns the shapes in which linen modules made each parameter, by its name."""
+    return {
+        name: frozenset().union(*variables.find(name, tuple(leaf.shape)).values())
+        for name, leaf in named_leaves(params)
+    }
 
 
 def _is_array(leaf: Any) -> bool:
