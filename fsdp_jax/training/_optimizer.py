@@ -98,7 +98,8 @@ def _check_same(what: str, got: PyTree, like: str, want: PyTree) -> None:
 
 
 def _in_other_shape(name: str, leaf: Any, want: Any) -> list[str]:
-    has, had = tuple(leaf.shape), tuple(want.shape)
+    # A Variable that `optax.masked` leaves out holds a `MaskedNode`, without a shape.
+    has, had = (getattr(x, "shape", None) for x in (leaf, want))
     return [] if has == had else [f"{name}: {has}, not {had}"]
 
 
