@@ -24,7 +24,7 @@ PACKAGES = ("fsdp_jax", "bridge")
 # those below. `__init__` is the package itself: `from fsdp_jax import X`.
 ROOMS = [
     {"box", "compat", "jaxpr", "local_path", "quiet_import", "report", "scopes"}
-    | {"streams", "tree"},
+    | {"streams", "tp_shards", "tree"},
     {"launch", "lora", "rl"},
     {"sharding"},
     {"data", "ops"},

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
+from fsdp_jax._tp_shards import num_automatic_tp, on_tp_shards
 from fsdp_jax._tree import PyTree
-from fsdp_jax.sharding._tp_shards import num_automatic_tp, on_tp_shards
 
 
 def pass_on(message: PyTree, stages: int, step: int) -> PyTree:

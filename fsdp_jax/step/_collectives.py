@@ -33,6 +33,7 @@ from fsdp_jax._scopes import (
     REDUCE_SCATTER,
     traced_as,
 )
+from fsdp_jax._tp_shards import on_tp_shards
 from fsdp_jax.sharding._low_precision import (
     MXFP8Gather,
     Quantized,
@@ -40,7 +41,6 @@ from fsdp_jax.sharding._low_precision import (
     decode_mxfp8,
 )
 from fsdp_jax.sharding._plan import ParamPlan
-from fsdp_jax.sharding._tp_shards import on_tp_shards
 from fsdp_jax.step._grad_mark import mark_gradient
 from fsdp_jax.step._shard import GradReduction, Shard
 

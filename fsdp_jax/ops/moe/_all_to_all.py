@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from fsdp_jax.sharding._tp_shards import num_automatic_tp, on_tp_shards
+from fsdp_jax._tp_shards import num_automatic_tp, on_tp_shards
 
 Sizes = Int[Array, " ranks"]
 
