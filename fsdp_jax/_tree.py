@@ -59,12 +59,16 @@ def tree_differences(
       misfits: Lines on a leaf that both have, of `(name, got, want)`; none if it fits.
     """
     have, wanted = dict(named_leaves(got)), dict(named_leaves(want))
-    lines = [f"missing: {name}" for name in wanted if name not in have]
-    lines += [f"unexpected: {name}" for name in have if name not in wanted]
+    lines = [f"missing: {_shown(n, x)}" for n, x in wanted.items() if n not in have]
+    lines += [f"unexpected: {_shown(n, x)}" for n, x in have.items() if n not in wanted]
     for name, leaf in wanted.items():
         if name in have:
             lines += misfits(name, have[name], leaf)
     return lines
+
+
+def _shown(name: str, leaf: Any) -> str:
+    return f"{name} {tuple(leaf.shape)}" if hasattr(leaf, "shape") else name
 
 
 def as_patterns(owner: str, option: str, patterns: object) -> tuple[str, ...]:

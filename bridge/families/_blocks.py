@@ -14,6 +14,8 @@ Rules = tuple[Rule, ...]
 
 HEAD = Rule("lm_head.weight", "lm_head.kernel", "vocab embed -> embed vocab")
 
+# Grouped-query attention: a layout splits the rows of a file into heads, of which keys
+# and values have fewer. The numbers are those of the config (`Rule` takes its sizes).
 _Q = (
     "(heads head_dim) embed -> embed heads head_dim",
     "(heads head_dim) -> heads head_dim",

@@ -10,7 +10,7 @@ from functools import partial
 import jax.numpy as jnp
 
 from fsdp_jax.hlo._collectives import Dims
-from fsdp_jax.sharding._low_precision import MXFP8Gather, num_blocks
+from fsdp_jax.sharding._float8_gather import MXFP8Gather, num_blocks
 from fsdp_jax.sharding._mesh import DATA_AXES, axes_in_use
 from fsdp_jax.sharding._plan import ParamPlan, Plan
 from fsdp_jax.step._param_layout import is_float8

@@ -1,1 +1,1 @@
-"""Parser of HLO text: instructions, collectives and their replica groups."""
+"""Parser of HLO text: instructions, their execution, collectives, replica groups."""

@@ -1,4 +1,4 @@
-"""Optimizer transformations: 8-bit state, layer-wise updates, averages."""
+"""Optimizer transformations: 8-bit state, layer-wise updates (Muon), averages."""
 
 from fsdp_jax.optim._ema import ema_of_params as ema_of_params
 from fsdp_jax.optim._layer_wise import layer_wise as layer_wise

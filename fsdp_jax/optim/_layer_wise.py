@@ -1,4 +1,7 @@
-"""Layer-wise optimizer: updates unsharded matrices, each on one device."""
+"""Layer-wise optimizer, as for Muon: each matrix is updated unsharded on one device.
+
+`_matrix_stack` has the layout of its state.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Redistributes the matrices of several parameters into a stack of unsharded ones."""
+"""Layout of a layer-wise optimizer's state: stacks of unsharded matrices (Muon)."""
 
 from __future__ import annotations
 

@@ -8,9 +8,9 @@ from fsdp_jax.sharding._chunks import split_chunks as split_chunks
 from fsdp_jax.sharding._chunks import validate_chunks as validate_chunks
 from fsdp_jax.sharding._config import FSDPConfig as FSDPConfig
 from fsdp_jax.sharding._config import Placements as Placements
+from fsdp_jax.sharding._float8_gather import Float8Gather as Float8Gather
+from fsdp_jax.sharding._float8_gather import MXFP8Gather as MXFP8Gather
 from fsdp_jax.sharding._fully_shard import fully_shard as fully_shard
-from fsdp_jax.sharding._low_precision import Float8Gather as Float8Gather
-from fsdp_jax.sharding._low_precision import MXFP8Gather as MXFP8Gather
 from fsdp_jax.sharding._mesh import make_mesh as make_mesh
 from fsdp_jax.sharding._offload import OffloadPolicy as OffloadPolicy
 from fsdp_jax.sharding._padded import Padded as Padded

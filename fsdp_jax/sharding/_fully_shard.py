@@ -18,7 +18,7 @@ from fsdp_jax.sharding._config import (
     Placements,
 )
 from fsdp_jax.sharding._expert_parallel import check_experts, expert_dim, without_ep
-from fsdp_jax.sharding._low_precision import ParamGather
+from fsdp_jax.sharding._float8_gather import ParamGather
 from fsdp_jax.sharding._mesh import (
     DATA_AXES,
     OUTER_AXES,

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from jax.sharding import Mesh, PartitionSpec
 
 from fsdp_jax.sharding._config import Placements
-from fsdp_jax.sharding._low_precision import ParamGather
+from fsdp_jax.sharding._float8_gather import ParamGather
 from fsdp_jax.sharding._mesh import num_devices
 from fsdp_jax.sharding._precision import Precision
 

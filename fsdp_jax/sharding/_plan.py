@@ -15,7 +15,7 @@ from fsdp_jax._report import Grid, format_bytes, html_page
 from fsdp_jax._tree import PyTree, matches, named_leaves
 from fsdp_jax.sharding._annotations import ignored_line
 from fsdp_jax.sharding._config import FSDPConfig, Placements
-from fsdp_jax.sharding._low_precision import MXFP8Gather, num_blocks
+from fsdp_jax.sharding._float8_gather import MXFP8Gather, num_blocks
 from fsdp_jax.sharding._memory_summary import memory_summary, padding_bytes
 from fsdp_jax.sharding._mesh import BATCH_AXES, DATA_AXES, axes_in_use
 from fsdp_jax.sharding._model_def import MakeModel, ModelDef

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from fsdp_jax._tree import as_patterns, matches
-from fsdp_jax.sharding._low_precision import ParamGather
+from fsdp_jax.sharding._float8_gather import ParamGather
 
 
 @dataclasses.dataclass(frozen=True)

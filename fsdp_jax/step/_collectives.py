@@ -34,7 +34,7 @@ from fsdp_jax._scopes import (
     traced_as,
 )
 from fsdp_jax._tp_shards import on_tp_shards
-from fsdp_jax.sharding._low_precision import (
+from fsdp_jax.sharding._float8_gather import (
     MXFP8Gather,
     Quantized,
     decode_float8,

@@ -11,7 +11,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from fsdp_jax._scopes import GATHER_FOR_STEP
-from fsdp_jax.sharding._low_precision import (
+from fsdp_jax.sharding._float8_gather import (
     Float8Gather,
     MXFP8Gather,
     Quantized,

@@ -110,7 +110,7 @@ REFUSED = {
         ("MultiSteps", "num_microbatches=k"),
     ),
     "state that grows": (shape_changing, ("seen", "(2,)", "(1,)")),
-    "other updates": (extra_updates, ("more", "(4, 6)", "None")),
+    "other updates": (extra_updates, ("more", "unexpected", "(4, 6)")),
 }
 
 

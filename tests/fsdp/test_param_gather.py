@@ -17,7 +17,7 @@ from helpers.errors import facts
 from helpers.hlo import collectives
 
 import fsdp_jax as fsdp
-from fsdp_jax.sharding._low_precision import (
+from fsdp_jax.sharding._float8_gather import (
     decode_mxfp8,
     encode_float8,
     encode_mxfp8,
