@@ -15,7 +15,7 @@ Rules = tuple[Rule, ...]
 HEAD = Rule("lm_head.weight", "lm_head.kernel", "vocab embed -> embed vocab")
 
 # Grouped-query attention: a layout splits the rows of a file into heads, of which keys
-# and values have fewer. The numbers are those of the config (`Rule` takes its sizes).
+# and values have fewer. How many of each, `sizes_of` reads from the config.
 _Q = (
     "(heads head_dim) embed -> embed heads head_dim",
     "(heads head_dim) -> heads head_dim",
