@@ -312,7 +312,17 @@ def wrong_links(page: str, text: str) -> list[str]:
             is_page and anchor and anchor not in anchors(target.read_text())
         ):
             wrong.append(link)
-    return wrong
+    return wrong + [
+        f"{path}: {name}"
+        for name, path in re.findall(r"\[`(\w+)`\]\(([^)]+\.py)\)", text)
+        if not _defines((ROOT / page).parent / path, name)
+    ]
+
+
+def _defines(file: Path, name: str) -> bool:
+    """Whether a file has the function or class that a link to it is called."""
+    text = file.read_text() if file.exists() else ""
+    return bool(re.search(rf"^ *(?:def|class) {name}\b", text, re.MULTILINE))
 
 
 def test_files_and_links_exist():
@@ -324,10 +334,12 @@ def test_files_and_links_exist():
 def test_a_planted_link_to_nowhere_is_caught():
     text = (
         "`tests/none.py`, [a](docs/none.md), [b](#measured), [c](#none), "
-        "[d](docs/pages/how-to/hsdp.md#none), [e](https://example.org/none)"
+        "[d](docs/pages/how-to/hsdp.md#none), [e](https://example.org/none), "
+        "[`rows`](docs/import_graph.py), [`nobody`](docs/import_graph.py)"
     )
     assert wrong_links("README.md", text) == [
-        *("tests/none.py", "docs/none.md", "#none", "docs/pages/how-to/hsdp.md#none")
+        *("tests/none.py", "docs/none.md", "#none", "docs/pages/how-to/hsdp.md#none"),
+        "docs/import_graph.py: nobody",
     ]
 
 
