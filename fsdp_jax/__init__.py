@@ -15,6 +15,7 @@ from fsdp_jax import notebook as notebook
 from fsdp_jax import ops as ops
 from fsdp_jax import optim as optim
 from fsdp_jax import planner as planner
+from fsdp_jax import resharding as resharding
 from fsdp_jax import rl as rl
 from fsdp_jax import sharding as sharding
 from fsdp_jax import step as step
@@ -30,6 +31,7 @@ from fsdp_jax.data import host_shard as host_shard
 from fsdp_jax.launch import initialize as initialize
 from fsdp_jax.lora import LoRAConfig as LoRAConfig
 from fsdp_jax.planner import estimate_step as estimate_step
+from fsdp_jax.resharding import reshard as reshard
 from fsdp_jax.sharding import FSDPConfig as FSDPConfig
 from fsdp_jax.sharding import MixedPrecisionPolicy as MixedPrecisionPolicy
 from fsdp_jax.sharding import OffloadPolicy as OffloadPolicy

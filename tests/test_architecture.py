@@ -33,6 +33,7 @@ ROOMS = [
     {"pipeline"},
     {"training"},
     {"checkpoint"},
+    {"resharding"},
     {"hlo"},
     {"planner"},
     {"audit"},

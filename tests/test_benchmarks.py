@@ -73,6 +73,7 @@ CLAIMS = [
     "torture: rollbacks.steps_lost == 0",
     "torture: second_writers.steps_lost == 0",
     "checkpoint_stores: store_rounds >= 3",
+    "resharding: rows.*.exact == 1",
 ]
 
 

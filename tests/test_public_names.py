@@ -29,12 +29,12 @@ NAMES = (
     *("Checkpointer", "HostBatches", "abstract_state", "audit_step", "estimate_step"),
     *("fully_shard", "global_batch", "host_shard", "init_params", "init_state"),
     *("initialize", "latest_step", "load", "make_eval_step", "make_forward"),
-    *("make_mesh", "make_train_step", "save", "scan", "trainable", "unit", "unshard"),
-    "value_and_grad",
+    *("make_mesh", "make_train_step", "reshard", "save", "scan", "trainable", "unit"),
+    *("unshard", "value_and_grad"),
 )
 MODULES = (
     *("audit", "checkpoint", "data", "launch", "lora", "notebook", "ops", "optim"),
-    *("planner", "rl", "sharding", "step", "training"),
+    *("planner", "resharding", "rl", "sharding", "step", "training"),
 )
 COMPILES_FOR_GPUS = {"estimate_step"}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -74,6 +75,29 @@ def flatten(tree: PyTree) -> dict[str, Leaf]:
     return {name: _leaf(leaf) for name, leaf in named}
 
 
+def parts(name: str, node: Any) -> dict[str, Leaf]:
+    """Returns the leaves of one node of `named_leaves`; several of a `MatrixStack`.
+
+    Args:
+      name: Name of the node in its tree.
+      node: Array, abstract array, `Padded` or `MatrixStack`.
+    """
+    return {full: _leaf(leaf) for full, leaf in _by_parameter(name, node)}
+
+
+def rebuild(like: PyTree, values: Callable[[str, Any], dict[str, Any]]) -> PyTree:
+    """Restores the structure of `like`, one node after the other.
+
+    Args:
+      like: Tree that `parts` was called for, node by node.
+      values: Function of name and node that returns arrays as for `unflatten`.
+    """
+    treedef = jax.tree.structure(like, is_leaf=_is_node)
+    return treedef.unflatten(
+        _filled(name, node, values(name, node)) for name, node in named_leaves(like)
+    )
+
+
 def unflatten(like: PyTree, values: dict[str, Any]) -> PyTree:
     """Restores the structure of `like`; inverse of `flatten`.
 
@@ -82,10 +106,7 @@ def unflatten(like: PyTree, values: dict[str, Any]) -> PyTree:
       values: Arrays by name, with the shape of the leaf's `value`. A leaf without one
         is left unchanged.
     """
-    treedef = jax.tree.structure(like, is_leaf=_is_node)
-    return treedef.unflatten(
-        _filled(name, leaf, values) for name, leaf in named_leaves(like)
-    )
+    return rebuild(like, lambda name, node: values)
 
 
 def layout(leaves: dict[str, Leaf]) -> dict[str, list[str]]:
