@@ -117,7 +117,7 @@ def _explain(repo_id: str, revision: str | None, error: Exception) -> str:
         case errors.RepositoryNotFoundError():
             return (
                 f"{subject} the hub has no such repository, or a private one: check "
-                "the key_mapping, or log in (`hf auth login`)."
+                "its name, or log in (`hf auth login`)."
             )
         case errors.RevisionNotFoundError():
             return f"{subject} its hub repository has no revision {revision!r}."

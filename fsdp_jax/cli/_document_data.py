@@ -13,8 +13,7 @@ import numpy as np
 from fsdp_jax.checkpoint._multihost import check_same, exchange, together
 from fsdp_jax.cli._chat_template import Span, read_chat_template
 from fsdp_jax.cli._data_config import DataConfig
-from fsdp_jax.cli._records import Record, read_records
-from fsdp_jax.cli._tables import is_table
+from fsdp_jax.cli._records import Record, has_rows, read_records
 from fsdp_jax.cli._tokenizer import TextCodec, check_vocab
 from fsdp_jax.data._documents import (
     DocumentRows,
@@ -160,7 +159,7 @@ class DocumentData:
             found = source.documents.numbers[list(source.rows[row])]
             numbers.setdefault(which, set()).update(found.tolist())
         return "; ".join(
-            f"{'rows' if is_table(Path(self.files[which])) else 'lines'} "
+            f"{'rows' if has_rows(Path(self.files[which])) else 'lines'} "
             f"{', '.join(map(str, sorted(found)))} of '{self.files[which]}'"
             for which, found in sorted(numbers.items())
         )

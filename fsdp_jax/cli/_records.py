@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gzip
 import json
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from fsdp_jax.cli._chat_template import ChatTemplate, Span
+from fsdp_jax.cli._dataset import dataset_files, dataset_name
+from fsdp_jax.cli._dataset_layout import format_of
+from fsdp_jax.cli._errors import require
 from fsdp_jax.cli._tables import is_table, read_table
 
 _SHOWN = 5
@@ -48,12 +53,21 @@ def is_jsonl(file: Path) -> bool:
 
 
 def has_records(file: Path) -> bool:
-    """Returns whether a file is read as records and not as text.
+    """Returns whether an entry is read as records and not as text.
 
     Args:
-      file: File of `--data`.
+      file: File, folder or hub id of `--data`.
     """
-    return is_jsonl(file) or is_table(file)
+    return is_jsonl(file) or is_table(file) or dataset_name(file) is not None
+
+
+def has_rows(file: Path) -> bool:
+    """Returns whether records are counted as rows, and not as lines.
+
+    Args:
+      file: File, folder or hub id of `--data`.
+    """
+    return is_table(file) or dataset_name(file) is not None
 
 
 def check_kinds(files: Sequence[Path]) -> None:
@@ -74,15 +88,16 @@ def read_records(file: Path, template: ChatTemplate | None) -> list[Record]:
     """Reads the records of a file.
 
     Args:
-      file: JSON Lines, or a table as for `read_table`; each record has `text`,
-        `messages`, or `prompt` and `completion`.
+      file: JSON Lines, a table as for `read_table`, or a data set as for
+        `dataset_files`; each record has `text`, `messages`, or `prompt` and
+        `completion`.
       template: Chat template for `messages`; None if the model has none.
 
     Raises:
       ValueError: If lines are no such records; the first ones are listed.
     """
     records, wrong, number = [], [], 0
-    what = "row" if is_table(file) else "line"
+    what = "row" if has_rows(file) else "line"
     for number, parse in enumerate(_rows(file), 1):
         try:
             if (fields := parse()) is not None:
@@ -103,18 +118,47 @@ def read_records(file: Path, template: ChatTemplate | None) -> list[Record]:
 
 
 def _rows(file: Path) -> Iterator[Callable[[], Any]]:
-    """Yields what parses each line, or row of a table; None for an empty line."""
+    """Yields what parses each record of an entry; None for an empty line."""
+    if dataset_name(file) is None:
+        yield from _rows_of_file(file)
+        return
+    for part in dataset_files(file):
+        yield from _rows_of_file(part)
+
+
+def _rows_of_file(file: Path) -> Iterator[Callable[[], Any]]:
     if is_table(file):
         yield from (functools.partial(dict, row) for row in read_table(file))
         return
-    for line in file.read_text(encoding="utf-8").splitlines():
+    text = _read_text(file)
+    if format_of(file.name) == ".json" and text.lstrip()[:1] == "[":
+        for record in json.loads(text):
+            yield functools.partial(_checked, record)
+        return
+    for line in text.splitlines():
         yield functools.partial(_parse, line)
+
+
+def _read_text(file: Path) -> str:
+    try:
+        if file.suffix.lower() == ".gz":
+            return gzip.decompress(file.read_bytes()).decode()
+        if file.suffix.lower() == ".zst":
+            pyarrow = require("pyarrow", f"--data '{file}'")
+            with pyarrow.input_stream(str(file), compression="zstd") as stream:
+                return stream.read().decode()
+        return file.read_text(encoding="utf-8")
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        raise ValueError(f"--data '{file}' cannot be read: {error}") from error
 
 
 def _parse(line: str) -> Any:
     if not line.strip():
         return None
-    fields = json.loads(line)
+    return _checked(json.loads(line))
+
+
+def _checked(fields: Any) -> dict[str, Any]:
     if not isinstance(fields, dict):
         raise ValueError("no JSON object")
     return fields

@@ -14,6 +14,7 @@ import jax
 import yaml
 
 from fsdp_jax.checkpoint._paths import as_path
+from fsdp_jax.cli._dataset import is_hub_id
 from fsdp_jax.cli._option_schema import Schema, problems, schema_of
 from fsdp_jax.cli._options import repeated
 from fsdp_jax.cli._run_marker import write_in
@@ -23,6 +24,7 @@ NAME = "run.yaml"
 
 _SUFFIXES = (".yaml", ".yml", ".json")
 # What a resumed run has of its own: a start, steps to trace, and devices.
+_OF_DATA = ("data", "eval_data")
 _OF_A_START = ("start", "profiling", "where")
 
 
@@ -249,11 +251,13 @@ def options_by_section(group: Any, resolved: Mapping[str, Any]) -> dict[str, Any
         elif value is None:
             value = resolved.get(field.name)
         if value is not None and value != ():
-            found[field.name] = _as_yaml(value)
+            found[field.name] = _as_yaml(value, field.name in _OF_DATA)
     return found
 
 
-def _as_yaml(value: Any) -> Any:
+def _as_yaml(value: Any, is_data: bool) -> Any:
     if isinstance(value, tuple):
-        return [_as_yaml(x) for x in value]
-    return str(as_path(value).absolute()) if isinstance(value, Path) else value
+        return [_as_yaml(x, is_data) for x in value]
+    if not isinstance(value, Path) or (is_data and is_hub_id(value)):
+        return str(value) if isinstance(value, Path) else value
+    return str(as_path(value).absolute())

@@ -1,4 +1,4 @@
-"""Tables of records: Parquet files."""
+"""Tables of records: Parquet and Arrow files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def is_table(file: Path) -> bool:
     Args:
       file: File of `--data`.
     """
-    return file.suffix.lower() == ".parquet"
+    return file.suffix.lower() in (".parquet", ".arrow")
 
 
 def check_table(file: Path) -> None:
@@ -24,30 +24,48 @@ def check_table(file: Path) -> None:
     Args:
       file: Table.
     """
-    _parquet(file)
+    _module("parquet", file)
 
 
 def read_table(file: Path) -> Iterator[dict[str, Any]]:
     """Yields the rows of a table, without fields that are null.
 
     Args:
-      file: Parquet file.
+      file: Parquet, or Arrow as `datasets` writes it.
 
     Raises:
-      ValueError: If it is no Parquet.
+      ValueError: If it is neither.
     """
-    parquet = _parquet(file)
+    is_arrow = file.suffix.lower() == ".arrow"
     try:
-        with parquet.ParquetFile(file) as table:
-            for batch in table.iter_batches():
-                yield from map(_without_nulls, batch.to_pylist())
+        for batch in _arrow(file) if is_arrow else _parquet(file):
+            yield from map(_without_nulls, batch.to_pylist())
     except (ValueError, OSError) as error:
-        raise ValueError(f"--data '{file}' is no Parquet: {error}") from error
+        kind = "Arrow" if is_arrow else "Parquet"
+        raise ValueError(f"--data '{file}' is no {kind}: {error}") from error
 
 
-def _parquet(file: Path) -> Any:
+def _parquet(file: Path) -> Iterator[Any]:
+    with _module("parquet", file).ParquetFile(file) as table:
+        yield from table.iter_batches()
+
+
+def _arrow(file: Path) -> Iterator[Any]:
+    """Yields the batches of a stream, or of a file, whose first bytes say that."""
+    ipc, pyarrow = _module("ipc", file), require("pyarrow", f"--data '{file}'")
+    with pyarrow.memory_map(str(file)) as source:
+        if source.read(6) == b"ARROW1":
+            source.seek(0)
+            table = ipc.open_file(source)
+            yield from map(table.get_batch, range(table.num_record_batches))
+        else:
+            source.seek(0)
+            yield from ipc.open_stream(source)
+
+
+def _module(name: str, file: Path) -> Any:
     require("pyarrow", f"--data '{file}'")
-    return require("pyarrow.parquet", f"--data '{file}'")
+    return require(f"pyarrow.{name}", f"--data '{file}'")
 
 
 def _without_nulls(row: dict[str, Any]) -> dict[str, Any]:

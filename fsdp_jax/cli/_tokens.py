@@ -13,6 +13,7 @@ from jaxtyping import Integer
 
 from fsdp_jax.checkpoint._multihost import check_same, exchange, together
 from fsdp_jax.cli._data_config import Tokenizer
+from fsdp_jax.cli._dataset import check_folder, dataset_name
 from fsdp_jax.cli._tables import check_table, is_table
 from fsdp_jax.cli._tokenizer import check_vocab, open_codec
 
@@ -44,15 +45,21 @@ class Tokens:
 def check_files(files: Sequence[Path], option: str = "--data") -> None:
     """Raises a `ValueError` that lists every file that is absent or empty.
 
+    Folders are checked as data sets; ids of the hub when they are read.
+
     Args:
-      files: Files.
+      files: Files, folders and hub ids.
       option: Option that names them, for the message.
     """
+    entries, files = files, [f for f in files if dataset_name(f) is None]
     wrong = [f"'{f}' is not there" for f in files if not f.exists()]
     wrong += [f"'{f}' is no file" for f in files if f.exists() and not f.is_file()]
     wrong += [f"'{f}' is empty" for f in files if f.is_file() and not f.stat().st_size]
-    if wrong or not files:
+    if wrong or not entries:
         raise ValueError(f"{option}: {'; '.join(wrong) or 'give 1 file or more'}.")
+    for entry in entries:
+        if entry not in files:
+            check_folder(entry, option)
     for table in filter(is_table, files):
         check_table(table)
 

@@ -34,7 +34,7 @@ def read_data(
     """Reads files of one kind.
 
     Args:
-      files: Text files, or files of JSON Lines.
+      files: Text files; or files, folders and hub ids of records.
       origin: Model, with its tokenizer and chat template.
       config: Options of the data.
       share: Directory in which the first process leaves tokens for the others; None if

@@ -13,9 +13,11 @@ COMMIT = hashlib.sha1(b"main").hexdigest()
 BRANCH_COMMIT = hashlib.sha1(b"branch").hexdigest()
 Files = Mapping[str, bytes]
 _API = re.compile(
-    r"/api/models/(?P<repo>.+?)(/(?P<kind>revision|tree)/(?P<revision>.+))?"
+    r"/api/(models|datasets)/(?P<repo>.+?)(/(?P<kind>revision|tree)/(?P<revision>.+))?"
 )
-_FILE = re.compile(r"/(?P<repo>.+?)/resolve/(?P<revision>[^/]+)/(?P<file>.+)")
+_FILE = re.compile(
+    r"/(datasets/)?(?P<repo>.+?)/resolve/(?P<revision>[^/]+)/(?P<file>.+)"
+)
 
 
 class Hub(ThreadingHTTPServer):

@@ -40,7 +40,8 @@ class Data:
     Attributes:
       model: Model whose tokenizer and chat template are used: a directory, a hub id, or
         a checkpoint.
-      data: Text files, or files of records: JSON Lines (.jsonl) or Parquet.
+      data: Text files, or records: files of JSON Lines (.jsonl), Parquet or Arrow, and
+        Hugging Face data sets, a folder or hub id, as NAME[@REVISION][:CONFIG][:SPLIT].
       show: Number of rows to show.
       batches: Batches of the data.
       ignore_field: Field of config.json to ignore although it is refused; may be

@@ -110,7 +110,8 @@ class Train:
     and --metrics becomes what an uninterrupted run would have written.
 
     Attributes:
-      data: Text files, or files of records: JSON Lines (.jsonl) or Parquet.
+      data: Text files, or records: files of JSON Lines (.jsonl), Parquet or Arrow, and
+        Hugging Face data sets, a folder or hub id, as NAME[@REVISION][:CONFIG][:SPLIT].
       steps: Last step, counted from the start of the run.
       save: Directory for the checkpoints, one folder a step.
       start: Origin of the weights.
