@@ -115,6 +115,19 @@ def num_targets(batch: Any) -> int:
     return rows * (length - 1)
 
 
+def abstract_pairs(batch: int, seq: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns an abstract batch of preference pairs.
+
+    Args:
+      batch: Pairs of the global batch.
+      seq: Tokens that a row predicts.
+    """
+    dtypes = dict.fromkeys(DOCUMENT_SEQUENCES, jnp.int32)
+    dtypes["weights"] = jnp.float32
+    rows = {n: jax.ShapeDtypeStruct((batch, 2, seq), d) for n, d in dtypes.items()}
+    return {**rows, "reference": jax.ShapeDtypeStruct((batch, 2), jnp.float32)}
+
+
 def abstract_rows(batch: int, seq: int, cp: int, *, documents: bool = False) -> Any:
     """Returns an abstract batch.
 

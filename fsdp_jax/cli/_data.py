@@ -92,6 +92,29 @@ class Batches(Iterator[Any]):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
+class FullBatches:
+    """Rows with empty ones behind them, so that the last batch is full.
+
+    Attributes:
+      rows: Rows, dicts of arrays.
+      batch: Rows of a global batch.
+    """
+
+    rows: Sequence[Any]
+    batch: int
+
+    def __len__(self) -> int:
+        """Returns the number of rows with the empty ones."""
+        return -(-len(self.rows) // self.batch) * self.batch
+
+    def __getitem__(self, index: int) -> Any:
+        """Returns a row, or an empty one."""
+        if index < len(self.rows):
+            return self.rows[index]
+        return {name: np.zeros_like(values) for name, values in self.rows[0].items()}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class _From:
     """A stream of rows without its first ones."""
 

@@ -10,8 +10,9 @@ Tokenizer = Literal["bytes", "model"]
 RowsOf = Literal["pack", "pad"]
 Overlong = Literal["truncate", "drop"]
 TrainOn = Literal["completions", "all"]
+Objective = Literal["sft", "dpo"]
 
-_OF_DOCUMENTS = ("rows", "overlong", "train_on", "data_weights")
+_OF_DOCUMENTS = ("rows", "overlong", "train_on", "data_weights", "objective")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +28,7 @@ class DataConfig:
       overlong: Treatment of documents that are longer than a row.
       train_on: Tokens of documents that are trained.
       data_weights: Share of each file among the rows.
+      objective: What is learned: documents (sft), or preferences of pairs (dpo).
     """
 
     tokenizer: Tokenizer
@@ -37,6 +39,7 @@ class DataConfig:
     overlong: Overlong = "truncate"
     train_on: TrainOn = "completions"
     data_weights: str = ""
+    objective: Objective = "sft"
 
     def problems(self) -> list[str]:
         """Returns what is out of range, by option."""
@@ -47,6 +50,8 @@ class DataConfig:
         ]
         if not 0 <= self.seed < 2**32:
             wrong.append(f"--seed {self.seed}: at least 0, below 2**32")
+        if self.objective == "dpo" and self.train_on == "all":
+            wrong.append("--train-on all: --objective dpo compares answers alone")
         return wrong
 
 
@@ -72,5 +77,6 @@ def refuse_document_options(given: dict[str, Any]) -> None:
     ]
     if wrong:
         raise ValueError(
-            f"{', '.join(wrong)}: for --data of JSON Lines (.jsonl), not for text."
+            f"{', '.join(wrong)}: for --data of records (JSON Lines, Parquet, data "
+            "sets), not for text."
         )

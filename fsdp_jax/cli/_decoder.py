@@ -116,10 +116,12 @@ class LossConfig:
     Attributes:
       label_smoothing: Fraction of each target spread over the vocabulary.
       z_loss: Weight of the squared log-normalizer of the logits.
+      dpo_beta: Strength of the pull to the reference model; None for the default.
     """
 
     label_smoothing: float = 0.0
     z_loss: float = 0.0
+    dpo_beta: float | None = None
 
     def problems(self) -> list[str]:
         """Returns what is out of range, by option."""
@@ -130,6 +132,8 @@ class LossConfig:
             )
         if not 0 <= self.z_loss < math.inf:
             wrong.append(f"--z-loss {self.z_loss}: a finite number, at least 0")
+        if self.dpo_beta is not None and not 0 < self.dpo_beta < math.inf:
+            wrong.append(f"--dpo-beta {self.dpo_beta}: a finite number, more than 0")
         return wrong
 
 
@@ -147,7 +151,7 @@ def training_loss(
       Function `loss(model, batch) -> (loss, metrics)`; the metrics are those of
       experts.
     """
-    of_tokens = _losses_of_tokens(fused, terms)
+    of_tokens = losses_of_tokens(fused, terms)
 
     def loss(model, batch):
         tokens, targets = _tokens_and_targets(batch)
@@ -155,7 +159,7 @@ def training_loss(
         cross_entropy = of_tokens(model, states, targets).mean()
         if stats is None:
             return cross_entropy, {}
-        balance, reported = _balance(model, routing, stats)
+        balance, reported = balance_of_experts(model, routing, stats)
         return cross_entropy + balance, {"cross_entropy": cross_entropy, **reported}
 
     return loss
@@ -175,13 +179,13 @@ def document_loss(
       Function `loss(model, batch) -> ((sum, count), metrics)` over the tokens whose
       weight is not 0; a balancing loss of experts counts once for each of them.
     """
-    of_rows = _sum_over_rows(_losses_of_tokens(fused, terms))
+    of_rows = _sum_over_rows(losses_of_tokens(fused, terms))
 
     def loss(model, batch):
         total, count, stats = of_rows(model, batch)
         if stats is None:
             return (total, count), {}
-        balance, reported = _balance(model, routing, stats)
+        balance, reported = balance_of_experts(model, routing, stats)
         return (total + balance * count, count), reported
 
     return loss
@@ -197,7 +201,7 @@ def held_out_loss(*, fused: bool) -> Callable[..., Any]:
       Function `loss(model, batch) -> (sum, count)` over the tokens whose weight is not
       0.
     """
-    of_rows = _sum_over_rows(_losses_of_tokens(fused, LossConfig()))
+    of_rows = _sum_over_rows(losses_of_tokens(fused, LossConfig()))
 
     def loss(model, batch):
         total, count, _ = of_rows(model, batch)
@@ -206,9 +210,17 @@ def held_out_loss(*, fused: bool) -> Callable[..., Any]:
     return loss
 
 
-def _losses_of_tokens(fused: bool, terms: LossConfig) -> Callable[..., Array]:
+def losses_of_tokens(fused: bool, terms: LossConfig) -> Callable[..., Array]:
+    """Returns the function `(model, states, targets)` to the loss of each token.
+
+    Args:
+      fused: Whether logits are computed by chunks of the vocabulary.
+      terms: Terms beside the cross entropy.
+    """
     of_tokens = _fused_token_losses if fused else _token_losses
-    return functools.partial(of_tokens, **vars(terms))
+    return functools.partial(
+        of_tokens, label_smoothing=terms.label_smoothing, z_loss=terms.z_loss
+    )
 
 
 def _sum_over_rows(of_tokens: Callable[..., Array]) -> Callable[..., Any]:
@@ -226,7 +238,7 @@ def _sum_over_rows(of_tokens: Callable[..., Array]) -> Callable[..., Any]:
     return of_rows
 
 
-def _balance(
+def balance_of_experts(
     model: Decoder, routing: Routing, stats: RouterStats
 ) -> tuple[Array, dict[str, Array]]:
     """Returns the balancing loss of experts, with what the metrics say of it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -11,9 +12,10 @@ import jax
 import numpy as np
 
 from fsdp_jax.checkpoint._multihost import check_same, exchange, together
-from fsdp_jax.cli._chat_template import Span, read_chat_template
-from fsdp_jax.cli._data_config import DataConfig
-from fsdp_jax.cli._records import Record, has_rows, read_records
+from fsdp_jax.cli._chat_template import ChatTemplate, Span, read_chat_template
+from fsdp_jax.cli._data_config import DataConfig, Objective
+from fsdp_jax.cli._preference_records import pair_records
+from fsdp_jax.cli._records import Record, has_rows, parse_records, read_records
 from fsdp_jax.cli._tokenizer import TextCodec, check_vocab
 from fsdp_jax.data._documents import (
     DocumentRows,
@@ -21,6 +23,7 @@ from fsdp_jax.data._documents import (
     document_rows,
     join_documents,
 )
+from fsdp_jax.data._pairs import PairRows
 
 Tokenized = tuple[list[int], list[bool]]
 """Token ids of a document, and whether each is trained."""
@@ -52,29 +55,31 @@ class Encoder:
         Raises:
           ValueError: If lines are no records, or no document has a token to train on.
         """
-        records = read_records(file, read_chat_template(self.directory))
+        template = read_chat_template(self.directory)
+        groups = _read_groups(file, template, config.objective)
         limit, drops = config.seq + 1, config.overlong == "drop"
         usable, cuts, lost = [], [], 0
-        for record in records:
-            ids, trained = self.encode(record, config.train_on)
-            if len(ids) > limit:
-                cuts.append(len(ids) - limit)
-                if drops:
-                    continue
-            if any(trained[1:limit]):
-                usable.append((ids[:limit], trained[:limit], record.number))
+        for group in groups:
+            encoded = [self.encode(record, config.train_on) for record in group]
+            longer = [len(ids) - limit for ids, _ in encoded if len(ids) > limit]
+            cuts += [sum(longer)] if longer else []
+            if longer and drops:
+                continue
+            if all(any(trained[1:limit]) for _, trained in encoded):
+                number = group[0].number
+                usable += [(ids[:limit], on[:limit], number) for ids, on in encoded]
             else:
                 lost += 1
         if not usable:
             raise ValueError(
-                f"--data '{file}': none of {len(records)} documents has a token to "
-                f"train on in its first {limit}. Use a larger --seq."
+                f"--data '{file}': none of {len(groups)} {_unit(config)} has a token "
+                f"to train on in its first {limit}. Use a larger --seq."
             )
         documents = join_documents(
             [each[:2] for each in usable], [each[2] for each in usable]
         )
         check_vocab(self.vocab_size, int(documents.ids.max()) + 1, f"'{file}'")
-        parts = _counts(len(records), documents, cuts, lost, config)
+        parts = _counts(len(groups), documents, cuts, lost, config)
         return documents, f"'{file}': {', '.join(parts)}"
 
     def encode(self, record: Record, train_on: str) -> Tokenized:
@@ -98,7 +103,7 @@ def _counts(
 ) -> list[str]:
     """Returns what a file has, and what is left out of it, in numbers."""
     parts = [
-        f"{records:,} documents",
+        f"{records:,} {_unit(config)}",
         f"{len(documents.ids):,} tokens",
         f"{int(documents.trained.sum()):,} trained",
     ]
@@ -110,6 +115,19 @@ def _counts(
     if lost:
         parts.append(f"{lost:,} without a token to train on dropped")
     return parts
+
+
+def _read_groups(
+    file: Path, template: ChatTemplate | None, objective: Objective
+) -> list[tuple[Record, ...]]:
+    """Reads what is kept or dropped together: a document, or the answers of a pair."""
+    if objective == "dpo":
+        return parse_records(file, functools.partial(pair_records, template=template))
+    return [(record,) for record in read_records(file, template)]
+
+
+def _unit(config: DataConfig) -> str:
+    return "pairs" if config.objective == "dpo" else "documents"
 
 
 def _is_in(end: int, spans: Sequence[Span]) -> bool:
@@ -128,7 +146,7 @@ class DocumentData:
       files: Their names.
     """
 
-    sources: tuple[DocumentRows, ...]
+    sources: tuple[DocumentRows | PairRows, ...]
     weights: tuple[float, ...] | None
     lines: tuple[str, ...]
     files: tuple[str, ...]
@@ -169,9 +187,11 @@ class DocumentData:
         yield from self.lines
         for source in self.sources:
             filled = source.documents.lengths.sum() - len(source.documents)
-            share = filled / (len(source) * source.seq)
+            sides = 2 if isinstance(source, PairRows) else 1
+            share = filled / (sides * len(source) * source.seq)
+            what = "pairs of rows" if sides == 2 else "rows"
             yield (
-                f"{len(source):,} rows of {source.seq} tokens, {share:.0%} of them "
+                f"{len(source):,} {what} of {source.seq} tokens, {share:.0%} of them "
                 "filled"
             )
 
@@ -197,14 +217,17 @@ def read_documents(
         found = [encoder.encode_file(file, config) for file in files]
     else:
         found = _read_in_first(files, encoder, config, share)
-    sources = tuple(
-        document_rows(documents, config.seq, packed=config.rows == "pack")
-        for documents, _ in found
-    )
+    sources = tuple(_rows_of(documents, config) for documents, _ in found)
     if weights is None and len(sources) > 1:
         weights = tuple(float(len(source)) for source in sources)
     lines = tuple(line for _, line in found)
     return DocumentData(sources, weights, lines, tuple(map(str, files)))
+
+
+def _rows_of(documents: Documents, config: DataConfig) -> DocumentRows | PairRows:
+    if config.objective == "dpo":
+        return PairRows(documents, config.seq)
+    return document_rows(documents, config.seq, packed=config.rows == "pack")
 
 
 def parse_weights(text: str, count: int) -> tuple[float, ...] | None:

@@ -10,7 +10,7 @@ import numpy as np
 
 import fsdp_jax as fsdp
 from fsdp_jax.cli._context_parallel import split_rows
-from fsdp_jax.cli._data import Windows
+from fsdp_jax.cli._data import FullBatches, Windows
 from fsdp_jax.cli._data_config import DataConfig
 from fsdp_jax.cli._decoder import held_out_loss
 from fsdp_jax.cli._document_data import DocumentData
@@ -56,7 +56,9 @@ class HeldOut:
             plan, held_out_loss(fused=self.fused), calculate_per_token_loss=True
         )
         shard = fsdp.host_shard(plan.mesh)
-        batches = fsdp.HostBatches(_Padded(self.rows, self.batch), self.batch, shard)
+        batches = fsdp.HostBatches(
+            FullBatches(self.rows, self.batch), self.batch, shard
+        )
 
         def evaluate(state: fsdp.TrainState) -> float:
             total, count = 0.0, 0
@@ -128,19 +130,3 @@ class _TextRows(Sequence[Row]):
             "positions": np.arange(seq, dtype=np.int32),
             "weights": np.ones(seq, np.float32),
         }
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Padded:
-    """Rows with empty ones behind them, so that the last batch is full."""
-
-    rows: Sequence[Row]
-    batch: int
-
-    def __len__(self) -> int:
-        return -(-len(self.rows) // self.batch) * self.batch
-
-    def __getitem__(self, index: int) -> Row:
-        if index < len(self.rows):
-            return self.rows[index]
-        return {name: np.zeros_like(values) for name, values in self.rows[0].items()}

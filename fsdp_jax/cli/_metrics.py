@@ -40,8 +40,9 @@ class StepMetrics:
       eval_loss: Mean loss of the held-out data after the update; None if it was not
         measured after this step.
       loss_scale: Factor of the loss in this step; None if there is none.
-      routers: Metrics of a model with experts: the cross entropy without balancing
-        losses, and the metrics of `router_losses`; empty for other models.
+      aux: Metrics of the loss: of a model with experts the cross entropy without
+        balancing losses, and the metrics of `router_losses`; of preferences the rewards
+        of both answers.
     """
 
     step: int
@@ -52,7 +53,7 @@ class StepMetrics:
     peak_memory_bytes: int
     mfu: float | None = None
     loss_scale: float | None = None
-    routers: dict[str, float] = dataclasses.field(default_factory=dict)
+    aux: dict[str, float] = dataclasses.field(default_factory=dict)
     eval_loss: float | None = None
 
     def figures(self) -> dict[str, str]:
@@ -74,7 +75,7 @@ class StepMetrics:
     def as_dict(self) -> dict[str, float]:
         """Returns the numbers by name, without those that JSON cannot express."""
         numbers = dataclasses.asdict(self)
-        numbers |= numbers.pop("routers")
+        numbers |= numbers.pop("aux")
         return {
             name: number
             for name, number in numbers.items()

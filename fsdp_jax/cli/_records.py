@@ -9,7 +9,7 @@ import json
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from fsdp_jax.cli._chat_template import ChatTemplate, Span
 from fsdp_jax.cli._dataset import dataset_files, dataset_name
@@ -17,6 +17,7 @@ from fsdp_jax.cli._dataset_layout import format_of
 from fsdp_jax.cli._errors import require
 from fsdp_jax.cli._tables import is_table, read_table
 
+_T = TypeVar("_T")
 _SHOWN = 5
 _KINDS = {
     "messages": {"messages"},
@@ -85,24 +86,37 @@ def check_kinds(files: Sequence[Path]) -> None:
 
 
 def read_records(file: Path, template: ChatTemplate | None) -> list[Record]:
-    """Reads the records of a file.
+    """Reads the records of an entry of `--data`.
 
     Args:
-      file: JSON Lines, a table as for `read_table`, or a data set as for
-        `dataset_files`; each record has `text`, `messages`, or `prompt` and
-        `completion`.
+      file: Entry, as for `parse_records`; each record has `text`, `messages`, or
+        `prompt` and `completion`.
       template: Chat template for `messages`; None if the model has none.
 
     Raises:
       ValueError: If lines are no such records; the first ones are listed.
     """
+    return parse_records(file, functools.partial(_record, template=template))
+
+
+def parse_records(file: Path, parse: Callable[[Any], _T]) -> list[_T]:
+    """Reads an entry of `--data`, and parses each object of it.
+
+    Args:
+      file: JSON Lines, a table as for `read_table`, or a data set as for
+        `dataset_files`.
+      parse: Function from an object to a `Record`, or a tuple of several, which get
+        their number; raises a `ValueError` for objects that cannot be used.
+
+    Raises:
+      ValueError: If objects cannot be used; the first ones are listed.
+    """
     records, wrong, number = [], [], 0
     what = "row" if has_rows(file) else "line"
-    for number, parse in enumerate(_rows(file), 1):
+    for number, read in enumerate(_rows(file), 1):
         try:
-            if (fields := parse()) is not None:
-                record = _record(fields, template)
-                records.append(dataclasses.replace(record, number=number))
+            if (fields := read()) is not None:
+                records.append(_numbered(parse(fields), number))
         except ValueError as error:  # JSONDecodeError is one.
             wrong.append(f"{what} {number}: {error}")
     if wrong:
@@ -115,6 +129,12 @@ def read_records(file: Path, template: ChatTemplate | None) -> list[Record]:
     if not records:
         raise ValueError(f"--data '{file}' has no records.")
     return records
+
+
+def _numbered(parsed: Any, number: int) -> Any:
+    if isinstance(parsed, tuple):
+        return tuple(_numbered(each, number) for each in parsed)
+    return dataclasses.replace(parsed, number=number)
 
 
 def _rows(file: Path) -> Iterator[Callable[[], Any]]:
@@ -169,7 +189,7 @@ def _record(fields: Any, template: ChatTemplate | None) -> Record:
         raise ValueError("no JSON object")
     if {"chosen", "rejected"} <= fields.keys():
         raise ValueError(
-            "a preference pair (chosen, rejected), which this command does not train"
+            "a preference pair (chosen, rejected): train on it with --objective dpo"
         )
     kinds = [kind for kind, keys in _KINDS.items() if keys <= fields.keys()]
     if len(kinds) != 1:
@@ -179,11 +199,11 @@ def _record(fields: Any, template: ChatTemplate | None) -> Record:
         )
     match kinds[0]:
         case "messages":
-            return _conversation(fields, template)
+            return conversation_record(fields, template)
         case "prompt":
             return _completion(fields, template)
         case _:
-            text = _text(fields, "text")
+            text = text_of(fields, "text")
             return Record(text, ((0, len(text)),))
 
 
@@ -192,15 +212,28 @@ def _completion(fields: Mapping[str, Any], template: ChatTemplate | None) -> Rec
     if isinstance(prompt, list) and isinstance(completion, list):
         # Conversations, of which the completion alone is trained.
         before = len(prompt)
-        return _conversation({"messages": [*prompt, *completion]}, template, before)
-    prompt, completion = _text(fields, "prompt"), _text(fields, "completion")
+        return conversation_record(
+            {"messages": [*prompt, *completion]}, template, before
+        )
+    prompt, completion = text_of(fields, "prompt"), text_of(fields, "completion")
     text = prompt + completion
     return Record(text, ((len(prompt), len(text)),))
 
 
-def _conversation(
+def conversation_record(
     fields: Mapping[str, Any], template: ChatTemplate | None, first: int = 0
 ) -> Record:
+    """Returns the record of a conversation.
+
+    Args:
+      fields: Object with `messages`, and perhaps `tools`.
+      template: Chat template; None if the model has none.
+      first: Number of messages that belong to the prompt.
+
+    Raises:
+      ValueError: If there are no such messages, or none of the assistant behind the
+        prompt.
+    """
     messages = fields["messages"]
     listed = messages if isinstance(messages, list) else []
     roles = [m.get("role") if isinstance(m, dict) else None for m in listed]
@@ -218,7 +251,8 @@ def _conversation(
     return Record(text, tuple(spans[prompted:]), has_specials=True)
 
 
-def _text(fields: Mapping[str, Any], name: str) -> str:
+def text_of(fields: Mapping[str, Any], name: str) -> str:
+    """Returns a field; raises a `ValueError` if it is no text."""
     value = fields[name]
     if not isinstance(value, str):
         raise ValueError(f"{name} is no string")

@@ -54,6 +54,7 @@ class TrainConfig:
             wrong.append("--optimizer muon is for whole matrices, not for --lora-rank")
         if self.optimizer.ema and self.lora.lora_rank:
             wrong.append("--ema averages the weights of a model, not of --lora-rank")
+        wrong += _problems_of_objective(self)
         if wrong:
             raise ValueError("; ".join(wrong) + ".")
 
@@ -79,6 +80,23 @@ class TrainConfig:
         """Returns the value of each option, by its name."""
         parts = {name: x for part in _parts(self) for name, x in vars(part).items()}
         return {**parts, "microbatches": self.microbatches}
+
+
+def _problems_of_objective(config: TrainConfig) -> list[str]:
+    """Returns the terms of the loss that the objective does not have."""
+    loss, wrong = config.loss, []
+    if config.data.objective != "dpo":
+        if loss.dpo_beta is not None:
+            wrong.append(f"--dpo-beta {loss.dpo_beta}: give --objective dpo too")
+        return wrong
+    if loss.label_smoothing >= 0.5:
+        wrong.append(
+            f"--label-smoothing {loss.label_smoothing}: less than 0.5 with "
+            "--objective dpo"
+        )
+    if loss.z_loss:
+        wrong.append(f"--z-loss {loss.z_loss}: --objective dpo has no such term")
+    return wrong
 
 
 def _parts(config: TrainConfig) -> list[Any]:

@@ -279,7 +279,7 @@ class _Measure:
             peak_memory_bytes=peak_memory_bytes(),
             mfu=self._mfu(batch, secs),
             loss_scale=scale,
-            routers={name: value.item() for name, value in measured["aux"].items()},
+            aux={name: value.item() for name, value in measured["aux"].items()},
         )
 
     def _mfu(self, batch: Batch, secs: float) -> float | None:

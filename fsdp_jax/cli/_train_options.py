@@ -9,7 +9,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 import fsdp_jax as fsdp
-from fsdp_jax.cli._data_config import Overlong, RowsOf, Tokenizer, TrainOn
+from fsdp_jax.cli._data_config import Objective, Overlong, RowsOf, Tokenizer, TrainOn
 from fsdp_jax.cli._lora import BaseDType
 from fsdp_jax.cli._optimizer import OptimizerBits, OptimizerName, ScheduleShape
 from fsdp_jax.cli._options import IgnoreField, Unset
@@ -73,6 +73,8 @@ class BatchOptions:
       train_on: Trained tokens of JSON Lines: those of completions, the default, or all.
       data_weights: Share of each file of JSON Lines among the rows, as numbers
         separated by commas; default its number of rows.
+      objective: What is learned: the completions of records (sft, the default), or to
+        prefer the chosen to the rejected answer of pairs (dpo).
     """
 
     batch: Unset[int] = None
@@ -84,6 +86,7 @@ class BatchOptions:
     overlong: Unset[Overlong] = None
     train_on: Unset[TrainOn] = None
     data_weights: Unset[str] = None
+    objective: Unset[Objective] = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +113,10 @@ class OptimizerOptions:
       optimizer_bits: Bits of an element of the moments; default 32.
       ema: Decay of an average of the weights, which eval, generate and export use with
         their --ema; default 0: none.
-      label_smoothing: Fraction of each target spread over the vocabulary; default 0.
+      label_smoothing: Fraction of each target spread over the vocabulary; of dpo, the
+        probability that a pair is labelled the wrong way round. Default 0.
+      dpo_beta: Strength of the pull to the reference model, of --objective dpo; default
+        0.1.
       z_loss: Weight of the squared log-normalizer of the logits; default 0.
     """
 
@@ -130,6 +136,7 @@ class OptimizerOptions:
     optimizer_bits: Unset[OptimizerBits] = None
     ema: Unset[float] = None
     label_smoothing: Unset[float] = None
+    dpo_beta: Unset[float] = None
     z_loss: Unset[float] = None
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hub_server import BRANCH_COMMIT, COMMIT, Hub, running
+from helpers.hub_server import BRANCH_COMMIT, COMMIT, Hub, running
 
 import bridge
 

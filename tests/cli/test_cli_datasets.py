@@ -11,7 +11,7 @@ from pathlib import Path
 import pyarrow
 import pytest
 from helpers.errors import facts
-from hub_server import COMMIT, Hub, running
+from helpers.hub_server import COMMIT, Hub, running
 from huggingface_hub import constants
 from pyarrow import parquet
 

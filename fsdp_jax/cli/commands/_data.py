@@ -88,10 +88,22 @@ class Data:
             console.print(f"row {number}", style="bold")
             if isinstance(data, DocumentData):
                 row = {name: values[0] for name, values in batch.items()}
-                for text in documents_as_text(row, codec, plain=plain):
+                for text in _as_text(row, codec, plain=plain):
                     console.print(text)
             else:
                 console.print(codec.decode(batch[0].tolist()), markup=False)
+
+
+def _as_text(row: Row, codec: TextCodec, *, plain: bool) -> list[Text]:
+    """Decodes the documents of a row, or both answers of a pair."""
+    if row["tokens"].ndim == 1:
+        return documents_as_text(row, codec, plain=plain)
+    texts = []
+    for side, title in enumerate(("chosen", "rejected")):
+        texts.append(Text(title, style="bold"))
+        one = {name: values[side] for name, values in row.items()}
+        texts += documents_as_text(one, codec, plain=plain)
+    return texts
 
 
 def documents_as_text(row: Row, codec: TextCodec, *, plain: bool) -> list[Text]:

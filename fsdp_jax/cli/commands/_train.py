@@ -18,6 +18,7 @@ from fsdp_jax.cli._callback import Callback, load_callback
 from fsdp_jax.cli._context_parallel import (
     DOCUMENT_SEQUENCES,
     SEQUENCES,
+    abstract_pairs,
     abstract_rows,
     check_rows,
 )
@@ -28,6 +29,7 @@ from fsdp_jax.cli._decoder import (
     plan_decoder,
     training_loss,
 )
+from fsdp_jax.cli._document_data import DocumentData
 from fsdp_jax.cli._errors import check_absent, check_creatable
 from fsdp_jax.cli._held_out import HeldOut, hold_out
 from fsdp_jax.cli._log import say
@@ -42,8 +44,10 @@ from fsdp_jax.cli._model_source import (
     tokenizer_file,
 )
 from fsdp_jax.cli._options import Devices, Group
+from fsdp_jax.cli._preference_loss import check_preferences, preference_loss
 from fsdp_jax.cli._profile import Profile
 from fsdp_jax.cli._records import check_kinds, has_records
+from fsdp_jax.cli._reference_model import add_reference
 from fsdp_jax.cli._routing import default_aux_loss_coef
 from fsdp_jax.cli._run_file import options_by_section, write_run_file
 from fsdp_jax.cli._run_marker import (
@@ -91,7 +95,8 @@ class Train:
 
     Text files are cut into rows. Each line of a .jsonl file is a document: `text`,
     `messages` in the model's chat template, or `prompt` and `completion`; of the last
-    two the completions are trained.
+    two the completions are trained. With --objective dpo each is a pair: `chosen`,
+    `rejected` and `prompt`.
 
     Writes the metrics of each step to stdout: one JSON object a line, or a line of text
     on a terminal.
@@ -161,11 +166,13 @@ class Train:
         window = None if traced else self.profiling.window(start, self.steps)
         stored = {} if resumed is None else resumed.metadata
         config = _merge_options(self, origin, stored)
+        if config.data.objective == "dpo":
+            groups = (self.mesh, self.start, self.batches, self.evaluation)
+            check_preferences(self.save, *groups)
         plan = _make_plan(self, config, origin, mesh)
         data = read_data(self.data, origin, config.data, _share(self))
         metadata = _make_metadata(origin.config, config, data, resumed)
         batches = batches_of(data, config.data, fsdp.host_shard(mesh))
-        move_to(batches, stored, config.data)
         say(plan)
         for line in describe(data, config.data):
             say(f"data: {line}")
@@ -183,6 +190,13 @@ class Train:
         make_state = functools.partial(
             *(start_state, origin, resumed, plan, tx, run.loss_scale, config.data.seed)
         )
+        if isinstance(data, DocumentData) and config.data.objective == "dpo":
+            fused = self.precision.fused_loss
+            data, run, make_state = add_reference(
+                plan, data, run, resumed, make_state, fused=fused
+            )
+            batches = batches_of(data, config.data, fsdp.host_shard(mesh))
+        move_to(batches, stored, config.data)
         run_steps(run, plan, tx, make_state, batches)
 
 
@@ -203,7 +217,10 @@ def _make_plan(
         cp_form=train.strategy.cp_algorithm,
         sequences=DOCUMENT_SEQUENCES if documents else SEQUENCES,
     )
-    rows = abstract_rows(config.data.batch, seq, train.mesh.cp, documents=documents)
+    if config.data.objective == "dpo":
+        rows = abstract_pairs(config.data.batch, seq)
+    else:
+        rows = abstract_rows(config.data.batch, seq, train.mesh.cp, documents=documents)
     check_batch(plan, rows, config.microbatches)
     return plan
 
@@ -219,7 +236,9 @@ def _sharding(train: Train, config: TrainConfig, origin: Origin) -> fsdp.FSDPCon
 
 def _make_run(train: Train, config: TrainConfig, origin: Origin) -> Run:
     documents, values = has_records(train.data[0]), config.values()
+    is_dpo = config.data.objective == "dpo"
     make_loss = document_loss if documents else training_loss
+    make_loss = preference_loss if is_dpo else make_loss
     return Run(
         start=0,
         steps=train.steps,
@@ -235,7 +254,7 @@ def _make_run(train: Train, config: TrainConfig, origin: Origin) -> Run:
         loss_fn=make_loss(
             fused=train.precision.fused_loss, routing=config.routing, terms=config.loss
         ),
-        per_token=documents,
+        per_token=documents and not is_dpo,
         microbatches=config.microbatches,
         held_out=_hold_out(train, origin, config),
         samples=make_samples(train.evaluation, origin, config.data, train.steps),
