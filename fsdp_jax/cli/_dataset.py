@@ -139,9 +139,12 @@ def _saved_to_disk(folder: Path) -> dict[str, dict[str, list[str]]] | None:
 
 def _files_of(state: Mapping[str, Any]) -> list[str]:
     try:
-        return [str(each["filename"]) for each in state["_data_files"]]
+        names = [str(each["filename"]) for each in state["_data_files"]]
     except (KeyError, TypeError) as error:
         raise ValueError("a state.json without the list _data_files") from error
+    if outside := [name for name in names if {"..", "/"} & set(Path(name).parts)]:
+        raise ValueError(f"a state.json with files outside: {', '.join(outside)}")
+    return names
 
 
 def _read_json(file: Path) -> dict[str, Any]:
@@ -164,7 +167,9 @@ def _configs(readme: Path) -> Sequence[Mapping[str, Any]]:
         reason = str(error).replace("\n", " ")
         raise ValueError(f"its README's header cannot be read ({reason})") from error
     found = (header or {}).get("configs") or ()
-    if not all(isinstance(each, dict) for each in found):
+    if not isinstance(found, (list, tuple)) or not all(
+        isinstance(each, dict) for each in found
+    ):
         raise ValueError("its README's configs are no list of objects")
     return found
 

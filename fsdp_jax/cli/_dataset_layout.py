@@ -168,7 +168,7 @@ def _splits_of_config(config: Mapping[str, Any], files: Sequence[str]) -> Splits
         return _splits_by_name(inside)
     found = {}
     for split, globs in _patterns_by_split(patterns).items():
-        wanted = [str(PurePosixPath(folder, glob)) for glob in globs]
+        wanted = [str(PurePosixPath(folder, str(glob))) for glob in globs]
         matched = [f for f in files if any(_matches(f, glob) for glob in wanted)]
         if not matched:
             raise ValueError(f"no file of split '{split}' matches {', '.join(wanted)}")

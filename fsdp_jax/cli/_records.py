@@ -152,8 +152,11 @@ def _rows_of_file(file: Path) -> Iterator[Callable[[], Any]]:
         return
     text = _read_text(file)
     if format_of(file.name) == ".json" and text.lstrip()[:1] == "[":
-        for record in json.loads(text):
-            yield functools.partial(_checked, record)
+        try:
+            records = _loads(text)
+        except ValueError as error:
+            raise ValueError(f"--data '{file}' is no JSON: {error}") from error
+        yield from (functools.partial(_checked, record) for record in records)
         return
     for line in text.splitlines():
         yield functools.partial(_parse, line)
@@ -175,7 +178,14 @@ def _read_text(file: Path) -> str:
 def _parse(line: str) -> Any:
     if not line.strip():
         return None
-    return _checked(json.loads(line))
+    return _checked(_loads(line))
+
+
+def _loads(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("its JSON is nested too deep") from error
 
 
 def _checked(fields: Any) -> dict[str, Any]:

@@ -224,6 +224,8 @@ def test_several_configs_without_a_default_are_refused():
         ({"state.json": b"{}"}, ["state.json", "_data_files"]),
         ({"a.jsonl": b"{}", "README.md": b"---\nconfigs: [\n---\n"}, ["README"]),
         ({"a.jsonl": b"{}", "README.md": b"---\nconfigs: [a]\n---\n"}, ["README"]),
+        ({"a.jsonl": b"{}", "README.md": b"---\nconfigs: 3\n---\n"}, ["README"]),
+        ({"state.json": b'{"_data_files": [{"filename": "../x"}]}'}, ["../x"]),
     ],
 )
 def test_folders_that_are_no_data_set_are_refused(files, named, tmp_path):
@@ -234,10 +236,10 @@ def test_folders_that_are_no_data_set_are_refused(files, named, tmp_path):
 
 
 def test_damaged_files_are_named(tmp_path):
-    for name in ("train.jsonl.gz", "train.jsonl.zst", "train.arrow"):
+    for name in ("train.jsonl.gz", "train.jsonl.zst", "train.arrow", "train.json"):
         folder = tmp_path / name.replace(".", "-")
         folder.mkdir()
-        (folder / name).write_bytes(b"no such format")
+        (folder / name).write_bytes(b"[no such format")
         with pytest.raises(ValueError, match=facts(str(folder / name))):
             texts(folder)
 

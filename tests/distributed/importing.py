@@ -76,6 +76,7 @@ def import_and_export(folder: Path) -> dict[str, Any]:
             for name, leaf in named_leaves(params).items():
                 for shard in leaf.addressable_shards:
                     np.testing.assert_array_equal(shard.data, whole[name][shard.index])
+        check_changes(params, config)
         bridge.save_hf(folder / "out", params, config, max_shard_bytes=40_000)
         assert (folder / "out" / "config.json").is_file()  # in all, once it returns
         told = [
@@ -86,6 +87,36 @@ def import_and_export(folder: Path) -> dict[str, Any]:
     finally:
         os.preadv = counted.preadv
     return {"read": read, "told": told}
+
+
+def check_changes(params, config) -> None:
+    """Changes of all processes are those of the tensors, in each process."""
+
+    def halved(leaf):
+        shards = [np.array(shard.data) for shard in leaf.addressable_shards]
+        # In process 1 alone, and not in one of several replicas.
+        if jax.process_index() == 1 and leaf.addressable_shards[0].replica_id == 0:
+            shards[0].ravel()[:3] *= 0.5
+        parts = [
+            jax.device_put(x, shard.device)
+            for x, shard in zip(shards, leaf.addressable_shards, strict=True)
+        ]
+        return jax.make_array_from_single_device_arrays(
+            leaf.shape, leaf.sharding, parts
+        )
+
+    after = jax.tree.map(halved, params)
+    old = {n: x.copy() for n, x in bridge.handover.named_tensors(params, config)}
+    changes, _ = bridge.handover.changed_weights(
+        bridge.handover.snapshot_weights(params, config), after
+    )
+    found = {change.name: change for change in changes}
+    for name, tensor in bridge.handover.named_tensors(after, config):
+        where = np.flatnonzero(tensor.ravel() != old[name].ravel())
+        assert (name in found) == bool(len(where)), name
+        if name in found:
+            np.testing.assert_array_equal(found[name].positions, where)
+            np.testing.assert_array_equal(found[name].values, tensor.ravel()[where])
 
 
 def failed_exports(folder: Path, params, config) -> list[str]:
