@@ -67,4 +67,9 @@ def _has_part(family: Family, part: str) -> bool:
 
 
 def _positions(family: Family) -> str:
-    return "learned" if family.constants.get("rope", True) is None else "rotary"
+    constants = family.constants
+    if constants.get("rope", True) is not None:
+        return "rotary"
+    if constants.get("alibi_bias_max") is not None:
+        return "ALiBi"
+    return "learned" if constants.get("learned_positions", True) else ""

@@ -58,6 +58,9 @@ CASES = {
     "delta nets over ep": Case("qwen3_next", {"ep": 2}),
     "Mamba over tp": Case("granitemoehybrid-dense", {"tp": 2}, EVEN),
     "Mamba over dp": Case("granitemoehybrid", {"dp_shard": 2}),
+    "attention beside Mamba over tp": Case("falcon_h1", {"tp": 2}, EVEN),
+    "attention beside Mamba over pp": Case("falcon_h1", {"pp": 2}, stack="layers"),
+    "Mamba alone over pp": Case("mamba2", {"pp": 2}, stack="layers"),
     "latent experts over ep": Case("nemotron_h", {"ep": 2}),
 }
 VARIED = sorted({case.variant for case in CASES.values()})
@@ -151,7 +154,10 @@ def test_heads_that_ranks_do_not_divide_are_refused_by_name(variant, ranks, size
         tensor_parallel_rules(config, ranks)
 
 
-@pytest.mark.parametrize("variant", ["lfm2", "qwen3_next", "granitemoehybrid"])
+HYBRIDS = ["lfm2", "qwen3_next", "granitemoehybrid", "falcon_h1", "mamba2"]
+
+
+@pytest.mark.parametrize("variant", HYBRIDS)
 def test_of_a_mixer_ranks_share_all_matrices_but_what_heads_share(variant):
     config = bridge.from_hf_config(hf_fields(variant))
     rules = tensor_parallel_rules(config, 2)
@@ -169,4 +175,4 @@ MIXERS = {
     kind.mixer
     for name in VARIANTS
     for kind in bridge.from_hf_config(hf_fields(name)).layer_kinds
-} - {"attention", None}
+} - {"attention", "attention_mamba", None}

@@ -3,7 +3,9 @@
 from types import MappingProxyType
 
 from bridge.families import (
+    apertus,
     arcee,
+    bloom,
     cohere,
     cohere2,
     deepseek_v2,
@@ -13,6 +15,7 @@ from bridge.families import (
     ernie4_5_moe,
     exaone4,
     falcon,
+    falcon_h1,
     gemma,
     gemma2,
     gemma3,
@@ -34,10 +37,12 @@ from bridge.families import (
     internlm3,
     lfm2,
     llama,
+    mamba2,
     minimax_m2,
     ministral3,
     mistral,
     mixtral,
+    mpt,
     nemotron,
     nemotron_h,
     olmo,
@@ -47,6 +52,7 @@ from bridge.families import (
     opt,
     phi,
     phi3,
+    phimoe,
     qwen2,
     qwen2_moe,
     qwen3,
@@ -64,13 +70,13 @@ from bridge.families._family import Family
 _MODULES = (
     *(llama, mistral, qwen2, qwen3, gemma, gemma2, gemma3, phi, phi3, gpt2, gptj, opt),
     *(olmo, olmo2, olmo3, smollm3, granite, cohere, cohere2, glm, glm4, exaone4),
-    *(gpt_bigcode, gpt_neox, falcon),
+    *(gpt_bigcode, gpt_neox, falcon, bloom, mpt, apertus, phimoe),
     *(starcoder2, stablelm, seed_oss, ernie4_5, arcee, nemotron, internlm3),
     *(hunyuan_v1_dense, qwen2_moe, olmoe, qwen3_moe, mixtral, gpt_oss, granitemoe),
     *(granitemoeshared, deepseek_v2, deepseek_v3, glm4_moe, ernie4_5_moe, minimax_m2),
     *(hunyuan_v1_moe, dots1, glm4_moe_lite, ministral3),
     *(lfm2, qwen3_next, qwen3_5, qwen3_5_moe, granitemoehybrid),
-    *(nemotron_h,),
+    *(nemotron_h, falcon_h1, mamba2),
 )
 
 FAMILIES = MappingProxyType[str, Family](

@@ -41,16 +41,14 @@ def mamba(config: DecoderConfig, at: str = "mamba.") -> Rules:
         Rule(f"{at}A_log", f"{to}a_log", heads),
         Rule(f"{at}D", f"{to}skip", heads),
         Rule(
-            f"{at}norm.weight",
-            f"{to}norm.scale",
-            "(mamba_groups group_width) -> mamba_groups group_width",
-        ),
-        Rule(
             f"{at}out_proj.weight",
             f"{to}o_proj.kernel",
             f"embed {_CHANNELS} -> mamba_heads mamba_dim embed",
         ),
     ]
+    if sizes.norm is not None:
+        layout = "(mamba_groups group_width) -> mamba_groups group_width"
+        rules.append(Rule(f"{at}norm.weight", f"{to}norm.scale", layout))
     if sizes.conv_bias:
         biases = (own[0], own[1], own[1])
         rules.append(_split(f"{at}conv1d.bias", convs, "bias", biases))
@@ -67,7 +65,7 @@ def _split(
     return Rule(source, tuple(f"{module}.{leaf}" for module in modules), layouts)
 
 
-_NAMES = {
+NAMES = {
     "mamba_n_heads": "num_heads",
     "mamba_d_head": "head_dim",
     "mamba_n_groups": "num_groups",
@@ -77,6 +75,7 @@ _NAMES = {
     "mamba_proj_bias": "proj_bias",
     "mamba_chunk_size": "chunk_size",
 }
+"""Our sizes of a mixer by the fields of files whose names begin with `mamba_`."""
 
 
 def mamba_sizes(**defaults: Any) -> FieldTransform:
@@ -96,7 +95,7 @@ def mamba_sizes(**defaults: Any) -> FieldTransform:
                 f"mamba_n_heads {heads} of mamba_d_head {head_dim} are not mamba_expand"
                 f" {fields['mamba_expand']} times hidden_size {fields['hidden_size']}"
             )
-        values = {ours: fields[name] for name, ours in _NAMES.items()}
+        values = {ours: fields[name] for name, ours in NAMES.items()}
         values |= {"head_dim": head_dim, **read_limit(fields["time_step_limit"])}
         return {f"mamba.{name}": value for name, value in values.items()}
 
@@ -104,7 +103,7 @@ def mamba_sizes(**defaults: Any) -> FieldTransform:
         sizes = config.mamba
         assert sizes is not None
         return {
-            **{name: getattr(sizes, ours) for name, ours in _NAMES.items()},
+            **{name: getattr(sizes, ours) for name, ours in NAMES.items()},
             "mamba_expand": sizes.num_heads * sizes.head_dim // config.hidden_size,
             "time_step_limit": write_limit(config),
         }

@@ -43,21 +43,33 @@ COMMON = frozenset(
 ROPE_KEYS = frozenset(
     """
     PreTrainedConfig _ _max_seq_len_cached _original_inv_freq _rope_parameters
-    _rope_type_labels _validate_ alpha attention_factor beta_fast beta_slow default
-    dynamic factor full_attention head_dim high_freq_factor image input_ids inv_freq
-    layer_type layer_types linear llama3 llama_4_scaling_beta logits_to_keep long_factor
-    long_inv_freq longrope low_freq_factor max_seq_len_cached mrope_section mscale
-    mscale_all_dim next_sequence_length or_mask_function original_inv_freq
+    _rope_type_labels _validate_ alpha attention_factor attention_mask beta_fast
+    beta_slow default dynamic factor full_attention head_dim high_freq_factor image
+    input_ids inv_freq layer_type layer_types linear linear_attention llama3
+    llama_4_scaling_beta logits_to_keep long_factor long_inv_freq long_mscale longrope
+    low_freq_factor max_seq_len_cached mrope_section mscale mscale_all_dim
+    next_sequence_length or_mask_function original_inv_freq
     original_max_position_embeddings partial_rotary_factor proportional rope_parameters
-    rope_scaling rope_theta rope_type short_factor sliding_attention token_type_ids
-    truncate type video yarn
+    rope_scaling rope_theta rope_type short_factor short_mscale sliding_attention
+    token_type_ids truncate type video xielu yarn
     """.split()
 )
 
 BY_MODEL_TYPE = {
+    "apertus": frozenset(
+        """
+        attention_bias hidden_act intermediate_size use_cache
+        """.split()
+    ),
     "arcee": frozenset(
         """
         attention_bias hidden_act intermediate_size mlp_bias use_cache
+        """.split()
+    ),
+    "bloom": frozenset(
+        """
+        apply_residual_connection_post_layernorm layer_norm_epsilon n_embed n_head
+        n_layer pretraining_tp slow_but_exact use_cache
         """.split()
     ),
     "cohere": frozenset(
@@ -121,6 +133,17 @@ BY_MODEL_TYPE = {
         activation alibi bias ffn_hidden_size layer_norm_epsilon multi_query n_embed
         new_decoder_architecture num_kv_heads num_ln_in_parallel_attn parallel_attn
         use_bettertransformer use_cache
+        """.split()
+    ),
+    "falcon_h1": frozenset(
+        """
+        attention_bias attention_in_multiplier attention_out_multiplier
+        embedding_multiplier hidden_act intermediate_size key_multiplier
+        layers_block_type lm_head_multiplier mamba_chunk_size mamba_conv_bias
+        mamba_d_conv mamba_d_head mamba_d_ssm mamba_d_state mamba_expand mamba_n_groups
+        mamba_n_heads mamba_norm_before_gate mamba_proj_bias mamba_rms_norm mlp_bias
+        mlp_multipliers num_logits_to_keep projectors_bias ssm_in_multiplier
+        ssm_multipliers ssm_out_multiplier time_step_limit use_cache
         """.split()
     ),
     "gemma": frozenset(
@@ -271,6 +294,14 @@ BY_MODEL_TYPE = {
         attention_bias hidden_act intermediate_size mlp_bias pretraining_tp use_cache
         """.split()
     ),
+    "mamba2": frozenset(
+        """
+        chunk_size conv_kernel expand hidden_act layer_norm_epsilon n_groups
+        rescale_prenorm_residual residual_in_fp32 state_size time_step_floor
+        time_step_limit time_step_max time_step_min time_step_rank use_bias use_cache
+        use_conv_bias
+        """.split()
+    ),
     "minimax_m2": frozenset(
         """
         hidden_act intermediate_size num_experts num_experts_per_tok num_local_experts
@@ -292,6 +323,14 @@ BY_MODEL_TYPE = {
         """
         hidden_act intermediate_size num_experts num_experts_per_tok num_local_experts
         output_router_logits router_aux_loss_coef router_jitter_noise use_cache
+        """.split()
+    ),
+    "mpt": frozenset(
+        """
+        attn_config attn_pdrop clip_qkv d_model emb_pdrop embedding_fraction
+        expansion_ratio init_device layer_norm_epsilon learned_pos_emb logit_scale
+        max_seq_len n_heads n_layers no_bias norm_type resid_pdrop softmax_scale
+        use_cache
         """.split()
     ),
     "nemotron": frozenset(
@@ -356,6 +395,13 @@ BY_MODEL_TYPE = {
     "phi3": frozenset(
         """
         embd_pdrop hidden_act intermediate_size resid_pdrop use_cache
+        """.split()
+    ),
+    "phimoe": frozenset(
+        """
+        attention_bias hidden_act input_jitter_noise intermediate_size lm_head_bias
+        long_mscale num_experts_per_tok num_local_experts output_router_logits
+        router_aux_loss_coef router_jitter_noise short_mscale use_cache
         """.split()
     ),
     "qwen2": frozenset(

@@ -1,7 +1,6 @@
 """Ministral 3 and Devstral 2, the text models: Mistral with a yarn of its own.
 
-Models whose queries grow with their position (`llama_4_scaling_beta` is not 0) are
-refused.
+Queries grow with their position, by `llama_4_scaling_beta` of the rope.
 
 Source: transformers `configuration_ministral3.py`, `modeling_ministral3.py`.
 """
@@ -15,37 +14,62 @@ from bridge.families._field_transform import FieldTransform
 from bridge.families._fields import SIZES, tokens
 from bridge.families._hf_rope import rope
 from bridge.families._layer_types import window_of_all
-from bridge.models import DecoderConfig
+from bridge.models import DecoderConfig, QueryScaleConfig, RopeConfig
 
 _ROPES = ("rope_scaling", "rope_parameters")
 _BETA = "llama_4_scaling_beta"
+_ABSENT = {
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16384,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    _BETA: 0.1,
+}
+_BASE = rope(1e6)
 
 
-def _rope() -> FieldTransform:
-    base = rope(1e6)
+def _read(fields: Mapping[str, Any]) -> dict[str, Any]:
+    given = {name: fields[name] for name in _ROPES if fields.get(name)}
+    given = given or {"rope_parameters": _ABSENT}
+    betas = [
+        rope.get(_BETA) if isinstance(rope, Mapping) else None
+        for rope in given.values()
+    ]
+    if wrong := [b for b in betas if not isinstance(b, float | int) or b != betas[0]]:
+        raise ValueError(f"{_BETA} = {wrong[0]!r}: a number, the same in each rope")
+    plain = {
+        name: {k: v for k, v in rope.items() if k != _BETA}
+        for name, rope in given.items()
+    }
+    values = _BASE.read({**fields, **plain})
+    return {**values, **_query_scale(float(betas[0] or 0), values["rope"])}
 
-    def read(fields: Mapping[str, Any]) -> dict[str, Any]:
-        given = {name: fields[name] for name in _ROPES if fields.get(name)}
-        if not given:
-            raise ValueError(f"rope_parameters are missing, whose {_BETA} is 0.1 then")
-        for name, value in given.items():
-            beta = value.get(_BETA) if isinstance(value, Mapping) else None
-            if beta != 0:
-                raise ValueError(f"{name}: {_BETA} = {beta!r}: only 0 is modelled")
-        plain = {
-            name: {k: v for k, v in value.items() if k != _BETA}
-            for name, value in given.items()
-        }
-        return base.read({**fields, **plain})
 
-    def write(config: DecoderConfig) -> dict[str, Any]:
-        written = base.write(config)
-        for name in _ROPES:
-            if written[name] is not None:
-                written[name] |= {_BETA: 0.0}
-        return written
+def _query_scale(beta: float, read: RopeConfig) -> dict[str, Any]:
+    if not beta:
+        return {}
+    length = read.original_max_position_embeddings
+    if length is None:
+        raise ValueError(
+            f"{_BETA} = {beta}: the rope has no original_max_position_embeddings, "
+            "after which queries grow"
+        )
+    return {"query_scale": QueryScaleConfig(beta, length)}
 
-    return FieldTransform(base.names, read, write, base.defaults)
+
+def _write(config: DecoderConfig) -> dict[str, Any]:
+    written, scale = _BASE.write(config), config.query_scale
+    beta = 0.0 if scale is None else scale.beta
+    ropes = {
+        name: {**written[name], _BETA: beta}
+        for name in _ROPES
+        if written[name] is not None
+    }
+    return {**written, **ropes}
 
 
 FAMILY = Family(
@@ -59,7 +83,10 @@ FAMILY = Family(
         "max_position_embeddings": Field(262144),
         "rms_norm_eps": Field(1e-5, "norm_eps"),
     },
-    transforms=(_rope(), window_of_all()),
+    transforms=(
+        FieldTransform(_BASE.names, _read, _write, _BASE.defaults),
+        window_of_all(),
+    ),
     fixed={"hidden_act": "silu", "attention_dropout": 0.0},
     key_mappings=(key_mapping(dense_layer),),
     ignore=ignore_tied_head,

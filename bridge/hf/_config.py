@@ -26,12 +26,14 @@ from bridge.models import (
     MambaConfig,
     MLAConfig,
     MoEConfig,
+    MultipliersConfig,
     ShortConvConfig,
 )
 from bridge.models._config import MAX_LAYERS
 
 CONFIG_NAME = "config.json"
 
+_LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers")
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 _PARTS = {
     "moe": MoEConfig,
@@ -39,6 +41,7 @@ _PARTS = {
     "short_conv": ShortConvConfig,
     "delta_net": DeltaNetConfig,
     "mamba": MambaConfig,
+    "multipliers": MultipliersConfig,
 }
 
 
@@ -262,8 +265,9 @@ def _read_fields(
     values = dict(family.constants)
     for name, field in family.fields.items():
         values |= dict.fromkeys(field.targets(name), _freeze(filled[name]))
-    layers = filled.get("num_hidden_layers", filled.get("n_layer"))
-    if isinstance(layers, int) and layers > MAX_LAYERS:  # before any list of so many
+    counts = (filled.get(name, fields.get(name)) for name in _LAYER_COUNTS)
+    layers = max((n for n in counts if isinstance(n, int)), default=0)
+    if layers > MAX_LAYERS:  # before any list of so many
         return values, [f"num_hidden_layers {layers:,}: at most {MAX_LAYERS:,}"]
     defaults = {
         k: v for transform in family.transforms for k, v in transform.defaults.items()

@@ -16,6 +16,7 @@ from bridge.models._layer_kinds import LayerBlock as LayerBlock
 from bridge.models._layer_kinds import LayerKind as LayerKind
 from bridge.models._layer_kinds import LayerStack as LayerStack
 from bridge.models._layer_loop import plain_scan as plain_scan
+from bridge.models._layer_state import AttentionMambaState as AttentionMambaState
 from bridge.models._layer_state import ConvState as ConvState
 from bridge.models._layer_state import DeltaNetState as DeltaNetState
 from bridge.models._layer_state import KeyValues as KeyValues
@@ -29,8 +30,10 @@ from bridge.models._moe import correction_bias_paths as correction_bias_paths
 from bridge.models._moe import expert_parallel_rules as expert_parallel_rules
 from bridge.models._moe import sorted_dispatch as sorted_dispatch
 from bridge.models._moe_config import MoEConfig as MoEConfig
+from bridge.models._multipliers_config import MultipliersConfig as MultipliersConfig
 from bridge.models._positions import Positions as Positions
 from bridge.models._positions import positions_in_order as positions_in_order
+from bridge.models._query_scale_config import QueryScaleConfig as QueryScaleConfig
 from bridge.models._rope_config import RopeConfig as RopeConfig
 from bridge.models._router_stats import RouterStats as RouterStats
 from bridge.models._sample import GREEDY as GREEDY
@@ -40,3 +43,4 @@ from bridge.models._short_conv_config import ShortConvConfig as ShortConvConfig
 from bridge.models._tensor_parallel import (
     tensor_parallel_rules as tensor_parallel_rules,
 )
+from bridge.models._xielu import constant_paths as constant_paths

@@ -6,6 +6,7 @@ from jaxtyping import Array, Bool, DTypeLike, Float, Int
 from bridge.models._attention import Window, attend
 from bridge.models._config import DecoderConfig
 from bridge.models._layer_state import (
+    AttentionMambaState,
     ConvState,
     DeltaNetState,
     KeyValues,
@@ -38,6 +39,7 @@ def empty_cache(
         "short_conv": _conv_state,
         "delta_net": _delta_net_state,
         "mamba": _mamba_state,
+        "attention_mamba": _attention_mamba_state,
     }
     return [
         stack.kind.mixer
@@ -52,7 +54,7 @@ def _key_values(
     heads = config.num_attention_heads if config.mla else config.num_key_value_heads
     shape = (*dims, slots, heads)
     return KeyValues(
-        jnp.zeros((*shape, config.head_dim), dtype),
+        jnp.zeros((*shape, config.qk_dim), dtype),
         jnp.zeros((*shape, config.v_head_dim), dtype),
     )
 
@@ -99,6 +101,15 @@ def _mamba_state(
         jnp.zeros(state, dtype),
         jnp.zeros(state, dtype),
         jnp.zeros(memory, jnp.promote_types(dtype, jnp.float32)),
+    )
+
+
+def _attention_mamba_state(
+    config: DecoderConfig, dims: tuple[int, int], slots: int, dtype: DTypeLike
+) -> AttentionMambaState:
+    return AttentionMambaState(
+        _key_values(config, dims, slots, dtype),
+        _mamba_state(config, dims, slots, dtype),
     )
 
 

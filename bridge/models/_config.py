@@ -16,15 +16,25 @@ from bridge.models._layer_kinds import (
 from bridge.models._mamba_config import MambaConfig
 from bridge.models._mla_config import MLAConfig
 from bridge.models._moe_config import MoEConfig
+from bridge.models._multipliers_config import MultipliersConfig
+from bridge.models._query_scale_config import QueryScaleConfig
 from bridge.models._rope_config import RopeConfig
 from bridge.models._short_conv_config import ShortConvConfig
 
 LayerType = Literal[
-    "full_attention", "sliding_attention", "short_conv", "delta_net", "mamba", "none"
+    "full_attention",
+    "sliding_attention",
+    "short_conv",
+    "delta_net",
+    "mamba",
+    "attention_mamba",
+    "none",
 ]
 Norm = Literal["rms", "rms_wide", "rms_zero_centered", "layer", "layer_zero_centered"]
 NormPlacement = Literal["pre", "post", "both", "parallel", "parallel_two"]
-Activation = Literal["silu", "gelu", "gelu_pytorch_tanh", "gelu_new", "relu", "relu2"]
+Activation = Literal[
+    "silu", "gelu", "gelu_pytorch_tanh", "gelu_new", "relu", "relu2", "xielu"
+]
 
 
 MAX_LAYERS = 1000
@@ -84,21 +94,28 @@ class DecoderConfig:
       mla: Sizes of latent attention; None for grouped-query attention.
       short_conv: Sizes of the layers of type `short_conv`; None without any.
       delta_net: Sizes of the layers of type `delta_net`; None without any.
-      mamba: Sizes of the layers of type `mamba`; None without any.
+      mamba: Sizes of the layers of type `mamba` or `attention_mamba`; None without any.
       rope: Rotary embedding of queries and keys; None for none.
       learned_positions: Whether a learned embedding of the position is added to that
-        of the token; None for True where there is no `rope`.
+        of the token; None for True where there is neither `rope` nor ALiBi.
       position_offset: Number of rows of the learned positions before the row of
         position 0.
       sliding_rope: Rotary embedding of sliding layers; None for `rope`.
       no_rope_layers: Indices of layers without rotary embedding.
+      query_scale: Factor of queries that grows with their position; None for none.
+      alibi_bias_max: Exponent of the least slope of ALiBi, which lowers scores by the
+        distance of the key; None for no ALiBi.
       sliding_window: Number of tokens that a sliding layer attends to, including the
         current one.
       layer_types: What mixes the tokens of each layer, `none` where nothing does; None
         for all sliding if `sliding_window` is set, else all full attention.
       scale_embeddings: Whether embeddings are multiplied by the root of `hidden_size`,
         rounded to their dtype.
+      multipliers: Factors inside of layers; None for 1 everywhere.
       embedding_multiplier: Factor of the embeddings.
+      embedding_norm: Whether embeddings are normed before the first layer.
+      residual_in_fp32: Whether the residual stream is at least float32 for weights of
+        any dtype.
       residual_multiplier: Factor of the outputs of attention and MLP, before they are
         added to the residual stream.
       logit_scale: Factor of the logits.
@@ -158,10 +175,15 @@ class DecoderConfig:
     position_offset: int = 0
     sliding_rope: RopeConfig | None = None
     no_rope_layers: tuple[int, ...] = ()
+    query_scale: QueryScaleConfig | None = None
+    alibi_bias_max: float | None = None
     sliding_window: int | None = None
     layer_types: tuple[LayerType, ...] | None = None
     scale_embeddings: bool = False
+    multipliers: MultipliersConfig | None = None
     embedding_multiplier: float = 1.0
+    embedding_norm: bool = False
+    residual_in_fp32: bool = False
     residual_multiplier: float = 1.0
     logit_scale: float = 1.0
     logits_scaling: float = 1.0
@@ -196,6 +218,11 @@ class DecoderConfig:
     def v_head_dim(self) -> int:
         """Width of a value head."""
         return self.mla.v_head_dim if self.mla else self.head_dim
+
+    @property
+    def qk_dim(self) -> int:
+        """Width of a query or key head in the scores, with the two dims of ALiBi."""
+        return self.head_dim + (0 if self.alibi_bias_max is None else 2)
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -245,7 +272,8 @@ class DecoderConfig:
         if self.num_key_value_heads is None:
             object.__setattr__(self, "num_key_value_heads", heads)
         if self.learned_positions is None:
-            object.__setattr__(self, "learned_positions", self.rope is None)
+            positioned = self.rope is not None or self.alibi_bias_max is not None
+            object.__setattr__(self, "learned_positions", not positioned)
         if self.head_dim is None and isinstance(self.mla, MLAConfig):
             object.__setattr__(self, "head_dim", self.mla.qk_head_dim)
         elif self.head_dim is None and isinstance(hidden, int) and heads:
@@ -283,6 +311,8 @@ class DecoderConfig:
 
     def _trait_misfits(self) -> list[str]:
         wrong = []
+        if self.moe and self.hidden_act == "xielu":
+            wrong.append("hidden_act 'xielu': experts have no learned activation")
         if self.moe and self.moe.expert_bias and not self.gated_mlp:
             wrong.append("moe.expert_bias: only gated experts have biases")
         if self.tie_word_embeddings and self.head_bias:
@@ -293,6 +323,8 @@ class DecoderConfig:
             wrong.append("attention_gate: latent attention has none")
         if self.rope is not None and self.learned_positions:
             wrong.append("learned_positions: not beside a rope")
+        if self.alibi_bias_max is not None and (self.rope or self.mla):
+            wrong.append("alibi_bias_max: neither beside a rope nor latent attention")
         if self.qk_norm_after_rope and self.qk_norm is None:
             wrong.append("qk_norm_after_rope is set, but qk_norm is None")
         if self.position_offset < 0 or (self.position_offset and self.rope):
@@ -309,9 +341,9 @@ class DecoderConfig:
         if "sliding_attention" in (types or ()) and self.sliding_window is None:
             wrong.append("layer_types slide, but sliding_window is None")
         wrong += [
-            f"layer_types have {name}, but {name} is None"
-            for name, mixer in _MIXERS.items()
-            if mixer and name in (types or ()) and getattr(self, mixer) is None
+            f"layer_types have {name}, but {part} is None"
+            for name, part in _PARTS.items()
+            if name in (types or ()) and getattr(self, part) is None
         ]
         if self.dense_layers and self.moe is None:
             wrong.append("dense_layers are set, but there is no moe")
@@ -333,9 +365,18 @@ _MIXERS: dict[str, Mixer | None] = {
     "short_conv": "short_conv",
     "delta_net": "delta_net",
     "mamba": "mamba",
+    "attention_mamba": "attention_mamba",
     "none": None,
 }
-"""Mixers by the type of a layer, but attention; each has its sizes by that name."""
+"""Mixers by the type of a layer, but attention."""
+
+_PARTS = {
+    "short_conv": "short_conv",
+    "delta_net": "delta_net",
+    "mamba": "mamba",
+    "attention_mamba": "mamba",
+}
+"""Fields with the sizes that layers of a type need."""
 
 _SIZES = (
     "vocab_size",

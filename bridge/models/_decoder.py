@@ -11,8 +11,8 @@ from jaxtyping import Array, Bool, DTypeLike, Float, Int
 from bridge.models._attention import Attention, dot_product_attention
 from bridge.models._config import DecoderConfig
 from bridge.models._constrain import Constrain, unconstrained
-from bridge.models._decoder_layer import DecoderLayer, Stream, make_norm, scale_by
-from bridge.models._layer_inputs import rotary_tables
+from bridge.models._decoder_layer import DecoderLayer, Stream, make_norm
+from bridge.models._layer_inputs import position_tables
 from bridge.models._layer_kinds import LayerStack
 from bridge.models._layer_loop import (
     Scan,
@@ -30,6 +30,7 @@ from bridge.models._linear import Embedding, Linear
 from bridge.models._moe import Dispatch, sorted_dispatch
 from bridge.models._positions import Ids, Positions, positions_in_order
 from bridge.models._router_stats import RouterStats
+from bridge.models._scale import scale_by
 
 Routes = Int[Array, "layers batch seq chosen"]
 
@@ -85,6 +86,9 @@ class Decoder(nnx.Module):
         longest = config.max_position_embeddings + config.position_offset
         learned = config.learned_positions
         self.embed_positions = table(longest, embed) if learned else None
+
+        normed = config.embedding_norm
+        self.embed_norm = make_norm(config, param_dtype) if normed else None
 
         def make_stack(stack: LayerStack) -> DecoderLayer:
             @nnx.split_rngs(splits=len(stack.layers))
@@ -315,7 +319,7 @@ class Decoder(nnx.Module):
         experts: Routes | None = None,
     ) -> tuple[Stream, list[Any]]:
         """Runs all layers; see `run_layers`."""
-        tables = rotary_tables(self.config, positions, x.dtype)
+        tables = position_tables(self.config, positions, x.dtype)
         return run_layers(
             *(self.config, self.scan, unit, self._blocks(), x, (tables, *consts)),
             cache=cache,
@@ -338,7 +342,11 @@ class Decoder(nnx.Module):
         if self.config.scale_embeddings:
             # The factor is rounded to the dtype of the weights, as in training.
             x = x * jnp.asarray(self.config.hidden_size**0.5, x.dtype)
-        return scale_by(x, self.config.embedding_multiplier)
+        x = scale_by(x, self.config.embedding_multiplier)
+        x = x if self.embed_norm is None else self.embed_norm(x)
+        if self.config.residual_in_fp32:
+            x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        return x
 
 
 def _make_head(config: DecoderConfig, rngs: nnx.Rngs, param_dtype: DTypeLike) -> Linear:

@@ -2,36 +2,44 @@
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, DTypeLike, Float, Int
 
-from bridge.models._attention import Attention, dot_product_attention
+from bridge.models._attention import Attention, Window, dot_product_attention
 from bridge.models._cache import Slots
 from bridge.models._causal_conv import Mask
 from bridge.models._config import DecoderConfig
 from bridge.models._constrain import Constrain, unconstrained
 from bridge.models._delta_net import DeltaNet
-from bridge.models._layer_kinds import DENSE_ATTENTION, LayerKind
-from bridge.models._layer_state import KeyValues, LayerState
+from bridge.models._layer_kinds import DENSE_ATTENTION, LayerKind, Mixer
+from bridge.models._layer_state import AttentionMambaState, KeyValues, LayerState
 from bridge.models._mamba import Mamba
 from bridge.models._mlp import MLP
 from bridge.models._moe import Dispatch, MoE, Routed, sorted_dispatch
+from bridge.models._multipliers_config import MultipliersConfig
 from bridge.models._norm import Norm
+from bridge.models._position_tables import PositionTables
 from bridge.models._router_stats import RouterStats
+from bridge.models._scale import scale_by
 from bridge.models._self_attention import LatentAttention, SelfAttention
 from bridge.models._short_conv import ShortConv
 
 Stream = Float[Array, "batch seq embed"]
 Experts = Int[Array, "batch seq chosen"]
 PerLayer = dict[str, Int[Array, "..."]]
-Tables = tuple[Array, Array] | None
 
 
-# Mixers but attention, and the attribute of a layer that holds each.
+# Mixers but attention, by the attribute of a layer that holds each.
 _MIXERS = {"short_conv": ShortConv, "delta_net": DeltaNet, "mamba": Mamba}
-_NAMES = {"attention": "self_attn", **{name: name for name in _MIXERS}}
+# Attributes by the mixer of a kind.
+_NAMES: dict[Mixer, tuple[str, ...]] = {
+    "attention": ("self_attn",),
+    "short_conv": ("short_conv",),
+    "delta_net": ("delta_net",),
+    "mamba": ("mamba",),
+    "attention_mamba": ("self_attn", "mamba"),
+}
 
 
 class LayerOutput(NamedTuple):
@@ -50,10 +58,29 @@ class LayerOutput(NamedTuple):
     experts: Experts | None
 
 
+class _Context(NamedTuple):
+    """What the mixer of a layer reads beside its input.
+
+    Attributes:
+      tables: Tables of the positions.
+      window: Attention window in tokens; None for the one of all layers.
+      segment_ids: Segment of each token; None for one segment.
+      slots: Slots of the tokens in the cache; None without a cache.
+      is_token: False behind the last token of a row; None if all are tokens.
+    """
+
+    tables: PositionTables
+    window: Window
+    segment_ids: Int[Array, "batch seq"] | None
+    slots: Slots | None
+    is_token: Mask
+
+
 class DecoderLayer(nnx.Module):
     """Decoder layer: mixer and MLP, each normed and added to the residual stream.
 
-    The mixer is `self_attn`, `short_conv`, `delta_net` or `mamba`, by the layer's kind.
+    The mixer is `self_attn`, `short_conv`, `delta_net` or `mamba`, by the layer's kind,
+    or `self_attn` and `mamba` side by side.
 
     Args:
       config: Config of the decoder.
@@ -86,14 +113,16 @@ class DecoderLayer(nnx.Module):
 
         mixes, feeds = kind.mixer is not None, kind.channels is not None
         self.input_layernorm = norm() if before and mixes else None
-        self.mixer_name = None if kind.mixer is None else _NAMES[kind.mixer]
-        if kind.mixer == "attention":
-            self.self_attn = _make_attention(
-                config, rngs, param_dtype, attention, constrain
-            )
-        elif kind.mixer is not None:
-            mixer = _MIXERS[kind.mixer](config, rngs=rngs, param_dtype=param_dtype)
-            setattr(self, kind.mixer, mixer)
+        names: tuple[str, ...] = () if kind.mixer is None else _NAMES[kind.mixer]
+        self.mixer_names = names
+        for name in self.mixer_names:
+            if name == "self_attn":
+                self.self_attn = _make_attention(
+                    config, rngs, param_dtype, attention, constrain
+                )
+            else:
+                mixer = _MIXERS[name](config, rngs=rngs, param_dtype=param_dtype)
+                setattr(self, name, mixer)
         self.post_attention_layernorm = norm() if after else None
         own = placement in ("pre", "both", "parallel_two")
         self.pre_feedforward_layernorm = norm() if own and feeds else None
@@ -101,6 +130,7 @@ class DecoderLayer(nnx.Module):
         self.post_feedforward_layernorm = norm() if after else None
         self.parallel = placement.startswith("parallel")
         self.multiplier = config.residual_multiplier
+        self.multipliers = config.multipliers or MultipliersConfig()
         self.is_latent = config.mla is not None
         self.constrain = constrain
 
@@ -108,7 +138,7 @@ class DecoderLayer(nnx.Module):
         self,
         x: Stream,
         per_layer: PerLayer | None = None,
-        tables: Tables = None,
+        tables: PositionTables | None = None,
         segment_ids: Int[Array, "batch seq"] | None = None,
         *,
         cache: LayerState | None = None,
@@ -122,8 +152,7 @@ class DecoderLayer(nnx.Module):
           per_layer: Inputs that differ between layers: `window`, the attention window
             in tokens, `table`, the index of the rotary table, and `experts`, those of
             each token if the router is not to choose them.
-          tables: Cosines and sines of the positions, stacked if layers differ; None
-            if positions are learned.
+          tables: Tables of the positions; None if layers read none.
           segment_ids: Segment of each token in a packed row; None for one segment.
           cache: Cache of the previous tokens; None without a cache.
           slots: Slots of the tokens in the cache; None without a cache.
@@ -132,26 +161,56 @@ class DecoderLayer(nnx.Module):
         """
         per_layer = per_layer or {}
         experts = per_layer.get("experts")
-        if self.mixer_name is None:
+        if not self.mixer_names:
             return _output(*self._feed(x, experts), cache)
         normed = _apply(self.input_layernorm, x)
         read = self.constrain(normed, "input")
-        # Latent attention constrains its latent vectors instead of its input.
-        heard = normed if self.is_latent else read
-        mixer = getattr(self, self.mixer_name)
-        if not isinstance(mixer, SelfAttention):
-            if cache is None:
-                mixed = mixer(read, segment_ids)
-            else:
-                mixed, cache = mixer.extend(read, cache, is_token)
-            return _output(*self._add(x, read, mixed, experts), cache)
-        window = per_layer.get("window")
-        cos, sin = _pick(tables, per_layer.get("table"))
-        if isinstance(cache, KeyValues) and slots is not None:
-            mixed, cache = mixer.extend(heard, cos, sin, cache, slots, window)
+        context = _Context(
+            _pick(tables, per_layer.get("table")),
+            *(per_layer.get("window"), segment_ids, slots, is_token),
+        )
+        if len(self.mixer_names) > 1:
+            mixed, cache = self._mix_both(read, cache, context)
+        elif self.mixer_names == ("self_attn",):
+            # Latent attention constrains its latent vectors instead of its input.
+            heard = normed if self.is_latent else read
+            mixed, cache = self._attend(heard, cache, context)
         else:
-            mixed = mixer(heard, cos, sin, segment_ids, window)
+            mixed, cache = self._recur(self.mixer_names[0], read, cache, context)
         return _output(*self._add(x, read, mixed, experts), cache)
+
+    def _attend(
+        self, heard: Stream, cache: LayerState | None, context: "_Context"
+    ) -> tuple[Stream, LayerState | None]:
+        """Returns the output of attention, and its cache with the new tokens."""
+        own, window = context.tables, context.window
+        if isinstance(cache, KeyValues) and context.slots is not None:
+            return self.self_attn.extend(heard, own, cache, context.slots, window)
+        return self.self_attn(heard, own, context.segment_ids, window), cache
+
+    def _recur(
+        self, name: str, read: Stream, cache: LayerState | None, context: "_Context"
+    ) -> tuple[Stream, LayerState | None]:
+        """Returns the output of a mixer with a state, and the state after it."""
+        mixer = getattr(self, name)
+        if cache is None:
+            return mixer(read, context.segment_ids), None
+        return mixer.extend(read, cache, context.is_token)
+
+    def _mix_both(
+        self, read: Stream, cache: LayerState | None, context: "_Context"
+    ) -> tuple[Stream, LayerState | None]:
+        """Returns the sum of attention and Mamba side by side, and both caches."""
+        factors, caches = self.multipliers, (None, None)
+        if isinstance(cache, AttentionMambaState):
+            caches = cache
+        heard = scale_by(read, factors.attention_in)
+        attended, key_values = self._attend(heard, caches[0], context)
+        recurred, state = self._recur("mamba", read, caches[1], context)
+        attended = scale_by(attended, factors.attention_out)
+        recurred = scale_by(recurred, factors.mamba_out)
+        after = None if cache is None else AttentionMambaState(key_values, state)  # pyright: ignore[reportArgumentType]
+        return attended + recurred, after
 
     def _add(
         self, x: Stream, read: Stream, mixed: Stream, experts: Experts | None
@@ -203,16 +262,9 @@ def make_norm(config: DecoderConfig, param_dtype: DTypeLike) -> Norm:
         config.norm_eps,
         scale=config.norm_scale,
         bias=config.norm_bias,
+        narrow=config.residual_in_fp32,
         param_dtype=param_dtype,
     )
-
-
-def scale_by(x: Array, factor: float) -> Array:
-    """Multiplies in float32, so that the factor itself is not rounded to bfloat16."""
-    if factor == 1:
-        return x
-    wide = jnp.promote_types(x.dtype, jnp.float32)
-    return (x.astype(wide) * factor).astype(x.dtype)
 
 
 def _make_attention(
@@ -261,11 +313,6 @@ def _apply(norm: Norm | None, x: Stream) -> Stream:
     return x if norm is None else norm(x)
 
 
-def _pick(tables: Tables, table: Array | None) -> tuple[Array | None, Array | None]:
-    if tables is None:
-        return None, None
-    cos, sin = tables
-    if table is None:
-        return cos, sin
-    picked = [jax.lax.dynamic_index_in_dim(t, table, keepdims=False) for t in tables]
-    return picked[0], picked[1]
+def _pick(tables: PositionTables | None, index: Array | None) -> PositionTables:
+    tables = PositionTables() if tables is None else tables
+    return tables if index is None else tables.pick(index)

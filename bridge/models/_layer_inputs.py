@@ -1,46 +1,42 @@
-"""Inputs in which layers of one kind differ: attention window and rotary table."""
+"""Inputs in which layers of one kind differ: attention window and position tables."""
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import DTypeLike
+from jaxtyping import Array, DTypeLike, Float
 
 from bridge.models._config import DecoderConfig
-from bridge.models._decoder_layer import Tables
+from bridge.models._position_tables import STEP, PositionTables
 from bridge.models._positions import Ids
+from bridge.models._query_scale_config import QueryScaleConfig
 from bridge.models._rope import rope_tables
 from bridge.models._rope_config import RopeConfig
 
 # Window of a full-attention layer among sliding ones: wider than any sequence.
 _NO_WINDOW = 2**30
 
+# What a layer reads of positions: its rope, and the factor of its queries.
+_Reads = tuple[RopeConfig | None, QueryScaleConfig | None]
 
-def rotary_tables(config: DecoderConfig, positions: Ids, dtype: DTypeLike) -> Tables:
-    """Returns cosines and sines of all positions.
+
+def position_tables(
+    config: DecoderConfig, positions: Ids, dtype: DTypeLike
+) -> PositionTables:
+    """Returns the tables of all positions, stacked if layers read different ones.
 
     Args:
       config: Config of the decoder.
       positions: Position of each token.
       dtype: Dtype of the tables: the compute dtype.
-
-    Returns:
-      Tables, stacked along a first dim if layers have different rotary embeddings;
-      None if no layer has one.
     """
-    ropes = _ropes(config)
-    if not ropes:
-        return None
-    tables = []
-    for rope in ropes:
-        if rope is None:
-            # Rotation by 0, so that all layers of a scan have the same structure.
-            ones = jnp.ones((*positions.shape, config.rope_dim // 2), dtype)
-            tables.append((ones, jnp.zeros_like(ones)))
-        else:
-            tables.append(rope_tables(rope, config.rope_dim, positions, dtype))
-    if len(tables) == 1:
-        return tables[0]
-    cosines, sines = zip(*tables, strict=True)
-    return jnp.stack(cosines), jnp.stack(sines)
+    reads, steps = _distinct(config), None
+    if config.alibi_bias_max is not None:
+        steps = jnp.stack([positions // STEP * STEP, positions % STEP], axis=-1)
+        steps = steps.astype(dtype)
+    made = [_tables_of(config, each, positions, dtype) for each in reads]
+    if len(made) == 1:
+        return made[0]._replace(steps=steps)
+    stacked = [_stack(same) for same in zip(*made, strict=True)]
+    return PositionTables(*stacked)._replace(steps=steps)
 
 
 def per_layer(config: DecoderConfig) -> dict[str, np.ndarray]:
@@ -50,12 +46,12 @@ def per_layer(config: DecoderConfig) -> dict[str, np.ndarray]:
       config: Config of the decoder.
 
     Returns:
-      `table`, the index of each layer's rotary table, and `window`, its attention
-      window in tokens; neither where all layers share one.
+      `table`, the index of each layer's tables, and `window`, its attention window in
+      tokens; neither where all layers share one.
     """
-    values, ropes = {}, _ropes(config)
-    if len(ropes) > 1:
-        indices = [ropes.index(rope) for rope in _layer_ropes(config)]
+    values, reads = {}, _distinct(config)
+    if len(reads) > 1:
+        indices = [reads.index(each) for each in _reads_of_layers(config)]
         values["table"] = np.asarray(indices, np.int32)
     if len(set(config.windows)) > 1:
         windows = [_NO_WINDOW if w is None else w for w in config.windows]
@@ -63,19 +59,47 @@ def per_layer(config: DecoderConfig) -> dict[str, np.ndarray]:
     return values
 
 
-def _layer_ropes(config: DecoderConfig) -> list[RopeConfig | None]:
-    """Returns the rotary embedding of each layer, None for layers without one."""
-    sliding = config.sliding_rope or config.rope
-    return [
-        None
-        if layer in config.no_rope_layers
-        else (config.rope if window is None else sliding)
-        for layer, window in enumerate(config.windows)
-    ]
+def _tables_of(
+    config: DecoderConfig, reads: _Reads, positions: Ids, dtype: DTypeLike
+) -> PositionTables:
+    rope, scale = reads
+    cos = sin = factor = None
+    if rope is not None:
+        cos, sin = rope_tables(rope, config.rope_dim, positions, dtype)
+    elif config.rope is not None:
+        # Rotation by 0, so that all layers of a scan have the same structure.
+        cos = jnp.ones((*positions.shape, config.rope_dim // 2), dtype)
+        sin = jnp.zeros_like(cos)
+    if scale is not None:
+        factor = _query_scale(scale, positions).astype(dtype)
+    elif config.query_scale is not None:
+        factor = jnp.ones(positions.shape, dtype)
+    return PositionTables(cos, sin, factor)
 
 
-def _ropes(config: DecoderConfig) -> list[RopeConfig | None]:
-    """Returns the distinct rotary embeddings, in the order of their first use."""
-    if config.rope is None:
-        return []
-    return list(dict.fromkeys(_layer_ropes(config)))
+def _query_scale(scale: QueryScaleConfig, positions: Ids) -> Float[Array, "batch seq"]:
+    times = jnp.floor_divide(positions + scale.offset, scale.length)
+    return 1 + scale.beta * jnp.log1p(times.astype(jnp.float32))
+
+
+def _stack(tables: tuple[Array | None, ...]) -> Array | None:
+    found = [table for table in tables if table is not None]
+    return jnp.stack(found) if found else None
+
+
+def _reads_of_layers(config: DecoderConfig) -> list[_Reads]:
+    """Returns what each layer reads of positions."""
+    sliding, found = config.sliding_rope or config.rope, []
+    for layer, window in enumerate(config.windows):
+        turns = layer not in config.no_rope_layers
+        rope = (config.rope if window is None else sliding) if turns else None
+        scale = config.query_scale
+        if scale is not None and scale.no_rope_only and turns:
+            scale = None
+        found.append((rope, scale))
+    return found
+
+
+def _distinct(config: DecoderConfig) -> list[_Reads]:
+    """Returns the distinct reads of all layers, in the order of their first use."""
+    return list(dict.fromkeys(_reads_of_layers(config)))

@@ -5,8 +5,11 @@ import functools
 from collections.abc import Iterator
 from typing import Literal
 
-Mixer = Literal["attention", "short_conv", "delta_net", "mamba"]
-"""Part of a layer in which tokens see those before them."""
+Mixer = Literal["attention", "short_conv", "delta_net", "mamba", "attention_mamba"]
+"""Part of a layer in which tokens see those before them.
+
+The last is two of them side by side.
+"""
 
 Channels = Literal["dense", "sparse"]
 """Part of a layer that works on each token alone: an MLP, or a mixture of experts."""

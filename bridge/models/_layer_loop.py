@@ -15,10 +15,10 @@ from bridge.models._decoder_layer import (
     Experts,
     PerLayer,
     Stream,
-    Tables,
 )
 from bridge.models._layer_inputs import per_layer
 from bridge.models._layer_state import LayerState
+from bridge.models._position_tables import PositionTables
 from bridge.models._positions import Ids
 from bridge.models._router_stats import RouterStats
 
@@ -180,7 +180,7 @@ def extend_layer(
     x: Stream,
     per_layer: PerLayer,
     cache: LayerState | None,
-    tables: Tables,
+    tables: PositionTables,
     slots: Ids,
     is_token: Mask,
 ) -> tuple[Stream, LayerState | None]:

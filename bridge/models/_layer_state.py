@@ -54,4 +54,16 @@ class MambaState(NamedTuple):
     memory: Float[Array, "batch heads head_dim state"]
 
 
-LayerState = KeyValues | ConvState | DeltaNetState | MambaState
+class AttentionMambaState(NamedTuple):
+    """State of attention and a Mamba 2 mixer side by side.
+
+    Attributes:
+      attention: KV cache.
+      mamba: State of the Mamba 2 mixer.
+    """
+
+    attention: KeyValues
+    mamba: MambaState
+
+
+LayerState = KeyValues | ConvState | DeltaNetState | MambaState | AttentionMambaState

@@ -11,8 +11,10 @@ from jaxtyping import Array, DTypeLike, Float
 from bridge.models._causal_conv import CausalConv, Mask
 from bridge.models._config import DecoderConfig
 from bridge.models._linear import Linear
+from bridge.models._multipliers_config import MultipliersConfig
 from bridge.models._norm import Norm
 from bridge.models._recurrent_mixer import Heads, RecurrentMixer, Stream
+from bridge.models._scale import scale_by
 from bridge.models._state_space import state_space
 
 
@@ -67,14 +69,18 @@ class Mamba(RecurrentMixer):
         self.dt_bias = nnx.Param(jnp.ones(heads, param_dtype))
         self.skip = nnx.Param(jnp.ones(heads, param_dtype))
         inside = (groups, heads // groups * head_dim)
-        self.norm = Norm(inside, "rms", config.norm_eps, param_dtype=param_dtype)
+        norm = Norm(inside, "rms", config.norm_eps, param_dtype=param_dtype)
+        self.norm = None if sizes.norm is None else norm
         self.o_proj = linear(channels, embed)
         self.sizes = sizes
+        self.multipliers = config.multipliers or MultipliersConfig()
 
     def _project(self, x: Stream) -> _Inputs:
+        x = scale_by(x, self.multipliers.mamba_in)
+        projections = self.z_proj, self.x_proj, self.b_proj, self.c_proj, self.dt_proj
+        factors = self.multipliers.mamba_projections
         return _Inputs(
-            *(self.z_proj(x), self.x_proj(x), self.b_proj(x), self.c_proj(x)),
-            self.dt_proj(x),
+            *(scale_by(p(x), f) for p, f in zip(projections, factors, strict=True))
         )
 
     def _convs(self) -> dict[str, CausalConv]:
@@ -107,10 +113,18 @@ class Mamba(RecurrentMixer):
         return out + _of_heads(self.skip).astype(wide)[..., None] * x, memory
 
     def _finish(self, made: _Inputs, out: Heads) -> Stream:
-        gated = out * jax.nn.silu(made.gate.astype(out.dtype))
-        groups = gated.reshape(*gated.shape[:2], self.sizes.num_groups, -1)
-        normed = self.norm(groups).reshape(gated.shape)
-        return self.o_proj(normed.astype(made.gate.dtype))
+        gate = jax.nn.silu(made.gate.astype(out.dtype))
+        if self.sizes.norm == "before_gate":
+            out = self._norm_groups(out) * gate
+        else:
+            out = self._norm_groups(out * gate)
+        return self.o_proj(out.astype(made.gate.dtype))
+
+    def _norm_groups(self, out: Heads) -> Heads:
+        if self.norm is None:
+            return out
+        groups = out.reshape(*out.shape[:2], self.sizes.num_groups, -1)
+        return self.norm(groups).reshape(out.shape)
 
 
 def _of_heads(param: nnx.Param) -> Array:

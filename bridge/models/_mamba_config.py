@@ -1,6 +1,7 @@
 """Config of a Mamba 2 mixer."""
 
 import dataclasses
+from typing import Literal
 
 from bridge.models._checks import raise_if, wrong_fields, wrong_sizes
 
@@ -18,6 +19,8 @@ class MambaConfig:
       kernel_size: Number of tokens that the convolution before it sees.
       conv_bias: Whether the convolution has a bias.
       proj_bias: Whether the projections into the mixer and back have biases.
+      norm: Norm of the outputs of the heads: `after_gate` or `before_gate`; None for
+        none.
       chunk_size: Number of tokens that are computed at once; no result depends on it
         but for rounding.
       min_time_step: Lower bound on the time step.
@@ -37,6 +40,7 @@ class MambaConfig:
     kernel_size: int = 4
     conv_bias: bool = True
     proj_bias: bool = False
+    norm: Literal["after_gate", "before_gate"] | None = "after_gate"
     chunk_size: int = 256
     min_time_step: float = 0.0
     max_time_step: float | None = None

@@ -11,6 +11,9 @@ from jaxtyping import Array, DTypeLike, Float
 
 from bridge.models._config import DecoderConfig
 from bridge.models._linear import Linear
+from bridge.models._multipliers_config import MultipliersConfig
+from bridge.models._scale import scale_by
+from bridge.models._xielu import XIELU
 
 ACTIVATIONS: Mapping[str, Callable[[Array], Array]] = MappingProxyType(
     {
@@ -22,7 +25,10 @@ ACTIVATIONS: Mapping[str, Callable[[Array], Array]] = MappingProxyType(
         "relu2": lambda x: jnp.square(jax.nn.relu(x)),
     }
 )
-"""Activations by Hugging Face's names; both with a tanh are the same function there."""
+"""Activations by Hugging Face's names; both with a tanh are the same function there.
+
+`xielu` has parameters, and is a module of its own.
+"""
 
 
 class MLP(nnx.Module):
@@ -57,13 +63,19 @@ class MLP(nnx.Module):
         self.gate_proj = linear(embed, inside) if config.gated_mlp else None
         self.up_proj = linear(embed, inside)
         self.down_proj = linear(inside, embed)
+        learned = config.hidden_act == "xielu"
+        self.xielu = XIELU(param_dtype=param_dtype) if learned else None
         self.activation = config.hidden_act
+        self.multipliers = config.multipliers or MultipliersConfig()
 
     def __call__(
         self, x: Float[Array, "batch seq embed"]
     ) -> Float[Array, "batch seq embed"]:
         """Applies the MLP to each token."""
-        activation = ACTIVATIONS[self.activation]
+        activation = self.xielu or ACTIVATIONS[self.activation]
         if self.gate_proj is None:
-            return self.down_proj(activation(self.up_proj(x)))
-        return self.down_proj(activation(self.gate_proj(x)) * self.up_proj(x))
+            inside = activation(self.up_proj(x))
+        else:
+            gate = scale_by(self.gate_proj(x), self.multipliers.gate)
+            inside = activation(gate) * self.up_proj(x)
+        return scale_by(self.down_proj(inside), self.multipliers.down)

@@ -5,6 +5,8 @@ from typing import Literal
 
 from bridge.models._checks import raise_if, wrong_fields, wrong_sizes
 
+Scoring = Literal["softmax", "sigmoid", "softmax_of_chosen", "sparsemixer"]
+
 
 @dataclasses.dataclass(frozen=True)
 class MoEConfig:
@@ -15,7 +17,12 @@ class MoEConfig:
       num_experts_per_tok: Number of experts per token.
       intermediate_size: Width inside an expert.
       scoring: Scores of the router's logits: `softmax` over all experts, `sigmoid` of
-        each, or `softmax_of_chosen`, over the logits of the chosen experts only.
+        each, `softmax_of_chosen`, over the logits of the chosen experts only, or
+        `sparsemixer`: of two experts, chosen one after the other, each weighted by a
+        softmax over the logits close to its own. Its sampling in training is not
+        modelled: experts are chosen as in evaluation.
+      sparsemixer_jitter: Half of the relative distance up to which logits are close;
+        set if and only if `scoring` is `sparsemixer`.
       norm_topk_prob: Whether the weights of the chosen experts are divided by their
         sum.
       routed_scaling_factor: Factor of the weights, applied last.
@@ -50,7 +57,8 @@ class MoEConfig:
     num_experts: int
     num_experts_per_tok: int
     intermediate_size: int
-    scoring: Literal["softmax", "sigmoid", "softmax_of_chosen"] = "softmax"
+    scoring: Scoring = "softmax"
+    sparsemixer_jitter: float | None = None
     norm_topk_prob: bool = False
     routed_scaling_factor: float = 1.0
     n_group: int | None = None
@@ -79,7 +87,11 @@ class MoEConfig:
             wrong.append(f"num_experts_per_tok {chosen} of num_experts {experts}")
         if (self.n_group is None) != (self.topk_group is None):
             wrong.append("n_group and topk_group are set together, or neither")
-        if self.scoring == "softmax_of_chosen":
+        if (self.scoring == "sparsemixer") != (self.sparsemixer_jitter is not None):
+            wrong.append("scoring sparsemixer and sparsemixer_jitter: both or neither")
+        if self.scoring == "sparsemixer" and chosen != 2:
+            wrong.append(f"num_experts_per_tok {chosen}: scoring sparsemixer chooses 2")
+        if self.scoring in ("softmax_of_chosen", "sparsemixer"):
             wrong += [
                 f"{name} is set, but {self.scoring} never reads it"
                 for name in _OF_SCORES
@@ -111,7 +123,7 @@ class MoEConfig:
         return wrong
 
 
-# Fields that need scores of all experts, which `softmax_of_chosen` does not compute.
+# Fields that need one score of each expert.
 _OF_SCORES = (
     "norm_topk_prob",
     "routed_scaling_factor",

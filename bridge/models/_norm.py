@@ -21,6 +21,7 @@ class Norm(nnx.Module):
       scale: Whether the result is multiplied by a scale.
       bias: Whether a bias is added.
       dims: Number of trailing dims over which the mean is taken.
+      narrow: Whether the input is first cast to the dtype of the scale.
       param_dtype: Dtype of the parameters.
 
     Source: transformers `LlamaRMSNorm`, `Olmo2RMSNorm`, `Gemma2RMSNorm`,
@@ -36,6 +37,7 @@ class Norm(nnx.Module):
         scale: bool = True,
         bias: bool = False,
         dims: int = 1,
+        narrow: bool = False,
         param_dtype: DTypeLike,
     ):
         """Initializes the scale to the identity, and the bias to zeros."""
@@ -45,10 +47,13 @@ class Norm(nnx.Module):
         self.bias = nnx.Param(jnp.zeros(shape, param_dtype)) if bias else None
         self.kind = kind
         self.epsilon = epsilon
+        self.narrow = narrow and scale
         self.axes = tuple(range(-dims, 0))
 
     def __call__(self, x: Float[Array, "batch seq *dims"]) -> Float[Array, "..."]:
         """Normalizes the trailing dims."""
+        if self.narrow and self.scale is not None:
+            x = x.astype(self.scale[...].dtype)
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         if self.kind.startswith("layer"):
             wide -= jnp.mean(wide, axis=self.axes, keepdims=True)

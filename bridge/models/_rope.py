@@ -34,7 +34,7 @@ def rope_tables(
     """
     frequencies = _frequencies_of_text(rope, dim, positions)
     angles = jnp.einsum("bs,f->bsf", positions.astype(jnp.float32), frequencies)
-    scale = np.float32(attention_factor(rope))
+    scale = _factor_of_text(rope, positions)
     return (jnp.cos(angles) * scale).astype(dtype), (jnp.sin(angles) * scale).astype(
         dtype
     )
@@ -56,8 +56,22 @@ def _frequencies_of_text(
         raised = (rope.factor * times - (rope.factor - 1)) ** (dim / (dim - 2))
         exponents = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
         return frequencies * raised**-exponents
+    if rope.short_mscale is not None:
+        return frequencies
     beyond = inverse_frequencies(rope, dim, beyond=True)
     return jnp.where(longest > length, beyond, frequencies)
+
+
+def _factor_of_text(
+    rope: RopeConfig, positions: Int[Array, "batch seq"]
+) -> np.float32 | Float[Array, ""]:
+    """Returns the factor of the tables, which may depend on the longest text."""
+    if rope.short_mscale is None or rope.long_mscale is None:
+        return np.float32(attention_factor(rope))
+    length = rope.original_max_position_embeddings
+    assert length is not None
+    short, beyond = np.float32(rope.short_mscale), np.float32(rope.long_mscale)
+    return jnp.where(jnp.max(positions) + 1 > length, beyond, short)
 
 
 def apply_rope(

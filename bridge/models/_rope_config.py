@@ -49,6 +49,10 @@ class RopeConfig:
         None for True.
       short_factor: `longrope`: divisors of the frequencies up to the original length.
       long_factor: `longrope`: divisors of the frequencies beyond it.
+      short_mscale: `longrope`: factor of cosines and sines of texts up to the original
+        length. Where it is set, `short_factor` divides the frequencies of all texts,
+        as in transformers.
+      long_mscale: `longrope`: the same of longer texts; set with `short_mscale`.
 
     Raises:
       ValueError: If a field has an invalid value, one that `rope_type` needs is
@@ -72,6 +76,8 @@ class RopeConfig:
     truncate: bool | None = None
     short_factor: tuple[float, ...] | None = None
     long_factor: tuple[float, ...] | None = None
+    short_mscale: float | None = None
+    long_mscale: float | None = None
 
     def __post_init__(self):
         """Rejects fields that `rope_type` does not read, and missing ones it needs."""
@@ -94,6 +100,8 @@ class RopeConfig:
                 wrong.append(f"{name} = None: needed, not set")
             elif value is not None and name not in (*needed, *optional):
                 wrong.append(f"{name} = {value!r}: set, but never read")
+        if (self.short_mscale is None) != (self.long_mscale is None):
+            wrong.append("short_mscale and long_mscale: both or neither")
         for name in ("rope_theta", "partial_rotary_factor", "factor", "alpha"):
             value = getattr(self, name)
             if isinstance(value, int | float) and not value > 0:
@@ -136,7 +144,7 @@ OPTIONAL: dict[str, tuple[str, ...]] = {
         "mscale_all_dim",
         "truncate",
     ),
-    "longrope": ("attention_factor",),
+    "longrope": ("attention_factor", "short_mscale", "long_mscale"),
 }
 """Optional fields of each type."""
 

@@ -75,6 +75,9 @@ class Router(nnx.Module):
             experts = self._choose(logits) if experts is None else experts
             best = jnp.take_along_axis(logits, experts, axis=-1)
             return experts, jax.nn.softmax(best, axis=-1), logits
+        if config.scoring == "sparsemixer":
+            experts = self._choose(logits) if experts is None else experts
+            return experts, self._weights_among_close(logits, experts), logits
         function = {"softmax": jax.nn.softmax, "sigmoid": jax.nn.sigmoid}
         scores = function[config.scoring](_widen(logits))
         experts = self._choose(scores) if experts is None else experts
@@ -87,6 +90,29 @@ class Router(nnx.Module):
         if config.rounded_weights:
             weights = weights.astype(x.dtype)
         return experts, weights, logits
+
+    def _weights_among_close(
+        self,
+        logits: Float[Array, "batch seq experts"],
+        chosen: Int[Array, "batch seq two"],
+    ) -> Float[Array, "batch seq two"]:
+        """Returns each chosen expert's share of the logits close to the best left.
+
+        Source: https://arxiv.org/abs/2409.12136; transformers
+          `modeling_phimoe.py::sparsemixer`.
+        """
+        assert self.config.sparsemixer_jitter is not None
+        weights, left = [], logits
+        for expert in (chosen[..., :1], chosen[..., 1:]):
+            best = left.max(axis=-1, keepdims=True)
+            scale = jnp.maximum(jnp.abs(logits), best)
+            far = (best - logits) / scale > 2 * self.config.sparsemixer_jitter
+            close = jnp.where(jax.lax.stop_gradient(far), -jnp.inf, left)
+            shares = jax.nn.softmax(close, axis=-1)
+            weights.append(jnp.take_along_axis(shares, expert, axis=-1))
+            is_chosen = jnp.arange(logits.shape[-1]) == expert
+            left = jnp.where(is_chosen, -jnp.inf, logits)
+        return jnp.concatenate(weights, axis=-1)
 
     def _choose(
         self, scores: Float[Array, "batch seq experts"]

@@ -15,8 +15,11 @@ from bridge.models._config import DecoderConfig
 from bridge.models._constrain import Constrain
 from bridge.models._layer_state import KeyValues
 from bridge.models._linear import Linear
+from bridge.models._multipliers_config import MultipliersConfig
 from bridge.models._norm import Norm
-from bridge.models._rope import Table, apply_rope, yarn_mscale
+from bridge.models._position_tables import PositionTables, alibi_slopes
+from bridge.models._rope import apply_rope, yarn_mscale
+from bridge.models._scale import scale_by
 
 Heads = Float[Array, "batch seq heads head_dim"]
 MakeLinear = Callable[..., Linear]
@@ -67,12 +70,13 @@ class SelfAttention(nnx.Module):
         self.softcap = config.attn_logit_softcapping
         self.window = window
         self.interleaved = config.rope is not None and config.rope.interleaved
+        largest = config.alibi_bias_max
+        self.slopes = None if largest is None else alibi_slopes(heads, largest)
 
     def __call__(
         self,
         x: Float[Array, "batch seq embed"],
-        cos: Table | None,
-        sin: Table | None,
+        tables: PositionTables,
         segment_ids: Int[Array, "batch seq"] | None,
         window: Window = None,
     ) -> Float[Array, "batch seq embed"]:
@@ -80,12 +84,11 @@ class SelfAttention(nnx.Module):
 
         Args:
           x: Normed hidden states.
-          cos: Cosines of the positions; None if positions are learned.
-          sin: Sines of the positions; None if positions are learned.
+          tables: Tables of the positions.
           segment_ids: Segment of each token in a packed row; None for one segment.
           window: Attention window of this layer; None for the one of all layers.
         """
-        query, key, value = self._project(x, cos, sin)
+        query, key, value = self._project(x, tables)
         mixed = self.attention(
             query, key, value, segment_ids=segment_ids, **self._traits(window)
         )
@@ -94,8 +97,7 @@ class SelfAttention(nnx.Module):
     def extend(
         self,
         x: Float[Array, "batch seq embed"],
-        cos: Table | None,
-        sin: Table | None,
+        tables: PositionTables,
         cache: KeyValues,
         slots: Slots,
         window: Window = None,
@@ -104,8 +106,7 @@ class SelfAttention(nnx.Module):
 
         Args:
           x: Normed hidden states of the new tokens.
-          cos: Cosines of their positions; None if positions are learned.
-          sin: Sines of their positions; None if positions are learned.
+          tables: Tables of their positions.
           cache: KV cache of this layer.
           slots: Cache slot of each new token: its position.
           window: Attention window of this layer; None for the one of all layers.
@@ -113,7 +114,7 @@ class SelfAttention(nnx.Module):
         Returns:
           Attention output, and the cache with the new tokens.
         """
-        query, key, value = self._project(x, cos, sin)
+        query, key, value = self._project(x, tables)
         new = KeyValues(key, value)
         mixed, cache = attend_cached(query, new, cache, slots, **self._traits(window))
         return self.o_proj(self._gated(mixed, x)), cache
@@ -144,34 +145,57 @@ class SelfAttention(nnx.Module):
         self.k_norm = _head_norm(config, kv_heads, param_dtype)
         self.norm_after_rope = config.qk_norm_after_rope
         self.clip = config.clip_qkv
+        self.multipliers = config.multipliers or MultipliersConfig()
 
     def _project(
         self,
         x: Float[Array, "batch seq embed"],
-        cos: Table | None,
-        sin: Table | None,
+        tables: PositionTables,
     ) -> tuple[Heads, Heads, Heads]:
         query, key, value = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        key = scale_by(key, self.multipliers.key)
         if not self.norm_after_rope:
             query, key = self._norm_heads(query, key)
         if self.clip is not None:
             query, key, value = (
                 jnp.clip(heads, -self.clip, self.clip) for heads in (query, key, value)
             )
-        query, key = self._turn(query, cos, sin), self._turn(key, cos, sin)
+        query, key = self._turn(query, tables), self._turn(key, tables)
         if self.norm_after_rope:
             query, key = self._norm_heads(query, key)
-        return query, key, value
+        query = _scaled(query, tables)
+        return *self._add_distances(query, key, tables), value
 
     def _norm_heads(self, query: Heads, key: Heads) -> tuple[Heads, Heads]:
         if self.q_norm is None or self.k_norm is None:
             return query, key
         return self.q_norm(query), self.k_norm(key)
 
-    def _turn(self, heads: Heads, cos: Table | None, sin: Table | None) -> Heads:
-        if cos is None or sin is None:
+    def _turn(self, heads: Heads, tables: PositionTables) -> Heads:
+        if tables.cos is None or tables.sin is None:
             return heads
-        return apply_rope(heads, cos, sin, interleaved=self.interleaved)
+        return apply_rope(heads, tables.cos, tables.sin, interleaved=self.interleaved)
+
+    def _add_distances(
+        self, query: Heads, key: Heads, tables: PositionTables
+    ) -> tuple[Heads, Heads]:
+        """Adds two dims to each head, whose product is ALiBi's part of the scores.
+
+        A softmax does not see what all keys of a query share, so the position of the
+        key alone is as good as the distance.
+        """
+        if self.slopes is None or tables.steps is None:
+            return query, key
+        slopes = jnp.asarray(self.slopes, query.dtype)[:, None] / self.scale
+        steps = tables.steps.astype(key.dtype)[:, :, None]
+        return (
+            jnp.concatenate(
+                [query, jnp.broadcast_to(slopes, (*query.shape[:-1], 2))], axis=-1
+            ),
+            jnp.concatenate(
+                [key, jnp.broadcast_to(steps, (*key.shape[:-1], 2))], axis=-1
+            ),
+        )
 
 
 class LatentAttention(SelfAttention):
@@ -211,8 +235,7 @@ class LatentAttention(SelfAttention):
     def _project(
         self,
         x: Float[Array, "batch seq embed"],
-        cos: Table | None,
-        sin: Table | None,
+        tables: PositionTables,
     ) -> tuple[Heads, Heads, Heads]:
         if self.narrow_query:
             narrow = self.constrain(self.q_a_proj(x), "tokens")
@@ -227,12 +250,12 @@ class LatentAttention(SelfAttention):
         turned_key = self.constrain(turned_key, "input")
         key_value = self.kv_b_proj(latent)
         key, value = jnp.split(key_value, [self.unturned], axis=-1)
-        turned_query = self._turn(turned_query, cos, sin)
-        turned_key = self._turn(turned_key[:, :, None, :], cos, sin)
+        turned_query = self._turn(turned_query, tables)
+        turned_key = self._turn(turned_key[:, :, None, :], tables)
         # The rotated part of the key is shared by all heads.
         turned_key = jnp.broadcast_to(turned_key, turned_query.shape)
         return (
-            jnp.concatenate([query, turned_query], axis=-1),
+            _scaled(jnp.concatenate([query, turned_query], axis=-1), tables),
             jnp.concatenate([key, turned_key], axis=-1),
             value,
         )
@@ -251,6 +274,11 @@ def attention_scale(config: DecoderConfig) -> float:
     if config.mla and config.rope and config.rope.mscale_all_dim and config.rope.factor:
         scale *= yarn_mscale(config.rope.factor, config.rope.mscale_all_dim) ** 2
     return scale
+
+
+def _scaled(query: Heads, tables: PositionTables) -> Heads:
+    factor = tables.query_scale
+    return query if factor is None else query * factor[:, :, None, None]
 
 
 def _head_norm(

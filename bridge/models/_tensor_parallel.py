@@ -101,11 +101,13 @@ def tensor_parallel_rules(config: DecoderConfig, ranks: int) -> dict[str, int]:
 
 def _indivisible(config: DecoderConfig, ranks: int) -> list[str]:
     mixers = {kind.mixer for kind in config.layer_kinds}
-    sizes = {"num_attention_heads": config.num_attention_heads}
+    sizes = {}
+    if mixers & {"attention", "attention_mamba"}:
+        sizes["num_attention_heads"] = config.num_attention_heads
     if "delta_net" in mixers and (delta := config.delta_net) is not None:
         sizes["delta_net.num_key_heads"] = delta.num_key_heads
         sizes["delta_net.num_value_heads"] = delta.num_value_heads
-    if "mamba" in mixers and (mamba := config.mamba) is not None:
+    if mixers & {"mamba", "attention_mamba"} and (mamba := config.mamba) is not None:
         sizes["mamba.num_heads"] = mamba.num_heads
     if "short_conv" in mixers:
         sizes["hidden_size"] = config.hidden_size

@@ -17,10 +17,12 @@ from bridge.models import Sampling, empty_cache, generate
 pytestmark = pytest.mark.torch
 
 # Learned positions, latent attention, sinks, caps, windows, interleaved ropes, experts,
-# rows before position 0, heads normed once they are turned, states of other mixers.
+# rows before position 0, heads normed once they are turned, states of other mixers,
+# two mixers side by side, distances, queries that grow.
 VARIANTS = [
     *("llama", "gemma3", "gpt2", "olmo2", "cohere", "glm4", "gpt_oss", "deepseek_v3"),
     *("opt", "hunyuan", "lfm2", "qwen3_next", "granitemoehybrid", "nemotron_h"),
+    *("falcon_h1", "mamba2", "bloom", "ministral3"),
 ]
 NEW, WIDTH = 9, 19
 LENGTHS = np.array([19, 3, 11])

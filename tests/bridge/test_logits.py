@@ -161,6 +161,20 @@ WRONG: dict[str, tuple[str, dict[str, Any]]] = {
     "scaling of latent experts": ("nemotron_h", {"moe.routed_scaling_factor": 1.0}),
     "heads that do not turn": ("nemotron_h-dense", {"rope": RopeConfig()}),
     "activation of an MLP beside a mixer": ("nemotron_h-dense", {"hidden_act": "relu"}),
+    "growing queries": ("ministral3", {"query_scale.beta": 0.4}),
+    "slopes": ("bloom", {"alibi_bias_max": 4.0}),
+    "normed embeddings": ("bloom", {"norm_eps": 0.1}),
+    "distances": ("mpt", {"alibi_bias_max": 4.0}),
+    "learned activation": ("apertus", {"norm_eps": 0.1}),
+    "mixing": ("phimoe", {"moe.sparsemixer_jitter": 0.01}),
+    "mscale": ("phimoe", {"rope.short_mscale": 1.0}),
+    "side by side with Mamba": ("falcon_h1", {"multipliers.attention_out": 1.0}),
+    "factors of projections": (
+        "falcon_h1",
+        {"multipliers.mamba_projections": (0.7, 0.5, 0.6, 0.8, 1.0)},
+    ),
+    "norm before the gate": ("falcon_h1-normed", {"mamba.norm": "after_gate"}),
+    "a mixer alone": ("mamba2", {"norm_eps": 1e-2}),
     "base beside biases": ("seed_oss", {"rope.rope_theta": 500.0}),
 }
 

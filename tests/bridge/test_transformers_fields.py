@@ -93,5 +93,6 @@ def logits_of(config: PreTrainedConfig) -> torch.Tensor:
     tokens = torch.arange(12)[None] % SIZES["vocab_size"]
     with torch.no_grad():
         out = model(tokens, labels=tokens, use_cache=True)
-        more = model(tokens[:, :1], past_key_values=out.past_key_values)
+        name = "past_key_values" if "past_key_values" in out else "cache_params"
+        more = model(tokens[:, :1], **{name: out[name]})
     return torch.cat([out.logits, more.logits], 1)
