@@ -42,6 +42,10 @@ _NAMES: dict[Mixer, tuple[str, ...]] = {
 }
 
 
+def _attributes(mixer: Mixer | None) -> tuple[str, ...]:
+    return () if mixer is None else _NAMES[mixer]
+
+
 class LayerOutput(NamedTuple):
     """Output of a layer.
 
@@ -113,8 +117,7 @@ class DecoderLayer(nnx.Module):
 
         mixes, feeds = kind.mixer is not None, kind.channels is not None
         self.input_layernorm = norm() if before and mixes else None
-        names: tuple[str, ...] = () if kind.mixer is None else _NAMES[kind.mixer]
-        self.mixer_names = names
+        self.mixer_names = _attributes(kind.mixer)
         for name in self.mixer_names:
             if name == "self_attn":
                 self.self_attn = _make_attention(
@@ -169,14 +172,15 @@ class DecoderLayer(nnx.Module):
             _pick(tables, per_layer.get("table")),
             *(per_layer.get("window"), segment_ids, slots, is_token),
         )
-        if len(self.mixer_names) > 1:
+        names = self.mixer_names
+        if len(names) > 1:
             mixed, cache = self._mix_both(read, cache, context)
-        elif self.mixer_names == ("self_attn",):
+        elif names == ("self_attn",):
             # Latent attention constrains its latent vectors instead of its input.
             heard = normed if self.is_latent else read
             mixed, cache = self._attend(heard, cache, context)
         else:
-            mixed, cache = self._recur(self.mixer_names[0], read, cache, context)
+            mixed, cache = self._recur(names[0], read, cache, context)
         return _output(*self._add(x, read, mixed, experts), cache)
 
     def _attend(

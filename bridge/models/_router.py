@@ -110,7 +110,9 @@ class Router(nnx.Module):
             close = jnp.where(jax.lax.stop_gradient(far), -jnp.inf, left)
             shares = jax.nn.softmax(close, axis=-1)
             weights.append(jnp.take_along_axis(shares, expert, axis=-1))
-            is_chosen = jnp.arange(logits.shape[-1]) == expert
+            is_chosen = jax.nn.one_hot(
+                expert[..., 0], logits.shape[-1], dtype=jnp.bool_
+            )
             left = jnp.where(is_chosen, -jnp.inf, logits)
         return jnp.concatenate(weights, axis=-1)
 

@@ -33,9 +33,12 @@ class XIELU(nnx.Module):
     def __call__(self, x: Float[Array, "*dims"]) -> Float[Array, "*dims"]:
         """Applies the activation elementwise."""
         beta, eps = (jax.lax.stop_gradient(p[...]) for p in (self.beta, self.eps))
-        above = jax.nn.softplus(self.alpha_p[...]) * x * x
-        slope = beta + jax.nn.softplus(self.alpha_n[...])
-        below = (jnp.expm1(jnp.minimum(x, eps)) - x) * slope
+        positive, negative = (
+            jax.nn.softplus(slope[...]).reshape((1,) * x.ndim)
+            for slope in (self.alpha_p, self.alpha_n)
+        )
+        above = positive * x * x
+        below = (jnp.expm1(jnp.minimum(x, eps)) - x) * (beta + negative)
         return jnp.where(x > 0, above, below) + beta * x
 
 
