@@ -12,7 +12,7 @@ from bridge.models._causal_conv import Mask
 from bridge.models._config import DecoderConfig
 from bridge.models._constrain import Constrain, unconstrained
 from bridge.models._delta_net import DeltaNet
-from bridge.models._layer_kinds import DENSE_ATTENTION, LayerKind, Mixer
+from bridge.models._layer_kinds import DENSE_ATTENTION, LayerKind
 from bridge.models._layer_state import AttentionMambaState, KeyValues, LayerState
 from bridge.models._mamba import Mamba
 from bridge.models._mlp import MLP
@@ -32,18 +32,6 @@ PerLayer = dict[str, Int[Array, "..."]]
 
 # Mixers but attention, by the attribute of a layer that holds each.
 _MIXERS = {"short_conv": ShortConv, "delta_net": DeltaNet, "mamba": Mamba}
-# Attributes by the mixer of a kind.
-_NAMES: dict[Mixer, tuple[str, ...]] = {
-    "attention": ("self_attn",),
-    "short_conv": ("short_conv",),
-    "delta_net": ("delta_net",),
-    "mamba": ("mamba",),
-    "attention_mamba": ("self_attn", "mamba"),
-}
-
-
-def _attributes(mixer: Mixer | None) -> tuple[str, ...]:
-    return () if mixer is None else _NAMES[mixer]
 
 
 class LayerOutput(NamedTuple):
@@ -117,15 +105,15 @@ class DecoderLayer(nnx.Module):
 
         mixes, feeds = kind.mixer is not None, kind.channels is not None
         self.input_layernorm = norm() if before and mixes else None
-        self.mixer_names = _attributes(kind.mixer)
-        for name in self.mixer_names:
-            if name == "self_attn":
-                self.self_attn = _make_attention(
-                    config, rngs, param_dtype, attention, constrain
-                )
-            else:
-                mixer = _MIXERS[name](config, rngs=rngs, param_dtype=param_dtype)
-                setattr(self, name, mixer)
+        self.mixer = kind.mixer
+        if kind.mixer in ("attention", "attention_mamba"):
+            self.self_attn = _make_attention(
+                config, rngs, param_dtype, attention, constrain
+            )
+        recurrent = "mamba" if kind.mixer == "attention_mamba" else kind.mixer
+        if recurrent in _MIXERS:
+            mixer = _MIXERS[recurrent](config, rngs=rngs, param_dtype=param_dtype)
+            setattr(self, recurrent, mixer)
         self.post_attention_layernorm = norm() if after else None
         own = placement in ("pre", "both", "parallel_two")
         self.pre_feedforward_layernorm = norm() if own and feeds else None
@@ -164,7 +152,7 @@ class DecoderLayer(nnx.Module):
         """
         per_layer = per_layer or {}
         experts = per_layer.get("experts")
-        if not self.mixer_names:
+        if self.mixer is None:
             return _output(*self._feed(x, experts), cache)
         normed = _apply(self.input_layernorm, x)
         read = self.constrain(normed, "input")
@@ -172,15 +160,14 @@ class DecoderLayer(nnx.Module):
             _pick(tables, per_layer.get("table")),
             *(per_layer.get("window"), segment_ids, slots, is_token),
         )
-        names = self.mixer_names
-        if len(names) > 1:
+        if self.mixer == "attention_mamba":
             mixed, cache = self._mix_both(read, cache, context)
-        elif names == ("self_attn",):
+        elif self.mixer == "attention":
             # Latent attention constrains its latent vectors instead of its input.
             heard = normed if self.is_latent else read
             mixed, cache = self._attend(heard, cache, context)
         else:
-            mixed, cache = self._recur(names[0], read, cache, context)
+            mixed, cache = self._recur(self.mixer, read, cache, context)
         return _output(*self._add(x, read, mixed, experts), cache)
 
     def _attend(
