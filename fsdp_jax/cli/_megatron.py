@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import bridge
+from bridge.megatron import Adam
 from bridge.models import DecoderConfig
 from fsdp_jax.cli._options import Unset
 
@@ -70,6 +71,35 @@ class MegatronLayout:
             virtual_pipeline=self.virtual_pipeline,
             expert_parallel=self.expert_parallel,
             make_vocab_size_divisible_by=self.vocab_divisor,
+            progress=progress,
+        )
+
+    def save_adam(
+        self,
+        out: Path,
+        adam: Adam,
+        config: DecoderConfig,
+        format: Format,
+        optimizer_format: OptimizerFormat | None,
+        iteration: int,
+        consumed_samples: int,
+        progress: Callable[[int, int], None],
+    ) -> None:
+        """Writes parameters with Adam's state, from which a Megatron run goes on."""
+        bridge.megatron.save_megatron_adam(
+            out,
+            adam,
+            config,
+            format=format,
+            optimizer_format=optimizer_format,
+            iteration=iteration,
+            consumed_samples=consumed_samples,
+            tensor_parallel=self.tensor_parallel,
+            pipeline_parallel=self.pipeline_parallel,
+            virtual_pipeline=self.virtual_pipeline,
+            expert_parallel=self.expert_parallel,
+            make_vocab_size_divisible_by=self.vocab_divisor,
+            flags={"clip_grad": adam.settings.clip_grad},
             progress=progress,
         )
 

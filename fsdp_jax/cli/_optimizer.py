@@ -75,6 +75,11 @@ class OptimizerConfig:
     optimizer_bits: OptimizerBits = 32
     ema: float = 0.0
 
+    @property
+    def second_moment_decay(self) -> float | None:
+        """Decay of the second moments; None for an optimizer without."""
+        return self.b2 if self.b2 is not None else _B2[self.optimizer]
+
     def problems(self) -> list[str]:
         """Returns what is out of range or without effect, by option."""
         wrong = [
@@ -159,7 +164,7 @@ class OptimizerConfig:
         return optax.chain(tx, fsdp.optim.ema_of_params(self.ema)) if self.ema else tx
 
     def _direction(self, matrices: Mapping[str, int]) -> optax.GradientTransformation:
-        b2 = self.b2 if self.b2 is not None else _B2[self.optimizer]
+        b2 = self.second_moment_decay
         if self.optimizer == "adafactor":
             return optax.chain(
                 optax.scale_by_factored_rms(),

@@ -13,7 +13,10 @@ from tiny_configs import hf_fields
 import bridge
 import fsdp_jax as fsdp
 from bridge.models import Decoder
+from fsdp_jax._tree import named_leaves
 from fsdp_jax.cli import main
+from fsdp_jax.cli._decoder import plan_decoder
+from fsdp_jax.cli._optimizer import OptimizerConfig
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 
@@ -25,6 +28,14 @@ def golden(tmp_path_factory) -> Path:
     with tarfile.open(GOLDEN / "qwen3.tar.xz") as archive:
         archive.extractall(directory, filter="data")
     return directory / "qwen3"
+
+
+@pytest.fixture(scope="module")
+def imported(golden, tmp_path_factory) -> Path:
+    """The same as a checkpoint of ours, with Adam's state."""
+    path = tmp_path_factory.mktemp("imported") / "run"
+    run("import", golden / "torch_dist", path, "--optimizer")
+    return path
 
 
 def write_model(path, variant) -> str:
@@ -159,9 +170,47 @@ def test_an_export_for_megatron_is_the_trained_model(tmp_path):
     assert tensors(tmp_path / "hf") == tensors(model)
 
 
+def test_a_run_goes_back_to_megatron_with_its_optimizer(
+    golden, imported, tmp_path, text, capsys
+):
+    argv = ["train", "--resume", imported, "--data", text, "--seq", "8"]
+    argv += ["--lr", "1e-2", "--lr-schedule", "linear", "--lr-steps", "100"]
+    iteration = bridge.megatron.open_megatron(golden / "torch_dist").iteration
+    run(*argv, "--steps", iteration + 2, "--save", tmp_path / "more")
+    capsys.readouterr()
+    back = tmp_path / "back"
+    run("export", tmp_path / "more", back, "--megatron", "torch_dist", "--optimizer")
+    assert "left out: the schedule of --lr (linear)" in capsys.readouterr().err
+    written = bridge.megatron.open_megatron(back)
+    assert (written.iteration, written.consumed_samples) == (iteration + 2, 8 * 9)
+    run("import", back, tmp_path / "again", "--optimizer")
+
+    def leaves(path):
+        mesh = fsdp.make_mesh()
+        config = bridge.megatron.from_args(written.args)
+        plan = plan_decoder(config, mesh)
+        like = fsdp.abstract_state(plan, OptimizerConfig().make())
+        state = fsdp.load(path, like)
+        parts = {"params": state.params, "optimizer": state.opt_state}
+        return {name: np.asarray(x) for name, x in named_leaves(parts)}
+
+    before, after = leaves(tmp_path / "more"), leaves(tmp_path / "again")
+    kept = {name for name in before if ".mu." in name or ".nu." in name}
+    kept |= {name for name in before if name.startswith("params.")}
+    assert len(kept) > 30
+    for name in kept:
+        np.testing.assert_array_equal(after[name], before[name], err_msg=name)
+    known = fsdp.checkpoint.load_metadata(tmp_path / "again")["adam"]["known"]
+    assert known["lr"] == pytest.approx(1e-2 * (1 - 5 / 100))
+    assert (known["b2"], known["clip"]) == (0.95, 0.0)
+
+
 @pytest.mark.parametrize(
     "argv, message",
     [
+        ("export {imported} {out} --megatron legacy --optimizer", "was imported"),
+        ("export {imported} {out} --optimizer", "give --megatron"),
+        ("export {imported} {out} --consumed-samples 3", "--optimizer too"),
         ("convert {model} {out} --to hf --tensor-parallel 2", "none is written"),
         ("convert {model} {out} --to torch_dist --dtype bfloat16", "--dtype and"),
         ("convert {model} {out} --to legacy --tensor-parallel 3", "3"),
@@ -172,7 +221,9 @@ def test_an_export_for_megatron_is_the_trained_model(tmp_path):
         ("compare {megatron} {model} --step 3 --against bridge", "has no steps"),
     ],
 )
-def test_bad_input_is_one_message(tmp_path, golden, argv, message, capsys, monkeypatch):
+def test_bad_input_is_one_message(
+    tmp_path, golden, imported, argv, message, capsys, monkeypatch
+):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     (tmp_path / "hollow").mkdir()
     places = {
@@ -180,6 +231,7 @@ def test_bad_input_is_one_message(tmp_path, golden, argv, message, capsys, monke
         "out": tmp_path / "out",
         "hollow": tmp_path / "hollow",
         "megatron": golden / "torch_dist",
+        "imported": imported,
     }
     assert main(argv.format_map(places).split()) == 2
     err = capsys.readouterr().err

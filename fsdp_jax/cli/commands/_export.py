@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 import jax
 import tyro
+from jax.sharding import Mesh
 
 import bridge
 import fsdp_jax as fsdp
@@ -16,10 +17,12 @@ from fsdp_jax.cli._average import averaged
 from fsdp_jax.cli._decoder import plan_decoder
 from fsdp_jax.cli._errors import check_empty
 from fsdp_jax.cli._hub import check_push, push
-from fsdp_jax.cli._megatron import Format, MegatronLayout
+from fsdp_jax.cli._log import say
+from fsdp_jax.cli._megatron import Format, MegatronLayout, OptimizerFormat
 from fsdp_jax.cli._model_source import Checkpoint, open_checkpoint
 from fsdp_jax.cli._options import Devices, Group, Unset
 from fsdp_jax.cli._train_config import adapter_of
+from fsdp_jax.cli._trained_adam import load_trained_adam
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +39,12 @@ class Export:
       dtype: Dtype of transformers' files; default that of the checkpoint.
       megatron: Format of a checkpoint for Megatron to write instead: torch_dist, which
         any run reads, or legacy, for a run of the parallel sizes below.
+      optimizer: Writes Adam's state, step and settings for Megatron too, so that a run
+        of Megatron goes on with the next step; start it with --no-load-rng.
+      optimizer_format: Form of Adam's state, as `fsdp-jax convert` has it; default that
+        of a distributed optimizer.
+      consumed_samples: Rows trained so far, where Megatron's data goes on; default the
+        steps times --batch of the run.
       tokenizer: Directory of a model whose tokenizer, chat template and generation
         config are copied; default those saved with the checkpoint.
       push: Repository of the Hugging Face hub, org/name, to which OUT is uploaded.
@@ -51,6 +60,9 @@ class Export:
     adapter: bool = False
     dtype: Unset[Literal["float32", "bfloat16", "float16"]] = None
     megatron: Unset[Format] = None
+    optimizer: bool = False
+    optimizer_format: Unset[OptimizerFormat] = None
+    consumed_samples: Unset[int] = None
     tokenizer: Unset[Path] = None
     push: Unset[str] = None
     private: bool = False
@@ -71,6 +83,9 @@ class Export:
         if self.adapter:
             self._write_adapter(origin, plan)
             self._push(origin)
+            return
+        if self.optimizer:
+            self._write_with_adam(origin, mesh)
             return
         params = origin.load_params_as_stored(plan.params)
         with bytes_bar(f"writing {self.out}") as progress:
@@ -109,7 +124,42 @@ class Export:
         adapter.save(self.out, params["lora"], origin.config)
         print(f"the adapter of step {origin.step} is now in {self.out}")
 
+    def _write_with_adam(self, origin: Checkpoint, mesh: Mesh) -> None:
+        assert self.megatron is not None
+        adam = load_trained_adam(origin, mesh)
+        train = origin.metadata["train"]
+        samples = self.consumed_samples
+        if samples is None:
+            samples = origin.step * train["data"]["batch"]
+        options = (self.megatron, self.optimizer_format, origin.step, samples)
+        with bytes_bar(f"writing {self.out}") as progress:
+            self.layout.save_adam(self.out, adam, origin.config, *options, progress)
+        shape = train["optimizer"]["lr_schedule"]
+        if shape != "constant" or train["optimizer"]["warmup"]:
+            say(
+                f"left out: the schedule of --lr ({shape}), of which the next rate is "
+                f"{adam.settings.lr:g}: give Megatron its own"
+            )
+        print(
+            f"step {origin.step} of {self.checkpoint} is now in {self.out}, with "
+            f"Adam's state, after {samples:,} samples"
+        )
+
     def _check(self) -> None:
+        of_optimizer = {
+            "--optimizer-format": self.optimizer_format is not None,
+            "--consumed-samples": self.consumed_samples is not None,
+        }
+        given = [name for name, is_given in of_optimizer.items() if is_given]
+        if given and not self.optimizer:
+            raise ValueError(f"{', '.join(given)}: give --optimizer too.")
+        if self.optimizer and (self.megatron is None or self.ema or self.push):
+            raise ValueError(
+                "--optimizer is Adam's state for Megatron: give --megatron, and leave "
+                "out --ema and --push."
+            )
+        if (self.consumed_samples or 0) < 0:
+            raise ValueError(f"--consumed-samples {self.consumed_samples}: at least 0.")
         if self.private and self.push is None:
             raise ValueError("--private describes a repository: give --push too.")
         if self.adapter and self.ema:
