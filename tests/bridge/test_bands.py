@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.layouts import layouts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
@@ -55,24 +56,6 @@ def numbers(shape, dtype=np.float32):
     return np.arange(math.prod(shape)).reshape(shape).astype(dtype)
 
 
-@st.composite
-def layouts(draw):
-    """Any permutation of up to four named dims, grouped at random on both sides."""
-    names = draw(st.lists(st.sampled_from("abcd"), unique=True, max_size=4))
-
-    def side(names):
-        dims = []
-        for name in names:
-            if dims and draw(st.booleans()):
-                dims[-1] += (name,)
-            else:
-                dims.append((name,))
-        return tuple(dims)
-
-    layout = Layout(side(names), side(draw(st.permutations(names))))
-    return layout, {name: draw(st.integers(1, 5)) for name in names}
-
-
 def pattern(layout):
     sides = [
         " ".join(f"({' '.join(dim)})" for dim in side)
@@ -103,7 +86,7 @@ def stacked(boxes, dtype, together):
 
 
 @settings(deadline=None, max_examples=200)
-@given(layouts(), st.integers(1, 12))
+@given(layouts(5), st.integers(1, 12))
 def test_bands_are_the_source_from_its_first_byte_to_its_last(drawn, max_elements):
     layout, sizes = drawn
     array = numbers(layout.source_shape(sizes))
@@ -129,7 +112,7 @@ def test_bands_are_no_larger_than_asked_where_the_layout_lets_them():
 
 
 @settings(deadline=None, max_examples=200)
-@given(layouts(), st.data())
+@given(layouts(5), st.data())
 def test_parts_of_a_box_are_views_of_its_factors_and_tile_it(drawn, data):
     layout, sizes = drawn
     shape = layout.destination_shape(sizes)
@@ -150,7 +133,7 @@ def test_parts_of_a_box_are_views_of_its_factors_and_tile_it(drawn, data):
 
 
 @settings(deadline=None, max_examples=150)
-@given(layouts(), st.data())
+@given(layouts(5), st.data())
 @pytest.mark.parametrize("cast", [np.float32, jnp.bfloat16])
 def test_any_shards_are_filled_from_any_source_and_make_it_again(cast, drawn, data):
     layout, sizes = drawn
@@ -172,7 +155,7 @@ def test_any_shards_are_filled_from_any_source_and_make_it_again(cast, drawn, da
 
 
 @settings(deadline=None, max_examples=100)
-@given(layouts(), st.data())
+@given(layouts(5), st.data())
 def test_shards_of_rows_read_nothing_twice(drawn, data):
     layout, sizes = drawn
     (piece,) = Mapping((Rule("w", "leaf", pattern(layout)),), sizes).pieces

@@ -13,6 +13,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from helpers.blocks import WIDTH, EqxBlock, NnxBlock
 from helpers.compiles import compilations
 from helpers.errors import facts
 from jax.extend import core
@@ -21,18 +22,9 @@ import fsdp_jax as fsdp
 from fsdp_jax import _scopes as scopes
 from fsdp_jax.step._lifted_gathers import without_dead
 
-UNITS, WIDTH = 4, 8
+UNITS = 4
 TX = optax.sgd(1e-2)
 BATCH = jnp.sin(jnp.arange(8.0 * WIDTH)).reshape(8, WIDTH)
-
-
-class NnxBlock(nnx.Module):
-    def __init__(self, rngs):
-        self.up = nnx.Linear(WIDTH, 16, rngs=rngs)
-        self.down = nnx.Linear(16, WIDTH, rngs=rngs)
-
-    def __call__(self, x):
-        return x + self.down(jax.nn.relu(self.up(x)))
 
 
 class NnxModel(nnx.Module):
@@ -63,18 +55,6 @@ class LinenModel(nn.Module):
         axes = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
         layers = nn.scan(self.block, length=UNITS, **axes)(name="layers")
         return layers(x, None)[0]
-
-
-class EqxBlock(eqx.Module):
-    up: eqx.nn.Linear
-    down: eqx.nn.Linear
-
-    def __init__(self, key):
-        self.up = eqx.nn.Linear(WIDTH, 16, key=key)
-        self.down = eqx.nn.Linear(16, WIDTH, key=key)
-
-    def __call__(self, x):
-        return x + jax.vmap(self.down)(jax.nn.relu(jax.vmap(self.up)(x)))
 
 
 class EqxModel(eqx.Module):

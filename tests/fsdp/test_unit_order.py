@@ -12,23 +12,15 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from helpers.blocks import WIDTH, EqxBlock, NnxBlock
 from helpers.errors import facts
 from jax.extend import core
 
 import fsdp_jax as fsdp
 
-UNITS, WIDTH = 4, 8
+UNITS = 4
 TX = optax.adam(1e-2)
 BATCH = jnp.sin(jnp.arange(16.0 * WIDTH)).reshape(16, WIDTH)
-
-
-class NnxBlock(nnx.Module):
-    def __init__(self, rngs):
-        self.up = nnx.Linear(WIDTH, 16, rngs=rngs)
-        self.down = nnx.Linear(16, WIDTH, rngs=rngs)
-
-    def __call__(self, x):
-        return x + self.down(jax.nn.relu(self.up(x)))
 
 
 class NnxModel(nnx.Module):
@@ -54,18 +46,6 @@ class LinenModel(nn.Module):
         for _ in range(UNITS):
             x = LinenBlock()(x)
         return x
-
-
-class EqxBlock(eqx.Module):
-    up: eqx.nn.Linear
-    down: eqx.nn.Linear
-
-    def __init__(self, key):
-        self.up = eqx.nn.Linear(WIDTH, 16, key=key)
-        self.down = eqx.nn.Linear(16, WIDTH, key=key)
-
-    def __call__(self, x):
-        return x + jax.vmap(self.down)(jax.nn.relu(jax.vmap(self.up)(x)))
 
 
 class EqxModel(eqx.Module):
