@@ -31,7 +31,7 @@ from bridge.streaming._processes import agreeing
 
 @dataclasses.dataclass(frozen=True)
 class Sent:
-    """What a receiver has confirmed.
+    """Confirmation of a receiver.
 
     Attributes:
       tensors: Number of tensors.

@@ -331,7 +331,7 @@ def read_exactly(connection: socket.socket, size: int, what: str) -> bytearray:
     Args:
       connection: Socket.
       size: Number of bytes.
-      what: What they are, for the message.
+      what: Word for the bytes, for the message.
 
     Raises:
       ConnectionError: If the other end closes the connection before.

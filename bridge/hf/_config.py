@@ -108,8 +108,8 @@ def left_out_fields(
     ```
 
     Args:
-      config: As for `from_hf_config`.
-      ignore_fields: As for `from_hf_config`.
+      config: Config, as `from_hf_config` takes it.
+      ignore_fields: Names of fields to ignore, as `from_hf_config` takes them.
 
     Returns:
       Values by the names of the fields; those that are null, false or empty are not

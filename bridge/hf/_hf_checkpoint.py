@@ -27,8 +27,8 @@ def lazy_hf(
     ```
 
     Args:
-      path: As for `load_hf`.
-      config: As for `load_hf`.
+      path: Checkpoint, as `load_hf` takes it.
+      config: Config of the decoder, as `load_hf` takes it.
 
     Returns:
       Leaves by dotted path, and the model.

@@ -1,4 +1,4 @@
-"""What an import would do, from headers alone: tensors, their places, their bytes."""
+"""Plan of an import, from headers alone: tensors, their places, their bytes."""
 
 import collections
 import dataclasses
@@ -45,7 +45,7 @@ class PlannedLeaf:
 
 @dataclasses.dataclass(frozen=True)
 class ImportPlan:
-    """What `load_hf` would do; `print` it for a table.
+    """Plan of a `load_hf`; `print` it for a table.
 
     Args:
       source: The checkpoint.
@@ -120,9 +120,9 @@ def plan(
     compared with the embedding.
 
     Args:
-      path: As for `load_hf`.
-      like: As for `load_hf`; None takes every leaf whole and in the dtype of its
-        tensors.
+      path: Checkpoint, as `load_hf` takes it.
+      like: Tree to fill, as `load_hf` takes it; None takes every leaf whole and in
+        the dtype of its tensors.
       config: The model; None reads `config.json`.
 
     Returns:

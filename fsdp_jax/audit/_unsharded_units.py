@@ -1,4 +1,4 @@
-"""How many units are unsharded at once, by the schedule of a compiled program.
+"""Number of units that are unsharded at once, by a compiled program's schedule.
 
 A gathered weight is in memory from its all-gather to its last reader. A loop carries
 the weights that it has gathered ahead, and passes them to what follows.

@@ -53,7 +53,7 @@ class DamagedCheckpointError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Identity:
-    """Which save a step is of.
+    """Identity of the save that wrote a step.
 
     Attributes:
       step: Number of the step, which is that of its folder and of its state.
@@ -332,7 +332,7 @@ def reading(directory: Path, name: str, how: str = "unreadable") -> Iterator[Non
     Args:
       directory: State directory of the step.
       name: File that is read.
-      how: What it is if reading fails.
+      how: Word for the file in the message, if reading it fails.
 
     Raises:
       DamagedCheckpointError: If the file is not as it was written.

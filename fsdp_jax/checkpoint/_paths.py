@@ -1,4 +1,4 @@
-"""Where checkpoints are: on a mounted file system, or in an object store."""
+"""Paths of checkpoints: on a mounted file system, or in an object store."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ class Beside:
 
 @dataclasses.dataclass(frozen=True)
 class Checked:
-    """What a save writes, checked in every process before anything is written.
+    """Contents of a save, checked in every process before anything is written.
 
     Attributes:
       leaves: Leaves of the state and of the extras, by name.

@@ -38,7 +38,7 @@ _INDEX_BYTES = 4096
 
 @dataclasses.dataclass(frozen=True)
 class Seal:
-    """What a data file must be.
+    """Size and digest that a data file must have.
 
     Attributes:
       size: Size in bytes.

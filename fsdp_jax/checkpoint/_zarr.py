@@ -110,7 +110,7 @@ def read_all(
 
 @dataclasses.dataclass(frozen=True)
 class Arrays:
-    """Where arrays are stored.
+    """Arrays in a key-value store.
 
     Attributes:
       kvstore: TensorStore's spec of the key-value store.

@@ -1,4 +1,4 @@
-"""How far off estimates were on published runs: the range that is printed with them."""
+"""Errors of estimates on published runs: the range that is printed with them."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class Accuracy:
     Attributes:
       rows: Published runs that were estimated.
       median: Median of |estimated / published - 1|.
-      held_back_rows: Those of sources that no constant was fitted to.
+      held_back_rows: Runs of sources that no constant was fitted to.
       held_back_median: Median of the same, of these.
-      held_back_percentile_90: What nine in ten of these do not exceed.
+      held_back_percentile_90: Value that nine in ten of these do not exceed.
       gpus: Runs by key of `GPUS`.
       axes: Runs by mesh axis that had more than one device, other than `dp_shard`.
     """

@@ -15,7 +15,7 @@ from fsdp_jax.planner._unit_times import COMPUTE, UnitTime, unit_times_of
 
 @dataclasses.dataclass(frozen=True)
 class PlannedStep:
-    """What a plan says of a step, as `fsdp-jax plan --json` writes it.
+    """Times of a planned step, as `fsdp-jax plan --json` writes them.
 
     Attributes:
       seconds: Modelled seconds of a step.
@@ -48,7 +48,7 @@ def read_plan(path: str | Path) -> PlannedStep:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Explanation:
-    """Where the time of a profiled step goes, beside what was planned.
+    """Time of a profiled step by its parts, beside that of the plan.
 
     `print(explanation)` shows it as a table.
 

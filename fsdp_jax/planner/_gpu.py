@@ -24,7 +24,7 @@ class CostModel:
         as for a ring; 0 if it does not.
       float8_speed: Speed of products in 8-bit floats relative to 16-bit.
       attention_forward: FLOP/s of fused attention over long rows; None for `flops`.
-      attention_backward: The same, backward.
+      attention_backward: FLOP/s of its backward; None for `flops`.
       attention_half_length: Tokens of a row at which fused attention has half of that.
       kernel_latency: Seconds added to each kernel.
       overlap_slowdown: Part of a kernel's speed that is lost while a collective runs.

@@ -45,7 +45,7 @@ TREE = Protocol(base=0.0, link=28e-6, network=50e-6, efficiency=0.9)
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How a replica group lies on nodes, or on NVLink domains.
+    """Placement of a replica group on nodes, or on NVLink domains.
 
     Attributes:
       size: Devices of the group.

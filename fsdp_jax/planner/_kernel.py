@@ -18,7 +18,7 @@ class Kernel:
     """One kernel, without the speed of any GPU.
 
     Attributes:
-      kind: What limits it: a matrix product, fused attention, or memory.
+      kind: Limit of its speed: a matrix product, fused attention, or memory.
       flops: FLOPs of its matrix products.
       dtype: Dtype of its operands, as HLO writes it.
       bytes: Bytes read and written.

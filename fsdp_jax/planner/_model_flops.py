@@ -37,8 +37,8 @@ def model_flops(
       plan: Plan from `fully_shard`.
       loss_fn: Loss function, as for `make_train_step`.
       batch: Global batch, of concrete or abstract arrays.
-      has_aux: As for `make_train_step`.
-      calculate_per_token_loss: As for `make_train_step`.
+      has_aux: Whether `loss_fn` returns `(loss, aux)`.
+      calculate_per_token_loss: Whether `loss_fn` returns `(sum, count)`.
 
     Returns:
       FLOPs of all devices together.

@@ -164,7 +164,7 @@ def search_schedules(
 
 
 class _Searcher:
-    """What was tried so far, the best of it, and what is left of the budget."""
+    """Schedules tried so far, the best of them, and the rest of the budget."""
 
     def __init__(
         self,

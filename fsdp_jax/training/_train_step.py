@@ -108,8 +108,8 @@ class TrainStep:
       plan: Plan that it was made for.
       num_microbatches: Number of microbatches per step.
       jitted: `jax.jit` function of `(state, batch)`; the state is donated.
-      on_nonfinite: As in `make_train_step`; with `"raise"` each call blocks on its step
-        and checks the gradients.
+      on_nonfinite: Option of `make_train_step`; with `"raise"` each call blocks on its
+        step and checks the gradients.
       watch: Memory check of each program before it first runs.
     """
 
@@ -186,7 +186,7 @@ def make_train_step(
         that are not parameters, and frozen parameters such as a router's bias, from the
         tokens counted (see `Tally`). It modifies the model or returns another; changes
         to trained parameters are discarded.
-      on_nonfinite: What to do if a gradient is not finite. `"raise"`: raise a
+      on_nonfinite: Answer to a gradient that is not finite. `"raise"`: raise a
         `FloatingPointError` with the names of the parameters; each call then blocks on
         its step. `"skip"`: leave parameters, optimizer and model state unchanged, and
         count the step in `state.num_skipped`. None: update as with any gradient.

@@ -43,7 +43,7 @@ class QuantizedWeight(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """What a format finds in a checkpoint.
+    """Quantized weights that a format finds in a checkpoint.
 
     Args:
       weights: Weights by decoded name.

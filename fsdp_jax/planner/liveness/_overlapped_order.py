@@ -119,8 +119,8 @@ def _in_order(links: _Links, early: set[int], late: set[int]) -> list[int]:
 
     Args:
       links: Operations.
-      early: Those that run as soon as their operands are there.
-      late: Those that run just before another operation reads their results.
+      early: Operations that run as soon as their operands are there.
+      late: Operations that run just before another operation reads their results.
     """
     done: dict[int, None] = {}
 
