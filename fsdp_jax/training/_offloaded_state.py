@@ -47,8 +47,8 @@ def onload_state(state: PyTree, like: PyTree) -> PyTree:
       state: Result of `offload_state`. Its arrays are deleted one by one, each when its
         copy is complete.
       like: Pytree of the same structure with the shardings to move to:
-        `abstract_state(plan, tx)`, or its `params`. What the plan's `OffloadPolicy` keeps in host memory stays
-        there.
+        `abstract_state(plan, tx)`, or its `params`. What the plan's `OffloadPolicy`
+        keeps in host memory stays there.
 
     Returns:
       The same pytree, to the bit, with the shardings of `like`.
