@@ -30,7 +30,7 @@ from foreign_models import FORMS, SEQ, WIDTH, Form
 import fsdp_jax as fsdp
 from fsdp_jax.audit._expected import expected_collectives
 from fsdp_jax.audit._unsharded_units import unsharded
-from fsdp_jax.hlo._collectives import moved, program_of
+from fsdp_jax.hlo._program import moved, program_of
 from fsdp_jax.planner import GPUS
 from fsdp_jax.planner._compile import compile_scheduled, gpu_devices
 from fsdp_jax.training._compiler_options import options_of

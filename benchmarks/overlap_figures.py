@@ -1,6 +1,6 @@
 """What `overlap.py` says of a compiled step and of its replay."""
 
-from fsdp_jax.hlo._replica_groups import axes_of
+from fsdp_jax.hlo._collectives import axes_of
 
 
 def times(timeline):

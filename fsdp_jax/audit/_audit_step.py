@@ -16,7 +16,7 @@ from fsdp_jax.audit._check_unsharded import merged, too_many
 from fsdp_jax.audit._expected import expected_collectives
 from fsdp_jax.audit._mismatch import Difference, difference_grid
 from fsdp_jax.audit._report import Audited, audited
-from fsdp_jax.hlo._collectives import Moved, Program, moved, program_of
+from fsdp_jax.hlo._program import Moved, Program, moved, program_of
 from fsdp_jax.sharding._plan import Plan
 
 

@@ -21,7 +21,7 @@ from fsdp_jax.audit._mismatch import (
     observed,
     over,
 )
-from fsdp_jax.hlo._collectives import Dims, Moved, Program
+from fsdp_jax.hlo._program import Dims, Moved, Program
 from fsdp_jax.sharding._batch_norm import SYNC_SCOPES
 from fsdp_jax.sharding._mesh import DATA_AXES, axes_in_use
 from fsdp_jax.sharding._plan import Plan

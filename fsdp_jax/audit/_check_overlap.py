@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from fsdp_jax.audit._check_collectives import matches
 from fsdp_jax.audit._expected import ExpectedCollective
 from fsdp_jax.audit._mismatch import Difference, named_collectives, observed
-from fsdp_jax.hlo._collectives import Moved, Program
 from fsdp_jax.hlo._parse import Computation, Instruction
+from fsdp_jax.hlo._program import Moved, Program
 from fsdp_jax.planner._cost import FREE, product_flops
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from fsdp_jax.audit._mismatch import Difference, observed
-from fsdp_jax.hlo._collectives import Moved
+from fsdp_jax.hlo._program import Moved
 from fsdp_jax.sharding._plan import Plan
 
 

@@ -8,7 +8,7 @@ import jax
 
 from fsdp_jax.audit._expected import dims_of
 from fsdp_jax.audit._mismatch import Difference, named
-from fsdp_jax.hlo._collectives import Program, arguments
+from fsdp_jax.hlo._program import Program, arguments
 from fsdp_jax.sharding._plan import ParamPlan, Plan
 
 

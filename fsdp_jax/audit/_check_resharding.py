@@ -13,8 +13,8 @@ from fsdp_jax._scopes import is_recomputed, is_transposed, unit_of, units_in
 from fsdp_jax.audit._check_collectives import canonical, key_of
 from fsdp_jax.audit._expected import ExpectedCollective, dims_of
 from fsdp_jax.audit._mismatch import Difference, array, named
-from fsdp_jax.hlo._collectives import Dims, Moved, Program, loops
 from fsdp_jax.hlo._parse import Computation, Instruction
+from fsdp_jax.hlo._program import Dims, Moved, Program, loops
 from fsdp_jax.sharding._plan import ROOT, ParamPlan, Plan
 
 FIX = (

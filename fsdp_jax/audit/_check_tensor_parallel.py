@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from fsdp_jax.audit._check_collectives import canonical
 from fsdp_jax.audit._expected import dims_of
 from fsdp_jax.audit._mismatch import Difference, named, observed
-from fsdp_jax.hlo._collectives import Dims, Moved
+from fsdp_jax.hlo._program import Dims, Moved
 from fsdp_jax.sharding._plan import ParamPlan, Plan
 
 FIX = (

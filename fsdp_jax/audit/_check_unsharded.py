@@ -15,7 +15,7 @@ from fsdp_jax.audit._unsharded_units import (
     units_an_iteration,
     unsharded,
 )
-from fsdp_jax.hlo._collectives import Moved, Program
+from fsdp_jax.hlo._program import Moved, Program
 from fsdp_jax.sharding._plan import Plan
 
 FIX = (

@@ -14,7 +14,7 @@ from fsdp_jax.audit._mismatch import (
     nearest,
     observed,
 )
-from fsdp_jax.hlo._collectives import Dims, Moved
+from fsdp_jax.hlo._program import Dims, Moved
 from fsdp_jax.sharding._plan import Plan
 
 

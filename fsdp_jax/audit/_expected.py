@@ -9,7 +9,7 @@ from functools import partial
 
 import jax.numpy as jnp
 
-from fsdp_jax.hlo._collectives import Dims
+from fsdp_jax.hlo._program import Dims
 from fsdp_jax.sharding._float8_gather import MXFP8Gather, num_blocks
 from fsdp_jax.sharding._mesh import DATA_AXES, axes_in_use
 from fsdp_jax.sharding._plan import ParamPlan, Plan

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from fsdp_jax._report import Grid
 from fsdp_jax.audit._expected import ExpectedCollective
-from fsdp_jax.hlo._collectives import Dims, Moved
+from fsdp_jax.hlo._program import Dims, Moved
 from fsdp_jax.sharding._plan import ROOT, ParamPlan
 
 

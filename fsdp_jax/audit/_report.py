@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Iterable
 
 from fsdp_jax._report import Grid, format_bytes, html_page
-from fsdp_jax.hlo._collectives import Moved
 from fsdp_jax.hlo._parse import Shape
+from fsdp_jax.hlo._program import Moved
 from fsdp_jax.sharding._plan import ROOT
 
 

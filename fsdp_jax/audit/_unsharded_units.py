@@ -15,8 +15,8 @@ from fsdp_jax._scopes import PREFETCH, is_in
 from fsdp_jax.audit._check_collectives import Key, key_of
 from fsdp_jax.audit._check_resharding import VIEWS, result_of, size_of
 from fsdp_jax.audit._expected import ExpectedCollective
-from fsdp_jax.hlo._collectives import Moved, Program
 from fsdp_jax.hlo._parse import Computation, Instruction, Module
+from fsdp_jax.hlo._program import Moved, Program
 from fsdp_jax.sharding._plan import ROOT
 
 Weight = tuple[str, Key]

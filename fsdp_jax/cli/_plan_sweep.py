@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from bridge.models import DecoderConfig, tensor_parallel_rules
 from fsdp_jax.cli._context_parallel import check_context, check_rows
-from fsdp_jax.cli._planned_step import PlannedStep, Sizes
+from fsdp_jax.cli._step_spec import Sizes, StepSpec
 from fsdp_jax.cli._user_model import UserModel
 from fsdp_jax.planner import GPU, StepEstimate, Sweep
 
@@ -20,11 +20,11 @@ _LONG_ROWS = 8192
 
 class _Candidate(NamedTuple):
     name: str
-    step: PlannedStep
+    step: StepSpec
     sizes: Sizes
 
 
-def sweep_meshes(step: PlannedStep, gpu: GPU) -> Sweep:
+def sweep_meshes(step: StepSpec, gpu: GPU) -> Sweep:
     """Estimates a step on other meshes and with other strategies.
 
     What does not divide the batch is left out, and said on stderr.
@@ -60,14 +60,14 @@ def sweep_meshes(step: PlannedStep, gpu: GPU) -> Sweep:
     return Sweep(found)
 
 
-def _rows_of(step: PlannedStep) -> int:
+def _rows_of(step: StepSpec) -> int:
     """Returns the rows of the batch that all candidates share."""
     if isinstance(step.model, UserModel):
         return step.model.rows
     return step.gpus * step.microbatches if step.rows is None else step.rows
 
 
-def _candidates(step: PlannedStep, gpu: GPU) -> Iterator[_Candidate]:
+def _candidates(step: StepSpec, gpu: GPU) -> Iterator[_Candidate]:
     """Yields the meshes and strategies that a sweep compares."""
     nodes = step.gpus // gpu.cost.devices_per_node
     flat = [("FSDP (ZeRO-3)", {"zero": 3}, {}), ("ZeRO-2", {"zero": 2}, {})]
@@ -85,7 +85,7 @@ def _candidates(step: PlannedStep, gpu: GPU) -> Iterator[_Candidate]:
         yield _Candidate(name, changed, sizes)
 
 
-def _decoder_candidates(step: PlannedStep, config: DecoderConfig, gpu: GPU):
+def _decoder_candidates(step: StepSpec, config: DecoderConfig, gpu: GPU):
     """Returns the candidates that split a decoder over tp, cp, ep or pp."""
     flat: list[tuple[str, dict[str, int], dict[str, int]]] = []
     for tp in _tp_sizes(step, config, gpu):
@@ -102,7 +102,7 @@ def _decoder_candidates(step: PlannedStep, config: DecoderConfig, gpu: GPU):
     return flat
 
 
-def _tp_sizes(step: PlannedStep, config: DecoderConfig, gpu: GPU) -> list[int]:
+def _tp_sizes(step: StepSpec, config: DecoderConfig, gpu: GPU) -> list[int]:
     """Returns the tp sizes to try: 2 and a node, where they split the matrices."""
     in_node = min(gpu.cost.devices_per_node, step.gpus)
     sizes = []
@@ -117,7 +117,7 @@ def _tp_sizes(step: PlannedStep, config: DecoderConfig, gpu: GPU) -> list[int]:
     return sizes
 
 
-def _cp_sizes(step: PlannedStep, config: DecoderConfig, gpu: GPU) -> list[int]:
+def _cp_sizes(step: StepSpec, config: DecoderConfig, gpu: GPU) -> list[int]:
     """Returns the cp sizes to try: 2 and a node, where rows are long and divide."""
     if step.seq < _LONG_ROWS:
         return []
@@ -140,7 +140,7 @@ def _fills_stages(config: DecoderConfig, pp: int) -> bool:
     return longest.num_periods >= pp
 
 
-def _ep_size(step: PlannedStep, config: DecoderConfig, gpu: GPU) -> int:
+def _ep_size(step: StepSpec, config: DecoderConfig, gpu: GPU) -> int:
     """Returns the largest ep size in a node that divides the experts; 1 for none."""
     experts = config.moe.num_experts if config.moe else 1
     return math.gcd(experts, min(gpu.cost.devices_per_node, step.gpus))

@@ -1,185 +1,199 @@
-"""Lists the communicated arrays of a lowered or compiled program."""
+"""Collectives of an HLO module, their replica groups and mesh axes."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import math
 import re
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Sequence
 
-import jax
 from jax.sharding import Mesh
 
-from fsdp_jax._scopes import units_in
-from fsdp_jax.hlo._parse import Computation, Instruction, Module, parse
-from fsdp_jax.hlo._replica_groups import axes_of, collective_of
-from fsdp_jax.hlo._walk import walk
+from fsdp_jax._scopes import unit_of
+from fsdp_jax.hlo._parse import Computation, Instruction, Module, Shape
 
-Dims = tuple[int, ...]
+OPS = (
+    "all-gather",
+    "reduce-scatter",
+    "all-reduce",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+)
 
-
-@dataclasses.dataclass(frozen=True)
-class Program:
-    """A parsed module with facts that are not in its text.
-
-    Attributes:
-      module: Parsed module.
-      is_lowered: Whether the program is not compiled; arguments have global shapes
-        then.
-      is_cpu: Whether it was compiled for CPUs, where XLA widens the dtypes of
-        collectives and merges equal gathers.
-      is_scheduled: Whether the instructions are in execution order.
-      results: `(path, dims on one device)` of each result; empty if unknown.
-    """
-
-    module: Module
-    is_lowered: bool
-    is_cpu: bool
-    is_scheduled: bool = False
-    results: tuple[tuple[str, Dims], ...] = ()
-
-    @property
-    def is_scheduled_for_gpus(self) -> bool:
-        """Whether the schedule shows which computation overlaps a collective."""
-        return self.is_scheduled and not self.is_cpu
+Groups = frozenset[tuple[int, ...]]
+"""Replica groups, each in ascending order; empty for one group of all devices."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Moved:
-    """One array of one collective.
+class Collective:
+    """One collective of a module, with one or more arrays.
 
     Attributes:
-      op: Opcode, e.g. `all-gather`.
-      dtype: Dtype, as HLO writes it.
-      sent: Dims of the array that each device sends.
-      received: Dims of the array that each device receives.
-      axes: Mesh axes of the replica groups; None if they lie along none.
-      times: Runs per step; a loop of unknown length counts as one iteration.
-      loops: Names of the enclosing loops, outermost first.
-      scope: Path of the jax scopes, with the callers' scopes first.
-      computation: Computation of the instruction.
-      instruction: Instruction that runs or starts the collective.
-      index: Position of the array among the arrays of the collective.
-      is_in_order: Whether the dims are in the model's order; XLA for GPUs permutes
-        them.
-      is_in_branch: Whether the collective is inside a conditional, which some devices
-        may skip.
+      op: Opcode without `-start`, e.g. `all-gather`.
+      sent: Shapes of the array(s) that each device sends.
+      received: Shapes of the array(s) that each device receives.
+      groups: Replica groups.
+      op_name: Path of the jax scopes in the metadata.
+      name: Name of the instruction.
     """
 
     op: str
-    dtype: str
-    sent: Dims
-    received: Dims
-    axes: tuple[str, ...] | None
-    times: int
-    loops: tuple[str, ...]
-    scope: str
-    computation: Computation
-    instruction: Instruction
-    index: int
-    is_in_order: bool
-    is_in_branch: bool
+    sent: tuple[Shape, ...]
+    received: tuple[Shape, ...]
+    groups: Groups
+    op_name: str
+    name: str
+
+    @property
+    def group_size(self) -> int:
+        """Devices in the largest group; 0 if empty, which is all devices."""
+        return max(map(len, self.groups), default=0)
 
     @property
     def unit(self) -> str | None:
-        """Unit in the scope; None if there is none or XLA merged several."""
-        found = set(units_in(self.scope))
-        return found.pop() if len(found) == 1 else None
-
-    @property
-    def elements(self) -> int:
-        """Number of elements of the larger side."""
-        return max(math.prod(self.sent), math.prod(self.received))
+        """Innermost unit in the scopes; None if there is none."""
+        return unit_of(self.op_name)
 
 
-def program_of(compiled: Any, mesh: Mesh) -> Program:
-    """Parses the `compiled` argument of `audit_step`.
+def collective_of(
+    module: Module, computation: Computation, one: Instruction
+) -> Collective | None:
+    """Returns the collective that `one` runs or starts, or None.
 
     Args:
-      compiled: `jax.stages.Lowered`, `jax.stages.Compiled`, or the text of a module.
-      mesh: Device mesh that the program was made for.
-
-    Raises:
-      TypeError: If `compiled` is none of these.
-      ValueError: If the text is not HLO.
+      module: Module of the instruction.
+      computation: Computation of the instruction.
+      one: Instruction.
     """
-    is_cpu = all(device.platform == "cpu" for device in mesh.devices.flat)
-    if isinstance(compiled, jax.stages.Lowered):
-        computation: Any = compiled.compiler_ir(dialect="hlo")
-        text = computation.get_hlo_module().to_string()
-        return Program(parse(text), is_lowered=True, is_cpu=False)
-    results: tuple[tuple[str, Dims], ...] = ()
-    text = compiled
-    if isinstance(compiled, jax.stages.Compiled):
-        text, results = compiled.as_text(), tuple(_results(compiled))
-    if isinstance(text, str):
-        is_scheduled = "is_scheduled=true" in text.partition("\n")[0]
-        return Program(parse(text), False, is_cpu, is_scheduled, results)
-    raise TypeError(
-        f"audit takes what step.lower(...) or its .compile() returns, or the text of "
-        f"a compiled module, not a {type(compiled).__name__}."
+    op = one.opcode.removesuffix("-start")
+    # XLA wraps an asynchronous op without an opcode of its own in a computation.
+    if one.opcode == "async-start":
+        within = module[one.calls[0]]
+        return collective_of(module, within, within.root)
+    if op not in OPS:
+        return None
+    sent = tuple(
+        shape for name in one.operands for shape in computation.by_name[name].shapes
+    )
+    if op == "ragged-all-to-all":  # Further operands are the output, offsets and sizes.
+        sent = sent[:1]
+    return Collective(
+        op, sent, _received(computation, one, sent), _groups(one), one.op_name, one.name
     )
 
 
-def moved(program: Program, mesh: Mesh) -> Iterator[Moved]:
-    """Yields every array of every executed collective between two or more devices."""
-    is_in_order = program.is_lowered or program.is_cpu
-    for run in walk(program.module):
-        found = collective_of(program.module, run.computation, run.instruction)
-        # A group of one device communicates nothing.
-        if not found or found.group_size == 1:
-            continue
-        axes = axes_of(found.groups, mesh)
-        pairs = list(zip(found.sent, found.received, strict=False))
-        if found.op == "all-to-all" and len(pairs) > 1:
-            # A tuple all-to-all has one operand per device of the group: count it once.
-            size = sum(sent.num_elements for sent, _ in pairs)
-            dims: list[tuple[str, Dims, Dims]] = [(pairs[0][0].dtype, (size,), (size,))]
-        else:
-            dims = [(a.dtype, a.dims, b.dims) for a, b in pairs]
-        for index, (dtype, sent, received) in enumerate(dims):
-            yield Moved(
-                *(found.op, dtype, sent, received, axes, run.times, run.loops),
-                *(run.scope, run.computation, run.instruction, index),
-                *(is_in_order, run.is_in_branch),
-            )
+def _received(
+    computation: Computation, one: Instruction, sent: tuple[Shape, ...]
+) -> tuple[Shape, ...]:
+    """Returns the shapes of the result; of the `-done` if it is asynchronous."""
+    if not one.opcode.endswith("-start"):
+        return one.shapes
+    for reader in computation.readers.get(one.name, []):
+        if reader.opcode.endswith("-done"):
+            return reader.shapes
+    # A `-start` without `-done` returns a tuple of its operands and its results.
+    return one.shapes[len(sent) :] or one.shapes
 
 
-def loops(program: Program) -> Iterator[Instruction]:
-    """Yields every executed `while` instruction."""
-    for run in walk(program.module):
-        if run.instruction.opcode == "while":
-            yield run.instruction
+def axes_of(groups: Groups, mesh: Mesh) -> tuple[str, ...] | None:
+    """Returns the mesh axes along which `groups` communicate, or None if along none.
+
+    Groups of some of the ranks of a tp group count as `("tp",)`: XLA partitions `tp` by
+    itself, and may split a dim with fewer elements than `tp` over a subset of the
+    ranks.
+
+    Args:
+      groups: Replica groups of a program compiled for `mesh`.
+      mesh: Device mesh; the program numbers its devices in row-major order.
+    """
+    axes = _groups_of_axes(tuple(mesh.shape.items())).get(groups or None)
+    if axes is None and _are_within(groups, mesh.shape.get("tp", 1)):
+        return ("tp",)
+    return axes
 
 
-def arguments(program: Program) -> Iterator[tuple[str, Dims]]:
-    """Yields `(path, dims on one device)` of each named argument."""
-    entry = program.module[program.module.entry]
-    for one in entry.parameters.values():
-        path = one.op_name.replace("\\'", "'")
-        if path and one.shapes:
-            pieces = _pieces(one) if program.is_lowered else ()
-            dims = one.shapes[0].dims
-            yield (
-                path,
-                tuple(
-                    size // (pieces[d] if d < len(pieces) else 1)
-                    for d, size in enumerate(dims)
-                ),
-            )
+def _are_within(groups: Groups, tp: int) -> bool:
+    """Returns whether each group lies inside one tp group; tp is the last mesh axis."""
+    return tp > 1 and all(len({device // tp for device in g}) == 1 for g in groups)
 
 
-def _pieces(one: Instruction) -> Dims:
-    """Returns the number of shards per dim of a lowered argument; () if unsharded."""
-    found = re.search(r"sharding=\{devices=\[([\d,]+)\]", one.attributes)
-    return tuple(int(n) for n in found[1].split(",")) if found else ()
+@functools.lru_cache(maxsize=32)
+def _groups_of_axes(
+    shape: tuple[tuple[str, int], ...],
+) -> dict[Groups | None, tuple[str, ...]]:
+    """Maps the replica groups of each set of axes to the axes; None maps to all."""
+    # Axes of size 1 do not change the groups.
+    used = [(axis, size) for axis, size in shape if size > 1]
+    sizes = [size for _, size in used]
+    found: dict[Groups | None, tuple[str, ...]] = {None: tuple(a for a, _ in used)}
+    for count in range(1, len(used) + 1):
+        for dims in itertools.combinations(range(len(used)), count):
+            along = tuple(used[dim][0] for dim in dims)
+            found[groups_along(sizes, dims)] = along
+    return found
 
 
-def _results(compiled: jax.stages.Compiled) -> Iterator[tuple[str, Dims]]:
-    structs = jax.tree_util.tree_flatten_with_path(compiled.out_info)[0]
-    for path, struct in structs:
-        sharding = getattr(struct, "sharding", None)
-        if isinstance(sharding, jax.sharding.Sharding):
-            dims = sharding.shard_shape(struct.shape)
-            yield jax.tree_util.keystr(path), tuple(dims)
+def groups_along(sizes: Sequence[int], dims: Sequence[int]) -> Groups:
+    """Returns the groups of row-major device ids that differ in `dims` only.
+
+    Args:
+      sizes: Sizes of the mesh axes.
+      dims: Positions of the axes along which a group lies.
+    """
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for number, place in enumerate(itertools.product(*map(range, sizes))):
+        fixed = tuple(at for dim, at in enumerate(place) if dim not in dims)
+        groups.setdefault(fixed, []).append(number)
+    return frozenset(map(tuple, groups.values()))
+
+
+def _groups(one: Instruction) -> Groups:
+    """Parses the replica groups of a collective from any of XLA's notations."""
+    text = one.attributes
+    if pairs := re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}", text):
+        return _rings(re.findall(r"\{(\d+),(\d+)\}", pairs[1]))
+    found = re.search(r"replica_groups=(.*?)(?:, \w+=|$)", text)
+    return _read_groups(found[1]) if found else frozenset()
+
+
+@functools.lru_cache(maxsize=256)
+def _read_groups(text: str) -> Groups:
+    if named := re.match(r"mesh\[(.*?)\].*?\{(.*)\}", text):
+        axes = re.findall(r"'(\w+)'=(\d+)", named[1])
+        wanted = re.findall(r"'(\w+)'", named[2])
+        dims = [dim for dim, (axis, _) in enumerate(axes) if axis in wanted]
+        return groups_along([int(size) for _, size in axes], dims)
+    if iota := re.match(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
+        return _read_iota(*iota.groups())
+    return frozenset(
+        tuple(sorted(map(int, group.split(","))))
+        for group in re.findall(r"\{([\d,]+)\}", text)
+    )
+
+
+def _read_iota(shape: str, reshape: str, transpose: str | None) -> Groups:
+    """Expands `[groups, size]<=[dims]T(order)`: an iota, transposed and reshaped."""
+    dims = [int(d) for d in reshape.split(",")]
+    order = [int(d) for d in transpose.split(",")] if transpose else range(len(dims))
+    strides = [math.prod(dims[d + 1 :]) for d in range(len(dims))]
+    numbers = [
+        sum(at * strides[dim] for at, dim in zip(place, order, strict=True))
+        for place in itertools.product(*(range(dims[dim]) for dim in order))
+    ]
+    size = int(shape.split(",")[-1])
+    return frozenset(
+        tuple(sorted(numbers[i : i + size])) for i in range(0, len(numbers), size)
+    )
+
+
+def _rings(pairs: Sequence[tuple[str, str]]) -> Groups:
+    """Merges source-target pairs into groups of connected devices."""
+    group_of: dict[int, set[int]] = {}
+    for source, target in ((int(a), int(b)) for a, b in pairs):
+        merged = group_of.get(source, {source}) | group_of.get(target, {target})
+        group_of.update(dict.fromkeys(merged, merged))
+    return frozenset(tuple(sorted(group)) for group in group_of.values())

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from fsdp_jax._report import Grid, format_bytes
 from fsdp_jax._scopes import ATTENTIONS, is_in, is_transposed
-from fsdp_jax.hlo._replica_groups import Collective, axes_of
+from fsdp_jax.hlo._collectives import Collective, axes_of
 from fsdp_jax.planner._interconnect import communicated_bytes
 from fsdp_jax.planner._timeline import Sent, Timeline
 from fsdp_jax.sharding._plan import Plan

@@ -16,8 +16,8 @@ import jax
 from jax.experimental import topologies
 from jax.experimental.compilation_cache import compilation_cache
 
+from fsdp_jax.hlo._collectives import collective_of
 from fsdp_jax.hlo._parse import Module, parse
-from fsdp_jax.hlo._replica_groups import collective_of
 from fsdp_jax.hlo._walk import walk
 from fsdp_jax.planner._gpu import GPU, CostModel
 from fsdp_jax.planner._interconnect import communication_seconds

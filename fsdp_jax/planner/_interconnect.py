@@ -14,7 +14,7 @@ import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 
-from fsdp_jax.hlo._replica_groups import Collective
+from fsdp_jax.hlo._collectives import Collective
 from fsdp_jax.planner._gpu import CostModel
 
 

@@ -20,7 +20,7 @@ from typing import Any
 from jax.profiler import ProfileData
 
 from fsdp_jax._scopes import unit_of
-from fsdp_jax.hlo._replica_groups import OPS
+from fsdp_jax.hlo._collectives import OPS
 from fsdp_jax.planner._unit_times import (
     COMPUTE,
     NO_UNIT,

@@ -10,8 +10,8 @@ import dataclasses
 from collections.abc import Iterator
 
 from fsdp_jax._scopes import OPTIMIZER, is_in, is_transposed, turns_of, unit_of
+from fsdp_jax.hlo._collectives import Collective, collective_of
 from fsdp_jax.hlo._parse import Computation, Instruction, Module
-from fsdp_jax.hlo._replica_groups import Collective, collective_of
 from fsdp_jax.planner._kernel import Kernel, kernel_of
 
 

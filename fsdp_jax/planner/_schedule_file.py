@@ -7,8 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from fsdp_jax.hlo._collectives import Collective
 from fsdp_jax.hlo._parse import Shape
-from fsdp_jax.hlo._replica_groups import Collective
 from fsdp_jax.planner._kernel import Kernel
 from fsdp_jax.planner._schedule import (
     Branch,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from fsdp_jax.hlo._replica_groups import Collective
+from fsdp_jax.hlo._collectives import Collective
 from fsdp_jax.planner._gpu import CostModel
 from fsdp_jax.planner._interconnect import communication_seconds, layout_of, links_used
 from fsdp_jax.planner._kernel import Kernel, kernel_seconds

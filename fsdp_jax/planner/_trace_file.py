@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from fsdp_jax.hlo._replica_groups import Collective
+from fsdp_jax.hlo._collectives import Collective
 from fsdp_jax.planner._timeline import Timeline
 
 LANES = ("compute", "exposed", "links")

@@ -14,8 +14,8 @@ import fsdp_jax as fsdp
 from fsdp_jax.audit._check_unsharded import merged, too_many
 from fsdp_jax.audit._expected import expected_collectives
 from fsdp_jax.audit._unsharded_units import unsharded
-from fsdp_jax.hlo._collectives import Program, moved
 from fsdp_jax.hlo._parse import parse
+from fsdp_jax.hlo._program import Program, moved
 from fsdp_jax.planner._compile import gpu_devices
 from fsdp_jax.planner._gpu import GPUS
 

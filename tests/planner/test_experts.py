@@ -24,8 +24,8 @@ from jax import lax
 
 import fsdp_jax as fsdp
 from fsdp_jax import ops
-from fsdp_jax.hlo._collectives import moved, program_of
-from fsdp_jax.hlo._replica_groups import collective_of
+from fsdp_jax.hlo._collectives import collective_of
+from fsdp_jax.hlo._program import moved, program_of
 from fsdp_jax.planner._compile import gpu_devices
 from fsdp_jax.planner._gpu import GPUS
 from fsdp_jax.planner._interconnect import communicated_bytes

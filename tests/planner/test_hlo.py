@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from helpers.errors import facts
 
+from fsdp_jax.hlo._collectives import axes_of, collective_of, groups_along
 from fsdp_jax.hlo._parse import Shape, parse
-from fsdp_jax.hlo._replica_groups import axes_of, collective_of, groups_along
 from fsdp_jax.hlo._walk import walk
 
 pytestmark = pytest.mark.versions

@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 
+from fsdp_jax.hlo._collectives import Collective
 from fsdp_jax.hlo._parse import Shape
-from fsdp_jax.hlo._replica_groups import Collective
 from fsdp_jax.planner._gpu import GPUS
 from fsdp_jax.planner._interconnect import (
     communicated_bytes,

@@ -7,8 +7,8 @@ import json
 
 import pytest
 
+from fsdp_jax.hlo._collectives import Collective
 from fsdp_jax.hlo._parse import Shape
-from fsdp_jax.hlo._replica_groups import Collective
 from fsdp_jax.planner._gpu import GPUS
 from fsdp_jax.planner._kernel import Kernel, kernel_seconds
 from fsdp_jax.planner._schedule import Branch, Loop, Run, Start, Wait, kernels_of

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from helpers.errors import facts
 
+from fsdp_jax.hlo._collectives import collective_of
 from fsdp_jax.hlo._parse import parse
-from fsdp_jax.hlo._replica_groups import collective_of
 from fsdp_jax.planner import _timeline
 from fsdp_jax.planner._compile import scheduling_profile
 from fsdp_jax.planner._cost import bytes_moved

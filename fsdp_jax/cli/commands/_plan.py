@@ -17,11 +17,11 @@ from fsdp_jax.cli._model_source import open_hf, read_config
 from fsdp_jax.cli._optimizer import OptimizerBits
 from fsdp_jax.cli._options import Group, IgnoreField, Repeated, Unset
 from fsdp_jax.cli._plan_sweep import sweep_meshes
-from fsdp_jax.cli._planned_step import PlannedStep, Sizes
 from fsdp_jax.cli._precision import OffloadTo, ParamDtype, ParamGather
 from fsdp_jax.cli._schedule_search import search_strategy
 from fsdp_jax.cli._sharding_options import Strategy
 from fsdp_jax.cli._speeds import Speeds
+from fsdp_jax.cli._step_spec import Sizes, StepSpec
 from fsdp_jax.cli._user_model import UserModel, check_effect, open_user_model
 from fsdp_jax.cli._xla_log import without_xla_lines
 from fsdp_jax.planner import GPU, Search, StepEstimate, gpu_devices
@@ -138,10 +138,10 @@ class Plan:
         with without_xla_lines():
             self._plan(self._step(config), gpu, sizes)
 
-    def _step(self, model: DecoderConfig | UserModel) -> PlannedStep:
+    def _step(self, model: DecoderConfig | UserModel) -> StepSpec:
         # A model of the user's own has its batch, which --batch described.
         is_own = isinstance(model, UserModel)
-        return PlannedStep(
+        return StepSpec(
             model=model,
             gpus=self.gpus,
             rows=None if is_own or self.batch is None else int(self.batch),
@@ -156,7 +156,7 @@ class Plan:
             strategy=self.strategy,
         )
 
-    def _plan(self, step: PlannedStep, gpu: GPU, sizes: Sizes) -> None:
+    def _plan(self, step: StepSpec, gpu: GPU, sizes: Sizes) -> None:
         try:
             gpu_devices(gpu, self.gpus)
         except ValueError as error:
@@ -238,7 +238,7 @@ def _mesh_sizes(text: str | None) -> Sizes:
     return sizes
 
 
-def _search(step: PlannedStep, gpu: GPU, sizes: Sizes, seconds: float) -> Search:
+def _search(step: StepSpec, gpu: GPU, sizes: Sizes, seconds: float) -> Search:
     def estimate(strategy: Strategy, xla_options: Options) -> StepEstimate:
         strategy.check(sizes)
         changed = dataclasses.replace(step, strategy=strategy)

@@ -34,7 +34,7 @@ Sizes = dict[str, int]
 
 
 @dataclasses.dataclass(frozen=True)
-class PlannedStep:
+class StepSpec:
     """A training step, of which the mesh is not chosen yet.
 
     Attributes:
