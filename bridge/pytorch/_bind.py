@@ -148,6 +148,7 @@ def _mapping(
     """Returns a mapping of the rules, with dims renamed to be unique to each rule."""
     renamed, all_sizes = [], {}
     for number, (rule, found) in enumerate(zip(rules, sizes, strict=True)):
+        assert rule.layout is not None
         end = f"_{number}"
         source = tuple(re.sub(r"\{(\w+)\}", rf"{{\1{end}}}", s) for s in rule.sources)
         texts = (rule.layout,) if isinstance(rule.layout, str) else rule.layout

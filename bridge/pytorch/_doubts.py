@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from bridge import adapt
 from bridge.pytorch._pair import Row
 from bridge.pytorch._sizes import settle
-from bridge.pytorch._spoken import spell_out
+from bridge.pytorch._spoken import matching, spell_out
 from bridge.pytorch._torch_layers import TorchLayer
 from bridge.pytorch._tree_layers import TreeLayer
 
@@ -24,7 +24,7 @@ def contradicted(row: Row, tensors: Shapes, leaves: Shapes) -> Row:
     doubts = list(row.doubts)
     for sized in spell_out([row.rule], {}):
         doubts += settle(sized.rule, tensors, leaves, sized.sizes)[1]
-        names = [name for name in sized.rule.sources if name not in tensors]
+        names = [n for n in sized.rule.sources if not matching(n, tensors)]
         names += [path for path in sized.rule.destinations if path not in leaves]
         doubts += [f"there is no {name}" for name in names]
     return dataclasses.replace(row, doubts=tuple(doubts))

@@ -5,6 +5,7 @@ from typing import Any
 
 from bridge.adapt._derived import derive
 from bridge.pytorch._bind import bind
+from bridge.pytorch._complete import complete
 from bridge.pytorch._propose import propose_rules
 from bridge.pytorch._spoken import Rules, derived_of, ignored_by, spell_out, ties_of
 from bridge.pytorch._target import read_target
@@ -43,7 +44,9 @@ def from_torch(
       like: Model to load: a flax.nnx model or `nnx.State`, linen variables, an
         equinox module, or any pytree; with arrays or `jax.ShapeDtypeStruct`s as
         leaves, with or without shardings.
-      rules: `bridge.Rule`s and adapters (`bridge.adapt`). None uses the rules of
+      rules: `bridge.Rule`s and adapters (`bridge.adapt`). A `{name}` in a destination
+        stands for each number in its place, in the sources too: one rule for all
+        layers of a list. None uses the rules of
         `propose_rules`, if none of them is in doubt.
       sizes: Sizes, by name, of dims that cannot be inferred from shapes.
       ignore: Patterns of tensors to ignore; `{name}` matches a number, `**` matches
@@ -68,6 +71,7 @@ def from_torch(
             source, like, ignore=ignore, prefix=prefix
         ).certain_rules()
     leaves = target.structs
+    rules = complete(rules, {name: leaf.shape for name, leaf in leaves.items()})
     derived = derived_of(rules)
     adapted = derive(tensors, derived)
     sized = spell_out(rules, sizes or {})

@@ -1,14 +1,13 @@
 """Proposal of rules from the names and classes of two models.
 
-Layers are paired by name, after the few systematic renames between flax and PyTorch;
-their classes determine the adapter. Shapes never suggest a pair; they can only
-contradict one. Doubtful rows are printed, as code, for review by someone who knows
-the model.
+Layers are paired by name, after the few systematic renames between flax and PyTorch
+and without the prefixes of wrappers; their classes determine the adapter. Shapes never
+suggest a pair; they can only contradict one. Doubtful rows are printed, as code, for
+review by someone who knows the model.
 """
 
 import collections
 import dataclasses
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,19 +15,21 @@ from bridge._report import fold_numbers
 from bridge.adapt._derived import derive
 from bridge.formats._source import Source
 from bridge.pytorch._doubts import channels_of, contradicted, flattened
+from bridge.pytorch._match import Match, canonical, matches
 from bridge.pytorch._pair import Row, pair
 from bridge.pytorch._spoken import (
     Rules,
     derived_of,
     ignored_by,
+    matching,
     spell_out,
     spoken_of,
     ties_of,
 )
 from bridge.pytorch._target import read_target
 from bridge.pytorch._torch_files import open_torch
-from bridge.pytorch._torch_layers import TorchLayer, torch_layers
-from bridge.pytorch._tree_layers import TreeLayer, tree_layers
+from bridge.pytorch._torch_layers import torch_layers
+from bridge.pytorch._tree_layers import tree_layers
 from bridge.rules._rules import Rule
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -110,8 +111,9 @@ def propose_rules(
     """
     tensors, target = open_torch(source, prefix), read_target(like)
     shapes = {name: tuple(leaf.shape) for name, leaf in target.leaves.items()}
-    pairs = _pairs(torch_layers(source, tensors), tree_layers(like, target))
-    rows = _layers(pairs, tensors, shapes)
+    found = matches(torch_layers(source, tensors), tree_layers(like, target))
+    rows = _layers(found, tensors, shapes)
+    rows += _single(found, rows, tensors, shapes)
     rows += _bare(rows, tensors, shapes)
     rules = [row.rule for row in rows]
     tied = ties_of(tensors, rules)
@@ -128,27 +130,13 @@ def propose_rules(
     )
 
 
-def canonical(path: str) -> str:
-    """Returns the canonical form of a path, without naming conventions of frameworks.
-
-    linen's `layers_0` becomes `layers.0`; the `layers` of flax's `Sequential`, the
-    `cell` of its `RNN`, and prefixes of collections and wrappers are removed.
-    """
-    path = re.sub(r"_(\d+)(?=\.|$)", r".\1", path)
-    path = re.sub(r"^((params|batch_stats|module|_orig_mod)(\.|$))+", "", path)
-    path = re.sub(r"(^|\.)layers\.(?=\d)", r"\1", path)
-    return re.sub(r"\.cell$", "", path)
-
-
-def _layers(
-    pairs: Sequence[tuple[TorchLayer, TreeLayer]], tensors: Source, leaves: Shapes
-) -> list[Row]:
+def _layers(found: Sequence[Match], tensors: Source, leaves: Shapes) -> list[Row]:
     """Proposes a row for each pair of layers, with all doubts."""
-    channels = channels_of(pairs)
+    channels = channels_of([(match.theirs, match.ours) for match in found])
     rows = [
-        flattened(row, theirs, channels, ours.by)
-        for theirs, ours in pairs
-        if (row := pair(theirs, ours)) is not None
+        _doubted(flattened(row, match.theirs, channels, match.ours.by), match.doubts)
+        for match in found
+        if (row := pair(match.theirs, match.ours)) is not None
     ]
     derived = derived_of([row.rule for row in rows])
     adapted = derive(tensors, derived, check_zeros=False)
@@ -158,26 +146,40 @@ def _layers(
 
 def _names_any(row: Row, tensors: Shapes) -> bool:
     return any(
-        name in tensors
+        matching(name, tensors)
         for sized in spell_out([row.rule], {})
         for name in sized.rule.sources
     )
 
 
-def _pairs(
-    theirs: Sequence[TorchLayer], ours: Sequence[TreeLayer]
-) -> list[tuple[TorchLayer, TreeLayer]]:
-    """Returns the pairs of layers whose canonical name is unique on each side."""
-    left, right = collections.defaultdict(list), collections.defaultdict(list)
-    for layer in theirs:
-        left[canonical(layer.path)].append(layer)
-    for layer in ours:
-        right[canonical(layer.path)].append(layer)
-    return [
-        (layers[0], right[name][0])
-        for name, layers in left.items()
-        if len(layers) == 1 == len(right[name])
-    ]
+def _doubted(row: Row, doubts: tuple[str, ...]) -> Row:
+    return dataclasses.replace(row, doubts=(*doubts, *row.doubts))
+
+
+def _single(
+    found: Sequence[Match], rows: Sequence[Row], tensors: Source, leaves: Shapes
+) -> list[Row]:
+    """Proposes a rule for pairs of unknown classes with one tensor and one leaf."""
+    rules = [row.rule for row in rows]
+    spoken, taken = set(spoken_of(rules, tensors.keys())), _destinations(rules)
+    made = []
+    for match in found:
+        theirs, ours = match.theirs, match.ours
+        keys = [_join(theirs.path, n) for n in theirs.shapes]
+        paths = [_join(ours.path, n) for n in ours.shapes]
+        if len(keys) != 1 or len(paths) != 1:
+            continue
+        if paths[0] not in taken and not spoken.intersection(
+            matching(keys[0], dict.fromkeys(tensors.keys()))
+        ):
+            (shape,), (wanted,) = theirs.shapes.values(), ours.shapes.values()
+            row = _as_it_is(keys[0], paths[0], shape, wanted)
+            made.append(_doubted(row, match.doubts))
+    return made
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
 
 
 def _bare(rows: Sequence[Row], tensors: Source, leaves: Shapes) -> list[Row]:
@@ -198,13 +200,26 @@ def _bare(rows: Sequence[Row], tensors: Source, leaves: Shapes) -> list[Row]:
 def _as_it_is(
     key: str, leaf: str, shape: tuple[int, ...], wanted: tuple[int, ...]
 ) -> Row:
-    dims = " ".join(f"d{dim}" for dim in range(len(shape)))
-    doubts = []
+    layout, doubts = _layout(shape, wanted), []
     if shape != wanted:
         doubts.append(f"{shape} in PyTorch, {wanted} in the tree")
     elif len(set(shape)) < len(shape):
         doubts.append(f"{shape}, and no class says which dim is which")
-    return Row(Rule, "bridge.Rule", (key, leaf, f"{dims} -> {dims}"), {}, tuple(doubts))
+    return Row(Rule, "bridge.Rule", (key, leaf, layout), {}, tuple(doubts))
+
+
+def _layout(shape: tuple[int, ...], wanted: tuple[int, ...]) -> str:
+    """Returns a layout that shapes allow, to be reviewed where they are not equal."""
+    if len(shape) == 2 and shape != wanted:
+        rows, columns = shape
+        if wanted == (columns, rows):
+            return "d0 d1 -> d1 d0"
+        if len(wanted) == 3 and wanted[0] == columns:
+            return "(d1 d2) d0 -> d0 d1 d2"
+        if len(wanted) == 3 and wanted[-1] == rows:
+            return "d2 (d0 d1) -> d0 d1 d2"
+    dims = " ".join(f"d{dim}" for dim in range(len(shape)))
+    return f"{dims} -> {dims}"
 
 
 def _destinations(rules: Rules) -> set[str]:

@@ -10,6 +10,7 @@ from bridge._tree import arrays_of
 from bridge.adapt._derived import derive, underive
 from bridge.pytorch._back import follow_back
 from bridge.pytorch._bind import bind
+from bridge.pytorch._complete import complete
 from bridge.pytorch._spoken import Rules, derived_of, ignored_by, spell_out, ties_of
 from bridge.pytorch._target import read_target
 from bridge.pytorch._torch_files import open_torch
@@ -52,6 +53,7 @@ def to_torch(
         raise ValueError(
             f"The tree is abstract: it has no numbers in {', '.join(empty)}."
         )
+    rules = complete(rules, {name: leaf.shape for name, leaf in leaves.items()})
     derived, sized = derived_of(rules), spell_out(rules, sizes or {})
     if like is None:
         made = follow_back(bind(sized, leaves, None), leaves)

@@ -117,7 +117,8 @@ def _by_names(shapes: dict[str, Shape]) -> list[TreeLayer]:
         statistics = groups.pop(path)
         groups.setdefault(params, {}).update(statistics)
     return [
-        TreeLayer(path, _kind(names), names, "names") for path, names in groups.items()
+        TreeLayer(path, kind_of_names(names), names, "names")
+        for path, names in groups.items()
     ]
 
 
@@ -133,7 +134,8 @@ def _join_attention(path: str, groups: dict[str, dict[str, Shape]]) -> None:
         groups[path] = groups.get(path, {}) | children
 
 
-def _kind(shapes: dict[str, Shape]) -> str | None:
+def kind_of_names(shapes: dict[str, Shape]) -> str | None:
+    """Returns the kind of a layer that its leaves tell; None if they do not."""
     if "query.kernel" in shapes:
         return "MultiHeadAttention"
     if {"mean", "var"} <= set(shapes):

@@ -40,7 +40,8 @@ class Rule:
     Args:
       source: Name of the tensor, or names of several to be concatenated.
       destination: Path of the leaf, or paths of several to split one tensor into.
-      layout: Pattern from source to destination: one for all parts, or one per part.
+      layout: Pattern from source to destination: one for all parts, or one per part;
+        None where no dim moves, in rules for `from_torch` and `to_torch`.
       dim: Dim of the source along which a tensor is split, or dim of the destination
         along which several are concatenated (stacked dims not counted).
       repeat: Leading factor of that dim of the source, for each position of which the
@@ -52,12 +53,14 @@ class Rule:
 
     source: str | tuple[str, ...]
     destination: str | tuple[str, ...]
-    layout: str | tuple[str, ...]
+    layout: str | tuple[str, ...] | None = None
     dim: int = 0
     repeat: str | None = None
 
     def __post_init__(self):
         """Validates what does not depend on sizes."""
+        if self.layout is None:
+            return
         sources, destinations, layouts = self.sources, self.destinations, self.layouts
         many = max(len(sources), len(destinations))
         wrong = []
@@ -92,11 +95,29 @@ class Rule:
 
     @property
     def layouts(self) -> tuple[Layout, ...]:
-        """Parsed layouts, one per part."""
+        """Parsed layouts, one per part.
+
+        Raises:
+          ValueError: If the rule has none: `unchanged` gives it one.
+        """
+        if self.layout is None:
+            raise ValueError(
+                f"The rule of {', '.join(self.destinations)} has no layout: only "
+                "from_torch and to_torch read one from shapes. Give it a layout."
+            )
         patterns = _as_tuple(self.layout)
         if len(patterns) == 1:
             patterns *= max(len(self.sources), len(self.destinations))
         return tuple(Layout.parse(pattern) for pattern in patterns)
+
+    def unchanged(self, num_dims: int) -> "Rule":
+        """Returns the rule with a layout that moves no dim.
+
+        Args:
+          num_dims: Number of dims of a tensor.
+        """
+        dims = " ".join(f"d{dim}" for dim in range(num_dims))
+        return dataclasses.replace(self, layout=f"{dims} -> {dims}")
 
     @property
     def dims(self) -> set[str]:

@@ -13,7 +13,7 @@ from torch_twins import TWINS
 
 import bridge
 from bridge import adapt
-from bridge.pytorch._propose import canonical
+from bridge.pytorch._match import canonical
 
 pytestmark = pytest.mark.torch
 
