@@ -105,14 +105,13 @@ def xla_temporaries(before: fsdp.Plan, after: fsdp.Plan) -> int:
     leaves = zip(
         jax.tree.leaves(before.params), jax.tree.leaves(after.params), strict=True
     )
-    return max(
-        jax.jit(lambda x: x, out_shardings=there.sharding)
-        .lower(here)
-        .compile()
-        .memory_analysis()
-        .temp_size_in_bytes
-        for here, there in leaves
-    )
+    sizes = [0]
+    for here, there in leaves:
+        move = jax.jit(lambda x: x, out_shardings=there.sharding)
+        analysis = move.lower(here).compile().memory_analysis()
+        assert analysis is not None
+        sizes.append(analysis.temp_size_in_bytes)
+    return max(sizes)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from fsdp_jax import notebook as notebook
 from fsdp_jax import ops as ops
 from fsdp_jax import optim as optim
 from fsdp_jax import planner as planner
+from fsdp_jax import replay as replay
 from fsdp_jax import resharding as resharding
 from fsdp_jax import rl as rl
 from fsdp_jax import sharding as sharding

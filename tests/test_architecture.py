@@ -34,6 +34,7 @@ ROOMS = [
     {"training"},
     {"checkpoint"},
     {"resharding"},
+    {"replay"},
     {"hlo"},
     {"planner"},
     {"audit"},

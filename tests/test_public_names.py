@@ -34,7 +34,7 @@ NAMES = (
 )
 MODULES = (
     *("audit", "checkpoint", "data", "launch", "lora", "notebook", "ops", "optim"),
-    *("planner", "resharding", "rl", "sharding", "step", "training"),
+    *("planner", "replay", "resharding", "rl", "sharding", "step", "training"),
 )
 COMPILES_FOR_GPUS = {"estimate_step"}
 

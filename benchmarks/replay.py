@@ -1,0 +1,275 @@
+"""Bits flipped in steps and between them: how many `ReplayCheck` finds and attributes.
+
+    PYTHONPATH=tests python benchmarks/replay.py [--flips 1000] [--out FILE]
+    PYTHONPATH=tests python benchmarks/replay.py --cost [--out FILE]
+
+Each case is drawn by its number, on 8 simulated devices: a bit of a weight, of a moment
+or of an updated weight on one device in a checked step; a value added to an activation
+or to its gradient on one rank; a bit of any leaf on one device between two steps. A
+case counts as `without_effect` if the step makes the same state to the bit, `found` if
+the check raises, `attributed` if it names that device alone, and `unattributed` if it
+names none. Steps without a fault are checked between them: `false_alarms` are those
+that raise. A run goes on where the JSON beside it ends. `--cost` measures what the
+check adds to a step of a larger model, replayed every 100 steps, on this machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import result
+from helpers.flips import flip_bit
+
+import fsdp_jax as fsdp
+from fsdp_jax.replay import CorruptionError, ReplayCheck, Witness, with_rank_losses
+
+DEVICES, ROWS, TX = 8, 8, optax.adam(1e-3)
+STORED = ("params.w", "params.v")
+MOMENTS = tuple(f"opt_state.0.{m}.{n}" for m in ("mu", "nu") for n in "wv")
+KINDS = ("weight", "moment", "update", "activation", "gradient", "between")
+COUNTS = ("flips", "without_effect", "found", "attributed", "unattributed", "false")
+_EMPTY = {
+    "next": 0,
+    "checked_without_fault": 0,
+    "false_alarms": 0,
+    "kinds": {kind: dict.fromkeys(COUNTS, 0) for kind in KINDS},
+}
+
+
+def main() -> None:
+    """Plants flips, or measures the cost."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--flips", type=int, default=1000)
+    parser.add_argument("--cost", action="store_true", help="measure the cost instead")
+    result.add_arguments(parser)
+    args = parser.parse_args()
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", DEVICES)
+    conditions = result.begin(args, ("jax", "optax"))
+    if args.cost:
+        result.write(args, conditions, cost())
+        return
+    found = result.resumed(args, _EMPTY) if args.out else dict(_EMPTY)
+    while found["next"] < args.flips:
+        plant(found, found["next"])
+        found["next"] += 1
+        if found["next"] % 20 == 0:
+            result.write(args, conditions, found, show=False)
+    result.write(args, conditions, found)
+
+
+def make_model(key):
+    """Returns two matrices."""
+    w, v = jax.random.split(key)
+    return {
+        "w": jax.random.normal(w, (16, 16)) / 4,
+        "v": jax.random.normal(v, (16, 8)) / 4,
+    }
+
+
+@jax.custom_vjp
+def faulty_gradient(x, fault):
+    """Returns `x`; its gradient has the fault added."""
+    del fault
+    return x
+
+
+faulty_gradient.defvjp(
+    lambda x, fault: (x, fault), lambda fault, g: (g + fault, jnp.zeros_like(fault))
+)
+
+
+def loss_fn(model, batch):
+    """Returns a loss of two layers with a place for faults between them."""
+    hidden = jnp.tanh(batch["x"] @ model["w"]) + batch["forward"]
+    hidden = faulty_gradient(hidden, jnp.broadcast_to(batch["backward"], hidden.shape))
+    return jnp.mean((hidden @ model["v"] - 1.0) ** 2), {}
+
+
+def batch_of(case: int, **faults: tuple[int, float]) -> dict[str, np.ndarray]:
+    """Returns rows, and faults by name: the rank that has one, and its size."""
+    x = np.random.default_rng(case).normal(size=(ROWS, 16)).astype(np.float32)
+    places = {name: np.zeros((ROWS, 1), np.float32) for name in ("forward", "backward")}
+    for name, (rank, size) in faults.items():
+        places[name][rank] = size
+    return {"x": x, **places}
+
+
+@functools.cache
+def witness(by: int) -> Witness:
+    """Returns the step on the mesh with its ranks exchanged."""
+    mesh = fsdp.make_mesh(devices=list(np.roll(jax.devices(), by)))
+    plan = fsdp.fully_shard(make_model, mesh)
+    loss = with_rank_losses(loss_fn)
+    return Witness(fsdp.make_train_step(plan, loss, TX, has_aux=True), TX)
+
+
+@functools.cache
+def start() -> fsdp.TrainState:
+    """Returns a state after three steps, with moments."""
+    plan = witness(0).plan
+    state = fsdp.init_state(plan, TX, fsdp.init_params(plan, jax.random.key(0)))
+    for number in range(3):
+        state, _ = witness(0).step(state, batch_of(number))
+    return state
+
+
+def unchanged(state: Any) -> Any:
+    """Returns the state."""
+    return state
+
+
+@dataclasses.dataclass(frozen=True)
+class Faulty:
+    """A step whose state or batch a fault changes.
+
+    Attributes:
+      before: Changes the state that it reads.
+      after: Changes the state that it writes.
+      batch: Replaces the batch; None for none.
+    """
+
+    before: Callable[[Any], Any] = unchanged
+    after: Callable[[Any], Any] = unchanged
+    batch: Any = None
+
+    @property
+    def plan(self) -> fsdp.Plan:
+        """Plan of the step."""
+        return witness(0).plan
+
+    def __call__(self, state, batch):
+        """Runs the step."""
+        given = batch if self.batch is None else self.batch
+        new, metrics = witness(0).step(self.before(state), given)
+        return self.after(new), metrics
+
+
+def copied(state: fsdp.TrainState) -> fsdp.TrainState:
+    """Returns a copy, which a step may donate."""
+    return fsdp.reshard(state, witness(0).plan, TX)
+
+
+def draw(case: int) -> tuple[str, int, Faulty, Callable[[Any], Any]]:
+    """Returns the kind of a case, its device, its step, and the flip between steps."""
+    rng = random.Random(case)
+    kind, rank = KINDS[case % len(KINDS)], rng.randrange(DEVICES)
+    names = {"moment": MOMENTS, "between": (*STORED, *MOMENTS)}.get(kind, STORED)
+    flip = functools.partial(
+        flip_bit,
+        leaf=rng.choice(names),
+        device=jax.devices()[rank],
+        bit=rng.randrange(32),
+        element=rng.randrange(16),
+    )
+    size = rng.choice((-1, 1)) * 2.0 ** rng.uniform(-12, 2)
+    steps = {
+        "weight": Faulty(before=flip),
+        "moment": Faulty(before=flip),
+        "update": Faulty(after=flip),
+        "activation": Faulty(batch=batch_of(case, forward=(rank, size))),
+        "gradient": Faulty(batch=batch_of(case, backward=(rank, size))),
+        "between": Faulty(),
+    }
+    return kind, rank, steps[kind], flip
+
+
+def plant(found: dict[str, Any], case: int) -> None:
+    """Plants one fault, and counts what comes of it."""
+    kind, rank, step, flip = draw(case)
+    counts = found["kinds"][kind]
+    counts["flips"] += 1
+    others = [witness(1), witness(2)]
+    if kind == "between":
+        verdict = verdict_of(ReplayCheck(witness(0), others, every=0), case, then=flip)
+        has_effect = True
+    else:
+        check = ReplayCheck(Witness(step, TX), others, every=1)
+        verdict = verdict_of(check, case)
+        made, right = (
+            fsdp.replay.state_digest(each(copied(start()), batch_of(case))[0])
+            for each in (step, witness(0).step)
+        )
+        has_effect = made != right
+    counts["without_effect"] += not has_effect
+    counts["found"] += has_effect and verdict is not None
+    if verdict is not None:
+        named = verdict.devices == (jax.devices()[rank],)
+        counts["attributed"] += named
+        counts["unattributed"] += not verdict.devices
+        counts["false"] += bool(verdict.devices) and not named
+    if case % 10 == 0:
+        found["checked_without_fault"] += 1
+        check = ReplayCheck(witness(0), others, every=1)
+        found["false_alarms"] += verdict_of(check, case) is not None
+
+
+def verdict_of(
+    check: ReplayCheck, case: int, then: Callable[[Any], Any] | None = None
+) -> fsdp.replay.Verdict | None:
+    """Runs a checked step, or two with a flip in between; returns the verdict."""
+    try:
+        state, _ = check(copied(start()), batch_of(case))
+        if then is not None:
+            check(then(state), batch_of(case))
+    except CorruptionError as error:
+        return error.verdict
+    return None
+
+
+def cost(steps: int = 10, every: int = 100, embed: int = 256) -> dict[str, Any]:
+    """Returns seconds of a step: plain, watched between steps, and replayed."""
+
+    def make(key):
+        return {"layers": {"w": jax.random.normal(key, (8, embed, embed)) / embed**0.5}}
+
+    def layer(w, x):
+        return jnp.tanh(x @ w["w"]), None
+
+    def loss(model, batch):
+        return jnp.mean(fsdp.scan(layer, model["layers"], batch)[0] ** 2), {}
+
+    def made(by):
+        mesh = fsdp.make_mesh(devices=list(np.roll(jax.devices(), by)))
+        plan = fsdp.fully_shard(make, mesh, [fsdp.Stacked("layers")])
+        return Witness(fsdp.make_train_step(plan, loss, TX, has_aux=True), TX)
+
+    rows = np.ones((4096, embed), np.float32)
+    plain, others = made(0), [made(1), made(2)]
+    runs = {
+        "plain": plain.step,
+        "watched": ReplayCheck(plain, others, every=0),
+        "replayed": ReplayCheck(plain, others, every=1),
+    }
+    secs = {}
+    for name, step in runs.items():
+        params = fsdp.init_params(plan=plain.plan, key=jax.random.key(0))
+        state = fsdp.init_state(plain.plan, TX, params)
+        times = []
+        for _ in range(steps + 1):
+            began = time.perf_counter()
+            state, metrics = step(state, rows)
+            jax.block_until_ready((state, metrics))
+            times.append(time.perf_counter() - began)
+        secs[name] = float(np.median(times[1:]))
+    watching = secs["watched"] / secs["plain"] - 1
+    replaying = (secs["replayed"] - secs["watched"]) / secs["plain"] / every
+    return {
+        "every": every,
+        "secs": secs,
+        "of_step": {"watching": watching, "replaying": replaying},
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,237 @@
+"""Digests of a state: of each device's shards, and of values on any mesh.
+
+A leaf's digest is two sums, modulo 2^32, of a hash of each element's bits and its index
+in the logical shape. The hash is a bijection of the bits, so that a single changed
+element always changes both sums; sums do not depend on an order, so that digests of
+shards add up to that of the leaf, on any mesh.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, UInt32
+
+from fsdp_jax._tree import PyTree, named_leaves
+from fsdp_jax.checkpoint._leaf_names import Leaf, flatten, is_key
+from fsdp_jax.sharding._ambient_mesh import own_mesh
+from fsdp_jax.sharding._chunks import chunks
+from fsdp_jax.training._cpu_sync import settle
+
+_SALTS = (0x243F6A88, 0x85A308D3)
+_WORD = 0x9E3779B9
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceDigests:
+    """Digest of the shard that each device has of each leaf.
+
+    Attributes:
+      names: Names of the leaves.
+      devices: Devices, in the order of the mesh.
+      values: Digests, `uint32[devices, leaves, 2]`.
+    """
+
+    names: tuple[str, ...]
+    devices: tuple[Any, ...]
+    values: UInt32[np.ndarray, "devices leaves 2"]
+
+    def changes(self, later: DeviceDigests) -> dict[Any, tuple[str, ...]]:
+        """Returns the leaves whose shard on a device is another one later, by device.
+
+        Args:
+          later: Digests of a state with the same leaves on the same mesh.
+        """
+        differ = (self.values != later.values).any(-1)
+        return {
+            device: tuple(
+                n for n, is_bad in zip(self.names, row, strict=True) if is_bad
+            )
+            for device, row in zip(self.devices, differ, strict=True)
+            if row.any()
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class StateDigest:
+    """Digest of a state's values, the same on every mesh.
+
+    Attributes:
+      leaves: Digest of each leaf by its name in a checkpoint, 16 hexadecimal digits.
+      sha256: SHA-256 of names, shapes, dtypes and digests of all leaves.
+    """
+
+    leaves: Mapping[str, str]
+    sha256: str
+
+    def differences(self, other: StateDigest) -> tuple[str, ...]:
+        """Returns the names of the leaves that differ, or that one of them lacks."""
+        names = sorted({*self.leaves, *other.leaves})
+        return tuple(n for n in names if self.leaves.get(n) != other.leaves.get(n))
+
+
+def state_digest(state: PyTree) -> StateDigest:
+    """Computes the digest of a state, or of any tree of arrays, on its devices.
+
+    It takes a pass over the state in device memory. Leaves are identified as in a
+    checkpoint, so that the digest of a state that was loaded or moved to another mesh
+    is the same. It detects accidents; it is no cryptographic hash of the values.
+
+    Args:
+      state: Tree of arrays on one mesh. In a job of several processes all of them must
+        call this.
+
+    Examples:
+      >>> state = fsdp.init_state(plan, tx, params)
+      >>> smaller_mesh = fsdp.make_mesh(devices=jax.devices()[:4])
+      >>> other = fsdp.fully_shard(make_model, smaller_mesh, [fsdp.Stacked("layers")])
+      >>> digest = fsdp.replay.state_digest(state)
+      >>> moved = fsdp.reshard(state, other, tx)
+      >>> digest == fsdp.replay.state_digest(moved)
+      True
+    """
+    leaves = flatten(state)
+    found = _digests({n: (leaf.value, leaf.shape) for n, leaf in leaves.items()})
+    sums = {
+        name: _sum_of_parts(leaf, found, column)
+        for column, (name, leaf) in enumerate(leaves.items())
+    }
+    kinds = {
+        n: [list(leaf.shape), str(leaf.value.dtype), sums[n]]
+        for n, leaf in leaves.items()
+    }
+    text = json.dumps(kinds, sort_keys=True)
+    return StateDigest(sums, hashlib.sha256(text.encode()).hexdigest())
+
+
+def device_digests(state: PyTree) -> DeviceDigests:
+    """Computes the digest of each device's shards, replicas each by itself.
+
+    Args:
+      state: Tree of arrays on one mesh.
+
+    Examples:
+      >>> state = fsdp.init_state(plan, tx, params)
+      >>> before = fsdp.replay.device_digests(state)
+      >>> before.changes(fsdp.replay.device_digests(state))
+      {}
+    """
+    return _digests({name: _stored(leaf) for name, leaf in named_leaves(state)})
+
+
+def _stored(leaf: Any) -> tuple[Any, tuple[int, ...]]:
+    """Returns the array of a leaf as it is stored, padding and all, and its shape."""
+    array = jax.random.key_data(leaf) if is_key(leaf) else getattr(leaf, "value", leaf)
+    return array, tuple(array.shape)
+
+
+def _digests(arrays: Mapping[str, tuple[Any, tuple[int, ...]]]) -> DeviceDigests:
+    values = {name: array for name, (array, _) in arrays.items()}
+    mesh = next(iter(values.values())).sharding.mesh
+    specs = tuple(array.sharding.spec for array in values.values())
+    shapes = tuple(shape for _, shape in arrays.values())
+    with own_mesh(mesh):
+        found = settle(mesh, _program(mesh, specs, shapes)(*values.values()))
+    return DeviceDigests(
+        tuple(values), tuple(mesh.devices.flat), np.asarray(found, np.uint32)
+    )
+
+
+def _sum_of_parts(leaf: Leaf, found: DeviceDigests, column: int) -> str:
+    """Adds the digests of all parts of a leaf, each once."""
+    row_of = {device: row for row, device in enumerate(found.devices)}
+    rows = [row_of[c.device] for c in chunks(leaf.value) if c.replica_id == 0]
+    total = found.values[rows, column].sum(0, dtype=np.uint32)
+    return "".join(f"{int(word):08x}" for word in total)
+
+
+@functools.lru_cache(maxsize=64)
+def _program(
+    mesh: Mesh, specs: tuple[PartitionSpec, ...], shapes: tuple[tuple[int, ...], ...]
+) -> Any:
+    """Compiles the digests of all leaves, a row of `uint32[leaves, 2]` a device."""
+
+    def local(*shards):
+        rows = [
+            _digest(shard, _offsets(mesh, spec, shard.shape), shape)
+            for shard, spec, shape in zip(shards, specs, shapes, strict=True)
+        ]
+        return jnp.stack(rows)[None]
+
+    mapped = jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=specs,
+        out_specs=PartitionSpec(mesh.axis_names),
+        check_vma=False,
+    )
+
+    def digests(*arrays):
+        # State in host memory is read from there.
+        return mapped(*(jax.device_put(x, jax.memory.Space.Device) for x in arrays))
+
+    return jax.jit(digests, out_shardings=NamedSharding(mesh, PartitionSpec()))
+
+
+def _offsets(mesh: Mesh, spec: PartitionSpec, shape: tuple[int, ...]) -> list[Any]:
+    """Returns where the shard of this device begins, in each dim."""
+    entries = [*spec, *[None] * (len(shape) - len(spec))]
+    return [
+        0 if entry is None else lax.axis_index(entry) * size
+        for entry, size in zip(entries, shape, strict=True)
+    ]
+
+
+def _digest(
+    shard: Array, offsets: list[Any], shape: tuple[int, ...]
+) -> UInt32[Array, 2]:
+    """Returns the sums over the elements that are inside the logical shape."""
+    index = jnp.zeros(shard.shape, jnp.uint32)
+    inside = jnp.ones(shard.shape, bool)
+    for dim, (offset, size) in enumerate(zip(offsets, shape, strict=True)):
+        stride = math.prod(shape[dim + 1 :]) % 2**32
+        at = lax.broadcasted_iota(jnp.uint32, shard.shape, dim)
+        at = at + jnp.asarray(offset).astype(jnp.uint32)
+        index = index + at * jnp.uint32(stride)
+        inside = inside & (at < jnp.uint32(size))
+    sums = []
+    for salt in _SALTS:
+        terms = jnp.zeros(shard.shape, jnp.uint32)
+        for number, word in enumerate(_words(shard)):
+            place = index * jnp.uint32(_WORD) + jnp.uint32((salt + number) % 2**32)
+            terms = terms + _hash(word ^ _hash(place))
+        sums.append(jnp.sum(jnp.where(inside, terms, 0), dtype=jnp.uint32))
+    return jnp.stack(sums)
+
+
+def _words(x: Array) -> list[Array]:
+    """Returns the bits of each element as one or two words of 32 bits."""
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        return [*_words(x.real), *_words(x.imag)]
+    if x.dtype == jnp.bool_:
+        return [x.astype(jnp.uint32)]
+    bits = jax.dtypes.itemsize_bits(x.dtype)
+    if bits == 64:
+        pair = lax.bitcast_convert_type(x, jnp.uint32)
+        return [pair[..., 0], pair[..., 1]]
+    widths = {4: jnp.uint4, 8: jnp.uint8, 16: jnp.uint16, 32: jnp.uint32}
+    unsigned = widths[bits]
+    return [lax.bitcast_convert_type(x, unsigned).astype(jnp.uint32)]
+
+
+def _hash(x: Array) -> Array:
+    """Mixes 32 bits, one to one: the last step of MurmurHash3."""
+    x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
+    x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
+    return x ^ (x >> 16)
