@@ -48,6 +48,7 @@ SHORT = {
 }
 # Of these it is enough here that they parse: each is run by the tests of its own.
 TESTED_ELSEWHERE = {
+    "audit": "tests/cli/test_cli_audit.py",
     "plan": "tests/cli/test_cli_plan.py",
     "explain": "tests/planner/test_profile.py",
 }

@@ -235,7 +235,7 @@ class Checkpointer:
         step: int,
         state: TrainState,
         *,
-        metadata: dict[str, Any] | None = None,
+        metadata: dict[str, Any] | Callable[[], dict[str, Any]] | None = None,
         extras: Mapping[str, Extra] | None = None,
         files: Mapping[str, Files] | None = None,
     ) -> bool:
@@ -250,7 +250,8 @@ class Checkpointer:
           step: Number of the step, `state.step`; passed since reading it would wait for
             the device at every step.
           state: State to save.
-          metadata: Metadata, as for `fsdp_jax.save`.
+          metadata: Metadata, as for `fsdp_jax.save`, or a function that returns it and
+            is called only if the step is saved.
           extras: Objects to save, as for `fsdp_jax.save`; their states are read before
             this returns.
           files: Files to save, as for `fsdp_jax.save`; copied in the background, but
@@ -279,7 +280,8 @@ class Checkpointer:
             raise ValueError(
                 f"save({step}, state): the state's own step is {state.step}."
             )
-        beside = Beside(metadata, extras, files)
+        given = metadata() if callable(metadata) else metadata
+        beside = Beside(given, extras, files)
         started = False
         if local:
             self._save_locally(step, state, beside)

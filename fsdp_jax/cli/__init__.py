@@ -28,6 +28,7 @@ from fsdp_jax.cli._no_driver import be_silent_without_driver
 from fsdp_jax.cli._option_names import suggestions
 from fsdp_jax.cli._options import named
 from fsdp_jax.cli._run_file import expand
+from fsdp_jax.cli.commands._audit import Audit
 from fsdp_jax.cli.commands._compare import Compare
 from fsdp_jax.cli.commands._completion import Completion
 from fsdp_jax.cli.commands._convert import Convert
@@ -69,6 +70,7 @@ _Command = (
     | Annotated[Edit, named("edit", Edit)]
     | Annotated[Inspect, named("inspect", Inspect)]
     | Annotated[Verify, named("verify", Verify)]
+    | Annotated[Audit, named("audit", Audit)]
     | Annotated[Remove, named("remove", Remove)]
     | Annotated[Compare, named("compare", Compare)]
     | Annotated[DiffMetrics, named("diff-metrics", DiffMetrics)]

@@ -222,6 +222,16 @@ def _words(option: str, value: Any, repeats: bool) -> list[str]:
     return [f"--{option}", *texts] if texts else []
 
 
+def words_of(values: Mapping[str, Any], command: type) -> list[str]:
+    """Returns the arguments of a command for the options of a run file.
+
+    Args:
+      values: Options by section, from `read_run_file`.
+      command: Command, a dataclass.
+    """
+    return list(_as_words(values, command, set()))
+
+
 def write_run_file(save: Any, options: Mapping[str, Any]) -> None:
     """Writes the options of a run into its directory, in process 0.
 

@@ -12,9 +12,11 @@ from typing import Any
 
 import jax
 import optax
+from jax.sharding import Mesh
 
 import fsdp_jax as fsdp
 from fsdp_jax.cli._callback import Callback, call
+from fsdp_jax.cli._chain import KEY, Chain, Link, link_in
 from fsdp_jax.cli._context_parallel import num_rows, num_targets, split_rows
 from fsdp_jax.cli._data import Batches, position
 from fsdp_jax.cli._data_config import DataConfig
@@ -31,6 +33,7 @@ from fsdp_jax.cli._metrics import (
     write_metrics,
 )
 from fsdp_jax.cli._profile import Window, tracer
+from fsdp_jax.cli._replay import ReplayOptions, replayed
 from fsdp_jax.cli._routing import Routing, move_biases
 from fsdp_jax.cli._run_options import LogOptions, SaveOptions
 from fsdp_jax.cli._samples import Samples
@@ -63,6 +66,9 @@ class Run:
       routing: Routing of models with experts.
       loss_scale: Loss scale of the state; None for none.
       name_rows: Names the data of rows of the stream, for errors.
+      replay: Checks against silent corruption.
+      make_plan: Makes the plan for another mesh, to replay on; None for no replays.
+      before: Link of the step that the run goes on from; None for none.
     """
 
     start: int
@@ -84,6 +90,9 @@ class Run:
     routing: Routing = Routing()
     loss_scale: fsdp.training.LossScale | None = None
     name_rows: Callable[[Sequence[int]], str] = str
+    replay: ReplayOptions = ReplayOptions()
+    make_plan: Callable[[Mesh], fsdp.Plan] | None = None
+    before: Link | None = None
 
     def is_logged(self, metrics: StepMetrics) -> bool:
         """Returns whether the metrics of a step are written.
@@ -128,9 +137,15 @@ def run_steps(
       SystemExit: After SIGTERM, with status 143, when the current step is saved.
     """
     with run.open_checkpointer() as checkpointer:
-        state = _resume_locally(run, checkpointer, plan, tx, batches) or make_state()
+        before = None if run.before is None else run.before.digest
+        state = _resume_locally(run, checkpointer, plan, tx, batches)
+        if state is not None and (link := link_in(checkpointer.metadata)) is not None:
+            # The chain is of the steps in `save`: the one before this local step.
+            before = link.before
+        state = make_state() if state is None else state
         run = dataclasses.replace(run, start=int(state.step))
-        _run_steps(run, plan, _make_step(run, plan, tx), state, batches, checkpointer)
+        saved = _Saved(run, checkpointer, _chain(run, plan, before))
+        _run_steps(run, plan, _make_step(run, plan, tx), state, batches, saved)
     if (window := run.window) is not None:
         steps = f"steps {window.first} to {window.last}"
         say(f"the trace of {steps} is now in {window.dir}")
@@ -163,27 +178,86 @@ def _resume_locally(
 
 def _make_step(
     run: Run, plan: fsdp.Plan, tx: optax.GradientTransformation
-) -> fsdp.training.TrainStep:
+) -> Callable[..., Any]:
     rate = run.routing.expert_bias_rate
-    return fsdp.make_train_step(
-        plan,
-        run.loss_fn,
-        tx,
-        has_aux=True,
-        num_microbatches=run.microbatches,
-        calculate_per_token_loss=run.per_token,
-        update_model_state=move_biases(rate) if rate else None,
-        loss_scale=run.loss_scale,
-    )
+
+    def make(plan: fsdp.Plan) -> fsdp.training.TrainStep:
+        return fsdp.make_train_step(
+            plan,
+            run.loss_fn,
+            tx,
+            has_aux=True,
+            num_microbatches=run.microbatches,
+            calculate_per_token_loss=run.per_token,
+            update_model_state=move_biases(rate) if rate else None,
+            loss_scale=run.loss_scale,
+        )
+
+    if run.replay.check_replay is None or run.make_plan is None:
+        return make(plan)
+    return replayed(run.replay, plan, run.make_plan, make, tx)
+
+
+def _chain(run: Run, plan: fsdp.Plan, before: str | None) -> Chain | None:
+    if not run.replay.chain:
+        return None
+    return Chain(plan, run.options, run.metadata["data_sha256"], before)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Saved:
+    """Saves the steps of a run that are due, each with its metadata.
+
+    Attributes:
+      run: The run.
+      checkpointer: Checkpointer of its directory.
+      chain: Links of the steps; None for none.
+    """
+
+    run: Run
+    checkpointer: fsdp.Checkpointer
+    chain: Chain | None
+
+    def __call__(
+        self,
+        number: int,
+        state: fsdp.TrainState,
+        batches: Batches,
+        eval_loss: float | None,
+    ) -> None:
+        """Saves a step if it is due.
+
+        Raises:
+          SystemExit: After SIGTERM, once the step is saved.
+        """
+
+        def metadata() -> dict[str, Any]:
+            found = {**self.run.metadata, "data": position(batches)}
+            if eval_loss is not None:
+                found[EVAL_LOSS] = eval_loss
+            if self.chain is not None:
+                found[KEY] = self.chain.link(number, state, found["data"])
+            return found
+
+        files = self.run.files
+        try:
+            self.checkpointer.save(number, state, metadata=metadata, files=files)
+        except SystemExit:
+            say(f"stopped: step {number} is in {self.run.save}")
+            raise
+        every = self.run.checkpoints.save_every
+        # Steps on the local disks alone are in no chain: they are deleted again.
+        if self.chain and (number == self.run.steps or (every and not number % every)):
+            self.chain.advance()
 
 
 def _run_steps(
     run: Run,
     plan: fsdp.Plan,
-    step: fsdp.training.TrainStep,
+    step: Callable[..., Any],
     state: fsdp.TrainState,
     batches: Batches,
-    checkpointer: fsdp.Checkpointer,
+    save: _Saved,
 ) -> None:
     measure = _Measure(run, plan)
     evaluate = None if run.held_out is None else run.held_out.make(plan)
@@ -216,14 +290,7 @@ def _run_steps(
             if write_samples and run.samples and run.samples.is_due(number, run.steps):
                 for text in write_samples(state):
                     say(f"sample after step {number}: {json.dumps(text)}")
-            metadata = {**run.metadata, "data": position(batches)}
-            if metrics.eval_loss is not None:
-                metadata[EVAL_LOSS] = metrics.eval_loss
-            try:
-                checkpointer.save(number, state, metadata=metadata, files=run.files)
-            except SystemExit:
-                say(f"stopped: step {number} is in {run.save}")
-                raise
+            save(number, state, batches, metrics.eval_loss)
 
 
 def _next_batch(plan: fsdp.Plan, batches: Batches) -> Batch:

@@ -15,6 +15,7 @@ from bridge.models import DecoderConfig
 from fsdp_jax.checkpoint._paths import as_path, is_local
 from fsdp_jax.cli._adam import settings_of_import
 from fsdp_jax.cli._callback import Callback, load_callback
+from fsdp_jax.cli._chain import link_in
 from fsdp_jax.cli._context_parallel import (
     DOCUMENT_SEQUENCES,
     SEQUENCES,
@@ -48,6 +49,7 @@ from fsdp_jax.cli._preference_loss import check_preferences, preference_loss
 from fsdp_jax.cli._profile import Profile
 from fsdp_jax.cli._records import check_kinds, has_records
 from fsdp_jax.cli._reference_model import add_reference
+from fsdp_jax.cli._replay import ReplayOptions
 from fsdp_jax.cli._routing import default_aux_loss_coef
 from fsdp_jax.cli._run_file import options_by_section, write_run_file
 from fsdp_jax.cli._run_marker import (
@@ -131,6 +133,7 @@ class Train:
       evaluation: Held-out data.
       logs: Destination of the metrics.
       profiling: Steps to trace.
+      replay: Checks against silent corruption.
       where: Devices.
     """
 
@@ -149,6 +152,7 @@ class Train:
     evaluation: Annotated[EvalOptions, Group] = EvalOptions()
     logs: Annotated[LogOptions, Group] = LogOptions()
     profiling: Annotated[Profile, Group] = Profile()
+    replay: Annotated[ReplayOptions, Group] = ReplayOptions()
     where: Annotated[Devices, Group] = Devices()
 
     def run(self) -> None:
@@ -156,6 +160,7 @@ class Train:
         begun = _check(self)
         callback = _load_callback(self)
         mesh = self.mesh.make(self.where.pick())  # before jax's backend starts
+        self.replay.check_devices(mesh)
         origin, resumed = _open(self, begun)
         start = 0 if resumed is None else resumed.step
         if begun and start == self.steps:
@@ -183,6 +188,8 @@ class Train:
             callback=callback,
             window=window,
             name_rows=functools.partial(name_rows, data, config.data),
+            make_plan=functools.partial(_make_plan, self, config, origin),
+            before=link_in(stored),
         )
         mark_begun(self.save, _command(self))
         write_run_file(run.save, run.options)
@@ -260,6 +267,7 @@ def _make_run(train: Train, config: TrainConfig, origin: Origin) -> Run:
         samples=make_samples(train.evaluation, origin, config.data, train.steps),
         routing=config.routing,
         loss_scale=config.precision.scale(),
+        replay=train.replay,
     )
 
 
@@ -279,6 +287,7 @@ def _check(train: Train) -> bool:
     train.evaluation.check(train.data, train.mesh)
     train.logs.check()
     train.profiling.check()
+    train.replay.check()
     _check_ranges(train)
     check_creatable(train.save, "--save")
     begun = is_begun(train.save, _command(train), in_place=_is_in_place(train))

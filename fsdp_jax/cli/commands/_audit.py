@@ -1,0 +1,134 @@
+"""`fsdp-jax audit`: says whether one checkpoint of a run follows from another."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+import fsdp_jax as fsdp
+from fsdp_jax.checkpoint._paths import as_path
+from fsdp_jax.checkpoint._steps import committed_steps
+from fsdp_jax.cli._chain import (
+    Link,
+    broken_links,
+    options_digest,
+    read_link,
+    stored_digest,
+)
+from fsdp_jax.cli._errors import CheckFailed
+from fsdp_jax.cli._option_schema import schema_of
+from fsdp_jax.cli._options import Devices, Group
+from fsdp_jax.cli._run_file import NAME, read_run_file, words_of
+from fsdp_jax.cli.commands._train import Train
+
+# What a replay decides for itself, or has no use for.
+_OF_THE_RUN = ("start", "save", "steps", "checkpoints", "evaluation", "logs")
+_OF_THE_RUN += ("profiling", "where", "replay")
+
+
+@dataclasses.dataclass(frozen=True)
+class Audit:
+    """Replay a part of a run that was trained with --chain.
+
+    Reads the checkpoints from one step to another, compares what they hold with what
+    their links say, and each link with the one before. Then trains again from the first
+    one, with the data and the options of the run, and compares state and position in
+    the data with those of the last one.
+
+    Attributes:
+      checkpoint: Directory of `fsdp-jax train --save`.
+      first: Step to begin from; default the oldest there is.
+      last: Step to compare with; default the newest.
+      where: Devices.
+    """
+
+    checkpoint: tyro.conf.Positional[Path]
+    first: Annotated[int | None, tyro.conf.arg(name="from")] = None
+    last: Annotated[int | None, tyro.conf.arg(name="to")] = None
+    where: Annotated[Devices, Group] = Devices()
+
+    def run(self) -> None:
+        """Prints a line for each checkpoint, then whether the last one follows."""
+        self.where.pick()
+        steps = _between(self.checkpoint, self.first, self.last)
+        links = {step: read_link(self.checkpoint, step) for step in steps}
+        wrong = broken_links(links)
+        for step, link in links.items():
+            found = stored_digest(self.checkpoint, step)
+            if found != link.state:
+                wrong.append(f"step {step}: its state is not the one of its link")
+            print(f"step {step}: state {found[:16]}, link {link.digest[:16]}")
+        first, last = links[steps[0]], links[steps[-1]]
+        values = _values(self.checkpoint)
+        if options_digest(values) != last.options:
+            wrong.append(f"step {last.step}: other options than {NAME} has")
+        if wrong:
+            raise CheckFailed(_not_following(first, last, wrong))
+        again = _replay(self.checkpoint, values, first.step, last.step)
+        if wrong := _differences(again, last):
+            raise CheckFailed(_not_following(first, last, wrong))
+        print(f"step {last.step} follows from step {first.step}")
+
+
+def _between(path: Path, first: int | None, last: int | None) -> list[int]:
+    steps = committed_steps(path)
+    asked = [step for step in (first, last) if step is not None]
+    if missing := [str(step) for step in asked if step not in steps]:
+        raise ValueError(
+            f"'{path}' has no step {' and no step '.join(missing)}: it has "
+            f"{', '.join(map(str, steps)) or 'none'}."
+        )
+    low = steps[0] if first is None and steps else first or 0
+    high = steps[-1] if last is None and steps else last or 0
+    chosen = [step for step in steps if low <= step <= high]
+    if len(chosen) < 2:
+        raise ValueError(
+            f"--from {low} --to {high}: '{path}' has {len(chosen)} step(s) there, and "
+            "an audit compares 2 or more. Train with --save-every N."
+        )
+    return chosen
+
+
+def _values(path: Path) -> dict[str, Any]:
+    return read_run_file(as_path(path) / NAME, schema_of(Train))
+
+
+def _replay(path: Path, values: dict[str, Any], first: int, last: int) -> Link:
+    """Trains again from a step, in a directory of its own; returns the last link."""
+    kept = {name: value for name, value in values.items() if name not in _OF_THE_RUN}
+    with tempfile.TemporaryDirectory() as directory:
+        save = Path(directory) / "run"
+        words = [
+            *words_of(kept, Train),
+            *("--resume", str(path), "--resume-step", str(first), "--chain"),
+            *("--save", str(save), "--steps", str(last)),
+            *("--metrics", str(Path(directory) / "metrics.jsonl")),
+        ]
+        config = (tyro.conf.DisallowNone, tyro.conf.PositionalMetavarFromFieldName)
+        command = tyro.cli(Train, args=words, config=config)
+        with contextlib.redirect_stdout(io.StringIO()):
+            command.run()
+        return read_link(save, fsdp.latest_step(save) or last)
+
+
+def _differences(again: Link, link: Link) -> list[str]:
+    """Returns what a replay makes otherwise than the run did."""
+    named = ("state", "position", "tokens", "options", "plan", "code")
+    return [
+        f"step {link.step}: the replay has another {name}"
+        for name in named
+        if getattr(again, name) != getattr(link, name)
+    ]
+
+
+def _not_following(first: Link, last: Link, wrong: list[str]) -> str:
+    return (
+        f"Step {last.step} does not follow from step {first.step}, in {len(wrong)} "
+        "place(s):\n  " + "\n  ".join(wrong)
+    )
