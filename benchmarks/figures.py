@@ -98,6 +98,8 @@ FIGURES = (
     ),
     Figure("param_gather", ("param_gather.py --steps 200 --devices 4 --out OUT",)),
     Figure("trl_comparison", ("trl_comparison.py --steps 50 --out OUT",)),
+    Figure("resharding", ("resharding.py --out OUT",)),
+    Figure("replay", ("replay.py --flips 1000 --out OUT",), whole=("next", 1000)),
     Figure("torture", ("torture.py --rounds 1000 --kills 250 --out OUT",)),
     Figure("coordinator_fuzz", ("coordinator_fuzz.py --out OUT",)),
     Figure(

@@ -9,9 +9,7 @@ from typing import Annotated, Any
 
 from jax.sharding import Mesh
 
-import bridge
 import fsdp_jax as fsdp
-from bridge.models import DecoderConfig
 from fsdp_jax.checkpoint._paths import as_path, is_local
 from fsdp_jax.cli._adam import settings_of_import
 from fsdp_jax.cli._callback import Callback, load_callback
@@ -62,6 +60,7 @@ from fsdp_jax.cli._run_marker import (
 from fsdp_jax.cli._run_options import EvalOptions, LogOptions, SaveOptions
 from fsdp_jax.cli._samples import make_samples
 from fsdp_jax.cli._sharding_options import Strategy
+from fsdp_jax.cli._step_metadata import make_metadata
 from fsdp_jax.cli._tokens import check_files
 from fsdp_jax.cli._train_config import (
     TrainConfig,
@@ -80,10 +79,8 @@ from fsdp_jax.cli._train_options import (
     StartOptions,
 )
 from fsdp_jax.cli._training_data import (
-    TrainingData,
     batches_of,
     describe,
-    fingerprint_of,
     move_to,
     name_rows,
     read_data,
@@ -176,7 +173,7 @@ class Train:
             check_preferences(self.save, *groups)
         plan = _make_plan(self, config, origin, mesh)
         data = read_data(self.data, origin, config.data, _share(self))
-        metadata = _make_metadata(origin.config, config, data, resumed)
+        metadata = make_metadata(origin.config, config, data, resumed)
         batches = batches_of(data, config.data, fsdp.host_shard(mesh))
         say(plan)
         for line in describe(data, config.data):
@@ -393,23 +390,3 @@ def _merge_options(train: Train, origin: Origin, stored: dict[str, Any]) -> Trai
     if "optimizer" in stored and "train" not in stored:
         defaults |= settings_of_import(stored, typed)
     return merge_options(typed, stored.get("train", {}), defaults)
-
-
-def _make_metadata(
-    model: DecoderConfig,
-    config: TrainConfig,
-    data: TrainingData,
-    resumed: Checkpoint | None,
-) -> dict[str, Any]:
-    """Makes the metadata of every step; checks that a resumed run has the same data."""
-    sha256 = fingerprint_of(data)
-    if resumed is not None and resumed.metadata.get("data_sha256", sha256) != sha256:
-        raise ValueError(
-            f"--data gives other tokens than those that step {resumed.step} of "
-            f"'{resumed.path}' was trained on. Give the same files in the same order."
-        )
-    return {
-        "config": bridge.to_hf_config(model),
-        "train": dataclasses.asdict(config),
-        "data_sha256": sha256,
-    }

@@ -1,0 +1,42 @@
+"""Metadata of the steps that `fsdp-jax train` saves."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import bridge
+from bridge.models import DecoderConfig
+from fsdp_jax.cli._model_source import Checkpoint
+from fsdp_jax.cli._train_config import TrainConfig
+from fsdp_jax.cli._training_data import TrainingData, fingerprint_of
+
+
+def make_metadata(
+    model: DecoderConfig,
+    config: TrainConfig,
+    data: TrainingData,
+    resumed: Checkpoint | None,
+) -> dict[str, Any]:
+    """Makes the metadata of every step; checks that a resumed run has the same data.
+
+    Args:
+      model: Config of the model.
+      config: Options that decide the numbers.
+      data: Data from `read_data`.
+      resumed: Step that the run goes on from; None for a new one.
+
+    Raises:
+      ValueError: If the data has other tokens than those of the resumed step.
+    """
+    sha256 = fingerprint_of(data)
+    if resumed is not None and resumed.metadata.get("data_sha256", sha256) != sha256:
+        raise ValueError(
+            f"--data gives other tokens than those that step {resumed.step} of "
+            f"'{resumed.path}' was trained on. Give the same files in the same order."
+        )
+    return {
+        "config": bridge.to_hf_config(model),
+        "train": dataclasses.asdict(config),
+        "data_sha256": sha256,
+    }
