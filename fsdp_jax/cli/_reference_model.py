@@ -131,12 +131,19 @@ def add_reference(
 
     Returns:
       Data, run, and what makes the state now.
+
+    Raises:
+      ValueError: If the step that is resumed has those of other data.
     """
     sha256, folder = run.metadata["data_sha256"], run.save
     if resumed is not None:
-        at = {"step": resumed.step}
-        folder = fsdp.checkpoint.load_files(resumed.path, REFERENCE, **at)
+        folder = fsdp.checkpoint.load_files(resumed.path, REFERENCE, step=resumed.step)
     parts = read_reference(folder, sha256)
+    if parts is None and resumed is not None:
+        raise ValueError(
+            f"Step {resumed.step} of '{resumed.path}' has the reference's "
+            "log-probabilities of other --data. Give the same files in the same order."
+        )
     if parts is None:
         state = make_state()
         say("computing the log-probabilities of the reference model")
