@@ -45,8 +45,16 @@ ALL_GATHER_ATTENTION = "all_gather_attention"
 ULYSSES_ATTENTION = "ulysses_attention"
 """Scope of Ulysses attention's collectives."""
 
-ATTENTIONS = (RING_ATTENTION, ALL_GATHER_ATTENTION, ULYSSES_ATTENTION)
-"""Scopes of the collectives of context-parallel attention."""
+ALL_GATHER_RECURRENCE = "all_gather_recurrence"
+"""Scope of the collectives of mixers with a state."""
+
+ATTENTIONS = (
+    RING_ATTENTION,
+    ALL_GATHER_ATTENTION,
+    ULYSSES_ATTENTION,
+    ALL_GATHER_RECURRENCE,
+)
+"""Scopes of the collectives of context-parallel attention and recurrences."""
 
 FSDP_GATHER = "fsdp_gather"
 """Function from one shard to its weight."""

@@ -21,6 +21,7 @@ from bridge.models import (
     DecoderLayer,
     dot_product_attention,
     expert_parallel_rules,
+    plain_recurrence,
     positions_in_order,
     tensor_parallel_rules,
 )
@@ -62,6 +63,14 @@ CASES = {
     "hsdp 2 x cp 4": Case("llama", {"dp_outer": 2, "cp": 4}, "ulysses", 2, marks=LONG),
     # Layers with and without a window, and scores that are bent.
     "dp 2 x cp 4": Case("gemma2", {"cp": 4}, marks=LONG),
+    # Layers whose state passes from rank to rank, and texts that end on any.
+    "convolutions, cp 2": Case("lfm2", {"cp": 2}, "all-gather"),
+    "delta nets, cp 4 x ep 2": Case(
+        "qwen3_next", {"cp": 4, "ep": 2}, "all-gather", marks=LONG
+    ),
+    "Mamba, cp 2 x tp 2": Case(
+        "granitemoehybrid-dense", {"cp": 2, "tp": 2}, "ulysses", marks=LONG
+    ),
     "dp 2 x cp 2 x ep 2": Case("mixtral", {"cp": 2, "ep": 2}, marks=LONG),
 }
 
@@ -72,6 +81,8 @@ def config_of(family: str) -> DecoderConfig:
     fields: dict[str, Any] = {"vocab_size": VOCAB, "initializer_range": 0.3}
     if family == "mixtral":
         fields["num_local_experts"] = 4
+    if family == "lfm2":
+        fields["layer_types"] = ["conv", "full_attention"]
     return bridge.from_hf_config(hf_fields(family, num_hidden_layers=2, **fields))
 
 
@@ -81,6 +92,7 @@ def plan_of(case: Case, mesh=None, **options: Any) -> fsdp.Plan:
     options = {
         "attention": ops.split_heads(FORMS[case.form]),
         "positions": ops.zigzag_positions,
+        "recurrence": ops.all_gather_recurrence,
     } | options
 
     def make(key):
@@ -180,6 +192,12 @@ def test_three_steps_over_cp_are_those_of_one_device(name):
     want, want_loss = one_device(case.family)
     assert worst(got, want) < PARAMETERS
     assert abs(got_loss - want_loss) < 1e-5
+
+
+def test_the_law_of_layers_with_a_state_fails_if_each_rank_begins_anew():
+    case = CASES["convolutions, cp 2"]
+    plan = plan_of(case, recurrence=plain_recurrence)
+    assert worst(trained(plan)[0], one_device(case.family)[0]) > 10 * PARAMETERS
 
 
 def test_a_fused_head_over_cp_and_tp_trains_as_logits_of_one_device_do():

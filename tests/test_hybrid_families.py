@@ -28,7 +28,6 @@ from bridge.models import (
     tensor_parallel_rules,
 )
 from fsdp_jax import ops
-from fsdp_jax.cli._context_parallel import check_context
 
 # ||a - b|| / ||b|| of each parameter in float64, but for the float32 softmax of jax's
 # attention.
@@ -63,7 +62,6 @@ CASES = {
     "Mamba alone over pp": Case("mamba2", {"pp": 2}, stack="layers"),
     "latent experts over ep": Case("nemotron_h", {"ep": 2}),
 }
-VARIED = sorted({case.variant for case in CASES.values()})
 
 
 def make(config: DecoderConfig, prefetch: int, key) -> Decoder:
@@ -130,14 +128,6 @@ def test_a_step_of_two_devices_is_that_of_one(name):
         want, want_loss = trained(config, case, alone)
     assert worst(got, want) < CLOSE
     assert abs(got_loss - want_loss) < CLOSE
-
-
-@pytest.mark.parametrize("variant", [*VARIED, "qwen3_5", "qwen3_5_moe"])
-def test_layers_with_a_state_are_refused_over_cp_by_name(variant):
-    config = bridge.from_hf_config(hf_fields(variant))
-    mixers = {kind.mixer for kind in config.layer_kinds} - {"attention", None}
-    with pytest.raises(ValueError, match=facts("cp=2", *map(str, mixers), "cp=1")):
-        check_context(config, 2, 1, "ring")
 
 
 @pytest.mark.parametrize(

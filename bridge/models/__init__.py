@@ -34,6 +34,8 @@ from bridge.models._multipliers_config import MultipliersConfig as MultipliersCo
 from bridge.models._positions import Positions as Positions
 from bridge.models._positions import positions_in_order as positions_in_order
 from bridge.models._query_scale_config import QueryScaleConfig as QueryScaleConfig
+from bridge.models._recurrence import Recurrence as Recurrence
+from bridge.models._recurrence import plain_recurrence as plain_recurrence
 from bridge.models._rope_config import RopeConfig as RopeConfig
 from bridge.models._router_stats import RouterStats as RouterStats
 from bridge.models._sample import GREEDY as GREEDY

@@ -29,6 +29,7 @@ from bridge.models._layer_state import LayerState
 from bridge.models._linear import Embedding, Linear
 from bridge.models._moe import Dispatch, sorted_dispatch
 from bridge.models._positions import Ids, Positions, positions_in_order
+from bridge.models._recurrence import Recurrence, plain_recurrence
 from bridge.models._router_stats import RouterStats
 from bridge.models._scale import scale_by
 
@@ -61,6 +62,8 @@ class Decoder(nnx.Module):
         of `positions_in_order`. For rows split over devices the right positions
         suffice, except with `longrope`: each part would choose its frequencies by
         its own longest text.
+      recurrence: Function that runs mixers with a state, with the signature of
+        `plain_recurrence`.
     """
 
     def __init__(
@@ -74,6 +77,7 @@ class Decoder(nnx.Module):
         dispatch: Dispatch = sorted_dispatch,
         constrain: Constrain = unconstrained,
         positions: Positions = positions_in_order,
+        recurrence: Recurrence = plain_recurrence,
     ):
         """Initializes all weights; under `nnx.eval_shape`, only their shapes."""
         self.config = config
@@ -102,6 +106,7 @@ class Decoder(nnx.Module):
                     attention=attention,
                     dispatch=dispatch,
                     constrain=constrain,
+                    recurrence=recurrence,
                 )
 
             return make_layers(rngs)

@@ -20,6 +20,7 @@ from bridge.models._moe import Dispatch, MoE, Routed, sorted_dispatch
 from bridge.models._multipliers_config import MultipliersConfig
 from bridge.models._norm import Norm
 from bridge.models._position_tables import PositionTables
+from bridge.models._recurrence import Recurrence, plain_recurrence
 from bridge.models._router_stats import RouterStats
 from bridge.models._scale import scale_by
 from bridge.models._self_attention import LatentAttention, SelfAttention
@@ -83,6 +84,8 @@ class DecoderLayer(nnx.Module):
       dispatch: Function that runs experts, with the signature of `sorted_dispatch`.
       constrain: Sharding constraint of activations, with the signature of
         `unconstrained`.
+      recurrence: Function that runs mixers with a state, with the signature of
+        `plain_recurrence`.
     """
 
     def __init__(
@@ -95,6 +98,7 @@ class DecoderLayer(nnx.Module):
         attention: Attention = dot_product_attention,
         dispatch: Dispatch = sorted_dispatch,
         constrain: Constrain = unconstrained,
+        recurrence: Recurrence = plain_recurrence,
     ):
         """Initializes the weights of one layer, without a layer dim."""
         placement = config.norm_placement
@@ -124,6 +128,7 @@ class DecoderLayer(nnx.Module):
         self.multipliers = config.multipliers or MultipliersConfig()
         self.is_latent = config.mla is not None
         self.constrain = constrain
+        self.recurrence = recurrence
 
     def __call__(
         self,
@@ -185,7 +190,7 @@ class DecoderLayer(nnx.Module):
         """Returns the output of a mixer with a state, and the state after it."""
         mixer = getattr(self, name)
         if cache is None:
-            return mixer(read, context.segment_ids), None
+            return self.recurrence(mixer, read, context.segment_ids), None
         return mixer.extend(read, cache, context.is_token)
 
     def _mix_both(

@@ -11,7 +11,12 @@ import numpy as np
 from jaxtyping import Int32
 
 import fsdp_jax as fsdp
-from bridge.models import DecoderConfig, dot_product_attention, positions_in_order
+from bridge.models import (
+    DecoderConfig,
+    dot_product_attention,
+    plain_recurrence,
+    positions_in_order,
+)
 
 CPForm = Literal["ring", "all_gather", "ulysses"]
 """Context-parallel attention algorithm."""
@@ -32,11 +37,12 @@ _FORMS: dict[CPForm, Callable[..., Any]] = {
 
 
 def decoder_options(cp: int, form: CPForm) -> dict[str, Any]:
-    """Returns the `attention` and the `positions` of a decoder."""
+    """Returns the `attention`, `positions` and `recurrence` of a decoder."""
     attention = dot_product_attention if cp == 1 else _FORMS[form]
     return {
         "attention": fsdp.ops.split_heads(attention),
         "positions": positions_in_order if cp == 1 else fsdp.ops.zigzag_positions,
+        "recurrence": (plain_recurrence if cp == 1 else fsdp.ops.all_gather_recurrence),
     }
 
 
@@ -51,12 +57,6 @@ def check_context(
             f"cp={cp}, pp={pp}: --cp-form ring sends keys and values between all "
             "devices at once, and only those of one stage run a layer. "
             "Use --cp-form all_gather or ulysses."
-        )
-    mixers = {str(kind.mixer) for kind in config.layer_kinds if kind.mixer}
-    if mixers := mixers - {"attention"}:
-        raise ValueError(
-            f"cp={cp}: layers of kind {', '.join(sorted(mixers))} pass a state from "
-            "token to token, and each rank would begin with an empty one. Use cp=1."
         )
     heads = config.num_attention_heads
     if form == "ulysses" and heads % (cp * tp):

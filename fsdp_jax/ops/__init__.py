@@ -11,6 +11,9 @@ from fsdp_jax.ops._tensor_parallel import sequence_parallel as sequence_parallel
 from fsdp_jax.ops.attention._all_gather import (
     all_gather_attention as all_gather_attention,
 )
+from fsdp_jax.ops.attention._recurrence import (
+    all_gather_recurrence as all_gather_recurrence,
+)
 from fsdp_jax.ops.attention._ring import ring_attention as ring_attention
 from fsdp_jax.ops.attention._split_heads import split_heads as split_heads
 from fsdp_jax.ops.attention._ulysses import ulysses_attention as ulysses_attention
