@@ -103,6 +103,7 @@ def test_a_tampered_step_with_a_link_of_its_own_is_found_by_the_replay(
     assert "the replay has another state" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_a_skipped_batch_is_found_by_the_replay(run, tmp_path, capsys):
     path = copied(run, tmp_path)
     shutil.rmtree(path / str(STEPS))
@@ -157,6 +158,7 @@ def test_a_replay_that_cannot_be_is_refused(
     assert all(name in told for name in named)
 
 
+@pytest.mark.long
 def test_a_run_that_is_replayed_trains_as_one_that_is_not(run, llama, text, tmp_path):
     again = tmp_path / "run"
     train(

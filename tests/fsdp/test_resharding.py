@@ -161,7 +161,7 @@ def test_the_collective_of_several_processes_moves_the_same_bits(monkeypatch):
 
 def test_training_goes_on_from_another_plan_and_back_as_if_it_had_stayed():
     plan, other = plan_of("fsdp on 8"), plan_of("tp on 8")
-    tx = muon_and_8_bits(plan)
+    tx = adamw(plan)
     step = fsdp.make_train_step(plan, loss_fn, tx)
     rows = np.random.default_rng(0).normal(size=(ROWS, 8)).astype(np.float32)
     forward = fsdp.make_forward(other, losses_of_ranks)
@@ -169,7 +169,7 @@ def test_training_goes_on_from_another_plan_and_back_as_if_it_had_stayed():
         step(fsdp.init_state(plan, tx, fsdp.init_params(plan, jax.random.key(0))), rows)
         for _ in range(2)
     )
-    away = fsdp.reshard(went[0], other, muon_and_8_bits(other), donate=True)
+    away = fsdp.reshard(went[0], other, adamw(other), donate=True)
     loss = forward(fsdp.sharding.unpack(away.params), rows).mean()
     back = fsdp.reshard(away, plan, tx, donate=True)
     stayed, went = step(stayed[0], rows), step(back, rows)
