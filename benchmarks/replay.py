@@ -63,7 +63,7 @@ def main() -> None:
     while found["next"] < args.flips:
         plant(found, found["next"])
         found["next"] += 1
-        if found["next"] % 20 == 0:
+        if found["next"] % 6 == 0:
             result.write(args, conditions, found, show=False)
     result.write(args, conditions, found)
 
