@@ -56,6 +56,15 @@ ATTENTIONS = (
 )
 """Scopes of the collectives of context-parallel attention and recurrences."""
 
+FLASH_FORWARD = "flash_attention_forward"
+"""Kernel of `bridge.models`, which cannot import this: forward pass of attention."""
+
+FLASH_QUERY_GRAD = "flash_attention_query_grad"
+"""Kernel of `bridge.models` for the gradient of queries."""
+
+FLASH_KEY_GRADS = "flash_attention_key_grads"
+"""Kernel of `bridge.models` for the gradients of keys and values."""
+
 FSDP_GATHER = "fsdp_gather"
 """Function from one shard to its weight."""
 

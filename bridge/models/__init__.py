@@ -2,13 +2,21 @@
 
 from bridge.models._attention import Attention as Attention
 from bridge.models._attention import dot_product_attention as dot_product_attention
+from bridge.models._attention import kernel_of_call as kernel_of_call
+from bridge.models._attention_choice import Accelerator as Accelerator
+from bridge.models._attention_choice import AttentionShape as AttentionShape
+from bridge.models._attention_choice import KernelChoice as KernelChoice
+from bridge.models._attention_choice import WantedKernel as WantedKernel
+from bridge.models._attention_choice import choose_attention as choose_attention
 from bridge.models._cache import empty_cache as empty_cache
 from bridge.models._config import DecoderConfig as DecoderConfig
 from bridge.models._constrain import Constrain as Constrain
 from bridge.models._constrain import unconstrained as unconstrained
+from bridge.models._cudnn import CudnnKernel as CudnnKernel
 from bridge.models._decoder import Decoder as Decoder
 from bridge.models._decoder_layer import DecoderLayer as DecoderLayer
 from bridge.models._delta_net_config import DeltaNetConfig as DeltaNetConfig
+from bridge.models._flash_kernel import FlashKernel as FlashKernel
 from bridge.models._generate import Generated as Generated
 from bridge.models._generate import generate as generate
 from bridge.models._grouped import grouped_matmul as grouped_matmul

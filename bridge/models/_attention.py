@@ -1,12 +1,21 @@
 """Causal attention on full sequences: the default of the decoder."""
 
-from typing import Any, Literal, Protocol
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from bridge.models._cudnn import cudnn_attention
+from bridge.models._attention_choice import (
+    Accelerator,
+    AttentionShape,
+    ContextForm,
+    WantedKernel,
+    choose_attention,
+)
+from bridge.models._cudnn import CudnnKernel
+from bridge.models._flash_kernel import FlashKernel
+from bridge.models._fused_attention import fused_attention
 
 Window = int | Int[Array, ""] | None
 
@@ -40,13 +49,14 @@ def dot_product_attention(
     window: Window = None,
     softcap: float | None = None,
     sinks: Float[Array, " heads"] | None = None,
+    kernel: WantedKernel = "auto",
 ) -> Float[Array, "batch seq heads v_head_dim"]:
     """Computes causal attention with a float32 softmax.
 
     Query head `i` attends to key head `i // (heads / kv_heads)`, as in Hugging Face.
-    Uses cuDNN's fused kernel where the devices of the mesh support it, present or not,
-    otherwise XLA's implementation, which materializes scores `[batch, heads, seq,
-    seq]`.
+    The kernel is that of `choose_attention` for the devices of the mesh, present or
+    not: cuDNN's, else the flash kernel of this package, else XLA's operations, which
+    materialize scores `[batch, heads, seq, seq]`.
 
     Args:
       query: Queries, with rotary embedding applied.
@@ -61,23 +71,29 @@ def dot_product_attention(
         None for no bound.
       sinks: Score per head that takes part in the softmax but has no value; None for
         no sinks.
+      kernel: Kernel to use; auto for the first of cudnn, flash and xla that the device
+        can run.
 
     Returns:
       Average of the values for each query, weighted by the softmax.
+
+    Raises:
+      ValueError: If the device cannot run the kernel asked for.
     """
+    static = window if isinstance(window, int) else None
+    features = {"segment_ids": segment_ids, "window": window, "softcap": softcap}
+    if fused := kernel_of_call(query, value, **features, kernel=kernel):
+        return fused_attention(
+            *(fused, query, key, value), scale=scale, sinks=sinks, **features
+        )
     bent = softcap is not None or sinks is not None
     if bent or query.shape[-1] != value.shape[-1] or _is_half_on_cpu(query):
-        mask = _visible(query.shape[1], segment_ids, window)
+        mask = visible(query.shape[1], segment_ids, window)
         return attend(query, key, value, scale, mask, softcap, sinks)
     # A static window is passed as `local_window_size`; a traced one needs a mask.
-    static = isinstance(window, int)
     mask = None
-    if segment_ids is not None or not (static or window is None):
-        mask = _visible(query.shape[1], segment_ids, window)
-    implementation = _implementation(query)
-    if implementation == "cudnn" and jax.devices()[0].platform != "gpu":
-        fixed = window if static else None
-        return cudnn_attention(query, key, value, scale=scale, mask=mask, window=fixed)
+    if segment_ids is not None or (window is not None and static is None):
+        mask = visible(query.shape[1], segment_ids, window)
     return jax.nn.dot_product_attention(
         query,
         key,
@@ -85,9 +101,50 @@ def dot_product_attention(
         mask=mask,
         scale=scale,
         is_causal=True,
-        local_window_size=(window - 1, 0) if isinstance(window, int) else None,
-        implementation=implementation,
+        local_window_size=None if static is None else (static - 1, 0),
+        implementation="xla",
     )
+
+
+def kernel_of_call(
+    query: Float[Array, "batch seq heads head_dim"],
+    value: Float[Array, "batch seq kv_heads v_head_dim"],
+    *,
+    segment_ids: Int[Array, "batch seq"] | None = None,
+    window: Window = None,
+    softcap: float | None = None,
+    context: ContextForm | None = None,
+    kernel: WantedKernel = "auto",
+) -> CudnnKernel | FlashKernel | None:
+    """Returns the fused kernel for a call of attention on the devices of the mesh.
+
+    Args:
+      query: Queries.
+      value: Values.
+      segment_ids: Segment of each token in a packed row; None for one per row.
+      window: Tokens that a query sees; None for all before it.
+      softcap: Bound of the scores; None for none.
+      context: Context-parallel algorithm around the kernel; None for whole rows.
+      kernel: Kernel to use, as for `choose_attention`.
+
+    Returns:
+      The kernel; None for XLA's operations.
+
+    Raises:
+      ValueError: If the devices cannot run the kernel asked for.
+    """
+    static = window if isinstance(window, int) else None
+    shape = AttentionShape(
+        query.shape[-1],
+        value.shape[-1],
+        query.dtype,
+        window="traced" if static is None and window is not None else static,
+        softcap=softcap is not None,
+        packed=segment_ids is not None,
+        context=context,
+    )
+    choice = choose_attention(shape, Accelerator.current(), kernel)
+    return {"cudnn": CudnnKernel(), "flash": FlashKernel(), "xla": None}[choice.kernel]
 
 
 def attend(
@@ -138,7 +195,7 @@ def attend(
     return mixed.reshape(batch, seq, heads, -1)
 
 
-def _visible(
+def visible(
     seq: int, segment_ids: Int[Array, "batch seq"] | None, window: Window
 ) -> Bool[Array, "#batch 1 seq seq"]:
     """Returns the mask of keys that each query attends to."""
@@ -157,23 +214,4 @@ def _visible(
 def _is_half_on_cpu(query: Array) -> bool:
     # jax's implementation requests the dot algorithm F16_F16_F32, which XLA's CPU
     # backend does not support.
-    return query.dtype == jnp.float16 and _target().platform == "cpu"
-
-
-def _target() -> Any:
-    """Returns the device that is traced for: that of the mesh, if there is one.
-
-    A step is planned on meshes of GPUs that are not here, and runs their kernels.
-    """
-    return jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
-
-
-def _implementation(query: Array) -> Literal["cudnn", "xla"]:
-    # cuDNN's flash attention requires half precision and a head_dim of 8, 16, ...,
-    # 128; jax raises otherwise instead of falling back.
-    device = _target()
-    nvidia = device.platform == "gpu" and device.device_kind.startswith("NVIDIA")
-    half = query.dtype in (jnp.bfloat16, jnp.float16)
-    head_dim = query.shape[-1]
-    fits = head_dim % 8 == 0 and head_dim <= 128
-    return "cudnn" if nvidia and half and fits else "xla"
+    return query.dtype == jnp.float16 and Accelerator.current().kind == "cpu"

@@ -1,73 +1,106 @@
-"""cuDNN's fused attention for a GPU that is not present, to compile a step for it."""
+"""cuDNN's fused attention, forward and backward, on GPUs that are present or not."""
 
+import dataclasses
 import inspect
+from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
 from bridge._compat import CUDNN_ATTENTION
-
-ASSUMED_VERSION = 91000
-"""Version of cuDNN on the absent GPU: 9.10, as in the target config of the planner."""
+from bridge.models._kernel_places import Places, Scores
 
 
-def cudnn_attention(
-    query: Float[Array, "batch seq heads head_dim"],
-    key: Float[Array, "batch seq kv_heads head_dim"],
-    value: Float[Array, "batch seq kv_heads head_dim"],
-    *,
-    scale: float,
-    mask: Bool[Array, "#batch 1 seq seq"] | None,
-    window: int | None,
-) -> Float[Array, "batch seq heads head_dim"]:
-    """Calls causal attention of cuDNN without asking this machine for cuDNN.
+@dataclasses.dataclass(frozen=True)
+class CudnnKernel:
+    """Both passes of cuDNN's attention, with the log-sum-exp between them.
 
-    `jax.nn.dot_product_attention` asks the installed cuDNN for its version while the
-    call is traced, and raises where there is none. Compiling for absent GPUs needs
-    none: the kernel is a custom call. This calls what jax's function calls, with a
-    version that is stated.
+    `jax.nn.dot_product_attention` keeps the log-sum-exp for itself, and asks the
+    installed cuDNN for its version while the call is traced: it raises where there is
+    none. Compiling for absent GPUs needs none, since the kernel is a custom call.
+    Given a log-sum-exp over more than its own keys, the backward pass computes the
+    gradients of softmaxes with sinks, and of those over the keys of several ranks.
 
-    Args:
-      query: Queries, in 16 bits.
-      key: Keys.
-      value: Values.
-      scale: Factor of the scores.
-      mask: True where a query attends to a key, beside causality; None for all.
-      window: Tokens that a query attends to, including its own; None for all.
-
-    Source: jax `jax/_src/cudnn/fused_attention_stablehlo.py::dot_product_attention`
-      (0.10.2 and 0.12.0.1).
+    Source: jax `jax/_src/cudnn/fused_attention_stablehlo.py` (0.10.2 and 0.12.0.1);
+      TransformerEngine `context_parallel.py` for the log-sum-exp of all ranks.
     """
-    fused = CUDNN_ATTENTION.get()
-    attention = fused._dot_product_attention
-    names = inspect.signature(attention).parameters
-    is_newer = "score_mod" in names  # From jax 0.11 on.
-    unused = jnp.zeros(0, query.dtype)
-    bias = unused
-    if mask is not None:
-        bias = fused.combine_bias_and_mask(None, mask, query.dtype)
-    arguments = dict(
-        query=query,
-        key=key,
-        value=value,
-        bias=bias,
-        q_seqlen=unused,
-        kv_seqlen=unused,
-        q_offsets=unused,
-        kv_offsets=unused,
-        page_table_k=unused,
-        page_table_v=unused,
-        scale=scale,
+
+    def forward(
+        self,
+        query: Float[Array, "batch seq heads head_dim"],
+        key: Float[Array, "batch keys kv_heads head_dim"],
+        value: Float[Array, "batch keys kv_heads v_head_dim"],
+        scores: Scores,
+        places: Places,
+        window: Any = None,
+    ) -> tuple[
+        Float[Array, "batch seq heads v_head_dim"], Float[Array, "batch heads seq"]
+    ]:
+        """Returns the attention output, and the log-sum-exp of scores in float32.
+
+        Args:
+          query: Queries, in 16 bits.
+          key: Keys.
+          value: Values.
+          scores: Static parameters of the scores, without a softcap.
+          places: Whether keys after a query are hidden; positions are not read.
+          window: Tokens that a query sees, its own included; None for all before it.
+        """
+        fused = CUDNN_ATTENTION.get()
+        given = (query, key, value, *_unused(query))
+        static = _static(fused, scores, places, window)
+        bind = fused._dot_product_attention_fwd_p_wrapper.bind
+        out, log_sum = bind(*given, **static, is_training=True)
+        return out, log_sum
+
+    def backward(
+        self,
+        query: Float[Array, "batch seq heads head_dim"],
+        key: Float[Array, "batch keys kv_heads head_dim"],
+        value: Float[Array, "batch keys kv_heads v_head_dim"],
+        out: Float[Array, "batch seq heads v_head_dim"],
+        log_sum: Float[Array, "batch heads seq"],
+        grad: Float[Array, "batch seq heads v_head_dim"],
+        scores: Scores,
+        places: Places,
+        window: Any = None,
+    ) -> tuple[Array, Array, Array]:
+        """Returns the gradients of queries, keys and values.
+
+        Args:
+          query: Queries, as given to `forward`, like all arguments not below.
+          key: Keys.
+          value: Values.
+          out: Attention output over all keys, of this call or others.
+          log_sum: Log-sum-exp of the scores with all keys.
+          grad: Cotangent of `out`.
+          scores: Static parameters of the scores.
+          places: Whether keys after a query are hidden.
+          window: Tokens that a query sees.
+        """
+        fused = CUDNN_ATTENTION.get()
+        given = (query, key, value, *_unused(query), log_sum, out, grad)
+        static = _static(fused, scores, places, window)
+        grads = fused._dot_product_attention_bwd_p_wrapper.bind(*given, **static)
+        return grads[0], grads[1], grads[2]
+
+
+def _unused(query: Array) -> list[Array]:
+    """Returns arguments for bias, lengths, offsets and pages, which are not used."""
+    return [jnp.zeros(0, query.dtype)] * 7
+
+
+def _static(fused: Any, scores: Scores, places: Places, window: Any) -> dict[str, Any]:
+    causal, full = fused.MaskType.CAUSAL, fused.MaskType.NO_MASK
+    static = dict(
+        scale=scores.scale,
         seed=42,
         dropout_rate=0.0,
-        # jax 0.10 computes the gradient of a mask's bias too.
-        variadic_args=(mask is not None, mask is not None and not is_newer),
-        mask_type=fused.MaskType.CAUSAL,
+        variadic_args=(False, False),
+        mask_type=causal if places.causal else full,
         layout=fused.AttentionLayout.BTNH.value,
         sliding_window_length=window,
-        cudnn_version=ASSUMED_VERSION,
-        return_residual=False,
-        score_mod_args=(),
-        score_mod=None,
     )
-    return attention(*(arguments[name] for name in names))
+    # From jax 0.11 on, scores can be changed by a function.
+    is_newer = "score_mod" in inspect.signature(fused._dot_product_attention).parameters
+    return {**static, "score_mod": None} if is_newer else static

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import re
 
-from fsdp_jax.hlo._parse import Computation, Instruction, Module
+from fsdp_jax._scopes import FLASH_FORWARD, FLASH_KEY_GRADS, FLASH_QUERY_GRAD
+from fsdp_jax.hlo._parse import Computation, Instruction, Module, Shape
 
 FREE = {
     "parameter",
@@ -44,6 +46,8 @@ def product_flops(
             return _dot(computation, one, _gemm_dims(one))
         if "fmha" in one.target:
             return _attention(computation, one), "bf16"
+        if flash := flash_operands(computation, one):
+            return flash.flops, "bf16"
     return 0.0, "bf16"
 
 
@@ -64,11 +68,68 @@ def _gemm_dims(one: Instruction) -> str:
 
 def _attention(computation: Computation, one: Instruction) -> float:
     """Returns the FLOPs of cuDNN's attention: two products forward, five backward."""
-    query, key = (computation.by_name[name].shapes[0] for name in one.operands[:2])
-    batch, length, heads, width = query.dims
-    products = 5 if "Backward" in one.target else 2
+    query, key, value = (
+        computation.by_name[name].shapes[0] for name in one.operands[:3]
+    )
+    widths = key.dims[-1] + value.dims[-1]
+    if "Backward" in one.target:
+        # Scores and the gradients of queries and keys, of weights and values.
+        widths = 3 * key.dims[-1] + 2 * value.dims[-1]
     causal = 0.5 if "CAUSAL" in one.attributes else 1.0
-    return products * causal * 2.0 * batch * heads * length * key.dims[1] * width
+    batch, length, heads, _ = query.dims
+    return causal * 2.0 * batch * heads * length * key.dims[1] * widths
+
+
+@dataclasses.dataclass(frozen=True)
+class FlashOperands:
+    """Operands of a Pallas attention kernel of `bridge.models`.
+
+    Attributes:
+      name: Which of the three kernels it is.
+      query: Shape of the queries, `[batch, seq, heads, head_dim]`.
+      key: Shape of the keys.
+      value: Shape of the values.
+    """
+
+    name: str
+    query: Shape
+    key: Shape
+    value: Shape
+
+    @property
+    def is_forward(self) -> bool:
+        """Whether it is the forward pass."""
+        return self.name == FLASH_FORWARD
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of its products if all keys up to a query are seen."""
+        products = {FLASH_FORWARD: (1, 1), FLASH_QUERY_GRAD: (2, 1)}
+        by_key, by_value = products.get(self.name, (2, 2))
+        widths = by_key * self.key.dims[-1] + by_value * self.value.dims[-1]
+        batch, length, heads, _ = self.query.dims
+        causal = 0.5 if length == self.key.dims[1] else 1.0
+        return causal * 2.0 * batch * heads * length * self.key.dims[1] * widths
+
+
+def flash_operands(computation: Computation, one: Instruction) -> FlashOperands | None:
+    """Returns the operands of a Pallas attention kernel; None for anything else."""
+    if one.opcode != "custom-call" or "triton" not in one.target:
+        return None
+    name = next((name for name in _FLASH_OPERANDS if name in one.attributes), None)
+    if name is None:
+        return None
+    operands = (one.operands[at] for at in _FLASH_OPERANDS[name])
+    shapes = (computation.by_name[operand].shapes[0] for operand in operands)
+    return FlashOperands(name, *shapes)
+
+
+_FLASH_OPERANDS = {
+    FLASH_FORWARD: (0, 1, 2),
+    FLASH_QUERY_GRAD: (3, 4, 5),
+    FLASH_KEY_GRADS: (0, 4, 5),
+}
+"""Where queries, keys and values are among the operands of each kernel."""
 
 
 def bytes_moved(module: Module, computation: Computation, one: Instruction) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from fsdp_jax._scopes import FLASH_FORWARD
 from fsdp_jax.planner.liveness._operations import Operation, Program
 
 
@@ -26,6 +27,8 @@ def _flops(operation: Operation) -> float:
         return _convolution(operation)
     if operation.name.startswith("dot_product_attention_fwd"):
         return _attention(operation)
+    if operation.name == "pallas_call":
+        return _attention(operation) if FLASH_FORWARD in _kernel_name(operation) else 0
     within = [product_flops(body) for body in operation.bodies]
     times = operation.params["length"] if operation.name == "scan" else 1
     return times * max(within, default=0.0)
@@ -50,7 +53,14 @@ def _convolution(operation: Operation) -> float:
 
 def _attention(operation: Operation) -> float:
     """Returns the FLOPs of two products: queries by keys, and that by values."""
-    query, key = operation.inputs[:2]
-    assert query is not None and key is not None
+    query, key, value = operation.inputs[:3]
+    assert query is not None and key is not None and value is not None
     batch, length, heads, width = query.shape
-    return 2 * 2.0 * batch * heads * length * key.shape[1] * width
+    widths = width + value.shape[-1]
+    return 2.0 * batch * heads * length * key.shape[1] * widths
+
+
+def _kernel_name(operation: Operation) -> str:
+    # jax 0.10 and 0.12 have it in either.
+    names = (operation.params.get(key, "") for key in ("name", "name_and_src_info"))
+    return " ".join(map(str, names))

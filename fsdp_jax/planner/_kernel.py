@@ -7,10 +7,12 @@ from collections.abc import Iterable
 from typing import Literal
 
 from fsdp_jax.hlo._parse import Computation, Instruction, Module
-from fsdp_jax.planner._cost import FREE, bytes_moved, product_flops
+from fsdp_jax.planner._cost import FREE, bytes_moved, flash_operands, product_flops
 from fsdp_jax.planner._gpu import CostModel
 
-Kind = Literal["matmul", "attention", "attention_backward", "memory"]
+Kind = Literal[
+    "matmul", "attention", "attention_backward", "flash", "flash_backward", "memory"
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,7 +20,8 @@ class Kernel:
     """One kernel, without the speed of any GPU.
 
     Attributes:
-      kind: Limit of its speed: a matrix product, fused attention, or memory.
+      kind: Limit of its speed: a matrix product, fused attention by cuDNN or by the Pallas
+        kernel of `bridge.models`, or memory.
       flops: FLOPs of its matrix products.
       dtype: Dtype of its operands, as HLO writes it.
       bytes: Bytes read and written.
@@ -61,6 +64,10 @@ def kernel_of(
         query, key = (computation.by_name[name].shapes[0] for name in one.operands[:2])
         kind = "attention_backward" if "Backward" in one.target else "attention"
         return Kernel(kind, flops, dtype, moved, key.dims[1], query.dims[-1])
+    if flash := flash_operands(computation, one):
+        kind = "flash" if flash.is_forward else "flash_backward"
+        length, width = flash.key.dims[1], flash.key.dims[-1]
+        return Kernel(kind, flops, dtype, moved, length, width)
     return Kernel("matmul" if flops else "memory", flops, dtype, moved)
 
 
@@ -78,6 +85,8 @@ def attention_names(kernels: Iterable[Kernel]) -> tuple[str, ...]:
 _ATTENTION_NAMES = {
     "attention": "cuDNN's forward",
     "attention_backward": "cuDNN's backward",
+    "flash": "flash forward",
+    "flash_backward": "flash backward",
 }
 
 
@@ -98,10 +107,21 @@ def _speed(kernel: Kernel, cost: CostModel) -> float:
         return _attention_speed(kernel, cost, cost.attention_forward)
     if kernel.kind == "attention_backward":
         return _attention_speed(kernel, cost, cost.attention_backward)
+    if kernel.kind == "flash":
+        return FLASH * _attention_speed(kernel, cost, cost.attention_forward)
+    if kernel.kind == "flash_backward":
+        return FLASH * _attention_speed(kernel, cost, cost.attention_backward)
     if kernel.dtype in _WIDE:
         return cost.flops * _WIDE[kernel.dtype]
     return cost.flops * (cost.float8_speed if kernel.dtype[:2] == "f8" else 1.0)
 
+
+FLASH = 0.6
+"""Speed of the Pallas attention kernel relative to cuDNN's: assumed, never measured.
+
+Source: FlashAttention-3 (arXiv 2407.08608), figures 5 and 6: FlashAttention-2, whose
+algorithm it has, beside cuDNN 9 on an H100.
+"""
 
 _WIDE = {"f32": 0.5, "f64": 0.067}
 """Speed of wider matrix products relative to 16-bit: tf32, and fp64 tensor cores."""

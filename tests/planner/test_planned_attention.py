@@ -41,6 +41,12 @@ def lowered(attention, devices, *, dtype=jnp.bfloat16, width=64):
     return jax.jit(mapped).lower(*arguments)
 
 
+def custom_calls(text):
+    """Each call of a kernel, with its operands, attributes and types."""
+    lines = (line for line in text.splitlines() if "custom_call @__" in line)
+    return [line.partition(" = ")[2] for line in lines]
+
+
 def planned(q, k, v):
     return dot_product_attention(q, k, v, scale=0.125)
 
@@ -74,11 +80,24 @@ def test_it_is_what_jax_calls_where_cudnn_is_installed(window, monkeypatch):
     devices = gpu_devices(GPUS["h100"], 8)
     found = lowered(ours, devices).as_text()
     monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91000)
-    assert "fmha" in found
-    assert found == lowered(by_jax, devices).as_text()
+    assert len(custom_calls(found)) == 2
+    assert custom_calls(found) == custom_calls(lowered(by_jax, devices).as_text())
 
 
-@pytest.mark.parametrize("case", [{"dtype": jnp.float32}, {"width": 136}])
+def test_the_flash_kernel_computes_softcaps_of_packed_rows_for_an_absent_gpu():
+    def packed(q, k, v):
+        segments = jnp.zeros(q.shape[:2], jnp.int32)
+        how = {"scale": 0.125, "softcap": 50.0, "window": 100, "segment_ids": segments}
+        return dot_product_attention(q, k, v, **how)
+
+    compiled = lowered(packed, gpu_devices(GPUS["h100"], 8)).compile()
+    kernels = kernels_of(schedule_of(parse(compiled.as_text())))
+    assert attention_names(kernels) == ("flash forward", "flash backward")
+    # Neither scores nor masks [heads, seq, seq] are in memory.
+    assert compiled.memory_analysis().temp_size_in_bytes < HEADS * SEQ * SEQ
+
+
+@pytest.mark.parametrize("case", [{"dtype": jnp.float32}, {"width": 264}])
 def test_what_the_kernel_does_not_take_is_computed_by_xla(case):
     text = lowered(planned, gpu_devices(GPUS["h100"], 8), **case).as_text()
     assert "fmha" not in text

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float, Int
 
 from fsdp_jax._scopes import RING_ATTENTION
@@ -32,7 +30,16 @@ from fsdp_jax.ops.attention._blockwise import (
     sinks_backward,
 )
 from fsdp_jax.ops.attention._common import cut, form_of, named, triangles
-from fsdp_jax.ops.attention._zigzag import chunks_of, ranks_along
+from fsdp_jax.ops.attention._kernel_ring import (
+    AttentionKernel,
+    Given,
+    KernelRing,
+    Scores,
+    kernel_ring,
+)
+from fsdp_jax.ops.attention._kernel_ring import Keys as KernelKeys
+from fsdp_jax.ops.attention._rotation import Ring
+from fsdp_jax.ops.attention._zigzag import check_chunks, chunks_of, ranks_along
 
 Chunks = tuple[Array, Array]
 Sinks = Float[Array, "kv_heads rows"] | None
@@ -49,6 +56,7 @@ def ring_attention(
     softcap: float | None = None,
     sinks: Float[Array, " heads"] | None = None,
     axis: str = "cp",
+    kernel: AttentionKernel | None = None,
 ) -> Float[Array, "batch seq heads v_head_dim"]:
     """Computes causal attention over rows whose tokens are split over `axis`.
 
@@ -81,6 +89,8 @@ def ring_attention(
         none.
       sinks: Scores per head that take part in the softmax without a value.
       axis: Mesh axis.
+      kernel: Fused kernel for the parts of rows that meet, e.g.
+        `bridge.models.FlashKernel()`; None for blocks by XLA's operations.
 
     Returns:
       The attention output of each query.
@@ -93,7 +103,16 @@ def ring_attention(
       arXiv:2307.08691, for backward.
     """
     _check_stages(axis)
-    ring = _Ring(form_of(query.shape[1], scale, softcap, axis), axis, ranks_along(axis))
+    if kernel is not None:
+        if (ranks := ranks_along(axis)) > 1:
+            check_chunks({"attention": query.shape[1] * ranks}, ranks)
+        ring = KernelRing(axis, ranks, kernel, Scores(scale, softcap))
+        window = None if window is None else jnp.asarray(window, jnp.int32)
+        with jax.named_scope(RING_ATTENTION):
+            keys = KernelKeys(key, value, segment_ids)
+            return kernel_ring(ring, Given(query, keys, sinks, window))
+    form = form_of(query.shape[1], scale, softcap, axis)
+    ring = _BlockRing(axis, ranks_along(axis), form)
     with jax.named_scope(RING_ATTENTION):
         given = cut(ring.form, query, key, value, segment_ids, window, sinks)
         mixed: Any = _ring(ring, *given)
@@ -117,61 +136,26 @@ def _check_stages(axis: str) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Ring:
-    """Ring of ranks along a mesh axis.
+class _BlockRing(Ring):
+    """A ring whose ranks attend by blocks.
 
     Attributes:
       form: Static parameters of block attention.
-      axis: Mesh axis.
-      ranks: Number of devices along it.
     """
 
     form: Form
-    axis: str
-    ranks: int
 
-    def send(self, tree: Any) -> Any:
-        """Sends a tree to the next rank and returns that of the previous one."""
-        to = [(rank, (rank + 1) % self.ranks) for rank in range(self.ranks)]
-        return jax.tree.map(lambda x: lax.ppermute(x, self.axis, to), tree)
-
-    def go_round(self, visit: Callable[..., Any], state: Any, keys: Keys) -> Any:
-        """Calls `visit(state, keys, pairs, causal=...)` with each rank's keys in turn.
-
-        The keys of the next step are communicated while the current ones are used:
-
-        | step | keys in use, on rank r | keys in flight |
-        |---|---|---|
-        | 0 | r (causal) | r - 1 |
-        | 1 <= i < ranks - 1 | r - i | r - i - 1 |
-        | ranks - 1 | r + 1 | none |
-        """
-        if self.ranks == 1:
-            return visit(state, keys, self._own_pairs(keys), causal=True)
-        # Sent before they are used, so that XLA can overlap the two.
-        arriving = self.send(keys)
-        state = visit(state, keys, self._own_pairs(keys), causal=True)
-
-        def body(carry, step):
-            state, keys = carry
-            arriving = self.send(keys)
-            state = visit(state, keys, self._pairs(keys, step), causal=False)
-            return (state, arriving), None
-
-        steps = jnp.arange(1, self.ranks - 1, dtype=jnp.int32)
-        if self.ranks > 2:
-            (state, arriving), _ = lax.scan(body, (state, arriving), steps)
-        # Outside of the loop, since the last keys are not sent on.
-        last = self._pairs(arriving, jnp.int32(self.ranks - 1))
-        return visit(state, arriving, last, causal=False)
+    def pairs(self, keys: Keys, step: Int[Array, ""] | None) -> Pairs:
+        """Returns the pairs of blocks that meet when keys have come `step` ranks."""
+        return self._own_pairs(keys) if step is None else self._pairs(keys, step)
 
     def _own_pairs(self, keys: Keys) -> Pairs:
         """Returns two causal triangles, and the square between the two chunks."""
-        own = triangles(self.form, self._rank(), self.ranks, self._length(keys))
+        own = triangles(self.form, self.rank(), self.ranks, self._length(keys))
         if self.ranks == 1:
             return own
         one, zero = jnp.ones(1, jnp.int32), jnp.zeros(1, jnp.int32)
-        chunks = chunks_of(self._rank(), self.ranks)
+        chunks = chunks_of(self.rank(), self.ranks)
         square = self._of_chunks(keys, (one, chunks[1:]), (zero, chunks[:1]))
         return join_pairs(own, square)
 
@@ -181,7 +165,7 @@ class _Ring:
         If that rank has a smaller index, both chunks here see its earlier chunk; if it
         has a larger one, the later chunk here sees both of its chunks.
         """
-        rank = self._rank()
+        rank = self.rank()
         source = (rank - step) % self.ranks
         own, other = (chunks_of(number, self.ranks) for number in (rank, source))
         is_before = source < rank
@@ -195,17 +179,15 @@ class _Ring:
     def _length(self, keys: Keys) -> int:
         return keys.key.shape[0] * self.form.block
 
-    def _rank(self) -> Int[Array, ""]:
-        return lax.axis_index(self.axis) if self.ranks > 1 else jnp.int32(0)
-
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _ring(ring: _Ring, asked: Asked, keys: Keys, sinks: Sinks) -> Array:
+def _ring(ring: _BlockRing, asked: Asked, keys: Keys, sinks: Sinks) -> Array:
     return _forward(ring, asked, keys, sinks)[0]
 
 
-def _forward(ring: _Ring, asked: Asked, keys: Keys, sinks: Sinks):
-    def visit(state: Softmax, keys: Keys, pairs: Pairs, *, causal: bool) -> Softmax:
+def _forward(ring: _BlockRing, asked: Asked, keys: Keys, sinks: Sinks):
+    def visit(state: Softmax, keys: Keys, step: Int[Array, ""] | None) -> Softmax:
+        pairs, causal = ring.pairs(keys, step), step is None
         return attend(ring.form, asked, keys, state, pairs, causal=causal)
 
     state = ring.go_round(visit, begin(asked.query, keys.value), keys)
@@ -213,11 +195,12 @@ def _forward(ring: _Ring, asked: Asked, keys: Keys, sinks: Sinks):
     return out, (asked, keys, sinks, out, log_sum)
 
 
-def _backward(ring: _Ring, saved, grad: Array):
+def _backward(ring: _BlockRing, saved, grad: Array):
     asked, keys, sinks, out, log_sum = saved
     known = known_of(grad, out, log_sum)
 
-    def visit(grads: Grads, keys: Keys, pairs: Pairs, *, causal: bool) -> Grads:
+    def visit(grads: Grads, keys: Keys, step: Int[Array, ""] | None) -> Grads:
+        pairs, causal = ring.pairs(keys, step), step is None
         fresh = no_grads(asked, keys)._replace(query=grads.query)
         fresh = attend_backward(
             ring.form, asked, keys, known, fresh, pairs, causal=causal

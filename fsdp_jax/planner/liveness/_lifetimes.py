@@ -61,6 +61,7 @@ KERNELS = {
     "dynamic_update_slice",
     "dot_product_attention_fwd_wrapper",
     "dot_product_attention_bwd_wrapper",
+    "pallas_call",
 }
 """Primitives that read and write whole arrays."""
 

@@ -1,0 +1,291 @@
+"""Flash attention as a Pallas kernel for GPUs: softcaps, windows, packed rows, MLA."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from jaxtyping import Array, Float
+
+from bridge.models._flash_bodies import forward_body, key_grads_body, query_grad_body
+from bridge.models._kernel_places import (
+    UNSEEN,
+    Places,
+    Ranges,
+    Scores,
+    block_ranges,
+    pad_tokens,
+)
+
+_PARAMS = {"num_stages": 2, "num_warps": 8}
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """Tokens per block, powers of two of at least 16.
+
+    Attributes:
+      forward: Queries and keys of the forward pass.
+      backward: Queries and keys of the backward pass.
+    """
+
+    forward: tuple[int, int]
+    backward: tuple[int, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class FlashKernel:
+    """Blockwise attention that never stores scores.
+
+    Blocks of keys that no query of a block sees are not visited: those after it, out of
+    its window, or of other segments.
+
+    Attributes:
+      blocks: Tokens per block; None for those of the head dim.
+      interpret: Whether to interpret the kernel, on any device.
+
+    Source: Dao, FlashAttention-2, arXiv:2307.08691.
+    """
+
+    blocks: Blocks | None = None
+    interpret: bool = False
+
+    def forward(
+        self,
+        query: Float[Array, "batch seq heads head_dim"],
+        key: Float[Array, "batch keys kv_heads head_dim"],
+        value: Float[Array, "batch keys kv_heads v_head_dim"],
+        scores: Scores,
+        places: Places,
+        window: Any = None,
+    ) -> tuple[
+        Float[Array, "batch seq heads v_head_dim"], Float[Array, "batch heads seq"]
+    ]:
+        """Returns the attention output, and the log-sum-exp of scores in float32.
+
+        Args:
+          query: Queries.
+          key: Keys.
+          value: Values.
+          scores: Static parameters of the scores.
+          places: Places of queries and keys.
+          window: Tokens that a query sees, its own included; None for all before it.
+        """
+        seq, blocks = query.shape[1], self._blocks(query, value).forward
+        call = _Call(scores, blocks, self.interpret)
+        given = call.prepare((query,), (key, value), places, window)
+        out, log_sum = call.forward(*given)
+        return out[:, :seq], log_sum[:, :, :seq]
+
+    def backward(
+        self,
+        query: Float[Array, "batch seq heads head_dim"],
+        key: Float[Array, "batch keys kv_heads head_dim"],
+        value: Float[Array, "batch keys kv_heads v_head_dim"],
+        out: Float[Array, "batch seq heads v_head_dim"],
+        log_sum: Float[Array, "batch heads seq"],
+        grad: Float[Array, "batch seq heads v_head_dim"],
+        scores: Scores,
+        places: Places,
+        window: Any = None,
+    ) -> tuple[Array, Array, Array]:
+        """Returns the gradients of queries, keys and values.
+
+        Args:
+          query: Queries, as given to `forward`, like all other arguments not below.
+          key: Keys.
+          value: Values.
+          out: Attention output over all keys, of this call or others.
+          log_sum: Log-sum-exp of the scores with all keys.
+          grad: Cotangent of `out`.
+          scores: Static parameters of the scores.
+          places: Places of queries and keys.
+          window: Tokens that a query sees.
+        """
+        seq, num_keys = query.shape[1], key.shape[1]
+        call = _Call(scores, self._blocks(query, value).backward, self.interpret)
+        delta = jnp.einsum("bqhd,bqhd->bhq", *(_wide(x) for x in (out, grad)))
+        given = call.prepare((query, grad), (key, value), places, window)
+        pad = ((0, 0), (0, 0), (0, -seq % call.blocks[0]))
+        stats = (jnp.pad(log_sum, pad), jnp.pad(delta, pad))
+        d_query = call.query_grad(stats, *given)
+        d_key, d_value = call.key_grads(stats, *given)
+        return d_query[:, :seq], d_key[:, :num_keys], d_value[:, :num_keys]
+
+    def _blocks(self, query: Array, value: Array) -> Blocks:
+        if self.blocks is not None:
+            return self.blocks
+        width = max(query.shape[-1], value.shape[-1])
+        # Accumulators in float32 and two stages of operands fit into 227 KiB.
+        if width <= 128:
+            return Blocks((128, 64), (64, 64))
+        return Blocks((64, 32), (32, 32))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """Three kernels with the same operands.
+
+    Attributes:
+      scores: Static parameters of the scores.
+      blocks: Queries and keys per block.
+      interpret: Whether to interpret them.
+    """
+
+    scores: Scores
+    blocks: tuple[int, int]
+    interpret: bool
+
+    def prepare(self, of_queries, of_keys, places: Places, window):
+        """Pads all to whole blocks, and finds the blocks that meet."""
+        own, other = self.blocks
+        of_queries = tuple(_pad(x, own) for x in of_queries)
+        of_keys = tuple(_pad(x, other) for x in of_keys)
+        queries = pad_tokens(places.queries, own, -1)
+        keys = pad_tokens(places.keys, other, UNSEEN)
+        window = None if window is None else jnp.asarray(window, jnp.int32)
+        ranges = block_ranges(queries, keys, window, own, other)
+        if window is not None:
+            window = window.reshape(1)
+        return of_queries, of_keys, queries, keys, window, ranges
+
+    def forward(self, of_queries, of_keys, queries, keys, window, ranges):
+        (query,), (_, value) = of_queries, of_keys
+        batch, seq, heads, _ = query.shape
+        widths = (query.shape[-1], value.shape[-1])
+        shapes = (
+            jax.ShapeDtypeStruct((batch, seq, heads, value.shape[-1]), query.dtype),
+            jax.ShapeDtypeStruct((batch, heads, seq), jnp.float32),
+        )
+        own = self.blocks[0]
+        specs = (
+            _one_head(own, value),
+            pl.BlockSpec((None, None, own), lambda i, b, h: (b, h, i)),
+        )
+        given = (query, *of_keys, queries, keys, window, ranges[0])
+        return self._call(
+            functools.partial(forward_body, self.scores, widths, self.blocks[1]),
+            (seq // own, batch, heads),
+            given,
+            (_one_head(own, query), *self._by_queries(given, heads)),
+            shapes,
+            specs,
+            "flash_attention_forward",
+        )
+
+    def query_grad(self, stats, of_queries, of_keys, queries, keys, window, ranges):
+        query, grad = of_queries
+        batch, seq, heads, _ = query.shape
+        widths = (query.shape[-1], grad.shape[-1])
+        own = self.blocks[0]
+        given = (query, *of_keys, queries, keys, window, ranges[0])
+        one_row = pl.BlockSpec((None, None, own), lambda i, b, h: (b, h, i))
+        return self._call(
+            functools.partial(query_grad_body, self.scores, widths, self.blocks[1]),
+            (seq // own, batch, heads),
+            (grad, *stats, *given),
+            (
+                *(_one_head(own, grad), one_row, one_row),
+                *(_one_head(own, query), *self._by_queries(given, heads)),
+            ),
+            jax.ShapeDtypeStruct(query.shape, query.dtype),
+            _one_head(own, query),
+            "flash_attention_query_grad",
+        )
+
+    def key_grads(self, stats, of_queries, of_keys, queries, keys, window, ranges):
+        (query, grad), (key, value) = of_queries, of_keys
+        batch, num_keys, kv_heads, _ = key.shape
+        seq, group, other = query.shape[1], query.shape[2] // kv_heads, self.blocks[1]
+        widths = (key.shape[-1], value.shape[-1])
+        of_group = [
+            pl.BlockSpec((None, seq, group, _width(x)), lambda j, b, h: (b, 0, h, 0))
+            for x in (query, grad)
+        ]
+        rows = pl.BlockSpec((None, group, seq), lambda j, b, h: (b, h, 0))
+        blocks = [_one_head(other, x) for x in (key, value)]
+        return self._call(
+            functools.partial(
+                key_grads_body, self.scores, widths, self.blocks[0], group
+            ),
+            (num_keys // other, batch, kv_heads),
+            (*of_queries, *stats, key, value, queries, keys, window, ranges[1]),
+            (
+                *(*of_group, rows, rows, *blocks),
+                jax.tree.map(lambda x: _row(x.shape[1]), queries),
+                jax.tree.map(lambda x: _one_block(other), keys),
+                *(_scalar(window), _of_ranges(ranges[1])),
+            ),
+            [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (key, value)],
+            blocks,
+            "flash_attention_key_grads",
+        )
+
+    def _by_queries(self, given, heads: int):
+        """Returns the specs of keys, values and places for a block of queries."""
+        _, key, value, queries, keys, window, ranges = given
+        group = heads // key.shape[2]
+        all_keys = [
+            pl.BlockSpec(
+                (None, x.shape[1], None, _width(x)),
+                lambda i, b, h: (b, 0, lax.div(h, group), 0),
+            )
+            for x in (key, value)
+        ]
+        of_queries = jax.tree.map(lambda x: _one_block(self.blocks[0]), queries)
+        of_keys = jax.tree.map(lambda x: _row(x.shape[1]), keys)
+        return *all_keys, of_queries, of_keys, _scalar(window), _of_ranges(ranges)
+
+    def _call(self, kernel, grid, given, in_specs, shapes, out_specs, name: str):
+        return pl.pallas_call(
+            kernel,
+            grid=grid,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            out_shape=shapes,
+            interpret=self.interpret,
+            compiler_params=plgpu.CompilerParams(**_PARAMS),
+            name=name,
+        )(*given)
+
+
+def _width(x: Array) -> int:
+    """Returns the head dim of a block: Triton's are powers of two, of at least 16."""
+    return max(16, pl.next_power_of_2(x.shape[-1]))
+
+
+def _one_head(block: int, x: Array) -> pl.BlockSpec:
+    """Returns the spec of a block of tokens of one head."""
+    return pl.BlockSpec((None, block, None, _width(x)), lambda i, b, h: (b, i, h, 0))
+
+
+def _one_block(block: int) -> pl.BlockSpec:
+    """Returns the spec of a block of a `[batch, seq]` array."""
+    return pl.BlockSpec((None, block), lambda i, b, h: (b, i))
+
+
+def _row(length: int) -> pl.BlockSpec:
+    """Returns the spec of a whole row of a `[batch, length]` array."""
+    return pl.BlockSpec((None, length), lambda i, b, h: (b, 0))
+
+
+def _of_ranges(ranges: Ranges) -> Ranges:
+    return jax.tree.map(lambda x: _row(x.shape[1]), ranges)
+
+
+def _scalar(window: Array | None) -> pl.BlockSpec | None:
+    return None if window is None else pl.BlockSpec((1,), lambda i, b, h: (0,))
+
+
+def _pad(x: Float[Array, "batch seq heads dim"], block: int) -> Array:
+    """Pads a sequence with zeros to whole blocks."""
+    missing = -x.shape[1] % block
+    return jnp.pad(x, ((0, 0), (0, missing), (0, 0), (0, 0))) if missing else x
+
+
+def _wide(x: Array) -> Array:
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))

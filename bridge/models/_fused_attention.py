@@ -1,0 +1,116 @@
+"""Attention by a fused kernel: one softmax, and sinks, around its two passes."""
+
+import functools
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int
+
+from bridge.models._kernel_places import Places, Scores, Tokens
+
+SAVED = "context_attention"
+"""`checkpoint_name` of the forward results that the backward pass needs."""
+
+Sinks = Float[Array, " heads"] | None
+
+
+class Kernel(Protocol):
+    """Forward and backward pass of a kernel, hashable."""
+
+    def forward(
+        self, query: Array, key: Array, value: Array, scores: Scores, places: Any, /
+    ) -> tuple[Array, Array]:
+        """Returns the attention output and the log-sum-exp of the scores."""
+        ...
+
+    def backward(self, *given: Any) -> tuple[Array, Array, Array]:
+        """Returns the gradients of queries, keys and values."""
+        ...
+
+
+class _Places(NamedTuple):
+    """Traced arguments that have no gradient."""
+
+    tokens: Tokens
+    window: Int[Array, ""] | None
+
+
+def fused_attention(
+    kernel: Any,
+    query: Float[Array, "batch seq heads head_dim"],
+    key: Float[Array, "batch seq kv_heads head_dim"],
+    value: Float[Array, "batch seq kv_heads v_head_dim"],
+    *,
+    scale: float,
+    segment_ids: Int[Array, "batch seq"] | None = None,
+    window: Any = None,
+    softcap: float | None = None,
+    sinks: Sinks = None,
+) -> Float[Array, "batch seq heads v_head_dim"]:
+    """Computes causal attention over whole rows by a fused kernel.
+
+    Sinks change the log-sum-exp, and through it the output: kernels need not know them.
+    Given the changed log-sum-exp, their backward pass is that of the softmax with
+    sinks. The residuals are named `context_attention` for a `remat_policy`.
+
+    Args:
+      kernel: Kernel with `forward` and `backward`, such as `FlashKernel`.
+      query: Queries.
+      key: Keys.
+      value: Values.
+      scale: Factor of the scores.
+      segment_ids: Segment of each token; None for one per row.
+      window: Tokens that a query sees, its own included; None for all before it.
+      softcap: Bound of the scores; None for none.
+      sinks: Scores per head without a value; None for none.
+    """
+    batch, seq, _, _ = query.shape
+    row = jnp.arange(seq, dtype=jnp.int32)
+    places = Tokens(jnp.broadcast_to(row, (batch, seq)), segment_ids)
+    static = window if isinstance(window, int) else None
+    traced = None if isinstance(window, int) else window
+    how = (kernel, Scores(scale, softcap), static)
+    return _attend(how, query, key, value, sinks, _Places(places, traced))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(how: Any, query: Array, key: Array, value: Array, sinks: Sinks, at: Any):
+    return _forward(how, query, key, value, sinks, at)[0]
+
+
+def _forward(how: Any, query: Array, key: Array, value: Array, sinks: Sinks, at: Any):
+    kernel, scores, window = how
+    places = Places(at.tokens, at.tokens, causal=True)
+    window = at.window if window is None else window
+    out, log_sum = kernel.forward(query, key, value, scores, places, window)
+    if sinks is not None:
+        with_sinks = jnp.logaddexp(log_sum, sinks.astype(jnp.float32)[None, :, None])
+        part = jnp.exp(log_sum - with_sinks).swapaxes(1, 2)[..., None]
+        out, log_sum = (out * part).astype(out.dtype), with_sinks
+    out, log_sum = (checkpoint_name(x, SAVED) for x in (out, log_sum))
+    return out, (query, key, value, sinks, at, out, log_sum)
+
+
+def _backward(how: Any, saved: Any, grad: Array):
+    kernel, scores, window = how
+    query, key, value, sinks, at, out, log_sum = saved
+    places = Places(at.tokens, at.tokens, causal=True)
+    window = at.window if window is None else window
+    grads = kernel.backward(
+        query, key, value, out, log_sum, grad, scores, places, window
+    )
+    return *grads, _sinks_grad(sinks, out, log_sum, grad), None
+
+
+def _sinks_grad(sinks: Sinks, out: Array, log_sum: Array, grad: Array) -> Sinks:
+    if sinks is None:
+        return None
+    wide = (x.astype(jnp.float32) for x in (out, grad))
+    delta = jnp.einsum("bqhd,bqhd->bhq", *wide)
+    weights = jnp.exp(sinks.astype(jnp.float32)[None, :, None] - log_sum)
+    return -(weights * delta).sum((0, 2)).astype(sinks.dtype)
+
+
+_attend.defvjp(_forward, _backward)
