@@ -7,10 +7,10 @@ A decoder of 1.2B parameters (Llama 3.2's sizes), bfloat16, sequence 4,096, cuDN
 attention, full recompute, AdamW: the median step, tokens a second, model FLOPs
 utilization with attention counted as a square and as a triangle, and the peak of memory
 beside what the planner predicts; then the same with the optimizer state on the host,
-and with weights gathered in eight bits; and experts' products beside jax's own; and
-whether XLA's watchdog ends a process whose program waits for ever. Where torch sees the
-GPU, transformers' model of the same config trains under FSDP2 beside it. JSON goes to
-stdout.
+and with weights gathered in eight bits; and experts' products beside jax's own;
+attention kernels, how fast and how far from float32; and whether XLA's watchdog ends a
+process whose program waits for ever. Where torch sees the GPU, transformers' model of
+the same config trains under FSDP2 beside it. JSON goes to stdout.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import subprocess
 import sys
 import time
 
+import gpu_attention
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -349,6 +350,9 @@ def main():
             for name, options in VARIANTS.items()
         },
         "experts": measure_experts(run),
+        "attention": gpu_attention.measure_attention(
+            gpu_attention.REHEARSAL if args.rehearse else gpu_attention.FULL
+        ),
         "watchdog": measure_watchdog(run),
         "fsdp2": fsdp2,
     }

@@ -188,8 +188,9 @@ def _not_flash(shape: AttentionShape, device: Accelerator) -> Iterator[str]:
     yield from _not_on_gpu(shape, device)
     if device.capability is not None and device.capability < (8, 0):
         yield "the flash kernel needs compute capability 8.0"
-    if max(shape.head_dim, shape.v_head_dim) > 256:
-        yield f"head dims of {_widths(shape)}: the flash kernel has at most 256"
+    widths = (shape.head_dim, shape.v_head_dim)
+    if min(widths) < 16 or max(widths) > 256:
+        yield f"head dims of {_widths(shape)}: the flash kernel has 16 to 256"
 
 
 def _not_on_gpu(shape: AttentionShape, device: Accelerator) -> Iterator[str]:

@@ -1,33 +1,21 @@
 """Attention by a fused kernel: one softmax, and sinks, around its two passes."""
 
 import functools
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
+from bridge.models._cudnn import CudnnKernel
+from bridge.models._flash_kernel import FlashKernel
 from bridge.models._kernel_places import Places, Scores, Tokens
 
 SAVED = "context_attention"
 """`checkpoint_name` of the forward results that the backward pass needs."""
 
 Sinks = Float[Array, " heads"] | None
-
-
-class Kernel(Protocol):
-    """Forward and backward pass of a kernel, hashable."""
-
-    def forward(
-        self, query: Array, key: Array, value: Array, scores: Scores, places: Any, /
-    ) -> tuple[Array, Array]:
-        """Returns the attention output and the log-sum-exp of the scores."""
-        ...
-
-    def backward(self, *given: Any) -> tuple[Array, Array, Array]:
-        """Returns the gradients of queries, keys and values."""
-        ...
 
 
 class _Places(NamedTuple):
@@ -38,7 +26,7 @@ class _Places(NamedTuple):
 
 
 def fused_attention(
-    kernel: Any,
+    kernel: CudnnKernel | FlashKernel,
     query: Float[Array, "batch seq heads head_dim"],
     key: Float[Array, "batch seq kv_heads head_dim"],
     value: Float[Array, "batch seq kv_heads v_head_dim"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -13,7 +14,9 @@ from jaxtyping import Int32
 import fsdp_jax as fsdp
 from bridge.models import (
     DecoderConfig,
+    WantedKernel,
     dot_product_attention,
+    kernel_of_call,
     plain_recurrence,
     positions_in_order,
 )
@@ -29,21 +32,40 @@ DOCUMENT_SEQUENCES: dict[str, int] = {
 }
 """The same for a batch of documents."""
 
-_FORMS: dict[CPForm, Callable[..., Any]] = {
-    "ring": fsdp.ops.ring_attention,
-    "all_gather": fsdp.ops.all_gather_attention,
-    "ulysses": fsdp.ops.ulysses_attention(dot_product_attention),
-}
 
+def decoder_options(
+    cp: int, form: CPForm, kernel: WantedKernel = "auto"
+) -> dict[str, Any]:
+    """Returns the `attention`, `positions` and `recurrence` of a decoder.
 
-def decoder_options(cp: int, form: CPForm) -> dict[str, Any]:
-    """Returns the `attention`, `positions` and `recurrence` of a decoder."""
-    attention = dot_product_attention if cp == 1 else _FORMS[form]
+    Args:
+      cp: Devices that split rows.
+      form: Context-parallel attention algorithm.
+      kernel: Attention kernel; auto for the first that the devices can run.
+    """
     return {
-        "attention": fsdp.ops.split_heads(attention),
+        "attention": fsdp.ops.split_heads(_attention(cp, form, kernel)),
         "positions": positions_in_order if cp == 1 else fsdp.ops.zigzag_positions,
         "recurrence": (plain_recurrence if cp == 1 else fsdp.ops.all_gather_recurrence),
     }
+
+
+def _attention(cp: int, form: CPForm, kernel: WantedKernel) -> Callable[..., Any]:
+    on_rows = functools.partial(dot_product_attention, kernel=kernel)
+    if cp == 1:
+        return on_rows
+    if form == "ulysses":
+        return fsdp.ops.ulysses_attention(on_rows)
+    if form == "all_gather":
+        return fsdp.ops.all_gather_attention
+    return functools.partial(_ring, kernel)
+
+
+def _ring(wanted: WantedKernel, query: Any, key: Any, value: Any, **how: Any) -> Any:
+    """Computes ring attention by the kernel for these heads."""
+    features = {name: how[name] for name in ("segment_ids", "window", "softcap")}
+    kernel = kernel_of_call(query, value, **features, context="ring", kernel=wanted)
+    return fsdp.ops.ring_attention(query, key, value, **how, kernel=kernel)
 
 
 def check_context(

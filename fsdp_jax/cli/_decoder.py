@@ -19,11 +19,13 @@ from bridge.models import (
     DecoderConfig,
     DecoderLayer,
     RouterStats,
+    WantedKernel,
     constant_paths,
     correction_bias_paths,
     expert_parallel_rules,
     tensor_parallel_rules,
 )
+from fsdp_jax.cli._attention_table import attention_choices, settings_of
 from fsdp_jax.cli._context_parallel import (
     SEQUENCES,
     CPForm,
@@ -45,6 +47,7 @@ def plan_decoder(
     prefetch: int = 1,
     unroll: int = 1,
     cp_form: CPForm = "ring",
+    attention: WantedKernel = "auto",
     sequences: Mapping[str, int] = SEQUENCES,
 ) -> fsdp.Plan:
     """Plans the decoder of a config, with a layer as a unit.
@@ -60,6 +63,7 @@ def plan_decoder(
       prefetch: Layers gathered ahead, as for `fsdp_jax.scan`.
       unroll: Layers in one iteration of the loop, as for `fsdp_jax.scan`.
       cp_form: Context-parallel attention algorithm.
+      attention: Attention kernel; auto for the first that the devices can run.
       sequences: Dim of each leaf of a batch that is split over `cp`.
     """
     cp = mesh.shape["cp"]
@@ -72,11 +76,13 @@ def plan_decoder(
     policy = dataclasses.replace(
         fsdp_config.mp_policy, param_name_patterns_in_fp32=biases
     )
+    # Refuses a kernel that the devices cannot run, before anything is traced.
+    attention_choices(config, settings_of(mesh, fsdp_config, cp_form, attention))
     return fsdp.fully_shard(
         functools.partial(
             *(_make_decoder, config, routing),
             functools.partial(fsdp.scan, prefetch=prefetch, unroll=unroll),
-            decoder_options(cp, cp_form),
+            decoder_options(cp, cp_form, attention),
         ),
         mesh,
         units=[DecoderLayer],

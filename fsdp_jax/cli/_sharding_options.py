@@ -10,6 +10,7 @@ import jax
 from jax.sharding import Mesh
 
 import fsdp_jax as fsdp
+from bridge.models import WantedKernel
 from fsdp_jax.cli._context_parallel import CPForm
 from fsdp_jax.cli._options import Unset
 from fsdp_jax.sharding._pipeline_config import ScheduleName
@@ -48,6 +49,8 @@ class Strategy:
       unroll: Layers in one iteration of the compiled loop.
       cp_form: Context-parallel attention algorithm: ring, all_gather or ulysses.
         Default ring.
+      attention: Attention kernel: cudnn, flash (Pallas), xla, or the first of them that
+        the GPU can run (auto).
       schedule: Pipeline schedule: 1f1b or gpipe, which saves more activations. Default
         1f1b.
       virtual_stages: Parts of the layers per pipeline stage. Default 1.
@@ -60,6 +63,7 @@ class Strategy:
     prefetch: int = 1
     unroll: int = 1
     cp_form: Unset[CPForm] = None
+    attention: WantedKernel = "auto"
     schedule: Unset[ScheduleName] = None
     virtual_stages: Unset[int] = None
 

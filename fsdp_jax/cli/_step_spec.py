@@ -125,6 +125,7 @@ class StepSpec:
             prefetch=self.strategy.prefetch,
             unroll=self.strategy.unroll,
             cp_form=self.strategy.cp_algorithm,
+            attention=self.strategy.attention,
         )
         rows = self.rows
         if rows is None:

@@ -96,6 +96,8 @@ def check_effect(options: Any) -> None:
     wrong = [name for name in unread if getattr(options, name) != default[name]]
     if is_own and options.strategy.cp_form is not None:
         wrong.append("cp_form")
+    if is_own and options.strategy.attention != "auto":
+        wrong.append("attention")
     if wrong:
         shown = ", ".join(f"--{name.replace('_', '-')}" for name in wrong)
         raise ValueError(

@@ -34,6 +34,7 @@ def test_a_plan_is_printed_and_written(llama, capsys, tmp_path):
     out = capsys.readouterr().out
     assert out.startswith("16 x NVIDIA H200 (dp_outer=2, dp_shard=8)\nstep: ")
     assert "reduce-scatter" in out and "predicted together" in out
+    assert "2 x full attention xla    head dims of 4" in out
     found = json.loads(files[0].read_text())
     assert found["mesh"] == {"dp_outer": 2, "dp_shard": 8}
     assert found["tokens"] == 16 * 64

@@ -11,7 +11,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from bridge.models import Accelerator, KernelChoice
 from fsdp_jax._report import format_bytes, text_table
+from fsdp_jax.cli._attention_table import choice_table, example_choices
 from fsdp_jax.cli._environment import (
     Finding,
     check_settings,
@@ -95,6 +97,10 @@ class Report:
                 "refused": [dataclasses.asdict(bad) for bad in self.diagnosis.bad],
             },
             "backend": self.backend.result,
+            "attention": {
+                name: dataclasses.asdict(one)
+                for name, one in _attention(self.backend).items()
+            },
             "planning_for_gpus": self.planning.alive,
             "settings": {
                 **self.settings,
@@ -123,6 +129,8 @@ class Report:
                 (one.text, one.reason, one.nearest or "") for one in self.diagnosis.bad
             ]
             parts.append(text_table(columns, bad))
+        if choices := _attention(self.backend):
+            parts.append(choice_table(choices))
         if advice := self.found(is_wrong=False):
             parts.append(_listed("Advice:", advice))
         return "\n\n".join(parts)
@@ -167,6 +175,11 @@ result = {
         for device in jax.devices()
     ],
 }
+if result["platform"] == "gpu":
+    import dataclasses
+    from bridge.models import Accelerator
+
+    result["accelerator"] = dataclasses.asdict(Accelerator.of(jax.devices()[0]))
 """
 
 _PLAN = """
@@ -279,6 +292,15 @@ def _backend_rows(backend: Outcome) -> Iterator[tuple[str, str]]:
     counted = [f"{kinds.count(kind)} x {kind}" for kind in dict.fromkeys(kinds)]
     yield "devices", "; ".join(counted)
     yield "processes", str(backend.result["processes"])
+
+
+def _attention(backend: Outcome) -> dict[str, KernelChoice]:
+    """Returns the attention kernels of a GPU; nothing for CPUs, where XLA has all."""
+    told = backend.result.get("accelerator") if backend.alive else None
+    if told is None:
+        return {}
+    capability = told["capability"] and tuple(told["capability"])
+    return example_choices(Accelerator(told["kind"], capability, told["cudnn"]))
 
 
 def _kind(device: Mapping[str, Any]) -> str:

@@ -12,6 +12,7 @@ import jax
 import tyro
 
 from bridge.models import DecoderConfig
+from fsdp_jax.cli._attention_table import plan_table
 from fsdp_jax.cli._errors import check_absent
 from fsdp_jax.cli._model_source import open_hf, read_config
 from fsdp_jax.cli._optimizer import OptimizerBits
@@ -181,6 +182,9 @@ class Plan:
         else:
             estimate = step.estimate(gpu, sizes)
             self._show(estimate, _writers(estimate))
+            if isinstance(config, DecoderConfig):
+                form, wanted = self.strategy.cp_algorithm, self.strategy.attention
+                print(f"\n{plan_table(config, estimate.plan, form, wanted)}")
 
     def _files(self) -> dict[str, Path]:
         """The files to write, by option."""

@@ -219,6 +219,7 @@ def _make_plan(
         prefetch=train.strategy.prefetch,
         unroll=train.strategy.unroll,
         cp_form=train.strategy.cp_algorithm,
+        attention=train.strategy.attention,
         sequences=DOCUMENT_SEQUENCES if documents else SEQUENCES,
     )
     if config.data.objective == "dpo":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -27,13 +28,16 @@ class AttentionKernel(Protocol):
     `scores` has the fields of `Scores`, `places` those of `Places`.
     """
 
-    def forward(
-        self, query: Array, key: Array, value: Array, scores: Any, places: Any, window
-    ) -> tuple[Array, Array]:
-        """Returns the output, and the log-sum-exp `[batch, heads, seq]` in float32."""
+    @property
+    def forward(self) -> Callable[..., tuple[Array, Array]]:
+        """Returns the output, and the log-sum-exp `[batch, heads, seq]` in float32.
+
+        The arguments are query, key, value, scores, places and window.
+        """
         ...
 
-    def backward(self, *given: Any) -> tuple[Array, Array, Array]:
+    @property
+    def backward(self) -> Callable[..., tuple[Array, Array, Array]]:
         """Returns the gradients of queries, keys and values.
 
         The arguments are query, key, value, the output and log-sum-exp over all keys,

@@ -1,0 +1,60 @@
+"""Commands say which attention kernel a layer gets, and refuse one that cannot run."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from helpers.errors import facts
+
+import fsdp_jax as fsdp
+from bridge.models import Accelerator, DecoderConfig
+from fsdp_jax.cli._attention_table import (
+    AttentionSettings,
+    attention_choices,
+    choice_table,
+)
+from fsdp_jax.cli._decoder import plan_decoder
+from fsdp_jax.cli._subprocess import Outcome
+from fsdp_jax.cli.commands._doctor import _attention
+
+H100 = Accelerator("NVIDIA H100 80GB HBM3", (9, 0))
+CONFIG = DecoderConfig(
+    vocab_size=64,
+    hidden_size=64,
+    intermediate_size=64,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+)
+SLIDING = dataclasses.replace(
+    CONFIG,
+    sliding_window=8,
+    layer_types=("sliding_attention", "full_attention") * 2,
+)
+
+
+def test_each_kind_of_layer_has_its_kernel_and_why():
+    settings = AttentionSettings(H100, "bfloat16")
+    (plain,) = attention_choices(CONFIG, settings).values()
+    assert plain.kernel == "cudnn"
+    mixed = attention_choices(SLIDING, settings)
+    assert list(mixed) == ["2 x window of 8", "2 x full attention"]
+    assert {one.kernel for one in mixed.values()} == {"flash"}
+    packed = dataclasses.replace(settings, packed=True)
+    table = choice_table(attention_choices(CONFIG, packed))
+    assert "flash" in table and "[seq, seq]" in table
+
+
+def test_a_kernel_that_the_devices_cannot_run_is_refused_by_the_plan():
+    with pytest.raises(ValueError, match=facts("cudnn", "cpu")):
+        plan_decoder(CONFIG, fsdp.make_mesh(), attention="cudnn")
+
+
+def test_doctor_has_a_table_for_a_gpu_and_none_for_cpus():
+    told = {"kind": H100.kind, "capability": [9, 0], "cudnn": 91000}
+    choices = _attention(Outcome({"accelerator": told}))
+    kernels = {name: one.kernel for name, one in choices.items()}
+    assert kernels["heads of 256"] == "cudnn"
+    assert kernels["softcap"] == kernels["packed documents"] == "flash"
+    assert _attention(Outcome({"platform": "cpu"})) == {}
