@@ -92,6 +92,7 @@ def main():
                     "memory_gb": round(found.compiled_bytes / 1e9, 3),
                     "memory_predicted_gb": round(found.memory.total / 1e9, 3),
                     "step_ms": round(1e3 * found.timeline.seconds, 1),
+                    "floor_ms": round(1e3 * found.floor_seconds, 1),
                 }
             )
     found = {

@@ -263,7 +263,7 @@ def measure(form, plan, rows, num_microbatches, dump):
     lowered = lower(form, plan, rows * gpus * num_microbatches, num_microbatches)
     scheduled = compile_scheduled(lowered, COST, gpus, fsdp.training.compiler_options())
     seconds = time.perf_counter() - started
-    compiled, timeline = scheduled.compiled, scheduled.timeline
+    compiled = scheduled.compiled
     variant = "_hsdp" if plan.mesh.shape["dp_outer"] > 1 else ""
     variant += f"_{num_microbatches}_microbatches" if num_microbatches > 1 else ""
     if dump:
@@ -273,7 +273,7 @@ def measure(form, plan, rows, num_microbatches, dump):
         "gpus": gpus,
         "sequences_a_gpu": rows,
         "microbatches": num_microbatches,
-        **times(timeline),
+        **times(scheduled, COST, gpus),
         "temporaries_gb": temporaries(compiled),
         "guided": scheduled.guided,
         "compile_s": round(seconds, 1),

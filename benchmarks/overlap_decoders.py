@@ -166,7 +166,7 @@ def measure_decoder(name, tx, dump):
         "tokens_a_sequence": case.seq,
         "microbatches": case.microbatches,
         **bubble(plan, case.microbatches),
-        **times(scheduled.timeline),
+        **times(scheduled, cost, case.gpus),
         "over": by_axes(scheduled.timeline, plan.mesh),
         "temporaries_gb": temporaries(scheduled.compiled),
         "memory_gb": round(compiled_bytes(scheduled.compiled) / 1e9, 3),

@@ -21,7 +21,7 @@ from fsdp_jax.planner._kernel import attention_names
 from fsdp_jax.planner._memory import Memory
 from fsdp_jax.planner._plot import draw_estimate
 from fsdp_jax.planner._schedule import CompiledSchedule, kernels_of
-from fsdp_jax.planner._timeline import Timeline
+from fsdp_jax.planner._timeline import Timeline, floor_seconds
 from fsdp_jax.planner._trace_file import save_trace
 from fsdp_jax.planner._unit_times import unit_times
 from fsdp_jax.sharding._config import ZERO_DP_STRATEGIES
@@ -81,6 +81,11 @@ class StepEstimate:
     def seconds_range(self) -> tuple[float, float]:
         """Seconds of a step, lowest and highest, see `rests_on` in `to_dict()`."""
         return seconds_range(self.timeline.seconds)
+
+    @functools.cached_property
+    def floor_seconds(self) -> float:
+        """Seconds of the step if every collective were free, see `floor_seconds`."""
+        return floor_seconds(self.schedule, self.gpu.cost, self.plan.mesh.size)
 
     @property
     def attention(self) -> tuple[str, ...]:
@@ -148,6 +153,7 @@ class StepEstimate:
             "compute_seconds": self.timeline.compute_seconds,
             "communication_seconds": self.timeline.communication_seconds,
             "exposed_seconds": self.timeline.exposed_seconds,
+            "floor_seconds": self.floor_seconds,
             "tokens": self.tokens,
             "tokens_per_second_per_gpu": None
             if speed is None
@@ -212,6 +218,10 @@ def _headline(estimate: StepEstimate) -> list[str]:
         f"{line.exposed_seconds * 1e3:,.1f} ms of it exposed communication "
         f"({estimate.exposed:.1%}) of {line.communication_seconds * 1e3:,.1f} ms"
     )
+    floor = (
+        f"floor: {estimate.floor_seconds * 1e3:,.1f} ms with every collective free; "
+        f"the step is {line.seconds / estimate.floor_seconds:.2f} of it"
+    )
     basis = f"range: {rests_on(estimate.gpu, mesh)}"
     kernels = ", ".join(estimate.attention) or "none that is fused"
     speed = f"MFU {estimate.mfu:.1%}"
@@ -222,6 +232,7 @@ def _headline(estimate: StepEstimate) -> list[str]:
     return [
         _machine(estimate),
         times,
+        floor,
         basis,
         speed,
         f"attention kernels: {kernels}",

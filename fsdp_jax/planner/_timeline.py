@@ -106,15 +106,36 @@ def replay(schedule: CompiledSchedule, cost: CostModel, num_devices: int) -> Tim
     return Timeline(player.now, tuple(player.compute), tuple(player.sent))
 
 
+def floor_seconds(
+    schedule: CompiledSchedule, cost: CostModel, num_devices: int
+) -> float:
+    """Returns the floor of a step: its replay with every collective free.
+
+    Nothing is waited for, and no kernel is slowed down by a collective beside it. What
+    a step takes above its floor is what communication costs.
+
+    Args:
+      schedule: Schedule of a module that was compiled for `num_devices`.
+      cost: Speeds of kernels and links.
+      num_devices: Number of devices of the mesh.
+    """
+    player = _Player(cost, num_devices, free=True)
+    player.play(schedule)
+    player.finish()
+    return player.now
+
+
 class _Player:
     """Clocks of the compute stream and the links, and the collectives in flight."""
 
-    def __init__(self, cost: CostModel, num_devices: int):
+    def __init__(self, cost: CostModel, num_devices: int, *, free: bool = False):
         self.cost = cost
         self.num_devices = num_devices
+        # Whether collectives take no time.
+        self.is_free = free
         self.now = 0.0
-        # Second at which each kind of link is free.
-        self.free = {"nvlink": 0.0, "network": 0.0}
+        # Second at which each kind of link is idle.
+        self.idle_at = {"nvlink": 0.0, "network": 0.0}
         self.depth = 0
         self.iteration = 0
         self.compute: list[Span] = []
@@ -159,7 +180,7 @@ class _Player:
         start = self.now
         # Collectives take multiprocessors and memory bandwidth from kernels.
         pace = 1 - self.cost.overlap_slowdown
-        beside = min(seconds / pace, max(max(self.free.values()) - start, 0.0))
+        beside = min(seconds / pace, max(max(self.idle_at.values()) - start, 0.0))
         self.now = start + beside + (seconds - beside * pace)
         last = self.compute[-1] if self.compute else None
         scope = run.label, run.unit
@@ -171,9 +192,9 @@ class _Player:
     def _send(self, collective: Collective, *, is_async: bool) -> None:
         seconds, links = self._collective_seconds(collective)
         # A link carries one collective at a time, in the order of their starts.
-        start = max(self.now, *(self.free[link] for link in links))
+        start = max(self.now, *(self.idle_at[link] for link in links))
         end = start + seconds
-        self.free |= dict.fromkeys(links, end)
+        self.idle_at |= dict.fromkeys(links, end)
         self.sent.append(Sent(collective, start, end, 0.0, self.depth))
         self.under_way[collective.name] = len(self.sent) - 1
         if not is_async:
@@ -182,7 +203,9 @@ class _Player:
     def _collective_seconds(self, found: Collective) -> tuple[float, tuple[str, ...]]:
         if found.name not in self.collectives:
             layout = layout_of(found, self.num_devices, self.cost)
-            seconds = communication_seconds(found, self.num_devices, self.cost)
+            seconds = 0.0
+            if not self.is_free:
+                seconds = communication_seconds(found, self.num_devices, self.cost)
             self.collectives[found.name] = seconds, links_used(layout)
         return self.collectives[found.name]
 
@@ -216,7 +239,7 @@ class _Player:
     def _alone(self, schedule: CompiledSchedule) -> float:
         """Returns the seconds of a branch by itself."""
         if id(schedule) not in self.alone:
-            player = _Player(self.cost, self.num_devices)
+            player = _Player(self.cost, self.num_devices, free=self.is_free)
             player.play(schedule)
             player.finish()
             self.alone[id(schedule)] = player.now

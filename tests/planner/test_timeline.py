@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from helpers.errors import facts
 
@@ -70,6 +72,15 @@ def test_a_collective_without_a_start_is_waited_for_at_once():
     plain = "%g = f32[8]{0} all-gather(%p), replica_groups={{0,1,2,3}}"
     line = replay(schedule(P, plain, "ROOT %r = f32[2] copy(%p)"), UNIT, 4)
     assert (line.exposed_seconds, line.seconds) == near(29, 29 + 16)
+
+
+def test_the_floor_is_the_step_with_free_collectives():
+    module = schedule(P, START, WORK, DONE, "ROOT %r = f32[2] copy(%p)")
+    slowed = dataclasses.replace(UNIT, overlap_slowdown=0.2)
+    # Two kernels of 16 s each, and neither is slowed down.
+    floor = _timeline.floor_seconds(schedule_of(module), slowed, 4)
+    assert floor == pytest.approx(32, **MICROSECONDS)
+    assert replay(module, slowed, 4).seconds > floor
 
 
 def test_one_collective_runs_at_a_time():
