@@ -12,6 +12,7 @@ from bridge.models._attention import Attention, dot_product_attention
 from bridge.models._config import DecoderConfig
 from bridge.models._constrain import Constrain, unconstrained
 from bridge.models._decoder_layer import DecoderLayer, Stream, make_norm
+from bridge.models._float8 import Product, plain_product
 from bridge.models._layer_inputs import position_tables
 from bridge.models._layer_kinds import LayerStack
 from bridge.models._layer_loop import (
@@ -58,6 +59,8 @@ class Decoder(nnx.Module):
       dispatch: Function that runs experts, with the signature of `sorted_dispatch`.
       constrain: Sharding constraint of activations, with the signature of
         `unconstrained`.
+      product: Product of the projections of attention and MLPs, such as
+        `float8_product`; embedding, head, routers and experts keep their dtype.
       positions: Function that returns positions if a call has none, with the signature
         of `positions_in_order`. For rows split over devices the right positions
         suffice, except with `longrope`: each part would choose its frequencies by
@@ -76,6 +79,7 @@ class Decoder(nnx.Module):
         attention: Attention = dot_product_attention,
         dispatch: Dispatch = sorted_dispatch,
         constrain: Constrain = unconstrained,
+        product: Product = plain_product,
         positions: Positions = positions_in_order,
         recurrence: Recurrence = plain_recurrence,
     ):
@@ -107,6 +111,7 @@ class Decoder(nnx.Module):
                     dispatch=dispatch,
                     constrain=constrain,
                     recurrence=recurrence,
+                    product=product,
                 )
 
             return make_layers(rngs)

@@ -1,5 +1,6 @@
 """Decoder layer."""
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -12,8 +13,10 @@ from bridge.models._causal_conv import Mask
 from bridge.models._config import DecoderConfig
 from bridge.models._constrain import Constrain, unconstrained
 from bridge.models._delta_net import DeltaNet
+from bridge.models._float8 import Product, plain_product
 from bridge.models._layer_kinds import DENSE_ATTENTION, LayerKind
 from bridge.models._layer_state import AttentionMambaState, KeyValues, LayerState
+from bridge.models._linear import Linear
 from bridge.models._mamba import Mamba
 from bridge.models._mlp import MLP
 from bridge.models._moe import Dispatch, MoE, Routed, sorted_dispatch
@@ -86,6 +89,7 @@ class DecoderLayer(nnx.Module):
         `unconstrained`.
       recurrence: Function that runs mixers with a state, with the signature of
         `plain_recurrence`.
+      product: Product of the projections of attention and MLPs.
     """
 
     def __init__(
@@ -99,6 +103,7 @@ class DecoderLayer(nnx.Module):
         dispatch: Dispatch = sorted_dispatch,
         constrain: Constrain = unconstrained,
         recurrence: Recurrence = plain_recurrence,
+        product: Product = plain_product,
     ):
         """Initializes the weights of one layer, without a layer dim."""
         placement = config.norm_placement
@@ -129,6 +134,8 @@ class DecoderLayer(nnx.Module):
         self.is_latent = config.mla is not None
         self.constrain = constrain
         self.recurrence = recurrence
+        for linear in _projections(self):
+            linear.product = product
 
     def __call__(
         self,
@@ -261,6 +268,16 @@ def make_norm(config: DecoderConfig, param_dtype: DTypeLike) -> Norm:
         narrow=config.residual_in_fp32,
         param_dtype=param_dtype,
     )
+
+
+def _projections(layer: nnx.Module) -> Iterator[Linear]:
+    """Yields the linear modules of attention and MLPs, shared experts' too.
+
+    Routers are none of them: their choices flip on small differences.
+    """
+    for _, module in nnx.iter_modules(layer):
+        if isinstance(module, SelfAttention | MLP):
+            yield from (one for one in vars(module).values() if isinstance(one, Linear))
 
 
 def _make_attention(

@@ -4,6 +4,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, DTypeLike, Float, Int
 
+from bridge.models._float8 import Product, plain_product
+
 
 class Linear(nnx.Module):
     """Linear projection with multi-dimensional input and output, such as heads.
@@ -35,10 +37,11 @@ class Linear(nnx.Module):
         self.kernel = nnx.Param(kernel(rngs.params(), in_shape + out_shape))
         self.bias = nnx.Param(jnp.zeros(out_shape, param_dtype)) if bias else None
         self.num_in = len(in_shape)
+        self.product: Product = plain_product
 
     def __call__(self, x: Float[Array, "batch seq *in"]) -> Float[Array, "..."]:
         """Projects the dims after `batch seq`."""
-        y = jnp.tensordot(x, self.kernel[...], axes=self.num_in)
+        y = self.product(x, self.kernel[...], self.num_in)
         return y if self.bias is None else y + jnp.expand_dims(self.bias[...], (0, 1))
 
 

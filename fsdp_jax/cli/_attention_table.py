@@ -90,7 +90,7 @@ def attention_choices(
     choices = {}
     for window, count in Counter(windows).items():
         shape = AttentionShape(
-            config.head_dim,
+            config.qk_dim,
             config.v_head_dim,
             settings.dtype,
             window="traced" if is_traced else window,

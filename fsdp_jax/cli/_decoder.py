@@ -23,6 +23,7 @@ from bridge.models import (
     constant_paths,
     correction_bias_paths,
     expert_parallel_rules,
+    float8_product,
     tensor_parallel_rules,
 )
 from fsdp_jax.cli._attention_table import attention_choices, settings_of
@@ -32,6 +33,7 @@ from fsdp_jax.cli._context_parallel import (
     check_context,
     decoder_options,
 )
+from fsdp_jax.cli._precision import Products
 from fsdp_jax.cli._routing import CountingDecoder, Routing, router_losses
 
 Batch = Int[Array, "batch seq+1"] | dict[str, Int[Array, "batch seq"]]
@@ -48,6 +50,7 @@ def plan_decoder(
     unroll: int = 1,
     cp_form: CPForm = "ring",
     attention: WantedKernel = "auto",
+    products: Products = "param_dtype",
     sequences: Mapping[str, int] = SEQUENCES,
 ) -> fsdp.Plan:
     """Plans the decoder of a config, with a layer as a unit.
@@ -64,6 +67,7 @@ def plan_decoder(
       unroll: Layers in one iteration of the loop, as for `fsdp_jax.scan`.
       cp_form: Context-parallel attention algorithm.
       attention: Attention kernel; auto for the first that the devices can run.
+      products: Format of the operands of projections of attention and MLPs.
       sequences: Dim of each leaf of a batch that is split over `cp`.
     """
     cp = mesh.shape["cp"]
@@ -82,7 +86,8 @@ def plan_decoder(
         functools.partial(
             *(_make_decoder, config, routing),
             functools.partial(fsdp.scan, prefetch=prefetch, unroll=unroll),
-            decoder_options(cp, cp_form, attention),
+            decoder_options(cp, cp_form, attention)
+            | ({"product": float8_product} if products == "float8" else {}),
         ),
         mesh,
         units=[DecoderLayer],

@@ -10,6 +10,7 @@ import fsdp_jax as fsdp
 
 ParamGather = Literal["param_dtype", "float8", "mxfp8"]
 ParamDtype = Literal["float32", "bfloat16", "float16"]
+Products = Literal["param_dtype", "float8"]
 OffloadTo = Literal["optimizer", "all"]
 
 _GATHERS = {
@@ -34,11 +35,13 @@ class Precision:
     Attributes:
       param_dtype: Dtype that weights are gathered and computed in.
       param_gather: Format in which the matrices of layers are communicated.
+      products: Format of the operands of projections of attention and MLPs.
       loss_scale: Initial factor of the loss; None for 65536 in float16, else none.
     """
 
     param_dtype: ParamDtype = "float32"
     param_gather: ParamGather = "param_dtype"
+    products: Products = "param_dtype"
     loss_scale: float | None = None
 
     def problems(self) -> list[str]:
@@ -50,6 +53,11 @@ class Precision:
             wrong.append(
                 f"--loss-scale {scale} is for --param-dtype float16, and this is "
                 f"{self.param_dtype}"
+            )
+        if self.products == "float8" and self.param_dtype != "bfloat16":
+            wrong.append(
+                "--products float8 is for --param-dtype bfloat16, whose range it needs "
+                f"for all else, and this is {self.param_dtype}"
             )
         return wrong
 

@@ -15,7 +15,13 @@ from fsdp_jax.cli._context_parallel import abstract_rows, check_rows
 from fsdp_jax.cli._decoder import loss_of, plan_decoder
 from fsdp_jax.cli._optimizer import OptimizerBits, OptimizerConfig
 from fsdp_jax.cli._options import Devices
-from fsdp_jax.cli._precision import OffloadTo, ParamDtype, ParamGather, Precision
+from fsdp_jax.cli._precision import (
+    OffloadTo,
+    ParamDtype,
+    ParamGather,
+    Precision,
+    Products,
+)
 from fsdp_jax.cli._routing import Routing
 from fsdp_jax.cli._sharding_options import Strategy
 from fsdp_jax.cli._user_model import UserModel
@@ -46,6 +52,7 @@ class StepSpec:
       microbatches: Microbatches a step.
       param_dtype: Dtype that weights are gathered and computed in.
       param_gather: Format in which the matrices of layers are communicated.
+      products: Format of the operands of projections of attention and MLPs.
       optimizer_bits: Bits of an element of AdamW's moments.
       offload: State kept in host memory.
       fused_loss: Whether logits are computed by chunks of the vocabulary.
@@ -60,6 +67,7 @@ class StepSpec:
     microbatches: int
     param_dtype: ParamDtype
     param_gather: ParamGather
+    products: Products
     optimizer_bits: OptimizerBits
     offload: OffloadTo | None
     fused_loss: bool
@@ -126,6 +134,7 @@ class StepSpec:
             unroll=self.strategy.unroll,
             cp_form=self.strategy.cp_algorithm,
             attention=self.strategy.attention,
+            products=self.products,
         )
         rows = self.rows
         if rows is None:
@@ -137,6 +146,7 @@ class StepSpec:
         policy = fsdp.MixedPrecisionPolicy(param_dtype=dtype, grad_comm_dtype=dtype)
         sharding = fsdp.FSDPConfig(mp_policy=policy, prefetch=self.strategy.prefetch)
         sharding = self.strategy.applied(sharding, mesh)
-        return Precision(param_gather=self.param_gather).sharding(
-            sharding, self.offload
-        )
+        precision = Precision(self.param_dtype, self.param_gather, self.products)
+        if wrong := precision.problems():
+            raise ValueError("; ".join(wrong) + ".")
+        return precision.sharding(sharding, self.offload)

@@ -13,7 +13,7 @@ from fsdp_jax.cli._data_config import Objective, Overlong, RowsOf, Tokenizer, Tr
 from fsdp_jax.cli._lora import BaseDType
 from fsdp_jax.cli._optimizer import OptimizerBits, OptimizerName, ScheduleShape
 from fsdp_jax.cli._options import IgnoreField, Unset
-from fsdp_jax.cli._precision import OffloadTo, ParamDtype, ParamGather
+from fsdp_jax.cli._precision import OffloadTo, ParamDtype, ParamGather, Products
 from fsdp_jax.cli._routing import Over, RouterDtype
 
 
@@ -149,6 +149,9 @@ class PrecisionOptions:
         updated in float32. Default float32.
       param_gather: Format of a byte an element in which the matrices of layers are
         communicated, decoded to --param-dtype on arrival; default --param-dtype.
+      products: Format in which the projections of attention and MLPs are multiplied:
+        float8 for e4m3 forward and e5m2 backward, with current scaling; default
+        --param-dtype. Embedding, head, norms, routers and experts keep that.
       loss_scale: Initial factor of the loss, so that gradients do not vanish in
         float16; it is halved on overflow. Default 65536 with --param-dtype float16,
         none otherwise.
@@ -159,6 +162,7 @@ class PrecisionOptions:
 
     param_dtype: Unset[ParamDtype] = None
     param_gather: Unset[ParamGather] = None
+    products: Unset[Products] = None
     loss_scale: Unset[float] = None
     offload: Unset[OffloadTo] = None
     fused_loss: bool = False

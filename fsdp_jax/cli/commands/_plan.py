@@ -18,7 +18,7 @@ from fsdp_jax.cli._model_source import open_hf, read_config
 from fsdp_jax.cli._optimizer import OptimizerBits
 from fsdp_jax.cli._options import Group, IgnoreField, Repeated, Unset
 from fsdp_jax.cli._plan_sweep import sweep_meshes
-from fsdp_jax.cli._precision import OffloadTo, ParamDtype, ParamGather
+from fsdp_jax.cli._precision import OffloadTo, ParamDtype, ParamGather, Products
 from fsdp_jax.cli._schedule_search import search_strategy
 from fsdp_jax.cli._sharding_options import Strategy
 from fsdp_jax.cli._speeds import Speeds
@@ -64,6 +64,7 @@ class Plan:
       microbatches: Microbatches a step.
       param_dtype: Dtype that weights are gathered and computed in.
       param_gather: Format in which the matrices of layers are communicated.
+      products: Format of the operands of projections of attention and MLPs.
       optimizer_bits: Bits of an element of AdamW's moments.
       offload: State kept in host memory: the optimizer's, or the float32 weights too
         (all).
@@ -99,6 +100,7 @@ class Plan:
     microbatches: int = 1
     param_dtype: ParamDtype = "bfloat16"
     param_gather: ParamGather = "param_dtype"
+    products: Products = "param_dtype"
     optimizer_bits: OptimizerBits = 32
     offload: Unset[OffloadTo] = None
     fused_loss: bool = False
@@ -150,6 +152,7 @@ class Plan:
             microbatches=self.microbatches,
             param_dtype=self.param_dtype,
             param_gather=self.param_gather,
+            products=self.products,
             optimizer_bits=self.optimizer_bits,
             offload=self.offload,
             fused_loss=self.fused_loss,
@@ -182,9 +185,9 @@ class Plan:
         else:
             estimate = step.estimate(gpu, sizes)
             self._show(estimate, _writers(estimate))
-            if isinstance(config, DecoderConfig):
+            if isinstance(step.model, DecoderConfig):
                 form, wanted = self.strategy.cp_algorithm, self.strategy.attention
-                print(f"\n{plan_table(config, estimate.plan, form, wanted)}")
+                print(f"\n{plan_table(step.model, estimate.plan, form, wanted)}")
 
     def _files(self) -> dict[str, Path]:
         """The files to write, by option."""

@@ -220,6 +220,7 @@ def _make_plan(
         unroll=train.strategy.unroll,
         cp_form=train.strategy.cp_algorithm,
         attention=train.strategy.attention,
+        products=config.precision.products,
         sequences=DOCUMENT_SEQUENCES if documents else SEQUENCES,
     )
     if config.data.objective == "dpo":
