@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, DTypeLike, Float, Int
 
 from bridge.models._attention import Attention, Window, dot_product_attention
@@ -33,6 +34,8 @@ Stream = Float[Array, "batch seq embed"]
 Experts = Int[Array, "batch seq chosen"]
 PerLayer = dict[str, Int[Array, "..."]]
 
+LAYER_INPUT = "layer_input"
+"""`checkpoint_name` of the residual stream that enters a layer."""
 
 # Mixers but attention, by the attribute of a layer that holds each.
 _MIXERS = {"short_conv": ShortConv, "delta_net": DeltaNet, "mamba": Mamba}
@@ -162,6 +165,8 @@ class DecoderLayer(nnx.Module):
           is_token: False behind the last token of a row; None if all are tokens. Read
             by mixers with a state alone.
         """
+        # Named, so that a remat policy can save it elsewhere than on the device.
+        x = checkpoint_name(x, LAYER_INPUT)
         per_layer = per_layer or {}
         experts = per_layer.get("experts")
         if self.mixer is None:

@@ -15,12 +15,18 @@ from fsdp_jax.cli._context_parallel import CPForm
 from fsdp_jax.cli._options import Unset
 from fsdp_jax.sharding._pipeline_config import ScheduleName
 
-Remat = Literal["all", "dots", "attention", "nothing"]
+Remat = Literal["all", "dots", "attention", "offload", "nothing"]
 
 _SAVED = {
     "all": None,
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     "attention": jax.checkpoint_policies.save_only_these_names("context_attention"),
+    "offload": jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=(),
+        names_which_can_be_offloaded=("layer_input",),
+        offload_src="device",
+        offload_dst="pinned_host",
+    ),
     "nothing": jax.checkpoint_policies.nothing_saveable,
 }
 # Options that do nothing unless an axis of the mesh is larger than 1.
@@ -42,7 +48,8 @@ class Strategy:
       outer: State that dp_outer splits: 0 none (HSDP), 1 the optimizer's (HFSDP).
         Default 0.
       remat: Activations of a layer saved for backward: all, dots, the outputs of
-        attention over cp (attention), or nothing.
+        attention over cp (attention), nothing but the layer's input, or that in host
+        memory (offload).
       reshard: Frees the gathered weights of a layer after forward, and gathers them
         again for backward. Without it they are kept, as all activations must be.
       prefetch: Layers gathered ahead of the one that computes.
