@@ -157,7 +157,8 @@ class PrecisionOptions:
         none otherwise.
       offload: State kept in host memory: the optimizer's, or the float32 weights too
         (all); default none.
-      fused_loss: Computes logits by chunks of the vocabulary: less memory, more work.
+      fused_loss: Computes logits by chunks of the vocabulary, and again for backward:
+        less memory, more work.
     """
 
     param_dtype: Unset[ParamDtype] = None
@@ -165,7 +166,7 @@ class PrecisionOptions:
     products: Unset[Products] = None
     loss_scale: Unset[float] = None
     offload: Unset[OffloadTo] = None
-    fused_loss: bool = False
+    fused_loss: bool = True
 
 
 @dataclasses.dataclass(frozen=True)

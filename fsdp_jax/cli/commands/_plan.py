@@ -68,7 +68,8 @@ class Plan:
       optimizer_bits: Bits of an element of AdamW's moments.
       offload: State kept in host memory: the optimizer's, or the float32 weights too
         (all).
-      fused_loss: Computes logits by chunks of the vocabulary: less memory, more work.
+      fused_loss: Computes logits by chunks of the vocabulary, and again for backward:
+        less memory, more work.
       capacity_factor: Capacity of an expert as a multiple of its even share of a rank's
         tokens; default all tokens of all ranks on ep.
       json: Writes everything to this file.
@@ -103,7 +104,7 @@ class Plan:
     products: Products = "param_dtype"
     optimizer_bits: OptimizerBits = 32
     offload: Unset[OffloadTo] = None
-    fused_loss: bool = False
+    fused_loss: bool = True
     capacity_factor: Unset[float] = None
     json: Unset[Path] = None
     html: Unset[Path] = None
