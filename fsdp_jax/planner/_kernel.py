@@ -20,8 +20,8 @@ class Kernel:
     """One kernel, without the speed of any GPU.
 
     Attributes:
-      kind: Limit of its speed: a matrix product, fused attention by cuDNN or by the Pallas
-        kernel of `bridge.models`, or memory.
+      kind: Limit of its speed: a matrix product, fused attention by cuDNN, that by the
+        Pallas kernel of `bridge.models`, or memory.
       flops: FLOPs of its matrix products.
       dtype: Dtype of its operands, as HLO writes it.
       bytes: Bytes read and written.
