@@ -37,6 +37,7 @@ from bridge.families import (
     internlm3,
     lfm2,
     llama,
+    llama4,
     mamba2,
     minimax_m2,
     ministral3,
@@ -70,7 +71,7 @@ from bridge.families._family import Family
 _MODULES = (
     *(llama, mistral, qwen2, qwen3, gemma, gemma2, gemma3, phi, phi3, gpt2, gptj, opt),
     *(olmo, olmo2, olmo3, smollm3, granite, cohere, cohere2, glm, glm4, exaone4),
-    *(gpt_bigcode, gpt_neox, falcon, bloom, mpt, apertus, phimoe),
+    *(gpt_bigcode, gpt_neox, falcon, bloom, mpt, apertus, phimoe, llama4),
     *(starcoder2, stablelm, seed_oss, ernie4_5, arcee, nemotron, internlm3),
     *(hunyuan_v1_dense, qwen2_moe, olmoe, qwen3_moe, mixtral, gpt_oss, granitemoe),
     *(granitemoeshared, deepseek_v2, deepseek_v3, glm4_moe, ernie4_5_moe, minimax_m2),

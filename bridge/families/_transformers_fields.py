@@ -294,6 +294,17 @@ BY_MODEL_TYPE = {
         attention_bias hidden_act intermediate_size mlp_bias pretraining_tp use_cache
         """.split()
     ),
+    "llama4_text": frozenset(
+        """
+        attention_bias attn_scale attn_temperature_tuning floor_scale hidden_act image
+        image_size image_token_id interleave_moe_layer_step intermediate_size
+        intermediate_size_mlp moe_layers no_rope_layer_interval no_rope_layers
+        num_experts_per_tok num_local_experts output_router_logits patch_size
+        pixel_shuffle_ratio projector_dropout projector_input_dim projector_output_dim
+        qk_norm router_aux_loss_coef router_jitter_noise use_cache use_qk_norm
+        vision_config vision_output_dim
+        """.split()
+    ),
     "mamba2": frozenset(
         """
         chunk_size conv_kernel expand hidden_act layer_norm_epsilon n_groups

@@ -12,8 +12,8 @@ from bridge.families._class_defaults import CLASS_DEFAULTS
 MULTIMODAL = frozenset(
     """
     aria aya_vision cohere2_vision deepseek_vl deepseek_vl_hybrid fast_vlm gemma3
-    got_ocr2 idefics2 idefics3 internvl janus kimi_k25 lighton_ocr llava llava_next
-    llava_next_video llava_onevision mistral3 modernvbert ovis2 perception_lm
+    got_ocr2 idefics2 idefics3 internvl janus kimi_k25 lighton_ocr llama4 llava
+    llava_next llava_next_video llava_onevision mistral3 modernvbert ovis2 perception_lm
     qianfan_ocr qwen2_audio qwen3_5 qwen3_5_moe smolvlm video_llama_3 video_llava
     vipllava voxtral
     """.split()

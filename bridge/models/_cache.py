@@ -123,6 +123,7 @@ def attend_cached(
     window: Window = None,
     softcap: float | None = None,
     sinks: Float[Array, " heads"] | None = None,
+    first: Slots | None = None,
 ) -> tuple[Float[Array, "batch seq heads v_head_dim"], KeyValues]:
     """Writes new tokens to the cache, and attends from each to the tokens up to it.
 
@@ -135,6 +136,7 @@ def attend_cached(
       window: Number of tokens that a query attends to; None for all previous tokens.
       softcap: Bound of the scores; None for no bound.
       sinks: Score per head that takes part in the softmax; None for no sinks.
+      first: First slot that each query attends to; None for 0.
 
     Returns:
       Weighted averages of the values, and the cache with the new tokens.
@@ -142,14 +144,18 @@ def attend_cached(
     rows = jnp.arange(slots.shape[0])[:, None]
     key = cache.key.at[rows, slots].set(new.key)
     value = cache.value.at[rows, slots].set(new.value)
-    visible = _visible(slots, key.shape[1], window)
+    visible = _visible(slots, key.shape[1], window, first)
     mixed = attend(query, key, value, scale, visible, softcap, sinks)
     return mixed, KeyValues(key, value)
 
 
-def _visible(slots: Slots, size: int, window: Window) -> Bool[Array, "batch 1 seq s"]:
+def _visible(
+    slots: Slots, size: int, window: Window, first: Slots | None
+) -> Bool[Array, "batch 1 seq s"]:
     behind = slots[:, :, None] - jnp.arange(size, dtype=jnp.int32)[None, None, :]
     visible = behind >= 0
     if window is not None:
         visible &= behind < window
+    if first is not None:
+        visible &= jnp.arange(size, dtype=jnp.int32)[None, None] >= first[..., None]
     return visible[:, None]

@@ -24,6 +24,7 @@ from bridge.models._short_conv_config import ShortConvConfig
 LayerType = Literal[
     "full_attention",
     "sliding_attention",
+    "chunked_attention",
     "short_conv",
     "delta_net",
     "mamba",
@@ -77,8 +78,8 @@ class DecoderConfig:
       attention_bias: Whether the q, k and v projections have biases.
       attention_out_bias: Whether the o projection has a bias.
       qk_norm: Norm of queries and keys: each head with one shared scale (`head`),
-        each head with its own scale (`per_head`), all heads as one vector (`full`), or
-        none (None).
+        each head with its own scale (`per_head`), all heads as one vector (`full`),
+        each turned head without a scale (`l2`), or none (None).
       qk_norm_after_rope: Whether that norm follows the rotary embedding.
       query_pre_attn_scalar: Value whose power of -1/2 scales the scores; None for
         `head_dim`.
@@ -101,6 +102,8 @@ class DecoderConfig:
       position_offset: Number of rows of the learned positions before the row of
         position 0.
       sliding_rope: Rotary embedding of sliding layers; None for `rope`.
+      attention_chunk_size: Number of positions of a chunk, the one in which a token of
+        a `chunked_attention` layer attends; None without such layers.
       no_rope_layers: Indices of layers without rotary embedding.
       query_scale: Factor of queries that grows with their position; None for none.
       alibi_bias_max: Exponent of the least slope of ALiBi, which lowers scores by the
@@ -157,7 +160,7 @@ class DecoderConfig:
     mlp_bias: bool = False
     attention_bias: bool = False
     attention_out_bias: bool = False
-    qk_norm: Literal["head", "per_head", "full"] | None = None
+    qk_norm: Literal["head", "per_head", "full", "l2"] | None = None
     qk_norm_after_rope: bool = False
     query_pre_attn_scalar: float | None = None
     attention_multiplier: float | None = None
@@ -174,6 +177,7 @@ class DecoderConfig:
     learned_positions: bool = None  # pyright: ignore[reportAssignmentType]
     position_offset: int = 0
     sliding_rope: RopeConfig | None = None
+    attention_chunk_size: int | None = None
     no_rope_layers: tuple[int, ...] = ()
     query_scale: QueryScaleConfig | None = None
     alibi_bias_max: float | None = None
@@ -345,6 +349,8 @@ class DecoderConfig:
             for name, part in _PARTS.items()
             if name in (types or ()) and getattr(self, part) is None
         ]
+        if "chunked_attention" in (types or ()) and self.attention_chunk_size is None:
+            wrong.append("layer_types are chunked, but attention_chunk_size is None")
         if self.dense_layers and self.moe is None:
             wrong.append("dense_layers are set, but there is no moe")
         for name in ("dense_layers", "no_rope_layers", "mixer_only_layers"):
@@ -388,4 +394,5 @@ _SIZES = (
     "head_dim",
     "max_position_embeddings",
     "sliding_window",
+    "attention_chunk_size",
 )

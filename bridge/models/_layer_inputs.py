@@ -1,5 +1,7 @@
 """Inputs in which layers of one kind differ: attention window and position tables."""
 
+from typing import NamedTuple
+
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, DTypeLike, Float
@@ -14,8 +16,19 @@ from bridge.models._rope_config import RopeConfig
 # Window of a full-attention layer among sliding ones: wider than any sequence.
 _NO_WINDOW = 2**30
 
-# What a layer reads of positions: its rope, and the factor of its queries.
-_Reads = tuple[RopeConfig | None, QueryScaleConfig | None]
+
+class _Reads(NamedTuple):
+    """What a layer reads of positions.
+
+    Attributes:
+      rope: Rotary embedding; None for none.
+      scale: Factor of the queries; None for 1.
+      is_chunked: Whether queries attend to their chunk alone.
+    """
+
+    rope: RopeConfig | None
+    scale: QueryScaleConfig | None
+    is_chunked: bool
 
 
 def position_tables(
@@ -35,8 +48,8 @@ def position_tables(
     made = [_tables_of(config, each, positions, dtype) for each in reads]
     if len(made) == 1:
         return made[0]._replace(steps=steps)
-    stacked = [_stack(same) for same in zip(*made, strict=True)]
-    return PositionTables(*stacked)._replace(steps=steps)
+    stacked = PositionTables(*(_stack(same) for same in zip(*made, strict=True)))
+    return stacked._replace(steps=steps)
 
 
 def per_layer(config: DecoderConfig) -> dict[str, np.ndarray]:
@@ -62,8 +75,8 @@ def per_layer(config: DecoderConfig) -> dict[str, np.ndarray]:
 def _tables_of(
     config: DecoderConfig, reads: _Reads, positions: Ids, dtype: DTypeLike
 ) -> PositionTables:
-    rope, scale = reads
-    cos = sin = factor = None
+    rope, scale, is_chunked = reads
+    cos = sin = factor = start = turned = None
     if rope is not None:
         cos, sin = rope_tables(rope, config.rope_dim, positions, dtype)
     elif config.rope is not None:
@@ -74,7 +87,11 @@ def _tables_of(
         factor = _query_scale(scale, positions).astype(dtype)
     elif config.query_scale is not None:
         factor = jnp.ones(positions.shape, dtype)
-    return PositionTables(cos, sin, factor)
+    if (size := config.attention_chunk_size) is not None:
+        start = positions // size * size if is_chunked else jnp.zeros_like(positions)
+    if config.qk_norm == "l2":
+        turned = jnp.asarray(rope is not None)
+    return PositionTables(cos, sin, factor, start, turned)
 
 
 def _query_scale(scale: QueryScaleConfig, positions: Ids) -> Float[Array, "batch seq"]:
@@ -90,13 +107,14 @@ def _stack(tables: tuple[Array | None, ...]) -> Array | None:
 def _reads_of_layers(config: DecoderConfig) -> list[_Reads]:
     """Returns what each layer reads of positions."""
     sliding, found = config.sliding_rope or config.rope, []
+    types = config.layer_types or ("full_attention",) * config.num_hidden_layers
     for layer, window in enumerate(config.windows):
         turns = layer not in config.no_rope_layers
         rope = (config.rope if window is None else sliding) if turns else None
         scale = config.query_scale
         if scale is not None and scale.no_rope_only and turns:
             scale = None
-        found.append((rope, scale))
+        found.append(_Reads(rope, scale, types[layer] == "chunked_attention"))
     return found
 
 

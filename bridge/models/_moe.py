@@ -269,6 +269,8 @@ class MoE(nnx.Module):
         """
         experts, weights, logits = self.router(x, experts)
         read = x if self.latent_in is None else self.latent_in(x)
+        if self.experts.moe.weighted_inputs:  # of one expert, so of one weight
+            read, weights = read * weights.astype(read.dtype), jnp.ones_like(weights)
         tokens = read.reshape(-1, read.shape[-1])
         y, dropped = self.dispatch(
             # Rows of the local experts if all experts are chosen equally often: under

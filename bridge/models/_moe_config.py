@@ -45,6 +45,8 @@ class MoEConfig:
       shared_intermediate_size: Width of an additional MLP shared by all tokens; None
         for no such MLP.
       shared_gate: Whether a sigmoid gate per token scales the shared MLP's output.
+      weighted_inputs: Whether the weight of the one chosen expert scales its input
+        and not its output.
 
     Raises:
       ValueError: If a field has an invalid value, or fields are inconsistent.
@@ -74,6 +76,7 @@ class MoEConfig:
     swiglu_alpha: float | None = None
     shared_intermediate_size: int | None = None
     shared_gate: bool = False
+    weighted_inputs: bool = False
 
     def __post_init__(self):
         """Validates the fields, then their consistency."""
@@ -89,6 +92,8 @@ class MoEConfig:
             wrong.append("n_group and topk_group are set together, or neither")
         if (self.scoring == "sparsemixer") != (self.sparsemixer_jitter is not None):
             wrong.append("scoring sparsemixer and sparsemixer_jitter: both or neither")
+        if self.weighted_inputs and chosen != 1:
+            wrong.append(f"num_experts_per_tok {chosen}: weighted_inputs are of 1")
         if self.scoring == "sparsemixer" and chosen != 2:
             wrong.append(f"num_experts_per_tok {chosen}: scoring sparsemixer chooses 2")
         if self.scoring in ("softmax_of_chosen", "sparsemixer"):

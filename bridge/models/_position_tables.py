@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 Table = Float[Array, "batch seq half_rope_dim"]
 
@@ -12,13 +12,15 @@ Table = Float[Array, "batch seq half_rope_dim"]
 class PositionTables(NamedTuple):
     """Tables of positions, computed once for all layers.
 
-    Where layers differ, the first three have a leading dim, of which `pick` takes an
+    Where layers differ, all but `steps` have a leading dim, of which `pick` takes an
     index.
 
     Attributes:
       cos: Cosines of the angles of a rope; None without a rope.
       sin: Sines of the angles; None without a rope.
       query_scale: Factor of each query; None for 1.
+      chunk_start: First position that each query attends to; None for 0.
+      turned: Whether a rope turns heads; None where nothing depends on it.
       steps: Positions as two summands that are exact in bfloat16, a multiple of
         `STEP` and the rest; None without ALiBi.
     """
@@ -26,6 +28,8 @@ class PositionTables(NamedTuple):
     cos: Table | None = None
     sin: Table | None = None
     query_scale: Float[Array, "batch seq"] | None = None
+    chunk_start: Int[Array, "batch seq"] | None = None
+    turned: Bool[Array, ""] | None = None
     steps: Float[Array, "batch seq 2"] | None = None
 
     def pick(self, index: Int[Array, ""]) -> "PositionTables":

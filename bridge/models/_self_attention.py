@@ -26,6 +26,8 @@ MakeLinear = Callable[..., Linear]
 
 # transformers uses this for the norms of latent vectors, regardless of the config.
 _LATENT_NORM_EPS = 1e-6
+# Chunks of a packed row: numbers of its segments are below as many.
+_MOST_CHUNKS = 2**15
 
 
 class SelfAttention(nnx.Module):
@@ -69,6 +71,7 @@ class SelfAttention(nnx.Module):
         self.scale = attention_scale(config)
         self.softcap = config.attn_logit_softcapping
         self.window = window
+        self.chunk_size = config.attention_chunk_size
         self.interleaved = config.rope is not None and config.rope.interleaved
         largest = config.alibi_bias_max
         self.slopes = None if largest is None else alibi_slopes(heads, largest)
@@ -89,6 +92,7 @@ class SelfAttention(nnx.Module):
           window: Attention window of this layer; None for the one of all layers.
         """
         query, key, value = self._project(x, tables)
+        segment_ids = self._in_chunks(segment_ids, tables)
         mixed = self.attention(
             query, key, value, segment_ids=segment_ids, **self._traits(window)
         )
@@ -116,11 +120,22 @@ class SelfAttention(nnx.Module):
         """
         query, key, value = self._project(x, tables)
         new = KeyValues(key, value)
-        mixed, cache = attend_cached(query, new, cache, slots, **self._traits(window))
+        traits = {**self._traits(window), "first": tables.chunk_start}
+        mixed, cache = attend_cached(query, new, cache, slots, **traits)
         return self.o_proj(self._gated(mixed, x)), cache
 
     def _gated(self, mixed: Heads, x: Float[Array, "batch seq embed"]) -> Heads:
         return mixed if self.q_gate is None else mixed * jax.nn.sigmoid(self.q_gate(x))
+
+    def _in_chunks(
+        self, segment_ids: Int[Array, "batch seq"] | None, tables: PositionTables
+    ) -> Int[Array, "batch seq"] | None:
+        """Returns the segments, of which each chunk is one of its own."""
+        start = tables.chunk_start
+        if start is None or segment_ids is None:
+            return segment_ids if start is None else start
+        assert self.chunk_size is not None
+        return segment_ids * _MOST_CHUNKS + start // self.chunk_size
 
     def _traits(self, window: Window) -> dict[str, Any]:
         return {
@@ -155,21 +170,30 @@ class SelfAttention(nnx.Module):
         query, key, value = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         key = scale_by(key, self.multipliers.key)
         if not self.norm_after_rope:
-            query, key = self._norm_heads(query, key)
+            query, key = self._norm_heads(query, key, tables)
         if self.clip is not None:
             query, key, value = (
                 jnp.clip(heads, -self.clip, self.clip) for heads in (query, key, value)
             )
         query, key = self._turn(query, tables), self._turn(key, tables)
         if self.norm_after_rope:
-            query, key = self._norm_heads(query, key)
+            query, key = self._norm_heads(query, key, tables)
         query = _scaled(query, tables)
         return *self._add_distances(query, key, tables), value
 
-    def _norm_heads(self, query: Heads, key: Heads) -> tuple[Heads, Heads]:
+    def _norm_heads(
+        self, query: Heads, key: Heads, tables: PositionTables
+    ) -> tuple[Heads, Heads]:
         if self.q_norm is None or self.k_norm is None:
             return query, key
-        return self.q_norm(query), self.k_norm(key)
+        normed = self.q_norm(query), self.k_norm(key)
+        if tables.turned is None:
+            return normed
+        of_query, of_key = (
+            jnp.where(tables.turned, after, before)
+            for after, before in zip(normed, (query, key), strict=True)
+        )
+        return of_query, of_key
 
     def _turn(self, heads: Heads, tables: PositionTables) -> Heads:
         if tables.cos is None or tables.sin is None:
@@ -287,9 +311,10 @@ def _head_norm(
     if config.qk_norm is None:
         return None
     return Norm(
-        heads[1:] if config.qk_norm == "head" else heads,
+        heads[1:] if config.qk_norm in ("head", "l2") else heads,
         config.norm,
         config.norm_eps,
+        scale=config.qk_norm != "l2",
         dims=2 if config.qk_norm == "full" else 1,
         param_dtype=param_dtype,
     )

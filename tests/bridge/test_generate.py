@@ -22,7 +22,7 @@ pytestmark = pytest.mark.torch
 VARIANTS = [
     *("llama", "gemma3", "gpt2", "olmo2", "cohere", "glm4", "gpt_oss", "deepseek_v3"),
     *("opt", "hunyuan", "lfm2", "qwen3_next", "granitemoehybrid", "nemotron_h"),
-    *("falcon_h1", "mamba2", "bloom", "ministral3"),
+    *("falcon_h1", "mamba2", "bloom", "ministral3", "llama4"),
 ]
 NEW, WIDTH = 9, 19
 LENGTHS = np.array([19, 3, 11])

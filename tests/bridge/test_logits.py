@@ -166,6 +166,12 @@ WRONG: dict[str, tuple[str, dict[str, Any]]] = {
     "normed embeddings": ("bloom", {"norm_eps": 0.1}),
     "distances": ("mpt", {"alibi_bias_max": 4.0}),
     "learned activation": ("apertus", {"norm_eps": 0.1}),
+    "chunks": ("llama4", {"attention_chunk_size": 24}),
+    "weights of inputs": ("llama4", {"moe.weighted_inputs": False}),
+    "norms of turned heads alone": (
+        "llama4",
+        {"qk_norm_after_rope": False, "qk_norm": None},
+    ),
     "mixing": ("phimoe", {"moe.sparsemixer_jitter": 0.01}),
     "mscale": ("phimoe", {"rope.short_mscale": 1.0}),
     "side by side with Mamba": ("falcon_h1", {"multipliers.attention_out": 1.0}),
@@ -239,6 +245,16 @@ def test_packed_texts_of_unusual_attention_read_as_if_each_were_alone(
     model = load_model(tmp_path)
     segments = np.repeat([[0] * 15 + [1] * 25], 2, axis=0)
     packed = logits_of(model, hf.tokens, segment_ids=segments)
+    alone = logits_of(model, hf.tokens[:, 15:])
+    assert relative_error(packed[:, 15:], np.asarray(alone)) <= RELATIVE
+
+
+def test_chunks_of_a_packed_row_begin_with_each_text(tmp_path):
+    hf = make_model(tmp_path, "llama4")  # chunks of 16 positions
+    model = load_model(tmp_path)
+    segments = np.repeat([[0] * 15 + [1] * 25], 2, axis=0)
+    positions = np.repeat([[*range(15), *range(25)]], 2, axis=0)
+    packed = logits_of(model, hf.tokens, positions=positions, segment_ids=segments)
     alone = logits_of(model, hf.tokens[:, 15:])
     assert relative_error(packed[:, 15:], np.asarray(alone)) <= RELATIVE
 

@@ -414,6 +414,18 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "bloom": {"model_type": "bloom", "num_attention_heads": 6, **TWO},
     "mpt": {"model_type": "mpt", **TWO},
+    "llama4": {
+        "model_type": "llama4_text",
+        "head_dim": 16,
+        "num_hidden_layers": 4,
+        "intermediate_size_mlp": 56,
+        "interleave_moe_layer_step": 2,
+        "num_local_experts": 4,
+        "attention_chunk_size": 16,
+        "floor_scale": 8,
+        "attn_scale": 0.5,
+        "no_rope_layer_interval": 2,
+    },
     "apertus": {"model_type": "apertus", "rope_parameters": LLAMA3_ROPE, **TWO},
     "phimoe": {
         "model_type": "phimoe",

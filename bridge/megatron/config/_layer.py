@@ -31,6 +31,7 @@ _PLAIN: dict[str, tuple[Any, str]] = {
     "embedding_multiplier": (1, "it has no multiplier of embeddings"),
     "residual_in_fp32": (False, "its stream has the dtype of its weights"),
     "multipliers": (None, "it has no multipliers inside of layers"),
+    "attention_chunk_size": (None, "its layers do not attend in chunks"),
     "embedding_norm": (False, "it does not norm embeddings"),
     "query_scale": (None, "its queries do not grow with their position"),
     "alibi_bias_max": (None, "it has no ALiBi"),
