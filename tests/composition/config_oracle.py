@@ -99,9 +99,9 @@ def _their_logits(case: ConfigCase, path: Path) -> np.ndarray:
 
 def _store_head(path: Path, head: str) -> None:
     tensors = load_file(path / "model.safetensors")
-    table = next(
-        k for k in tensors if k.endswith(("embed_tokens.weight", "wte.weight"))
-    )
+    names = ("embed_tokens", "wte", "word_embeddings", "backbone.embeddings")
+    ends = tuple(f"{name}.weight" for name in names)
+    table = next(key for key in tensors if key.endswith(ends))
     change = 1.0 if head == "same" else -0.5
     tensors["lm_head.weight"] = tensors[table] * np.float32(change)
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
