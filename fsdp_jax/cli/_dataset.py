@@ -125,7 +125,8 @@ def _saved_to_disk(folder: Path) -> dict[str, dict[str, list[str]]] | None:
         return {"default": {str(state.get("_split") or "train"): _files_of(state)}}
     if not (folder / "dataset_dict.json").is_file():
         return None
-    splits = _read_json(folder / "dataset_dict.json").get("splits", [])
+    splits = _read_json(folder / "dataset_dict.json").get("splits") or []
+    splits = _inside([str(split) for split in splits])
     return {
         "default": {
             split: [
@@ -142,8 +143,13 @@ def _files_of(state: Mapping[str, Any]) -> list[str]:
         names = [str(each["filename"]) for each in state["_data_files"]]
     except (KeyError, TypeError) as error:
         raise ValueError("a state.json without the list _data_files") from error
+    return _inside(names)
+
+
+def _inside(names: list[str]) -> list[str]:
+    """Returns names of files; raises a `ValueError` if one leads out of the folder."""
     if outside := [name for name in names if {"..", "/"} & set(Path(name).parts)]:
-        raise ValueError(f"a state.json with files outside: {', '.join(outside)}")
+        raise ValueError(f"names of files outside: {', '.join(outside)}")
     return names
 
 

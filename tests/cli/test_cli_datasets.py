@@ -226,6 +226,7 @@ def test_several_configs_without_a_default_are_refused():
         ({"a.jsonl": b"{}", "README.md": b"---\nconfigs: [a]\n---\n"}, ["README"]),
         ({"a.jsonl": b"{}", "README.md": b"---\nconfigs: 3\n---\n"}, ["README"]),
         ({"state.json": b'{"_data_files": [{"filename": "../x"}]}'}, ["../x"]),
+        ({"dataset_dict.json": b'{"splits": ["../y"]}'}, ["../y"]),
     ],
 )
 def test_folders_that_are_no_data_set_are_refused(files, named, tmp_path):
