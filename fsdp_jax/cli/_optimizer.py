@@ -183,11 +183,31 @@ class OptimizerConfig:
         Args:
           params: Parameters.
         """
-        patterns = [pattern for pattern in self.no_decay.split(",") if pattern]
+        patterns = self._patterns()
         return jax.tree_util.tree_map_with_path(
             lambda path, _: not any(fnmatchcase(_name(path), p) for p in patterns),
             params,
         )
+
+    def check_no_decay(self, names: Sequence[str]) -> None:
+        """Raises a `ValueError` for patterns of `--no-decay` that match no parameter.
+
+        Args:
+          names: Names of the parameters.
+        """
+        unused = [
+            repr(pattern)
+            for pattern in self._patterns()
+            if not any(fnmatchcase(name, pattern) for name in names)
+        ]
+        if unused:
+            raise ValueError(
+                f"--no-decay: {', '.join(unused)} match no parameter. Names begin: "
+                f"{', '.join(names[:5])}."
+            )
+
+    def _patterns(self) -> list[str]:
+        return [pattern for pattern in self.no_decay.split(",") if pattern]
 
 
 class MuonState(NamedTuple):

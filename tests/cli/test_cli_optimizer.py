@@ -203,6 +203,17 @@ def test_a_run_with_muon_and_a_schedule_resumes_to_the_bit(
     assert (config["optimizer"], config["lr_steps"]) == ("muon", 3)
 
 
+def test_patterns_without_decay_that_match_nothing_are_named(
+    llama, text, tmp_path, capsys
+):
+    save = ["--save", str(tmp_path / "save"), "--no-decay", "*.scale,[,norms.*"]
+    argv = ["train", "--hf", str(llama), "--data", str(text), "--steps", "1", *save]
+    assert main([*argv, "--seq", "16"]) == 2
+    told = capsys.readouterr().err
+    assert all(name in told for name in ("--no-decay", "'['", "'norms.*'"))
+    assert "'*.scale'" not in told and not (tmp_path / "save").exists()
+
+
 def test_norms_and_biases_are_not_decayed_by_default():
     config = dataclasses.replace(CONFIG, attention_bias=True)
     model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))

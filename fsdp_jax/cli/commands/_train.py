@@ -228,6 +228,8 @@ def _make_plan(
     else:
         rows = abstract_rows(config.data.batch, seq, train.mesh.cp, documents=documents)
     check_batch(plan, rows, config.microbatches)
+    if train.optimizer.no_decay is not None and config.adapter is None:
+        config.optimizer.check_no_decay([param.name for param in plan.param_plans])
     return plan
 
 
