@@ -74,6 +74,8 @@ CLAIMS = [
     "torture: second_writers.steps_lost == 0",
     "checkpoint_stores: store_rounds >= 3",
     "resharding: rows.*.exact == 1",
+    "replay: false_alarms == 0",
+    "replay: kinds.*.false == 0",
 ]
 
 
