@@ -65,12 +65,6 @@ CASES = {
     "dp 2 x cp 4": Case("gemma2", {"cp": 4}, marks=LONG),
     # Layers whose state passes from rank to rank, and texts that end on any.
     "convolutions, cp 2": Case("lfm2", {"cp": 2}, "all-gather"),
-    "delta nets, cp 4 x ep 2": Case(
-        "qwen3_next", {"cp": 4, "ep": 2}, "all-gather", marks=LONG
-    ),
-    "Mamba, cp 2 x tp 2": Case(
-        "granitemoehybrid-dense", {"cp": 2, "tp": 2}, "ulysses", marks=LONG
-    ),
     "dp 2 x cp 2 x ep 2": Case("mixtral", {"cp": 2, "ep": 2}, marks=LONG),
 }
 

@@ -14,6 +14,7 @@ import pytest
 from flax import nnx
 from helpers.compare import host, worst
 from helpers.errors import facts
+from jax.sharding import PartitionSpec
 from tiny_configs import VARIANTS, hf_fields
 
 import bridge
@@ -32,6 +33,8 @@ from fsdp_jax import ops
 # ||a - b|| / ||b|| of each parameter in float64, but for the float32 softmax of jax's
 # attention.
 CLOSE = 1e-5
+# The same sums in float64, in another order for the gradients of parameters.
+EXACT = 1e-9
 TX = optax.sgd(0.1)
 ROWS, SEQ = 4, 12
 
@@ -128,6 +131,58 @@ def test_a_step_of_two_devices_is_that_of_one(name):
         want, want_loss = trained(config, case, alone)
     assert worst(got, want) < CLOSE
     assert abs(got_loss - want_loss) < CLOSE
+
+
+@pytest.mark.parametrize(
+    "variant, mixer",
+    [
+        ("qwen3_next", "delta_net"),
+        ("granitemoehybrid", "mamba"),
+        ("lfm2", "short_conv"),
+    ],
+)
+def test_a_mixer_over_cp_has_the_outputs_and_gradients_of_whole_rows(variant, mixer):
+    with jax.enable_x64(True):
+        config = bridge.from_hf_config(hf_fields(variant))
+        kind = next(kind for kind in config.layer_kinds if kind.mixer == mixer)
+        rngs = nnx.Rngs(0)
+        layer = DecoderLayer(config, kind=kind, rngs=rngs, param_dtype=jnp.float64)
+        graph, params = nnx.split(getattr(layer, mixer))
+        random = np.random.default_rng(0)
+        x, scale = random.normal(size=(2, 2, 16, config.hidden_size))
+        ends = np.array([[5], [11]])  # Texts that end within chunks of two ranks.
+        segments = (np.arange(16) >= ends).astype(np.int32)
+
+        def mixed(params, x, segments):
+            mix = nnx.merge(graph, params)
+            return ops.all_gather_recurrence(mix, x, segments)
+
+        auto = (jax.sharding.AxisType.Auto,)
+        mesh = jax.make_mesh((4,), ("cp",), auto, devices=jax.devices()[:4])
+        split = PartitionSpec(None, "cp")
+        over_cp = jax.shard_map(
+            mixed,
+            mesh=mesh,
+            in_specs=(PartitionSpec(), split, split),
+            out_specs=split,
+            check_vma=False,
+        )
+
+        def split_loss(params, x):
+            parts = ops.zigzag({"x": x, "segments": segments}, 4)
+            out = ops.inverse_zigzag(over_cp(params, parts["x"], parts["segments"]), 4)
+            return (out * scale).sum(), out
+
+        def whole_loss(params, x):
+            out = mixed(params, x, segments)
+            return (out * scale).sum(), out
+
+        def found(loss):
+            grad = jax.jit(jax.grad(loss, (0, 1), has_aux=True))
+            return jax.tree.leaves(jax.device_get(grad(params, x)))
+
+        for got, want in zip(found(split_loss), found(whole_loss), strict=True):
+            np.testing.assert_allclose(got, want, rtol=EXACT, atol=EXACT)
 
 
 @pytest.mark.parametrize(
