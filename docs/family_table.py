@@ -34,7 +34,7 @@ def _row(family: Family) -> str:
         "yes" if _has_experts(family) else "",
         _positions(family),
         ", ".join(_MIXERS[name] for name in _mixers(family)),
-        "" if _mixers(family) else "yes",
+        "whole rows" if _mixers(family) else "yes",
         "yes" if family.model_type in TWINS else "",
     )
     return f"| {' | '.join(cells)} |"
