@@ -65,6 +65,7 @@ CASES = {
     "dp 2 x cp 4": Case("gemma2", {"cp": 4}, marks=LONG),
     # Layers whose state passes from rank to rank, and texts that end on any.
     "convolutions, cp 2": Case("lfm2", {"cp": 2}, "all-gather"),
+    "attention beside Mamba, cp 2": Case("falcon_h1", {"cp": 2}, marks=LONG),
     "distances, cp 2": Case("mpt", {"cp": 2}, marks=LONG),
     "chunks, cp 2": Case("llama4", {"cp": 2}, marks=LONG),
     "dp 2 x cp 2 x ep 2": Case("mixtral", {"cp": 2, "ep": 2}, marks=LONG),
