@@ -48,6 +48,7 @@ class Case:
     num_microbatches: int = 1
     prefetch: int = 0
     marks: tuple[Any, ...] = ()
+    within: float = PARAMETERS
 
 
 LONG = (pytest.mark.long,)
@@ -65,6 +66,11 @@ CASES = {
     "dp 2 x cp 4": Case("gemma2", {"cp": 4}, marks=LONG),
     # Layers whose state passes from rank to rank, and texts that end on any.
     "convolutions, cp 2": Case("lfm2", {"cp": 2}, "all-gather"),
+    # Its recurrences and routers in float32 round more: with all else in float64, these
+    # steps differ by 2e-6, and in float32 by 7e-5.
+    "delta nets, cp 4 x ep 2": Case(
+        "qwen3_next", {"cp": 4, "ep": 2}, "all-gather", marks=LONG, within=2e-4
+    ),
     "attention beside Mamba, cp 2": Case("falcon_h1", {"cp": 2}, marks=LONG),
     "distances, cp 2": Case("mpt", {"cp": 2}, marks=LONG),
     "chunks, cp 2": Case("llama4", {"cp": 2}, marks=LONG),
@@ -187,7 +193,7 @@ def test_three_steps_over_cp_are_those_of_one_device(name):
     case = CASES[name]
     got, got_loss = trained(plan_of(case), num_microbatches=case.num_microbatches)
     want, want_loss = one_device(case.family)
-    assert worst(got, want) < PARAMETERS
+    assert worst(got, want) < case.within
     assert abs(got_loss - want_loss) < 1e-5
 
 
