@@ -1,6 +1,6 @@
 """The names of config fields that transformers knows, as bridge has them.
 
-`python tests/helpers/transformers_fields.py` writes `_transformers_fields.py` anew. A
+`python tests/helpers/transformers_fields.py` writes `transformers_fields.json` anew. A
 name is known if a config class declares it, or the source of the class, of its model
 or of what all models share takes it from a config. What is written there errs on the
 side of too many names: a field that is known and not modelled is refused.
@@ -12,7 +12,7 @@ import ast
 import dataclasses
 import functools
 import inspect
-import textwrap
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from transformers import (
 from bridge.families import FAMILIES
 
 LIBRARY = Path(transformers.__file__).parent
-OUT = Path(__file__).parents[2] / "bridge/families/_transformers_fields.py"
+OUT = Path(__file__).parents[2] / "bridge/families/transformers_fields.json"
 # What decoders compute with besides their own modules.
 CONFIGS = ("configuration_utils", "modeling_rope_utils")
 SHARED = (
@@ -40,11 +40,6 @@ SHARED = (
     *("models/auto/auto_factory", "utils/generic", "utils/output_capturing"),
 )
 _TAKES = ("getattr", "hasattr", "get", "pop", "setdefault")
-_HEADER = '''"""Names of config fields that transformers knows, by `model_type`.
-
-Written by `python tests/helpers/transformers_fields.py`; do not edit.
-"""
-'''
 
 Fields = frozenset[str]
 
@@ -86,12 +81,19 @@ def _asked_of_ropes(path: Path) -> list[str]:
     ]
 
 
-def as_module(common: Fields, own: Mapping[str, Fields], rope: Fields) -> str:
-    """Returns the source of `bridge/families/_transformers_fields.py`."""
-    lines = [_HEADER, f"COMMON = {_as_source(common, 0)}", ""]
-    lines += [f"ROPE_KEYS = {_as_source(rope, 0)}", "", "BY_MODEL_TYPE = {"]
-    lines += [f'    "{name}": {_as_source(own[name], 4)},' for name in sorted(own)]
-    return "\n".join([*lines, "}", ""])
+def as_json(common: Fields, own: Mapping[str, Fields], rope: Fields) -> str:
+    """Returns the text of `bridge/families/transformers_fields.json`."""
+
+    def names(fields: Fields) -> str:
+        return " ".join(sorted(fields))
+
+    by_model_type = {name: names(own[name]) for name in sorted(own)}
+    parts = {
+        "common": names(common),
+        "rope_keys": names(rope),
+        "by_model_type": by_model_type,
+    }
+    return json.dumps(parts, indent=1) + "\n"
 
 
 def _of_model(model_type: str) -> Fields:
@@ -183,12 +185,5 @@ def is_field(name: str) -> bool:
     return name.isidentifier() and not name.startswith("__") and not method
 
 
-def _as_source(names: Fields, indent: int) -> str:
-    text = textwrap.fill(" ".join(sorted(names)), 84 - indent)
-    body = textwrap.indent(text, " " * (indent + 4))
-    margin = " " * indent
-    return f'frozenset(\n{margin}    """\n{body}\n{margin}    """.split()\n{margin})'
-
-
 if __name__ == "__main__":
-    OUT.write_text(as_module(*known_fields(), known_rope_keys()))
+    OUT.write_text(as_json(*known_fields(), known_rope_keys()))
