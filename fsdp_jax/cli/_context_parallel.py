@@ -63,7 +63,7 @@ def _attention(cp: int, form: CPForm, kernel: WantedKernel) -> Callable[..., Any
 
 def _ring(wanted: WantedKernel, query: Any, key: Any, value: Any, **how: Any) -> Any:
     """Computes ring attention by the kernel for these heads."""
-    features = {name: how[name] for name in ("segment_ids", "window", "softcap")}
+    features = {name: how.get(name) for name in ("segment_ids", "window", "softcap")}
     kernel = kernel_of_call(query, value, **features, context="ring", kernel=wanted)
     return fsdp.ops.ring_attention(query, key, value, **how, kernel=kernel)
 

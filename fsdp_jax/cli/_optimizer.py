@@ -192,13 +192,16 @@ class OptimizerConfig:
     def check_no_decay(self, names: Sequence[str]) -> None:
         """Raises a `ValueError` for patterns of `--no-decay` that match no parameter.
 
+        The default's are for any model, and may match none.
+
         Args:
           names: Names of the parameters.
         """
         unused = [
             repr(pattern)
             for pattern in self._patterns()
-            if not any(fnmatchcase(name, pattern) for name in names)
+            if pattern not in NO_DECAY.split(",")
+            and not any(fnmatchcase(name, pattern) for name in names)
         ]
         if unused:
             raise ValueError(
