@@ -30,7 +30,7 @@ CLASS_DEFAULTS: Mapping[str, Mapping[str, int]] = {
     "gemma2": _sizes(256000, 2304, 9216, 26, 8),
     "gemma3_text": _sizes(262208, 2304, 9216, 26, 8),
     "phi3": _sizes(32064, 3072, 8192, 32, 32),
-    "llama4_text": _sizes(202048, 5120, 8192, 48, 40),
+    "llama4_text": _sizes(202048, 5120, None, 48, 40),
     "gpt2": {},
     "olmo2": _sizes(50304, 4096, 11008, 32, 32),
     "olmo3": _sizes(50304, 4096, 11008, 32, 32),

@@ -79,7 +79,7 @@ class AttentionShape:
         None for all.
       softcap: Whether scores are bounded.
       packed: Whether rows have segments.
-      context: Context-parallel algorithm; None where rows are whole.
+      context: Context-parallel algorithm; None where a rank has its rows complete.
     """
 
     head_dim: int

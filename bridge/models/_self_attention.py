@@ -94,7 +94,7 @@ class SelfAttention(nnx.Module):
         query, key, value = self._project(x, tables)
         segment_ids = self._in_chunks(segment_ids, tables)
         mixed = self.attention(
-            query, key, value, segment_ids=segment_ids, **self._traits(window)
+            query, key, value, segment_ids=segment_ids, **self._score_options(window)
         )
         return self.o_proj(self._gated(mixed, x))
 
@@ -120,8 +120,8 @@ class SelfAttention(nnx.Module):
         """
         query, key, value = self._project(x, tables)
         new = KeyValues(key, value)
-        traits = {**self._traits(window), "first": tables.chunk_start}
-        mixed, cache = attend_cached(query, new, cache, slots, **traits)
+        options = {**self._score_options(window), "first": tables.chunk_start}
+        mixed, cache = attend_cached(query, new, cache, slots, **options)
         return self.o_proj(self._gated(mixed, x)), cache
 
     def _gated(self, mixed: Heads, x: Float[Array, "batch seq embed"]) -> Heads:
@@ -137,7 +137,7 @@ class SelfAttention(nnx.Module):
         assert self.chunk_size is not None
         return segment_ids * _MOST_CHUNKS + start // self.chunk_size
 
-    def _traits(self, window: Window) -> dict[str, Any]:
+    def _score_options(self, window: Window) -> dict[str, Any]:
         return {
             "scale": self.scale,
             "window": self.window if window is None else window,

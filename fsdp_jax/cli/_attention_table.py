@@ -30,7 +30,7 @@ class AttentionSettings:
       device: Device that runs the model.
       dtype: Dtype of the computation.
       packed: Whether rows have segments.
-      context: Context-parallel algorithm; None where rows are whole.
+      context: Context-parallel algorithm; None where a rank has its rows complete.
       wanted: Kernel that is asked for, or auto.
     """
 

