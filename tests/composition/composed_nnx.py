@@ -41,7 +41,9 @@ class Block(nnx.Module):
         for name, value in values.items():
             setattr(self, name, nnx.Param(value))
         self.table = nnx.Variable(table_of(case)) if case.buffer else None
-        self.sows, self.balance, norm = case.sow, None, None
+        self.sows, norm = case.sow, None
+        if case.sow != "sow":  # What is sown must not be an attribute already.
+            self.balance = None
         if case.norm != "none":
             norm = nnx.BatchNorm(
                 *(block_shapes(case)["bias"][0],),
