@@ -9,7 +9,8 @@ shardings as those of the parameters and nothing of ours in the step. Beside the
 reference decoder, of which `fsdp.scan` runs the layers.
 
 Each row is written to `--out` once it is measured, with its commit; rows that are there
-already are kept.
+already are kept. With `--predict` nothing is compiled: the memory of the rows that are
+there is predicted anew, which takes a trace of each step.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import argparse
 import itertools
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -30,9 +31,10 @@ from foreign_models import FORMS, SEQ, WIDTH, Form
 import fsdp_jax as fsdp
 from fsdp_jax.audit._expected import expected_collectives
 from fsdp_jax.audit._unsharded_units import unsharded
-from fsdp_jax.hlo._program import moved, program_of
+from fsdp_jax.hlo._program import communicated_arrays, program_of
 from fsdp_jax.planner import GPUS
 from fsdp_jax.planner._compile import compile_scheduled, gpu_devices
+from fsdp_jax.planner._memory import predict_memory
 from fsdp_jax.training._compiler_options import options_of
 from fsdp_jax.training._memory_check import compiled_bytes
 
@@ -60,7 +62,7 @@ def estimated(form: Form, gpus: int, prefetch: int) -> dict[str, Any]:
     found = fsdp.estimate_step(plan, form.loss, TX, form.batch(gpus), gpu="h200")
     seconds = time.perf_counter() - started
     program = program_of(found.compiled, found.plan.mesh)
-    arrays = list(moved(program, found.plan.mesh))
+    arrays = list(communicated_arrays(program, found.plan.mesh))
     expected = expected_collectives(found.plan)
     return {
         "step_ms": round(1e3 * found.timeline.seconds, 2),
@@ -72,6 +74,14 @@ def estimated(form: Form, gpus: int, prefetch: int) -> dict[str, Any]:
         "guided": found.guided,
         "compile_s": round(seconds, 1),
     }
+
+
+def predicted_gb(form: Form, gpus: int, prefetch: int) -> float:
+    plan = planned(form, gpus, prefetch)
+    step = fsdp.make_train_step(plan, form.loss, TX)
+    state, batch = fsdp.abstract_state(plan, TX), form.batch(gpus)
+    traced = step.jitted.trace(state, batch).jaxpr
+    return round(predict_memory(plan, state, batch, traced).total / 1e9, 3)
 
 
 def largest_unit_bytes(plan: fsdp.Plan) -> int:
@@ -126,12 +136,16 @@ def annotated(form: Form, gpus: int) -> dict[str, Any]:
     }
 
 
+def ahead(order: str) -> int:
+    return int(order.removeprefix("prefetch="))
+
+
 def measure(name: str, layers: int, gpus: int, order: str) -> dict[str, Any]:
     form = FORMS[name](layers)
     if order == "annotations":
         found = annotated(form, gpus)
     else:
-        found = estimated(form, gpus, int(order.removeprefix("prefetch=")))
+        found = estimated(form, gpus, ahead(order))
     return {"model": name, "gpus": gpus, "order": order, **found}
 
 
@@ -147,6 +161,7 @@ def compared(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         share = max(SHARE * reference["exposed_of_step"], ENOUGH)
         faster = without["step_ms"] / row["step_ms"]
         more = row["compiled_gb"] - without["compiled_gb"]
+        alone = by_key.get((name, gpus, "annotations"))
         found.append(
             {
                 "model": name,
@@ -160,9 +175,31 @@ def compared(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                 "predicted_of_compiled": round(
                     row["predicted_gb"] / row["compiled_gb"], 3
                 ),
+                **(against_annotations(row, alone) if alone else {}),
             }
         )
     return found
+
+
+def against_annotations(row: dict[str, Any], alone: dict[str, Any]) -> dict[str, float]:
+    return {
+        "exposed_of_annotations": alone["exposed_of_step"],
+        "faster_than_annotations": round(alone["step_ms"] / row["step_ms"], 4),
+        "gb_of_annotations": alone["compiled_gb"],
+    }
+
+
+def predict_again(
+    rows: Sequence[dict[str, Any]], args: argparse.Namespace, commit: str | None
+) -> Iterator[dict[str, Any]]:
+    """Yields the rows, those asked for with their memory as it is predicted now."""
+    for row in rows:
+        wanted = row["model"] in args.models and row["order"] in args.orders
+        if wanted and row["gpus"] in args.gpus and "predicted_gb" in row:
+            form = FORMS[row["model"]](args.layers)
+            size = predicted_gb(form, row["gpus"], ahead(row["order"]))
+            row = row | {"predicted_gb": size, "predicted_by": commit}
+        yield row
 
 
 def main() -> None:
@@ -171,6 +208,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--models", nargs="+", choices=FORMS, default=[*FORMS])
     parser.add_argument("--orders", nargs="+", choices=ORDERS, default=[*ORDERS])
+    parser.add_argument("--predict", action="store_true", help="compile nothing")
     result.add_arguments(parser)
     args = parser.parse_args()
     logging.disable(logging.WARNING)
@@ -179,6 +217,11 @@ def main() -> None:
     sizes = {"layers": args.layers, "width": WIDTH, "seq": SEQ}
     found = result.resumed(args, sizes | {"rows": []}) if args.out else {"rows": []}
     rows = found["rows"]
+    if args.predict:
+        rows = list(predict_again(rows, args, conditions.commit))
+        found = sizes | {"rows": rows, "compared": compared(rows)}
+        result.write(args, conditions, found)
+        return
     done = {(row["model"], row["gpus"], row["order"]) for row in rows}
     wanted = itertools.product(args.gpus, args.models, args.orders)
     for gpus, name, order in wanted:

@@ -84,7 +84,8 @@ def llama3(layers: int) -> Form:
     return Form(
         lambda key: module.Llama3(config, rngs=nnx.Rngs(key)),
         (module.DecoderLayer, module.Embedder),
-        *(tunix_loss, tokens),
+        tunix_loss,
+        tokens,
     )
 
 
@@ -95,7 +96,8 @@ def qwen3(layers: int) -> Form:
     return Form(
         lambda key: module.Qwen3(config, rngs=nnx.Rngs(key)),
         (module.DecoderLayer, module.Embedder),
-        *(tunix_loss, tokens),
+        tunix_loss,
+        tokens,
     )
 
 
@@ -206,7 +208,8 @@ def scanned(layers: int) -> Form:
     return Form(
         lambda key: ScannedDecoder(layers, nnx.Rngs(key)),
         (NnxBlock, nnx.Embed),
-        *(next_token, tokens),
+        next_token,
+        tokens,
     )
 
 
@@ -259,7 +262,8 @@ def reference(layers: int) -> Form:
     return Form(
         lambda key: bridge.models.Decoder(config, rngs=nnx.Rngs(key), scan=fsdp.scan),
         (bridge.models.DecoderLayer,),
-        *(next_token, tokens),
+        next_token,
+        tokens,
     )
 
 

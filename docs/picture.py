@@ -204,7 +204,9 @@ def _draw_shards(axes: Axes, *, labels: list[str]) -> None:
         axes.barh(y, 0.4, left=9 + 0.4 * device, color=color, height=0.8)
     for x, arrow in ((3.1, "gather"), (7.3, "reduce-\nscatter")):
         axes.annotate(
-            *("", (x + 1.7, 1.5), (x, 1.5)),
+            "",
+            (x + 1.7, 1.5),
+            (x, 1.5),
             arrowprops={"arrowstyle": "->", "lw": 1.5, "color": rcParams["text.color"]},
         )
         axes.text(x + 0.85, 1.68, arrow, ha="center", fontsize=8)

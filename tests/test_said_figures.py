@@ -59,6 +59,46 @@ def test_the_table_of_models_of_others_is_that_of_the_runs():
             f"{row['units_unsharded']}",
         ]
         assert f"| `{model}` | {' | '.join(cells)} |" in said(BRING)
+    ahead = [by_order[model, "prefetch=1"] for model in models]
+    shares = [one["predicted_gb"] / one["compiled_gb"] for one in ahead]
+    span = f"{min(shares):.2f} to {max(shares):.2f}"
+    assert f"The predicted memory is {span} of the compiled one." in said(BRING)
+
+
+def exposed_of(row: dict) -> str:
+    return f"{row['exposed_of_step']:.1%} of {row['step_ms']:.1f} ms"
+
+
+def test_the_rows_on_64_gpus_and_of_annotations_are_those_of_the_runs():
+    for row in read("foreign")["rows"]:
+        order = row["order"]
+        if row["gpus"] == 8 and order != "annotations":
+            continue
+        name = order if order == "annotations" else f"`{order}`"
+        cells = [name, exposed_of(row), f"{row['compiled_gb']:.2f} GB"]
+        line = f"| `{row['model']}` | {row['gpus']} | {' | '.join(cells)} |"
+        assert line in said(BRING)
+    shares = {
+        row["model"]: row["predicted_gb"] / row["compiled_gb"]
+        for row in read("foreign")["rows"]
+        if (row["gpus"], row["order"]) == (64, "prefetch=1")
+    }
+    text = f"`llama3` is {shares['llama3']:.2f} of the compiled one and that of "
+    assert f"{text}`scanned` {shares['scanned']:.2f}:" in said(BRING)
+
+
+def test_what_is_exposed_of_a_deeper_model_is_that_of_the_runs():
+    rows = read("foreign_12_layers")["rows"]
+    ahead, left = ({r["order"]: r for r in rows}[f"prefetch={n}"] for n in (1, 0))
+    (shallow,) = [
+        found["faster_than_without"]
+        for found in read("foreign")["compared"]
+        if (found["model"], found["gpus"]) == ("readme", 8)
+    ]
+    gain = f"{left['step_ms'] / ahead['step_ms']:.2f}x after {shallow:.2f}x"
+    memory = f"{left['compiled_gb']:.2f} GB in the place of {ahead['compiled_gb']:.2f}"
+    for text in (exposed_of(ahead), exposed_of(left), gain, memory):
+        assert text in said(BRING)
 
 
 @pytest.mark.parametrize("form", ["fsdp_jax", "annotations"])
@@ -109,10 +149,27 @@ def test_fine_tuning_equals_trl_as_said():
     assert text.replace("e-0", "e-") in said("docs/pages/how-to/fine-tune.md")
 
 
+def test_the_table_of_published_steps_is_that_of_the_report():
+    found = read("validate_planner")
+    kinds = {"test": "held back", "fit": "fit"}
+    for source, errors in found["by_source"].items():
+        cells = [kinds[errors["split"]], f"{errors['rows']}"]
+        cells += [f"{errors[key]:.1%}" for key in ("median", "percentile_90")]
+        repository = source.split(":")[0].split("@")[0].split(" ")[0]
+        assert f"| {' | '.join(cells)} |" in said(MEASURED), source
+        assert repository in said(MEASURED)
+    for part, name in (("held_back", "all held back"), ("all", "all")):
+        cells = [f"{found[part]['rows']}"]
+        cells += [f"{found[part][key]:.1%}" for key in ("median", "percentile_90")]
+        assert f"| {name} | | {' | '.join(cells)} |" in said(MEASURED)
+    built, listed = found["all"]["rows"], found["all"]["rows"] + len(found["not_built"])
+    assert f"These are {built} of the {listed} rows" in said(MEASURED)
+
+
 def test_the_memory_of_published_steps_is_as_said():
     page = said(MEASURED)
     rows = read("validate_planner")["memory"]
-    assert len(rows) == 9
+    assert len(rows) == 13
     for row in rows:
         published, predicted = row["published_gib"], row["predicted_gib"]
         cells = f"{published:.1f} GiB | {predicted:.1f} GiB ({row['error']:+.1%})"

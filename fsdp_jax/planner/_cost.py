@@ -31,16 +31,14 @@ VIEWS = ("bitcast", "reshape", "transpose", "copy", "convert")
 def product_flops(
     module: Module, computation: Computation, one: Instruction
 ) -> tuple[float, str]:
-    """Returns the FLOPs of an instruction's matrix products, and their dtype."""
+    """Returns the FLOPs of an instruction's products, and their dtype."""
     if one.opcode == "dot":
         return _dot(computation, one, one.attributes)
     if one.opcode == "fusion":
         within = module[one.calls[0]]
         found = [product_flops(module, within, i) for i in within.instructions]
-        return max(
-            ((sum(f for f, _ in found), dtype) for flops, dtype in found if flops),
-            default=(0.0, "bf16"),
-        )
+        # The dtype of the largest product stands for all of the fusion.
+        return sum(flops for flops, _ in found), max(found, default=(0.0, "bf16"))[1]
     if one.opcode == "custom-call":
         if "matmul" in one.target or "gemm" in one.target:
             return _dot(computation, one, _gemm_dims(one))
@@ -127,7 +125,7 @@ def flash_operands(computation: Computation, one: Instruction) -> FlashOperands 
 _FLASH_OPERANDS = {
     FLASH_FORWARD: (0, 1, 2),
     FLASH_QUERY_GRAD: (3, 4, 5),
-    FLASH_KEY_GRADS: (0, 4, 5),
+    FLASH_KEY_GRADS: (3, 4, 5),
 }
 """Where queries, keys and values are among the operands of each kernel."""
 

@@ -25,7 +25,7 @@ from jax import lax
 import fsdp_jax as fsdp
 from fsdp_jax import ops
 from fsdp_jax.hlo._collectives import collective_of
-from fsdp_jax.hlo._program import moved, program_of
+from fsdp_jax.hlo._program import communicated_arrays, program_of
 from fsdp_jax.planner._compile import gpu_devices
 from fsdp_jax.planner._gpu import GPUS
 from fsdp_jax.planner._interconnect import communicated_bytes
@@ -50,7 +50,7 @@ def lowered(plan, loss=None, dispatch=ops.expert_parallel_dispatch):
 
 def check(plan, program, sides):
     """No weight is sent over ep; tokens are, there and back, forward and backward."""
-    arrays = list(moved(program_of(program, plan.mesh), plan.mesh))
+    arrays = list(communicated_arrays(program_of(program, plan.mesh), plan.mesh))
     experts = {param.name: param for param in plan.param_plans if param.is_expert}
     own = {
         param.on_device(plan.mesh, param.shape, ())[param.num_stacked :]
@@ -95,7 +95,7 @@ def test_the_step_for_gpus_sends_the_rows_that_there_are(name):
         module = program_of(compiled, plan.mesh).module
         sent = {
             communicated_bytes(found, RANKS)
-            for one in moved(program_of(compiled, plan.mesh), plan.mesh)
+            for one in communicated_arrays(program_of(compiled, plan.mesh), plan.mesh)
             if (found := collective_of(module, one.computation, one.instruction))
             and found.op == "ragged-all-to-all"
         }

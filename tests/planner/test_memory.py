@@ -78,6 +78,27 @@ def test_what_is_updated_in_place_takes_no_room_of_its_own():
     assert fullest(update, SQUARE, SQUARE) == 9 * BYTES
 
 
+def test_entries_are_scattered_into_the_zeros_that_are_there():
+    def scatter(x, a, rows):
+        return jnp.zeros_like(x).at[rows].add(x @ a) @ a
+
+    rows = jax.ShapeDtypeStruct((64,), jnp.int32)
+    # Two products and one array between them, which is the zeros and then the sum.
+    assert fullest(scatter, SQUARE, SQUARE, rows) < 2.1 * BYTES
+
+
+def test_a_barrier_holds_a_sum_in_the_place_of_its_summands():
+    def late(x, a, tie):
+        total = tie(x @ a + a @ x)
+        third = x @ (a @ a)
+        return third, jnp.sin(total).sum()
+
+    # While the last two products are made, both summands wait, or their sum.
+    free, tied = lambda y: y, jax.lax.optimization_barrier
+    assert fullest(lambda x, a: late(x, a, free), SQUARE, SQUARE) == 4 * BYTES
+    assert fullest(lambda x, a: late(x, a, tied), SQUARE, SQUARE) == 3 * BYTES
+
+
 def test_dead_code_is_no_memory():
     def wasteful(x, a):
         _ = x @ a @ a

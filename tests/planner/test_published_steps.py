@@ -8,8 +8,8 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
-from published_errors import Constants, compared, report, summary
-from published_models import LOSSES
+from published_errors import Constants, compared, predict, report, summary
+from published_losses import LOSSES
 from published_rows import SCHEDULES, program_of, read_index, read_rows
 from published_rows import reason_not_built as reason
 
@@ -36,7 +36,7 @@ def test_sources_by_name_are_alternately_for_the_fit_and_for_the_test():
 
 def test_every_row_is_predicted_or_has_a_reason(reported):
     listed = len(reported["rows"]) + len(reported["not_built"])
-    assert listed == len(read_rows()) == 121
+    assert listed == len(read_rows()) == 133
     assert all(row["reason"] for row in reported["not_built"])
 
 
@@ -56,10 +56,44 @@ def test_the_range_that_plans_print_is_that_of_the_report(reported):
     assert reported["axes"] == PUBLISHED.axes
 
 
+def test_kernels_and_links_are_those_that_sources_state(rows):
+    def speeds(text):
+        return {
+            (
+                round(cost.attention_backward / cost.peak_flops, 3),
+                round(cost.network_bandwidth / 1e9, 2),
+            )
+            for one in rows
+            if text in one.row["system"]
+            for cost in [Constants().cost_of(one.row, program_of(one.row))]
+        }
+
+    # cuDNN's kernel; that of Triton, at half the speed of FlashAttention-2; the NICs of
+    # a node of 800 Gb/s, of which 94 % carry data.
+    assert speeds("MaxText") == {(0.52, 47)}
+    assert speeds("llm-foundry") == {(0.165, 47)}
+    assert speeds("fms-fsdp") == {(0.33, 11.75)}
+
+
+def test_layers_that_sources_count_are_computed_again():
+    layers = {
+        row["model"]: program_of(row).recomputed
+        for row in read_rows()
+        if not reason(row) and program_of(row).remat == "blocks"
+    }
+    # fms-fsdp: hardware over model FLOPs of 0.46 / 0.43, 0.49 / 0.38, 0.47 / 0.38.
+    assert layers == {
+        "Llama2-13B": 8,
+        "Llama-34B": 42,
+        "Llama2-70B": 57,
+        "Llama3-8B": 5,
+    }
+
+
 def test_constants_of_the_fit_move_the_predictions(rows):
-    slower = compared(Constants(matmul=0.5))
-    for one, other in zip(rows, slower, strict=True):
-        assert other.seconds > one.seconds
+    slower = Constants(matmul=0.5)
+    for one in rows[::6]:
+        assert predict(one.row, program_of(one.row), slower) > one.seconds
 
 
 def test_every_kept_schedule_is_of_a_row():

@@ -13,11 +13,13 @@ from collections.abc import Iterable, Iterator, Mapping, Set
 from fsdp_jax.planner.liveness._operations import MOVE, Operation, Program, Value
 from fsdp_jax.step._grad_mark import GRADIENT
 
+BARRIER = "optimization_barrier"
+
 VIEWS = {
+    BARRIER,
     "reshape",
     "squeeze",
     "expand_dims",
-    "optimization_barrier",
     "copy",
     "stop_gradient",
     "reshard",
@@ -31,7 +33,18 @@ VIEWS = {
 MAYBE_VIEWS = VIEWS | {"broadcast_in_dim"}
 """Primitives whose result shares the operand's memory if the bytes are equal."""
 
-KERNELS = {
+UPDATES = {
+    "dynamic_update_slice",
+    "scatter",
+    "scatter-add",
+    "scatter-sub",
+    "scatter-mul",
+    "scatter-min",
+    "scatter-max",
+}
+"""Primitives that overwrite a part of their first operand."""
+
+KERNELS = UPDATES | {
     MOVE,
     "dot_general",
     "conv_general_dilated",
@@ -51,14 +64,10 @@ KERNELS = {
     "cumsum",
     "cumprod",
     "cummax",
-    "scatter",
-    "scatter-add",
-    "scatter_add",
     "gather",
     "scan",
     "while",
     "cond",
-    "dynamic_update_slice",
     "dot_product_attention_fwd_wrapper",
     "dot_product_attention_bwd_wrapper",
     "pallas_call",
@@ -183,7 +192,7 @@ def _in_place(operation: Operation) -> Iterator[tuple[Value, Value]]:
         yield from (
             (made, read) for made, read in pairs if read and read.bytes == made.bytes
         )
-    elif operation.name == "dynamic_update_slice":
+    elif operation.name in UPDATES:
         if (target := operation.inputs[0]) is not None:
             yield operation.outputs[0], target
     elif operation.name == "scan":
@@ -224,6 +233,10 @@ def _written(
             written.update(operation.outputs)
         if operation.name in REDUCTIONS:
             written.update(operation.outputs)
+        if operation.name == BARRIER:
+            # XLA fuses nothing across a barrier.
+            passed = [value for value in _read(operation) if value not in generated]
+            written.update(_at_home(passed, homes))
         if operation.name not in KERNELS or set(operation.outputs) <= generated:
             continue
         read = list(operation.inputs)

@@ -6,12 +6,18 @@ import dataclasses
 from collections.abc import Callable, Collection, Iterable
 
 from fsdp_jax._scopes import units_in
-from fsdp_jax.planner.liveness._lifetimes import KERNELS, REDUCES, REDUCTIONS, VIEWS
+from fsdp_jax.planner.liveness._late_products import with_late_products
+from fsdp_jax.planner.liveness._lifetimes import (
+    BARRIER,
+    KERNELS,
+    REDUCES,
+    REDUCTIONS,
+    VIEWS,
+)
 from fsdp_jax.planner.liveness._operations import Operation, Program
 
-_BARRIER = "optimization_barrier"
 _CASTS = VIEWS | {"convert_element_type"}
-_FIXED = KERNELS | REDUCTIONS | {_BARRIER}
+_FIXED = KERNELS | REDUCTIONS | {BARRIER}
 
 
 def overlapped(program: Program) -> Program:
@@ -24,7 +30,8 @@ def overlapped(program: Program) -> Program:
     | reduction | just before what waits for it | it overlaps with a unit |
 
     So the weights of the next unit and the unreduced gradients of the one before are in
-    memory beside what a unit computes.
+    memory beside what a unit computes. Products that less depends on are late too, see
+    `with_late_products`: not in loops, whose bodies XLA schedules by themselves.
 
     Args:
       program: Program; returned unchanged if it has no reductions behind barriers, or
@@ -32,7 +39,7 @@ def overlapped(program: Program) -> Program:
     """
     links = _Links(program.operations)
     late = links.leading_to(
-        filter(links.is_tied, links.named(REDUCES)), lambda name: name == _BARRIER
+        filter(links.is_tied, links.named(REDUCES)), lambda name: name == BARRIER
     )
     early = links.leading_to(
         filter(links.is_tied, links.named({"all_gather"})), lambda name: name in _CASTS
@@ -44,8 +51,8 @@ def overlapped(program: Program) -> Program:
     scaled = links.leading_to(late, lambda name: name not in _FIXED) - late
     late |= links.made_of(late)
     order = _in_order(links, early | scaled, late)
-    operations = tuple(program.operations[i] for i in order)
-    return dataclasses.replace(program, operations=operations)
+    operations = with_late_products([program.operations[i] for i in order])
+    return dataclasses.replace(program, operations=tuple(operations))
 
 
 class _Links:
@@ -79,7 +86,7 @@ class _Links:
           i: Number of the operation.
         """
         return any(
-            self._names[maker] == _BARRIER
+            self._names[maker] == BARRIER
             or self._names[maker] in _CASTS
             and self.is_tied(maker)
             for maker in self.reads[i]
