@@ -16,6 +16,7 @@ _MIXERS = {
     "short_conv": "short convolution",
     "delta_net": "gated delta net",
     "mamba": "Mamba 2",
+    "mamba1": "Mamba 1",
 }
 
 

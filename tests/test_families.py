@@ -35,7 +35,8 @@ LIKE_OTHERS = {
     *("cohere2", "exaone4", "glm", "seed_oss", "ernie4_5", "arcee", "nemotron"),
     *("internlm3", "hunyuan", "hunyuan_moe", "granitemoe", "granitemoeshared"),
     *("glm4_moe", "glm4_moe_lite", "ernie4_5_moe", "minimax_m2", "dots1", "ministral3"),
-    *("mpt", "phimoe", "mamba2", "falcon_h1", "apertus", "llama4"),
+    *("mpt", "phimoe", "mamba", "mamba2", "falcon_h1", "apertus", "llama4"),
+    *("jamba", "minicpm3"),
 }
 LATER = ELSEWHERE | LIKE_OTHERS
 CASES = [

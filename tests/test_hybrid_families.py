@@ -63,6 +63,9 @@ CASES = {
     "attention beside Mamba over tp": Case("falcon_h1", {"tp": 2}, EVEN),
     "attention beside Mamba over pp": Case("falcon_h1", {"pp": 2}, stack="layers"),
     "Mamba alone over pp": Case("mamba2", {"pp": 2}, stack="layers"),
+    "Mamba 1 over tp": Case("jamba-dense", {"tp": 2}, EVEN),
+    "Mamba 1 beside experts over ep": Case("jamba", {"ep": 2}),
+    "Mamba 1 over pp": Case("mamba", {"pp": 2}, stack="layers"),
     "latent experts over ep": Case("nemotron_h", {"ep": 2}),
 }
 
@@ -138,6 +141,7 @@ def test_a_step_of_two_devices_is_that_of_one(name):
     [
         ("qwen3_next", "delta_net"),
         ("granitemoehybrid", "mamba"),
+        ("jamba-dense", "mamba1"),
         ("lfm2", "short_conv"),
     ],
 )
@@ -191,6 +195,7 @@ def test_a_mixer_over_cp_has_the_outputs_and_gradients_of_whole_rows(variant, mi
         ("lfm2", 5, ["hidden_size 48"]),
         ("qwen3_next", 4, ["num_key_heads 2"]),
         ("granitemoehybrid", 3, ["mamba.num_heads 4"]),
+        ("mamba", 5, ["mamba1.num_channels 96"]),
     ],
 )
 def test_heads_that_ranks_do_not_divide_are_refused_by_name(variant, ranks, sizes):
@@ -199,7 +204,10 @@ def test_heads_that_ranks_do_not_divide_are_refused_by_name(variant, ranks, size
         tensor_parallel_rules(config, ranks)
 
 
-HYBRIDS = ["lfm2", "qwen3_next", "granitemoehybrid", "falcon_h1", "mamba2"]
+HYBRIDS = [
+    *("lfm2", "qwen3_next", "granitemoehybrid", "falcon_h1", "mamba2", "mamba"),
+    "jamba",
+]
 
 
 @pytest.mark.parametrize("variant", HYBRIDS)

@@ -1,4 +1,7 @@
-"""The families that can be imported and exported, by their `model_type`."""
+"""The families that can be imported and exported, by their `model_type`.
+
+How to write one is in `docs/pages/how-to/add-a-model-family.md`.
+"""
 
 from types import MappingProxyType
 
@@ -35,10 +38,13 @@ from bridge.families import (
     hunyuan_v1_dense,
     hunyuan_v1_moe,
     internlm3,
+    jamba,
     lfm2,
     llama,
     llama4,
+    mamba,
     mamba2,
+    minicpm3,
     minimax_m2,
     ministral3,
     mistral,
@@ -68,6 +74,8 @@ from bridge.families import (
 )
 from bridge.families._family import Family
 
+# Dense models, mixtures of experts, and models with layers that keep a state, each
+# roughly in the order they were added. No code depends on it: new ones go anywhere.
 _MODULES = (
     *(llama, mistral, qwen2, qwen3, gemma, gemma2, gemma3, phi, phi3, gpt2, gptj, opt),
     *(olmo, olmo2, olmo3, smollm3, granite, cohere, cohere2, glm, glm4, exaone4),
@@ -77,7 +85,7 @@ _MODULES = (
     *(granitemoeshared, deepseek_v2, deepseek_v3, glm4_moe, ernie4_5_moe, minimax_m2),
     *(hunyuan_v1_moe, dots1, glm4_moe_lite, ministral3),
     *(lfm2, qwen3_next, qwen3_5, qwen3_5_moe, granitemoehybrid),
-    *(nemotron_h, falcon_h1, mamba2),
+    *(nemotron_h, falcon_h1, mamba, mamba2, jamba, minicpm3),
 )
 
 FAMILIES = MappingProxyType[str, Family](

@@ -1,6 +1,6 @@
 """Rules of the parts of a layer that many families share, without their prefix.
 
-Rows of q and k are in the order in which the family turns them, in the files and in
+Rows of q and k are in the order in which the family rotates them, in the files and in
 the model alike, so no rule permutes them.
 """
 
@@ -14,8 +14,8 @@ Rules = tuple[Rule, ...]
 
 HEAD = Rule("lm_head.weight", "lm_head.kernel", "vocab embed -> embed vocab")
 
-# Grouped-query attention: a layout splits the rows of a file into heads, of which keys
-# and values have fewer. How many of each, `sizes_of` reads from the config.
+# Grouped-query attention (GQA): queries have `heads`, keys and values `kv_heads`, whose
+# numbers `sizes_of` takes from `num_attention_heads` and `num_key_value_heads`.
 _Q = (
     "(heads head_dim) embed -> embed heads head_dim",
     "(heads head_dim) -> heads head_dim",

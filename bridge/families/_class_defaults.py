@@ -3,10 +3,15 @@
 transformers 4 leaves a field out of a `text_config` that has the default of its class.
 A config of its own always says them: there a missing one is refused.
 
+A family belongs here if published multimodal models have it as their text part; of any
+other, a `text_config` without a size is refused. Each entry has all the fields that the
+family's table requires, with the defaults of the class: tests compare both.
+
 Source: transformers `models/*/configuration_*.py`.
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 _NAMES = (
     "vocab_size",
@@ -49,3 +54,24 @@ CLASS_DEFAULTS: Mapping[str, Mapping[str, int]] = {
     "deepseek_v3": _sizes(129280, 7168, 18432, 61, 128),
 }
 """Sizes by field name, by `model_type`; fields that a family requires."""
+
+_QWEN2_VL = {
+    **_sizes(152064, 8192, 29568, 80, 64),
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "max_window_layers": 80,
+    "rope_theta": 1000000.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+}
+
+TEXT_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "qwen2_vl_text": _QWEN2_VL,
+    "qwen2_5_vl_text": _QWEN2_VL,
+    "qwen3_vl_text": {
+        **_sizes(151936, 4096, 22016, 32, 32),
+        "max_position_embeddings": 128000,
+        "rope_theta": 500000.0,
+    },
+}
+"""Defaults of text parts that are a family's model with other defaults than its own."""

@@ -110,4 +110,4 @@ def _derived() -> FieldTransform:
 
 
 DERIVED_SIZES = _derived()
-"""`head_dim` of these files is the turned part of a head, and follows."""
+"""`head_dim` of these files is the rotary part of a head, and follows."""

@@ -22,7 +22,7 @@ FURTHER = ("mtp.**", "model.mtp.**")
 
 @dataclasses.dataclass(frozen=True)
 class Field:
-    """A field of a config file that is one of ours.
+    """A field of `config.json` that is a field of `DecoderConfig`.
 
     Args:
       default: What transformers takes when the file does not say; `REQUIRED` if there
@@ -37,7 +37,7 @@ class Field:
     aliases: tuple[str, ...] = ()
 
     def targets(self, name: str) -> tuple[str, ...]:
-        """Our names for what the file calls `name`."""
+        """Names in `DecoderConfig` of what the file calls `name`."""
         if isinstance(self.ours, tuple):
             return self.ours
         return (self.ours or name,)
@@ -104,11 +104,12 @@ class Family:
       also_architectures: Other classes that its config files name.
       also_named: Other values of `model_type` whose files are of this family in
         everything else; an export says `model_type`.
-      fields: Fields of the config file that are fields of ours.
+      fields: Fields of `config.json` that are fields of `DecoderConfig`.
       key_mappings: How its checkpoints name their tensors; the first is what is
         written.
-      transforms: Fields that are not one to one with ours.
-      constants: Constants of all models of the family, by our dotted names.
+      transforms: Fields that are not one to one with those of `DecoderConfig`.
+      constants: Values of all models of the family, by dotted names in
+        `DecoderConfig`.
       fixed: Fields of which one value is modelled; any other is refused.
       passthrough: Fields that change no logit, with transformers' default; kept.
       aliases: Other names that files give fields of `passthrough`; never written.
@@ -120,6 +121,7 @@ class Family:
         have, where transforms read them.
       ignore: Tensors that checkpoints may hold and nobody reads; `{name}` stands for a
         number, `**` for anything.
+      fan_in_fan_out: Whether linear weights are stored as `[in, out]`; PEFT's name.
     """
 
     model_type: str
@@ -137,6 +139,7 @@ class Family:
     ignore: Callable[[DecoderConfig], tuple[str, ...]] = lambda _: ()
     also_architectures: tuple[str, ...] = ()
     also_named: tuple[str, ...] = ()
+    fan_in_fan_out: bool = False
 
     def mapping(self, config: DecoderConfig) -> WeightMapping:
         """Returns the rules that hold for a config, with its sizes."""
@@ -232,5 +235,12 @@ def _mixer_sizes(config: DecoderConfig) -> dict[str, int | range]:
             "mamba_groups": mamba.num_groups,
             "mamba_state": mamba.state_size,
             "group_width": mamba.num_heads // mamba.num_groups * mamba.head_dim,
+        }
+    if (mamba1 := config.mamba1) is not None:
+        sizes |= {
+            "conv_kernel": mamba1.kernel_size,
+            "channels": mamba1.num_channels,
+            "channel_state": mamba1.state_size,
+            "step_rank": mamba1.time_step_rank,
         }
     return sizes

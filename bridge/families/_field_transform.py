@@ -1,4 +1,8 @@
-"""Fields of a config file that are not one to one with fields of ours."""
+"""Fields of `config.json` that are not one to one with fields of `DecoderConfig`.
+
+In the tables of families, too, "ours" is a field of `bridge.models.DecoderConfig`, by
+its dotted name (`"moe.n_group"`), and "the file" is `config.json`.
+"""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -9,13 +13,14 @@ from bridge.models import DecoderConfig
 
 @dataclasses.dataclass(frozen=True)
 class FieldTransform:
-    """A way to read some fields of a config file, and to write them back.
+    """Reads some fields of `config.json` into a `DecoderConfig`, and writes them back.
 
     Args:
       names: The fields of the file that it reads.
-      read: From all fields of the file, defaults filled in, to values of ours by
-        dotted name (`"moe.n_group"`); raises a `ValueError` for what is not modelled.
-      write: From our config to fields of the file, from which `read` makes the same.
+      read: From all fields of the file, defaults filled in, to values of
+        `DecoderConfig` by dotted name; raises a `ValueError` for what is not modelled.
+      write: From a `DecoderConfig` to fields of the file, from which `read` makes the
+        same values.
       defaults: What transformers takes for those of the fields that a file need not
         say; `read` finds them filled in.
     """

@@ -1,8 +1,8 @@
-"""Rotary embedding in Hugging Face config files: two key_mappings of one thing.
+"""Rotary embedding in Hugging Face config files, in two formats.
 
-transformers 5 writes `rope_parameters`; up to 4 it was `rope_theta` and
-`rope_scaling`, and a reader that knows one key_mapping takes the default for the other
-in silence: a base of 10,000 where 500,000 was meant.
+They are `rope_theta` + `rope_scaling` (transformers 4) and `rope_parameters` (5). A
+reader that knows one format takes the default where a file has the other, in silence: a
+base of 10,000 where 500,000 was meant.
 
 Source: transformers `modeling_rope_utils.py::RotaryEmbeddingConfigMixin`, and the
 `convert_rope_params_to_dict` of `configuration_gemma3.py`, `configuration_olmo3.py`.
@@ -17,7 +17,12 @@ from bridge.models import DecoderConfig, RopeConfig
 from bridge.models._rope_config import NEEDED, OPTIONAL, STRETCHING
 
 Fields = Mapping[str, Any]
-_SPELLINGS = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
+_ROPE_FIELDS = (
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
+    "partial_rotary_factor",
+)
 _BESIDE = ("rope_theta", "partial_rotary_factor")
 _ORIGINAL_LENGTH = "original_max_position_embeddings"
 _LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -42,7 +47,7 @@ def rope(
 
     Args:
       theta: What transformers takes for `rope_theta` where the file does not say.
-      partial: The same for `partial_rotary_factor`; None if the family turns whole
+      partial: The same for `partial_rotary_factor`; None if the family rotates whole
         heads whatever the file says.
       types: The types of rope that the family has.
       interleaved: Whether the family's pairs are neighbours.
@@ -53,7 +58,7 @@ def rope(
         it keeps that beside the rope and not in it; None if it does not.
       absent: The rope of a file that says nothing of one; None means unscaled.
     """
-    said = {**dict.fromkeys((*_SPELLINGS, *names)), names[1]: partial}
+    said = {**dict.fromkeys((*_ROPE_FIELDS, *names)), names[1]: partial}
     if interleave_field is not None:
         said[interleave_field] = interleaved
     if original_length is not None:
@@ -89,7 +94,7 @@ def rope(
 
 
 def rope_of_dims(theta: float) -> FieldTransform:
-    """Reads and writes one rope, of which `rotary_dim` may say how many dims turn.
+    """Reads and writes one rope, of which `rotary_dim` may be the number of dims.
 
     A factor wins over it, as in transformers.
 
@@ -116,15 +121,15 @@ def rope_by_layer_type(
 ) -> FieldTransform:
     """Reads and writes a rope for full layers and one for those that slide.
 
-    In the old key_mapping the scaling is the full layers' alone.
+    In the format of transformers 4 the scaling is the full layers' alone.
 
     Args:
       theta: What transformers takes for the full layers' base.
       sliding_theta: The same for the sliding ones.
-      sliding_name: The old key_mapping's field for the sliding layers' base; None if it
-        has none, for then it takes `sliding_theta` whatever `rope_theta` says.
+      sliding_name: Field of transformers 4 for the sliding layers' base; None if the
+        family has none, where the base is `sliding_theta` whatever `rope_theta` says.
     """
-    names = (*_SPELLINGS, *([sliding_name] if sliding_name else []))
+    names = (*_ROPE_FIELDS, *([sliding_name] if sliding_name else []))
 
     def read(fields: Fields) -> dict[str, Any]:
         nested = fields.get("rope_parameters") or {}
@@ -177,7 +182,7 @@ def rope_by_layer_type(
 def read_rope(
     fields: Fields, defaults: Fields | None = None, absent: Fields | None = None
 ) -> RopeConfig:
-    """Reads either key_mapping, or both if they agree.
+    """Reads either format, or both if they agree.
 
     Args:
       fields: A whole config file.
@@ -185,11 +190,11 @@ def read_rope(
       absent: The rope of a file that gives none.
 
     Raises:
-      ValueError: If the key_mappings differ, or say what is not modelled.
+      ValueError: If the formats differ, or a file says what is not modelled.
     """
     defaults = {"rope_theta": 10000.0, **(defaults or {})}
     given = {
-        name: _read_key_mapping(name, fields[name], fields, defaults)
+        name: _read_format(name, fields[name], fields, defaults)
         for name in ("rope_scaling", "rope_parameters")
         if fields.get(name)
     }
@@ -197,11 +202,11 @@ def read_rope(
         raise ValueError(f"rope_scaling and rope_parameters differ: {given}")
     if given:
         return next(iter(given.values()))
-    return _read_key_mapping("", absent or {}, fields, defaults)
+    return _read_format("", absent or {}, fields, defaults)
 
 
 def write_rope(rope: RopeConfig, partial: float | None = None) -> dict[str, Any]:
-    """Writes both key_mappings, so that transformers 4 and 5 read the same.
+    """Writes both formats, so that transformers 4 and 5 read the same.
 
     Args:
       rope: What to write.
@@ -261,23 +266,22 @@ def _check_whole(rope: RopeConfig, beside: float | None = None) -> None:
     for factor in (rope.partial_rotary_factor, beside):
         if factor not in (None, 1):
             raise ValueError(
-                f"partial_rotary_factor = {factor!r}: this family turns whole heads, "
+                f"partial_rotary_factor = {factor!r}: this family rotates whole heads, "
                 "and transformers does not read the field; remove it or set it to 1"
             )
 
 
-def _read_key_mapping(
-    name: str, key_mapping: Any, fields: Fields, defaults: Fields
-) -> RopeConfig:
-    if not isinstance(key_mapping, Mapping):
-        raise ValueError(f"{name} = {key_mapping!r} is not an object")
+def _read_format(name: str, rope: Any, fields: Fields, defaults: Fields) -> RopeConfig:
+    """Reads the rope that is the value of the field `name`."""
+    if not isinstance(rope, Mapping):
+        raise ValueError(f"{name} = {rope!r} is not an object")
     values: dict[str, Any] = {
         key: tuple(value) if isinstance(value, list) else value
-        for key, value in key_mapping.items()
+        for key, value in rope.items()
         if value is not None
     }
-    if "truncate" in key_mapping:  # where null counts as false, and absence as true
-        values["truncate"] = key_mapping["truncate"] or False
+    if "truncate" in rope:  # where null counts as false, and absence as true
+        values["truncate"] = rope["truncate"] or False
     old_type = values.pop("type", "default")
     kind: Any = values.setdefault("rope_type", old_type)
     kind = values["rope_type"] = _ALIASES.get(kind, kind)

@@ -1,4 +1,4 @@
-"""Which layers slide, which do not turn, which are dense: said in many ways."""
+"""Which layers slide, which have no rope, which are dense, in the formats of files."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -40,7 +40,7 @@ def layer_types(every: int, pattern_field: str | None = None) -> FieldTransform:
 
 
 def turned_where_sliding(every: int) -> FieldTransform:
-    """Reads the type of each layer, where full layers do not turn their heads.
+    """Reads the type of each layer, where full layers have no rope.
 
     Args:
       every: Every so many layers are full, others slide, where the file says neither
@@ -217,13 +217,13 @@ def _no_rope_layers() -> FieldTransform:
     name, every = "no_rope_layers", "no_rope_layer_interval"
 
     def read(fields: Fields) -> dict[str, Any]:
-        count, turned = fields["num_hidden_layers"], fields[name]
-        if turned is None:
+        count, has_rope = fields["num_hidden_layers"], fields[name]
+        if has_rope is None:
             period = interval(fields, every)
-            turned = [int((layer + 1) % period != 0) for layer in range(count)]
-        if len(turned) != count:
-            raise ValueError(f"{name} has {len(turned)} entries for {count} layers")
-        return {name: tuple(i for i, turns in enumerate(turned) if not turns)}
+            has_rope = [int((layer + 1) % period != 0) for layer in range(count)]
+        if len(has_rope) != count:
+            raise ValueError(f"{name} has {len(has_rope)} entries for {count} layers")
+        return {name: tuple(i for i, has in enumerate(has_rope) if not has)}
 
     def write(config: DecoderConfig) -> dict[str, Any]:
         layers = range(config.num_hidden_layers)
@@ -233,7 +233,7 @@ def _no_rope_layers() -> FieldTransform:
 
 
 NO_ROPE_LAYERS = _no_rope_layers()
-"""`no_rope_layers` of a file has a 1 for each layer that does turn."""
+"""`no_rope_layers` of a file has a 1 for each layer that has a rope."""
 
 
 def first_dense(default: int) -> FieldTransform:

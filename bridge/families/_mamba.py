@@ -35,8 +35,8 @@ def mamba(config: DecoderConfig, at: str = "mamba.") -> Rules:
     convs = tuple(f"{to}{name}_conv" for name in "xbc")
     in_proj = (of_x, of_x, of_state, of_state, of_heads)
     rules = [
-        _split(f"{at}in_proj.weight", parts, "kernel", in_proj),
-        _split(f"{at}conv1d.weight", convs, "kernel", (taps[0], taps[1], taps[1])),
+        split_rule(f"{at}in_proj.weight", parts, "kernel", in_proj),
+        split_rule(f"{at}conv1d.weight", convs, "kernel", (taps[0], taps[1], taps[1])),
         Rule(f"{at}dt_bias", f"{to}dt_bias", heads),
         Rule(f"{at}A_log", f"{to}a_log", heads),
         Rule(f"{at}D", f"{to}skip", heads),
@@ -51,17 +51,25 @@ def mamba(config: DecoderConfig, at: str = "mamba.") -> Rules:
         rules.append(Rule(f"{at}norm.weight", f"{to}norm.scale", layout))
     if sizes.conv_bias:
         biases = (own[0], own[1], own[1])
-        rules.append(_split(f"{at}conv1d.bias", convs, "bias", biases))
+        rules.append(split_rule(f"{at}conv1d.bias", convs, "bias", biases))
     if sizes.proj_bias:
         biases = (own[0], own[0], own[1], own[1], heads)
-        rules.append(_split(f"{at}in_proj.bias", parts, "bias", biases))
+        rules.append(split_rule(f"{at}in_proj.bias", parts, "bias", biases))
         rules.append(Rule(f"{at}out_proj.bias", f"{to}o_proj.bias", "embed -> embed"))
     return tuple(rules)
 
 
-def _split(
+def split_rule(
     source: str, modules: tuple[str, ...], leaf: str, layouts: tuple[str, ...]
 ) -> Rule:
+    """Returns the rule of one tensor that several modules share.
+
+    Args:
+      source: Name of the tensor.
+      modules: The modules, in the order of its rows.
+      leaf: Name of the parameter in each module.
+      layouts: Layout of each part.
+    """
     return Rule(source, tuple(f"{module}.{leaf}" for module in modules), layouts)
 
 

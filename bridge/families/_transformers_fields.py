@@ -1,7 +1,7 @@
 """Names of config fields that transformers knows, by `model_type`.
 
-They are in transformers_fields.json, which a helper of the tests writes from the
-transformers that is installed.
+`python tests/helpers/transformers_fields.py` writes them to transformers_fields.json,
+from the transformers that is installed.
 """
 
 from __future__ import annotations

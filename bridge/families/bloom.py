@@ -10,6 +10,7 @@ from bridge.families._blocks import (
     PRE_NORMS,
     Rules,
     attention_out,
+    ignore_tied_head,
     norms,
     outside,
     ungated_mlp,
@@ -38,10 +39,6 @@ def _key_mapping(prefix: str) -> KeyMapping:
         lambda config: outer(config) + norms(names, bias=True),
         Layers(prefix + "h.{layer}.", _layer),
     )
-
-
-def _ignore(config: DecoderConfig) -> tuple[str, ...]:
-    return ("lm_head.weight",) if config.tie_word_embeddings else ()
 
 
 # An MLP is four times as wide as the residual stream, whatever the file says.
@@ -90,5 +87,5 @@ FAMILY = Family(
     },
     aliases={"n_embed": "hidden_size"},
     key_mappings=(_key_mapping("transformer."), _key_mapping("")),
-    ignore=_ignore,
+    ignore=ignore_tied_head,
 )

@@ -1,4 +1,4 @@
-"""Command A and R7B: three layers of four slide, and only those turn their heads.
+"""Command A and R7B: three layers of four slide, and only those have a rope.
 
 Source: transformers `configuration_cohere2.py`, `modeling_cohere2.py`.
 """

@@ -1,4 +1,4 @@
-"""ERNIE 4.5 (0.3B): Llama that turns neighbouring dims.
+"""ERNIE 4.5 (0.3B): Llama with interleaved rope.
 
 Source: transformers `configuration_ernie4_5.py`, `modeling_ernie4_5.py`.
 """

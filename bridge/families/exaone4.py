@@ -1,6 +1,6 @@
-"""EXAONE 4: norms behind attention and MLP and of each head; full layers do not turn.
+"""EXAONE 4: norms behind attention and MLP and of each head; full layers have no rope.
 
-Models of full layers alone, without a window, turn in all of them.
+Models of full layers alone, without a window, have a rope in all of them.
 
 Source: transformers `configuration_exaone4.py`, `modeling_exaone4.py`.
 """

@@ -1,4 +1,4 @@
-"""Falcon-H1: attention and Mamba 2 side by side in each layer, with factors of all.
+"""Falcon-H1: attention and Mamba 2 side by side in each layer, with muP multipliers.
 
 Source: transformers `configuration_falcon_h1.py`, `modeling_falcon_h1.py`.
 """

@@ -1,4 +1,4 @@
-"""GLM-4 (0414): norms before and after, half of a head turned, pairs neighbours.
+"""GLM-4 (0414): norms before and after, half of a head rotary, interleaved pairs.
 
 Source: transformers `configuration_glm4.py`, `modeling_glm4.py`.
 """

@@ -1,4 +1,4 @@
-"""GLM-4.5, 4.6 and 4.7: the router of DeepSeek-V3, and half of each head turned.
+"""GLM-4.5, 4.6 and 4.7: the router of DeepSeek-V3, and half of each head rotary.
 
 The layers that predict further tokens are left out; see `deepseek_v3`.
 

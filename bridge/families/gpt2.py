@@ -100,7 +100,7 @@ FAMILY = Family(
         "scale_attn_by_inverse_layer_idx": False,
         "add_cross_attention": False,
     },
-    # Logits know nothing of these.
+    # These change no logit.
     passthrough={
         **_gpt.DROPOUT,
         "reorder_and_upcast_attn": False,
@@ -114,4 +114,5 @@ FAMILY = Family(
     },
     key_mappings=(_key_mapping("transformer."), _key_mapping("")),
     ignore=_ignore,
+    fan_in_fan_out=True,
 )

@@ -106,7 +106,8 @@ FAMILY = Family(
     transforms=(
         FieldTransform(
             (*_ROPE.names, _POSITIONS),
-            *(_read_rope, _write_rope),
+            _read_rope,
+            _write_rope,
             {**_ROPE.defaults, _POSITIONS: None},
         ),
         FieldTransform(tuple(_WIDTHS), _read_widths, _write_widths, _WIDTHS),

@@ -1,4 +1,4 @@
-"""HunYuan 0.5B to 7B, and HunYuan-MT: Llama with heads normed once they are turned.
+"""HunYuan 0.5B to 7B, and HunYuan-MT: Llama with heads normed after the rope.
 
 Source: transformers `configuration_hunyuan_v1_dense.py`,
 `modeling_hunyuan_v1_dense.py`.

@@ -36,12 +36,16 @@ def _short_conv(config: DecoderConfig) -> Rules:
     conv = "embed one conv_kernel -> embed (one conv_kernel)"
     return (
         *linear(
-            *(f"{at}in_proj", f"{to}in_proj", inside),
+            f"{at}in_proj",
+            f"{to}in_proj",
+            inside,
             "(three embed) -> three embed" if bias else None,
         ),
         *linear(f"{at}conv", f"{to}conv", conv, "embed -> embed" if bias else None),
         *linear(
-            *(f"{at}out_proj", f"{to}out_proj", back),
+            f"{at}out_proj",
+            f"{to}out_proj",
+            back,
             "embed -> embed" if bias else None,
         ),
     )

@@ -1,4 +1,6 @@
-"""Llama 4, the text models: chunks, layers that do not turn, weights of inputs.
+"""Llama 4: chunked attention, NoPE layers, router weights applied to expert inputs.
+
+The text models alone.
 
 Source: transformers `configuration_llama4.py`, `modeling_llama4.py`.
 """

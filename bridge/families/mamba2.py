@@ -70,7 +70,8 @@ _BOUNDS = FieldTransform(
     {_LIMIT: (0.0, float("inf"))},
 )
 
-# How many numbers a time step of Mamba 1 is projected from; of Mamba 2 nobody asks.
+# Rank of Mamba 1's projection of time steps. Mamba 2 has no such projection, and its
+# config class computes the field all the same: exports say what it computes.
 _RANK = FieldTransform(
     ("time_step_rank",),
     lambda _: {},

@@ -9,7 +9,14 @@ Source: transformers `configuration_mpt.py`, `modeling_mpt.py`.
 from collections.abc import Mapping
 from typing import Any
 
-from bridge.families._blocks import Rules, attention_out, norms, outside, ungated_mlp
+from bridge.families._blocks import (
+    Rules,
+    attention_out,
+    ignore_tied_head,
+    norms,
+    outside,
+    ungated_mlp,
+)
 from bridge.families._family import Family, Field, KeyMapping, Layers
 from bridge.families._field_transform import FieldTransform
 from bridge.families._fields import tokens
@@ -80,7 +87,8 @@ def _write_attention(config: DecoderConfig) -> dict[str, Any]:
     read = {
         "clip_qkv": config.clip_qkv,
         "softmax_scale": config.attention_multiplier,
-        "alibi_bias_max": int(largest),
+        # An integer in all published files; other values are written as they are.
+        "alibi_bias_max": int(largest) if largest.is_integer() else largest,
     }
     return {_ATTENTION: {**_FIXED, **read}}
 
@@ -127,7 +135,7 @@ FAMILY = Family(
         "gated_mlp": False,
     },
     fixed={"no_bias": True, "logit_scale": None},
-    # Logits know nothing of these; there are no learned positions beside ALiBi.
+    # These change no logit: transformers builds no learned positions beside ALiBi.
     passthrough={
         "learned_pos_emb": True,
         "emb_pdrop": 0.0,
@@ -143,5 +151,5 @@ FAMILY = Family(
             Layers("transformer.blocks.{layer}.", _layer),
         ),
     ),
-    ignore=lambda config: ("lm_head.weight",) if config.tie_word_embeddings else (),
+    ignore=ignore_tied_head,
 )

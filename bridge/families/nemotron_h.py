@@ -63,11 +63,10 @@ def _sparse(config: DecoderConfig, experts: Rules) -> Rules:
             "experts -> experts",
         ),
         *experts,
+        *linear(f"{at}up_proj", f"{to}up_proj", "shared_mlp embed -> embed shared_mlp"),
         *linear(
-            *(f"{at}up_proj", f"{to}up_proj"), "shared_mlp embed -> embed shared_mlp"
-        ),
-        *linear(
-            *(f"{at}down_proj", f"{to}down_proj"),
+            f"{at}down_proj",
+            f"{to}down_proj",
             "embed shared_mlp -> shared_mlp embed",
         ),
     )

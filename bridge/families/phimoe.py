@@ -1,4 +1,4 @@
-"""Phi-3.5-MoE: two experts by sparse mixing, layer norms, biases of attention and head.
+"""Phi-3.5-MoE: top-2 routing by SparseMixer, layer norms, attention and head biases.
 
 As in transformers, the frequencies of all texts are divided by `short_factor`; texts
 beyond the original length differ by `long_mscale` alone. Experts are chosen as in
@@ -91,7 +91,8 @@ FAMILY = Family(
     transforms=(
         FieldTransform(
             (*_BASE.names, _LENGTH),
-            *(_read_rope, _write_rope),
+            _read_rope,
+            _write_rope,
             {**_BASE.defaults, _LENGTH: None},
         ),
         window_of_all(),

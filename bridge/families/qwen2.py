@@ -28,4 +28,10 @@ FAMILY = Family(
     passthrough={"max_window_layers": 28},
     key_mappings=(key_mapping(dense_layer),),
     ignore=ignore_tied_head,
+    # Text parts of Qwen2-VL and Qwen2.5-VL.
+    also_named=("qwen2_vl_text", "qwen2_5_vl_text"),
+    also_architectures=(
+        "Qwen2VLForConditionalGeneration",
+        "Qwen2_5_VLForConditionalGeneration",
+    ),
 )

@@ -30,4 +30,6 @@ FAMILY = Family(
     passthrough={"max_window_layers": 28},
     key_mappings=(key_mapping(dense_layer),),
     ignore=ignore_tied_head,
+    also_named=("qwen3_vl_text",),  # text part of Qwen3-VL
+    also_architectures=("Qwen3VLForConditionalGeneration",),
 )

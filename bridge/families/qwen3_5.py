@@ -22,7 +22,7 @@ from bridge.families._hf_rope import rope
 from bridge.families.qwen3_next import LAYER_TYPES, SIZES_OF_DELTA_NET
 from bridge.models import DecoderConfig, LayerKind
 
-# How three positions of an image share the turned dims; those of texts are equal.
+# How three positions of an image share the rotary dims; those of texts are equal.
 _OF_IMAGES = ("mrope_section", "mrope_interleaved")
 _ROPES = ("rope_parameters", "rope_scaling")
 

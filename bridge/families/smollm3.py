@@ -1,4 +1,4 @@
-"""SmolLM3: Llama of which every fourth layer does not turn its heads.
+"""SmolLM3: Llama of which every fourth layer has no rope (NoPE).
 
 Source: transformers `configuration_smollm3.py`, `modeling_smollm3.py`.
 """

@@ -1,4 +1,4 @@
-"""StableLM 2 and 3B-4E1T: layer norms, a quarter of each head turned.
+"""StableLM 2 and 3B-4E1T: layer norms, a quarter of each head rotary.
 
 The 12B model norms each head by a scale of its own, and adds attention and MLP side by
 side.

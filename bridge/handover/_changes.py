@@ -152,11 +152,13 @@ def changed_weights(
         name: updated(total, 0, moved[name])
         for name, total in snapshot.checksums.items()
     }
-    changes = [
-        TensorChanges(name, shape, *parts, snapshot.checksums[name], after[name])
-        for name, (shape, dtype) in entries.items()
-        if len((parts := _gathered(found.get(name, []), dtype))[0])
-    ]
+    changes = []
+    for name, (shape, dtype) in entries.items():
+        # Collective: every process visits all tensors in the same order.
+        positions, values = _gathered(found.get(name, []), dtype)
+        if len(positions):
+            sums = snapshot.checksums[name], after[name]
+            changes.append(TensorChanges(name, shape, positions, values, *sums))
     return changes, dataclasses.replace(snapshot, shards=now, checksums=after)
 
 
@@ -222,8 +224,8 @@ def _gathered(
 def _from_all(array: np.ndarray) -> np.ndarray:
     """Concatenates arrays of other lengths of all processes, as bytes padded alike."""
     data = array.view(np.uint8).reshape(-1)
-    sizes = multihost_utils.process_allgather(np.array([data.size], np.uint32)).ravel()
-    padded = np.zeros(int(sizes.max()), np.uint8)
+    sizes = _from_each(data.size)
+    padded = np.zeros(max(sizes), np.uint8)
     padded[: data.size] = data
     rows = np.asarray(multihost_utils.process_allgather(padded)).reshape(len(sizes), -1)
     joined = [row[:size] for row, size in zip(rows, sizes, strict=True)]
@@ -234,14 +236,22 @@ def _summed(mine: Mapping[str, int]) -> dict[str, int]:
     """Sums checksums over processes."""
     if jax.process_count() == 1:
         return dict(mine)
-    # As halves: jax has no 64-bit integers unless asked for.
-    halves = np.array([divmod(x, 1 << 32) for x in mine.values()], np.uint32)
-    rows = np.asarray(multihost_utils.process_allgather(halves)).astype(object)
-    sums = [
-        sum(int(h) << 32 | int(low) for h, low in row)
-        for row in zip(*rows, strict=True)
-    ]
+    rows = _numbers_of_all(list(mine.values()))
+    sums = [sum(each) for each in zip(*rows, strict=True)]
     return {name: x % (1 << 64) for name, x in zip(mine, sums, strict=True)}
+
+
+def _from_each(number: int) -> list[int]:
+    """Returns a number of each process."""
+    return [row[0] for row in _numbers_of_all([number])]
+
+
+def _numbers_of_all(mine: list[int]) -> list[list[int]]:
+    """Returns the numbers of each process, which are below `2 ** 64`."""
+    # As halves: jax has no 64-bit integers unless asked for.
+    halves = np.array([divmod(x, 1 << 32) for x in mine], np.uint32)
+    rows = np.asarray(multihost_utils.process_allgather(halves)).tolist()
+    return [[high << 32 | low for high, low in row] for row in rows]
 
 
 def _check_same(

@@ -28,10 +28,10 @@ def offsets(piece: Piece) -> tuple[int, list[Int64[np.ndarray, " size"]]]:
     strides, step, constant = {}, 1, 0
     dims = zip(piece.layout.source, piece.source_shape, piece.source_box, strict=True)
     for names, size, section in reversed(list(dims)):
-        within = step
+        stride = step
         for name in reversed(names):
-            strides[name] = within
-            within *= piece.sizes[name]
+            strides[name] = stride
+            stride *= piece.sizes[name]
         constant += section.start * step
         step *= size
     return constant, [

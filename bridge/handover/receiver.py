@@ -300,7 +300,9 @@ def _parse(tensors: Any) -> list[tuple[str, str, tuple[int, ...]]]:
 def _parse_changes(tensors: Any) -> list[ChangeHeader]:
     return [
         ChangeHeader(
-            *(str(name), str(kind), _sizes(shape)),
+            str(name),
+            str(kind),
+            _sizes(shape),
             *_sizes([runs, count]),
             *(int(each, 16) for each in checksums),
         )

@@ -23,6 +23,7 @@ from bridge.hf._unread import (
 from bridge.models import (
     DecoderConfig,
     DeltaNetConfig,
+    Mamba1Config,
     MambaConfig,
     MLAConfig,
     MoEConfig,
@@ -41,6 +42,7 @@ _PARTS = {
     "short_conv": ShortConvConfig,
     "delta_net": DeltaNetConfig,
     "mamba": MambaConfig,
+    "mamba1": Mamba1Config,
     "multipliers": MultipliersConfig,
 }
 
@@ -127,7 +129,7 @@ def left_out_fields(
 
 
 def to_hf_config(config: DecoderConfig) -> dict[str, Any]:
-    """Writes the fields of a Hugging Face config, in old and new key_mappings.
+    """Writes the fields of a Hugging Face config, for transformers 4 and 5.
 
     `rope_parameters` beside `rope_theta` and `rope_scaling`, `dtype` beside
     `torch_dtype`: transformers 4 and 5 each read theirs.

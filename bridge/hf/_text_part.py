@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from bridge.families import FAMILIES
-from bridge.families._class_defaults import CLASS_DEFAULTS
+from bridge.families import FAMILIES, NAMES
+from bridge.families._class_defaults import CLASS_DEFAULTS, TEXT_DEFAULTS
 
 # Multimodal models whose text part is the very model of its family: transformers makes
 # it of `text_config` alone, and texts without images attend as there. PaliGemma, say,
@@ -14,10 +14,16 @@ MULTIMODAL = frozenset(
     aria aya_vision cohere2_vision deepseek_vl deepseek_vl_hybrid fast_vlm gemma3
     got_ocr2 idefics2 idefics3 internvl janus kimi_k25 lighton_ocr llama4 llava
     llava_next llava_next_video llava_onevision mistral3 modernvbert ovis2 perception_lm
-    qianfan_ocr qwen2_audio qwen3_5 qwen3_5_moe smolvlm video_llama_3 video_llava
-    vipllava voxtral
+    qianfan_ocr qwen2_5_vl qwen2_audio qwen2_vl qwen3_5 qwen3_5_moe qwen3_vl smolvlm
+    video_llama_3 video_llava vipllava voxtral
     """.split()
 )
+# Multimodal models whose published files have the fields of the text part beside those
+# of the others.
+_FLAT = {"qwen2_vl": "qwen2_vl_text", "qwen2_5_vl": "qwen2_5_vl_text"}
+# How three positions of an image share the rotary dims; those of texts are equal.
+_OF_IMAGES = ("mrope_section", "mrope_interleaved")
+_ROPES = ("rope_parameters", "rope_scaling")
 _SHARED = (
     *("quantization_config", "tie_word_embeddings", "auto_map"),
     *("bos_token_id", "eos_token_id", "pad_token_id"),
@@ -38,32 +44,56 @@ def text_fields(fields: Mapping[str, Any]) -> Mapping[str, Any]:
       ValueError: If the config is multimodal, and its text part is not known to be the
         model of its family.
     """
-    text, model_type = fields.get("text_config"), fields.get("model_type")
-    if not is_multimodal(fields) or not isinstance(text, Mapping):
+    model_type = fields.get("model_type")
+    text = _text_of(fields)
+    if text is None:
         return fields
     kind = str(text.get("model_type"))
-    if model_type not in MULTIMODAL or kind not in FAMILIES:
+    if model_type not in MULTIMODAL or kind not in NAMES:
         raise ValueError(
             f"model_type {model_type!r} with a text_config of model_type {kind!r} is "
             f"not supported. Text parts are read of {', '.join(sorted(MULTIMODAL))}, "
-            f"where they are one of {', '.join(sorted(FAMILIES))}."
+            f"where they are one of {', '.join(sorted(NAMES))}."
         )
     shared = {name: fields[name] for name in _SHARED if name in fields}
     if not any(text.get(name) for name in _DTYPES):
         shared |= {name: fields[name] for name in _DTYPES if name in fields}
-    return {**CLASS_DEFAULTS.get(kind, {}), **shared, **text}
+    defaults = TEXT_DEFAULTS.get(kind) or CLASS_DEFAULTS.get(NAMES[kind], {})
+    return _with_ropes_of_texts({**defaults, **shared, **text})
 
 
 def is_multimodal(fields: Mapping[str, Any]) -> bool:
     """Returns whether fields are those of a model with a text part."""
-    return (
-        isinstance(fields.get("text_config"), Mapping)
-        and fields.get("model_type") not in FAMILIES
-    )
+    return _text_of(fields) is not None
 
 
 def quantization_of(fields: Mapping[str, Any]) -> Any:
     """Returns `quantization_config` of a config, or of its text part."""
-    text = fields.get("text_config") if is_multimodal(fields) else None
-    of_text = text.get("quantization_config") if isinstance(text, Mapping) else None
-    return of_text or fields.get("quantization_config")
+    text = _text_of(fields) or {}
+    return text.get("quantization_config") or fields.get("quantization_config")
+
+
+def _text_of(fields: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Returns the fields that are the text part's own; None of a model of texts."""
+    text, model_type = fields.get("text_config"), fields.get("model_type")
+    if isinstance(model_type, str) and model_type in FAMILIES:
+        return None
+    if isinstance(text, Mapping):
+        return text
+    if isinstance(model_type, str) and model_type in _FLAT:
+        return {**fields, "model_type": _FLAT[model_type]}
+    return None
+
+
+def _with_ropes_of_texts(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields, their ropes without what is of images alone."""
+    ropes = {
+        name: {
+            key: "default" if value == "mrope" else value
+            for key, value in fields[name].items()
+            if key not in _OF_IMAGES
+        }
+        for name in _ROPES
+        if isinstance(fields.get(name), Mapping)
+    }
+    return {**fields, **ropes}

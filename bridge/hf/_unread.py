@@ -15,17 +15,23 @@ from bridge.families._transformers_fields import BY_MODEL_TYPE, COMMON, ROPE_KEY
 # Fields that say how a model is used, stored or displayed, never what it computes:
 # which kernel computes attention or experts, heads of other tasks, how tokens are
 # drawn, whether training keeps activations, how transformers 4 slices its products.
+# transformers 4 writes all of its base class into any file of remote code.
 NEUTRAL = frozenset(
     """
     _attn_implementation _attn_implementation_autoset _commit_hash
     _experts_implementation _name_or_path _sliding_window_pattern architectures
-    attn_implementation auto_map chunk_size_feed_forward classifier_dropout do_sample
-    dtype early_stopping experts_implementation gradient_checkpointing id2label
-    label2id length_penalty max_length max_new_tokens min_length model_type num_beams
-    num_labels num_return_sequences output_attentions output_hidden_states
-    pretraining_tp problem_type quantization_config repetition_penalty return_dict
-    return_dict_in_generate sep_token_id temperature top_k top_p torch_dtype
-    transformers_version typical_p use_cache
+    attn_implementation auto_map bad_words_ids begin_suppress_tokens
+    chunk_size_feed_forward classifier_dropout diversity_penalty do_sample dtype
+    early_stopping encoder_no_repeat_ngram_size experts_implementation
+    exponential_decay_length_penalty finetuning_task forced_bos_token_id
+    forced_eos_token_id gradient_checkpointing id2label label2id length_penalty
+    max_length max_new_tokens min_length model_type no_repeat_ngram_size
+    num_beam_groups num_beams num_labels num_return_sequences output_attentions
+    output_hidden_states output_scores prefix pretraining_tp problem_type
+    quantization_config remove_invalid_values repetition_penalty return_dict
+    return_dict_in_generate sep_token_id suppress_tokens task_specific_params
+    temperature tf_legacy_loss tokenizer_class top_k top_p torch_dtype torchscript
+    transformers_version typical_p use_bfloat16 use_cache
     """.split()
 )
 TRUE = ("is_causal",)
@@ -91,7 +97,10 @@ def without_rope_extras(fields: Mapping[str, Any]) -> dict[str, Any]:
 def read_names(family: Family) -> frozenset[str]:
     """Returns the fields that are read of a family's files, by any of their names."""
     return _READ_OF_ALL.union(
-        *(family.fields, family.fixed, family.passthrough, family.aliases),
+        family.fields,
+        family.fixed,
+        family.passthrough,
+        family.aliases,
         *(field.aliases for field in family.fields.values()),
         *(transform.names for transform in family.transforms),
     )

@@ -26,7 +26,8 @@ def lora_targets(config: DecoderConfig, modules: Collection[str]) -> dict[str, i
         concatenated with others, in the tree. All are listed.
     """
     base = find_family(config.model_type).mapping(config)
-    known = adaptable(base, transposed=stores_in_out(config))
+    transposed = fan_in_fan_out(config)
+    known = adaptable(base, transposed=transposed)
     if list(modules) == [ALL_LINEAR]:
         chosen = [name for weight in known if weight.stacked for name in weight.modules]
     else:
@@ -43,10 +44,10 @@ def lora_targets(config: DecoderConfig, modules: Collection[str]) -> dict[str, i
                 f"The model has no modules {', '.join(missing)}; it has "
                 f"{', '.join(has)}."
             )
-    weights = adapted_weights(base, chosen, transposed=stores_in_out(config))
+    weights = adapted_weights(base, chosen, transposed=transposed)
     return {weight.leaf: weight.num_in for weight in weights}
 
 
-def stores_in_out(config: DecoderConfig) -> bool:
-    """Returns whether the family stores weights as `[in, out]`: `fan_in_fan_out`."""
-    return config.model_type == "gpt2"
+def fan_in_fan_out(config: DecoderConfig) -> bool:
+    """Returns whether checkpoints of the family store weights as `[in, out]`."""
+    return find_family(config.model_type).fan_in_fan_out

@@ -15,9 +15,7 @@ from bridge.models._attention_choice import (
 )
 from bridge.models._cudnn import CudnnKernel
 from bridge.models._flash_kernel import FlashKernel
-from bridge.models._fused_attention import fused_attention
-
-Window = int | Int[Array, ""] | None
+from bridge.models._fused_attention import Window, fused_attention, split_window
 
 
 class Attention(Protocol):
@@ -80,20 +78,25 @@ def dot_product_attention(
     Raises:
       ValueError: If the device cannot run the kernel asked for.
     """
-    static = window if isinstance(window, int) else None
     features = {"segment_ids": segment_ids, "window": window, "softcap": softcap}
     if fused := kernel_of_call(query, value, **features, kernel=kernel):
         return fused_attention(
-            *(fused, query, key, value), scale=scale, sinks=sinks, **features
+            fused, query, key, value, scale=scale, sinks=sinks, **features
         )
-    bent = softcap is not None or sinks is not None
-    if bent or query.shape[-1] != value.shape[-1] or _is_half_on_cpu(query):
-        mask = visible(query.shape[1], segment_ids, window)
+    is_unsupported_by_jax = (
+        softcap is not None
+        or sinks is not None
+        or query.shape[-1] != value.shape[-1]
+        or _is_half_on_cpu(query)
+    )
+    if is_unsupported_by_jax:
+        mask = causal_mask(query.shape[1], segment_ids, window)
         return attend(query, key, value, scale, mask, softcap, sinks)
     # A static window is passed as `local_window_size`; a traced one needs a mask.
+    static, traced = split_window(window)
     mask = None
-    if segment_ids is not None or (window is not None and static is None):
-        mask = visible(query.shape[1], segment_ids, window)
+    if segment_ids is not None or traced is not None:
+        mask = causal_mask(query.shape[1], segment_ids, window)
     return jax.nn.dot_product_attention(
         query,
         key,
@@ -133,12 +136,12 @@ def kernel_of_call(
     Raises:
       ValueError: If the devices cannot run the kernel asked for.
     """
-    static = window if isinstance(window, int) else None
+    static, traced = split_window(window)
     shape = AttentionShape(
         query.shape[-1],
         value.shape[-1],
         query.dtype,
-        window="traced" if static is None and window is not None else static,
+        window=static if traced is None else "traced",
         softcap=softcap is not None,
         packed=segment_ids is not None,
         context=context,
@@ -184,18 +187,18 @@ def attend(
     )
     if softcap is not None:
         scores = softcap * jnp.tanh(scores / softcap)
-    visible = jnp.broadcast_to(mask[:, :, None], scores.shape)
-    scores = jnp.where(visible, scores, jnp.finfo(wide).min)
+    mask = jnp.broadcast_to(mask[:, :, None], scores.shape)
+    scores = jnp.where(mask, scores, jnp.finfo(wide).min)
     if sinks is not None:
         column = sinks.astype(wide).reshape(1, kv_heads, heads // kv_heads, 1, 1)
         column = jnp.broadcast_to(column, (*scores.shape[:-1], 1))
         scores = jnp.concatenate([scores, column], axis=-1)
     weights = jax.nn.softmax(scores, axis=-1)[..., : key.shape[1]].astype(value.dtype)
-    mixed = jnp.einsum("bgrqk,bkgd->bqgrd", weights, value)
-    return mixed.reshape(batch, seq, heads, -1)
+    out = jnp.einsum("bgrqk,bkgd->bqgrd", weights, value)
+    return out.reshape(batch, seq, heads, -1)
 
 
-def visible(
+def causal_mask(
     seq: int, segment_ids: Int[Array, "batch seq"] | None, window: Window
 ) -> Bool[Array, "#batch 1 seq seq"]:
     """Returns the mask of keys that each query attends to."""

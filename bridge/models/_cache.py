@@ -11,6 +11,7 @@ from bridge.models._layer_state import (
     DeltaNetState,
     KeyValues,
     LayerState,
+    Mamba1State,
     MambaState,
 )
 
@@ -39,6 +40,7 @@ def empty_cache(
         "short_conv": _conv_state,
         "delta_net": _delta_net_state,
         "mamba": _mamba_state,
+        "mamba1": _mamba1_state,
         "attention_mamba": _attention_mamba_state,
     }
     return [
@@ -104,6 +106,19 @@ def _mamba_state(
     )
 
 
+def _mamba1_state(
+    config: DecoderConfig, dims: tuple[int, int], slots: int, dtype: DTypeLike
+) -> Mamba1State:
+    del slots
+    sizes = config.mamba1
+    assert sizes is not None
+    memory = (*dims, sizes.num_channels, sizes.state_size)
+    return Mamba1State(
+        jnp.zeros((*dims, sizes.kernel_size - 1, sizes.num_channels), dtype),
+        jnp.zeros(memory, jnp.promote_types(dtype, jnp.float32)),
+    )
+
+
 def _attention_mamba_state(
     config: DecoderConfig, dims: tuple[int, int], slots: int, dtype: DTypeLike
 ) -> AttentionMambaState:
@@ -144,18 +159,18 @@ def attend_cached(
     rows = jnp.arange(slots.shape[0])[:, None]
     key = cache.key.at[rows, slots].set(new.key)
     value = cache.value.at[rows, slots].set(new.value)
-    visible = _visible(slots, key.shape[1], window, first)
-    mixed = attend(query, key, value, scale, visible, softcap, sinks)
+    mask = _cache_mask(slots, key.shape[1], window, first)
+    mixed = attend(query, key, value, scale, mask, softcap, sinks)
     return mixed, KeyValues(key, value)
 
 
-def _visible(
+def _cache_mask(
     slots: Slots, size: int, window: Window, first: Slots | None
 ) -> Bool[Array, "batch 1 seq s"]:
     behind = slots[:, :, None] - jnp.arange(size, dtype=jnp.int32)[None, None, :]
-    visible = behind >= 0
+    mask = behind >= 0
     if window is not None:
-        visible &= behind < window
+        mask &= behind < window
     if first is not None:
-        visible &= jnp.arange(size, dtype=jnp.int32)[None, None] >= first[..., None]
-    return visible[:, None]
+        mask &= jnp.arange(size, dtype=jnp.int32)[None, None] >= first[..., None]
+    return mask[:, None]

@@ -13,6 +13,7 @@ from bridge.models._layer_kinds import (
     Mixer,
     layer_blocks,
 )
+from bridge.models._mamba1_config import Mamba1Config
 from bridge.models._mamba_config import MambaConfig
 from bridge.models._mla_config import MLAConfig
 from bridge.models._moe_config import MoEConfig
@@ -28,6 +29,7 @@ LayerType = Literal[
     "short_conv",
     "delta_net",
     "mamba",
+    "mamba1",
     "attention_mamba",
     "none",
 ]
@@ -79,7 +81,7 @@ class DecoderConfig:
       attention_out_bias: Whether the o projection has a bias.
       qk_norm: Norm of queries and keys: each head with one shared scale (`head`),
         each head with its own scale (`per_head`), all heads as one vector (`full`),
-        each turned head without a scale (`l2`), or none (None).
+        each head with a rope without a scale (`l2`), or none (None).
       qk_norm_after_rope: Whether that norm follows the rotary embedding.
       query_pre_attn_scalar: Value whose power of -1/2 scales the scores; None for
         `head_dim`.
@@ -96,6 +98,7 @@ class DecoderConfig:
       short_conv: Sizes of the layers of type `short_conv`; None without any.
       delta_net: Sizes of the layers of type `delta_net`; None without any.
       mamba: Sizes of the layers of type `mamba` or `attention_mamba`; None without any.
+      mamba1: Sizes of the layers of type `mamba1`; None without any.
       rope: Rotary embedding of queries and keys; None for none.
       learned_positions: Whether a learned embedding of the position is added to that
         of the token; None for True where there is neither `rope` nor ALiBi.
@@ -173,6 +176,7 @@ class DecoderConfig:
     short_conv: ShortConvConfig | None = None
     delta_net: DeltaNetConfig | None = None
     mamba: MambaConfig | None = None
+    mamba1: Mamba1Config | None = None
     rope: RopeConfig | None = RopeConfig()
     learned_positions: bool = None  # pyright: ignore[reportAssignmentType]
     position_offset: int = 0
@@ -208,7 +212,7 @@ class DecoderConfig:
         """Fills in the two derived sizes and validates the fields."""
         self._derive()
         wrong = wrong_fields(self) + wrong_sizes(self, _SIZES)
-        raise_if("DecoderConfig", wrong or self._misfits())
+        raise_if("DecoderConfig", wrong or self._inconsistencies())
 
     @property
     def rope_dim(self) -> int:
@@ -283,7 +287,7 @@ class DecoderConfig:
         elif self.head_dim is None and isinstance(hidden, int) and heads:
             object.__setattr__(self, "head_dim", hidden // heads)
 
-    def _misfits(self) -> list[str]:
+    def _inconsistencies(self) -> list[str]:
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
         wrong = []
         if heads % kv_heads:
@@ -294,7 +298,7 @@ class DecoderConfig:
             )
         if self.rope_dim % 2:
             wrong.append(
-                f"head_dim {self.head_dim} is odd, but rotary embedding turns pairs"
+                f"head_dim {self.head_dim} is odd, but rotary embedding rotates pairs"
             )
         for name in ("norm_eps", "initializer_range"):
             if getattr(self, name) < 0:
@@ -303,7 +307,7 @@ class DecoderConfig:
             wrong.append(
                 f"num_hidden_layers {self.num_hidden_layers:,}: at most {MAX_LAYERS:,}"
             )
-        wrong += self._trait_misfits()
+        wrong += self._inconsistent_features()
         if self.logits_scaling == 0:
             wrong.append("logits_scaling 0 divides the logits")
         if self.mla and (kv_heads != heads or self.head_dim != self.mla.qk_head_dim):
@@ -311,9 +315,9 @@ class DecoderConfig:
                 f"mla: num_key_value_heads {kv_heads} and head_dim {self.head_dim} "
                 f"must be {heads} and {self.mla.qk_head_dim}"
             )
-        return wrong + self._layer_misfits()
+        return wrong + self._inconsistent_layers()
 
-    def _trait_misfits(self) -> list[str]:
+    def _inconsistent_features(self) -> list[str]:
         wrong = []
         if self.moe and self.hidden_act == "xielu":
             wrong.append("hidden_act 'xielu': experts have no learned activation")
@@ -337,7 +341,7 @@ class DecoderConfig:
             )
         return wrong
 
-    def _layer_misfits(self) -> list[str]:
+    def _inconsistent_layers(self) -> list[str]:
         layers, types = self.num_hidden_layers, self.layer_types
         wrong = []
         if types is not None and len(types) != layers:
@@ -371,6 +375,7 @@ _MIXERS: dict[str, Mixer | None] = {
     "short_conv": "short_conv",
     "delta_net": "delta_net",
     "mamba": "mamba",
+    "mamba1": "mamba1",
     "attention_mamba": "attention_mamba",
     "none": None,
 }
@@ -380,6 +385,7 @@ _PARTS = {
     "short_conv": "short_conv",
     "delta_net": "delta_net",
     "mamba": "mamba",
+    "mamba1": "mamba1",
     "attention_mamba": "mamba",
 }
 """Fields with the sizes that layers of a type need."""

@@ -86,7 +86,11 @@ class CudnnKernel:
 
 
 def _unused(query: Array) -> list[Array]:
-    """Returns arguments for bias, lengths, offsets and pages, which are not used."""
+    """Returns the seven operands between values and statistics, all unused.
+
+    They are bias, lengths of queries and keys, their offsets in packed rows, and page
+    tables of keys and values: jax passes empty arrays where it has none.
+    """
     return [jnp.zeros(0, query.dtype)] * 7
 
 
@@ -94,9 +98,9 @@ def _static(fused: Any, scores: Scores, places: Places, window: Any) -> dict[str
     causal, full = fused.MaskType.CAUSAL, fused.MaskType.NO_MASK
     static = dict(
         scale=scores.scale,
-        seed=42,
+        seed=42,  # Of the dropout, of which there is none: any number.
         dropout_rate=0.0,
-        variadic_args=(False, False),
+        variadic_args=(False, False),  # No bias, and no gradient of one.
         mask_type=causal if places.causal else full,
         layout=fused.AttentionLayout.BTNH.value,
         sliding_window_length=window,

@@ -331,7 +331,12 @@ class Decoder(nnx.Module):
         """Runs all layers; see `run_layers`."""
         tables = position_tables(self.config, positions, x.dtype)
         return run_layers(
-            *(self.config, self.scan, unit, self._blocks(), x, (tables, *consts)),
+            self.config,
+            self.scan,
+            unit,
+            self._blocks(),
+            x,
+            (tables, *consts),
             cache=cache,
             experts=experts,
         )

@@ -19,6 +19,7 @@ from bridge.models._layer_kinds import DENSE_ATTENTION, LayerKind
 from bridge.models._layer_state import AttentionMambaState, KeyValues, LayerState
 from bridge.models._linear import Linear
 from bridge.models._mamba import Mamba
+from bridge.models._mamba1 import Mamba1
 from bridge.models._mlp import MLP
 from bridge.models._moe import Dispatch, MoE, Routed, sorted_dispatch
 from bridge.models._multipliers_config import MultipliersConfig
@@ -38,7 +39,12 @@ LAYER_INPUT = "layer_input"
 """`checkpoint_name` of the residual stream that enters a layer."""
 
 # Mixers but attention, by the attribute of a layer that holds each.
-_MIXERS = {"short_conv": ShortConv, "delta_net": DeltaNet, "mamba": Mamba}
+_MIXERS = {
+    "short_conv": ShortConv,
+    "delta_net": DeltaNet,
+    "mamba": Mamba,
+    "mamba1": Mamba1,
+}
 
 
 class LayerOutput(NamedTuple):
@@ -78,8 +84,8 @@ class _Context(NamedTuple):
 class DecoderLayer(nnx.Module):
     """Decoder layer: mixer and MLP, each normed and added to the residual stream.
 
-    The mixer is `self_attn`, `short_conv`, `delta_net` or `mamba`, by the layer's kind,
-    or `self_attn` and `mamba` side by side.
+    The mixer is `self_attn`, `short_conv`, `delta_net`, `mamba` or `mamba1`, by the
+    layer's kind, or `self_attn` and `mamba` side by side.
 
     Args:
       config: Config of the decoder.
@@ -118,7 +124,7 @@ class DecoderLayer(nnx.Module):
         mixes, feeds = kind.mixer is not None, kind.channels is not None
         self.input_layernorm = norm() if before and mixes else None
         self.mixer = kind.mixer
-        if kind.mixer in ("attention", "attention_mamba"):
+        if kind.attends:
             self.self_attn = _make_attention(
                 config, rngs, param_dtype, attention, constrain
             )
@@ -172,67 +178,81 @@ class DecoderLayer(nnx.Module):
         if self.mixer is None:
             return _output(*self._feed(x, experts), cache)
         normed = _apply(self.input_layernorm, x)
-        read = self.constrain(normed, "input")
+        normed_input = self.constrain(normed, "input")
         context = _Context(
             _pick(tables, per_layer.get("table")),
-            *(per_layer.get("window"), segment_ids, slots, is_token),
+            per_layer.get("window"),
+            segment_ids,
+            slots,
+            is_token,
         )
         if self.mixer == "attention_mamba":
-            mixed, cache = self._mix_both(read, cache, context)
+            mixer_output, cache = self._mix_both(normed_input, cache, context)
         elif self.mixer == "attention":
             # Latent attention constrains its latent vectors instead of its input.
-            heard = normed if self.is_latent else read
-            mixed, cache = self._attend(heard, cache, context)
+            mixer_input = normed if self.is_latent else normed_input
+            mixer_output, cache = self._attend(mixer_input, cache, context)
         else:
-            mixed, cache = self._recur(self.mixer, read, cache, context)
-        return _output(*self._add(x, read, mixed, experts), cache)
+            mixer_output, cache = self._recur(self.mixer, normed_input, cache, context)
+        return _output(*self._add(x, normed_input, mixer_output, experts), cache)
 
     def _attend(
-        self, heard: Stream, cache: LayerState | None, context: "_Context"
+        self, mixer_input: Stream, cache: LayerState | None, context: "_Context"
     ) -> tuple[Stream, LayerState | None]:
         """Returns the output of attention, and its cache with the new tokens."""
         own, window = context.tables, context.window
         if isinstance(cache, KeyValues) and context.slots is not None:
-            return self.self_attn.extend(heard, own, cache, context.slots, window)
-        return self.self_attn(heard, own, context.segment_ids, window), cache
+            return self.self_attn.extend(mixer_input, own, cache, context.slots, window)
+        return self.self_attn(mixer_input, own, context.segment_ids, window), cache
 
     def _recur(
-        self, name: str, read: Stream, cache: LayerState | None, context: "_Context"
+        self,
+        name: str,
+        mixer_input: Stream,
+        cache: LayerState | None,
+        context: "_Context",
     ) -> tuple[Stream, LayerState | None]:
         """Returns the output of a mixer with a state, and the state after it."""
         mixer = getattr(self, name)
         if cache is None:
-            return self.recurrence(mixer, read, context.segment_ids), None
-        return mixer.extend(read, cache, context.is_token)
+            return self.recurrence(mixer, mixer_input, context.segment_ids), None
+        return mixer.extend(mixer_input, cache, context.is_token)
 
     def _mix_both(
-        self, read: Stream, cache: LayerState | None, context: "_Context"
+        self, mixer_input: Stream, cache: LayerState | None, context: "_Context"
     ) -> tuple[Stream, LayerState | None]:
         """Returns the sum of attention and Mamba side by side, and both caches."""
         factors, caches = self.multipliers, (None, None)
         if isinstance(cache, AttentionMambaState):
             caches = cache
-        heard = scale_by(read, factors.attention_in)
-        attended, key_values = self._attend(heard, caches[0], context)
-        recurred, state = self._recur("mamba", read, caches[1], context)
+        attention_input = scale_by(mixer_input, factors.attention_in)
+        attended, key_values = self._attend(attention_input, caches[0], context)
+        recurred, state = self._recur("mamba", mixer_input, caches[1], context)
         attended = scale_by(attended, factors.attention_out)
         recurred = scale_by(recurred, factors.mamba_out)
         after = None if cache is None else AttentionMambaState(key_values, state)  # pyright: ignore[reportArgumentType]
         return attended + recurred, after
 
     def _add(
-        self, x: Stream, read: Stream, mixed: Stream, experts: Experts | None
+        self,
+        x: Stream,
+        normed_input: Stream,
+        mixer_output: Stream,
+        experts: Experts | None,
     ) -> tuple[Stream, Routed | None]:
         """Adds the outputs of attention and MLP, in series or parallel."""
         if self.parallel:
             if self.pre_feedforward_layernorm is not None:
-                read = self.constrain(self.pre_feedforward_layernorm(x), "input")
-            y, routed = self._feedforward(read, experts)
-            both = self._scaled(mixed) + self._scaled(y)
+                normed_input = self.constrain(
+                    self.pre_feedforward_layernorm(x), "input"
+                )
+            y, routed = self._feedforward(normed_input, experts)
+            both = self._scaled(mixer_output) + self._scaled(y)
             return x + self.constrain(both, "output"), routed
-        mixed = self.constrain(mixed, "output")
+        mixer_output = self.constrain(mixer_output, "output")
         return self._feed(
-            x + self._scaled(_apply(self.post_attention_layernorm, mixed)), experts
+            x + self._scaled(_apply(self.post_attention_layernorm, mixer_output)),
+            experts,
         )
 
     def _feed(self, x: Stream, experts: Experts | None) -> tuple[Stream, Routed | None]:

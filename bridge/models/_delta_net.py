@@ -71,8 +71,12 @@ class DeltaNet(RecurrentMixer):
 
     def _project(self, x: Stream) -> _Inputs:
         return _Inputs(
-            *(self.q_proj(x), self.k_proj(x), self.v_proj(x), self.z_proj(x)),
-            *(self.b_proj(x), self.a_proj(x)),
+            self.q_proj(x),
+            self.k_proj(x),
+            self.v_proj(x),
+            self.z_proj(x),
+            self.b_proj(x),
+            self.a_proj(x),
         )
 
     def _convs(self) -> dict[str, CausalConv]:

@@ -17,16 +17,55 @@ LOWEST = -1e30
 _LOG2_E = math.log2(math.e)
 
 
+class Operands(NamedTuple):
+    """What all kernels read: arrays of a call, their block specs, or refs in a body.
+
+    In a body, blocks of queries are on one side and all keys on the other, or the
+    reverse where gradients of keys are computed. Heads may be wider than their dim.
+
+    Attributes:
+      query: Queries, `[queries, head_dim]`; of all heads of a group where gradients of
+        keys are computed, `[queries, group, head_dim]`.
+      key: Keys, `[keys, head_dim]`.
+      value: Values, `[keys, v_head_dim]`.
+      queries: Places of the queries.
+      keys: Places of the keys.
+      window: Tokens that a query sees, `[1]`; None for all before it.
+      ranges: Blocks of the other side that each block visits.
+    """
+
+    query: Any
+    key: Any
+    value: Any
+    queries: Tokens
+    keys: Tokens
+    window: Any
+    ranges: Ranges
+
+
+class Stats(NamedTuple):
+    """What the backward pass knows of each query.
+
+    Attributes:
+      log_sum: Log-sum-exp of the scores over all keys, `[queries]`, or
+        `[group, queries]` where gradients of keys are computed.
+      delta: Inner product of output and cotangent, likewise.
+    """
+
+    log_sum: Any
+    delta: Any
+
+
 class Softmax(NamedTuple):
     """State of an online softmax over base 2.
 
     Attributes:
-      mixed: Weighted sums of values, relative to `top`.
+      out: Weighted sums of values, relative to `top`.
       top: Largest score so far.
       total: Sum of the weights, relative to `top`.
     """
 
-    mixed: Float[Array, "queries v_head_dim"]
+    out: Float[Array, "queries v_head_dim"]
     top: Float[Array, " queries"]
     total: Float[Array, " queries"]
 
@@ -35,13 +74,7 @@ def forward_body(
     scores: Scores,
     widths: tuple[int, int],
     key_block: int,
-    query: Any,
-    key: Any,
-    value: Any,
-    queries: Tokens,
-    keys: Tokens,
-    window: Any,
-    ranges: Ranges,
+    operands: Operands,
     out: Any,
     log_sum: Any,
 ) -> None:
@@ -51,16 +84,11 @@ def forward_body(
       scores: Static parameters of the scores.
       widths: Head dim of queries and keys, and of values; refs may be wider.
       key_block: Keys per block.
-      query: Ref of the block of queries, `[queries, head_dim]`.
-      key: Ref of all keys, `[keys, head_dim]`.
-      value: Ref of all values, `[keys, v_head_dim]`.
-      queries: Refs of the places of the queries.
-      keys: Refs of the places of all keys.
-      window: Ref of the window, `[1]`; None for all tokens before a query.
-      ranges: Refs of the blocks of keys to visit, for each block of queries.
+      operands: Refs of a block of queries and of all keys.
       out: Ref of the output, `[queries, v_head_dim]`.
       log_sum: Ref of the log-sum-exp, `[queries]`.
     """
+    query, key, value, queries, keys, window, ranges = operands
     own, width = _load(query, widths[0]), out.shape[-1]
     rows = _rows(queries)
 
@@ -71,13 +99,14 @@ def forward_body(
         top = jnp.maximum(state.top, jnp.where(seen, products, LOWEST).max(-1))
         # Masked again: a row that sees no key of the block has its top at LOWEST.
         weights = jnp.where(seen, jnp.exp2(products - top[:, None]), 0.0)
-        fade = jnp.exp2(state.top - top)
+        # The sums so far are relative to the old maximum.
+        correction = jnp.exp2(state.top - top)
         values = _load(value.at[at, :], widths[1])
-        mixed = plgpu.dot(weights.astype(values.dtype), values)
+        added = plgpu.dot(weights.astype(values.dtype), values)
         return Softmax(
-            state.mixed * fade[:, None] + mixed,
+            state.out * correction[:, None] + added,
             top,
-            state.total * fade + weights.sum(-1),
+            state.total * correction + weights.sum(-1),
         )
 
     begin = Softmax(
@@ -85,11 +114,11 @@ def forward_body(
         jnp.full(own.shape[0], LOWEST, jnp.float32),
         jnp.zeros(own.shape[0], jnp.float32),
     )
-    mixed, top, total = lax.fori_loop(*_span(ranges), visit, begin)
+    state = lax.fori_loop(*_span(ranges), visit, begin)
     # Rows that see nothing, which pad a row, have an output of zero.
-    total = jnp.where(total > 0, total, 1.0)
-    _store(out, mixed / total[:, None], widths[1])
-    log_sum[...] = (top + jnp.log2(total)) / _LOG2_E
+    total = jnp.where(state.total > 0, state.total, 1.0)
+    _store(out, state.out / total[:, None], widths[1])
+    log_sum[...] = (state.top + jnp.log2(total)) / _LOG2_E
 
 
 def query_grad_body(
@@ -97,15 +126,8 @@ def query_grad_body(
     widths: tuple[int, int],
     key_block: int,
     grad: Any,
-    log_sum: Any,
-    delta: Any,
-    query: Any,
-    key: Any,
-    value: Any,
-    queries: Tokens,
-    keys: Tokens,
-    window: Any,
-    ranges: Ranges,
+    stats: Stats,
+    operands: Operands,
     query_grad: Any,
 ) -> None:
     """Writes the gradient of a block of queries.
@@ -115,27 +137,21 @@ def query_grad_body(
       widths: Head dim of queries and keys, and of values.
       key_block: Keys per block.
       grad: Ref of the cotangent of the output, `[queries, v_head_dim]`.
-      log_sum: Ref of the log-sum-exp over all keys, `[queries]`.
-      delta: Ref of the inner products of output and cotangent, `[queries]`.
-      query: Ref of the block of queries, as in `forward_body`, like those below.
-      key: Ref of all keys.
-      value: Ref of all values.
-      queries: Refs of the places of the queries.
-      keys: Refs of the places of all keys.
-      window: Ref of the window.
-      ranges: Refs of the blocks of keys to visit.
+      stats: Refs of the stats of the block of queries.
+      operands: Refs of a block of queries and of all keys.
       query_grad: Ref of the result, `[queries, head_dim]`.
     """
+    query, key, value, queries, keys, window, ranges = operands
     own, own_grad = _load(query, widths[0]), _load(grad, widths[1])
-    stats, rows = (log_sum[...], delta[...]), _rows(queries)
+    here, rows = Stats(stats.log_sum[...], stats.delta[...]), _rows(queries)
 
     def visit(block, total):
         at = pl.dslice(block * key_block, key_block)
         keys_here = _load(key.at[at, :], widths[0])
         values = _load(value.at[at, :], widths[1])
         seen = _seen(rows, _rows(keys, at), window)
-        _, bent = _weights(scores, own, keys_here, values, own_grad, stats, seen)
-        return total + plgpu.dot(bent.astype(keys_here.dtype), keys_here)
+        _, d_products = _weights(scores, own, keys_here, values, own_grad, here, seen)
+        return total + plgpu.dot(d_products.astype(keys_here.dtype), keys_here)
 
     zeros = jnp.zeros(own.shape, jnp.float32)
     total = lax.fori_loop(*_span(ranges), visit, zeros)
@@ -147,16 +163,9 @@ def key_grads_body(
     widths: tuple[int, int],
     query_block: int,
     group: int,
-    query: Any,
     grad: Any,
-    log_sum: Any,
-    delta: Any,
-    key: Any,
-    value: Any,
-    queries: Tokens,
-    keys: Tokens,
-    window: Any,
-    ranges: Ranges,
+    stats: Stats,
+    operands: Operands,
     key_grad: Any,
     value_grad: Any,
 ) -> None:
@@ -167,19 +176,13 @@ def key_grads_body(
       widths: Head dim of queries and keys, and of values.
       query_block: Queries per block.
       group: Query heads that read a key head.
-      query: Ref of all queries of the group, `[queries, group, head_dim]`.
-      grad: Ref of the cotangent of their output, `[queries, group, v_head_dim]`.
-      log_sum: Ref of their log-sum-exp, `[group, queries]`.
-      delta: Ref of their inner products of output and cotangent, `[group, queries]`.
-      key: Ref of the block of keys, `[keys, head_dim]`.
-      value: Ref of the block of values, `[keys, v_head_dim]`.
-      queries: Refs of the places of all queries.
-      keys: Refs of the places of the keys.
-      window: Ref of the window.
-      ranges: Refs of the blocks of queries to visit, for each block of keys.
-      key_grad: Ref of the gradient of the keys.
-      value_grad: Ref of the gradient of the values.
+      grad: Ref of the cotangent of the output, `[queries, group, v_head_dim]`.
+      stats: Refs of the stats of all queries of the group.
+      operands: Refs of a block of keys and of all queries of the group.
+      key_grad: Ref of the gradient of the keys, `[keys, head_dim]`.
+      value_grad: Ref of the gradient of the values, `[keys, v_head_dim]`.
     """
+    query, key, value, queries, keys, window, ranges = operands
     keys_here, values = _load(key, widths[0]), _load(value, widths[1])
     columns, (first, stop) = _rows(keys), _span(ranges)
 
@@ -190,11 +193,13 @@ def key_grads_body(
         at = pl.dslice(block * query_block, query_block)
         own = _load(query.at[at, head, :], widths[0])
         own_grad = _load(grad.at[at, head, :], widths[1])
-        stats = log_sum[head, at], delta[head, at]
+        here = Stats(stats.log_sum[head, at], stats.delta[head, at])
         seen = _seen(_rows(queries, at), columns, window)
-        weights, bent = _weights(scores, own, keys_here, values, own_grad, stats, seen)
+        weights, d_products = _weights(
+            scores, own, keys_here, values, own_grad, here, seen
+        )
         return (
-            totals[0] + plgpu.dot(bent.astype(own.dtype).T, own),
+            totals[0] + plgpu.dot(d_products.astype(own.dtype).T, own),
             totals[1] + plgpu.dot(weights.astype(own_grad.dtype).T, own_grad),
         )
 
@@ -209,8 +214,9 @@ def _products(scores: Scores, query: Array, key: Array) -> tuple[Array, Array | 
     products = plgpu.dot(query, key.T) * scores.scale
     if scores.softcap is None:
         return products * _LOG2_E, 1.0
-    bent = jnp.tanh(products / scores.softcap)
-    return bent * (scores.softcap * _LOG2_E), 1.0 - bent * bent
+    capped = jnp.tanh(products / scores.softcap)
+    # d score / d product = 1 - tanh**2
+    return capped * (scores.softcap * _LOG2_E), 1.0 - capped * capped
 
 
 def _weights(
@@ -219,16 +225,16 @@ def _weights(
     key: Array,
     value: Array,
     grad: Array,
-    stats: tuple[Array, Array],
+    stats: Stats,
     seen: Bool[Array, "queries keys"],
 ) -> tuple[Float[Array, "queries keys"], Float[Array, "queries keys"]]:
     """Returns the weights of the values, and the gradient of the scaled products."""
     log_sum, delta = stats
-    products, slope = _products(scores, query, key)
+    products, d_score = _products(scores, query, key)
     weights = jnp.exp2(products - log_sum[:, None] * _LOG2_E)
     weights = jnp.where(seen, weights, 0.0)
     by_value = plgpu.dot(grad, value.T)
-    return weights, weights * (by_value - delta[:, None]) * slope
+    return weights, weights * (by_value - delta[:, None]) * d_score
 
 
 def _seen(rows: Tokens, columns: Tokens, window: Any) -> Bool[Array, "queries keys"]:

@@ -11,7 +11,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float
 
-from bridge.models._flash_bodies import forward_body, key_grads_body, query_grad_body
+from bridge.models._flash_bodies import (
+    Operands,
+    Stats,
+    forward_body,
+    key_grads_body,
+    query_grad_body,
+)
 from bridge.models._kernel_places import (
     UNSEEN,
     Places,
@@ -20,6 +26,12 @@ from bridge.models._kernel_places import (
     block_ranges,
     pad_tokens,
 )
+
+# Names of the kernels in compiled programs. `fsdp_jax.planner` reads them there by
+# constants of its own, which must be equal: a test compares them.
+FORWARD = "flash_attention_forward"
+QUERY_GRAD = "flash_attention_query_grad"
+KEY_GRADS = "flash_attention_key_grads"
 
 _PARAMS = {"num_stages": 2, "num_warps": 8}
 
@@ -77,8 +89,8 @@ class FlashKernel:
         """
         seq, blocks = query.shape[1], self._blocks(query, value).forward
         call = _Call(scores, blocks, self.interpret)
-        given = call.prepare((query,), (key, value), places, window)
-        out, log_sum = call.forward(*given)
+        operands, _ = call.prepare(query, key, value, places, window)
+        out, log_sum = call.forward(operands)
         return out[:, :seq], log_sum[:, :, :seq]
 
     def backward(
@@ -109,11 +121,12 @@ class FlashKernel:
         seq, num_keys = query.shape[1], key.shape[1]
         call = _Call(scores, self._blocks(query, value).backward, self.interpret)
         delta = jnp.einsum("bqhd,bqhd->bhq", *(_wide(x) for x in (out, grad)))
-        given = call.prepare((query, grad), (key, value), places, window)
+        operands, by_keys = call.prepare(query, key, value, places, window)
         pad = ((0, 0), (0, 0), (0, -seq % call.blocks[0]))
-        stats = (jnp.pad(log_sum, pad), jnp.pad(delta, pad))
-        d_query = call.query_grad(stats, *given)
-        d_key, d_value = call.key_grads(stats, *given)
+        stats = Stats(jnp.pad(log_sum, pad), jnp.pad(delta, pad))
+        grad = _pad(grad, call.blocks[0])
+        d_query = call.query_grad(grad, stats, operands)
+        d_key, d_value = call.key_grads(grad, stats, operands._replace(ranges=by_keys))
         return d_query[:, :seq], d_key[:, :num_keys], d_value[:, :num_keys]
 
     def _blocks(self, query: Array, value: Array) -> Blocks:
@@ -140,21 +153,34 @@ class _Call:
     blocks: tuple[int, int]
     interpret: bool
 
-    def prepare(self, of_queries, of_keys, places: Places, window):
-        """Pads all to whole blocks, and finds the blocks that meet."""
+    def prepare(
+        self, query: Array, key: Array, value: Array, places: Places, window: Any
+    ) -> tuple[Operands, Ranges]:
+        """Pads all to full blocks, and finds the blocks that meet.
+
+        Returns:
+          Operands, with the blocks of keys that each block of queries visits, and the
+          blocks of queries that each block of keys visits.
+        """
         own, other = self.blocks
-        of_queries = tuple(_pad(x, own) for x in of_queries)
-        of_keys = tuple(_pad(x, other) for x in of_keys)
         queries = pad_tokens(places.queries, own, -1)
         keys = pad_tokens(places.keys, other, UNSEEN)
         window = None if window is None else jnp.asarray(window, jnp.int32)
-        ranges = block_ranges(queries, keys, window, own, other)
-        if window is not None:
-            window = window.reshape(1)
-        return of_queries, of_keys, queries, keys, window, ranges
+        by_queries, by_keys = block_ranges(queries, keys, window, own, other)
+        operands = Operands(
+            _pad(query, own),
+            _pad(key, other),
+            _pad(value, other),
+            queries,
+            keys,
+            None if window is None else window.reshape(1),
+            by_queries,
+        )
+        return operands, by_keys
 
-    def forward(self, of_queries, of_keys, queries, keys, window, ranges):
-        (query,), (_, value) = of_queries, of_keys
+    def forward(self, operands: Operands) -> Any:
+        """Returns the output and the log-sum-exp."""
+        query, value = operands.query, operands.value
         batch, seq, heads, _ = query.shape
         widths = (query.shape[-1], value.shape[-1])
         shapes = (
@@ -162,83 +188,86 @@ class _Call:
             jax.ShapeDtypeStruct((batch, heads, seq), jnp.float32),
         )
         own = self.blocks[0]
-        specs = (
-            _one_head(own, value),
-            pl.BlockSpec((None, None, own), lambda i, b, h: (b, h, i)),
-        )
-        given = (query, *of_keys, queries, keys, window, ranges[0])
         return self._call(
             functools.partial(forward_body, self.scores, widths, self.blocks[1]),
             (seq // own, batch, heads),
-            given,
-            (_one_head(own, query), *self._by_queries(given, heads)),
+            (operands,),
+            (self._by_queries(operands),),
             shapes,
-            specs,
-            "flash_attention_forward",
+            (_one_head(own, value), _stats_of_one_head(own)),
+            FORWARD,
         )
 
-    def query_grad(self, stats, of_queries, of_keys, queries, keys, window, ranges):
-        query, grad = of_queries
+    def query_grad(self, grad: Array, stats: Stats, operands: Operands) -> Any:
+        """Returns the gradient of the queries."""
+        query = operands.query
         batch, seq, heads, _ = query.shape
         widths = (query.shape[-1], grad.shape[-1])
         own = self.blocks[0]
-        given = (query, *of_keys, queries, keys, window, ranges[0])
-        one_row = pl.BlockSpec((None, None, own), lambda i, b, h: (b, h, i))
+        stat = _stats_of_one_head(own)
         return self._call(
             functools.partial(query_grad_body, self.scores, widths, self.blocks[1]),
             (seq // own, batch, heads),
-            (grad, *stats, *given),
-            (
-                *(_one_head(own, grad), one_row, one_row),
-                *(_one_head(own, query), *self._by_queries(given, heads)),
-            ),
+            (grad, stats, operands),
+            (_one_head(own, grad), Stats(stat, stat), self._by_queries(operands)),
             jax.ShapeDtypeStruct(query.shape, query.dtype),
             _one_head(own, query),
-            "flash_attention_query_grad",
+            QUERY_GRAD,
         )
 
-    def key_grads(self, stats, of_queries, of_keys, queries, keys, window, ranges):
-        (query, grad), (key, value) = of_queries, of_keys
+    def key_grads(self, grad: Array, stats: Stats, operands: Operands) -> Any:
+        """Returns the gradients of keys and values; `ranges` are those of keys."""
+        query, key, value, queries, keys, window, ranges = operands
         batch, num_keys, kv_heads, _ = key.shape
         seq, group, other = query.shape[1], query.shape[2] // kv_heads, self.blocks[1]
         widths = (key.shape[-1], value.shape[-1])
-        of_group = [
+        query_spec, grad_spec = (
             pl.BlockSpec((None, seq, group, _width(x)), lambda j, b, h: (b, 0, h, 0))
             for x in (query, grad)
-        ]
-        rows = pl.BlockSpec((None, group, seq), lambda j, b, h: (b, h, 0))
-        blocks = [_one_head(other, x) for x in (key, value)]
+        )
+        stat = pl.BlockSpec((None, group, seq), lambda j, b, h: (b, h, 0))
+        key_spec, value_spec = (_one_head(other, x) for x in (key, value))
+        specs = Operands(
+            query_spec,
+            key_spec,
+            value_spec,
+            jax.tree.map(lambda x: _row(x.shape[1]), queries),
+            jax.tree.map(lambda x: _one_block(other), keys),
+            _scalar(window),
+            _of_ranges(ranges),
+        )
         return self._call(
             functools.partial(
                 key_grads_body, self.scores, widths, self.blocks[0], group
             ),
             (num_keys // other, batch, kv_heads),
-            (*of_queries, *stats, key, value, queries, keys, window, ranges[1]),
-            (
-                *(*of_group, rows, rows, *blocks),
-                jax.tree.map(lambda x: _row(x.shape[1]), queries),
-                jax.tree.map(lambda x: _one_block(other), keys),
-                *(_scalar(window), _of_ranges(ranges[1])),
-            ),
+            (grad, stats, operands),
+            (grad_spec, Stats(stat, stat), specs),
             [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (key, value)],
-            blocks,
-            "flash_attention_key_grads",
+            [key_spec, value_spec],
+            KEY_GRADS,
         )
 
-    def _by_queries(self, given, heads: int):
-        """Returns the specs of keys, values and places for a block of queries."""
-        _, key, value, queries, keys, window, ranges = given
-        group = heads // key.shape[2]
-        all_keys = [
+    def _by_queries(self, operands: Operands) -> Operands:
+        """Returns the specs of a block of queries, and of all keys that it may see."""
+        query, key, value, queries, keys, window, ranges = operands
+        group = query.shape[2] // key.shape[2]
+        key_spec, value_spec = (
             pl.BlockSpec(
                 (None, x.shape[1], None, _width(x)),
                 lambda i, b, h: (b, 0, lax.div(h, group), 0),
             )
             for x in (key, value)
-        ]
-        of_queries = jax.tree.map(lambda x: _one_block(self.blocks[0]), queries)
-        of_keys = jax.tree.map(lambda x: _row(x.shape[1]), keys)
-        return *all_keys, of_queries, of_keys, _scalar(window), _of_ranges(ranges)
+        )
+        return Operands(
+            _one_head(self.blocks[0], query),
+            key_spec,
+            value_spec,
+            jax.tree.map(lambda x: _one_block(self.blocks[0]), queries),
+            jax.tree.map(lambda x: _row(x.shape[1]), keys),
+            _scalar(window),
+            _of_ranges(ranges),
+        )
 
     def _call(self, kernel, grid, given, in_specs, shapes, out_specs, name: str):
         return pl.pallas_call(
@@ -261,6 +290,11 @@ def _width(x: Array) -> int:
 def _one_head(block: int, x: Array) -> pl.BlockSpec:
     """Returns the spec of a block of tokens of one head."""
     return pl.BlockSpec((None, block, None, _width(x)), lambda i, b, h: (b, i, h, 0))
+
+
+def _stats_of_one_head(block: int) -> pl.BlockSpec:
+    """Returns the spec of a block of tokens of one head, of `[batch, heads, seq]`."""
+    return pl.BlockSpec((None, None, block), lambda i, b, h: (b, h, i))
 
 
 def _one_block(block: int) -> pl.BlockSpec:

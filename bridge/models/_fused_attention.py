@@ -12,10 +12,14 @@ from bridge.models._cudnn import CudnnKernel
 from bridge.models._flash_kernel import FlashKernel
 from bridge.models._kernel_places import Places, Scores, Tokens
 
-SAVED = "context_attention"
+# `fsdp_jax.ops` gives the residuals of context-parallel attention the same name, so
+# that one `remat_policy` saves both. Neither package imports the other: a test compares
+# them.
+RESIDUALS = "context_attention"
 """`checkpoint_name` of the forward results that the backward pass needs."""
 
 Sinks = Float[Array, " heads"] | None
+Window = int | Int[Array, ""] | None
 
 
 class _Places(NamedTuple):
@@ -33,7 +37,7 @@ def fused_attention(
     *,
     scale: float,
     segment_ids: Int[Array, "batch seq"] | None = None,
-    window: Any = None,
+    window: Window = None,
     softcap: float | None = None,
     sinks: Sinks = None,
 ) -> Float[Array, "batch seq heads v_head_dim"]:
@@ -57,10 +61,14 @@ def fused_attention(
     batch, seq, _, _ = query.shape
     row = jnp.arange(seq, dtype=jnp.int32)
     places = Tokens(jnp.broadcast_to(row, (batch, seq)), segment_ids)
-    static = window if isinstance(window, int) else None
-    traced = None if isinstance(window, int) else window
+    static, traced = split_window(window)
     how = (kernel, Scores(scale, softcap), static)
     return _attend(how, query, key, value, sinks, _Places(places, traced))
+
+
+def split_window(window: Window) -> tuple[int | None, Int[Array, ""] | None]:
+    """Returns the window as a static number or as a traced one; the other is None."""
+    return (window, None) if isinstance(window, int) else (None, window)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -77,7 +85,7 @@ def _forward(how: Any, query: Array, key: Array, value: Array, sinks: Sinks, at:
         with_sinks = jnp.logaddexp(log_sum, sinks.astype(jnp.float32)[None, :, None])
         part = jnp.exp(log_sum - with_sinks).swapaxes(1, 2)[..., None]
         out, log_sum = (out * part).astype(out.dtype), with_sinks
-    out, log_sum = (checkpoint_name(x, SAVED) for x in (out, log_sum))
+    out, log_sum = (checkpoint_name(x, RESIDUALS) for x in (out, log_sum))
     return out, (query, key, value, sinks, at, out, log_sum)
 
 
@@ -97,6 +105,8 @@ def _sinks_grad(sinks: Sinks, out: Array, log_sum: Array, grad: Array) -> Sinks:
         return None
     wide = (x.astype(jnp.float32) for x in (out, grad))
     delta = jnp.einsum("bqhd,bqhd->bhq", *wide)
+    # d sink = -sum(softmax weight of the sink * delta), delta = <out, d_out>: the sink
+    # has no value.
     weights = jnp.exp(sinks.astype(jnp.float32)[None, :, None] - log_sum)
     return -(weights * delta).sum((0, 2)).astype(sinks.dtype)
 

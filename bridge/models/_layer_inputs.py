@@ -17,8 +17,8 @@ from bridge.models._rope_config import RopeConfig
 _NO_WINDOW = 2**30
 
 
-class _Reads(NamedTuple):
-    """What a layer reads of positions.
+class _PositionUse(NamedTuple):
+    """What a layer makes of positions.
 
     Attributes:
       rope: Rotary embedding; None for none.
@@ -38,18 +38,36 @@ def position_tables(
 
     Args:
       config: Config of the decoder.
-      positions: Position of each token.
+      positions: Position of each token, [batch, seq].
       dtype: Dtype of the tables: the compute dtype.
+
+    Returns:
+      The tables; where layers differ with a leading dim, an index for each kind.
+
+    Raises:
+      ValueError: If rows are longer than ALiBi's positions are exact in `dtype`.
     """
-    reads, steps = _distinct(config), None
+    uses, steps = _distinct(config), None
     if config.alibi_bias_max is not None:
-        steps = jnp.stack([positions // STEP * STEP, positions % STEP], axis=-1)
-        steps = steps.astype(dtype)
-    made = [_tables_of(config, each, positions, dtype) for each in reads]
+        steps = _two_summands(positions, dtype)
+    made = [_tables_of(config, each, positions, dtype) for each in uses]
     if len(made) == 1:
         return made[0]._replace(steps=steps)
     stacked = PositionTables(*(_stack(same) for same in zip(*made, strict=True)))
     return stacked._replace(steps=steps)
+
+
+def _two_summands(positions: Ids, dtype: DTypeLike) -> Float[Array, "batch seq 2"]:
+    """Returns positions as a multiple of `STEP` and the rest, both exact in `dtype`."""
+    info = jnp.finfo(dtype)
+    exact = int(min(float(STEP << (info.nmant + 1)), float(info.max)))
+    if positions.shape[-1] > exact:
+        raise ValueError(
+            f"ALiBi in {jnp.dtype(dtype).name}: {positions.shape[-1]:,} tokens a row, "
+            f"and positions are exact up to {exact:,}. Compute in float32, or cut rows."
+        )
+    steps = jnp.stack([positions // STEP * STEP, positions % STEP], axis=-1)
+    return steps.astype(dtype)
 
 
 def per_layer(config: DecoderConfig) -> dict[str, np.ndarray]:
@@ -62,9 +80,9 @@ def per_layer(config: DecoderConfig) -> dict[str, np.ndarray]:
       `table`, the index of each layer's tables, and `window`, its attention window in
       tokens; neither where all layers share one.
     """
-    values, reads = {}, _distinct(config)
-    if len(reads) > 1:
-        indices = [reads.index(each) for each in _reads_of_layers(config)]
+    values, uses = {}, _distinct(config)
+    if len(uses) > 1:
+        indices = [uses.index(each) for each in _uses_of_layers(config)]
         values["table"] = np.asarray(indices, np.int32)
     if len(set(config.windows)) > 1:
         windows = [_NO_WINDOW if w is None else w for w in config.windows]
@@ -73,10 +91,10 @@ def per_layer(config: DecoderConfig) -> dict[str, np.ndarray]:
 
 
 def _tables_of(
-    config: DecoderConfig, reads: _Reads, positions: Ids, dtype: DTypeLike
+    config: DecoderConfig, use: _PositionUse, positions: Ids, dtype: DTypeLike
 ) -> PositionTables:
-    rope, scale, is_chunked = reads
-    cos = sin = factor = start = turned = None
+    rope, scale, is_chunked = use
+    cos = sin = factor = start = has_rope = None
     if rope is not None:
         cos, sin = rope_tables(rope, config.rope_dim, positions, dtype)
     elif config.rope is not None:
@@ -90,8 +108,8 @@ def _tables_of(
     if (size := config.attention_chunk_size) is not None:
         start = positions // size * size if is_chunked else jnp.zeros_like(positions)
     if config.qk_norm == "l2":
-        turned = jnp.asarray(rope is not None)
-    return PositionTables(cos, sin, factor, start, turned)
+        has_rope = jnp.asarray(rope is not None)
+    return PositionTables(cos, sin, factor, start, has_rope)
 
 
 def _query_scale(scale: QueryScaleConfig, positions: Ids) -> Float[Array, "batch seq"]:
@@ -104,20 +122,20 @@ def _stack(tables: tuple[Array | None, ...]) -> Array | None:
     return jnp.stack(found) if found else None
 
 
-def _reads_of_layers(config: DecoderConfig) -> list[_Reads]:
-    """Returns what each layer reads of positions."""
+def _uses_of_layers(config: DecoderConfig) -> list[_PositionUse]:
+    """Returns what each layer makes of positions."""
     sliding, found = config.sliding_rope or config.rope, []
     types = config.layer_types or ("full_attention",) * config.num_hidden_layers
     for layer, window in enumerate(config.windows):
-        turns = layer not in config.no_rope_layers
-        rope = (config.rope if window is None else sliding) if turns else None
+        has_rope = layer not in config.no_rope_layers
+        rope = (config.rope if window is None else sliding) if has_rope else None
         scale = config.query_scale
-        if scale is not None and scale.no_rope_only and turns:
+        if scale is not None and scale.no_rope_only and has_rope:
             scale = None
-        found.append(_Reads(rope, scale, types[layer] == "chunked_attention"))
+        found.append(_PositionUse(rope, scale, types[layer] == "chunked_attention"))
     return found
 
 
-def _distinct(config: DecoderConfig) -> list[_Reads]:
-    """Returns the distinct reads of all layers, in the order of their first use."""
-    return list(dict.fromkeys(_reads_of_layers(config)))
+def _distinct(config: DecoderConfig) -> list[_PositionUse]:
+    """Returns the distinct uses of all layers, in the order of their first use."""
+    return list(dict.fromkeys(_uses_of_layers(config)))

@@ -5,7 +5,9 @@ import functools
 from collections.abc import Iterator
 from typing import Literal
 
-Mixer = Literal["attention", "short_conv", "delta_net", "mamba", "attention_mamba"]
+Mixer = Literal[
+    "attention", "short_conv", "delta_net", "mamba", "mamba1", "attention_mamba"
+]
 """Part of a layer in which tokens see those before them.
 
 The last is two of them side by side.
@@ -26,6 +28,11 @@ class LayerKind:
 
     mixer: Mixer | None = "attention"
     channels: Channels | None = "dense"
+
+    @property
+    def attends(self) -> bool:
+        """Whether attention is its mixer, or one of two."""
+        return self.mixer in ("attention", "attention_mamba")
 
 
 DENSE_ATTENTION = LayerKind()

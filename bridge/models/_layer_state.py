@@ -54,6 +54,18 @@ class MambaState(NamedTuple):
     memory: Float[Array, "batch heads head_dim state"]
 
 
+class Mamba1State(NamedTuple):
+    """State of a Mamba 1 mixer.
+
+    Attributes:
+      x: Inputs of the channels' convolution of the last tokens.
+      memory: State of each channel, at least in float32.
+    """
+
+    x: Float[Array, "batch before channels"]
+    memory: Float[Array, "batch channels state"]
+
+
 class AttentionMambaState(NamedTuple):
     """State of attention and a Mamba 2 mixer side by side.
 
@@ -66,4 +78,11 @@ class AttentionMambaState(NamedTuple):
     mamba: MambaState
 
 
-LayerState = KeyValues | ConvState | DeltaNetState | MambaState | AttentionMambaState
+LayerState = (
+    KeyValues
+    | ConvState
+    | DeltaNetState
+    | MambaState
+    | Mamba1State
+    | AttentionMambaState
+)

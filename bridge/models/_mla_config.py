@@ -36,7 +36,8 @@ class MLAConfig:
         wrong = wrong_fields(self) or wrong_sizes(self, names)
         if not wrong and self.qk_rope_head_dim % 2:
             wrong = [
-                f"qk_rope_head_dim {self.qk_rope_head_dim} is odd, but pairs are turned"
+                f"qk_rope_head_dim {self.qk_rope_head_dim} is odd, but rotary "
+                "embedding rotates pairs"
             ]
         raise_if("MLAConfig", wrong)
 

@@ -80,10 +80,12 @@ class MoEConfig:
 
     def __post_init__(self):
         """Validates the fields, then their consistency."""
-        wrong = wrong_fields(self) or wrong_sizes(self, _SIZES) or self._misfits()
+        wrong = (
+            wrong_fields(self) or wrong_sizes(self, _SIZES) or self._inconsistencies()
+        )
         raise_if("MoEConfig", wrong)
 
-    def _misfits(self) -> list[str]:
+    def _inconsistencies(self) -> list[str]:
         chosen, experts = self.num_experts_per_tok, self.num_experts
         wrong = []
         if chosen > experts:
@@ -103,14 +105,14 @@ class MoEConfig:
                 if getattr(self, name) != getattr(MoEConfig, name)
             ]
         if self.n_group is not None and self.topk_group is not None:
-            wrong += self._group_misfits(self.n_group, self.topk_group)
+            wrong += self._inconsistent_groups(self.n_group, self.topk_group)
         if (self.swiglu_limit is None) != (self.swiglu_alpha is None):
             wrong.append("swiglu_limit and swiglu_alpha are set together, or neither")
         if self.shared_gate and self.shared_intermediate_size is None:
             wrong.append("shared_gate without shared_intermediate_size gates nothing")
         return wrong
 
-    def _group_misfits(self, groups: int, chosen: int) -> list[str]:
+    def _inconsistent_groups(self, groups: int, chosen: int) -> list[str]:
         if self.num_experts % groups or chosen > groups:
             return [
                 f"topk_group {chosen} of n_group {groups} of {self.num_experts} "

@@ -20,7 +20,7 @@ class PositionTables(NamedTuple):
       sin: Sines of the angles; None without a rope.
       query_scale: Factor of each query; None for 1.
       chunk_start: First position that each query attends to; None for 0.
-      turned: Whether a rope turns heads; None where nothing depends on it.
+      has_rope: Whether the layer applies a rope; None where nothing depends on it.
       steps: Positions as two summands that are exact in bfloat16, a multiple of
         `STEP` and the rest; None without ALiBi.
     """
@@ -29,7 +29,7 @@ class PositionTables(NamedTuple):
     sin: Table | None = None
     query_scale: Float[Array, "batch seq"] | None = None
     chunk_start: Int[Array, "batch seq"] | None = None
-    turned: Bool[Array, ""] | None = None
+    has_rope: Bool[Array, ""] | None = None
     steps: Float[Array, "batch seq 2"] | None = None
 
     def pick(self, index: Int[Array, ""]) -> "PositionTables":

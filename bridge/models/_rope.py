@@ -95,16 +95,16 @@ def apply_rope(
     Returns:
       Rotated queries or keys.
     """
-    turned, rest = jnp.split(heads, [2 * cos.shape[-1]], axis=-1)
+    rotary, rest = jnp.split(heads, [2 * cos.shape[-1]], axis=-1)
     cos, sin = cos[:, :, None, :], sin[:, :, None, :]
     if interleaved:
-        pairs = turned.reshape(*turned.shape[:-1], -1, 2)
+        pairs = rotary.reshape(*rotary.shape[:-1], -1, 2)
         left, right = pairs[..., 0], pairs[..., 1]
     else:
-        left, right = jnp.split(turned, 2, axis=-1)
+        left, right = jnp.split(rotary, 2, axis=-1)
     ends = left * cos - right * sin, right * cos + left * sin
     if interleaved:
-        joined = jnp.stack(ends, axis=-1).reshape(turned.shape)
+        joined = jnp.stack(ends, axis=-1).reshape(rotary.shape)
     else:
         joined = jnp.concatenate(ends, axis=-1)
     return jnp.concatenate([joined, rest], axis=-1)

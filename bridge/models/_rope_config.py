@@ -89,9 +89,9 @@ class RopeConfig:
         reads = (*NEEDED[self.rope_type], *OPTIONAL[self.rope_type])
         subject = f"rope_type {self.rope_type!r} reads "
         subject += ", ".join(reads) or "no further field"
-        raise_if(subject, wrong_fields(self) + self._misfits())
+        raise_if(subject, wrong_fields(self) + self._inconsistencies())
 
-    def _misfits(self) -> list[str]:
+    def _inconsistencies(self) -> list[str]:
         needed, optional = NEEDED[self.rope_type], OPTIONAL[self.rope_type]
         wrong = []
         for name in STRETCHING:

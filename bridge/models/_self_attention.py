@@ -26,7 +26,8 @@ MakeLinear = Callable[..., Linear]
 
 # transformers uses this for the norms of latent vectors, regardless of the config.
 _LATENT_NORM_EPS = 1e-6
-# Chunks of a packed row: numbers of its segments are below as many.
+# Upper bound on the chunks of a row: with segment ids below 2**16,
+# segment * 2**15 + chunk fits int32.
 _MOST_CHUNKS = 2**15
 
 
@@ -93,10 +94,10 @@ class SelfAttention(nnx.Module):
         """
         query, key, value = self._project(x, tables)
         segment_ids = self._in_chunks(segment_ids, tables)
-        mixed = self.attention(
+        out = self.attention(
             query, key, value, segment_ids=segment_ids, **self._score_options(window)
         )
-        return self.o_proj(self._gated(mixed, x))
+        return self.o_proj(self._gated(out, x))
 
     def extend(
         self,
@@ -121,11 +122,11 @@ class SelfAttention(nnx.Module):
         query, key, value = self._project(x, tables)
         new = KeyValues(key, value)
         options = {**self._score_options(window), "first": tables.chunk_start}
-        mixed, cache = attend_cached(query, new, cache, slots, **options)
-        return self.o_proj(self._gated(mixed, x)), cache
+        out, cache = attend_cached(query, new, cache, slots, **options)
+        return self.o_proj(self._gated(out, x)), cache
 
-    def _gated(self, mixed: Heads, x: Float[Array, "batch seq embed"]) -> Heads:
-        return mixed if self.q_gate is None else mixed * jax.nn.sigmoid(self.q_gate(x))
+    def _gated(self, out: Heads, x: Float[Array, "batch seq embed"]) -> Heads:
+        return out if self.q_gate is None else out * jax.nn.sigmoid(self.q_gate(x))
 
     def _in_chunks(
         self, segment_ids: Int[Array, "batch seq"] | None, tables: PositionTables
@@ -175,7 +176,7 @@ class SelfAttention(nnx.Module):
             query, key, value = (
                 jnp.clip(heads, -self.clip, self.clip) for heads in (query, key, value)
             )
-        query, key = self._turn(query, tables), self._turn(key, tables)
+        query, key = self._apply_rope(query, tables), self._apply_rope(key, tables)
         if self.norm_after_rope:
             query, key = self._norm_heads(query, key, tables)
         query = _scaled(query, tables)
@@ -187,15 +188,15 @@ class SelfAttention(nnx.Module):
         if self.q_norm is None or self.k_norm is None:
             return query, key
         normed = self.q_norm(query), self.k_norm(key)
-        if tables.turned is None:
+        if tables.has_rope is None:
             return normed
         of_query, of_key = (
-            jnp.where(tables.turned, after, before)
+            jnp.where(tables.has_rope, after, before)
             for after, before in zip(normed, (query, key), strict=True)
         )
         return of_query, of_key
 
-    def _turn(self, heads: Heads, tables: PositionTables) -> Heads:
+    def _apply_rope(self, heads: Heads, tables: PositionTables) -> Heads:
         if tables.cos is None or tables.sin is None:
             return heads
         return apply_rope(heads, tables.cos, tables.sin, interleaved=self.interleaved)
@@ -252,35 +253,35 @@ class LatentAttention(SelfAttention):
         self.kv_a_proj_with_mqa = linear(embed, (width,), bias=bias)
         self.kv_a_layernorm = norm(rank)
         self.kv_b_proj = linear(rank, (heads, mla.qk_nope_head_dim + mla.v_head_dim))
-        self.kv_rank, self.unturned = mla.kv_lora_rank, mla.qk_nope_head_dim
+        self.kv_rank, self.nope_head_dim = mla.kv_lora_rank, mla.qk_nope_head_dim
         self.q_gate = None
-        self.narrow_query = mla.q_lora_rank is not None
+        self.has_q_lora = mla.q_lora_rank is not None
 
     def _project(
         self,
         x: Float[Array, "batch seq embed"],
         tables: PositionTables,
     ) -> tuple[Heads, Heads, Heads]:
-        if self.narrow_query:
-            narrow = self.constrain(self.q_a_proj(x), "tokens")
-            narrow = self.constrain(self.q_a_layernorm(narrow), "input")
-            query = self.q_b_proj(narrow)
+        if self.has_q_lora:
+            latent = self.constrain(self.q_a_proj(x), "tokens")
+            latent = self.constrain(self.q_a_layernorm(latent), "input")
+            query = self.q_b_proj(latent)
         else:
             query = self.q_proj(self.constrain(x, "input"))
-        query, turned_query = jnp.split(query, [self.unturned], axis=-1)
-        narrow = self.constrain(self.kv_a_proj_with_mqa(x), "tokens")
-        latent, turned_key = jnp.split(narrow, [self.kv_rank], axis=-1)
+        query, query_rope = jnp.split(query, [self.nope_head_dim], axis=-1)
+        compressed = self.constrain(self.kv_a_proj_with_mqa(x), "tokens")
+        latent, key_rope = jnp.split(compressed, [self.kv_rank], axis=-1)
         latent = self.constrain(self.kv_a_layernorm(latent), "input")
-        turned_key = self.constrain(turned_key, "input")
+        key_rope = self.constrain(key_rope, "input")
         key_value = self.kv_b_proj(latent)
-        key, value = jnp.split(key_value, [self.unturned], axis=-1)
-        turned_query = self._turn(turned_query, tables)
-        turned_key = self._turn(turned_key[:, :, None, :], tables)
+        key, value = jnp.split(key_value, [self.nope_head_dim], axis=-1)
+        query_rope = self._apply_rope(query_rope, tables)
+        key_rope = self._apply_rope(key_rope[:, :, None, :], tables)
         # The rotated part of the key is shared by all heads.
-        turned_key = jnp.broadcast_to(turned_key, turned_query.shape)
+        key_rope = jnp.broadcast_to(key_rope, query_rope.shape)
         return (
-            _scaled(jnp.concatenate([query, turned_query], axis=-1), tables),
-            jnp.concatenate([key, turned_key], axis=-1),
+            _scaled(jnp.concatenate([query, query_rope], axis=-1), tables),
+            jnp.concatenate([key, key_rope], axis=-1),
             value,
         )
 

@@ -39,6 +39,12 @@ _COLUMNS |= {
     "mamba.x_conv.bias": -2,
     **{f"mamba.{name}": -1 for name in ("a_log", "dt_bias", "skip")},
     **{f"mamba.dt_proj.{leaf}": -1 for leaf in ("kernel", "bias")},
+    **{f"mamba1.{name}_proj.kernel": -1 for name in ("z", "x", "dt")},
+    **{f"mamba1.{name}_proj.bias": -1 for name in ("z", "x", "dt")},
+    "mamba1.x_conv.kernel": -2,
+    "mamba1.x_conv.bias": -1,
+    "mamba1.a_log": -2,
+    "mamba1.skip": -1,
     "short_conv.in_proj.kernel": -1,
     "short_conv.in_proj.bias": -1,
     "short_conv.conv.kernel": -2,
@@ -49,6 +55,7 @@ _ROWS = {
     "self_attn.o_proj.kernel": -3,
     "delta_net.o_proj.kernel": -3,
     "mamba.o_proj.kernel": -3,
+    **{f"mamba1.{name}_proj.kernel": -2 for name in ("step", "b", "c", "o")},
     "short_conv.out_proj.kernel": -2,
     "down_proj.kernel": -2,
     "experts.down_proj": -2,
@@ -68,7 +75,7 @@ def tensor_parallel_rules(config: DecoderConfig, ranks: int) -> dict[str, int]:
 
     Replicated on each rank, as a plan shows: norms of the residual stream, routers,
     attention sinks, learned positions, biases of projections split by rows, and in
-    Mamba layers the norm and what groups of heads share; keys
+    Mamba layers the norms and what groups of heads share; keys
     and values, if their heads are not divisible by `ranks`; embedding and head, if the
     vocabulary is not.
 
@@ -80,9 +87,9 @@ def tensor_parallel_rules(config: DecoderConfig, ranks: int) -> dict[str, int]:
       Split dim, negative, by path of the parameter.
 
     Raises:
-      ValueError: If the query heads, the heads of a delta net or of Mamba, the channels
-        of a short convolution, or the width of an MLP or of experts are not divisible
-        by `ranks`. All are listed.
+      ValueError: If the query heads, the heads of a delta net or of Mamba 2, the
+        channels of Mamba 1 or of a short convolution, or the width of an MLP or of
+        experts are not divisible by `ranks`. All are listed.
     """
     raise_if(f"Tensor parallelism over {ranks} ranks", _indivisible(config, ranks))
     whole = ()
@@ -102,13 +109,15 @@ def tensor_parallel_rules(config: DecoderConfig, ranks: int) -> dict[str, int]:
 def _indivisible(config: DecoderConfig, ranks: int) -> list[str]:
     mixers = {kind.mixer for kind in config.layer_kinds}
     sizes = {}
-    if mixers & {"attention", "attention_mamba"}:
+    if any(kind.attends for kind in config.layer_kinds):
         sizes["num_attention_heads"] = config.num_attention_heads
     if "delta_net" in mixers and (delta := config.delta_net) is not None:
         sizes["delta_net.num_key_heads"] = delta.num_key_heads
         sizes["delta_net.num_value_heads"] = delta.num_value_heads
     if mixers & {"mamba", "attention_mamba"} and (mamba := config.mamba) is not None:
         sizes["mamba.num_heads"] = mamba.num_heads
+    if "mamba1" in mixers and (channels := config.mamba1) is not None:
+        sizes["mamba1.num_channels"] = channels.num_channels
     if "short_conv" in mixers:
         sizes["hidden_size"] = config.hidden_size
     if any(kind.channels == "dense" for kind in config.layer_kinds):

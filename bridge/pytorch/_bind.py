@@ -13,8 +13,8 @@ from typing import Any
 
 from bridge._report import format_report
 from bridge.formats._source import Source
+from bridge.pytorch._covered import SizedRule, matching
 from bridge.pytorch._sizes import Sizes, settle
-from bridge.pytorch._spoken import SizedRule, matching
 from bridge.rules._mapping import Mapping as WeightMapping
 from bridge.rules._mapping import castable
 from bridge.rules._rules import Rule

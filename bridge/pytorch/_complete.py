@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from bridge.adapt import Adapter
-from bridge.pytorch._spoken import Rules
+from bridge.pytorch._covered import Rules
 from bridge.rules._rules import Rule
 
 Shapes = Mapping[str, tuple[int, ...]]

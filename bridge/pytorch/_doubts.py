@@ -4,9 +4,9 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from bridge import adapt
+from bridge.pytorch._covered import matching, spell_out
 from bridge.pytorch._pair import Row
 from bridge.pytorch._sizes import settle
-from bridge.pytorch._spoken import matching, spell_out
 from bridge.pytorch._torch_layers import TorchLayer
 from bridge.pytorch._tree_layers import TreeLayer
 

@@ -6,8 +6,8 @@ from typing import Any
 from bridge.adapt._derived import derive
 from bridge.pytorch._bind import bind
 from bridge.pytorch._complete import complete
+from bridge.pytorch._covered import Rules, derived_of, ignored_by, spell_out, ties_of
 from bridge.pytorch._propose import propose_rules
-from bridge.pytorch._spoken import Rules, derived_of, ignored_by, spell_out, ties_of
 from bridge.pytorch._target import read_target
 from bridge.pytorch._torch_files import open_torch
 from bridge.streaming._load import Progress, load

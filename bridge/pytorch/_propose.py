@@ -14,18 +14,18 @@ from typing import Any
 from bridge._report import fold_numbers
 from bridge.adapt._derived import derive
 from bridge.formats._source import Source
-from bridge.pytorch._doubts import channels_of, contradicted, flattened
-from bridge.pytorch._match import Match, canonical, matches
-from bridge.pytorch._pair import Row, pair
-from bridge.pytorch._spoken import (
+from bridge.pytorch._covered import (
     Rules,
+    covered_by,
     derived_of,
     ignored_by,
     matching,
     spell_out,
-    spoken_of,
     ties_of,
 )
+from bridge.pytorch._doubts import channels_of, contradicted, flattened
+from bridge.pytorch._match import Match, canonical, matches
+from bridge.pytorch._pair import Row, pair
 from bridge.pytorch._target import read_target
 from bridge.pytorch._torch_files import open_torch
 from bridge.pytorch._torch_layers import torch_layers
@@ -84,7 +84,7 @@ class Proposal:
         lines = ["rules = [", *[f"    {row}" for row in self.rows], "]"]
         lines += _listed("Tensors without a rule", self.tensors)
         lines += _listed("Leaves without a rule", self.leaves)
-        lines += [f"# Left aside: {', '.join(self.ignored)}"] * bool(self.ignored)
+        lines += [f"# Ignored: {', '.join(self.ignored)}"] * bool(self.ignored)
         lines += [f"# Tied: {key} is {other}" for key, other in self.tied.items()]
         return "\n".join(lines)
 
@@ -119,11 +119,11 @@ def propose_rules(
     tied = ties_of(tensors, rules)
     ignored = ignored_by(rules, ignore, tensors.keys())
     taken = _destinations(rules)
-    spoken = {*spoken_of(rules, tensors.keys()), *ignored, *tied}
+    covered = {*covered_by(rules, tensors.keys()), *ignored, *tied}
     return Proposal(
         tensors.name,
         tuple(rows),
-        {k: tensors.shape(k) for k in tensors.keys() if k not in spoken},
+        {k: tensors.shape(k) for k in tensors.keys() if k not in covered},
         {k: shape for k, shape in shapes.items() if k not in taken},
         tuple(sorted(ignored)),
         tied,
@@ -161,7 +161,7 @@ def _single(
 ) -> list[Row]:
     """Proposes a rule for pairs of unknown classes with one tensor and one leaf."""
     rules = [row.rule for row in rows]
-    spoken, taken = set(spoken_of(rules, tensors.keys())), _destinations(rules)
+    covered, taken = set(covered_by(rules, tensors.keys())), _destinations(rules)
     made = []
     for match in found:
         theirs, ours = match.theirs, match.ours
@@ -169,7 +169,7 @@ def _single(
         paths = [_join(ours.path, n) for n in ours.shapes]
         if len(keys) != 1 or len(paths) != 1:
             continue
-        if paths[0] not in taken and not spoken.intersection(
+        if paths[0] not in taken and not covered.intersection(
             matching(keys[0], dict.fromkeys(tensors.keys()))
         ):
             (shape,), (wanted,) = theirs.shapes.values(), ours.shapes.values()
@@ -185,7 +185,7 @@ def _join(path: str, name: str) -> str:
 def _bare(rows: Sequence[Row], tensors: Source, leaves: Shapes) -> list[Row]:
     """Proposes a rule for each uncovered tensor with the name of an uncovered leaf."""
     rules = [row.rule for row in rows]
-    spoken, taken = set(spoken_of(rules, tensors.keys())), _destinations(rules)
+    covered, taken = set(covered_by(rules, tensors.keys())), _destinations(rules)
     free = collections.defaultdict(list)
     for leaf in leaves:
         if leaf not in taken:
@@ -193,7 +193,7 @@ def _bare(rows: Sequence[Row], tensors: Source, leaves: Shapes) -> list[Row]:
     return [
         _as_it_is(key, free[name][0], tensors.shape(key), leaves[free[name][0]])
         for key in tensors.keys()
-        if key not in spoken and len(free[name := canonical(key)]) == 1
+        if key not in covered and len(free[name := canonical(key)]) == 1
     ]
 
 

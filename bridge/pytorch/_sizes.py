@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from bridge.pytorch._spoken import matching
+from bridge.pytorch._covered import matching
 from bridge.rules._layout import Side
 from bridge.rules._rules import Rule
 

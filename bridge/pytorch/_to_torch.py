@@ -11,7 +11,7 @@ from bridge.adapt._derived import derive, underive
 from bridge.pytorch._back import follow_back
 from bridge.pytorch._bind import bind
 from bridge.pytorch._complete import complete
-from bridge.pytorch._spoken import Rules, derived_of, ignored_by, spell_out, ties_of
+from bridge.pytorch._covered import Rules, derived_of, ignored_by, spell_out, ties_of
 from bridge.pytorch._target import read_target
 from bridge.pytorch._torch_files import open_torch
 from bridge.pytorch._torch_source import to_tensor

@@ -210,6 +210,30 @@ def plain(
     return Written(tensors, rounded(shape, value, dtype))
 
 
+# The eight magnitudes of a float of four bits: one of sign, two of exponent.
+# Source: OCP Microscaling Formats (MX) v1.0, section 5.3.3.
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+def nvfp4(random, name, shape, dtype) -> Written:
+    """Model Optimizer's NVFP4: scales of 16 inputs, which one number scales."""
+    codes = random.integers(0, 16, shape)
+    scales = random.uniform(1, 400, (shape[0], shape[1] // 16)).astype(E4M3)
+    factor = np.float32(random.uniform(1e-4, 1e-3))
+    tensors = {
+        f"{name}.weight": pack(codes, 4, 1, word=8).view(np.uint8),
+        f"{name}.weight_scale": scales,
+        f"{name}.weight_scale_2": np.array(factor),
+    }
+
+    def value(o: int, i: int) -> np.float32:
+        sign, size = divmod(int(codes[o, i]), 8)
+        scale = np.float32(scales[o, i // 16]) * factor
+        return np.float32(-E2M1[size] if sign else E2M1[size]) * scale
+
+    return Written(tensors, rounded(shape, value, dtype))
+
+
 def packed(
     random, name, shape, dtype, *, bits=4, group=16, asymmetric=False, shuffled=False
 ) -> Written:

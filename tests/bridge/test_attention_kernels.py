@@ -13,7 +13,7 @@ from helpers.errors import facts
 from helpers.plain_kernel import PlainKernel
 
 from bridge.models import Accelerator, AttentionShape, choose_attention
-from bridge.models._attention import attend, visible
+from bridge.models._attention import attend, causal_mask
 from bridge.models._flash_kernel import Blocks, FlashKernel
 from bridge.models._fused_attention import fused_attention
 from bridge.models._kernel_places import Tokens, block_ranges
@@ -49,7 +49,7 @@ def heads(*widths):
 
 
 def plain(q, k, v, *, segment_ids=None, window=None, softcap=None, sinks=None):
-    mask = visible(SEQ, segment_ids, window)
+    mask = causal_mask(SEQ, segment_ids, window)
     return attend(q, k, v, SCALE, mask, softcap, sinks)
 
 
@@ -94,7 +94,7 @@ def test_the_blocks_that_are_not_visited_hold_nothing_that_is_seen(window):
     by_query, by_key = jax.tree.map(
         np.asarray, block_ranges(tokens, tokens, limit, 8, 4)
     )
-    seen = np.asarray(visible(48, segments, window))[:, 0]
+    seen = np.asarray(causal_mask(48, segments, window))[:, 0]
     blocks = seen.reshape(ROWS, 6, 8, 12, 4).any((2, 4))
     for ranges, meets in ((by_query, blocks), (by_key, blocks.swapaxes(1, 2))):
         other = np.arange(meets.shape[2])

@@ -12,9 +12,11 @@ TURNED_IN_PART = {
     *("phi", "phi3", "glm", "glm4", "glm4_moe", "minimax_m2", "nemotron", "stablelm"),
     *("gpt_neox", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
 }
-# Whose files do not have the field: learned positions, ALiBi, no attention, or
-# another field in its place.
-WITHOUT_FACTOR = {"gpt2", "gpt_bigcode", "opt", "gptj", "bloom", "mpt", "mamba2"}
+# Whose files do not have the field: learned positions, ALiBi, no positions, no
+# attention, or another field in its place.
+WITHOUT_FACTOR = {
+    *("gpt2", "gpt_bigcode", "opt", "gptj", "bloom", "mpt", "mamba", "mamba2", "jamba")
+}
 # Whose attention has no positions, so that the field changes no number.
 WITHOUT_POSITIONS = {"granitemoehybrid", "nemotron_h"}
 WHOLE = [

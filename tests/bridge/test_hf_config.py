@@ -174,7 +174,7 @@ def test_a_rope_that_is_unclear_is_refused(rope, match):
 @pytest.mark.parametrize(
     "fields, match",
     [
-        ({"model_type": "mamba"}, ["'mamba'", "llama"]),
+        ({"model_type": "rwkv"}, ["'rwkv'", "llama"]),
         ({"model_type": None}, ["model_type None", "llama"]),
         (
             {"architectures": ["LlamaForQuestionAnswering"]},
@@ -224,6 +224,12 @@ def test_transformers_4_reads_the_same_as_5(variant):
 
 def test_all_families_of_the_table_are_tried():
     assert {VARIANTS[name]["model_type"] for name in VARIANTS} == set(FAMILY_TABLE)
+
+
+def test_an_exponent_of_alibi_that_is_no_integer_is_written_as_it_is():
+    config = bridge.from_hf_config(hf_fields("mpt"))
+    config = dataclasses.replace(config, alibi_bias_max=8.5)
+    assert bridge.from_hf_config(bridge.to_hf_config(config)) == config
 
 
 def test_a_config_that_its_familys_files_cannot_say_is_not_written():

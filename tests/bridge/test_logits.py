@@ -1,6 +1,7 @@
 """The imported model is the model: its logits are those of transformers."""
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,8 @@ from bridge.models import (
     RopeConfig,
     dot_product_attention,
 )
+from bridge.models._mamba1 import Mamba1
+from bridge.models._mlp import MLP
 
 pytestmark = [pytest.mark.torch, pytest.mark.each_case]
 
@@ -163,9 +166,7 @@ WRONG: dict[str, tuple[str, dict[str, Any]]] = {
     "activation of an MLP beside a mixer": ("nemotron_h-dense", {"hidden_act": "relu"}),
     "growing queries": ("ministral3", {"query_scale.beta": 0.4}),
     "slopes": ("bloom", {"alibi_bias_max": 4.0}),
-    "normed embeddings": ("bloom", {"norm_eps": 0.1}),
     "distances": ("mpt", {"alibi_bias_max": 4.0}),
-    "learned activation": ("apertus", {"norm_eps": 0.1}),
     "chunks": ("llama4", {"attention_chunk_size": 24}),
     "weights of inputs": ("llama4", {"moe.weighted_inputs": False}),
     "norms of turned heads alone": (
@@ -180,7 +181,12 @@ WRONG: dict[str, tuple[str, dict[str, Any]]] = {
         {"multipliers.mamba_projections": (0.7, 0.5, 0.6, 0.8, 1.0)},
     ),
     "norm before the gate": ("falcon_h1-normed", {"mamba.norm": "after_gate"}),
-    "a mixer alone": ("mamba2", {"norm_eps": 1e-2}),
+    "norm of a mixer alone": ("mamba2", {"mamba.norm": "before_gate"}),
+    "time steps of a mixer alone": ("mamba2", {"mamba.min_time_step": 0.5}),
+    "factor of layers": ("minicpm3", {"residual_multiplier": 0.5}),
+    "factor of embeddings beside latents": ("minicpm3", {"embedding_multiplier": 2.9}),
+    "halves turned of latents": ("minicpm3", {"rope.interleaved": True}),
+    "weights of experts beside Mamba": ("jamba", {"moe.norm_topk_prob": True}),
     "base beside biases": ("seed_oss", {"rope.rope_theta": 500.0}),
 }
 
@@ -191,6 +197,45 @@ def test_a_wrong_constant_misses_by_a_hundredfold(tmp_path, variant, changes):
     wrong = change(bridge.from_hf_config(tmp_path), changes)
     graph, like = nnx.split(abstract_model(wrong))
     model = nnx.merge(graph, bridge.load_hf(tmp_path, like))
+    assert relative_error(logits_of(model, hf.tokens), hf.logits) > 100 * RELATIVE
+
+
+def without_norms_of_time_steps(model: Decoder) -> None:
+    for _, module in nnx.iter_modules(model):
+        if isinstance(module, Mamba1):
+            module.step_norm = None
+
+
+def without_norms_of_states(model: Decoder) -> None:
+    for _, module in nnx.iter_modules(model):
+        if isinstance(module, Mamba1):
+            module.b_norm = module.c_norm = None
+
+
+def without_embedding_norm(model: Decoder) -> None:
+    model.embed_norm = None
+
+
+def without_learned_activation(model: Decoder) -> None:
+    for _, module in nnx.iter_modules(model):
+        if isinstance(module, MLP):  # The plain activation that is the most like it.
+            module.xielu, module.activation = None, "relu2"
+
+
+# Parts that have weights, so that no config without them loads the same file.
+LEFT_OUT: dict[str, tuple[str, Callable[[Decoder], None]]] = {
+    "normed embeddings": ("bloom", without_embedding_norm),
+    "learned activation": ("apertus", without_learned_activation),
+    "norms of time steps": ("jamba", without_norms_of_time_steps),
+    "norms of states": ("jamba", without_norms_of_states),
+}
+
+
+@pytest.mark.parametrize("variant, leave_out", LEFT_OUT.values(), ids=LEFT_OUT)
+def test_a_model_without_a_part_misses_by_a_hundredfold(tmp_path, variant, leave_out):
+    hf = make_model(tmp_path, variant)
+    model = load_model(tmp_path)
+    leave_out(model)
     assert relative_error(logits_of(model, hf.tokens), hf.logits) > 100 * RELATIVE
 
 

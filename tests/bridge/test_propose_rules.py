@@ -86,7 +86,7 @@ def test_two_biases_a_flattened_map_and_strangers_are_in_doubt():
     text = str(bridge.propose_rules(cnn.torch(), cnn.like()))
     assert 'adapt.linear("head", "head"),  # in doubt: fed with a flattened' in text
     assert text.count("in doubt") == 1
-    assert "# Left aside: bn.num_batches_tracked" in text
+    assert "# Ignored: bn.num_batches_tracked" in text
     text = str(bridge.propose_rules(recurrent.torch(), recurrent.like()))
     assert 'adapt.gru("gru", "gru.cell", bias="ih"),  # in doubt: two biases' in text
     assert "#   back.weight_ih_l0_reverse (12, 4)" in text

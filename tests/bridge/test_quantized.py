@@ -34,6 +34,13 @@ AWQ = {"quant_method": "awq", "bits": 4, "version": "gemm", "zero_point": True}
 BNB = {"quant_method": "bitsandbytes", "load_in_4bit": True}
 TORCHAO = {"quant_method": "torchao", "quant_type": {"default": {}}}
 MODELOPT = {"quant_algo": "FP8", "producer": {"name": "modelopt"}}
+MIXED = MODELOPT | {
+    "quant_algo": "MIXED_PRECISION",
+    "quantized_layers": {
+        "a": {"quant_algo": "FP8"},
+        "b": {"quant_algo": "W4A16_NVFP4", "group_size": 16},
+    },
+}
 TENSOR_FP8 = {"quant_method": "fp8", "weight_block_size": None}
 
 
@@ -124,6 +131,8 @@ FORMATS: dict[str, tuple[dict[str, Any], Writer, np.dtype]] = {
         part(writers.plain, codes=E4M3, **WHOLE),
         BF16,
     ),
+    "NVFP4": (MODELOPT | {"quant_algo": "NVFP4"}, writers.nvfp4, BF16),
+    "NVFP4 beside fp8": (MIXED, writers.nvfp4, F32),
     "fp8 of tensors": (
         TENSOR_FP8,
         part(writers.plain, codes=E4M3, scale="weight_scale_inv", **WHOLE),
@@ -263,6 +272,16 @@ def test_what_quantizes_activations_is_left_out_with_a_warning(tmp_path):
     assert source.keys() == ("w.weight",)
 
 
+def test_weights_of_one_checkpoint_may_be_of_four_bits_or_of_eight(tmp_path):
+    random = np.random.default_rng(0)
+    four = writers.nvfp4(random, "a", (8, 32), BF16)
+    eight = writers.plain(random, "b", (8, 32), BF16, codes=E4M3, **WHOLE)
+    source = opened(tmp_path, four.tensors | eight.tensors, MIXED)
+    assert set(source.keys()) == {"a.weight", "b.weight"}
+    np.testing.assert_array_equal(source.read("a.weight"), four.values)
+    np.testing.assert_array_equal(source.read("b.weight"), eight.values)
+
+
 def without(written: Written, part: str) -> dict[str, np.ndarray]:
     return {k: v for k, v in written.tensors.items() if not k.endswith(part)}
 
@@ -280,6 +299,8 @@ def without(written: Written, part: str) -> dict[str, np.ndarray]:
         ("packed int4", "weight_shape"),
         ("packed int4", "weight_scale"),
         ("FBGEMM", ".weight"),
+        ("NVFP4", ".weight"),
+        ("NVFP4", "weight_scale"),
         ("torchao Int4Tensor", "w._weight_scale"),
     ],
 )
@@ -301,6 +322,7 @@ SHAPES = [
     ("packed int4", "weight_packed", ["(47, 8)", "(48, 64)"]),
     ("int8", "weight_scale", ["(47, 1)", "(48, 64)"]),
     ("FBGEMM", "weight_scale", ["(47, 1)", "(48, 64)"]),
+    ("NVFP4", "weight_scale", ["(47, 4)", "(48, 64)"]),
     ("torchao Int8Tensor", "_scale", ["(47, 4)", "(48, 64)"]),
 ]
 
@@ -319,7 +341,11 @@ NVFP4 = compressed("nvfp4-pack-quantized", num_bits=4, type="float")
 UNDECODED = [
     (GPTQ | {"checkpoint_format": "marlin"}, ["'marlin'", "gptq_v2"]),
     (AWQ | {"version": "gemv_fast"}, ["'gemv_fast'", "gemm"]),
-    (MODELOPT | {"quant_algo": "NVFP4"}, ["'NVFP4'", "FP8"]),
+    (MODELOPT | {"quant_algo": "W4A8_AWQ"}, ["'W4A8_AWQ'", "FP8", "NVFP4"]),
+    (
+        MIXED | {"quantized_layers": {"a": {"quant_algo": "INT4"}}},
+        ["'INT4'", "FP8", "NVFP4"],
+    ),
     (NVFP4, ["'nvfp4-pack-quantized'", "pack-quantized", "float-quantized"]),
     (
         compressed("pack-quantized") | {"sparsity_config": {"format": "x24"}},

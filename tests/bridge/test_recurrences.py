@@ -8,6 +8,7 @@ from flax import nnx
 
 from bridge.models._causal_conv import CausalConv
 from bridge.models._delta_rule import gated_delta_rule
+from bridge.models._selective_scan import selective_scan
 from bridge.models._state_space import state_space
 
 # The largest difference over the largest value, of float32 sums in another order.
@@ -60,9 +61,35 @@ def by_chunks(*inputs, chunk_size=CHUNK, **options):
     return state_space(*inputs, chunk_size=chunk_size, **options)
 
 
+def scan_inputs() -> list[np.ndarray]:
+    draw = np.random.default_rng(2)
+    x = draw.normal(size=(BATCH, SEQ, HEADS))
+    b, c = draw.normal(size=(2, BATCH, SEQ, 5))
+    return [x, b, c, draw.exponential(0.3, x.shape)]
+
+
+# One decay for each element of each channel's state.
+RATE = -np.random.default_rng(3).exponential(0.5, (HEADS, 5))
+
+
+def scan_by_token(x, b, c, step, starts) -> np.ndarray:
+    state, outs = np.zeros((BATCH, HEADS, 5)), []
+    for t in range(SEQ):
+        state = state * 0 if t in starts else state
+        state = state * np.exp(step[:, t, :, None] * RATE)
+        state = state + (step[:, t] * x[:, t])[..., None] * b[:, t, None]
+        outs.append(np.einsum("bcn,bn->bc", state, c[:, t]))
+    return np.stack(outs, 1)
+
+
+def scanned(*inputs, **options):
+    return selective_scan(*inputs, jnp.asarray(RATE, jnp.float32), **options)
+
+
 CASES = {
     "delta rule": (gated_delta_rule, delta_inputs, delta_by_token),
     "state space": (by_chunks, space_inputs, space_by_token),
+    "selective scan": (scanned, scan_inputs, scan_by_token),
 }
 # Segments that begin within a chunk, at one, and twice in one.
 STARTS = (40, 64, 70, 71)

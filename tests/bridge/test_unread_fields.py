@@ -34,7 +34,7 @@ PUBLISHED = {
         },
         {"is_llama_config", "transformers.js_config"},
     ),
-    "Mistral-7B": ("mistral", {"num_beam_groups": 1}, {"num_beam_groups"}),
+    "Mistral-7B": ("mistral", {"num_beam_groups": 1}, set()),
     "Qwen3-Coder-480B": (
         "qwen3_moe",
         {"use_qk_norm": True, "qkv_bias": False, "shared_expert_intermediate_size": 0},

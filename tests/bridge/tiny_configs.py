@@ -56,6 +56,10 @@ LATENT = {
     # Not what the latent vectors are normed with.
     "rms_norm_eps": 1e-3,
 }
+OF_MINICPM3 = (
+    *("num_key_value_heads", "kv_lora_rank", "q_lora_rank", "rms_norm_eps"),
+    *("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+)
 DELTA_NET = {
     "head_dim": 16,
     "full_attention_interval": 2,
@@ -92,6 +96,12 @@ GPT2_NAMES = {
     "intermediate_size": None,
     "num_key_value_heads": None,
 }
+_NO_ATTENTION = dict.fromkeys(
+    (
+        *("intermediate_size", "num_attention_heads", "num_key_value_heads"),
+        "max_position_embeddings",
+    )
+)
 # Families whose files have names of their own; None for fields that they lack.
 OWN_NAMES: dict[str, dict[str, str | None]] = {
     "gpt2": GPT2_NAMES,
@@ -114,12 +124,8 @@ OWN_NAMES: dict[str, dict[str, str | None]] = {
         "intermediate_size": None,
         "num_key_value_heads": None,
     },
-    "mamba2": dict.fromkeys(
-        (
-            *("intermediate_size", "num_attention_heads", "num_key_value_heads"),
-            "max_position_embeddings",
-        )
-    ),
+    "mamba": _NO_ATTENTION,
+    "mamba2": _NO_ATTENTION,
     "falcon": {"intermediate_size": "ffn_hidden_size", "num_key_value_heads": None},
     "opt": {"intermediate_size": "ffn_dim", "num_key_value_heads": None},
 }
@@ -256,6 +262,19 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "q_lora_rank": None,
         "n_shared_experts": 1,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+    "minicpm3": {
+        "model_type": "minicpm3",
+        **{name: size for name, size in LATENT.items() if name in OF_MINICPM3},
+        "rope_parameters": {
+            **LONGROPE,
+            "short_factor": [1.0, 1.1, 1.2, 1.3],
+            "long_factor": [1.5, 3.0, 9.0, 9.5],
+            "original_max_position_embeddings": 32,
+        },
+        "scale_emb": 3,
+        "scale_depth": 0.7,
+        "dim_model_base": 40,
     },
     "deepseek_v2-groups": {
         "model_type": "deepseek_v2",
@@ -451,6 +470,41 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "state_size": 10,
         "chunk_size": 16,
         **TWO,
+    },
+    "mamba": {
+        "model_type": "mamba",
+        "state_size": 10,
+        "time_step_rank": 5,
+        **TWO,
+    },
+    "mamba-biased": {
+        "model_type": "mamba",
+        "expand": 1,
+        "use_bias": True,
+        "use_conv_bias": False,
+        "conv_kernel": 3,
+        "tie_word_embeddings": False,
+        **TWO,
+    },
+    "jamba": {
+        "model_type": "jamba",
+        # A period of four that comes twice, with experts in every second layer.
+        "num_hidden_layers": 8,
+        "attn_layer_period": 4,
+        "attn_layer_offset": 2,
+        "num_experts": 4,
+        "mamba_d_state": 10,
+        "mamba_dt_rank": 5,
+    },
+    "jamba-dense": {
+        "model_type": "jamba",
+        "attn_layer_period": 3,
+        "attn_layer_offset": 1,
+        "num_experts": 1,
+        "mamba_proj_bias": True,
+        "mamba_conv_bias": False,
+        "mamba_d_conv": 3,
+        "mamba_expand": 1,
     },
     "falcon_h1": {
         "model_type": "falcon_h1",

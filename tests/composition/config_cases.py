@@ -51,9 +51,19 @@ class ConfigCase:
         return ConfigCase(**json.loads(text))
 
 
-def case_of_seed(seed: int) -> ConfigCase:
-    """Draws a case by number; as many in a row as there are fields change each once."""
-    pairs = field_pairs(tuple(VARIANTS))
+def case_of_seed(seed: int, model_types: Sequence[str] = ()) -> ConfigCase:
+    """Draws a case by number; as many in a row as there are fields change each once.
+
+    Args:
+      seed: The number.
+      model_types: Families to draw from; all by default.
+    """
+    names = (
+        name
+        for name, fields in VARIANTS.items()
+        if not model_types or fields["model_type"] in model_types
+    )
+    pairs = field_pairs(tuple(names))
     random.Random(0).shuffle(pairs)
     pair = pairs[seed % len(pairs)]
     return draw_case(random.Random(seed).choice, pairs=[pair])
@@ -135,7 +145,11 @@ _VALUES: dict[str, tuple[Any, ...]] = {
         {"qk_ln": True},
         {"attn_type": "multiquery_attention"},
     ),
+    "attn_layer_offset": (0, 1, 3, 9),
+    "attn_layer_period": (2, 3, 9, 0),
     "attn_logit_softcapping": (1.5, 0.7, 50.0, None),
+    "attn_scale": (0.1, 1.0, 0.0),
+    "attn_temperature_tuning": (True, False, None),
     "attention_chunk_size": (8, 0, None),
     "aux_loss_alpha": (0.001, None),
     "bos_token_id": (None, 3),
@@ -143,17 +157,22 @@ _VALUES: dict[str, tuple[Any, ...]] = {
     "clip_qkv": (1.2, None),
     "decoder_sparse_step": (1, 2, 3, 0),
     "embedding_multiplier": (1.0, 3.0),
+    "dim_model_base": (24, 48, None),
     "ep_size": (1,),
     "expand": (2, 4),
     "expansion_ratio": (4, 2),
+    "expert_layer_offset": (0, 1, 2),
+    "expert_layer_period": (1, 2, 3),
     "final_logit_softcapping": (2.0, 30.0, None),
     "first_k_dense_replace": (0, 1, 2, 3, 9, None),
+    "floor_scale": (1, 4, 8192),
     "full_attn_mod": (1,),
     "head_dim": (8, 12, 16, 20, None),
     "hidden_act": ("silu", "gelu", "relu", "gelu_pytorch_tanh", None),
     "hidden_activation": ("gelu_pytorch_tanh", "gelu", None),
     "activation_function": ("gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "silu"),
     "initial_context_length": (4096,),
+    "interleave_moe_layer_step": (1, 3, 9, 0),
     "interpolate_factor": (1,),
     "is_causal": (True, False, None),
     "is_decoder": (True, False),
@@ -177,7 +196,10 @@ _VALUES: dict[str, tuple[Any, ...]] = {
     "logit_scale": (0.0625, 2.0, None),
     "logits_scaling": (1.0, 3.0),
     "mamba_conv_bias": (True, False),
+    "mamba_d_conv": (2, 5),
     "mamba_d_ssm": (56, 96, None),
+    "mamba_dt_rank": (7, "auto"),
+    "mamba_expand": (1, 2, 3),
     "mamba_norm_before_gate": (True, False),
     "mamba_proj_bias": (True, False),
     "mamba_rms_norm": (True, False),
@@ -186,6 +208,7 @@ _VALUES: dict[str, tuple[Any, ...]] = {
     "mlp_bias": _BOOLS,
     "mlp_multipliers": ([0.5, 1.5], [0.5], None),
     "mlp_only_layers": ([], [0], [1, 2], [99], [-1], None),
+    "moe_layers": ([], [0, 3], [1], None),
     "moe_layer_freq": (1, 2),
     "n_ctx": (256, 1024),
     "n_group": (None, 1, 2, 4),
@@ -222,6 +245,8 @@ _VALUES: dict[str, tuple[Any, ...]] = {
     "router_jitter_noise": (0.0, 0.1),
     "scale_attn_by_inverse_layer_idx": (True, False),
     "scale_attn_weights": (True, False, None),
+    "scale_depth": (1.4, 0.3, None),
+    "scale_emb": (12, 1, 0.5),
     "scoring_func": ("softmax", "sigmoid", None),
     "seq_aux": (True,),
     "sliding_window": (None, 5, 9, 4096, 0),
@@ -235,6 +260,7 @@ _VALUES: dict[str, tuple[Any, ...]] = {
     "swiglu_limit": (1.0, 7.0),
     "tie_word_embeddings": (True, True, False, None),
     "time_step_limit": ([0.0, 0.5], [0.3, 0.5]),
+    "time_step_rank": (7, "auto"),
     "topk_group": (None, 1, 2, 4),
     "topk_method": ("greedy", "group_limited_greedy", "noaux_tc", None),
     "use_bias": (True, False),
@@ -314,8 +340,8 @@ def _rope(fields: dict[str, Any], choose: Choose) -> None:
             rope[name] = choose(_OF_ROPES[name])
         else:
             rope.pop(name, None)
-    key_mapping = choose(("rope_parameters", "rope_scaling", "nested", "type"))
-    if key_mapping == "nested":
+    rope_format = choose(("rope_parameters", "rope_scaling", "nested", "type"))
+    if rope_format == "nested":
         fields["rope_parameters"] = {
             FULL: rope,
             SLIDING: dict(choose(_ROPES)),
@@ -323,11 +349,11 @@ def _rope(fields: dict[str, Any], choose: Choose) -> None:
         return
     for name in ("rope_parameters", "rope_scaling", "rope_theta"):
         fields.pop(name, None)
-    if key_mapping != "rope_parameters" and "rope_theta" in rope:
+    if rope_format != "rope_parameters" and "rope_theta" in rope:
         fields["rope_theta"] = rope.pop("rope_theta")
-    if key_mapping == "type":
+    if rope_format == "type":
         rope["type"] = rope.pop("rope_type", "default")
-    name = "rope_parameters" if key_mapping == "rope_parameters" else "rope_scaling"
+    name = "rope_parameters" if rope_format == "rope_parameters" else "rope_scaling"
     fields[name] = rope
 
 

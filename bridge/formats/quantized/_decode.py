@@ -25,6 +25,7 @@ from bridge.formats.quantized._fp8 import find_fp8
 from bridge.formats.quantized._fp8_scale import find_fp8_scale
 from bridge.formats.quantized._gptq import checkpoint_format, find_gptq
 from bridge.formats.quantized._mxfp4 import find_mxfp4
+from bridge.formats.quantized._nvfp4 import find_nvfp4, unmodelled_algorithms
 from bridge.formats.quantized._recent import Recent
 from bridge.formats.quantized._torchao import find_torchao
 from bridge.formats.quantized._weight import Found, QuantizedWeight, Settings
@@ -165,8 +166,8 @@ def _unmodelled(quantization: Settings) -> list[str]:
             return [f"format {name!r} of gptq: only {', '.join(_gptq.FORMATS)}"]
         case "awq" if (name := checkpoint_format(quantization)) not in VERSIONS:
             return [f"version {name!r} of awq: only {', '.join(VERSIONS)}"]
-        case "modelopt" if (name := quantization.get("quant_algo")) != "FP8":
-            return [f"quant_algo {name!r} of modelopt: only FP8"]
+        case "modelopt":
+            return unmodelled_algorithms(quantization)
         case "compressed-tensors":
             return _compressed_tensors.undecoded(quantization)
     return []
@@ -188,7 +189,23 @@ def _find(source: Source, quantization: Settings, dtype: np.dtype) -> Found:
             return find_compressed_tensors(source, quantization, dtype)
         case "torchao":
             return find_torchao(source, quantization, dtype)
-    return find_fp8_scale(source, quantization, dtype)  # fp8, fbgemm_fp8, modelopt
+        case "modelopt":
+            return _find_modelopt(source, quantization, dtype)
+    return find_fp8_scale(source, quantization, dtype)  # fp8, fbgemm_fp8
+
+
+def _find_modelopt(source: Source, quantization: Settings, dtype: np.dtype) -> Found:
+    """Finds the weights of Model Optimizer, some of which may be fp8, others NVFP4."""
+    fours = find_nvfp4(source, dtype)
+    names = [*fours.weights, *(key.removesuffix("_scale_2") for key in fours.wrong)]
+    eights = find_fp8_scale(
+        source, quantization, dtype, {f"{name}_scale" for name in names}
+    )
+    return Found(
+        {**eights.weights, **fours.weights},
+        {**eights.wrong, **fours.wrong},
+        eights.unused,
+    )
 
 
 def _warn_of_unused(source: Source, unused: tuple[str, ...]) -> None:

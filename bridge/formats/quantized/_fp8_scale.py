@@ -6,6 +6,7 @@ with `X.input_scale`), and of `fp8` without a block size (`X.weight_scale_inv` w
 """
 
 import math
+from collections.abc import Collection
 
 import numpy as np
 
@@ -21,13 +22,19 @@ _UNUSED = (
 )
 
 
-def find_fp8_scale(source: Source, settings: Settings, dtype: np.dtype) -> Found:
+def find_fp8_scale(
+    source: Source,
+    settings: Settings,
+    dtype: np.dtype,
+    others: Collection[str] = (),
+) -> Found:
     """Finds fp8 weights with one scale per tensor or per row; reads headers only.
 
     Args:
       source: Checkpoint.
       settings: `quantization_config`.
       dtype: Dtype of the decoded weights.
+      others: Names of tensors that belong to weights of another format.
 
     Returns:
       Weights `X.weight`, and error messages by tensor name.
@@ -36,7 +43,7 @@ def find_fp8_scale(source: Source, settings: Settings, dtype: np.dtype) -> Found
     keys = dict.fromkeys(source.keys())
     weights, wrong = {}, {}
     for key in keys:
-        if not key.endswith(_SCALES):
+        if not key.endswith(_SCALES) or key in others:
             continue
         name = key.rpartition(".")[0] + ".weight"
         if name not in keys or source.dtype(name) not in FP8_DTYPES:

@@ -64,7 +64,7 @@ def ignored_by(rules: Rules, ignore: Sequence[str], names: Collection[str]) -> s
     return {name for name in names if is_ignored(name, patterns)}
 
 
-def spoken_of(rules: Rules, names: Collection[str]) -> set[str]:
+def covered_by(rules: Rules, names: Collection[str]) -> set[str]:
     """Returns the names of tensors that a rule covers, directly or as a derived one."""
     patterns = [name for sized in spell_out(rules, {}) for name in sized.rule.sources]
     patterns += [term.tensor for derived in derived_of(rules) for term in derived.used]
@@ -78,14 +78,14 @@ def ties_of(source: Source, rules: Rules) -> dict[str, str]:
     Returns:
       Name of the tied tensor that a rule covers, for each tensor without a rule.
     """
-    tied, spoken = tied_in(source), spoken_of(rules, source.keys())
+    tied, covered = tied_in(source), covered_by(rules, source.keys())
     groups: dict[str, list[str]] = collections.defaultdict(list)
     for key in source.keys():
         groups[tied.get(key, key)].append(key)
     return {
         key: known[0]
         for group in groups.values()
-        if (known := [key for key in group if key in spoken])
+        if (known := [key for key in group if key in covered])
         for key in group
-        if key not in spoken
+        if key not in covered
     }

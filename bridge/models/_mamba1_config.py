@@ -1,0 +1,40 @@
+"""Config of a Mamba 1 mixer."""
+
+import dataclasses
+
+from bridge.models._checks import raise_if, wrong_fields, wrong_sizes
+
+
+@dataclasses.dataclass(frozen=True)
+class Mamba1Config:
+    """Sizes of a Mamba 1 mixer: a state space model with decays of its own a channel.
+
+    Args:
+      num_channels: Number of channels, each with a state.
+      state_size: Width of the state of a channel.
+      time_step_rank: Width of the vector that the time steps are projected from.
+      kernel_size: Number of tokens that the convolution before it sees.
+      conv_bias: Whether the convolution has a bias.
+      proj_bias: Whether the projections into the mixer and back have biases.
+      norm: Whether the vector of time steps and both projections of the state are
+        normed.
+
+    Raises:
+      ValueError: If a field has an invalid value.
+
+    Source: Mamba, https://arxiv.org/abs/2312.00752; with norms Jamba,
+      https://arxiv.org/abs/2403.19887.
+    """
+
+    num_channels: int
+    state_size: int
+    time_step_rank: int
+    kernel_size: int = 4
+    conv_bias: bool = True
+    proj_bias: bool = False
+    norm: bool = False
+
+    def __post_init__(self):
+        """Validates the sizes."""
+        names = ("num_channels", "state_size", "time_step_rank", "kernel_size")
+        raise_if("Mamba1Config", wrong_fields(self) or wrong_sizes(self, names))
