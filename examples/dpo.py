@@ -129,7 +129,7 @@ def train(options: Options) -> list[dict[str, float]]:
 
     def loss_fn(model: Decoder, batch: dict[str, jax.Array]) -> Any:
         log_probs, known = answer_log_probs(model, batch), batch["reference"]
-        found = fsdp.rl.dpo_loss(*(*log_probs.T, *known.T), beta=options.beta)
+        found = fsdp.rl.dpo_loss(*log_probs.T, *known.T, beta=options.beta)
         margin = found.chosen_rewards - found.rejected_rewards
         return found.loss.mean(), {"margin": margin.mean()}
 

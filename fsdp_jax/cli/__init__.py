@@ -24,6 +24,7 @@ from fsdp_jax._streams import discard
 from fsdp_jax.checkpoint import NotSavedError
 from fsdp_jax.checkpoint._paths import as_path
 from fsdp_jax.cli._errors import CheckFailed, ChildFailed
+from fsdp_jax.cli._help_text import help_text, wrapped
 from fsdp_jax.cli._no_driver import be_silent_without_driver
 from fsdp_jax.cli._option_names import suggestions
 from fsdp_jax.cli._options import named
@@ -141,8 +142,9 @@ def parse(words: Sequence[str]) -> Any:
         rest = expand(rest, Train)
     try:
         if command not in commands:
-            return _parse(_Command, "fsdp-jax", _DESCRIPTION, words)
-        return _parse(commands[command], f"fsdp-jax {command}", None, rest)
+            return _parse(_Command, "fsdp-jax", wrapped(_DESCRIPTION), words)
+        chosen = commands[command]
+        return _parse(chosen, f"fsdp-jax {command}", help_text(chosen), rest)
     except SystemExit as stop:
         if stop.code == 2:
             for line in suggestions(words, commands):
@@ -150,7 +152,7 @@ def parse(words: Sequence[str]) -> Any:
         raise
 
 
-def _parse(command: Any, program: str, text: str | None, words: Sequence[str]) -> Any:
+def _parse(command: Any, program: str, text: str, words: Sequence[str]) -> Any:
     return tyro.cli(command, prog=program, description=text, args=words, config=_CONFIG)
 
 

@@ -83,7 +83,7 @@ def attention_choices(
     windows = [
         window
         for kind, window in zip(kinds, config.windows, strict=True)
-        if kind.mixer == "attention"
+        if kind.attends
     ]
     # Windows that differ between layers are inputs of the compiled loop over them.
     is_traced = len(set(config.windows)) > 1
@@ -125,6 +125,8 @@ def example_choices(device: Accelerator) -> dict[str, KernelChoice]:
 
 def choice_table(choices: dict[str, KernelChoice]) -> str:
     """Returns choices as a table of text."""
+    if not choices:
+        return "attention: in no layer"
     columns = {"attention": "left", "kernel": "left", "why": "left"}
     rows = [(name, one.kernel, one.reason) for name, one in choices.items()]
     return text_table(columns, rows)

@@ -1,8 +1,8 @@
-"""The chain of a run: each checkpoint says what it is, and what it came from.
+"""Hash chain over the checkpoints of a run, which `fsdp-jax audit` verifies.
 
-A link stands in the metadata of a step, which its manifest covers. It holds digests of
-the state, of code, plan and options, the position in the data, and the digest of the
-link of the checkpoint before. `fsdp-jax audit` reads it.
+The link of a step is part of its metadata, which its manifest covers. It holds digests
+of the state, code, plan and options, the position in the data, and the digest of the
+previous checkpoint's link.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _FIELDS = ("code", "plan", "options", "tokens")
 
 @dataclasses.dataclass(frozen=True)
 class Link:
-    """What a checkpoint is of.
+    """What a checkpoint was computed from, as digests.
 
     Attributes:
       step: Number of the step.
@@ -42,7 +42,7 @@ class Link:
         optax and numpy.
       plan: Digest of the plan: mesh, splits and dtypes.
       options: Digest of the options on which the numbers depend.
-      before: Digest of the link of the checkpoint before; None for the first.
+      before: Digest of the previous checkpoint's link; None for the first.
     """
 
     step: int
@@ -67,7 +67,7 @@ class Chain:
       plan: Plan of the model.
       options: Options of the run, by section.
       tokens: Digest of the tokens of the data.
-      before: Digest of the link that the run goes on from; None for none.
+      before: Digest of the link that the run resumes from; None for none.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class Chain:
         return dataclasses.asdict(self._newest)
 
     def advance(self) -> None:
-        """Makes the newest link the one before all later ones."""
+        """Makes the newest link the predecessor of those that follow."""
         if self._newest is not None:
             self._before = self._newest.digest
 
@@ -153,7 +153,7 @@ def stored_digest(path: Path, step: int) -> str:
 
 
 def broken_links(links: Mapping[int, Link]) -> list[str]:
-    """Returns what is wrong between consecutive links, a message each.
+    """Returns a message for each link that does not follow from the one before it.
 
     Args:
       links: Links by the numbers of their folders, in ascending order.
@@ -176,7 +176,7 @@ def broken_links(links: Mapping[int, Link]) -> list[str]:
 
 
 def options_digest(options: Mapping[str, Any]) -> str:
-    """Returns the digest of the options of a run on which its numbers depend.
+    """Returns the digest of the options that determine the numbers of a run.
 
     Args:
       options: Options by section, as in the file of a run.

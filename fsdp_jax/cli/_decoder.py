@@ -84,7 +84,9 @@ def plan_decoder(
     attention_choices(config, settings_of(mesh, fsdp_config, cp_form, attention))
     return fsdp.fully_shard(
         functools.partial(
-            *(_make_decoder, config, routing),
+            _make_decoder,
+            config,
+            routing,
             functools.partial(fsdp.scan, prefetch=prefetch, unroll=unroll),
             decoder_options(cp, cp_form, attention)
             | ({"product": float8_product} if products == "float8" else {}),

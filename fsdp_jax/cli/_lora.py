@@ -13,6 +13,7 @@ import numpy as np
 
 import bridge
 import fsdp_jax as fsdp
+from bridge.lora._lora_targets import fan_in_fan_out
 from bridge.models import DecoderConfig
 from fsdp_jax._tree import PyTree
 from fsdp_jax.cli._decoder import plan_decoder
@@ -93,7 +94,7 @@ class Adapter:
     def save(self, path: Path, factors: PyTree, config: DecoderConfig) -> None:
         """Writes trained factors as an adapter of PEFT."""
         described = bridge.LoraConfig(
-            self.rank, self.alpha, fan_in_fan_out=config.model_type == "gpt2"
+            self.rank, self.alpha, fan_in_fan_out=fan_in_fan_out(config)
         )
         arrays = jax.tree.map(np.asarray, fsdp.sharding.unpack(factors))
         bridge.save_lora(path, bridge.Lora(described, arrays, {}), config)

@@ -17,7 +17,7 @@ from fsdp_jax._tree import PyTree, leaf_name
 
 OptimizerName = Literal["adamw", "lion", "adafactor", "muon"]
 ScheduleShape = Literal["constant", "cosine", "linear", "wsd"]
-OptimizerBits = Literal[32, 8]
+OptimizerBits = Literal[32, 16, 8]
 
 NO_DECAY = "*.scale,*.bias,*_bias,*.sinks"
 """Norms, biases and attention sinks: by default no weight decay shrinks them."""
@@ -55,7 +55,7 @@ class OptimizerConfig:
       b2: Decay of the second moments; None for 0.999, or 0.99 of Lion.
       eps: Constant added to the root of the second moments.
       clip: Norm to which gradients are clipped; 0 for not.
-      optimizer_bits: Bits of an element of the moments.
+      optimizer_bits: Bits of an element of the moments: 16 is float16 with scales.
       ema: Decay of an average of the weights, kept beside them; 0 for none.
     """
 
@@ -102,10 +102,10 @@ class OptimizerConfig:
             wrong.append(
                 f"--lr-steps {self.lr_steps}: more than --warmup {self.warmup}"
             )
-        if self.optimizer_bits == 8 and self.optimizer not in ("adamw", "lion"):
+        if self.optimizer_bits != 32 and self.optimizer not in ("adamw", "lion"):
             wrong.append(
-                f"--optimizer-bits 8 is for adamw and lion, and this is --optimizer "
-                f"{self.optimizer}"
+                f"--optimizer-bits {self.optimizer_bits} is for adamw and lion, and "
+                f"this is --optimizer {self.optimizer}"
             )
         return wrong + self._unused()
 
@@ -161,6 +161,8 @@ class OptimizerConfig:
         )
         if self.optimizer_bits == 8:
             tx = fsdp.optim.eight_bit(tx)
+        elif self.optimizer_bits == 16:
+            tx = fsdp.optim.precision_aware(tx, {"mu": "float16", "nu": "float16"})
         return optax.chain(tx, fsdp.optim.ema_of_params(self.ema)) if self.ema else tx
 
     def _direction(self, matrices: Mapping[str, int]) -> optax.GradientTransformation:

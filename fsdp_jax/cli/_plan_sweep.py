@@ -27,7 +27,7 @@ class _Candidate(NamedTuple):
 def sweep_meshes(step: StepSpec, gpu: GPU) -> Sweep:
     """Estimates a step on other meshes and with other strategies.
 
-    What does not divide the batch is left out, and said on stderr.
+    Candidates whose ranks do not divide the batch are skipped, with a line on stderr.
 
     Args:
       step: Step to estimate. Its rows and microbatches are those of all candidates.
@@ -45,7 +45,7 @@ def sweep_meshes(step: StepSpec, gpu: GPU) -> Sweep:
         if rows % (ranks * step.microbatches):
             # Rows that are fewer than ranks, as long ones are, cp or tp can share.
             print(
-                f"fsdp-jax: leaving out {name}: {rows} rows do not divide "
+                f"fsdp-jax: skipping {name}: {rows} rows do not divide "
                 f"over {ranks} ranks x {step.microbatches} microbatch(es)",
                 file=sys.stderr,
             )
@@ -79,6 +79,7 @@ def _candidates(step: StepSpec, gpu: GPU) -> Iterator[_Candidate]:
     if not isinstance(step.model, UserModel):
         flat += _decoder_candidates(step, step.model, gpu)
     for name, changes, sizes in flat:
+        # pp cancels: it divides the ranks and multiplies the microbatches.
         rounds = step.microbatches * sizes.get("pp", 1)
         strategy = dataclasses.replace(step.strategy, **changes)
         changed = dataclasses.replace(step, strategy=strategy, microbatches=rounds)
@@ -111,7 +112,7 @@ def _tp_sizes(step: StepSpec, config: DecoderConfig, gpu: GPU) -> list[int]:
             check_rows(step.seq, tp)
             tensor_parallel_rules(config, tp)
         except ValueError as error:
-            print(f"fsdp-jax: leaving out tp={tp}: {error}", file=sys.stderr)
+            print(f"fsdp-jax: skipping tp={tp}: {error}", file=sys.stderr)
         else:
             sizes += [tp] if step.gpus % tp == 0 else []
     return sizes
@@ -128,7 +129,7 @@ def _cp_sizes(step: StepSpec, config: DecoderConfig, gpu: GPU) -> list[int]:
             check_rows(step.seq, 1, cp)
             check_context(config, cp, 1, step.strategy.cp_algorithm)
         except ValueError as error:
-            print(f"fsdp-jax: leaving out cp={cp}: {error}", file=sys.stderr)
+            print(f"fsdp-jax: skipping cp={cp}: {error}", file=sys.stderr)
         else:
             sizes += [cp] if step.gpus % cp == 0 else []
     return sizes

@@ -57,8 +57,8 @@ class ReplayOptions:
         if mesh.size < 3 or jax.process_count() > 1:
             raise ValueError(
                 f"--check-replay {self.check_replay} on {mesh.size} device(s) in "
-                f"{jax.process_count()} process(es): three votes need 3 devices of one "
-                "process, over which ranks are exchanged."
+                f"{jax.process_count()} process(es): three results need 3 devices of "
+                "one process, over which ranks are exchanged."
             )
 
 
@@ -90,7 +90,7 @@ def replayed(
       tx: Optimizer.
     """
     plans = [plan, *(make_plan(exchanged(plan.mesh, by)) for by in (1, 2))]
-    checked, *others = (fsdp.replay.Witness(make_step(each), tx) for each in plans)
+    checked, *others = (fsdp.replay.ReplayStep(make_step(each), tx) for each in plans)
     check = fsdp.replay.ReplayCheck(
         checked, others, every=options.check_replay or 0, rtol=options.replay_rtol
     )

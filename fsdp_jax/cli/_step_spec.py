@@ -94,7 +94,10 @@ class StepSpec:
         is_own = isinstance(self.model, UserModel)
         rows = jax.tree.leaves(batch)[0].shape[0]
         return estimate_step(
-            *(plan, loss, self._optimizer, batch),
+            plan,
+            loss,
+            self._optimizer,
+            batch,
             gpu=gpu,
             tokens=None if is_own else rows * self.seq,
             guide=guide,
@@ -107,7 +110,7 @@ class StepSpec:
         devices = Devices(cpu_devices=self.gpus).pick()
         plan, loss, batch = self._on(fsdp.make_mesh(**sizes, devices=devices))
         return count_on_cpu(
-            *(plan, loss, self._optimizer, batch), num_microbatches=self.microbatches
+            plan, loss, self._optimizer, batch, num_microbatches=self.microbatches
         )
 
     def gpu_mesh(self, gpu: GPU, sizes: Sizes) -> Mesh:

@@ -120,7 +120,7 @@ def run_steps(
     make_state: Callable[[], fsdp.TrainState],
     batches: Batches,
 ) -> None:
-    """Trains.
+    """Runs the steps of `run`, saving and evaluating as due.
 
     Args:
       run: Steps, checkpoints and outputs.
@@ -144,7 +144,7 @@ def run_steps(
             before = link.before
         state = make_state() if state is None else state
         run = dataclasses.replace(run, start=int(state.step))
-        saved = _Saved(run, checkpointer, _chain(run, plan, before))
+        saved = _StepSaver(run, checkpointer, _chain(run, plan, before))
         _run_steps(run, plan, _make_step(run, plan, tx), state, batches, saved)
     if (window := run.window) is not None:
         steps = f"steps {window.first} to {window.last}"
@@ -205,7 +205,7 @@ def _chain(run: Run, plan: fsdp.Plan, before: str | None) -> Chain | None:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Saved:
+class _StepSaver:
     """Saves the steps of a run that are due, each with its metadata.
 
     Attributes:
@@ -257,7 +257,7 @@ def _run_steps(
     step: Callable[..., Any],
     state: fsdp.TrainState,
     batches: Batches,
-    save: _Saved,
+    save: _StepSaver,
 ) -> None:
     measure = _Measure(run, plan)
     evaluate = None if run.held_out is None else run.held_out.make(plan)

@@ -87,7 +87,7 @@ class Coordinator:
         self._strangers: dict[asyncio.StreamWriter, None] = {}
         timeouts = timeouts or Timeouts()
         self._roll = CoordinatorState(num_processes, timeouts, report, time.monotonic())
-        self._news: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
+        self._news: queue.SimpleQueue[tuple[int, str, bool]] = queue.SimpleQueue()
         self._closed = threading.Event()
         self._socket = _listening(host, port)
         self.port: int = self._socket.getsockname()[1]
@@ -96,14 +96,30 @@ class Coordinator:
         )
         self._thread.start()
 
-    def announce(self, rank: int, how: str) -> None:
+    @property
+    def blamed(self) -> frozenset[int]:
+        """Ranks of the processes that are the reason why the job ended."""
+        return self._roll.blamed
+
+    @property
+    def positions(self) -> list[tuple[int, int | None, str]]:
+        """Rank, training step and phase that each connected process last reported."""
+        return [(m.handshake.rank, m.step, m.phase) for m in list(self._roll.members)]
+
+    @property
+    def has_trained(self) -> bool:
+        """Whether any process has reported a training step."""
+        return any(member.has_trained for member in list(self._roll.members))
+
+    def announce(self, rank: int, how: str, *, is_abort: bool = False) -> None:
         """Ends the job because a process was seen to end with an error.
 
         Args:
           rank: Index of the process.
           how: Description of its end, such as `was ended by SIGKILL`.
+          is_abort: Whether SIGABRT ended it, perhaps as an effect of another's failure.
         """
-        self._news.put((rank, how))
+        self._news.put((rank, how, is_abort))
 
     def linger(self) -> None:
         """Waits up to 5 s for all processes to be told why the job does not start."""
@@ -122,15 +138,20 @@ class Coordinator:
         server = await serve
         looked = time.monotonic()
         while not self._closed.is_set():
-            while not self._news.empty():
-                self._roll.ended(*self._news.get(), time.monotonic())
+            self._take_news()
             now = time.monotonic()
             if now - looked > _STOPPED_SECS:
                 self._roll.forgive(now - looked)
             looked = now
             self._roll.look(now)
             await asyncio.sleep(_LOOK_SECS)
+        self._take_news()  # who is blamed may be asked after the end
         server.close()
+
+    def _take_news(self) -> None:
+        while not self._news.empty():
+            rank, how, is_abort = self._news.get()
+            self._roll.ended(rank, how, time.monotonic(), is_abort=is_abort)
 
     async def _attend(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter

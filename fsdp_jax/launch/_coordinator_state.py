@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from fsdp_jax.launch._handshake import Handshake, numbers, problems
-from fsdp_jax.launch._members import Member, positions, silent, standstill
+from fsdp_jax.launch._members import (
+    Member,
+    describe_silent,
+    positions,
+    silent,
+    standstill,
+)
 from fsdp_jax.launch._protocol import Message
 from fsdp_jax.launch._timeouts import Timeouts
 
@@ -25,6 +31,8 @@ class CoordinatorState:
 
     Attributes:
       members: Processes that have connected, without those that left before the start.
+      blamed: Ranks of the processes whose failure, death or silence ended the job;
+        empty while it runs, and after a stall of all.
     """
 
     def __init__(
@@ -43,6 +51,7 @@ class CoordinatorState:
           now: Current time; all times are seconds of one clock.
         """
         self.members: list[Member] = []
+        self.blamed: frozenset[int] = frozenset()
         self._num_processes = num_processes
         self._timeouts = timeouts
         self._report = report
@@ -88,7 +97,8 @@ class CoordinatorState:
             where = f"{member.handshake} failed in {member.where(now)}"
             text = f"{where}:\n  {message['failed']}"
             member.left = True
-            self._failure = self._failure or (member, text, now)
+            if self._verdict is None:  # Later errors are effects.
+                self._failure = self._failure or (member, text, now)
         else:
             member.left, member.moved = True, now
 
@@ -102,10 +112,11 @@ class CoordinatorState:
         if not member.left:
             self.end(
                 f"{member.handshake} ended without a word (was it killed?), in "
-                f"{member.where(now)}"
+                f"{member.where(now)}",
+                blamed=[member.handshake.rank],
             )
 
-    def ended(self, rank: int, how: str, now: float) -> None:
+    def ended(self, rank: int, how: str, now: float, *, is_abort: bool = False) -> None:
         """Ends the job because a process was seen to end with an error.
 
         Its connection may close later; its last position is known already.
@@ -114,27 +125,41 @@ class CoordinatorState:
           rank: Index of the process.
           how: Description of its end, used unless it reported an error itself.
           now: Current time.
+          is_abort: Whether SIGABRT ended it; then an error that another process had
+            reported before is the reason.
         """
-        if self._failure is not None and self._failure[0].handshake.rank == rank:
+        if self._failure is not None:
             member, text, _ = self._failure
-            self.end(text, known_to=member)
-            return
+            reporter = member.handshake.rank
+            if is_abort and self.blamed == {rank}:
+                # Its closed connection was seen before it was known how it had ended.
+                self.blamed = frozenset([reporter])
+            if is_abort or reporter == rank:
+                self.end(text, known_to=member, blamed=[reporter])
+                return
         found = [member for member in self.members if member.handshake.rank == rank]
         text = f"process {rank} {how}"
         if found:
             text = f"{found[0].handshake} {how}, in {found[0].where(now)}"
-        self.end(text)
+        self.end(text, blamed=[rank])
 
-    def end(self, text: str, *, known_to: Member | None = None) -> None:
+    def end(
+        self,
+        text: str,
+        *,
+        known_to: Member | None = None,
+        blamed: Iterable[int] = (),
+    ) -> None:
         """Ends the job; later calls are ignored, as effects of the first failure.
 
         Args:
           text: Reason.
           known_to: Process that reported it.
+          blamed: Ranks of the processes that are the reason.
         """
         if self._verdict is not None:
             return
-        self._verdict = text
+        self._verdict, self.blamed = text, frozenset(blamed)
         for member in self.members:
             if member is known_to:
                 member.send({"noted": True})
@@ -156,7 +181,7 @@ class CoordinatorState:
         if self._failure is not None:
             member, text, since = self._failure
             if now - since > _EFFECT_SECS:
-                self.end(text, known_to=member)
+                self.end(text, known_to=member, blamed=[member.handshake.rank])
         elif self._started:
             self._look_for_late(now)
         elif self._contradicted is None:
@@ -168,7 +193,8 @@ class CoordinatorState:
     def _look_for_late(self, now: float) -> None:
         timeouts, still = self._timeouts, standstill(self.members, now)
         if lost := silent(self.members, now, timeouts.silent_secs):
-            self.end("\n  ".join(lost))
+            texts = describe_silent(lost, now)
+            self.end("\n  ".join(texts), blamed=[m.handshake.rank for m in lost])
         elif still > timeouts.stall_secs or (
             # After a process has left, a stall cannot resolve itself: end it sooner.
             still > timeouts.silent_secs and self._some_have_left()

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 from fsdp_jax.launch._handshake import Handshake
+from fsdp_jax.launch._progress import TRAIN_STEP
 from fsdp_jax.launch._protocol import Message
 
 _MOST_NAMED = 8
@@ -23,6 +24,7 @@ class Member:
       moved: Time at which it last began something.
       step: Training step that it last reported; None if none.
       phase: Phase that it last reported.
+      has_trained: Whether it has reported a training step.
       left: Whether it has reported that its program ended or failed.
       gone: Whether its connection is closed.
     """
@@ -33,6 +35,7 @@ class Member:
     moved: float
     step: int | None = None
     phase: str = "starting"
+    has_trained: bool = False
     left: bool = False
     gone: bool = False
 
@@ -40,6 +43,7 @@ class Member:
         """Handles a heartbeat: `{"step": ..., "phase": ..., "secs": in the phase}`."""
         self.heard = now
         self.step, self.phase = message["step"], message["phase"]
+        self.has_trained |= self.step is not None or self.phase.endswith(TRAIN_STEP)
         self.moved = max(self.moved, now - message["secs"])
 
     def where(self, now: float) -> str:
@@ -50,13 +54,17 @@ class Member:
         return f"{step}'{self.phase}' for {now - self.moved:.0f} s"
 
 
-def silent(members: Sequence[Member], now: float, secs: float) -> list[str]:
-    """Describes each process without a message for `secs`, one line each."""
+def silent(members: Sequence[Member], now: float, secs: float) -> list[Member]:
+    """Returns the processes without a message for `secs`."""
+    return [m for m in members if not m.left and now - m.heard > secs]
+
+
+def describe_silent(members: Sequence[Member], now: float) -> list[str]:
+    """Describes each silent process, one line each."""
     return [
         f"{member.handshake} gave no sign of life for {now - member.heard:.0f} s (is "
         f"it stopped, or its machine gone?), in {member.where(member.heard)}"
         for member in members
-        if not member.left and now - member.heard > secs
     ]
 
 

@@ -23,6 +23,8 @@ _TOLD_SECS = 5.0
 # Time between SIGTERM and SIGKILL.
 _TERM_SECS = 5.0
 _POLL_SECS = 0.05
+# Status of a process that ended itself, as jax, XLA and NCCL end survivors.
+_ABORTED = -signal.SIGABRT
 
 
 class Processes:
@@ -47,6 +49,7 @@ class Processes:
         devices_per_process: int | None = None,
         timeouts: Timeouts | None = None,
         environment: dict[str, str] | None = None,
+        local_ranks: Sequence[int] | None = None,
     ):
         """Starts the processes.
 
@@ -59,12 +62,17 @@ class Processes:
             for one GPU each.
           timeouts: Timeouts of the job.
           environment: Environment variables; default those of this process.
+          local_ranks: Index of the GPU of each process, which messages call its place;
+            default its rank.
 
         Raises:
           ValueError: If the program does not exist, or a number is not positive.
         """
         _check(num_processes, devices_per_process)
         self._line = line
+        self._crashed: frozenset[int] = frozenset()
+        self._local_ranks = local_ranks
+        self._failed_at: float | None = None
         self._children: list[subprocess.Popen[str]] = []
         self._readers: list[threading.Thread] = []
         self._token = secrets.token_hex(16)
@@ -74,9 +82,9 @@ class Processes:
         base = dict(os.environ if environment is None else environment)
         base |= self._variables(num_processes, devices_per_process)
         try:
-            for rank in range(num_processes):
+            for rank, local in enumerate(local_ranks or range(num_processes)):
                 self._start(
-                    command, rank, base | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                    command, rank, base | {"RANK": str(rank), "LOCAL_RANK": str(local)}
                 )
         except BaseException:
             self.close()
@@ -98,6 +106,34 @@ class Processes:
         """Exit status of each process, minus a signal's number, None if running."""
         return [_status(child) for child in self._children]
 
+    @property
+    def blamed(self) -> frozenset[int]:
+        """Ranks of the processes that are the reason why `wait` returned an error.
+
+        Empty if all stalled. Processes that ended as an effect are not among them, such
+        as those that SIGABRT ended when another process was killed or had failed with
+        an error: jax, XLA and NCCL abort the survivors. An abort alone is a reason.
+        """
+        if not self._crashed:
+            return self._coordinator.blamed
+        aborted = {rank for rank, s in enumerate(self.statuses) if s == _ABORTED}
+        return self._crashed | self._coordinator.blamed - aborted
+
+    @property
+    def failed_at(self) -> float | None:
+        """Time by `time.monotonic` at which `wait` saw a process fail."""
+        return self._failed_at
+
+    @property
+    def positions(self) -> list[tuple[int, int | None, str]]:
+        """Rank, training step and phase that each process last reported."""
+        return self._coordinator.positions
+
+    @property
+    def has_trained(self) -> bool:
+        """Whether any process has reported a training step."""
+        return self._coordinator.has_trained
+
     def wait(self, timeout_secs: float | None = None) -> int:
         """Waits until all have succeeded, or one has failed, and then ends the others.
 
@@ -105,7 +141,9 @@ class Processes:
           timeout_secs: Timeout in seconds; None to wait forever.
 
         Returns:
-          0; or the status of the first that failed, 128 plus the number for a signal.
+          0; or the status of the first that failed, 128 plus the number for a signal;
+          of several that are seen at once, one that another signal than SIGABRT ended,
+          or else one with an error.
 
         Raises:
           TimeoutError: After `timeout_secs`; the processes keep running.
@@ -115,8 +153,11 @@ class Processes:
             states = self.statuses
             failed = {rank: status for rank, status in enumerate(states) if status}
             if failed:
-                # Prefer a process that was killed: errors of others may be the effect.
-                first = min(failed, key=lambda rank: failed[rank] >= 0)
+                first = min(failed, key=lambda rank: _order_as_cause(failed[rank]))
+                self._failed_at = time.monotonic()
+                self._crashed = frozenset(
+                    rank for rank, status in failed.items() if _is_killed(status)
+                )
                 return self._end_the_others(first, failed[first])
             if all(status is not None for status in states):
                 return 0
@@ -193,17 +234,19 @@ class Processes:
 
     def _end_the_others(self, rank: int, status: int) -> int:
         """Gives the others time to print the reason, then ends them."""
+        how = f"ended with status {status}"
         if status < 0:
             how = f"was ended by {signal.Signals(-status).name}"
-            status = 128 - status
-        else:
-            how = f"ended with status {status}"
-        self._coordinator.announce(rank, how)
-        pid = self._children[rank].pid
-        self._report(f"process {rank} (pid {pid}) {how}; ending the others")
+        self._coordinator.announce(rank, how, is_abort=status == _ABORTED)
+        self._report(f"{self._describe(rank)} {how}; ending the others")
         self._wait_for_all(_TOLD_SECS)
         self.close()
-        return status
+        return _job_status(status, [self.statuses[cause] for cause in self.blamed])
+
+    def _describe(self, rank: int) -> str:
+        pid, places = self._children[rank].pid, self._local_ranks
+        place = "" if places is None else f"place {places[rank]}, "
+        return f"process {rank} ({place}pid {pid})"
 
     def _wait_for_all(self, secs: float) -> None:
         end = time.monotonic() + secs
@@ -211,6 +254,32 @@ class Processes:
             if None not in self.statuses:
                 return
             time.sleep(_POLL_SECS)
+
+
+def _is_killed(status: int) -> bool:
+    """Returns whether a signal that survivors do not die of ended a process."""
+    return status < 0 and status != _ABORTED
+
+
+def _order_as_cause(status: int) -> int:
+    """Returns 0 for the most likely reason of other failures, 2 for the least."""
+    if _is_killed(status):
+        return 0
+    return 2 if status == _ABORTED else 1
+
+
+def _job_status(status: int, blamed: Sequence[int | None]) -> int:
+    """Returns the status of the job, 128 plus the number for a signal.
+
+    Args:
+      status: Status of the process that was seen to fail.
+      blamed: Statuses of the processes that are the reason. Of an abort that is an
+        error, whose status is the job's; one above 128 is of a process ended here.
+    """
+    if status == _ABORTED:
+        errors = [error for error in blamed if error and 0 < error < 128]
+        status = min(errors, default=status)
+    return 128 - status if status < 0 else status
 
 
 def _check(num_processes: int, devices: int | None) -> None:

@@ -6,6 +6,9 @@ import dataclasses
 import threading
 import time
 
+TRAIN_STEP = "of the train step"
+"""End of the phases in which a step of `make_train_step` runs."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Position:

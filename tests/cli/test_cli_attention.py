@@ -6,7 +6,9 @@ import dataclasses
 
 import pytest
 from helpers.errors import facts
+from tiny_configs import hf_fields
 
+import bridge
 import fsdp_jax as fsdp
 from bridge.models import Accelerator, DecoderConfig
 from fsdp_jax.cli._attention_table import (
@@ -44,6 +46,14 @@ def test_each_kind_of_layer_has_its_kernel_and_why():
     packed = dataclasses.replace(settings, packed=True)
     table = choice_table(attention_choices(CONFIG, packed))
     assert "flash" in table and "[seq, seq]" in table
+
+
+def test_attention_beside_another_mixer_has_a_kernel_too():
+    settings = AttentionSettings(H100, "bfloat16")
+    config = bridge.from_hf_config(hf_fields("falcon_h1", head_dim=64))
+    assert list(attention_choices(config, settings)) == ["2 x full attention"]
+    alone = bridge.from_hf_config(hf_fields("mamba2"))
+    assert choice_table(attention_choices(alone, settings)) == "attention: in no layer"
 
 
 def test_a_kernel_that_the_devices_cannot_run_is_refused_by_the_plan():

@@ -140,8 +140,8 @@ def test_a_sweep_splits_rows_that_are_long_and_fewer_than_gpus(llama, capsys):
     assert not plan(llama, "--seq", "8192", "--batch", "1", "--sweep")
     out, err = capsys.readouterr()
     assert out.splitlines()[-1] == "recommended: FSDP, cp=8"
-    assert "leaving out ZeRO-2: 1 rows do not divide over 8 ranks" in err
-    assert "leaving out FSDP, cp=2: 1 rows do not divide over 4 ranks" in err
+    assert "skipping ZeRO-2: 1 rows do not divide over 8 ranks" in err
+    assert "skipping FSDP, cp=2: 1 rows do not divide over 4 ranks" in err
 
 
 @pytest.mark.parametrize(

@@ -75,11 +75,18 @@ def test_layers_communicated_in_a_byte_learn_nearly_the_same(train, losses, caps
     assert found != losses and found == pytest.approx(losses, rel=0.01)
 
 
-def test_moments_in_8_bits_are_kept_so_and_a_run_goes_on_with_them(train, losses):
-    folder, metrics = train("--optimizer-bits", "8", "--offload", "all")
+@pytest.mark.parametrize(
+    "options, dtype",
+    [(("8", "--offload", "all"), "uint8"), (("16",), "float16")],
+    ids=["8", "16"],
+)
+def test_narrow_moments_are_kept_so_and_a_run_goes_on_with_them(
+    train, losses, options, dtype
+):
+    folder, metrics = train("--optimizer-bits", *options)
     assert metrics[1]["loss"] == pytest.approx(losses[1], rel=0.01)
     codes = {n: d for n, d in dtypes_of(folder).items() if "opt_state.codes" in n}
-    assert codes and set(codes.values()) == {"uint8"}
+    assert codes and set(codes.values()) == {dtype}
     again = train("--save-every", "1", save=folder, steps=3)[1]
     assert [step["step"] for step in again] == [3]
 

@@ -147,19 +147,26 @@ def failed_imports(folder: Path, config) -> list[str]:
 
 
 def hung_import(folder: Path, config) -> str:
-    """Told when process 1 hangs for longer than the other waits, and then fails."""
+    """Told when process 1 hangs until the other has waited in vain, and then fails."""
+    waited = folder / "waited in vain"
+    before = processes.TIMEOUT_SECS
 
     def progress(done, total):
         if jax.process_index() == 1:
-            time.sleep(3)
+            while not waited.exists():
+                time.sleep(0.05)
+            waited.rmdir()
             raise OSError("the disk hung")
+        # Not before: a process may be late at an earlier point without having failed.
+        processes.TIMEOUT_SECS = 1.0
 
-    before, processes.TIMEOUT_SECS = processes.TIMEOUT_SECS, 1.0
     try:
         like = sharded_abstract_tree(config, WAYS["first dim"])
         return outcome(bridge.load_hf, folder / "llama", like, progress=progress)
     finally:
         processes.TIMEOUT_SECS = before
+        if jax.process_index() == 0:
+            waited.mkdir()
 
 
 def outcome(action, *arguments, **options) -> str:

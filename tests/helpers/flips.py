@@ -25,8 +25,11 @@ def flip_bit(state: Any, *, leaf: str, device: Any, bit: int, element: int = 0) 
         _flipped(node, device, bit, element) if name == leaf else node
         for name, node in named_leaves(state)
     ]
-    is_leaf = lambda node: isinstance(node, Padded)  # noqa: E731
-    return jax.tree.structure(state, is_leaf=is_leaf).unflatten(nodes)
+    return jax.tree.structure(state, is_leaf=_is_padded).unflatten(nodes)
+
+
+def _is_padded(node: Any) -> bool:
+    return isinstance(node, Padded)
 
 
 def _flipped(node: Any, device: Any, bit: int, element: int) -> Any:

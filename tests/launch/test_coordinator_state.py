@@ -129,6 +129,29 @@ def test_the_death_of_one_is_told_with_where_it_was():
     )
 
 
+def test_an_abort_is_the_effect_of_an_error_that_was_reported_before():
+    job = started()
+    job.say(1, 1.0, failed="ValueError: no rows")
+    job.roll.ended(2, "was ended by SIGABRT", 1.1, is_abort=True)
+    assert job.roll.blamed == {1} and "no rows" in job.told()[0]["end"]
+    closed = started()
+    closed.say(1, 1.0, failed="ValueError: no rows")
+    closed.roll.part(closed.members[2], 1.1)
+    closed.roll.ended(2, "was ended by SIGABRT", 1.2, is_abort=True)
+    assert closed.roll.blamed == {1}
+
+
+def test_an_abort_that_comes_first_is_the_reason():
+    job = started()
+    job.roll.part(job.members[2], 1.0)
+    job.say(1, 1.1, failed="gloo: connection closed by peer")
+    job.roll.ended(2, "was ended by SIGABRT", 1.2, is_abort=True)
+    assert job.roll.blamed == {2}
+    job = started()
+    job.roll.ended(2, "was ended by SIGABRT", 1.0, is_abort=True)
+    assert job.roll.blamed == {2}
+
+
 def test_an_end_that_its_starter_saw_is_told_with_where_it_was():
     job = started()
     job.say(1, 10.0, step=7, phase="train step", secs=2.0)
@@ -182,6 +205,26 @@ def test_who_gives_no_sign_of_life_is_named():
         "process 2 (host2, pid 102) gave no sign of life for 20 s"
         in (job.told()[0]["end"])
     )
+    assert job.roll.blamed == {2}
+
+
+def test_one_process_is_blamed_and_not_those_that_end_as_an_effect():
+    for blame in (
+        lambda roll, members: roll.part(members[1], 1.0),
+        lambda roll, members: roll.ended(1, "was ended by SIGKILL", 1.0),
+        lambda roll, members: roll.take(members[1], {"failed": "ValueError"}, 1.0),
+    ):
+        job = started()
+        assert job.roll.blamed == set()
+        blame(job.roll, job.members)
+        job.roll.look(3.0)
+        job.roll.part(job.members[2], 4.0)
+        job.roll.ended(0, "ended with status 1", 4.0)
+        assert job.roll.blamed == {1}
+
+
+def test_nobody_is_blamed_for_a_stall_of_all():
+    assert stalled(until=300.0).roll.blamed == set()
 
 
 def test_a_coordinator_that_was_stopped_itself_blames_nobody():

@@ -17,6 +17,7 @@ from helpers.errors import facts
 
 import fsdp_jax
 from fsdp_jax.cli import main
+from fsdp_jax.launch import Generation
 
 EXAMPLES = Path(fsdp_jax.__file__).parent / "launch" / "examples"
 
@@ -80,6 +81,54 @@ def test_sbatch_asks_for_a_task_a_gpu_and_time_to_save():
     )
     assert asked["ntasks-per-node"] == asked["gpus-per-node"] == "8"
     assert asked["signal"].startswith("TERM@")
+
+
+STOPS = "kill -TERM $PPID; sleep 0.3"  # what SLURM sends the batch script at the end
+SIGNALLED = ["scancel", "2", "3", "--signal=TERM", "7"]
+REQUEUED = ["scontrol", "2", "3", "requeue", "7"]
+
+
+@pytest.mark.parametrize(
+    "happens, status, then",
+    [
+        ("", 0, []),
+        ("", 1, [REQUEUED]),
+        # Survivors of a failure that are ended with SIGTERM say 143 too.
+        ("", 143, [REQUEUED]),
+        (STOPS, 143, [SIGNALLED]),
+        (STOPS, 137, [SIGNALLED]),  # SIGKILL's, of a task that was slow to end
+    ],
+)
+def test_the_elastic_sbatch_gives_replicas_and_requeues_failures(
+    happens, status, then, tmp_path, capsys
+):
+    for name in ("srun", "scontrol", "scancel"):
+        stub = tmp_path / name
+        end = f"{happens}\nexit {status}" if name == "srun" else ""
+        shown = f"echo {name} $FSDP_JAX_GENERATION $FSDP_JAX_REPLICAS $@\n{end}\n"
+        stub.write_text(f"#!/bin/bash\n{shown}")
+        stub.chmod(0o755)
+    variables = {"SLURM_JOB_NUM_NODES": "3", "SLURM_RESTART_COUNT": "2"}
+    done = subprocess.run(
+        [
+            "bash",
+            EXAMPLES / "slurm_elastic.sbatch",
+            "no/model",
+            "no/text.txt",
+            "no/run",
+        ],
+        env={"PATH": f"{tmp_path}:/bin:/usr/bin", "SLURM_JOB_ID": "7", **variables},
+        capture_output=True,
+        text=True,
+    )
+    task, *rest = [line.split() for line in done.stdout.splitlines()]
+    assert done.returncode == status and task[:3] == ["srun", "2", "3"]
+    assert rest == then
+    command = task[task.index("fsdp-jax") + 1 :]
+    assert parses(command) and "no/text.txt" in capsys.readouterr().err
+    rows, most = (int(command[command.index(n) + 1]) for n in ("--batch", "--dp-outer"))
+    for replicas in range(1, most + 1):
+        assert Generation(0, replicas, most).microbatches_for(rows, data_ranks=8)
 
 
 def requires(**fields) -> dict:

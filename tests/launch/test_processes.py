@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 from helpers.errors import facts
 
 from fsdp_jax.launch import Processes
+from fsdp_jax.launch._processes import _job_status
 
 
 @contextmanager
@@ -72,6 +74,15 @@ def test_when_one_dies_all_are_ended_and_its_status_is_kept(death, status, says)
         ((said, is_error),) = lines[-1]
         assert all(gone(pid) for pid in processes.pids)
     assert f"process 1 (pid {processes.pids[1]}) {says}" in said and is_error
+
+
+def test_of_an_error_and_its_effect_the_status_of_the_error_is_kept():
+    aborted = -signal.SIGABRT
+    assert _job_status(aborted, [3]) == 3
+    # The one that failed did not exit, and was ended with the others.
+    assert _job_status(aborted, [-signal.SIGTERM]) == _job_status(aborted, [143]) == 134
+    assert _job_status(aborted, [aborted]) == _job_status(aborted, []) == 134
+    assert _job_status(-signal.SIGKILL, [3]) == 137 and _job_status(2, [2]) == 2
 
 
 STUBBORN = """
@@ -182,10 +193,34 @@ def test_sigterm_is_passed_on_and_lines_begin_with_their_process():
         assert launcher.returncode == 143
 
 
+@pytest.mark.parametrize("moment, status", [("__init__", 143), ("close", 0)])
+def test_sigterm_while_processes_start_or_end_does_not_end_the_launcher(
+    moment, status, monkeypatch
+):
+    from fsdp_jax.cli import main
+
+    inner, outer = getattr(Processes, moment), []
+
+    def told(self, *arguments, **options):
+        os.kill(os.getpid(), signal.SIGTERM)
+        inner(self, *arguments, **options)
+
+    signalled = type("Signalled", (Processes,), {moment: told})
+    monkeypatch.setattr("fsdp_jax.cli.commands._launch.Processes", signalled)
+    code = "import time; time.sleep(3)" if moment == "__init__" else ""
+    before = signal.signal(signal.SIGTERM, lambda number, _: outer.append(number))
+    try:
+        words = ["--processes", "1", "--", sys.executable, "-S", "-c", code]
+        assert main(["launch", *words]) == status
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert outer == []
+
+
 def test_an_unknown_program_is_one_line_and_status_2(capsys):
     from fsdp_jax.cli import main
 
     assert main(["launch", "--processes", "2", "--", "no-such-program"]) == 2
     assert capsys.readouterr().err.startswith("fsdp-jax: error: 'no-such-program'")
     assert main(["launch", "--processes", "2"]) == 2
-    assert "behind a --" in capsys.readouterr().err
+    assert "`-- python train.py`" in capsys.readouterr().err

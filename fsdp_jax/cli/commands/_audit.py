@@ -1,4 +1,4 @@
-"""`fsdp-jax audit`: says whether one checkpoint of a run follows from another."""
+"""`fsdp-jax audit`: replays part of a run. Not `fsdp_jax.audit`, of compiled steps."""
 
 from __future__ import annotations
 
@@ -27,9 +27,11 @@ from fsdp_jax.cli._options import Devices, Group
 from fsdp_jax.cli._run_file import NAME, read_run_file, words_of
 from fsdp_jax.cli.commands._train import Train
 
-# What a replay decides for itself, or has no use for.
-_OF_THE_RUN = ("start", "save", "steps", "checkpoints", "evaluation", "logs")
-_OF_THE_RUN += ("profiling", "where", "replay")
+# Sections of options that a replay sets itself, or has no use for.
+_SECTIONS_NOT_REPLAYED = (
+    *("start", "save", "steps", "checkpoints", "evaluation", "logs"),
+    *("profiling", "where", "replay"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +103,11 @@ def _values(path: Path) -> dict[str, Any]:
 
 def _replay(path: Path, values: dict[str, Any], first: int, last: int) -> Link:
     """Trains again from a step, in a directory of its own; returns the last link."""
-    kept = {name: value for name, value in values.items() if name not in _OF_THE_RUN}
+    kept = {
+        name: value
+        for name, value in values.items()
+        if name not in _SECTIONS_NOT_REPLAYED
+    }
     with tempfile.TemporaryDirectory() as directory:
         save = Path(directory) / "run"
         words = [

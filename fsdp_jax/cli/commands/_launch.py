@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Annotated
@@ -14,9 +15,10 @@ import tyro
 from rich.text import Text
 
 from fsdp_jax._streams import LenientConsole
+from fsdp_jax.cli._elastic import ElasticOptions
 from fsdp_jax.cli._errors import ChildFailed
-from fsdp_jax.cli._options import Unset
-from fsdp_jax.launch import Processes, Timeouts
+from fsdp_jax.cli._options import Group, Unset
+from fsdp_jax.launch import ElasticConfig, ElasticProcesses, Processes, Timeouts
 
 _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 
@@ -31,23 +33,43 @@ class Launch:
 
         fsdp-jax launch --processes 4 -- python train.py --steps 100
 
+    With --elastic MIN:MAX they are started again when one dies, at the program's newest
+    step, with as many replicas of the model as can run, and with all of them when the
+    place of the dead one may be used again.
+
+        fsdp-jax launch --processes 4 --elastic 2:4 -- fsdp-jax train --dp-outer 4 ...
+
     Attributes:
       command: Program and its arguments, after a --.
       processes: Number of processes.
       devices_per_process: Simulate so many CPU devices in each; default a GPU each.
+      elastic: Restarts.
       timeouts: Timeouts.
     """
 
     command: tyro.conf.Positional[tuple[str, ...]]
     processes: int
     devices_per_process: Unset[int] = None
+    elastic: Annotated[ElasticOptions, Group] = ElasticOptions()
     timeouts: Annotated[Timeouts, tyro.conf.arg(name="")] = Timeouts()
 
     def run(self) -> None:
         """Runs the job, and passes SIGTERM on to it."""
         if not self.command:
-            raise ValueError("launch what? Give the program behind a --.")
+            raise ValueError(
+                "No program given: pass it after `--`, such as `-- python train.py`."
+            )
+        config = self.elastic.config(os.environ)
+        status = self._run_once() if config is None else self._run_elastic(config)
+        if status:
+            raise ChildFailed(status)
+
+    def _run_once(self) -> int:
+        relay = _SignalRelay()
+        # Outermost: the processes have sessions of their own, and would outlive a
+        # launcher that SIGTERM ends while they start or are being ended.
         with (
+            _handling(signal.SIGTERM, relay.send),
             Processes(
                 self.command,
                 self.processes,
@@ -55,11 +77,45 @@ class Launch:
                 devices_per_process=self.devices_per_process,
                 timeouts=self.timeouts,
             ) as job,
-            _passing_on_sigterm(job),
         ):
-            status = job.wait()
-        if status:
-            raise ChildFailed(status)
+            relay.connect(job)
+            return job.wait()
+
+    def _run_elastic(self, config: ElasticConfig) -> int:
+        job = ElasticProcesses(
+            self.command,
+            self.processes,
+            config,
+            line=_Printer(),
+            devices_per_process=self.devices_per_process,
+            timeouts=self.timeouts,
+        )
+        with (
+            _handling(signal.SIGTERM, job.stop),
+            _handling(signal.SIGUSR1, lambda _: job.grow()),
+        ):
+            return job.run()
+
+
+class _SignalRelay:
+    """Passes signals on to a job, those too that come while it starts."""
+
+    def __init__(self):
+        self._job: Processes | None = None
+        self._early: int | None = None
+
+    def send(self, number: int) -> None:
+        """Sends a signal now, or when the job has started."""
+        if self._job is None:
+            self._early = number
+        else:
+            self._job.signal(number)
+
+    def connect(self, job: Processes) -> None:
+        """Sets the job, and sends it the signal that came before."""
+        self._job = job
+        if self._early is not None:
+            job.signal(self._early)
 
 
 class _Printer:
@@ -79,14 +135,14 @@ class _Printer:
 
 
 @contextmanager
-def _passing_on_sigterm(job: Processes) -> Iterator[None]:
-    """Forwards SIGTERM to the job, which may save before it ends."""
+def _handling(number: int, handle: Callable[[int], None]) -> Iterator[None]:
+    """Installs a signal handler for the duration of the block."""
 
-    def pass_on(number: int, frame: FrameType | None) -> None:
-        job.signal(number)
+    def call(number: int, frame: FrameType | None) -> None:
+        handle(number)
 
-    before = signal.signal(signal.SIGTERM, pass_on)
+    before = signal.signal(number, call)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(number, before)

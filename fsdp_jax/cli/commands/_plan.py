@@ -221,9 +221,7 @@ def _open_model(options: Plan) -> DecoderConfig | UserModel:
         )
     check_effect(options)
     if options.model is not None:
-        return open_user_model(
-            *(options.model, options.loss, options.batch, options.unit)
-        )
+        return open_user_model(options.model, options.loss, options.batch, options.unit)
     if options.hf is not None:
         return open_hf(options.hf, ignore_fields=options.ignore_field).config
     assert options.config is not None

@@ -29,6 +29,7 @@ from fsdp_jax.cli._decoder import (
     training_loss,
 )
 from fsdp_jax.cli._document_data import DocumentData
+from fsdp_jax.cli._elastic import num_microbatches, with_replicas
 from fsdp_jax.cli._errors import check_absent, check_creatable
 from fsdp_jax.cli._held_out import HeldOut, hold_out
 from fsdp_jax.cli._log import say
@@ -156,7 +157,8 @@ class Train:
         """Checks everything that can be checked, then loads the weights and trains."""
         begun = _check(self)
         callback = _load_callback(self)
-        mesh = self.mesh.make(self.where.pick())  # before jax's backend starts
+        sizes = with_replicas(self.mesh, fsdp.launch.generation())
+        mesh = sizes.make(self.where.pick())  # before jax's backend starts
         self.replay.check_devices(mesh)
         origin, resumed = _open(self, begun)
         start = 0 if resumed is None else resumed.step
@@ -180,6 +182,7 @@ class Train:
             say(f"data: {line}")
         run = dataclasses.replace(
             _make_run(self, config, origin),
+            microbatches=num_microbatches(config, mesh, fsdp.launch.generation()),
             start=start,
             metadata=metadata,
             callback=callback,
@@ -192,7 +195,7 @@ class Train:
         write_run_file(run.save, run.options)
         tx = config.make_optimizer(origin.config)
         make_state = functools.partial(
-            *(start_state, origin, resumed, plan, tx, run.loss_scale, config.data.seed)
+            start_state, origin, resumed, plan, tx, run.loss_scale, config.data.seed
         )
         if isinstance(data, DocumentData) and config.data.objective == "dpo":
             fused = self.precision.fused_loss
@@ -227,7 +230,7 @@ def _make_plan(
         rows = abstract_pairs(config.data.batch, seq)
     else:
         rows = abstract_rows(config.data.batch, seq, train.mesh.cp, documents=documents)
-    check_batch(plan, rows, config.microbatches)
+    check_batch(plan, rows, num_microbatches(config, mesh, fsdp.launch.generation()))
     if train.optimizer.no_decay is not None and config.adapter is None:
         config.optimizer.check_no_decay([param.name for param in plan.param_plans])
     return plan
@@ -263,7 +266,6 @@ def _make_run(train: Train, config: TrainConfig, origin: Origin) -> Run:
             fused=train.precision.fused_loss, routing=config.routing, terms=config.loss
         ),
         per_token=documents and not is_dpo,
-        microbatches=config.microbatches,
         held_out=_hold_out(train, origin, config),
         samples=make_samples(train.evaluation, origin, config.data, train.steps),
         routing=config.routing,

@@ -1,0 +1,182 @@
+"""Processes of an elastic job killed in steps, saves and loads: what is lost, how long.
+
+    PYTHONPATH=tests python benchmarks/elastic.py [--kills 50] [--out FILE]
+
+A run of `examples/elastic_replicas.py` has 4 processes of 2 simulated devices, and
+saves each step on the local disk. In each run a random process is killed at a random
+moment of a step, of a save and of a load, and in every third run the job grows back to
+4 replicas; then it goes on to its end. `steps_lost` counts steps between the newest
+that was complete on the disks at a kill and the one that the next generation went on
+from; `largest_difference` is that of a loss to an uninterrupted run's, relative.
+`seconds` are from a kill to the end of the first step after it, with compiled programs
+in jax's persistent cache. A run in which gloo waited too long, as on a busy machine, is
+discarded and counted. Each other run that does not come to its last step is one of
+`wrong_ends`, and all that it wrote is in `wrong_end_outputs`. The benchmark goes on
+where the JSON beside it ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import itertools
+import random
+import re
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import result
+from helpers.elastic import Death, ElasticRun
+
+from fsdp_jax.launch import ElasticConfig
+
+STEPS, KILLS_A_RUN, GROWS_EVERY = 24, 3, 3
+# The first kill has nothing to load.
+ORDERS = (
+    ("step", "save", "load"),
+    ("save", "load", "step"),
+    ("step", "load", "save"),
+    ("save", "step", "load"),
+)
+_EMPTY: dict[str, Any] = {
+    "next": 0,
+    "discarded": [],
+    "uninterrupted": [],
+    "kills": [],
+    "growths": [],
+    "wrong_ends": 0,
+    "wrong_end_outputs": [],
+}
+_GLOO_TIMEOUT = re.compile(r".*gloo.*(timed out|timeout).*", re.IGNORECASE)
+
+
+def main() -> None:
+    """Kills processes, run after run."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kills", type=int, default=50)
+    result.add_arguments(parser)
+    args = parser.parse_args()
+    conditions = result.begin(args, ("jax", "jaxlib"))
+    found = copy.deepcopy(_EMPTY)
+    if args.out:
+        found |= result.resumed(args, _EMPTY)
+    if not found["uninterrupted"]:
+        found["uninterrupted"] = uninterrupted()
+    warm_up()
+    while len(found["kills"]) < args.kills:
+        number, found["next"] = found["next"], found["next"] + 1
+        try:
+            interrupted(found, number)
+        except AssertionError as error:
+            count_failed(found, number, str(error))
+        result.write(args, conditions, found | summary(found), show=False)
+    result.write(args, conditions, found | summary(found))
+
+
+def uninterrupted() -> list[float]:
+    """Returns the loss of each step of a run that nothing happens to."""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        ElasticRun(Path(folder), STEPS) as run,
+    ):
+        assert run.wait() == 0, run.said
+        return [loss for _, loss in run.losses()]
+
+
+def warm_up() -> None:
+    """Compiles what generations of 2 and 1 replicas run."""
+    config = ElasticConfig(1, 4, rejoin_secs=float("inf"))
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        ElasticRun(Path(folder), 9, config) as run,
+    ):
+        for _ in range(3):
+            run.await_step_after(
+                run.kill("step", after_step=1, chance=random.Random(0))
+            )
+
+
+def interrupted(found: dict[str, Any], number: int) -> None:
+    """Runs once with three kills, and adds what came of them.
+
+    Raises:
+      AssertionError: If the job did not come to its last step, with all its output.
+    """
+    chance = random.Random(number)
+    limits = ElasticConfig(1, 4, rejoin_secs=float("inf"), max_restarts=KILLS_A_RUN)
+    kills, growths = [], []
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        ElasticRun(Path(folder), STEPS, limits) as run,
+    ):
+        deaths: list[Death] = []
+        order = ORDERS[number % len(ORDERS)]
+        for moment, following in itertools.zip_longest(order, order[1:]):
+            after = run.last_step() + chance.randint(1, 2) if moment != "load" else 0
+            deaths.append(run.kill(moment, after_step=after, chance=chance))
+            if following == "load":
+                continue  # The next kill comes before a step.
+            kills += [_told(run, x, is_last=x is deaths[-1]) for x in deaths]
+            deaths = []
+        if number % GROWS_EVERY == 0:
+            growths.append(grow(run))
+        assert run.wait() == 0, run.said
+        assert run.last_step() == STEPS, run.said
+        expected = dict(enumerate(found["uninterrupted"], 1))
+        differences = [abs(x / expected[step] - 1) for step, x in run.losses()]
+    largest = max(differences)
+    found["kills"] += [kill | {"run": number, "difference": largest} for kill in kills]
+    found["growths"] += growths
+
+
+def count_failed(found: dict[str, Any], number: int, output: str) -> None:
+    """Counts a run that did not come to its last step."""
+    if timeout := _GLOO_TIMEOUT.search(output):
+        found["discarded"].append([number, timeout[0][:200]])
+    else:
+        found["wrong_ends"] += 1
+        found["wrong_end_outputs"].append([number, output])
+
+
+def _told(run: ElasticRun, death: Death, *, is_last: bool) -> dict[str, Any]:
+    """Describes a kill; the time after one that another kill followed means nothing."""
+    first, secs = run.await_step_after(death)
+    return {
+        "moment": run.moment_of(death),
+        "phase": death.phase,
+        "steps_lost": max(0, death.saved - (first - 1)),
+        "seconds": round(secs, 1) if is_last else None,
+    }
+
+
+def grow(run: ElasticRun) -> dict[str, Any]:
+    """Lets all places return, and returns what came of it."""
+    generation = run.generation()
+    run.job.grow()
+    run.await_that(lambda: run.generation() > generation)
+    lines = len(run.losses())
+    before = run.losses()[-1][0]
+    run.await_that(lambda: len(run.losses()) > lines)
+    return {"steps_done_twice": before + 1 - run.losses()[lines][0]}
+
+
+def summary(found: dict[str, Any]) -> dict[str, Any]:
+    """Returns what is said of all kills."""
+    kills = found["kills"]
+    secs = sorted(k["seconds"] for k in kills if k["seconds"] is not None)
+    moments = [kill["moment"] for kill in kills]
+    return {
+        "killed": len(kills),
+        "killed_in": {moment: moments.count(moment) for moment in sorted({*moments})},
+        "steps_lost": sum(kill["steps_lost"] for kill in kills),
+        "largest_difference": max((kill["difference"] for kill in kills), default=0),
+        "median_seconds": round(statistics.median(secs), 1) if secs else None,
+        "most_seconds": secs[-1] if secs else None,
+        "within_30_seconds": [sum(x <= 30 for x in secs), len(secs)],
+    }
+
+
+if __name__ == "__main__":
+    main()
