@@ -20,7 +20,7 @@ def ema_of_params(decay: float) -> optax.GradientTransformation:
       decay: Weight of the average so far, at least 0 and less than 1.
 
     Raises:
-      ValueError: If `decay` is out of range.
+      ValueError: If `decay` is out of range; from its `update`, without parameters.
 
     Examples:
       >>> averaging = optax.chain(optax.adamw(1e-3), fsdp.optim.ema_of_params(0.999))
@@ -36,6 +36,10 @@ def ema_of_params(decay: float) -> optax.GradientTransformation:
         return optax.EmaState(jnp.zeros((), jnp.int32), jax.tree.map(_wide, params))
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        if params is None:
+            raise ValueError(
+                "ema_of_params averages parameters: pass `params` to update."
+            )
         new = jax.tree.map(_wide, optax.apply_updates(params, updates))
         ema = optax.incremental_update(new, state.ema, 1 - decay)
         return updates, optax.EmaState(state.count + 1, ema)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -118,7 +119,13 @@ def _layouts(plan: Plan, chosen: Sequence[ParamPlan]) -> dict[str, StackLayout]:
         groups.setdefault((param.shape[-2:], lead, member.split[-2:]), []).append(
             member
         )
-    return {_title(*key): StackLayout(plan.mesh, tuple(m)) for key, m in groups.items()}
+    titles = collections.Counter(_title(*key) for key in groups)
+    return {
+        _title(*key, with_axes=titles[_title(*key)] > 1): StackLayout(
+            plan.mesh, tuple(members)
+        )
+        for key, members in groups.items()
+    }
 
 
 def _member(param: ParamPlan) -> Member:
@@ -128,14 +135,24 @@ def _member(param: ParamPlan) -> Member:
     return Member(param.name, param.shape, param.padded_shape, tuple(split))
 
 
-def _title(shape: tuple[int, ...], lead: tuple[str, ...], split: Any) -> str:
-    """Returns the name of a stack, e.g. `16 x 64 split on 0`."""
+def _title(
+    shape: tuple[int, ...],
+    lead: tuple[str, ...],
+    split: Any,
+    *,
+    with_axes: bool = False,
+) -> str:
+    """Returns the name of a stack, e.g. `16 x 64 split on 0`.
+
+    With the axes of each split the names of all stacks differ.
+    """
     title = " x ".join(map(str, shape))
     if lead:
         title += f" of {'_'.join(lead)}"
     for dim, axes in enumerate(split):
         if axes:
-            title += f" split on {dim}" + " over tp" * ("tp" in axes)
+            over = "_".join(axes) if with_axes else "tp" * ("tp" in axes)
+            title += f" split on {dim}" + (f" over {over}" if over else "")
     return title
 
 

@@ -91,7 +91,7 @@ class StackLayout:
         return sum(self.members[0].split[:-2], ())
 
     @property
-    def moves(self) -> tuple[tuple[int, tuple[str, ...]], ...]:
+    def split_dims(self) -> tuple[tuple[int, tuple[str, ...]], ...]:
         """Split dims of a matrix, as dims of the stack, with their axes."""
         split = enumerate(self.members[0].split[-2:], start=1)
         return tuple((dim, axes) for dim, axes in split if axes)
@@ -99,7 +99,7 @@ class StackLayout:
     @property
     def owners(self) -> tuple[str, ...]:
         """Axes over whose devices unsharded matrices are distributed."""
-        return sum((axes for _, axes in self.moves), ())
+        return sum((axes for _, axes in self.split_dims), ())
 
     @property
     def spec(self) -> PartitionSpec:
@@ -214,13 +214,14 @@ def stack_matrices(layout: StackLayout, pieces: Sequence[Array]) -> Array:
 
     def local(*pieces):
         # [matrices of this device's shards, rows / r, cols / c]
-        flat = jnp.concatenate([p.reshape(-1, *p.shape[-len(tail) :]) for p in pieces])
+        local_tail = pieces[0].shape[pieces[0].ndim - len(tail) :]
+        flat = jnp.concatenate([p.reshape(-1, *local_tail) for p in pieces])
         flat = _pad(flat, 0, -len(flat) % layout._num_devices(layout.owners))
-        # State of another shape than the matrix is not split by `moves`: all owners
+        # State of another shape than the matrix has none of `split_dims`: all owners
         # hold the same.
         if not is_matrix:
             return _own(flat, layout)
-        for dim, axes in layout.moves:
+        for dim, axes in layout.split_dims:
             flat = lax.all_to_all(flat, axes, split_axis=0, concat_axis=dim, tiled=True)
         # [own matrices, rows, cols], with the padding of rows and cols cut off.
         return flat[:, : tail[0], : tail[1]]
@@ -236,6 +237,7 @@ def unstack_matrices(layout: StackLayout, stack: Array) -> list[Array]:
     members = [member.with_tail(tail) for member in layout.members]
     lead = layout._num_devices(layout.lead)
     counts = [math.prod(m.padded_shape[:-2]) // lead for m in layout.members]
+    lead_dims = [len(m.shape) - 2 for m in layout.members]
 
     def local(stack):
         if tail != layout.matrix:
@@ -246,8 +248,8 @@ def unstack_matrices(layout: StackLayout, stack: Array) -> list[Array]:
         ends = np.cumsum(counts)
         parts = jnp.split(stack[: ends[-1]], ends[:-1].tolist())
         return [
-            part.reshape(*_local_shape(layout, member)[: -len(tail)], *part.shape[1:])
-            for part, member in zip(parts, members, strict=True)
+            part.reshape(*_local_shape(layout, member)[:count], *part.shape[1:])
+            for part, member, count in zip(parts, members, lead_dims, strict=True)
         ]
 
     return _over_mesh(layout, local, layout.spec, [m.spec for m in members])(stack)
@@ -263,7 +265,7 @@ def _scattered(layout: StackLayout, stack: Array) -> Array:
     for dim, size in enumerate(padded, start=1):
         stack = _pad(stack, dim, size - stack.shape[dim])
     # Reversed: the inverse of the all-to-alls in `stack_matrices`, last one first.
-    for dim, axes in reversed(layout.moves):
+    for dim, axes in reversed(layout.split_dims):
         stack = lax.all_to_all(stack, axes, split_axis=dim, concat_axis=0, tiled=True)
     return stack
 

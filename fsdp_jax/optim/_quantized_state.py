@@ -1,28 +1,28 @@
-"""Optimizer state in 8 bits, dequantized for the update."""
+"""Optimizer state with fewer bits than the update, dequantized for it."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
-from jaxtyping import Array, Float, UInt8
+from jaxtyping import Array, Float
 
 from fsdp_jax._tree import PyTree, leaf_name
 
 
-class EightBitState(NamedTuple):
-    """State of an optimizer in 8 bits, as three trees of its own structure.
+class QuantizedState(NamedTuple):
+    """State of an optimizer with fewer bits, as three trees of its own structure.
 
     Attributes:
-      codes: `uint8` codes in the shape of each quantized array; None for all others.
-      scales: Scales of the quantized arrays, float32 `[..., blocks]`: the largest
-        magnitude of each block of the last dim; None for all others.
+      codes: Each quantized array in its own shape, as `uint8` codes or narrow floats;
+        None for all others.
+      scales: Scales of the quantized arrays, float32 `[..., blocks]`: one for each
+        block of the last dim; None for all others.
       rest: All arrays that are not quantized; None for the others.
     """
 
@@ -31,144 +31,127 @@ class EightBitState(NamedTuple):
     rest: PyTree
 
 
-def eight_bit(
-    tx: optax.GradientTransformation,
-    *,
-    unsigned: tuple[str, ...] = ("nu",),
-    block: int = 256,
-    min_elements: int = 4096,
-) -> optax.GradientTransformation:
-    """Stores the float32 state of an optimizer in 8 bits an element.
+class Codec(Protocol):
+    """How one array of a state is quantized."""
 
-    A code is one of 256 values of a dynamic exponent and fraction, over seven decades,
-    times the scale of its block. Adam's moments take a quarter of their memory, 2.03
-    bytes a parameter. They are quantized and dequantized elementwise, split like their
-    parameters; only a block that spans several devices needs communication, for its
-    largest magnitude.
+    def encode(self, x: Array) -> tuple[Array, Array]:
+        """Returns codes in the shape of a float32 array, and scales of its blocks."""
+        ...
+
+    def decode(self, codes: Array, scales: Array) -> Array:
+        """Returns the float32 array of codes and scales."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class StateForm:
+    """Which arrays of a state are quantized, and how.
+
+    Attributes:
+      codec: Takes the fields of an array in the state, such as `0.mu`, without the
+        path of its parameter; None leaves it.
+      min_elements: Number of elements below which an array is left in float32.
+      asked: What asked for this form, for errors.
+    """
+
+    codec: Callable[[str], Codec | None]
+    min_elements: int
+    asked: str
+
+
+def with_quantized_state(
+    tx: optax.GradientTransformation, form: StateForm
+) -> optax.GradientTransformation:
+    """Stores the arrays of a state that have the shape of a parameter as codes.
 
     Args:
-      tx: Optax transformation whose state has arrays in the shapes of parameters.
-      unsigned: Fields of its state that are never negative, such as `nu` of
-        `ScaleByAdamState`: they get twice as many values above zero.
-      block: Number of elements of the last dim that share a scale; a shorter dim is one
-        block.
-      min_elements: Number of elements below which an array stays in float32, as biases
-        and norms do.
-
-    Returns:
-      A transformation in place of `tx`.
+      tx: Optax transformation.
+      form: Form of its state.
 
     Raises:
-      ValueError: If `block` or `min_elements` is less than 1; from its `init`, if no
-        array of the state is quantized.
-
-    Source: Dettmers et al. 2022, 8-bit optimizers via block-wise quantization;
-      bitsandbytes `functional.py::create_dynamic_map` for the values.
+      ValueError: From its `init`, if no array of the state is quantized.
     """
-    if block < 1 or min_elements < 1:
-        raise ValueError(f"eight_bit({block=}, {min_elements=}): each is at least 1.")
-    form = _Form(unsigned, block)
 
-    def init(params: PyTree) -> EightBitState:
+    def init(params: PyTree) -> QuantizedState:
         state = tx.init(params)
         shapes = {tuple(leaf.shape) for leaf in jax.tree.leaves(params)}
-        held = [_may_be_held(x, shapes, min_elements) for x in _leaves(state)]
-        if not any(held):
+        codecs = [
+            form.codec(fields) if _may_be_quantized(leaf, shapes, form) else None
+            for fields, leaf in _by_fields(state, params)
+        ]
+        if not any(codecs):
             raise ValueError(
-                f"eight_bit(min_elements={min_elements}) holds nothing of this "
-                "optimizer's state in 8 bits: no float32 array of it has the shape of "
-                "a parameter and as many elements."
+                f"{form.asked} quantizes nothing of this optimizer's state: no float32 "
+                "array that it names has the shape of a parameter and as many elements."
             )
-        return form.encode(state, held)
+        return _encode(state, codecs)
 
     def update(updates: PyTree, state: Any, params: PyTree | None = None):
-        held = [code is not None for code in _leaves(state.codes)]
-        updates, inner = tx.update(updates, form.decode(state), params)
-        return updates, form.encode(inner, held)
+        codecs = [
+            None if code is None else form.codec(fields)
+            for fields, code in _by_fields(state.codes, updates)
+        ]
+        updates, inner = tx.update(updates, _decode(state, codecs), params)
+        return updates, _encode(inner, codecs)
 
     return optax.GradientTransformation(init, update)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Form:
-    """Quantized form of a state; see `eight_bit`."""
+def normalized(
+    x: Float[Array, "*shape"], block: int
+) -> tuple[Float[Array, "*shape"], Float[Array, ...]]:
+    """Divides each block by its largest magnitude.
 
-    unsigned: tuple[str, ...]
-    block: int
+    Args:
+      x: Array.
+      block: Number of elements of the last dim that share a scale.
 
-    def encode(self, state: PyTree, held: list[bool]) -> EightBitState:
-        paths, treedef = jax.tree_util.tree_flatten_with_path(state, is_leaf=_is_none)
-        triples = [
-            (*_encode(leaf, self._is_unsigned(path), self.block), None)
-            if is_held
-            else (None, None, leaf)
-            for (path, leaf), is_held in zip(paths, held, strict=True)
-        ]
-        parts = zip(*triples, strict=True)
-        return EightBitState(*(treedef.unflatten(part) for part in parts))
-
-    def decode(self, state: EightBitState) -> PyTree:
-        codes, treedef = jax.tree_util.tree_flatten_with_path(
-            state.codes, is_leaf=_is_none
-        )
-        others = zip(_leaves(state.scales), _leaves(state.rest), strict=True)
-        return treedef.unflatten(
-            leaf
-            if code is None
-            else _decode(code, scales, self._is_unsigned(path), self.block)
-            for (path, code), (scales, leaf) in zip(codes, others, strict=True)
-        )
-
-    def _is_unsigned(self, path: tuple[Any, ...]) -> bool:
-        return any(part in self.unsigned for part in leaf_name(path).split("."))
-
-
-def _may_be_held(leaf: Any, shapes: set[tuple[int, ...]], min_elements: int) -> bool:
-    if leaf is None or leaf.dtype != jnp.float32:
-        return False
-    return math.prod(leaf.shape) >= min_elements and tuple(leaf.shape) in shapes
-
-
-@functools.cache
-def dynamic_values(*, is_unsigned: bool) -> np.ndarray:
-    """Returns the 256 values of a code, from -1 or 0 to 1, in ascending order.
-
-    The values are 0, 1 and those of seven decades. Decade i, which ends at 10**(i - 6),
-    has 2**i values of each sign, or 2**(i + 1) if all are positive: the midpoints of as
-    many equal steps from 0.1 to 1 of it.
+    Returns:
+      The quotients, from -1 to 1, and the magnitudes, `[..., blocks]`.
     """
-    values = [0.0, 1.0]
-    for decade in range(7):
-        steps = np.linspace(0.1, 1, 2 ** (decade + is_unsigned) + 1, dtype=np.float32)
-        middles = (steps[1:] + steps[:-1]) / 2 * np.float32(10.0 ** (decade - 6))
-        values += [*middles] if is_unsigned else [*middles, *-middles]
-    return np.sort(np.array(values, np.float32))
-
-
-def _encode(
-    x: Float[Array, "*shape"], is_unsigned: bool, block: int
-) -> tuple[UInt8[Array, "*shape"], Float[Array, ...]]:
-    size = x.shape[-1]
     blocks = _blocks(x, block)
     scales = jnp.abs(blocks).max(-1)
     # A block of zeros has scale 0 and is divided by 1.
     unit = blocks / jnp.where(scales == 0, 1, scales)[..., None]
-    values = dynamic_values(is_unsigned=is_unsigned)
-    middles = jnp.asarray((values[1:] + values[:-1]) / 2)
-    # The code of the nearest value: the number of midpoints below the element.
-    codes = jnp.searchsorted(middles, unit).astype(jnp.uint8)
-    return codes.reshape(*x.shape[:-1], -1)[..., :size], scales
+    return _joined(unit, x.shape[-1]), scales
 
 
-def _decode(
-    codes: UInt8[Array, "*shape"],
-    scales: Float[Array, ...],
-    is_unsigned: bool,
-    block: int,
+def scaled(
+    unit: Float[Array, "*shape"], scales: Float[Array, ...], block: int
 ) -> Float[Array, "*shape"]:
-    values = jnp.asarray(dynamic_values(is_unsigned=is_unsigned))
-    blocks = _blocks(values[codes], block) * scales[..., None]
-    return blocks.reshape(*codes.shape[:-1], -1)[..., : codes.shape[-1]]
+    """Multiplies each block by its scale: the inverse of `normalized`.
+
+    Args:
+      unit: Quotients.
+      scales: Largest magnitude of each block.
+      block: Number of elements of the last dim that share a scale.
+    """
+    return _joined(_blocks(unit, block) * scales[..., None], unit.shape[-1])
+
+
+def _encode(state: PyTree, codecs: list[Codec | None]) -> QuantizedState:
+    leaves, treedef = jax.tree.flatten(state, is_leaf=_is_none)
+    triples = [
+        (None, None, leaf) if codec is None else (*codec.encode(leaf), None)
+        for leaf, codec in zip(leaves, codecs, strict=True)
+    ]
+    parts = zip(*triples, strict=True)
+    return QuantizedState(*(treedef.unflatten(part) for part in parts))
+
+
+def _decode(state: QuantizedState, codecs: list[Codec | None]) -> PyTree:
+    parts = [jax.tree.leaves(part, is_leaf=_is_none) for part in state]
+    treedef = jax.tree.structure(state.codes, is_leaf=_is_none)
+    return treedef.unflatten(
+        leaf if codec is None else codec.decode(codes, scales)
+        for codes, scales, leaf, codec in zip(*parts, codecs, strict=True)
+    )
+
+
+def _may_be_quantized(leaf: Any, shapes: set[tuple[int, ...]], form: StateForm) -> bool:
+    if leaf is None or leaf.ndim == 0 or leaf.dtype != jnp.float32:
+        return False
+    return math.prod(leaf.shape) >= form.min_elements and tuple(leaf.shape) in shapes
 
 
 def _blocks(x: Array, block: int) -> Array:
@@ -178,8 +161,29 @@ def _blocks(x: Array, block: int) -> Array:
     return jnp.pad(x, widths).reshape(*x.shape[:-1], -1, size)
 
 
-def _leaves(tree: PyTree) -> list[Any]:
-    return jax.tree.leaves(tree, is_leaf=_is_none)
+def _joined(blocks: Array, size: int) -> Array:
+    """Joins blocks to a last dim of `size` elements: the inverse of `_blocks`."""
+    return blocks.reshape(*blocks.shape[:-2], -1)[..., :size]
+
+
+def _by_fields(state: PyTree, params: PyTree) -> list[tuple[str, Any]]:
+    """Returns the leaves of a state with their paths, up to that of a parameter.
+
+    A parameter may have the name of a field: `mu.nu` is the first moment of `nu`.
+    """
+    names = {name for name, _ in _named(params)}
+
+    def fields_of(name: str) -> str:
+        parts = name.split(".")
+        ends = (i for i in range(len(parts)) if ".".join(parts[i:]) in names)
+        return ".".join(parts[: next(ends, len(parts))])
+
+    return [(fields_of(name), leaf) for name, leaf in _named(state)]
+
+
+def _named(tree: PyTree) -> list[tuple[str, Any]]:
+    paths, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_none)
+    return [(leaf_name(path), leaf) for path, leaf in paths]
 
 
 def _is_none(node: Any) -> bool:

@@ -255,7 +255,11 @@ def other_abstract_tree(job: Job) -> None:
 
 
 def one_directory(job: Job, directory: str) -> None:
-    job.open(local=fsdp.checkpoint.LocalCheckpoints(Path(directory, "shared"), every=1))
+    job.open(
+        local=fsdp.checkpoint.LocalCheckpoints(
+            Path(directory, "shared"), every=1, replication_groups=[(0, 1), (2, 3)]
+        )
+    )
 
 
 def interrupted_save(job: Job, step: int, rank: int, number: int) -> list:

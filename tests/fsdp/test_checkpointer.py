@@ -18,6 +18,7 @@ from helpers import saving_worker
 from helpers.damage import ORBAX_FAILS_NOISILY, file_size_limited
 from helpers.errors import facts
 from helpers.saving_worker import check, like, state_at
+from jax.experimental import multihost_utils
 
 import fsdp_jax as fsdp
 
@@ -111,6 +112,28 @@ def test_sigterm_saves_at_the_next_step_and_exits(tmp_path):
     assert signal.getsignal(signal.SIGTERM) is before
     with fsdp.Checkpointer(tmp_path) as checkpointer:
         assert check(checkpointer.resume(like())) == 2
+
+
+def test_a_resumed_run_asks_jax_to_stop_by_a_count_that_begins_anew(
+    tmp_path, monkeypatch
+):
+    # jax names the question after the last one that was asked, 1 before the first: by
+    # steps, SIGTERM before the first save of a resumed run was never heeded.
+    asked = []
+
+    def ask(number: int) -> bool:
+        asked.append(number)
+        return number == asked[0] + 1
+
+    fsdp.save(tmp_path, state_at(7))
+    monkeypatch.setattr(multihost_utils, "reached_preemption_sync_point", ask)
+    with pytest.raises(SystemExit):
+        with fsdp.Checkpointer(tmp_path) as checkpointer:
+            checkpointer.resume(like())
+            for step in (8, 9, 10):
+                checkpointer.save(step, state_at(step))
+    assert asked == [asked[0], asked[0] + 1]
+    assert fsdp.latest_step(tmp_path) == 9
 
 
 def test_sigterm_after_the_step_was_saved_exits_without_saving_it_twice(tmp_path):

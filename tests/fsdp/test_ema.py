@@ -99,3 +99,9 @@ def test_what_is_no_decay_or_has_no_average_is_refused(tmp_path):
     fsdp.save(tmp_path, fsdp.init_state(plan, optax.sgd(0.1), params))
     with pytest.raises(ValueError, match=facts("Step 0", str(tmp_path))):
         fsdp.checkpoint.load_average(tmp_path, plan.params)
+
+
+def test_an_update_without_parameters_is_refused():
+    tx = fsdp.optim.ema_of_params(0.9)
+    with pytest.raises(ValueError, match=facts("ema_of_params", "params")):
+        tx.update({"w": jnp.ones(2)}, tx.init({"w": jnp.ones(2)}))

@@ -17,10 +17,11 @@ from helpers.errors import facts
 import fsdp_jax as fsdp
 from bridge.models import Decoder, DecoderConfig, DecoderLayer
 from fsdp_jax.cli._decoder import next_token_loss
-from fsdp_jax.optim._quantized_state import dynamic_values
+from fsdp_jax.optim._eight_bit import dynamic_values
 from fsdp_jax.optim._stochastic_rounding import stochastic_round
 
 BF16, FP16, FP32 = jnp.bfloat16, jnp.float16, jnp.float32
+E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 SHORT = 24
 
 
@@ -89,6 +90,9 @@ VARIANTS = {
     "float16": lambda tx: trained_with(tx, FP16, fsdp.training.LossScale(2.0**15)),
     "stochastic": lambda tx: trained_with(tx, main_params_dtype=BF16, stochastic=True),
     "8 bits": lambda tx: trained_with(fsdp.optim.eight_bit(tx, min_elements=1024)),
+    "narrow floats": lambda tx: trained_with(
+        fsdp.optim.precision_aware(tx, {"mu": E4M3, "nu": FP16})
+    ),
 }
 
 
@@ -393,7 +397,84 @@ def test_codes_lie_as_their_parameters_and_take_a_quarter_and_are_saved(tmp_path
 
 
 def test_an_optimizer_without_such_state_is_refused():
-    with pytest.raises(ValueError, match=facts("min_elements=4096", "8")):
+    with pytest.raises(ValueError, match=facts("eight_bit", "min_elements=4096")):
         fsdp.optim.eight_bit(optax.sgd(1.0)).init(small_params())
     with pytest.raises(ValueError, match=facts("block=0", "1")):
         fsdp.optim.eight_bit(optax.adam(1e-3), block=0)
+
+
+def test_no_second_moment_becomes_zero_in_8_bits():
+    tx = fsdp.optim.eight_bit(optax.scale_by_adam(), min_elements=1)
+    params = {"w": jnp.ones(256)}
+    grads = {"w": jnp.asarray(np.r_[1.0, np.full(254, 1e-6), 0.0], FP32)}
+    _, state = tx.update(grads, tx.init(params))
+    codes = np.asarray(state.codes.nu["w"])
+    np.testing.assert_array_equal(codes > 0, np.asarray(grads["w"]) > 0)
+
+
+def test_fields_of_the_state_are_told_from_parameters_of_their_names():
+    """Of a parameter `nu` the first moment is signed, and a scalar stays as it is."""
+    params = {"nu": jnp.ones((8, 8)), "ema": jnp.ones((8, 8)), "s": jnp.ones(())}
+    grads = jax.tree.map(jnp.negative, params)
+    exact = optax.chain(optax.scale_by_adam(), fsdp.optim.ema_of_params(0.5))
+    _, want = exact.update(grads, exact.init(params), params)
+    for tx in (
+        fsdp.optim.eight_bit(exact, min_elements=1),
+        fsdp.optim.precision_aware(exact, {"mu": FP16, "nu": FP16}),
+    ):
+        _, state = tx.update(grads, tx.init(params), params)
+        for name in ("nu", "ema"):
+            assert state.codes[0].mu[name] is not None
+            assert state.codes[1].ema[name] is None
+        assert state.codes[0].mu["s"] is None
+        updates, _ = tx.update(grads, state, params)
+        right, _ = exact.update(grads, want, params)
+        for a, b in zip(*map(jax.tree.leaves, (updates, right)), strict=True):
+            np.testing.assert_allclose(a, b, rtol=2e-2)  # Half a step of 8 bits.
+
+
+# Moments in narrow floats
+
+
+@pytest.mark.parametrize("dtype", [FP16, BF16, E4M3, E5M2])
+def test_a_narrow_moment_is_the_nearest_float_and_no_second_moment_becomes_zero(dtype):
+    tx = fsdp.optim.precision_aware(
+        optax.scale_by_adam(), {"mu": dtype, "nu": dtype}, block=128
+    )
+    random = np.random.default_rng(0)
+    # Magnitudes over many decades, so that narrow floats underflow.
+    grads = random.normal(size=(64, 512)) * 10.0 ** random.uniform(-9, 0, (64, 512))
+    params, grads = {"w": jnp.ones((64, 512))}, {"w": jnp.asarray(grads, FP32)}
+    _, state = tx.update(grads, tx.init(params))
+    exact = optax.scale_by_adam()
+    _, want = exact.update(grads, exact.init(params))
+    info = jnp.finfo(dtype)
+    for field in ("mu", "nu"):
+        codes = getattr(state.codes, field)["w"]
+        assert codes.dtype == dtype and codes.shape == (64, 512)
+        scales = np.asarray(getattr(state.scales, field)["w"], np.float64)
+        assert scales.shape == (64, 4)
+        held = np.asarray(codes, np.float64) / float(info.max)
+        exactly = np.asarray(getattr(want, field)["w"], np.float64)
+        unit = (exactly.reshape(64, 4, 128) / scales[..., None]).reshape(64, 512)
+        # Half a step of a normal number, or of the least one. A second moment below
+        # the least number becomes it: a step of it at most.
+        least = float(info.smallest_subnormal) / float(info.max)
+        steps = 1.0 if field == "nu" else 0.5
+        bound = np.maximum(np.abs(unit) * float(info.eps) * 0.51, steps * least * 1.01)
+        assert (np.abs(held - unit) <= bound).all()
+    nu = np.asarray(state.codes.nu["w"], np.float64)
+    assert ((nu > 0) == (np.asarray(want.nu["w"]) > 0)).all()
+    if dtype in (E4M3, E5M2):
+        assert (np.asarray(state.codes.mu["w"], np.float64) == 0).any()
+
+
+def test_what_is_no_narrow_float_is_refused():
+    adam = optax.adam(1e-3)
+    for dtypes, says in (({}, "{}"), ({"mu": FP32}, "float32"), ({"mu": "i1"}, "int8")):
+        with pytest.raises(ValueError, match=facts("precision_aware", says)):
+            fsdp.optim.precision_aware(adam, dtypes)
+    with pytest.raises(ValueError, match=facts("block=0", "1")):
+        fsdp.optim.precision_aware(adam, {"mu": FP16}, block=0)
+    with pytest.raises(ValueError, match=facts("trace", "float16")):
+        fsdp.optim.precision_aware(adam, {"trace": FP16}).init(small_params())

@@ -126,14 +126,36 @@ OPTIMIZERS = {
         {"fast": optax.sgd(1.0, momentum=0.9), "slow": optax.adam(1e-2)}, labelled
     ),
     "8 bits": lambda plan: fsdp.optim.eight_bit(optax.adam(1e-2), min_elements=300),
+    "narrow floats": lambda plan: fsdp.optim.precision_aware(
+        optax.adam(1e-2), {"mu": jnp.float8_e4m3fn, "nu": jnp.float16}
+    ),
     "layer-wise muon": lambda plan: fsdp.optim.layer_wise(
         plan, muon(), optax.adam(1e-2), matrices_of(plan)
+    ),
+    "layer-wise numbers": lambda plan: fsdp.optim.layer_wise(
+        plan, matrices_normalised(), optax.adam(1e-2), matrices_of(plan)
     ),
     # Its second moment has a row for each matrix, beside whole matrices of momentum.
     "layer-wise rows": lambda plan: fsdp.optim.layer_wise(
         plan, rows_normalised(), optax.adam(1e-2), matrices_of(plan)
     ),
 }
+
+
+def matrices_normalised():
+    """Like `rows_normalised`, with one number for each matrix."""
+
+    def init(params):
+        return jax.tree.map(lambda x: x[:, 0, 0], params), optax.trace(0.9).init(params)
+
+    def update(updates, state, params=None):
+        sizes, inner = state
+        updates, inner = optax.trace(0.9).update(updates, inner)
+        sizes = jax.tree.map(lambda s, u: 0.5 * s + (u**2).mean((1, 2)), sizes, updates)
+        scaled = jax.tree.map(lambda u, s: u / (1 + s[:, None, None]), updates, sizes)
+        return scaled, (sizes, inner)
+
+    return optax.GradientTransformation(init, update)
 
 
 def rows_normalised():

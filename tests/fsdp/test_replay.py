@@ -16,7 +16,7 @@ from helpers.flips import flip_bit
 from jax.sharding import NamedSharding
 
 import fsdp_jax as fsdp
-from fsdp_jax.replay import ReplayCheck, Witness, with_rank_losses
+from fsdp_jax.replay import ReplayCheck, ReplayStep, with_rank_losses
 
 TX = optax.adam(1e-3)
 EVERY = 2
@@ -44,11 +44,11 @@ def batch(fault_of_rank: int | None = None):
 
 
 @functools.cache
-def witness(by: int, **sizes: int) -> Witness:
+def replay_step(by: int, **sizes: int) -> ReplayStep:
     devices = list(np.roll(jax.devices(), by))
     plan = fsdp.fully_shard(make_model, fsdp.make_mesh(devices=devices, **sizes))
     loss = with_rank_losses(loss_fn)
-    return Witness(fsdp.make_train_step(plan, loss, TX, has_aux=True), TX)
+    return ReplayStep(fsdp.make_train_step(plan, loss, TX, has_aux=True), TX)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,17 +70,17 @@ class Faulty:
 
 
 def check_of(faulty: dict[str, Any] | None = None, **options: Any) -> ReplayCheck:
-    checked = witness(0)
+    checked = replay_step(0)
     step: Any = checked.step if faulty is None else Faulty(checked.step, **faulty)
     return ReplayCheck(
-        Witness(step, TX), [witness(1), witness(2)], every=EVERY, **options
+        ReplayStep(step, TX), [replay_step(1), replay_step(2)], every=EVERY, **options
     )
 
 
 def fresh():
-    plan = witness(0).plan
+    plan = replay_step(0).plan
     state = fsdp.init_state(plan, TX, fsdp.init_params(plan, jax.random.key(0)))
-    return witness(0).step(state, batch())[0]  # so that moments are not zero
+    return replay_step(0).step(state, batch())[0]  # so that moments are not zero
 
 
 def flipped(leaf: str, device: int, bit: int = 27):
@@ -124,7 +124,7 @@ def test_steps_without_a_fault_are_the_same_bits_and_raise_nothing():
     metrics, plain = {}, {}
     for _ in range(EVERY):
         state, metrics = check(state, batch())
-        other, plain = witness(0).step(other, batch())
+        other, plain = replay_step(0).step(other, batch())
     assert fsdp.replay.state_digest(state) == fsdp.replay.state_digest(other)
     assert metrics["loss"] == plain["loss"]
 
@@ -144,22 +144,18 @@ def test_a_fault_in_a_checked_step_is_found_and_its_device_named(kind):
     state = fresh()
     with pytest.raises(fsdp.replay.CorruptionError, match=facts("step 2")) as caught:
         check(state, batch())
-    verdict = caught.value.verdict
-    assert (verdict.step, verdict.between_steps, verdict.wrong) == (
-        2,
-        False,
-        "the step",
-    )
-    assert verdict.devices == (jax.devices()[WHERE[kind]],)
+    report = caught.value.report
+    assert (report.step, report.wrong) == (2, "step")
+    assert report.devices == (jax.devices()[WHERE[kind]],)
 
 
 def test_a_fault_of_the_replay_is_not_taken_for_one_of_the_step():
-    wrong = Witness(Faulty(witness(1).step, after=flipped("params.w", 2)), TX)
-    check = ReplayCheck(witness(0), [wrong, witness(2)], every=1)
+    wrong = ReplayStep(Faulty(replay_step(1).step, after=flipped("params.w", 2)), TX)
+    check = ReplayCheck(replay_step(0), [wrong, replay_step(2)], every=1)
     with pytest.raises(fsdp.replay.CorruptionError) as caught:
         check(fresh(), batch())
-    assert caught.value.verdict.wrong == "the replay"
-    assert caught.value.verdict.devices == (jax.devices()[2],)
+    assert caught.value.report.wrong == "replay"
+    assert caught.value.report.devices == (jax.devices()[2],)
 
 
 @pytest.mark.parametrize("leaf", ["params.odd", "opt_state.0.mu.w", "step"])
@@ -169,25 +165,39 @@ def test_a_flip_between_steps_is_found_before_the_next_begins(leaf):
     state = flipped(leaf, 7, bit=0)(state)
     with pytest.raises(fsdp.replay.CorruptionError) as caught:
         check(state, batch())
-    verdict = caught.value.verdict
-    assert verdict.between_steps and verdict.leaves == (leaf,)
-    assert verdict.devices == (jax.devices()[7],)
+    report = caught.value.report
+    assert (report.wrong, report.leaves) == ("state", (leaf,))
+    assert report.devices == (jax.devices()[7],)
     check.reset()
 
 
 @pytest.mark.long
 def test_a_mesh_of_another_shape_agrees_within_the_bound_and_no_flip_does():
-    others = [witness(0, dp_outer=2), witness(1, dp_outer=2)]
+    others = [replay_step(0, dp_outer=2), replay_step(1, dp_outer=2)]
     # Sums of 8 float32 gradients in another order: some 2^-24 each, and Adam divides
     # by their root.
-    check = ReplayCheck(witness(0), others, every=EVERY, rtol=1e-4)
+    check = ReplayCheck(replay_step(0), others, every=EVERY, rtol=1e-4)
     check(fresh(), batch())
-    faulty = Witness(Faulty(witness(0).step, state=flipped("params.w", 3, 30)), TX)
+    faulty = ReplayStep(
+        Faulty(replay_step(0).step, state=flipped("params.w", 3, 30)), TX
+    )
     check = ReplayCheck(faulty, others, every=EVERY, rtol=1e-4)
     with pytest.raises(fsdp.replay.CorruptionError, match=facts("params.w")):
         check(fresh(), batch())
 
 
-def test_a_check_without_a_third_vote_is_refused():
-    with pytest.raises(ValueError, match=facts("1 witnesses", "every=-1")):
-        ReplayCheck(witness(0), [witness(1)], every=-1)
+def test_a_check_without_a_third_result_is_refused():
+    with pytest.raises(ValueError, match=facts("1 replays", "every=-1")):
+        ReplayCheck(replay_step(0), [replay_step(1)], every=-1)
+
+
+@pytest.mark.parametrize("rtol", [-1e-3, float("nan"), float("inf")])
+def test_a_bound_that_bounds_nothing_is_refused(rtol):
+    with pytest.raises(ValueError, match=facts("rtol")):
+        ReplayCheck(replay_step(0), [replay_step(1), replay_step(2)], rtol=rtol)
+
+
+def test_shards_of_other_processes_are_not_compared(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(ValueError, match=facts("2")):
+        ReplayCheck(replay_step(0), [replay_step(1), replay_step(2)])

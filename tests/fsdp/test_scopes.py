@@ -7,7 +7,9 @@ import jax.numpy as jnp
 import pytest
 from helpers.errors import facts
 
+from bridge.models import _flash_kernel, _fused_attention
 from fsdp_jax import _scopes as scopes
+from fsdp_jax.ops.attention import _common
 
 
 def paths(fn, *args):
@@ -47,6 +49,17 @@ def test_units_are_in_order_from_the_outermost():
 def test_a_name_is_a_part_of_the_path_and_not_of_a_word():
     assert scopes.is_in("jit(step)/jvp(optimizer)/add", scopes.OPTIMIZER)
     assert not scopes.is_in("jit(step)/my_optimizer_loss/add", scopes.OPTIMIZER)
+
+
+def test_names_that_bridge_writes_are_those_that_are_read():
+    kernels = (
+        _flash_kernel.FORWARD,
+        _flash_kernel.QUERY_GRAD,
+        _flash_kernel.KEY_GRADS,
+    )
+    read = (scopes.FLASH_FORWARD, scopes.FLASH_QUERY_GRAD, scopes.FLASH_KEY_GRADS)
+    assert kernels == read
+    assert _fused_attention.RESIDUALS == _common.RESIDUALS
 
 
 def test_the_turns_of_a_stage_are_read_as_written():

@@ -15,7 +15,7 @@ from fsdp_jax.audit._check_unsharded import merged, too_many
 from fsdp_jax.audit._expected import expected_collectives
 from fsdp_jax.audit._unsharded_units import unsharded
 from fsdp_jax.hlo._parse import parse
-from fsdp_jax.hlo._program import Program, moved
+from fsdp_jax.hlo._program import Program, communicated_arrays
 from fsdp_jax.planner._compile import gpu_devices
 from fsdp_jax.planner._gpu import GPUS
 
@@ -74,7 +74,7 @@ def program(*lines):
 
 
 def found(plan, compiled):
-    arrays = list(moved(compiled, plan.mesh))
+    arrays = list(communicated_arrays(compiled, plan.mesh))
     return arrays, expected_collectives(plan)
 
 
